@@ -1,0 +1,557 @@
+"""Fast weights: every update rule and feature map of this project, as settings of one recurrence.
+
+A transformer layer that remembers in a matrix instead of a list: the key says where to write, the value what, the
+query where to read. The matrix S is small and of fixed size, so a model made of such layers is an RNN. Per head:
+
+    D_t = (z_t f_t^T) * S_{t-1}                             forget   (* is elementwise, z f^T an outer product)
+    S_t = D_t + (w_t v_t - e_t D_t k_t) k_t^T               write w_t v_t, erase what the key already recalls
+    o_t = S_t q_t                                           read, after the write
+
+Everything below is this equation (`recurrent`: the definition; `chunked`: the same, in matrix products), the choice
+of its gates f, z, w, e (`RULES`), what happens to q and k before (`FEATURE_MAPS`, `NORMALISERS`), and `FastWeights`,
+which puts one of each together. Read from top to bottom; there is nothing else.
+
+name            shape           meaning                                 the papers' letter
+B H T           sizes           batch, heads, time steps
+K V C           sizes           features of q and k, of v, chunk        d_dot, d_value (Schlag); k (Kasai); m (Choromanski)
+q k             (B, H, T, K)    query and key, after the map phi        phi(q), phi(k)
+v               (B, H, T, V)    value
+S               (B, H, V, K)    fast weights: the state                 W (Schlag), S (Katharopoulos, Mao, Kasai)
+n               (B, H, K)       running sum of keys, last row of S      z (Katharopoulos, Schlag, Kasai)
+write, erase    (B, H, T)       w_t, e_t                                beta (Schlag), 1 - g (Peng)
+log_f           (B, H, T, K|1)  log of the decay along the keys, <= 0   log sigma(f_key) (Mao), log g (Peng), log alpha (GLA)
+log_z           (B, H, T, V|1)  log of the decay along the values       log sigma(f) (Mao)
+o               (B, H, T, V)    what is read                            y
+u               (B, H, T, V)    pseudo-value: what S really receives    beta (v - v_bar) (Schlag)
+
+Sources: Katharopoulos 2020 (arXiv:2006.16236), Peng 2021 RFA (2103.02143), Schlag 2021 (2102.11174), Kasai 2021 T2R
+(2103.13076), Choromanski 2021 (2009.14794), Mao 2022 (2210.04243), Zhang 2024 Hedgehog (2402.04347), and beyond them
+Qin 2022 cosFormer (2202.08791), Sun 2023 RetNet (2307.08621), Yang 2023 GLA (2312.06635), Arora 2024 Based (2402.18668),
+Yang 2024 DeltaNet (2406.06484) and gated DeltaNet (2412.06464), Kimi 2025 KDA (2510.26692).
+"""
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+LOG_MIN = -5.0  # part of the definition: no log-decay below this, in any form. exp(-5) a step forgets all but 0.7 %, and
+#                 16 steps of it stay far inside fp32 (see `score`); without it exp() of the chunk form overflows
+FLOOR = 1e-6    # smallest denominator of `normalise`; maps whose features can all be zero ask for more (T2R: 1e-2)
+
+
+# ---- the recurrence, as it is defined --------------------------------------------------------------------------------
+
+def start(q, k, v, write, erase, log_f, log_z, S, normalise):
+    """What both forms do first: state in fp32 (fp64 stays), decays clamped, v extended by the constant 1, S_0 = 0."""
+    if normalise and (erase is not None or (log_z is not None and log_z.shape[-1] > 1)):
+        raise ValueError('normalise: one denominator n.q serves all value channels only while they share their weights, '
+                         'so it goes neither with erase nor with a vector log_z')
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    q, k, v, write, erase, log_f, log_z, S = (None if x is None else x.to(dtype) for x in (q, k, v, write, erase, log_f, log_z, S))
+    log_f, log_z = (None if x is None else x.clamp(min=LOG_MIN) for x in (log_f, log_z))
+    if normalise:  # S = [S; n]: a value that is always 1 makes the last row of S the sum of the keys
+        v = F.pad(v, (0, 1), value=1.0)
+    if S is None:
+        S = v.new_zeros(*v.shape[:2], v.shape[-1], k.shape[-1])
+    return q, k, v, write, erase, log_f, log_z, S
+
+
+def finish(o, normalise, dtype):
+    """Divide by n_t . q_t: clamped from below, never shifted (a shift would bias every output)."""
+    if normalise:
+        o = o[..., :-1] / o[..., -1:].clamp(min=FLOOR if normalise is True else normalise)
+    return o.to(dtype)
+
+
+def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False):
+    """The definition: one step after the other. O(T V K) time, O(V K) memory.
+
+        D_t = (z_t f_t^T) * S_{t-1}     u_t = w_t v_t - e_t D_t k_t     S_t = D_t + u_t k_t^T     o_t = S_t q_t
+
+    q, k (B, H, T, K)   v (B, H, T, V)   write, erase (B, H, T)   log_f (B, H, T, K or 1)   log_z (B, H, T, V or 1)
+    S (B, H, V, K), with `normalise` (B, H, V + 1, K)   ->   o (B, H, T, V), last S (fp32, or fp64 for fp64 inputs)
+    None leaves a gate out: w = 1, e = 0, f = z = 1, S = 0. Log-decays are clamped at LOG_MIN = -5 a step.
+    normalise: o_t / max(n_t . q_t, floor), True for the floor of 1e-6 or the floor itself (Katharopoulos eq. 10-12).
+    Raises ValueError for normalise with erase or with a vector log_z: their value channels share no denominator.
+    Sources: Schlag 2021 sec. 4.2 (e = w = beta), Mao 2022 (f, z), Peng 2021 (f = g, w = 1 - g), KDA 2025 (f, e = w).
+    """
+    dtype = v.dtype
+    q, k, v, write, erase, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise)
+    o = []
+    for t in range(q.shape[2]):
+        q_t, k_t, u_t = q[:, :, t, :, None], k[:, :, t, None], v[:, :, t, :, None]   # columns q, u and a row k^T
+        if log_f is not None:
+            S = S * log_f[:, :, t, None].exp()
+        if log_z is not None:
+            S = S * log_z[:, :, t, :, None].exp()
+        if write is not None:
+            u_t = write[:, :, t, None, None] * u_t
+        if erase is not None:
+            u_t = u_t - erase[:, :, t, None, None] * (S @ k_t.mT)                    # what S recalls for this key
+        S = S + u_t * k_t                                                            # a rank-one write
+        o.append((S @ q_t).squeeze(-1))
+    return finish(torch.stack(o, 2), normalise, dtype), S
+
+
+# ---- the same in matrix products: `chunked` --------------------------------------------------------------------------
+# Inside a chunk of C steps let a_t, c_t be the running sums of log f and log z, F = exp a, Z = exp c. Unrolling the
+# definition from the state S_0 at the chunk's start gives, for s <= t (and s < t for B):
+#
+#   1. A_ts = sum_d q_td e^(a_td - a_sd) k_sd     B_ts = the same with k for q       what query / key t finds at key s
+#   2. u_t = w_t v_t - e_t (Z_t S_0 (F_t k_t) + sum_{s<t} B_ts e^(c_t-c_s) u_s)      what each step really writes
+#   3. o_t = Z_t S_0 (F_t q_t) + sum_{s<=t} A_ts e^(c_t-c_s) u_s                     what each query reads
+#   4. S_C = (Z_C F_C^T) * S_0 + sum_s (e^(c_C-c_s) u_s) (e^(a_C-a_s) k_s)^T         the state at the chunk's end
+#
+# Line 2 is a triangular system (I + diag(e) B) U = ..., one C x C matrix for all value channels (DeltaNet 2024, sec. 3).
+# All decays go through two primitives: `score` on the key side, `trimm` on the value side. Exponents of a whole chunk
+# would overflow (e^(a_t) alone is 0 and e^(-a_s) infinite after a few strong decays), so both work in blocks of 16:
+# off the diagonal every exponent is taken relative to the row block's start and is <= 0; on it, relative to the
+# middle, |exponent| <= 8 * 5 = 40, and e^40 e^-40 is harmless in fp32.
+BLOCK = 16
+
+
+def gamma(g, C, like):
+    """(..., C, C): e^(g_t - g_s) for s <= t, else 0, from a running sum g (..., C, 1); None is no decay.
+
+    Masked before exp: afterwards it would be inf * 0 = NaN.
+    """
+    causal = like.new_ones(C, C).tril()
+    return causal if g is None else (g - g.mT).masked_fill(causal == 0, -math.inf).exp()
+
+
+def score(x, y, a):
+    """A_ts = sum_d x_td e^(a_td - a_sd) y_sd for s <= t, else 0.   x, y (..., C, K)   a (..., C, K or 1) or None"""
+    C, rows = x.shape[-2], []
+    if a is None or a.shape[-1] == 1:
+        return (x @ y.mT) * gamma(a, C, x)
+    for i in range(0, C, BLOCK):
+        r, m = slice(i, i + BLOCK), a[..., min(i + BLOCK // 2, C - 1), None, :]
+        row = ((x[..., r, :] * (a[..., r, :] - m).exp()) @ (y[..., r, :] * (m - a[..., r, :]).exp()).mT).tril()
+        if i:
+            n = a[..., i, None, :]
+            row = torch.cat([(x[..., r, :] * (a[..., r, :] - n).exp()) @ (y[..., :i, :] * (n - a[..., :i, :]).exp()).mT, row], -1)
+        rows.append(F.pad(row, (0, C - row.shape[-1])))
+    return torch.cat(rows, -2)
+
+
+def trimm(L, x, c):
+    """y_t = sum_{s<=t} L_ts e^(c_t - c_s) * x_s.   L (..., C, C) lower triangular   x (..., C, V)   c (..., C, V or 1) or None"""
+    C, rows = x.shape[-2], []
+    if c is None or c.shape[-1] == 1:
+        return (L if c is None else L * gamma(c, C, x)) @ x
+    for i in range(0, C, BLOCK):
+        r, m = slice(i, i + BLOCK), c[..., min(i + BLOCK // 2, C - 1), None, :]
+        row = (c[..., r, :] - m).exp() * (L[..., r, r] @ (x[..., r, :] * (m - c[..., r, :]).exp()))
+        if i:
+            n = c[..., i, None, :]
+            row = row + (c[..., r, :] - n).exp() * (L[..., r, :i] @ (x[..., :i, :] * (n - c[..., :i, :]).exp()))
+        rows.append(row)
+    return torch.cat(rows, -2)
+
+
+def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, chunk=64):
+    """`recurrent` in matrix products, a state between chunks: same arguments, same results, any T and any chunk.
+
+    O(T (C (K + V) + K V)) time. Short chunks cost less arithmetic, long ones fewer and larger products.
+    """
+    dtype = v.dtype
+    q, k, v, write, erase, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise)
+    o = []
+    for i in range(0, q.shape[2], chunk):
+        Q, X, U, w, e, a, c = (None if x is None else x[:, :, i:i + chunk] for x in (q, k, v, write, erase, log_f, log_z))
+        a, c = (None if x is None else x.cumsum(2) for x in (a, c))
+        decay_f = (lambda x: x) if a is None else (lambda x: x * a.exp())          # F * x
+        decay_z = (lambda x: x) if c is None else (lambda x: x * c.exp())          # Z * x
+        if w is not None:
+            U = w[..., None] * U
+        if e is not None:                                                          # line 2
+            eB = e[..., None] * score(X, X, a)
+            recalled = e[..., None] * (decay_f(X) @ S.mT)
+            if c is None:                                                          # unit triangular: the diagonal is implied
+                U = torch.linalg.solve_triangular(eB, U - recalled, upper=False, unitriangular=True)
+            else:                                                                  # z differs by channel: the inverse itself
+                eye = torch.eye(X.shape[2], dtype=X.dtype, device=X.device).expand_as(eB)
+                M = torch.linalg.solve_triangular(eB, eye, upper=False, unitriangular=True)
+                U = trimm(M, U, c) - decay_z(M @ recalled)
+        o.append(decay_z(decay_f(Q) @ S.mT) + trimm(score(Q, X, a), U, c))         # line 3
+        if c is not None:                                                          # line 4
+            S, U = S * c[:, :, -1:].mT.exp(), U * (c[:, :, -1:] - c).exp()
+        if a is not None:
+            S, X = S * a[:, :, -1:].exp(), X * (a[:, :, -1:] - a).exp()
+        S = S + U.mT @ X
+    return finish(torch.cat(o, 2), normalise, dtype), S
+
+
+def softmax(q, k, v, S=None):
+    """Softmax attention under the same interface: its state S is all keys and values so far, and it grows.
+
+    q, k, v (B, H, T, d)   S None or (2, B, H, T0, d)   ->   o (B, H, T, d), S (2, B, H, T0 + T, d)
+    """
+    S = torch.stack([k, v]) if S is None else torch.cat([S, torch.stack([k, v])], 3)
+    T, T_all = q.shape[2], S.shape[3]
+    causal = T == T_all and T > 1
+    mask = None if causal or T == 1 else torch.ones(T, T_all, dtype=torch.bool, device=q.device).tril(T_all - T)
+    return F.scaled_dot_product_attention(q, *S, attn_mask=mask, is_causal=causal), S
+
+
+# ---- feature maps phi: (B, H, T, head_dim) -> (B, H, T, feature_dim), the same for q and k -----------------------------
+
+class FeatureMap(nn.Module):
+    """phi, elementwise unless a subclass says otherwise. `arg` is what the user may write after a colon: --phi=dpfp:3.
+
+    positive: no feature is ever negative ('sum' may divide by their sum). kernel: phi(q).phi(k) is a similarity >= 0
+    ('attn' may divide by n.q). floor: smallest denominator under 'attn'. temper: q and k come divided by head_dim^(1/4),
+    because phi(q).phi(k) stands for exp(q.k) and softmax attention means exp(q.k / sqrt(head_dim)).
+    max_len: positions are known only up to here. Each map's forward takes the position t of x's first row.
+    """
+    positive, kernel, floor, temper, max_len = True, True, FLOOR, False, None
+
+    def __init__(self, n_head, head_dim, f=None, positive=True, kernel=True, floor=FLOOR):
+        super().__init__()
+        self.feature_dim, self.f, self.positive, self.kernel, self.floor = head_dim, f, positive, kernel, floor
+
+    def forward(self, x, t=0):
+        return self.f(x)
+
+
+def elementwise(f, **traits):
+    return lambda n_head, head_dim: FeatureMap(n_head, head_dim, f, **traits)
+
+
+class Exp(FeatureMap):
+    """exp(t x), t the temperature. Zhang 2024 sec. 3: t = 2 is spiky enough to recall, t = 1 is not."""
+    def __init__(self, n_head, head_dim, arg=1.0):
+        super().__init__(n_head, head_dim, lambda x: (float(arg) * x).exp())
+
+
+class T2R(FeatureMap):
+    """relu(W x + b), W (H, m, d) learned per head and layer, shared by q and k. Kasai 2021 sec. 3.1. arg: m, any size."""
+    floor = 1e-2    # all features can be zero, and n.q then is; the authors' code clamps here
+
+    def __init__(self, n_head, head_dim, arg=None):
+        nn.Module.__init__(self)
+        self.feature_dim = m = int(arg or head_dim)
+        self.weight = nn.Parameter(torch.empty(n_head, m, head_dim).uniform_(-1, 1) * math.sqrt(6 / (m + head_dim)))  # Xavier
+        self.bias = nn.Parameter(torch.zeros(n_head, 1, m))
+
+    def forward(self, x, t=0):
+        return (x @ self.weight.mT + self.bias).relu()
+
+
+class DPFP(FeatureMap):
+    """phi_{i,j}(x) = r_i r_{i+j}, r = relu([x; -x]), indices cyclic, j = 1..nu. Schlag 2021 sec. 5.3. arg: nu; m = 2 d nu."""
+    floor = 1e-2
+
+    def __init__(self, n_head, head_dim, arg=1):
+        nn.Module.__init__(self)
+        self.nu = int(arg)
+        self.feature_dim = 2 * head_dim * self.nu
+        if not 1 <= self.nu < 2 * head_dim:
+            raise ValueError(f'dpfp:{arg}: nu must lie in 1..{2 * head_dim - 1}, the number of distinct shifts of 2 x {head_dim} entries')
+
+    def forward(self, x, t=0):
+        r = torch.cat([x, -x], -1).relu()
+        return torch.cat([r * r.roll(-j, -1) for j in range(1, self.nu + 1)], -1)
+
+
+class Favor(FeatureMap):
+    """FAVOR+: e^(-|x|^2/2) [e^(R x), e^(-R x)] / sqrt(2m), so that E[phi(q).phi(k)] = exp(q.k). Choromanski 2021 sec. 2.3.
+
+    R (m, d) has orthogonal rows, each distributed as N(0, I). Redrawn for every training batch, part of the checkpoint,
+    fixed in evaluation. arg: m (default d); the feature size is 2m.
+    """
+    temper = True
+
+    def __init__(self, n_head, head_dim, arg=None):
+        nn.Module.__init__(self)
+        self.m, self.d = int(arg or head_dim), head_dim
+        self.feature_dim = 2 * self.m
+        self.register_buffer('R', torch.empty(self.m, head_dim))
+        self.redraw()
+
+    @torch.no_grad()
+    def redraw(self):
+        n = -(-self.m // self.d)
+        Q = torch.linalg.qr(torch.randn(n, self.d, self.d, device=self.R.device))[0].mT.reshape(-1, self.d)[:self.m]
+        # a uniformly random direction times the length of a Gaussian vector is a Gaussian vector. QR's own sign habit
+        # leaves Q not quite uniform, but phi has R and -R, so signs do not matter
+        self.R.copy_(Q * torch.randn(self.m, self.d, device=self.R.device).norm(dim=-1, keepdim=True))
+
+    def forward(self, x, t=0):
+        y = x @ self.R.mT.to(x.dtype)
+        return torch.cat([y, -y], -1).sub(x.square().sum(-1, keepdim=True) / 2).exp() / math.sqrt(2 * self.m)
+
+
+class RFA(Favor):
+    """[sin(W x), cos(W x)] / sqrt(m), x scaled to length 1, W = R * sigma, sigma (H, d) learned. Peng 2021 sec. 3.1-3.2.
+
+    E[phi(q).phi(k)] = exp(-|sigma (q - k)|^2 / 2), a Gaussian kernel. R redrawn as in FAVOR+. arg: m (default d).
+    """
+    temper = positive = False
+
+    def __init__(self, n_head, head_dim, arg=None):
+        super().__init__(n_head, head_dim, arg)
+        self.sigma = nn.Parameter(torch.ones(n_head, 1, head_dim))
+
+    def forward(self, x, t=0):
+        y = (l2(x) * self.sigma) @ self.R.mT.to(x.dtype)
+        return torch.cat([y.sin(), y.cos()], -1) / math.sqrt(self.m)
+
+
+class Hedgehog(FeatureMap):
+    """[softmax(W x), softmax(-W x)], W (H, d, d) per head and layer, identity at first. Zhang 2024 sec. 4, app. A. m = 2d.
+
+    arg 'exp': [exp(y - max y), exp(min y - y)] instead, y = W x. Shared by q and k, as the paper's equations have it.
+    """
+    def __init__(self, n_head, head_dim, arg='softmax'):
+        nn.Module.__init__(self)
+        if arg not in ('softmax', 'exp'):
+            raise ValueError(f'hedgehog:{arg}: the forms are hedgehog:softmax and hedgehog:exp')
+        self.form, self.feature_dim = arg, 2 * head_dim
+        self.weight = nn.Parameter(torch.eye(head_dim).repeat(n_head, 1, 1))
+
+    def forward(self, x, t=0):
+        y = x @ self.weight.mT
+        if self.form == 'softmax':
+            return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1)
+        return torch.cat([(y - y.amax(-1, True)).exp(), (y.amin(-1, True) - y).exp()], -1)
+
+
+class Taylor(FeatureMap):
+    """[1, x / d^(1/4), x_i x_j / sqrt(d) (i < j), x_i^2 / sqrt(2d)]: phi(q).phi(k) = 1 + s + s^2/2, s = q.k / sqrt(d).
+
+    The second-order Taylor series of softmax's exp(s), which is >= 1/2 everywhere. Zhang 2024 sec. 3; compact form of
+    Arora 2024: m = 1 + d + d (d + 1) / 2.
+    """
+    positive = False
+
+    def __init__(self, n_head, head_dim):
+        nn.Module.__init__(self)
+        self.feature_dim = 1 + head_dim + head_dim * (head_dim + 1) // 2
+        self.d, (i, j) = head_dim, torch.tril_indices(head_dim, head_dim)
+        self.register_buffer('i', i, persistent=False)
+        self.register_buffer('j', j, persistent=False)
+
+    def forward(self, x, t=0):
+        c = torch.where(self.i == self.j, 0.5, 1.0).to(x.dtype).sqrt() / math.sqrt(self.d)
+        return torch.cat([torch.ones_like(x[..., :1]), x / self.d ** 0.25, x[..., self.i] * x[..., self.j] * c], -1)
+
+
+class CosFormer(FeatureMap):
+    """[r cos(pi t / 2M), r sin(pi t / 2M)], r = relu(x): phi(q_t).phi(k_s) = r.r' cos(pi (t - s) / 2M). Qin 2022 sec. 3.2.
+
+    arg: M, the length up to which positions are known. Streaming needs it fixed beforehand; beyond it there is an error.
+    """
+    floor = 1e-2
+
+    def __init__(self, n_head, head_dim, arg=1024):
+        nn.Module.__init__(self)
+        self.max_len, self.feature_dim = int(arg), 2 * head_dim
+
+    def forward(self, x, t=0):
+        if t + x.shape[2] > self.max_len:
+            raise ValueError(f'cosformer knows positions up to {self.max_len}, but got {t + x.shape[2]}: its features depend on '
+                             'the length, which must be fixed before training (--phi=cosformer:LENGTH)')
+        angle = (t + torch.arange(x.shape[2], device=x.device, dtype=x.dtype))[:, None] * (math.pi / 2 / self.max_len)
+        return torch.cat([x.relu() * angle.cos(), x.relu() * angle.sin()], -1)
+
+
+def elu1(x):
+    """elu(x) + 1 as one exp: the sum would round to 0 for x < -17 in fp32, for x < -6 in bf16."""
+    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+
+
+FEATURE_MAPS = {  # name: constructor (n_head, head_dim, [arg]) -> module with .feature_dim
+    'identity': elementwise(lambda x: x, positive=False, kernel=False),       # Mao 2022: no map at all
+    'elu': elementwise(elu1),                                                 # Katharopoulos 2020 eq. 7
+    'relu': elementwise(torch.relu, floor=1e-2),
+    'silu': elementwise(F.silu, positive=False, kernel=False),                # DeltaNet 2024
+    'exp': Exp, 't2r': T2R, 'dpfp': DPFP, 'favor': Favor, 'rfa': RFA, 'hedgehog': Hedgehog, 'taylor': Taylor, 'cosformer': CosFormer,
+}
+
+
+def feature_map(spec, n_head, head_dim):
+    """'dpfp:3' -> FEATURE_MAPS['dpfp'](n_head, head_dim, '3'). Raises ValueError that names the choices."""
+    name, _, arg = spec.partition(':')
+    if name not in FEATURE_MAPS:
+        raise ValueError(f'phi={spec}: no such feature map; choose from {", ".join(FEATURE_MAPS)}')
+    try:
+        return FEATURE_MAPS[name](n_head, head_dim, *([arg] if arg else []))
+    except TypeError:
+        raise ValueError(f'phi={spec}: {name} takes nothing after the colon') from None
+
+
+# ---- normalisers: what is done to phi(q) and phi(k) ---------------------------------------------------------------------
+
+def l2(x):
+    """x / |x|, smooth at 0."""
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def sum_to_one(x):
+    """x / sum_i x_i, for features >= 0; all zero stays zero. Schlag 2021 sec. 4.2."""
+    return x / x.sum(-1, keepdim=True).clamp(min=1e-6)
+
+
+NORMALISERS = {
+    'attn': lambda x: x,    # divide o_t by n_t.q_t instead: the outputs are weighted means of values (Katharopoulos 2020)
+    'sum': sum_to_one,      # Schlag 2021
+    'l2': l2,               # DeltaNet 2024
+    'none': lambda x: x,    # Mao 2022
+}
+
+
+# ---- rules: which gates there are, and how they follow from the layer's input x ----------------------------------------
+
+class Rule(NamedTuple):
+    """A row of the table. Gates are read off x by one matrix:  beta = sigmoid(x W),  log f = -rate * softplus(x W + b).
+
+    With rate 1 that is f = sigmoid(-(x W + b)). At the start f = 1 - 1/tau, memory lengths tau spread over heads or
+    channels, log-uniformly from 4 to 512 steps: which distances matter is not known beforehand, so cover them all.
+    """
+    about: str                  # the known model
+    phi: str = 'elu'            # feature map unless the user asks for another
+    norm: str = 'attn'          # normaliser, likewise
+    f: str | None = None        # decay along the keys: 'fixed' (by head), 'head' or 'channel' (both learned)
+    z: str | None = None        # decay along the values: 'channel'
+    write: str | None = None    # None is 1; 'beta'; '1-f'
+    erase: bool = False         # e = beta
+    rate: float | None = 1.0    # None: learned, one a head
+    cache: bool = False         # state is a list of keys and values instead of a matrix
+
+
+RULES = {
+    'sum': Rule('linear transformer, Katharopoulos 2020; with phi t2r Kasai 2021, favor Choromanski 2021, hedgehog Zhang 2024'),
+    'gated': Rule('RFA-gate, Peng 2021', phi='rfa', f='head', write='1-f'),
+    'delta': Rule('fast weight programmer, Schlag 2021; DeltaNet 2024', phi='silu', norm='l2', write='beta', erase=True),
+    'decay': Rule('decaying fast weights, Mao 2022', phi='identity', norm='none', f='channel', z='channel'),
+    'retention': Rule('RetNet, Sun 2023', phi='identity', norm='none', f='fixed'),
+    'gla': Rule('gated linear attention, Yang 2023', phi='identity', norm='none', f='channel', rate=1 / 16),
+    'gated_delta': Rule('gated DeltaNet, Yang 2024', phi='silu', norm='l2', f='head', write='beta', erase=True, rate=None),
+    'kda': Rule('Kimi delta attention, 2025', phi='silu', norm='l2', f='channel', write='beta', erase=True, rate=None),
+    'softmax': Rule('the transformer; its state grows with every step', phi='identity', norm='none', cache=True),
+}
+
+
+class Gates(nn.Module):
+    """x (B, T, n_embd) -> dict of write, erase, log_f, log_z for `recurrent` and `chunked`, as the rule's row says.
+
+    beta = beta_max * sigmoid(x W): beta_max 2 lets I - beta k k^T have the eigenvalue -1 (Grazzi 2024, arXiv:2411.12537).
+    GLA and KDA make W low-rank to save parameters; here it is full, as in Mao 2022.
+    """
+    def __init__(self, rule, n_embd, n_head, K, V, beta_max=1.0):
+        super().__init__()
+        self.rule, self.n_head, self.beta_max = rule, n_head, beta_max
+        width = {None: 0, 'fixed': 0, 'head': 1, 'channel': K}
+        self.sizes = [int(rule.write == 'beta' or rule.erase), width[rule.f], V if rule.z else 0]
+        if sum(self.sizes):
+            self.proj = nn.Linear(n_embd, n_head * sum(self.sizes), bias=False)
+        spread = lambda n: torch.logspace(math.log10(4), math.log10(512), n)
+        rate = torch.ones(n_head, 1) * (rule.rate or 1.0)
+        if rule.rate is None:
+            # Mamba-2's form, rate = exp(A): log f then has a scale of its own beside the bias. Starts at 1: tau says the rest
+            self.log_rate = nn.Parameter(rate.log())
+        elif rule.f or rule.z:
+            self.register_buffer('rate', rate, persistent=False)
+        # softplus(b) = -log(1 - 1/tau) / rate
+        bias = lambda tau: (-(1 - 1 / tau).log() / rate).expm1().log()
+        if rule.f == 'fixed':   # RetNet: 1 - 2^-5, 1 - 2^-6, ...
+            self.register_buffer('log_fixed', torch.log1p(-2.0 ** (-5 - torch.arange(n_head)))[:, None, None], persistent=False)
+        elif rule.f == 'head':
+            self.bias_f = nn.Parameter(bias(spread(n_head)[:, None])[:, None])
+        elif rule.f == 'channel':
+            self.bias_f = nn.Parameter(bias(spread(K).expand(n_head, K))[:, None])
+        if rule.z:
+            self.bias_z = nn.Parameter(bias(spread(V).flip(0).expand(n_head, V))[:, None])
+
+    def forward(self, x):
+        B, T, _ = x.shape
+        beta = g_f = g_z = None
+        if sum(self.sizes):
+            y = self.proj(x).view(B, T, self.n_head, -1).transpose(1, 2)
+            beta, g_f, g_z = y.to(torch.promote_types(y.dtype, torch.float32)).split(self.sizes, -1)
+        rate = self.log_rate.exp()[:, None] if self.rule.rate is None else getattr(self, 'rate', x.new_ones(1, 1))[:, None]
+        gates = {}
+        if self.rule.f == 'fixed':
+            gates['log_f'] = self.log_fixed.expand(B, -1, T, 1)
+        elif self.rule.f:
+            gates['log_f'] = -rate * F.softplus(g_f + self.bias_f)
+        if self.rule.z:
+            gates['log_z'] = -rate * F.softplus(g_z + self.bias_z)
+        if self.sizes[0]:
+            gates['write'] = self.beta_max * beta.squeeze(-1).sigmoid()
+        if self.rule.write == '1-f':
+            gates['write'] = -torch.expm1(gates['log_f'].clamp(min=LOG_MIN)).squeeze(-1)
+        if self.rule.erase:
+            gates['erase'] = gates['write']
+        return gates
+
+
+# ---- one of each: a rule, a feature map, a normaliser ---------------------------------------------------------------------
+
+def refusal(rule, phi, norm, beta_max=1.0):
+    """Why this combination means nothing, in one sentence; None if it is fine. phi is the module, the rest are names."""
+    r = RULES[rule]
+    if norm == 'attn' and r.z:
+        return f'norm=attn with rule={rule}: it decays each value channel on its own, so each would need a denominator of its own'
+    if norm == 'attn' and r.erase and r.f:
+        return f'norm=attn with rule={rule}: what is erased and what decays leave different sums of keys, and no single n.q is right'
+    if norm == 'attn' and not phi.kernel:
+        return 'norm=attn divides by n.q, which this feature map can make zero or negative: use a map with phi(q).phi(k) >= 0'
+    if (norm == 'sum' or norm == 'attn' and r.erase) and not phi.positive:
+        return f'norm={norm} divides by the sum of the features, which this feature map can make zero or negative: use norm=l2'
+    if norm == 'none' and r.erase:
+        return f'rule={rule} with norm=none: the delta rule diverges unless keys are normalised, use norm=l2 or norm=sum'
+    if beta_max != 1 and not r.erase:
+        return f'beta_max={beta_max:g} with rule={rule}: only rules that erase have a beta that may exceed 1'
+
+
+class FastWeights(nn.Module):
+    """The heart of a layer: gates from x, phi and normaliser on q and k, the recurrence.
+
+    forward(x, q, k, v, S=None, t=0): x (B, T, n_embd)   q, k, v (B, H, T, head_dim)   S what the last call returned
+    t the position of the first step (only cosformer asks)   form: `recurrent`, `chunked` or a faster twin
+    ->  o (B, H, T, head_dim), S
+    """
+    def __init__(self, rule, n_embd, n_head, head_dim, phi=None, norm=None, beta_max=1.0):
+        super().__init__()
+        if rule not in RULES:
+            raise ValueError(f'rule={rule}: no such rule; choose from {", ".join(RULES)}')
+        if RULES[rule].cache and (phi or norm):
+            raise ValueError(f'rule={rule} has its own kernel and normaliser: leave out {phi or norm}')
+        self.rule, self.norm = RULES[rule], norm or RULES[rule].norm
+        if self.norm not in NORMALISERS:
+            raise ValueError(f'norm={norm}: no such normaliser; choose from {", ".join(NORMALISERS)}')
+        self.phi = feature_map(phi or self.rule.phi, n_head, head_dim)
+        why = refusal(rule, self.phi, self.norm, beta_max)
+        if why:
+            raise ValueError(why)
+        self.gates = Gates(self.rule, n_embd, n_head, self.phi.feature_dim, head_dim, beta_max)
+
+    def forward(self, x, q, k, v, S=None, t=0, form=chunked):
+        if self.rule.cache:
+            return softmax(q, k, v, S)
+        with torch.autocast(x.device.type, enabled=False):   # features and state in fp32, also when the layers around are bf16
+            qk = torch.cat([q, k]).to(torch.promote_types(q.dtype, torch.float32))
+            if self.training and S is None and hasattr(self.phi, 'redraw'):
+                self.phi.redraw()
+            qk = self.phi(qk * q.shape[-1] ** -0.25 if self.phi.temper else qk, t)
+            delta_attn = self.norm == 'attn' and self.rule.erase
+            q, k = NORMALISERS['sum' if delta_attn else self.norm](qk).chunk(2)
+            gates = self.gates(x)
+            if delta_attn:
+                return self.delta_attn(q, k, v, gates['write'], S, form)
+            return form(q, k, v, **gates, S=S, normalise=self.norm == 'attn' and self.phi.floor)
+
+    def delta_attn(self, q, k, v, beta, S, form):
+        """Schlag 2021's ablation: what the key recalls is divided by n_{t-1}.k_t, what the query reads by n_t.q_t, with n
+        the plain sum of the keys. Two more calls of the same recurrence, with v = 1 and no gates; state [S; n].
+        """
+        one = torch.ones_like(v[..., :1])
+        S, n = (None, None) if S is None else (S[:, :, :-1], S[:, :, -1:])
+        nk, _ = form(k, F.pad(k, (0, 0, 1, -1)), one, S=n)   # keys one step late: n_{t-1}
+        nq, n = form(q, k, one, S=n)
+        o, S = form(q, k, v, beta, beta / nk.squeeze(-1).clamp(min=FLOOR), S=S)
+        return (o / nq.clamp(min=FLOOR)).to(v.dtype), torch.cat([S, n], 2)

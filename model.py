@@ -1,0 +1,395 @@
+"""The GPT around the fast weights: its flags, its layers, its checkpoints. Imported by every script, run by none.
+
+    model = GPT(Config(rule='delta', vocab_size=256))
+    logits, state = model(tokens)                # tokens (B, T) -> logits (B, T, vocab), state: one entry a layer
+    logits, state = model(more_tokens, state)    # goes on where the first call stopped, at any cut, by any number of steps
+"""
+import dataclasses
+import difflib
+import hashlib
+import json
+import os
+import sys
+import typing
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+import fastweight
+from fastweight import FEATURE_MAPS, NORMALISERS, RULES, FastWeights
+
+# ---- flags: a dataclass field is the flag, its type, its default, its help, its choices, its range -----------------------
+
+
+def flag(default, help, choices=None, low=None, high=None):
+    return dataclasses.field(default=default, metadata=dict(help=help, choices=choices, low=low, high=high))
+
+
+def kind(field):
+    """int, float, str or bool; `int | None` is int."""
+    return next(t for t in (*typing.get_args(field.type), field.type) if t is not type(None))
+
+
+def convert(name, text, field):
+    """The flag's text as its type, or a ValueError that says what was expected."""
+    type_, m = kind(field), field.metadata
+    try:
+        if type_ is bool:
+            value = {'true': True, '1': True, 'yes': True, 'false': False, '0': False, 'no': False}[text.lower()]
+        else:
+            value = type_(text)
+            if value != value:
+                raise ValueError
+    except (KeyError, ValueError):
+        expected = {int: 'a whole number', float: 'a number', bool: 'true or false'}[type_]
+        raise ValueError(f'--{name}={text}: expected {expected}') from None
+    if m['choices'] and value not in m['choices']:
+        near = difflib.get_close_matches(str(value), map(str, m['choices']), 1)
+        raise ValueError(f'--{name}={text}: choose from {", ".join(map(str, m["choices"]))}' + (f' (did you mean {near[0]}?)' if near else ''))
+    if (m['low'] is not None and value < m['low']) or (m['high'] is not None and value > m['high']):
+        raise ValueError(f'--{name}={text}: expected {"" if m["low"] is None else "at least %g" % m["low"]}'
+                         f'{" and " if None not in (m["low"], m["high"]) else ""}{"" if m["high"] is None else "at most %g" % m["high"]}')
+    return value
+
+
+def parse(argv, doc, *classes):
+    """--key=value or --key value, a bare --key for true. -> one dict a class, of the flags given. --help prints and exits."""
+    fields = {f.name: f for c in classes for f in dataclasses.fields(c) if f.metadata}
+    if '--help' in argv or '-h' in argv:
+        print(doc.strip(), '\n')
+        for f in fields.values():
+            choices = f' [{"|".join(map(str, f.metadata["choices"]))}]' if f.metadata['choices'] else ''
+            print(f'  --{f.name}={"" if f.default is None else f.default}'.ljust(24), f'{f.metadata["help"]}{choices}')
+        sys.exit(0)
+    given, args = {}, list(argv)
+    while args:
+        word = args.pop(0)
+        name, equals, text = word.removeprefix('--').partition('=')
+        if not word.startswith('--') or name not in fields:
+            near = difflib.get_close_matches(name, fields, 3, 0.5)
+            raise ValueError(f'{word}: no such flag' + (f'; did you mean {" or ".join("--" + n for n in near)}?' if near else '; --help lists them'))
+        if name in given:
+            raise ValueError(f'--{name} is given twice')
+        if not equals:
+            bare = not args or args[0].startswith('--')
+            if bare and kind(fields[name]) is not bool:
+                raise ValueError(f'--{name}: its value is missing')
+            text = 'true' if bare else args.pop(0)
+        given[name] = convert(name, text, fields[name])
+    return [{f.name: given[f.name] for f in dataclasses.fields(c) if f.name in given} for c in classes]
+
+
+def script(main):
+    """Run a script's main(argv): what a user can cause ends as one line on stderr and exit code 2."""
+    def run(argv=None):
+        try:
+            return main(sys.argv[1:] if argv is None else argv) or 0
+        except (ValueError, OSError) as e:
+            print('error:', ' '.join(str(e).split()), file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print('\nstopped', file=sys.stderr)
+            return 130
+    return run
+
+
+@dataclass
+class Config:
+    rule: str = flag('delta', 'update rule of every layer', list(RULES))
+    layers: str = flag('', 'a rule per layer instead, tiled over depth: delta,delta,softmax')
+    phi: str = flag('', f'feature map, by default the rule\'s own; an option after a colon, as in dpfp:3 [{"|".join(FEATURE_MAPS)}]')
+    norm: str = flag('', f'normaliser, by default the rule\'s own [{"|".join(NORMALISERS)}]')
+    beta_max: float = flag(1.0, 'delta rules: beta lies in (0, beta_max)', low=0, high=2)
+    conv: int = flag(4, 'width of the causal depthwise convolution over q, k, v; 0 for none', low=0, high=64)
+    pos: str = flag('auto', 'positions; auto: rope in softmax layers, none in the others', ['auto', 'none', 'learned', 'rope'])
+    n_layer: int = flag(4, 'layers', low=1)
+    n_head: int = flag(4, 'heads', low=1)
+    n_embd: int = flag(128, 'width', low=1)
+    block_size: int = flag(128, 'tokens in a training row', low=1)
+    dropout: float = flag(0.0, 'dropout', low=0, high=0.99)
+    vocab_size: int = 256
+
+    def __post_init__(self):
+        if self.n_embd % self.n_head:
+            raise ValueError(f'--n_embd={self.n_embd} is not a multiple of --n_head={self.n_head}')
+        if self.pos in ('rope', 'auto') and self.n_embd // self.n_head % 2:
+            raise ValueError(f'rope turns pairs: n_embd / n_head = {self.n_embd // self.n_head} must be even, or take --pos=none')
+        unknown = [r for r in self.rules() if r not in RULES]
+        if unknown:
+            raise ValueError(f'--layers={self.layers}: {unknown[0]!r} is no rule; choose from {", ".join(RULES)}')
+
+    def rules(self):
+        """The rule of each layer."""
+        pattern = [r.strip() for r in self.layers.split(',')] if self.layers else [self.rule]
+        return [pattern[i % len(pattern)] for i in range(self.n_layer)]
+
+
+# ---- layers ---------------------------------------------------------------------------------------------------------------
+
+def rope(x, t):
+    """Turn pairs (x_i, x_{i+d/2}) by the angle position * 10000^(-2i/d). Su 2021, arXiv:2104.09864. x (B, H, T, d)"""
+    d = x.shape[-1] // 2
+    angle = torch.outer(t + torch.arange(x.shape[2], device=x.device, dtype=torch.float32),
+                        10000.0 ** (-torch.arange(d, device=x.device, dtype=torch.float32) / d))
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x[..., :d], x[..., d:]
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+class ShiftedSum(torch.autograd.Function):
+    """y_t = sum_j w_j x_{t+n-j}, j = 0..n. x (B, T + n, D), w (n + 1, D) -> y (B, T, D). Written by hand because it is
+    bound by memory: autograd's own backward of this sum takes three times as long."""
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        n, T = len(w) - 1, x.shape[1] - len(w) + 1
+        y = x[:, n:] * w[0]
+        for j in range(1, n + 1):
+            y.addcmul_(x[:, n - j:n - j + T], w[j])
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        n, T = len(w) - 1, dy.shape[1]
+        dx = torch.zeros_like(x)
+        for j in range(n + 1):
+            dx[:, n - j:n - j + T].addcmul_(dy, w[j])
+        return dx, torch.stack([(dy * x[:, n - j:n - j + T]).sum((0, 1)) for j in range(n + 1)])
+
+
+class CausalConv(nn.Module):
+    """y_t = sum_j w_j x_{t-j}, j = 0..width-1, channel by channel; its state is the last width - 1 inputs."""
+    def __init__(self, channels, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width, channels))
+        nn.init.ones_(self.weight[0])               # starts as the identity: w_0 = 1
+
+    def forward(self, x, state=None):
+        state = x.new_zeros(x.shape[0], len(self.weight) - 1, x.shape[2]) if state is None else state
+        x = torch.cat([state, x], 1)
+        return ShiftedSum.apply(x, self.weight), x[:, x.shape[1] - len(self.weight) + 1:]
+
+
+class Mixer(nn.Module):
+    """What attention was: projections, convolution, positions, then fast weights or softmax. State in, state out."""
+    def __init__(self, c, rule):
+        super().__init__()
+        self.n_head, self.head_dim = c.n_head, c.n_embd // c.n_head
+        softmax = RULES[rule].cache
+        self.rope = c.pos == 'rope' or (c.pos == 'auto' and softmax)
+        self.qkv = nn.Linear(c.n_embd, 3 * c.n_embd, bias=False)
+        self.conv = CausalConv(3 * c.n_embd, c.conv) if c.conv and not softmax else None
+        mixed = len(set(c.rules())) > 1                # beside fast weights, softmax layers ignore --phi and --norm
+        phi, norm = ('', '') if softmax and mixed else (c.phi, c.norm)
+        beta_max = c.beta_max if RULES[rule].erase or not mixed else 1.0
+        self.memory = FastWeights(rule, c.n_embd, c.n_head, self.head_dim, phi, norm, beta_max)
+        self.out_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if self.memory.norm != 'attn' and not softmax else None
+        self.proj = nn.Linear(c.n_embd, c.n_embd, bias=False)
+        self.dropout = nn.Dropout(c.dropout)
+
+    def forward(self, x, state, form):
+        B, T, D = x.shape
+        state = state or {}
+        t, new = state.get('t', 0), {}
+        qkv = self.qkv(x)
+        if self.conv is not None:
+            qkv, new['conv'] = self.conv(qkv, state.get('conv'))
+        q, k, v = qkv.view(B, T, 3, self.n_head, self.head_dim).permute(2, 0, 3, 1, 4)
+        if self.rope:
+            q, k = rope(q, t), rope(k, t)
+        o, new['S'] = self.memory(x, q, k, v, state.get('S'), t, form)
+        if self.out_norm is not None:
+            o = self.out_norm(o)
+        new['t'] = t + T
+        return self.dropout(self.proj(o.transpose(1, 2).reshape(B, T, D))), new
+
+
+class Block(nn.Module):
+    def __init__(self, c, rule):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(c.n_embd, bias=False), nn.LayerNorm(c.n_embd, bias=False)
+        self.mixer = Mixer(c, rule)
+        self.up, self.down = nn.Linear(c.n_embd, 4 * c.n_embd, bias=False), nn.Linear(4 * c.n_embd, c.n_embd, bias=False)
+        self.dropout = nn.Dropout(c.dropout)
+
+    def forward(self, x, state, form):
+        y, state = self.mixer(self.norm1(x), state, form)
+        x = x + y
+        return x + self.dropout(self.down(F.relu(self.up(self.norm2(x))).square())), state
+
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = c = config
+        self.embed = nn.Embedding(c.vocab_size, c.n_embd)
+        self.positions = nn.Embedding(c.block_size, c.n_embd) if c.pos == 'learned' else None
+        self.dropout = nn.Dropout(c.dropout)
+        self.blocks = nn.ModuleList(Block(c, rule) for rule in c.rules())
+        self.norm = nn.LayerNorm(c.n_embd, bias=False)
+        self.form = fastweight.chunked
+        for name, p in self.named_parameters():
+            if name.endswith(('qkv.weight', 'up.weight', 'gates.proj.weight')):
+                nn.init.normal_(p, std=p.shape[1] ** -0.5)
+            elif name.endswith(('mixer.proj.weight', 'down.weight')):     # a residual stream that starts quiet: GPT-2, sec. 2.3
+                nn.init.normal_(p, std=p.shape[1] ** -0.5 / (2 * c.n_layer) ** 0.5)
+            elif name in ('embed.weight', 'positions.weight'):
+                nn.init.normal_(p, std=0.02)
+
+    def hidden(self, tokens, state=None):
+        """tokens (B, T) -> what the last layer says of each (B, T, n_embd), state"""
+        x = self.embed(tokens)
+        if self.positions is not None:                # beyond block_size the last position is repeated
+            t = state[0]['t'] if state else 0
+            x = x + self.positions(torch.arange(t, t + tokens.shape[1], device=x.device).clamp(max=self.config.block_size - 1))
+        x, new = self.dropout(x), []
+        for block, s in zip(self.blocks, state or [None] * len(self.blocks)):
+            x, s = block(x, s, self.form)
+            new.append(s)
+        return self.norm(x), new
+
+    def forward(self, tokens, state=None):
+        """tokens (B, T) -> logits (B, T, vocab), state. With a state it goes on from there; None is a fresh start."""
+        x, state = self.hidden(tokens, state)
+        return F.linear(x, self.embed.weight), state
+
+    @property
+    def max_len(self):
+        """Positions this model knows; None without a limit. Learned positions and cosformer end somewhere."""
+        ends = [b.mixer.memory.phi.max_len for b in self.blocks if b.mixer.memory.phi.max_len]
+        return min(ends + ([self.config.block_size] if self.positions is not None else []), default=None)
+
+    @torch.inference_mode()
+    def read(self, tokens, state=None, segment=2048):
+        """Only the state after tokens (B, T), any T, `segment` tokens at a time: memory does not grow with T."""
+        for part in tokens.split(segment, 1) if tokens.shape[1] else ():
+            state = self.hidden(part, state)[1]
+        return state
+
+    @torch.inference_mode()
+    def generate(self, tokens, state=None, temperature=1.0, top_k=0, top_p=1.0, generator=None):
+        """Yield (token (B, 1), state) without end: tokens (B, T), T >= 1, are read in chunks, then one step a token.
+
+        The state includes all but the token it comes with. temperature 0 takes the likeliest token.
+        """
+        state, token = self.read(tokens[:, :-1], state), tokens[:, -1:]
+        while True:
+            logits, state = self(token, state)
+            token = sample(logits[:, -1], temperature, top_k, top_p, generator)
+            yield token, state
+
+
+def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
+    """Draw one token a row from logits (B, vocab) -> (B, 1). top_k keeps the k likeliest, top_p the likeliest of mass p."""
+    if temperature == 0 or top_k == 1:
+        return logits.argmax(-1, keepdim=True)
+    logits = logits.float()
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature      # <= 0: a tiny temperature cannot overflow
+    if 0 < top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+    p = logits.softmax(-1)
+    if top_p < 1:
+        p_sorted, order = p.sort(descending=True)
+        p_sorted[p_sorted.cumsum(-1) - p_sorted >= top_p] = 0            # the token that crosses top_p stays
+        p = torch.zeros_like(p).scatter(-1, order, p_sorted)
+    return torch.multinomial(p, 1, generator=generator)
+
+
+# ---- which form of the recurrence runs ------------------------------------------------------------------------------------
+
+def pick_form(impl):
+    """'loop', 'chunk', 'fused' or 'auto' -> (function, one line that says which it is and why). The only choice point."""
+    if impl in ('auto', 'fused'):
+        try:
+            import kernels
+            return kernels.chunked, 'fused (kernels.py)'
+        except ModuleNotFoundError as e:
+            if impl == 'fused':
+                raise ValueError(f'--impl=fused: {e}; take --impl=chunk') from None
+            return fastweight.chunked, f'chunk (plain torch; {e})'
+    return {'loop': (fastweight.recurrent, 'loop (the definition, slow)'), 'chunk': (fastweight.chunked, 'chunk (plain torch)')}[impl]
+
+
+# ---- checkpoints: one safetensors file, replaced in one step, with a digest over all that it says ---------------------------
+
+def digest(meta, tensors):
+    """sha256 over the metadata and every tensor's name, type, shape and bytes."""
+    h = hashlib.sha256(meta.encode())
+    for name in sorted(tensors):
+        x = tensors[name].detach().cpu().contiguous()
+        h.update(f'{name} {x.dtype} {tuple(x.shape)}'.encode())
+        h.update(x.flatten().view(torch.uint8).numpy() if x.numel() else b'')
+    return h.hexdigest()
+
+
+def write(path, tensors, meta):
+    """tensors and a JSON-able dict into one file. Written beside it, flushed, renamed: a reader sees the old or the new."""
+    tensors, text = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}, json.dumps(meta)
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    temp = f'{path}.{os.getpid()}.part'
+    try:
+        save_file(tensors, temp, {'meta': text, 'digest': digest(text, tensors)})
+        with open(temp, 'rb+') as f:
+            os.fsync(f.fileno())
+        os.replace(temp, path)
+        folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY) if os.name == 'posix' else None
+        if folder is not None:                                           # the new name itself must reach the disk, too
+            os.fsync(folder)
+            os.close(folder)
+    except SafetensorError as e:
+        raise OSError(f'{path}: cannot be written ({e})') from None
+    finally:
+        if os.path.exists(temp):
+            os.remove(temp)
+
+
+def read(path):
+    """-> tensors, meta. Raises ValueError for a file that is missing, foreign, cut off or changed."""
+    if not os.path.isfile(path):
+        raise ValueError(f'{path}: no such file; python train.py writes out/ckpt.safetensors')
+    try:
+        with safe_open(path, 'pt') as f:
+            header, tensors = f.metadata() or {}, {k: f.get_tensor(k) for k in f.keys()}
+    except (SafetensorError, RuntimeError) as e:
+        raise ValueError(f'{path}: not a whole safetensors file ({e})') from None
+    if 'meta' not in header or 'digest' not in header:
+        raise ValueError(f'{path}: a safetensors file, but not written by this project')
+    if digest(header['meta'], tensors) != header['digest']:
+        raise ValueError(f'{path}: its contents do not match its digest: the file was damaged or changed')
+    return tensors, {**json.loads(header['meta']), 'digest': header['digest']}
+
+
+def save(path, model, meta, extra={}):
+    """Model, metadata (tokenizer, step, ...) and further tensors -> one file that `load` reads back."""
+    write(path, {**{f'model.{k}': v for k, v in model.state_dict().items()}, **extra},
+          {**meta, 'config': dataclasses.asdict(model.config)})
+
+
+def load(path, device='cpu'):
+    """-> model, meta. meta['tensors'] holds what `save` was given as extra."""
+    tensors, meta = read(path)
+    if 'config' not in meta:
+        raise ValueError(f'{path}: holds no model (a state saved by sample.py?)')
+    model = GPT(Config(**meta['config']))
+    model.load_state_dict({k.removeprefix('model.'): tensors.pop(k) for k in list(tensors) if k.startswith('model.')})
+    return model.to(device), {**meta, 'tensors': tensors}
+
+
+def pack(state, prefix='state'):
+    """A state as a flat dict of tensors, for `write` and `save`."""
+    return {f'{prefix}.{i}.{key}': torch.as_tensor(x) for i, s in enumerate(state) for key, x in s.items()}
+
+
+def unpack(tensors, prefix='state'):
+    """The inverse of `pack`; None if there is none."""
+    state = {}
+    for name, x in tensors.items():
+        if name.startswith(prefix + '.'):
+            i, key = name[len(prefix) + 1:].split('.')
+            state.setdefault(int(i), {})[key] = int(x) if key == 't' else x
+    return [state[i] for i in sorted(state)] or None

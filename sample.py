@@ -1,0 +1,95 @@
+"""Write text with a trained model: the prompt is read in chunks, then one step a token with a state of fixed size.
+
+    python sample.py                                              256 tokens from out/ckpt.safetensors
+    python sample.py --prompt="def main():" --tokens=1000 --temperature=0.7 --top_p=0.95
+    cat model.py | python sample.py --prompt=- --save_state=out/read.safetensors     read once ...
+    python sample.py --load_state=out/read.safetensors --prompt="class "             ... and go on from there
+"""
+import itertools
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+
+from data import prepare
+from model import flag, load, pack, parse, pick_form, read, script, unpack, write
+
+
+@dataclass
+class Args:
+    init: str = flag('out/ckpt.safetensors', 'checkpoint')
+    prompt: str = flag('', 'text, @file, or - for standard input; empty starts from a newline')
+    tokens: int = flag(256, 'tokens to write', low=0)
+    samples: int = flag(1, 'texts written at once', low=1)
+    temperature: float = flag(0.8, '0 takes the likeliest token', low=0)
+    top_k: int = flag(0, 'only the k likeliest tokens; 0 for all', low=0)
+    top_p: float = flag(1.0, 'only the likeliest tokens that together have this probability', low=1e-6, high=1)
+    seed: int = flag(0, 'of the draws', low=0)
+    save_state: str = flag('', 'file for the state after prompt and sample')
+    load_state: str = flag('', 'go on from this state')
+    device: str = flag('auto', 'auto, cpu, cuda, mps')
+    impl: str = flag('auto', 'form of the recurrence', ['auto', 'loop', 'chunk', 'fused'])
+
+
+def read_prompt(text):
+    if text == '-':
+        return sys.stdin.read()
+    if text.startswith('@'):
+        with open(text[1:], encoding='utf-8') as f:
+            return f.read()
+    return text
+
+
+@script
+def main(argv):
+    args, = (Args(**given) for given in parse(argv, __doc__, Args))
+    device = args.device if args.device != 'auto' else \
+        'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+    model, meta = load(args.init, device)
+    model.eval()
+    model.form, why = pick_form(args.impl)
+    generator = torch.Generator(device).manual_seed(args.seed)
+
+    tokens, state = prepare.encode(read_prompt(args.prompt), meta['data']), None
+    tokens = torch.tensor([tokens] * args.samples, dtype=torch.long, device=device)
+    if args.load_state:                                    # a state never includes the last token: that one is read first
+        kept, about = read(args.load_state)
+        if about.get('model') != meta['digest']:
+            raise ValueError(f'--load_state={args.load_state}: not a state of the model in {args.init}')
+        if len(kept['last']) != args.samples:
+            raise ValueError(f'--load_state={args.load_state} holds {len(kept["last"])} texts: take --samples={len(kept["last"])}')
+        kept = {k: v.to(device) for k, v in kept.items()}
+        tokens, state = torch.cat([kept['last'], tokens], 1), unpack(kept)
+    elif not tokens.numel():
+        tokens = torch.tensor([prepare.encode('\n', meta['data'])] * args.samples, device=device)
+    print(f'{",".join(model.config.rules())} from {args.init}, step {meta["step"]}; {why}; prompt of {tokens.shape[1]:,} tokens', file=sys.stderr)
+    if model.max_len and (state[0]['t'] if state else 0) + tokens.shape[1] + args.tokens > model.max_len:
+        print(f'past {model.max_len} tokens, the last learned position is repeated', file=sys.stderr)
+
+    began = time.perf_counter()
+    state, last = model.read(tokens[:, :-1], state), tokens[:, -1:]
+    read_s, out, shown, began = time.perf_counter() - began, [], 0, time.perf_counter()
+    texts = model.generate(last, state, args.temperature, args.top_k, args.top_p, generator)
+    for last, state in itertools.islice(texts, args.tokens):
+        out.append(last)
+        if args.samples == 1:                              # as it comes, but for the bytes of an unfinished character
+            text = prepare.decode([t.item() for t in out[shown:]], meta['data'])
+            if not text.endswith('\ufffd') or len(out) - shown > 3:
+                print(text, end='', flush=True)
+                shown = len(out)
+    seconds = time.perf_counter() - began
+    if args.samples > 1:
+        for i, row in enumerate(torch.cat(out, 1).tolist() if out else ()):
+            print(f'--- {i + 1} ---\n{prepare.decode(row, meta["data"])}')
+    print(flush=True)
+    if args.save_state:
+        write(args.save_state, {**pack(state or []), 'last': last}, {'model': meta['digest'], 'about': 'state of a text'})
+    size = sum(x.numel() * x.element_size() for x in pack(state or []).values() if x.dim())
+    print(f'{tokens.shape[1]:,} tokens read in {read_s:.2f} s, {len(out):,} written at {len(out) * args.samples / seconds:,.0f} tokens/s '
+          f'({1e3 * seconds / max(1, len(out)):.2f} ms a step), state of {size:,} bytes'
+          + (' and growing' if 'softmax' in model.config.rules() else ', whatever the length') , file=sys.stderr)
+
+
+if __name__ == '__main__':
+    sys.exit(main())

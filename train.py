@@ -1,0 +1,324 @@
+"""Train a fast-weight model, from nothing or from where it stopped.
+
+    python train.py --rule=delta                      five minutes on two CPU cores, nothing to download
+    python train.py --data=recall --rule=sum          associative recall: sum fails, --rule=delta solves it (two minutes)
+    python train.py --resume                          goes on from out/ckpt.safetensors, bit for bit on a CPU
+    torchrun --nproc_per_node=4 train.py --rule=delta     the same training in four processes
+
+Writes out/ckpt.safetensors (weights, optimiser, step), out/best.safetensors (weights) and out/log.jsonl (a line a print).
+"""
+import dataclasses
+import itertools
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from data import prepare
+from model import GPT, Config, flag, load, pack, parse, pick_form, read, save, script, unpack
+
+BAD_STEPS = 10     # so many non-finite steps in a row end the run
+WARMUP = 0.05      # of all steps; then a cosine to 0
+
+
+@dataclass
+class Args:
+    data: str = flag('stdlib', f'{", ".join(prepare.DATASETS)}, or any text file')
+    out: str = flag('out', 'folder for checkpoints and the log')
+    resume: bool = flag(False, 'go on from the checkpoint in --out')
+    steps: int = flag(4000, 'optimiser steps', low=1)
+    batch_size: int = flag(8, 'rows a step, over all processes', low=1)
+    accum: int = flag(1, 'batches a step, for more rows than fit into memory', low=1)
+    lr: float = flag(4e-3, 'peak learning rate', low=0)
+    weight_decay: float = flag(0.1, 'on matrices only', low=0)
+    clip: float = flag(1.0, 'largest norm of the gradient', low=0)
+    carry: bool = flag(False, 'rows follow each other in the text and S is handed on (Schlag 2021, table 4)')
+    eval_every: int = flag(500, 'steps between evaluations, which also save', low=1)
+    log_every: int = flag(50, 'steps between lines', low=1)
+    seed: int = flag(0, 'of weights, data order and dropout', low=0)
+    device: str = flag('auto', 'auto, cpu, cuda, cuda:1, mps')
+    dtype: str = flag('auto', 'of the matrix products; S is always fp32', ['auto', 'float32', 'bfloat16'])
+    impl: str = flag('auto', 'form of the recurrence', ['auto', 'loop', 'chunk', 'fused'])
+    compile: bool = flag(False, 'torch.compile, where it works')
+
+
+# ---- machine ----------------------------------------------------------------------------------------------------------------
+
+def machine(args):
+    """-> rank, world, device, dtype. Processes are those of torchrun; none is one."""
+    rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+    name = args.device if args.device != 'auto' else \
+        'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+    try:
+        device = torch.device(f'cuda:{os.environ["LOCAL_RANK"]}' if name == 'cuda' and world > 1 else name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as e:
+        raise ValueError(f'--device={args.device}: {str(e).splitlines()[0]}') from None
+    if world > 1:
+        dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
+    fast_bf16 = device.type == 'cuda' and torch.cuda.get_device_capability(device)[0] >= 8
+    dtype = getattr(torch, args.dtype) if args.dtype != 'auto' else torch.bfloat16 if fast_bf16 else torch.float32
+    return rank, world, device, dtype
+
+
+def memory(device):
+    """Peak bytes: of the GPU, or of the process."""
+    if device.type == 'cuda':
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
+
+
+# ---- data: row i of step s is a pure function of (seed, s, i), so resuming and splitting over processes change nothing --------
+
+def starts(args, n, step, T, meta):
+    """Where the rows of this step begin, (accum * batch_size,), all of them, whatever the process."""
+    rows = args.accum * args.batch_size
+    if args.carry:                                          # one track a row, read on and on
+        return (np.arange(rows) * (n // rows) + step * T) % (n - T)
+    rng = np.random.Generator(np.random.Philox(key=args.seed, counter=[0, 0, 0, step]))
+    if 'row' in meta:
+        return rng.integers(n // (2 * T), size=rows) * 2 * T
+    return rng.integers(n - T, size=rows)
+
+
+def rows(data, begin, T, meta, device):
+    """-> x, y (B, T): inputs, and the token that should follow each; -1 where it does not count."""
+    shift = T if 'row' in meta else 1                       # generated rows carry their targets behind them
+    x, y = (torch.from_numpy(np.stack([data[i + s:i + s + T] for i in begin]).astype(np.int64)) for s in (0, shift))
+    return x.to(device), y.masked_fill(y == meta.get('ignore', -1), -1).to(device)
+
+
+def nats(logits, y):
+    """Sum of -log p over the targets that count, and how many and how many of them are right."""
+    logits, y = logits.flatten(0, 1).float(), y.flatten()
+    counts = y >= 0
+    return torch.stack([F.cross_entropy(logits, y, ignore_index=-1, reduction='sum').double(), counts.sum(),
+                        ((logits.argmax(-1) == y) & counts).sum()])
+
+
+@torch.no_grad()
+def evaluate(model, data, T, meta, device, cast, rank=0, world=1, limit=None):
+    """The rule `blocks`: rows of T, every token but the first counted once. -> nats a token, share that is right"""
+    model.eval()
+    stride = 2 * T if 'row' in meta else T
+    begin = np.arange(0, min(len(data), limit or len(data)) - (0 if 'row' in meta else 1) - stride + 1, stride)
+    total = torch.zeros(3, dtype=torch.float64, device=device)
+    for i in range(rank * 32, len(begin), world * 32):
+        x, y = rows(data, begin[i:i + 32], T, meta, device)
+        with cast:
+            total += nats(model(x)[0], y)
+    rest = data[int(begin[-1]) + T:] if 'row' not in meta and not limit else ()
+    if len(rest) > 1 and rank == 0:                         # the last, shorter row
+        x, y = rows(rest, [0], len(rest) - 1, meta, device)
+        with cast:
+            total += nats(model(x)[0], y)
+    if world > 1:
+        dist.all_reduce(total)
+    model.train()
+    return (total[0] / total[1]).item(), (total[2] / total[1]).item()
+
+
+@torch.no_grad()
+def evaluate_carried(model, data, meta, device, cast, segment=4096):
+    """The rule `carried`: the state runs along the whole file."""
+    model.eval()
+    total, state = torch.zeros(3, dtype=torch.float64, device=device), None
+    for i in range(0, len(data) - 1, segment):
+        T = min(segment, len(data) - 1 - i)
+        x, y = rows(data, [i], T, meta, device)
+        with cast:
+            logits, state = model(x, state)
+        total += nats(logits, y)
+    model.train()
+    return (total[0] / total[1]).item()
+
+
+# ---- when things go wrong -----------------------------------------------------------------------------------------------------
+
+def culprit(model, x):
+    """The first module, in order of computation, whose output is not finite; else the first parameter."""
+    found, hooks = [], []
+    for name, module in model.named_modules():
+        def look(module, args, out, name=name):
+            out = out[0] if isinstance(out, tuple) else out
+            if not found and torch.is_tensor(out) and not out.isfinite().all():
+                found.append(name)
+        hooks.append(module.register_forward_hook(look))
+    with torch.no_grad():
+        model(x)
+    for h in hooks:
+        h.remove()
+    bad = [n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+    return f'output of {found[0]}' if found else f'gradient of {bad[-1]}' if bad else 'the loss'
+
+
+def report(args, model, val, data, device, cast, score, loss, right, minutes, steps):
+    """The closing lines: the result by both rules, a sample, the next command."""
+    print(f'\n{steps} steps in {minutes:.1f} minutes')
+    print(f'validation, blocks of {data.get("row", model.config.block_size)}: {score(loss, right)}')
+    if 'row' in data:
+        return
+    if model.max_len is None and not any(r == 'softmax' for r in model.config.rules()):
+        print(f'validation, carried:       {score(evaluate_carried(model, val, data, device, cast), 0)}')
+    prompt = torch.tensor([prepare.encode('\n', data)], device=device)
+    model.eval()
+    with cast:
+        texts = model.generate(prompt, temperature=0.8, generator=torch.Generator(device).manual_seed(0))
+        tokens = [t.item() for t, _ in itertools.islice(texts, 300)]
+    print(f'--- a sample ---\n{prepare.decode(tokens, data)}\n---\nnext: python sample.py --init={args.out}/ckpt.safetensors --tokens=1000')
+
+
+# ---- the run ------------------------------------------------------------------------------------------------------------------
+
+@script
+def main(argv):
+    torch_given, model_given = parse(argv, __doc__, Args, Config)
+    args, config, done, tensors = Args(**torch_given), Config(**model_given), 0, {}
+    ckpt = os.path.join(args.out, 'ckpt.safetensors')
+    best_loss = math.inf
+    if args.resume:                                         # the run's own flags, except for those given again
+        tensors, meta = read(ckpt)
+        args, config = Args(**{**meta['args'], **torch_given}), Config(**meta['config'])
+        changed = [k for k, v in model_given.items() if getattr(config, k) != v]
+        if changed:
+            raise ValueError(f'--{changed[0]}={model_given[changed[0]]}: the checkpoint {ckpt} was made with '
+                             f'{getattr(config, changed[0])!r}; drop the flag, or start anew with another --out')
+        done, best_loss = meta['step'], meta['best']
+        if args.steps <= done:
+            raise ValueError(f'--steps={args.steps}: {ckpt} is at step {done} already; give more steps')
+    rank, world, device, dtype = machine(args)
+    if args.batch_size % world:
+        raise ValueError(f'--batch_size={args.batch_size} does not divide among {world} processes')
+    say = print if rank == 0 else lambda *a, **k: None
+
+    train, val, data = prepare.load(args.data)
+    T = data.get('row', config.block_size)
+    config = dataclasses.replace(config, vocab_size=data['vocab_size'], block_size=T)
+    if min(len(train), len(val)) <= T + 1:
+        raise ValueError(f'--data={args.data}: {len(train)} training and {len(val)} validation tokens, but a row takes {T + 1}; '
+                         'give a longer text or a smaller --block_size')
+    if args.carry and 'row' in data:
+        raise ValueError(f'--carry: the rows of {args.data} have nothing to do with each other')
+
+    torch.manual_seed(args.seed)
+    model = GPT(config).to(device)
+    if args.carry and model.max_len:
+        raise ValueError('--carry: learned positions and cosformer end after a row; take --pos=none and another --phi')
+    if args.carry and config.phi.partition(':')[0] in ('favor', 'rfa'):
+        raise ValueError(f'--carry with --phi={config.phi}: its random features are redrawn every batch, and a state in the old ones means nothing')
+    model.form, why = pick_form(args.impl)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    opt = torch.optim.AdamW([{'params': matrices, 'weight_decay': args.weight_decay}, {'params': others, 'weight_decay': 0.0}],
+                            lr=args.lr, betas=(0.9, 0.99), fused=device.type in ('cpu', 'cuda'))
+    states = [None] * args.accum                            # --carry: one for each batch of a step
+    if args.resume:
+        model.load_state_dict({k.removeprefix('model.'): v for k, v in tensors.items() if k.startswith('model.')})
+        for name, p in model.named_parameters():
+            if f'opt.{name}.step' in tensors:
+                opt.state[p] = {k: tensors[f'opt.{name}.{k}'].to('cpu' if k == 'step' and not opt.defaults['fused'] else device)
+                                for k in ('step', 'exp_avg', 'exp_avg_sq')}
+        states = [unpack(tensors, f'carry{i}') for i in range(args.accum)]
+        if args.carry and world > 1:
+            raise ValueError('--resume --carry: the file holds the states of one process only; resume without torchrun')
+
+    keep = {'args': dataclasses.asdict(args), 'data': data, 'torch': torch.__version__}
+
+    def checkpoint():
+        extra = {f'opt.{n}.{k}': v for n, p in model.named_parameters() for k, v in opt.state[p].items()}
+        for i, s in enumerate(states):
+            extra.update(pack(s or [], f'carry{i}'))
+        save(ckpt, model, {**keep, 'step': done, 'best': best_loss}, extra)
+
+    cast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    bits = 1 / math.log(2) * (data['val']['tokens'] / data['val']['bytes'] if 'bytes' in data['val'] else 1)
+    score = (lambda loss, right: f'accuracy {100 * right:5.1f} %') if 'row' in data else \
+        (lambda loss, right: f'{loss * bits:.4f} bits per byte, perplexity {math.exp(min(loss, 50)):.3f} a token')
+    n_params = sum(p.numel() for p in model.parameters())
+    say(f'{",".join(config.rules())} | {n_params / 1e6:.2f} M parameters | {args.data}: {len(train):,} + {len(val):,} tokens of {data["vocab_size"]} '
+        f'| {world} x {device}, {str(dtype)[6:]}, {torch.get_num_threads()} threads\nrecurrence: {why}')
+    os.makedirs(args.out, exist_ok=True)
+    log = open(os.path.join(args.out, 'log.jsonl'), 'a' if args.resume else 'w') if rank == 0 else open(os.devnull, 'w')
+    commit = subprocess.run(['git', 'rev-parse', '--short', 'HEAD'], capture_output=True, text=True, cwd=os.path.dirname(__file__) or '.')
+    write_log = lambda **row: print(json.dumps(row), file=log, flush=True)
+    write_log(config=dataclasses.asdict(config), args=dataclasses.asdict(args), commit=commit.stdout.strip(), device=str(device), params=n_params)
+    step_model = torch.compile(model) if args.compile else model
+
+    first, bad, since, began = done, 0, time.perf_counter(), time.perf_counter()
+    while done < args.steps:
+        lr = args.lr * min((done + 1) / max(1, WARMUP * args.steps), 0.5 + 0.5 * math.cos(math.pi * done / args.steps))
+        for group in opt.param_groups:
+            group['lr'] = lr
+        torch.manual_seed(int(np.random.SeedSequence((args.seed, done, rank)).generate_state(1)[0]))   # dropout: a function of the step
+        begin, loss, new = starts(args, len(train), done, T, data), torch.zeros(1, device=device), list(states)
+        for i in range(args.accum):
+            x, y = rows(train, begin[i * args.batch_size:(i + 1) * args.batch_size][rank::world], T, data, device)
+            with cast:
+                logits, state = step_model(x, states[i])
+                part = F.cross_entropy(logits.flatten(0, 1).float(), y.flatten(), ignore_index=-1) / args.accum
+            part.backward()
+            loss += part.detach()
+            if args.carry:                                  # truncated backpropagation: S goes on, its gradient does not
+                new[i] = [{k: v.detach() if torch.is_tensor(v) else v for k, v in s.items()} for s in state]
+        if world > 1:
+            flat = torch.cat([p.grad.flatten() for p in model.parameters()] + [loss])
+            dist.all_reduce(flat)
+            parts = (flat / world).split([p.numel() for p in model.parameters()] + [1])
+            for p, g in zip(model.parameters(), parts):
+                p.grad.copy_(g.view_as(p))
+            loss = parts[-1]
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        done += 1
+        if norm.isfinite() and loss.isfinite():
+            opt.step()
+            states, bad = new, 0
+        else:                                               # leave out this step; keep the last good checkpoint
+            bad += 1
+            where = culprit(model, x)
+            say(f'step {done}: not finite ({where} first), skipped, {bad} in a row')
+            if bad == BAD_STEPS:
+                raise ValueError(f'{bad} steps in a row were not finite, {where} first; stopped before saving. '
+                                 f'Try a smaller --lr than {args.lr:g}, or another --norm')
+        opt.zero_grad(set_to_none=True)
+
+        if done % args.log_every == 0 or done in (first + 1, args.steps):
+            now, n = time.perf_counter(), 1 if done == first + 1 else (done - first - 1) % args.log_every or args.log_every
+            ms = 1e3 * (now - since) / max(1, min(n, done - first))
+            since = now
+            tok_s = 1e3 * T * args.batch_size * args.accum / ms
+            eta = (args.steps - done) * ms / 6e4
+            say(f'step {done:5d}/{args.steps} | loss {loss.item():.3f} | lr {lr:.1e} | norm {norm.item():5.2f} | {ms:5.0f} ms | {tok_s / 1e3:6.1f}k tok/s '
+                f'| {memory(device) / 2**20:.0f} MB | eta {eta:.1f} min', flush=True)
+            write_log(step=done, loss=loss.item(), lr=lr, norm=norm.item(), ms=ms, tok_s=tok_s, memory=memory(device))
+        if done % args.eval_every == 0 or done == args.steps:
+            pause = time.perf_counter()
+            if world > 1:
+                for b in model.buffers():                   # random features: everybody evaluates, and rank 0 saves, the same
+                    dist.broadcast(b, 0)
+            val_loss, right = evaluate(model, val, T, data, device, cast, rank, world, None if done == args.steps else 65536)
+            say(f'step {done:5d} | {"validation" if done == args.steps else "start of validation"}: {score(val_loss, right)}')
+            write_log(step=done, val_loss=val_loss, accuracy=right, whole=done == args.steps)
+            if rank == 0:
+                if val_loss < best_loss:
+                    best_loss = val_loss
+                    save(os.path.join(args.out, 'best.safetensors'), model, {**keep, 'step': done})
+                checkpoint()
+            since += time.perf_counter() - pause
+    minutes = (time.perf_counter() - began) / 60
+    if rank == 0:
+        report(args, model, val, data, device, cast, score, val_loss, right, minutes, done - first)
+    if world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == '__main__':
+    sys.exit(main())
