@@ -30,6 +30,7 @@ Qin 2022 cosFormer (2202.08791), Sun 2023 RetNet (2307.08621), Yang 2023 GLA (23
 Yang 2024 DeltaNet (2406.06484) and gated DeltaNet (2412.06464), Kimi 2025 KDA (2510.26692).
 """
 import math
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -79,20 +80,21 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
     """
     dtype = v.dtype
     q, k, v, write, erase, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise)
-    o = []
-    for t in range(q.shape[2]):
-        q_t, k_t, u_t = q[:, :, t, :, None], k[:, :, t, None], v[:, :, t, :, None]   # columns q, u and a row k^T
-        if log_f is not None:
-            S = S * log_f[:, :, t, None].exp()
-        if log_z is not None:
-            S = S * log_z[:, :, t, :, None].exp()
-        if write is not None:
-            u_t = write[:, :, t, None, None] * u_t
-        if erase is not None:
-            u_t = u_t - erase[:, :, t, None, None] * (S @ k_t.mT)                    # what S recalls for this key
-        S = S + u_t * k_t                                                            # a rank-one write
-        o.append((S @ q_t).squeeze(-1))
-    return finish(torch.stack(o, 2), normalise, dtype), S
+    B, H, T, _ = q.shape                                            # heads side by side, vectors as columns:
+    q, k, v = (x.flatten(0, 1)[..., None] for x in (q, k, v))       # (B H, T, K, 1)
+    f, z, w, e = (None if x is None else x.flatten(0, 1)[..., None] for x in (log_f, log_z, write, erase))
+    S, o = S.flatten(0, 1), []                                      # (B H, V, K)
+    for t in range(T):
+        u = v[:, t] if w is None else w[:, t, None] * v[:, t]
+        if f is not None:
+            S = S * f[:, t].exp().mT
+        if z is not None:
+            S = S * z[:, t].exp()
+        if e is not None:
+            u = u - e[:, t, None] * torch.bmm(S, k[:, t])           # minus what S recalls for this key
+        S = S + u * k[:, t].mT                                      # a rank-one write
+        o.append(torch.bmm(S, q[:, t]))
+    return finish(torch.stack(o, 1).view(B, H, T, -1), normalise, dtype), S.view(B, H, *S.shape[1:])
 
 
 # ---- the same in matrix products: `chunked` --------------------------------------------------------------------------
@@ -481,7 +483,7 @@ class Gates(nn.Module):
         if self.rule.z:
             gates['log_z'] = -rate * F.softplus(g_z + self.bias_z)
         if self.sizes[0]:
-            gates['write'] = self.beta_max * beta.squeeze(-1).sigmoid()
+            gates['write'] = beta.squeeze(-1).sigmoid() * self.beta_max if self.beta_max != 1 else beta.squeeze(-1).sigmoid()
         if self.rule.write == '1-f':
             gates['write'] = -torch.expm1(gates['log_f'].clamp(min=LOG_MIN)).squeeze(-1)
         if self.rule.erase:
@@ -533,7 +535,8 @@ class FastWeights(nn.Module):
     def forward(self, x, q, k, v, S=None, t=0, form=chunked):
         if self.rule.cache:
             return softmax(q, k, v, S)
-        with torch.autocast(x.device.type, enabled=False):   # features and state in fp32, also when the layers around are bf16
+        device = x.device.type                               # features and state in fp32, also when the layers around are bf16
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             qk = torch.cat([q, k]).to(torch.promote_types(q.dtype, torch.float32))
             if self.training and S is None and hasattr(self.phi, 'redraw'):
                 self.phi.redraw()

@@ -7,10 +7,12 @@
 import dataclasses
 import difflib
 import hashlib
+import itertools
 import json
 import os
 import sys
 import typing
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -141,38 +143,51 @@ def rope(x, t):
 
 
 class ShiftedSum(torch.autograd.Function):
-    """y_t = sum_j w_j x_{t+n-j}, j = 0..n. x (B, T + n, D), w (n + 1, D) -> y (B, T, D). Written by hand because it is
-    bound by memory: autograd's own backward of this sum takes three times as long."""
+    """y_t = sum_j w_j x_{t+j}, j = 0..n. x (B, T + n, D), w (n + 1, D) -> y (B, T, D). Its backward is written by hand
+    because it is bound by memory: autograd's own takes three times as long."""
     @staticmethod
     def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
-        n, T = len(w) - 1, x.shape[1] - len(w) + 1
-        y = x[:, n:] * w[0]
-        for j in range(1, n + 1):
-            y.addcmul_(x[:, n - j:n - j + T], w[j])
+        T = x.shape[1] - len(w) + 1
+        y = x[:, :T] * w[0]
+        for j in range(1, len(w)):
+            y.addcmul_(x[:, j:j + T], w[j])
         return y
 
     @staticmethod
     def backward(ctx, dy):
         x, w = ctx.saved_tensors
-        n, T = len(w) - 1, dy.shape[1]
-        dx = torch.zeros_like(x)
-        for j in range(n + 1):
-            dx[:, n - j:n - j + T].addcmul_(dy, w[j])
-        return dx, torch.stack([(dy * x[:, n - j:n - j + T]).sum((0, 1)) for j in range(n + 1)])
+        T, dx = dy.shape[1], torch.zeros_like(x)
+        for j in range(len(w)):
+            dx[:, j:j + T].addcmul_(dy, w[j])
+        return dx, torch.stack([(dy * x[:, j:j + T]).sum((0, 1)) for j in range(len(w))])
+
+
+class ReluSquared(torch.autograd.Function):
+    """max(x, 0)^2 (Primer, arXiv:2109.08668, sec. 3), keeping only max(x, 0): half the memory traffic of autograd's."""
+    @staticmethod
+    def forward(ctx, x):
+        r = x.clamp(min=0)
+        ctx.save_for_backward(r)
+        return r * r
+
+    @staticmethod
+    def backward(ctx, dy):
+        r, = ctx.saved_tensors
+        return (dy * r).mul_(2)
 
 
 class CausalConv(nn.Module):
-    """y_t = sum_j w_j x_{t-j}, j = 0..width-1, channel by channel; its state is the last width - 1 inputs."""
+    """y_t = sum_j w_j x_{t-n+j}, j = 0..n, channel by channel; its state is the last n inputs, n = width - 1."""
     def __init__(self, channels, width):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(width, channels))
-        nn.init.ones_(self.weight[0])               # starts as the identity: w_0 = 1
+        nn.init.ones_(self.weight[-1])              # starts as the identity
 
     def forward(self, x, state=None):
-        state = x.new_zeros(x.shape[0], len(self.weight) - 1, x.shape[2]) if state is None else state
-        x = torch.cat([state, x], 1)
-        return ShiftedSum.apply(x, self.weight), x[:, x.shape[1] - len(self.weight) + 1:]
+        T, n = x.shape[1], len(self.weight) - 1
+        x = torch.cat([x.new_zeros(x.shape[0], n, x.shape[2]) if state is None else state, x], 1)
+        return (x * self.weight).sum(1, keepdim=True) if T == 1 else ShiftedSum.apply(x, self.weight), x[:, T:]
 
 
 class Mixer(nn.Module):
@@ -188,14 +203,14 @@ class Mixer(nn.Module):
         phi, norm = ('', '') if softmax and mixed else (c.phi, c.norm)
         beta_max = c.beta_max if RULES[rule].erase or not mixed else 1.0
         self.memory = FastWeights(rule, c.n_embd, c.n_head, self.head_dim, phi, norm, beta_max)
-        self.out_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if self.memory.norm != 'attn' and not softmax else None
+        self.out_norm = nn.LayerNorm(self.head_dim, bias=False) if self.memory.norm != 'attn' and not softmax else None
         self.proj = nn.Linear(c.n_embd, c.n_embd, bias=False)
         self.dropout = nn.Dropout(c.dropout)
 
     def forward(self, x, state, form):
         B, T, D = x.shape
         state = state or {}
-        t, new = state.get('t', 0), {}
+        t, new = state.get('t', torch.zeros((), dtype=torch.long)), {}
         qkv = self.qkv(x)
         if self.conv is not None:
             qkv, new['conv'] = self.conv(qkv, state.get('conv'))
@@ -220,7 +235,7 @@ class Block(nn.Module):
     def forward(self, x, state, form):
         y, state = self.mixer(self.norm1(x), state, form)
         x = x + y
-        return x + self.dropout(self.down(F.relu(self.up(self.norm2(x))).square())), state
+        return x + self.dropout(self.down(ReluSquared.apply(self.up(self.norm2(x))))), state
 
 
 class GPT(nn.Module):
@@ -245,11 +260,12 @@ class GPT(nn.Module):
         """tokens (B, T) -> what the last layer says of each (B, T, n_embd), state"""
         x = self.embed(tokens)
         if self.positions is not None:                # beyond block_size the last position is repeated
-            t = state[0]['t'] if state else 0
-            x = x + self.positions(torch.arange(t, t + tokens.shape[1], device=x.device).clamp(max=self.config.block_size - 1))
+            t = torch.arange(tokens.shape[1], device=x.device) + (state[0]['t'] if state else 0)
+            x = x + self.positions(t.clamp(max=self.config.block_size - 1))
         x, new = self.dropout(x), []
+        form = self.form if tokens.shape[1] > 1 else fastweight.recurrent    # one step is one step
         for block, s in zip(self.blocks, state or [None] * len(self.blocks)):
-            x, s = block(x, s, self.form)
+            x, s = block(x, s, form)
             new.append(s)
         return self.norm(x), new
 
@@ -277,11 +293,44 @@ class GPT(nn.Module):
 
         The state includes all but the token it comes with. temperature 0 takes the likeliest token.
         """
-        state, token = self.read(tokens[:, :-1], state), tokens[:, -1:]
-        while True:
-            logits, state = self(token, state)
+        state, token, step = self.read(tokens[:, :-1], state), tokens[:, -1:], self
+        for i in itertools.count():
+            if i == 32 and token.device.type == 'cpu':           # worth its tenth of a second
+                step = captured(self, token, state)
+            logits, state = step(token, state)
             token = sample(logits[:, -1], temperature, top_k, top_p, generator)
             yield token, state
+
+
+class OneStep(nn.Module):
+    """The model with its state as a flat list of tensors, as a tracer wants it."""
+    def __init__(self, model, state):
+        super().__init__()
+        self.model, self.names = model, list(pack(state))
+
+    def forward(self, token, *tensors):
+        logits, state = self.model(token, unpack(dict(zip(self.names, tensors))))
+        return logits, *pack(state).values()
+
+
+def captured(model, token, state):
+    """model(token, state) for single tokens as one recorded list of operations, with no Python between them: at this
+    size Python is most of a step. Only for a state of fixed size and positions without an end; else the model itself."""
+    if any(b.mixer.memory.rule.cache or b.mixer.memory.phi.max_len for b in model.blocks):
+        return model
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')                 # torch.jit is frozen in time, and says so
+            step = torch.jit.trace(OneStep(model, state), (token, *pack(state).values()), check_trace=False)
+    except (RuntimeError, AttributeError) as e:
+        print(f'steps are not recorded ({str(e).splitlines()[0]})', file=sys.stderr)
+        return model
+    names = list(pack(state))
+
+    def run(token, state):
+        logits, *tensors = step(token, *pack(state).values())
+        return logits, unpack(dict(zip(names, tensors)))
+    return run
 
 
 def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
@@ -382,7 +431,7 @@ def load(path, device='cpu'):
 
 def pack(state, prefix='state'):
     """A state as a flat dict of tensors, for `write` and `save`."""
-    return {f'{prefix}.{i}.{key}': torch.as_tensor(x) for i, s in enumerate(state) for key, x in s.items()}
+    return {f'{prefix}.{i}.{key}': x for i, s in enumerate(state) for key, x in s.items()}
 
 
 def unpack(tensors, prefix='state'):
@@ -391,5 +440,5 @@ def unpack(tensors, prefix='state'):
     for name, x in tensors.items():
         if name.startswith(prefix + '.'):
             i, key = name[len(prefix) + 1:].split('.')
-            state.setdefault(int(i), {})[key] = int(x) if key == 't' else x
+            state.setdefault(int(i), {})[key] = x
     return [state[i] for i in sorted(state)] or None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from data import prepare
+from fastweight import RULES
 from model import flag, load, pack, parse, pick_form, read, script, unpack, write
 
 
@@ -62,33 +63,35 @@ def main(argv):
         kept = {k: v.to(device) for k, v in kept.items()}
         tokens, state = torch.cat([kept['last'], tokens], 1), unpack(kept)
     elif not tokens.numel():
-        tokens = torch.tensor([prepare.encode('\n', meta['data'])] * args.samples, device=device)
+        tokens = torch.tensor([prepare.first(meta['data'])] * args.samples, device=device)
     print(f'{",".join(model.config.rules())} from {args.init}, step {meta["step"]}; {why}; prompt of {tokens.shape[1]:,} tokens', file=sys.stderr)
     if model.max_len and (state[0]['t'] if state else 0) + tokens.shape[1] + args.tokens > model.max_len:
         print(f'past {model.max_len} tokens, the last learned position is repeated', file=sys.stderr)
 
     began = time.perf_counter()
     state, last = model.read(tokens[:, :-1], state), tokens[:, -1:]
-    read_s, out, shown, began = time.perf_counter() - began, [], 0, time.perf_counter()
+    clock, out, shown = [time.perf_counter()], [], 0
     texts = model.generate(last, state, args.temperature, args.top_k, args.top_p, generator)
     for last, state in itertools.islice(texts, args.tokens):
         out.append(last)
         if args.samples == 1:                              # as it comes, but for the bytes of an unfinished character
             text = prepare.decode([t.item() for t in out[shown:]], meta['data'])
-            if not text.endswith('\ufffd') or len(out) - shown > 3:
+            if not text.endswith('\ufffd') or len(out) - shown > 3 or len(out) == args.tokens:
                 print(text, end='', flush=True)
                 shown = len(out)
-    seconds = time.perf_counter() - began
+        clock.append(time.perf_counter())
     if args.samples > 1:
         for i, row in enumerate(torch.cat(out, 1).tolist() if out else ()):
             print(f'--- {i + 1} ---\n{prepare.decode(row, meta["data"])}')
     print(flush=True)
     if args.save_state:
         write(args.save_state, {**pack(state or []), 'last': last}, {'model': meta['digest'], 'about': 'state of a text'})
-    size = sum(x.numel() * x.element_size() for x in pack(state or []).values() if x.dim())
-    print(f'{tokens.shape[1]:,} tokens read in {read_s:.2f} s, {len(out):,} written at {len(out) * args.samples / seconds:,.0f} tokens/s '
-          f'({1e3 * seconds / max(1, len(out)):.2f} ms a step), state of {size:,} bytes'
-          + (' and growing' if 'softmax' in model.config.rules() else ', whatever the length') , file=sys.stderr)
+    size = sum(x.numel() * x.element_size() for x in pack(state or []).values())
+    n, tenth = len(out), max(1, len(out) // 10)
+    pace = lambda i, j: 1e3 * (clock[j] - clock[i]) / max(1, j - i)
+    print(f'{tokens.shape[1]:,} tokens read in {clock[0] - began:.2f} s, {n:,} written, {1e3 * args.samples / max(pace(0, n), 1e-9):,.0f} tokens/s: '
+          f'{pace(0, n):.2f} ms a step, first tenth {pace(0, min(tenth, n)):.2f}, last {pace(max(0, n - tenth), n):.2f}; state of {size:,} bytes, '
+          + ('growing' if any(RULES[r].cache for r in model.config.rules()) else 'whatever the length'), file=sys.stderr)
 
 
 if __name__ == '__main__':

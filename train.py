@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from data import prepare
+from fastweight import RULES
 from model import GPT, Config, flag, load, pack, parse, pick_form, read, save, script, unpack
 
 BAD_STEPS = 10     # so many non-finite steps in a row end the run
@@ -167,9 +168,9 @@ def report(args, model, val, data, device, cast, score, loss, right, minutes, st
     print(f'validation, blocks of {data.get("row", model.config.block_size)}: {score(loss, right)}')
     if 'row' in data:
         return
-    if model.max_len is None and not any(r == 'softmax' for r in model.config.rules()):
+    if model.max_len is None and not any(RULES[r].cache for r in model.config.rules()):
         print(f'validation, carried:       {score(evaluate_carried(model, val, data, device, cast), 0)}')
-    prompt = torch.tensor([prepare.encode('\n', data)], device=device)
+    prompt = torch.tensor([prepare.first(data)], device=device)
     model.eval()
     with cast:
         texts = model.generate(prompt, temperature=0.8, generator=torch.Generator(device).manual_seed(0))
@@ -253,7 +254,7 @@ def main(argv):
     write_log(config=dataclasses.asdict(config), args=dataclasses.asdict(args), commit=commit.stdout.strip(), device=str(device), params=n_params)
     step_model = torch.compile(model) if args.compile else model
 
-    first, bad, since, began = done, 0, time.perf_counter(), time.perf_counter()
+    first, shown, bad, since, began = done, done, 0, time.perf_counter(), time.perf_counter()
     while done < args.steps:
         lr = args.lr * min((done + 1) / max(1, WARMUP * args.steps), 0.5 + 0.5 * math.cos(math.pi * done / args.steps))
         for group in opt.param_groups:
@@ -291,11 +292,8 @@ def main(argv):
         opt.zero_grad(set_to_none=True)
 
         if done % args.log_every == 0 or done in (first + 1, args.steps):
-            now, n = time.perf_counter(), 1 if done == first + 1 else (done - first - 1) % args.log_every or args.log_every
-            ms = 1e3 * (now - since) / max(1, min(n, done - first))
-            since = now
-            tok_s = 1e3 * T * args.batch_size * args.accum / ms
-            eta = (args.steps - done) * ms / 6e4
+            ms, (since, shown) = 1e3 * (time.perf_counter() - since) / (done - shown), (time.perf_counter(), done)
+            tok_s, eta = 1e3 * T * args.batch_size * args.accum / ms, (args.steps - done) * ms / 6e4
             say(f'step {done:5d}/{args.steps} | loss {loss.item():.3f} | lr {lr:.1e} | norm {norm.item():5.2f} | {ms:5.0f} ms | {tok_s / 1e3:6.1f}k tok/s '
                 f'| {memory(device) / 2**20:.0f} MB | eta {eta:.1f} min', flush=True)
             write_log(step=done, loss=loss.item(), lr=lr, norm=norm.item(), ms=ms, tok_s=tok_s, memory=memory(device))

@@ -180,6 +180,14 @@ def encode(text, meta):
     return [ids[unit] for unit in text]
 
 
+def first(meta):
+    """The tokens an empty prompt stands for: a line end, where the set has one, else token 0."""
+    try:
+        return encode('\n', meta)[:1] or [0]
+    except ValueError:
+        return [0]
+
+
 def decode(tokens, meta):
     """The text of token ids; where bytes are not UTF-8 it has replacement characters."""
     tokens = [int(t) for t in tokens]
