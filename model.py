@@ -109,7 +109,7 @@ class Config:
     conv: int = flag(4, 'width of the causal depthwise convolution over q, k, v; 0 for none', low=0, high=64)
     pos: str = flag('auto', 'positions; auto: rope in softmax layers, none in the others', ['auto', 'none', 'learned', 'rope'])
     n_layer: int = flag(4, 'layers', low=1)
-    n_head: int = flag(4, 'heads', low=1)
+    n_head: int = flag(8, 'heads', low=1)
     n_embd: int = flag(128, 'width', low=1)
     block_size: int = flag(128, 'tokens in a training row', low=1)
     dropout: float = flag(0.0, 'dropout', low=0, high=0.99)
@@ -251,10 +251,10 @@ class GPT(nn.Module):
         for name, p in self.named_parameters():
             if name.endswith(('qkv.weight', 'up.weight', 'gates.proj.weight')):
                 nn.init.normal_(p, std=p.shape[1] ** -0.5)
-            elif name.endswith(('mixer.proj.weight', 'down.weight')):     # a residual stream that starts quiet: GPT-2, sec. 2.3
+            elif name.endswith(('mixer.proj.weight', 'down.weight')):     # a residual stream that keeps its size: GPT-2, sec. 2.3
                 nn.init.normal_(p, std=p.shape[1] ** -0.5 / (2 * c.n_layer) ** 0.5)
             elif name in ('embed.weight', 'positions.weight'):
-                nn.init.normal_(p, std=0.02)
+                nn.init.normal_(p, std=0.3)
 
     def hidden(self, tokens, state=None):
         """tokens (B, T) -> what the last layer says of each (B, T, n_embd), state"""

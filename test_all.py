@@ -566,11 +566,18 @@ def test_downloads_end_whole_or_not_at_all(tmp_path, monkeypatch, capsys):
 
 
 def test_generated_tasks_are_what_the_papers_say():
-    x, y = prepare.recall(50, np.random.default_rng(0), 40)
-    for row, target in zip(x, y):
-        seen = dict(zip(row[1:-1:2], row[2::2]))
-        assert all(seen[k] == v for k, v in zip(row[1:-1:2], row[2::2])) and seen[row[-1]] == target[-1] and (target[:-1] == 40).all()
-    x, y = prepare.mqar(50, np.random.default_rng(0), 8192)
+    for keep in False, True:
+        x, y = prepare.recall(50, np.random.default_rng(0), 40, False, keep=keep)
+        for row, target in zip(x, y):
+            pairs = list(zip(row[1:-1:2], row[2::2]))
+            assert dict(pairs)[row[-1]] == target[-1] and (target[:-1] == 40).all()            # a dict keeps the last value
+            assert keep == (len(set(pairs)) == len(dict(pairs)))
+        x, y = prepare.recall(50, np.random.default_rng(0), 40, True, keep=keep)
+        for row, target in zip(x, y):
+            for t in range(128):
+                seen = dict(zip(row[1:t:2], row[2:t + 1:2]))
+                assert target[t] == (seen.get(row[t], 40) if t % 2 else 40)
+    x, y = prepare.mqar(50, np.random.default_rng(0), 8192, True)
     for row, target in zip(x, y):
         keys, values = row[0:16:2], row[1:16:2]
         at = np.flatnonzero(target < 8192)
@@ -619,7 +626,7 @@ def test_resume_is_bitwise_identical(flags, text, tmp_path, monkeypatch):
 
 @slow
 @pytest.mark.parametrize('rule', RULES)
-def test_resume_is_bitwise_identical_from_any_step(rule, text, tmp_path, monkeypatch):
+def test_soak_resume_is_bitwise_identical_from_any_step(rule, text, tmp_path, monkeypatch):
     resume_from(text, tmp_path, monkeypatch, [f'--rule={rule}'], [1, 2, 3, 4])
 
 
@@ -713,7 +720,7 @@ def test_a_failed_write_leaves_the_old_checkpoint(text, tmp_path, monkeypatch):
 
 
 @slow
-def test_kill_9_leaves_a_checkpoint_that_loads(tmp_path):
+def test_soak_kill_9_leaves_a_checkpoint_that_loads(tmp_path):
     """A process that does nothing but save is killed 200 times, most of them in the middle of it."""
     path, models = str(tmp_path / 'ckpt.safetensors'), [GPT(Config(n_layer=2, n_embd=64)) for _ in range(2)]
     save(path, models[0], {'step': 0})
@@ -843,7 +850,7 @@ def test_recorded_steps_equal_the_model():
 
 @slow
 @pytest.mark.parametrize('rule', STEPPERS)
-def test_100000_tokens_in_constant_memory(rule):
+def test_soak_100000_tokens_in_constant_memory(rule):
     """State bytes and resident memory stay where they are. (sample.py prints the speed of the first and the last tenth.)"""
     rss = lambda: int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE')
     m = GPT(Config(rule=rule, n_layer=1, n_head=2, n_embd=16)).eval()

@@ -15,7 +15,7 @@ A generated task has row and ignore in its meta, too: the file is rows of 2 * ro
 targets. target[t] is what to predict after reading inputs[..t], so nothing is shifted; a target equal to
 ignore (= vocab_size) does not count in the loss.
 """
-import argparse, hashlib, json, os, re, sys, sysconfig, time
+import argparse, functools, hashlib, json, os, re, sys, sysconfig, time
 import numpy as np
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -79,27 +79,32 @@ def wikitext(path):
 
 # ---- tasks: each returns inputs and targets, both (rows, length); targets are `vocab` where nothing counts -
 
-def recall(rows, rng, vocab, length=128):
+def recall(rows, rng, vocab, training, length=128, keep=False):
     """Associative recall (Zhang et al. 2024, arXiv:2402.04347, Sec. 3.2): key value ... key -> value.
 
-    A row is a window of such a stream: value, (key, value) x 63, key. The last key was seen before; only its
-    value counts. Keys are the lower half of the vocabulary, values the upper; a row draws its own map from
-    keys to values and keeps to it. 10,000 training and 2,000 test rows are the paper's. Vocabulary 40 and
-    length 128 are from memory and unverified: the text at hand gives neither.
+    A row is a window of such a stream: value, (key, value) x 63, key. The last key was seen before, and the
+    value it had last is what validation counts; in training that of every key seen before counts: the same
+    task, learned from 44 targets a row instead of one. Keys are the lower half of the vocabulary, values the
+    upper. `recall`: a value is drawn anew each time, so memory must be overwritten, as in Schlag et al. 2021,
+    Sec. 6.1.2; `recall-kept`: a row draws one map from keys to values and keeps to it. The text at hand does not
+    say which, nor the sizes: vocabulary 40 and length 128 are from memory; 10,000 and 2,000 rows are the paper's.
     """
-    half, i = vocab // 2, np.arange(rows)
-    value = rng.integers(half, vocab, (rows, half))             # value[i, k] of key k in row i
-    keys = rng.integers(0, half, (rows, length // 2))
-    keys[:, -1] = keys[i, rng.integers(0, length // 2 - 1, rows)]   # the query: the key of some earlier pair
+    half, n, i = vocab // 2, length // 2, np.arange(rows)[:, None]
+    keys, values = rng.integers(0, half, (rows, n)), rng.integers(half, vocab, (rows, n))
+    keys[:, -1:] = keys[i, rng.integers(0, n - 1, (rows, 1))]           # the query: the key of some earlier pair
+    if keep:
+        values = values[i, keys]
+    same = (keys[:, :, None] == keys[:, None, :]) & np.tri(n, k=-1, dtype=bool)
+    last = np.where(same, np.arange(n), -1).max(-1)                     # where each key was seen last, or -1
     x, y = np.empty((rows, length), int), np.full((rows, length), vocab)
-    x[:, 0] = rng.integers(half, vocab, rows)                   # its key lies before the window
-    x[:, 1::2] = keys
-    x[:, 2::2] = np.take_along_axis(value, keys[:, :-1], 1)
-    y[:, -1] = value[i, keys[:, -1]]
+    x[:, 0] = rng.integers(half, vocab, rows)                           # its key lies before the window
+    x[:, 1::2], x[:, 2::2] = keys, values[:, :-1]
+    y[:, 1::2] = np.where(last < 0, vocab, values[i, last])
+    y[:, :-1] = y[:, :-1] if training else vocab
     return x, y
 
 
-def mqar(rows, rng, vocab, length=128, pairs=8, a=0.01):
+def mqar(rows, rng, vocab, training, length=128, pairs=8, a=0.01):
     """Multi-query associative recall (Arora et al. 2023, arXiv:2312.04927): pairs, then their keys asked for.
 
     Keys from 1..V/2-1, values from V/2..V-1, none twice within a row. Each key comes again once, 2i tokens
@@ -141,8 +146,10 @@ DATASETS = {
         sha256='91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794',
         urls=['https://wikitext.smerity.com/wikitext-103-raw-v1.zip',
               f'{HUB}/datasets/mattdangerw/wikitext-103-raw/resolve/main/wikitext-103-raw-v1.zip']),
-    'recall': dict(help='generated: associative recall', tokenizer='ids', make=recall, vocab=40,
+    'recall': dict(help='generated: recall of the last value of a key', tokenizer='ids', make=recall, vocab=40,
                    rows=(10_000, 2_000)),
+    'recall-kept': dict(help='generated: keys keep their value', tokenizer='ids', vocab=40,
+                        make=functools.partial(recall, keep=True), rows=(10_000, 2_000)),
     'mqar': dict(help='generated: multi-query recall', tokenizer='ids', make=mqar, vocab=8192,
                  rows=(20_000, 3_000)),
 }
@@ -360,7 +367,7 @@ def prepare(name, root=HERE, tokenizer=None, url=None, file=None):
         if task:
             meta.update(vocab_size=row['vocab'], ignore=row['vocab'])
             for seed, (side, rows) in enumerate(zip(SIDES, row['rows'])):
-                pair = row['make'](rows, np.random.Generator(np.random.Philox(seed)), row['vocab'])
+                pair = row['make'](rows, np.random.Generator(np.random.Philox(seed)), row['vocab'], side == 'train')
                 meta['row'], meta[side] = pair[0].shape[1], dict(ids=[np.concatenate(pair, axis=1)])
         else:
             texts = row['make'](fetch(name, folder, url, file) if 'urls' in row else name)
