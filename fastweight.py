@@ -37,21 +37,26 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-LOG_MIN = -5.0  # part of the definition: no log-decay below this, in any form. exp(-5) a step forgets all but 0.7 %, and
-#                 16 steps of it stay far inside fp32 (see `score`); without it exp() of the chunk form overflows
+LOG_MIN = -5.0  # part of the definition: no log-decay is below this, in any form. exp(-5) a step forgets all but
+#                 0.7 %, and 16 steps of it stay far inside fp32 (see `score`); without it exp() would overflow
 FLOOR = 1e-6    # smallest denominator of `normalise`; maps whose features can all be zero ask for more (T2R: 1e-2)
 
 
-# ---- the recurrence, as it is defined --------------------------------------------------------------------------------
+def each(f, *xs):
+    """f of every x that is there: gates that are None stay None."""
+    return [None if x is None else f(x) for x in xs]
+
+
+# ---- the recurrence, as it is defined ------------------------------------------------------------------------
 
 def start(q, k, v, write, erase, log_f, log_z, S, normalise):
-    """What both forms do first: state in fp32 (fp64 stays), decays clamped, v extended by the constant 1, S_0 = 0."""
+    """What both forms do first: fp32 (fp64 stays), decays clamped, v extended by the constant 1, S_0 = 0."""
     if normalise and (erase is not None or (log_z is not None and log_z.shape[-1] > 1)):
-        raise ValueError('normalise: one denominator n.q serves all value channels only while they share their weights, '
-                         'so it goes neither with erase nor with a vector log_z')
+        raise ValueError('normalise: one denominator n.q serves all value channels only while they share their '
+                         'weights, so it goes neither with erase nor with a vector log_z')
     dtype = torch.promote_types(v.dtype, torch.float32)
-    q, k, v, write, erase, log_f, log_z, S = (None if x is None else x.to(dtype) for x in (q, k, v, write, erase, log_f, log_z, S))
-    log_f, log_z = (None if x is None else x.clamp(min=LOG_MIN) for x in (log_f, log_z))
+    q, k, v, write, erase, log_f, log_z, S = each(lambda x: x.to(dtype), q, k, v, write, erase, log_f, log_z, S)
+    log_f, log_z = each(lambda x: x.clamp(min=LOG_MIN), log_f, log_z)
     if normalise:  # S = [S; n]: a value that is always 1 makes the last row of S the sum of the keys
         v = F.pad(v, (0, 1), value=1.0)
     if S is None:
@@ -69,21 +74,19 @@ def finish(o, normalise, dtype):
 def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False):
     """The definition: one step after the other. O(T V K) time, O(V K) memory.
 
-        D_t = (z_t f_t^T) * S_{t-1}     u_t = w_t v_t - e_t D_t k_t     S_t = D_t + u_t k_t^T     o_t = S_t q_t
+        D_t = (z_t f_t^T) * S_{t-1}    u_t = w_t v_t - e_t D_t k_t    S_t = D_t + u_t k_t^T    o_t = S_t q_t
 
-    q, k (B, H, T, K)   v (B, H, T, V)   write, erase (B, H, T)   log_f (B, H, T, K or 1)   log_z (B, H, T, V or 1)
-    S (B, H, V, K), with `normalise` (B, H, V + 1, K)   ->   o (B, H, T, V), last S (fp32, or fp64 for fp64 inputs)
+    q, k (B, H, T, K)   v (B, H, T, V)   write, erase (B, H, T)   log_f (B, H, T, K|1)   log_z (B, H, T, V|1)
+    S (B, H, V, K), with `normalise` (B, H, V + 1, K)  ->  o (B, H, T, V), last S (fp32, or fp64 for fp64 inputs)
     None leaves a gate out: w = 1, e = 0, f = z = 1, S = 0. Log-decays are clamped at LOG_MIN = -5 a step.
-    normalise: o_t / max(n_t . q_t, floor), True for the floor of 1e-6 or the floor itself (Katharopoulos eq. 10-12).
+    normalise: o_t / max(n_t . q_t, floor); True for the floor 1e-6, or the floor (Katharopoulos 2020 sec. 3.2).
     Raises ValueError for normalise with erase or with a vector log_z: their value channels share no denominator.
-    Sources: Schlag 2021 sec. 4.2 (e = w = beta), Mao 2022 (f, z), Peng 2021 (f = g, w = 1 - g), KDA 2025 (f, e = w).
+    Sources: Schlag 2021 sec. 4.2 (e = w = beta), Mao 2022 (f, z), Peng 2021 (f = g, w = 1 - g), KDA (f, e = w).
     """
-    dtype = v.dtype
+    dtype, (B, H, T, _) = v.dtype, q.shape
     q, k, v, write, erase, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise)
-    B, H, T, _ = q.shape                                            # heads side by side, vectors as columns:
-    q, k, v = (x.flatten(0, 1)[..., None] for x in (q, k, v))       # (B H, T, K, 1)
-    f, z, w, e = (None if x is None else x.flatten(0, 1)[..., None] for x in (log_f, log_z, write, erase))
-    S, o = S.flatten(0, 1), []                                      # (B H, V, K)
+    q, k, v, w, e, f, z = each(lambda x: x.flatten(0, 1)[..., None], q, k, v, write, erase, log_f, log_z)
+    S, o = S.flatten(0, 1), []                                      # (B H, V, K); vectors are columns (B H, K, 1)
     for t in range(T):
         u = v[:, t] if w is None else w[:, t, None] * v[:, t]
         if f is not None:
@@ -97,88 +100,83 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
     return finish(torch.stack(o, 1).view(B, H, T, -1), normalise, dtype), S.view(B, H, *S.shape[1:])
 
 
-# ---- the same in matrix products: `chunked` --------------------------------------------------------------------------
-# Inside a chunk of C steps let a_t, c_t be the running sums of log f and log z, F = exp a, Z = exp c. Unrolling the
-# definition from the state S_0 at the chunk's start gives, for s <= t (and s < t for B):
+# ---- the same in matrix products -----------------------------------------------------------------------------
+# Inside a chunk of C steps let a_t, c_t be the running sums of log f and log z, F = exp a, Z = exp c. Unrolling
+# the definition from the state S_0 at the chunk's start gives, for s <= t (and s < t for B):
 #
-#   1. A_ts = sum_d q_td e^(a_td - a_sd) k_sd     B_ts = the same with k for q       what query / key t finds at key s
-#   2. u_t = w_t v_t - e_t (Z_t S_0 (F_t k_t) + sum_{s<t} B_ts e^(c_t-c_s) u_s)      what each step really writes
-#   3. o_t = Z_t S_0 (F_t q_t) + sum_{s<=t} A_ts e^(c_t-c_s) u_s                     what each query reads
-#   4. S_C = (Z_C F_C^T) * S_0 + sum_s (e^(c_C-c_s) u_s) (e^(a_C-a_s) k_s)^T         the state at the chunk's end
+#   1. A_ts = sum_d q_td e^(a_td - a_sd) k_sd    B_ts: k_t for q_t              what query / key t finds at key s
+#   2. u_t = w_t v_t - e_t (Z_t S_0 (F_t k_t) + sum_{s<t} B_ts e^(c_t-c_s) u_s)    what step t really writes
+#   3. o_t = Z_t S_0 (F_t q_t) + sum_{s<=t} A_ts e^(c_t-c_s) u_s                   what query t reads
+#   4. S_C = (Z_C F_C^T) * S_0 + sum_s (e^(c_C-c_s) u_s) (e^(a_C-a_s) k_s)^T       the state at the chunk's end
 #
-# Line 2 is a triangular system (I + diag(e) B) U = ..., one C x C matrix for all value channels (DeltaNet 2024, sec. 3).
-# All decays go through two primitives: `score` on the key side, `trimm` on the value side. Exponents of a whole chunk
-# would overflow (e^(a_t) alone is 0 and e^(-a_s) infinite after a few strong decays), so both work in blocks of 16:
-# off the diagonal every exponent is taken relative to the row block's start and is <= 0; on it, relative to the
-# middle, |exponent| <= 8 * 5 = 40, and e^40 e^-40 is harmless in fp32.
+# Line 2 is a triangular system (I + diag(e) B) U = ...: one C x C matrix for all value channels (DeltaNet 2024
+# sec. 3). All decays go through two primitives: `score` on the key side, `trimm` on the value side. e^(a_t) over a
+# whole chunk may be 0 and e^(-a_s) infinite, so both work in blocks of 16: left of the diagonal, exponents are
+# taken from the row block's first step and are <= 0; on it, from the middle, where |exponent| <= 8 * 5 = 40.
 BLOCK = 16
 
 
 def gamma(g, C, like):
-    """(..., C, C): e^(g_t - g_s) for s <= t, else 0, from a running sum g (..., C, 1); None is no decay.
-
-    Masked before exp: afterwards it would be inf * 0 = NaN.
-    """
+    """(..., C, C): e^(g_t - g_s) for s <= t, else 0, from running sums g (..., C, 1); None is no decay."""
     causal = like.new_ones(C, C).tril()
-    return causal if g is None else (g - g.mT).masked_fill(causal == 0, -math.inf).exp()
+    return causal if g is None else (g - g.mT).masked_fill(causal == 0, -math.inf).exp()   # after exp: inf * 0
+
+
+def blocks(g, C):
+    """Rows r of each block, the rows before it, and the running sums g at the middle and at the start of r."""
+    for i in range(0, C, BLOCK):
+        yield slice(i, i + BLOCK), slice(0, i), g[..., min(i + BLOCK // 2, C - 1), None, :], g[..., i, None, :]
 
 
 def score(x, y, a):
-    """A_ts = sum_d x_td e^(a_td - a_sd) y_sd for s <= t, else 0.   x, y (..., C, K)   a (..., C, K or 1) or None"""
+    """A_ts = sum_d x_td e^(a_td - a_sd) y_sd for s <= t, else 0. x, y (..., C, K)   a (..., C, K|1) or None"""
     C, rows = x.shape[-2], []
     if a is None or a.shape[-1] == 1:
         return (x @ y.mT) * gamma(a, C, x)
-    for i in range(0, C, BLOCK):
-        r, m = slice(i, i + BLOCK), a[..., min(i + BLOCK // 2, C - 1), None, :]
-        row = ((x[..., r, :] * (a[..., r, :] - m).exp()) @ (y[..., r, :] * (m - a[..., r, :]).exp()).mT).tril()
-        if i:
-            n = a[..., i, None, :]
-            row = torch.cat([(x[..., r, :] * (a[..., r, :] - n).exp()) @ (y[..., :i, :] * (n - a[..., :i, :]).exp()).mT, row], -1)
-        rows.append(F.pad(row, (0, C - row.shape[-1])))
+    for r, past, m, n in blocks(a, C):
+        x_r, y_r, a_r, y_p, a_p = x[..., r, :], y[..., r, :], a[..., r, :], y[..., past, :], a[..., past, :]
+        near = ((x_r * (a_r - m).exp()) @ (y_r * (m - a_r).exp()).mT).tril()
+        far = (x_r * (a_r - n).exp()) @ (y_p * (n - a_p).exp()).mT
+        rows.append(F.pad(torch.cat([far, near], -1), (0, C - past.stop - near.shape[-1])))
     return torch.cat(rows, -2)
 
 
 def trimm(L, x, c):
-    """y_t = sum_{s<=t} L_ts e^(c_t - c_s) * x_s.   L (..., C, C) lower triangular   x (..., C, V)   c (..., C, V or 1) or None"""
+    """y_t = sum_{s<=t} L_ts e^(c_t - c_s) * x_s. L (..., C, C) triangular   x (..., C, V)   c (..., C, V|1) or None"""
     C, rows = x.shape[-2], []
     if c is None or c.shape[-1] == 1:
         return (L if c is None else L * gamma(c, C, x)) @ x
-    for i in range(0, C, BLOCK):
-        r, m = slice(i, i + BLOCK), c[..., min(i + BLOCK // 2, C - 1), None, :]
-        row = (c[..., r, :] - m).exp() * (L[..., r, r] @ (x[..., r, :] * (m - c[..., r, :]).exp()))
-        if i:
-            n = c[..., i, None, :]
-            row = row + (c[..., r, :] - n).exp() * (L[..., r, :i] @ (x[..., :i, :] * (n - c[..., :i, :]).exp()))
-        rows.append(row)
+    for r, past, m, n in blocks(c, C):
+        x_r, c_r, x_p, c_p = x[..., r, :], c[..., r, :], x[..., past, :], c[..., past, :]
+        near = (c_r - m).exp() * (L[..., r, r] @ (x_r * (m - c_r).exp()))
+        far = (c_r - n).exp() * (L[..., r, past] @ (x_p * (n - c_p).exp()))
+        rows.append(near + far)
     return torch.cat(rows, -2)
 
 
 def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, chunk=64):
-    """`recurrent` in matrix products, a state between chunks: same arguments, same results, any T and any chunk.
+    """`recurrent` in matrix products, with a state between chunks: same arguments, same results, any T and chunk.
 
     O(T (C (K + V) + K V)) time. Short chunks cost less arithmetic, long ones fewer and larger products.
     """
-    dtype = v.dtype
+    dtype, o = v.dtype, []
     q, k, v, write, erase, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise)
-    o = []
     for i in range(0, q.shape[2], chunk):
-        Q, X, U, w, e, a, c = (None if x is None else x[:, :, i:i + chunk] for x in (q, k, v, write, erase, log_f, log_z))
-        a, c = (None if x is None else x.cumsum(2) for x in (a, c))
-        decay_f = (lambda x: x) if a is None else (lambda x: x * a.exp())          # F * x
-        decay_z = (lambda x: x) if c is None else (lambda x: x * c.exp())          # Z * x
+        Q, X, U, w, e, a, c = each(lambda x: x[:, :, i:i + chunk], q, k, v, write, erase, log_f, log_z)
+        a, c = each(lambda x: x.cumsum(2), a, c)
+        times_F, times_Z = ((lambda y: y) if x is None else x.exp().mul for x in (a, c))
         if w is not None:
             U = w[..., None] * U
-        if e is not None:                                                          # line 2
-            eB = e[..., None] * score(X, X, a)
-            recalled = e[..., None] * (decay_f(X) @ S.mT)
-            if c is None:                                                          # unit triangular: the diagonal is implied
-                U = torch.linalg.solve_triangular(eB, U - recalled, upper=False, unitriangular=True)
-            else:                                                                  # z differs by channel: the inverse itself
-                eye = torch.eye(X.shape[2], dtype=X.dtype, device=X.device).expand_as(eB)
-                M = torch.linalg.solve_triangular(eB, eye, upper=False, unitriangular=True)
-                U = trimm(M, U, c) - decay_z(M @ recalled)
-        o.append(decay_z(decay_f(Q) @ S.mT) + trimm(score(Q, X, a), U, c))         # line 3
-        if c is not None:                                                          # line 4
+        if e is not None:                                                            # line 2
+            eB, recalled = e[..., None] * score(X, X, a), e[..., None] * (times_F(X) @ S.mT)
+            solve = lambda y: torch.linalg.solve_triangular(eB, y, upper=False, unitriangular=True)
+            if c is None:                                                            # only s < t of eB is looked at
+                U = solve(U - recalled)
+            else:                                                                    # z differs by channel
+                M = solve(torch.eye(X.shape[2], dtype=X.dtype, device=X.device).expand_as(eB))
+                U = trimm(M, U, c) - times_Z(M @ recalled)
+        o.append(times_Z(times_F(Q) @ S.mT) + trimm(score(Q, X, a), U, c))           # line 3
+        if c is not None:                                                            # line 4
             S, U = S * c[:, :, -1:].mT.exp(), U * (c[:, :, -1:] - c).exp()
         if a is not None:
             S, X = S * a[:, :, -1:].exp(), X * (a[:, :, -1:] - a).exp()
@@ -193,12 +191,11 @@ def softmax(q, k, v, S=None):
     """
     S = torch.stack([k, v]) if S is None else torch.cat([S, torch.stack([k, v])], 3)
     T, T_all = q.shape[2], S.shape[3]
-    causal = T == T_all and T > 1
-    mask = None if causal or T == 1 else torch.ones(T, T_all, dtype=torch.bool, device=q.device).tril(T_all - T)
-    return F.scaled_dot_product_attention(q, *S, attn_mask=mask, is_causal=causal), S
+    mask = None if T in (1, T_all) else torch.ones(T, T_all, dtype=torch.bool, device=q.device).tril(T_all - T)
+    return F.scaled_dot_product_attention(q, *S, attn_mask=mask, is_causal=T == T_all > 1), S
 
 
-# ---- feature maps phi: (B, H, T, head_dim) -> (B, H, T, feature_dim), the same for q and k -----------------------------
+# ---- feature maps phi: (B, H, T, head_dim) -> (B, H, T, feature_dim), the same for q and k --------------------
 
 class FeatureMap(nn.Module):
     """phi, elementwise unless a subclass says otherwise. `arg` is what the user may write after a colon: --phi=dpfp:3.
