@@ -198,18 +198,19 @@ def softmax(q, k, v, S=None):
 # ---- feature maps phi: (B, H, T, head_dim) -> (B, H, T, feature_dim), the same for q and k --------------------
 
 class FeatureMap(nn.Module):
-    """phi, elementwise unless a subclass says otherwise. `arg` is what the user may write after a colon: --phi=dpfp:3.
+    """phi, elementwise unless a subclass says otherwise. `arg` is what may follow a colon: --phi=dpfp:3.
 
-    positive: no feature is ever negative ('sum' may divide by their sum). kernel: phi(q).phi(k) is a similarity >= 0
-    ('attn' may divide by n.q). floor: smallest denominator under 'attn'. temper: q and k come divided by head_dim^(1/4),
-    because phi(q).phi(k) stands for exp(q.k) and softmax attention means exp(q.k / sqrt(head_dim)).
-    max_len: positions are known only up to here. Each map's forward takes the position t of x's first row.
+    positive  no feature is ever negative, so `sum` may divide by their sum
+    kernel    phi(q).phi(k) is a similarity >= 0, so `attn` may divide by n.q; floor is its smallest denominator
+    temper    q and k come divided by head_dim^(1/4): the map stands for exp(q.k), attention for exp(q.k / sqrt(d))
+    max_len   positions are known up to here; forward takes the position t of x's first row
     """
     positive, kernel, floor, temper, max_len = True, True, FLOOR, False, None
 
-    def __init__(self, n_head, head_dim, f=None, positive=True, kernel=True, floor=FLOOR):
+    def __init__(self, n_head, head_dim, f=None, **traits):
         super().__init__()
-        self.feature_dim, self.f, self.positive, self.kernel, self.floor = head_dim, f, positive, kernel, floor
+        self.feature_dim, self.f = head_dim, f
+        self.__dict__.update(traits)
 
     def forward(self, x, t=0):
         return self.f(x)
@@ -220,35 +221,34 @@ def elementwise(f, **traits):
 
 
 class Exp(FeatureMap):
-    """exp(t x), t the temperature. Zhang 2024 sec. 3: t = 2 is spiky enough to recall, t = 1 is not."""
+    """exp(t x), t the temperature. Zhang 2024 sec. 3: t = 2 is spiky enough to recall, t = 1 is not. arg: t."""
     def __init__(self, n_head, head_dim, arg=1.0):
         super().__init__(n_head, head_dim, lambda x: (float(arg) * x).exp())
 
 
 class T2R(FeatureMap):
-    """relu(W x + b), W (H, m, d) learned per head and layer, shared by q and k. Kasai 2021 sec. 3.1. arg: m, any size."""
+    """relu(W x + b), W (H, m, d) learned, per head and layer, shared by q and k. Kasai 2021 sec. 3.1. arg: m."""
     floor = 1e-2    # all features can be zero, and n.q then is; the authors' code clamps here
 
     def __init__(self, n_head, head_dim, arg=None):
-        nn.Module.__init__(self)
+        super().__init__(n_head, head_dim)
         self.feature_dim = m = int(arg or head_dim)
-        self.weight = nn.Parameter(torch.empty(n_head, m, head_dim).uniform_(-1, 1) * math.sqrt(6 / (m + head_dim)))  # Xavier
-        self.bias = nn.Parameter(torch.zeros(n_head, 1, m))
+        self.weight, self.bias = nn.Parameter(torch.empty(n_head, m, head_dim)), nn.Parameter(torch.zeros(n_head, 1, m))
+        nn.init.uniform_(self.weight, -math.sqrt(6 / (m + head_dim)), math.sqrt(6 / (m + head_dim)))    # Xavier
 
     def forward(self, x, t=0):
         return (x @ self.weight.mT + self.bias).relu()
 
 
 class DPFP(FeatureMap):
-    """phi_{i,j}(x) = r_i r_{i+j}, r = relu([x; -x]), indices cyclic, j = 1..nu. Schlag 2021 sec. 5.3. arg: nu; m = 2 d nu."""
+    """r_i r_{i+j}, r = relu([x; -x]), indices cyclic, j = 1..nu. Schlag 2021 sec. 5.3. arg: nu; m = 2 d nu."""
     floor = 1e-2
 
     def __init__(self, n_head, head_dim, arg=1):
-        nn.Module.__init__(self)
-        self.nu = int(arg)
-        self.feature_dim = 2 * head_dim * self.nu
+        super().__init__(n_head, head_dim)
+        self.nu, self.feature_dim = int(arg), 2 * head_dim * int(arg)
         if not 1 <= self.nu < 2 * head_dim:
-            raise ValueError(f'dpfp:{arg}: nu must lie in 1..{2 * head_dim - 1}, the number of distinct shifts of 2 x {head_dim} entries')
+            raise ValueError(f'dpfp:{arg}: nu must lie in 1..{2 * head_dim - 1}, the shifts of 2 x {head_dim} entries')
 
     def forward(self, x, t=0):
         r = torch.cat([x, -x], -1).relu()
@@ -256,15 +256,15 @@ class DPFP(FeatureMap):
 
 
 class Favor(FeatureMap):
-    """FAVOR+: e^(-|x|^2/2) [e^(R x), e^(-R x)] / sqrt(2m), so that E[phi(q).phi(k)] = exp(q.k). Choromanski 2021 sec. 2.3.
+    """FAVOR+: e^(-|x|^2/2) [e^(R x), e^(-R x)] / sqrt(2m); E[phi(q).phi(k)] = exp(q.k). Choromanski 2021 sec. 2.3.
 
-    R (m, d) has orthogonal rows, each distributed as N(0, I). Redrawn for every training batch, part of the checkpoint,
-    fixed in evaluation. arg: m (default d); the feature size is 2m.
+    R (m, d) has orthogonal rows, each distributed as N(0, I). Redrawn for every training batch, part of the
+    checkpoint, fixed in evaluation. arg: m (default d); the feature size is 2m.
     """
     temper = True
 
     def __init__(self, n_head, head_dim, arg=None):
-        nn.Module.__init__(self)
+        super().__init__(n_head, head_dim)
         self.m, self.d = int(arg or head_dim), head_dim
         self.feature_dim = 2 * self.m
         self.register_buffer('R', torch.empty(self.m, head_dim))
@@ -272,11 +272,11 @@ class Favor(FeatureMap):
 
     @torch.no_grad()
     def redraw(self):
-        n = -(-self.m // self.d)
-        Q = torch.linalg.qr(torch.randn(n, self.d, self.d, device=self.R.device))[0].mT.reshape(-1, self.d)[:self.m]
-        # a uniformly random direction times the length of a Gaussian vector is a Gaussian vector. QR's own sign habit
-        # leaves Q not quite uniform, but phi has R and -R, so signs do not matter
-        self.R.copy_(Q * torch.randn(self.m, self.d, device=self.R.device).norm(dim=-1, keepdim=True))
+        n, like = -(-self.m // self.d), dict(device=self.R.device)
+        Q = torch.linalg.qr(torch.randn(n, self.d, self.d, **like))[0].mT.reshape(-1, self.d)[:self.m]
+        # a random direction times the length of a Gaussian vector is a Gaussian vector. QR has habits of sign, so
+        # Q is not quite uniform; phi has both R and -R, so signs do not matter
+        self.R.copy_(Q * torch.randn(self.m, self.d, **like).norm(dim=-1, keepdim=True))
 
     def forward(self, x, t=0):
         y = x @ self.R.mT.to(x.dtype)
@@ -284,9 +284,9 @@ class Favor(FeatureMap):
 
 
 class RFA(Favor):
-    """[sin(W x), cos(W x)] / sqrt(m), x scaled to length 1, W = R * sigma, sigma (H, d) learned. Peng 2021 sec. 3.1-3.2.
+    """[sin(W x), cos(W x)] / sqrt(m), |x| = 1, W = R * sigma, sigma (H, d) learned. Peng 2021 sec. 3.1. arg: m.
 
-    E[phi(q).phi(k)] = exp(-|sigma (q - k)|^2 / 2), a Gaussian kernel. R redrawn as in FAVOR+. arg: m (default d).
+    E[phi(q).phi(k)] = exp(-|sigma (q - k)|^2 / 2), a Gaussian kernel. R is redrawn as in FAVOR+.
     """
     temper = positive = False
 
@@ -300,12 +300,12 @@ class RFA(Favor):
 
 
 class Hedgehog(FeatureMap):
-    """[softmax(W x), softmax(-W x)], W (H, d, d) per head and layer, identity at first. Zhang 2024 sec. 4, app. A. m = 2d.
+    """[softmax(W x), softmax(-W x)], W (H, d, d) per head and layer, at first the identity. Zhang 2024 sec. 4.
 
-    arg 'exp': [exp(y - max y), exp(min y - y)] instead, y = W x. Shared by q and k, as the paper's equations have it.
+    arg 'exp': [exp(y - max y), exp(min y - y)] instead, y = W x. Shared by q and k, as in the paper's equations.
     """
     def __init__(self, n_head, head_dim, arg='softmax'):
-        nn.Module.__init__(self)
+        super().__init__(n_head, head_dim)
         if arg not in ('softmax', 'exp'):
             raise ValueError(f'hedgehog:{arg}: the forms are hedgehog:softmax and hedgehog:exp')
         self.form, self.feature_dim = arg, 2 * head_dim
@@ -319,42 +319,41 @@ class Hedgehog(FeatureMap):
 
 
 class Taylor(FeatureMap):
-    """[1, x / d^(1/4), x_i x_j / sqrt(d) (i < j), x_i^2 / sqrt(2d)]: phi(q).phi(k) = 1 + s + s^2/2, s = q.k / sqrt(d).
+    """[1, x / d^(1/4), x_i x_j / sqrt(d) (i < j), x_i^2 / sqrt(2d)]: phi(q).phi(k) = 1 + s + s^2/2, s = q.k/sqrt(d).
 
-    The second-order Taylor series of softmax's exp(s), which is >= 1/2 everywhere. Zhang 2024 sec. 3; compact form of
-    Arora 2024: m = 1 + d + d (d + 1) / 2.
+    The series of softmax's exp(s), >= 1/2 everywhere. Zhang 2024 sec. 3; compact as in Arora 2024: m ~ d^2 / 2.
     """
     positive = False
 
     def __init__(self, n_head, head_dim):
-        nn.Module.__init__(self)
-        self.feature_dim = 1 + head_dim + head_dim * (head_dim + 1) // 2
-        self.d, (i, j) = head_dim, torch.tril_indices(head_dim, head_dim)
-        self.register_buffer('i', i, persistent=False)
-        self.register_buffer('j', j, persistent=False)
+        super().__init__(n_head, head_dim)
+        self.feature_dim, self.d = 1 + head_dim + head_dim * (head_dim + 1) // 2, head_dim
+        for name, index in zip('ij', torch.tril_indices(head_dim, head_dim)):
+            self.register_buffer(name, index, persistent=False)
 
     def forward(self, x, t=0):
         c = torch.where(self.i == self.j, 0.5, 1.0).to(x.dtype).sqrt() / math.sqrt(self.d)
-        return torch.cat([torch.ones_like(x[..., :1]), x / self.d ** 0.25, x[..., self.i] * x[..., self.j] * c], -1)
+        squares = x[..., self.i] * x[..., self.j] * c
+        return torch.cat([torch.ones_like(x[..., :1]), x / self.d ** 0.25, squares], -1)
 
 
 class CosFormer(FeatureMap):
-    """[r cos(pi t / 2M), r sin(pi t / 2M)], r = relu(x): phi(q_t).phi(k_s) = r.r' cos(pi (t - s) / 2M). Qin 2022 sec. 3.2.
+    """[r cos a_t, r sin a_t], r = relu(x), a_t = pi t / 2M: phi(q_t).phi(k_s) = r.r' cos(a_t - a_s). Qin 2022 sec. 3.2.
 
-    arg: M, the length up to which positions are known. Streaming needs it fixed beforehand; beyond it there is an error.
+    arg: M, the length up to which positions are known: it must be fixed beforehand, and beyond it is an error.
     """
     floor = 1e-2
 
     def __init__(self, n_head, head_dim, arg=1024):
-        nn.Module.__init__(self)
+        super().__init__(n_head, head_dim)
         self.max_len, self.feature_dim = int(arg), 2 * head_dim
 
     def forward(self, x, t=0):
         if t + x.shape[2] > self.max_len:
-            raise ValueError(f'cosformer knows positions up to {self.max_len}, but got {t + x.shape[2]}: its features depend on '
-                             'the length, which must be fixed before training (--phi=cosformer:LENGTH)')
-        angle = (t + torch.arange(x.shape[2], device=x.device, dtype=x.dtype))[:, None] * (math.pi / 2 / self.max_len)
-        return torch.cat([x.relu() * angle.cos(), x.relu() * angle.sin()], -1)
+            raise ValueError(f'cosformer knows positions up to {self.max_len}, not {t + x.shape[2]}: its features '
+                             'depend on a length that is fixed before training (--phi=cosformer:LENGTH)')
+        a = (t + torch.arange(x.shape[2], device=x.device, dtype=x.dtype))[:, None] * (math.pi / 2 / self.max_len)
+        return torch.cat([x.relu() * a.cos(), x.relu() * a.sin()], -1)
 
 
 def elu1(x):
@@ -367,7 +366,8 @@ FEATURE_MAPS = {  # name: constructor (n_head, head_dim, [arg]) -> module with .
     'elu': elementwise(elu1),                                                 # Katharopoulos 2020 eq. 7
     'relu': elementwise(torch.relu, floor=1e-2),
     'silu': elementwise(F.silu, positive=False, kernel=False),                # DeltaNet 2024
-    'exp': Exp, 't2r': T2R, 'dpfp': DPFP, 'favor': Favor, 'rfa': RFA, 'hedgehog': Hedgehog, 'taylor': Taylor, 'cosformer': CosFormer,
+    'exp': Exp, 't2r': T2R, 'dpfp': DPFP, 'favor': Favor, 'rfa': RFA, 'hedgehog': Hedgehog, 'taylor': Taylor,
+    'cosformer': CosFormer,
 }
 
 
@@ -378,11 +378,11 @@ def feature_map(spec, n_head, head_dim):
         raise ValueError(f'phi={spec}: no such feature map; choose from {", ".join(FEATURE_MAPS)}')
     try:
         return FEATURE_MAPS[name](n_head, head_dim, *([arg] if arg else []))
-    except TypeError:
-        raise ValueError(f'phi={spec}: {name} takes nothing after the colon') from None
+    except (TypeError, RuntimeError):
+        raise ValueError(f'phi={spec}: {name} takes nothing like {arg!r} after the colon') from None
 
 
-# ---- normalisers: what is done to phi(q) and phi(k) ---------------------------------------------------------------------
+# ---- normalisers: what is done to phi(q) and phi(k) -----------------------------------------------------------
 
 def l2(x):
     """x / |x|, smooth at 0."""
@@ -395,20 +395,20 @@ def sum_to_one(x):
 
 
 NORMALISERS = {
-    'attn': lambda x: x,    # divide o_t by n_t.q_t instead: the outputs are weighted means of values (Katharopoulos 2020)
+    'attn': lambda x: x,    # o_t is divided by n_t.q_t instead: a weighted mean of values (Katharopoulos 2020)
     'sum': sum_to_one,      # Schlag 2021
     'l2': l2,               # DeltaNet 2024
     'none': lambda x: x,    # Mao 2022
 }
 
 
-# ---- rules: which gates there are, and how they follow from the layer's input x ----------------------------------------
+# ---- rules: which gates there are, and how they follow from the layer's input x --------------------------------
 
 class Rule(NamedTuple):
-    """A row of the table. Gates are read off x by one matrix:  beta = sigmoid(x W),  log f = -rate * softplus(x W + b).
+    """A row of the table. Gates are read off x: beta = sigmoid(x W), log f = -rate * softplus(x W + b), log z alike.
 
-    With rate 1 that is f = sigmoid(-(x W + b)). At the start f = 1 - 1/tau, memory lengths tau spread over heads or
-    channels, log-uniformly from 4 to 512 steps: which distances matter is not known beforehand, so cover them all.
+    With rate 1 that is f = sigmoid(-(x W + b)). At the start f = 1 - 1/tau, memory lengths tau spread over heads
+    or channels from 4 to 512 steps, evenly in log: which distances matter is not known, so cover them all.
     """
     about: str                  # the known model
     phi: str = 'elu'            # feature map unless the user asks for another
@@ -418,99 +418,95 @@ class Rule(NamedTuple):
     write: str | None = None    # None is 1; 'beta'; '1-f'
     erase: bool = False         # e = beta
     rate: float | None = 1.0    # None: learned, one a head
-    cache: bool = False         # state is a list of keys and values instead of a matrix
+    cache: bool = False         # the state is a list of keys and values instead of a matrix
 
 
 RULES = {
-    'sum': Rule('linear transformer, Katharopoulos 2020; with phi t2r Kasai 2021, favor Choromanski 2021, hedgehog Zhang 2024'),
+    'sum': Rule('linear transformer, Katharopoulos 2020; T2R, Performer, Hedgehog by their phi'),
     'gated': Rule('RFA-gate, Peng 2021', phi='rfa', f='head', write='1-f'),
-    'delta': Rule('fast weight programmer, Schlag 2021; DeltaNet 2024', phi='silu', norm='l2', write='beta', erase=True),
-    'decay': Rule('decaying fast weights, Mao 2022', phi='identity', norm='none', f='channel', z='channel'),
-    'retention': Rule('RetNet, Sun 2023', phi='identity', norm='none', f='fixed'),
-    'gla': Rule('gated linear attention, Yang 2023', phi='identity', norm='none', f='channel', rate=1 / 16),
-    'gated_delta': Rule('gated DeltaNet, Yang 2024', phi='silu', norm='l2', f='head', write='beta', erase=True, rate=None),
-    'kda': Rule('Kimi delta attention, 2025', phi='silu', norm='l2', f='channel', write='beta', erase=True, rate=None),
-    'softmax': Rule('the transformer; its state grows with every step', phi='identity', norm='none', cache=True),
+    'delta': Rule('fast weight programmer, Schlag 2021; DeltaNet 2024', 'silu', 'l2', write='beta', erase=True),
+    'decay': Rule('decaying fast weights, Mao 2022', 'identity', 'none', f='channel', z='channel'),
+    'retention': Rule('RetNet, Sun 2023', 'identity', 'none', f='fixed'),
+    'gla': Rule('gated linear attention, Yang 2023', 'identity', 'none', f='channel', rate=1 / 16),
+    'gated_delta': Rule('gated DeltaNet, Yang 2024', 'silu', 'l2', 'head', None, 'beta', True, rate=None),
+    'kda': Rule('Kimi delta attention, 2025', 'silu', 'l2', 'channel', None, 'beta', True, rate=None),
+    'softmax': Rule('the transformer; its state grows with every step', 'identity', 'none', cache=True),
 }
 
 
 class Gates(nn.Module):
-    """x (B, T, n_embd) -> dict of write, erase, log_f, log_z for `recurrent` and `chunked`, as the rule's row says.
+    """x (B, T, n_embd) -> dict of write, erase, log_f, log_z for `recurrent` and `chunked`, as the rule says.
 
-    beta = beta_max * sigmoid(x W): beta_max 2 lets I - beta k k^T have the eigenvalue -1 (Grazzi 2024, arXiv:2411.12537).
+    beta = beta_max * sigmoid(x W); up to 2, I - beta k k^T may have the eigenvalue -1 (Grazzi 2024, 2411.12537).
     GLA and KDA make W low-rank to save parameters; here it is full, as in Mao 2022.
     """
     def __init__(self, rule, n_embd, n_head, K, V, beta_max=1.0):
         super().__init__()
         self.rule, self.n_head, self.beta_max = rule, n_head, beta_max
-        width = {None: 0, 'fixed': 0, 'head': 1, 'channel': K}
-        self.sizes = [int(rule.write == 'beta' or rule.erase), width[rule.f], V if rule.z else 0]
-        if sum(self.sizes):
+        n_f, n_z = {None: 0, 'fixed': 0, 'head': 1, 'channel': K}[rule.f], V if rule.z else 0
+        self.sizes = [int(rule.erase or rule.write == 'beta'), n_f, n_z]
+        if any(self.sizes):
             self.proj = nn.Linear(n_embd, n_head * sum(self.sizes), bias=False)
-        spread = lambda n: torch.logspace(math.log10(4), math.log10(512), n)
-        rate = torch.ones(n_head, 1) * (rule.rate or 1.0)
-        if rule.rate is None:
-            # Mamba-2's form, rate = exp(A): log f then has a scale of its own beside the bias. Starts at 1: tau says the rest
-            self.log_rate = nn.Parameter(rate.log())
-        elif rule.f or rule.z:
-            self.register_buffer('rate', rate, persistent=False)
-        # softplus(b) = -log(1 - 1/tau) / rate
-        bias = lambda tau: (-(1 - 1 / tau).log() / rate).expm1().log()
+        if rule.rate is None:   # Mamba-2's exp(A): log f gets a scale beside its bias. Starts at 1, tau says the rest
+            self.log_rate = nn.Parameter(torch.zeros(n_head, 1, 1))
         if rule.f == 'fixed':   # RetNet: 1 - 2^-5, 1 - 2^-6, ...
-            self.register_buffer('log_fixed', torch.log1p(-2.0 ** (-5 - torch.arange(n_head)))[:, None, None], persistent=False)
-        elif rule.f == 'head':
-            self.bias_f = nn.Parameter(bias(spread(n_head)[:, None])[:, None])
-        elif rule.f == 'channel':
-            self.bias_f = nn.Parameter(bias(spread(K).expand(n_head, K))[:, None])
-        if rule.z:
-            self.bias_z = nn.Parameter(bias(spread(V).flip(0).expand(n_head, V))[:, None])
+            fixed = torch.log1p(-2.0 ** (-5 - torch.arange(n_head)))
+            self.register_buffer('log_fixed', fixed[:, None, None], persistent=False)
+
+        def bias(tau):          # softplus(b) = -log(1 - 1/tau) / rate
+            return nn.Parameter((-(1 - 1 / tau).log() / (rule.rate or 1)).expm1().log())
+        tau = lambda n: torch.logspace(math.log10(4), math.log10(512), n)
+        if n_f:
+            self.bias_f = bias(tau(n_head)[:, None, None] if n_f == 1 else tau(n_f).repeat(n_head, 1, 1))
+        if n_z:
+            self.bias_z = bias(tau(n_z).repeat(n_head, 1, 1))
 
     def forward(self, x):
         B, T, _ = x.shape
-        beta = g_f = g_z = None
-        if sum(self.sizes):
+        rule, gates = self.rule, {}
+        if any(self.sizes):
             y = self.proj(x).view(B, T, self.n_head, -1).transpose(1, 2)
-            beta, g_f, g_z = y.to(torch.promote_types(y.dtype, torch.float32)).split(self.sizes, -1)
-        rate = self.log_rate.exp()[:, None] if self.rule.rate is None else getattr(self, 'rate', x.new_ones(1, 1))[:, None]
-        gates = {}
-        if self.rule.f == 'fixed':
-            gates['log_f'] = self.log_fixed.expand(B, -1, T, 1)
-        elif self.rule.f:
-            gates['log_f'] = -rate * F.softplus(g_f + self.bias_f)
-        if self.rule.z:
-            gates['log_z'] = -rate * F.softplus(g_z + self.bias_z)
+            beta, f, z = y.to(torch.promote_types(y.dtype, torch.float32)).split(self.sizes, -1)
+        rate = self.log_rate.exp() if rule.rate is None else rule.rate
+        if rule.f:
+            gates['log_f'] = (self.log_fixed.expand(B, -1, T, 1) if rule.f == 'fixed'
+                              else -rate * F.softplus(f + self.bias_f))
+        if rule.z:
+            gates['log_z'] = -rate * F.softplus(z + self.bias_z)
         if self.sizes[0]:
-            gates['write'] = beta.squeeze(-1).sigmoid() * self.beta_max if self.beta_max != 1 else beta.squeeze(-1).sigmoid()
-        if self.rule.write == '1-f':
+            gates['write'] = beta.squeeze(-1).sigmoid()
+            if self.beta_max != 1:
+                gates['write'] = self.beta_max * gates['write']
+        if rule.write == '1-f':
             gates['write'] = -torch.expm1(gates['log_f'].clamp(min=LOG_MIN)).squeeze(-1)
-        if self.rule.erase:
+        if rule.erase:
             gates['erase'] = gates['write']
         return gates
 
 
-# ---- one of each: a rule, a feature map, a normaliser ---------------------------------------------------------------------
+# ---- one of each: a rule, a feature map, a normaliser ----------------------------------------------------------
 
 def refusal(rule, phi, norm, beta_max=1.0):
-    """Why this combination means nothing, in one sentence; None if it is fine. phi is the module, the rest are names."""
+    """Why this combination means nothing, in one sentence; None if it is fine. phi is the module, the rest names."""
     r = RULES[rule]
     if norm == 'attn' and r.z:
-        return f'norm=attn with rule={rule}: it decays each value channel on its own, so each would need a denominator of its own'
+        return f'norm=attn with rule={rule}: it decays each value channel apart, and each needs a denominator of its own'
     if norm == 'attn' and r.erase and r.f:
-        return f'norm=attn with rule={rule}: what is erased and what decays leave different sums of keys, and no single n.q is right'
+        return f'norm=attn with rule={rule}: what erases and what decays leave different sums of keys, and no n.q fits both'
     if norm == 'attn' and not phi.kernel:
-        return 'norm=attn divides by n.q, which this feature map can make zero or negative: use a map with phi(q).phi(k) >= 0'
+        return 'norm=attn divides by n.q, which this feature map can make zero or negative: use a map >= 0, or norm=l2'
     if (norm == 'sum' or norm == 'attn' and r.erase) and not phi.positive:
-        return f'norm={norm} divides by the sum of the features, which this feature map can make zero or negative: use norm=l2'
+        return f'norm={norm} divides by the sum of the features, which this map can make zero or negative: use norm=l2'
     if norm == 'none' and r.erase:
-        return f'rule={rule} with norm=none: the delta rule diverges unless keys are normalised, use norm=l2 or norm=sum'
+        return f'rule={rule} with norm=none: the delta rule diverges unless keys are normalised: use norm=l2 or norm=sum'
     if beta_max != 1 and not r.erase:
         return f'beta_max={beta_max:g} with rule={rule}: only rules that erase have a beta that may exceed 1'
 
 
 class FastWeights(nn.Module):
-    """The heart of a layer: gates from x, phi and normaliser on q and k, the recurrence.
+    """The heart of a layer: gates from x, map and normaliser on q and k, then the recurrence.
 
-    forward(x, q, k, v, S=None, t=0): x (B, T, n_embd)   q, k, v (B, H, T, head_dim)   S what the last call returned
+    forward(x, q, k, v, S, t): x (B, T, n_embd)   q, k, v (B, H, T, head_dim)   S what the last call returned
     t the position of the first step (only cosformer asks)   form: `recurrent`, `chunked` or a faster twin
     ->  o (B, H, T, head_dim), S
     """
@@ -518,21 +514,20 @@ class FastWeights(nn.Module):
         super().__init__()
         if rule not in RULES:
             raise ValueError(f'rule={rule}: no such rule; choose from {", ".join(RULES)}')
-        if RULES[rule].cache and (phi or norm):
-            raise ValueError(f'rule={rule} has its own kernel and normaliser: leave out {phi or norm}')
         self.rule, self.norm = RULES[rule], norm or RULES[rule].norm
+        if self.rule.cache and (phi or norm):
+            raise ValueError(f'rule={rule} has its own kernel and normaliser: leave out {phi or norm}')
         if self.norm not in NORMALISERS:
             raise ValueError(f'norm={norm}: no such normaliser; choose from {", ".join(NORMALISERS)}')
         self.phi = feature_map(phi or self.rule.phi, n_head, head_dim)
-        why = refusal(rule, self.phi, self.norm, beta_max)
-        if why:
+        if why := refusal(rule, self.phi, self.norm, beta_max):
             raise ValueError(why)
         self.gates = Gates(self.rule, n_embd, n_head, self.phi.feature_dim, head_dim, beta_max)
 
     def forward(self, x, q, k, v, S=None, t=0, form=chunked):
         if self.rule.cache:
             return softmax(q, k, v, S)
-        device = x.device.type                               # features and state in fp32, also when the layers around are bf16
+        device = x.device.type      # features and state are fp32, also where the layers around are bf16
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             qk = torch.cat([q, k]).to(torch.promote_types(q.dtype, torch.float32))
             if self.training and S is None and hasattr(self.phi, 'redraw'):
@@ -546,8 +541,8 @@ class FastWeights(nn.Module):
             return form(q, k, v, **gates, S=S, normalise=self.norm == 'attn' and self.phi.floor)
 
     def delta_attn(self, q, k, v, beta, S, form):
-        """Schlag 2021's ablation: what the key recalls is divided by n_{t-1}.k_t, what the query reads by n_t.q_t, with n
-        the plain sum of the keys. Two more calls of the same recurrence, with v = 1 and no gates; state [S; n].
+        """Schlag 2021's ablation: what the key recalls is divided by n_{t-1}.k_t, what the query reads by n_t.q_t,
+        n the plain sum of the keys. Two more calls of the recurrence, with v = 1 and no gates; the state is [S; n].
         """
         one = torch.ones_like(v[..., :1])
         S, n = (None, None) if S is None else (S[:, :, :-1], S[:, :, -1:])

@@ -434,11 +434,11 @@ def pack(state, prefix='state'):
     return {f'{prefix}.{i}.{key}': x for i, s in enumerate(state) for key, x in s.items()}
 
 
-def unpack(tensors, prefix='state'):
+def unpack(tensors, prefix='state', device=None):
     """The inverse of `pack`; None if there is none."""
     state = {}
     for name, x in tensors.items():
         if name.startswith(prefix + '.'):
             i, key = name[len(prefix) + 1:].split('.')
-            state.setdefault(int(i), {})[key] = x
+            state.setdefault(int(i), {})[key] = x if device is None or key == 't' else x.to(device)
     return [state[i] for i in sorted(state)] or None

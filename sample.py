@@ -1,6 +1,6 @@
-"""Write text with a trained model: the prompt is read in chunks, then one step a token with a state of fixed size.
+"""Write text with a trained model: the prompt is read in chunks, then one step a token, in constant memory.
 
-    python sample.py                                              256 tokens from out/ckpt.safetensors
+    python sample.py                                          256 tokens from out/ckpt.safetensors
     python sample.py --prompt="def main():" --tokens=1000 --temperature=0.7 --top_p=0.95
     cat model.py | python sample.py --prompt=- --save_state=out/read.safetensors     read once ...
     python sample.py --load_state=out/read.safetensors --prompt="class "             ... and go on from there
@@ -25,7 +25,7 @@ class Args:
     samples: int = flag(1, 'texts written at once', low=1)
     temperature: float = flag(0.8, '0 takes the likeliest token', low=0)
     top_k: int = flag(0, 'only the k likeliest tokens; 0 for all', low=0)
-    top_p: float = flag(1.0, 'only the likeliest tokens that together have this probability', low=1e-6, high=1)
+    top_p: float = flag(1.0, 'only the likeliest tokens of this probability together', low=1e-6, high=1)
     seed: int = flag(0, 'of the draws', low=0)
     save_state: str = flag('', 'file for the state after prompt and sample')
     load_state: str = flag('', 'go on from this state')
@@ -54,19 +54,20 @@ def main(argv):
 
     tokens, state = prepare.encode(read_prompt(args.prompt), meta['data']), None
     tokens = torch.tensor([tokens] * args.samples, dtype=torch.long, device=device)
-    if args.load_state:                                    # a state never includes the last token: that one is read first
+    if args.load_state:                              # a state never includes the last token: read it first
         kept, about = read(args.load_state)
         if about.get('model') != meta['digest']:
             raise ValueError(f'--load_state={args.load_state}: not a state of the model in {args.init}')
         if len(kept['last']) != args.samples:
-            raise ValueError(f'--load_state={args.load_state} holds {len(kept["last"])} texts: take --samples={len(kept["last"])}')
-        kept = {k: v.to(device) for k, v in kept.items()}
-        tokens, state = torch.cat([kept['last'], tokens], 1), unpack(kept)
+            n = len(kept['last'])
+            raise ValueError(f'--load_state={args.load_state} holds {n} texts: take --samples={n}')
+        tokens, state = torch.cat([kept['last'].to(device), tokens], 1), unpack(kept, device=device)
     elif not tokens.numel():
         tokens = torch.tensor([prepare.first(meta['data'])] * args.samples, device=device)
-    print(f'{",".join(model.config.rules())} from {args.init}, step {meta["step"]}; {why}; prompt of {tokens.shape[1]:,} tokens', file=sys.stderr)
+    say = lambda text: print(text, file=sys.stderr)  # standard output is the text, and nothing else
+    say(f'{",".join(model.config.rules())} from {args.init}, step {meta["step"]}; {why}')
     if model.max_len and (state[0]['t'] if state else 0) + tokens.shape[1] + args.tokens > model.max_len:
-        print(f'past {model.max_len} tokens, the last learned position is repeated', file=sys.stderr)
+        say(f'past {model.max_len} tokens, the last learned position is repeated')
 
     began = time.perf_counter()
     state, last = model.read(tokens[:, :-1], state), tokens[:, -1:]
@@ -74,7 +75,7 @@ def main(argv):
     texts = model.generate(last, state, args.temperature, args.top_k, args.top_p, generator)
     for last, state in itertools.islice(texts, args.tokens):
         out.append(last)
-        if args.samples == 1:                              # as it comes, but for the bytes of an unfinished character
+        if args.samples == 1:                        # as it comes, but for bytes of an unfinished character
             text = prepare.decode([t.item() for t in out[shown:]], meta['data'])
             if not text.endswith('\ufffd') or len(out) - shown > 3 or len(out) == args.tokens:
                 print(text, end='', flush=True)
@@ -85,13 +86,15 @@ def main(argv):
             print(f'--- {i + 1} ---\n{prepare.decode(row, meta["data"])}')
     print(flush=True)
     if args.save_state:
-        write(args.save_state, {**pack(state or []), 'last': last}, {'model': meta['digest'], 'about': 'state of a text'})
+        write(args.save_state, {**pack(state or []), 'last': last}, {'model': meta['digest']})
     size = sum(x.numel() * x.element_size() for x in pack(state or []).values())
     n, tenth = len(out), max(1, len(out) // 10)
+    grows = any(RULES[r].cache for r in model.config.rules())
     pace = lambda i, j: 1e3 * (clock[j] - clock[i]) / max(1, j - i)
-    print(f'{tokens.shape[1]:,} tokens read in {clock[0] - began:.2f} s, {n:,} written, {1e3 * args.samples / max(pace(0, n), 1e-9):,.0f} tokens/s: '
-          f'{pace(0, n):.2f} ms a step, first tenth {pace(0, min(tenth, n)):.2f}, last {pace(max(0, n - tenth), n):.2f}; state of {size:,} bytes, '
-          + ('growing' if any(RULES[r].cache for r in model.config.rules()) else 'whatever the length'), file=sys.stderr)
+    say(f'{tokens.shape[1]:,} tokens read in {clock[0] - began:.2f} s, {n:,} written, '
+        f'{1e3 * args.samples / max(pace(0, n), 1e-9):,.0f} tokens/s: {pace(0, n):.2f} ms a step, '
+        f'first tenth {pace(0, min(tenth, n)):.2f}, last {pace(max(0, n - tenth), n):.2f}; '
+        f'state of {size:,} bytes, {"growing" if grows else "whatever the length"}')
 
 
 if __name__ == '__main__':

@@ -1,11 +1,11 @@
 """Train a fast-weight model, from nothing or from where it stopped.
 
-    python train.py --rule=delta                      five minutes on two CPU cores, nothing to download
-    python train.py --data=recall --rule=sum          associative recall: sum fails, --rule=delta solves it (two minutes)
-    python train.py --resume                          goes on from out/ckpt.safetensors, bit for bit on a CPU
-    torchrun --nproc_per_node=4 train.py --rule=delta     the same training in four processes
+    python train.py --rule=delta                   five minutes on two CPU cores, nothing to download
+    python train.py --data=recall --rule=sum --steps=1000     recall: sum fails, --rule=delta solves it
+    python train.py --resume --steps=8000          goes on from out/ckpt.safetensors, bit for bit on a CPU
+    torchrun --nproc_per_node=2 train.py --rule=delta         the same training in two processes
 
-Writes out/ckpt.safetensors (weights, optimiser, step), out/best.safetensors (weights) and out/log.jsonl (a line a print).
+Writes out/ckpt.safetensors (weights, optimiser, step), out/best.safetensors (weights) and out/log.jsonl.
 """
 import dataclasses
 import itertools
@@ -29,6 +29,7 @@ from model import GPT, Config, flag, load, pack, parse, pick_form, read, save, s
 
 BAD_STEPS = 10     # so many non-finite steps in a row end the run
 WARMUP = 0.05      # of all steps; then a cosine to 0
+PART = 65536       # tokens of the validation file that are looked at on the way
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Args:
     compile: bool = flag(False, 'torch.compile, where it works')
 
 
-# ---- machine ----------------------------------------------------------------------------------------------------------------
+# ---- machine -----------------------------------------------------------------------------------------------
 
 def machine(args):
     """-> rank, world, device, dtype. Processes are those of torchrun; none is one."""
@@ -67,8 +68,8 @@ def machine(args):
     if world > 1:
         dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
     fast_bf16 = device.type == 'cuda' and torch.cuda.get_device_capability(device)[0] >= 8
-    dtype = getattr(torch, args.dtype) if args.dtype != 'auto' else torch.bfloat16 if fast_bf16 else torch.float32
-    return rank, world, device, dtype
+    auto = torch.bfloat16 if fast_bf16 else torch.float32
+    return rank, world, device, auto if args.dtype == 'auto' else getattr(torch, args.dtype)
 
 
 def memory(device):
@@ -78,7 +79,7 @@ def memory(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
 
 
-# ---- data: row i of step s is a pure function of (seed, s, i), so resuming and splitting over processes change nothing --------
+# ---- data: row i of step s depends on (seed, s, i) alone: resuming and more processes change nothing -------
 
 def starts(args, n, step, T, meta):
     """Where the rows of this step begin, (accum * batch_size,), all of them, whatever the process."""
@@ -94,7 +95,8 @@ def starts(args, n, step, T, meta):
 def rows(data, begin, T, meta, device):
     """-> x, y (B, T): inputs, and the token that should follow each; -1 where it does not count."""
     shift = T if 'row' in meta else 1                       # generated rows carry their targets behind them
-    x, y = (torch.from_numpy(np.stack([data[i + s:i + s + T] for i in begin]).astype(np.int64)) for s in (0, shift))
+    stack = lambda s: torch.from_numpy(np.stack([data[i + s:i + s + T] for i in begin]).astype(np.int64))
+    x, y = stack(0), stack(shift)
     return x.to(device), y.masked_fill(y == meta.get('ignore', -1), -1).to(device)
 
 
@@ -108,10 +110,11 @@ def nats(logits, y):
 
 @torch.no_grad()
 def evaluate(model, data, T, meta, device, cast, rank=0, world=1, limit=None):
-    """The rule `blocks`: rows of T, every token but the first counted once. -> nats a token, share that is right"""
+    """The rule `blocks`: rows of T, every token but the first counted once. -> nats a token, share right"""
     model.eval()
     stride = 2 * T if 'row' in meta else T
-    begin = np.arange(0, min(len(data), limit or len(data)) - (0 if 'row' in meta else 1) - stride + 1, stride)
+    end = min(len(data), limit or len(data)) - (0 if 'row' in meta else 1)
+    begin = np.arange(0, end - stride + 1, stride)
     total = torch.zeros(3, dtype=torch.float64, device=device)
     for i in range(rank * 32, len(begin), world * 32):
         x, y = rows(data, begin[i:i + 32], T, meta, device)
@@ -143,7 +146,7 @@ def evaluate_carried(model, data, meta, device, cast, segment=4096):
     return (total[0] / total[1]).item()
 
 
-# ---- when things go wrong -----------------------------------------------------------------------------------------------------
+# ---- when things go wrong ----------------------------------------------------------------------------------
 
 def culprit(model, x):
     """The first module, in order of computation, whose output is not finite; else the first parameter."""
@@ -162,160 +165,212 @@ def culprit(model, x):
     return f'output of {found[0]}' if found else f'gradient of {bad[-1]}' if bad else 'the loss'
 
 
-def report(args, model, val, data, device, cast, score, loss, right, minutes, steps):
-    """The closing lines: the result by both rules, a sample, the next command."""
-    print(f'\n{steps} steps in {minutes:.1f} minutes')
-    print(f'validation, blocks of {data.get("row", model.config.block_size)}: {score(loss, right)}')
-    if 'row' in data:
+# ---- the run -----------------------------------------------------------------------------------------------
+
+def settings(argv):
+    """Flags, and with --resume the checkpoint's. -> args, config, checkpoint's tensors, its metadata"""
+    given, given_model = parse(argv, __doc__, Args, Config)
+    args = Args(**given)
+    if not args.resume:
+        return args, Config(**given_model), {}, {}
+    path = os.path.join(args.out, 'ckpt.safetensors')
+    tensors, meta = read(path)                       # the run's own flags, except for those given again
+    if 'best' not in meta:
+        raise ValueError(f'{path}: holds no training run, only a model')
+    args, config = Args(**{**meta['args'], **given}), Config(**meta['config'])
+    for name, value in given_model.items():
+        if getattr(config, name) != value:
+            raise ValueError(f'--{name}={value}: {path} was made with {getattr(config, name)!r}; '
+                             'drop the flag, or start anew with another --out')
+    if args.steps <= meta['step']:
+        raise ValueError(f'--steps={args.steps}: {path} is at step {meta["step"]} already; give more steps')
+    return args, config, tensors, meta
+
+
+def check(args, config, model, train, val, data, meta, world):
+    """What flags, data and checkpoint must agree on."""
+    T, saved = config.block_size, meta.get('data', data)
+    if args.batch_size % world:
+        raise ValueError(f'--batch_size={args.batch_size} does not divide among {world} processes')
+    if min(len(train), len(val)) <= T + 1:
+        raise ValueError(f'--data={args.data}: {len(train)} training and {len(val)} validation tokens, but a '
+                         f'row takes {T + 1}; give a longer text or a smaller --block_size')
+    if any(saved.get(k) != data.get(k) for k in ('tokenizer', 'vocab_size', 'chars', 'row')):
+        raise ValueError(f'--data={args.data}: its tokens are not those of the checkpoint, {saved["name"]}')
+    if not args.carry:
         return
-    if model.max_len is None and not any(RULES[r].cache for r in model.config.rules()):
-        print(f'validation, carried:       {score(evaluate_carried(model, val, data, device, cast), 0)}')
-    prompt = torch.tensor([prepare.first(data)], device=device)
-    model.eval()
-    with cast:
-        texts = model.generate(prompt, temperature=0.8, generator=torch.Generator(device).manual_seed(0))
-        tokens = [t.item() for t, _ in itertools.islice(texts, 300)]
-    print(f'--- a sample ---\n{prepare.decode(tokens, data)}\n---\nnext: python sample.py --init={args.out}/ckpt.safetensors --tokens=1000')
+    if 'row' in data:
+        raise ValueError(f'--carry: the rows of {args.data} have nothing to do with each other')
+    if model.max_len:
+        raise ValueError('--carry: learned positions and cosformer end after a row; take other --pos, --phi')
+    if any(hasattr(m, 'redraw') for m in model.modules()):
+        raise ValueError('--carry: random features are redrawn for every batch, and a state in the old ones '
+                         'means nothing; take another --phi')
+    if meta and world > 1:
+        raise ValueError('--resume --carry: the file has the states of one process; resume without torchrun')
 
 
-# ---- the run ------------------------------------------------------------------------------------------------------------------
+def average(model, loss, world):
+    """Mean of gradients and loss over the processes; every one has the same number of rows."""
+    if world == 1:
+        return loss
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([g.flatten() for g in grads] + [loss])
+    dist.all_reduce(flat)
+    *parts, loss = (flat / world).split([g.numel() for g in grads] + [1])
+    for g, part in zip(grads, parts):
+        g.copy_(part.view_as(g))
+    return loss
+
 
 @script
 def main(argv):
-    torch_given, model_given = parse(argv, __doc__, Args, Config)
-    args, config, done, tensors = Args(**torch_given), Config(**model_given), 0, {}
-    ckpt = os.path.join(args.out, 'ckpt.safetensors')
-    best_loss = math.inf
-    if args.resume:                                         # the run's own flags, except for those given again
-        tensors, meta = read(ckpt)
-        args, config = Args(**{**meta['args'], **torch_given}), Config(**meta['config'])
-        changed = [k for k, v in model_given.items() if getattr(config, k) != v]
-        if changed:
-            raise ValueError(f'--{changed[0]}={model_given[changed[0]]}: the checkpoint {ckpt} was made with '
-                             f'{getattr(config, changed[0])!r}; drop the flag, or start anew with another --out')
-        done, best_loss = meta['step'], meta['best']
-        if args.steps <= done:
-            raise ValueError(f'--steps={args.steps}: {ckpt} is at step {done} already; give more steps')
+    args, config, tensors, meta = settings(argv)
     rank, world, device, dtype = machine(args)
-    if args.batch_size % world:
-        raise ValueError(f'--batch_size={args.batch_size} does not divide among {world} processes')
     say = print if rank == 0 else lambda *a, **k: None
-
     train, val, data = prepare.load(args.data)
     T = data.get('row', config.block_size)
     config = dataclasses.replace(config, vocab_size=data['vocab_size'], block_size=T)
-    if min(len(train), len(val)) <= T + 1:
-        raise ValueError(f'--data={args.data}: {len(train)} training and {len(val)} validation tokens, but a row takes {T + 1}; '
-                         'give a longer text or a smaller --block_size')
-    if args.carry and 'row' in data:
-        raise ValueError(f'--carry: the rows of {args.data} have nothing to do with each other')
-
     torch.manual_seed(args.seed)
     model = GPT(config).to(device)
-    if args.carry and model.max_len:
-        raise ValueError('--carry: learned positions and cosformer end after a row; take --pos=none and another --phi')
-    if args.carry and config.phi.partition(':')[0] in ('favor', 'rfa'):
-        raise ValueError(f'--carry with --phi={config.phi}: its random features are redrawn every batch, and a state in the old ones means nothing')
+    check(args, config, model, train, val, data, meta, world)
     model.form, why = pick_form(args.impl)
+
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
-    opt = torch.optim.AdamW([{'params': matrices, 'weight_decay': args.weight_decay}, {'params': others, 'weight_decay': 0.0}],
+    opt = torch.optim.AdamW([{'params': matrices, 'weight_decay': args.weight_decay},
+                             {'params': others, 'weight_decay': 0.0}],
                             lr=args.lr, betas=(0.9, 0.99), fused=device.type in ('cpu', 'cuda'))
-    states = [None] * args.accum                            # --carry: one for each batch of a step
+    done, best = meta.get('step', 0), meta.get('best', math.inf)
+    states = [None] * args.accum                     # --carry: one for each batch of a step
     if args.resume:
-        model.load_state_dict({k.removeprefix('model.'): v for k, v in tensors.items() if k.startswith('model.')})
+        weights = {k.removeprefix('model.'): v for k, v in tensors.items() if k.startswith('model.')}
+        model.load_state_dict(weights)
+        place = lambda k: device if k != 'step' or opt.defaults['fused'] else 'cpu'    # as AdamW wants it
         for name, p in model.named_parameters():
-            if f'opt.{name}.step' in tensors:
-                opt.state[p] = {k: tensors[f'opt.{name}.{k}'].to('cpu' if k == 'step' and not opt.defaults['fused'] else device)
-                                for k in ('step', 'exp_avg', 'exp_avg_sq')}
-        states = [unpack(tensors, f'carry{i}') for i in range(args.accum)]
-        if args.carry and world > 1:
-            raise ValueError('--resume --carry: the file holds the states of one process only; resume without torchrun')
-
-    keep = {'args': dataclasses.asdict(args), 'data': data, 'torch': torch.__version__}
-
-    def checkpoint():
-        extra = {f'opt.{n}.{k}': v for n, p in model.named_parameters() for k, v in opt.state[p].items()}
-        for i, s in enumerate(states):
-            extra.update(pack(s or [], f'carry{i}'))
-        save(ckpt, model, {**keep, 'step': done, 'best': best_loss}, extra)
+            opt.state[p] = {k: tensors[f'opt.{name}.{k}'].to(place(k))
+                            for k in ('step', 'exp_avg', 'exp_avg_sq') if f'opt.{name}.{k}' in tensors}
+        states = [unpack(tensors, f'carry{i}', device) for i in range(args.accum)]
 
     cast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    bits = 1 / math.log(2) * (data['val']['tokens'] / data['val']['bytes'] if 'bytes' in data['val'] else 1)
-    score = (lambda loss, right: f'accuracy {100 * right:5.1f} %') if 'row' in data else \
-        (lambda loss, right: f'{loss * bits:.4f} bits per byte, perplexity {math.exp(min(loss, 50)):.3f} a token')
+    score = scorer(data)
     n_params = sum(p.numel() for p in model.parameters())
-    say(f'{",".join(config.rules())} | {n_params / 1e6:.2f} M parameters | {args.data}: {len(train):,} + {len(val):,} tokens of {data["vocab_size"]} '
-        f'| {world} x {device}, {str(dtype)[6:]}, {torch.get_num_threads()} threads\nrecurrence: {why}')
+    say(f'{",".join(config.rules())} | {n_params / 1e6:.2f} M parameters | {args.data}: {len(train):,} + '
+        f'{len(val):,} tokens of {data["vocab_size"]} | {world} x {device}, {str(dtype)[6:]}, '
+        f'{torch.get_num_threads()} threads\nrecurrence: {why}')
     os.makedirs(args.out, exist_ok=True)
-    log = open(os.path.join(args.out, 'log.jsonl'), 'a' if args.resume else 'w') if rank == 0 else open(os.devnull, 'w')
-    commit = subprocess.run(['git', 'rev-parse', '--short', 'HEAD'], capture_output=True, text=True, cwd=os.path.dirname(__file__) or '.')
+    log = open(os.path.join(args.out, 'log.jsonl') if rank == 0 else os.devnull, 'a' if args.resume else 'w')
     write_log = lambda **row: print(json.dumps(row), file=log, flush=True)
-    write_log(config=dataclasses.asdict(config), args=dataclasses.asdict(args), commit=commit.stdout.strip(), device=str(device), params=n_params)
-    step_model = torch.compile(model) if args.compile else model
+    keep = {'args': dataclasses.asdict(args), 'data': data, 'torch': torch.__version__}
+    write_log(config=dataclasses.asdict(config), **keep, commit=commit(), device=str(device), params=n_params)
+    compiled = torch.compile(model) if args.compile else model
 
-    first, shown, bad, since, began = done, done, 0, time.perf_counter(), time.perf_counter()
+    first, shown, bad, seconds, since = done, done, 0, 0.0, time.perf_counter()
     while done < args.steps:
-        lr = args.lr * min((done + 1) / max(1, WARMUP * args.steps), 0.5 + 0.5 * math.cos(math.pi * done / args.steps))
+        warm = (done + 1) / max(1, WARMUP * args.steps)
+        lr = args.lr * min(warm, 0.5 + 0.5 * math.cos(math.pi * done / args.steps))
         for group in opt.param_groups:
             group['lr'] = lr
-        torch.manual_seed(int(np.random.SeedSequence((args.seed, done, rank)).generate_state(1)[0]))   # dropout: a function of the step
-        begin, loss, new = starts(args, len(train), done, T, data), torch.zeros(1, device=device), list(states)
+        seed = np.random.SeedSequence((args.seed, done, rank)).generate_state(1)[0]
+        torch.manual_seed(int(seed))                 # dropout is a function of the step, too
+        begin, new = starts(args, len(train), done, T, data), list(states)
+        loss = torch.zeros(1, device=device)
         for i in range(args.accum):
-            x, y = rows(train, begin[i * args.batch_size:(i + 1) * args.batch_size][rank::world], T, data, device)
+            mine = begin[i * args.batch_size:(i + 1) * args.batch_size][rank::world]
+            x, y = rows(train, mine, T, data, device)
             with cast:
-                logits, state = step_model(x, states[i])
-                part = F.cross_entropy(logits.flatten(0, 1).float(), y.flatten(), ignore_index=-1) / args.accum
-            part.backward()
-            loss += part.detach()
-            if args.carry:                                  # truncated backpropagation: S goes on, its gradient does not
-                new[i] = [{k: v.detach() if torch.is_tensor(v) else v for k, v in s.items()} for s in state]
-        if world > 1:
-            flat = torch.cat([p.grad.flatten() for p in model.parameters()] + [loss])
-            dist.all_reduce(flat)
-            parts = (flat / world).split([p.numel() for p in model.parameters()] + [1])
-            for p, g in zip(model.parameters(), parts):
-                p.grad.copy_(g.view_as(p))
-            loss = parts[-1]
+                logits, state = compiled(x, states[i])
+                part = F.cross_entropy(logits.flatten(0, 1).float(), y.flatten(), ignore_index=-1)
+            (part / args.accum).backward()
+            loss += part.detach() / args.accum
+            if args.carry:                           # truncated backpropagation: S goes on, its gradient ends
+                new[i] = [{k: v.detach() for k, v in s.items()} for s in state]
+        loss = average(model, loss, world)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         done += 1
         if norm.isfinite() and loss.isfinite():
             opt.step()
             states, bad = new, 0
-        else:                                               # leave out this step; keep the last good checkpoint
-            bad += 1
-            where = culprit(model, x)
+        else:                                        # leave out this step; keep the last good checkpoint
+            bad, where = bad + 1, culprit(model, x)
             say(f'step {done}: not finite ({where} first), skipped, {bad} in a row')
             if bad == BAD_STEPS:
-                raise ValueError(f'{bad} steps in a row were not finite, {where} first; stopped before saving. '
-                                 f'Try a smaller --lr than {args.lr:g}, or another --norm')
+                raise ValueError(f'{bad} steps in a row were not finite, {where} first; stopped before '
+                                 f'saving. Try a smaller --lr than {args.lr:g}, or another --norm')
         opt.zero_grad(set_to_none=True)
 
         if done % args.log_every == 0 or done in (first + 1, args.steps):
-            ms, (since, shown) = 1e3 * (time.perf_counter() - since) / (done - shown), (time.perf_counter(), done)
+            now = time.perf_counter()
+            ms, seconds = 1e3 * (now - since) / (done - shown), seconds + now - since
             tok_s, eta = 1e3 * T * args.batch_size * args.accum / ms, (args.steps - done) * ms / 6e4
-            say(f'step {done:5d}/{args.steps} | loss {loss.item():.3f} | lr {lr:.1e} | norm {norm.item():5.2f} | {ms:5.0f} ms | {tok_s / 1e3:6.1f}k tok/s '
-                f'| {memory(device) / 2**20:.0f} MB | eta {eta:.1f} min', flush=True)
-            write_log(step=done, loss=loss.item(), lr=lr, norm=norm.item(), ms=ms, tok_s=tok_s, memory=memory(device))
+            peak, loss, norm = memory(device), loss.item(), norm.item()
+            say(f'step {done:5d}/{args.steps} | loss {loss:.3f} | lr {lr:.1e} | norm {norm:5.2f} | '
+                f'{ms:5.0f} ms | {tok_s / 1e3:6.1f}k tok/s | {peak / 2**20:.0f} MB | eta {eta:.1f} min',
+                flush=True)
+            write_log(step=done, loss=loss, lr=lr, norm=norm, ms=ms, tok_s=tok_s, memory=peak)
+            since, shown = time.perf_counter(), done
         if done % args.eval_every == 0 or done == args.steps:
-            pause = time.perf_counter()
-            if world > 1:
-                for b in model.buffers():                   # random features: everybody evaluates, and rank 0 saves, the same
-                    dist.broadcast(b, 0)
-            val_loss, right = evaluate(model, val, T, data, device, cast, rank, world, None if done == args.steps else 65536)
-            say(f'step {done:5d} | {"validation" if done == args.steps else "start of validation"}: {score(val_loss, right)}')
-            write_log(step=done, val_loss=val_loss, accuracy=right, whole=done == args.steps)
+            seconds += time.perf_counter() - since
+            for b in model.buffers() if world > 1 else ():     # random features: everybody's are rank 0's
+                dist.broadcast(b, 0)
+            val_loss, right = evaluate(model, val, T, data, device, cast, rank, world, PART)
+            say(f'step {done:5d} | start of validation: {score(val_loss, right)}', flush=True)
+            write_log(step=done, val_loss=val_loss, accuracy=right)
             if rank == 0:
-                if val_loss < best_loss:
-                    best_loss = val_loss
+                if val_loss < best:
+                    best = val_loss
                     save(os.path.join(args.out, 'best.safetensors'), model, {**keep, 'step': done})
-                checkpoint()
-            since += time.perf_counter() - pause
-    minutes = (time.perf_counter() - began) / 60
-    if rank == 0:
-        report(args, model, val, data, device, cast, score, val_loss, right, minutes, done - first)
+                extra = {f'opt.{n}.{k}': v for n, p in model.named_parameters()
+                         for k, v in opt.state[p].items()}
+                for i, s in enumerate(states):
+                    extra.update(pack(s or [], f'carry{i}'))
+                about = {**keep, 'step': done, 'best': best}
+                save(os.path.join(args.out, 'ckpt.safetensors'), model, about, extra)
+            since, shown = time.perf_counter(), done
+    say(f'\n{done - first} steps in {seconds / 60:.1f} minutes')
+    report(args, model, val, data, device, cast, rank, world, say, write_log)
     if world > 1:
         dist.destroy_process_group()
+
+
+def commit():
+    """Of the code that runs, where git can tell."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    try:
+        git = subprocess.run(['git', '-C', here, 'rev-parse', 'HEAD'], capture_output=True, text=True)
+        return git.stdout.strip()
+    except OSError:
+        return ''
+
+
+def scorer(data):
+    """(nats a token, share that is right) -> what to print of them."""
+    if 'row' in data:
+        return lambda loss, right: f'accuracy {100 * right:.1f} %'
+    bits = data['val']['tokens'] / data['val']['bytes'] / math.log(2)
+    ppl = lambda loss: math.exp(min(loss, 50))
+    return lambda loss, _: f'{loss * bits:.4f} bits per byte, perplexity {ppl(loss):.3f} a token'
+
+
+def report(args, model, val, data, device, cast, rank, world, say, write_log):
+    """The closing lines: the whole validation file by both rules, a sample, the next command."""
+    score = scorer(data)
+    loss, right = evaluate(model, val, model.config.block_size, data, device, cast, rank, world)
+    say(f'validation, blocks of {model.config.block_size}: {score(loss, right)}', flush=True)
+    write_log(rule='blocks', val_loss=loss, accuracy=right)
+    if 'row' in data or rank:
+        return
+    if model.max_len is None and not any(RULES[r].cache for r in model.config.rules()):
+        loss = evaluate_carried(model, val, data, device, cast)
+        say(f'validation, carried: {score(loss, 0)}', flush=True)
+        write_log(rule='carried', val_loss=loss)
+    model.eval()
+    prompt, draw = torch.tensor([prepare.first(data)], device=device), torch.Generator(device).manual_seed(0)
+    with cast:
+        texts = model.generate(prompt, temperature=0.7, generator=draw)
+        tokens = [t.item() for t, _ in itertools.islice(texts, 400)]
+    say(f'--- a sample ---\n{prepare.decode(tokens, data)}\n---')
+    say(f'next: python sample.py --init={args.out}/ckpt.safetensors --tokens=1000')
 
 
 if __name__ == '__main__':

@@ -86,12 +86,13 @@ def recall(rows, rng, vocab, training, length=128, keep=False):
     value it had last is what validation counts; in training that of every key seen before counts: the same
     task, learned from 44 targets a row instead of one. Keys are the lower half of the vocabulary, values the
     upper. `recall`: a value is drawn anew each time, so memory must be overwritten, as in Schlag et al. 2021,
-    Sec. 6.1.2; `recall-kept`: a row draws one map from keys to values and keeps to it. The text at hand does not
-    say which, nor the sizes: vocabulary 40 and length 128 are from memory; 10,000 and 2,000 rows are the paper's.
+    Sec. 6.1.2; `recall-kept`: a row draws one map from keys to values and keeps to it. The text at hand says
+    neither which nor the sizes: vocabulary 40 and length 128 are from memory; 10,000 and 2,000 rows are the
+    paper's.
     """
     half, n, i = vocab // 2, length // 2, np.arange(rows)[:, None]
     keys, values = rng.integers(0, half, (rows, n)), rng.integers(half, vocab, (rows, n))
-    keys[:, -1:] = keys[i, rng.integers(0, n - 1, (rows, 1))]           # the query: the key of some earlier pair
+    keys[:, -1:] = keys[i, rng.integers(0, n - 1, (rows, 1))]           # the query: the key of an earlier pair
     if keep:
         values = values[i, keys]
     same = (keys[:, :, None] == keys[:, None, :]) & np.tri(n, k=-1, dtype=bool)
@@ -146,8 +147,8 @@ DATASETS = {
         sha256='91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794',
         urls=['https://wikitext.smerity.com/wikitext-103-raw-v1.zip',
               f'{HUB}/datasets/mattdangerw/wikitext-103-raw/resolve/main/wikitext-103-raw-v1.zip']),
-    'recall': dict(help='generated: recall of the last value of a key', tokenizer='ids', make=recall, vocab=40,
-                   rows=(10_000, 2_000)),
+    'recall': dict(help='generated: recall the last value of a key', tokenizer='ids', vocab=40,
+                   make=recall, rows=(10_000, 2_000)),
     'recall-kept': dict(help='generated: keys keep their value', tokenizer='ids', vocab=40,
                         make=functools.partial(recall, keep=True), rows=(10_000, 2_000)),
     'mqar': dict(help='generated: multi-query recall', tokenizer='ids', make=mqar, vocab=8192,
@@ -367,7 +368,8 @@ def prepare(name, root=HERE, tokenizer=None, url=None, file=None):
         if task:
             meta.update(vocab_size=row['vocab'], ignore=row['vocab'])
             for seed, (side, rows) in enumerate(zip(SIDES, row['rows'])):
-                pair = row['make'](rows, np.random.Generator(np.random.Philox(seed)), row['vocab'], side == 'train')
+                rng = np.random.Generator(np.random.Philox(seed))
+                pair = row['make'](rows, rng, row['vocab'], side == 'train')
                 meta['row'], meta[side] = pair[0].shape[1], dict(ids=[np.concatenate(pair, axis=1)])
         else:
             texts = row['make'](fetch(name, folder, url, file) if 'urls' in row else name)
