@@ -1,33 +1,34 @@
 """Fast weights: every update rule and feature map of this project, as settings of one recurrence.
 
-A transformer layer that remembers in a matrix instead of a list: the key says where to write, the value what, the
-query where to read. The matrix S is small and of fixed size, so a model made of such layers is an RNN. Per head:
+A transformer layer that remembers in a matrix instead of a list: the key says where to write, the value what,
+the query where to read. The matrix S is small, of fixed size: a model of such layers is an RNN. Per head:
 
-    D_t = (z_t f_t^T) * S_{t-1}                             forget   (* is elementwise, z f^T an outer product)
+    D_t = (z_t f_t^T) * S_{t-1}                             forget   (* elementwise, z f^T an outer product)
     S_t = D_t + (w_t v_t - e_t D_t k_t) k_t^T               write w_t v_t, erase what the key already recalls
     o_t = S_t q_t                                           read, after the write
 
-Everything below is this equation (`recurrent`: the definition; `chunked`: the same, in matrix products), the choice
-of its gates f, z, w, e (`RULES`), what happens to q and k before (`FEATURE_MAPS`, `NORMALISERS`), and `FastWeights`,
-which puts one of each together. Read from top to bottom; there is nothing else.
+Below are this equation (`recurrent`: the definition; `chunked`: the same in matrix products), the choice of
+its gates f, z, w, e (`RULES`), what is done to q and k before (`FEATURE_MAPS`, `NORMALISERS`), and one of
+each put together (`FastWeights`). Read from top to bottom; there is nothing else.
 
-name            shape           meaning                                 the papers' letter
-B H T           sizes           batch, heads, time steps
-K V C           sizes           features of q and k, of v, chunk        d_dot, d_value (Schlag); k (Kasai); m (Choromanski)
-q k             (B, H, T, K)    query and key, after the map phi        phi(q), phi(k)
-v               (B, H, T, V)    value
-S               (B, H, V, K)    fast weights: the state                 W (Schlag), S (Katharopoulos, Mao, Kasai)
-n               (B, H, K)       running sum of keys, last row of S      z (Katharopoulos, Schlag, Kasai)
-write, erase    (B, H, T)       w_t, e_t                                beta (Schlag), 1 - g (Peng)
-log_f           (B, H, T, K|1)  log of the decay along the keys, <= 0   log sigma(f_key) (Mao), log g (Peng), log alpha (GLA)
-log_z           (B, H, T, V|1)  log of the decay along the values       log sigma(f) (Mao)
-o               (B, H, T, V)    what is read                            y
-u               (B, H, T, V)    pseudo-value: what S really receives    beta (v - v_bar) (Schlag)
+name          shape           meaning                         the papers' letter
+B H T         sizes           batch, heads, time steps
+K V C         sizes           features of q, k; of v; chunk   d_dot, d_value (Schlag), k (Kasai), m (FAVOR+)
+q k           (B, H, T, K)    query, key, after the map phi   phi(q), phi(k)
+v             (B, H, T, V)    value
+S             (B, H, V, K)    fast weights: the state         W (Schlag), S (Katharopoulos, Mao, Kasai)
+n             (B, H, K)       sum of the keys, last row of S  z (Katharopoulos, Schlag, Kasai)
+write, erase  (B, H, T)       w_t, e_t                        beta (Schlag), 1 - g (Peng)
+log_f         (B, H, T, K|1)  log decay along the keys, <= 0  log of sigma(f_key) (Mao), g (Peng), alpha (GLA)
+log_z         (B, H, T, V|1)  log decay along the values      log sigma(f) (Mao)
+o             (B, H, T, V)    what is read                    y
+u             (B, H, T, V)    pseudo-value: what S receives   beta (v - v_bar) (Schlag)
 
-Sources: Katharopoulos 2020 (arXiv:2006.16236), Peng 2021 RFA (2103.02143), Schlag 2021 (2102.11174), Kasai 2021 T2R
-(2103.13076), Choromanski 2021 (2009.14794), Mao 2022 (2210.04243), Zhang 2024 Hedgehog (2402.04347), and beyond them
-Qin 2022 cosFormer (2202.08791), Sun 2023 RetNet (2307.08621), Yang 2023 GLA (2312.06635), Arora 2024 Based (2402.18668),
-Yang 2024 DeltaNet (2406.06484) and gated DeltaNet (2412.06464), Kimi 2025 KDA (2510.26692).
+Sources: Katharopoulos 2020 (arXiv:2006.16236), Peng 2021 RFA (2103.02143), Schlag 2021 (2102.11174), Kasai
+2021 T2R (2103.13076), Choromanski 2021 FAVOR+ (2009.14794), Mao 2022 (2210.04243), Zhang 2024 Hedgehog
+(2402.04347); beyond them Qin 2022 cosFormer (2202.08791), Sun 2023 RetNet (2307.08621), Yang 2023 GLA
+(2312.06635), Arora 2024 Based (2402.18668), Yang 2024 DeltaNet (2406.06484) and gated DeltaNet (2412.06464),
+Kimi 2025 KDA (2510.26692).
 """
 import math
 from contextlib import nullcontext
@@ -37,9 +38,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-LOG_MIN = -5.0  # part of the definition: no log-decay is below this, in any form. exp(-5) a step forgets all but
-#                 0.7 %, and 16 steps of it stay far inside fp32 (see `score`); without it exp() would overflow
-FLOOR = 1e-6    # smallest denominator of `normalise`; maps whose features can all be zero ask for more (T2R: 1e-2)
+LOG_MIN = -5.0  # part of the definition: no log-decay is below this, in any form. exp(-5) a step forgets all
+#                 but 0.7 %, and 16 steps of it stay far inside fp32 (see `score`); else exp() would overflow
+FLOOR = 1e-6    # smallest denominator of `normalise`; maps with features that can all be 0 ask for 1e-2
 
 
 def each(f, *xs):
@@ -47,21 +48,20 @@ def each(f, *xs):
     return [None if x is None else f(x) for x in xs]
 
 
-# ---- the recurrence, as it is defined ------------------------------------------------------------------------
-
+# ---- the recurrence, as it is defined ----------------------------------------------------------------------
 def start(q, k, v, write, erase, log_f, log_z, S, normalise):
     """What both forms do first: fp32 (fp64 stays), decays clamped, v extended by the constant 1, S_0 = 0."""
     if normalise and (erase is not None or (log_z is not None and log_z.shape[-1] > 1)):
-        raise ValueError('normalise: one denominator n.q serves all value channels only while they share their '
-                         'weights, so it goes neither with erase nor with a vector log_z')
+        raise ValueError('normalise: one denominator n.q serves all value channels only while they share '
+                         'their weights, so it goes neither with erase nor with a vector log_z')
     dtype = torch.promote_types(v.dtype, torch.float32)
-    q, k, v, write, erase, log_f, log_z, S = each(lambda x: x.to(dtype), q, k, v, write, erase, log_f, log_z, S)
-    log_f, log_z = each(lambda x: x.clamp(min=LOG_MIN), log_f, log_z)
+    q, k, v, w, e, f, z, S = each(lambda x: x.to(dtype), q, k, v, write, erase, log_f, log_z, S)
+    f, z = each(lambda x: x.clamp(min=LOG_MIN), f, z)
     if normalise:  # S = [S; n]: a value that is always 1 makes the last row of S the sum of the keys
         v = F.pad(v, (0, 1), value=1.0)
     if S is None:
         S = v.new_zeros(*v.shape[:2], v.shape[-1], k.shape[-1])
-    return q, k, v, write, erase, log_f, log_z, S
+    return q, k, v, w, e, f, z, S
 
 
 def finish(o, normalise, dtype):
@@ -77,16 +77,15 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
         D_t = (z_t f_t^T) * S_{t-1}    u_t = w_t v_t - e_t D_t k_t    S_t = D_t + u_t k_t^T    o_t = S_t q_t
 
     q, k (B, H, T, K)   v (B, H, T, V)   write, erase (B, H, T)   log_f (B, H, T, K|1)   log_z (B, H, T, V|1)
-    S (B, H, V, K), with `normalise` (B, H, V + 1, K)  ->  o (B, H, T, V), last S (fp32, or fp64 for fp64 inputs)
+    S (B, H, V, K), with `normalise` (B, H, V + 1, K)  ->  o (B, H, T, V), last S (fp32; fp64 for fp64 inputs)
     None leaves a gate out: w = 1, e = 0, f = z = 1, S = 0. Log-decays are clamped at LOG_MIN = -5 a step.
-    normalise: o_t / max(n_t . q_t, floor); True for the floor 1e-6, or the floor (Katharopoulos 2020 sec. 3.2).
-    Raises ValueError for normalise with erase or with a vector log_z: their value channels share no denominator.
-    Sources: Schlag 2021 sec. 4.2 (e = w = beta), Mao 2022 (f, z), Peng 2021 (f = g, w = 1 - g), KDA (f, e = w).
-    """
+    normalise: the floor in o_t / max(n_t . q_t, floor), or True for 1e-6. Katharopoulos 2020 sec. 3.2.
+    Raises ValueError for normalise with erase or a vector log_z: their value channels share no denominator.
+    From Schlag 2021 sec. 4.2 (w = e = beta), Mao 2022 (f, z), Peng 2021 (f = g, w = 1-g), KDA (f, w = e)."""
     dtype, (B, H, T, _) = v.dtype, q.shape
     q, k, v, write, erase, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise)
     q, k, v, w, e, f, z = each(lambda x: x.flatten(0, 1)[..., None], q, k, v, write, erase, log_f, log_z)
-    S, o = S.flatten(0, 1), []                                      # (B H, V, K); vectors are columns (B H, K, 1)
+    S, o = S.flatten(0, 1), []                                  # (B H, V, K); vectors are columns (B H, K, 1)
     for t in range(T):
         u = v[:, t] if w is None else w[:, t, None] * v[:, t]
         if f is not None:
@@ -94,42 +93,42 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
         if z is not None:
             S = S * z[:, t].exp()
         if e is not None:
-            u = u - e[:, t, None] * torch.bmm(S, k[:, t])           # minus what S recalls for this key
-        S = S + u * k[:, t].mT                                      # a rank-one write
+            u = u - e[:, t, None] * torch.bmm(S, k[:, t])       # minus what S recalls for this key
+        S = S + u * k[:, t].mT                                  # a rank-one write
         o.append(torch.bmm(S, q[:, t]))
     return finish(torch.stack(o, 1).view(B, H, T, -1), normalise, dtype), S.view(B, H, *S.shape[1:])
 
 
-# ---- the same in matrix products -----------------------------------------------------------------------------
-# Inside a chunk of C steps let a_t, c_t be the running sums of log f and log z, F = exp a, Z = exp c. Unrolling
+# ---- the same in matrix products ---------------------------------------------------------------------------
+# Inside a chunk of C steps a_t, c_t are the running sums of log f and log z, F = exp a, Z = exp c. Unrolling
 # the definition from the state S_0 at the chunk's start gives, for s <= t (and s < t for B):
 #
-#   1. A_ts = sum_d q_td e^(a_td - a_sd) k_sd    B_ts: k_t for q_t              what query / key t finds at key s
-#   2. u_t = w_t v_t - e_t (Z_t S_0 (F_t k_t) + sum_{s<t} B_ts e^(c_t-c_s) u_s)    what step t really writes
-#   3. o_t = Z_t S_0 (F_t q_t) + sum_{s<=t} A_ts e^(c_t-c_s) u_s                   what query t reads
-#   4. S_C = (Z_C F_C^T) * S_0 + sum_s (e^(c_C-c_s) u_s) (e^(a_C-a_s) k_s)^T       the state at the chunk's end
+#   1. A_ts = sum_d q_td e^(a_td - a_sd) k_sd    B_ts: k_t for q_t         what query / key t finds at key s
+#   2. u_t = w_t v_t - e_t (Z_t S_0 (F_t k_t) + sum_{s<t} B_ts e^(c_t-c_s) u_s)   what step t really writes
+#   3. o_t = Z_t S_0 (F_t q_t) + sum_{s<=t} A_ts e^(c_t-c_s) u_s                  what query t reads
+#   4. S_C = (Z_C F_C^T) * S_0 + sum_s (e^(c_C-c_s) u_s) (e^(a_C-a_s) k_s)^T      the state at the chunk's end
 #
-# Line 2 is a triangular system (I + diag(e) B) U = ...: one C x C matrix for all value channels (DeltaNet 2024
-# sec. 3). All decays go through two primitives: `score` on the key side, `trimm` on the value side. e^(a_t) over a
-# whole chunk may be 0 and e^(-a_s) infinite, so both work in blocks of 16: left of the diagonal, exponents are
-# taken from the row block's first step and are <= 0; on it, from the middle, where |exponent| <= 8 * 5 = 40.
+# Line 2 is a triangular system (I + diag(e) B) U = ..., one C x C matrix for all channels of v (DeltaNet 2024
+# sec. 3). All decays go through two primitives: `score` on the key side, `trimm` on the value side. Over a
+# chunk, e^(a_t) may be 0 and e^(-a_s) infinite, so both work in blocks of 16: left of the diagonal, exponents
+# count from the row block's first step and are <= 0; on it, from the middle, where |exponent| <= 8 * 5 = 40.
 BLOCK = 16
 
 
 def gamma(g, C, like):
     """(..., C, C): e^(g_t - g_s) for s <= t, else 0, from running sums g (..., C, 1); None is no decay."""
     causal = like.new_ones(C, C).tril()
-    return causal if g is None else (g - g.mT).masked_fill(causal == 0, -math.inf).exp()   # after exp: inf * 0
+    return causal if g is None else (g - g.mT).masked_fill(causal == 0, -math.inf).exp()  # after exp: inf * 0
 
 
 def blocks(g, C):
-    """Rows r of each block, the rows before it, and the running sums g at the middle and at the start of r."""
+    """Rows r of each block, the rows before it, and the running sums g at the middle and start of r."""
     for i in range(0, C, BLOCK):
-        yield slice(i, i + BLOCK), slice(0, i), g[..., min(i + BLOCK // 2, C - 1), None, :], g[..., i, None, :]
+        yield slice(i, i + BLOCK), slice(i), g[..., min(i + BLOCK // 2, C - 1), None, :], g[..., i, None, :]
 
 
 def score(x, y, a):
-    """A_ts = sum_d x_td e^(a_td - a_sd) y_sd for s <= t, else 0. x, y (..., C, K)   a (..., C, K|1) or None"""
+    """A_ts = sum_d x_td e^(a_td - a_sd) y_sd for s <= t, else 0. x, y (..., C, K)  a (..., C, K|1) or None"""
     C, rows = x.shape[-2], []
     if a is None or a.shape[-1] == 1:
         return (x @ y.mT) * gamma(a, C, x)
@@ -142,7 +141,7 @@ def score(x, y, a):
 
 
 def trimm(L, x, c):
-    """y_t = sum_{s<=t} L_ts e^(c_t - c_s) * x_s. L (..., C, C) triangular   x (..., C, V)   c (..., C, V|1) or None"""
+    """y_t = sum_{s<=t} L_ts e^(c_t-c_s) * x_s. L (..., C, C) tril  x (..., C, V)  c (..., C, V|1) or None"""
     C, rows = x.shape[-2], []
     if c is None or c.shape[-1] == 1:
         return (L if c is None else L * gamma(c, C, x)) @ x
@@ -155,10 +154,8 @@ def trimm(L, x, c):
 
 
 def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, chunk=64):
-    """`recurrent` in matrix products, with a state between chunks: same arguments, same results, any T and chunk.
-
-    O(T (C (K + V) + K V)) time. Short chunks cost less arithmetic, long ones fewer and larger products.
-    """
+    """`recurrent` in matrix products, with a state between chunks: same arguments, same results, any T and C.
+    O(T (C (K + V) + K V)) time. Short chunks cost less arithmetic, long ones fewer and larger products."""
     dtype, o = v.dtype, []
     q, k, v, write, erase, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise)
     for i in range(0, q.shape[2], chunk):
@@ -167,16 +164,16 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
         times_F, times_Z = ((lambda y: y) if x is None else x.exp().mul for x in (a, c))
         if w is not None:
             U = w[..., None] * U
-        if e is not None:                                                            # line 2
+        if e is not None:                                                    # line 2
             eB, recalled = e[..., None] * score(X, X, a), e[..., None] * (times_F(X) @ S.mT)
             solve = lambda y: torch.linalg.solve_triangular(eB, y, upper=False, unitriangular=True)
-            if c is None:                                                            # only s < t of eB is looked at
+            if c is None:                                                    # only s < t of eB is looked at
                 U = solve(U - recalled)
-            else:                                                                    # z differs by channel
+            else:                                                            # z differs by channel
                 M = solve(torch.eye(X.shape[2], dtype=X.dtype, device=X.device).expand_as(eB))
                 U = trimm(M, U, c) - times_Z(M @ recalled)
-        o.append(times_Z(times_F(Q) @ S.mT) + trimm(score(Q, X, a), U, c))           # line 3
-        if c is not None:                                                            # line 4
+        o.append(times_Z(times_F(Q) @ S.mT) + trimm(score(Q, X, a), U, c))   # line 3
+        if c is not None:                                                    # line 4
             S, U = S * c[:, :, -1:].mT.exp(), U * (c[:, :, -1:] - c).exp()
         if a is not None:
             S, X = S * a[:, :, -1:].exp(), X * (a[:, :, -1:] - a).exp()
@@ -186,25 +183,21 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
 
 def softmax(q, k, v, S=None):
     """Softmax attention under the same interface: its state S is all keys and values so far, and it grows.
-
-    q, k, v (B, H, T, d)   S None or (2, B, H, T0, d)   ->   o (B, H, T, d), S (2, B, H, T0 + T, d)
-    """
+    q, k, v (B, H, T, d)   S None or (2, B, H, T0, d)   ->   o (B, H, T, d), S (2, B, H, T0 + T, d)"""
     S = torch.stack([k, v]) if S is None else torch.cat([S, torch.stack([k, v])], 3)
     T, T_all = q.shape[2], S.shape[3]
-    mask = None if T in (1, T_all) else torch.ones(T, T_all, dtype=torch.bool, device=q.device).tril(T_all - T)
+    mask = None if T in (1, T_all) else q.new_ones(T, T_all, dtype=torch.bool).tril(T_all - T)
     return F.scaled_dot_product_attention(q, *S, attn_mask=mask, is_causal=T == T_all > 1), S
 
 
-# ---- feature maps phi: (B, H, T, head_dim) -> (B, H, T, feature_dim), the same for q and k --------------------
-
+# ---- feature maps phi: (B, H, T, head_dim) -> (B, H, T, feature_dim), the same for q and k -----------------
 class FeatureMap(nn.Module):
     """phi, elementwise unless a subclass says otherwise. `arg` is what may follow a colon: --phi=dpfp:3.
 
     positive  no feature is ever negative, so `sum` may divide by their sum
-    kernel    phi(q).phi(k) is a similarity >= 0, so `attn` may divide by n.q; floor is its smallest denominator
-    temper    q and k come divided by head_dim^(1/4): the map stands for exp(q.k), attention for exp(q.k / sqrt(d))
-    max_len   positions are known up to here; forward takes the position t of x's first row
-    """
+    kernel    phi(q).phi(k) is a similarity >= 0, so `attn` may divide by n.q; floor: the least denominator
+    temper    q and k come divided by head_dim^(1/4): the map stands for exp(q.k), not exp(q.k / sqrt(d))
+    max_len   positions are known up to here; forward takes the position t of x's first row"""
     positive, kernel, floor, temper, max_len = True, True, FLOOR, False, None
 
     def __init__(self, n_head, head_dim, f=None, **traits):
@@ -216,39 +209,52 @@ class FeatureMap(nn.Module):
         return self.f(x)
 
 
+def number(arg, kind=int):
+    """What follows the colon, as a number above 0."""
+    try:
+        value = kind(arg)
+    except ValueError:
+        value = 0
+    if not 0 < value < math.inf:
+        raise ValueError(f'expected {dict(int="a whole number", float="a number")[kind.__name__]} above 0')
+    return value
+
+
 def elementwise(f, **traits):
     return lambda n_head, head_dim: FeatureMap(n_head, head_dim, f, **traits)
 
 
 class Exp(FeatureMap):
-    """exp(t x), t the temperature. Zhang 2024 sec. 3: t = 2 is spiky enough to recall, t = 1 is not. arg: t."""
+    """exp(t x), t the temperature. Zhang 2024 sec. 3: t = 2 is spiky enough to recall, 1 is not. arg: t."""
     def __init__(self, n_head, head_dim, arg=1.0):
-        super().__init__(n_head, head_dim, lambda x: (float(arg) * x).exp())
+        temperature = number(arg, float)
+        super().__init__(n_head, head_dim, lambda x: (temperature * x).exp())
 
 
 class T2R(FeatureMap):
-    """relu(W x + b), W (H, m, d) learned, per head and layer, shared by q and k. Kasai 2021 sec. 3.1. arg: m."""
+    """relu(W x + b), W (H, m, d) learned in each layer, shared by q and k. Kasai 2021 sec. 3.1. arg: m."""
     floor = 1e-2    # all features can be zero, and n.q then is; the authors' code clamps here
 
     def __init__(self, n_head, head_dim, arg=None):
-        super().__init__(n_head, head_dim)
-        self.feature_dim = m = int(arg or head_dim)
-        self.weight, self.bias = nn.Parameter(torch.empty(n_head, m, head_dim)), nn.Parameter(torch.zeros(n_head, 1, m))
-        nn.init.uniform_(self.weight, -math.sqrt(6 / (m + head_dim)), math.sqrt(6 / (m + head_dim)))    # Xavier
+        m = number(arg or head_dim)
+        super().__init__(n_head, head_dim, feature_dim=m)
+        self.weight = nn.Parameter(torch.empty(n_head, m, head_dim))
+        self.bias = nn.Parameter(torch.zeros(n_head, 1, m))
+        r = math.sqrt(6 / (m + head_dim))
+        nn.init.uniform_(self.weight, -r, r)    # Xavier
 
     def forward(self, x, t=0):
         return (x @ self.weight.mT + self.bias).relu()
 
 
 class DPFP(FeatureMap):
-    """r_i r_{i+j}, r = relu([x; -x]), indices cyclic, j = 1..nu. Schlag 2021 sec. 5.3. arg: nu; m = 2 d nu."""
+    """r_i r_{i+j}, r = relu([x; -x]), i cyclic, j = 1..nu. Schlag 2021 sec. 5.3. arg: nu; m = 2 d nu."""
     floor = 1e-2
 
     def __init__(self, n_head, head_dim, arg=1):
-        super().__init__(n_head, head_dim)
-        self.nu, self.feature_dim = int(arg), 2 * head_dim * int(arg)
+        super().__init__(n_head, head_dim, nu=number(arg), feature_dim=2 * head_dim * number(arg))
         if not 1 <= self.nu < 2 * head_dim:
-            raise ValueError(f'dpfp:{arg}: nu must lie in 1..{2 * head_dim - 1}, the shifts of 2 x {head_dim} entries')
+            raise ValueError(f'nu counts shifts of 2 x {head_dim} entries: 1..{2 * head_dim - 1}')
 
     def forward(self, x, t=0):
         r = torch.cat([x, -x], -1).relu()
@@ -256,25 +262,22 @@ class DPFP(FeatureMap):
 
 
 class Favor(FeatureMap):
-    """FAVOR+: e^(-|x|^2/2) [e^(R x), e^(-R x)] / sqrt(2m); E[phi(q).phi(k)] = exp(q.k). Choromanski 2021 sec. 2.3.
-
+    """FAVOR+: e^(-|x|^2/2)[e^(Rx), e^(-Rx)]/sqrt(2m); E[phi(q).phi(k)] = e^(q.k). Choromanski 2021 sec. 2.3.
     R (m, d) has orthogonal rows, each distributed as N(0, I). Redrawn for every training batch, part of the
-    checkpoint, fixed in evaluation. arg: m (default d); the feature size is 2m.
-    """
+    checkpoint, fixed in evaluation. arg: m (default d); the feature size is 2m."""
     temper = True
 
     def __init__(self, n_head, head_dim, arg=None):
-        super().__init__(n_head, head_dim)
-        self.m, self.d = int(arg or head_dim), head_dim
-        self.feature_dim = 2 * self.m
-        self.register_buffer('R', torch.empty(self.m, head_dim))
+        m = number(arg or head_dim)
+        super().__init__(n_head, head_dim, feature_dim=2 * m, m=m, d=head_dim)
+        self.register_buffer('R', torch.empty(m, head_dim))
         self.redraw()
 
     @torch.no_grad()
     def redraw(self):
         n, like = -(-self.m // self.d), dict(device=self.R.device)
         Q = torch.linalg.qr(torch.randn(n, self.d, self.d, **like))[0].mT.reshape(-1, self.d)[:self.m]
-        # a random direction times the length of a Gaussian vector is a Gaussian vector. QR has habits of sign, so
+        # a random direction times a Gaussian vector's length is a Gaussian vector. QR has habits of sign, so
         # Q is not quite uniform; phi has both R and -R, so signs do not matter
         self.R.copy_(Q * torch.randn(self.m, self.d, **like).norm(dim=-1, keepdim=True))
 
@@ -284,10 +287,8 @@ class Favor(FeatureMap):
 
 
 class RFA(Favor):
-    """[sin(W x), cos(W x)] / sqrt(m), |x| = 1, W = R * sigma, sigma (H, d) learned. Peng 2021 sec. 3.1. arg: m.
-
-    E[phi(q).phi(k)] = exp(-|sigma (q - k)|^2 / 2), a Gaussian kernel. R is redrawn as in FAVOR+.
-    """
+    """[sin(Wx), cos(Wx)] / sqrt(m), |x| = 1, W = R * sigma, sigma (H, d) learned. Peng 2021 sec. 3.1. arg: m.
+    E[phi(q).phi(k)] = exp(-|sigma (q - k)|^2 / 2), a Gaussian kernel. R is redrawn as in FAVOR+."""
     temper = positive = False
 
     def __init__(self, n_head, head_dim, arg=None):
@@ -300,15 +301,12 @@ class RFA(Favor):
 
 
 class Hedgehog(FeatureMap):
-    """[softmax(W x), softmax(-W x)], W (H, d, d) per head and layer, at first the identity. Zhang 2024 sec. 4.
-
-    arg 'exp': [exp(y - max y), exp(min y - y)] instead, y = W x. Shared by q and k, as in the paper's equations.
-    """
+    """[softmax(W x), softmax(-W x)], W (H, d, d) in each layer, at first the identity. Zhang 2024 sec. 4.
+    arg 'exp': [exp(y - max y), exp(min y - y)], y = W x. Shared by q and k, as in the paper's equations."""
     def __init__(self, n_head, head_dim, arg='softmax'):
-        super().__init__(n_head, head_dim)
+        super().__init__(n_head, head_dim, form=arg, feature_dim=2 * head_dim)
         if arg not in ('softmax', 'exp'):
             raise ValueError(f'hedgehog:{arg}: the forms are hedgehog:softmax and hedgehog:exp')
-        self.form, self.feature_dim = arg, 2 * head_dim
         self.weight = nn.Parameter(torch.eye(head_dim).repeat(n_head, 1, 1))
 
     def forward(self, x, t=0):
@@ -319,15 +317,12 @@ class Hedgehog(FeatureMap):
 
 
 class Taylor(FeatureMap):
-    """[1, x / d^(1/4), x_i x_j / sqrt(d) (i < j), x_i^2 / sqrt(2d)]: phi(q).phi(k) = 1 + s + s^2/2, s = q.k/sqrt(d).
-
-    The series of softmax's exp(s), >= 1/2 everywhere. Zhang 2024 sec. 3; compact as in Arora 2024: m ~ d^2 / 2.
-    """
+    """[1, x / d^(1/4), x_i x_j / sqrt(d) (i < j), x_i^2 / sqrt(2d)]: phi(q).phi(k) = 1 + s + s^2/2 >= 1/2,
+    s = q.k / sqrt(d), the series of softmax's e^s. Zhang 2024 sec. 3; compact as in Arora 2024: m ~ d^2/2."""
     positive = False
 
     def __init__(self, n_head, head_dim):
-        super().__init__(n_head, head_dim)
-        self.feature_dim, self.d = 1 + head_dim + head_dim * (head_dim + 1) // 2, head_dim
+        super().__init__(n_head, head_dim, feature_dim=(head_dim + 1) * (head_dim + 2) // 2, d=head_dim)
         for name, index in zip('ij', torch.tril_indices(head_dim, head_dim)):
             self.register_buffer(name, index, persistent=False)
 
@@ -338,21 +333,19 @@ class Taylor(FeatureMap):
 
 
 class CosFormer(FeatureMap):
-    """[r cos a_t, r sin a_t], r = relu(x), a_t = pi t / 2M: phi(q_t).phi(k_s) = r.r' cos(a_t - a_s). Qin 2022 sec. 3.2.
-
-    arg: M, the length up to which positions are known: it must be fixed beforehand, and beyond it is an error.
-    """
+    """[r cos a_t, r sin a_t], r = relu(x), a_t = pi t / 2M: phi(q_t).phi(k_s) = r.r' cos(a_t - a_s).
+    Qin 2022 sec. 3.2. arg: M, the length up to which positions are known: chosen before, an error beyond."""
     floor = 1e-2
 
     def __init__(self, n_head, head_dim, arg=1024):
-        super().__init__(n_head, head_dim)
-        self.max_len, self.feature_dim = int(arg), 2 * head_dim
+        super().__init__(n_head, head_dim, max_len=number(arg), feature_dim=2 * head_dim)
 
     def forward(self, x, t=0):
-        if t + x.shape[2] > self.max_len:
-            raise ValueError(f'cosformer knows positions up to {self.max_len}, not {t + x.shape[2]}: its features '
-                             'depend on a length that is fixed before training (--phi=cosformer:LENGTH)')
-        a = (t + torch.arange(x.shape[2], device=x.device, dtype=x.dtype))[:, None] * (math.pi / 2 / self.max_len)
+        T, M = x.shape[2], self.max_len
+        if t + T > M:
+            raise ValueError(f'cosformer knows positions up to {M}, not {t + T}: its features depend on a '
+                             'length that is fixed before training (--phi=cosformer:LENGTH)')
+        a = (t + torch.arange(T, device=x.device, dtype=x.dtype))[:, None] * (math.pi / 2 / M)
         return torch.cat([x.relu() * a.cos(), x.relu() * a.sin()], -1)
 
 
@@ -378,12 +371,13 @@ def feature_map(spec, n_head, head_dim):
         raise ValueError(f'phi={spec}: no such feature map; choose from {", ".join(FEATURE_MAPS)}')
     try:
         return FEATURE_MAPS[name](n_head, head_dim, *([arg] if arg else []))
-    except (TypeError, RuntimeError):
-        raise ValueError(f'phi={spec}: {name} takes nothing like {arg!r} after the colon') from None
+    except TypeError:
+        raise ValueError(f'phi={spec}: {name} takes nothing after the colon') from None
+    except ValueError as e:
+        raise ValueError(f'phi={spec}: {e}') from None
 
 
-# ---- normalisers: what is done to phi(q) and phi(k) -----------------------------------------------------------
-
+# ---- normalisers: what is done to phi(q) and phi(k) --------------------------------------------------------
 def l2(x):
     """x / |x|, smooth at 0."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
@@ -395,21 +389,18 @@ def sum_to_one(x):
 
 
 NORMALISERS = {
-    'attn': lambda x: x,    # o_t is divided by n_t.q_t instead: a weighted mean of values (Katharopoulos 2020)
+    'attn': lambda x: x,    # instead o_t is divided by n_t.q_t: a weighted mean of values. Katharopoulos 2020
     'sum': sum_to_one,      # Schlag 2021
     'l2': l2,               # DeltaNet 2024
     'none': lambda x: x,    # Mao 2022
 }
 
 
-# ---- rules: which gates there are, and how they follow from the layer's input x --------------------------------
-
+# ---- rules: which gates there are, and how they follow from the layer's input x ----------------------------
 class Rule(NamedTuple):
-    """A row of the table. Gates are read off x: beta = sigmoid(x W), log f = -rate * softplus(x W + b), log z alike.
-
-    With rate 1 that is f = sigmoid(-(x W + b)). At the start f = 1 - 1/tau, memory lengths tau spread over heads
-    or channels from 4 to 512 steps, evenly in log: which distances matter is not known, so cover them all.
-    """
+    """A row of the table. Gates from x: beta = sigmoid(x W), log f = -rate * softplus(x W + b), log z alike.
+    With rate 1, f = sigmoid(-(x W + b)). At the start f = 1 - 1/tau, memory lengths tau spread over heads
+    or channels from 4 to 512 steps, evenly in log: which distances matter is not known, so cover them all."""
     about: str                  # the known model
     phi: str = 'elu'            # feature map unless the user asks for another
     norm: str = 'attn'          # normaliser, likewise
@@ -421,25 +412,23 @@ class Rule(NamedTuple):
     cache: bool = False         # the state is a list of keys and values instead of a matrix
 
 
-RULES = {
-    'sum': Rule('linear transformer, Katharopoulos 2020; T2R, Performer, Hedgehog by their phi'),
-    'gated': Rule('RFA-gate, Peng 2021', phi='rfa', f='head', write='1-f'),
-    'delta': Rule('fast weight programmer, Schlag 2021; DeltaNet 2024', 'silu', 'l2', write='beta', erase=True),
-    'decay': Rule('decaying fast weights, Mao 2022', 'identity', 'none', f='channel', z='channel'),
-    'retention': Rule('RetNet, Sun 2023', 'identity', 'none', f='fixed'),
-    'gla': Rule('gated linear attention, Yang 2023', 'identity', 'none', f='channel', rate=1 / 16),
-    'gated_delta': Rule('gated DeltaNet, Yang 2024', 'silu', 'l2', 'head', None, 'beta', True, rate=None),
-    'kda': Rule('Kimi delta attention, 2025', 'silu', 'l2', 'channel', None, 'beta', True, rate=None),
-    'softmax': Rule('the transformer; its state grows with every step', 'identity', 'none', cache=True),
-}
+RULES = dict(
+    sum=Rule('linear transformer, Katharopoulos 2020; T2R, Performer, Hedgehog by their phi'),
+    gated=Rule('RFA-gate, Peng 2021', phi='rfa', f='head', write='1-f'),
+    delta=Rule('fast weight programmer, Schlag 2021; DeltaNet 2024', 'silu', 'l2', write='beta', erase=True),
+    decay=Rule('decaying fast weights, Mao 2022', 'identity', 'none', f='channel', z='channel'),
+    retention=Rule('RetNet, Sun 2023', 'identity', 'none', f='fixed'),
+    gla=Rule('gated linear attention, Yang 2023', 'identity', 'none', f='channel', rate=1 / 16),
+    gated_delta=Rule('gated DeltaNet, Yang 2024', 'silu', 'l2', 'head', None, 'beta', True, rate=None),
+    kda=Rule('Kimi delta attention, 2025', 'silu', 'l2', 'channel', None, 'beta', True, rate=None),
+    softmax=Rule('the transformer; its state grows with every step', 'identity', 'none', cache=True),
+)
 
 
 class Gates(nn.Module):
     """x (B, T, n_embd) -> dict of write, erase, log_f, log_z for `recurrent` and `chunked`, as the rule says.
-
-    beta = beta_max * sigmoid(x W); up to 2, I - beta k k^T may have the eigenvalue -1 (Grazzi 2024, 2411.12537).
-    GLA and KDA make W low-rank to save parameters; here it is full, as in Mao 2022.
-    """
+    beta = beta_max sigmoid(x W); up to 2, I - beta k k^T may have an eigenvalue -1 (Grazzi 2024, 2411.12537).
+    GLA and KDA make W low-rank to save parameters; here it is full, as in Mao 2022."""
     def __init__(self, rule, n_embd, n_head, K, V, beta_max=1.0):
         super().__init__()
         self.rule, self.n_head, self.beta_max = rule, n_head, beta_max
@@ -447,7 +436,7 @@ class Gates(nn.Module):
         self.sizes = [int(rule.erase or rule.write == 'beta'), n_f, n_z]
         if any(self.sizes):
             self.proj = nn.Linear(n_embd, n_head * sum(self.sizes), bias=False)
-        if rule.rate is None:   # Mamba-2's exp(A): log f gets a scale beside its bias. Starts at 1, tau says the rest
+        if rule.rate is None:   # Mamba-2's exp(A): log f gets a scale beside its bias, 1 at the start
             self.log_rate = nn.Parameter(torch.zeros(n_head, 1, 1))
         if rule.f == 'fixed':   # RetNet: 1 - 2^-5, 1 - 2^-6, ...
             fixed = torch.log1p(-2.0 ** (-5 - torch.arange(n_head)))
@@ -474,9 +463,8 @@ class Gates(nn.Module):
         if rule.z:
             gates['log_z'] = -rate * F.softplus(z + self.bias_z)
         if self.sizes[0]:
-            gates['write'] = beta.squeeze(-1).sigmoid()
-            if self.beta_max != 1:
-                gates['write'] = self.beta_max * gates['write']
+            beta = beta.squeeze(-1).sigmoid()
+            gates['write'] = beta if self.beta_max == 1 else self.beta_max * beta
         if rule.write == '1-f':
             gates['write'] = -torch.expm1(gates['log_f'].clamp(min=LOG_MIN)).squeeze(-1)
         if rule.erase:
@@ -484,32 +472,29 @@ class Gates(nn.Module):
         return gates
 
 
-# ---- one of each: a rule, a feature map, a normaliser ----------------------------------------------------------
-
+# ---- one of each: a rule, a feature map, a normaliser ------------------------------------------------------
 def refusal(rule, phi, norm, beta_max=1.0):
-    """Why this combination means nothing, in one sentence; None if it is fine. phi is the module, the rest names."""
+    """Why this combination means nothing, in one sentence, or None. phi is the module, the rest are names."""
     r = RULES[rule]
     if norm == 'attn' and r.z:
-        return f'norm=attn with rule={rule}: it decays each value channel apart, and each needs a denominator of its own'
+        return f'norm=attn with rule={rule}: value channels decay apart, each needs a denominator of its own'
     if norm == 'attn' and r.erase and r.f:
-        return f'norm=attn with rule={rule}: what erases and what decays leave different sums of keys, and no n.q fits both'
+        return f'norm=attn with rule={rule}: erasing and decay leave different sums of keys, no n.q fits both'
     if norm == 'attn' and not phi.kernel:
-        return 'norm=attn divides by n.q, which this feature map can make zero or negative: use a map >= 0, or norm=l2'
+        return 'norm=attn divides by n.q, which this map can make zero or negative: use a map >= 0 or norm=l2'
     if (norm == 'sum' or norm == 'attn' and r.erase) and not phi.positive:
-        return f'norm={norm} divides by the sum of the features, which this map can make zero or negative: use norm=l2'
+        return f'norm={norm} divides by the sum of the features, here maybe zero or negative: use norm=l2'
     if norm == 'none' and r.erase:
-        return f'rule={rule} with norm=none: the delta rule diverges unless keys are normalised: use norm=l2 or norm=sum'
+        return f'rule={rule} with norm=none diverges: the delta rule needs normalised keys, norm=l2 or sum'
     if beta_max != 1 and not r.erase:
         return f'beta_max={beta_max:g} with rule={rule}: only rules that erase have a beta that may exceed 1'
 
 
 class FastWeights(nn.Module):
     """The heart of a layer: gates from x, map and normaliser on q and k, then the recurrence.
-
     forward(x, q, k, v, S, t): x (B, T, n_embd)   q, k, v (B, H, T, head_dim)   S what the last call returned
     t the position of the first step (only cosformer asks)   form: `recurrent`, `chunked` or a faster twin
-    ->  o (B, H, T, head_dim), S
-    """
+    ->  o (B, H, T, head_dim), S"""
     def __init__(self, rule, n_embd, n_head, head_dim, phi=None, norm=None, beta_max=1.0):
         super().__init__()
         if rule not in RULES:
@@ -541,9 +526,8 @@ class FastWeights(nn.Module):
             return form(q, k, v, **gates, S=S, normalise=self.norm == 'attn' and self.phi.floor)
 
     def delta_attn(self, q, k, v, beta, S, form):
-        """Schlag 2021's ablation: what the key recalls is divided by n_{t-1}.k_t, what the query reads by n_t.q_t,
-        n the plain sum of the keys. Two more calls of the recurrence, with v = 1 and no gates; the state is [S; n].
-        """
+        """Schlag 2021's ablation: what k_t recalls is divided by n_{t-1}.k_t, what q_t reads by n_t.q_t. n is
+        the plain sum of keys: two more calls of the recurrence, v = 1 and no gates. The state is [S; n]."""
         one = torch.ones_like(v[..., :1])
         S, n = (None, None) if S is None else (S[:, :, :-1], S[:, :, -1:])
         nk, _ = form(k, F.pad(k, (0, 0, 1, -1)), one, S=n)   # keys one step late: n_{t-1}

@@ -1,8 +1,8 @@
-"""The GPT around the fast weights: its flags, its layers, its checkpoints. Imported by every script, run by none.
+"""The GPT around the fast weights: flags, layers, checkpoints. Imported by every script, run by none.
 
     model = GPT(Config(rule='delta', vocab_size=256))
-    logits, state = model(tokens)                # tokens (B, T) -> logits (B, T, vocab), state: one entry a layer
-    logits, state = model(more_tokens, state)    # goes on where the first call stopped, at any cut, by any number of steps
+    logits, state = model(tokens)               # tokens (B, T) -> logits (B, T, vocab), state: a dict a layer
+    logits, state = model(more_tokens, state)   # goes on where the first call stopped: at any cut, by any T
 """
 import dataclasses
 import difflib
@@ -24,9 +24,7 @@ from safetensors.torch import save_file
 import fastweight
 from fastweight import FEATURE_MAPS, NORMALISERS, RULES, FastWeights
 
-# ---- flags: a dataclass field is the flag, its type, its default, its help, its choices, its range -----------------------
-
-
+# ---- flags: a dataclass field is the flag, its type, default, help, choices and range ----------------------
 def flag(default, help, choices=None, low=None, high=None):
     return dataclasses.field(default=default, metadata=dict(help=help, choices=choices, low=low, high=high))
 
@@ -38,10 +36,11 @@ def kind(field):
 
 def convert(name, text, field):
     """The flag's text as its type, or a ValueError that says what was expected."""
-    type_, m = kind(field), field.metadata
+    type_, (choices, low, high) = kind(field), (field.metadata[k] for k in ('choices', 'low', 'high'))
     try:
         if type_ is bool:
-            value = {'true': True, '1': True, 'yes': True, 'false': False, '0': False, 'no': False}[text.lower()]
+            words = {'true': True, '1': True, 'yes': True, 'false': False, '0': False, 'no': False}
+            value = words[text.lower()]
         else:
             value = type_(text)
             if value != value:
@@ -49,31 +48,34 @@ def convert(name, text, field):
     except (KeyError, ValueError):
         expected = {int: 'a whole number', float: 'a number', bool: 'true or false'}[type_]
         raise ValueError(f'--{name}={text}: expected {expected}') from None
-    if m['choices'] and value not in m['choices']:
-        near = difflib.get_close_matches(str(value), map(str, m['choices']), 1)
-        raise ValueError(f'--{name}={text}: choose from {", ".join(map(str, m["choices"]))}' + (f' (did you mean {near[0]}?)' if near else ''))
-    if (m['low'] is not None and value < m['low']) or (m['high'] is not None and value > m['high']):
-        raise ValueError(f'--{name}={text}: expected {"" if m["low"] is None else "at least %g" % m["low"]}'
-                         f'{" and " if None not in (m["low"], m["high"]) else ""}{"" if m["high"] is None else "at most %g" % m["high"]}')
+    if choices and value not in choices:
+        near = difflib.get_close_matches(str(value), map(str, choices), 1)
+        hint = f' (did you mean {near[0]}?)' if near else ''
+        raise ValueError(f'--{name}={text}: choose from {", ".join(map(str, choices))}{hint}')
+    if (low is not None and value < low) or (high is not None and value > high):
+        ends = [f'{word} {x:g}' for word, x in (('at least', low), ('at most', high)) if x is not None]
+        raise ValueError(f'--{name}={text}: expected {" and ".join(ends)}')
     return value
 
 
 def parse(argv, doc, *classes):
-    """--key=value or --key value, a bare --key for true. -> one dict a class, of the flags given. --help prints and exits."""
+    """--key=value, --key value, --key for true -> a dict of the flags given for each class. --help exits."""
     fields = {f.name: f for c in classes for f in dataclasses.fields(c) if f.metadata}
     if '--help' in argv or '-h' in argv:
         print(doc.strip(), '\n')
         for f in fields.values():
-            choices = f' [{"|".join(map(str, f.metadata["choices"]))}]' if f.metadata['choices'] else ''
-            print(f'  --{f.name}={"" if f.default is None else f.default}'.ljust(24), f'{f.metadata["help"]}{choices}')
+            m = f.metadata
+            choices = f' [{"|".join(map(str, m["choices"]))}]' if m['choices'] else ''
+            print(f'  --{f.name}={"" if f.default is None else f.default}'.ljust(24), m['help'] + choices)
         sys.exit(0)
     given, args = {}, list(argv)
     while args:
         word = args.pop(0)
         name, equals, text = word.removeprefix('--').partition('=')
         if not word.startswith('--') or name not in fields:
-            near = difflib.get_close_matches(name, fields, 3, 0.5)
-            raise ValueError(f'{word}: no such flag' + (f'; did you mean {" or ".join("--" + n for n in near)}?' if near else '; --help lists them'))
+            near = ' or '.join('--' + n for n in difflib.get_close_matches(name, fields, 3, 0.5))
+            hint = f'did you mean {near}?' if near else '--help lists them'
+            raise ValueError(f'{word}: no such flag; {hint}')
         if name in given:
             raise ValueError(f'--{name} is given twice')
         if not equals:
@@ -83,6 +85,16 @@ def parse(argv, doc, *classes):
             text = 'true' if bare else args.pop(0)
         given[name] = convert(name, text, fields[name])
     return [{f.name: given[f.name] for f in dataclasses.fields(c) if f.name in given} for c in classes]
+
+
+def pick_device(name):
+    """'auto' or a name -> torch.device that works, or a ValueError that says why not."""
+    if name == 'auto':
+        name = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+    try:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError) as e:
+        raise ValueError(f'--device={name}: {str(e).splitlines()[0]}') from None
 
 
 def script(main):
@@ -103,11 +115,11 @@ def script(main):
 class Config:
     rule: str = flag('delta', 'update rule of every layer', list(RULES))
     layers: str = flag('', 'a rule per layer instead, tiled over depth: delta,delta,softmax')
-    phi: str = flag('', f'feature map, by default the rule\'s own; an option after a colon, as in dpfp:3 [{"|".join(FEATURE_MAPS)}]')
-    norm: str = flag('', f'normaliser, by default the rule\'s own [{"|".join(NORMALISERS)}]')
+    phi: str = flag('', f'feature map, if not the rule\'s; with option: dpfp:3 [{"|".join(FEATURE_MAPS)}]')
+    norm: str = flag('', f'normaliser, if not the rule\'s [{"|".join(NORMALISERS)}]')
     beta_max: float = flag(1.0, 'delta rules: beta lies in (0, beta_max)', low=0, high=2)
     conv: int = flag(4, 'width of the causal depthwise convolution over q, k, v; 0 for none', low=0, high=64)
-    pos: str = flag('auto', 'positions; auto: rope in softmax layers, none in the others', ['auto', 'none', 'learned', 'rope'])
+    pos: str = flag('auto', 'positions; auto: rope for softmax only', ['auto', 'none', 'learned', 'rope'])
     n_layer: int = flag(4, 'layers', low=1)
     n_head: int = flag(8, 'heads', low=1)
     n_embd: int = flag(128, 'width', low=1)
@@ -116,13 +128,17 @@ class Config:
     vocab_size: int = 256
 
     def __post_init__(self):
-        if self.n_embd % self.n_head:
+        head_dim, rest = divmod(self.n_embd, self.n_head)
+        if rest:
             raise ValueError(f'--n_embd={self.n_embd} is not a multiple of --n_head={self.n_head}')
-        if self.pos in ('rope', 'auto') and self.n_embd // self.n_head % 2:
-            raise ValueError(f'rope turns pairs: n_embd / n_head = {self.n_embd // self.n_head} must be even, or take --pos=none')
-        unknown = [r for r in self.rules() if r not in RULES]
-        if unknown:
-            raise ValueError(f'--layers={self.layers}: {unknown[0]!r} is no rule; choose from {", ".join(RULES)}')
+        for r in self.rules():
+            if r not in RULES:
+                raise ValueError(f'--layers={self.layers}: {r!r} is no rule; choose from {", ".join(RULES)}')
+        turns = self.pos == 'rope' or self.pos == 'auto' and any(RULES[r].cache for r in self.rules())
+        if turns and head_dim % 2:
+            raise ValueError(f'rope turns pairs: n_embd / n_head = {head_dim} must be even; or --pos=none')
+        if self.layers.count(',') >= self.n_layer:
+            raise ValueError(f'--layers={self.layers}: {self.layers.count(",") + 1} rules for {self.n_layer} layers')
 
     def rules(self):
         """The rule of each layer."""
@@ -130,10 +146,9 @@ class Config:
         return [pattern[i % len(pattern)] for i in range(self.n_layer)]
 
 
-# ---- layers ---------------------------------------------------------------------------------------------------------------
-
+# ---- layers ------------------------------------------------------------------------------------------------
 def rope(x, t):
-    """Turn pairs (x_i, x_{i+d/2}) by the angle position * 10000^(-2i/d). Su 2021, arXiv:2104.09864. x (B, H, T, d)"""
+    """Turn pairs (x_i, x_{i+d/2}) by position * 10000^(-2i/d). Su 2021, arXiv:2104.09864. x (B, H, T, d)"""
     d = x.shape[-1] // 2
     angle = torch.outer(t + torch.arange(x.shape[2], device=x.device, dtype=torch.float32),
                         10000.0 ** (-torch.arange(d, device=x.device, dtype=torch.float32) / d))
@@ -143,8 +158,8 @@ def rope(x, t):
 
 
 class ShiftedSum(torch.autograd.Function):
-    """y_t = sum_j w_j x_{t+j}, j = 0..n. x (B, T + n, D), w (n + 1, D) -> y (B, T, D). Its backward is written by hand
-    because it is bound by memory: autograd's own takes three times as long."""
+    """y_t = sum_j w_j x_{t+j}, j = 0..n. x (B, T + n, D), w (n + 1, D) -> y (B, T, D). The backward by
+    hand, because it is bound by memory: autograd's own takes three times as long."""
     @staticmethod
     def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
@@ -164,7 +179,7 @@ class ShiftedSum(torch.autograd.Function):
 
 
 class ReluSquared(torch.autograd.Function):
-    """max(x, 0)^2 (Primer, arXiv:2109.08668, sec. 3), keeping only max(x, 0): half the memory traffic of autograd's."""
+    """max(x, 0)^2 (Primer, arXiv:2109.08668, sec. 3); keeps only max(x, 0): half autograd's traffic."""
     @staticmethod
     def forward(ctx, x):
         r = x.clamp(min=0)
@@ -178,20 +193,20 @@ class ReluSquared(torch.autograd.Function):
 
 
 class CausalConv(nn.Module):
-    """y_t = sum_j w_j x_{t-n+j}, j = 0..n, channel by channel; its state is the last n inputs, n = width - 1."""
+    """y_t = sum_j w_j x_{t-n+j}, j = 0..n, in each channel; its state is the last n inputs, n = width - 1."""
     def __init__(self, channels, width):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(width, channels))
         nn.init.ones_(self.weight[-1])              # starts as the identity
 
     def forward(self, x, state=None):
-        T, n = x.shape[1], len(self.weight) - 1
+        T, w, n = x.shape[1], self.weight, len(self.weight) - 1
         x = torch.cat([x.new_zeros(x.shape[0], n, x.shape[2]) if state is None else state, x], 1)
-        return (x * self.weight).sum(1, keepdim=True) if T == 1 else ShiftedSum.apply(x, self.weight), x[:, T:]
+        return (x * w).sum(1, keepdim=True) if T == 1 else ShiftedSum.apply(x, w), x[:, T:]
 
 
 class Mixer(nn.Module):
-    """What attention was: projections, convolution, positions, then fast weights or softmax. State in, state out."""
+    """What attention was: projections, convolution, positions, fast weights or softmax. State in and out."""
     def __init__(self, c, rule):
         super().__init__()
         self.n_head, self.head_dim = c.n_head, c.n_embd // c.n_head
@@ -199,11 +214,12 @@ class Mixer(nn.Module):
         self.rope = c.pos == 'rope' or (c.pos == 'auto' and softmax)
         self.qkv = nn.Linear(c.n_embd, 3 * c.n_embd, bias=False)
         self.conv = CausalConv(3 * c.n_embd, c.conv) if c.conv and not softmax else None
-        mixed = len(set(c.rules())) > 1                # beside fast weights, softmax layers ignore --phi and --norm
+        mixed = len(set(c.rules())) > 1         # beside fast weights, softmax layers ignore --phi and --norm
         phi, norm = ('', '') if softmax and mixed else (c.phi, c.norm)
         beta_max = c.beta_max if RULES[rule].erase or not mixed else 1.0
         self.memory = FastWeights(rule, c.n_embd, c.n_head, self.head_dim, phi, norm, beta_max)
-        self.out_norm = nn.LayerNorm(self.head_dim, bias=False) if self.memory.norm != 'attn' and not softmax else None
+        averaged = softmax or self.memory.norm == 'attn'        # o is normalised already
+        self.out_norm = None if averaged else nn.LayerNorm(self.head_dim, bias=False)
         self.proj = nn.Linear(c.n_embd, c.n_embd, bias=False)
         self.dropout = nn.Dropout(c.dropout)
 
@@ -229,7 +245,8 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(c.n_embd, bias=False), nn.LayerNorm(c.n_embd, bias=False)
         self.mixer = Mixer(c, rule)
-        self.up, self.down = nn.Linear(c.n_embd, 4 * c.n_embd, bias=False), nn.Linear(4 * c.n_embd, c.n_embd, bias=False)
+        self.up = nn.Linear(c.n_embd, 4 * c.n_embd, bias=False)
+        self.down = nn.Linear(4 * c.n_embd, c.n_embd, bias=False)
         self.dropout = nn.Dropout(c.dropout)
 
     def forward(self, x, state, form):
@@ -251,7 +268,7 @@ class GPT(nn.Module):
         for name, p in self.named_parameters():
             if name.endswith(('qkv.weight', 'up.weight', 'gates.proj.weight')):
                 nn.init.normal_(p, std=p.shape[1] ** -0.5)
-            elif name.endswith(('mixer.proj.weight', 'down.weight')):     # a residual stream that keeps its size: GPT-2, sec. 2.3
+            elif name.endswith(('mixer.proj.weight', 'down.weight')):   # x keeps its size: GPT-2, sec. 2.3
                 nn.init.normal_(p, std=p.shape[1] ** -0.5 / (2 * c.n_layer) ** 0.5)
             elif name in ('embed.weight', 'positions.weight'):
                 nn.init.normal_(p, std=0.3)
@@ -270,7 +287,7 @@ class GPT(nn.Module):
         return self.norm(x), new
 
     def forward(self, tokens, state=None):
-        """tokens (B, T) -> logits (B, T, vocab), state. With a state it goes on from there; None is a fresh start."""
+        """tokens (B, T) -> logits (B, T, vocab), state. With a state it goes on from there."""
         x, state = self.hidden(tokens, state)
         return F.linear(x, self.embed.weight), state
 
@@ -282,17 +299,15 @@ class GPT(nn.Module):
 
     @torch.inference_mode()
     def read(self, tokens, state=None, segment=2048):
-        """Only the state after tokens (B, T), any T, `segment` tokens at a time: memory does not grow with T."""
+        """Only the state after tokens (B, T), any T, a `segment` at a time: memory does not grow with T."""
         for part in tokens.split(segment, 1) if tokens.shape[1] else ():
             state = self.hidden(part, state)[1]
         return state
 
     @torch.inference_mode()
     def generate(self, tokens, state=None, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-        """Yield (token (B, 1), state) without end: tokens (B, T), T >= 1, are read in chunks, then one step a token.
-
-        The state includes all but the token it comes with. temperature 0 takes the likeliest token.
-        """
+        """Yield (token (B, 1), state) without end: tokens (B, T), T >= 1, are read in chunks, then one
+        step a token. The state includes all but the token it comes with. temperature 0: the likeliest."""
         state, token, step = self.read(tokens[:, :-1], state), tokens[:, -1:], self
         for i in itertools.count():
             if i == 32 and token.device.type == 'cpu':           # worth its tenth of a second
@@ -314,8 +329,8 @@ class OneStep(nn.Module):
 
 
 def captured(model, token, state):
-    """model(token, state) for single tokens as one recorded list of operations, with no Python between them: at this
-    size Python is most of a step. Only for a state of fixed size and positions without an end; else the model itself."""
+    """model(token, state) for single tokens as a recorded list of operations: Python is most of a step
+    at this size. Only for a state of fixed size and positions without end; else the model itself."""
     if any(b.mixer.memory.rule.cache or b.mixer.memory.phi.max_len for b in model.blocks):
         return model
     try:
@@ -334,11 +349,11 @@ def captured(model, token, state):
 
 
 def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-    """Draw one token a row from logits (B, vocab) -> (B, 1). top_k keeps the k likeliest, top_p the likeliest of mass p."""
+    """Draw a token a row from logits (B, vocab) -> (B, 1). top_k keeps the k likeliest, top_p mass p."""
     if temperature == 0 or top_k == 1:
         return logits.argmax(-1, keepdim=True)
     logits = logits.float()
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature      # <= 0: a tiny temperature cannot overflow
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature      # <= 0: a tiny one cannot overflow
     if 0 < top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
     p = logits.softmax(-1)
@@ -349,10 +364,9 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     return torch.multinomial(p, 1, generator=generator)
 
 
-# ---- which form of the recurrence runs ------------------------------------------------------------------------------------
-
+# ---- which form of the recurrence runs ---------------------------------------------------------------------
 def pick_form(impl):
-    """'loop', 'chunk', 'fused' or 'auto' -> (function, one line that says which it is and why). The only choice point."""
+    """'loop', 'chunk', 'fused' or 'auto' -> (function, one line: which and why). The only choice point."""
     if impl in ('auto', 'fused'):
         try:
             import kernels
@@ -361,11 +375,11 @@ def pick_form(impl):
             if impl == 'fused':
                 raise ValueError(f'--impl=fused: {e}; take --impl=chunk') from None
             return fastweight.chunked, f'chunk (plain torch; {e})'
-    return {'loop': (fastweight.recurrent, 'loop (the definition, slow)'), 'chunk': (fastweight.chunked, 'chunk (plain torch)')}[impl]
+    return {'loop': (fastweight.recurrent, 'loop (the definition, slow)'),
+            'chunk': (fastweight.chunked, 'chunk (plain torch)')}[impl]
 
 
-# ---- checkpoints: one safetensors file, replaced in one step, with a digest over all that it says ---------------------------
-
+# ---- checkpoints: one safetensors file, replaced in one step, with a digest over its contents --------------
 def digest(meta, tensors):
     """sha256 over the metadata and every tensor's name, type, shape and bytes."""
     h = hashlib.sha256(meta.encode())
@@ -377,19 +391,19 @@ def digest(meta, tensors):
 
 
 def write(path, tensors, meta):
-    """tensors and a JSON-able dict into one file. Written beside it, flushed, renamed: a reader sees the old or the new."""
+    """tensors and a JSON-able dict into a file: written beside, flushed, renamed. Readers see old or new."""
     tensors, text = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}, json.dumps(meta)
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    temp = f'{path}.{os.getpid()}.part'
+    temp, folder = f'{path}.{os.getpid()}.part', os.path.dirname(os.path.abspath(path))
+    os.makedirs(folder, exist_ok=True)
     try:
         save_file(tensors, temp, {'meta': text, 'digest': digest(text, tensors)})
         with open(temp, 'rb+') as f:
             os.fsync(f.fileno())
         os.replace(temp, path)
-        folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY) if os.name == 'posix' else None
-        if folder is not None:                                           # the new name itself must reach the disk, too
-            os.fsync(folder)
-            os.close(folder)
+        if os.name == 'posix':              # the new name itself must reach the disk, too
+            fd = os.open(folder, os.O_RDONLY)
+            os.fsync(fd)
+            os.close(fd)
     except SafetensorError as e:
         raise OSError(f'{path}: cannot be written ({e})') from None
     finally:
@@ -424,8 +438,12 @@ def load(path, device='cpu'):
     tensors, meta = read(path)
     if 'config' not in meta:
         raise ValueError(f'{path}: holds no model (a state saved by sample.py?)')
-    model = GPT(Config(**meta['config']))
-    model.load_state_dict({k.removeprefix('model.'): tensors.pop(k) for k in list(tensors) if k.startswith('model.')})
+    try:
+        model = GPT(Config(**meta['config']))
+    except TypeError as e:
+        raise ValueError(f'{path}: made by another version of this project ({e})') from None
+    names = [k for k in tensors if k.startswith('model.')]
+    model.load_state_dict({k.removeprefix('model.'): tensors.pop(k) for k in names})
     return model.to(device), {**meta, 'tensors': tensors}
 
 

@@ -14,7 +14,7 @@ import torch
 
 from data import prepare
 from fastweight import RULES
-from model import flag, load, pack, parse, pick_form, read, script, unpack, write
+from model import flag, load, pack, parse, pick_device, pick_form, read, script, unpack, write
 
 
 @dataclass
@@ -45,9 +45,10 @@ def read_prompt(text):
 @script
 def main(argv):
     args, = (Args(**given) for given in parse(argv, __doc__, Args))
-    device = args.device if args.device != 'auto' else \
-        'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+    device = pick_device(args.device)
     model, meta = load(args.init, device)
+    if 'data' not in meta:
+        raise ValueError(f'{args.init}: says nothing of its tokenizer, so it was not written by train.py')
     model.eval()
     model.form, why = pick_form(args.impl)
     generator = torch.Generator(device).manual_seed(args.seed)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from data import prepare
 from fastweight import RULES
-from model import GPT, Config, flag, load, pack, parse, pick_form, read, save, script, unpack
+from model import GPT, Config, flag, load, pack, parse, pick_device, pick_form, read, save, script, unpack
 
 BAD_STEPS = 10     # so many non-finite steps in a row end the run
 WARMUP = 0.05      # of all steps; then a cosine to 0
@@ -58,13 +58,11 @@ class Args:
 def machine(args):
     """-> rank, world, device, dtype. Processes are those of torchrun; none is one."""
     rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
-    name = args.device if args.device != 'auto' else \
-        'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
-    try:
-        device = torch.device(f'cuda:{os.environ["LOCAL_RANK"]}' if name == 'cuda' and world > 1 else name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as e:
-        raise ValueError(f'--device={args.device}: {str(e).splitlines()[0]}') from None
+    local = os.environ.get('LOCAL_RANK', 0)
+    device = pick_device(args.device)
+    if device.type == 'cuda' and world > 1:
+        device = torch.device(f'cuda:{local}')
+        torch.cuda.set_device(device)
     if world > 1:
         dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
     fast_bf16 = device.type == 'cuda' and torch.cuda.get_device_capability(device)[0] >= 8
