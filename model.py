@@ -138,7 +138,7 @@ class Config:
         if turns and head_dim % 2:
             raise ValueError(f'rope turns pairs: n_embd / n_head = {head_dim} must be even; or --pos=none')
         if self.layers.count(',') >= self.n_layer:
-            raise ValueError(f'--layers={self.layers}: {self.layers.count(",") + 1} rules for {self.n_layer} layers')
+            raise ValueError(f'--layers={self.layers}: more rules than --n_layer={self.n_layer} layers')
 
     def rules(self):
         """The rule of each layer."""

@@ -411,7 +411,9 @@ def test_rope_sees_distances_only():
     ('sum', 'elu', 'attn', 2, 'only rules that erase'), ('softmax', 'elu', 'none', 1, 'own kernel'),
     ('sum', 'nope', 'attn', 1, 'no such feature map; choose'), ('sum', 'elu:3', 'attn', 1, 'takes nothing'),
     ('nope', 'elu', 'attn', 1, 'no such rule; choose'),
-    ('sum', 'elu', 'nope', 1, 'no such normaliser; choose'), ('sum', 'dpfp:0', 'attn', 1, '1..7'),
+    ('sum', 'elu', 'nope', 1, 'no such normaliser; choose'), ('sum', 'dpfp:8', 'attn', 1, '1..7'),
+    ('sum', 't2r:0', 'attn', 1, 'above 0'), ('sum', 'favor:many', 'attn', 1, 'a whole number above 0'),
+    ('sum', 'exp:nan', 'attn', 1, 'a number above 0'),
     ('sum', 'hedgehog:x', 'attn', 1, 'forms')])
 def test_meaningless_combinations_are_refused(rule, phi, norm, beta_max, why):
     with pytest.raises(ValueError, match=re.escape(why)) as e:
@@ -471,7 +473,7 @@ def refused(capsys, main, *argv):
     ('--steps=many', 'whole number'), ('--steps=0', 'at least 1'), ('--lr=nan', 'a number'),
     ('--lr=-1', 'at least 0'), ('--dropout=1', 'at most 0.99'), ('--carry=maybe', 'true or false'),
     ('--seed=1 --seed=2', 'twice'), ('--steps', 'missing'), ('steps=3', '--steps'),
-    ('--n_embd=130', 'n_head'), ('--layers=delta,nope', "'nope' is"),
+    ('--n_embd=33', 'n_head'), ('--layers=delta,nope', "'nope' is"),
     ('--rule=decay --norm=attn', 'denominator'), ('--resume', 'no such file'),
     ('--beta_max=2 --rule=sum', 'erase'), ('--device=tpu9', '--device'), ('--impl=fused', '--impl'),
     ('--data=nowhere.txt', 'nowhere.txt'), ('--carry --pos=learned', 'learned positions'),

@@ -92,7 +92,7 @@ def recall(rows, rng, vocab, training, length=128, keep=False):
     """
     half, n, i = vocab // 2, length // 2, np.arange(rows)[:, None]
     keys, values = rng.integers(0, half, (rows, n)), rng.integers(half, vocab, (rows, n))
-    keys[:, -1:] = keys[i, rng.integers(0, n - 1, (rows, 1))]           # the query: the key of an earlier pair
+    keys[:, -1:] = keys[i, rng.integers(0, n - 1, (rows, 1))]           # the query: key of an earlier pair
     if keep:
         values = values[i, keys]
     same = (keys[:, :, None] == keys[:, None, :]) & np.tri(n, k=-1, dtype=bool)
