@@ -13,7 +13,7 @@ each put together (`FastWeights`). Read from top to bottom; there is nothing els
 
 name          shape           meaning                         the papers' letter
 B H T         sizes           batch, heads, time steps
-K V C         sizes           features of q, k; of v; chunk   d_dot, d_value (Schlag), k (Kasai), m (FAVOR+)
+K V C         sizes           features of q, k; of v; chunk   d_dot, d_value (Schlag), k (Kasai), 2m (FAVOR+)
 q k           (B, H, T, K)    query, key, after the map phi   phi(q), phi(k)
 v             (B, H, T, V)    value
 S             (B, H, V, K)    fast weights: the state         W (Schlag), S (Katharopoulos, Mao, Kasai)
@@ -290,6 +290,7 @@ class RFA(Favor):
     """[sin(Wx), cos(Wx)] / sqrt(m), |x| = 1, W = R * sigma, sigma (H, d) learned. Peng 2021 sec. 3.1. arg: m.
     E[phi(q).phi(k)] = exp(-|sigma (q - k)|^2 / 2), a Gaussian kernel. R is redrawn as in FAVOR+."""
     temper = positive = False
+    floor = 1e-2    # sines and cosines can sum to less than zero, the kernel they stand for cannot
 
     def __init__(self, n_head, head_dim, arg=None):
         super().__init__(n_head, head_dim, arg)
@@ -444,7 +445,7 @@ class Gates(nn.Module):
 
         def bias(tau):          # softplus(b) = -log(1 - 1/tau) / rate
             return nn.Parameter((-(1 - 1 / tau).log() / (rule.rate or 1)).expm1().log())
-        tau = lambda n: torch.logspace(math.log10(4), math.log10(512), n)
+        tau = lambda n: torch.logspace(math.log10(4), math.log10(512), n) if n > 1 else torch.tensor([45.0])
         if n_f:
             self.bias_f = bias(tau(n_head)[:, None, None] if n_f == 1 else tau(n_f).repeat(n_head, 1, 1))
         if n_z:

@@ -67,21 +67,24 @@ def main(argv):
         tokens = torch.tensor([prepare.first(meta['data'])] * args.samples, device=device)
     say = lambda text: print(text, file=sys.stderr)  # standard output is the text, and nothing else
     say(f'{",".join(model.config.rules())} from {args.init}, step {meta["step"]}; {why}')
-    if model.max_len and (state[0]['t'] if state else 0) + tokens.shape[1] + args.tokens > model.max_len:
-        say(f'past {model.max_len} tokens, the last learned position is repeated')
+    end = (state[0]['t'] if state else 0) + tokens.shape[1] + args.tokens
+    if model.positions is not None and end > model.config.block_size:
+        say(f'past {model.config.block_size} tokens, the last learned position is repeated')
 
     began = time.perf_counter()
     state, last = model.read(tokens[:, :-1], state), tokens[:, -1:]
-    clock, out, shown = [time.perf_counter()], [], 0
+    n, tenth = args.tokens, max(1, args.tokens // 10)
+    clock, out = {0: time.perf_counter()}, []        # at the tenths; tokens not yet printed
     texts = model.generate(last, state, args.temperature, args.top_k, args.top_p, generator)
-    for last, state in itertools.islice(texts, args.tokens):
+    for i, (last, state) in enumerate(itertools.islice(texts, n), 1):
         out.append(last)
         if args.samples == 1:                        # as it comes, but for bytes of an unfinished character
-            text = prepare.decode([t.item() for t in out[shown:]], meta['data'])
-            if not text.endswith('\ufffd') or len(out) - shown > 3 or len(out) == args.tokens:
-                print(text, end='', flush=True)
-                shown = len(out)
-        clock.append(time.perf_counter())
+            text = prepare.decode([t.item() for t in out], meta['data'])
+            if not text.endswith('\ufffd') or len(out) > 3 or i == n:
+                print(text, end=' ' if meta['data']['tokenizer'] == 'ids' else '', flush=True)
+                out.clear()
+        if i in (tenth, n - tenth, n):
+            clock[i] = time.perf_counter()
     if args.samples > 1:
         for i, row in enumerate(torch.cat(out, 1).tolist() if out else ()):
             print(f'--- {i + 1} ---\n{prepare.decode(row, meta["data"])}')
@@ -89,7 +92,6 @@ def main(argv):
     if args.save_state:
         write(args.save_state, {**pack(state or []), 'last': last}, {'model': meta['digest']})
     size = sum(x.numel() * x.element_size() for x in pack(state or []).values())
-    n, tenth = len(out), max(1, len(out) // 10)
     grows = any(RULES[r].cache for r in model.config.rules())
     pace = lambda i, j: 1e3 * (clock[j] - clock[i]) / max(1, j - i)
     say(f'{tokens.shape[1]:,} tokens read in {clock[0] - began:.2f} s, {n:,} written, '

@@ -765,9 +765,9 @@ def test_two_processes_train_like_one(text, tmp_path):
     for n in 1, 2:
         run = subprocess.run([*torchrun, '--master_port=0', f'--nproc_per_node={n}', HERE / 'train.py', *TINY,
                               f'--data={data}', f'--out={tmp_path / str(n)}', '--steps=6', '--log_every=1',
-                              '--eval_every=3'], check=True, capture_output=True, text=True,
+                              '--eval_every=3'], capture_output=True, text=True,
                              env={**os.environ, 'OMP_NUM_THREADS': '1'})
-        assert f'{n} x cpu' in run.stdout
+        assert run.returncode == 0 and f'{n} x cpu' in run.stdout, run.stdout[-500:] + run.stderr[-3000:]
         rows.append(log(tmp_path / str(n))[1:])
         steps = [row.get('step', row.get('rule')) for row in rows[-1]]
         assert steps == [1, 2, 3, 3, 4, 5, 6, 6, 'blocks', 'carried']

@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -74,6 +73,9 @@ def memory(device):
     """Peak bytes: of the GPU, or of the process."""
     if device.type == 'cuda':
         return torch.cuda.max_memory_allocated(device)
+    if sys.platform == 'win32':
+        return 0
+    import resource
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
 
 
@@ -102,8 +104,9 @@ def nats(logits, y):
     """Sum of -log p over the targets that count, and how many and how many of them are right."""
     logits, y = logits.flatten(0, 1).float(), y.flatten()
     counts = y >= 0
-    return torch.stack([F.cross_entropy(logits, y, ignore_index=-1, reduction='sum').double(), counts.sum(),
-                        ((logits.argmax(-1) == y) & counts).sum()])
+    loss = F.cross_entropy(logits, y, ignore_index=-1, reduction='sum')
+    right = ((logits.argmax(-1) == y) & counts).sum()
+    return torch.stack([loss.cpu().double(), counts.sum().cpu(), right.cpu()])       # MPS has no float64
 
 
 @torch.no_grad()
@@ -113,7 +116,7 @@ def evaluate(model, data, T, meta, device, cast, rank=0, world=1, limit=None):
     stride = 2 * T if 'row' in meta else T
     end = min(len(data), limit or len(data)) - (0 if 'row' in meta else 1)
     begin = np.arange(0, end - stride + 1, stride)
-    total = torch.zeros(3, dtype=torch.float64, device=device)
+    total = torch.zeros(3, dtype=torch.float64)
     for i in range(rank * 32, len(begin), world * 32):
         x, y = rows(data, begin[i:i + 32], T, meta, device)
         with cast:
@@ -124,6 +127,7 @@ def evaluate(model, data, T, meta, device, cast, rank=0, world=1, limit=None):
         with cast:
             total += nats(model(x)[0], y)
     if world > 1:
+        total = total.to(device)
         dist.all_reduce(total)
     model.train()
     return (total[0] / total[1]).item(), (total[2] / total[1]).item()
@@ -133,7 +137,7 @@ def evaluate(model, data, T, meta, device, cast, rank=0, world=1, limit=None):
 def evaluate_carried(model, data, meta, device, cast, segment=4096):
     """The rule `carried`: the state runs along the whole file."""
     model.eval()
-    total, state = torch.zeros(3, dtype=torch.float64, device=device), None
+    total, state = torch.zeros(3, dtype=torch.float64), None
     for i in range(0, len(data) - 1, segment):
         T = min(segment, len(data) - 1 - i)
         x, y = rows(data, [i], T, meta, device)
@@ -234,8 +238,8 @@ def main(argv):
     check(args, config, model, train, val, data, meta, world)
     model.form, why = pick_form(args.impl)
 
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]     # gains, and the biases of gates (H, 1, K)
     opt = torch.optim.AdamW([{'params': matrices, 'weight_decay': args.weight_decay},
                              {'params': others, 'weight_decay': 0.0}],
                             lr=args.lr, betas=(0.9, 0.99), fused=device.type in ('cpu', 'cuda'))
@@ -328,6 +332,7 @@ def main(argv):
     say(f'\n{done - first} steps in {seconds / 60:.1f} minutes')
     report(args, model, val, data, device, cast, rank, world, say, write_log)
     if world > 1:
+        dist.barrier()                               # nobody leaves while rank 0 still reports
         dist.destroy_process_group()
 
 
@@ -366,7 +371,7 @@ def report(args, model, val, data, device, cast, rank, world, say, write_log):
     prompt, draw = torch.tensor([prepare.first(data)], device=device), torch.Generator(device).manual_seed(0)
     with cast:
         texts = model.generate(prompt, temperature=0.7, generator=draw)
-        tokens = [t.item() for t, _ in itertools.islice(texts, 400)]
+        tokens = [t.item() for t, _ in itertools.islice(texts, min(400, (model.max_len or 401) - 1))]
     say(f'--- a sample ---\n{prepare.decode(tokens, data)}\n---')
     say(f'next: python sample.py --init={args.out}/ckpt.safetensors --tokens=1000')
 
