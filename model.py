@@ -105,6 +105,9 @@ def script(main):
         except (ValueError, OSError) as e:
             print('error:', ' '.join(str(e).split()), file=sys.stderr)
             return 2
+        except ModuleNotFoundError as e:
+            print(f'error: {e}: pip install -r requirements.txt brings it', file=sys.stderr)
+            return 2
         except KeyboardInterrupt:
             print('\nstopped', file=sys.stderr)
             return 130
