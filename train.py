@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from data import prepare
 from fastweight import RULES
-from model import GPT, Config, flag, load, pack, parse, pick_device, pick_form, read, save, script, unpack
+from model import GPT, Config, flag, pack, parse, pick_device, pick_form, read, save, script, unpack
 
 BAD_STEPS = 10     # so many non-finite steps in a row end the run
 WARMUP = 0.05      # of all steps; then a cosine to 0
