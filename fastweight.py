@@ -49,18 +49,19 @@ def each(f, *xs):
 
 
 # ---- the recurrence, as it is defined ----------------------------------------------------------------------
-def start(q, k, v, write, erase, log_f, log_z, S, normalise):
-    """What both forms do first: fp32 (fp64 stays), decays clamped, v extended by the constant 1, S_0 = 0."""
+def start(q, k, v, write, erase, log_f, log_z, S, normalise, cast=True):
+    """What all forms do first: fp32 (fp64 stays), decays clamped, v extended by the constant 1, S_0 = 0."""
     if normalise and (erase is not None or (log_z is not None and log_z.shape[-1] > 1)):
         raise ValueError('normalise: one denominator n.q serves all value channels only while they share '
                          'their weights, so it goes neither with erase nor with a vector log_z')
     dtype = torch.promote_types(v.dtype, torch.float32)
-    q, k, v, w, e, f, z, S = each(lambda x: x.to(dtype), q, k, v, write, erase, log_f, log_z, S)
+    w, e, f, z, S = each(lambda x: x.to(dtype), write, erase, log_f, log_z, S)
+    q, k, v = each(lambda x: x.to(dtype), q, k, v) if cast else (q, k, v)
     f, z = each(lambda x: x.clamp(min=LOG_MIN), f, z)
     if normalise:  # S = [S; n]: a value that is always 1 makes the last row of S the sum of the keys
         v = F.pad(v, (0, 1), value=1.0)
     if S is None:
-        S = v.new_zeros(*v.shape[:2], v.shape[-1], k.shape[-1])
+        S = v.new_zeros(*v.shape[:2], v.shape[-1], k.shape[-1], dtype=dtype)
     return q, k, v, w, e, f, z, S
 
 

@@ -121,7 +121,7 @@ class Config:
     phi: str = flag('', f'feature map, if not the rule\'s; with option: dpfp:3 [{"|".join(FEATURE_MAPS)}]')
     norm: str = flag('', f'normaliser, if not the rule\'s [{"|".join(NORMALISERS)}]')
     beta_max: float = flag(1.0, 'delta rules: beta lies in (0, beta_max)', low=0, high=2)
-    conv: int = flag(4, 'width of the causal depthwise convolution over q, k, v; 0 for none', low=0, high=64)
+    conv: int = flag(4, 'width of the causal convolution before every mixer and MLP; 0 for none', low=0, high=64)
     pos: str = flag('auto', 'positions; auto: rope for softmax only', ['auto', 'none', 'learned', 'rope'])
     n_layer: int = flag(4, 'layers', low=1)
     n_head: int = flag(8, 'heads', low=1)
@@ -196,11 +196,12 @@ class ReluSquared(torch.autograd.Function):
 
 
 class CausalConv(nn.Module):
-    """y_t = sum_j w_j x_{t-n+j}, j = 0..n, in each channel; its state is the last n inputs, n = width - 1."""
+    """y_t = sum_j w_j x_{t-n+j}, j = 0..n, in each channel; its state is the last n inputs, n = width - 1.
+    Random at first: every channel is another view of the last tokens. Starting as the identity learns slower."""
     def __init__(self, channels, width):
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(width, channels))
-        nn.init.ones_(self.weight[-1])              # starts as the identity
+        self.weight = nn.Parameter(torch.empty(width, channels))
+        nn.init.uniform_(self.weight, -width ** -0.5, width ** -0.5)
 
     def forward(self, x, state=None):
         T, w, n = x.shape[1], self.weight, len(self.weight) - 1
@@ -209,14 +210,13 @@ class CausalConv(nn.Module):
 
 
 class Mixer(nn.Module):
-    """What attention was: projections, convolution, positions, fast weights or softmax. State in and out."""
+    """What attention was: projections, positions, fast weights or softmax. State in and out."""
     def __init__(self, c, rule):
         super().__init__()
         self.n_head, self.head_dim = c.n_head, c.n_embd // c.n_head
         softmax = RULES[rule].cache
         self.rope = c.pos == 'rope' or (c.pos == 'auto' and softmax)
         self.qkv = nn.Linear(c.n_embd, 3 * c.n_embd, bias=False)
-        self.conv = CausalConv(3 * c.n_embd, c.conv) if c.conv and not softmax else None
         mixed = len(set(c.rules())) > 1         # beside fast weights, softmax layers ignore --phi and --norm
         phi, norm = ('', '') if softmax and mixed else (c.phi, c.norm)
         beta_max = c.beta_max if RULES[rule].erase or not mixed else 1.0
@@ -228,12 +228,8 @@ class Mixer(nn.Module):
 
     def forward(self, x, state, form):
         B, T, D = x.shape
-        state = state or {}
         t, new = state.get('t', torch.zeros((), dtype=torch.long)), {}
-        qkv = self.qkv(x)
-        if self.conv is not None:
-            qkv, new['conv'] = self.conv(qkv, state.get('conv'))
-        q, k, v = qkv.view(B, T, 3, self.n_head, self.head_dim).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim).permute(2, 0, 3, 1, 4)
         if self.rope:
             q, k = rope(q, t), rope(k, t)
         o, new['S'] = self.memory(x, q, k, v, state.get('S'), t, form)
@@ -247,15 +243,23 @@ class Block(nn.Module):
     def __init__(self, c, rule):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(c.n_embd, bias=False), nn.LayerNorm(c.n_embd, bias=False)
+        self.convs = nn.ModuleList(CausalConv(c.n_embd, c.conv) for _ in range(2 if c.conv else 0))
         self.mixer = Mixer(c, rule)
         self.up = nn.Linear(c.n_embd, 4 * c.n_embd, bias=False)
         self.down = nn.Linear(4 * c.n_embd, c.n_embd, bias=False)
         self.dropout = nn.Dropout(c.dropout)
 
     def forward(self, x, state, form):
-        y, state = self.mixer(self.norm1(x), state, form)
+        state, views = state or {}, {}
+
+        def view(i, x):             # of the last tokens, where there is a convolution
+            if self.convs:
+                x, views[f'conv{i}'] = self.convs[i](x, state.get(f'conv{i}'))
+            return x
+        y, new = self.mixer(view(0, self.norm1(x)), state, form)
         x = x + y
-        return x + self.dropout(self.down(ReluSquared.apply(self.up(self.norm2(x))))), state
+        x = x + self.dropout(self.down(ReluSquared.apply(self.up(view(1, self.norm2(x))))))
+        return x, {**new, **views}
 
 
 class GPT(nn.Module):
