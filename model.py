@@ -161,24 +161,25 @@ def rope(x, t):
 
 
 class ShiftedSum(torch.autograd.Function):
-    """y_t = sum_j w_j x_{t+j}, j = 0..n. x (B, T + n, D), w (n + 1, D) -> y (B, T, D). The backward by
-    hand, because it is bound by memory: autograd's own takes three times as long."""
+    """y_t = sum_s w_s x_{t-s}, s = 0..n, zeros before x. x (B, T, D), w (n + 1, D), its last row for s = 0, -> y
+    (B, T, D). The backward by hand, because it is bound by memory: autograd's own takes three times as long."""
     @staticmethod
     def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
-        T = x.shape[1] - len(w) + 1
-        y = x[:, :T] * w[0]
-        for j in range(1, len(w)):
-            y.addcmul_(x[:, j:j + T], w[j])
+        y = x * w[-1]
+        for s in range(1, min(len(w), x.shape[1])):
+            y[:, s:].addcmul_(x[:, :-s], w[-1 - s])
         return y
 
     @staticmethod
     def backward(ctx, dy):
         x, w = ctx.saved_tensors
-        T, dx = dy.shape[1], torch.zeros_like(x)
-        for j in range(len(w)):
-            dx[:, j:j + T].addcmul_(dy, w[j])
-        return dx, torch.stack([(dy * x[:, j:j + T]).sum((0, 1)) for j in range(len(w))])
+        dx, dw = dy * w[-1], torch.zeros_like(w)
+        dw[-1] = (dy * x).sum((0, 1))
+        for s in range(1, min(len(w), x.shape[1])):
+            dx[:, :-s].addcmul_(dy[:, s:], w[-1 - s])
+            dw[-1 - s] = (dy[:, s:] * x[:, :-s]).sum((0, 1))
+        return dx, dw
 
 
 class ReluSquared(torch.autograd.Function):
@@ -204,9 +205,13 @@ class CausalConv(nn.Module):
         nn.init.uniform_(self.weight, -width ** -0.5, width ** -0.5)
 
     def forward(self, x, state=None):
-        T, w, n = x.shape[1], self.weight, len(self.weight) - 1
-        x = torch.cat([x.new_zeros(x.shape[0], n, x.shape[2]) if state is None else state, x], 1)
-        return (x * w).sum(1, keepdim=True) if T == 1 else ShiftedSum.apply(x, w), x[:, T:]
+        (_, T, _), n = x.shape, len(self.weight) - 1
+        if state is None:
+            return ShiftedSum.apply(x, self.weight), F.pad(x[:, max(0, T - n):], (0, 0, max(0, n - T), 0))
+        x = torch.cat([state, x], 1)
+        if T == 1:
+            return (x * self.weight).sum(1, keepdim=True), x[:, 1:]
+        return ShiftedSum.apply(x, self.weight)[:, n:], x[:, T:]
 
 
 class Mixer(nn.Module):
