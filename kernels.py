@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import fastweight
-from fastweight import each, finish, start
+from fastweight import FLOOR, LOG_MIN, each, finish, start
 
 try:
     import triton
@@ -359,18 +359,56 @@ def tokens(q, k, v, w, e, f, z, M, do, states, after, dq, dk, dv, dw, de, df, dz
         tl.store(dz + row, dz_, ok)
 
 
-def blocks(K, V, gates, dtype):
-    """Tile sizes and operand type for head sizes K, V. Fixed, never tuned at run time."""
-    BK, BV = (max(16, triton.next_power_of_2(d)) for d in (K, V))
-    plain = all(x is None for x in gates)               # nothing decays, nothing is erased
+@jit
+def vector(p, seq, i, D: tl.constexpr):
+    """Row seq of a (sequences, D) tensor, [len(i)] in fp32, 0 outside; [1] for one number; 1 for None."""
+    if p is None:
+        return tl.full([1], 1.0, tl.float32)
+    elif D == 1:
+        return tl.load(p + seq + tl.zeros([1], tl.int32)).to(tl.float32)
+    else:
+        return tl.load(p + seq * D + i, i < D, 0.0).to(tl.float32)
+
+
+@jit
+def one_step(q, k, v, w, e, f, z, S, floor, o, S_new, K: tl.constexpr, V: tl.constexpr, FD: tl.constexpr,
+             ZD: tl.constexpr, NORM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LOG_MIN: tl.constexpr):
+    """The definition for one step, S read and written once. With NORM = 1, row V of S is n, the sum of keys."""
+    seq, kk, vv = tl.program_id(0).to(tl.int64), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
+    q_, k_, v_, w_ = vector(q, seq, kk, K), vector(k, seq, kk, K), vector(v, seq, vv, V), vector(w, seq, kk, 1)
+    S_ = load(S, seq * (V + NORM) + vv, kk, vv < V, K)
+    n = tl.load(S + (seq * (V + NORM) + V) * K + kk, (kk < K) & (NORM > 0), 0.0)
+    if f is not None:
+        keep = tl.exp(tl.maximum(vector(f, seq, kk, FD), LOG_MIN))
+        S_, n = S_ * keep[None, :], n * keep
+    if z is not None:
+        keep = tl.exp(tl.maximum(vector(z, seq, vv, ZD), LOG_MIN))
+        S_ = S_ * keep[:, None]
+        if ZD == 1:
+            n = n * keep
+    u = w_ * v_
+    if e is not None:
+        u -= vector(e, seq, kk, 1) * tl.sum(S_ * k_[None, :], 1)
+    S_, n = S_ + u[:, None] * k_[None, :], n + w_ * k_
+    o_ = tl.sum(S_ * q_[None, :], 1)
+    if NORM:
+        o_ = o_ / tl.maximum(tl.sum(n * q_, 0), floor)
+        tl.store(S_new + (seq * (V + NORM) + V) * K + kk, n, (kk < K) & (tl.program_id(1) == 0))
+    tl.store(o + seq * V + vv, o_.to(o.dtype.element_ty), vv < V)
+    store(S_new, S_, seq * (V + NORM) + vv, kk, vv < V, K)
+
+
+def blocks(K, V, plain, dtype):
+    """Tile sizes and operand type for head sizes K, V; fixed, never tuned at run time. At these, `forward` needs
+    no register on the stack up to K = 128 (test_all.py compiles it for sm_80 and sm_90 and looks)."""
+    BK = max(16, triton.next_power_of_2(K))
     DT = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
     if DT == tl.float16 and not plain:
         DT = tl.bfloat16                                # e^80 is beyond fp16
     if triton.knobs.runtime.interpret:
         DT = tl.float32                                 # the interpreter computes with the bits of bf16
-    C = 64 if plain and BK <= 64 else CHUNK if BK <= 128 else 16
-    return dict(C=C, BK=BK, BV=min(BV, 64 if BK <= 64 else 32 if BK <= 128 else 16), DT=DT,
-                num_warps=4 if BK <= 64 else 8)
+    C = CHUNK if BK <= 64 and DT != tl.float32 else 16
+    return dict(C=C, BK=BK, BV=C, DT=DT, num_warps=8)
 
 
 class Tiles(torch.autograd.Function):
@@ -379,7 +417,7 @@ class Tiles(torch.autograd.Function):
     def forward(ctx, q, k, v, w, e, f, z, S):
         q, k, v, w, e, f, z, S = each(lambda x: x.contiguous(), q, k, v, w, e, f, z, S)
         (B, H, T, K), V = q.shape, v.shape[-1]
-        size = blocks(K, V, (e, f, z), v.dtype)
+        size = blocks(K, V, e is f is z is None, v.dtype)
         n, few = triton.cdiv(T, size['C']), {x: size[x] for x in ('C', 'BK', 'DT', 'num_warps')}
         FD, ZD = (0 if g is None else g.shape[-1] for g in (f, z))
         kept = torch.float32 if size['DT'] == tl.float32 else torch.bfloat16
@@ -399,15 +437,30 @@ class Tiles(torch.autograd.Function):
     def backward(ctx, do, dS_T):
         q, k, v, w, e, f, z, M, states_ = ctx.saved_tensors
         (B, H, T, K), V = q.shape, v.shape[-1]
-        size = blocks(K, V, (e, f, z), v.dtype)
+        size = blocks(K, V, e is f is z is None, v.dtype)
         n = triton.cdiv(T, size['C'])
         sizes = T, K, V, *(0 if g is None else g.shape[-1] for g in (f, z))
         do, dS_T, dS_0 = do.contiguous(), dS_T.contiguous(), torch.empty_like(dS_T)
         after = states_.new_empty(B * H, n, V, K)
         states[(B * H, triton.cdiv(V, size['BV']))](q, k, e, f, z, M, do, dS_T, after, dS_0, *sizes, **size)
         grads = each(torch.empty_like, q, k, v, w, e, f, z)
-        tokens[(B * H * n,)](q, k, v, w, e, f, z, M, do, states_, after, *grads, *sizes, **size)
+        tokens[(B * H * n,)](q, k, v, w, e, f, z, M, do, states_, after, *grads, *sizes, **{**size, 'BV': 16})
         return *grads, dS_0
+
+
+def step_on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False):
+    """fastweight.recurrent for a single step, no gradients."""
+    (B, H, _, K), V, norm = q.shape, v.shape[-1], int(bool(normalise))
+    if S is None:
+        S = v.new_zeros(B, H, V + norm, K, dtype=torch.float32)
+    q, k, v, write, erase, log_f, log_z, S = each(lambda x: x.contiguous(), q, k, v, write, erase, log_f, log_z, S)
+    FD, ZD = (0 if g is None else g.shape[-1] for g in (log_f, log_z))
+    o, S_new, BK = torch.empty_like(v), torch.empty_like(S), triton.next_power_of_2(K)
+    BV = min(triton.next_power_of_2(V), max(1, 4096 // BK))
+    one_step[(B * H, triton.cdiv(V, BV))](q, k, v, write, erase, log_f, log_z, S,
+                                          FLOOR if normalise is True else float(normalise), o, S_new,
+                                          K, V, FD, ZD, norm, BK, BV, LOG_MIN)
+    return o, S_new
 
 
 # ---- one entrance for all machines -------------------------------------------------------------------------
@@ -423,9 +476,10 @@ def check(q, k, v, write, erase, log_f, log_z, S, normalise):
             raise ValueError(f'{name}: expected {" or ".join(map(str, shapes))}, not {tuple(x.shape)}')
     if S is not None and tuple(S.shape) != (B, H, V + bool(normalise), K):
         raise ValueError(f'S: expected {(B, H, V + bool(normalise), K)}, not {tuple(S.shape)}')
-    for name, x in dict(k=k, v=v, write=write, erase=erase, log_f=log_f, log_z=log_z, S=S).items():
+    for name, x in dict(q=q, k=k, v=v, write=write, erase=erase, log_f=log_f, log_z=log_z, S=S).items():
         if x is not None and (x.device != q.device or not x.is_floating_point()):
-            raise ValueError(f'{name}: expected floating point on {q.device} as q, not {x.dtype} on {x.device}')
+            raise ValueError(f'{name}: expected floating point numbers, on {q.device} like q; not {x.dtype} on '
+                             f'{x.device}')
 
 
 def on_cpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, chunk=None):
@@ -452,21 +506,22 @@ def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, norm
 def fault(f, args):
     """Why f must not be trusted with arguments like these on this machine; None if it may. Compilers have made
     wrong kernels without a word, so a small case goes through f and through fastweight.chunked and back."""
-    *xs, S, normalise = args
-    draw, results = torch.Generator().manual_seed(0), []
-    xs = each(lambda x: torch.rand(1, 2, 2 * CHUNK + 3, *x.shape[3:], generator=draw).to(x), *xs)
+    *xs, _, normalise = args
+    draw, results, T = torch.Generator().manual_seed(0), [], min(args[0].shape[2], 2 * CHUNK + 3)
+    xs = each(lambda x: torch.rand(1, 2, T, *x.shape[3:], generator=draw).to(x), *xs)
     xs[1], xs[5:] = xs[1] / xs[1].shape[-1] ** 0.5, each(torch.neg, *xs[5:])        # short keys, log-decays
     given = [x.requires_grad_() for x in xs if x is not None]
     try:
         for g in (fastweight.chunked, f):
             o, S = g(*xs, None, normalise)
-            results.append([o, S, *torch.autograd.grad((o * o).sum() + (S * S).sum(), given)])
+            grads = torch.autograd.grad((o * o).sum() + (S * S).sum(), given) if o.requires_grad else ()
+            results.append([o, S, *grads])
     except Exception as e:      # whatever a compiler may raise
-        return f'{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ""}'
+        return f'{type(e).__name__}: {(str(e).splitlines() or [""])[0]}'
     limit = 1e-3 if xs[2].dtype == torch.float32 else 3e-2
     errors = [((a - b).float().norm() / (a.float().norm() + 1e-6)).item() for a, b in zip(*results)]
     if not max(errors) < limit:
-        return f'its results differ from the definition by {max(errors):.1e}'
+        return f'results differ from the definition by {max(errors):.1e}'
 
 
 trusted = {}        # kinds of arguments -> the form that was found right for them
@@ -474,15 +529,19 @@ trusted = {}        # kinds of arguments -> the form that was found right for th
 
 def fastest(*args):
     """The form for such arguments: Triton on an Nvidia GPU, once it has shown that it is right."""
-    q, k, v, *_, S, normalise = args
+    q, k, v, _, erase, _, log_z, _, normalise = args
     if q.device.type != 'cuda' or torch.float64 in (q.dtype, k.dtype, v.dtype):
         return on_cpu if q.device.type in ('cpu', 'cuda') else fastweight.chunked
-    kind = (q.device, normalise, *(x if x is None else (x.dtype, x.shape[3:]) for x in args[:7]))
+    one = q.shape[2] == 1 and not torch.is_grad_enabled() and not (normalise and (erase is not None or
+                                                                                   log_z is not None))
+    kind = (q.device, one, normalise, *(x if x is None else (x.dtype, x.shape[3:]) for x in args[:7]))
     if kind not in trusted:
-        why = fault(on_gpu, args) if triton else 'there is no triton'
+        f = step_on_gpu if one else on_gpu
+        with torch.inference_mode(False), torch.set_grad_enabled(not one):
+            why = fault(f, args) if triton else 'there is no triton'
         if why:
-            print(f'kernels.py: no Triton kernels for {tuple(q.shape)}: {why}', file=sys.stderr)
-        trusted[kind] = on_cpu if why else on_gpu
+            print(f'kernels.py: no Triton for {tuple(q.shape)}, plain torch instead: {why}', file=sys.stderr)
+        trusted[kind] = f if not why else fastweight.recurrent if one else on_cpu
     return trusted[kind]
 
 

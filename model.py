@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import fastweight
+import kernels
 from fastweight import FEATURE_MAPS, NORMALISERS, RULES, FastWeights
 
 # ---- flags: a dataclass field is the flag, its type, default, help, choices and range ----------------------
@@ -292,7 +293,8 @@ class GPT(nn.Module):
             t = torch.arange(tokens.shape[1], device=x.device) + (state[0]['t'] if state else 0)
             x = x + self.positions(t.clamp(max=self.config.block_size - 1))
         x, new = self.dropout(x), []
-        form = self.form if tokens.shape[1] > 1 else fastweight.recurrent    # one step is one step
+        one = tokens.shape[1] == 1 and not tokens.is_cuda      # on a GPU, kernels.chunked has a step of its own
+        form = fastweight.recurrent if one else self.form
         for block, s in zip(self.blocks, state or [None] * len(self.blocks)):
             x, s = block(x, s, form)
             new.append(s)
@@ -377,17 +379,14 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
 
 
 # ---- which form of the recurrence runs ---------------------------------------------------------------------
-def pick_form(impl):
+def pick_form(impl, device='cpu'):
     """'loop', 'chunk', 'fused' or 'auto' -> (function, one line: which and why). The only choice point."""
-    if impl in ('auto', 'fused'):
-        if os.path.exists(os.path.join(os.path.dirname(os.path.abspath(__file__)), 'kernels.py')):
-            import kernels
-            return kernels.chunked, 'fused (kernels.py)'
-        if impl == 'fused':
-            raise ValueError('--impl=fused: there are no fused kernels here yet; take --impl=chunk')
-        return fastweight.chunked, 'chunk (plain torch; there are no fused kernels here yet)'
-    return {'loop': (fastweight.recurrent, 'loop (the definition, slow)'),
-            'chunk': (fastweight.chunked, 'chunk (plain torch)')}[impl]
+    forms = {'loop': (fastweight.recurrent, 'loop (the definition, slow)'),
+             'chunk': (fastweight.chunked, 'chunk (plain torch and autograd)'),
+             'fused': (kernels.chunked, 'fused (kernels.py: Triton on a GPU, else batched products)')}
+    if impl == 'auto':
+        impl = 'fused' if torch.device(device).type in ('cpu', 'cuda') else 'chunk'
+    return forms[impl]
 
 
 # ---- checkpoints: one safetensors file, replaced in one step, with a digest over its contents --------------
