@@ -324,8 +324,8 @@ class GPT(nn.Module):
         step a token. The state includes all but the token it comes with. temperature 0: the likeliest."""
         state, token, step = self.read(tokens[:, :-1], state), tokens[:, -1:], self
         for i in itertools.count():
-            if i == 32 and token.device.type == 'cpu':           # worth its tenth of a second
-                step = captured(self, token, state)
+            if i == 32 and token.device.type in ('cpu', 'cuda'):   # worth its tenth of a second
+                step = (captured if token.device.type == 'cpu' else graphed)(self, token, state)
             logits, state = step(token, state)
             token = sample(logits[:, -1], temperature, top_k, top_p, generator)
             yield token, state
@@ -342,10 +342,15 @@ class OneStep(nn.Module):
         return logits, *pack(state).values()
 
 
+def grows(model):
+    """Whether the work of a step changes with the position: a cache that grows, features of a position."""
+    return any(b.mixer.memory.rule.cache or b.mixer.memory.phi.max_len for b in model.blocks)
+
+
 def captured(model, token, state):
     """model(token, state) for single tokens as a recorded list of operations: Python is most of a step
     at this size. Only for a state of fixed size and positions without end; else the model itself."""
-    if any(b.mixer.memory.rule.cache or b.mixer.memory.phi.max_len for b in model.blocks):
+    if grows(model):
         return model
     try:
         with warnings.catch_warnings():
@@ -359,6 +364,40 @@ def captured(model, token, state):
     def run(token, state):
         logits, *tensors = step(token, *pack(state).values())
         return logits, unpack(dict(zip(names, tensors)))
+    return run
+
+
+def graphed(model, token, state):
+    """The same on an Nvidia GPU, as one CUDA graph: a step is one launch, in place of some hundred. The state it
+    returns is always the same memory, good until the next step. Not where a position enters: it would freeze."""
+    if grows(model) or model.positions is not None or any(b.mixer.rope for b in model.blocks):
+        return model
+    tensors = {k: x.clone() for k, x in pack(state).items()}
+    moving = [k for k in tensors if not k.endswith('.t')]           # t counts on the CPU
+    here, step, graph = token.clone(), OneStep(model, state), torch.cuda.CUDAGraph()
+    try:
+        expected = model(token, state)[0]
+        with torch.cuda.graph(graph):
+            logits, *new = step(here, *tensors.values())
+            for k, x in zip(tensors, new):
+                if k in moving:
+                    tensors[k].copy_(x)
+    except RuntimeError as e:
+        print(f'steps are not captured ({str(e).splitlines()[0]})', file=sys.stderr)
+        return model
+
+    def run(token, state):
+        here.copy_(token)
+        for k, x in pack(state).items():
+            if x is not tensors[k]:
+                tensors[k].copy_(x)
+        graph.replay()
+        for k in tensors.keys() - set(moving):
+            tensors[k] += 1
+        return logits, unpack(tensors)
+    if not torch.allclose(run(token, state)[0], expected, 1e-2, 1e-2):      # the caller's state is untouched
+        print('steps are not captured (the graph computes something else)', file=sys.stderr)
+        return model
     return run
 
 
