@@ -28,6 +28,7 @@ class Args:
     out: str = flag('out/bench', 'folder for tables and pictures')
     device: str = flag('auto', 'auto, cpu, cuda')
     dtype: str = flag('auto', 'of q, k, v; auto: bfloat16 on a GPU', ['auto', 'float32', 'bfloat16'])
+    lengths: str = flag('', 'sequence lengths, if not those of the suite: 256,1024')
     heads: int = flag(4, 'heads', low=1)
     head_dim: int = flag(64, 'features of q, k and v', low=1)
     batch: int = flag(1, 'rows', low=1)
@@ -61,6 +62,14 @@ def kept_bytes(run):
         o = run()
     del o
     return sum(kept.values())
+
+
+def lengths(args, default):
+    """--lengths as numbers."""
+    try:
+        return [int(T) for T in args.lengths.split(',')] if args.lengths else default
+    except ValueError:
+        raise ValueError(f'--lengths={args.lengths}: expected whole numbers with commas, as 256,1024') from None
 
 
 def ceiling(device, dtype):
@@ -135,18 +144,24 @@ def softmax(q, k, v):
 
 def peers(device):
     """flash-linear-attention's forms of some rules, where it is installed: name -> (kind, function)"""
+    table = {'fla sum': ('sum', True, 'linear_attn', 'chunk_linear_attn', 'naive_chunk_linear_attn'),
+             'fla delta': ('delta', device.type == 'cuda', 'delta_rule', 'chunk_delta_rule', 'delta_rule_chunkwise'),
+             'fla kda': ('kda', True, 'kda', 'chunk_kda', 'naive_chunk_kda')}
     found = {}
-    try:
-        if device.type == 'cuda':
-            ops = {'fla sum': ('sum', 'fla.ops.linear_attn', 'chunk_linear_attn'),
-                   'fla delta': ('delta', 'fla.ops.delta_rule', 'chunk_delta_rule')}
-        else:
-            ops = {'fla sum': ('sum', 'fla.ops.linear_attn.naive', 'naive_chunk_linear_attn'),
-                   'fla delta': ('delta', 'fla.ops.delta_rule.naive', 'delta_rule_chunkwise')}
-        for name, (kind, module, function) in ops.items():
-            found[name] = kind, getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as e:
-        print(f'flash-linear-attention is left out ({e})', file=sys.stderr)
+    for name, (kind, time_first, module, kernel, naive) in table.items():
+        try:
+            f = (getattr(importlib.import_module(f'fla.ops.{module}'), kernel) if device.type == 'cuda' else
+                 getattr(importlib.import_module(f'fla.ops.{module}.naive'), naive))
+        except (ImportError, AttributeError) as e:
+            print(f'{name} is left out ({e})', file=sys.stderr)
+            continue
+
+        def call(q, k, v, write=None, erase=None, log_f=None, f=f, time_first=time_first):
+            xs = [x for x in (q, k, v, log_f, write) if x is not None]
+            o = f(*(x.transpose(1, 2) for x in xs)) if time_first else f(*xs)       # theirs are (B, T, H, d)
+            o = o[0] if isinstance(o, tuple) else o
+            return o.transpose(1, 2) if time_first else o
+        found[name] = kind, call
     return found
 
 
@@ -156,15 +171,9 @@ def train(args, device, dtype):
     cases = {'attention': ('softmax', softmax)}
     cases |= {f'{kind}': (kind, kernels.chunked) for kind in kinds}
     cases |= {f'{kind}, plain torch': (kind, fastweight.chunked) for kind in ('sum', 'delta')}
-    for name, (kind, f) in peers(device).items():
-        if device.type == 'cuda':       # (B, T, H, d)
-            g = lambda q, k, v, write=None, erase=None, f=f: f(*(x.transpose(1, 2) for x in (q, k, v)), *(
-                () if write is None else (write.transpose(1, 2),)))
-        else:
-            g = lambda q, k, v, write=None, erase=None, f=f: f(q, k, v, *(() if write is None else (write,)))
-        cases[name] = kind, g
-    peak, rows, T_max = ceiling(device, dtype), [], 16384 if args.full else 4096
-    for T in [T for T in (256, 1024, 4096, 16384) if T <= T_max]:
+    cases |= peers(device)
+    peak, rows = ceiling(device, dtype), []
+    for T in lengths(args, [256, 1024, 4096, 16384] if args.full else [256, 1024, 4096]):
         base = None
         for name, (kind, f) in cases.items():
             a = inputs(kind, args, T, device, dtype)
@@ -175,13 +184,13 @@ def train(args, device, dtype):
             def back():
                 o = f(**a)
                 o = o[0] if isinstance(o, tuple) else o
-                torch.autograd.grad(o, wanted, cotangent.view_as(o) if o.shape != cotangent.shape else cotangent)
+                torch.autograd.grad(o, wanted, cotangent)
             try:
                 forward = seconds(lambda: f(**given), device, 0.5 if args.full else 0.2)
                 both = seconds(back, device, 1.0 if args.full else 0.3)
                 kept = kept_bytes(lambda: f(**a))
-            except (RuntimeError, TypeError, ValueError) as e:
-                print(f'{name} at T = {T} is left out: {str(e).splitlines()[0][:100]}', file=sys.stderr)
+            except Exception as e:      # a peer may refuse a length, or run out of memory
+                print(f'{name} at T = {T} is left out: {type(e).__name__} {str(e)[:100]}', file=sys.stderr)
                 continue
             with FlopCounterMode(display=False) as count:
                 back() if device.type == 'cpu' else None

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 if not torch.cuda.is_available():    # before kernels is imported: its GPU kernels then run in plain numpy
     os.environ['TRITON_INTERPRET'] = '1'
+import bench
 import fastweight
 import kernels
 import model as model_py
@@ -988,6 +989,16 @@ def test_soak_100000_tokens_in_constant_memory(rule):
     assert len(sizes) == 1 and int(state[0]['t']) == 100_000 and memory[-1] - memory[0] < 8 * 2 ** 20
 
 
+def test_bench_writes_table_picture_and_one_json_line(tmp_path, capsys):
+    assert bench.main(['train', '--lengths=40', '--heads=1', '--head_dim=8', f'--out={tmp_path}']) == 0
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    table = (tmp_path / 'train.csv').read_text().splitlines()
+    assert line['suite'] == 'train' and len(line['ms']) == len(table) - 1 >= 10
+    assert (tmp_path / 'train.png').stat().st_size > 5000
+    for argv, named in (['tran'], 'choose from'), (['train', '--lengths=4k'], '--lengths'), (['--hedas=2'], '--heads'):
+        assert named in refused(capsys, bench.main, *argv)
+
+
 # ---- the repository itself ---------------------------------------------------------------------------------
 
 LAYER = dict(test_all=4, train=3, sample=3, convert=3, bench=3, model=2, kernels=1, fastweight=0, prepare=0,
@@ -1037,11 +1048,11 @@ def test_readme_is_true_of_the_code():
         assert row in text
     for name in (*FEATURE_MAPS, *NORMALISERS):
         assert f'`{name}`' in text, name
-    command = r'(?:python|torchrun --\S+) (train|sample)\.py((?: (?:"[^"]*"|[^\s"`|&>#)])+)*)'
-    found = re.findall(command, '\n'.join((text, train.__doc__, sample.__doc__)))    # to two blanks, # or |
-    assert {script for script, _ in found} == {'train', 'sample'}
+    command = r'(?:python|torchrun --\S+) (train|sample|bench)\.py(?: train)?((?: (?:"[^"]*"|[^\s"`|&>#)])+)*)'
+    found = re.findall(command, '\n'.join((text, train.__doc__, sample.__doc__, bench.__doc__)))    # to two blanks, # or |
+    assert {script for script, _ in found} == {'train', 'sample', 'bench'}
     for script, flags in found:
-        classes = (train.Args, Config) if script == 'train' else (sample.Args,)
+        classes = dict(train=(train.Args, Config), sample=(sample.Args,), bench=(bench.Args,))[script]
         for given, c in zip(model_py.parse(shlex.split(flags), '', *classes), classes):
             c(**given)
     for path in re.findall(r'\]\(([\w./-]+)[)#]', text) + re.findall(r'[\w/]+\.py\b', text):
