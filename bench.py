@@ -1,4 +1,4 @@
-"""Measure, on this machine. Each suite prints a table, writes out/bench/SUITE.csv and .png, and ends with one JSON line.
+"""Measure, on this machine. A suite prints a table, writes out/bench/SUITE.csv and .png; last, a JSON line.
 
     python bench.py train              a layer forward and backward over T: our forms, and attention
     python bench.py train --full       more lengths, more repeats; --heads=12 --head_dim=64 are GPT-2's
@@ -69,7 +69,7 @@ def lengths(args, default):
     try:
         return [int(T) for T in args.lengths.split(',')] if args.lengths else default
     except ValueError:
-        raise ValueError(f'--lengths={args.lengths}: expected whole numbers with commas, as 256,1024') from None
+        raise ValueError(f'--lengths={args.lengths}: expected numbers with commas, as 256,1024') from None
 
 
 def ceiling(device, dtype):
@@ -104,12 +104,13 @@ def report(args, name, rows, note, draw, **summary):
 
 
 def lines(axes, rows, x, y, label):
-    """One line a label, on logarithmic axes, named at its end, in colours that colour-blind readers can tell."""
+    """One line a label, on logarithmic axes, in colours that colour-blind readers can tell."""
     colours = ['#000000', '#E69F00', '#56B4E9', '#009E73', '#F0E442', '#0072B2', '#D55E00', '#CC79A7']
     for i, name in enumerate(dict.fromkeys(r[label] for r in rows)):
         points = [(r[x], r[y]) for r in rows if r[label] == name and r[y]]
         if points:
-            axes.plot(*zip(*points), marker='o', color=colours[i % 8], linestyle='-' if i < 8 else '--', label=name)
+            style = dict(marker='o', color=colours[i % 8], linestyle='-' if i < 8 else '--')
+            axes.plot(*zip(*points), label=name, **style)
     axes.set(xscale='log', yscale='log')
     ticks = sorted({r[x] for r in rows})
     axes.set_xticks(ticks, [f'{t:,}' for t in ticks])
@@ -144,14 +145,15 @@ def softmax(q, k, v):
 
 def peers(device):
     """flash-linear-attention's forms of some rules, where it is installed: name -> (kind, function)"""
+    gpu = device.type == 'cuda'
     table = {'fla sum': ('sum', True, 'linear_attn', 'chunk_linear_attn', 'naive_chunk_linear_attn'),
-             'fla delta': ('delta', device.type == 'cuda', 'delta_rule', 'chunk_delta_rule', 'delta_rule_chunkwise'),
+             'fla delta': ('delta', gpu, 'delta_rule', 'chunk_delta_rule', 'delta_rule_chunkwise'),
              'fla kda': ('kda', True, 'kda', 'chunk_kda', 'naive_chunk_kda')}
     found = {}
     for name, (kind, time_first, module, kernel, naive) in table.items():
         try:
-            f = (getattr(importlib.import_module(f'fla.ops.{module}'), kernel) if device.type == 'cuda' else
-                 getattr(importlib.import_module(f'fla.ops.{module}.naive'), naive))
+            module = importlib.import_module(f'fla.ops.{module}' + ('' if gpu else '.naive'))
+            f = getattr(module, kernel if gpu else naive)
         except (ImportError, AttributeError) as e:
             print(f'{name} is left out ({e})', file=sys.stderr)
             continue
@@ -194,17 +196,18 @@ def train(args, device, dtype):
                 continue
             with FlopCounterMode(display=False) as count:
                 back() if device.type == 'cpu' else None
-            base = base or both
+            base, flops = base or both, count.get_total_flops()
             rows.append({'form': name, 'T': T, 'forward ms': 1e3 * forward, 'f+b ms': 1e3 * both,
                          'of attention': both / base, 'kept MB': kept / 2 ** 20,
-                         'of ceiling': count.get_total_flops() / both / peak if count.get_total_flops() else None})
+                         'of ceiling': flops / both / peak if flops else None})
 
     def draw(axes, rows):
         lines(axes, [r for r in rows if 'plain' not in r['form']], 'T', 'f+b ms', 'form')
         axes.set(xlabel='sequence length', ylabel='forward + backward, ms',
                  title=f'one layer, {args.heads} heads of {args.head_dim}, {device.type}')
-    report(args, 'train', rows, f'{peak / 1e9:.0f} GFLOP/s in one large product; "of ceiling" counts the products '
-           'a form really does; "kept" is what it keeps for the backward', draw, ceiling_flops=peak,
+    note = (f'{peak / 1e9:.0f} GFLOP/s in one large product; "of ceiling" counts the products a form '
+            'really does; "kept" is what it keeps for the backward')
+    report(args, 'train', rows, note, draw, ceiling_flops=peak,
            ms={f'{r["form"]} {r["T"]}': round(r['f+b ms'], 3) for r in rows})
 
 

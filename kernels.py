@@ -1,8 +1,8 @@
-"""Fast forms of the recurrence: `chunked` with the signature and meaning of fastweight.chunked, backward by hand.
+"""Fast forms of the recurrence: `chunked` as fastweight.chunked means it, with a backward by hand.
 
     o, S = chunked(q, k, v, write, erase, log_f, log_z, S, normalise)
 
-Every form here has its definition in fastweight.py and is compared with it, values and gradients, in test_all.py.
+Every form here has its definition in fastweight.py; test_all.py compares them, values and gradients.
 """
 import sys
 import types
@@ -79,7 +79,8 @@ class Chunks(torch.autograd.Function):
         states = S.new_empty(N, n + 1, V, K)            # before each chunk, and after the last
         states[:, 0] = S.reshape(N, V, K)
         for j in range(n):
-            S, u, gates = states[:, j], split(U)[:, j], each(lambda g: g[:, j], f_in, f_all, z_in, z_out, z_all)
+            S, u = states[:, j], split(U)[:, j]
+            gates = each(lambda g: g[:, j], f_in, f_all, z_in, z_out, z_all)
             f_in_j, f_all_j, z_in_j, z_out_j, z_all_j = gates
             if e is not None:
                 u -= times(torch.bmm(split(W)[:, j], times(S, f_in_j).mT), z_in_j)
@@ -87,8 +88,8 @@ class Chunks(torch.autograd.Function):
             torch.add(times(S, f_all_j, *each(lambda g: g.mT, z_all_j)), new_j, out=states[:, j + 1])
         S = join(times(states[:, :-1], f_in))
         o = times(torch.bmm(A, U) + join(times(split(torch.bmm(y, S.mT)), z_in)), z_up)
-        ctx.save_for_backward(q, k, v, w, e, f_up, f_down, f_in, f_out, f_all, z_up, z_down, z_in, z_out, z_all,
-                              A, U, M, W, states, None if z is None else o)
+        ctx.save_for_backward(q, k, v, w, e, f_up, f_down, f_in, f_out, f_all, z_up, z_down, z_in, z_out,
+                              z_all, A, U, M, W, states, None if z is None else o)
         ctx.sizes = B, H, T, f if f is None else f.shape[-1], z if z is None else z.shape[-1]
         return o.view(B, H, T, V), states[:, -1].reshape(B, H, V, K)
 
@@ -107,7 +108,8 @@ class Chunks(torch.autograd.Function):
         read = times(split(torch.bmm(g.mT, y)), f_in)
         after = torch.empty_like(read)                  # gradient of the state that each chunk hands on
         for j in reversed(range(n)):
-            after[:, j], du, gates = dS, split(dU)[:, j], each(lambda g: g[:, j], f_in, f_all, z_in, z_out, z_all)
+            after[:, j], du = dS, split(dU)[:, j]
+            gates = each(lambda g: g[:, j], f_in, f_all, z_in, z_out, z_all)
             f_in_j, f_all_j, z_in_j, z_out_j, z_all_j = gates
             if e is not None:
                 du += times(torch.bmm(x_out[:, j], dS.mT), z_out_j)
@@ -135,7 +137,7 @@ class Chunks(torch.autograd.Function):
         if w is not None:
             dw, dv = (dv * v).sum(-1), dv * w
 
-        def gate(reads, dS_S, size):                    # the sum from t to the chunk's end, over shared channels
+        def gate(reads, dS_S, size):                    # sum from t to the chunk's end, over shared channels
             if size == 1:
                 reads, dS_S = reads.sum(-1, True), dS_S.sum(-1, True)
             return (reads.flip(1).cumsum(1).flip(1) + dS_S).view(B, H, T, size)
@@ -150,16 +152,16 @@ class Chunks(torch.autograd.Function):
 
 
 # ---- GPU: the same letters, in four Triton kernels ---------------------------------------------------------
-# A tile is one chunk of one sequence. `inverse` and `tokens` have one program a tile; `forward` and `states` one
-# a sequence and block of BV value channels, which walks through the chunks with its part of S in registers:
+# A tile is one chunk of one sequence. `inverse` and `tokens` have one program a tile; `forward` and `states`
+# one a sequence and block of BV value channels: it walks through the chunks, its part of S in registers.
 #
 #               chunk 0   chunk 1   ...                           reads                  writes
 #   inverse     [ tile ]  [ tile ]  all at once                   k e f                  M (C numbers a token)
-#   forward     S -> o    S -> o    ... ->  one after the other   q k v w e f z M        o, S (V K / C a token)
-#   states      dS     <- dS     <- ...     from the last back    q k e f z M do         dS (V K / C a token)
+#   forward     S -> o    S -> o    ...     one after the other   q k v w e f z M        o, S (VK/C a token)
+#   states      dS     <- dS     <- ...     from the last back    q k e f z M do         dS (VK/C a token)
 #   tokens      [ tile ]  [ tile ]  all at once                   all these, S, dS       dq dk dv dw de df dz
 #
-# Operands of a product are DT (fp16 and bf16 as given, bf16 where decays need its range), sums and states fp32.
+# Operands of a product are DT (as given, or bf16 where decays need its range), sums and states fp32.
 # A log-decay is a [C, K] tile, or [C, 1] for one a head, or zeros: the same lines serve all of them.
 def jit(f):
     return triton.jit(f, do_not_specialize=['T']) if triton else f
@@ -173,12 +175,14 @@ def dot(a, b, DT: tl.constexpr):
 @jit
 def load(p, row, col, T_ok, D: tl.constexpr):
     """Tile [rows, cols] of a (..., D) tensor, in fp32, 0 outside."""
-    return tl.load(p + row[:, None] * D + col[None, :], T_ok[:, None] & (col < D)[None, :], 0.0).to(tl.float32)
+    ok = T_ok[:, None] & (col < D)[None, :]
+    return tl.load(p + row[:, None] * D + col[None, :], ok, 0.0).to(tl.float32)
 
 
 @jit
 def store(p, x, row, col, T_ok, D: tl.constexpr):
-    tl.store(p + row[:, None] * D + col[None, :], x.to(p.dtype.element_ty), T_ok[:, None] & (col < D)[None, :])
+    ok = T_ok[:, None] & (col < D)[None, :]
+    tl.store(p + row[:, None] * D + col[None, :], x.to(p.dtype.element_ty), ok)
 
 
 @jit
@@ -192,7 +196,7 @@ def column(p, row, T_ok, default: tl.constexpr):
 
 @jit
 def decays(p, row, col, T_ok, D: tl.constexpr, C: tl.constexpr):
-    """`factors` of one tile: e^(g - m), e^(m - g) [C, d]; e^m, e^(g_C - m), e^(g_C) [1, d]. d = 1 or the tile's"""
+    """`factors` of one tile: e^(g - m), e^(m - g) [C, d]; e^m, e^(g_C - m), e^(g_C) [1, d]; d is 1 or BK."""
     if D > 1:
         g = tl.cumsum(load(p, row, col, T_ok, D), 0)
     else:
@@ -373,9 +377,10 @@ def vector(p, seq, i, D: tl.constexpr):
 @jit
 def one_step(q, k, v, w, e, f, z, S, floor, o, S_new, K: tl.constexpr, V: tl.constexpr, FD: tl.constexpr,
              ZD: tl.constexpr, NORM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LOG_MIN: tl.constexpr):
-    """The definition for one step, S read and written once. With NORM = 1, row V of S is n, the sum of keys."""
+    """The definition for one step, S read and written once. With NORM = 1, row V of S is n, the keys' sum."""
     seq, kk, vv = tl.program_id(0).to(tl.int64), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
-    q_, k_, v_, w_ = vector(q, seq, kk, K), vector(k, seq, kk, K), vector(v, seq, vv, V), vector(w, seq, kk, 1)
+    q_, k_ = vector(q, seq, kk, K), vector(k, seq, kk, K)
+    v_, w_ = vector(v, seq, vv, V), vector(w, seq, kk, 1)
     S_ = load(S, seq * (V + NORM) + vv, kk, vv < V, K)
     n = tl.load(S + (seq * (V + NORM) + V) * K + kk, (kk < K) & (NORM > 0), 0.0)
     if f is not None:
@@ -399,8 +404,8 @@ def one_step(q, k, v, w, e, f, z, S, floor, o, S_new, K: tl.constexpr, V: tl.con
 
 
 def blocks(K, V, plain, dtype):
-    """Tile sizes and operand type for head sizes K, V; fixed, never tuned at run time. At these, `forward` needs
-    no register on the stack up to K = 128 (test_all.py compiles it for sm_80 and sm_90 and looks)."""
+    """Tile sizes and operand type for head sizes K, V; fixed, never tuned at run time. With these `forward`
+    has no register on the stack up to K = 128 in bf16 (test_all.py compiles it for sm_80, sm_90)."""
     BK = max(16, triton.next_power_of_2(K))
     DT = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
     if DT == tl.float16 and not plain:
@@ -453,7 +458,8 @@ def step_on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None,
     (B, H, _, K), V, norm = q.shape, v.shape[-1], int(bool(normalise))
     if S is None:
         S = v.new_zeros(B, H, V + norm, K, dtype=torch.float32)
-    q, k, v, write, erase, log_f, log_z, S = each(lambda x: x.contiguous(), q, k, v, write, erase, log_f, log_z, S)
+    q, k, v, write, erase, log_f, log_z, S = each(lambda x: x.contiguous(), q, k, v, write, erase, log_f,
+                                                  log_z, S)
     FD, ZD = (0 if g is None else g.shape[-1] for g in (log_f, log_z))
     o, S_new, BK = torch.empty_like(v), torch.empty_like(S), triton.next_power_of_2(K)
     BV = min(triton.next_power_of_2(V), max(1, 4096 // BK))
@@ -469,24 +475,25 @@ def check(q, k, v, write, erase, log_f, log_z, S, normalise):
     if q.dim() != 4 or 0 in q.shape:
         raise ValueError(f'q: expected a tensor (B, H, T, K) that is not empty, not {tuple(q.shape)}')
     (B, H, T, K), V = q.shape, v.shape[-1]
-    expected = dict(k=(k, K), v=(v, V), write=(write,), erase=(erase,), log_f=(log_f, K, 1), log_z=(log_z, V, 1))
+    expected = dict(k=(k, K), v=(v, V), write=(write,), erase=(erase,),
+                    log_f=(log_f, K, 1), log_z=(log_z, V, 1))
     for name, (x, *ends) in expected.items():
         shapes = [(B, H, T, d) for d in ends] or [(B, H, T)]
         if x is not None and tuple(x.shape) not in shapes:
             raise ValueError(f'{name}: expected {" or ".join(map(str, shapes))}, not {tuple(x.shape)}')
     if S is not None and tuple(S.shape) != (B, H, V + bool(normalise), K):
         raise ValueError(f'S: expected {(B, H, V + bool(normalise), K)}, not {tuple(S.shape)}')
+    device = q.device
     for name, x in dict(q=q, k=k, v=v, write=write, erase=erase, log_f=log_f, log_z=log_z, S=S).items():
-        if x is not None and (x.device != q.device or not x.is_floating_point()):
-            raise ValueError(f'{name}: expected floating point numbers, on {q.device} like q; not {x.dtype} on '
-                             f'{x.device}')
+        if x is not None and (x.device != device or not x.is_floating_point()):
+            raise ValueError(f'{name}: expected floating point on {device}, not {x.dtype}, {x.device}')
 
 
 def on_cpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, chunk=None):
     """fastweight.chunked through `Chunks`. A chunk is at most CHUNK steps where something decays."""
-    dtype, T = v.dtype, q.shape[2]
-    if chunk is None:
-        chunk = 2 * CHUNK if log_f is None and log_z is None and k.shape[-1] >= 64 else CHUNK
+    dtype, T, plain = v.dtype, q.shape[2], log_f is None and log_z is None
+    chunk = chunk or (2 * CHUNK if plain and k.shape[-1] >= 64 else CHUNK)
+    chunk = chunk if plain else min(chunk, CHUNK)
     *xs, S = start(q, k, v, write, erase, log_f, log_z, S, normalise)
     C = min(chunk, T)
     if pad := -T % C:                                   # steps of zeros: they write nothing and erase nothing
@@ -504,8 +511,8 @@ def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, norm
 
 
 def fault(f, args):
-    """Why f must not be trusted with arguments like these on this machine; None if it may. Compilers have made
-    wrong kernels without a word, so a small case goes through f and through fastweight.chunked and back."""
+    """Why f must not be trusted with arguments like these on this machine; None if it may. Compilers have
+    made wrong kernels without a word, so a small case goes through f and fastweight.chunked, and back."""
     *xs, _, normalise = args
     draw, results, T = torch.Generator().manual_seed(0), [], min(args[0].shape[2], 2 * CHUNK + 3)
     xs = each(lambda x: torch.rand(1, 2, T, *x.shape[3:], generator=draw).to(x), *xs)
@@ -546,7 +553,7 @@ def fastest(*args):
 
 
 def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False):
-    """As fastweight.chunked, by the fastest form that works here. Raises ValueError for shapes that do not fit."""
+    """As fastweight.chunked, by the fastest form that works here. ValueError for shapes that do not fit."""
     args = q, k, v, write, erase, log_f, log_z, S, normalise
     check(*args)
     return fastest(*args)(*args)

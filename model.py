@@ -122,7 +122,7 @@ class Config:
     phi: str = flag('', f'feature map, if not the rule\'s; with option: dpfp:3 [{"|".join(FEATURE_MAPS)}]')
     norm: str = flag('', f'normaliser, if not the rule\'s [{"|".join(NORMALISERS)}]')
     beta_max: float = flag(1.0, 'delta rules: beta lies in (0, beta_max)', low=0, high=2)
-    conv: int = flag(4, 'width of the causal convolution before every mixer and MLP; 0 for none', low=0, high=64)
+    conv: int = flag(4, 'width of the causal convolution before each mixer and MLP; 0: none', low=0, high=64)
     pos: str = flag('auto', 'positions; auto: rope for softmax only', ['auto', 'none', 'learned', 'rope'])
     n_layer: int = flag(4, 'layers', low=1)
     n_head: int = flag(8, 'heads', low=1)
@@ -162,8 +162,8 @@ def rope(x, t):
 
 
 class ShiftedSum(torch.autograd.Function):
-    """y_t = sum_s w_s x_{t-s}, s = 0..n, zeros before x. x (B, T, D), w (n + 1, D), its last row for s = 0, -> y
-    (B, T, D). The backward by hand, because it is bound by memory: autograd's own takes three times as long."""
+    """y_t = sum_s w_s x_{t-s}, s = 0..n, zeros before x. x (B, T, D), w (n + 1, D), its last row for s = 0 ->
+    y (B, T, D). The backward is by hand, because autograd's own takes three times as long."""
     @staticmethod
     def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
@@ -199,7 +199,7 @@ class ReluSquared(torch.autograd.Function):
 
 class CausalConv(nn.Module):
     """y_t = sum_j w_j x_{t-n+j}, j = 0..n, in each channel; its state is the last n inputs, n = width - 1.
-    Random at first: every channel is another view of the last tokens. Starting as the identity learns slower."""
+    Random at first: every channel is another view of the last tokens. Identities learn slower."""
     def __init__(self, channels, width):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width, channels))
@@ -293,7 +293,7 @@ class GPT(nn.Module):
             t = torch.arange(tokens.shape[1], device=x.device) + (state[0]['t'] if state else 0)
             x = x + self.positions(t.clamp(max=self.config.block_size - 1))
         x, new = self.dropout(x), []
-        one = tokens.shape[1] == 1 and not tokens.is_cuda      # on a GPU, kernels.chunked has a step of its own
+        one = tokens.shape[1] == 1 and not tokens.is_cuda      # on a GPU kernels.chunked has its own step
         form = fastweight.recurrent if one else self.form
         for block, s in zip(self.blocks, state or [None] * len(self.blocks)):
             x, s = block(x, s, form)
@@ -368,8 +368,8 @@ def captured(model, token, state):
 
 
 def graphed(model, token, state):
-    """The same on an Nvidia GPU, as one CUDA graph: a step is one launch, in place of some hundred. The state it
-    returns is always the same memory, good until the next step. Not where a position enters: it would freeze."""
+    """The same on an Nvidia GPU, as one CUDA graph: one launch a step, in place of some hundred. The state it
+    returns is always the same memory, good until the next step. Positions would stand still."""
     if grows(model) or model.positions is not None or any(b.mixer.rope for b in model.blocks):
         return model
     tensors = {k: x.clone() for k, x in pack(state).items()}

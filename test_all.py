@@ -202,16 +202,18 @@ import torch, triton, kernels
 from triton.backends.compiler import GPUTarget
 
 def compiled(kernel, cc, dtype, gates, K, V):
-    """The kernel for these sizes -> bytes of stack a thread, bytes of shared memory, tensor-core instructions."""
+    """The kernel for these sizes -> bytes of stack a thread, of shared memory, tensor-core instructions."""
     x, kept = ('*bf16', '*bf16') if dtype == torch.bfloat16 else ('*fp32', '*fp32')
-    types = {**dict.fromkeys('q k v o do dq dk dv'.split(), x), **dict.fromkeys(('M', 'states', 'after'), kept),
-             **dict.fromkeys('S S_0 S_T S_new dS_0 dS_T'.split(), '*fp32'), 'T': 'i32', 'floor': 'fp32'}
+    types = {**dict.fromkeys('q k v o do dq dk dv'.split(), x), 'T': 'i32', 'floor': 'fp32',
+             **dict.fromkeys('M states after'.split(), kept),
+             **dict.fromkeys('S S_0 S_T S_new dS_0 dS_T'.split(), '*fp32')}
     for name in ('e', 'f', 'z', 'w'):
         types[name] = types['d' + name] = '*fp32' if name in gates else None
     types['M'] = types['M'] if 'e' in gates else None
     size = kernels.blocks(K, V, not gates, dtype)
     warps = size.pop('num_warps')
-    fixed = dict(K=K, V=V, FD=K if 'f' in gates else 0, ZD=V if 'z' in gates else 0, NORM=1, LOG_MIN=-5.0, **size)
+    fixed = dict(K=K, V=V, FD=K if 'f' in gates else 0, ZD=V if 'z' in gates else 0, NORM=1, LOG_MIN=-5.0)
+    fixed.update(size)
     names = kernel.arg_names
     fixed.update({n: None for n in names if n not in fixed and types[n] is None})
     signature = {n: 'constexpr' if n in fixed else types[n] for n in names}
@@ -239,7 +241,8 @@ for cc, names, dtype, gates, K, V in json.loads(sys.argv[1]):
 def ahead_of_time(*cases):
     """Compile without a GPU, in a process of its own: this one has the interpreter."""
     env = {**os.environ, 'TRITON_INTERPRET': '0'}
-    out = subprocess.run([sys.executable, '-c', AOT, json.dumps(cases)], cwd=HERE, env=env, capture_output=True, text=True)
+    command = [sys.executable, '-c', AOT, json.dumps(cases)]
+    out = subprocess.run(command, cwd=HERE, env=env, capture_output=True, text=True)
     assert not out.returncode, out.stdout + out.stderr
 
 @gpu
@@ -253,8 +256,9 @@ def test_soak_kernels_compile_for_every_rule_and_size():
                     for cc in (80, 90) for K in (48, 64, 128) for gates in ('', 'we', 'f', 'fz', 'wefz')))
 
 @pytest.mark.parametrize('name, shape', [
-    ('q', (2, 13, 6)), ('q', (2, 2, 0, 6)), ('k', (2, 2, 13, 5)), ('v', (2, 2, 12, 5)), ('write', (2, 2, 13, 1)),
-    ('erase', (2, 13)), ('log_f', (2, 2, 13, 5)), ('log_z', (2, 2, 13)), ('S', (2, 2, 6, 5))])
+    ('q', (2, 13, 6)), ('q', (2, 2, 0, 6)), ('k', (2, 2, 13, 5)), ('v', (2, 2, 12, 5)),
+    ('write', (2, 2, 13, 1)), ('erase', (2, 13)), ('log_f', (2, 2, 13, 5)), ('log_z', (2, 2, 13)),
+    ('S', (2, 2, 6, 5))])
 def test_shapes_that_do_not_fit_are_named(name, shape):
     a, _ = inputs('delta-both')
     with pytest.raises(ValueError, match=f'^{name}: expected .* not '):
@@ -995,7 +999,8 @@ def test_bench_writes_table_picture_and_one_json_line(tmp_path, capsys):
     table = (tmp_path / 'train.csv').read_text().splitlines()
     assert line['suite'] == 'train' and len(line['ms']) == len(table) - 1 >= 10
     assert (tmp_path / 'train.png').stat().st_size > 5000
-    for argv, named in (['tran'], 'choose from'), (['train', '--lengths=4k'], '--lengths'), (['--hedas=2'], '--heads'):
+    bad = (['tran'], 'choose from'), (['train', '--lengths=4k'], '--lengths'), (['--hedas=2'], '--heads')
+    for argv, named in bad:
         assert named in refused(capsys, bench.main, *argv)
 
 
@@ -1048,8 +1053,10 @@ def test_readme_is_true_of_the_code():
         assert row in text
     for name in (*FEATURE_MAPS, *NORMALISERS):
         assert f'`{name}`' in text, name
-    command = r'(?:python|torchrun --\S+) (train|sample|bench)\.py(?: train)?((?: (?:"[^"]*"|[^\s"`|&>#)])+)*)'
-    found = re.findall(command, '\n'.join((text, train.__doc__, sample.__doc__, bench.__doc__)))    # to two blanks, # or |
+    command = (r'(?:python|torchrun --\S+) (train|sample|bench)\.py(?: train)?'
+               r'((?: (?:"[^"]*"|[^\s"`|&>#)])+)*)')
+    docs = (text, train.__doc__, sample.__doc__, bench.__doc__)
+    found = re.findall(command, '\n'.join(docs))                       # to two blanks, # or |
     assert {script for script, _ in found} == {'train', 'sample', 'bench'}
     for script, flags in found:
         classes = dict(train=(train.Args, Config), sample=(sample.Args,), bench=(bench.Args,))[script]
