@@ -169,13 +169,14 @@ def peers(device):
 
 def train(args, device, dtype):
     """A layer's recurrence over T, forward and forward + backward, as ratios to attention in the same run."""
+    rows, Ts = [], lengths(args, [256, 1024, 4096, 16384] if args.full else [256, 1024, 4096])
     kinds = 'sum', 'sum / n', 'decay', 'delta', 'gated_delta', 'kda', 'two-sided delta'
     cases = {'attention': ('softmax', softmax)}
     cases |= {f'{kind}': (kind, kernels.chunked) for kind in kinds}
     cases |= {f'{kind}, plain torch': (kind, fastweight.chunked) for kind in ('sum', 'delta')}
     cases |= peers(device)
-    peak, rows = ceiling(device, dtype), []
-    for T in lengths(args, [256, 1024, 4096, 16384] if args.full else [256, 1024, 4096]):
+    peak = ceiling(device, dtype)
+    for T in Ts:
         base = None
         for name, (kind, f) in cases.items():
             a = inputs(kind, args, T, device, dtype)

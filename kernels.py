@@ -73,7 +73,7 @@ class Chunks(torch.autograd.Function):
             new = split(torch.bmm(join(times(split(U), z_out)).mT, join(x_out)))
         else:
             L = torch.bmm(r, x.mT).mul_(e)              # only s < t of it is looked at
-            M = torch.linalg.solve_triangular(L, torch.eye(C, dtype=L.dtype).expand_as(L), upper=False,
+            M = torch.linalg.solve_triangular(L, torch.eye(C).to(L).expand_as(L), upper=False,
                                               unitriangular=True)
             U, W = torch.bmm(M, U), torch.bmm(M, r * e)
         states = S.new_empty(N, n + 1, V, K)            # before each chunk, and after the last
