@@ -26,7 +26,7 @@ except ImportError:         # everything works without; only GPUs are slower
 #   y_t = q_t e^(a_t - m)    r_t = k_t e^(a_t - m)  where k reads    x_t = k_t e^(m - a_t)  where k is written
 #
 # and likewise v e^(m - c_t) on the side of the values. In these letters no chunk has any decay inside; the
-# state pays e^m to enter it and e^(a_C - m) to leave it. In fp32 nothing overflows while |q|, |k|, |v| < 10^3:
+# state pays e^m to enter it and e^(a_C - m) to leave it. In fp32 nothing overflows while q, k, v are < 10^3:
 #
 #   A = tril(y x^T)    L = e strict_tril(r x^T)    M = (I + L)^-1    U = M (w v)    W = M (e r)   all chunks
 #   U -= W (enter S)^T    S = enter leave S + leave U^T x                              one after the other
@@ -208,6 +208,16 @@ def decays(p, row, col, T_ok, D: tl.constexpr, C: tl.constexpr):
 
 
 @jit
+def letters(q, k, f, row, kk, ok, K: tl.constexpr, FD: tl.constexpr, C: tl.constexpr, DT: tl.constexpr):
+    """Of one tile: q, k, y, r, x [C, BK], A [C, C], and what the state pays on the side of the keys."""
+    f_up, f_down, f_in, f_out, f_all = decays(f, row, kk, ok, FD, C)
+    q_, k_, i = load(q, row, kk, ok, K), load(k, row, kk, ok, K), tl.arange(0, C)
+    y, r, x = q_ * f_up, k_ * f_up, k_ * f_down
+    A = tl.where(i[:, None] >= i[None, :], dot(y, tl.trans(x), DT), 0.0)
+    return q_, k_, y, r, x, A, f_up, f_down, f_in, f_out, f_all
+
+
+@jit
 def inverse(k, e, f, M, T, K: tl.constexpr, FD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
             DT: tl.constexpr):
     """M = (I + L)^-1, L = e strict_tril(r x^T), by substitution in fp32: row i of M is e_i - L_i M."""
@@ -237,18 +247,15 @@ def forward(q, k, v, w, e, f, z, M, S_0, o, states, S_T, T, K: tl.constexpr, V: 
     for j in range(n):
         t = j * C + i
         row, ok = seq * T + t, t < T
-        f_up, f_down, f_in, f_out, f_all = decays(f, row, kk, ok, FD, C)
+        _, _, y, r, x, A, _, _, f_in, f_out, f_all = letters(q, k, f, row, kk, ok, K, FD, C, DT)
         z_up, z_down, z_in, z_out, z_all = decays(z, row, vv, ok, ZD, C)
-        k_ = load(k, row, kk, ok, K)
-        y, x = load(q, row, kk, ok, K) * f_up, k_ * f_down
         U = load(v, row, vv, ok, V) * column(w, row, ok, 1.0) * z_down
         S_in = tl.trans(S * f_in)
         if states is not None:
             store(states, S, (seq * (n + 1) + j) * V + vv, kk, vv < V, K)
         if e is not None:
-            U -= dot(k_ * f_up, S_in, DT) * z_in * column(e, row, ok, 0.0)
+            U -= dot(r, S_in, DT) * z_in * column(e, row, ok, 0.0)
             U = dot(load(M, (seq * n + j) * C + i, i, i < C, C), U, DT)
-        A = tl.where(i[:, None] >= i[None, :], dot(y, tl.trans(x), DT), 0.0)
         store(o, (dot(A, U, DT) + dot(y, S_in, DT) * z_in) * z_up, row, vv, ok, V)
         S = S * f_all * tl.trans(z_all) + dot(tl.trans(U * z_out), x * f_out, DT)
     if states is not None:
@@ -268,18 +275,15 @@ def states(q, k, e, f, z, M, do, dS_T, after, dS_0, T, K: tl.constexpr, V: tl.co
         j = n - 1 - back
         t = j * C + i
         row, ok = seq * T + t, t < T
-        f_up, f_down, f_in, f_out, f_all = decays(f, row, kk, ok, FD, C)
+        _, _, y, r, x, A, _, _, f_in, f_out, f_all = letters(q, k, f, row, kk, ok, K, FD, C, DT)
         z_up, z_down, z_in, z_out, z_all = decays(z, row, vv, ok, ZD, C)
-        k_ = load(k, row, kk, ok, K)
-        y, x = load(q, row, kk, ok, K) * f_up, k_ * f_down
         g = load(do, row, vv, ok, V) * z_up
         store(after, dS, (seq * n + j) * V + vv, kk, vv < V, K)
-        A = tl.where(i[:, None] >= i[None, :], dot(y, tl.trans(x), DT), 0.0)
         dU = dot(tl.trans(A), g, DT) + dot(x * f_out, tl.trans(dS), DT) * z_out
         read = dot(tl.trans(g * z_in), y, DT)
         if e is not None:
             dU = dot(tl.trans(load(M, (seq * n + j) * C + i, i, i < C, C)), dU, DT)
-            read -= dot(tl.trans(dU * z_in * column(e, row, ok, 0.0)), k_ * f_up, DT)
+            read -= dot(tl.trans(dU * z_in * column(e, row, ok, 0.0)), r, DT)
         dS = dS * f_all * tl.trans(z_all) + read * f_in
     store(dS_0, dS, seq * V + vv, kk, vv < V, K)
 
@@ -295,11 +299,8 @@ def tokens(q, k, v, w, e, f, z, M, do, states, after, dq, dk, dv, dw, de, df, dz
     t = j * C + i
     row, ok = seq * T + t, t < T
     lower, strict = i[:, None] >= i[None, :], i[:, None] > i[None, :]
-    f_up, f_down, f_in, f_out, f_all = decays(f, row, kk, ok, FD, C)
-    q_, k_ = load(q, row, kk, ok, K), load(k, row, kk, ok, K)
+    q_, k_, y, r, x, A, f_up, f_down, f_in, f_out, f_all = letters(q, k, f, row, kk, ok, K, FD, C, DT)
     w_, e_ = column(w, row, ok, 1.0), column(e, row, ok, 0.0)
-    y, r, x = q_ * f_up, k_ * f_up, k_ * f_down
-    A = tl.where(lower, dot(y, tl.trans(x), DT), 0.0)
     dA, dL = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     dy, dx, dr = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
     dw_, de_, dz_ = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
