@@ -32,6 +32,7 @@ Kimi 2025 KDA (2510.26692).
 """
 import math
 from contextlib import nullcontext
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -72,8 +73,21 @@ def finish(o, normalise, dtype):
     return o.to(dtype)
 
 
+def step(q, k, v, w, e, f, z, S):
+    """The equation. Rows q, k, f (N, 1, K)  v, z (N, 1, V)  w, e (N, 1, 1), state S (N, V, K) -> o (N, 1, V), S"""
+    if f is not None:
+        S = S * f
+    if z is not None:
+        S = S * z.mT
+    u = v if w is None else w * v
+    if e is not None:
+        u = u - e * torch.bmm(k, S.mT)      # minus what S recalls for this key
+    S = S.addcmul(u.mT, k)                  # S + u k^T: a rank-one write
+    return torch.bmm(q, S.mT), S
+
+
 def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False):
-    """The definition: one step after the other. O(T V K) time, O(V K) memory.
+    """The definition: one `step` after the other. O(T V K) time, O(V K) memory.
 
         D_t = (z_t f_t^T) * S_{t-1}    u_t = w_t v_t - e_t D_t k_t    S_t = D_t + u_t k_t^T    o_t = S_t q_t
 
@@ -83,21 +97,14 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
     normalise: the floor in o_t / max(n_t . q_t, floor), or True for 1e-6. Katharopoulos 2020 sec. 3.2.
     Raises ValueError for normalise with erase or a vector log_z: their value channels share no denominator.
     From Schlag 2021 sec. 4.2 (w = e = beta), Mao 2022 (f, z), Peng 2021 (f = g, w = 1-g), KDA (f, w = e)."""
-    dtype, (B, H, T, _) = v.dtype, q.shape
-    q, k, v, write, erase, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise)
-    q, k, v, w, e, f, z = each(lambda x: x.flatten(0, 1)[..., None], q, k, v, write, erase, log_f, log_z)
-    S, o = S.flatten(0, 1), []                                  # (B H, V, K); vectors are columns (B H, K, 1)
-    for t in range(T):
-        u = v[:, t] if w is None else w[:, t, None] * v[:, t]
-        if f is not None:
-            S = S * f[:, t].exp().mT
-        if z is not None:
-            S = S * z[:, t].exp()
-        if e is not None:
-            u = u - e[:, t, None] * torch.bmm(S, k[:, t])       # minus what S recalls for this key
-        S = S + u * k[:, t].mT                                  # a rank-one write
-        o.append(torch.bmm(S, q[:, t]))
-    return finish(torch.stack(o, 1).view(B, H, T, -1), normalise, dtype), S.view(B, H, *S.shape[1:])
+    dtype, (B, H, T, _), o = v.dtype, q.shape, []
+    *rows, S = start(q, k, v, write, erase, log_f, log_z, S, normalise)
+    rows[5:], S = each(torch.exp, *rows[5:]), S.flatten(0, 1)
+    rows = (repeat(x) if x is None else x.reshape(B * H, 1, T, -1).unbind(2) for x in rows)
+    for row in zip(*rows):
+        o_t, S = step(*row, S)
+        o.append(o_t)
+    return finish(torch.cat(o, 1).view(B, H, T, -1), normalise, dtype), S.view(B, H, *S.shape[1:])
 
 
 # ---- the same in matrix products ---------------------------------------------------------------------------

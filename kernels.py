@@ -454,6 +454,16 @@ class Tiles(torch.autograd.Function):
         return *grads, dS_0
 
 
+def step_on_cpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False):
+    """fastweight.recurrent for a single step, with less around it."""
+    dtype, (B, H, _, _) = v.dtype, q.shape
+    *rows, S = start(q, k, v, write, erase, log_f, log_z, S, normalise)
+    rows = each(lambda x: x.reshape(B * H, 1, -1), *rows)
+    rows[5:] = each(torch.exp, *rows[5:])
+    o, S_new = fastweight.step(*rows, S.flatten(0, 1))
+    return finish(o.view(B, H, 1, -1), normalise, dtype), S_new.view_as(S)
+
+
 def step_on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False):
     """fastweight.recurrent for a single step, no gradients."""
     (B, H, _, K), V, norm = q.shape, v.shape[-1], int(bool(normalise))
@@ -538,10 +548,12 @@ trusted = {}        # kinds of arguments -> the form that was found right for th
 def fastest(*args):
     """The form for such arguments: Triton on an Nvidia GPU, once it has shown that it is right."""
     q, k, v, _, erase, _, log_z, _, normalise = args
-    if q.device.type != 'cuda' or torch.float64 in (q.dtype, k.dtype, v.dtype):
-        return on_cpu if q.device.type in ('cpu', 'cuda') else fastweight.chunked
-    one = q.shape[2] == 1 and not torch.is_grad_enabled() and not (normalise and (erase is not None or
-                                                                                   log_z is not None))
+    torch_only = q.device.type != 'cuda' or torch.float64 in (q.dtype, k.dtype, v.dtype)
+    plain = step_on_cpu if q.shape[2] == 1 else on_cpu if q.device.type in ('cpu', 'cuda') else fastweight.chunked
+    if torch_only:
+        return plain
+    one = plain is step_on_cpu and not torch.is_grad_enabled() and not (normalise and (erase is not None or
+                                                                                       log_z is not None))
     kind = (q.device, one, normalise, *(x if x is None else (x.dtype, x.shape[3:]) for x in args[:7]))
     if kind not in trusted:
         f = step_on_gpu if one else on_gpu
@@ -549,8 +561,8 @@ def fastest(*args):
             why = fault(f, args) if triton else 'there is no triton'
         if why:
             print(f'kernels.py: no Triton for {tuple(q.shape)}, plain torch instead: {why}', file=sys.stderr)
-        trusted[kind] = f if not why else fastweight.recurrent if one else on_cpu
-    return trusted[kind]
+        trusted[kind] = None if why else f
+    return trusted[kind] or plain
 
 
 def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False):
@@ -558,3 +570,10 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
     args = q, k, v, write, erase, log_f, log_z, S, normalise
     check(*args)
     return fastest(*args)(*args)
+
+
+def step(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False):
+    """`chunked` for one step, T = 1."""
+    if q.dim() == 4 and q.shape[2] != 1:
+        raise ValueError(f'q: expected one step, (B, H, 1, K), not {tuple(q.shape)}; chunked takes more')
+    return chunked(q, k, v, write, erase, log_f, log_z, S, normalise)

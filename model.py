@@ -277,7 +277,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
         self.blocks = nn.ModuleList(Block(c, rule) for rule in c.rules())
         self.norm = nn.LayerNorm(c.n_embd, bias=False)
-        self.form = fastweight.chunked
+        self.form = kernels.chunked
         for name, p in self.named_parameters():
             if name.endswith(('qkv.weight', 'up.weight', 'gates.proj.weight')):
                 nn.init.normal_(p, std=p.shape[1] ** -0.5)
@@ -293,10 +293,8 @@ class GPT(nn.Module):
             t = torch.arange(tokens.shape[1], device=x.device) + (state[0]['t'] if state else 0)
             x = x + self.positions(t.clamp(max=self.config.block_size - 1))
         x, new = self.dropout(x), []
-        one = tokens.shape[1] == 1 and not tokens.is_cuda      # on a GPU kernels.chunked has its own step
-        form = fastweight.recurrent if one else self.form
         for block, s in zip(self.blocks, state or [None] * len(self.blocks)):
-            x, s = block(x, s, form)
+            x, s = block(x, s, self.form)
             new.append(s)
         return self.norm(x), new
 
@@ -418,14 +416,12 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
 
 
 # ---- which form of the recurrence runs ---------------------------------------------------------------------
-def pick_form(impl, device='cpu'):
+def pick_form(impl):
     """'loop', 'chunk', 'fused' or 'auto' -> (function, one line: which and why). The only choice point."""
     forms = {'loop': (fastweight.recurrent, 'loop (the definition, slow)'),
              'chunk': (fastweight.chunked, 'chunk (plain torch and autograd)'),
              'fused': (kernels.chunked, 'fused (kernels.py: Triton on a GPU, else batched products)')}
-    if impl == 'auto':
-        impl = 'fused' if torch.device(device).type in ('cpu', 'cuda') else 'chunk'
-    return forms[impl]
+    return forms['fused' if impl == 'auto' else impl]
 
 
 # ---- checkpoints: one safetensors file, replaced in one step, with a digest over its contents --------------

@@ -50,7 +50,7 @@ def main(argv):
     if 'data' not in meta:
         raise ValueError(f'{args.init}: says nothing of its tokenizer, so it was not written by train.py')
     model.eval()
-    model.form, why = pick_form(args.impl, device)
+    model.form, why = pick_form(args.impl)
     generator = torch.Generator(device).manual_seed(args.seed)
 
     tokens, state = prepare.encode(read_prompt(args.prompt), meta['data']), None

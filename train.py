@@ -236,7 +236,7 @@ def main(argv):
     torch.manual_seed(args.seed)
     model = GPT(config).to(device)
     check(args, config, model, train, val, data, meta, world)
-    model.form, why = pick_form(args.impl, device)
+    model.form, why = pick_form(args.impl)
 
     matrices = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() != 2]     # gains, and the biases of gates (H, 1, K)
