@@ -1,11 +1,13 @@
 """Measure, on this machine. A suite prints a table, writes out/bench/SUITE.csv and .png; last, a JSON line.
 
+    python bench.py decode             the next token after 128 .. 65,536: time and state, layer and model
     python bench.py train              a layer forward and backward over T: our forms, and attention
-    python bench.py train --full       more lengths, more repeats; --heads=12 --head_dim=64 are GPT-2's
+    python bench.py train --full       more lengths, more repeats; --heads=12 are GPT-2's
 """
 import csv
 import importlib
 import json
+import math
 import os
 import statistics
 import sys
@@ -19,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastweight
 import kernels
 from fastweight import l2
-from model import flag, parse, pick_device, script
+from model import GPT, Config, captured, flag, graphed, pack, parse, pick_device, script
 
 
 @dataclass
@@ -29,26 +31,28 @@ class Args:
     device: str = flag('auto', 'auto, cpu, cuda')
     dtype: str = flag('auto', 'of q, k, v; auto: bfloat16 on a GPU', ['auto', 'float32', 'bfloat16'])
     lengths: str = flag('', 'sequence lengths, if not those of the suite: 256,1024')
-    heads: int = flag(4, 'heads', low=1)
+    heads: int = flag(0, 'heads, if not those of the suite: 12 as in GPT-2, train: 4', low=0)
     head_dim: int = flag(64, 'features of q, k and v', low=1)
     batch: int = flag(1, 'rows', low=1)
     seed: int = flag(0, 'of the inputs', low=0)
 
 
 # ---- measuring ---------------------------------------------------------------------------------------------
-def seconds(run, device, least=0.3, repeats=5):
-    """Median time of run(): at least `repeats` calls and `least` seconds of them, after a warm-up."""
+def seconds(runs, device, least=0.3, repeats=5):
+    """Median time of each function of a list: at least `repeats` calls and `least` seconds of them, after a
+    warm-up. They take turns, so that a busy moment of the machine meets them all."""
     wait = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
-    for _ in range(2):
+    times = [[] for _ in runs]
+    for run in runs:
         run()
-    wait()
-    times, begin = [], time.perf_counter()
-    while len(times) < repeats or time.perf_counter() - begin < least:
-        t = time.perf_counter()
-        run()
-        wait()
-        times.append(time.perf_counter() - t)
-    return statistics.median(times)
+    while open_ := [i for i, t in enumerate(times) if len(t) <= repeats or sum(t) < least]:
+        for i in open_:
+            wait()
+            t = time.perf_counter()
+            runs[i]()
+            wait()
+            times[i].append(time.perf_counter() - t)
+    return [statistics.median(t[1:]) for t in times]
 
 
 def kept_bytes(run):
@@ -76,11 +80,11 @@ def ceiling(device, dtype):
     """FLOP a second of a large matrix product here."""
     n = 8192 if device.type == 'cuda' else 1024
     a = torch.randn(n, n, device=device, dtype=dtype)
-    return 2 * n ** 3 / seconds(lambda: a @ a, device)
+    return 2 * n ** 3 / seconds([lambda: a @ a], device)[0]
 
 
-def report(args, name, rows, note, draw, **summary):
-    """The table on stdout and as CSV, the picture, one JSON line."""
+def report(args, name, rows, note, *panels, **summary):
+    """The table on stdout and as CSV, the picture, one JSON line. A panel draws rows on its axes."""
     os.makedirs(args.out, exist_ok=True)
     path = os.path.join(args.out, name)
     with open(path + '.csv', 'w', newline='') as f:
@@ -97,8 +101,9 @@ def report(args, name, rows, note, draw, **summary):
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
     plt.rcParams.update({'font.size': 12, 'axes.spines.top': False, 'axes.spines.right': False})
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    draw(axes, rows)
+    figure, axes = plt.subplots(1, len(panels), figsize=(7 * len(panels), 4.5), squeeze=False)
+    for draw, ax in zip(panels, axes[0]):
+        draw(ax, rows)
     figure.savefig(path + '.png', dpi=110, bbox_inches='tight')
     print(json.dumps(dict(suite=name, torch=torch.__version__, threads=torch.get_num_threads(), **summary)))
 
@@ -119,9 +124,9 @@ def lines(axes, rows, x, y, label):
 
 
 # ---- suite train: what a layer costs -----------------------------------------------------------------------
-def inputs(kind, args, T, device, dtype):
+def inputs(kind, args, T, device, dtype, heads=12):
     """Gates as the named rule has them, over random q, k, v (B, H, T, head_dim)."""
-    B, H, d = args.batch, args.heads, args.head_dim
+    B, H, d = args.batch, args.heads or heads, args.head_dim
     draw = torch.Generator().manual_seed(args.seed)
     randn = lambda n: torch.randn(B, H, T, n, generator=draw).to(device, dtype)
     rand = lambda *n: torch.rand(B, H, T, *n, generator=draw).to(device)
@@ -175,49 +180,121 @@ def train(args, device, dtype):
     cases |= {f'{kind}': (kind, kernels.chunked) for kind in kinds}
     cases |= {f'{kind}, plain torch': (kind, fastweight.chunked) for kind in ('sum', 'delta')}
     cases |= peers(device)
-    peak = ceiling(device, dtype)
+    peak, slow = ceiling(device, dtype), set()
     for T in Ts:
-        base = None
+        runs = {}
         for name, (kind, f) in cases.items():
-            a = inputs(kind, args, T, device, dtype)
-            wanted = [x for n, x in a.items() if torch.is_tensor(x) and n != 'erase']
+            a = inputs(kind, args, T, device, dtype, 4)
             given = {n: x.detach() if torch.is_tensor(x) else x for n, x in a.items()}
+            wanted = [x for n, x in a.items() if n not in ('erase', 'normalise')]
             cotangent = torch.randn_like(a['v'])
 
-            def back():
+            def back(f=f, a=a, wanted=wanted, cotangent=cotangent):
                 o = f(**a)
-                o = o[0] if isinstance(o, tuple) else o
-                torch.autograd.grad(o, wanted, cotangent)
+                torch.autograd.grad(o[0] if isinstance(o, tuple) else o, wanted, cotangent)
             try:
-                forward = seconds(lambda: f(**given), device, 0.5 if args.full else 0.2)
-                both = seconds(back, device, 1.0 if args.full else 0.3)
-                kept = kept_bytes(lambda: f(**a))
+                if name in slow:
+                    raise TimeoutError('a shorter one took over a second')
+                back()
             except Exception as e:      # a peer may refuse a length, or run out of memory
                 print(f'{name} at T = {T} is left out: {type(e).__name__} {str(e)[:100]}', file=sys.stderr)
                 continue
+            runs[name] = lambda f=f, given=given: f(**given), back, lambda f=f, a=a: f(**a)
+        least = 1.0 if args.full else 0.3
+        forward, both = (seconds([r[i] for r in runs.values()], device, least) for i in (0, 1))
+        for (name, (_, back, kept)), t, t_both in zip(runs.items(), forward, both):
             with FlopCounterMode(display=False) as count:
                 back() if device.type == 'cpu' else None
-            base, flops = base or both, count.get_total_flops()
-            rows.append({'form': name, 'T': T, 'forward ms': 1e3 * forward, 'f+b ms': 1e3 * both,
-                         'of attention': both / base, 'kept MB': kept / 2 ** 20,
-                         'of ceiling': flops / both / peak if flops else None})
+            flops = count.get_total_flops()
+            rows.append({'form': name, 'T': T, 'forward ms': 1e3 * t, 'f+b ms': 1e3 * t_both,
+                         'of attention': t_both / both[0], 'kept MB': kept_bytes(kept) / 2 ** 20,
+                         'of ceiling': flops / t_both / peak if flops else None})
+            if t_both > 1:
+                slow.add(name)
 
     def draw(axes, rows):
         lines(axes, [r for r in rows if 'plain' not in r['form']], 'T', 'f+b ms', 'form')
         axes.set(xlabel='sequence length', ylabel='forward + backward, ms',
-                 title=f'one layer, {args.heads} heads of {args.head_dim}, {device.type}')
+                 title=f'one layer, {args.heads or 4} heads of {args.head_dim}, {device.type}')
     note = (f'{peak / 1e9:.0f} GFLOP/s in one large product; "of ceiling" counts the products a form '
             'really does; "kept" is what it keeps for the backward')
     report(args, 'train', rows, note, draw, ceiling_flops=peak,
            ms={f'{r["form"]} {r["T"]}': round(r['f+b ms'], 3) for r in rows})
 
 
-SUITES = dict(train=train)
+# ---- suite decode: what the next token costs ---------------------------------------------------------------
+def crossing(rows, key, base):
+    """Where `base` becomes dearer than each other form: T, interpolated on logarithmic scales."""
+    of, found = {}, {}
+    for r in rows:
+        of.setdefault(r['form'], []).append((math.log(r['T']), math.log(r[key])))
+    for name in of.keys() - {base}:
+        gap = [(t, b - a) for (t, b), (_, a) in zip(of[base], of[name])]
+        found[name] = None if gap[-1][1] < 0 else min(r['T'] for r in rows) if gap[0][1] >= 0 else next(
+            math.exp(t + (t_2 - t) * -g / (g_2 - g)) for (t, g), (t_2, g_2) in zip(gap, gap[1:]) if g_2 >= 0)
+    return found
+
+
+@torch.inference_mode()
+def decode(args, device, dtype):
+    """The next token after T tokens. Random weights; a cache's contents do not change its time, so it is one
+    token's repeated T times, while fast weights have really read T tokens. Mao 2022 figure 1."""
+    rows, Ts = [], lengths(args, [128, 1024, 8192, 65536])
+    sizes = {'': {}} | ({', GPT-2 size': dict(n_layer=12, n_head=12, n_embd=768, vocab_size=50257)}
+                        if args.full else {})
+
+    def row(level, form, T, run, state):
+        size = sum(x.numel() * x.element_size() for x in state)
+        time, = seconds([run], device, 0.3, 30)
+        rows.append({'level': level, 'form': form, 'T': T, 'us a token': 1e6 * time, 'state bytes': size})
+    for rule in 'softmax', 'sum', 'delta', 'decay':
+        part, one = (inputs(rule, args, n, device, dtype) for n in (1024, 1))
+        S, read = None, 0
+        for T in Ts:
+            if rule == 'softmax':
+                k, v = (one[n].repeat(1, 1, T, 1) for n in 'kv')
+                row('layer', rule, T, lambda: F.scaled_dot_product_attention(one['q'], k, v), (k, v))
+                continue
+            while read < T:
+                n = min(1024, T - read)
+                S, read = kernels.chunked(**{m: x[:, :, :n] for m, x in part.items()}, S=S)[1], read + n
+            row('layer', rule, T, lambda: kernels.step(**one, S=S), (S,))
+    for name, size in sizes.items():
+        for rule in 'softmax', 'sum', 'delta', 'decay':
+            model = GPT(Config(rule=rule, **size)).to(device, dtype).eval()
+            tokens, state, read, token = torch.randint(256, (1, max(Ts)), device=device), None, 0, None
+            for T in Ts:
+                if rule == 'softmax':
+                    state = model.read(tokens[:, :1])
+                    for s in state:
+                        s.update(S=s['S'].repeat(1, 1, 1, T, 1), t=s['t'] * T)
+                else:
+                    state, read = model.read(tokens[:, read:T], state), T
+                token = token if token is not None else tokens[:, :1]
+                step = (captured if device.type == 'cpu' else graphed)(model, token, state)
+                row('model' + name, rule, T, lambda: step(token, state), pack(state).values())
+    cross = {level: crossing([r for r in rows if r['level'] == level], 'us a token', 'softmax')
+             for level in dict.fromkeys(r['level'] for r in rows)}
+
+    def panel(key, level, title):
+        def draw(axes, rows):
+            lines(axes, [r for r in rows if r['level'] == level], 'T', key, 'form')
+            axes.set(xlabel='tokens so far', ylabel=key, title=title)
+        return draw
+    say = lambda x: 'never' if x is None else f'{"<= " if x <= min(Ts) else ""}{x:,.0f}'
+    text = '; '.join(f'{level}: ' + ', '.join(f'{n} {say(x)}' for n, x in c.items())
+                     for level, c in cross.items())
+    report(args, 'decode', rows, f'softmax becomes the slower one after so many tokens: {text}',
+           panel('us a token', 'layer', f'one layer, {args.heads or 12} heads of {args.head_dim}'),
+           panel('state bytes', 'layer', 'what it keeps'), crossing=cross)
+
+
+SUITES = dict(decode=decode, train=train)
 
 
 @script
 def main(argv):
-    name = argv.pop(0) if argv and not argv[0].startswith('-') else 'train'
+    name = argv.pop(0) if argv and not argv[0].startswith('-') else 'decode'
     if name not in SUITES:
         raise ValueError(f'{name}: no such suite; choose from {", ".join(SUITES)}')
     args = Args(**parse(argv, __doc__, Args)[0])

@@ -548,9 +548,10 @@ trusted = {}        # kinds of arguments -> the form that was found right for th
 def fastest(*args):
     """The form for such arguments: Triton on an Nvidia GPU, once it has shown that it is right."""
     q, k, v, _, erase, _, log_z, _, normalise = args
-    torch_only = q.device.type != 'cuda' or torch.float64 in (q.dtype, k.dtype, v.dtype)
-    plain = step_on_cpu if q.shape[2] == 1 else on_cpu if q.device.type in ('cpu', 'cuda') else fastweight.chunked
-    if torch_only:
+    device = q.device.type
+    plain = fastweight.chunked if device not in ('cpu', 'cuda') else on_cpu
+    plain = step_on_cpu if q.shape[2] == 1 else plain
+    if device != 'cuda' or torch.float64 in (q.dtype, k.dtype, v.dtype):
         return plain
     one = plain is step_on_cpu and not torch.is_grad_enabled() and not (normalise and (erase is not None or
                                                                                        log_z is not None))

@@ -134,8 +134,8 @@ def test_gradcheck(gates, form):
 @pytest.mark.parametrize('log_decay', [0.0, -1e-6, -5.0, -20.0])
 @pytest.mark.parametrize('beta', [0.0, 1.0, 2.0])
 def test_extremes_are_finite_and_accurate(log_decay, beta, dtype):
-    """Against fp64, over several chunks, with a zero key and a key that repeats 110 times. Where beta is 2 such
-    a key turns the state around every step and nothing is forgotten: errors add up in any form."""
+    """Against fp64, over several chunks, with a zero key and a key that repeats 110 times. Where beta is 2,
+    such a key turns the state around every step and nothing is forgotten: errors add up in any form."""
     tol = 5e-3 if dtype == torch.bfloat16 else 5e-4 if beta == 2 else 1e-5
     for gates, T in itertools.product(('attn-vector', 'delta-scalar', 'delta-both'), (1, 150)):
         a, normalise = inputs(gates, T=T, dtype=torch.float32)
@@ -1004,12 +1004,21 @@ def test_soak_100000_tokens_in_constant_memory(rule):
     assert len(sizes) == 1 and int(state[0]['t']) == 100_000 and memory[-1] - memory[0] < 8 * 2 ** 20
 
 
-def test_bench_writes_table_picture_and_one_json_line(tmp_path, capsys):
-    assert bench.main(['train', '--lengths=40', '--heads=1', '--head_dim=8', f'--out={tmp_path}']) == 0
-    line = json.loads(capsys.readouterr().out.splitlines()[-1])
-    table = (tmp_path / 'train.csv').read_text().splitlines()
-    assert line['suite'] == 'train' and len(line['ms']) == len(table) - 1 >= 10
-    assert (tmp_path / 'train.png').stat().st_size > 5000
+@pytest.mark.parametrize('suite, rows', [('train', 10), ('decode', 16)])
+def test_bench_writes_table_picture_and_one_json_line(suite, rows, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, 'seconds', lambda runs, *_: [(run(), 1e-3)[1] for run in runs])
+    size = '--heads=1', '--head_dim=8', '--lengths=' + ('40' if suite == 'train' else '8,40')
+    assert bench.main([suite, *size, f'--out={tmp_path}']) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])['suite'] == suite
+    assert len((tmp_path / f'{suite}.csv').read_text().splitlines()) > rows
+    assert (tmp_path / f'{suite}.png').stat().st_size > 5000
+
+def test_bench_finds_where_softmax_becomes_the_slower_one():
+    times = dict(softmax=(1, 100), a=(10, 10), b=(.1, .1), c=(900, 900))
+    rows = [dict(form=f, T=T, ms=ms) for f in times for T, ms in zip((10, 1000), times[f])]
+    assert bench.crossing(rows, 'ms', 'softmax') == dict(a=pytest.approx(100), b=10, c=None)
+
+def test_bench_refuses(capsys):
     bad = (['tran'], 'choose from'), (['train', '--lengths=4k'], '--lengths'), (['--hedas=2'], '--heads')
     for argv, named in bad:
         assert named in refused(capsys, bench.main, *argv)
@@ -1064,7 +1073,7 @@ def test_readme_is_true_of_the_code():
         assert row in text
     for name in (*FEATURE_MAPS, *NORMALISERS):
         assert f'`{name}`' in text, name
-    command = (r'(?:python|torchrun --\S+) (train|sample|bench)\.py(?: train)?'
+    command = (r'(?:python|torchrun --\S+) (train|sample|bench)\.py(?: train| decode)?'
                r'((?: (?:"[^"]*"|[^\s"`|&>#)])+)*)')
     docs = (text, train.__doc__, sample.__doc__, bench.__doc__)
     found = re.findall(command, '\n'.join(docs))                       # to two blanks, # or |
