@@ -74,7 +74,7 @@ def finish(o, normalise, dtype):
 
 
 def step(q, k, v, w, e, f, z, S):
-    """The equation, of rows q, k, f (N, 1, K)  v, z (N, 1, V)  w, e (N, 1, 1)  S (N, V, K) -> o (N, 1, V), S"""
+    """The equation: rows q, k, f (N, 1, K)  v, z (N, 1, V)  w, e (N, 1, 1), S (N, V, K) -> o (N, 1, V), S"""
     if f is not None:
         S = S * f
     if z is not None:

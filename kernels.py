@@ -383,7 +383,7 @@ def one_step(q, k, v, w, e, f, z, S, floor, o, S_new, K: tl.constexpr, V: tl.con
     q_, k_ = vector(q, seq, kk, K), vector(k, seq, kk, K)
     v_, w_ = vector(v, seq, vv, V), vector(w, seq, kk, 1)
     S_ = load(S, seq * (V + NORM) + vv, kk, vv < V, K)
-    n = tl.load(S + (seq * (V + NORM) + V) * K + kk, (kk < K) & (NORM > 0), 0.0)
+    n = tl.load(S + (seq * (V + NORM) + V * NORM) * K + kk, kk < K, 0.0)     # unless NORM, a row of no use
     if f is not None:
         keep = tl.exp(tl.maximum(vector(f, seq, kk, FD), LOG_MIN))
         S_, n = S_ * keep[None, :], n * keep
@@ -399,7 +399,8 @@ def one_step(q, k, v, w, e, f, z, S, floor, o, S_new, K: tl.constexpr, V: tl.con
     o_ = tl.sum(S_ * q_[None, :], 1)
     if NORM:
         o_ = o_ / tl.maximum(tl.sum(n * q_, 0), floor)
-        tl.store(S_new + (seq * (V + NORM) + V) * K + kk, n, (kk < K) & (tl.program_id(1) == 0))
+        if tl.program_id(1) == 0:
+            tl.store(S_new + (seq * (V + NORM) + V) * K + kk, n, kk < K)
     tl.store(o + seq * V + vv, o_.to(o.dtype.element_ty), vv < V)
     store(S_new, S_, seq * (V + NORM) + vv, kk, vv < V, K)
 

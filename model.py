@@ -100,8 +100,8 @@ def pick_device(name):
 
 
 def keep_memory():
-    """Tell glibc to keep what is freed (up to 32 MB a piece). It else returns megabytes to the system and takes
-    them again, with a page fault every 4 KB: half the time of a layer at T = 4,096."""
+    """Tell glibc to keep what is freed (up to 32 MB a piece). It else returns megabytes to the system and
+    takes them again, with a page fault every 4 KB: half the time of a layer at T = 4,096."""
     try:
         libc = ctypes.CDLL(None)
         libc.mallopt(-1, 2 ** 31 - 1)               # M_TRIM_THRESHOLD
