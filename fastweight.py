@@ -189,6 +189,16 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
     return finish(torch.cat(o, 2), normalise, dtype), S
 
 
+# ---- the other kind of state: a list of rows ---------------------------------------------------------------
+def rope(x, pos):
+    """Turn pairs (x_i, x_{i+d/2}) by pos 10000^(-2i/d), arXiv:2104.09864. x (B, H, T, d)  pos (.., T)"""
+    d = x.shape[-1] // 2
+    angle = pos[..., None] * 10000.0 ** (-torch.arange(d, device=x.device, dtype=torch.float32) / d)
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x[..., :d], x[..., d:]
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
 def softmax(q, k, v, S=None):
     """Softmax attention under the same interface: its state S is all keys and values so far, and it grows.
     q, k, v (B, H, T, d)   S None or (2, B, H, T0, d)   ->   o (B, H, T, d), S (2, B, H, T0 + T, d)"""
@@ -198,6 +208,68 @@ def softmax(q, k, v, S=None):
     return F.scaled_dot_product_attention(q, *S, attn_mask=mask, is_causal=T == T_all > 1), S
 
 
+# A transformer is an RNN whose state is a set of rows (k, v) that grows. Keep at most `cache` of them, and it
+# is a finite one (Oren 2024 sec. 3): a step sees the rows kept so far and its own, then the row of the least
+# score goes; of equals the oldest. a: the attention each row gets from this step, total: from all steps since
+# it came, both by head; pos: its position, t: this step's. All (B, H, rows), rows from old to new.
+POLICIES = {
+    'window': lambda a, total, pos, t, cache, sinks: pos,
+    'sink': lambda a, total, pos, t, cache, sinks: pos.masked_fill(pos < sinks, math.inf),
+    'h2o': lambda a, total, pos, t, cache, sinks: total.masked_fill(pos > t - cache // 2, math.inf),
+    'tova': lambda a, total, pos, t, cache, sinks: a.mean(1, keepdim=True).expand_as(a),
+    'tova-head': lambda a, total, pos, t, cache, sinks: a,
+    'random': lambda a, total, pos, t, cache, sinks: (43758.5 * (12.9898 * pos + 78.233 * t).sin()).frac(),
+}
+FORESEEN = 'window', 'sink'     # positions alone decide, and no later row goes before an earlier one
+NEVER = -1e30                   # a score that softmax makes 0; -inf would make NaN where no row is left
+
+
+def bounded(q, k, v, S, t, policy, cache, sinks=0, spill=False, compress=False):
+    """Softmax over at most `cache` rows; what goes is said by POLICIES. Any T: equal to one step at a time.
+    q, k, v (B, H, T, d)   t position of the first   S None or what was returned: k, v (B, H, cache, d), pos,
+    total (B, H, cache), where pos is -1 for rows to come   spill: a row goes before the step reads, not after
+    compress: keys come without rope and are turned here, by positions where gaps g > 10 count as ln ln g
+    ->  o (B, H, T, d), log of the denominators (B, H, T, 1), the rows that went: k, v (B, H, T, d) and
+    whether there was one (B, H, T), S"""
+    (B, H, T, d), foreseen, wide = q.shape, policy in FORESEEN, torch.promote_types(q.dtype, torch.float32)
+    pos, steps = (t + torch.arange(T, device=q.device)).expand(B, H, T), torch.arange(T, device=q.device)
+    fresh = S is None and T <= cache and not spill and not compress
+    if S is None:
+        S = dict(k=k.new_zeros(B, H, cache, d), v=v.new_zeros(B, H, cache, d),
+                 pos=pos.new_full((B, H, cache), -1), total=k.new_zeros(B, H, cache, dtype=wide))
+    if T > 1 and not (foreseen and not compress):               # at once until rows go, then step by step
+        free = min(T, int((S['pos'][0, 0] < 0).sum()))
+        if free < T:
+            parts, cuts = [], [0] * (free > 0) + [*range(free, T + 1)]
+            for i, j in zip(cuts, cuts[1:]):
+                qkv = (x[:, :, i:j] for x in (q, k, v))
+                *part, S = bounded(*qkv, S, t + i, policy, cache, sinks, spill, compress)
+                parts.append(part)
+            return *(torch.cat(x, 2) for x in zip(*parts)), S
+    rows = dict(k=k, v=v, pos=pos, total=k.new_zeros(B, H, T, dtype=wide))
+    rows = {name: torch.cat([S[name], x], 2) for name, x in rows.items()}       # (B, H, cache + T, ..)
+    pos, real, K, q_ = rows['pos'].float(), rows['pos'] >= 0, rows['k'], q
+    if compress:
+        gap = pos.diff(dim=-1, prepend=pos[..., :1])
+        near = torch.where(gap <= 10, gap, gap.clamp(min=3).log().log()).cumsum(-1)
+        K, q_ = rope(K, near), rope(q, near[..., cache:])
+    seen = real[:, :, None] & (torch.arange(cache + T, device=q.device) <= cache + steps[:, None])
+    scores = (q_.to(wide) @ K.to(wide).mT * d ** -0.5).masked_fill(~seen, NEVER)
+    a = scores if foreseen else scores.softmax(-1)
+    rows['total'] = rows['total'] + (0 if foreseen else a.sum(2))
+    worth = POLICIES[policy](a[:, :, -1], rows['total'], pos, t + T - 1, cache, sinks)
+    order = worth.masked_fill(~real, -math.inf).argsort(dim=-1, stable=True)     # rows to come go first
+    gone, kept = order[..., :T], order[..., T:].sort().values
+    if foreseen or spill:
+        leaves = torch.full_like(order, T).scatter(-1, gone, steps.expand_as(gone))     # the step it goes at
+        scores = scores.masked_fill(leaves[:, :, None] < steps[:, None] + int(spill), NEVER)
+        a = scores.softmax(-1)
+    o = softmax(q, k, v)[0] if fresh else a.to(v.dtype) @ rows['v']             # fresh: the same to the bit
+    take = lambda x, i: x.gather(2, i if x.dim() == 3 else i[..., None].expand(-1, -1, -1, d))
+    went = take(K, gone), take(rows['v'], gone), take(real, gone)
+    return o, scores.logsumexp(-1, keepdim=True), *went, {name: take(x, kept) for name, x in rows.items()}
+
+
 # ---- feature maps phi: (B, H, T, head_dim) -> (B, H, T, feature_dim), the same for q and k -----------------
 class FeatureMap(nn.Module):
     """phi, elementwise unless a subclass says otherwise. `arg` is what may follow a colon: --phi=dpfp:3.
@@ -205,8 +277,9 @@ class FeatureMap(nn.Module):
     positive  no feature is ever negative, so `sum` may divide by their sum
     kernel    phi(q).phi(k) is a similarity >= 0, so `attn` may divide by n.q; floor: the least denominator
     temper    q and k come divided by head_dim^(1/4): the map stands for exp(q.k), not exp(q.k / sqrt(d))
+    exp       phi(q).phi(k) stands for exp(q.k / sqrt(d)), softmax's kernel, or can learn to
     max_len   positions are known up to here; forward takes the position t of x's first row"""
-    positive, kernel, floor, temper, max_len = True, True, FLOOR, False, None
+    positive, kernel, floor, temper, exp, max_len = True, True, FLOOR, False, False, None
 
     def __init__(self, n_head, head_dim, f=None, **traits):
         super().__init__()
@@ -273,7 +346,7 @@ class Favor(FeatureMap):
     """FAVOR+: e^(-|x|^2/2)[e^(Rx), e^(-Rx)]/sqrt(2m); E[phi(q).phi(k)] = e^(q.k). Choromanski 2021 sec. 2.3.
     R (m, d) has orthogonal rows, each distributed as N(0, I). Redrawn for every training batch, part of the
     checkpoint, fixed in evaluation. arg: m (default d); the feature size is 2m."""
-    temper = True
+    temper = exp = True
 
     def __init__(self, n_head, head_dim, arg=None):
         m = number(arg or head_dim)
@@ -297,7 +370,7 @@ class Favor(FeatureMap):
 class RFA(Favor):
     """[sin(Wx), cos(Wx)] / sqrt(m), |x| = 1, W = R * sigma, sigma (H, d) learned. Peng 2021 sec. 3.1. arg: m.
     E[phi(q).phi(k)] = exp(-|sigma (q - k)|^2 / 2), a Gaussian kernel. R is redrawn as in FAVOR+."""
-    temper = positive = False
+    temper = exp = positive = False
     floor = 1e-2    # sines and cosines can sum to less than zero, the kernel they stand for cannot
 
     def __init__(self, n_head, head_dim, arg=None):
@@ -312,6 +385,8 @@ class RFA(Favor):
 class Hedgehog(FeatureMap):
     """[softmax(W x), softmax(-W x)], W (H, d, d) in each layer, at first the identity. Zhang 2024 sec. 4.
     arg 'exp': [exp(y - max y), exp(min y - y)], y = W x. Shared by q and k, as in the paper's equations."""
+    exp = True
+
     def __init__(self, n_head, head_dim, arg='softmax'):
         super().__init__(n_head, head_dim, form=arg, feature_dim=2 * head_dim)
         if arg not in ('softmax', 'exp'):
@@ -328,7 +403,7 @@ class Hedgehog(FeatureMap):
 class Taylor(FeatureMap):
     """[1, x / d^(1/4), x_i x_j / sqrt(d) (i < j), x_i^2 / sqrt(2d)]: phi(q).phi(k) = 1 + s + s^2/2 >= 1/2,
     s = q.k / sqrt(d), the series of softmax's e^s. Zhang 2024 sec. 3; compact as in Arora 2024: m ~ d^2/2."""
-    positive = False
+    positive, exp = False, True
 
     def __init__(self, n_head, head_dim):
         super().__init__(n_head, head_dim, feature_dim=(head_dim + 1) * (head_dim + 2) // 2, d=head_dim)
@@ -418,7 +493,7 @@ class Rule(NamedTuple):
     write: str | None = None    # None is 1; 'beta'; '1-f'
     erase: bool = False         # e = beta
     rate: float | None = 1.0    # None: learned, one a head
-    cache: bool = False         # the state is a list of keys and values instead of a matrix
+    rows: str | None = None     # the state is a set of keys and values: 'all', or the policy that bounds it
 
 
 RULES = dict(
@@ -430,8 +505,16 @@ RULES = dict(
     gla=Rule('gated linear attention, Yang 2023', 'identity', 'none', f='channel', rate=1 / 16),
     gated_delta=Rule('gated DeltaNet, Yang 2024', 'silu', 'l2', 'head', None, 'beta', True, rate=None),
     kda=Rule('Kimi delta attention, 2025', 'silu', 'l2', 'channel', None, 'beta', True, rate=None),
-    softmax=Rule('the transformer; its state grows with every step', 'identity', 'none', cache=True),
-)
+    softmax=Rule('the transformer; its state grows with every step', 'identity', 'none', rows='all'),
+    full=Rule('softmax under another name, the control of the following', 'identity', 'none', rows='all'),
+) | {name: Rule(about, 'identity', 'none', rows=name) for name, about in {
+    'window': 'softmax over the last `cache` rows',
+    'sink': 'window and the first rows, Xiao 2023 (StreamingLLM)',
+    'h2o': 'most attended rows, half of them the last ones, Zhang 2023',
+    'tova': 'most attended rows of the last step, Oren 2024',
+    'tova-head': 'the same, each head by itself',
+    'random': 'a row at random goes: the control',
+}.items()}
 
 
 class Gates(nn.Module):
@@ -502,15 +585,27 @@ def refusal(rule, phi, norm, beta_max=1.0):
 class FastWeights(nn.Module):
     """The heart of a layer: gates from x, map and normaliser on q and k, then the recurrence.
     forward(x, q, k, v, S, t): x (B, T, n_embd)   q, k, v (B, H, T, head_dim)   S what the last call returned
-    t the position of the first step (only cosformer asks)   form: `recurrent`, `chunked` or a faster twin
-    ->  o (B, H, T, head_dim), S"""
-    def __init__(self, rule, n_embd, n_head, head_dim, phi=None, norm=None, beta_max=1.0):
+    t the position of the first step (cosformer and bounded rows ask)   form: `recurrent`, `chunked` or a twin
+    ->  o (B, H, T, head_dim), S
+    Rules that keep rows: cache, sinks, compress as in `bounded`; overflow: the rule by which rows that went
+    are written into fast weights, with phi and norm."""
+    def __init__(self, rule, n_embd, n_head, head_dim, phi=None, norm=None, beta_max=1.0, cache=256, sinks=4,
+                 compress=False, overflow=None):
         super().__init__()
         if rule not in RULES:
             raise ValueError(f'rule={rule}: no such rule; choose from {", ".join(RULES)}')
-        self.rule, self.norm = RULES[rule], norm or RULES[rule].norm
-        if self.rule.cache and (phi or norm):
+        self.rule, self.overflow = RULES[rule], None
+        self.limits = dict(cache=cache, sinks=sinks, compress=compress)
+        if overflow:
+            self.overflow = FastWeights(overflow, n_embd, n_head, head_dim, phi or 'favor', norm, beta_max)
+            if not self.overflow.phi.exp:
+                maps = ', '.join(n for n, f in FEATURE_MAPS.items() if getattr(f, 'exp', False))
+                raise ValueError(f'overflow={overflow} with phi={phi}: rows and matrix share a denominator, '
+                                 f'so the map must stand for exp(q.k / sqrt(d)): {maps}')
+            self.log_mass, phi, norm, beta_max = nn.Parameter(torch.zeros(n_head, 1, 1)), None, None, 1.0
+        if self.rule.rows and (phi or norm):
             raise ValueError(f'rule={rule} has its own kernel and normaliser: leave out {phi or norm}')
+        self.norm = norm or self.rule.norm
         if self.norm not in NORMALISERS:
             raise ValueError(f'norm={norm}: no such normaliser; choose from {", ".join(NORMALISERS)}')
         self.phi = feature_map(phi or self.rule.phi, n_head, head_dim)
@@ -518,16 +613,21 @@ class FastWeights(nn.Module):
             raise ValueError(why)
         self.gates = Gates(self.rule, n_embd, n_head, self.phi.feature_dim, head_dim, beta_max)
 
+    def features(self, q, k, S, t):
+        """phi of q and k, in fp32."""
+        qk = torch.cat([q, k]).to(torch.promote_types(q.dtype, torch.float32))
+        if self.training and S is None and hasattr(self.phi, 'redraw'):
+            self.phi.redraw()
+        return self.phi(qk * q.shape[-1] ** -0.25 if self.phi.temper else qk, t)
+
     def forward(self, x, q, k, v, S=None, t=0, form=chunked):
-        if self.rule.cache:
+        if self.rule.rows == 'all':
             return softmax(q, k, v, S)
         device = x.device.type      # features and state are fp32, also where the layers around are bf16
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-            qk = torch.cat([q, k]).to(torch.promote_types(q.dtype, torch.float32))
-            if self.training and S is None and hasattr(self.phi, 'redraw'):
-                self.phi.redraw()
-            qk = self.phi(qk * q.shape[-1] ** -0.25 if self.phi.temper else qk, t)
-            delta_attn = self.norm == 'attn' and self.rule.erase
+            if self.rule.rows:
+                return self.rows(x, q, k, v, S or {}, t, form)
+            delta_attn, qk = self.norm == 'attn' and self.rule.erase, self.features(q, k, S, t)
             q, k = NORMALISERS['sum' if delta_attn else self.norm](qk).chunk(2)
             gates = self.gates(x)
             if delta_attn:
@@ -543,3 +643,36 @@ class FastWeights(nn.Module):
         nq, n = form(q, k, one, S=n)
         o, S = form(q, k, v, beta, beta / nk.squeeze(-1).clamp(min=FLOOR), S=S)
         return (o / nq.clamp(min=FLOOR)).to(v.dtype), torch.cat([S, n], 2)
+
+    def rows(self, x, q, k, v, S, t, form):
+        """A bounded set of rows; with `overflow` what goes is written into fast weights, by the gates of the
+        step it goes at, and both are read under one denominator: o = (sum e^s v + n v') / (sum e^s + n), over
+        the rows, where v' is what the fast weights say and n the mass of the keys they hold."""
+        had = {name: S[name] for name in ('k', 'v', 'pos', 'total')} if S else None
+        spill = self.overflow is not None
+        o, log_rows, *went, S_new = bounded(q, k, v, had, t, self.rule.rows, **self.limits, spill=spill)
+        if spill:
+            fast = self.overflow.spilled(x, q, *went, S.get('S'), S.get('n'), form)
+            said, mass, S_new['S'], S_new['n'] = fast
+            of_rows = (log_rows - mass.clamp(min=1e-30).log() - self.log_mass).sigmoid()
+            o = torch.lerp(said, o.to(said.dtype), of_rows).to(v.dtype)
+        return o, S_new
+
+    def spilled(self, x, q, k, v, real, S, n, form):
+        """What the fast weights say after rows k, v (B, H, T, d) were written where real (B, H, T), and the
+        mass of keys behind it (B, H, T, 1), or by value channel. Rules that erase are read as they are, the
+        others as a mean: divided by what they would say if all values were 1. -> said, mass, S, n"""
+        q, k = self.features(q, k, S, 0).chunk(2)
+        v, real, gates = v.to(q.dtype), real.to(q.dtype), self.gates(x)
+        one = torch.ones_like(v[..., :1])
+        gates['write'] = real * gates.get('write', 1)
+        if self.rule.erase:
+            mass, n = form(q, k, one, real, log_f=gates.get('log_f'), S=n)
+            gates['erase'] = gates['write']
+            q, k = NORMALISERS[self.norm](torch.cat([q, k])).chunk(2)
+            said, S = form(q, k, v, **gates, S=S)
+        else:
+            mass, n = form(q, k, torch.ones_like(v) if self.rule.z else one, **gates, S=n)
+            said, S = form(q, k, v, **gates, S=S)
+            said = said / mass.clamp(min=1e-30)
+        return said, mass, S, n

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 import fastweight
 import kernels
-from fastweight import FEATURE_MAPS, NORMALISERS, RULES, FastWeights
+from fastweight import FEATURE_MAPS, NORMALISERS, RULES, FastWeights, rope
 
 # ---- flags: a dataclass field is the flag, its type, default, help, choices and range ----------------------
 def flag(default, help, choices=None, low=None, high=None):
@@ -136,6 +136,10 @@ class Config:
     norm: str = flag('', f'normaliser, if not the rule\'s [{"|".join(NORMALISERS)}]')
     beta_max: float = flag(1.0, 'delta rules: beta lies in (0, beta_max)', low=0, high=2)
     conv: int = flag(4, 'width of the causal convolution before each mixer and MLP; 0: none', low=0, high=64)
+    cache: int = flag(256, 'rules that keep rows: how many', low=0)
+    sinks: int = flag(4, 'sink: first rows that stay', low=0)
+    overflow: str = flag('', 'fast-weight rule that takes the rows that go; --phi=favor, taylor or hedgehog')
+    positions: str = flag('true', 'of kept rows; compress: gaps g > 10 count ln ln g', ['true', 'compress'])
     pos: str = flag('auto', 'positions; auto: rope for softmax only', ['auto', 'none', 'learned', 'rope'])
     n_layer: int = flag(4, 'layers', low=1)
     n_head: int = flag(8, 'heads', low=1)
@@ -151,9 +155,22 @@ class Config:
         for r in self.rules():
             if r not in RULES:
                 raise ValueError(f'--layers={self.layers}: {r!r} is no rule; choose from {", ".join(RULES)}')
-        turns = self.pos == 'rope' or self.pos == 'auto' and any(RULES[r].cache for r in self.rules())
+        kept = {RULES[r].rows for r in self.rules()} - {None, 'all'}
+        turns = self.pos == 'rope' or self.pos == 'auto' and any(RULES[r].rows for r in self.rules())
         if turns and head_dim % 2:
             raise ValueError(f'rope turns pairs: n_embd / n_head = {head_dim} must be even; or --pos=none')
+        if kept and self.cache < (0 if self.overflow else 1):
+            raise ValueError(f'--cache={self.cache}: at least 1 row, or --overflow says where all rows go')
+        if 'sink' in kept and self.sinks >= max(1, self.cache):
+            raise ValueError(f'--sinks={self.sinks}: fewer than --cache={self.cache}, or no new row is kept')
+        if self.overflow and not kept:
+            raise ValueError(f'--overflow={self.overflow} takes what a bounded cache lets go: --rule=tova')
+        if self.overflow and (self.overflow not in RULES or RULES[self.overflow].rows):
+            names = ', '.join(r for r in RULES if not RULES[r].rows)
+            raise ValueError(f'--overflow={self.overflow}: choose from {names}')
+        if self.positions == 'compress' and (not kept or self.overflow or self.pos not in ('auto', 'rope')):
+            raise ValueError('--positions=compress turns the keys of a bounded cache at every step anew: it '
+                             'needs one, with rope, and without --overflow')
         if self.layers.count(',') >= self.n_layer:
             raise ValueError(f'--layers={self.layers}: more rules than --n_layer={self.n_layer} layers')
 
@@ -163,17 +180,27 @@ class Config:
         return [pattern[i % len(pattern)] for i in range(self.n_layer)]
 
 
+# What may be changed of a trained model without training: softmax keeps its weights, whatever rows it keeps.
+ROWS = [r for r in RULES if RULES[r].rows]
+Swap = dataclasses.make_dataclass('Swap', [('rule', str, flag('', 'what softmax layers become', ROWS))] + [
+    (f.name, f.type, dataclasses.field(default=f.default, metadata=f.metadata))
+    for f in dataclasses.fields(Config)
+    if f.name in ('cache', 'sinks', 'overflow', 'positions', 'phi', 'norm', 'beta_max')])
+
+
+def swapped(config, path, rule=None, **changes):
+    """A checkpoint's config with other flags; a rule goes where softmax or another rule with rows was."""
+    old = Config(**config)
+    if rule:
+        if rule not in ROWS:
+            raise ValueError(f'--rule={rule}: without training, softmax can only become {", ".join(ROWS)}')
+        if not {*old.rules()} & {*ROWS}:
+            raise ValueError(f'--rule={rule}: {path} has no softmax layers, only {",".join(old.rules())}')
+        changes |= dict(rule=rule, layers=','.join(rule if r in ROWS else r for r in old.rules()))
+    return dataclasses.replace(old, **changes)
+
+
 # ---- layers ------------------------------------------------------------------------------------------------
-def rope(x, t):
-    """Turn pairs (x_i, x_{i+d/2}) by position * 10000^(-2i/d). Su 2021, arXiv:2104.09864. x (B, H, T, d)"""
-    d = x.shape[-1] // 2
-    angle = torch.outer(t + torch.arange(x.shape[2], device=x.device, dtype=torch.float32),
-                        10000.0 ** (-torch.arange(d, device=x.device, dtype=torch.float32) / d))
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    a, b = x[..., :d], x[..., d:]
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
-
-
 class ShiftedSum(torch.autograd.Function):
     """y_t = sum_s w_s x_{t-s}, s = 0..n, zeros before x. x (B, T, D), w (n + 1, D), its last row for s = 0 ->
     y (B, T, D). The backward is by hand, because autograd's own takes three times as long."""
@@ -233,13 +260,16 @@ class Mixer(nn.Module):
     def __init__(self, c, rule):
         super().__init__()
         self.n_head, self.head_dim = c.n_head, c.n_embd // c.n_head
-        softmax = RULES[rule].cache
-        self.rope = c.pos == 'rope' or (c.pos == 'auto' and softmax)
+        softmax, bounded = RULES[rule].rows, RULES[rule].rows not in (None, 'all')
+        self.rope = c.pos == 'rope' or (c.pos == 'auto' and bool(softmax))
+        compress, overflow = (c.positions == 'compress', c.overflow) if bounded else (False, '')
+        self.rope &= not compress               # then `bounded` turns the keys
         self.qkv = nn.Linear(c.n_embd, 3 * c.n_embd, bias=False)
         mixed = len(set(c.rules())) > 1         # beside fast weights, softmax layers ignore --phi and --norm
-        phi, norm = ('', '') if softmax and mixed else (c.phi, c.norm)
-        beta_max = c.beta_max if RULES[rule].erase or not mixed else 1.0
-        self.memory = FastWeights(rule, c.n_embd, c.n_head, self.head_dim, phi, norm, beta_max)
+        phi, norm = ('', '') if softmax and mixed and not overflow else (c.phi, c.norm)
+        beta_max = c.beta_max if RULES[overflow or rule].erase or not mixed else 1.0
+        self.memory = FastWeights(rule, c.n_embd, c.n_head, self.head_dim, phi, norm, beta_max, c.cache,
+                                  c.sinks, compress, overflow)
         averaged = softmax or self.memory.norm == 'attn'        # o is normalised already
         self.out_norm = None if averaged else nn.LayerNorm(self.head_dim, bias=False)
         self.proj = nn.Linear(c.n_embd, c.n_embd, bias=False)
@@ -250,7 +280,8 @@ class Mixer(nn.Module):
         t, new = state.get('t', torch.zeros((), dtype=torch.long)), {}
         q, k, v = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim).permute(2, 0, 3, 1, 4)
         if self.rope:
-            q, k = rope(q, t), rope(k, t)
+            steps = t + torch.arange(T, device=x.device, dtype=torch.float32)
+            q, k = rope(q, steps), rope(k, steps)
         o, new['S'] = self.memory(x, q, k, v, state.get('S'), t, form)
         if self.out_norm is not None:
             o = self.out_norm(o)
@@ -355,7 +386,7 @@ class OneStep(nn.Module):
 
 def grows(model):
     """Whether the work of a step changes with the position: a cache that grows, features of a position."""
-    return any(b.mixer.memory.rule.cache or b.mixer.memory.phi.max_len for b in model.blocks)
+    return any(b.mixer.memory.rule.rows == 'all' or b.mixer.memory.phi.max_len for b in model.blocks)
 
 
 def captured(model, token, state):
@@ -491,23 +522,34 @@ def save(path, model, meta, extra={}):
           {**meta, 'config': dataclasses.asdict(model.config)})
 
 
-def load(path, device='cpu'):
-    """-> model, meta. meta['tensors'] holds what `save` was given as extra."""
+def load(path, device='cpu', **changes):
+    """-> model, meta. meta['tensors'] holds what `save` was given as extra. changes: flags of `Swap`."""
     tensors, meta = read(path)
     if 'config' not in meta:
         raise ValueError(f'{path}: holds no model (a state saved by sample.py?)')
     try:
-        model = GPT(Config(**meta['config']))
+        model = GPT(swapped(meta['config'], path, **changes))
     except TypeError as e:
         raise ValueError(f'{path}: made by another version of this project ({e})') from None
-    names = [k for k in tensors if k.startswith('model.')]
-    model.load_state_dict({k.removeprefix('model.'): tensors.pop(k) for k in names})
+    weights = {k.removeprefix('model.'): tensors.pop(k) for k in [*tensors] if k.startswith('model.')}
+    try:
+        missing, extra = model.load_state_dict(weights, strict=False)
+    except RuntimeError as e:
+        raise ValueError(f'{path}: {e}') from None
+    missing = [n for n in missing if '.overflow.' not in n and not n.endswith('log_mass')]
+    if missing or extra:
+        raise ValueError(f'{path}: holds the weights of another model ({", ".join([*missing, *extra][:3])})')
     return model.to(device), {**meta, 'tensors': tensors}
 
 
 def pack(state, prefix='state'):
     """A state as a flat dict of tensors, for `write` and `save`."""
-    return {f'{prefix}.{i}.{key}': x for i, s in enumerate(state) for key, x in s.items()}
+    flat = {}
+    for i, s in enumerate(state):
+        for key, x in s.items():            # S is a tensor, or a dict of some
+            flat |= {f'{prefix}.{i}.{key}.{n}': y for n, y in x.items()} if isinstance(x, dict) else \
+                {f'{prefix}.{i}.{key}': x}
+    return flat
 
 
 def unpack(tensors, prefix='state', device=None):
@@ -515,6 +557,11 @@ def unpack(tensors, prefix='state', device=None):
     state = {}
     for name, x in tensors.items():
         if name.startswith(prefix + '.'):
-            i, key = name[len(prefix) + 1:].split('.')
-            state.setdefault(int(i), {})[key] = x if device is None or key == 't' else x.to(device)
+            i, key, *part = name[len(prefix) + 1:].split('.')
+            x = x if device is None or key == 't' else x.to(device)
+            s = state.setdefault(int(i), {})
+            if part:
+                s.setdefault(key, {})[part[0]] = x
+            else:
+                s[key] = x
     return [state[i] for i in sorted(state)] or None

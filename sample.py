@@ -4,6 +4,7 @@
     python sample.py --prompt="def main():" --tokens=1000 --temperature=0.7 --top_p=0.95
     cat model.py | python sample.py --prompt=- --save_state=out/read.safetensors     read once ...
     python sample.py --load_state=out/read.safetensors --prompt="class "             ... and go on from there
+    python sample.py --rule=tova --cache=64          a softmax model as an RNN with 64 rows, without training
 """
 import itertools
 import sys
@@ -14,7 +15,7 @@ import torch
 
 from data import prepare
 from fastweight import RULES
-from model import flag, load, pack, parse, pick_device, pick_form, read, script, unpack, write
+from model import Swap, flag, load, pack, parse, pick_device, pick_form, read, script, unpack, write
 
 
 @dataclass
@@ -44,9 +45,10 @@ def read_prompt(text):
 
 @script
 def main(argv):
-    args, = (Args(**given) for given in parse(argv, __doc__, Args))
+    given, swap = parse(argv, __doc__, Args, Swap)
+    args = Args(**given)
     device = pick_device(args.device)
-    model, meta = load(args.init, device)
+    model, meta = load(args.init, device, **swap)
     if 'data' not in meta:
         raise ValueError(f'{args.init}: says nothing of its tokenizer, so it was not written by train.py')
     model.eval()
@@ -59,6 +61,8 @@ def main(argv):
         kept, about = read(args.load_state)
         if about.get('model') != meta['digest']:
             raise ValueError(f'--load_state={args.load_state}: not a state of the model in {args.init}')
+        if about['swap'] != swap:
+            raise ValueError(f'--load_state={args.load_state}: made with {about["swap"]}, not {swap}')
         if len(kept['last']) != args.samples:
             n = len(kept['last'])
             raise ValueError(f'--load_state={args.load_state} holds {n} texts: take --samples={n}')
@@ -90,9 +94,9 @@ def main(argv):
             print(f'--- {i + 1} ---\n{prepare.decode(row, meta["data"])}')
     print(flush=True)
     if args.save_state:
-        write(args.save_state, {**pack(state or []), 'last': last}, {'model': meta['digest']})
+        write(args.save_state, {**pack(state or []), 'last': last}, {'model': meta['digest'], 'swap': swap})
     size = sum(x.numel() * x.element_size() for x in pack(state or []).values())
-    grows = any(RULES[r].cache for r in model.config.rules())
+    grows = any(RULES[r].rows == 'all' for r in model.config.rules())
     pace = lambda i, j: 1e3 * (clock[j] - clock[i]) / max(1, j - i)
     say(f'{tokens.shape[1]:,} tokens read in {clock[0] - began:.2f} s, {n:,} written, '
         f'{1e3 * args.samples / max(pace(0, n), 1e-9):,.0f} tokens/s: {pace(0, n):.2f} ms a step, '

@@ -31,7 +31,7 @@ torch.set_num_threads(1)
 f64 = torch.float64
 FORMS = recurrent, chunked, kernels.on_cpu
 FAST = FORMS[1:]
-STEPPERS = [r for r in RULES if not RULES[r].cache]
+STEPPERS = [r for r in RULES if not RULES[r].rows]
 slow = pytest.mark.skipif('SLOW' not in os.environ, reason='a soak of minutes: run it with SLOW=1')
 
 @pytest.fixture(autouse=True)
@@ -282,7 +282,7 @@ def test_shapes_that_do_not_fit_are_named(name, shape):
 
 PAPER = dict(    # the gates of each rule; * by channel
     sum='', gated='write log_f', delta='write erase', decay='log_f* log_z*', retention='log_f', gla='log_f*',
-    gated_delta='write erase log_f', kda='write erase log_f*', softmax='')
+    gated_delta='write erase log_f', kda='write erase log_f*') | dict.fromkeys(model_py.ROWS, '')
 
 def test_identities_between_rules():
     a, _ = inputs('delta-scalar')
@@ -487,7 +487,9 @@ def test_layer_can_be_cut_and_leaks_nothing(rule, phi, norm):
     assert of_x is None or of_x[:, 5:].abs().max() < 1e-12
 
 @pytest.mark.parametrize('flags', [
-    *(dict(rule=r) for r in RULES), dict(layers='delta,softmax', pos='learned'),
+    *(dict(rule=r, cache=5, sinks=2) for r in RULES), dict(layers='delta,softmax', pos='learned'),
+    dict(rule='tova', cache=6, positions='compress'), dict(rule='window', cache=0, overflow='sum'),
+    dict(rule='h2o', cache=4, overflow='decay', phi='taylor'), dict(rule='tova', cache=4, overflow='kda'),
     dict(rule='sum', phi='cosformer'), dict(rule='kda', pos='rope', conv=0),
     dict(rule='delta', norm='attn', phi='elu'), dict(rule='delta', beta_max=2.0, conv=1)],
     ids=lambda f: '-'.join(map(str, f.values())))
@@ -521,9 +523,94 @@ def test_gradients_written_by_hand_are_right():
 
 def test_rope_sees_distances_only():
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=f64)
-    at = lambda i, j: (model_py.rope(q, i) * model_py.rope(k, j)).sum()
+    at = lambda i, j: (fastweight.rope(q, torch.tensor([i])) * fastweight.rope(k, torch.tensor([j]))).sum()
     near(torch.stack([at(7, 2), at(105, 100)]), at(5, 0).expand(2), 1e-5)      # angles are fp32
     assert (at(5, 0) - at(4, 0)).abs() > 1e-3
+
+
+# ---- rows: softmax over a bounded set ----------------------------------------------------------------------
+
+def by_the_book(policy, q, k, v, cache, sinks):
+    """Oren 2024, Algorithm 1 and its like, in lists. -> o, the positions kept, by row and head"""
+    (B, H, T, d), o, kept = q.shape, torch.zeros_like(v), [[[] for _ in q[0]] for _ in q]
+    random = fastweight.POLICIES['random']
+    for b in range(B):
+        total = [dict.fromkeys(range(T), 0.0) for _ in range(H)]
+        for t in range(T):
+            a = []
+            for h, rows in enumerate(kept[b]):
+                rows.append(t)
+                p = torch.stack([q[b, h, t] @ k[b, h, i] / d ** .5 for i in rows]).softmax(0)
+                o[b, h, t] = sum(x * v[b, h, i] for x, i in zip(p, rows))
+                a.append(dict(zip(rows, p.tolist())))
+                for i in rows:
+                    total[h][i] += a[h][i]
+            for h, rows in enumerate(kept[b]):
+                score = {'window': lambda i: i, 'sink': lambda i: i if i >= sinks else math.inf,
+                         'h2o': lambda i: total[h][i] if i <= t - cache // 2 else math.inf,
+                         'tova': lambda i: sum(x[i] for x in a) / H, 'tova-head': lambda i: a[h][i],
+                         'random': lambda i: random(0, 0, torch.tensor(i + 0.), t, 0, 0).item()}
+                if len(rows) > cache:
+                    rows.remove(min(rows, key=lambda i: (score[policy](i), i)))
+    return o, kept
+
+@pytest.mark.parametrize('cache, sinks', [(1, 0), (5, 2), (8, 3), (40, 4)])
+@pytest.mark.parametrize('policy', fastweight.POLICIES)
+def test_policies_agree_row_for_row_with_the_book(policy, cache, sinks):
+    """At once, in pieces, and where ties must be broken: a query of zeros looks at all rows alike."""
+    q, k, v = torch.randn(3, 2, 3, 21, 4, dtype=f64)
+    q[:, :, 9:15] = 0
+    o, kept = by_the_book(policy, q, k, v, cache, sinks)
+    for cuts in (), (3, 4, 15), range(1, 21):
+        step = lambda i, j, S: fastweight.bounded(*(x[:, :, i:j] for x in (q, k, v)), S, i, policy, cache,
+                                                  sinks)[::5]
+        got, S = in_parts(step, cuts, 21)
+        near(got, o, 1e-12)
+        assert [[[i for i in rows if i >= 0] for rows in heads] for heads in S['pos'].tolist()] == kept
+        assert S['pos'].shape == (2, 3, cache)
+
+def test_policies_with_room_for_all_are_softmax_to_the_bit():
+    q, k, v = torch.randn(3, 2, 3, 33, 8)
+    o, _ = fastweight.softmax(q, k, v)
+    for policy in fastweight.POLICIES:
+        assert torch.equal(fastweight.bounded(q, k, v, None, 0, policy, 33)[0], o)
+
+def test_compressed_positions_are_those_of_the_paper():
+    """Gaps up to 10 as they are, longer ones ln ln g; with no gaps, rope's own."""
+    q, k, v = torch.randn(3, 1, 1, 40, 8, dtype=f64)
+    turn = lambda x: fastweight.rope(x, torch.arange(40))
+    run = lambda q, k, cache, **kw: fastweight.bounded(q, k, v, None, 0, 'sink', cache, 2, **kw)
+    near(run(q, k, 40, compress=True)[0], run(turn(q), turn(k), 40)[0], 1e-5)
+    last = run(q, k, 6, compress=True)[0][0, 0, -1]             # rows 0, 1, 35..38 and its own, 39
+    at = torch.tensor([0, 1, *(1 + math.log(math.log(34)) + i for i in range(5))])
+    rows = [0, 1, 35, 36, 37, 38, 39]
+    a = fastweight.rope(k[0, 0, rows], at) @ fastweight.rope(q[0, 0, 39:], at[-1:])[0] / 8 ** .5
+    near(last, a.softmax(0) @ v[0, 0, rows], 1e-5)
+
+@pytest.mark.parametrize('policy', ['window', 'tova'])
+@pytest.mark.parametrize('rule', STEPPERS)
+@pytest.mark.parametrize('phi', ['favor', 'taylor', 'hedgehog'])
+def test_overflow_lies_between_fast_weights_and_softmax(rule, policy, phi):
+    """An empty cache leaves the fast-weight rule, one without end softmax."""
+    x, (q, k, v) = torch.randn(2, 9, 8, dtype=f64), torch.randn(3, 2, 2, 9, 4, dtype=f64)
+    norm = 'attn' if RULES[rule].norm == 'none' and not RULES[rule].z else None
+    m = FastWeights(policy, 8, 2, 4, phi, norm, cache=0, overflow=rule).double().eval()
+    expected = m.overflow(x, q, k, v)[0]
+    if RULES[rule].z:                                           # a mean in each value channel
+        expected = expected / m.overflow(x, q, k, torch.ones_like(v))[0]
+    near(m(x, q, k, v)[0], expected, 1e-9)
+    m.limits['cache'] = 9
+    near(m(x, q, k, v)[0], fastweight.softmax(q, k, v)[0], 1e-9)
+    m.limits['cache'] = 3
+    assert (m(x, q, k, v)[0] - expected).abs().max() > 1e-3     # in between it is neither
+
+def test_overflow_with_taylor_is_near_softmax_where_scores_are_small():
+    """What a window forgets, the matrix remembers: the error falls to the cube of the scores."""
+    x, (q, k, v) = torch.randn(1, 40, 8, dtype=f64), torch.randn(3, 1, 2, 40, 4, dtype=f64) / 3
+    wanted = fastweight.softmax(q, k, v)[0]
+    alone = FastWeights('window', 8, 2, 4, cache=5)(x, q, k, v)[0]
+    both = FastWeights('window', 8, 2, 4, 'taylor', cache=5, overflow='sum').double()(x, q, k, v)[0]
+    assert (both - wanted).abs().max() < .02 * (alone - wanted).abs().max()
 
 
 # ---- refusals: one sentence that says why ------------------------------------------------------------------
@@ -935,7 +1022,7 @@ def test_prompts_come_from_text_file_and_stdin(ckpt, tmp_path, capsys, monkeypat
 @pytest.mark.parametrize('rule', RULES)
 def test_a_saved_state_goes_on_as_if_never_stopped(rule, characters, text, tmp_path, capsys):
     """The same text, and, as a model this young may well say one thing whatever its state, the same state."""
-    ckpt = trained(text, tmp_path / 'out', f'--rule={rule}')
+    ckpt = trained(text, tmp_path / 'out', f'--rule={rule}', '--cache=9')
 
     def go(tokens, to, *flags):
         flags = f'--tokens={tokens}', f'--save_state={tmp_path / to}', *flags
@@ -951,6 +1038,34 @@ def test_a_saved_state_goes_on_as_if_never_stopped(rule, characters, text, tmp_p
     half = tmp_path / 'half'
     assert 'not a state' in refused(capsys, sample.main, f'--init={other}', f'--load_state={half}')
     assert 'holds no model' in refused(capsys, sample.main, f'--init={half}')
+
+def test_softmax_becomes_an_rnn_without_training(characters, text, tmp_path, capsys):
+    """With room for all rows the same text; with less, a state of fixed size; and a fine-tuning from there."""
+    ckpt, state = trained(text, tmp_path / 'out', '--layers=softmax,delta'), tmp_path / 'state'
+    flags = f'--init={ckpt}', '--temperature=0', '--prompt=line 1'
+    whole = written(capsys, *flags, '--tokens=60')[0]
+    assert whole == written(capsys, *flags, '--tokens=60', '--rule=tova', '--cache=80')[0]
+    for tokens in 40, 80:
+        small = f'--tokens={tokens}', f'--save_state={state}', '--rule=tova', '--cache=9'
+        assert 'whatever the length' in written(capsys, *flags, *small)[1]
+        assert read(state)[0]['state.0.S.k'].shape == (1, 2, 9, 8)
+    assert "'cache': 9" in refused(capsys, sample.main, *flags, f'--load_state={state}')
+    run = f'--init={ckpt}', '--rule=tova', '--cache=9', '--overflow=sum'
+    tensors, meta = read(trained(text, tmp_path / 'tuned', *run))
+    assert meta['config']['layers'] == 'tova,delta' and 'model.blocks.0.mixer.memory.overflow.phi.R' in tensors
+    assert len(written(capsys, f'--init={tmp_path / "tuned" / "ckpt.safetensors"}', '--tokens=9')[0]) > 9
+
+@pytest.mark.parametrize('flags, why', [
+    ('--rule=tova --cache=0', 'at least 1'), ('--rule=sink --cache=4', '--sinks=4'),
+    ('--rule=tova --overflow=sum --phi=elu', 'favor, hedgehog, taylor'), ('--overflow=sum', '--rule=tova'),
+    ('--rule=tova --overflow=softmax', 'choose from'), ('--rule=delta', 'choose from softmax'),
+    ('--positions=compress', 'bounded cache'), ('--rule=tova --overflow=sum --positions=compress', 'without')])
+def test_rows_that_cannot_be_kept_are_refused(flags, why, text, tmp_path, capsys):
+    ckpt = trained(text, tmp_path / 'out', '--rule=softmax', steps=1)
+    assert why in refused(capsys, sample.main, f'--init={ckpt}', *flags.split())
+
+def test_rows_need_softmax_layers(ckpt, capsys):
+    assert 'no softmax layers, only gated_delta' in refused(capsys, sample.main, f'--init={ckpt}', '--rule=tova')
 
 def test_a_character_the_model_lacks_is_named(characters, text, tmp_path, capsys):
     ckpt = trained(text, tmp_path / 'out')
@@ -989,10 +1104,10 @@ def test_recorded_steps_equal_the_model():
             near(parts, m(tokens)[0][:, 3:], 1e-9)
 
 @slow
-@pytest.mark.parametrize('rule', STEPPERS)
+@pytest.mark.parametrize('rule', [r for r in RULES if RULES[r].rows != 'all'])
 def test_soak_100000_tokens_in_constant_memory(rule):
-    """State bytes and resident memory stay as they are."""
-    m = GPT(Config(rule=rule, n_layer=1, n_head=2, n_embd=16)).eval()
+    """State bytes and resident memory stay as they are; rows know their true positions."""
+    m = GPT(Config(rule=rule, n_layer=1, n_head=2, n_embd=16, cache=128)).eval()
     sizes, memory = set(), []
     texts = itertools.islice(m.generate(torch.zeros(1, 1, dtype=torch.long)), 100_000)
     for i, (_, state) in enumerate(texts, 1):
@@ -1002,6 +1117,12 @@ def test_soak_100000_tokens_in_constant_memory(rule):
             memory.append(int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE'))
             assert all(x.isfinite().all() for x in tensors)
     assert len(sizes) == 1 and int(state[0]['t']) == 100_000 and memory[-1] - memory[0] < 8 * 2 ** 20
+    if RULES[rule].rows:
+        pos = state[0]['S']['pos']
+        assert pos.shape == (1, 2, 128) and (pos.diff() > 0).all() and pos.max() < 100_000
+        last = dict(window=128, sink=124, h2o=64).get(rule, 0)
+        assert (pos[..., 128 - last:] == torch.arange(100_000 - last, 100_000)).all()
+        assert rule != 'sink' or (pos[..., :4] == torch.arange(4)).all()
 
 
 @pytest.mark.parametrize('suite, rows', [('train', 10), ('decode', 16)])
@@ -1079,7 +1200,7 @@ def test_readme_is_true_of_the_code():
     found = re.findall(command, '\n'.join(docs))                       # to two blanks, # or |
     assert {script for script, _ in found} == {'train', 'sample', 'bench'}
     for script, flags in found:
-        classes = dict(train=(train.Args, Config), sample=(sample.Args,), bench=(bench.Args,))[script]
+        classes = dict(train=(train.Args, Config), sample=(sample.Args, model_py.Swap), bench=(bench.Args,))[script]
         for given, c in zip(model_py.parse(shlex.split(flags), '', *classes), classes):
             c(**given)
     for path in re.findall(r'\]\(([\w./-]+)[)#]', text) + re.findall(r'[\w/]+\.py\b', text):

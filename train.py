@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from data import prepare
 from fastweight import RULES
-from model import GPT, Config, flag, pack, parse, pick_device, pick_form, read, save, script, unpack
+from model import GPT, Config, flag, load, pack, parse, pick_device, pick_form, read, save, script, unpack
 
 BAD_STEPS = 10     # so many non-finite steps in a row end the run
 WARMUP = 0.05      # of all steps; then a cosine to 0
@@ -36,6 +36,7 @@ class Args:
     data: str = flag('stdlib', f'{", ".join(prepare.DATASETS)}, or any text file')
     out: str = flag('out', 'folder for checkpoints and the log')
     resume: bool = flag(False, 'go on from the checkpoint in --out')
+    init: str = flag('', 'start with the weights of this checkpoint; model flags change what may change')
     steps: int = flag(6400, 'optimiser steps', low=1)
     batch_size: int = flag(4, 'rows a step, over all processes', low=1)
     accum: int = flag(1, 'batches a step, for more rows than fit into memory', low=1)
@@ -173,8 +174,14 @@ def settings(argv):
     """Flags, and with --resume the checkpoint's. -> args, config, checkpoint's tensors, its metadata"""
     given, given_model = parse(argv, __doc__, Args, Config)
     args = Args(**given)
+    if args.init and args.resume:
+        raise ValueError('--init starts a run, --resume goes on with one: give one of them')
     if not args.resume:
-        return args, Config(**given_model), {}, {}
+        if not args.init:
+            return args, Config(**given_model), {}, {}
+        model, meta = load(args.init, **given_model)
+        weights = {f'model.{k}': v for k, v in model.state_dict().items()}
+        return args, model.config, weights, {'data': meta.get('data', {})}
     path = os.path.join(args.out, 'ckpt.safetensors')
     tensors, meta = read(path)                       # the run's own flags, except for those given again
     if 'best' not in meta:
@@ -245,9 +252,10 @@ def main(argv):
                             lr=args.lr, betas=(0.9, 0.99), fused=device.type in ('cpu', 'cuda'))
     done, best = meta.get('step', 0), meta.get('best', math.inf)
     states = [None] * args.accum                     # --carry: one for each batch of a step
-    if args.resume:
+    if tensors:
         weights = {k.removeprefix('model.'): v for k, v in tensors.items() if k.startswith('model.')}
         model.load_state_dict(weights)
+    if args.resume:
         place = lambda k: device if k != 'step' or opt.defaults['fused'] else 'cpu'    # as AdamW wants it
         for name, p in model.named_parameters():
             opt.state[p] = {k: tensors[f'opt.{name}.{k}'].to(place(k))
@@ -286,7 +294,7 @@ def main(argv):
             (part / args.accum).backward()
             loss += part.detach() / args.accum
             if args.carry:                           # truncated backpropagation: S goes on, its gradient ends
-                new[i] = [{k: v.detach() for k, v in s.items()} for s in state]
+                new[i] = unpack({k: v.detach() for k, v in pack(state).items()})
         loss = average(model, loss, world)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         done += 1
@@ -363,7 +371,7 @@ def report(args, model, val, data, device, cast, rank, world, say, write_log):
     write_log(rule='blocks', val_loss=loss, accuracy=right)
     if 'row' in data or rank:
         return
-    if model.max_len is None and not any(RULES[r].cache for r in model.config.rules()):
+    if model.max_len is None and not any(RULES[r].rows for r in model.config.rules()):
         loss = evaluate_carried(model, val, data, device, cast)
         say(f'validation, carried: {score(loss, 0)}', flush=True)
         write_log(rule='carried', val_loss=loss)
