@@ -1,15 +1,20 @@
 """Measure, on this machine. A suite prints a table, writes out/bench/SUITE.csv and .png; last, a JSON line.
 
     python bench.py decode             the next token after 128 .. 65,536: time and state, layer and model
+    python bench.py cache              perplexity of a softmax model in out/ as an RNN that keeps few rows
+    python bench.py kept               which tokens TOVA keeps in it, and for how long
+    python bench.py batch              throughput at a memory budget against the rows kept
     python bench.py train              a layer forward and backward over T: our forms, and attention
     python bench.py train --full       more lengths, more repeats; --heads=12 are GPT-2's
 """
 import csv
 import importlib
+import itertools
 import json
 import math
 import os
 import statistics
+import string
 import sys
 import time
 from dataclasses import dataclass
@@ -20,14 +25,20 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastweight
 import kernels
-from fastweight import l2
-from model import GPT, Config, captured, flag, graphed, pack, parse, pick_device, script
+from data import prepare
+from fastweight import RULES, l2
+from model import GPT, Config, captured, flag, graphed, load, pack, parse, pick_device, script, unpack
 
 
 @dataclass
 class Args:
     full: bool = flag(False, 'all lengths and more repeats, instead of two minutes')
     out: str = flag('out/bench', 'folder for tables and pictures')
+    init: str = flag('out/ckpt.safetensors', 'cache, kept: a checkpoint with softmax layers')
+    data: str = flag('', 'cache, kept: a data set or text, if not the one the checkpoint was trained on')
+    overflow: str = flag('', 'cache: also policies that write into fast weights by this rule, at equal bytes')
+    phi: str = flag('favor', 'their feature map')
+    budget: int = flag(64, 'batch: MB for all states', low=1)
     device: str = flag('auto', 'auto, cpu, cuda')
     dtype: str = flag('auto', 'of q, k, v; auto: bfloat16 on a GPU', ['auto', 'float32', 'bfloat16'])
     lengths: str = flag('', 'sequence lengths, if not those of the suite: 256,1024')
@@ -91,7 +102,7 @@ def report(args, name, rows, note, *panels, **summary):
         table = csv.DictWriter(f, rows[0].keys())
         table.writeheader()
         table.writerows(rows)
-    show = lambda x: '-' if x is None else f'{x:.3g}' if isinstance(x, float) else str(x)
+    show = lambda x: '-' if x is None else f'{x:.4g}' if isinstance(x, float) else str(x)
     cells = [list(rows[0])] + [[show(x) for x in r.values()] for r in rows]
     widths = [max(len(c[i]) for c in cells) for i in range(len(cells[0]))]
     for c in cells:
@@ -108,7 +119,7 @@ def report(args, name, rows, note, *panels, **summary):
     print(json.dumps(dict(suite=name, torch=torch.__version__, threads=torch.get_num_threads(), **summary)))
 
 
-def lines(axes, rows, x, y, label):
+def lines(axes, rows, x, y, label, yscale='log'):
     """One line a label, on logarithmic axes, in colours that colour-blind readers can tell."""
     colours = ['#000000', '#E69F00', '#56B4E9', '#009E73', '#F0E442', '#0072B2', '#D55E00', '#CC79A7']
     for i, name in enumerate(dict.fromkeys(r[label] for r in rows)):
@@ -116,7 +127,7 @@ def lines(axes, rows, x, y, label):
         if points:
             style = dict(marker='o', color=colours[i % 8], linestyle='-' if i < 8 else '--')
             axes.plot(*zip(*points), label=name, **style)
-    axes.set(xscale='log', yscale='log')
+    axes.set(xscale='log', yscale=yscale)
     ticks = sorted({r[x] for r in rows})
     axes.set_xticks(ticks, [f'{t:,}' for t in ticks])
     axes.minorticks_off()
@@ -289,7 +300,153 @@ def decode(args, device, dtype):
            panel('state bytes', 'layer', 'what it keeps'), crossing=cross)
 
 
-SUITES = dict(decode=decode, train=train)
+# ---- suites cache, kept, batch: transformers as multi-state RNNs. Oren 2024 --------------------------------
+PAPER_ROWS = {      # table 3: perplexity of LLaMA-2-7B on PG-19 at 1/64, 1/32, .. 1 of 4,096 rows
+    'window': (4812.27, 4025.01, 3275.58, 2184.62, 1001.29, 240.17, 7.16),
+    'sink': (10.28, 8.98, 8.19, 7.73, 7.46, 7.30, 7.16), 'h2o': (10.22, 8.97, 8.21, 7.75, 7.49, 7.32, 7.16),
+    'tova': (9.53, 8.32, 7.71, 7.41, 7.25, 7.17, 7.16),
+    'tova-head': (11.13, 9.55, 8.69, 7.90, 7.52, 7.27, 7.16)}
+
+
+def chunks(args, device, count):
+    """The checkpoint's metadata and `count` pieces of validation text, each as long as a training row."""
+    meta = load(args.init)[1]
+    source = args.data or meta.get('args', {}).get('data')
+    if not source:
+        raise ValueError(f'{args.init} does not say what it was trained on: give --data')
+    val, data = prepare.load(source)[1:]
+    if any(data.get(k) != meta['data'].get(k) for k in ('tokenizer', 'vocab_size')) or 'row' in data:
+        raise ValueError(f'--data={source}: not a text in the tokens of {args.init}')
+    T = meta['config']['block_size']
+    if len(val) <= T:
+        raise ValueError(f'--data={source}: {len(val)} tokens to validate on, but a row takes {T}')
+    begin = torch.linspace(0, len(val) - T - 1, count).long().tolist()
+    return meta, torch.stack([torch.from_numpy(val[i:i + T].astype('int64')) for i in begin]).to(device)
+
+
+def state_bytes(state):
+    return sum(x.numel() * x.element_size() for x in pack(state).values())
+
+
+@torch.inference_mode()
+def cache(args, device, dtype):
+    """Perplexity of a softmax model whose layers keep few rows, without training. Oren 2024 table 3."""
+    meta, x = chunks(args, device, 64 if args.full else 16)
+    T, rows, full = x.shape[1], [], None
+    sizes = lengths(args, [T // n for n in ((64, 32, 16, 8, 4, 2, 1) if args.full else (32, 16, 8, 4, 1))])
+
+    def row(form, size, **changes):
+        model = load(args.init, device, **changes)[0].eval()
+        logits, state = model(x)
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), x[:, 1:].flatten()).item()
+        paper = dict(zip((T // n for n in (64, 32, 16, 8, 4, 2, 1)), PAPER_ROWS.get(form, ()))).get(size)
+        rows.append({'form': form, 'rows': size, 'perplexity': math.exp(loss),
+                     'of full': math.exp(loss) / (full or math.exp(loss)),
+                     'paper, of its full': paper and paper / 7.16,
+                     'state bytes': state_bytes(state) // len(x)})
+        return model
+    row('full', T, rule='full')
+    full = rows[0]['perplexity']
+    for size, form in itertools.product(sizes, ('random', 'window', 'sink', 'h2o', 'tova-head', 'tova')):
+        row(form, size, rule=form, cache=size, sinks=min(4, size - 1))
+    if args.overflow:
+        flags = dict(overflow=args.overflow, phi=args.phi)
+        m = row(args.overflow + ' alone', 0, rule='window', cache=0, **flags).blocks[0].mixer
+        K, V = m.memory.overflow.phi.feature_dim, m.head_dim
+        worth = -(-K * (V + (V if RULES[args.overflow].z else 1)) // (2 * V + 3))      # rows of equal bytes
+        for size, form in itertools.product(sizes, ('window', 'tova')):
+            if size > worth:
+                row(f'{form} + {args.overflow}', size, rule=form, cache=size - worth, **flags)
+
+    def draw(axes, rows):
+        drawn = [r for r in rows if r['rows'] and r['form'] != 'full']
+        lines(axes, drawn, 'rows', 'perplexity', 'form', 'linear')
+        axes.axhline(full, color='grey', linewidth=1)
+        axes.set(xlabel='rows kept', ylabel='perplexity', title=f'context {T}, no training')
+    note = f'{len(x)} pieces of {T} tokens; "paper": LLaMA-2-7B on PG-19, at the same share of 4,096 rows'
+    report(args, 'cache', rows, note, draw, tokens=x.numel(),
+           of_full={f'{r["form"]} {r["rows"]}': round(r['of full'], 4) for r in rows})
+
+
+KINDS = {'newline': '\n', 'punctuation': string.punctuation, 'capital': string.ascii_uppercase,
+         'digit': string.digits}
+
+
+@torch.inference_mode()
+def kept(args, device, dtype):
+    """What TOVA keeps: how recent, the first token, and how long by kind of token. Oren 2024 section 5."""
+    meta, x = chunks(args, device, 16 if args.full else 4)
+    (B, T), rows = x.shape, []
+    size, = lengths(args, [T // 8])[:1]
+    model, state = load(args.init, device, rule='tova', cache=size)[0].eval(), None
+    layers = [i for i, b in enumerate(model.blocks) if b.mixer.memory.rule.rows == 'tova']
+    lived = torch.zeros(len(layers), B, T, device=device)       # steps a token stayed
+    seen = torch.zeros(len(layers), T, T)                       # of the first piece, for the picture
+    recent = first = 0
+    for t in range(T):
+        state = model(x[:, t:t + 1], state)[1]
+        for n, i in enumerate(layers):
+            pos = state[i]['S']['pos'][:, 0]                    # the same for all heads
+            lived[n].scatter_add_(1, pos.clamp(min=0), (pos >= 0).float())
+            seen[n, t, pos[0][pos[0] >= 0].cpu()] = 1
+            if t >= 2 * size:
+                recent += (pos > t - size).float().mean().item() / (len(layers) * (T - 2 * size))
+                first += (pos == 0).any(1).float().mean().item() / (len(layers) * (T - 2 * size))
+    texts = [[prepare.decode([t], meta['data']).strip(' ')[:1] for t in piece] for piece in x.tolist()]
+    kinds = [[next((k for k, chars in KINDS.items() if c and c in chars), 'rest') for c in p] for p in texts]
+    for kind in ('all', *KINDS, 'rest'):
+        here = torch.tensor([[kind in (k, 'all') for k in p] for p in kinds], device=device)
+        here[:, 0] = False                                      # the first token is a case of its own
+        here[:, T - size:] = False                              # these had no time to show
+        if here.any():
+            rows.append({'kind': kind, 'share of text': here.float().mean().item() * T / (T - size - 1),
+                         'steps kept': lived[:, here].mean().item(),
+                         'longest': int(lived[:, here].max().item())})
+
+    def draw(axes, rows):
+        axes.imshow(seen[len(layers) // 2].numpy(), cmap='Greys', interpolation='nearest', aspect='auto')
+        layer = layers[len(layers) // 2] + 1
+        axes.set(xlabel='position of the token', ylabel='step', title=f'rows kept in layer {layer}')
+
+    def bars(axes, rows):
+        axes.bar([r['kind'] for r in rows], [r['steps kept'] for r in rows], color='#0072B2')
+        axes.set(ylabel='mean steps kept', title=f'{size} rows of {T}')
+        axes.tick_params(axis='x', labelsize=9)
+    note = (f'{100 * recent:.0f} % of the rows are among the last {size} tokens (paper 73-76), the first '
+            f'token is kept in {100 * first:.0f} % of the steps (paper: practically all)')
+    report(args, 'kept', rows, note, draw, bars, recent=recent, first=first)
+
+
+@torch.inference_mode()
+def batch(args, device, dtype):
+    """The largest batch within a budget for states, and its throughput, after T tokens. Oren table 1."""
+    T, = lengths(args, [4096])[:1]
+    rows, base = [], None
+    paper = {1: 1, 2: 1.7, 4: 3.1, 8: 4.8, 16: 8.5}
+    tokens = torch.randint(256, (1, 1), device=device)
+    for share in paper:
+        model = GPT(Config(rule='tova', cache=T // share)).to(device, dtype).eval()
+        state = model.read(tokens)
+        size = state_bytes(state)
+        n = max(1, args.budget * 2 ** 20 // size)
+        state = unpack({k: x if k.endswith('.t') else x.repeat(n, *[1] * (x.dim() - 1))
+                        for k, x in pack(state).items()})
+        for s in state:                     # full, as after T tokens
+            pos = s['S']['pos']
+            s['S']['pos'], s['t'] = torch.arange(T // share, device=device).expand_as(pos), s['t'] * T
+        time, = seconds([lambda: model(tokens.repeat(n, 1), state)], device, 1.0)
+        base = base or n / time
+        rows.append({'form': 'tova', 'rows': T // share, 'bytes a sequence': size, 'batch': n,
+                     'tokens/s': n / time, 'of full': n / time / base, 'paper': paper[share]})
+
+    def draw(axes, rows):
+        lines(axes, rows, 'rows', 'tokens/s', 'form')
+        axes.set(xlabel='rows kept', ylabel='tokens/s', title=f'{args.budget} MB of states, context {T:,}')
+    note = f'all with {args.budget} MB of states; full is {T:,} rows; "paper": on a V100'
+    report(args, 'batch', rows, note, draw, of_full={r['rows']: round(r['of full'], 2) for r in rows})
+
+
+SUITES = dict(decode=decode, train=train, cache=cache, kept=kept, batch=batch)
 
 
 @script

@@ -7,9 +7,10 @@ the query where to read. The matrix S is small, of fixed size: a model of such l
     S_t = D_t + (w_t v_t - e_t D_t k_t) k_t^T               write w_t v_t, erase what the key already recalls
     o_t = S_t q_t                                           read, after the write
 
-Below are this equation (`recurrent`: the definition; `chunked`: the same in matrix products), the choice of
-its gates f, z, w, e (`RULES`), what is done to q and k before (`FEATURE_MAPS`, `NORMALISERS`), and one of
-each put together (`FastWeights`). Read from top to bottom; there is nothing else.
+Below are this equation (`recurrent`: the definition; `chunked`: the same in matrix products), the state that
+is a list after all (`softmax`, and `bounded`, which keeps some rows of it), what is done to q and k before
+(`FEATURE_MAPS`, `NORMALISERS`), the gates f, z, w, e of each rule (`RULES`), and one of each put together
+(`FastWeights`). Read from top to bottom; there is nothing else.
 
 name          shape           meaning                         the papers' letter
 B H T         sizes           batch, heads, time steps
@@ -28,7 +29,8 @@ Sources: Katharopoulos 2020 (arXiv:2006.16236), Peng 2021 RFA (2103.02143), Schl
 2021 T2R (2103.13076), Choromanski 2021 FAVOR+ (2009.14794), Mao 2022 (2210.04243), Zhang 2024 Hedgehog
 (2402.04347); beyond them Qin 2022 cosFormer (2202.08791), Sun 2023 RetNet (2307.08621), Yang 2023 GLA
 (2312.06635), Arora 2024 Based (2402.18668), Yang 2024 DeltaNet (2406.06484) and gated DeltaNet (2412.06464),
-Kimi 2025 KDA (2510.26692).
+Kimi 2025 KDA (2510.26692). Bounded rows: Oren 2024 TOVA (2401.06104), Zhang 2023 H2O (2306.14048), Xiao 2023
+StreamingLLM (2309.17453).
 """
 import math
 from contextlib import nullcontext
@@ -211,7 +213,7 @@ def softmax(q, k, v, S=None):
 # A transformer is an RNN whose state is a set of rows (k, v) that grows. Keep at most `cache` of them, and it
 # is a finite one (Oren 2024 sec. 3): a step sees the rows kept so far and its own, then the row of the least
 # score goes; of equals the oldest. a: the attention each row gets from this step, total: from all steps since
-# it came, both by head; pos: its position, t: this step's. All (B, H, rows), rows from old to new.
+# it came, both by head; pos: its position, t: this step's. All (B, H, rows), in no order.
 POLICIES = {
     'window': lambda a, total, pos, t, cache, sinks: pos,
     'sink': lambda a, total, pos, t, cache, sinks: pos.masked_fill(pos < sinks, math.inf),
@@ -246,28 +248,46 @@ def bounded(q, k, v, S, t, policy, cache, sinks=0, spill=False, compress=False):
                 *part, S = bounded(*qkv, S, t + i, policy, cache, sinks, spill, compress)
                 parts.append(part)
             return *(torch.cat(x, 2) for x in zip(*parts)), S
-    rows = dict(k=k, v=v, pos=pos, total=k.new_zeros(B, H, T, dtype=wide))
-    rows = {name: torch.cat([S[name], x], 2) for name, x in rows.items()}       # (B, H, cache + T, ..)
-    pos, real, K, q_ = rows['pos'].float(), rows['pos'] >= 0, rows['k'], q
+    at, total = torch.cat([S['pos'], pos], 2), torch.cat([S['total'], k.new_zeros(B, H, T, dtype=wide)], 2)
+    real, keys, turned = at >= 0, (S['k'], k), q
     if compress:
-        gap = pos.diff(dim=-1, prepend=pos[..., :1])
+        in_order, order = at.sort()
+        gap = in_order.diff(dim=-1, prepend=in_order[..., :1]).to(wide)
         near = torch.where(gap <= 10, gap, gap.clamp(min=3).log().log()).cumsum(-1)
-        K, q_ = rope(K, near), rope(q, near[..., cache:])
+        old, new = torch.zeros_like(near).scatter(-1, order, near).split([cache, T], -1)
+        keys, turned = (rope(S['k'], old), rope(k, new)), rope(q, new)
     seen = real[:, :, None] & (torch.arange(cache + T, device=q.device) <= cache + steps[:, None])
-    scores = (q_.to(wide) @ K.to(wide).mT * d ** -0.5).masked_fill(~seen, NEVER)
+    scores = torch.cat([turned @ x.mT for x in keys], -1).to(wide) * d ** -0.5          # (B, H, T, cache + T)
+    scores = scores.masked_fill(~seen, NEVER)
     a = scores if foreseen else scores.softmax(-1)
-    rows['total'] = rows['total'] + (0 if foreseen else a.sum(2))
-    worth = POLICIES[policy](a[:, :, -1], rows['total'], pos, t + T - 1, cache, sinks)
-    order = worth.masked_fill(~real, -math.inf).argsort(dim=-1, stable=True)     # rows to come go first
-    gone, kept = order[..., :T], order[..., T:].sort().values
+    total = total if foreseen else total + a.sum(2)
+    worth = POLICIES[policy](a[:, :, -1], total, at.to(wide), t + T - 1, cache, sinks)
+    worth, one = worth.masked_fill(~real, -math.inf), T == 1 and cache > 0      # rows to come go first
+    if one:
+        gone = at.masked_fill(worth > worth.amin(-1, keepdim=True), 2 ** 62).argmin(-1, keepdim=True)
+    else:                       # positions alone decide, or only rows to come go: no ties
+        gone, kept = worth.argsort(-1).split([T, cache], -1)
     if foreseen or spill:
-        leaves = torch.full_like(order, T).scatter(-1, gone, steps.expand_as(gone))     # the step it goes at
+        leaves = torch.full_like(at, T).scatter(-1, gone, steps.expand_as(gone))        # the step it goes at
         scores = scores.masked_fill(leaves[:, :, None] < steps[:, None] + int(spill), NEVER)
         a = scores.softmax(-1)
-    o = softmax(q, k, v)[0] if fresh else a.to(v.dtype) @ rows['v']             # fresh: the same to the bit
-    take = lambda x, i: x.gather(2, i if x.dim() == 3 else i[..., None].expand(-1, -1, -1, d))
-    went = take(K, gone), take(rows['v'], gone), take(real, gone)
-    return o, scores.logsumexp(-1, keepdim=True), *went, {name: take(x, kept) for name, x in rows.items()}
+    a = a.to(v.dtype)
+    o = softmax(q, k, v)[0] if fresh else a[..., :cache] @ S['v'] + a[..., cache:] @ v  # fresh: to the bit
+
+    like = lambda i, x: i if x.dim() == 3 else i[..., None].expand(*i.shape, d)
+    take = lambda x, i: x.gather(2, like(i, x))
+    rows = dict(k=(S['k'], k), v=(S['v'], v), pos=(S['pos'], pos), total=total.split([cache, T], -1))
+    if one:                     # the new row takes the place of the one that goes, unless it goes itself
+        place, stays = gone.clamp(max=cache - 1), gone < cache
+        S, went = {}, {}
+        for name, (old, new) in rows.items():
+            out, yes = take(old, place), like(stays, old)
+            S[name] = old.scatter(2, like(place, old), torch.where(yes, new, out))
+            went[name] = torch.where(yes, out, new)
+    else:
+        rows = {name: torch.cat(x, 2) for name, x in rows.items()}
+        S, went = ({name: take(x, i) for name, x in rows.items()} for i in (kept, gone))
+    return o, scores.logsumexp(-1, keepdim=True), went['k'], went['v'], went['pos'] >= 0, S
 
 
 # ---- feature maps phi: (B, H, T, head_dim) -> (B, H, T, feature_dim), the same for q and k -----------------

@@ -3,8 +3,8 @@
     pytest test_all.py                 under two minutes on two cores
     SLOW=1 pytest test_all.py          with the soaks: 100,000 tokens, kill -9, resume from every step
 """
-import ast, dataclasses, hashlib, http.server, inspect, io, itertools, json, math, os, re, shlex, shutil
-import signal, socket, subprocess, sys, threading, time
+import ast, csv, dataclasses, hashlib, http.server, inspect, io, itertools, json, math, os, re, shlex
+import shutil, signal, socket, subprocess, sys, threading, time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -494,6 +494,13 @@ def test_layer_can_be_cut_and_leaks_nothing(rule, phi, norm):
     dict(rule='delta', norm='attn', phi='elu'), dict(rule='delta', beta_max=2.0, conv=1)],
     ids=lambda f: '-'.join(map(str, f.values())))
 def test_model_can_be_cut_and_leaks_nothing(flags):
+    def in_order(state):                                       # rows lie where there was room
+        state = [dict(s) for s in state]
+        for s in (s for s in state if isinstance(s.get('S'), dict)):
+            i = s['S']['pos'].argsort(-1)
+            s['S'] = {n: x if n in ('S', 'n') else x.take_along_dim(i if x.dim() == 3 else i[..., None], 2)
+                      for n, x in s['S'].items()}
+        return state
     m = GPT(Config(**flags, n_layer=2, n_head=2, n_embd=16, block_size=32, vocab_size=11)).double().eval()
     tokens = torch.randint(11, (2, 15))
     with torch.no_grad():
@@ -503,7 +510,7 @@ def test_model_can_be_cut_and_leaks_nothing(flags):
         for cuts in (1,), (7,), (2, 3, 14), tuple(range(1, 15)):
             parts, s = in_parts(lambda i, j, s: m(tokens[:, i:j], s), cuts, 15)
             near(parts, whole, 1e-9)
-            near(pack(s), pack(state), 1e-9)
+            near(pack(in_order(s)), pack(in_order(state)), 1e-9)
         changed = tokens.clone()
         changed[:, 9] = (changed[:, 9] + 1) % 11
         near(m(changed)[0][:, :9], whole[:, :9], 1e-12)
@@ -549,7 +556,7 @@ def by_the_book(policy, q, k, v, cache, sinks):
                 score = {'window': lambda i: i, 'sink': lambda i: i if i >= sinks else math.inf,
                          'h2o': lambda i: total[h][i] if i <= t - cache // 2 else math.inf,
                          'tova': lambda i: sum(x[i] for x in a) / H, 'tova-head': lambda i: a[h][i],
-                         'random': lambda i: random(0, 0, torch.tensor(i + 0.), t, 0, 0).item()}
+                         'random': lambda i: random(0, 0, torch.tensor(i, dtype=f64), t, 0, 0)}
                 if len(rows) > cache:
                     rows.remove(min(rows, key=lambda i: (score[policy](i), i)))
     return o, kept
@@ -566,7 +573,8 @@ def test_policies_agree_row_for_row_with_the_book(policy, cache, sinks):
                                                   sinks)[::5]
         got, S = in_parts(step, cuts, 21)
         near(got, o, 1e-12)
-        assert [[[i for i in rows if i >= 0] for rows in heads] for heads in S['pos'].tolist()] == kept
+        got = [[sorted(i for i in rows if i >= 0) for rows in heads] for heads in S['pos'].tolist()]
+        assert got == kept
         assert S['pos'].shape == (2, 3, cache)
 
 def test_policies_with_room_for_all_are_softmax_to_the_bit():
@@ -1040,7 +1048,7 @@ def test_a_saved_state_goes_on_as_if_never_stopped(rule, characters, text, tmp_p
     assert 'holds no model' in refused(capsys, sample.main, f'--init={half}')
 
 def test_softmax_becomes_an_rnn_without_training(characters, text, tmp_path, capsys):
-    """With room for all rows the same text; with less, a state of fixed size; and a fine-tuning from there."""
+    """With room for all rows the same text; with less, a state of fixed size; and fine-tuning from there."""
     ckpt, state = trained(text, tmp_path / 'out', '--layers=softmax,delta'), tmp_path / 'state'
     flags = f'--init={ckpt}', '--temperature=0', '--prompt=line 1'
     whole = written(capsys, *flags, '--tokens=60')[0]
@@ -1052,20 +1060,23 @@ def test_softmax_becomes_an_rnn_without_training(characters, text, tmp_path, cap
     assert "'cache': 9" in refused(capsys, sample.main, *flags, f'--load_state={state}')
     run = f'--init={ckpt}', '--rule=tova', '--cache=9', '--overflow=sum'
     tensors, meta = read(trained(text, tmp_path / 'tuned', *run))
-    assert meta['config']['layers'] == 'tova,delta' and 'model.blocks.0.mixer.memory.overflow.phi.R' in tensors
+    assert meta['config']['layers'] == 'tova,delta'
+    assert any('0.mixer.memory.overflow.phi.R' in name for name in tensors)
     assert len(written(capsys, f'--init={tmp_path / "tuned" / "ckpt.safetensors"}', '--tokens=9')[0]) > 9
 
 @pytest.mark.parametrize('flags, why', [
     ('--rule=tova --cache=0', 'at least 1'), ('--rule=sink --cache=4', '--sinks=4'),
     ('--rule=tova --overflow=sum --phi=elu', 'favor, hedgehog, taylor'), ('--overflow=sum', '--rule=tova'),
     ('--rule=tova --overflow=softmax', 'choose from'), ('--rule=delta', 'choose from softmax'),
-    ('--positions=compress', 'bounded cache'), ('--rule=tova --overflow=sum --positions=compress', 'without')])
+    ('--positions=compress', 'bounded cache'),
+    ('--rule=tova --overflow=sum --positions=compress', 'without')])
 def test_rows_that_cannot_be_kept_are_refused(flags, why, text, tmp_path, capsys):
     ckpt = trained(text, tmp_path / 'out', '--rule=softmax', steps=1)
     assert why in refused(capsys, sample.main, f'--init={ckpt}', *flags.split())
 
 def test_rows_need_softmax_layers(ckpt, capsys):
-    assert 'no softmax layers, only gated_delta' in refused(capsys, sample.main, f'--init={ckpt}', '--rule=tova')
+    err = refused(capsys, sample.main, f'--init={ckpt}', '--rule=tova')
+    assert 'no softmax layers, only gated_delta' in err
 
 def test_a_character_the_model_lacks_is_named(characters, text, tmp_path, capsys):
     ckpt = trained(text, tmp_path / 'out')
@@ -1118,18 +1129,23 @@ def test_soak_100000_tokens_in_constant_memory(rule):
             assert all(x.isfinite().all() for x in tensors)
     assert len(sizes) == 1 and int(state[0]['t']) == 100_000 and memory[-1] - memory[0] < 8 * 2 ** 20
     if RULES[rule].rows:
-        pos = state[0]['S']['pos']
+        pos = state[0]['S']['pos'].sort()[0]
         assert pos.shape == (1, 2, 128) and (pos.diff() > 0).all() and pos.max() < 100_000
         last = dict(window=128, sink=124, h2o=64).get(rule, 0)
         assert (pos[..., 128 - last:] == torch.arange(100_000 - last, 100_000)).all()
         assert rule != 'sink' or (pos[..., :4] == torch.arange(4)).all()
 
 
-@pytest.mark.parametrize('suite, rows', [('train', 10), ('decode', 16)])
-def test_bench_writes_table_picture_and_one_json_line(suite, rows, tmp_path, capsys, monkeypatch):
+SUITES = dict(train=('--lengths=40', 10), decode=('--lengths=8,40', 16), batch=('--lengths=32 --budget=1', 5),
+              cache=('--lengths=4,8 --overflow=delta --phi=favor:1', 15), kept=('--lengths=4', 4))
+
+@pytest.mark.parametrize('suite', bench.SUITES)
+def test_bench_writes_table_picture_and_one_json_line(suite, text, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench, 'seconds', lambda runs, *_: [(run(), 1e-3)[1] for run in runs])
-    size = '--heads=1', '--head_dim=8', '--lengths=' + ('40' if suite == 'train' else '8,40')
-    assert bench.main([suite, *size, f'--out={tmp_path}']) == 0
+    flags, rows = SUITES[suite]
+    if suite in ('cache', 'kept'):
+        flags += f' --init={trained(text, tmp_path / "out", "--rule=softmax", "--pos=rope")}'
+    assert bench.main([suite, '--heads=1', '--head_dim=8', *flags.split(), f'--out={tmp_path}']) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])['suite'] == suite
     assert len((tmp_path / f'{suite}.csv').read_text().splitlines()) > rows
     assert (tmp_path / f'{suite}.png').stat().st_size > 5000
@@ -1139,7 +1155,20 @@ def test_bench_finds_where_softmax_becomes_the_slower_one():
     rows = [dict(form=f, T=T, ms=ms) for f in times for T, ms in zip((10, 1000), times[f])]
     assert bench.crossing(rows, 'ms', 'softmax') == dict(a=pytest.approx(100), b=10, c=None)
 
-def test_bench_refuses(capsys):
+def test_bench_cache_counts_every_token_and_with_room_for_all_is_softmax(text, tmp_path):
+    ckpt = trained(text, tmp_path / 'out', '--rule=softmax')
+    assert bench.main(['cache', f'--init={ckpt}', '--lengths=16', f'--out={tmp_path}']) == 0
+    rows = list(csv.DictReader(open(tmp_path / 'cache.csv')))
+    val = torch.from_numpy(prepare.load(text)[1].astype('int64'))
+    pieces = torch.stack([val[i:i + 16] for i in torch.linspace(0, len(val) - 17, 16).long().tolist()])
+    with torch.no_grad():
+        nats = -load(ckpt)[0].eval()(pieces)[0].log_softmax(-1)[:, :-1].gather(-1, pieces[:, 1:, None]).mean()
+    assert {r['form'] for r in rows} == {'full', *fastweight.POLICIES}
+    near(torch.tensor([float(r['perplexity']) for r in rows]), nats.exp().expand(len(rows)), 1e-5)
+
+def test_bench_refuses(ckpt, tmp_path, capsys):
+    assert 'no softmax layers' in refused(capsys, bench.main, 'cache', f'--init={ckpt}')
+    assert 'train.py' in refused(capsys, bench.main, 'kept', f'--init={tmp_path / "none"}')
     bad = (['tran'], 'choose from'), (['train', '--lengths=4k'], '--lengths'), (['--hedas=2'], '--heads')
     for argv, named in bad:
         assert named in refused(capsys, bench.main, *argv)
@@ -1194,13 +1223,15 @@ def test_readme_is_true_of_the_code():
         assert row in text
     for name in (*FEATURE_MAPS, *NORMALISERS):
         assert f'`{name}`' in text, name
-    command = (r'(?:python|torchrun --\S+) (train|sample|bench)\.py(?: train| decode)?'
+    suites = '|'.join(bench.SUITES)
+    command = (rf'(?:python|torchrun --\S+) (train|sample|bench)\.py(?: (?:{suites})\b)?'
                r'((?: (?:"[^"]*"|[^\s"`|&>#)])+)*)')
     docs = (text, train.__doc__, sample.__doc__, bench.__doc__)
     found = re.findall(command, '\n'.join(docs))                       # to two blanks, # or |
     assert {script for script, _ in found} == {'train', 'sample', 'bench'}
     for script, flags in found:
-        classes = dict(train=(train.Args, Config), sample=(sample.Args, model_py.Swap), bench=(bench.Args,))[script]
+        classes = dict(train=(train.Args, Config), sample=(sample.Args, model_py.Swap),
+                       bench=(bench.Args,))[script]
         for given, c in zip(model_py.parse(shlex.split(flags), '', *classes), classes):
             c(**given)
     for path in re.findall(r'\]\(([\w./-]+)[)#]', text) + re.findall(r'[\w/]+\.py\b', text):
