@@ -192,10 +192,10 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
 
 
 # ---- the other kind of state: a list of rows ---------------------------------------------------------------
-def rope(x, pos):
-    """Turn pairs (x_i, x_{i+d/2}) by pos 10000^(-2i/d), arXiv:2104.09864. x (B, H, T, d)  pos (.., T)"""
+def rope(x, pos, theta=1e4):
+    """Turn pairs (x_i, x_{i+d/2}) by pos theta^(-2i/d), arXiv:2104.09864. x (B, H, T, d)  pos (.., T)"""
     d = x.shape[-1] // 2
-    angle = pos[..., None] * 10000.0 ** (-torch.arange(d, device=x.device, dtype=torch.float32) / d)
+    angle = pos[..., None] * theta ** (-torch.arange(d, device=x.device, dtype=torch.float32) / d)
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     a, b = x[..., :d], x[..., d:]
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
@@ -226,11 +226,12 @@ FORESEEN = 'window', 'sink'     # positions alone decide, and no later row goes 
 NEVER = -1e30                   # a score that softmax makes 0; -inf would make NaN where no row is left
 
 
-def bounded(q, k, v, S, t, policy, cache, sinks=0, spill=False, compress=False):
+def bounded(q, k, v, S, t, policy, cache, sinks=0, spill=False, compress=0):
     """Softmax over at most `cache` rows; what goes is said by POLICIES. Any T: equal to one step at a time.
     q, k, v (B, H, T, d)   t position of the first   S None or what was returned: k, v (B, H, cache, d), pos,
     total (B, H, cache), where pos is -1 for rows to come   spill: a row goes before the step reads, not after
-    compress: keys come without rope and are turned here, by positions where gaps g > 10 count as ln ln g
+    compress: rope's theta; keys come without rope and are turned here, by positions where gaps g > 10 count
+    ln ln g (Oren 2024 app.)
     ->  o (B, H, T, d), log of the denominators (B, H, T, 1), the rows that went: k, v (B, H, T, d) and
     whether there was one (B, H, T), S"""
     (B, H, T, d), foreseen, wide = q.shape, policy in FORESEEN, torch.promote_types(q.dtype, torch.float32)
@@ -255,7 +256,7 @@ def bounded(q, k, v, S, t, policy, cache, sinks=0, spill=False, compress=False):
         gap = in_order.diff(dim=-1, prepend=in_order[..., :1]).to(wide)
         near = torch.where(gap <= 10, gap, gap.clamp(min=3).log().log()).cumsum(-1)
         old, new = torch.zeros_like(near).scatter(-1, order, near).split([cache, T], -1)
-        keys, turned = (rope(S['k'], old), rope(k, new)), rope(q, new)
+        keys, turned = (rope(S['k'], old, compress), rope(k, new, compress)), rope(q, new, compress)
     seen = real[:, :, None] & (torch.arange(cache + T, device=q.device) <= cache + steps[:, None])
     scores = torch.cat([turned @ x.mT for x in keys], -1).to(wide) * d ** -0.5          # (B, H, T, cache + T)
     scores = scores.masked_fill(~seen, NEVER)
@@ -610,7 +611,7 @@ class FastWeights(nn.Module):
     Rules that keep rows: cache, sinks, compress as in `bounded`; overflow: the rule by which rows that went
     are written into fast weights, with phi and norm."""
     def __init__(self, rule, n_embd, n_head, head_dim, phi=None, norm=None, beta_max=1.0, cache=256, sinks=4,
-                 compress=False, overflow=None):
+                 compress=0, overflow=None):
         super().__init__()
         if rule not in RULES:
             raise ValueError(f'rule={rule}: no such rule; choose from {", ".join(RULES)}')

@@ -147,6 +147,14 @@ class Config:
     block_size: int = flag(128, 'tokens in a training row', low=1)
     dropout: float = flag(0.0, 'dropout', low=0, high=0.99)
     vocab_size: int = 256
+    act: str = 'relu2'          # from here on: what pretrained models have, and train.py leaves alone
+    bias: bool = False
+    rms: bool = False           # RMSNorm for LayerNorm
+    eps: float = 1e-5
+    theta: float = 1e4          # of rope
+    n_kv_head: int = 0          # fewer heads for k and v than for q; 0: as many
+    n_inner: int = 0            # width of the MLP; 0: 4 n_embd
+    tied: bool = True           # the output layer is the embedding
 
     def __post_init__(self):
         head_dim, rest = divmod(self.n_embd, self.n_head)
@@ -259,12 +267,14 @@ class Mixer(nn.Module):
     """What attention was: projections, positions, fast weights or softmax. State in and out."""
     def __init__(self, c, rule):
         super().__init__()
-        self.n_head, self.head_dim = c.n_head, c.n_embd // c.n_head
+        self.n_head, self.head_dim, self.theta = c.n_head, c.n_embd // c.n_head, c.theta
+        self.n_kv_head = c.n_kv_head or c.n_head
         softmax, bounded = RULES[rule].rows, RULES[rule].rows not in (None, 'all')
         self.rope = c.pos == 'rope' or (c.pos == 'auto' and bool(softmax))
-        compress, overflow = (c.positions == 'compress', c.overflow) if bounded else (False, '')
+        compress = c.theta if bounded and c.positions == 'compress' else 0
         self.rope &= not compress               # then `bounded` turns the keys
-        self.qkv = nn.Linear(c.n_embd, 3 * c.n_embd, bias=False)
+        overflow = c.overflow if bounded else ''
+        self.qkv = nn.Linear(c.n_embd, (c.n_head + 2 * self.n_kv_head) * self.head_dim, bias=c.bias)
         mixed = len(set(c.rules())) > 1         # beside fast weights, softmax layers ignore --phi and --norm
         phi, norm = ('', '') if softmax and mixed and not overflow else (c.phi, c.norm)
         beta_max = c.beta_max if RULES[overflow or rule].erase or not mixed else 1.0
@@ -272,16 +282,18 @@ class Mixer(nn.Module):
                                   c.sinks, compress, overflow)
         averaged = softmax or self.memory.norm == 'attn'        # o is normalised already
         self.out_norm = None if averaged else nn.LayerNorm(self.head_dim, bias=False)
-        self.proj = nn.Linear(c.n_embd, c.n_embd, bias=False)
+        self.proj = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
         self.dropout = nn.Dropout(c.dropout)
 
     def forward(self, x, state, form):
-        B, T, D = x.shape
+        (B, T, D), n = x.shape, self.n_kv_head
         t, new = state.get('t', torch.zeros((), dtype=torch.long)), {}
-        q, k, v = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2).split([self.n_head, n, n], 1)
         if self.rope:
             steps = t + torch.arange(T, device=x.device, dtype=torch.float32)
-            q, k = rope(q, steps), rope(k, steps)
+            q, k = rope(q, steps, self.theta), rope(k, steps, self.theta)
+        if n < self.n_head:
+            k, v = (y.repeat_interleave(self.n_head // n, 1) for y in (k, v))
         o, new['S'] = self.memory(x, q, k, v, state.get('S'), t, form)
         if self.out_norm is not None:
             o = self.out_norm(o)
@@ -289,14 +301,27 @@ class Mixer(nn.Module):
         return self.dropout(self.proj(o.transpose(1, 2).reshape(B, T, D))), new
 
 
+def norm(c):
+    return nn.RMSNorm(c.n_embd, c.eps) if c.rms else nn.LayerNorm(c.n_embd, c.eps, bias=c.bias)
+
+
+def swiglu(x):
+    """silu(a) b, x = [a, b]. Shazeer 2020, arXiv:2002.05202"""
+    a, b = x.chunk(2, -1)
+    return F.silu(a) * b
+
+
+ACTS = {'relu2': ReluSquared.apply, 'gelu': lambda x: F.gelu(x, approximate='tanh'), 'swiglu': swiglu}
+
+
 class Block(nn.Module):
     def __init__(self, c, rule):
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(c.n_embd, bias=False), nn.LayerNorm(c.n_embd, bias=False)
+        self.norm1, self.norm2, inner = norm(c), norm(c), c.n_inner or 4 * c.n_embd
         self.convs = nn.ModuleList(CausalConv(c.n_embd, c.conv) for _ in range(2 if c.conv else 0))
         self.mixer = Mixer(c, rule)
-        self.up = nn.Linear(c.n_embd, 4 * c.n_embd, bias=False)
-        self.down = nn.Linear(4 * c.n_embd, c.n_embd, bias=False)
+        self.up = nn.Linear(c.n_embd, inner * (2 if c.act == 'swiglu' else 1), bias=c.bias)
+        self.act, self.down = ACTS[c.act], nn.Linear(inner, c.n_embd, bias=c.bias)
         self.dropout = nn.Dropout(c.dropout)
 
     def forward(self, x, state, form):
@@ -308,7 +333,7 @@ class Block(nn.Module):
             return x
         y, new = self.mixer(view(0, self.norm1(x)), state, form)
         x = x + y
-        x = x + self.dropout(self.down(ReluSquared.apply(self.up(view(1, self.norm2(x))))))
+        x = x + self.dropout(self.down(self.act(self.up(view(1, self.norm2(x))))))
         return x, {**new, **views}
 
 
@@ -320,7 +345,7 @@ class GPT(nn.Module):
         self.positions = nn.Embedding(c.block_size, c.n_embd) if c.pos == 'learned' else None
         self.dropout = nn.Dropout(c.dropout)
         self.blocks = nn.ModuleList(Block(c, rule) for rule in c.rules())
-        self.norm = nn.LayerNorm(c.n_embd, bias=False)
+        self.norm, self.head = norm(c), None if c.tied else nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.form = kernels.chunked
         for name, p in self.named_parameters():
             if name.endswith(('qkv.weight', 'up.weight', 'gates.proj.weight')):
@@ -345,7 +370,7 @@ class GPT(nn.Module):
     def forward(self, tokens, state=None):
         """tokens (B, T) -> logits (B, T, vocab), state. With a state it goes on from there."""
         x, state = self.hidden(tokens, state)
-        return F.linear(x, self.embed.weight), state
+        return F.linear(x, (self.head or self.embed).weight), state
 
     @property
     def max_len(self):
