@@ -62,13 +62,13 @@ def convert(name, text, field):
 
 def parse(argv, doc, *classes):
     """--key=value, --key value, --key for true -> a dict of the flags given for each class. --help exits."""
-    fields = {f.name: f for c in classes for f in dataclasses.fields(c) if f.metadata}
+    fields = {f.name.rstrip('_'): f for c in classes for f in dataclasses.fields(c) if f.metadata}
     if '--help' in argv or '-h' in argv:
         print(doc.strip(), '\n')
-        for f in fields.values():
+        for name, f in fields.items():
             m = f.metadata
             choices = f' [{"|".join(map(str, m["choices"]))}]' if m['choices'] else ''
-            print(f'  --{f.name}={"" if f.default is None else f.default}'.ljust(24), m['help'] + choices)
+            print(f'  --{name}={"" if f.default is None else f.default}'.ljust(24), m['help'] + choices)
         sys.exit(0)
     given, args = {}, list(argv)
     while args:
@@ -86,6 +86,7 @@ def parse(argv, doc, *classes):
                 raise ValueError(f'--{name}: its value is missing')
             text = 'true' if bare else args.pop(0)
         given[name] = convert(name, text, fields[name])
+    given = {fields[name].name: x for name, x in given.items()}
     return [{f.name: given[f.name] for f in dataclasses.fields(c) if f.name in given} for c in classes]
 
 
@@ -189,11 +190,16 @@ class Config:
 
 
 # What may be changed of a trained model without training: softmax keeps its weights, whatever rows it keeps.
+def part(*names, **own):
+    """Some of Config's flags, and others, for scripts that change a model."""
+    fields = [(f.name, f.type, dataclasses.field(default=f.default, metadata=f.metadata))
+              for f in dataclasses.fields(Config) if f.name in names]
+    return dataclasses.make_dataclass('Part', [(name, str, f) for name, f in own.items()] + fields)
+
+
 ROWS = [r for r in RULES if RULES[r].rows]
-Swap = dataclasses.make_dataclass('Swap', [('rule', str, flag('', 'what softmax layers become', ROWS))] + [
-    (f.name, f.type, dataclasses.field(default=f.default, metadata=f.metadata))
-    for f in dataclasses.fields(Config)
-    if f.name in ('cache', 'sinks', 'overflow', 'positions', 'phi', 'norm', 'beta_max')])
+Swap = part('cache', 'sinks', 'overflow', 'positions', 'phi', 'norm', 'beta_max',
+            rule=flag('', 'what softmax layers become', ROWS))
 
 
 def swapped(config, path, rule=None, **changes):
@@ -285,20 +291,25 @@ class Mixer(nn.Module):
         self.proj = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
         self.dropout = nn.Dropout(c.dropout)
 
-    def forward(self, x, state, form):
+    def heads(self, x, t=0):
+        """x (B, T, n_embd), t the position of the first step -> q, k, v (B, H, T, head_dim)"""
         (B, T, D), n = x.shape, self.n_kv_head
-        t, new = state.get('t', torch.zeros((), dtype=torch.long)), {}
         q, k, v = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2).split([self.n_head, n, n], 1)
         if self.rope:
             steps = t + torch.arange(T, device=x.device, dtype=torch.float32)
             q, k = rope(q, steps, self.theta), rope(k, steps, self.theta)
         if n < self.n_head:
             k, v = (y.repeat_interleave(self.n_head // n, 1) for y in (k, v))
+        return q, k, v
+
+    def forward(self, x, state, form):
+        t, new = state.get('t', torch.zeros((), dtype=torch.long)), {}
+        q, k, v = self.heads(x, t)
         o, new['S'] = self.memory(x, q, k, v, state.get('S'), t, form)
         if self.out_norm is not None:
             o = self.out_norm(o)
-        new['t'] = t + T
-        return self.dropout(self.proj(o.transpose(1, 2).reshape(B, T, D))), new
+        new['t'] = t + x.shape[1]
+        return self.dropout(self.proj(o.transpose(1, 2).reshape(x.shape))), new
 
 
 def norm(c):
@@ -324,16 +335,17 @@ class Block(nn.Module):
         self.act, self.down = ACTS[c.act], nn.Linear(inner, c.n_embd, bias=c.bias)
         self.dropout = nn.Dropout(c.dropout)
 
+    def view(self, i, x, state, new):
+        """x and the tokens before it, where there is a convolution."""
+        if self.convs:
+            x, new[f'conv{i}'] = self.convs[i](x, state.get(f'conv{i}'))
+        return x
+
     def forward(self, x, state, form):
         state, views = state or {}, {}
-
-        def view(i, x):             # of the last tokens, where there is a convolution
-            if self.convs:
-                x, views[f'conv{i}'] = self.convs[i](x, state.get(f'conv{i}'))
-            return x
-        y, new = self.mixer(view(0, self.norm1(x)), state, form)
+        y, new = self.mixer(self.view(0, self.norm1(x), state, views), state, form)
         x = x + y
-        x = x + self.dropout(self.down(self.act(self.up(view(1, self.norm2(x))))))
+        x = x + self.dropout(self.down(self.act(self.up(self.view(1, self.norm2(x), state, views)))))
         return x, {**new, **views}
 
 
@@ -355,13 +367,17 @@ class GPT(nn.Module):
             elif name in ('embed.weight', 'positions.weight'):
                 nn.init.normal_(p, std=0.3)
 
-    def hidden(self, tokens, state=None):
-        """tokens (B, T) -> what the last layer says of each (B, T, n_embd), state"""
+    def first(self, tokens, state=None):
+        """tokens (B, T) -> what the first layer gets (B, T, n_embd)"""
         x = self.embed(tokens)
         if self.positions is not None:                # beyond block_size the last position is repeated
             t = torch.arange(tokens.shape[1], device=x.device) + (state[0]['t'] if state else 0)
             x = x + self.positions(t.clamp(max=self.config.block_size - 1))
-        x, new = self.dropout(x), []
+        return self.dropout(x)
+
+    def hidden(self, tokens, state=None):
+        """tokens (B, T) -> what the last layer says of each (B, T, n_embd), state"""
+        x, new = self.first(tokens, state), []
         for block, s in zip(self.blocks, state or [None] * len(self.blocks)):
             x, s = block(x, s, self.form)
             new.append(s)

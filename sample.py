@@ -13,14 +13,15 @@ from dataclasses import dataclass
 
 import torch
 
+from convert import pretrained
 from data import prepare
 from fastweight import RULES
-from model import Swap, flag, load, pack, parse, pick_device, pick_form, read, script, unpack, write
+from model import Swap, flag, pack, parse, pick_device, pick_form, read, script, unpack, write
 
 
 @dataclass
 class Args:
-    init: str = flag('out/ckpt.safetensors', 'checkpoint')
+    init: str = flag('out/ckpt.safetensors', 'checkpoint, or gpt2, OWNER/NAME, a folder, as for convert.py')
     prompt: str = flag('', 'text, @file, or - for standard input; empty starts from a newline')
     tokens: int = flag(256, 'tokens to write', low=0)
     samples: int = flag(1, 'texts written at once', low=1)
@@ -48,18 +49,19 @@ def main(argv):
     given, swap = parse(argv, __doc__, Args, Swap)
     args = Args(**given)
     device = pick_device(args.device)
-    model, meta = load(args.init, device, **swap)
+    model, meta = pretrained(args.init, device=device, **swap)
     if 'data' not in meta:
         raise ValueError(f'{args.init}: says nothing of its tokenizer, so it was not written by train.py')
     model.eval()
     model.form, why = pick_form(args.impl)
     generator = torch.Generator(device).manual_seed(args.seed)
 
+    name = meta.get('digest', args.init)             # of the model, for states
     tokens, state = prepare.encode(read_prompt(args.prompt), meta['data']), None
     tokens = torch.tensor([tokens] * args.samples, dtype=torch.long, device=device)
     if args.load_state:                              # a state never includes the last token: read it first
         kept, about = read(args.load_state)
-        if about.get('model') != meta['digest']:
+        if about.get('model') != name:
             raise ValueError(f'--load_state={args.load_state}: not a state of the model in {args.init}')
         if about['swap'] != swap:
             raise ValueError(f'--load_state={args.load_state}: made with {about["swap"]}, not {swap}')
@@ -94,7 +96,7 @@ def main(argv):
             print(f'--- {i + 1} ---\n{prepare.decode(row, meta["data"])}')
     print(flush=True)
     if args.save_state:
-        write(args.save_state, {**pack(state or []), 'last': last}, {'model': meta['digest'], 'swap': swap})
+        write(args.save_state, {**pack(state or []), 'last': last}, {'model': name, 'swap': swap})
     size = sum(x.numel() * x.element_size() for x in pack(state or []).values())
     grows = any(RULES[r].rows == 'all' for r in model.config.rules())
     pace = lambda i, j: 1e3 * (clock[j] - clock[i]) / max(1, j - i)

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 if not torch.cuda.is_available():    # before kernels is imported: its GPU kernels then run in plain numpy
     os.environ['TRITON_INTERPRET'] = '1'
 import bench
+import convert
 import fastweight
 import kernels
 import model as model_py
@@ -1174,9 +1175,250 @@ def test_bench_refuses(ckpt, tmp_path, capsys):
         assert named in refused(capsys, bench.main, *argv)
 
 
+# ---- conversion --------------------------------------------------------------------------------------------
+
+def in_hub_layout(folder, kind, prefix=True, tied=True, shards=1, **config):
+    """A small model with random weights as the hub keeps it, and its logits by a few lines of their own."""
+    H, D, L, V, inner = 2, 8, 2, 30, 12
+    draw = lambda *s: torch.randn(*s) / s[-1] ** .5
+    linear = lambda x, n: x @ w[n + '.weight'] + w[n + '.bias'] if kind == 'gpt2' else x @ w[n + '.weight'].T
+    heads = lambda x, n: x.view(*x.shape[:-1], n, D // H).transpose(-2, -3)
+    names, w = [], {}
+    if kind == 'gpt2':
+        raw = dict(n_layer=L, n_head=H, n_embd=D, n_inner=inner, n_positions=16)
+        w |= {'wte.weight': draw(V, D), 'wpe.weight': draw(16, D)}
+        names = [(f'h.{i}.{n}', a, b) for i in range(L) for n, a, b in [('attn.c_attn', D, 3 * D),
+                 ('attn.c_proj', D, D), ('mlp.c_fc', D, inner), ('mlp.c_proj', inner, D)]]
+        w |= {f'{n}.weight': draw(a, b) for n, a, b in names} | {f'{n}.bias': draw(b) for n, _, b in names}
+        for n in [f'h.{i}.ln_{j}' for i in range(L) for j in (1, 2)] + ['ln_f']:
+            w |= {f'{n}.weight': draw(D), f'{n}.bias': draw(D)}
+        w |= {'h.0.attn.bias': torch.ones(1, 1, 16, 16)}       # a mask, in older files
+    else:
+        G = config.pop('groups', 1)
+        raw = dict(num_hidden_layers=L, num_attention_heads=H, num_key_value_heads=G, hidden_size=D,
+                   intermediate_size=inner, max_position_embeddings=16, rms_norm_eps=1e-5)
+        sizes = dict(q_proj=(D, D), k_proj=(G * D // H, D), v_proj=(G * D // H, D), o_proj=(D, D))
+        w |= {'embed_tokens.weight': draw(V, D), 'norm.weight': draw(D)}
+        for i in range(L):
+            w |= {f'layers.{i}.self_attn.{n}.weight': draw(*s) for n, s in sizes.items()}
+            w |= {f'layers.{i}.mlp.{n}_proj.weight': draw(inner, D) for n in ('gate', 'up')}
+            w |= {f'layers.{i}.mlp.down_proj.weight': draw(D, inner)}
+            w |= {f'layers.{i}.{n}_layernorm.weight': draw(D) for n in ('input', 'post_attention')}
+    head = w['wte.weight' if kind == 'gpt2' else 'embed_tokens.weight'] if tied else draw(V, D)
+
+    def logits(tokens):
+        T = tokens.shape[1]
+        mask = torch.full((T, T), -math.inf).triu(1)
+        if kind == 'gpt2':
+            norm = lambda x, n: F.layer_norm(x, (D,), w[n + '.weight'], w[n + '.bias'])
+            x = w['wte.weight'][tokens] + w['wpe.weight'][:T]
+            for i in range(L):
+                y = linear(norm(x, f'h.{i}.ln_1'), f'h.{i}.attn.c_attn')
+                q, k, v = (heads(y, H) for y in y.split(D, -1))
+                o = (q @ k.mT / (D // H) ** .5 + mask).softmax(-1) @ v
+                x = x + linear(o.transpose(-2, -3).reshape(x.shape), f'h.{i}.attn.c_proj')
+                y = linear(norm(x, f'h.{i}.ln_2'), f'h.{i}.mlp.c_fc')
+                y = y / 2 * (1 + torch.tanh((2 / math.pi) ** .5 * (y + .044715 * y ** 3)))
+                x = x + linear(y, f'h.{i}.mlp.c_proj')
+            return norm(x, 'ln_f') @ head.T
+        norm = lambda x, n: x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * w[n + '.weight']
+        theta = config.get('rope_theta') or config.get('rope_parameters', {}).get('rope_theta', 1e4)
+        angle = torch.arange(T)[:, None] * theta ** (-torch.arange(0, D // H, 2) / (D // H))
+        z = torch.polar(torch.ones(()), angle)                  # rotation as complex numbers
+        turn = lambda x: torch.cat([(y := torch.complex(*x.chunk(2, -1)) * z).real, y.imag], -1)
+        x = w['embed_tokens.weight'][tokens]
+        for i in range(L):
+            y, n = norm(x, f'layers.{i}.input_layernorm'), f'layers.{i}.self_attn.'
+            q, k, v = (heads(linear(y, n + m), h) for m, h in [('q_proj', H), ('k_proj', G), ('v_proj', G)])
+            k, v = (y[:, torch.arange(H) // (H // G)] for y in (k, v))
+            o = (turn(q) @ turn(k).mT / (D // H) ** .5 + mask).softmax(-1) @ v
+            x = x + linear(o.transpose(-2, -3).reshape(x.shape), n + 'o_proj')
+            y, n = norm(x, f'layers.{i}.post_attention_layernorm'), f'layers.{i}.mlp.'
+            x = x + linear(F.silu(linear(y, n + 'gate_proj')) * linear(y, n + 'up_proj'), n + 'down_proj')
+        return norm(x, 'norm') @ head.T
+    front = {'gpt2': 'transformer.', 'llama': 'model.'}[kind] if prefix else ''
+    kept = {front + n: x for n, x in w.items()} | ({} if tied else {'lm_head.weight': head})
+    folder.mkdir(parents=True, exist_ok=True)
+    raw |= dict(model_type=kind, vocab_size=V, tie_word_embeddings=tied, **config)
+    (folder / 'config.json').write_text(json.dumps(raw))
+    files = ['model.safetensors'] if shards == 1 else [f'model-{i}.safetensors' for i in range(shards)]
+    where = {n: files[i % shards] for i, n in enumerate(kept)}
+    for file in files:
+        save_file({n: kept[n].contiguous() for n in kept if where[n] == file}, folder / file)
+    if shards > 1:
+        (folder / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': where}))
+    return logits
+
+@pytest.mark.parametrize('kind, how', [
+    ('gpt2', {}), ('gpt2', dict(prefix=False)), ('gpt2', dict(tied=False, shards=3)), ('llama', {}),
+    ('llama', dict(tied=False, groups=2, rope_theta=5e5)),
+    ('llama', dict(rope_parameters=dict(rope_theta=1e3)))])
+def test_hub_weights_give_the_logits_of_another_implementation(kind, how, tmp_path):
+    """Loaded, exported and loaded again, and as one step after the other."""
+    logits, tokens = in_hub_layout(tmp_path, kind, **how), torch.randint(30, (2, 11))
+    model, meta = convert.pretrained(str(tmp_path))
+    with torch.no_grad():
+        near(model.eval()(tokens)[0], logits(tokens), 1e-5)
+        parts, _ = in_parts(lambda i, j, s: model(tokens[:, i:j], s), range(1, 11), 11)
+        near(parts, logits(tokens), 1e-5)
+        convert.export(model, str(tmp_path / 'again'))
+        near(convert.pretrained(str(tmp_path / 'again'))[0].eval()(tokens)[0], logits(tokens), 1e-5)
+    given = json.loads((tmp_path / 'config.json').read_text())
+    again = json.loads((tmp_path / 'again' / 'config.json').read_text())
+    assert again['model_type'] == kind and all(again.get(k) == v for k, v in given.items() if k in again)
+    assert meta['data']['vocab_size'] == 30
+    near(convert.pretrained(str(tmp_path), rule='tova', cache=11)[0].eval()(tokens)[0], logits(tokens), 1e-5)
+
+def test_hub_weights_that_do_not_fit_are_refused(tmp_path, capsys):
+    def err(config=None, drop=None, wrong=None):
+        in_hub_layout(tmp_path, 'llama', **(config or {}))
+        path = tmp_path / 'model.safetensors'
+        if drop or wrong:
+            given = {n: x for n, x in load_file(path).items() if n != drop}
+            save_file({n: torch.zeros(1) if n == wrong else x for n, x in given.items()}, path)
+        return refused(capsys, convert.main, f'--from={tmp_path}')
+    name = 'model.layers.1.mlp.up_proj.weight'
+    assert 'rope of type yarn' in err(dict(rope_scaling=dict(rope_type='yarn')))
+    assert f'{name} is missing' in err(drop=name)
+    assert 'shape (1,), expected' in err(wrong='model.norm.weight')
+    (tmp_path / 'config.json').write_text('{"model_type": "mamba"}')
+    assert 'mamba' in refused(capsys, convert.main, f'--from={tmp_path}')
+    assert 'known are' in refused(capsys, convert.main, f'--from={tmp_path}')
+    bad = {'model.bin': 'pickled', 'a/b/c': 'neither a file', 'no.safetensors': 'no such'}
+    for given, why in bad.items():
+        assert why in refused(capsys, convert.main, f'--from={given}')
+
+def test_the_hub_is_read_over_http(tmp_path, monkeypatch, capsys):
+    """Single and sharded, resumed, checked; refused when it is another thing than it says."""
+    monkeypatch.setattr(prepare.time, 'sleep', lambda s: None)
+    logits, tokens, state = in_hub_layout(tmp_path / 'one', 'gpt2'), torch.randint(30, (1, 9)), {}
+    in_hub_layout(tmp_path / 'many', 'gpt2', shards=2)
+
+    class Server(http.server.BaseHTTPRequestHandler):
+        log_message = lambda *args: None
+
+        def do_HEAD(self, body=False):
+            _, repo, name, _, revision, file = self.path.split('/')
+            path, mode = tmp_path / name / file, state['mode']
+            if mode in ('401', '404') or not path.exists() or (repo, revision) != ('me', 'main'):
+                return self.send_error(int(mode) if mode in ('401', '404') else 404)
+            if mode == 'token' and self.headers.get('Authorization') != 'Bearer secret':
+                return self.send_error(401)
+            content = path.read_bytes()
+            digest, weights = hashlib.sha256(content).hexdigest(), file.endswith('.safetensors')
+            start = int((self.headers.get('Range') or 'bytes=0-')[6:-1])
+            self.send_response(206 if start else 200)
+            if start:
+                self.send_header('Content-Range', f'bytes {start}-{len(content) - 1}/{len(content)}')
+            if weights:
+                self.send_header('X-Linked-Etag', f'"{digest}"')
+                self.send_header('X-Linked-Size', str(len(content)))
+            if mode == 'wrong' and weights:
+                content = content[::-1]
+            if mode == 'html' and weights:
+                content = b'<html>sign in</html>'
+            self.send_header('Content-Length', str(len(content) - start))
+            self.end_headers()
+            cut = len(content) // 2 if mode == 'cut' and weights and body and state.pop('first', 0) else None
+            body and self.wfile.write(content[start:cut])
+
+        def do_GET(self):
+            self.do_HEAD(True)
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv('HF_ENDPOINT', f'http://127.0.0.1:{server.server_port}')
+    monkeypatch.setenv('HF_TOKEN', 'secret')
+    for mode in 'fine', 'cut', 'token':
+        state.update(mode=mode, first=1)
+        root = str(tmp_path / mode)
+        with torch.no_grad():
+            model = convert.from_folder(convert.hub('me/one', 'main', root), 'me/one', {})
+            near(model(tokens)[0], logits(tokens), 1e-5)
+    assert len(list(Path(convert.hub('me/many', 'main', root)).glob('*.safetensors'))) == 2
+    bad = {'wrong': 'sha256 is', 'html': 'bytes, not|HTML', '401': 'HF_TOKEN', '404': 'no such model'}
+    for mode, why in bad.items():
+        state['mode'] = mode
+        with pytest.raises(ValueError, match=why):
+            convert.hub('me/one', 'main', str(tmp_path / mode))
+        assert not list((tmp_path / mode).rglob('*.safetensors'))
+    server.shutdown()
+    server.server_close()
+
+@pytest.fixture
+def teacher(text, tmp_path):
+    return trained(text, tmp_path / 'teacher', '--rule=softmax', steps=30, eval_every=30)
+
+@pytest.mark.parametrize('flags', [
+    '--phi=hedgehog', '--phi=t2r --loss=kl', '--rule=decay', '--rule=delta --distil=hidden',
+    '--lora=2 --phi=t2r', '--rule=window --cache=6 --overflow=sum --phi=hedgehog', '--layers=softmax,gla',
+    '--rule=gated --distil=none'])
+def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, capsys):
+    run = f'--from={teacher}', '--steps=4', '--distil_steps=8', '--eval_rows=4', f'--out={tmp_path / "c"}'
+    assert convert.main([*run, *flags.split()]) == 0
+    found = json.loads((tmp_path / 'c' / 'convert.json').read_text())
+    names = [r[''] for r in found['table']]
+    assert names[:2] == ['teacher', 'swapped'] and names[-3] == 'fine-tuned' and names[-1].endswith('scratch')
+    for r in found['table']:
+        assert r['recovered'] == pytest.approx(found['table'][0]['perplexity'] / r['perplexity'])
+    assert len(written(capsys, f'--init={tmp_path / "c" / "ckpt.safetensors"}', '--tokens=9')[1]) > 9
+    given = load(teacher)[0].state_dict()                       # nothing of the teacher was touched
+    assert all(torch.equal(x, given[n]) for n, x in convert.pretrained(teacher)[0].state_dict().items())
+    if found['distil'] == 'ce':
+        assert found['layers'] and all(r['KL to teacher'] > 0 for r in found['layers'])
+
+def test_distilling_lowers_the_divergence_and_leaves_the_rest_alone(teacher, text):
+    model = convert.pretrained(teacher)[0]
+    before = {n: x.clone() for n, x in model.state_dict().items()}
+    student, new = convert.swap(model, dict(rule='sum', phi='hedgehog'))
+    assert all('phi.weight' in n for n in new) and len(new) == 2
+    data = prepare.load(text)[0]
+    args = convert.Args(distil_steps=30, batch_size=4)
+    x = convert.rows(data, args, 16, 999, 'cpu')
+    first = convert.fidelity(model, student, x)
+    convert.distil(model, student, {*new}, 'ce', args, lambda i: convert.rows(data, args, 16, i, 'cpu'))
+    for a, b in zip(first, convert.fidelity(model, student, x)):
+        assert 0 < b['KL to teacher'] < .9 * a['KL to teacher']
+    for n, y in student.state_dict().items():
+        assert n in new or torch.equal(y, before[n])
+
+def test_weights_of_attention_are_those_that_make_the_output():
+    """Of softmax and of linear rules: they sum to 1, and times v they are the output."""
+    x = torch.randn(1, 7, 16)
+    for rule, phi in ('softmax', ''), ('sum', 'hedgehog'), ('gated', 'elu'), ('retention', 'elu'):
+        norm = 'attn' if rule == 'retention' else ''
+        c = Config(rule=rule, phi=phi, norm=norm, n_embd=16, n_head=2, n_layer=1)
+        mixer = model_py.Mixer(c, rule)
+        q, k, v = mixer.heads(x)
+        a = convert.weights(mixer, x, q, k)
+        near(a.sum(-1), torch.ones(1, 2, 7), 1e-5)
+        near(a @ v, mixer.memory(x, q, k, v)[0], 1e-5)
+
+def test_folding_t2r_is_an_identity():
+    c = Config(rule='sum', phi='t2r', n_embd=16, n_head=2, n_layer=2, pos='learned')
+    model, tokens = GPT(c).double(), torch.randint(256, (2, 9))
+    for p in model.parameters():
+        p.data.add_(.1 * torch.randn_like(p))
+    near(convert.fold(model)(tokens)[0], model(tokens)[0], 1e-12)
+    with pytest.raises(ValueError, match='no rope'):
+        convert.fold(GPT(dataclasses.replace(c, pos='rope')))
+
+def test_conversion_refuses(ckpt, teacher, tmp_path, capsys):
+    err = lambda *flags: refused(capsys, convert.main, f'--out={tmp_path / "no"}', *flags)
+    assert 'no softmax layers' in err(f'--from={ckpt}')
+    assert 'none: take mse' in err(f'--from={teacher}', '--rule=delta', '--distil=ce')
+    assert '--row' in err(f'--from={teacher}', f'--data={short(tmp_path)}')
+    assert 'not in the tokens' in err(f'--from={teacher}', '--data=recall')
+    assert not (tmp_path / 'no').exists()
+
+def short(tmp_path):
+    path = tmp_path / 'short.txt'
+    path.write_text('a few words\n' * 3)
+    return path
+
+
 # ---- the repository itself ---------------------------------------------------------------------------------
 
-LAYER = dict(test_all=4, train=3, sample=3, convert=3, bench=3, model=2, kernels=1, fastweight=0, prepare=0,
+LAYER = dict(test_all=5, sample=4, train=3, convert=3, bench=3, model=2, kernels=1, fastweight=0, prepare=0,
              data=0)
 BANNED = set('eval exec __import__ torch.load np.load os.system pickle marshal shelve dill'.split())
 
@@ -1224,14 +1466,15 @@ def test_readme_is_true_of_the_code():
     for name in (*FEATURE_MAPS, *NORMALISERS):
         assert f'`{name}`' in text, name
     suites = '|'.join(bench.SUITES)
-    command = (rf'(?:python|torchrun --\S+) (train|sample|bench)\.py(?: (?:{suites})\b)?'
+    command = (rf'(?:python|torchrun --\S+) (train|sample|bench|convert)\.py(?: (?:{suites})\b)?'
                r'((?: (?:"[^"]*"|[^\s"`|&>#)])+)*)')
-    docs = (text, train.__doc__, sample.__doc__, bench.__doc__)
+    docs = (text, train.__doc__, sample.__doc__, bench.__doc__, convert.__doc__)
     found = re.findall(command, '\n'.join(docs))                       # to two blanks, # or |
-    assert {script for script, _ in found} == {'train', 'sample', 'bench'}
+    assert {script for script, _ in found} == {'train', 'sample', 'bench', 'convert'}
     for script, flags in found:
         classes = dict(train=(train.Args, Config), sample=(sample.Args, model_py.Swap),
-                       bench=(bench.Args,))[script]
+                       bench=(bench.Args,),
+                       convert=(convert.Args, convert.Student))[script]
         for given, c in zip(model_py.parse(shlex.split(flags), '', *classes), classes):
             c(**given)
     for path in re.findall(r'\]\(([\w./-]+)[)#]', text) + re.findall(r'[\w/]+\.py\b', text):

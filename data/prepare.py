@@ -262,16 +262,20 @@ def write(path, blocks):
 
 def flaw(path, size, sha256):
     """What is wrong with a fetched file, in words, or None."""
-    data = read(path)
-    if data[:512].lstrip().lower().startswith((b'<!doctype html', b'<html')):
-        return 'an HTML page in place of the file'
-    if size and len(data) != size:
-        return f'{len(data):,} bytes, not {size:,}'
-    if sha256 and (found := hashlib.sha256(data).hexdigest()) != sha256:
-        return f'sha256 is {found}, not {sha256}'
+    with open(path, 'rb') as f:
+        head, found, bytes_ = f.read(512), hashlib.sha256(), os.path.getsize(path)
+        if head.lstrip().lower().startswith((b'<!doctype html', b'<html')):
+            return 'an HTML page in place of the file'
+        if size and bytes_ != size:
+            return f'{bytes_:,} bytes, not {size:,}'
+        f.seek(0)
+        while sha256 and (block := f.read(1 << 20)):
+            found.update(block)
+    if sha256 and found.hexdigest() != sha256:
+        return f'sha256 is {found.hexdigest()}, not {sha256}'
 
 
-def download(url, path, size=None, sha256=None):
+def download(url, path, size=None, sha256=None, **headers):
     """Fetch url to path by way of path.part, where a later call goes on. requests honours HTTPS_PROXY."""
     import requests
     from tqdm import tqdm
@@ -280,10 +284,10 @@ def download(url, path, size=None, sha256=None):
     for attempt in range(4):
         time.sleep(attempt / 2)
         have, keep, problem = os.path.getsize(part) if os.path.exists(part) else 0, 0, None
-        headers = {'Range': f'bytes={have}-'} if have else {}
-        headers['Accept-Encoding'] = 'identity'                 # compressed, sizes would be of other bytes
+        headers |= {'Accept-Encoding': 'identity'}              # compressed, sizes would be of other bytes
+        span = {'Range': f'bytes={have}-'} if have else {}
         try:
-            with requests.get(url, headers=headers, stream=True, timeout=(10, 30)) as r:
+            with requests.get(url, headers=headers | span, stream=True, timeout=(10, 30)) as r:
                 span = re.match(r'bytes (\d+)-\d+/(\d+)', r.headers.get('Content-Range', ''))
                 total = int(span[2] if span else r.headers.get('Content-Length') or size or 0)
                 if r.status_code == 200 or r.status_code == 206 and span and int(span[1]) == have:

@@ -1,0 +1,557 @@
+"""Turn a pretrained transformer into an RNN: swap its attention, recover what that cost, and say how much.
+
+    python convert.py                                       out/ckpt.safetensors, trained with --rule=softmax
+    python convert.py --rule=sum --phi=t2r --distil=none    Kasai 2021: swap, then fine-tune
+    python convert.py --rule=decay                          Mao 2022
+    python convert.py --rule=window --cache=64 --overflow=sum --phi=hedgehog    LoLCATs: a window and the rest
+    python convert.py --from=gpt2 --data=wikitext2          weights from the hub, any GPT-2 or Llama
+    python sample.py --init=out/convert/ckpt.safetensors
+"""
+import copy
+import dataclasses
+import json
+import math
+import os
+import re
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import torch.nn.utils.parametrize
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from data import prepare
+from fastweight import RULES
+from model import GPT, Config, flag, load, pack, parse, part, pick_device, save, script, swapped
+
+
+@dataclass
+class Args:
+    from_: str = flag('out/ckpt.safetensors', 'checkpoint; gpt2, -medium, -large, -xl; OWNER/NAME; folder')
+    revision: str = flag('main', 'branch, tag or commit on the hub')
+    data: str = flag('', 'data set or text to recover with, if not the one the teacher was trained on')
+    out: str = flag('out/convert', 'folder for checkpoint, table and log')
+    distil: str = flag('auto', 'stage 1, new parameters only: match attention weights (ce), outputs (mse) or '
+                               'hidden states; auto: ce where there are weights',
+                       ['auto', 'ce', 'mse', 'hidden', 'none'])
+    distil_steps: int = flag(300, 'steps of stage 1', low=0)
+    distil_lr: float = flag(1e-2, 'its peak learning rate', low=0)
+    steps: int = flag(500, 'steps of stage 2, fine-tuning', low=0)
+    lr: float = flag(1e-3, 'its peak learning rate', low=0)
+    loss: str = flag('next', 'of stage 2: the next token, or the divergence from the teacher', ['next', 'kl'])
+    lora: int = flag(0, 'rank of LoRA on q, k, v and output in stage 2; 0: all weights', low=0)
+    batch_size: int = flag(4, 'rows a step', low=1)
+    row: int = flag(0, 'tokens a row, if fewer than the teacher was trained on', low=0)
+    eval_rows: int = flag(64, 'rows of validation text for every figure', low=1)
+    fold: bool = flag(False, 'with --phi=t2r: put phi into W_q and W_k at the end')
+    export: str = flag('', 'folder for weights and config.json, in the layout of the hub if it has one')
+    controls: bool = flag(True, 'also fine-tune the teacher as long, and train the student from scratch')
+    seed: int = flag(0, 'of new weights and data order', low=0)
+    device: str = flag('auto', 'auto, cpu, cuda')
+
+
+Student = part('layers', 'phi', 'norm', 'beta_max', 'cache', 'sinks', 'overflow',
+               rule=flag('sum', 'what softmax becomes', list(RULES)))
+
+
+# ---- weights in: GPT-2 and Llama as the hub keeps them -----------------------------------------------------
+FAMILIES = {    # what of theirs is ours; * is the layer's number; several are put side by side
+    'gpt2': ('transformer.', 'h.*.', {
+        'embed': 'wte', 'positions': 'wpe', 'norm': 'ln_f', '*.norm1': 'ln_1', '*.mixer.qkv': 'attn.c_attn',
+        '*.mixer.proj': 'attn.c_proj', '*.norm2': 'ln_2', '*.up': 'mlp.c_fc', '*.down': 'mlp.c_proj'}),
+    'llama': ('model.', 'layers.*.', {
+        'embed': 'embed_tokens', 'norm': 'norm', '*.norm1': 'input_layernorm',
+        '*.mixer.qkv': 'self_attn.q_proj self_attn.k_proj self_attn.v_proj',
+        '*.mixer.proj': 'self_attn.o_proj', '*.norm2': 'post_attention_layernorm',
+        '*.up': 'mlp.gate_proj mlp.up_proj', '*.down': 'mlp.down_proj'})}
+HUB = {f'gpt2{size}': (f'openai-community/gpt2{size}', 'main') for size in ('-medium', '-large', '-xl')} | {
+    'gpt2': ('openai-community/gpt2', '607a30d783dfa663caf39e06633721c8d4cfcd7e')}
+PINNED = {'607a30d783dfa663caf39e06633721c8d4cfcd7e/model.safetensors':
+          (548105171, '248dfc3911869ec493c76e65bf2fcf7f615828b0254c12b473182f0f81d3a707')}
+
+
+def theirs(name, prefix, layer, table):
+    """Our parameter's name -> the names of its parts in their file."""
+    if name == 'head.weight':
+        return ['lm_head.weight']
+    module, _, kind = name.rpartition('.')
+    found = re.fullmatch(r'blocks\.(\d+)\.(.+)', module)
+    if found:
+        i, module = found[1], f'*.{found[2]}'
+        return [f'{prefix}{layer.replace("*", i)}{p}.{kind}' for p in table[module].split()]
+    return [f'{prefix}{table[module]}.{kind}']
+
+
+def their_config(c, source):
+    """config.json -> Config. ValueError for what this project cannot compute exactly."""
+    def refuse(why):
+        raise ValueError(f'{source}: {why}; known are GPT-2 and Llama as they were published')
+    kind = c.get('model_type')
+    try:
+        if kind == 'gpt2':
+            if c.get('activation_function', 'gelu_new') not in ('gelu_new', 'gelu_pytorch_tanh'):
+                refuse(f'activation_function {c["activation_function"]}')
+            if c.get('scale_attn_by_inverse_layer_idx') or not c.get('scale_attn_weights', True):
+                refuse('another scale of attention')
+            return Config(rule='softmax', conv=0, pos='learned', act='gelu', bias=True, n_layer=c['n_layer'],
+                          n_head=c['n_head'], n_embd=c['n_embd'], vocab_size=c['vocab_size'],
+                          block_size=c.get('n_positions') or c['n_ctx'], n_inner=c.get('n_inner') or 0,
+                          eps=c.get('layer_norm_epsilon', 1e-5), tied=c.get('tie_word_embeddings', True))
+        if kind == 'llama':
+            rope = c.get('rope_parameters') or {}
+            for way in (rope, c.get('rope_scaling') or {}):
+                if way.get('rope_type', way.get('type', 'default')) != 'default':
+                    refuse(f'rope of type {way.get("rope_type", way.get("type"))}')
+            if c.get('attention_bias') or c.get('mlp_bias') or c.get('hidden_act', 'silu') != 'silu':
+                refuse('biases, or another activation than silu')
+            if c.get('head_dim') not in (None, c['hidden_size'] // c['num_attention_heads']):
+                refuse(f'head_dim {c["head_dim"]} is not hidden_size / num_attention_heads')
+            return Config(rule='softmax', conv=0, pos='rope', act='swiglu', rms=True,
+                          n_layer=c['num_hidden_layers'], n_head=c['num_attention_heads'],
+                          n_kv_head=c.get('num_key_value_heads') or 0, n_embd=c['hidden_size'],
+                          n_inner=c['intermediate_size'], vocab_size=c['vocab_size'],
+                          block_size=c['max_position_embeddings'], eps=c.get('rms_norm_eps', 1e-6),
+                          theta=c.get('rope_theta') or rope.get('rope_theta') or 1e4,
+                          tied=c.get('tie_word_embeddings', False))
+    except KeyError as e:
+        raise ValueError(f'{source}/config.json lacks {e}') from None
+    refuse(f'model_type {kind}')
+
+
+def hub(name, revision, root=os.path.join(prepare.HERE, 'hub')):
+    """config.json and weights of a hub repository -> their folder; what is not there yet is fetched."""
+    repo, pinned = HUB.get(name, (name, 'main'))
+    revision = pinned if revision == 'main' else revision
+    folder = os.path.join(root, f'{repo.replace("/", "--")}--{revision[:12]}')
+    base = (os.environ.get('HF_ENDPOINT') or prepare.HUB).rstrip('/')
+    token = {'Authorization': f'Bearer {os.environ["HF_TOKEN"]}'} if os.environ.get('HF_TOKEN') else {}
+
+    def get(file):
+        import requests
+        path, url = os.path.join(folder, file), f'{base}/{repo}/resolve/{revision}/{file}'
+        if not os.path.exists(path):
+            try:
+                head = requests.head(url, headers=token, timeout=(10, 30))
+            except requests.RequestException as e:
+                raise ValueError(f'{url}: {type(e).__name__}; or put the file at {path} by hand') from None
+            if head.status_code in (401, 403):
+                raise ValueError(f'{url}: HTTP {head.status_code}; a private or gated model needs HF_TOKEN')
+            if head.status_code == 404:
+                return None
+            sha256 = re.fullmatch('"?([0-9a-f]{64})"?', head.headers.get('X-Linked-Etag', ''))
+            size, sha256 = PINNED.get(f'{revision}/{file}') or (int(head.headers.get('X-Linked-Size', 0)),
+                                                                sha256 and sha256[1])
+            prepare.download(url, path, size, sha256, **token)
+        return path
+    if not get('config.json'):
+        raise ValueError(f'{base}/{repo}: no such model at revision {revision}')
+    if not get('model.safetensors'):
+        index = get('model.safetensors.index.json')
+        if not index:
+            raise ValueError(f'{base}/{repo}: neither model.safetensors nor its index; pickled weights '
+                             '(.bin, .pt) are not read')
+        for shard in sorted(set(json.loads(prepare.read(index))['weight_map'].values())):
+            if not get(os.path.basename(shard)):
+                raise ValueError(f'{base}/{repo}: {shard} is missing')
+    return folder
+
+
+def from_folder(folder, source, changes):
+    """A folder with config.json and *.safetensors -> GPT, each tensor read once. changes: flags of `Swap`."""
+    try:
+        with open(os.path.join(folder, 'config.json'), encoding='utf-8') as f:
+            raw = json.load(f)
+    except (OSError, ValueError) as e:
+        raise ValueError(f'{folder}/config.json: {e}') from None
+    shards = sorted(n for n in os.listdir(folder) if n.endswith('.safetensors'))
+    if not shards:
+        raise ValueError(f'{folder}: no model.safetensors; pickled weights (.bin, .pt) are not read')
+    config, (prefix, layer, table) = their_config(raw, source), FAMILIES[raw['model_type']]
+    with torch.device('meta'):
+        model = GPT(swapped(dataclasses.asdict(config), source, **changes))
+    try:
+        files = [safe_open(os.path.join(folder, n), 'pt') for n in shards]
+    except (SafetensorError, OSError) as e:
+        raise ValueError(f'{folder}: not whole safetensors files ({e})') from None
+    where = {n: f for f in files for n in f.keys()}
+    if not any(n.startswith(prefix) for n in where):            # as some are kept, without
+        prefix = ''
+    state = {}
+    for name, p in model.state_dict().items():
+        parts = theirs(name, prefix, layer, table)
+        for n in parts:
+            if n not in where:
+                raise ValueError(f'{source}: tensor {n} is missing')
+        x = [where[n].get_tensor(n) for n in parts]
+        if raw['model_type'] == 'gpt2' and x[0].dim() == 2 and name.startswith('blocks'):
+            x = [y.mT for y in x]                               # Conv1D keeps (in, out)
+        x = (x[0] if len(x) == 1 else torch.cat(x)).float().contiguous()
+        if x.shape != p.shape:
+            raise ValueError(f'{source}: {parts[0]} has shape {tuple(x.shape)}, expected {tuple(p.shape)}')
+        state[name] = x
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+def pretrained(source, revision='main', device='cpu', **changes):
+    """A checkpoint of this project, a folder in the hub's layout, or the name of a model on the hub ->
+    the softmax model as it is, and metadata that names its tokenizer. changes: flags of `Swap`."""
+    if os.path.isfile(source) or source.endswith('.safetensors'):
+        return load(source, device, **changes)
+    if os.path.splitext(source)[1] in ('.bin', '.pt', '.pth', '.ckpt'):
+        raise ValueError(f'{source}: pickled weights are not read; take model.safetensors')
+    if not os.path.isdir(source) and not re.fullmatch(r'[\w.-]+(/[\w.-]+)?', source):
+        raise ValueError(f'{source}: neither a file, nor a folder, nor OWNER/NAME on the hub')
+    folder = source if os.path.isdir(source) else hub(source, revision)
+    model = from_folder(folder, source, changes).to(device)
+    size = model.config.vocab_size
+    data = {'name': source, 'tokenizer': 'gpt2' if size == 50257 else 'ids', 'vocab_size': size}
+    return model, {'data': data, 'step': 0}
+
+
+def export(model, folder):
+    """Hub's layout for GPT-2 and Llama with all their softmax; else our own names, and our config."""
+    c, state, family = model.config, model.state_dict(), None
+    if {*c.rules()} <= {'softmax', 'full'} and not c.conv:
+        kinds = {('gelu', 'learned', False): 'gpt2', ('swiglu', 'rope', True): 'llama'}
+        family = kinds.get((c.act, c.pos, c.rms))
+    raw = {'model_type': 'nanofwp', **dataclasses.asdict(c)}
+    inner, kv = c.n_inner or 4 * c.n_embd, c.n_kv_head or c.n_head
+    if family == 'gpt2':
+        raw = dict(architectures=['GPT2LMHeadModel'], activation_function='gelu_new', layer_norm_epsilon=c.eps,
+                   n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, n_inner=inner, n_positions=c.block_size)
+    if family == 'llama':
+        raw = dict(architectures=['LlamaForCausalLM'], hidden_act='silu', rms_norm_eps=c.eps, rope_theta=c.theta,
+                   num_hidden_layers=c.n_layer, num_attention_heads=c.n_head, num_key_value_heads=kv,
+                   hidden_size=c.n_embd, intermediate_size=inner, max_position_embeddings=c.block_size)
+    if family:
+        raw |= dict(model_type=family, vocab_size=c.vocab_size, tie_word_embeddings=c.tied)
+        out, d = {}, c.n_embd // c.n_head
+        for name, x in state.items():
+            parts = theirs(name, *FAMILIES[family])
+            x = x.mT if family == 'gpt2' and x.dim() == 2 and name.startswith('blocks') else x
+            sizes = [d * n for n in (c.n_head, kv, kv)] if len(parts) == 3 else \
+                len(x) // len(parts)
+            out |= {part: y.contiguous() for part, y in zip(parts, x.split(sizes))}
+        state = out
+    os.makedirs(folder, exist_ok=True)
+    temp = os.path.join(folder, 'model.safetensors.part')
+    save_file({n: x.contiguous() for n, x in state.items()}, temp, {'format': 'pt'})
+    os.replace(temp, temp.removesuffix('.part'))
+    with open(os.path.join(folder, 'config.json'), 'w') as f:
+        json.dump(raw, f, indent=1)
+
+
+# ---- the swap ----------------------------------------------------------------------------------------------
+def swap(teacher, changes):
+    """A GPT with the teacher's weights, the same tensors, where it has them; and the names of the others."""
+    old = teacher.config
+    rope = old.pos == 'rope' or old.pos == 'auto' and any(RULES[r].rows for r in old.rules())
+    config = dataclasses.replace(old, **{'layers': '', 'pos': 'rope' if rope else old.pos, **changes})
+    student = GPT(config)
+    missing, extra = student.load_state_dict(teacher.state_dict(), strict=False, assign=True)
+    if extra:
+        raise ValueError(f'the teacher has {extra[0]}, which no rule of the student has room for')
+    buffers = {n for n, _ in student.named_buffers()}
+    return student.to(next(teacher.parameters()).device), [n for n in missing if n not in buffers]
+
+
+def fold(model):
+    """phi = relu(W x + b) put into W_q and W_k: relu((W W_q) x + (W b_q + b)). Exact. Kasai 2021 sec. 3.1
+    ->  a GPT with phi = relu, a little faster and with fewer weights in use"""
+    c = model.config
+    if c.phi.split(':')[0] != 't2r' or c.pos == 'rope' or any(RULES[r].rows for r in c.rules()):
+        raise ValueError('--fold needs --phi=t2r in all layers, and no rope between W_q and phi')
+    d = c.n_embd // c.n_head
+    if any(b.mixer.memory.phi.weight.shape[1] != d for b in model.blocks):
+        raise ValueError(f'--fold needs as many features as a head has channels: --phi=t2r:{d}')
+    folded = GPT(dataclasses.replace(c, phi='relu', bias=True)).to(model.embed.weight)
+    state = {n: torch.zeros_like(x) if n.endswith('.bias') else x for n, x in folded.state_dict().items()}
+    state |= {n: x for n, x in model.state_dict().items() if n in state}
+    for i, block in enumerate(model.blocks):
+        phi = block.mixer.memory.phi
+        W, b = phi.weight, phi.bias.squeeze(1)                  # (H, d, d), (H, d)
+        name = f'blocks.{i}.mixer.qkv.'
+        heads, bias = state[name + 'weight'].view(3, -1, d, c.n_embd), state[name + 'bias'].view(3, -1, d)
+        state[name + 'weight'] = torch.cat([W @ heads[:2], heads[2:]]).reshape(-1, c.n_embd)
+        state[name + 'bias'] = torch.cat([(W @ bias[:2, ..., None])[..., 0] + b, bias[2:]]).reshape(-1)
+    folded.load_state_dict(state)
+    return folded
+
+
+def weights(mixer, u, q, k):
+    """(B, H, T, T): how much of each value is in each output. These are linear in v, so take v = I."""
+    T = q.shape[2]
+    if mixer.memory.rule.rows == 'all':
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        return scores.masked_fill(scores.new_ones(T, T).tril() == 0, -math.inf).softmax(-1)
+    eye = torch.eye(T, device=q.device).expand(*q.shape[:2], T, T)
+    return mixer.memory(u, q, k, eye)[0]
+
+
+def through(model, tokens):
+    """Layer by layer: its block, its input, and of its mixer input u, queries, keys, values, output."""
+    x = model.first(tokens)
+    for block in model.blocks:
+        u = block.view(0, block.norm1(x), {}, {})
+        q, k, v = block.mixer.heads(u)
+        yield block, x, u, q, k, v, block.mixer.memory(u, q, k, v)[0]
+        x = block(x, None, model.form)[0]
+
+
+def has_weights(mixer):
+    """Whether the outputs are means of values, with weights that can be compared."""
+    m = mixer.memory
+    return m.rule.rows is None and m.norm == 'attn' and not m.rule.erase
+
+
+def mismatch(kind, block, student, x, u, q, k, v, o, form):
+    """How far a student's layer is from the teacher's on the same input."""
+    if kind == 'hidden':                                        # MOHAWK
+        return F.mse_loss(student(x, None, form)[0], block(x, None, form)[0])
+    if kind == 'ce':                                            # Zhang 2024 eq. 4
+        a, w = weights(block.mixer, u, q, k), weights(student.mixer, u, q, k)
+        return -(a * w.clamp(min=1e-8).log()).sum(-1).mean()
+    o_s = student.mixer.memory(u, q, k, v, form=form)[0]        # LoLCATs
+    o_s = o_s if student.mixer.out_norm is None else student.mixer.out_norm(o_s)
+    return F.mse_loss(o_s, o) / o.var()
+
+
+# ---- recovery ----------------------------------------------------------------------------------------------
+def rows(data, args, T, step, device):
+    """Step's rows of text, (B, T + 1); a function of the seed and the step."""
+    rng = np.random.Generator(np.random.Philox(key=args.seed, counter=[0, 0, 1, step]))
+    begin = rng.integers(len(data) - T, size=args.batch_size)
+    return torch.from_numpy(np.stack([data[i:i + T + 1] for i in begin]).astype(np.int64)).to(device)
+
+
+def optimise(parameters, lr, steps, loss, name):
+    """AdamW for `steps`; loss(step) calls backward itself, and returns a number. Warm-up, cosine to 0."""
+    from tqdm import tqdm
+    opt = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.99), weight_decay=0.0)
+    with tqdm(range(steps), desc=name, disable=None) as bar:
+        for step in bar:
+            warm = max(1, steps // 20)
+            scale = min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * step / steps)))
+            for group in opt.param_groups:
+                group['lr'] = lr * scale
+            value = loss(step)
+            if not math.isfinite(value):
+                raise ValueError(f'{name}: the loss is {value} at step {step + 1}; lower the learning rate')
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+            bar.set_postfix(loss=f'{value:.3f}')
+
+
+def distil(teacher, student, new, kind, args, batch):
+    """Stage 1: only the new parameters, each layer by itself on the teacher's inputs; one layer's matrices at
+    a time."""
+    parameters = [p for n, p in student.named_parameters() if n in new]
+
+    def loss(step):
+        total = 0.0
+        with torch.no_grad():
+            for (block, *known), twin in zip(through(teacher, batch(step)[:, :-1]), student.blocks):
+                if any(n.requires_grad for n in twin.parameters()):
+                    with torch.enable_grad():
+                        part = mismatch(kind, block, twin, *known, student.form)
+                        if part.requires_grad:
+                            part.backward()
+                    total += part.item()
+        return total / len(student.blocks)
+    for p in student.parameters():
+        p.requires_grad_(False)
+    for p in parameters:
+        p.requires_grad_(True)
+    student.train()
+    optimise(parameters, args.distil_lr, args.distil_steps, loss, f'distil ({kind})')
+    for p in student.parameters():
+        p.requires_grad_(True)
+
+
+class LoRA(nn.Module):
+    """W + B A / r * 16, A (r, in) random, B (out, r) zero at first. Hu 2021, arXiv:2106.09685"""
+    def __init__(self, W, rank):
+        super().__init__()
+        self.scale = 16 / rank
+        self.A = nn.Parameter(torch.randn(rank, W.shape[1], device=W.device) / W.shape[1] ** 0.5)
+        self.B = nn.Parameter(torch.zeros(W.shape[0], rank, device=W.device))
+
+    def forward(self, W):
+        return W + self.scale * self.B @ self.A
+
+
+def finetune(model, args, steps, lr, batch, name, teacher=None):
+    """Stage 2: the next token, or the teacher's distribution of it; all weights, or LoRA on q, k, v, o."""
+    model.train()
+    parameters, adapted = [*model.parameters()], []
+    if args.lora:
+        for block in model.blocks:
+            adapted += [block.mixer.qkv, block.mixer.proj]
+        for p in parameters:
+            p.requires_grad_(False)
+        for linear in adapted:
+            lora = LoRA(linear.weight, args.lora)
+            nn.utils.parametrize.register_parametrization(linear, 'weight', lora)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def loss(step):
+        x = batch(step)
+        logits = model(x[:, :-1])[0].flatten(0, 1)
+        if teacher is None:
+            value = F.cross_entropy(logits, x[:, 1:].flatten())
+        else:
+            with torch.no_grad():
+                wanted = teacher(x[:, :-1])[0].flatten(0, 1).log_softmax(-1)
+            value = F.kl_div(logits.log_softmax(-1), wanted, reduction='batchmean', log_target=True)
+        value.backward()
+        return value.item()
+    optimise(parameters, lr, steps, loss, name)
+    for linear in adapted:
+        nn.utils.parametrize.remove_parametrizations(linear, 'weight')
+    for p in model.parameters():
+        p.requires_grad_(True)
+
+
+# ---- proof -------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def nats(model, val, args, T, device):
+    """Mean of -log p over evenly spaced rows of validation text, each read from an empty state."""
+    model.eval()
+    begin, total = np.linspace(0, len(val) - T - 1, args.eval_rows).astype(int), 0.0
+    for some in np.array_split(begin, max(1, len(begin) // 8)):
+        x = torch.from_numpy(np.stack([val[i:i + T + 1] for i in some]).astype(np.int64)).to(device)
+        logits = model(x[:, :-1])[0].flatten(0, 1)
+        total += F.cross_entropy(logits, x[:, 1:].flatten(), reduction='sum').item()
+    return total / (len(begin) * T)
+
+
+@torch.no_grad()
+def fidelity(teacher, student, x):
+    """Of each swapped layer with weights, on the teacher's inputs: divergence from the teacher's, entropies,
+    and the share of pairs of keys whose order by q.k the weights keep (Zhang 2024 sec. 3)."""
+    found, draw = [], torch.Generator().manual_seed(0)
+    for i, ((block, _, u, q, k, *_), twin) in enumerate(zip(through(teacher, x), student.blocks)):
+        if twin.mixer.memory.rule.rows == 'all' or not has_weights(twin.mixer):
+            continue
+        a, w = weights(block.mixer, u, q, k), weights(twin.mixer, u, q, k).clamp(min=1e-12)
+        T = a.shape[-1]
+        t = torch.arange(1, T, device=x.device)
+        pair = [(torch.rand(T - 1, generator=draw).to(x.device) * (t + 1)).long() for _ in 'ij']
+        order = [(y[:, :, t, pair[0]] - y[:, :, t, pair[1]]).sign() for y in (q @ k.mT, w)]
+        differ = (pair[0] != pair[1]).expand_as(order[0])
+        log = lambda y: y.clamp(min=1e-12).log()
+        found.append({'layer': i + 1, 'KL to teacher': (a * (log(a) - log(w))).sum(-1).mean().item(),
+                      'entropy of teacher': -(a * log(a)).sum(-1).mean().item(),
+                      'entropy': -(w * log(w)).sum(-1).mean().item(),
+                      'order kept': (order[0] == order[1])[differ].float().mean().item()})
+    return found
+
+
+def table(rows):
+    def show(x):
+        return '-' if x is None else x if isinstance(x, str) else f'{x:.4g}' if x % 1 else f'{int(x):,}'
+    cells = [list(rows[0])] + [[show(x) for x in r.values()] for r in rows]
+    widths = [max(len(c[i]) for c in cells) for i in range(len(cells[0]))]
+    for c in cells:
+        print('  '.join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(c, widths))))
+
+
+@script
+def main(argv):
+    args, changes = parse(argv, __doc__, Args, Student)
+    args, changes = Args(**args), {'rule': 'sum', **changes}
+    device = pick_device(args.device)
+    teacher, meta = pretrained(args.from_, args.revision, device)
+    if not any(RULES[r].rows for r in teacher.config.rules()):
+        raise ValueError(f'{args.from_}: has no softmax layers, only {",".join(teacher.config.rules())}; '
+                         'python train.py --rule=softmax makes a teacher')
+    source = args.data or meta.get('args', {}).get('data')
+    if not source:
+        raise ValueError(f'--from={args.from_} does not say what it was trained on: give --data')
+    train, val, data = prepare.load(source)
+    if 'row' in data or any(data.get(k) != meta['data'].get(k) for k in ('tokenizer', 'vocab_size', 'chars')):
+        raise ValueError(f'--data={source}: not in the tokens of {args.from_}, {meta["data"]["tokenizer"]}; '
+                         f'python data/prepare.py {source} --tokenizer={meta["data"]["tokenizer"]}')
+    T = min(args.row or teacher.config.block_size, teacher.config.block_size)
+    if min(len(train), len(val)) <= T + 1:
+        raise ValueError(f'--data={source}: too short for rows of {T}; take a smaller --row')
+    torch.manual_seed(args.seed)
+    student, new = swap(teacher, changes)
+    kinds = [has_weights(b.mixer) for b in student.blocks if b.mixer.memory.rule.rows != 'all']
+    kind = args.distil if args.distil != 'auto' else 'ce' if kinds and all(kinds) else 'mse'
+    if kind == 'ce' and not all(kinds):
+        raise ValueError('--distil=ce compares attention weights, and this rule has none: take mse or hidden')
+    batch = lambda offset: lambda step: rows(train, args, T, offset + step, device)
+    per_byte = val.size / data['val']['bytes'] / math.log(2)
+    found, tokens, begin, base = [], 0, time.perf_counter(), nats(teacher, val, args, T, device)
+
+    def note(name, model, steps=0):
+        nonlocal tokens
+        tokens += steps * args.batch_size * T
+        loss = base if model is teacher else nats(model, val, args, T, device)
+        found.append({'': name, 'perplexity': math.exp(min(loss, 80)), 'bits per byte': loss * per_byte,
+                      'recovered': math.exp(base - loss), 'tokens': tokens,
+                      'minutes': round((time.perf_counter() - begin) / 60, 2)})
+        print(f'{name}: perplexity {found[-1]["perplexity"]:.4g}, recovered {math.exp(base - loss):.1%}')
+    parameters = dict(student.named_parameters())
+    print(f'{args.from_} -> {",".join(student.config.rules())}; {source}, rows of {T}; of '
+          f'{sum(p.numel() for p in parameters.values()):,} parameters '
+          f'{sum(parameters[n].numel() for n in new if n in parameters):,} are new')
+    note('teacher', teacher)
+    note('swapped', student)
+    learns = [n for n in new if n in parameters]
+    if kind != 'none' and args.distil_steps and learns:
+        distil(teacher, student, {*learns}, kind, args, batch(0))
+        note(f'distilled ({kind})', student, args.distil_steps)
+    heads = fidelity(teacher, student, torch.from_numpy(np.stack([val[:T]]).astype(np.int64)).to(device))
+    student = copy.deepcopy(student)                            # until here its weights were the teacher's
+    if args.steps:
+        kl = teacher if args.loss == 'kl' else None
+        finetune(student, args, args.steps, args.lr, batch(args.distil_steps), 'fine-tune', kl)
+        note('fine-tuned', student, args.steps)
+    if args.fold:
+        student = fold(student)
+    if args.export:
+        export(student, args.export)
+    os.makedirs(args.out, exist_ok=True)
+    save(os.path.join(args.out, 'ckpt.safetensors'), student,
+         {'step': args.steps, 'data': meta['data'], 'args': {'data': source}, 'from': args.from_})
+    sizes = []
+    with torch.no_grad():
+        state = student.eval()(torch.zeros(1, 1, dtype=torch.long, device=device))[1]
+    fixed = not any(RULES[r].rows == 'all' for r in student.config.rules())
+    c, size = teacher.config, sum(x.numel() * x.element_size() for x in pack(state).values())
+    for n in (1024, 8192, 131072):
+        kv = 2 * 4 * c.n_layer * (c.n_kv_head or c.n_head) * (c.n_embd // c.n_head) * n
+        sizes.append({'tokens': n, 'state bytes': size if fixed else None, 'KV cache bytes': kv,
+                      'times smaller': kv / size if fixed else None})
+    if args.controls and args.steps:
+        tokens, twin = 0, copy.deepcopy(teacher)
+        finetune(twin, args, args.steps, args.lr, batch(args.distil_steps), 'control: teacher')
+        note('control: teacher fine-tuned', twin, args.steps)
+        tokens, anew = 0, GPT(student.config).to(device)
+        steps = args.steps + (args.distil_steps if learns and kind != 'none' else 0)
+        lora, args.lora = args.lora, 0
+        finetune(anew, args, steps, 4e-3, batch(0), 'control: from scratch')
+        args.lora = lora
+        note('control: student from scratch', anew, steps)
+    print()
+    for part_ in (found, heads, sizes):
+        if part_:
+            table(part_)
+            print()
+    with open(os.path.join(args.out, 'convert.json'), 'w') as f:
+        json.dump(dict(args=dataclasses.asdict(args), config=dataclasses.asdict(student.config), distil=kind,
+                       table=found, layers=heads, state=sizes), f, indent=1)
+    print(f'{args.out}/convert.json has these tables; python sample.py --init={args.out}/ckpt.safetensors')
+
+
+if __name__ == '__main__':
+    sys.exit(main())
