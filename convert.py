@@ -1,6 +1,6 @@
 """Turn a pretrained transformer into an RNN: swap its attention, recover what that cost, and say how much.
 
-    python convert.py                                       out/ckpt.safetensors, trained with --rule=softmax
+    python convert.py           out/ckpt.safetensors if it is a softmax model, else one that is trained first
     python convert.py --rule=sum --phi=t2r --distil=none    Kasai 2021: swap, then fine-tune
     python convert.py --rule=decay                          Mao 2022
     python convert.py --rule=window --cache=64 --overflow=sum --phi=hedgehog    LoLCATs: a window and the rest
@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -174,11 +175,17 @@ def from_folder(folder, source, changes):
     config, (prefix, layer, table) = their_config(raw, source), FAMILIES[raw['model_type']]
     with torch.device('meta'):
         model = GPT(swapped(dataclasses.asdict(config), source, **changes))
+    where = {}
     try:
-        files = [safe_open(os.path.join(folder, n), 'pt') for n in shards]
+        for path in (os.path.join(folder, n) for n in shards):
+            with safe_open(path, 'pt') as f:
+                where |= dict.fromkeys(f.keys(), path)
     except (SafetensorError, OSError) as e:
         raise ValueError(f'{folder}: not whole safetensors files ({e})') from None
-    where = {n: f for f in files for n in f.keys()}
+
+    def get(n):     # a private map of the file, opened anew: what is only copied from does not stay in memory
+        with safe_open(where[n], 'pt') as f:
+            return f.get_tensor(n)
     if not any(n.startswith(prefix) for n in where):            # as some are kept, without
         prefix = ''
     state = {}
@@ -187,7 +194,7 @@ def from_folder(folder, source, changes):
         for n in parts:
             if n not in where:
                 raise ValueError(f'{source}: tensor {n} is missing')
-        x = [where[n].get_tensor(n) for n in parts]
+        x = [get(n) for n in parts]
         if raw['model_type'] == 'gpt2' and x[0].dim() == 2 and name.startswith('blocks'):
             x = [y.mT for y in x]                               # Conv1D keeps (in, out)
         x = (x[0] if len(x) == 1 else torch.cat(x)).float().contiguous()
@@ -463,11 +470,24 @@ def table(rows):
         print('  '.join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(c, widths))))
 
 
+def softmax_at(path):
+    """Whether a checkpoint is there, and of a model with softmax layers."""
+    return os.path.exists(path) and any(RULES[r].rows for r in load(path)[0].config.rules())
+
+
 @script
 def main(argv):
     args, changes = parse(argv, __doc__, Args, Student)
     args, changes = Args(**args), {'rule': 'sum', **changes}
     device = pick_device(args.device)
+    if args.from_ == Args().from_ and not softmax_at(args.from_):
+        args.from_ = 'out/teacher/ckpt.safetensors'
+        if not os.path.exists(args.from_):
+            command = ['train.py', '--rule=softmax', '--n_head=4', '--conv=0', '--steps=2500', '--out=out/teacher']
+            print(f'no softmax model in out/: python {" ".join(command)}', flush=True)
+            command[0] = os.path.join(os.path.dirname(os.path.abspath(__file__)), command[0])
+            if subprocess.run([sys.executable, *command]).returncode:
+                raise ValueError('the teacher could not be trained')
     teacher, meta = pretrained(args.from_, args.revision, device)
     if not any(RULES[r].rows for r in teacher.config.rules()):
         raise ValueError(f'{args.from_}: has no softmax layers, only {",".join(teacher.config.rules())}; '
