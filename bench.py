@@ -36,9 +36,8 @@ class Args:
     out: str = flag('out/bench', 'folder for tables and pictures')
     init: str = flag('out/ckpt.safetensors', 'cache, kept: a checkpoint with softmax layers')
     data: str = flag('', 'cache, kept: a data set or text, if not the one the checkpoint was trained on')
-    overflow: str = flag('', 'cache: also policies that write into fast weights by this rule, at equal bytes')
-    phi: str = flag('favor', 'their feature map')
-    budget: int = flag(64, 'batch: MB for all states', low=1)
+    overflow: str = flag('', 'cache: also with fast weights for what goes, at equal bytes: sum:hedgehog')
+    budget: int = flag(71, 'batch: MB for all states', low=1)
     device: str = flag('auto', 'auto, cpu, cuda')
     dtype: str = flag('auto', 'of q, k, v; auto: bfloat16 on a GPU', ['auto', 'float32', 'bfloat16'])
     lengths: str = flag('', 'sequence lengths, if not those of the suite: 256,1024')
@@ -82,7 +81,8 @@ def kept_bytes(run):
 def lengths(args, default):
     """--lengths as numbers."""
     try:
-        return [int(T) for T in args.lengths.split(',')] if args.lengths else default
+        Ts = [int(T) for T in args.lengths.split(',')] if args.lengths else default
+        return Ts if min(Ts) > 0 else int('no')
     except ValueError:
         raise ValueError(f'--lengths={args.lengths}: expected numbers with commas, as 256,1024') from None
 
@@ -273,7 +273,8 @@ def decode(args, device, dtype):
     for name, size in sizes.items():
         for rule in 'softmax', 'sum', 'delta', 'decay':
             model = GPT(Config(rule=rule, **size)).to(device, dtype).eval()
-            tokens, state, read, token = torch.randint(256, (1, max(Ts)), device=device), None, 0, None
+            tokens, state, read = torch.randint(256, (1, max(Ts)), device=device), None, 0
+            token = tokens[:, :1]
             for T in Ts:
                 if rule == 'softmax':
                     state = model.read(tokens[:, :1])
@@ -281,7 +282,6 @@ def decode(args, device, dtype):
                         s.update(S=s['S'].repeat(1, 1, 1, T, 1), t=s['t'] * T)
                 else:
                     state, read = model.read(tokens[:, read:T], state), T
-                token = token if token is not None else tokens[:, :1]
                 step = (captured if device.type == 'cpu' else graphed)(model, token, state)
                 row('model' + name, rule, T, lambda: step(token, state), pack(state).values())
     cross = {level: crossing([r for r in rows if r['level'] == level], 'us a token', 'softmax')
@@ -315,7 +315,7 @@ def chunks(args, device, count):
     if not source:
         raise ValueError(f'{args.init} does not say what it was trained on: give --data')
     val, data = prepare.load(source)[1:]
-    if any(data.get(k) != meta['data'].get(k) for k in ('tokenizer', 'vocab_size')) or 'row' in data:
+    if 'row' in data or not prepare.same_tokens(data, meta['data']):
         raise ValueError(f'--data={source}: not a text in the tokens of {args.init}')
     T = meta['config']['block_size']
     if len(val) <= T:
@@ -350,10 +350,10 @@ def cache(args, device, dtype):
     for size, form in itertools.product(sizes, ('random', 'window', 'sink', 'h2o', 'tova-head', 'tova')):
         row(form, size, rule=form, cache=size, sinks=min(4, size - 1))
     if args.overflow:
-        flags = dict(overflow=args.overflow, phi=args.phi)
+        flags = dict(overflow=args.overflow)
         m = row(args.overflow + ' alone', 0, rule='window', cache=0, **flags).blocks[0].mixer
-        K, V = m.memory.overflow.phi.feature_dim, m.head_dim
-        worth = -(-K * (V + (V if RULES[args.overflow].z else 1)) // (2 * V + 3))      # rows of equal bytes
+        K, V, z = m.memory.overflow.phi.feature_dim, m.head_dim, m.memory.overflow.rule.z
+        worth = -(-K * (V + (V if z else 1)) // (2 * V + 3))    # rows of equal bytes
         for size, form in itertools.product(sizes, ('window', 'tova')):
             if size > worth:
                 row(f'{form} + {args.overflow}', size, rule=form, cache=size - worth, **flags)
@@ -378,6 +378,8 @@ def kept(args, device, dtype):
     meta, x = chunks(args, device, 16 if args.full else 4)
     (B, T), rows = x.shape, []
     size, = lengths(args, [T // 8])[:1]
+    if 2 * size >= T:
+        raise ValueError(f'--lengths={size}: rows must be fewer than half of the {T} tokens of a piece')
     model, state = load(args.init, device, rule='tova', cache=size)[0].eval(), None
     layers = [i for i, b in enumerate(model.blocks) if b.mixer.memory.rule.rows == 'tova']
     lived = torch.zeros(len(layers), B, T, device=device)       # steps a token stayed
@@ -442,7 +444,7 @@ def batch(args, device, dtype):
     def draw(axes, rows):
         lines(axes, rows, 'rows', 'tokens/s', 'form')
         axes.set(xlabel='rows kept', ylabel='tokens/s', title=f'{args.budget} MB of states, context {T:,}')
-    note = f'all with {args.budget} MB of states; full is {T:,} rows; "paper": on a V100'
+    note = f'TOVA, all with {args.budget} MB of states; full is {T:,} rows; "paper": on a V100'
     report(args, 'batch', rows, note, draw, of_full={r['rows']: round(r['of full'], 2) for r in rows})
 
 

@@ -3,7 +3,7 @@
     python convert.py           out/ckpt.safetensors if it is a softmax model, else one that is trained first
     python convert.py --rule=sum --phi=t2r --distil=none    Kasai 2021: swap, then fine-tune
     python convert.py --rule=decay                          Mao 2022
-    python convert.py --rule=window --cache=64 --overflow=sum --phi=hedgehog    LoLCATs: a window and the rest
+    python convert.py --rule=window --cache=64 --overflow=sum:hedgehog      LoLCATs: a window and the rest
     python convert.py --from=gpt2 --data=wikitext2          weights from the hub, any GPT-2 or Llama
     python sample.py --init=out/convert/ckpt.safetensors
 """
@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 
 from data import prepare
 from fastweight import RULES
-from model import GPT, Config, flag, load, pack, parse, part, pick_device, save, script, swapped
+from model import GPT, Config, flag, load, pack, parse, part, pick_device, read, save, script, swapped
 
 
 @dataclass
@@ -174,7 +174,7 @@ def from_folder(folder, source, changes):
         raise ValueError(f'{folder}: no model.safetensors; pickled weights (.bin, .pt) are not read')
     config, (prefix, layer, table) = their_config(raw, source), FAMILIES[raw['model_type']]
     with torch.device('meta'):
-        model = GPT(swapped(dataclasses.asdict(config), source, **changes))
+        model = GPT(config)
     where = {}
     try:
         for path in (os.path.join(folder, n) for n in shards):
@@ -202,6 +202,9 @@ def from_folder(folder, source, changes):
             raise ValueError(f'{source}: {parts[0]} has shape {tuple(x.shape)}, expected {tuple(p.shape)}')
         state[name] = x
     model.load_state_dict(state, assign=True)
+    if changes:
+        teacher, model = model, GPT(swapped(dataclasses.asdict(config), source, **changes))
+        model.load_state_dict(teacher.state_dict(), strict=False, assign=True)
     return model
 
 
@@ -213,7 +216,7 @@ def pretrained(source, revision='main', device='cpu', **changes):
     if os.path.splitext(source)[1] in ('.bin', '.pt', '.pth', '.ckpt'):
         raise ValueError(f'{source}: pickled weights are not read; take model.safetensors')
     if not os.path.isdir(source) and not re.fullmatch(r'[\w.-]+(/[\w.-]+)?', source):
-        raise ValueError(f'{source}: neither a file, nor a folder, nor OWNER/NAME on the hub')
+        raise ValueError(f'{source}: no such file or folder, nor OWNER/NAME on the hub')
     folder = source if os.path.isdir(source) else hub(source, revision)
     model = from_folder(folder, source, changes).to(device)
     size = model.config.vocab_size
@@ -230,12 +233,14 @@ def export(model, folder):
     raw = {'model_type': 'nanofwp', **dataclasses.asdict(c)}
     inner, kv = c.n_inner or 4 * c.n_embd, c.n_kv_head or c.n_head
     if family == 'gpt2':
-        raw = dict(architectures=['GPT2LMHeadModel'], activation_function='gelu_new', layer_norm_epsilon=c.eps,
-                   n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, n_inner=inner, n_positions=c.block_size)
+        raw = dict(architectures=['GPT2LMHeadModel'], n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd,
+                   n_inner=inner, n_positions=c.block_size, layer_norm_epsilon=c.eps,
+                   activation_function='gelu_new')
     if family == 'llama':
-        raw = dict(architectures=['LlamaForCausalLM'], hidden_act='silu', rms_norm_eps=c.eps, rope_theta=c.theta,
-                   num_hidden_layers=c.n_layer, num_attention_heads=c.n_head, num_key_value_heads=kv,
-                   hidden_size=c.n_embd, intermediate_size=inner, max_position_embeddings=c.block_size)
+        raw = dict(architectures=['LlamaForCausalLM'], num_hidden_layers=c.n_layer, hidden_size=c.n_embd,
+                   num_attention_heads=c.n_head, num_key_value_heads=kv, intermediate_size=inner,
+                   max_position_embeddings=c.block_size, rms_norm_eps=c.eps, rope_theta=c.theta,
+                   hidden_act='silu')
     if family:
         raw |= dict(model_type=family, vocab_size=c.vocab_size, tie_word_embeddings=c.tied)
         out, d = {}, c.n_embd // c.n_head
@@ -265,18 +270,24 @@ def swap(teacher, changes):
     if extra:
         raise ValueError(f'the teacher has {extra[0]}, which no rule of the student has room for')
     buffers = {n for n, _ in student.named_buffers()}
-    return student.to(next(teacher.parameters()).device), [n for n in missing if n not in buffers]
+    return student.to(next(teacher.parameters()).device), {n for n in missing if n not in buffers}
 
 
-def fold(model):
-    """phi = relu(W x + b) put into W_q and W_k: relu((W W_q) x + (W b_q + b)). Exact. Kasai 2021 sec. 3.1
-    ->  a GPT with phi = relu, a little faster and with fewer weights in use"""
+def can_fold(model):
+    """ValueError unless every layer has a T2R map of d features straight after W_q and W_k."""
     c = model.config
     if c.phi.split(':')[0] != 't2r' or c.pos == 'rope' or any(RULES[r].rows for r in c.rules()):
         raise ValueError('--fold needs --phi=t2r in all layers, and no rope between W_q and phi')
     d = c.n_embd // c.n_head
     if any(b.mixer.memory.phi.weight.shape[1] != d for b in model.blocks):
         raise ValueError(f'--fold needs as many features as a head has channels: --phi=t2r:{d}')
+
+
+def fold(model):
+    """phi = relu(W x + b) put into W_q and W_k: relu((W W_q) x + (W b_q + b)). Exact. Kasai 2021 sec. 3.1
+    ->  a GPT with phi = relu"""
+    can_fold(model)
+    c, d = model.config, model.config.n_embd // model.config.n_head
     folded = GPT(dataclasses.replace(c, phi='relu', bias=True)).to(model.embed.weight)
     state = {n: torch.zeros_like(x) if n.endswith('.bias') else x for n, x in folded.state_dict().items()}
     state |= {n: x for n, x in model.state_dict().items() if n in state}
@@ -394,18 +405,18 @@ class LoRA(nn.Module):
         return W + self.scale * self.B @ self.A
 
 
-def finetune(model, args, steps, lr, batch, name, teacher=None):
-    """Stage 2: the next token, or the teacher's distribution of it; all weights, or LoRA on q, k, v, o."""
+def finetune(model, steps, lr, batch, name, teacher=None, lora=0, new=()):
+    """Stage 2: the next token, or the teacher's distribution of it; all weights, or what is new and LoRA on
+    q, k, v and output."""
     model.train()
     parameters, adapted = [*model.parameters()], []
-    if args.lora:
+    if lora:
         for block in model.blocks:
             adapted += [block.mixer.qkv, block.mixer.proj]
-        for p in parameters:
-            p.requires_grad_(False)
+        for n, p in model.named_parameters():
+            p.requires_grad_(n in new)
         for linear in adapted:
-            lora = LoRA(linear.weight, args.lora)
-            nn.utils.parametrize.register_parametrization(linear, 'weight', lora)
+            nn.utils.parametrize.register_parametrization(linear, 'weight', LoRA(linear.weight, lora))
         parameters = [p for p in model.parameters() if p.requires_grad]
 
     def loss(step):
@@ -470,33 +481,36 @@ def table(rows):
         print('  '.join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(c, widths))))
 
 
-def softmax_at(path):
-    """Whether a checkpoint is there, and of a model with softmax layers."""
-    return os.path.exists(path) and any(RULES[r].rows for r in load(path)[0].config.rules())
+def softmax_in(config):
+    return any(RULES[r].rows == 'all' for r in config.rules())
 
 
 @script
 def main(argv):
     args, changes = parse(argv, __doc__, Args, Student)
-    args, changes = Args(**args), {'rule': 'sum', **changes}
+    given, args, changes = 'from_' in args, Args(**args), {'rule': 'sum', **changes}
     device = pick_device(args.device)
-    if args.from_ == Args().from_ and not softmax_at(args.from_):
+    there = os.path.exists(args.from_)
+    if not given and not (there and softmax_in(Config(**read(args.from_)[1].get('config', {})))):
         args.from_ = 'out/teacher/ckpt.safetensors'
         if not os.path.exists(args.from_):
-            command = ['train.py', '--rule=softmax', '--n_head=4', '--conv=0', '--steps=2500', '--out=out/teacher']
+            command = 'train.py --rule=softmax --n_head=4 --conv=0 --steps=2500 --out=out/teacher'.split()
             print(f'no softmax model in out/: python {" ".join(command)}', flush=True)
             command[0] = os.path.join(os.path.dirname(os.path.abspath(__file__)), command[0])
             if subprocess.run([sys.executable, *command]).returncode:
                 raise ValueError('the teacher could not be trained')
     teacher, meta = pretrained(args.from_, args.revision, device)
-    if not any(RULES[r].rows for r in teacher.config.rules()):
+    if {RULES[r].rows for r in teacher.config.rules()} - {None, 'all'}:
+        raise ValueError(f'{args.from_}: its layers keep few rows, {",".join(teacher.config.rules())}; a '
+                         'teacher keeps all')
+    if not softmax_in(teacher.config):
         raise ValueError(f'{args.from_}: has no softmax layers, only {",".join(teacher.config.rules())}; '
                          'python train.py --rule=softmax makes a teacher')
     source = args.data or meta.get('args', {}).get('data')
     if not source:
         raise ValueError(f'--from={args.from_} does not say what it was trained on: give --data')
     train, val, data = prepare.load(source)
-    if 'row' in data or any(data.get(k) != meta['data'].get(k) for k in ('tokenizer', 'vocab_size', 'chars')):
+    if 'row' in data or not prepare.same_tokens(data, meta['data']):
         raise ValueError(f'--data={source}: not in the tokens of {args.from_}, {meta["data"]["tokenizer"]}; '
                          f'python data/prepare.py {source} --tokenizer={meta["data"]["tokenizer"]}')
     T = min(args.row or teacher.config.block_size, teacher.config.block_size)
@@ -504,7 +518,10 @@ def main(argv):
         raise ValueError(f'--data={source}: too short for rows of {T}; take a smaller --row')
     torch.manual_seed(args.seed)
     student, new = swap(teacher, changes)
-    kinds = [has_weights(b.mixer) for b in student.blocks if b.mixer.memory.rule.rows != 'all']
+    if args.fold:
+        can_fold(student)
+    kinds = [has_weights(b.mixer) for i, b in enumerate(student.blocks)
+             if any(n.startswith(f'blocks.{i}.') for n in new)]
     kind = args.distil if args.distil != 'auto' else 'ce' if kinds and all(kinds) else 'mse'
     if kind == 'ce' and not all(kinds):
         raise ValueError('--distil=ce compares attention weights, and this rule has none: take mse or hidden')
@@ -528,14 +545,15 @@ def main(argv):
     note('swapped', student)
     learns = [n for n in new if n in parameters]
     if kind != 'none' and args.distil_steps and learns:
-        distil(teacher, student, {*learns}, kind, args, batch(0))
+        distil(teacher, student, new, kind, args, batch(0))
         note(f'distilled ({kind})', student, args.distil_steps)
     heads = fidelity(teacher, student, torch.from_numpy(np.stack([val[:T]]).astype(np.int64)).to(device))
     student = copy.deepcopy(student)                            # until here its weights were the teacher's
     if args.steps:
         kl = teacher if args.loss == 'kl' else None
-        finetune(student, args, args.steps, args.lr, batch(args.distil_steps), 'fine-tune', kl)
+        finetune(student, args.steps, args.lr, batch(args.distil_steps), 'fine-tune', kl, args.lora, new)
         note('fine-tuned', student, args.steps)
+    plain = student.config
     if args.fold:
         student = fold(student)
     if args.export:
@@ -546,7 +564,7 @@ def main(argv):
     sizes = []
     with torch.no_grad():
         state = student.eval()(torch.zeros(1, 1, dtype=torch.long, device=device))[1]
-    fixed = not any(RULES[r].rows == 'all' for r in student.config.rules())
+    fixed = not softmax_in(student.config)
     c, size = teacher.config, sum(x.numel() * x.element_size() for x in pack(state).values())
     for n in (1024, 8192, 131072):
         kv = 2 * 4 * c.n_layer * (c.n_kv_head or c.n_head) * (c.n_embd // c.n_head) * n
@@ -554,13 +572,11 @@ def main(argv):
                       'times smaller': kv / size if fixed else None})
     if args.controls and args.steps:
         tokens, twin = 0, copy.deepcopy(teacher)
-        finetune(twin, args, args.steps, args.lr, batch(args.distil_steps), 'control: teacher')
+        finetune(twin, args.steps, args.lr, batch(args.distil_steps), 'control: teacher', None, args.lora)
         note('control: teacher fine-tuned', twin, args.steps)
-        tokens, anew = 0, GPT(student.config).to(device)
+        tokens, anew = 0, GPT(plain).to(device)
         steps = args.steps + (args.distil_steps if learns and kind != 'none' else 0)
-        lora, args.lora = args.lora, 0
-        finetune(anew, args, steps, 4e-3, batch(0), 'control: from scratch')
-        args.lora = lora
+        finetune(anew, steps, 4e-3, batch(0), 'control: from scratch')
         note('control: student from scratch', anew, steps)
     print()
     for part_ in (found, heads, sizes):

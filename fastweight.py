@@ -215,19 +215,20 @@ def softmax(q, k, v, S=None):
 # score goes; of equals the oldest. a: the attention each row gets from this step, total: from all steps since
 # it came, both by head; pos: its position, t: this step's. All (B, H, rows), in no order.
 POLICIES = {
-    'window': lambda a, total, pos, t, cache, sinks: pos,
-    'sink': lambda a, total, pos, t, cache, sinks: pos.masked_fill(pos < sinks, math.inf),
+    'window': lambda a, total, pos, t, cache, sinks: (pos - t).float(),
+    'sink': lambda a, total, pos, t, cache, sinks: (pos - t).float().masked_fill(pos < sinks, math.inf),
     'h2o': lambda a, total, pos, t, cache, sinks: total.masked_fill(pos > t - cache // 2, math.inf),
     'tova': lambda a, total, pos, t, cache, sinks: a.mean(1, keepdim=True).expand_as(a),
     'tova-head': lambda a, total, pos, t, cache, sinks: a,
-    'random': lambda a, total, pos, t, cache, sinks: (43758.5 * (12.9898 * pos + 78.233 * t).sin()).frac(),
+    'random': lambda a, total, pos, t, cache, sinks: ((pos * 40503 + t * 30011) % 65537).float(),
 }
 FORESEEN = 'window', 'sink'     # positions alone decide, and no later row goes before an earlier one
 NEVER = -1e30                   # a score that softmax makes 0; -inf would make NaN where no row is left
 
 
 def bounded(q, k, v, S, t, policy, cache, sinks=0, spill=False, compress=0):
-    """Softmax over at most `cache` rows; what goes is said by POLICIES. Any T: equal to one step at a time.
+    """Softmax over at most `cache` rows; what goes is said by POLICIES. Any T: equal to one step at a time,
+    but at once where it is known before what goes (FORESEEN), or as long as nothing goes.
     q, k, v (B, H, T, d)   t position of the first   S None or what was returned: k, v (B, H, cache, d), pos,
     total (B, H, cache), where pos is -1 for rows to come   spill: a row goes before the step reads, not after
     compress: rope's theta; keys come without rope and are turned here, by positions where gaps g > 10 count
@@ -262,7 +263,7 @@ def bounded(q, k, v, S, t, policy, cache, sinks=0, spill=False, compress=0):
     scores = scores.masked_fill(~seen, NEVER)
     a = scores if foreseen else scores.softmax(-1)
     total = total if foreseen else total + a.sum(2)
-    worth = POLICIES[policy](a[:, :, -1], total, at.to(wide), t + T - 1, cache, sinks)
+    worth = POLICIES[policy](a[:, :, -1], total, at, t + T - 1, cache, sinks)
     worth, one = worth.masked_fill(~real, -math.inf), T == 1 and cache > 0      # rows to come go first
     if one:
         gone = at.masked_fill(worth > worth.amin(-1, keepdim=True), 2 ** 62).argmin(-1, keepdim=True)
@@ -529,7 +530,7 @@ RULES = dict(
     softmax=Rule('the transformer; its state grows with every step', 'identity', 'none', rows='all'),
     full=Rule('softmax under another name, the control of the following', 'identity', 'none', rows='all'),
 ) | {name: Rule(about, 'identity', 'none', rows=name) for name, about in {
-    'window': 'softmax over the last `cache` rows',
+    'window': 'softmax over the last `cache` rows and its own',
     'sink': 'window and the first rows, Xiao 2023 (StreamingLLM)',
     'h2o': 'most attended rows, half of them the last ones, Zhang 2023',
     'tova': 'most attended rows of the last step, Oren 2024',
@@ -608,8 +609,8 @@ class FastWeights(nn.Module):
     forward(x, q, k, v, S, t): x (B, T, n_embd)   q, k, v (B, H, T, head_dim)   S what the last call returned
     t the position of the first step (cosformer and bounded rows ask)   form: `recurrent`, `chunked` or a twin
     ->  o (B, H, T, head_dim), S
-    Rules that keep rows: cache, sinks, compress as in `bounded`; overflow: the rule by which rows that went
-    are written into fast weights, with phi and norm."""
+    Rules that keep rows: cache, sinks, compress as in `bounded`; overflow: 'sum:favor', rule and map by which
+    rows that went are written into fast weights."""
     def __init__(self, rule, n_embd, n_head, head_dim, phi=None, norm=None, beta_max=1.0, cache=256, sinks=4,
                  compress=0, overflow=None):
         super().__init__()
@@ -618,12 +619,13 @@ class FastWeights(nn.Module):
         self.rule, self.overflow = RULES[rule], None
         self.limits = dict(cache=cache, sinks=sinks, compress=compress)
         if overflow:
-            self.overflow = FastWeights(overflow, n_embd, n_head, head_dim, phi or 'favor', norm, beta_max)
+            name, _, map_ = overflow.partition(':')
+            self.overflow = FastWeights(name, n_embd, n_head, head_dim, map_ or 'favor')
             if not self.overflow.phi.exp:
                 maps = ', '.join(n for n, f in FEATURE_MAPS.items() if getattr(f, 'exp', False))
-                raise ValueError(f'overflow={overflow} with phi={phi}: rows and matrix share a denominator, '
-                                 f'so the map must stand for exp(q.k / sqrt(d)): {maps}')
-            self.log_mass, phi, norm, beta_max = nn.Parameter(torch.zeros(n_head, 1, 1)), None, None, 1.0
+                raise ValueError(f'overflow={overflow}: rows and matrix share a denominator, so the map must '
+                                 f'stand for exp(q.k / sqrt(d)): {maps}')
+            self.log_mass = nn.Parameter(torch.zeros(n_head, 1, 1))     # a map's scale may not be exp's
         if self.rule.rows and (phi or norm):
             raise ValueError(f'rule={rule} has its own kernel and normaliser: leave out {phi or norm}')
         self.norm = norm or self.rule.norm
@@ -668,7 +670,8 @@ class FastWeights(nn.Module):
     def rows(self, x, q, k, v, S, t, form):
         """A bounded set of rows; with `overflow` what goes is written into fast weights, by the gates of the
         step it goes at, and both are read under one denominator: o = (sum e^s v + n v') / (sum e^s + n), over
-        the rows, where v' is what the fast weights say and n the mass of the keys they hold."""
+        the rows, where v' is what the fast weights say and n the mass of the keys they hold, times a learned
+        factor e^log_mass."""
         had = {name: S[name] for name in ('k', 'v', 'pos', 'total')} if S else None
         spill = self.overflow is not None
         o, log_rows, *went, S_new = bounded(q, k, v, had, t, self.rule.rows, **self.limits, spill=spill)

@@ -139,9 +139,9 @@ class Config:
     conv: int = flag(4, 'width of the causal convolution before each mixer and MLP; 0: none', low=0, high=64)
     cache: int = flag(256, 'rules that keep rows: how many', low=0)
     sinks: int = flag(4, 'sink: first rows that stay', low=0)
-    overflow: str = flag('', 'fast-weight rule that takes the rows that go; --phi=favor, taylor or hedgehog')
+    overflow: str = flag('', 'rule and map for the rows that go: sum:favor, delta:taylor, decay:hedgehog')
     positions: str = flag('true', 'of kept rows; compress: gaps g > 10 count ln ln g', ['true', 'compress'])
-    pos: str = flag('auto', 'positions; auto: rope for softmax only', ['auto', 'none', 'learned', 'rope'])
+    pos: str = flag('auto', 'auto: rope where rows are kept', ['auto', 'none', 'learned', 'rope'])
     n_layer: int = flag(4, 'layers', low=1)
     n_head: int = flag(8, 'heads', low=1)
     n_embd: int = flag(128, 'width', low=1)
@@ -174,7 +174,8 @@ class Config:
             raise ValueError(f'--sinks={self.sinks}: fewer than --cache={self.cache}, or no new row is kept')
         if self.overflow and not kept:
             raise ValueError(f'--overflow={self.overflow} takes what a bounded cache lets go: --rule=tova')
-        if self.overflow and (self.overflow not in RULES or RULES[self.overflow].rows):
+        over = self.overflow.partition(':')[0]
+        if over and (over not in RULES or RULES[over].rows):
             names = ', '.join(r for r in RULES if not RULES[r].rows)
             raise ValueError(f'--overflow={self.overflow}: choose from {names}')
         if self.positions == 'compress' and (not kept or self.overflow or self.pos not in ('auto', 'rope')):
@@ -198,8 +199,7 @@ def part(*names, **own):
 
 
 ROWS = [r for r in RULES if RULES[r].rows]
-Swap = part('cache', 'sinks', 'overflow', 'positions', 'phi', 'norm', 'beta_max',
-            rule=flag('', 'what softmax layers become', ROWS))
+Swap = part('cache', 'sinks', 'overflow', 'positions', rule=flag('', 'what softmax layers become', ROWS))
 
 
 def swapped(config, path, rule=None, **changes):
@@ -211,6 +211,8 @@ def swapped(config, path, rule=None, **changes):
         if not {*old.rules()} & {*ROWS}:
             raise ValueError(f'--rule={rule}: {path} has no softmax layers, only {",".join(old.rules())}')
         changes |= dict(rule=rule, layers=','.join(rule if r in ROWS else r for r in old.rules()))
+        if RULES[rule].rows == 'all':
+            changes = dict(overflow='', positions='true') | changes
     return dataclasses.replace(old, **changes)
 
 
@@ -282,8 +284,8 @@ class Mixer(nn.Module):
         overflow = c.overflow if bounded else ''
         self.qkv = nn.Linear(c.n_embd, (c.n_head + 2 * self.n_kv_head) * self.head_dim, bias=c.bias)
         mixed = len(set(c.rules())) > 1         # beside fast weights, softmax layers ignore --phi and --norm
-        phi, norm = ('', '') if softmax and mixed and not overflow else (c.phi, c.norm)
-        beta_max = c.beta_max if RULES[overflow or rule].erase or not mixed else 1.0
+        phi, norm = ('', '') if softmax and mixed else (c.phi, c.norm)
+        beta_max = c.beta_max if RULES[rule].erase or not mixed else 1.0
         self.memory = FastWeights(rule, c.n_embd, c.n_head, self.head_dim, phi, norm, beta_max, c.cache,
                                   c.sinks, compress, overflow)
         averaged = softmax or self.memory.norm == 'attn'        # o is normalised already
@@ -453,7 +455,9 @@ def captured(model, token, state):
 def graphed(model, token, state):
     """The same on an Nvidia GPU, as one CUDA graph: one launch a step, in place of some hundred. The state it
     returns is always the same memory, good until the next step. Positions would stand still."""
-    if grows(model) or model.positions is not None or any(b.mixer.rope for b in model.blocks):
+    knows = model.positions is not None or any(m.rope or m.memory.rule.rows
+                                               for m in (b.mixer for b in model.blocks))
+    if grows(model) or knows:
         return model
     tensors = {k: x.clone() for k, x in pack(state).items()}
     moving = [k for k in tensors if not k.endswith('.t')]           # t counts on the CPU
@@ -577,7 +581,8 @@ def load(path, device='cpu', **changes):
         missing, extra = model.load_state_dict(weights, strict=False)
     except RuntimeError as e:
         raise ValueError(f'{path}: {e}') from None
-    missing = [n for n in missing if '.overflow.' not in n and not n.endswith('log_mass')]
+    missing, extra = ([n for n in names if '.overflow.' not in n and not n.endswith('log_mass')]
+                      for names in (missing, extra))
     if missing or extra:
         raise ValueError(f'{path}: holds the weights of another model ({", ".join([*missing, *extra][:3])})')
     return model.to(device), {**meta, 'tensors': tensors}

@@ -6,6 +6,7 @@
     python sample.py --load_state=out/read.safetensors --prompt="class "             ... and go on from there
     python sample.py --rule=tova --cache=64          a softmax model as an RNN with 64 rows, without training
 """
+import dataclasses
 import itertools
 import sys
 import time
@@ -63,8 +64,9 @@ def main(argv):
         kept, about = read(args.load_state)
         if about.get('model') != name:
             raise ValueError(f'--load_state={args.load_state}: not a state of the model in {args.init}')
-        if about['swap'] != swap:
-            raise ValueError(f'--load_state={args.load_state}: made with {about["swap"]}, not {swap}')
+        here = dataclasses.asdict(model.config)
+        if other := [f'{n}={x}' for n, x in about.get('made_with', {}).items() if here.get(n) != x]:
+            raise ValueError(f'--load_state={args.load_state}: made with {", ".join(other)}; give that, too')
         if len(kept['last']) != args.samples:
             n = len(kept['last'])
             raise ValueError(f'--load_state={args.load_state} holds {n} texts: take --samples={n}')
@@ -96,7 +98,8 @@ def main(argv):
             print(f'--- {i + 1} ---\n{prepare.decode(row, meta["data"])}')
     print(flush=True)
     if args.save_state:
-        write(args.save_state, {**pack(state or []), 'last': last}, {'model': name, 'swap': swap})
+        write(args.save_state, {**pack(state or []), 'last': last}, 
+              {'model': name, 'made_with': dataclasses.asdict(model.config)})
     size = sum(x.numel() * x.element_size() for x in pack(state or []).values())
     grows = any(RULES[r].rows == 'all' for r in model.config.rules())
     pace = lambda i, j: 1e3 * (clock[j] - clock[i]) / max(1, j - i)

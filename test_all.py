@@ -33,6 +33,7 @@ f64 = torch.float64
 FORMS = recurrent, chunked, kernels.on_cpu
 FAST = FORMS[1:]
 STEPPERS = [r for r in RULES if not RULES[r].rows]
+VARIED = [*STEPPERS, 'softmax', 'sink', 'h2o', 'tova']     # where rules of a kind are alike
 slow = pytest.mark.skipif('SLOW' not in os.environ, reason='a soak of minutes: run it with SLOW=1')
 
 @pytest.fixture(autouse=True)
@@ -488,9 +489,10 @@ def test_layer_can_be_cut_and_leaks_nothing(rule, phi, norm):
     assert of_x is None or of_x[:, 5:].abs().max() < 1e-12
 
 @pytest.mark.parametrize('flags', [
-    *(dict(rule=r, cache=5, sinks=2) for r in RULES), dict(layers='delta,softmax', pos='learned'),
+    *(dict(rule=r, cache=5, sinks=2) for r in RULES if r != 'full'),
+    dict(layers='delta,softmax', pos='learned'),
     dict(rule='tova', cache=6, positions='compress'), dict(rule='window', cache=0, overflow='sum'),
-    dict(rule='h2o', cache=4, overflow='decay', phi='taylor'), dict(rule='tova', cache=4, overflow='kda'),
+    dict(rule='h2o', cache=4, overflow='decay:taylor'), dict(rule='tova', cache=4, overflow='kda'),
     dict(rule='sum', phi='cosformer'), dict(rule='kda', pos='rope', conv=0),
     dict(rule='delta', norm='attn', phi='elu'), dict(rule='delta', beta_max=2.0, conv=1)],
     ids=lambda f: '-'.join(map(str, f.values())))
@@ -557,7 +559,7 @@ def by_the_book(policy, q, k, v, cache, sinks):
                 score = {'window': lambda i: i, 'sink': lambda i: i if i >= sinks else math.inf,
                          'h2o': lambda i: total[h][i] if i <= t - cache // 2 else math.inf,
                          'tova': lambda i: sum(x[i] for x in a) / H, 'tova-head': lambda i: a[h][i],
-                         'random': lambda i: random(0, 0, torch.tensor(i, dtype=f64), t, 0, 0)}
+                         'random': lambda i: random(0, 0, torch.tensor(i), t, 0, 0).item()}
                 if len(rows) > cache:
                     rows.remove(min(rows, key=lambda i: (score[policy](i), i)))
     return o, kept
@@ -602,10 +604,9 @@ def test_compressed_positions_are_those_of_the_paper():
 def test_overflow_lies_between_fast_weights_and_softmax(rule, policy, phi):
     """An empty cache leaves the fast-weight rule, one without end softmax."""
     x, (q, k, v) = torch.randn(2, 9, 8, dtype=f64), torch.randn(3, 2, 2, 9, 4, dtype=f64)
-    norm = 'attn' if RULES[rule].norm == 'none' and not RULES[rule].z else None
-    m = FastWeights(policy, 8, 2, 4, phi, norm, cache=0, overflow=rule).double().eval()
+    m = FastWeights(policy, 8, 2, 4, cache=0, overflow=f'{rule}:{phi}').double().eval()
     expected = m.overflow(x, q, k, v)[0]
-    if RULES[rule].z:                                           # a mean in each value channel
+    if RULES[rule].norm == 'none':                              # here it is a mean
         expected = expected / m.overflow(x, q, k, torch.ones_like(v))[0]
     near(m(x, q, k, v)[0], expected, 1e-9)
     m.limits['cache'] = 9
@@ -618,7 +619,7 @@ def test_overflow_with_taylor_is_near_softmax_where_scores_are_small():
     x, (q, k, v) = torch.randn(1, 40, 8, dtype=f64), torch.randn(3, 1, 2, 40, 4, dtype=f64) / 3
     wanted = fastweight.softmax(q, k, v)[0]
     alone = FastWeights('window', 8, 2, 4, cache=5)(x, q, k, v)[0]
-    both = FastWeights('window', 8, 2, 4, 'taylor', cache=5, overflow='sum').double()(x, q, k, v)[0]
+    both = FastWeights('window', 8, 2, 4, cache=5, overflow='sum:taylor').double()(x, q, k, v)[0]
     assert (both - wanted).abs().max() < .02 * (alone - wanted).abs().max()
 
 
@@ -851,12 +852,12 @@ def resume_from(text, tmp_path, monkeypatch, flags, steps):
         assert min(row['step'] for row in log(again) if 'step' in row) == k + 1    # went on, not anew
     assert not same(end, kept / '4')
 
-@pytest.mark.parametrize('flags', [*(f'--rule={r}' for r in RULES), '--carry', '--rule=sum --phi=favor'])
+@pytest.mark.parametrize('flags', [*(f'--rule={r}' for r in VARIED), '--carry', '--rule=sum --phi=favor'])
 def test_resume_is_bitwise_identical(flags, text, tmp_path, monkeypatch):
     resume_from(text, tmp_path, monkeypatch, flags.split(), [3])
 
 @slow
-@pytest.mark.parametrize('rule', RULES)
+@pytest.mark.parametrize('rule', VARIED)
 def test_soak_resume_is_bitwise_identical_from_any_step(rule, text, tmp_path, monkeypatch):
     resume_from(text, tmp_path, monkeypatch, [f'--rule={rule}'], [1, 2, 3, 4])
 
@@ -1028,7 +1029,7 @@ def test_prompts_come_from_text_file_and_stdin(ckpt, tmp_path, capsys, monkeypat
     assert len(set(outs)) == 1 and all('9 tokens' in e for e in errs)
     assert 'nofile' in refused(capsys, sample.main, f'--init={ckpt}', '--prompt=@nofile')
 
-@pytest.mark.parametrize('rule', RULES)
+@pytest.mark.parametrize('rule', VARIED)
 def test_a_saved_state_goes_on_as_if_never_stopped(rule, characters, text, tmp_path, capsys):
     """The same text, and, as a model this young may well say one thing whatever its state, the same state."""
     ckpt = trained(text, tmp_path / 'out', f'--rule={rule}', '--cache=9')
@@ -1058,7 +1059,7 @@ def test_softmax_becomes_an_rnn_without_training(characters, text, tmp_path, cap
         small = f'--tokens={tokens}', f'--save_state={state}', '--rule=tova', '--cache=9'
         assert 'whatever the length' in written(capsys, *flags, *small)[1]
         assert read(state)[0]['state.0.S.k'].shape == (1, 2, 9, 8)
-    assert "'cache': 9" in refused(capsys, sample.main, *flags, f'--load_state={state}')
+    assert 'made with' in refused(capsys, sample.main, *flags, f'--load_state={state}')
     run = f'--init={ckpt}', '--rule=tova', '--cache=9', '--overflow=sum'
     tensors, meta = read(trained(text, tmp_path / 'tuned', *run))
     assert meta['config']['layers'] == 'tova,delta'
@@ -1067,7 +1068,8 @@ def test_softmax_becomes_an_rnn_without_training(characters, text, tmp_path, cap
 
 @pytest.mark.parametrize('flags, why', [
     ('--rule=tova --cache=0', 'at least 1'), ('--rule=sink --cache=4', '--sinks=4'),
-    ('--rule=tova --overflow=sum --phi=elu', 'favor, hedgehog, taylor'), ('--overflow=sum', '--rule=tova'),
+    ('--rule=tova --overflow=sum:elu', 'favor, hedgehog, taylor'), ('--phi=elu', 'no such flag'),
+    ('--overflow=sum', '--rule=tova'),
     ('--rule=tova --overflow=softmax', 'choose from'), ('--rule=delta', 'choose from softmax'),
     ('--positions=compress', 'bounded cache'),
     ('--rule=tova --overflow=sum --positions=compress', 'without')])
@@ -1116,7 +1118,7 @@ def test_recorded_steps_equal_the_model():
             near(parts, m(tokens)[0][:, 3:], 1e-9)
 
 @slow
-@pytest.mark.parametrize('rule', [r for r in RULES if RULES[r].rows != 'all'])
+@pytest.mark.parametrize('rule', [r for r in VARIED if r != 'softmax'])
 def test_soak_100000_tokens_in_constant_memory(rule):
     """State bytes and resident memory stay as they are; rows know their true positions."""
     m = GPT(Config(rule=rule, n_layer=1, n_head=2, n_embd=16, cache=128)).eval()
@@ -1138,7 +1140,7 @@ def test_soak_100000_tokens_in_constant_memory(rule):
 
 
 SUITES = dict(train=('--lengths=40', 10), decode=('--lengths=8,40', 16), batch=('--lengths=32 --budget=1', 5),
-              cache=('--lengths=4,8 --overflow=delta --phi=favor:1', 15), kept=('--lengths=4', 4))
+              cache=('--lengths=4,8 --overflow=delta:favor:1', 15), kept=('--lengths=4', 4))
 
 @pytest.mark.parametrize('suite', bench.SUITES)
 def test_bench_writes_table_picture_and_one_json_line(suite, text, tmp_path, capsys, monkeypatch):
@@ -1267,7 +1269,8 @@ def test_hub_weights_give_the_logits_of_another_implementation(kind, how, tmp_pa
     again = json.loads((tmp_path / 'again' / 'config.json').read_text())
     assert again['model_type'] == kind and all(again.get(k) == v for k, v in given.items() if k in again)
     assert meta['data']['vocab_size'] == 30
-    near(convert.pretrained(str(tmp_path), rule='tova', cache=11)[0].eval()(tokens)[0], logits(tokens), 1e-5)
+    for how in dict(rule='tova', cache=11), dict(rule='window', cache=11, overflow='sum'):
+        near(convert.pretrained(str(tmp_path), **how)[0].eval()(tokens)[0], logits(tokens), 1e-5)
 
 def test_hub_weights_that_do_not_fit_are_refused(tmp_path, capsys):
     def err(config=None, drop=None, wrong=None):
@@ -1284,7 +1287,7 @@ def test_hub_weights_that_do_not_fit_are_refused(tmp_path, capsys):
     (tmp_path / 'config.json').write_text('{"model_type": "mamba"}')
     assert 'mamba' in refused(capsys, convert.main, f'--from={tmp_path}')
     assert 'known are' in refused(capsys, convert.main, f'--from={tmp_path}')
-    bad = {'model.bin': 'pickled', 'a/b/c': 'neither a file', 'no.safetensors': 'no such'}
+    bad = {'model.bin': 'pickled', 'a/b/c': 'no such file', 'no.safetensors': 'no such'}
     for given, why in bad.items():
         assert why in refused(capsys, convert.main, f'--from={given}')
 
@@ -1350,7 +1353,7 @@ def teacher(text, tmp_path):
 
 @pytest.mark.parametrize('flags', [
     '--phi=hedgehog', '--phi=t2r --loss=kl', '--rule=decay', '--rule=delta --distil=hidden',
-    '--lora=2 --phi=t2r', '--rule=window --cache=6 --overflow=sum --phi=hedgehog', '--layers=softmax,gla',
+    '--lora=2 --phi=t2r', '--rule=window --cache=6 --overflow=sum:hedgehog', '--layers=softmax,gla',
     '--rule=gated --distil=none'])
 def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, capsys):
     run = f'--from={teacher}', '--steps=4', '--distil_steps=8', '--eval_rows=4', f'--out={tmp_path / "c"}'
@@ -1375,7 +1378,7 @@ def test_distilling_lowers_the_divergence_and_leaves_the_rest_alone(teacher, tex
     args = convert.Args(distil_steps=30, batch_size=4)
     x = convert.rows(data, args, 16, 999, 'cpu')
     first = convert.fidelity(model, student, x)
-    convert.distil(model, student, {*new}, 'ce', args, lambda i: convert.rows(data, args, 16, i, 'cpu'))
+    convert.distil(model, student, new, 'ce', args, lambda i: convert.rows(data, args, 16, i, 'cpu'))
     for a, b in zip(first, convert.fidelity(model, student, x)):
         assert 0 < b['KL to teacher'] < .9 * a['KL to teacher']
     for n, y in student.state_dict().items():
@@ -1402,12 +1405,15 @@ def test_folding_t2r_is_an_identity():
     with pytest.raises(ValueError, match='no rope'):
         convert.fold(GPT(dataclasses.replace(c, pos='rope')))
 
-def test_conversion_refuses(ckpt, teacher, tmp_path, capsys):
+def test_conversion_refuses(ckpt, teacher, text, tmp_path, capsys):
     err = lambda *flags: refused(capsys, convert.main, f'--out={tmp_path / "no"}', *flags)
     assert 'no softmax layers' in err(f'--from={ckpt}')
     assert 'none: take mse' in err(f'--from={teacher}', '--rule=delta', '--distil=ce')
     assert '--row' in err(f'--from={teacher}', f'--data={short(tmp_path)}')
     assert 'not in the tokens' in err(f'--from={teacher}', '--data=recall')
+    assert '--fold' in err(f'--from={teacher}', '--phi=t2r', '--fold')
+    few = trained(text, tmp_path / 'few', '--rule=window', steps=1)
+    assert 'keep few rows' in err(f'--from={few}')
     assert not (tmp_path / 'no').exists()
 
 def short(tmp_path):

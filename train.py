@@ -204,7 +204,7 @@ def check(args, config, model, train, val, data, meta, world):
     if min(len(train), len(val)) <= T + 1:
         raise ValueError(f'--data={args.data}: {len(train)} training and {len(val)} validation tokens, but a '
                          f'row takes {T + 1}; give a longer text or a smaller --block_size')
-    if any(saved.get(k) != data.get(k) for k in ('tokenizer', 'vocab_size', 'chars', 'row')):
+    if not prepare.same_tokens(saved, data):
         raise ValueError(f'--data={args.data}: its tokens are not those of the checkpoint, {saved["name"]}')
     if not args.carry:
         return

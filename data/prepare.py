@@ -419,8 +419,8 @@ def load(name, root=HERE, tokenizer=None):
         kind, vocab, dtype = meta['tokenizer'], meta['vocab_size'], np.dtype(meta['dtype'])
         length, counts = meta.get('row', 0), [meta[side]['tokens'] for side in SIDES]
         if (kind not in (*TOKENIZERS, 'ids') or dtype.name not in ('uint8', 'uint16', 'uint32') or
-                kind == 'char' and len(meta['chars']) != vocab or kind == 'ids' and meta['ignore'] != vocab or
-                vocab < 1 or length < (kind == 'ids') or any(n % (2 * length or 1) for n in counts)):
+                kind == 'char' and len(meta['chars']) != vocab or length and meta['ignore'] != vocab or
+                vocab < 1 or not (length or all('bytes' in meta[side] for side in SIDES)) or any(n % (2 * length or 1) for n in counts)):
             raise ValueError('its entries contradict each other')
     except (ValueError, TypeError, KeyError, RecursionError) as e:
         raise ValueError(f'{path}: broken or incomplete ({type(e).__name__}: {e}); {remedy}') from None
@@ -440,6 +440,11 @@ def load(name, root=HERE, tokenizer=None):
             raise ValueError(f'{file}: holds token {largest}, the vocabulary ends at {vocab - 1}; {remedy}')
         sides.append(data)
     return *sides, meta
+
+
+def same_tokens(a, b):
+    """Whether two meta.json speak of the same tokens."""
+    return all(a.get(k) == b.get(k) for k in ('tokenizer', 'vocab_size', 'chars', 'row'))
 
 
 def main(argv=None):
