@@ -80,11 +80,10 @@ def kept_bytes(run):
 
 def lengths(args, default):
     """--lengths as numbers."""
-    try:
-        Ts = [int(T) for T in args.lengths.split(',')] if args.lengths else default
-        return Ts if min(Ts) > 0 else int('no')
-    except ValueError:
-        raise ValueError(f'--lengths={args.lengths}: expected numbers with commas, as 256,1024') from None
+    given = args.lengths.split(',') if args.lengths else [str(T) for T in default if T]
+    if not all(T.isdecimal() and int(T) for T in given):
+        raise ValueError(f'--lengths={args.lengths}: expected numbers with commas, as 256,1024')
+    return [int(T) for T in given]
 
 
 def ceiling(device, dtype):
