@@ -1352,7 +1352,7 @@ def teacher(text, tmp_path):
     return trained(text, tmp_path / 'teacher', '--rule=softmax', steps=30, eval_every=30)
 
 @pytest.mark.parametrize('flags', [
-    '--phi=hedgehog', '--phi=t2r --loss=kl', '--rule=decay', '--rule=delta --distil=hidden',
+    '--phi=hedgehog', '--phi=t2r --loss=next', '--rule=decay', '--rule=delta --distil=hidden',
     '--lora=2 --phi=t2r', '--rule=window --cache=6 --overflow=sum:hedgehog', '--layers=softmax,gla',
     '--rule=gated --distil=none'])
 def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, capsys):
