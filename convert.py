@@ -1,6 +1,6 @@
 """Turn a pretrained transformer into an RNN: swap its attention, recover what that cost, and say how much.
 
-    python convert.py           out/ckpt.safetensors if it is a softmax model, else one that is trained first
+    python convert.py           Zhang 2024, Hedgehog: out/ckpt.safetensors, or a model that is trained first
     python convert.py --rule=sum --phi=t2r --distil=none    Kasai 2021: swap, then fine-tune
     python convert.py --rule=decay                          Mao 2022
     python convert.py --rule=window --cache=64 --overflow=sum:hedgehog      LoLCATs: a window and the rest
@@ -42,7 +42,7 @@ class Args:
                        ['auto', 'ce', 'mse', 'hidden', 'none'])
     distil_steps: int = flag(300, 'steps of stage 1', low=0)
     distil_lr: float = flag(1e-2, 'its peak learning rate', low=0)
-    steps: int = flag(500, 'steps of stage 2, fine-tuning', low=0)
+    steps: int = flag(1000, 'steps of stage 2, fine-tuning', low=0)
     lr: float = flag(5e-4, 'its peak learning rate', low=0)
     loss: str = flag('kl', 'of stage 2: the next token, or the divergence from the teacher', ['next', 'kl'])
     lora: int = flag(0, 'rank of LoRA on q, k, v and output in stage 2; 0: all weights', low=0)
@@ -488,13 +488,15 @@ def softmax_in(config):
 @script
 def main(argv):
     args, changes = parse(argv, __doc__, Args, Student)
+    if not {'rule', 'layers', 'phi'} & changes.keys():
+        changes |= dict(rule='sum', phi='hedgehog')
     given, args, changes = 'from_' in args, Args(**args), {'rule': 'sum', **changes}
     device = pick_device(args.device)
     there = os.path.exists(args.from_)
     if not given and not (there and softmax_in(Config(**read(args.from_)[1].get('config', {})))):
         args.from_ = 'out/teacher/ckpt.safetensors'
         if not os.path.exists(args.from_):
-            command = 'train.py --rule=softmax --n_head=4 --conv=0 --steps=2500 --out=out/teacher'.split()
+            command = 'train.py --rule=softmax --n_head=4 --steps=2500 --out=out/teacher'.split()
             print(f'no softmax model in out/: python {" ".join(command)}', flush=True)
             command[0] = os.path.join(os.path.dirname(os.path.abspath(__file__)), command[0])
             if subprocess.run([sys.executable, *command]).returncode:
