@@ -25,9 +25,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastweight
 import kernels
+from convert import pretrained
 from data import prepare
 from fastweight import RULES, l2
-from model import GPT, Config, captured, flag, graphed, load, pack, parse, pick_device, script, unpack
+from model import (GPT, Config, captured, flag, graphed, pack, parse, pick_device, script, state_bytes,
+                   swapped, table, unpack)
 
 
 @dataclass
@@ -98,14 +100,10 @@ def report(args, name, rows, note, *panels, **summary):
     os.makedirs(args.out, exist_ok=True)
     path = os.path.join(args.out, name)
     with open(path + '.csv', 'w', newline='') as f:
-        table = csv.DictWriter(f, rows[0].keys())
-        table.writeheader()
-        table.writerows(rows)
-    show = lambda x: '-' if x is None else f'{x:.4g}' if isinstance(x, float) else str(x)
-    cells = [list(rows[0])] + [[show(x) for x in r.values()] for r in rows]
-    widths = [max(len(c[i]) for c in cells) for i in range(len(cells[0]))]
-    for c in cells:
-        print('  '.join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(c, widths))))
+        writer = csv.DictWriter(f, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+    table(rows)
     print(note)
     import matplotlib
     matplotlib.use('Agg')
@@ -254,21 +252,22 @@ def decode(args, device, dtype):
                         if args.full else {})
 
     def row(level, form, T, run, state):
-        size = sum(x.numel() * x.element_size() for x in state)
         time, = seconds([run], device, 0.3, 30)
-        rows.append({'level': level, 'form': form, 'T': T, 'us a token': 1e6 * time, 'state bytes': size})
+        rows.append({'level': level, 'form': form, 'T': T, 'us a token': 1e6 * time,
+                     'state bytes': state_bytes(state)})
     for rule in 'softmax', 'sum', 'delta', 'decay':
-        part, one = (inputs(rule, args, n, device, dtype) for n in (1024, 1))
+        many, one = (inputs(rule, args, n, device, dtype) for n in (1024, 1))
         S, read = None, 0
         for T in Ts:
             if rule == 'softmax':
                 k, v = (one[n].repeat(1, 1, T, 1) for n in 'kv')
-                row('layer', rule, T, lambda: F.scaled_dot_product_attention(one['q'], k, v), (k, v))
+                attend = lambda: F.scaled_dot_product_attention(one['q'], k, v)
+                row('layer', rule, T, attend, [dict(k=k, v=v)])
                 continue
             while read < T:
                 n = min(1024, T - read)
-                S, read = kernels.chunked(**{m: x[:, :, :n] for m, x in part.items()}, S=S)[1], read + n
-            row('layer', rule, T, lambda: kernels.step(**one, S=S), (S,))
+                S, read = kernels.chunked(**{m: x[:, :, :n] for m, x in many.items()}, S=S)[1], read + n
+            row('layer', rule, T, lambda: kernels.step(**one, S=S), [dict(S=S)])
     for name, size in sizes.items():
         for rule in 'softmax', 'sum', 'delta', 'decay':
             model = GPT(Config(rule=rule, **size)).to(device, dtype).eval()
@@ -282,7 +281,7 @@ def decode(args, device, dtype):
                 else:
                     state, read = model.read(tokens[:, read:T], state), T
                 step = (captured if device.type == 'cpu' else graphed)(model, token, state)
-                row('model' + name, rule, T, lambda: step(token, state), pack(state).values())
+                row('model' + name, rule, T, lambda: step(token, state), state)
     cross = {level: crossing([r for r in rows if r['level'] == level], 'us a token', 'softmax')
              for level in dict.fromkeys(r['level'] for r in rows)}
 
@@ -308,34 +307,24 @@ PAPER_ROWS = {      # table 3: perplexity of LLaMA-2-7B on PG-19 at 1/64, 1/32, 
 
 
 def chunks(args, device, count):
-    """The checkpoint's metadata and `count` pieces of validation text, each as long as a training row."""
-    meta = load(args.init)[1]
-    source = args.data or meta.get('args', {}).get('data')
-    if not source:
-        raise ValueError(f'{args.init} does not say what it was trained on: give --data')
-    val, data = prepare.load(source)[1:]
-    if 'row' in data or not prepare.same_tokens(data, meta['data']):
-        raise ValueError(f'--data={source}: not a text in the tokens of {args.init}')
-    T = meta['config']['block_size']
-    if len(val) <= T:
-        raise ValueError(f'--data={source}: {len(val)} tokens to validate on, but a row takes {T}')
+    """The checkpoint, its tokenizer, and `count` pieces of validation text as long as a training row."""
+    model, meta = pretrained(args.init, device=device)
+    T = model.config.block_size
+    val = prepare.load_like(args.init, meta, args.data, T)[1]
     begin = torch.linspace(0, len(val) - T - 1, count).long().tolist()
-    return meta, torch.stack([torch.from_numpy(val[i:i + T].astype('int64')) for i in begin]).to(device)
-
-
-def state_bytes(state):
-    return sum(x.numel() * x.element_size() for x in pack(state).values())
+    x = torch.stack([torch.from_numpy(val[i:i + T].astype('int64')) for i in begin]).to(device)
+    return model, meta['data'], x
 
 
 @torch.inference_mode()
 def cache(args, device, dtype):
     """Perplexity of a softmax model whose layers keep few rows, without training. Oren 2024 table 3."""
-    meta, x = chunks(args, device, 64 if args.full else 16)
+    teacher, _, x = chunks(args, device, 64 if args.full else 16)
     T, rows, full = x.shape[1], [], None
     sizes = lengths(args, [T // n for n in ((64, 32, 16, 8, 4, 2, 1) if args.full else (32, 16, 8, 4, 1))])
 
     def row(form, size, **changes):
-        model = load(args.init, device, **changes)[0].eval()
+        model = swapped(teacher, args.init, **changes).to(device).eval()
         logits, state = model(x)
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), x[:, 1:].flatten()).item()
         paper = dict(zip((T // n for n in (64, 32, 16, 8, 4, 2, 1)), PAPER_ROWS.get(form, ()))).get(size)
@@ -374,13 +363,13 @@ KINDS = {'newline': '\n', 'punctuation': string.punctuation, 'capital': string.a
 @torch.inference_mode()
 def kept(args, device, dtype):
     """What TOVA keeps: how recent, the first token, and how long by kind of token. Oren 2024 section 5."""
-    meta, x = chunks(args, device, 16 if args.full else 4)
+    teacher, data, x = chunks(args, device, 16 if args.full else 4)
     (B, T), rows = x.shape, []
     size, = lengths(args, [T // 8])[:1]
     if 2 * size >= T:
         raise ValueError(f'--lengths={size}: rows must be fewer than half of the {T} tokens of a piece')
-    model, state = load(args.init, device, rule='tova', cache=size)[0].eval(), None
-    layers = [i for i, b in enumerate(model.blocks) if b.mixer.memory.rule.rows == 'tova']
+    model, state = swapped(teacher, args.init, rule='tova', cache=size).eval(), None
+    layers = [i for i, b in enumerate(model.blocks) if b.mixer.memory.rule.keeps == 'tova']
     lived = torch.zeros(len(layers), B, T, device=device)       # steps a token stayed
     seen = torch.zeros(len(layers), T, T)                       # of the first piece, for the picture
     recent = first = 0
@@ -393,7 +382,7 @@ def kept(args, device, dtype):
             if t >= 2 * size:
                 recent += (pos > t - size).float().mean().item() / (len(layers) * (T - 2 * size))
                 first += (pos == 0).any(1).float().mean().item() / (len(layers) * (T - 2 * size))
-    texts = [[prepare.decode([t], meta['data']).strip(' ')[:1] for t in piece] for piece in x.tolist()]
+    texts = [[prepare.decode([t], data).strip(' ')[:1] for t in piece] for piece in x.tolist()]
     kinds = [[next((k for k, chars in KINDS.items() if c and c in chars), 'rest') for c in p] for p in texts]
     for kind in ('all', *KINDS, 'rest'):
         here = torch.tensor([[kind in (k, 'all') for k in p] for p in kinds], device=device)

@@ -28,7 +28,8 @@ from safetensors.torch import save_file
 
 from data import prepare
 from fastweight import RULES
-from model import GPT, Config, flag, load, pack, parse, part, pick_device, read, save, script, swapped
+from model import (GPT, Config, flag, load, parse, pick_device, read, save, script, state_bytes, subset,
+                   swapped, table)
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Args:
     device: str = flag('auto', 'auto, cpu, cuda')
 
 
-Student = part('layers', 'phi', 'norm', 'beta_max', 'cache', 'sinks', 'overflow',
+Student = subset('layers', 'phi', 'norm', 'beta_max', 'cache', 'sinks', 'overflow',
                rule=flag('sum', 'what softmax becomes', list(RULES)))
 
 
@@ -202,10 +203,7 @@ def from_folder(folder, source, changes):
             raise ValueError(f'{source}: {parts[0]} has shape {tuple(x.shape)}, expected {tuple(p.shape)}')
         state[name] = x
     model.load_state_dict(state, assign=True)
-    if changes:
-        teacher, model = model, GPT(swapped(dataclasses.asdict(config), source, **changes))
-        model.load_state_dict(teacher.state_dict(), strict=False, assign=True)
-    return model
+    return swapped(model, source, **changes)
 
 
 def pretrained(source, revision='main', device='cpu', **changes):
@@ -216,7 +214,8 @@ def pretrained(source, revision='main', device='cpu', **changes):
     if os.path.splitext(source)[1] in ('.bin', '.pt', '.pth', '.ckpt'):
         raise ValueError(f'{source}: pickled weights are not read; take model.safetensors')
     if not os.path.isdir(source) and not re.fullmatch(r'[\w.-]+(/[\w.-]+)?', source):
-        raise ValueError(f'{source}: no such file or folder, nor OWNER/NAME on the hub')
+        raise ValueError(f'{source}: no such file or folder, nor OWNER/NAME on the hub; python train.py '
+                         '--rule=softmax writes out/ckpt.safetensors')
     folder = source if os.path.isdir(source) else hub(source, revision)
     model = from_folder(folder, source, changes).to(device)
     size = model.config.vocab_size
@@ -247,9 +246,8 @@ def export(model, folder):
         for name, x in state.items():
             parts = theirs(name, *FAMILIES[family])
             x = x.mT if family == 'gpt2' and x.dim() == 2 and name.startswith('blocks') else x
-            sizes = [d * n for n in (c.n_head, kv, kv)] if len(parts) == 3 else \
-                len(x) // len(parts)
-            out |= {part: y.contiguous() for part, y in zip(parts, x.split(sizes))}
+            sizes = [d * n for n in (c.n_head, kv, kv)] if len(parts) == 3 else len(x) // len(parts)
+            out |= {n: y.contiguous() for n, y in zip(parts, x.split(sizes))}
         state = out
     os.makedirs(folder, exist_ok=True)
     temp = os.path.join(folder, 'model.safetensors.part')
@@ -263,8 +261,8 @@ def export(model, folder):
 def swap(teacher, changes):
     """A GPT with the teacher's weights, the same tensors, where it has them; and the names of the others."""
     old = teacher.config
-    rope = old.pos == 'rope' or old.pos == 'auto' and any(RULES[r].rows for r in old.rules())
-    config = dataclasses.replace(old, **{'layers': '', 'pos': 'rope' if rope else old.pos, **changes})
+    pos = 'rope' if old.turns() else old.pos
+    config = dataclasses.replace(old, **{'layers': '', 'pos': pos, **changes})
     student = GPT(config)
     missing, extra = student.load_state_dict(teacher.state_dict(), strict=False, assign=True)
     if extra:
@@ -276,7 +274,7 @@ def swap(teacher, changes):
 def can_fold(model):
     """ValueError unless every layer has a T2R map of d features straight after W_q and W_k."""
     c = model.config
-    if c.phi.split(':')[0] != 't2r' or c.pos == 'rope' or any(RULES[r].rows for r in c.rules()):
+    if c.phi.split(':')[0] != 't2r' or c.turns() or c.keeps() != {None}:
         raise ValueError('--fold needs --phi=t2r in all layers, and no rope between W_q and phi')
     d = c.n_embd // c.n_head
     if any(b.mixer.memory.phi.weight.shape[1] != d for b in model.blocks):
@@ -305,7 +303,7 @@ def fold(model):
 def weights(mixer, u, q, k):
     """(B, H, T, T): how much of each value is in each output. These are linear in v, so take v = I."""
     T = q.shape[2]
-    if mixer.memory.rule.rows == 'all':
+    if mixer.memory.rule.keeps == 'all':
         scores = q @ k.mT * q.shape[-1] ** -0.5
         return scores.masked_fill(scores.new_ones(T, T).tril() == 0, -math.inf).softmax(-1)
     eye = torch.eye(T, device=q.device).expand(*q.shape[:2], T, T)
@@ -325,7 +323,7 @@ def through(model, tokens):
 def has_weights(mixer):
     """Whether the outputs are means of values, with weights that can be compared."""
     m = mixer.memory
-    return m.rule.rows is None and m.norm == 'attn' and not m.rule.erase
+    return m.rule.keeps is None and m.norm == 'attn' and not m.rule.erase
 
 
 def mismatch(kind, block, student, x, u, q, k, v, o, form):
@@ -378,10 +376,10 @@ def distil(teacher, student, new, kind, args, batch):
             for (block, *known), twin in zip(through(teacher, batch(step)[:, :-1]), student.blocks):
                 if any(n.requires_grad for n in twin.parameters()):
                     with torch.enable_grad():
-                        part = mismatch(kind, block, twin, *known, student.form)
-                        if part.requires_grad:
-                            part.backward()
-                    total += part.item()
+                        far = mismatch(kind, block, twin, *known, student.form)
+                        if far.requires_grad:
+                            far.backward()
+                    total += far.item()
         return total / len(student.blocks)
     for p in student.parameters():
         p.requires_grad_(False)
@@ -456,7 +454,7 @@ def fidelity(teacher, student, x):
     and the share of pairs of keys whose order by q.k the weights keep (Zhang 2024 sec. 3)."""
     found, draw = [], torch.Generator().manual_seed(0)
     for i, ((block, _, u, q, k, *_), twin) in enumerate(zip(through(teacher, x), student.blocks)):
-        if twin.mixer.memory.rule.rows == 'all' or not has_weights(twin.mixer):
+        if twin.mixer.memory.rule.keeps == 'all' or not has_weights(twin.mixer):
             continue
         a, w = weights(block.mixer, u, q, k), weights(twin.mixer, u, q, k).clamp(min=1e-12)
         T = a.shape[-1]
@@ -472,19 +470,6 @@ def fidelity(teacher, student, x):
     return found
 
 
-def table(rows):
-    def show(x):
-        return '-' if x is None else x if isinstance(x, str) else f'{x:.4g}' if x % 1 else f'{int(x):,}'
-    cells = [list(rows[0])] + [[show(x) for x in r.values()] for r in rows]
-    widths = [max(len(c[i]) for c in cells) for i in range(len(cells[0]))]
-    for c in cells:
-        print('  '.join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(c, widths))))
-
-
-def softmax_in(config):
-    return any(RULES[r].rows == 'all' for r in config.rules())
-
-
 @script
 def main(argv):
     args, changes = parse(argv, __doc__, Args, Student)
@@ -493,7 +478,7 @@ def main(argv):
     given, args, changes = 'from_' in args, Args(**args), {'rule': 'sum', **changes}
     device = pick_device(args.device)
     there = os.path.exists(args.from_)
-    if not given and not (there and softmax_in(Config(**read(args.from_)[1].get('config', {})))):
+    if not given and not (there and 'all' in Config(**read(args.from_)[1].get('config', {})).keeps()):
         args.from_ = 'out/teacher/ckpt.safetensors'
         if not os.path.exists(args.from_):
             command = 'train.py --rule=softmax --n_head=4 --steps=2500 --out=out/teacher'.split()
@@ -502,22 +487,14 @@ def main(argv):
             if subprocess.run([sys.executable, *command]).returncode:
                 raise ValueError('the teacher could not be trained')
     teacher, meta = pretrained(args.from_, args.revision, device)
-    if {RULES[r].rows for r in teacher.config.rules()} - {None, 'all'}:
+    if teacher.config.keeps() - {None, 'all'}:
         raise ValueError(f'{args.from_}: its layers keep few rows, {",".join(teacher.config.rules())}; a '
                          'teacher keeps all')
-    if not softmax_in(teacher.config):
+    if 'all' not in teacher.config.keeps():
         raise ValueError(f'{args.from_}: has no softmax layers, only {",".join(teacher.config.rules())}; '
                          'python train.py --rule=softmax makes a teacher')
-    source = args.data or meta.get('args', {}).get('data')
-    if not source:
-        raise ValueError(f'--from={args.from_} does not say what it was trained on: give --data')
-    train, val, data = prepare.load(source)
-    if 'row' in data or not prepare.same_tokens(data, meta['data']):
-        raise ValueError(f'--data={source}: not in the tokens of {args.from_}, {meta["data"]["tokenizer"]}; '
-                         f'python data/prepare.py {source} --tokenizer={meta["data"]["tokenizer"]}')
     T = min(args.row or teacher.config.block_size, teacher.config.block_size)
-    if min(len(train), len(val)) <= T + 1:
-        raise ValueError(f'--data={source}: too short for rows of {T}; take a smaller --row')
+    train, val, data, source = prepare.load_like(args.from_, meta, args.data, T)
     torch.manual_seed(args.seed)
     student, new = swap(teacher, changes)
     if args.fold:
@@ -566,8 +543,7 @@ def main(argv):
     sizes = []
     with torch.no_grad():
         state = student.eval()(torch.zeros(1, 1, dtype=torch.long, device=device))[1]
-    fixed = not softmax_in(student.config)
-    c, size = teacher.config, sum(x.numel() * x.element_size() for x in pack(state).values())
+    fixed, c, size = 'all' not in student.config.keeps(), teacher.config, state_bytes(state)
     for n in (1024, 8192, 131072):
         kv = 2 * 4 * c.n_layer * (c.n_kv_head or c.n_head) * (c.n_embd // c.n_head) * n
         sizes.append({'tokens': n, 'state bytes': size if fixed else None, 'KV cache bytes': kv,
@@ -581,9 +557,9 @@ def main(argv):
         finetune(anew, steps, 4e-3, batch(0), 'control: from scratch')
         note('control: student from scratch', anew, steps)
     print()
-    for part_ in (found, heads, sizes):
-        if part_:
-            table(part_)
+    for rows_ in (found, heads, sizes):
+        if rows_:
+            table(rows_)
             print()
     with open(os.path.join(args.out, 'convert.json'), 'w') as f:
         json.dump(dict(args=dataclasses.asdict(args), config=dataclasses.asdict(student.config), distil=kind,

@@ -515,7 +515,7 @@ class Rule(NamedTuple):
     write: str | None = None    # None is 1; 'beta'; '1-f'
     erase: bool = False         # e = beta
     rate: float | None = 1.0    # None: learned, one a head
-    rows: str | None = None     # the state is a set of keys and values: 'all', or the policy that bounds it
+    keeps: str | None = None    # the state is a set of rows (k, v): 'all', or the policy that bounds it
 
 
 RULES = dict(
@@ -527,9 +527,9 @@ RULES = dict(
     gla=Rule('gated linear attention, Yang 2023', 'identity', 'none', f='channel', rate=1 / 16),
     gated_delta=Rule('gated DeltaNet, Yang 2024', 'silu', 'l2', 'head', None, 'beta', True, rate=None),
     kda=Rule('Kimi delta attention, 2025', 'silu', 'l2', 'channel', None, 'beta', True, rate=None),
-    softmax=Rule('the transformer; its state grows with every step', 'identity', 'none', rows='all'),
-    full=Rule('softmax under another name, the control of the following', 'identity', 'none', rows='all'),
-) | {name: Rule(about, 'identity', 'none', rows=name) for name, about in {
+    softmax=Rule('the transformer; its state grows with every step', 'identity', 'none', keeps='all'),
+    full=Rule('softmax under another name, the control of the following', 'identity', 'none', keeps='all'),
+) | {name: Rule(about, 'identity', 'none', keeps=name) for name, about in {
     'window': 'softmax over the last `cache` rows and its own',
     'sink': 'window and the first rows, Xiao 2023 (StreamingLLM)',
     'h2o': 'most attended rows, half of them the last ones, Zhang 2023',
@@ -626,7 +626,7 @@ class FastWeights(nn.Module):
                 raise ValueError(f'overflow={overflow}: rows and matrix share a denominator, so the map must '
                                  f'stand for exp(q.k / sqrt(d)): {maps}')
             self.log_mass = nn.Parameter(torch.zeros(n_head, 1, 1))     # a map's scale may not be exp's
-        if self.rule.rows and (phi or norm):
+        if self.rule.keeps and (phi or norm):
             raise ValueError(f'rule={rule} has its own kernel and normaliser: leave out {phi or norm}')
         self.norm = norm or self.rule.norm
         if self.norm not in NORMALISERS:
@@ -644,12 +644,12 @@ class FastWeights(nn.Module):
         return self.phi(qk * q.shape[-1] ** -0.25 if self.phi.temper else qk, t)
 
     def forward(self, x, q, k, v, S=None, t=0, form=chunked):
-        if self.rule.rows == 'all':
+        if self.rule.keeps == 'all':
             return softmax(q, k, v, S)
         device = x.device.type      # features and state are fp32, also where the layers around are bf16
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-            if self.rule.rows:
-                return self.rows(x, q, k, v, S or {}, t, form)
+            if self.rule.keeps:
+                return self.keep(x, q, k, v, S or {}, t, form)
             delta_attn, qk = self.norm == 'attn' and self.rule.erase, self.features(q, k, S, t)
             q, k = NORMALISERS['sum' if delta_attn else self.norm](qk).chunk(2)
             gates = self.gates(x)
@@ -667,14 +667,14 @@ class FastWeights(nn.Module):
         o, S = form(q, k, v, beta, beta / nk.squeeze(-1).clamp(min=FLOOR), S=S)
         return (o / nq.clamp(min=FLOOR)).to(v.dtype), torch.cat([S, n], 2)
 
-    def rows(self, x, q, k, v, S, t, form):
+    def keep(self, x, q, k, v, S, t, form):
         """A bounded set of rows; with `overflow` what goes is written into fast weights, by the gates of the
         step it goes at, and both are read under one denominator: o = (sum e^s v + n v') / (sum e^s + n), over
         the rows, where v' is what the fast weights say and n the mass of the keys they hold, times a learned
         factor e^log_mass."""
         had = {name: S[name] for name in ('k', 'v', 'pos', 'total')} if S else None
         spill = self.overflow is not None
-        o, log_rows, *went, S_new = bounded(q, k, v, had, t, self.rule.rows, **self.limits, spill=spill)
+        o, log_rows, *went, S_new = bounded(q, k, v, had, t, self.rule.keeps, **self.limits, spill=spill)
         if spill:
             fast = self.overflow.spilled(x, q, *went, S.get('S'), S.get('n'), form)
             said, mass, S_new['S'], S_new['n'] = fast

@@ -36,7 +36,7 @@ def kind(field):
     return next(t for t in (*typing.get_args(field.type), field.type) if t is not type(None))
 
 
-def convert(name, text, field):
+def value_of(name, text, field):
     """The flag's text as its type, or a ValueError that says what was expected."""
     type_, (choices, low, high) = kind(field), (field.metadata[k] for k in ('choices', 'low', 'high'))
     try:
@@ -85,7 +85,7 @@ def parse(argv, doc, *classes):
             if bare and kind(fields[name]) is not bool:
                 raise ValueError(f'--{name}: its value is missing')
             text = 'true' if bare else args.pop(0)
-        given[name] = convert(name, text, fields[name])
+        given[name] = value_of(name, text, fields[name])
     given = {fields[name].name: x for name, x in given.items()}
     return [{f.name: given[f.name] for f in dataclasses.fields(c) if f.name in given} for c in classes]
 
@@ -109,6 +109,18 @@ def keep_memory():
         libc.mallopt(-3, 2 ** 25)                   # M_MMAP_THRESHOLD
     except (OSError, AttributeError, TypeError):    # no glibc, no need
         pass
+
+
+def table(rows):
+    """Print a list of dicts with the same keys."""
+    def show(x):
+        if isinstance(x, float):
+            return f'{x:.4g}' if abs(x) < 1e4 else f'{x:,.0f}'
+        return '-' if x is None else f'{x:,}' if isinstance(x, int) else x
+    cells = [list(rows[0])] + [[show(x) for x in r.values()] for r in rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    for c in cells:
+        print('  '.join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(c, widths))))
 
 
 def script(main):
@@ -164,9 +176,8 @@ class Config:
         for r in self.rules():
             if r not in RULES:
                 raise ValueError(f'--layers={self.layers}: {r!r} is no rule; choose from {", ".join(RULES)}')
-        kept = {RULES[r].rows for r in self.rules()} - {None, 'all'}
-        turns = self.pos == 'rope' or self.pos == 'auto' and any(RULES[r].rows for r in self.rules())
-        if turns and head_dim % 2:
+        kept = self.keeps() - {None, 'all'}
+        if self.turns() and head_dim % 2:
             raise ValueError(f'rope turns pairs: n_embd / n_head = {head_dim} must be even; or --pos=none')
         if kept and self.cache < (0 if self.overflow else 1):
             raise ValueError(f'--cache={self.cache}: at least 1 row, or --overflow says where all rows go')
@@ -175,8 +186,8 @@ class Config:
         if self.overflow and not kept:
             raise ValueError(f'--overflow={self.overflow} takes what a bounded cache lets go: --rule=tova')
         over = self.overflow.partition(':')[0]
-        if over and (over not in RULES or RULES[over].rows):
-            names = ', '.join(r for r in RULES if not RULES[r].rows)
+        if over and (over not in RULES or RULES[over].keeps):
+            names = ', '.join(r for r in RULES if not RULES[r].keeps)
             raise ValueError(f'--overflow={self.overflow}: choose from {names}')
         if self.positions == 'compress' and (not kept or self.overflow or self.pos not in ('auto', 'rope')):
             raise ValueError('--positions=compress turns the keys of a bounded cache at every step anew: it '
@@ -189,31 +200,44 @@ class Config:
         pattern = [r.strip() for r in self.layers.split(',')] if self.layers else [self.rule]
         return [pattern[i % len(pattern)] for i in range(self.n_layer)]
 
+    def keeps(self):
+        """What the layers' rules keep: a set of 'all' rows, policies, and None for fast weights."""
+        return {RULES[r].keeps for r in self.rules()}
+
+    def turns(self):
+        """Whether rope turns the keys of some layer."""
+        return self.pos == 'rope' or self.pos == 'auto' and self.keeps() != {None}
+
 
 # What may be changed of a trained model without training: softmax keeps its weights, whatever rows it keeps.
-def part(*names, **own):
+def subset(*names, **own):
     """Some of Config's flags, and others, for scripts that change a model."""
     fields = [(f.name, f.type, dataclasses.field(default=f.default, metadata=f.metadata))
               for f in dataclasses.fields(Config) if f.name in names]
-    return dataclasses.make_dataclass('Part', [(name, str, f) for name, f in own.items()] + fields)
+    return dataclasses.make_dataclass('Subset', [(name, str, f) for name, f in own.items()] + fields)
 
 
-ROWS = [r for r in RULES if RULES[r].rows]
-Swap = part('cache', 'sinks', 'overflow', 'positions', rule=flag('', 'what softmax layers become', ROWS))
+ROWS = [r for r in RULES if RULES[r].keeps]
+Swap = subset('cache', 'sinks', 'overflow', 'positions', rule=flag('', 'what softmax layers become', ROWS))
 
 
-def swapped(config, path, rule=None, **changes):
-    """A checkpoint's config with other flags; a rule goes where softmax or another rule with rows was."""
-    old = Config(**config)
+def swapped(model, path, rule=None, **changes):
+    """The model with its weights and other flags; a rule goes where softmax or another rule with rows was."""
+    old = model.config
     if rule:
         if rule not in ROWS:
             raise ValueError(f'--rule={rule}: without training, softmax can only become {", ".join(ROWS)}')
         if not {*old.rules()} & {*ROWS}:
             raise ValueError(f'--rule={rule}: {path} has no softmax layers, only {",".join(old.rules())}')
         changes |= dict(rule=rule, layers=','.join(rule if r in ROWS else r for r in old.rules()))
-        if RULES[rule].rows == 'all':
+        if RULES[rule].keeps == 'all':
             changes = dict(overflow='', positions='true') | changes
-    return dataclasses.replace(old, **changes)
+    config = dataclasses.replace(old, **changes)
+    if config == old:
+        return model
+    new = GPT(config)                       # what only one of the two has is the fast weights of overflow
+    new.load_state_dict(model.state_dict(), strict=False, assign=True)
+    return new
 
 
 # ---- layers ------------------------------------------------------------------------------------------------
@@ -277,7 +301,7 @@ class Mixer(nn.Module):
         super().__init__()
         self.n_head, self.head_dim, self.theta = c.n_head, c.n_embd // c.n_head, c.theta
         self.n_kv_head = c.n_kv_head or c.n_head
-        softmax, bounded = RULES[rule].rows, RULES[rule].rows not in (None, 'all')
+        softmax, bounded = RULES[rule].keeps, RULES[rule].keeps not in (None, 'all')
         self.rope = c.pos == 'rope' or (c.pos == 'auto' and bool(softmax))
         compress = c.theta if bounded and c.positions == 'compress' else 0
         self.rope &= not compress               # then `bounded` turns the keys
@@ -399,8 +423,8 @@ class GPT(nn.Module):
     @torch.inference_mode()
     def read(self, tokens, state=None, segment=2048):
         """Only the state after tokens (B, T), any T, a `segment` at a time: memory does not grow with T."""
-        for part in tokens.split(segment, 1) if tokens.shape[1] else ():
-            state = self.hidden(part, state)[1]
+        for some in tokens.split(segment, 1) if tokens.shape[1] else ():
+            state = self.hidden(some, state)[1]
         return state
 
     @torch.inference_mode()
@@ -429,7 +453,7 @@ class OneStep(nn.Module):
 
 def grows(model):
     """Whether the work of a step changes with the position: a cache that grows, features of a position."""
-    return any(b.mixer.memory.rule.rows == 'all' or b.mixer.memory.phi.max_len for b in model.blocks)
+    return any(b.mixer.memory.rule.keeps == 'all' or b.mixer.memory.phi.max_len for b in model.blocks)
 
 
 def captured(model, token, state):
@@ -455,7 +479,7 @@ def captured(model, token, state):
 def graphed(model, token, state):
     """The same on an Nvidia GPU, as one CUDA graph: one launch a step, in place of some hundred. The state it
     returns is always the same memory, good until the next step. Positions would stand still."""
-    knows = model.positions is not None or any(m.rope or m.memory.rule.rows
+    knows = model.positions is not None or any(m.rope or m.memory.rule.keeps
                                                for m in (b.mixer for b in model.blocks))
     if grows(model) or knows:
         return model
@@ -573,7 +597,7 @@ def load(path, device='cpu', **changes):
     if 'config' not in meta:
         raise ValueError(f'{path}: holds no model (a state saved by sample.py?)')
     try:
-        model = GPT(swapped(meta['config'], path, **changes))
+        model = GPT(Config(**meta['config']))
     except TypeError as e:
         raise ValueError(f'{path}: made by another version of this project ({e})') from None
     weights = {k.removeprefix('model.'): tensors.pop(k) for k in [*tensors] if k.startswith('model.')}
@@ -581,11 +605,9 @@ def load(path, device='cpu', **changes):
         missing, extra = model.load_state_dict(weights, strict=False)
     except RuntimeError as e:
         raise ValueError(f'{path}: {e}') from None
-    missing, extra = ([n for n in names if '.overflow.' not in n and not n.endswith('log_mass')]
-                      for names in (missing, extra))
     if missing or extra:
         raise ValueError(f'{path}: holds the weights of another model ({", ".join([*missing, *extra][:3])})')
-    return model.to(device), {**meta, 'tensors': tensors}
+    return swapped(model, path, **changes).to(device), {**meta, 'tensors': tensors}
 
 
 def pack(state, prefix='state'):
@@ -593,9 +615,13 @@ def pack(state, prefix='state'):
     flat = {}
     for i, s in enumerate(state):
         for key, x in s.items():            # S is a tensor, or a dict of some
-            flat |= {f'{prefix}.{i}.{key}.{n}': y for n, y in x.items()} if isinstance(x, dict) else \
-                {f'{prefix}.{i}.{key}': x}
+            for n, y in x.items() if isinstance(x, dict) else [('', x)]:
+                flat['.'.join(filter(None, (prefix, str(i), key, n)))] = y
     return flat
+
+
+def state_bytes(state):
+    return sum(x.numel() * x.element_size() for x in pack(state or []).values())
 
 
 def unpack(tensors, prefix='state', device=None):
@@ -603,11 +629,9 @@ def unpack(tensors, prefix='state', device=None):
     state = {}
     for name, x in tensors.items():
         if name.startswith(prefix + '.'):
-            i, key, *part = name[len(prefix) + 1:].split('.')
-            x = x if device is None or key == 't' else x.to(device)
+            i, *keys, last = name[len(prefix) + 1:].split('.')
             s = state.setdefault(int(i), {})
-            if part:
-                s.setdefault(key, {})[part[0]] = x
-            else:
-                s[key] = x
+            for key in keys:
+                s = s.setdefault(key, {})
+            s[last] = x if device is None or last == 't' else x.to(device)
     return [state[i] for i in sorted(state)] or None

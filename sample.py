@@ -16,8 +16,7 @@ import torch
 
 from convert import pretrained
 from data import prepare
-from fastweight import RULES
-from model import Swap, flag, pack, parse, pick_device, pick_form, read, script, unpack, write
+from model import Swap, flag, pack, parse, pick_device, pick_form, read, script, state_bytes, unpack, write
 
 
 @dataclass
@@ -98,15 +97,14 @@ def main(argv):
             print(f'--- {i + 1} ---\n{prepare.decode(row, meta["data"])}')
     print(flush=True)
     if args.save_state:
-        write(args.save_state, {**pack(state or []), 'last': last}, 
+        write(args.save_state, {**pack(state or []), 'last': last},
               {'model': name, 'made_with': dataclasses.asdict(model.config)})
-    size = sum(x.numel() * x.element_size() for x in pack(state or []).values())
-    grows = any(RULES[r].rows == 'all' for r in model.config.rules())
     pace = lambda i, j: 1e3 * (clock[j] - clock[i]) / max(1, j - i)
     say(f'{tokens.shape[1]:,} tokens read in {clock[0] - began:.2f} s, {n:,} written, '
         f'{1e3 * args.samples / max(pace(0, n), 1e-9):,.0f} tokens/s: {pace(0, n):.2f} ms a step, '
         f'first tenth {pace(0, min(tenth, n)):.2f}, last {pace(max(0, n - tenth), n):.2f}; '
-        f'state of {size:,} bytes, {"growing" if grows else "whatever the length"}')
+        f'state of {state_bytes(state):,} bytes, '
+        f'{"growing" if "all" in model.config.keeps() else "whatever the length"}')
 
 
 if __name__ == '__main__':

@@ -32,7 +32,7 @@ torch.set_num_threads(1)
 f64 = torch.float64
 FORMS = recurrent, chunked, kernels.on_cpu
 FAST = FORMS[1:]
-STEPPERS = [r for r in RULES if not RULES[r].rows]
+STEPPERS = [r for r in RULES if not RULES[r].keeps]
 VARIED = [*STEPPERS, 'softmax', 'sink', 'h2o', 'tova']     # where rules of a kind are alike
 slow = pytest.mark.skipif('SLOW' not in os.environ, reason='a soak of minutes: run it with SLOW=1')
 
@@ -1131,7 +1131,7 @@ def test_soak_100000_tokens_in_constant_memory(rule):
             memory.append(int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE'))
             assert all(x.isfinite().all() for x in tensors)
     assert len(sizes) == 1 and int(state[0]['t']) == 100_000 and memory[-1] - memory[0] < 8 * 2 ** 20
-    if RULES[rule].rows:
+    if RULES[rule].keeps:
         pos = state[0]['S']['pos'].sort()[0]
         assert pos.shape == (1, 2, 128) and (pos.diff() > 0).all() and pos.max() < 100_000
         last = dict(window=128, sink=124, h2o=64).get(rule, 0)
@@ -1424,7 +1424,7 @@ def short(tmp_path):
 
 # ---- the repository itself ---------------------------------------------------------------------------------
 
-LAYER = dict(test_all=5, sample=4, train=3, convert=3, bench=3, model=2, kernels=1, fastweight=0, prepare=0,
+LAYER = dict(test_all=5, sample=4, train=3, convert=3, bench=4, model=2, kernels=1, fastweight=0, prepare=0,
              data=0)
 BANNED = set('eval exec __import__ torch.load np.load os.system pickle marshal shelve dill'.split())
 

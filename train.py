@@ -23,7 +23,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from data import prepare
-from fastweight import RULES
 from model import GPT, Config, flag, load, pack, parse, pick_device, pick_form, read, save, script, unpack
 
 BAD_STEPS = 10     # so many non-finite steps in a row end the run
@@ -371,7 +370,7 @@ def report(args, model, val, data, device, cast, rank, world, say, write_log):
     write_log(rule='blocks', val_loss=loss, accuracy=right)
     if 'row' in data or rank:
         return
-    if model.max_len is None and not any(RULES[r].rows for r in model.config.rules()):
+    if model.max_len is None and model.config.keeps() == {None}:
         loss = evaluate_carried(model, val, data, device, cast)
         say(f'validation, carried: {score(loss, 0)}', flush=True)
         write_log(rule='carried', val_loss=loss)

@@ -281,13 +281,13 @@ def download(url, path, size=None, sha256=None, **headers):
     from tqdm import tqdm
     os.makedirs(os.path.dirname(path), exist_ok=True)
     part = path + '.part'
+    headers = {**headers, 'Accept-Encoding': 'identity'}        # compressed, sizes would be of other bytes
     for attempt in range(4):
         time.sleep(attempt / 2)
         have, keep, problem = os.path.getsize(part) if os.path.exists(part) else 0, 0, None
-        headers |= {'Accept-Encoding': 'identity'}              # compressed, sizes would be of other bytes
-        span = {'Range': f'bytes={have}-'} if have else {}
+        ask = headers | ({'Range': f'bytes={have}-'} if have else {})
         try:
-            with requests.get(url, headers=headers | span, stream=True, timeout=(10, 30)) as r:
+            with requests.get(url, headers=ask, stream=True, timeout=(10, 30)) as r:
                 span = re.match(r'bytes (\d+)-\d+/(\d+)', r.headers.get('Content-Range', ''))
                 total = int(span[2] if span else r.headers.get('Content-Length') or size or 0)
                 if r.status_code == 200 or r.status_code == 206 and span and int(span[1]) == have:
@@ -420,7 +420,8 @@ def load(name, root=HERE, tokenizer=None):
         length, counts = meta.get('row', 0), [meta[side]['tokens'] for side in SIDES]
         if (kind not in (*TOKENIZERS, 'ids') or dtype.name not in ('uint8', 'uint16', 'uint32') or
                 kind == 'char' and len(meta['chars']) != vocab or length and meta['ignore'] != vocab or
-                vocab < 1 or not (length or all('bytes' in meta[side] for side in SIDES)) or any(n % (2 * length or 1) for n in counts)):
+                vocab < 1 or any(n % (2 * length or 1) for n in counts) or
+                not (length or all('bytes' in meta[side] for side in SIDES))):
             raise ValueError('its entries contradict each other')
     except (ValueError, TypeError, KeyError, RecursionError) as e:
         raise ValueError(f'{path}: broken or incomplete ({type(e).__name__}: {e}); {remedy}') from None
@@ -445,6 +446,21 @@ def load(name, root=HERE, tokenizer=None):
 def same_tokens(a, b):
     """Whether two meta.json speak of the same tokens."""
     return all(a.get(k) == b.get(k) for k in ('tokenizer', 'vocab_size', 'chars', 'row'))
+
+
+def load_like(path, meta, name, row, root=HERE):
+    """(train, val, meta, name) of a text for a trained model: `name`, else what its checkpoint at `path` with
+    metadata `meta` was trained on; in the same tokens, and longer than a row."""
+    name, tokens = name or meta.get('args', {}).get('data'), meta['data'].get('tokenizer')
+    if not name:
+        raise ValueError(f'{path} does not say what it was trained on: give --data')
+    train, val, data = load(name, root)
+    if 'row' in data or not same_tokens(data, meta['data']):
+        raise ValueError(f'--data={name}: not a text in the tokens of {path}, {tokens}; '
+                         f'python data/prepare.py {name} --tokenizer={tokens}')
+    if min(len(train), len(val)) <= row + 1:
+        raise ValueError(f'--data={name}: too short for rows of {row}')
+    return train, val, data, name
 
 
 def main(argv=None):
