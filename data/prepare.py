@@ -459,7 +459,7 @@ def load_like(path, meta, name, row, root=HERE):
         raise ValueError(f'--data={name}: not a text in the tokens of {path}, {tokens}; '
                          f'python data/prepare.py {name} --tokenizer={tokens}')
     if min(len(train), len(val)) <= row + 1:
-        raise ValueError(f'--data={name}: too short for rows of {row}')
+        raise ValueError(f'--data={name}: too short for rows of {row}; take a longer text (or convert.py --row)')
     return train, val, data, name
 
 
