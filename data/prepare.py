@@ -456,10 +456,10 @@ def load_like(path, meta, name, row, root=HERE):
         raise ValueError(f'{path} does not say what it was trained on: give --data')
     train, val, data = load(name, root)
     if 'row' in data or not same_tokens(data, meta['data']):
-        raise ValueError(f'--data={name}: not a text in the tokens of {path}, {tokens}; '
+        raise ValueError(f'--data={name}: no text, or not in the tokens of {path}, {tokens}; '
                          f'python data/prepare.py {name} --tokenizer={tokens}')
     if min(len(train), len(val)) <= row + 1:
-        raise ValueError(f'--data={name}: too short for rows of {row}; take a longer text (or convert.py --row)')
+        raise ValueError(f'--data={name}: too short for rows of {row} (convert.py: see --row)')
     return train, val, data, name
 
 
