@@ -13,28 +13,35 @@ import itertools
 import json
 import math
 import os
+import re
 import statistics
 import string
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
 
+os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # torch.profiler, of which memory is asked, is talkative
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+import convert
 import fastweight
 import kernels
 from convert import pretrained
 from data import prepare
-from fastweight import RULES, l2
+from fastweight import NORMALISERS, RULES, FastWeights, finish, l2
 from model import (GPT, Config, captured, flag, graphed, pack, parse, pick_device, script, state_bytes,
                    swapped, table, unpack)
 
 
 @dataclass
 class Args:
-    full: bool = flag(False, 'all lengths and more repeats, instead of two minutes')
+    quick: bool = flag(False, 'two minutes at most on two cores: the default')
+    full: bool = flag(False, 'all sizes and more repeats')
+    seeds: int = flag(0, 'how often what learns is trained; 0: once, with --full three times', low=0)
     out: str = flag('out/bench', 'folder for tables and pictures')
     init: str = flag('out/ckpt.safetensors', 'cache, kept: a checkpoint with softmax layers')
     data: str = flag('', 'cache, kept: a data set or text, if not the one the checkpoint was trained on')
@@ -47,6 +54,10 @@ class Args:
     head_dim: int = flag(64, 'features of q, k and v', low=1)
     batch: int = flag(1, 'rows', low=1)
     seed: int = flag(0, 'of the inputs', low=0)
+
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+COLOURS = ['#000000', '#E69F00', '#56B4E9', '#009E73', '#F0E442', '#0072B2', '#D55E00', '#CC79A7']
 
 
 # ---- measuring ---------------------------------------------------------------------------------------------
@@ -116,19 +127,404 @@ def report(args, name, rows, note, *panels, **summary):
     print(json.dumps(dict(suite=name, torch=torch.__version__, threads=torch.get_num_threads(), **summary)))
 
 
-def lines(axes, rows, x, y, label, yscale='log'):
-    """One line a label, on logarithmic axes, in colours that colour-blind readers can tell."""
-    colours = ['#000000', '#E69F00', '#56B4E9', '#009E73', '#F0E442', '#0072B2', '#D55E00', '#CC79A7']
+def lines(axes, rows, x, y, label, yscale='log', paper=None):
+    """One line a label, on logarithmic axes, in colours that colour-blind readers can tell; paper: the column
+    of its figures, drawn as hollow points."""
     for i, name in enumerate(dict.fromkeys(r[label] for r in rows)):
         points = [(r[x], r[y]) for r in rows if r[label] == name and r[y]]
         if points:
-            style = dict(marker='o', color=colours[i % 8], linestyle='-' if i < 8 else '--')
+            style = dict(marker='o', color=COLOURS[i % 8], linestyle='-' if i < 8 else '--')
             axes.plot(*zip(*points), label=name, **style)
+        theirs = [(r[x], r[paper]) for r in rows if paper and r[label] == name and r[paper] is not None]
+        if theirs:
+            axes.plot(*zip(*theirs), linestyle='', marker='o', color=COLOURS[i % 8], markerfacecolor='none')
     axes.set(xscale='log', yscale=yscale)
     ticks = sorted({r[x] for r in rows})
     axes.set_xticks(ticks, [f'{t:,}' for t in ticks])
     axes.minorticks_off()
     axes.legend(fontsize=9, frameon=False)
+
+
+def seeds(args):
+    return range(args.seed, args.seed + args.seeds)
+
+
+def once(args, run, **key):
+    """run(**key), a dict; or what it gave before, by runs.jsonl in --out: a long suite, stopped, goes on."""
+    path, key = os.path.join(args.out, 'runs.jsonl'), {'run': run.__name__, **key}
+    if os.path.exists(path):
+        for line in prepare.read(path).decode().splitlines():
+            known = json.loads(line)
+            if known.pop('key') == key:
+                return known
+    began = time.perf_counter()
+    found = run(**{k: x for k, x in key.items() if k != 'run'})
+    found['minutes'] = (time.perf_counter() - began) / 60
+    os.makedirs(args.out, exist_ok=True)
+    with open(path, 'a') as f:
+        f.write(json.dumps({'key': key, **found}) + '\n')
+    return found
+
+
+# ---- suites capacity, update: how much a matrix of fast weights holds. Schlag 2021 section 6.1 -------------
+class Associative(nn.Module):
+    """Read S keys with their values, then say the value of each. d = 64. x = [embed(key); one-hot of value],
+    k = W_k x, q = W_q embed(key), v the one-hot itself; the answer is what is read: no output layer."""
+    def __init__(self, S, rule, phi, norm, d=64):
+        super().__init__()
+        e = int(1.1 * 2 * S)
+        self.embed = nn.Parameter(torch.randn(S, e))
+        self.k, self.q = nn.Linear(e + S, d), nn.Linear(e, d)
+        for w in self.k.weight, self.q.weight:
+            nn.init.uniform_(w, -d ** -0.5, d ** -0.5)
+        self.memory = FastWeights(rule, e + S, 1, d, phi, norm)
+
+    def forward(self, keys, values):
+        """keys, values (B, L), all written, then all keys asked for -> answers (B, L, S)"""
+        (S, e), m = self.embed.shape, self.memory
+        W_e, W_v = self.k.weight[:, :e], self.k.weight[:, e:]       # W_k x is a sum of two rows of tables
+        k = ((self.embed @ W_e.mT + self.k.bias)[keys] + W_v.mT[values])[:, None]
+        q, v = self.q(self.embed)[keys][:, None], F.one_hot(values, S).to(k.dtype)[:, None]
+        if m.rule.keeps:
+            return ((q @ k.mT * k.shape[-1] ** -0.5).softmax(-1) @ v)[:, 0]
+        q, k = NORMALISERS[m.norm](m.features(q, k, None, 0)).chunk(2)
+        floor = m.norm == 'attn' and m.phi.floor
+        if m.rule.erase or m.rule.f or m.rule.write:
+            gates = m.gates(torch.cat([self.embed[keys], v[:, 0]], -1))
+            _, W = kernels.chunked(k, k, v, **gates, normalise=floor)
+            return finish(q @ W.mT, floor, q.dtype)[:, 0]
+        weights = q @ k.mT                                          # a sum is attention without softmax
+        return (finish(torch.cat([weights @ v, weights.sum(-1, True)], -1), floor, q.dtype) if floor
+                else weights @ v)[:, 0]
+
+
+def associate(S, rule, phi, norm, replace, seed, most, rows=4):
+    """The least loss 1/2 |v - answer|^2 on new sequences: 0.5 is nothing learned. As the authors' code: Adam,
+    1e-3, a look every 100 steps at 20 sequences, the end at 0.001 or after 11 looks in vain. Not as theirs:
+    a step has 4 sequences and all their keys as queries, not 32 with one each."""
+    torch.manual_seed(seed)
+    draw, best, vain = torch.Generator().manual_seed(seed), math.inf, 0
+    model = Associative(S, rule, phi, norm)
+    opt = torch.optim.Adam(model.parameters(), 1e-3, fused=True)
+
+    def loss(rows, L, by_key):
+        if replace:
+            keys, values = (torch.randint(S, (rows, L), generator=draw) for _ in 'kv')
+        else:
+            keys, values = (torch.rand(rows, S, generator=draw).argsort(1) for _ in 'kv')
+        same = keys[:, :, None] == keys[:, None, :]
+        last = ~same.triu(1).any(-1)                # the others are overwritten
+        weight = last * (1 if by_key else same.sum(-1))
+        o = model(keys, values)
+        far = 0.5 * (o.square().sum(-1) - 2 * o.gather(-1, values[..., None])[..., 0] + 1)
+        return (far * weight).sum() / weight.sum()
+    for step in range(1, most + 1):
+        model.train()
+        loss(rows, 2 * S, by_key=False).backward()  # a position is drawn: frequent keys come more often
+        opt.step()
+        opt.zero_grad()
+        if step % 100 == 0:
+            model.eval()
+            with torch.no_grad():                   # S pairs, also where 2 S were trained on, as they do
+                found = loss(20, S, by_key=True).item()
+            best, vain = (found, 0) if found < best else (best, vain + 1)
+            if best <= 0.001 or vain > 10 or not math.isfinite(found):
+                break
+    return {'loss': best, 'steps': step}
+
+
+GRIDS = {'capacity': (20, 40, 60, 80, 100, 120, 140, 160, 200, 240, 260, 300, 340, 360, 400, 500, 600),
+         'update': (20, 40, 60, 80, 100, 140, 200)}
+ASSOCIATIVE = {     # form: rule, phi, norm, the losses logged beside the authors' code
+    'capacity': {
+        'softmax': ('softmax', None, None, [.0006, .0003, .0001, *[0] * 6, .0004, 0, 0, 0, .0045, 0, .0089,
+                                            .03]),
+        'elu': ('sum', 'elu', 'attn', [.0009, .0008, .0245, .108, .164, .232, .271, .301, .342, .363, .378,
+                                       .397, .409, .417, .422, .429, .451]),
+        'dpfp:1': ('sum', 'dpfp:1', 'attn', [.0008, .0003, .0004, .0002, .0002, .0083, .051, .102, .173, .225,
+                                             .27, .286, .343, .336, .342, .386, .411]),
+        'dpfp:2': ('sum', 'dpfp:2', 'attn', [.0003, .0006, .001, .0006, .0005, .0003, .0005, .0004, .0004,
+                                             .0005, .0084, .068, .129, .159, .164, .276, .323]),
+        'dpfp:3': ('sum', 'dpfp:3', 'attn', [.0005, .0009, .0005, .0007, .0005, .0005, .0009, .0002, .0009,
+                                             .0005, .0004, .0003, .0001, .0034, .036, .169, .198]),
+        'favor:64': ('sum', 'favor:64', 'attn', [.117, .274, .483, *[.5] * 14]),
+        'favor:128': ('sum', 'favor:128', 'attn', [.074, .175, .484, .49, *[.5] * 13]),
+        'favor:512': ('sum', 'favor:512', 'attn', [.024, .075, .407, .49, *[.5] * 13])},
+    'update': {
+        'sum': ('sum', 'dpfp:1', 'attn', [.097, .104, .103, .113, .111, .155, .231]),
+        'gated': ('gated', 'dpfp:1', 'attn', []),
+        'delta': ('delta', 'dpfp:1', 'sum', [.0008, .001, .0049, .0063, .0001, .0475, .171]),
+        'delta, dpfp:2': ('delta', 'dpfp:2', 'sum', [.001, .0005, .0005, .0008, .0854, .0003, .0008]),
+        'delta, elu': ('delta', 'elu', 'sum', [.0008, .0007, .0005, .094, .15, .257, .342]),
+        'delta, no sum norm': ('delta', 'dpfp:1', 'l2', []),
+        'sum, sum norm': ('sum', 'dpfp:1', 'sum', [])}}
+
+
+def associative(args, name, quick, note):
+    """A table of losses against S. A form that has lost too much (0.1) is not tried at greater sizes."""
+    rows, broken, replace = [], {}, name == 'update'
+    for form, (rule, phi, norm, paper) in ASSOCIATIVE[name].items():
+        for S in lengths(args, GRIDS[name] if args.full else quick.get(form, ())):
+            found = [once(args, associate, S=S, rule=rule, phi=phi, norm=norm, replace=replace, seed=seed,
+                          most=20000 if args.full else 1000) for seed in seeds(args)]
+            losses = [f['loss'] for f in found]
+            ours = statistics.median(losses)
+            rows.append({'form': form, 'S': S, 'paper': dict(zip(GRIDS[name], paper)).get(S), 'ours': ours,
+                         'least': min(losses), 'most': max(losses), 'seeds': len(found),
+                         'minutes': sum(f['minutes'] for f in found)})
+            if ours > 0.001:
+                broken.setdefault(form, S)
+            if ours > 0.1 and (rule == 'delta' or name == 'capacity'):
+                break
+
+    def draw(axes, rows):
+        lines(axes, rows, 'S', 'ours', 'form', 'linear', paper='paper')
+        axes.set(xlabel='associations S', ylabel='loss, 1/2 |v - answer|^2', title=note)
+    theirs = {form: next((S for S, x in zip(GRIDS[name], c[3]) if x > 0.001), None)
+              for form, c in ASSOCIATIVE[name].items() if c[3]}
+    text = ', '.join(f'{form} {S} (paper {theirs.get(form, "-")})' for form, S in broken.items())
+    report(args, name, rows, f'first S above a loss of 0.001: {text}', draw, broken=broken)
+
+
+def capacity(args, device, dtype):
+    """How many associations fit: keys come once. Schlag 2021 figure 2."""
+    few = {'softmax': (20, 100, 200), 'elu': (20, 40, 60, 80), 'dpfp:1': (40, 100, 140), 'favor:64': (20, 60)}
+    associative(args, 'capacity', few, 'what a matrix holds (hollow: the paper)')
+
+
+def update(args, device, dtype):
+    """Values that change: keys come again, the last value counts. Schlag 2021 figure 3."""
+    few = {'sum': (20, 60), 'gated': (20,), 'delta': (20, 60), 'sum, sum norm': (20,)}
+    associative(args, 'update', few, 'values that change (hollow: the paper)')
+
+
+# ---- suites recall, mqar, language: a line of the table is a run of train.py -------------------------------
+def run_train(flags, seed, out):
+    """python train.py FLAGS --seed --out: accuracy or nats a token of the closing validation."""
+    command = [sys.executable, os.path.join(HERE, 'train.py'), *flags.split()]
+    done = subprocess.run([*command, f'--seed={seed}', f'--out={out}'], capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f'train.py {flags}: {done.stderr.strip().splitlines()[-1:]}')
+    log = [json.loads(line) for line in prepare.read(os.path.join(out, 'log.jsonl')).decode().splitlines()]
+    ends = {row['rule']: row for row in log if 'rule' in row}
+    return {'accuracy': ends['blocks']['accuracy'], 'loss': ends['blocks']['val_loss'], 'out': out,
+            'carried': ends.get('carried', {}).get('val_loss'), 'params': log[0]['params']}
+
+
+def learned(args, suite, name, flags):
+    """The runs of one line, a seed each."""
+    print(f'{name}: python train.py {flags}', file=sys.stderr, flush=True)
+    folder = os.path.join(args.out, suite, re.sub('[^a-z0-9]+', '-', f'{name} {flags}'.lower())[:120])
+    return [once(args, run_train, flags=flags, seed=seed, out=os.path.join(folder, str(seed)))
+            for seed in seeds(args)]
+
+
+@torch.inference_mode()
+def entropy(path, device):
+    """Mean entropy in nats of the attention weights at the end of 16 validation rows, or None."""
+    model, meta = pretrained(path, device=device)
+    val, data = prepare.load(meta['args']['data'])[1:]
+    T = data['row']
+    x = torch.from_numpy(val.reshape(-1, 2, T)[:16, 0].astype('int64')).to(device)
+    found = []
+    for block, _, u, q, k, *_ in convert.through(model.eval(), x):
+        if not (block.mixer.memory.rule.keeps or convert.has_weights(block.mixer)):
+            return None
+        w = convert.weights(block.mixer, u, q, k)[:, :, -1].clamp(min=1e-12)
+        found.append(-(w * w.log()).sum(-1).mean().item())
+    return sum(found) / len(found)
+
+
+RECALL = {      # what is trained, and the paper's accuracy in per cent, where the text at hand has it
+    'softmax': ('--rule=softmax', 100), 'taylor': ('--rule=sum --phi=taylor', 100),
+    'hedgehog': ('--rule=sum --phi=hedgehog', 100), 'exp:2': ('--rule=sum --phi=exp:2', None),
+    'exp:1': ('--rule=sum --phi=exp:1', None), 'relu': ('--rule=sum --phi=relu', None),
+    'elu': ('--rule=sum --phi=elu', 17), 'favor': ('--rule=sum --phi=favor', 17),
+    'cosformer': ('--rule=sum --phi=cosformer:128', 17), 'delta': ('--rule=delta', None),
+    'delta, dpfp:2': ('--rule=delta --phi=dpfp:2', None)}
+
+
+def recall(args, device, dtype):
+    """Associative recall against the entropy of attention. Zhang 2024 figure 4. One layer and one head of 16
+    channels for 20 keys: enough for softmax, so that what is lost is lost by the map."""
+    rows, steps = [], 3000 if args.full else 700
+    for name, (flags, paper) in RECALL.items():
+        found = learned(args, 'recall', name, f'--data=recall-kept --n_layer=1 --n_head=1 --n_embd=16 '
+                        f'--batch_size=16 --steps={steps} --eval_every={steps} --device={device} {flags}')
+        right = [100 * f['accuracy'] for f in found]
+        rows.append({'form': name, 'paper': paper, 'ours': statistics.median(right), 'least': min(right),
+                     'most': max(right), 'seeds': len(found), 'minutes': sum(f['minutes'] for f in found),
+                     'entropy': entropy(os.path.join(found[0]['out'], 'ckpt.safetensors'), device)})
+
+    def draw(axes, rows):
+        for r in rows:
+            if r['entropy'] is not None:
+                axes.plot(r['entropy'], r['ours'], 'o', color='#0072B2')
+                axes.annotate(r['form'], (r['entropy'], r['ours']), (6, -4), textcoords='offset points')
+        axes.set(xlabel='entropy of attention, nats', ylabel='accuracy, %', title='spiky attention recalls',
+                 ylim=(0, 105))
+    report(args, 'recall', rows, f'{steps} steps of 16 rows; accuracy in % of 2,000 new rows', draw,
+           accuracy={r['form']: round(r['ours'], 1) for r in rows})
+
+
+def mqar(args, device, dtype):
+    """Accuracy on multi-query recall against the bytes of the state, for every rule. Arora 2023 (Zoology)."""
+    rows, steps = [], 2000 if args.full else 300
+    widths = lengths(args, (16, 32, 64, 128) if args.full else (32, 64))
+    rules = list(RULES) if args.full else ['softmax', 'sum', 'delta', 'decay', 'window']
+    for rule, width in itertools.product(rules, widths):
+        flags = (f'--data=mqar --rule={rule} --n_layer=2 --n_head=2 --n_embd={width} --batch_size=32 '
+                 f'--steps={steps} --eval_every={steps} --device={device}')
+        flags += ' --cache=16' if RULES[rule].keeps not in (None, 'all') else ''
+        found = learned(args, 'mqar', f'{rule} {width}', flags)
+        model, _ = pretrained(os.path.join(found[0]['out'], 'ckpt.safetensors'), device=device)
+        right = [100 * f['accuracy'] for f in found]
+        state = model.eval().read(torch.zeros(1, model.config.block_size, dtype=torch.long, device=device))
+        rows.append({'form': rule, 'width': width, 'state bytes': state_bytes(state), 'ours':
+                     statistics.median(right), 'least': min(right), 'most': max(right), 'seeds': len(found),
+                     'minutes': sum(f['minutes'] for f in found)})
+
+    def draw(axes, rows):
+        lines(axes, rows, 'state bytes', 'ours', 'form', 'linear')
+        axes.set(xlabel='bytes of the state after 128 tokens', ylabel='accuracy, %', title='MQAR, 8 pairs')
+    report(args, 'mqar', rows, f'{steps} steps of 32 rows; accuracy in % of 3,000 new rows', draw)
+
+
+LANGUAGE = {    # what is trained; perplexity on WikiText-103: tables 2, 3, 5 (16 layers, 40 M; 3: 90 M), 4
+    'softmax': ('--rule=softmax --n_head=4', 34.1), 'sum': ('--rule=sum', 38.3),
+    'delta, elu': ('--rule=delta --phi=elu --norm=sum', 35.5),
+    'sum, favor:8': ('--rule=sum --phi=favor:8', 39.6),
+    'delta, favor:8': ('--rule=delta --phi=favor:8 --norm=sum', 37.2),
+    'sum, dpfp:1': ('--rule=sum --phi=dpfp:1', 38.8),
+    'delta, dpfp:1': ('--rule=delta --phi=dpfp:1 --norm=sum', 35.0), 'delta': ('--rule=delta', None),
+    'decay': ('--rule=decay', None), 'gated_delta': ('--rule=gated_delta', None),
+    'delta, elu, positions': ('--rule=delta --phi=elu --norm=sum --pos=learned', None),
+    'delta, elu, attn': ('--rule=delta --phi=elu --norm=attn', 37.2),
+    'delta, elu, carried': ('--rule=delta --phi=elu --norm=sum --carry', None),
+    'sum, carried': ('--rule=sum --carry', None)}
+
+
+def language(args, device, dtype):
+    """Schlag 2021 tables 2 to 5 at a size for two cores: 4 layers of width 128, rows of 128, no convolutions,
+    the same tokens for all. `carried` reads the validation text with one state from end to end."""
+    rows, steps, tokens = [], *((2000, 2 ** 18) if args.full else (150, 2 ** 15))
+    data = args.data or 'stdlib'
+    bits = lambda loss: None if loss is None else loss * per_byte
+    meta = prepare.load(data)[2]
+    per_byte = meta['val']['tokens'] / meta['val']['bytes'] / math.log(2)
+    names = list(LANGUAGE) if args.full else ['softmax', 'sum', 'delta, elu', 'delta', 'decay', 'gated_delta']
+    for name in names:
+        flags, paper = LANGUAGE[name]
+        found = learned(args, 'language', name, f'--data={data} --conv=0 --steps={steps} '
+                        f'--eval_every={steps} --val_tokens={tokens} --device={device} {flags}')
+        ours, carried = ([bits(f[key]) for f in found] for key in ('loss', 'carried'))
+        rows.append({'form': name, 'paper, perplexity': paper, 'ours, bits per byte': statistics.median(ours),
+                     'least': min(ours), 'most': max(ours),
+                     'ours, carried': None if None in carried else statistics.median(carried),
+                     'parameters': found[0]['params'], 'seeds': len(found),
+                     'minutes': sum(f['minutes'] for f in found)})
+
+    def draw(axes, rows):
+        axes.barh([r['form'] for r in rows][::-1], [r['ours, bits per byte'] for r in rows][::-1],
+                  color='#0072B2')
+        least = min(r['ours, bits per byte'] for r in rows)
+        axes.set(xlabel='bits per byte', xlim=(0.9 * least, None), title=f'{data}, {steps} steps')
+    report(args, 'language', rows, f'{data}, {steps} steps of 4 rows of 128; paper: WikiText-103', draw)
+
+
+# ---- suite monotone: what feature maps do to attention. Zhang 2024 figures 2, 3 and 7 ----------------------
+def monotone(args, device, dtype):
+    """The attention of a trained softmax model by other maps: do weights grow with q.k, how spiky are they; the
+    learned maps before and after they are distilled."""
+    teacher, data, x, text = chunks(args, device, 8 if args.full else 2)
+    steps, T, rows, curves = 300 if args.full else 30, x.shape[1], [], {}
+
+    def row(form, student):
+        layers, keys = convert.fidelity(teacher, student, x), ('order kept', 'entropy', 'entropy of teacher',
+                                                               'KL to teacher')
+        rows.append({'map': form, **{key: statistics.mean(layer[key] for layer in layers) for key in keys}})
+        with torch.no_grad():       # one query, the last of a piece, in the first head of the last layer
+            _, _, u, q, k, *_ = list(convert.through(teacher, x[:1]))[-1]
+            w = convert.weights(student.blocks[-1].mixer, u, q, k)[0, 0, -1].cpu()
+            s, order = ((q[0, 0, -1] @ k[0, 0].mT) * q.shape[-1] ** -0.5).cpu().sort()
+            curves['softmax'], curves[form] = (s, s.softmax(-1)), (s, w[order].clamp(min=1e-7))
+    batch = lambda step: convert.rows(text, convert.Args(), min(T, 256), step, device)
+    for phi in 'elu', 'relu', 'favor', 'exp:1', 'exp:2', 'taylor', 't2r', 'hedgehog':
+        student, new = convert.swap(teacher, dict(rule='sum', phi=phi))
+        row(phi, student)
+        if learns := {n for n, _ in student.named_parameters()} & new:
+            convert.distil(teacher, student, learns, 'ce', convert.Args(distil_steps=steps), batch)
+            row(f'{phi}, distilled', student)
+
+    def curve(axes, rows):
+        for (form, colour) in zip(('softmax', 'elu', 'exp:2', 'taylor', 'hedgehog, distilled'), COLOURS):
+            axes.plot(*curves[form], '.', color=colour, label=form, markersize=4)
+        axes.set(xlabel='q.k / sqrt(d)', ylabel='attention weight', yscale='log', title='one query, its keys')
+        axes.legend(fontsize=9, frameon=False)
+
+    def points(axes, rows):
+        for r in rows:
+            axes.plot(r['entropy'], 100 * r['order kept'], 'o', color=COLOURS[5])
+            axes.annotate(r['map'], (r['entropy'], 100 * r['order kept']), (5, -3), fontsize=9,
+                          textcoords='offset points')
+        axes.axvline(rows[0]['entropy of teacher'], color='grey', linewidth=1)
+        axes.set(xlabel='entropy, nats (line: softmax)', ylabel='pairs in the order of q.k, %',
+                 title='spiky and monotone: upper left')
+    report(args, 'monotone', rows, f'means over layers; distilled: {steps} steps of 4 rows', curve, points)
+
+
+# ---- suite layer: forward alone, to long sequences. Zhang 2024 figure 6 ------------------------------------
+def peak_bytes(run, device):
+    """The most that run() holds at a time beyond what there was."""
+    if device.type == 'cuda':
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as p:
+        run()
+    events = [e for e in p.profiler.kineto_results.events() if e.name() == '[memory]']
+    events.sort(key=lambda e: e.start_ns())
+    return max(itertools.accumulate(e.nbytes() for e in events), default=0)
+
+
+@torch.inference_mode()
+def layer(args, device, dtype):
+    """One layer's forward with its feature map, from q, k, v; attention is scaled_dot_product_attention."""
+    rows, H, d = [], args.heads or 12, args.head_dim
+    forms = {'sum, elu': ('sum', 'elu'), 'sum, hedgehog': ('sum', 'hedgehog'), 'delta': ('delta', None),
+             'sum, taylor': ('sum', 'taylor')}
+    left_out, slow = [], set()
+    for T in lengths(args, (256, 1024, 4096, 16384, 32768) if args.full else (256, 1024, 4096)):
+        q, k, v = (torch.randn(args.batch, H, T, d, device=device, dtype=dtype) for _ in 'qkv')
+        x = torch.randn(args.batch, T, 16, device=device, dtype=dtype)
+        runs = {'attention': lambda: softmax(q, k, v)}
+        for form, (rule, phi) in forms.items():
+            memory = FastWeights(rule, 16, H, d, phi).to(device).eval()
+            need = 12 * args.batch * H * T * memory.phi.feature_dim     # bytes: features of q, k, one copy
+            if need > free_bytes(device):
+                left_out.append(f'{form} at {T:,} ({need / 1e9:.1f} GB)')
+                continue
+            if form in slow:
+                left_out.append(f'{form} at {T:,} (too slow)')
+                continue
+            runs[form] = lambda memory=memory: memory(x, q, k, v, form=kernels.chunked)
+        times = seconds(list(runs.values()), device, 0.2, 3 if T <= 4096 else 1)
+        for (form, run), time in zip(runs.items(), times):
+            rows.append({'form': form, 'T': T, 'ms': 1e3 * time, 'MB': peak_bytes(run, device) / 2 ** 20,
+                         'times attention': times[0] / time})
+            if time > (30 if args.full else 1):
+                slow.add(form)
+
+    def panel(key, label, title):
+        def draw(axes, rows):
+            lines(axes, rows, 'T', key, 'form')
+            axes.set(xlabel='sequence length', ylabel=label, title=title)
+        return draw
+    note = 'the paper: nearly 6 times FlashAttention at 32 K, on a GPU'
+    note += f'; left out on this machine: {", ".join(left_out)}' if left_out else ''
+    report(args, 'layer', rows, note, panel('ms', 'forward, ms', f'one layer, {H} heads of {d}'),
+           panel('MB', 'peak memory, MB', 'and its memory'))
 
 
 # ---- suite train: what a layer costs -----------------------------------------------------------------------
@@ -154,6 +550,16 @@ def inputs(kind, args, T, device, dtype, heads=12):
 
 def softmax(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True), None
+
+
+def free_bytes(device):
+    """Memory that may be taken here."""
+    if device.type == 'cuda':
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    except (AttributeError, ValueError, OSError):       # not Linux
+        return 4 * 2 ** 30
 
 
 def peers(device):
@@ -307,19 +713,20 @@ PAPER_ROWS = {      # table 3: perplexity of LLaMA-2-7B on PG-19 at 1/64, 1/32, 
 
 
 def chunks(args, device, count):
-    """The checkpoint, its tokenizer, and `count` pieces of validation text as long as a training row."""
+    """The checkpoint, its tokenizer, `count` pieces of validation text as long as a training row, and text to
+    train on."""
     model, meta = pretrained(args.init, device=device)
     T = model.config.block_size
-    val = prepare.load_like(args.init, meta, args.data, T)[1]
+    text, val, *_ = prepare.load_like(args.init, meta, args.data, T)
     begin = torch.linspace(0, len(val) - T - 1, count).long().tolist()
     x = torch.stack([torch.from_numpy(val[i:i + T].astype('int64')) for i in begin]).to(device)
-    return model, meta['data'], x
+    return model, meta['data'], x, text
 
 
 @torch.inference_mode()
 def cache(args, device, dtype):
     """Perplexity of a softmax model whose layers keep few rows, without training. Oren 2024 table 3."""
-    teacher, _, x = chunks(args, device, 64 if args.full else 16)
+    teacher, _, x, _ = chunks(args, device, 64 if args.full else 16)
     T, rows, full = x.shape[1], [], None
     sizes = lengths(args, [T // n for n in ((64, 32, 16, 8, 4, 2, 1) if args.full else (32, 16, 8, 4, 1))])
 
@@ -363,7 +770,7 @@ KINDS = {'newline': '\n', 'punctuation': string.punctuation, 'capital': string.a
 @torch.inference_mode()
 def kept(args, device, dtype):
     """What TOVA keeps: how recent, the first token, and how long by kind of token. Oren 2024 section 5."""
-    teacher, data, x = chunks(args, device, 16 if args.full else 4)
+    teacher, data, x, _ = chunks(args, device, 16 if args.full else 4)
     (B, T), rows = x.shape, []
     size, = lengths(args, [T // 8])[:1]
     if 2 * size >= T:
@@ -436,7 +843,8 @@ def batch(args, device, dtype):
     report(args, 'batch', rows, note, draw, of_full={r['rows']: round(r['of full'], 2) for r in rows})
 
 
-SUITES = dict(decode=decode, train=train, cache=cache, kept=kept, batch=batch)
+SUITES = dict(decode=decode, layer=layer, capacity=capacity, update=update, recall=recall, mqar=mqar,
+              monotone=monotone, language=language, train=train, cache=cache, kept=kept, batch=batch)
 
 
 @script
@@ -445,6 +853,9 @@ def main(argv):
     if name not in SUITES:
         raise ValueError(f'{name}: no such suite; choose from {", ".join(SUITES)}')
     args = Args(**parse(argv, __doc__, Args)[0])
+    if args.quick and args.full:
+        raise ValueError('--quick and --full contradict each other')
+    args.seeds = args.seeds or (3 if args.full else 1)
     device = pick_device(args.device)
     auto = torch.bfloat16 if device.type == 'cuda' else torch.float32
     torch.manual_seed(args.seed)

@@ -45,6 +45,7 @@ class Args:
     carry: bool = flag(False, 'rows follow each other in the text and S is handed on (Schlag 2021, table 4)')
     eval_every: int = flag(500, 'steps between evaluations, which also save', low=1)
     log_every: int = flag(50, 'steps between lines', low=1)
+    val_tokens: int = flag(0, 'how much of the validation data the closing figures are over; 0: all', low=0)
     seed: int = flag(0, 'of weights, data order and dropout', low=0)
     device: str = flag('auto', 'auto, cpu, cuda, cuda:1, mps')
     dtype: str = flag('auto', 'of the matrix products; S is always fp32', ['auto', 'float32', 'bfloat16'])
@@ -237,6 +238,7 @@ def main(argv):
     rank, world, device, dtype = machine(args)
     say = print if rank == 0 else lambda *a, **k: None
     train, val, data = prepare.load(args.data)
+    val = val[:args.val_tokens or None]
     T = data.get('row', config.block_size)
     config = dataclasses.replace(config, vocab_size=data['vocab_size'], block_size=T)
     torch.manual_seed(args.seed)
