@@ -434,7 +434,7 @@ def language(args, device, dtype):
 
 # ---- suite monotone: what feature maps do to attention. Zhang 2024 figures 2, 3 and 7 ----------------------
 def monotone(args, device, dtype):
-    """The attention of a trained softmax model by other maps: do weights grow with q.k, how spiky are they; the
+    """Attention of a trained softmax model by other maps: do weights grow with q.k, how spiky are they; the
     learned maps before and after they are distilled."""
     teacher, data, x, text = chunks(args, device, 8 if args.full else 2)
     steps, T, rows, curves = 300 if args.full else 30, x.shape[1], [], {}
@@ -453,7 +453,8 @@ def monotone(args, device, dtype):
         student, new = convert.swap(teacher, dict(rule='sum', phi=phi))
         row(phi, student)
         if learns := {n for n, _ in student.named_parameters()} & new:
-            convert.distil(teacher, student, learns, 'ce', convert.Args(distil_steps=steps), batch)
+            progress = convert.Progress(convert.Args(distil_steps=steps, seed=args.seed))
+            convert.distil(teacher, student, learns, 'ce', batch, progress)
             row(f'{phi}, distilled', student)
 
     def curve(axes, rows):

@@ -9,6 +9,7 @@
 """
 import copy
 import dataclasses
+import glob
 import json
 import math
 import os
@@ -28,8 +29,8 @@ from safetensors.torch import save_file
 
 from data import prepare
 from fastweight import RULES
-from model import (GPT, Config, flag, load, parse, pick_device, read, save, script, state_bytes, subset,
-                   swapped, table)
+from model import (GPT, Config, flag, load, pack_optimiser, parse, pick_device, read, save, script,
+                   state_bytes, subset, swapped, table, unpack_optimiser, write)
 
 
 @dataclass
@@ -53,10 +54,13 @@ class Args:
     fold: bool = flag(False, 'with --phi=t2r: put phi into W_q and W_k at the end')
     export: str = flag('', 'folder for weights and config.json, in the layout of the hub if it has one')
     controls: bool = flag(True, 'also fine-tune the teacher as long, and train the student from scratch')
+    eval_every: int = flag(250, 'steps between evaluations, which also save, for --resume', low=1)
+    resume: bool = flag(False, 'go on with the conversion that was stopped in --out')
     seed: int = flag(0, 'of new weights and data order', low=0)
     device: str = flag('auto', 'auto, cpu, cuda')
 
 
+TEACHER = '--rule=softmax --n_head=4 --steps=2500'
 Student = subset('layers', 'phi', 'norm', 'beta_max', 'cache', 'sinks', 'overflow',
                rule=flag('sum', 'what softmax becomes', list(RULES)))
 
@@ -346,30 +350,69 @@ def rows(data, args, T, step, device):
     return torch.from_numpy(np.stack([data[i:i + T + 1] for i in begin]).astype(np.int64)).to(device)
 
 
-def optimise(parameters, lr, steps, loss, name):
-    """AdamW for `steps`; loss(step) calls backward itself, and returns a number. Warm-up, cosine to 0."""
+class Progress:
+    """What a conversion has done so far: log.jsonl, and a file a stage, from which --resume goes on.
+    flags: those of the run, to be found again; None: keep nothing. score(model): logged beside the loss."""
+    def __init__(self, args, flags=None, score=lambda model: {}):
+        self.args, self.flags, self.score = args, flags, score
+
+    def path(self, stage):
+        return os.path.join(self.args.out, f'stage-{re.sub("[^a-z]+", "-", stage)}.safetensors')
+
+    def load(self, stage, model, opt):
+        """-> the steps that are done already, their results put into model and opt."""
+        if not (self.flags and self.args.resume and os.path.exists(self.path(stage))):
+            return 0
+        tensors, meta = read(self.path(stage))
+        model.load_state_dict({k[6:]: x for k, x in tensors.items() if k.startswith('model.')})
+        unpack_optimiser(model, opt, tensors)
+        return meta['step']
+
+    def save(self, stage, model, opt, step, loss):
+        if self.flags:
+            kept = {f'model.{k}': x for k, x in model.state_dict().items()} | pack_optimiser(model, opt)
+            write(self.path(stage), kept, {**self.flags, 'step': step})
+            with open(os.path.join(self.args.out, 'log.jsonl'), 'a') as f:
+                f.write(json.dumps({'stage': stage, 'step': step, 'loss': loss, **self.score(model)}) + '\n')
+
+    def stages(self):
+        return sorted(glob.glob(os.path.join(glob.escape(self.args.out), 'stage-*.safetensors')))
+
+    def forget(self):
+        """All of it but the log."""
+        for path in self.stages():
+            os.remove(path)
+
+
+def optimise(model, lr, steps, loss, stage, progress):
+    """AdamW for `steps` on what requires gradients; loss(step) calls backward itself, and returns a number.
+    Warm-up, cosine to 0. All that is drawn is a function of seed and step, so resuming is exact on a CPU."""
     from tqdm import tqdm
+    args, parameters = progress.args, [p for p in model.parameters() if p.requires_grad]
     opt = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.99), weight_decay=0.0)
-    with tqdm(range(steps), desc=name, disable=None) as bar:
+    done = progress.load(stage, model, opt)
+    with tqdm(range(done, steps), desc=stage, initial=done, total=steps, disable=None) as bar:
         for step in bar:
+            torch.manual_seed(int(np.random.SeedSequence((args.seed, step)).generate_state(1)[0]))
             warm = max(1, steps // 20)
             scale = min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * step / steps)))
             for group in opt.param_groups:
                 group['lr'] = lr * scale
             value = loss(step)
             if not math.isfinite(value):
-                raise ValueError(f'{name}: the loss is {value} at step {step + 1}; lower the learning rate')
+                raise ValueError(f'{stage}: the loss is {value} at step {step + 1}; lower the learning rate')
             nn.utils.clip_grad_norm_(parameters, 1.0)
             opt.step()
             opt.zero_grad(set_to_none=True)
             bar.set_postfix(loss=f'{value:.3f}')
+            if (step + 1) % args.eval_every == 0 or step + 1 == steps:
+                progress.save(stage, model, opt, step + 1, value)
+                model.train()
 
 
-def distil(teacher, student, new, kind, args, batch):
+def distil(teacher, student, new, kind, batch, progress):
     """Stage 1: only the new parameters, each layer by itself on the teacher's inputs; one layer's matrices at
     a time."""
-    parameters = [p for n, p in student.named_parameters() if n in new]
-
     def loss(step):
         total = 0.0
         with torch.no_grad():
@@ -381,12 +424,10 @@ def distil(teacher, student, new, kind, args, batch):
                             far.backward()
                     total += far.item()
         return total / len(student.blocks)
-    for p in student.parameters():
-        p.requires_grad_(False)
-    for p in parameters:
-        p.requires_grad_(True)
+    for n, p in student.named_parameters():
+        p.requires_grad_(n in new)
     student.train()
-    optimise(parameters, args.distil_lr, args.distil_steps, loss, f'distil ({kind})')
+    optimise(student, progress.args.distil_lr, progress.args.distil_steps, loss, f'distil ({kind})', progress)
     for p in student.parameters():
         p.requires_grad_(True)
 
@@ -403,11 +444,12 @@ class LoRA(nn.Module):
         return W + self.scale * self.B @ self.A
 
 
-def finetune(model, steps, lr, batch, name, teacher=None, lora=0, new=()):
+def finetune(model, steps, lr, batch, stage, progress, teacher=None, lora=0, new=()):
     """Stage 2: the next token, or the teacher's distribution of it; all weights, or what is new and LoRA on
     q, k, v and output."""
     model.train()
-    parameters, adapted = [*model.parameters()], []
+    torch.manual_seed(progress.args.seed)           # for LoRA
+    adapted = []
     if lora:
         for block in model.blocks:
             adapted += [block.mixer.qkv, block.mixer.proj]
@@ -415,7 +457,6 @@ def finetune(model, steps, lr, batch, name, teacher=None, lora=0, new=()):
             p.requires_grad_(n in new)
         for linear in adapted:
             nn.utils.parametrize.register_parametrization(linear, 'weight', LoRA(linear.weight, lora))
-        parameters = [p for p in model.parameters() if p.requires_grad]
 
     def loss(step):
         x = batch(step)
@@ -428,7 +469,7 @@ def finetune(model, steps, lr, batch, name, teacher=None, lora=0, new=()):
             value = F.kl_div(logits.log_softmax(-1), wanted, reduction='batchmean', log_target=True)
         value.backward()
         return value.item()
-    optimise(parameters, lr, steps, loss, name)
+    optimise(model, lr, steps, loss, stage, progress)
     for linear in adapted:
         nn.utils.parametrize.remove_parametrizations(linear, 'weight')
     for p in model.parameters():
@@ -470,22 +511,44 @@ def fidelity(teacher, student, x):
     return found
 
 
-@script
-def main(argv):
-    args, changes = parse(argv, __doc__, Args, Student)
+def a_teacher():
+    """out/ckpt.safetensors if its model has softmax, else out/teacher/ckpt.safetensors, trained if need be."""
+    first, path = Args.from_, 'out/teacher/ckpt.safetensors'
+    if os.path.exists(first) and 'all' in Config(**read(first)[1].get('config', {})).keeps():
+        return first
+    if not os.path.exists(path):
+        command = f'train.py {TEACHER} --out=out/teacher'.split()
+        print(f'no softmax model in out/: python {" ".join(command)}', flush=True)
+        command[0] = os.path.join(os.path.dirname(os.path.abspath(__file__)), command[0])
+        if subprocess.run([sys.executable, *command]).returncode:
+            raise ValueError('the teacher could not be trained')
+    return path
+
+
+def settings(argv):
+    """Flags, and with --resume those of the conversion that was stopped. -> args, the student's flags"""
+    given, changes = parse(argv, __doc__, Args, Student)
+    if given.get('resume'):
+        stages = Progress(Args(**given)).stages()
+        if not stages:
+            raise ValueError(f'--resume: no conversion was stopped in {given.get("out", Args.out)}')
+        kept = read(stages[0])[1]
+        known = {**kept['args'], **kept['changes'], 'resume': True}
+        for name, value in {**given, **changes}.items():
+            if known.get(name) != value and name not in ('out', 'device'):
+                raise ValueError(f'--{name.strip("_")}={value}: the run began with {known.get(name)!r}; drop '
+                                 'the flag, or --resume')
+        return Args(**{**kept['args'], **given}), kept['changes']
     if not {'rule', 'layers', 'phi'} & changes.keys():
         changes |= dict(rule='sum', phi='hedgehog')
-    given, args, changes = 'from_' in args, Args(**args), {'rule': 'sum', **changes}
+    return Args(**{'from_': '', **given}), {'rule': 'sum', **changes}
+
+
+@script
+def main(argv):
+    args, changes = settings(argv)
     device = pick_device(args.device)
-    there = os.path.exists(args.from_)
-    if not given and not (there and 'all' in Config(**read(args.from_)[1].get('config', {})).keeps()):
-        args.from_ = 'out/teacher/ckpt.safetensors'
-        if not os.path.exists(args.from_):
-            command = 'train.py --rule=softmax --n_head=4 --steps=2500 --out=out/teacher'.split()
-            print(f'no softmax model in out/: python {" ".join(command)}', flush=True)
-            command[0] = os.path.join(os.path.dirname(os.path.abspath(__file__)), command[0])
-            if subprocess.run([sys.executable, *command]).returncode:
-                raise ValueError('the teacher could not be trained')
+    args.from_ = args.from_ or a_teacher()
     teacher, meta = pretrained(args.from_, args.revision, device)
     if teacher.config.keeps() - {None, 'all'}:
         raise ValueError(f'{args.from_}: its layers keep few rows, {",".join(teacher.config.rules())}; a '
@@ -516,6 +579,12 @@ def main(argv):
                       'recovered': math.exp(base - loss), 'tokens': tokens,
                       'minutes': round((time.perf_counter() - begin) / 60, 2)})
         print(f'{name}: perplexity {found[-1]["perplexity"]:.4g}, recovered {math.exp(base - loss):.1%}')
+    score = lambda model: {'perplexity': math.exp(min(nats(model, val, args, T, device), 80))}
+    progress = Progress(args, {'args': dataclasses.asdict(args), 'changes': changes}, score)
+    os.makedirs(args.out, exist_ok=True)
+    if not args.resume:
+        progress.forget()
+        open(os.path.join(args.out, 'log.jsonl'), 'w').close()
     parameters = dict(student.named_parameters())
     print(f'{args.from_} -> {",".join(student.config.rules())}; {source}, rows of {T}; of '
           f'{sum(p.numel() for p in parameters.values()):,} parameters '
@@ -524,20 +593,20 @@ def main(argv):
     note('swapped', student)
     learns = [n for n in new if n in parameters]
     if kind != 'none' and args.distil_steps and learns:
-        distil(teacher, student, new, kind, args, batch(0))
+        distil(teacher, student, new, kind, batch(0), progress)
         note(f'distilled ({kind})', student, args.distil_steps)
     heads = fidelity(teacher, student, torch.from_numpy(np.stack([val[:T]]).astype(np.int64)).to(device))
     student = copy.deepcopy(student)                            # until here its weights were the teacher's
     if args.steps:
         kl = teacher if args.loss == 'kl' else None
-        finetune(student, args.steps, args.lr, batch(args.distil_steps), 'fine-tune', kl, args.lora, new)
+        finetune(student, args.steps, args.lr, batch(args.distil_steps), 'fine-tune', progress, kl, args.lora,
+                 new)
         note('fine-tuned', student, args.steps)
     plain = student.config
     if args.fold:
         student = fold(student)
     if args.export:
         export(student, args.export)
-    os.makedirs(args.out, exist_ok=True)
     save(os.path.join(args.out, 'ckpt.safetensors'), student,
          {'step': args.steps, 'data': meta['data'], 'args': {'data': source}, 'from': args.from_})
     sizes = []
@@ -550,11 +619,13 @@ def main(argv):
                       'times smaller': kv / size if fixed else None})
     if args.controls and args.steps:
         tokens, twin = 0, copy.deepcopy(teacher)
-        finetune(twin, args.steps, args.lr, batch(args.distil_steps), 'control: teacher', None, args.lora)
+        finetune(twin, args.steps, args.lr, batch(args.distil_steps), 'control: teacher', progress,
+                 lora=args.lora)
         note('control: teacher fine-tuned', twin, args.steps)
+        torch.manual_seed(args.seed)
         tokens, anew = 0, GPT(plain).to(device)
         steps = args.steps + (args.distil_steps if learns and kind != 'none' else 0)
-        finetune(anew, steps, 4e-3, batch(0), 'control: from scratch')
+        finetune(anew, steps, 4e-3, batch(0), 'control: from scratch', progress)
         note('control: student from scratch', anew, steps)
     print()
     for rows_ in (found, heads, sizes):
@@ -564,6 +635,7 @@ def main(argv):
     with open(os.path.join(args.out, 'convert.json'), 'w') as f:
         json.dump(dict(args=dataclasses.asdict(args), config=dataclasses.asdict(student.config), distil=kind,
                        table=found, layers=heads, state=sizes), f, indent=1)
+    progress.forget()
     print(f'{args.out}/convert.json has these tables; python sample.py --init={args.out}/ckpt.safetensors')
 
 

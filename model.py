@@ -610,6 +610,21 @@ def load(path, device='cpu', **changes):
     return swapped(model, path, **changes).to(device), {**meta, 'tensors': tensors}
 
 
+def pack_optimiser(model, opt):
+    """What AdamW remembers of each parameter, as a flat dict of tensors, for `save`."""
+    return {f'opt.{n}.{k}': x for n, p in model.named_parameters() for k, x in opt.state.get(p, {}).items()}
+
+
+def unpack_optimiser(model, opt, tensors):
+    """The inverse of `pack_optimiser`, into opt."""
+    for name, p in model.named_parameters():
+        kept = {k: tensors[f'opt.{name}.{k}'] for k in ('step', 'exp_avg', 'exp_avg_sq')
+                if f'opt.{name}.{k}' in tensors}
+        if kept:                                    # unless fused, the count of steps stays on the CPU
+            opt.state[p] = {k: x.to('cpu' if k == 'step' and not opt.defaults['fused'] else p.device)
+                            for k, x in kept.items()}
+
+
 def pack(state, prefix='state'):
     """A state as a flat dict of tensors, for `write` and `save`."""
     flat = {}

@@ -1369,6 +1369,30 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, capsys)
     if found['distil'] == 'ce':
         assert found['layers'] and all(r['KL to teacher'] > 0 for r in found['layers'])
 
+@pytest.mark.parametrize('at', [3, 11, 15])
+def test_stopped_conversion_goes_on_bit_for_bit(at, teacher, tmp_path, monkeypatch, capsys):
+    """Stopped in stage 1, in stage 2 and in a control."""
+    def run(name, *flags):
+        code = convert.main([*flags, f'--out={tmp_path / name}'])
+        tables = code == 0 and json.loads((tmp_path / name / 'convert.json').read_text())
+        return code or [{**r, 'minutes': 0} for r in tables['table'] + tables['layers']]
+    flags = [f'--from={teacher}', *'--steps=4 --distil_steps=8 --eval_rows=4 --eval_every=2 --seed=3'.split()]
+    flags += '--lora=2 --phi=favor --layers=softmax,sum'.split() if at == 11 else []
+    whole, rows, calls = run('whole', *flags), convert.rows, iter(range(at))
+
+    def stop(*a):
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return rows(*a)
+    monkeypatch.setattr(convert, 'rows', stop)
+    assert run('cut', *flags) == 130
+    monkeypatch.setattr(convert, 'rows', rows)
+    assert 'began' in refused(capsys, convert.main, '--resume', '--steps=5', f'--out={tmp_path / "cut"}')
+    assert run('cut', '--resume') == whole
+    assert 'was stopped' in refused(capsys, convert.main, '--resume', f'--out={tmp_path / "cut"}')
+    a, b = (load(tmp_path / name / 'ckpt.safetensors')[0].state_dict() for name in ('whole', 'cut'))
+    assert all(torch.equal(a[n], b[n]) for n in a)
+
 def test_distilling_lowers_the_divergence_and_leaves_the_rest_alone(teacher, text):
     model = convert.pretrained(teacher)[0]
     before = {n: x.clone() for n, x in model.state_dict().items()}
@@ -1376,9 +1400,10 @@ def test_distilling_lowers_the_divergence_and_leaves_the_rest_alone(teacher, tex
     assert all('phi.weight' in n for n in new) and len(new) == 2
     data = prepare.load(text)[0]
     args = convert.Args(distil_steps=30, batch_size=4)
+    progress = convert.Progress(args)
     x = convert.rows(data, args, 16, 999, 'cpu')
     first = convert.fidelity(model, student, x)
-    convert.distil(model, student, new, 'ce', args, lambda i: convert.rows(data, args, 16, i, 'cpu'))
+    convert.distil(model, student, new, 'ce', lambda i: convert.rows(data, args, 16, i, 'cpu'), progress)
     for a, b in zip(first, convert.fidelity(model, student, x)):
         assert 0 < b['KL to teacher'] < .9 * a['KL to teacher']
     for n, y in student.state_dict().items():

@@ -23,7 +23,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from data import prepare
-from model import GPT, Config, flag, load, pack, parse, pick_device, pick_form, read, save, script, unpack
+from model import (GPT, Config, flag, load, pack, pack_optimiser, parse, pick_device, pick_form, read, save,
+                   script, unpack, unpack_optimiser)
 
 BAD_STEPS = 10     # so many non-finite steps in a row end the run
 WARMUP = 0.05      # of all steps; then a cosine to 0
@@ -257,10 +258,7 @@ def main(argv):
         weights = {k.removeprefix('model.'): v for k, v in tensors.items() if k.startswith('model.')}
         model.load_state_dict(weights)
     if args.resume:
-        place = lambda k: device if k != 'step' or opt.defaults['fused'] else 'cpu'    # as AdamW wants it
-        for name, p in model.named_parameters():
-            opt.state[p] = {k: tensors[f'opt.{name}.{k}'].to(place(k))
-                            for k in ('step', 'exp_avg', 'exp_avg_sq') if f'opt.{name}.{k}' in tensors}
+        unpack_optimiser(model, opt, tensors)
         states = [unpack(tensors, f'carry{i}', device) for i in range(args.accum)]
 
     cast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
@@ -331,8 +329,7 @@ def main(argv):
                 if val_loss < best:
                     best = val_loss
                     save(os.path.join(args.out, 'best.safetensors'), model, {**keep, 'step': done})
-                extra = {f'opt.{n}.{k}': v for n, p in model.named_parameters()
-                         for k, v in opt.state[p].items()}
+                extra = pack_optimiser(model, opt)
                 for i, s in enumerate(states):
                     extra.update(pack(s or [], f'carry{i}'))
                 about = {**keep, 'step': done, 'best': best}
