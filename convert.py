@@ -512,7 +512,7 @@ def fidelity(teacher, student, x):
 
 
 def a_teacher():
-    """out/ckpt.safetensors if its model has softmax, else out/teacher/ckpt.safetensors, trained if need be."""
+    """out/ckpt.safetensors if it has softmax layers, else out/teacher/ckpt.safetensors, made if need be."""
     first, path = Args.from_, 'out/teacher/ckpt.safetensors'
     if os.path.exists(first) and 'all' in Config(**read(first)[1].get('config', {})).keeps():
         return first
