@@ -1,11 +1,20 @@
 """Measure, on this machine. A suite prints a table, writes out/bench/SUITE.csv and .png; last, a JSON line.
 
+    python bench.py                    decode --quick: what the next token costs
+    python bench.py all --quick        every suite below, twenty minutes on two cores; --full takes hours
+
     python bench.py decode             the next token after 128 .. 65,536: time and state, layer and model
-    python bench.py cache              perplexity of a softmax model in out/ as an RNN that keeps few rows
+    python bench.py layer              one forward pass over up to 32,768, and its memory
+    python bench.py capacity           how many associations a matrix holds (Schlag 2021)
+    python bench.py update             associations whose values change: sum, gated, delta
+    python bench.py recall             accuracy and entropy of attention by feature map (Zhang 2024)
+    python bench.py mqar               multi-query recall against the bytes of the state
+    python bench.py monotone           attention weights against q.k by feature map, also distilled
+    python bench.py language           rules, positions, normalisation, carried state (Schlag 2021)
+    python bench.py train              a layer forward and backward over T: our forms, and attention
+    python bench.py cache              perplexity of a softmax model as an RNN that keeps few rows (Oren 2024)
     python bench.py kept               which tokens TOVA keeps in it, and for how long
     python bench.py batch              throughput at a memory budget against the rows kept
-    python bench.py train              a layer forward and backward over T: our forms, and attention
-    python bench.py train --full       more lengths, more repeats; --heads=12 are GPT-2's
 """
 import csv
 import importlib
@@ -39,21 +48,23 @@ from model import (GPT, Config, captured, flag, graphed, pack, parse, pick_devic
 
 @dataclass
 class Args:
-    quick: bool = flag(False, 'two minutes at most on two cores: the default')
-    full: bool = flag(False, 'all sizes and more repeats')
-    seeds: int = flag(0, 'how often what learns is trained; 0: once, with --full three times', low=0)
-    out: str = flag('out/bench', 'folder for tables and pictures')
-    init: str = flag('out/ckpt.safetensors', 'cache, kept: a checkpoint with softmax layers')
-    data: str = flag('', 'cache, kept: a data set or text, if not the one the checkpoint was trained on')
+    quick: bool = flag(False, 'about two minutes on two cores: the default')
+    full: bool = flag(False, 'all sizes, more steps and repeats')
+    out: str = flag('out/bench', 'folder for tables, pictures and what was trained')
+    device: str = flag('auto', 'auto, cpu, cuda')
+    seed: int = flag(0, 'the first, of inputs and trainings', low=0)
+    seeds: int = flag(0, 'suites that train: how often; 0: once, with --full three times', low=0)
+    steps: int = flag(0, 'the same: how long, if not as the suite has it', low=0)
+    only: str = flag('', 'the same: lines of the table, as softmax,delta')
+    lengths: str = flag('', 'sequence lengths, rows, associations or widths, if not the suite\'s: 256,1024')
+    heads: int = flag(0, 'decode, layer, train: heads, if not 12, train 4', low=0)
+    head_dim: int = flag(64, 'the same: features of q, k and v', low=1)
+    batch: int = flag(1, 'the same: rows', low=1)
+    dtype: str = flag('auto', 'the same: type; auto: bfloat16 on a GPU', ['auto', 'float32', 'bfloat16'])
+    init: str = flag('', 'cache, kept, monotone: a model with softmax; else what convert.py would convert')
+    data: str = flag('', 'the same, if not what it was trained on; language: if not stdlib')
     overflow: str = flag('', 'cache: also with fast weights for what goes, at equal bytes: sum:hedgehog')
     budget: int = flag(71, 'batch: MB for all states', low=1)
-    device: str = flag('auto', 'auto, cpu, cuda')
-    dtype: str = flag('auto', 'of q, k, v; auto: bfloat16 on a GPU', ['auto', 'float32', 'bfloat16'])
-    lengths: str = flag('', 'sequence lengths, if not those of the suite: 256,1024')
-    heads: int = flag(0, 'heads, if not those of the suite: 12 as in GPT-2, train: 4', low=0)
-    head_dim: int = flag(64, 'features of q, k and v', low=1)
-    batch: int = flag(1, 'rows', low=1)
-    seed: int = flag(0, 'of the inputs', low=0)
 
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -124,7 +135,9 @@ def report(args, name, rows, note, *panels, **summary):
     for draw, ax in zip(panels, axes[0]):
         draw(ax, rows)
     figure.savefig(path + '.png', dpi=110, bbox_inches='tight')
-    print(json.dumps(dict(suite=name, torch=torch.__version__, threads=torch.get_num_threads(), **summary)))
+    here = dict(torch=torch.__version__, threads=torch.get_num_threads())
+    minutes = round((time.perf_counter() - args.began) / 60, 2)
+    print(json.dumps(dict(suite=name, **here, seeds=args.seeds, minutes=minutes, **summary)), flush=True)
 
 
 def lines(axes, rows, x, y, label, yscale='log', paper=None):
@@ -145,18 +158,14 @@ def lines(axes, rows, x, y, label, yscale='log', paper=None):
     axes.legend(fontsize=9, frameon=False)
 
 
-def seeds(args):
-    return range(args.seed, args.seed + args.seeds)
-
-
-def once(args, run, **key):
-    """run(**key), a dict; or what it gave before, by runs.jsonl in --out: a long suite, stopped, goes on."""
-    path, key = os.path.join(args.out, 'runs.jsonl'), {'run': run.__name__, **key}
-    if os.path.exists(path):
-        for line in prepare.read(path).decode().splitlines():
-            known = json.loads(line)
-            if known.pop('key') == key:
-                return known
+def once(args, name, run, **key):
+    """run(**key), a dict, and its minutes; or what it gave before, by runs.jsonl in --out: a long suite that
+    was stopped goes on."""
+    path, key = os.path.join(args.out, 'runs.jsonl'), {'run': name, **key}
+    for line in prepare.read(path).decode().splitlines() if os.path.exists(path) else ():
+        known = json.loads(line)
+        if known.pop('key') == key:
+            return known
     began = time.perf_counter()
     found = run(**{k: x for k, x in key.items() if k != 'run'})
     found['minutes'] = (time.perf_counter() - began) / 60
@@ -164,6 +173,25 @@ def once(args, run, **key):
     with open(path, 'a') as f:
         f.write(json.dumps({'key': key, **found}) + '\n')
     return found
+
+
+def for_seeds(args, name, run, **key):
+    return [once(args, name, run, **key, seed=seed) for seed in range(args.seed, args.seed + args.seeds)]
+
+
+def of_seeds(found, key, scale=1.0):
+    """Columns of a table: the median over seeds, its range, what it took."""
+    values = [scale * f[key] for f in found]
+    return {'ours': statistics.median(values), 'least': min(values), 'most': max(values),
+            'seeds': len(values), 'minutes': sum(f['minutes'] for f in found)}
+
+
+def only(args, table):
+    """The rows of a table that --only names, or all."""
+    names = [n.strip() for n in args.only.split(',')] if args.only else list(table)
+    if unknown := [n for n in names if n not in table]:
+        raise ValueError(f'--only={args.only}: no {unknown[0]!r} here; choose from {", ".join(table)}')
+    return {n: table[n] for n in names}
 
 
 # ---- suites capacity, update: how much a matrix of fast weights holds. Schlag 2021 section 6.1 -------------
@@ -254,35 +282,31 @@ ASSOCIATIVE = {     # form: rule, phi, norm, the losses logged beside the author
         'sum': ('sum', 'dpfp:1', 'attn', [.097, .104, .103, .113, .111, .155, .231]),
         'gated': ('gated', 'dpfp:1', 'attn', []),
         'delta': ('delta', 'dpfp:1', 'sum', [.0008, .001, .0049, .0063, .0001, .0475, .171]),
-        'delta, dpfp:2': ('delta', 'dpfp:2', 'sum', [.001, .0005, .0005, .0008, .0854, .0003, .0008]),
-        'delta, elu': ('delta', 'elu', 'sum', [.0008, .0007, .0005, .094, .15, .257, .342]),
-        'delta, no sum norm': ('delta', 'dpfp:1', 'l2', []),
-        'sum, sum norm': ('sum', 'dpfp:1', 'sum', [])}}
+        'delta dpfp:2': ('delta', 'dpfp:2', 'sum', [.001, .0005, .0005, .0008, .0854, .0003, .0008]),
+        'delta elu': ('delta', 'elu', 'sum', [.0008, .0007, .0005, .094, .15, .257, .342]),
+        'delta l2': ('delta', 'dpfp:1', 'l2', []),
+        'sum sum-norm': ('sum', 'dpfp:1', 'sum', [])}}
 
 
-def associative(args, name, quick, note):
-    """A table of losses against S. A form that has lost too much (0.1) is not tried at greater sizes."""
-    rows, broken, replace = [], {}, name == 'update'
-    for form, (rule, phi, norm, paper) in ASSOCIATIVE[name].items():
+def associative(args, name, quick, title):
+    """A table of losses against S. A matrix that is overfull (a loss above 0.1) is not tried at greater S."""
+    rows, broken, theirs = [], {}, {}
+    for form, (rule, phi, norm, logged) in only(args, ASSOCIATIVE[name]).items():
+        paper = dict(zip(GRIDS[name], logged))
+        theirs[form] = next((S for S, x in paper.items() if x > 0.001), '-')
         for S in lengths(args, GRIDS[name] if args.full else quick.get(form, ())):
-            found = [once(args, associate, S=S, rule=rule, phi=phi, norm=norm, replace=replace, seed=seed,
-                          most=20000 if args.full else 1000) for seed in seeds(args)]
-            losses = [f['loss'] for f in found]
-            ours = statistics.median(losses)
-            rows.append({'form': form, 'S': S, 'paper': dict(zip(GRIDS[name], paper)).get(S), 'ours': ours,
-                         'least': min(losses), 'most': max(losses), 'seeds': len(found),
-                         'minutes': sum(f['minutes'] for f in found)})
-            if ours > 0.001:
+            found = for_seeds(args, 'associate', associate, S=S, rule=rule, phi=phi, norm=norm,
+                              replace=name == 'update', most=args.steps or (20000 if args.full else 1000))
+            rows.append({'form': form, 'S': S, 'paper': paper.get(S), **of_seeds(found, 'loss')})
+            if rows[-1]['ours'] > 0.001:
                 broken.setdefault(form, S)
-            if ours > 0.1 and (rule == 'delta' or name == 'capacity'):
+            if rows[-1]['ours'] > 0.1 and (rule == 'delta' or name == 'capacity'):
                 break
 
     def draw(axes, rows):
         lines(axes, rows, 'S', 'ours', 'form', 'linear', paper='paper')
-        axes.set(xlabel='associations S', ylabel='loss, 1/2 |v - answer|^2', title=note)
-    theirs = {form: next((S for S, x in zip(GRIDS[name], c[3]) if x > 0.001), None)
-              for form, c in ASSOCIATIVE[name].items() if c[3]}
-    text = ', '.join(f'{form} {S} (paper {theirs.get(form, "-")})' for form, S in broken.items())
+        axes.set(xlabel='associations S', ylabel='loss, 1/2 |v - answer|^2', title=title)
+    text = ', '.join(f'{form} {S} (paper {theirs[form]})' for form, S in broken.items())
     report(args, name, rows, f'first S above a loss of 0.001: {text}', draw, broken=broken)
 
 
@@ -294,7 +318,7 @@ def capacity(args, device, dtype):
 
 def update(args, device, dtype):
     """Values that change: keys come again, the last value counts. Schlag 2021 figure 3."""
-    few = {'sum': (20, 60), 'gated': (20,), 'delta': (20, 60), 'sum, sum norm': (20,)}
+    few = {'sum': (20, 60), 'gated': (20,), 'delta': (20, 60), 'sum sum-norm': (20,)}
     associative(args, 'update', few, 'values that change (hollow: the paper)')
 
 
@@ -314,9 +338,9 @@ def run_train(flags, seed, out):
 def learned(args, suite, name, flags):
     """The runs of one line, a seed each."""
     print(f'{name}: python train.py {flags}', file=sys.stderr, flush=True)
-    folder = os.path.join(args.out, suite, re.sub('[^a-z0-9]+', '-', f'{name} {flags}'.lower())[:120])
-    return [once(args, run_train, flags=flags, seed=seed, out=os.path.join(folder, str(seed)))
-            for seed in seeds(args)]
+    folder = os.path.join(args.out, suite, re.sub('[^a-z0-9]+', '-', flags.lower())[-120:])
+    run = lambda flags, seed: run_train(flags, seed, f'{folder}-{seed}')
+    return for_seeds(args, 'train.py', run, flags=flags)
 
 
 @torch.inference_mode()
@@ -341,19 +365,17 @@ RECALL = {      # what is trained, and the paper's accuracy in per cent, where t
     'exp:1': ('--rule=sum --phi=exp:1', None), 'relu': ('--rule=sum --phi=relu', None),
     'elu': ('--rule=sum --phi=elu', 17), 'favor': ('--rule=sum --phi=favor', 17),
     'cosformer': ('--rule=sum --phi=cosformer:128', 17), 'delta': ('--rule=delta', None),
-    'delta, dpfp:2': ('--rule=delta --phi=dpfp:2', None)}
+    'delta dpfp:2': ('--rule=delta --phi=dpfp:2', None)}
 
 
 def recall(args, device, dtype):
     """Associative recall against the entropy of attention. Zhang 2024 figure 4. One layer and one head of 16
     channels for 20 keys: enough for softmax, so that what is lost is lost by the map."""
-    rows, steps = [], 3000 if args.full else 700
-    for name, (flags, paper) in RECALL.items():
+    rows, steps = [], args.steps or (3000 if args.full else 700)
+    for name, (flags, paper) in only(args, RECALL).items():
         found = learned(args, 'recall', name, f'--data=recall-kept --n_layer=1 --n_head=1 --n_embd=16 '
                         f'--batch_size=16 --steps={steps} --eval_every={steps} --device={device} {flags}')
-        right = [100 * f['accuracy'] for f in found]
-        rows.append({'form': name, 'paper': paper, 'ours': statistics.median(right), 'least': min(right),
-                     'most': max(right), 'seeds': len(found), 'minutes': sum(f['minutes'] for f in found),
+        rows.append({'form': name, 'paper': paper, **of_seeds(found, 'accuracy', 100),
                      'entropy': entropy(os.path.join(found[0]['out'], 'ckpt.safetensors'), device)})
 
     def draw(axes, rows):
@@ -369,65 +391,60 @@ def recall(args, device, dtype):
 
 def mqar(args, device, dtype):
     """Accuracy on multi-query recall against the bytes of the state, for every rule. Arora 2023 (Zoology)."""
-    rows, steps = [], 2000 if args.full else 300
+    rows, steps = [], args.steps or (2000 if args.full else 300)
     widths = lengths(args, (16, 32, 64, 128) if args.full else (32, 64))
-    rules = list(RULES) if args.full else ['softmax', 'sum', 'delta', 'decay', 'window']
-    for rule, width in itertools.product(rules, widths):
+    rules = RULES if args.full or args.only else ['softmax', 'sum', 'delta', 'decay', 'window']
+    for rule, width in itertools.product(only(args, {r: RULES[r] for r in rules}), widths):
         flags = (f'--data=mqar --rule={rule} --n_layer=2 --n_head=2 --n_embd={width} --batch_size=32 '
-                 f'--steps={steps} --eval_every={steps} --device={device}')
+                 f'--steps={steps} --eval_every={steps} --val_tokens={2 ** 17} --device={device}')
         flags += ' --cache=16' if RULES[rule].keeps not in (None, 'all') else ''
         found = learned(args, 'mqar', f'{rule} {width}', flags)
         model, _ = pretrained(os.path.join(found[0]['out'], 'ckpt.safetensors'), device=device)
-        right = [100 * f['accuracy'] for f in found]
         state = model.eval().read(torch.zeros(1, model.config.block_size, dtype=torch.long, device=device))
-        rows.append({'form': rule, 'width': width, 'state bytes': state_bytes(state), 'ours':
-                     statistics.median(right), 'least': min(right), 'most': max(right), 'seeds': len(found),
-                     'minutes': sum(f['minutes'] for f in found)})
+        rows.append({'form': rule, 'width': width, 'state bytes': state_bytes(state),
+                     **of_seeds(found, 'accuracy', 100)})
 
     def draw(axes, rows):
         lines(axes, rows, 'state bytes', 'ours', 'form', 'linear')
         axes.set(xlabel='bytes of the state after 128 tokens', ylabel='accuracy, %', title='MQAR, 8 pairs')
-    report(args, 'mqar', rows, f'{steps} steps of 32 rows; accuracy in % of 3,000 new rows', draw)
+    report(args, 'mqar', rows, f'{steps} steps of 32 rows; accuracy in % of 512 new rows', draw)
 
 
 LANGUAGE = {    # what is trained; perplexity on WikiText-103: tables 2, 3, 5 (16 layers, 40 M; 3: 90 M), 4
     'softmax': ('--rule=softmax --n_head=4', 34.1), 'sum': ('--rule=sum', 38.3),
-    'delta, elu': ('--rule=delta --phi=elu --norm=sum', 35.5),
-    'sum, favor:8': ('--rule=sum --phi=favor:8', 39.6),
-    'delta, favor:8': ('--rule=delta --phi=favor:8 --norm=sum', 37.2),
-    'sum, dpfp:1': ('--rule=sum --phi=dpfp:1', 38.8),
-    'delta, dpfp:1': ('--rule=delta --phi=dpfp:1 --norm=sum', 35.0), 'delta': ('--rule=delta', None),
+    'delta elu': ('--rule=delta --phi=elu --norm=sum', 35.5),
+    'sum favor:8': ('--rule=sum --phi=favor:8', 39.6),
+    'delta favor:8': ('--rule=delta --phi=favor:8 --norm=sum', 37.2),
+    'sum dpfp:1': ('--rule=sum --phi=dpfp:1', 38.8),
+    'delta dpfp:1': ('--rule=delta --phi=dpfp:1 --norm=sum', 35.0), 'delta': ('--rule=delta', None),
     'decay': ('--rule=decay', None), 'gated_delta': ('--rule=gated_delta', None),
-    'delta, elu, positions': ('--rule=delta --phi=elu --norm=sum --pos=learned', None),
-    'delta, elu, attn': ('--rule=delta --phi=elu --norm=attn', 37.2),
-    'delta, elu, carried': ('--rule=delta --phi=elu --norm=sum --carry', None),
-    'sum, carried': ('--rule=sum --carry', None)}
+    'delta elu learned-positions': ('--rule=delta --phi=elu --norm=sum --pos=learned', None),
+    'delta elu attn-norm': ('--rule=delta --phi=elu --norm=attn', 37.2),
+    'delta elu carry': ('--rule=delta --phi=elu --norm=sum --carry', None),
+    'sum carry': ('--rule=sum --carry', None)}
 
 
 def language(args, device, dtype):
     """Schlag 2021 tables 2 to 5 at a size for two cores: 4 layers of width 128, rows of 128, no convolutions,
     the same tokens for all. `carried` reads the validation text with one state from end to end."""
-    rows, steps, tokens = [], *((2000, 2 ** 18) if args.full else (150, 2 ** 15))
+    rows, steps, tokens = [], args.steps or (2000 if args.full else 150), 2 ** 18 if args.full else 2 ** 15
     data = args.data or 'stdlib'
-    bits = lambda loss: None if loss is None else loss * per_byte
-    meta = prepare.load(data)[2]
-    per_byte = meta['val']['tokens'] / meta['val']['bytes'] / math.log(2)
-    names = list(LANGUAGE) if args.full else ['softmax', 'sum', 'delta, elu', 'delta', 'decay', 'gated_delta']
-    for name in names:
-        flags, paper = LANGUAGE[name]
+    val = prepare.load(data)[2]['val']
+    few = ['softmax', 'sum', 'delta elu', 'delta', 'decay', 'gated_delta']
+    table = only(args, LANGUAGE if args.full or args.only else {n: LANGUAGE[n] for n in few})
+    for name, (flags, paper) in table.items():
         found = learned(args, 'language', name, f'--data={data} --conv=0 --steps={steps} '
                         f'--eval_every={steps} --val_tokens={tokens} --device={device} {flags}')
-        ours, carried = ([bits(f[key]) for f in found] for key in ('loss', 'carried'))
-        rows.append({'form': name, 'paper, perplexity': paper, 'ours, bits per byte': statistics.median(ours),
-                     'least': min(ours), 'most': max(ours),
-                     'ours, carried': None if None in carried else statistics.median(carried),
-                     'parameters': found[0]['params'], 'seeds': len(found),
-                     'minutes': sum(f['minutes'] for f in found)})
+        bits = val['tokens'] / val['bytes'] / math.log(2)
+        carried = [f['carried'] for f in found if f['carried'] is not None]
+        rows.append({'form': name, 'paper, perplexity': paper, **of_seeds(found, 'loss', bits),
+                     'carried': bits * statistics.median(carried) if carried else None,
+                     'parameters': found[0]['params']})
 
     def draw(axes, rows):
-        axes.barh([r['form'] for r in rows][::-1], [r['ours, bits per byte'] for r in rows][::-1],
+        axes.barh([r['form'] for r in rows][::-1], [r['ours'] for r in rows][::-1],
                   color='#0072B2')
-        least = min(r['ours, bits per byte'] for r in rows)
+        least = min(r['ours'] for r in rows)
         axes.set(xlabel='bits per byte', xlim=(0.9 * least, None), title=f'{data}, {steps} steps')
     report(args, 'language', rows, f'{data}, {steps} steps of 4 rows of 128; paper: WikiText-103', draw)
 
@@ -437,7 +454,7 @@ def monotone(args, device, dtype):
     """Attention of a trained softmax model by other maps: do weights grow with q.k, how spiky are they; the
     learned maps before and after they are distilled."""
     teacher, data, x, text = chunks(args, device, 8 if args.full else 2)
-    steps, T, rows, curves = 300 if args.full else 30, x.shape[1], [], {}
+    steps, T, rows, curves = args.steps or (300 if args.full else 30), x.shape[1], [], {}
 
     def row(form, student):
         layers, keys = convert.fidelity(teacher, student, x), ('order kept', 'entropy', 'entropy of teacher',
@@ -493,8 +510,8 @@ def peak_bytes(run, device):
 def layer(args, device, dtype):
     """One layer's forward with its feature map, from q, k, v; attention is scaled_dot_product_attention."""
     rows, H, d = [], args.heads or 12, args.head_dim
-    forms = {'sum, elu': ('sum', 'elu'), 'sum, hedgehog': ('sum', 'hedgehog'), 'delta': ('delta', None),
-             'sum, taylor': ('sum', 'taylor')}
+    forms = {'sum elu': ('sum', 'elu'), 'sum hedgehog': ('sum', 'hedgehog'), 'delta': ('delta', None),
+             'sum taylor': ('sum', 'taylor')}
     left_out, slow = [], set()
     for T in lengths(args, (256, 1024, 4096, 16384, 32768) if args.full else (256, 1024, 4096)):
         q, k, v = (torch.randn(args.batch, H, T, d, device=device, dtype=dtype) for _ in 'qkv')
@@ -716,6 +733,7 @@ PAPER_ROWS = {      # table 3: perplexity of LLaMA-2-7B on PG-19 at 1/64, 1/32, 
 def chunks(args, device, count):
     """The checkpoint, its tokenizer, `count` pieces of validation text as long as a training row, and text to
     train on."""
+    args.init = args.init or convert.a_teacher(make=False)
     model, meta = pretrained(args.init, device=device)
     T = model.config.block_size
     text, val, *_ = prepare.load_like(args.init, meta, args.data, T)
@@ -851,16 +869,29 @@ SUITES = dict(decode=decode, layer=layer, capacity=capacity, update=update, reca
 @script
 def main(argv):
     name = argv.pop(0) if argv and not argv[0].startswith('-') else 'decode'
-    if name not in SUITES:
-        raise ValueError(f'{name}: no such suite; choose from {", ".join(SUITES)}')
+    if name not in (*SUITES, 'all'):
+        raise ValueError(f'{name}: no such suite, --help has a line on each; choose from all, '
+                         f'{", ".join(SUITES)}')
     args = Args(**parse(argv, __doc__, Args)[0])
     if args.quick and args.full:
         raise ValueError('--quick and --full contradict each other')
     args.seeds = args.seeds or (3 if args.full else 1)
     device = pick_device(args.device)
     auto = torch.bfloat16 if device.type == 'cuda' else torch.float32
-    torch.manual_seed(args.seed)
-    SUITES[name](args, device, auto if args.dtype == 'auto' else getattr(torch, args.dtype))
+    began, left_out = time.perf_counter(), {}
+    for suite in SUITES if name == 'all' else [name]:
+        print(f'--- {suite} ---' if name == 'all' else '', end='\n' if name == 'all' else '', flush=True)
+        args.began = time.perf_counter()
+        torch.manual_seed(args.seed)
+        try:
+            SUITES[suite](args, device, auto if args.dtype == 'auto' else getattr(torch, args.dtype))
+        except ValueError as e:
+            if name != 'all':
+                raise
+            left_out[suite] = str(e)
+            print(f'left out: {e}', flush=True)
+    if name == 'all':
+        print(json.dumps(dict(suite='all', left_out=left_out, minutes=(time.perf_counter() - began) / 60)))
 
 
 if __name__ == '__main__':

@@ -511,11 +511,13 @@ def fidelity(teacher, student, x):
     return found
 
 
-def a_teacher():
+def a_teacher(make=True):
     """out/ckpt.safetensors if it has softmax layers, else out/teacher/ckpt.safetensors, made if need be."""
     first, path = Args.from_, 'out/teacher/ckpt.safetensors'
     if os.path.exists(first) and 'all' in Config(**read(first)[1].get('config', {})).keeps():
         return first
+    if not os.path.exists(path) and not make:
+        raise ValueError(f'no softmax model in out/: python train.py {TEACHER} --out=out/teacher makes one')
     if not os.path.exists(path):
         command = f'train.py {TEACHER} --out=out/teacher'.split()
         print(f'no softmax model in out/: python {" ".join(command)}', flush=True)

@@ -409,10 +409,11 @@ class GPT(nn.Module):
             new.append(s)
         return self.norm(x), new
 
-    def forward(self, tokens, state=None):
-        """tokens (B, T) -> logits (B, T, vocab), state. With a state it goes on from there."""
+    def forward(self, tokens, state=None, at=None):
+        """tokens (B, T) -> logits (B, T, vocab), state. With a state it goes on from there. at (B, T): logits
+        only where this is true (N, vocab)."""
         x, state = self.hidden(tokens, state)
-        return F.linear(x, (self.head or self.embed).weight), state
+        return F.linear(x if at is None else x[at], (self.head or self.embed).weight), state
 
     @property
     def max_len(self):

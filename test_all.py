@@ -1140,14 +1140,20 @@ def test_soak_100000_tokens_in_constant_memory(rule):
 
 
 SUITES = dict(train=('--lengths=40', 10), decode=('--lengths=8,40', 16), batch=('--lengths=32 --budget=1', 5),
-              cache=('--lengths=4,8 --overflow=delta:favor:1', 15), kept=('--lengths=4', 4))
+              cache=('--lengths=4,8 --overflow=delta:favor:1', 15), kept=('--lengths=4', 4),
+              layer=('--lengths=8,40', 10), capacity=('--lengths=4 --steps=100 --only=elu,softmax', 2),
+              update=('--lengths=4 --steps=100 --only=gated,delta', 2), monotone=('--steps=1', 10),
+              recall=('--steps=1 --only=elu,delta', 2), mqar=('--steps=1 --only=tova --lengths=8', 1),
+              language=('--steps=1 --only=sum', 1))
 
 @pytest.mark.parametrize('suite', bench.SUITES)
 def test_bench_writes_table_picture_and_one_json_line(suite, text, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench, 'seconds', lambda runs, *_: [(run(), 1e-3)[1] for run in runs])
     flags, rows = SUITES[suite]
-    if suite in ('cache', 'kept'):
+    if suite in ('cache', 'kept', 'monotone'):
         flags += f' --init={trained(text, tmp_path / "out", "--rule=softmax", "--pos=rope")}'
+    if suite == 'language':
+        flags += f' --data={text}'
     assert bench.main([suite, '--heads=1', '--head_dim=8', *flags.split(), f'--out={tmp_path}']) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])['suite'] == suite
     assert len((tmp_path / f'{suite}.csv').read_text().splitlines()) > rows
@@ -1172,6 +1178,8 @@ def test_bench_cache_counts_every_token_and_with_room_for_all_is_softmax(text, t
 def test_bench_refuses(ckpt, tmp_path, capsys):
     assert 'no softmax layers' in refused(capsys, bench.main, 'cache', f'--init={ckpt}')
     assert 'train.py' in refused(capsys, bench.main, 'kept', f'--init={tmp_path / "none"}')
+    assert 'contradict' in refused(capsys, bench.main, '--quick', '--full')
+    assert 'choose from softmax' in refused(capsys, bench.main, 'recall', '--only=elu,elo')
     bad = (['tran'], 'choose from'), (['train', '--lengths=4k'], '--lengths'), (['--hedas=2'], '--heads')
     for argv, named in bad:
         assert named in refused(capsys, bench.main, *argv)

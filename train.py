@@ -102,13 +102,18 @@ def rows(data, begin, T, meta, device):
     return x.to(device), y.masked_fill(y == meta.get('ignore', -1), -1).to(device)
 
 
+def said(model, x, y, state, meta):
+    """Logits (N, vocab) and targets (N,) where these count, and the state."""
+    at = y >= 0 if 'row' in meta else None                  # in a text, all count
+    logits, state = model(x, state, at)
+    return logits.flatten(0, -2).float(), y.flatten() if at is None else y[at], state
+
+
 def nats(logits, y):
-    """Sum of -log p over the targets that count, and how many and how many of them are right."""
-    logits, y = logits.flatten(0, 1).float(), y.flatten()
-    counts = y >= 0
-    loss = F.cross_entropy(logits, y, ignore_index=-1, reduction='sum')
-    right = ((logits.argmax(-1) == y) & counts).sum()
-    return torch.stack([loss.cpu().double(), counts.sum().cpu(), right.cpu()])       # MPS has no float64
+    """Sum of -log p over the targets, and how many and how many of them are right."""
+    loss = F.cross_entropy(logits, y, reduction='sum')
+    right = (logits.argmax(-1) == y).sum()
+    return torch.stack([loss.cpu().double(), torch.tensor(len(y)), right.cpu()])     # MPS has no float64
 
 
 @torch.no_grad()
@@ -122,12 +127,12 @@ def evaluate(model, data, T, meta, device, cast, rank=0, world=1, limit=None):
     for i in range(rank * 32, len(begin), world * 32):
         x, y = rows(data, begin[i:i + 32], T, meta, device)
         with cast:
-            total += nats(model(x)[0], y)
+            total += nats(*said(model, x, y, None, meta)[:2])
     rest = data[int(begin[-1]) + T:] if 'row' not in meta and not limit else ()
     if len(rest) > 1 and rank == 0:                         # the last, shorter row
         x, y = rows(rest, [0], len(rest) - 1, meta, device)
         with cast:
-            total += nats(model(x)[0], y)
+            total += nats(*said(model, x, y, None, meta)[:2])
     if world > 1:
         total = total.to(device)
         dist.all_reduce(total)
@@ -144,8 +149,8 @@ def evaluate_carried(model, data, meta, device, cast, segment=4096):
         T = min(segment, len(data) - 1 - i)
         x, y = rows(data, [i], T, meta, device)
         with cast:
-            logits, state = model(x, state)
-        total += nats(logits, y)
+            *answer, state = said(model, x, y, state, meta)
+        total += nats(*answer)
     model.train()
     return (total[0] / total[1]).item()
 
@@ -288,8 +293,8 @@ def main(argv):
             mine = begin[i * args.batch_size:(i + 1) * args.batch_size][rank::world]
             x, y = rows(train, mine, T, data, device)
             with cast:
-                logits, state = compiled(x, states[i])
-                part = F.cross_entropy(logits.flatten(0, 1).float(), y.flatten(), ignore_index=-1)
+                logits, y, state = said(compiled, x, y, states[i], data)
+                part = F.cross_entropy(logits, y)
             (part / args.accum).backward()
             loss += part.detach() / args.accum
             if args.carry:                           # truncated backpropagation: S goes on, its gradient ends
