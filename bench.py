@@ -140,21 +140,22 @@ def report(args, name, rows, note, *panels, **summary):
     print(json.dumps(dict(suite=name, **here, seeds=args.seeds, minutes=minutes, **summary)), flush=True)
 
 
-def lines(axes, rows, x, y, label, yscale='log', paper=None):
-    """One line a label, on logarithmic axes, in colours that colour-blind readers can tell; paper: the column
-    of its figures, drawn as hollow points."""
+def lines(axes, rows, x, y, label, yscale='log', xscale='log', paper=None):
+    """One line a label, in colours that colour-blind readers can tell; paper: the column of its figures,
+    drawn as hollow points."""
     for i, name in enumerate(dict.fromkeys(r[label] for r in rows)):
-        points = [(r[x], r[y]) for r in rows if r[label] == name and r[y]]
+        points = [(r[x], r[y]) for r in rows if r[label] == name and r[y] is not None]
         if points:
             style = dict(marker='o', color=COLOURS[i % 8], linestyle='-' if i < 8 else '--')
             axes.plot(*zip(*points), label=name, **style)
         theirs = [(r[x], r[paper]) for r in rows if paper and r[label] == name and r[paper] is not None]
         if theirs:
             axes.plot(*zip(*theirs), linestyle='', marker='o', color=COLOURS[i % 8], markerfacecolor='none')
-    axes.set(xscale='log', yscale=yscale)
+    axes.set(xscale=xscale, yscale=yscale)
     ticks = sorted({r[x] for r in rows})
-    axes.set_xticks(ticks, [f'{t:,}' for t in ticks])
-    axes.minorticks_off()
+    if len(ticks) <= 8:
+        axes.set_xticks(ticks, [f'{t:,}' for t in ticks])
+        axes.minorticks_off()
     axes.legend(fontsize=9, frameon=False)
 
 
@@ -304,7 +305,7 @@ def associative(args, name, quick, title):
                 break
 
     def draw(axes, rows):
-        lines(axes, rows, 'S', 'ours', 'form', 'linear', paper='paper')
+        lines(axes, rows, 'S', 'ours', 'form', 'linear', 'linear', 'paper')
         axes.set(xlabel='associations S', ylabel='loss, 1/2 |v - answer|^2', title=title)
     text = ', '.join(f'{form} {S} (paper {theirs[form]})' for form, S in broken.items())
     report(args, name, rows, f'first S above a loss of 0.001: {text}', draw, broken=broken)
@@ -371,10 +372,11 @@ RECALL = {      # what is trained, and the paper's accuracy in per cent, where t
 def recall(args, device, dtype):
     """Associative recall against the entropy of attention. Zhang 2024 figure 4. One layer and one head of 16
     channels for 20 keys: enough for softmax, so that what is lost is lost by the map."""
-    rows, steps = [], args.steps or (3000 if args.full else 700)
+    rows, steps = [], args.steps or (2000 if args.full else 300)
     for name, (flags, paper) in only(args, RECALL).items():
         found = learned(args, 'recall', name, f'--data=recall-kept --n_layer=1 --n_head=1 --n_embd=16 '
-                        f'--batch_size=16 --steps={steps} --eval_every={steps} --device={device} {flags}')
+                        f'--lr=1e-2 --batch_size=64 --steps={steps} --eval_every={steps} --device={device} '
+                        f'{flags}')
         rows.append({'form': name, 'paper': paper, **of_seeds(found, 'accuracy', 100),
                      'entropy': entropy(os.path.join(found[0]['out'], 'ckpt.safetensors'), device)})
 
@@ -385,7 +387,7 @@ def recall(args, device, dtype):
                 axes.annotate(r['form'], (r['entropy'], r['ours']), (6, -4), textcoords='offset points')
         axes.set(xlabel='entropy of attention, nats', ylabel='accuracy, %', title='spiky attention recalls',
                  ylim=(0, 105))
-    report(args, 'recall', rows, f'{steps} steps of 16 rows; accuracy in % of 2,000 new rows', draw,
+    report(args, 'recall', rows, f'{steps} steps of 64 rows; accuracy in % of 2,000 new rows', draw,
            accuracy={r['form']: round(r['ours'], 1) for r in rows})
 
 
