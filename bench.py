@@ -68,7 +68,7 @@ class Args:
 
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-COLOURS = ['#000000', '#E69F00', '#56B4E9', '#009E73', '#F0E442', '#0072B2', '#D55E00', '#CC79A7']
+COLOURS = ['#000000', '#E69F00', '#56B4E9', '#009E73', '#0072B2', '#D55E00', '#CC79A7', '#F0E442']
 
 
 # ---- measuring ---------------------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ def recall(args, device, dtype):
     def draw(axes, rows):
         for r in rows:
             if r['entropy'] is not None:
-                axes.plot(r['entropy'], r['ours'], 'o', color='#0072B2')
+                axes.plot(r['entropy'], r['ours'], 'o', color=COLOURS[4])
                 axes.annotate(r['form'], (r['entropy'], r['ours']), (6, -4), textcoords='offset points')
         axes.set(xlabel='entropy of attention, nats', ylabel='accuracy, %', title='spiky attention recalls',
                  ylim=(0, 105))
@@ -445,7 +445,7 @@ def language(args, device, dtype):
 
     def draw(axes, rows):
         axes.barh([r['form'] for r in rows][::-1], [r['ours'] for r in rows][::-1],
-                  color='#0072B2')
+                  color=COLOURS[4])
         least = min(r['ours'] for r in rows)
         axes.set(xlabel='bits per byte', xlim=(0.9 * least, None), title=f'{data}, {steps} steps')
     report(args, 'language', rows, f'{data}, {steps} steps of 4 rows of 128; paper: WikiText-103', draw)
@@ -466,7 +466,7 @@ def monotone(args, device, dtype):
             _, _, u, q, k, *_ = list(convert.through(teacher, x[:1]))[-1]
             w = convert.weights(student.blocks[-1].mixer, u, q, k)[0, 0, -1].cpu()
             s, order = ((q[0, 0, -1] @ k[0, 0].mT) * q.shape[-1] ** -0.5).cpu().sort()
-            curves['softmax'], curves[form] = (s, s.softmax(-1)), (s, w[order].clamp(min=1e-7))
+            curves['softmax'], curves[form] = ((s, y.clamp(min=1e-7)) for y in (s.softmax(-1), w[order]))
     batch = lambda step: convert.rows(text, convert.Args(), min(T, 256), step, device)
     for phi in 'elu', 'relu', 'favor', 'exp:1', 'exp:2', 'taylor', 't2r', 'hedgehog':
         student, new = convert.swap(teacher, dict(rule='sum', phi=phi))
@@ -479,12 +479,13 @@ def monotone(args, device, dtype):
     def curve(axes, rows):
         for (form, colour) in zip(('softmax', 'elu', 'exp:2', 'taylor', 'hedgehog, distilled'), COLOURS):
             axes.plot(*curves[form], '.', color=colour, label=form, markersize=4)
-        axes.set(xlabel='q.k / sqrt(d)', ylabel='attention weight', yscale='log', title='one query, its keys')
+        axes.set(xlabel='q.k / sqrt(d)', ylabel='attention weight', yscale='log', 
+                 title='one query: weights should grow with q.k')
         axes.legend(fontsize=9, frameon=False)
 
     def points(axes, rows):
         for r in rows:
-            axes.plot(r['entropy'], 100 * r['order kept'], 'o', color=COLOURS[5])
+            axes.plot(r['entropy'], 100 * r['order kept'], 'o', color=COLOURS[4])
             axes.annotate(r['map'], (r['entropy'], 100 * r['order kept']), (5, -3), fontsize=9,
                           textcoords='offset points')
         axes.axvline(rows[0]['entropy of teacher'], color='grey', linewidth=1)
@@ -827,7 +828,7 @@ def kept(args, device, dtype):
         axes.set(xlabel='position of the token', ylabel='step', title=f'rows kept in layer {layer}')
 
     def bars(axes, rows):
-        axes.bar([r['kind'] for r in rows], [r['steps kept'] for r in rows], color='#0072B2')
+        axes.bar([r['kind'] for r in rows], [r['steps kept'] for r in rows], color=COLOURS[4])
         axes.set(ylabel='mean steps kept', title=f'{size} rows of {T}')
         axes.tick_params(axis='x', labelsize=9)
     note = (f'{100 * recent:.0f} % of the rows are among the last {size} tokens (paper 73-76), the first '

@@ -1504,7 +1504,7 @@ def test_readme_is_true_of_the_code():
         assert row in text
     for name in (*FEATURE_MAPS, *NORMALISERS):
         assert f'`{name}`' in text, name
-    suites = '|'.join(bench.SUITES)
+    suites = '|'.join([*bench.SUITES, 'all'])
     command = (rf'(?:python|torchrun --\S+) (train|sample|bench|convert)\.py(?: (?:{suites})\b)?'
                r'((?: (?:"[^"]*"|[^\s"`|&>#)])+)*)')
     docs = (text, train.__doc__, sample.__doc__, bench.__doc__, convert.__doc__)
