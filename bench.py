@@ -17,12 +17,14 @@
     python bench.py batch              throughput at a memory budget against the rows kept
 """
 import csv
+import hashlib
 import importlib
 import itertools
 import json
 import math
 import os
 import re
+import shlex
 import statistics
 import string
 import subprocess
@@ -107,7 +109,15 @@ def lengths(args, default):
     given = args.lengths.split(',') if args.lengths else [str(T) for T in default if T]
     if not all(T.isdecimal() and int(T) for T in given):
         raise ValueError(f'--lengths={args.lengths}: expected numbers with commas, as 256,1024')
-    return [int(T) for T in given]
+    return sorted({int(T) for T in given})
+
+
+def one_length(args, default):
+    """--lengths as one number."""
+    T, *more = lengths(args, [default])
+    if more:
+        raise ValueError(f'--lengths={args.lengths}: this suite takes one')
+    return T
 
 
 def ceiling(device, dtype):
@@ -137,7 +147,9 @@ def report(args, name, rows, note, *panels, **summary):
     figure.savefig(path + '.png', dpi=110, bbox_inches='tight')
     here = dict(torch=torch.__version__, threads=torch.get_num_threads())
     minutes = round((time.perf_counter() - args.began) / 60, 2)
-    print(json.dumps(dict(suite=name, **here, seeds=args.seeds, minutes=minutes, **summary)), flush=True)
+    if 'seeds' in rows[0]:
+        here['seeds'] = args.seeds
+    print(json.dumps(dict(suite=name, **here, minutes=minutes, **summary)), flush=True)
 
 
 def lines(axes, rows, x, y, label, yscale='log', xscale='log', paper=None):
@@ -159,20 +171,34 @@ def lines(axes, rows, x, y, label, yscale='log', xscale='log', paper=None):
     axes.legend(fontsize=9, frameon=False)
 
 
+def panel(title, x, y, xlabel, ylabel, where=lambda r: True, **how):
+    """A function that draws `lines` of some rows and says what they are."""
+    def draw(axes, rows):
+        lines(axes, [r for r in rows if where(r)], x, y, 'form', **how)
+        axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
+    return draw
+
+
+def code():
+    """A digest of what results depend on."""
+    files = ('fastweight', 'kernels', 'model', 'train', 'bench', 'data/prepare')
+    text = b''.join(prepare.read(os.path.join(HERE, f'{name}.py')) for name in files)
+    return hashlib.sha256(text).hexdigest()[:12]
+
+
 def once(args, name, run, **key):
-    """run(**key), a dict, and its minutes; or what it gave before, by runs.jsonl in --out: a long suite that
-    was stopped goes on."""
-    path, key = os.path.join(args.out, 'runs.jsonl'), {'run': name, **key}
+    """run(**key), a dict, and its minutes; or what the same code gave before, by runs.jsonl in --out: a long
+    suite that was stopped goes on."""
+    path, mark = os.path.join(args.out, 'runs.jsonl'), {'run': name, 'code': code(), **key}
     for line in prepare.read(path).decode().splitlines() if os.path.exists(path) else ():
-        known = json.loads(line)
-        if known.pop('key') == key:
+        if line.endswith('}') and (known := json.loads(line)).pop('key') == mark:   # else cut off in writing
             return known
     began = time.perf_counter()
-    found = run(**{k: x for k, x in key.items() if k != 'run'})
+    found = run(**key)
     found['minutes'] = (time.perf_counter() - began) / 60
     os.makedirs(args.out, exist_ok=True)
     with open(path, 'a') as f:
-        f.write(json.dumps({'key': key, **found}) + '\n')
+        f.write(json.dumps({'key': mark, **found}) + '\n')
     return found
 
 
@@ -227,13 +253,13 @@ class Associative(nn.Module):
                 else weights @ v)[:, 0]
 
 
-def associate(S, rule, phi, norm, replace, seed, most, rows=4):
+def associate(S, rule, phi, norm, replace, seed, most, device, rows=4):
     """The least loss 1/2 |v - answer|^2 on new sequences: 0.5 is nothing learned. As the authors' code: Adam,
     1e-3, a look every 100 steps at 20 sequences, the end at 0.001 or after 11 looks in vain. Not as theirs:
     a step has 4 sequences and all their keys as queries, not 32 with one each."""
     torch.manual_seed(seed)
     draw, best, vain = torch.Generator().manual_seed(seed), math.inf, 0
-    model = Associative(S, rule, phi, norm)
+    model = Associative(S, rule, phi, norm).to(device)
     opt = torch.optim.Adam(model.parameters(), 1e-3, fused=True)
 
     def loss(rows, L, by_key):
@@ -241,6 +267,7 @@ def associate(S, rule, phi, norm, replace, seed, most, rows=4):
             keys, values = (torch.randint(S, (rows, L), generator=draw) for _ in 'kv')
         else:
             keys, values = (torch.rand(rows, S, generator=draw).argsort(1) for _ in 'kv')
+        keys, values = keys.to(device), values.to(device)
         same = keys[:, :, None] == keys[:, None, :]
         last = ~same.triu(1).any(-1)                # the others are overwritten
         weight = last * (1 if by_key else same.sum(-1))
@@ -289,59 +316,61 @@ ASSOCIATIVE = {     # form: rule, phi, norm, the losses logged beside the author
         'sum sum-norm': ('sum', 'dpfp:1', 'sum', [])}}
 
 
-def associative(args, name, quick, title):
+def associative(args, device, name, quick, title):
     """A table of losses against S. A matrix that is overfull (a loss above 0.1) is not tried at greater S."""
     rows, broken, theirs = [], {}, {}
     for form, (rule, phi, norm, logged) in only(args, ASSOCIATIVE[name]).items():
         paper = dict(zip(GRIDS[name], logged))
         theirs[form] = next((S for S, x in paper.items() if x > 0.001), '-')
-        for S in lengths(args, GRIDS[name] if args.full else quick.get(form, ())):
+        for S in lengths(args, GRIDS[name] if args.full else quick.get(form, (20, 60) if args.only else ())):
             found = for_seeds(args, 'associate', associate, S=S, rule=rule, phi=phi, norm=norm,
-                              replace=name == 'update', most=args.steps or (20000 if args.full else 1000))
+                              replace=name == 'update', most=args.steps or (20000 if args.full else 1000),
+                              device=str(device))
             rows.append({'form': form, 'S': S, 'paper': paper.get(S), **of_seeds(found, 'loss')})
             if rows[-1]['ours'] > 0.001:
                 broken.setdefault(form, S)
             if rows[-1]['ours'] > 0.1 and (rule == 'delta' or name == 'capacity'):
                 break
 
-    def draw(axes, rows):
-        lines(axes, rows, 'S', 'ours', 'form', 'linear', 'linear', 'paper')
-        axes.set(xlabel='associations S', ylabel='loss, 1/2 |v - answer|^2', title=title)
     text = ', '.join(f'{form} {S} (paper {theirs[form]})' for form, S in broken.items())
-    report(args, name, rows, f'first S above a loss of 0.001: {text}', draw, broken=broken)
+    report(args, name, rows, f'first S above a loss of 0.001: {text}',
+           panel(title, 'S', 'ours', 'associations S', 'loss, 1/2 |v - answer|^2', yscale='linear',
+                 xscale='linear', paper='paper'), broken=broken)
 
 
 def capacity(args, device, dtype):
     """How many associations fit: keys come once. Schlag 2021 figure 2."""
     few = {'softmax': (20, 100, 200), 'elu': (20, 40, 60, 80), 'dpfp:1': (40, 100, 140), 'favor:64': (20, 60)}
-    associative(args, 'capacity', few, 'what a matrix holds (hollow: the paper)')
+    associative(args, device, 'capacity', few, 'what a matrix holds (hollow: the paper)')
 
 
 def update(args, device, dtype):
     """Values that change: keys come again, the last value counts. Schlag 2021 figure 3."""
     few = {'sum': (20, 60), 'gated': (20,), 'delta': (20, 60), 'sum sum-norm': (20,)}
-    associative(args, 'update', few, 'values that change (hollow: the paper)')
+    associative(args, device, 'update', few, 'values that change (hollow: the paper)')
 
 
 # ---- suites recall, mqar, language: a line of the table is a run of train.py -------------------------------
 def run_train(flags, seed, out):
     """python train.py FLAGS --seed --out: accuracy or nats a token of the closing validation."""
-    command = [sys.executable, os.path.join(HERE, 'train.py'), *flags.split()]
+    command = [sys.executable, os.path.join(HERE, 'train.py'), *shlex.split(flags)]
     done = subprocess.run([*command, f'--seed={seed}', f'--out={out}'], capture_output=True, text=True)
     if done.returncode:
-        raise ValueError(f'train.py {flags}: {done.stderr.strip().splitlines()[-1:]}')
+        raise ValueError(f'train.py {flags}: {(done.stderr.strip() or "stopped").splitlines()[-1]}')
     log = [json.loads(line) for line in prepare.read(os.path.join(out, 'log.jsonl')).decode().splitlines()]
     ends = {row['rule']: row for row in log if 'rule' in row}
-    return {'accuracy': ends['blocks']['accuracy'], 'loss': ends['blocks']['val_loss'], 'out': out,
+    return {'accuracy': ends['blocks']['accuracy'], 'loss': ends['blocks']['val_loss'],
             'carried': ends.get('carried', {}).get('val_loss'), 'params': log[0]['params']}
 
 
 def learned(args, suite, name, flags):
-    """The runs of one line, a seed each."""
+    """The runs of one line, a seed each, and the checkpoint of the first."""
     print(f'{name}: python train.py {flags}', file=sys.stderr, flush=True)
-    folder = os.path.join(args.out, suite, re.sub('[^a-z0-9]+', '-', flags.lower())[-120:])
+    mark = hashlib.sha256(flags.encode()).hexdigest()[:8]
+    folder = os.path.join(args.out, suite, re.sub('[^a-z0-9]+', '-', f'{name}-{mark}'))
     run = lambda flags, seed: run_train(flags, seed, f'{folder}-{seed}')
-    return for_seeds(args, 'train.py', run, flags=flags)
+    found = for_seeds(args, 'train.py', run, flags=flags)
+    return found, os.path.join(f'{folder}-{args.seed}', 'ckpt.safetensors')
 
 
 @torch.inference_mode()
@@ -374,11 +403,11 @@ def recall(args, device, dtype):
     channels for 20 keys: enough for softmax, so that what is lost is lost by the map."""
     rows, steps = [], args.steps or (2000 if args.full else 300)
     for name, (flags, paper) in only(args, RECALL).items():
-        found = learned(args, 'recall', name, f'--data=recall-kept --n_layer=1 --n_head=1 --n_embd=16 '
+        found, ckpt = learned(args, 'recall', name, f'--data=recall-kept --n_layer=1 --n_head=1 --n_embd=16 '
                         f'--lr=1e-2 --batch_size=64 --steps={steps} --eval_every={steps} --device={device} '
                         f'{flags}')
         rows.append({'form': name, 'paper': paper, **of_seeds(found, 'accuracy', 100),
-                     'entropy': entropy(os.path.join(found[0]['out'], 'ckpt.safetensors'), device)})
+                     'entropy': entropy(ckpt, device)})
 
     def draw(axes, rows):
         for r in rows:
@@ -387,12 +416,14 @@ def recall(args, device, dtype):
                 axes.annotate(r['form'], (r['entropy'], r['ours']), (6, -4), textcoords='offset points')
         axes.set(xlabel='entropy of attention, nats', ylabel='accuracy, %', title='spiky attention recalls',
                  ylim=(0, 105))
-    report(args, 'recall', rows, f'{steps} steps of 64 rows; accuracy in % of 2,000 new rows', draw,
+    note = f'{steps} steps of 64 rows; accuracy in % of 2,000 new rows; entropy: the first seed'
+    report(args, 'recall', rows, note, draw,
            accuracy={r['form']: round(r['ours'], 1) for r in rows})
 
 
 def mqar(args, device, dtype):
-    """Accuracy on multi-query recall against the bytes of the state, for every rule. Arora 2023 (Zoology)."""
+    """Accuracy on multi-query recall against the bytes of the state, with --full for every rule. Arora 2023
+    (Zoology)."""
     rows, steps = [], args.steps or (2000 if args.full else 300)
     widths = lengths(args, (16, 32, 64, 128) if args.full else (32, 64))
     rules = RULES if args.full or args.only else ['softmax', 'sum', 'delta', 'decay', 'window']
@@ -400,16 +431,15 @@ def mqar(args, device, dtype):
         flags = (f'--data=mqar --rule={rule} --n_layer=2 --n_head=2 --n_embd={width} --batch_size=32 '
                  f'--steps={steps} --eval_every={steps} --val_tokens={2 ** 17} --device={device}')
         flags += ' --cache=16' if RULES[rule].keeps not in (None, 'all') else ''
-        found = learned(args, 'mqar', f'{rule} {width}', flags)
-        model, _ = pretrained(os.path.join(found[0]['out'], 'ckpt.safetensors'), device=device)
+        found, ckpt = learned(args, 'mqar', f'{rule} {width}', flags)
+        model, _ = pretrained(ckpt, device=device)
         state = model.eval().read(torch.zeros(1, model.config.block_size, dtype=torch.long, device=device))
         rows.append({'form': rule, 'width': width, 'state bytes': state_bytes(state),
                      **of_seeds(found, 'accuracy', 100)})
 
-    def draw(axes, rows):
-        lines(axes, rows, 'state bytes', 'ours', 'form', 'linear')
-        axes.set(xlabel='bytes of the state after 128 tokens', ylabel='accuracy, %', title='MQAR, 8 pairs')
-    report(args, 'mqar', rows, f'{steps} steps of 32 rows; accuracy in % of 512 new rows', draw)
+    report(args, 'mqar', rows, f'{steps} steps of 32 rows; accuracy in % of 512 new rows',
+           panel('MQAR, 8 pairs', 'state bytes', 'ours', 'bytes of the state after 128 tokens', 'accuracy, %',
+                 yscale='linear'))
 
 
 LANGUAGE = {    # what is trained; perplexity on WikiText-103: tables 2, 3, 5 (16 layers, 40 M; 3: 90 M), 4
@@ -428,14 +458,17 @@ LANGUAGE = {    # what is trained; perplexity on WikiText-103: tables 2, 3, 5 (1
 
 def language(args, device, dtype):
     """Schlag 2021 tables 2 to 5 at a size for two cores: 4 layers of width 128, rows of 128, no convolutions,
-    the same tokens for all. `carried` reads the validation text with one state from end to end."""
+    the same tokens for all. `carried` reads the validation tokens with one state from end to end."""
     rows, steps, tokens = [], args.steps or (2000 if args.full else 150), 2 ** 18 if args.full else 2 ** 15
     data = args.data or 'stdlib'
-    val = prepare.load(data)[2]['val']
+    meta = prepare.load(data)[2]
+    if 'row' in meta:
+        raise ValueError(f'--data={data}: a task; this suite wants a text')
+    val = meta['val']
     few = ['softmax', 'sum', 'delta elu', 'delta', 'decay', 'gated_delta']
     table = only(args, LANGUAGE if args.full or args.only else {n: LANGUAGE[n] for n in few})
     for name, (flags, paper) in table.items():
-        found = learned(args, 'language', name, f'--data={data} --conv=0 --steps={steps} '
+        found, _ = learned(args, 'language', name, f'--data={shlex.quote(data)} --conv=0 --steps={steps} '
                         f'--eval_every={steps} --val_tokens={tokens} --device={device} {flags}')
         bits = val['tokens'] / val['bytes'] / math.log(2)
         carried = [f['carried'] for f in found if f['carried'] is not None]
@@ -448,7 +481,9 @@ def language(args, device, dtype):
                   color=COLOURS[4])
         least = min(r['ours'] for r in rows)
         axes.set(xlabel='bits per byte', xlim=(0.9 * least, None), title=f'{data}, {steps} steps')
-    report(args, 'language', rows, f'{data}, {steps} steps of 4 rows of 128; paper: WikiText-103', draw)
+    note = (f'ours: bits per byte of {data} after {steps} steps of 4 rows of 128; carried: with the state '
+            'handed on; paper: WikiText-103')
+    report(args, 'language', rows, note, draw)
 
 
 # ---- suite monotone: what feature maps do to attention. Zhang 2024 figures 2, 3 and 7 ----------------------
@@ -459,25 +494,27 @@ def monotone(args, device, dtype):
     steps, T, rows, curves = args.steps or (300 if args.full else 30), x.shape[1], [], {}
 
     def row(form, student):
-        layers, keys = convert.fidelity(teacher, student, x), ('order kept', 'entropy', 'entropy of teacher',
-                                                               'KL to teacher')
+        keys = 'order kept', 'entropy', 'entropy of teacher', 'KL to teacher'
+        layers = convert.fidelity(teacher, student.eval(), x)
         rows.append({'map': form, **{key: statistics.mean(layer[key] for layer in layers) for key in keys}})
         with torch.no_grad():       # one query, the last of a piece, in the first head of the last layer
             _, _, u, q, k, *_ = list(convert.through(teacher, x[:1]))[-1]
             w = convert.weights(student.blocks[-1].mixer, u, q, k)[0, 0, -1].cpu()
             s, order = ((q[0, 0, -1] @ k[0, 0].mT) * q.shape[-1] ** -0.5).cpu().sort()
             curves['softmax'], curves[form] = ((s, y.clamp(min=1e-7)) for y in (s.softmax(-1), w[order]))
-    batch = lambda step: convert.rows(text, convert.Args(), min(T, 256), step, device)
-    for phi in 'elu', 'relu', 'favor', 'exp:1', 'exp:2', 'taylor', 't2r', 'hedgehog':
+    recipe = convert.Args(distil_steps=steps, seed=args.seed)
+    batch = lambda step: convert.rows(text, recipe, min(T, 256), step, device)
+    maps = 'elu', 'relu', 'favor', 'exp:1', 'exp:2', 'taylor', 't2r', 'hedgehog'
+    for phi in only(args, dict.fromkeys(maps)):
         student, new = convert.swap(teacher, dict(rule='sum', phi=phi))
         row(phi, student)
         if learns := {n for n, _ in student.named_parameters()} & new:
-            progress = convert.Progress(convert.Args(distil_steps=steps, seed=args.seed))
-            convert.distil(teacher, student, learns, 'ce', batch, progress)
+            convert.distil(teacher, student, learns, 'ce', batch, convert.Progress(recipe))
             row(f'{phi}, distilled', student)
 
     def curve(axes, rows):
-        for (form, colour) in zip(('softmax', 'elu', 'exp:2', 'taylor', 'hedgehog, distilled'), COLOURS):
+        wanted = 'softmax', 'elu', 'exp:2', 'taylor', 'hedgehog, distilled'
+        for form, colour in zip((f for f in wanted if f in curves), COLOURS):
             axes.plot(*curves[form], '.', color=colour, label=form, markersize=4)
         axes.set(xlabel='q.k / sqrt(d)', ylabel='attention weight', yscale='log', 
                  title='one query: weights should grow with q.k')
@@ -511,7 +548,8 @@ def peak_bytes(run, device):
 
 @torch.inference_mode()
 def layer(args, device, dtype):
-    """One layer's forward with its feature map, from q, k, v; attention is scaled_dot_product_attention."""
+    """One layer's forward with its feature map, from q, k, v, with --full to 32,768 steps; attention is
+    scaled_dot_product_attention."""
     rows, H, d = [], args.heads or 12, args.head_dim
     forms = {'sum elu': ('sum', 'elu'), 'sum hedgehog': ('sum', 'hedgehog'), 'delta': ('delta', None),
              'sum taylor': ('sum', 'taylor')}
@@ -521,7 +559,7 @@ def layer(args, device, dtype):
         x = torch.randn(args.batch, T, 16, device=device, dtype=dtype)
         runs = {'attention': lambda: softmax(q, k, v)}
         for form, (rule, phi) in forms.items():
-            memory = FastWeights(rule, 16, H, d, phi).to(device).eval()
+            memory = FastWeights(rule, 16, H, d, phi).to(device, dtype).eval()
             need = 12 * args.batch * H * T * memory.phi.feature_dim     # bytes: features of q, k, one copy
             if need > free_bytes(device):
                 left_out.append(f'{form} at {T:,} ({need / 1e9:.1f} GB)')
@@ -533,19 +571,15 @@ def layer(args, device, dtype):
         times = seconds(list(runs.values()), device, 0.2, 3 if T <= 4096 else 1)
         for (form, run), time in zip(runs.items(), times):
             rows.append({'form': form, 'T': T, 'ms': 1e3 * time, 'MB': peak_bytes(run, device) / 2 ** 20,
-                         'times attention': times[0] / time})
+                         'of attention': time / times[0]})
             if time > (30 if args.full else 1):
                 slow.add(form)
 
-    def panel(key, label, title):
-        def draw(axes, rows):
-            lines(axes, rows, 'T', key, 'form')
-            axes.set(xlabel='sequence length', ylabel=label, title=title)
-        return draw
     note = 'the paper: nearly 6 times FlashAttention at 32 K, on a GPU'
     note += f'; left out on this machine: {", ".join(left_out)}' if left_out else ''
-    report(args, 'layer', rows, note, panel('ms', 'forward, ms', f'one layer, {H} heads of {d}'),
-           panel('MB', 'peak memory, MB', 'and its memory'))
+    report(args, 'layer', rows, note,
+           panel(f'one layer, {H} heads of {d}', 'T', 'ms', 'sequence length', 'forward, ms'),
+           panel('and its memory', 'T', 'MB', 'sequence length', 'peak memory, MB'))
 
 
 # ---- suite train: what a layer costs -----------------------------------------------------------------------
@@ -577,10 +611,9 @@ def free_bytes(device):
     """Memory that may be taken here."""
     if device.type == 'cuda':
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        return os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-    except (AttributeError, ValueError, OSError):       # not Linux
-        return 4 * 2 ** 30
+    if os.path.exists('/proc/meminfo'):
+        return 1024 * int(re.search(rb'MemAvailable: *(\d+)', prepare.read('/proc/meminfo'))[1])
+    return 4 * 2 ** 30
 
 
 def peers(device):
@@ -612,7 +645,7 @@ def train(args, device, dtype):
     rows, Ts = [], lengths(args, [256, 1024, 4096, 16384] if args.full else [256, 1024, 4096])
     kinds = 'sum', 'sum / n', 'decay', 'delta', 'gated_delta', 'kda', 'two-sided delta'
     cases = {'attention': ('softmax', softmax)}
-    cases |= {f'{kind}': (kind, kernels.chunked) for kind in kinds}
+    cases |= {kind: (kind, kernels.chunked) for kind in kinds}
     cases |= {f'{kind}, plain torch': (kind, fastweight.chunked) for kind in ('sum', 'delta')}
     cases |= peers(device)
     peak, slow = ceiling(device, dtype), set()
@@ -628,7 +661,7 @@ def train(args, device, dtype):
                 o = f(**a)
                 torch.autograd.grad(o[0] if isinstance(o, tuple) else o, wanted, cotangent)
             try:
-                if name in slow:
+                if name in slow and name != 'attention':
                     raise TimeoutError('a shorter one took over a second')
                 back()
             except Exception as e:      # a peer may refuse a length, or run out of memory
@@ -647,10 +680,8 @@ def train(args, device, dtype):
             if t_both > 1:
                 slow.add(name)
 
-    def draw(axes, rows):
-        lines(axes, [r for r in rows if 'plain' not in r['form']], 'T', 'f+b ms', 'form')
-        axes.set(xlabel='sequence length', ylabel='forward + backward, ms',
-                 title=f'one layer, {args.heads or 4} heads of {args.head_dim}, {device.type}')
+    draw = panel(f'one layer, {args.heads or 4} heads of {args.head_dim}, {device.type}', 'T', 'f+b ms',
+                 'sequence length', 'forward + backward, ms', lambda r: 'plain' not in r['form'])
     note = (f'{peak / 1e9:.0f} GFLOP/s in one large product; "of ceiling" counts the products a form '
             'really does; "kept" is what it keeps for the backward')
     report(args, 'train', rows, note, draw, ceiling_flops=peak,
@@ -712,17 +743,14 @@ def decode(args, device, dtype):
     cross = {level: crossing([r for r in rows if r['level'] == level], 'us a token', 'softmax')
              for level in dict.fromkeys(r['level'] for r in rows)}
 
-    def panel(key, level, title):
-        def draw(axes, rows):
-            lines(axes, [r for r in rows if r['level'] == level], 'T', key, 'form')
-            axes.set(xlabel='tokens so far', ylabel=key, title=title)
-        return draw
+    of_layer = lambda r: r['level'] == 'layer'
     say = lambda x: 'never' if x is None else f'{"<= " if x <= min(Ts) else ""}{x:,.0f}'
     text = '; '.join(f'{level}: ' + ', '.join(f'{n} {say(x)}' for n, x in c.items())
                      for level, c in cross.items())
     report(args, 'decode', rows, f'softmax becomes the slower one after so many tokens: {text}',
-           panel('us a token', 'layer', f'one layer, {args.heads or 12} heads of {args.head_dim}'),
-           panel('state bytes', 'layer', 'what it keeps'), crossing=cross)
+           panel(f'one layer, {args.heads or 12} heads of {args.head_dim}', 'T', 'us a token',
+                 'tokens so far', 'microseconds a token', of_layer),
+           panel('what it keeps', 'T', 'state bytes', 'tokens so far', 'bytes', of_layer), crossing=cross)
 
 
 # ---- suites cache, kept, batch: transformers as multi-state RNNs. Oren 2024 --------------------------------
@@ -738,6 +766,7 @@ def chunks(args, device, count):
     train on."""
     args.init = args.init or convert.a_teacher(make=False)
     model, meta = pretrained(args.init, device=device)
+    model.eval()
     T = model.config.block_size
     text, val, *_ = prepare.load_like(args.init, meta, args.data, T)
     begin = torch.linspace(0, len(val) - T - 1, count).long().tolist()
@@ -794,7 +823,7 @@ def kept(args, device, dtype):
     """What TOVA keeps: how recent, the first token, and how long by kind of token. Oren 2024 section 5."""
     teacher, data, x, _ = chunks(args, device, 16 if args.full else 4)
     (B, T), rows = x.shape, []
-    size, = lengths(args, [T // 8])[:1]
+    size = one_length(args, T // 8)
     if 2 * size >= T:
         raise ValueError(f'--lengths={size}: rows must be fewer than half of the {T} tokens of a piece')
     model, state = swapped(teacher, args.init, rule='tova', cache=size).eval(), None
@@ -839,7 +868,7 @@ def kept(args, device, dtype):
 @torch.inference_mode()
 def batch(args, device, dtype):
     """The largest batch within a budget for states, and its throughput, after T tokens. Oren table 1."""
-    T, = lengths(args, [4096])[:1]
+    T = one_length(args, 4096)
     rows, base = [], None
     paper = {1: 1, 2: 1.7, 4: 3.1, 8: 4.8, 16: 8.5}
     tokens = torch.randint(256, (1, 1), device=device)
@@ -847,7 +876,9 @@ def batch(args, device, dtype):
         model = GPT(Config(rule='tova', cache=T // share)).to(device, dtype).eval()
         state = model.read(tokens)
         size = state_bytes(state)
-        n = max(1, args.budget * 2 ** 20 // size)
+        n = args.budget * 2 ** 20 // size
+        if not n:
+            raise ValueError(f'--budget={args.budget}: one text of {T:,} rows needs {size / 2 ** 20:.1f} MB')
         state = unpack({k: x if k.endswith('.t') else x.repeat(n, *[1] * (x.dim() - 1))
                         for k, x in pack(state).items()})
         for s in state:                     # full, as after T tokens
@@ -858,43 +889,53 @@ def batch(args, device, dtype):
         rows.append({'form': 'tova', 'rows': T // share, 'bytes a sequence': size, 'batch': n,
                      'tokens/s': n / time, 'of full': n / time / base, 'paper': paper[share]})
 
-    def draw(axes, rows):
-        lines(axes, rows, 'rows', 'tokens/s', 'form')
-        axes.set(xlabel='rows kept', ylabel='tokens/s', title=f'{args.budget} MB of states, context {T:,}')
+    draw = panel(f'{args.budget} MB of states, context {T:,}', 'rows', 'tokens/s', 'rows kept', 'tokens/s')
     note = f'TOVA, all with {args.budget} MB of states; full is {T:,} rows; "paper": on a V100'
     report(args, 'batch', rows, note, draw, of_full={r['rows']: round(r['of full'], 2) for r in rows})
 
 
-SUITES = dict(decode=decode, layer=layer, capacity=capacity, update=update, recall=recall, mqar=mqar,
-              monotone=monotone, language=language, train=train, cache=cache, kept=kept, batch=batch)
+SUITES = dict(      # and the flags that mean something to it, beside those that always do
+    decode=(decode, 'lengths heads head_dim dtype'), layer=(layer, 'lengths heads head_dim batch dtype'),
+    capacity=(capacity, 'lengths seeds steps only'), update=(update, 'lengths seeds steps only'),
+    recall=(recall, 'seeds steps only'), mqar=(mqar, 'lengths seeds steps only'),
+    monotone=(monotone, 'init data steps only'), language=(language, 'data seeds steps only'),
+    train=(train, 'lengths heads head_dim batch dtype'), cache=(cache, 'init data lengths overflow'),
+    kept=(kept, 'init data lengths'), batch=(batch, 'lengths budget dtype'), all=(None, 'seeds init'))
+ALWAYS = 'quick full out device seed'
 
 
 @script
 def main(argv):
     name = argv.pop(0) if argv and not argv[0].startswith('-') else 'decode'
-    if name not in (*SUITES, 'all'):
-        raise ValueError(f'{name}: no such suite, --help has a line on each; choose from all, '
-                         f'{", ".join(SUITES)}')
-    args = Args(**parse(argv, __doc__, Args)[0])
+    if name not in SUITES:
+        raise ValueError(f'{name}: no such suite, --help has a line on each; choose from {", ".join(SUITES)}')
+    given = parse(argv, __doc__, Args)[0]
+    for flag_ in given:
+        if flag_ not in f'{ALWAYS} {SUITES[name][1]}'.split():
+            raise ValueError(f'--{flag_} means nothing for {name}: it takes {ALWAYS} {SUITES[name][1]}')
+    args = Args(**given)
     if args.quick and args.full:
         raise ValueError('--quick and --full contradict each other')
     args.seeds = args.seeds or (3 if args.full else 1)
     device = pick_device(args.device)
     auto = torch.bfloat16 if device.type == 'cuda' else torch.float32
-    began, left_out = time.perf_counter(), {}
-    for suite in SUITES if name == 'all' else [name]:
-        print(f'--- {suite} ---' if name == 'all' else '', end='\n' if name == 'all' else '', flush=True)
+    dtype = auto if args.dtype == 'auto' else getattr(torch, args.dtype)
+
+    def run(suite):
         args.began = time.perf_counter()
         torch.manual_seed(args.seed)
+        SUITES[suite][0](args, device, dtype)
+    if name != 'all':
+        return run(name)
+    began, left_out = time.perf_counter(), {}
+    for suite in [s for s in SUITES if s != 'all']:
+        print(f'--- {suite} ---', flush=True)
         try:
-            SUITES[suite](args, device, auto if args.dtype == 'auto' else getattr(torch, args.dtype))
-        except ValueError as e:
-            if name != 'all':
-                raise
+            run(suite)
+        except (ValueError, OSError, RuntimeError) as e:
             left_out[suite] = str(e)
             print(f'left out: {e}', flush=True)
-    if name == 'all':
-        print(json.dumps(dict(suite='all', left_out=left_out, minutes=(time.perf_counter() - began) / 60)))
+    print(json.dumps(dict(suite='all', left_out=left_out, minutes=(time.perf_counter() - began) / 60)))
 
 
 if __name__ == '__main__':

@@ -355,6 +355,7 @@ class Progress:
     flags: those of the run, to be found again; None: keep nothing. score(model): logged beside the loss."""
     def __init__(self, args, flags=None, score=lambda model: {}):
         self.args, self.flags, self.score = args, flags, score
+        self.seconds = {}                           # by stage, also of earlier calls
 
     def path(self, stage):
         return os.path.join(self.args.out, f'stage-{re.sub("[^a-z]+", "-", stage)}.safetensors')
@@ -364,14 +365,18 @@ class Progress:
         if not (self.flags and self.args.resume and os.path.exists(self.path(stage))):
             return 0
         tensors, meta = read(self.path(stage))
+        for key, now in self.flags['made_from'].items():
+            if meta['made_from'][key] != now:
+                raise ValueError(f'--resume: the {key} is not what the run began with; start anew')
         model.load_state_dict({k[6:]: x for k, x in tensors.items() if k.startswith('model.')})
         unpack_optimiser(model, opt, tensors)
+        self.seconds[stage] = meta['seconds']
         return meta['step']
 
     def save(self, stage, model, opt, step, loss):
         if self.flags:
             kept = {f'model.{k}': x for k, x in model.state_dict().items()} | pack_optimiser(model, opt)
-            write(self.path(stage), kept, {**self.flags, 'step': step})
+            write(self.path(stage), kept, {**self.flags, 'step': step, 'seconds': self.seconds[stage]})
             with open(os.path.join(self.args.out, 'log.jsonl'), 'a') as f:
                 f.write(json.dumps({'stage': stage, 'step': step, 'loss': loss, **self.score(model)}) + '\n')
 
@@ -391,6 +396,7 @@ def optimise(model, lr, steps, loss, stage, progress):
     args, parameters = progress.args, [p for p in model.parameters() if p.requires_grad]
     opt = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.99), weight_decay=0.0)
     done = progress.load(stage, model, opt)
+    begin = time.perf_counter() - progress.seconds.get(stage, 0)
     with tqdm(range(done, steps), desc=stage, initial=done, total=steps, disable=None) as bar:
         for step in bar:
             torch.manual_seed(int(np.random.SeedSequence((args.seed, step)).generate_state(1)[0]))
@@ -405,6 +411,7 @@ def optimise(model, lr, steps, loss, stage, progress):
             opt.step()
             opt.zero_grad(set_to_none=True)
             bar.set_postfix(loss=f'{value:.3f}')
+            progress.seconds[stage] = time.perf_counter() - begin
             if (step + 1) % args.eval_every == 0 or step + 1 == steps:
                 progress.save(stage, model, opt, step + 1, value)
                 model.train()
@@ -571,18 +578,18 @@ def main(argv):
         raise ValueError('--distil=ce compares attention weights, and this rule has none: take mse or hidden')
     batch = lambda offset: lambda step: rows(train, args, T, offset + step, device)
     per_byte = val.size / data['val']['bytes'] / math.log(2)
-    found, tokens, begin, base = [], 0, time.perf_counter(), nats(teacher, val, args, T, device)
+    found, base = [], nats(teacher, val, args, T, device)
 
-    def note(name, model, steps=0):
-        nonlocal tokens
-        tokens += steps * args.batch_size * T
+    def note(name, model, steps=0, stage=''):
         loss = base if model is teacher else nats(model, val, args, T, device)
         found.append({'': name, 'perplexity': math.exp(min(loss, 80)), 'bits per byte': loss * per_byte,
-                      'recovered': math.exp(base - loss), 'tokens': tokens,
-                      'minutes': round((time.perf_counter() - begin) / 60, 2)})
+                      'recovered': math.exp(base - loss), 'tokens': steps * args.batch_size * T,
+                      'minutes': round(progress.seconds.get(stage, 0) / 60, 2)})
         print(f'{name}: perplexity {found[-1]["perplexity"]:.4g}, recovered {math.exp(base - loss):.1%}')
     score = lambda model: {'perplexity': math.exp(min(nats(model, val, args, T, device), 80))}
-    progress = Progress(args, {'args': dataclasses.asdict(args), 'changes': changes}, score)
+    made_from = {'teacher': meta.get('digest'), 'text': data['train']['sha256']}
+    flags = {'args': dataclasses.asdict(args), 'changes': changes, 'made_from': made_from}
+    progress = Progress(args, flags, score)
     os.makedirs(args.out, exist_ok=True)
     if not args.resume:
         progress.forget()
@@ -596,14 +603,14 @@ def main(argv):
     learns = [n for n in new if n in parameters]
     if kind != 'none' and args.distil_steps and learns:
         distil(teacher, student, new, kind, batch(0), progress)
-        note(f'distilled ({kind})', student, args.distil_steps)
+        note(f'distilled ({kind})', student, args.distil_steps, f'distil ({kind})')
     heads = fidelity(teacher, student, torch.from_numpy(np.stack([val[:T]]).astype(np.int64)).to(device))
     student = copy.deepcopy(student)                            # until here its weights were the teacher's
     if args.steps:
         kl = teacher if args.loss == 'kl' else None
         finetune(student, args.steps, args.lr, batch(args.distil_steps), 'fine-tune', progress, kl, args.lora,
                  new)
-        note('fine-tuned', student, args.steps)
+        note('fine-tuned', student, args.steps, 'fine-tune')
     plain = student.config
     if args.fold:
         student = fold(student)
@@ -620,15 +627,15 @@ def main(argv):
         sizes.append({'tokens': n, 'state bytes': size if fixed else None, 'KV cache bytes': kv,
                       'times smaller': kv / size if fixed else None})
     if args.controls and args.steps:
-        tokens, twin = 0, copy.deepcopy(teacher)
+        twin = copy.deepcopy(teacher)
         finetune(twin, args.steps, args.lr, batch(args.distil_steps), 'control: teacher', progress,
                  lora=args.lora)
-        note('control: teacher fine-tuned', twin, args.steps)
+        note('control: teacher fine-tuned', twin, args.steps, 'control: teacher')
         torch.manual_seed(args.seed)
-        tokens, anew = 0, GPT(plain).to(device)
+        anew = GPT(plain).to(device)
         steps = args.steps + (args.distil_steps if learns and kind != 'none' else 0)
         finetune(anew, steps, 4e-3, batch(0), 'control: from scratch', progress)
-        note('control: student from scratch', anew, steps)
+        note('control: student from scratch', anew, steps, 'control: from scratch')
     print()
     for rows_ in (found, heads, sizes):
         if rows_:

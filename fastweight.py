@@ -347,7 +347,7 @@ class T2R(FeatureMap):
         nn.init.uniform_(self.weight, -r, r)    # Xavier
 
     def forward(self, x, t=0):
-        return (x @ self.weight.mT + self.bias).relu()
+        return (x @ self.weight.mT.to(x.dtype) + self.bias).relu()
 
 
 class DPFP(FeatureMap):
@@ -416,7 +416,7 @@ class Hedgehog(FeatureMap):
         self.weight = nn.Parameter(torch.eye(head_dim).repeat(n_head, 1, 1))
 
     def forward(self, x, t=0):
-        y = x @ self.weight.mT
+        y = x @ self.weight.mT.to(x.dtype)
         if self.form == 'softmax':
             return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1)
         return torch.cat([(y - y.amax(-1, True)).exp(), (y.amin(-1, True) - y).exp()], -1)

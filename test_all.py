@@ -1139,14 +1139,16 @@ def test_soak_100000_tokens_in_constant_memory(rule):
         assert rule != 'sink' or (pos[..., :4] == torch.arange(4)).all()
 
 
-SUITES = dict(train=('--lengths=40', 10), decode=('--lengths=8,40', 16), batch=('--lengths=32 --budget=1', 5),
+SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),
+              decode=('--heads=1 --head_dim=8 --lengths=8,40', 16), batch=('--lengths=32 --budget=1', 5),
               cache=('--lengths=4,8 --overflow=delta:favor:1', 15), kept=('--lengths=4', 4),
-              layer=('--lengths=8,40', 10), capacity=('--lengths=4 --steps=100 --only=elu,softmax', 2),
+              layer=('--heads=1 --head_dim=8 --lengths=8,40 --dtype=bfloat16', 10),
+              capacity=('--lengths=4 --steps=100 --only=elu,softmax', 2),
               update=('--lengths=4 --steps=100 --only=gated,delta', 2), monotone=('--steps=1', 10),
               recall=('--steps=1 --only=elu,delta', 2), mqar=('--steps=1 --only=tova --lengths=8', 1),
               language=('--steps=1 --only=sum', 1))
 
-@pytest.mark.parametrize('suite', bench.SUITES)
+@pytest.mark.parametrize('suite', SUITES)
 def test_bench_writes_table_picture_and_one_json_line(suite, text, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench, 'seconds', lambda runs, *_: [(run(), 1e-3)[1] for run in runs])
     flags, rows = SUITES[suite]
@@ -1154,7 +1156,7 @@ def test_bench_writes_table_picture_and_one_json_line(suite, text, tmp_path, cap
         flags += f' --init={trained(text, tmp_path / "out", "--rule=softmax", "--pos=rope")}'
     if suite == 'language':
         flags += f' --data={text}'
-    assert bench.main([suite, '--heads=1', '--head_dim=8', *flags.split(), f'--out={tmp_path}']) == 0
+    assert bench.main([suite, *flags.split(), f'--out={tmp_path}']) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])['suite'] == suite
     assert len((tmp_path / f'{suite}.csv').read_text().splitlines()) > rows
     assert (tmp_path / f'{suite}.png').stat().st_size > 5000
@@ -1178,6 +1180,10 @@ def test_bench_cache_counts_every_token_and_with_room_for_all_is_softmax(text, t
 def test_bench_refuses(ckpt, tmp_path, capsys):
     assert 'no softmax layers' in refused(capsys, bench.main, 'cache', f'--init={ckpt}')
     assert 'train.py' in refused(capsys, bench.main, 'kept', f'--init={tmp_path / "none"}')
+    assert 'means nothing' in refused(capsys, bench.main, 'decode', '--only=sum')
+    assert 'takes one' in refused(capsys, bench.main, 'batch', '--lengths=3,4')
+    assert '--budget' in refused(capsys, bench.main, 'batch', '--budget=1', '--lengths=8192')
+    assert 'a task' in refused(capsys, bench.main, 'language', '--data=recall')
     assert 'contradict' in refused(capsys, bench.main, '--quick', '--full')
     assert 'choose from softmax' in refused(capsys, bench.main, 'recall', '--only=elu,elo')
     bad = (['tran'], 'choose from'), (['train', '--lengths=4k'], '--lengths'), (['--hedas=2'], '--heads')
@@ -1378,7 +1384,7 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, capsys)
         assert found['layers'] and all(r['KL to teacher'] > 0 for r in found['layers'])
 
 @pytest.mark.parametrize('at', [3, 11, 15])
-def test_stopped_conversion_goes_on_bit_for_bit(at, teacher, tmp_path, monkeypatch, capsys):
+def test_stopped_conversion_goes_on_bit_for_bit(at, teacher, text, tmp_path, monkeypatch, capsys):
     """Stopped in stage 1, in stage 2 and in a control."""
     def run(name, *flags):
         code = convert.main([*flags, f'--out={tmp_path / name}'])
@@ -1396,6 +1402,11 @@ def test_stopped_conversion_goes_on_bit_for_bit(at, teacher, tmp_path, monkeypat
     assert run('cut', *flags) == 130
     monkeypatch.setattr(convert, 'rows', rows)
     assert 'began' in refused(capsys, convert.main, '--resume', '--steps=5', f'--out={tmp_path / "cut"}')
+    path = tmp_path / 'teacher' / 'ckpt.safetensors'
+    kept, other = path.read_bytes(), trained(text, tmp_path / 'other', '--rule=softmax', steps=2)
+    path.write_bytes(Path(other).read_bytes())
+    assert 'the teacher is not' in refused(capsys, convert.main, '--resume', f'--out={tmp_path / "cut"}')
+    path.write_bytes(kept)
     assert run('cut', '--resume') == whole
     assert 'was stopped' in refused(capsys, convert.main, '--resume', f'--out={tmp_path / "cut"}')
     a, b = (load(tmp_path / name / 'ckpt.safetensors')[0].state_dict() for name in ('whole', 'cut'))
@@ -1504,7 +1515,8 @@ def test_readme_is_true_of_the_code():
         assert row in text
     for name in (*FEATURE_MAPS, *NORMALISERS):
         assert f'`{name}`' in text, name
-    suites = '|'.join([*bench.SUITES, 'all'])
+    suites = '|'.join(bench.SUITES)
+    assert {*bench.SUITES} == {*SUITES, 'all'}
     command = (rf'(?:python|torchrun --\S+) (train|sample|bench|convert)\.py(?: (?:{suites})\b)?'
                r'((?: (?:"[^"]*"|[^\s"`|&>#)])+)*)')
     docs = (text, train.__doc__, sample.__doc__, bench.__doc__, convert.__doc__)
