@@ -1166,6 +1166,23 @@ def test_bench_finds_where_softmax_becomes_the_slower_one():
     rows = [dict(form=f, T=T, ms=ms) for f in times for T, ms in zip((10, 1000), times[f])]
     assert bench.crossing(rows, 'ms', 'softmax') == dict(a=pytest.approx(100), b=10, c=None)
 
+@pytest.mark.parametrize('rule, phi, norm', [
+    ('sum', 'elu', 'attn'), ('sum', 'dpfp:1', 'sum'), ('gated', 'elu', 'attn'), ('delta', 'dpfp:2', 'sum')])
+def test_associations_are_read_from_the_recurrence(rule, phi, norm):
+    """Against the definition, in which a query is a further step whose key is 0."""
+    model, keys = bench.Associative(5, rule, phi, norm, d=8).double().eval(), torch.randint(5, (2, 7))
+    m, values = model.memory, torch.randint(5, (2, 7))
+    v = torch.nn.functional.one_hot(values, 5).double()
+    x = torch.cat([model.embed[keys], v], -1)
+    qk = m.features(model.q(model.embed[keys])[:, None], model.k(x)[:, None], None, 0)
+    q, k = NORMALISERS[norm](qk).chunk(2)
+    after = lambda y: torch.nn.functional.pad(y, (0, 0, 0, 7) if y.dim() == 4 else (0, 7))
+    q = torch.cat([torch.zeros_like(q), q], 2)
+    gates = {name: after(gate) for name, gate in m.gates(x).items()}
+    floor = norm == 'attn' and m.phi.floor
+    o, _ = fastweight.recurrent(q, after(k), after(v[:, None]), **gates, normalise=floor)
+    near(model(keys, values), o[:, 0, 7:], 1e-9)
+
 def test_bench_cache_counts_every_token_and_with_room_for_all_is_softmax(text, tmp_path):
     ckpt = trained(text, tmp_path / 'out', '--rule=softmax')
     assert bench.main(['cache', f'--init={ckpt}', '--lengths=16', f'--out={tmp_path}']) == 0
