@@ -152,15 +152,15 @@ def report(args, name, rows, note, *panels, **summary):
     print(json.dumps(dict(suite=name, **here, minutes=minutes, **summary)), flush=True)
 
 
-def lines(axes, rows, x, y, label, yscale='log', xscale='log', paper=None):
-    """One line a label, in colours that colour-blind readers can tell; paper: the column of its figures,
-    drawn as hollow points."""
-    for i, name in enumerate(dict.fromkeys(r[label] for r in rows)):
-        points = [(r[x], r[y]) for r in rows if r[label] == name and r[y] is not None]
+def lines(axes, rows, x, y, yscale='log', xscale='log', paper=None):
+    """One line a form, in colours that colour-blind readers can tell; paper: the column of its figures, drawn
+    as hollow points."""
+    for i, name in enumerate(dict.fromkeys(r['form'] for r in rows)):
+        points = [(r[x], r[y]) for r in rows if r['form'] == name and r[y] is not None]
         if points:
             style = dict(marker='o', color=COLOURS[i % 8], linestyle='-' if i < 8 else '--')
             axes.plot(*zip(*points), label=name, **style)
-        theirs = [(r[x], r[paper]) for r in rows if paper and r[label] == name and r[paper] is not None]
+        theirs = [(r[x], r[paper]) for r in rows if paper and r['form'] == name and r[paper] is not None]
         if theirs:
             axes.plot(*zip(*theirs), linestyle='', marker='o', color=COLOURS[i % 8], markerfacecolor='none')
     axes.set(xscale=xscale, yscale=yscale)
@@ -168,13 +168,14 @@ def lines(axes, rows, x, y, label, yscale='log', xscale='log', paper=None):
     if len(ticks) <= 8:
         axes.set_xticks(ticks, [f'{t:,}' for t in ticks])
         axes.minorticks_off()
-    axes.legend(fontsize=9, frameon=False)
+    if rows:
+        axes.legend(fontsize=9, frameon=False)
 
 
 def panel(title, x, y, xlabel, ylabel, where=lambda r: True, **how):
     """A function that draws `lines` of some rows and says what they are."""
     def draw(axes, rows):
-        lines(axes, [r for r in rows if where(r)], x, y, 'form', **how)
+        lines(axes, [r for r in rows if where(r)], x, y, **how)
         axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
     return draw
 
@@ -191,14 +192,18 @@ def once(args, name, run, **key):
     suite that was stopped goes on."""
     path, mark = os.path.join(args.out, 'runs.jsonl'), {'run': name, 'code': code(), **key}
     for line in prepare.read(path).decode().splitlines() if os.path.exists(path) else ():
-        if line.endswith('}') and (known := json.loads(line)).pop('key') == mark:   # else cut off in writing
+        try:
+            known = json.loads(line)
+        except ValueError:          # cut off in writing
+            continue
+        if known.pop('key') == mark:
             return known
     began = time.perf_counter()
     found = run(**key)
     found['minutes'] = (time.perf_counter() - began) / 60
     os.makedirs(args.out, exist_ok=True)
     with open(path, 'a') as f:
-        f.write(json.dumps({'key': mark, **found}) + '\n')
+        f.write('\n' * (f.tell() > 0) + json.dumps({'key': mark, **found}))
     return found
 
 
@@ -279,7 +284,7 @@ def associate(S, rule, phi, norm, replace, seed, most, device, rows=4):
         loss(rows, 2 * S, by_key=False).backward()  # a position is drawn: frequent keys come more often
         opt.step()
         opt.zero_grad()
-        if step % 100 == 0:
+        if step % 100 == 0 or step == most:
             model.eval()
             with torch.no_grad():                   # S pairs, also where 2 S were trained on, as they do
                 found = loss(20, S, by_key=True).item()
@@ -806,7 +811,7 @@ def cache(args, device, dtype):
 
     def draw(axes, rows):
         drawn = [r for r in rows if r['rows'] and r['form'] != 'full']
-        lines(axes, drawn, 'rows', 'perplexity', 'form', 'linear')
+        lines(axes, drawn, 'rows', 'perplexity', 'linear')
         axes.axhline(full, color='grey', linewidth=1)
         axes.set(xlabel='rows kept', ylabel='perplexity', title=f'context {T}, no training')
     note = f'{len(x)} pieces of {T} tokens; "paper": LLaMA-2-7B on PG-19, at the same share of 4,096 rows'
