@@ -482,10 +482,11 @@ def language(args, device, dtype):
                      'parameters': found[0]['params']})
 
     def draw(axes, rows):
-        axes.barh([r['form'] for r in rows][::-1], [r['ours'] for r in rows][::-1],
-                  color=COLOURS[4])
-        least = min(r['ours'] for r in rows)
-        axes.set(xlabel='bits per byte', xlim=(0.9 * least, None), title=f'{data}, {steps} steps')
+        for i, r in enumerate(reversed(rows)):
+            axes.plot([r['least'], r['most']], [i, i], color=COLOURS[4])
+            axes.plot(r['ours'], i, 'o', color=COLOURS[4])
+        axes.set_yticks(range(len(rows)), [r['form'] for r in reversed(rows)])
+        axes.set(xlabel='bits per byte, rows of 128', title=f'{data}, {steps} steps')
     note = (f'ours: bits per byte of {data} after {steps} steps of 4 rows of 128; carried: with the state '
             'handed on; paper: WikiText-103')
     report(args, 'language', rows, note, draw)
