@@ -447,7 +447,7 @@ def mqar(args, device, dtype):
                  yscale='linear'))
 
 
-LANGUAGE = {    # what is trained; perplexity on WikiText-103 (tables 2 and 5: 40 M parameters, with positions)
+LANGUAGE = {    # what is trained; perplexity on WikiText-103 (tables 2, 5: 40 M parameters, with positions)
     'softmax': ('--rule=softmax --n_head=4', 34.1), 'sum': ('--rule=sum --pos=learned', 38.3),
     'delta elu': ('--rule=delta --phi=elu --norm=sum --pos=learned', 35.5),
     'sum favor:8': ('--rule=sum --phi=favor:8 --pos=learned', 39.6),
