@@ -906,8 +906,8 @@ def test_carry_hands_the_state_on(text, tmp_path, monkeypatch):
     """Each row continues the last one, and the state it gets is the one the last one left."""
     seen, plain = [], GPT.forward
 
-    def watch(self, tokens, state=None):
-        logits, new = plain(self, tokens, state)
+    def watch(self, tokens, state=None, at=None):
+        logits, new = plain(self, tokens, state, at)
         if self.training:
             seen.append((tokens, state, new))
         return logits, new
