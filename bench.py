@@ -4,7 +4,7 @@
     python bench.py all --quick        every suite below, twenty minutes on two cores; --full takes hours
 
     python bench.py decode             the next token after 128 .. 65,536: time and state, layer and model
-    python bench.py layer              one forward pass over up to 32,768, and its memory
+    python bench.py layer              one forward pass over up to 4,096, with --full 32,768, and its memory
     python bench.py capacity           how many associations a matrix holds (Schlag 2021)
     python bench.py update             associations whose values change: sum, gated, delta
     python bench.py recall             accuracy and entropy of attention by feature map (Zhang 2024)
@@ -15,8 +15,11 @@
     python bench.py cache              perplexity of a softmax model as an RNN that keeps few rows (Oren 2024)
     python bench.py kept               which tokens TOVA keeps in it, and for how long
     python bench.py batch              throughput at a memory budget against the rows kept
+
+monotone, cache and kept need a softmax model, as train.py --rule=softmax makes.
 """
 import csv
+import functools
 import hashlib
 import importlib
 import itertools
@@ -48,25 +51,42 @@ from model import (GPT, Config, captured, flag, graphed, pack, parse, pick_devic
                    swapped, table, unpack)
 
 
+SUITES = dict(      # a function each; the flags that mean something to it, beside those that always do
+    decode='lengths heads head_dim dtype', layer='lengths heads head_dim batch dtype',
+    capacity='lengths seeds steps only', update='lengths seeds steps only', recall='seeds steps only',
+    mqar='lengths seeds steps only', monotone='init data steps only', language='data seeds steps only',
+    train='lengths heads head_dim batch dtype', cache='init data lengths overflow', kept='init data lengths',
+    batch='lengths budget dtype', all='seeds init')
+ALWAYS = 'quick full out device seed'
+
+
+def of(name):
+    """The suites to which a flag means something, for --help."""
+    return ', '.join(s for s, flags in SUITES.items() if name in flags.split())
+
+
 @dataclass
 class Args:
-    quick: bool = flag(False, 'about two minutes on two cores: the default')
+    quick: bool = flag(False, 'the default: about two minutes a suite on two cores')
     full: bool = flag(False, 'all sizes, more steps and repeats')
     out: str = flag('out/bench', 'folder for tables, pictures and what was trained')
     device: str = flag('auto', 'auto, cpu, cuda')
-    seed: int = flag(0, 'the first, of inputs and trainings', low=0)
-    seeds: int = flag(0, 'suites that train: how often; 0: once, with --full three times', low=0)
-    steps: int = flag(0, 'the same: how long, if not as the suite has it', low=0)
-    only: str = flag('', 'the same: lines of the table, as softmax,delta')
-    lengths: str = flag('', 'sequence lengths, rows, associations or widths, if not the suite\'s: 256,1024')
-    heads: int = flag(0, 'decode, layer, train: heads, if not 12, train 4', low=0)
-    head_dim: int = flag(64, 'the same: features of q, k and v', low=1)
-    batch: int = flag(1, 'the same: rows', low=1)
-    dtype: str = flag('auto', 'the same: type; auto: bfloat16 on a GPU', ['auto', 'float32', 'bfloat16'])
-    init: str = flag('', 'cache, kept, monotone: a model with softmax; else what convert.py would convert')
-    data: str = flag('', 'the same, if not what it was trained on; language: if not stdlib')
-    overflow: str = flag('', 'cache: also with fast weights for what goes, at equal bytes: sum:hedgehog')
-    budget: int = flag(71, 'batch: MB for all states', low=1)
+    seed: int = flag(0, 'the first, of inputs and trainings', low=0, high=2 ** 32 - 1)
+    seeds: int = flag(0, f'{of("seeds")}: how often to train; 0: once, with --full three times', low=0)
+    steps: int = flag(0, f'{of("steps")}: how long, if not as the suite has it', low=0)
+    only: str = flag('', f'{of("only")}: lines of the table, as softmax,delta')
+    lengths: str = flag('', f'{of("lengths")}: sequence lengths, associations, widths or rows, if not the '
+                            'suite\'s: 256,1024')
+    heads: int = flag(0, f'{of("heads")}: heads, if not 12, train 4', low=0)
+    head_dim: int = flag(64, f'{of("head_dim")}: features of q, k and v', low=1)
+    batch: int = flag(1, f'{of("batch")}: rows', low=1)
+    dtype: str = flag('auto', f'{of("dtype")}: type; auto: bfloat16 on a GPU',
+                      ['auto', 'float32', 'bfloat16'])
+    init: str = flag('', f'{of("init")}: a softmax model, if not that in out/ or out/teacher/')
+    data: str = flag('', f'{of("data")}: a text, if not what the model was trained on, or stdlib')
+    overflow: str = flag('', f'{of("overflow")}: also with fast weights for what goes, at equal bytes, as '
+                             'sum:hedgehog')
+    budget: int = flag(71, f'{of("budget")}: MB for all states', low=1)
 
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -196,7 +216,7 @@ def once(args, name, run, **key):
             known = json.loads(line)
         except ValueError:          # cut off in writing
             continue
-        if known.pop('key') == mark:
+        if isinstance(known, dict) and known.pop('key', None) == mark:
             return known
     began = time.perf_counter()
     found = run(**key)
@@ -734,28 +754,30 @@ def decode(args, device, dtype):
     sizes = {'': {}} | ({', GPT-2 size': dict(n_layer=12, n_head=12, n_embd=768, vocab_size=50257)}
                         if args.full else {})
 
-    def row(level, form, T, run, state):
-        time, = seconds([run], device, 0.3, 30)
-        rows.append({'level': level, 'form': form, 'T': T, 'us a token': 1e6 * time,
-                     'state bytes': state_bytes(state)})
+    def add(level, form, cases):
+        """cases: what runs, and its state, for each T; they take turns."""
+        for T, (_, state), time in zip(Ts, cases, seconds([run for run, _ in cases], device, 0.3, 30)):
+            rows.append({'level': level, 'form': form, 'T': T, 'us a token': 1e6 * time,
+                         'state bytes': state_bytes(state)})
     for rule in 'softmax', 'sum', 'delta', 'decay':
         many, one = (inputs(rule, args, n, device, dtype) for n in (1024, 1))
-        S, read = None, 0
+        cases, S, read = [], None, 0
         for T in Ts:
             if rule == 'softmax':
                 k, v = (one[n].repeat(1, 1, T, 1) for n in 'kv')
-                attend = lambda: F.scaled_dot_product_attention(one['q'], k, v)
-                row('layer', rule, T, attend, [dict(k=k, v=v)])
+                run = functools.partial(F.scaled_dot_product_attention, one['q'], k, v)
+                cases.append((run, [dict(k=k, v=v)]))
                 continue
             while read < T:
                 n = min(1024, T - read)
                 S, read = kernels.chunked(**{m: x[:, :, :n] for m, x in many.items()}, S=S)[1], read + n
-            row('layer', rule, T, lambda: kernels.step(**one, S=S), [dict(S=S)])
+            cases.append((functools.partial(kernels.step, **one, S=S), [dict(S=S)]))
+        add('layer', rule, cases)
     for name, size in sizes.items():
         for rule in 'softmax', 'sum', 'delta', 'decay':
             model = GPT(Config(rule=rule, **size)).to(device, dtype).eval()
             tokens, state, read = torch.randint(256, (1, max(Ts)), device=device), None, 0
-            token = tokens[:, :1]
+            token, cases = tokens[:, :1], []
             for T in Ts:
                 if rule == 'softmax':
                     state = model.read(tokens[:, :1])
@@ -764,7 +786,8 @@ def decode(args, device, dtype):
                 else:
                     state, read = model.read(tokens[:, read:T], state), T
                 step = (captured if device.type == 'cpu' else graphed)(model, token, state)
-                row('model' + name, rule, T, lambda: step(token, state), state)
+                cases.append((functools.partial(step, token, state), state))
+            add('model' + name, rule, cases)
     cross = {level: crossing([r for r in rows if r['level'] == level], 'us a token', 'softmax')
              for level in dict.fromkeys(r['level'] for r in rows)}
 
@@ -893,9 +916,10 @@ def kept(args, device, dtype):
 @torch.inference_mode()
 def batch(args, device, dtype):
     """The largest batch within a budget for states, and its throughput, after T tokens. Oren table 1."""
-    T = one_length(args, 4096)
-    rows, base = [], None
+    T, rows, base = one_length(args, 4096), [], None
     paper = {1: 1, 2: 1.7, 4: 3.1, 8: 4.8, 16: 8.5}
+    if T < max(paper):
+        raise ValueError(f'--lengths={T}: 1/{max(paper)} of it is no row; take {max(paper)} or more')
     tokens = torch.randint(256, (1, 1), device=device)
     for share in paper:
         model = GPT(Config(rule='tova', cache=T // share)).to(device, dtype).eval()
@@ -919,16 +943,6 @@ def batch(args, device, dtype):
     report(args, 'batch', rows, note, draw, of_full={r['rows']: round(r['of full'], 2) for r in rows})
 
 
-SUITES = dict(      # and the flags that mean something to it, beside those that always do
-    decode=(decode, 'lengths heads head_dim dtype'), layer=(layer, 'lengths heads head_dim batch dtype'),
-    capacity=(capacity, 'lengths seeds steps only'), update=(update, 'lengths seeds steps only'),
-    recall=(recall, 'seeds steps only'), mqar=(mqar, 'lengths seeds steps only'),
-    monotone=(monotone, 'init data steps only'), language=(language, 'data seeds steps only'),
-    train=(train, 'lengths heads head_dim batch dtype'), cache=(cache, 'init data lengths overflow'),
-    kept=(kept, 'init data lengths'), batch=(batch, 'lengths budget dtype'), all=(None, 'seeds init'))
-ALWAYS = 'quick full out device seed'
-
-
 @script
 def main(argv):
     name = argv.pop(0) if argv and not argv[0].startswith('-') else 'decode'
@@ -936,8 +950,8 @@ def main(argv):
         raise ValueError(f'{name}: no such suite, --help has a line on each; choose from {", ".join(SUITES)}')
     given = parse(argv, __doc__, Args)[0]
     for flag_ in given:
-        if flag_ not in f'{ALWAYS} {SUITES[name][1]}'.split():
-            raise ValueError(f'--{flag_} means nothing for {name}: it takes {ALWAYS} {SUITES[name][1]}')
+        if flag_ not in (takes := f'{ALWAYS} {SUITES[name]}').split():
+            raise ValueError(f'--{flag_} means nothing for {name}: it takes {takes}')
     args = Args(**given)
     if args.quick and args.full:
         raise ValueError('--quick and --full contradict each other')
@@ -949,7 +963,7 @@ def main(argv):
     def run(suite):
         args.began = time.perf_counter()
         torch.manual_seed(args.seed)
-        SUITES[suite][0](args, device, dtype)
+        globals()[suite](args, device, dtype)
     if name != 'all':
         return run(name)
     began, left_out = time.perf_counter(), {}

@@ -25,12 +25,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 import torch.nn.utils.parametrize
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from data import prepare
 from fastweight import RULES
-from model import (GPT, Config, flag, load, pack_optimiser, parse, pick_device, read, save, script,
-                   state_bytes, subset, swapped, table, unpack_optimiser, write)
+from model import (GPT, Config, config_of, flag, load, pack_optimiser, parse, pick_device, read, replace,
+                   save, script, state_bytes, subset, swapped, table, unpack_optimiser, write)
 
 
 @dataclass
@@ -56,7 +55,7 @@ class Args:
     controls: bool = flag(True, 'also fine-tune the teacher as long, and train the student from scratch')
     eval_every: int = flag(250, 'steps between evaluations, which also save, for --resume', low=1)
     resume: bool = flag(False, 'go on with the conversion that was stopped in --out')
-    seed: int = flag(0, 'of new weights and data order', low=0)
+    seed: int = flag(0, 'of new weights and data order', low=0, high=2 ** 32 - 1)
     device: str = flag('auto', 'auto, cpu, cuda')
 
 
@@ -97,6 +96,8 @@ def their_config(c, source):
     """config.json -> Config. ValueError for what this project cannot compute exactly."""
     def refuse(why):
         raise ValueError(f'{source}: {why}; known are GPT-2 and Llama as they were published')
+    if not isinstance(c, dict):
+        raise ValueError(f'{source}/config.json: {json.dumps(c)[:40]} is no description of a model')
     kind = c.get('model_type')
     try:
         if kind == 'gpt2':
@@ -126,6 +127,8 @@ def their_config(c, source):
                           tied=c.get('tie_word_embeddings', False))
     except KeyError as e:
         raise ValueError(f'{source}/config.json lacks {e}') from None
+    except (TypeError, AttributeError, ZeroDivisionError) as e:
+        raise ValueError(f'{source}/config.json: {e}') from None
     refuse(f'model_type {kind}')
 
 
@@ -253,10 +256,8 @@ def export(model, folder):
             sizes = [d * n for n in (c.n_head, kv, kv)] if len(parts) == 3 else len(x) // len(parts)
             out |= {n: y.contiguous() for n, y in zip(parts, x.split(sizes))}
         state = out
-    os.makedirs(folder, exist_ok=True)
-    temp = os.path.join(folder, 'model.safetensors.part')
-    save_file({n: x.contiguous() for n, x in state.items()}, temp, {'format': 'pt'})
-    os.replace(temp, temp.removesuffix('.part'))
+    state = {n: x.detach().cpu().contiguous() for n, x in state.items()}
+    replace(os.path.join(folder, 'model.safetensors'), state, {'format': 'pt'})
     with open(os.path.join(folder, 'config.json'), 'w') as f:
         json.dump(raw, f, indent=1)
 
@@ -501,6 +502,8 @@ def fidelity(teacher, student, x):
     """Of each swapped layer with weights, on the teacher's inputs: divergence from the teacher's, entropies,
     and the share of pairs of keys whose order by q.k the weights keep (Zhang 2024 sec. 3)."""
     found, draw = [], torch.Generator().manual_seed(0)
+    if x.shape[1] < 2:
+        return []                   # no pairs
     for i, ((block, _, u, q, k, *_), twin) in enumerate(zip(through(teacher, x), student.blocks)):
         if twin.mixer.memory.rule.keeps == 'all' or not has_weights(twin.mixer):
             continue
@@ -519,10 +522,13 @@ def fidelity(teacher, student, x):
 
 
 def a_teacher(make=True):
-    """out/ckpt.safetensors if it has softmax layers, else out/teacher/ckpt.safetensors, made if need be."""
+    """out/ckpt.safetensors if it can be one, else out/teacher/ckpt.safetensors, made if need be."""
     first, path = Args.from_, 'out/teacher/ckpt.safetensors'
-    if os.path.exists(first) and 'all' in Config(**read(first)[1].get('config', {})).keeps():
-        return first
+    if os.path.exists(first):
+        meta = read(first)[1]
+        keeps = config_of(first, meta).keeps()
+        if 'all' in keeps and keeps <= {None, 'all'} and 'row' not in meta.get('data', {}):
+            return first
     if not os.path.exists(path) and not make:
         raise ValueError(f'no softmax model in out/: python train.py {TEACHER} --out=out/teacher makes one')
     if not os.path.exists(path):
@@ -582,7 +588,7 @@ def main(argv):
 
     def note(name, model, steps=0, stage=''):
         loss = base if model is teacher else nats(model, val, args, T, device)
-        found.append({'': name, 'perplexity': math.exp(min(loss, 80)), 'bits per byte': loss * per_byte,
+        found.append({'model': name, 'perplexity': math.exp(min(loss, 80)), 'bits per byte': loss * per_byte,
                       'recovered': math.exp(base - loss), 'tokens': steps * args.batch_size * T,
                       'minutes': round(progress.seconds.get(stage, 0) / 60, 2)})
         print(f'{name}: perplexity {found[-1]["perplexity"]:.4g}, recovered {math.exp(base - loss):.1%}')
@@ -614,10 +620,10 @@ def main(argv):
     plain = student.config
     if args.fold:
         student = fold(student)
-    if args.export:
-        export(student, args.export)
     save(os.path.join(args.out, 'ckpt.safetensors'), student,
          {'step': args.steps, 'data': meta['data'], 'args': {'data': source}, 'from': args.from_})
+    if args.export:
+        export(student, args.export)
     sizes = []
     with torch.no_grad():
         state = student.eval()(torch.zeros(1, 1, dtype=torch.long, device=device))[1]

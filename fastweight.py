@@ -100,10 +100,10 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
     Raises ValueError for normalise with erase or a vector log_z: their value channels share no denominator.
     From Schlag 2021 sec. 4.2 (w = e = beta), Mao 2022 (f, z), Peng 2021 (f = g, w = 1-g), KDA (f, w = e)."""
     dtype, (B, H, T, _), o = v.dtype, q.shape, []
-    *rows, S = start(q, k, v, write, erase, log_f, log_z, S, normalise)
-    rows[5:], S = each(torch.exp, *rows[5:]), S.flatten(0, 1)
-    rows = (repeat(x) if x is None else x.reshape(B * H, 1, T, -1).unbind(2) for x in rows)
-    for row in zip(*rows):
+    q, k, v, w, e, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise)
+    f, z = each(torch.exp, log_f, log_z)
+    rows, S = (q, k, v, w, e, f, z), S.flatten(0, 1)
+    for row in zip(*(repeat(x) if x is None else x.reshape(B * H, 1, T, -1).unbind(2) for x in rows)):
         o_t, S = step(*row, S)
         o.append(o_t)
     return finish(torch.cat(o, 1).view(B, H, T, -1), normalise, dtype), S.view(B, H, *S.shape[1:])
@@ -412,7 +412,7 @@ class Hedgehog(FeatureMap):
     def __init__(self, n_head, head_dim, arg='softmax'):
         super().__init__(n_head, head_dim, form=arg, feature_dim=2 * head_dim)
         if arg not in ('softmax', 'exp'):
-            raise ValueError(f'hedgehog:{arg}: the forms are hedgehog:softmax and hedgehog:exp')
+            raise ValueError('the forms are hedgehog:softmax and hedgehog:exp')
         self.weight = nn.Parameter(torch.eye(head_dim).repeat(n_head, 1, 1))
 
     def forward(self, x, t=0):
@@ -472,11 +472,11 @@ FEATURE_MAPS = {  # name: constructor (n_head, head_dim, [arg]) -> module with .
 
 def feature_map(spec, n_head, head_dim):
     """'dpfp:3' -> FEATURE_MAPS['dpfp'](n_head, head_dim, '3'). Raises ValueError that names the choices."""
-    name, _, arg = spec.partition(':')
+    name, colon, arg = spec.partition(':')
     if name not in FEATURE_MAPS:
         raise ValueError(f'phi={spec}: no such feature map; choose from {", ".join(FEATURE_MAPS)}')
     try:
-        return FEATURE_MAPS[name](n_head, head_dim, *([arg] if arg else []))
+        return FEATURE_MAPS[name](n_head, head_dim, *([arg] if colon else []))
     except TypeError:
         raise ValueError(f'phi={spec}: {name} takes nothing after the colon') from None
     except ValueError as e:
@@ -495,7 +495,8 @@ def sum_to_one(x):
 
 
 NORMALISERS = {
-    'attn': lambda x: x,    # instead o_t is divided by n_t.q_t: a weighted mean of values. Katharopoulos 2020
+    'attn': lambda x: x,    # instead o_t is divided by n_t.q_t: a weighted mean of values. Katharopoulos
+                            # 2020; with rules that erase, `sum` as well (FastWeights.delta_attn)
     'sum': sum_to_one,      # Schlag 2021
     'l2': l2,               # DeltaNet 2024
     'none': lambda x: x,    # Mao 2022

@@ -550,12 +550,17 @@ def digest(meta, tensors):
 
 
 def write(path, tensors, meta):
-    """tensors and a JSON-able dict into a file: written beside, flushed, renamed. Readers see old or new."""
+    """tensors and a JSON-able dict into a file, with a digest of both."""
     tensors, text = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}, json.dumps(meta)
+    replace(path, tensors, {'meta': text, 'digest': digest(text, tensors)})
+
+
+def replace(path, tensors, notes):
+    """A safetensors file, written beside, flushed, renamed. Readers see the old one or the new one."""
     temp, folder = f'{path}.{os.getpid()}.part', os.path.dirname(os.path.abspath(path))
     os.makedirs(folder, exist_ok=True)
     try:
-        save_file(tensors, temp, {'meta': text, 'digest': digest(text, tensors)})
+        save_file(tensors, temp, notes)
         with open(temp, 'rb+') as f:
             os.fsync(f.fileno())
         os.replace(temp, path)
@@ -592,15 +597,20 @@ def save(path, model, meta, extra={}):
           {**meta, 'config': dataclasses.asdict(model.config)})
 
 
-def load(path, device='cpu', **changes):
-    """-> model, meta. meta['tensors'] holds what `save` was given as extra. changes: flags of `Swap`."""
-    tensors, meta = read(path)
+def config_of(path, meta):
+    """-> the Config of a checkpoint's meta"""
     if 'config' not in meta:
         raise ValueError(f'{path}: holds no model (a state saved by sample.py?)')
     try:
-        model = GPT(Config(**meta['config']))
+        return Config(**meta['config'])
     except TypeError as e:
         raise ValueError(f'{path}: made by another version of this project ({e})') from None
+
+
+def load(path, device='cpu', **changes):
+    """-> model, meta. meta['tensors'] holds what `save` was given as extra. changes: flags of `Swap`."""
+    tensors, meta = read(path)
+    model = GPT(config_of(path, meta))
     weights = {k.removeprefix('model.'): tensors.pop(k) for k in [*tensors] if k.startswith('model.')}
     try:
         missing, extra = model.load_state_dict(weights, strict=False)

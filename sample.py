@@ -28,7 +28,7 @@ class Args:
     temperature: float = flag(0.8, '0 takes the likeliest token', low=0)
     top_k: int = flag(0, 'only the k likeliest tokens; 0 for all', low=0)
     top_p: float = flag(1.0, 'only the likeliest tokens of this probability together', low=1e-6, high=1)
-    seed: int = flag(0, 'of the draws', low=0)
+    seed: int = flag(0, 'of the draws', low=0, high=2 ** 32 - 1)
     save_state: str = flag('', 'file for the state after prompt and sample')
     load_state: str = flag('', 'go on from this state')
     device: str = flag('auto', 'auto, cpu, cuda, mps')

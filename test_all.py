@@ -1,10 +1,10 @@
 """Every claim of this project that can be checked without a GPU or a network. A test's name is the claim.
 
-    pytest test_all.py                 under two minutes on two cores
+    pytest test_all.py                 about three minutes on two cores
     SLOW=1 pytest test_all.py          with the soaks: 100,000 tokens, kill -9, resume from every step
 """
-import ast, csv, dataclasses, hashlib, http.server, inspect, io, itertools, json, math, os, re, shlex
-import shutil, signal, socket, subprocess, sys, threading, time
+import ast, contextlib, csv, dataclasses, hashlib, http.server, inspect, io, itertools, json, math, os, re
+import shlex, shutil, signal, socket, subprocess, sys, threading, time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -1199,6 +1199,7 @@ def test_bench_refuses(ckpt, tmp_path, capsys):
     assert 'train.py' in refused(capsys, bench.main, 'kept', f'--init={tmp_path / "none"}')
     assert 'means nothing' in refused(capsys, bench.main, 'decode', '--only=sum')
     assert 'takes one' in refused(capsys, bench.main, 'batch', '--lengths=3,4')
+    assert '16 or more' in refused(capsys, bench.main, 'batch', '--lengths=8')
     assert '--budget' in refused(capsys, bench.main, 'batch', '--budget=1', '--lengths=8192')
     assert 'a task' in refused(capsys, bench.main, 'language', '--data=recall')
     assert 'contradict' in refused(capsys, bench.main, '--quick', '--full')
@@ -1315,6 +1316,9 @@ def test_hub_weights_that_do_not_fit_are_refused(tmp_path, capsys):
     assert 'rope of type yarn' in err(dict(rope_scaling=dict(rope_type='yarn')))
     assert f'{name} is missing' in err(drop=name)
     assert 'shape (1,), expected' in err(wrong='model.norm.weight')
+    assert 'config.json' in err(dict(num_hidden_layers=None))
+    (tmp_path / 'config.json').write_text('[]')
+    assert 'no description' in refused(capsys, convert.main, f'--from={tmp_path}')
     (tmp_path / 'config.json').write_text('{"model_type": "mamba"}')
     assert 'mamba' in refused(capsys, convert.main, f'--from={tmp_path}')
     assert 'known are' in refused(capsys, convert.main, f'--from={tmp_path}')
@@ -1390,7 +1394,7 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, capsys)
     run = f'--from={teacher}', '--steps=4', '--distil_steps=8', '--eval_rows=4', f'--out={tmp_path / "c"}'
     assert convert.main([*run, *flags.split()]) == 0
     found = json.loads((tmp_path / 'c' / 'convert.json').read_text())
-    names = [r[''] for r in found['table']]
+    names = [r['model'] for r in found['table']]
     assert names[:2] == ['teacher', 'swapped'] and names[-3] == 'fine-tuned' and names[-1].endswith('scratch')
     for r in found['table']:
         assert r['recovered'] == pytest.approx(found['table'][0]['perplexity'] / r['perplexity'])
@@ -1476,6 +1480,20 @@ def test_conversion_refuses(ckpt, teacher, text, tmp_path, capsys):
     few = trained(text, tmp_path / 'few', '--rule=window', steps=1)
     assert 'keep few rows' in err(f'--from={few}')
     assert not (tmp_path / 'no').exists()
+    (tmp_path / 'no').touch()
+    run = f'--from={teacher}', f'--out={tmp_path / "yes"}', '--steps=0', '--eval_rows=1'
+    assert 'File exists' in refused(capsys, convert.main, *run, f'--export={tmp_path / "no"}')
+    assert load(tmp_path / 'yes' / 'ckpt.safetensors')                 # what was trained is not lost
+
+@pytest.mark.parametrize('part, change, why', [
+    ('config', {}, ''), ('config', dict(rule='window'), 'no softmax model'),
+    ('data', dict(row=9), 'no softmax model'), ('config', dict(newer=1), 'another version')])
+def test_only_what_can_be_a_teacher_is_taken_for_one(part, change, why, teacher, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tensors, meta = model_py.read(teacher)
+    model_py.write('out/ckpt.safetensors', tensors, {**meta, part: {**meta[part], **change}})
+    with pytest.raises(ValueError, match=why) if why else contextlib.nullcontext():
+        assert convert.a_teacher(make=False) == 'out/ckpt.safetensors'
 
 def short(tmp_path):
     path = tmp_path / 'short.txt'

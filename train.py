@@ -47,7 +47,7 @@ class Args:
     eval_every: int = flag(500, 'steps between evaluations, which also save', low=1)
     log_every: int = flag(50, 'steps between lines', low=1)
     val_tokens: int = flag(0, 'how much of the validation data the closing figures are over; 0: all', low=0)
-    seed: int = flag(0, 'of weights, data order and dropout', low=0)
+    seed: int = flag(0, 'of weights, data order and dropout', low=0, high=2 ** 32 - 1)
     device: str = flag('auto', 'auto, cpu, cuda, cuda:1, mps')
     dtype: str = flag('auto', 'of the matrix products; S is always fp32', ['auto', 'float32', 'bfloat16'])
     impl: str = flag('auto', 'form of the recurrence', ['auto', 'loop', 'chunk', 'fused'])
