@@ -1486,7 +1486,7 @@ def test_conversion_refuses(ckpt, teacher, text, tmp_path, capsys):
     assert load(tmp_path / 'yes' / 'ckpt.safetensors')                 # what was trained is not lost
 
 @pytest.mark.parametrize('part, change, why', [
-    ('config', {}, ''), ('config', dict(rule='window'), 'no softmax model'),
+    ('config', {}, ''), ('config', dict(layers='softmax,window'), 'no softmax model'),
     ('data', dict(row=9), 'no softmax model'), ('config', dict(newer=1), 'another version')])
 def test_only_what_can_be_a_teacher_is_taken_for_one(part, change, why, teacher, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
