@@ -740,9 +740,14 @@ def crossing(rows, key, base):
     for r in rows:
         of.setdefault(r['form'], []).append((math.log(r['T']), math.log(r[key])))
     for name in of.keys() - {base}:
-        gap = [(t, b - a) for (t, b), (_, a) in zip(of[base], of[name])]
-        found[name] = None if gap[-1][1] < 0 else min(r['T'] for r in rows) if gap[0][1] >= 0 else next(
-            math.exp(t + (t_2 - t) * -g / (g_2 - g)) for (t, g), (t_2, g_2) in zip(gap, gap[1:]) if g_2 >= 0)
+        gap = [(t, b - a) for (t, b), (_, a) in zip(of.get(base, []), of[name])]
+        if not gap or gap[-1][1] < 0:
+            found[name] = None
+        elif gap[0][1] >= 0:
+            found[name] = min(r['T'] for r in rows)
+        else:
+            found[name] = next(math.exp(t + (t_2 - t) * -g / (g_2 - g))
+                               for (t, g), (t_2, g_2) in zip(gap, gap[1:]) if g_2 >= 0)
     return found
 
 
@@ -750,28 +755,34 @@ def crossing(rows, key, base):
 def decode(args, device, dtype):
     """The next token after T tokens. Random weights; a cache's contents do not change its time, so it is one
     token's repeated T times, while fast weights have really read T tokens. Mao 2022 figure 1."""
-    rows, Ts = [], lengths(args, [128, 1024, 8192, 65536])
+    rows, Ts, left_out = [], lengths(args, [128, 1024, 8192, 65536]), []
     sizes = {'': {}} | ({', GPT-2 size': dict(n_layer=12, n_head=12, n_embd=768, vocab_size=50257)}
                         if args.full else {})
 
     def add(level, form, cases):
-        """cases: what runs, and its state, for each T; they take turns."""
-        for T, (_, state), time in zip(Ts, cases, seconds([run for run, _ in cases], device, 0.3, 30)):
+        """cases: T, what runs, its state; they take turns."""
+        for (T, _, state), time in zip(cases, seconds([run for _, run, _ in cases], device, 0.3, 30)):
             rows.append({'level': level, 'form': form, 'T': T, 'us a token': 1e6 * time,
                          'state bytes': state_bytes(state)})
+    def fits(what, T, need):
+        if need > free_bytes(device):
+            left_out.append(f'{what} after {T:,} ({need / 1e9:.1f} GB)')
+        return need <= free_bytes(device)
     for rule in 'softmax', 'sum', 'delta', 'decay':
         many, one = (inputs(rule, args, n, device, dtype) for n in (1024, 1))
         cases, S, read = [], None, 0
         for T in Ts:
             if rule == 'softmax':
+                if not fits('softmax layer', T, 2 * T * one['k'].nbytes):
+                    continue
                 k, v = (one[n].repeat(1, 1, T, 1) for n in 'kv')
                 run = functools.partial(F.scaled_dot_product_attention, one['q'], k, v)
-                cases.append((run, [dict(k=k, v=v)]))
+                cases.append((T, run, [dict(k=k, v=v)]))
                 continue
             while read < T:
                 n = min(1024, T - read)
                 S, read = kernels.chunked(**{m: x[:, :, :n] for m, x in many.items()}, S=S)[1], read + n
-            cases.append((functools.partial(kernels.step, **one, S=S), [dict(S=S)]))
+            cases.append((T, functools.partial(kernels.step, **one, S=S), [dict(S=S)]))
         add('layer', rule, cases)
     for name, size in sizes.items():
         for rule in 'softmax', 'sum', 'delta', 'decay':
@@ -781,12 +792,14 @@ def decode(args, device, dtype):
             for T in Ts:
                 if rule == 'softmax':
                     state = model.read(tokens[:, :1])
+                    if not fits(f'softmax model{name}', T, 2 * T * state_bytes(state)):     # a step copies it
+                        continue
                     for s in state:
                         s.update(S=s['S'].repeat(1, 1, 1, T, 1), t=s['t'] * T)
                 else:
                     state, read = model.read(tokens[:, read:T], state), T
                 step = (captured if device.type == 'cpu' else graphed)(model, token, state)
-                cases.append((functools.partial(step, token, state), state))
+                cases.append((T, functools.partial(step, token, state), state))
             add('model' + name, rule, cases)
     cross = {level: crossing([r for r in rows if r['level'] == level], 'us a token', 'softmax')
              for level in dict.fromkeys(r['level'] for r in rows)}
@@ -795,7 +808,9 @@ def decode(args, device, dtype):
     say = lambda x: 'never' if x is None else f'{"<= " if x <= min(Ts) else ""}{x:,.0f}'
     text = '; '.join(f'{level}: ' + ', '.join(f'{n} {say(x)}' for n, x in c.items())
                      for level, c in cross.items())
-    report(args, 'decode', rows, f'softmax becomes the slower one after so many tokens: {text}',
+    note = f'softmax becomes the slower one after so many tokens: {text}'
+    note += f'; left out on this machine: {", ".join(left_out)}' if left_out else ''
+    report(args, 'decode', rows, note,
            panel(f'one layer, {args.heads or 12} heads of {args.head_dim}', 'T', 'us a token',
                  'tokens so far', 'microseconds a token', of_layer),
            panel('what it keeps', 'T', 'state bytes', 'tokens so far', 'bytes', of_layer), crossing=cross)

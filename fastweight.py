@@ -228,7 +228,8 @@ NEVER = -1e30                   # a score that softmax makes 0; -inf would make 
 
 def bounded(q, k, v, S, t, policy, cache, sinks=0, spill=False, compress=0):
     """Softmax over at most `cache` rows; what goes is said by POLICIES. Any T: equal to one step at a time,
-    but at once where it is known before what goes (FORESEEN), or as long as nothing goes.
+    but at once where it is known before what goes (FORESEEN), or as long as nothing goes. test_all.py has the
+    definition in lists, by_the_book.
     q, k, v (B, H, T, d)   t position of the first   S None or what was returned: k, v (B, H, cache, d), pos,
     total (B, H, cache), where pos is -1 for rows to come   spill: a row goes before the step reads, not after
     compress: rope's theta; keys come without rope and are turned here, by positions where gaps g > 10 count
