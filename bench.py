@@ -202,7 +202,7 @@ def panel(title, x, y, xlabel, ylabel, where=lambda r: True, **how):
 
 def code():
     """A digest of what results depend on."""
-    files = ('fastweight', 'kernels', 'model', 'train', 'bench', 'data/prepare')
+    files = ('fastweight', 'kernels', 'model', 'train', 'convert', 'bench', 'data/prepare')
     text = b''.join(prepare.read(os.path.join(HERE, f'{name}.py')) for name in files)
     return hashlib.sha256(text).hexdigest()[:12]
 
@@ -389,22 +389,27 @@ def run_train(flags, seed, out):
 
 
 def learned(args, suite, name, flags):
-    """The runs of one line, a seed each, and the checkpoint of the first."""
+    """The runs of one line, a seed each, and their checkpoints."""
     print(f'{name}: python train.py {flags}', file=sys.stderr, flush=True)
     mark = hashlib.sha256(flags.encode()).hexdigest()[:8]
     folder = os.path.join(args.out, suite, re.sub('[^a-z0-9]+', '-', f'{name}-{mark}'))
     run = lambda flags, seed: run_train(flags, seed, f'{folder}-{seed}')
     found = for_seeds(args, 'train.py', run, flags=flags)
-    return found, os.path.join(f'{folder}-{args.seed}', 'ckpt.safetensors')
+    return found, [f'{folder}-{args.seed + i}/ckpt.safetensors' for i in range(args.seeds)]
+
+
+def answered(path, device):
+    """The model at path, and its task: training and validation rows (rows, 2, T), inputs and targets; the
+    target that does not count."""
+    model, meta = pretrained(path, device=device)
+    *sides, data = prepare.load(meta['args']['data'])
+    sides = (torch.from_numpy(x.astype('int64')).view(-1, 2, data['row']).to(device) for x in sides)
+    return model, *sides, data['ignore']
 
 
 @torch.inference_mode()
-def entropy(path, device):
-    """Mean entropy in nats of the attention weights at the end of 16 validation rows, or None."""
-    model, meta = pretrained(path, device=device)
-    val, data = prepare.load(meta['args']['data'])[1:]
-    T = data['row']
-    x = torch.from_numpy(val.reshape(-1, 2, T)[:16, 0].astype('int64')).to(device)
+def entropy(model, x):
+    """Mean entropy in nats of the attention weights at the end of rows x (B, T), or None."""
     found = []
     for block, _, u, q, k, *_ in convert.through(model.eval(), x):
         if not (block.mixer.memory.rule.keeps or convert.has_weights(block.mixer)):
@@ -423,25 +428,73 @@ RECALL = {      # what is trained, and the paper's accuracy in per cent, where t
     'delta dpfp:2': ('--rule=delta --phi=dpfp:2', None)}
 
 
+def exchange(path, flags, steps, device, seed):
+    """The attention of a trained softmax model exchanged for another. Maps that learn are distilled in a
+    third of the steps (Zhang 2024 eq. 4), all weights trained in the others.
+    ->  accuracy before and after the latter, entropy"""
+    teacher, train, val, ignore = answered(path, device)
+    recipe = convert.Args(seed=seed, batch_size=32, distil_steps=steps // 3, eval_every=steps)
+    draw = torch.Generator()
+
+    def batch(step):
+        draw.manual_seed(seed * 10 ** 6 + step)
+        return train[torch.randint(len(train), (recipe.batch_size,), generator=draw).to(device)]
+
+    @torch.inference_mode()
+    def accuracy():
+        student.eval()
+        said = torch.cat([student(x)[0][:, -1].argmax(-1) for x in val[:, 0].split(100)])
+        return (said == val[:, 1, -1]).float().mean().item()
+
+    def loss(step):
+        x, y = batch(steps + step).unbind(1)
+        value = F.cross_entropy(student(x)[0].flatten(0, 1), y.flatten(), ignore_index=ignore)
+        value.backward()
+        return value.item()
+    torch.manual_seed(seed)
+    student, new = convert.swap(teacher, dict(flag[2:].split('=') for flag in flags.split()))
+    learns = {n for n, _ in student.named_parameters()} & new
+    if learns and convert.has_weights(student.blocks[0].mixer):
+        convert.distil(teacher, student, learns, 'ce', lambda step: F.pad(batch(step)[:, 0], (0, 1)),
+                       convert.Progress(recipe))
+        steps -= recipe.distil_steps
+    before = accuracy()
+    convert.optimise(student.train(), 1e-3, steps, loss, 'train', convert.Progress(recipe))
+    return {'before': before, 'accuracy': accuracy(), 'entropy': entropy(student.eval(), val[:16, 0])}
+
+
 RECALL_IN = {   # and in which model, for how many steps; each value must be brought its key
     'one layer': (2000, '--n_layer=1 --n_head=1 --n_embd=16 --lr=1e-2 --batch_size=64'),
     'two, no conv': (3000, '--n_layer=2 --n_head=4 --n_embd=64 --lr=1e-3 --batch_size=32 --conv=0 '
-                           '--pos=learned')}
+                           '--pos=learned'),
+    'from softmax': (300, '--n_layer=2 --n_head=1 --n_embd=64 --lr=1e-3 --batch_size=32 --conv=0 '
+                          '--pos=learned')}
 
 
 def recall(args, device, dtype):
     """Associative recall against the entropy of attention. Zhang 2024 figure 4. With convolutions one layer
     and one head of 16 channels are enough for softmax, so that what is lost is lost by the map; --full also
-    asks for what it takes without them: a first layer that looks one token back."""
+    asks for what it takes without them, a first layer that looks one token back: learned anew, or taken from
+    softmax."""
     rows, models = [], list(RECALL_IN)[:None if args.full else 1]
     for model, (name, (flags, paper)) in itertools.product(models, only(args, RECALL).items()):
         steps, size = RECALL_IN[model]
-        steps = args.steps or (steps if args.full else 300)
-        found, ckpt = learned(args, 'recall', f'{name}, {model}',
-                              f'--data=recall-kept {size} --steps={steps} --eval_every={steps} '
-                              f'--device={device} {flags}')
+        steps, before = args.steps or (steps if args.full else 300), None
+        swap = model == 'from softmax' and name != 'softmax'
+        what, trains = ('softmax', '--rule=softmax') if swap else (name, flags)
+        n = args.steps or 3000 if model == 'from softmax' else steps
+        found, paths = learned(args, 'recall', f'{what}, {model}', f'--data=recall-kept {size} --steps={n} '
+                               f'--eval_every={n} --device={device} {trains}')
+        if swap:
+            key = dict(flags=flags, steps=steps, device=str(device))
+            found = [once(args, 'exchange', exchange, path=path, **key, seed=seed)
+                     for seed, path in enumerate(paths, args.seed)]
+            before, spread = 100 * statistics.median(f['before'] for f in found), found[0]['entropy']
+        else:
+            trained, _, val, _ = answered(paths[0], device)
+            spread = entropy(trained, val[:16, 0])
         rows.append({'form': name, 'model': model, 'paper': paper, **of_seeds(found, 'accuracy', 100),
-                     'entropy': entropy(ckpt, device), 'steps': steps})
+                     'before': before, 'entropy': spread, 'steps': steps})
 
     def draw(model):
         def on(axes, rows):
@@ -451,7 +504,8 @@ def recall(args, device, dtype):
                     axes.annotate(r['form'], (r['entropy'], r['ours']), (6, -4), textcoords='offset points')
             axes.set(xlabel='entropy of attention, nats', ylabel='accuracy, %', title=model, ylim=(0, 105))
         return on
-    note = 'accuracy in % of 2,000 new rows; entropy: mean over layers, the first seed'
+    note = ('accuracy in % of 2,000 new rows; before: exchanged, maps that learn distilled, the rest as it was; '
+            'entropy: mean over layers, the first seed')
     report(args, 'recall', rows, note, *map(draw, models),
            accuracy={f'{r["form"]}, {r["model"]}': round(r['ours'], 1) for r in rows})
 
@@ -466,8 +520,8 @@ def mqar(args, device, dtype):
         flags = (f'--data=mqar --rule={rule} --n_layer=2 --n_head=2 --n_embd={width} --batch_size=32 '
                  f'--lr=1e-2 --steps={steps} --eval_every={steps} --val_tokens={2 ** 17} --device={device}')
         flags += ' --cache=16' if RULES[rule].keeps not in (None, 'all') else ''
-        found, ckpt = learned(args, 'mqar', f'{rule} {width}', flags)
-        model, _ = pretrained(ckpt, device=device)
+        found, paths = learned(args, 'mqar', f'{rule} {width}', flags)
+        model, _ = pretrained(paths[0], device=device)
         state = model.eval().read(torch.zeros(1, model.config.block_size, dtype=torch.long, device=device))
         rows.append({'form': rule, 'width': width, 'state bytes': state_bytes(state),
                      **of_seeds(found, 'accuracy', 100)})

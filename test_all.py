@@ -1161,6 +1161,17 @@ def test_bench_writes_table_picture_and_one_json_line(suite, text, tmp_path, cap
     assert len((tmp_path / f'{suite}.csv').read_text().splitlines()) > rows
     assert (tmp_path / f'{suite}.png').stat().st_size > 5000
 
+def test_bench_exchanges_attention(tmp_path):
+    flags = '--data=recall-kept --n_layer=2 --n_head=1 --n_embd=8 --conv=0 --steps=2 --eval_every=2'
+    args = bench.Args(out=str(tmp_path), seeds=1)
+    (theirs,), (path,) = bench.learned(args, 'recall', 'softmax', f'{flags} --device=cpu --rule=softmax')
+    exchange = lambda rule, steps: bench.exchange(path, rule, steps, torch.device('cpu'), 0)
+    same = exchange('--rule=softmax', 1)                                    # for itself
+    assert same['before'] == pytest.approx(theirs['accuracy']) != same['accuracy']
+    assert 4 < same['entropy'] < math.log(128)                              # a last query's 128 weights
+    swapped, distilled = (exchange('--rule=sum --phi=hedgehog', steps)['before'] for steps in (2, 12))
+    assert swapped != distilled                                             # a third of two steps is none
+
 def test_bench_finds_where_softmax_becomes_the_slower_one():
     times = dict(softmax=(1, 100), a=(10, 10), b=(.1, .1), c=(900, 900))
     rows = [dict(form=f, T=T, ms=ms) for f in times for T, ms in zip((10, 1000), times[f])]
