@@ -100,9 +100,10 @@ def main(argv):
         write(args.save_state, {**pack(state or []), 'last': last},
               {'model': name, 'made_with': dataclasses.asdict(model.config)})
     pace = lambda i, j: 1e3 * (clock[j] - clock[i]) / max(1, j - i)
-    say(f'{tokens.shape[1]:,} tokens read in {clock[0] - began:.2f} s, {n:,} written, '
-        f'{1e3 * args.samples / max(pace(0, n), 1e-9):,.0f} tokens/s: {pace(0, n):.2f} ms a step, '
-        f'first tenth {pace(0, min(tenth, n)):.2f}, last {pace(max(0, n - tenth), n):.2f}; '
+    speed = '' if not n else (
+        f', {1e3 * args.samples / max(pace(0, n), 1e-9):,.0f} tokens/s: {pace(0, n):.2f} ms a step, '
+        f'first tenth {pace(0, min(tenth, n)):.2f}, last {pace(max(0, n - tenth), n):.2f}')
+    say(f'{tokens.shape[1]:,} tokens read in {clock[0] - began:.2f} s, {n:,} written{speed}; '
         f'state of {state_bytes(state):,} bytes, '
         f'{"growing" if "all" in model.config.keeps() else "whatever the length"}')
 
