@@ -33,6 +33,7 @@ import string
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # torch.profiler, of which memory is asked, is talkative
@@ -44,6 +45,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import convert
 import fastweight
 import kernels
+import train as trainer
 from convert import pretrained
 from data import prepare
 from fastweight import NORMALISERS, RULES, FastWeights, finish, l2
@@ -398,18 +400,12 @@ def learned(args, suite, name, flags):
     return found, [f'{folder}-{args.seed + i}/ckpt.safetensors' for i in range(args.seeds)]
 
 
-def answered(path, device):
-    """The model at path, and its task: training and validation rows (rows, 2, T), inputs and targets; the
-    target that does not count."""
-    model, meta = pretrained(path, device=device)
-    *sides, data = prepare.load(meta['args']['data'])
-    sides = (torch.from_numpy(x.astype('int64')).view(-1, 2, data['row']).to(device) for x in sides)
-    return model, *sides, data['ignore']
-
-
 @torch.inference_mode()
-def entropy(model, x):
-    """Mean entropy in nats of the attention weights at the end of rows x (B, T), or None."""
+def entropy(model, meta, device):
+    """Mean entropy in nats of the attention weights at the end of 16 validation rows, or None."""
+    val, data = prepare.load(meta['args']['data'])[1:]
+    T = data['row']
+    x, _ = trainer.rows(val, range(0, 32 * T, 2 * T), T, data, device)
     found = []
     for block, _, u, q, k, *_ in convert.through(model.eval(), x):
         if not (block.mixer.memory.rule.keeps or convert.has_weights(block.mixer)):
@@ -432,43 +428,38 @@ def exchange(path, flags, steps, device, seed):
     """The attention of a trained softmax model exchanged for another. Maps that learn are distilled in a
     third of the steps (Zhang 2024 eq. 4), all weights trained in the others.
     ->  accuracy before and after the latter, entropy"""
-    teacher, train, val, ignore = answered(path, device)
+    teacher, meta = pretrained(path, device=device)
+    train, val, data = prepare.load(meta['args']['data'])
+    T, draw = data['row'], torch.Generator()
     recipe = convert.Args(seed=seed, batch_size=32, distil_steps=steps // 3, eval_every=steps)
-    draw = torch.Generator()
 
     def batch(step):
         draw.manual_seed(seed * 10 ** 6 + step)
-        return train[torch.randint(len(train), (recipe.batch_size,), generator=draw).to(device)]
-
-    @torch.inference_mode()
-    def accuracy():
-        student.eval()
-        said = torch.cat([student(x)[0][:, -1].argmax(-1) for x in val[:, 0].split(100)])
-        return (said == val[:, 1, -1]).float().mean().item()
+        begin = torch.randint(len(train) // (2 * T), (recipe.batch_size,), generator=draw) * 2 * T
+        return trainer.rows(train, begin.tolist(), T, data, device)
 
     def loss(step):
-        x, y = batch(steps + step).unbind(1)
-        value = F.cross_entropy(student(x)[0].flatten(0, 1), y.flatten(), ignore_index=ignore)
+        logits, y, _ = trainer.said(student, *batch(steps + step), None, data)
+        value = F.cross_entropy(logits, y)
         value.backward()
         return value.item()
+    accuracy = lambda: trainer.evaluate(student, val, T, data, device, nullcontext())[1]
     torch.manual_seed(seed)
-    student, new = convert.swap(teacher, dict(flag[2:].split('=') for flag in flags.split()))
+    student, new = convert.swap(teacher, parse(shlex.split(flags), '', convert.Student)[0])
     learns = {n for n, _ in student.named_parameters()} & new
     if learns and convert.has_weights(student.blocks[0].mixer):
-        convert.distil(teacher, student, learns, 'ce', lambda step: F.pad(batch(step)[:, 0], (0, 1)),
+        convert.distil(teacher, student, learns, 'ce', lambda step: F.pad(batch(step)[0], (0, 1)),
                        convert.Progress(recipe))
         steps -= recipe.distil_steps
     before = accuracy()
-    convert.optimise(student.train(), 1e-3, steps, loss, 'train', convert.Progress(recipe))
-    return {'before': before, 'accuracy': accuracy(), 'entropy': entropy(student.eval(), val[:16, 0])}
+    convert.optimise(student, 1e-3, steps, loss, 'train', convert.Progress(recipe))
+    return {'before': before, 'accuracy': accuracy(), 'entropy': entropy(student, meta, device)}
 
 
+NO_CONV = '--n_layer=2 --n_embd=64 --lr=1e-3 --batch_size=32 --conv=0 --pos=learned'
 RECALL_IN = {   # and in which model, for how many steps; each value must be brought its key
     'one layer': (2000, '--n_layer=1 --n_head=1 --n_embd=16 --lr=1e-2 --batch_size=64'),
-    'two, no conv': (3000, '--n_layer=2 --n_head=4 --n_embd=64 --lr=1e-3 --batch_size=32 --conv=0 '
-                           '--pos=learned'),
-    'from softmax': (3000, '--n_layer=2 --n_head=1 --n_embd=64 --lr=1e-3 --batch_size=32 --conv=0 '
-                           '--pos=learned')}
+    'two, no conv': (3000, f'{NO_CONV} --n_head=4'), 'from softmax': (3000, f'{NO_CONV} --n_head=1')}
 
 
 def recall(args, device, dtype):
@@ -491,8 +482,7 @@ def recall(args, device, dtype):
                      for seed, path in enumerate(paths, args.seed)]
             before, spread = 100 * statistics.median(f['before'] for f in found), found[0]['entropy']
         else:
-            trained, _, val, _ = answered(paths[0], device)
-            spread = entropy(trained, val[:16, 0])
+            spread = entropy(*pretrained(paths[0], device=device), device)
         rows.append({'form': name, 'model': model, 'paper': paper, **of_seeds(found, 'accuracy', 100),
                      'before': before, 'entropy': spread, 'steps': steps})
 
@@ -819,9 +809,9 @@ def decode(args, device, dtype):
             rows.append({'level': level, 'form': form, 'T': T, 'us a token': 1e6 * time,
                          'state bytes': state_bytes(state)})
     def fits(what, T, need):
-        if need > free_bytes(device):
+        if not (room := need <= free_bytes(device)):
             left_out.append(f'{what} after {T:,} ({need / 1e9:.1f} GB)')
-        return need <= free_bytes(device)
+        return room
     for rule in 'softmax', 'sum', 'delta', 'decay':
         many, one = (inputs(rule, args, n, device, dtype) for n in (1024, 1))
         cases, S, read = [], None, 0
