@@ -4,7 +4,7 @@
     python convert.py --rule=sum --phi=t2r --distil=none    Kasai 2021: swap, then fine-tune
     python convert.py --rule=decay                          Mao 2022
     python convert.py --rule=window --cache=64 --overflow=sum:hedgehog      LoLCATs: a window and the rest
-    python convert.py --from=gpt2 --data=wikitext2          weights from the hub, any GPT-2 or Llama
+    python convert.py --from=gpt2 --data=wikitext2          weights from the hub, GPT-2 or Llama to 3.0
     python sample.py --init=out/convert/ckpt.safetensors
 """
 import copy

@@ -226,7 +226,8 @@ def swapped(model, path, rule=None, **changes):
     old = model.config
     if rule:
         if rule not in ROWS:
-            raise ValueError(f'--rule={rule}: without training, softmax can only become {", ".join(ROWS)}')
+            raise ValueError(f'--rule={rule}: softmax weights as they are can only become '
+                             f'{", ".join(ROWS)}; python convert.py swaps for other rules')
         if not {*old.rules()} & {*ROWS}:
             raise ValueError(f'--rule={rule}: {path} has no softmax layers, only {",".join(old.rules())}')
         changes |= dict(rule=rule, layers=','.join(rule if r in ROWS else r for r in old.rules()))
