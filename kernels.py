@@ -1,157 +1,310 @@
-"""Fast forms of the recurrence: `chunked` as fastweight.chunked means it, with a backward by hand.
+"""Every fast form and nothing else. Each has its definition elsewhere; test_all.py compares the two.
 
-    o, S = chunked(q, k, v, write, erase, log_f, log_z, S, normalise)
+    o, S = chunked(q, k, v, write, erase, log_f, log_z, S, normalise, floor)     fastweight.chunked, recurrent
+    o, S = step(...)                                                             the same for a single step
+    o, log_mass, went, rows = bounded(q, k, v, rows, t, policy, cache, ...)      fastweight.bounded
+    y = shifted_sum(x, w)    y = relu_squared(x)                                 model.py, under these names
+    run = recorded(model, token, state)                                          model(token, state)
 
-Every form here has its definition in fastweight.py; test_all.py compares them, values and gradients.
+Without this file everything works, and is slower: only model.pick_forms imports it.
 """
 import sys
 import types
+import warnings
+from typing import NamedTuple
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 
 import fastweight
-from fastweight import FLOOR, LOG_MIN, each, finish, start
+from fastweight import (FLOOR, LOG_MIN, FeatureMap, append, attend, bounded_step, empty_rows, finish, pick,
+                        refuse)
 
 try:
     import triton
     import triton.language as tl
 except ImportError:         # everything works without; only GPUs are slower
-    triton, tl = None, types.SimpleNamespace(constexpr=None)
-
-# ---- CPU: what needs no state for all chunks in one call, the states one after the other -------------------
-# Lines 1-4 of fastweight.py, with all decays turned into factors. In a chunk of 32 steps, with decays of at
-# least e^-5 a step, e^(a_t - m) counted from the chunk's middle m lies within e^+-80, which fp32 can hold. So
-#
-#   y_t = q_t e^(a_t - m)    r_t = k_t e^(a_t - m)  where k reads    x_t = k_t e^(m - a_t)  where k is written
-#
-# and likewise v e^(m - c_t) on the side of the values. In these letters no chunk has any decay inside; the
-# state pays e^m to enter it and e^(a_C - m) to leave it. In fp32 nothing overflows while q, k, v are < 10^3:
-#
-#   A = tril(y x^T)    L = e strict_tril(r x^T)    M = (I + L)^-1    U = M (w v)    W = M (e r)   all chunks
-#   U -= W (enter S)^T    S = enter leave S + leave U^T x                              one after the other
-#   o = A U + y (enter S)^T                                                                      all chunks
-#
-# The backward is this read from bottom to top. Gates need no chain through all these factors: log f_t scales
-# what any later step reads from t or before, so its gradient is the sum of (reads - writes) from t to the end
-# of the chunk, q dq + r dr - x dx, plus dS * S there; on the other side o do - v dv. (GLA 2023, appendix C.)
-CHUNK = 32      # of steps that decay, because of e^80; more pays without decay, where the features are many
+    triton = None
+    tl = types.SimpleNamespace(constexpr=None)
 
 
-def times(x, *factors):
-    """x * each factor that is there."""
-    for y in factors:
-        x = x if y is None else x * y
+# ---- CPU: chunks with a backward by hand -------------------------------------------------------------------
+# The four steps of fastweight.chunked, in its letters. What needs no state is done for all chunks at once,
+# the states one after the other. A tensor is (N, n, C, .): N = B H sequences of n chunks of C steps.
+#
+#   y = f_up q     r = f_up k     x = f_down k          rows of keys, decays counted from the chunk's middle
+#   A = tril(y x^T)    L = e tril(r x^T, -1)    M = (I + L)^-1
+#   S_in = f_in S      R = z_in (r S_in^T)              the state from the middle, and what keys find in it
+#   U = M (z_down w v - e R)                            what is written
+#   o = z_up (A U + z_in (y S_in^T))
+#   S' = f_all z_all S + (z_out U)^T (f_out x)          one chunk after the other; all else for all chunks
+#
+# The backward reads this from bottom to top. dX is the gradient of X; do and dS' are given.
+#
+#   gradient   shape          equation
+#   g          (C, V)         z_up do                              of what is summed up in o
+#   dA         (C, C)         tril(g U^T)
+#   dU         (C, V)         A^T g + z_out (f_out x dS'^T)
+#   dY         (C, V)         M^T dU                               Y = z_down w v - e R; without e, dU
+#   dR         (C, V)         -e dY
+#   dS         (V, K)         f_all z_all dS' + f_in ((z_in g)^T y + (z_in dR)^T r)     the last chunk first
+#   dL         (C, C)         -tril(dY U^T, -1)
+#   dy         (C, K)         dA x + (z_in g) S_in
+#   dr         (C, K)         (e dL) x + (z_in dR) S_in
+#   dx         (C, K)         dA^T y + (e dL)^T r + f_out ((z_out U) dS')
+#   dq, dk     (C, K)         f_up dy, f_up dr + f_down dx
+#   dv, dw     (C, V), (C)    w z_down dY, sum over channels of v z_down dY
+#   de         (C)            sum of dL tril(r x^T, -1) over s, less sum of dY R over channels
+#   dlog f     (C, K)         q dq + f_up k dr - f_down k dx, summed from t to the chunk's end, plus dS' S'
+#   dlog z     (C, V)         o do - v dv, the same; of dS' S' the sum over the other side is meant
+#
+# Gates need no chain through the factors: log f_t scales all that a step from t on reads of what was written
+# before t, hence reads minus writes, from t to the end (GLA 2023, appendix C). So no factor of the keys meets
+# one of the values uncancelled, and a chunk may have 32 steps: at -5 each, factors are within e^+-80, and
+# nothing overflows while q, k, v are below 10^3.
+CHUNK = 32      # of steps that decay; without decay more pays, where the features are many
+
+
+class Factors(NamedTuple):
+    """Of log-decays (N, n, C, d) with running sum a, m = a at the chunk's middle; all None without decay."""
+    up: torch.Tensor | None = None          # e^(a - m), (N, n, C, d)
+    down: torch.Tensor | None = None        # e^(m - a), (N, n, C, d)
+    enter: torch.Tensor | None = None       # e^m, (N, n, 1, d)
+    leave: torch.Tensor | None = None       # e^(a_C - m), (N, n, 1, d)
+    whole: torch.Tensor | None = None       # e^(a_C), (N, n, 1, d)
+
+
+def factors(log_decay):
+    """Log-decays (N, n, C, d), or None -> Factors"""
+    if log_decay is None:
+        return Factors()
+    a = log_decay.cumsum(2)
+    m = a[:, :, a.shape[2] // 2, None]
+    end = a[:, :, -1:]
+    return Factors((a - m).exp(), (m - a).exp(), m.exp(), (end - m).exp(), end.exp())
+
+
+def times(x, *gates):
+    """x * each gate that is there."""
+    for y in gates:
+        if y is not None:
+            x = x * y
     return x
 
 
-def factors(g, n):
-    """log-decays (N n, C, d) -> e^(g_t - m), e^(m - g_t) (N n, C, d), and by chunk (N, n, 1, d): enter e^m,
-    leave e^(g_C - m), and both in one, e^(g_C). All None without decay."""
-    if g is None:
-        return [None] * 5
-    g = g.cumsum(1)
-    m, end = g[:, g.shape[1] // 2, None], g[:, -1:]
-    return (g - m).exp(), (m - g).exp(), *(x.exp().view(-1, n, 1, g.shape[-1]) for x in (m, end - m, end))
+def if_given(f, x):
+    """f(x), and None for a gate that is absent."""
+    if x is None:
+        return None
+    return f(x)
+
+
+def of_chunk(x, j):
+    """What belongs to chunk j of x (N, n, ...), of None None."""
+    if x is None:
+        return None
+    return x[:, j]
+
+
+def turned(x):
+    """x^T, of None None."""
+    if x is None:
+        return None
+    return x.mT
+
+
+def of_gate(reads, kept, size):
+    """Gradient of log-decays from reads (N, n, C, d) by step, kept (N, n, 1, d) by chunk. size 1: shared."""
+    if size == 1:
+        reads = reads.sum(-1, keepdim=True)
+        kept = kept.sum(-1, keepdim=True)
+    return reads.flip(2).cumsum(2).flip(2) + kept
+
+
+def walk(states, U, W, x_out, f, z):
+    """The states of the chunks one after the other: fills in states (N, n + 1, V, K) behind the first, and
+    takes from U what keys find in them. U (N, n, C, V)   W = M (e r), x_out = f_out x (N, n, C, K)"""
+    if W is None:
+        new = times(U, z.leave).mT @ x_out              # of all chunks at once
+    for j in range(U.shape[1]):
+        S = states[:, j]
+        if W is None:
+            new_j = new[:, j]
+        else:
+            u = U[:, j]
+            u -= times(W[:, j] @ times(S, of_chunk(f.enter, j)).mT, of_chunk(z.enter, j))
+            new_j = times(u, of_chunk(z.leave, j)).mT @ x_out[:, j]
+        kept = times(S, of_chunk(f.whole, j), turned(of_chunk(z.whole, j)))
+        torch.add(kept, new_j, out=states[:, j + 1])
+
+
+def walk_back(dS, dU, W, read, x_out, f, z):
+    """The gradients of the states, from the last chunk to the first; adds to dU what comes through them.
+    read: what the chunk's queries want of its state  ->  dS' of each chunk (N, n, V, K), dS of the first"""
+    after = torch.empty_like(read)
+    for j in reversed(range(dU.shape[1])):
+        after[:, j] = dS
+        du = dU[:, j]
+        if W is not None:
+            du += times(x_out[:, j] @ dS.mT, of_chunk(z.leave, j))
+        dS = times(dS, of_chunk(f.whole, j), turned(of_chunk(z.whole, j))) + read[:, j]
+        if W is not None:
+            dS -= times(times(du, of_chunk(z.enter, j)).mT @ W[:, j], of_chunk(f.enter, j))
+    if W is None:
+        dU += times(x_out @ after.mT, z.leave)
+    return after, dS
 
 
 class Chunks(torch.autograd.Function):
-    """q, k (B, H, T, K)   v (B, H, T, V)   w, e (B, H, T)   f, z (B, H, T, K|1), (.., V|1)   S (B, H, V, K)
-    T a multiple of C  ->  o (B, H, T, V), S. Gates may be None. Inside, N = B H sequences of n chunks each;
-    tensors are (N n, C, .) where all chunks are done at once, and split into (N, n, C, .) for the loop."""
+    """q, k (B, H, T, K)   v (B, H, T, V)   w, e (B, H, T)   log_f (B, H, T, K|1)   log_z (B, H, T, V|1)
+    S (B, H, V, K)   T a multiple of C  ->  o (B, H, T, V), S. Gates may be None."""
     @staticmethod
-    def forward(ctx, q, k, v, w, e, f, z, S, C):
-        (B, H, T, K), V = q.shape, v.shape[-1]
-        N, n = B * H, T // C
-        split, join = lambda x: x.view(N, n, *x.shape[1:]), lambda x: x.reshape(N * n, *x.shape[2:])
-        q, k, v, w, e, f, z = each(lambda x: x.reshape(N * n, C, -1), q, k, v, w, e, f, z)
-        (f_up, f_down, f_in, f_out, f_all), (z_up, z_down, z_in, z_out, z_all) = factors(f, n), factors(z, n)
-        y, r, x = times(q, f_up), times(k, f_up), times(k, f_down)
-        A, U, M, W = torch.bmm(y, x.mT).tril_(), times(v, w, z_down), None, None
-        x_out = times(split(x), f_out)
-        if e is None:
-            new = split(torch.bmm(join(times(split(U), z_out)).mT, join(x_out)))
-        else:
-            L = torch.bmm(r, x.mT).mul_(e)              # only s < t of it is looked at
-            M = torch.linalg.solve_triangular(L, torch.eye(C).to(L).expand_as(L), upper=False,
-                                              unitriangular=True)
-            U, W = torch.bmm(M, U), torch.bmm(M, r * e)
-        states = S.new_empty(N, n + 1, V, K)            # before each chunk, and after the last
-        states[:, 0] = S.reshape(N, V, K)
-        for j in range(n):
-            S, u = states[:, j], split(U)[:, j]
-            gates = each(lambda g: g[:, j], f_in, f_all, z_in, z_out, z_all)
-            f_in_j, f_all_j, z_in_j, z_out_j, z_all_j = gates
-            if e is not None:
-                u -= times(torch.bmm(split(W)[:, j], times(S, f_in_j).mT), z_in_j)
-            new_j = new[:, j] if e is None else torch.bmm(times(u, z_out_j).mT, x_out[:, j])
-            torch.add(times(S, f_all_j, *each(lambda g: g.mT, z_all_j)), new_j, out=states[:, j + 1])
-        S = join(times(states[:, :-1], f_in))
-        o = times(torch.bmm(A, U) + join(times(split(torch.bmm(y, S.mT)), z_in)), z_up)
-        ctx.save_for_backward(q, k, v, w, e, f_up, f_down, f_in, f_out, f_all, z_up, z_down, z_in, z_out,
-                              z_all, A, U, M, W, states, None if z is None else o)
-        ctx.sizes = B, H, T, f if f is None else f.shape[-1], z if z is None else z.shape[-1]
+    def forward(ctx, q, k, v, w, e, log_f, log_z, S, C):
+        def in_chunks(x):
+            return x.reshape(B * H, T // C, C, -1)
+        B, H, T, K = q.shape
+        V = v.shape[-1]
+        steps = q, k, v, w, e, log_f, log_z
+        ctx.shapes = [if_given(torch.Tensor.size, x) for x in (*steps, S)]
+        q, k, v, w, e, log_f, log_z = (if_given(in_chunks, x) for x in steps)
+        f = factors(log_f)
+        z = factors(log_z)
+        y = times(q, f.up)
+        r = times(k, f.up)
+        x = times(k, f.down)
+        A = (y @ x.mT).tril_()
+        U = times(v, w, z.down)
+        M = W = None
+        if e is not None:
+            L = (r @ x.mT).mul_(e)                      # the solver looks at s < t only
+            eye = torch.eye(C, dtype=L.dtype, device=L.device).expand_as(L)
+            M = torch.linalg.solve_triangular(L, eye, upper=False, unitriangular=True)
+            U = M @ U                                   # still without what keys find in the state
+            W = M @ (r * e)
+        states = S.new_empty(B * H, T // C + 1, V, K)       # before each chunk, and after the last
+        states[:, 0] = S.flatten(0, 1)
+        walk(states, U, W, times(x, f.leave), f, z)
+        S_in = times(states[:, :-1], f.enter)
+        o = times(A @ U + times(y @ S_in.mT, z.enter), z.up)
+        ctx.save_for_backward(q, k, v, w, e, *f, *z, A, U, M, W, states, None if log_z is None else o)
         return o.view(B, H, T, V), states[:, -1].reshape(B, H, V, K)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dS):
-        (q, k, v, w, e, f_up, f_down, f_in, f_out, f_all, z_up, z_down, z_in, z_out, z_all,
-         A, U, M, W, states, o) = ctx.saved_tensors
-        (B, H, T, f_size, z_size), (N, n, V, K), C = ctx.sizes, states[:, 1:].shape, A.shape[-1]
-        split, join = lambda x: x.view(N, n, *x.shape[1:]), lambda x: x.reshape(N * n, *x.shape[2:])
-        y, r, x = times(q, f_up), times(k, f_up), times(k, f_down)
-        x_out, do, dS = times(split(x), f_out), do.reshape(N * n, C, V), dS.reshape(N, V, K)
-        g, S = times(do, z_up), join(times(states[:, :-1], f_in))
-        dA, dU = torch.bmm(g, U.mT).tril_(), torch.bmm(A.mT, g)
-        g = join(times(split(g), z_in))                 # of what the state gave
-        read = times(split(torch.bmm(g.mT, y)), f_in)
-        after = torch.empty_like(read)                  # gradient of the state that each chunk hands on
-        for j in reversed(range(n)):
-            after[:, j], du = dS, split(dU)[:, j]
-            gates = each(lambda g: g[:, j], f_in, f_all, z_in, z_out, z_all)
-            f_in_j, f_all_j, z_in_j, z_out_j, z_all_j = gates
-            if e is not None:
-                du += times(torch.bmm(x_out[:, j], dS.mT), z_out_j)
-            dS = times(dS, f_all_j, *each(lambda g: g.mT, z_all_j)) + read[:, j]
-            if e is not None:
-                dS -= times(torch.bmm(times(du, z_in_j).mT, split(W)[:, j]), f_in_j)
-        new = join(after)
-        if e is None:
-            dU += join(times(split(torch.bmm(join(x_out), new.mT)), z_out))
-        dq = times(torch.bmm(dA, x) + torch.bmm(g, S), f_up)
-        dx = torch.bmm(join(times(split(U), z_out)), new)
-        dx = torch.bmm(dA.mT, y) + join(times(split(dx), f_out))
-        dr = de = dw = df = dz = None
+        q, k, v, w, e, *decays, A, U, M, W, states, o = ctx.saved_tensors
+        f = Factors(*decays[:5])
+        z = Factors(*decays[5:])
+        y = times(q, f.up)
+        r = times(k, f.up)
+        x = times(k, f.down)
+        S_in = times(states[:, :-1], f.enter)
+        do = do.reshape(v.shape)
+        g = times(do, z.up)
+        g_in = times(g, z.enter)
+        dA = (g @ U.mT).tril_()
+        dU = A.mT @ g
+        read = times(g_in.mT @ y, f.enter)
+        after, dS = walk_back(dS.flatten(0, 1), dU, W, read, times(x, f.leave), f, z)
+        dq = times(dA @ x + g_in @ S_in, f.up)
+        dx = dA.mT @ y + times(times(U, z.leave) @ after, f.leave)
+        dY = dU
+        dr = torch.zeros(1, dtype=x.dtype)
+        de = dw = dlog_f = dlog_z = None
         if e is not None:
-            dU = torch.bmm(M.mT, dU)                    # now of the right hand side, w v - e r S^T
-            dR = join(times(split(dU), z_in))
-            dL = torch.bmm(dU, U.mT).tril_(-1).neg_()
-            B_rx = torch.bmm(r, x.mT).tril_(-1)         # above the diagonal it may be infinite
-            de = (dL * B_rx).sum(-1) - (dR * torch.bmm(r, S.mT)).sum(-1)
-            dx += torch.bmm((dL * e).mT, r)
-            dr = times(torch.bmm(dL * e, x) - torch.bmm(dR * e, S), f_up)
-        dx = times(dx, f_down)
-        dk = dx if dr is None else dx + dr
-        dv = times(dU, z_down)
+            dY = M.mT @ dU
+            dR = times(dY, z.enter)                     # without its factor -e
+            dL = (dY @ U.mT).tril_(-1).neg_()
+            found = (r @ x.mT).tril_(-1)                # above the diagonal it may be infinite: first masked
+            de = (dL * found).sum(-1) - (dR * (r @ S_in.mT)).sum(-1)
+            dL = dL * e
+            dx += dL.mT @ r
+            dr = times(dL @ x - (dR * e) @ S_in, f.up)
+        dx = times(dx, f.down)
+        dk = dx + dr
+        dv = times(dY, z.down)
         if w is not None:
-            dw, dv = (dv * v).sum(-1), dv * w
+            dw = (dv * v).sum(-1)
+            dv = dv * w
+        if f.up is not None or z.up is not None:
+            kept = after * states[:, 1:]
+        if f.up is not None:
+            dlog_f = of_gate(q * dq + k * (dr - dx), kept.sum(2)[:, :, None], f.up.shape[-1])
+        if z.up is not None:
+            dlog_z = of_gate(o * do - v * dv, kept.sum(3)[:, :, None], z.up.shape[-1])
+        gradients = []
+        for x, shape in zip((dq, dk, dv, dw, de, dlog_f, dlog_z, dS), ctx.shapes):
+            if shape is not None:
+                x = x.reshape(shape)
+            gradients.append(x)
+        return *gradients, None
 
-        def gate(reads, dS_S, size):                    # sum from t to the chunk's end, over shared channels
-            if size == 1:
-                reads, dS_S = reads.sum(-1, True), dS_S.sum(-1, True)
-            return (reads.flip(1).cumsum(1).flip(1) + dS_S).view(B, H, T, size)
-        if f_size or z_size:
-            dS_S = join(after * states[:, 1:])
-        if f_size:
-            df = gate(q * dq - k * (dx if dr is None else dx - dr), dS_S.sum(1, True), f_size)
-        if z_size:
-            dz = gate(o * do - v * dv, dS_S.sum(2)[:, None], z_size)
-        back = lambda x: None if x is None else x.view(B, H, T, *x.shape[2:])
-        return *each(back, dq, dk, dv, dw, de), df, dz, dS.view(B, H, V, K), None
+
+def prepared(q, k, v, write, erase, log_f, log_z, S, normalise):
+    """As fastweight.start, but absent gates stay None, so that nothing is computed for them."""
+    if normalise:
+        refuse(erase, log_z)
+        v = F.pad(v, (0, 1), value=1.0)
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    if log_f is not None:
+        log_f = log_f.clamp(min=LOG_MIN)
+    if log_z is not None:
+        log_z = log_z.clamp(min=LOG_MIN)
+    if S is None:
+        S = v.new_zeros(q.shape[0], q.shape[1], v.shape[-1], q.shape[-1], dtype=dtype)
+    def cast(x):
+        return x.to(dtype)
+    return [if_given(cast, x) for x in (q, k, v, write, erase, log_f, log_z, S)]
 
 
-# ---- GPU: the same letters, in four Triton kernels ---------------------------------------------------------
+def on_cpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR,
+           chunk=None):
+    """fastweight.chunked through `Chunks`. A chunk is at most CHUNK steps where something decays."""
+    dtype = v.dtype
+    T = q.shape[2]
+    if chunk is None:
+        chunk = CHUNK * (1 + (k.shape[-1] >= 64))
+    if log_f is not None or log_z is not None:
+        chunk = min(chunk, CHUNK)
+    chunk = min(chunk, T)
+    rest = -T % chunk
+
+    def filled(x):
+        """Up to whole chunks: steps of zeros write and erase nothing."""
+        if x.dim() == 3:
+            return F.pad(x, (0, rest))
+        return F.pad(x, (0, 0, 0, rest))
+    *steps, S = prepared(q, k, v, write, erase, log_f, log_z, S, normalise)
+    if rest:
+        steps = [if_given(filled, x) for x in steps]
+    o, S = Chunks.apply(*steps, S, chunk)
+    return finish(o[:, :, :T], normalise, floor, dtype), S
+
+
+def step_on_cpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False,
+                floor=FLOOR):
+    """fastweight.recurrent for a single step, with nothing computed for absent gates."""
+    dtype = v.dtype
+    q, k, v, write, erase, log_f, log_z, S = prepared(q, k, v, write, erase, log_f, log_z, S, normalise)
+    shape = S.shape
+    S = S.flatten(0, 1)                                 # (N, V, K), and rows (N, 1, .)
+    k = k.reshape(len(S), 1, -1)
+    u = v.reshape(len(S), 1, -1)
+    if log_f is not None:
+        S = S * log_f.reshape(len(S), 1, -1).exp()
+    if log_z is not None:
+        S = S * log_z.reshape(len(S), -1, 1).exp()
+    if write is not None:
+        u = write.reshape(len(S), 1, 1) * u
+    if erase is not None:
+        u = u - erase.reshape(len(S), 1, 1) * torch.bmm(k, S.mT)
+    S = S.addcmul(u.mT, k)
+    o = torch.bmm(q.reshape(len(S), 1, -1), S.mT)
+    return finish(o.view(*shape[:2], 1, -1), normalise, floor, dtype), S.view(shape)
+
+
+# ---- GPU: the same letters, in five Triton kernels ---------------------------------------------------------
 # A tile is one chunk of one sequence. `inverse` and `tokens` have one program a tile; `forward` and `states`
 # one a sequence and block of BV value channels: it walks through the chunks, its part of S in registers.
 #
@@ -160,11 +313,14 @@ class Chunks(torch.autograd.Function):
 #   forward     S -> o    S -> o    ...     one after the other   q k v w e f z M        o, S (VK/C a token)
 #   states      dS     <- dS     <- ...     from the last back    q k e f z M do         dS (VK/C a token)
 #   tokens      [ tile ]  [ tile ]  all at once                   all these, S, dS       dq dk dv dw de df dz
+#   one_step    S -> S, o           a step, not a tile            q k v w e f z S        o, S
 #
 # Operands of a product are DT (as given, or bf16 where decays need its range), sums and states fp32.
 # A log-decay is a [C, K] tile, or [C, 1] for one a head, or zeros: the same lines serve all of them.
 def jit(f):
-    return triton.jit(f, do_not_specialize=['T']) if triton else f
+    if triton is None:
+        return f
+    return triton.jit(f, do_not_specialize=['T'])
 
 
 @jit
@@ -186,6 +342,33 @@ def store(p, x, row, col, T_ok, D: tl.constexpr):
 
 
 @jit
+def load_state(p, i, vv, kk, V: tl.constexpr, K: tl.constexpr):
+    """Rows vv and columns kk of matrix i of a (..., V, K) tensor: [BV, BK]"""
+    return load(p, i * V + vv, kk, vv < V, K)
+
+
+@jit
+def store_state(p, x, i, vv, kk, V: tl.constexpr, K: tl.constexpr):
+    store(p, x, i * V + vv, kk, vv < V, K)
+
+
+@jit
+def store_gate(p, x, row, col, T_ok, D: tl.constexpr, GD: tl.constexpr):
+    """The gradient x [C, D] of a gate of GD channels: 1 takes the sum."""
+    if GD > 1:
+        store(p, x, row, col, T_ok, D)
+    else:
+        tl.store(p + row, tl.sum(x, 1), T_ok)
+
+
+@jit
+def load_square(p, tile, C: tl.constexpr):
+    """The [C, C] matrix of a tile."""
+    i = tl.arange(0, C)
+    return load(p, tile * C + i, i, i < C, C)
+
+
+@jit
 def column(p, row, T_ok, default: tl.constexpr):
     """A number a step, [C, 1]; or the default, for None."""
     if p is None:
@@ -196,35 +379,46 @@ def column(p, row, T_ok, default: tl.constexpr):
 
 @jit
 def decays(p, row, col, T_ok, D: tl.constexpr, C: tl.constexpr):
-    """`factors` of one tile: e^(g - m), e^(m - g) [C, d]; e^m, e^(g_C - m), e^(g_C) [1, d]; d is 1 or BK."""
+    """`factors` of one tile: e^(a - m), e^(m - a) [C, d]; e^m, e^(a_C - m), e^(a_C) [1, d]; d is 1 or BK."""
     if D > 1:
-        g = tl.cumsum(load(p, row, col, T_ok, D), 0)
+        a = tl.cumsum(load(p, row, col, T_ok, D), 0)
     else:
-        g = tl.cumsum(column(p, row, T_ok, 0.0), 0)
+        a = tl.cumsum(column(p, row, T_ok, 0.0), 0)
     i = tl.arange(0, C)[:, None]
-    m = tl.sum(tl.where(i == C // 2, g, 0.0), 0)[None, :]
-    end = tl.sum(tl.where(i == C - 1, g, 0.0), 0)[None, :]
-    return tl.exp(g - m), tl.exp(m - g), tl.exp(m), tl.exp(end - m), tl.exp(end)
+    m = tl.sum(tl.where(i == C // 2, a, 0.0), 0)[None, :]
+    end = tl.sum(tl.where(i == C - 1, a, 0.0), 0)[None, :]
+    return tl.exp(a - m), tl.exp(m - a), tl.exp(m), tl.exp(end - m), tl.exp(end)
 
 
 @jit
 def letters(q, k, f, row, kk, ok, K: tl.constexpr, FD: tl.constexpr, C: tl.constexpr, DT: tl.constexpr):
     """Of one tile: q, k, y, r, x [C, BK], A [C, C], and what the state pays on the side of the keys."""
     f_up, f_down, f_in, f_out, f_all = decays(f, row, kk, ok, FD, C)
-    q_, k_, i = load(q, row, kk, ok, K), load(k, row, kk, ok, K), tl.arange(0, C)
-    y, r, x = q_ * f_up, k_ * f_up, k_ * f_down
+    q_ = load(q, row, kk, ok, K)
+    k_ = load(k, row, kk, ok, K)
+    y = q_ * f_up
+    r = k_ * f_up
+    x = k_ * f_down
+    i = tl.arange(0, C)
     A = tl.where(i[:, None] >= i[None, :], dot(y, tl.trans(x), DT), 0.0)
     return q_, k_, y, r, x, A, f_up, f_down, f_in, f_out, f_all
 
 
+# for each tile, in parallel:                                   reads k, e, f    writes M
+#     L = e tril(r x^T, -1)
+#     M = I
+#     for s in 1 .. C-1:  M[s] = I[s] - L[s] M                  the rows above s are done by then
 @jit
 def inverse(k, e, f, M, T, K: tl.constexpr, FD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
             DT: tl.constexpr):
-    """M = (I + L)^-1, L = e strict_tril(r x^T), by substitution in fp32: row i of M is e_i - L_i M."""
+    """M = (I + L)^-1, L = e tril(r x^T, -1), by substitution in fp32: row i of M is row i of I - L M."""
     n = tl.cdiv(T, C)
-    tile, i, kk = tl.program_id(0).to(tl.int64), tl.arange(0, C), tl.arange(0, BK)
+    tile = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, C)
+    kk = tl.arange(0, BK)
     t = (tile % n) * C + i
-    row, ok = tile // n * T + t, t < T
+    row = tile // n * T + t
+    ok = t < T
     f_up, f_down, _, _, _ = decays(f, row, kk, ok, FD, C)
     k_ = load(k, row, kk, ok, K)
     L = dot(k_ * f_up, tl.trans(k_ * f_down), DT) * column(e, row, ok, 1.0)
@@ -232,134 +426,175 @@ def inverse(k, e, f, M, T, K: tl.constexpr, FD: tl.constexpr, C: tl.constexpr, B
     M_ = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     for s in range(1, C):
         L_s = tl.sum(tl.where(i[:, None] == s, L, 0.0), 0)
-        M_ -= tl.where(i[:, None] == s, tl.sum(L_s[:, None] * M_, 0)[None, :], 0.0)
+        row_s = tl.sum(L_s[:, None] * M_, 0)[None, :]
+        M_ -= tl.where(i[:, None] == s, row_s, 0.0)
     store(M, M_, tile * C + i, i, i < C, C)
 
 
+# for each sequence and each block of BV value channels, in parallel:
+#     S = S_0                                                   a [BV, BK] part, in registers all the time
+#     for each chunk, one after the other:                      reads q, k, v, w, e, f, z, M
+#         U = M (z_down w v - e z_in (r S_in^T))
+#         o = z_up (A U + z_in (y S_in^T))                      writes o, and S for the backward
+#         S = f_all z_all S + (z_out U)^T (f_out x)
 @jit
 def forward(q, k, v, w, e, f, z, M, S_0, o, states, S_T, T, K: tl.constexpr, V: tl.constexpr,
             FD: tl.constexpr, ZD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
             DT: tl.constexpr):
+    """o of all steps of a sequence, and the state before each chunk and after the last."""
     n = tl.cdiv(T, C)
-    seq, i, kk = tl.program_id(0).to(tl.int64), tl.arange(0, C), tl.arange(0, BK)
+    seq = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, C)
+    kk = tl.arange(0, BK)
     vv = tl.program_id(1) * BV + tl.arange(0, BV)
-    S = load(S_0, seq * V + vv, kk, vv < V, K)                                    # [BV, BK]
+    S = load_state(S_0, seq, vv, kk, V, K)
     for j in range(n):
         t = j * C + i
-        row, ok = seq * T + t, t < T
+        row = seq * T + t
+        ok = t < T
         _, _, y, r, x, A, _, _, f_in, f_out, f_all = letters(q, k, f, row, kk, ok, K, FD, C, DT)
         z_up, z_down, z_in, z_out, z_all = decays(z, row, vv, ok, ZD, C)
         U = load(v, row, vv, ok, V) * column(w, row, ok, 1.0) * z_down
         S_in = tl.trans(S * f_in)
         if states is not None:
-            store(states, S, (seq * (n + 1) + j) * V + vv, kk, vv < V, K)
+            store_state(states, S, seq * (n + 1) + j, vv, kk, V, K)
         if e is not None:
             U -= dot(r, S_in, DT) * z_in * column(e, row, ok, 0.0)
-            U = dot(load(M, (seq * n + j) * C + i, i, i < C, C), U, DT)
-        store(o, (dot(A, U, DT) + dot(y, S_in, DT) * z_in) * z_up, row, vv, ok, V)
+            U = dot(load_square(M, seq * n + j, C), U, DT)
+        o_ = dot(A, U, DT) + dot(y, S_in, DT) * z_in
+        store(o, o_ * z_up, row, vv, ok, V)
         S = S * f_all * tl.trans(z_all) + dot(tl.trans(U * z_out), x * f_out, DT)
     if states is not None:
-        store(states, S, (seq * (n + 1) + n) * V + vv, kk, vv < V, K)
-    store(S_T, S, seq * V + vv, kk, vv < V, K)
+        store_state(states, S, seq * (n + 1) + n, vv, kk, V, K)
+    store_state(S_T, S, seq, vv, kk, V, K)
 
 
+# for each sequence and each block of BV value channels, in parallel:
+#     dS = dS_T
+#     for each chunk, the last first:                           reads q, k, e, f, z, M, do    writes dS
+#         dY = M^T (A^T g + z_out (f_out x dS^T))
+#         dS = f_all z_all dS + f_in ((z_in g)^T y - (z_in e dY)^T r)
 @jit
 def states(q, k, e, f, z, M, do, dS_T, after, dS_0, T, K: tl.constexpr, V: tl.constexpr, FD: tl.constexpr,
            ZD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DT: tl.constexpr):
     """The gradient of the state that each chunk hands on, from the last chunk to the first."""
     n = tl.cdiv(T, C)
-    seq, i, kk = tl.program_id(0).to(tl.int64), tl.arange(0, C), tl.arange(0, BK)
+    seq = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, C)
+    kk = tl.arange(0, BK)
     vv = tl.program_id(1) * BV + tl.arange(0, BV)
-    dS = load(dS_T, seq * V + vv, kk, vv < V, K)
+    dS = load_state(dS_T, seq, vv, kk, V, K)
     for back in range(n):
         j = n - 1 - back
         t = j * C + i
-        row, ok = seq * T + t, t < T
+        row = seq * T + t
+        ok = t < T
         _, _, y, r, x, A, _, _, f_in, f_out, f_all = letters(q, k, f, row, kk, ok, K, FD, C, DT)
         z_up, z_down, z_in, z_out, z_all = decays(z, row, vv, ok, ZD, C)
         g = load(do, row, vv, ok, V) * z_up
-        store(after, dS, (seq * n + j) * V + vv, kk, vv < V, K)
+        store_state(after, dS, seq * n + j, vv, kk, V, K)
         dU = dot(tl.trans(A), g, DT) + dot(x * f_out, tl.trans(dS), DT) * z_out
         read = dot(tl.trans(g * z_in), y, DT)
         if e is not None:
-            dU = dot(tl.trans(load(M, (seq * n + j) * C + i, i, i < C, C)), dU, DT)
-            read -= dot(tl.trans(dU * z_in * column(e, row, ok, 0.0)), r, DT)
+            dY = dot(tl.trans(load_square(M, seq * n + j, C)), dU, DT)
+            dR = dY * z_in * column(e, row, ok, 0.0)
+            read -= dot(tl.trans(dR), r, DT)
         dS = dS * f_all * tl.trans(z_all) + read * f_in
-    store(dS_0, dS, seq * V + vv, kk, vv < V, K)
+    store_state(dS_0, dS, seq, vv, kk, V, K)
 
 
+@jit
+def through_L(dL, e_, r, x, C: tl.constexpr, DT: tl.constexpr):
+    """What L = e tril(r x^T, -1) hands on of its gradient: to e [C], r and x [C, BK]."""
+    i = tl.arange(0, C)
+    strict = i[:, None] > i[None, :]
+    dL = tl.where(strict, dL, 0.0)
+    found = tl.where(strict, dot(r, tl.trans(x), DT), 0.0)
+    return tl.sum(dL * found, 1), dot(dL * e_, x, DT), dot(tl.trans(dL * e_), r, DT)
+
+
+# for each tile, in parallel:                                   the table of gradients, row by row
+#     for each block of BV value channels:                      reads all, S before and dS behind the chunk
+#         dA, dL, dy, dr, dx, dw, de += what these channels say; dv and dz are theirs alone
+#     dq, dk, de, dlog f from the sums                          writes each gradient once
 @jit
 def tokens(q, k, v, w, e, f, z, M, do, states, after, dq, dk, dv, dw, de, df, dz, T, K: tl.constexpr,
            V: tl.constexpr, FD: tl.constexpr, ZD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
            BV: tl.constexpr, DT: tl.constexpr):
-    """All gradients of the steps of one tile, summed over blocks of value channels."""
+    """All gradients of the steps of one tile, summed over blocks of value channels: the table above."""
     n = tl.cdiv(T, C)
-    tile, i, kk = tl.program_id(0).to(tl.int64), tl.arange(0, C), tl.arange(0, BK)
-    seq, j = tile // n, tile % n
+    tile = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, C)
+    kk = tl.arange(0, BK)
+    seq = tile // n
+    j = tile % n
     t = j * C + i
-    row, ok = seq * T + t, t < T
-    lower, strict = i[:, None] >= i[None, :], i[:, None] > i[None, :]
+    row = seq * T + t
+    ok = t < T
     q_, k_, y, r, x, A, f_up, f_down, f_in, f_out, f_all = letters(q, k, f, row, kk, ok, K, FD, C, DT)
-    w_, e_ = column(w, row, ok, 1.0), column(e, row, ok, 0.0)
-    dA, dL = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    dy, dx, dr = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
-    dw_, de_, dz_ = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
-    dS_S = tl.zeros([1, BK], tl.float32)
+    w_ = column(w, row, ok, 1.0)
+    e_ = column(e, row, ok, 0.0)
+    dA = tl.zeros([C, C], tl.float32)
+    dL = tl.zeros([C, C], tl.float32)
+    dy = tl.zeros([C, BK], tl.float32)
+    dx = tl.zeros([C, BK], tl.float32)
+    dr = tl.zeros([C, BK], tl.float32)
+    dw_ = tl.zeros([C], tl.float32)
+    de_ = tl.zeros([C], tl.float32)
+    dz_ = tl.zeros([C], tl.float32)
+    kept_f = tl.zeros([1, BK], tl.float32)
     if e is not None:
-        M_ = load(M, tile * C + i, i, i < C, C)
+        M_ = load_square(M, tile, C)
     for v_0 in range(0, V, BV):
         vv = v_0 + tl.arange(0, BV)
         z_up, z_down, z_in, z_out, z_all = decays(z, row, vv, ok, ZD, C)
-        v_, do_ = load(v, row, vv, ok, V), load(do, row, vv, ok, V)
-        S = load(states, (seq * (n + 1) + j) * V + vv, kk, vv < V, K) * f_in
-        dS = load(after, tile * V + vv, kk, vv < V, K)
-        U, g = v_ * w_ * z_down, do_ * z_up
+        v_ = load(v, row, vv, ok, V)
+        do_ = load(do, row, vv, ok, V)
+        S_in = load_state(states, seq * (n + 1) + j, vv, kk, V, K) * f_in
+        dS = load_state(after, tile, vv, kk, V, K)
+        U = v_ * w_ * z_down
+        g = do_ * z_up
         dU = dot(tl.trans(A), g, DT) + dot(x * f_out, tl.trans(dS), DT) * z_out
         if e is not None:
-            R = dot(r, tl.trans(S), DT) * z_in
+            R = dot(r, tl.trans(S_in), DT) * z_in
             U = dot(M_, U - e_ * R, DT)
-            dU = dot(tl.trans(M_), dU, DT)
+            dU = dot(tl.trans(M_), dU, DT)                      # from here on dY
             dL -= dot(dU, tl.trans(U), DT)
             de_ -= tl.sum(dU * R, 1)
-            dr -= dot(dU * z_in * e_, S, DT)
+            dr -= dot(dU * z_in * e_, S_in, DT)
         dA += dot(g, tl.trans(U), DT)
-        dy += dot(g * z_in, S, DT)
+        dy += dot(g * z_in, S_in, DT)
         dx += dot(U * z_out, dS, DT)
-        dU = dU * z_down
-        dw_ += tl.sum(dU * v_, 1)
-        dU = dU * w_
-        store(dv, dU, row, vv, ok, V)
+        dv_ = dU * z_down
+        dw_ += tl.sum(dv_ * v_, 1)
+        dv_ = dv_ * w_
+        store(dv, dv_, row, vv, ok, V)
         if f is not None or z is not None:
-            dSS = dS * load(states, (seq * (n + 1) + j + 1) * V + vv, kk, vv < V, K)
-            dS_S += tl.sum(dSS, 0)[None, :]
+            kept = dS * load_state(states, seq * (n + 1) + j + 1, vv, kk, V, K)
+            kept_f += tl.sum(kept, 0)[None, :]
         if z is not None:
-            o = (dot(A, U, DT) + dot(y, tl.trans(S), DT) * z_in) * z_up
-            reads = tl.cumsum(o * do_ - v_ * dU, 0, reverse=True) + tl.sum(dSS, 1)[None, :]
+            o_ = (dot(A, U, DT) + dot(y, tl.trans(S_in), DT) * z_in) * z_up
+            reads = tl.cumsum(o_ * do_ - v_ * dv_, 0, reverse=True) + tl.sum(kept, 1)[None, :]
             if ZD > 1:
                 store(dz, reads, row, vv, ok, V)
             else:
                 dz_ += tl.sum(reads, 1)
-    dA = tl.where(lower, dA, 0.0)
+    dA = tl.where(i[:, None] >= i[None, :], dA, 0.0)
     dy = (dy + dot(dA, x, DT)) * f_up
     dx = dx * f_out + dot(tl.trans(dA), y, DT)
     if e is not None:
-        dL = tl.where(strict, dL, 0.0)
-        de_ += tl.sum(dL * tl.where(strict, dot(r, tl.trans(x), DT), 0.0), 1)
-        dL = dL * e_
-        dr = (dr + dot(dL, x, DT)) * f_up
-        dx += dot(tl.trans(dL), r, DT)
-        tl.store(de + row, de_, ok)
+        of_e, of_r, of_x = through_L(dL, e_, r, x, C, DT)
+        tl.store(de + row, de_ + of_e, ok)
+        dr = (dr + of_r) * f_up
+        dx += of_x
     dx = dx * f_down
     store(dq, dy, row, kk, ok, K)
     store(dk, dx + dr, row, kk, ok, K)
     if w is not None:
         tl.store(dw + row, dw_, ok)
     if f is not None:
-        reads = tl.cumsum(q_ * dy + k_ * (dr - dx), 0, reverse=True) + dS_S
-        if FD > 1:
-            store(df, reads, row, kk, ok, K)
-        else:
-            tl.store(df + row, tl.sum(reads, 1), ok)
+        reads = q_ * dy + k_ * (dr - dx)
+        store_gate(df, tl.cumsum(reads, 0, reverse=True) + kept_f, row, kk, ok, K, FD)
     if z is not None and ZD == 1:
         tl.store(dz + row, dz_, ok)
 
@@ -379,203 +614,435 @@ def vector(p, seq, i, D: tl.constexpr):
 def one_step(q, k, v, w, e, f, z, S, floor, o, S_new, K: tl.constexpr, V: tl.constexpr, FD: tl.constexpr,
              ZD: tl.constexpr, NORM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LOG_MIN: tl.constexpr):
     """The definition for one step, S read and written once. With NORM = 1, row V of S is n, the keys' sum."""
-    seq, kk, vv = tl.program_id(0).to(tl.int64), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
-    q_, k_ = vector(q, seq, kk, K), vector(k, seq, kk, K)
-    v_, w_ = vector(v, seq, vv, V), vector(w, seq, kk, 1)
-    S_ = load(S, seq * (V + NORM) + vv, kk, vv < V, K)
-    n = tl.load(S + (seq * (V + NORM) + V * NORM) * K + kk, kk < K, 0.0)     # unless NORM, a row of no use
+    seq = tl.program_id(0).to(tl.int64)
+    kk = tl.arange(0, BK)
+    vv = tl.program_id(1) * BV + tl.arange(0, BV)
+    q_ = vector(q, seq, kk, K)
+    k_ = vector(k, seq, kk, K)
+    w_ = vector(w, seq, kk, 1)
+    first = seq * (V + NORM)
+    last = (first + V * NORM) * K + kk                          # unless NORM, a row of no use
+    S_ = load(S, first + vv, kk, vv < V, K)
+    n = tl.load(S + last, kk < K, 0.0)
     if f is not None:
-        keep = tl.exp(tl.maximum(vector(f, seq, kk, FD), LOG_MIN))
-        S_, n = S_ * keep[None, :], n * keep
+        f_ = tl.exp(tl.maximum(vector(f, seq, kk, FD), LOG_MIN))
+        S_ = S_ * f_[None, :]
+        n = n * f_
     if z is not None:
-        keep = tl.exp(tl.maximum(vector(z, seq, vv, ZD), LOG_MIN))
-        S_ = S_ * keep[:, None]
+        z_ = tl.exp(tl.maximum(vector(z, seq, vv, ZD), LOG_MIN))
+        S_ = S_ * z_[:, None]
         if ZD == 1:
-            n = n * keep
-    u = w_ * v_
+            n = n * z_
+    u = w_ * vector(v, seq, vv, V)
     if e is not None:
         u -= vector(e, seq, kk, 1) * tl.sum(S_ * k_[None, :], 1)
-    S_, n = S_ + u[:, None] * k_[None, :], n + w_ * k_
+    S_ = S_ + u[:, None] * k_[None, :]
+    n = n + w_ * k_
     o_ = tl.sum(S_ * q_[None, :], 1)
     if NORM:
         o_ = o_ / tl.maximum(tl.sum(n * q_, 0), floor)
         if tl.program_id(1) == 0:
-            tl.store(S_new + (seq * (V + NORM) + V) * K + kk, n, kk < K)
+            tl.store(S_new + last, n, kk < K)
     tl.store(o + seq * V + vv, o_.to(o.dtype.element_ty), vv < V)
-    store(S_new, S_, seq * (V + NORM) + vv, kk, vv < V, K)
+    store(S_new, S_, first + vv, kk, vv < V, K)
 
 
-def blocks(K, V, plain, dtype):
-    """Tile sizes and operand type for head sizes K, V; fixed, never tuned at run time. With these `forward`
-    has no register on the stack up to K = 128 in bf16 (test_all.py compiles it for sm_80, sm_90)."""
+def tiles(K, decays_or_erases, dtype):
+    """Tile sizes and operand type for keys of size K; fixed, never tuned at run time. With these `forward` has
+    no register on the stack up to K = 128 in bf16: test_all.py compiles it ahead of time, for sm_80, sm_90."""
     BK = max(16, triton.next_power_of_2(K))
     DT = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
-    if DT == tl.float16 and not plain:
+    if DT == tl.float16 and decays_or_erases:
         DT = tl.bfloat16                                # e^80 is beyond fp16
     if triton.knobs.runtime.interpret:
         DT = tl.float32                                 # the interpreter computes with the bits of bf16
-    C = CHUNK if BK <= 64 and DT != tl.float32 else 16
+    C = 16
+    if BK <= 64 and DT != tl.float32:
+        C = CHUNK
     return dict(C=C, BK=BK, BV=C, DT=DT, num_warps=8)
 
 
+def channels(log_decay):
+    """How many channels decay apart; 0 for None."""
+    if log_decay is None:
+        return 0
+    return log_decay.shape[-1]
+
+
 class Tiles(torch.autograd.Function):
-    """`Chunks` on a GPU: any T; q, k, v in any of fp32, fp16, bf16."""
+    """`Chunks` on a GPU: any T; q, k, v in any of fp32, fp16, bf16; all tensors contiguous."""
     @staticmethod
     def forward(ctx, q, k, v, w, e, f, z, S):
-        q, k, v, w, e, f, z, S = each(lambda x: x.contiguous(), q, k, v, w, e, f, z, S)
-        (B, H, T, K), V = q.shape, v.shape[-1]
-        size = blocks(K, V, e is f is z is None, v.dtype)
-        n, few = triton.cdiv(T, size['C']), {x: size[x] for x in ('C', 'BK', 'DT', 'num_warps')}
-        FD, ZD = (0 if g is None else g.shape[-1] for g in (f, z))
+        B, H, T, K = q.shape
+        V = v.shape[-1]
+        plain = e is None and f is None and z is None
+        size = tiles(K, not plain, v.dtype)
+        n = triton.cdiv(T, size['C'])
         kept = torch.float32 if size['DT'] == tl.float32 else torch.bfloat16
-        o, S_T, M, states_ = torch.empty_like(v), torch.empty_like(S), None, None
+        o = torch.empty_like(v)
+        S_T = torch.empty_like(S)
+        M = before = None
         if e is not None:
             M = v.new_empty(B * H * n, size['C'], size['C'], dtype=kept)
-            inverse[(B * H * n,)](k, e, f, M, T, K, FD, **few)
+            few = {name: size[name] for name in ('C', 'BK', 'DT', 'num_warps')}
+            inverse[(B * H * n,)](k, e, f, M, T, K, channels(f), **few)
         if any(ctx.needs_input_grad):
-            states_ = v.new_empty(B * H, n + 1, V, K, dtype=kept)
+            before = v.new_empty(B * H, n + 1, V, K, dtype=kept)
         grid = B * H, triton.cdiv(V, size['BV'])
-        forward[grid](q, k, v, w, e, f, z, M, S, o, states_, S_T, T, K, V, FD, ZD, **size)
-        ctx.save_for_backward(q, k, v, w, e, f, z, M, states_)
+        forward[grid](q, k, v, w, e, f, z, M, S, o, before, S_T, T, K, V, channels(f), channels(z), **size)
+        ctx.size = size
+        ctx.save_for_backward(q, k, v, w, e, f, z, M, before)
         return o, S_T
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dS_T):
-        q, k, v, w, e, f, z, M, states_ = ctx.saved_tensors
-        (B, H, T, K), V = q.shape, v.shape[-1]
-        size = blocks(K, V, e is f is z is None, v.dtype)
+        q, k, v, w, e, f, z, M, before = ctx.saved_tensors
+        B, H, T, K = q.shape
+        V = v.shape[-1]
+        size = dict(ctx.size)
         n = triton.cdiv(T, size['C'])
-        sizes = T, K, V, *(0 if g is None else g.shape[-1] for g in (f, z))
-        do, dS_T, dS_0 = do.contiguous(), dS_T.contiguous(), torch.empty_like(dS_T)
-        after = states_.new_empty(B * H, n, V, K)
-        states[(B * H, triton.cdiv(V, size['BV']))](q, k, e, f, z, M, do, dS_T, after, dS_0, *sizes, **size)
-        grads = each(torch.empty_like, q, k, v, w, e, f, z)
-        tokens[(B * H * n,)](q, k, v, w, e, f, z, M, do, states_, after, *grads, *sizes, **{**size, 'BV': 16})
-        return *grads, dS_0
+        sizes = T, K, V, channels(f), channels(z)
+        do = do.contiguous()
+        dS_T = dS_T.contiguous()
+        dS_0 = torch.empty_like(dS_T)
+        after = before.new_empty(B * H, n, V, K)
+        grid = B * H, triton.cdiv(V, size['BV'])
+        states[grid](q, k, e, f, z, M, do, dS_T, after, dS_0, *sizes, **size)
+        gradients = [if_given(torch.empty_like, x) for x in (q, k, v, w, e, f, z)]
+        size['BV'] = 16
+        tokens[(B * H * n,)](q, k, v, w, e, f, z, M, do, before, after, *gradients, *sizes, **size)
+        return *gradients, dS_0
 
 
-def step_on_cpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False):
-    """fastweight.recurrent for a single step, with less around it."""
-    dtype, (B, H, _, _) = v.dtype, q.shape
-    *rows, S = start(q, k, v, write, erase, log_f, log_z, S, normalise)
-    rows = each(lambda x: x.reshape(B * H, 1, -1), *rows)
-    rows[5:] = each(torch.exp, *rows[5:])
-    o, S_new = fastweight.step(*rows, S.flatten(0, 1))
-    return finish(o.view(B, H, 1, -1), normalise, dtype), S_new.view_as(S)
+def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
+    """fastweight.chunked through `Tiles`."""
+    dtype = v.dtype
+    _, _, v_fp32, *gates, S = prepared(q[:, :, :1], k[:, :, :1], v, write, erase, log_f, log_z, S, normalise)
+    tensors = q, k, v_fp32.to(dtype), *gates, S         # the kernels cast q, k, v themselves, tile by tile
+    o, S = Tiles.apply(*(if_given(torch.Tensor.contiguous, x) for x in tensors))
+    return finish(o, normalise, floor, dtype), S
 
 
-def step_on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False):
+def step_on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False,
+                floor=FLOOR):
     """fastweight.recurrent for a single step, no gradients."""
-    (B, H, _, K), V, norm = q.shape, v.shape[-1], int(bool(normalise))
+    B, H, _, K = q.shape
+    V = v.shape[-1]
+    norm = int(normalise)
     if S is None:
         S = v.new_zeros(B, H, V + norm, K, dtype=torch.float32)
-    q, k, v, write, erase, log_f, log_z, S = each(lambda x: x.contiguous(), q, k, v, write, erase, log_f,
-                                                  log_z, S)
-    FD, ZD = (0 if g is None else g.shape[-1] for g in (log_f, log_z))
-    o, S_new, BK = torch.empty_like(v), torch.empty_like(S), triton.next_power_of_2(K)
+    tensors = q, k, v, write, erase, log_f, log_z, S
+    tensors = [if_given(torch.Tensor.contiguous, x) for x in tensors]
+    o = v.new_empty(v.shape)
+    S_new = S.new_empty(S.shape)
+    BK = triton.next_power_of_2(K)
     BV = min(triton.next_power_of_2(V), max(1, 4096 // BK))
-    one_step[(B * H, triton.cdiv(V, BV))](q, k, v, write, erase, log_f, log_z, S,
-                                          FLOOR if normalise is True else float(normalise), o, S_new,
-                                          K, V, FD, ZD, norm, BK, BV, LOG_MIN)
+    grid = B * H, triton.cdiv(V, BV)
+    sizes = K, V, channels(log_f), channels(log_z), norm, BK, BV, LOG_MIN
+    one_step[grid](*tensors, floor, o, S_new, *sizes)
     return o, S_new
 
 
 # ---- one entrance for all machines -------------------------------------------------------------------------
+NAMES = 'q', 'k', 'v', 'write', 'erase', 'log_f', 'log_z', 'S'
+
+
+def expect(name, x, device, *shapes):
+    """ValueError unless x is None, or floating point on the device in one of the shapes."""
+    if x is None:
+        return
+    if x.shape not in shapes:
+        raise ValueError(f'{name}: expected {" or ".join(map(str, shapes))}, not {tuple(x.shape)}')
+    if x.device != device or not x.is_floating_point():
+        raise ValueError(f'{name}: expected floating point on {device}, not {x.dtype}, {x.device}')
+
+
 def check(q, k, v, write, erase, log_f, log_z, S, normalise):
     """ValueError unless all shapes fit together and all tensors are floating and on one device."""
     if q.dim() != 4 or 0 in q.shape:
         raise ValueError(f'q: expected a tensor (B, H, T, K) that is not empty, not {tuple(q.shape)}')
-    (B, H, T, K), V = q.shape, v.shape[-1]
-    expected = dict(k=(k, K), v=(v, V), write=(write,), erase=(erase,),
-                    log_f=(log_f, K, 1), log_z=(log_z, V, 1))
-    for name, (x, *ends) in expected.items():
-        shapes = [(B, H, T, d) for d in ends] or [(B, H, T)]
-        if x is not None and tuple(x.shape) not in shapes:
-            raise ValueError(f'{name}: expected {" or ".join(map(str, shapes))}, not {tuple(x.shape)}')
-    if S is not None and tuple(S.shape) != (B, H, V + bool(normalise), K):
-        raise ValueError(f'S: expected {(B, H, V + bool(normalise), K)}, not {tuple(S.shape)}')
-    device = q.device
-    for name, x in dict(q=q, k=k, v=v, write=write, erase=erase, log_f=log_f, log_z=log_z, S=S).items():
-        if x is not None and (x.device != device or not x.is_floating_point()):
-            raise ValueError(f'{name}: expected floating point on {device}, not {x.dtype}, {x.device}')
+    B, H, T, K = q.shape
+    V = v.shape[-1]
+    one = (B, H, T)
+    expect('q', q, q.device, (*one, K))
+    expect('k', k, q.device, (*one, K))
+    expect('v', v, q.device, (*one, V))
+    expect('write', write, q.device, one)
+    expect('erase', erase, q.device, one)
+    expect('log_f', log_f, q.device, (*one, K), (*one, 1))
+    expect('log_z', log_z, q.device, (*one, V), (*one, 1))
+    expect('S', S, q.device, (B, H, V + bool(normalise), K))
 
 
-def on_cpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, chunk=None):
-    """fastweight.chunked through `Chunks`. A chunk is at most CHUNK steps where something decays."""
-    dtype, T, plain = v.dtype, q.shape[2], log_f is None and log_z is None
-    chunk = chunk or (2 * CHUNK if plain and k.shape[-1] >= 64 else CHUNK)
-    chunk = chunk if plain else min(chunk, CHUNK)
-    *xs, S = start(q, k, v, write, erase, log_f, log_z, S, normalise)
-    C = min(chunk, T)
-    if pad := -T % C:                                   # steps of zeros: they write nothing and erase nothing
-        xs = each(lambda x: F.pad(x, (0, 0, 0, pad) if x.dim() == 4 else (0, pad)), *xs)
-    o, S = Chunks.apply(*xs, S, C)
-    return finish(o[:, :, :T], normalise, dtype), S
+def small_case(tensors):
+    """Random tensors like those of a call, with two heads, few steps, no S, short keys and log-decays."""
+    draw = torch.Generator().manual_seed(0)
+    T = min(tensors['q'].shape[2], 2 * CHUNK + 3)
+    case = {}
+    for name in NAMES[:-1]:
+        x = tensors[name]
+        if x is not None:
+            case[name] = torch.rand(1, 2, T, *x.shape[3:], generator=draw).to(x)
+    case['k'] = case['k'] / case['k'].shape[-1] ** 0.5
+    for name in {'log_f', 'log_z'} & case.keys():
+        case[name] = -case[name]
+    return {name: x.requires_grad_() for name, x in case.items()}
 
 
-def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False):
-    """fastweight.chunked through `Tiles`."""
-    dtype = v.dtype
-    *xs, S = start(q, k, v, write, erase, log_f, log_z, S, normalise, cast=False)
-    o, S = Tiles.apply(*xs, S)
-    return finish(o, normalise, dtype), S
-
-
-def fault(f, args):
-    """Why f must not be trusted with arguments like these on this machine; None if it may. Compilers have
-    made wrong kernels without a word, so a small case goes through f and fastweight.chunked, and back."""
-    *xs, _, normalise = args
-    draw, results, T = torch.Generator().manual_seed(0), [], min(args[0].shape[2], 2 * CHUNK + 3)
-    xs = each(lambda x: torch.rand(1, 2, T, *x.shape[3:], generator=draw).to(x), *xs)
-    xs[1], xs[5:] = xs[1] / xs[1].shape[-1] ** 0.5, each(torch.neg, *xs[5:])        # short keys, log-decays
-    given = [x.requires_grad_() for x in xs if x is not None]
+def fault(f, tensors, normalise, floor=FLOOR):
+    """Why f must not be trusted with tensors like these on this machine; None if it may. Compilers have made
+    wrong kernels without a word, so a small case goes through f and fastweight.chunked, and back."""
+    case = small_case(tensors)
+    results = []
     try:
-        for g in (fastweight.chunked, f):
-            o, S = g(*xs, None, normalise)
-            grads = torch.autograd.grad((o * o).sum() + (S * S).sum(), given) if o.requires_grad else ()
-            results.append([o, S, *grads])
+        for form in fastweight.chunked, f:
+            o, S = form(**case, normalise=normalise, floor=floor)
+            gradients = ()
+            if o.requires_grad:
+                gradients = torch.autograd.grad((o * o).sum() + (S * S).sum(), list(case.values()))
+            results.append([o, S, *gradients])
     except Exception as e:      # whatever a compiler may raise
-        return f'{type(e).__name__}: {(str(e).splitlines() or [""])[0]}'
-    limit = 1e-3 if xs[2].dtype == torch.float32 else 3e-2
-    errors = [((a - b).float().norm() / (a.float().norm() + 1e-6)).item() for a, b in zip(*results)]
+        return f'{type(e).__name__}: {"".join(str(e).splitlines()[:1])}'
+    limit = 1e-3 if case['v'].dtype == torch.float32 else 3e-2
+    errors = []
+    for right, x in zip(*results):
+        errors.append(((right - x).float().norm() / (right.float().norm() + 1e-6)).item())
     if not max(errors) < limit:
         return f'results differ from the definition by {max(errors):.1e}'
 
 
-trusted = {}        # kinds of arguments -> the form that was found right for them
+trusted = {}        # kinds of arguments -> the form that was found right for them, or None
 
 
-def fastest(*args):
-    """The form for such arguments: Triton on an Nvidia GPU, once it has shown that it is right."""
-    q, k, v, _, erase, _, log_z, _, normalise = args
-    device = q.device.type
-    plain = fastweight.chunked if device not in ('cpu', 'cuda') else on_cpu
-    plain = step_on_cpu if q.shape[2] == 1 else plain
-    if device != 'cuda' or torch.float64 in (q.dtype, k.dtype, v.dtype):
-        return plain
-    one = plain is step_on_cpu and not torch.is_grad_enabled() and not (normalise and (erase is not None or
-                                                                                       log_z is not None))
-    kind = (q.device, one, normalise, *(x if x is None else (x.dtype, x.shape[3:]) for x in args[:7]))
+def on_nvidia(plain, tensors, normalise, floor):
+    """The Triton form for such tensors once it has shown that it is right, else `plain`."""
+    T = tensors['q'].shape[2]
+    no_mean = normalise and (tensors['erase'] is not None or tensors['log_z'] is not None)
+    one = T == 1 and not torch.is_grad_enabled() and not no_mean
+    def of(x):
+        return x.dtype, x.shape[3:]
+    kind = tensors['q'].device, one, normalise, tuple(if_given(of, tensors[name]) for name in NAMES[:-1])
     if kind not in trusted:
-        f = step_on_gpu if one else on_gpu
-        with torch.inference_mode(False), torch.set_grad_enabled(not one):
-            why = fault(f, args) if triton else 'there is no triton'
+        f = on_gpu
+        if one:
+            f = step_on_gpu
+        why = 'there is no triton'
+        if triton:
+            with torch.inference_mode(False), torch.set_grad_enabled(not one):
+                why = fault(f, tensors, normalise, floor)
+        trusted[kind] = f
         if why:
-            print(f'kernels.py: no Triton for {tuple(q.shape)}, plain torch instead: {why}', file=sys.stderr)
-        trusted[kind] = None if why else f
+            trusted[kind] = None
+            print(f'kernels.py: no Triton for {tuple(tensors["q"].shape)}, plain torch instead: {why}',
+                  file=sys.stderr)
     return trusted[kind] or plain
 
 
-def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False):
+def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
     """As fastweight.chunked, by the fastest form that works here. ValueError for shapes that do not fit."""
-    args = q, k, v, write, erase, log_f, log_z, S, normalise
-    check(*args)
-    return fastest(*args)(*args)
+    check(q, k, v, write, erase, log_f, log_z, S, normalise)
+    form = on_cpu
+    if q.shape[2] == 1:
+        form = step_on_cpu
+    elif q.device.type not in ('cpu', 'cuda'):
+        form = fastweight.chunked
+    if q.device.type == 'cuda' and torch.float64 not in (q.dtype, k.dtype, v.dtype):
+        tensors = dict(zip(NAMES, (q, k, v, write, erase, log_f, log_z, S)))
+        form = on_nvidia(form, tensors, normalise, floor)
+    return form(q, k, v, write, erase, log_f, log_z, S, normalise, floor)
 
 
-def step(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False):
+def step(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
     """`chunked` for one step, T = 1."""
     if q.dim() == 4 and q.shape[2] != 1:
         raise ValueError(f'q: expected one step, (B, H, 1, K), not {tuple(q.shape)}; chunked takes more')
-    return chunked(q, k, v, write, erase, log_f, log_z, S, normalise)
+    return chunked(q, k, v, write, erase, log_f, log_z, S, normalise, floor)
+
+
+# ---- rows: what fastweight.bounded does step by step, at once where it is known what goes ------------------
+def at_once(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
+    """`bounded` for T steps where positions alone say what goes (window, sink), or only empty places go."""
+    T = q.shape[2]
+    rows = append(rows, k, v, t)
+    pos = rows['pos'][:, :, None]                       # (B, H, 1, cache + T)
+    now = t + torch.arange(T, device=q.device)[:, None]
+    stays = sinks * (policy == 'sink')                  # positions below never go
+    room = cache - stays - int(spill)                   # how far back a row is seen, beside these
+    seen = (pos >= 0) & (pos <= now)
+    if policy in ('window', 'sink'):
+        seen = seen & ((now - pos <= room) | (pos < stays))
+    o, weights, log_mass = attend(q, rows, seen, turn)
+    rows['total'] = rows['total'] + weights.sum(2)
+    first = (rows['pos'] >= 0) & (rows['pos'] < stays)
+    order = rows['pos'].masked_fill(first, t + T).sort(dim=-1, stable=True).indices
+    gone, kept = order.split([T, cache], -1)
+    return o, log_mass, pick(rows, gone), pick(rows, kept)
+
+
+def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
+    """As fastweight.bounded: at once for window, sink, and as long as places are empty, else step by step."""
+    T = q.shape[2]
+    if rows is None:
+        rows = empty_rows(k, cache)
+    if T == 1:
+        return bounded_step(q, k, v, rows, t, policy, cache, sinks, spill, turn)
+    if policy in ('window', 'sink') and turn is None:
+        return at_once(q, k, v, rows, t, policy, cache, sinks, spill)
+    free = int((rows['pos'][0, 0] < 0).sum())
+    if T <= free:
+        return at_once(q, k, v, rows, t, policy, cache, sinks, spill, turn)
+    if free == 0:
+        return fastweight.bounded(q, k, v, rows, t, policy, cache, sinks, spill, turn)
+    q_1, k_1, v_1 = (x[:, :, :free] for x in (q, k, v))
+    q_2, k_2, v_2 = (x[:, :, free:] for x in (q, k, v))
+    o_1, mass_1, went_1, rows = at_once(q_1, k_1, v_1, rows, t, policy, cache, sinks, spill, turn)
+    o_2, mass_2, went_2, rows = fastweight.bounded(q_2, k_2, v_2, rows, t + free, policy, cache, sinks, spill,
+                                                   turn)
+    went = {name: torch.cat([went_1[name], went_2[name]], 2) for name in rows}
+    return torch.cat([o_1, o_2], 2), torch.cat([mass_1, mass_2], 2), went, rows
+
+
+# ---- the convolution and the activation of a block, with backwards by hand ---------------------------------
+class ShiftedSum(torch.autograd.Function):
+    """The backward is by hand, because autograd's own takes three times as long."""
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        y = x * w[-1]
+        for s in range(1, min(len(w), x.shape[1])):
+            y[:, s:].addcmul_(x[:, :-s], w[-1 - s])
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        dx = dy * w[-1]
+        dw = torch.zeros_like(w)
+        dw[-1] = (dy * x).sum((0, 1))
+        for s in range(1, min(len(w), x.shape[1])):
+            dx[:, :-s].addcmul_(dy[:, s:], w[-1 - s])
+            dw[-1 - s] = (dy[:, s:] * x[:, :-s]).sum((0, 1))
+        return dx, dw
+
+
+def shifted_sum(x, w):
+    """y_t = sum_s w_s x_{t-s}, s = 0..n, zeros before x. x (B, T, D), w (n + 1, D), its last row for s = 0 ->
+    y (B, T, D)"""
+    return ShiftedSum.apply(x, w)
+
+
+class ReluSquared(torch.autograd.Function):
+    """Keeps only max(x, 0): half autograd's traffic."""
+    @staticmethod
+    def forward(ctx, x):
+        r = x.clamp(min=0)
+        ctx.save_for_backward(r)
+        return r * r
+
+    @staticmethod
+    def backward(ctx, dy):
+        r, = ctx.saved_tensors
+        return (dy * r).mul_(2)
+
+
+def relu_squared(x):
+    """max(x, 0)^2 (Primer, arXiv:2109.08668, sec. 3)"""
+    return ReluSquared.apply(x)
+
+
+# ---- a step as a list of operations, without Python --------------------------------------------------------
+class Flat(nn.Module):
+    """model(token, state) with the state as a list of tensors, as a tracer wants it, always in one order."""
+    def __init__(self, model, state):
+        super().__init__()
+        self.model = model
+        self.names = [list(layer) for layer in state]
+
+    def tensors(self, state):
+        """The tensors of a state, by name: its dicts may be in any order."""
+        found = []
+        for layer, names in zip(state, self.names):
+            found.extend(layer[name] for name in names)
+        return found
+
+    def state(self, tensors):
+        """The inverse of `tensors`."""
+        tensors = list(tensors)
+        layers = []
+        for names in self.names:
+            layers.append(dict(zip(names, tensors)))
+            tensors = tensors[len(names):]
+        return layers
+
+    def forward(self, token, *tensors):
+        logits, state = self.model(token, self.state(tensors))
+        return logits, *self.tensors(state)
+
+
+def same_shapes(model, token, state):
+    """Whether a step leaves the tensors of the state as large as they were: then it can be played again."""
+    flat = Flat(model, state)
+    _, *new = flat(token, *flat.tensors(state))
+    return all(x.shape == y.shape for x, y in zip(new, flat.tensors(state)))
+
+
+def recorded(model, token, state):
+    """A function (token (B, 1), state) -> logits, state that is model's single step without Python, which is
+    most of it at this size; or the model itself where a step is never the same: a state that grows, features
+    that need the position as a number. CPU: a trace. Nvidia: a CUDA graph, whose state is always the same
+    memory, good until the next step."""
+    numbered = any(isinstance(m, FeatureMap) and m.max_len for m in model.modules())
+    if token.device.type not in ('cpu', 'cuda') or numbered or not same_shapes(model, token, state):
+        return model
+    try:
+        if token.device.type == 'cpu':
+            return traced(model, token, state)
+        return graphed(model, token, state)
+    except (RuntimeError, AttributeError) as e:
+        print(f'steps are not recorded ({str(e).splitlines()[0]})', file=sys.stderr)
+        return model
+
+
+def traced(model, token, state):
+    """`recorded` by torch.jit.trace."""
+    flat = Flat(model, state)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')                 # torch.jit is frozen in time, and says so
+        step = torch.jit.trace(flat, (token, *flat.tensors(state)), check_trace=False)
+
+    def run(token, state):
+        logits, *tensors = step(token, *flat.tensors(state))
+        return logits, flat.state(tensors)
+    return run
+
+
+def graphed(model, token, state):
+    """`recorded` as one CUDA graph: one launch a step in place of some hundred. Positions would stand still
+    there, so models that know them are left as they are."""
+    mixers = [block.mixer for block in model.blocks]
+    if model.positions is not None or any(mixer.rope or mixer.memory.rule.keeps for mixer in mixers):
+        return model
+    flat = Flat(model, state)
+    here = token.clone()
+    memory = flat.state([x.clone() for x in flat.tensors(state)])
+    expected, _ = model(token, state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits, *new = flat(here, *flat.tensors(memory))
+        for x, y in zip(flat.tensors(memory), new):
+            if x.is_cuda:
+                x.copy_(y)
+
+    def run(token, state):
+        here.copy_(token)
+        for x, y in zip(flat.tensors(memory), flat.tensors(state)):
+            if x is not y:
+                x.copy_(y)
+        graph.replay()
+        for layer in memory:                            # t counts on the CPU
+            layer['t'] += 1
+        return logits, memory
+    if not torch.allclose(run(token, state)[0], expected, 1e-2, 1e-2):      # the caller's state is untouched
+        raise RuntimeError('the graph computes something else')
+    return run
