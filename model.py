@@ -1,99 +1,138 @@
-"""The GPT around the fast weights: flags, layers, checkpoints. Imported by every script, run by none.
+"""The model around the rules: flags, layers, the GPT, sampling, and loading it from a file or the hub.
 
     model = GPT(Config(rule='delta', vocab_size=256))
     logits, state = model(tokens)               # tokens (B, T) -> logits (B, T, vocab), state: a dict a layer
     logits, state = model(more_tokens, state)   # goes on where the first call stopped: at any cut, by any T
+
+The scripts import it; it has no command of its own. What a layer computes is in fastweight.py: here is where
+its keys, values, gates and queries come from. kernels.py is looked for in one place, `pick_forms`; without
+it everything works, slower.
 """
+import argparse
+import contextlib
 import ctypes
 import dataclasses
 import difflib
-import hashlib
+import functools
 import itertools
-import json
+import math
 import os
+import re
 import sys
-import typing
-import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 import fastweight
-import kernels
-from fastweight import FEATURE_MAPS, NORMALISERS, RULES, FastWeights, rope
+from data import weights
+from fastweight import FEATURE_MAPS, FLOOR, LOG_MIN, NORMALISERS, RULES, feature_map
 
 # ---- flags: a dataclass field is the flag, its type, default, help, choices and range ----------------------
-def flag(default, help, choices=None, low=None, high=None):
-    return dataclasses.field(default=default, metadata=dict(help=help, choices=choices, low=low, high=high))
+EXPECTED = {int: 'a whole number', float: 'a number', bool: 'true or false', str: 'some text'}
+BOOLEANS = {'true': True, '1': True, 'yes': True, 'false': False, '0': False, 'no': False}
 
 
-def kind(field):
-    """int, float, str or bool; `int | None` is int."""
-    return next(t for t in (*typing.get_args(field.type), field.type) if t is not type(None))
+def flag(default, help, choices=None, low=-math.inf, high=math.inf):
+    """A field of a dataclass that is a flag as well. low, high: the range of a number, both ends allowed."""
+    if choices:
+        help = f'{help} [{"|".join(choices)}]'
+    metadata = {'help': help, 'choices': choices, 'range': (low, high)}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-def value_of(name, text, field):
-    """The flag's text as its type, or a ValueError that says what was expected."""
-    type_, (choices, low, high) = kind(field), (field.metadata[k] for k in ('choices', 'low', 'high'))
-    try:
-        if type_ is bool:
-            words = {'true': True, '1': True, 'yes': True, 'false': False, '0': False, 'no': False}
-            value = words[text.lower()]
-        else:
-            value = type_(text)
-            if value != value:
-                raise ValueError
-    except (KeyError, ValueError):
-        expected = {int: 'a whole number', float: 'a number', bool: 'true or false'}[type_]
-        raise ValueError(f'--{name}={text}: expected {expected}') from None
-    if choices and value not in choices:
-        near = difflib.get_close_matches(str(value), map(str, choices), 1)
-        hint = f' (did you mean {near[0]}?)' if near else ''
-        raise ValueError(f'--{name}={text}: choose from {", ".join(map(str, choices))}{hint}')
-    if (low is not None and value < low) or (high is not None and value > high):
-        ends = [f'{word} {x:g}' for word, x in (('at least', low), ('at most', high)) if x is not None]
-        raise ValueError(f'--{name}={text}: expected {" and ".join(ends)}')
+def hint(word, words):
+    """'; did you mean this?' with the word most like it, or nothing."""
+    for near in difflib.get_close_matches(word, words, 1):
+        return f'; did you mean {near}?'
+    return ''
+
+
+def converted(text, kind):
+    """The text as int, float, bool or str. KeyError or ValueError if it is none; nan is no number."""
+    if kind is bool:
+        return BOOLEANS[text.lower()]
+    value = kind(text)
+    if kind is float and math.isnan(value):
+        raise ValueError(text)
     return value
 
 
+def value_of(name, text, field):
+    """What follows --name as the flag's type, or a ValueError that says what was expected. text: None for a
+    flag without a value, which says yes where the question is yes or no."""
+    kind = field.type
+    if text is None and kind is not bool:
+        raise ValueError(f'--{name}: its value is missing')
+    if text is None:
+        return True
+    try:
+        value = converted(text, kind)
+    except (KeyError, ValueError):
+        raise ValueError(f'--{name}={text}: expected {EXPECTED[kind]}') from None
+    if value == '' and field.default:               # where empty means something, it is the default
+        raise ValueError(f'--{name}=: expected some text, such as {field.default}')
+    choices = field.metadata['choices']
+    if choices and value not in choices:
+        raise ValueError(f'--{name}={text}: choose from {", ".join(choices)}{hint(value, choices)}')
+    low, high = field.metadata['range']
+    if kind is not str and value < low:
+        raise ValueError(f'--{name}={text}: expected at least {low:g}')
+    if kind is not str and value > high:
+        raise ValueError(f'--{name}={text}: expected at most {high:g}')
+    return value
+
+
+def print_help(doc, fields):
+    """A script's docstring, and a line for each flag: default, help, choices."""
+    print(doc.strip(), '\n')
+    for name, field in fields.items():
+        print(f'  --{name}={field.default}'.ljust(24), field.metadata['help'])
+
+
 def parse(argv, doc, *classes):
-    """--key=value, --key value, --key for true -> a dict of the flags given for each class. --help exits."""
-    fields = {f.name.rstrip('_'): f for c in classes for f in dataclasses.fields(c) if f.metadata}
+    """--key=value, --key value, or --key for true -> for each dataclass a dict of the flags that were given.
+    ValueError for a flag that is unknown or given twice, or a value that does not fit. --help exits."""
+    fields = {}
+    for c in classes:
+        for field in dataclasses.fields(c):
+            if field.metadata:
+                fields[field.name.rstrip('_')] = field          # from_ is --from
     if '--help' in argv or '-h' in argv:
-        print(doc.strip(), '\n')
-        for name, f in fields.items():
-            m = f.metadata
-            choices = f' [{"|".join(map(str, m["choices"]))}]' if m['choices'] else ''
-            print(f'  --{name}={"" if f.default is None else f.default}'.ljust(24), m['help'] + choices)
+        print_help(doc, fields)
         sys.exit(0)
-    given, args = {}, list(argv)
-    while args:
-        word = args.pop(0)
-        name, equals, text = word.removeprefix('--').partition('=')
-        if not word.startswith('--') or name not in fields:
-            near = ' or '.join('--' + n for n in difflib.get_close_matches(name, fields, 3, 0.5))
-            hint = f'did you mean {near}?' if near else '--help lists them'
-            raise ValueError(f'{word}: no such flag; {hint}')
-        if name in given:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in fields:
+        parser.add_argument('--' + name, nargs='?', action='append', default=[])
+    known, unknown = parser.parse_known_args(argv)
+    for word in unknown:
+        near = hint(word.partition('=')[0], ['--' + name for name in fields])
+        raise ValueError(f'{word}: no such flag{near}; --help lists them')
+    given = {}
+    for name, field in fields.items():
+        texts = getattr(known, name)
+        if len(texts) > 1:
             raise ValueError(f'--{name} is given twice')
-        if not equals:
-            bare = not args or args[0].startswith('--')
-            if bare and kind(fields[name]) is not bool:
-                raise ValueError(f'--{name}: its value is missing')
-            text = 'true' if bare else args.pop(0)
-        given[name] = value_of(name, text, fields[name])
-    given = {fields[name].name: x for name, x in given.items()}
-    return [{f.name: given[f.name] for f in dataclasses.fields(c) if f.name in given} for c in classes]
+        for text in texts:
+            given[field.name] = value_of(name, text, field)
+    return [of_class(c, given) for c in classes]
+
+
+def of_class(c, given):
+    """Those of the given flags that are fields of the dataclass c."""
+    return {field.name: given[field.name] for field in dataclasses.fields(c) if field.name in given}
 
 
 def pick_device(name):
     """'auto' or a name -> torch.device that works, or a ValueError that says why not."""
     if name == 'auto':
-        name = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+        name = 'cpu'
+        if torch.accelerator.is_available():
+            name = torch.accelerator.current_accelerator().type
     try:
         return torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as e:
@@ -111,24 +150,15 @@ def keep_memory():
         pass
 
 
-def table(rows):
-    """Print a list of dicts with the same keys."""
-    def show(x):
-        if isinstance(x, float):
-            return f'{x:.4g}' if abs(x) < 1e4 else f'{x:,.0f}'
-        return '-' if x is None else f'{x:,}' if isinstance(x, int) else x
-    cells = [list(rows[0])] + [[show(x) for x in r.values()] for r in rows]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    for c in cells:
-        print('  '.join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(c, widths))))
-
-
 def script(main):
-    """Run a script's main(argv): what a user can cause ends as one line on stderr and exit code 2."""
+    """Run a script's main(argv). -> exit code: 0, or for what a user can cause 2 and one line on stderr."""
     def run(argv=None):
         keep_memory()
+        if argv is None:
+            argv = sys.argv[1:]
         try:
-            return main(sys.argv[1:] if argv is None else argv) or 0
+            main(argv)
+            return 0
         except (ValueError, OSError) as e:
             print('error:', ' '.join(str(e).split()), file=sys.stderr)
             return 2
@@ -141,17 +171,27 @@ def script(main):
     return run
 
 
+# ---- what a model is ---------------------------------------------------------------------------------------
+def machine_memory():
+    """Bytes of main memory; 2^40 where the system does not say (Windows)."""
+    if 'SC_PHYS_PAGES' in getattr(os, 'sysconf_names', ()):
+        return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    return 2 ** 40
+
+
 @dataclass
 class Config:
+    """All that says which model it is. ValueError, with the flags' names, for what cannot be."""
     rule: str = flag('delta', 'update rule of every layer', list(RULES))
     layers: str = flag('', 'a rule per layer instead, tiled over depth: delta,delta,softmax')
     phi: str = flag('', f'feature map, if not the rule\'s; with option: dpfp:3 [{"|".join(FEATURE_MAPS)}]')
     norm: str = flag('', f'normaliser, if not the rule\'s [{"|".join(NORMALISERS)}]')
     beta_max: float = flag(1.0, 'delta rules: beta lies in (0, beta_max)', low=0, high=2)
+    out_norm: bool = flag(True, 'LayerNorm after the heads, but for rules that read means; Schlag has none')
     conv: int = flag(4, 'width of the causal convolution before each mixer and MLP; 0: none', low=0, high=64)
     cache: int = flag(256, 'rules that keep rows: how many', low=0)
     sinks: int = flag(4, 'sink: first rows that stay', low=0)
-    overflow: str = flag('', 'rule and map for the rows that go: sum:favor, delta:taylor, decay:hedgehog')
+    overflow: str = flag('', 'window, sink: rule and map for rows that go: sum:hedgehog, delta:taylor')
     positions: str = flag('true', 'of kept rows; compress: gaps g > 10 count ln ln g', ['true', 'compress'])
     pos: str = flag('auto', 'auto: rope where rows are kept', ['auto', 'none', 'learned', 'rope'])
     n_layer: int = flag(4, 'layers', low=1)
@@ -173,111 +213,389 @@ class Config:
         head_dim, rest = divmod(self.n_embd, self.n_head)
         if rest:
             raise ValueError(f'--n_embd={self.n_embd} is not a multiple of --n_head={self.n_head}')
-        for r in self.rules():
-            if r not in RULES:
-                raise ValueError(f'--layers={self.layers}: {r!r} is no rule; choose from {", ".join(RULES)}')
-        kept = self.keeps() - {None, 'all'}
+        for rule in self.pattern():
+            if rule not in RULES:
+                raise ValueError(f'--rule={self.rule} --layers={self.layers}: {rule!r} is no rule; choose '
+                                 f'from {", ".join(RULES)}')
+        if len(self.pattern()) > self.n_layer:
+            raise ValueError(f'--layers={self.layers}: more rules than --n_layer={self.n_layer} layers')
         if self.turns() and head_dim % 2:
-            raise ValueError(f'rope turns pairs: n_embd / n_head = {head_dim} must be even; or --pos=none')
-        if kept and self.cache < (0 if self.overflow else 1):
-            raise ValueError(f'--cache={self.cache}: at least 1 row, or --overflow says where all rows go')
+            raise ValueError(f'--n_embd={self.n_embd} --n_head={self.n_head}: rope turns pairs, so n_embd / '
+                             f'n_head = {head_dim} must be even; or --pos=none')
+        self.refuse_rows()
+        self.refuse_absurd()
+
+    def refuse_rows(self):
+        """ValueError for a cache that cannot be, or what goes only with another one."""
+        kept = self.keeps() - {None, 'all'}
+        if kept and not self.cache and not self.overflow:
+            raise ValueError('--cache=0: at least 1 row, or --overflow says where all rows go')
         if 'sink' in kept and self.sinks >= max(1, self.cache):
             raise ValueError(f'--sinks={self.sinks}: fewer than --cache={self.cache}, or no new row is kept')
-        if self.overflow and not kept:
-            raise ValueError(f'--overflow={self.overflow} takes what a bounded cache lets go: --rule=tova')
+        if self.overflow and (not kept or kept - {'window', 'sink'}):
+            raise ValueError(f'--overflow={self.overflow} takes the rows that --rule=window or --rule=sink '
+                             f'let go; leave it out with {", ".join(self.pattern())}')
         over = self.overflow.partition(':')[0]
-        if over and (over not in RULES or RULES[over].keeps):
-            names = ', '.join(r for r in RULES if not RULES[r].keeps)
-            raise ValueError(f'--overflow={self.overflow}: choose from {names}')
+        recurrences = [name for name in RULES if not RULES[name].keeps]
+        if over and over not in recurrences:
+            raise ValueError(f'--overflow={self.overflow}: choose from {", ".join(recurrences)}')
         if self.positions == 'compress' and (not kept or self.overflow or self.pos not in ('auto', 'rope')):
             raise ValueError('--positions=compress turns the keys of a bounded cache at every step anew: it '
                              'needs one, with rope, and without --overflow')
-        if self.layers.count(',') >= self.n_layer:
-            raise ValueError(f'--layers={self.layers}: more rules than --n_layer={self.n_layer} layers')
+
+    def refuse_absurd(self):
+        """ValueError for weights that are more than this machine's memory: about 12 n_embd^2 a layer, and the
+        embeddings; and beside them rows of one text."""
+        layer = 4 * self.n_embd + 2 * self.inner() + 2 * self.cache
+        numbers = self.n_embd * (self.n_layer * layer + self.vocab_size + self.block_size)
+        memory = machine_memory() // 10 ** 9
+        if 4 * numbers // 10 ** 9 > memory:
+            raise ValueError(f'--n_layer={self.n_layer} --n_embd={self.n_embd} --cache={self.cache} '
+                             f'--block_size={self.block_size}: about {numbers:,} numbers of 4 bytes, and '
+                             f'this machine has {memory} GB')
+
+    def pattern(self):
+        """The rules that take turns over depth."""
+        return (self.layers or self.rule).replace(' ', '').split(',')
 
     def rules(self):
         """The rule of each layer."""
-        pattern = [r.strip() for r in self.layers.split(',')] if self.layers else [self.rule]
-        return [pattern[i % len(pattern)] for i in range(self.n_layer)]
+        return (self.pattern() * self.n_layer)[:self.n_layer]
 
     def keeps(self):
         """What the layers' rules keep: a set of 'all' rows, policies, and None for fast weights."""
-        return {RULES[r].keeps for r in self.rules()}
+        return {RULES[rule].keeps for rule in self.pattern()}
 
     def turns(self):
         """Whether rope turns the keys of some layer."""
-        return self.pos == 'rope' or self.pos == 'auto' and self.keeps() != {None}
+        if self.pos == 'auto':
+            return self.keeps() != {None}
+        return self.pos == 'rope'
+
+    def kv_heads(self):
+        """Heads of k and v."""
+        return self.n_kv_head or self.n_head
+
+    def inner(self):
+        """Width of the MLP."""
+        return self.n_inner or 4 * self.n_embd
+
+
+def subset(*names, **own):
+    """A dataclass of some of Config's flags, and others, for scripts that change a model."""
+    fields = [(name, str, field) for name, field in own.items()]
+    for field in dataclasses.fields(Config):
+        if field.name in names:
+            fields.append((field.name, field.type, field))
+    return dataclasses.make_dataclass('Subset', fields)
 
 
 # What may be changed of a trained model without training: softmax keeps its weights, whatever rows it keeps.
-def subset(*names, **own):
-    """Some of Config's flags, and others, for scripts that change a model."""
-    fields = [(f.name, f.type, dataclasses.field(default=f.default, metadata=f.metadata))
-              for f in dataclasses.fields(Config) if f.name in names]
-    return dataclasses.make_dataclass('Subset', [(name, str, f) for name, f in own.items()] + fields)
-
-
-ROWS = [r for r in RULES if RULES[r].keeps]
+ROWS = [name for name in RULES if RULES[name].keeps]
 Swap = subset('cache', 'sinks', 'overflow', 'positions', rule=flag('', 'what softmax layers become', ROWS))
 
 
-def swapped(model, path, rule=None, **changes):
-    """The model with its weights and other flags; a rule goes where softmax or another rule with rows was."""
-    old = model.config
-    if rule:
-        if rule not in ROWS:
-            raise ValueError(f'--rule={rule}: softmax weights as they are can only become '
-                             f'{", ".join(ROWS)}; python convert.py swaps for other rules')
-        if not {*old.rules()} & {*ROWS}:
-            raise ValueError(f'--rule={rule}: {path} has no softmax layers, only {",".join(old.rules())}')
-        changes |= dict(rule=rule, layers=','.join(rule if r in ROWS else r for r in old.rules()))
-        if RULES[rule].keeps == 'all':
-            changes = dict(overflow='', positions='true') | changes
-    config = dataclasses.replace(old, **changes)
-    if config == old:
-        return model
-    new = GPT(config)                       # what only one of the two has is the fast weights of overflow
-    new.load_state_dict(model.state_dict(), strict=False, assign=True)
-    return new
+# ---- which form of the recurrence runs ---------------------------------------------------------------------
+def shifted_sum(x, w):
+    """y_t = sum_j w_j x_{t-n+j}, j = 0..n, in each channel, zeros before x. x (B, T, D), w (n + 1, D) -> y
+    (B, T, D). kernels.shifted_sum is the same, with a backward by hand."""
+    padded = F.pad(x, (0, 0, len(w) - 1, 0))
+    return (padded.unfold(1, len(w), 1) * w.T).sum(-1)
+
+
+def relu_squared(x):
+    """max(x, 0)^2 in each entry. So 2021 (Primer), arXiv:2109.08668, sec. 3. Faster: kernels.relu_squared."""
+    return x.relu().square()
+
+
+def unrecorded(model, token, state):
+    """Where steps are not recorded, the step is the model."""
+    return model
+
+
+class Forms(NamedTuple):
+    """The functions that a model computes with: each has a definition, and a fast form in kernels.py."""
+    recurrence: Callable = fastweight.chunked
+    rows: Callable = fastweight.bounded
+    shift: Callable = shifted_sum
+    square: Callable = relu_squared
+    record: Callable = unrecorded
+    why: str = 'chunk (plain torch and autograd)'       # one line to print: which forms, and why
+
+
+PLAIN = Forms()
+
+
+def pick_forms(impl='auto'):
+    """'loop', 'chunk', 'fused' or 'auto' -> Forms. The only choice point, the only place that imports
+    kernels.py. ValueError for 'fused' without that file; any other fault of it is raised as it is."""
+    if impl == 'loop':
+        return PLAIN._replace(recurrence=fastweight.recurrent, why='loop (the definition, slow)')
+    if impl == 'chunk':
+        return PLAIN
+    try:
+        import kernels
+    except ModuleNotFoundError as e:
+        if e.name != 'kernels':
+            raise
+        if impl == 'fused':
+            raise ValueError('--impl=fused: there is no kernels.py; --impl=chunk does without') from None
+        return PLAIN._replace(why='chunk (plain torch and autograd: there is no kernels.py)')
+    return Forms(kernels.chunked, kernels.bounded, kernels.shifted_sum, kernels.relu_squared,
+                 kernels.recorded, 'fused (kernels.py: Triton on a GPU, else batched products)')
+
+
+# ---- a layer's memory: gates from x, a map and a normaliser on q and k, then the recurrence ----------------
+def rope(x, pos, theta=1e4):
+    """Turn pairs (x_i, x_{i+d/2}) by pos theta^(-2i/d). Su 2021, arXiv:2104.09864. What q finds at k then
+    depends on the distance of their positions alone. x (B, H, T, d), d even   pos (.., T)  ->  like x"""
+    d = x.shape[-1] // 2
+    angle = pos[..., None] * theta ** (-torch.arange(d, device=x.device, dtype=torch.float32) / d)
+    cos = angle.cos().to(x.dtype)
+    sin = angle.sin().to(x.dtype)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+def start_bias(n_head, n, rate):
+    """(n_head, 1, n): biases b for which exp(-rate softplus(b)) = 1 - 1/tau, with memory lengths tau of 4 to
+    512 steps, evenly in log, over n channels or, where n = 1, over heads: which distances matter is not
+    known, so cover them all."""
+    spread = n if n > 1 else n_head
+    tau = torch.tensor([45.0])                      # their middle, for one alone
+    if spread > 1:
+        tau = torch.logspace(math.log10(4), math.log10(512), spread)
+    softplus_b = -(1 - 1 / tau).log() / rate
+    b = softplus_b.expm1().log()                    # softplus(b) = log(1 + e^b)
+    return b.view(-1, 1, n).expand(n_head, 1, n).clone()
+
+
+class Gates(nn.Module):
+    """x (B, T, n_embd) -> dict of write, erase, log_f, log_z for `recurrent` and its other forms, those that
+    the rule has, in fp32: write, erase (B, H, T)   log_f (B, H, T, K|1)   log_z (B, H, T, V)
+
+    beta = beta_max sigmoid(x W)   log f = -rate softplus(x W + b)   log z alike. Where x W = 0, f = 1 - 1/tau
+    at the start, see `start_bias`. With beta up to 2, I - beta k k^T may have an eigenvalue of -1, so that a
+    state can alternate (Grazzi 2024, arXiv:2411.12537). GLA and KDA make W low-rank to save parameters; here
+    it is full, as in Mao 2022."""
+    def __init__(self, rule, n_embd, n_head, K, V, beta_max=1.0):
+        super().__init__()
+        self.rule = rule
+        self.n_head = n_head
+        self.beta_max = beta_max
+        n_f = {'head': 1, 'channel': K}.get(rule.f, 0)
+        n_z = {'channel': V}.get(rule.z, 0)
+        self.sizes = [int(rule.write == 'beta'), n_f, n_z]
+        if any(self.sizes):
+            self.proj = nn.Linear(n_embd, n_head * sum(self.sizes), bias=False)
+        rate = rule.rate or 1.0
+        if rule.rate is None:       # Mamba-2's exp(A): log f gets a scale beside its bias, 1 at the start
+            self.log_rate = nn.Parameter(torch.zeros(n_head, 1, 1))
+        if rule.f == 'fixed':       # RetNet: 1 - 2^-5, 1 - 2^-6, ...
+            fixed = torch.log1p(-2.0 ** (-5 - torch.arange(n_head)))
+            self.register_buffer('log_fixed', fixed[:, None, None], persistent=False)
+        if n_f:
+            self.bias_f = nn.Parameter(start_bias(n_head, n_f, rate))
+        if n_z:
+            self.bias_z = nn.Parameter(start_bias(n_head, n_z, rate))
+
+    def forward(self, x):
+        B, T, _ = x.shape
+        rule = self.rule
+        gates = {}
+        if any(self.sizes):
+            y = self.proj(x).view(B, T, self.n_head, -1).transpose(1, 2)
+            beta, f, z = wide(y).split(self.sizes, -1)
+        rate = rule.rate
+        if rate is None:
+            rate = self.log_rate.exp()
+        if rule.f == 'fixed':
+            gates['log_f'] = self.log_fixed.expand(B, -1, T, 1)
+        elif rule.f:
+            gates['log_f'] = -rate * F.softplus(f + self.bias_f)
+        if rule.z:
+            gates['log_z'] = -rate * F.softplus(z + self.bias_z)
+        if rule.write == 'beta':
+            gates['write'] = self.beta_max * beta.squeeze(-1).sigmoid()
+        if rule.write == '1-f':
+            gates['write'] = -torch.expm1(gates['log_f'].clamp(min=LOG_MIN)).squeeze(-1)
+        if rule.erase:
+            gates['erase'] = gates['write']
+        return gates
+
+
+def wide(x):
+    """x in fp32; fp64 stays. Copied into order: of heads that lie turned, the gradient of silu is slow."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+
+
+def rows_of(state):
+    """Of a layer's state the keys, values, positions and totals of rows; None at a fresh start."""
+    rows = {name: state[name] for name in ('k', 'v', 'pos', 'total') if name in state}
+    return rows or None
+
+
+def without_autocast(x):
+    """A context for what must be fp32 also where the layers around are bf16: a running sum in bf16 stops at
+    256, where 1 more is less than half of its last digit."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
+
+
+def refuse_combination(name, phi, norm, beta_max):
+    """ValueError, in one sentence that says why, where rule, map (a module) and normaliser together mean
+    nothing."""
+    rule = RULES[name]
+    if norm == 'attn' and rule.z:
+        raise ValueError(f'--norm=attn with --rule={name}: value channels decay apart, so each would need a '
+                         'denominator of its own')
+    if norm == 'attn' and rule.erase and rule.f:
+        raise ValueError(f'--norm=attn with --rule={name}: erasing makes weights negative, so their sum n.q '
+                         'may be 0 or below, and the plain sum of keys that delta takes knows no decay')
+    if norm == 'attn' and not phi.mean:
+        raise ValueError('--norm=attn divides by n.q, which this map can make zero or negative: use a map '
+                         '>= 0 or --norm=l2')
+    if (norm == 'sum' or norm == 'attn' and rule.erase) and not phi.positive:
+        raise ValueError(f'--norm={norm} divides by the sum of the features, here maybe zero or negative: '
+                         'use --norm=l2')
+    if norm == 'none' and rule.erase:
+        raise ValueError(f'--rule={name} with --norm=none diverges: the delta rule needs normalised keys, '
+                         '--norm=l2 or sum')
+    if beta_max != 1 and not rule.erase:
+        raise ValueError(f'--beta_max={beta_max:g} with --rule={name}: only rules that erase have a beta '
+                         'that may exceed 1')
+
+
+class FastWeights(nn.Module):
+    """The heart of a layer: a writer (`writes`) and a reader (`reads`) around a form of the recurrence, or
+    rows that are kept.
+
+    forward(x, q, k, v, state, t, forms): x (B, T, n_embd)   q, k, v (B, H, T, head_dim)   state None at a
+    fresh start, or a dict with what the last call returned   t the position of the first step, an int or a
+    tensor (cosformer and bounded rows ask)  ->  o (B, H, T, head_dim), dict: S (B, H, V, K), with norm 'attn'
+    n in a last row; or k, v, and pos, total of kept rows (fastweight.bounded), and S, n of what they let go
+
+    rule, phi, norm, overflow: as the flags of Config, phi and norm '' for the rule's own   cache, sinks,
+    turn: as in fastweight.bounded. ValueError for what does not go together."""
+    def __init__(self, rule, n_embd, n_head, head_dim, phi='', norm='', beta_max=1.0, cache=256, sinks=4,
+                 turn=None, overflow=''):
+        super().__init__()
+        if rule not in RULES:
+            raise ValueError(f'--rule={rule}: no such rule; choose from {", ".join(RULES)}')
+        self.rule = RULES[rule]
+        self.cache = cache
+        self.sinks = sinks
+        self.turn = turn
+        self.overflow = None
+        if overflow:
+            name, _, spec = overflow.partition(':')
+            self.overflow = FastWeights(name, n_embd, n_head, head_dim, spec or 'favor')
+            if not self.overflow.phi.like_softmax:
+                raise ValueError(f'--overflow={overflow}: rows and matrix share a denominator, so the map '
+                                 'must stand for exp(q.k / sqrt(d)), as favor, hedgehog and taylor do')
+            self.log_mass = nn.Parameter(torch.zeros(n_head, 1, 1))     # a map's scale may not be exp's
+        if self.rule.keeps and (phi or norm):
+            raise ValueError(f'--rule={rule} has its own kernel and normaliser: leave out --phi={phi} '
+                             f'--norm={norm}')
+        self.norm = norm or self.rule.norm
+        if self.norm not in NORMALISERS:
+            raise ValueError(f'--norm={norm}: no such normaliser; choose from {", ".join(NORMALISERS)}')
+        self.phi = feature_map(phi or self.rule.phi, n_head, head_dim)
+        refuse_combination(rule, self.phi, self.norm, beta_max)
+        self.gates = Gates(self.rule, n_embd, n_head, self.phi.feature_dim, head_dim, beta_max)
+        self.normalise = self.norm == 'attn'
+        self.by_keys = self.normalise and self.rule.erase               # divided by the plain sum of keys
+        self.normaliser = NORMALISERS['sum' if self.by_keys else self.norm]
+
+    def writes(self, x, k, v, t=0):
+        """The writer: what the recurrence takes of the text that is written. x (B, T, n_embd), k, v
+        (B, H, T, head_dim) -> dict of k (B, H, T, K), v, and those of write, erase, log_f, log_z there are"""
+        features = self.phi(wide(k), 'k', t)
+        return {'k': self.normaliser(features), 'v': v, **self.gates(x)}
+
+    def reads(self, q, t=0):
+        """The reader: q (B, H, T, head_dim) -> what reads from S, (B, H, T, K)"""
+        features = self.phi(wide(q), 'q', t)
+        return self.normaliser(features)
+
+    def redraw(self, state):
+        """Random features are drawn anew for each training batch (Peng 2021, Choromanski 2021)."""
+        if self.training and not state and hasattr(self.phi, 'redraw'):
+            self.phi.redraw()
+
+    def forward(self, x, q, k, v, state=None, t=0, forms=PLAIN):
+        state = state or {}
+        if self.rule.keeps == 'all':
+            return fastweight.softmax(q, k, v, rows_of(state))
+        with without_autocast(x):
+            if self.rule.keeps:
+                return self.keep_rows(x, q, k, v, state, t, forms)
+            self.redraw(state)
+            written = self.writes(x, k, v, t)
+            q = self.reads(q, t)
+            S = state.get('S')
+            if self.by_keys:
+                o, S = self.divided_by_keys(q, S=S, form=forms.recurrence, **written)
+            else:
+                o, S = forms.recurrence(q, **written, S=S, normalise=self.normalise, floor=self.phi.floor)
+            return o, {'S': S}
+
+    def divided_by_keys(self, q, k, v, write, erase, S, form):
+        """The delta rule with attention normalisation, Schlag 2021's ablation: what k_t finds is divided by
+        n_{t-1}.k_t, what q_t finds by n_t.q_t, n the plain sum of the keys, each of sum 1. The state is S
+        with n as its last row."""
+        n = k.cumsum(2)                                         # (B, H, T, K): the keys up to t
+        if S is not None:
+            n = n + S[:, :, -1:]
+            S = S[:, :, :-1]
+        seen_by_k = (k * (n - k)).sum(-1)
+        seen_by_q = (q * n).sum(-1, keepdim=True)
+        o, S = form(q, k, v, write, erase / seen_by_k.clamp(min=FLOOR), S=S)
+        o = o / seen_by_q.clamp(min=FLOOR)
+        return o.to(v.dtype), torch.cat([S, n[:, :, -1:]], 2)
+
+    def keep_rows(self, x, q, k, v, state, t, forms):
+        """A bounded set of rows. With `overflow` (LoLCATs, Zhang 2024, arXiv:2410.10254, for the window), a
+        row that goes is written into fast weights, by the gates of the step it goes at, and both are read
+        under one denominator: o = (sum e^s v + m o') / (sum e^s + m), the sums over the rows, where o' is
+        what the fast weights say and m the mass of the keys they hold, times a learned factor e^log_mass."""
+        spill = self.overflow is not None
+        o, log_rows, went, new = forms.rows(q, k, v, rows_of(state), t, self.rule.keeps, self.cache,
+                                            self.sinks, spill, self.turn)
+        if not spill:
+            return o, new
+        said, mass, matrix = self.overflow.take(x, q, went, state, forms.recurrence)
+        log_matrix = mass.clamp(min=1e-30).log() + self.log_mass
+        share = (log_rows - log_matrix).sigmoid()
+        o = torch.lerp(said, o.to(said.dtype), share)
+        return o.to(v.dtype), {**new, **matrix}
+
+    def take(self, x, q, went, state, form):
+        """For rows that another layer let go, as fastweight.bounded returns them: write them, then read.
+        Rules that erase are read as they are, the others as a mean: divided by what they would say if all
+        values were 1. -> o (B, H, T, d), mass of the keys held (B, H, T, 1), or by value channel, and S, n"""
+        self.redraw(state)
+        q = self.phi(wide(q), 'q')
+        k = self.phi(wide(went['k']), 'k')
+        v = wide(went['v'])
+        there = (went['pos'] >= 0).to(q.dtype)
+        gates = self.gates(x)
+        gates['write'] = there * gates.get('write', 1)
+        masses = gates
+        if self.rule.erase:
+            gates['erase'] = gates['write']
+            masses = {'write': there, 'log_f': gates.get('log_f')}
+        channels = v if self.rule.z else v[..., :1]             # those that decay apart have a mass each
+        mass, n = form(q, k, torch.ones_like(channels), **masses, S=state.get('n'))
+        o, S = form(self.normaliser(q), self.normaliser(k), v, **gates, S=state.get('S'))
+        if not self.rule.erase:
+            o = o / mass.clamp(min=1e-30)
+        return o, mass, {'S': S, 'n': n}
 
 
 # ---- layers ------------------------------------------------------------------------------------------------
-class ShiftedSum(torch.autograd.Function):
-    """y_t = sum_s w_s x_{t-s}, s = 0..n, zeros before x. x (B, T, D), w (n + 1, D), its last row for s = 0 ->
-    y (B, T, D). The backward is by hand, because autograd's own takes three times as long."""
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        y = x * w[-1]
-        for s in range(1, min(len(w), x.shape[1])):
-            y[:, s:].addcmul_(x[:, :-s], w[-1 - s])
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, w = ctx.saved_tensors
-        dx, dw = dy * w[-1], torch.zeros_like(w)
-        dw[-1] = (dy * x).sum((0, 1))
-        for s in range(1, min(len(w), x.shape[1])):
-            dx[:, :-s].addcmul_(dy[:, s:], w[-1 - s])
-            dw[-1 - s] = (dy[:, s:] * x[:, :-s]).sum((0, 1))
-        return dx, dw
-
-
-class ReluSquared(torch.autograd.Function):
-    """max(x, 0)^2 (Primer, arXiv:2109.08668, sec. 3); keeps only max(x, 0): half autograd's traffic."""
-    @staticmethod
-    def forward(ctx, x):
-        r = x.clamp(min=0)
-        ctx.save_for_backward(r)
-        return r * r
-
-    @staticmethod
-    def backward(ctx, dy):
-        r, = ctx.saved_tensors
-        return (dy * r).mul_(2)
-
-
 class CausalConv(nn.Module):
     """y_t = sum_j w_j x_{t-n+j}, j = 0..n, in each channel; its state is the last n inputs, n = width - 1.
     Random at first: every channel is another view of the last tokens. Identities learn slower."""
@@ -286,61 +604,97 @@ class CausalConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(width, channels))
         nn.init.uniform_(self.weight, -width ** -0.5, width ** -0.5)
 
-    def forward(self, x, state=None):
-        (_, T, _), n = x.shape, len(self.weight) - 1
-        if state is None:
-            return ShiftedSum.apply(x, self.weight), F.pad(x[:, max(0, T - n):], (0, 0, max(0, n - T), 0))
-        x = torch.cat([state, x], 1)
+    def forward(self, x, last=None, shift=shifted_sum):
+        """x (B, T, D), last None or the n inputs before it (B, n, D) -> y (B, T, D), the last n inputs"""
+        T = x.shape[1]
+        n = len(self.weight) - 1
+        if last is None:                            # a negative pad cuts off
+            return shift(x, self.weight), F.pad(x, (0, 0, n - T, 0))
+        x = torch.cat([last, x], 1)
         if T == 1:
             return (x * self.weight).sum(1, keepdim=True), x[:, 1:]
-        return ShiftedSum.apply(x, self.weight)[:, n:], x[:, T:]
+        return shift(x, self.weight)[:, n:], x[:, T:]
+
+
+ZERO = torch.zeros((), dtype=torch.long)    # steps so far, at a fresh start: counted on the CPU
 
 
 class Mixer(nn.Module):
-    """What attention was: projections, positions, fast weights or softmax. State in and out."""
+    """What attention was: projections, positions, fast weights or rows. State in and out."""
     def __init__(self, c, rule):
         super().__init__()
-        self.n_head, self.head_dim, self.theta = c.n_head, c.n_embd // c.n_head, c.theta
-        self.n_kv_head = c.n_kv_head or c.n_head
-        softmax, bounded = RULES[rule].keeps, RULES[rule].keeps not in (None, 'all')
-        self.rope = c.pos == 'rope' or (c.pos == 'auto' and bool(softmax))
-        compress = c.theta if bounded and c.positions == 'compress' else 0
-        self.rope &= not compress               # then `bounded` turns the keys
-        overflow = c.overflow if bounded else ''
+        self.n_head = c.n_head
+        self.n_kv_head = c.kv_heads()
+        self.head_dim = c.n_embd // c.n_head
+        self.theta = c.theta
+        keeps = RULES[rule].keeps
+        mixed = len(set(c.pattern())) > 1           # then a layer takes the flags that it can follow
+        flags = {'phi': c.phi, 'norm': c.norm, 'beta_max': c.beta_max, 'cache': c.cache, 'sinks': c.sinks}
+        if mixed and keeps:
+            flags.update(phi='', norm='')
+        if mixed and not RULES[rule].erase:
+            flags.update(beta_max=1.0)
+        if keeps in ('window', 'sink'):
+            flags.update(overflow=c.overflow)
+        self.rope = c.pos == 'rope' or (c.pos == 'auto' and keeps is not None)
+        if c.positions == 'compress' and keeps not in (None, 'all'):
+            self.rope = False                       # `bounded` turns the keys
+            flags.update(turn=functools.partial(rope, theta=c.theta))
         self.qkv = nn.Linear(c.n_embd, (c.n_head + 2 * self.n_kv_head) * self.head_dim, bias=c.bias)
-        mixed = len(set(c.rules())) > 1         # beside fast weights, softmax layers ignore --phi and --norm
-        phi, norm = ('', '') if softmax and mixed else (c.phi, c.norm)
-        beta_max = c.beta_max if RULES[rule].erase or not mixed else 1.0
-        self.memory = FastWeights(rule, c.n_embd, c.n_head, self.head_dim, phi, norm, beta_max, c.cache,
-                                  c.sinks, compress, overflow)
-        averaged = softmax or self.memory.norm == 'attn'        # o is normalised already
-        self.out_norm = None if averaged else nn.LayerNorm(self.head_dim, bias=False)
+        self.memory = FastWeights(rule, c.n_embd, c.n_head, self.head_dim, **flags)
+        self.out_norm = None
+        if c.out_norm and not keeps and self.memory.norm != 'attn':     # those are means of values already
+            self.out_norm = nn.LayerNorm(self.head_dim, bias=False)
         self.proj = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
         self.dropout = nn.Dropout(c.dropout)
 
     def heads(self, x, t=0):
         """x (B, T, n_embd), t the position of the first step -> q, k, v (B, H, T, head_dim)"""
-        (B, T, D), n = x.shape, self.n_kv_head
+        B, T, _ = x.shape
+        n = self.n_kv_head
         q, k, v = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2).split([self.n_head, n, n], 1)
         if self.rope:
             steps = t + torch.arange(T, device=x.device, dtype=torch.float32)
-            q, k = rope(q, steps, self.theta), rope(k, steps, self.theta)
+            q = rope(q, steps, self.theta)
+            k = rope(k, steps, self.theta)
         if n < self.n_head:
-            k, v = (y.repeat_interleave(self.n_head // n, 1) for y in (k, v))
+            k = k.repeat_interleave(self.n_head // n, 1)
+            v = v.repeat_interleave(self.n_head // n, 1)
         return q, k, v
 
-    def forward(self, x, state, form):
-        t, new = state.get('t', torch.zeros((), dtype=torch.long)), {}
-        q, k, v = self.heads(x, t)
-        o, new['S'] = self.memory(x, q, k, v, state.get('S'), t, form)
+    def merge(self, o):
+        """The heads' outputs o (B, H, T, head_dim) -> (B, T, n_embd)"""
         if self.out_norm is not None:
             o = self.out_norm(o)
+        return self.dropout(self.proj(o.transpose(1, 2).flatten(2)))
+
+    def forward(self, x, state, forms):
+        t = state.get('t', ZERO)
+        q, k, v = self.heads(x, t)
+        o, new = self.memory(x, q, k, v, state, t, forms)
         new['t'] = t + x.shape[1]
-        return self.dropout(self.proj(o.transpose(1, 2).reshape(x.shape))), new
+        return self.merge(o), new
+
+    @property
+    def has_weights(self):
+        """Whether the outputs of fast weights are means of values, with weights that can be compared."""
+        rule = self.memory.rule
+        return rule.keeps is None and self.memory.norm == 'attn' and not rule.erase
+
+    def weights(self, u, q, k):
+        """How much of each value is in each output, (B, H, T, T), of the mixer's input u (B, T, n_embd) and
+        its q, k (B, H, T, head_dim). Outputs are linear in v, so take v = I; not where channels of v
+        decay apart, nor for a cache."""
+        T = q.shape[2]
+        eye = torch.eye(T, dtype=q.dtype, device=q.device).expand(q.shape[0], q.shape[1], T, T)
+        return self.memory(u, q, k, eye)[0]
 
 
-def norm(c):
-    return nn.RMSNorm(c.n_embd, c.eps) if c.rms else nn.LayerNorm(c.n_embd, c.eps, bias=c.bias)
+def layer_norm(c):
+    """LayerNorm or RMSNorm, as the Config says."""
+    if c.rms:
+        return nn.RMSNorm(c.n_embd, c.eps)
+    return nn.LayerNorm(c.n_embd, c.eps, bias=c.bias)
 
 
 def swiglu(x):
@@ -349,34 +703,53 @@ def swiglu(x):
     return F.silu(a) * b
 
 
-ACTS = {'relu2': ReluSquared.apply, 'gelu': lambda x: F.gelu(x, approximate='tanh'), 'swiglu': swiglu}
+ACTS = {'gelu': functools.partial(F.gelu, approximate='tanh'), 'swiglu': swiglu}     # relu2: Forms.square
 
 
 class Block(nn.Module):
+    """x + mixer(x), then x + MLP(x), each behind a norm and, with --conv, a view of the tokens before."""
     def __init__(self, c, rule):
         super().__init__()
-        self.norm1, self.norm2, inner = norm(c), norm(c), c.n_inner or 4 * c.n_embd
-        self.convs = nn.ModuleList(CausalConv(c.n_embd, c.conv) for _ in range(2 if c.conv else 0))
+        self.norm1 = layer_norm(c)
+        self.norm2 = layer_norm(c)
+        self.convs = nn.ModuleList()
+        if c.conv:
+            self.convs.extend([CausalConv(c.n_embd, c.conv), CausalConv(c.n_embd, c.conv)])
         self.mixer = Mixer(c, rule)
-        self.up = nn.Linear(c.n_embd, inner * (2 if c.act == 'swiglu' else 1), bias=c.bias)
-        self.act, self.down = ACTS[c.act], nn.Linear(inner, c.n_embd, bias=c.bias)
+        self.act = c.act
+        self.up = nn.Linear(c.n_embd, c.inner() * (1 + (c.act == 'swiglu')), bias=c.bias)
+        self.down = nn.Linear(c.inner(), c.n_embd, bias=c.bias)
         self.dropout = nn.Dropout(c.dropout)
 
-    def view(self, i, x, state, new):
-        """x and the tokens before it, where there is a convolution."""
-        if self.convs:
-            x, new[f'conv{i}'] = self.convs[i](x, state.get(f'conv{i}'))
-        return x
+    def look(self, i, x, state, forms):
+        """x (B, T, n_embd) and the tokens before, where there is a convolution (i = 0: before the mixer, 1:
+        before the MLP); and what of it goes into the state."""
+        if not self.convs:
+            return x, {}
+        name = f'conv{i}'
+        x, last = self.convs[i](x, state.get(name), forms.shift)
+        return x, {name: last}
 
-    def forward(self, x, state, form):
-        state, views = state or {}, {}
-        y, new = self.mixer(self.view(0, self.norm1(x), state, views), state, form)
-        x = x + y
-        x = x + self.dropout(self.down(self.act(self.up(self.view(1, self.norm2(x), state, views)))))
-        return x, {**new, **views}
+    def mlp(self, x, state, forms):
+        """The second half of a block. x (B, T, n_embd) -> x, and what goes into the state"""
+        h, new = self.look(1, self.norm2(x), state, forms)
+        act = ACTS.get(self.act, forms.square)
+        return x + self.dropout(self.down(act(self.up(h)))), new
+
+    def forward(self, x, state, forms):
+        """x (B, T, n_embd), state what the last call returned, None at a fresh start -> x, state"""
+        state = state or {}
+        u, seen = self.look(0, self.norm1(x), state, forms)
+        y, new = self.mixer(u, state, forms)
+        x, seen_by_mlp = self.mlp(x + y, state, forms)
+        return x, {**new, **seen, **seen_by_mlp}
 
 
 class GPT(nn.Module):
+    """Embedding, blocks, norm, output. `forms` are the fastest that there are; `pick_forms` has others.
+
+    The state of a model is a list with a flat dict of tensors for each layer: t, and S, or k and v, or those
+    of kept rows, and conv0, conv1. t counts tokens, on the CPU. None is a fresh start."""
     def __init__(self, config):
         super().__init__()
         self.config = c = config
@@ -384,134 +757,84 @@ class GPT(nn.Module):
         self.positions = nn.Embedding(c.block_size, c.n_embd) if c.pos == 'learned' else None
         self.dropout = nn.Dropout(c.dropout)
         self.blocks = nn.ModuleList(Block(c, rule) for rule in c.rules())
-        self.norm, self.head = norm(c), None if c.tied else nn.Linear(c.n_embd, c.vocab_size, bias=False)
-        self.form = kernels.chunked
+        self.norm = layer_norm(c)
+        self.head = None if c.tied else nn.Linear(c.n_embd, c.vocab_size, bias=False)
+        self.forms = pick_forms()
         for name, p in self.named_parameters():
+            std = p.shape[-1] ** -0.5               # sums of so many keep their size
             if name.endswith(('qkv.weight', 'up.weight', 'gates.proj.weight')):
-                nn.init.normal_(p, std=p.shape[1] ** -0.5)
-            elif name.endswith(('mixer.proj.weight', 'down.weight')):   # x keeps its size: GPT-2, sec. 2.3
-                nn.init.normal_(p, std=p.shape[1] ** -0.5 / (2 * c.n_layer) ** 0.5)
+                nn.init.normal_(p, std=std)
+            elif name.endswith(('mixer.proj.weight', 'down.weight')):   # and so does x: GPT-2, sec. 2.3
+                nn.init.normal_(p, std=std / (2 * c.n_layer) ** 0.5)
             elif name in ('embed.weight', 'positions.weight'):
                 nn.init.normal_(p, std=0.3)
 
     def first(self, tokens, state=None):
         """tokens (B, T) -> what the first layer gets (B, T, n_embd)"""
         x = self.embed(tokens)
-        if self.positions is not None:                # beyond block_size the last position is repeated
-            t = torch.arange(tokens.shape[1], device=x.device) + (state[0]['t'] if state else 0)
+        if self.positions is not None:              # beyond block_size the last position is repeated
+            t = torch.arange(tokens.shape[1], device=x.device)
+            if state is not None:
+                t = t + state[0]['t']
             x = x + self.positions(t.clamp(max=self.config.block_size - 1))
         return self.dropout(x)
 
     def hidden(self, tokens, state=None):
         """tokens (B, T) -> what the last layer says of each (B, T, n_embd), state"""
-        x, new = self.first(tokens, state), []
-        for block, s in zip(self.blocks, state or [None] * len(self.blocks)):
-            x, s = block(x, s, self.form)
-            new.append(s)
+        x = self.first(tokens, state)
+        new = []
+        for block, layer in zip(self.blocks, state or itertools.repeat(None)):
+            x, layer = block(x, layer, self.forms)
+            new.append(layer)
         return self.norm(x), new
 
     def forward(self, tokens, state=None, at=None):
         """tokens (B, T) -> logits (B, T, vocab), state. With a state it goes on from there. at (B, T): logits
         only where this is true (N, vocab)."""
         x, state = self.hidden(tokens, state)
-        return F.linear(x if at is None else x[at], (self.head or self.embed).weight), state
+        if at is not None:
+            x = x[at]
+        return F.linear(x, (self.head or self.embed).weight), state
+
+    def through(self, tokens):
+        """Layer by layer, from a fresh start: its block, its input x, and of its mixer the input u, the
+        queries, keys, values and the heads' output o."""
+        x = self.first(tokens)
+        for block in self.blocks:
+            u, _ = block.look(0, block.norm1(x), {}, self.forms)
+            q, k, v = block.mixer.heads(u)
+            o, _ = block.mixer.memory(u, q, k, v, forms=self.forms)
+            yield block, x, u, q, k, v, o
+            x, _ = block.mlp(x + block.mixer.merge(o), {}, self.forms)
 
     @property
     def max_len(self):
         """Positions this model knows; None without a limit. Learned positions and cosformer end somewhere."""
-        ends = [b.mixer.memory.phi.max_len for b in self.blocks if b.mixer.memory.phi.max_len]
-        return min(ends + ([self.config.block_size] if self.positions is not None else []), default=None)
+        ends = [block.mixer.memory.phi.max_len for block in self.blocks]
+        if self.positions is not None:
+            ends.append(self.config.block_size)
+        return min((end for end in ends if end), default=None)
 
     @torch.inference_mode()
     def read(self, tokens, state=None, segment=2048):
         """Only the state after tokens (B, T), any T, a `segment` at a time: memory does not grow with T."""
-        for some in tokens.split(segment, 1) if tokens.shape[1] else ():
-            state = self.hidden(some, state)[1]
+        for i in range(0, tokens.shape[1], segment):
+            _, state = self.hidden(tokens[:, i:i + segment], state)
         return state
 
     @torch.inference_mode()
     def generate(self, tokens, state=None, temperature=1.0, top_k=0, top_p=1.0, generator=None):
         """Yield (token (B, 1), state) without end: tokens (B, T), T >= 1, are read in chunks, then one
         step a token. The state includes all but the token it comes with. temperature 0: the likeliest."""
-        state, token, step = self.read(tokens[:, :-1], state), tokens[:, -1:], self
+        state = self.read(tokens[:, :-1], state)
+        token = tokens[:, -1:]
+        step = self
         for i in itertools.count():
-            if i == 32 and token.device.type in ('cpu', 'cuda'):   # worth its tenth of a second
-                step = (captured if token.device.type == 'cpu' else graphed)(self, token, state)
+            if i == 32:                             # recording takes a tenth of a second: now it is worth it
+                step = self.forms.record(self, token, state)
             logits, state = step(token, state)
             token = sample(logits[:, -1], temperature, top_k, top_p, generator)
             yield token, state
-
-
-class OneStep(nn.Module):
-    """The model with its state as a flat list of tensors, as a tracer wants it."""
-    def __init__(self, model, state):
-        super().__init__()
-        self.model, self.names = model, list(pack(state))
-
-    def forward(self, token, *tensors):
-        logits, state = self.model(token, unpack(dict(zip(self.names, tensors))))
-        return logits, *pack(state).values()
-
-
-def grows(model):
-    """Whether the work of a step changes with the position: a cache that grows, features of a position."""
-    return any(b.mixer.memory.rule.keeps == 'all' or b.mixer.memory.phi.max_len for b in model.blocks)
-
-
-def captured(model, token, state):
-    """model(token, state) for single tokens as a recorded list of operations: Python is most of a step
-    at this size. Only for a state of fixed size and positions without end; else the model itself."""
-    if grows(model):
-        return model
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter('ignore')                 # torch.jit is frozen in time, and says so
-            step = torch.jit.trace(OneStep(model, state), (token, *pack(state).values()), check_trace=False)
-    except (RuntimeError, AttributeError) as e:
-        print(f'steps are not recorded ({str(e).splitlines()[0]})', file=sys.stderr)
-        return model
-    names = list(pack(state))
-
-    def run(token, state):
-        logits, *tensors = step(token, *pack(state).values())
-        return logits, unpack(dict(zip(names, tensors)))
-    return run
-
-
-def graphed(model, token, state):
-    """The same on an Nvidia GPU, as one CUDA graph: one launch a step, in place of some hundred. The state it
-    returns is always the same memory, good until the next step. Positions would stand still."""
-    knows = model.positions is not None or any(m.rope or m.memory.rule.keeps
-                                               for m in (b.mixer for b in model.blocks))
-    if grows(model) or knows:
-        return model
-    tensors = {k: x.clone() for k, x in pack(state).items()}
-    moving = [k for k in tensors if not k.endswith('.t')]           # t counts on the CPU
-    here, step, graph = token.clone(), OneStep(model, state), torch.cuda.CUDAGraph()
-    try:
-        expected = model(token, state)[0]
-        with torch.cuda.graph(graph):
-            logits, *new = step(here, *tensors.values())
-            for k, x in zip(tensors, new):
-                if k in moving:
-                    tensors[k].copy_(x)
-    except RuntimeError as e:
-        print(f'steps are not captured ({str(e).splitlines()[0]})', file=sys.stderr)
-        return model
-
-    def run(token, state):
-        here.copy_(token)
-        for k, x in pack(state).items():
-            if x is not tensors[k]:
-                tensors[k].copy_(x)
-        graph.replay()
-        for k in tensors.keys() - set(moving):
-            tensors[k] += 1
-        return logits, unpack(tensors)
-    if not torch.allclose(run(token, state)[0], expected, 1e-2, 1e-2):      # the caller's state is untouched
-        print('steps are not captured (the graph computes something else)', file=sys.stderr)
-        return model
-    return run
 
 
 def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
@@ -530,135 +853,129 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     return torch.multinomial(p, 1, generator=generator)
 
 
-# ---- which form of the recurrence runs ---------------------------------------------------------------------
-def pick_form(impl):
-    """'loop', 'chunk', 'fused' or 'auto' -> (function, one line: which and why). The only choice point."""
-    forms = {'loop': (fastweight.recurrent, 'loop (the definition, slow)'),
-             'chunk': (fastweight.chunked, 'chunk (plain torch and autograd)'),
-             'fused': (kernels.chunked, 'fused (kernels.py: Triton on a GPU, else batched products)')}
-    return forms['fused' if impl == 'auto' else impl]
-
-
-# ---- checkpoints: one safetensors file, replaced in one step, with a digest over its contents --------------
-def digest(meta, tensors):
-    """sha256 over the metadata and every tensor's name, type, shape and bytes."""
-    h = hashlib.sha256(meta.encode())
-    for name in sorted(tensors):
-        x = tensors[name].detach().cpu().contiguous()
-        h.update(f'{name} {x.dtype} {tuple(x.shape)}'.encode())
-        h.update(x.flatten().view(torch.uint8).numpy() if x.numel() else b'')
-    return h.hexdigest()
-
-
-def write(path, tensors, meta):
-    """tensors and a JSON-able dict into a file, with a digest of both."""
-    tensors, text = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}, json.dumps(meta)
-    replace(path, tensors, {'meta': text, 'digest': digest(text, tensors)})
-
-
-def replace(path, tensors, notes):
-    """A safetensors file, written beside, flushed, renamed. Readers see the old one or the new one."""
-    temp, folder = f'{path}.{os.getpid()}.part', os.path.dirname(os.path.abspath(path))
-    os.makedirs(folder, exist_ok=True)
-    try:
-        save_file(tensors, temp, notes)
-        with open(temp, 'rb+') as f:
-            os.fsync(f.fileno())
-        os.replace(temp, path)
-        if os.name == 'posix':              # the new name itself must reach the disk, too
-            fd = os.open(folder, os.O_RDONLY)
-            os.fsync(fd)
-            os.close(fd)
-    except SafetensorError as e:
-        raise OSError(f'{path}: cannot be written ({e})') from None
-    finally:
-        if os.path.exists(temp):
-            os.remove(temp)
-
-
-def read(path):
-    """-> tensors, meta. Raises ValueError for a file that is missing, foreign, cut off or changed."""
-    if not os.path.isfile(path):
-        raise ValueError(f'{path}: no such file; python train.py writes out/ckpt.safetensors')
-    try:
-        with safe_open(path, 'pt') as f:
-            header, tensors = f.metadata() or {}, {k: f.get_tensor(k) for k in f.keys()}
-    except (SafetensorError, RuntimeError) as e:
-        raise ValueError(f'{path}: not a whole safetensors file ({e})') from None
-    if 'meta' not in header or 'digest' not in header:
-        raise ValueError(f'{path}: a safetensors file, but not written by this project')
-    if digest(header['meta'], tensors) != header['digest']:
-        raise ValueError(f'{path}: its contents do not match its digest: the file was damaged or changed')
-    return tensors, {**json.loads(header['meta']), 'digest': header['digest']}
-
-
-def save(path, model, meta, extra={}):
-    """Model, metadata (tokenizer, step, ...) and further tensors -> one file that `load` reads back."""
-    write(path, {**{f'model.{k}': v for k, v in model.state_dict().items()}, **extra},
-          {**meta, 'config': dataclasses.asdict(model.config)})
-
-
-def config_of(path, meta):
-    """-> the Config of a checkpoint's meta"""
-    if 'config' not in meta:
-        raise ValueError(f'{path}: holds no model (a state saved by sample.py?)')
-    try:
-        return Config(**meta['config'])
-    except TypeError as e:
-        raise ValueError(f'{path}: made by another version of this project ({e})') from None
-
-
-def load(path, device='cpu', **changes):
-    """-> model, meta. meta['tensors'] holds what `save` was given as extra. changes: flags of `Swap`."""
-    tensors, meta = read(path)
-    model = GPT(config_of(path, meta))
-    weights = {k.removeprefix('model.'): tensors.pop(k) for k in [*tensors] if k.startswith('model.')}
-    try:
-        missing, extra = model.load_state_dict(weights, strict=False)
-    except RuntimeError as e:
-        raise ValueError(f'{path}: {e}') from None
-    if missing or extra:
-        raise ValueError(f'{path}: holds the weights of another model ({", ".join([*missing, *extra][:3])})')
-    return swapped(model, path, **changes).to(device), {**meta, 'tensors': tensors}
-
-
-def pack_optimiser(model, opt):
-    """What AdamW remembers of each parameter, as a flat dict of tensors, for `save`."""
-    return {f'opt.{n}.{k}': x for n, p in model.named_parameters() for k, x in opt.state.get(p, {}).items()}
-
-
-def unpack_optimiser(model, opt, tensors):
-    """The inverse of `pack_optimiser`, into opt."""
-    for name, p in model.named_parameters():
-        kept = {k: tensors[f'opt.{name}.{k}'] for k in ('step', 'exp_avg', 'exp_avg_sq')
-                if f'opt.{name}.{k}' in tensors}
-        if kept:                                    # unless fused, the count of steps stays on the CPU
-            opt.state[p] = {k: x.to('cpu' if k == 'step' and not opt.defaults['fused'] else p.device)
-                            for k, x in kept.items()}
-
-
+# ---- states as flat dicts of tensors -----------------------------------------------------------------------
 def pack(state, prefix='state'):
-    """A state as a flat dict of tensors, for `write` and `save`."""
+    """A state as a flat dict of tensors, state.<layer>.<name>, for `weights.write` and `save`."""
     flat = {}
-    for i, s in enumerate(state):
-        for key, x in s.items():            # S is a tensor, or a dict of some
-            for n, y in x.items() if isinstance(x, dict) else [('', x)]:
-                flat['.'.join(filter(None, (prefix, str(i), key, n)))] = y
+    for i, layer in enumerate(state):
+        for name, x in layer.items():
+            flat[f'{prefix}.{i}.{name}'] = x
     return flat
 
 
+def unpack(tensors, prefix='state', device=None):
+    """The inverse of `pack`; None if there is none. Other tensors are left alone. In older files a name may
+    have more parts (state.0.S.k), and keys and values of softmax are one tensor S (2, B, H, T, d)."""
+    layers = {}
+    for name, x in tensors.items():
+        parts = name.split('.')
+        if parts[0] != prefix:
+            continue
+        if parts[-1] != 't':                        # which counts on the CPU
+            x = x.to(device)
+        layer = layers.setdefault(int(parts[1]), {})
+        layer[parts[-1]] = x
+        if x.dim() == 5:
+            layer['k'], layer['v'] = layer.pop('S')
+    return [layers[i] for i in sorted(layers)] or None
+
+
 def state_bytes(state):
+    """Bytes of all tensors of a state; 0 for None."""
     return sum(x.numel() * x.element_size() for x in pack(state or []).values())
 
 
-def unpack(tensors, prefix='state', device=None):
-    """The inverse of `pack`; None if there is none."""
-    state = {}
-    for name, x in tensors.items():
-        if name.startswith(prefix + '.'):
-            i, *keys, last = name[len(prefix) + 1:].split('.')
-            s = state.setdefault(int(i), {})
-            for key in keys:
-                s = s.setdefault(key, {})
-            s[last] = x if device is None or last == 't' else x.to(device)
-    return [state[i] for i in sorted(state)] or None
+# ---- models in files: ours, and those of the hub -----------------------------------------------------------
+def save(path, model, meta, extra=None):
+    """Model, metadata (data: its tokenizer, step, ...) and further tensors -> one file that `load` reads."""
+    tensors = {f'model.{name}': x for name, x in model.state_dict().items()}
+    tensors.update(extra or {})
+    weights.write(path, tensors, {**meta, 'config': dataclasses.asdict(model.config)})
+
+
+def config_of(source, meta):
+    """-> the Config a checkpoint's or a folder's meta describes; ValueError, with the source, for none."""
+    if 'config' not in meta:
+        raise ValueError(f'{source}: holds no model (a state saved by sample.py?)')
+    given = dict(meta['config'])
+    for name in given.keys() & {'rule', 'layers'}:      # `full` was softmax under another name
+        given[name] = given[name].replace('full', 'softmax')
+    try:
+        return Config(**given)
+    except TypeError as e:
+        raise ValueError(f'{source}: made by another version of this project ({e})') from None
+    except (ValueError, ZeroDivisionError) as e:
+        raise ValueError(f'{source}: not to be built here, unless by the version that made it: {e}') from None
+
+
+def hollow(config):
+    """A GPT whose parameters have shapes but no memory yet, for those that are about to come from a file."""
+    def without_memory(module, name, parameter):
+        return nn.Parameter(parameter.to('meta'))
+    hook = register_module_parameter_registration_hook(without_memory)
+    try:
+        return GPT(config)
+    finally:
+        hook.remove()
+
+
+def folder_of(source, revision):
+    """The folder itself, or the one into which a model was fetched from the hub."""
+    if os.path.isdir(source):
+        return source
+    if os.path.splitext(source)[1] in ('.bin', '.pt', '.pth', '.ckpt'):
+        raise ValueError(f'{source}: pickled weights are not read; take model.safetensors')
+    if not re.fullmatch(r'[\w.-]+(/[\w.-]+)?', source):
+        raise ValueError(f'{source}: no such file or folder, nor OWNER/NAME on the hub; python train.py '
+                         '--rule=softmax writes out/ckpt.safetensors')
+    return weights.hub(source, revision)
+
+
+def load(source, device='cpu', revision='main', **changes):
+    """A checkpoint, a folder in the hub's layout, or the name of a model on the hub -> model, meta.
+    meta: data (name, tokenizer, ...), step, config, and in tensors what `save` was given as extra. changes:
+    flags of `Swap`. ValueError, with the source, for what is missing, damaged or of another make."""
+    source = str(source)
+    extra = {}
+    if os.path.isfile(source) or source.endswith('.safetensors'):
+        extra, meta = weights.read(source)
+        state = {}
+        for name in [*extra]:
+            if name.startswith('model.'):   # copied: products repeat bit for bit only where memory is aligned
+                state[name.removeprefix('model.')] = extra.pop(name).clone()    # and that of a file is not
+    else:
+        state, config, data = weights.from_folder(folder_of(source, revision), source)
+        meta = {'config': config, 'data': data}
+    model = hollow(config_of(source, meta))
+    try:
+        model.load_state_dict(state, assign=True)
+    except RuntimeError as e:
+        why = ' '.join(str(e).split())[:200]
+        raise ValueError(f'{source}: holds the weights of another model ({why})') from None
+    if 'data' not in meta:
+        raise ValueError(f'{source}: says nothing of its tokenizer, so it was not written by train.py')
+    model = swapped(model, source, **changes).to(device)
+    return model, {'step': 0, **meta, 'tensors': extra}
+
+
+def swapped(model, source, rule='', **changes):
+    """The model with its weights and other flags of `Swap`; a rule goes where softmax or another rule with
+    rows was. ValueError, with the source, where there is none. What only one of the two has is the fast
+    weights of overflow."""
+    old = model.config
+    if rule:
+        if rule not in ROWS:
+            raise ValueError(f'--rule={rule}: softmax weights as they are can only become {", ".join(ROWS)}; '
+                             'python convert.py swaps for other rules')
+        if old.keeps() == {None}:
+            raise ValueError(f'--rule={rule}: {source} has no softmax layers, only {",".join(old.rules())}')
+        layers = [rule if RULES[name].keeps else name for name in old.rules()]
+        changes.update(rule=rule, layers=','.join(layers))
+        if RULES[rule].keeps == 'all':
+            changes = {'overflow': '', 'positions': 'true', **changes}
+    config = dataclasses.replace(old, **changes)
+    if config == old:
+        return model
+    new = GPT(config)
+    new.load_state_dict(model.state_dict(), strict=False, assign=True)
+    return new

@@ -8,17 +8,33 @@
 train.py needs none of these: `load(name)` prepares what is not there yet. The format:
 
     {train,val}.bin   flat array of token ids, uint8, uint16 or uint32, no header
-    meta.json         name, dtype, vocab_size, tokenizer: byte, char (table: chars), gpt2 or ids (a task);
-                      of train and val: tokens, sha256 of the .bin, bytes of UTF-8 text (for bits per byte)
+    meta.json         name, dtype, vocab_size, tokenizer: byte, char (table: chars), gpt2 or ids (numbers that
+                      stand for no text here); of train and val: tokens, sha256 of the .bin, and, of a text,
+                      bytes in UTF-8 (for bits per byte)
 
 A generated task has row and ignore in its meta, too: the file is rows of 2 * row tokens, the inputs, then the
 targets. target[t] is what to predict after reading inputs[..t], so nothing is shifted; a target equal to
-ignore (= vocab_size) does not count in the loss.
+ignore (= vocab_size) does not count in the loss. A task may also have
+
+    pad       the token of steps that are not there: rows that are shorter than `row` end in it
+    classes   how many classes a row can be of; the target at its last real place is one of them, 0..classes-1
+    source    how many tokens, from the first, an encoder reads; the others are the decoder's
+    patch     p: the tokens are numbers 0..255, and p of them side by side are one input, x / 255
 """
-import argparse, functools, hashlib, json, os, re, sys, sysconfig, time
+import argparse
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
+import sys
+import sysconfig
+import time
+
 import numpy as np
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+HERE = os.path.dirname(os.path.abspath(__file__))               # where sets lie, unless told otherwise
 SIDES = ('train', 'val')
 TOKENIZERS = ('byte', 'char', 'gpt2')
 
@@ -33,20 +49,23 @@ def stdlib(_):
     skip = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}
     paths = []
     for folder, dirs, names in os.walk(root):                   # does not follow links to folders
-        dirs[:] = [d for d in dirs if d not in skip]
-        full = [os.path.join(folder, n) for n in names if n.endswith('.py')]
-        paths += [os.path.relpath(p, root).replace(os.sep, '/') for p in full
-                  if os.path.isfile(p) and not os.path.islink(p)]
+        dirs[:] = set(dirs) - skip                              # in place: os.walk goes on with these
+        for path in [os.path.join(folder, n) for n in names if n.endswith('.py')]:
+            if os.path.isfile(path) and not os.path.islink(path):
+                paths.append(os.path.relpath(path, root).replace(os.sep, '/'))
     if not paths:
         raise ValueError(f'no .py files below {root} (a zipped Python?); use --data=path/to/file.txt')
     texts = [read(os.path.join(root, p)) for p in sorted(paths)]
-    return b''.join(t for i, t in enumerate(texts) if i % 10 != 9), b''.join(texts[9::10])
+    val = texts[9::10]
+    del texts[9::10]
+    return b''.join(texts), b''.join(val)
 
 
 def shakespeare(path):
     """The first 90 % of the characters train, as in nanoGPT (all ASCII: characters are bytes)."""
     text = read(path)
-    return text[:int(len(text) * .9)], text[int(len(text) * .9):]
+    cut = int(len(text) * .9)
+    return text[:cut], text[cut:]
 
 
 def local_text(path):
@@ -54,20 +73,17 @@ def local_text(path):
     text = read(path)
     for _ in pieces(text):                                      # refuses what is not UTF-8
         pass
-    cut = text.rfind(b'\n', int(len(text) * .8), int(len(text) * .9)) + 1 or int(len(text) * .9)
+    latest = int(len(text) * .9)
+    cut = text.rfind(b'\n', int(len(text) * .8), latest) + 1 or latest
     while cut < len(text) and text[cut] & 0xC0 == 0x80:         # inside a UTF-8 character
         cut += 1
     return text[:cut], text[cut:]
 
 
 def wikitext(path):
-    """From the zip as published, or a folder with wiki.train and wiki.valid, both .raw or both .tokens."""
+    """From the zip as published, or a folder with wiki.train.raw and wiki.valid.raw."""
     if os.path.isdir(path):
-        for kind in ('raw', 'tokens'):                          # never one of each: only .tokens has <unk>
-            pair = [os.path.join(path, f'wiki.{side}.{kind}') for side in ('train', 'valid')]
-            if all(map(os.path.isfile, pair)):
-                return read(pair[0]), read(pair[1])
-        raise ValueError(f'{path}: holds neither wiki.train.raw and wiki.valid.raw nor the two as .tokens')
+        return read(os.path.join(path, 'wiki.train.raw')), read(os.path.join(path, 'wiki.valid.raw'))
     import zipfile
     try:
         with zipfile.ZipFile(path) as z:
@@ -90,18 +106,28 @@ def recall(rows, rng, vocab, training, length=128, keep=False):
     neither which nor the sizes: vocabulary 40 and length 128 are from memory; 10,000 and 2,000 rows are the
     paper's.
     """
-    half, n, i = vocab // 2, length // 2, np.arange(rows)[:, None]
-    keys, values = rng.integers(0, half, (rows, n)), rng.integers(half, vocab, (rows, n))
-    keys[:, -1:] = keys[i, rng.integers(0, n - 1, (rows, 1))]           # the query: key of an earlier pair
+    half = vocab // 2
+    n = length // 2
+    each = np.arange(rows)[:, None]
+    keys = rng.integers(0, half, (rows, n))
+    values = rng.integers(half, vocab, (rows, n))
+    asked = rng.integers(0, n - 1, (rows, 1))
+    keys[:, -1:] = keys[each, asked]                            # the query: key of an earlier pair
     if keep:
-        values = values[i, keys]
-    same = (keys[:, :, None] == keys[:, None, :]) & np.tri(n, k=-1, dtype=bool)
-    last = np.where(same, np.arange(n), -1).max(-1)                     # where each key was seen last, or -1
-    x, y = np.empty((rows, length), int), np.full((rows, length), vocab)
-    x[:, 0] = rng.integers(half, vocab, rows)                           # its key lies before the window
-    x[:, 1::2], x[:, 2::2] = keys, values[:, :-1]
-    y[:, 1::2] = np.where(last < 0, vocab, values[i, last])
-    y[:, :-1] = y[:, :-1] if training else vocab
+        values = values[each, keys]
+    last = np.full((rows, n), -1)                               # where each key was seen last, -1: nowhere
+    for i in range(n):
+        later = last[:, i + 1:]
+        later[keys[:, i + 1:] == keys[:, i, None]] = i
+
+    x = np.empty((rows, length), int)
+    x[:, 0] = rng.integers(half, vocab, rows)                   # its key lies before the window
+    x[:, 1::2] = keys
+    x[:, 2::2] = values[:, :-1]
+    y = np.full((rows, length), vocab)
+    y[:, 1::2] = np.where(last < 0, vocab, values[each, last])
+    if not training:
+        y[:, :-1] = vocab
     return x, y
 
 
@@ -113,55 +139,69 @@ def mqar(rows, rng, vocab, training, length=128, pairs=8, a=0.01):
     there is its value. All other inputs are 0, as in the settings of the paper's figure 2 (the default of its
     code: random tokens). The paper trains on 100,000 rows, here are 20,000; it, too, tests on 3,000.
     """
-    def distinct(low, high):                                    # draws rows again until none has a repeat
-        draw = rng.integers(low, high, (rows, pairs))
-        while (again := (np.diff(np.sort(draw, 1), axis=1) == 0).any(1)).any():
-            draw[again] = rng.integers(low, high, (again.sum(), pairs))
-        return draw
-
-    keys, values = distinct(1, vocab // 2), distinct(vocab // 2, vocab)
-    x, y = np.zeros((rows, length), int), np.full((rows, length), vocab)
-    x[:, 0:2 * pairs:2], x[:, 1:2 * pairs:2] = keys, values
+    keys = distinct(rng, 1, vocab // 2, (rows, pairs))
+    values = distinct(rng, vocab // 2, vocab, (rows, pairs))
     p = a * np.arange(1, length // 2 - pairs + 1) ** (a - 1)
     # Exponential(1) / p in ascending order is a draw from p without replacement, for all rows at once
-    at = 2 * pairs + 2 * np.argsort(rng.exponential(size=(rows, len(p))) / p, axis=1)[:, :pairs]
+    waits = rng.exponential(size=(rows, len(p))) / p
+    at = 2 * pairs + 2 * np.argsort(waits, axis=1)[:, :pairs]
+
+    x = np.zeros((rows, length), int)
+    x[:, 0:2 * pairs:2] = keys
+    x[:, 1:2 * pairs:2] = values
     np.put_along_axis(x, at, keys, 1)
+    y = np.full((rows, length), vocab)
     np.put_along_axis(y, at, values, 1)
     return x, y
 
 
+def distinct(rng, low, high, shape):
+    """Whole numbers from low to high - 1, none twice in a row of shape: rows with a repeat are drawn anew."""
+    drawn = rng.integers(low, high, shape)
+    while True:
+        repeats = (np.diff(np.sort(drawn, 1), axis=1) == 0).any(1)
+        if not repeats.any():
+            return drawn
+        drawn[repeats] = rng.integers(low, high, (repeats.sum(), shape[1]))
+
+
 HUB = 'https://huggingface.co'                                  # the environment's HF_ENDPOINT replaces it
 DATASETS = {
-    'stdlib': dict(help="the .py files of Python's standard library, 12 MB", tokenizer='byte', make=stdlib),
-    'shakespeare': dict(
-        help='tiny shakespeare, 1.1 MB', tokenizer='char', make=shakespeare, size=1_115_394,
-        sha256='86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed',
-        urls=['https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt']),
-    'wikitext2': dict(
-        help='WikiText-2 raw, 11 MB, CC BY-SA', tokenizer='gpt2', make=wikitext, size=4_721_645,
-        sha256='ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11',
-        urls=['https://wikitext.smerity.com/wikitext-2-raw-v1.zip',
-              f'{HUB}/datasets/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip']),
-    'wikitext103': dict(
-        help='WikiText-103 raw, 540 MB, CC BY-SA', tokenizer='gpt2', make=wikitext, size=191_984_949,
-        sha256='91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794',
-        urls=['https://wikitext.smerity.com/wikitext-103-raw-v1.zip',
-              f'{HUB}/datasets/mattdangerw/wikitext-103-raw/resolve/main/wikitext-103-raw-v1.zip']),
-    'recall': dict(help='generated: recall the last value of a key', tokenizer='ids', vocab=40,
-                   make=recall, rows=(10_000, 2_000)),
-    'recall-kept': dict(help='generated: keys keep their value', tokenizer='ids', vocab=40,
-                        make=functools.partial(recall, keep=True), rows=(10_000, 2_000)),
-    'mqar': dict(help='generated: multi-query recall', tokenizer='ids', make=mqar, vocab=8192,
-                 rows=(20_000, 3_000)),
+    'stdlib': {'help': "the .py files of Python's standard library, 12 MB", 'tokenizer': 'byte',
+               'make': stdlib},
+    'shakespeare': {
+        'help': 'tiny shakespeare, 1.1 MB', 'tokenizer': 'char', 'make': shakespeare, 'size': 1_115_394,
+        'sha256': '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed',
+        'urls': [
+            'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt']},
+    'wikitext2': {
+        'help': 'WikiText-2 raw, 11 MB, CC BY-SA', 'tokenizer': 'gpt2', 'make': wikitext, 'size': 4_721_645,
+        'sha256': 'ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11',
+        'urls': ['https://wikitext.smerity.com/wikitext-2-raw-v1.zip',
+                 f'{HUB}/datasets/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip']},
+    'wikitext103': {
+        'help': 'WikiText-103 raw, 540 MB, CC BY-SA', 'tokenizer': 'gpt2', 'make': wikitext,
+        'size': 191_984_949,
+        'sha256': '91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794',
+        'urls': ['https://wikitext.smerity.com/wikitext-103-raw-v1.zip',
+                 f'{HUB}/datasets/mattdangerw/wikitext-103-raw/resolve/main/wikitext-103-raw-v1.zip']},
+    'recall': {'help': 'generated: recall the last value of a key', 'tokenizer': 'ids', 'vocab': 40,
+               'make': recall, 'rows': (10_000, 2_000)},
+    'recall-kept': {'help': 'generated: keys keep their value', 'tokenizer': 'ids', 'vocab': 40,
+                    'make': functools.partial(recall, keep=True), 'rows': (10_000, 2_000)},
+    'mqar': {'help': 'generated: multi-query recall', 'tokenizer': 'ids', 'vocab': 8192, 'make': mqar,
+             'rows': (20_000, 3_000)},
 }
+OWN_TEXT = {'help': 'a text of your own', 'tokenizer': 'byte', 'make': local_text}
 
 
 # ---- tokenizers --------------------------------------------------------------------------------------------
 
 def gpt2():
+    """GPT-2's tokenizer; ValueError where it can neither be fetched (1.5 MB, once) nor is in a cache."""
     try:
         import tiktoken
-        return tiktoken.get_encoding('gpt2')                    # fetches 1.5 MB once, into its cache
+        return tiktoken.get_encoding('gpt2')
     except (ImportError, OSError, ValueError) as e:
         raise ValueError(f"cannot get GPT-2's tokenizer ({type(e).__name__}: {str(e)[:60]}...); set "
                          'TIKTOKEN_CACHE_DIR to a folder where tiktoken cached it before, or take another '
@@ -170,21 +210,27 @@ def gpt2():
 
 def units(meta):
     """What each token id of a char or ids tokenizer is written as."""
-    if meta.get('tokenizer') not in ('char', 'ids'):
-        raise ValueError(f'unknown tokenizer {meta.get("tokenizer")!r}, not {", ".join(TOKENIZERS)} or ids')
-    return meta['chars'] if meta['tokenizer'] == 'char' else [str(i) for i in range(meta['vocab_size'])]
+    kind = meta.get('tokenizer')
+    if kind == 'char':
+        return meta['chars']
+    if kind == 'ids':
+        return [str(i) for i in range(meta['vocab_size'])]
+    raise ValueError(f'unknown tokenizer {kind!r}, not {", ".join(TOKENIZERS)} or ids')
 
 
 def encode(text, meta):
-    """Token ids of a text, by the meta of a data set or of a checkpoint."""
-    if meta.get('tokenizer') == 'byte':
+    """Token ids of a text, by the meta of a data set or of a checkpoint. ids are numbers between blanks."""
+    kind = meta.get('tokenizer')
+    if kind == 'byte':
         return list(text.encode('utf-8', 'surrogateescape'))    # stray bytes of a terminal stay as they are
-    if meta.get('tokenizer') == 'gpt2':
+    if kind == 'gpt2':
         return gpt2().encode_ordinary(text)
     ids = {unit: i for i, unit in enumerate(units(meta))}
-    text = text if meta['tokenizer'] == 'char' else text.split()
-    if unknown := sorted(set(text) - set(ids)):
-        raise ValueError(f'no token of this data set is {" or ".join(repr(u[:20]) for u in unknown[:10])}')
+    if kind == 'ids':
+        text = text.split()
+    unknown = sorted(set(text) - set(ids))
+    if unknown:
+        raise ValueError(f'there is no token for {" or ".join(repr(u[:20]) for u in unknown[:10])}')
     return [ids[unit] for unit in text]
 
 
@@ -199,20 +245,24 @@ def first(meta):
 def decode(tokens, meta):
     """The text of token ids; where bytes are not UTF-8 it has replacement characters."""
     tokens = [int(t) for t in tokens]
-    if bad := [t for t in tokens if not 0 <= t < meta['vocab_size']]:
-        raise ValueError(f'token {bad[0]} is outside the vocabulary of {meta["vocab_size"]}')
-    if meta.get('tokenizer') == 'byte':
+    wrong = [t for t in tokens if t not in range(meta['vocab_size'])]
+    if wrong:
+        raise ValueError(f'token {wrong[0]} is outside the vocabulary of {meta["vocab_size"]}')
+    kind = meta.get('tokenizer')
+    if kind == 'byte':
         return bytes(tokens).decode('utf-8', 'replace')
-    if meta.get('tokenizer') == 'gpt2':
+    if kind == 'gpt2':
         return gpt2().decode(tokens)
     table = units(meta)
-    return ('' if meta['tokenizer'] == 'char' else ' ').join(table[t] for t in tokens)
+    words = [table[t] for t in tokens]
+    return (' ' if kind == 'ids' else '').join(words)
 
 
 def pieces(data, size=1 << 20):
     """UTF-8 data as strings of about a megabyte, so that memory stays bounded. Each cut is before a blank
     and after a printed character: GPT-2 splits there anyway, so the pieces have the tokens of the whole."""
-    blank, start = re.compile(rb'(?<=[!-~])[ \n]'), 0
+    blank = re.compile(rb'(?<=[!-~])[ \n]')
+    start = 0
     while start < len(data):
         cut = blank.search(data, start + size)
         end = cut.start() if cut else len(data)
@@ -228,7 +278,8 @@ def tokenize(data, meta):
     if meta['tokenizer'] == 'byte':                             # as it is: the stdlib need not be UTF-8
         yield np.frombuffer(data, np.uint8)
         return
-    from tqdm import tqdm                                       # disable=None: a bar on a terminal only
+    from tqdm import tqdm
+    # disable=None: a bar on a terminal only
     for text in tqdm(pieces(data), total=(len(data) >> 20) + 1, unit='MB', disable=None):
         yield np.array(encode(text, meta))
 
@@ -236,6 +287,7 @@ def tokenize(data, meta):
 # ---- files -------------------------------------------------------------------------------------------------
 
 def read(path):
+    """The bytes of a file."""
     try:
         with open(path, 'rb') as f:
             return f.read()
@@ -243,97 +295,128 @@ def read(path):
         raise ValueError(f'cannot read {path}: {e.strerror}') from None
 
 
-def write(path, blocks):
-    """Write blocks of bytes to path: whole under that name, or not there at all. Returns their sha256."""
-    temp, digest = f'{path}.{os.getpid()}.tmp', hashlib.sha256()
+@contextlib.contextmanager
+def whole(path):
+    """`with whole(path) as temp:` write a file named temp, and it becomes path, in one step. Who reads path
+    meanwhile, or after a crash at any moment, finds the old file or the new one; a failure leaves the old one
+    and nothing else. What was written is on the disk before it is renamed, and so is the new name after."""
+    temp = f'{path}.{os.getpid()}.part'
+    folder = os.path.dirname(os.path.abspath(path))
+    os.makedirs(folder, exist_ok=True)
     try:
-        with open(temp, 'wb') as f:
-            for block in blocks:
-                f.write(block)
-                digest.update(block)
-            f.flush()
+        yield temp
+        with open(temp, 'rb+') as f:
             os.fsync(f.fileno())
         os.replace(temp, path)
     finally:
         if os.path.exists(temp):
             os.remove(temp)
+    if os.name == 'posix':                                      # elsewhere folders cannot be opened
+        names = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(names)
+        finally:
+            os.close(names)
+
+
+def write(path, blocks):
+    """Write blocks of bytes to path: whole under that name, or not there at all. Returns their sha256."""
+    digest = hashlib.sha256()
+    with whole(path) as temp, open(temp, 'wb') as f:
+        for block in blocks:
+            f.write(block)
+            digest.update(block)
     return digest.hexdigest()
 
 
-def flaw(path, size, sha256):
-    """What is wrong with a fetched file, in words, or None."""
+def flaw(path, size=None, sha256=None):
+    """What is wrong with a fetched file, in words, or None. A size or sha256 of None is not known."""
     with open(path, 'rb') as f:
-        head, found, bytes_ = f.read(512), hashlib.sha256(), os.path.getsize(path)
-        if head.lstrip().lower().startswith((b'<!doctype html', b'<html')):
-            return 'an HTML page in place of the file'
-        if size and bytes_ != size:
-            return f'{bytes_:,} bytes, not {size:,}'
-        f.seek(0)
-        while sha256 and (block := f.read(1 << 20)):
-            found.update(block)
-    if sha256 and found.hexdigest() != sha256:
-        return f'sha256 is {found.hexdigest()}, not {sha256}'
+        head = f.read(512).lstrip().lower()
+    if head.startswith((b'<!doctype html', b'<html')):
+        return 'an HTML page in place of the file'
+    found = os.path.getsize(path)
+    if size and found != size:
+        return f'{found:,} bytes, not {size:,}'
+    if sha256:
+        digest = hashlib.sha256(np.memmap(path, mode='r')).hexdigest()      # of a map: files are gigabytes
+        if digest != sha256:
+            return f'sha256 is {digest}, not {sha256}'
 
 
-def download(url, path, size=None, sha256=None, **headers):
-    """Fetch url to path by way of path.part, where a later call goes on. requests honours HTTPS_PROXY."""
-    import requests
-    from tqdm import tqdm
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+def download(url, path, size=None, sha256=None, headers=None):
+    """Fetch url to path by way of path.part, where a later call goes on. requests honours HTTPS_PROXY.
+
+    Tried four times; ValueError if it cannot be had, or has another size or sha256 than it should have.
+    """
     part = path + '.part'
-    headers = {**headers, 'Accept-Encoding': 'identity'}        # compressed, sizes would be of other bytes
+    os.makedirs(os.path.dirname(part), exist_ok=True)
     for attempt in range(4):
         time.sleep(attempt / 2)
-        have, keep, problem = os.path.getsize(part) if os.path.exists(part) else 0, 0, None
-        ask = headers | ({'Range': f'bytes={have}-'} if have else {})
-        try:
-            with requests.get(url, headers=ask, stream=True, timeout=(10, 30)) as r:
-                span = re.match(r'bytes (\d+)-\d+/(\d+)', r.headers.get('Content-Range', ''))
-                total = int(span[2] if span else r.headers.get('Content-Length') or size or 0)
-                if r.status_code == 200 or r.status_code == 206 and span and int(span[1]) == have:
-                    if 'html' in r.headers.get('Content-Type', ''):
-                        raise ValueError(f'{url}: an HTML page in place of the file')
-                    keep = have if r.status_code == 206 else 0  # 200: Range is ignored, all of it comes again
-                    with open(part, 'ab' if keep else 'wb') as f, tqdm(
-                            total=total, initial=keep, unit='B', unit_scale=True, disable=None) as bar:
-                        for block in r.iter_content(1 << 14):   # a break loses less than one block
-                            bar.update(f.write(block))
-                        if f.tell() < total:
-                            problem = f'the connection ended after {f.tell():,} of {total:,} bytes'
-                elif r.status_code == 416 and have:             # nothing comes after what is here
-                    keep = have
-                elif r.status_code == 429 or r.status_code >= 500:
-                    problem = f'HTTP {r.status_code} {r.reason}'
-                else:
-                    raise ValueError(f'{url}: HTTP {r.status_code} {r.reason}')
-        except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as e:
-            problem = f'the connection failed ({type(e).__name__})'
-        except requests.RequestException as e:                  # bad URL, redirect loop: no use to try again
-            raise ValueError(f'{url}: {type(e).__name__}: {e}') from None
+        have = os.path.getsize(part) if os.path.exists(part) else 0
+        problem = receive(url, part, have, headers or {})
+        if problem:
+            continue
+        problem = flaw(part, size, sha256)
         if not problem:
-            problem = flaw(part, size, sha256)
-            if not problem:
-                os.replace(part, path)
-                return
-            os.remove(part)
-            if not keep:                                        # else once more: the old part may be to blame
-                raise ValueError(f'{url}: {problem} (deleted)')
+            os.replace(part, path)
+            return
+        os.remove(part)
+        if not have:                                            # else once more: the old part may be to blame
+            raise ValueError(f'{url}: {problem} (deleted)')
     raise ValueError(f'{url}: {problem}')
+
+
+def receive(url, part, have, headers):
+    """Ask for what comes after the first `have` bytes, and write it behind them into the file `part`.
+    -> None, or what went wrong in words"""
+    import requests
+    from tqdm import tqdm
+    headers = {**headers, 'Accept-Encoding': 'identity'}        # compressed, sizes would be of other bytes
+    if have:
+        headers['Range'] = f'bytes={have}-'
+    try:
+        with requests.get(url, headers=headers, stream=True, timeout=(10, 30)) as reply:
+            span = reply.headers.get('Content-Range', '')
+            if reply.status_code == 200:                        # all of it comes (again)
+                have = 0
+            elif reply.status_code != 206 or not span.startswith(f'bytes {have}-'):
+                if reply.status_code == 416:                    # as much is here, or more: start anew
+                    os.remove(part)
+                return f'HTTP {reply.status_code} {reply.reason}'
+            total = have + int(reply.headers.get('Content-Length', 0))
+            bar = tqdm(total=total, initial=have, unit='B', unit_scale=True, disable=None)
+            with open(part, 'ab') as f, bar:
+                f.truncate(have)
+                for block in reply.iter_content(1 << 14):       # a break loses less than one block
+                    have += f.write(block)
+                    bar.update(len(block))
+    except requests.RequestException as e:
+        return f'the connection failed ({type(e).__name__})'
+    if have < total:
+        return f'the connection ended after {have:,} of {total:,} bytes'
+
+
+def endpoint():
+    """Address of the hub, without a slash at its end."""
+    return (os.environ.get('HF_ENDPOINT') or HUB).rstrip('/')
 
 
 def fetch(name, folder, url=None, file=None):
     """The file a set is made from: --file, or the one in its folder (also put by hand), or a download."""
     row = DATASETS[name]
-    path = file or os.path.join(folder, row['urls'][0].rsplit('/', 1)[1])
+    path = file or os.path.join(folder, os.path.basename(row['urls'][0]))
+    if os.path.isdir(path):
+        return path
     if file or os.path.exists(path):
-        if not os.path.isdir(path) and (problem := flaw(path, row['size'], row['sha256'])):
+        problem = flaw(path, row['size'], row['sha256'])
+        if problem:
             raise ValueError(f'{path} is not the file of {name}: {problem}; delete it, or replace it')
         return path
     problems = []
     for link in [url] if url else row['urls']:
-        link = link.replace(HUB, (os.environ.get('HF_ENDPOINT') or HUB).rstrip('/'))
         try:
-            download(link, path, row['size'], row['sha256'])
+            download(link.replace(HUB, endpoint()), path, row['size'], row['sha256'])
             return path
         except ValueError as e:
             problems.append(str(e))
@@ -341,136 +424,234 @@ def fetch(name, folder, url=None, file=None):
                      f'{row["sha256"]})')
 
 
-# ---- prepare and load --------------------------------------------------------------------------------------
+# ---- prepare -----------------------------------------------------------------------------------------------
 
-def place(name, root, tokenizer):
-    """The folder of a data set: by its name, by the content of a text file, or a prepared folder as it is."""
+def place(name, root=None, like=None):
+    """The folder of a data set: by its name, by the content of a text file, or a prepared folder as it is.
+
+    like: what is known of the tokens wanted. If that is a whole meta (a model's, or another set's), the usual
+    folder is taken only if it is in these tokens already; else one beside it, named after the tokens as well.
+    """
+    root = root or HERE
+    like = like or {'tokenizer': OWN_TEXT['tokenizer']}
+    kind = like['tokenizer']
     if name in DATASETS:
-        return os.path.join(root, name)
-    if os.path.isfile(name):
-        key = hashlib.sha256(read(name) + (tokenizer or 'byte').encode()).hexdigest()[:8]
-        stem = re.sub('[^A-Za-z0-9_-]+', '_', os.path.splitext(os.path.basename(name))[0])[:40]
-        return os.path.join(root, f'text-{stem}-{key}')
-    if os.path.isdir(name):
+        folder = os.path.join(root, name)
+    elif os.path.isfile(name):
+        stem = os.path.splitext(os.path.basename(name))[0]
+        stem = re.sub('[^A-Za-z0-9_-]+', '_', stem)[:40]
+        folder = os.path.join(root, f'text-{stem}-{short_hash(read(name) + kind.encode())}')
+        if 'chars' not in like:                                 # then the key says all
+            return folder
+    elif os.path.isdir(name):
         return name
-    raise ValueError(f'no data set or file {name!r}; choose from {", ".join(DATASETS)}, or give the path of '
-                     'a text file or a prepared folder')
-
-
-def prepare(name, root=HERE, tokenizer=None, url=None, file=None):
-    """Make a set anew; returns its folder. meta.json comes last: while it is missing, all is unfinished."""
-    row = DATASETS.get(name, dict(help='a text of your own', tokenizer='byte', make=local_text))
-    task, tokenizer = row['tokenizer'] == 'ids', tokenizer or row['tokenizer']
-    if tokenizer not in (choices := ['ids'] if task else TOKENIZERS):
-        raise ValueError(f'the tokenizer of {name} can be {" or ".join(choices)}, not {tokenizer!r}')
-    if (url or file) and 'urls' not in row:
-        raise ValueError(f'--{"url" if url else "file"} means nothing for {name}: it is not fetched')
-    folder = place(name, root, tokenizer)
+    else:
+        raise ValueError(f'no data set or file {name!r}; choose from {", ".join(DATASETS)}, or give the path '
+                         'of a text file or a prepared folder')
+    if 'vocab_size' not in like or DATASETS.get(name, OWN_TEXT)['tokenizer'] == 'ids':
+        return folder
     try:
-        print(f'preparing {folder} ({row["help"]}; tokenizer {tokenizer})', flush=True)
-        meta = dict(name=os.path.basename(folder), tokenizer=tokenizer)
-        if task:
-            meta.update(vocab_size=row['vocab'], ignore=row['vocab'])
-            for seed, (side, rows) in enumerate(zip(SIDES, row['rows'])):
-                rng = np.random.Generator(np.random.Philox(seed))
-                pair = row['make'](rows, rng, row['vocab'], side == 'train')
-                meta['row'], meta[side] = pair[0].shape[1], dict(ids=[np.concatenate(pair, axis=1)])
+        if same_tokens(json.loads(read(os.path.join(folder, 'meta.json'))), like):
+            return folder
+    except (ValueError, AttributeError):                        # not there, or of no use
+        pass
+    if 'chars' in like:
+        kind = f'char-{short_hash("".join(like["chars"]).encode())}'
+    return f'{folder}-{kind}'
+
+
+def short_hash(data):
+    """Eight hexadecimal digits that depend on all the bytes: enough for the name of a folder."""
+    return hashlib.sha256(data).hexdigest()[:8]
+
+
+def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
+    """Make a set anew; returns its folder. tokenizer, or like, a meta, say in which tokens.
+    meta.json comes last: while it is missing, all is unfinished."""
+    row = DATASETS.get(name, OWN_TEXT)
+    like = like or {'tokenizer': tokenizer or row['tokenizer']}
+    choices = ['ids'] if row['tokenizer'] == 'ids' else TOKENIZERS
+    kind = like['tokenizer']
+    if kind not in choices:
+        raise ValueError(f'{name} is not in the tokens wanted, {kind}: it can be in {" or ".join(choices)} '
+                         '(ids are numbers of which no text is known here)')
+    if (url or file) and 'urls' not in row:
+        raise ValueError(f'--url and --file mean nothing for {name}: it is not fetched')
+    folder = place(name, root, like)
+    try:
+        print(f'preparing {folder} ({row["help"]}; tokenizer {kind})', flush=True)
+        meta = {key: like[key] for key in ('tokenizer', 'chars') if key in like}
+        meta['name'] = os.path.basename(folder)
+        if kind == 'ids':
+            sides = generate(row, meta)
         else:
-            texts = row['make'](fetch(name, folder, url, file) if 'urls' in row else name)
-            if not all(texts):
-                raise ValueError('too short to be split into training and validation')
-            if tokenizer == 'char':
-                meta['chars'] = sorted({c for text in texts for piece in pieces(text) for c in set(piece)})
-            if tokenizer == 'gpt2':
-                gpt2()                                          # fails, if it must, before files are replaced
-            meta['vocab_size'] = {'byte': 256, 'gpt2': 50257}.get(tokenizer) or len(meta['chars'])
-            for side, text in zip(SIDES, texts):
-                meta[side] = dict(bytes=len(text), ids=tokenize(text, meta))
-        dtype = np.min_scalar_type(meta.get('ignore', meta['vocab_size'] - 1))
-        meta['dtype'], path = dtype.name, os.path.join(folder, 'meta.json')
-        os.makedirs(folder, exist_ok=True)
-        if os.path.exists(path):
-            os.remove(path)
-        for side in SIDES:
-            data, arrays = os.path.join(folder, side + '.bin'), meta[side].pop('ids')
-            meta[side]['sha256'] = write(data, (a.astype(dtype).tobytes() for a in arrays))
-            meta[side]['tokens'] = os.path.getsize(data) // dtype.itemsize
-        write(path, [json.dumps(meta, indent=1).encode()])
+            source = name
+            if 'urls' in row:
+                source = fetch(name, place(name, root), url, file)
+            sides = tokens_of(row['make'](source), meta)
+        save(folder, meta, sides)
     except (OSError, ValueError) as e:                          # OSError: not allowed, disk full
         raise ValueError(f'cannot prepare {name}: {e}') from None
     return folder
 
 
-def load(name, root=HERE, tokenizer=None):
+def generate(row, meta):
+    """Draw a task's rows, the same ones each time -> arrays of each side's tokens; meta gets sizes."""
+    vocab = row['vocab']
+    meta.update(vocab_size=vocab, ignore=vocab, train={}, val={})
+    sides = []
+    for seed, rows in enumerate(row['rows']):
+        rng = np.random.Generator(np.random.Philox(seed))
+        pair = row['make'](rows, rng, vocab, SIDES[seed] == 'train')
+        sides.append([np.concatenate(pair, axis=1)])
+    meta['row'] = pair[0].shape[1]
+    return sides
+
+
+def tokens_of(texts, meta):
+    """Both sides' bytes -> arrays of the tokens of each, made as they are asked for; meta gets what it must
+    say of them, also the table of characters, unless it has one."""
+    if not all(texts):
+        raise ValueError('too short to be split into training and validation')
+    meta['vocab_size'] = 256
+    if meta['tokenizer'] == 'gpt2':
+        meta['vocab_size'] = gpt2().n_vocab                     # fails, if it must, before files are replaced
+    if meta['tokenizer'] == 'char':
+        if 'chars' not in meta:
+            meta['chars'] = sorted({c for text in texts for piece in pieces(text) for c in piece})
+        meta['vocab_size'] = len(meta['chars'])
+    for side, text in zip(SIDES, texts):
+        meta[side] = {'bytes': len(text)}
+    return [tokenize(text, meta) for text in texts]
+
+
+def save(folder, meta, sides):
+    """Write each side's arrays of tokens, and then meta, with their type, number and sha256."""
+    dtype = np.min_scalar_type(meta.get('ignore', meta['vocab_size'] - 1))
+    meta['dtype'] = dtype.name
+    path = os.path.join(folder, 'meta.json')
+    if os.path.exists(path):
+        os.remove(path)
+    for side, arrays in zip(SIDES, sides):
+        data = os.path.join(folder, side + '.bin')
+        meta[side]['sha256'] = write(data, (a.astype(dtype).tobytes() for a in arrays))
+        meta[side]['tokens'] = os.path.getsize(data) // dtype.itemsize
+    write(path, [json.dumps(meta, indent=1).encode()])
+
+
+# ---- load --------------------------------------------------------------------------------------------------
+
+def load(name, root=None, tokenizer=None, like=None):
     """(train, val, meta) of a data set by name, of a local text file or of a prepared folder by path.
 
-    train and val are read-only memory maps. What is not there is prepared; what is broken raises ValueError.
+    train and val are read-only memory maps. What is not there is prepared, by `tokenizer` or, if `like` is
+    given, in the tokens of that meta (a model's, or another set's); what is broken or in other tokens raises
+    ValueError. root: the folder with a folder for each set; None: the one this file is in.
     """
-    folder = place(name, root, tokenizer)
-    remedy = 'prepare it anew' if folder == name else f'delete {folder} to have it made anew'
+    if tokenizer:
+        like = {'tokenizer': tokenizer}
+    folder = place(name, root, like)
     path = os.path.join(folder, 'meta.json')
     if not os.path.exists(path):
         if folder == name:
             raise ValueError(f'{path} is missing: {name} is no prepared data set; give a name or a text file')
-        prepare(name, root, tokenizer)
-
+        prepare(name, root, like=like)
     try:
         meta = json.loads(read(path))
-        kind, vocab, dtype = meta['tokenizer'], meta['vocab_size'], np.dtype(meta['dtype'])
-        length, counts = meta.get('row', 0), [meta[side]['tokens'] for side in SIDES]
-        if (kind not in (*TOKENIZERS, 'ids') or dtype.name not in ('uint8', 'uint16', 'uint32') or
-                kind == 'char' and len(meta['chars']) != vocab or length and meta['ignore'] != vocab or
-                vocab < 1 or any(n % (2 * length or 1) for n in counts) or
-                not (length or all('bytes' in meta[side] for side in SIDES))):
-            raise ValueError('its entries contradict each other')
-    except (ValueError, TypeError, KeyError, RecursionError) as e:
-        raise ValueError(f'{path}: broken or incomplete ({type(e).__name__}: {e}); {remedy}') from None
-    if tokenizer not in (None, kind):
-        raise ValueError(f'{folder} is prepared with tokenizer {kind}, not {tokenizer}; to make it anew: '
-                         f'python data/prepare.py {name} --tokenizer={tokenizer}')
-    sides = []
-    for side, count in zip(SIDES, counts):
-        file = os.path.join(folder, side + '.bin')
-        size = os.path.getsize(file) if os.path.isfile(file) else 0
-        if not size or size != count * dtype.itemsize:
-            found = f'has {size:,} bytes' if os.path.exists(file) else 'is missing'
-            raise ValueError(f'{file} {found}, meta.json says {count * dtype.itemsize:,} bytes; {remedy}')
-        data = np.memmap(file, dtype, 'r')
-        inputs, targets = data.reshape(-1, 2, length).swapaxes(0, 1) if length else (data, data[:0])
-        if (largest := inputs.max()) >= vocab or (largest := targets.max(initial=0)) > vocab:
-            raise ValueError(f'{file}: holds token {largest}, the vocabulary ends at {vocab - 1}; {remedy}')
-        sides.append(data)
-    return *sides, meta
+        check(meta)
+        train, val = (mapped(os.path.join(folder, side + '.bin'), meta, side) for side in SIDES)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        remedy = 'prepare it anew' if folder == name else f'delete {folder} to have it made anew'
+        raise ValueError(f'{path} or its .bin files are broken ({type(e).__name__}: {e}); {remedy}') from None
+    if like and not same_tokens(meta, {**meta, **like}):
+        raise ValueError(f'--data={name}: not in the tokens wanted ({described(like)}), but in others '
+                         f'({described(meta)}); make it anew with data/prepare.py, or give the text itself')
+    return train, val, meta
+
+
+LIMITS = {      # whole numbers: the least they can be, which entry they are below, and by how much at least
+    'vocab_size': (1, None, 0), 'row': (1, None, 0), 'ignore': (0, None, 0), 'pad': (0, 'vocab_size', 1),
+    'classes': (2, 'vocab_size', 0), 'source': (1, 'row', 1), 'patch': (1, 'row', 0)}
+
+
+def check(meta):
+    """ValueError, KeyError or TypeError if a meta.json lacks something, or contradicts itself."""
+    for key in LIMITS.keys() & meta:
+        low, other, below = LIMITS[key]
+        high = meta.get(other, 2 ** 32) - below
+        found = meta[key]
+        if type(found) is not int or not low <= found <= high:                  # isinstance would take True
+            raise ValueError(f'{key} is {found!r}, expected a whole number from {low} to {high}')
+    kind = meta['tokenizer']
+    vocab = meta['vocab_size']
+    if kind not in (*TOKENIZERS, 'ids') or meta['dtype'] not in ('uint8', 'uint16', 'uint32'):
+        raise ValueError(f'tokenizer {kind!r} or dtype {meta["dtype"]!r} is not known')
+    if kind == 'char' and len(meta['chars']) != vocab:
+        raise ValueError(f'vocab_size {vocab} is not the number of chars')
+    if 'patch' in meta and (vocab != 256 or meta['row'] % meta['patch']):
+        raise ValueError(f'patch does not divide row, or vocab_size is {vocab}, not 256')
+
+
+def mapped(path, meta, side):
+    """A memory map of one side's tokens, every one of which has been looked at once."""
+    dtype = np.dtype(meta['dtype'])
+    found = os.path.getsize(path)
+    expected = meta[side]['tokens'] * dtype.itemsize
+    if found != expected:
+        raise ValueError(f'{path} has {found:,} bytes, meta.json says {expected}')
+    inputs = data = np.memmap(path, dtype, 'r')
+    vocab = meta['vocab_size']
+    if 'row' in meta:
+        inputs, targets = data.reshape(-1, 2, meta['row']).swapaxes(0, 1)
+        highest = targets[targets != meta['ignore']].max(initial=0)
+        if highest >= meta.get('classes', vocab):
+            raise ValueError(f'{path}: holds target {highest}, beyond the vocabulary or the classes')
+    elif not meta[side]['bytes']:
+        raise ValueError(f'{side} has 0 bytes')
+    highest = inputs.max()
+    if highest >= vocab:
+        raise ValueError(f'{path}: holds token {highest}, the vocabulary ends at {vocab - 1}')
+    return data
 
 
 def same_tokens(a, b):
-    """Whether two meta.json speak of the same tokens."""
-    return all(a.get(k) == b.get(k) for k in ('tokenizer', 'vocab_size', 'chars', 'row'))
+    """Whether two meta.json speak of the same tokens, in rows of the same length if they are tasks'."""
+    return all(a.get(key) == b.get(key) for key in ('tokenizer', 'vocab_size', 'chars', 'row'))
 
 
-def load_like(path, meta, name, row, root=HERE):
-    """(train, val, meta, name) of a text for a trained model: `name`, else what its checkpoint at `path` with
-    metadata `meta` was trained on; in the same tokens, and longer than a row."""
-    name, tokens = name or meta.get('args', {}).get('data'), meta['data'].get('tokenizer')
+def described(meta):
+    """What a message says of the tokens of a meta."""
+    return ', '.join(f'{key} {meta[key]}' for key in ('tokenizer', 'vocab_size', 'row') if key in meta)
+
+
+def for_model(source, meta, name, row, root=None):
+    """The data to recover or measure a trained model with, in its own tokens -> train, val, data meta, name.
+
+    source: the model's file or name, for messages; meta: its metadata. name: a text, a task or a folder; if
+    empty, what the model was trained on. Of a text there is more than one row of `row` tokens on either side;
+    rows of a task (meta has row) are not longer.
+    """
+    name = name or meta.get('args', {}).get('data')
     if not name:
-        raise ValueError(f'{path} does not say what it was trained on: give --data')
-    train, val, data = load(name, root)
-    if 'row' in data or not same_tokens(data, meta['data']):
-        raise ValueError(f'--data={name}: no text, or not in the tokens of {path}, {tokens}; '
-                         f'python data/prepare.py {name} --tokenizer={tokens}')
-    if min(len(train), len(val)) <= row + 1:
+        raise ValueError(f'{source} does not say what it was trained on: give --data')
+    train, val, data = load(name, root, like=meta['data'])
+    if data.get('row', 0) > row:
+        raise ValueError(f'--data={name}: its rows have {data["row"]} tokens, more than {row}, which is what '
+                         f'{source} or --row allows')
+    if 'row' not in data and min(len(train), len(val)) <= row + 1:
         raise ValueError(f'--data={name}: too short for rows of {row} (convert.py: see --row)')
     return train, val, data, name
 
 
 def main(argv=None):
+    """The command line. -> exit code: 0, or 2 after one line on stderr"""
     def error(message):                                         # one line, as for every other mistake
         raise ValueError(message)
 
+    sets = [f'{name}: {row["help"]} ({row["tokenizer"]})' for name, row in DATASETS.items()]
     parser = argparse.ArgumentParser(description='Make a data set for train.py.', allow_abbrev=False)
     parser.error = error
-    parser.add_argument('name', help='the path of a UTF-8 text file, or one of ' + '; '.join(
-        f'{name}: {row["help"]} ({row["tokenizer"]})' for name, row in DATASETS.items()))
+    parser.add_argument('name', help=f'the path of a UTF-8 text file, or one of {"; ".join(sets)}')
     parser.add_argument('--tokenizer', help=f'one of {", ".join(TOKENIZERS)}')
     parser.add_argument('--url', help='fetch from this mirror')
     parser.add_argument('--file', help='a local copy of what would be fetched (WikiText: also unpacked)')

@@ -1,0 +1,411 @@
+"""Files of weights: this project's own, and GPT-2 and Llama as the hub keeps them. Tensors in, tensors out.
+
+    write('x.safetensors', tensors, meta)                 # tensors: a dict by name; meta: what json can say
+    tensors, meta = read('x.safetensors')                 # or ValueError: a damaged file is never taken
+
+    folder = hub('gpt2', 'main')                          # fetched once, then kept in data/hub
+    tensors, config, data = from_folder(folder, 'gpt2')   # in our names, for GPT(Config(**config))
+    to_folder('out/export', tensors, config)              # the way back
+
+All files are safetensors: a header in JSON, then bare numbers. Nothing is pickled, so a file cannot run code.
+A file of ours has two strings in its header: meta, as JSON, and digest, a sha256 over meta and all tensors.
+Every file is written whole or not at all (`prepare.whole`). No nn.Module is built here: model.py does that,
+from tensors and a config, which is a dict of the fields of model.Config.
+"""
+import hashlib
+import json
+import os
+import re
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from data import prepare
+
+# ---- our own files -----------------------------------------------------------------------------------------
+
+
+def digest(meta, tensors):
+    """sha256 over the metadata (a string) and every tensor's name, type, shape and bytes."""
+    found = hashlib.sha256(meta.encode())
+    for name in sorted(tensors):
+        x = tensors[name].detach().cpu().contiguous()
+        found.update(f'{name} {x.dtype} {tuple(x.shape)}'.encode())
+        if x.numel():
+            found.update(x.flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def write(path, tensors, meta):
+    """tensors and a JSON-able dict into a file, with a digest of both. OSError if it cannot be written."""
+    text = json.dumps(meta)
+    replace(path, tensors, {'meta': text, 'digest': digest(text, tensors)})
+
+
+def replace(path, tensors, notes):
+    """A safetensors file in the place of what was there; notes: strings for its header."""
+    tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+    with prepare.whole(path) as temp:
+        try:
+            save_file(tensors, temp, notes)
+        except SafetensorError as e:
+            raise OSError(f'{path}: cannot be written ({e})') from None
+
+
+def read(path):
+    """-> tensors, meta (and digest in it). ValueError for a file that is missing, foreign, cut or changed."""
+    if not os.path.isfile(path):
+        raise ValueError(f'{path}: no such file; python train.py writes out/ckpt.safetensors')
+    try:
+        with safe_open(path, 'pt') as f:
+            header = f.metadata() or {}
+            names = f.keys()
+            tensors = {name: f.get_tensor(name) for name in names}
+    except (SafetensorError, RuntimeError) as e:
+        raise ValueError(f'{path}: not a whole safetensors file ({e})') from None
+    if 'meta' not in header or 'digest' not in header:
+        raise ValueError(f'{path}: a safetensors file, but not written by this project')
+    if digest(header['meta'], tensors) != header['digest']:
+        raise ValueError(f'{path}: its contents do not match its digest: the file was damaged or changed')
+    meta = json.loads(header['meta'])
+    meta['digest'] = header['digest']
+    return tensors, meta
+
+
+# ---- GPT-2 and Llama: whose name is what, both ways --------------------------------------------------------
+
+
+class Family(NamedTuple):
+    """How a kind of model is kept on the hub."""
+    prefix: str         # of all names but the head's; some files do without
+    layer: str          # of the names in a layer, * is its number
+    names: dict         # our module -> theirs; if there are several, ours is their rows one below the other
+    turned: bool        # matrices in layers are (in, out), not (out, in)
+    sizes: dict         # field of Config -> entry of config.json, whole numbers
+    optional: dict      # the same, where 0 or null is allowed: as many as the kind always has
+    eps: tuple          # entry of config.json, its default
+    tied: bool          # whether the head is the embedding where config.json does not say
+    config: dict        # fields of Config that are the same in all of the kind
+    says: dict          # entries of config.json that are
+
+
+FAMILIES = {
+    'gpt2': Family(
+        prefix='transformer.', layer='h.*.', turned=True,
+        names={'embed': 'wte', 'positions': 'wpe', 'norm': 'ln_f', 'head': 'lm_head', 'norm1': 'ln_1',
+               'mixer.qkv': 'attn.c_attn', 'mixer.proj': 'attn.c_proj', 'norm2': 'ln_2', 'up': 'mlp.c_fc',
+               'down': 'mlp.c_proj'},
+        sizes={'n_layer': 'n_layer', 'n_head': 'n_head', 'n_embd': 'n_embd', 'vocab_size': 'vocab_size',
+               'block_size': 'n_positions'},
+        optional={'n_inner': 'n_inner'}, eps=('layer_norm_epsilon', 1e-5), tied=True,
+        config={'conv': 0, 'pos': 'learned', 'act': 'gelu', 'bias': True, 'rms': False, 'n_kv_head': 0},
+        says={'architectures': ['GPT2LMHeadModel'], 'activation_function': 'gelu_new'}),
+    'llama': Family(
+        prefix='model.', layer='layers.*.', turned=False,
+        names={'embed': 'embed_tokens', 'norm': 'norm', 'head': 'lm_head', 'norm1': 'input_layernorm',
+               'mixer.qkv': 'self_attn.q_proj self_attn.k_proj self_attn.v_proj',
+               'mixer.proj': 'self_attn.o_proj', 'norm2': 'post_attention_layernorm',
+               'up': 'mlp.gate_proj mlp.up_proj', 'down': 'mlp.down_proj'},
+        sizes={'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads', 'n_embd': 'hidden_size',
+               'n_inner': 'intermediate_size', 'vocab_size': 'vocab_size',
+               'block_size': 'max_position_embeddings'},
+        optional={'n_kv_head': 'num_key_value_heads'}, eps=('rms_norm_eps', 1e-6), tied=False,
+        config={'conv': 0, 'pos': 'rope', 'act': 'swiglu', 'bias': False, 'rms': True},
+        says={'architectures': ['LlamaForCausalLM'], 'hidden_act': 'silu'})}
+
+
+def modules(config):
+    """Each module of a softmax model: number of its layer (None: outside), our name, rows of the parts that
+    it is put together of, columns (0: it is a vector)."""
+    d = config['n_embd']
+    kv = d // config['n_head'] * (config['n_kv_head'] or config['n_head'])
+    inner = config['n_inner'] or 4 * d
+    up = [inner]
+    if config['act'] == 'swiglu':
+        up = [inner, inner]
+    yield None, 'embed', [config['vocab_size']], d
+    if config['pos'] == 'learned':
+        yield None, 'positions', [config['block_size']], d
+    for i in range(config['n_layer']):
+        yield i, 'norm1', [d], 0
+        yield i, 'mixer.qkv', [d, kv, kv], d
+        yield i, 'mixer.proj', [d], d
+        yield i, 'norm2', [d], 0
+        yield i, 'up', up, d
+        yield i, 'down', [d], inner
+    yield None, 'norm', [d], 0
+    if not config['tied']:
+        yield None, 'head', [config['vocab_size']], d
+
+
+def layout(config, family, prefix):
+    """Where each parameter of a softmax model is in a file of the hub: our name, {their name: shape} of its
+    parts, and whether they are turned."""
+    for i, module, rows, columns in modules(config):
+        ours = module
+        front = prefix
+        if i is not None:
+            ours = f'blocks.{i}.{module}'
+            front = prefix + family.layer.replace('*', str(i))
+        if module == 'head':
+            front = ''
+        names = [front + name for name in family.names[module].split()]
+        if len(names) == 1:
+            rows = [sum(rows)]
+        turned = False
+        shapes = [(n,) for n in rows]
+        if columns:
+            turned = family.turned and i is not None
+            shapes = [(n, columns) for n in rows]
+        if turned:
+            shapes = [(columns, n) for n in rows]
+        yield f'{ours}.weight', {f'{name}.weight': shape for name, shape in zip(names, shapes)}, turned
+        if config['bias'] and module not in ('embed', 'positions', 'head'):
+            yield f'{ours}.bias', {f'{name}.bias': (n,) for name, n in zip(names, rows)}, False
+
+
+def their_config(path, name):
+    """A config.json -> the kind of model, a dict of fields of Config. name: what a message calls the file.
+    ValueError if it is broken, or tells of what this project cannot compute exactly."""
+    try:
+        raw = json.loads(prepare.read(path))
+        problem = foreign(raw)
+        if problem:
+            raise ValueError(f'{problem}; known are GPT-2 and Llama as they were published')
+        return raw['model_type'], translated(raw, FAMILIES[raw['model_type']])
+    except (ValueError, TypeError, AttributeError, RecursionError) as e:
+        raise ValueError(f'{name}: {e}') from None
+
+
+def foreign(raw):
+    """What of a config.json cannot be computed here, in words, or None."""
+    if not isinstance(raw, dict):
+        return f'{json.dumps(raw)[:40]} is no description of a model'
+    kind = raw.get('model_type')
+    if kind not in [*FAMILIES]:
+        return f'model_type {kind}'
+    act = raw.get('activation_function', 'gelu_new')
+    if act not in ('gelu_new', 'gelu_pytorch_tanh'):
+        return f'activation_function {act}'
+    if raw.get('scale_attn_by_inverse_layer_idx') or not raw.get('scale_attn_weights', True):
+        return 'another scale of attention'
+    for key in ('rope_parameters', 'rope_scaling'):
+        way = raw.get(key) or {}
+        way = way.get('rope_type', way.get('type', 'default'))
+        if way != 'default':
+            return f'rope of type {way}'
+    if raw.get('attention_bias') or raw.get('mlp_bias') or raw.get('hidden_act', 'silu') != 'silu':
+        return 'biases, or another activation than silu'
+
+
+def translated(raw, family):
+    """The fields of Config that a config.json gives. ValueError if one lacks or does not fit the others."""
+    eps, usual = family.eps
+    rope = raw.get('rope_parameters') or {}
+    config = {'rule': 'softmax', **family.config}
+    config['tied'] = bool(raw.get('tie_word_embeddings', family.tied))
+    config['eps'] = float(raw.get(eps, usual))
+    config['theta'] = float(raw.get('rope_theta') or rope.get('rope_theta') or 1e4)
+    for field, key in {**family.sizes, **family.optional}.items():
+        config[field] = raw.get(key)
+        if field in family.optional and not config[field]:
+            config[field] = 0
+        elif type(config[field]) is not int or config[field] < 1:
+            raise ValueError(f'{key} is {config[field]!r}, expected a whole number of at least 1')
+    head_dim, rest = divmod(config['n_embd'], config['n_head'])
+    if rest or raw.get('head_dim') not in (None, head_dim):
+        raise ValueError(f'head_dim is not the width {config["n_embd"]} / {config["n_head"]} heads')
+    return config
+
+
+# ---- folders in the hub's layout ---------------------------------------------------------------------------
+
+
+def from_folder(folder, source):
+    """A folder with config.json and *.safetensors -> tensors in our names (fp32), config (a dict of fields of
+    Config), data (what a checkpoint says of the tokens). Every tensor is read once and its shape compared.
+    source: what messages call the model. ValueError for what is missing, broken or does not fit."""
+    kind, config = their_config(os.path.join(folder, 'config.json'), os.path.join(folder, 'config.json'))
+    where = {}
+    for file in sorted(os.listdir(folder)):
+        if file.endswith('.safetensors'):
+            path = os.path.join(folder, file)
+            where.update(dict.fromkeys(names_in(path, path), path))
+    if not where:
+        raise ValueError(f'{folder}: no model.safetensors; pickled weights (.bin, .pt) are not read')
+    family = FAMILIES[kind]
+    prefix = family.prefix
+    if not any(name.startswith(prefix) for name in where):
+        prefix = ''
+    tensors = {}
+    for name, parts, turned in layout(config, family, prefix):
+        found = [tensor(where, part, parts[part], source) for part in parts]
+        x = found[0]
+        if len(found) > 1:
+            x = torch.cat(found)
+        if turned:
+            x = x.mT
+        tensors[name] = x.float().contiguous()
+    data = {'name': source, 'tokenizer': 'ids', 'vocab_size': config['vocab_size']}
+    if data['vocab_size'] == 50257:
+        data['tokenizer'] = 'gpt2'
+    return tensors, config, data
+
+
+def names_in(path, name):
+    """The names of the tensors in a safetensors file; name: what a message calls it."""
+    try:
+        with safe_open(path, 'pt') as f:
+            return list(f.keys())
+    except (SafetensorError, OSError) as e:
+        raise ValueError(f'{name}: not a whole safetensors file ({e})') from None
+
+
+def tensor(where, name, shape, source):
+    """One tensor of a name of theirs. A private map of the file, opened anew for each: what is only copied
+    from (to be turned, joined or made fp32) does not stay in memory."""
+    if name not in where:
+        raise ValueError(f'{source}: tensor {name} is missing')
+    with safe_open(where[name], 'pt') as f:
+        x = f.get_tensor(name)
+    if x.shape != shape:
+        raise ValueError(f'{source}: {name} has shape {tuple(x.shape)}, expected {shape}')
+    return x
+
+
+def to_folder(folder, tensors, config):
+    """Tensors in our names -> model.safetensors and config.json: as the hub keeps GPT-2 or Llama, if that is
+    what they are (softmax in every layer); else in our own names, and with our config."""
+    raw = {'model_type': 'nanofwp', **config}
+    kind = family_of(config)
+    if kind:
+        family = FAMILIES[kind]
+        raw = {'model_type': kind, 'tie_word_embeddings': config['tied'], family.eps[0]: config['eps']}
+        raw.update(family.says)
+        if config['pos'] == 'rope':
+            raw['rope_theta'] = config['theta']
+        as_many = {'n_inner': 4 * config['n_embd'], 'n_kv_head': config['n_head']}      # where ours says 0
+        for field, key in {**family.sizes, **family.optional}.items():
+            raw[key] = config[field] or as_many[field]
+        theirs = {}
+        for name, parts, turned in layout(config, family, family.prefix):
+            x = tensors[name]
+            if turned:
+                x = x.mT
+            rows = [shape[0] for shape in parts.values()]
+            theirs.update(zip(parts, x.split(rows)))
+        tensors = theirs
+    replace(os.path.join(folder, 'model.safetensors'), tensors, {'format': 'pt'})
+    prepare.write(os.path.join(folder, 'config.json'), [json.dumps(raw, indent=1).encode()])
+
+
+def family_of(config):
+    """The family that has a model of this config, or None."""
+    rules = config['layers'] or config['rule']
+    for kind, family in FAMILIES.items():
+        same = [config[field] == value for field, value in family.config.items()]
+        if all(same) and {rule.strip() for rule in rules.split(',')} == {'softmax'}:
+            return kind
+
+
+# ---- the hub -----------------------------------------------------------------------------------------------
+
+HUB = {     # short name: repository, revision
+    'gpt2': ('openai-community/gpt2', '607a30d783dfa663caf39e06633721c8d4cfcd7e'),
+    'gpt2-medium': ('openai-community/gpt2-medium', 'main'),
+    'gpt2-large': ('openai-community/gpt2-large', 'main'),
+    'gpt2-xl': ('openai-community/gpt2-xl', 'main')}
+PINNED = {  # revision/file: bytes, sha256; of the others the hub itself says them
+    '607a30d783dfa663caf39e06633721c8d4cfcd7e/model.safetensors':
+    (548105171, '248dfc3911869ec493c76e65bf2fcf7f615828b0254c12b473182f0f81d3a707')}
+INDEX = 'model.safetensors.index.json'
+
+
+def hub(name, revision='main', root=None):
+    """config.json and weights of a hub repository -> their folder; what is not there yet is fetched.
+
+    name: OWNER/NAME, or one of `HUB`. root: where such folders lie; None: data/hub. The environment's
+    HF_ENDPOINT is another address of the hub, HF_TOKEN opens private models. What comes is looked at before
+    it is kept: after a ValueError nothing that is wrong is left, and the next call tries again.
+    """
+    repo, pinned = HUB.get(name, (name, 'main'))
+    if revision == 'main':
+        revision = pinned
+    site = f'{prepare.endpoint()}/{repo}'
+    base = f'{site}/resolve/{revision}'
+    root = root or os.path.join(prepare.HERE, 'hub')
+    folder = os.path.join(root, f'{repo.replace("/", "--")}--{revision[:12]}')
+    if not get(base, folder, 'config.json'):
+        raise ValueError(f'{site}: no such model at revision {revision}')
+    index = os.path.join(folder, INDEX)
+    if not os.path.exists(index) and get(base, folder, 'model.safetensors'):
+        return folder
+    if not get(base, folder, INDEX):
+        raise ValueError(f'{site}: neither model.safetensors nor its index; pickled weights (.bin, .pt) are '
+                         'not read')
+    for shard in shards(index, index):
+        if not get(base, folder, shard):
+            raise ValueError(f'{site}: {shard} is missing')
+    return folder
+
+
+def get(base, folder, file):
+    """Have one file of a repository in its folder -> whether there is such a file."""
+    import requests
+    path = os.path.join(folder, file)
+    url = f'{base}/{file}'
+    if os.path.exists(path):
+        return True
+    headers = {}
+    if os.environ.get('HF_TOKEN'):
+        headers['Authorization'] = f'Bearer {os.environ["HF_TOKEN"]}'
+    try:
+        reply = requests.head(url, headers=headers, timeout=(10, 30))
+    except requests.RequestException as e:
+        raise ValueError(f'{url}: {type(e).__name__}; or put the file at {path} by hand') from None
+    if reply.status_code in (401, 403):
+        raise ValueError(f'{url}: HTTP {reply.status_code}; a private or gated model needs HF_TOKEN')
+    if reply.status_code == 404:
+        return False
+    size, sha256 = PINNED.get(url.partition('/resolve/')[2], promised(reply))
+    new = path + '.new'
+    try:
+        prepare.download(url, new, size, sha256, headers)
+        look(new, file, url)
+        os.replace(new, path)
+    finally:
+        if os.path.exists(new):
+            os.remove(new)
+    return True
+
+
+def promised(reply):
+    """The size and sha256 that the hub says a large file has, None where it says neither."""
+    size = reply.headers.get('X-Linked-Size', '')
+    sha256 = reply.headers.get('X-Linked-Etag', '').strip('"')
+    if not re.fullmatch('[0-9a-f]{64}', sha256):
+        sha256 = None
+    if not size.isdecimal():
+        return None, sha256
+    return int(size), sha256
+
+
+def look(path, file, url):
+    """ValueError unless what came from url is what a file of that name holds."""
+    if file == 'config.json':
+        their_config(path, url)
+    elif file == INDEX:
+        shards(path, url)
+    else:
+        names_in(path, url)
+
+
+def shards(path, name):
+    """The files that an index of weights names; name: what a message calls the index."""
+    try:
+        files = json.loads(prepare.read(path))['weight_map'].values()
+        return sorted({os.path.basename(file) for file in files})
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        raise ValueError(f'{name}: no index of weights ({type(e).__name__}: {e})') from None
