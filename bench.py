@@ -1,4 +1,6 @@
-"""Measure, on this machine. A suite prints a table, writes out/bench/SUITE.csv and .png; last, a JSON line.
+"""Measure, on this machine. A suite is a table of forms or of commands: it prints what it found, writes
+out/bench/SUITE.csv and SUITE.png, and ends with a line of JSON. SUITES says what each takes and draws, PAPER
+what the papers found.
 
     python bench.py                    decode --quick: what the next token costs
     python bench.py all --quick        every suite below, twenty minutes on two cores; --full takes hours
@@ -15,11 +17,12 @@
     python bench.py cache              perplexity of a softmax model as an RNN that keeps few rows (Oren 2024)
     python bench.py kept               which tokens TOVA keeps in it, and for how long
     python bench.py batch              throughput at a memory budget against the rows kept
+    python bench.py idea               no measurement: the example at the top of fastweight.py, as a picture
 
 monotone, cache and kept need a softmax model, as train.py --rule=softmax makes.
 """
 import csv
-import functools
+import dataclasses
 import hashlib
 import importlib
 import itertools
@@ -33,38 +36,138 @@ import string
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
-os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # torch.profiler, of which memory is asked, is talkative
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import convert
 import fastweight
 import kernels
-import train as trainer
-from convert import pretrained
+import train as recipe
 from data import prepare
-from fastweight import NORMALISERS, RULES, FastWeights, finish, l2
-from model import (GPT, Config, captured, flag, graphed, pack, parse, pick_device, script, state_bytes,
-                   swapped, table, unpack)
+from fastweight import RULES, l2
+from model import (
+    GPT,
+    Config,
+    FastWeights,
+    flag,
+    load,
+    parse,
+    pick_device,
+    pick_forms,
+    script,
+    state_bytes,
+    swapped,
+)
+
+os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # torch.profiler, of which memory is asked, is talkative
+HERE = os.path.dirname(os.path.abspath(__file__))
+GOOD = 0.001        # up to this loss associations count as held, in the paper, too
+COLOURS = ['#000000', '#E69F00', '#56B4E9', '#009E73', '#0072B2', '#D55E00', '#CC79A7', '#F0E442']
+MB = 2 ** 20
 
 
-SUITES = dict(      # a function each; the flags that mean something to it, beside those that always do
-    decode='lengths heads head_dim dtype', layer='lengths heads head_dim batch dtype',
-    capacity='lengths seeds steps only', update='lengths seeds steps only', recall='seeds steps only',
-    mqar='lengths seeds steps only', monotone='init data steps only', language='data seeds steps only',
-    train='lengths heads head_dim batch dtype', cache='init data lengths overflow', kept='init data lengths',
-    batch='lengths budget dtype', all='seeds init')
+# ---- the suites: what each takes, and what is drawn of its table -------------------------------------------
+class Panel(NamedTuple):
+    """A line for each form or, with `name`, a point for each row. x, y, name, paper: columns of the table."""
+    x: str
+    y: str
+    title: str                      # flags in braces: {heads}
+    xlabel: str
+    ylabel: str
+    xscale: str = 'log'
+    yscale: str = 'log'
+    name: str = ''                  # what is written beside the points
+    paper: str = ''                 # the paper's figures: hollow points
+    only: tuple = ('', '')          # column and value of the rows that are drawn
+
+
+class Suite(NamedTuple):
+    """What a suite takes and what is drawn of it."""
+    flags: str                      # that mean something to it, beside ALWAYS
+    quick: dict | None = None       # what they are in a quick run, where they are not given
+    full: dict | None = None        # and in a full one
+    panels: tuple = ()
+
+
 ALWAYS = 'quick full out device seed'
+SPIKY = Panel('entropy', 'ours', '', 'entropy of attention, nats', 'accuracy, %', 'linear', 'linear',
+              name='form')
+HELD = Panel('S', 'ours', '', 'associations S', 'loss, 1/2 |v - answer|^2', 'linear', 'linear',
+             paper='paper')
+
+SUITES = {
+    'decode': Suite(
+        'lengths heads head_dim dtype',
+        {'lengths': '128,1024,8192,65536', 'heads': 12}, {'lengths': '128,1024,8192,65536', 'heads': 12},
+        (Panel('T', 'us a token', 'one layer, {heads} heads of {head_dim}',
+               'tokens so far', 'microseconds a token', only=('level', 'layer')),
+         Panel('T', 'state bytes', 'what it keeps', 'tokens so far', 'bytes', only=('level', 'layer')))),
+    'layer': Suite(
+        'lengths heads head_dim batch dtype',
+        {'lengths': '256,1024,4096', 'heads': 12}, {'lengths': '256,1024,4096,16384,32768', 'heads': 12},
+        (Panel('T', 'ms', 'one layer, {heads} heads of {head_dim}', 'sequence length', 'forward, ms'),
+         Panel('T', 'MB', 'and its memory', 'sequence length', 'peak memory, MB'))),
+    'capacity': Suite(
+        'lengths seeds steps only',
+        {'seeds': 1, 'steps': 1000, 'only': 'softmax,elu,dpfp:1,favor:64'},
+        {'seeds': 3, 'steps': 20000,
+         'lengths': '20,40,60,80,100,120,140,160,200,240,260,300,340,360,400,500,600'},
+        (HELD._replace(title='what a matrix holds (hollow: the paper)'),)),
+    'update': Suite(
+        'lengths seeds steps only',
+        {'seeds': 1, 'steps': 1000, 'only': 'sum,gated,delta,sum sum-norm'},
+        {'seeds': 3, 'steps': 20000, 'lengths': '20,40,60,80,100,140,200'},
+        (HELD._replace(title='values that change (hollow: the paper)'),)),
+    'recall': Suite(
+        'seeds steps only', {'seeds': 1}, {'seeds': 3},
+        (SPIKY._replace(title='one layer', only=('model', 'one layer')),
+         SPIKY._replace(title='two, no convolutions', only=('model', 'two, no conv')),
+         SPIKY._replace(title='the same, from softmax', only=('model', 'from softmax')))),
+    'mqar': Suite(
+        'lengths seeds steps only',
+        {'seeds': 1, 'steps': 300, 'lengths': '32,64', 'only': 'softmax,sum,delta'},
+        {'seeds': 3, 'steps': 1000, 'lengths': '16,32,64,128'},
+        (Panel('state bytes', 'ours', 'MQAR, 8 pairs', 'bytes of the state after 128 tokens', 'accuracy, %',
+               'log', 'linear'),)),
+    'monotone': Suite(
+        'init data steps only', {'steps': 30}, {'steps': 300},
+        (Panel('entropy', 'order kept', 'spiky and monotone: upper left',
+               'entropy, nats', 'share of pairs in the order of q.k', 'linear', 'linear', name='form'),)),
+    'language': Suite(
+        'data seeds steps only',
+        {'seeds': 1, 'steps': 150, 'only': 'softmax,sum,delta elu,delta,decay,gated_delta'},
+        {'seeds': 3, 'steps': 2000},
+        (Panel('paper, perplexity', 'ours', 'the same order as in the paper?',
+               'perplexity of WikiText-103 in the paper', 'bits per byte here', 'linear', 'linear',
+               name='form'),)),
+    'train': Suite(
+        'lengths heads head_dim batch dtype',
+        {'lengths': '256,1024,4096', 'heads': 4}, {'lengths': '256,1024,4096,16384', 'heads': 4},
+        (Panel('T', 'f+b ms', 'one layer, {heads} heads of {head_dim}',
+               'sequence length', 'forward + backward, ms'),)),
+    'cache': Suite(
+        'init data lengths overflow', {}, {},
+        (Panel('rows', 'perplexity', 'a softmax model as an RNN, no training', 'rows kept', 'perplexity',
+               'log', 'linear'),)),
+    'kept': Suite(
+        'init data lengths', {}, {},
+        (Panel('share of text', 'steps kept', 'how long, by kind', 'share of the text', 'mean steps kept',
+               'linear', 'linear', name='kind'),)),
+    'batch': Suite(
+        'lengths budget dtype', {'lengths': '4096'}, {'lengths': '4096'},
+        (Panel('rows', 'tokens/s', '{budget} MB of states', 'rows kept', 'tokens/s'),)),
+    'idea': Suite('', {}, {}),
+    'all': Suite('seeds init')}
 
 
 def of(name):
     """The suites to which a flag means something, for --help."""
-    return ', '.join(s for s, flags in SUITES.items() if name in flags.split())
+    return ', '.join(suite for suite in SUITES if name in SUITES[suite].flags.split())
 
 
 @dataclass
@@ -86,30 +189,104 @@ class Args:
                       ['auto', 'float32', 'bfloat16'])
     init: str = flag('', f'{of("init")}: a softmax model, if not that in out/ or out/teacher/')
     data: str = flag('', f'{of("data")}: a text, if not what the model was trained on, or stdlib')
-    overflow: str = flag('', f'{of("overflow")}: also with fast weights for what goes, at equal bytes, as '
-                             'sum:hedgehog')
+    overflow: str = flag('', f'{of("overflow")}: also with fast weights for what goes, as sum:hedgehog; to '
+                             'be compared by the bytes of the state')
     budget: int = flag(71, f'{of("budget")}: MB for all states', low=1)
 
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-COLOURS = ['#000000', '#E69F00', '#56B4E9', '#009E73', '#0072B2', '#D55E00', '#CC79A7', '#F0E442']
+# ---- the papers' figures: all of them stand here -----------------------------------------------------------
+class Paper(NamedTuple):
+    """What a paper found."""
+    source: str             # paper, table or figure, and what was measured there
+    figures: dict           # form -> a figure, or a dict of them by the suite's size
+
+
+def over(sizes, *figures):
+    """Figures by size, from the first size on."""
+    return dict(zip(sizes, figures))
+
+
+TO_600 = 20, 40, 60, 80, 100, 120, 140, 160, 200, 240, 260, 300, 340, 360, 400, 500, 600
+TO_200 = 20, 40, 60, 80, 100, 120, 140, 160, 180, 200
+SHARES = 64, 32, 16, 8, 4, 2, 1         # one row in so many is kept
+
+PAPER = {
+    'capacity': Paper(
+        "Schlag 2021, figure 2; the numbers are the authors' logs, least evaluation loss of one run", {
+            'softmax': over(TO_600, .0006, .0003, .0001, 0, 0, 0, 0, 0, 0, .0004, 0, 0, 0, .0045, 0, .0089,
+                            .03),
+            'elu': over(TO_600, .0009, .0008, .0245, .108, .164, .232, .271, .301, .342, .363, .378, .397,
+                        .409, .417, .422, .429, .451),
+            'dpfp:1': over(TO_600, .0008, .0003, .0004, .0002, .0002, .0083, .051, .102, .173, .225, .27,
+                           .286, .343, .336, .342, .386, .411),
+            'dpfp:2': over(TO_600, .0003, .0006, .001, .0006, .0005, .0003, .0005, .0004, .0004, .0005, .0084,
+                           .068, .129, .159, .164, .276, .323),
+            'dpfp:3': over(TO_600, .0005, .0009, .0005, .0007, .0005, .0005, .0009, .0002, .0009, .0005,
+                           .0004, .0003, .0001, .0034, .036, .169, .198),
+            'favor:64': over(TO_600, .117, .274, .483, .5, .496, *[.5] * 12),
+            'favor:128': over(TO_600, .074, .175, .484, .49, *[.5] * 13),
+            'favor:512': over(TO_600, .024, .075, .407, .49, .5, .5, .492, *[.5] * 10)}),
+    'update': Paper(
+        "Schlag 2021, figure 5; the numbers are the authors' logs, least evaluation loss of one run", {
+            'sum': over(TO_200, .097, .104, .103, .113, .111, .128, .155, .18, .201, .231),
+            'delta': over(TO_200, .0008, .001, .0049, .0063, .0001, .0141, .0475, .104, .133, .171),
+            'delta dpfp:2': over(TO_200, .001, .0005, .0005, .0008, .0854, .0007, .0003, .0004, .0004, .0008),
+            'delta elu': over(TO_200, .0008, .0007, .0005, .094, .15, .215, .257, .276, .315, .342)}),
+    'recall': Paper(
+        'Zhang 2024, tables 2, 3 and figure 4, accuracy in %; in its text exp:2 solves it, exp:1 does not', {
+            'softmax': 100, 'taylor': 100, 'hedgehog': 100, 'elu': 17, 'favor': 17, 'cosformer': 17}),
+    'monotone': Paper('Zhang 2024, figures 2, 3 and 7, which are pictures', {}),
+    'layer': Paper(
+        'Zhang 2024, figure 6: Hedgehog nearly 6 times as fast as FlashAttention at 32,768, on a GPU, in as '
+        'little memory', {}),
+    'language': Paper(
+        'Schlag 2021, tables 2 and 5, small models: test perplexity of WikiText-103, 40 M parameters, with '
+        "positions; attn-norm from a line of table 2's source that is not printed", {
+            'softmax': 34.1, 'sum': 38.3, 'delta elu': 35.5, 'sum favor:8': 39.6, 'delta favor:8': 37.2,
+            'sum dpfp:1': 38.8, 'delta dpfp:1': 35.0, 'delta elu attn-norm': 37.2}),
+    'mqar': Paper('Arora 2023, figure 2, which is a picture', {}),
+    'train': Paper(
+        'Schlag 2021, on their small language models: 66,000 words a second with sum, 63,000 with delta, '
+        '33,000 with softmax', {}),
+    'decode': Paper('Mao 2022, figure 1, which is a picture', {}),
+    'cache': Paper(
+        'Oren 2024, table 3: perplexity of LLaMA-2-7B on PG-19, at the same share of its 4,096 rows', {
+            'window': over(SHARES, 4812.27, 4025.01, 3275.58, 2184.62, 1001.29, 240.17, 7.16),
+            'sink': over(SHARES, 10.28, 8.98, 8.19, 7.73, 7.46, 7.30, 7.16),
+            'h2o': over(SHARES, 10.22, 8.97, 8.21, 7.75, 7.49, 7.32, 7.16),
+            'tova': over(SHARES, 9.53, 8.32, 7.71, 7.41, 7.25, 7.17, 7.16),
+            'tova-head': over(SHARES, 11.13, 9.55, 8.69, 7.90, 7.52, 7.27, 7.16)}),
+    'kept': Paper(
+        'Oren 2024, section 5: 73 to 76 % of the rows are recent, the first token stays practically '
+        'always', {}),
+    'batch': Paper(
+        'Oren 2024, table 1: throughput of LLaMA-2-7B on a V100 at its largest batch, as multiples of that '
+        'with 4,096 rows', {
+            'tova': over(SHARES[2:], 8.5, 4.8, 3.1, 1.7, 1)})}
 
 
 # ---- measuring ---------------------------------------------------------------------------------------------
+def finish(device):
+    """Wait until the device has done what it was told: a GPU is told ahead."""
+    if device.type == 'cuda':
+        torch.cuda.synchronize()
+
+
 def seconds(runs, device, least=0.3, repeats=5):
     """Median time of each function of a list: at least `repeats` calls and `least` seconds of them, after a
     warm-up. They take turns, so that a busy moment of the machine meets them all."""
-    wait = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
     times = [[] for _ in runs]
     for run in runs:
         run()
-    while open_ := [i for i, t in enumerate(times) if len(t) <= repeats or sum(t) < least]:
-        for i in open_:
-            wait()
-            t = time.perf_counter()
+    unfinished = range(len(runs))
+    while unfinished:
+        for i in unfinished:
+            finish(device)
+            begin = time.perf_counter()
             runs[i]()
-            wait()
-            times[i].append(time.perf_counter() - t)
+            finish(device)
+            times[i].append(time.perf_counter() - begin)
+        unfinished = [i for i, t in enumerate(times) if len(t) <= repeats or sum(t) < least]
     return [statistics.median(t[1:]) for t in times]
 
 
@@ -120,507 +297,15 @@ def kept_bytes(run):
     def note(x):
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        o = run()
-    del o
+
+    def as_it_is(x):
+        return x
+    with torch.autograd.graph.saved_tensors_hooks(note, as_it_is):
+        result = run()          # held to the end, else freed memory is given out again and counted once
+    del result
     return sum(kept.values())
 
 
-def lengths(args, default):
-    """--lengths as numbers."""
-    given = args.lengths.split(',') if args.lengths else [str(T) for T in default if T]
-    if not all(T.isdecimal() and int(T) for T in given):
-        raise ValueError(f'--lengths={args.lengths}: expected numbers with commas, as 256,1024')
-    return sorted({int(T) for T in given})
-
-
-def one_length(args, default):
-    """--lengths as one number."""
-    T, *more = lengths(args, [default])
-    if more:
-        raise ValueError(f'--lengths={args.lengths}: this suite takes one')
-    return T
-
-
-def ceiling(device, dtype):
-    """FLOP a second of a large matrix product here."""
-    n = 8192 if device.type == 'cuda' else 1024
-    a = torch.randn(n, n, device=device, dtype=dtype)
-    return 2 * n ** 3 / seconds([lambda: a @ a], device)[0]
-
-
-def report(args, name, rows, note, *panels, **summary):
-    """The table on stdout and as CSV, the picture, one JSON line. A panel draws rows on its axes."""
-    os.makedirs(args.out, exist_ok=True)
-    path = os.path.join(args.out, name)
-    with open(path + '.csv', 'w', newline='') as f:
-        writer = csv.DictWriter(f, rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
-    table(rows)
-    print(note)
-    import matplotlib
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-    plt.rcParams.update({'font.size': 12, 'axes.spines.top': False, 'axes.spines.right': False})
-    figure, axes = plt.subplots(1, len(panels), figsize=(7 * len(panels), 4.5), squeeze=False)
-    for draw, ax in zip(panels, axes[0]):
-        draw(ax, rows)
-    figure.savefig(path + '.png', dpi=110, bbox_inches='tight')
-    here = dict(torch=torch.__version__, threads=torch.get_num_threads())
-    minutes = round((time.perf_counter() - args.began) / 60, 2)
-    if 'seeds' in rows[0]:
-        here['seeds'] = args.seeds
-    print(json.dumps(dict(suite=name, **here, minutes=minutes, **summary)), flush=True)
-
-
-def lines(axes, rows, x, y, yscale='log', xscale='log', paper=None):
-    """One line a form, in colours that colour-blind readers can tell; paper: the column of its figures, drawn
-    as hollow points."""
-    for i, name in enumerate(dict.fromkeys(r['form'] for r in rows)):
-        points = [(r[x], r[y]) for r in rows if r['form'] == name and r[y] is not None]
-        if points:
-            style = dict(marker='o', color=COLOURS[i % 8], linestyle='-' if i < 8 else '--')
-            axes.plot(*zip(*points), label=name, **style)
-        theirs = [(r[x], r[paper]) for r in rows if paper and r['form'] == name and r[paper] is not None]
-        if theirs:
-            axes.plot(*zip(*theirs), linestyle='', marker='o', color=COLOURS[i % 8], markerfacecolor='none')
-    axes.set(xscale=xscale, yscale=yscale)
-    ticks = sorted({r[x] for r in rows})
-    if len(ticks) <= 8:
-        axes.set_xticks(ticks, [f'{t:,}' for t in ticks])
-        axes.minorticks_off()
-    if rows:
-        axes.legend(fontsize=9, frameon=False)
-
-
-def panel(title, x, y, xlabel, ylabel, where=lambda r: True, **how):
-    """A function that draws `lines` of some rows and says what they are."""
-    def draw(axes, rows):
-        lines(axes, [r for r in rows if where(r)], x, y, **how)
-        axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
-    return draw
-
-
-def code():
-    """A digest of what results depend on."""
-    files = ('fastweight', 'kernels', 'model', 'train', 'convert', 'bench', 'data/prepare')
-    text = b''.join(prepare.read(os.path.join(HERE, f'{name}.py')) for name in files)
-    return hashlib.sha256(text).hexdigest()[:12]
-
-
-def once(args, name, run, **key):
-    """run(**key), a dict, and its minutes; or what the same code gave before, by runs.jsonl in --out: a long
-    suite that was stopped goes on."""
-    path, mark = os.path.join(args.out, 'runs.jsonl'), {'run': name, 'code': code(), **key}
-    for line in prepare.read(path).decode().splitlines() if os.path.exists(path) else ():
-        try:
-            known = json.loads(line)
-        except ValueError:          # cut off in writing
-            continue
-        if isinstance(known, dict) and known.pop('key', None) == mark:
-            return known
-    began = time.perf_counter()
-    found = run(**key)
-    found['minutes'] = (time.perf_counter() - began) / 60
-    os.makedirs(args.out, exist_ok=True)
-    with open(path, 'a') as f:
-        f.write('\n' * (f.tell() > 0) + json.dumps({'key': mark, **found}))
-    return found
-
-
-def for_seeds(args, name, run, **key):
-    return [once(args, name, run, **key, seed=seed) for seed in range(args.seed, args.seed + args.seeds)]
-
-
-def of_seeds(found, key, scale=1.0):
-    """Columns of a table: the median over seeds, its range, what it took."""
-    values = [scale * f[key] for f in found]
-    return {'ours': statistics.median(values), 'least': min(values), 'most': max(values),
-            'seeds': len(values), 'minutes': sum(f['minutes'] for f in found)}
-
-
-def only(args, table):
-    """The rows of a table that --only names, or all."""
-    names = [n.strip() for n in args.only.split(',')] if args.only else list(table)
-    if unknown := [n for n in names if n not in table]:
-        raise ValueError(f'--only={args.only}: no {unknown[0]!r} here; choose from {", ".join(table)}')
-    return {n: table[n] for n in names}
-
-
-# ---- suites capacity, update: how much a matrix of fast weights holds. Schlag 2021 section 6.1 -------------
-class Associative(nn.Module):
-    """Read S keys with their values, then say the value of each. d = 64. x = [embed(key); one-hot of value],
-    k = W_k x, q = W_q embed(key), v the one-hot itself; the answer is what is read: no output layer."""
-    def __init__(self, S, rule, phi, norm, d=64):
-        super().__init__()
-        e = int(1.1 * 2 * S)
-        self.embed = nn.Parameter(torch.randn(S, e))
-        self.k, self.q = nn.Linear(e + S, d), nn.Linear(e, d)
-        for w in self.k.weight, self.q.weight:
-            nn.init.uniform_(w, -d ** -0.5, d ** -0.5)
-        self.memory = FastWeights(rule, e + S, 1, d, phi, norm)
-
-    def forward(self, keys, values):
-        """keys, values (B, L), all written, then all keys asked for -> answers (B, L, S)"""
-        (S, e), m = self.embed.shape, self.memory
-        W_e, W_v = self.k.weight[:, :e], self.k.weight[:, e:]       # W_k x is a sum of two rows of tables
-        k = ((self.embed @ W_e.mT + self.k.bias)[keys] + W_v.mT[values])[:, None]
-        q, v = self.q(self.embed)[keys][:, None], F.one_hot(values, S).to(k.dtype)[:, None]
-        if m.rule.keeps:
-            return ((q @ k.mT * k.shape[-1] ** -0.5).softmax(-1) @ v)[:, 0]
-        q, k = NORMALISERS[m.norm](m.features(q, k, None, 0)).chunk(2)
-        floor = m.norm == 'attn' and m.phi.floor
-        if m.rule.erase or m.rule.f or m.rule.write:
-            gates = m.gates(torch.cat([self.embed[keys], v[:, 0]], -1))
-            _, W = kernels.chunked(k, k, v, **gates, normalise=floor)
-            return finish(q @ W.mT, floor, q.dtype)[:, 0]
-        weights = q @ k.mT                                          # a sum is attention without softmax
-        return (finish(torch.cat([weights @ v, weights.sum(-1, True)], -1), floor, q.dtype) if floor
-                else weights @ v)[:, 0]
-
-
-def associate(S, rule, phi, norm, replace, seed, most, device, rows=4):
-    """The least loss 1/2 |v - answer|^2 on new sequences: 0.5 is nothing learned. As the authors' code: Adam,
-    1e-3, a look every 100 steps at 20 sequences, the end at 0.001 or after 11 looks in vain. Not as theirs:
-    a step has 4 sequences and all their keys as queries, not 32 with one each."""
-    torch.manual_seed(seed)
-    draw, best, vain = torch.Generator().manual_seed(seed), math.inf, 0
-    model = Associative(S, rule, phi, norm).to(device)
-    opt = torch.optim.Adam(model.parameters(), 1e-3, fused=True)
-
-    def loss(rows, L, by_key):
-        if replace:
-            keys, values = (torch.randint(S, (rows, L), generator=draw) for _ in 'kv')
-        else:
-            keys, values = (torch.rand(rows, S, generator=draw).argsort(1) for _ in 'kv')
-        keys, values = keys.to(device), values.to(device)
-        same = keys[:, :, None] == keys[:, None, :]
-        last = ~same.triu(1).any(-1)                # the others are overwritten
-        weight = last * (1 if by_key else same.sum(-1))
-        o = model(keys, values)
-        far = 0.5 * (o.square().sum(-1) - 2 * o.gather(-1, values[..., None])[..., 0] + 1)
-        return (far * weight).sum() / weight.sum()
-    for step in range(1, most + 1):
-        model.train()
-        loss(rows, 2 * S, by_key=False).backward()  # a position is drawn: frequent keys come more often
-        opt.step()
-        opt.zero_grad()
-        if step % 100 == 0 or step == most:
-            model.eval()
-            with torch.no_grad():                   # S pairs, also where 2 S were trained on, as they do
-                found = loss(20, S, by_key=True).item()
-            best, vain = (found, 0) if found < best else (best, vain + 1)
-            if best <= 0.001 or vain > 10 or not math.isfinite(found):
-                break
-    return {'loss': best, 'steps': step}
-
-
-GRIDS = {'capacity': (20, 40, 60, 80, 100, 120, 140, 160, 200, 240, 260, 300, 340, 360, 400, 500, 600),
-         'update': (20, 40, 60, 80, 100, 140, 200)}
-ASSOCIATIVE = {     # form: rule, phi, norm, the losses logged beside the authors' code
-    'capacity': {
-        'softmax': ('softmax', None, None, [.0006, .0003, .0001, *[0] * 6, .0004, 0, 0, 0, .0045, 0, .0089,
-                                            .03]),
-        'elu': ('sum', 'elu', 'attn', [.0009, .0008, .0245, .108, .164, .232, .271, .301, .342, .363, .378,
-                                       .397, .409, .417, .422, .429, .451]),
-        'dpfp:1': ('sum', 'dpfp:1', 'attn', [.0008, .0003, .0004, .0002, .0002, .0083, .051, .102, .173, .225,
-                                             .27, .286, .343, .336, .342, .386, .411]),
-        'dpfp:2': ('sum', 'dpfp:2', 'attn', [.0003, .0006, .001, .0006, .0005, .0003, .0005, .0004, .0004,
-                                             .0005, .0084, .068, .129, .159, .164, .276, .323]),
-        'dpfp:3': ('sum', 'dpfp:3', 'attn', [.0005, .0009, .0005, .0007, .0005, .0005, .0009, .0002, .0009,
-                                             .0005, .0004, .0003, .0001, .0034, .036, .169, .198]),
-        'favor:64': ('sum', 'favor:64', 'attn', [.117, .274, .483, *[.5] * 14]),
-        'favor:128': ('sum', 'favor:128', 'attn', [.074, .175, .484, .49, *[.5] * 13]),
-        'favor:512': ('sum', 'favor:512', 'attn', [.024, .075, .407, .49, *[.5] * 13])},
-    'update': {
-        'sum': ('sum', 'dpfp:1', 'attn', [.097, .104, .103, .113, .111, .155, .231]),
-        'gated': ('gated', 'dpfp:1', 'attn', []),
-        'delta': ('delta', 'dpfp:1', 'sum', [.0008, .001, .0049, .0063, .0001, .0475, .171]),
-        'delta dpfp:2': ('delta', 'dpfp:2', 'sum', [.001, .0005, .0005, .0008, .0854, .0003, .0008]),
-        'delta elu': ('delta', 'elu', 'sum', [.0008, .0007, .0005, .094, .15, .257, .342]),
-        'delta l2': ('delta', 'dpfp:1', 'l2', []),
-        'sum sum-norm': ('sum', 'dpfp:1', 'sum', [])}}
-
-
-def associative(args, device, name, quick, title):
-    """A table of losses against S. A matrix that is overfull (a loss above 0.1) is not tried at greater S."""
-    rows, broken, theirs = [], {}, {}
-    for form, (rule, phi, norm, logged) in only(args, ASSOCIATIVE[name]).items():
-        paper = dict(zip(GRIDS[name], logged))
-        theirs[form] = next((S for S, x in paper.items() if x > 0.001), '-')
-        for S in lengths(args, GRIDS[name] if args.full else quick.get(form, (20, 60) if args.only else ())):
-            found = for_seeds(args, 'associate', associate, S=S, rule=rule, phi=phi, norm=norm,
-                              replace=name == 'update', most=args.steps or (20000 if args.full else 1000),
-                              device=str(device))
-            rows.append({'form': form, 'S': S, 'paper': paper.get(S), **of_seeds(found, 'loss')})
-            if rows[-1]['ours'] > 0.001:
-                broken.setdefault(form, S)
-            if rows[-1]['ours'] > 0.1 and (rule == 'delta' or name == 'capacity'):
-                break
-
-    text = ', '.join(f'{form} {S} (paper {theirs[form]})' for form, S in broken.items())
-    report(args, name, rows, f'first S above a loss of 0.001: {text}',
-           panel(title, 'S', 'ours', 'associations S', 'loss, 1/2 |v - answer|^2', yscale='linear',
-                 xscale='linear', paper='paper'), broken=broken)
-
-
-def capacity(args, device, dtype):
-    """How many associations fit: keys come once. Schlag 2021 figure 2."""
-    few = {'softmax': (20, 100, 200), 'elu': (20, 40, 60, 80), 'dpfp:1': (40, 100, 140), 'favor:64': (20, 60)}
-    associative(args, device, 'capacity', few, 'what a matrix holds (hollow: the paper)')
-
-
-def update(args, device, dtype):
-    """Values that change: keys come again, the last value counts. Schlag 2021 figure 3."""
-    few = {'sum': (20, 60), 'gated': (20,), 'delta': (20, 60), 'sum sum-norm': (20,)}
-    associative(args, device, 'update', few, 'values that change (hollow: the paper)')
-
-
-# ---- suites recall, mqar, language: a line of the table is a run of train.py -------------------------------
-def run_train(flags, seed, out):
-    """python train.py FLAGS --seed --out: accuracy or nats a token of the closing validation."""
-    command = [sys.executable, os.path.join(HERE, 'train.py'), *shlex.split(flags)]
-    done = subprocess.run([*command, f'--seed={seed}', f'--out={out}'], capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(f'train.py {flags}: {(done.stderr.strip() or "stopped").splitlines()[-1]}')
-    log = [json.loads(line) for line in prepare.read(os.path.join(out, 'log.jsonl')).decode().splitlines()]
-    ends = {row['rule']: row for row in log if 'rule' in row}
-    return {'accuracy': ends['blocks']['accuracy'], 'loss': ends['blocks']['val_loss'],
-            'carried': ends.get('carried', {}).get('val_loss'), 'params': log[0]['params']}
-
-
-def learned(args, suite, name, flags):
-    """The runs of one line, a seed each, and their checkpoints."""
-    print(f'{name}: python train.py {flags}', file=sys.stderr, flush=True)
-    mark = hashlib.sha256(flags.encode()).hexdigest()[:8]
-    folder = os.path.join(args.out, suite, re.sub('[^a-z0-9]+', '-', f'{name}-{mark}'))
-    run = lambda flags, seed: run_train(flags, seed, f'{folder}-{seed}')
-    found = for_seeds(args, 'train.py', run, flags=flags)
-    return found, [f'{folder}-{args.seed + i}/ckpt.safetensors' for i in range(args.seeds)]
-
-
-@torch.inference_mode()
-def entropy(model, meta, device):
-    """Mean entropy in nats of the attention weights at the end of 16 validation rows, or None."""
-    val, data = prepare.load(meta['args']['data'])[1:]
-    T = data['row']
-    x, _ = trainer.rows(val, range(0, 32 * T, 2 * T), T, data, device)
-    found = []
-    for block, _, u, q, k, *_ in convert.through(model.eval(), x):
-        if not (block.mixer.memory.rule.keeps or convert.has_weights(block.mixer)):
-            return None
-        w = convert.weights(block.mixer, u, q, k)[:, :, -1].clamp(min=1e-12)
-        found.append(-(w * w.log()).sum(-1).mean().item())
-    return sum(found) / len(found)
-
-
-RECALL = {      # what is trained, and the paper's accuracy in per cent, where the text at hand has it
-    'softmax': ('--rule=softmax', 100), 'taylor': ('--rule=sum --phi=taylor', 100),
-    'hedgehog': ('--rule=sum --phi=hedgehog', 100), 'exp:2': ('--rule=sum --phi=exp:2', None),
-    'exp:1': ('--rule=sum --phi=exp:1', None), 'relu': ('--rule=sum --phi=relu', None),
-    'elu': ('--rule=sum --phi=elu', 17), 'favor': ('--rule=sum --phi=favor', 17),
-    'cosformer': ('--rule=sum --phi=cosformer:128', 17), 'delta': ('--rule=delta', None),
-    'delta dpfp:2': ('--rule=delta --phi=dpfp:2', None)}
-
-
-def exchange(path, flags, steps, device, seed):
-    """The attention of a trained softmax model exchanged for another. Maps that learn are distilled in a
-    third of the steps (Zhang 2024 eq. 4), all weights trained in the others.
-    ->  accuracy before and after the latter, entropy"""
-    teacher, meta = pretrained(path, device=device)
-    train, val, data = prepare.load(meta['args']['data'])
-    T, draw = data['row'], torch.Generator()
-    recipe = convert.Args(seed=seed, batch_size=32, distil_steps=steps // 3, eval_every=steps)
-
-    def batch(step):
-        draw.manual_seed(seed * 10 ** 6 + step)
-        begin = torch.randint(len(train) // (2 * T), (recipe.batch_size,), generator=draw) * 2 * T
-        return trainer.rows(train, begin.tolist(), T, data, device)
-
-    def loss(step):
-        logits, y, _ = trainer.said(student, *batch(steps + step), None, data)
-        value = F.cross_entropy(logits, y)
-        value.backward()
-        return value.item()
-    accuracy = lambda: trainer.evaluate(student, val, T, data, device, nullcontext())[1]
-    torch.manual_seed(seed)
-    student, new = convert.swap(teacher, parse(shlex.split(flags), '', convert.Student)[0])
-    learns = {n for n, _ in student.named_parameters()} & new
-    if learns and convert.has_weights(student.blocks[0].mixer):
-        convert.distil(teacher, student, learns, 'ce', lambda step: F.pad(batch(step)[0], (0, 1)),
-                       convert.Progress(recipe))
-        steps -= recipe.distil_steps
-    before = accuracy()
-    convert.optimise(student, 1e-3, steps, loss, 'train', convert.Progress(recipe))
-    return {'before': before, 'accuracy': accuracy(), 'entropy': entropy(student, meta, device)}
-
-
-NO_CONV = '--n_layer=2 --n_embd=64 --lr=1e-3 --batch_size=32 --conv=0 --pos=learned'
-RECALL_IN = {   # and in which model, for how many steps; each value must be brought its key
-    'one layer': (2000, '--n_layer=1 --n_head=1 --n_embd=16 --lr=1e-2 --batch_size=64'),
-    'two, no conv': (3000, f'{NO_CONV} --n_head=4'), 'from softmax': (3000, f'{NO_CONV} --n_head=1')}
-
-
-def recall(args, device, dtype):
-    """Associative recall against the entropy of attention. Zhang 2024 figure 4. With convolutions one layer
-    and one head of 16 channels are enough for softmax, so that what is lost is lost by the map; --full also
-    asks for what it takes without them, a first layer that looks one token back: learned anew, or taken from
-    softmax, whose attention is then exchanged, with 300 more steps."""
-    rows, models = [], list(RECALL_IN)[:None if args.full else 1]
-    for model, (name, (flags, paper)) in itertools.product(models, only(args, RECALL).items()):
-        steps, size = RECALL_IN[model]
-        steps, before = args.steps or (steps if args.full else 300), None
-        swap = model == 'from softmax' and name != 'softmax'
-        what, trains = ('softmax', '--rule=softmax') if swap else (name, flags)
-        found, paths = learned(args, 'recall', f'{what}, {model}', f'--data=recall-kept {size} '
-                               f'--steps={steps} --eval_every={steps} --device={device} {trains}')
-        if swap:
-            print(f'{name}, {model}: exchanged', file=sys.stderr, flush=True)
-            steps, key = args.steps or 300, dict(flags=flags, device=str(device))
-            found = [once(args, 'exchange', exchange, path=path, steps=steps, **key, seed=seed)
-                     for seed, path in enumerate(paths, args.seed)]
-            before, spread = 100 * statistics.median(f['before'] for f in found), found[0]['entropy']
-        else:
-            spread = entropy(*pretrained(paths[0], device=device), device)
-        rows.append({'form': name, 'model': model, 'paper': paper, **of_seeds(found, 'accuracy', 100),
-                     'before': before, 'entropy': spread, 'steps': steps})
-
-    def draw(model):
-        def on(axes, rows):
-            for r in rows:
-                if r['model'] == model and r['entropy'] is not None:
-                    axes.plot(r['entropy'], r['ours'], 'o', color=COLOURS[4])
-                    axes.annotate(r['form'], (r['entropy'], r['ours']), (6, -4), textcoords='offset points')
-            axes.set(xlabel='entropy of attention, nats', ylabel='accuracy, %', title=model, ylim=(0, 105))
-        return on
-    note = ('accuracy in % of 2,000 new rows; before: exchanged, maps that learn distilled, else as it was; '
-            'entropy: mean over layers, the first seed')
-    report(args, 'recall', rows, note, *map(draw, models),
-           accuracy={f'{r["form"]}, {r["model"]}': round(r['ours'], 1) for r in rows})
-
-
-def mqar(args, device, dtype):
-    """Accuracy on multi-query recall against the bytes of the state, with --full for every rule. Arora 2023
-    (Zoology)."""
-    rows, steps = [], args.steps or (1000 if args.full else 300)
-    widths = lengths(args, (16, 32, 64, 128) if args.full else (32, 64))
-    rules = RULES if args.full or args.only else ['softmax', 'sum', 'delta']
-    for rule, width in itertools.product(only(args, {r: RULES[r] for r in rules}), widths):
-        flags = (f'--data=mqar --rule={rule} --n_layer=2 --n_head=2 --n_embd={width} --batch_size=32 '
-                 f'--lr=1e-2 --steps={steps} --eval_every={steps} --val_tokens={2 ** 17} --device={device}')
-        flags += ' --cache=16' if RULES[rule].keeps not in (None, 'all') else ''
-        found, paths = learned(args, 'mqar', f'{rule} {width}', flags)
-        model, _ = pretrained(paths[0], device=device)
-        state = model.eval().read(torch.zeros(1, model.config.block_size, dtype=torch.long, device=device))
-        rows.append({'form': rule, 'width': width, 'state bytes': state_bytes(state),
-                     **of_seeds(found, 'accuracy', 100)})
-
-    report(args, 'mqar', rows, f'{steps} steps of 32 rows; accuracy in % of 512 new rows',
-           panel('MQAR, 8 pairs', 'state bytes', 'ours', 'bytes of the state after 128 tokens', 'accuracy, %',
-                 yscale='linear'))
-
-
-LANGUAGE = {    # what is trained; perplexity on WikiText-103 (tables 2, 5: 40 M parameters, with positions)
-    'softmax': ('--rule=softmax --n_head=4', 34.1), 'sum': ('--rule=sum --pos=learned', 38.3),
-    'delta elu': ('--rule=delta --phi=elu --norm=sum --pos=learned', 35.5),
-    'sum favor:8': ('--rule=sum --phi=favor:8 --pos=learned', 39.6),
-    'delta favor:8': ('--rule=delta --phi=favor:8 --norm=sum --pos=learned', 37.2),
-    'sum dpfp:1': ('--rule=sum --phi=dpfp:1 --pos=learned', 38.8),
-    'delta dpfp:1': ('--rule=delta --phi=dpfp:1 --norm=sum --pos=learned', 35.0),
-    'delta elu attn-norm': ('--rule=delta --phi=elu --norm=attn --pos=learned', 37.2),
-    'sum no-positions': ('--rule=sum', None), 'sum no-positions carry': ('--rule=sum --carry', None),
-    'delta elu no-positions': ('--rule=delta --phi=elu --norm=sum', None),
-    'delta elu no-positions carry': ('--rule=delta --phi=elu --norm=sum --carry', None),
-    'delta': ('--rule=delta', None), 'decay': ('--rule=decay', None),
-    'gated_delta': ('--rule=gated_delta', None), 'delta convolutions': ('--rule=delta --conv=4', None),
-    'delta convolutions carry': ('--rule=delta --conv=4 --carry', None)}
-
-
-def language(args, device, dtype):
-    """Schlag 2021 tables 2 to 5 at a size for two cores: 4 layers of width 128, rows of 128, the same tokens
-    for all, convolutions only where the name says so. `carried` reads the validation tokens with one state
-    from end to end."""
-    rows, steps, tokens = [], args.steps or (2000 if args.full else 150), 2 ** 18 if args.full else 2 ** 15
-    data = args.data or 'stdlib'
-    meta = prepare.load(data)[2]
-    if 'row' in meta:
-        raise ValueError(f'--data={data}: a task; this suite wants a text')
-    val = meta['val']
-    few = ['softmax', 'sum', 'delta elu', 'delta', 'decay', 'gated_delta']
-    table = only(args, LANGUAGE if args.full or args.only else {n: LANGUAGE[n] for n in few})
-    for name, (flags, paper) in table.items():
-        flags += ' --conv=0' * ('--conv' not in flags)
-        found, _ = learned(args, 'language', name, f'--data={shlex.quote(data)} --steps={steps} '
-                        f'--eval_every={steps} --val_tokens={tokens} --device={device} {flags}')
-        bits = val['tokens'] / val['bytes'] / math.log(2)
-        carried = [f['carried'] for f in found if f['carried'] is not None]
-        rows.append({'form': name, 'paper, perplexity': paper, **of_seeds(found, 'loss', bits),
-                     'carried': bits * statistics.median(carried) if carried else None,
-                     'parameters': found[0]['params']})
-
-    def draw(axes, rows):
-        for i, r in enumerate(reversed(rows)):
-            axes.plot([r['least'], r['most']], [i, i], color=COLOURS[4])
-            axes.plot(r['ours'], i, 'o', color=COLOURS[4])
-        axes.set_yticks(range(len(rows)), [r['form'] for r in reversed(rows)])
-        axes.set(xlabel=f'bits per byte of {data}, rows of 128 (points)')
-        top = axes.twiny()                              # another unit, but the same order?
-        for i, r in enumerate(reversed(rows)):
-            if r['paper, perplexity']:
-                top.plot(r['paper, perplexity'], i, 'o', color=COLOURS[1], markerfacecolor='none')
-        top.set(xlabel="the paper's perplexity of WikiText-103 (circles)")
-    note = (f'ours: bits per byte of {data} after {steps} steps of 4 rows of 128; carried: with the state '
-            'handed on; paper: WikiText-103')
-    report(args, 'language', rows, note, draw)
-
-
-# ---- suite monotone: what feature maps do to attention. Zhang 2024 figures 2, 3 and 7 ----------------------
-def monotone(args, device, dtype):
-    """Attention of a trained softmax model by other maps: do weights grow with q.k, how spiky are they; the
-    learned maps before and after they are distilled."""
-    teacher, data, x, text = chunks(args, device, 8 if args.full else 2)
-    steps, T, rows, curves = args.steps or (300 if args.full else 30), x.shape[1], [], {}
-
-    def row(form, student):
-        keys = 'order kept', 'entropy', 'entropy of teacher', 'KL to teacher'
-        layers = convert.fidelity(teacher, student.eval(), x)
-        rows.append({'map': form, **{key: statistics.mean(layer[key] for layer in layers) for key in keys}})
-        with torch.no_grad():       # one query, the last of a piece, in the first head of the last layer
-            _, _, u, q, k, *_ = list(convert.through(teacher, x[:1]))[-1]
-            w = convert.weights(student.blocks[-1].mixer, u, q, k)[0, 0, -1].cpu()
-            s, order = ((q[0, 0, -1] @ k[0, 0].mT) * q.shape[-1] ** -0.5).cpu().sort()
-            curves['softmax'], curves[form] = ((s, y.clamp(min=1e-7)) for y in (s.softmax(-1), w[order]))
-    recipe = convert.Args(distil_steps=steps, seed=args.seed)
-    batch = lambda step: convert.rows(text, recipe, min(T, 256), step, device)
-    maps = 'elu', 'relu', 'favor', 'exp:1', 'exp:2', 'taylor', 't2r', 'hedgehog'
-    for phi in only(args, dict.fromkeys(maps)):
-        student, new = convert.swap(teacher, dict(rule='sum', phi=phi))
-        row(phi, student)
-        if learns := {n for n, _ in student.named_parameters()} & new:
-            convert.distil(teacher, student, learns, 'ce', batch, convert.Progress(recipe))
-            row(f'{phi}, distilled', student)
-
-    def curve(axes, rows):
-        wanted = 'softmax', 'elu', 'exp:2', 'taylor', 'hedgehog, distilled'
-        for form, colour in zip((f for f in wanted if f in curves), COLOURS):
-            axes.plot(*curves[form], '.', color=colour, label=form, markersize=4)
-        axes.set(xlabel='q.k / sqrt(d)', ylabel='attention weight', yscale='log',
-                 title='one query: weights should grow with q.k')
-        axes.legend(fontsize=9, frameon=False)
-
-    def points(axes, rows):
-        for r in rows:
-            axes.plot(r['entropy'], 100 * r['order kept'], 'o', color=COLOURS[4])
-            axes.annotate(r['map'], (r['entropy'], 100 * r['order kept']), (5, -3), fontsize=9,
-                          textcoords='offset points')
-        axes.axvline(rows[0]['entropy of teacher'], color='grey', linewidth=1)
-        axes.set(xlabel='entropy, nats (line: softmax)', ylabel='pairs in the order of q.k, %',
-                 title='spiky and monotone: upper left')
-    report(args, 'monotone', rows, f'means over layers; distilled: {steps} steps of 4 rows', curve, points)
-
-
-# ---- suite layer: forward alone, to long sequences. Zhang 2024 figure 6 ------------------------------------
 def peak_bytes(run, device):
     """The most that run() holds at a time beyond what there was."""
     if device.type == 'cuda':
@@ -635,405 +320,1076 @@ def peak_bytes(run, device):
     return max(itertools.accumulate(e.nbytes() for e in events), default=0)
 
 
+def fits(what, need, device):
+    """Whether `need` bytes are free; if not, that is said. 4 GB where the system does not tell."""
+    free = 4096 * MB
+    if device.type == 'cuda':
+        free = torch.cuda.mem_get_info(device)[0]
+    elif os.path.exists('/proc/meminfo'):
+        with open('/proc/meminfo') as f:
+            kilobytes = re.search('MemAvailable: *([0-9]+)', f.read())
+        free = 1024 * int(kilobytes[1])
+    if need > free:
+        print(f'{what} is left out: {need / 1e9:.1f} GB are not free', file=sys.stderr)
+    return need <= free
+
+
+def ceiling(device, dtype):
+    """FLOP a second of a large matrix product here."""
+    n = 8192 if device.type == 'cuda' else 1024
+    a = torch.randn(n, n, device=device, dtype=dtype)
+    return 2 * n ** 3 / seconds([partial(torch.matmul, a, a)], device)[0]
+
+
+# ---- flags as lists ----------------------------------------------------------------------------------------
+def chosen(args, quick, full):
+    """What a quick run takes, or a full one."""
+    return full if args.full else quick
+
+
+def lengths(args, default=(), one=False):
+    """--lengths as numbers in order."""
+    numbers = set(default) - {0}
+    if args.lengths:
+        if not re.fullmatch('[1-9][0-9]*(,[1-9][0-9]*)*', args.lengths):
+            raise ValueError(f'--lengths={args.lengths}: expected numbers with commas, as 256,1024')
+        numbers = {int(text) for text in args.lengths.split(',')}
+    if one and len(numbers) > 1:
+        raise ValueError(f'--lengths={args.lengths}: this suite takes one')
+    return sorted(numbers)
+
+
+def only(args, table):
+    """The rows of a table that --only names, or all."""
+    names = list(table)
+    if args.only:
+        names = [name.strip() for name in args.only.split(',')]
+    for name in names:
+        if name not in table:
+            raise ValueError(f'--only={args.only}: no {name!r} here; choose from {", ".join(table)}')
+    return {name: table[name] for name in names}
+
+
+# ---- reporting ---------------------------------------------------------------------------------------------
+def inside(args, name):
+    """The path of a file in --out, which is made."""
+    os.makedirs(args.out, exist_ok=True)
+    return os.path.join(args.out, name)
+
+
+def report(args, suite, rows, note, draws=None, **summary):
+    """The table on stdout and as CSV, a note, the paper's source, one JSON line; then the suite's picture.
+    draws(axes): a further panel, before those of SUITES. summary: what else the JSON line says."""
+    with open(inside(args, suite + '.csv'), 'w', newline='') as f:
+        writer = csv.DictWriter(f, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+    recipe.table(rows)
+    print(note)
+    print('paper:', PAPER[suite].source)
+    about = {'suite': suite, 'torch': torch.__version__, 'threads': torch.get_num_threads(),
+             'seeds': args.seeds, 'minutes': round((time.perf_counter() - args.began) / 60, 2)}
+    print(json.dumps(about | summary), flush=True)
+    parts = [draws] if draws else []
+    for panel in SUITES[suite].panels:
+        shown = rows_of(panel, rows)
+        if shown:
+            parts.append(partial(draw, panel=panel, rows=shown, args=args))
+    figure, axes = panels(1, len(parts))
+    for part, ax in zip(parts, axes[0]):
+        part(ax)
+    picture(args, suite, figure)
+
+
+def by_row(rows, column):
+    """One column as a dict by the first two."""
+    found = {}
+    for r in rows:
+        form, size, *_ = r.values()
+        found[f'{form} {size}'] = round(r[column], 4)
+    return found
+
+
+def panels(down, across, width=7, height=4.5):
+    """An empty picture with so many panels of this size in inches -> the figure, an array of axes"""
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    plt.rcParams.update({'font.size': 12, 'axes.spines.top': False, 'axes.spines.right': False})
+    return plt.subplots(down, across, figsize=(width * across, height * down), squeeze=False,
+                        layout='constrained')
+
+
+def picture(args, suite, figure):
+    """Write it beside the CSV."""
+    figure.savefig(inside(args, suite + '.png'), dpi=110, bbox_inches='tight')
+
+
+def rows_of(panel, rows):
+    """Those it shows: of its kind, with figures that its axes can show."""
+    column, value = panel.only
+    return [r for r in rows if r.get(column, '') == value and r[panel.x] and r[panel.y] is not None]
+
+
+def draw(axes, panel, rows, args):
+    """One panel of a picture."""
+    if panel.name:
+        for r in rows:
+            at = r[panel.x], r[panel.y]
+            axes.plot(*at, 'o', color=COLOURS[4])
+            axes.annotate(r[panel.name], at, (6, -4), fontsize=9, textcoords='offset points')
+    else:
+        lines(axes, rows, panel)
+    axes.set(xscale=panel.xscale, yscale=panel.yscale, xlabel=panel.xlabel, ylabel=panel.ylabel)
+    axes.set_title(panel.title.format_map(vars(args)))
+    ticks = sorted({r[panel.x] for r in rows})
+    if len(ticks) <= 8 and not panel.name:
+        axes.set_xticks(ticks, [f'{t:,}' for t in ticks])
+        axes.minorticks_off()
+
+
+def lines(axes, rows, panel):
+    """A line a form, in colours that colour-blind readers can tell; the paper's figures as hollow points."""
+    for i, form in enumerate(dict.fromkeys(r['form'] for r in rows)):
+        mine = [r for r in rows if r['form'] == form]
+        sizes = [r[panel.x] for r in mine]
+        colour = COLOURS[i % len(COLOURS)]
+        dash = '-' if i < len(COLOURS) else '--'
+        axes.plot(sizes, [r[panel.y] for r in mine], dash, marker='o', color=colour, label=form)
+        if panel.paper:
+            axes.plot(sizes, [r[panel.paper] for r in mine], 'o', color=colour, fillstyle='none')
+    axes.legend(fontsize=9, frameon=False)
+
+
+# ---- commands: a line of a table is a run of train.py or convert.py ----------------------------------------
+CODE = 'fastweight', 'kernels', 'model', 'train', 'convert', 'bench', 'data/prepare', 'data/weights'
+
+
+def code():
+    """A digest of what results depend on."""
+    digest = hashlib.sha256()
+    for name in CODE:
+        with open(os.path.join(HERE, name + '.py'), 'rb') as f:
+            digest.update(f.read())
+    return digest.hexdigest()[:12]
+
+
+def json_lines(path):
+    """The dicts of a .jsonl file; lines that were cut off in writing are passed over."""
+    if os.path.exists(path):
+        with open(path) as f:
+            for line in f:
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    continue
+
+
+def once(args, name, run, **key):
+    """run(**key), a dict, and its minutes; or what the same code gave before, by runs.jsonl in --out: a long
+    suite that was stopped goes on."""
+    path = inside(args, 'runs.jsonl')
+    mark = {'run': name, 'code': code(), **key}
+    for known in json_lines(path):
+        if known.pop('key', None) == mark:
+            return known
+    began = time.perf_counter()
+    found = run(**key)
+    found['minutes'] = (time.perf_counter() - began) / 60
+    with open(path, 'a') as f:
+        f.write('\n' + json.dumps({'key': mark, **found}))      # the last line may have been cut off
+    return found
+
+
+def run_script(name, flags, seed, out):
+    """python NAME FLAGS --seed --out. ValueError with its last line if it fails."""
+    print(f'python {name} {flags} --seed={seed} --out={out}', file=sys.stderr, flush=True)
+    command = [sys.executable, os.path.join(HERE, name), f'--seed={seed}', f'--out={out}']
+    done = subprocess.run(command + shlex.split(flags), capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip() or 'stopped'
+        raise ValueError(f'{name} {flags}: {said.splitlines()[-1]}')
+
+
+def trained(flags, seed, out):
+    """python train.py -> parameters, and of its closing validation accuracy and val_loss, nats a token; in
+    `carried` the latter with the state carried along, where that can be"""
+    run_script('train.py', flags, seed, out)
+    log = list(json_lines(os.path.join(out, 'log.jsonl')))
+    ends = {row['rule']: row for row in log if 'rule' in row}
+    return {'params': log[0]['params'], 'carried': ends.get('carried', {}).get('val_loss'), **ends['blocks']}
+
+
+def converted(flags, seed, out):
+    """python convert.py -> its convert.json."""
+    run_script('convert.py', flags, seed, out)
+    with open(os.path.join(out, 'convert.json')) as f:
+        return json.load(f)
+
+
+def a_run(args, suite, form, run, flags, seed):
+    """One run of a line's command -> what it found, seed, and as `out` its folder"""
+    mark = hashlib.sha256(flags.encode()).hexdigest()[:8]
+    out = os.path.join(args.out, suite, re.sub('[^a-z0-9]+', '-', f'{form}-{mark}-{seed}'))
+    found = once(args, run.__name__, partial(run, out=out), flags=flags, seed=seed)
+    return {**found, 'seed': seed, 'out': out}
+
+
+def seeds(args):
+    """Those of a line's runs."""
+    return range(args.seed, args.seed + args.seeds)
+
+
+def runs(args, suite, form, flags):
+    """The trainings of one line of a table, one a seed."""
+    return [a_run(args, suite, form, trained, flags, seed) for seed in seeds(args)]
+
+
+def of_seeds(found, key, scale=1.0):
+    """Columns of a table: the median over seeds, its range, what it took."""
+    values = [scale * f[key] for f in found]
+    return {'ours': statistics.median(values), 'least': min(values), 'most': max(values),
+            'seeds': len(values), 'minutes': sum(f['minutes'] for f in found)}
+
+
+def model_in(out, device):
+    """The model that a run left in its folder."""
+    model, _ = load(os.path.join(out, 'ckpt.safetensors'), device)
+    return model.eval()
+
+
+# ---- suites capacity, update: how much a matrix of fast weights holds. Schlag 2021 section 6.1 -------------
+class Associative(nn.Module):
+    """Read S keys with their values, then say the value of each. d = 64. x = [embed(key); one-hot of value],
+    k = W_k x, q = W_q embed(key), v the one-hot itself; the answer is what is read: no output layer."""
+    def __init__(self, S, rule, phi, norm, d=64):
+        super().__init__()
+        e = int(1.1 * 2 * S)
+        self.embed = nn.Parameter(torch.randn(S, e))
+        self.k = nn.Linear(e + S, d)
+        self.q = nn.Linear(e, d)
+        bound = d ** -0.5
+        for w in self.k.weight, self.q.weight:
+            nn.init.uniform_(w, -bound, bound)
+        self.memory = FastWeights(rule, e + S, 1, d, phi, norm)
+
+    def forward(self, keys, values):
+        """keys, values (B, L), all written, then all keys asked for -> answers (B, L, S)"""
+        memory = self.memory
+        v = F.one_hot(values, len(self.embed)).to(self.embed.dtype)
+        x = torch.cat([self.embed[keys], v], -1)
+        k = self.k(x)
+        q = self.q(self.embed)[keys]
+        if memory.rule.keeps:
+            return (q @ k.mT * k.shape[-1] ** -0.5).softmax(-1) @ v
+        memory.redraw(None)
+        written = memory.writes(x, k[:, None], v[:, None])
+        q = memory.reads(q[:, None])
+        if memory.rule.write:
+            _, W = kernels.chunked(q, **written, normalise=memory.normalise)
+            o = q @ W.mT
+        else:                                                   # a sum is attention without softmax: faster
+            v = F.pad(v[:, None], (0, int(memory.normalise)), value=1.0)
+            o = (q @ written['k'].mT) @ v
+        return fastweight.finish(o, memory.normalise, memory.phi.floor, v.dtype)[:, 0]
+
+
+def associations(S, L, rows, replace, draw, device):
+    """keys, values (rows, L): L drawn one by one; without `replace` each of S once, in any order."""
+    found = []
+    for _ in range(2):
+        if replace:
+            x = torch.randint(S, (rows, L), generator=draw)
+        else:
+            x = torch.rand(rows, S, generator=draw).argsort(1)
+        found.append(x.to(device))
+    return found
+
+
+def far(model, keys, values, by_key):
+    """Mean of 1/2 |v - answer|^2 over the last value of each key; by_key: each counts once, else as often as
+    it comes: the authors train on a position that is drawn."""
+    same = keys[:, :, None] == keys[:, None, :]
+    weight = (~same.triu(1).any(-1)).float()                    # values that come again are overwritten
+    if not by_key:
+        weight = weight * same.sum(-1)
+    o = model(keys, values)
+    v = F.one_hot(values, o.shape[-1])
+    loss = 0.5 * (o - v).square().sum(-1)
+    return (loss * weight).sum() / weight.sum()
+
+
+def associate(S, rule, phi, norm, replace, seed, most, device, rows=4):
+    """The least loss 1/2 |v - answer|^2 on new sequences: 0.5 is nothing learned. As the authors' code: Adam,
+    1e-3, a look every 100 steps at 20 sequences, the end at 0.001 or after 11 looks in vain. Not as theirs:
+    a step has 4 sequences and all their keys as queries, not 32 with one each."""
+    torch.manual_seed(seed)
+    draw = torch.Generator().manual_seed(seed)
+    model = Associative(S, rule, phi, norm).to(device)
+    opt = torch.optim.Adam(model.parameters(), 1e-3, fused=True)
+    losses = []
+    for step in range(1, most + 1):
+        keys, values = associations(S, 2 * S, rows, replace, draw, device)
+        far(model, keys, values, by_key=False).backward()
+        opt.step()
+        opt.zero_grad()
+        if step % 100 != 0 and step != most:
+            continue
+        model.eval()
+        with torch.no_grad():           # of S pairs, also where it trains on 2 S, as their code does
+            keys, values = associations(S, S, 20, replace, draw, device)
+            losses.append(far(model, keys, values, by_key=True).item())
+        model.train()
+        vain = len(losses) - 1 - losses.index(min(losses))
+        if min(losses) <= GOOD or vain > 10 or not math.isfinite(losses[-1]):
+            break
+    return {'loss': min(losses), 'steps': step}
+
+
+ASSOCIATIVE = {     # form: rule, phi, norm
+    'capacity': {
+        'softmax': ('softmax', '', ''), 'elu': ('sum', 'elu', 'attn'), 'dpfp:1': ('sum', 'dpfp:1', 'attn'),
+        'dpfp:2': ('sum', 'dpfp:2', 'attn'), 'dpfp:3': ('sum', 'dpfp:3', 'attn'),
+        'favor:64': ('sum', 'favor:64', 'attn'), 'favor:128': ('sum', 'favor:128', 'attn'),
+        'favor:512': ('sum', 'favor:512', 'attn')},
+    'update': {
+        'sum': ('sum', 'dpfp:1', 'attn'), 'gated': ('gated', 'dpfp:1', 'attn'),
+        'delta': ('delta', 'dpfp:1', 'sum'), 'delta dpfp:2': ('delta', 'dpfp:2', 'sum'),
+        'delta elu': ('delta', 'elu', 'sum'), 'delta l2': ('delta', 'dpfp:1', 'l2'),
+        'sum sum-norm': ('sum', 'dpfp:1', 'sum')}}
+FEW = {                 # S of a quick run, else 20 and 60
+    'softmax': (20, 100, 200), 'elu': (20, 40, 60, 80), 'dpfp:1': (40, 100, 140), 'gated': (20,),
+    'sum sum-norm': (20,)}
+OVERFULL = 0.1          # a matrix with a loss above this is not tried with more
+
+
+def associative(suite, args):
+    """Losses against the number of associations S: capacity, keys come once; update, keys come again, and the
+    last value counts."""
+    rows = []
+    broken = {}
+    for form, (rule, phi, norm) in only(args, ASSOCIATIVE[suite]).items():
+        key = {'rule': rule, 'phi': phi, 'norm': norm, 'replace': suite == 'update', 'most': args.steps,
+               'device': str(args.device)}
+        theirs = PAPER[suite].figures.get(form, {})
+        ours = {}
+        for S in lengths(args, FEW.get(form, (20, 60))):
+            found = [once(args, 'associate', associate, **key, S=S, seed=seed) for seed in seeds(args)]
+            rows.append({'form': form, 'S': S, 'paper': theirs.get(S), **of_seeds(found, 'loss')})
+            ours[S] = rows[-1]['ours']
+            if ours[S] > OVERFULL and (rule == 'delta' or suite == 'capacity'):
+                break
+        broken[form] = first_bad(ours), first_bad(theirs)
+    note = f'first S above a loss of {GOOD}, here and in the paper: {broken}'
+    report(args, suite, rows, note, broken=broken)
+
+
+def first_bad(losses):
+    """The first S of a dict S -> loss that is too many; None if all can be held."""
+    for S, loss in losses.items():
+        if loss > GOOD:
+            return S
+    return None
+
+
+# ---- suite recall: a line is a training, or a conversion of a trained softmax model ------------------------
+RECALL = {              # form: model flags
+    'softmax': '--rule=softmax', 'taylor': '--rule=sum --phi=taylor', 'hedgehog': '--rule=sum --phi=hedgehog',
+    'exp:2': '--rule=sum --phi=exp:2', 'exp:1': '--rule=sum --phi=exp:1', 'relu': '--rule=sum --phi=relu',
+    'elu': '--rule=sum --phi=elu', 'favor': '--rule=sum --phi=favor',
+    'cosformer': '--rule=sum --phi=cosformer:128', 'delta': '--rule=delta',
+    'delta dpfp:2': '--rule=delta --phi=dpfp:2'}
+LEARNED = 'hedgehog',   # maps that are distilled first where softmax is exchanged. Zhang 2024 eq. 4
+NO_CONV = '--n_layer=2 --n_embd=64 --lr=1e-3 --batch_size=32 --conv=0 --pos=learned'
+RECALL_IN = {           # in which model, for how many steps with --full; each value must be brought its key
+    'one layer': (2000, '--n_layer=1 --n_head=1 --n_embd=16 --lr=1e-2 --batch_size=64'),
+    'two, no conv': (3000, f'{NO_CONV} --n_head=4'),
+    'from softmax': (3000, f'{NO_CONV} --n_head=1')}
+EXCHANGE = '--data=recall-kept --batch_size=32 --lr=1e-3 --loss=next --controls=false --eval_rows=2000'
+
+
 @torch.inference_mode()
-def layer(args, device, dtype):
+def entropy(out, device):
+    """Mean entropy in nats of the attention weights at the end of 16 validation rows, of the model in a
+    folder; None if a layer has no such weights."""
+    _, val, data = prepare.load('recall-kept')
+    T = data['row']
+    x, _ = recipe.rows(val, recipe.blocks(len(val), T, data)[:16], T, data, device)
+    found = []
+    for block, _, u, q, k, _, _ in model_in(out, device).through(x):
+        if not block.mixer.has_weights and not block.mixer.memory.rule.keeps:
+            return None
+        w = block.mixer.weights(u, q, k)[:, :, -1]
+        found.append(torch.special.entr(w).sum(-1).mean().item())
+    return statistics.mean(found)
+
+
+def exchanged(args, form, teacher):
+    """The softmax model of a run with its attention exchanged: what learns is distilled in a third of the
+    steps, then all weights are trained. -> a run with accuracy before the latter, in %, and after"""
+    steps = args.steps or 300
+    stages = f'--distil=none --steps={steps}'
+    if form in LEARNED:
+        stages = f'--distil=ce --distil_steps={steps // 3} --steps={steps - steps // 3}'
+    path = shlex.quote(os.path.join(teacher['out'], 'ckpt.safetensors'))
+    flags = f'{EXCHANGE} --from={path} --eval_every={steps} --device={args.device} {RECALL[form]} {stages}'
+    found = a_run(args, 'recall', f'{form}, from softmax', converted, flags, teacher['seed'])
+    *_, before, after = found['table']                          # the teacher, swapped, then a line a stage
+    return {**found, 'before': 100 * before['accuracy'], 'accuracy': after['accuracy']}
+
+
+def recall(args):
+    """Associative recall against the entropy of attention. With convolutions one layer and one head of 16
+    channels are enough for softmax, so that what is lost is lost by the map; --full also asks for what it
+    takes without them, a first layer that looks one token back: learned anew, or taken from softmax, whose
+    attention is then exchanged by convert.py, with 300 more steps."""
+    rows = []
+    models = chosen(args, ['one layer'], list(RECALL_IN))
+    for model, (form, flags) in itertools.product(models, only(args, RECALL).items()):
+        steps, size = RECALL_IN[model]
+        steps = args.steps or chosen(args, 300, steps)
+        task = f'--data=recall-kept {size} --steps={steps} --eval_every={steps} --device={args.device}'
+        if model == 'from softmax' and form != 'softmax':
+            teachers = runs(args, 'recall', f'softmax, {model}', f'{task} --rule=softmax')
+            found = [exchanged(args, form, teacher) for teacher in teachers]
+        else:
+            found = runs(args, 'recall', f'{form}, {model}', f'{task} {flags}')
+        row = {'form': form, 'model': model, 'paper': PAPER['recall'].figures.get(form)}
+        row |= of_seeds(found, 'accuracy', 100)
+        row |= {'before': found[0].get('before'), 'entropy': entropy(found[0]['out'], args.device)}
+        rows.append(row)
+    note = ('accuracy in % of 2,000 new rows; of the first seed: before, with maps that learn distilled and '
+            'else nothing trained; entropy, the mean over layers')
+    report(args, 'recall', rows, note, accuracy=by_row(rows, 'ours'))
+
+
+# ---- suite mqar: a line is a training, by rule and width ---------------------------------------------------
+def mqar(args):
+    """Accuracy on multi-query recall against the bytes of the state, with --full for every rule."""
+    rows = []
+    size = (f'--data=mqar --n_layer=2 --n_head=2 --batch_size=32 --lr=1e-2 --steps={args.steps} '
+            f'--eval_every={args.steps} --val_tokens={2 ** 17} --device={args.device}')
+    for rule, width in itertools.product(only(args, RULES), lengths(args)):
+        flags = f'{size} --rule={rule} --n_embd={width}'
+        if RULES[rule].keeps not in (None, 'all'):
+            flags += ' --cache=16'
+        found = runs(args, 'mqar', f'{rule} {width}', flags)
+        model = model_in(found[0]['out'], args.device)
+        tokens = torch.zeros(1, model.config.block_size, dtype=torch.long, device=args.device)
+        rows.append({'form': rule, 'width': width, 'state bytes': state_bytes(model.read(tokens)),
+                     **of_seeds(found, 'accuracy', 100)})
+    report(args, 'mqar', rows, f'{args.steps} steps of 32 rows; accuracy in % of 512 new rows')
+
+
+# ---- suite language: a line is a training ------------------------------------------------------------------
+LANGUAGE = {            # form: model flags; convolutions only where they say so
+    'softmax': '--rule=softmax --n_head=4', 'sum': '--rule=sum --pos=learned',
+    'delta elu': '--rule=delta --phi=elu --norm=sum --pos=learned',
+    'sum favor:8': '--rule=sum --phi=favor:8 --pos=learned',
+    'delta favor:8': '--rule=delta --phi=favor:8 --norm=sum --pos=learned',
+    'sum dpfp:1': '--rule=sum --phi=dpfp:1 --pos=learned',
+    'delta dpfp:1': '--rule=delta --phi=dpfp:1 --norm=sum --pos=learned',
+    'delta elu attn-norm': '--rule=delta --phi=elu --norm=attn --pos=learned',
+    'sum no-positions': '--rule=sum', 'sum no-positions carry': '--rule=sum --carry',
+    'delta elu no-positions': '--rule=delta --phi=elu --norm=sum',
+    'delta elu no-positions carry': '--rule=delta --phi=elu --norm=sum --carry', 'delta': '--rule=delta',
+    'decay': '--rule=decay', 'gated_delta': '--rule=gated_delta',
+    'delta convolutions': '--rule=delta --conv=4',
+    'delta convolutions carry': '--rule=delta --conv=4 --carry'}
+
+
+def language(args):
+    """Schlag 2021 tables 2 to 5 at a size for two cores: 4 layers of width 128, rows of 128, the same tokens
+    for all. `carried` reads the validation tokens with one state from end to end."""
+    data = args.data or 'stdlib'
+    _, _, meta = prepare.load(data)
+    if 'row' in meta:
+        raise ValueError(f'--data={data}: a task; this suite wants a text')
+    bits = meta['val']['tokens'] / meta['val']['bytes'] / math.log(2)       # a byte, for a nat a token
+    size = (f'--data={shlex.quote(data)} --steps={args.steps} --eval_every={args.steps} '
+            f'--val_tokens={chosen(args, 2 ** 15, 2 ** 18)} --device={args.device}')
+    rows = []
+    for form, flags in only(args, LANGUAGE).items():
+        if '--conv' not in flags:
+            flags += ' --conv=0'
+        found = runs(args, 'language', form, f'{size} {flags}')
+        carried = [f['carried'] for f in found if f['carried']]
+        row = {'form': form, 'paper, perplexity': PAPER['language'].figures.get(form)}
+        row |= of_seeds(found, 'val_loss', bits)
+        row['carried'] = bits * statistics.median(carried) if carried else None
+        rows.append({**row, 'parameters': found[0]['params']})
+    note = (f'ours: bits per byte of {data} after {args.steps} steps of 4 rows of 128; carried: with the '
+            'state handed on')
+    report(args, 'language', rows, note, draws=partial(draw_language, rows=rows[::-1], data=data))
+
+
+def draw_language(axes, rows, data):
+    """A line a form: the median over seeds, and the range."""
+    for i, r in enumerate(rows):
+        axes.plot([r['least'], r['most']], [i, i], color=COLOURS[4])
+        axes.plot(r['ours'], i, 'o', color=COLOURS[4])
+    axes.set_yticks(range(len(rows)), [r['form'] for r in rows])
+    axes.set(xlabel=f'bits per byte of {data}, rows of 128')
+
+
+# ---- a trained softmax model, for monotone, cache and kept -------------------------------------------------
+FOUND_AT = 'out/ckpt.safetensors', 'out/teacher/ckpt.safetensors'
+
+
+def softmax_model(args):
+    """--init, or the first in out/ that will do -> its path, the model, its metadata"""
+    paths = [args.init] if args.init else filter(os.path.exists, FOUND_AT)
+    for path in paths:
+        model, meta = load(path, args.device)
+        if model.config.keeps() in ({'all'}, {'all', None}) and 'row' not in meta['data']:
+            return path, model.eval(), meta
+    raise ValueError(f'{args.init or "out/"}: no softmax layers there in a model of texts; python train.py '
+                     '--rule=softmax --n_head=4 --steps=2500 --out=out/teacher makes one')
+
+
+def pieces(args, count):
+    """A softmax model and what it is measured on -> its path, the model, `count` evenly spaced pieces of its
+    validation text as long as a training row (count, T), metadata of that text"""
+    path, model, meta = softmax_model(args)
+    T = model.config.block_size
+    _, val, data, name = prepare.for_model(path, meta, args.data, T)
+    if 'row' in data:
+        raise ValueError(f'--data={name}: a task; this suite wants a text')
+    begin = torch.linspace(0, len(val) - T - 1, count).long().tolist()
+    x, _ = recipe.rows(val, begin, T, data, args.device)
+    return path, model, x, data
+
+
+# ---- suite monotone: a line is a conversion, looked at before and after the map is distilled ---------------
+MAPS = dict.fromkeys(['elu', 'relu', 'favor', 'exp:1', 'exp:2', 'taylor', 't2r', 'hedgehog'])
+CURVES = 'softmax', 'elu', 'exp:2', 'taylor', 'hedgehog, distilled'         # those that are drawn
+FIDELITY = 'order kept', 'entropy', 'KL to teacher'                         # in convert.json, by layer
+
+
+def monotone(args):
+    """Attention of a trained softmax model by other maps: do weights grow with q.k, how spiky are they; the
+    learned maps before and after they are distilled."""
+    path, model, _ = softmax_model(args)
+    flags = (f'--from={shlex.quote(path)} --rule=sum --row={min(model.config.block_size, 256)} --steps=0 '
+             f'--distil_steps={args.steps} --controls=false --eval_rows=4 --device={args.device} '
+             f'--data={shlex.quote(args.data)}')
+    rows = []
+    curves = {}
+    for phi in only(args, MAPS):
+        out = os.path.join(args.out, 'monotone', phi.replace(':', '-'))
+        found = converted(f'{flags} --phi={phi}', args.seed, out)
+        for stage in dict.fromkeys(layer['model'] for layer in found['layers']):
+            form = phi if stage == 'swapped' else f'{phi}, {stage}'
+            layers = [layer for layer in found['layers'] if layer['model'] == stage]
+            rows.append({'form': form} | {x: statistics.mean(layer[x] for layer in layers) for x in FIDELITY})
+            curves[form] = found['query'][stage]
+    curves['softmax'] = found['query']['softmax']
+    spiky = statistics.mean(layer['entropy of teacher'] for layer in layers)
+    rows.append({'form': 'softmax', 'order kept': 1.0, 'entropy': spiky, 'KL to teacher': 0.0})
+    note = f'means over layers; distilled: {args.steps} steps of 4 rows'
+    scores = found['query']['scores']
+    report(args, 'monotone', rows, note, draws=partial(draw_curves, scores=scores, curves=curves))
+
+
+def draw_curves(axes, scores, curves):
+    """Attention weights of one query against the scores of its keys."""
+    for form, colour in zip(CURVES, COLOURS):
+        if form in curves:
+            weights = [max(w, 1e-7) for w in curves[form]]
+            axes.plot(scores, weights, '.', color=colour, label=form, markersize=4)
+    axes.set(xlabel='q.k / sqrt(d)', ylabel='attention weight', yscale='log',
+             title='one query: weights should grow with q.k')
+    axes.legend(fontsize=9, frameon=False)
+
+
+# ---- what the suites train, decode and layer compute -------------------------------------------------------
+GATES = {               # what a recurrence gets beside q, k, v
+    'delta': 'write', 'gated_delta': 'write log_f', 'kda': 'write log_f', 'decay': 'log_f log_z',
+    'two-sided delta': 'write log_f log_z'}
+
+
+def inputs(kind, args, T):
+    """Random q, k, v (B, H, T, head_dim) and gates as GATES has them, by their names in `recurrent`."""
+    draw = torch.Generator().manual_seed(args.seed)
+    size = args.batch, args.heads, T
+
+    def normal():
+        return torch.randn(*size, args.head_dim, generator=draw).to(args.device, args.dtype)
+
+    def uniform(*channels):
+        return torch.rand(*size, *channels, generator=draw).to(args.device)
+
+    x = {'q': normal(), 'k': l2(normal()), 'v': normal()}
+    if kind == 'sum / n':                                       # features that are not negative
+        x['q'] = x['q'].abs()
+        x['k'] = x['k'].abs()
+    for name in GATES.get(kind, '').split():
+        if name == 'write':
+            x['write'] = uniform()
+            x['erase'] = x['write']
+        else:
+            x[name] = -0.1 * uniform(1 if kind == 'gated_delta' else args.head_dim)
+    return x
+
+
+def attention(q, k, v):
+    """-> o, in a tuple, as the recurrences return it"""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True),
+
+
+# ---- suite layer: forward alone, to long sequences ---------------------------------------------------------
+LAYERS = {              # form: rule, phi
+    'sum elu': ('sum', 'elu'), 'sum hedgehog': ('sum', 'hedgehog'), 'delta': ('delta', ''),
+    'sum taylor': ('sum', 'taylor')}
+
+
+@torch.inference_mode()
+def layer(args):
     """One layer's forward with its feature map, from q, k, v, with --full to 32,768 steps; attention is
     scaled_dot_product_attention."""
-    rows, H, d = [], args.heads or 12, args.head_dim
-    forms = {'sum elu': ('sum', 'elu'), 'sum hedgehog': ('sum', 'hedgehog'), 'delta': ('delta', None),
-             'sum taylor': ('sum', 'taylor')}
-    left_out, slow = [], set()
-    for T in lengths(args, (256, 1024, 4096, 16384, 32768) if args.full else (256, 1024, 4096)):
-        q, k, v = (torch.randn(args.batch, H, T, d, device=device, dtype=dtype) for _ in 'qkv')
-        x = torch.randn(args.batch, T, 16, device=device, dtype=dtype)
-        runs = {'attention': lambda: softmax(q, k, v)}
-        for form, (rule, phi) in forms.items():
-            memory = FastWeights(rule, 16, H, d, phi).to(device, dtype).eval()
-            need = 12 * args.batch * H * T * memory.phi.feature_dim     # bytes: features of q, k, one copy
-            if need > free_bytes(device):
-                left_out.append(f'{form} at {T:,} ({need / 1e9:.1f} GB)')
-                continue
-            if form in slow:
-                left_out.append(f'{form} at {T:,} (too slow)')
-                continue
-            runs[form] = lambda memory=memory: memory(x, q, k, v, form=kernels.chunked)
-        times = seconds(list(runs.values()), device, 0.2, 3 if T <= 4096 else 1)
-        for (form, run), time in zip(runs.items(), times):
-            rows.append({'form': form, 'T': T, 'ms': 1e3 * time, 'MB': peak_bytes(run, device) / 2 ** 20,
-                         'of attention': time / times[0]})
-            if time > (30 if args.full else 1):
-                slow.add(form)
-
-    note = 'the paper: nearly 6 times FlashAttention at 32 K, on a GPU'
-    note += f'; left out on this machine: {", ".join(left_out)}' if left_out else ''
-    report(args, 'layer', rows, note,
-           panel(f'one layer, {H} heads of {d}', 'T', 'ms', 'sequence length', 'forward, ms'),
-           panel('and its memory', 'T', 'MB', 'sequence length', 'peak memory, MB'))
+    rows = []
+    for T in lengths(args):
+        size = args.batch, args.heads, T
+        q, k, v = torch.randn(3, *size, args.head_dim, device=args.device, dtype=args.dtype)
+        x = torch.randn(args.batch, T, 16, device=args.device, dtype=args.dtype)
+        calls = {'attention': partial(attention, q, k, v)}
+        for form, (rule, phi) in LAYERS.items():
+            memory = FastWeights(rule, 16, args.heads, args.head_dim, phi).to(args.device, args.dtype).eval()
+            need = 12 * math.prod(size) * memory.phi.feature_dim        # bytes: features of q, k, one copy
+            if fits(f'{form} at {T:,}', need, args.device):
+                calls[form] = partial(memory, x, q, k, v, forms=pick_forms())
+        times = seconds(list(calls.values()), args.device, 0.2, 2)
+        for (form, call), took in zip(calls.items(), times):
+            rows.append({'form': form, 'T': T, 'ms': 1e3 * took, 'MB': peak_bytes(call, args.device) / MB,
+                         'of attention': took / times[0]})
+    report(args, 'layer', rows, 'of attention: time, as a share of that of scaled_dot_product_attention')
 
 
 # ---- suite train: what a layer costs -----------------------------------------------------------------------
-def inputs(kind, args, T, device, dtype, heads=12):
-    """Gates as the named rule has them, over random q, k, v (B, H, T, head_dim)."""
-    B, H, d = args.batch, args.heads or heads, args.head_dim
-    draw = torch.Generator().manual_seed(args.seed)
-    randn = lambda n: torch.randn(B, H, T, n, generator=draw).to(device, dtype)
-    rand = lambda *n: torch.rand(B, H, T, *n, generator=draw).to(device)
-    a = dict(q=randn(d), k=l2(randn(d)), v=randn(d))
-    if 'delta' in kind or kind == 'kda':
-        a['write'] = a['erase'] = rand()
-    if kind in ('kda', 'decay', 'two-sided delta'):
-        a['log_f'] = -0.1 * rand(d)
-    if kind == 'gated_delta':
-        a['log_f'] = -0.1 * rand(1)
-    if kind in ('decay', 'two-sided delta'):
-        a['log_z'] = -0.1 * rand(d)
-    if kind == 'sum / n':
-        a['q'], a['k'], a['normalise'] = a['q'].abs(), a['k'].abs(), True
-    return {n: x.requires_grad_() if torch.is_tensor(x) else x for n, x in a.items()}
-
-
-def softmax(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True), None
-
-
-def free_bytes(device):
-    """Memory that may be taken here."""
-    if device.type == 'cuda':
-        return torch.cuda.mem_get_info(device)[0]
-    if os.path.exists('/proc/meminfo'):
-        return 1024 * int(re.search(rb'MemAvailable: *(\d+)', prepare.read('/proc/meminfo'))[1])
-    return 4 * 2 ** 30
+FORMS = {               # form: what it gets, by GATES, and the function
+    'attention': ('softmax', attention), 'sum': ('sum', kernels.chunked),
+    'sum / n': ('sum / n', partial(kernels.chunked, normalise=True)), 'decay': ('decay', kernels.chunked),
+    'delta': ('delta', kernels.chunked), 'gated_delta': ('gated_delta', kernels.chunked),
+    'kda': ('kda', kernels.chunked), 'two-sided delta': ('two-sided delta', kernels.chunked),
+    'sum, plain torch': ('sum', fastweight.chunked), 'delta, plain torch': ('delta', fastweight.chunked)}
+PEERS = {               # form: what it gets, module of flash-linear-attention, function, with (B, T, H, d)?
+    'cpu': {'fla sum': ('sum', 'linear_attn.naive', 'naive_chunk_linear_attn', True),
+            'fla delta': ('delta', 'delta_rule.naive', 'delta_rule_chunkwise', False),
+            'fla kda': ('kda', 'kda.naive', 'naive_chunk_kda', True)},
+    'cuda': {'fla sum': ('sum', 'linear_attn', 'chunk_linear_attn', True),
+             'fla delta': ('delta', 'delta_rule', 'chunk_delta_rule', True),
+             'fla kda': ('kda', 'kda', 'chunk_kda', True)}}
 
 
 def peers(device):
-    """flash-linear-attention's forms of some rules, where it is installed: name -> (kind, function)"""
-    gpu = device.type == 'cuda'
-    table = {'fla sum': ('sum', True, 'linear_attn', 'chunk_linear_attn', 'naive_chunk_linear_attn'),
-             'fla delta': ('delta', gpu, 'delta_rule', 'chunk_delta_rule', 'delta_rule_chunkwise'),
-             'fla kda': ('kda', True, 'kda', 'chunk_kda', 'naive_chunk_kda')}
+    """flash-linear-attention's forms of some rules, where it is installed, like FORMS."""
     found = {}
-    for name, (kind, time_first, module, kernel, naive) in table.items():
+    for form, (kind, module, name, time_first) in PEERS.get(device.type, {}).items():
         try:
-            module = importlib.import_module(f'fla.ops.{module}' + ('' if gpu else '.naive'))
-            f = getattr(module, kernel if gpu else naive)
+            f = getattr(importlib.import_module(f'fla.ops.{module}'), name)
         except (ImportError, AttributeError) as e:
-            print(f'{name} is left out ({e})', file=sys.stderr)
+            print(f'{form} is left out ({e})', file=sys.stderr)
             continue
-
-        def call(q, k, v, write=None, erase=None, log_f=None, f=f, time_first=time_first):
-            xs = [x for x in (q, k, v, log_f, write) if x is not None]
-            o = f(*(x.transpose(1, 2) for x in xs)) if time_first else f(*xs)       # theirs are (B, T, H, d)
-            o = o[0] if isinstance(o, tuple) else o
-            return o.transpose(1, 2) if time_first else o
-        found[name] = kind, call
+        found[form] = kind, partial(peer, f, time_first)
     return found
 
 
-def train(args, device, dtype):
+def peer(f, time_first, q, k, v, write=None, erase=None, log_f=None):
+    """One of their functions, called as ours are. time_first: it wants (B, T, H, d)."""
+    xs = [x for x in (q, k, v, log_f, write) if x is not None]
+    if time_first:
+        xs = [x.transpose(1, 2) for x in xs]
+    o = f(*xs)
+    if isinstance(o, tuple):
+        o = o[0]
+    return o.transpose(1, 2) if time_first else o,
+
+
+class Case(NamedTuple):
+    """One form at one length, as calls without arguments."""
+    forward: partial            # nothing is kept for a backward
+    both: partial               # forward and backward
+    keeping: partial            # forward, and what a backward needs is kept
+
+
+def case(form, kind, args, T):
+    """-> Case of a function on inputs of some kind"""
+    given = inputs(kind, args, T)
+    plain = {name: x.detach() for name, x in given.items()}
+    wanted = [x.requires_grad_() for name, x in given.items() if name != 'erase']       # which is `write`
+    both = partial(forward_and_back, form, given, wanted, torch.randn_like(plain['v']))
+    return Case(partial(form, **plain), both, partial(form, **given))
+
+
+def forward_and_back(form, given, wanted, cotangent):
+    """What a training step does with one form."""
+    torch.autograd.grad(form(**given)[0], wanted, cotangent)
+
+
+def working(forms, slow, args, T):
+    """-> form: Case, of those that work at this length; the others are named on stderr"""
+    found = {}
+    for name, (kind, form) in forms.items():
+        try:
+            if name in slow:
+                raise TimeoutError('a shorter one took over a second')
+            ready = case(form, kind, args, T)
+            ready.both()
+        except Exception as e:  # noqa: BLE001  a peer may refuse a length, or run out of memory
+            print(f'{name} at T = {T} is left out: {type(e).__name__} {str(e)[:100]}', file=sys.stderr)
+            continue
+        found[name] = ready
+    return found
+
+
+def train(args):
     """A layer's recurrence over T, forward and forward + backward, as ratios to attention in the same run."""
-    rows, Ts = [], lengths(args, [256, 1024, 4096, 16384] if args.full else [256, 1024, 4096])
-    kinds = 'sum', 'sum / n', 'decay', 'delta', 'gated_delta', 'kda', 'two-sided delta'
-    cases = {'attention': ('softmax', softmax)}
-    cases |= {kind: (kind, kernels.chunked) for kind in kinds}
-    cases |= {f'{kind}, plain torch': (kind, fastweight.chunked) for kind in ('sum', 'delta')}
-    cases |= peers(device)
-    peak, slow = ceiling(device, dtype), set()
-    for T in Ts:
-        runs = {}
-        for name, (kind, f) in cases.items():
-            a = inputs(kind, args, T, device, dtype, 4)
-            given = {n: x.detach() if torch.is_tensor(x) else x for n, x in a.items()}
-            wanted = [x for n, x in a.items() if n not in ('erase', 'normalise')]
-            cotangent = torch.randn_like(a['v'])
-
-            def back(f=f, a=a, wanted=wanted, cotangent=cotangent):
-                o = f(**a)
-                torch.autograd.grad(o[0] if isinstance(o, tuple) else o, wanted, cotangent)
-            try:
-                if name in slow and name != 'attention':
-                    raise TimeoutError('a shorter one took over a second')
-                back()
-            except Exception as e:      # a peer may refuse a length, or run out of memory
-                print(f'{name} at T = {T} is left out: {type(e).__name__} {str(e)[:100]}', file=sys.stderr)
-                continue
-            runs[name] = lambda f=f, given=given: f(**given), back, lambda f=f, a=a: f(**a)
-        least = 1.0 if args.full else 0.3
-        forward, both = (seconds([r[i] for r in runs.values()], device, least) for i in (0, 1))
-        for (name, (_, back, kept)), t, t_both in zip(runs.items(), forward, both):
+    forms = FORMS | peers(args.device)
+    peak = ceiling(args.device, args.dtype)
+    rows = []
+    slow = set()
+    for T in lengths(args):
+        cases = working(forms, slow, args, T)
+        least = chosen(args, 0.3, 1.0)
+        forward = seconds([c.forward for c in cases.values()], args.device, least)
+        both = seconds([c.both for c in cases.values()], args.device, least)
+        for name, t, t_both in zip(cases, forward, both):
             with FlopCounterMode(display=False) as count:
-                back() if device.type == 'cpu' else None
-            flops = count.get_total_flops()
+                cases[name].both()
+            flops = count.get_total_flops()         # 0 where kernels do what it cannot see
+            share = flops / t_both / peak if flops else None
+            held = kept_bytes(cases[name].keeping) / MB
             rows.append({'form': name, 'T': T, 'forward ms': 1e3 * t, 'f+b ms': 1e3 * t_both,
-                         'of attention': t_both / both[0], 'kept MB': kept_bytes(kept) / 2 ** 20,
-                         'of ceiling': flops / t_both / peak if flops else None})
-            if t_both > 1:
+                         'of attention': t_both / both[0], 'kept MB': held, 'of ceiling': share})
+            if t_both > 1 and name != 'attention':
                 slow.add(name)
-
-    draw = panel(f'one layer, {args.heads or 4} heads of {args.head_dim}, {device.type}', 'T', 'f+b ms',
-                 'sequence length', 'forward + backward, ms', lambda r: 'plain' not in r['form'])
     note = (f'{peak / 1e9:.0f} GFLOP/s in one large product; "of ceiling" counts the products a form '
             'really does; "kept" is what it keeps for the backward')
-    report(args, 'train', rows, note, draw, ceiling_flops=peak,
-           ms={f'{r["form"]} {r["T"]}': round(r['f+b ms'], 3) for r in rows})
+    report(args, 'train', rows, note, ceiling_flops=peak, ms=by_row(rows, 'f+b ms'))
 
 
 # ---- suite decode: what the next token costs ---------------------------------------------------------------
-def crossing(rows, key, base):
-    """Where `base` becomes dearer than each other form: T, interpolated on logarithmic scales."""
-    of, found = {}, {}
-    for r in rows:
-        of.setdefault(r['form'], []).append((math.log(r['T']), math.log(r[key])))
-    for name in of.keys() - {base}:
-        gap = [(t, b - a) for (t, b), (_, a) in zip(of.get(base, []), of[name])]
-        if not gap or gap[-1][1] < 0:
-            found[name] = None
-        elif gap[0][1] >= 0:
-            found[name] = min(r['T'] for r in rows)
+DECODED = 'softmax', 'sum', 'delta', 'decay'
+MODELS = {'model': {}, 'model, GPT-2 size': {'n_layer': 12, 'n_head': 12, 'n_embd': 768, 'vocab_size': 50257}}
+
+
+class Step(NamedTuple):
+    """A step after T tokens: what makes it, and the state it starts from."""
+    T: int
+    run: partial
+    state: list
+
+
+def layer_steps(rule, args):
+    """A layer's steps; fast weights have really read T tokens, a cache is one token's, T times."""
+    one = inputs(rule, args, 1)
+    many = inputs(rule, args, 1024)
+    steps = []
+    S = None
+    for before, T in itertools.pairwise([0] + lengths(args)):
+        if rule != 'softmax':
+            for t in range(before, T, 1024):
+                some = {name: x[:, :, :T - t] for name, x in many.items()}
+                _, S = kernels.chunked(**some, S=S)
+            steps.append(Step(T, partial(kernels.step, **one, S=S), [{'S': S}]))
+        elif fits(f'softmax layer after {T:,}', 2 * T * one['k'].nbytes, args.device):
+            rows = grown(one, T)
+            steps.append(Step(T, partial(F.scaled_dot_product_attention, one['q'], *rows.values()), [rows]))
+    return steps
+
+
+def grown(rows, T):
+    """The keys and values of T tokens, all like the one of which rows has them."""
+    return {name: rows[name].repeat(1, 1, T, 1) for name in ('k', 'v')}
+
+
+def model_steps(rule, size, args):
+    """The same of a model with random weights, its steps recorded as sample.py does."""
+    model = GPT(Config(rule=rule, **size)).to(args.device, args.dtype).eval()
+    tokens = torch.randint(256, (1, max(lengths(args))), device=args.device)
+    token = tokens[:, :1]
+    steps = []
+    state = None
+    for before, T in itertools.pairwise([0] + lengths(args)):
+        if rule == 'softmax':
+            state = model.read(token)
+            need = 2 * T * state_bytes(state)                   # a step copies it
+            if not fits(f'softmax model of width {model.config.n_embd} after {T:,}', need, args.device):
+                continue
+            for rows in state:
+                rows.update(grown(rows, T), t=T * rows['t'])
         else:
-            found[name] = next(math.exp(t + (t_2 - t) * -g / (g_2 - g))
-                               for (t, g), (t_2, g_2) in zip(gap, gap[1:]) if g_2 >= 0)
-    return found
+            state = model.read(tokens[:, before:T], state)
+        step = kernels.recorded(model, token, state)
+        steps.append(Step(T, partial(step, token, state), state))
+    return steps
+
+
+def timed(level, form, steps, device):
+    """Rows of the table. The lengths of a form take turns."""
+    times = seconds([step.run for step in steps], device, 0.3, 30)
+    return [{'level': level, 'form': form, 'T': step.T, 'us a token': 1e6 * took,
+             'state bytes': state_bytes(step.state)} for step, took in zip(steps, times)]
+
+
+def crossing(rows, key, base):
+    """Where `base` becomes dearer than each other form -> form: T, interpolated on logarithmic scales; the
+    least T if it is so from the start, None if it never is."""
+    curves = {}
+    for r in rows:
+        curves.setdefault(r['form'], []).append((r['T'], math.log(r[key])))
+    mine = curves.pop(base, [])
+    return {form: first_dearer(mine, curve) for form, curve in curves.items()}
+
+
+def first_dearer(a, b):
+    """Where a first passes b, both lists of (T, log of a cost)."""
+    gaps = [(T, x - y) for (T, x), (_, y) in zip(a, b)]
+    if gaps and gaps[0][1] >= 0:
+        return gaps[0][0]
+    for (T, gap), (T_2, gap_2) in itertools.pairwise(gaps):
+        if gap < 0 <= gap_2:
+            return round(T * (T_2 / T) ** (gap / (gap - gap_2)))
+    return None
 
 
 @torch.inference_mode()
-def decode(args, device, dtype):
-    """The next token after T tokens. Random weights; a cache's contents do not change its time, so it is one
-    token's repeated T times, while fast weights have really read T tokens. Mao 2022 figure 1."""
-    rows, Ts, left_out = [], lengths(args, [128, 1024, 8192, 65536]), []
-    sizes = {'': {}} | ({', GPT-2 size': dict(n_layer=12, n_head=12, n_embd=768, vocab_size=50257)}
-                        if args.full else {})
-
-    def add(level, form, cases):
-        """cases: T, what runs, its state; they take turns."""
-        for (T, _, state), time in zip(cases, seconds([run for _, run, _ in cases], device, 0.3, 30)):
-            rows.append({'level': level, 'form': form, 'T': T, 'us a token': 1e6 * time,
-                         'state bytes': state_bytes(state)})
-    def fits(what, T, need):
-        if not (room := need <= free_bytes(device)):
-            left_out.append(f'{what} after {T:,} ({need / 1e9:.1f} GB)')
-        return room
-    for rule in 'softmax', 'sum', 'delta', 'decay':
-        many, one = (inputs(rule, args, n, device, dtype) for n in (1024, 1))
-        cases, S, read = [], None, 0
-        for T in Ts:
-            if rule == 'softmax':
-                if not fits('softmax layer', T, 2 * T * one['k'].nbytes):
-                    continue
-                k, v = (one[n].repeat(1, 1, T, 1) for n in 'kv')
-                run = functools.partial(F.scaled_dot_product_attention, one['q'], k, v)
-                cases.append((T, run, [dict(k=k, v=v)]))
-                continue
-            while read < T:
-                n = min(1024, T - read)
-                S, read = kernels.chunked(**{m: x[:, :, :n] for m, x in many.items()}, S=S)[1], read + n
-            cases.append((T, functools.partial(kernels.step, **one, S=S), [dict(S=S)]))
-        add('layer', rule, cases)
-    for name, size in sizes.items():
-        for rule in 'softmax', 'sum', 'delta', 'decay':
-            model = GPT(Config(rule=rule, **size)).to(device, dtype).eval()
-            tokens, state, read = torch.randint(256, (1, max(Ts)), device=device), None, 0
-            token, cases = tokens[:, :1], []
-            for T in Ts:
-                if rule == 'softmax':
-                    state = model.read(tokens[:, :1])
-                    if not fits(f'softmax model{name}', T, 2 * T * state_bytes(state)):     # a step copies it
-                        continue
-                    for s in state:
-                        s.update(S=s['S'].repeat(1, 1, 1, T, 1), t=s['t'] * T)
-                else:
-                    state, read = model.read(tokens[:, read:T], state), T
-                step = (captured if device.type == 'cpu' else graphed)(model, token, state)
-                cases.append((T, functools.partial(step, token, state), state))
-            add('model' + name, rule, cases)
-    cross = {level: crossing([r for r in rows if r['level'] == level], 'us a token', 'softmax')
-             for level in dict.fromkeys(r['level'] for r in rows)}
-
-    of_layer = lambda r: r['level'] == 'layer'
-    say = lambda x: 'never' if x is None else f'{"<= " if x <= min(Ts) else ""}{x:,.0f}'
-    text = '; '.join(f'{level}: ' + ', '.join(f'{n} {say(x)}' for n, x in c.items())
-                     for level, c in cross.items())
-    note = f'softmax becomes the slower one after so many tokens: {text}'
-    note += f'; left out on this machine: {", ".join(left_out)}' if left_out else ''
-    report(args, 'decode', rows, note,
-           panel(f'one layer, {args.heads or 12} heads of {args.head_dim}', 'T', 'us a token',
-                 'tokens so far', 'microseconds a token', of_layer),
-           panel('what it keeps', 'T', 'state bytes', 'tokens so far', 'bytes', of_layer), crossing=cross)
+def decode(args):
+    """The next token after T tokens, by a layer and by a model with random weights. A cache's contents do not
+    change its time."""
+    rows = []
+    cross = {}
+    for level in chosen(args, ['layer', 'model'], ['layer', *MODELS]):
+        found = []
+        for rule in DECODED:
+            if level == 'layer':
+                steps = layer_steps(rule, args)
+            else:
+                steps = model_steps(rule, MODELS[level], args)
+            found += timed(level, rule, steps, args.device)
+        cross[level] = crossing(found, 'us a token', 'softmax')
+        rows += found
+    note = f'softmax becomes the slower one after so many tokens (None: never): {cross}'
+    report(args, 'decode', rows, note, crossing=cross)
 
 
 # ---- suites cache, kept, batch: transformers as multi-state RNNs. Oren 2024 --------------------------------
-PAPER_ROWS = {      # table 3: perplexity of LLaMA-2-7B on PG-19 at 1/64, 1/32, .. 1 of 4,096 rows
-    'window': (4812.27, 4025.01, 3275.58, 2184.62, 1001.29, 240.17, 7.16),
-    'sink': (10.28, 8.98, 8.19, 7.73, 7.46, 7.30, 7.16), 'h2o': (10.22, 8.97, 8.21, 7.75, 7.49, 7.32, 7.16),
-    'tova': (9.53, 8.32, 7.71, 7.41, 7.25, 7.17, 7.16),
-    'tova-head': (11.13, 9.55, 8.69, 7.90, 7.52, 7.27, 7.16)}
+POLICIES = 'random', 'window', 'sink', 'h2o', 'tova-head', 'tova'
 
 
-def chunks(args, device, count):
-    """The checkpoint, its tokenizer, `count` pieces of validation text as long as a training row, and text to
-    train on."""
-    args.init = args.init or convert.a_teacher(make=False)
-    model, meta = pretrained(args.init, device=device)
-    model.eval()
-    T = model.config.block_size
-    text, val, *_ = prepare.load_like(args.init, meta, args.data, T)
-    begin = torch.linspace(0, len(val) - T - 1, count).long().tolist()
-    x = torch.stack([torch.from_numpy(val[i:i + T].astype('int64')) for i in begin]).to(device)
-    return model, meta['data'], x, text
+def bounded(path, teacher, rule, cache, **changes):
+    """The model with at most `cache` rows a layer."""
+    sinks = max(0, min(4, cache - 1))
+    return swapped(teacher, path, rule=rule, cache=cache, sinks=sinks, **changes).eval()
+
+
+def cache_forms(path, teacher, sizes, overflow):
+    """Lines of the table -> form, rows, the model"""
+    yield 'softmax', teacher.config.block_size, teacher
+    for size, rule in itertools.product(sizes, POLICIES):
+        yield rule, size, bounded(path, teacher, rule, size)
+    if not overflow:
+        return
+    yield f'{overflow} alone', 0, bounded(path, teacher, 'window', 0, overflow=overflow)
+    for size, rule in itertools.product(sizes, ('window', 'sink')):
+        yield f'{rule} + {overflow}', size, bounded(path, teacher, rule, size, overflow=overflow)
 
 
 @torch.inference_mode()
-def cache(args, device, dtype):
-    """Perplexity of a softmax model whose layers keep few rows, without training. Oren 2024 table 3."""
-    teacher, _, x, _ = chunks(args, device, 64 if args.full else 16)
-    T, rows, full = x.shape[1], [], None
-    sizes = lengths(args, [T // n for n in ((64, 32, 16, 8, 4, 2, 1) if args.full else (32, 16, 8, 4, 1))])
-
-    def row(form, size, **changes):
-        model = swapped(teacher, args.init, **changes).to(device).eval()
-        logits, state = model(x)
+def cache(args):
+    """Perplexity of a softmax model whose layers keep few rows, without training."""
+    path, teacher, x, _ = pieces(args, chosen(args, 16, 64))
+    T = x.shape[1]
+    sizes = lengths(args, [T // n for n in chosen(args, (32, 16, 8, 4, 1), SHARES)])
+    rows = []
+    for form, size, model in cache_forms(path, teacher, sizes, args.overflow):
+        logits, state = model.to(args.device)(x)
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), x[:, 1:].flatten()).item()
-        paper = dict(zip((T // n for n in (64, 32, 16, 8, 4, 2, 1)), PAPER_ROWS.get(form, ()))).get(size)
-        rows.append({'form': form, 'rows': size, 'perplexity': math.exp(loss),
-                     'of full': math.exp(loss) / (full or math.exp(loss)),
-                     'paper, of its full': paper and paper / 7.16,
-                     'state bytes': state_bytes(state) // len(x)})
-        return model
-    row('full', T, rule='full')
-    full = rows[0]['perplexity']
-    for size, form in itertools.product(sizes, ('random', 'window', 'sink', 'h2o', 'tova-head', 'tova')):
-        row(form, size, rule=form, cache=size, sinks=min(4, size - 1))
-    if args.overflow:
-        flags = dict(overflow=args.overflow)
-        m = row(args.overflow + ' alone', 0, rule='window', cache=0, **flags).blocks[0].mixer
-        K, V, z = m.memory.overflow.phi.feature_dim, m.head_dim, m.memory.overflow.rule.z
-        worth = -(-K * (V + (V if z else 1)) // (2 * V + 3))    # rows of equal bytes
-        for size, form in itertools.product(sizes, ('window', 'tova')):
-            if size > worth:
-                row(f'{form} + {args.overflow}', size, rule=form, cache=size - worth, **flags)
-
-    def draw(axes, rows):
-        drawn = [r for r in rows if r['rows'] and r['form'] != 'full']
-        lines(axes, drawn, 'rows', 'perplexity', 'linear')
-        axes.axhline(full, color='grey', linewidth=1)
-        axes.set(xlabel='rows kept', ylabel='perplexity', title=f'context {T}, no training')
-    note = f'{len(x)} pieces of {T} tokens; "paper": LLaMA-2-7B on PG-19, at the same share of 4,096 rows'
-    report(args, 'cache', rows, note, draw, tokens=x.numel(),
-           of_full={f'{r["form"]} {r["rows"]}': round(r['of full'], 4) for r in rows})
+        if not rows:
+            full = loss                                         # of the model as it is, which comes first
+        row = {'form': form, 'rows': size, 'perplexity': math.exp(loss), 'of full': math.exp(loss - full)}
+        row['paper, of its full'] = None
+        for share, figure in PAPER['cache'].figures.get(form, {}).items():
+            if T // share == size:
+                row['paper, of its full'] = figure / PAPER['cache'].figures[form][1]
+        rows.append({**row, 'state bytes': state_bytes(state) // len(x)})
+    report(args, 'cache', rows, f'{len(x)} pieces of {T} tokens', tokens=x.numel(),
+           of_full=by_row(rows, 'of full'))
 
 
 KINDS = {'newline': '\n', 'punctuation': string.punctuation, 'capital': string.ascii_uppercase,
          'digit': string.digits}
 
 
+def kind_of(token, data):
+    """The kind of a token by its first character."""
+    first = prepare.decode([token], data).strip(' ')[:1]
+    for kind, characters in KINDS.items():
+        if first and first in characters:
+            return kind
+    return 'rest'
+
+
+def watch(model, x):
+    """Which rows a model keeps while it reads x (B, T) token by token, by each of its n layers that keep some
+    -> (n, B, T, T): whether after step t the row of token s is there"""
+    B, T = x.shape
+    layers = [i for i, rule in enumerate(model.config.rules()) if RULES[rule].keeps]
+    seen = torch.zeros(len(layers), B, T, T, dtype=torch.bool)
+    state = None
+    for t in range(T):
+        _, state = model(x[:, t:t + 1], state)
+        for n, i in enumerate(layers):
+            pos = state[i]['pos'][:, 0].cpu()                   # TOVA's are the same for all heads; -1: empty
+            seen[n, :, t] = F.one_hot(pos + 1, T + 1).any(1)[:, 1:]
+    return seen
+
+
 @torch.inference_mode()
-def kept(args, device, dtype):
-    """What TOVA keeps: how recent, the first token, and how long by kind of token. Oren 2024 section 5."""
-    teacher, data, x, _ = chunks(args, device, 16 if args.full else 4)
-    (B, T), rows = x.shape, []
-    size = one_length(args, T // 8)
+def kept(args):
+    """What TOVA keeps: how recent, the first token, and how long by kind of token."""
+    path, teacher, x, data = pieces(args, chosen(args, 4, 16))
+    T = x.shape[1]
+    size, = lengths(args, [max(1, T // 8)], one=True)
     if 2 * size >= T:
         raise ValueError(f'--lengths={size}: rows must be fewer than half of the {T} tokens of a piece')
-    model, state = swapped(teacher, args.init, rule='tova', cache=size).eval(), None
-    layers = [i for i, b in enumerate(model.blocks) if b.mixer.memory.rule.keeps == 'tova']
-    lived = torch.zeros(len(layers), B, T, device=device)       # steps a token stayed
-    seen = torch.zeros(len(layers), T, T)                       # of the first piece, for the picture
-    recent = first = 0
-    for t in range(T):
-        state = model(x[:, t:t + 1], state)[1]
-        for n, i in enumerate(layers):
-            pos = state[i]['S']['pos'][:, 0]                    # the same for all heads
-            lived[n].scatter_add_(1, pos.clamp(min=0), (pos >= 0).float())
-            seen[n, t, pos[0][pos[0] >= 0].cpu()] = 1
-            if t >= 2 * size:
-                recent += (pos > t - size).float().mean().item() / (len(layers) * (T - 2 * size))
-                first += (pos == 0).any(1).float().mean().item() / (len(layers) * (T - 2 * size))
-    texts = [[prepare.decode([t], data).strip(' ')[:1] for t in piece] for piece in x.tolist()]
-    kinds = [[next((k for k, chars in KINDS.items() if c and c in chars), 'rest') for c in p] for p in texts]
-    for kind in ('all', *KINDS, 'rest'):
-        here = torch.tensor([[kind in (k, 'all') for k in p] for p in kinds], device=device)
-        here[:, 0] = False                                      # the first token is a case of its own
-        here[:, T - size:] = False                              # these had no time to show
-        if here.any():
-            rows.append({'kind': kind, 'share of text': here.float().mean().item() * T / (T - size - 1),
-                         'steps kept': lived[:, here].mean().item(),
-                         'longest': int(lived[:, here].max().item())})
+    seen = watch(bounded(path, teacher, 'tova', size), x)
+    late = seen[:, :, 2 * size:].float()                        # steps by which the rows are long full
+    first = late[..., 0].mean().item()
+    recent = (late.triu(size + 1).sum() / late.sum()).item()
+    stayed = seen.sum(2).float().mean(0)                        # steps (B, T), mean over layers
+    steps = {'all': []}                 # without the first token, and those that had no time to show
+    for token, n in zip(x[:, 1:T - size].flatten().tolist(), stayed[:, 1:T - size].flatten().tolist()):
+        steps['all'].append(n)
+        steps.setdefault(kind_of(token, data), []).append(n)
+    rows = [{'kind': kind, 'share of text': len(n) / len(steps['all']), 'steps kept': statistics.mean(n)}
+            for kind, n in steps.items()]
+    note = (f'{100 * recent:.0f} % of the rows are among the last {size} tokens, the first token is kept in '
+            f'{100 * first:.0f} % of the steps')
+    report(args, 'kept', rows, note, draws=partial(draw_rows, seen=seen[len(seen) // 2, 0]), recent=recent,
+           first=first)
 
-    def draw(axes, rows):
-        axes.imshow(seen[len(layers) // 2].numpy(), cmap='Greys', interpolation='nearest', aspect='auto')
-        layer = layers[len(layers) // 2] + 1
-        axes.set(xlabel='position of the token', ylabel='step', title=f'rows kept in layer {layer}')
 
-    def bars(axes, rows):
-        axes.bar([r['kind'] for r in rows], [r['steps kept'] for r in rows], color=COLOURS[4])
-        axes.set(ylabel='mean steps kept', title=f'{size} rows of {T}')
-        axes.tick_params(axis='x', labelsize=9)
-    note = (f'{100 * recent:.0f} % of the rows are among the last {size} tokens (paper 73-76), the first '
-            f'token is kept in {100 * first:.0f} % of the steps (paper: practically all)')
-    report(args, 'kept', rows, note, draw, bars, recent=recent, first=first)
+def draw_rows(axes, seen):
+    """The rows of one layer while it read one piece."""
+    axes.imshow(seen, cmap='Greys', interpolation='nearest', aspect='auto')
+    axes.set(xlabel='position of the token', ylabel='step', title='rows that a middle layer keeps')
+
+
+def full_state(model, T, n):
+    """The state of n texts after T tokens, all alike, in a model that keeps few rows: it has all it may."""
+    state = model.read(torch.zeros(n, 1, dtype=torch.long, device=model.embed.weight.device))
+    for rows in state:
+        rows['pos'] = torch.arange(rows['pos'].shape[-1], device=rows['pos'].device).expand_as(rows['pos'])
+        rows['t'] = rows['t'] * T
+    return state
 
 
 @torch.inference_mode()
-def batch(args, device, dtype):
-    """The largest batch within a budget for states, and its throughput, after T tokens. Oren table 1."""
-    T, rows, base = one_length(args, 4096), [], None
-    paper = {1: 1, 2: 1.7, 4: 3.1, 8: 4.8, 16: 8.5}
+def batch(args):
+    """The largest batch within a budget for states, and its throughput, after T tokens."""
+    T, = lengths(args, one=True)
+    paper = PAPER['batch'].figures['tova']
     if T < max(paper):
         raise ValueError(f'--lengths={T}: 1/{max(paper)} of it is no row; take {max(paper)} or more')
-    tokens = torch.randint(256, (1, 1), device=device)
-    for share in paper:
-        model = GPT(Config(rule='tova', cache=T // share)).to(device, dtype).eval()
-        state = model.read(tokens)
-        size = state_bytes(state)
-        n = args.budget * 2 ** 20 // size
-        if not n:
-            raise ValueError(f'--budget={args.budget}: one text of {T:,} rows needs {size / 2 ** 20:.1f} MB')
-        state = unpack({k: x if k.endswith('.t') else x.repeat(n, *[1] * (x.dim() - 1))
-                        for k, x in pack(state).items()})
-        for s in state:                     # full, as after T tokens
-            pos = s['S']['pos']
-            s['S']['pos'], s['t'] = torch.arange(T // share, device=device).expand_as(pos), s['t'] * T
-        time, = seconds([lambda: model(tokens.repeat(n, 1), state)], device, 1.0)
-        base = base or n / time
+    rows = []
+    for share in sorted(paper):
+        model = GPT(Config(rule='tova', cache=T // share)).to(args.device, args.dtype).eval()
+        size = state_bytes(full_state(model, T, 1))
+        n = args.budget * MB // size
+        if n == 0:
+            raise ValueError(f'--budget={args.budget}: one text of {T:,} rows needs {size / MB:.1f} MB')
+        tokens = torch.zeros(n, 1, dtype=torch.long, device=args.device)
+        step = partial(model, tokens, full_state(model, T, n))
+        rate = n / seconds([step], args.device, 1.0)[0]
+        if share == 1:
+            full = rate
         rows.append({'form': 'tova', 'rows': T // share, 'bytes a sequence': size, 'batch': n,
-                     'tokens/s': n / time, 'of full': n / time / base, 'paper': paper[share]})
+                     'tokens/s': rate, 'of full': rate / full, 'paper': paper[share]})
+    report(args, 'batch', rows, f'TOVA, all with {args.budget} MB of states; full is {T:,} rows',
+           of_full=by_row(rows, 'of full'))
 
-    draw = panel(f'{args.budget} MB of states, context {T:,}', 'rows', 'tokens/s', 'rows kept', 'tokens/s')
-    note = f'TOVA, all with {args.budget} MB of states; full is {T:,} rows; "paper": on a V100'
-    report(args, 'batch', rows, note, draw, of_full={r['rows']: round(r['of full'], 2) for r in rows})
+
+# ---- idea: what the first lines of fastweight.py print, as numbers on a colour -----------------------------
+WRITES = '(1, 2) to k1', '(3, 4) to k2', '(5, 6) to k1'
+
+
+def idea(args):
+    """S after each of three writes, `sum` above, `delta` below; its columns are what k1 and k2 find."""
+    figure, axes = panels(2, 3, 2.6, 2.4)
+    for rule, row in zip(('sum', 'delta'), axes):
+        row[0].set_ylabel(rule, fontsize=18)
+        for ax, S, write in zip(row, fastweight.example(rule), WRITES):
+            ax.imshow(S, cmap='Blues', vmin=0, vmax=12)
+            ax.set(yticks=[], title=f'write {write}')
+            ax.set_xticks([0, 1], ['k1', 'k2'])
+            for i, j in itertools.product((0, 1), repeat=2):
+                ax.text(j, i, f'{S[i, j]:.0f}', ha='center', va='center', fontsize=20)
+    picture(args, 'idea', figure)
+    print(inside(args, 'idea.png'))
+
+
+# ---- the command -------------------------------------------------------------------------------------------
+RUN = {'decode': decode, 'layer': layer, 'capacity': partial(associative, 'capacity'),
+       'update': partial(associative, 'update'), 'recall': recall, 'mqar': mqar, 'monotone': monotone,
+       'language': language, 'train': train, 'cache': cache, 'kept': kept, 'batch': batch, 'idea': idea}
+
+
+def settings(argv):
+    """-> the suite's name, Args"""
+    suite = 'decode'
+    if argv and not argv[0].startswith('-'):
+        suite = argv[0]
+        argv = argv[1:]
+    if suite not in SUITES:
+        raise ValueError(f'{suite}: no such suite, --help has a line on each; choose from '
+                         f'{", ".join(SUITES)}')
+    given = parse(argv, __doc__, Args)[0]
+    takes = f'{ALWAYS} {SUITES[suite].flags}'
+    for name in given:
+        if name not in takes.split():
+            raise ValueError(f'--{name} means nothing for {suite}: it takes {takes}')
+    args = Args(**given)
+    lengths(args)                                               # refuses now what cannot be read
+    if args.quick and args.full:
+        raise ValueError('--quick and --full contradict each other')
+    return suite, args
+
+
+def run(suite, args):
+    """One suite, from the same seed whatever ran before, with its own flags where none are given."""
+    device = pick_device(args.device)
+    dtype = torch.bfloat16 if device.type == 'cuda' else torch.float32
+    if args.dtype != 'auto':
+        dtype = getattr(torch, args.dtype)
+    own = chosen(args, SUITES[suite].quick, SUITES[suite].full)
+    missing = {name: own[name] for name in own if not getattr(args, name)}
+    args = dataclasses.replace(args, **missing, device=device, dtype=dtype)
+    args.began = time.perf_counter()
+    torch.manual_seed(args.seed)
+    RUN[suite](args)
+
+
+def run_all(args):
+    """Every suite; one that cannot run here says why, and the next begins."""
+    left_out = {}
+    for suite in RUN:
+        print(f'--- {suite} ---', flush=True)
+        try:
+            run(suite, args)
+        except (ValueError, OSError, RuntimeError) as e:
+            left_out[suite] = str(e)
+            print(f'left out: {e}', flush=True)
+    print(json.dumps({'suite': 'all', 'left_out': left_out}))
 
 
 @script
 def main(argv):
-    name = argv.pop(0) if argv and not argv[0].startswith('-') else 'decode'
-    if name not in SUITES:
-        raise ValueError(f'{name}: no such suite, --help has a line on each; choose from {", ".join(SUITES)}')
-    given = parse(argv, __doc__, Args)[0]
-    for flag_ in given:
-        if flag_ not in (takes := f'{ALWAYS} {SUITES[name]}').split():
-            raise ValueError(f'--{flag_} means nothing for {name}: it takes {takes}')
-    args = Args(**given)
-    if args.quick and args.full:
-        raise ValueError('--quick and --full contradict each other')
-    args.seeds = args.seeds or (3 if args.full else 1)
-    device = pick_device(args.device)
-    auto = torch.bfloat16 if device.type == 'cuda' else torch.float32
-    dtype = auto if args.dtype == 'auto' else getattr(torch, args.dtype)
-
-    def run(suite):
-        args.began = time.perf_counter()
-        torch.manual_seed(args.seed)
-        globals()[suite](args, device, dtype)
-    if name != 'all':
-        return run(name)
-    began, left_out = time.perf_counter(), {}
-    for suite in [s for s in SUITES if s != 'all']:
-        print(f'--- {suite} ---', flush=True)
-        try:
-            run(suite)
-        except (ValueError, OSError, RuntimeError) as e:
-            left_out[suite] = str(e)
-            print(f'left out: {e}', flush=True)
-    print(json.dumps(dict(suite='all', left_out=left_out, minutes=(time.perf_counter() - began) / 60)))
+    suite, args = settings(argv)
+    if suite == 'all':
+        run_all(args)
+    else:
+        run(suite, args)
 
 
 if __name__ == '__main__':

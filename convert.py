@@ -5,8 +5,24 @@
     python convert.py --rule=decay                          Mao 2022
     python convert.py --rule=window --cache=64 --overflow=sum:hedgehog      LoLCATs: a window and the rest
     python convert.py --from=gpt2 --data=wikitext2          weights from the hub, GPT-2 or Llama to 3.0
+    python convert.py --from=gpt2 --data=my.txt             a text of your own, in the teacher's tokens
+    python convert.py --from=out/softmax-on-recall/ckpt.safetensors         a task: accuracy beside perplexity
     python sample.py --init=out/convert/ckpt.safetensors
+
+A model of the size of train.py's takes three to five minutes of one core. What happens, in this order:
+
+    swap         a student with the teacher's weights, but other rules in place of softmax: what these need
+                 beyond W_q, W_k, W_v (feature maps, gates) is new and drawn at random
+    distil       stage 1 trains only what is new; each layer imitates the teacher's on the teacher's inputs
+    fine-tune    stage 2 trains everything, or LoRA, to say what the teacher says, or the next token
+    fold         T2R's map, where it is a matrix after W_q and W_k, is multiplied into them
+    controls     the teacher with as much more training, and the student without the teacher's weights:
+                 without these two, nobody can tell what was recovered from what was learned anew
+
+Both stages ask for batch(step) -> x, y alone, so they know neither texts nor tasks. Writes, into --out,
+ckpt.safetensors, log.jsonl and convert.json: the tables, and one query's attention weights for a picture.
 """
+import contextlib
 import copy
 import dataclasses
 import glob
@@ -24,19 +40,30 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import torch.nn.utils.parametrize
-from safetensors import SafetensorError, safe_open
 
-from data import prepare
+from data import prepare, weights
 from fastweight import RULES
-from model import (GPT, Config, config_of, flag, load, pack_optimiser, parse, pick_device, read, replace,
-                   save, script, state_bytes, subset, swapped, table, unpack_optimiser, write)
+from model import GPT, flag, load, parse, pick_device, save, script, state_bytes, subset
+from train import (
+    adamw,
+    answers,
+    blocks,
+    evaluate,
+    fastest_threads,
+    optimise,
+    pack_optimiser,
+    rows,
+    starts,
+    table,
+    unpack_optimiser,
+)
 
 
 @dataclass
 class Args:
     from_: str = flag('out/ckpt.safetensors', 'checkpoint; gpt2, -medium, -large, -xl; OWNER/NAME; folder')
     revision: str = flag('main', 'branch, tag or commit on the hub')
-    data: str = flag('', 'data set or text to recover with, if not the one the teacher was trained on')
+    data: str = flag('', 'text or task to recover with, if not the one the teacher was trained on')
     out: str = flag('out/convert', 'folder for checkpoint, table and log')
     distil: str = flag('auto', 'stage 1, new parameters only: match attention weights (ce), outputs (mse) or '
                                'hidden states; auto: ce where there are weights',
@@ -49,7 +76,7 @@ class Args:
     lora: int = flag(0, 'rank of LoRA on q, k, v and output in stage 2; 0: all weights', low=0)
     batch_size: int = flag(4, 'rows a step', low=1)
     row: int = flag(0, 'tokens a row, if fewer than the teacher was trained on', low=0)
-    eval_rows: int = flag(64, 'rows of validation text for every figure', low=1)
+    eval_rows: int = flag(64, 'rows of validation data for every figure', low=1)
     fold: bool = flag(False, 'with --phi=t2r: put phi into W_q and W_k at the end')
     export: str = flag('', 'folder for weights and config.json, in the layout of the hub if it has one')
     controls: bool = flag(True, 'also fine-tune the teacher as long, and train the student from scratch')
@@ -57,391 +84,148 @@ class Args:
     resume: bool = flag(False, 'go on with the conversion that was stopped in --out')
     seed: int = flag(0, 'of new weights and data order', low=0, high=2 ** 32 - 1)
     device: str = flag('auto', 'auto, cpu, cuda')
+    threads: int | None = flag(None, 'of the CPU; if not given, as many as are fastest at the start', low=1)
 
 
-TEACHER = '--rule=softmax --n_head=4 --steps=2500'
-Student = subset('layers', 'phi', 'norm', 'beta_max', 'cache', 'sinks', 'overflow',
-               rule=flag('sum', 'what softmax becomes', list(RULES)))
-
-
-# ---- weights in: GPT-2 and Llama as the hub keeps them -----------------------------------------------------
-FAMILIES = {    # what of theirs is ours; * is the layer's number; several are put side by side
-    'gpt2': ('transformer.', 'h.*.', {
-        'embed': 'wte', 'positions': 'wpe', 'norm': 'ln_f', '*.norm1': 'ln_1', '*.mixer.qkv': 'attn.c_attn',
-        '*.mixer.proj': 'attn.c_proj', '*.norm2': 'ln_2', '*.up': 'mlp.c_fc', '*.down': 'mlp.c_proj'}),
-    'llama': ('model.', 'layers.*.', {
-        'embed': 'embed_tokens', 'norm': 'norm', '*.norm1': 'input_layernorm',
-        '*.mixer.qkv': 'self_attn.q_proj self_attn.k_proj self_attn.v_proj',
-        '*.mixer.proj': 'self_attn.o_proj', '*.norm2': 'post_attention_layernorm',
-        '*.up': 'mlp.gate_proj mlp.up_proj', '*.down': 'mlp.down_proj'})}
-HUB = {f'gpt2{size}': (f'openai-community/gpt2{size}', 'main') for size in ('-medium', '-large', '-xl')} | {
-    'gpt2': ('openai-community/gpt2', '607a30d783dfa663caf39e06633721c8d4cfcd7e')}
-PINNED = {'607a30d783dfa663caf39e06633721c8d4cfcd7e/model.safetensors':
-          (548105171, '248dfc3911869ec493c76e65bf2fcf7f615828b0254c12b473182f0f81d3a707')}
-
-
-def theirs(name, prefix, layer, table):
-    """Our parameter's name -> the names of its parts in their file."""
-    if name == 'head.weight':
-        return ['lm_head.weight']
-    module, _, kind = name.rpartition('.')
-    found = re.fullmatch(r'blocks\.(\d+)\.(.+)', module)
-    if found:
-        i, module = found[1], f'*.{found[2]}'
-        return [f'{prefix}{layer.replace("*", i)}{p}.{kind}' for p in table[module].split()]
-    return [f'{prefix}{table[module]}.{kind}']
-
-
-def their_config(c, source):
-    """config.json -> Config. ValueError for what this project cannot compute exactly."""
-    def refuse(why):
-        raise ValueError(f'{source}: {why}; known are GPT-2 and Llama as they were published')
-    if not isinstance(c, dict):
-        raise ValueError(f'{source}/config.json: {json.dumps(c)[:40]} is no description of a model')
-    kind = c.get('model_type')
-    try:
-        if kind == 'gpt2':
-            if c.get('activation_function', 'gelu_new') not in ('gelu_new', 'gelu_pytorch_tanh'):
-                refuse(f'activation_function {c["activation_function"]}')
-            if c.get('scale_attn_by_inverse_layer_idx') or not c.get('scale_attn_weights', True):
-                refuse('another scale of attention')
-            return Config(rule='softmax', conv=0, pos='learned', act='gelu', bias=True, n_layer=c['n_layer'],
-                          n_head=c['n_head'], n_embd=c['n_embd'], vocab_size=c['vocab_size'],
-                          block_size=c.get('n_positions') or c['n_ctx'], n_inner=c.get('n_inner') or 0,
-                          eps=c.get('layer_norm_epsilon', 1e-5), tied=c.get('tie_word_embeddings', True))
-        if kind == 'llama':
-            rope = c.get('rope_parameters') or {}
-            for way in (rope, c.get('rope_scaling') or {}):
-                if way.get('rope_type', way.get('type', 'default')) != 'default':
-                    refuse(f'rope of type {way.get("rope_type", way.get("type"))}')
-            if c.get('attention_bias') or c.get('mlp_bias') or c.get('hidden_act', 'silu') != 'silu':
-                refuse('biases, or another activation than silu')
-            if c.get('head_dim') not in (None, c['hidden_size'] // c['num_attention_heads']):
-                refuse(f'head_dim {c["head_dim"]} is not hidden_size / num_attention_heads')
-            return Config(rule='softmax', conv=0, pos='rope', act='swiglu', rms=True,
-                          n_layer=c['num_hidden_layers'], n_head=c['num_attention_heads'],
-                          n_kv_head=c.get('num_key_value_heads') or 0, n_embd=c['hidden_size'],
-                          n_inner=c['intermediate_size'], vocab_size=c['vocab_size'],
-                          block_size=c['max_position_embeddings'], eps=c.get('rms_norm_eps', 1e-6),
-                          theta=c.get('rope_theta') or rope.get('rope_theta') or 1e4,
-                          tied=c.get('tie_word_embeddings', False))
-    except KeyError as e:
-        raise ValueError(f'{source}/config.json lacks {e}') from None
-    except (TypeError, AttributeError, ZeroDivisionError) as e:
-        raise ValueError(f'{source}/config.json: {e}') from None
-    refuse(f'model_type {kind}')
-
-
-def hub(name, revision, root=os.path.join(prepare.HERE, 'hub')):
-    """config.json and weights of a hub repository -> their folder; what is not there yet is fetched."""
-    repo, pinned = HUB.get(name, (name, 'main'))
-    revision = pinned if revision == 'main' else revision
-    folder = os.path.join(root, f'{repo.replace("/", "--")}--{revision[:12]}')
-    base = (os.environ.get('HF_ENDPOINT') or prepare.HUB).rstrip('/')
-    token = {'Authorization': f'Bearer {os.environ["HF_TOKEN"]}'} if os.environ.get('HF_TOKEN') else {}
-
-    def get(file):
-        import requests
-        path, url = os.path.join(folder, file), f'{base}/{repo}/resolve/{revision}/{file}'
-        if not os.path.exists(path):
-            try:
-                head = requests.head(url, headers=token, timeout=(10, 30))
-            except requests.RequestException as e:
-                raise ValueError(f'{url}: {type(e).__name__}; or put the file at {path} by hand') from None
-            if head.status_code in (401, 403):
-                raise ValueError(f'{url}: HTTP {head.status_code}; a private or gated model needs HF_TOKEN')
-            if head.status_code == 404:
-                return None
-            sha256 = re.fullmatch('"?([0-9a-f]{64})"?', head.headers.get('X-Linked-Etag', ''))
-            size, sha256 = PINNED.get(f'{revision}/{file}') or (int(head.headers.get('X-Linked-Size', 0)),
-                                                                sha256 and sha256[1])
-            prepare.download(url, path, size, sha256, **token)
-        return path
-    if not get('config.json'):
-        raise ValueError(f'{base}/{repo}: no such model at revision {revision}')
-    if not get('model.safetensors'):
-        index = get('model.safetensors.index.json')
-        if not index:
-            raise ValueError(f'{base}/{repo}: neither model.safetensors nor its index; pickled weights '
-                             '(.bin, .pt) are not read')
-        for shard in sorted(set(json.loads(prepare.read(index))['weight_map'].values())):
-            if not get(os.path.basename(shard)):
-                raise ValueError(f'{base}/{repo}: {shard} is missing')
-    return folder
-
-
-def from_folder(folder, source, changes):
-    """A folder with config.json and *.safetensors -> GPT, each tensor read once. changes: flags of `Swap`."""
-    try:
-        with open(os.path.join(folder, 'config.json'), encoding='utf-8') as f:
-            raw = json.load(f)
-    except (OSError, ValueError) as e:
-        raise ValueError(f'{folder}/config.json: {e}') from None
-    shards = sorted(n for n in os.listdir(folder) if n.endswith('.safetensors'))
-    if not shards:
-        raise ValueError(f'{folder}: no model.safetensors; pickled weights (.bin, .pt) are not read')
-    config, (prefix, layer, table) = their_config(raw, source), FAMILIES[raw['model_type']]
-    with torch.device('meta'):
-        model = GPT(config)
-    where = {}
-    try:
-        for path in (os.path.join(folder, n) for n in shards):
-            with safe_open(path, 'pt') as f:
-                where |= dict.fromkeys(f.keys(), path)
-    except (SafetensorError, OSError) as e:
-        raise ValueError(f'{folder}: not whole safetensors files ({e})') from None
-
-    def get(n):     # a private map of the file, opened anew: what is only copied from does not stay in memory
-        with safe_open(where[n], 'pt') as f:
-            return f.get_tensor(n)
-    if not any(n.startswith(prefix) for n in where):            # as some are kept, without
-        prefix = ''
-    state = {}
-    for name, p in model.state_dict().items():
-        parts = theirs(name, prefix, layer, table)
-        for n in parts:
-            if n not in where:
-                raise ValueError(f'{source}: tensor {n} is missing')
-        x = [get(n) for n in parts]
-        if raw['model_type'] == 'gpt2' and x[0].dim() == 2 and name.startswith('blocks'):
-            x = [y.mT for y in x]                               # Conv1D keeps (in, out)
-        x = (x[0] if len(x) == 1 else torch.cat(x)).float().contiguous()
-        if x.shape != p.shape:
-            raise ValueError(f'{source}: {parts[0]} has shape {tuple(x.shape)}, expected {tuple(p.shape)}')
-        state[name] = x
-    model.load_state_dict(state, assign=True)
-    return swapped(model, source, **changes)
-
-
-def pretrained(source, revision='main', device='cpu', **changes):
-    """A checkpoint of this project, a folder in the hub's layout, or the name of a model on the hub ->
-    the softmax model as it is, and metadata that names its tokenizer. changes: flags of `Swap`."""
-    if os.path.isfile(source) or source.endswith('.safetensors'):
-        return load(source, device, **changes)
-    if os.path.splitext(source)[1] in ('.bin', '.pt', '.pth', '.ckpt'):
-        raise ValueError(f'{source}: pickled weights are not read; take model.safetensors')
-    if not os.path.isdir(source) and not re.fullmatch(r'[\w.-]+(/[\w.-]+)?', source):
-        raise ValueError(f'{source}: no such file or folder, nor OWNER/NAME on the hub; python train.py '
-                         '--rule=softmax writes out/ckpt.safetensors')
-    folder = source if os.path.isdir(source) else hub(source, revision)
-    model = from_folder(folder, source, changes).to(device)
-    size = model.config.vocab_size
-    data = {'name': source, 'tokenizer': 'gpt2' if size == 50257 else 'ids', 'vocab_size': size}
-    return model, {'data': data, 'step': 0}
-
-
-def export(model, folder):
-    """Hub's layout for GPT-2 and Llama with all their softmax; else our own names, and our config."""
-    c, state, family = model.config, model.state_dict(), None
-    if {*c.rules()} <= {'softmax', 'full'} and not c.conv:
-        kinds = {('gelu', 'learned', False): 'gpt2', ('swiglu', 'rope', True): 'llama'}
-        family = kinds.get((c.act, c.pos, c.rms))
-    raw = {'model_type': 'nanofwp', **dataclasses.asdict(c)}
-    inner, kv = c.n_inner or 4 * c.n_embd, c.n_kv_head or c.n_head
-    if family == 'gpt2':
-        raw = dict(architectures=['GPT2LMHeadModel'], n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd,
-                   n_inner=inner, n_positions=c.block_size, layer_norm_epsilon=c.eps,
-                   activation_function='gelu_new')
-    if family == 'llama':
-        raw = dict(architectures=['LlamaForCausalLM'], num_hidden_layers=c.n_layer, hidden_size=c.n_embd,
-                   num_attention_heads=c.n_head, num_key_value_heads=kv, intermediate_size=inner,
-                   max_position_embeddings=c.block_size, rms_norm_eps=c.eps, rope_theta=c.theta,
-                   hidden_act='silu')
-    if family:
-        raw |= dict(model_type=family, vocab_size=c.vocab_size, tie_word_embeddings=c.tied)
-        out, d = {}, c.n_embd // c.n_head
-        for name, x in state.items():
-            parts = theirs(name, *FAMILIES[family])
-            x = x.mT if family == 'gpt2' and x.dim() == 2 and name.startswith('blocks') else x
-            sizes = [d * n for n in (c.n_head, kv, kv)] if len(parts) == 3 else len(x) // len(parts)
-            out |= {n: y.contiguous() for n, y in zip(parts, x.split(sizes))}
-        state = out
-    state = {n: x.detach().cpu().contiguous() for n, x in state.items()}
-    replace(os.path.join(folder, 'model.safetensors'), state, {'format': 'pt'})
-    with open(os.path.join(folder, 'config.json'), 'w') as f:
-        json.dump(raw, f, indent=1)
+TEACHER = '--rule=softmax --n_head=4 --steps=2500'      # what is trained where there is no teacher
+SCRATCH_LR = 4e-3                                       # of the student without the teacher's weights
+T2R_MAPS = ('t2r', 't2r-scaled')
+Student = subset('layers', 'phi', 'norm', 'out_norm', 'beta_max', 'cache', 'sinks', 'overflow',
+                 rule=flag('sum', 'what softmax becomes', list(RULES)))
 
 
 # ---- the swap ----------------------------------------------------------------------------------------------
 def swap(teacher, changes):
-    """A GPT with the teacher's weights, the same tensors, where it has them; and the names of the others."""
+    """A GPT with other rules and the teacher's weights: the same tensors, not copies, until they are trained.
+    -> the student, the names of its parameters that the teacher does not have. changes: flags of `Student`"""
     old = teacher.config
-    pos = 'rope' if old.turns() else old.pos
-    config = dataclasses.replace(old, **{'layers': '', 'pos': pos, **changes})
-    student = GPT(config)
+    kept = {'layers': '', 'pos': old.pos}
+    if old.turns():                                     # W_q and W_k were learned with rope: it stays
+        kept['pos'] = 'rope'
+    student = GPT(dataclasses.replace(old, **(kept | changes)))
     missing, extra = student.load_state_dict(teacher.state_dict(), strict=False, assign=True)
     if extra:
         raise ValueError(f'the teacher has {extra[0]}, which no rule of the student has room for')
-    buffers = {n for n, _ in student.named_buffers()}
-    return student.to(next(teacher.parameters()).device), {n for n in missing if n not in buffers}
+    parameters = dict(student.named_parameters())
+    student.to(teacher.embed.weight.device).eval()
+    return student, parameters.keys() & set(missing)
+
+
+def can_teach(config, source):
+    """ValueError unless softmax is what there is to swap."""
+    rules = ','.join(config.rules())
+    if config.keeps() - {None, 'all'}:
+        raise ValueError(f'{source}: its layers keep few rows, {rules}; a teacher keeps all')
+    if 'all' not in config.keeps():
+        raise ValueError(f'{source}: has no softmax layers, only {rules}; python train.py --rule=softmax '
+                         'makes a teacher')
 
 
 def can_fold(model):
     """ValueError unless every layer has a T2R map of d features straight after W_q and W_k."""
     c = model.config
-    if c.phi.split(':')[0] != 't2r' or c.turns() or c.keeps() != {None}:
-        raise ValueError('--fold needs --phi=t2r in all layers, and no rope between W_q and phi')
     d = c.n_embd // c.n_head
-    if any(b.mixer.memory.phi.weight.shape[1] != d for b in model.blocks):
-        raise ValueError(f'--fold needs as many features as a head has channels: --phi=t2r:{d}')
+    name = c.phi.split(':')[0]
+    if name not in T2R_MAPS or c.turns() or c.keeps() != {None}:
+        raise ValueError('--fold needs --phi=t2r in all layers, and no rope between W_q and phi')
+    if model.blocks[0].mixer.memory.phi.feature_dim != d:
+        raise ValueError(f'--fold needs as many features as a head has channels: --phi={name}:{d}')
 
 
+@torch.no_grad()
 def fold(model):
-    """phi = relu(W x + b) put into W_q and W_k: relu((W W_q) x + (W b_q + b)). Exact. Kasai 2021 sec. 3.1
-    ->  a GPT with phi = relu"""
+    """phi(x) = relu(W x + b) put into the projections: relu((W W_q) x + (W b_q + b)), and so for k. Exact,
+    and the features cost nothing from then on. Kasai 2021, sec. 3.1. t2r-scaled has q / sqrt(d) in place of
+    q, so its W_q and b_q are multiplied by d^(-1/2), too.  ->  a GPT with phi = relu"""
     can_fold(model)
-    c, d = model.config, model.config.n_embd // model.config.n_head
-    folded = GPT(dataclasses.replace(c, phi='relu', bias=True)).to(model.embed.weight)
-    state = {n: torch.zeros_like(x) if n.endswith('.bias') else x for n, x in folded.state_dict().items()}
-    state |= {n: x for n, x in model.state_dict().items() if n in state}
-    for i, block in enumerate(model.blocks):
-        phi = block.mixer.memory.phi
-        W, b = phi.weight, phi.bias.squeeze(1)                  # (H, d, d), (H, d)
-        name = f'blocks.{i}.mixer.qkv.'
-        heads, bias = state[name + 'weight'].view(3, -1, d, c.n_embd), state[name + 'bias'].view(3, -1, d)
-        state[name + 'weight'] = torch.cat([W @ heads[:2], heads[2:]]).reshape(-1, c.n_embd)
-        state[name + 'bias'] = torch.cat([(W @ bias[:2, ..., None])[..., 0] + b, bias[2:]]).reshape(-1)
-    folded.load_state_dict(state)
+    c = model.config
+    d = c.n_embd // c.n_head
+    scales = {'q': 1.0, 'k': 1.0}
+    if c.phi.startswith('t2r-scaled'):
+        scales['q'] = d ** -0.5
+    folded = GPT(dataclasses.replace(c, phi='relu', bias=True)).to(model.embed.weight).eval()
+    for name, x in folded.state_dict().items():         # the same memory as the parameters'
+        if name.endswith('.bias'):
+            x.zero_()
+    folded.load_state_dict(model.state_dict(), strict=False)
+    for block, before in zip(folded.blocks, model.blocks):
+        phi = before.mixer.memory.phi                   # weight (H, d, d), bias (H, 1, d)
+        weight = block.mixer.qkv.weight.view(3, c.n_head, d, c.n_embd)
+        bias = block.mixer.qkv.bias.view(3, c.n_head, d, 1)
+        for i, scale in enumerate(scales.values()):
+            weight[i] = scale * phi.weight @ weight[i]
+            bias[i] = scale * phi.weight @ bias[i] + phi.bias.mT
     return folded
 
 
-def weights(mixer, u, q, k):
-    """(B, H, T, T): how much of each value is in each output. These are linear in v, so take v = I."""
-    T = q.shape[2]
-    if mixer.memory.rule.keeps == 'all':
-        scores = q @ k.mT * q.shape[-1] ** -0.5
-        return scores.masked_fill(scores.new_ones(T, T).tril() == 0, -math.inf).softmax(-1)
-    eye = torch.eye(T, device=q.device).expand(*q.shape[:2], T, T)
-    return mixer.memory(u, q, k, eye)[0]
+# ---- stage 1: only what is new, layer by layer -------------------------------------------------------------
+def what_to_match(wish, student, new):
+    """--distil, and what `auto` means for this student: ce where all that is new are attention weights' maps
+    and gates; `none` where nothing is new."""
+    if not new:
+        return 'none'
+    comparable = True
+    for i, block in enumerate(student.blocks):
+        if any(name.startswith(f'blocks.{i}.') for name in new):
+            comparable &= block.mixer.has_weights
+    if wish == 'ce' and not comparable:
+        raise ValueError('--distil=ce compares attention weights, and this rule has none: take mse or hidden')
+    if wish != 'auto':
+        return wish
+    if comparable:
+        return 'ce'
+    return 'mse'
 
 
-def through(model, tokens):
-    """Layer by layer: its block, its input, and of its mixer input u, queries, keys, values, output."""
-    x = model.first(tokens)
-    for block in model.blocks:
-        u = block.view(0, block.norm1(x), {}, {})
-        q, k, v = block.mixer.heads(u)
-        yield block, x, u, q, k, v, block.mixer.memory(u, q, k, v)[0]
-        x = block(x, None, model.form)[0]
-
-
-def has_weights(mixer):
-    """Whether the outputs are means of values, with weights that can be compared."""
-    m = mixer.memory
-    return m.rule.keeps is None and m.norm == 'attn' and not m.rule.erase
-
-
-def mismatch(kind, block, student, x, u, q, k, v, o, form):
-    """How far a student's layer is from the teacher's on the same input."""
-    if kind == 'hidden':                                        # MOHAWK
-        return F.mse_loss(student(x, None, form)[0], block(x, None, form)[0])
-    if kind == 'ce':                                            # Zhang 2024 eq. 4
-        a, w = weights(block.mixer, u, q, k), weights(student.mixer, u, q, k)
+def mismatch(kind, layer, twin, forms):
+    """How far the student's layer `twin` is from the teacher's, on the teacher's input: a scalar.
+        hidden    mean square between what the whole layers return (MOHAWK, arXiv:2408.10189)
+        ce        cross entropy of the attention weights, -sum_s a_ts log w_ts (Zhang 2024, eq. 4)
+        mse       mean square between what the mixers read, over its variance (LoLCATs, arXiv:2410.10254)
+    layer: what GPT.through yields of the teacher."""
+    block, x, u, q, k, v, o = layer
+    if kind == 'hidden':
+        with torch.no_grad():
+            wanted, _ = block(x, {}, forms)
+        return F.mse_loss(twin(x, {}, forms)[0], wanted)
+    if kind == 'ce':
+        a = block.mixer.weights(u, q, k)
+        w = twin.mixer.weights(u, q, k)
         return -(a * w.clamp(min=1e-8).log()).sum(-1).mean()
-    o_s = student.mixer.memory(u, q, k, v, form=form)[0]        # LoLCATs
-    o_s = o_s if student.mixer.out_norm is None else student.mixer.out_norm(o_s)
-    return F.mse_loss(o_s, o) / o.var()
+    read, _ = twin.mixer.memory(u, q, k, v, forms=forms)
+    if twin.mixer.out_norm is not None:
+        read = twin.mixer.out_norm(read)
+    return F.mse_loss(read, o) / o.var()
 
 
-# ---- recovery ----------------------------------------------------------------------------------------------
-def rows(data, args, T, step, device):
-    """Step's rows of text, (B, T + 1); a function of the seed and the step."""
-    rng = np.random.Generator(np.random.Philox(key=args.seed, counter=[0, 0, 1, step]))
-    begin = rng.integers(len(data) - T, size=args.batch_size)
-    return torch.from_numpy(np.stack([data[i:i + T + 1] for i in begin]).astype(np.int64)).to(device)
-
-
-class Progress:
-    """What a conversion has done so far: log.jsonl, and a file a stage, from which --resume goes on.
-    flags: those of the run, to be found again; None: keep nothing. score(model): logged beside the loss."""
-    def __init__(self, args, flags=None, score=lambda model: {}):
-        self.args, self.flags, self.score = args, flags, score
-        self.seconds = {}                           # by stage, also of earlier calls
-
-    def path(self, stage):
-        return os.path.join(self.args.out, f'stage-{re.sub("[^a-z]+", "-", stage)}.safetensors')
-
-    def load(self, stage, model, opt):
-        """-> the steps that are done already, their results put into model and opt."""
-        if not (self.flags and self.args.resume and os.path.exists(self.path(stage))):
-            return 0
-        tensors, meta = read(self.path(stage))
-        for key, now in self.flags['made_from'].items():
-            if meta['made_from'][key] != now:
-                raise ValueError(f'--resume: the {key} is not what the run began with; start anew')
-        model.load_state_dict({k[6:]: x for k, x in tensors.items() if k.startswith('model.')})
-        unpack_optimiser(model, opt, tensors)
-        self.seconds[stage] = meta['seconds']
-        return meta['step']
-
-    def save(self, stage, model, opt, step, loss):
-        if self.flags:
-            kept = {f'model.{k}': x for k, x in model.state_dict().items()} | pack_optimiser(model, opt)
-            write(self.path(stage), kept, {**self.flags, 'step': step, 'seconds': self.seconds[stage]})
-            with open(os.path.join(self.args.out, 'log.jsonl'), 'a') as f:
-                f.write(json.dumps({'stage': stage, 'step': step, 'loss': loss, **self.score(model)}) + '\n')
-
-    def stages(self):
-        return sorted(glob.glob(os.path.join(glob.escape(self.args.out), 'stage-*.safetensors')))
-
-    def forget(self):
-        """All of it but the log."""
-        for path in self.stages():
-            os.remove(path)
-
-
-def optimise(model, lr, steps, loss, stage, progress):
-    """AdamW for `steps` on what requires gradients; loss(step) calls backward itself, and returns a number.
-    Warm-up, cosine to 0. All that is drawn is a function of seed and step, so resuming is exact on a CPU."""
-    from tqdm import tqdm
-    args, parameters = progress.args, [p for p in model.parameters() if p.requires_grad]
-    opt = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.99), weight_decay=0.0)
-    done = progress.load(stage, model, opt)
-    begin = time.perf_counter() - progress.seconds.get(stage, 0)
-    with tqdm(range(done, steps), desc=stage, initial=done, total=steps, disable=None) as bar:
-        for step in bar:
-            torch.manual_seed(int(np.random.SeedSequence((args.seed, step)).generate_state(1)[0]))
-            warm = max(1, steps // 20)
-            scale = min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * step / steps)))
-            for group in opt.param_groups:
-                group['lr'] = lr * scale
-            value = loss(step)
-            if not math.isfinite(value):
-                raise ValueError(f'{stage}: the loss is {value} at step {step + 1}; lower the learning rate')
-            nn.utils.clip_grad_norm_(parameters, 1.0)
-            opt.step()
-            opt.zero_grad(set_to_none=True)
-            bar.set_postfix(loss=f'{value:.3f}')
-            progress.seconds[stage] = time.perf_counter() - begin
-            if (step + 1) % args.eval_every == 0 or step + 1 == steps:
-                progress.save(stage, model, opt, step + 1, value)
-                model.train()
-
-
-def distil(teacher, student, new, kind, batch, progress):
-    """Stage 1: only the new parameters, each layer by itself on the teacher's inputs; one layer's matrices at
-    a time."""
+def distil(teacher, student, new, kind, batch, steps, lr, progress):
+    """Stage 1: the parameters in `new`, by `mismatch` of this kind. Every layer gets the teacher's input, not
+    what the student made of it, so layers do not depend on each other: the backward goes through one of them
+    at a time, and the (T, T) matrices of one are all that is held."""
     def loss(step):
+        x, _ = batch(step)
         total = 0.0
         with torch.no_grad():
-            for (block, *known), twin in zip(through(teacher, batch(step)[:, :-1]), student.blocks):
-                if any(n.requires_grad for n in twin.parameters()):
-                    with torch.enable_grad():
-                        far = mismatch(kind, block, twin, *known, student.form)
-                        if far.requires_grad:
-                            far.backward()
-                    total += far.item()
-        return total / len(student.blocks)
-    for n, p in student.named_parameters():
-        p.requires_grad_(n in new)
-    student.train()
-    optimise(student, progress.args.distil_lr, progress.args.distil_steps, loss, f'distil ({kind})', progress)
-    for p in student.parameters():
-        p.requires_grad_(True)
+            for layer, twin in zip(teacher.through(x), student.blocks):
+                if not any(p.requires_grad for p in twin.parameters()):
+                    continue
+                with torch.enable_grad():
+                    far = mismatch(kind, layer, twin, student.forms)
+                if far.requires_grad:                   # not all that is new is asked by all kinds
+                    far.backward()
+                total = total + far.detach()
+        return (total / len(student.blocks)).reshape(1)
+
+    for name, p in student.named_parameters():
+        p.requires_grad_(name in new)
+    run(f'distil ({kind})', student, loss, steps, lr, progress)
+    student.requires_grad_(True)
 
 
+# ---- stage 2: the whole model ------------------------------------------------------------------------------
 class LoRA(nn.Module):
-    """W + B A / r * 16, A (r, in) random, B (out, r) zero at first. Hu 2021, arXiv:2106.09685"""
+    """W + B A / r * 16, A (r, in) random, B (out, r) zero at first. Hu 2021, arXiv:2106.09685. Our W_q, W_k
+    and W_v are one matrix and share one A; the paper has one for each."""
     def __init__(self, W, rank):
         super().__init__()
         self.scale = 16 / rank
@@ -452,91 +236,283 @@ class LoRA(nn.Module):
         return W + self.scale * self.B @ self.A
 
 
-def finetune(model, steps, lr, batch, stage, progress, teacher=None, lora=0, new=()):
-    """Stage 2: the next token, or the teacher's distribution of it; all weights, or what is new and LoRA on
-    q, k, v and output."""
-    model.train()
-    torch.manual_seed(progress.args.seed)           # for LoRA
+def adapt(model, rank, new):
+    """LoRA on q, k, v and output of every mixer; beside it only the parameters in `new` will learn.
+    -> the linear layers that have it"""
+    for name, p in model.named_parameters():
+        p.requires_grad_(name in new)
     adapted = []
-    if lora:
-        for block in model.blocks:
-            adapted += [block.mixer.qkv, block.mixer.proj]
-        for n, p in model.named_parameters():
-            p.requires_grad_(n in new)
-        for linear in adapted:
-            nn.utils.parametrize.register_parametrization(linear, 'weight', LoRA(linear.weight, lora))
+    for block in model.blocks:
+        for linear in (block.mixer.qkv, block.mixer.proj):
+            nn.utils.parametrize.register_parametrization(linear, 'weight', LoRA(linear.weight, rank))
+            adapted.append(linear)
+    return adapted
 
+
+def finetune(stage, model, batch, meta, steps, lr, progress, teacher=None, lora=0, new=()):
+    """Stage 2, and the controls: towards the targets y where they count or, with a teacher, towards its
+    distribution at these places, KL(teacher || model). All weights learn, or with lora > 0 matrices of that
+    rank and what is in `new`."""
     def loss(step):
-        x = batch(step)
-        logits = model(x[:, :-1])[0].flatten(0, 1)
+        x, y = batch(step)
+        logits, targets, _ = answers(model, x, y, None, meta)
         if teacher is None:
-            value = F.cross_entropy(logits, x[:, 1:].flatten())
+            value = F.cross_entropy(logits, targets)
         else:
             with torch.no_grad():
-                wanted = teacher(x[:, :-1])[0].flatten(0, 1).log_softmax(-1)
+                wanted = answers(teacher, x, y, None, meta)[0].log_softmax(-1)
             value = F.kl_div(logits.log_softmax(-1), wanted, reduction='batchmean', log_target=True)
         value.backward()
-        return value.item()
-    optimise(model, lr, steps, loss, stage, progress)
-    for linear in adapted:
+        return value.detach().reshape(1)
+
+    torch.manual_seed(progress.args.seed)               # LoRA's A
+    adapted = []
+    if lora:
+        adapted = adapt(model, lora, new)
+    run(stage, model, loss, steps, lr, progress)
+    for linear in adapted:                              # B A goes into W
         nn.utils.parametrize.remove_parametrizations(linear, 'weight')
-    for p in model.parameters():
-        p.requires_grad_(True)
+    model.requires_grad_(True)
+
+
+# ---- what both stages share --------------------------------------------------------------------------------
+def run(stage, model, loss, steps, lr, progress):
+    """train.py's loop over one stage or control, from where a stopped conversion left it. All that is drawn
+    is a function of seed and step, so resuming is exact on a CPU."""
+    from tqdm import tqdm
+    args = progress.args
+    opt = adamw(model, lr, 0.0, progress.data.device)
+    model.train()
+    before = progress.load(stage, model, opt)
+    begin = time.perf_counter() - progress.seconds.get(stage, 0)
+    with tqdm(desc=stage, initial=before, total=steps, disable=None) as bar:
+        for done, value, _, good in optimise(model, opt, loss, steps, lr, args.seed, before):
+            if not good:
+                raise ValueError(f'{stage}: loss or gradient is not finite at step {done}; try a smaller '
+                                 '--lr, or --distil_lr in stage 1')
+            bar.update()
+            progress.seconds[stage] = time.perf_counter() - begin
+            if done % args.eval_every == 0 or done == steps:
+                progress.save(stage, model, opt, done, value.item())
+    model.eval()
+
+
+class Data:
+    """What is learned and judged with: rows of a text or of a generated task, in the teacher's tokens."""
+    def __init__(self, args, teacher, meta, device):
+        self.args = args
+        self.device = device
+        longest = teacher.config.block_size
+        T = min(args.row or longest, longest)
+        self.train, self.val, self.meta, self.name = prepare.for_model(args.from_, meta, args.data, T)
+        self.task = 'row' in self.meta
+        self.T = self.meta.get('row', T)                # a task's rows have their own length
+        begin = blocks(len(self.val), self.T, self.meta)
+        some = np.linspace(0, len(begin) - 1, min(args.eval_rows, len(begin)))
+        self.begin = begin[some.astype(int)]            # evenly spaced over the validation data
+
+    def batch(self, step):
+        """-> x, y (batch_size, T), a function of seed and step; y = -1 where it does not count."""
+        begin = starts(self.args.seed, step, self.args.batch_size, len(self.train), self.T, self.meta)
+        return rows(self.train, begin, self.T, self.meta, self.device)
+
+    def after(self, steps):
+        """-> `batch` for a stage that comes after so many steps of another."""
+        def batch(step):
+            return self.batch(steps + step)
+        return batch
+
+    def score(self, model):
+        """-> a dict of what is said of a model, over --eval_rows rows, each read from an empty state."""
+        fp32 = contextlib.nullcontext()
+        loss, right = evaluate(model, self.val, self.begin, self.T, self.meta, self.device, fp32)
+        found = {'perplexity': math.exp(min(loss, 80)), 'accuracy': right}
+        if not self.task:
+            found['bits per byte'] = self.tokens_a_byte() * loss / math.log(2)
+        return found
+
+    def tokens_a_byte(self):
+        """Of the validation text: 1 for bytes, about 0.23 for GPT-2's tokens in English."""
+        return self.meta['val']['tokens'] / self.meta['val']['bytes']
+
+    def recovered(self, score, base):
+        """What share of `base`, the teacher's score, a model has. Of a task, accuracy / accuracy; of a text,
+        teacher's perplexity / model's. That is a share for each token; a byte's is its (tokens / bytes)-th
+        power, so of the same model it looks better: papers give it for GPT-2's tokens."""
+        if not self.task:
+            share = base['perplexity'] / score['perplexity']
+            return {'recovered': share, 'recovered a byte': share ** self.tokens_a_byte()}
+        if base['accuracy'] == 0:                       # nothing to recover
+            return {'recovered': None}
+        return {'recovered': score['accuracy'] / base['accuracy']}
+
+
+class Progress:
+    """What a conversion has done so far: the lines of its table, log.jsonl, and a file for each stage, from
+    which --resume goes on. about: the run's flags and what it was made from, kept in these files."""
+    def __init__(self, args, data, about):
+        self.args = args
+        self.data = data
+        self.about = about
+        self.seconds = {}                               # by stage, those of earlier calls included
+        self.table = []
+
+    def start(self):
+        """The folder; without --resume also an empty log, and nothing of an earlier conversion."""
+        os.makedirs(self.args.out, exist_ok=True)
+        if not self.args.resume:
+            forget(self.args.out)
+            open(os.path.join(self.args.out, 'log.jsonl'), 'w').close()
+
+    def path(self, stage):
+        name = re.sub('[^a-z]+', '-', stage)
+        return os.path.join(self.args.out, f'stage-{name}.safetensors')
+
+    def load(self, stage, model, opt):
+        """-> the steps that are done already, their results put into model and optimiser."""
+        if not (self.args.resume and os.path.exists(self.path(stage))):
+            return 0
+        tensors, meta = weights.read(self.path(stage))
+        for key, now in self.about['made_from'].items():
+            if meta['made_from'].get(key) != now:
+                raise ValueError(f'--resume: the {key} is not what the run began with; start anew')
+        model.load_state_dict({k[6:]: x for k, x in tensors.items() if k.startswith('model.')})
+        unpack_optimiser(model, opt, tensors)
+        self.seconds[stage] = meta['seconds']
+        return meta['step']
+
+    def save(self, stage, model, opt, step, loss):
+        """All that `load` needs, and a line of the log."""
+        kept = {f'model.{k}': x for k, x in model.state_dict().items()} | pack_optimiser(model, opt)
+        weights.write(self.path(stage), kept, self.about | {'step': step, 'seconds': self.seconds[stage]})
+        line = {'stage': stage, 'step': step, 'loss': loss, **self.data.score(model)}
+        with open(os.path.join(self.args.out, 'log.jsonl'), 'a') as f:
+            f.write(json.dumps(line) + '\n')
+
+    def note(self, name, model, stage='', steps=0):
+        """A line of the table, printed at once: how good the model is after these steps of a stage."""
+        row = {'model': name, **self.data.score(model)}
+        base = row                                      # the teacher comes first
+        if self.table:
+            base = self.table[0]
+        row |= self.data.recovered(row, base)
+        row['tokens'] = steps * self.args.batch_size * self.data.T
+        row['minutes'] = round(self.seconds.get(stage, 0) / 60, 2)
+        self.table.append(row)
+        if self.data.task:
+            print(f'{name}: accuracy {row["accuracy"]:.1%}', flush=True)
+        else:
+            print(f'{name}: perplexity {row["perplexity"]:.4g}, recovered {row["recovered"]:.1%} a token, '
+                  f'{row["recovered a byte"]:.1%} a byte', flush=True)
+
+
+def stages(out):
+    """The files of a conversion that was stopped."""
+    return sorted(glob.glob(os.path.join(glob.escape(out), 'stage-*.safetensors')))
+
+
+def forget(out):
+    """All that a stopped conversion left, but the log."""
+    for path in stages(out):
+        os.remove(path)
 
 
 # ---- proof -------------------------------------------------------------------------------------------------
-@torch.no_grad()
-def nats(model, val, args, T, device):
-    """Mean of -log p over evenly spaced rows of validation text, each read from an empty state."""
-    model.eval()
-    begin, total = np.linspace(0, len(val) - T - 1, args.eval_rows).astype(int), 0.0
-    for some in np.array_split(begin, max(1, len(begin) // 8)):
-        x = torch.from_numpy(np.stack([val[i:i + T + 1] for i in some]).astype(np.int64)).to(device)
-        logits = model(x[:, :-1])[0].flatten(0, 1)
-        total += F.cross_entropy(logits, x[:, 1:].flatten(), reduction='sum').item()
-    return total / (len(begin) * T)
+def order_kept(scores, w):
+    """Of pairs of keys that one query sees: the share whose order by q.k the weights keep; a pair is drawn
+    for each query but the first. Softmax keeps all, and so should a map (Zhang 2024, sec. 3).
+    scores, w (B, H, T, T)"""
+    draw = torch.Generator().manual_seed(0)
+    queries = scores.shape[-1] - 1
+    t = torch.arange(1, queries + 1)
+    i = (torch.rand(queries, generator=draw) * (t + 1)).long()
+    j = (i + 1 + (torch.rand(queries, generator=draw) * t).long()) % (t + 1)        # another than i
+    by_scores = (scores[:, :, t, i] - scores[:, :, t, j]).sign()
+    by_weights = (w[:, :, t, i] - w[:, :, t, j]).sign()
+    return (by_scores == by_weights).float().mean().item()
+
+
+def entropy(w):
+    """Mean of -sum_s w log w over queries, in nats; 0 = each looks at one key."""
+    return -(w * w.clamp(min=1e-12).log()).sum(-1).mean().item()
 
 
 @torch.no_grad()
-def fidelity(teacher, student, x):
-    """Of each swapped layer with weights, on the teacher's inputs: divergence from the teacher's, entropies,
-    and the share of pairs of keys whose order by q.k the weights keep (Zhang 2024 sec. 3)."""
-    found, draw = [], torch.Generator().manual_seed(0)
-    if x.shape[1] < 2:
-        return []                   # no pairs
-    for i, ((block, _, u, q, k, *_), twin) in enumerate(zip(through(teacher, x), student.blocks)):
-        if twin.mixer.memory.rule.keeps == 'all' or not has_weights(twin.mixer):
+def look(name, teacher, student, x):
+    """Attention of the swapped layers beside the teacher's, on the teacher's inputs; x (1, T).
+    ->  a line for each layer that has weights to compare: divergence, entropies, order kept
+        of the last of these, the first head, the last query, keys sorted by q.k / sqrt(d): these scores, the
+        softmax of them, and the student's weights under `name`; {} if there is no such layer"""
+    lines = []
+    query = {}
+    for i, (layer, twin) in enumerate(zip(teacher.through(x), student.blocks)):
+        block, _, u, q, k, _, _ = layer
+        if twin.mixer.memory.rule.keeps or not twin.mixer.has_weights or x.shape[1] < 2:
             continue
-        a, w = weights(block.mixer, u, q, k), weights(twin.mixer, u, q, k).clamp(min=1e-12)
-        T = a.shape[-1]
-        t = torch.arange(1, T, device=x.device)
-        pair = [(torch.rand(T - 1, generator=draw).to(x.device) * (t + 1)).long() for _ in 'ij']
-        order = [(y[:, :, t, pair[0]] - y[:, :, t, pair[1]]).sign() for y in (q @ k.mT, w)]
-        differ = (pair[0] != pair[1]).expand_as(order[0])
-        log = lambda y: y.clamp(min=1e-12).log()
-        found.append({'layer': i + 1, 'KL to teacher': (a * (log(a) - log(w))).sum(-1).mean().item(),
-                      'entropy of teacher': -(a * log(a)).sum(-1).mean().item(),
-                      'entropy': -(w * log(w)).sum(-1).mean().item(),
-                      'order kept': (order[0] == order[1])[differ].float().mean().item()})
-    return found
+        a = block.mixer.weights(u, q, k)
+        w = twin.mixer.weights(u, q, k)
+        far = (a * (a.clamp(min=1e-12).log() - w.clamp(min=1e-12).log())).sum(-1).mean()
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        lines.append({'model': name, 'layer': i + 1, 'KL to teacher': far.item(),
+                      'entropy of teacher': entropy(a), 'entropy': entropy(w),
+                      'order kept': order_kept(scores, w)})
+        seen, order = scores[0, 0, -1].sort()
+        query = {'scores': seen.tolist(), 'softmax': a[0, 0, -1, order].tolist(),
+                 name: w[0, 0, -1, order].tolist()}
+    return lines, query
 
 
-def a_teacher(make=True):
-    """out/ckpt.safetensors if it can be one, else out/teacher/ckpt.safetensors, made if need be."""
-    first, path = Args.from_, 'out/teacher/ckpt.safetensors'
-    if os.path.exists(first):
-        meta = read(first)[1]
-        keeps = config_of(first, meta).keeps()
-        if 'all' in keeps and keeps <= {None, 'all'} and 'row' not in meta.get('data', {}):
-            return first
-    if not os.path.exists(path) and not make:
-        raise ValueError(f'no softmax model in out/: python train.py {TEACHER} --out=out/teacher makes one')
+@torch.no_grad()
+def sizes(student, teacher):
+    """Bytes of the student's state beside those of the teacher's keys and values, after n tokens, in fp32."""
+    c = teacher.config
+    heads = c.n_kv_head or c.n_head
+    a_token = 2 * 4 * c.n_layer * heads * (c.n_embd // c.n_head)
+    size = None                                         # where a layer keeps all rows, it grows, too
+    if 'all' not in student.config.keeps():
+        token = torch.zeros(1, 1, dtype=torch.long, device=student.embed.weight.device)
+        size = state_bytes(student(token)[1])
+    lines = []
+    for n in (1024, 8192, 131072):
+        line = {'tokens': n, 'state bytes': size, 'KV cache bytes': a_token * n, 'times smaller': None}
+        if size:
+            line['times smaller'] = a_token * n / size
+        lines.append(line)
+    return lines
+
+
+def controls(teacher, config, data, progress, distilled):
+    """The teacher with the student's fine-tuning; and a student of this config with neither the teacher's
+    weights nor its distribution, but as many steps in all. distilled: the steps of stage 1."""
+    args = progress.args
+    batch = data.after(distilled)
+    twin = copy.deepcopy(teacher)
+    stage = 'control: teacher'
+    finetune(stage, twin, batch, data.meta, args.steps, args.lr, progress, lora=args.lora)
+    progress.note(f'{stage} fine-tuned', twin, stage, args.steps)
+    torch.manual_seed(args.seed)
+    anew = GPT(config).to(data.device)
+    stage = 'control: from scratch'
+    steps = distilled + args.steps
+    finetune(stage, anew, data.batch, data.meta, steps, SCRATCH_LR, progress)
+    progress.note('control: student from scratch', anew, stage, steps)
+
+
+# ---- the run -----------------------------------------------------------------------------------------------
+def a_teacher():
+    """out/ckpt.safetensors if it can be one of texts, else out/teacher/ckpt.safetensors, made if need be."""
+    usual = Args.from_
+    if os.path.exists(usual):
+        model, meta = load(usual)
+        if model.config.keeps() in ({'all'}, {'all', None}) and 'row' not in meta['data']:
+            return usual
+    path = 'out/teacher/ckpt.safetensors'
     if not os.path.exists(path):
-        command = f'train.py {TEACHER} --out=out/teacher'.split()
-        print(f'no softmax model in out/: python {" ".join(command)}', flush=True)
-        command[0] = os.path.join(os.path.dirname(os.path.abspath(__file__)), command[0])
-        if subprocess.run([sys.executable, *command]).returncode:
-            raise ValueError('the teacher could not be trained')
+        flags = f'{TEACHER} --out=out/teacher'
+        print(f'no softmax model in out/: python train.py {flags}', flush=True)
+        here = os.path.dirname(os.path.abspath(__file__))
+        if subprocess.run([sys.executable, os.path.join(here, 'train.py')] + flags.split()).returncode:
+            raise ValueError(f'python train.py {flags}: the teacher could not be trained; or give --from')
     return path
 
 
@@ -544,113 +520,113 @@ def settings(argv):
     """Flags, and with --resume those of the conversion that was stopped. -> args, the student's flags"""
     given, changes = parse(argv, __doc__, Args, Student)
     if given.get('resume'):
-        stages = Progress(Args(**given)).stages()
-        if not stages:
-            raise ValueError(f'--resume: no conversion was stopped in {given.get("out", Args.out)}')
-        kept = read(stages[0])[1]
-        known = {**kept['args'], **kept['changes'], 'resume': True}
-        for name, value in {**given, **changes}.items():
-            if known.get(name) != value and name not in ('out', 'device'):
-                raise ValueError(f'--{name.strip("_")}={value}: the run began with {known.get(name)!r}; drop '
-                                 'the flag, or --resume')
-        return Args(**{**kept['args'], **given}), kept['changes']
+        return resumed(given, changes)
     if not {'rule', 'layers', 'phi'} & changes.keys():
-        changes |= dict(rule='sum', phi='hedgehog')
-    return Args(**{'from_': '', **given}), {'rule': 'sum', **changes}
+        changes['phi'] = 'hedgehog'
+    return Args(**({'from_': ''} | given)), {'rule': Student.rule} | changes
+
+
+def resumed(given, changes):
+    """-> args, the student's flags of the conversion in --out. What is given again must be the same."""
+    out = given.get('out', Args.out)
+    files = stages(out)
+    if not files:
+        raise ValueError(f'--resume: no conversion was stopped in --out={out}')
+    kept = weights.read(files[0])[1]
+    known = kept['args'] | kept['changes'] | {'resume': True}
+    for name, value in (given | changes).items():
+        if known.get(name) != value and name not in ('out', 'device'):
+            raise ValueError(f'--{name.strip("_")}={value}: the run began with {known.get(name)!r}; drop the '
+                             'flag, or --resume')
+    return Args(**(kept['args'] | given)), kept['changes']
+
+
+def fastest(model, data):
+    """-> the number of threads with which a step of this model is fastest, timed as in train.py; model.eval()
+    draws nothing."""
+    x, y = data.batch(0)
+
+    def part(n):
+        logits, targets, _ = answers(model, x[:, :n], y[:, :n], None, data.meta)
+        F.cross_entropy(logits, targets).backward()
+
+    times = {}
+    if data.device.type == 'cpu' and torch.get_num_threads() > 1:
+        times, _ = fastest_threads(part, data.T)
+        model.zero_grad(set_to_none=True)
+    return min(times, key=times.get, default=torch.get_num_threads())
 
 
 @script
 def main(argv):
     args, changes = settings(argv)
     device = pick_device(args.device)
-    args.from_ = args.from_ or a_teacher()
-    teacher, meta = pretrained(args.from_, args.revision, device)
-    if teacher.config.keeps() - {None, 'all'}:
-        raise ValueError(f'{args.from_}: its layers keep few rows, {",".join(teacher.config.rules())}; a '
-                         'teacher keeps all')
-    if 'all' not in teacher.config.keeps():
-        raise ValueError(f'{args.from_}: has no softmax layers, only {",".join(teacher.config.rules())}; '
-                         'python train.py --rule=softmax makes a teacher')
-    T = min(args.row or teacher.config.block_size, teacher.config.block_size)
-    train, val, data, source = prepare.load_like(args.from_, meta, args.data, T)
+    if not args.from_:
+        args.from_ = a_teacher()
+    teacher, meta = load(args.from_, device, args.revision)
+    teacher.eval()
+    can_teach(teacher.config, args.from_)
+    data = Data(args, teacher, meta, device)
     torch.manual_seed(args.seed)
     student, new = swap(teacher, changes)
     if args.fold:
         can_fold(student)
-    kinds = [has_weights(b.mixer) for i, b in enumerate(student.blocks)
-             if any(n.startswith(f'blocks.{i}.') for n in new)]
-    kind = args.distil if args.distil != 'auto' else 'ce' if kinds and all(kinds) else 'mse'
-    if kind == 'ce' and not all(kinds):
-        raise ValueError('--distil=ce compares attention weights, and this rule has none: take mse or hidden')
-    batch = lambda offset: lambda step: rows(train, args, T, offset + step, device)
-    per_byte = val.size / data['val']['bytes'] / math.log(2)
-    found, base = [], nats(teacher, val, args, T, device)
+    kind = what_to_match(args.distil, student, new)
+    if args.threads is None:
+        args.threads = fastest(student, data)
+    torch.set_num_threads(args.threads)                 # the last bits depend on it: --resume keeps it
 
-    def note(name, model, steps=0, stage=''):
-        loss = base if model is teacher else nats(model, val, args, T, device)
-        found.append({'model': name, 'perplexity': math.exp(min(loss, 80)), 'bits per byte': loss * per_byte,
-                      'recovered': math.exp(base - loss), 'tokens': steps * args.batch_size * T,
-                      'minutes': round(progress.seconds.get(stage, 0) / 60, 2)})
-        print(f'{name}: perplexity {found[-1]["perplexity"]:.4g}, recovered {math.exp(base - loss):.1%}')
-    score = lambda model: {'perplexity': math.exp(min(nats(model, val, args, T, device), 80))}
-    made_from = {'teacher': meta.get('digest'), 'text': data['train']['sha256']}
-    flags = {'args': dataclasses.asdict(args), 'changes': changes, 'made_from': made_from}
-    progress = Progress(args, flags, score)
-    os.makedirs(args.out, exist_ok=True)
-    if not args.resume:
-        progress.forget()
-        open(os.path.join(args.out, 'log.jsonl'), 'w').close()
-    parameters = dict(student.named_parameters())
-    print(f'{args.from_} -> {",".join(student.config.rules())}; {source}, rows of {T}; of '
-          f'{sum(p.numel() for p in parameters.values()):,} parameters '
-          f'{sum(parameters[n].numel() for n in new if n in parameters):,} are new')
-    note('teacher', teacher)
-    note('swapped', student)
-    learns = [n for n in new if n in parameters]
-    if kind != 'none' and args.distil_steps and learns:
-        distil(teacher, student, new, kind, batch(0), progress)
-        note(f'distilled ({kind})', student, args.distil_steps, f'distil ({kind})')
-    heads = fidelity(teacher, student, torch.from_numpy(np.stack([val[:T]]).astype(np.int64)).to(device))
-    student = copy.deepcopy(student)                            # until here its weights were the teacher's
+    made_from = {'teacher': meta.get('digest'), 'data': data.meta['train'].get('sha256')}
+    about = {'args': dataclasses.asdict(args), 'changes': changes, 'made_from': made_from}
+    progress = Progress(args, data, about)
+    progress.start()
+    counts = {name: p.numel() for name, p in student.named_parameters()}
+    print(f'{args.from_} -> {",".join(student.config.rules())}; {data.name}, rows of {data.T}; '
+          f'{args.threads} threads; of {sum(counts.values()):,} parameters '
+          f'{sum(counts[n] for n in new):,} are new')
+    first_row, _ = rows(data.val, data.begin[:1], data.T, data.meta, device)
+    progress.note('teacher', teacher)
+    progress.note('swapped', student)
+    layers, query = look('swapped', teacher, student, first_row)
+
+    distilled = 0                                       # steps of stage 1
+    if kind != 'none':
+        distilled = args.distil_steps
+    if distilled:
+        distil(teacher, student, new, kind, data.batch, distilled, args.distil_lr, progress)
+        progress.note(f'distilled ({kind})', student, f'distil ({kind})', distilled)
+        again, seen = look('distilled', teacher, student, first_row)
+        layers += again
+        query |= seen
+    student = copy.deepcopy(student)                    # until here its weights were the teacher's
     if args.steps:
-        kl = teacher if args.loss == 'kl' else None
-        finetune(student, args.steps, args.lr, batch(args.distil_steps), 'fine-tune', progress, kl, args.lora,
-                 new)
-        note('fine-tuned', student, args.steps, 'fine-tune')
+        guide = None
+        if args.loss == 'kl':
+            guide = teacher
+        batch = data.after(distilled)
+        finetune('fine-tune', student, batch, data.meta, args.steps, args.lr, progress, guide, args.lora, new)
+        progress.note('fine-tuned', student, 'fine-tune', args.steps)
     plain = student.config
     if args.fold:
         student = fold(student)
     save(os.path.join(args.out, 'ckpt.safetensors'), student,
-         {'step': args.steps, 'data': meta['data'], 'args': {'data': source}, 'from': args.from_})
+         {'step': args.steps, 'data': meta['data'], 'args': {'data': data.name}, 'from': args.from_})
     if args.export:
-        export(student, args.export)
-    sizes = []
-    with torch.no_grad():
-        state = student.eval()(torch.zeros(1, 1, dtype=torch.long, device=device))[1]
-    fixed, c, size = 'all' not in student.config.keeps(), teacher.config, state_bytes(state)
-    for n in (1024, 8192, 131072):
-        kv = 2 * 4 * c.n_layer * (c.n_kv_head or c.n_head) * (c.n_embd // c.n_head) * n
-        sizes.append({'tokens': n, 'state bytes': size if fixed else None, 'KV cache bytes': kv,
-                      'times smaller': kv / size if fixed else None})
+        weights.to_folder(args.export, student.state_dict(), dataclasses.asdict(student.config))
+    state = sizes(student, teacher)
     if args.controls and args.steps:
-        twin = copy.deepcopy(teacher)
-        finetune(twin, args.steps, args.lr, batch(args.distil_steps), 'control: teacher', progress,
-                 lora=args.lora)
-        note('control: teacher fine-tuned', twin, args.steps, 'control: teacher')
-        torch.manual_seed(args.seed)
-        anew = GPT(plain).to(device)
-        steps = args.steps + (args.distil_steps if learns and kind != 'none' else 0)
-        finetune(anew, steps, 4e-3, batch(0), 'control: from scratch', progress)
-        note('control: student from scratch', anew, steps, 'control: from scratch')
+        controls(teacher, plain, data, progress, distilled)
+
     print()
-    for rows_ in (found, heads, sizes):
-        if rows_:
-            table(rows_)
+    for lines in (progress.table, layers, state):
+        if lines:
+            table(lines)
             print()
+    found = {'args': dataclasses.asdict(args), 'config': dataclasses.asdict(student.config), 'distil': kind,
+             'table': progress.table, 'layers': layers, 'query': query, 'state': state}
     with open(os.path.join(args.out, 'convert.json'), 'w') as f:
-        json.dump(dict(args=dataclasses.asdict(args), config=dataclasses.asdict(student.config), distil=kind,
-                       table=found, layers=heads, state=sizes), f, indent=1)
-    progress.forget()
+        json.dump(found, f, indent=1)
+    forget(args.out)
     print(f'{args.out}/convert.json has these tables; python sample.py --init={args.out}/ckpt.safetensors')
 
 

@@ -5,6 +5,13 @@
     cat model.py | python sample.py --prompt=- --save_state=out/read.safetensors     read once ...
     python sample.py --load_state=out/read.safetensors --prompt="class "             ... and go on from there
     python sample.py --rule=tova --cache=64          a softmax model as an RNN with 64 rows, without training
+
+The text goes to standard output, and nothing else does; what there is to say goes to standard error.
+
+A state is all that a model keeps of what it has read: for each layer a matrix S of fast weights, or rows of
+keys and values, and the last inputs of the convolutions. Its size does not grow with the text, unless softmax
+keeps every row. The last token is not in it: the next step reads that one, so the file has it beside a state.
+States in a file belong to one model, by the digest of its weights, and to the flags it was swapped with.
 """
 import dataclasses
 import itertools
@@ -14,9 +21,9 @@ from dataclasses import dataclass
 
 import torch
 
-from convert import pretrained
 from data import prepare
-from model import Swap, flag, pack, parse, pick_device, pick_form, read, script, state_bytes, unpack, write
+from data.weights import read, write
+from model import Swap, flag, load, pack, parse, pick_device, pick_forms, script, state_bytes, unpack
 
 
 @dataclass
@@ -35,7 +42,13 @@ class Args:
     impl: str = flag('auto', 'form of the recurrence', ['auto', 'loop', 'chunk', 'fused'])
 
 
+def say(text):
+    """Print to standard error."""
+    print(text, file=sys.stderr)
+
+
 def read_prompt(text):
+    """What --prompt stands for."""
     if text == '-':
         return sys.stdin.read()
     if text.startswith('@'):
@@ -44,68 +57,102 @@ def read_prompt(text):
     return text
 
 
+def read_state(path, model, name, init):
+    """A file of --save_state -> the last tokens of its texts (B, 1), the state before these. ValueError if
+    another model made it, by its `name` (a digest), or the same one with other flags."""
+    tensors, about = read(path)
+    if about.get('model') != name:
+        raise ValueError(f'--load_state={path}: not a state of the model in {init}')
+    here = dataclasses.asdict(model.config)
+    for key, value in about['made_with'].items():
+        if here.get(key) != value:
+            raise ValueError(f'--load_state={path}: made with {key}={value}; give that, too')
+    last = tensors['last'].to(model.embed.weight.device)
+    state = unpack(tensors, device=last.device)
+    if state and pack(state).keys() != pack(model.read(last)).keys():
+        raise ValueError(f'--load_state={path}: made by an older version; read the prompt again')
+    return last, state
+
+
+def show(held, data):
+    """Print tokens once they are whole characters, which may take four of them, as bytes. What is none after
+    four never will be: an untrained model writes such things. -> the tokens that wait for more"""
+    text = prepare.decode(held, data)
+    if text.endswith('\ufffd') and len(held) < 4:
+        return held
+    print(text, end=' ' if data['tokenizer'] == 'ids' else '', flush=True)      # a task's tokens are numbers
+    return []
+
+
+def speed(times, samples):
+    """What to say of steps that ended at times[1:], in seconds, the first of which began at times[0]. The
+    first and last tenth show whether steps take longer as the text grows."""
+    steps = len(times) - 1
+    if steps == 0:
+        return ''
+
+    def pace(first, last):
+        return 1e3 * (times[last] - times[first]) / (last - first)
+    tenth = max(1, steps // 10)
+    rate = 1e3 * samples / pace(0, steps)
+    return (f', {rate:,.0f} tokens/s: {pace(0, steps):.2f} ms a step, first tenth {pace(0, tenth):.2f}, '
+            f'last {pace(steps - tenth, steps):.2f}')
+
+
 @script
 def main(argv):
     given, swap = parse(argv, __doc__, Args, Swap)
     args = Args(**given)
     device = pick_device(args.device)
-    model, meta = pretrained(args.init, device=device, **swap)
-    if 'data' not in meta:
-        raise ValueError(f'{args.init}: says nothing of its tokenizer, so it was not written by train.py')
+    model, meta = load(args.init, device, **swap)
     model.eval()
-    model.form, why = pick_form(args.impl)
-    generator = torch.Generator(device).manual_seed(args.seed)
+    model.forms = pick_forms(args.impl)
+    data = meta['data']
+    name = meta.get('digest', args.init)                    # of the model, for states
 
-    name = meta.get('digest', args.init)             # of the model, for states
-    tokens, state = prepare.encode(read_prompt(args.prompt), meta['data']), None
-    tokens = torch.tensor([tokens] * args.samples, dtype=torch.long, device=device)
-    if args.load_state:                              # a state never includes the last token: read it first
-        kept, about = read(args.load_state)
-        if about.get('model') != name:
-            raise ValueError(f'--load_state={args.load_state}: not a state of the model in {args.init}')
-        here = dataclasses.asdict(model.config)
-        if other := [f'{n}={x}' for n, x in about.get('made_with', {}).items() if here.get(n) != x]:
-            raise ValueError(f'--load_state={args.load_state}: made with {", ".join(other)}; give that, too')
-        if len(kept['last']) != args.samples:
-            n = len(kept['last'])
-            raise ValueError(f'--load_state={args.load_state} holds {n} texts: take --samples={n}')
-        tokens, state = torch.cat([kept['last'].to(device), tokens], 1), unpack(kept, device=device)
-    elif not tokens.numel():
-        tokens = torch.tensor([prepare.first(meta['data'])] * args.samples, device=device)
-    say = lambda text: print(text, file=sys.stderr)  # standard output is the text, and nothing else
-    say(f'{",".join(model.config.rules())} from {args.init}, step {meta["step"]}; {why}')
-    end = (state[0]['t'] if state else 0) + tokens.shape[1] + args.tokens
-    if model.positions is not None and end > model.config.block_size:
+    prompt = prepare.encode(read_prompt(args.prompt), data)
+    state = None
+    if not prompt and not args.load_state:
+        prompt = prepare.first(data)
+    tokens = torch.tensor([prompt] * args.samples, dtype=torch.long, device=device)
+    if args.load_state:
+        last, state = read_state(args.load_state, model, name, args.init)
+        if len(last) != args.samples:
+            many = len(last)
+            raise ValueError(f'--load_state={args.load_state} holds {many} texts: take --samples={many}')
+        tokens = torch.cat([last, tokens], 1)
+    start = state[0]['t'] if state else 0
+    say(f'{",".join(model.config.rules())} from {args.init}, step {meta["step"]}; {model.forms.why}')
+    if model.positions is not None and start + tokens.shape[1] + args.tokens > model.config.block_size:
         say(f'past {model.config.block_size} tokens, the last learned position is repeated')
 
     began = time.perf_counter()
-    state, last = model.read(tokens[:, :-1], state), tokens[:, -1:]
-    n, tenth = args.tokens, max(1, args.tokens // 10)
-    clock, out = {0: time.perf_counter()}, []        # at the tenths; tokens not yet printed
-    texts = model.generate(last, state, args.temperature, args.top_k, args.top_p, generator)
-    for i, (last, state) in enumerate(itertools.islice(texts, n), 1):
-        out.append(last)
-        if args.samples == 1:                        # as it comes, but for bytes of an unfinished character
-            text = prepare.decode([t.item() for t in out], meta['data'])
-            if not text.endswith('\ufffd') or len(out) > 3 or i == n:
-                print(text, end=' ' if meta['data']['tokenizer'] == 'ids' else '', flush=True)
-                out.clear()
-        if i in (tenth, n - tenth, n):
-            clock[i] = time.perf_counter()
-    if args.samples > 1:
-        for i, row in enumerate(torch.cat(out, 1).tolist() if out else ()):
-            print(f'--- {i + 1} ---\n{prepare.decode(row, meta["data"])}')
+    state = model.read(tokens[:, :-1], state)               # in segments, so that memory does not grow
+    times = [time.perf_counter()]                           # when the prompt ended, and then each step
+    last = tokens[:, -1:]
+    draw = torch.Generator(device).manual_seed(args.seed)
+    steps = model.generate(last, state, args.temperature, args.top_k, args.top_p, draw)
+    written = []
+    held = []                                               # bytes of an unfinished character
+    for last, state in itertools.islice(steps, args.tokens):
+        times.append(time.perf_counter())
+        if args.samples == 1:                               # print as it comes
+            held = show(held + [last.item()], data)
+        else:
+            written.append(last)
+    if held:
+        print(prepare.decode(held, data), end='')
+    if written:
+        for i, row in enumerate(torch.cat(written, 1).tolist()):
+            print(f'--- {i + 1} ---\n{prepare.decode(row, data)}')
     print(flush=True)
+
     if args.save_state:
-        write(args.save_state, {**pack(state or []), 'last': last},
-              {'model': name, 'made_with': dataclasses.asdict(model.config)})
-    pace = lambda i, j: 1e3 * (clock[j] - clock[i]) / max(1, j - i)
-    speed = '' if not n else (
-        f', {1e3 * args.samples / max(pace(0, n), 1e-9):,.0f} tokens/s: {pace(0, n):.2f} ms a step, '
-        f'first tenth {pace(0, min(tenth, n)):.2f}, last {pace(max(0, n - tenth), n):.2f}')
-    say(f'{tokens.shape[1]:,} tokens read in {clock[0] - began:.2f} s, {n:,} written{speed}; '
-        f'state of {state_bytes(state):,} bytes, '
-        f'{"growing" if "all" in model.config.keeps() else "whatever the length"}')
+        about = {'model': name, 'made_with': dataclasses.asdict(model.config)}
+        write(args.save_state, {**pack(state or []), 'last': last}, about)
+    growth = 'growing' if 'all' in model.config.keeps() else 'whatever the length'
+    say(f'{tokens.shape[1]:,} tokens read in {times[0] - began:.2f} s, {args.tokens:,} written'
+        f'{speed(times, args.samples)}; state of {state_bytes(state):,} bytes, {growth}')
 
 
 if __name__ == '__main__':

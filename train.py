@@ -1,17 +1,21 @@
-"""Train a fast-weight model, from nothing or from where it stopped.
+"""Train a fast-weight model, from nothing or from where it stopped. The one recipe, for other scripts, too.
 
     python train.py --rule=delta                   five minutes on two CPU cores, nothing to download
     python train.py --data=recall --rule=sum --steps=1000     recall: sum fails, --rule=delta solves it
     python train.py --resume --steps=8000          goes on from out/ckpt.safetensors, bit for bit on a CPU
     torchrun --nproc_per_node=2 train.py --rule=delta         the same training in two processes
 
-Writes out/ckpt.safetensors (weights, optimiser, step), out/best.safetensors (weights) and out/log.jsonl.
+Writes out/ckpt.safetensors (weights, optimiser, step), out/best.safetensors (weights) and out/log.jsonl. All
+that is drawn in a step is a function of seed and step, so that a stopped run, resumed, ends in the same bits.
+In order: machine, threads, rows of data, evaluation, the optimiser and its loop, and a run of this script.
 """
 import dataclasses
+import functools
 import itertools
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -21,14 +25,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm, parameters_to_vector, vector_to_parameters
 
 from data import prepare
-from model import (GPT, Config, flag, load, pack, pack_optimiser, parse, pick_device, pick_form, read, save,
-                   script, unpack, unpack_optimiser)
+from data.weights import read
+from model import (GPT, Config, config_of, flag, load, pack, parse, pick_device, pick_forms, save, script,
+                   unpack)
 
 BAD_STEPS = 10     # so many non-finite steps in a row end the run
 WARMUP = 0.05      # of all steps; then a cosine to 0
 PART = 65536       # tokens of the validation file that are looked at on the way
+SLOW = 2.0         # times the best milliseconds a step: then the threads are timed again
+DEFAULT_THREADS = torch.get_num_threads()      # torch's own choice: all cores, or OMP_NUM_THREADS
+NOT_YET = 'pad', 'classes', 'source', 'patch'  # entries of meta.json that other kinds of models will read
 
 
 @dataclass
@@ -49,26 +59,33 @@ class Args:
     val_tokens: int = flag(0, 'how much of the validation data the closing figures are over; 0: all', low=0)
     seed: int = flag(0, 'of weights, data order and dropout', low=0, high=2 ** 32 - 1)
     device: str = flag('auto', 'auto, cpu, cuda, cuda:1, mps')
+    threads: int = flag(None, 'of the CPU; if not given, as many as are fastest at the start', low=1)
     dtype: str = flag('auto', 'of the matrix products; S is always fp32', ['auto', 'float32', 'bfloat16'])
     impl: str = flag('auto', 'form of the recurrence', ['auto', 'loop', 'chunk', 'fused'])
     compile: bool = flag(False, 'torch.compile, where it works')
 
 
-# ---- machine -----------------------------------------------------------------------------------------------
+# ---- the machine -------------------------------------------------------------------------------------------
 
 def machine(args):
     """-> rank, world, device, dtype. Processes are those of torchrun; none is one."""
-    rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
-    local = os.environ.get('LOCAL_RANK', 0)
+    if args.threads is not None and args.threads > cores():
+        raise ValueError(f'--threads={args.threads}: this process may use {cores()} cores; give at most that')
+    rank = int(os.environ.get('RANK', '0'))
+    world = int(os.environ.get('WORLD_SIZE', '1'))
     device = pick_device(args.device)
-    if device.type == 'cuda' and world > 1:
-        device = torch.device(f'cuda:{local}')
+    cuda = device.type == 'cuda'
+    if cuda and world > 1:
+        device = torch.device(f'cuda:{os.environ.get("LOCAL_RANK", "0")}')
         torch.cuda.set_device(device)
     if world > 1:
-        dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
-    fast_bf16 = device.type == 'cuda' and torch.cuda.get_device_capability(device)[0] >= 8
-    auto = torch.bfloat16 if fast_bf16 else torch.float32
-    return rank, world, device, auto if args.dtype == 'auto' else getattr(torch, args.dtype)
+        dist.init_process_group('nccl' if cuda else 'gloo')
+    dtype = torch.float32
+    if args.dtype != 'auto':
+        dtype = getattr(torch, args.dtype)
+    elif cuda and torch.cuda.get_device_capability(device)[0] >= 8:     # has fast bf16
+        dtype = torch.bfloat16
+    return rank, world, device, dtype
 
 
 def memory(device):
@@ -78,103 +95,262 @@ def memory(device):
     if sys.platform == 'win32':
         return 0
     import resource
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform == 'darwin':                            # counts bytes, others kilobytes
+        return peak
+    return 1024 * peak
+
+
+def cores():
+    """CPU cores that this process may use."""
+    if hasattr(os, 'sched_getaffinity'):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+# ---- threads -----------------------------------------------------------------------------------------------
+# A step of a small model is a thousand small parallel regions, and each ends when its last thread does. Where
+# a neighbour keeps a core busy, one thread often waits for its turn, and all the others wait for it: with 2
+# threads on 2 cores the default training then takes three times as long as with 1. So it is tried out. The
+# last bits of all results depend on the number: it is kept in the checkpoint, and --resume goes on with it.
+
+def fastest_threads(run, tokens, most=DEFAULT_THREADS, limit=2.0):
+    """Time run(n), work on n tokens, with 1, 2, 4, ... `most` threads, in about `limit` seconds at most;
+    n is `tokens` or, where that would take too long, less. -> {threads: seconds}, n
+
+    The numbers of threads take turns, so that a neighbour who comes and goes disturbs all alike, and the
+    median of their turns counts."""
+    counts = [n for n in range(1, most + 1) if n == most or n.bit_count() == 1]
+
+    def turn(n):
+        took = {}
+        for count in counts:
+            torch.set_num_threads(count)
+            begin = time.perf_counter()
+            run(n)
+            took[count] = time.perf_counter() - begin
+        return took
+    end = time.perf_counter() + 0.4 * limit
+    torch.set_num_threads(1)
+    run(1)                                                  # the first call has to set things up
+    n = 1
+    turns = [turn(n)]
+    while n < tokens and sum(turns[0].values()) < limit / 16:           # four times the work: below limit / 4
+        n = min(4 * n, tokens)
+        turns = [turn(n)]
+    if min(turns[0].values()) < 0.005:                      # too little work in it to be shared
+        return {1: turns[0][1]}, n
+    while len(turns) < 5 and time.perf_counter() < end:
+        turns.append(turn(n))
+    return {count: statistics.median(took[count] for took in turns) for count in counts}, n
 
 
 # ---- data: row i of step s depends on (seed, s, i) alone: resuming and more processes change nothing -------
 
-def starts(args, n, step, T, meta):
-    """Where the rows of this step begin, (accum * batch_size,), all of them, whatever the process."""
-    rows = args.accum * args.batch_size
-    if args.carry:                                          # one track a row, read on and on
-        return (np.arange(rows) * (n // rows) + step * T) % (n - T)
-    rng = np.random.Generator(np.random.Philox(key=args.seed, counter=[0, 0, 0, step]))
+def starts(seed, step, count, n, T, meta, carry=False):
+    """Where the `count` rows of a step, of all processes together, begin in n tokens -> (count,)
+    They are drawn by a generator whose state is a counter, so those of a step need none of the steps before.
+    carry: nothing is drawn; every row has a track of the text, and reads on in it from step to step."""
+    if carry:
+        return (np.arange(count) * (n // count) + step * T) % (n - T)
+    rng = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 0, step]))
     if 'row' in meta:
-        return rng.integers(n // (2 * T), size=rows) * 2 * T
-    return rng.integers(n - T, size=rows)
+        return rng.integers(n // (2 * T), size=count) * 2 * T
+    return rng.integers(n - T, size=count)
 
 
 def rows(data, begin, T, meta, device):
-    """-> x, y (B, T): inputs, and the token that should follow each; -1 where it does not count."""
-    shift = T if 'row' in meta else 1                       # generated rows carry their targets behind them
-    stack = lambda s: torch.from_numpy(np.stack([data[i + s:i + s + T] for i in begin]).astype(np.int64))
-    x, y = stack(0), stack(shift)
-    return x.to(device), y.masked_fill(y == meta.get('ignore', -1), -1).to(device)
+    """-> x, y (B, T): inputs, and the token that should follow each; -1 where it does not count.
+    data: the flat array of token ids, maybe a map of a file; begin (B,): where in it the rows start."""
+    def tokens(at):
+        found = data.take(at, mode='clip').astype(np.int64)
+        found[at >= len(data)] = -1                         # the text has ended
+        return torch.from_numpy(found).to(device)
+    at = np.add.outer(begin, np.arange(T))
+    x = tokens(at).clamp(min=0)
+    y = tokens(at + (T if 'row' in meta else 1))            # a task's targets lie behind the inputs
+    return x, y.masked_fill(y == meta.get('ignore', -1), -1)
 
 
-def said(model, x, y, state, meta):
-    """Logits (N, vocab) and targets (N,) where these count, and the state."""
-    at = y >= 0 if 'row' in meta else None                  # in a text, all count
-    logits, state = model(x, state, at)
-    return logits.flatten(0, -2).float(), y.flatten() if at is None else y[at], state
+def answers(model, x, y, state, meta):
+    """Read x from a state, or None -> logits (N, vocab) in fp32, targets (N,), where these count; the state.
+    In a task few places count, and only there are logits computed: they are most of a small model's work."""
+    if 'row' in meta:
+        at = y >= 0
+        logits, state = model(x, state, at)
+        return logits.float(), y[at], state
+    logits, state = model(x, state)                         # in a text all count, but behind its end (-1)
+    return logits.flatten(0, 1).float(), y.flatten(), state
 
 
-def nats(logits, y):
-    """Sum of -log p over the targets, and how many and how many of them are right."""
-    loss = F.cross_entropy(logits, y, reduction='sum')
-    right = (logits.argmax(-1) == y).sum()
-    return torch.stack([loss.cpu().double(), torch.tensor(len(y)), right.cpu()])     # MPS has no float64
+# ---- evaluation --------------------------------------------------------------------------------------------
+
+def blocks(n, T, meta):
+    """The rule `blocks`: rows of T that make each of n tokens but the first a target once; the last row of a
+    text may be shorter. A task has its rows. -> where they begin"""
+    if 'row' in meta:
+        return np.arange(0, n - 2 * T + 1, 2 * T)           # inputs and targets
+    return np.arange(0, n - 1, T)
 
 
 @torch.no_grad()
-def evaluate(model, data, T, meta, device, cast, rank=0, world=1, limit=None):
-    """The rule `blocks`: rows of T, every token but the first counted once. -> nats a token, share right"""
+def evaluate(model, data, begin, T, meta, device, cast, rank=0, world=1, carry=False):
+    """Rows of T tokens that start at `begin`, each read from an empty state; the processes share them.
+    carry: one by one, each from the state that the last one left. -> nats a target, share guessed right"""
+    training = model.training
     model.eval()
-    stride = 2 * T if 'row' in meta else T
-    end = min(len(data), limit or len(data)) - (0 if 'row' in meta else 1)
-    begin = np.arange(0, end - stride + 1, stride)
-    total = torch.zeros(3, dtype=torch.float64)
-    for i in range(rank * 32, len(begin), world * 32):
-        x, y = rows(data, begin[i:i + 32], T, meta, device)
+    total = torch.zeros(3, dtype=torch.float64)             # of nats, targets, right guesses
+    state = None
+    many = 1 if carry else max(1, min(32, 2 ** 28 // (T * meta['vocab_size'])))     # logits: at most 1 GB
+    if world > 1:
+        for b in model.buffers():                           # random features: everybody's are the first one's
+            dist.broadcast(b, 0)
+    for i in range(rank * many, len(begin), world * many):
+        x, y = rows(data, begin[i:i + many], T, meta, device)
         with cast:
-            total += nats(*said(model, x, y, None, meta)[:2])
-    rest = data[int(begin[-1]) + T:] if 'row' not in meta and not limit else ()
-    if len(rest) > 1 and rank == 0:                         # the last, shorter row
-        x, y = rows(rest, [0], len(rest) - 1, meta, device)
-        with cast:
-            total += nats(*said(model, x, y, None, meta)[:2])
+            logits, y, state = answers(model, x, y, state, meta)
+        if not carry:
+            state = None
+        loss = F.cross_entropy(logits, y, reduction='sum', ignore_index=-1)
+        right = (logits.argmax(-1) == y).sum()
+        total += torch.tensor([loss.item(), (y >= 0).sum().item(), right.item()])
     if world > 1:
         total = total.to(device)
         dist.all_reduce(total)
-    model.train()
-    return (total[0] / total[1]).item(), (total[2] / total[1]).item()
+    model.train(training)
+    loss, count, right = total.tolist()
+    return loss / count, right / count
 
 
-@torch.no_grad()
 def evaluate_carried(model, data, meta, device, cast, segment=4096):
-    """The rule `carried`: the state runs along the whole file."""
-    model.eval()
-    total, state = torch.zeros(3, dtype=torch.float64), None
-    for i in range(0, len(data) - 1, segment):
-        T = min(segment, len(data) - 1 - i)
-        x, y = rows(data, [i], T, meta, device)
-        with cast:
-            *answer, state = said(model, x, y, state, meta)
-        total += nats(*answer)
-    model.train()
-    return (total[0] / total[1]).item()
+    """The rule `carried`: the state runs along the whole text, read a segment at a time. -> nats a token"""
+    begin = blocks(len(data), segment, meta)
+    return evaluate(model, data, begin, segment, meta, device, cast, carry=True)[0]
 
 
-# ---- when things go wrong ----------------------------------------------------------------------------------
+def score(meta, loss, right=0):
+    """What to print of nats a target and the share that is right; of a text bits per byte, too."""
+    if 'row' in meta:
+        return f'accuracy {100 * right:.1f} %'
+    bits = loss * meta['val']['tokens'] / meta['val']['bytes'] / math.log(2)
+    return f'{bits:.4f} bits per byte, perplexity {math.exp(min(loss, 50)):.3f} a token'
+
+
+def table(rows):
+    """Print a list of dicts with the same keys; None is a dash."""
+    def show(x):
+        if x is None:
+            return '-'
+        if isinstance(x, str):
+            return x
+        if isinstance(x, int) or abs(x) >= 1e4:
+            return f'{x:,.0f}'
+        return f'{x:.4g}'
+    cells = [list(rows[0])]
+    for row in rows:
+        cells.append([show(x) for x in row.values()])
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    for name, *others in cells:
+        line = name.ljust(widths[0])
+        for x, width in zip(others, widths[1:]):
+            line += '  ' + x.rjust(width)
+        print(line)
+
+
+# ---- the optimiser and its loop ----------------------------------------------------------------------------
+
+def adamw(model, lr, weight_decay, device):
+    """AdamW over what requires gradients; only matrices decay, no gains, no biases of gates (H, 1, K): what
+    is drawn to zero there would change what the layer computes at rest."""
+    learns = [p for p in model.parameters() if p.requires_grad]
+    groups = [{'params': [p for p in learns if p.dim() == 2], 'weight_decay': weight_decay},
+              {'params': [p for p in learns if p.dim() != 2], 'weight_decay': 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.99), fused=device.type in ('cpu', 'cuda'))
+
+
+def pack_optimiser(model, opt):
+    """What AdamW remembers of each parameter, as a flat dict of tensors, for `save`."""
+    flat = {}
+    for name, p in model.named_parameters():
+        for key, x in opt.state.get(p, {}).items():
+            flat[f'opt.{name}.{key}'] = x
+    return flat
+
+
+def unpack_optimiser(model, opt, tensors):
+    """The inverse of `pack_optimiser`, into opt."""
+    for name, p in model.named_parameters():
+        prefix = f'opt.{name}.'
+        for key in ('step', 'exp_avg', 'exp_avg_sq'):
+            if prefix + key in tensors:
+                x = tensors[prefix + key]
+                if key != 'step' or opt.defaults['fused']:  # else the count of steps stays on the CPU
+                    x = x.to(p.device)
+                opt.state[p][key] = x
+
+
+def lr_at(step, steps, peak):
+    """The learning rate of a step, counted from 0: a linear warm-up, then a cosine to 0."""
+    warm = (step + 1) / max(1, WARMUP * steps)
+    return peak * min(warm, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+
+
+def average(model, loss, world):
+    """Gradients and loss (1,) become, in place, their means over the processes, which have as many rows."""
+    parts = [p.grad for p in model.parameters() if p.grad is not None] + [loss]
+    flat = parameters_to_vector(parts)                      # one message, not one for each of them
+    dist.all_reduce(flat)
+    vector_to_parameters(flat / world, parts)
+
+
+def optimise(model, opt, loss, steps, lr, seed, done=0, clip=1.0, rank=0, world=1):
+    """The loop of all training here: steps done + 1 to `steps`, with warm-up and cosine. After each of them
+    it yields: steps done, loss (1,), norm of the gradient before clipping, and whether both are finite. Where
+    they are not, the step changes no weights; the caller goes on or stops.
+
+    loss(step), counted from 0, goes forward and backward itself and returns its value (1,), detached. What it
+    draws, dropout too, is a function of (seed, step, rank), so a run can go on where another one stopped.
+    Gradients stay until the next step begins, to be looked at."""
+    for step in range(done, steps):
+        for group in opt.param_groups:
+            group['lr'] = lr_at(step, steps, lr)
+        drawn = np.random.SeedSequence((seed, step, rank)).generate_state(1)[0]
+        torch.manual_seed(int(drawn))
+        value = loss(step)
+        if world > 1:
+            average(model, value, world)
+        norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        good = bool(norm.isfinite() and value.isfinite())
+        if good:
+            clip_grads_with_norm_(model.parameters(), clip, norm)
+            opt.step()
+        yield step + 1, value, norm, good
+        opt.zero_grad(set_to_none=True)
+
 
 def culprit(model, x):
-    """The first module, in order of computation, whose output is not finite; else the first parameter."""
-    found, hooks = [], []
-    for name, module in model.named_modules():
-        def look(module, args, out, name=name):
-            out = out[0] if isinstance(out, tuple) else out
-            if not found and torch.is_tensor(out) and not out.isfinite().all():
-                found.append(name)
-        hooks.append(module.register_forward_hook(look))
+    """What went wrong first in a step that is not finite: the first module, in order of computation, with
+    such an output on x (B, T); else, as the backward begins at the end, the last parameter with such a
+    gradient."""
+    names = {module: name for name, module in model.named_modules()}
+    found = []
+
+    def look(module, args, out):
+        if isinstance(out, tuple):
+            out = out[0]
+        if torch.is_tensor(out) and not out.isfinite().all():
+            found.append(f'output of {names[module]}')
+    hook = register_module_forward_hook(look)
     with torch.no_grad():
         model(x)
-    for h in hooks:
-        h.remove()
-    bad = [n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
-    return f'output of {found[0]}' if found else f'gradient of {bad[-1]}' if bad else 'the loss'
+    hook.remove()
+    for name, p in reversed(list(model.named_parameters())):
+        if p.grad is not None and not p.grad.isfinite().all():
+            found.append(f'gradient of {name}')
+    return (found + ['the loss'])[0]
 
 
-# ---- the run -----------------------------------------------------------------------------------------------
+# ---- a run -------------------------------------------------------------------------------------------------
 
 def settings(argv):
     """Flags, and with --resume the checkpoint's. -> args, config, checkpoint's tensors, its metadata"""
@@ -182,17 +358,17 @@ def settings(argv):
     args = Args(**given)
     if args.init and args.resume:
         raise ValueError('--init starts a run, --resume goes on with one: give one of them')
-    if not args.resume:
-        if not args.init:
-            return args, Config(**given_model), {}, {}
+    if args.init:
         model, meta = load(args.init, **given_model)
-        weights = {f'model.{k}': v for k, v in model.state_dict().items()}
-        return args, model.config, weights, {'data': meta.get('data', {})}
+        return args, model.config, model.state_dict(), {'data': meta['data']}
+    if not args.resume:
+        return args, Config(**given_model), {}, {}
     path = os.path.join(args.out, 'ckpt.safetensors')
-    tensors, meta = read(path)                       # the run's own flags, except for those given again
+    tensors, meta = read(path)
     if 'best' not in meta:
         raise ValueError(f'{path}: holds no training run, only a model')
-    args, config = Args(**{**meta['args'], **given}), Config(**meta['config'])
+    args = Args(**{**meta['args'], **given, 'out': args.out})       # the run's own, but for those given again
+    config = config_of(path, meta)
     for name, value in given_model.items():
         if getattr(config, name) != value:
             raise ValueError(f'--{name}={value}: {path} was made with {getattr(config, name)!r}; '
@@ -202,189 +378,288 @@ def settings(argv):
     return args, config, tensors, meta
 
 
-def check(args, config, model, train, val, data, meta, world):
-    """What flags, data and checkpoint must agree on."""
-    T, saved = config.block_size, meta.get('data', data)
+def check(args, T, train, val, data, meta, world):
+    """What flags, data and checkpoint must agree on, before anything is built."""
+    for name in NOT_YET:
+        if name in data:
+            raise ValueError(f'--data={args.data}: its meta.json has {name!r}, which is not trained yet')
     if args.batch_size % world:
         raise ValueError(f'--batch_size={args.batch_size} does not divide among {world} processes')
     if min(len(train), len(val)) <= T + 1:
         raise ValueError(f'--data={args.data}: {len(train)} training and {len(val)} validation tokens, but a '
                          f'row takes {T + 1}; give a longer text or a smaller --block_size')
-    if not prepare.same_tokens(saved, data):
-        raise ValueError(f'--data={args.data}: its tokens are not those of the checkpoint, {saved["name"]}')
-    if not args.carry:
-        return
-    if 'row' in data:
+    if 'data' in meta and not prepare.same_tokens(meta['data'], data):
+        saved = meta['data']['name']
+        raise ValueError(f'--data={args.data}: its tokens are not those of the checkpoint, {saved}')
+    if args.carry and 'row' in data:
         raise ValueError(f'--carry: the rows of {args.data} have nothing to do with each other')
-    if model.max_len:
-        raise ValueError('--carry: learned positions and cosformer end after a row; take other --pos, --phi')
-    if any(hasattr(m, 'redraw') for m in model.modules()):
-        raise ValueError('--carry: random features are redrawn for every batch, and a state in the old ones '
-                         'means nothing; take another --phi')
-    if meta and world > 1:
+    if args.carry and args.resume and world > 1:
         raise ValueError('--resume --carry: the file has the states of one process; resume without torchrun')
 
 
-def average(model, loss, world):
-    """Mean of gradients and loss over the processes; every one has the same number of rows."""
-    if world == 1:
-        return loss
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    flat = torch.cat([g.flatten() for g in grads] + [loss])
-    dist.all_reduce(flat)
-    *parts, loss = (flat / world).split([g.numel() for g in grads] + [1])
-    for g, part in zip(grads, parts):
-        g.copy_(part.view_as(g))
-    return loss
+def check_carry(model):
+    """Refuse models whose state means nothing after the row it comes from."""
+    if model.max_len:
+        raise ValueError('--carry: learned positions and cosformer end after a row; take other --pos, --phi')
+    if any(hasattr(getattr(m, 'phi', None), 'redraw') for m in model.modules()):
+        raise ValueError('--carry: random features are redrawn for every batch, and a state in the old ones '
+                         'means nothing; take another --phi')
 
 
-@script
-def main(argv):
-    args, config, tensors, meta = settings(argv)
-    rank, world, device, dtype = machine(args)
-    say = print if rank == 0 else lambda *a, **k: None
-    train, val, data = prepare.load(args.data)
-    val = val[:args.val_tokens or None]
-    T = data.get('row', config.block_size)
-    config = dataclasses.replace(config, vocab_size=data['vocab_size'], block_size=T)
-    torch.manual_seed(args.seed)
-    model = GPT(config).to(device)
-    check(args, config, model, train, val, data, meta, world)
-    model.form, why = pick_form(args.impl)
-
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if p.dim() != 2]     # gains, and the biases of gates (H, 1, K)
-    opt = torch.optim.AdamW([{'params': matrices, 'weight_decay': args.weight_decay},
-                             {'params': others, 'weight_decay': 0.0}],
-                            lr=args.lr, betas=(0.9, 0.99), fused=device.type in ('cpu', 'cuda'))
-    done, best = meta.get('step', 0), meta.get('best', math.inf)
-    states = [None] * args.accum                     # --carry: one for each batch of a step
-    if tensors:
-        weights = {k.removeprefix('model.'): v for k, v in tensors.items() if k.startswith('model.')}
-        model.load_state_dict(weights)
+def restore(args, model, opt, tensors):
+    """Weights, and with --resume the optimiser. -> the states of --carry, one for each batch of a step"""
     if args.resume:
+        weights = {n.removeprefix('model.'): x for n, x in tensors.items() if n.startswith('model.')}
+        model.load_state_dict(weights)
         unpack_optimiser(model, opt, tensors)
-        states = [unpack(tensors, f'carry{i}', device) for i in range(args.accum)]
-
-    cast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    score = scorer(data)
-    n_params = sum(p.numel() for p in model.parameters())
-    say(f'{",".join(config.rules())} | {n_params / 1e6:.2f} M parameters | {args.data}: {len(train):,} + '
-        f'{len(val):,} tokens of {data["vocab_size"]} | {world} x {device}, {str(dtype)[6:]}, '
-        f'{torch.get_num_threads()} threads\nrecurrence: {why}')
-    os.makedirs(args.out, exist_ok=True)
-    log = open(os.path.join(args.out, 'log.jsonl') if rank == 0 else os.devnull, 'a' if args.resume else 'w')
-    write_log = lambda **row: print(json.dumps(row), file=log, flush=True)
-    keep = {'args': dataclasses.asdict(args), 'data': data, 'torch': torch.__version__}
-    write_log(config=dataclasses.asdict(config), **keep, commit=commit(), device=str(device), params=n_params)
-    compiled = torch.compile(model) if args.compile else model
-
-    first, shown, bad, seconds, since = done, done, 0, 0.0, time.perf_counter()
-    while done < args.steps:
-        warm = (done + 1) / max(1, WARMUP * args.steps)
-        lr = args.lr * min(warm, 0.5 + 0.5 * math.cos(math.pi * done / args.steps))
-        for group in opt.param_groups:
-            group['lr'] = lr
-        seed = np.random.SeedSequence((args.seed, done, rank)).generate_state(1)[0]
-        torch.manual_seed(int(seed))                 # dropout is a function of the step, too
-        begin, new = starts(args, len(train), done, T, data), list(states)
-        loss = torch.zeros(1, device=device)
-        for i in range(args.accum):
-            mine = begin[i * args.batch_size:(i + 1) * args.batch_size][rank::world]
-            x, y = rows(train, mine, T, data, device)
-            with cast:
-                logits, y, state = said(compiled, x, y, states[i], data)
-                part = F.cross_entropy(logits, y)
-            (part / args.accum).backward()
-            loss += part.detach() / args.accum
-            if args.carry:                           # truncated backpropagation: S goes on, its gradient ends
-                new[i] = unpack({k: v.detach() for k, v in pack(state).items()})
-        loss = average(model, loss, world)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-        done += 1
-        if norm.isfinite() and loss.isfinite():
-            opt.step()
-            states, bad = new, 0
-        else:                                        # leave out this step; keep the last good checkpoint
-            bad, where = bad + 1, culprit(model, x)
-            say(f'step {done}: not finite ({where} first), skipped, {bad} in a row')
-            if bad == BAD_STEPS:
-                raise ValueError(f'{bad} steps in a row were not finite, {where} first; stopped before '
-                                 f'saving. Try a smaller --lr than {args.lr:g}, or another --norm')
-        opt.zero_grad(set_to_none=True)
-
-        if done % args.log_every == 0 or done in (first + 1, args.steps):
-            now = time.perf_counter()
-            ms, seconds = 1e3 * (now - since) / (done - shown), seconds + now - since
-            tok_s, eta = 1e3 * T * args.batch_size * args.accum / ms, (args.steps - done) * ms / 6e4
-            peak, loss, norm = memory(device), loss.item(), norm.item()
-            say(f'step {done:5d}/{args.steps} | loss {loss:.3f} | lr {lr:.1e} | norm {norm:5.2f} | '
-                f'{ms:5.0f} ms | {tok_s / 1e3:6.1f}k tok/s | {peak / 2**20:.0f} MB | eta {eta:.1f} min',
-                flush=True)
-            write_log(step=done, loss=loss, lr=lr, norm=norm, ms=ms, tok_s=tok_s, memory=peak)
-            since, shown = time.perf_counter(), done
-        if done % args.eval_every == 0 or done == args.steps:
-            seconds += time.perf_counter() - since
-            for b in model.buffers() if world > 1 else ():     # random features: everybody's are rank 0's
-                dist.broadcast(b, 0)
-            val_loss, right = evaluate(model, val, T, data, device, cast, rank, world, PART)
-            say(f'step {done:5d} | start of validation: {score(val_loss, right)}', flush=True)
-            write_log(step=done, val_loss=val_loss, accuracy=right)
-            if rank == 0:
-                if val_loss < best:
-                    best = val_loss
-                    save(os.path.join(args.out, 'best.safetensors'), model, {**keep, 'step': done})
-                extra = pack_optimiser(model, opt)
-                for i, s in enumerate(states):
-                    extra.update(pack(s or [], f'carry{i}'))
-                about = {**keep, 'step': done, 'best': best}
-                save(os.path.join(args.out, 'ckpt.safetensors'), model, about, extra)
-            since, shown = time.perf_counter(), done
-    say(f'\n{done - first} steps in {seconds / 60:.1f} minutes')
-    report(args, model, val, data, device, cast, rank, world, say, write_log)
-    if world > 1:
-        dist.barrier()                               # nobody leaves while rank 0 still reports
-        dist.destroy_process_group()
+    elif args.init:
+        model.load_state_dict(tensors)
+    return [unpack(tensors, f'carry{i}', model.embed.weight.device) for i in range(args.accum)]
 
 
 def commit():
     """Of the code that runs, where git can tell."""
     here = os.path.dirname(os.path.abspath(__file__))
     try:
-        git = subprocess.run(['git', '-C', here, 'rev-parse', 'HEAD'], capture_output=True, text=True)
+        command = ['git', '-C', here, 'rev-parse', 'HEAD']
+        git = subprocess.run(command, capture_output=True, text=True, check=False)
         return git.stdout.strip()
     except OSError:
         return ''
 
 
-def scorer(data):
-    """(nats a token, share that is right) -> what to print of them."""
-    if 'row' in data:
-        return lambda loss, right: f'accuracy {100 * right:.1f} %'
-    bits = data['val']['tokens'] / data['val']['bytes'] / math.log(2)
-    ppl = lambda loss: math.exp(min(loss, 50))
-    return lambda loss, _: f'{loss * bits:.4f} bits per byte, perplexity {ppl(loss):.3f} a token'
+class Clock:
+    """Milliseconds a step, without the time that other things take between steps."""
+    def __init__(self, done):
+        self.best = math.inf
+        self.seconds = 0.0                                  # of all steps together
+        self.restart(done)
+
+    def restart(self, done):
+        """Time and steps are counted from here."""
+        self.done = done
+        self.since = time.perf_counter()
+
+    def lap(self, done):
+        """Set ms, milliseconds a step since the last call or restart, and best, the least so far."""
+        if done > self.done:
+            took = time.perf_counter() - self.since
+            self.seconds += took
+            self.ms = 1e3 * took / (done - self.done)
+            self.best = min(self.best, self.ms)
+            self.restart(done)
 
 
-def report(args, model, val, data, device, cast, rank, world, say, write_log):
-    """The closing lines: the whole validation file by both rules, a sample, the next command."""
-    score = scorer(data)
-    loss, right = evaluate(model, val, model.config.block_size, data, device, cast, rank, world)
-    say(f'validation, blocks of {model.config.block_size}: {score(loss, right)}', flush=True)
-    write_log(rule='blocks', val_loss=loss, accuracy=right)
-    if 'row' in data or rank:
-        return
-    if model.max_len is None and model.config.keeps() == {None}:
-        loss = evaluate_carried(model, val, data, device, cast)
-        say(f'validation, carried: {score(loss, 0)}', flush=True)
-        write_log(rule='carried', val_loss=loss)
-    model.eval()
-    prompt, draw = torch.tensor([prepare.first(data)], device=device), torch.Generator(device).manual_seed(0)
-    with cast:
-        texts = model.generate(prompt, temperature=0.7, generator=draw)
-        tokens = [t.item() for t, _ in itertools.islice(texts, min(400, (model.max_len or 401) - 1))]
-    say(f'--- a sample ---\n{prepare.decode(tokens, data)}\n---')
-    say(f'next: python sample.py --init={args.out}/ckpt.safetensors --tokens=1000')
+@dataclass
+class Run:
+    """What the parts of a run have in common, and the parts. The loop that calls them is in `main`."""
+    args: Args
+    model: GPT
+    train: np.ndarray
+    val: np.ndarray
+    meta: dict                      # of the data
+    rank: int
+    world: int
+    device: torch.device
+    dtype: torch.dtype              # of the matrix products
+    cast: torch.autocast
+    states: list                    # --carry: what each batch of the next step starts from
+    new: list                       # ... and what those of the last step ended with
+
+    def say(self, text):
+        """Print, once for all processes."""
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def note(self, mode='a', **row):
+        """Add a line to log.jsonl; mode 'w': its first one."""
+        if self.rank == 0:
+            with open(os.path.join(self.args.out, 'log.jsonl'), mode) as log:
+                print(json.dumps(row), file=log)
+
+    def opening(self, threads):
+        """Set the threads: as given, as in the run that is resumed, or the fastest; say what is trained.
+        -> what every checkpoint will say of this run"""
+        args, config = self.args, self.model.config
+        if args.threads or threads:                         # results depend on them in the last bits
+            torch.set_num_threads(args.threads or min(threads, cores()))
+        elif self.may_time():
+            self.take_fastest()
+        n_params = sum(p.numel() for p in self.model.parameters())
+        self.say(f'{",".join(config.rules())} | {n_params / 1e6:.2f} M parameters | {args.data}: '
+                 f'{len(self.train):,} + {len(self.val):,} tokens of {config.vocab_size} | {self.world} x '
+                 f'{self.device}, {str(self.dtype)[6:]}, {torch.get_num_threads()} threads')
+        self.say(f'recurrence: {self.model.forms.why}')
+        about = {'args': dataclasses.asdict(args), 'data': self.meta, 'torch': torch.__version__}
+        self.note('a' if args.resume else 'w', config=dataclasses.asdict(config), **about, commit=commit(),
+                  device=str(self.device), params=n_params, threads=torch.get_num_threads())
+        return about
+
+    def batch(self, step, i):
+        """This process's rows of a step's i-th batch -> x, y (B, T)"""
+        args, T = self.args, self.model.config.block_size
+        count = args.accum * args.batch_size
+        begin = starts(args.seed, step, count, len(self.train), T, self.meta, args.carry)
+        mine = begin.reshape(args.accum, -1)[i, self.rank::self.world]
+        return rows(self.train, mine, T, self.meta, self.device)
+
+    def backward(self, model, x, y, state=None):
+        """Forward and backward of a batch -> its part of the step's loss, and the state it ends with"""
+        with self.cast:
+            logits, y, state = answers(model, x, y, state, self.meta)
+            loss = F.cross_entropy(logits, y) / self.args.accum
+        loss.backward()
+        return loss.detach(), state
+
+    def learn(self, model, step):
+        """Forward and backward of all batches of a step -> its loss (1,)"""
+        total = torch.zeros(1, device=self.device)
+        for i, state in enumerate(self.states):
+            x, y = self.batch(step, i)
+            loss, state = self.backward(model, x, y, state)
+            total += loss
+            if self.args.carry:                             # S goes on; its gradient ends with the row
+                self.new[i] = [{name: x.detach() for name, x in layer.items()} for layer in state]
+        return total
+
+    def may_time(self):
+        """torchrun sees to the threads of its processes, and a GPU does not wait for them."""
+        alone = self.world == 1 and self.device.type == 'cpu'
+        return alone and self.args.threads is None and DEFAULT_THREADS > 1
+
+    def take_fastest(self):
+        """Set the fastest number of threads, and say so. Neither weights nor anything drawn later change."""
+        x, y = self.batch(0, 0)
+
+        def part(tokens):
+            many = -(-tokens // x.shape[1])
+            self.backward(self.model, x[:many, :tokens], y[:many, :tokens])
+        self.model.eval()                                   # without dropout, nor features drawn anew
+        times, tokens = fastest_threads(part, x.numel())
+        self.model.train()
+        self.model.zero_grad(set_to_none=True)
+        best = min(times, key=times.get)
+        torch.set_num_threads(best)
+        shown = ', '.join(f'{1e3 * took:.0f} ms with {count}' for count, took in times.items())
+        self.say(f'threads: {best} ({tokens} tokens take {shown})')
+
+    def evaluate(self, limit=math.inf):
+        """The rule `blocks` on the first `limit` validation tokens -> nats a target, share right"""
+        T = self.model.config.block_size
+        begin = blocks(len(self.val), T, self.meta)
+        begin = begin[begin + T < limit]
+        return evaluate(self.model, self.val, begin, T, self.meta, self.device, self.cast, self.rank,
+                        self.world)
+
+    def memories(self, opt):
+        """What --resume needs beside the weights, as a flat dict of tensors."""
+        flat = pack_optimiser(self.model, opt)
+        if self.args.carry:
+            for i, state in enumerate(self.states):
+                flat.update(pack(state, f'carry{i}'))
+        return flat
+
+    def save(self, name, about, extra):
+        """Write a checkpoint, from one of the processes."""
+        if self.rank == 0:
+            save(os.path.join(self.args.out, f'{name}.safetensors'), self.model, about, extra)
+
+    def report(self):
+        """The closing lines: the whole validation data by both rules, a sample, the next command."""
+        model, data = self.model, self.meta
+        loss, right = self.evaluate()
+        self.say(f'validation, blocks of {model.config.block_size}: {score(data, loss, right)}')
+        self.note(rule='blocks', val_loss=loss, accuracy=right)
+        if 'row' in data or self.rank > 0:
+            return
+        if model.max_len is None and model.config.keeps() == {None}:
+            loss = evaluate_carried(model, self.val, data, self.device, self.cast)
+            self.say(f'validation, carried: {score(data, loss)}')
+            self.note(rule='carried', val_loss=loss)
+        model.eval()
+        prompt = torch.tensor([prepare.first(data)], device=self.device)
+        draw = torch.Generator(self.device).manual_seed(0)
+        many = min(400, (model.max_len or 401) - 1)
+        with self.cast:
+            texts = model.generate(prompt, temperature=0.7, generator=draw)
+            tokens = [token.item() for token, _ in itertools.islice(texts, many)]
+        self.say(f'--- a sample ---\n{prepare.decode(tokens, data)}\n---')
+        self.say(f'next: python sample.py --init={self.args.out}/ckpt.safetensors --tokens=1000')
+
+
+def line(steps, step, loss, lr, norm, ms, tok_s, memory):
+    """What is printed of a step; the same figures go to the log."""
+    eta = (steps - step) * ms / 6e4
+    return (f'step {step:5d}/{steps} | loss {loss:.3f} | lr {lr:.1e} | norm {norm:5.2f} | {ms:5.0f} ms | '
+            f'{tok_s / 1e3:6.1f}k tok/s | {memory / 2**20:.0f} MB | eta {eta:.1f} min')
+
+
+@script
+def main(argv):
+    args, config, tensors, meta = settings(argv)
+    rank, world, device, dtype = machine(args)
+    train, val, data = prepare.load(args.data)
+    if args.val_tokens:
+        val = val[:args.val_tokens]
+    T = data.get('row', config.block_size)
+    check(args, T, train, val, data, meta, world)
+    config = dataclasses.replace(config, vocab_size=data['vocab_size'], block_size=T)
+    torch.manual_seed(args.seed)
+    model = GPT(config).to(device)
+    model.forms = pick_forms(args.impl)
+    if args.carry:
+        check_carry(model)
+    opt = adamw(model, args.lr, args.weight_decay, device)
+    states = restore(args, model, opt, tensors)
+    cast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    os.makedirs(args.out, exist_ok=True)
+    run = Run(args, model, train, val, data, rank, world, device, dtype, cast, states, list(states))
+    about = run.opening(meta.get('threads') if world == 1 else None)
+
+    first = meta.get('step', 0)                             # steps of the run that is resumed
+    best = meta.get('best', math.inf)
+    bad = 0                                                 # steps in a row that were not finite
+    clock = Clock(first)
+    learn = functools.partial(run.learn, torch.compile(model) if args.compile else model)
+    for done, loss, norm, good in optimise(model, opt, learn, args.steps, args.lr, args.seed, first,
+                                           args.clip, rank, world):
+        if good:
+            run.states[:] = run.new
+            bad = 0
+        else:
+            bad += 1
+            where = culprit(model, run.batch(done - 1, -1)[0])
+            run.say(f'step {done}: not finite ({where} first), skipped, {bad} in a row')
+        if bad == BAD_STEPS:
+            raise ValueError(f'{bad} steps in a row were not finite, {where} first; stopped before saving. '
+                             f'Try a smaller --lr than {args.lr:g}, or another --norm')
+        if done % args.log_every == 0 or done in (first + 1, args.steps):
+            clock.lap(done)
+            tok_s = 1e3 * T * args.batch_size * args.accum / clock.ms
+            row = {'step': done, 'loss': loss.item(), 'lr': lr_at(done - 1, args.steps, args.lr),
+                   'norm': norm.item(), 'ms': clock.ms, 'tok_s': tok_s, 'memory': memory(device)}
+            run.say(line(args.steps, **row))
+            run.note(**row)
+        if done % args.eval_every == 0 or done == args.steps:
+            clock.lap(done)
+            if run.may_time() and clock.ms > SLOW * clock.best:
+                run.say(f'steps take {clock.ms:.0f} ms, the fastest took {clock.best:.0f}')
+                run.take_fastest()
+            val_loss, right = run.evaluate(PART)
+            run.say(f'step {done:5d} | start of validation: {score(data, val_loss, right)}')
+            run.note(step=done, val_loss=val_loss, accuracy=right)
+            about['step'] = done
+            if val_loss < best:
+                best = val_loss
+                run.save('best', about, {})
+            threads = torch.get_num_threads() if world == 1 else None
+            run.save('ckpt', {**about, 'best': best, 'threads': threads}, run.memories(opt))
+            clock.restart(done)
+    run.say(f'\n{args.steps - first} steps in {clock.seconds / 60:.1f} minutes')
+    run.report()
+    if world > 1:
+        dist.barrier()                                      # nobody leaves while rank 0 still reports
+        dist.destroy_process_group()
 
 
 if __name__ == '__main__':
