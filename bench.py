@@ -445,7 +445,7 @@ def draw(axes, panel, rows, args):
     ticks = sorted({r[panel.x] for r in rows})
     if len(ticks) <= 8 and not panel.name:
         axes.set_xticks(ticks, [f'{t:,}' for t in ticks])
-        axes.minorticks_off()
+        axes.set_xticks([], minor=True)
 
 
 def lines(axes, rows, panel):
@@ -744,7 +744,7 @@ def recall(args):
     takes without them, a first layer that looks one token back: learned anew, or taken from softmax, whose
     attention is then exchanged by convert.py, with 300 more steps."""
     rows = []
-    models = chosen(args, ['one layer'], list(RECALL_IN))
+    models = chosen(args, ['one layer'], RECALL_IN)
     for model, (form, flags) in itertools.product(models, only(args, RECALL).items()):
         steps, size = RECALL_IN[model]
         steps = args.steps or chosen(args, 300, steps)

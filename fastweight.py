@@ -158,8 +158,8 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
 DECAYING = 16
 
 def factors(log_decay):
-    """Log-decays of a chunk (B, H, C, d)  ->  e^(a - m), e^(m - a) alike, e^m, e^(a_C - m) (B, H, 1, d), with a
-    their running sum, m its value at the middle step."""
+    """Log-decays of a chunk (B, H, C, d)  ->  e^(a - m), e^(m - a) alike, e^m, e^(a_C - m) (B, H, 1, d), where
+    a is their running sum and m its value at the middle step."""
     a = log_decay.cumsum(2)
     m = a[:, :, a.shape[2] // 2, None].detach()             # no result depends on m
     return (a - m).exp(), (m - a).exp(), m.exp(), (a[:, :, -1:] - m).exp()

@@ -648,8 +648,8 @@ def one_step(q, k, v, w, e, f, z, S, floor, o, S_new, K: tl.constexpr, V: tl.con
 
 
 def tiles(K, decays_or_erases, dtype):
-    """Tile sizes and operand type for keys of size K; fixed, never tuned at run time. With these `forward` has
-    no register on the stack up to K = 128 in bf16: test_all.py compiles it ahead of time, for sm_80, sm_90."""
+    """Tile sizes and operand type for keys of size K; fixed, never tuned at run time. With these `forward`
+    has no register on the stack up to K = 128 in bf16: test_all.py compiles it for sm_80 and sm_90."""
     BK = max(16, triton.next_power_of_2(K))
     DT = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
     if DT == tl.float16 and decays_or_erases:
@@ -802,7 +802,7 @@ def fault(f, tensors, normalise, floor=FLOOR):
             if o.requires_grad:
                 gradients = torch.autograd.grad((o * o).sum() + (S * S).sum(), list(case.values()))
             results.append([o, S, *gradients])
-    except Exception as e:      # whatever a compiler may raise
+    except Exception as e:      # noqa: BLE001  whatever a compiler may raise
         return f'{type(e).__name__}: {"".join(str(e).splitlines()[:1])}'
     limit = 1e-3 if case['v'].dtype == torch.float32 else 3e-2
     errors = []

@@ -91,7 +91,10 @@ def print_help(doc, fields):
     """A script's docstring, and a line for each flag: default, help, choices."""
     print(doc.strip(), '\n')
     for name, field in fields.items():
-        print(f'  --{name}={field.default}'.ljust(24), field.metadata['help'])
+        default = field.default
+        if default is None:
+            default = ''
+        print(f'  --{name}={default}'.ljust(24), field.metadata['help'])
 
 
 def parse(argv, doc, *classes):
@@ -584,8 +587,7 @@ class FastWeights(nn.Module):
         gates = self.gates(x)
         gates['write'] = there * gates.get('write', 1)
         masses = gates
-        if self.rule.erase:
-            gates['erase'] = gates['write']
+        if self.rule.erase:              # while no row has gone there is nothing to erase
             masses = {'write': there, 'log_f': gates.get('log_f')}
         channels = v if self.rule.z else v[..., :1]             # those that decay apart have a mass each
         mass, n = form(q, k, torch.ones_like(channels), **masses, S=state.get('n'))

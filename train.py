@@ -138,7 +138,7 @@ def fastest_threads(run, tokens, most=DEFAULT_THREADS, limit=2.0):
     while n < tokens and sum(turns[0].values()) < limit / 16:           # four times the work: below limit / 4
         n = min(4 * n, tokens)
         turns = [turn(n)]
-    if min(turns[0].values()) < 0.005:                      # too little work in it to be shared
+    if n == tokens and turns[0][1] < 0.005:                 # too little work to be shared
         return {1: turns[0][1]}, n
     while len(turns) < 5 and time.perf_counter() < end:
         turns.append(turn(n))
@@ -174,7 +174,7 @@ def rows(data, begin, T, meta, device):
 
 def answers(model, x, y, state, meta):
     """Read x from a state, or None -> logits (N, vocab) in fp32, targets (N,), where these count; the state.
-    In a task few places count, and only there are logits computed: they are most of a small model's work."""
+    In a task few places count, and only for these are logits computed."""
     if 'row' in meta:
         at = y >= 0
         logits, state = model(x, state, at)
@@ -260,8 +260,7 @@ def table(rows):
 # ---- the optimiser and its loop ----------------------------------------------------------------------------
 
 def adamw(model, lr, weight_decay, device):
-    """AdamW over what requires gradients; only matrices decay, no gains, no biases of gates (H, 1, K): what
-    is drawn to zero there would change what the layer computes at rest."""
+    """AdamW over what requires gradients; only matrices decay, no gains and no biases of gates (H, 1, K)."""
     learns = [p for p in model.parameters() if p.requires_grad]
     groups = [{'params': [p for p in learns if p.dim() == 2], 'weight_decay': weight_decay},
               {'params': [p for p in learns if p.dim() != 2], 'weight_decay': 0.0}]
@@ -541,7 +540,7 @@ class Run:
         best = min(times, key=times.get)
         torch.set_num_threads(best)
         shown = ', '.join(f'{1e3 * took:.0f} ms with {count}' for count, took in times.items())
-        self.say(f'threads: {best} ({tokens} tokens take {shown})')
+        self.say(f'threads: {best}, the fastest (a part of {tokens} tokens: {shown})')
 
     def evaluate(self, limit=math.inf):
         """The rule `blocks` on the first `limit` validation tokens -> nats a target, share right"""
@@ -598,7 +597,7 @@ def line(steps, step, loss, lr, norm, ms, tok_s, memory):
 def main(argv):
     args, config, tensors, meta = settings(argv)
     rank, world, device, dtype = machine(args)
-    train, val, data = prepare.load(args.data)
+    train, val, data = prepare.load(args.data, like=meta.get('data'))       # in the tokens of a checkpoint
     if args.val_tokens:
         val = val[:args.val_tokens]
     T = data.get('row', config.block_size)
