@@ -52,13 +52,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-LOG_MIN = -5.0  # least log-decay of a step, in every form: e^-5 leaves 0.7 %, and fp32 holds a chunk of them
+LOG_MIN = -5.0  # least log-decay of a step, in every form: 0.7 % is left; below it, factors could overflow
 FLOOR = 1e-6    # smallest denominator; maps whose features can all be 0 ask for 1e-2
 
 
 # ---- the equation ------------------------------------------------------------------------------------------
 def refuse(erase, log_z):
-    """ValueError where dividing by n.q, n the sum of the keys, would make no weighted mean of the values."""
+    """ValueError where dividing by n.q, n the sum of the keys, would make no mean of the values. (What
+    --norm=attn means for the delta rule is another thing: FastWeights.divided_by_keys in model.py.)"""
     if erase is not None:
         raise ValueError('normalise with erase: erasing makes weights negative, so their sum n.q may be <= 0')
     if log_z is not None and log_z.shape[-1] > 1:
@@ -122,7 +123,7 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
     z = log_z.exp()
     o = []
     for t in range(q.shape[2]):
-        q_t, k_t, v_t, w_t, e_t, f_t, z_t = (x[:, :, t] for x in (q, k, v, w, e, f, z))
+        q_t, k_t, v_t, w_t, e_t, f_t, z_t = (rows[:, :, t] for rows in (q, k, v, w, e, f, z))
         D = outer(z_t, f_t) * S                                             # forget
         S = D + outer(w_t * v_t - e_t * find(D, k_t), k_t)                  # write, erase
         o.append(find(S, q_t))                                              # read
@@ -130,7 +131,7 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
 
 
 # ---- the same in matrix products ---------------------------------------------------------------------------
-# A chunk is C steps at once, from the state S before it. Upper case is a stack of rows: Q has q_1 .. q_C.
+# A chunk is C steps at once. Q, K, V have a row a step; S is the state before the chunk, S' behind it.
 #
 # 1. sum. A query finds what S gives and what the steps of the chunk up to its own gave. Their weights are a
 #    C x C tile, q_t . k_s in row t and column s, of which the future is masked:
@@ -141,32 +142,35 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
 #         3     x  x  x  .          x is kept, . is masked
 #         4     x  x  x  x
 #
-# 2. one decay a head. What s wrote has shrunk by e^(a_t - a_s) when t reads it, a the running sum of log f.
+# 2. one decay a head. What s wrote has shrunk by exp(a_t - a_s) when t reads it, a the running sum of log f.
 #    That is a factor for t and one for s, so both go into the rows, counted from a = m at the middle step:
-#        y_t = q_t e^(a_t - m)      x_s = k_s e^(m - a_s)      y_t . x_s = e^(a_t - a_s) q_t . k_s
-#    S pays e^m to be seen from the middle, and e^(a_C - m) to leave the chunk.
-# 3. a decay a channel, on both sides. For the keys the factors are vectors, and nothing else changes. For the
-#    values, c the running sum of log z, e^(m - c_s) v_s is written and e^(c_t - m) o_t is read.
-# 4. delta. Step t writes u_t = w_t v_t - e_t (what k_t finds), and k_t finds what S and earlier u_s gave:
-#        U + L U = w V - e R S^T        r_t = k_t e^(a_t - m)        L = e tril(R X^T, -1)
+#        y = exp(a - m) Q        x = exp(m - a) K        S_m = exp(m) S, the state as the middle sees it
+#        O = tril(y x^T) V + y S_m^T                     S' = exp(a_C - m) (S_m + V^T x)
+# 3. a decay a channel, on both sides. For the keys the factors become vectors, and nothing else changes. The
+#    values get factors of the same kind, c the running sum of log z, n its value at the middle:
+#        U = exp(n - c) V        O = exp(c - n) (tril(y x^T) U + y S_m^T)        the rows of S_m, S' alike
+# 4. delta. Step t writes u_t = w_t v_t - e_t (what k_t finds); k_t finds what S and the u_s before it gave.
+#    With r = exp(a - m) K, the keys where they read, and L = e tril(r x^T, -1), that is a linear system:
+#        (I + L) U = exp(n - c) w V - e r S_m^T          exp(c - n) of reading has met exp(n - c) of writing
 #    L is strictly lower triangular: solved from the first row to the last.
 #
 # Why has a decaying chunk 16 steps here and 32 in kernels.py? At -5 a step, 8 steps from the middle, a factor
-# is within e^+-40. For the gradient of one factor, autograd multiplies a factor of the keys by one of the
-# values before anything cancels them: e^80, and fp32 ends at e^88. A backward by hand never multiplies these.
-# A trap: above the diagonal a tile may hold inf. Mask, then multiply; the other way its gradient is inf * 0.
+# is within exp(+-40). Where keys and values both decay, autograd multiplies the gradient of a factor of the
+# one by factors of the other: exp(80), and fp32 ends at exp(88). The backward by hand needs no gradient of a
+# factor: log f_t gets what is read less what is written, from t on. (One side alone could have 32 here, too.)
+# A trap: above the diagonal the tile of a longer chunk holds inf. Masked too late, its gradient is inf * 0.
 DECAYING = 16
 
 def factors(log_decay):
-    """Log-decays of a chunk (B, H, C, d)  ->  e^(a - m), e^(m - a) alike, e^m, e^(a_C - m) (B, H, 1, d), where
-    a is their running sum and m its value at the middle step."""
+    """Log-decays of a chunk (B, H, C, d), a their running sum, m = a at the middle step  ->  exp(a - m) and
+    exp(m - a) of that shape, exp(m) and exp(a_C - m) (B, H, 1, d)"""
     a = log_decay.cumsum(2)
     m = a[:, :, a.shape[2] // 2, None].detach()             # no result depends on m
     return (a - m).exp(), (m - a).exp(), m.exp(), (a[:, :, -1:] - m).exp()
 
 def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR,
             chunk=64):
-    """`recurrent` in matrix products, a state between chunks: same arguments, same results, any T and chunk.
+    """`recurrent` in matrix products, a state between chunks: same arguments, same results, any T >= 1.
     O(T (C (K + V) + K V)): short chunks cost less arithmetic, long ones fewer and larger products. Letters as
     above and in kernels.py: y reads, x is written, r is the key where it looks for what it already finds."""
     dtype = v.dtype
@@ -175,19 +179,20 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
     q, k, v, w, e, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise)
     o = []
     for i in range(0, q.shape[2], chunk):
-        Q, K, V, w_i, e_i, f_i, z_i = (x[:, :, i:i + chunk] for x in (q, k, v, w, e, log_f, log_z))
+        Q, K, V, w_i, e_i, f_i, z_i = (rows[:, :, i:i + chunk] for rows in (q, k, v, w, e, log_f, log_z))
         f_up, f_down, f_in, f_out = factors(f_i)
         z_up, z_down, z_in, z_out = factors(z_i)
         y = Q * f_up
         r = K * f_up
         x = K * f_down
         U = w_i * V * z_down
-        S = S * f_in * z_in.mT                              # as the middle of the chunk sees it
+        S = S * f_in * z_in.mT                              # S_m
         if erase is not None:
             L = e_i * (r @ x.mT).tril(-1)
-            U = torch.linalg.solve_triangular(L, U - e_i * (r @ S.mT), upper=False, unitriangular=True)
+            Y = U - e_i * (r @ S.mT)
+            U = torch.linalg.solve_triangular(L, Y, upper=False, unitriangular=True)        # (I + L) U = Y
         o.append(z_up * ((y @ x.mT).tril() @ U + y @ S.mT))
-        S = S * f_out * z_out.mT + (U * z_out).mT @ (x * f_out)
+        S = (S + U.mT @ x) * f_out * z_out.mT
     return finish(torch.cat(o, 2), normalise, floor, dtype), S
 
 
@@ -207,9 +212,10 @@ def softmax(q, k, v, rows=None):
     return o, dict(k=k, v=v)
 
 # A transformer is an RNN whose state is a set of rows (k, v) that grows. Keep at most `cache` of them, and it
-# is a finite one (Oren 2024 sec. 3): a step sees the rows kept so far and its own, then the row that is worth
-# least goes, of several the oldest. What rows are worth: a, the attention they get from this step, and total,
-# from all steps since they came, both by head; pos, their position; t, this step's. (B, H, rows) each.
+# is a finite one (Oren 2024 sec. 3): a step sees the rows kept so far and its own; if these are more, the one
+# that is worth least goes, of several the oldest. A policy says what rows are worth, (B, H, rows): by a, the
+# attention they get from this step, total, from all steps since they came, both by head, by their positions
+# pos, and t, this step's. `tova` asks the heads together; `random` is a fixed hash, the same everywhere.
 POLICIES = {
     'window': lambda a, total, pos, t, cache, sinks: pos.float(),
     'sink': lambda a, total, pos, t, cache, sinks: pos.float().masked_fill(pos < sinks, math.inf),
@@ -217,14 +223,14 @@ POLICIES = {
     'tova': lambda a, total, pos, t, cache, sinks: a.mean(1, keepdim=True).expand_as(a),
     'tova-head': lambda a, total, pos, t, cache, sinks: a,
     'random': lambda a, total, pos, t, cache, sinks: ((pos * 40503 + t * 30011) % 65537).float(),
-}   # random: a fixed hash, the same for all heads, layers and seeds
-NEVER = -1e30   # a score that softmax makes 0; -inf would make NaN where no row is left
+}
+NEVER = -1e30   # a score that counts nothing beside another; -inf would make NaN where no row is left
 
 def compressed(pos):
     """Positions (B, H, rows), in any order, with gaps above 10 counted as ln ln gap. Oren 2024, appendix."""
     in_order, order = pos.sort()
     gap = in_order.diff(dim=-1, prepend=in_order[..., :1]).float()
-    near = torch.where(gap > 10, gap.clamp(min=3).log().log(), gap).cumsum(-1)
+    near = torch.where(gap > 10, gap.clamp(min=10).log().log(), gap).cumsum(-1)
     return torch.zeros_like(near).scatter(-1, order, near)
 
 def empty_rows(k, cache):
@@ -235,7 +241,7 @@ def empty_rows(k, cache):
     return dict(k=empty, v=empty, pos=total.long() - 1, total=total)
 
 def append(rows, k, v, t):
-    """Behind the rows those of the steps t, t + 1, ..., with keys and values (B, H, T, d)."""
+    """Puts behind the rows those of the steps t, t + 1, ..., with keys and values k, v (B, H, T, d)."""
     pos = (t + torch.arange(k.shape[2], device=k.device)).expand(k.shape[:3])
     new = dict(k=k, v=v, pos=pos, total=torch.zeros_like(pos, dtype=rows['total'].dtype))
     return {name: torch.cat([rows[name], new[name]], 2) for name in new}
@@ -274,14 +280,15 @@ def bounded_step(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=Non
         o, a, log_mass = attend(q, rows, stays[:, :, None], turn)
         total = rows['total'] + a[:, :, 0]
     rows['total'] = total
-    kept = place[:-1] + (place[:-1] >= gone)
+    kept = place[:-1] + (place[:-1] >= gone)                        # all places but the one that goes
     return o, log_mass, pick(rows, gone), pick(rows, kept)
 
 def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
     """Softmax attention that keeps at most `cache` rows, by one of POLICIES: the definition, step by step.
-    q, k, v (B, H, T, d)   t position of the first   sinks: how many first rows `sink` never lets go
+    q, k, v (B, H, T, d)   t position of the first   sinks < cache: how many first rows `sink` never lets go
     rows None or what was returned: k, v (B, H, cache, d), pos, total (B, H, cache), pos -1 where empty
-    spill: the row goes before the step reads, not after   turn(x, pos): rope, by `compressed` positions
+    spill: the row goes before the step reads, for where it is written elsewhere and must not count twice
+    turn(x, pos): rope, for keys that come without it and are turned by `compressed` positions
     ->  o (B, H, T, d), log of the denominators (B, H, T, 1), what went at each step as T rows, rows"""
     if rows is None:
         rows = empty_rows(k, cache)
@@ -299,8 +306,8 @@ def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
 class FeatureMap(nn.Module):
     """phi(x, side, t): x (B, H, T, head_dim), side 'q' or 'k', t position of its first row. Here f, by entry.
     positive      no feature is ever negative, so `sum` may divide by their sum
-    mean          phi(q).phi(k) is, or estimates, a similarity >= 0: `attn` may divide by the sum of such,
-    floor         but by no less than this
+    mean          phi(q).phi(k) is, or on the mean over draws is, a similarity >= 0: `attn` may divide by n.q
+    floor         the least that `attn` divides by
     like_softmax  phi(q).phi(k) stands for softmax's exp(q.k / sqrt(head_dim)), or can learn to
     max_len       positions are known up to here, None: no limit"""
     positive, mean, floor, like_softmax, max_len = True, True, FLOOR, False, None
@@ -331,12 +338,12 @@ def number(arg, default):
     return value
 
 class Exp(FeatureMap):
-    """exp(t x), t = 1 unless given. Zhang 2024 sec. 3 finds t = 2 spiky enough to recall and t = 1 not."""
-    def __init__(self, n_head, head_dim, t=None):
-        super().__init__(n_head, head_dim, temperature=number(t, 1.0))
+    """exp(s x), s = 1 unless given. Zhang 2024 sec. 3 finds s = 2 spiky enough to recall and s = 1 not."""
+    def __init__(self, n_head, head_dim, s=None):
+        super().__init__(n_head, head_dim, s=number(s, 1.0))
 
     def forward(self, x, side='q', t=0):
-        return (self.temperature * x).exp()
+        return (self.s * x).exp()
 
 class DPFP(FeatureMap):
     """r_i r_{i+j}, r = relu([x; -x]), i cyclic, j = 1..nu, nu = 1 unless given. Schlag 2021 sec. 5.4.
@@ -409,7 +416,7 @@ class T2R(FeatureMap):
 class Hedgehog(FeatureMap):
     """[softmax(y), softmax(-y)], y = W x, W (H, d, d) in each layer, at first the identity: Zhang 2024 sec. 4
     with the softmax over features of its appendix A. Its other forms:
-    exp      [e^(y - max y), e^(min y - y)]: cannot overflow either, but weighs a key anew by its maximum
+    exp      [e^(y - max y), e^(min y - y)]: cannot overflow either, but keys lose their size beside others
     paper    e^(W x + b), the paper's equation 3, d features
     listing  [e^y, e^-y], y = W x + b, with W and b of q's own and of k's own: the appendix's listing"""
     like_softmax = True
@@ -444,8 +451,8 @@ class Hedgehog(FeatureMap):
 
 class Favor(FeatureMap):
     """FAVOR+: e^(-|x|^2/2) [e^Rx, e^-Rx] / sqrt(2m); E[phi(q).phi(k)] = e^(q.k). Choromanski 2021 sec. 2.3.
-    x comes divided by d^(1/4): then that is softmax's e^(q.k / sqrt(d)). R (m, d) has orthogonal rows, each
-    distributed as N(0, I); redrawn for every training batch, kept in the checkpoint. m = d unless given."""
+    x is divided by d^(1/4) before: that makes it softmax's e^(q.k / sqrt(d)). R (m, d), m = d unless given, has
+    rows like N(0, I), d at a time orthogonal; redrawn for each training batch, and kept in the checkpoint."""
     like_softmax = True
 
     def __init__(self, n_head, head_dim, m=None):
@@ -548,15 +555,15 @@ RULES = {
     'decay': Rule('decaying fast weights, Mao 2022', f='channel', z='channel'),
     'retention': Rule('RetNet, Sun 2023', f='fixed'),
     'gla': Rule('gated linear attention, Yang 2023', f='channel', rate=1 / 16),
-    'gated_delta': Rule('gated DeltaNet, Yang 2024', 'silu', 'l2', 'head', None, 'beta', True, rate=None),
-    'kda': Rule('Kimi delta attention, 2025', 'silu', 'l2', 'channel', None, 'beta', True, rate=None),
+    'gated_delta': Rule('gated DeltaNet, 2024', 'silu', 'l2', f='head', write='beta', erase=True, rate=None),
+    'kda': Rule('Kimi delta attention', 'silu', 'l2', f='channel', write='beta', erase=True, rate=None),
     'softmax': Rule('the transformer; its state grows with every step', keeps='all'),
     'window': Rule('softmax over the last `cache` rows and its own', keeps='window'),
     'sink': Rule('window and the first rows, Xiao 2023 (StreamingLLM)', keeps='sink'),
     'h2o': Rule('most attended rows, half of them the last ones, Zhang 2023', keeps='h2o'),
     'tova': Rule('most attended rows of the last step, Oren 2024', keeps='tova'),
     'tova-head': Rule('the same, each head by itself', keeps='tova-head'),
-    'random': Rule('a row at random goes: the control', keeps='random'),
+    'random': Rule('a row goes by a fixed hash of position and time: the control', keeps='random'),
 }
 
 

@@ -459,7 +459,7 @@ def refuse_combination(name, phi, norm, beta_max):
                          'may be 0 or below, and the plain sum of keys that delta takes knows no decay')
     if norm == 'attn' and not phi.mean:
         raise ValueError('--norm=attn divides by n.q, which this map can make zero or negative: use a map '
-                         '>= 0 or --norm=l2')
+                         '>= 0, as --phi=elu, or --norm=l2')
     if (norm == 'sum' or norm == 'attn' and rule.erase) and not phi.positive:
         raise ValueError(f'--norm={norm} divides by the sum of the features, here maybe zero or negative: '
                          'use --norm=l2')
@@ -645,7 +645,7 @@ class Mixer(nn.Module):
         self.qkv = nn.Linear(c.n_embd, (c.n_head + 2 * self.n_kv_head) * self.head_dim, bias=c.bias)
         self.memory = FastWeights(rule, c.n_embd, c.n_head, self.head_dim, **flags)
         self.out_norm = None
-        if c.out_norm and not keeps and self.memory.norm != 'attn':     # those are means of values already
+        if c.out_norm and not keeps and self.memory.norm != 'attn':     # these are divided already
             self.out_norm = nn.LayerNorm(self.head_dim, bias=False)
         self.proj = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
         self.dropout = nn.Dropout(c.dropout)
@@ -962,8 +962,8 @@ def load(source, device='cpu', revision='main', **changes):
 
 def swapped(model, source, rule='', **changes):
     """The model with its weights and other flags of `Swap`; a rule goes where softmax or another rule with
-    rows was. ValueError, with the source, where there is none. What only one of the two has is the fast
-    weights of overflow."""
+    rows was. ValueError, with the source, where there is none, or where flags ask for other weights than it
+    has: only the fast weights of overflow may come and go."""
     old = model.config
     if rule:
         if rule not in ROWS:
@@ -979,5 +979,13 @@ def swapped(model, source, rule='', **changes):
     if config == old:
         return model
     new = GPT(config)
-    new.load_state_dict(model.state_dict(), strict=False, assign=True)
+    state = model.state_dict()
+    expected = new.state_dict()
+    for name in {**state, **expected}:
+        same = name in state and name in expected and state[name].shape == expected[name].shape
+        if not same and '.overflow.' not in name and not name.endswith('.log_mass'):
+            flags = ' '.join(f'--{flag}={value}' for flag, value in changes.items())
+            raise ValueError(f'{flags}: {source} has other weights than that, see {name}; leave out what '
+                             'changes them')
+    new.load_state_dict(state, strict=False, assign=True)
     return new

@@ -4,7 +4,7 @@
     python sample.py --prompt="def main():" --tokens=1000 --temperature=0.7 --top_p=0.95
     cat model.py | python sample.py --prompt=- --save_state=out/read.safetensors     read once ...
     python sample.py --load_state=out/read.safetensors --prompt="class "             ... and go on from there
-    python sample.py --rule=tova --cache=64          a softmax model as an RNN with 64 rows, without training
+    python sample.py --init=out/softmax/ckpt.safetensors --rule=tova --cache=64      an RNN without training
 
 The text goes to standard output, and nothing else does; what there is to say goes to standard error.
 
@@ -95,8 +95,8 @@ def speed(times, samples):
         return 1e3 * (times[last] - times[first]) / (last - first)
     tenth = max(1, steps // 10)
     rate = 1e3 * samples / pace(0, steps)
-    return (f', {rate:,.0f} tokens/s: {pace(0, steps):.2f} ms a step, first tenth {pace(0, tenth):.2f}, '
-            f'last {pace(steps - tenth, steps):.2f}')
+    return (f', {rate:,.0f} tokens/s: {pace(0, steps):.2f} ms a step (once, a step is recorded), first tenth '
+            f'{pace(0, tenth):.2f}, last {pace(steps - tenth, steps):.2f}')
 
 
 @script

@@ -28,7 +28,7 @@ def seeded():
     torch.manual_seed(0)
 
 def near(found, exact, tol=1e-10):
-    """Equal but for rounding: by tol times the largest entry of exact, or times 1. Lists: each with each."""
+    """Equal but for rounding: within tol * max(1, largest entry of exact). Lists: each with each."""
     if not torch.is_tensor(exact):
         assert len(found) == len(exact)
         for one, other in zip(found, exact):
@@ -106,7 +106,7 @@ GATES = {                   # sizes of log_f and log_z, if there are any; does i
 every_gate = pytest.mark.parametrize('gates', GATES.values(), ids=GATES)
 
 def inputs(f=0, z=0, erase=False, normalise=False, T=13, dtype=f64):
-    """Arguments of a form, B = H = 2, with a state to start from; normalise, which wants features >= 0."""
+    """-> arguments of a form at B = H = 2, with a state to start from; normalise: features are then >= 0"""
     def random(*size):
         return torch.rand(2, 2, *size, dtype=dtype)
     shift = 0 if normalise else 1 / 2
@@ -133,7 +133,8 @@ def test_recurrent_is_the_equation():
     given, _ = inputs(f=K, z=V, erase=True, T=3)
     given['log_f'][:, :, 1] = given['log_z'][:, :, 2] = 2 * LOG_MIN
     o, last = recurrent(**given)
-    q, k, v, S, w, e, log_f, log_z = [x[0, 0] for x in given.values()]
+    names = 'q', 'k', 'v', 'S', 'write', 'erase', 'log_f', 'log_z'
+    q, k, v, S, w, e, log_f, log_z = [given[name][0, 0] for name in names]
     f, z = log_f.clamp(min=LOG_MIN).exp(), log_z.clamp(min=LOG_MIN).exp()
     for t in range(3):
         for i in range(V):
@@ -364,6 +365,7 @@ def test_exercise_3_chunked_for_delta_with_one_decay_a_head():
     `recurrent` with write = erase = beta, in matrix products. It has no loop over the steps of a chunk."""
     from exercise import chunked_delta
     given, _ = inputs(f=1, erase=True, T=37)
+    given['log_f'][:, :, 9] = 2 * LOG_MIN                                   # counts as LOG_MIN
     beta = given.pop('erase') / 2
     del given['write']
 

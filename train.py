@@ -6,7 +6,8 @@
     torchrun --nproc_per_node=2 train.py --rule=delta         the same training in two processes
 
 Writes out/ckpt.safetensors (weights, optimiser, step), out/best.safetensors (weights) and out/log.jsonl. All
-that is drawn in a step is a function of seed and step, so that a stopped run, resumed, ends in the same bits.
+that is drawn in a step is a function of seed and step, so that a stopped run, resumed, ends in the same bits
+(as long as the number of threads stays, which --threads=N pins). More steps at resuming stretch the cosine.
 In order: machine, threads, rows of data, evaluation, the optimiser and its loop, and a run of this script.
 """
 import dataclasses
@@ -52,7 +53,7 @@ class Args:
     accum: int = flag(1, 'batches a step, for more rows than fit into memory', low=1)
     lr: float = flag(4e-3, 'peak learning rate', low=0)
     weight_decay: float = flag(0.1, 'on matrices only', low=0)
-    clip: float = flag(1.0, 'largest norm of the gradient', low=0)
+    clip: float = flag(1.0, 'largest norm of the gradient; 0: any', low=0)
     carry: bool = flag(False, 'rows follow each other in the text and S is handed on (Schlag 2021, table 4)')
     eval_every: int = flag(500, 'steps between evaluations, which also save', low=1)
     log_every: int = flag(50, 'steps between lines', low=1)
@@ -321,7 +322,8 @@ def optimise(model, opt, loss, steps, lr, seed, done=0, clip=1.0, rank=0, world=
         norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
         good = bool(norm.isfinite() and value.isfinite())
         if good:
-            clip_grads_with_norm_(model.parameters(), clip, norm)
+            if clip:
+                clip_grads_with_norm_(model.parameters(), clip, norm)
             opt.step()
         yield step + 1, value, norm, good
         opt.zero_grad(set_to_none=True)

@@ -364,7 +364,8 @@ def get(base, folder, file):
     try:
         reply = requests.head(url, headers=headers, timeout=(10, 30))
     except requests.RequestException as e:
-        raise ValueError(f'{url}: {type(e).__name__}; or put the file at {path} by hand') from None
+        raise ValueError(f'{url}: {type(e).__name__} (no file or folder here has that name, so the hub was '
+                         f'asked); or put the file at {path} by hand') from None
     if reply.status_code in (401, 403):
         raise ValueError(f'{url}: HTTP {reply.status_code}; a private or gated model needs HF_TOKEN')
     if reply.status_code == 404:
