@@ -183,11 +183,11 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
         f_up, f_down, f_in, f_out = factors(f_i)
         z_up, z_down, z_in, z_out = factors(z_i)
         y = Q * f_up
-        r = K * f_up
         x = K * f_down
         U = w_i * V * z_down
         S = S * f_in * z_in.mT                              # S_m
         if erase is not None:
+            r = K * f_up
             L = e_i * (r @ x.mT).tril(-1)
             Y = U - e_i * (r @ S.mT)
             U = torch.linalg.solve_triangular(L, Y, upper=False, unitriangular=True)        # (I + L) U = Y
