@@ -419,7 +419,9 @@ class Gates(nn.Module):
         if rule.z:
             gates['log_z'] = -rate * F.softplus(z + self.bias_z)
         if rule.write == 'beta':
-            gates['write'] = self.beta_max * beta.squeeze(-1).sigmoid()
+            gates['write'] = beta.squeeze(-1).sigmoid()
+            if self.beta_max != 1:
+                gates['write'] = self.beta_max * gates['write']
         if rule.write == '1-f':
             gates['write'] = -torch.expm1(gates['log_f'].clamp(min=LOG_MIN)).squeeze(-1)
         if rule.erase:
