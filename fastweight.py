@@ -145,10 +145,10 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
 # 2. one decay a head. What s wrote has shrunk by exp(a_t - a_s) when t reads it, a the running sum of log f.
 #    That is a factor for t and one for s, so both go into the rows, counted from a = m at the middle step:
 #        y = exp(a - m) Q        x = exp(m - a) K        S_m = exp(m) S, the state as the middle sees it
-#        O = tril(y x^T) V + y S_m^T                     S' = exp(a_C - m) (S_m + V^T x)
+#        A = tril(y x^T)         O = A V + y S_m^T       S' = exp(a_C - m) (S_m + V^T x)
 # 3. a decay a channel, on both sides. For the keys the factors become vectors, and nothing else changes. The
 #    values get factors of the same kind, c the running sum of log z, n its value at the middle:
-#        U = exp(n - c) V        O = exp(c - n) (tril(y x^T) U + y S_m^T)        the rows of S_m, S' alike
+#        U = exp(n - c) V        O = exp(c - n) (A U + y S_m^T)                  the rows of S_m, S' alike
 # 4. delta. Step t writes u_t = w_t v_t - e_t (what k_t finds); k_t finds what S and the u_s before it gave.
 #    With r = exp(a - m) K, the keys where they read, and L = e tril(r x^T, -1), that is a linear system:
 #        (I + L) U = exp(n - c) w V - e r S_m^T          exp(c - n) of reading has met exp(n - c) of writing
@@ -191,7 +191,8 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
             L = e_i * (r @ x.mT).tril(-1)
             Y = U - e_i * (r @ S.mT)
             U = torch.linalg.solve_triangular(L, Y, upper=False, unitriangular=True)        # (I + L) U = Y
-        o.append(z_up * ((y @ x.mT).tril() @ U + y @ S.mT))
+        A = (y @ x.mT).tril()
+        o.append(z_up * (A @ U + y @ S.mT))
         S = (S + U.mT @ x) * f_out * z_out.mT
     return finish(torch.cat(o, 2), normalise, floor, dtype), S
 
@@ -242,7 +243,8 @@ def empty_rows(k, cache):
 
 def append(rows, k, v, t):
     """Puts behind the rows those of the steps t, t + 1, ..., with keys and values k, v (B, H, T, d)."""
-    pos = (t + torch.arange(k.shape[2], device=k.device)).expand(k.shape[:3])
+    steps = t + torch.arange(k.shape[2], device=k.device)
+    pos = steps.expand(k.shape[:3])
     new = dict(k=k, v=v, pos=pos, total=torch.zeros_like(pos, dtype=rows['total'].dtype))
     return {name: torch.cat([rows[name], new[name]], 2) for name in new}
 
@@ -451,8 +453,8 @@ class Hedgehog(FeatureMap):
 
 class Favor(FeatureMap):
     """FAVOR+: e^(-|x|^2/2) [e^Rx, e^-Rx] / sqrt(2m); E[phi(q).phi(k)] = e^(q.k). Choromanski 2021 sec. 2.3.
-    x is divided by d^(1/4) before: that makes it softmax's e^(q.k / sqrt(d)). R (m, d), m = d unless given, has
-    rows like N(0, I), d at a time orthogonal; redrawn for each training batch, and kept in the checkpoint."""
+    x is divided by d^(1/4) before, which makes it softmax's e^(q.k / sqrt(d)). R (m, d), m = d unless given,
+    has rows like N(0, I), d at a time orthogonal; redrawn for each training batch, kept in the checkpoint."""
     like_softmax = True
 
     def __init__(self, n_head, head_dim, m=None):
@@ -572,7 +574,7 @@ def example(rule):
     """S (V, K) after each of the three writes of the first lines, by 'sum' or 'delta'."""
     k = torch.tensor([[[[1., 0.], [0., 1.], [1., 0.]]]])
     v = torch.tensor([[[[1., 2.], [3., 4.], [5., 6.]]]])
-    erase = torch.full((1, 1, 3), float(RULES[rule].erase))
+    erase = torch.full((1, 1, 3), float(bool(RULES[rule].erase)))
     first = (recurrent(k[:, :, :t], k[:, :, :t], v[:, :, :t], erase=erase[:, :, :t]) for t in (1, 2, 3))
     return [S[0, 0] for _, S in first]
 

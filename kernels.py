@@ -260,7 +260,8 @@ def prepared(q, k, v, write, erase, log_f, log_z, S, normalise):
 
 def on_cpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR,
            chunk=None):
-    """fastweight.chunked through `Chunks`. A chunk is at most CHUNK steps where something decays."""
+    """fastweight.chunked through `Chunks`. A chunk is at most CHUNK steps where something decays; else longer
+    ones pay where there are many features, since a state costs K V numbers a chunk."""
     dtype = v.dtype
     T = q.shape[2]
     if chunk is None:
@@ -325,6 +326,8 @@ def jit(f):
 
 @jit
 def dot(a, b, DT: tl.constexpr):
+    """a b with operands of type DT and sums in fp32. In fp32 three products of tf32 make up for its short
+    mantissa: one alone is off in the third digit, which a linear system then multiplies."""
     return tl.dot(a.to(DT), b.to(DT), input_precision='tf32x3' if DT == tl.float32 else None)
 
 
@@ -337,6 +340,7 @@ def load(p, row, col, T_ok, D: tl.constexpr):
 
 @jit
 def store(p, x, row, col, T_ok, D: tl.constexpr):
+    """The inverse of `load`: x into rows and columns that there are, in the type of p."""
     ok = T_ok[:, None] & (col < D)[None, :]
     tl.store(p + row[:, None] * D + col[None, :], x.to(p.dtype.element_ty), ok)
 
@@ -349,6 +353,7 @@ def load_state(p, i, vv, kk, V: tl.constexpr, K: tl.constexpr):
 
 @jit
 def store_state(p, x, i, vv, kk, V: tl.constexpr, K: tl.constexpr):
+    """The inverse of `load_state`."""
     store(p, x, i * V + vv, kk, vv < V, K)
 
 
@@ -375,6 +380,15 @@ def column(p, row, T_ok, default: tl.constexpr):
         return tl.full([row.shape[0], 1], default, tl.float32)
     else:
         return tl.load(p + row, T_ok, 0.0).to(tl.float32)[:, None]
+
+
+@jit
+def place(tile, T, C: tl.constexpr):
+    """Of a tile: its sequence, its chunk, and of its steps the rows in a (sequences T, .) tensor [C], and
+    whether there are such steps: the last chunk may be shorter."""
+    n = tl.cdiv(T, C)
+    t = tile % n * C + tl.arange(0, C)
+    return tile // n, tile % n, tile // n * T + t, t < T
 
 
 @jit
@@ -412,13 +426,10 @@ def letters(q, k, f, row, kk, ok, K: tl.constexpr, FD: tl.constexpr, C: tl.const
 def inverse(k, e, f, M, T, K: tl.constexpr, FD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
             DT: tl.constexpr):
     """M = (I + L)^-1, L = e tril(r x^T, -1), by substitution in fp32: row i of M is row i of I - L M."""
-    n = tl.cdiv(T, C)
     tile = tl.program_id(0).to(tl.int64)
+    _, _, row, ok = place(tile, T, C)
     i = tl.arange(0, C)
     kk = tl.arange(0, BK)
-    t = (tile % n) * C + i
-    row = tile // n * T + t
-    ok = t < T
     f_up, f_down, _, _, _ = decays(f, row, kk, ok, FD, C)
     k_ = load(k, row, kk, ok, K)
     L = dot(k_ * f_up, tl.trans(k_ * f_down), DT) * column(e, row, ok, 1.0)
@@ -524,13 +535,9 @@ def tokens(q, k, v, w, e, f, z, M, do, states, after, dq, dk, dv, dw, de, df, dz
     """All gradients of the steps of one tile, summed over blocks of value channels: the table above."""
     n = tl.cdiv(T, C)
     tile = tl.program_id(0).to(tl.int64)
+    seq, j, row, ok = place(tile, T, C)
     i = tl.arange(0, C)
     kk = tl.arange(0, BK)
-    seq = tile // n
-    j = tile % n
-    t = j * C + i
-    row = seq * T + t
-    ok = t < T
     q_, k_, y, r, x, A, f_up, f_down, f_in, f_out, f_all = letters(q, k, f, row, kk, ok, K, FD, C, DT)
     w_ = column(w, row, ok, 1.0)
     e_ = column(e, row, ok, 0.0)
@@ -745,6 +752,8 @@ def step_on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None,
 
 
 # ---- one entrance for all machines -------------------------------------------------------------------------
+# `chunked` asks: a single step? an Nvidia GPU? It takes Triton only where a small case of the same kind,
+# compared with fastweight.chunked on this machine, was right; the answer is kept for each kind of arguments.
 NAMES = 'q', 'k', 'v', 'write', 'erase', 'log_f', 'log_z', 'S'
 
 
@@ -905,7 +914,9 @@ def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
 
 # ---- the convolution and the activation of a block, with backwards by hand ---------------------------------
 class ShiftedSum(torch.autograd.Function):
-    """The backward is by hand, because autograd's own takes three times as long."""
+    """Each weight multiplies the whole input at once, shifted: y[s:] += w_s x[:-s]. The backward is the same
+    with the shift turned round, by hand, because autograd's own takes three times as long: it makes a tensor of
+    the input's size for each slice."""
     @staticmethod
     def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
@@ -1005,7 +1016,8 @@ def recorded(model, token, state):
 
 
 def traced(model, token, state):
-    """`recorded` by torch.jit.trace."""
+    """`recorded` by torch.jit.trace: the operations of one step, played without Python. The trace knows no
+    names, so the state goes in and comes out as a list."""
     flat = Flat(model, state)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')                 # torch.jit is frozen in time, and says so
