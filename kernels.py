@@ -915,8 +915,8 @@ def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
 # ---- the convolution and the activation of a block, with backwards by hand ---------------------------------
 class ShiftedSum(torch.autograd.Function):
     """Each weight multiplies the whole input at once, shifted: y[s:] += w_s x[:-s]. The backward is the same
-    with the shift turned round, by hand, because autograd's own takes three times as long: it makes a tensor of
-    the input's size for each slice."""
+    with the shift turned round, by hand, because autograd's own takes three times as long: for each slice it
+    makes a tensor of the input's size."""
     @staticmethod
     def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
