@@ -95,7 +95,7 @@ def speed(times, samples):
         return 1e3 * (times[last] - times[first]) / (last - first)
     tenth = max(1, steps // 10)
     rate = 1e3 * samples / pace(0, steps)
-    return (f', {rate:,.0f} tokens/s: {pace(0, steps):.2f} ms a step (once, a step is recorded), first tenth '
+    return (f', {rate:,.0f} tokens/s: {pace(0, steps):.2f} ms a step with what is done once, first tenth '
             f'{pace(0, tenth):.2f}, last {pace(steps - tenth, steps):.2f}')
 
 
