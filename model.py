@@ -431,7 +431,10 @@ class Gates(nn.Module):
 
 def wide(x):
     """x in fp32; fp64 stays. Copied into order: of heads that lie turned, the gradient of silu is slow."""
-    return x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    if x.dtype != dtype or not x.is_contiguous():       # else nothing to do, nor to record
+        x = x.to(dtype).contiguous()
+    return x
 
 
 def rows_of(state):
