@@ -48,6 +48,7 @@ from train import (
     adamw,
     answers,
     blocks,
+    check_threads,
     evaluate,
     fastest_threads,
     optimise,
@@ -84,7 +85,7 @@ class Args:
     resume: bool = flag(False, 'go on with the conversion that was stopped in --out')
     seed: int = flag(0, 'of new weights and data order', low=0, high=2 ** 32 - 1)
     device: str = flag('auto', 'auto, cpu, cuda')
-    threads: int | None = flag(None, 'of the CPU; if not given, as many as are fastest at the start', low=1)
+    threads: int = flag(None, 'of the CPU; if not given, as many as are fastest at the start', low=1)
 
 
 TEACHER = '--rule=softmax --n_head=4 --steps=2500'      # what is trained where there is no teacher
@@ -560,6 +561,8 @@ def fastest(model, data):
 @script
 def main(argv):
     args, changes = settings(argv)
+    if not args.resume:                                 # a run from a larger machine may go on here
+        check_threads(args.threads)
     device = pick_device(args.device)
     if not args.from_:
         args.from_ = a_teacher()

@@ -210,7 +210,6 @@ class Chunks(torch.autograd.Function):
         dq = times(dA @ x + g_in @ S_in, f.up)
         dx = dA.mT @ y + times(times(U, z.leave) @ after, f.leave)
         dY = dU
-        dr = torch.zeros(1, dtype=x.dtype)
         de = dw = dlog_f = dlog_z = None
         if e is not None:
             dY = M.mT @ dU
@@ -222,7 +221,11 @@ class Chunks(torch.autograd.Function):
             dx += dL.mT @ r
             dr = times(dL @ x - (dR * e) @ S_in, f.up)
         dx = times(dx, f.down)
-        dk = dx + dr
+        dk = dx
+        written = dx
+        if e is not None:
+            dk = dx + dr
+            written = dx - dr
         dv = times(dY, z.down)
         if w is not None:
             dw = (dv * v).sum(-1)
@@ -230,7 +233,7 @@ class Chunks(torch.autograd.Function):
         if f.up is not None or z.up is not None:
             kept = after * states[:, 1:]
         if f.up is not None:
-            dlog_f = of_gate(q * dq + k * (dr - dx), kept.sum(2)[:, :, None], f.up.shape[-1])
+            dlog_f = of_gate(q * dq - k * written, kept.sum(2)[:, :, None], f.up.shape[-1])
         if z.up is not None:
             dlog_z = of_gate(o * do - v * dv, kept.sum(3)[:, :, None], z.up.shape[-1])
         gradients = []

@@ -1579,6 +1579,7 @@ def test_conversion_refuses(a_model, teacher, characters, tmp_path, capsys):
     (tmp_path / 'short.txt').write_text('a few words\n' * 3)
     assert 'no softmax layers' in err(f'--from={a_model("--rule=gated_delta")}')
     assert 'none: take mse' in err(f'--from={teacher}', '--rule=delta', '--distil=ce')
+    assert 'cores' in err(f'--from={teacher}', '--threads=1000')
     assert '--row' in err(f'--from={teacher}', f'--data={tmp_path / "short.txt"}')
     assert 'recall' in err(f'--from={teacher}', '--data=recall')
     assert 'tokens' in err(f'--from={teacher}', f'--data={characters}')

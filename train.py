@@ -70,8 +70,7 @@ class Args:
 
 def machine(args):
     """-> rank, world, device, dtype. Processes are those of torchrun; none is one."""
-    if args.threads is not None and args.threads > cores():
-        raise ValueError(f'--threads={args.threads}: this process may use {cores()} cores; give at most that')
+    check_threads(args.threads)
     rank = int(os.environ.get('RANK', '0'))
     world = int(os.environ.get('WORLD_SIZE', '1'))
     device = pick_device(args.device)
@@ -107,6 +106,12 @@ def cores():
     if hasattr(os, 'sched_getaffinity'):
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
+
+
+def check_threads(threads):
+    """ValueError for more threads than cores; None, for the fastest, is fine."""
+    if threads is not None and threads > cores():
+        raise ValueError(f'--threads={threads}: this process may use {cores()} cores; give at most that')
 
 
 # ---- threads -----------------------------------------------------------------------------------------------
