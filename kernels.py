@@ -8,6 +8,8 @@
 
 Without this file everything works, and is slower: only model.pick_forms imports it.
 """
+import contextlib
+import functools
 import sys
 import types
 import warnings
@@ -261,6 +263,13 @@ def prepared(q, k, v, write, erase, log_f, log_z, S, normalise):
     return [if_given(cast, x) for x in (q, k, v, write, erase, log_f, log_z, S)]
 
 
+def filled(x, rest):
+    """x (B, H, T, ...) with so many steps of zeros more, which write and erase nothing."""
+    if not rest:
+        return x
+    return F.pad(x, (0, 0) * (x.dim() - 3) + (0, rest))
+
+
 def on_cpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR,
            chunk=None):
     """fastweight.chunked through `Chunks`. A chunk is at most CHUNK steps where something decays; else longer
@@ -274,14 +283,10 @@ def on_cpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, norm
     chunk = min(chunk, T)
     rest = -T % chunk
 
-    def filled(x):
-        """Up to whole chunks: steps of zeros write and erase nothing."""
-        if x.dim() == 3:
-            return F.pad(x, (0, rest))
-        return F.pad(x, (0, 0, 0, rest))
+    def whole_chunks(x):
+        return filled(x, rest)
     *steps, S = prepared(q, k, v, write, erase, log_f, log_z, S, normalise)
-    if rest:
-        steps = [if_given(filled, x) for x in steps]
+    steps = [if_given(whole_chunks, x) for x in steps]
     o, S = Chunks.apply(*steps, S, chunk)
     return finish(o[:, :, :T], normalise, floor, dtype), S
 
@@ -312,15 +317,21 @@ def step_on_cpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None,
 # A tile is one chunk of one sequence. `inverse` and `tokens` have one program a tile; `forward` and `states`
 # one a sequence and block of BV value channels: it walks through the chunks, its part of S in registers.
 #
-#               chunk 0   chunk 1   ...                           reads                  writes
-#   inverse     [ tile ]  [ tile ]  all at once                   k e f                  M (C numbers a token)
-#   forward     S -> o    S -> o    ...     one after the other   q k v w e f z M        o, S (VK/C a token)
-#   states      dS     <- dS     <- ...     from the last back    q k e f z M do         dS (VK/C a token)
-#   tokens      [ tile ]  [ tile ]  all at once                   all these, S, dS       dq dk dv dw de df dz
-#   one_step    S -> S, o           a step, not a tile            q k v w e f z S        o, S
+#               chunk 0   chunk 1   ...                           reads                 writes
+#   inverse     [ tile ]  [ tile ]  all at once                   k e g f               N (C numbers a token)
+#   forward     S -> o    S -> o    ...     one after the other   q k v w e g f z N     o, S, U (VK/C + V)
+#   states      dS     <- dS     <- ...     from the last back    q k e g f z N do      dS, dY (the same)
+#   tokens      [ tile ]  [ tile ]  all at once                   all but N, S dS U dY  dq dk dv dw de dg df dz
+#   one_step    S -> S, o           a step, not a tile            q k v w e f z S       o, S
 #
-# Operands of a product are DT (as given, or bf16 where decays need its range), sums and states fp32.
-# A log-decay is a [C, K] tile, or [C, 1] for one a head, or zeros: the same lines serve all of them.
+# Two things differ from the CPU. A log-decay that all channels share is one number g a step: not factors of q
+# and k, but e^(a_t - a_s) on A and L, which is never above 1, so that a chunk may be longer. And what a step
+# says to itself stands apart, in fp32: of A the diagonal, D = q.k; of M = I + N the ones. Gradients of gates
+# are what is read less what is written, where just that must cancel; of strong decays little else is left.
+#
+#   U = Y + N Y,  Y = z_down w v - e z_in g_in (r S_in^T)         o = z_up (D U + A U + z_in g_in (y S_in^T))
+#
+# Operands of a product are DT (bf16 or fp32), sums and states in registers fp32.
 def jit(f):
     if triton is None:
         return f
@@ -328,61 +339,52 @@ def jit(f):
 
 
 @jit
+def operand(x, DT: tl.constexpr):
+    """x as a product takes it."""
+    return x.to(DT)
+
+
+@jit
 def dot(a, b, DT: tl.constexpr):
     """a b with operands of type DT and sums in fp32. In fp32 three products of tf32 make up for its short
     mantissa: one alone is off in the third digit, which a linear system then multiplies."""
-    return tl.dot(a.to(DT), b.to(DT), input_precision='tf32x3' if DT == tl.float32 else None)
+    precision: tl.constexpr = 'tf32x3' if DT == tl.float32 else None
+    return tl.dot(operand(a, DT), operand(b, DT), input_precision=precision)
 
 
 @jit
-def load(p, row, col, T_ok, D: tl.constexpr):
+def load(p, row, col, ok, D: tl.constexpr):
     """Tile [rows, cols] of a (..., D) tensor, in fp32, 0 outside."""
-    ok = T_ok[:, None] & (col < D)[None, :]
-    return tl.load(p + row[:, None] * D + col[None, :], ok, 0.0).to(tl.float32)
+    inside = ok[:, None] & (col < D)[None, :]
+    return tl.load(p + row[:, None] * D + col[None, :], inside, 0.0).to(tl.float32)
 
 
 @jit
-def store(p, x, row, col, T_ok, D: tl.constexpr):
+def store(p, x, row, col, ok, D: tl.constexpr):
     """The inverse of `load`: x into rows and columns that there are, in the type of p."""
-    ok = T_ok[:, None] & (col < D)[None, :]
-    tl.store(p + row[:, None] * D + col[None, :], x.to(p.dtype.element_ty), ok)
+    inside = ok[:, None] & (col < D)[None, :]
+    tl.store(p + row[:, None] * D + col[None, :], x.to(p.dtype.element_ty), inside)
 
 
 @jit
-def load_state(p, i, vv, kk, V: tl.constexpr, K: tl.constexpr):
-    """Rows vv and columns kk of matrix i of a (..., V, K) tensor: [BV, BK]"""
-    return load(p, i * V + vv, kk, vv < V, K)
+def load_row(p, i, kk, K: tl.constexpr):
+    """Row i of a (., K) tensor, [1, BK] in fp32."""
+    return tl.load(p + i * K + kk, kk < K, 0.0).to(tl.float32)[None, :]
 
 
 @jit
-def store_state(p, x, i, vv, kk, V: tl.constexpr, K: tl.constexpr):
-    """The inverse of `load_state`."""
-    store(p, x, i * V + vv, kk, vv < V, K)
+def store_row(p, x, i, kk, K: tl.constexpr):
+    """The inverse of `load_row`."""
+    tl.store(p + i * K + kk[None, :], x.to(p.dtype.element_ty), (kk < K)[None, :])
 
 
 @jit
-def store_gate(p, x, row, col, T_ok, D: tl.constexpr, GD: tl.constexpr):
-    """The gradient x [C, D] of a gate of GD channels: 1 takes the sum."""
-    if GD > 1:
-        store(p, x, row, col, T_ok, D)
-    else:
-        tl.store(p + row, tl.sum(x, 1), T_ok)
-
-
-@jit
-def load_square(p, tile, C: tl.constexpr):
-    """The [C, C] matrix of a tile."""
-    i = tl.arange(0, C)
-    return load(p, tile * C + i, i, i < C, C)
-
-
-@jit
-def column(p, row, T_ok, default: tl.constexpr):
-    """A number a step, [C, 1]; or the default, for None."""
+def column(p, row, ok, default: tl.constexpr):
+    """A number a step, [C, 1]; for None the default, [1, 1], which costs nothing."""
     if p is None:
-        return tl.full([row.shape[0], 1], default, tl.float32)
+        return tl.full([1, 1], default, tl.float32)
     else:
-        return tl.load(p + row, T_ok, 0.0).to(tl.float32)[:, None]
+        return tl.load(p + row, ok, 0.0).to(tl.float32)[:, None]
 
 
 @jit
@@ -395,218 +397,321 @@ def place(tile, T, C: tl.constexpr):
 
 
 @jit
-def decays(p, row, col, T_ok, D: tl.constexpr, C: tl.constexpr):
-    """`factors` of one tile: e^(a - m), e^(m - a) [C, d]; e^m, e^(a_C - m), e^(a_C) [1, d]; d is 1 or BK."""
-    if D > 1:
-        a = tl.cumsum(load(p, row, col, T_ok, D), 0)
-    else:
-        a = tl.cumsum(column(p, row, T_ok, 0.0), 0)
-    i = tl.arange(0, C)[:, None]
-    m = tl.sum(tl.where(i == C // 2, a, 0.0), 0)[None, :]
-    end = tl.sum(tl.where(i == C - 1, a, 0.0), 0)[None, :]
-    return tl.exp(a - m), tl.exp(m - a), tl.exp(m), tl.exp(end - m), tl.exp(end)
+def lower(x, C: tl.constexpr):
+    """x [C, C] below the diagonal, else 0. What is above may be infinite."""
+    i = tl.arange(0, C)
+    return tl.where(i[:, None] > i[None, :], x, 0.0)
 
 
 @jit
-def letters(q, k, f, row, kk, ok, K: tl.constexpr, FD: tl.constexpr, C: tl.constexpr, DT: tl.constexpr):
-    """Of one tile: q, k, y, r, x [C, BK], A [C, C], and what the state pays on the side of the keys."""
-    f_up, f_down, f_in, f_out, f_all = decays(f, row, kk, ok, FD, C)
+def decays(p, row, col, ok, D: tl.constexpr, C: tl.constexpr):
+    """`factors` of one tile, for a log-decay by channel: e^(a - m), e^(m - a) [C, d]; e^m, e^(a_C - m),
+    e^(a_C) [1, d]. Ones [1, 1] for None, for which the compiler leaves out the products."""
+    if p is None:
+        one = tl.full([1, 1], 1.0, tl.float32)
+        return one, one, one, one, one
+    else:
+        log_p = load(p, row, col, ok, D)
+        i = tl.arange(0, C)[:, None]
+        a = tl.cumsum(log_p, 0)
+        m = tl.sum(tl.where(i <= C // 2, log_p, 0.0), 0)[None, :]
+        end = tl.sum(log_p, 0)[None, :]
+        return tl.exp(a - m), tl.exp(m - a), tl.exp(m), tl.exp(end - m), tl.exp(end)
+
+
+@jit
+def shared_decay(p, row, ok, C: tl.constexpr):
+    """Of a log-decay that all channels share, a its running sum: e^a, e^(a_C - a) [C, 1], e^(a_C), and
+    e^(a_t - a_s) [C, C] for s <= t. Ones for None."""
+    if p is None:
+        one = tl.full([1, 1], 1.0, tl.float32)
+        return one, one, one, one
+    else:
+        log_p = tl.load(p + row, ok, 0.0)
+        a = tl.cumsum(log_p, 0)
+        end = tl.sum(log_p, 0)
+        apart = tl.minimum(a[:, None] - a[None, :], 0.0)
+        return tl.exp(a)[:, None], tl.exp(end - a)[:, None], tl.exp(end), tl.exp(apart)
+
+
+@jit
+def letters(q, k, f, within, row, kk, ok, K: tl.constexpr, C: tl.constexpr, DT: tl.constexpr):
+    """Of one tile: y, r, x [C, BK]; of A what is below the diagonal [C, C], and D, the diagonal [C, 1];
+    and what the state pays on the side of the keys."""
+    f_up, f_down, f_in, f_out, f_all = decays(f, row, kk, ok, K, C)
     q_ = load(q, row, kk, ok, K)
     k_ = load(k, row, kk, ok, K)
     y = q_ * f_up
     r = k_ * f_up
     x = k_ * f_down
-    i = tl.arange(0, C)
-    A = tl.where(i[:, None] >= i[None, :], dot(y, tl.trans(x), DT), 0.0)
-    return q_, k_, y, r, x, A, f_up, f_down, f_in, f_out, f_all
+    A = lower(dot(y, tl.trans(x), DT) * within, C)
+    D = tl.sum(q_ * k_, 1)[:, None]
+    return y, r, x, A, D, f_in, f_out, f_all
 
 
-# for each tile, in parallel:                                   reads k, e, f    writes M
-#     L = e tril(r x^T, -1)
-#     M = I
-#     for s in 1 .. C-1:  M[s] = I[s] - L[s] M                  the rows above s are done by then
 @jit
-def inverse(k, e, f, M, T, K: tl.constexpr, FD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-            DT: tl.constexpr):
-    """M = (I + L)^-1, L = e tril(r x^T, -1), by substitution in fp32: row i of M is row i of I - L M."""
+def joined(M, L, half: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
+    """From the inverses of the diagonal blocks of size `half`, in M, those of twice the size:
+    [[P, 0], [B, R]]^-1 = [[P^-1, 0], [-R^-1 B P^-1, R^-1]]"""
+    i = tl.arange(0, C) // half
+    B = tl.where((i[:, None] // 2 == i[None, :] // 2) & (i[:, None] > i[None, :]), L, 0.0)
+    return M - tl.dot(M, tl.dot(B, M, input_precision=PRECISION), input_precision=PRECISION)
+
+
+@jit
+def unit_inverse(L, C: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + L)^-1 for L [C, C] below the diagonal. First the blocks of 16 on the diagonal, all at once, by
+    substitution in fp32: row s of X is row s of I - L X, which needs the rows above s. Then by twos."""
+    b = tl.arange(0, C // 16)
+    i = tl.arange(0, 16)[:, None]
+    j = tl.arange(0, 16)[None, :]
+    diagonal = b[:, None, None, None] == b[None, None, :, None]
+    own = tl.sum(tl.where(diagonal, tl.reshape(L, [C // 16, 16, C // 16, 16]), 0.0), 2)
+    X = tl.where((i == j)[None, :, :], 1.0, tl.zeros([C // 16, 16, 16], tl.float32))
+    for s in range(1, 16):
+        here = (i == s)[None, :, :]
+        L_s = tl.sum(tl.where(here, own, 0.0), 1)
+        row_s = tl.sum(L_s[:, :, None] * X, 1)
+        X -= tl.where(here, row_s[:, None, :], 0.0)
+    M = tl.reshape(tl.where(diagonal, X[:, :, None, :], 0.0), [C, C])
+    if C > 16:
+        M = joined(M, L, 16, C, PRECISION)
+    if C > 32:
+        M = joined(M, L, 32, C, PRECISION)
+    return M
+
+
+# for each tile, in parallel:                                   reads k, e, g, f    writes N
+#     L = e tril(r x^T, -1)
+#     N = (I + L)^-1 - I
+@jit
+def inverse(k, e, g, f, N, T, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DT: tl.constexpr):
+    """N = (I + L)^-1 - I: what later steps of a chunk do to what is written."""
     tile = tl.program_id(0).to(tl.int64)
-    _, _, row, ok = place(tile, T, C)
+    seq, j, row, ok = place(tile, T, C)
     i = tl.arange(0, C)
     kk = tl.arange(0, BK)
-    f_up, f_down, _, _, _ = decays(f, row, kk, ok, FD, C)
+    f_up, f_down, f_in, f_out, f_all = decays(f, row, kk, ok, K, C)
+    g_in, g_out, g_all, within = shared_decay(g, row, ok, C)
     k_ = load(k, row, kk, ok, K)
-    L = dot(k_ * f_up, tl.trans(k_ * f_down), DT) * column(e, row, ok, 1.0)
-    L = tl.where(i[:, None] > i[None, :], L, 0.0)
-    M_ = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    for s in range(1, C):
-        L_s = tl.sum(tl.where(i[:, None] == s, L, 0.0), 0)
-        row_s = tl.sum(L_s[:, None] * M_, 0)[None, :]
-        M_ -= tl.where(i[:, None] == s, row_s, 0.0)
-    store(M, M_, tile * C + i, i, i < C, C)
+    L = lower(dot(k_ * f_up, tl.trans(k_ * f_down), DT) * within * column(e, row, ok, 0.0), C)
+    M = unit_inverse(L, C, 'tf32x3' if DT == tl.float32 else 'tf32')
+    store(N, lower(M, C), tile * C + i, i, i < C, C)
 
 
 # for each sequence and each block of BV value channels, in parallel:
 #     S = S_0                                                   a [BV, BK] part, in registers all the time
-#     for each chunk, one after the other:                      reads q, k, v, w, e, f, z, M
-#         U = M (z_down w v - e z_in (r S_in^T))
-#         o = z_up (A U + z_in (y S_in^T))                      writes o, and S for the backward
-#         S = f_all z_all S + (z_out U)^T (f_out x)
+#     for each chunk, one after the other:                      reads q, k, v, w, e, g, f, z, N
+#         U = Y + N Y, Y = z_down w v - e z_in g_in r S_in^T
+#         o = z_up (D U + A U + z_in g_in y S_in^T)             writes o, and S for the backward
+#         S = f_all z_all g_all S + (z_out g_out U)^T (f_out x)
+# With NORM also n, what S would be for values of 1; then o is divided by n.q.
 @jit
-def forward(q, k, v, w, e, f, z, M, S_0, o, states, S_T, T, K: tl.constexpr, V: tl.constexpr,
-            FD: tl.constexpr, ZD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+def forward(q, k, v, w, e, g, f, z, N, S_0, o, n_q, written, states, S_T, floor, T, K: tl.constexpr,
+            V: tl.constexpr, NORM: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
             DT: tl.constexpr):
     """o of all steps of a sequence, and the state before each chunk and after the last."""
-    n = tl.cdiv(T, C)
+    chunks = tl.cdiv(T, C)
     seq = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, C)
     kk = tl.arange(0, BK)
     vv = tl.program_id(1) * BV + tl.arange(0, BV)
-    S = load_state(S_0, seq, vv, kk, V, K)
-    for j in range(n):
+    R: tl.constexpr = V + NORM                                  # rows of a state
+    S = load(S_0, seq * R + vv, kk, vv < V, K)
+    n = load_row(S_0, seq * R + V * NORM, kk, K)                # unless NORM of no use
+    for j in range(chunks):
         t = j * C + i
         row = seq * T + t
         ok = t < T
-        _, _, y, r, x, A, _, _, f_in, f_out, f_all = letters(q, k, f, row, kk, ok, K, FD, C, DT)
-        z_up, z_down, z_in, z_out, z_all = decays(z, row, vv, ok, ZD, C)
-        U = load(v, row, vv, ok, V) * column(w, row, ok, 1.0) * z_down
+        g_in, g_out, g_all, within = shared_decay(g, row, ok, C)
+        z_up, z_down, z_in, z_out, z_all = decays(z, row, vv, ok, V, C)
+        y, r, x, A, D, f_in, f_out, f_all = letters(q, k, f, within, row, kk, ok, K, C, DT)
+        w_ = column(w, row, ok, 1.0)
+        if NORM:
+            n_q_ = D * w_ + tl.sum(A * tl.trans(w_), 1)[:, None] + tl.sum(y * (n * f_in), 1)[:, None] * g_in
+            if states is not None and tl.program_id(1) == 0:
+                store_row(states, n, (seq * chunks + j) * R + V, kk, K)
+                tl.store(n_q + row[:, None], n_q_, ok[:, None])
+            n = n * f_all * g_all + tl.sum(x * f_out * g_out * w_, 0)[None, :]
+        U = tl.zeros([C, BV], tl.float32)
+        if v is not None:
+            U = load(v, row, vv, ok, V) * w_ * z_down
         S_in = tl.trans(S * f_in)
         if states is not None:
-            store_state(states, S, seq * (n + 1) + j, vv, kk, V, K)
+            store(states, S, (seq * chunks + j) * R + vv, kk, vv < V, K)
         if e is not None:
-            U -= dot(r, S_in, DT) * z_in * column(e, row, ok, 0.0)
-            U = dot(load_square(M, seq * n + j, C), U, DT)
-        o_ = dot(A, U, DT) + dot(y, S_in, DT) * z_in
-        store(o, o_ * z_up, row, vv, ok, V)
-        S = S * f_all * tl.trans(z_all) + dot(tl.trans(U * z_out), x * f_out, DT)
-    if states is not None:
-        store_state(states, S, seq * (n + 1) + n, vv, kk, V, K)
-    store_state(S_T, S, seq, vv, kk, V, K)
+            U -= dot(r, S_in, DT) * z_in * g_in * column(e, row, ok, 0.0)
+            U += dot(load(N, (seq * chunks + j) * C + i, i, i < C, C), U, DT)
+            if states is not None:
+                store(written, U, row, vv, ok, V)
+        if o is not None:
+            o_ = D * U + dot(A, U, DT) + dot(y, S_in, DT) * z_in * g_in
+            if NORM:
+                o_ = o_ / tl.maximum(n_q_, floor)
+            store(o, o_ * z_up, row, vv, ok, V)
+        S = S * f_all * tl.trans(z_all) * g_all + dot(tl.trans(U * z_out * g_out), x * f_out, DT)
+    store(S_T, S, seq * R + vv, kk, vv < V, K)
+    if NORM and tl.program_id(1) == 0:
+        store_row(S_T, n, seq * R + V, kk, K)
 
 
 # for each sequence and each block of BV value channels, in parallel:
 #     dS = dS_T
-#     for each chunk, the last first:                           reads q, k, e, f, z, M, do    writes dS
-#         dY = M^T (A^T g + z_out (f_out x dS^T))
-#         dS = f_all z_all dS + f_in ((z_in g)^T y - (z_in e dY)^T r)
+#     for each chunk, the last first:                           reads q, k, e, g, f, z, N, do   writes dS
+#         dU = D G + A^T G + z_out g_out (f_out x dS^T), G = z_up do
+#         dY = dU + N^T dU
+#         dS = f_all z_all g_all dS + f_in ((z_in g_in G)^T y - (e z_in g_in dY)^T r)
 @jit
-def states(q, k, e, f, z, M, do, dS_T, after, dS_0, T, K: tl.constexpr, V: tl.constexpr, FD: tl.constexpr,
-           ZD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DT: tl.constexpr):
+def states(q, k, e, g, f, z, N, do, dn_q, dS_T, d_written, after, dS_0, T, K: tl.constexpr, V: tl.constexpr,
+           NORM: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DT: tl.constexpr):
     """The gradient of the state that each chunk hands on, from the last chunk to the first."""
-    n = tl.cdiv(T, C)
+    chunks = tl.cdiv(T, C)
     seq = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, C)
     kk = tl.arange(0, BK)
     vv = tl.program_id(1) * BV + tl.arange(0, BV)
-    dS = load_state(dS_T, seq, vv, kk, V, K)
-    for back in range(n):
-        j = n - 1 - back
+    R: tl.constexpr = V + NORM
+    dS = load(dS_T, seq * R + vv, kk, vv < V, K)
+    dn = load_row(dS_T, seq * R + V * NORM, kk, K)
+    for back in range(chunks):
+        j = chunks - 1 - back
         t = j * C + i
         row = seq * T + t
         ok = t < T
-        _, _, y, r, x, A, _, _, f_in, f_out, f_all = letters(q, k, f, row, kk, ok, K, FD, C, DT)
-        z_up, z_down, z_in, z_out, z_all = decays(z, row, vv, ok, ZD, C)
-        g = load(do, row, vv, ok, V) * z_up
-        store_state(after, dS, seq * n + j, vv, kk, V, K)
-        dU = dot(tl.trans(A), g, DT) + dot(x * f_out, tl.trans(dS), DT) * z_out
-        read = dot(tl.trans(g * z_in), y, DT)
+        g_in, g_out, g_all, within = shared_decay(g, row, ok, C)
+        z_up, _, z_in, z_out, z_all = decays(z, row, vv, ok, V, C)
+        y, r, x, A, D, f_in, f_out, f_all = letters(q, k, f, within, row, kk, ok, K, C, DT)
+        G = load(do, row, vv, ok, V) * z_up
+        if after is not None:
+            store(after, dS, (seq * chunks + j) * R + vv, kk, vv < V, K)
+        read = dot(tl.trans(G * z_in * g_in), y, DT)
         if e is not None:
-            dY = dot(tl.trans(load_square(M, seq * n + j, C)), dU, DT)
-            dR = dY * z_in * column(e, row, ok, 0.0)
-            read -= dot(tl.trans(dR), r, DT)
-        dS = dS * f_all * tl.trans(z_all) + read * f_in
-    store_state(dS_0, dS, seq, vv, kk, V, K)
+            dU = D * G + dot(tl.trans(A), G, DT) + dot(x * f_out, tl.trans(dS), DT) * z_out * g_out
+            N_ = load(N, (seq * chunks + j) * C + i, i, i < C, C)
+            dY = dU + dot(tl.trans(N_), dU, DT)
+            if after is not None:
+                store(d_written, dY, row, vv, ok, V)
+            read -= dot(tl.trans(dY * z_in * g_in * column(e, row, ok, 0.0)), r, DT)
+        dS = dS * f_all * tl.trans(z_all) * g_all + read * f_in
+        if NORM:
+            if after is not None and tl.program_id(1) == 0:
+                store_row(after, dn, (seq * chunks + j) * R + V, kk, K)
+            dn = dn * f_all * g_all + tl.sum(column(dn_q, row, ok, 0.0) * g_in * y, 0)[None, :] * f_in
+    store(dS_0, dS, seq * R + vv, kk, vv < V, K)
+    if NORM and tl.program_id(1) == 0:
+        store_row(dS_0, dn, seq * R + V, kk, K)
 
 
 @jit
-def through_L(dL, e_, r, x, C: tl.constexpr, DT: tl.constexpr):
-    """What L = e tril(r x^T, -1) hands on of its gradient: to e [C], r and x [C, BK]."""
-    i = tl.arange(0, C)
-    strict = i[:, None] > i[None, :]
-    dL = tl.where(strict, dL, 0.0)
-    found = tl.where(strict, dot(r, tl.trans(x), DT), 0.0)
-    return tl.sum(dL * found, 1), dot(dL * e_, x, DT), dot(tl.trans(dL * e_), r, DT)
+def passing(inside, out):
+    """What passes the decay of step t: what is read less what is written inside the chunk from t on, and what
+    was written before t and leaves it. [C, d] both"""
+    return tl.cumsum(inside, 0, reverse=True) + tl.cumsum(out, 0) - out
+
+
+@jit
+def finish_keys(q, k, e, g, f, row, kk, ok, dA, dL, dD, dy, dr, dx_out, kept, dq, dk, de, dg, df,
+                K: tl.constexpr, C: tl.constexpr, DT: tl.constexpr):
+    """From the sums over all value channels to the gradients of q, k, e, g, f. q and k are loaded again: held
+    all the time, they would press others out of the registers."""
+    f_up, f_down, f_in, f_out, f_all = decays(f, row, kk, ok, K, C)
+    g_in, g_out, g_all, within = shared_decay(g, row, ok, C)
+    q_ = load(q, row, kk, ok, K)
+    k_ = load(k, row, kk, ok, K)
+    y = q_ * f_up
+    r = k_ * f_up
+    x = k_ * f_down
+    dA = lower(dA * within, C)
+    dy += dot(dA, x, DT)
+    dx = dot(tl.trans(dA), y, DT)
+    if e is not None:
+        e_ = column(e, row, ok, 0.0)
+        dL = lower(dL * within, C)
+        dr += dot(dL, x, DT)
+        dx += dot(tl.trans(dL * e_), r, DT)
+        tl.store(de + row[:, None], tl.sum(r * dr, 1)[:, None], ok[:, None])
+        dr = dr * e_
+    dx_out = dx_out * f_out
+    inside = operand(y, DT) * dy + operand(r, DT) * dr - operand(x, DT) * dx
+    if f is not None:
+        store(df, passing(inside, x * dx_out) + kept, row, kk, ok, K)
+    if g is not None:
+        of_g = passing(tl.sum(inside, 1)[:, None], tl.sum(x * dx_out, 1)[:, None]) + tl.sum(kept)
+        tl.store(dg + row[:, None], of_g, ok[:, None])
+    store(dq, dy * f_up + dD * k_, row, kk, ok, K)
+    store(dk, (dx + dx_out) * f_down + dr * f_up + dD * q_, row, kk, ok, K)
 
 
 # for each tile, in parallel:                                   the table of gradients, row by row
 #     for each block of BV value channels:                      reads all, S before and dS behind the chunk
 #         dA, dL, dy, dr, dx, dw, de += what these channels say; dv and dz are theirs alone
-#     dq, dk, de, dlog f from the sums                          writes each gradient once
+#     dq, dk, de, dlog g, dlog f from the sums                  writes each gradient once
 @jit
-def tokens(q, k, v, w, e, f, z, M, do, states, after, dq, dk, dv, dw, de, df, dz, T, K: tl.constexpr,
-           V: tl.constexpr, FD: tl.constexpr, ZD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+def tokens(q, k, v, w, e, g, f, z, do, dn_q, written, d_written, states, after, dq, dk, dv, dw, de, dg, df,
+           dz, T, K: tl.constexpr, V: tl.constexpr, NORM: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
            BV: tl.constexpr, DT: tl.constexpr):
     """All gradients of the steps of one tile, summed over blocks of value channels: the table above."""
-    n = tl.cdiv(T, C)
     tile = tl.program_id(0).to(tl.int64)
     seq, j, row, ok = place(tile, T, C)
-    i = tl.arange(0, C)
     kk = tl.arange(0, BK)
-    q_, k_, y, r, x, A, f_up, f_down, f_in, f_out, f_all = letters(q, k, f, row, kk, ok, K, FD, C, DT)
+    R: tl.constexpr = V + NORM
+    g_in, g_out, g_all, within = shared_decay(g, row, ok, C)
+    y, r, x, A, D, f_in, f_out, f_all = letters(q, k, f, within, row, kk, ok, K, C, DT)
     w_ = column(w, row, ok, 1.0)
-    e_ = column(e, row, ok, 0.0)
     dA = tl.zeros([C, C], tl.float32)
     dL = tl.zeros([C, C], tl.float32)
     dy = tl.zeros([C, BK], tl.float32)
-    dx = tl.zeros([C, BK], tl.float32)
+    dx_out = tl.zeros([C, BK], tl.float32)
     dr = tl.zeros([C, BK], tl.float32)
-    dw_ = tl.zeros([C], tl.float32)
-    de_ = tl.zeros([C], tl.float32)
-    dz_ = tl.zeros([C], tl.float32)
-    kept_f = tl.zeros([1, BK], tl.float32)
-    if e is not None:
-        M_ = load_square(M, tile, C)
+    dD = tl.zeros([C, 1], tl.float32)
+    dw_ = tl.zeros([C, 1], tl.float32)
+    kept = tl.zeros([1, BK], tl.float32)
+    if NORM:
+        dn_q_ = column(dn_q, row, ok, 0.0)
+        n = load_row(states, tile * R + V, kk, K)
+        dn = load_row(after, tile * R + V, kk, K)
+        kept += dn * n * f_all * g_all
+        dA += dn_q_ * tl.trans(w_)
+        dD += dn_q_ * w_
+        dy += dn_q_ * g_in * (n * f_in)
+        dx_out += w_ * g_out * dn
+        dw_ += D * dn_q_ + tl.sum(A * dn_q_, 0)[:, None] + tl.sum(x * f_out * dn, 1)[:, None] * g_out
     for v_0 in range(0, V, BV):
         vv = v_0 + tl.arange(0, BV)
-        z_up, z_down, z_in, z_out, z_all = decays(z, row, vv, ok, ZD, C)
+        z_up, z_down, z_in, z_out, z_all = decays(z, row, vv, ok, V, C)
         v_ = load(v, row, vv, ok, V)
         do_ = load(do, row, vv, ok, V)
-        S_in = load_state(states, seq * (n + 1) + j, vv, kk, V, K) * f_in
-        dS = load_state(after, tile, vv, kk, V, K)
-        U = v_ * w_ * z_down
-        g = do_ * z_up
-        dU = dot(tl.trans(A), g, DT) + dot(x * f_out, tl.trans(dS), DT) * z_out
-        if e is not None:
-            R = dot(r, tl.trans(S_in), DT) * z_in
-            U = dot(M_, U - e_ * R, DT)
-            dU = dot(tl.trans(M_), dU, DT)                      # from here on dY
-            dL -= dot(dU, tl.trans(U), DT)
-            de_ -= tl.sum(dU * R, 1)
-            dr -= dot(dU * z_in * e_, S_in, DT)
-        dA += dot(g, tl.trans(U), DT)
-        dy += dot(g * z_in, S_in, DT)
-        dx += dot(U * z_out, dS, DT)
-        dv_ = dU * z_down
-        dw_ += tl.sum(dv_ * v_, 1)
-        dv_ = dv_ * w_
-        store(dv, dv_, row, vv, ok, V)
-        if f is not None or z is not None:
-            kept = dS * load_state(states, seq * (n + 1) + j + 1, vv, kk, V, K)
-            kept_f += tl.sum(kept, 0)[None, :]
+        S = load(states, tile * R + vv, kk, vv < V, K)
+        S_in = S * f_in
+        dS = load(after, tile * R + vv, kk, vv < V, K)
+        stays = dS * S * f_all * tl.trans(z_all) * g_all
+        kept += tl.sum(stays, 0)[None, :]
+        G = do_ * z_up
+        Y = v_ * w_ * z_down                                    # of Y what is not erased
+        if z is not None or e is None:
+            out = dot(x * f_out, tl.trans(dS), DT) * z_out * g_out
+        if e is None:
+            U = Y
+            dY = D * G + dot(tl.trans(A), G, DT) + out
+        else:
+            U = load(written, row, vv, ok, V)
+            dY = load(d_written, row, vv, ok, V)
+            dL -= dot(dY, tl.trans(U), DT)
+            dr -= dot(dY * z_in * g_in, S_in, DT)
+        dA += dot(G, tl.trans(U), DT)
+        dD += tl.sum(G * U, 1)[:, None]
+        dy += dot(G * z_in * g_in, S_in, DT)
+        dx_out += dot(U * z_out * g_out, dS, DT)
+        dw_ += tl.sum(dY * z_down * v_, 1)[:, None]
+        store(dv, dY * z_down * w_, row, vv, ok, V)
         if z is not None:
-            o_ = (dot(A, U, DT) + dot(y, tl.trans(S_in), DT) * z_in) * z_up
-            reads = tl.cumsum(o_ * do_ - v_ * dv_, 0, reverse=True) + tl.sum(kept, 1)[None, :]
-            if ZD > 1:
-                store(dz, reads, row, vv, ok, V)
-            else:
-                dz_ += tl.sum(reads, 1)
-    dA = tl.where(i[:, None] >= i[None, :], dA, 0.0)
-    dy = (dy + dot(dA, x, DT)) * f_up
-    dx = dx * f_out + dot(tl.trans(dA), y, DT)
-    if e is not None:
-        of_e, of_r, of_x = through_L(dL, e_, r, x, C, DT)
-        tl.store(de + row, de_ + of_e, ok)
-        dr = (dr + of_r) * f_up
-        dx += of_x
-    dx = dx * f_down
-    store(dq, dy, row, kk, ok, K)
-    store(dk, dx + dr, row, kk, ok, K)
+            o_ = D * (U - Y) + dot(A, U, DT) + dot(y, tl.trans(S_in), DT) * z_in * g_in
+            inside = G * o_ - Y * (dY - D * G - out)
+            later = tl.sum((U - Y) * out, 0) + tl.sum(stays, 1)
+            store(dz, passing(inside, Y * out) + later[None, :], row, vv, ok, V)
     if w is not None:
-        tl.store(dw + row, dw_, ok)
-    if f is not None:
-        reads = q_ * dy + k_ * (dr - dx)
-        store_gate(df, tl.cumsum(reads, 0, reverse=True) + kept_f, row, kk, ok, K, FD)
-    if z is not None and ZD == 1:
-        tl.store(dz + row, dz_, ok)
+        tl.store(dw + row[:, None], dw_, ok[:, None])
+    finish_keys(q, k, e, g, f, row, kk, ok, dA, dL, dD, dy, dr, dx_out, kept, dq, dk, de, dg, df, K, C, DT)
 
 
 @jit
@@ -657,21 +762,6 @@ def one_step(q, k, v, w, e, f, z, S, floor, o, S_new, K: tl.constexpr, V: tl.con
     store(S_new, S_, first + vv, kk, vv < V, K)
 
 
-def tiles(K, decays_or_erases, dtype):
-    """Tile sizes and operand type for keys of size K; fixed, never tuned at run time. With these `forward`
-    has no register on the stack up to K = 128 in bf16: test_all.py compiles it for sm_80 and sm_90."""
-    BK = max(16, triton.next_power_of_2(K))
-    DT = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
-    if DT == tl.float16 and decays_or_erases:
-        DT = tl.bfloat16                                # e^80 is beyond fp16
-    if triton.knobs.runtime.interpret:
-        DT = tl.float32                                 # the interpreter computes with the bits of bf16
-    C = 16
-    if BK <= 64 and DT != tl.float32:
-        C = CHUNK
-    return dict(C=C, BK=BK, BV=C, DT=DT, num_warps=8)
-
-
 def channels(log_decay):
     """How many channels decay apart; 0 for None."""
     if log_decay is None:
@@ -679,59 +769,199 @@ def channels(log_decay):
     return log_decay.shape[-1]
 
 
+# Warps, and how far loads run ahead in a loop. With these and K = V = 64 in bf16 no register is on the stack,
+# but where both keys and values decay by channel, and two programs of `forward` and `states` fit on an SM.
+SHAPES = {'inverse': (4, 2), 'forward': (4, 2), 'states': (4, 2), 'tokens': (8, 1)}
+
+
+def tiles(K, short, dtype):
+    """C, BK, BV and DT for keys of size K; fixed, never tuned at run time. short: chunks of CHUNK steps at
+    most, else as long as fits."""
+    BK = max(16, triton.next_power_of_2(K))
+    DT = tl.bfloat16                                    # fp16 ends at 65,504, and e^80 is beyond
+    if dtype == torch.float32 or triton.knobs.runtime.interpret:
+        DT = tl.float32                                 # the interpreter computes with the bits of bf16
+    C = min(64, 4096 // BK)
+    if short:
+        C = min(C, CHUNK)
+    if dtype == torch.float32:
+        C = 16
+    return dict(C=C, BK=BK, BV=min(C, 32), DT=DT)
+
+
+def launch(kernel, grid, *args, **sizes):
+    """Run a kernel on the device of its tensors, which need not be the current one."""
+    warps, stages = SHAPES[kernel.__name__]
+    if sizes['BK'] > 64:
+        warps = 8
+    with torch.cuda.device_of(args[0]):
+        kernel[grid](*args, **sizes, num_warps=warps, num_stages=stages)
+
+
+def segments(programs, T, C):
+    """Into how many segments, a power of two, sequences of T steps are cut so that the programs that walk
+    through them fill a GPU: two on each of 132 SMs; not shorter than 8 chunks."""
+    n = 1
+    while 2 * n * programs <= 264 and 2 * n * 8 * C <= T:
+        n *= 2
+    return n
+
+
+def whole(k, e, g, f, z, N, size):
+    """What each sequence does to the state it begins with: S P, P (B, H, K, K), where it erases, else S * P,
+    P (B, H, V|1, K|1)."""
+    B, H, T, K = k.shape
+    if e is not None:
+        P = torch.empty(B, H, K, K, device=k.device)
+        eye = torch.eye(K, device=k.device).expand_as(P).contiguous()
+        grid = B * H, triton.cdiv(K, size['BV'])
+        none = None, None, None, None
+        launch(forward, grid, k, k, None, None, e, g, f, None, N, eye, *none, P, 0.0, T, K, K, 0, **size)
+        return P
+    log_P = torch.zeros(B, H, 1, 1, device=k.device)
+    if g is not None:
+        log_P = log_P + g.sum(2)[..., None, None]
+    if f is not None:
+        log_P = log_P + f.sum(2)[..., None, :]
+    if z is not None:
+        log_P = log_P + z.sum(2)[..., :, None]
+    return log_P.exp()
+
+
+def entering(S, P, own, order, erases):
+    """The states that segments begin with, (B, H n, V, K), from S of the first: each hands on S P (or S * P)
+    + own. order: of the n segments, of which P and own (B, H n, ., .) tell."""
+    n = len(order)
+    P = P.unflatten(1, (-1, n))
+    own = own.unflatten(1, (-1, n))
+    found = [None] * n
+    for i in order:
+        found[i] = S
+        if erases:
+            with torch.autocast(S.device.type, enabled=False):
+                S = S @ P[:, :, i]
+        else:
+            S = S * P[:, :, i]
+        S = S + own[:, :, i]
+    return torch.stack(found, 2).flatten(1, 2)
+
+
 class Tiles(torch.autograd.Function):
-    """`Chunks` on a GPU: any T; q, k, v in any of fp32, fp16, bf16; all tensors contiguous."""
+    """`Chunks` on a GPU: any T; q, k, v in any of fp32, fp16, bf16; all tensors contiguous. g (B, H, T) is
+    the log-decay that all channels share, f and z are by channel. size: of `tiles`. n: each sequence comes
+    as n segments, (B, H n, T / n, .), S as that of the first, (B, H, V, K). Then a first pass finds what each
+    segment begins with: the same kernel, told to keep nothing but the last state."""
     @staticmethod
-    def forward(ctx, q, k, v, w, e, f, z, S):
+    def forward(ctx, q, k, v, w, e, g, f, z, S, norm, floor, size, n):
         B, H, T, K = q.shape
         V = v.shape[-1]
-        plain = e is None and f is None and z is None
-        size = tiles(K, not plain, v.dtype)
-        n = triton.cdiv(T, size['C'])
-        kept = torch.float32 if size['DT'] == tl.float32 else torch.bfloat16
-        o = torch.empty_like(v)
-        S_T = torch.empty_like(S)
-        M = before = None
-        if e is not None:
-            M = v.new_empty(B * H * n, size['C'], size['C'], dtype=kept)
-            few = {name: size[name] for name in ('C', 'BK', 'DT', 'num_warps')}
-            inverse[(B * H * n,)](k, e, f, M, T, K, channels(f), **few)
-        if any(ctx.needs_input_grad):
-            before = v.new_empty(B * H, n + 1, V, K, dtype=kept)
+        C = size['C']
+        chunks = triton.cdiv(T, C)
+        kept = torch.bfloat16
+        if v.dtype == torch.float32:
+            kept = torch.float32
         grid = B * H, triton.cdiv(V, size['BV'])
-        forward[grid](q, k, v, w, e, f, z, M, S, o, before, S_T, T, K, V, channels(f), channels(z), **size)
-        ctx.size = size
-        ctx.save_for_backward(q, k, v, w, e, f, z, M, before)
-        return o, S_T
+        sizes = T, K, V, norm
+
+        def run(S_0, S_T, o=None, n_q=None, U=None, before=None):
+            launch(forward, grid, q, k, v, w, e, g, f, z, N, S_0, o, n_q, U, before, S_T, floor, *sizes,
+                   **size)
+        N = U = P = before = n_q = None
+        if e is not None:
+            N = v.new_empty(B * H * chunks, C, C, dtype=kept)
+            few = {name: size[name] for name in ('C', 'BK', 'DT')}
+            launch(inverse, (B * H * chunks,), k, e, g, f, N, T, K, **few)
+        S_T = S.new_empty(B, H, *S.shape[2:])
+        if n > 1:
+            P = whole(k, e, g, f, z, N, size)
+            run(torch.zeros_like(S_T), S_T)
+            S = entering(S, P, S_T, range(n), e is not None)
+        o = torch.empty_like(v)
+        if norm and (g is not None or f is not None) and any(ctx.needs_input_grad):
+            o = o.float()                               # what n.q gets of the gradient nearly cancels
+        if any(ctx.needs_input_grad):
+            before = S.new_empty(B * H, chunks, *S.shape[2:], dtype=kept)
+            if norm:
+                n_q = S.new_empty(B, H, T)
+            if e is not None:                           # of decays by channel little is left of U but v
+                U = v.new_empty(v.shape, dtype=kept if z is None else torch.float32)
+        run(S, S_T, o, n_q, U, before)
+        ctx.more = floor, size, n
+        ctx.save_for_backward(q, k, v, w, e, g, f, z, N, U, P, before, n_q, o if norm else None)
+        return o.to(v.dtype), S_T.unflatten(1, (-1, n))[:, :, -1]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, do, dS_T):
-        q, k, v, w, e, f, z, M, before = ctx.saved_tensors
+    def backward(ctx, do, dS):
+        q, k, v, w, e, g, f, z, N, U, P, before, n_q, o = ctx.saved_tensors
+        floor, size, n = ctx.more
         B, H, T, K = q.shape
         V = v.shape[-1]
-        size = dict(ctx.size)
-        n = triton.cdiv(T, size['C'])
-        sizes = T, K, V, channels(f), channels(z)
+        chunks = triton.cdiv(T, size['C'])
+        norm = n_q is not None
+        dn_q = None
+        if norm:
+            do = do / n_q.clamp(min=floor)[..., None]
+            dn_q = -(do * o).sum(-1) * (n_q > floor)
         do = do.contiguous()
-        dS_T = dS_T.contiguous()
-        dS_0 = torch.empty_like(dS_T)
-        after = before.new_empty(B * H, n, V, K)
         grid = B * H, triton.cdiv(V, size['BV'])
-        states[grid](q, k, e, f, z, M, do, dS_T, after, dS_0, *sizes, **size)
-        gradients = [if_given(torch.empty_like, x) for x in (q, k, v, w, e, f, z)]
-        size['BV'] = 16
-        tokens[(B * H * n,)](q, k, v, w, e, f, z, M, do, before, after, *gradients, *sizes, **size)
-        return *gradients, dS_0
+        sizes = T, K, V, int(norm)
+
+        def run(dS_T, dS_0, dY=None, after=None):
+            launch(states, grid, q, k, e, g, f, z, N, do, dn_q, dS_T, dY, after, dS_0, *sizes, **size)
+        dS_0 = dS.new_empty(B, H, *dS.shape[2:])
+        if n > 1:
+            run(torch.zeros_like(dS_0), dS_0)
+            dS = entering(dS, P if e is None else P.mT, dS_0, range(n)[::-1], e is not None)
+        dY = if_given(torch.empty_like, U)
+        after = torch.empty_like(before)
+        run(dS.contiguous(), dS_0, dY, after)
+        gradients = [if_given(torch.empty_like, x) for x in (q, k, v, w, e, g, f, z)]
+        if not norm:
+            size = {**size, 'BV': 2 * size['BV']}
+        launch(tokens, (B * H * chunks,), q, k, v, w, e, g, f, z, do, dn_q, U, dY, before, after, *gradients,
+               *sizes, **size)
+        return *gradients, dS_0.unflatten(1, (-1, n))[:, :, 0], None, None, None, None
 
 
-def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
-    """fastweight.chunked through `Tiles`."""
-    dtype = v.dtype
-    _, _, v_fp32, *gates, S = prepared(q[:, :, :1], k[:, :, :1], v, write, erase, log_f, log_z, S, normalise)
-    tensors = q, k, v_fp32.to(dtype), *gates, S         # the kernels cast q, k, v themselves, tile by tile
-    o, S = Tiles.apply(*(if_given(torch.Tensor.contiguous, x) for x in tensors))
-    return finish(o, normalise, floor, dtype), S
+def by_head_or_channel(log_f, log_z):
+    """What all channels share of two log-decays, (B, H, T), and what is left of each: None, or by channel."""
+    shared = None
+    left = []
+    for x in log_f, log_z:
+        if x is not None and x.shape[-1] == 1:
+            shared = x.squeeze(-1) if shared is None else shared + x.squeeze(-1)
+            x = None
+        left.append(x)
+    return shared, *left
+
+
+def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR,
+           n=None):
+    """fastweight.chunked through `Tiles`. n: so many segments, if not as `segments` has it."""
+    if normalise:
+        refuse(erase, log_z)
+    B, H, T, K = q.shape
+    first = (x[:, :, :1] for x in (q, k, v))                # of these only the sizes are asked
+    *_, write, erase, log_f, log_z, S = prepared(*first, write, erase, log_f, log_z, S, normalise)
+    g, f, z = by_head_or_channel(log_f, log_z)
+    if f is None:                                           # else they meet decays before they are rounded
+        dtype = torch.float32 if v.dtype == torch.float32 else torch.bfloat16
+        q = q.to(dtype)
+        k = k.to(dtype)
+    short = f is not None or z is not None or (normalise and g is not None)
+    size = tiles(K, short, v.dtype)
+    if n is None:
+        n = segments(B * H * triton.cdiv(v.shape[-1], size['BV']), T, size['C'])
+    if erase is not None and z is not None:                 # what a segment does to S is then no matrix P
+        n = 1
+
+    def cut(x):
+        x = filled(x, -T % n)
+        return x.contiguous().view(B, H * n, -1, *x.shape[3:])
+    steps = [if_given(cut, x) for x in (q, k, v, write, erase, g, f, z)]
+    o, S = Tiles.apply(*steps, S.contiguous(), int(normalise), floor, size, n)
+    return o.reshape(B, H, -1, o.shape[-1])[:, :, :T], S
 
 
 def step_on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False,
@@ -787,67 +1017,113 @@ def check(q, k, v, write, erase, log_f, log_z, S, normalise):
     expect('S', S, q.device, (B, H, V + bool(normalise), K))
 
 
-def small_case(tensors):
-    """Random tensors like those of a call, with two heads, few steps, no S, short keys and log-decays."""
+def small_case(tensors, normalise):
+    """Random tensors like those of a call, and a state, with two tiles and a rest of steps at most. Every other
+    head forgets fast. On a GPU there are so many that all of it is at work: some faults show only then."""
     draw = torch.Generator().manual_seed(0)
-    T = min(tensors['q'].shape[2], 2 * CHUNK + 3)
+    q = tensors['q']
+    heads = 144 if q.is_cuda else 2
+    T = min(q.shape[2], 2 * 64 + 3)
     case = {}
     for name in NAMES[:-1]:
         x = tensors[name]
         if x is not None:
-            case[name] = torch.rand(1, 2, T, *x.shape[3:], generator=draw).to(x)
+            case[name] = torch.rand(1, heads, T, *x.shape[3:], generator=draw).to(x)
+    V = case['v'].shape[-1] + bool(normalise)
+    case['S'] = torch.rand(1, heads, V, q.shape[-1], generator=draw).to(q.device)
+    for name in 'q', 'k', 'v', 'S':
+        if not normalise:                               # else the features must be >= 0
+            case[name] = case[name] - 0.5
     case['k'] = case['k'] / case['k'].shape[-1] ** 0.5
+    fast = torch.tensor([0.1, 5.0]).repeat(heads // 2).view(1, heads, 1, 1).to(q.device)
     for name in {'log_f', 'log_z'} & case.keys():
-        case[name] = -case[name]
+        case[name] = -(fast * case[name]).to(case[name].dtype)
     return {name: x.requires_grad_() for name, x in case.items()}
+
+
+@contextlib.contextmanager
+def poisoned():
+    """Fresh memory is full of NaN, so that what a kernel does not write shows."""
+    mode = torch.get_deterministic_debug_mode()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+def with_gradients(form, case, normalise, floor):
+    """o, S, and what some number made of both says of each tensor."""
+    o, S = form(**case, normalise=normalise, floor=floor)
+    if not o.requires_grad:
+        return o, S
+    return o, S, *torch.autograd.grad((o * o).sum() + (S * S).sum(), list(case.values()))
 
 
 def fault(f, tensors, normalise, floor=FLOOR):
     """Why f must not be trusted with tensors like these on this machine; None if it may. Compilers have made
-    wrong kernels without a word, so a small case goes through f and fastweight.chunked, and back."""
-    case = small_case(tensors)
-    results = []
-    try:
-        for form in fastweight.chunked, f:
-            o, S = form(**case, normalise=normalise, floor=floor)
-            gradients = ()
-            if o.requires_grad:
-                gradients = torch.autograd.grad((o * o).sum() + (S * S).sum(), list(case.values()))
-            results.append([o, S, *gradients])
-    except Exception as e:      # noqa: BLE001  whatever a compiler may raise
-        return f'{type(e).__name__}: {"".join(str(e).splitlines()[:1])}'
+    wrong kernels without a word, so a small case goes through f and the definition in fp64, and back. What
+    the caller has set, as autocast or tf32, changes nothing. Out of memory is no verdict: it is raised."""
+    case = small_case(tensors, normalise)
+    exact = {name: x.detach().double().requires_grad_() for name, x in case.items()}
+    with torch.autocast(tensors['q'].device.type, enabled=False):
+        try:
+            with poisoned():
+                found = with_gradients(f, case, normalise, floor)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as e:      # noqa: BLE001  whatever a compiler may raise
+            return f'{type(e).__name__}: {"".join(str(e).splitlines()[:1])}'
+        right = with_gradients(fastweight.recurrent, exact, normalise, floor)
     limit = 1e-3 if case['v'].dtype == torch.float32 else 3e-2
-    errors = []
-    for right, x in zip(*results):
-        errors.append(((right - x).float().norm() / (right.float().norm() + 1e-6)).item())
-    if not max(errors) < limit:
-        return f'results differ from the definition by {max(errors):.1e}'
+    for x, y in zip(found, right):
+        x = x.double().flatten(2)
+        y = y.flatten(2)
+        error = ((x - y).norm(dim=-1) / (y.norm(dim=-1) + 1e-6)).max().item()       # of the worst head
+        if not error < limit:                           # nor NaN
+            return f'results differ from the definition by {error:.1e}'
 
 
+MAX_K = 256         # features of q and k: beyond, a tile does not fit into a processor's memory
 trusted = {}        # kinds of arguments -> the form that was found right for them, or None
 
 
 def on_nvidia(plain, tensors, normalise, floor):
     """The Triton form for such tensors once it has shown that it is right, else `plain`."""
-    T = tensors['q'].shape[2]
+    B, H, T, K = tensors['q'].shape
     no_mean = normalise and (tensors['erase'] is not None or tensors['log_z'] is not None)
     one = T == 1 and not torch.is_grad_enabled() and not no_mean
+    cut = B * H <= 132 and T >= 256                     # then `segments` may cut
     def of(x):
         return x.dtype, x.shape[3:]
-    kind = tensors['q'].device, one, normalise, tuple(if_given(of, tensors[name]) for name in NAMES[:-1])
-    if kind not in trusted:
-        f = on_gpu
-        if one:
-            f = step_on_gpu
-        why = 'there is no triton'
-        if triton:
+    kind = tensors['q'].device, one, cut, normalise, tuple(if_given(of, tensors[x]) for x in NAMES[:-1])
+    if kind in trusted:
+        return trusted[kind] or plain
+    f = on_gpu
+    tried = on_gpu
+    if one:
+        f = tried = step_on_gpu
+    elif cut:
+        tried = functools.partial(on_gpu, n=2)
+    why = 'there is no triton'
+    if K > MAX_K:
+        why = f'keys have {K} features, kernels take {MAX_K}'
+    elif triton:
+        try:
             with torch.inference_mode(False), torch.set_grad_enabled(not one):
-                why = fault(f, tensors, normalise, floor)
-        trusted[kind] = f
-        if why:
-            trusted[kind] = None
-            print(f'kernels.py: no Triton for {tuple(tensors["q"].shape)}, plain torch instead: {why}',
-                  file=sys.stderr)
+                why = fault(tried, tensors, normalise, floor)
+        except torch.OutOfMemoryError:                  # for now; the next call asks again
+            return plain
+    trusted[kind] = f
+    if why:
+        trusted[kind] = None
+        print(f'kernels.py: no Triton for {tuple(tensors["q"].shape)}, plain torch instead: {why}',
+              file=sys.stderr)
     return trusted[kind] or plain
 
 
