@@ -905,19 +905,23 @@ def draw_curves(axes, scores, curves):
 # ---- what the suites train, decode and layer compute -------------------------------------------------------
 GATES = {               # what a recurrence gets beside q, k, v
     'delta': 'write', 'gated_delta': 'write log_f', 'kda': 'write log_f', 'decay': 'log_f log_z',
-    'two-sided delta': 'write log_f log_z'}
+    'retention': 'log_f', 'gla': 'log_f', 'two-sided delta': 'write log_f log_z'}
+BY_HEAD = 'gated_delta', 'retention'        # their decay is one number a head, that of others one a channel
 
 
 def inputs(kind, args, T):
-    """Random q, k, v (B, H, T, head_dim) and gates as GATES has them, by their names in `recurrent`."""
-    draw = torch.Generator().manual_seed(args.seed)
+    """Random q, k, v (B, H, T, head_dim) and gates as GATES has them, by their names in `recurrent`. They are
+    drawn where they are wanted; on the device `meta` they have shapes alone."""
+    draw = None
+    if args.device.type != 'meta':
+        draw = torch.Generator(args.device).manual_seed(args.seed)
     size = args.batch, args.heads, T
 
     def normal():
-        return torch.randn(*size, args.head_dim, generator=draw).to(args.device, args.dtype)
+        return torch.randn(*size, args.head_dim, generator=draw, device=args.device).to(args.dtype)
 
     def uniform(*channels):
-        return torch.rand(*size, *channels, generator=draw).to(args.device)
+        return torch.rand(*size, *channels, generator=draw, device=args.device)
 
     x = {'q': normal(), 'k': l2(normal()), 'v': normal()}
     if kind == 'sum / n':                                       # features that are not negative
@@ -928,7 +932,7 @@ def inputs(kind, args, T):
             x['write'] = uniform()
             x['erase'] = x['write']
         else:
-            x[name] = -0.1 * uniform(1 if kind == 'gated_delta' else args.head_dim)
+            x[name] = -0.1 * uniform(1 if kind in BY_HEAD else args.head_dim)
     return x
 
 
@@ -972,30 +976,40 @@ FORMS = {               # form: what it gets, by GATES, and the function
     'delta': ('delta', kernels.chunked), 'gated_delta': ('gated_delta', kernels.chunked),
     'kda': ('kda', kernels.chunked), 'two-sided delta': ('two-sided delta', kernels.chunked),
     'sum, plain torch': ('sum', fastweight.chunked), 'delta, plain torch': ('delta', fastweight.chunked)}
-PEERS = {               # form: what it gets, module of flash-linear-attention, function, with (B, T, H, d)?
-    'cpu': {'fla sum': ('sum', 'linear_attn.naive', 'naive_chunk_linear_attn', True),
-            'fla delta': ('delta', 'delta_rule.naive', 'delta_rule_chunkwise', False),
-            'fla kda': ('kda', 'kda.naive', 'naive_chunk_kda', True)},
-    'cuda': {'fla sum': ('sum', 'linear_attn', 'chunk_linear_attn', True),
-             'fla delta': ('delta', 'delta_rule', 'chunk_delta_rule', True),
-             'fla kda': ('kda', 'kda', 'chunk_kda', True)}}
+PEERS = {               # form: what it gets, module of flash-linear-attention, function, with (B, T, H, d)?,
+    'cpu': {            # and flags
+        'fla sum': ('sum', 'linear_attn.naive', 'naive_chunk_linear_attn', True, {}),
+        'fla delta': ('delta', 'delta_rule.naive', 'delta_rule_chunkwise', False, {}),
+        'fla kda': ('kda', 'kda.naive', 'naive_chunk_kda', True, {})},
+    'cuda': {
+        'fla sum': ('sum', 'linear_attn', 'chunk_linear_attn', True, {'normalize': False}),
+        'fla sum, fused': ('sum', 'linear_attn', 'fused_chunk_linear_attn', True, {'normalize': False}),
+        'fla sum / n': ('sum / n', 'linear_attn', 'chunk_linear_attn', True, {'normalize': True}),
+        'fla delta': ('delta', 'delta_rule', 'chunk_delta_rule', True, {}),
+        'fla kda': ('kda', 'kda', 'chunk_kda', True, {}),
+        'fla gated_delta': ('gated_delta', 'gated_delta_rule', 'chunk_gated_delta_rule', True, {}),
+        'fla retention': ('retention', 'simple_gla', 'chunk_simple_gla', True, {}),
+        'fla gla': ('gla', 'gla', 'chunk_gla', True, {})}}
 
 
 def peers(device):
     """flash-linear-attention's forms of some rules, where it is installed, like FORMS."""
     found = {}
-    for form, (kind, module, name, time_first) in PEERS.get(device.type, {}).items():
+    for form, (kind, module, name, time_first, flags) in PEERS.get(device.type, {}).items():
         try:
             f = getattr(importlib.import_module(f'fla.ops.{module}'), name)
         except (ImportError, AttributeError) as e:
             print(f'{form} is left out ({e})', file=sys.stderr)
             continue
-        found[form] = kind, partial(peer, f, time_first)
+        found[form] = kind, partial(peer, partial(f, **flags), time_first)
     return found
 
 
 def peer(f, time_first, q, k, v, write=None, erase=None, log_f=None):
-    """One of their functions, called as ours are. time_first: it wants (B, T, H, d)."""
+    """One of their functions, called as ours are. time_first: it wants (B, T, H, d). A decay of one number a
+    head has no channels there."""
+    if log_f is not None and log_f.shape[-1] == 1:
+        log_f = log_f.squeeze(-1)
     xs = [x for x in (q, k, v, log_f, write) if x is not None]
     if time_first:
         xs = [x.transpose(1, 2) for x in xs]
