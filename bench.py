@@ -75,6 +75,7 @@ from model import (
     script,
     state_bytes,
     swapped,
+    unrecorded,
 )
 
 os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # torch.profiler, of which memory is asked, is talkative
@@ -1390,20 +1391,17 @@ class Launch(NamedTuple):
         return 1
 
 
-class Recorder(NamedTuple):
-    """Stands for a kernel: kernel[grid](...) is noted, and nothing computed."""
-    kernel: object
-    launches: list
+class StandIn:
+    """In the place of a kernel: kernel[grid](...) calls do(kernel, grid, arguments, those given by name)."""
+    def __init__(self, kernel, do):
+        self.kernel = kernel
+        self.do = do
+        self.__name__ = kernel.__name__
 
     def __getitem__(self, grid):
-        return partial(self.note, grid)
-
-    def note(self, grid, *args, **how):
-        names = self.kernel.arg_names
-        given = dict(zip(names, args))
-        given.update({name: how[name] for name in how if name in names})
-        flags = {name: how[name] for name in how if name not in names}
-        self.launches.append(Launch(self.kernel, grid, given, flags))
+        def launch(*args, **how):
+            return self.do(self.kernel, grid, args, how)
+        return launch
 
 
 @contextlib.contextmanager
@@ -1418,11 +1416,16 @@ def replaced(module, **others):
 
 
 def launches(run):
-    """What run() launches -> list of Launch"""
+    """What run() launches -> list of Launch. Nothing is computed."""
     found = []
-    stand_ins = {name: Recorder(x, found) for name, x in vars(kernels).items()
-                 if isinstance(x, kernels.triton.JITFunction)}
-    with replaced(kernels, **stand_ins):
+
+    def note(kernel, grid, args, how):
+        given = dict(zip(kernel.arg_names, args))
+        given.update({name: how[name] for name in how if name in kernel.arg_names})
+        flags = {name: how[name] for name in how if name not in kernel.arg_names}
+        found.append(Launch(kernel, grid, given, flags))
+    every = {name: x for name, x in vars(kernels).items() if isinstance(x, kernels.triton.JITFunction)}
+    with replaced(kernels, **{name: StandIn(x, note) for name, x in every.items()}):
         run()
     return found
 
@@ -1531,6 +1534,7 @@ SIZES = {               # of everything below; a test has smaller ones
     'T by T': (1024, 4096, 8192, 16384, 32768), 'few heads': (4096, 32768), 'segments': (None, 1, 4, 8, 16),
     'after': (1, 8192, 131072), 'model': MODELS['model, GPT-2 size'], 'trained': (8, 1024), 'steps': 20}
 KERNEL_RULES = 'delta', 'sum', 'kda', 'two-sided delta', 'sum / n', 'gated_delta', 'retention', 'gla', 'decay'
+CHUNK_KERNELS = 'inverse', 'forward', 'states', 'tokens'
 VARIANTS = [            # C, BV, warps, and stages of the compiler's pipeline
     (32, 32, 8, 3), (32, 32, 4, 3), (32, 64, 4, 3), (32, 64, 8, 3), (64, 32, 4, 3), (64, 64, 4, 3),
     (64, 64, 8, 3), (32, 64, 4, 2), (64, 64, 4, 2)]
@@ -1806,14 +1810,20 @@ def checks(args):
 
 # ---- stages variants, peers, few heads: time
 def other_tiles(sizes):
-    """A context in which kernels.tiles says these C, BV, warps and stages; None: its own."""
+    """A context in which kernels.tiles says these C and BV, and the chunk form's kernels are launched with these
+    warps and stages; None: as they are."""
+    if sizes is None:
+        return contextlib.nullcontext()
+    C, BV, warps, stages = sizes
     tiles = kernels.tiles
 
     def changed(*how, **named):
-        return tiles(*how, **named) | dict(zip(('C', 'BV', 'num_warps', 'num_stages'), sizes))
-    if sizes is None:
-        return contextlib.nullcontext()
-    return replaced(kernels, tiles=changed)
+        return tiles(*how, **named) | {'C': C, 'BV': BV}
+
+    def relaunch(kernel, grid, args, how):
+        return kernel[grid](*args, **how | {'num_warps': warps, 'num_stages': stages})
+    stand_ins = {name: StandIn(getattr(kernels, name), relaunch) for name in CHUNK_KERNELS}
+    return replaced(kernels, tiles=changed, **stand_ins)
 
 
 def said(sizes):
@@ -1966,11 +1976,6 @@ def layer_step(kind, rows, args):
     return [row | {'graph us': graph and 1e3 * graph, 'floor us': floor}]
 
 
-def as_it_is(model, *how):
-    """In the place of kernels.recorded: a model's steps as Python makes them."""
-    return model
-
-
 @torch.inference_mode()
 def model_rows(rule, recorded, args):
     """A model's step after T tokens, which should not depend on T. A state that grows is never recorded."""
@@ -1979,7 +1984,7 @@ def model_rows(rule, recorded, args):
     record = contextlib.nullcontext()
     if not recorded:
         form += ', not recorded'
-        record = replaced(kernels, recorded=as_it_is)
+        record = replaced(kernels, recorded=unrecorded)
     with record:
         steps = model_steps(rule, SIZES['model'], args)
     first = None
