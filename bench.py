@@ -1810,7 +1810,7 @@ def checks(args):
 
 # ---- stages variants, peers, few heads: time
 def other_tiles(sizes):
-    """A context in which kernels.tiles says these C and BV, and the chunk form's kernels are launched with these
+    """A context: kernels.tiles says these C and BV, and the chunk form's kernels are launched with these
     warps and stages; None: as they are."""
     if sizes is None:
         return contextlib.nullcontext()
