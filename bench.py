@@ -2215,7 +2215,8 @@ def measure(args, stages):
 
 
 def gpu(args):
-    """All stages on a GPU; where there is none, that is said, and what the compiler makes of the kernels."""
+    """All stages on a GPU, with --full without deadlines; where there is none, that is said, and what the
+    compiler makes of the kernels."""
     stages = only(args, STAGES)
     args.batch = SIZES['batch']
     args.heads = SIZES['heads']
