@@ -17,25 +17,37 @@ what the papers found.
     python bench.py cache              perplexity of a softmax model as an RNN that keeps few rows (Oren 2024)
     python bench.py kept               which tokens TOVA keeps in it, and for how long
     python bench.py batch              throughput at a memory budget against the rows kept
+    python bench.py gpu                kernels.py on an Nvidia GPU: right? how fast? eight minutes at most;
+                                       where there is none, what the compiler makes of it
     python bench.py idea               no measurement: the example at the top of fastweight.py, as a picture
 
 monotone, cache and kept need a softmax model, as train.py --rule=softmax makes.
 """
+import concurrent.futures
+import contextlib
 import csv
 import dataclasses
+import functools
+import gc
 import hashlib
 import importlib
 import itertools
 import json
 import math
+import multiprocessing
+import operator
 import os
 import re
 import shlex
+import shutil
+import signal
 import statistics
 import string
 import subprocess
 import sys
+import tempfile
 import time
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -54,6 +66,7 @@ from model import (
     GPT,
     Config,
     FastWeights,
+    Mixer,
     flag,
     load,
     parse,
@@ -62,6 +75,7 @@ from model import (
     script,
     state_bytes,
     swapped,
+    unrecorded,
 )
 
 os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # torch.profiler, of which memory is asked, is talkative
@@ -161,6 +175,12 @@ SUITES = {
     'batch': Suite(
         'lengths budget dtype', {'lengths': '4096'}, {'lengths': '4096'},
         (Panel('rows', 'tokens/s', '{budget} MB of states', 'rows kept', 'tokens/s'),)),
+    'gpu': Suite(
+        'only', {}, {},
+        (Panel('T', 'f+b ms', 'one layer, {batch} x {heads} heads of {head_dim}', 'sequence length',
+               'forward + backward, ms', only=('stage', 'peers')),
+         Panel('T', 'us', 'a model, one text', 'tokens so far', 'microseconds a token',
+               only=('stage', 'decoding')))),
     'idea': Suite('', {}, {}),
     'all': Suite('seeds init')}
 
@@ -179,7 +199,7 @@ class Args:
     seed: int = flag(0, 'the first, of inputs and trainings', low=0, high=2 ** 32 - 1)
     seeds: int = flag(0, f'{of("seeds")}: how often to train; 0: once, with --full three times', low=0)
     steps: int = flag(0, f'{of("steps")}: how long, if not as the suite has it', low=0)
-    only: str = flag('', f'{of("only")}: lines of the table, as softmax,delta')
+    only: str = flag('', f'{of("only")}: lines of the table, as softmax,delta; of gpu stages')
     lengths: str = flag('', f'{of("lengths")}: sequence lengths, associations, widths or rows, if not the '
                             'suite\'s: 256,1024')
     heads: int = flag(0, f'{of("heads")}: heads, if not 12, train 4', low=0)
@@ -387,14 +407,26 @@ def report(args, suite, rows, note, draws=None, **summary):
     recipe.table(rows)
     print(note)
     print('paper:', PAPER[suite].source)
+    summary_line(args, suite, **summary)
+    draw_panels(args, suite, rows, draws)
+
+
+def summary_line(args, suite, **summary):
+    """The line of JSON."""
     about = {'suite': suite, 'torch': torch.__version__, 'threads': torch.get_num_threads(),
              'seeds': args.seeds, 'minutes': round((time.perf_counter() - args.began) / 60, 2)}
     print(json.dumps(about | summary), flush=True)
+
+
+def draw_panels(args, suite, rows, draws=None):
+    """The suite's picture, where there is something to be seen."""
     parts = [draws] if draws else []
     for panel in SUITES[suite].panels:
         shown = rows_of(panel, rows)
         if shown:
             parts.append(partial(draw, panel=panel, rows=shown, args=args))
+    if not parts:
+        return
     figure, axes = panels(1, len(parts))
     for part, ax in zip(parts, axes[0]):
         part(ax)
@@ -428,7 +460,8 @@ def picture(args, suite, figure):
 def rows_of(panel, rows):
     """Those it shows: of its kind, with figures that its axes can show."""
     column, value = panel.only
-    return [r for r in rows if r.get(column, '') == value and r[panel.x] and r[panel.y] is not None]
+    mine = [r for r in rows if r.get(column, '') == value]
+    return [r for r in mine if r[panel.x] and r[panel.y] is not None]
 
 
 def draw(axes, panel, rows, args):
@@ -905,19 +938,23 @@ def draw_curves(axes, scores, curves):
 # ---- what the suites train, decode and layer compute -------------------------------------------------------
 GATES = {               # what a recurrence gets beside q, k, v
     'delta': 'write', 'gated_delta': 'write log_f', 'kda': 'write log_f', 'decay': 'log_f log_z',
-    'two-sided delta': 'write log_f log_z'}
+    'retention': 'log_f', 'gla': 'log_f', 'two-sided delta': 'write log_f log_z'}
+BY_HEAD = 'gated_delta', 'retention'        # their decay is one number a head, that of others one a channel
 
 
 def inputs(kind, args, T):
-    """Random q, k, v (B, H, T, head_dim) and gates as GATES has them, by their names in `recurrent`."""
-    draw = torch.Generator().manual_seed(args.seed)
+    """Random q, k, v (B, H, T, head_dim) and gates as GATES has them, by their names in `recurrent`. They are
+    drawn where they are wanted; on the device `meta` they have shapes alone."""
+    draw = None
+    if args.device.type != 'meta':
+        draw = torch.Generator(args.device).manual_seed(args.seed)
     size = args.batch, args.heads, T
 
     def normal():
-        return torch.randn(*size, args.head_dim, generator=draw).to(args.device, args.dtype)
+        return torch.randn(*size, args.head_dim, generator=draw, device=args.device).to(args.dtype)
 
     def uniform(*channels):
-        return torch.rand(*size, *channels, generator=draw).to(args.device)
+        return torch.rand(*size, *channels, generator=draw, device=args.device)
 
     x = {'q': normal(), 'k': l2(normal()), 'v': normal()}
     if kind == 'sum / n':                                       # features that are not negative
@@ -928,7 +965,7 @@ def inputs(kind, args, T):
             x['write'] = uniform()
             x['erase'] = x['write']
         else:
-            x[name] = -0.1 * uniform(1 if kind == 'gated_delta' else args.head_dim)
+            x[name] = -0.1 * uniform(1 if kind in BY_HEAD else args.head_dim)
     return x
 
 
@@ -972,30 +1009,40 @@ FORMS = {               # form: what it gets, by GATES, and the function
     'delta': ('delta', kernels.chunked), 'gated_delta': ('gated_delta', kernels.chunked),
     'kda': ('kda', kernels.chunked), 'two-sided delta': ('two-sided delta', kernels.chunked),
     'sum, plain torch': ('sum', fastweight.chunked), 'delta, plain torch': ('delta', fastweight.chunked)}
-PEERS = {               # form: what it gets, module of flash-linear-attention, function, with (B, T, H, d)?
-    'cpu': {'fla sum': ('sum', 'linear_attn.naive', 'naive_chunk_linear_attn', True),
-            'fla delta': ('delta', 'delta_rule.naive', 'delta_rule_chunkwise', False),
-            'fla kda': ('kda', 'kda.naive', 'naive_chunk_kda', True)},
-    'cuda': {'fla sum': ('sum', 'linear_attn', 'chunk_linear_attn', True),
-             'fla delta': ('delta', 'delta_rule', 'chunk_delta_rule', True),
-             'fla kda': ('kda', 'kda', 'chunk_kda', True)}}
+PEERS = {               # form: what it gets, module of flash-linear-attention, function, with (B, T, H, d)?,
+    'cpu': {            # and flags
+        'fla sum': ('sum', 'linear_attn.naive', 'naive_chunk_linear_attn', True, {}),
+        'fla delta': ('delta', 'delta_rule.naive', 'delta_rule_chunkwise', False, {}),
+        'fla kda': ('kda', 'kda.naive', 'naive_chunk_kda', True, {})},
+    'cuda': {
+        'fla sum': ('sum', 'linear_attn', 'chunk_linear_attn', True, {'normalize': False}),
+        'fla sum, fused': ('sum', 'linear_attn', 'fused_chunk_linear_attn', True, {'normalize': False}),
+        'fla sum / n': ('sum / n', 'linear_attn', 'chunk_linear_attn', True, {'normalize': True}),
+        'fla delta': ('delta', 'delta_rule', 'chunk_delta_rule', True, {}),
+        'fla kda': ('kda', 'kda', 'chunk_kda', True, {}),
+        'fla gated_delta': ('gated_delta', 'gated_delta_rule', 'chunk_gated_delta_rule', True, {}),
+        'fla retention': ('retention', 'simple_gla', 'chunk_simple_gla', True, {}),
+        'fla gla': ('gla', 'gla', 'chunk_gla', True, {})}}
 
 
 def peers(device):
     """flash-linear-attention's forms of some rules, where it is installed, like FORMS."""
     found = {}
-    for form, (kind, module, name, time_first) in PEERS.get(device.type, {}).items():
+    for form, (kind, module, name, time_first, flags) in PEERS.get(device.type, {}).items():
         try:
             f = getattr(importlib.import_module(f'fla.ops.{module}'), name)
         except (ImportError, AttributeError) as e:
             print(f'{form} is left out ({e})', file=sys.stderr)
             continue
-        found[form] = kind, partial(peer, f, time_first)
+        found[form] = kind, partial(peer, partial(f, **flags), time_first)
     return found
 
 
 def peer(f, time_first, q, k, v, write=None, erase=None, log_f=None):
-    """One of their functions, called as ours are. time_first: it wants (B, T, H, d)."""
+    """One of their functions, called as ours are. time_first: it wants (B, T, H, d). A decay of one number a
+    head has no channels there."""
+    if log_f is not None and log_f.shape[-1] == 1:
+        log_f = log_f.squeeze(-1)
     xs = [x for x in (q, k, v, log_f, write) if x is not None]
     if time_first:
         xs = [x.transpose(1, 2) for x in xs]
@@ -1012,9 +1059,12 @@ class Case(NamedTuple):
     keeping: partial            # forward, and what a backward needs is kept
 
 
-def case(form, kind, args, T):
-    """-> Case of a function on inputs of some kind"""
+def case(form, kind, args, T, time_first=False):
+    """-> Case of a function on inputs of some kind. time_first: they lie in memory as (B, T, H, d), for those
+    who want them so."""
     given = inputs(kind, args, T)
+    if time_first:
+        given = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in given.items()}
     plain = {name: x.detach() for name, x in given.items()}
     wanted = [x.requires_grad_() for name, x in given.items() if name != 'erase']       # which is `write`
     both = partial(forward_and_back, form, given, wanted, torch.randn_like(plain['v']))
@@ -1310,6 +1360,884 @@ def batch(args):
            of_full=by_row(rows, 'of full'))
 
 
+# ---- suite gpu without a GPU: what the compiler makes of the kernels ---------------------------------------
+# The kernels are launched on tensors that have shapes and no memory. A recorder stands for each of them and
+# notes what it was launched with; that is compiled for a GPU that need not be here, and its machine code
+# counted. So whatever kernels.py launches is looked at, without a second list of its arguments here.
+SMEM = {80: 164, 90: 228}                   # KB of shared memory of a multiprocessor, by compute capability
+ISSUED = 132 * 4 * 1.98e9                   # warp instructions a second: H200, one a scheduler and clock
+POINTERS = {torch.float32: '*fp32', torch.bfloat16: '*bf16', torch.float16: '*fp16', torch.int64: '*i64',
+            torch.int32: '*i32'}
+COUNTED = {'barriers': r'\bBAR\.', 'HMMA': r'\bHMMA', 'HGMMA': r'\bHGMMA'}       # columns: instructions
+
+
+class Launch(NamedTuple):
+    """A kernel, the grid of its programs, its arguments by name, and flags for the compiler."""
+    kernel: object
+    grid: tuple
+    given: dict
+    flags: dict
+
+    def trips(self):
+        """How often its outermost loops run, by its name: over the chunks of a sequence, over the blocks of
+        value channels, over the rows of a tile. Loops of other kernels are counted once."""
+        x = self.given
+        if self.kernel.__name__ in ('forward', 'states'):
+            return -(-x['T'] // x['C'])
+        if self.kernel.__name__ == 'tokens':
+            return -(-x['V'] // x['BV'])
+        if self.kernel.__name__ == 'inverse':
+            return x['C'] - 1
+        return 1
+
+
+class StandIn:
+    """In the place of a kernel: kernel[grid](...) calls do(kernel, grid, arguments, those given by name)."""
+    def __init__(self, kernel, do):
+        self.kernel = kernel
+        self.do = do
+        self.__name__ = kernel.__name__
+
+    def __getitem__(self, grid):
+        def launch(*args, **how):
+            return self.do(self.kernel, grid, args, how)
+        return launch
+
+
+@contextlib.contextmanager
+def replaced(module, **others):
+    """Some names of a module stand for something else meanwhile."""
+    own = {name: getattr(module, name) for name in others}
+    vars(module).update(others)
+    try:
+        yield
+    finally:
+        vars(module).update(own)
+
+
+def launches(run):
+    """What run() launches -> list of Launch. Nothing is computed."""
+    found = []
+
+    def note(kernel, grid, args, how):
+        given = dict(zip(kernel.arg_names, args))
+        given.update({name: how[name] for name in how if name in kernel.arg_names})
+        flags = {name: how[name] for name in how if name not in kernel.arg_names}
+        found.append(Launch(kernel, grid, given, flags))
+    every = {name: x for name, x in vars(kernels).items() if isinstance(x, kernels.triton.JITFunction)}
+    with replaced(kernels, **{name: StandIn(x, note) for name, x in every.items()}):
+        run()
+    return found
+
+
+def machine_code(launch, cc):
+    """A launch compiled for sm_cc -> bytes of shared memory, the resources it takes and its code, as text"""
+    from triton.backends.compiler import GPUTarget
+    types = {}
+    fixed = {}
+    aligned = {}
+    for i, parameter in enumerate(launch.kernel.params):
+        name = parameter.name
+        x = launch.given[name]
+        if parameter.is_constexpr or x is None:
+            types[name] = 'constexpr'
+            fixed[(i,)] = x
+        elif isinstance(x, torch.Tensor):
+            types[name] = POINTERS[x.dtype]
+            aligned[(i,)] = [['tt.divisibility', 16]]
+        else:
+            types[name] = 'i32' if isinstance(x, int) else 'fp32'
+    triton = kernels.triton
+    source = triton.compiler.ASTSource(launch.kernel, types, fixed, aligned)
+    built = triton.compile(source, target=GPUTarget('cuda', cc, 32), options=launch.flags)
+    tool = os.path.join(os.path.dirname(triton.__file__), 'backends', 'nvidia', 'bin', 'cuobjdump')
+    texts = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, 'kernel.cubin')
+        with open(path, 'wb') as f:
+            f.write(built.asm['cubin'])
+        for what in ('--dump-resource-usage', '-sass'):
+            texts.append(subprocess.run([tool, what, path], capture_output=True, text=True).stdout)
+    return built.metadata.shared, *texts
+
+
+def loops(instructions):
+    """Of instructions (address, text) the outermost loops, as (first, last address): branches that go back.
+    What jumps to itself behind the end of a kernel is none."""
+    found = []
+    for address, text in instructions:
+        target = re.search(r'BRA.* 0x([0-9a-f]+)', text)
+        if target and int(target[1], 16) < address:
+            found.append((int(target[1], 16), address))
+    outermost = []
+    for first, last in sorted(found, key=loop_size, reverse=True):
+        if not any(a <= first and last <= b for a, b in outermost):
+            outermost.append((first, last))
+    return outermost
+
+
+def loop_size(loop):
+    """Its length in bytes."""
+    return loop[1] - loop[0]
+
+
+def looked_at(launch, cc=90):
+    """A row of the table. `issue ms`: the time in which an H200 could issue all instructions of all warps,
+    where those in an outermost loop count as often as `trips` says, and each loop within it once: a bound
+    from below, in which nothing waits."""
+    shared, usage, code = machine_code(launch, cc)
+    found = re.findall(r'/\*([0-9a-f]{4,5})\*/\s+([^;/]+);', code)
+    instructions = [(int(address, 16), text) for address, text in found if text.strip() != 'NOP']
+    inside = 0
+    for first, last in loops(instructions):
+        inside += sum(first <= address <= last for address, _ in instructions)
+    registers = int(re.search(r'REG:([0-9]+)', usage)[1])
+    stack = int(re.search(r'STACK:([0-9]+)', usage)[1])
+    warps = launch.flags.get('num_warps', 4)
+    of_warp = -(-32 * registers // 256) * 256               # registers are given out so many at a time
+    by_memory = SMEM[cc] * 1024 // (shared + 1024)
+    together = min(64 // warps, 65536 // of_warp // warps, by_memory, 32)
+    programs = math.prod(launch.grid)
+    trips = launch.trips()
+    issued = programs * warps * (len(instructions) + (trips - 1) * inside)
+    row = {'kernel': launch.kernel.__name__, 'programs': programs, 'warps': warps, 'an SM': together,
+           'registers': registers, 'stack': stack, 'shared': shared}
+    row |= {'instructions': len(instructions), 'in loops': inside, 'trips': trips}
+    for column, pattern in COUNTED.items():
+        row[column] = len(re.findall(pattern, code))
+    return row | {'issue ms': 1e3 * issued / ISSUED}
+
+
+def launched(kind, args, T):
+    """What a layer's forward and backward launch, and one step of it -> list of Launch"""
+    args = dataclasses.replace(args, device=torch.device('meta'))
+    form = partial(kernels.on_gpu, normalise=kind == 'sum / n')
+    step = partial(kernels.step_on_gpu, **inputs(kind, args, 1), normalise=kind == 'sum / n')
+    return launches(case(form, kind, args, T).both) + launches(step)
+
+
+def ahead(args):
+    """The kernels of four rules, compiled for compute capability 9.0: H100, H200."""
+    def row(kind, launch):
+        return [{'rule': kind, **looked_at(launch)}]
+    for kind in KERNEL_RULES[:4]:
+        for launch in launched(kind, args, SIZES['T']):
+            yield f'{kind}, {launch.kernel.__name__}', partial(row, kind, launch)
+
+
+# ---- suite gpu: all that a GPU has to answer, what decides most first --------------------------------------
+# A stage is a generator of cases: a name, and a function without arguments that returns rows. `walk` runs
+# them one by one: a row is printed and on disk as soon as it is there, and what fails is said and left out.
+SIZES = {               # of everything below; a test has smaller ones
+    'batch': 8, 'heads': 12, 'head_dim': 64, 'T': 4096, 'copied': 4 * 2 ** 30, 'processes': 12,
+    'checked T': (1, 31, 33, 67, 1000), 'checked K': (48, 64, 128), 'rows': (1, 64, 256),
+    'T by T': (1024, 4096, 8192, 16384, 32768), 'few heads': (4096, 32768), 'segments': (None, 1, 4, 8, 16),
+    'after': (1, 8192, 131072), 'model': MODELS['model, GPT-2 size'], 'trained': (8, 1024), 'steps': 20}
+KERNEL_RULES = 'delta', 'sum', 'kda', 'two-sided delta', 'sum / n', 'gated_delta', 'retention', 'gla', 'decay'
+CHUNK_KERNELS = 'inverse', 'forward', 'states', 'tokens'
+VARIANTS = [            # C, BV, warps, and stages of the compiler's pipeline
+    (32, 32, 8, 3), (32, 32, 4, 3), (32, 64, 4, 3), (32, 64, 8, 3), (64, 32, 4, 3), (64, 64, 4, 3),
+    (64, 64, 8, 3), (32, 64, 4, 2), (64, 64, 4, 2)]
+GOALS = {               # form, T: what is wanted at most, by column. Set before anything was measured
+    ('sum', 4096): {'forward ms': .10, 'f+b ms': .38},
+    ('sum', 32768): {'forward ms': .70, 'f+b ms': 2.6},
+    ('sum / n', 4096): {'forward ms': .10, 'f+b ms': .38},
+    ('sum / n', 32768): {'forward ms': .70, 'f+b ms': 2.6},
+    ('delta', 4096): {'forward ms': .20, 'f+b ms': .75},
+    ('a step of delta, 64 rows', None): {'us': 12},
+    ('model, delta', 1): {'us': 300},
+    ('model, delta', 8192): {'us': 300},
+    ('model, delta', 131072): {'us': 300},
+    ('first time', None): {'s': 10}}
+RATIOS = [              # form, base, T, column: the base should take at least so many times as long
+    ('sum', 'fla sum', 4096, 'f+b ms', 1.3), ('sum / n', 'fla sum / n', 4096, 'f+b ms', 2.0),
+    ('delta', 'fla delta', 4096, 'forward ms', 1.8), ('delta', 'fla delta', 4096, 'f+b ms', 1.4),
+    ('gla', 'fla gla', 4096, 'f+b ms', 1.5), ('kda', 'fla kda', 4096, 'f+b ms', 1.3),
+    ('two-sided delta', 'delta', 4096, 'f+b ms', 1 / 1.5), ('delta', 'flash attention', 1024, 'f+b ms', 1.0),
+    ('delta', 'flash attention', 4096, 'f+b ms', 4.0), ('delta', 'flash attention', 32768, 'f+b ms', 30.0)]
+
+
+def fast(args, kind):
+    """The form that is looked at: kernels.chunked would take another one where it fails."""
+    form = kernels.on_gpu
+    if args.device.type != 'cuda':              # a dry run
+        form = kernels.on_cpu
+    return partial(form, normalise=kind == 'sum / n')
+
+
+def replayed(run, device, times=20):
+    """Milliseconds of run() without its launches: the median over replays of its CUDA graph, by events. What
+    L2 holds is overwritten before each. None where there are no graphs, or it cannot be recorded."""
+    if device.type != 'cuda':
+        return None
+    graph = torch.cuda.CUDAGraph()
+    aside = torch.cuda.Stream()                 # recording wants a warm-up on another stream
+    aside.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(aside):
+            for _ in range(3):
+                run()
+        torch.cuda.current_stream().wait_stream(aside)
+        with torch.cuda.graph(graph):
+            run()
+    except RuntimeError as e:
+        print(f'no graph of it: {in_short(e)}', file=sys.stderr)
+        return None
+    filler = torch.empty(256 * MB, dtype=torch.uint8, device=device)
+    took = []
+    for _ in range(times):
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        filler.zero_()
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        took.append(begin.elapsed_time(end))
+    return statistics.median(took)
+
+
+def times_of(ready, device):
+    """The columns of a Case: called from Python, and as graphs, which leave out the launches. Nothing empties
+    L2 between calls from Python, as nothing does in a training."""
+    forward, both = seconds([ready.forward, ready.both], device, 0.05, 20)
+    return {'forward ms': 1e3 * forward, 'f+b ms': 1e3 * both,
+            'graph forward ms': replayed(ready.forward, device), 'graph f+b ms': replayed(ready.both, device)}
+
+
+def kernel_times(run, device):
+    """What run() computes with -> (name of a kernel, calls, ms), the longest first"""
+    cuda = device.type == 'cuda'
+    kind = torch.profiler.ProfilerActivity.CPU
+    if cuda:
+        kind = torch.profiler.ProfilerActivity.CUDA
+    run()
+    finish(device)
+    with torch.profiler.profile(activities=[kind]) as p:
+        run()
+        finish(device)
+    found = []
+    for e in p.key_averages():
+        took = e.self_device_time_total if cuda else e.self_cpu_time_total
+        if took:                                            # else it is a launch, not a kernel
+            found.append((e.key, e.count, took / 1e3))
+    return sorted(found, key=operator.itemgetter(2), reverse=True)
+
+
+# ---- stage ceilings: the best that this machine does
+@functools.lru_cache
+def bandwidth(device, size):
+    """Bytes a second, read and written, of a copy of so many bytes."""
+    x = torch.zeros(size, dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    return 2 * size / seconds([partial(y.copy_, x)], device, 0.1, 20)[0]
+
+
+def ceilings(args):
+    """The machine, a copy, a large product."""
+    def machine():
+        text = f'torch {torch.__version__}, triton {getattr(kernels.triton, "__version__", "none")}'
+        memory = None
+        if args.device.type == 'cuda':
+            text = f'{torch.cuda.get_device_name(args.device)}, CUDA {torch.version.cuda}, {text}'
+            memory = torch.cuda.get_device_properties(args.device).total_memory / 1e9
+        return [{'form': text, 'figure': memory, 'unit': 'GB'}]
+
+    def copy():
+        return [{'form': 'copy', 'figure': bandwidth(args.device, SIZES['copied']) / 1e9, 'unit': 'GB/s'}]
+
+    def product():
+        return [{'form': 'product', 'figure': ceiling(args.device, args.dtype) / 1e12, 'unit': 'TFLOP/s'}]
+    yield from {'machine': machine, 'copy': copy, 'product': product}.items()
+
+
+# ---- stage warm-up: what the stages below compile, in processes that share Triton's cache
+def warm_up(args):
+    """The first forward and backward of each kind, from an empty cache, beside as many neighbours."""
+    specs = dict.fromkeys((kind, how.dtype, how.K, None) for kind, how in checked())
+    for kind, sizes in itertools.product(KERNEL_RULES[:3], VARIANTS):
+        specs[kind, 'bfloat16', SIZES['head_dim'], sizes] = None
+    if not SIZES['processes']:
+        for spec in specs:
+            yield f'{spec}', partial(first_time, str(args.device), *spec)
+        return
+    many = min(SIZES['processes'], recipe.cores())
+    pool = concurrent.futures.ProcessPoolExecutor(many, multiprocessing.get_context('spawn'))
+    try:
+        futures = {spec: pool.submit(first_time, str(args.device), *spec) for spec in specs}
+        for spec, future in futures.items():
+            yield f'{spec}', future.result
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def first_time(device, kind, dtype, K, sizes):
+    """The first forward and backward of some kind in this process."""
+    args = Args(device=torch.device(device))
+    if args.device.type == 'cuda':
+        torch.cuda.set_device(args.device)
+    given, wanted = question(args, kind, Check(dtype, 67, K))
+    finish(args.device)
+    begin = time.perf_counter()
+    with other_tiles(sizes):
+        answer(fast(args, kind), given, wanted)
+    finish(args.device)
+    took = time.perf_counter() - begin
+    return [{'form': 'first time', 'rule': kind, 'dtype': dtype, 'K': K, 'sizes': said(sizes), 's': took}]
+
+
+# ---- stage checks: values and gradients against the definition in fp64, on the same rounded inputs
+class Check(NamedTuple):
+    """One way to ask a rule."""
+    dtype: str                          # of q, k, v; or of q, k:v
+    T: int
+    K: int
+    log_decay: float = -0.1             # gates are uniform from here to 0
+    special: str = ''
+    rows: int = 2
+    heads: int = 3
+
+
+ERRORS = 'o S_T dq dk dv dwrite derase dlog_f dlog_z dS'.split()
+
+
+def limit_of(name, dtype):
+    """How far a result may be off, as a share of its norm. Rounding operands to bf16 alone costs 3.8e-3; the
+    gradient of a decay is a difference of large sums."""
+    if dtype == 'float32':
+        return 1e-5
+    if name in ('o', 'S_T'):
+        return 5e-3
+    if name == 'dlog_z':
+        return 3e-2
+    return 1.5e-2
+
+
+def checked():
+    """All pairs of a rule and a Check. The full size comes last."""
+    plain = Check('bfloat16', 67, SIZES['head_dim'])
+    ways = [plain._replace(dtype=dtype) for dtype in ('bfloat16', 'float16', 'float32', 'float32:bfloat16')]
+    ways += [plain._replace(T=T, log_decay=-5.0) for T in SIZES['checked T']]
+    ways += [plain._replace(K=K, log_decay=-5.0) for K in SIZES['checked K']]
+    for dtype, special in itertools.product(('bfloat16', 'float32'), ('decay of -5', 'beta 2', 'equal keys')):
+        ways.append(plain._replace(dtype=dtype, special=special))
+    ways.append(plain._replace(T=SIZES['T'], rows=SIZES['batch'], heads=SIZES['heads']))
+    for how, kind in itertools.product(ways, KERNEL_RULES):
+        needs = {'decay of -5': 'log_', 'beta 2': 'write'}.get(how.special, '')
+        if needs in GATES.get(kind, ''):
+            yield kind, how
+
+
+def question(args, kind, how):
+    """-> what a recurrence gets, by name, a state included, and gradients for its o and S"""
+    of_qk, _, of_v = how.dtype.partition(':')
+    args = dataclasses.replace(args, batch=how.rows, heads=how.heads, head_dim=how.K)
+    args.dtype = getattr(torch, of_qk)
+    x = inputs(kind, args, how.T)
+    x['v'] = x['v'].to(getattr(torch, of_v or of_qk))
+    draw = torch.Generator(args.device).manual_seed(args.seed + 1)
+    size = how.rows, how.heads, how.K + (kind == 'sum / n'), how.K
+    x['S'] = torch.randn(size, generator=draw, device=args.device)
+    if kind == 'sum / n':
+        x['S'] = x['S'].abs()                               # its last row is a sum of keys
+    if 'write' in x:
+        x['erase'] = x['write'].flip(2)
+    for name in x.keys() & {'log_f', 'log_z'}:
+        x[name] = x[name] * (how.log_decay / -0.1)          # which `inputs` goes down to
+        if how.special == 'decay of -5':
+            x[name] = torch.full_like(x[name], -5.0)
+    if how.special == 'beta 2':
+        x['write'] = torch.full_like(x['write'], 2.0)
+        x['erase'] = x['write'].clone()
+    if how.special == 'equal keys':
+        x['k'] = x['k'][:, :, :1].repeat(1, 1, how.T, 1)
+    do = torch.randn(x['v'].shape, generator=draw, device=args.device).to(x['v'].dtype)
+    return x, [do, torch.randn(size, generator=draw, device=args.device)]
+
+
+def answer(form, given, wanted):
+    """-> o, the last S and all gradients, by the names of ERRORS"""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items()}
+    o, S = form(**leaves)
+    gradients = torch.autograd.grad([o, S], list(leaves.values()), wanted)
+    named = {f'd{name}': x for name, x in zip(leaves, gradients)}
+    return {'o': o.detach(), 'S_T': S.detach(), **named}
+
+
+@contextlib.contextmanager
+def poisoned():
+    """Fresh memory is full of NaN: what a kernel forgets to write is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')                 # of operations that are not deterministic
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def compare(args, kind, how):
+    """The errors of a rule, and what is wrong in words, '' for nothing; it should be twice the same."""
+    given, wanted = question(args, kind, how)
+    definition = partial(fastweight.chunked, normalise=kind == 'sum / n')
+    in_fp64 = {name: x.double() for name, x in given.items()}
+    exact = answer(definition, in_fp64, [x.double() for x in wanted])
+    with poisoned():
+        found = answer(fast(args, kind), given, wanted)
+        again = answer(fast(args, kind), given, wanted)
+    errors = dict.fromkeys(ERRORS)
+    wrong = []
+    for name, right in exact.items():
+        scale = right.norm() + 1e-6
+        if how.special == 'decay of -5' and name.startswith('dlog'):
+            scale += (exact['dq'] * in_fp64['q']).norm()        # almost all of which is taken off again
+        errors[name] = ((found[name].double() - right).norm() / scale).item()
+        limit = limit_of(name, how.dtype)
+        if not errors[name] <= limit:
+            wrong.append(f'{name} is off by {errors[name]:.1e}, allowed are {limit:g}')
+        if not torch.equal(found[name], again[name]):
+            wrong.append(f'{name} is not twice the same')
+    return errors | {'wrong': '; '.join(wrong)}
+
+
+def checks(args):
+    """A row for each pair of `checked`."""
+    def row(kind, how):
+        return [{'form': kind, **how._asdict(), **compare(args, kind, how)}]
+    for kind, how in checked():
+        yield f'{kind}, {how}', partial(row, kind, how)
+
+
+# ---- stages variants, peers, few heads: time
+def other_tiles(sizes):
+    """A context: kernels.tiles says these C and BV, and the chunk form's kernels are launched with these
+    warps and stages; None: as they are."""
+    if sizes is None:
+        return contextlib.nullcontext()
+    C, BV, warps, stages = sizes
+    tiles = kernels.tiles
+
+    def changed(*how, **named):
+        return tiles(*how, **named) | {'C': C, 'BV': BV}
+
+    def relaunch(kernel, grid, args, how):
+        return kernel[grid](*args, **how | {'num_warps': warps, 'num_stages': stages})
+    stand_ins = {name: StandIn(getattr(kernels, name), relaunch) for name in CHUNK_KERNELS}
+    return replaced(kernels, tiles=changed, **stand_ins)
+
+
+def said(sizes):
+    """Tile sizes in words."""
+    if sizes is None:
+        return 'its own'
+    return 'C {} BV {} warps {} stages {}'.format(*sizes)
+
+
+def variants(args):
+    """The chunk form in other tiles, at full size, where it is checked first: a wrong one has no time. In the
+    last column the kernels one by one."""
+    full = Check('bfloat16', SIZES['T'], SIZES['head_dim'], rows=SIZES['batch'], heads=SIZES['heads'])
+
+    def row(kind, sizes):
+        with other_tiles(sizes):
+            wrong = compare(args, kind, full)['wrong']
+            if wrong:
+                return [{'form': kind, 'sizes': said(sizes), 'wrong': wrong}]
+            ready = case(fast(args, kind), kind, args, SIZES['T'])
+            times = times_of(ready, args.device)
+            parts = kernel_times(ready.both, args.device)[:6]
+        text = ', '.join(f'{name[:20]} {1e3 * ms:.0f}' for name, _, ms in parts)
+        return [{'form': kind, 'sizes': said(sizes), **times, 'kernels, us': text}]
+    for kind, sizes in itertools.product(KERNEL_RULES[:3], [None, *VARIANTS]):
+        yield f'{kind}, {said(sizes)}', partial(row, kind, sizes)
+
+
+def flash(q, k, v):
+    """`attention` by PyTorch's flash kernel, which is not always its own choice."""
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        return attention(q, k, v)
+
+
+def compared(args):
+    """Ours first, then attention, then flash-linear-attention, whose first calls try out its tiles for long:
+    what the deadline leaves out is there after a further run with --only=peers. A floor is the time of a copy
+    of what must be read and written; the backward reads all of it again."""
+    theirs = peers(args.device)
+    forms = {kind: (kind, fast(args, kind)) for kind in KERNEL_RULES}
+    forms |= {'flash attention': ('softmax', flash), 'attention': ('softmax', attention), **theirs}
+
+    def row(form, T):
+        kind, f = forms[form]
+        ready = case(f, kind, args, T, form in theirs)
+        found = {'form': form, 'T': T, **times_of(ready, args.device)}
+        given = [x for x in ready.forward.keywords.values() if isinstance(x, torch.Tensor)]
+        read = sum({x.data_ptr(): x.nbytes for x in given}.values())        # erase is write
+        o = ready.forward.keywords['v'].nbytes
+        moved = {'forward ms': read + o, 'f+b ms': 3 * read + 2 * o}
+        for column, size in moved.items():
+            floor = 1e3 * size / bandwidth(args.device, SIZES['copied'])
+            found[f'{column} / floor'] = least(found, column) / floor
+            found[f'{column}, goal'] = GOALS.get((form, T), {}).get(column)
+        return [found]
+    for form, T in itertools.product(forms, SIZES['T by T']):
+        yield f'{form} at T = {T:,}', partial(row, form, T)
+
+
+def least(row, column):
+    """A time without launches, where there is one."""
+    return row.get(f'graph {column}') or row[column]
+
+
+def few_heads(args):
+    """One text, its sequence split into n segments; None: as many as kernels.segments says."""
+    alone = dataclasses.replace(args, batch=1)
+
+    def row(kind, T, n):
+        def forced(*how, **named):
+            return n
+        own = contextlib.nullcontext()
+        if n is not None:
+            own = replaced(kernels, segments=forced)        # AttributeError where nothing is split
+        with own:
+            times = times_of(case(fast(args, kind), kind, alone, T), args.device)
+        return [{'form': f'{kind}, one text', 'T': T, 'segments': n, **times}]
+    for kind, T, n in itertools.product(('delta', 'sum'), SIZES['few heads'], SIZES['segments']):
+        yield f'{kind} at T = {T:,}, {n} segments', partial(row, kind, T, n)
+
+
+# ---- stage layer: a mixer from its input on, with features, gates and norms
+def narrow(q, k, v, *gates, **named):
+    """kernels.chunked with q and k in the type of v, whatever the features are in."""
+    return kernels.chunked(q.to(v.dtype), k.to(v.dtype), v, *gates, **named)
+
+
+def real_layer(args):
+    """Its times, and for the first of the ways the ten kernels that take longest."""
+    width = SIZES['heads'] * SIZES['head_dim']
+    config = Config(rule='delta', n_head=SIZES['heads'], n_embd=width)
+    cast = torch.autocast(args.device.type, args.dtype, enabled=args.dtype != torch.float32)
+
+    def rows(how):
+        mixer = Mixer(config, 'delta').to(args.device)
+        forms = pick_forms()
+        if how == 'q and k as v':
+            forms = forms._replace(recurrence=narrow)
+        if how == 'compiled features':
+            mixer.memory.writes = torch.compile(mixer.memory.writes)
+            mixer.memory.reads = torch.compile(mixer.memory.reads)
+        x = torch.randn(SIZES['batch'], SIZES['T'], width, device=args.device, requires_grad=True)
+        wanted = [x, *mixer.parameters()]
+        dy = torch.randn_like(x)
+
+        def forward():
+            with torch.no_grad(), cast:
+                return mixer(x, {}, forms)
+
+        def both():
+            with cast:
+                y, _ = mixer(x, {}, forms)
+            torch.autograd.grad(y, wanted, dy.to(y.dtype))
+        yield {'form': how, **times_of(Case(forward, both, both), args.device)}
+        for name, calls, ms in kernel_times(both, args.device)[:10]:
+            yield {'form': f'{how}: {name[:60]}', 'calls': calls, 'f+b ms': ms}
+    for how in 'eager', 'q and k as v', 'compiled features':
+        yield how, partial(rows, how)
+
+
+# ---- stages decoding, training: whole models of GPT-2's size with random weights
+def decoding(args):
+    """A step of a layer by rows, then of models after T tokens: ours as they are, ours recorded, others."""
+    for kind, rows in itertools.product(('delta', 'sum', 'two-sided delta'), SIZES['rows']):
+        yield f'a step of {kind}, {rows} rows', partial(layer_step, kind, rows, args)
+    for rule, recorded in ('delta', True), ('delta', False), ('sum', True), ('softmax', True):
+        yield f'model, {rule}, recorded: {recorded}', partial(model_rows, rule, recorded, args)
+    for T in SIZES['after'][:2]:
+        yield f"Hugging Face's GPT-2 after {T:,}", partial(hugging_face, T, args)
+
+
+def step_row(form, T, run, device, **more):
+    """A row of decoding. kernels: launches, or nodes of a graph, of one step."""
+    us = 1e6 * seconds([run], device, 0.3, 30)[0]
+    count = sum(calls for _, calls, _ in kernel_times(run, device))
+    goal = GOALS.get((form, T), {}).get('us')
+    return {'form': form, 'T': T, 'us': us, 'kernels': count, 'goal': goal, **more}
+
+
+@torch.inference_mode()
+def layer_step(kind, rows, args):
+    """One layer's step from a state of some tokens. Its floor: the state read and written."""
+    sizes = dataclasses.replace(args, batch=rows)
+    one = inputs(kind, sizes, 1)
+    _, S = fast(args, kind)(**inputs(kind, sizes, 32))
+    run = partial(kernels.step, **one, S=S)
+    graph = replayed(run, args.device)
+    row = step_row(f'a step of {kind}, {rows} rows', None, run, args.device)
+    floor = 1e6 * 2 * S.nbytes / bandwidth(args.device, SIZES['copied'])
+    return [row | {'graph us': graph and 1e3 * graph, 'floor us': floor}]
+
+
+@torch.inference_mode()
+def model_rows(rule, recorded, args):
+    """A model's step after T tokens, which should not depend on T. A state that grows is never recorded."""
+    args = dataclasses.replace(args, lengths=','.join(map(str, SIZES['after'])))
+    form = f'model, {rule}'
+    record = contextlib.nullcontext()
+    if not recorded:
+        form += ', not recorded'
+        record = replaced(kernels, recorded=unrecorded)
+    with record:
+        steps = model_steps(rule, SIZES['model'], args)
+    first = None
+    for step in steps:
+        row = step_row(form, step.T, step.run, args.device)
+        first = first or row['us']
+        yield row | {'of first': row['us'] / first}
+
+
+@torch.inference_mode()
+def hugging_face(T, args):
+    """transformers' GPT-2 with random weights and its cache, which grows a little while it is timed."""
+    import transformers
+    config = transformers.GPT2Config(n_positions=T + 4096, **SIZES['model'])
+    model = transformers.GPT2LMHeadModel(config).to(args.device, args.dtype).eval()
+    tokens = torch.zeros(1, T, dtype=torch.long, device=args.device)
+    cache = model.transformer(tokens, use_cache=True).past_key_values
+    run = partial(model, tokens[:, :1], past_key_values=cache, use_cache=True)
+    return [step_row("Hugging Face's GPT-2", T, run, args.device)]
+
+
+def training(args):
+    """Steps of train.py's loop on random tokens."""
+    rows, T = SIZES['trained']
+    cast = torch.autocast(args.device.type, args.dtype, enabled=args.dtype != torch.float32)
+
+    def row(rule):
+        model = GPT(Config(rule=rule, block_size=T, **SIZES['model'])).to(args.device)
+        x = torch.randint(model.config.vocab_size, (rows, T + 1), device=args.device)
+        opt = recipe.adamw(model, 1e-3, 0.1, args.device)
+
+        def loss(step):
+            with cast:
+                logits, _ = model(x[:, :-1])
+                value = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
+            value.backward()
+            return value.detach()
+        if args.device.type == 'cuda':
+            torch.cuda.reset_peak_memory_stats(args.device)
+        ends = []
+        for _, value, _, good in recipe.optimise(model, opt, loss, SIZES['steps'], 1e-3, args.seed):
+            if not good:
+                raise RuntimeError(f'loss or gradient is not finite in step {len(ends) + 1}: {value.item()}')
+            finish(args.device)
+            ends.append(time.perf_counter())
+        took = statistics.median(b - a for a, b in itertools.pairwise(ends))
+        found = {'form': f'training, {rule}', 'T': T, 'tokens/s': rows * T / took, 'ms a step': 1e3 * took}
+        return [found | {'MB': recipe.memory(args.device) / MB, 'loss': value.item()}]
+    for rule in 'delta', 'softmax':
+        yield rule, partial(row, rule)
+
+
+# ---- the stages one after the other
+STAGES = {              # seconds, after which no further case begins; what makes the cases
+    'ceilings': (10, ceilings), 'warm-up': (60, warm_up), 'checks': (80, checks), 'variants': (70, variants),
+    'peers': (110, compared), 'few heads': (25, few_heads), 'layer': (35, real_layer),
+    'decoding': (40, decoding), 'training': (30, training)}
+
+
+def in_short(e):
+    """An exception in a line."""
+    return ' '.join(f'{type(e).__name__}: {e}'.split())[:160]
+
+
+@contextlib.contextmanager
+def at_most(seconds_left):
+    """TimeoutError in what takes longer, at the next line of Python, where the system has such a clock."""
+    def stop(*_):
+        raise TimeoutError('its stage is over')
+    if not hasattr(signal, 'setitimer') or seconds_left == math.inf:
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds_left)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def attempt(run, keep, stage, device, seconds_left):
+    """Run a case and keep its rows. -> why it ended early, '' if it did not: whatever a kernel or a peer may
+    raise is one line"""
+    try:
+        with at_most(seconds_left):
+            for row in run():
+                keep(stage, row)
+        return ''
+    except Exception as e:      # noqa: BLE001
+        why = in_short(e)
+    gc.collect()                # of the tensors that hung on the exception
+    if device.type == 'cuda':
+        torch.cuda.empty_cache()
+    return why
+
+
+def dead(device):
+    """Why the device takes no more work, '' if it does: after an illegal access nothing runs any more."""
+    try:
+        finish(device)
+    except RuntimeError as e:
+        return in_short(e)
+    return ''
+
+
+def guarded(cases, args):
+    """The cases of a stage; what goes wrong while they are made is a further one."""
+    def fail(e):
+        raise e
+    try:
+        yield from cases(args)
+    except Exception as e:      # noqa: BLE001
+        yield 'the rest of the stage', partial(fail, e)
+
+
+def walk(args, stages):
+    """Every case of every stage. -> rows, each with its `stage`, and what was left out: its name -> why"""
+    rows = []
+    left_out = {}
+
+    def keep(stage, row):
+        rows.append({'stage': stage, **row})
+        print(json.dumps(rows[-1]), file=log, flush=True)
+        print(in_a_line(row), flush=True)
+    with open(inside(args, 'gpu.jsonl'), 'w') as log:
+        for stage, (limit, cases) in stages.items():
+            if args.full:
+                limit = math.inf
+            print(f'--- {stage} ---', flush=True)
+            end = time.perf_counter() + limit
+            todo = guarded(cases, args)
+            for name, run in todo:
+                left = end - time.perf_counter()
+                if left <= 0:
+                    many = 1 + sum(1 for _ in todo)
+                    left_out[stage] = f'{many} cases, its {limit} seconds are over'
+                    break
+                why = attempt(run, keep, stage, args.device, left)
+                if why:
+                    left_out[f'{stage}: {name}'] = why
+                    print(f'{name} is left out: {why}', flush=True)
+            if stage in left_out:
+                print(f'left out: {left_out[stage]}', flush=True)
+            why = dead(args.device)
+            if why:
+                left_out['all that follows'] = why
+                print(f'the GPU does not answer any more: {why}', flush=True)
+                break
+    return rows, left_out
+
+
+def in_a_line(row):
+    """A row while it is new: what there is in it."""
+    words = []
+    for name, x in row.items():
+        if x not in (None, ''):
+            words.append(f'{name} {x:.4g}' if isinstance(x, float) else f'{name} {x}')
+    return ' | '.join(words)
+
+
+def goals(rows):
+    """A row for each goal; of several figures the worst counts, and none of a form that is wrong."""
+    found = {}
+    wrong = {row['form'] for row in rows if row.get('wrong') and row.get('dtype') == 'bfloat16'}
+    rows = [row for row in rows if row.get('form') not in wrong]
+    for row in rows:
+        for column in row.keys() & {'forward ms', 'f+b ms', 'us', 's'}:
+            key = row['form'], row.get('T'), column
+            found[key] = max(least(row, column), found.get(key, 0))
+    judged = []
+    for (form, T), wanted in GOALS.items():
+        for column, limit in wanted.items():
+            x = found.get((form, T, column))
+            judged.append(judge(f'{column} of {form} at {T}', 'at most', limit, x, x and x <= limit))
+    for form, base, T, column, limit in RATIOS:
+        x = None
+        if {(form, T, column), (base, T, column)} <= found.keys():
+            x = found[base, T, column] / found[form, T, column]
+        judged.append(judge(f'{column} of {base} over {form} at {T}', 'at least', limit, x, x and x >= limit))
+    return judged
+
+
+def judge(what, how, limit, x, met):
+    """A row of `goals`."""
+    words = {None: 'not measured', True: 'yes', False: 'NO'}
+    return {'goal': what, 'wanted': f'{how} {limit:.3g}', 'found': x, 'met': words[met]}
+
+
+def tables(rows):
+    """A table a stage; of checks only what is wrong, and the worst errors by type."""
+    for stage, mine in itertools.groupby(rows, operator.itemgetter('stage')):
+        mine = list(mine)
+        print(f'\n{stage}')
+        if stage == 'checks':
+            mine = [row for row in mine if row['wrong']] + worst(mine)
+        columns = dict.fromkeys(name for row in mine for name in row if name != 'stage')
+        recipe.table([{name: row.get(name) for name in columns} for row in mine])
+
+
+def worst(rows):
+    """Of rows of checks the largest error of each result, by type of the inputs."""
+    found = {}
+    for row in rows:
+        of_type = found.setdefault(row['dtype'], {'form': 'worst', 'dtype': row['dtype'], 'wrong': ''})
+        for name in ERRORS:
+            if row[name] is not None:
+                of_type[name] = max(row[name], of_type.get(name, 0.0))
+    return list(found.values())
+
+
+def measure(args, stages):
+    """Walk through the stages, then the tables, the goals, what is wrong, a line of JSON and a picture."""
+    rows, left_out = walk(args, stages)
+    tables(rows)
+    judged = goals(rows)
+    if {row['met'] for row in judged} != {'not measured'}:
+        print('\ngoals')
+        recipe.table(judged)
+    wrong = [f'{row["stage"]}: {in_a_line(row)}' for row in rows if row.get('wrong')]
+    for text in wrong:
+        print(f'WRONG RESULTS: {text}', flush=True)
+    summary = {'device': str(args.device), 'rows': len(rows), 'wrong': wrong, 'left_out': left_out}
+    for met in 'yes', 'NO', 'not measured':
+        summary[f'goals: {met}'] = sum(row['met'] == met for row in judged)
+    summary_line(args, 'gpu', **summary)
+    draw_panels(args, 'gpu', rows)
+
+
+def gpu(args):
+    """All stages on a GPU, with --full without deadlines; where there is none, that is said, and what the
+    compiler makes of the kernels."""
+    stages = only(args, STAGES)
+    args.batch = SIZES['batch']
+    args.heads = SIZES['heads']
+    args.head_dim = SIZES['head_dim']
+    if args.device.type == 'cuda':
+        torch.cuda.set_device(args.device)      # Triton launches on the current one
+        cache = os.path.abspath(inside(args, 'triton'))
+        os.environ['TRITON_CACHE_DIR'] = cache
+        if 'warm-up' in stages:                 # which is of first times
+            shutil.rmtree(cache, ignore_errors=True)
+    else:
+        print(f'no GPU ({args.device} is none by Nvidia): below is what the compiler makes of the kernels')
+        args.dtype = torch.bfloat16
+        stages = {'ahead of time': (600, ahead)}
+        if kernels.triton is None:
+            raise ValueError('Triton is not installed, and compiles nothing: pip install triton')
+        if kernels.triton.knobs.runtime.interpret:
+            raise ValueError('TRITON_INTERPRET is set, and nothing is compiled: unset it')
+    measure(args, stages)
+
+
 # ---- idea: what the first lines of fastweight.py print, as numbers on a colour -----------------------------
 WRITES = '(1, 2) to k1', '(3, 4) to k2', '(5, 6) to k1'
 
@@ -1332,7 +2260,8 @@ def idea(args):
 # ---- the command -------------------------------------------------------------------------------------------
 RUN = {'decode': decode, 'layer': layer, 'capacity': partial(associative, 'capacity'),
        'update': partial(associative, 'update'), 'recall': recall, 'mqar': mqar, 'monotone': monotone,
-       'language': language, 'train': train, 'cache': cache, 'kept': kept, 'batch': batch, 'idea': idea}
+       'language': language, 'train': train, 'cache': cache, 'kept': kept, 'batch': batch, 'gpu': gpu,
+       'idea': idea}
 
 
 def settings(argv):

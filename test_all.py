@@ -1747,12 +1747,142 @@ def test_bench_cache_counts_every_token_and_with_room_for_all_is_softmax(a_model
     ('batch --budget=1 --lengths=8192', '--budget'), ('language --data=recall', 'a task'),
     ('--quick --full', 'contradict'), ('recall --only=elu,elo', 'choose from softmax'),
     ('tran', 'choose from'), ('decode --lengths=4k', '--lengths'), ('--hedas=2', '--heads'),
-    ('decode --out=', '--out')])
+    ('decode --out=', '--out'), ('gpu --only=pears', 'choose from ceilings'),
+    ('gpu --device=cuda:99', '--device=cuda:99'), ('gpu --lengths=8', 'means nothing')])
 def test_bench_refuses(flags, why, capsys):
     assert why in refused(capsys, bench.main, *flags.split())
 
 def test_bench_needs_softmax_layers(a_model, capsys):
     assert 'softmax layers' in refused(capsys, bench.main, 'cache', f'--init={a_model("--rule=gated_delta")}')
+
+
+@pytest.fixture
+def dry_run(tmp_path, monkeypatch, capsys):
+    """Stages of the suite gpu on a CPU, small -> the rows on disk, what was printed, the line of JSON"""
+    def once_each(runs, *_):
+        for run in runs:
+            run()
+        return [1e-3] * len(runs)
+
+    def as_it_is(f):
+        return f
+    monkeypatch.setattr(bench, 'seconds', once_each)
+    monkeypatch.setattr(torch, 'compile', as_it_is)
+    monkeypatch.setattr(bench, 'VARIANTS', bench.VARIANTS[:1])
+    small = {'batch': 1, 'heads': 2, 'head_dim': 8, 'T': 40, 'copied': 4096, 'processes': 0, 'rows': (64,),
+             'checked T': (1, 9), 'checked K': (4,), 'T by T': (8, 40), 'few heads': (40,),
+             'segments': (None, 4), 'after': (1, 9), 'trained': (2, 8), 'steps': 3,
+             'model': {'n_layer': 1, 'n_head': 2, 'n_embd': 8, 'vocab_size': 256}}
+    assert small.keys() == bench.SIZES.keys()
+    monkeypatch.setattr(bench, 'SIZES', small)
+
+    def run(stages):
+        args = bench.Args(out=str(tmp_path), batch=1, heads=2, head_dim=8, device=torch.device('cpu'),
+                          dtype=torch.float32)
+        args.began = time.perf_counter()
+        capsys.readouterr()
+        bench.measure(args, stages)
+        out = capsys.readouterr().out
+        rows = [json.loads(line) for line in (tmp_path / 'gpu.jsonl').read_text().splitlines()]
+        return rows, out, json.loads(out.splitlines()[-1])
+    return run
+
+def test_bench_gpu_walks_through_all_stages(dry_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, 'segments', None, raising=False)
+    rows, out, summary = dry_run(bench.STAGES)
+    assert list(dict.fromkeys(row['stage'] for row in rows)) == list(bench.STAGES)
+    assert summary['rows'] == len(rows) and summary['wrong'] == []
+    assert all('Hugging' in name for name in summary['left_out']), summary['left_out']
+    found = {(row['stage'], row['form']) for row in rows}
+    forms = [('peers', form) for form in (*bench.KERNEL_RULES, 'attention', 'flash attention')]
+    forms += [('decoding', form) for form in ('a step of delta, 64 rows', 'model, delta', 'model, softmax',
+                                              'model, delta, not recorded')]
+    assert set(forms) <= found
+    kinds = {(row['form'], row['special'], row['dtype']) for row in rows if row['stage'] == 'checks'}
+    assert {(rule, 'equal keys', 'float32') for rule in bench.KERNEL_RULES} <= kinds
+    assert ('delta', 'beta 2', 'bfloat16') in kinds and ('sum', 'beta 2', 'bfloat16') not in kinds
+    assert re.search(r's of first time .* yes', out) and re.search(r'a step of delta, 64 rows .* NO', out)
+    assert (tmp_path / 'gpu.png').stat().st_size > 5000
+
+def test_bench_gpu_goes_on_where_something_fails(dry_run, tmp_path):
+    """A row is on disk when the next case begins; a case that takes too long is stopped; a stage whose time
+    is over, and one that cannot even begin, are left out."""
+    def first():
+        yield dict(form='a', us=1.0)
+        raise ZeroDivisionError('of\ntwo lines')
+
+    def second():
+        assert json.loads((tmp_path / 'gpu.jsonl').read_text())['form'] == 'a'
+        return [dict(form='b', us=2.0)]
+
+    def forever():
+        time.sleep(30)
+
+    def nothing(args):
+        yield 'late', first
+        yield 'later', first
+
+    def broken(args):
+        yield 'third', lambda: [dict(form='c', us=3.0)]
+        raise OSError('no such stage')
+    stages = dict(one=(9, lambda args: iter([('first', first), ('second', second)])), two=(0, nothing),
+                  three=(.2, lambda args: iter([('forever', forever)])), four=(9, broken))
+    rows, out, summary = dry_run(stages)
+    assert [(row['stage'], row['form']) for row in rows] == [('one', 'a'), ('one', 'b'), ('four', 'c')]
+    assert 'first is left out: ZeroDivisionError: of two lines\n' in out
+    assert summary['left_out'] == {
+        'one: first': 'ZeroDivisionError: of two lines', 'two': '2 cases, its 0 seconds are over',
+        'three: forever': 'TimeoutError: its stage is over',
+        'four: the rest of the stage': 'OSError: no such stage'}
+
+def test_bench_gpu_is_loud_about_wrong_results(dry_run, monkeypatch):
+    right, calls = bench.fast, []
+
+    def wrong(args, kind):
+        """sum is off by 2 %, each call of delta a little different, gla has what is no number."""
+        def form(**given):
+            o, S = right(args, kind)(**given)
+            calls.append(kind)
+            scale = dict(sum=1.02, delta=1 + 1e-4 * len(calls), gla=math.nan).get(kind, 1)
+            return scale * o, S
+        return form
+    monkeypatch.setattr(bench, 'fast', wrong)
+    rows, out, summary = dry_run({name: bench.STAGES[name] for name in ('checks', 'variants')})
+    wrong_ones = {row['form'] for row in rows if row.get('wrong')}
+    assert wrong_ones == {'sum', 'delta', 'gla'}
+    assert {row['form'] for row in rows if 'forward ms' in row} == {'kda'}        # of delta, sum and kda
+    assert sum(text.startswith('WRONG RESULTS') for text in out.splitlines()) == len(summary['wrong']) > 10
+    assert 'o is off by 2.0e-02, allowed are 0.005' in out and 'o is not twice the same' in out
+    assert 'o is off by nan' in out
+
+def test_bench_gpu_judges_goals_by_the_worst_figure():
+    rows = [{'form': 'delta', 'T': 4096, 'forward ms': 9.0, 'graph forward ms': .1, 'f+b ms': .9},
+            {'form': 'delta', 'T': 4096, 'forward ms': .15, 'f+b ms': .5},
+            {'form': 'flash attention', 'T': 4096, 'forward ms': 1.0, 'f+b ms': 3.7}]
+    met = {row['goal']: (row['found'], row['met']) for row in bench.goals(rows)}
+    assert met['forward ms of delta at 4096'] == (.15, 'yes')
+    assert met['f+b ms of delta at 4096'] == (.9, 'NO')
+    assert met['f+b ms of flash attention over delta at 4096'] == (pytest.approx(3.7 / .9), 'yes')
+    assert met['f+b ms of sum at 4096'] == (None, 'not measured')
+    rows.append({'form': 'delta', 'dtype': 'bfloat16', 'wrong': 'o'})
+    assert {row['met'] for row in bench.goals(rows)} == {'not measured'}
+
+def test_bench_gpu_without_a_gpu_says_so_in_a_line(tmp_path, monkeypatch, capsys):
+    command = 'gpu', '--device=cpu', f'--out={tmp_path}'
+    monkeypatch.setattr(kernels, 'triton', None)
+    assert 'pip install triton' in refused(capsys, bench.main, *command)
+    interpreted = Mock(runtime=Mock(interpret=True))
+    monkeypatch.setattr(kernels, 'triton', Mock(knobs=interpreted))
+    assert 'TRITON_INTERPRET' in refused(capsys, bench.main, *command)
+    monkeypatch.setattr(interpreted.runtime, 'interpret', False)
+    monkeypatch.setattr(bench, 'ahead', lambda args: iter([('one', lambda: [{'kernel': 'forward'}])]))
+    assert bench.main([*command, '--only=peers']) == 0
+    out = capsys.readouterr().out
+    assert out.startswith('no GPU (cpu') and json.loads(out.splitlines()[-1])['rows'] == 1
+
+def test_bench_counts_the_outermost_loops_of_machine_code():
+    code = ['MOV', 'ADD', 'MUL', '@P0 BRA 0x20', '@!P1 BRA 0x10', 'EXIT', 'BRA 0x60', 'NOP']
+    assert bench.loops([(16 * i, text) for i, text in enumerate(code)]) == [(0x10, 0x40)]
 
 
 # ---- 14. The repository itself -----------------------------------------------------------------------------
@@ -1843,7 +1973,7 @@ def test_readme_is_true_of_the_code():
         assert f'| `{name}` | {rule.about} |' in text
     for name in (*FEATURE_MAPS, *NORMALISERS):
         assert re.search(rf'`{name}[`:]', text), name
-    assert {*bench.SUITES} == {*SUITES, 'all'}
+    assert {*bench.SUITES} == {*SUITES, 'gpu', 'all'}       # it has tests of its own
     results = (HERE / 'assets' / 'RESULTS.md').read_text()
     docs = [text, results, train.__doc__, sample.__doc__, bench.__doc__, convert.__doc__]
     found = commands('\n'.join(docs))
@@ -1885,65 +2015,42 @@ assert sample.main(['--init=softmax/ckpt.safetensors', '--tokens=9', '--rule=tov
 assert convert.main(['--from=softmax/ckpt.safetensors', '--out=sum', '--controls=false'] + {short!r}) == 0
 '''
 
-KERNELS = 'inverse forward states tokens one_step'
-AOT = '''
-import json, os, re, subprocess, sys, tempfile
-import torch, triton, kernels
-from triton.backends.compiler import GPUTarget
+AHEAD = '''
+import json, sys
+import torch, bench
 
-def compiled(kernel, cc, dtype, gates, K, V):
-    """The kernel for these sizes -> bytes of stack a thread, of shared memory, tensor-core instructions."""
-    x, kept = ('*bf16', '*bf16') if dtype == torch.bfloat16 else ('*fp32', '*fp32')
-    types = {**dict.fromkeys('q k v o do dq dk dv'.split(), x), 'T': 'i32', 'floor': 'fp32',
-             **dict.fromkeys('M states after'.split(), kept),
-             **dict.fromkeys('S S_0 S_T S_new dS_0 dS_T'.split(), '*fp32')}
-    for name in ('e', 'f', 'z', 'w'):
-        types[name] = types['d' + name] = '*fp32' if name in gates else None
-    types['M'] = types['M'] if 'e' in gates else None
-    size = kernels.tiles(K, gates != '', dtype)
-    warps = size.pop('num_warps')
-    fixed = dict(K=K, V=V, FD=K if 'f' in gates else 0, ZD=V if 'z' in gates else 0, NORM=1, LOG_MIN=-5.0)
-    fixed.update(size)
-    names = kernel.arg_names
-    fixed.update({n: None for n in names if n not in fixed and types[n] is None})
-    signature = {n: 'constexpr' if n in fixed else types[n] for n in names}
-    aligned = {(i,): [['tt.divisibility', 16]] for i, n in enumerate(names) if signature[n][0] == '*'}
-    source = triton.compiler.ASTSource(kernel, signature, {(names.index(n),): v for n, v in fixed.items()
-                                                           if n in names}, aligned)
-    built = triton.compile(source, target=GPUTarget('cuda', cc, 32), options=dict(num_warps=warps))
-    tool = os.path.join(os.path.dirname(triton.__file__), 'backends', 'nvidia', 'bin', 'cuobjdump')
-    with tempfile.NamedTemporaryFile(suffix='.cubin') as f:
-        f.write(built.asm['cubin']), f.flush()
-        usage, code = (subprocess.run([tool, how, f.name], capture_output=True, text=True).stdout
-                       for how in ('--dump-resource-usage', '-sass'))
-    stack = int(re.search(r'STACK:([0-9]+)', usage)[1])
-    return stack, built.metadata.shared, len(re.findall('HMMA|HGMMA', code))
-
-for cc, names, dtype, gates, K, V in json.loads(sys.argv[1]):
-    for name in names.split():
-        stack, shared, tensor = compiled(getattr(kernels, name), cc, getattr(torch, dtype), gates, K, V)
-        print(cc, name, dtype, gates, K, V, ': stack', stack, 'shared', shared, 'tensor', tensor)
-        assert shared <= (227 if cc == 90 else 99) * 1024, 'shared memory'
-        assert tensor or name == 'one_step', 'no tensor cores'
-        assert not stack or name not in ('inverse', 'forward', 'one_step'), 'registers on the stack'
+for cc, wanted, rule, K in json.loads(sys.argv[1]):
+    args = bench.Args(batch=8, heads=12, head_dim=K, dtype=torch.bfloat16)
+    for launch in bench.launched(rule, args, 4096):
+        if launch.kernel.__name__ in wanted.split() or not wanted:
+            print(json.dumps(dict(cc=cc, rule=rule, K=K, **bench.looked_at(launch, cc))))
 '''
 
-def ahead_of_time(*cases):
-    """Compile without a GPU, in a process of its own: this one has the interpreter."""
+def compiled_ahead(*cases):
+    """Compile for GPUs that are not here, in a process of its own: this one has the interpreter."""
     env = {**os.environ, 'TRITON_INTERPRET': '0'}
-    command = [sys.executable, '-c', AOT, json.dumps(cases)]
+    command = [sys.executable, '-c', AHEAD, json.dumps(cases)]
     out = subprocess.run(command, cwd=HERE, env=env, capture_output=True, text=True)
     assert not out.returncode, out.stdout + out.stderr
+    rows = [json.loads(line) for line in out.stdout.splitlines()]
+    assert len(rows) >= len(cases)
+    for row in rows:
+        kernel = row['kernel']
+        assert row['shared'] <= (227 if row['cc'] == 90 else 99) * 1024, row
+        assert row['HMMA'] + row['HGMMA'] or kernel == 'one_step', f'no tensor cores: {row}'
+        assert not row['stack'] or kernel not in ('inverse', 'forward', 'one_step'), row
+        assert row['issue ms'] > 0 and 0 < row['registers'] <= 255 and row['an SM'] > 0, row
+        assert row['trips'] == 1 or 0 < row['in loops'] < row['instructions'], f'no loop found: {row}'
 
 @gpu
 def test_kernels_compile_for_gpus_that_are_not_here():
-    ahead_of_time((90, 'forward', 'bfloat16', 'wefz', 64, 64))
+    compiled_ahead((90, 'forward', 'two-sided delta', 64))
 
 @slow
 @gpu
 def test_soak_kernels_compile_for_every_rule_and_size():
-    ahead_of_time(*((cc, KERNELS if 'e' in gates else KERNELS[8:], 'bfloat16', gates, K, K)
-                    for cc in (80, 90) for K in (48, 64, 128) for gates in ('', 'we', 'f', 'fz', 'wefz')))
+    compiled_ahead(*((cc, '', rule, K) for cc in (80, 90) for K in (48, 64, 128)
+                     for rule in ('sum', 'delta', 'gla', 'decay', 'two-sided delta')))
 
 def in_hub_layout(folder, kind, **how):
     """A small model with random weights as the hub keeps it, and its logits by a few lines of their own.
