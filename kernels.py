@@ -321,7 +321,7 @@ def step_on_cpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None,
 #   inverse     [ tile ]  [ tile ]  all at once                   k e g f               N (C numbers a token)
 #   forward     S -> o    S -> o    ...     one after the other   q k v w e g f z N     o, S, U (VK/C + V)
 #   states      dS     <- dS     <- ...     from the last back    q k e g f z N do      dS, dY (the same)
-#   tokens      [ tile ]  [ tile ]  all at once                   all but N, S dS U dY  dq dk dv dw de dg df dz
+#   tokens      [ tile ]  [ tile ]  all at once                   S dS U dY, all but N  dq dk dv dw de dg df dz
 #   one_step    S -> S, o           a step, not a tile            q k v w e f z S       o, S
 #
 # Two things differ from the CPU. A log-decay that all channels share is one number g a step: not factors of q
@@ -1018,8 +1018,8 @@ def check(q, k, v, write, erase, log_f, log_z, S, normalise):
 
 
 def small_case(tensors, normalise):
-    """Random tensors like those of a call, and a state, with two tiles and a rest of steps at most. Every other
-    head forgets fast. On a GPU there are so many that all of it is at work: some faults show only then."""
+    """Random tensors like those of a call, and a state; steps for two tiles and a rest at most. Every other head
+    forgets fast. On a GPU there are so many that all of it is at work: some faults show only then."""
     draw = torch.Generator().manual_seed(0)
     q = tensors['q']
     heads = 144 if q.is_cuda else 2
