@@ -609,6 +609,21 @@ def tokens(q, k, v, w, e, f, z, M, do, states, after, dq, dk, dv, dw, de, df, dz
         tl.store(dz + row, dz_, ok)
 
 
+MAX_K = 256     # features of a key that a step's kernels take: with more, S no longer fits into registers
+
+
+def launch(kernel, grid, *args, **how):
+    """kernel[grid](...) on the device of its first argument, a tensor; Triton takes the current one."""
+    with torch.cuda.device_of(args[0]):
+        kernel[grid](*args, **how)
+
+
+def value_block(sequences, V):
+    """How many value channels a program of a step has: few where there are few sequences, so that at GPT-2's
+    size (12 heads of 64) a single text still makes 96 programs."""
+    return min(triton.next_power_of_2(V), 8 if sequences <= 64 else 16)
+
+
 @jit
 def vector(p, seq, i, D: tl.constexpr):
     """Row seq of a (sequences, D) tensor, [len(i)] in fp32, 0 outside; [1] for one number; 1 for None."""
@@ -621,9 +636,28 @@ def vector(p, seq, i, D: tl.constexpr):
 
 
 @jit
+def forgotten(S, log_decay, LOG_MIN: tl.constexpr):
+    """S times the decays, log_decay in any shape that fits S."""
+    return S * tl.exp(tl.maximum(log_decay, LOG_MIN))
+
+
+@jit
+def written(S, k, v, w, e, ERASE: tl.constexpr):
+    """S + (w v - e S k) k^T. S [BV, BK], k [BK], v [BV], w and e [1]"""
+    u = w * v
+    if ERASE:
+        u -= e * tl.sum(S * k[None, :], 1)
+    return S + u[:, None] * k[None, :]
+
+
+# for each sequence and each block of BV value channels, in parallel:      the definition, for one step
+#     S = (z f^T) * S                                           a [BV, BK] part, read and written once
+#     S = S + (w v - e S k) k^T
+#     o = S q                                                   with NORM divided by n.q, n the last row of S
+@jit
 def one_step(q, k, v, w, e, f, z, S, floor, o, S_new, K: tl.constexpr, V: tl.constexpr, FD: tl.constexpr,
              ZD: tl.constexpr, NORM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LOG_MIN: tl.constexpr):
-    """The definition for one step, S read and written once. With NORM = 1, row V of S is n, the keys' sum."""
+    """Of q, k, v and gates as `recurrent` takes them. S_new is another tensor: every program reads n."""
     seq = tl.program_id(0).to(tl.int64)
     kk = tl.arange(0, BK)
     vv = tl.program_id(1) * BV + tl.arange(0, BV)
@@ -633,20 +667,17 @@ def one_step(q, k, v, w, e, f, z, S, floor, o, S_new, K: tl.constexpr, V: tl.con
     first = seq * (V + NORM)
     last = (first + V * NORM) * K + kk                          # unless NORM, a row of no use
     S_ = load(S, first + vv, kk, vv < V, K)
-    n = tl.load(S + last, kk < K, 0.0)
+    n = tl.load(S + last, kk < K, 0.0).to(tl.float32)
     if f is not None:
-        f_ = tl.exp(tl.maximum(vector(f, seq, kk, FD), LOG_MIN))
-        S_ = S_ * f_[None, :]
-        n = n * f_
+        f_ = vector(f, seq, kk, FD)
+        S_ = forgotten(S_, f_[None, :], LOG_MIN)
+        n = forgotten(n, f_, LOG_MIN)
     if z is not None:
-        z_ = tl.exp(tl.maximum(vector(z, seq, vv, ZD), LOG_MIN))
-        S_ = S_ * z_[:, None]
+        z_ = vector(z, seq, vv, ZD)
+        S_ = forgotten(S_, z_[:, None], LOG_MIN)
         if ZD == 1:
-            n = n * z_
-    u = w_ * vector(v, seq, vv, V)
-    if e is not None:
-        u -= vector(e, seq, kk, 1) * tl.sum(S_ * k_[None, :], 1)
-    S_ = S_ + u[:, None] * k_[None, :]
+            n = forgotten(n, z_, LOG_MIN)
+    S_ = written(S_, k_, vector(v, seq, vv, V), w_, vector(e, seq, kk, 1), e is not None)
     n = n + w_ * k_
     o_ = tl.sum(S_ * q_[None, :], 1)
     if NORM:
@@ -736,21 +767,23 @@ def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, norm
 
 def step_on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False,
                 floor=FLOOR):
-    """fastweight.recurrent for a single step, no gradients."""
+    """fastweight.recurrent for a single step, no gradients. The state is fp32, whatever came in."""
     B, H, _, K = q.shape
     V = v.shape[-1]
+    if K > MAX_K:
+        raise ValueError(f'q: expected at most {MAX_K} features for a step on a GPU, not {K}')
     norm = int(normalise)
     if S is None:
         S = v.new_zeros(B, H, V + norm, K, dtype=torch.float32)
     tensors = q, k, v, write, erase, log_f, log_z, S
     tensors = [if_given(torch.Tensor.contiguous, x) for x in tensors]
     o = v.new_empty(v.shape)
-    S_new = S.new_empty(S.shape)
+    S_new = S.new_empty(S.shape, dtype=torch.float32)
     BK = triton.next_power_of_2(K)
-    BV = min(triton.next_power_of_2(V), max(1, 4096 // BK))
+    BV = value_block(B * H, V)
     grid = B * H, triton.cdiv(V, BV)
     sizes = K, V, channels(log_f), channels(log_z), norm, BK, BV, LOG_MIN
-    one_step[grid](*tensors, floor, o, S_new, *sizes)
+    launch(one_step, grid, *tensors, floor, o, S_new, *sizes, num_warps=1)
     return o, S_new
 
 

@@ -645,6 +645,17 @@ def test_triton_kernels_equal_recurrent(gates):
     near(kernels.step_on_gpu(**one, normalise=normalise), recurrent(**one, normalise=normalise), 1e-6)
 
 @gpu
+def test_a_step_on_a_gpu_keeps_fp32_and_says_what_is_too_wide():
+    given, _ = inputs(f=K, z=V, erase=True, T=1, dtype=torch.bfloat16)
+    exact = recurrent(**{name: x.float() for name, x in given.items()})
+    o, S = kernels.step_on_gpu(**given)
+    assert o.dtype == torch.bfloat16 and S.dtype == torch.float32
+    near([o.float(), S], exact, 2e-2)
+    wide = torch.ones(1, 1, 1, kernels.MAX_K + 1)
+    with pytest.raises(ValueError, match='^q: expected at most 256 features'):
+        kernels.step_on_gpu(wide, wide, torch.ones(1, 1, 1, 4))
+
+@gpu
 def test_a_wrong_kernel_is_found_out():
     """On every machine and for every kind of arguments, before it is used."""
     given, normalise = inputs(f=K, z=V, erase=True, dtype=torch.float32)
