@@ -1472,6 +1472,15 @@ def test_draws_follow_the_distribution():
         assert (model_py.sample(logits.expand(50, -1), **kw) == 0).all()
     assert model_py.sample(logits[None], temperature=1e9, top_k=99).item() < 4
 
+def test_draws_are_those_of_multinomial():
+    """Bit for bit: a seed says what it has always said."""
+    logits = torch.randn(3, 300)
+    logits[0, :290] = -torch.inf
+    for seed in range(20):
+        mine, torchs = (torch.Generator().manual_seed(seed) for _ in range(2))
+        expected = torch.multinomial(logits.softmax(-1), 1, generator=torchs)
+        assert torch.equal(model_py.sample(logits, generator=mine), expected)
+
 
 # ---- 12. Conversion ----------------------------------------------------------------------------------------
 
