@@ -59,6 +59,7 @@ from model import (
     parse,
     pick_device,
     pick_forms,
+    sample,
     script,
     state_bytes,
     swapped,
@@ -1120,9 +1121,23 @@ def model_steps(rule, size, args):
                 rows.update(grown(rows, T), t=T * rows['t'])
         else:
             state = model.read(tokens[:, before:T], state)
-        step = kernels.recorded(model, token, state)
-        steps.append(Step(T, partial(step, token, state), state))
+        choose = partial(sample, temperature=0)
+        step = kernels.recorded(model, token, state, choose)
+        steps.append(Step(T, in_turn(step, token, state, rule == 'softmax'), state))
     return steps
+
+
+def in_turn(step, token, state, again):
+    """A function that takes the next step at each call, handing on the state as generate does; or again the same
+    step, for a state that would grow: its rows stay where they are."""
+    token, state = step(token, state)
+    if again:
+        return partial(step, token, [dict(layer, t=layer['t'].clone()) for layer in state])
+
+    def run():
+        nonlocal token, state
+        token, state = step(token, state)
+    return run
 
 
 def timed(level, form, steps, device):

@@ -1190,7 +1190,7 @@ def one_row(row, turn, t, keys, values, o, H: tl.constexpr, G: tl.constexpr, D: 
     tl.store(keys + at, k_.to(keys.dtype.element_ty), i < D)
     tl.store(values + at, o_.to(values.dtype.element_ty), i < D)
     top = tl.sum(q_ * k_, 0)
-    total = tl.exp(top - top)
+    total = 1.0
     for start in range(0, now, BR):
         r = start + tl.arange(0, BR)
         s = tl.sum(load(keys, seq * ROWS + r, i, r < now, D) * q_[None, :], 1)
@@ -1355,10 +1355,14 @@ class Recording:
         self.layers = []
         for block, given in zip(model.blocks, state):
             self.layers.append(kind_of(block)(block, given, model.forms, self.rows))
+        if generator is not None:
+            drawn = generator.get_state()
         self.load(state)
         self.replay = captured(self.play, token.device, generator)
         self.compare(token, state)
         self.load(state)
+        if generator is not None:                       # a seed says the same text, recorded or not
+            generator.set_state(drawn)
 
     def has_room(self, state):
         """Whether the rows of softmax layers can take one more."""
@@ -1388,13 +1392,14 @@ class Recording:
         self.t.add_(1)
 
     def compare(self, token, state):
-        """RuntimeError unless a step is that of the model: compilers have made wrong kernels without a word."""
+        """RuntimeError unless a step is that of the model: compilers have made wrong kernels without a word. A
+        wrong one is off by far more than rounding, which in bf16 may be some percent behind twelve layers."""
         expected = self.model(token, state)[0][:, -1].float()
         self.load(state)
         self.here.copy_(token)
         self.replay()
         error = (self.logits.float() - expected).norm() / expected.norm()
-        limit = 1e-3 if self.logits.dtype == torch.float32 else 3e-2
+        limit = 1e-2 if self.logits.dtype == torch.float32 else 1e-1
         if not error < limit:
             raise RuntimeError(f'the graph differs from the model by {error:.1e}')
 

@@ -426,6 +426,8 @@ import ast
 import contextlib
 import csv
 import dataclasses
+import functools
+import gc
 import hashlib
 import http.server
 import inspect
@@ -441,6 +443,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -892,6 +895,15 @@ def test_overflow_with_taylor_is_near_softmax_where_scores_are_small():
     both = FastWeights('window', 8, 2, 4, cache=5, overflow='sum:taylor').double()(x, q, k, v)[0]
     assert (both - wanted).abs().max() < .02 * (alone - wanted).abs().max()
 
+def listener():
+    """-> choose(logits), the greedy choice, and the list of all logits that it was given"""
+    seen = []
+
+    def choose(logits):
+        seen.append(logits.clone())
+        return logits.argmax(-1, keepdim=True)
+    return choose, seen
+
 def test_recorded_steps_equal_the_model():
     for flags in (dict(rule='delta'), dict(rule='decay', pos='learned'), dict(rule='gated', pos='rope'),
                   dict(rule='tova', cache=5), dict(rule='delta', norm='attn', phi='elu')):
@@ -899,10 +911,183 @@ def test_recorded_steps_equal_the_model():
         with torch.inference_mode():
             tokens = torch.randint(256, (2, 20))
             state = m(tokens[:, :6])[1]
-            step = m.forms.record(m, tokens[:, 6:7], state)
-            assert step is not m
-            parts, _ = model_in_parts(step, tokens[:, 6:], range(1, 14), state)
-            near(parts, m(tokens)[0][:, 6:], 1e-6 if m.config.turns() else 1e-9)     # angles are fp32
+            choose, seen = listener()
+            step = m.forms.record(m, tokens[:, 6:7], state, choose)
+            assert 'traced' in step.__qualname__
+            for t in range(6, 20):
+                token, state = step(tokens[:, t:t + 1], state)
+                assert torch.equal(token, seen[-1].argmax(-1, keepdim=True))
+            near(torch.stack(seen, 1), m(tokens)[0][:, 6:], 1e-6 if m.config.turns() else 1e-9)  # angles are fp32
+
+def test_what_cannot_be_recorded_is_left_to_the_model(monkeypatch, capsys):
+    for flags, why in (dict(rule='softmax'), ''), (dict(rule='sum', phi='cosformer'), 'position as a number'):
+        m = GPT(Config(**flags, n_layer=1, n_head=2, n_embd=16)).eval()
+        step = m.forms.record(m, torch.ones(1, 1, dtype=torch.long), None, None)
+        assert step.func == m.step and why in capsys.readouterr().err
+    monkeypatch.setattr(kernels, 'traced', Mock(side_effect=RuntimeError('no such operation')))
+    m = GPT(Config(n_layer=1, n_head=2, n_embd=16)).eval()
+    assert m.forms.record(m, torch.ones(1, 1, dtype=torch.long), None, None).func == m.step
+    assert 'steps are not recorded: RuntimeError: no such operation' in capsys.readouterr().err
+
+GPT2 = dict(pos='learned', bias=True, act='gelu', conv=0)
+LLAMA = dict(rule='softmax', rms=True, act='swiglu', n_kv_head=1, tied=False, conv=0)
+DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
+
+def played_here(monkeypatch):
+    """Steps that a GPU's graph would play are played one by one where there is none."""
+    if DEVICE == 'cpu':
+        monkeypatch.setattr(kernels, 'captured', lambda play, device, generator: play)
+    monkeypatch.setattr(kernels, 'recorded', kernels.graphed)
+
+def random_model(**flags):
+    """With tokens (1, 60); nothing hides behind a zero at initialisation."""
+    sizes = dict(n_layer=1, n_head=2, n_embd=24, block_size=36, vocab_size=50)
+    m = GPT(Config(**{**sizes, **flags})).eval()
+    with torch.no_grad():
+        for p in m.parameters():
+            p.add_(.1 * torch.randn_like(p))
+    return m.to(DEVICE), torch.randint(50, (1, 60), device=DEVICE)
+
+@gpu
+@pytest.mark.parametrize('flags', [
+    dict(rule='delta', conv=2, beta_max=2.0), dict(rule='sum', bias=True), dict(rule='gated_delta', norm='sum', phi='elu'),
+    dict(rule='decay', n_kv_head=1), dict(rule='kda', pos='rope', conv=1, rms=True),
+    dict(rule='gla', phi='relu', norm='attn'), dict(rule='retention', conv=0),
+    dict(rule='sum', phi='hedgehog', **GPT2), dict(rule='gated', phi='t2r-scaled:7', **GPT2),
+    dict(rule='sum', phi='exp:.5', norm='sum'), dict(rule='softmax', **GPT2), LLAMA,
+    dict(layers='delta,softmax,tova', n_layer=3, cache=5), dict(phi='dpfp'), dict(rule='sum', phi='favor'),
+    dict(rule='delta', norm='attn', phi='elu'), dict(rule='window', cache=4, overflow='sum:favor')],
+    ids=lambda flags: '-'.join(map(str, flags.values())))
+def test_steps_in_place_equal_the_model(flags, tmp_path, monkeypatch):
+    """Logits and states; from any start, also past the learned positions; the state, saved, goes back to the
+    model."""
+    played_here(monkeypatch)
+    m, tokens = random_model(**flags)
+    with torch.inference_mode():
+        for start, end in (0, 2), (5, 7), (32, 40):
+            mine = model = m(tokens[:, :start])[1] if start else None
+            if start == 5:
+                mine = [dict(reversed(layer.items())) for layer in mine]       # the order of names is no matter
+            choose, seen = listener()
+            step = kernels.graphed(m, tokens[:, start:start + 1], mine or kernels.empty_state(m, tokens[:, :1]),
+                                   choose, None)
+            mine = mine or kernels.empty_state(m, tokens[:, :1])
+            for t in range(start, end):
+                token, mine = step(tokens[:, t:t + 1], mine)
+                exact, model = m(tokens[:, t:t + 1], model)
+                assert token == exact.argmax(-1)
+                if DEVICE == 'cpu':
+                    near(seen[-1], exact[:, -1], 1e-5)
+            close(comparable(mine), comparable(model), 1e-5)
+            files.write(tmp_path / 'state', pack(mine), {})
+            mine = unpack(files.read(tmp_path / 'state')[0], device=DEVICE)
+            near(m(tokens[:, end:], mine)[0], m(tokens[:, end:], model)[0], 1e-4)
+
+@gpu
+def test_a_text_written_in_place_is_that_of_the_model(monkeypatch):
+    """80 tokens, the last 48 of them from recorded steps; tokens may be kept, and what is given stays."""
+    played_here(monkeypatch)
+    m, tokens = random_model(n_embd=16)
+    state = m.read(tokens[:, :9])
+    before = {name: x.clone() for name, x in pack(state).items()}
+    texts = []
+    for impl in 'auto', 'chunk':
+        m.forms = model_py.pick_forms(impl)
+        draw = torch.Generator(DEVICE).manual_seed(0)
+        steps = itertools.islice(m.generate(tokens[:, 9:12], state, 0.9, 20, 0.9, draw), 80)
+        texts.append(torch.cat([token for token, _ in steps], 1))
+        close(pack(state), before, 0)
+    assert torch.equal(*texts) and len(texts[0].unique()) > 9
+
+@gpu
+def test_a_recording_keeps_its_model_and_the_callers_state(monkeypatch):
+    """A graph knows addresses only: here its stand-in holds nothing, either."""
+    def forgetful(play, device, generator):
+        known = weakref.WeakMethod(play)
+        return lambda: known()()
+    monkeypatch.setattr(kernels, 'captured', forgetful)
+    m, tokens = random_model(n_embd=16)
+    tokens, model = tokens.cpu(), m.cpu()
+    with torch.inference_mode():
+        state = m(tokens[:, :4])[1]
+        before = {name: x.clone() for name, x in pack(state).items()}
+        choose, seen = listener()
+        step = kernels.graphed(m, tokens[:, 4:5], state, choose, None)
+        exact = m(tokens[:, 4:6])[0]
+        exact = m(tokens[:, 4:6], state)[0]
+        model = weakref.ref(m)
+        del m
+        gc.collect()
+        assert model() is not None
+        _, later = step(tokens[:, 4:5], state)
+        near(seen[-1], exact[:, 0], 1e-5)
+        close(pack(state), before, 0)
+        _, last = step(tokens[:, 5:6], later)
+        near(seen[-1], exact[:, 1], 1e-5)
+        assert last is later and last[0]['t'] == 6                  # one object, good until the next step
+        step(tokens[:, 4:5], state)                                 # from the start again
+        near(seen[-1], exact[:, 0], 1e-5)
+
+@gpu
+def test_a_wrong_graph_is_found_out(monkeypatch):
+    """It is compared with the model before it is used."""
+    def wrong(play, device, generator):
+        def replay():
+            play()
+            play.__self__.logits.mul_(1.1)
+        return replay
+    monkeypatch.setattr(kernels, 'captured', wrong)
+    m, tokens = random_model(n_embd=16)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match='the graph differs from the model by 1.0e-01'):
+        kernels.graphed(m, tokens[:, :1], m(tokens)[1], listener()[0], None)
+
+@gpu
+def test_rows_get_more_room_when_it_is_full(monkeypatch):
+    """Beyond the kernel's blocks of 64 rows. Without a convolution an earlier state can be gone back to."""
+    played_here(monkeypatch)
+    m, tokens = random_model(rule='softmax', n_embd=16, conv=0)
+    tokens = tokens.repeat(1, 3)
+    monkeypatch.setattr(kernels, 'room', lambda state: int(state[0]['t']) + 4)
+    with torch.inference_mode():
+        exact, state = m(tokens[:, :123])[0], m(tokens[:, :110])[1]
+        choose, _ = listener()
+        step = kernels.graphed(m, tokens[:, 110:111], state, choose, None)
+        for t in range(110, 123):
+            if t == 119:                                # behind the third recording's first step
+                early = [dict(layer, t=layer['t'].clone()) for layer in state]
+            token, state = step(tokens[:, t:t + 1], state)
+            assert token == exact[:, t].argmax(-1)
+        near(m(tokens[:, 119:123], early)[0], exact[:, 119:], 1e-5)
+        token, state = step(tokens[:, 119:120], early)
+        assert token == exact[:, 119].argmax(-1) and state[0]['t'] == 120
+        assert torch.equal(state[0]['k'][:, :, :119], early[0]['k'])
+
+@gpu
+@pytest.mark.parametrize('flags', [
+    dict(rule='delta'), dict(rule='sum'), dict(rule='gated_delta'), dict(rule='decay'),
+    dict(rule='sum', phi='hedgehog', **GPT2), dict(rule='gated', phi='hedgehog', **GPT2),
+    dict(rule='softmax', **GPT2), LLAMA], ids=lambda flags: '-'.join(map(str, flags.values())))
+def test_a_step_of_twelve_layers_is_at_most_150_launches(flags, monkeypatch):
+    """With the draw of a token, top_k and top_p; the width does not matter."""
+    monkeypatch.setattr(kernels, 'captured', lambda play, device, generator: play)
+    m, tokens = random_model(n_layer=12, n_embd=4, **flags)
+    choose = functools.partial(model_py.sample, top_k=5, top_p=.9)
+    with torch.inference_mode():
+        recording = kernels.Recording(m, tokens[:, :1], m(tokens[:, :3])[1], choose)
+        assert 12 * 8 < kernels.nodes(recording.play) <= 150
+
+@gpu
+def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
+    entered = []
+
+    @contextlib.contextmanager
+    def device_of(x):
+        entered.append(x)
+        yield
+    monkeypatch.setattr(torch.cuda, 'device_of', device_of)
+    x = torch.ones(1, 1, 1, 4, device=DEVICE)
+    kernels.step_on_gpu(x, x, x)
+    assert entered[0] is x
 
 
 # ---- 8. Refusals and flags: one line that says why, exit code 2, nothing half-written ----------------------
@@ -1412,6 +1597,20 @@ def test_a_saved_state_goes_on_as_if_never_stopped(rule, a_model, characters, tm
     other, half = a_model(f'--rule={rule}', '--seed=1', data=characters), tmp_path / 'half'
     assert 'not a state' in refused(capsys, sample.main, f'--init={other}', f'--load_state={half}')
     assert 'holds no model' in refused(capsys, sample.main, f'--init={half}')
+
+@gpu
+@pytest.mark.parametrize('rule', ['gated_delta', 'softmax'])
+def test_a_state_saved_from_a_recording_goes_on(rule, a_model, characters, tmp_path, capsys, monkeypatch):
+    init = f'--init={a_model(f"--rule={rule}", "--cache=9", data=characters)}'
+    played_here(monkeypatch)                                    # not before: training writes a sample, too
+    found = []
+    for impl in 'auto', 'chunk':
+        flags = init, '--top_k=9', f'--impl={impl}'
+        text = written(capsys, *flags, '--prompt=line 1', '--tokens=36', f'--save_state={tmp_path / impl}')[0]
+        more = written(capsys, *flags, '--tokens=3', f'--load_state={tmp_path / impl}')[0]
+        found.append((text, more))
+    assert found[0] == found[1] and len(found[0][0]) > 30
+    close(by_position(tmp_path / 'auto'), by_position(tmp_path / 'chunk'), 1e-5)
 
 def by_position(path):
     """A state file's tensors, with rows in order."""
@@ -1958,6 +2157,40 @@ def ahead_of_time(*cases):
 @gpu
 def test_kernels_compile_for_gpus_that_are_not_here():
     ahead_of_time((90, 'forward', 'bfloat16', 'wefz', 64, 64))
+
+STEPS = '''
+import triton, kernels
+from triton.backends.compiler import GPUTarget
+
+TYPES = dict(t='*i64', S='*fp32', turn='*fp32', bias='*fp32', rate='*fp32', eps='fp32', floor='fp32')
+
+def compiled(kernel, x, warps, absent, **fixed):
+    """The kernel with activations of type x, without what is absent, compiled for an H100."""
+    names = kernel.arg_names
+    fixed.update(dict.fromkeys(absent.split()))
+    types = {name: TYPES.get(name, x) for name in names if name not in fixed}
+    signature = {name: types.get(name, 'constexpr') for name in names}
+    constants = {(names.index(name),): value for name, value in fixed.items()}
+    source = triton.compiler.ASTSource(kernel, signature, constants)
+    return triton.compile(source, target=GPUTarget('cuda', 90, 32), options=dict(num_warps=warps))
+
+token = dict(H=12, G=12, D=64, K=64, NW=1, NF=0, NZ=0, WRITE='beta', FIXED=False, ERASE=True, BETA_MAX=1.0,
+             PHI='silu', NORM='l2', Q_SCALE=1.0, K_SCALE=1.0, ROWS=64, BK=64, BV=8, LOG_MIN=-5.0)
+mean = dict(PHI='hedgehog', NORM='attn', K=128, BK=128, ROWS=72, NW=0, NF=1, WRITE='1-f', ERASE=False)
+for x in '*bf16', '*fp32':
+    compiled(kernels.norm_shift, x, 4, 'bias', RMS=False, N=3, D=768, BD=1024)
+    compiled(kernels.norm_shift, x, 4, 'last w', RMS=True, N=0, D=768, BD=1024)
+    compiled(kernels.one_row, x, 4, '', H=12, G=4, D=64, ROWS=1024, BD=64, BR=64)
+    compiled(kernels.one_token, x, 1, 'turn W b bias rate', **token)
+    compiled(kernels.one_token, x, 1, 'W b', **{**token, 'NF': 64, 'NZ': 64})
+    compiled(kernels.one_token, x, 4, 'turn b', **{**token, **mean})
+'''
+
+@gpu
+def test_kernels_of_a_step_compile_for_gpus_that_are_not_here():
+    env = {**os.environ, 'TRITON_INTERPRET': '0'}
+    out = subprocess.run([sys.executable, '-c', STEPS], cwd=HERE, env=env, capture_output=True, text=True)
+    assert not out.returncode, out.stdout + out.stderr
 
 @slow
 @gpu
