@@ -1128,8 +1128,8 @@ def model_steps(rule, size, args):
 
 
 def in_turn(step, token, state, again):
-    """A function that takes the next step at each call, handing on the state as generate does; or again the same
-    step, for a state that would grow: its rows stay where they are."""
+    """A function that takes the next step at each call, handing the state on; or the same step again, where
+    the state would grow: its rows stay where they are."""
     token, state = step(token, state)
     if again:
         return partial(step, token, [dict(layer, t=layer['t'].clone()) for layer in state])

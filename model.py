@@ -312,8 +312,8 @@ def relu_squared(x):
 
 
 def unrecorded(model, token, state, choose, generator=None):
-    """A function (token (B, 1), state) -> token, state: a step of the model and the choice of what comes next,
-    choose(logits (B, vocab)) -> (B, 1). Faster: kernels.recorded, which is told where it will go on."""
+    """A function (token (B, 1), state) -> token, state: a step of the model and choose(logits (B, vocab)) ->
+    (B, 1) of what comes next. Faster: kernels.recorded, which is told where it will begin, and what draws."""
     return functools.partial(model.step, choose=choose)
 
 

@@ -917,7 +917,8 @@ def test_recorded_steps_equal_the_model():
             for t in range(6, 20):
                 token, state = step(tokens[:, t:t + 1], state)
                 assert torch.equal(token, seen[-1].argmax(-1, keepdim=True))
-            near(torch.stack(seen, 1), m(tokens)[0][:, 6:], 1e-6 if m.config.turns() else 1e-9)  # angles are fp32
+            tol = 1e-6 if m.config.turns() else 1e-9            # angles are fp32
+            near(torch.stack(seen, 1), m(tokens)[0][:, 6:], tol)
 
 def test_what_cannot_be_recorded_is_left_to_the_model(monkeypatch, capsys):
     for flags, why in (dict(rule='softmax'), ''), (dict(rule='sum', phi='cosformer'), 'position as a number'):
@@ -950,8 +951,9 @@ def random_model(**flags):
 
 @gpu
 @pytest.mark.parametrize('flags', [
-    dict(rule='delta', conv=2, beta_max=2.0), dict(rule='sum', bias=True), dict(rule='gated_delta', norm='sum', phi='elu'),
-    dict(rule='decay', n_kv_head=1), dict(rule='kda', pos='rope', conv=1, rms=True),
+    dict(rule='delta', conv=2, beta_max=2.0), dict(rule='sum', bias=True),
+    dict(rule='gated_delta', norm='sum', phi='elu'), dict(rule='decay', n_kv_head=1),
+    dict(rule='kda', pos='rope', conv=1, rms=True),
     dict(rule='gla', phi='relu', norm='attn'), dict(rule='retention', conv=0),
     dict(rule='sum', phi='hedgehog', **GPT2), dict(rule='gated', phi='t2r-scaled:7', **GPT2),
     dict(rule='sum', phi='exp:.5', norm='sum'), dict(rule='softmax', **GPT2), LLAMA,
@@ -967,11 +969,10 @@ def test_steps_in_place_equal_the_model(flags, tmp_path, monkeypatch):
         for start, end in (0, 2), (5, 7), (32, 40):
             mine = model = m(tokens[:, :start])[1] if start else None
             if start == 5:
-                mine = [dict(reversed(layer.items())) for layer in mine]       # the order of names is no matter
+                mine = [dict(reversed(layer.items())) for layer in mine]    # their order does not matter
             choose, seen = listener()
-            step = kernels.graphed(m, tokens[:, start:start + 1], mine or kernels.empty_state(m, tokens[:, :1]),
-                                   choose, None)
             mine = mine or kernels.empty_state(m, tokens[:, :1])
+            step = kernels.graphed(m, tokens[:, start:start + 1], mine, choose, None)
             for t in range(start, end):
                 token, mine = step(tokens[:, t:t + 1], mine)
                 exact, model = m(tokens[:, t:t + 1], model)
@@ -1036,7 +1037,7 @@ def test_a_wrong_graph_is_found_out(monkeypatch):
         return replay
     monkeypatch.setattr(kernels, 'captured', wrong)
     m, tokens = random_model(n_embd=16)
-    with torch.inference_mode(), pytest.raises(RuntimeError, match='the graph differs from the model by 1.0e-01'):
+    with torch.inference_mode(), pytest.raises(RuntimeError, match='differs from the model by 1.0e-01'):
         kernels.graphed(m, tokens[:, :1], m(tokens)[1], listener()[0], None)
 
 @gpu
