@@ -1041,7 +1041,8 @@ def norm_shift(x, scale, bias, eps, last, w, y, RMS: tl.constexpr, N: tl.constex
 def softplus(x):
     """log(1 + e^x), also where 1 + e^x rounds to 1: slow decays count."""
     y = tl.exp(-tl.abs(x))
-    return tl.maximum(x, 0.0) + tl.where(y < 0.01, y * (1 - y * (0.5 - y / 3)), tl.log(1 + y))
+    log1p = tl.where(y < 0.01, y * (1 - y * (0.5 - y / 3)), tl.log(1 + y))
+    return tl.maximum(x, 0.0) + log1p
 
 
 @jit
@@ -1141,18 +1142,19 @@ def one_token(row, turn, W, b, bias, rate, S, o, floor, H: tl.constexpr, G: tl.c
     w_ = tl.full([1], 1.0, tl.float32)
     if rate is not None:
         rate_ = vector(rate, head, kk, 1)
+    if NF + NZ > 0:
+        bias += head * (NF + NZ)
     if FIXED or NF:
         log_f = -rate_
         if NF:
-            raw = vector(gates + NW, 0, kk, NF) + vector(bias + head * (NF + NZ), 0, kk, NF)
-            log_f = log_f * softplus(raw)
+            log_f = log_f * softplus(vector(gates + NW, 0, kk, NF) + vector(bias, 0, kk, NF))
         S_ = forgotten(S_, log_f[None, :], LOG_MIN)
         n = forgotten(n, log_f, LOG_MIN)
         if WRITE == '1-f':
             w_ = one_less_exp(tl.maximum(log_f, LOG_MIN))
     if NZ:
-        raw = vector(gates + NW + NF, 0, vv, NZ) + vector(bias + head * (NF + NZ) + NF, 0, vv, NZ)
-        S_ = forgotten(S_, (-rate_ * softplus(raw))[:, None], LOG_MIN)
+        log_z = -rate_ * softplus(vector(gates + NW + NF, 0, vv, NZ) + vector(bias + NF, 0, vv, NZ))
+        S_ = forgotten(S_, log_z[:, None], LOG_MIN)
     if WRITE == 'beta':
         w_ = BETA_MAX * tl.sigmoid(vector(gates, 0, kk, 1))
     S_ = written(S_, k_, v_, w_, w_, ERASE)
@@ -1515,16 +1517,18 @@ class FastLayer(InPlace):
         self.memory['S'] = self.S[:, :, :D + memory.normalise]
         W = getattr(phi, 'weight', None)
         self.constants = W, getattr(phi, 'bias', None), *constants_of(gates), self.S
+        self.warps = 1 if W is None else 4
         NW, NF, NZ = gates.sizes
+        rule = memory.rule
         scale = getattr(phi, 's', 1.0)
         q_scale = scale
         if getattr(phi, 'scaled', False):
             q_scale = D ** -0.5
-        self.sizes = dict(H=H, G=self.mixer.n_kv_head, D=D, K=K, NW=NW, NF=NF, NZ=NZ, ROWS=n_rows, BV=BV,
-                          BK=triton.next_power_of_2(K), LOG_MIN=LOG_MIN, Q_SCALE=q_scale, K_SCALE=scale,
-                          WRITE=memory.rule.write, ERASE=memory.rule.erase, FIXED=memory.rule.f == 'fixed',
-                          BETA_MAX=gates.beta_max, PHI=map_of(phi), NORM=memory.norm)
-        self.warps = 1 if W is None else 4
+        self.sizes = dict(H=H, G=self.mixer.n_kv_head, D=D, K=K, NW=NW, NF=NF, NZ=NZ, ROWS=n_rows)
+        self.sizes.update(BK=triton.next_power_of_2(K), BV=BV, LOG_MIN=LOG_MIN)
+        self.sizes.update(WRITE=rule.write, ERASE=rule.erase, FIXED=rule.f == 'fixed')
+        self.sizes.update(PHI=map_of(phi), NORM=memory.norm, BETA_MAX=gates.beta_max)
+        self.sizes.update(Q_SCALE=q_scale, K_SCALE=scale)
 
     def load(self, given):
         super().load(given)
