@@ -72,6 +72,7 @@ from model import (
     parse,
     pick_device,
     pick_forms,
+    sample,
     script,
     state_bytes,
     swapped,
@@ -1170,9 +1171,23 @@ def model_steps(rule, size, args):
                 rows.update(grown(rows, T), t=T * rows['t'])
         else:
             state = model.read(tokens[:, before:T], state)
-        step = kernels.recorded(model, token, state)
-        steps.append(Step(T, partial(step, token, state), state))
+        choose = partial(sample, temperature=0)
+        step = kernels.recorded(model, token, state, choose)
+        steps.append(Step(T, in_turn(step, token, state, rule == 'softmax'), state))
     return steps
+
+
+def in_turn(step, token, state, again):
+    """A function that takes the next step at each call, handing the state on; or the same step again, where
+    the state would grow: its rows stay where they are."""
+    token, state = step(token, state)
+    if again:
+        return partial(step, token, [dict(layer, t=layer['t'].clone()) for layer in state])
+
+    def run():
+        nonlocal token, state
+        token, state = step(token, state)
+    return run
 
 
 def timed(level, form, steps, device):
@@ -1380,14 +1395,14 @@ class Launch(NamedTuple):
 
     def trips(self):
         """How often its outermost loops run, by its name: over the chunks of a sequence, over the blocks of
-        value channels, over the rows of a tile. Loops of other kernels are counted once."""
+        value channels, over the rows of a block of 16. Loops of other kernels are counted once."""
         x = self.given
         if self.kernel.__name__ in ('forward', 'states'):
             return -(-x['T'] // x['C'])
         if self.kernel.__name__ == 'tokens':
             return -(-x['V'] // x['BV'])
         if self.kernel.__name__ == 'inverse':
-            return x['C'] - 1
+            return 15
         return 1
 
 

@@ -4,7 +4,7 @@
     o, S = step(...)                                                             the same for a single step
     o, log_mass, went, rows = bounded(q, k, v, rows, t, policy, cache, ...)      fastweight.bounded
     y = shifted_sum(x, w)    y = relu_squared(x)                                 model.py, under these names
-    run = recorded(model, token, state)                                          model(token, state)
+    step = recorded(model, token, state, choose)                                 model.step
 
 Without this file everything works, and is slower: only model.pick_forms imports it.
 """
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastweight
 from fastweight import (FLOOR, LOG_MIN, FeatureMap, append, attend, bounded_step, empty_rows, finish, pick,
@@ -321,7 +322,7 @@ def step_on_cpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None,
 #   inverse     [ tile ]  [ tile ]  all at once                   k e g f               N (C numbers a token)
 #   forward     S -> o    S -> o    ...     one after the other   q k v w e g f z N     o, S, U (VK/C + V)
 #   states      dS     <- dS     <- ...     from the last back    q k e g f z N do      dS, dY (the same)
-#   tokens      [ tile ]  [ tile ]  all at once                   S dS U dY, all but N  dq dk dv dw de dg df dz
+#   tokens      [ tile ]  [ tile ]  all at once                   S dS U dY, not N      the gradients
 #   one_step    S -> S, o           a step, not a tile            q k v w e f z S       o, S
 #
 # Two things differ from the CPU. A log-decay that all channels share is one number g a step: not factors of q
@@ -714,6 +715,21 @@ def tokens(q, k, v, w, e, g, f, z, do, dn_q, written, d_written, states, after, 
     finish_keys(q, k, e, g, f, row, kk, ok, dA, dL, dD, dy, dr, dx_out, kept, dq, dk, de, dg, df, K, C, DT)
 
 
+MAX_K = 256     # features of a key that a step's kernels take: with more, S no longer fits into registers
+
+
+def launch(kernel, grid, *args, **how):
+    """kernel[grid](...) on the device of its first argument, a tensor; Triton takes the current one."""
+    with torch.cuda.device_of(args[0]):
+        kernel[grid](*args, **how)
+
+
+def value_block(sequences, V):
+    """How many value channels a program of a step has: few where there are few sequences, so that at GPT-2's
+    size (12 heads of 64) a single text still makes 96 programs."""
+    return min(triton.next_power_of_2(V), 8 if sequences <= 64 else 16)
+
+
 @jit
 def vector(p, seq, i, D: tl.constexpr):
     """Row seq of a (sequences, D) tensor, [len(i)] in fp32, 0 outside; [1] for one number; 1 for None."""
@@ -726,9 +742,28 @@ def vector(p, seq, i, D: tl.constexpr):
 
 
 @jit
+def forgotten(S, log_decay, LOG_MIN: tl.constexpr):
+    """S times the decays, log_decay in any shape that fits S."""
+    return S * tl.exp(tl.maximum(log_decay, LOG_MIN))
+
+
+@jit
+def written(S, k, v, w, e, ERASE: tl.constexpr):
+    """S + (w v - e S k) k^T. S [BV, BK], k [BK], v [BV], w and e [1]"""
+    u = w * v
+    if ERASE:
+        u -= e * tl.sum(S * k[None, :], 1)
+    return S + u[:, None] * k[None, :]
+
+
+# for each sequence and each block of BV value channels, in parallel:      the definition, for one step
+#     S = (z f^T) * S                                           a [BV, BK] part, read and written once
+#     S = S + (w v - e S k) k^T
+#     o = S q                                                   with NORM divided by n.q, n the last row of S
+@jit
 def one_step(q, k, v, w, e, f, z, S, floor, o, S_new, K: tl.constexpr, V: tl.constexpr, FD: tl.constexpr,
              ZD: tl.constexpr, NORM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LOG_MIN: tl.constexpr):
-    """The definition for one step, S read and written once. With NORM = 1, row V of S is n, the keys' sum."""
+    """Of q, k, v and gates as `recurrent` takes them. S_new is another tensor: every program reads n."""
     seq = tl.program_id(0).to(tl.int64)
     kk = tl.arange(0, BK)
     vv = tl.program_id(1) * BV + tl.arange(0, BV)
@@ -738,20 +773,17 @@ def one_step(q, k, v, w, e, f, z, S, floor, o, S_new, K: tl.constexpr, V: tl.con
     first = seq * (V + NORM)
     last = (first + V * NORM) * K + kk                          # unless NORM, a row of no use
     S_ = load(S, first + vv, kk, vv < V, K)
-    n = tl.load(S + last, kk < K, 0.0)
+    n = tl.load(S + last, kk < K, 0.0).to(tl.float32)
     if f is not None:
-        f_ = tl.exp(tl.maximum(vector(f, seq, kk, FD), LOG_MIN))
-        S_ = S_ * f_[None, :]
-        n = n * f_
+        f_ = vector(f, seq, kk, FD)
+        S_ = forgotten(S_, f_[None, :], LOG_MIN)
+        n = forgotten(n, f_, LOG_MIN)
     if z is not None:
-        z_ = tl.exp(tl.maximum(vector(z, seq, vv, ZD), LOG_MIN))
-        S_ = S_ * z_[:, None]
+        z_ = vector(z, seq, vv, ZD)
+        S_ = forgotten(S_, z_[:, None], LOG_MIN)
         if ZD == 1:
-            n = n * z_
-    u = w_ * vector(v, seq, vv, V)
-    if e is not None:
-        u -= vector(e, seq, kk, 1) * tl.sum(S_ * k_[None, :], 1)
-    S_ = S_ + u[:, None] * k_[None, :]
+            n = forgotten(n, z_, LOG_MIN)
+    S_ = written(S_, k_, vector(v, seq, vv, V), w_, vector(e, seq, kk, 1), e is not None)
     n = n + w_ * k_
     o_ = tl.sum(S_ * q_[None, :], 1)
     if NORM:
@@ -789,13 +821,12 @@ def tiles(K, short, dtype):
     return dict(C=C, BK=BK, BV=min(C, 32), DT=DT)
 
 
-def launch(kernel, grid, *args, **sizes):
-    """Run a kernel on the device of its tensors, which need not be the current one."""
+def walk_tiles(kernel, grid, *args, **sizes):
+    """`launch` with the shape of the kernel."""
     warps, stages = SHAPES[kernel.__name__]
     if sizes['BK'] > 64:
         warps = 8
-    with torch.cuda.device_of(args[0]):
-        kernel[grid](*args, **sizes, num_warps=warps, num_stages=stages)
+    launch(kernel, grid, *args, **sizes, num_warps=warps, num_stages=stages)
 
 
 def segments(programs, T, C):
@@ -816,7 +847,7 @@ def whole(k, e, g, f, z, N, size):
         eye = torch.eye(K, device=k.device).expand_as(P).contiguous()
         grid = B * H, triton.cdiv(K, size['BV'])
         none = None, None, None, None
-        launch(forward, grid, k, k, None, None, e, g, f, None, N, eye, *none, P, 0.0, T, K, K, 0, **size)
+        walk_tiles(forward, grid, k, k, None, None, e, g, f, None, N, eye, *none, P, 0.0, T, K, K, 0, **size)
         return P
     log_P = torch.zeros(B, H, 1, 1, device=k.device)
     if g is not None:
@@ -864,13 +895,13 @@ class Tiles(torch.autograd.Function):
         sizes = T, K, V, norm
 
         def run(S_0, S_T, o=None, n_q=None, U=None, before=None):
-            launch(forward, grid, q, k, v, w, e, g, f, z, N, S_0, o, n_q, U, before, S_T, floor, *sizes,
-                   **size)
+            walk_tiles(forward, grid, q, k, v, w, e, g, f, z, N, S_0, o, n_q, U, before, S_T, floor, *sizes,
+                       **size)
         N = U = P = before = n_q = None
         if e is not None:
             N = v.new_empty(B * H * chunks, C, C, dtype=kept)
             few = {name: size[name] for name in ('C', 'BK', 'DT')}
-            launch(inverse, (B * H * chunks,), k, e, g, f, N, T, K, **few)
+            walk_tiles(inverse, (B * H * chunks,), k, e, g, f, N, T, K, **few)
         S_T = S.new_empty(B, H, *S.shape[2:])
         if n > 1:
             P = whole(k, e, g, f, z, N, size)
@@ -908,7 +939,7 @@ class Tiles(torch.autograd.Function):
         sizes = T, K, V, int(norm)
 
         def run(dS_T, dS_0, dY=None, after=None):
-            launch(states, grid, q, k, e, g, f, z, N, do, dn_q, dS_T, dY, after, dS_0, *sizes, **size)
+            walk_tiles(states, grid, q, k, e, g, f, z, N, do, dn_q, dS_T, dY, after, dS_0, *sizes, **size)
         dS_0 = dS.new_empty(B, H, *dS.shape[2:])
         if n > 1:
             run(torch.zeros_like(dS_0), dS_0)
@@ -919,8 +950,8 @@ class Tiles(torch.autograd.Function):
         gradients = [if_given(torch.empty_like, x) for x in (q, k, v, w, e, g, f, z)]
         if not norm:
             size = {**size, 'BV': 2 * size['BV']}
-        launch(tokens, (B * H * chunks,), q, k, v, w, e, g, f, z, do, dn_q, U, dY, before, after, *gradients,
-               *sizes, **size)
+        walk_tiles(tokens, (B * H * chunks,), q, k, v, w, e, g, f, z, do, dn_q, U, dY, before, after,
+                   *gradients, *sizes, **size)
         return *gradients, dS_0.unflatten(1, (-1, n))[:, :, 0], None, None, None, None
 
 
@@ -966,21 +997,23 @@ def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, norm
 
 def step_on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False,
                 floor=FLOOR):
-    """fastweight.recurrent for a single step, no gradients."""
+    """fastweight.recurrent for a single step, no gradients. The state is fp32, whatever came in."""
     B, H, _, K = q.shape
     V = v.shape[-1]
+    if K > MAX_K:
+        raise ValueError(f'q: expected at most {MAX_K} features for a step on a GPU, not {K}')
     norm = int(normalise)
     if S is None:
         S = v.new_zeros(B, H, V + norm, K, dtype=torch.float32)
     tensors = q, k, v, write, erase, log_f, log_z, S
     tensors = [if_given(torch.Tensor.contiguous, x) for x in tensors]
     o = v.new_empty(v.shape)
-    S_new = S.new_empty(S.shape)
+    S_new = S.new_empty(S.shape, dtype=torch.float32)
     BK = triton.next_power_of_2(K)
-    BV = min(triton.next_power_of_2(V), max(1, 4096 // BK))
+    BV = value_block(B * H, V)
     grid = B * H, triton.cdiv(V, BV)
     sizes = K, V, channels(log_f), channels(log_z), norm, BK, BV, LOG_MIN
-    one_step[grid](*tensors, floor, o, S_new, *sizes)
+    launch(one_step, grid, *tensors, floor, o, S_new, *sizes, num_warps=1)
     return o, S_new
 
 
@@ -1018,8 +1051,8 @@ def check(q, k, v, write, erase, log_f, log_z, S, normalise):
 
 
 def small_case(tensors, normalise):
-    """Random tensors like those of a call, and a state; steps for two tiles and a rest at most. Every other head
-    forgets fast. On a GPU there are so many that all of it is at work: some faults show only then."""
+    """Random tensors like those of a call, and a state; steps for two tiles and a rest at most. Every
+    other head forgets fast. On a GPU there are so many that all of it is busy: some faults show only then."""
     draw = torch.Generator().manual_seed(0)
     q = tensors['q']
     heads = 144 if q.is_cuda else 2
@@ -1089,7 +1122,6 @@ def fault(f, tensors, normalise, floor=FLOOR):
             return f'results differ from the definition by {error:.1e}'
 
 
-MAX_K = 256         # features of q and k: beyond, a tile does not fit into a processor's memory
 trusted = {}        # kinds of arguments -> the form that was found right for them, or None
 
 
@@ -1112,7 +1144,7 @@ def on_nvidia(plain, tensors, normalise, floor):
         tried = functools.partial(on_gpu, n=2)
     why = 'there is no triton'
     if K > MAX_K:
-        why = f'keys have {K} features, kernels take {MAX_K}'
+        why = f'keys have {K} features, kernels take up to {MAX_K}'
     elif triton:
         try:
             with torch.inference_mode(False), torch.set_grad_enabled(not one):
@@ -1241,6 +1273,212 @@ def relu_squared(x):
     return ReluSquared.apply(x)
 
 
+# ---- a step of a layer in place: three Triton kernels ------------------------------------------------------
+# A step of twelve layers is some 400 operations of a few microseconds each. Here it is 8 to 10 a layer: norm
+# with convolution; q, k, v and gates in one product; the mixing; out_norm; a product added to x; norm with
+# convolution; up; the activation; down, added to x. The state is written where it lies. Sums are fp32.
+#
+#   kernel       a program for                          reads                      writes
+#   norm_shift   a text                                 x, n earlier inputs        y, these moved on by one
+#   one_token    a head and BV of its value channels    q k v gates, S             o, S (and n) in place
+#   one_row      a head                                 q k v, t rows of k and v   o, row t of k and v
+@jit
+def norm_shift(x, scale, bias, eps, last, w, y, RMS: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+               BD: tl.constexpr):
+    """y = sum_j w_j h_{t-N+j}, j = 0..N, h_t the LayerNorm or RMSNorm of x, last those before it; without w
+    y = h_t. x, y (B, D)   scale, bias (D)   last (B, N, D), moved on in place   w (N + 1, D)"""
+    seq = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BD)
+    ok = i < D
+    h = vector(x, seq, i, D)
+    if not RMS:
+        h = tl.where(ok, h - tl.sum(h, 0) / D, 0.0)
+    h = h * tl.rsqrt(tl.sum(h * h, 0) / D + eps) * vector(scale, 0, i, D)
+    if bias is not None:
+        h += vector(bias, 0, i, D)
+    if w is not None:
+        new = h
+        h = new * vector(w, N, i, D)
+        for j in tl.static_range(N):
+            then = vector(last, seq * N + j, i, D)
+            h += then * vector(w, j, i, D)
+            if j > 0:
+                tl.debug_barrier()                      # until every thread has read row j - 1
+                tl.store(last + (seq * N + j - 1) * D + i, then.to(last.dtype.element_ty), ok)
+        if N > 0:
+            tl.store(last + (seq * N + N - 1) * D + i, new.to(last.dtype.element_ty), ok)
+    tl.store(y + seq * D + i, h.to(y.dtype.element_ty), ok)
+
+
+@jit
+def softplus(x):
+    """log(1 + e^x), also where 1 + e^x rounds to 1: slow decays count."""
+    y = tl.exp(-tl.abs(x))
+    log1p = tl.where(y < 0.01, y * (1 - y * (0.5 - y / 3)), tl.log(1 + y))
+    return tl.maximum(x, 0.0) + log1p
+
+
+@jit
+def one_less_exp(x):
+    """1 - e^x, x <= 0, also where e^x rounds to 1."""
+    return tl.where(x > -0.01, -x * (1 + x * (0.5 + x / 6)), 1 - tl.exp(x))
+
+
+@jit
+def softmax_of(x, ok):
+    """softmax over the entries that are ok, 0 elsewhere."""
+    top = tl.max(tl.where(ok, x, float('-inf')), 0)
+    e = tl.exp(tl.where(ok, x - top, float('-inf')))
+    return e / tl.sum(e, 0)
+
+
+@jit
+def after_rope(p, i, turn, D: tl.constexpr):
+    """Entries i of the vector of D numbers at p, after rope; 0 outside. turn: D / 2 cosines, then as many
+    sines, or None."""
+    x = vector(p, 0, i, D)
+    if turn is not None:
+        half: tl.constexpr = D // 2
+        other = vector(p, 0, (i + half) % D, D)
+        cos = vector(turn, 0, i % half, D)
+        sin = vector(turn, 0, half + i % half, D)
+        x = tl.where(i < D, x * cos + tl.where(i < half, -other, other) * sin, 0.0)
+    return x
+
+
+@jit
+def feature(p, turn, W, b, head, kk, SCALE: tl.constexpr, PHI: tl.constexpr, NORM: tl.constexpr,
+            K: tl.constexpr, D: tl.constexpr):
+    """normaliser(phi(x)), [BK], of the D numbers x at p, turned. W (H, m, D), b (H, m): a learned map, its m
+    rows used twice by hedgehog, for [softmax(W x), softmax(-W x)]."""
+    if W is None:
+        x = SCALE * after_rope(p, kk, turn, D)
+    else:
+        m = K
+        if PHI == 'hedgehog':
+            m = D
+        x = tl.zeros_like(kk).to(tl.float32)
+        for start in range(0, D, 16):
+            i = start + tl.arange(0, 16)
+            x_ = SCALE * after_rope(p, i, turn, D)
+            x += tl.sum(load(W, head * m + kk % m, i, kk < K, D) * x_[None, :], 1)
+        if b is not None:
+            x += vector(b, head, kk, K)
+    if PHI == 'relu':
+        x = tl.maximum(x, 0.0)
+    elif PHI == 'silu':
+        x = x * tl.sigmoid(x)
+    elif PHI == 'elu':
+        x = tl.where(x > 0, x + 1, tl.exp(tl.minimum(x, 0.0)))
+    elif PHI == 'exp':
+        x = tl.exp(x)
+    elif PHI == 'hedgehog':
+        x = softmax_of(x, kk < D) + softmax_of(-x, (kk >= D) & (kk < K))
+    x = tl.where(kk < K, x, 0.0)
+    if NORM == 'l2':
+        x = x * tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
+    elif NORM == 'sum':
+        x = x / tl.maximum(tl.sum(x, 0), 1e-6)
+    return x
+
+
+# for each head and each block of BV value channels, in parallel:
+#     q, k = normaliser(phi(rope(q))), normaliser(phi(rope(k)))     redundantly in each block
+#     w, e, f, z = the head's gates
+#     S = (z f^T) * S;  S = S + (w v - e S k) k^T                   read and written once, where it lies
+#     o = S q, divided by n.q
+@jit
+def one_token(row, turn, W, b, bias, rate, S, o, floor, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+              K: tl.constexpr, NW: tl.constexpr, NF: tl.constexpr, NZ: tl.constexpr, WRITE: tl.constexpr,
+              FIXED: tl.constexpr, ERASE: tl.constexpr, BETA_MAX: tl.constexpr, PHI: tl.constexpr,
+              NORM: tl.constexpr, Q_SCALE: tl.constexpr, K_SCALE: tl.constexpr, ROWS: tl.constexpr,
+              BK: tl.constexpr, BV: tl.constexpr, LOG_MIN: tl.constexpr):
+    """A step of fast weights from a row of the projection (B, .): H queries, G keys, G values of D numbers,
+    then for each head its raw gates, NW of write (0 or 1), NF of f, NZ of z. bias (H, NF + NZ), rate (H): as
+    in model.Gates; FIXED: log f = -rate. S (B, H, ROWS, K): with NORM 'attn' behind the D rows of S comes n,
+    once for each block of channels, so that none reads what another one writes. o (B, H, D)"""
+    seq = tl.program_id(0).to(tl.int64)
+    head = seq % H
+    group = head // (H // G)
+    row += seq // H * ((H + 2 * G) * D + H * (NW + NF + NZ))
+    gates = row + (H + 2 * G) * D + head * (NW + NF + NZ)
+    kk = tl.arange(0, BK)
+    vv = tl.program_id(1) * BV + tl.arange(0, BV)
+    q_ = feature(row + head * D, turn, W, b, head, kk, Q_SCALE, PHI, NORM, K, D)
+    k_ = feature(row + (H + group) * D, turn, W, b, head, kk, K_SCALE, PHI, NORM, K, D)
+    v_ = vector(row + (H + G + group) * D, 0, vv, D)
+    S_ = load(S, seq * ROWS + vv, kk, vv < D, K)
+    n_at = S + (seq * ROWS + D + tl.program_id(1)) * K + kk
+    n = tl.zeros_like(q_)
+    if NORM == 'attn':
+        n = tl.load(n_at, kk < K, 0.0)
+    w_ = tl.full([1], 1.0, tl.float32)
+    if rate is not None:
+        rate_ = vector(rate, head, kk, 1)
+    if NF + NZ > 0:
+        bias += head * (NF + NZ)
+    if FIXED or NF:
+        log_f = -rate_
+        if NF:
+            log_f = log_f * softplus(vector(gates + NW, 0, kk, NF) + vector(bias, 0, kk, NF))
+        S_ = forgotten(S_, log_f[None, :], LOG_MIN)
+        n = forgotten(n, log_f, LOG_MIN)
+        if WRITE == '1-f':
+            w_ = one_less_exp(tl.maximum(log_f, LOG_MIN))
+    if NZ:
+        log_z = -rate_ * softplus(vector(gates + NW + NF, 0, vv, NZ) + vector(bias + NF, 0, vv, NZ))
+        S_ = forgotten(S_, log_z[:, None], LOG_MIN)
+    if WRITE == 'beta':
+        w_ = BETA_MAX * tl.sigmoid(vector(gates, 0, kk, 1))
+    S_ = written(S_, k_, v_, w_, w_, ERASE)
+    o_ = tl.sum(S_ * q_[None, :], 1)
+    if NORM == 'attn':
+        n += w_ * k_
+        o_ = o_ / tl.maximum(tl.sum(n * q_, 0), floor)
+        tl.store(n_at, n, kk < K)
+    store(S, S_, seq * ROWS + vv, kk, vv < D, K)
+    tl.store(o + seq * D + vv, o_.to(o.dtype.element_ty), vv < D)
+
+
+# for each head, in parallel:
+#     q, k = rope(q), rope(k)
+#     row t of the cache = k, v
+#     for each block of BR rows below t:                            reads the cache once
+#         o, total = both times e^(old top - new top), plus e^(s - new top) v and its sum, s = q.k / sqrt(D)
+#     o = o / total
+@jit
+def one_row(row, turn, t, keys, values, o, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+            ROWS: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
+    """A step of softmax attention from a row of the projection (B, (H + 2 G) D). keys, values (B, H, ROWS,
+    D): t rows are taken; t is read on the device, so that a graph may count it up. o (B, H, D). A head is one
+    program: right for B H of a hundred or more, while a long cache of one text would want its rows split."""
+    seq = tl.program_id(0).to(tl.int64)
+    head = seq % H
+    group = head // (H // G)
+    row += seq // H * ((H + 2 * G) * D)
+    i = tl.arange(0, BD)
+    now = tl.load(t).to(tl.int32)
+    q_ = after_rope(row + head * D, i, turn, D) * D ** -0.5
+    k_ = after_rope(row + (H + group) * D, i, turn, D)
+    o_ = vector(row + (H + G + group) * D, 0, i, D)                 # its own row comes first: e^0 v
+    at = (seq * ROWS + now) * D + i
+    tl.store(keys + at, k_.to(keys.dtype.element_ty), i < D)
+    tl.store(values + at, o_.to(values.dtype.element_ty), i < D)
+    top = tl.sum(q_ * k_, 0)
+    total = 1.0
+    for start in range(0, now, BR):
+        r = start + tl.arange(0, BR)
+        s = tl.sum(load(keys, seq * ROWS + r, i, r < now, D) * q_[None, :], 1)
+        s = tl.where(r < now, s, float('-inf'))
+        new_top = tl.maximum(top, tl.max(s, 0))
+        a = tl.exp(s - new_top)
+        shrink = tl.exp(top - new_top)
+        total = total * shrink + tl.sum(a, 0)
+        o_ = o_ * shrink + tl.sum(a[:, None] * load(values, seq * ROWS + r, i, r < now, D), 0)
+        top = new_top
+    tl.store(o + seq * D + i, (o_ / total).to(o.dtype.element_ty), i < D)
+
+
 # ---- a step as a list of operations, without Python --------------------------------------------------------
 class Flat(nn.Module):
     """model(token, state) with the state as a list of tensors, as a tracer wants it, always in one order."""
@@ -1270,70 +1508,419 @@ class Flat(nn.Module):
         return logits, *self.tensors(state)
 
 
-def same_shapes(model, token, state):
-    """Whether a step leaves the tensors of the state as large as they were: then it can be played again."""
-    flat = Flat(model, state)
-    _, *new = flat(token, *flat.tensors(state))
-    return all(x.shape == y.shape for x, y in zip(new, flat.tensors(state)))
+def empty_state(model, token):
+    """A fresh start as a state with all its tensors, so that it can be written over."""
+    _, state = model(token)
+    for layer, block in zip(state, model.blocks):
+        for name, x in layer.items():
+            empty = -1 if name == 'pos' else 0          # no row is there
+            layer[name] = torch.full_like(x, empty)
+            if block.mixer.memory.rule.keeps == 'all' and name in ('k', 'v'):
+                layer[name] = x[:, :, :0]
+    return state
 
 
-def recorded(model, token, state):
-    """A function (token (B, 1), state) -> logits, state that is model's single step without Python, which is
-    most of it at this size; or the model itself where a step is never the same: a state that grows, features
-    that need the position as a number. CPU: a trace. Nvidia: a CUDA graph, whose state is always the same
-    memory, good until the next step."""
-    numbered = any(isinstance(m, FeatureMap) and m.max_len for m in model.modules())
-    if token.device.type not in ('cpu', 'cuda') or numbered or not same_shapes(model, token, state):
-        return model
+def recorded(model, token, state, choose, generator=None):
+    """A function (token (B, 1), state) -> token, state that is model.step with this choose(logits) without
+    Python, which is most of it at this size. Where steps cannot be recorded it is model.step itself.
+
+    CPU: a trace of the model. Nvidia: a CUDA graph, with the choice in it; generator: from which `choose`
+    draws. The graph has its own copy of the state, written over at each step: what it returns, always the
+    same object, is good until the next step; what it is given stays as it is. It plays with the weights that
+    the model has now, and in the inference mode of this call."""
+    plain = functools.partial(model.step, choose=choose)
+    state = state or empty_state(model, token)
     try:
-        if token.device.type == 'cpu':
-            return traced(model, token, state)
-        return graphed(model, token, state)
-    except (RuntimeError, AttributeError) as e:
-        print(f'steps are not recorded ({str(e).splitlines()[0]})', file=sys.stderr)
-        return model
+        why = unrecordable(model, token, state)
+        if why is None and token.is_cuda:
+            return graphed(model, token, state, choose, generator)
+        if why is None:
+            return traced(model, token, state, choose)
+    except Exception as e:      # noqa: BLE001  whatever a compiler, a tracer or a driver may raise
+        why = f'{type(e).__name__}: {"".join(str(e).splitlines()[:1])}'
+    if why:
+        print(f'steps are not recorded: {why}', file=sys.stderr)
+    return plain
 
 
-def traced(model, token, state):
+def unrecordable(model, token, state):
+    """Why a step of this model cannot be recorded, '' where that is no news, None if it can."""
+    device = token.device.type
+    if device not in ('cpu', 'cuda'):
+        return ''
+    if any(isinstance(m, FeatureMap) and m.max_len for m in model.modules()):
+        return 'cosformer needs the position as a number'
+    if device == 'cpu':
+        flat = Flat(model, state)
+        _, *new = flat(token, *flat.tensors(state))
+        grows = any(x.shape != y.shape for x, y in zip(new, flat.tensors(state)))
+        return '' if grows else None
+    if torch.is_autocast_enabled(device):
+        return 'autocast keeps copies of weights, which a graph would outlive'
+    for block in model.blocks:
+        if block.mixer.memory.rule.keeps == 'all' and kind_of(block) is not RowLayer:
+            return f'a state that grows needs Triton, and heads of at most {MAX_K}'
+    return None
+
+
+def traced(model, token, state, choose):
     """`recorded` by torch.jit.trace: the operations of one step, played without Python. The trace knows no
     names, so the state goes in and comes out as a list."""
     flat = Flat(model, state)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')                 # torch.jit is frozen in time, and says so
-        step = torch.jit.trace(flat, (token, *flat.tensors(state)), check_trace=False)
+        play = torch.jit.trace(flat, (token, *flat.tensors(state)), check_trace=False)
 
-    def run(token, state):
-        logits, *tensors = step(token, *flat.tensors(state))
-        return logits, flat.state(tensors)
-    return run
+    def step(token, state):
+        logits, *tensors = play(token, *flat.tensors(state))
+        return choose(logits[:, -1]), flat.state(tensors)
+    return step
 
 
-def graphed(model, token, state):
-    """`recorded` as one CUDA graph: one launch a step in place of some hundred. Positions would stand still
-    there, so models that know them are left as they are."""
-    mixers = [block.mixer for block in model.blocks]
-    if model.positions is not None or any(mixer.rope or mixer.memory.rule.keeps for mixer in mixers):
-        return model
-    flat = Flat(model, state)
-    here = token.clone()
-    memory = flat.state([x.clone() for x in flat.tensors(state)])
-    expected, _ = model(token, state)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits, *new = flat(here, *flat.tensors(memory))
-        for x, y in zip(flat.tensors(memory), new):
-            if x.is_cuda:
-                x.copy_(y)
+def graphed(model, token, state, choose, generator):
+    """`recorded` as one CUDA graph, made anew with more room when the rows of a softmax layer fill it."""
+    recording = Recording(model, token, state, choose, generator)
 
-    def run(token, state):
-        here.copy_(token)
-        for x, y in zip(flat.tensors(memory), flat.tensors(state)):
-            if x is not y:
-                x.copy_(y)
-        graph.replay()
-        for layer in memory:                            # t counts on the CPU
-            layer['t'] += 1
-        return logits, memory
-    if not torch.allclose(run(token, state)[0], expected, 1e-2, 1e-2):      # the caller's state is untouched
-        raise RuntimeError('the graph computes something else')
-    return run
+    def step(token, state):
+        nonlocal recording
+        if not recording.has_room(state):
+            recording = Recording(model, token, state, choose, generator)
+        return recording.step(token, state)
+    return step
+
+
+def captured(play, device, generator):
+    """A function that does what play() does, as one launch: a CUDA graph. It knows addresses only: the caller
+    keeps alive what play reads and writes."""
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):                   # here libraries wake up and kernels are compiled
+            play()
+            play()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        if generator is not None:
+            graph.register_generator_state(generator)
+        with torch.cuda.graph(graph):
+            play()
+    return graph.replay
+
+
+class Recording:
+    """One step of a model in memory of its own: `play` reads the token `here`, the position t and the state
+    of `layers`, and leaves there those of the next step. It sets nothing that Python would have to remember.
+    On a CPU, for tests, `captured` may hand back `play`.
+
+    It holds the model: a graph has the addresses of its weights, and must not outlive them."""
+    def __init__(self, model, token, state, choose, generator=None):
+        self.model = model
+        self.choose = choose
+        self.rows = room(state)
+        self.here = token.clone()
+        self.token = None
+        self.t = torch.zeros((), dtype=torch.long, device=token.device)
+        self.turn = None
+        for block in model.blocks:
+            if block.mixer.rope:                        # the same in all layers
+                d = block.mixer.head_dim // 2
+                i = torch.arange(d, device=token.device, dtype=torch.float32)
+                self.speed = block.mixer.theta ** (-i / d)              # as in model.rope
+                self.turn = self.speed.new_empty(2, d)
+        self.layers = []
+        for block, given in zip(model.blocks, state):
+            self.layers.append(kind_of(block)(block, given, model.forms, self.rows))
+        if generator is not None:
+            drawn = generator.get_state()
+        self.load(state)
+        self.replay = captured(self.play, token.device, generator)
+        self.compare(token, state)
+        self.load(state)
+        if generator is not None:                       # a seed says the same text, recorded or not
+            generator.set_state(drawn)
+
+    def has_room(self, state):
+        """Whether the rows of softmax layers can take one more."""
+        if any(isinstance(layer, RowLayer) for layer in self.layers):
+            return int(state[0]['t']) < self.rows
+        return True
+
+    def load(self, state):
+        """Take over a state, which stays as it is."""
+        self.t.fill_(int(state[0]['t']))
+        self.state = []
+        for layer, given in zip(self.layers, state):
+            layer.load(given)
+            self.state.append({**layer.state(int(given['t'])), 't': given['t'].cpu().clone()})
+
+    def play(self):
+        """A step: token and state in, token and state out, all where they lie."""
+        if self.turn is not None:
+            angle = self.t * self.speed
+            torch.cos(angle, out=self.turn[0])
+            torch.sin(angle, out=self.turn[1])
+        x = self.model.first(self.here, [{'t': self.t}])[:, 0]
+        for layer in self.layers:
+            x = layer.play(x, self.t, self.turn)
+        self.logits = F.linear(self.model.norm(x), (self.model.head or self.model.embed).weight)
+        self.here.copy_(self.choose(self.logits))
+        self.t.add_(1)
+
+    def compare(self, token, state):
+        """RuntimeError unless a step is that of the model: compilers have made wrong kernels without a word.
+        These are off by far more than rounding, which in bf16 may be some percent behind twelve layers."""
+        expected = self.model(token, state)[0][:, -1].float()
+        self.load(state)
+        self.here.copy_(token)
+        self.replay()
+        error = (self.logits.float() - expected).norm() / expected.norm()
+        limit = 1e-2 if self.logits.dtype == torch.float32 else 1e-1
+        if not error < limit:
+            raise RuntimeError(f'the graph differs from the model by {error:.1e}')
+
+    def step(self, token, state):
+        """token (B, 1), state -> token, state. Copied in, unless they are what the last step returned."""
+        if state is not self.state:
+            self.load(state)
+        if token is not self.token:
+            self.here.copy_(token)
+        self.replay()
+        for layer, mine in zip(self.layers, self.state):
+            mine['t'] += 1
+            mine.update(layer.state(int(mine['t'])))
+        self.token = self.here.clone()
+        return self.token, self.state
+
+
+def room(state):
+    """How many rows to make room for: twice those there are, at least 256."""
+    return max(256, 2 ** (2 * int(state[0]['t'])).bit_length())
+
+
+class Layer:
+    """A block's step by the block itself, and its state in memory that stays where it is. play(x (B, n_embd),
+    position t, turn of rope) -> x, and writes the state over."""
+    def __init__(self, block, given, forms, rows):
+        self.block = block
+        self.forms = forms
+        self.memory = {name: torch.empty_like(x) for name, x in given.items() if name != 't'}
+
+    def load(self, given):
+        """Copy in a state of the layer."""
+        for name, x in self.memory.items():
+            x.copy_(given[name])
+
+    def state(self, t):
+        """The state after t tokens as the model takes it: not a copy."""
+        return self.memory
+
+    def play(self, x, t, turn):
+        x, new = self.block(x[:, None], {**self.memory, 't': t}, self.forms)
+        self.load(new)
+        return x[:, 0]
+
+
+def onto(x, h, linear):
+    """x += linear(h), in place."""
+    x.addmm_(h, linear.weight.T)
+    if linear.bias is not None:
+        x.add_(linear.bias)
+
+
+class InPlace(Layer):
+    """What FastLayer and RowLayer share: all of a block but the mixing itself, `mix(row, t, turn, o)`."""
+    def __init__(self, block, given, forms, rows):
+        super().__init__(block, given, forms, rows)
+        self.mixer = mixer = block.mixer
+        self.weight = mixer.qkv.weight
+        self.bias = mixer.qkv.bias
+        gates = mixer.memory.gates
+        if any(gates.sizes):                            # one product for all that is made of the same input
+            extra = gates.proj.weight
+            self.weight = torch.cat([self.weight, extra])
+            if self.bias is not None:
+                self.bias = torch.cat([self.bias, self.bias.new_zeros(len(extra))])
+
+    def look(self, i, x):
+        """Block.look of the norm of x, i = 0 before the mixer, 1 before the MLP."""
+        norm = self.block.norm2 if i else self.block.norm1
+        last = w = None
+        N = 0
+        if self.block.convs:
+            last = self.memory[f'conv{i}']
+            w = self.block.convs[i].weight
+            N = len(w) - 1
+        y = torch.empty_like(x)
+        D = x.shape[1]
+        rms = isinstance(norm, nn.RMSNorm)
+        bias = None if rms else norm.bias
+        launch(norm_shift, (len(x),), x, norm.weight, bias, norm.eps, last, w, y, rms, N, D,
+               triton.next_power_of_2(D))
+        return y
+
+    def play(self, x, t, turn):
+        row = F.linear(self.look(0, x), self.weight, self.bias)
+        o = x.new_empty(len(x), self.mixer.n_head, self.mixer.head_dim)
+        if not self.mixer.rope:
+            turn = None
+        self.mix(row, t, turn, o)
+        if self.mixer.out_norm is not None:
+            o = self.mixer.out_norm(o)
+        onto(x, o.flatten(1), self.mixer.proj)
+        h = self.block.inner(self.look(1, x), self.forms)
+        onto(x, h, self.block.down)
+        return x
+
+
+class FastLayer(InPlace):
+    """Fast weights by `one_token`, with the maps that `map_of` names."""
+    def __init__(self, block, given, forms, rows):
+        super().__init__(block, given, forms, rows)
+        memory = self.mixer.memory
+        gates = memory.gates
+        phi = memory.phi
+        H = self.mixer.n_head
+        D = self.mixer.head_dim
+        B, _, n_rows, K = given['S'].shape
+        BV = value_block(B * H, D)
+        self.grid = B * H, triton.cdiv(D, BV)
+        if memory.normalise:
+            n_rows = D + self.grid[1]                   # n once for each block of channels
+        self.S = torch.zeros(B, H, n_rows, K, device=given['S'].device)
+        self.memory['S'] = self.S[:, :, :D + memory.normalise]
+        W = getattr(phi, 'weight', None)
+        self.constants = W, getattr(phi, 'bias', None), *constants_of(gates), self.S
+        self.warps = 1 if W is None else 4
+        NW, NF, NZ = gates.sizes
+        rule = memory.rule
+        scale = getattr(phi, 's', 1.0)
+        q_scale = scale
+        if getattr(phi, 'scaled', False):
+            q_scale = D ** -0.5
+        self.sizes = dict(H=H, G=self.mixer.n_kv_head, D=D, K=K, NW=NW, NF=NF, NZ=NZ, ROWS=n_rows)
+        self.sizes.update(BK=triton.next_power_of_2(K), BV=BV, LOG_MIN=LOG_MIN)
+        self.sizes.update(WRITE=rule.write, ERASE=rule.erase, FIXED=rule.f == 'fixed')
+        self.sizes.update(PHI=map_of(phi), NORM=memory.norm, BETA_MAX=gates.beta_max)
+        self.sizes.update(Q_SCALE=q_scale, K_SCALE=scale)
+
+    def load(self, given):
+        super().load(given)
+        n = self.mixer.head_dim
+        self.S[:, :, n + 1:] = self.S[:, :, n:n + 1]
+
+    def mix(self, row, t, turn, o):
+        floor = self.mixer.memory.phi.floor
+        launch(one_token, self.grid, row, turn, *self.constants, o, floor, **self.sizes, num_warps=self.warps)
+
+
+def constants_of(gates):
+    """Of model.Gates: the biases of f and z, (H, 1, NF + NZ), and with a minus what softplus(x W + b) is
+    multiplied by, or log f itself where it is fixed, (H); both fp32 or None."""
+    biases = [getattr(gates, name) for name in ('bias_f', 'bias_z') if hasattr(gates, name)]
+    bias = rate = None
+    if biases:
+        bias = torch.cat(biases, -1).float()
+    if gates.rule.f == 'fixed':
+        rate = -gates.log_fixed
+    elif gates.rule.rate is None:
+        rate = gates.log_rate.exp().float()
+    elif biases:
+        rate = torch.full_like(bias[:, 0, 0], gates.rule.rate)
+    return bias, rate
+
+
+class RowLayer(InPlace):
+    """Softmax attention by `one_row`: keys and values of t tokens, with room for `rows`."""
+    def __init__(self, block, given, forms, rows):
+        super().__init__(block, given, forms, rows)
+        B, H, _, D = given['k'].shape
+        for name in 'k', 'v':
+            self.memory[name] = given[name].new_zeros(B, H, rows, D)
+        self.sizes = dict(H=H, G=self.mixer.n_kv_head, D=D, ROWS=rows, BD=triton.next_power_of_2(D), BR=64)
+
+    def load(self, given):
+        mine = self.state(given['k'].shape[2])
+        for name, x in mine.items():
+            if x.data_ptr() != given[name].data_ptr():  # an earlier state of this layer: its rows still stand
+                x.copy_(given[name])
+
+    def state(self, t):
+        state = dict(self.memory)
+        for name in 'k', 'v':
+            state[name] = state[name][:, :, :t]
+        return state
+
+    def mix(self, row, t, turn, o):
+        grid = len(row) * self.mixer.n_head,
+        launch(one_row, grid, row, turn, t, self.memory['k'], self.memory['v'], o, **self.sizes)
+
+
+# What is done to each entry, or to W x, under the names of `feature`. All other maps, kept rows, overflow and
+# the delta rule divided by its keys are left to the model itself.
+ENTRYWISE = {fastweight.itself: 'identity', fastweight.elu1: 'elu', torch.relu: 'relu', F.silu: 'silu'}
+
+
+def map_of(phi):
+    """What `feature` calls a feature map, None for one that it does not know."""
+    if isinstance(phi, fastweight.Hedgehog) and phi.form in (None, 'softmax'):
+        return 'hedgehog'
+    if isinstance(phi, fastweight.T2R):
+        return 'relu'
+    if isinstance(phi, fastweight.Exp):
+        return 'exp'
+    return ENTRYWISE.get(getattr(phi, 'f', None))
+
+
+def kind_of(block):
+    """The class that plays a block's step: one of the kernels where they take it, else the block itself."""
+    memory = block.mixer.memory
+    exact = block.up.weight.dtype == torch.float64
+    random = block.training and block.dropout.p > 0
+    if triton is None or exact or random or block.mixer.head_dim > MAX_K:
+        return Layer
+    if memory.rule.keeps == 'all':
+        return RowLayer
+    if memory.rule.keeps or memory.by_keys or memory.phi.feature_dim > MAX_K or map_of(memory.phi) is None:
+        return Layer
+    return FastLayer
+
+
+class Counter(TorchDispatchMode):
+    """Counts operations that compute: neither views nor new memory."""
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+        self.inside = False                             # a kernel: Triton's interpreter computes with torch
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self.inside:
+            return f(*args, **kwargs)
+        with self:                                      # what consists of others, under inference mode
+            parts = f.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
+        free = f.is_view or 'empty' in f.name() or 'unsafe_view' in f.name()
+        self.count += not free
+        return f(*args, **kwargs)
+
+
+def nodes(play):
+    """How many operations play() launches: each of torch's that computes, and each of our kernels. One of
+    torch's may be several on a GPU, which is not seen here: cuBLAS may split a product, topk and sort do."""
+    global launch
+    original = launch
+    counter = Counter()
+
+    def counted(*args, **how):
+        counter.count += 1
+        counter.inside = True
+        original(*args, **how)
+        counter.inside = False
+    launch = counted
+    try:
+        with counter:
+            play()
+    finally:
+        launch = original
+    return counter.count

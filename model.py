@@ -311,9 +311,10 @@ def relu_squared(x):
     return x.relu().square()
 
 
-def unrecorded(model, token, state):
-    """Where steps are not recorded, the step is the model."""
-    return model
+def unrecorded(model, token, state, choose, generator=None):
+    """A function (token (B, 1), state) -> token, state: a step of the model and choose(logits (B, vocab)) ->
+    (B, 1) of what comes next. Faster: kernels.recorded, which is told where it will begin, and what draws."""
+    return functools.partial(model.step, choose=choose)
 
 
 class Forms(NamedTuple):
@@ -737,11 +738,15 @@ class Block(nn.Module):
         x, last = self.convs[i](x, state.get(name), forms.shift)
         return x, {name: last}
 
+    def inner(self, h, forms):
+        """h (.., n_embd) -> the wide layer of the MLP (.., inner)"""
+        act = ACTS.get(self.act, forms.square)
+        return act(self.up(h))
+
     def mlp(self, x, state, forms):
         """The second half of a block. x (B, T, n_embd) -> x, and what goes into the state"""
         h, new = self.look(1, self.norm2(x), state, forms)
-        act = ACTS.get(self.act, forms.square)
-        return x + self.dropout(self.down(act(self.up(h)))), new
+        return x + self.dropout(self.down(self.inner(h, forms))), new
 
     def forward(self, x, state, forms):
         """x (B, T, n_embd), state what the last call returned, None at a fresh start -> x, state"""
@@ -829,23 +834,35 @@ class GPT(nn.Module):
             _, state = self.hidden(tokens[:, i:i + segment], state)
         return state
 
+    def step(self, token, state, choose):
+        """token (B, 1), choose(logits (B, vocab)) -> (B, 1)  ->  the next token (B, 1), state"""
+        logits, state = self(token, state)
+        return choose(logits[:, -1]), state
+
     @torch.inference_mode()
     def generate(self, tokens, state=None, temperature=1.0, top_k=0, top_p=1.0, generator=None):
         """Yield (token (B, 1), state) without end: tokens (B, T), T >= 1, are read in chunks, then one
-        step a token. The state includes all but the token it comes with. temperature 0: the likeliest."""
+        step a token. The state includes all but the token it comes with. temperature 0: the likeliest.
+
+        A state that is given stays as it is. One that is yielded is good until the next token is asked for:
+        on a GPU it is then written over, so clone its tensors to keep it. A token may be kept."""
         state = self.read(tokens[:, :-1], state)
         token = tokens[:, -1:]
-        step = self
+        choose = functools.partial(sample, temperature=temperature, top_k=top_k, top_p=top_p,
+                                   generator=generator)
+        step = unrecorded(self, token, state, choose)
         for i in itertools.count():
             if i == 32:                             # recording takes a tenth of a second: now it is worth it
-                step = self.forms.record(self, token, state)
-            logits, state = step(token, state)
-            token = sample(logits[:, -1], temperature, top_k, top_p, generator)
+                step = self.forms.record(self, token, state, choose, generator)
+            token, state = step(token, state)
             yield token, state
 
 
 def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-    """Draw a token a row from logits (B, vocab) -> (B, 1). top_k keeps the k likeliest, top_p mass p."""
+    """Draw a token a row from logits (B, vocab) -> (B, 1). top_k keeps the k likeliest, top_p mass p.
+
+    The largest p_i / r_i, r_i ~ Exp(1), is i with probability p_i: the least of exponential times with rates
+    p_i. torch.multinomial does the same, but looks at p first, and a GPU's graph cannot wait for that."""
     if temperature == 0 or top_k == 1:
         return logits.argmax(-1, keepdim=True)
     logits = logits.float()
@@ -855,9 +872,10 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     p = logits.softmax(-1)
     if top_p < 1:
         p_sorted, order = p.sort(descending=True)
-        p_sorted[p_sorted.cumsum(-1) - p_sorted >= top_p] = 0            # the token that crosses top_p stays
-        p = torch.zeros_like(p).scatter(-1, order, p_sorted)
-    return torch.multinomial(p, 1, generator=generator)
+        beyond = p_sorted.cumsum(-1) - p_sorted >= top_p                 # the token that crosses top_p stays
+        p = torch.zeros_like(p).scatter(-1, order, p_sorted.masked_fill(beyond, 0))
+    r = torch.empty_like(p).exponential_(generator=generator)
+    return (p / r).argmax(-1, keepdim=True)
 
 
 # ---- states as flat dicts of tensors -----------------------------------------------------------------------

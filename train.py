@@ -586,9 +586,8 @@ class Run:
         prompt = torch.tensor([prepare.first(data)], device=self.device)
         draw = torch.Generator(self.device).manual_seed(0)
         many = min(400, (model.max_len or 401) - 1)
-        with self.cast:
-            texts = model.generate(prompt, temperature=0.7, generator=draw)
-            tokens = [token.item() for token, _ in itertools.islice(texts, many)]
+        texts = model.generate(prompt, temperature=0.7, generator=draw)     # in fp32, as sample.py writes
+        tokens = [token.item() for token, _ in itertools.islice(texts, many)]
         self.say(f'--- a sample ---\n{prepare.decode(tokens, data)}\n---')
         self.say(f'next: python sample.py --init={self.args.out}/ckpt.safetensors --tokens=1000')
 
