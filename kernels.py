@@ -801,11 +801,6 @@ def channels(log_decay):
     return log_decay.shape[-1]
 
 
-# Warps, and how far loads run ahead in a loop. With these and K = V = 64 in bf16 no register is on the stack,
-# but where both keys and values decay by channel, and two programs of `forward` and `states` fit on an SM.
-SHAPES = {'inverse': (4, 2), 'forward': (4, 2), 'states': (4, 2), 'tokens': (8, 1)}
-
-
 def tiles(K, short, dtype):
     """C, BK, BV and DT for keys of size K; fixed, never tuned at run time. short: chunks of CHUNK steps at
     most, else as long as fits."""
@@ -821,9 +816,10 @@ def tiles(K, short, dtype):
     return dict(C=C, BK=BK, BV=min(C, 32), DT=DT)
 
 
-def walk_tiles(kernel, grid, *args, **sizes):
-    """`launch` with the shape of the kernel."""
-    warps, stages = SHAPES[kernel.__name__]
+def walk_tiles(kernel, grid, *args, warps=4, stages=2, **sizes):
+    """`launch` with so many warps, and loads that run ahead in a loop by so many rounds. As they are, no
+    register is on the stack at K = V = 64 in bf16, but where both keys and values decay by channel, and two
+    programs of `forward` and `states` fit on a multiprocessor."""
     if sizes['BK'] > 64:
         warps = 8
     launch(kernel, grid, *args, **sizes, num_warps=warps, num_stages=stages)
@@ -869,8 +865,7 @@ def entering(S, P, own, order, erases):
     for i in order:
         found[i] = S
         if erases:
-            with torch.autocast(S.device.type, enabled=False):
-                S = S @ P[:, :, i]
+            S = (S.double() @ P[:, :, i].double()).float()      # which autocast leaves alone
         else:
             S = S * P[:, :, i]
         S = S + own[:, :, i]
@@ -950,8 +945,11 @@ class Tiles(torch.autograd.Function):
         gradients = [if_given(torch.empty_like, x) for x in (q, k, v, w, e, g, f, z)]
         if not norm:
             size = {**size, 'BV': 2 * size['BV']}
+        warps = 8
+        if g is None and f is None and z is None and not norm:
+            warps = 4
         walk_tiles(tokens, (B * H * chunks,), q, k, v, w, e, g, f, z, do, dn_q, U, dY, before, after,
-                   *gradients, *sizes, **size)
+                   *gradients, *sizes, **size, warps=warps, stages=1)
         return *gradients, dS_0.unflatten(1, (-1, n))[:, :, 0], None, None, None, None
 
 
