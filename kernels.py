@@ -821,7 +821,7 @@ def walk_tiles(kernel, grid, *args, warps=4, stages=2, **sizes):
     register is on the stack at K = V = 64 in bf16, but where both keys and values decay by channel, and two
     programs of `forward` and `states` fit on a multiprocessor."""
     if sizes['BK'] > 64:
-        warps = 8
+        warps = min(8, 2 * warps)
     launch(kernel, grid, *args, **sizes, num_warps=warps, num_stages=stages)
 
 
@@ -896,7 +896,7 @@ class Tiles(torch.autograd.Function):
         if e is not None:
             N = v.new_empty(B * H * chunks, C, C, dtype=kept)
             few = {name: size[name] for name in ('C', 'BK', 'DT')}
-            walk_tiles(inverse, (B * H * chunks,), k, e, g, f, N, T, K, **few)
+            walk_tiles(inverse, (B * H * chunks,), k, e, g, f, N, T, K, **few, warps=4 if C == 64 else 1)
         S_T = S.new_empty(B, H, *S.shape[2:])
         if n > 1:
             P = whole(k, e, g, f, z, N, size)
