@@ -667,22 +667,40 @@ def dot_of_rounded(a, b, DT: tl.constexpr):
 
 @gpu
 @pytest.mark.filterwarnings('ignore:.* encountered in matmul')       # above the diagonal, which is masked
-@pytest.mark.parametrize('gates', ['attn, decays', 'both', 'delta, head', 'delta, both'])
+@pytest.mark.parametrize('gates', ['head', 'both', 'attn, decays', 'delta', 'delta, head', 'delta, both'])
 def test_gradients_of_strong_decays_in_bf16(gates, monkeypatch):
     """Log-decays all over [-5, 0], where what is written and read in the same step is nearly everything, and
-    no gate sees it. In the interpreter the operands of all products are rounded."""
+    no gate sees it. In the interpreter the operands of all products are rounded. pytest -s prints the table."""
     if DEVICE == 'cpu':
         monkeypatch.setattr(kernels, 'operand', rounded)
         monkeypatch.setattr(kernels, 'dot', dot_of_rounded)
-    given, normalise = inputs(**GATES[gates], T=100)
+    monkeypatch.setitem(globals(), 'K', 64)
+    monkeypatch.setitem(globals(), 'V', 64)
+    given, normalise = inputs(**{name: 64 if x in (5, 6) else x for name, x in GATES[gates].items()}, T=70)
     for name in {'log_f', 'log_z'} & given.keys():
         given[name] *= 5
+    if 'erase' in given:
+        given['erase'] /= 2
+    if normalise:                               # values around 0, as the others have: a mean of positive ones
+        given['v'] -= 1 / 2                     # hardly depends on q
+    given = {name: x[:1] for name, x in given.items()}
+    given['q'] *= 3
     low = {name: x.to(torch.bfloat16) if name in 'qkv' else x.float() for name, x in given.items()}
-    exact = with_gradients(recurrent, {name: x.double() for name, x in low.items()}, normalise)
-    found = with_gradients(kernels.on_gpu, {name: x.to(DEVICE) for name, x in low.items()}, normalise)
-    limits = dict(dict.fromkeys(['o', 'S', *given], 1e-2), o=5e-3, log_f=1.5e-2, log_z=3e-2)
-    for (name, limit), x, y in zip(limits.items(), found, exact):
-        assert (x.cpu() - y).norm() <= limit * y.norm(), name
+    do = torch.randn(low['v'].shape).to(torch.bfloat16)
+
+    def all_of(form, given):
+        given = {name: x.requires_grad_() for name, x in given.items()}
+        o, S = form(**given, normalise=normalise)
+        return o, S, *torch.autograd.grad((o * do.to(o)).sum() + S.sum(), list(given.values()))
+    exact = all_of(recurrent, {name: x.double() for name, x in low.items()})
+    found = all_of(kernels.on_gpu, {name: x.to(DEVICE) for name, x in low.items()})
+    limits = dict(o=5e-3, log_f=1.5e-2, log_z=3e-2)
+    errors = {}
+    for name, x, y in zip(['o', 'last S', *given], found, exact):
+        errors[name] = ((x.cpu() - y).norm() / y.norm()).item()
+    print(gates, *(f'{name} {error:.1e}' for name, error in errors.items()), sep=' | ')
+    for name, error in errors.items():
+        assert error <= limits.get(name, 2e-2), f'{name}: {error:.1e}'
 
 @gpu
 def test_long_sums_in_fp16_stay_finite(monkeypatch):
