@@ -2021,13 +2021,15 @@ def in_process(monkeypatch):
         return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
     monkeypatch.setattr(subprocess, 'run', run)
 
+def once_each(runs, *_):
+    """bench.seconds, without the waiting."""
+    for run in runs:
+        run()
+    return [1e-3] * len(runs)
+
 @pytest.mark.parametrize('suite', SUITES)
 def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, tmp_path, capsys, monkeypatch,
                                                       in_process):
-    def once_each(runs, *_):
-        for run in runs:
-            run()
-        return [1e-3] * len(runs)
     monkeypatch.setattr(bench, 'seconds', once_each)
     flags, rows = SUITES[suite]
     if suite in ('cache', 'kept', 'monotone'):
@@ -2101,15 +2103,10 @@ def test_bench_needs_softmax_layers(a_model, capsys):
 @pytest.fixture
 def dry_run(tmp_path, monkeypatch, capsys):
     """Stages of the suite gpu on a CPU, small -> the rows on disk, what was printed, the line of JSON"""
-    def once_each(runs, *_):
-        for run in runs:
-            run()
-        return [1e-3] * len(runs)
-
     monkeypatch.setattr(bench, 'seconds', once_each)
     monkeypatch.setattr(torch, 'compile', torch.nn.Identity())
-    monkeypatch.setattr(bench.concurrent.futures, 'ProcessPoolExecutor',
-                        lambda *_: bench.concurrent.futures.ThreadPoolExecutor(1))
+    pools = bench.concurrent.futures
+    monkeypatch.setattr(pools, 'ProcessPoolExecutor', lambda *_: pools.ThreadPoolExecutor(1))
     monkeypatch.setattr(bench, 'VARIANTS', bench.VARIANTS[:1])
     small = {'batch': 1, 'heads': 2, 'head_dim': 8, 'T': 40, 'copied': 4096, 'rows': (64,),
              'checked T': (1, 9), 'checked K': (4,), 'T by T': (8, 40), 'few heads': (40,),
@@ -2133,11 +2130,7 @@ def test_bench_gpu_walks_through_all_stages(dry_run, tmp_path):
     rows, out, summary = dry_run()
     assert list(dict.fromkeys(row['stage'] for row in rows)) == list(bench.SECONDS)
     assert summary['rows'] == len(rows) and summary['wrong'] == [] and summary['left_out'] == {}
-    found = {(row['stage'], row['form']) for row in rows}
-    forms = [('peers', form) for form in (*bench.KERNEL_RULES, 'attention', 'flash attention')]
-    forms += [('decoding', form) for form in ('a step of delta, 64 rows', 'model, delta', 'model, softmax',
-                                              'model, delta, not recorded')]
-    assert set(forms) <= found
+    assert {row['form'] for row in rows if row['stage'] == 'peers'} == {*bench.KERNEL_RULES, *bench.ATTENTION}
     kinds = {(row['form'], row['special'], row['dtype']) for row in rows if row['stage'] == 'checks'}
     assert {(rule, 'equal keys', 'float32') for rule in bench.KERNEL_RULES} <= kinds
     assert ('delta', 'beta 2', 'bfloat16') in kinds and ('sum', 'beta 2', 'bfloat16') not in kinds
@@ -2145,29 +2138,26 @@ def test_bench_gpu_walks_through_all_stages(dry_run, tmp_path):
     assert (tmp_path / 'gpu.png').stat().st_size > 5000
 
 def test_bench_gpu_goes_on_where_something_fails(dry_run, tmp_path, monkeypatch):
-    """A row is on disk when the next case begins; a stage that takes too long is stopped, even by what says
-    of everything that it went wrong."""
+    """A row is on disk when the next case begins; a stage that takes too long is stopped, even where all that
+    is raised is kept."""
     def first(args, n):
         yield dict(form='a', us=n)
         raise ZeroDivisionError('of\ntwo lines')
 
     def second(args):
-        assert json.loads((tmp_path / 'gpu.jsonl').read_text().splitlines()[-1])['form'] == 'a'
+        assert json.loads((tmp_path / 'gpu.jsonl').read_text())['form'] == 'a'
         yield dict(form='b', us=2.0)
 
     def forever(args):
         with contextlib.suppress(Exception):
             time.sleep(30)
-        yield dict(form='never')
-    monkeypatch.setattr(bench, 'SECONDS', dict(two=.1))
-    rows, out, summary = dry_run(dict(one=[(first, 1.0), (second,)], two=[(forever,), (second,)],
-                                      three=[(first, 3.0)]))
-    assert [(row['stage'], row['form']) for row in rows] == [('one', 'a'), ('one', 'b'), ('three', 'a')]
-    assert 'one: first [1.0] is left out: ZeroDivisionError: of two lines\n' in out
+    monkeypatch.setattr(bench, 'SECONDS', dict(one=.1))
+    rows, out, summary = dry_run(dict(one=[(forever,), (second,)], two=[(first, 1.0), (second,)]))
+    assert [(row['stage'], row['form']) for row in rows] == [('two', 'a'), ('two', 'b')]
+    assert 'two: first [1.0] is left out: ZeroDivisionError: of two lines\n' in out
     assert summary['left_out'] == {
-        'one: first [1.0]': 'ZeroDivisionError: of two lines',
-        'three: first [3.0]': 'ZeroDivisionError: of two lines',
-        'two: forever []': 'it and what follows: the 0.1 seconds of the stage are over'}
+        'one: forever []': 'it and what follows: the 0.1 seconds of the stage are over',
+        'two: first [1.0]': 'ZeroDivisionError: of two lines'}
 
 def test_bench_gpu_is_loud_about_wrong_results(dry_run, monkeypatch):
     right, calls = bench.fast, []
@@ -2196,16 +2186,11 @@ def test_bench_gpu_judges_goals_by_the_worst_figure():
     rows = [{'form': 'delta', 'T': 4096, 'forward ms': .1, 'f+b ms': .9},
             {'form': 'delta', 'T': 4096, 'forward ms': .15, 'f+b ms': .5},
             {'form': 'flash attention', 'T': 4096, 'forward ms': 1.0, 'f+b ms': 3.7}]
-    def judged():
-        found = bench.goals(rows)
-        return {(row['column'], row['form'], row['of']): (row['found'], row['met']) for row in found
-                if row['T'] == 4096}
-    met = judged()
-    assert met['forward ms', 'delta', ''] == (.15, 'yes') and met['f+b ms', 'delta', ''] == (.9, 'NO')
-    assert met['f+b ms', 'delta', 'flash attention'] == (pytest.approx(.9 / 3.7), 'yes')
-    assert met['f+b ms', 'sum', ''][1] == 'not measured'
+    judged = [(row['column'], row['of'], row['found'], row['met']) for row in bench.goals(rows)]
+    assert {('forward ms', '', .15, 'yes'), ('f+b ms', '', .9, 'NO')} <= {*judged}
+    assert ('f+b ms', 'flash attention', .9 / 3.7, 'yes') in judged and judged[0][-1] == 'not measured'
     rows.append({'form': 'delta', 'dtype': 'bfloat16', 'wrong': 'o'})
-    assert {word for _, word in judged().values()} == {'not measured'}
+    assert {row['met'] for row in bench.goals(rows)} == {'not measured'}
 
 def test_bench_gpu_without_a_gpu_says_so_in_a_line(tmp_path, monkeypatch, capsys):
     command = 'gpu', '--device=cpu', f'--out={tmp_path}'
