@@ -1614,7 +1614,9 @@ def warm_up(args):
     try:
         futures = {pool.submit(first_time, args.device, *task): task for task in todo}
         for future in concurrent.futures.as_completed(futures):
-            row = {'form': 'first time', 'of': '{}, tiles {}'.format(*futures[future])}
+            how, sizes = futures[future]
+            text = f'{how.form}, {how.dtype}, K = {how.K}, tiles {sizes or "its own"}'
+            row = {'form': 'first time', 'of': text}
             e = future.exception()
             if e:
                 yield row | {'failed': in_short(e)}
@@ -1945,6 +1947,7 @@ def goals(rows):
             x /= worst.get((column, base, T), math.nan)
         met = 'yes' if x <= limit else 'NO'
         if math.isnan(x):
+            x = None
             met = 'not measured'
         judged.append({'form': form, 'T': T, 'column': column, 'of': base, 'at most': limit, 'found': x,
                        'met': met})
