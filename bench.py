@@ -28,7 +28,6 @@ import contextlib
 import csv
 import dataclasses
 import functools
-import gc
 import hashlib
 import importlib
 import itertools
@@ -47,10 +46,10 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -290,7 +289,7 @@ PAPER = {
 def finish(device):
     """Wait until the device has done what it was told: a GPU is told ahead."""
     if device.type == 'cuda':
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
 
 
 def seconds(runs, device, least=0.3, repeats=5):
@@ -1026,6 +1025,7 @@ PEERS = {               # form: what it gets, module of flash-linear-attention, 
         'fla gla': ('gla', 'gla', 'chunk_gla', True, {})}}
 
 
+@functools.cache
 def peers(device):
     """flash-linear-attention's forms of some rules, where it is installed, like FORMS."""
     found = {}
@@ -1154,7 +1154,7 @@ def grown(rows, T):
     return {name: rows[name].repeat(1, 1, T, 1) for name in ('k', 'v')}
 
 
-def model_steps(rule, size, args):
+def model_steps(rule, size, args, record=kernels.recorded):
     """The same of a model with random weights, its steps recorded as sample.py does."""
     model = GPT(Config(rule=rule, **size)).to(args.device, args.dtype).eval()
     tokens = torch.randint(256, (1, max(lengths(args))), device=args.device)
@@ -1172,7 +1172,7 @@ def model_steps(rule, size, args):
         else:
             state = model.read(tokens[:, before:T], state)
         choose = partial(sample, temperature=0)
-        step = kernels.recorded(model, token, state, choose)
+        step = record(model, token, state, choose)
         steps.append(Step(T, in_turn(step, token, state, rule == 'softmax'), state))
     return steps
 
@@ -1376,9 +1376,9 @@ def batch(args):
 
 
 # ---- suite gpu without a GPU: what the compiler makes of the kernels ---------------------------------------
-# The kernels are launched on tensors that have shapes and no memory. A recorder stands for each of them and
-# notes what it was launched with; that is compiled for a GPU that need not be here, and its machine code
-# counted. So whatever kernels.py launches is looked at, without a second list of its arguments here.
+# The kernels are launched on tensors that have shapes and no memory. What kernels.launch is given is noted,
+# compiled for a GPU that need not be here, and its machine code counted. So whatever kernels.py launches is
+# looked at, without a second list of its arguments here.
 SMEM = {80: 164, 90: 228}                   # KB of shared memory of a multiprocessor, by compute capability
 ISSUED = 132 * 4 * 1.98e9                   # warp instructions a second: H200, one a scheduler and clock
 POINTERS = {torch.float32: '*fp32', torch.bfloat16: '*bf16', torch.float16: '*fp16', torch.int64: '*i64',
@@ -1394,8 +1394,8 @@ class Launch(NamedTuple):
     flags: dict
 
     def trips(self):
-        """How often its outermost loops run, by its name: over the chunks of a sequence, over the blocks of
-        value channels, over the rows of a block of 16. Loops of other kernels are counted once."""
+        """How often its loops run, by its name: over the chunks of a sequence, over the blocks of value
+        channels, over the rows of a block of 16. Loops of other kernels are counted once."""
         x = self.given
         if self.kernel.__name__ in ('forward', 'states'):
             return -(-x['T'] // x['C'])
@@ -1406,42 +1406,21 @@ class Launch(NamedTuple):
         return 1
 
 
-class StandIn:
-    """In the place of a kernel: kernel[grid](...) calls do(kernel, grid, arguments, those given by name)."""
-    def __init__(self, kernel, do):
-        self.kernel = kernel
-        self.do = do
-        self.__name__ = kernel.__name__
-
-    def __getitem__(self, grid):
-        def launch(*args, **how):
-            return self.do(self.kernel, grid, args, how)
-        return launch
-
-
-@contextlib.contextmanager
-def replaced(module, **others):
-    """Some names of a module stand for something else meanwhile."""
-    own = {name: getattr(module, name) for name in others}
-    vars(module).update(others)
-    try:
-        yield
-    finally:
-        vars(module).update(own)
-
-
-def launches(run):
-    """What run() launches -> list of Launch. Nothing is computed."""
+def launched(kind, args, T):
+    """What a layer's forward and backward launch, and one step of it -> list of Launch. Nothing is
+    computed."""
+    args = dataclasses.replace(args, device=torch.device('meta'))
+    normalise = kind == 'sum / n'
     found = []
 
-    def note(kernel, grid, args, how):
+    def note(kernel, grid, *args, **how):
         given = dict(zip(kernel.arg_names, args))
-        given.update({name: how[name] for name in how if name in kernel.arg_names})
+        given |= {name: how[name] for name in how if name in kernel.arg_names}
         flags = {name: how[name] for name in how if name not in kernel.arg_names}
         found.append(Launch(kernel, grid, given, flags))
-    every = {name: x for name, x in vars(kernels).items() if isinstance(x, kernels.triton.JITFunction)}
-    with replaced(kernels, **{name: StandIn(x, note) for name, x in every.items()}):
-        run()
+    with mock.patch.object(kernels, 'launch', note):
+        case(partial(kernels.on_gpu, normalise=normalise), kind, args, T).both()
+        kernels.step_on_gpu(**inputs(kind, args, 1), normalise=normalise)
     return found
 
 
@@ -1476,36 +1455,25 @@ def machine_code(launch, cc):
     return built.metadata.shared, *texts
 
 
-def loops(instructions):
-    """Of instructions (address, text) the outermost loops, as (first, last address): branches that go back.
-    What jumps to itself behind the end of a kernel is none."""
-    found = []
+def in_loops(instructions):
+    """How many of these instructions (address, text) are in a loop: from where a branch goes back to, to the
+    branch. What jumps to itself behind the end of a kernel is none."""
+    loops = []
     for address, text in instructions:
         target = re.search(r'BRA.* 0x([0-9a-f]+)', text)
         if target and int(target[1], 16) < address:
-            found.append((int(target[1], 16), address))
-    outermost = []
-    for first, last in sorted(found, key=loop_size, reverse=True):
-        if not any(a <= first and last <= b for a, b in outermost):
-            outermost.append((first, last))
-    return outermost
-
-
-def loop_size(loop):
-    """Its length in bytes."""
-    return loop[1] - loop[0]
+            loops.append((int(target[1], 16), address))
+    return sum(any(first <= address <= last for first, last in loops) for address, _ in instructions)
 
 
 def looked_at(launch, cc=90):
     """A row of the table. `issue ms`: the time in which an H200 could issue all instructions of all warps,
-    where those in an outermost loop count as often as `trips` says, and each loop within it once: a bound
-    from below, in which nothing waits."""
+    where those in a loop count as often as `trips` says, however deep it is: a bound from below, in which
+    nothing waits."""
     shared, usage, code = machine_code(launch, cc)
     found = re.findall(r'/\*([0-9a-f]{4,5})\*/\s+([^;/]+);', code)
     instructions = [(int(address, 16), text) for address, text in found if text.strip() != 'NOP']
-    inside = 0
-    for first, last in loops(instructions):
-        inside += sum(first <= address <= last for address, _ in instructions)
+    inside = in_loops(instructions)
     registers = int(re.search(r'REG:([0-9]+)', usage)[1])
     stack = int(re.search(r'STACK:([0-9]+)', usage)[1])
     warps = launch.flags.get('num_warps', 4)
@@ -1523,101 +1491,84 @@ def looked_at(launch, cc=90):
     return row | {'issue ms': 1e3 * issued / ISSUED}
 
 
-def launched(kind, args, T):
-    """What a layer's forward and backward launch, and one step of it -> list of Launch"""
-    args = dataclasses.replace(args, device=torch.device('meta'))
-    form = partial(kernels.on_gpu, normalise=kind == 'sum / n')
-    step = partial(kernels.step_on_gpu, **inputs(kind, args, 1), normalise=kind == 'sum / n')
-    return launches(case(form, kind, args, T).both) + launches(step)
-
-
-def ahead(args):
-    """The kernels of four rules, compiled for compute capability 9.0: H100, H200."""
-    def row(kind, launch):
-        return [{'rule': kind, **looked_at(launch)}]
-    for kind in KERNEL_RULES[:4]:
-        for launch in launched(kind, args, SIZES['T']):
-            yield f'{kind}, {launch.kernel.__name__}', partial(row, kind, launch)
+def ahead(args, kind):
+    """The kernels of a rule, compiled for compute capability 9.0: H100, H200."""
+    for launch in launched(kind, args, SIZES['T']):
+        yield {'rule': kind, **looked_at(launch)}
 
 
 # ---- suite gpu: all that a GPU has to answer, what decides most first --------------------------------------
-# A stage is a generator of cases: a name, and a function without arguments that returns rows. `walk` runs
-# them one by one: a row is printed and on disk as soon as it is there, and what fails is said and left out.
+# A stage is a list of cases: a function that yields rows, and what it is given beside args. `stages` lists
+# them all, `walk` goes through them. A row is printed and on disk as soon as it is there; what fails is said
+# and left out.
 SIZES = {               # of everything below; a test has smaller ones
-    'batch': 8, 'heads': 12, 'head_dim': 64, 'T': 4096, 'copied': 4 * 2 ** 30, 'processes': 12,
+    'batch': 8, 'heads': 12, 'head_dim': 64, 'T': 4096, 'copied': 4 * 2 ** 30,
     'checked T': (1, 31, 33, 67, 1000), 'checked K': (48, 64, 128), 'rows': (1, 64, 256),
     'T by T': (1024, 4096, 8192, 16384, 32768), 'few heads': (4096, 32768), 'segments': (None, 1, 4, 8, 16),
     'after': (1, 8192, 131072), 'model': MODELS['model, GPT-2 size'], 'trained': (8, 1024), 'steps': 20}
+SECONDS = {             # after which the rest of a stage is left out
+    'ceilings': 10, 'warm-up': 60, 'checks': 80, 'variants': 70, 'peers': 110, 'few heads': 25, 'layer': 35,
+    'decoding': 40, 'training': 30}
 KERNEL_RULES = 'delta', 'sum', 'kda', 'two-sided delta', 'sum / n', 'gated_delta', 'retention', 'gla', 'decay'
-CHUNK_KERNELS = 'inverse', 'forward', 'states', 'tokens'
 VARIANTS = [            # C, BV, warps, and stages of the compiler's pipeline
     (32, 32, 8, 3), (32, 32, 4, 3), (32, 64, 4, 3), (32, 64, 8, 3), (64, 32, 4, 3), (64, 64, 4, 3),
     (64, 64, 8, 3), (32, 64, 4, 2), (64, 64, 4, 2)]
-GOALS = {               # form, T: what is wanted at most, by column. Set before anything was measured
-    ('sum', 4096): {'forward ms': .10, 'f+b ms': .38},
-    ('sum', 32768): {'forward ms': .70, 'f+b ms': 2.6},
-    ('sum / n', 4096): {'forward ms': .10, 'f+b ms': .38},
-    ('sum / n', 32768): {'forward ms': .70, 'f+b ms': 2.6},
-    ('delta', 4096): {'forward ms': .20, 'f+b ms': .75},
-    ('a step of delta, 64 rows', None): {'us': 12},
-    ('model, delta', 1): {'us': 300},
-    ('model, delta', 8192): {'us': 300},
-    ('model, delta', 131072): {'us': 300},
-    ('first time', None): {'s': 10}}
-RATIOS = [              # form, base, T, column: the base should take at least so many times as long
-    ('sum', 'fla sum', 4096, 'f+b ms', 1.3), ('sum / n', 'fla sum / n', 4096, 'f+b ms', 2.0),
-    ('delta', 'fla delta', 4096, 'forward ms', 1.8), ('delta', 'fla delta', 4096, 'f+b ms', 1.4),
-    ('gla', 'fla gla', 4096, 'f+b ms', 1.5), ('kda', 'fla kda', 4096, 'f+b ms', 1.3),
-    ('two-sided delta', 'delta', 4096, 'f+b ms', 1 / 1.5), ('delta', 'flash attention', 1024, 'f+b ms', 1.0),
-    ('delta', 'flash attention', 4096, 'f+b ms', 4.0), ('delta', 'flash attention', 32768, 'f+b ms', 30.0)]
+GOALS = [               # column, form, T, at most so much; where a base is named, so much of what it takes
+    ('forward ms', 'sum', 4096, .10, ''), ('f+b ms', 'sum', 4096, .38, ''),
+    ('forward ms', 'sum', 32768, .70, ''), ('f+b ms', 'sum', 32768, 2.6, ''),
+    ('forward ms', 'sum / n', 4096, .10, ''), ('f+b ms', 'sum / n', 4096, .38, ''),
+    ('forward ms', 'sum / n', 32768, .70, ''), ('f+b ms', 'sum / n', 32768, 2.6, ''),
+    ('forward ms', 'delta', 4096, .20, ''), ('f+b ms', 'delta', 4096, .75, ''),
+    ('us', 'a step of delta, 64 rows', None, 12, ''), ('us', 'model, delta', 1, 300, ''),
+    ('us', 'model, delta', 8192, 300, ''), ('us', 'model, delta', 131072, 300, ''),
+    ('s', 'first time', None, 10, ''),
+    ('f+b ms', 'sum', 4096, 1 / 1.3, 'fla sum'), ('f+b ms', 'sum / n', 4096, 1 / 2, 'fla sum / n'),
+    ('forward ms', 'delta', 4096, 1 / 1.8, 'fla delta'), ('f+b ms', 'delta', 4096, 1 / 1.4, 'fla delta'),
+    ('f+b ms', 'gla', 4096, 1 / 1.5, 'fla gla'), ('f+b ms', 'kda', 4096, 1 / 1.3, 'fla kda'),
+    ('f+b ms', 'two-sided delta', 4096, 1.5, 'delta'), ('f+b ms', 'delta', 1024, 1, 'flash attention'),
+    ('f+b ms', 'delta', 4096, 1 / 4, 'flash attention'),
+    ('f+b ms', 'delta', 32768, 1 / 30, 'flash attention')]
 
 
-def fast(args, kind):
-    """The form that is looked at: kernels.chunked would take another one where it fails."""
-    form = kernels.on_gpu
+def stages(args):
+    """The stages in their order, each with its cases."""
+    forms = [*KERNEL_RULES, *ATTENTION, *peers(args.device)]
+    rules = 'delta', 'sum', 'two-sided delta'
+    found = {'ceilings': [(ceilings,)], 'warm-up': [(warm_up,)]}
+    found['checks'] = [(check, how) for how in checked()]
+    found['variants'] = itertools.product([variant], KERNEL_RULES[:3], [None, *VARIANTS])
+    found['peers'] = itertools.product([compared], forms, SIZES['T by T'])
+    found['few heads'] = itertools.product([few_heads], rules[:2], SIZES['few heads'], SIZES['segments'])
+    found['layer'] = itertools.product([real_layer], ['eager', 'compiled features'])
+    found['decoding'] = [*itertools.product([layer_step], rules, SIZES['rows'])]
+    found['decoding'] += itertools.product([model_step], ['delta', 'sum', 'softmax'], [True])
+    found['decoding'] += [(model_step, 'delta', False)]
+    found['training'] = itertools.product([training], ['delta', 'softmax'])
+    return found
+
+
+def fast(args, kind, n=None):
+    """The form that is looked at, where kernels.chunked would take another one if it fails; n: segments."""
+    normalise = kind == 'sum / n'
     if args.device.type != 'cuda':              # a dry run
-        form = kernels.on_cpu
-    return partial(form, normalise=kind == 'sum / n')
+        return partial(kernels.on_cpu, normalise=normalise)
+    return partial(kernels.on_gpu, normalise=normalise, n=n)
 
 
-def replayed(run, device, times=20):
-    """Milliseconds of run() without its launches: the median over replays of its CUDA graph, by events. What
-    L2 holds is overwritten before each. None where there are no graphs, or it cannot be recorded."""
-    if device.type != 'cuda':
-        return None
-    graph = torch.cuda.CUDAGraph()
-    aside = torch.cuda.Stream()                 # recording wants a warm-up on another stream
-    aside.wait_stream(torch.cuda.current_stream())
-    try:
-        with torch.cuda.stream(aside):
-            for _ in range(3):
-                run()
-        torch.cuda.current_stream().wait_stream(aside)
-        with torch.cuda.graph(graph):
-            run()
-    except RuntimeError as e:
-        print(f'no graph of it: {in_short(e)}', file=sys.stderr)
-        return None
-    filler = torch.empty(256 * MB, dtype=torch.uint8, device=device)
-    took = []
-    for _ in range(times):
-        begin = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        filler.zero_()
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        took.append(begin.elapsed_time(end))
-    return statistics.median(took)
+def milliseconds(run, device):
+    """Of run() without its launches, by replays of a CUDA graph that has many of it; L2 is not emptied
+    between them. What cannot be recorded, as is said, is called from Python."""
+    if device.type == 'cuda':
+        try:
+            return kernels.triton.testing.do_bench_cudagraph(run, return_mode='median')
+        except RuntimeError as e:
+            print(f'with its launches, as there is no graph of it: {in_short(e)}', flush=True)
+    return 1e3 * seconds([run], device, 0.05, 20)[0]
 
 
 def times_of(ready, device):
-    """The columns of a Case: called from Python, and as graphs, which leave out the launches. Nothing empties
-    L2 between calls from Python, as nothing does in a training."""
-    forward, both = seconds([ready.forward, ready.both], device, 0.05, 20)
-    return {'forward ms': 1e3 * forward, 'f+b ms': 1e3 * both,
-            'graph forward ms': replayed(ready.forward, device), 'graph f+b ms': replayed(ready.both, device)}
+    """The columns of a Case."""
+    return {'forward ms': milliseconds(ready.forward, device), 'f+b ms': milliseconds(ready.both, device)}
 
 
 def kernel_times(run, device):
@@ -1639,71 +1590,58 @@ def kernel_times(run, device):
     return sorted(found, key=operator.itemgetter(2), reverse=True)
 
 
-# ---- stage ceilings: the best that this machine does
-@functools.lru_cache
-def bandwidth(device, size):
-    """Bytes a second, read and written, of a copy of so many bytes."""
-    x = torch.zeros(size, dtype=torch.uint8, device=device)
-    y = torch.empty_like(x)
-    return 2 * size / seconds([partial(y.copy_, x)], device, 0.1, 20)[0]
-
-
+# ---- ceilings: the best that this machine does
 def ceilings(args):
-    """The machine, a copy, a large product."""
-    def machine():
-        text = f'torch {torch.__version__}, triton {getattr(kernels.triton, "__version__", "none")}'
-        memory = None
-        if args.device.type == 'cuda':
-            text = f'{torch.cuda.get_device_name(args.device)}, CUDA {torch.version.cuda}, {text}'
-            memory = torch.cuda.get_device_properties(args.device).total_memory / 1e9
-        return [{'form': text, 'figure': memory, 'unit': 'GB'}]
-
-    def copy():
-        return [{'form': 'copy', 'figure': bandwidth(args.device, SIZES['copied']) / 1e9, 'unit': 'GB/s'}]
-
-    def product():
-        return [{'form': 'product', 'figure': ceiling(args.device, args.dtype) / 1e12, 'unit': 'TFLOP/s'}]
-    yield from {'machine': machine, 'copy': copy, 'product': product}.items()
+    """What it is; bytes a second of a copy, read and written; a large product."""
+    text = f'torch {torch.__version__}, triton {kernels.triton.__version__}'
+    if args.device.type == 'cuda':
+        text = f'{torch.cuda.get_device_name(args.device)}, CUDA {torch.version.cuda}, {text}'
+    yield {'form': text}
+    x = torch.zeros(SIZES['copied'], dtype=torch.uint8, device=args.device)
+    y = torch.empty_like(x)
+    yield {'form': 'copy', 'GB/s': 2 * len(x) / milliseconds(partial(y.copy_, x), args.device) / 1e6}
+    yield {'form': 'product', 'TFLOP/s': ceiling(args.device, args.dtype) / 1e12}
 
 
-# ---- stage warm-up: what the stages below compile, in processes that share Triton's cache
+# ---- warm-up: what is compiled below, from an empty cache, in processes that share it
 def warm_up(args):
-    """The first forward and backward of each kind, from an empty cache, beside as many neighbours."""
-    specs = dict.fromkeys((kind, how.dtype, how.K, None) for kind, how in checked())
+    """The first forward and backward of each kind beside as many neighbours, in seconds."""
+    todo = dict.fromkeys((Check(how.form, how.dtype, 67, how.K), None) for how in checked())
     for kind, sizes in itertools.product(KERNEL_RULES[:3], VARIANTS):
-        specs[kind, 'bfloat16', SIZES['head_dim'], sizes] = None
-    if not SIZES['processes']:
-        for spec in specs:
-            yield f'{spec}', partial(first_time, str(args.device), *spec)
-        return
-    many = min(SIZES['processes'], recipe.cores())
+        todo[Check(kind, 'bfloat16', 67, SIZES['head_dim']), sizes] = None
+    many = min(12, recipe.cores())
     pool = concurrent.futures.ProcessPoolExecutor(many, multiprocessing.get_context('spawn'))
     try:
-        futures = {spec: pool.submit(first_time, str(args.device), *spec) for spec in specs}
-        for spec, future in futures.items():
-            yield f'{spec}', future.result
+        futures = {pool.submit(first_time, args.device, *task): task for task in todo}
+        for future in concurrent.futures.as_completed(futures):
+            how, sizes = futures[future]
+            text = f'{how.form}, {how.dtype}, K = {how.K}, tiles {sizes or "its own"}'
+            row = {'form': 'first time', 'of': text}
+            e = future.exception()
+            if e:
+                yield row | {'failed': in_short(e)}
+            else:
+                yield row | {'s': future.result()}
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def first_time(device, kind, dtype, K, sizes):
-    """The first forward and backward of some kind in this process."""
-    args = Args(device=torch.device(device))
-    if args.device.type == 'cuda':
-        torch.cuda.set_device(args.device)
-    given, wanted = question(args, kind, Check(dtype, 67, K))
-    finish(args.device)
+def first_time(device, how, sizes):
+    """Seconds of the first forward and backward of some kind in this process."""
+    args = Args(device=device)
+    given, wanted = question(args, how)
+    finish(device)
     begin = time.perf_counter()
     with other_tiles(sizes):
-        answer(fast(args, kind), given, wanted)
-    finish(args.device)
-    took = time.perf_counter() - begin
-    return [{'form': 'first time', 'rule': kind, 'dtype': dtype, 'K': K, 'sizes': said(sizes), 's': took}]
+        answer(fast(args, how.form), given, wanted)
+    finish(device)
+    return time.perf_counter() - begin
 
 
-# ---- stage checks: values and gradients against the definition in fp64, on the same rounded inputs
+# ---- checks: values and gradients against the definition in fp64, on the same rounded inputs
 class Check(NamedTuple):
     """One way to ask a rule."""
+    form: str
     dtype: str                          # of q, k, v; or of q, k:v
     T: int
     K: int
@@ -1713,47 +1651,36 @@ class Check(NamedTuple):
     heads: int = 3
 
 
-ERRORS = 'o S_T dq dk dv dwrite derase dlog_f dlog_z dS'.split()
-
-
-def limit_of(name, dtype):
-    """How far a result may be off, as a share of its norm. Rounding operands to bf16 alone costs 3.8e-3; the
-    gradient of a decay is a difference of large sums."""
-    if dtype == 'float32':
-        return 1e-5
-    if name in ('o', 'S_T'):
-        return 5e-3
-    if name == 'dlog_z':
-        return 3e-2
-    return 1.5e-2
+def at_full_size(kind):
+    """The check at the size at which times are taken."""
+    return Check(kind, 'bfloat16', SIZES['T'], SIZES['head_dim'], rows=SIZES['batch'], heads=SIZES['heads'])
 
 
 def checked():
-    """All pairs of a rule and a Check. The full size comes last."""
-    plain = Check('bfloat16', 67, SIZES['head_dim'])
+    """All of them. The full size comes last."""
+    plain = Check('', 'bfloat16', 67, SIZES['head_dim'])
     ways = [plain._replace(dtype=dtype) for dtype in ('bfloat16', 'float16', 'float32', 'float32:bfloat16')]
     ways += [plain._replace(T=T, log_decay=-5.0) for T in SIZES['checked T']]
     ways += [plain._replace(K=K, log_decay=-5.0) for K in SIZES['checked K']]
     for dtype, special in itertools.product(('bfloat16', 'float32'), ('decay of -5', 'beta 2', 'equal keys')):
         ways.append(plain._replace(dtype=dtype, special=special))
-    ways.append(plain._replace(T=SIZES['T'], rows=SIZES['batch'], heads=SIZES['heads']))
     for how, kind in itertools.product(ways, KERNEL_RULES):
         needs = {'decay of -5': 'log_', 'beta 2': 'write'}.get(how.special, '')
         if needs in GATES.get(kind, ''):
-            yield kind, how
+            yield how._replace(form=kind)
+    yield from map(at_full_size, KERNEL_RULES)
 
 
-def question(args, kind, how):
+def question(args, how):
     """-> what a recurrence gets, by name, a state included, and gradients for its o and S"""
     of_qk, _, of_v = how.dtype.partition(':')
-    args = dataclasses.replace(args, batch=how.rows, heads=how.heads, head_dim=how.K)
-    args.dtype = getattr(torch, of_qk)
-    x = inputs(kind, args, how.T)
+    sizes = {'batch': how.rows, 'heads': how.heads, 'head_dim': how.K, 'dtype': getattr(torch, of_qk)}
+    x = inputs(how.form, dataclasses.replace(args, **sizes), how.T)
     x['v'] = x['v'].to(getattr(torch, of_v or of_qk))
     draw = torch.Generator(args.device).manual_seed(args.seed + 1)
-    size = how.rows, how.heads, how.K + (kind == 'sum / n'), how.K
+    size = how.rows, how.heads, how.K + (how.form == 'sum / n'), how.K
     x['S'] = torch.randn(size, generator=draw, device=args.device)
-    if kind == 'sum / n':
+    if how.form == 'sum / n':
         x['S'] = x['S'].abs()                               # its last row is a sum of keys
     if 'write' in x:
         x['erase'] = x['write'].flip(2)
@@ -1771,7 +1698,7 @@ def question(args, kind, how):
 
 
 def answer(form, given, wanted):
-    """-> o, the last S and all gradients, by the names of ERRORS"""
+    """-> by name o, the last S and all gradients"""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items()}
     o, S = form(**leaves)
     gradients = torch.autograd.grad([o, S], list(leaves.values()), wanted)
@@ -1779,92 +1706,59 @@ def answer(form, given, wanted):
     return {'o': o.detach(), 'S_T': S.detach(), **named}
 
 
-@contextlib.contextmanager
-def poisoned():
-    """Fresh memory is full of NaN: what a kernel forgets to write is seen."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter('ignore')                 # of operations that are not deterministic
-            yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+# How far results may be off, but in fp32, as a share of their norm, if not by 1.5e-2. Rounding operands to
+# bf16 alone costs 3.8e-3; the gradient of a decay is a difference of large sums.
+LIMITS = {'o': 5e-3, 'S_T': 5e-3, 'dlog_z': 3e-2}
 
 
-def compare(args, kind, how):
+def check(args, how):
     """The errors of a rule, and what is wrong in words, '' for nothing; it should be twice the same."""
-    given, wanted = question(args, kind, how)
-    definition = partial(fastweight.chunked, normalise=kind == 'sum / n')
+    given, wanted = question(args, how)
+    definition = partial(fastweight.chunked, normalise=how.form == 'sum / n')
     in_fp64 = {name: x.double() for name, x in given.items()}
     exact = answer(definition, in_fp64, [x.double() for x in wanted])
-    with poisoned():
-        found = answer(fast(args, kind), given, wanted)
-        again = answer(fast(args, kind), given, wanted)
-    errors = dict.fromkeys(ERRORS)
+    with kernels.poisoned():
+        found = answer(fast(args, how.form), given, wanted)
+        again = answer(fast(args, how.form), given, wanted)
+    errors = {}
     wrong = []
     for name, right in exact.items():
         scale = right.norm() + 1e-6
         if how.special == 'decay of -5' and name.startswith('dlog'):
             scale += (exact['dq'] * in_fp64['q']).norm()        # almost all of which is taken off again
         errors[name] = ((found[name].double() - right).norm() / scale).item()
-        limit = limit_of(name, how.dtype)
+        limit = 1e-5 if how.dtype == 'float32' else LIMITS.get(name, 1.5e-2)
         if not errors[name] <= limit:
             wrong.append(f'{name} is off by {errors[name]:.1e}, allowed are {limit:g}')
         if not torch.equal(found[name], again[name]):
             wrong.append(f'{name} is not twice the same')
-    return errors | {'wrong': '; '.join(wrong)}
+    yield {**how._asdict(), 'wrong': '; '.join(wrong), **errors}
 
 
-def checks(args):
-    """A row for each pair of `checked`."""
-    def row(kind, how):
-        return [{'form': kind, **how._asdict(), **compare(args, kind, how)}]
-    for kind, how in checked():
-        yield f'{kind}, {how}', partial(row, kind, how)
-
-
-# ---- stages variants, peers, few heads: time
+# ---- variants, peers, few heads: time
 def other_tiles(sizes):
-    """A context: kernels.tiles says these C and BV, and the chunk form's kernels are launched with these
-    warps and stages; None: as they are."""
+    """A context in which kernels.py has these C, BV, warps and stages for the chunk form; None: its own."""
     if sizes is None:
         return contextlib.nullcontext()
-    C, BV, warps, stages = sizes
+    C, BV, *shape = sizes
     tiles = kernels.tiles
 
-    def changed(*how, **named):
-        return tiles(*how, **named) | {'C': C, 'BV': BV}
-
-    def relaunch(kernel, grid, args, how):
-        return kernel[grid](*args, **how | {'num_warps': warps, 'num_stages': stages})
-    stand_ins = {name: StandIn(getattr(kernels, name), relaunch) for name in CHUNK_KERNELS}
-    return replaced(kernels, tiles=changed, **stand_ins)
+    def changed(*how):
+        return tiles(*how) | {'C': C, 'BV': BV}
+    return mock.patch.multiple(kernels, tiles=changed, SHAPES=dict.fromkeys(kernels.SHAPES, shape))
 
 
-def said(sizes):
-    """Tile sizes in words."""
-    if sizes is None:
-        return 'its own'
-    return 'C {} BV {} warps {} stages {}'.format(*sizes)
-
-
-def variants(args):
-    """The chunk form in other tiles, at full size, where it is checked first: a wrong one has no time. In the
-    last column the kernels one by one."""
-    full = Check('bfloat16', SIZES['T'], SIZES['head_dim'], rows=SIZES['batch'], heads=SIZES['heads'])
-
-    def row(kind, sizes):
-        with other_tiles(sizes):
-            wrong = compare(args, kind, full)['wrong']
-            if wrong:
-                return [{'form': kind, 'sizes': said(sizes), 'wrong': wrong}]
+def variant(args, kind, sizes):
+    """The chunk form in other tiles at full size: a wrong one has no time. In the last column the kernels."""
+    row = {'form': kind, 'C, BV, warps, stages': str(sizes or 'its own')}
+    with other_tiles(sizes):
+        row['wrong'] = next(check(args, at_full_size(kind)))['wrong']
+        if not row['wrong']:
             ready = case(fast(args, kind), kind, args, SIZES['T'])
-            times = times_of(ready, args.device)
             parts = kernel_times(ready.both, args.device)[:6]
-        text = ', '.join(f'{name[:20]} {1e3 * ms:.0f}' for name, _, ms in parts)
-        return [{'form': kind, 'sizes': said(sizes), **times, 'kernels, us': text}]
-    for kind, sizes in itertools.product(KERNEL_RULES[:3], [None, *VARIANTS]):
-        yield f'{kind}, {said(sizes)}', partial(row, kind, sizes)
+            row |= times_of(ready, args.device)
+            row['kernels, us'] = ', '.join(f'{name[:20]} {1e3 * ms:.0f}' for name, _, ms in parts)
+    yield row
 
 
 def flash(q, k, v):
@@ -1873,190 +1767,113 @@ def flash(q, k, v):
         return attention(q, k, v)
 
 
-def compared(args):
-    """Ours first, then attention, then flash-linear-attention, whose first calls try out its tiles for long:
-    what the deadline leaves out is there after a further run with --only=peers. A floor is the time of a copy
-    of what must be read and written; the backward reads all of it again."""
-    theirs = peers(args.device)
-    forms = {kind: (kind, fast(args, kind)) for kind in KERNEL_RULES}
-    forms |= {'flash attention': ('softmax', flash), 'attention': ('softmax', attention), **theirs}
-
-    def row(form, T):
-        kind, f = forms[form]
-        ready = case(f, kind, args, T, form in theirs)
-        found = {'form': form, 'T': T, **times_of(ready, args.device)}
-        given = [x for x in ready.forward.keywords.values() if isinstance(x, torch.Tensor)]
-        read = sum({x.data_ptr(): x.nbytes for x in given}.values())        # erase is write
-        o = ready.forward.keywords['v'].nbytes
-        moved = {'forward ms': read + o, 'f+b ms': 3 * read + 2 * o}
-        for column, size in moved.items():
-            floor = 1e3 * size / bandwidth(args.device, SIZES['copied'])
-            found[f'{column} / floor'] = least(found, column) / floor
-            found[f'{column}, goal'] = GOALS.get((form, T), {}).get(column)
-        return [found]
-    for form, T in itertools.product(forms, SIZES['T by T']):
-        yield f'{form} at T = {T:,}', partial(row, form, T)
+ATTENTION = {'flash attention': ('softmax', flash), 'attention': ('softmax', attention)}
 
 
-def least(row, column):
-    """A time without launches, where there is one."""
-    return row.get(f'graph {column}') or row[column]
+def compared(args, form, T):
+    """Ours, attention, and flash-linear-attention, whose first calls try out its tiles for long: what the
+    deadline leaves out is there after a further run with --only=peers."""
+    if form in KERNEL_RULES:
+        kind = form
+        f = fast(args, form)
+    else:
+        kind, f = (ATTENTION | peers(args.device))[form]
+    ready = case(f, kind, args, T, time_first=form.startswith('fla '))
+    yield {'form': form, 'T': T, **times_of(ready, args.device)}
 
 
-def few_heads(args):
+def few_heads(args, kind, T, n):
     """One text, its sequence split into n segments; None: as many as kernels.segments says."""
-    alone = dataclasses.replace(args, batch=1)
-
-    def row(kind, T, n):
-        def forced(*how, **named):
-            return n
-        own = contextlib.nullcontext()
-        if n is not None:
-            own = replaced(kernels, segments=forced)        # AttributeError where nothing is split
-        with own:
-            times = times_of(case(fast(args, kind), kind, alone, T), args.device)
-        return [{'form': f'{kind}, one text', 'T': T, 'segments': n, **times}]
-    for kind, T, n in itertools.product(('delta', 'sum'), SIZES['few heads'], SIZES['segments']):
-        yield f'{kind} at T = {T:,}, {n} segments', partial(row, kind, T, n)
+    ready = case(fast(args, kind, n), kind, dataclasses.replace(args, batch=1), T)
+    yield {'form': f'{kind}, one text', 'T': T, 'segments': n, **times_of(ready, args.device)}
 
 
-# ---- stage layer: a mixer from its input on, with features, gates and norms
-def narrow(q, k, v, *gates, **named):
-    """kernels.chunked with q and k in the type of v, whatever the features are in."""
-    return kernels.chunked(q.to(v.dtype), k.to(v.dtype), v, *gates, **named)
+# ---- layer: a mixer from its input on, with features, gates and norms
+def mixed(args):
+    """A context of training's mixed precision."""
+    return torch.autocast(args.device.type, args.dtype, enabled=args.dtype != torch.float32)
 
 
-def real_layer(args):
-    """Its times, and for the first of the ways the ten kernels that take longest."""
+def real_layer(args, how):
+    """Its times, and the ten kernels that take longest."""
     width = SIZES['heads'] * SIZES['head_dim']
-    config = Config(rule='delta', n_head=SIZES['heads'], n_embd=width)
-    cast = torch.autocast(args.device.type, args.dtype, enabled=args.dtype != torch.float32)
+    mixer = Mixer(Config(rule='delta', n_head=SIZES['heads'], n_embd=width), 'delta').to(args.device)
+    if how == 'compiled features':
+        mixer.memory.writes = torch.compile(mixer.memory.writes)
+        mixer.memory.reads = torch.compile(mixer.memory.reads)
+    forms = pick_forms()
+    x = torch.randn(SIZES['batch'], SIZES['T'], width, device=args.device, requires_grad=True)
+    wanted = [x, *mixer.parameters()]
+    dy = torch.randn_like(x)
 
-    def rows(how):
-        mixer = Mixer(config, 'delta').to(args.device)
-        forms = pick_forms()
-        if how == 'q and k as v':
-            forms = forms._replace(recurrence=narrow)
-        if how == 'compiled features':
-            mixer.memory.writes = torch.compile(mixer.memory.writes)
-            mixer.memory.reads = torch.compile(mixer.memory.reads)
-        x = torch.randn(SIZES['batch'], SIZES['T'], width, device=args.device, requires_grad=True)
-        wanted = [x, *mixer.parameters()]
-        dy = torch.randn_like(x)
+    def forward():
+        with torch.no_grad(), mixed(args):
+            return mixer(x, {}, forms)
 
-        def forward():
-            with torch.no_grad(), cast:
-                return mixer(x, {}, forms)
-
-        def both():
-            with cast:
-                y, _ = mixer(x, {}, forms)
-            torch.autograd.grad(y, wanted, dy.to(y.dtype))
-        yield {'form': how, **times_of(Case(forward, both, both), args.device)}
-        for name, calls, ms in kernel_times(both, args.device)[:10]:
-            yield {'form': f'{how}: {name[:60]}', 'calls': calls, 'f+b ms': ms}
-    for how in 'eager', 'q and k as v', 'compiled features':
-        yield how, partial(rows, how)
+    def both():
+        with mixed(args):
+            y, _ = mixer(x, {}, forms)
+        torch.autograd.grad(y, wanted, dy.to(y.dtype))
+    yield {'form': how, **times_of(Case(forward, both, both), args.device)}
+    for name, calls, ms in kernel_times(both, args.device)[:10]:
+        yield {'form': f'{how}: {name[:60]}', 'calls': calls, 'f+b ms': ms}
 
 
-# ---- stages decoding, training: whole models of GPT-2's size with random weights
-def decoding(args):
-    """A step of a layer by rows, then of models after T tokens: ours as they are, ours recorded, others."""
-    for kind, rows in itertools.product(('delta', 'sum', 'two-sided delta'), SIZES['rows']):
-        yield f'a step of {kind}, {rows} rows', partial(layer_step, kind, rows, args)
-    for rule, recorded in ('delta', True), ('delta', False), ('sum', True), ('softmax', True):
-        yield f'model, {rule}, recorded: {recorded}', partial(model_rows, rule, recorded, args)
-    for T in SIZES['after'][:2]:
-        yield f"Hugging Face's GPT-2 after {T:,}", partial(hugging_face, T, args)
-
-
-def step_row(form, T, run, device, **more):
-    """A row of decoding. kernels: launches, or nodes of a graph, of one step."""
-    us = 1e6 * seconds([run], device, 0.3, 30)[0]
-    count = sum(calls for _, calls, _ in kernel_times(run, device))
-    goal = GOALS.get((form, T), {}).get('us')
-    return {'form': form, 'T': T, 'us': us, 'kernels': count, 'goal': goal, **more}
-
-
+# ---- decoding, training: whole models of GPT-2's size with random weights
 @torch.inference_mode()
-def layer_step(kind, rows, args):
-    """One layer's step from a state of some tokens. Its floor: the state read and written."""
+def layer_step(args, kind, rows):
+    """One layer's step from a state of some tokens."""
     sizes = dataclasses.replace(args, batch=rows)
-    one = inputs(kind, sizes, 1)
     _, S = fast(args, kind)(**inputs(kind, sizes, 32))
-    run = partial(kernels.step, **one, S=S)
-    graph = replayed(run, args.device)
-    row = step_row(f'a step of {kind}, {rows} rows', None, run, args.device)
-    floor = 1e6 * 2 * S.nbytes / bandwidth(args.device, SIZES['copied'])
-    return [row | {'graph us': graph and 1e3 * graph, 'floor us': floor}]
+    run = partial(kernels.step, **inputs(kind, sizes, 1), S=S)
+    yield {'form': f'a step of {kind}, {rows} rows', 'T': None, 'us': 1e3 * milliseconds(run, args.device)}
 
 
 @torch.inference_mode()
-def model_rows(rule, recorded, args):
-    """A model's step after T tokens, which should not depend on T. A state that grows is never recorded."""
+def model_step(args, rule, recorded):
+    """A model's step after T tokens, which should not depend on T. kernels: those of one step. A state that
+    grows is never recorded."""
     args = dataclasses.replace(args, lengths=','.join(map(str, SIZES['after'])))
     form = f'model, {rule}'
-    record = contextlib.nullcontext()
+    record = kernels.recorded
     if not recorded:
         form += ', not recorded'
-        record = replaced(kernels, recorded=unrecorded)
-    with record:
-        steps = model_steps(rule, SIZES['model'], args)
-    first = None
-    for step in steps:
-        row = step_row(form, step.T, step.run, args.device)
-        first = first or row['us']
-        yield row | {'of first': row['us'] / first}
+        record = unrecorded
+    for step in model_steps(rule, SIZES['model'], args, record):
+        us = 1e6 * seconds([step.run], args.device, 0.3, 30)[0]
+        count = sum(calls for _, calls, _ in kernel_times(step.run, args.device))
+        yield {'form': form, 'T': step.T, 'us': us, 'kernels': count}
 
 
-@torch.inference_mode()
-def hugging_face(T, args):
-    """transformers' GPT-2 with random weights and its cache, which grows a little while it is timed."""
-    import transformers
-    config = transformers.GPT2Config(n_positions=T + 4096, **SIZES['model'])
-    model = transformers.GPT2LMHeadModel(config).to(args.device, args.dtype).eval()
-    tokens = torch.zeros(1, T, dtype=torch.long, device=args.device)
-    cache = model.transformer(tokens, use_cache=True).past_key_values
-    run = partial(model, tokens[:, :1], past_key_values=cache, use_cache=True)
-    return [step_row("Hugging Face's GPT-2", T, run, args.device)]
-
-
-def training(args):
+def training(args, rule):
     """Steps of train.py's loop on random tokens."""
     rows, T = SIZES['trained']
-    cast = torch.autocast(args.device.type, args.dtype, enabled=args.dtype != torch.float32)
+    model = GPT(Config(rule=rule, block_size=T, **SIZES['model'])).to(args.device)
+    x = torch.randint(model.config.vocab_size, (rows, T + 1), device=args.device)
+    opt = recipe.adamw(model, 1e-3, 0.1, args.device)
 
-    def row(rule):
-        model = GPT(Config(rule=rule, block_size=T, **SIZES['model'])).to(args.device)
-        x = torch.randint(model.config.vocab_size, (rows, T + 1), device=args.device)
-        opt = recipe.adamw(model, 1e-3, 0.1, args.device)
-
-        def loss(step):
-            with cast:
-                logits, _ = model(x[:, :-1])
-                value = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
-            value.backward()
-            return value.detach()
-        if args.device.type == 'cuda':
-            torch.cuda.reset_peak_memory_stats(args.device)
-        ends = []
-        for _, value, _, good in recipe.optimise(model, opt, loss, SIZES['steps'], 1e-3, args.seed):
-            if not good:
-                raise RuntimeError(f'loss or gradient is not finite in step {len(ends) + 1}: {value.item()}')
-            finish(args.device)
-            ends.append(time.perf_counter())
-        took = statistics.median(b - a for a, b in itertools.pairwise(ends))
-        found = {'form': f'training, {rule}', 'T': T, 'tokens/s': rows * T / took, 'ms a step': 1e3 * took}
-        return [found | {'MB': recipe.memory(args.device) / MB, 'loss': value.item()}]
-    for rule in 'delta', 'softmax':
-        yield rule, partial(row, rule)
+    def loss(step):
+        with mixed(args):
+            logits, _ = model(x[:, :-1])
+            value = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
+        value.backward()
+        return value.detach()
+    if args.device.type == 'cuda':
+        torch.cuda.reset_peak_memory_stats(args.device)
+    ends = []
+    for _, value, _, good in recipe.optimise(model, opt, loss, SIZES['steps'], 1e-3, args.seed):
+        if not good:
+            raise RuntimeError(f'loss or gradient is not finite in step {len(ends) + 1}: {value.item()}')
+        finish(args.device)
+        ends.append(time.perf_counter())
+    took = statistics.median(b - a for a, b in itertools.pairwise(ends))
+    yield {'form': f'training, {rule}', 'T': T, 'tokens/s': rows * T / took, 'ms a step': 1e3 * took,
+           'MB': recipe.memory(args.device) / MB, 'loss': value.item()}
 
 
 # ---- the stages one after the other
-STAGES = {              # seconds, after which no further case begins; what makes the cases
-    'ceilings': (10, ceilings), 'warm-up': (60, warm_up), 'checks': (80, checks), 'variants': (70, variants),
-    'peers': (110, compared), 'few heads': (25, few_heads), 'layer': (35, real_layer),
-    'decoding': (40, decoding), 'training': (30, training)}
+class StageOver(BaseException):
+    """The time of a stage is over. No `except Exception` on the way, as kernels.fault has one, keeps it."""
 
 
 def in_short(e):
@@ -2064,91 +1881,43 @@ def in_short(e):
     return ' '.join(f'{type(e).__name__}: {e}'.split())[:160]
 
 
-@contextlib.contextmanager
-def at_most(seconds_left):
-    """TimeoutError in what takes longer, at the next line of Python, where the system has such a clock."""
+def walk_stage(args, stage, cases, keep):
+    """Keep the rows of a stage until its time is over. -> what was left out: its name -> why. Whatever a
+    kernel or a peer may raise is one line."""
+    left_out = {}
+
     def stop(*_):
-        raise TimeoutError('its stage is over')
-    if not hasattr(signal, 'setitimer') or seconds_left == math.inf:
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds_left)
+        raise StageOver
+    limit = chosen(args, SECONDS.get(stage, 600), 3600)
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, limit)
     try:
-        yield
-    finally:
+        for function, *given in cases:
+            name = f'{stage}: {function.__name__} {given}'
+            try:
+                for row in function(args, *given):
+                    keep({'stage': stage, **row})
+            except Exception as e:      # noqa: BLE001
+                left_out[name] = in_short(e)
+                print(f'{name} is left out: {in_short(e)}', flush=True)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    except StageOver:
+        left_out[name] = f'it and what follows: the {limit} seconds of the stage are over'
+        print(f'{name} is left out, {left_out[name]}', flush=True)
+    return left_out
 
 
-def attempt(run, keep, stage, device, seconds_left):
-    """Run a case and keep its rows. -> why it ended early, '' if it did not: whatever a kernel or a peer may
-    raise is one line"""
-    try:
-        with at_most(seconds_left):
-            for row in run():
-                keep(stage, row)
-        return ''
-    except Exception as e:      # noqa: BLE001
-        why = in_short(e)
-    gc.collect()                # of the tensors that hung on the exception
-    if device.type == 'cuda':
-        torch.cuda.empty_cache()
-    return why
-
-
-def dead(device):
-    """Why the device takes no more work, '' if it does: after an illegal access nothing runs any more."""
-    try:
-        finish(device)
-    except RuntimeError as e:
-        return in_short(e)
-    return ''
-
-
-def guarded(cases, args):
-    """The cases of a stage; what goes wrong while they are made is a further one."""
-    def fail(e):
-        raise e
-    try:
-        yield from cases(args)
-    except Exception as e:      # noqa: BLE001
-        yield 'the rest of the stage', partial(fail, e)
-
-
-def walk(args, stages):
+def walk(args, todo):
     """Every case of every stage. -> rows, each with its `stage`, and what was left out: its name -> why"""
     rows = []
     left_out = {}
-
-    def keep(stage, row):
-        rows.append({'stage': stage, **row})
-        print(json.dumps(rows[-1]), file=log, flush=True)
-        print(in_a_line(row), flush=True)
     with open(inside(args, 'gpu.jsonl'), 'w') as log:
-        for stage, (limit, cases) in stages.items():
-            if args.full:
-                limit = math.inf
-            print(f'--- {stage} ---', flush=True)
-            end = time.perf_counter() + limit
-            todo = guarded(cases, args)
-            for name, run in todo:
-                left = end - time.perf_counter()
-                if left <= 0:
-                    many = 1 + sum(1 for _ in todo)
-                    left_out[stage] = f'{many} cases, its {limit} seconds are over'
-                    break
-                why = attempt(run, keep, stage, args.device, left)
-                if why:
-                    left_out[f'{stage}: {name}'] = why
-                    print(f'{name} is left out: {why}', flush=True)
-            if stage in left_out:
-                print(f'left out: {left_out[stage]}', flush=True)
-            why = dead(args.device)
-            if why:
-                left_out['all that follows'] = why
-                print(f'the GPU does not answer any more: {why}', flush=True)
-                break
+        def keep(row):
+            rows.append(row)
+            print(json.dumps(row), file=log, flush=True)
+            print(in_a_line(row), flush=True)
+        for stage, cases in todo.items():
+            left_out |= walk_stage(args, stage, cases, keep)
     return rows, left_out
 
 
@@ -2162,69 +1931,48 @@ def in_a_line(row):
 
 
 def goals(rows):
-    """A row for each goal; of several figures the worst counts, and none of a form that is wrong."""
-    found = {}
+    """A row for each goal, which were set before anything was measured; of several figures the worst counts,
+    and none of a form that is wrong."""
     wrong = {row['form'] for row in rows if row.get('wrong') and row.get('dtype') == 'bfloat16'}
-    rows = [row for row in rows if row.get('form') not in wrong]
+    worst = {}
     for row in rows:
         for column in row.keys() & {'forward ms', 'f+b ms', 'us', 's'}:
-            key = row['form'], row.get('T'), column
-            found[key] = max(least(row, column), found.get(key, 0))
+            key = column, row['form'], row.get('T')
+            if row['form'] not in wrong:
+                worst[key] = max(row[column], worst.get(key, 0))
     judged = []
-    for (form, T), wanted in GOALS.items():
-        for column, limit in wanted.items():
-            x = found.get((form, T, column))
-            judged.append(judge(f'{column} of {form} at {T}', 'at most', limit, x, x and x <= limit))
-    for form, base, T, column, limit in RATIOS:
-        x = None
-        if {(form, T, column), (base, T, column)} <= found.keys():
-            x = found[base, T, column] / found[form, T, column]
-        judged.append(judge(f'{column} of {base} over {form} at {T}', 'at least', limit, x, x and x >= limit))
+    for column, form, T, limit, base in GOALS:
+        x = worst.get((column, form, T), math.nan)
+        if base:
+            x /= worst.get((column, base, T), math.nan)
+        met = 'yes' if x <= limit else 'NO'
+        if math.isnan(x):
+            x = None
+            met = 'not measured'
+        judged.append({'form': form, 'T': T, 'column': column, 'of': base, 'at most': limit, 'found': x,
+                       'met': met})
     return judged
 
 
-def judge(what, how, limit, x, met):
-    """A row of `goals`."""
-    words = {None: 'not measured', True: 'yes', False: 'NO'}
-    return {'goal': what, 'wanted': f'{how} {limit:.3g}', 'found': x, 'met': words[met]}
-
-
-def tables(rows):
-    """A table a stage; of checks only what is wrong, and the worst errors by type."""
-    for stage, mine in itertools.groupby(rows, operator.itemgetter('stage')):
-        mine = list(mine)
-        print(f'\n{stage}')
-        if stage == 'checks':
-            mine = [row for row in mine if row['wrong']] + worst(mine)
-        columns = dict.fromkeys(name for row in mine for name in row if name != 'stage')
-        recipe.table([{name: row.get(name) for name in columns} for row in mine])
-
-
-def worst(rows):
-    """Of rows of checks the largest error of each result, by type of the inputs."""
-    found = {}
-    for row in rows:
-        of_type = found.setdefault(row['dtype'], {'form': 'worst', 'dtype': row['dtype'], 'wrong': ''})
-        for name in ERRORS:
-            if row[name] is not None:
-                of_type[name] = max(row[name], of_type.get(name, 0.0))
-    return list(found.values())
-
-
-def measure(args, stages):
-    """Walk through the stages, then the tables, the goals, what is wrong, a line of JSON and a picture."""
-    rows, left_out = walk(args, stages)
-    tables(rows)
+def measure(args, todo):
+    """Walk through the stages, then a table of each, the goals, what is wrong, a line of JSON, pictures."""
+    rows, left_out = walk(args, todo)
     judged = goals(rows)
-    if {row['met'] for row in judged} != {'not measured'}:
-        print('\ngoals')
-        recipe.table(judged)
-    wrong = [f'{row["stage"]}: {in_a_line(row)}' for row in rows if row.get('wrong')]
+    met = [row['met'] for row in judged]
+    shown = {}
+    for row in rows:
+        shown.setdefault(row['stage'], []).append(row)
+    if set(met) != {'not measured'}:
+        shown['goals'] = judged
+    for title, part in shown.items():
+        columns = dict.fromkeys(itertools.chain(*part))
+        print(f'\n{title}')
+        recipe.table([{name: row.get(name) for name in columns if name != 'stage'} for row in part])
+    wrong = [in_a_line(row) for row in rows if row.get('wrong')]
     for text in wrong:
         print(f'WRONG RESULTS: {text}', flush=True)
-    summary = {'device': str(args.device), 'rows': len(rows), 'wrong': wrong, 'left_out': left_out}
-    for met in 'yes', 'NO', 'not measured':
-        summary[f'goals: {met}'] = sum(row['met'] == met for row in judged)
+    summary = {f'goals: {word}': met.count(word) for word in ('yes', 'NO', 'not measured')}
+    summary |= {'device': str(args.device), 'rows': len(rows), 'wrong': wrong, 'left_out': left_out}
     summary_line(args, 'gpu', **summary)
     draw_panels(args, 'gpu', rows)
 
@@ -2232,25 +1980,27 @@ def measure(args, stages):
 def gpu(args):
     """All stages on a GPU, with --full without deadlines; where there is none, that is said, and what the
     compiler makes of the kernels."""
-    stages = only(args, STAGES)
+    names = only(args, SECONDS)
+    if kernels.triton is None:
+        raise ValueError('Triton is not installed, and compiles nothing: pip install triton')
+    if kernels.triton.knobs.runtime.interpret:
+        raise ValueError('TRITON_INTERPRET is set, and nothing is compiled: unset it')
     args.batch = SIZES['batch']
     args.heads = SIZES['heads']
     args.head_dim = SIZES['head_dim']
     if args.device.type == 'cuda':
-        torch.cuda.set_device(args.device)      # Triton launches on the current one
+        torch.cuda.set_device(args.device)      # a graph is recorded on the current one
         cache = os.path.abspath(inside(args, 'triton'))
         os.environ['TRITON_CACHE_DIR'] = cache
-        if 'warm-up' in stages:                 # which is of first times
+        if 'warm-up' in names:                  # which is of first times
             shutil.rmtree(cache, ignore_errors=True)
+        every = stages(args)
+        todo = {name: every[name] for name in names}
     else:
         print(f'no GPU ({args.device} is none by Nvidia): below is what the compiler makes of the kernels')
         args.dtype = torch.bfloat16
-        stages = {'ahead of time': (600, ahead)}
-        if kernels.triton is None:
-            raise ValueError('Triton is not installed, and compiles nothing: pip install triton')
-        if kernels.triton.knobs.runtime.interpret:
-            raise ValueError('TRITON_INTERPRET is set, and nothing is compiled: unset it')
-    measure(args, stages)
+        todo = {'ahead of time': [(ahead, kind) for kind in KERNEL_RULES[:4]]}
+    measure(args, todo)
 
 
 # ---- idea: what the first lines of fastweight.py print, as numbers on a colour -----------------------------

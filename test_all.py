@@ -2039,13 +2039,15 @@ def in_process(monkeypatch):
         return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
     monkeypatch.setattr(subprocess, 'run', run)
 
+def once_each(runs, *_):
+    """bench.seconds, without the waiting."""
+    for run in runs:
+        run()
+    return [1e-3] * len(runs)
+
 @pytest.mark.parametrize('suite', SUITES)
 def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, tmp_path, capsys, monkeypatch,
                                                       in_process):
-    def once_each(runs, *_):
-        for run in runs:
-            run()
-        return [1e-3] * len(runs)
     monkeypatch.setattr(bench, 'seconds', once_each)
     flags, rows = SUITES[suite]
     if suite in ('cache', 'kept', 'monotone'):
@@ -2119,81 +2121,61 @@ def test_bench_needs_softmax_layers(a_model, capsys):
 @pytest.fixture
 def dry_run(tmp_path, monkeypatch, capsys):
     """Stages of the suite gpu on a CPU, small -> the rows on disk, what was printed, the line of JSON"""
-    def once_each(runs, *_):
-        for run in runs:
-            run()
-        return [1e-3] * len(runs)
-
-    def as_it_is(f):
-        return f
     monkeypatch.setattr(bench, 'seconds', once_each)
-    monkeypatch.setattr(torch, 'compile', as_it_is)
+    monkeypatch.setattr(torch, 'compile', torch.nn.Identity())
+    pools = bench.concurrent.futures
+    monkeypatch.setattr(pools, 'ProcessPoolExecutor', lambda *_: pools.ThreadPoolExecutor(1))
     monkeypatch.setattr(bench, 'VARIANTS', bench.VARIANTS[:1])
-    small = {'batch': 1, 'heads': 2, 'head_dim': 8, 'T': 40, 'copied': 4096, 'processes': 0, 'rows': (64,),
+    small = {'batch': 1, 'heads': 2, 'head_dim': 8, 'T': 40, 'copied': 4096, 'rows': (64,),
              'checked T': (1, 9), 'checked K': (4,), 'T by T': (8, 40), 'few heads': (40,),
              'segments': (None, 4), 'after': (1, 9), 'trained': (2, 8), 'steps': 3,
              'model': {'n_layer': 1, 'n_head': 2, 'n_embd': 8, 'vocab_size': 256}}
     assert small.keys() == bench.SIZES.keys()
     monkeypatch.setattr(bench, 'SIZES', small)
 
-    def run(stages):
+    def run(stages=None):
         args = bench.Args(out=str(tmp_path), batch=1, heads=2, head_dim=8, device=torch.device('cpu'),
                           dtype=torch.float32)
         args.began = time.perf_counter()
         capsys.readouterr()
-        bench.measure(args, stages)
+        bench.measure(args, stages or bench.stages(args))
         out = capsys.readouterr().out
         rows = [json.loads(line) for line in (tmp_path / 'gpu.jsonl').read_text().splitlines()]
         return rows, out, json.loads(out.splitlines()[-1])
     return run
 
-def test_bench_gpu_walks_through_all_stages(dry_run, tmp_path, monkeypatch):
-    monkeypatch.setattr(kernels, 'segments', None, raising=False)
-    rows, out, summary = dry_run(bench.STAGES)
-    assert list(dict.fromkeys(row['stage'] for row in rows)) == list(bench.STAGES)
-    assert summary['rows'] == len(rows) and summary['wrong'] == []
-    assert all('Hugging' in name for name in summary['left_out']), summary['left_out']
-    found = {(row['stage'], row['form']) for row in rows}
-    forms = [('peers', form) for form in (*bench.KERNEL_RULES, 'attention', 'flash attention')]
-    forms += [('decoding', form) for form in ('a step of delta, 64 rows', 'model, delta', 'model, softmax',
-                                              'model, delta, not recorded')]
-    assert set(forms) <= found
+def test_bench_gpu_walks_through_all_stages(dry_run, tmp_path):
+    rows, out, summary = dry_run()
+    assert list(dict.fromkeys(row['stage'] for row in rows)) == list(bench.SECONDS)
+    assert summary['rows'] == len(rows) and summary['wrong'] == [] and summary['left_out'] == {}
+    assert {row['form'] for row in rows if row['stage'] == 'peers'} == {*bench.KERNEL_RULES, *bench.ATTENTION}
     kinds = {(row['form'], row['special'], row['dtype']) for row in rows if row['stage'] == 'checks'}
     assert {(rule, 'equal keys', 'float32') for rule in bench.KERNEL_RULES} <= kinds
     assert ('delta', 'beta 2', 'bfloat16') in kinds and ('sum', 'beta 2', 'bfloat16') not in kinds
-    assert re.search(r's of first time .* yes', out) and re.search(r'a step of delta, 64 rows .* NO', out)
+    assert re.search(r'first time .* yes', out) and re.search(r'a step of delta, 64 rows .* NO', out)
     assert (tmp_path / 'gpu.png').stat().st_size > 5000
 
-def test_bench_gpu_goes_on_where_something_fails(dry_run, tmp_path):
-    """A row is on disk when the next case begins; a case that takes too long is stopped; a stage whose time
-    is over, and one that cannot even begin, are left out."""
-    def first():
-        yield dict(form='a', us=1.0)
+def test_bench_gpu_goes_on_where_something_fails(dry_run, tmp_path, monkeypatch):
+    """A row is on disk when the next case begins; a stage that takes too long is stopped, even where all that
+    is raised is kept."""
+    def first(args, n):
+        yield dict(form='a', us=n)
         raise ZeroDivisionError('of\ntwo lines')
 
-    def second():
+    def second(args):
         assert json.loads((tmp_path / 'gpu.jsonl').read_text())['form'] == 'a'
-        return [dict(form='b', us=2.0)]
+        yield dict(form='b', us=2.0)
 
-    def forever():
-        time.sleep(30)
-
-    def nothing(args):
-        yield 'late', first
-        yield 'later', first
-
-    def broken(args):
-        yield 'third', lambda: [dict(form='c', us=3.0)]
-        raise OSError('no such stage')
-    stages = dict(one=(9, lambda args: iter([('first', first), ('second', second)])), two=(0, nothing),
-                  three=(.2, lambda args: iter([('forever', forever)])), four=(9, broken))
-    rows, out, summary = dry_run(stages)
-    assert [(row['stage'], row['form']) for row in rows] == [('one', 'a'), ('one', 'b'), ('four', 'c')]
-    assert 'first is left out: ZeroDivisionError: of two lines\n' in out
+    def forever(args):
+        with contextlib.suppress(Exception):
+            time.sleep(30)
+    monkeypatch.setattr(bench, 'SECONDS', dict(one=.1))
+    rows, out, summary = dry_run(dict(one=[(forever,), (second,)], two=[(first, 1.0), (second,)]))
+    assert [(row['stage'], row['form']) for row in rows] == [('two', 'a'), ('two', 'b')]
+    assert 'two: first [1.0] is left out: ZeroDivisionError: of two lines\n' in out
     assert summary['left_out'] == {
-        'one: first': 'ZeroDivisionError: of two lines', 'two': '2 cases, its 0 seconds are over',
-        'three: forever': 'TimeoutError: its stage is over',
-        'four: the rest of the stage': 'OSError: no such stage'}
+        'one: forever []': 'it and what follows: the 0.1 seconds of the stage are over',
+        'two: first [1.0]': 'ZeroDivisionError: of two lines'}
 
 def test_bench_gpu_is_loud_about_wrong_results(dry_run, monkeypatch):
     right, calls = bench.fast, []
@@ -2203,27 +2185,28 @@ def test_bench_gpu_is_loud_about_wrong_results(dry_run, monkeypatch):
         def form(**given):
             o, S = right(args, kind)(**given)
             calls.append(kind)
-            scale = dict(sum=1.02, delta=1 + 1e-4 * len(calls), gla=math.nan).get(kind, 1)
+            scale = dict(sum=1.02, delta=1 + 1e-3 * len(calls), gla=math.nan).get(kind, 1)
             return scale * o, S
         return form
     monkeypatch.setattr(bench, 'fast', wrong)
-    rows, out, summary = dry_run({name: bench.STAGES[name] for name in ('checks', 'variants')})
-    wrong_ones = {row['form'] for row in rows if row.get('wrong')}
-    assert wrong_ones == {'sum', 'delta', 'gla'}
-    assert {row['form'] for row in rows if 'forward ms' in row} == {'kda'}        # of delta, sum and kda
-    assert sum(text.startswith('WRONG RESULTS') for text in out.splitlines()) == len(summary['wrong']) > 10
+    plain = bench.Check('', 'bfloat16', 9, 8)
+    checks = [(bench.check, plain._replace(form=kind)) for kind in bench.KERNEL_RULES]
+    variants = [(bench.variant, kind, None) for kind in bench.KERNEL_RULES[:3]]
+    rows, out, summary = dry_run(dict(checks=checks, variants=variants))
+    wrong_ones = [row['form'] for row in rows if row['wrong']]
+    assert wrong_ones == ['delta', 'sum', 'gla', 'delta', 'sum']
+    assert [row['form'] for row in rows if 'forward ms' in row] == ['kda']        # of delta, sum and kda
+    assert sum(text.startswith('WRONG RESULTS') for text in out.splitlines()) == len(summary['wrong']) == 5
     assert 'o is off by 2.0e-02, allowed are 0.005' in out and 'o is not twice the same' in out
     assert 'o is off by nan' in out
 
 def test_bench_gpu_judges_goals_by_the_worst_figure():
-    rows = [{'form': 'delta', 'T': 4096, 'forward ms': 9.0, 'graph forward ms': .1, 'f+b ms': .9},
+    rows = [{'form': 'delta', 'T': 4096, 'forward ms': .1, 'f+b ms': .9},
             {'form': 'delta', 'T': 4096, 'forward ms': .15, 'f+b ms': .5},
             {'form': 'flash attention', 'T': 4096, 'forward ms': 1.0, 'f+b ms': 3.7}]
-    met = {row['goal']: (row['found'], row['met']) for row in bench.goals(rows)}
-    assert met['forward ms of delta at 4096'] == (.15, 'yes')
-    assert met['f+b ms of delta at 4096'] == (.9, 'NO')
-    assert met['f+b ms of flash attention over delta at 4096'] == (pytest.approx(3.7 / .9), 'yes')
-    assert met['f+b ms of sum at 4096'] == (None, 'not measured')
+    judged = [(row['column'], row['of'], row['found'], row['met']) for row in bench.goals(rows)]
+    assert {('forward ms', '', .15, 'yes'), ('f+b ms', '', .9, 'NO')} <= {*judged}
+    assert ('f+b ms', 'flash attention', .9 / 3.7, 'yes') in judged and judged[0][-1] == 'not measured'
     rows.append({'form': 'delta', 'dtype': 'bfloat16', 'wrong': 'o'})
     assert {row['met'] for row in bench.goals(rows)} == {'not measured'}
 
@@ -2235,14 +2218,15 @@ def test_bench_gpu_without_a_gpu_says_so_in_a_line(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(kernels, 'triton', Mock(knobs=interpreted))
     assert 'TRITON_INTERPRET' in refused(capsys, bench.main, *command)
     monkeypatch.setattr(interpreted.runtime, 'interpret', False)
-    monkeypatch.setattr(bench, 'ahead', lambda args: iter([('one', lambda: [{'kernel': 'forward'}])]))
+    monkeypatch.setattr(bench, 'launched', lambda *_: [None])
+    monkeypatch.setattr(bench, 'looked_at', lambda launch: {'kernel': 'forward'})
     assert bench.main([*command, '--only=peers']) == 0
     out = capsys.readouterr().out
-    assert out.startswith('no GPU (cpu') and json.loads(out.splitlines()[-1])['rows'] == 1
+    assert out.startswith('no GPU (cpu') and json.loads(out.splitlines()[-1])['rows'] == 4
 
-def test_bench_counts_the_outermost_loops_of_machine_code():
+def test_bench_counts_what_is_in_the_loops_of_machine_code():
     code = ['MOV', 'ADD', 'MUL', '@P0 BRA 0x20', '@!P1 BRA 0x10', 'EXIT', 'BRA 0x60', 'NOP']
-    assert bench.loops([(16 * i, text) for i, text in enumerate(code)]) == [(0x10, 0x40)]
+    assert bench.in_loops([(16 * i, text) for i, text in enumerate(code)]) == 4
 
 
 # ---- 14. The repository itself -----------------------------------------------------------------------------
