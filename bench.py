@@ -1740,12 +1740,16 @@ def other_tiles(sizes):
     """A context in which kernels.py has these C, BV, warps and stages for the chunk form; None: its own."""
     if sizes is None:
         return contextlib.nullcontext()
-    C, BV, *shape = sizes
+    C, BV, warps, stages = sizes
     tiles = kernels.tiles
+    walk_tiles = kernels.walk_tiles
 
-    def changed(*how):
+    def other(*how):
         return tiles(*how) | {'C': C, 'BV': BV}
-    return mock.patch.multiple(kernels, tiles=changed, SHAPES=dict.fromkeys(kernels.SHAPES, shape))
+
+    def walk(*args, **how):
+        walk_tiles(*args, **(how | {'warps': warps, 'stages': stages}))
+    return mock.patch.multiple(kernels, tiles=other, walk_tiles=walk)
 
 
 def variant(args, kind, sizes):
