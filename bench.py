@@ -29,7 +29,7 @@ import csv
 import dataclasses
 import functools
 import hashlib
-import importlib
+import importlib.util
 import itertools
 import json
 import math
@@ -1543,6 +1543,8 @@ def stages(args):
     found['decoding'] = [*itertools.product([layer_step], rules, SIZES['rows'])]
     found['decoding'] += itertools.product([model_step], ['delta', 'sum', 'softmax'], [True])
     found['decoding'] += [(model_step, 'delta', False)]
+    if importlib.util.find_spec('transformers'):
+        found['decoding'] += itertools.product([hugging_face], SIZES['after'][:2])
     found['training'] = itertools.product([training], ['delta', 'softmax'])
     return found
 
@@ -1835,8 +1837,7 @@ def layer_step(args, kind, rows):
 
 @torch.inference_mode()
 def model_step(args, rule, recorded):
-    """A model's step after T tokens, which should not depend on T. kernels: those of one step. A state that
-    grows is never recorded."""
+    """A model's step after T tokens, which should not depend on T but with softmax. kernels: those of one."""
     args = dataclasses.replace(args, lengths=','.join(map(str, SIZES['after'])))
     form = f'model, {rule}'
     record = kernels.recorded
@@ -1847,6 +1848,18 @@ def model_step(args, rule, recorded):
         us = 1e6 * seconds([step.run], args.device, 0.3, 30)[0]
         count = sum(calls for _, calls, _ in kernel_times(step.run, args.device))
         yield {'form': form, 'T': step.T, 'us': us, 'kernels': count}
+
+
+@torch.inference_mode()
+def hugging_face(args, T):
+    """GPT-2 of transformers with random weights and its cache, which grows a little while it is timed."""
+    import transformers
+    config = transformers.GPT2Config(n_positions=T + 4096, **SIZES['model'])
+    model = transformers.GPT2LMHeadModel(config).to(args.device, args.dtype).eval()
+    tokens = torch.zeros(1, T, dtype=torch.long, device=args.device)
+    cache = model.transformer(tokens, use_cache=True).past_key_values
+    run = partial(model, tokens[:, :1], past_key_values=cache, use_cache=True)
+    yield {'form': 'GPT-2 of transformers', 'T': T, 'us': 1e6 * seconds([run], args.device, 0.3, 30)[0]}
 
 
 def training(args, rule):
