@@ -860,10 +860,10 @@ class GPT(nn.Module):
 
 def refuse_broken(logits):
     """ValueError where there is nothing to choose from logits (B, vocab): argmax would, without a word."""
-    top = logits.amax(-1)                           # NaN where there is one
-    if not top.isfinite().all():
-        raise ValueError(f'logits of at most {top.tolist()}, expected finite ones: the weights are broken, or '
-                         'too large for their --dtype; see the losses in log.jsonl')
+    for top in logits.amax(-1).tolist():            # NaN where there is one
+        if not math.isfinite(top):
+            raise ValueError(f'logits of at most {top}, expected finite ones: the weights are broken, or too '
+                             'large for their --dtype; see the losses in log.jsonl')
 
 
 def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
