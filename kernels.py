@@ -730,10 +730,10 @@ def value_block(sequences, V):
 
 
 @jit
-def vector(p, seq, i, D: tl.constexpr):
-    """Row seq of a (sequences, D) tensor, [len(i)] in fp32, 0 outside; [1] for one number; 1 for None."""
+def vector(p, seq, i, D: tl.constexpr, absent: tl.constexpr = 1.0):
+    """Row seq of a (sequences, D) tensor, [len(i)] in fp32, 0 outside; [1] for one number, or for None."""
     if p is None:
-        return tl.full([1], 1.0, tl.float32)
+        return tl.full([1], absent, tl.float32)
     elif D == 1:
         return tl.load(p + seq + tl.zeros([1], tl.int32)).to(tl.float32)
     else:
@@ -741,18 +741,22 @@ def vector(p, seq, i, D: tl.constexpr):
 
 
 @jit
-def forgotten(S, log_decay, LOG_MIN: tl.constexpr):
-    """S times the decays, log_decay in any shape that fits S."""
-    return S * tl.exp(tl.maximum(log_decay, LOG_MIN))
-
-
-@jit
-def written(S, k, v, w, e, ERASE: tl.constexpr):
-    """S + (w v - e S k) k^T. S [BV, BK], k [BK], v [BV], w and e [1]"""
+def decay_write_read(S, n, q, k, v, w, e, log_f, log_z, floor, ERASE: tl.constexpr, NORM: tl.constexpr,
+                     LOG_MIN: tl.constexpr):
+    """The definition for one step. S [BV, BK], n, q, k [BK], v [BV], w, e [1], log_f [BK|1], log_z [BV|1], with
+    NORM [1] -> S, n, o [BV]"""
+    f = tl.exp(tl.maximum(log_f, LOG_MIN))
+    z = tl.exp(tl.maximum(log_z, LOG_MIN))
+    S = S * f[None, :] * z[:, None]
     u = w * v
     if ERASE:
         u -= e * tl.sum(S * k[None, :], 1)
-    return S + u[:, None] * k[None, :]
+    S = S + u[:, None] * k[None, :]
+    o = tl.sum(S * q[None, :], 1)
+    if NORM:
+        n = n * f * z + w * k
+        o = o / tl.maximum(tl.sum(n * q, 0), floor)
+    return S, n, o
 
 
 # for each sequence and each block of BV value channels, in parallel:      the definition, for one step
@@ -768,29 +772,21 @@ def one_step(q, k, v, w, e, f, z, S, floor, o, S_new, K: tl.constexpr, V: tl.con
     vv = tl.program_id(1) * BV + tl.arange(0, BV)
     q_ = vector(q, seq, kk, K)
     k_ = vector(k, seq, kk, K)
+    v_ = vector(v, seq, vv, V)
     w_ = vector(w, seq, kk, 1)
+    e_ = vector(e, seq, kk, 1)
+    f_ = vector(f, seq, kk, FD, 0.0)
+    z_ = vector(z, seq, vv, ZD, 0.0)
     first = seq * (V + NORM)
     last = (first + V * NORM) * K + kk                          # unless NORM, a row of no use
     S_ = load(S, first + vv, kk, vv < V, K)
     n = tl.load(S + last, kk < K, 0.0).to(tl.float32)
-    if f is not None:
-        f_ = vector(f, seq, kk, FD)
-        S_ = forgotten(S_, f_[None, :], LOG_MIN)
-        n = forgotten(n, f_, LOG_MIN)
-    if z is not None:
-        z_ = vector(z, seq, vv, ZD)
-        S_ = forgotten(S_, z_[:, None], LOG_MIN)
-        if ZD == 1:
-            n = forgotten(n, z_, LOG_MIN)
-    S_ = written(S_, k_, vector(v, seq, vv, V), w_, vector(e, seq, kk, 1), e is not None)
-    n = n + w_ * k_
-    o_ = tl.sum(S_ * q_[None, :], 1)
-    if NORM:
-        o_ = o_ / tl.maximum(tl.sum(n * q_, 0), floor)
-        if tl.program_id(1) == 0:
-            tl.store(S_new + last, n, kk < K)
+    S_, n, o_ = decay_write_read(S_, n, q_, k_, v_, w_, e_, f_, z_, floor, e is not None, NORM, LOG_MIN)
     tl.store(o + seq * V + vv, o_.to(o.dtype.element_ty), vv < V)
     store(S_new, S_, first + vv, kk, vv < V, K)
+    if NORM:
+        if tl.program_id(1) == 0:
+            tl.store(S_new + last, n, kk < K)
 
 
 def channels(log_decay):
@@ -1409,27 +1405,24 @@ def one_token(row, t, speed, W, b, bias, rate, S, o, floor, H: tl.constexpr, G: 
     n = tl.zeros_like(q_)
     if NORM == 'attn':
         n = tl.load(n_at, kk < K, 0.0)
-    w_ = tl.full([1], 1.0, tl.float32)
     rate_ = vector(rate, head, kk, 1)
     bias += head * (NF + NZ)
-    if FIXED or NF:
+    w_ = tl.full([1], 1.0, tl.float32)
+    log_f = tl.zeros([1], tl.float32)
+    log_z = tl.zeros([1], tl.float32)
+    if FIXED:
         log_f = -rate_
-        if NF:
-            log_f = log_f * softplus(vector(gates + NW, 0, kk, NF) + vector(bias, 0, kk, NF))
-        S_ = forgotten(S_, log_f[None, :], LOG_MIN)
-        n = forgotten(n, log_f, LOG_MIN)
-        if WRITE == '1-f':
-            w_ = one_less_exp(tl.maximum(log_f, LOG_MIN))
+    if NF:
+        log_f = -rate_ * softplus(vector(gates + NW, 0, kk, NF) + vector(bias, 0, kk, NF))
     if NZ:
         log_z = -rate_ * softplus(vector(gates + NW + NF, 0, vv, NZ) + vector(bias + NF, 0, vv, NZ))
-        S_ = forgotten(S_, log_z[:, None], LOG_MIN)
     if WRITE == 'beta':
         w_ = BETA_MAX * tl.sigmoid(vector(gates, 0, kk, 1))
-    S_ = written(S_, k_, v_, w_, w_, ERASE)
-    o_ = tl.sum(S_ * q_[None, :], 1)
+    if WRITE == '1-f':
+        w_ = one_less_exp(tl.maximum(log_f, LOG_MIN))
+    S_, n, o_ = decay_write_read(S_, n, q_, k_, v_, w_, w_, log_f, log_z, floor, ERASE, NORM == 'attn',
+                                 LOG_MIN)
     if NORM == 'attn':
-        n += w_ * k_
-        o_ = o_ / tl.maximum(tl.sum(n * q_, 0), floor)
         tl.store(n_at, n, kk < K)
     store(S, S_, seq * ROWS + vv, kk, vv < D, K)
     tl.store(o + seq * D + vv, o_.to(o.dtype.element_ty), vv < D)

@@ -1023,17 +1023,17 @@ def test_recorded_steps_equal_the_model():
             near(torch.stack(seen, 1), m(tokens)[0][:, 6:], tol)
 
 def test_what_cannot_be_recorded_is_left_to_the_model(monkeypatch, capsys):
-    """In silence what grows, and a fresh start, which has nothing to write over."""
-    broken = Mock(side_effect=RuntimeError('no such operation'))
+    """In silence where it grows, or is a fresh start, which has nothing to write over."""
+    monkeypatch.setattr(kernels, 'traced', Mock(side_effect=RuntimeError('no such operation')))
     token = torch.ones(1, 1, dtype=torch.long)
-    for flags, start, why in ((dict(rule='softmax'), True, ''), (dict(rule='delta'), False, ''),
-                              (dict(rule='delta'), True, 'RuntimeError: no such operation\n'),
-                              (dict(rule='sum', phi='cosformer'), True, 'cosformer needs the position as a number\n')):
+    said = 'steps are not recorded: '
+    for flags, T, expected in ((dict(rule='softmax'), 1, ''), (dict(rule='delta'), 0, ''),
+                               (dict(rule='delta'), 1, said + 'RuntimeError: no such operation\n'),
+                               (dict(phi='cosformer'), 1, said + 'cosformer needs the position as a number\n')):
         m = GPT(Config(**flags, n_layer=1, n_head=2, n_embd=16)).eval()
-        monkeypatch.setattr(kernels, 'traced', broken)
-        step = m.forms.record(m, token, m(token)[1] if start else None, None)
-        assert step.func == m.step
-        assert capsys.readouterr().err == (why and f'steps are not recorded: {why}')
+        state = m(token)[1] if T else None
+        assert m.forms.record(m, token, state, None).func == m.step
+        assert capsys.readouterr().err == expected
 
 GPT2 = dict(pos='learned', bias=True, act='gelu', conv=0)
 LLAMA = dict(rule='softmax', rms=True, act='swiglu', n_kv_head=1, tied=False, conv=0)
@@ -1818,7 +1818,8 @@ def test_draws_follow_the_distribution():
     assert model_py.sample(logits[None], temperature=1e9, top_k=99).item() < 4
 
 def test_nothing_is_drawn_from_broken_logits():
-    for logits in torch.full((1, 5), -torch.inf), torch.tensor([[1., torch.nan]]), torch.tensor([[torch.inf, 1.]]):
+    for broken in [-torch.inf, -torch.inf], [1., torch.nan], [torch.inf, 1.]:
+        logits = torch.tensor([broken])
         for temperature in 0, 1:
             with pytest.raises(ValueError, match='logits.*expected finite'):
                 model_py.sample(logits, temperature)
@@ -2426,11 +2427,11 @@ from triton.backends.compiler import GPUTarget
 
 TYPES = dict(t='*i64', S='*fp32', speed='*fp32', bias='*fp32', rate='*fp32', eps='fp32', floor='fp32')
 
-def compiled(kernel, x, warps, absent, **fixed):
-    """The kernel with activations of type x, without what is absent, compiled for an H100."""
+def compiled(kernel, warps, absent, **fixed):
+    """The kernel with activations in bf16, without what is absent, compiled for an H100."""
     names = kernel.arg_names
     fixed.update(dict.fromkeys(absent.split()))
-    types = {name: TYPES.get(name, x) for name in names if name not in fixed}
+    types = {name: TYPES.get(name, '*bf16') for name in names if name not in fixed}
     signature = {name: types.get(name, 'constexpr') for name in names}
     constants = {(names.index(name),): value for name, value in fixed.items()}
     source = triton.compiler.ASTSource(kernel, signature, constants)
@@ -2439,13 +2440,11 @@ def compiled(kernel, x, warps, absent, **fixed):
 token = dict(H=12, G=12, D=64, K=64, NW=1, NF=0, NZ=0, WRITE='beta', FIXED=False, ERASE=True, BETA_MAX=1.0,
              PHI='silu', NORM='l2', Q_SCALE=1.0, K_SCALE=1.0, ROWS=64, BK=64, BV=8, LOG_MIN=-5.0)
 mean = dict(PHI='hedgehog', NORM='attn', K=128, BK=128, ROWS=72, NW=0, NF=1, WRITE='1-f', ERASE=False)
-for x in '*bf16', '*fp32':
-    compiled(kernels.norm_shift, x, 4, 'bias', RMS=False, N=3, D=768, BD=1024)
-    compiled(kernels.norm_shift, x, 4, 'last w', RMS=True, N=0, D=768, BD=1024)
-    compiled(kernels.one_row, x, 4, '', H=12, G=4, D=64, ROWS=1024, BD=64, BR=64)
-    compiled(kernels.one_token, x, 1, 'speed W b', **token)
-    compiled(kernels.one_token, x, 1, 'W b', **{**token, 'NF': 64, 'NZ': 64})
-    compiled(kernels.one_token, x, 4, 'speed b', **{**token, **mean})
+compiled(kernels.norm_shift, 4, 'bias', RMS=False, N=3, D=768, BD=1024)
+compiled(kernels.norm_shift, 4, 'last w', RMS=True, N=0, D=768, BD=1024)
+compiled(kernels.one_row, 4, '', H=12, G=4, D=64, ROWS=1024, BD=64, BR=64)
+compiled(kernels.one_token, 1, 'W b', **{**token, 'NF': 64, 'NZ': 64})
+compiled(kernels.one_token, 4, 'speed b', **{**token, **mean})
 '''
 
 @gpu
