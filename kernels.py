@@ -20,8 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import fastweight
-from fastweight import (FLOOR, LOG_MIN, FeatureMap, append, attend, bounded_step, empty_rows, finish, pick,
-                        refuse)
+from fastweight import FLOOR, LOG_MIN, append, attend, bounded_step, empty_rows, finish, pick, refuse
 
 try:
     import triton
@@ -743,8 +742,8 @@ def vector(p, seq, i, D: tl.constexpr, absent: tl.constexpr = 1.0):
 @jit
 def decay_write_read(S, n, q, k, v, w, e, log_f, log_z, floor, ERASE: tl.constexpr, NORM: tl.constexpr,
                      LOG_MIN: tl.constexpr):
-    """The definition for one step. S [BV, BK], n, q, k [BK], v [BV], w, e [1], log_f [BK|1], log_z [BV|1], with
-    NORM [1] -> S, n, o [BV]"""
+    """The definition for one step. S [BV, BK], n, q, k [BK], v [BV], w, e [1], log_f [BK|1], log_z [BV|1], or
+    [1] with NORM -> S, n, o [BV]"""
     f = tl.exp(tl.maximum(log_f, LOG_MIN))
     z = tl.exp(tl.maximum(log_z, LOG_MIN))
     S = S * f[None, :] * z[:, None]
@@ -785,8 +784,7 @@ def one_step(q, k, v, w, e, f, z, S, floor, o, S_new, K: tl.constexpr, V: tl.con
     tl.store(o + seq * V + vv, o_.to(o.dtype.element_ty), vv < V)
     store(S_new, S_, first + vv, kk, vv < V, K)
     if NORM:
-        if tl.program_id(1) == 0:
-            tl.store(S_new + last, n, kk < K)
+        tl.store(S_new + last, n, (kk < K) & (tl.program_id(1) == 0))
 
 
 def channels(log_decay):
@@ -1269,9 +1267,8 @@ def relu_squared(x):
 
 
 # ---- a step of a layer in place: three Triton kernels ------------------------------------------------------
-# A step of twelve layers is some 400 operations of a few microseconds each. Here it is 8 to 10 a layer: norm
-# with convolution; q, k, v and gates in one product; the mixing; out_norm; a product added to x; norm with
-# convolution; up; the activation; down, added to x. The state is written where it lies. Sums are fp32.
+# A step of twelve layers is some 400 operations of a few microseconds each. Here it is 8 to 10 a layer, see
+# InPlace.play. The state is written where it lies. Sums are fp32.
 #
 #   kernel       a program for                          reads                      writes
 #   norm_shift   a text                                 x, n earlier inputs        y, these moved on by one
@@ -1495,7 +1492,7 @@ def unrecordable(model, token, state):
     growing = [block for block in model.blocks if block.mixer.memory.rule.keeps == 'all']
     if state is None or device not in ('cpu', 'cuda') or (growing and device == 'cpu'):
         return ''
-    if any(isinstance(m, FeatureMap) and m.max_len for m in model.modules()):
+    if any(getattr(m, 'max_len', None) for m in model.blocks.modules()):
         return 'cosformer needs the position as a number'
     if device == 'cuda' and torch.is_autocast_enabled(device):
         return 'autocast keeps copies of weights, which a graph would outlive'
@@ -1504,7 +1501,7 @@ def unrecordable(model, token, state):
 
 
 class Spread(nn.Module):
-    """A model as torch.jit.trace wants it: it takes no list of dicts back, but dicts one by one."""
+    """A model as torch.jit.trace wants it: the dicts of its layers come back one by one, not as a list."""
     def __init__(self, model):
         super().__init__()
         self.model = model
@@ -1563,8 +1560,7 @@ class Recording:
 
     def begin(self, token, state):
         """Record, with room for steps from this state on. RuntimeError unless the first is that of the model:
-        compilers have made wrong kernels without a word. These are off by far more than rounding, which in
-        bf16 may be some percent behind twelve layers."""
+        compilers have made wrong kernels, far more off than rounding, some percent in bf16 at 12 layers."""
         self.rows = room(int(state[0]['t']))
         self.here = token.clone()
         self.t = state[0]['t'].to(token.device, copy=True)
@@ -1574,9 +1570,8 @@ class Recording:
         if self.generator is not None:
             drawn = self.generator.get_state()
         self.replay = captured(self.play, token.device, self.generator)
-        self.state = None                               # none that a step has left: `step` takes over its own
+        self.state = None                               # none of its own: a step begins with a copy
         self.step(token, state)
-        self.state = None
         if self.generator is not None:                  # a seed says the same text, recorded or not
             self.generator.set_state(drawn)
         expected = self.model(token, state)[0][:, -1].float()
@@ -1651,7 +1646,8 @@ class InPlace(Layer):
     """What FastLayer and RowLayer share: all of a block but the mixing itself, `mix(row, t, o)`."""
     def __init__(self, block, given, forms, rows):
         super().__init__(block, given, forms, rows)
-        self.mixer = mixer = block.mixer
+        mixer = block.mixer
+        self.mixer = mixer
         self.sizes = dict(H=mixer.n_head, G=mixer.n_kv_head, D=mixer.head_dim)
         self.weight = mixer.qkv.weight
         self.bias = mixer.qkv.bias
