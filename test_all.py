@@ -1076,9 +1076,13 @@ class Tape(TorchDispatchMode):
     def launches(self):
         """How many computed: neither views nor new memory. Not seen: one of torch's may be several on a GPU;
         cuBLAS may split a product, topk and sort do."""
-        def free(f):
-            return f.is_view or 'empty' in f.name() or 'unsafe_view' in f.name()
-        return sum(not (isinstance(f, torch._ops.OpOverload) and free(f)) for f, *_ in self.calls)
+        count = 0
+        for f, *_ in self.calls:
+            if isinstance(f, torch._ops.OpOverload):
+                count += not (f.is_view or 'empty' in f.name() or 'unsafe_view' in f.name())
+            else:                                               # a kernel of ours
+                count += 1
+        return count
 
 def taped(play, device, generator):
     """kernels.captured on a CPU."""
@@ -1125,7 +1129,7 @@ def test_steps_in_place_equal_the_model(flags, tmp_path, monkeypatch):
     played_here(monkeypatch)
     m, tokens = random_model(**flags)
     with torch.inference_mode():
-        for start, end in (1, 3), (33, 38):
+        for start, end in (1, 3), (35, 38):
             model = m(tokens[:, :start])[1]
             mine = [dict(reversed(layer.items())) for layer in model]       # their order does not matter
             choose, seen = listener()
