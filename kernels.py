@@ -18,11 +18,9 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastweight
-from fastweight import (FLOOR, LOG_MIN, FeatureMap, append, attend, bounded_step, empty_rows, finish, pick,
-                        refuse)
+from fastweight import FLOOR, LOG_MIN, append, attend, bounded_step, empty_rows, finish, pick, refuse
 
 try:
     import triton
@@ -731,10 +729,10 @@ def value_block(sequences, V):
 
 
 @jit
-def vector(p, seq, i, D: tl.constexpr):
-    """Row seq of a (sequences, D) tensor, [len(i)] in fp32, 0 outside; [1] for one number; 1 for None."""
+def vector(p, seq, i, D: tl.constexpr, absent: tl.constexpr = 1.0):
+    """Row seq of a (sequences, D) tensor, [len(i)] in fp32, 0 outside; [1] for one number, or for None."""
     if p is None:
-        return tl.full([1], 1.0, tl.float32)
+        return tl.full([1], absent, tl.float32)
     elif D == 1:
         return tl.load(p + seq + tl.zeros([1], tl.int32)).to(tl.float32)
     else:
@@ -742,18 +740,22 @@ def vector(p, seq, i, D: tl.constexpr):
 
 
 @jit
-def forgotten(S, log_decay, LOG_MIN: tl.constexpr):
-    """S times the decays, log_decay in any shape that fits S."""
-    return S * tl.exp(tl.maximum(log_decay, LOG_MIN))
-
-
-@jit
-def written(S, k, v, w, e, ERASE: tl.constexpr):
-    """S + (w v - e S k) k^T. S [BV, BK], k [BK], v [BV], w and e [1]"""
+def decay_write_read(S, n, q, k, v, w, e, log_f, log_z, floor, ERASE: tl.constexpr, NORM: tl.constexpr,
+                     LOG_MIN: tl.constexpr):
+    """The definition for one step. S [BV, BK], n, q, k [BK], v [BV], w, e [1], log_f [BK|1], log_z [BV|1], or
+    [1] with NORM -> S, n, o [BV]"""
+    f = tl.exp(tl.maximum(log_f, LOG_MIN))
+    z = tl.exp(tl.maximum(log_z, LOG_MIN))
+    S = S * f[None, :] * z[:, None]
     u = w * v
     if ERASE:
         u -= e * tl.sum(S * k[None, :], 1)
-    return S + u[:, None] * k[None, :]
+    S = S + u[:, None] * k[None, :]
+    o = tl.sum(S * q[None, :], 1)
+    if NORM:
+        n = n * f * z + w * k
+        o = o / tl.maximum(tl.sum(n * q, 0), floor)
+    return S, n, o
 
 
 # for each sequence and each block of BV value channels, in parallel:      the definition, for one step
@@ -769,29 +771,20 @@ def one_step(q, k, v, w, e, f, z, S, floor, o, S_new, K: tl.constexpr, V: tl.con
     vv = tl.program_id(1) * BV + tl.arange(0, BV)
     q_ = vector(q, seq, kk, K)
     k_ = vector(k, seq, kk, K)
+    v_ = vector(v, seq, vv, V)
     w_ = vector(w, seq, kk, 1)
+    e_ = vector(e, seq, kk, 1)
+    f_ = vector(f, seq, kk, FD, 0.0)
+    z_ = vector(z, seq, vv, ZD, 0.0)
     first = seq * (V + NORM)
     last = (first + V * NORM) * K + kk                          # unless NORM, a row of no use
     S_ = load(S, first + vv, kk, vv < V, K)
     n = tl.load(S + last, kk < K, 0.0).to(tl.float32)
-    if f is not None:
-        f_ = vector(f, seq, kk, FD)
-        S_ = forgotten(S_, f_[None, :], LOG_MIN)
-        n = forgotten(n, f_, LOG_MIN)
-    if z is not None:
-        z_ = vector(z, seq, vv, ZD)
-        S_ = forgotten(S_, z_[:, None], LOG_MIN)
-        if ZD == 1:
-            n = forgotten(n, z_, LOG_MIN)
-    S_ = written(S_, k_, vector(v, seq, vv, V), w_, vector(e, seq, kk, 1), e is not None)
-    n = n + w_ * k_
-    o_ = tl.sum(S_ * q_[None, :], 1)
-    if NORM:
-        o_ = o_ / tl.maximum(tl.sum(n * q_, 0), floor)
-        if tl.program_id(1) == 0:
-            tl.store(S_new + last, n, kk < K)
+    S_, n, o_ = decay_write_read(S_, n, q_, k_, v_, w_, e_, f_, z_, floor, e is not None, NORM, LOG_MIN)
     tl.store(o + seq * V + vv, o_.to(o.dtype.element_ty), vv < V)
     store(S_new, S_, first + vv, kk, vv < V, K)
+    if NORM:
+        tl.store(S_new + last, n, (kk < K) & (tl.program_id(1) == 0))
 
 
 def channels(log_decay):
@@ -1272,9 +1265,8 @@ def relu_squared(x):
 
 
 # ---- a step of a layer in place: three Triton kernels ------------------------------------------------------
-# A step of twelve layers is some 400 operations of a few microseconds each. Here it is 8 to 10 a layer: norm
-# with convolution; q, k, v and gates in one product; the mixing; out_norm; a product added to x; norm with
-# convolution; up; the activation; down, added to x. The state is written where it lies. Sums are fp32.
+# A step of twelve layers is some 400 operations of a few microseconds each. Here it is 8 to 10 a layer, see
+# InPlace.play. The state is written where it lies. Sums are fp32.
 #
 #   kernel       a program for                          reads                      writes
 #   norm_shift   a text                                 x, n earlier inputs        y, these moved on by one
@@ -1331,26 +1323,24 @@ def softmax_of(x, ok):
 
 
 @jit
-def after_rope(p, i, turn, D: tl.constexpr):
-    """Entries i of the vector of D numbers at p, after rope; 0 outside. turn: D / 2 cosines, then as many
-    sines, or None."""
+def after_rope(p, i, t, speed, D: tl.constexpr):
+    """Entries i of the vector of D numbers at p, 0 outside, turned by t times speed (D / 2), unless None."""
     x = vector(p, 0, i, D)
-    if turn is not None:
+    if speed is not None:
         half: tl.constexpr = D // 2
         other = vector(p, 0, (i + half) % D, D)
-        cos = vector(turn, 0, i % half, D)
-        sin = vector(turn, 0, half + i % half, D)
-        x = tl.where(i < D, x * cos + tl.where(i < half, -other, other) * sin, 0.0)
+        angle = tl.load(t).to(tl.float32) * vector(speed, 0, i % half, D)
+        x = tl.where(i < D, x * tl.cos(angle) + tl.where(i < half, -other, other) * tl.sin(angle), 0.0)
     return x
 
 
 @jit
-def feature(p, turn, W, b, head, kk, SCALE: tl.constexpr, PHI: tl.constexpr, NORM: tl.constexpr,
+def feature(p, t, speed, W, b, head, kk, SCALE: tl.constexpr, PHI: tl.constexpr, NORM: tl.constexpr,
             K: tl.constexpr, D: tl.constexpr):
-    """normaliser(phi(x)), [BK], of the D numbers x at p, turned. W (H, m, D), b (H, m): a learned map, its m
+    """normaliser(phi(rope(x))), [BK], of the D numbers x at p. W (H, m, D), b (H, m): a learned map, its m
     rows used twice by hedgehog, for [softmax(W x), softmax(-W x)]."""
     if W is None:
-        x = SCALE * after_rope(p, kk, turn, D)
+        x = SCALE * after_rope(p, kk, t, speed, D)
     else:
         m = K
         if PHI == 'hedgehog':
@@ -1358,7 +1348,7 @@ def feature(p, turn, W, b, head, kk, SCALE: tl.constexpr, PHI: tl.constexpr, NOR
         x = tl.zeros_like(kk).to(tl.float32)
         for start in range(0, D, 16):
             i = start + tl.arange(0, 16)
-            x_ = SCALE * after_rope(p, i, turn, D)
+            x_ = SCALE * after_rope(p, i, t, speed, D)
             x += tl.sum(load(W, head * m + kk % m, i, kk < K, D) * x_[None, :], 1)
         if b is not None:
             x += vector(b, head, kk, K)
@@ -1386,11 +1376,11 @@ def feature(p, turn, W, b, head, kk, SCALE: tl.constexpr, PHI: tl.constexpr, NOR
 #     S = (z f^T) * S;  S = S + (w v - e S k) k^T                   read and written once, where it lies
 #     o = S q, divided by n.q
 @jit
-def one_token(row, turn, W, b, bias, rate, S, o, floor, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-              K: tl.constexpr, NW: tl.constexpr, NF: tl.constexpr, NZ: tl.constexpr, WRITE: tl.constexpr,
-              FIXED: tl.constexpr, ERASE: tl.constexpr, BETA_MAX: tl.constexpr, PHI: tl.constexpr,
-              NORM: tl.constexpr, Q_SCALE: tl.constexpr, K_SCALE: tl.constexpr, ROWS: tl.constexpr,
-              BK: tl.constexpr, BV: tl.constexpr, LOG_MIN: tl.constexpr):
+def one_token(row, t, speed, W, b, bias, rate, S, o, floor, H: tl.constexpr, G: tl.constexpr,
+              D: tl.constexpr, K: tl.constexpr, NW: tl.constexpr, NF: tl.constexpr, NZ: tl.constexpr,
+              WRITE: tl.constexpr, FIXED: tl.constexpr, ERASE: tl.constexpr, BETA_MAX: tl.constexpr,
+              PHI: tl.constexpr, NORM: tl.constexpr, Q_SCALE: tl.constexpr, K_SCALE: tl.constexpr,
+              ROWS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LOG_MIN: tl.constexpr):
     """A step of fast weights from a row of the projection (B, .): H queries, G keys, G values of D numbers,
     then for each head its raw gates, NW of write (0 or 1), NF of f, NZ of z. bias (H, NF + NZ), rate (H): as
     in model.Gates; FIXED: log f = -rate. S (B, H, ROWS, K): with NORM 'attn' behind the D rows of S comes n,
@@ -1402,37 +1392,32 @@ def one_token(row, turn, W, b, bias, rate, S, o, floor, H: tl.constexpr, G: tl.c
     gates = row + (H + 2 * G) * D + head * (NW + NF + NZ)
     kk = tl.arange(0, BK)
     vv = tl.program_id(1) * BV + tl.arange(0, BV)
-    q_ = feature(row + head * D, turn, W, b, head, kk, Q_SCALE, PHI, NORM, K, D)
-    k_ = feature(row + (H + group) * D, turn, W, b, head, kk, K_SCALE, PHI, NORM, K, D)
+    q_ = feature(row + head * D, t, speed, W, b, head, kk, Q_SCALE, PHI, NORM, K, D)
+    k_ = feature(row + (H + group) * D, t, speed, W, b, head, kk, K_SCALE, PHI, NORM, K, D)
     v_ = vector(row + (H + G + group) * D, 0, vv, D)
     S_ = load(S, seq * ROWS + vv, kk, vv < D, K)
     n_at = S + (seq * ROWS + D + tl.program_id(1)) * K + kk
     n = tl.zeros_like(q_)
     if NORM == 'attn':
         n = tl.load(n_at, kk < K, 0.0)
+    rate_ = vector(rate, head, kk, 1)
+    bias += head * (NF + NZ)
     w_ = tl.full([1], 1.0, tl.float32)
-    if rate is not None:
-        rate_ = vector(rate, head, kk, 1)
-    if NF + NZ > 0:
-        bias += head * (NF + NZ)
-    if FIXED or NF:
+    log_f = tl.zeros([1], tl.float32)
+    log_z = tl.zeros([1], tl.float32)
+    if FIXED:
         log_f = -rate_
-        if NF:
-            log_f = log_f * softplus(vector(gates + NW, 0, kk, NF) + vector(bias, 0, kk, NF))
-        S_ = forgotten(S_, log_f[None, :], LOG_MIN)
-        n = forgotten(n, log_f, LOG_MIN)
-        if WRITE == '1-f':
-            w_ = one_less_exp(tl.maximum(log_f, LOG_MIN))
+    if NF:
+        log_f = -rate_ * softplus(vector(gates + NW, 0, kk, NF) + vector(bias, 0, kk, NF))
     if NZ:
         log_z = -rate_ * softplus(vector(gates + NW + NF, 0, vv, NZ) + vector(bias + NF, 0, vv, NZ))
-        S_ = forgotten(S_, log_z[:, None], LOG_MIN)
     if WRITE == 'beta':
         w_ = BETA_MAX * tl.sigmoid(vector(gates, 0, kk, 1))
-    S_ = written(S_, k_, v_, w_, w_, ERASE)
-    o_ = tl.sum(S_ * q_[None, :], 1)
+    if WRITE == '1-f':
+        w_ = one_less_exp(tl.maximum(log_f, LOG_MIN))
+    S_, n, o_ = decay_write_read(S_, n, q_, k_, v_, w_, w_, log_f, log_z, floor, ERASE, NORM == 'attn',
+                                 LOG_MIN)
     if NORM == 'attn':
-        n += w_ * k_
-        o_ = o_ / tl.maximum(tl.sum(n * q_, 0), floor)
         tl.store(n_at, n, kk < K)
     store(S, S_, seq * ROWS + vv, kk, vv < D, K)
     tl.store(o + seq * D + vv, o_.to(o.dtype.element_ty), vv < D)
@@ -1445,7 +1430,7 @@ def one_token(row, turn, W, b, bias, rate, S, o, floor, H: tl.constexpr, G: tl.c
 #         o, total = both times e^(old top - new top), plus e^(s - new top) v and its sum, s = q.k / sqrt(D)
 #     o = o / total
 @jit
-def one_row(row, turn, t, keys, values, o, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+def one_row(row, t, speed, keys, values, o, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
             ROWS: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
     """A step of softmax attention from a row of the projection (B, (H + 2 G) D). keys, values (B, H, ROWS,
     D): t rows are taken; t is read on the device, so that a graph may count it up. o (B, H, D). A head is one
@@ -1456,8 +1441,8 @@ def one_row(row, turn, t, keys, values, o, H: tl.constexpr, G: tl.constexpr, D: 
     row += seq // H * ((H + 2 * G) * D)
     i = tl.arange(0, BD)
     now = tl.load(t).to(tl.int32)
-    q_ = after_rope(row + head * D, i, turn, D) * D ** -0.5
-    k_ = after_rope(row + (H + group) * D, i, turn, D)
+    q_ = after_rope(row + head * D, i, t, speed, D) * D ** -0.5
+    k_ = after_rope(row + (H + group) * D, i, t, speed, D)
     o_ = vector(row + (H + G + group) * D, 0, i, D)                 # its own row comes first: e^0 v
     at = (seq * ROWS + now) * D + i
     tl.store(keys + at, k_.to(keys.dtype.element_ty), i < D)
@@ -1478,46 +1463,6 @@ def one_row(row, turn, t, keys, values, o, H: tl.constexpr, G: tl.constexpr, D: 
 
 
 # ---- a step as a list of operations, without Python --------------------------------------------------------
-class Flat(nn.Module):
-    """model(token, state) with the state as a list of tensors, as a tracer wants it, always in one order."""
-    def __init__(self, model, state):
-        super().__init__()
-        self.model = model
-        self.names = [list(layer) for layer in state]
-
-    def tensors(self, state):
-        """The tensors of a state, by name: its dicts may be in any order."""
-        found = []
-        for layer, names in zip(state, self.names):
-            found.extend(layer[name] for name in names)
-        return found
-
-    def state(self, tensors):
-        """The inverse of `tensors`."""
-        tensors = list(tensors)
-        layers = []
-        for names in self.names:
-            layers.append(dict(zip(names, tensors)))
-            tensors = tensors[len(names):]
-        return layers
-
-    def forward(self, token, *tensors):
-        logits, state = self.model(token, self.state(tensors))
-        return logits, *self.tensors(state)
-
-
-def empty_state(model, token):
-    """A fresh start as a state with all its tensors, so that it can be written over."""
-    _, state = model(token)
-    for layer, block in zip(state, model.blocks):
-        for name, x in layer.items():
-            empty = -1 if name == 'pos' else 0          # no row is there
-            layer[name] = torch.full_like(x, empty)
-            if block.mixer.memory.rule.keeps == 'all' and name in ('k', 'v'):
-                layer[name] = x[:, :, :0]
-    return state
-
-
 def recorded(model, token, state, choose, generator=None):
     """A function (token (B, 1), state) -> token, state that is model.step with this choose(logits) without
     Python, which is most of it at this size. Where steps cannot be recorded it is model.step itself.
@@ -1526,64 +1471,53 @@ def recorded(model, token, state, choose, generator=None):
     draws. The graph has its own copy of the state, written over at each step: what it returns, always the
     same object, is good until the next step; what it is given stays as it is. It plays with the weights that
     the model has now, and in the inference mode of this call."""
-    plain = functools.partial(model.step, choose=choose)
-    state = state or empty_state(model, token)
     try:
         why = unrecordable(model, token, state)
         if why is None and token.is_cuda:
-            return graphed(model, token, state, choose, generator)
+            return Recording(model, token, state, choose, generator).step
         if why is None:
             return traced(model, token, state, choose)
     except Exception as e:      # noqa: BLE001  whatever a compiler, a tracer or a driver may raise
         why = f'{type(e).__name__}: {"".join(str(e).splitlines()[:1])}'
     if why:
         print(f'steps are not recorded: {why}', file=sys.stderr)
-    return plain
+    return functools.partial(model.step, choose=choose)
 
 
 def unrecordable(model, token, state):
     """Why a step of this model cannot be recorded, '' where that is no news, None if it can."""
     device = token.device.type
-    if device not in ('cpu', 'cuda'):
+    growing = [block for block in model.blocks if block.mixer.memory.rule.keeps == 'all']
+    if state is None or device not in ('cpu', 'cuda') or (growing and device == 'cpu'):
         return ''
-    if any(isinstance(m, FeatureMap) and m.max_len for m in model.modules()):
+    if any(getattr(m, 'max_len', None) for m in model.blocks.modules()):
         return 'cosformer needs the position as a number'
-    if device == 'cpu':
-        flat = Flat(model, state)
-        _, *new = flat(token, *flat.tensors(state))
-        grows = any(x.shape != y.shape for x, y in zip(new, flat.tensors(state)))
-        return '' if grows else None
-    if torch.is_autocast_enabled(device):
+    if device == 'cuda' and torch.is_autocast_enabled(device):
         return 'autocast keeps copies of weights, which a graph would outlive'
-    for block in model.blocks:
-        if block.mixer.memory.rule.keeps == 'all' and kind_of(block) is not RowLayer:
-            return f'a state that grows needs Triton, and heads of at most {MAX_K}'
-    return None
+    if any(kind_of(block) is not RowLayer for block in growing):
+        return f'a state that grows needs Triton, and heads of at most {MAX_K}'
+
+
+class Spread(nn.Module):
+    """A model as torch.jit.trace wants it: the dicts of its layers come back one by one, not as a list."""
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, token, *state):
+        logits, state = self.model(token, list(state))
+        return logits, *state
 
 
 def traced(model, token, state, choose):
-    """`recorded` by torch.jit.trace: the operations of one step, played without Python. The trace knows no
-    names, so the state goes in and comes out as a list."""
-    flat = Flat(model, state)
+    """`recorded` by torch.jit.trace: the operations of one step, played without Python."""
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')                 # torch.jit is frozen in time, and says so
-        play = torch.jit.trace(flat, (token, *flat.tensors(state)), check_trace=False)
+        play = torch.jit.trace(Spread(model), (token, *state), check_trace=False, strict=False)
 
     def step(token, state):
-        logits, *tensors = play(token, *flat.tensors(state))
-        return choose(logits[:, -1]), flat.state(tensors)
-    return step
-
-
-def graphed(model, token, state, choose, generator):
-    """`recorded` as one CUDA graph, made anew with more room when the rows of a softmax layer fill it."""
-    recording = Recording(model, token, state, choose, generator)
-
-    def step(token, state):
-        nonlocal recording
-        if not recording.has_room(state):
-            recording = Recording(model, token, state, choose, generator)
-        return recording.step(token, state)
+        logits, *state = play(token, *state)
+        return choose(logits[:, -1]), state
     return step
 
 
@@ -1605,114 +1539,95 @@ def captured(play, device, generator):
     return graph.replay
 
 
+def room(t):
+    """How many rows to make room for: twice t, at least 256."""
+    return max(256, 2 ** (2 * t).bit_length())
+
+
 class Recording:
-    """One step of a model in memory of its own: `play` reads the token `here`, the position t and the state
-    of `layers`, and leaves there those of the next step. It sets nothing that Python would have to remember.
-    On a CPU, for tests, `captured` may hand back `play`.
+    """`recorded` as a graph: one step in memory of its own. `play` reads the token `here`, the position t and
+    the state of `layers`, and leaves there those of the next step, with nothing for Python to remember.
 
     It holds the model: a graph has the addresses of its weights, and must not outlive them."""
     def __init__(self, model, token, state, choose, generator=None):
         self.model = model
         self.choose = choose
-        self.rows = room(state)
+        self.generator = generator
+        self.grows = 'all' in model.config.keeps()
+        self.begin(token, state)
+
+    def begin(self, token, state):
+        """Record, with room for steps from this state on. RuntimeError unless the first is that of the model:
+        compilers have made wrong kernels, far more off than rounding, some percent in bf16 at 12 layers."""
+        self.rows = room(int(state[0]['t']))
         self.here = token.clone()
-        self.token = None
-        self.t = torch.zeros((), dtype=torch.long, device=token.device)
-        self.turn = None
-        for block in model.blocks:
-            if block.mixer.rope:                        # the same in all layers
-                d = block.mixer.head_dim // 2
-                i = torch.arange(d, device=token.device, dtype=torch.float32)
-                self.speed = block.mixer.theta ** (-i / d)              # as in model.rope
-                self.turn = self.speed.new_empty(2, d)
+        self.t = state[0]['t'].to(token.device, copy=True)
         self.layers = []
-        for block, given in zip(model.blocks, state):
-            self.layers.append(kind_of(block)(block, given, model.forms, self.rows))
-        if generator is not None:
-            drawn = generator.get_state()
-        self.load(state)
-        self.replay = captured(self.play, token.device, generator)
-        self.compare(token, state)
-        self.load(state)
-        if generator is not None:                       # a seed says the same text, recorded or not
-            generator.set_state(drawn)
-
-    def has_room(self, state):
-        """Whether the rows of softmax layers can take one more."""
-        if any(isinstance(layer, RowLayer) for layer in self.layers):
-            return int(state[0]['t']) < self.rows
-        return True
-
-    def load(self, state):
-        """Take over a state, which stays as it is."""
-        self.t.fill_(int(state[0]['t']))
-        self.state = []
-        for layer, given in zip(self.layers, state):
-            layer.load(given)
-            self.state.append({**layer.state(int(given['t'])), 't': given['t'].cpu().clone()})
-
-    def play(self):
-        """A step: token and state in, token and state out, all where they lie."""
-        if self.turn is not None:
-            angle = self.t * self.speed
-            torch.cos(angle, out=self.turn[0])
-            torch.sin(angle, out=self.turn[1])
-        x = self.model.first(self.here, [{'t': self.t}])[:, 0]
-        for layer in self.layers:
-            x = layer.play(x, self.t, self.turn)
-        self.logits = F.linear(self.model.norm(x), (self.model.head or self.model.embed).weight)
-        self.here.copy_(self.choose(self.logits))
-        self.t.add_(1)
-
-    def compare(self, token, state):
-        """RuntimeError unless a step is that of the model: compilers have made wrong kernels without a word.
-        These are off by far more than rounding, which in bf16 may be some percent behind twelve layers."""
+        for block, given in zip(self.model.blocks, state):
+            self.layers.append(kind_of(block)(block, given, self.model.forms, self.rows))
+        if self.generator is not None:
+            drawn = self.generator.get_state()
+        self.replay = captured(self.play, token.device, self.generator)
+        self.state = None                               # none of its own: a step begins with a copy
+        self.step(token, state)
+        if self.generator is not None:                  # a seed says the same text, recorded or not
+            self.generator.set_state(drawn)
         expected = self.model(token, state)[0][:, -1].float()
-        self.load(state)
-        self.here.copy_(token)
-        self.replay()
         error = (self.logits.float() - expected).norm() / expected.norm()
         limit = 1e-2 if self.logits.dtype == torch.float32 else 1e-1
         if not error < limit:
             raise RuntimeError(f'the graph differs from the model by {error:.1e}')
 
+    def play(self):
+        """A step: token and state in, token and state out, all where they lie."""
+        x = self.model.first(self.here, [{'t': self.t}])[:, 0]
+        for layer in self.layers:
+            x = layer.play(x, self.t)
+        self.logits = F.linear(self.model.norm(x), (self.model.head or self.model.embed).weight)
+        self.here.copy_(self.choose(self.logits))
+        self.t.add_(1)
+
+    def load(self, state):
+        """Take over a state, which stays as it is."""
+        self.t.copy_(state[0]['t'])
+        self.state = []
+        for layer, given in zip(self.layers, state):
+            layer.load(given)
+            self.state.append({'t': given['t'].clone()})
+
     def step(self, token, state):
-        """token (B, 1), state -> token, state. Copied in, unless they are what the last step returned."""
+        """token (B, 1), state -> token, state. The state is copied in, unless it is the last step's own."""
+        if self.grows and state[0]['t'] >= self.rows:
+            self.begin(token, state)
         if state is not self.state:
             self.load(state)
-        if token is not self.token:
-            self.here.copy_(token)
+        self.here.copy_(token)
         self.replay()
         for layer, mine in zip(self.layers, self.state):
             mine['t'] += 1
-            mine.update(layer.state(int(mine['t'])))
-        self.token = self.here.clone()
-        return self.token, self.state
-
-
-def room(state):
-    """How many rows to make room for: twice those there are, at least 256."""
-    return max(256, 2 ** (2 * int(state[0]['t'])).bit_length())
+            mine.update(layer.state(mine['t']))
+        return self.here.clone(), self.state
 
 
 class Layer:
     """A block's step by the block itself, and its state in memory that stays where it is. play(x (B, n_embd),
-    position t, turn of rope) -> x, and writes the state over."""
+    position t) -> x, and writes the state over."""
     def __init__(self, block, given, forms, rows):
         self.block = block
         self.forms = forms
-        self.memory = {name: torch.empty_like(x) for name, x in given.items() if name != 't'}
+        self.memory = {name: x.clone() for name, x in given.items() if name != 't'}
 
     def load(self, given):
-        """Copy in a state of the layer."""
-        for name, x in self.memory.items():
-            x.copy_(given[name])
+        """Copy in a state of the layer. Of an earlier one of its own, rows and sums lie where they should."""
+        for name, x in self.state(given['t']).items():
+            if x.data_ptr() != given[name].data_ptr():
+                x.copy_(given[name])
 
     def state(self, t):
         """The state after t tokens as the model takes it: not a copy."""
         return self.memory
 
-    def play(self, x, t, turn):
+    def play(self, x, t):
         x, new = self.block(x[:, None], {**self.memory, 't': t}, self.forms)
         self.load(new)
         return x[:, 0]
@@ -1726,10 +1641,12 @@ def onto(x, h, linear):
 
 
 class InPlace(Layer):
-    """What FastLayer and RowLayer share: all of a block but the mixing itself, `mix(row, t, turn, o)`."""
+    """What FastLayer and RowLayer share: all of a block but the mixing itself, `mix(row, t, o)`."""
     def __init__(self, block, given, forms, rows):
         super().__init__(block, given, forms, rows)
-        self.mixer = mixer = block.mixer
+        mixer = block.mixer
+        self.mixer = mixer
+        self.sizes = dict(H=mixer.n_head, G=mixer.n_kv_head, D=mixer.head_dim)
         self.weight = mixer.qkv.weight
         self.bias = mixer.qkv.bias
         gates = mixer.memory.gates
@@ -1737,11 +1654,14 @@ class InPlace(Layer):
             extra = gates.proj.weight
             self.weight = torch.cat([self.weight, extra])
             if self.bias is not None:
-                self.bias = torch.cat([self.bias, self.bias.new_zeros(len(extra))])
+                self.bias = F.pad(self.bias, (0, len(extra)))
+        self.speed = None
+        if mixer.rope:                                  # as in model.rope
+            half = mixer.head_dim // 2
+            self.speed = mixer.theta ** (-torch.arange(half, device=self.weight.device).float() / half)
 
-    def look(self, i, x):
-        """Block.look of the norm of x, i = 0 before the mixer, 1 before the MLP."""
-        norm = self.block.norm2 if i else self.block.norm1
+    def look(self, i, norm, x):
+        """Block.look of norm(x), i = 0 before the mixer, 1 before the MLP."""
         last = w = None
         N = 0
         if self.block.convs:
@@ -1750,22 +1670,19 @@ class InPlace(Layer):
             N = len(w) - 1
         y = torch.empty_like(x)
         D = x.shape[1]
-        rms = isinstance(norm, nn.RMSNorm)
-        bias = None if rms else norm.bias
-        launch(norm_shift, (len(x),), x, norm.weight, bias, norm.eps, last, w, y, rms, N, D,
-               triton.next_power_of_2(D))
+        sizes = isinstance(norm, nn.RMSNorm), N, D, triton.next_power_of_2(D)
+        bias = getattr(norm, 'bias', None)
+        launch(norm_shift, (len(x),), x, norm.weight, bias, norm.eps, last, w, y, *sizes)
         return y
 
-    def play(self, x, t, turn):
-        row = F.linear(self.look(0, x), self.weight, self.bias)
+    def play(self, x, t):
+        row = F.linear(self.look(0, self.block.norm1, x), self.weight, self.bias)
         o = x.new_empty(len(x), self.mixer.n_head, self.mixer.head_dim)
-        if not self.mixer.rope:
-            turn = None
-        self.mix(row, t, turn, o)
+        self.mix(row, t, o)
         if self.mixer.out_norm is not None:
             o = self.mixer.out_norm(o)
         onto(x, o.flatten(1), self.mixer.proj)
-        h = self.block.inner(self.look(1, x), self.forms)
+        h = self.block.inner(self.look(1, self.block.norm2, x), self.forms)
         onto(x, h, self.block.down)
         return x
 
@@ -1777,9 +1694,9 @@ class FastLayer(InPlace):
         memory = self.mixer.memory
         gates = memory.gates
         phi = memory.phi
-        H = self.mixer.n_head
+        rule = memory.rule
+        B, H, n_rows, K = given['S'].shape
         D = self.mixer.head_dim
-        B, _, n_rows, K = given['S'].shape
         BV = value_block(B * H, D)
         self.grid = B * H, triton.cdiv(D, BV)
         if memory.normalise:
@@ -1787,60 +1704,48 @@ class FastLayer(InPlace):
         self.S = torch.zeros(B, H, n_rows, K, device=given['S'].device)
         self.memory['S'] = self.S[:, :, :D + memory.normalise]
         W = getattr(phi, 'weight', None)
-        self.constants = W, getattr(phi, 'bias', None), *constants_of(gates), self.S
-        self.warps = 1 if W is None else 4
+        bias, rate = decay_of(gates, self.S.new_ones(H, 1, 1))
+        self.constants = self.speed, W, getattr(phi, 'bias', None), bias, rate, self.S
         NW, NF, NZ = gates.sizes
-        rule = memory.rule
         scale = getattr(phi, 's', 1.0)
         q_scale = scale
         if getattr(phi, 'scaled', False):
             q_scale = D ** -0.5
-        self.sizes = dict(H=H, G=self.mixer.n_kv_head, D=D, K=K, NW=NW, NF=NF, NZ=NZ, ROWS=n_rows)
-        self.sizes.update(BK=triton.next_power_of_2(K), BV=BV, LOG_MIN=LOG_MIN)
-        self.sizes.update(WRITE=rule.write, ERASE=rule.erase, FIXED=rule.f == 'fixed')
-        self.sizes.update(PHI=map_of(phi), NORM=memory.norm, BETA_MAX=gates.beta_max)
-        self.sizes.update(Q_SCALE=q_scale, K_SCALE=scale)
+        self.sizes.update(K=K, NW=NW, NF=NF, NZ=NZ, ROWS=n_rows, BK=triton.next_power_of_2(K), BV=BV)
+        self.sizes.update(WRITE=rule.write, FIXED=rule.f == 'fixed', ERASE=rule.erase, LOG_MIN=LOG_MIN)
+        self.sizes.update(PHI=map_of(phi), NORM=memory.norm, Q_SCALE=q_scale, K_SCALE=scale)
+        self.sizes.update(BETA_MAX=gates.beta_max, num_warps=1 if W is None else 4)
 
     def load(self, given):
         super().load(given)
         n = self.mixer.head_dim
         self.S[:, :, n + 1:] = self.S[:, :, n:n + 1]
 
-    def mix(self, row, t, turn, o):
-        floor = self.mixer.memory.phi.floor
-        launch(one_token, self.grid, row, turn, *self.constants, o, floor, **self.sizes, num_warps=self.warps)
+    def mix(self, row, t, o):
+        launch(one_token, self.grid, row, t, *self.constants, o, self.mixer.memory.phi.floor, **self.sizes)
 
 
-def constants_of(gates):
-    """Of model.Gates: the biases of f and z, (H, 1, NF + NZ), and with a minus what softplus(x W + b) is
-    multiplied by, or log f itself where it is fixed, (H); both fp32 or None."""
-    biases = [getattr(gates, name) for name in ('bias_f', 'bias_z') if hasattr(gates, name)]
-    bias = rate = None
-    if biases:
-        bias = torch.cat(biases, -1).float()
+def decay_of(gates, one):
+    """Of model.Gates: the biases of f and z (H, 1, NF + NZ), the rates (H, 1, 1); fp32, as one (H, 1, 1)."""
+    rate = gates.rule.rate
+    if rate is None:
+        rate = gates.log_rate.exp()
     if gates.rule.f == 'fixed':
         rate = -gates.log_fixed
-    elif gates.rule.rate is None:
-        rate = gates.log_rate.exp().float()
-    elif biases:
-        rate = torch.full_like(bias[:, 0, 0], gates.rule.rate)
-    return bias, rate
+    bias = one[:, :, :0]
+    for name in 'bias_f', 'bias_z':
+        if hasattr(gates, name):
+            bias = torch.cat([bias, getattr(gates, name).float()], -1)
+    return bias, one * rate
 
 
 class RowLayer(InPlace):
     """Softmax attention by `one_row`: keys and values of t tokens, with room for `rows`."""
     def __init__(self, block, given, forms, rows):
         super().__init__(block, given, forms, rows)
-        B, H, _, D = given['k'].shape
         for name in 'k', 'v':
-            self.memory[name] = given[name].new_zeros(B, H, rows, D)
-        self.sizes = dict(H=H, G=self.mixer.n_kv_head, D=D, ROWS=rows, BD=triton.next_power_of_2(D), BR=64)
-
-    def load(self, given):
-        mine = self.state(given['k'].shape[2])
-        for name, x in mine.items():
-            if x.data_ptr() != given[name].data_ptr():  # an earlier state of this layer: its rows still stand
-                x.copy_(given[name])
+            self.memory[name] = F.pad(given[name], (0, 0, 0, rows - given[name].shape[2]))
+        self.sizes.update(ROWS=rows, BD=triton.next_power_of_2(self.mixer.head_dim), BR=64)
 
     def state(self, t):
         state = dict(self.memory)
@@ -1848,9 +1753,9 @@ class RowLayer(InPlace):
             state[name] = state[name][:, :, :t]
         return state
 
-    def mix(self, row, t, turn, o):
+    def mix(self, row, t, o):
         grid = len(row) * self.mixer.n_head,
-        launch(one_row, grid, row, turn, t, self.memory['k'], self.memory['v'], o, **self.sizes)
+        launch(one_row, grid, row, t, self.speed, self.memory['k'], self.memory['v'], o, **self.sizes)
 
 
 # What is done to each entry, or to W x, under the names of `feature`. All other maps, kept rows, overflow and
@@ -1881,44 +1786,3 @@ def kind_of(block):
     if memory.rule.keeps or memory.by_keys or memory.phi.feature_dim > MAX_K or map_of(memory.phi) is None:
         return Layer
     return FastLayer
-
-
-class Counter(TorchDispatchMode):
-    """Counts operations that compute: neither views nor new memory."""
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-        self.inside = False                             # a kernel: Triton's interpreter computes with torch
-
-    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if self.inside:
-            return f(*args, **kwargs)
-        with self:                                      # what consists of others, under inference mode
-            parts = f.decompose(*args, **kwargs)
-        if parts is not NotImplemented:
-            return parts
-        free = f.is_view or 'empty' in f.name() or 'unsafe_view' in f.name()
-        self.count += not free
-        return f(*args, **kwargs)
-
-
-def nodes(play):
-    """How many operations play() launches: each of torch's that computes, and each of our kernels. One of
-    torch's may be several on a GPU, which is not seen here: cuBLAS may split a product, topk and sort do."""
-    global launch
-    original = launch
-    counter = Counter()
-
-    def counted(*args, **how):
-        counter.count += 1
-        counter.inside = True
-        original(*args, **how)
-        counter.inside = False
-    launch = counted
-    try:
-        with counter:
-            play()
-    finally:
-        launch = original
-    return counter.count

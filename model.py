@@ -858,11 +858,22 @@ class GPT(nn.Module):
             yield token, state
 
 
+def refuse_broken(logits):
+    """ValueError where there is nothing to choose from logits (B, vocab): argmax would, without a word."""
+    for top in logits.amax(-1).tolist():            # NaN where there is one
+        if not math.isfinite(top):
+            raise ValueError(f'logits of at most {top}, expected finite ones: the weights are broken, or too '
+                             'large for their --dtype; see the losses in log.jsonl')
+
+
 def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     """Draw a token a row from logits (B, vocab) -> (B, 1). top_k keeps the k likeliest, top_p mass p.
 
     The largest p_i / r_i, r_i ~ Exp(1), is i with probability p_i: the least of exponential times with rates
-    p_i. torch.multinomial does the same, but looks at p first, and a GPU's graph cannot wait for that."""
+    p_i. torch.multinomial does the same, but looks at p first, and a GPU's graph cannot wait for that: only
+    on a CPU are logits looked at. There ValueError if they are NaN or infinite."""
+    if logits.device.type == 'cpu':
+        refuse_broken(logits)
     if temperature == 0 or top_k == 1:
         return logits.argmax(-1, keepdim=True)
     logits = logits.float()
