@@ -527,7 +527,8 @@ def forward(q, k, v, w, e, g, f, z, N, S_0, o, n_q, written, states, S_T, floor,
         y, r, x, A, D, f_in, f_out, f_all = letters(q, k, f, within, row, kk, ok, K, C, DT)
         w_ = column(w, row, ok, 1.0)
         if NORM:
-            n_q_ = D * w_ + tl.sum(A * tl.trans(w_), 1)[:, None] + tl.sum(y * (n * f_in), 1)[:, None] * g_in
+            n_q_ = D * w_ + tl.sum(A * tl.trans(w_), 1)[:, None]        # what the chunk gives, and the past
+            n_q_ += tl.sum(y * (n * f_in), 1)[:, None] * g_in
             if states is not None and tl.program_id(1) == 0:
                 store_row(states, n, (seq * chunks + j) * R + V, kk, K)
                 tl.store(n_q + row[:, None], n_q_, ok[:, None])
@@ -585,7 +586,8 @@ def states(q, k, e, g, f, z, N, do, dn_q, dS_T, d_written, after, dS_0, T, K: tl
             store(after, dS, (seq * chunks + j) * R + vv, kk, vv < V, K)
         read = dot(tl.trans(G * z_in * g_in), y, DT)
         if e is not None:
-            dU = D * G + dot(tl.trans(A), G, DT) + dot(x * f_out, tl.trans(dS), DT) * z_out * g_out
+            dU = D * G + dot(tl.trans(A), G, DT)
+            dU += dot(x * f_out, tl.trans(dS), DT) * z_out * g_out
             N_ = load(N, (seq * chunks + j) * C + i, i, i < C, C)
             dY = dU + dot(tl.trans(N_), dU, DT)
             if after is not None:
@@ -674,7 +676,8 @@ def tokens(q, k, v, w, e, g, f, z, do, dn_q, written, d_written, states, after, 
         dD += dn_q_ * w_
         dy += dn_q_ * g_in * (n * f_in)
         dx_out += w_ * g_out * dn
-        dw_ += D * dn_q_ + tl.sum(A * dn_q_, 0)[:, None] + tl.sum(x * f_out * dn, 1)[:, None] * g_out
+        dw_ += D * dn_q_ + tl.sum(A * dn_q_, 0)[:, None]
+        dw_ += tl.sum(x * f_out * dn, 1)[:, None] * g_out
     for v_0 in range(0, V, BV):
         vv = v_0 + tl.arange(0, BV)
         z_up, z_down, z_in, z_out, z_all = decays(z, row, vv, ok, V, C)
@@ -935,14 +938,15 @@ class Tiles(torch.autograd.Function):
         dY = if_given(torch.empty_like, U)
         after = torch.empty_like(before)
         run(dS.contiguous(), dS_0, dY, after)
-        gradients = [if_given(torch.empty_like, x) for x in (q, k, v, w, e, g, f, z)]
+        given = q, k, v, w, e, g, f, z
+        gradients = [if_given(torch.empty_like, x) for x in given]
         if not norm:
             size = {**size, 'BV': 2 * size['BV']}
         warps = 8
         if g is None and f is None and z is None and not norm:
             warps = 4
-        walk_tiles(tokens, (B * H * chunks,), q, k, v, w, e, g, f, z, do, dn_q, U, dY, before, after,
-                   *gradients, *sizes, **size, warps=warps, stages=1)
+        walk_tiles(tokens, (B * H * chunks,), *given, do, dn_q, U, dY, before, after, *gradients, *sizes,
+                   **size, warps=warps, stages=1)
         return *gradients, dS_0.unflatten(1, (-1, n))[:, :, 0], None, None, None, None
 
 

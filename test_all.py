@@ -666,11 +666,11 @@ def dot_of_rounded(a, b, DT: tl.constexpr):
     return tl.dot(rounded(a, DT), rounded(b, DT))
 
 @gpu
-@pytest.mark.filterwarnings('ignore:.* encountered in matmul')       # above the diagonal, which is masked
+@pytest.mark.filterwarnings('ignore:.* encountered in matmul')       # above the diagonal: masked
 @pytest.mark.parametrize('gates', ['head', 'both', 'attn, decays', 'delta', 'delta, head', 'delta, both'])
 def test_gradients_of_strong_decays_in_bf16(gates, monkeypatch):
     """Log-decays all over [-5, 0], where what is written and read in the same step is nearly everything, and
-    no gate sees it. In the interpreter the operands of all products are rounded. pytest -s prints the table."""
+    no gate sees it. In the interpreter the operands of products are rounded. pytest -s prints the table."""
     if DEVICE == 'cpu':
         monkeypatch.setattr(kernels, 'operand', rounded)
         monkeypatch.setattr(kernels, 'dot', dot_of_rounded)
