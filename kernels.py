@@ -797,6 +797,12 @@ def channels(log_decay):
     return log_decay.shape[-1]
 
 
+def has_warp_groups(device):
+    """Whether products of 64 rows are one instruction for four warps, as on H100, H200 and B200. Elsewhere
+    tiles of 64 steps only put registers on the stack. What is no GPU compiles for one that has them."""
+    return device.type != 'cuda' or torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
 def tiles(K, short, dtype):
     """C, BK, BV and DT for keys of size K; fixed, never tuned at run time. short: chunks of CHUNK steps at
     most, else as long as fits."""
@@ -813,9 +819,9 @@ def tiles(K, short, dtype):
 
 
 def walk_tiles(kernel, grid, *args, warps=4, stages=2, **sizes):
-    """`launch` with so many warps, and loads that run ahead in a loop by so many rounds. As they are, no
-    register is on the stack at K = V = 64 in bf16, but where both keys and values decay by channel, and two
-    programs of `forward` and `states` fit on a multiprocessor."""
+    """`launch` with so many warps, and loads that run ahead in a loop by so many rounds. As they are, at
+    K = V = 64 in bf16 on A100 and H100 no register is on the stack but where both keys and values decay by
+    channel, and two programs of `forward` and `states` fit on a multiprocessor."""
     if sizes['BK'] > 64:
         warps = min(8, 2 * warps)
     launch(kernel, grid, *args, **sizes, num_warps=warps, num_stages=stages)
@@ -975,7 +981,7 @@ def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, norm
         dtype = torch.float32 if v.dtype == torch.float32 else torch.bfloat16
         q = q.to(dtype)
         k = k.to(dtype)
-    short = f is not None or z is not None or (normalise and g is not None)
+    short = f is not None or z is not None or (normalise and g is not None) or not has_warp_groups(q.device)
     size = tiles(K, short, v.dtype)
     if n is None:
         n = segments(B * H * triton.cdiv(v.shape[-1], size['BV']), T, size['C'])
