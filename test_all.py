@@ -2465,7 +2465,8 @@ def test_kernels_of_a_step_compile_for_gpus_that_are_not_here():
 @gpu
 def test_soak_kernels_compile_for_every_rule_and_size():
     rules = 'sum', 'sum / n', 'delta', 'gated_delta', 'kda', 'decay', 'two-sided delta'
-    compiled_ahead(*((cc, '', rule, K) for cc, K in ((80, 64), (90, 48), (90, 64), (90, 128)) for rule in rules))
+    machines = (80, 64), (90, 48), (90, 64), (90, 128)
+    compiled_ahead(*((cc, '', rule, K) for cc, K in machines for rule in rules))
 
 def in_hub_layout(folder, kind, **how):
     """A small model with random weights as the hub keeps it, and its logits by a few lines of their own.
