@@ -1708,9 +1708,9 @@ def answer(form, given, wanted):
     return {'o': o.detach(), 'S_T': S.detach(), **named}
 
 
-# How far results may be off, but in fp32, as a share of their norm, if not by 1.5e-2. Rounding operands to
-# bf16 alone costs 3.8e-3; the gradient of a decay is a difference of large sums.
-LIMITS = {'o': 5e-3, 'S_T': 5e-3, 'dlog_z': 3e-2}
+# How far results may be off, but in fp32, as a share of their norm, if not by 1.5e-2. The gradient of a decay
+# is a difference of large sums, and so is that of erase where all keys are equal.
+LIMITS = {'o': 5e-3, 'S_T': 5e-3, 'dlog_z': 3e-2, 'derase': 3e-2}
 
 
 def check(args, how):
@@ -2016,7 +2016,7 @@ def gpu(args):
     else:
         print(f'no GPU ({args.device} is none by Nvidia): below is what the compiler makes of the kernels')
         args.dtype = torch.bfloat16
-        todo = {'ahead of time': [(ahead, kind) for kind in KERNEL_RULES[:4]]}
+        todo = {'ahead of time': [(ahead, kind) for kind in KERNEL_RULES]}
     measure(args, todo)
 
 

@@ -330,7 +330,7 @@ def step_on_cpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None,
 #
 #   U = Y + N Y,  Y = z_down w v - e z_in g_in (r S_in^T)         o = z_up (D U + A U + z_in g_in (y S_in^T))
 #
-# Operands of a product are DT (bf16 or fp32), sums and states in registers fp32.
+# Operands of a product are DT (bf16 or fp32), but in the inverse; sums and states in registers are fp32.
 def jit(f):
     if triton is None:
         return f
@@ -716,7 +716,7 @@ def tokens(q, k, v, w, e, g, f, z, do, dn_q, written, d_written, states, after, 
     finish_keys(q, k, e, g, f, row, kk, ok, dA, dL, dD, dy, dr, dx_out, kept, dq, dk, de, dg, df, K, C, DT)
 
 
-MAX_K = 256     # features of a key that a step's kernels take: with more, S no longer fits into registers
+MAX_K = 256     # features of a key that kernels take: with more, a tile or S no longer fits
 
 
 def launch(kernel, grid, *args, **how):
@@ -981,7 +981,8 @@ def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, norm
         dtype = torch.float32 if v.dtype == torch.float32 else torch.bfloat16
         q = q.to(dtype)
         k = k.to(dtype)
-    short = f is not None or z is not None or (normalise and g is not None) or not has_warp_groups(q.device)
+    short = f is not None or z is not None or (normalise and g is not None)     # n and a decay: registers
+    short = short or not has_warp_groups(q.device)
     size = tiles(K, short, v.dtype)
     if n is None:
         n = segments(B * H * triton.cdiv(v.shape[-1], size['BV']), T, size['C'])
@@ -1020,7 +1021,7 @@ def step_on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None,
 
 # ---- one entrance for all machines -------------------------------------------------------------------------
 # `chunked` asks: a single step? an Nvidia GPU? It takes Triton only where a small case of the same kind,
-# compared with fastweight.chunked on this machine, was right; the answer is kept for each kind of arguments.
+# compared with fastweight.recurrent on this machine, was right; the answer is kept by kind of arguments.
 NAMES = 'q', 'k', 'v', 'write', 'erase', 'log_f', 'log_z', 'S'
 
 
@@ -1550,7 +1551,7 @@ def captured(play, device, generator):
 
 
 def room(t):
-    """How many rows to make room for: twice t, at least 256."""
+    """How many rows to make room for: the power of two above 2 t, at least 256."""
     return max(256, 2 ** (2 * t).bit_length())
 
 
@@ -1564,6 +1565,7 @@ class Recording:
         self.choose = choose
         self.generator = generator
         self.grows = 'all' in model.config.keeps()
+        self.further = None                             # what takes the steps when the rows are full
         self.begin(token, state)
 
     def begin(self, token, state):
@@ -1607,8 +1609,11 @@ class Recording:
 
     def step(self, token, state):
         """token (B, 1), state -> token, state. The state is copied in, unless it is the last step's own."""
-        if self.grows and state[0]['t'] >= self.rows:
-            self.begin(token, state)
+        if self.further is None and self.grows and state[0]['t'] >= self.rows:      # full: one with more room
+            self.further = recorded(self.model, token, state, self.choose, self.generator)
+            self.replay = self.layers = None            # its memory is free again
+        if self.further is not None:
+            return self.further(token, state)
         if state is not self.state:
             self.load(state)
         self.here.copy_(token)
@@ -1625,7 +1630,10 @@ class Layer:
     def __init__(self, block, given, forms, rows):
         self.block = block
         self.forms = forms
-        self.memory = {name: x.clone() for name, x in given.items() if name != 't'}
+        self.memory = {}
+        for name, x in given.items():
+            if name != 't':
+                self.memory[name] = x.clone(memory_format=torch.contiguous_format)  # kernels take no other
 
     def load(self, given):
         """Copy in a state of the layer. Of an earlier one of its own, rows and sums lie where they should."""
@@ -1754,7 +1762,8 @@ class RowLayer(InPlace):
     def __init__(self, block, given, forms, rows):
         super().__init__(block, given, forms, rows)
         for name in 'k', 'v':
-            self.memory[name] = F.pad(given[name], (0, 0, 0, rows - given[name].shape[2]))
+            x = F.pad(given[name], (0, 0, 0, rows - given[name].shape[2]))
+            self.memory[name] = x.contiguous()
         self.sizes.update(ROWS=rows, BD=triton.next_power_of_2(self.mixer.head_dim), BR=64)
 
     def state(self, t):
