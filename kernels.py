@@ -6,7 +6,7 @@
     y = shifted_sum(x, w)    y = relu_squared(x)                                 model.py, under these names
     step = recorded(model, token, state, choose)                                 model.step
 
-Without this file everything works, and is slower: only model.pick_forms imports it.
+Without this file all but bench.py works, and is slower: model.pick_forms imports it.
 """
 import contextlib
 import functools
