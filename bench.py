@@ -1,6 +1,6 @@
 """Measure, on this machine. A suite is a table of forms or of commands: it prints what it found, writes
-out/bench/SUITE.csv and SUITE.png, and ends with a line of JSON. SUITES says what each takes and draws, PAPER
-what the papers found.
+out/bench/SUITE.csv (gpu: .jsonl) and SUITE.png, and ends with a line of JSON. SUITES says what each takes
+and draws, PAPER what the papers found.
 
     python bench.py                    decode --quick: what the next token costs
     python bench.py all --quick        every suite below, twenty minutes on two cores; --full takes hours
@@ -1995,8 +1995,8 @@ def measure(args, todo):
 
 
 def gpu(args):
-    """All stages on a GPU, with --full without deadlines; where there is none, that is said, and what the
-    compiler makes of the kernels."""
+    """The stages of --only or all on a GPU, with --full an hour for each; where there is none, that is said,
+    and what the compiler makes of all kernels."""
     names = only(args, SECONDS)
     if kernels.triton is None:
         raise ValueError('Triton is not installed, and compiles nothing: pip install triton')

@@ -803,11 +803,19 @@ def has_warp_groups(device):
     return device.type != 'cuda' or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
+def kept_as(dtype):
+    """The type of operands, and of what is kept for the backward, for values of this one: fp16 ends at
+    65,504, and e^80 is beyond."""
+    if dtype == torch.float32:
+        return dtype
+    return torch.bfloat16
+
+
 def tiles(K, short, dtype):
     """C, BK, BV and DT for keys of size K; fixed, never tuned at run time. short: chunks of CHUNK steps at
     most, else as long as fits."""
     BK = max(16, triton.next_power_of_2(K))
-    DT = tl.bfloat16                                    # fp16 ends at 65,504, and e^80 is beyond
+    DT = tl.bfloat16
     if dtype == torch.float32 or triton.knobs.runtime.interpret:
         DT = tl.float32                                 # the interpreter computes with the bits of bf16
     C = min(64, 4096 // BK)
@@ -885,9 +893,8 @@ class Tiles(torch.autograd.Function):
         V = v.shape[-1]
         C = size['C']
         chunks = triton.cdiv(T, C)
-        kept = torch.bfloat16
-        if v.dtype == torch.float32:
-            kept = torch.float32
+        kept = kept_as(v.dtype)
+        trained = any(ctx.needs_input_grad)
         grid = B * H, triton.cdiv(V, size['BV'])
         sizes = T, K, V, norm
 
@@ -905,9 +912,9 @@ class Tiles(torch.autograd.Function):
             run(torch.zeros_like(S_T), S_T)
             S = entering(S, P, S_T, range(n), e is not None)
         o = torch.empty_like(v)
-        if norm and (g is not None or f is not None) and any(ctx.needs_input_grad):
+        if norm and (g is not None or f is not None) and trained:
             o = o.float()                               # what n.q gets of the gradient nearly cancels
-        if any(ctx.needs_input_grad):
+        if trained:
             before = S.new_empty(B * H, chunks, *S.shape[2:], dtype=kept)
             if norm:
                 n_q = S.new_empty(B, H, T)
@@ -971,16 +978,13 @@ def by_head_or_channel(log_f, log_z):
 def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR,
            n=None):
     """fastweight.chunked through `Tiles`. n: so many segments, if not as `segments` has it."""
-    if normalise:
-        refuse(erase, log_z)
     B, H, T, K = q.shape
     first = (x[:, :, :1] for x in (q, k, v))                # of these only the sizes are asked
     *_, write, erase, log_f, log_z, S = prepared(*first, write, erase, log_f, log_z, S, normalise)
     g, f, z = by_head_or_channel(log_f, log_z)
     if f is None:                                           # else they meet decays before they are rounded
-        dtype = torch.float32 if v.dtype == torch.float32 else torch.bfloat16
-        q = q.to(dtype)
-        k = k.to(dtype)
+        q = q.to(kept_as(v.dtype))
+        k = k.to(kept_as(v.dtype))
     short = f is not None or z is not None or (normalise and g is not None)     # n and a decay: registers
     short = short or not has_warp_groups(q.device)
     size = tiles(K, short, v.dtype)
@@ -1036,7 +1040,8 @@ def expect(name, x, device, *shapes):
 
 
 def check(q, k, v, write, erase, log_f, log_z, S, normalise):
-    """ValueError unless all shapes fit together and all tensors are floating and on one device."""
+    """ValueError unless all shapes fit together, all tensors are floating and on one device, and there is a
+    mean where one is asked for."""
     if q.dim() != 4 or 0 in q.shape:
         raise ValueError(f'q: expected a tensor (B, H, T, K) that is not empty, not {tuple(q.shape)}')
     B, H, T, K = q.shape
@@ -1050,6 +1055,8 @@ def check(q, k, v, write, erase, log_f, log_z, S, normalise):
     expect('log_f', log_f, q.device, (*one, K), (*one, 1))
     expect('log_z', log_z, q.device, (*one, V), (*one, 1))
     expect('S', S, q.device, (B, H, V + bool(normalise), K))
+    if normalise:
+        refuse(erase, log_z)
 
 
 def small_case(tensors, normalise):
@@ -1130,8 +1137,7 @@ trusted = {}        # kinds of arguments -> the form that was found right for th
 def on_nvidia(plain, tensors, normalise, floor):
     """The Triton form for such tensors once it has shown that it is right, else `plain`."""
     B, H, T, K = tensors['q'].shape
-    no_mean = normalise and (tensors['erase'] is not None or tensors['log_z'] is not None)
-    one = T == 1 and not torch.is_grad_enabled() and not no_mean
+    one = T == 1 and not torch.is_grad_enabled()
     cut = B * H <= 132 and T >= 256                     # then `segments` may cut
     def of(x):
         return x.dtype, x.shape[3:]
@@ -1559,32 +1565,29 @@ class Recording:
     """`recorded` as a graph: one step in memory of its own. `play` reads the token `here`, the position t and
     the state of `layers`, and leaves there those of the next step, with nothing for Python to remember.
 
-    It holds the model: a graph has the addresses of its weights, and must not outlive them."""
+    It holds the model: a graph has the addresses of its weights, and must not outlive them. RuntimeError
+    unless its first step is that of the model: compilers have made wrong kernels, far more off than rounding,
+    some percent in bf16 at 12 layers."""
     def __init__(self, model, token, state, choose, generator=None):
         self.model = model
         self.choose = choose
         self.generator = generator
         self.grows = 'all' in model.config.keeps()
         self.further = None                             # what takes the steps when the rows are full
-        self.begin(token, state)
-
-    def begin(self, token, state):
-        """Record, with room for steps from this state on. RuntimeError unless the first is that of the model:
-        compilers have made wrong kernels, far more off than rounding, some percent in bf16 at 12 layers."""
         self.rows = room(int(state[0]['t']))
         self.here = token.clone()
         self.t = state[0]['t'].to(token.device, copy=True)
         self.layers = []
-        for block, given in zip(self.model.blocks, state):
-            self.layers.append(kind_of(block)(block, given, self.model.forms, self.rows))
-        if self.generator is not None:
-            drawn = self.generator.get_state()
-        self.replay = captured(self.play, token.device, self.generator)
+        for block, given in zip(model.blocks, state):
+            self.layers.append(kind_of(block)(block, given, model.forms, self.rows))
+        if generator is not None:
+            drawn = generator.get_state()
+        self.replay = captured(self.play, token.device, generator)
         self.state = None                               # none of its own: a step begins with a copy
         self.step(token, state)
-        if self.generator is not None:                  # a seed says the same text, recorded or not
-            self.generator.set_state(drawn)
-        expected = self.model(token, state)[0][:, -1].float()
+        if generator is not None:                       # a seed says the same text, recorded or not
+            generator.set_state(drawn)
+        expected = model(token, state)[0][:, -1].float()
         error = (self.logits.float() - expected).norm() / expected.norm()
         limit = 1e-2 if self.logits.dtype == torch.float32 else 1e-1
         if not error < limit:

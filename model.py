@@ -6,7 +6,7 @@
 
 The scripts import it; it has no command of its own. What a layer computes is in fastweight.py: here is where
 its keys, values, gates and queries come from. kernels.py is looked for in one place, `pick_forms`; without
-it everything works, slower.
+it all but bench.py works, slower.
 """
 import argparse
 import contextlib
@@ -331,8 +331,9 @@ PLAIN = Forms()
 
 
 def pick_forms(impl='auto'):
-    """'loop', 'chunk', 'fused' or 'auto' -> Forms. The only choice point, the only place that imports
-    kernels.py. ValueError for 'fused' without that file; any other fault of it is raised as it is."""
+    """'loop', 'chunk', 'fused' or 'auto' -> Forms. The only choice point, and beside bench.py the only
+    place that imports kernels.py. ValueError for 'fused' without that file; any other fault of it is raised
+    as it is."""
     if impl == 'loop':
         return PLAIN._replace(recurrence=fastweight.recurrent, why='loop (the definition, slow)')
     if impl == 'chunk':
