@@ -1677,9 +1677,8 @@ class InPlace(Layer):
             if self.bias is not None:
                 self.bias = F.pad(self.bias, (0, len(extra)))
         self.speed = None
-        if mixer.rope:                                  # as in model.rope
-            half = mixer.head_dim // 2
-            self.speed = mixer.theta ** (-torch.arange(half, device=self.weight.device).float() / half)
+        if mixer.rope:
+            self.speed = mixer.speeds(device=self.weight.device)
 
     def look(self, i, norm, x):
         """Block.look of norm(x), i = 0 before the mixer, 1 before the MLP."""

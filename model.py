@@ -208,11 +208,13 @@ class Config:
     rms: bool = False           # RMSNorm for LayerNorm
     eps: float = 1e-5
     theta: float = 1e4          # of rope
+    rope_scaling: list = ()     # of a rope that is scaled, see `speeds`
     n_kv_head: int = 0          # fewer heads for k and v than for q; 0: as many
     n_inner: int = 0            # width of the MLP; 0: 4 n_embd
     tied: bool = True           # the output layer is the embedding
 
     def __post_init__(self):
+        self.rope_scaling = [float(x) for x in self.rope_scaling]       # a list, as JSON has it
         head_dim, rest = divmod(self.n_embd, self.n_head)
         if rest:
             raise ValueError(f'--n_embd={self.n_embd} is not a multiple of --n_head={self.n_head}')
@@ -351,11 +353,24 @@ def pick_forms(impl='auto'):
 
 
 # ---- a layer's memory: gates from x, a map and a normaliser on q and k, then the recurrence ----------------
-def rope(x, pos, theta=1e4):
+def speeds(half, theta=1e4, scaling=(), device=None):
+    """By how much rope turns pair i at a step: w_i = theta^(-i / half) -> (half,), fp32. Llama 3.1 scales it,
+    so that a model of n positions reads more, by scaling = factor, low, high, n: a pair with more than `high`
+    turns in n steps keeps its w, one with less than `low` gets w / factor, those between a mean of both."""
+    w = theta ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
+    if scaling:
+        factor, low, high, n = scaling
+        turns = n * w / (2 * math.pi)
+        s = ((turns - low) / (high - low)).clamp(0, 1)
+        w = (1 - s) * w / factor + s * w
+    return w
+
+
+def rope(x, pos, theta=1e4, scaling=()):
     """Turn pairs (x_i, x_{i+d/2}) by pos theta^(-2i/d). Su 2021, arXiv:2104.09864. What q finds at k then
-    depends on the distance of their positions alone. x (B, H, T, d), d even   pos (.., T)  ->  like x"""
-    d = x.shape[-1] // 2
-    angle = pos[..., None] * theta ** (-torch.arange(d, device=x.device, dtype=torch.float32) / d)
+    depends on the distance of their positions alone. x (B, H, T, d), d even   pos (.., T)  ->  like x
+    theta, scaling: as in `speeds`"""
+    angle = pos[..., None] * speeds(x.shape[-1] // 2, theta, scaling, x.device)
     cos = angle.cos().to(x.dtype)
     sin = angle.sin().to(x.dtype)
     a, b = x.chunk(2, -1)
@@ -635,7 +650,8 @@ class Mixer(nn.Module):
         self.n_head = c.n_head
         self.n_kv_head = c.kv_heads()
         self.head_dim = c.n_embd // c.n_head
-        self.theta = c.theta
+        self.speeds = functools.partial(speeds, self.head_dim // 2, c.theta, c.rope_scaling)
+        self.turn = functools.partial(rope, theta=c.theta, scaling=c.rope_scaling)
         keeps = RULES[rule].keeps
         mixed = len(set(c.pattern())) > 1           # then a layer takes the flags that it can follow
         flags = {'phi': c.phi, 'norm': c.norm, 'beta_max': c.beta_max, 'cache': c.cache, 'sinks': c.sinks}
@@ -648,7 +664,7 @@ class Mixer(nn.Module):
         self.rope = c.pos == 'rope' or (c.pos == 'auto' and keeps is not None)
         if c.positions == 'compress' and keeps not in (None, 'all'):
             self.rope = False                       # `bounded` turns the keys
-            flags.update(turn=functools.partial(rope, theta=c.theta))
+            flags.update(turn=self.turn)
         self.qkv = nn.Linear(c.n_embd, (c.n_head + 2 * self.n_kv_head) * self.head_dim, bias=c.bias)
         self.memory = FastWeights(rule, c.n_embd, c.n_head, self.head_dim, **flags)
         self.out_norm = None
@@ -664,8 +680,8 @@ class Mixer(nn.Module):
         q, k, v = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2).split([self.n_head, n, n], 1)
         if self.rope:
             steps = t + torch.arange(T, device=x.device, dtype=torch.float32)
-            q = rope(q, steps, self.theta)
-            k = rope(k, steps, self.theta)
+            q = self.turn(q, steps)
+            k = self.turn(k, steps)
         if n < self.n_head:
             k = k.repeat_interleave(self.n_head // n, 1)
             v = v.repeat_interleave(self.n_head // n, 1)

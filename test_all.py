@@ -1143,7 +1143,7 @@ def random_model(**flags):
 @pytest.mark.parametrize('flags', [
     dict(rule='delta', conv=2, beta_max=2.0), dict(rule='sum', bias=True),
     dict(rule='gated_delta', norm='sum', phi='elu'), dict(rule='decay', n_kv_head=1),
-    dict(rule='kda', pos='rope', conv=1, rms=True),
+    dict(rule='kda', pos='rope', conv=1, rms=True, rope_scaling=[8, .5, 4, 20]),
     dict(rule='gla', phi='relu', norm='attn'), dict(rule='retention', conv=0),
     dict(rule='sum', phi='hedgehog', **GPT2), dict(rule='gated', phi='t2r-scaled:7', **GPT2),
     dict(rule='sum', phi='exp:.5', norm='sum'), dict(rule='softmax', **GPT2), LLAMA,
@@ -2006,10 +2006,14 @@ def test_only_what_can_be_a_teacher_is_taken_for_one(part, change, taken, teache
     Path('out/teacher/ckpt.safetensors').touch()
     assert (convert.a_teacher() == 'out/ckpt.safetensors') == taken
 
+LLAMA31 = dict(rope_type='llama3', factor=8.0, low_freq_factor=.02, high_freq_factor=1.5,
+               original_max_position_embeddings=10)
+
 @pytest.mark.parametrize('kind, how', [
     ('gpt2', {}), ('gpt2', dict(prefix=False)), ('gpt2', dict(tied=False, shards=3)), ('llama', {}),
     ('llama', dict(tied=False, groups=2, rope_theta=5e5)),
-    ('llama', dict(rope_parameters=dict(rope_theta=1e3)))])
+    ('llama', dict(rope_parameters=dict(rope_theta=1e3))), ('llama', dict(rope_scaling=LLAMA31)),
+    ('llama', dict(rope_parameters=dict(LLAMA31, rope_theta=1e3)))])
 def test_hub_weights_give_the_logits_of_another_implementation(kind, how, tmp_path):
     """Loaded, exported and loaded again, one step after the other, and with rows that are bounded."""
     logits, tokens = in_hub_layout(tmp_path, kind, **how), torch.randint(30, (2, 11))
@@ -2019,7 +2023,9 @@ def test_hub_weights_give_the_logits_of_another_implementation(kind, how, tmp_pa
         near(model_in_parts(model, tokens, range(1, 11))[0], logits(tokens), 1e-5)
         files.to_folder(tmp_path / 'again', model.state_dict(), dataclasses.asdict(model.config))
         near(load(tmp_path / 'again')[0].eval()(tokens)[0], logits(tokens), 1e-5)
-        for rows in dict(rule='tova', cache=11), dict(rule='window', cache=11, overflow='sum'):
+        positions = 'compress' if kind == 'llama' else 'true'   # no gap is long enough
+        for rows in (dict(rule='tova', cache=11, positions=positions),
+                     dict(rule='window', cache=11, overflow='sum')):
             near(load(tmp_path, **rows)[0].eval()(tokens)[0], logits(tokens), 1e-5)
     given = json.loads((tmp_path / 'config.json').read_text())
     again = json.loads((tmp_path / 'again' / 'config.json').read_text())
@@ -2043,6 +2049,7 @@ def test_hub_weights_that_do_not_fit_are_refused(tmp_path, capsys):
         return refused(capsys, convert.main, f'--from={tmp_path}')
     name = 'model.layers.1.mlp.up_proj.weight'
     assert 'rope of type yarn' in err(dict(rope_scaling=dict(rope_type='yarn')))
+    assert 'high_freq_factor 0.001' in err(dict(rope_scaling=dict(LLAMA31, high_freq_factor=.001)))
     assert f'{name} is missing' in err(drop=name)
     assert 'shape (1,), expected' in err(wrong='model.norm.weight')
     assert 'config.json' in err(dict(num_hidden_layers=None))
@@ -2538,7 +2545,22 @@ def small_llama(how):
     groups = how.pop('groups', 1)
     raw = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=groups, hidden_size=16,
                intermediate_size=12, max_position_embeddings=16, rms_norm_eps=1e-5)
-    theta = how.get('rope_theta') or how.get('rope_parameters', {}).get('rope_theta', 1e4)
+    rope = how.get('rope_scaling') or how.get('rope_parameters') or {}
+    theta = how.get('rope_theta') or rope.get('rope_theta', 1e4)
+
+    def speed(i):                                               # of a pair; Llama 3.1's by its wave length
+        w = theta ** (-i / 2)
+        if 'factor' not in rope:
+            return w
+        low, high = rope['low_freq_factor'], rope['high_freq_factor']
+        n, length = rope['original_max_position_embeddings'], 2 * math.pi / w
+        if length > n / low:
+            return w / rope['factor']
+        if length < n / high:
+            return w
+        s = (n / length - low) / (high - low)
+        return (1 - s) * w / rope['factor'] + s * w
+    speeds = torch.tensor([speed(0), speed(1)])
     sizes = {'embed_tokens.weight': (30, 16), 'norm.weight': (16,)}
     linear = {'self_attn.q_proj': (16, 16), 'self_attn.k_proj': (4 * groups, 16),
               'self_attn.v_proj': (4 * groups, 16), 'self_attn.o_proj': (16, 16), 'mlp.gate_proj': (12, 16),
@@ -2555,7 +2577,7 @@ def small_llama(how):
         return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
 
     def turned(x):                                              # each head's pairs, as complex numbers
-        angle = torch.arange(x.shape[1])[:, None, None] * theta ** (-torch.arange(0, 4, 2) / 4)
+        angle = torch.arange(x.shape[1])[:, None, None] * speeds
         a, b = x.unflatten(-1, (-1, 2, 2)).unbind(-2)
         y = torch.complex(a, b) * torch.polar(torch.ones(()), angle)
         return torch.stack([y.real, y.imag], -2).flatten(2)

@@ -114,6 +114,7 @@ FAMILIES = {
         optional={'n_kv_head': 'num_key_value_heads'}, eps=('rms_norm_eps', 1e-6), tied=False,
         config={'conv': 0, 'pos': 'rope', 'act': 'swiglu', 'bias': False, 'rms': True},
         says={'architectures': ['LlamaForCausalLM'], 'hidden_act': 'silu'})}
+LLAMA3 = 'factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'   # of its rope
 
 
 def modules(config):
@@ -192,22 +193,38 @@ def foreign(raw):
     if raw.get('scale_attn_by_inverse_layer_idx') or not raw.get('scale_attn_weights', True):
         return 'another scale of attention'
     for key in ('rope_parameters', 'rope_scaling'):
-        way = raw.get(key) or {}
-        way = way.get('rope_type', way.get('type', 'default'))
-        if way != 'default':
+        way = type_of_rope(raw.get(key) or {})
+        if way not in ('default', 'llama3'):
             return f'rope of type {way}'
     if raw.get('attention_bias') or raw.get('mlp_bias') or raw.get('hidden_act', 'silu') != 'silu':
         return 'biases, or another activation than silu'
 
 
+def type_of_rope(rope):
+    """What rope_parameters, or rope_scaling in older files, call themselves."""
+    return rope.get('rope_type', rope.get('type', 'default'))
+
+
+def scaling_of(rope):
+    """The four numbers of a Llama 3.1's rope, see model.speeds; of a plain one none. ValueError for others."""
+    if type_of_rope(rope) == 'default':
+        return []
+    found = [rope.get(key) for key in LLAMA3]
+    if not all(type(x) in (int, float) and 0 < x < 1e9 for x in found) or found[1] >= found[2]:
+        given = ', '.join(f'{key} {x!r}' for key, x in zip(LLAMA3, found))
+        raise ValueError(f'rope of type llama3 with {given}; expected numbers above 0, and high above low')
+    return found
+
+
 def translated(raw, family):
     """The fields of Config that a config.json gives. ValueError if one lacks or does not fit the others."""
     eps, usual = family.eps
-    rope = raw.get('rope_parameters') or {}
+    rope = raw.get('rope_parameters') or raw.get('rope_scaling') or {}
     config = {'rule': 'softmax', **family.config}
     config['tied'] = bool(raw.get('tie_word_embeddings', family.tied))
     config['eps'] = float(raw.get(eps, usual))
     config['theta'] = float(raw.get('rope_theta') or rope.get('rope_theta') or 1e4)
+    config['rope_scaling'] = scaling_of(rope)
     for field, key in {**family.sizes, **family.optional}.items():
         config[field] = raw.get(key)
         if field in family.optional and not config[field]:
@@ -286,6 +303,8 @@ def to_folder(folder, tensors, config):
         raw.update(family.says)
         if config['pos'] == 'rope':
             raw['rope_theta'] = config['theta']
+        if config['rope_scaling']:
+            raw['rope_scaling'] = {'rope_type': 'llama3', **dict(zip(LLAMA3, config['rope_scaling']))}
         as_many = {'n_inner': 4 * config['n_embd'], 'n_kv_head': config['n_head']}      # where ours says 0
         for field, key in {**family.sizes, **family.optional}.items():
             raw[key] = config[field] or as_many[field]
