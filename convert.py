@@ -4,7 +4,7 @@
     python convert.py --rule=sum --phi=t2r --distil=none    Kasai 2021: swap, then fine-tune
     python convert.py --rule=decay                          Mao 2022
     python convert.py --rule=window --cache=64 --overflow=sum:hedgehog      LoLCATs: a window and the rest
-    python convert.py --from=gpt2 --data=wikitext2          weights from the hub, GPT-2 or Llama to 3.0
+    python convert.py --from=gpt2 --data=wikitext2          weights from the hub, GPT-2 or a Llama
     python convert.py --from=gpt2 --data=my.txt             a text of your own, in the teacher's tokens
     python convert.py --from=out/softmax-on-recall/ckpt.safetensors         a task: accuracy beside perplexity
     python sample.py --init=out/convert/ckpt.safetensors
@@ -615,7 +615,7 @@ def main(argv):
     save(os.path.join(args.out, 'ckpt.safetensors'), student,
          {'step': args.steps, 'data': meta['data'], 'args': {'data': data.name}, 'from': args.from_})
     if args.export:
-        weights.to_folder(args.export, student.state_dict(), dataclasses.asdict(student.config))
+        weights.to_folder(args.export, student.state_dict(), dataclasses.asdict(student.config), meta['data'])
     state = sizes(student, teacher)
     if args.controls and args.steps:
         controls(teacher, plain, data, progress, distilled)

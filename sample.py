@@ -29,7 +29,7 @@ from model import Swap, flag, load, pack, parse, pick_device, pick_forms, script
 @dataclass
 class Args:
     init: str = flag('out/ckpt.safetensors', 'checkpoint, or gpt2, OWNER/NAME, a folder, as for convert.py')
-    prompt: str = flag('', 'text, @file, or - for standard input; empty starts from a newline')
+    prompt: str = flag('', 'text, @file, or - for standard input; empty: BOS, or a newline')
     tokens: int = flag(256, 'tokens to write', low=0)
     samples: int = flag(1, 'texts written at once', low=1)
     temperature: float = flag(0.8, '0 takes the likeliest token', low=0)
@@ -40,6 +40,9 @@ class Args:
     load_state: str = flag('', 'go on from this state')
     device: str = flag('auto', 'auto, cpu, cuda, mps')
     impl: str = flag('auto', 'form of the recurrence', ['auto', 'loop', 'chunk', 'fused'])
+
+
+LOOK_BACK = 16      # tokens: so many wait to be printed at most, and so many of a prompt are looked at
 
 
 def say(text):
@@ -74,14 +77,23 @@ def read_state(path, model, name, init):
     return last, state
 
 
-def show(held, data):
-    """Print tokens once they are whole characters, which may take four of them, as bytes. What is none after
-    four never will be: an untrained model writes such things. -> the tokens that wait for more"""
-    text = prepare.decode(held, data)
-    if text.endswith('\ufffd') and len(held) < 4:
-        return held
-    print(text, end=' ' if data['tokenizer'] == 'ids' else '', flush=True)      # a task's tokens are numbers
-    return []
+def added(before, tokens, data):
+    """The text that tokens add to that of those before: some decoders drop the blank of the first word."""
+    seen = prepare.decode(before, data)
+    if seen.endswith('\ufffd'):                     # with part of a character before, the next may break, too
+        return prepare.decode(tokens, data)
+    return prepare.decode(before + tokens, data)[len(seen):]
+
+
+def show(before, held, data):
+    """Print the held tokens once they end with a character, which may take four of them, as bytes. What is
+    none after LOOK_BACK never will be: an untrained model writes such things. -> the tokens that are printed,
+    of those that matter to the next ones; the tokens that wait for more"""
+    text = added(before, held, data)
+    if text.endswith('\ufffd') and len(held) < LOOK_BACK:
+        return before, held
+    print(text, end='', flush=True)
+    return held, []
 
 
 def speed(times, samples):
@@ -110,10 +122,11 @@ def main(argv):
     data = meta['data']
     name = meta.get('digest', args.init)                    # of the model, for states
 
-    prompt = prepare.encode(read_prompt(args.prompt), data)
+    said = prepare.encode(read_prompt(args.prompt), data)
+    prompt = said
     state = None
-    if not prompt and not args.load_state:
-        prompt = prepare.first(data)
+    if not args.load_state:
+        prompt = prepare.begun(said, data)
     tokens = torch.tensor([prompt] * args.samples, dtype=torch.long, device=device)
     if args.load_state:
         last, state = read_state(args.load_state, model, name, args.init)
@@ -121,6 +134,7 @@ def main(argv):
             many = len(last)
             raise ValueError(f'--load_state={args.load_state} holds {many} texts: take --samples={many}')
         tokens = torch.cat([last, tokens], 1)
+        said = last[0].tolist() + said
     start = state[0]['t'] if state else 0
     say(f'{",".join(model.config.rules())} from {args.init}, step {meta["step"]}; {model.forms.why}')
     if model.positions is not None and start + tokens.shape[1] + args.tokens > model.config.block_size:
@@ -133,18 +147,20 @@ def main(argv):
     draw = torch.Generator(device).manual_seed(args.seed)
     steps = model.generate(last, state, args.temperature, args.top_k, args.top_p, draw)
     written = []
-    held = []                                               # bytes of an unfinished character
+    said = said[-LOOK_BACK:]
+    before = said                                           # tokens that were printed, or given
+    held = []                                               # those of an unfinished character
     for last, state in itertools.islice(steps, args.tokens):
         times.append(time.perf_counter())
         if args.samples == 1:                               # print as it comes
-            held = show(held + [last.item()], data)
+            before, held = show(before, held + [last.item()], data)
         else:
             written.append(last)
     if held:
-        print(prepare.decode(held, data), end='')
+        print(added(before, held, data), end='')
     if written:
         for i, row in enumerate(torch.cat(written, 1).tolist()):
-            print(f'--- {i + 1} ---\n{prepare.decode(row, data)}')
+            print(f'--- {i + 1} ---\n{added(said, row, data)}')
     print(flush=True)
 
     if args.save_state:

@@ -1409,6 +1409,88 @@ def test_a_text_is_prepared_in_the_tokens_of_another(text, characters, tmp_path)
     with pytest.raises(ValueError, match='ids'):
         prepare.load(new, like=dict(tokenizer='ids', vocab_size=40, row=128))
 
+STRANGE = ("It's so.\n\n  Then he...\nwent\ton, 1234567 \u2581 or\u3000so a\u0300 b; <s> not </s> a <|end|> "
+           'caf\u00e9 \u0431\u044b\u043b \u0431\u044b \u4f60\u597d\u4e16\u754c\U0001f600 end \u00a0 x  y '
+           'z?!\nNo, no: "yes" he said')
+
+@functools.cache
+def tokenizer_json(kind, size=400):
+    """A small tokenizer.json of a kind that there is, learned from TEXT."""
+    package = pytest.importorskip('tokenizers')
+    models, pre, decoders = package.models, package.pre_tokenizers, package.decoders
+    specials = ['<unk>', '<s>', '</s>']
+    words = dict(vocab_size=size, special_tokens=specials, show_progress=False)
+    found = package.Tokenizer(models.BPE(unk_token='<unk>', fuse_unk=True, byte_fallback=True))
+    found.pre_tokenizer = pre.Metaspace()
+    if kind in ('llama2', 'metaspace'):
+        specials += [f'<0x{i:02X}>' for i in range(256)]
+        words.update(vocab_size=size + 256, special_tokens=specials)
+        found.decoder = decoders.Sequence([decoders.Replace('\u2581', ' '), decoders.ByteFallback(),
+                                           decoders.Fuse(), decoders.Strip(' ', 1, 0)])
+    else:
+        found.model = models.BPE()
+        found.decoder = decoders.ByteLevel()
+        words.update(initial_alphabet=pre.ByteLevel.alphabet())
+        found.pre_tokenizer = pre.ByteLevel(add_prefix_space=False, use_regex=kind == 'gpt2')
+    if kind == 'llama3':
+        regex = package.Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+                              r' ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+')
+        found.pre_tokenizer = pre.Sequence([pre.Split(regex, 'isolated'), found.pre_tokenizer])
+    found.train_from_iterator([TEXT, STRANGE], package.trainers.BpeTrainer(**words))
+    template = '<s> $A </s>' if kind == 'metaspace' else '<s> $A'
+    ends = [('<s>', 1), ('</s>', 2)]
+    found.post_processor = package.processors.TemplateProcessing(single=template, special_tokens=ends)
+    raw = json.loads(found.to_str())
+    raw['added_tokens'] = raw['added_tokens'][:3]               # bytes are tokens as others are
+    raw['truncation'] = dict(max_length=8, strategy='LongestFirst', stride=0, direction='Right')
+    if kind == 'llama2':
+        front = dict(type='Prepend', prepend='\u2581')
+        blanks = dict(type='Replace', pattern=dict(String=' '), content='\u2581')
+        raw['normalizer'] = dict(type='Sequence', normalizers=[front, blanks])
+        raw['pre_tokenizer'] = None
+    return json.dumps(raw)
+
+def subwords(kind):
+    """The meta of a model with such a tokenizer, and room for some tokens more."""
+    text = tokenizer_json(kind)
+    vocab = prepare.subwords(text).get_vocab_size() + 9
+    return dict(name=kind, tokenizer='json', json=text, vocab_size=vocab)
+
+KINDS = 'gpt2', 'llama2', 'llama3', 'metaspace', 'phrases'
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_pieces_of_a_text_have_the_tokens_of_the_whole(kind):
+    """Cut wherever it may be: as often as not in front of a blank."""
+    meta = subwords(kind)
+    data = (TEXT[:3000] + STRANGE + TEXT[:99] + STRANGE).encode()
+    found = list(prepare.tokenize(data, meta, 1))
+    tokens = np.concatenate(found).tolist()
+    assert tokens == prepare.encode(data.decode(), meta) and not {1, 2} & set(tokens)       # "<s>" is text
+    assert len(found) == 1 if kind == 'phrases' else len(found) > 50
+    said = prepare.encode('x', meta)
+    assert prepare.begun(said, meta) == [1, *said] and prepare.begun([], meta) == [1]
+
+def test_subwords_are_learned_from_the_training_side_in_a_folder_of_their_own(tmp_path, monkeypatch):
+    """Beside the set in its own tokens; lossless; what is no UTF-8 is refused."""
+    pytest.importorskip('tokenizers')
+    train_side, val = TEXT[:6000].encode(), '\u00e9 quick brown line'.encode() * 40
+    monkeypatch.setitem(prepare.DATASETS['stdlib'], 'make', lambda _: (train_side, val))
+    root = str(tmp_path)
+    for tokenizer, folder in ('', 'stdlib'), ('bpe:300', 'stdlib-bpe-300'), ('bpe:300', 'stdlib-bpe-300'):
+        *sides, meta = prepare.load('stdlib', root, tokenizer)
+        assert meta['name'] == folder and meta['tokenizer'] == (tokenizer or 'byte')
+        assert [prepare.decode(side, meta).encode() for side in sides] == [train_side, val]
+    assert meta['json'] == prepare.learn(train_side, 300) and meta['vocab_size'] == 300
+    assert len(sides[0]) < len(train_side) / 1.5
+    assert prepare.load('stdlib', root, like=meta)[2]['name'] == folder
+    other = dict(meta, json=prepare.learn(val, 300))            # another model's
+    beside = prepare.load('stdlib', root, like=other)[2]['name']
+    assert beside.startswith('stdlib-bpe-300-') and len(os.listdir(root)) == 3
+    monkeypatch.setitem(prepare.DATASETS['stdlib'], 'make', lambda _: (train_side, b'\xff' + val))
+    with pytest.raises(ValueError, match='UTF-8'):
+        prepare.load('stdlib', root, 'bpe:301')
+    assert prepare.load('stdlib', root)[2]['tokenizer'] == 'byte'
+
 def test_broken_data_is_refused(text, tmp_path, capsys):
     folder = tmp_path / 'set'
     prepare.load(text)
@@ -1619,6 +1701,40 @@ def test_bits_per_byte_count_every_token_but_the_first_once(tmp_path, capsys):
     bits = nats / math.log(2) * len(val) / len(prepare.decode(val, meta).encode())
     assert [float(s) for s in shown.groups()] == pytest.approx([bits, math.exp(nats)], abs=1e-3)
 
+def test_a_model_of_subwords_keeps_them(text, tmp_path, capsys):
+    """One command learns them; resumed, sampled, converted with another text. A log stays short."""
+    pytest.importorskip('tokenizers')
+    ckpt = trained(text, tmp_path / 'out', '--tokenizer=bpe:300', '--rule=softmax', '--conv=0')
+    assert 'bits per byte' in capsys.readouterr().out
+    data = load(ckpt)[1]['data']
+    assert data['tokenizer'] == 'bpe:300' and data['vocab_size'] == 300
+    first = log(tmp_path / 'out')[0]
+    assert first['data']['tokenizer'] == 'bpe:300' and 'json' not in first['data']
+    assert train.main(['--resume', '--steps=5', f'--out={tmp_path / "out"}']) == 0
+    for flags in (['--resume', '--steps=7'], [f'--init={ckpt}', f'--data={text}']):
+        assert '--tokenizer=bpe:301' in refused(capsys, train.main, *flags, f'--out={tmp_path / "out"}',
+                                                '--tokenizer=bpe:301')
+    said = written(capsys, f'--init={ckpt}', '--prompt=the quick', '--tokens=9')
+    assert f'{len(prepare.encode("the quick", data))} tokens read' in said[1]
+    (tmp_path / 'mine.txt').write_text('brown dogs jumps over 1 fox\n' * 60)
+    run = f'--from={ckpt}', f'--data={tmp_path / "mine.txt"}', f'--out={tmp_path / "rnn"}'
+    assert convert.main([*run, *SHORT, '--controls=false', f'--export={tmp_path / "export"}']) == 0
+    assert prepare.same_tokens(load(tmp_path / 'rnn' / 'ckpt.safetensors')[1]['data'], data)
+    assert (tmp_path / 'export' / 'tokenizer.json').read_text() == data['json']
+
+def test_what_subwords_cannot_be_is_refused_in_one_line(text, tmp_path, capsys, monkeypatch):
+    def err(script, *flags):
+        return refused(capsys, script, *flags, '--tokenizer=' + tokenizer)
+    for tokenizer in 'bpe:256', 'bpe:65537', 'bpe:', 'bpe:many', 'bpe:N', 'json', 'ids':
+        for script, name in (train.main, f'--data={text}'), (prepare.main, text):
+            assert '257 to 65,536' in err(script, name)
+    tokenizer = 'bpe:302'
+    assert 'ids' in err(train.main, '--data=recall')
+    monkeypatch.setitem(sys.modules, 'tokenizers', None)        # as if it were not installed
+    assert 'pip install tokenizers' in err(train.main, f'--data={text}', f'--out={tmp_path / "no"}')
+    assert 'pip install tokenizers' in err(prepare.main, text)
+    assert not (tmp_path / 'no').exists()
+
 def test_a_task_is_judged_where_it_counts(a_model, tmp_path):
     """Accuracy over the targets that are not `ignore`, which are one a row in validation."""
     model, _ = load(a_model('--rule=softmax', data='recall-kept'))
@@ -1757,6 +1873,24 @@ def test_prompts_come_from_text_file_and_stdin(a_model, tmp_path, capsys, monkey
     found = [written(capsys, init, '--tokens=9', f'--prompt={prompt}') for prompt in prompts]
     assert len({out for out, _ in found}) == 1 and all('9 tokens' in err for _, err in found)
     assert 'nofile' in refused(capsys, sample.main, init, '--prompt=@nofile')
+
+@pytest.mark.parametrize('kind', [*KINDS, 'byte', 'ids'])
+def test_text_is_printed_as_it_comes_and_nothing_is_lost(kind, capsys):
+    """After a prompt, at any cut; half characters wait; what never is one comes in the end."""
+    meta = dict(tokenizer=kind, vocab_size=256) if kind in ('byte', 'ids') else subwords(kind)
+    text = '5 6 77 8 9' if kind == 'ids' else STRANGE + STRANGE
+    tokens = prepare.encode(text, meta)
+    if kind in ('llama2', 'metaspace'):                         # which take one character for a blank
+        text = text.replace('\u2581', ' ')
+    assert prepare.decode(tokens, meta) == text
+    for cut in range(0, len(tokens), 7):
+        said = prepare.decode(tokens[:cut], meta)
+        before, held = tokens[:cut][-sample.LOOK_BACK:], []
+        for token in tokens[cut:]:
+            before, held = sample.show(before, held + [token], meta)
+            assert len(held) < 8
+        shown = capsys.readouterr().out
+        assert said + shown == text or said.endswith('\ufffd')
 
 @pytest.mark.parametrize('rule', VARIED)
 def test_a_saved_state_goes_on_as_if_never_stopped(rule, a_model, characters, tmp_path, capsys):
@@ -2021,7 +2155,7 @@ def test_hub_weights_give_the_logits_of_another_implementation(kind, how, tmp_pa
     with torch.no_grad():
         near(model.eval()(tokens)[0], logits(tokens), 1e-5)
         near(model_in_parts(model, tokens, range(1, 11))[0], logits(tokens), 1e-5)
-        files.to_folder(tmp_path / 'again', model.state_dict(), dataclasses.asdict(model.config))
+        files.to_folder(tmp_path / 'again', model.state_dict(), dataclasses.asdict(model.config), {})
         near(load(tmp_path / 'again')[0].eval()(tokens)[0], logits(tokens), 1e-5)
         positions = 'compress' if kind == 'llama' else 'true'   # no gap is long enough
         for rows in (dict(rule='tova', cache=11, positions=positions),
@@ -2032,9 +2166,39 @@ def test_hub_weights_give_the_logits_of_another_implementation(kind, how, tmp_pa
     assert again['model_type'] == kind and all(again.get(k) == v for k, v in given.items() if k in again)
     assert meta['data']['vocab_size'] == 30
 
+@pytest.mark.parametrize('kind', ['llama2', 'llama3'])
+def test_a_llama_reads_and_writes_text_by_its_tokenizer_json(kind, tmp_path, capsys):
+    """One command each; BOS before a prompt; the file comes along; a foreign one is refused, and its lack."""
+    data, folder = subwords(kind), tmp_path / 'llama'
+    path = folder / 'tokenizer.json'
+    in_hub_layout(folder, 'llama', vocab=data['vocab_size'])
+    (tmp_path / 'mine.txt').write_text(TEXT[:4000])
+    run = f'--from={folder}', f'--data={tmp_path / "mine.txt"}', f'--out={tmp_path / "rnn"}'
+    sampled = f'--init={folder}', '--tokens=9', '--prompt=the quick'
+    for main, argv in (convert.main, run), (sample.main, sampled):
+        assert f'{path} is missing' in refused(capsys, main, *argv)
+    wrong = {'{"model"': 'repair it', '{}': 'no description', tokenizer_json(kind, 300): 'the model has'}
+    for text, why in wrong.items():
+        path.write_text(text)
+        err = refused(capsys, convert.main, *run)
+        assert f'{path}: ' in err and why in err
+    path.write_text(json.dumps(json.loads(data['json']), indent=2))
+    model, meta = load(folder)
+    data = {**data, 'json': meta['data']['json']}
+    assert json.loads(data['json']) == json.loads(path.read_text()) and '\n' not in data['json']
+    assert prepare.same_tokens(meta['data'], data)
+    assert f'{1 + len(prepare.encode("the quick", data))} tokens read' in written(capsys, *sampled)[1]
+    assert '1 tokens read' in written(capsys, *sampled[:2])[1]
+    assert convert.main([*run, *SHORT, '--controls=false', f'--export={tmp_path / "export"}']) == 0
+    assert prepare.same_tokens(load(tmp_path / 'rnn' / 'ckpt.safetensors')[1]['data'], data)
+    files.to_folder(tmp_path / 'again', model.state_dict(), dataclasses.asdict(model.config), meta['data'])
+    for name in 'export', 'again':
+        assert (tmp_path / name / 'tokenizer.json').read_text() == data['json']
+    assert prepare.same_tokens(load(tmp_path / 'again')[1]['data'], data)
+
 def test_a_model_without_a_hub_layout_is_exported_in_our_names(teacher, tmp_path):
     model = convert.swap(load(teacher)[0], dict(rule='sum', phi='hedgehog'))[0]
-    files.to_folder(tmp_path, model.state_dict(), dataclasses.asdict(model.config))
+    files.to_folder(tmp_path, model.state_dict(), dataclasses.asdict(model.config), {})
     found = load_file(tmp_path / 'model.safetensors')
     close(found, dict(model.state_dict()), 0)
     assert json.loads((tmp_path / 'config.json').read_text())['rule'] == 'sum'
@@ -2487,7 +2651,7 @@ def test_soak_kernels_compile_for_every_rule_and_size():
 
 def in_hub_layout(folder, kind, **how):
     """A small model with random weights as the hub keeps it, and its logits by a few lines of their own.
-    how: prefix, tied, shards of the file; groups of a Llama's keys; further entries of config.json"""
+    how: prefix, tied, shards of the file; groups of a Llama's keys, vocab; further entries of config.json"""
     prefix, tied, shards = how.pop('prefix', True), how.pop('tied', True), how.pop('shards', 1)
     raw, w, logits = {'gpt2': small_gpt2, 'llama': small_llama}[kind](how)
     embed = w['wte.weight' if kind == 'gpt2' else 'embed_tokens.weight']
@@ -2495,7 +2659,7 @@ def in_hub_layout(folder, kind, **how):
     front = {'gpt2': 'transformer.', 'llama': 'model.'}[kind] if prefix else ''
     kept = {front + name: x for name, x in w.items()} | ({} if tied else {'lm_head.weight': head})
     folder.mkdir(parents=True, exist_ok=True)
-    raw |= dict(model_type=kind, vocab_size=30, tie_word_embeddings=tied, **how)
+    raw |= dict(model_type=kind, vocab_size=len(embed), tie_word_embeddings=tied, **how)
     (folder / 'config.json').write_text(json.dumps(raw))
     names = ['model.safetensors'] if shards == 1 else [f'model-{i}.safetensors' for i in range(shards)]
     where = {name: names[i % shards] for i, name in enumerate(kept)}
@@ -2542,7 +2706,7 @@ def small_gpt2(how):
 
 def small_llama(how):
     """The same of a Llama of width 16 with 4 heads, and 1, 2 or 4 groups of keys and values."""
-    groups = how.pop('groups', 1)
+    groups, vocab = how.pop('groups', 1), how.pop('vocab', 30)
     raw = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=groups, hidden_size=16,
                intermediate_size=12, max_position_embeddings=16, rms_norm_eps=1e-5)
     rope = how.get('rope_scaling') or how.get('rope_parameters') or {}
@@ -2561,7 +2725,7 @@ def small_llama(how):
         s = (n / length - low) / (high - low)
         return (1 - s) * w / rope['factor'] + s * w
     speeds = torch.tensor([speed(0), speed(1)])
-    sizes = {'embed_tokens.weight': (30, 16), 'norm.weight': (16,)}
+    sizes = {'embed_tokens.weight': (vocab, 16), 'norm.weight': (16,)}
     linear = {'self_attn.q_proj': (16, 16), 'self_attn.k_proj': (4 * groups, 16),
               'self_attn.v_proj': (4 * groups, 16), 'self_attn.o_proj': (16, 16), 'mlp.gate_proj': (12, 16),
               'mlp.up_proj': (12, 16), 'mlp.down_proj': (16, 12), 'input_layernorm': (16,),
@@ -2659,6 +2823,7 @@ def test_the_hub_is_read_over_http(tmp_path, monkeypatch):
     """Single and sharded, resumed, checked; what is another thing than it says is refused, and not kept."""
     logits, tokens, state = in_hub_layout(tmp_path / 'one', 'gpt2'), torch.randint(30, (1, 9)), {}
     in_hub_layout(tmp_path / 'many', 'gpt2', shards=2)
+    (tmp_path / 'many' / 'tokenizer.json').write_text('{"model": {"vocab": {}}}')
 
     def answer(request, wants_body):
         _, repo, name, _, revision, file = request.path.split('/')
@@ -2682,6 +2847,8 @@ def test_the_hub_is_read_over_http(tmp_path, monkeypatch):
             content = b'<html>sign in</html>'
         if mode == 'cut config' and not weights:        # with a length that agrees
             content = content[:40]
+        if mode == 'cut tokenizer' and file == 'tokenizer.json':
+            content = content[:9]
         if mode == 'empty config' and not weights:
             content = b'{}'
         request.send_header('Content-Length', str(len(content) - start))
@@ -2702,7 +2869,12 @@ def test_the_hub_is_read_over_http(tmp_path, monkeypatch):
             model = GPT(Config(**config)).eval()
             model.load_state_dict(tensors)
             near(model(tokens)[0], logits(tokens), 1e-5)
-        assert len(list(Path(files.hub('me/many', 'main', root)).glob('*.safetensors'))) == 2
+        folder = Path(files.hub('me/many', 'main', root))
+        assert len(list(folder.glob('*.safetensors'))) == 2 and (folder / 'tokenizer.json').exists()
+        state['mode'] = 'cut tokenizer'
+        with pytest.raises(ValueError, match='tokenizer.json'):
+            files.hub('me/many', 'main', str(tmp_path / 'cut tokenizer'))
+        assert [path.name for path in (tmp_path / 'cut tokenizer').rglob('*.*')] == ['config.json']
         bad = {'wrong': 'sha256 is', 'html': 'bytes, not|HTML', '401': 'HF_TOKEN', '404': 'no such model',
                'cut config': 'config.json', 'empty config': 'config.json'}
         for mode, why in bad.items():

@@ -45,6 +45,7 @@ NOT_YET = 'pad', 'classes', 'source', 'patch'  # entries of meta.json that other
 @dataclass
 class Args:
     data: str = flag('stdlib', f'{", ".join(prepare.DATASETS)}, or any text file')
+    tokenizer: str = flag('', f'of a text: {prepare.OF_TEXTS}; if not given, its own or the checkpoint\'s')
     out: str = flag('out', 'folder for checkpoints and the log')
     resume: bool = flag(False, 'go on from the checkpoint in --out')
     init: str = flag('', 'start with the weights of this checkpoint; model flags change what may change')
@@ -496,10 +497,12 @@ class Run:
                  f'{len(self.train):,} + {len(self.val):,} tokens of {config.vocab_size} | {self.world} x '
                  f'{self.device}, {str(self.dtype)[6:]}, {torch.get_num_threads()} threads')
         self.say(f'recurrence: {self.model.forms.why}')
-        about = {'args': dataclasses.asdict(args), 'data': self.meta, 'torch': torch.__version__}
-        self.note('a' if args.resume else 'w', config=dataclasses.asdict(config), **about, commit=commit(),
-                  device=str(self.device), params=n_params, threads=torch.get_num_threads())
-        return about
+        about = {'args': dataclasses.asdict(args), 'torch': torch.__version__}
+        short = {key: value for key, value in self.meta.items() if key != 'json'}       # of megabytes
+        self.note('a' if args.resume else 'w', config=dataclasses.asdict(config), **about, data=short,
+                  commit=commit(), device=str(self.device), params=n_params,
+                  threads=torch.get_num_threads())
+        return {**about, 'data': self.meta}
 
     def batch(self, step, i):
         """This process's rows of a step's i-th batch -> x, y (B, T)"""
@@ -583,7 +586,7 @@ class Run:
             self.say(f'validation, carried: {score(data, loss)}')
             self.note(rule='carried', val_loss=loss)
         model.eval()
-        prompt = torch.tensor([prepare.first(data)], device=self.device)
+        prompt = torch.tensor([prepare.begun([], data)], device=self.device)
         draw = torch.Generator(self.device).manual_seed(0)
         many = min(400, (model.max_len or 401) - 1)
         texts = model.generate(prompt, temperature=0.7, generator=draw)     # in fp32, as sample.py writes
@@ -603,7 +606,7 @@ def line(steps, step, loss, lr, norm, ms, tok_s, memory):
 def main(argv):
     args, config, tensors, meta = settings(argv)
     rank, world, device, dtype = machine(args)
-    train, val, data = prepare.load(args.data, like=meta.get('data'))       # in the tokens of a checkpoint
+    train, val, data = prepare.load(args.data, tokenizer=args.tokenizer, like=meta.get('data'))
     if args.val_tokens:
         val = val[:args.val_tokens]
     T = data.get('row', config.block_size)

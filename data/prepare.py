@@ -4,11 +4,13 @@
     python data/prepare.py shakespeare                   # 1.1 MB to download
     python data/prepare.py wikitext2 --tokenizer=byte    # also --url=MIRROR and --file=LOCAL_COPY
     python data/prepare.py notes.txt --tokenizer=char    # any UTF-8 text of your own
+    python data/prepare.py novels.txt --tokenizer=bpe:4096      # 4,096 subwords, learned from it
 
 train.py needs none of these: `load(name)` prepares what is not there yet. The format:
 
     {train,val}.bin   flat array of token ids, uint8, uint16 or uint32, no header
-    meta.json         name, dtype, vocab_size, tokenizer: byte, char (table: chars), gpt2 or ids (numbers that
+    meta.json         name, dtype, vocab_size, tokenizer: byte, char (table: chars), gpt2, bpe:N or json (of a
+                      model of the hub), both with the text of a tokenizer.json: json, or ids (numbers that
                       stand for no text here); of train and val: tokens, sha256 of the .bin, and, of a text,
                       bytes in UTF-8 (for bits per byte)
 
@@ -36,7 +38,9 @@ import numpy as np
 
 HERE = os.path.dirname(os.path.abspath(__file__))               # where sets lie, unless told otherwise
 SIDES = ('train', 'val')
-TOKENIZERS = ('byte', 'char', 'gpt2')
+TOKENIZERS = ('byte', 'char', 'gpt2')                           # and bpe:N, for these N:
+LEARNED = range(257, 65537)                                     # 256 bytes, and what is learned
+OF_TEXTS = f'{", ".join(TOKENIZERS)} or bpe:N, N from {LEARNED[0]} to {LEARNED[-1]:,}'
 
 
 # ---- texts: each returns the bytes to train on and the bytes to validate on --------------------------------
@@ -208,6 +212,42 @@ def gpt2():
                          'tokenizer') from None
 
 
+def package():
+    """`tokenizers`, which only subwords need; ValueError where it is not installed."""
+    try:
+        import tokenizers
+        return tokenizers
+    except ImportError:
+        raise ValueError('these tokens need a package that is not here: pip install tokenizers') from None
+
+
+@functools.lru_cache(4)
+def subwords(text):
+    """The tokenizer that the text of a tokenizer.json describes; ValueError if it describes none."""
+    from_str = package().Tokenizer.from_str
+    try:
+        found = from_str(text)
+    except Exception as e:      # noqa: BLE001  the package raises nothing narrower
+        raise ValueError(f'no description of a tokenizer ({e})') from None
+    found.encode_special_tokens = True                          # "<s>" in a text is three characters
+    found.no_truncation()
+    found.no_padding()
+    return found
+
+
+def learn(data, size):
+    """The text of a tokenizer.json: GPT-2's way to write bytes and to split, and `size` tokens (fewer if no
+    more repeat) learned from UTF-8 data by byte pair encoding (Sennrich 2016, arXiv:1508.07909)."""
+    tokenizers = package()
+    found = tokenizers.Tokenizer(tokenizers.models.BPE())
+    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, initial_alphabet=found.pre_tokenizer.alphabet(),
+                                               show_progress=False)
+    found.train_from_iterator(pieces(data), trainer)
+    return found.to_str()
+
+
 def units(meta):
     """What each token id of a char or ids tokenizer is written as."""
     kind = meta.get('tokenizer')
@@ -215,7 +255,7 @@ def units(meta):
         return meta['chars']
     if kind == 'ids':
         return [str(i) for i in range(meta['vocab_size'])]
-    raise ValueError(f'unknown tokenizer {kind!r}, not {", ".join(TOKENIZERS)} or ids')
+    raise ValueError(f'unknown tokenizer {kind!r}, not {OF_TEXTS}, or ids')
 
 
 def encode(text, meta):
@@ -225,17 +265,34 @@ def encode(text, meta):
         return list(text.encode('utf-8', 'surrogateescape'))    # stray bytes of a terminal stay as they are
     if kind == 'gpt2':
         return gpt2().encode_ordinary(text)
+    if 'json' in meta:
+        text = text.encode('utf-8', 'replace').decode()         # here stray bytes are question marks
+        return subwords(meta['json']).encode(text, add_special_tokens=False).ids
     ids = {unit: i for i, unit in enumerate(units(meta))}
     if kind == 'ids':
         text = text.split()
     unknown = sorted(set(text) - set(ids))
     if unknown:
-        raise ValueError(f'there is no token for {" or ".join(repr(u[:20]) for u in unknown[:10])}')
+        words = ' or '.join(repr(u[:20]) for u in unknown[:10])
+        raise ValueError(f'there is no token for {words}{remedy(meta)}')
     return [ids[unit] for unit in text]
 
 
-def first(meta):
-    """The tokens an empty prompt stands for: a line end, where the set has one, else token 0."""
+def remedy(meta):
+    """What a message says where tokens stand for no text, as a model's tokenizer was not there."""
+    if 'missing' in meta:
+        return f'; {meta["missing"]} is missing: put it there, and texts can be read'
+    return ''
+
+
+def begun(tokens, meta):
+    """The tokens of a prompt, as those that a text begins with: BOS before them, where tokenizer.json puts
+    it. If there are none at all: a line end, where the set has one, else token 0."""
+    if 'json' in meta:
+        found = subwords(meta['json']).encode('a')
+        tokens = found.ids[:found.special_tokens_mask.index(0)] + tokens
+    if tokens:
+        return tokens
     try:
         return encode('\n', meta)[:1] or [0]
     except ValueError:
@@ -253,18 +310,23 @@ def decode(tokens, meta):
         return bytes(tokens).decode('utf-8', 'replace')
     if kind == 'gpt2':
         return gpt2().decode(tokens)
+    if 'json' in meta:
+        return subwords(meta['json']).decode(tokens, skip_special_tokens=False)
     table = units(meta)
     words = [table[t] for t in tokens]
     return (' ' if kind == 'ids' else '').join(words)
 
 
+# A blank between two letters, both ASCII or both of two bytes, as in Greek and Cyrillic. Tokenizers split in
+# front of it, whatever stands around; of line ends and punctuation some make one token.
+BETWEEN = re.compile(rb'(?<=[A-Za-z]) (?=[A-Za-z])|(?<=[\xc3-\xdf].) (?=[\xc3-\xdf])', re.S)
+
+
 def pieces(data, size=1 << 20):
-    """UTF-8 data as strings of about a megabyte, so that memory stays bounded. Each cut is before a blank
-    and after a printed character: GPT-2 splits there anyway, so the pieces have the tokens of the whole."""
-    blank = re.compile(rb'(?<=[!-~])[ \n]')
+    """UTF-8 data as strings of about a megabyte, so that memory stays bounded, cut at BETWEEN."""
     start = 0
     while start < len(data):
-        cut = blank.search(data, start + size)
+        cut = BETWEEN.search(data, start + size)
         end = cut.start() if cut else len(data)
         try:
             yield data[start:end].decode('utf-8')
@@ -273,15 +335,29 @@ def pieces(data, size=1 << 20):
         start = end
 
 
-def tokenize(data, meta):
-    """Arrays of token ids which together are the tokens of data."""
+def tokenize(data, meta, size=1 << 20):
+    """Arrays of token ids which together are the tokens of data. Some tokenizers put a blank in front of what
+    they read, so a piece is read behind the letter before it."""
     if meta['tokenizer'] == 'byte':                             # as it is: the stdlib need not be UTF-8
         yield np.frombuffer(data, np.uint8)
         return
     from tqdm import tqdm
+    if 'json' in meta and has_phrases(subwords(meta['json']).get_vocab()):
+        size = len(data)                                        # there is no place to cut at
+    letter = ''
     # disable=None: a bar on a terminal only
-    for text in tqdm(pieces(data), total=(len(data) >> 20) + 1, unit='MB', disable=None):
-        yield np.array(encode(text, meta))
+    for text in tqdm(pieces(data, size), total=len(data) // size + 1, unit='MB', disable=None):
+        before = encode(letter, meta)
+        tokens = encode(letter + text, meta)
+        if tokens[:len(before)] != before:
+            raise ValueError(f'this tokenizer reads {letter!r} in another way before {text[:20]!r}')
+        yield np.array(tokens[len(before):])
+        letter = text[-1]
+
+
+def has_phrases(tokens):
+    """Whether there is a letter with a blank behind it, in one of the ways in which tokens are written."""
+    return any(re.search('[A-Za-z][ \u0120\u2581]', token) for token in tokens)
 
 
 # ---- files -------------------------------------------------------------------------------------------------
@@ -429,35 +505,47 @@ def fetch(name, folder, url=None, file=None):
 def place(name, root=None, like=None):
     """The folder of a data set: by its name, by the content of a text file, or a prepared folder as it is.
 
-    like: what is known of the tokens wanted. If that is a whole meta (a model's, or another set's), the usual
-    folder is taken only if it is in these tokens already; else one beside it, named after the tokens as well.
+    like: what is known of the tokens wanted, if they are not the set's own. The usual folder is taken only if
+    it is in these tokens already; else one beside it, named after the tokens as well.
     """
     root = root or HERE
-    like = like or {'tokenizer': OWN_TEXT['tokenizer']}
-    kind = like['tokenizer']
+    row = DATASETS.get(name, OWN_TEXT)
+    tokens = like or row
+    kind = tokens['tokenizer']
+    table = tokens.get('json') or ''.join(tokens.get('chars', []))
     if name in DATASETS:
         folder = os.path.join(root, name)
     elif os.path.isfile(name):
         stem = os.path.splitext(os.path.basename(name))[0]
         stem = re.sub('[^A-Za-z0-9_-]+', '_', stem)[:40]
         folder = os.path.join(root, f'text-{stem}-{short_hash(read(name) + kind.encode())}')
-        if 'chars' not in like:                                 # then the key says all
+        if not table:                                           # then the key says all
             return folder
     elif os.path.isdir(name):
         return name
     else:
         raise ValueError(f'no data set or file {name!r}; choose from {", ".join(DATASETS)}, or give the path '
                          'of a text file or a prepared folder')
-    if 'vocab_size' not in like or DATASETS.get(name, OWN_TEXT)['tokenizer'] == 'ids':
+    if not like or row['tokenizer'] == 'ids':
         return folder
+    names = [folder, f'{folder}-{kind.replace(":", "-")}']
+    if table:
+        names.append(f'{names[1]}-{short_hash(table.encode())}')
+    for found in names:
+        if is_in(found, like):
+            return found
+    if kind == row['tokenizer'] and not table and not os.path.exists(folder):
+        return folder
+    return names[-1]
+
+
+def is_in(folder, like):
+    """Whether a set lies there that is in these tokens."""
     try:
-        if same_tokens(json.loads(read(os.path.join(folder, 'meta.json'))), like):
-            return folder
-    except (ValueError, AttributeError):                        # not there, or of no use
-        pass
-    if 'chars' in like:
-        kind = f'char-{short_hash("".join(like["chars"]).encode())}'
-    return f'{folder}-{kind}'
+        meta = json.loads(read(os.path.join(folder, 'meta.json')))
+        return same_tokens(meta, {**meta, **like})
+    except (ValueError, AttributeError, TypeError):             # not there, or of no use
+        return False
 
 
 def short_hash(data):
@@ -466,21 +554,29 @@ def short_hash(data):
 
 
 def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
-    """Make a set anew; returns its folder. tokenizer, or like, a meta, say in which tokens.
-    meta.json comes last: while it is missing, all is unfinished."""
+    """Make a set anew; returns its folder. tokenizer says in which tokens, in the usual folder, or like, what
+    is known of them. meta.json comes last: while it is missing, all is unfinished."""
     row = DATASETS.get(name, OWN_TEXT)
-    like = like or {'tokenizer': tokenizer or row['tokenizer']}
-    choices = ['ids'] if row['tokenizer'] == 'ids' else TOKENIZERS
-    kind = like['tokenizer']
-    if kind not in choices:
-        raise ValueError(f'{name} is not in the tokens wanted, {kind}: it can be in {" or ".join(choices)} '
-                         '(ids are numbers of which no text is known here)')
+    wish = like or {'tokenizer': tokenizer or row['tokenizer']}
+    kind = wish['tokenizer']
+    size = kind.removeprefix('bpe:')
+    learns = size != kind and size.isdecimal() and int(size) in LEARNED
+    choices = OF_TEXTS
+    possible = kind in TOKENIZERS or 'json' in wish or learns
+    if row['tokenizer'] == 'ids':
+        choices = 'ids'
+        possible = kind == 'ids'
+    if not possible:
+        raise ValueError(f'{name} is not in the tokens wanted, {kind}: it can be in {choices} (ids are '
+                         f'numbers of which no text is known here){remedy(wish)}')
     if (url or file) and 'urls' not in row:
         raise ValueError(f'--url and --file mean nothing for {name}: it is not fetched')
-    folder = place(name, root, like)
+    folder = place(name, root, wish)
+    if name in DATASETS and not like:
+        folder = place(name, root)
     try:
         print(f'preparing {folder} ({row["help"]}; tokenizer {kind})', flush=True)
-        meta = {key: like[key] for key in ('tokenizer', 'chars') if key in like}
+        meta = {key: wish[key] for key in ('tokenizer', 'vocab_size', 'chars', 'json') if key in wish}
         meta['name'] = os.path.basename(folder)
         if kind == 'ids':
             sides = generate(row, meta)
@@ -510,16 +606,21 @@ def generate(row, meta):
 
 def tokens_of(texts, meta):
     """Both sides' bytes -> arrays of the tokens of each, made as they are asked for; meta gets what it must
-    say of them, also the table of characters, unless it has one."""
+    say of them, also the table of characters, or the subwords, unless it has them."""
     if not all(texts):
         raise ValueError('too short to be split into training and validation')
-    meta['vocab_size'] = 256
-    if meta['tokenizer'] == 'gpt2':
+    kind = meta['tokenizer']
+    if kind == 'byte':
+        meta['vocab_size'] = 256
+    if kind == 'gpt2':
         meta['vocab_size'] = gpt2().n_vocab                     # fails, if it must, before files are replaced
-    if meta['tokenizer'] == 'char':
+    if kind == 'char':
         if 'chars' not in meta:
             meta['chars'] = sorted({c for text in texts for piece in pieces(text) for c in piece})
         meta['vocab_size'] = len(meta['chars'])
+    if kind.startswith('bpe:') and 'json' not in meta:          # a model may have room for more tokens
+        meta['json'] = learn(texts[0], int(kind.removeprefix('bpe:')))
+        meta['vocab_size'] = subwords(meta['json']).get_vocab_size()
     for side, text in zip(SIDES, texts):
         meta[side] = {'bytes': len(text)}
     return [tokenize(text, meta) for text in texts]
@@ -546,10 +647,14 @@ def load(name, root=None, tokenizer=None, like=None):
 
     train and val are read-only memory maps. What is not there is prepared, by `tokenizer` or, if `like` is
     given, in the tokens of that meta (a model's, or another set's); what is broken or in other tokens raises
-    ValueError. root: the folder with a folder for each set; None: the one this file is in.
+    ValueError, as both that contradict each other do. root: the folder with a folder for each set; None: the
+    one this file is in.
     """
+    if like and tokenizer and like['tokenizer'] != tokenizer:
+        raise ValueError(f'--tokenizer={tokenizer}: the tokens are those of the model ({described(like)}); '
+                         'leave it out')
     if tokenizer:
-        like = {'tokenizer': tokenizer}
+        like = like or {'tokenizer': tokenizer}
     folder = place(name, root, like)
     path = os.path.join(folder, 'meta.json')
     if not os.path.exists(path):
@@ -566,6 +671,8 @@ def load(name, root=None, tokenizer=None, like=None):
     if like and not same_tokens(meta, {**meta, **like}):
         raise ValueError(f'--data={name}: not in the tokens wanted ({described(like)}), but in others '
                          f'({described(meta)}); make it anew with data/prepare.py, or give the text itself')
+    if 'json' in meta:
+        subwords(meta['json'])                                  # fails, if it must, before a model is trained
     return train, val, meta
 
 
@@ -584,7 +691,8 @@ def check(meta):
             raise ValueError(f'{key} is {found!r}, expected a whole number from {low} to {high}')
     kind = meta['tokenizer']
     vocab = meta['vocab_size']
-    if kind not in (*TOKENIZERS, 'ids') or meta['dtype'] not in ('uint8', 'uint16', 'uint32'):
+    known = kind in (*TOKENIZERS, 'ids') or isinstance(meta.get('json'), str)
+    if not known or meta['dtype'] not in ('uint8', 'uint16', 'uint32'):
         raise ValueError(f'tokenizer {kind!r} or dtype {meta["dtype"]!r} is not known')
     if kind == 'char' and len(meta['chars']) != vocab:
         raise ValueError(f'vocab_size {vocab} is not the number of chars')
@@ -616,7 +724,7 @@ def mapped(path, meta, side):
 
 def same_tokens(a, b):
     """Whether two meta.json speak of the same tokens, in rows of the same length if they are tasks'."""
-    return all(a.get(key) == b.get(key) for key in ('tokenizer', 'vocab_size', 'chars', 'row'))
+    return all(a.get(key) == b.get(key) for key in ('tokenizer', 'vocab_size', 'chars', 'json', 'row'))
 
 
 def described(meta):
@@ -652,7 +760,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description='Make a data set for train.py.', allow_abbrev=False)
     parser.error = error
     parser.add_argument('name', help=f'the path of a UTF-8 text file, or one of {"; ".join(sets)}')
-    parser.add_argument('--tokenizer', help=f'one of {", ".join(TOKENIZERS)}')
+    parser.add_argument('--tokenizer', help=OF_TEXTS)
     parser.add_argument('--url', help='fetch from this mirror')
     parser.add_argument('--file', help='a local copy of what would be fetched (WikiText: also unpacked)')
     try:

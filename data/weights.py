@@ -5,7 +5,7 @@
 
     folder = hub('gpt2', 'main')                          # fetched once, then kept in data/hub
     tensors, config, data = from_folder(folder, 'gpt2')   # in our names, for GPT(Config(**config))
-    to_folder('out/export', tensors, config)              # the way back
+    to_folder('out/export', tensors, config, data)        # the way back
 
 All files are safetensors: a header in JSON, then bare numbers. Nothing is pickled, so a file cannot run code.
 A file of ours has two strings in its header: meta, as JSON, and digest, a sha256 over meta and all tensors.
@@ -206,11 +206,12 @@ def type_of_rope(rope):
 
 
 def scaling_of(rope):
-    """The four numbers of a Llama 3.1's rope, see model.speeds; of a plain one none. ValueError for others."""
+    """The four numbers of Llama 3.1's rope, see model.speeds; of a plain one none. ValueError for others."""
     if type_of_rope(rope) == 'default':
         return []
     found = [rope.get(key) for key in LLAMA3]
-    if not all(type(x) in (int, float) and 0 < x < 1e9 for x in found) or found[1] >= found[2]:
+    numbers = [x for x in found if type(x) in (int, float) and x > 0]
+    if numbers != found or found[1] >= found[2]:
         given = ', '.join(f'{key} {x!r}' for key, x in zip(LLAMA3, found))
         raise ValueError(f'rope of type llama3 with {given}; expected numbers above 0, and high above low')
     return found
@@ -242,8 +243,9 @@ def translated(raw, family):
 
 def from_folder(folder, source):
     """A folder with config.json and *.safetensors -> tensors in our names (fp32), config (a dict of fields of
-    Config), data (what a checkpoint says of the tokens). Every tensor is read once and its shape compared.
-    source: what messages call the model. ValueError for what is missing, broken or does not fit."""
+    Config), data (what a checkpoint says of the tokens, by tokenizer.json). Every tensor is read once and its
+    shape compared. source: what messages call the model. ValueError for what is missing, broken or does not
+    fit; without a tokenizer.json tokens are but numbers."""
     kind, config = their_config(os.path.join(folder, 'config.json'), os.path.join(folder, 'config.json'))
     where = {}
     for file in sorted(os.listdir(folder)):
@@ -265,10 +267,28 @@ def from_folder(folder, source):
         if turned:
             x = x.mT
         tensors[name] = x.float().contiguous()
-    data = {'name': source, 'tokenizer': 'ids', 'vocab_size': config['vocab_size']}
-    if data['vocab_size'] == 50257:
-        data['tokenizer'] = 'gpt2'
+    data = {'name': source, 'vocab_size': config['vocab_size'], **tokens_of(folder, config['vocab_size'])}
     return tensors, config, data
+
+
+def tokens_of(folder, vocab):
+    """What data says of the tokens of a model with so many. ValueError for a tokenizer.json of other tokens;
+    as vocabularies are rounded up, a tenth of them need not be there."""
+    path = os.path.join(folder, TOKENIZER)
+    if vocab == 50257:
+        return {'tokenizer': 'gpt2'}
+    if not os.path.exists(path):
+        return {'tokenizer': 'ids', 'missing': path}
+    prepare.package()                                       # not here: the file is not to blame
+    try:
+        text = json.dumps(json.loads(prepare.read(path)), ensure_ascii=False, separators=(',', ':'))
+        most = max(prepare.subwords(text).get_vocab().values()) + 1
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f'{path}: {e}; repair it, or take it away: tokens are then but numbers') from None
+    if not 0.9 * vocab <= most <= vocab:
+        raise ValueError(f'{path}: {most:,} tokens, the model has {vocab:,}; put the one there that belongs '
+                         'to the model, or take it away: tokens are then but numbers')
+    return {'tokenizer': 'json', 'json': text}
 
 
 def names_in(path, name):
@@ -292,9 +312,10 @@ def tensor(where, name, shape, source):
     return x
 
 
-def to_folder(folder, tensors, config):
+def to_folder(folder, tensors, config, data):
     """Tensors in our names -> model.safetensors and config.json: as the hub keeps GPT-2 or Llama, if that is
-    what they are (softmax in every layer); else in our own names, and with our config."""
+    what they are (softmax in every layer); else in our own names, and with our config. And tokenizer.json, if
+    data, what a checkpoint says of the tokens, has it."""
     raw = {'model_type': 'nanofwp', **config}
     kind = family_of(config)
     if kind:
@@ -318,6 +339,8 @@ def to_folder(folder, tensors, config):
         tensors = theirs
     replace(os.path.join(folder, 'model.safetensors'), tensors, {'format': 'pt'})
     prepare.write(os.path.join(folder, 'config.json'), [json.dumps(raw, indent=1).encode()])
+    if 'json' in data:
+        prepare.write(os.path.join(folder, TOKENIZER), [data['json'].encode()])
 
 
 def family_of(config):
@@ -340,10 +363,12 @@ PINNED = {  # revision/file: bytes, sha256; of the others the hub itself says th
     '607a30d783dfa663caf39e06633721c8d4cfcd7e/model.safetensors':
     (548105171, '248dfc3911869ec493c76e65bf2fcf7f615828b0254c12b473182f0f81d3a707')}
 INDEX = 'model.safetensors.index.json'
+TOKENIZER = 'tokenizer.json'
 
 
 def hub(name, revision='main', root=None):
-    """config.json and weights of a hub repository -> their folder; what is not there yet is fetched.
+    """config.json, weights and, if there is one, tokenizer.json of a hub repository -> their folder; what is
+    not there yet is fetched.
 
     name: OWNER/NAME, or one of `HUB`. root: where such folders lie; None: data/hub. The environment's
     HF_ENDPOINT is another address of the hub, HF_TOKEN opens private models. What comes is looked at before
@@ -359,6 +384,8 @@ def hub(name, revision='main', root=None):
     if not get(base, folder, 'config.json'):
         raise ValueError(f'{site}: no such model at revision {revision}')
     index = os.path.join(folder, INDEX)
+    if not any(os.path.exists(path) for path in (index, os.path.join(folder, 'model.safetensors'))):
+        get(base, folder, TOKENIZER)                        # later it was asked for already
     if not os.path.exists(index) and get(base, folder, 'model.safetensors'):
         return folder
     if not get(base, folder, INDEX):
@@ -418,8 +445,18 @@ def look(path, file, url):
         their_config(path, url)
     elif file == INDEX:
         shards(path, url)
+    elif file == TOKENIZER:
+        refuse_other(path, url)
     else:
         names_in(path, url)
+
+
+def refuse_other(path, name):
+    """ValueError for what is no tokenizer.json, as far as JSON can tell; name: what a message calls it."""
+    try:
+        json.loads(prepare.read(path))['model']['vocab']
+    except (ValueError, TypeError, KeyError, RecursionError) as e:
+        raise ValueError(f'{name}: no description of a tokenizer ({type(e).__name__}: {e})') from None
 
 
 def shards(path, name):
