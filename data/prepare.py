@@ -242,8 +242,8 @@ def learn(data, size):
     found = tokenizers.Tokenizer(tokenizers.models.BPE())
     found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     found.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, initial_alphabet=found.pre_tokenizer.alphabet(),
-                                               show_progress=False)
+    alphabet = found.pre_tokenizer.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
     found.train_from_iterator(pieces(data), trainer)
     return found.to_str()
 
