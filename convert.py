@@ -1,26 +1,29 @@
 """Turn a pretrained transformer into an RNN: swap its attention, recover what that cost, and say how much.
 
-    python convert.py           Zhang 2024, Hedgehog: out/ckpt.safetensors, or a model that is trained first
-    python convert.py --rule=sum --phi=t2r --distil=none    Kasai 2021: swap, then fine-tune
-    python convert.py --rule=decay                          Mao 2022
-    python convert.py --rule=window --cache=64 --overflow=sum:hedgehog      LoLCATs: a window and the rest
-    python convert.py --from=gpt2 --data=wikitext2          weights from the hub, GPT-2 or a Llama
-    python convert.py --from=gpt2 --data=my.txt             a text of your own, in the teacher's tokens
+    python convert.py                       --recipe=pure: a matrix a head; of out/ckpt.safetensors, or of a
+                                            model that is trained first
+    python convert.py --recipe=hybrid       and 64 exact rows beside it (LoLCATs, Zhang 2024)
+    python convert.py --recipe=hedgehog     as in Zhang 2024; t2r: Kasai 2021; decay: Mao 2022
+    python convert.py --from=gpt2 --data=wikitext2          weights from the hub, GPT-2 or Llama
+    python convert.py --from=FOLDER --data=my.txt           a text of your own, in the teacher's tokens
     python convert.py --from=out/softmax-on-recall/ckpt.safetensors         a task: accuracy beside perplexity
     python sample.py --init=out/convert/ckpt.safetensors
 
 A model of the size of train.py's takes three to five minutes of one core. What happens, in this order:
 
     swap         a student with the teacher's weights, but other rules in place of softmax: what these need
-                 beyond W_q, W_k, W_v (feature maps, gates) is new and drawn at random
-    distil       stage 1 trains only what is new; each layer imitates the teacher's on the teacher's inputs
+                 beyond W_q, W_k, W_v (feature maps, gates) is new; gates begin with memories as long as the
+                 teacher's heads look back
+    distil       stage 1 trains what is new, or the whole mixer; each layer imitates the teacher's on the
+                 teacher's inputs
     fine-tune    stage 2 trains everything, or LoRA, to say what the teacher says, or the next token
     fold         T2R's map, where it is a matrix after W_q and W_k, is multiplied into them
     controls     the teacher with as much more training, and the student without the teacher's weights:
                  without these two, nobody can tell what was recovered from what was learned anew
 
-Both stages ask for batch(step) -> x, y alone, so they know neither texts nor tasks. Writes, into --out,
-ckpt.safetensors, log.jsonl and convert.json: the tables, and one query's attention weights for a picture.
+A recipe is a row of flags (RECIPES); any flag that is given beside it wins. Both stages ask for batch(step)
+-> x, y alone, so they know neither texts nor tasks. Writes, into --out, ckpt.safetensors, log.jsonl and
+convert.json: the tables, and one query's attention weights for a picture.
 """
 import contextlib
 import copy
@@ -43,7 +46,7 @@ import torch.nn.utils.parametrize
 
 from data import prepare, weights
 from fastweight import RULES
-from model import GPT, flag, load, parse, pick_device, save, script, state_bytes, subset
+from model import GPT, bias_of, flag, load, parse, pick_device, save, script, state_bytes, subset
 from train import (
     adamw,
     answers,
@@ -60,15 +63,30 @@ from train import (
 )
 
 
+# Flags by recipe. Those of the papers have their map, order and losses.
+RECIPES = {
+    'pure': '--rule=gla --phi=hedgehog --norm=attn --distil=hidden --learn=mixer --distil_lr=5e-3 --lr=5e-3',
+    'hybrid': '--rule=window --cache=64 --overflow=gla:hedgehog --distil=hidden --learn=mixer '
+              '--distil_lr=5e-3 --lr=5e-3',
+    'hedgehog': '--rule=sum --phi=hedgehog --distil=ce --loss=next --lr=1e-3',
+    't2r': '--rule=sum --phi=t2r --distil=none --loss=next --lr=1e-3',
+    'decay': '--rule=decay --distil=none --loss=next --lr=1e-3 --memories=spread'}
+
+
 @dataclass
 class Args:
+    recipe: str = flag('pure', 'what softmax becomes, and how: a row of flags, each of which can be given '
+                               'beside it', list(RECIPES))
     from_: str = flag('out/ckpt.safetensors', 'checkpoint; gpt2, -medium, -large, -xl; OWNER/NAME; folder')
     revision: str = flag('main', 'branch, tag or commit on the hub')
     data: str = flag('', 'text or task to recover with, if not the one the teacher was trained on')
     out: str = flag('out/convert', 'folder for checkpoint, table and log')
-    distil: str = flag('auto', 'stage 1, new parameters only: match attention weights (ce), outputs (mse) or '
+    distil: str = flag('auto', 'stage 1, layer by layer: match attention weights (ce), outputs (mse) or '
                                'hidden states; auto: ce where there are weights',
                        ['auto', 'ce', 'mse', 'hidden', 'none'])
+    learn: str = flag('new', 'in stage 1: parameters that are new, or all of the mixer', ['new', 'mixer'])
+    memories: str = flag('teacher', 'how long gates remember at first: as far as the teacher\'s heads look, '
+                                    'or spread over 4 to 512 tokens', ['teacher', 'spread'])
     distil_steps: int = flag(300, 'steps of stage 1', low=0)
     distil_lr: float = flag(1e-2, 'its peak learning rate', low=0)
     steps: int = flag(1000, 'steps of stage 2, fine-tuning', low=0)
@@ -90,6 +108,7 @@ class Args:
 
 TEACHER = '--rule=softmax --n_head=4 --steps=2500'      # what is trained where there is no teacher
 SCRATCH_LR = 4e-3                                       # of the student without the teacher's weights
+TEACHER_LR = 1e-3                                       # of the teacher that is trained on
 T2R_MAPS = ('t2r', 't2r-scaled')
 Student = subset('layers', 'phi', 'norm', 'out_norm', 'beta_max', 'cache', 'sinks', 'overflow',
                  rule=flag('sum', 'what softmax becomes', list(RULES)))
@@ -110,6 +129,44 @@ def swap(teacher, changes):
     parameters = dict(student.named_parameters())
     student.to(teacher.embed.weight.device).eval()
     return student, parameters.keys() & set(missing)
+
+
+def look_back(a, nearest):
+    """How far back heads look, by their attention weights a (B, H, T, T): of what goes to keys at least
+    `nearest` steps away, the share that goes no farther than 0, 1, ... T - 1 steps -> (H, T)"""
+    T = a.shape[-1]
+    t = torch.arange(T, device=a.device)
+    distance = (t[:, None] - t).clamp(min=0)
+    share = a.new_zeros(a.shape[1], T)
+    share.index_add_(1, distance.flatten(), a.sum(0).flatten(1))
+    share[:, :nearest] = 0
+    total = share.sum(1, keepdim=True).clamp(min=1e-30)
+    return share.cumsum(1) / total
+
+
+@torch.no_grad()
+def remember(teacher, student, x):
+    """Gates begin with the memory of the head they stand in for, measured on the tokens x (B, T): of its n
+    channels, channel i remembers tau_i steps, and (i + 1/2) / n of the head's attention goes no farther. At
+    first that is so for every token: W, by which gates depend on their token, begins as 0."""
+    for (block, _, u, q, k, _, _), twin in zip(teacher.through(x), student.blocks):
+        memory = twin.mixer.memory
+        nearest = 0
+        if memory.overflow is not None:                 # it reads what a window lets go
+            nearest = min(memory.cache, x.shape[1] - 1)
+            memory = memory.overflow
+        gates = memory.gates
+        biases = [name for name in ('bias_f', 'bias_z') if hasattr(gates, name)]
+        if not biases:
+            continue
+        shares = look_back(block.mixer.weights(u, q, k), nearest)
+        for name in biases:
+            bias = getattr(gates, name)                 # (H, 1, n)
+            n = bias.shape[-1]
+            wanted = (torch.arange(n, device=x.device) + 0.5) / n
+            tau = torch.searchsorted(shares, wanted.expand(len(shares), n).contiguous()) + 1
+            bias.copy_(bias_of(tau.clamp(min=1.2), gates.rule.rate or 1.0)[:, None])
+        gates.proj.weight.zero_()
 
 
 def can_teach(config, source):
@@ -159,7 +216,7 @@ def fold(model):
     return folded
 
 
-# ---- stage 1: only what is new, layer by layer -------------------------------------------------------------
+# ---- stage 1: layer by layer -------------------------------------------------------------------------------
 def what_to_match(wish, student, new):
     """--distil, and what `auto` means for this student: ce where all that is new are attention weights' maps
     and gates; `none` where nothing is new."""
@@ -199,10 +256,19 @@ def mismatch(kind, layer, twin, forms):
     return F.mse_loss(read, o) / o.var()
 
 
-def distil(teacher, student, new, kind, batch, steps, lr, progress):
-    """Stage 1: the parameters in `new`, by `mismatch` of this kind. Every layer gets the teacher's input, not
-    what the student made of it, so layers do not depend on each other: the backward goes through one of them
-    at a time, and the (T, T) matrices of one are all that is held."""
+def learners(student, new, which):
+    """The names of the parameters that stage 1 trains: those that are new or, with `mixer`, all of the mixers
+    that have something new."""
+    mixers = {name.partition('.mixer.')[0] for name in new}
+    if which == 'new':
+        return new
+    return {name for name, _ in student.named_parameters() if name.partition('.mixer.')[0] in mixers}
+
+
+def distil(teacher, student, names, kind, batch, steps, lr, progress):
+    """Stage 1: the parameters of these names, by `mismatch` of this kind. Every layer gets the teacher's
+    input, not what the student made of it, so layers do not depend on each other: the backward goes through
+    one of them at a time, and the (T, T) matrices of one are all that is held."""
     def loss(step):
         x, _ = batch(step)
         total = 0.0
@@ -218,7 +284,7 @@ def distil(teacher, student, new, kind, batch, steps, lr, progress):
         return (total / len(student.blocks)).reshape(1)
 
     for name, p in student.named_parameters():
-        p.requires_grad_(name in new)
+        p.requires_grad_(name in names)
     run(f'distil ({kind})', student, loss, steps, lr, progress)
     student.requires_grad_(True)
 
@@ -386,7 +452,9 @@ class Progress:
         """All that `load` needs, and a line of the log."""
         kept = {f'model.{k}': x for k, x in model.state_dict().items()} | pack_optimiser(model, opt)
         weights.write(self.path(stage), kept, self.about | {'step': step, 'seconds': self.seconds[stage]})
-        line = {'stage': stage, 'step': step, 'loss': loss, **self.data.score(model)}
+        score = self.data.score(model)
+        line = {'stage': stage, 'step': step, 'tokens': self.tokens(step), 'loss': loss, **score,
+                **self.data.recovered(score, self.table[0])}
         with open(os.path.join(self.args.out, 'log.jsonl'), 'a') as f:
             f.write(json.dumps(line) + '\n')
 
@@ -397,7 +465,7 @@ class Progress:
         if self.table:
             base = self.table[0]
         row |= self.data.recovered(row, base)
-        row['tokens'] = steps * self.args.batch_size * self.data.T
+        row['tokens'] = self.tokens(steps)
         row['minutes'] = round(self.seconds.get(stage, 0) / 60, 2)
         self.table.append(row)
         if self.data.task:
@@ -405,6 +473,17 @@ class Progress:
         else:
             print(f'{name}: perplexity {row["perplexity"]:.4g}, recovered {row["recovered"]:.1%} a token, '
                   f'{row["recovered a byte"]:.1%} a byte', flush=True)
+
+
+    def tokens(self, steps):
+        """In so many steps."""
+        return steps * self.args.batch_size * self.data.T
+
+    def compare(self, tuned):
+        """Beside what is recovered of the teacher as it came: of `tuned`, the line of the table for the one
+        that was trained on. A teacher who could still learn flatters its students."""
+        for row in self.table:
+            row['of the tuned'] = self.data.recovered(row, tuned)['recovered']
 
 
 def stages(out):
@@ -483,20 +562,22 @@ def sizes(student, teacher):
 
 
 def controls(teacher, config, data, progress, distilled):
-    """The teacher with the student's fine-tuning; and a student of this config with neither the teacher's
-    weights nor its distribution, but as many steps in all. distilled: the steps of stage 1."""
+    """With as many steps as the student had in all, and on the same rows: the teacher, on the next token; and
+    a student of this config with neither the teacher's weights nor its distribution. distilled: the steps of
+    stage 1."""
     args = progress.args
-    batch = data.after(distilled)
+    steps = distilled + args.steps
     twin = copy.deepcopy(teacher)
     stage = 'control: teacher'
-    finetune(stage, twin, batch, data.meta, args.steps, args.lr, progress, lora=args.lora)
-    progress.note(f'{stage} fine-tuned', twin, stage, args.steps)
+    finetune(stage, twin, data.batch, data.meta, steps, TEACHER_LR, progress, lora=args.lora)
+    progress.note(f'{stage} fine-tuned', twin, stage, steps)
+    tuned = progress.table[-1]
     torch.manual_seed(args.seed)
     anew = GPT(config).to(data.device)
     stage = 'control: from scratch'
-    steps = distilled + args.steps
     finetune(stage, anew, data.batch, data.meta, steps, SCRATCH_LR, progress)
     progress.note('control: student from scratch', anew, stage, steps)
+    progress.compare(tuned)
 
 
 # ---- the run -----------------------------------------------------------------------------------------------
@@ -522,9 +603,11 @@ def settings(argv):
     given, changes = parse(argv, __doc__, Args, Student)
     if given.get('resume'):
         return resumed(given, changes)
-    if not {'rule', 'layers', 'phi'} & changes.keys():
-        changes['phi'] = 'hedgehog'
-    return Args(**({'from_': ''} | given)), {'rule': Student.rule} | changes
+    recipe = RECIPES[given.get('recipe', Args.recipe)]
+    way, kind = parse(recipe.split(), __doc__, Args, Student)
+    if {'rule', 'layers'} & changes.keys():             # another rule comes with its own map and norm
+        kind = {'rule': Student.rule}
+    return Args(**{'from_': '', **way, **given}), {**kind, **changes}
 
 
 def resumed(given, changes):
@@ -572,6 +655,8 @@ def main(argv):
     data = Data(args, teacher, meta, device)
     torch.manual_seed(args.seed)
     student, new = swap(teacher, changes)
+    if args.memories == 'teacher':
+        remember(teacher, student, data.batch(0)[0])
     if args.fold:
         can_fold(student)
     kind = what_to_match(args.distil, student, new)
@@ -591,17 +676,18 @@ def main(argv):
     progress.note('teacher', teacher)
     progress.note('swapped', student)
     layers, query = look('swapped', teacher, student, first_row)
+    student = copy.deepcopy(student)                    # until here its weights were the teacher's
 
     distilled = 0                                       # steps of stage 1
     if kind != 'none':
         distilled = args.distil_steps
     if distilled:
-        distil(teacher, student, new, kind, data.batch, distilled, args.distil_lr, progress)
+        names = learners(student, new, args.learn)
+        distil(teacher, student, names, kind, data.batch, distilled, args.distil_lr, progress)
         progress.note(f'distilled ({kind})', student, f'distil ({kind})', distilled)
         again, seen = look('distilled', teacher, student, first_row)
         layers += again
         query |= seen
-    student = copy.deepcopy(student)                    # until here its weights were the teacher's
     if args.steps:
         guide = None
         if args.loss == 'kl':

@@ -385,9 +385,13 @@ def start_bias(n_head, n, rate):
     tau = torch.tensor([45.0])                      # their middle, for one alone
     if spread > 1:
         tau = torch.logspace(math.log10(4), math.log10(512), spread)
+    return bias_of(tau, rate).view(-1, 1, n).expand(n_head, 1, n).clone()
+
+
+def bias_of(tau, rate):
+    """The bias b of a memory of tau > 1 steps: exp(-rate softplus(b)) = 1 - 1/tau."""
     softplus_b = -(1 - 1 / tau).log() / rate
-    b = softplus_b.expm1().log()                    # softplus(b) = log(1 + e^b)
-    return b.view(-1, 1, n).expand(n_head, 1, n).clone()
+    return softplus_b.expm1().log()                 # softplus(b) = log(1 + e^b)
 
 
 class Gates(nn.Module):
