@@ -3,7 +3,7 @@ out/bench/SUITE.csv (gpu: .jsonl) and SUITE.png, and ends with a line of JSON. S
 and draws, PAPER what the papers found.
 
     python bench.py                    decode --quick: what the next token costs
-    python bench.py all --quick        every suite below, twenty minutes on two cores; --full takes hours
+    python bench.py all --quick        every suite below, some twenty minutes on two cores; --full hours
 
     python bench.py decode             the next token after 128 .. 65,536: time and state, layer and model
     python bench.py layer              one forward pass over up to 4,096, with --full 32,768, and its memory
@@ -12,6 +12,8 @@ and draws, PAPER what the papers found.
     python bench.py recall             accuracy and entropy of attention by feature map (Zhang 2024)
     python bench.py mqar               multi-query recall against the bytes of the state
     python bench.py monotone           attention weights against q.k by feature map, also distilled
+    python bench.py convert            what RNNs made of a softmax model recover, by tokens spent, and beyond
+                                       the length of its rows
     python bench.py language           rules, positions, normalisation, carried state (Schlag 2021)
     python bench.py train              a layer forward and backward over T: our forms, and attention
     python bench.py cache              perplexity of a softmax model as an RNN that keeps few rows (Oren 2024)
@@ -21,7 +23,7 @@ and draws, PAPER what the papers found.
                                        where there is none, what the compiler makes of it
     python bench.py idea               no measurement: the example at the top of fastweight.py, as a picture
 
-monotone, cache and kept need a softmax model, as train.py --rule=softmax makes.
+monotone, convert, cache and kept need a softmax model, as train.py --rule=softmax makes.
 """
 import concurrent.futures
 import contextlib
@@ -152,6 +154,13 @@ SUITES = {
         'init data steps only', {'steps': 30}, {'steps': 300},
         (Panel('entropy', 'order kept', 'spiky and monotone: upper left',
                'entropy, nats', 'share of pairs in the order of q.k', 'linear', 'linear', name='form'),)),
+    'convert': Suite(
+        'init data seeds steps only',
+        {'seeds': 1, 'steps': 48, 'only': 'pure,hybrid,window'}, {'seeds': 3, 'steps': 1136},
+        (Panel('1,000 tokens', 'ours', 'what is recovered of the teacher', '1,000 tokens of training',
+               'recovered, %', 'linear', 'linear', only=('part', 'tokens')),
+         Panel('position', 'perplexity', 'beyond the rows it was trained on', 'position, up to',
+               'perplexity', only=('part', 'length')))),
     'language': Suite(
         'data seeds steps only',
         {'seeds': 1, 'steps': 150, 'only': 'softmax,sum,delta elu,delta,decay,gated_delta'},
@@ -256,6 +265,9 @@ PAPER = {
         'Zhang 2024, tables 2, 3 and figure 4, accuracy in %; in its text exp:2 solves it, exp:1 does not', {
             'softmax': 100, 'taylor': 100, 'hedgehog': 100, 'elu': 17, 'favor': 17, 'cosformer': 17}),
     'monotone': Paper('Zhang 2024, figures 2, 3 and 7, which are pictures', {}),
+    'convert': Paper(
+        'Zhang 2024, table 10, GPT-2 on WikiText-103: perplexity 15.8, of Hedgehog 16.7, of T2R 19.4; Mao '
+        '2022: 99 % by its abstract', {'hedgehog': 94.6, 't2r': 81, 'decay': 99}),
     'layer': Paper(
         'Zhang 2024, figure 6: Hedgehog nearly 6 times as fast as FlashAttention at 32,768, on a GPU, in as '
         'little memory', {}),
@@ -398,13 +410,16 @@ def inside(args, name):
 
 
 def report(args, suite, rows, note, draws=None, **summary):
-    """The table on stdout and as CSV, a note, the paper's source, one JSON line; then the suite's picture.
-    draws(axes): a further panel, before those of SUITES. summary: what else the JSON line says."""
+    """The table on stdout, one for each kind of rows, and as CSV, a note, the paper's source, one JSON line;
+    then the suite's picture. draws(axes): a further panel, before those of SUITES. summary: what else the
+    JSON line says."""
+    columns = dict.fromkeys(itertools.chain.from_iterable(rows))
     with open(inside(args, suite + '.csv'), 'w', newline='') as f:
-        writer = csv.DictWriter(f, rows[0].keys())
+        writer = csv.DictWriter(f, columns)
         writer.writeheader()
         writer.writerows(rows)
-    recipe.table(rows)
+    for _, alike in itertools.groupby(rows, list):
+        recipe.table(list(alike))
     print(note)
     print('paper:', PAPER[suite].source)
     summary_line(args, suite, **summary)
@@ -447,7 +462,8 @@ def panels(down, across, width=7, height=4.5):
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
-    plt.rcParams.update({'font.size': 12, 'axes.spines.top': False, 'axes.spines.right': False})
+    plt.rcParams.update({'font.size': 12, 'axes.spines.top': False, 'axes.spines.right': False,
+                         'axes.formatter.min_exponent': 3})     # 4, not 4 x 10^0
     return plt.subplots(down, across, figsize=(width * across, height * down), squeeze=False,
                         layout='constrained')
 
@@ -461,7 +477,8 @@ def rows_of(panel, rows):
     """Those it shows: of its kind, with figures that its axes can show."""
     column, value = panel.only
     mine = [r for r in rows if r.get(column, '') == value]
-    return [r for r in mine if r[panel.x] and r[panel.y] is not None]
+    known = [r for r in mine if None not in (r[panel.x], r[panel.y])]
+    return [r for r in known if r[panel.x] or panel.xscale == 'linear']
 
 
 def draw(axes, panel, rows, args):
@@ -553,18 +570,18 @@ def trained(flags, seed, out):
     return {'params': log[0]['params'], 'carried': ends.get('carried', {}).get('val_loss'), **ends['blocks']}
 
 
-def converted(flags, seed, out):
-    """python convert.py -> its convert.json."""
+def converted(flags, seed, out, teacher=''):
+    """python convert.py -> its convert.json. teacher: its digest, for `once`: another may come to lie there."""
     run_script('convert.py', flags, seed, out)
     with open(os.path.join(out, 'convert.json')) as f:
         return json.load(f)
 
 
-def a_run(args, suite, form, run, flags, seed):
+def a_run(args, suite, form, run, flags, seed, **made_from):
     """One run of a line's command -> what it found, seed, and as `out` its folder"""
-    mark = hashlib.sha256(flags.encode()).hexdigest()[:8]
+    mark = hashlib.sha256(f'{flags} {made_from}'.encode()).hexdigest()[:8]
     out = os.path.join(args.out, suite, re.sub('[^a-z0-9]+', '-', f'{form}-{mark}-{seed}'))
-    found = once(args, run.__name__, partial(run, out=out), flags=flags, seed=seed)
+    found = once(args, run.__name__, partial(run, out=out), flags=flags, seed=seed, **made_from)
     return {**found, 'seed': seed, 'out': out}
 
 
@@ -865,16 +882,17 @@ def draw_language(axes, rows, data):
     axes.set(xlabel=f'bits per byte of {data}, rows of 128')
 
 
-# ---- a trained softmax model, for monotone, cache and kept -------------------------------------------------
+# ---- a trained softmax model, for monotone, convert, cache and kept ----------------------------------------
 FOUND_AT = 'out/ckpt.safetensors', 'out/teacher/ckpt.safetensors'
 
 
-def softmax_model(args):
-    """--init, or the first in out/ that will do -> its path, the model, its metadata"""
+def softmax_model(args, tasks=False):
+    """--init, or the first in out/ that will do -> its path, the model, its metadata. tasks: it may be of
+    one."""
     paths = [args.init] if args.init else filter(os.path.exists, FOUND_AT)
     for path in paths:
         model, meta = load(path, args.device)
-        if model.config.keeps() in ({'all'}, {'all', None}) and 'row' not in meta['data']:
+        if model.config.keeps() in ({'all'}, {'all', None}) and (tasks or 'row' not in meta['data']):
             return path, model.eval(), meta
     raise ValueError(f'{args.init or "out/"}: no softmax layers there in a model of texts; python train.py '
                      '--rule=softmax --n_head=4 --steps=2500 --out=out/teacher makes one')
@@ -933,6 +951,139 @@ def draw_curves(axes, scores, curves):
     axes.set(xlabel='q.k / sqrt(d)', ylabel='attention weight', yscale='log',
              title='one query: weights should grow with q.k')
     axes.legend(fontsize=9, frameon=False)
+
+
+# ---- suite convert: a line is a conversion by a recipe of convert.py ---------------------------------------
+CONVERT = {             # form: flags of convert.py
+    'pure': '--recipe=pure', 'hybrid': '--recipe=hybrid', 'window': '--recipe=hybrid --overflow=',
+    'hedgehog': '--recipe=hedgehog', 't2r': '--recipe=t2r', 'decay': '--recipe=decay'}
+ONE_STAGE = 'window', 't2r', 'decay'        # nothing is new, or the paper has no stage 1
+BY_TOKENS = 'pure', 'hybrid'                # also with fewer steps
+BY_LENGTH = 'pure', 'hybrid', 'window'      # also read beyond the rows they were trained on
+
+
+def conversion(args, form, path, digest, steps, seed, controls='false'):
+    """One run of a line: `steps` of stage 2, after 3/8 of them of stage 1; all in stage 2 where there is no
+    other. -> what convert.json says, and columns of the table"""
+    first = max(1, round(3 * steps / 8))
+    total = steps + first
+    if form in ONE_STAGE:
+        first = 0
+    flags = (f'{CONVERT[form]} --from={shlex.quote(path)} --data={shlex.quote(args.data)} '
+             f'--distil_steps={first} --steps={total - first} --eval_every={total} --controls={controls} '
+             f'--device={args.device}')
+    found = a_run(args, 'convert', form, converted, flags, seed, teacher=digest)
+    _, bare, *stages = found['table']
+    stages = stages[:2 if first else 1]                         # behind them are the controls
+    if bare['recovered'] is None:
+        raise ValueError(f'{path}: knows no answer, so there is nothing to recover')
+    found |= judged(stages[-1])
+    for name in ('tokens', 'minutes'):
+        found[name] = sum(stage[name] for stage in stages)
+    found['swapped'] = 100 * bare['recovered']
+    found['stage 1'] = 100 * stages[0]['recovered'] if first else None
+    return found
+
+
+def judged(row):
+    """Columns from a line of convert.json's table."""
+    found = {'ours': 100 * row['recovered'], 'a byte': None}
+    if 'recovered a byte' in row:                               # a text
+        found['a byte'] = 100 * row['recovered a byte']
+    return found | {name: row[name] for name in ('perplexity', 'tokens', 'minutes')}
+
+
+def conversion_row(form, found, tuned):
+    """A line of the table: the median over seeds and, of the run in the middle, what has no median here.
+    tuned: what the teacher that was trained on has, as a share of the teacher."""
+    found = sorted(found, key=operator.itemgetter('ours'))
+    middle = found[len(found) // 2]
+    row = {name: middle[name] for name in ('swapped', 'stage 1')}
+    row |= of_seeds(found, 'ours')
+    row['of the tuned'] = row['ours'] / tuned
+    row |= {name: middle[name] for name in ('a byte', 'perplexity', 'tokens')}
+    row['state bytes'] = middle['state'][0]['state bytes']
+    return {'form': form, **row, 'paper': PAPER['convert'].figures.get(form)}
+
+
+def convert(args):
+    """What is recovered of a softmax model by each recipe, all with as many tokens; by some with fewer; and,
+    of a text, beyond the rows it was trained on. Learned positions end there: the last one is repeated, in
+    all models alike, and perplexity says more of that than of what is remembered."""
+    path, teacher, meta = softmax_model(args, tasks=True)
+    _, val, data, _ = prepare.for_model(path, meta, args.data, teacher.config.block_size)
+    one = partial(conversion, args, path=path, digest=meta.get('digest'))
+    found = {}
+    controls = 'true'                                           # once: they cost as much as two lines
+    for form in only(args, CONVERT):
+        found[form] = []
+        for seed in seeds(args):
+            found[form].append(one(form, steps=args.steps, seed=seed, controls=controls))
+            controls = 'false'
+    firsts = {form: runs[0] for form, runs in found.items()}    # of the first seed
+    anew = next(iter(firsts))
+    tuned, scratch = firsts[anew]['table'][-2:]
+    rows = [conversion_row(form, runs, tuned['recovered']) for form, runs in found.items()]
+    for form, control in ('teacher trained on', tuned), (f'{anew}, from scratch', scratch):
+        rows.append({**dict.fromkeys(rows[0]), 'form': form, **judged(control)})
+    recovered = {row['form']: row['ours'] for row in rows}
+    for form in BY_TOKENS:
+        if form in firsts:
+            rows += by_tokens(args, form, one, firsts[form])
+    if 'row' not in data:
+        models = {form: model_in(firsts[form]['out'], args.device) for form in BY_LENGTH if form in firsts}
+        rows += by_length(args, {**models, 'teacher': teacher}, val, data)
+    note = (f'in % of {path}, a token; of the tuned: of the teacher trained on as many tokens; swapped, stage '
+            '1, a byte, perplexity: of the run in the middle')
+    report(args, 'convert', rows, note, recovered=recovered)
+
+
+def by_tokens(args, form, one, whole):
+    """Rows of what is recovered against the tokens spent, by runs with schedules of their own; `whole` had
+    all the steps."""
+    runs = [{'tokens': 0, 'ours': whole['swapped']}]
+    for part in (8, 4, 2):
+        runs.append(one(form, steps=max(1, args.steps // part), seed=args.seed))
+    rows = []
+    for run in [*runs, whole]:
+        tokens = round(run['tokens'] / 1000)
+        rows.append({'form': form, 'part': 'tokens', '1,000 tokens': tokens, 'ours': run['ours']})
+    return rows
+
+
+@torch.inference_mode()
+def nats_along(model, x, y, segment):
+    """Read a row x (T,) from an empty state in segments of so many tokens, the state carried: what a segment
+    holds does not grow with T. y (T,): what should follow each token -> nats a token, by segment"""
+    found = []
+    state = None
+    for some, targets in zip(x.split(segment), y.split(segment)):
+        logits, targets, state = recipe.answers(model, some[None], targets[None], state, {})
+        found.append(F.cross_entropy(logits, targets).item())
+    return found
+
+
+def by_length(args, models, val, data):
+    """Perplexity by position, in evenly spaced rows of a text several times as long as those in training;
+    a range of positions is as long as all before. One row at a time: the teacher keeps all its keys."""
+    segment = max(1, models['teacher'].config.block_size // 4)
+    segments = chosen(args, 16, 64)
+    length = segment * segments
+    last = len(val) - 1 - length                                # where a row can begin
+    if last < 0:
+        print(f'perplexity by position is left out: the text is shorter than {length:,}', file=sys.stderr)
+        return []
+    count = min(chosen(args, 8, 16), 1 + last // length)
+    begin = torch.linspace(0, last, count).long().tolist()
+    x, y = recipe.rows(val, begin, length, data, args.device)
+    ends = [2 ** i for i in range(segments.bit_length())]
+    rows = []
+    for form, model in models.items():
+        nats = torch.tensor([nats_along(model, *row, segment) for row in zip(x, y)])
+        for start, end in itertools.pairwise([0, *ends]):
+            perplexity = nats[:, start:end].mean().exp().item()
+            rows.append({'form': form, 'part': 'length', 'position': end * segment, 'perplexity': perplexity})
+    return rows
 
 
 # ---- what the suites train, decode and layer compute -------------------------------------------------------
@@ -2042,8 +2193,8 @@ def idea(args):
 # ---- the command -------------------------------------------------------------------------------------------
 RUN = {'decode': decode, 'layer': layer, 'capacity': partial(associative, 'capacity'),
        'update': partial(associative, 'update'), 'recall': recall, 'mqar': mqar, 'monotone': monotone,
-       'language': language, 'train': train, 'cache': cache, 'kept': kept, 'batch': batch, 'gpu': gpu,
-       'idea': idea}
+       'convert': convert, 'language': language, 'train': train, 'cache': cache, 'kept': kept, 'batch': batch,
+       'gpu': gpu, 'idea': idea}
 
 
 def settings(argv):
