@@ -148,23 +148,24 @@ def look_back(a, nearest):
 def remember(teacher, student, x):
     """Gates begin with the memory of the head they stand in for, measured on the tokens x (B, T): of its n
     channels, channel i remembers tau_i steps, and (i + 1/2) / n of the head's attention goes no farther. At
-    first that is so for every token: W, by which gates depend on their token, begins as 0."""
+    first that is so for every token: W, by which gates depend on their token, begins as 0. What a window lets
+    go is remembered from then on; rows that are no longer than it tell nothing of that."""
     for (block, _, u, q, k, _, _), twin in zip(teacher.through(x), student.blocks):
         memory = twin.mixer.memory
         nearest = 0
         if memory.overflow is not None:                 # it reads what a window lets go
-            nearest = min(memory.cache, x.shape[1] - 1)
+            nearest = memory.cache
             memory = memory.overflow
         gates = memory.gates
         biases = [name for name in ('bias_f', 'bias_z') if hasattr(gates, name)]
-        if not biases:
+        if not biases or nearest >= x.shape[1]:
             continue
         shares = look_back(block.mixer.weights(u, q, k), nearest)
         for name in biases:
             bias = getattr(gates, name)                 # (H, 1, n)
             n = bias.shape[-1]
             wanted = (torch.arange(n, device=x.device) + 0.5) / n
-            tau = torch.searchsorted(shares, wanted.expand(len(shares), n).contiguous()) + 1
+            tau = torch.searchsorted(shares, wanted.expand(len(shares), n).contiguous()) + 1 - nearest
             bias.copy_(bias_of(tau.clamp(min=1.2), gates.rule.rate or 1.0)[:, None])
         gates.proj.weight.zero_()
 
