@@ -160,6 +160,8 @@ def remember(teacher, student, x):
         biases = [name for name in ('bias_f', 'bias_z') if hasattr(gates, name)]
         if not biases or nearest >= x.shape[1]:
             continue
+        if not block.mixer.memory.rule.keeps:           # no softmax: gates that it has are the teacher's own
+            continue
         shares = look_back(block.mixer.weights(u, q, k), nearest)
         for name in biases:
             bias = getattr(gates, name)                 # (H, 1, n)
