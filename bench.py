@@ -962,21 +962,20 @@ BY_TOKENS = 'pure', 'hybrid'                # also with fewer steps
 BY_LENGTH = 'pure', 'hybrid', 'window'      # also read beyond the rows they were trained on
 
 
-def conversion(args, form, path, digest, steps, seed, controls='false'):
+def conversion(args, form, of_all, digest, steps, seed, controls='false'):
     """One run of a line: `steps` of stage 2, after 3/8 of them of stage 1; all in stage 2 where there is no
-    other. -> what convert.json says, and columns of the table"""
+    other. of_all: flags. -> what convert.json says, and columns of the table"""
     first = max(1, round(3 * steps / 8))
     total = steps + first
     if form in ONE_STAGE:
         first = 0
-    flags = (f'{CONVERT[form]} --from={shlex.quote(path)} --data={shlex.quote(args.data)} '
-             f'--distil_steps={first} --steps={total - first} --eval_every={total} --controls={controls} '
-             f'--device={args.device}')
+    flags = (f'{CONVERT[form]} {of_all} --distil_steps={first} --steps={total - first} '
+             f'--eval_every={total} --controls={controls}')
     found = a_run(args, 'convert', form, converted, flags, seed, teacher=digest)
     _, bare, *stages = found['table']
     stages = stages[:2 if first else 1]                         # behind them are the controls
     if bare['recovered'] is None:
-        raise ValueError(f'{path}: knows no answer, so there is nothing to recover')
+        raise ValueError('the softmax model knows no answer: there is nothing to recover')
     found |= judged(stages[-1])
     for name in ('tokens', 'minutes'):
         found[name] = sum(stage[name] for stage in stages)
@@ -1012,7 +1011,10 @@ def convert(args):
     all models alike, and perplexity says more of that than of what is remembered."""
     path, teacher, meta = softmax_model(args, tasks=True)
     _, val, data, _ = prepare.for_model(path, meta, args.data, teacher.config.block_size)
-    one = partial(conversion, args, path=path, digest=meta.get('digest'))
+    rows_judged = 2000 if 'row' in data else 64                 # a row of a task has few answers, or one
+    of_all = (f'--from={shlex.quote(path)} --data={shlex.quote(args.data)} --eval_rows={rows_judged} '
+              f'--device={args.device}')
+    one = partial(conversion, args, of_all=of_all, digest=meta.get('digest'))
     found = {}
     controls = 'true'                                           # once: they cost as much as two lines
     for form in only(args, CONVERT):
@@ -1033,8 +1035,8 @@ def convert(args):
     if 'row' not in data:
         models = {form: model_in(firsts[form]['out'], args.device) for form in BY_LENGTH if form in firsts}
         rows += by_length(args, {**models, 'teacher': teacher}, val, data)
-    note = (f'in % of {path}, a token; of the tuned: of the teacher trained on as many tokens; swapped, stage '
-            '1, a byte, perplexity: of the run in the middle')
+    note = (f'in % of {path}, of a text by the token; of the tuned: of the teacher trained on as many tokens; '
+            'swapped, stage 1, a byte, perplexity: of the run in the middle')
     report(args, 'convert', rows, note, recovered=recovered)
 
 

@@ -2009,9 +2009,9 @@ def teacher(a_model):
     return a_model('--rule=softmax', steps=30)
 
 @pytest.mark.parametrize('flags', [
-    '--phi=hedgehog', '--phi=t2r --loss=next', '--rule=delta --distil=hidden --out_norm=false',
-    '--lora=2 --phi=hedgehog:listing', '--rule=window --cache=6 --overflow=sum:hedgehog',
-    '--layers=softmax,gla', '--rule=gated --distil=none'])
+    '--recipe=pure', '--recipe=hybrid --cache=6', '--recipe=hybrid --overflow=', '--recipe=hedgehog',
+    '--recipe=t2r', '--recipe=decay', '--rule=delta --out_norm=false', '--layers=softmax,gla --distil=auto',
+    '--recipe=hedgehog --lora=2 --phi=hedgehog:listing', '--rule=gated --distil=none'])
 def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, capsys):
     assert convert.main([f'--from={teacher}', f'--out={tmp_path}', *SHORT, *flags.split()]) == 0
     found = json.loads((tmp_path / 'convert.json').read_text())
@@ -2019,6 +2019,9 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, capsys)
     assert names[:2] == ['teacher', 'swapped'] and names[-3] == 'fine-tuned' and names[-1].endswith('scratch')
     for row in found['table']:
         assert row['recovered'] == pytest.approx(found['table'][0]['perplexity'] / row['perplexity'])
+        assert row['of the tuned'] == pytest.approx(found['table'][-2]['perplexity'] / row['perplexity'])
+    *student, tuned, anew = [row['tokens'] for row in found['table']]
+    assert sum(student) == tuned == anew
     assert len(written(capsys, f'--init={tmp_path}/ckpt.safetensors', '--tokens=9')[1]) > 9
     if found['distil'] == 'ce':
         assert found['layers'] and all(row['KL to teacher'] > 0 for row in found['layers'])
@@ -2050,9 +2053,64 @@ def test_convert_prepares_a_text_in_the_teachers_tokens(tokens, a_model, text, c
     meta = load(tmp_path / 'ckpt.safetensors')[1]
     assert prepare.same_tokens(meta['data'], prepare.load(data)[2])
 
-@pytest.mark.parametrize('at', [5, 9])
+@pytest.mark.parametrize('given, way, changes', [
+    ('', {}, dict(rule='gla', phi='hedgehog', norm='attn')),
+    ('--phi=t2r --lr=1e-4', dict(lr=1e-4), dict(rule='gla', phi='t2r', norm='attn')),
+    ('--recipe=hybrid --cache=9', {}, dict(rule='window', cache=9, overflow='gla:hedgehog')),
+    ('--recipe=hybrid --overflow=', {}, dict(rule='window', cache=64, overflow='')),
+    ('--recipe=hybrid --rule=delta --learn=new', dict(learn='new'), dict(rule='delta')),
+    ('--layers=softmax,gla', {}, dict(rule='sum', layers='softmax,gla'))])
+def test_flags_beside_a_recipe_win_and_another_rule_keeps_its_way_of_training(given, way, changes):
+    args, found = convert.settings(given.split())
+    expected = dict(distil='hidden', learn='mixer', distil_lr=5e-3, lr=5e-3, from_='')
+    assert found == changes and {name: getattr(args, name) for name in expected} == {**expected, **way}
+
+@pytest.mark.parametrize('changes, memory', [
+    (dict(rule='gla', phi='hedgehog'), 6), (dict(rule='decay'), 6), (dict(rule='gated_delta'), 6),
+    (dict(rule='window', cache=3, overflow='gla:hedgehog'), 3)])
+def test_gates_begin_with_the_memory_of_their_heads(changes, memory, a_model, monkeypatch):
+    """Heads look 5 steps back: f^5 is there after 6 steps, of a window's 3 rows the overflow is spared these."""
+    teacher, x = load(a_model('--rule=softmax'))[0], torch.randint(256, (2, 16))
+    far = torch.zeros(16, 16)
+    far[5:, :-5] = torch.eye(11)
+    monkeypatch.setattr(model_py.Mixer, 'weights', lambda *_: far.expand(2, 2, 16, 16))
+    student, new = convert.swap(teacher, changes)
+    before = student.state_dict()[next(name for name in new if 'bias_f' in name)].clone()
+    convert.remember(teacher, student, x)
+    for block in student.blocks:
+        gates = (block.mixer.memory.overflow or block.mixer.memory).gates
+        assert not gates.proj.weight.any() and not torch.equal(gates.bias_f, before)
+        found = gates(torch.randn(2, 16, 16))
+        for name in {'log_f', 'log_z'} & found.keys():
+            near(found[name].exp(), torch.full_like(found[name], 1 - 1 / memory), 1e-5)
+
+def test_gates_of_a_teacher_are_left_alone():
+    c = Config(layers='softmax,gla', phi='hedgehog', norm='attn', n_layer=2, n_embd=16, n_head=2)
+    teacher, x = GPT(c), torch.randint(256, (2, 9))
+    student, _ = convert.swap(teacher, dict(rule='gla'))
+    before = {name: y.clone() for name, y in teacher.state_dict().items()}
+    convert.remember(teacher, student, x)
+    close(dict(teacher.state_dict()), before, 0)
+
+@pytest.mark.parametrize('learn', ['new', 'mixer'])
+def test_stage_1_trains_what_it_may_and_never_the_teacher(learn, teacher, tmp_path, monkeypatch):
+    """`new`: parameters that are new; `mixer`: all of the mixers that have some."""
+    distil, whole = convert.distil, load(teacher)[0].state_dict()
+
+    def watched(model, student, names, *rest):
+        before = {name: x.detach().clone() for name, x in student.named_parameters()}
+        distil(model, student, names, *rest)
+        close(dict(model.state_dict()), dict(whole), 0)
+        moved = {name for name, x in student.named_parameters() if not torch.equal(x, before[name])}
+        mixer = {name for name in before if name.startswith('blocks.1.mixer.')}
+        assert moved == names == (mixer if learn == 'mixer' else before.keys() - whole.keys()) and names <= mixer
+    monkeypatch.setattr(convert, 'distil', watched)
+    run = f'--from={teacher}', f'--out={tmp_path}', f'--learn={learn}', '--layers=softmax,gla', *SHORT
+    assert convert.main([*run, '--controls=false', '--phi=hedgehog', '--norm=attn']) == 0
+
+@pytest.mark.parametrize('at', [5, 10])
 def test_stopped_conversion_goes_on_bit_for_bit(at, teacher, a_model, tmp_path, monkeypatch, capsys):
-    """Stopped in stage 1, and in stage 2 with everything that is drawn."""
+    """Stopped in stage 1, where all of the mixer learns, and in stage 2 with everything that is drawn."""
     mine = tmp_path / 'teacher.safetensors'
     shutil.copy(teacher, mine)
 
@@ -2063,7 +2121,7 @@ def test_stopped_conversion_goes_on_bit_for_bit(at, teacher, a_model, tmp_path, 
         found = json.loads((tmp_path / name / 'convert.json').read_text())
         return [{**row, 'minutes': 0} for row in found['table'] + found['layers']]
     flags = [f'--from={mine}', *'--steps=4 --distil_steps=6 --eval_rows=4 --eval_every=2 --seed=3'.split()]
-    flags += '--lora=2 --phi=favor --layers=softmax,sum'.split() if at == 9 else []
+    flags += '--lora=2 --phi=favor --layers=softmax,sum'.split() if at == 10 else []
     whole, batch, calls = run('whole', *flags), convert.Data.batch, iter(range(at))
 
     def stop(*args):
@@ -2072,6 +2130,7 @@ def test_stopped_conversion_goes_on_bit_for_bit(at, teacher, a_model, tmp_path, 
         return batch(*args)
     monkeypatch.setattr(convert.Data, 'batch', stop)
     assert run('cut', *flags) == 130
+    assert len(convert.stages(tmp_path / 'cut')) == 1 + (at == 10)
     monkeypatch.setattr(convert.Data, 'batch', batch)
     assert 'began' in refused(capsys, convert.main, '--resume', '--steps=5', f'--out={tmp_path / "cut"}')
     shutil.copy(a_model('--rule=softmax'), mine)
@@ -2090,6 +2149,7 @@ def test_distilling_lowers_the_divergence_and_leaves_the_rest_alone(teacher, tmp
     args = convert.Args(from_=teacher, out=str(tmp_path), eval_rows=4)
     data = convert.Data(args, model, meta, torch.device('cpu'))
     progress = convert.Progress(args, data, {})
+    progress.note('teacher', model)
     x, _ = data.batch(999)
     assert torch.equal(x, data.batch(999)[0]) and not torch.equal(x, data.batch(998)[0])
     first, _ = convert.look('swapped', model, student, x[:1])
@@ -2233,7 +2293,7 @@ SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),        # flags;
               layer=('--heads=1 --head_dim=8 --lengths=8,40 --dtype=bfloat16', 10),
               capacity=('--lengths=4 --steps=100 --only=elu,softmax', 2),
               update=('--lengths=4 --steps=100 --only=gated,delta', 2), monotone=('--steps=1', 10),
-              recall=('--steps=1 --only=elu,delta', 2), mqar=('--steps=1 --only=tova --lengths=8', 1),
+              convert=('--steps=1 --only=window,pure', 24), recall=('--steps=1 --only=elu,delta', 2), mqar=('--steps=1 --only=tova --lengths=8', 1),
               language=('--steps=1 --only=sum', 1), idea=('', 0))
 
 @pytest.fixture
@@ -2242,7 +2302,8 @@ def in_process(monkeypatch):
     elsewhere = subprocess.run
 
     def run(command, **how):
-        name, flags = Path(command[1]).stem, [str(word) for word in command[2:]]
+        name = Path(command[1]).stem
+        flags = [str(word).replace('eval_rows=2000', 'eval_rows=99') for word in command[2:]]
         if name not in ('train', 'convert'):
             return elsewhere(command, **how)
         if name == 'train':
@@ -2265,7 +2326,7 @@ def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, tmp_
                                                       in_process):
     monkeypatch.setattr(bench, 'seconds', once_each)
     flags, rows = SUITES[suite]
-    if suite in ('cache', 'kept', 'monotone'):
+    if suite in ('cache', 'kept', 'monotone', 'convert'):
         flags += f' --init={a_model("--rule=softmax", "--pos=rope")}'
     if suite == 'language':
         flags += f' --data={text}'
@@ -2274,6 +2335,39 @@ def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, tmp_
         assert json.loads(capsys.readouterr().out.splitlines()[-1])['suite'] == suite
         assert len((tmp_path / f'{suite}.csv').read_text().splitlines()) > rows
     assert (tmp_path / f'{suite}.png').stat().st_size > 5000
+
+def test_bench_converts_a_model_of_a_task_by_as_many_tokens_in_all_lines(a_model, tmp_path, in_process):
+    path = a_model('--rule=softmax', data='recall-kept', steps=40)
+    run = 'convert', f'--init={path}', f'--out={tmp_path}', '--steps=8', '--only=pure,window'
+    assert bench.main(run) == 0
+    rows = list(csv.DictReader((tmp_path / 'convert.csv').read_text().splitlines()))
+    lines, parts = [row for row in rows if not row['part']], [row for row in rows if row['part']]
+    assert [row['form'] for row in lines] == ['pure', 'window', 'teacher trained on', 'pure, from scratch']
+    assert len({row['tokens'] for row in lines}) == 1 and not any(row['a byte'] for row in lines)
+    assert [bool(row['stage 1']) for row in lines] == [True, False, False, False]
+    tuned = float(lines[2]['ours'])
+    for row in lines[:2]:
+        assert float(row['of the tuned']) == pytest.approx(100 * float(row['ours']) / tuned)
+    assert {(row['form'], row['part']) for row in parts} == {('pure', 'tokens')}
+    tokens = [int(row['1,000 tokens']) for row in parts]
+    assert len(tokens) == 5 and tokens == sorted(tokens)
+    assert [parts[0]['ours'], parts[4]['ours']] == [lines[0]['swapped'], lines[0]['ours']]
+    assert (tmp_path / 'runs.jsonl').read_text().count('"key"') == 5
+
+@pytest.mark.parametrize('flags', ['--rule=softmax', '--rule=window --cache=5 --overflow=gla:hedgehog'])
+def test_bench_perplexity_by_position_is_that_of_whole_rows(flags, a_model, text):
+    """In segments with the state carried, against all at once; a position counts where it belongs."""
+    _, val, data = prepare.load(text)
+    model = load(a_model(*flags.split()))[0].double().eval()
+    found = bench.by_length(bench.Args(device=torch.device('cpu')), {'teacher': model}, val, data)
+    begin = np.linspace(0, len(val) - 65, 8).astype(int)
+    tokens = torch.tensor([val[i:i + 65].tolist() for i in begin])
+    with torch.no_grad():
+        nats = -model(tokens[:, :-1])[0].log_softmax(-1).gather(-1, tokens[:, 1:, None]).mean((0, 2))
+    ranges = (0, 4), (4, 8), (8, 16), (16, 32), (32, 64)
+    assert [row['position'] for row in found] == [end for _, end in ranges]
+    wanted = torch.stack([nats[start:end].mean().exp() for start, end in ranges])
+    near(torch.tensor([row['perplexity'] for row in found]), wanted, 1e-5)
 
 def test_bench_runs_are_remembered(tmp_path, in_process):
     """A long suite that was stopped goes on; another seed or flag is another run."""
