@@ -1028,7 +1028,7 @@ def convert(args):
     rows = [conversion_row(form, runs, tuned['recovered']) for form, runs in found.items()]
     for form, control in ('teacher trained on', tuned), (f'{anew}, from scratch', scratch):
         rows.append({**dict.fromkeys(rows[0]), 'form': form, **judged(control)})
-    recovered = {row['form']: row['ours'] for row in rows}
+    recovered = {row['form']: round(row['ours'], 2) for row in rows}
     for form in BY_TOKENS:
         if form in firsts:
             rows += by_tokens(args, form, one, firsts[form])
