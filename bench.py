@@ -571,7 +571,7 @@ def trained(flags, seed, out):
 
 
 def converted(flags, seed, out, teacher=''):
-    """python convert.py -> its convert.json. teacher: its digest, for `once`: another may come to lie there."""
+    """python convert.py -> its convert.json. teacher: its digest, for `once`: there may be another later"""
     run_script('convert.py', flags, seed, out)
     with open(os.path.join(out, 'convert.json')) as f:
         return json.load(f)
@@ -1035,8 +1035,8 @@ def convert(args):
     if 'row' not in data:
         models = {form: model_in(firsts[form]['out'], args.device) for form in BY_LENGTH if form in firsts}
         rows += by_length(args, {**models, 'teacher': teacher}, val, data)
-    note = (f'in % of {path}, of a text by the token; of the tuned: of the teacher trained on as many tokens; '
-            'swapped, stage 1, a byte, perplexity: of the run in the middle')
+    note = (f'in % of {path}, of a text by the token; of the tuned: of the teacher trained on as many '
+            'tokens; swapped, stage 1, a byte, perplexity: of the run in the middle')
     report(args, 'convert', rows, note, recovered=recovered)
 
 

@@ -65,12 +65,12 @@ from train import (
 
 # Flags by recipe. Those of the papers have their map, order and losses.
 RECIPES = {
-    'pure': '--rule=gla --phi=hedgehog --norm=attn --distil=hidden --learn=mixer --distil_lr=5e-3 --lr=5e-3',
-    'hybrid': '--rule=window --cache=64 --overflow=gla:hedgehog --distil=hidden --learn=mixer '
-              '--distil_lr=5e-3 --lr=5e-3',
-    'hedgehog': '--rule=sum --phi=hedgehog --distil=ce --loss=next --lr=1e-3',
-    't2r': '--rule=sum --phi=t2r --distil=none --loss=next --lr=1e-3',
-    'decay': '--rule=decay --distil=none --loss=next --lr=1e-3 --memories=spread'}
+    'pure': '--rule=gla-beta --distil=hidden --learn=mixer --distil_lr=5e-3',
+    'hybrid': '--rule=window --cache=64 --overflow=gla-beta:hedgehog:4 --distil=hidden --distil_lr=5e-3 '
+              '--lr=1e-3',
+    'hedgehog': '--rule=sum --phi=hedgehog --distil=ce --loss=next',
+    't2r': '--rule=sum --phi=t2r --distil=none --loss=next',
+    'decay': '--rule=decay --distil=none --loss=next --begin=spread'}
 
 
 @dataclass
@@ -85,12 +85,13 @@ class Args:
                                'hidden states; auto: ce where there are weights',
                        ['auto', 'ce', 'mse', 'hidden', 'none'])
     learn: str = flag('new', 'in stage 1: parameters that are new, or all of the mixer', ['new', 'mixer'])
-    memories: str = flag('teacher', 'how long gates remember at first: as far as the teacher\'s heads look, '
-                                    'or spread over 4 to 512 tokens', ['teacher', 'spread'])
+    begin: str = flag('teacher', 'gates remember as far as the teacher\'s heads look, and a matrix weighs as '
+                                 'much as the rows it has; or gates are spread over 4 to 512 tokens',
+                      ['teacher', 'spread'])
     distil_steps: int = flag(300, 'steps of stage 1', low=0)
     distil_lr: float = flag(1e-2, 'its peak learning rate', low=0)
     steps: int = flag(1000, 'steps of stage 2, fine-tuning', low=0)
-    lr: float = flag(5e-4, 'its peak learning rate', low=0)
+    lr: float = flag(None, 'its peak learning rate; if not given, 0.25 / width', low=0)
     loss: str = flag('kl', 'of stage 2: the next token, or the divergence from the teacher', ['next', 'kl'])
     lora: int = flag(0, 'rank of LoRA on q, k, v and output in stage 2; 0: all weights', low=0)
     batch_size: int = flag(4, 'rows a step', low=1)
@@ -144,6 +145,11 @@ def look_back(a, nearest):
     return share.cumsum(1) / total
 
 
+def out_of_reach(memory):
+    """Of rows with overflow: from which distance on a key is in the matrix, whatever its position."""
+    return memory.cache - memory.sinks * (memory.rule.keeps == 'sink')
+
+
 @torch.no_grad()
 def remember(teacher, student, x):
     """Gates begin with the memory of the head they stand in for, measured on the tokens x (B, T): of its n
@@ -154,7 +160,7 @@ def remember(teacher, student, x):
         memory = twin.mixer.memory
         nearest = 0
         if memory.overflow is not None:                 # it reads what a window lets go
-            nearest = memory.cache
+            nearest = out_of_reach(memory)
             memory = memory.overflow
         gates = memory.gates
         biases = [name for name in ('bias_f', 'bias_z') if hasattr(gates, name)]
@@ -170,6 +176,30 @@ def remember(teacher, student, x):
             tau = torch.searchsorted(shares, wanted.expand(len(shares), n).contiguous()) + 1 - nearest
             bias.copy_(bias_of(tau.clamp(min=1.2), gates.rule.rate or 1.0)[:, None])
         gates.proj.weight.zero_()
+
+
+@torch.no_grad()
+def balance(teacher, student, x):
+    """A matrix beside exact rows begins with the weight that the teacher gives to what it holds: log_mass, by
+    head, becomes the mean of log sum_s e^(q.k_s / sqrt(d)) over the keys that are out of reach, less the log
+    of the mass that the matrix finds there itself. x (B, T), as for `remember`."""
+    T = x.shape[1]
+    t = torch.arange(T, device=x.device)
+    for (_, _, u, q, k, v, _), twin in zip(teacher.through(x), student.blocks):
+        memory = twin.mixer.memory
+        if memory.overflow is None or out_of_reach(memory) >= T:
+            continue
+        far = t[:, None] - t >= out_of_reach(memory)
+        if memory.rule.keeps == 'sink':
+            far = far & (t >= memory.sinks)
+        scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~far, -math.inf)
+        wanted = scores.logsumexp(-1, keepdim=True)                 # (B, H, T, 1)
+        _, _, went, _ = student.forms.rows(q, k, v, None, 0, memory.rule.keeps, memory.cache, memory.sinks,
+                                           True, memory.turn)
+        _, mass, _ = memory.overflow.take(u, q, went, {}, student.forms.recurrence)
+        there = far.any(-1)                                         # steps that have such keys
+        found = mass[:, :, there].clamp(min=1e-30).log()
+        memory.log_mass.copy_((wanted[:, :, there] - found).mean((0, 2, 3))[:, None, None])
 
 
 def can_teach(config, source):
@@ -658,8 +688,12 @@ def main(argv):
     data = Data(args, teacher, meta, device)
     torch.manual_seed(args.seed)
     student, new = swap(teacher, changes)
-    if args.memories == 'teacher':
-        remember(teacher, student, data.batch(0)[0])
+    if args.begin == 'teacher':
+        some, _ = data.batch(0)
+        remember(teacher, student, some)
+        balance(teacher, student, some)
+    if args.lr is None:
+        args.lr = 0.25 / student.config.n_embd          # 5e-3 is best at a width of 64, 1e-3 at 192
     if args.fold:
         can_fold(student)
     kind = what_to_match(args.distil, student, new)

@@ -420,13 +420,14 @@ class Hedgehog(FeatureMap):
     with the softmax over features of its appendix A. Its other forms:
     exp      [e^(y - max y), e^(min y - y)]: cannot overflow either, but keys lose their size beside others
     paper    e^(W x + b), the paper's equation 3, d features
-    listing  [e^y, e^-y], y = W x + b, with W and b of q's own and of k's own: the appendix's listing"""
+    listing  [e^y, e^-y], y = W x + b, with W and b of q's own and of k's own: the appendix's listing
+    4        softmax [y, -y], W (H, 4d, d): at first the identity and 3 random rotations, twice as large"""
     like_softmax = True
 
     def __init__(self, n_head, head_dim, form=None):
         super().__init__(n_head, head_dim, form=form, feature_dim=2 * head_dim)
-        if form not in (None, 'softmax', 'exp', 'paper', 'listing'):
-            raise ValueError('the forms are hedgehog:softmax, :exp, :paper, :listing')
+        if form not in (None, 'softmax', 'exp', 'paper', 'listing') and not form.isdecimal():
+            raise ValueError('the forms are hedgehog:softmax, :exp, :paper, :listing, or a number of maps')
         if form == 'paper':
             self.feature_dim = head_dim
         W = torch.eye(head_dim).repeat(n_head, 1, 1)
@@ -434,6 +435,13 @@ class Hedgehog(FeatureMap):
         if form == 'listing':
             W = torch.stack([W, W])
             b = torch.stack([b, b])
+        self.many = form is not None and form.isdecimal()
+        if self.many:
+            maps = number(form, 1)
+            self.feature_dim = 2 * head_dim * maps
+            for _ in range(maps - 1):
+                rotation = torch.linalg.qr(torch.randn(n_head, head_dim, head_dim))[0]
+                W = torch.cat([W, 2 * rotation], 1)
         self.weight = nn.Parameter(W)
         if form in ('paper', 'listing'):
             self.bias = nn.Parameter(b)
@@ -447,6 +455,8 @@ class Hedgehog(FeatureMap):
             y = x @ W[i] + self.bias[i]
             return torch.cat([y, -y], -1).exp()
         y = x @ W
+        if self.many:
+            return torch.cat([y, -y], -1).softmax(-1)
         if self.form == 'exp':
             return torch.cat([y - y.amax(-1, True), y.amin(-1, True) - y], -1).exp()
         return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1)
@@ -557,6 +567,8 @@ RULES = {
     'decay': Rule('decaying fast weights, Mao 2022', f='channel', z='channel'),
     'retention': Rule('RetNet, Sun 2023', f='fixed'),
     'gla': Rule('gated linear attention, Yang 2023', f='channel', rate=1 / 16),
+    'gla-beta': Rule('GLA as a mean, and each value has a weight of its own', 'hedgehog', 'attn',
+                     f='channel', write='beta', rate=1 / 16),
     'gated_delta': Rule('gated DeltaNet, 2024', 'silu', 'l2', f='head', write='beta', erase=True, rate=None),
     'kda': Rule('Kimi delta attention', 'silu', 'l2', f='channel', write='beta', erase=True, rate=None),
     'softmax': Rule('the transformer; its state grows with every step', keeps='all'),
