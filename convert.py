@@ -92,6 +92,7 @@ class Args:
     distil_lr: float = flag(1e-2, 'its peak learning rate', low=0)
     steps: int = flag(1000, 'steps of stage 2, fine-tuning', low=0)
     lr: float = flag(None, 'its peak learning rate; if not given, 0.25 / width', low=0)
+    faster: float = flag(1.0, 'stage 2: how many times as fast what is new learns', low=0)
     loss: str = flag('kl', 'of stage 2: the next token, or the divergence from the teacher', ['next', 'kl'])
     lora: int = flag(0, 'rank of LoRA on q, k, v and output in stage 2; 0: all weights', low=0)
     batch_size: int = flag(4, 'rows a step', low=1)
@@ -369,19 +370,19 @@ def finetune(stage, model, batch, meta, steps, lr, progress, teacher=None, lora=
     adapted = []
     if lora:
         adapted = adapt(model, lora, new)
-    run(stage, model, loss, steps, lr, progress)
+    run(stage, model, loss, steps, lr, progress, new)
     for linear in adapted:                              # B A goes into W
         nn.utils.parametrize.remove_parametrizations(linear, 'weight')
     model.requires_grad_(True)
 
 
 # ---- what both stages share --------------------------------------------------------------------------------
-def run(stage, model, loss, steps, lr, progress):
-    """train.py's loop over one stage or control, from where a stopped conversion left it. All that is drawn
-    is a function of seed and step, so resuming is exact on a CPU."""
+def run(stage, model, loss, steps, lr, progress, new=()):
+    """train.py's loop over one stage or control, from where a stopped conversion left it; parameters in `new`
+    learn --faster. All that is drawn is a function of seed and step, so resuming is exact on a CPU."""
     from tqdm import tqdm
     args = progress.args
-    opt = adamw(model, lr, 0.0, progress.data.device)
+    opt = adamw(model, lr, 0.0, progress.data.device, new, args.faster)
     model.train()
     before = progress.load(stage, model, opt)
     begin = time.perf_counter() - progress.seconds.get(stage, 0)
@@ -613,6 +614,17 @@ def controls(teacher, config, data, progress, distilled):
     progress.compare(tuned)
 
 
+def report(found):
+    """Print the tables of a conversion and write them, and what they were made with, to convert.json."""
+    print()
+    for name in ('table', 'layers', 'state'):
+        if found[name]:
+            table(found[name])
+            print()
+    with open(os.path.join(found['args']['out'], 'convert.json'), 'w') as f:
+        json.dump(found, f, indent=1)
+
+
 # ---- the run -----------------------------------------------------------------------------------------------
 def a_teacher():
     """out/ckpt.safetensors if it can be one of texts, else out/teacher/ckpt.safetensors, made if need be."""
@@ -743,15 +755,9 @@ def main(argv):
     if args.controls and args.steps:
         controls(teacher, plain, data, progress, distilled)
 
-    print()
-    for lines in (progress.table, layers, state):
-        if lines:
-            table(lines)
-            print()
     found = {'args': dataclasses.asdict(args), 'config': dataclasses.asdict(student.config), 'distil': kind,
              'table': progress.table, 'layers': layers, 'query': query, 'state': state}
-    with open(os.path.join(args.out, 'convert.json'), 'w') as f:
-        json.dump(found, f, indent=1)
+    report(found)
     forget(args.out)
     print(f'{args.out}/convert.json has these tables; python sample.py --init={args.out}/ckpt.safetensors')
 
