@@ -65,7 +65,7 @@ from train import (
 
 # Flags by recipe. Those of the papers have their map, order and losses.
 RECIPES = {
-    'pure': '--rule=gla-beta --distil=hidden --learn=mixer --distil_lr=5e-3',
+    'pure': '--rule=gla-beta --distil=hidden --learn=mixer --distil_lr=1e-2 --faster=5',
     'hybrid': '--rule=window --cache=64 --overflow=gla-beta:hedgehog:4 --distil=hidden --distil_lr=5e-3 '
               '--lr=1e-3',
     'hedgehog': '--rule=sum --phi=hedgehog --distil=ce --loss=next',

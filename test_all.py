@@ -2055,14 +2055,14 @@ def test_convert_prepares_a_text_in_the_teachers_tokens(tokens, a_model, text, c
 
 @pytest.mark.parametrize('given, way, changes', [
     ('', {}, dict(rule='gla-beta')), ('--phi=t2r --lr=1e-4', dict(lr=1e-4), dict(rule='gla-beta', phi='t2r')),
-    ('--recipe=hybrid --cache=9', dict(learn='new', lr=1e-3),
+    ('--recipe=hybrid --cache=9', dict(learn='new', faster=1, lr=1e-3),
      dict(rule='window', cache=9, overflow='gla-beta:hedgehog:4')),
-    ('--recipe=hybrid --overflow=', dict(learn='new', lr=1e-3), dict(rule='window', cache=64, overflow='')),
+    ('--recipe=hybrid --overflow=', dict(learn='new', faster=1, lr=1e-3), dict(rule='window', cache=64, overflow='')),
     ('--rule=delta --learn=new', dict(learn='new'), dict(rule='delta')),
     ('--layers=softmax,gla', {}, dict(rule='sum', layers='softmax,gla'))])
 def test_flags_beside_a_recipe_win_and_another_rule_keeps_its_way_of_training(given, way, changes):
     args, found = convert.settings(given.split())
-    expected = dict(distil='hidden', learn='mixer', distil_lr=5e-3, lr=None, from_='')
+    expected = dict(distil='hidden', learn='mixer', faster=5, lr=None, from_='')
     assert found == changes and {name: getattr(args, name) for name in expected} == {**expected, **way}
 
 @pytest.mark.parametrize('changes, memory', [
