@@ -152,55 +152,57 @@ def out_of_reach(memory):
 
 
 @torch.no_grad()
-def remember(teacher, student, x):
-    """Gates begin with the memory of the head they stand in for, measured on the tokens x (B, T): of its n
-    channels, channel i remembers tau_i steps, and (i + 1/2) / n of the head's attention goes no farther. At
-    first that is so for every token: W, by which gates depend on their token, begins as 0. What a window lets
-    go is remembered from then on; rows that are no longer than it tell nothing of that."""
-    for (block, _, u, q, k, _, _), twin in zip(teacher.through(x), student.blocks):
+def begin_as(teacher, student, x):
+    """What is new begins as the teacher's heads are, measured on the tokens x (B, T): how far back they look
+    (`remember`) and, where a matrix stands beside exact rows, what weight they give to keys that only the
+    matrix has (`balance`). Rows that are no longer than a window tell nothing of that."""
+    for layer, twin in zip(teacher.through(x), student.blocks):
         memory = twin.mixer.memory
-        nearest = 0
-        if memory.overflow is not None:                 # it reads what a window lets go
-            nearest = out_of_reach(memory)
-            memory = memory.overflow
-        gates = memory.gates
-        biases = [name for name in ('bias_f', 'bias_z') if hasattr(gates, name)]
-        if not biases or nearest >= x.shape[1]:
+        if not layer[0].mixer.memory.rule.keeps:        # no softmax: what is here is the teacher's own
             continue
-        if not block.mixer.memory.rule.keeps:           # no softmax: gates that it has are the teacher's own
-            continue
-        shares = look_back(block.mixer.weights(u, q, k), nearest)
-        for name in biases:
-            bias = getattr(gates, name)                 # (H, 1, n)
-            n = bias.shape[-1]
-            wanted = (torch.arange(n, device=x.device) + 0.5) / n
-            tau = torch.searchsorted(shares, wanted.expand(len(shares), n).contiguous()) + 1 - nearest
-            bias.copy_(bias_of(tau.clamp(min=1.2), gates.rule.rate or 1.0)[:, None])
-        gates.proj.weight.zero_()
+        if memory.overflow is None:
+            remember(layer, memory.gates, 0)
+        elif out_of_reach(memory) < x.shape[1]:
+            remember(layer, memory.overflow.gates, out_of_reach(memory))
+            balance(layer, memory, student.forms)
 
 
-@torch.no_grad()
-def balance(teacher, student, x):
+def remember(layer, gates, nearest):
+    """Gates begin with the memory of the head they stand in for: of its n channels, channel i remembers tau_i
+    steps, and (i + 1/2) / n of the attention that goes `nearest` steps back or more goes no farther. At first
+    that is so for every token: W, by which gates depend on their token, begins as 0. What a window lets go is
+    remembered from then on. layer: what GPT.through yields of the teacher."""
+    block, _, u, q, k, _, _ = layer
+    biases = [name for name in ('bias_f', 'bias_z') if hasattr(gates, name)]
+    if not biases:
+        return
+    shares = look_back(block.mixer.weights(u, q, k), nearest)
+    for name in biases:
+        bias = getattr(gates, name)                     # (H, 1, n)
+        n = bias.shape[-1]
+        wanted = (torch.arange(n, device=q.device) + 0.5) / n
+        tau = torch.searchsorted(shares, wanted.expand(len(shares), n).contiguous()) + 1 - nearest
+        bias.copy_(bias_of(tau.clamp(min=1.2), gates.rule.rate or 1.0)[:, None])
+    gates.proj.weight.zero_()
+
+
+def balance(layer, memory, forms):
     """A matrix beside exact rows begins with the weight that the teacher gives to what it holds: log_mass, by
     head, becomes the mean of log sum_s e^(q.k_s / sqrt(d)) over the keys that are out of reach, less the log
-    of the mass that the matrix finds there itself. x (B, T), as for `remember`."""
-    T = x.shape[1]
-    t = torch.arange(T, device=x.device)
-    for (_, _, u, q, k, v, _), twin in zip(teacher.through(x), student.blocks):
-        memory = twin.mixer.memory
-        if memory.overflow is None or out_of_reach(memory) >= T:
-            continue
-        far = t[:, None] - t >= out_of_reach(memory)
-        if memory.rule.keeps == 'sink':
-            far = far & (t >= memory.sinks)
-        scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~far, -math.inf)
-        wanted = scores.logsumexp(-1, keepdim=True)                 # (B, H, T, 1)
-        _, _, went, _ = student.forms.rows(q, k, v, None, 0, memory.rule.keeps, memory.cache, memory.sinks,
-                                           True, memory.turn)
-        _, mass, _ = memory.overflow.take(u, q, went, {}, student.forms.recurrence)
-        there = far.any(-1)                                         # steps that have such keys
-        found = mass[:, :, there].clamp(min=1e-30).log()
-        memory.log_mass.copy_((wanted[:, :, there] - found).mean((0, 2, 3))[:, None, None])
+    of the mass that the matrix finds there itself. layer: as for `remember`."""
+    _, _, u, q, k, v, _ = layer
+    t = torch.arange(q.shape[2], device=q.device)
+    far = t[:, None] - t >= out_of_reach(memory)
+    if memory.rule.keeps == 'sink':
+        far = far & (t >= memory.sinks)
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~far, -math.inf)
+    wanted = scores.logsumexp(-1, keepdim=True)         # (B, H, T, 1)
+    _, _, went, _ = forms.rows(q, k, v, None, 0, memory.rule.keeps, memory.cache, memory.sinks, True,
+                               memory.turn)
+    _, mass, _ = memory.overflow.take(u, q, went, {}, forms.recurrence)
+    there = far.any(-1)                                 # steps that have such keys
+    found = mass[:, :, there].clamp(min=1e-30).log()
+    memory.log_mass.copy_((wanted[:, :, there] - found).mean((0, 2, 3))[:, None, None])
 
 
 def can_teach(config, source):
@@ -293,9 +295,9 @@ def mismatch(kind, layer, twin, forms):
 def learners(student, new, which):
     """The names of the parameters that stage 1 trains: those that are new or, with `mixer`, all of the mixers
     that have something new."""
-    mixers = {name.partition('.mixer.')[0] for name in new}
     if which == 'new':
         return new
+    mixers = {name.partition('.mixer.')[0] for name in new}
     return {name for name, _ in student.named_parameters() if name.partition('.mixer.')[0] in mixers}
 
 
@@ -508,7 +510,6 @@ class Progress:
             print(f'{name}: perplexity {row["perplexity"]:.4g}, recovered {row["recovered"]:.1%} a token, '
                   f'{row["recovered a byte"]:.1%} a byte', flush=True)
 
-
     def tokens(self, steps):
         """In so many steps."""
         return steps * self.args.batch_size * self.data.T
@@ -701,9 +702,7 @@ def main(argv):
     torch.manual_seed(args.seed)
     student, new = swap(teacher, changes)
     if args.begin == 'teacher':
-        some, _ = data.batch(0)
-        remember(teacher, student, some)
-        balance(teacher, student, some)
+        begin_as(teacher, student, data.batch(0)[0])
     if args.lr is None:
         args.lr = 0.25 / student.config.n_embd          # 5e-3 is best at a width of 64, 1e-3 at 192
     if args.fold:

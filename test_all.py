@@ -2057,7 +2057,8 @@ def test_convert_prepares_a_text_in_the_teachers_tokens(tokens, a_model, text, c
     ('', {}, dict(rule='gla-beta')), ('--phi=t2r --lr=1e-4', dict(lr=1e-4), dict(rule='gla-beta', phi='t2r')),
     ('--recipe=hybrid --cache=9', dict(learn='new', faster=1, lr=1e-3),
      dict(rule='window', cache=9, overflow='gla-beta:hedgehog:4')),
-    ('--recipe=hybrid --overflow=', dict(learn='new', faster=1, lr=1e-3), dict(rule='window', cache=64, overflow='')),
+    ('--recipe=hybrid --overflow=', dict(learn='new', faster=1, lr=1e-3),
+     dict(rule='window', cache=64, overflow='')),
     ('--rule=delta --learn=new', dict(learn='new'), dict(rule='delta')),
     ('--layers=softmax,gla', {}, dict(rule='sum', layers='softmax,gla'))])
 def test_flags_beside_a_recipe_win_and_another_rule_keeps_its_way_of_training(given, way, changes):
@@ -2076,7 +2077,7 @@ def test_gates_begin_with_the_memory_of_their_heads(changes, memory, a_model, mo
     monkeypatch.setattr(model_py.Mixer, 'weights', lambda *_: far.expand(2, 2, 16, 16))
     student, new = convert.swap(teacher, changes)
     before = student.state_dict()[next(name for name in new if 'bias_f' in name)].clone()
-    convert.remember(teacher, student, x)
+    convert.begin_as(teacher, student, x)
     for block in student.blocks:
         gates = (block.mixer.memory.overflow or block.mixer.memory).gates
         assert not gates.proj.weight.any() and not torch.equal(gates.bias_f, before)
@@ -2089,7 +2090,7 @@ def test_gates_of_a_teacher_are_left_alone():
     teacher, x = GPT(c), torch.randint(256, (2, 9))
     student, _ = convert.swap(teacher, dict(rule='gla'))
     before = {name: y.clone() for name, y in teacher.state_dict().items()}
-    convert.remember(teacher, student, x)
+    convert.begin_as(teacher, student, x)
     close(dict(teacher.state_dict()), before, 0)
 
 @pytest.mark.parametrize('learn', ['new', 'mixer'])
