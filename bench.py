@@ -898,6 +898,12 @@ def softmax_model(args, tasks=False):
                      '--rule=softmax --n_head=4 --steps=2500 --out=out/teacher makes one')
 
 
+def spaced(val, T, count, data, device):
+    """x, y (count, T) of evenly spaced rows of a validation text."""
+    begin = torch.linspace(0, len(val) - T - 1, count).long().tolist()
+    return recipe.rows(val, begin, T, data, device)
+
+
 def pieces(args, count):
     """A softmax model and what it is measured on -> its path, the model, `count` evenly spaced pieces of its
     validation text as long as a training row (count, T), metadata of that text"""
@@ -906,8 +912,7 @@ def pieces(args, count):
     _, val, data, name = prepare.for_model(path, meta, args.data, T)
     if 'row' in data:
         raise ValueError(f'--data={name}: a task; this suite wants a text')
-    begin = torch.linspace(0, len(val) - T - 1, count).long().tolist()
-    x, _ = recipe.rows(val, begin, T, data, args.device)
+    x, _ = spaced(val, T, count, data, args.device)
     return path, model, x, data
 
 
@@ -1071,13 +1076,11 @@ def by_length(args, models, val, data):
     segment = max(1, models['teacher'].config.block_size // 4)
     segments = chosen(args, 16, 64)
     length = segment * segments
-    last = len(val) - 1 - length                                # where a row can begin
-    if last < 0:
+    if len(val) <= length:
         print(f'perplexity by position is left out: the text is shorter than {length:,}', file=sys.stderr)
         return []
-    count = min(chosen(args, 8, 16), 1 + last // length)
-    begin = torch.linspace(0, last, count).long().tolist()
-    x, y = recipe.rows(val, begin, length, data, args.device)
+    count = min(chosen(args, 8, 16), (len(val) - 1) // length)
+    x, y = spaced(val, length, count, data, args.device)
     ends = [2 ** i for i in range(segments.bit_length())]
     rows = []
     for form, model in models.items():

@@ -13,7 +13,7 @@ A model of the size of train.py's takes three to five minutes of one core. What 
 
     swap         a student with the teacher's weights, but other rules in place of softmax: what these need
                  beyond W_q, W_k, W_v (feature maps, gates) is new; gates begin with memories as long as the
-                 teacher's heads look back
+                 teacher's heads look back (--begin)
     distil       stage 1 trains what is new, or the whole mixer; each layer imitates the teacher's on the
                  teacher's inputs
     fine-tune    stage 2 trains everything, or LoRA, to say what the teacher says, or the next token
@@ -85,8 +85,8 @@ class Args:
                                'hidden states; auto: ce where there are weights',
                        ['auto', 'ce', 'mse', 'hidden', 'none'])
     learn: str = flag('new', 'in stage 1: parameters that are new, or all of the mixer', ['new', 'mixer'])
-    begin: str = flag('teacher', 'gates remember as far as the teacher\'s heads look, and a matrix weighs as '
-                                 'much as the rows it has; or gates are spread over 4 to 512 tokens',
+    begin: str = flag('teacher', 'gates remember as far as the teacher\'s heads look, and a matrix beside '
+                                 'rows weighs what its keys do there; or gates cover 4 to 512 tokens',
                       ['teacher', 'spread'])
     distil_steps: int = flag(300, 'steps of stage 1', low=0)
     distil_lr: float = flag(1e-2, 'its peak learning rate', low=0)
@@ -108,6 +108,9 @@ class Args:
     threads: int = flag(None, 'of the CPU; if not given, as many as are fastest at the start', low=1)
 
 
+HELP = '\n'.join([
+    __doc__, 'Recipes. Their flags replace the defaults below; with another --rule, those of training only:',
+    *(f'    {name:<12} {row}' for name, row in RECIPES.items())])
 TEACHER = '--rule=softmax --n_head=4 --steps=2500'      # what is trained where there is no teacher
 SCRATCH_LR = 4e-3                                       # of the student without the teacher's weights
 TEACHER_LR = 1e-3                                       # of the teacher that is trained on
@@ -646,11 +649,11 @@ def a_teacher():
 
 def settings(argv):
     """Flags, and with --resume those of the conversion that was stopped. -> args, the student's flags"""
-    given, changes = parse(argv, __doc__, Args, Student)
+    given, changes = parse(argv, HELP, Args, Student)
     if given.get('resume'):
         return resumed(given, changes)
     recipe = RECIPES[given.get('recipe', Args.recipe)]
-    way, kind = parse(recipe.split(), __doc__, Args, Student)
+    way, kind = parse(recipe.split(), HELP, Args, Student)
     if {'rule', 'layers'} & changes.keys():             # another rule comes with its own map and norm
         kind = {'rule': Student.rule}
     return Args(**{'from_': '', **way, **given}), {**kind, **changes}

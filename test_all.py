@@ -2085,6 +2085,24 @@ def test_gates_begin_with_the_memory_of_their_heads(changes, memory, a_model, mo
         for name in {'log_f', 'log_z'} & found.keys():
             near(found[name].exp(), torch.full_like(found[name], 1 - 1 / memory), 1e-5)
 
+@pytest.mark.parametrize('rule, first, reach', [('window', 0, 4), ('sink', 1, 3)])
+def test_a_matrix_beside_rows_begins_with_the_weight_of_what_it_holds(rule, first, reach, a_model):
+    """4 rows, of which a sink keeps the first: by keys and features one by one, in the mean over steps."""
+    teacher, x = load(a_model('--rule=softmax'))[0].double(), torch.randint(256, (1, 9))
+    changes = dict(rule=rule, cache=4, sinks=1, overflow='sum:hedgehog')
+    student = convert.swap(teacher, changes)[0].double()
+    convert.begin_as(teacher, student, x)
+    for (_, _, _, q, k, _, _), block in zip(teacher.through(x), student.blocks):
+        memory = block.mixer.memory
+        features = memory.overflow.phi
+        logs = []
+        for t in range(first + reach, 9):
+            held = k[0, :, first:t - reach + 1]
+            wanted = (q[0, :, t, None] * held / q.shape[-1] ** .5).sum(-1).exp().sum(1)
+            found = (features(q)[0, :, t, None] * features(held)).sum(-1).sum(1)
+            logs.append((wanted / found).log())
+        near(memory.log_mass.flatten(), torch.stack(logs).mean(0), 1e-6)
+
 def test_gates_of_a_teacher_are_left_alone():
     c = Config(layers='softmax,gla', phi='hedgehog', norm='attn', n_layer=2, n_embd=16, n_head=2)
     teacher, x = GPT(c), torch.randint(256, (2, 9))

@@ -267,11 +267,11 @@ def from_folder(folder, source):
         if turned:
             x = x.mT
         tensors[name] = x.float().contiguous()
-    data = {'name': source, 'vocab_size': config['vocab_size'], **tokens_of(folder, config['vocab_size'])}
+    data = {'name': source, 'vocab_size': config['vocab_size'], **tokenizer_of(folder, config['vocab_size'])}
     return tensors, config, data
 
 
-def tokens_of(folder, vocab):
+def tokenizer_of(folder, vocab):
     """What data says of the tokens of a model with so many. ValueError for a tokenizer.json of other tokens;
     as vocabularies are rounded up, a tenth of them need not be there."""
     path = os.path.join(folder, TOKENIZER)
