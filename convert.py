@@ -190,10 +190,10 @@ def remember(layer, gates, nearest):
 
 
 def balance(layer, memory, forms):
-    """A matrix beside exact rows begins with the weight that the teacher gives to what it holds: log_mass, by
-    head, becomes the mean of log sum_s e^(q.k_s / sqrt(d)) over the keys that are out of reach, less the log
-    of the mass that the matrix finds there itself. layer: as for `remember`."""
-    _, _, u, q, k, v, _ = layer
+    """A matrix beside exact rows begins with the weight that the teacher gives to what it holds: the bias of
+    log_mass, by head, becomes the mean of log sum_s e^(q.k_s / sqrt(d)) over the keys that are out of reach,
+    less the log of the mass that the matrix finds there itself. layer: as for `remember`."""
+    _, _, _, q, k, v, _ = layer
     t = torch.arange(q.shape[2], device=q.device)
     far = t[:, None] - t >= out_of_reach(memory)
     if memory.rule.keeps == 'sink':
@@ -202,10 +202,10 @@ def balance(layer, memory, forms):
     wanted = scores.logsumexp(-1, keepdim=True)         # (B, H, T, 1)
     _, _, went, _ = forms.rows(q, k, v, None, 0, memory.rule.keeps, memory.cache, memory.sinks, True,
                                memory.turn)
-    _, mass, _ = memory.overflow.take(u, q, went, {}, forms.recurrence)
+    _, mass, _ = memory.overflow.take(q, went, {}, forms.recurrence)
     there = far.any(-1)                                 # steps that have such keys
     found = mass[:, :, there].clamp(min=1e-30).log()
-    memory.log_mass.copy_((wanted[:, :, there] - found).mean((0, 2, 3))[:, None, None])
+    memory.log_mass.bias.copy_((wanted[:, :, there] - found).mean((0, 2, 3)))
 
 
 def can_teach(config, source):

@@ -524,7 +524,9 @@ class FastWeights(nn.Module):
             if not self.overflow.phi.like_softmax:
                 raise ValueError(f'--overflow={overflow}: rows and matrix share a denominator, so the map '
                                  'must stand for exp(q.k / sqrt(d)), as favor, hedgehog and taylor do')
-            self.log_mass = nn.Parameter(torch.zeros(n_head, 1, 1))     # a map's scale may not be exp's
+            self.log_mass = nn.Linear(n_embd, n_head)   # a map's scale may not be exp's, nor q's the same
+            nn.init.zeros_(self.log_mass.weight)
+            nn.init.zeros_(self.log_mass.bias)
         if self.rule.keeps and (phi or norm):
             raise ValueError(f'--rule={rule} has its own kernel and normaliser: leave out --phi={phi} '
                              f'--norm={norm}')
@@ -587,21 +589,21 @@ class FastWeights(nn.Module):
 
     def keep_rows(self, x, q, k, v, state, t, forms):
         """A bounded set of rows. With `overflow` (LoLCATs, Zhang 2024, arXiv:2410.10254, for the window), a
-        row that goes is written into fast weights, by the gates of the step it goes at, and both are read
-        under one denominator: o = (sum e^s v + m o') / (sum e^s + m), the sums over the rows, where o' is
-        what the fast weights say and m the mass of the keys they hold, times a learned factor e^log_mass."""
+        row that goes is written into fast weights, by gates that look at its values, and both are read under
+        one denominator: o = (sum e^s v + m o') / (sum e^s + m), the sums over the rows, where o' is what the
+        fast weights say and m the mass of the keys they hold, times a learned factor e^(x W + b)."""
         spill = self.overflow is not None
         o, log_rows, went, new = forms.rows(q, k, v, rows_of(state), t, self.rule.keeps, self.cache,
                                             self.sinks, spill, self.turn)
         if not spill:
             return o, new
-        said, mass, matrix = self.overflow.take(x, q, went, state, forms.recurrence)
-        log_matrix = mass.clamp(min=1e-30).log() + self.log_mass
+        said, mass, matrix = self.overflow.take(q, went, state, forms.recurrence)
+        log_matrix = mass.clamp(min=1e-30).log() + self.log_mass(x).mT[..., None]
         share = (log_rows - log_matrix).sigmoid()
         o = torch.lerp(said, o.to(said.dtype), share)
         return o.to(v.dtype), {**new, **matrix}
 
-    def take(self, x, q, went, state, form):
+    def take(self, q, went, state, form):
         """For rows that another layer let go, as fastweight.bounded returns them: write them, then read.
         Rules that erase are read as they are, the others as a mean: divided by what they would say if all
         values were 1. -> o (B, H, T, d), mass of the keys held (B, H, T, 1), or by value channel, and S, n"""
@@ -610,7 +612,7 @@ class FastWeights(nn.Module):
         k = self.phi(wide(went['k']), 'k')
         v = wide(went['v'])
         there = (went['pos'] >= 0).to(q.dtype)
-        gates = self.gates(x)
+        gates = self.gates(v.transpose(1, 2).flatten(2))        # as many channels as a layer's input
         gates['write'] = there * gates.get('write', 1)
         masses = gates
         if self.rule.erase:              # while no row has gone there is nothing to erase
@@ -1038,7 +1040,7 @@ def swapped(model, source, rule='', **changes):
     expected = new.state_dict()
     for name in {**state, **expected}:
         same = name in state and name in expected and state[name].shape == expected[name].shape
-        if not same and '.overflow.' not in name and not name.endswith('.log_mass'):
+        if not same and '.overflow.' not in name and '.log_mass.' not in name:
             flags = ' '.join(f'--{flag}={value}' for flag, value in changes.items())
             raise ValueError(f'{flags}: {source} has other weights than that, see {name}; leave out what '
                              'changes them')
