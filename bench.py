@@ -156,7 +156,7 @@ SUITES = {
                'entropy, nats', 'share of pairs in the order of q.k', 'linear', 'linear', name='form'),)),
     'convert': Suite(
         'init data seeds steps only',
-        {'seeds': 1, 'steps': 48, 'only': 'pure,hybrid,window'}, {'seeds': 3, 'steps': 1136},
+        {'seeds': 1, 'steps': 48, 'only': 'pure,hybrid,window'}, {'seeds': 3, 'steps': 240},
         (Panel('1,000 tokens', 'ours', 'what is recovered of the teacher', '1,000 tokens of training',
                'recovered, %', 'linear', 'linear', only=('part', 'tokens')),
          Panel('position', 'perplexity', 'beyond the rows it was trained on', 'position, up to',

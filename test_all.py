@@ -2056,9 +2056,9 @@ def test_convert_prepares_a_text_in_the_teachers_tokens(tokens, a_model, text, c
 
 @pytest.mark.parametrize('given, way, changes', [
     ('', {}, dict(rule='gla-beta')), ('--phi=t2r --lr=1e-4', dict(lr=1e-4), dict(rule='gla-beta', phi='t2r')),
-    ('--recipe=hybrid --cache=9', dict(learn='new', faster=1, lr=1e-3),
+    ('--recipe=hybrid --cache=9', dict(learn='mixer', faster=5, lr=1e-3),
      dict(rule='window', cache=9, overflow='gla-beta:hedgehog:4')),
-    ('--recipe=hybrid --overflow=', dict(learn='new', faster=1, lr=1e-3),
+    ('--recipe=hybrid --overflow=', dict(learn='mixer', faster=5, lr=1e-3),
      dict(rule='window', cache=64, overflow='')),
     ('--rule=delta --learn=new', dict(learn='new'), dict(rule='delta')),
     ('--layers=softmax,gla', {}, dict(rule='sum', layers='softmax,gla'))])
