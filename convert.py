@@ -31,6 +31,7 @@ import dataclasses
 import glob
 import json
 import math
+import operator
 import os
 import re
 import subprocess
@@ -113,7 +114,7 @@ HELP = '\n'.join([
     *(f'    {name:<12} {row}' for name, row in RECIPES.items())])
 TEACHER = '--rule=softmax --n_head=4 --steps=2500'      # what is trained where there is no teacher
 SCRATCH_LR = 4e-3                                       # of the student without the teacher's weights
-TEACHER_LR = 1e-3                                       # of the teacher that is trained on
+TEACHER_LRS = 1e-3, 1e-4                                # of the teacher that is trained on
 T2R_MAPS = ('t2r', 't2r-scaled')
 Student = subset('layers', 'phi', 'norm', 'out_norm', 'beta_max', 'cache', 'sinks', 'overflow',
                  rule=flag('sum', 'what softmax becomes', list(RULES)))
@@ -471,7 +472,7 @@ class Progress:
             open(os.path.join(self.args.out, 'log.jsonl'), 'w').close()
 
     def path(self, stage):
-        name = re.sub('[^a-z]+', '-', stage)
+        name = re.sub('[^a-z0-9]+', '-', stage)
         return os.path.join(self.args.out, f'stage-{name}.safetensors')
 
     def load(self, stage, model, opt):
@@ -518,8 +519,8 @@ class Progress:
         return steps * self.args.batch_size * self.data.T
 
     def compare(self, tuned):
-        """Beside what is recovered of the teacher as it came: of `tuned`, the line of the table for the one
-        that was trained on. A teacher who could still learn flatters its students."""
+        """Beside what is recovered of the teacher as it came: of `tuned`, the line of the table for one that
+        was trained on. A teacher who could still learn flatters its students."""
         for row in self.table:
             row['of the tuned'] = self.data.recovered(row, tuned)['recovered']
 
@@ -600,22 +601,24 @@ def sizes(student, teacher):
 
 
 def controls(teacher, config, data, progress, distilled):
-    """With as many steps as the student had in all, and on the same rows: the teacher, on the next token; and
-    a student of this config with neither the teacher's weights nor its distribution. distilled: the steps of
-    stage 1."""
+    """With as many steps as the student had in all, and on the same rows: the teacher, on the next token, at
+    each of two learning rates (where it has converged the larger one harms), the better of which students are
+    compared with; and a student of this config with neither the teacher's weights nor its distribution.
+    distilled: the steps of stage 1."""
     args = progress.args
     steps = distilled + args.steps
-    twin = copy.deepcopy(teacher)
-    stage = 'control: teacher'
-    finetune(stage, twin, data.batch, data.meta, steps, TEACHER_LR, progress, lora=args.lora)
-    progress.note(f'{stage} fine-tuned', twin, stage, steps)
-    tuned = progress.table[-1]
+    for lr in TEACHER_LRS:
+        twin = copy.deepcopy(teacher)
+        stage = f'control: teacher, {lr:g}'
+        finetune(stage, twin, data.batch, data.meta, steps, lr, progress, lora=args.lora)
+        progress.note(stage, twin, stage, steps)
+    tuned = progress.table[-len(TEACHER_LRS):]
     torch.manual_seed(args.seed)
     anew = GPT(config).to(data.device)
     stage = 'control: from scratch'
     finetune(stage, anew, data.batch, data.meta, steps, SCRATCH_LR, progress)
     progress.note('control: student from scratch', anew, stage, steps)
-    progress.compare(tuned)
+    progress.compare(min(tuned, key=operator.itemgetter('perplexity')))
 
 
 def report(found):
