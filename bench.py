@@ -1029,9 +1029,8 @@ def convert(args):
             controls = 'false'
     firsts = {form: runs[0] for form, runs in found.items()}    # of the first seed
     anew = next(iter(firsts))
-    *table, scratch = firsts[anew]['table']
-    taught = [row for row in table if row['model'].startswith('control: teacher')]
-    tuned = min(taught, key=operator.itemgetter('perplexity'))
+    tuned = firsts[anew]['tuned']
+    scratch = firsts[anew]['table'][-1]
     rows = [conversion_row(form, runs, tuned['recovered']) for form, runs in found.items()]
     for form, control in ('teacher trained on', tuned), (f'{anew}, from scratch', scratch):
         rows.append({**dict.fromkeys(rows[0]), 'form': form, **judged(control)})

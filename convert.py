@@ -604,7 +604,7 @@ def controls(teacher, config, data, progress, distilled):
     """With as many steps as the student had in all, and on the same rows: the teacher, on the next token, at
     each of two learning rates (where it has converged the larger one harms), the better of which students are
     compared with; and a student of this config with neither the teacher's weights nor its distribution.
-    distilled: the steps of stage 1."""
+    distilled: the steps of stage 1. -> the line of the table for the better teacher"""
     args = progress.args
     steps = distilled + args.steps
     for lr in TEACHER_LRS:
@@ -612,13 +612,14 @@ def controls(teacher, config, data, progress, distilled):
         stage = f'control: teacher, {lr:g}'
         finetune(stage, twin, data.batch, data.meta, steps, lr, progress, lora=args.lora)
         progress.note(stage, twin, stage, steps)
-    tuned = progress.table[-len(TEACHER_LRS):]
+    tuned = min(progress.table[-len(TEACHER_LRS):], key=operator.itemgetter('perplexity'))
     torch.manual_seed(args.seed)
     anew = GPT(config).to(data.device)
     stage = 'control: from scratch'
     finetune(stage, anew, data.batch, data.meta, steps, SCRATCH_LR, progress)
     progress.note('control: student from scratch', anew, stage, steps)
-    progress.compare(min(tuned, key=operator.itemgetter('perplexity')))
+    progress.compare(tuned)
+    return tuned
 
 
 def report(found):
@@ -757,11 +758,12 @@ def main(argv):
     if args.export:
         weights.to_folder(args.export, student.state_dict(), dataclasses.asdict(student.config), meta['data'])
     state = sizes(student, teacher)
+    tuned = None
     if args.controls and args.steps:
-        controls(teacher, plain, data, progress, distilled)
+        tuned = controls(teacher, plain, data, progress, distilled)
 
     found = {'args': dataclasses.asdict(args), 'config': dataclasses.asdict(student.config), 'distil': kind,
-             'table': progress.table, 'layers': layers, 'query': query, 'state': state}
+             'table': progress.table, 'tuned': tuned, 'layers': layers, 'query': query, 'state': state}
     report(found)
     forget(args.out)
     print(f'{args.out}/convert.json has these tables; python sample.py --init={args.out}/ckpt.safetensors')

@@ -1015,7 +1015,14 @@ def test_overflow_lies_between_fast_weights_and_softmax(rule, policy, phi):
     layer.cache = 3
     assert (layer(x, q, k, v)[0] - expected).abs().max() > 1e-3     # in between it is neither
     layer.log_mass.bias.data.fill_(-99)                         # what is learned may be that rows are all
-    near(layer(x, q, k, v)[0], fastweight.bounded(q, k, v, None, 0, policy, 3, 0, spill=True)[0], 1e-9)
+    rows_alone = fastweight.bounded(q, k, v, None, 0, policy, 3, 0, spill=True)[0]
+    near(layer(x, q, k, v)[0], rows_alone, 1e-9)
+    layer.log_mass.bias.data.fill_(0)                           # or for some queries only: those with a 1
+    layer.log_mass.weight.data[:, 0] = -99
+    x[..., 0] = torch.arange(9) % 2
+    found = layer(x, q, k, v)[0]
+    near(found[:, :, 1::2], rows_alone[:, :, 1::2], 1e-9)
+    assert (found - rows_alone).abs().max() > 1e-3
 
 def test_overflow_with_taylor_is_near_softmax_where_scores_are_small():
     """What a window forgets, the matrix remembers: the error falls to the cube of the scores."""
@@ -2019,6 +2026,7 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, capsys)
     names = [row['model'] for row in found['table']]
     assert names[:2] == ['teacher', 'swapped'] and names[-4] == 'fine-tuned' and names[-1].endswith('scratch')
     tuned = min(row['perplexity'] for row in found['table'][-3:-1])
+    assert found['tuned']['perplexity'] == tuned
     for row in found['table']:
         assert row['recovered'] == pytest.approx(found['table'][0]['perplexity'] / row['perplexity'])
         assert row['of the tuned'] == pytest.approx(tuned / row['perplexity'])
