@@ -982,8 +982,6 @@ def conversion(args, form, of_all, digest, steps, seed, controls='false'):
     if bare['recovered'] is None:
         raise ValueError('the softmax model knows no answer: there is nothing to recover')
     found |= judged(stages[-1])
-    for name in ('tokens', 'minutes'):
-        found[name] = sum(stage[name] for stage in stages)
     found['swapped'] = 100 * bare['recovered']
     found['stage 1'] = 100 * stages[0]['recovered'] if first else None
     return found

@@ -17,9 +17,9 @@ A model of the size of train.py's takes three to five minutes of one core. What 
     distil       stage 1 trains what is new, or the whole mixer; each layer imitates the teacher's on the
                  teacher's inputs
     fine-tune    stage 2 trains everything, or LoRA, to say what the teacher says, or the next token
-    fold         T2R's map, where it is a matrix after W_q and W_k, is multiplied into them
-    controls     the teacher with as much more training, and the student without the teacher's weights:
-                 without these two, nobody can tell what was recovered from what was learned anew
+    fold         (--fold) T2R's map, where it is a matrix after W_q and W_k, is multiplied into them
+    controls     the teacher with as much more training, at two learning rates, and the student without the
+                 teacher's weights: else nobody could tell what was recovered from what was learned anew
 
 A recipe is a row of flags (RECIPES); any flag that is given beside it wins. Both stages ask for batch(step)
 -> x, y alone, so they know neither texts nor tasks. Writes, into --out, ckpt.safetensors, log.jsonl and
@@ -83,9 +83,10 @@ class Args:
     data: str = flag('', 'text or task to recover with, if not the one the teacher was trained on')
     out: str = flag('out/convert', 'folder for checkpoint, table and log')
     distil: str = flag('auto', 'stage 1, layer by layer: match attention weights (ce), outputs (mse) or '
-                               'hidden states; auto: ce where there are weights',
+                               'hidden states; auto: ce where there are weights, else mse',
                        ['auto', 'ce', 'mse', 'hidden', 'none'])
-    learn: str = flag('new', 'in stage 1: parameters that are new, or all of the mixer', ['new', 'mixer'])
+    learn: str = flag('new', 'in stage 1: parameters that are new or, with --distil=hidden, all of the mixer',
+                      ['new', 'mixer'])
     begin: str = flag('teacher', 'gates remember as far as the teacher\'s heads look, and a matrix beside '
                                  'rows weighs what its keys do there; or gates cover 4 to 512 tokens',
                       ['teacher', 'spread'])
@@ -97,11 +98,13 @@ class Args:
     loss: str = flag('kl', 'of stage 2: the next token, or the divergence from the teacher', ['next', 'kl'])
     lora: int = flag(0, 'rank of LoRA on q, k, v and output in stage 2; 0: all weights', low=0)
     batch_size: int = flag(4, 'rows a step', low=1)
-    row: int = flag(0, 'tokens a row, if fewer than the teacher was trained on', low=0)
+    row: int = flag(0, 'tokens a row; 0: as many as the teacher was trained on, at most 1,024', low=0)
     eval_rows: int = flag(64, 'rows of validation data for every figure', low=1)
-    fold: bool = flag(False, 'with --phi=t2r: put phi into W_q and W_k at the end')
-    export: str = flag('', 'folder for weights and config.json, in the layout of the hub if it has one')
-    controls: bool = flag(True, 'also fine-tune the teacher as long, and train the student from scratch')
+    fold: bool = flag(False, 'with --phi=t2r, without rope: put phi into W_q and W_k at the end')
+    export: str = flag('', 'folder for weights, config.json, tokenizer.json: as GPT-2\'s or Llama\'s where '
+                           'all layers are softmax, else in names of ours, which sample.py reads, too')
+    controls: bool = flag(True, 'also fine-tune the teacher as long, and train the student from scratch: '
+                                'three more trainings')
     eval_every: int = flag(250, 'steps between evaluations, which also save, for --resume', low=1)
     resume: bool = flag(False, 'go on with the conversion that was stopped in --out')
     seed: int = flag(0, 'of new weights and data order', low=0, high=2 ** 32 - 1)
@@ -113,6 +116,7 @@ HELP = '\n'.join([
     __doc__, 'Recipes. Their flags replace the defaults below; with another --rule, those of training only:',
     *(f'    {name:<12} {row}' for name, row in RECIPES.items())])
 TEACHER = '--rule=softmax --n_head=4 --steps=2500'      # what is trained where there is no teacher
+LONG = 1024                                             # tokens a row without --row: some tensors are T x T
 SCRATCH_LR = 4e-3                                       # of the student without the teacher's weights
 TEACHER_LRS = 1e-3, 1e-4                                # of the teacher that is trained on
 T2R_MAPS = ('t2r', 't2r-scaled')
@@ -126,10 +130,19 @@ def swap(teacher, changes):
     -> the student, the names of its parameters that the teacher does not have. changes: flags of `Student`"""
     old = teacher.config
     kept = {'layers': '', 'pos': old.pos}
+    if old.keeps() != {'all'} and 'rule' in changes:    # what is no softmax stays as it is
+        layers = [changes['rule'] if RULES[rule].keeps else rule for rule in old.rules()]
+        kept['layers'] = ','.join(layers)
     if old.turns():                                     # W_q and W_k were learned with rope: it stays
         kept['pos'] = 'rope'
     student = GPT(dataclasses.replace(old, **(kept | changes)))
-    missing, extra = student.load_state_dict(teacher.state_dict(), strict=False, assign=True)
+    if student.config.rules() == old.rules():
+        raise ValueError(f'--rule={old.rule} --layers={old.layers}: nothing of the teacher would change')
+    try:
+        missing, extra = student.load_state_dict(teacher.state_dict(), strict=False, assign=True)
+    except RuntimeError as e:
+        why = ' '.join(str(e).split())[:200]
+        raise ValueError(f'the teacher\'s weights do not fit these rules and maps ({why})') from None
     if extra:
         raise ValueError(f'the teacher has {extra[0]}, which no rule of the student has room for')
     parameters = dict(student.named_parameters())
@@ -137,22 +150,32 @@ def swap(teacher, changes):
     return student, parameters.keys() & set(missing)
 
 
-def look_back(a, nearest):
-    """How far back heads look, by their attention weights a (B, H, T, T): of what goes to keys at least
-    `nearest` steps away, the share that goes no farther than 0, 1, ... T - 1 steps -> (H, T)"""
+def out_of_reach(memory):
+    """From which distance on a key is in the matrix: at once, or when the rows beside it have let it go."""
+    if memory.overflow is None:
+        return 0
+    return memory.cache - memory.sinks * (memory.rule.keeps == 'sink')
+
+
+def held(memory, T, device):
+    """Whether query t finds key s in the matrix -> (T, T)"""
+    t = torch.arange(T, device=device)
+    found = t[:, None] - t >= out_of_reach(memory)
+    if memory.rule.keeps == 'sink':
+        found = found & (t >= memory.sinks)
+    return found
+
+
+def look_back(a, found):
+    """How far back heads look, by their attention weights a (B, H, T, T): of what goes to the keys that are
+    found (T, T), the share that goes no farther than 0, 1, ... T - 1 steps -> (H, T)"""
     T = a.shape[-1]
     t = torch.arange(T, device=a.device)
     distance = (t[:, None] - t).clamp(min=0)
     share = a.new_zeros(a.shape[1], T)
-    share.index_add_(1, distance.flatten(), a.sum(0).flatten(1))
-    share[:, :nearest] = 0
+    share.index_add_(1, distance.flatten(), (a * found).sum(0).flatten(1))
     total = share.sum(1, keepdim=True).clamp(min=1e-30)
     return share.cumsum(1) / total
-
-
-def out_of_reach(memory):
-    """Of rows with overflow: from which distance on a key is in the matrix, whatever its position."""
-    return memory.cache - memory.sinks * (memory.rule.keeps == 'sink')
 
 
 @torch.no_grad()
@@ -164,23 +187,24 @@ def begin_as(teacher, student, x):
         memory = twin.mixer.memory
         if not layer[0].mixer.memory.rule.keeps:        # no softmax: what is here is the teacher's own
             continue
-        if memory.overflow is None:
-            remember(layer, memory.gates, 0)
-        elif out_of_reach(memory) < x.shape[1]:
-            remember(layer, memory.overflow.gates, out_of_reach(memory))
-            balance(layer, memory, student.forms)
+        if out_of_reach(memory) < x.shape[1]:
+            remember(layer, memory)
+            if memory.overflow is not None:
+                balance(layer, memory, student.forms)
 
 
-def remember(layer, gates, nearest):
+def remember(layer, memory):
     """Gates begin with the memory of the head they stand in for: of its n channels, channel i remembers tau_i
-    steps, and (i + 1/2) / n of the attention that goes `nearest` steps back or more goes no farther. At first
-    that is so for every token: W, by which gates depend on their token, begins as 0. What a window lets go is
-    remembered from then on. layer: what GPT.through yields of the teacher."""
+    steps, so that (i + 1/2) / n of the attention to what the matrix holds goes no farther back than that. At
+    first it is so for every token: W, by which gates depend on their token, begins as 0. What a window lets
+    go is remembered from then on. layer: what GPT.through yields of the teacher."""
     block, _, u, q, k, _, _ = layer
+    gates = (memory.overflow or memory).gates
     biases = [name for name in ('bias_f', 'bias_z') if hasattr(gates, name)]
     if not biases:
         return
-    shares = look_back(block.mixer.weights(u, q, k), nearest)
+    nearest = out_of_reach(memory)
+    shares = look_back(block.mixer.weights(u, q, k), held(memory, q.shape[2], q.device))
     for name in biases:
         bias = getattr(gates, name)                     # (H, 1, n)
         n = bias.shape[-1]
@@ -195,10 +219,7 @@ def balance(layer, memory, forms):
     log_mass, by head, becomes the mean of log sum_s e^(q.k_s / sqrt(d)) over the keys that are out of reach,
     less the log of the mass that the matrix finds there itself. layer: as for `remember`."""
     _, _, _, q, k, v, _ = layer
-    t = torch.arange(q.shape[2], device=q.device)
-    far = t[:, None] - t >= out_of_reach(memory)
-    if memory.rule.keeps == 'sink':
-        far = far & (t >= memory.sinks)
+    far = held(memory, q.shape[2], q.device)
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~far, -math.inf)
     wanted = scores.logsumexp(-1, keepdim=True)         # (B, H, T, 1)
     _, _, went, _ = forms.rows(q, k, v, None, 0, memory.rule.keeps, memory.cache, memory.sinks, True,
@@ -410,7 +431,10 @@ class Data:
         self.args = args
         self.device = device
         longest = teacher.config.block_size
-        T = min(args.row or longest, longest)
+        if args.row > longest:
+            raise ValueError(f'--row={args.row}: the teacher was trained on rows of {longest}; give at most '
+                             'that')
+        T = args.row or min(longest, LONG)
         self.train, self.val, self.meta, self.name = prepare.for_model(args.from_, meta, args.data, T)
         self.task = 'row' in self.meta
         self.T = self.meta.get('row', T)                # a task's rows have their own length
@@ -467,6 +491,8 @@ class Progress:
     def start(self):
         """The folder; without --resume also an empty log, and nothing of an earlier conversion."""
         os.makedirs(self.args.out, exist_ok=True)
+        if self.args.export:                            # what cannot be written is known now, not at the end
+            os.makedirs(self.args.export, exist_ok=True)
         if not self.args.resume:
             forget(self.args.out)
             open(os.path.join(self.args.out, 'log.jsonl'), 'w').close()
@@ -498,15 +524,15 @@ class Progress:
         with open(os.path.join(self.args.out, 'log.jsonl'), 'a') as f:
             f.write(json.dumps(line) + '\n')
 
-    def note(self, name, model, stage='', steps=0):
-        """A line of the table, printed at once: how good the model is after these steps of a stage."""
+    def note(self, name, model, *stages, steps=0):
+        """A line of the table, printed at once: how good a model is after these stages, and steps in all."""
         row = {'model': name, **self.data.score(model)}
         base = row                                      # the teacher comes first
         if self.table:
             base = self.table[0]
         row |= self.data.recovered(row, base)
         row['tokens'] = self.tokens(steps)
-        row['minutes'] = round(self.seconds.get(stage, 0) / 60, 2)
+        row['minutes'] = round(sum(self.seconds[stage] for stage in stages) / 60, 2)
         self.table.append(row)
         if self.data.task:
             print(f'{name}: accuracy {row["accuracy"]:.1%}', flush=True)
@@ -611,13 +637,13 @@ def controls(teacher, config, data, progress, distilled):
         twin = copy.deepcopy(teacher)
         stage = f'control: teacher, {lr:g}'
         finetune(stage, twin, data.batch, data.meta, steps, lr, progress, lora=args.lora)
-        progress.note(stage, twin, stage, steps)
-    tuned = min(progress.table[-len(TEACHER_LRS):], key=operator.itemgetter('perplexity'))
+        progress.note(stage, twin, stage, steps=steps)
+    tuned = max(progress.table[-len(TEACHER_LRS):], key=lambda row: row['recovered'] or 0)
     torch.manual_seed(args.seed)
     anew = GPT(config).to(data.device)
     stage = 'control: from scratch'
     finetune(stage, anew, data.batch, data.meta, steps, SCRATCH_LR, progress)
-    progress.note('control: student from scratch', anew, stage, steps)
+    progress.note('control: student from scratch', anew, stage, steps=steps)
     progress.compare(tuned)
     return tuned
 
@@ -658,7 +684,9 @@ def settings(argv):
         return resumed(given, changes)
     recipe = RECIPES[given.get('recipe', Args.recipe)]
     way, kind = parse(recipe.split(), HELP, Args, Student)
-    if {'rule', 'layers'} & changes.keys():             # another rule comes with its own map and norm
+    rule = changes.get('rule', kind['rule'])
+    alike = rule == kind['rule'] or {rule, kind['rule']} == {'window', 'sink'}
+    if 'layers' in changes or not alike:                # another rule comes with its own map, norm, rows
         kind = {'rule': Student.rule}
     return Args(**{'from_': '', **way, **given}), {**kind, **changes}
 
@@ -672,7 +700,7 @@ def resumed(given, changes):
     kept = weights.read(files[0])[1]
     known = kept['args'] | kept['changes'] | {'resume': True}
     for name, value in (given | changes).items():
-        if known.get(name) != value and name not in ('out', 'device'):
+        if known.get(name) != value and name not in ('out', 'device', 'export'):
             raise ValueError(f'--{name.strip("_")}={value}: the run began with {known.get(name)!r}; drop the '
                              'flag, or --resume')
     return Args(**(kept['args'] | given)), kept['changes']
@@ -694,6 +722,25 @@ def fastest(model, data):
     return min(times, key=times.get, default=torch.get_num_threads())
 
 
+def refuse_own(args):
+    """ValueError where what is written would overwrite the teacher."""
+    source = args.from_
+    if os.path.isfile(source):
+        source = os.path.dirname(os.path.abspath(source))
+    for name, folder in ('out', args.out), ('export', args.export):
+        if folder and os.path.realpath(folder) == os.path.realpath(source):
+            raise ValueError(f'--{name}={folder}: there lies the teacher; take another folder')
+
+
+def refuse_idle(student, T):
+    """ValueError where rows of T tokens never leave what is kept of them: a matrix beside would get none."""
+    for block in student.blocks:
+        memory = block.mixer.memory
+        if memory.overflow is not None and out_of_reach(memory) >= T:
+            raise ValueError(f'--overflow={student.config.overflow}: rows of {T} tokens never leave the '
+                             f'{memory.cache} that are kept; take a smaller --cache, or a longer --row')
+
+
 @script
 def main(argv):
     args, changes = settings(argv)
@@ -705,13 +752,15 @@ def main(argv):
     teacher, meta = load(args.from_, device, args.revision)
     teacher.eval()
     can_teach(teacher.config, args.from_)
+    refuse_own(args)
     data = Data(args, teacher, meta, device)
     torch.manual_seed(args.seed)
     student, new = swap(teacher, changes)
+    refuse_idle(student, data.T)
     if args.begin == 'teacher':
         begin_as(teacher, student, data.batch(0)[0])
     if args.lr is None:
-        args.lr = 0.25 / student.config.n_embd          # 5e-3 is best at a width of 64, 1e-3 at 192
+        args.lr = 0.25 / student.config.n_embd          # 5e-3 is good at a width of 64, 1e-3 at 192
     if args.fold:
         can_fold(student)
     kind = what_to_match(args.distil, student, new)
@@ -733,13 +782,15 @@ def main(argv):
     layers, query = look('swapped', teacher, student, first_row)
     student = copy.deepcopy(student)                    # until here its weights were the teacher's
 
+    done = []                                           # stages
     distilled = 0                                       # steps of stage 1
     if kind != 'none':
         distilled = args.distil_steps
     if distilled:
         names = learners(student, new, args.learn)
         distil(teacher, student, names, kind, data.batch, distilled, args.distil_lr, progress)
-        progress.note(f'distilled ({kind})', student, f'distil ({kind})', distilled)
+        done.append(f'distil ({kind})')
+        progress.note(f'distilled ({kind})', student, *done, steps=distilled)
         again, seen = look('distilled', teacher, student, first_row)
         layers += again
         query |= seen
@@ -749,7 +800,8 @@ def main(argv):
             guide = teacher
         batch = data.after(distilled)
         finetune('fine-tune', student, batch, data.meta, args.steps, args.lr, progress, guide, args.lora, new)
-        progress.note('fine-tuned', student, 'fine-tune', args.steps)
+        done.append('fine-tune')
+        progress.note('fine-tuned', student, *done, steps=distilled + args.steps)
     plain = student.config
     if args.fold:
         student = fold(student)

@@ -163,7 +163,10 @@ def script(main):
             main(argv)
             return 0
         except (ValueError, OSError) as e:
-            print('error:', ' '.join(str(e).split()), file=sys.stderr)
+            said = ' '.join(str(e).split())
+            if isinstance(e, OSError) and e.filename:
+                said = f'{e.filename}: {e.strerror}'
+            print('error:', said, file=sys.stderr)
             return 2
         except ModuleNotFoundError as e:
             print(f'error: {e}: pip install -r requirements.txt brings it', file=sys.stderr)
@@ -520,7 +523,10 @@ class FastWeights(nn.Module):
         self.overflow = None
         if overflow:
             name, _, spec = overflow.partition(':')
-            self.overflow = FastWeights(name, n_embd, n_head, head_dim, spec or 'favor')
+            try:
+                self.overflow = FastWeights(name, n_embd, n_head, head_dim, spec or 'favor')
+            except ValueError as e:
+                raise ValueError(f'--overflow={overflow}: {e}') from None
             if not self.overflow.phi.like_softmax:
                 raise ValueError(f'--overflow={overflow}: rows and matrix share a denominator, so the map '
                                  'must stand for exp(q.k / sqrt(d)), as favor, hedgehog and taylor do')
@@ -529,7 +535,7 @@ class FastWeights(nn.Module):
             nn.init.zeros_(self.log_mass.bias)
         if self.rule.keeps and (phi or norm):
             raise ValueError(f'--rule={rule} has its own kernel and normaliser: leave out --phi={phi} '
-                             f'--norm={norm}')
+                             f'--norm={norm} (a matrix beside rows has its map from --overflow)')
         self.norm = norm or self.rule.norm
         if self.norm not in NORMALISERS:
             raise ValueError(f'--norm={norm}: no such normaliser; choose from {", ".join(NORMALISERS)}')
@@ -980,6 +986,9 @@ def hollow(config):
 
 def folder_of(source, revision):
     """The folder itself, or the one into which a model was fetched from the hub."""
+    ours = os.path.join(source, 'ckpt.safetensors')
+    if os.path.exists(ours) and not os.path.exists(os.path.join(source, 'config.json')):
+        raise ValueError(f'{source}: a folder of train.py or convert.py; give the file, {ours}')
     if os.path.isdir(source):
         return source
     if os.path.splitext(source)[1] in ('.bin', '.pt', '.pth', '.ckpt'):

@@ -2031,7 +2031,7 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, capsys)
         assert row['recovered'] == pytest.approx(found['table'][0]['perplexity'] / row['perplexity'])
         assert row['of the tuned'] == pytest.approx(tuned / row['perplexity'])
     *student, first, second, anew = [row['tokens'] for row in found['table']]
-    assert sum(student) == first == second == anew
+    assert student[-1] == first == second == anew and student == sorted(student)
     assert len(written(capsys, f'--init={tmp_path}/ckpt.safetensors', '--tokens=9')[1]) > 9
     if found['distil'] == 'ce':
         assert found['layers'] and all(row['KL to teacher'] > 0 for row in found['layers'])
@@ -2070,6 +2070,10 @@ def test_convert_prepares_a_text_in_the_teachers_tokens(tokens, a_model, text, c
     ('--recipe=hybrid --overflow=', dict(learn='mixer', faster=5, lr=1e-3),
      dict(rule='window', cache=64, overflow='')),
     ('--rule=delta --learn=new', dict(learn='new'), dict(rule='delta')),
+    ('--recipe=hybrid --rule=window --cache=9', dict(learn='mixer', faster=5, lr=1e-3),
+     dict(rule='window', cache=9, overflow='gla-beta:hedgehog:4')),
+    ('--recipe=hybrid --rule=sink', dict(learn='mixer', faster=5, lr=1e-3),
+     dict(rule='sink', cache=64, overflow='gla-beta:hedgehog:4')),
     ('--layers=softmax,gla', {}, dict(rule='sum', layers='softmax,gla'))])
 def test_flags_beside_a_recipe_win_and_another_rule_keeps_its_way_of_training(given, way, changes):
     args, found = convert.settings(given.split())
@@ -2078,12 +2082,16 @@ def test_flags_beside_a_recipe_win_and_another_rule_keeps_its_way_of_training(gi
 
 @pytest.mark.parametrize('changes, memory', [
     (dict(rule='gla', phi='hedgehog'), 6), (dict(rule='decay'), 6), (dict(rule='gated_delta'), 6),
-    (dict(rule='window', cache=3, overflow='gla:hedgehog'), 3)])
+    (dict(rule='window', cache=3, overflow='gla:hedgehog'), 3),
+    (dict(rule='sink', cache=4, sinks=1, overflow='gla:hedgehog'), 3)])
 def test_gates_begin_with_the_memory_of_their_heads(changes, memory, a_model, monkeypatch):
-    """Heads look 5 steps back: f^5 is there after 6 steps; of a window with 3 rows only 3 are left."""
+    """Heads look 5 steps back: f^5 is there after 6 steps; of a window with 3 rows only 3 are left, also if
+    other rows stay for good."""
     teacher, x = load(a_model('--rule=softmax'))[0], torch.randint(256, (2, 16))
     far = torch.zeros(16, 16)
     far[5:, :-5] = torch.eye(11)
+    if 'sinks' in changes:                      # rows that stay are not what gates must remember
+        far[:, 0] = 9
     monkeypatch.setattr(model_py.Mixer, 'weights', lambda *_: far.expand(2, 2, 16, 16))
     student, new = convert.swap(teacher, changes)
     before = student.state_dict()[next(name for name in new if 'bias_f' in name)].clone()
@@ -2218,7 +2226,13 @@ def test_conversion_refuses(a_model, teacher, characters, tmp_path, capsys):
     (tmp_path / 'no').touch()
     run = f'--from={teacher}', f'--out={tmp_path}/yes', '--steps=0', '--distil_steps=0', '--eval_rows=1'
     assert 'File exists' in refused(capsys, convert.main, *run, f'--export={tmp_path / "no"}')
-    assert load(tmp_path / 'yes' / 'ckpt.safetensors')                 # what was trained is not lost
+    assert os.listdir(tmp_path / 'yes') == []                          # said before anything is trained
+    own = f'--out={Path(teacher).parent}'
+    assert 'there lies the teacher' in refused(capsys, convert.main, f'--from={teacher}', own)
+    assert 'would change' in err(f'--from={teacher}', '--rule=softmax')
+    assert 'never leave' in err(f'--from={teacher}', '--recipe=hybrid', '--cache=16')
+    assert 'rows of 16' in err(f'--from={teacher}', '--row=17')
+    assert 'give the file' in err(f'--from={Path(teacher).parent}')
 
 @pytest.mark.parametrize('part, change, taken', [
     ('config', {}, True), ('config', dict(layers='softmax,window'), False), ('data', dict(row=9), False)])
@@ -2287,11 +2301,27 @@ def test_a_llama_reads_and_writes_text_by_its_tokenizer_json(kind, tmp_path, cap
     assert prepare.same_tokens(load(tmp_path / 'again')[1]['data'], data)
 
 def test_a_model_without_a_hub_layout_is_exported_in_our_names(teacher, tmp_path):
-    model = convert.swap(load(teacher)[0], dict(rule='sum', phi='hedgehog'))[0]
-    files.to_folder(tmp_path, model.state_dict(), dataclasses.asdict(model.config), {})
-    found = load_file(tmp_path / 'model.safetensors')
-    close(found, dict(model.state_dict()), 0)
-    assert json.loads((tmp_path / 'config.json').read_text())['rule'] == 'sum'
+    """And is read from there."""
+    model, meta = load(teacher)
+    model = convert.swap(model, dict(rule='sum', phi='hedgehog'))[0]
+    files.to_folder(tmp_path, model.state_dict(), dataclasses.asdict(model.config), meta['data'])
+    again, meta_again = load(tmp_path)
+    close(dict(again.state_dict()), dict(model.state_dict()), 0)
+    assert again.config == model.config and prepare.same_tokens(meta_again['data'], meta['data'])
+
+def test_of_a_mixed_teacher_softmax_alone_is_swapped(a_model):
+    model = load(a_model('--layers=delta,softmax'))[0]
+    student, new = convert.swap(model, dict(rule='gla-beta'))
+    assert student.config.rules() == ['delta', 'gla-beta'] and all('blocks.1' in name for name in new)
+    with pytest.raises(ValueError, match='do not fit'):
+        convert.swap(model, dict(layers='gla-beta,gla-beta'))
+
+def test_as_many_tokens_as_gpt2_need_not_be_gpt2s(tmp_path):
+    assert files.tokenizer_of(tmp_path, 50257) == dict(tokenizer='gpt2')
+    words = {f'w{i}': i for i in range(50257)}
+    model = dict(type='WordLevel', vocab=words, unk_token='w0')
+    (tmp_path / 'tokenizer.json').write_text(json.dumps(dict(model=model)))
+    assert files.tokenizer_of(tmp_path, 50257)['tokenizer'] == 'json'
 
 def test_hub_weights_that_do_not_fit_are_refused(tmp_path, capsys):
     def err(config=None, drop=None, wrong=None):

@@ -91,6 +91,7 @@ class Family(NamedTuple):
     says: dict          # entries of config.json that are
 
 
+OURS = 'nanofwp'        # model_type of a folder in names of ours, with a Config in its config.json
 FAMILIES = {
     'gpt2': Family(
         prefix='transformer.', layer='h.*.', turned=True,
@@ -172,6 +173,8 @@ def their_config(path, name):
     ValueError if it is broken, or tells of what this project cannot compute exactly."""
     try:
         raw = json.loads(prepare.read(path))
+        if isinstance(raw, dict) and raw.get('model_type') == OURS:
+            return raw.pop('model_type'), raw
         problem = foreign(raw)
         if problem:
             raise ValueError(f'{problem}; known are GPT-2 and Llama as they were published')
@@ -246,7 +249,8 @@ def from_folder(folder, source):
     Config), data (what a checkpoint says of the tokens, by tokenizer.json). Every tensor is read once and its
     shape compared. source: what messages call the model. ValueError for what is missing, broken or does not
     fit; without a tokenizer.json tokens are but numbers."""
-    kind, config = their_config(os.path.join(folder, 'config.json'), os.path.join(folder, 'config.json'))
+    path = os.path.join(folder, 'config.json')
+    kind, config = their_config(path, path)
     where = {}
     for file in sorted(os.listdir(folder)):
         if file.endswith('.safetensors'):
@@ -254,6 +258,12 @@ def from_folder(folder, source):
             where.update(dict.fromkeys(names_in(path, path), path))
     if not where:
         raise ValueError(f'{folder}: no model.safetensors; pickled weights (.bin, .pt) are not read')
+    if kind == OURS:
+        data = config.pop('data', {'tokenizer': 'ids', 'vocab_size': config.get('vocab_size')})
+        if os.path.exists(os.path.join(folder, TOKENIZER)):
+            data['json'] = prepare.read(os.path.join(folder, TOKENIZER)).decode()
+        return {name: tensor(where, name, None, source) for name in where}, config, {**data, 'name': source}
+    data = {'name': source, 'vocab_size': config['vocab_size'], **tokenizer_of(folder, config['vocab_size'])}
     family = FAMILIES[kind]
     prefix = family.prefix
     if not any(name.startswith(prefix) for name in where):
@@ -267,7 +277,6 @@ def from_folder(folder, source):
         if turned:
             x = x.mT
         tensors[name] = x.float().contiguous()
-    data = {'name': source, 'vocab_size': config['vocab_size'], **tokenizer_of(folder, config['vocab_size'])}
     return tensors, config, data
 
 
@@ -275,9 +284,10 @@ def tokenizer_of(folder, vocab):
     """What data says of the tokens of a model with so many. ValueError for a tokenizer.json of other tokens;
     as vocabularies are rounded up, a tenth of them need not be there."""
     path = os.path.join(folder, TOKENIZER)
-    if vocab == 50257:
+    there = os.path.exists(path)
+    if vocab == 50257 and (not there or is_gpt2(path)):
         return {'tokenizer': 'gpt2'}
-    if not os.path.exists(path):
+    if not there:
         return {'tokenizer': 'ids', 'missing': path}
     prepare.package()                                       # not here: the file is not to blame
     try:
@@ -291,6 +301,16 @@ def tokenizer_of(folder, vocab):
     return {'tokenizer': 'json', 'json': text}
 
 
+def is_gpt2(path):
+    """Whether a tokenizer.json has GPT-2's tokens, in its order: these tiktoken reads, which is faster."""
+    try:
+        ids = json.loads(prepare.read(path))['model']['vocab']
+        tokens = sorted(ids, key=ids.get)[:50256]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return False                                        # what is broken is told of where it is used
+    return prepare.short_hash('\n'.join(tokens).encode()) == '3a1f1c01'
+
+
 def names_in(path, name):
     """The names of the tensors in a safetensors file; name: what a message calls it."""
     try:
@@ -301,22 +321,23 @@ def names_in(path, name):
 
 
 def tensor(where, name, shape, source):
-    """One tensor of a name of theirs. A private map of the file, opened anew for each: what is only copied
-    from (to be turned, joined or made fp32) does not stay in memory."""
+    """One tensor of a file, of this shape (None: any). A private map of it, opened anew for each: what is
+    only copied from (to be turned, joined or made fp32) does not stay in memory."""
     if name not in where:
         raise ValueError(f'{source}: tensor {name} is missing')
     with safe_open(where[name], 'pt') as f:
         x = f.get_tensor(name)
-    if x.shape != shape:
+    if shape is not None and x.shape != shape:
         raise ValueError(f'{source}: {name} has shape {tuple(x.shape)}, expected {shape}')
     return x
 
 
 def to_folder(folder, tensors, config, data):
     """Tensors in our names -> model.safetensors and config.json: as the hub keeps GPT-2 or Llama, if that is
-    what they are (softmax in every layer); else in our own names, and with our config. And tokenizer.json, if
-    data, what a checkpoint says of the tokens, has it."""
-    raw = {'model_type': 'nanofwp', **config}
+    what they are (softmax in every layer); else in our own names, with our config and data, what a checkpoint
+    says of the tokens. And tokenizer.json, if data has it."""
+    of_tokens = {key: data[key] for key in ('tokenizer', 'vocab_size', 'chars') if key in data}
+    raw = {'model_type': OURS, 'data': of_tokens, **config}
     kind = family_of(config)
     if kind:
         family = FAMILIES[kind]
