@@ -2,7 +2,7 @@
 
     python convert.py                       --recipe=pure: a matrix a head; of out/ckpt.safetensors, or of a
                                             model that is trained first
-    python convert.py --recipe=hybrid       and 64 exact rows beside it (LoLCATs, Zhang 2024)
+    python convert.py --recipe=hybrid       and 64 exact rows beside it (LoLCATs, arXiv:2410.10254)
     python convert.py --recipe=hedgehog     as in Zhang 2024; t2r: Kasai 2021; decay: Mao 2022
     python convert.py --from=gpt2 --data=wikitext2          weights from the hub, GPT-2 or Llama
     python convert.py --from=FOLDER --data=my.txt           a text of your own, in the teacher's tokens
@@ -31,7 +31,6 @@ import dataclasses
 import glob
 import json
 import math
-import operator
 import os
 import re
 import subprocess
@@ -741,6 +740,14 @@ def refuse_idle(student, T):
                              f'{memory.cache} that are kept; take a smaller --cache, or a longer --row')
 
 
+def opening(args, data, student, new):
+    """Say what is converted, and what `new` it has."""
+    counts = {name: p.numel() for name, p in student.named_parameters()}
+    print(f'{args.from_} -> {",".join(student.config.rules())}; {data.name}, rows of {data.T}; '
+          f'{args.threads} threads; of {sum(counts.values()):,} parameters '
+          f'{sum(counts[name] for name in new):,} are new')
+
+
 @script
 def main(argv):
     args, changes = settings(argv)
@@ -772,10 +779,7 @@ def main(argv):
     about = {'args': dataclasses.asdict(args), 'changes': changes, 'made_from': made_from}
     progress = Progress(args, data, about)
     progress.start()
-    counts = {name: p.numel() for name, p in student.named_parameters()}
-    print(f'{args.from_} -> {",".join(student.config.rules())}; {data.name}, rows of {data.T}; '
-          f'{args.threads} threads; of {sum(counts.values()):,} parameters '
-          f'{sum(counts[n] for n in new):,} are new')
+    opening(args, data, student, new)
     first_row, _ = rows(data.val, data.begin[:1], data.T, data.meta, device)
     progress.note('teacher', teacher)
     progress.note('swapped', student)

@@ -37,6 +37,7 @@ log_f         (B, H, T, K|1)  log decay along the keys, <= 0  log of sigma(f_key
 log_z         (B, H, T, V|1)  log decay along the values      log sigma(f) (Mao)
 o             (B, H, T, V)    what is read                    y
 u             (B, H, T, V)    pseudo-value: what S receives   beta (v - v_bar) (Schlag)
+K|1, V|1: a number for each channel, or one for all of a head.
 
 Sources: Katharopoulos 2020 (arXiv:2006.16236), Peng 2021 RFA (2103.02143), Schlag 2021 (2102.11174), Kasai
 2021 T2R (2103.13076), Choromanski 2021 FAVOR+ (2009.14794), Mao 2022 (2210.04243), Zhang 2024 Hedgehog
@@ -76,7 +77,7 @@ def gate(x, v, neutral):
 def start(q, k, v, write, erase, log_f, log_z, S, normalise):
     """What comes first: fp32 (fp64 stays), absent gates made neutral, log-decays clamped, S_0 = 0.
     normalise: a value channel that is always 1 makes the last row of S the sum n of the keys, weighted and
-    decayed as their values are.  ->  q, k, v, w, e (B, H, T, 1), log_f, log_z (B, H, T, .), S"""
+    decayed as their values are.  ->  q, k, v; w, e (B, H, T, 1); log_f, log_z (B, H, T, .); S"""
     if normalise:
         refuse(erase, log_z)
         v = F.pad(v, (0, 1), value=1.0)
@@ -147,11 +148,12 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
 #        y = exp(a - m) Q        x = exp(m - a) K        S_m = exp(m) S, the state as the middle sees it
 #        A = tril(y x^T)         O = A V + y S_m^T       S' = exp(a_C - m) (S_m + V^T x)
 # 3. a decay a channel, on both sides. For the keys the factors become vectors, and nothing else changes. The
-#    values get factors of the same kind, c the running sum of log z, n its value at the middle:
-#        U = exp(n - c) V        O = exp(c - n) (A U + y S_m^T)                  the rows of S_m, S' alike
+#    values get factors of the same kind, c the running sum of log z, c_m its value at the middle:
+#        U = exp(c_m - c) V      O = exp(c - c_m) (A U + y S_m^T)                the rows of S_m, S' alike
 # 4. delta. Step t writes u_t = w_t v_t - e_t (what k_t finds); k_t finds what S and the u_s before it gave.
 #    With r = exp(a - m) K, the keys where they read, and L = e tril(r x^T, -1), that is a linear system:
-#        (I + L) U = exp(n - c) w V - e r S_m^T          exp(c - n) of reading has met exp(n - c) of writing
+#        (I + L) U = exp(c_m - c) w V - e r S_m^T
+#    What k_t finds gets exp(c - c_m) as it is read and exp(c_m - c) as it is written: they cancel.
 #    L is strictly lower triangular: solved from the first row to the last.
 #
 # Why has a decaying chunk 16 steps here and 32 in kernels.py? At -5 a step, 8 steps from the middle, a factor
@@ -279,7 +281,7 @@ def bounded_step(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=Non
     worst = worth == worth.amin(-1, keepdim=True)
     gone = torch.where(worst, rows['pos'], t + 1).argmin(-1, keepdim=True)
     place = torch.arange(cache + 1, device=q.device)
-    if spill:
+    if spill:                                                       # above, only to know what they are worth
         stays = real & (place != gone)
         o, a, log_mass = attend(q, rows, stays[:, :, None], turn)
         total = rows['total'] + a[:, :, 0]
@@ -291,7 +293,8 @@ def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
     """Softmax attention that keeps at most `cache` rows, by one of POLICIES: the definition, step by step.
     q, k, v (B, H, T, d)   t position of the first   sinks < cache: how many first rows `sink` never lets go
     rows None or what was returned: k, v (B, H, cache, d), pos, total (B, H, cache), pos -1 where empty
-    spill: the row goes before the step reads, for where it is written elsewhere and must not count twice
+    spill: the row goes before the step reads, as it is then in a matrix and must not count twice: rows and
+    matrix are read as one, a mean of both by their denominators (FastWeights.keep_rows in model.py)
     turn(x, pos): rope, for keys that come without it and are turned by `compressed` positions
     ->  o (B, H, T, d), log of the denominators (B, H, T, 1), what went at each step as T rows, rows"""
     if rows is None:
@@ -423,7 +426,8 @@ class Hedgehog(FeatureMap):
     exp      [e^(y - max y), e^(min y - y)]: cannot overflow either, but keys lose their size beside others
     paper    e^(W x + b), the paper's equation 3, d features
     listing  [e^y, e^-y], y = W x + b, with W and b of q's own and of k's own: the appendix's listing
-    4        softmax [y, -y], W (H, 4d, d): at first the identity and 3 random rotations, twice as large"""
+    4        softmax [y, -y], one over all 8d features, W (H, 4d, d): at first the identity and 3 random
+             rotations, twice as large"""
     like_softmax = True
 
     def __init__(self, n_head, head_dim, form=None):
