@@ -2065,14 +2065,14 @@ def test_convert_prepares_a_text_in_the_teachers_tokens(tokens, a_model, text, c
 
 @pytest.mark.parametrize('given, way, changes', [
     ('', {}, dict(rule='gla-beta')), ('--phi=t2r --lr=1e-4', dict(lr=1e-4), dict(rule='gla-beta', phi='t2r')),
-    ('--recipe=hybrid --cache=9', dict(learn='mixer', faster=5, lr=1e-3),
+    ('--recipe=hybrid --cache=9', dict(learn='new', faster=5, lr=2e-4),
      dict(rule='window', cache=9, overflow='gla-beta:hedgehog:4')),
-    ('--recipe=hybrid --overflow=', dict(learn='mixer', faster=5, lr=1e-3),
+    ('--recipe=hybrid --overflow=', dict(learn='new', faster=5, lr=2e-4),
      dict(rule='window', cache=64, overflow='')),
     ('--rule=delta --learn=new', dict(learn='new'), dict(rule='delta')),
-    ('--recipe=hybrid --rule=window --cache=9', dict(learn='mixer', faster=5, lr=1e-3),
+    ('--recipe=hybrid --rule=window --cache=9', dict(learn='new', faster=5, lr=2e-4),
      dict(rule='window', cache=9, overflow='gla-beta:hedgehog:4')),
-    ('--recipe=hybrid --rule=sink', dict(learn='mixer', faster=5, lr=1e-3),
+    ('--recipe=hybrid --rule=sink', dict(learn='new', faster=5, lr=2e-4),
      dict(rule='sink', cache=64, overflow='gla-beta:hedgehog:4')),
     ('--layers=softmax,gla', {}, dict(rule='sum', layers='softmax,gla'))])
 def test_flags_beside_a_recipe_win_and_another_rule_keeps_its_way_of_training(given, way, changes):
