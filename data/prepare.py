@@ -5,23 +5,31 @@
     python data/prepare.py wikitext2 --tokenizer=byte    # also --url=MIRROR and --file=LOCAL_COPY
     python data/prepare.py notes.txt --tokenizer=char    # any UTF-8 text of your own
     python data/prepare.py novels.txt --tokenizer=bpe:4096      # 4,096 subwords, learned from it
+    python data/prepare.py listops --length=2048         # longer rows: train.py --data=listops-2048
+    python data/prepare.py mnist --patch=7               # squares of 7 x 7 pixels: --data=mnist-patch7
+    python data/prepare.py mine.tsv                      # lines of your own: a label from 0, a tab, a text
 
 train.py needs none of these: `load(name)` prepares what is not there yet. The format:
 
     {train,val}.bin   flat array of token ids, uint8, uint16 or uint32, no header
     meta.json         name, dtype, vocab_size, tokenizer: byte, char (table: chars), gpt2, bpe:N or json (of a
-                      model of the hub), both with the text of a tokenizer.json: json, or ids (numbers that
-                      stand for no text here); of train and val: tokens, sha256 of the .bin, and, of a text,
-                      bytes in UTF-8 (for bits per byte)
+                      model of the hub), both with the text of a tokenizer.json: json, words (between blanks;
+                      table: chars), or ids (numbers that stand for no text here); of train and val: tokens,
+                      sha256 of the .bin, and, of a text, bytes in UTF-8 (for bits per byte)
 
-A generated task has row and ignore in its meta, too: the file is rows of 2 * row tokens, the inputs, then the
-targets. target[t] is what to predict after reading inputs[..t], so nothing is shifted; a target equal to
-ignore (= vocab_size) does not count in the loss. A task may also have
+A task (data/tasks.py: generated, pictures, labelled texts) has row and ignore in its meta, too: the file is
+rows of 2 * row tokens, the inputs, then the targets. target[t] is what to predict after reading inputs[..t],
+so nothing is shifted; a target equal to ignore (= vocab_size) does not count in the loss. A task may also
+have
 
     pad       the token of steps that are not there: rows that are shorter than `row` end in it
     classes   how many classes a row can be of; the target at its last real place is one of them, 0..classes-1
     source    how many tokens, from the first, an encoder reads; the others are the decoder's
     patch     p: the tokens are numbers 0..255, and p of them side by side are one input, x / 255
+
+Labelled texts are bytes, or by --tokenizer what texts can be, and pad is one token more. Where nobody
+published what to validate on, it is every tenth line. A text longer than 1,024 tokens (or --length) is cut
+off there.
 """
 import argparse
 import contextlib
@@ -103,10 +111,10 @@ def wikitext(path):
         raise ValueError(f'{path}: not the zip with wiki.train.raw and wiki.valid.raw ({e})') from None
 
 
-# ---- the sets -----------------------------------------------------------------------------------------------
+# ---- the sets ----------------------------------------------------------------------------------------------
 
 HUB = 'https://huggingface.co'                                  # the environment's HF_ENDPOINT replaces it
-DATASETS = {    # files: their sizes and sha256, None where not known; urls: folders that have them, tried in turn
+DATASETS = {    # files: name, size and sha256, or None where not known; urls: folders that have them, in turn
     'stdlib': {'help': "the .py files of Python's standard library, 12 MB", 'tokenizer': 'byte',
                'make': stdlib},
     'shakespeare': {
@@ -124,7 +132,8 @@ DATASETS = {    # files: their sizes and sha256, None where not known; urls: fol
         'help': 'WikiText-103 raw, 540 MB, CC BY-SA', 'tokenizer': 'gpt2', 'make': wikitext,
         'files': {'wikitext-103-raw-v1.zip': (
             191_984_949, '91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794')},
-        'urls': ['https://wikitext.smerity.com', f'{HUB}/datasets/mattdangerw/wikitext-103-raw/resolve/main']},
+        'urls': ['https://wikitext.smerity.com',
+                 f'{HUB}/datasets/mattdangerw/wikitext-103-raw/resolve/main']},
     **tasks.SETS,
 }
 OWN_TEXT = {'help': 'a text of your own', 'tokenizer': 'byte', 'make': local_text}
@@ -132,8 +141,8 @@ OWN_LINES = {'help': 'labelled lines of your own', 'tokenizer': 'byte', 'make': 
 
 
 def find(name):
-    """The row of a set by its name, or None if it is none. Rows of another length, and pictures in patches, are
-    sets of their own: listops-2048, mnist-patch7."""
+    """The row of a set by its name, or None if it is none. Rows of another length, and pictures in patches,
+    are sets of their own: listops-2048, mnist-patch7."""
     if name in DATASETS:
         return DATASETS[name]
     said = re.fullmatch(r'(.+)-(patch)?([1-9]\d{0,4})', name)
@@ -141,10 +150,14 @@ def find(name):
         return None
     base, key, number = said.groups()
     key = key or 'length'
+    n = int(number)
     row = DATASETS.get(base, {})
     if key not in row:
         return None
-    return {**row, key: int(number), 'base': base}              # base: where its files lie
+    if key == 'patch' and row['side'] % n:
+        raise ValueError(f'{name}: patches of {n} x {n} pixels do not divide pictures of {row["side"]} x '
+                         f'{row["side"]}; take a divisor of {row["side"]}')
+    return {**row, key: n, 'base': base}                        # base: where its files lie
 
 
 def having(key):
@@ -438,8 +451,8 @@ def endpoint():
 
 
 def fetch(name, root=None, url=None, file=None):
-    """What a set is made from: its file, or the folder where its files are, if they are several. It is --file,
-    or in the set's folder (also put there by hand), or fetched."""
+    """What a set is made from: its file, or the folder where its files are, if they are several. It is
+    --file, or in the set's folder (also put there by hand), or fetched."""
     row = find(name)
     if file and os.path.isdir(file):                            # whoever reads it sees what it lacks
         return file
@@ -470,7 +483,8 @@ def fetch_file(links, path, size, sha256):
             return
         except ValueError as e:
             problems.append(str(e))
-    raise ValueError(f'{"; ".join(problems)}; try again, or put the file at {path} by hand (its sha256: {sha256})')
+    raise ValueError(f'{"; ".join(problems)}; try again, or put the file at {path} by hand (its sha256: '
+                     f'{sha256 or "not known"})')
 
 
 # ---- prepare -----------------------------------------------------------------------------------------------
@@ -561,7 +575,8 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
 
 
 def sides_of(row, source, meta, wish):
-    """What to write for training and for validation: arrays of tokens; meta gets all there is to say of them."""
+    """What to write for training and for validation: arrays of tokens; meta gets what there is to say of
+    them."""
     if 'rows' in row:
         return tasks.generate(row, meta)
     if 'side' in row:
@@ -572,7 +587,8 @@ def sides_of(row, source, meta, wish):
 
 
 def sentences(row, source, meta, wish):
-    """Labelled texts -> arrays of each side's rows of tokens, a text a row; meta gets all there is to say of them.
+    """Labelled texts -> arrays of each side's rows of tokens, a text a row; meta gets all there is to say of
+    them.
 
     Rows are as long as the longest text needs, in multiples of 32, but not longer than row['length']: what is
     behind is cut off. A model's rows have its length. pad is one token more than there are, or the model's.
@@ -722,7 +738,8 @@ def mapped(path, meta, side):
     return data
 
 
-TOKEN_KEYS = 'tokenizer', 'vocab_size', 'chars', 'json', 'row', 'patch'
+TABLES = 'chars', 'json'
+TOKEN_KEYS = 'tokenizer', 'vocab_size', *TABLES, 'row', 'patch'
 
 
 def same_tokens(a, b):
@@ -732,7 +749,7 @@ def same_tokens(a, b):
 
 def described(meta):
     """What a message says of the tokens of a meta."""
-    return ', '.join(f'{key} {meta[key]}' for key in ('tokenizer', 'vocab_size', 'row', 'patch') if key in meta)
+    return ', '.join(f'{key} {meta[key]}' for key in TOKEN_KEYS if key in meta and key not in TABLES)
 
 
 def for_model(source, meta, name, row, root=None):
@@ -764,21 +781,20 @@ def main(argv=None):
     parser.error = error
     parser.add_argument('name', help=f'the path of a UTF-8 text file, or one of {"; ".join(sets)}')
     parser.add_argument('--tokenizer', help=OF_TEXTS)
-    parser.add_argument('--length', type=int, help='tokens of a row at most: a set of its own, as listops-2048')
-    parser.add_argument('--patch', type=int, help='side of the squares pictures are cut into, as mnist-patch7')
-    parser.add_argument('--url', help='fetch from this mirror (of several files: the folder)')
-    parser.add_argument('--file', help='a local copy of what would be fetched (several files, or unpacked: the '
-                                       'folder)')
+    parser.add_argument('--length', help='tokens of a row, at most: another set, as listops-2048')
+    parser.add_argument('--patch', help='side of the squares of a picture: another set, as mnist-patch7')
+    parser.add_argument('--url', help='fetch from this mirror; of several files: the folder')
+    parser.add_argument('--file', help='a local copy of what would be fetched; of several files: the folder')
     try:
         args = parser.parse_args(argv)
         name = args.name
-        if args.length is not None:
-            name = f'{name}-{args.length}'
-        if args.patch is not None:
-            name = f'{name}-patch{args.patch}'
+        if args.length:
+            name += f'-{args.length}'
+        if args.patch:
+            name += f'-patch{args.patch}'
         if name != args.name and not find(name):
-            raise ValueError(f'{name}: no such set; --length is for {", ".join(having("length"))}, --patch for '
-                             f'{", ".join(having("patch"))}, one of them, and a number from 1')
+            raise ValueError(f'there is no set {name}; --length is for {", ".join(having("length"))}; --patch is '
+                             f'for {", ".join(having("patch"))}; both are whole numbers from 1')
         if find(name) or not os.path.isdir(name):
             prepare(name, None, args.tokenizer, args.url, args.file)
         train, val, meta = load(name, tokenizer=args.tokenizer)
@@ -790,7 +806,8 @@ def main(argv=None):
     if 'row' in meta:
         unit = f'rows of {meta["row"]:,} tokens'
         n = 2 * meta['row']
-    print(f'{len(train) // n:,} training and {len(val) // n:,} validation {unit}, vocabulary {meta["vocab_size"]:,}')
+    vocab = meta['vocab_size']
+    print(f'{len(train) // n:,} training and {len(val) // n:,} validation {unit}, vocabulary {vocab:,}')
     return 0
 
 

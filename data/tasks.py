@@ -2,18 +2,22 @@
 
 Generated (recall, mqar, listops, pathfinder): `make(rows, rng, vocab, training)` returns inputs and targets,
 both (rows, length); targets are `vocab` where nothing counts.
-Pictures (idx, cifar10): `make(path)` returns for training and for validation (pictures, labels), a picture a row.
-Sentences (labelled, cola, trec, imdb): `make(path)` returns for both (labels, texts in UTF-8).
+Pictures (idx, cifar10): `make(path)` returns, to train on and to validate on, (pictures, labels), a picture
+a row of numbers.
+Sentences (tsv, polarity, trec, cola, imdb): `make(path)` returns for both (labels, texts in UTF-8).
 
-prepare.py turns them into files and knows where they come from. Nothing of ours is imported here.
+SETS says where files come from and what else there is to know; prepare.py fetches them and writes ours. Rows
+of pictures and sentences have one target, a class, where the row ends. Nothing of ours is imported here.
 """
 import functools
 import gzip
+import math
 import os
 import re
 import tarfile
 import zipfile
 import zlib
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -49,7 +53,7 @@ def recall(rows, rng, vocab, training, length=128, keep=False):
     x[:, 0] = rng.integers(half, vocab, rows)                   # its key lies before the window
     x[:, 1::2] = keys
     x[:, 2::2] = values[:, :-1]
-    y = np.full((rows, length), vocab)
+    y = np.full_like(x, vocab)
     y[:, 1::2] = np.where(last < 0, vocab, values[each, last])
     if not training:
         y[:, :-1] = vocab
@@ -75,7 +79,7 @@ def mqar(rows, rng, vocab, training, length=128, pairs=8, a=0.01):
     x[:, 0:2 * pairs:2] = keys
     x[:, 1:2 * pairs:2] = values
     np.put_along_axis(x, at, keys, 1)
-    y = np.full((rows, length), vocab)
+    y = np.full_like(x, vocab)
     np.put_along_axis(y, at, values, 1)
     return x, y
 
@@ -101,118 +105,127 @@ PAD = WORDS.index('<pad>')
 
 def listops(rows, rng, vocab, training, length=512):
     """ListOps (Nangia and Bowman 2018, arXiv:1804.06028), as in the Long Range Arena (Tay et al. 2021,
-    arXiv:2011.04006): `[MAX 4 [MIN 2 3 ] 1 0 ]` is 4, and the answer is a class of ten.
+    arXiv:2011.04006): `[MAX 4 [MIN 2 3 ] 1 0 ]` is 4, and the answer is one of ten classes.
 
-    Rows are drawn from the same distribution as the arena's, of length/4 to length tokens (theirs: 500 to 2,000,
-    of which --length=2000 is the like). They validate on 2,000 rows and test on 2,000 more; here 12,000
-    validate: tune on the first 2,000, report on the last 10,000. None is tested for having been drawn before,
-    which at these lengths does not happen.
+    Rows are drawn from the same distribution as the arena's, length/4 to length tokens of them (theirs have
+    500 to 2,000: --length=2000). They validate on 2,000 rows and test on 2,000 others. Here 12,000 validate:
+    tune on the first 2,000, report on the last 10,000. The arena refuses a row it drew before; at 16 tokens
+    or more there is none.
     """
     if not 64 <= length <= 8192:
-        raise ValueError(f'rows of {length} tokens; ListOps can have 64 to 8,192')
+        raise ValueError(f'rows of {length} tokens: ListOps can have 64 to 8,192')
     x = np.full((rows, length), PAD, np.uint8)
-    y = np.full((rows, length), vocab, np.uint8)
+    y = np.full_like(x, vocab)
     done = 0
     with tqdm(total=rows, disable=None) as bar:                 # None: a bar on a terminal only
         while done < rows:
-            levels = expressions(2000, rng)
-            sizes = sizes_of(levels)
-            fits = (sizes[0] >= length / 4) & (sizes[0] <= length)
-            fits &= np.cumsum(fits) <= rows - done
-            levels, sizes = only(fits, levels, sizes)
+            levels = sized(expressions(2000, rng))
+            size = levels[0].size
+            fits = (size >= length / 4) & (size <= length)
+            fits &= np.cumsum(fits) <= rows - done              # no more than are missing
+            found = only(levels, fits)
             new = slice(done, done + fits.sum())
-            spell(levels, sizes, x[new])
-            y[new][np.arange(fits.sum()), sizes[0] - 1] = answers(levels)
+            spell(found, x[new])
+            end = found[0].size - 1
+            np.put_along_axis(y[new], end[:, None], answers(found)[:, None], 1)
             done = new.stop
             bar.update(fits.sum())
     return x, y
 
 
-def expressions(n, rng, depth=10, most=10):
-    """n random expressions -> a list of levels, (parent, word) of each node: where in the level above its
-    operator stands, and its token. What belongs to one operator stands side by side.
+class Level(NamedTuple):
+    """The nodes of some expressions that are equally deep. What belongs to one operator stands side by
+    side."""
+    parent: np.ndarray      # where its operator stands in the level above
+    word: np.ndarray        # its token
+    size: np.ndarray        # how many tokens it has with all that is below it
 
-    As in the arena's code: an argument is an operator with probability 1/4, but for the deepest, and an operator
-    has 2 to `most` arguments. Here the first word always is one: a number alone is too short for any row.
+
+def expressions(n, rng, depth=10, most=10):
+    """n random expressions, as a list of levels; their sizes are not known yet.
+
+    As in the arena's code: an argument is an operator with probability 1/4, but for the deepest, and an
+    operator has 2 to `most` arguments. Here the first word always is one: a number alone is too short for any
+    row.
     """
     parent = np.arange(n)
     word = rng.integers(FIRST_OPERATOR, CLOSE, n)
-    levels = [(parent, word)]
+    levels = [Level(parent, word, None)]
     for level in range(2, depth + 1):
         operators = np.flatnonzero(word >= FIRST_OPERATOR)
         arguments = rng.integers(2, most + 1, len(operators))
         parent = np.repeat(operators, arguments)
         word = rng.integers(0, 10, len(parent))
         if level < depth:
-            goes_on = np.flatnonzero(rng.random(len(parent)) < 1 / 4)
-            word[goes_on] = rng.integers(FIRST_OPERATOR, CLOSE, len(goes_on))
-        levels.append((parent, word))
+            nested = np.flatnonzero(rng.random(len(parent)) < 1 / 4)
+            word[nested] = rng.integers(FIRST_OPERATOR, CLOSE, len(nested))
+        levels.append(Level(parent, word, None))
     return levels
 
 
-def sizes_of(levels):
-    """The number of tokens of every node of every level, with all that is below it."""
-    sizes = [np.ones(len(levels[-1][1]), int)]
-    for i in reversed(range(len(levels) - 1)):
-        word = levels[i][1]
-        below = np.bincount(levels[i + 1][0], sizes[0], len(word)).astype(int)
+def sized(levels):
+    """The levels with their sizes, which add up from the deepest."""
+    found = []
+    below = 0
+    for parent, word, _ in reversed(levels):
         own = np.where(word >= FIRST_OPERATOR, 2, 1)            # an operator and its bracket, or a number
-        sizes.insert(0, own + below)
-    return sizes
+        if found:
+            below = np.bincount(found[0].parent, found[0].size, len(word)).astype(int)
+        found.insert(0, Level(parent, word, own + below))
+    return found
 
 
-def only(keep, levels, sizes):
-    """The levels and sizes of the expressions whose `keep` is true."""
-    kept_levels = []
-    kept_sizes = []
-    keep_above = np.ones(len(keep), bool)
-    for i, (parent, word) in enumerate(levels):
+def only(levels, keep):
+    """The levels of the expressions whose `keep` is true."""
+    found = []
+    above = keep
+    for i, (parent, word, size) in enumerate(levels):
         if i:
-            keep = keep_above[parent]
-        number = np.cumsum(keep_above) - 1                      # where a kept one of the level above stands now
-        kept_levels.append((number[parent[keep]], word[keep]))
-        kept_sizes.append(sizes[i][keep])
-        keep_above = keep
-    return kept_levels, kept_sizes
+            keep = above[parent]
+        number = np.cumsum(above) - 1                           # where in the level above it stands now
+        found.append(Level(number[parent[keep]], word[keep], size[keep]))
+        above = keep
+    return found
 
 
-def spell(levels, sizes, x):
+def spell(levels, x):
     """Write expressions into the rows of x, from the left."""
     row = np.arange(len(x))
     at = np.zeros(len(x), int)
-    for i, (parent, word) in enumerate(levels):
+    for i, (parent, word, size) in enumerate(levels):
         if i:
-            before = np.cumsum(sizes[i]) - sizes[i]             # tokens on this level, to the left of a node
-            first = starts(parent)
-            of_siblings = before - np.repeat(before[first], np.diff(first, append=len(parent)))
+            left = np.cumsum(size) - size                       # tokens of what is left of it in this level
+            left -= left[starts(parent)][groups(parent)]        # of its siblings only
             row = row[parent]
-            at = at[parent] + 1 + of_siblings
+            at = at[parent] + 1 + left
         x[row, at] = word
         ends = word >= FIRST_OPERATOR
-        x[row[ends], (at + sizes[i] - 1)[ends]] = CLOSE
+        x[row[ends], (at + size)[ends] - 1] = CLOSE
 
 
 def answers(levels):
     """What each expression is equal to."""
-    value = levels[-1][1]
+    value = levels[-1].word
     for i in reversed(range(len(levels) - 1)):
-        word = levels[i][1].copy()
+        word = levels[i].word.copy()
         operators = word >= FIRST_OPERATOR
-        word[operators] = apply(word[operators] - FIRST_OPERATOR, levels[i + 1][0], value)
+        word[operators] = apply(word[operators] - FIRST_OPERATOR, levels[i + 1].parent, value)
         value = word
     return value
 
 
 def apply(operator, parent, value):
     """The value of each operator, by its arguments' values; parent says which arguments belong together."""
-    first = starts(parent)
-    count = np.diff(first, append=len(parent))
+    if not len(operator):
+        return operator
     value = np.sort(10 * parent + value) % 10                   # ascending among those of one operator
-    low = value[first + (count - 1) // 2]
-    high = value[first + count // 2]
-    median = (low + high) // 2                                  # of an even count rounded down, as the arena's
-    total = np.add.reduceat(value, first) if len(first) else first
-    return np.choose(operator, [value[first], value[first + count - 1], median, total % 10])
+    first = starts(parent)
+    last = np.append(first[1:], len(parent)) - 1
+    low = value[(first + last) // 2]
+    high = value[(first + last + 1) // 2]
+    median = (low + high) // 2                                  # rounded down where it is a half, as theirs
+    total = np.add.reduceat(value, first)
+    return np.choose(operator, [value[first], value[last], median, total % 10])
 
 
 def starts(parent):
@@ -220,103 +233,115 @@ def starts(parent):
     return np.flatnonzero(np.diff(parent, prepend=-1))
 
 
+def groups(parent):
+    """For each argument, which operator of those that have any it belongs to: 0, 0, 1, 1, 1, 2, ..."""
+    return np.cumsum(np.diff(parent, prepend=-1) > 0) - 1
+
+
 # ---- Pathfinder --------------------------------------------------------------------------------------------
 
 SIDE = 32
-DASH, GAP = 3, 1                                                # steps that are seen, and steps that are not
-APART = 4                                                       # pixels between curves, counted as a king walks
-CURVE, DOT = 128, 255                                           # how bright their pixels are
+DASH = 3                                                        # steps of a curve that are seen, before each
+GAP = 1                                                         # that is not
+APART = 5                                                       # pixels between curves, in rows or in columns
+CURVE = 128                                                     # how bright the pixels of curves
+DOT = 255                                                       # and of dots are
 
 
-def pathfinder(rows, rng, vocab, training, long=7, distractors=5):
+def pathfinder(rows, rng, vocab, training):
     """Pathfinder (Linsley et al. 2018, arXiv:1805.08315), as in the Long Range Arena: 32 x 32 pixels with two
-    dots and dashed curves; class 1 if one curve joins the dots, else 0, as many of each.
+    dots and dashed curves; class 1 if a curve joins the dots, else 0, as many of each.
 
-    Every picture has two long curves. The dots are at the ends of one, or at an end of each. Simpler than the
-    published pictures: curves keep APART, so that who walks from dash to dash never ends up on another curve
-    (there, only the direction tells which dash comes next); dots are brighter; all dashes of a curve are equally
-    bright. Distances between the dots have the same distribution in both classes (`paired`).
+    Every picture has two long curves. The dots are at both ends of one, or at an end of each. Simpler than
+    the published pictures: curves keep APART, so that who walks from dash to nearest dash never ends up on
+    another curve (there, only the direction tells which dash comes next); dots are brighter than dashes; all
+    dashes are equally bright and wide. Distances between the dots have the same distribution in both
+    classes.
     """
     x = []
     y = []
     have = 0
     with tqdm(total=rows, disable=None) as bar:
         while have < rows:
-            pixels, ends = curves(500, rng, long, distractors)
-            joined = rng.permutation(len(ends)) % 2
-            # ends: (picture, which of the two curves, which end, row and column)
-            first = ends[:, 0, 0]
-            second = np.where(joined[:, None] == 1, ends[:, 0, 1], ends[:, 1, 0])
-            keep = paired(joined, np.linalg.norm(first - second, axis=1).round(), rng)
-            for dot in first, second:
-                draw_dots(pixels, dot)
-            x.append(pixels[keep].reshape(len(keep), -1))
-            y.append(joined[keep])
+            pixels, ends = curves(500, rng)
+            label = rng.permutation(len(ends)) % 2
+            begin, end = ends[:, 0].swapaxes(0, 1)              # of one curve
+            other = ends[:, 1, 0]                               # the beginning of the other
+            second = np.where(label[:, None] == 1, end, other)
+            draw_dots(pixels, begin)
+            draw_dots(pixels, second)
+            keep = paired(label, begin - second, rng)
+            x.append(pixels[keep].reshape(-1, SIDE * SIDE))
+            y.append(label[keep])
             have += len(keep)
             bar.update(len(keep))
-    targets = np.full((rows, SIDE * SIDE), vocab, np.uint16)
-    targets[:, -1] = np.concatenate(y)[:rows]
-    return np.concatenate(x)[:rows], targets
+    x = np.concatenate(x)[:rows]
+    y = np.concatenate(y)[:rows]
+    return x, targets(x, -1, y, vocab)
 
 
-def paired(joined, distance, rng):
-    """Which pictures to keep so that at each distance there are as many of one class as of the other, as
-    positions in random order, a joined one and another in turn."""
-    keep = []
+def paired(label, apart, rng):
+    """Which pictures to keep so that for each distance (of `apart`, rounded) there are as many of one class
+    as of the other: places of both in turn, pairs in random order."""
+    distance = np.linalg.norm(apart, axis=1).round()
+    pairs = []
     for d in np.unique(distance):
-        ones = np.flatnonzero((distance == d) & (joined == 1))
-        zeros = np.flatnonzero((distance == d) & (joined == 0))
-        n = min(len(ones), len(zeros))
-        keep.append(np.stack([ones[:n], zeros[:n]], axis=1))
-    return rng.permutation(np.concatenate(keep)).reshape(-1)
+        ones = np.flatnonzero((distance == d) & (label == 1))
+        zeros = np.flatnonzero((distance == d) & (label == 0))
+        pairs += zip(ones, zeros)                               # as many as the fewer are
+    return rng.permutation(pairs).reshape(-1)
 
 
-def curves(n, rng, long, distractors, tries=60):
-    """Up to n pictures, (picture, row, column), with two long curves and some short ones -> pictures, ends.
+def curves(n, rng, tries=30):
+    """Up to n pictures with two long curves and up to five short ones -> the pictures (picture, row,
+    column), and where the long ones begin and end (picture, curve, which end, row and column).
 
-    A curve that cannot be placed is drawn anew. After `tries` a short one is left out, and without a second long
-    one the whole picture is; which dots there are to be is not known yet, so this tells nothing of the class.
+    A curve that cannot be placed is drawn anew. After `tries` a short one is left out, and of a long one the
+    whole picture is: where the dots will be is not known yet, so this tells nothing of the class.
     """
     pixels = np.zeros((n, SIDE, SIDE), np.uint8)
     taken = np.zeros((n, SIDE, SIDE), bool)
     ends = np.zeros((n, 2, 2, 2), int)
-    whole = np.ones(n, bool)
-    for i in range(2 + distractors):
-        dashes = long if i < 2 else long // 3
-        missing = np.flatnonzero(whole)
+    good = np.arange(n)
+    for i, dashes in enumerate([7, 7, 2, 2, 2, 2, 2]):
+        missing = good
         for _ in range(tries):
             points, fits = walks(taken[missing], dashes, rng)
-            place(pixels, taken, missing[fits], points[fits])
-            if i < 2:
-                ends[missing[fits], i] = points[fits][:, [0, -1]]
+            placed = missing[fits]
+            points = points[fits]
+            place(pixels, taken, placed, points)
             missing = missing[~fits]
+            if i < 2:
+                ends[placed, i] = points[:, [0, -1]]
         if i < 2:
-            whole[missing] = False
-    return pixels[whole], ends[whole]
+            good = np.setdiff1d(good, missing)
+    return pixels[good], ends[good]
 
 
 def walks(taken, dashes, rng):
-    """A random curve for each picture -> its points (picture, step, row and column), and whether it fits: all of
-    it inside, and nowhere where `taken`. A step is as long as a pixel."""
+    """A random curve for each picture -> its points (picture, step, row and column), and whether it fits:
+    all of it inside, and nowhere where `taken`. A step is as long as a pixel."""
     n = len(taken)
     steps = dashes * (DASH + GAP) - GAP
-    start = rng.uniform(2, SIDE - 3, (n, 1, 2))
-    bend = rng.normal(0, .08, (n, 1)) + rng.normal(0, .16, (n, steps - 1))
-    angle = rng.uniform(0, 2 * np.pi, (n, 1)) + np.cumsum(bend, axis=1)
+    bend = rng.normal(0, .08, (n, 1))                           # of the whole curve
+    bends = bend + rng.normal(0, .16, (n, steps))               # and of each step
+    bends[:, 0] = rng.uniform(0, 2 * np.pi, n)                  # where it heads first
+    angle = np.cumsum(bends, axis=1)
     moves = np.stack([np.sin(angle), np.cos(angle)], axis=2)
-    points = np.concatenate([start, start + np.cumsum(moves, axis=1)], axis=1)
-    points = points.round().astype(int)
+    moves[:, 0] = rng.uniform(2, SIDE - 3, (n, 2))              # where it begins
+    points = np.cumsum(moves, axis=1).round().astype(int)
     inside = (points > 0) & (points < SIDE - 1)                 # a dot, 3 pixels wide, is inside as well
     row, column = points.clip(0, SIDE - 1).transpose(2, 0, 1)
-    free = ~taken[np.arange(n)[:, None], row, column]
-    return points, inside.all((1, 2)) & free.all(1)
+    each = np.arange(n)[:, None]
+    crosses = taken[each, row, column].any(1)
+    return points, inside.all((1, 2)) & ~crosses
 
 
 def place(pixels, taken, where, points):
     """Draw the dashes of a curve into each of some pictures, and take the pixels around all of it."""
+    where = where[:, None]
     row, column = points.transpose(2, 0, 1)
     seen = np.arange(points.shape[1]) % (DASH + GAP) < DASH
-    where = where[:, None]
     pixels[where, row[:, seen], column[:, seen]] = CURVE
     for down in range(1 - APART, APART):
         for right in range(1 - APART, APART):
@@ -328,9 +353,10 @@ def place(pixels, taken, where, points):
 def draw_dots(pixels, at):
     """3 x 3 pixels around `at`, a row and column in each picture."""
     each = np.arange(len(at))
+    row, column = at.T
     for down in -1, 0, 1:
         for right in -1, 0, 1:
-            pixels[each, at[:, 0] + down, at[:, 1] + right] = DOT
+            pixels[each, row + down, column + right] = DOT
 
 
 # ---- pictures ----------------------------------------------------------------------------------------------
@@ -346,44 +372,49 @@ def idx(path):
 
 
 def numbers(path, shape):
-    """The items, each of `shape`, of an idx file: bytes 0, 0, 8 and the number of axes; the length of each axis
-    in 4 bytes; the numbers, a byte each. http://yann.lecun.com/exdb/mnist"""
+    """The items, each of `shape`, of an idx file: bytes 0, 0, 8 and the number of axes; the length of each
+    axis in 4 bytes; the numbers, a byte each (http://yann.lecun.com/exdb/mnist)."""
     try:
         with gzip.open(path) as f:
             data = f.read()
     except (OSError, EOFError, zlib.error) as e:
         raise unreadable(path, e) from None
     axes = 1 + len(shape)
-    begin = 4 + 4 * axes
+    begin = 4 * (1 + axes)
     if data[:4] != bytes([0, 0, 8, axes]) or len(data) < begin:
         raise ValueError(f'{path} is no idx file of bytes with {axes} axes')
-    found = tuple(np.frombuffer(data[4:begin], '>i4').tolist())
-    if found[1:] != shape:
-        raise ValueError(f'{path} has pictures of {found[1]} x {found[2]} pixels, expected {shape[0]} x {shape[1]}')
-    if len(data) - begin != np.prod(found):
-        raise ValueError(f'{path} has {len(data) - begin:,} numbers, its first bytes say {np.prod(found):,}')
-    return np.frombuffer(data, np.uint8, offset=begin).reshape(found)
+    lengths = np.frombuffer(data[4:begin], '>i4').tolist()
+    if lengths[1:] != list(shape):
+        raise ValueError(f'{path} has pictures of {lengths[1:]} pixels, expected {list(shape)}')
+    found = np.frombuffer(data, np.uint8, offset=begin)
+    if len(found) != math.prod(lengths):
+        raise ValueError(f'{path} has {len(found):,} numbers, it should have {math.prod(lengths):,}')
+    return found.reshape(lengths)
 
 
 def cifar10(path):
     """CIFAR-10 (Krizhevsky 2009) in grey, as in the Long Range Arena; the test side validates.
 
-    From the binary version: a label, then 32 x 32 bytes each of red, green and blue, 10,000 times a file. Grey
-    is .299 red + .587 green + .114 blue (Recommendation BT.601).
+    From the binary version: a label, then 32 x 32 bytes each of red, green and blue, 10,000 times a file.
     """
-    found = dict(members(path, r'.*/((?:data_batch_[1-5]|test_batch)\.bin)'))
+    found = dict(members(path, r'.*/(data_batch_[1-5]|test_batch)\.bin'))
     sides = []
-    for names in [f'data_batch_{i}.bin' for i in range(1, 6)], ['test_batch.bin']:
-        missing = [name for name in names if len(found.get(name, '?')) % 3073]
+    for names in [f'data_batch_{i}' for i in range(1, 6)], ['test_batch']:
+        missing = set(names) - set(found)
         if missing:
-            raise ValueError(f'{path}: {missing[0]} is not in it, or not rows of 3,073 bytes; it must be '
-                             'cifar-10-binary.tar.gz')
+            raise ValueError(f'{path}: {min(missing)}.bin is not in it; it must be cifar-10-binary.tar.gz')
         data = b''.join(found[name] for name in names)
+        if len(data) % 3073:
+            raise ValueError(f'{path}: {names[0]}.bin and what follows are not rows of 3,073 bytes')
         rows = np.frombuffer(data, np.uint8).reshape(-1, 3073)
+        labels = rows[:, 0]
         colours = rows[:, 1:].reshape(-1, 3, 1024)
-        grey = np.tensordot(colours, np.array([.299, .587, .114], np.float32), (1, 0))
-        sides.append((grey.round().astype(np.uint8), rows[:, 0]))
+        grey = np.tensordot(colours, LUMA, (1, 0)).round()
+        sides.append((grey.astype(np.uint8), labels))
     return sides
+
+
+LUMA = np.array([.299, .587, .114], np.float32)                 # of red, green, blue: Recommendation BT.601
 
 
 def in_patches(x, side, p):
@@ -394,94 +425,82 @@ def in_patches(x, side, p):
 
 # ---- sentences ---------------------------------------------------------------------------------------------
 
-def labelled(path, form=rb'(\d{1,6})\t\s*(\S.*)', encoding='utf-8', named='label, tab, text'):
-    """Labels and texts of a file with one example a line. Whole numbers from 0 are labels, none left out; form
-    has a group for the label and one for the text."""
-    with open(path, 'rb') as f:
-        lines = f.read().splitlines()
-    return parsed(path, lines, form, encoding, named)
-
-
-def parsed(path, lines, form, encoding, named):
-    """The same of a list of lines."""
+def parsed(lines, name, form, encoding='utf-8'):
+    """Labels and texts of lines with one example each. form: a regular expression whose groups are both, and
+    in words what it stands for. name: of the file."""
+    pattern, words = form
     labels = []
     texts = []
     for number, line in enumerate(lines, 1):
         try:
-            label, text = re.fullmatch(form, line).groups()
-            texts.append(text.decode(encoding).strip().encode())
-        except (AttributeError, UnicodeDecodeError):            # None has no groups
-            raise ValueError(f'{path}, line {number}: {line[:30]!r} is not {named} (the label a whole number '
-                             f'from 0, the text not empty, in {encoding})') from None
+            label, text = re.fullmatch(pattern, line).groups()
+            text = text.decode(encoding).strip()
+        except (AttributeError, UnicodeDecodeError):            # AttributeError: None has no groups
+            raise ValueError(f'{name}, line {number}: {line[:30]!r} is not {words}, in {encoding}') from None
         labels.append(int(label))
+        texts.append(text.encode())
     return labels, texts
 
 
-def every_tenth(both):
-    """The same in two: line 10, 20, ... validate."""
-    labels, texts = both
+TABS = rb'(\d{1,6})\t\s*(\S.*)', 'a label from 0, a tab and a text'
+BLANKS = rb'(\d{1,6}) \s*(\S.*)', 'a label from 0, a blank and a text'
+COLA = rb'[^\t]*\t([01])\t[^\t]*\t\s*(\S.*)', 'source, label 0 or 1, mark and text, by tabs'
+
+
+def every_tenth(labels, texts):
+    """The same in two: lines 10, 20, ... validate."""
     val = labels[9::10], texts[9::10]
     del labels[9::10], texts[9::10]
-    return [both, val]
+    return (labels, texts), val
 
 
 def tsv(path):
     """Lines of your own, in UTF-8; every tenth validates."""
-    return every_tenth(labelled(path))
-
-
-SPACED = dict(form=rb'(\d{1,6}) \s*(\S.*)', encoding='cp1252', named='label, blank, text')
+    return every_tenth(*parsed(lines_of(path), path, TABS))
 
 
 def polarity(path):
-    """10,662 sentences of film reviews, 0: bad, 1: good (Pang and Lee 2005, arXiv:cs/0506075), lower case, words
-    and signs between blanks; every tenth validates. The file is not in UTF-8 but in Windows' code page 1252."""
-    return every_tenth(labelled(path, **SPACED))
+    """10,662 sentences of film reviews, 0: bad, 1: good (Pang and Lee 2005, arXiv:cs/0506075), lower case,
+    signs between blanks; every tenth validates. The file is in Windows' code page 1252."""
+    return every_tenth(*parsed(lines_of(path), path, BLANKS, 'cp1252'))
 
 
 def trec(path):
     """5,452 questions for one of six kinds of things (Li and Roth 2002), from a folder; the 500 published to
-    test on validate. Latin-1, of which code page 1252 is an extension."""
-    return [labelled(os.path.join(path, f'TREC.{side}.all'), **SPACED) for side in ('train', 'test')]
+    test on validate. In Latin-1, of which code page 1252 is an extension."""
+    sides = []
+    for side in 'train', 'test':
+        name = os.path.join(path, f'TREC.{side}.all')
+        sides.append(parsed(lines_of(name), name, BLANKS, 'cp1252'))
+    return sides
 
 
 def cola(path):
-    """8,551 sentences, 1: acceptable English, 0: not (Warstadt et al. 2018, arXiv:1805.12471), from the zip or
-    from a folder with raw/*.tsv or the three files. 1,043 validate: both dev files, as in GLUE."""
-    texts = {}
+    """8,551 sentences, 1: acceptable English, 0: not (Warstadt et al. 2018, arXiv:1805.12471), from the zip
+    or from a folder with the files of raw/. 1,043 validate: both dev files, as in GLUE."""
+    sides = []
     for name in 'in_domain_train.tsv', 'in_domain_dev.tsv', 'out_of_domain_dev.tsv':
-        lines = raw_file(path, name).splitlines()
-        form = rb'[^\t]*\t([01])\t[^\t]*\t\s*(\S.*)'
-        texts[name] = parsed(f'{path}, {name}', lines, form, 'utf-8', 'source, label, mark, text by tabs')
-    train, *dev = texts.values()
-    return [train, (dev[0][0] + dev[1][0], dev[0][1] + dev[1][1])]
-
-
-def raw_file(path, name):
-    """The bytes of raw/<name> in a zip or below a folder, where it may lie without raw/ as well."""
-    if os.path.isdir(path):
-        inner = os.path.join(path, 'raw', name)
-        with open(inner if os.path.exists(inner) else os.path.join(path, name), 'rb') as f:
-            return f.read()
-    try:
-        with zipfile.ZipFile(path) as z:
-            found = [member for member in z.namelist() if member.endswith(f'raw/{name}')]
-            return z.read(found[0])
-    except (zipfile.BadZipFile, zlib.error, IndexError) as e:
-        raise ValueError(f'{path}: not the zip with raw/{name}, or damaged ({e})') from None
+        if os.path.isdir(path):
+            lines = lines_of(os.path.join(path, name))
+        else:
+            lines = zipped(path, f'raw/{name}').splitlines()
+        sides.append(parsed(lines, name, COLA))
+    train, (labels, texts), (more_labels, more_texts) = sides
+    return train, (labels + more_labels, texts + more_texts)
 
 
 def imdb(path):
-    """Whole film reviews, 0: bad, 1: good (Maas et al. 2011), 25,000 to train and the 25,000 published to test
-    on; read from the tar. Those that have no label are left out."""
+    """Whole film reviews, 0: bad, 1: good (Maas et al. 2011), 25,000 to train on; the 25,000 published to
+    test on validate. Read from the tar; 50,000 reviews without a label in it are passed over."""
     sides = {'train': ([], []), 'test': ([], [])}
     for name, text in members(path, r'aclImdb/((?:train|test)/(?:neg|pos)/[^/]*\.txt)'):
         side, label, _ = name.split('/')
         labels, texts = sides[side]
         labels.append(int(label == 'pos'))
         texts.append(text)
-    if not all(labels for labels, _ in sides.values()):
-        raise ValueError(f'{path} has no aclImdb/train/pos/*.txt, or none of test; it must be aclImdb_v1.tar.gz')
+    for side, (labels, _) in sides.items():
+        if len(set(labels)) < 2:
+            raise ValueError(f'{path} has no aclImdb/{side}/neg or pos; it must be aclImdb_v1.tar.gz')
     return list(sides.values())
 
 
@@ -499,6 +518,27 @@ def members(path, form):
         raise unreadable(path, e) from None
 
 
+def lines_of(path):
+    """The lines of a file, as bytes: what is no line end in ASCII is none."""
+    try:
+        with open(path, 'rb') as f:
+            return f.read().splitlines()
+    except OSError as e:
+        raise unreadable(path, e) from None
+
+
+def zipped(path, ending):
+    """The bytes of the first file in a zip whose name ends so."""
+    try:
+        with zipfile.ZipFile(path) as z:
+            found = [name for name in z.namelist() if name.endswith(ending)]
+            return z.read(found[0])
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError) as e:
+        raise unreadable(path, e) from None
+    except IndexError:
+        raise ValueError(f'{path} has no {ending}') from None
+
+
 def unreadable(path, e):
     """What to raise where a packed file is not there or is damaged."""
     what = getattr(e, 'strerror', None) or f'damaged, or not packed as it should be ({e})'
@@ -508,8 +548,8 @@ def unreadable(path, e):
 # ---- rows as they are written: inputs, then targets --------------------------------------------------------
 
 def generate(row, meta):
-    """Draw a task's rows, the same ones each time -> arrays of each side's tokens. row: of SETS. meta gets all
-    there is to say of the tokens, here and below."""
+    """Draw a task's rows, the same ones each time -> arrays of each side's tokens. row: of SETS. meta gets
+    what there is to say of the tokens, here and below."""
     vocab = row['vocab']
     meta['vocab_size'] = vocab
     make = row['make']
@@ -539,8 +579,8 @@ def pictures(row, path, meta):
 
 
 def padded(tokens, labels, length, meta):
-    """Rows of `length` of lists of tokens, cut or filled with pad, and their targets; in random order, always the
-    same one, as files have one class after the other."""
+    """Lists of tokens as rows of `length`, cut or filled with pad, and targets; in random order, always the
+    same, as files have one class after the other."""
     pad = meta['pad']
     ignore = meta['vocab_size']
     x = np.full((len(tokens), length), pad, np.min_scalar_type(ignore))
@@ -561,8 +601,8 @@ def classes(sides):
     (labels, _), (others, _) = sides
     missing = set(range(1 + max(labels + others))) - set(labels)
     if missing:
-        raise ValueError(f'no line to train on has label {min(missing)}: number the classes from 0, none left '
-                         'out, and give at least ten lines of each')
+        raise ValueError(f'label {max(labels + others)} is there, but no line to train on has label '
+                         f'{min(missing)}: number the classes from 0 and leave none out')
     return 1 + max(labels)
 
 
@@ -576,13 +616,9 @@ def targets(x, ends, labels, ignore):
 def joined(x, y, row, meta):
     """Inputs and targets (rows, length) -> a list of one array of rows, as they are written."""
     meta.update(row.get('meta', {}))
-    side = row.get('side')
     p = row.get('patch')
     if p:
-        if side % p:
-            raise ValueError(f'patches of {p} x {p} pixels do not divide pictures of {side} x {side}; take a '
-                             f'divisor of {side}')
-        x = in_patches(x, side, p)
+        x = in_patches(x, row['side'], p)
         meta['patch'] = p * p
     meta['row'] = x.shape[1]
     meta['ignore'] = meta['vocab_size']
