@@ -793,8 +793,8 @@ def main(argv=None):
         if args.patch:
             name += f'-patch{args.patch}'
         if name != args.name and not find(name):
-            raise ValueError(f'there is no set {name}; --length is for {", ".join(having("length"))}; --patch is '
-                             f'for {", ".join(having("patch"))}; both are whole numbers from 1')
+            raise ValueError(f'there is no set {name}; --length is for {", ".join(having("length"))}, '
+                             f'--patch for {", ".join(having("patch"))}; both are whole numbers from 1')
         if find(name) or not os.path.isdir(name):
             prepare(name, None, args.tokenizer, args.url, args.file)
         train, val, meta = load(name, tokenizer=args.tokenizer)

@@ -609,7 +609,8 @@ def classes(sides):
 def targets(x, ends, labels, ignore):
     """Targets of rows x: the label at `ends`, the last real place; nothing else counts."""
     y = np.full(x.shape, ignore, np.min_scalar_type(ignore))
-    y[np.arange(len(x)), ends] = labels
+    rows = np.arange(len(x))
+    y[rows, ends] = labels
     return y
 
 
