@@ -124,12 +124,13 @@ def listops(rows, rng, vocab, training, length=512):
             fits = (size >= length / 4) & (size <= length)
             fits &= np.cumsum(fits) <= rows - done              # no more than are missing
             found = only(levels, fits)
-            new = slice(done, done + fits.sum())
-            spell(found, x[new])
+            n = fits.sum()
+            row = np.arange(done, done + n)
+            spell(found, x, row)
             end = found[0].size - 1
-            np.put_along_axis(y[new], end[:, None], answers(found)[:, None], 1)
-            done = new.stop
-            bar.update(fits.sum())
+            y[row, end] = answers(found)
+            done += n
+            bar.update(n)
     return x, y
 
 
@@ -188,10 +189,9 @@ def only(levels, keep):
     return found
 
 
-def spell(levels, x):
-    """Write expressions into the rows of x, from the left."""
-    row = np.arange(len(x))
-    at = np.zeros(len(x), int)
+def spell(levels, x, row):
+    """Write expressions into rows of x, from the left; row: the number of the row of each."""
+    at = np.zeros_like(row)
     for i, (parent, word, size) in enumerate(levels):
         if i:
             left = np.cumsum(size) - size                       # tokens of what is left of it in this level
@@ -199,8 +199,9 @@ def spell(levels, x):
             row = row[parent]
             at = at[parent] + 1 + left
         x[row, at] = word
-        ends = word >= FIRST_OPERATOR
-        x[row[ends], (at + size)[ends] - 1] = CLOSE
+        end = at + size - 1
+        operators = word >= FIRST_OPERATOR
+        x[row[operators], end[operators]] = CLOSE
 
 
 def answers(levels):
@@ -264,13 +265,16 @@ def pathfinder(rows, rng, vocab, training):
     with tqdm(total=rows, disable=None) as bar:
         while have < rows:
             pixels, ends = curves(500, rng)
-            label = rng.permutation(len(ends)) % 2
-            begin, end = ends[:, 0].swapaxes(0, 1)              # of one curve
-            other = ends[:, 1, 0]                               # the beginning of the other
-            second = np.where(label[:, None] == 1, end, other)
-            draw_dots(pixels, begin)
+            n = len(ends)
+            label = rng.permutation(n) % 2
+            each = np.arange(n)
+            which = rng.permutation(n) % 2                      # curves placed first lie differently
+            first = ends[each, which, 0]
+            other = np.where(label == 1, which, 1 - which)
+            second = ends[each, other, label]                   # end of the same, beginning of the other
+            draw_dots(pixels, first)
             draw_dots(pixels, second)
-            keep = paired(label, begin - second, rng)
+            keep = paired(label, first - second, rng)
             x.append(pixels[keep].reshape(-1, SIDE * SIDE))
             y.append(label[keep])
             have += len(keep)
@@ -387,8 +391,9 @@ def numbers(path, shape):
     if lengths[1:] != list(shape):
         raise ValueError(f'{path} has pictures of {lengths[1:]} pixels, expected {list(shape)}')
     found = np.frombuffer(data, np.uint8, offset=begin)
-    if len(found) != math.prod(lengths):
-        raise ValueError(f'{path} has {len(found):,} numbers, it should have {math.prod(lengths):,}')
+    expected = math.prod(lengths)
+    if len(found) != expected:
+        raise ValueError(f'{path} has {len(found):,} numbers, it should have {expected:,}')
     return found.reshape(lengths)
 
 
