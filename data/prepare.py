@@ -601,7 +601,7 @@ def sentences(row, source, meta, wish):
         if 'chars' in meta:
             meta['chars'] = [*meta['chars'], '<pad>']
     meta['classes'] = tasks.classes(both)
-    tokens = [[encode(text.decode(), meta) for text in texts] for _, texts in both]
+    tokens = [tokens_each(texts, meta) for _, texts in both]
     sizes = [len(found) for side in tokens for found in side]
     needed = 32 * math.ceil(max(sizes) / 32)
     length = wish.get('row') or min(needed, row['length'])
@@ -613,6 +613,18 @@ def sentences(row, source, meta, wish):
         x, y = tasks.padded(found, labels, length, meta)
         sides.append(tasks.joined(x, y, row, meta))
     return sides
+
+
+def tokens_each(texts, meta):
+    """A list of arrays: the tokens of each of some UTF-8 texts."""
+    from tqdm import tqdm
+    found = []
+    for number, text in enumerate(tqdm(texts, unit='texts', disable=None), 1):
+        tokens = encode(text.decode(), meta)
+        if not tokens:
+            raise ValueError(f'text {number} has no tokens: {text[:30]!r}')
+        found.append(np.array(tokens, np.uint32))
+    return found
 
 
 def tokens_of(texts, meta):
