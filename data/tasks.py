@@ -20,7 +20,6 @@ import zlib
 from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 # ---- recall ------------------------------------------------------------------------------------------------
 
@@ -107,13 +106,13 @@ def listops(rows, rng, vocab, training, length=512):
     """ListOps (Nangia and Bowman 2018, arXiv:1804.06028), as in the Long Range Arena (Tay et al. 2021,
     arXiv:2011.04006): `[MAX 4 [MIN 2 3 ] 1 0 ]` is 4, and the answer is one of ten classes.
 
-    Rows are drawn from the same distribution as the arena's, length/4 to length tokens of them (theirs have
-    500 to 2,000: --length=2000). They validate on 2,000 rows and test on 2,000 others. Here 12,000 validate:
-    tune on the first 2,000, report on the last 10,000. The arena refuses a row it drew before; at 16 tokens
-    or more there is none.
+    Rows are drawn as the arena's are, but have length/4 to length tokens (theirs: 500 to 2,000, as by
+    --length=2000). The arena validates on 2,000 rows and tests on 2,000 others; here 12,000 validate: tune on
+    the first 2,000, report on the last 10,000. It refuses rows it drew before; rows so long are not drawn twice.
     """
     if not 64 <= length <= 8192:
         raise ValueError(f'rows of {length} tokens: ListOps can have 64 to 8,192')
+    from tqdm import tqdm
     x = np.full((rows, length), PAD, np.uint8)
     y = np.full_like(x, vocab)
     done = 0
@@ -135,8 +134,7 @@ def listops(rows, rng, vocab, training, length=512):
 
 
 class Level(NamedTuple):
-    """The nodes of some expressions that are equally deep. What belongs to one operator stands side by
-    side."""
+    """The nodes of some expressions that are equally deep. Those of one operator stand side by side."""
     parent: np.ndarray      # where its operator stands in the level above
     word: np.ndarray        # its token
     size: np.ndarray        # how many tokens it has with all that is below it
@@ -259,6 +257,7 @@ def pathfinder(rows, rng, vocab, training):
     dashes are equally bright and wide. Distances between the dots have the same distribution in both
     classes.
     """
+    from tqdm import tqdm
     x = []
     y = []
     have = 0
@@ -513,6 +512,7 @@ def imdb(path):
 
 def members(path, form):
     """(name, bytes) of the files of a tar that are named like form; name is its first group."""
+    from tqdm import tqdm
     try:
         with tarfile.open(path) as tar:
             for member in tqdm(tar, unit='files', disable=None):
