@@ -108,7 +108,8 @@ def listops(rows, rng, vocab, training, length=512):
 
     Rows are drawn as the arena's are, but have length/4 to length tokens (theirs: 500 to 2,000, as by
     --length=2000). The arena validates on 2,000 rows and tests on 2,000 others; here 12,000 validate: tune on
-    the first 2,000, report on the last 10,000. It refuses rows it drew before; rows so long are not drawn twice.
+    the first 2,000, report on the last 10,000. It looks for rows drawn twice; among rows so long there are
+    none.
     """
     if not 64 <= length <= 8192:
         raise ValueError(f'rows of {length} tokens: ListOps can have 64 to 8,192')
