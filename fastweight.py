@@ -199,6 +199,61 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
     return finish(torch.cat(o, 2), normalise, floor, dtype), S
 
 
+# ---- write all, then read ----------------------------------------------------------------------------------
+# The equation cut in two: first S after all steps, then o_t = S q_t with the same S for each query. With the
+# queries of the text that was written it is an encoder, each step of which sees the whole text.
+
+def write_all(k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, form=chunked):
+    """S after all steps, (B, H, V, K): arguments as for `recurrent`, of which `form` is one. Where nothing is
+    forgotten or erased, the order of the steps does not matter: S = S + sum_t w_t v_t k_t^T, one product."""
+    if erase is None and log_f is None and log_z is None:
+        _, k, v, w, _, _, _, S = start(k, k, v, write, erase, log_f, log_z, S, normalise)
+        return S + (w * v).mT @ k
+    return form(k, k, v, write, erase, log_f, log_z, S, normalise)[1]
+
+def read_all(q, S, normalise=False, floor=FLOOR):
+    """o_t = S q_t, of any number of queries q (B, H, T, K)  ->  (B, H, T, V)"""
+    return finish(q.to(S.dtype) @ S.mT, normalise, floor, q.dtype)
+
+def where_there(there, v, gates):
+    """The gates of steps of which some are padding: there (B, T), false where a step writes and erases with
+    strength 0 and forgets nothing, so that S stays as it is. v (B, H, T, V)"""
+    there = there[:, None].to(v.dtype)
+    found = {'write': there.expand(v.shape[:3])}
+    for name, x in gates.items():
+        if x is not None:
+            found[name] = x * (there if x.dim() == 3 else there[..., None])
+    return found
+
+def encoded(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR,
+            there=None, form=chunked):
+    """`recurrent` for an encoder: same arguments, but each step reads what all steps have written; there (B, T)
+    says which of them are real (None: all). `form` is that of the recurrence.
+
+    Where steps are forgotten or erased their order matters, and the text is read in both directions. To what
+    S_t q_t finds of the steps up to t comes what D_t q_t finds in the reversed text, read before it writes
+    step t: so each step counts once. Numerators and denominators are added apart."""
+    dtype = v.dtype
+    gates = {'write': write, 'erase': erase, 'log_f': log_f, 'log_z': log_z}
+    if there is not None:
+        gates = where_there(there, v, gates)
+    if erase is None and log_f is None and log_z is None:
+        S = write_all(k, v, gates['write'], S=S, normalise=normalise)
+        return read_all(q, S, normalise, floor), S
+    v = v.to(torch.promote_types(dtype, torch.float32))
+    if normalise:
+        refuse(erase, log_z)
+        v = F.pad(v, (0, 1), value=1.0)
+    o, S = form(q, k, v, **gates, S=S)
+    f = gate(gates.get('log_f'), v, 0.0).clamp(min=LOG_MIN).exp()
+    z = gate(gates.get('log_z'), v, 0.0).clamp(min=LOG_MIN).exp()
+    reversed_text = {name: x.flip(2) for name, x in {'k': k, 'v': v, **gates}.items() if x is not None}
+    next_q = (f * q).flip(2).roll(-1, 2)                    # D_t q_t = z_t * (S_{t+1} (f_t * q_t))
+    later, _ = form(next_q, **reversed_text)
+    later = F.pad(later.flip(2)[:, :, 1:], (0, 0, 0, 1))    # behind the last step there is nothing
+    return finish(o + z * later, normalise, floor, dtype), S
+
+
 # ---- the other kind of state: a list of rows ---------------------------------------------------------------
 def softmax(q, k, v, rows=None):
     """Softmax attention under the same interface: its state is the key and value of every step, and it grows.
@@ -213,6 +268,13 @@ def softmax(q, k, v, rows=None):
         mask = q.new_ones(T, T_all, dtype=torch.bool).tril(T_all - T)
     o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=T == T_all > 1)
     return o, dict(k=k, v=v)
+
+def softmax_of_all(q, k, v, rows=None, there=None):
+    """`softmax` of an encoder: each step sees all steps, but those that are padding. there (B, T) or None"""
+    mask = None
+    if there is not None:
+        mask = there[:, None, None]
+    return F.scaled_dot_product_attention(q, k, v, mask), dict(k=k, v=v)
 
 # A transformer is an RNN whose state is a set of rows (k, v) that grows. Keep at most `cache` of them, and it
 # is a finite one (Oren 2024 sec. 3): a step sees the rows kept so far and its own; if these are more, the one

@@ -199,13 +199,20 @@ class Config:
     sinks: int = flag(4, 'sink: first rows that stay', low=0)
     overflow: str = flag('', 'window, sink: rule and map for rows that go: sum:hedgehog, delta:taylor')
     positions: str = flag('true', 'of kept rows; compress: gaps g > 10 count ln ln g', ['true', 'compress'])
-    pos: str = flag('auto', 'auto: rope where rows are kept', ['auto', 'none', 'learned', 'rope'])
+    pos: str = flag('auto', 'auto: rope where rows are kept; learned where all see all',
+                    ['auto', 'none', 'learned', 'rope'])
+    causal: bool = flag(True, 'false: an encoder, each step sees the whole text; needs data with classes')
+    pool: str = flag('mean', 'of an encoder: the class is read from the mean of all places, or the first',
+                     ['mean', 'first'])
     n_layer: int = flag(4, 'layers', low=1)
     n_head: int = flag(8, 'heads', low=1)
     n_embd: int = flag(128, 'width', low=1)
     block_size: int = flag(128, 'tokens in a training row', low=1)
     dropout: float = flag(0.0, 'dropout', low=0, high=0.99)
     vocab_size: int = 256
+    classes: int = 0            # of rows, where these are what is learned; 0: tokens are
+    pad: int | None = None      # the token of steps that are not there
+    patch: int = 0              # so many numbers 0..255 are one input; 0: tokens are
     act: str = 'relu2'          # from here on: what pretrained models have, and train.py leaves alone
     bias: bool = False
     rms: bool = False           # RMSNorm for LayerNorm
@@ -218,6 +225,8 @@ class Config:
 
     def __post_init__(self):
         self.rope_scaling = [float(x) for x in self.rope_scaling]       # a list, as JSON has it
+        if self.pos == 'auto' and not self.causal:
+            self.pos = 'learned'                    # a state that has read everything knows no order
         head_dim, rest = divmod(self.n_embd, self.n_head)
         if rest:
             raise ValueError(f'--n_embd={self.n_embd} is not a multiple of --n_head={self.n_head}')
@@ -231,6 +240,8 @@ class Config:
             raise ValueError(f'--n_embd={self.n_embd} --n_head={self.n_head}: rope turns pairs, so n_embd / '
                              f'n_head = {head_dim} must be even; or --pos=none')
         self.refuse_rows()
+        if not self.causal:
+            self.refuse_causal()
         self.refuse_absurd()
 
     def refuse_rows(self):
@@ -250,6 +261,16 @@ class Config:
         if self.positions == 'compress' and (not kept or self.overflow or self.pos not in ('auto', 'rope')):
             raise ValueError('--positions=compress turns the keys of a bounded cache at every step anew: it '
                              'needs one, with rope, and without --overflow')
+
+    def refuse_causal(self):
+        """ValueError for what has no meaning in an encoder."""
+        for rule in self.pattern():
+            if RULES[rule].keeps not in (None, 'all'):
+                raise ValueError(f'--causal=false: --rule={rule} decides step by step which rows go, and an '
+                                 'encoder sees all at once; take softmax, or fast weights')
+            if RULES[rule].erase and self.norm == 'attn':
+                raise ValueError(f'--causal=false: --rule={rule} with --norm=attn divides by the keys so far; '
+                                 'take --norm=sum or l2')
 
     def refuse_absurd(self):
         """ValueError for weights that are more than this machine's memory: about 12 n_embd^2 a layer, and the
@@ -329,6 +350,7 @@ class Forms(NamedTuple):
     shift: Callable = shifted_sum
     square: Callable = relu_squared
     record: Callable = unrecorded
+    softmax: Callable = fastweight.softmax
     why: str = 'chunk (plain torch and autograd)'       # one line to print: which forms, and why
 
 
@@ -352,7 +374,20 @@ def pick_forms(impl='auto'):
             raise ValueError('--impl=fused: there is no kernels.py; --impl=chunk does without') from None
         return PLAIN._replace(why='chunk (plain torch and autograd: there is no kernels.py)')
     return Forms(kernels.chunked, kernels.bounded, kernels.shifted_sum, kernels.relu_squared,
-                 kernels.recorded, 'fused (kernels.py: Triton on a GPU, else batched products)')
+                 kernels.recorded, why='fused (kernels.py: Triton on a GPU, else batched products)')
+
+
+def encoding(forms, there):
+    """The forms of an encoder: each step sees all that are there (B, T); None: all are. A convolution is
+    centred, and sees zeros at padding."""
+    def centred(x, w):
+        if there is not None:
+            x = x * there[..., None]
+        ahead = (len(w) - 1) // 2                           # of an even width one more lies behind
+        return forms.shift(F.pad(x, (0, 0, 0, ahead)), w)[:, ahead:]
+    recurrence = functools.partial(fastweight.encoded, there=there, form=forms.recurrence)
+    softmax = functools.partial(fastweight.softmax_of_all, there=there)
+    return forms._replace(recurrence=recurrence, softmax=softmax, shift=centred)
 
 
 # ---- a layer's memory: gates from x, a map and a normaliser on q and k, then the recurrence ----------------
@@ -565,7 +600,7 @@ class FastWeights(nn.Module):
     def forward(self, x, q, k, v, state=None, t=0, forms=PLAIN):
         state = state or {}
         if self.rule.keeps == 'all':
-            return fastweight.softmax(q, k, v, rows_of(state))
+            return forms.softmax(q, k, v, rows_of(state))
         with without_autocast(x):
             if self.rule.keeps:
                 return self.keep_rows(x, q, k, v, state, t, forms)
@@ -718,13 +753,13 @@ class Mixer(nn.Module):
         rule = self.memory.rule
         return rule.keeps is None and self.memory.norm == 'attn' and not rule.erase
 
-    def weights(self, u, q, k):
+    def weights(self, u, q, k, forms=PLAIN):
         """How much of each value is in each output, (B, H, T, T), of the mixer's input u (B, T, n_embd) and
         its q, k (B, H, T, head_dim). Outputs are linear in v, so take v = I; not where channels of v
         decay apart, nor for a cache."""
         T = q.shape[2]
         eye = torch.eye(T, dtype=q.dtype, device=q.device).expand(q.shape[0], q.shape[1], T, T)
-        return self.memory(u, q, k, eye)[0]
+        return self.memory(u, q, k, eye, forms=forms)[0]
 
 
 def layer_norm(c):
@@ -795,11 +830,15 @@ class GPT(nn.Module):
         super().__init__()
         self.config = c = config
         self.embed = nn.Embedding(c.vocab_size, c.n_embd)
+        if c.patch:
+            self.embed = nn.Linear(c.patch, c.n_embd)
         self.positions = nn.Embedding(c.block_size, c.n_embd) if c.pos == 'learned' else None
         self.dropout = nn.Dropout(c.dropout)
         self.blocks = nn.ModuleList(Block(c, rule) for rule in c.rules())
         self.norm = layer_norm(c)
         self.head = None if c.tied else nn.Linear(c.n_embd, c.vocab_size, bias=False)
+        if c.classes:
+            self.head = nn.Linear(c.n_embd, c.classes)
         self.forms = pick_forms()
         for name, p in self.named_parameters():
             std = p.shape[-1] ** -0.5               # sums of so many keep their size
@@ -811,42 +850,82 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.3)
 
     def first(self, tokens, state=None):
-        """tokens (B, T) -> what the first layer gets (B, T, n_embd)"""
+        """tokens (B, T) -> what the first layer gets (B, T, n_embd); of patches (B, T / patch, n_embd)"""
+        if self.config.patch:
+            tokens = self.patches(tokens) / 255
         x = self.embed(tokens)
         if self.positions is not None:              # beyond block_size the last position is repeated
-            t = torch.arange(tokens.shape[1], device=x.device)
+            t = torch.arange(x.shape[1], device=x.device)
             if state is not None:
                 t = t + state[0]['t']
             x = x + self.positions(t.clamp(max=self.config.block_size - 1))
         return self.dropout(x)
 
+    def patches(self, x):
+        """x (B, T) -> (B, T / patch, patch)"""
+        return x.unflatten(1, (-1, self.config.patch))
+
+    def there(self, tokens):
+        """tokens (B, T) -> which of them are not padding (B, T); None: all"""
+        if self.config.pad is None:
+            return None
+        return tokens != self.config.pad
+
+    def forms_of(self, tokens):
+        """The forms in which tokens (B, T) are read: those of an encoder have to know what is padding."""
+        if self.config.causal:
+            return self.forms
+        return encoding(self.forms, self.there(tokens))
+
     def hidden(self, tokens, state=None):
         """tokens (B, T) -> what the last layer says of each (B, T, n_embd), state"""
+        if state is not None and not self.config.causal:
+            raise ValueError('an encoder reads a whole text at once: it cannot go on from a state')
+        forms = self.forms_of(tokens)
         x = self.first(tokens, state)
         new = []
         for block, layer in zip(self.blocks, state or itertools.repeat(None)):
-            x, layer = block(x, layer, self.forms)
+            x, layer = block(x, layer, forms)
             new.append(layer)
         return self.norm(x), new
 
+    def pooled(self, x, tokens):
+        """x (B, T, n_embd) -> (B, n_embd): the first place, or the mean of all but padding"""
+        if self.config.pool == 'first':
+            return x[:, 0]
+        there = self.there(tokens)
+        if there is None:
+            return x.mean(1)
+        there = there[..., None]
+        return (x * there).sum(1) / there.sum(1)
+
     def forward(self, tokens, state=None, at=None):
         """tokens (B, T) -> logits (B, T, vocab), state. With a state it goes on from there. at (B, T): logits
-        only where this is true (N, vocab)."""
+        only where this is true (N, vocab). With classes they are (.., classes); of an encoder, one for each
+        row (B, classes)."""
+        c = self.config
         x, state = self.hidden(tokens, state)
+        if c.classes and not c.causal:
+            return self.head(self.pooled(x, tokens)), state
+        if at is not None and c.patch:
+            at = self.patches(at).any(-1)
         if at is not None:
             x = x[at]
+        if c.classes:
+            return self.head(x), state
         return F.linear(x, (self.head or self.embed).weight), state
 
     def through(self, tokens):
         """Layer by layer, from a fresh start: its block, its input x, and of its mixer the input u, the
         queries, keys, values and the heads' output o."""
+        forms = self.forms_of(tokens)
         x = self.first(tokens)
         for block in self.blocks:
-            u, _ = block.look(0, block.norm1(x), {}, self.forms)
+            u, _ = block.look(0, block.norm1(x), {}, forms)
             q, k, v = block.mixer.heads(u)
-            o, _ = block.mixer.memory(u, q, k, v, forms=self.forms)
+            o, _ = block.mixer.memory(u, q, k, v, forms=forms)
             yield block, x, u, q, k, v, o
-            x, _ = block.mlp(x + block.mixer.merge(o), {}, self.forms)
+            x, _ = block.mlp(x + block.mixer.merge(o), {}, forms)
 
     @property
     def max_len(self):
