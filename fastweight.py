@@ -227,8 +227,8 @@ def where_there(there, v, gates):
 
 def encoded(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR,
             there=None, form=chunked):
-    """`recurrent` for an encoder: same arguments, but each step reads what all steps have written; there (B, T)
-    says which of them are real (None: all). `form` is that of the recurrence.
+    """`recurrent` for an encoder: same arguments, but each step reads what all steps have written; there
+    (B, T) says which of them are real (None: all). `form` is that of the recurrence.
 
     Where steps are forgotten or erased their order matters, and the text is read in both directions. To what
     S_t q_t finds of the steps up to t comes what D_t q_t finds in the reversed text, read before it writes

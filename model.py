@@ -266,10 +266,10 @@ class Config:
         """ValueError for what has no meaning in an encoder."""
         for rule in self.pattern():
             if RULES[rule].keeps not in (None, 'all'):
-                raise ValueError(f'--causal=false: --rule={rule} decides step by step which rows go, and an '
-                                 'encoder sees all at once; take softmax, or fast weights')
+                raise ValueError(f'--causal=false --rule={rule}: which rows go is decided step by step, but '
+                                 'an encoder sees all at once; take softmax, or fast weights')
             if RULES[rule].erase and self.norm == 'attn':
-                raise ValueError(f'--causal=false: --rule={rule} with --norm=attn divides by the keys so far; '
+                raise ValueError(f'--causal=false --rule={rule} --norm=attn: it divides by the keys so far; '
                                  'take --norm=sum or l2')
 
     def refuse_absurd(self):

@@ -23,7 +23,8 @@ import torch
 
 from data import prepare
 from data.weights import read, write
-from model import Swap, flag, load, pack, parse, pick_device, pick_forms, script, state_bytes, unpack
+from model import (Swap, flag, load, pack, parse, pick_device, pick_forms, refuse_broken, script, state_bytes,
+                   unpack)
 
 
 @dataclass
@@ -111,6 +112,23 @@ def speed(times, samples):
             f'{pace(0, tenth):.2f}, last {pace(steps - tenth, steps):.2f}')
 
 
+@torch.inference_mode()
+def classify(model, tokens):
+    """Print how likely each class of a text is, tokens (1, T), the likeliest first."""
+    c = model.config
+    T = tokens.shape[1]
+    if T > c.block_size:
+        raise ValueError(f'--prompt: {T} tokens, but this model knows rows of at most {c.block_size}')
+    if c.patch and T % c.patch:
+        raise ValueError(f'--prompt: {T} numbers, but this model takes {c.patch} at a time')
+    last = torch.arange(T, device=tokens.device) == T - 1
+    logits, _ = model(tokens, at=last[None])
+    refuse_broken(logits)
+    p, order = logits[0].softmax(-1).sort(descending=True)
+    for i, share in zip(order.tolist(), p.tolist()):
+        print(f'class {i}: {share:.1%}')
+
+
 @script
 def main(argv):
     given, swap = parse(argv, __doc__, Args, Swap)
@@ -135,6 +153,9 @@ def main(argv):
             raise ValueError(f'--load_state={args.load_state} holds {many} texts: take --samples={many}')
         tokens = torch.cat([last, tokens], 1)
         said = last[0].tolist() + said
+    if model.config.classes:
+        classify(model, tokens[:1])
+        return
     start = state[0]['t'] if state else 0
     say(f'{",".join(model.config.rules())} from {args.init}, step {meta["step"]}; {model.forms.why}')
     if model.positions is not None and start + tokens.shape[1] + args.tokens > model.config.block_size:

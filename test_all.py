@@ -10,6 +10,7 @@ Then the exercises; then part two, whatever else there is. Programs in strings, 
 import doctest
 import math
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -235,6 +236,56 @@ def test_normalise_is_refused_with_erase_as_erasing_makes_weights_negative():
             form(q, k, k, write=one, erase=one, normalise=True)
         with pytest.raises(ValueError, match='log_z'):          # where channels decay apart, none is shared
             form(q, k, k, log_z=-k, normalise=True)
+
+
+# ---- Write all, then read: each step sees the whole text ---------------------------------------------------
+
+def read_from_both_sides(q, k, v, normalise, S=None, **gates):
+    """The definition, step by step: o_t = S_t q_t + D_t q_t, S_t of the steps up to t, D_t of those behind t,
+    the last one first, which has forgotten once more, but not been written to."""
+    if normalise:
+        v = F.pad(v, (0, 1), value=1.0)
+    rows = dict(k=k, v=v, **gates)
+    o = []
+    for t in range(q.shape[2]):
+        before = {name: x[:, :, :t + 1] for name, x in rows.items()}
+        behind = {name: x[:, :, t + 1:].flip(2) for name, x in rows.items()}
+        _, S_t = recurrent(before['k'], **before, S=S)
+        D_t = 0
+        if t + 1 < q.shape[2]:
+            _, D_t = recurrent(behind['k'], **behind)
+        if 'log_f' in gates:
+            D_t = D_t * gates['log_f'][:, :, t, None].exp()
+        if 'log_z' in gates:
+            D_t = D_t * gates['log_z'][:, :, t, :, None].exp()
+        o.append(fastweight.find(S_t + D_t, q[:, :, t]))
+    return fastweight.finish(torch.stack(o, 2), normalise, fastweight.FLOOR, v.dtype), S_t
+
+@every_form
+@every_gate
+def test_an_encoder_reads_from_both_sides(gates, form):
+    """In values and gradients; and padding is exact: a padded row is as the row without."""
+    for T in 1, 13:
+        given, normalise = inputs(**gates, T=T)
+        exact = with_gradients(read_from_both_sides, given, normalise)
+        near(with_gradients(partial(fastweight.encoded, form=form), given, normalise), exact)
+    there = torch.ones(2, 13, dtype=torch.bool)
+    there[1, 9:] = False
+    o, S = fastweight.encoded(**given, normalise=normalise, there=there, form=form)
+    cut = {name: x if name == 'S' else x[:, :, :9] for name, x in given.items()}
+    o_cut, S_cut = fastweight.encoded(**cut, normalise=normalise, form=form)
+    near([o[1, :, :9], S[1]], [o_cut[1], S_cut[1]])
+    near(fastweight.write_all(**{name: x for name, x in given.items() if name != 'q'}, normalise=normalise,
+                              form=form), exact[1])
+
+def test_an_encoder_of_a_sum_is_attention_and_of_one_decay_looks_both_ways_alike():
+    q, k, v = torch.rand(3, 1, 2, 9, 4, dtype=f64)
+    A = q @ k.mT
+    near(fastweight.encoded(q, k, v, normalise=True)[0], A / A.sum(-1, keepdim=True) @ v)
+    log_f = torch.tensor([-0.1, -0.5], dtype=f64).view(1, 2, 1, 1).expand(1, 2, 9, 1)
+    t = torch.arange(9)
+    A = A * ((t[:, None] - t).abs() * log_f[:, :, :1]).exp()
+    near(fastweight.encoded(q, k, v, log_f=log_f)[0], A @ v)
 
 
 # ---- 4. Feature maps, by hand ------------------------------------------------------------------------------

@@ -39,7 +39,6 @@ WARMUP = 0.05      # of all steps; then a cosine to 0
 PART = 65536       # tokens of the validation file that are looked at on the way
 SLOW = 2.0         # times the best milliseconds a step: then the threads are timed again
 DEFAULT_THREADS = torch.get_num_threads()      # torch's own choice: all cores, or OMP_NUM_THREADS
-NOT_YET = 'pad', 'classes', 'source', 'patch'  # entries of meta.json that other kinds of models will read
 
 
 @dataclass
@@ -391,11 +390,13 @@ def settings(argv):
     return args, config, tensors, meta
 
 
-def check(args, T, train, val, data, meta, world):
+def check(args, config, T, train, val, data, meta, world):
     """What flags, data and checkpoint must agree on, before anything is built."""
-    for name in NOT_YET:
-        if name in data:
-            raise ValueError(f'--data={args.data}: its meta.json has {name!r}, which is not trained yet')
+    if 'source' in data:
+        raise ValueError(f'--data={args.data}: its meta.json has "source", which is not trained yet')
+    if not config.causal and 'classes' not in data:
+        raise ValueError(f'--causal=false --data={args.data}: each step would see the token that it should '
+                         'say; an encoder needs data with classes, such as listops')
     if args.batch_size % world:
         raise ValueError(f'--batch_size={args.batch_size} does not divide among {world} processes')
     if min(len(train), len(val)) <= T + 1:
@@ -616,8 +617,9 @@ def main(argv):
     if args.val_tokens:
         val = val[:args.val_tokens]
     T = data.get('row', config.block_size)
-    check(args, T, train, val, data, meta, world)
-    config = dataclasses.replace(config, vocab_size=data['vocab_size'], block_size=T)
+    check(args, config, T, train, val, data, meta, world)
+    of_data = {name: data[name] for name in ('vocab_size', 'classes', 'pad', 'patch') if name in data}
+    config = dataclasses.replace(config, block_size=T, **of_data)
     torch.manual_seed(args.seed)
     model = GPT(config).to(device)
     model.forms = pick_forms(args.impl)
