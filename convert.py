@@ -157,7 +157,9 @@ def out_of_reach(memory):
 
 
 def held(memory, T, device):
-    """Whether query t finds key s in the matrix -> (T, T)"""
+    """Whether query t finds key s in the matrix -> (T, T); of an encoder, which keeps no rows, any does"""
+    if memory.overflow is None:
+        return torch.ones(T, T, dtype=torch.bool, device=device)
     t = torch.arange(T, device=device)
     found = t[:, None] - t >= out_of_reach(memory)
     if memory.rule.keeps == 'sink':
@@ -170,7 +172,7 @@ def look_back(a, found):
     found (T, T), the share that goes no farther than 0, 1, ... T - 1 steps -> (H, T)"""
     T = a.shape[-1]
     t = torch.arange(T, device=a.device)
-    distance = (t[:, None] - t).clamp(min=0)
+    distance = (t[:, None] - t).abs()
     share = a.new_zeros(a.shape[1], T)
     share.index_add_(1, distance.flatten(), (a * found).sum(0).flatten(1))
     total = share.sum(1, keepdim=True).clamp(min=1e-30)
@@ -182,17 +184,18 @@ def begin_as(teacher, student, x):
     """What is new begins as the teacher's heads are, measured on the tokens x (B, T): how far back they look
     (`remember`) and, where a matrix stands beside exact rows, what weight they give to keys that only the
     matrix has (`balance`). Rows that are no longer than a window tell nothing of that."""
+    forms = teacher.forms_of(x)
     for layer, twin in zip(teacher.through(x), student.blocks):
         memory = twin.mixer.memory
         if not layer[0].mixer.memory.rule.keeps:        # no softmax: what is here is the teacher's own
             continue
         if out_of_reach(memory) < x.shape[1]:
-            remember(layer, memory)
+            remember(layer, memory, forms)
             if memory.overflow is not None:
                 balance(layer, memory, student.forms)
 
 
-def remember(layer, memory):
+def remember(layer, memory, forms):
     """Gates begin with the memory of the head they stand in for: of its n channels, channel i remembers tau_i
     steps, so that (i + 1/2) / n of the attention to what the matrix holds goes no farther back than that. At
     first it is so for every token: W, by which gates depend on their token, begins as 0. What a window lets
@@ -203,7 +206,7 @@ def remember(layer, memory):
     if not biases:
         return
     nearest = out_of_reach(memory)
-    shares = look_back(block.mixer.weights(u, q, k), held(memory, q.shape[2], q.device))
+    shares = look_back(block.mixer.weights(u, q, k, forms), held(memory, q.shape[2], q.device))
     for name in biases:
         bias = getattr(gates, name)                     # (H, 1, n)
         n = bias.shape[-1]
@@ -307,8 +310,8 @@ def mismatch(kind, layer, twin, forms):
             wanted, _ = block(x, {}, forms)
         return F.mse_loss(twin(x, {}, forms)[0], wanted)
     if kind == 'ce':
-        a = block.mixer.weights(u, q, k)
-        w = twin.mixer.weights(u, q, k)
+        a = block.mixer.weights(u, q, k, forms)
+        w = twin.mixer.weights(u, q, k, forms)
         return -(a * w.clamp(min=1e-8).log()).sum(-1).mean()
     read, _ = twin.mixer.memory(u, q, k, v, forms=forms)
     if twin.mixer.out_norm is not None:
@@ -331,13 +334,14 @@ def distil(teacher, student, names, kind, batch, steps, lr, progress):
     one of them at a time, and the (T, T) matrices of one are all that is held."""
     def loss(step):
         x, _ = batch(step)
+        forms = student.forms_of(x)
         total = 0.0
         with torch.no_grad():
             for layer, twin in zip(teacher.through(x), student.blocks):
                 if not any(p.requires_grad for p in twin.parameters()):
                     continue
                 with torch.enable_grad():
-                    far = mismatch(kind, layer, twin, student.forms)
+                    far = mismatch(kind, layer, twin, forms)
                 if far.requires_grad:                   # not all that is new is asked by all kinds
                     far.backward()
                 total = total + far.detach()
@@ -589,12 +593,13 @@ def look(name, teacher, student, x):
         softmax of them, and the student's weights under `name`; {} if there is no such layer"""
     lines = []
     query = {}
+    forms = teacher.forms_of(x)
     for i, (layer, twin) in enumerate(zip(teacher.through(x), student.blocks)):
         block, _, u, q, k, _, _ = layer
         if twin.mixer.memory.rule.keeps or not twin.mixer.has_weights or x.shape[1] < 2:
             continue
-        a = block.mixer.weights(u, q, k)
-        w = twin.mixer.weights(u, q, k)
+        a = block.mixer.weights(u, q, k, forms)
+        w = twin.mixer.weights(u, q, k, forms)
         far = (a * (a.clamp(min=1e-12).log() - w.clamp(min=1e-12).log())).sum(-1).mean()
         scores = q @ k.mT * q.shape[-1] ** -0.5
         lines.append({'model': name, 'layer': i + 1, 'KL to teacher': far.item(),
@@ -610,6 +615,8 @@ def look(name, teacher, student, x):
 def sizes(student, teacher):
     """Bytes of the student's state beside those of the teacher's keys and values, after n tokens, in fp32."""
     c = teacher.config
+    if not c.causal:                                    # there is no next token to keep one for
+        return []
     heads = c.n_kv_head or c.n_head
     a_token = 2 * 4 * c.n_layer * heads * (c.n_embd // c.n_head)
     size = None                                         # where a layer keeps all rows, it grows, too
