@@ -53,6 +53,7 @@ from functools import partial
 from typing import NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -161,6 +162,12 @@ SUITES = {
                'recovered, %', 'linear', 'linear', only=('part', 'tokens')),
          Panel('position', 'perplexity', 'beyond the rows it was trained on', 'position, up to',
                'perplexity', only=('part', 'length')))),
+    'lra': Suite('data seeds steps only', {'seeds': 1, 'steps': 60, 'only': 'softmax,hedgehog,elu'},
+                 {'seeds': 3}),
+    'glue': Suite('data seeds steps only', {'seeds': 1, 'steps': 100, 'only': 'hedgehog,t2r-hh,t2r'},
+                  {'seeds': 3}),
+    'vit': Suite('data seeds steps only', {'seeds': 1, 'steps': 100, 'only': 'hedgehog,t2r-hh,t2r'},
+                 {'seeds': 3}),
     'language': Suite(
         'data seeds steps only',
         {'seeds': 1, 'steps': 150, 'only': 'softmax,sum,delta elu,delta,decay,gated_delta'},
@@ -268,6 +275,12 @@ PAPER = {
     'convert': Paper(
         'Zhang 2024, table 10, GPT-2 on WikiText-103: perplexity 15.8, of Hedgehog 16.7, of T2R 19.4; Mao '
         '2022: 99 % by its abstract', {'hedgehog': 94.6, 't2r': 81, 'decay': 99}),
+    'lra': Paper('Zhang 2024, table 6, accuracy in %, longer rows, images of CIFAR-10', {
+        'softmax': {'listops': 36.37, 'imdb': 64.27, 'mnist': None, 'pathfinder': 71.40},
+        'hedgehog': {'listops': 37.15, 'imdb': 64.60, 'mnist': None, 'pathfinder': 74.16}}),
+    'glue': Paper('Zhang 2024, tables 1 and 8, BERT on CoLA by Matthews: 58.8; 1 + ELU 28.1, ReLU 39.5, '
+                  'Performer 24.7, cosFormer 39.9, exp:1 45.9, exp:2 50.0, Hedgehog 59.2; GLUE 99.3 %', {}),
+    'vit': Paper('Zhang 2024, table 9, ViT-B/16 on ImageNet: 80.3, Hedgehog 79.5, T2R-HH 77.0', {}),
     'layer': Paper(
         'Zhang 2024, figure 6: Hedgehog nearly 6 times as fast as FlashAttention at 32,768, on a GPU, in as '
         'little memory', {}),
@@ -512,7 +525,8 @@ def lines(axes, rows, panel):
 
 
 # ---- commands: a line of a table is a run of train.py or convert.py ----------------------------------------
-CODE = 'fastweight', 'kernels', 'model', 'train', 'convert', 'bench', 'data/prepare', 'data/weights'
+CODE = ('fastweight', 'kernels', 'model', 'train', 'convert', 'bench', 'data/prepare', 'data/tasks',
+        'data/weights')
 
 
 def code():
@@ -829,6 +843,102 @@ def mqar(args):
         rows.append({'form': rule, 'width': width, 'state bytes': state_bytes(model.read(tokens)),
                      **of_seeds(found, 'accuracy', 100)})
     report(args, 'mqar', rows, f'{args.steps} steps of 32 rows; accuracy in % of 512 new rows')
+
+
+# ---- suites lra, glue, vit: encoders, which read a row from both sides and say of which class it is --------
+LRA = {                 # data: the model and its training, steps
+    'listops': ('--n_layer=2 --n_embd=64 --n_head=4 --batch_size=32 --lr=2e-3', 3000),
+    'pathfinder': ('--n_layer=2 --n_embd=64 --n_head=4 --batch_size=32 --lr=2e-3', 2000),
+    'mnist': ('--n_layer=2 --n_embd=64 --n_head=4 --batch_size=32 --lr=2e-3', 2000),
+    'imdb': ('--n_layer=2 --n_embd=64 --n_head=4 --batch_size=32 --lr=2e-3', 2000)}
+READERS = {             # form: flags
+    'softmax': '--rule=softmax', 'hedgehog': '--rule=sum --phi=hedgehog', 'elu': '--rule=sum',
+    't2r': '--rule=sum --phi=t2r', 'favor': '--rule=sum --phi=favor', 'gated_delta': '--rule=gated_delta'}
+SMALL = '--n_layer=2 --n_embd=64 --n_head=4 --batch_size=32 --lr=1e-3'
+CLASSES = {             # suite: data: teacher and its training, steps; steps of a conversion, in % of these
+    'glue': {'polarity': (SMALL, 1500, 30), 'trec': (SMALL, 1500, 30), 'cola': (SMALL, 1500, 30)},
+    'vit': {'mnist-patch7': (SMALL, 1500, 30), 'cifar10-patch4': (SMALL, 3000, 30)}}
+ENCODED = {             # form: flags of convert.py
+    'hedgehog': '--recipe=hedgehog', 't2r-hh': '--recipe=t2r --distil=ce', 't2r': '--recipe=t2r',
+    'taylor': '--recipe=t2r --phi=taylor', 'exp:2': '--recipe=t2r --phi=exp:2',
+    'exp:1': '--recipe=t2r --phi=exp:1', 'cosformer': '--recipe=t2r --phi=cosformer:1024',
+    'favor': '--recipe=t2r --phi=favor', 'relu': '--recipe=t2r --phi=relu', 'elu': '--recipe=t2r --phi=elu'}
+
+
+def sets_of(args, table):
+    """Those of a table's data that --data names, or all that are here or can be fetched; others are named."""
+    names = [args.data] if args.data else list(table)
+    for name in names:
+        if name not in table:
+            raise ValueError(f'--data={name}: choose from {", ".join(table)}')
+        try:
+            prepare.load(name)
+        except ValueError as e:
+            print(f'{name} is left out ({e})', file=sys.stderr)
+            continue
+        yield name, table[name]
+
+
+def majority(name):
+    """Share of the commonest class in a set's validation rows, in %."""
+    _, val, data = prepare.load(name)
+    targets = np.asarray(val).reshape(-1, 2, data['row'])[:, 1]
+    counts = np.bincount(targets[targets != data['ignore']])
+    return 100 * counts.max() / counts.sum()
+
+
+def lra(args):
+    """Tasks of the Long Range Arena (Tay 2021) and stand-ins for them, by models that a core trains."""
+    rows = []
+    for name, (size, steps) in sets_of(args, LRA):
+        steps = args.steps or steps
+        for form, flags in only(args, READERS).items():
+            given = (f'--data={name} --causal=false {size} {flags} --steps={steps} --eval_every={steps} '
+                     f'--device={args.device}')
+            found = runs(args, 'lra', f'{form} {name}', given)
+            paper = PAPER['lra'].figures.get(form, {}).get(name)
+            rows.append({'data': name, 'form': form, **of_seeds(found, 'accuracy', 100),
+                         'majority': majority(name), 'paper': paper})
+    if rows:
+        note = 'accuracy in % of the validation rows; majority: of whoever always says the commonest class'
+        report(args, 'lra', rows, note, accuracy=by_row(rows, 'ours'))
+
+
+def glue(args, suite):
+    """Classifiers with softmax, of sentences or pictures, and what is left of their accuracy where attention
+    is exchanged by each map and all weights are trained on: the steps of each conversion are as many."""
+    rows = []
+    for name, (size, steps, more) in sets_of(args, CLASSES[suite]):
+        steps = args.steps or steps
+        more = max(1, steps * more // 100)
+        given = (f'--data={name} --causal=false --rule=softmax --conv=0 {size} --steps={steps} '
+                 f'--eval_every={steps} --device={args.device}')
+        teachers = runs(args, suite, f'softmax {name}', given)
+        rows.append({'data': name, 'form': 'softmax', **of_seeds(teachers, 'accuracy', 100),
+                     'recovered': 100.0, 'majority': majority(name)})
+        for form, flags in only(args, ENCODED).items():
+            found = [as_encoder(args, suite, form, teacher, flags, more) for teacher in teachers]
+            shares = of_seeds(found, 'recovered', 100)
+            rows.append({'data': name, 'form': form, **of_seeds(found, 'accuracy', 100),
+                         'recovered': shares['ours'], 'majority': None})
+    if rows:
+        note = ('accuracy in % of the validation rows, median and range; recovered: of the accuracy of the '
+                'teacher of the same seed, median')
+        report(args, suite, rows, note, recovered=by_row(rows, 'recovered'))
+
+
+def as_encoder(args, suite, form, teacher, flags, steps):
+    """A classifier with its attention exchanged; of the steps a third are stage 1, if there is one."""
+    path = os.path.join(teacher['out'], 'ckpt.safetensors')
+    first = 0
+    if form in ('hedgehog', 't2r-hh'):
+        first = steps // 3
+    given = (f'--from={shlex.quote(path)} {flags} --distil_steps={first} --steps={steps - first} '
+             f'--batch_size=32 --eval_rows=100000 --eval_every={steps} --controls=false '
+             f'--device={args.device}')
+    found = a_run(args, suite, f'{form} converted', converted, given, teacher['seed'])
+    last = found['table'][-1]
+    return {**found, 'accuracy': last['accuracy'], 'recovered': last['recovered']}
 
 
 # ---- suite language: a line is a training ------------------------------------------------------------------
@@ -2197,7 +2307,8 @@ def idea(args):
 # ---- the command -------------------------------------------------------------------------------------------
 RUN = {'decode': decode, 'layer': layer, 'capacity': partial(associative, 'capacity'),
        'update': partial(associative, 'update'), 'recall': recall, 'mqar': mqar, 'monotone': monotone,
-       'convert': convert, 'language': language, 'train': train, 'cache': cache, 'kept': kept, 'batch': batch,
+       'convert': convert, 'lra': lra, 'glue': partial(glue, suite='glue'), 'vit': partial(glue, suite='vit'),
+       'language': language, 'train': train, 'cache': cache, 'kept': kept, 'batch': batch,
        'gpu': gpu, 'idea': idea}
 
 
