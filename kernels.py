@@ -1800,7 +1800,7 @@ def kind_of(block):
     memory = block.mixer.memory
     exact = block.up.weight.dtype == torch.float64
     random = block.training and block.dropout.p > 0
-    if triton is None or exact or random or block.mixer.head_dim > MAX_K:
+    if triton is None or exact or random or block.post_norm or block.mixer.head_dim > MAX_K:
         return Layer
     if memory.rule.keeps == 'all':
         return RowLayer

@@ -213,6 +213,9 @@ class Config:
     classes: int = 0            # of rows, where these are what is learned; 0: tokens are
     pad: int | None = None      # the token of steps that are not there
     patch: int = 0              # so many numbers 0..255 are one input; 0: tokens are
+    cls: bool = False           # an encoder has one place more, the first, whose input is learned (ViT)
+    pooler: bool = False        # classes are read from tanh(W x + b) of the pooled x (BERT)
+    post_norm: bool = False     # what a block adds to is behind the norm, not before it (BERT), see `Block`
     act: str = 'relu2'          # from here on: what pretrained models have, and train.py leaves alone
     bias: bool = False
     rms: bool = False           # RMSNorm for LayerNorm
@@ -240,6 +243,9 @@ class Config:
             raise ValueError(f'--n_embd={self.n_embd} --n_head={self.n_head}: rope turns pairs, so n_embd / '
                              f'n_head = {head_dim} must be even; or --pos=none')
         self.refuse_rows()
+        if self.causal and self.cls:
+            raise ValueError('--causal=true: the first place of this model stands for the whole picture, '
+                             'which it has to see; leave the flag out')
         if not self.causal:
             self.refuse_causal()
         self.refuse_absurd()
@@ -276,7 +282,7 @@ class Config:
         """ValueError for weights that are more than this machine's memory: about 12 n_embd^2 a layer, and the
         embeddings; and beside them rows of one text."""
         layer = 4 * self.n_embd + 2 * self.inner() + 2 * self.cache
-        numbers = self.n_embd * (self.n_layer * layer + self.vocab_size + self.block_size)
+        numbers = self.n_embd * (self.n_layer * layer + self.vocab_size + self.places())
         memory = machine_memory() // 10 ** 9
         if 4 * numbers // 10 ** 9 > memory:
             raise ValueError(f'--n_layer={self.n_layer} --n_embd={self.n_embd} --cache={self.cache} '
@@ -300,6 +306,10 @@ class Config:
         if self.pos == 'auto':
             return self.keeps() != {None}
         return self.pos == 'rope'
+
+    def places(self):
+        """How many inputs a row of block_size tokens is: they themselves, or patches and what is before."""
+        return self.block_size // (self.patch or 1) + self.cls
 
     def kv_heads(self):
         """Heads of k and v."""
@@ -775,13 +785,19 @@ def swiglu(x):
     return F.silu(a) * b
 
 
-ACTS = {'gelu': functools.partial(F.gelu, approximate='tanh'), 'swiglu': swiglu}     # relu2: Forms.square
+ACTS = {'gelu': functools.partial(F.gelu, approximate='tanh'), 'gelu-erf': F.gelu, 'swiglu': swiglu}
+# and relu2: Forms.square
 
 
 class Block(nn.Module):
-    """x + mixer(x), then x + MLP(x), each behind a norm and, with --conv, a view of the tokens before."""
+    """x + mixer(norm(x)), then x + MLP(norm(x)), with --conv of a view of the tokens before.
+
+    With post_norm (BERT) it is u + mixer(u), u = norm(x). As published, norm(x + mixer(x)), a norm ends each
+    line; here the same norm begins the next line. So BERT's norm of the embeddings is norm1 of the first
+    block, and the last one of its last block is the norm of the model."""
     def __init__(self, c, rule):
         super().__init__()
+        self.post_norm = c.post_norm
         self.norm1 = layer_norm(c)
         self.norm2 = layer_norm(c)
         self.convs = nn.ModuleList()
@@ -792,6 +808,13 @@ class Block(nn.Module):
         self.up = nn.Linear(c.n_embd, c.inner() * (1 + (c.act == 'swiglu')), bias=c.bias)
         self.down = nn.Linear(c.inner(), c.n_embd, bias=c.bias)
         self.dropout = nn.Dropout(c.dropout)
+
+    def branch(self, norm, x):
+        """x -> what a half of the block adds to, and what it reads"""
+        u = norm(x)
+        if self.post_norm:
+            return u, u
+        return x, u
 
     def look(self, i, x, state, forms):
         """x (B, T, n_embd) and the tokens before, where there is a convolution (i = 0: before the mixer, 1:
@@ -809,13 +832,15 @@ class Block(nn.Module):
 
     def mlp(self, x, state, forms):
         """The second half of a block. x (B, T, n_embd) -> x, and what goes into the state"""
-        h, new = self.look(1, self.norm2(x), state, forms)
+        x, u = self.branch(self.norm2, x)
+        h, new = self.look(1, u, state, forms)
         return x + self.dropout(self.down(self.inner(h, forms))), new
 
     def forward(self, x, state, forms):
         """x (B, T, n_embd), state what the last call returned, None at a fresh start -> x, state"""
         state = state or {}
-        u, seen = self.look(0, self.norm1(x), state, forms)
+        x, u = self.branch(self.norm1, x)
+        u, seen = self.look(0, u, state, forms)
         y, new = self.mixer(u, state, forms)
         x, seen_by_mlp = self.mlp(x + y, state, forms)
         return x, {**new, **seen, **seen_by_mlp}
@@ -832,10 +857,12 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.n_embd)
         if c.patch:
             self.embed = nn.Linear(c.patch, c.n_embd)
-        self.positions = nn.Embedding(c.block_size, c.n_embd) if c.pos == 'learned' else None
+        self.cls = nn.Embedding(1, c.n_embd) if c.cls else None
+        self.positions = nn.Embedding(c.places(), c.n_embd) if c.pos == 'learned' else None
         self.dropout = nn.Dropout(c.dropout)
         self.blocks = nn.ModuleList(Block(c, rule) for rule in c.rules())
         self.norm = layer_norm(c)
+        self.pooler = nn.Linear(c.n_embd, c.n_embd) if c.pooler else None
         self.head = None if c.tied else nn.Linear(c.n_embd, c.vocab_size, bias=False)
         if c.classes:
             self.head = nn.Linear(c.n_embd, c.classes)
@@ -846,19 +873,22 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=std)
             elif name.endswith(('mixer.proj.weight', 'down.weight')):   # and so does x: GPT-2, sec. 2.3
                 nn.init.normal_(p, std=std / (2 * c.n_layer) ** 0.5)
-            elif name in ('embed.weight', 'positions.weight'):
+            elif name in ('embed.weight', 'positions.weight', 'cls.weight'):
                 nn.init.normal_(p, std=0.3)
 
     def first(self, tokens, state=None):
-        """tokens (B, T) -> what the first layer gets (B, T, n_embd); of patches (B, T / patch, n_embd)"""
+        """tokens (B, T) -> what the first layer gets (B, T, n_embd); of patches (B, T / patch, n_embd), with
+        cls one place more"""
         if self.config.patch:
             tokens = self.patches(tokens) / 255
         x = self.embed(tokens)
+        if self.cls is not None:
+            x = torch.cat([self.cls.weight.expand(len(x), 1, -1), x], 1)
         if self.positions is not None:              # beyond block_size the last position is repeated
             t = torch.arange(x.shape[1], device=x.device)
             if state is not None:
                 t = t + state[0]['t']
-            x = x + self.positions(t.clamp(max=self.config.block_size - 1))
+            x = x + self.positions(t.clamp(max=self.config.places() - 1))
         return self.dropout(x)
 
     def patches(self, x):
@@ -890,20 +920,28 @@ class GPT(nn.Module):
         return self.norm(x), new
 
     def pooled(self, x, tokens):
-        """x (B, T, n_embd) -> (B, n_embd): the first place, or the mean of all but padding"""
-        if self.config.pool == 'first':
-            return x[:, 0]
+        """x (B, T, n_embd) -> (B, n_embd): the first place, or the mean of all but padding, and what a pooler
+        makes of that"""
         there = self.there(tokens)
-        if there is None:
-            return x.mean(1)
-        there = there[..., None]
-        return (x * there).sum(1) / there.sum(1)
+        if self.config.pool == 'first':
+            x = x[:, 0]
+        elif there is None:
+            x = x.mean(1)
+        else:
+            there = there[..., None]
+            x = (x * there).sum(1) / there.sum(1)
+        if self.pooler is None:
+            return x
+        return self.pooler(x).tanh()
 
     def forward(self, tokens, state=None, at=None):
         """tokens (B, T) -> logits (B, T, vocab), state. With a state it goes on from there. at (B, T): logits
         only where this is true (N, vocab). With classes they are (.., classes); of an encoder, one for each
         row (B, classes)."""
         c = self.config
+        if not (c.causal or c.classes):
+            raise ValueError('an encoder without classes says nothing: python train.py --init=MODEL '
+                             '--data=DATA gives it those of the data; GPT.hidden has what it makes of a text')
         x, state = self.hidden(tokens, state)
         if c.classes and not c.causal:
             return self.head(self.pooled(x, tokens)), state
@@ -921,11 +959,12 @@ class GPT(nn.Module):
         forms = self.forms_of(tokens)
         x = self.first(tokens)
         for block in self.blocks:
-            u, _ = block.look(0, block.norm1(x), {}, forms)
+            onward, u = block.branch(block.norm1, x)
+            u, _ = block.look(0, u, {}, forms)
             q, k, v = block.mixer.heads(u)
             o, _ = block.mixer.memory(u, q, k, v, forms=forms)
             yield block, x, u, q, k, v, o
-            x, _ = block.mlp(x + block.mixer.merge(o), {}, forms)
+            x, _ = block.mlp(onward + block.mixer.merge(o), {}, forms)
 
     @property
     def max_len(self):

@@ -140,10 +140,14 @@ def main(argv):
     data = meta['data']
     name = meta.get('digest', args.init)                    # of the model, for states
 
-    said = prepare.encode(read_prompt(args.prompt), data)
-    prompt = said
+    text = read_prompt(args.prompt)
+    said = prepare.encode(text, data)
     state = None
-    if not args.load_state:
+    if args.load_state:
+        prompt = said
+    elif said and model.config.classes:
+        prompt = prepare.whole_text(text, data)
+    else:
         prompt = prepare.begun(said, data)
     tokens = torch.tensor([prompt] * args.samples, dtype=torch.long, device=device)
     if args.load_state:

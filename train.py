@@ -3,6 +3,7 @@
     python train.py --rule=delta                   five minutes on two CPU cores, nothing to download
     python train.py --data=recall --rule=sum --steps=1000     recall: sum fails, --rule=delta solves it
     python train.py --resume --steps=8000          goes on from out/ckpt.safetensors, bit for bit on a CPU
+    python train.py --init=bert-base-uncased --data=FOLDER --lr=5e-5     its weights; those of classes are new
     torchrun --nproc_per_node=2 train.py --rule=delta         the same training in two processes
 
 Writes out/ckpt.safetensors (weights, optimiser, step), out/best.safetensors (weights) and out/log.jsonl. All
@@ -47,7 +48,7 @@ class Args:
     tokenizer: str = flag('', f'of a text: {prepare.OF_TEXTS}; if not given, its own or the checkpoint\'s')
     out: str = flag('out', 'folder for checkpoints and the log')
     resume: bool = flag(False, 'go on from the checkpoint in --out')
-    init: str = flag('', 'start with the weights of this checkpoint; model flags change what may change')
+    init: str = flag('', 'start with the weights of this checkpoint or hub model; model flags change what may change')
     steps: int = flag(6400, 'optimiser steps', low=1)
     batch_size: int = flag(4, 'rows a step, over all processes', low=1)
     accum: int = flag(1, 'batches a step, for more rows than fit into memory', low=1)
@@ -402,13 +403,27 @@ def check(args, config, T, train, val, data, meta, world):
     if min(len(train), len(val)) <= T + 1:
         raise ValueError(f'--data={args.data}: {len(train)} training and {len(val)} validation tokens, but a '
                          f'row takes {T + 1}; give a longer text or a smaller --block_size')
-    if 'data' in meta and not prepare.same_tokens(meta['data'], data):
-        saved = meta['data']['name']
-        raise ValueError(f'--data={args.data}: its tokens are not those of the checkpoint, {saved}')
+    if 'data' in meta:
+        check_fit(args, config, T, data)
     if args.carry and 'row' in data:
         raise ValueError(f'--carry: the rows of {args.data} have nothing to do with each other')
     if args.carry and args.resume and world > 1:
         raise ValueError('--resume --carry: the file has the states of one process; resume without torchrun')
+
+
+def check_fit(args, config, T, data):
+    """Refuse rows that weights of --init or --resume cannot read, or have no output for."""
+    classes = data.get('classes', 0)
+    patch = data.get('patch', 0)
+    if config.classes not in (0, classes):
+        raise ValueError(f'--data={args.data}: {classes} classes, the model has {config.classes}; give one '
+                         'without classes, and they are new')
+    if config.patch != patch:
+        raise ValueError(f'--data={args.data}: patches of {patch} numbers, the model reads {config.patch} (0: '
+                         'tokens)')
+    if config.pos == 'learned' and T > config.block_size:
+        raise ValueError(f'--data={args.data}: rows of {T} tokens, the model has learned the positions of '
+                         f'{config.block_size}; make shorter rows')
 
 
 def check_carry(model):
@@ -427,6 +442,9 @@ def restore(args, model, opt, tensors):
         model.load_state_dict(weights)
         unpack_optimiser(model, opt, tensors)
     elif args.init:
+        new = model.state_dict()
+        if 'head.bias' not in tensors and 'head.bias' in new:       # for classes, of which it had none
+            tensors = {**tensors, 'head.weight': new['head.weight'], 'head.bias': new['head.bias']}
         model.load_state_dict(tensors)
     return [unpack(tensors, f'carry{i}', model.embed.weight.device) for i in range(args.accum)]
 
@@ -480,6 +498,11 @@ class Run:
     states: list                    # --carry: what each batch of the next step starts from
     new: list                       # ... and what those of the last step ended with
 
+    @property
+    def length(self):
+        """Tokens in a row: of a task its own, which can be fewer than a pretrained model takes."""
+        return self.meta.get('row', self.model.config.block_size)
+
     def say(self, text):
         """Print, once for all processes."""
         if self.rank == 0:
@@ -513,7 +536,8 @@ class Run:
 
     def batch(self, step, i):
         """This process's rows of a step's i-th batch -> x, y (B, T)"""
-        args, T = self.args, self.model.config.block_size
+        args = self.args
+        T = self.length
         count = args.accum * args.batch_size
         begin = starts(args.seed, step, count, len(self.train), T, self.meta, args.carry)
         mine = begin.reshape(args.accum, -1)[i, self.rank::self.world]
@@ -561,7 +585,7 @@ class Run:
 
     def evaluate(self, limit=math.inf):
         """The rule `blocks` on the first `limit` validation tokens -> nats a target, share right"""
-        T = self.model.config.block_size
+        T = self.length
         begin = blocks(len(self.val), T, self.meta)
         begin = begin[begin + T < limit]
         return evaluate(self.model, self.val, begin, T, self.meta, self.device, self.cast, self.rank,
@@ -584,7 +608,7 @@ class Run:
         """The closing lines: the whole validation data by both rules, a sample, the next command."""
         model, data = self.model, self.meta
         loss, right = self.evaluate()
-        self.say(f'validation, blocks of {model.config.block_size}: {score(data, loss, right)}')
+        self.say(f'validation, blocks of {self.length}: {score(data, loss, right)}')
         self.note(rule='blocks', val_loss=loss, accuracy=right)
         if 'row' in data or self.rank > 0:
             return
@@ -619,7 +643,8 @@ def main(argv):
     T = data.get('row', config.block_size)
     check(args, config, T, train, val, data, meta, world)
     of_data = {name: data[name] for name in ('vocab_size', 'classes', 'pad', 'patch') if name in data}
-    config = dataclasses.replace(config, block_size=T, **of_data)
+    longest = max(T, config.block_size) if tensors else T   # what has weights keeps the positions it knows
+    config = dataclasses.replace(config, block_size=longest, **of_data)
     torch.manual_seed(args.seed)
     model = GPT(config).to(device)
     model.forms = pick_forms(args.impl)

@@ -257,12 +257,30 @@ def remedy(meta):
     return ''
 
 
+def ends(meta):
+    """The tokens that tokenizer.json puts before a text, and behind it: [BOS] and [], [CLS] and [SEP]."""
+    if 'json' not in meta:
+        return [], []
+    found = subwords(meta['json']).encode('a')
+    before = found.special_tokens_mask.index(0)
+    behind = found.special_tokens_mask[::-1].index(0)
+    return found.ids[:before], found.ids[len(found.ids) - behind:]
+
+
+def whole_text(text, meta, most=None):
+    """Token ids of a text as a model that classifies it is to read it, from its first token to its last. Of a
+    longer one than `most` tokens the rest is cut off, but not what stands behind it."""
+    before, behind = ends(meta)
+    tokens = encode(text, meta)
+    if most is not None:
+        tokens = tokens[:most - len(before) - len(behind)]
+    return before + tokens + behind
+
+
 def begun(tokens, meta):
     """The tokens of a prompt, as those that a text begins with: BOS before them, where tokenizer.json puts
     it. If there are none at all: a line end, where the set has one, else token 0."""
-    if 'json' in meta:
-        found = subwords(meta['json']).encode('a')
-        tokens = found.ids[:found.special_tokens_mask.index(0)] + tokens
+    tokens = ends(meta)[0] + tokens
     if tokens:
         return tokens
     try:

@@ -1,4 +1,5 @@
-"""Files of weights: this project's own, and GPT-2 and Llama as the hub keeps them. Tensors in, tensors out.
+"""Files of weights: this project's own, and GPT-2, Llama, BERT and ViT as the hub keeps them. Tensors in,
+tensors out.
 
     write('x.safetensors', tensors, meta)                 # tensors: a dict by name; meta: what json can say
     tensors, meta = read('x.safetensors')                 # or ValueError: a damaged file is never taken
@@ -11,6 +12,12 @@ All files are safetensors: a header in JSON, then bare numbers. Nothing is pickl
 A file of ours has two strings in its header: meta, as JSON, and digest, a sha256 over meta and all tensors.
 Every file is written whole or not at all (`prepare.whole`). No nn.Module is built here: model.py does that,
 from tensors and a config, which is a dict of the fields of model.Config.
+
+BERT and ViT are encoders. They come with the classes that they were trained for, if the folder has any (named
+ForSequenceClassification or ForImageClassification), and without BERT's other heads, which guess masked words
+and next sentences. BERT reads one text: what it adds to each place of a first of two texts is added to its
+positions here, what it adds to the second is left out. A ViT's pixels are scaled as preprocessor_config.json
+says, which has to be as published; ViT is not written.
 """
 import hashlib
 import json
@@ -74,7 +81,7 @@ def read(path):
     return tensors, meta
 
 
-# ---- GPT-2 and Llama: whose name is what, both ways --------------------------------------------------------
+# ---- GPT-2, Llama, BERT, ViT: whose name is what, both ways ------------------------------------------------
 
 
 class Family(NamedTuple):
@@ -89,9 +96,14 @@ class Family(NamedTuple):
     tied: bool          # whether the head is the embedding where config.json does not say
     config: dict        # fields of Config that are the same in all of the kind
     says: dict          # entries of config.json that are
+    known: dict         # entry of config.json -> what it may be here; the first is its default
 
 
 OURS = 'nanofwp'        # model_type of a folder in names of ours, with a Config in its config.json
+DECODER = {'conv': 0, 'causal': True, 'classes': 0, 'patch': 0, 'post_norm': False}
+ENCODER = {'conv': 0, 'causal': False, 'pool': 'first', 'pos': 'learned', 'act': 'gelu-erf', 'bias': True,
+           'rms': False, 'n_kv_head': 0, 'tied': True}
+NO = (False, None)
 FAMILIES = {
     'gpt2': Family(
         prefix='transformer.', layer='h.*.', turned=True,
@@ -101,8 +113,10 @@ FAMILIES = {
         sizes={'n_layer': 'n_layer', 'n_head': 'n_head', 'n_embd': 'n_embd', 'vocab_size': 'vocab_size',
                'block_size': 'n_positions'},
         optional={'n_inner': 'n_inner'}, eps=('layer_norm_epsilon', 1e-5), tied=True,
-        config={'conv': 0, 'pos': 'learned', 'act': 'gelu', 'bias': True, 'rms': False, 'n_kv_head': 0},
-        says={'architectures': ['GPT2LMHeadModel'], 'activation_function': 'gelu_new'}),
+        config={**DECODER, 'pos': 'learned', 'act': 'gelu', 'bias': True, 'rms': False, 'n_kv_head': 0},
+        says={'architectures': ['GPT2LMHeadModel'], 'activation_function': 'gelu_new'},
+        known={'activation_function': ('gelu_new', 'gelu_pytorch_tanh'), 'scale_attn_weights': (True,),
+               'scale_attn_by_inverse_layer_idx': NO}),
     'llama': Family(
         prefix='model.', layer='layers.*.', turned=False,
         names={'embed': 'embed_tokens', 'norm': 'norm', 'head': 'lm_head', 'norm1': 'input_layernorm',
@@ -113,47 +127,106 @@ FAMILIES = {
                'n_inner': 'intermediate_size', 'vocab_size': 'vocab_size',
                'block_size': 'max_position_embeddings'},
         optional={'n_kv_head': 'num_key_value_heads'}, eps=('rms_norm_eps', 1e-6), tied=False,
-        config={'conv': 0, 'pos': 'rope', 'act': 'swiglu', 'bias': False, 'rms': True},
-        says={'architectures': ['LlamaForCausalLM'], 'hidden_act': 'silu'})}
+        config={**DECODER, 'pos': 'rope', 'act': 'swiglu', 'bias': False, 'rms': True},
+        says={'architectures': ['LlamaForCausalLM'], 'hidden_act': 'silu'},
+        known={'hidden_act': ('silu',), 'attention_bias': NO, 'mlp_bias': NO}),
+    'bert': Family(
+        prefix='bert.', layer='encoder.layer.*.', turned=False,
+        names={'embed': 'embeddings.word_embeddings', 'positions': 'embeddings.position_embeddings',
+               'first norm': 'embeddings.LayerNorm', 'norm1': 'output.LayerNorm',    # of the layer before
+               'mixer.qkv': 'attention.self.query attention.self.key attention.self.value',
+               'mixer.proj': 'attention.output.dense', 'norm2': 'attention.output.LayerNorm',
+               'up': 'intermediate.dense', 'down': 'output.dense', 'pooler': 'pooler.dense',
+               'head': 'classifier'},
+        sizes={'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads', 'n_embd': 'hidden_size',
+               'n_inner': 'intermediate_size', 'vocab_size': 'vocab_size',
+               'block_size': 'max_position_embeddings'},
+        optional={'pad': 'pad_token_id'}, eps=('layer_norm_eps', 1e-12), tied=True,
+        config={**ENCODER, 'post_norm': True, 'pooler': True, 'patch': 0, 'cls': False},
+        says={'hidden_act': 'gelu', 'type_vocab_size': 2},
+        known={'hidden_act': ('gelu',), 'position_embedding_type': ('absolute',), 'is_decoder': NO,
+               'add_cross_attention': NO, 'problem_type': (None, 'single_label_classification')}),
+    'vit': Family(
+        prefix='vit.', layer='encoder.layer.*.', turned=False,
+        names={'embed': 'embeddings.patch_embeddings.projection', 'cls': 'embeddings.cls_token',
+               'positions': 'embeddings.position_embeddings', 'norm': 'layernorm',
+               'norm1': 'layernorm_before', 'norm2': 'layernorm_after',
+               'mixer.qkv': 'attention.attention.query attention.attention.key attention.attention.value',
+               'mixer.proj': 'attention.output.dense',
+               'up': 'intermediate.dense', 'down': 'output.dense', 'head': 'classifier'},
+        sizes={'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads', 'n_embd': 'hidden_size',
+               'n_inner': 'intermediate_size', 'block_size': 'image_size', 'patch': 'patch_size'},
+        optional={}, eps=('layer_norm_eps', 1e-12), tied=True,
+        config={**ENCODER, 'post_norm': False, 'pooler': False, 'cls': True, 'vocab_size': 256},
+        says={}, known={'hidden_act': ('gelu',), 'qkv_bias': (True,), 'num_channels': (3,),
+                        'problem_type': (None, 'single_label_classification')})}
+WRITTEN = 'gpt2', 'llama', 'bert'
+TYPES = 'embeddings.token_type_embeddings.weight'       # of BERT: added to all places of a text
 LLAMA3 = 'factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'   # of its rope
 
 
 def modules(config):
     """Each module of a softmax model: number of its layer (None: outside), our name, rows of the parts that
-    it is put together of, columns (0: it is a vector)."""
+    it is put together of, columns (0: it is a vector), whether it has a bias."""
     d = config['n_embd']
     kv = d // config['n_head'] * (config['n_kv_head'] or config['n_head'])
     inner = config['n_inner'] or 4 * d
+    bias = config['bias']
+    patch = config.get('patch', 0)
+    places = config['block_size']
     up = [inner]
     if config['act'] == 'swiglu':
         up = [inner, inner]
-    yield None, 'embed', [config['vocab_size']], d
+    if patch:
+        places = places // patch + 1                    # and cls
+        yield None, 'embed', [d], patch, True
+        yield None, 'cls', [1], d, False
+    else:
+        yield None, 'embed', [config['vocab_size']], d, False
     if config['pos'] == 'learned':
-        yield None, 'positions', [config['block_size']], d
+        yield None, 'positions', [places], d, False
     for i in range(config['n_layer']):
-        yield i, 'norm1', [d], 0
-        yield i, 'mixer.qkv', [d, kv, kv], d
-        yield i, 'mixer.proj', [d], d
-        yield i, 'norm2', [d], 0
-        yield i, 'up', up, d
-        yield i, 'down', [d], inner
-    yield None, 'norm', [d], 0
-    if not config['tied']:
-        yield None, 'head', [config['vocab_size']], d
+        yield i, 'norm1', [d], 0, bias
+        yield i, 'mixer.qkv', [d, kv, kv], d, bias
+        yield i, 'mixer.proj', [d], d, bias
+        yield i, 'norm2', [d], 0, bias
+        yield i, 'up', up, d, bias
+        yield i, 'down', [d], inner, bias
+    yield None, 'norm', [d], 0, bias
+    if config.get('pooler'):
+        yield None, 'pooler', [d], d, True
+    if config.get('classes'):
+        yield None, 'head', [config['classes']], d, True
+    elif not config['tied']:
+        yield None, 'head', [config['vocab_size']], d, False
+
+
+def place_of(i, module, config):
+    """Layer and module by which theirs is named. With post_norm ours begin with the norm that in theirs ends
+    the layer before."""
+    if not config.get('post_norm') or module not in ('norm', 'norm1'):
+        return i, module
+    if module == 'norm':
+        i = config['n_layer']
+    if i == 0:
+        return None, 'first norm'
+    return i - 1, 'norm1'
 
 
 def layout(config, family, prefix):
     """Where each parameter of a softmax model is in a file of the hub: our name, {their name: shape} of its
     parts, and whether they are turned."""
-    for i, module, rows, columns in modules(config):
+    for i, module, rows, columns, bias in modules(config):
         ours = module
-        front = prefix
         if i is not None:
             ours = f'blocks.{i}.{module}'
-            front = prefix + family.layer.replace('*', str(i))
+        layer, theirs = place_of(i, module, config)
+        front = prefix
+        if layer is not None:
+            front = prefix + family.layer.replace('*', str(layer))
         if module == 'head':
             front = ''
-        names = [front + name for name in family.names[module].split()]
+        names = [front + name for name in family.names[theirs].split()]
         if len(names) == 1:
             rows = [sum(rows)]
         turned = False
@@ -164,7 +237,7 @@ def layout(config, family, prefix):
         if turned:
             shapes = [(columns, n) for n in rows]
         yield f'{ours}.weight', {f'{name}.weight': shape for name, shape in zip(names, shapes)}, turned
-        if config['bias'] and module not in ('embed', 'positions', 'head'):
+        if bias:
             yield f'{ours}.bias', {f'{name}.bias': (n,) for name, n in zip(names, rows)}, False
 
 
@@ -177,7 +250,7 @@ def their_config(path, name):
             return raw.pop('model_type'), raw
         problem = foreign(raw)
         if problem:
-            raise ValueError(f'{problem}; known are GPT-2 and Llama as they were published')
+            raise ValueError(f'{problem}; known are GPT-2, Llama, BERT and ViT as they were published')
         return raw['model_type'], translated(raw, FAMILIES[raw['model_type']])
     except (ValueError, TypeError, AttributeError, RecursionError) as e:
         raise ValueError(f'{name}: {e}') from None
@@ -190,17 +263,16 @@ def foreign(raw):
     kind = raw.get('model_type')
     if kind not in [*FAMILIES]:
         return f'model_type {kind}'
-    act = raw.get('activation_function', 'gelu_new')
-    if act not in ('gelu_new', 'gelu_pytorch_tanh'):
-        return f'activation_function {act}'
-    if raw.get('scale_attn_by_inverse_layer_idx') or not raw.get('scale_attn_weights', True):
-        return 'another scale of attention'
+    for key, values in FAMILIES[kind].known.items():
+        if raw.get(key, values[0]) not in values:
+            return f'{key} {raw[key]}'
     for key in ('rope_parameters', 'rope_scaling'):
         way = type_of_rope(raw.get(key) or {})
         if way not in ('default', 'llama3'):
             return f'rope of type {way}'
-    if raw.get('attention_bias') or raw.get('mlp_bias') or raw.get('hidden_act', 'silu') != 'silu':
-        return 'biases, or another activation than silu'
+    for name in raw.get('architectures') or []:
+        if name.endswith(('ForTokenClassification', 'ForMultipleChoice')):
+            return f'{name}, which has a class for something else than a whole text'
 
 
 def type_of_rope(rope):
@@ -225,7 +297,7 @@ def translated(raw, family):
     eps, usual = family.eps
     rope = raw.get('rope_parameters') or raw.get('rope_scaling') or {}
     config = {'rule': 'softmax', **family.config}
-    config['tied'] = bool(raw.get('tie_word_embeddings', family.tied))
+    config.setdefault('tied', bool(raw.get('tie_word_embeddings', family.tied)))
     config['eps'] = float(raw.get(eps, usual))
     config['theta'] = float(raw.get('rope_theta') or rope.get('rope_theta') or 1e4)
     config['rope_scaling'] = scaling_of(rope)
@@ -235,6 +307,13 @@ def translated(raw, family):
             config[field] = 0
         elif type(config[field]) is not int or config[field] < 1:
             raise ValueError(f'{key} is {config[field]!r}, expected a whole number of at least 1')
+    if 'patch' in family.sizes:                     # of pictures; ours count numbers, of three colours
+        side = config['block_size']
+        p = config['patch']
+        if side % p:
+            raise ValueError(f'patch_size {p} does not divide image_size {side}')
+        config['block_size'] = 3 * side * side
+        config['patch'] = 3 * p * p
     head_dim, rest = divmod(config['n_embd'], config['n_head'])
     if rest or raw.get('head_dim') not in (None, head_dim):
         raise ValueError(f'head_dim is not the width {config["n_embd"]} / {config["n_head"]} heads')
@@ -255,7 +334,7 @@ def from_folder(folder, source):
     for file in sorted(os.listdir(folder)):
         if file.endswith('.safetensors'):
             path = os.path.join(folder, file)
-            where.update(dict.fromkeys(names_in(path, path), path))
+            where.update({called(name): (path, name) for name in names_in(path, path)})
     if not where:
         raise ValueError(f'{folder}: no model.safetensors; pickled weights (.bin, .pt) are not read')
     if kind == OURS:
@@ -263,11 +342,14 @@ def from_folder(folder, source):
         if os.path.exists(os.path.join(folder, TOKENIZER)):
             data['json'] = prepare.read(os.path.join(folder, TOKENIZER)).decode()
         return {name: tensor(where, name, None, source) for name in where}, config, {**data, 'name': source}
-    data = {'name': source, 'vocab_size': config['vocab_size'], **tokenizer_of(folder, config['vocab_size'])}
+    data = data_of(folder, config, source)
     family = FAMILIES[kind]
     prefix = family.prefix
     if not any(name.startswith(prefix) for name in where):
         prefix = ''
+    if not config.get('causal'):
+        config['classes'] = classes_of(where, source)
+        config['pooler'] = config['pooler'] and f'{prefix}pooler.dense.weight' in where
     tensors = {}
     for name, parts, turned in layout(config, family, prefix):
         found = [tensor(where, part, parts[part], source) for part in parts]
@@ -277,7 +359,58 @@ def from_folder(folder, source):
         if turned:
             x = x.mT
         tensors[name] = x.float().contiguous()
+    if kind == 'bert':
+        tensors['positions.weight'] += tensor(where, prefix + TYPES, None, source)[0]
+    if kind == 'vit':                                       # theirs are x / 127.5 - 1, ours x / 255
+        beside = os.path.join(folder, PIXELS)
+        if os.path.exists(beside):
+            refuse_pixels(beside, beside)
+        tensors['embed.bias'] -= tensors['embed.weight'].sum(1)
+        tensors['embed.weight'] *= 2
     return tensors, config, data
+
+
+def data_of(folder, config, source):
+    """What data says of the tokens of a model of the hub; a ViT reads but pictures of its size."""
+    data = {'name': source, 'vocab_size': config['vocab_size']}
+    if config['patch']:
+        return {**data, 'tokenizer': 'ids', 'row': config['block_size'], 'patch': config['patch']}
+    if config.get('pad') is not None:
+        data['pad'] = config['pad']
+    return {**data, **tokenizer_of(folder, config['vocab_size'])}
+
+
+def called(name):
+    """A tensor's name as all others are: in old files a LayerNorm has gamma and beta (bert-base-uncased), and
+    in a ViT the tables of places are not modules."""
+    name = re.sub(r'LayerNorm\.gamma$', 'LayerNorm.weight', name)
+    name = re.sub(r'LayerNorm\.beta$', 'LayerNorm.bias', name)
+    return re.sub('(cls_token|position_embeddings)$', r'\1.weight', name)
+
+
+def classes_of(where, source):
+    """How many classes an encoder tells apart, 0 without a classifier."""
+    if 'classifier.weight' not in where:
+        return 0
+    classes = len(tensor(where, 'classifier.weight', None, source))
+    if classes == 1:
+        raise ValueError(f'{source}: classifier.weight has one row: it says a number, not which of at least '
+                         '2 classes')
+    return classes
+
+
+def refuse_pixels(path, name):
+    """ValueError where a ViT's preprocessor_config.json wants other pixels than from -1 to 1; name: what a
+    message calls the file."""
+    half = [0.5] * 3
+    known = {'do_normalize': True, 'image_mean': half, 'image_std': half}
+    try:
+        raw = json.loads(prepare.read(path))
+        for key, value in known.items():
+            if raw.get(key, value) != value:
+                raise ValueError(f'{key} is {raw[key]}, expected {value}: a ViT of other pixels is not read')
+    except (ValueError, AttributeError, RecursionError) as e:
+        raise ValueError(f'{name}: {e}') from None
 
 
 def tokenizer_of(folder, vocab):
@@ -325,18 +458,23 @@ def tensor(where, name, shape, source):
     only copied from (to be turned, joined or made fp32) does not stay in memory."""
     if name not in where:
         raise ValueError(f'{source}: tensor {name} is missing')
-    with safe_open(where[name], 'pt') as f:
-        x = f.get_tensor(name)
+    path, stored = where[name]
+    with safe_open(path, 'pt') as f:
+        x = f.get_tensor(stored)
+    if shape is not None and x.dim() == 3:          # a ViT's places: those of one picture
+        x = x.squeeze(0)
+    if shape is not None and x.dim() == 4:          # its convolution, which looks at a patch at a time
+        x = x.flatten(1)
     if shape is not None and x.shape != shape:
         raise ValueError(f'{source}: {name} has shape {tuple(x.shape)}, expected {shape}')
     return x
 
 
 def to_folder(folder, tensors, config, data):
-    """Tensors in our names -> model.safetensors and config.json: as the hub keeps GPT-2 or Llama, if that is
-    what they are (softmax in every layer); else in our own names, with our config and data, what a checkpoint
-    says of the tokens. And tokenizer.json, if data has it."""
-    of_tokens = {key: data[key] for key in ('tokenizer', 'vocab_size', 'chars') if key in data}
+    """Tensors in our names -> model.safetensors and config.json: as the hub keeps GPT-2, Llama or BERT, if
+    that is what they are (softmax in every layer); else in our own names, with our config and data, what a
+    checkpoint says of the tokens. And tokenizer.json, if data has it."""
+    of_tokens = {key: data[key] for key in ('tokenizer', 'vocab_size', 'chars', 'pad') if key in data}
     raw = {'model_type': OURS, 'data': of_tokens, **config}
     kind = family_of(config)
     if kind:
@@ -347,10 +485,14 @@ def to_folder(folder, tensors, config, data):
             raw['rope_theta'] = config['theta']
         if config['rope_scaling']:
             raw['rope_scaling'] = {'rope_type': 'llama3', **dict(zip(LLAMA3, config['rope_scaling']))}
-        as_many = {'n_inner': 4 * config['n_embd'], 'n_kv_head': config['n_head']}      # where ours says 0
+        # where ours says 0
+        as_many = {'n_inner': 4 * config['n_embd'], 'n_kv_head': config['n_head'], 'pad': 0}
         for field, key in {**family.sizes, **family.optional}.items():
             raw[key] = config[field] or as_many[field]
         theirs = {}
+        if kind == 'bert':
+            raw.update(of_classes(config['classes']))
+            theirs[family.prefix + TYPES] = torch.zeros(2, config['n_embd'])
         for name, parts, turned in layout(config, family, family.prefix):
             x = tensors[name]
             if turned:
@@ -364,11 +506,19 @@ def to_folder(folder, tensors, config, data):
         prepare.write(os.path.join(folder, TOKENIZER), [data['json'].encode()])
 
 
+def of_classes(classes):
+    """What a config.json says of so many classes, or of none."""
+    if not classes:
+        return {'architectures': ['BertModel']}
+    names = {str(i): f'LABEL_{i}' for i in range(classes)}
+    return {'architectures': ['BertForSequenceClassification'], 'id2label': names}
+
+
 def family_of(config):
-    """The family that has a model of this config, or None."""
+    """The family that has a model of this config, and is written, or None."""
     rules = config['layers'] or config['rule']
-    for kind, family in FAMILIES.items():
-        same = [config[field] == value for field, value in family.config.items()]
+    for kind in WRITTEN:
+        same = [config[field] == value for field, value in FAMILIES[kind].config.items()]
         if all(same) and {rule.strip() for rule in rules.split(',')} == {'softmax'}:
             return kind
 
@@ -379,17 +529,19 @@ HUB = {     # short name: repository, revision
     'gpt2': ('openai-community/gpt2', '607a30d783dfa663caf39e06633721c8d4cfcd7e'),
     'gpt2-medium': ('openai-community/gpt2-medium', 'main'),
     'gpt2-large': ('openai-community/gpt2-large', 'main'),
-    'gpt2-xl': ('openai-community/gpt2-xl', 'main')}
+    'gpt2-xl': ('openai-community/gpt2-xl', 'main'),
+    'bert-base-uncased': ('google-bert/bert-base-uncased', 'main')}
 PINNED = {  # revision/file: bytes, sha256; of the others the hub itself says them
     '607a30d783dfa663caf39e06633721c8d4cfcd7e/model.safetensors':
     (548105171, '248dfc3911869ec493c76e65bf2fcf7f615828b0254c12b473182f0f81d3a707')}
 INDEX = 'model.safetensors.index.json'
 TOKENIZER = 'tokenizer.json'
+PIXELS = 'preprocessor_config.json'
 
 
 def hub(name, revision='main', root=None):
-    """config.json, weights and, if there is one, tokenizer.json of a hub repository -> their folder; what is
-    not there yet is fetched.
+    """config.json, weights and, if there is one, tokenizer.json of a hub repository, or what a ViT says of
+    pixels -> their folder; what is not there yet is fetched.
 
     name: OWNER/NAME, or one of `HUB`. root: where such folders lie; None: data/hub. The environment's
     HF_ENDPOINT is another address of the hub, HF_TOKEN opens private models. What comes is looked at before
@@ -406,7 +558,8 @@ def hub(name, revision='main', root=None):
         raise ValueError(f'{site}: no such model at revision {revision}')
     index = os.path.join(folder, INDEX)
     if not any(os.path.exists(path) for path in (index, os.path.join(folder, 'model.safetensors'))):
-        get(base, folder, TOKENIZER)                        # later it was asked for already
+        kind, _ = their_config(os.path.join(folder, 'config.json'), site)
+        get(base, folder, PIXELS if kind == 'vit' else TOKENIZER)       # later it was asked for already
     if not os.path.exists(index) and get(base, folder, 'model.safetensors'):
         return folder
     if not get(base, folder, INDEX):
@@ -468,6 +621,8 @@ def look(path, file, url):
         shards(path, url)
     elif file == TOKENIZER:
         refuse_other(path, url)
+    elif file == PIXELS:
+        refuse_pixels(path, url)
     else:
         names_in(path, url)
 
