@@ -157,7 +157,7 @@ def main(argv):
             raise ValueError(f'--load_state={args.load_state} holds {many} texts: take --samples={many}')
         tokens = torch.cat([last, tokens], 1)
         said = last[0].tolist() + said
-    if model.config.classes:
+    if model.config.classes or not model.config.causal:     # which says why, if it has none
         classify(model, tokens[:1])
         return
     start = state[0]['t'] if state else 0

@@ -1017,8 +1017,9 @@ def test_out_norm_stands_where_nothing_else_normalises():
         m = GPT(Config(**flags, n_layer=1, n_embd=16, n_head=2))
         assert (m.blocks[0].mixer.out_norm is not None) == has
 
-def test_through_tells_what_forward_computes():
-    m = GPT(Config(layers='delta,softmax', n_layer=2, n_head=2, n_embd=16)).double()
+@pytest.mark.parametrize('post_norm', [False, True])
+def test_through_tells_what_forward_computes(post_norm):
+    m = GPT(Config(layers='delta,softmax', n_layer=2, n_head=2, n_embd=16, post_norm=post_norm)).double()
     tokens = torch.randint(256, (2, 9))
     for block, x, u, q, k, v, o in m.through(tokens):
         u2, _ = block.look(0, block.norm1(x), {}, m.forms)
@@ -1210,7 +1211,8 @@ def random_model(**flags):
     dict(rule='sum', phi='hedgehog', **GPT2), dict(rule='gated', phi='t2r-scaled:7', **GPT2),
     dict(rule='sum', phi='exp:.5', norm='sum'), dict(rule='softmax', **GPT2), LLAMA,
     dict(layers='delta,softmax,tova', n_layer=3, cache=5), dict(phi='dpfp'), dict(rule='sum', phi='favor'),
-    dict(rule='delta', norm='attn', phi='elu'), dict(rule='window', cache=4, overflow='sum:favor')],
+    dict(rule='delta', norm='attn', phi='elu'), dict(rule='window', cache=4, overflow='sum:favor'),
+    dict(rule='delta', post_norm=True)],
     ids=lambda flags: '-'.join(map(str, flags.values())))
 def test_steps_in_place_equal_the_model(flags, tmp_path, monkeypatch):
     """Logits and states; from any start, also past the learned positions; the state, saved, goes back to the
@@ -2536,6 +2538,97 @@ def test_hub_weights_that_do_not_fit_are_refused(tmp_path, capsys):
     for given, why in {'model.bin': 'pickled', 'a/b/c': 'no such file', 'no.safetensors': 'no such'}.items():
         assert why in refused(capsys, convert.main, f'--from={given}')
 
+@pytest.mark.parametrize('kind, how', [('bert', {}), ('bert', dict(prefix=False, classes=0, old=True)),
+                                       ('vit', {}), ('vit', dict(prefix=False, classes=0))])
+def test_encoders_of_the_hub_say_what_another_implementation_does(kind, how, tmp_path):
+    """Each place, with padding, and the classes; exported and loaded again; with fast weights it runs."""
+    last, logits = small_encoder(tmp_path, kind, **how)
+    x = tokens = torch.randint(4, 300, (3, 11))
+    tokens[1, 6:] = tokens[2, 1:] = 3
+    there = tokens != 3
+    if kind == 'vit':
+        x = torch.randint(256, (3, 3, 8, 8))
+        tokens = F.unfold(x.float(), 4, stride=4).mT.flatten(1)     # a patch: channel, row, column
+        there = torch.ones(3, 5, dtype=torch.bool)
+    model, meta = load(tmp_path)
+    files.to_folder(tmp_path / 'again', model.state_dict(), dataclasses.asdict(model.config), meta['data'])
+    again, meta_again = load(tmp_path / 'again')
+    student, _ = convert.swap(model, dict(rule='sum', phi='hedgehog'))
+    with torch.no_grad():
+        for found in model, again:
+            near(found.eval().hidden(tokens)[0][there], last(x)[there], 1e-5)
+        assert student.hidden(tokens)[0].isfinite().all()
+        if how.get('classes', 3):
+            near(again(tokens)[0], logits(x), 1e-5)
+        else:
+            with pytest.raises(ValueError, match='without classes'):
+                model(tokens)
+    said = json.loads((tmp_path / 'again' / 'config.json').read_text())
+    assert said['model_type'] == {'bert': 'bert', 'vit': 'nanofwp'}[kind]
+    assert meta_again['data'].get('pad') == model.config.pad == {'bert': 3, 'vit': None}[kind]
+
+def test_an_encoder_of_the_hub_learns_the_classes_of_a_task(tmp_path, capsys):
+    """Shorter rows than its own; --lr=0 leaves all but the new head as it came."""
+    small_encoder(tmp_path / 'bert', 'bert', classes=0)
+    data = {}
+    for classes in 4, 5:
+        data[classes] = task(tmp_path / f'task{classes}', pad=3, classes=classes)
+        rows = np.full((6, 2, 8), 300, np.uint16)
+        rows[:, 0], rows[:, 1, -1] = np.arange(10, 18), [0, 1, 2, 3, 0, 1]
+        for side in 'train.bin', 'val.bin':
+            Path(data[classes], side).write_bytes(rows.tobytes())
+    run = '--steps=2', '--batch_size=2', '--device=cpu', '--threads=1', f'--out={tmp_path / "out"}'
+    assert train.main([f'--init={tmp_path / "bert"}', f'--data={data[4]}', '--lr=0', *run]) == 0
+    path = tmp_path / 'out' / 'ckpt.safetensors'
+    given, found = load(tmp_path / 'bert')[0], load(path)[0]
+    assert found.head.weight.shape == (4, 8) and found.config.block_size == 16
+    close({n: x for n, x in found.state_dict().items() if 'head' not in n}, dict(given.state_dict()), 0)
+    assert train.main(['--resume', '--steps=3', f'--out={tmp_path / "out"}']) == 0
+    assert 'class 3' in written(capsys, f'--init={path}', '--prompt=7 8 9')[0]
+    for model, name, why in (path, data[5], 'the model has 4'), (tmp_path / 'bert', 'recall', 'the tokens'):
+        assert why in refused(capsys, train.main, f'--init={model}', f'--data={name}', *run)
+    assert 'without classes' in refused(capsys, sample.main, f'--init={tmp_path / "bert"}', '--prompt=7 8')
+
+def test_a_whole_text_stands_between_the_tokens_of_its_template(tmp_path):
+    """[CLS] and [SEP] of a WordPiece tokenizer.json, also where the text is cut off."""
+    package = pytest.importorskip('tokenizers')
+    words = ['[UNK]', '[CLS]', '[SEP]', '[PAD]', 'quick', '##er', 'fox', *(f'w{i}' for i in range(290))]
+    ids = {word: i for i, word in enumerate(words)}
+    found = package.Tokenizer(package.models.WordPiece(ids, unk_token='[UNK]'))
+    found.pre_tokenizer = package.pre_tokenizers.BertPreTokenizer()
+    found.decoder = package.decoders.WordPiece()
+    found.post_processor = package.processors.TemplateProcessing(
+        single='[CLS] $A [SEP]', special_tokens=[('[CLS]', 1), ('[SEP]', 2)])
+    small_encoder(tmp_path, 'bert')
+    (tmp_path / 'tokenizer.json').write_text(found.to_str())
+    data = load(tmp_path)[1]['data']
+    assert prepare.whole_text('quicker fox', data) == [1, 4, 5, 6, 2]
+    assert prepare.whole_text('quicker fox', data, 4) == [1, 4, 5, 2] and prepare.begun([6], data) == [1, 6]
+    assert prepare.decode([4, 5, 6], data) == 'quicker fox'
+    assert prepare.whole_text('ab', dict(tokenizer='byte', vocab_size=256), 9) == [97, 98]
+
+@pytest.mark.parametrize('kind, entry, value', [
+    ('bert', 'hidden_act', 'relu'), ('bert', 'position_embedding_type', 'relative_key'),
+    ('bert', 'is_decoder', True), ('bert', 'add_cross_attention', True), ('vit', 'qkv_bias', False),
+    ('bert', 'architectures', ['BertForTokenClassification']), ('vit', 'num_channels', 1),
+    ('vit', 'image_size', 9), ('bert', 'num_attention_heads', 3), ('bert', 'problem_type', 'regression')])
+def test_encoders_of_the_hub_that_are_others_are_refused(kind, entry, value, tmp_path):
+    small_encoder(tmp_path, kind, **{entry: value})
+    with pytest.raises(ValueError, match=f'config.json: .*{value if entry == "hidden_act" else ""}') as e:
+        load(tmp_path)
+    assert '\n' not in str(e.value)
+
+def test_pixels_and_numbers_that_are_no_classes_are_refused(tmp_path):
+    small_encoder(tmp_path, 'vit')
+    (tmp_path / 'preprocessor_config.json').write_text('{"image_mean": [0.485, 0.456, 0.406]}')
+    with pytest.raises(ValueError, match=r'image_mean is \[0.485'):
+        load(tmp_path)
+    small_encoder(tmp_path / 'one', 'bert', classes=1)
+    with pytest.raises(ValueError, match='one row'):
+        load(tmp_path / 'one')
+    with pytest.raises(ValueError, match='--causal=true'):
+        Config(cls=True, patch=48)
+
 
 # ---- 13. Benches -------------------------------------------------------------------------------------------
 
@@ -3020,10 +3113,11 @@ def in_hub_layout(folder, kind, **how):
 def random_weights(sizes):
     return {name: torch.randn(*s) / s[-1] ** .5 for name, s in sizes.items()}
 
-def attend(q, k, v):
-    """Of heads of width 4 side by side, (B, T, D), to earlier tokens and its own."""
+def attend(q, k, v, mask=None):
+    """Of heads of width 4 side by side, (B, T, D), to earlier tokens and its own, or by a mask."""
     heads = [x.unflatten(-1, (-1, 4)).transpose(1, 2) for x in (q, k, v)]
-    mask = torch.full((q.shape[1], q.shape[1]), -math.inf).triu(1)
+    if mask is None:
+        mask = torch.full((q.shape[1], q.shape[1]), -math.inf).triu(1)
     return ((heads[0] @ heads[1].mT / 2 + mask).softmax(-1) @ heads[2]).transpose(1, 2).flatten(2)
 
 def small_gpt2(how):
@@ -3107,6 +3201,76 @@ def small_llama(how):
             x = x + of(F.silu(of(y, h + 'mlp.gate_proj')) * of(y, h + 'mlp.up_proj'), h + 'mlp.down_proj')
         return of(x, 'norm')
     return raw, w, last
+
+def small_encoder(folder, kind, prefix=True, classes=3, old=False, **how):
+    """A BERT or ViT of width 8 with 2 heads in the hub's layout -> functions from tokens (BERT), or from
+    pictures of 8 x 8 pixels 0..255, to the last layer and to the classes. old: names of 2018"""
+    raw = dict(model_type=kind, num_hidden_layers=2, num_attention_heads=2, hidden_size=8,
+               intermediate_size=12, hidden_act='gelu', layer_norm_eps=1e-12)
+    linear = {'attention.output.dense': (8, 8), 'intermediate.dense': (12, 8), 'output.dense': (8, 12)}
+    linear |= {f'attention.{"self" if kind == "bert" else "attention"}.{name}': (8, 8)
+               for name in ('query', 'key', 'value')}
+    if kind == 'bert':
+        raw |= dict(vocab_size=300, max_position_embeddings=16, pad_token_id=3)
+        linear |= {'attention.output.LayerNorm': (8,), 'output.LayerNorm': (8,)}
+        tables = {'word': (300, 8), 'position': (16, 8), 'token_type': (2, 8)}
+        sizes = {f'embeddings.{name}_embeddings.weight': size for name, size in tables.items()}
+        outside = {'embeddings.LayerNorm': (8,), 'pooler.dense': (8, 8)}
+    else:
+        raw |= dict(image_size=8, patch_size=4, num_channels=3, qkv_bias=True)
+        linear |= {'layernorm_before': (8,), 'layernorm_after': (8,)}
+        sizes = {'embeddings.cls_token': (1, 1, 8), 'embeddings.position_embeddings': (1, 5, 8)}
+        outside = {'embeddings.patch_embeddings.projection': (8, 3, 4, 4), 'layernorm': (8,)}
+    inside = {f'encoder.layer.{i}.{name}': size for i in (0, 1) for name, size in linear.items()}
+    for name, size in {**outside, **inside, 'classifier': (classes, 8)}.items():
+        sizes |= {f'{name}.weight': size, f'{name}.bias': size[:1]}
+    w = random_weights(sizes)
+
+    def of(x, name):
+        weight, bias = w[name + '.weight'], w[name + '.bias']
+        return F.layer_norm(x, (8,), weight, bias, 1e-12) if weight.dim() == 1 else x @ weight.T + bias
+
+    def mlp(x, h):
+        y = of(x, h + 'intermediate.dense')
+        return of(y / 2 * (1 + torch.erf(y / 2 ** .5)), h + 'output.dense')
+
+    def bert(tokens):
+        x = w['embeddings.word_embeddings.weight'][tokens] + w['embeddings.token_type_embeddings.weight'][0]
+        x = of(x + w['embeddings.position_embeddings.weight'][:tokens.shape[1]], 'embeddings.LayerNorm')
+        mask = torch.zeros(tokens.shape).masked_fill(tokens == 3, -math.inf)[:, None, None]
+        for h in 'encoder.layer.0.', 'encoder.layer.1.':
+            q, k, v = (of(x, f'{h}attention.self.{name}') for name in ('query', 'key', 'value'))
+            x = x + of(attend(q, k, v, mask), h + 'attention.output.dense')
+            x = of(x, h + 'attention.output.LayerNorm')
+            x = of(x + mlp(x, h), h + 'output.LayerNorm')
+        return x
+
+    def vit(pictures):
+        name = 'embeddings.patch_embeddings.projection'
+        x = F.conv2d((pictures / 255 - .5) / .5, w[name + '.weight'], w[name + '.bias'], stride=4)
+        x = torch.cat([w['embeddings.cls_token'].expand(len(x), 1, 8), x.flatten(2).mT], 1)
+        x = x + w['embeddings.position_embeddings']
+        for h in 'encoder.layer.0.', 'encoder.layer.1.':
+            y = of(x, h + 'layernorm_before')
+            q, k, v = (of(y, f'{h}attention.attention.{name}') for name in ('query', 'key', 'value'))
+            x = x + of(attend(q, k, v, torch.zeros(())), h + 'attention.output.dense')
+            x = x + mlp(of(x, h + 'layernorm_after'), h)
+        return of(x, 'layernorm')
+    last = {'bert': bert, 'vit': vit}[kind]
+
+    def logits(x):
+        x = last(x)[:, 0]
+        return of(of(x, 'pooler.dense').tanh() if kind == 'bert' else x, 'classifier')
+    kept = {}
+    for name, x in w.items():
+        if classes or not name.startswith('classifier'):
+            front = f'{kind}.' if prefix and not name.startswith('classifier') else ''
+            name = re.sub('LayerNorm.bias', 'LayerNorm.beta', name) if old else name
+            kept[front + (re.sub('LayerNorm.weight', 'LayerNorm.gamma', name) if old else name)] = x
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / 'config.json').write_text(json.dumps(raw | how))
+    save_file(kept, folder / 'model.safetensors')
+    return last, logits
 
 @contextlib.contextmanager
 def served(answer):

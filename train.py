@@ -48,7 +48,7 @@ class Args:
     tokenizer: str = flag('', f'of a text: {prepare.OF_TEXTS}; if not given, its own or the checkpoint\'s')
     out: str = flag('out', 'folder for checkpoints and the log')
     resume: bool = flag(False, 'go on from the checkpoint in --out')
-    init: str = flag('', 'start with the weights of this checkpoint or hub model; model flags change what may change')
+    init: str = flag('', 'start with these weights, a file\'s or the hub\'s; model flags change what may change')
     steps: int = flag(6400, 'optimiser steps', low=1)
     batch_size: int = flag(4, 'rows a step, over all processes', low=1)
     accum: int = flag(1, 'batches a step, for more rows than fit into memory', low=1)
@@ -419,8 +419,8 @@ def check_fit(args, config, T, data):
         raise ValueError(f'--data={args.data}: {classes} classes, the model has {config.classes}; give one '
                          'without classes, and they are new')
     if config.patch != patch:
-        raise ValueError(f'--data={args.data}: patches of {patch} numbers, the model reads {config.patch} (0: '
-                         'tokens)')
+        raise ValueError(f'--data={args.data}: patches of {patch} numbers, the model reads {config.patch} '
+                         '(0: tokens)')
     if config.pos == 'learned' and T > config.block_size:
         raise ValueError(f'--data={args.data}: rows of {T} tokens, the model has learned the positions of '
                          f'{config.block_size}; make shorter rows')
