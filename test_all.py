@@ -2589,7 +2589,7 @@ def test_an_encoder_of_the_hub_learns_the_classes_of_a_task(tmp_path, capsys):
         assert why in refused(capsys, train.main, f'--init={model}', f'--data={name}', *run)
     assert 'without classes' in refused(capsys, sample.main, f'--init={tmp_path / "bert"}', '--prompt=7 8')
 
-def test_a_whole_text_stands_between_the_tokens_of_its_template(tmp_path):
+def test_a_whole_text_stands_between_the_tokens_of_its_template(tmp_path, monkeypatch):
     """[CLS] and [SEP] of a WordPiece tokenizer.json, also where the text is cut off."""
     package = pytest.importorskip('tokenizers')
     words = ['[UNK]', '[CLS]', '[SEP]', '[PAD]', 'quick', '##er', 'fox', *(f'w{i}' for i in range(290))]
@@ -2602,6 +2602,9 @@ def test_a_whole_text_stands_between_the_tokens_of_its_template(tmp_path):
     small_encoder(tmp_path, 'bert')
     (tmp_path / 'tokenizer.json').write_text(found.to_str())
     data = load(tmp_path)[1]['data']
+    monkeypatch.setattr(sample, 'classify', Mock())
+    assert sample.main([f'--init={tmp_path}', '--prompt=quicker fox']) == 0
+    assert sample.classify.call_args.args[1].tolist() == [[1, 4, 5, 6, 2]]
     assert prepare.whole_text('quicker fox', data) == [1, 4, 5, 6, 2]
     assert prepare.whole_text('quicker fox', data, 4) == [1, 4, 5, 2] and prepare.begun([6], data) == [1, 6]
     assert prepare.decode([4, 5, 6], data) == 'quicker fox'
@@ -3397,6 +3400,13 @@ def test_the_hub_is_read_over_http(tmp_path, monkeypatch):
             assert not list((tmp_path / mode).rglob('config.json')) or mode in ('wrong', 'html')
         state['mode'] = 'fine'                      # a later run does not stumble over what was sent before
         assert files.hub('me/one', 'main', str(tmp_path / 'empty config'))
+        small_encoder(tmp_path / 'vit', 'vit')      # what it says of pixels comes along, and is looked at
+        pixels = tmp_path / 'vit' / 'preprocessor_config.json'
+        for mean in .4, .5:
+            pixels.write_text(json.dumps(dict(image_mean=[mean] * 3)))
+            with pytest.raises(ValueError, match='image_mean') if mean < .5 else contextlib.nullcontext():
+                folder = Path(files.hub('me/vit', 'main', str(tmp_path / 'pixels')))
+        assert (folder / pixels.name).exists() and load(folder)[0].config.cls
 
 @slow
 @pytest.mark.parametrize('rule', VARIED)

@@ -48,7 +48,7 @@ class Args:
     tokenizer: str = flag('', f'of a text: {prepare.OF_TEXTS}; if not given, its own or the checkpoint\'s')
     out: str = flag('out', 'folder for checkpoints and the log')
     resume: bool = flag(False, 'go on from the checkpoint in --out')
-    init: str = flag('', 'start with these weights, a file\'s or the hub\'s; model flags change what may change')
+    init: str = flag('', 'start with the weights of a checkpoint or hub model; flags change what may change')
     steps: int = flag(6400, 'optimiser steps', low=1)
     batch_size: int = flag(4, 'rows a step, over all processes', low=1)
     accum: int = flag(1, 'batches a step, for more rows than fit into memory', low=1)
