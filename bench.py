@@ -1002,7 +1002,8 @@ def softmax_model(args, tasks=False):
     paths = [args.init] if args.init else filter(os.path.exists, FOUND_AT)
     for path in paths:
         model, meta = load(path, args.device)
-        if model.config.keeps() in ({'all'}, {'all', None}) and (tasks or 'row' not in meta['data']):
+        kept = model.config.keeps() in ({'all'}, {'all', None})
+        if kept and model.config.causal and (tasks or 'row' not in meta['data']):
             return path, model.eval(), meta
     raise ValueError(f'{args.init or "out/"}: no softmax layers there in a model of texts; python train.py '
                      '--rule=softmax --n_head=4 --steps=2500 --out=out/teacher makes one')

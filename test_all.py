@@ -1582,7 +1582,7 @@ def test_labelled_lines_of_your_own(tokenizer, tmp_path, capsys):
     short.write_text('0\tno 1\n1\tno 2\n' * 10)
     assert prepare.load(str(short), str(tmp_path), like=meta)[2]['row'] == meta['row']
     path.write_text('0\tno\n1\tyes\n' * 9 + '1\t' + 'x' * 9999)
-    assert rows_of(str(path), tmp_path)[1]['row'] == 1024 and '1 of 19 texts' in capsys.readouterr().out
+    assert rows_of(str(path), tmp_path)[1]['row'] == 1024 and '1 of 18 texts' in capsys.readouterr().out
     for line in '-1\tno', '1 no', '1\t ', 'x\tno', '1\t\udcff', '3\tno':
         path.write_text(f'0\tno\n1\tyes\n{line}\n' * 9, errors='surrogateescape')
         with pytest.raises(ValueError, match='mine.tsv, line 3: |no line to train on has label 2'):
@@ -1712,25 +1712,77 @@ def test_broken_data_is_refused(text, tmp_path, capsys):
     assert 'empty.txt' in refused(capsys, train.main, f'--data={tmp_path / "empty.txt"}')
 
 def task(folder, **more):
-    """The path of a small task with more in its meta.json: 6 rows of 8 inputs and 8 targets, all 0..7."""
+    """The path of a small task with more in its meta.json: 6 rows of 8 inputs and 8 targets, all 0..7; with
+    classes the last target alone counts."""
     side = dict(tokens=96, sha256='')
     meta = dict(name='task', tokenizer='ids', dtype='uint16', vocab_size=300, row=8, ignore=300, **more)
     folder.mkdir()
     (folder / 'meta.json').write_text(json.dumps({**meta, 'train': side, 'val': side}))
+    rows = np.tile(np.arange(8, dtype=np.uint16), (6, 2))
+    if 'classes' in more:
+        rows[:, 8:15] = 300
     for name in 'train.bin', 'val.bin':
-        (folder / name).write_bytes(np.tile(np.arange(8, dtype=np.uint16), 12).tobytes())
+        (folder / name).write_bytes(rows.tobytes())
     return str(folder)
 
-def test_what_other_models_will_read_is_checked_and_not_trained_yet(tmp_path, capsys):
+def test_what_tasks_say_of_their_rows_is_checked(tmp_path, capsys):
     """pad, classes, source, patch: the format of encoders' data."""
     for i, (key, good, bad) in enumerate([('pad', 0, 300), ('classes', 8, 1), ('source', 4, 8)]):
         assert prepare.load(task(tmp_path / f'good{i}', **{key: good}))[2][key] == good
         with pytest.raises(ValueError, match=f'meta.json.*{key}'):
             prepare.load(task(tmp_path / f'bad{i}', **{key: bad}))
-        flags = f'--data={tmp_path / f"good{i}"}', f'--out={tmp_path / "out"}', *TINY
-        assert key in refused(capsys, train.main, *flags)
+    source = f'--data={tmp_path / "good2"}', f'--out={tmp_path / "out"}', *TINY
+    assert 'source' in refused(capsys, train.main, *source)
     with pytest.raises(ValueError, match='target 7'):           # a class that is none
         prepare.load(task(tmp_path / 'class', classes=5))
+    data = tmp_path / 'good1' / 'val.bin'
+    data.write_bytes(data.read_bytes()[:-2] + b'\x2c\x01')      # 300: the last row has no class
+    with pytest.raises(ValueError, match='row 5 has 0 targets'):
+        prepare.load(str(data.parent))
+
+@pytest.fixture(scope='session')
+def threes(tmp_path_factory):
+    """The path of a task: is there a 3 among up to 7 numbers? Half of the rows are shorter, padded with 9."""
+    folder = tmp_path_factory.mktemp('threes')
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 8, (1200, 7))
+    x[::2, 5:] = 9
+    y = np.full_like(x, 10)
+    ends = (x != 9).sum(1) - 1
+    y[np.arange(1200), ends] = (x == 3).any(1)
+    rows = np.concatenate([x, y], 1).astype(np.uint8)
+    meta = dict(name='3', tokenizer='ids', dtype='uint8', vocab_size=10, row=7, ignore=10, pad=9, classes=2)
+    for side, part in ('train', rows[:1000]), ('val', rows[1000:]):
+        meta[side] = dict(tokens=part.size, sha256='')
+        (folder / f'{side}.bin').write_bytes(part.tobytes())
+    (folder / 'meta.json').write_text(json.dumps(meta))
+    return str(folder)
+
+SMALL_ENCODER = '--causal=false --n_layer=1 --n_head=2 --n_embd=16 --device=cpu --threads=1'.split()
+
+@pytest.mark.parametrize('flags', ['--rule=sum', '--rule=softmax --pool=first', '--rule=gated_delta'])
+def test_an_encoder_learns_classes_says_them_and_is_converted(flags, threes, tmp_path, capsys):
+    out = tmp_path / 'out'
+    learn = f'--data={threes}', f'--out={out}', '--steps=150', '--lr=1e-2', '--batch_size=32', *SMALL_ENCODER
+    assert train.main([*flags.split(), *learn]) == 0
+    assert log(out)[-1]['accuracy'] > 0.95
+    init = f'--init={out}/ckpt.safetensors'
+    assert written(capsys, init, '--prompt=1 2 3 4')[0].startswith('class 1: ')
+    assert 'at most 7' in refused(capsys, sample.main, init, '--prompt=1 2 3 4 1 2 3 4')
+    if 'softmax' in flags:
+        rnn = f'--from={out}/ckpt.safetensors', f'--out={tmp_path / "rnn"}', '--distil_steps=20', '--steps=40'
+        for recipe in 'pure', 'hedgehog', 't2r':
+            assert convert.main([*rnn, f'--recipe={recipe}', '--controls=false', '--batch_size=16']) == 0
+            table = json.loads((tmp_path / 'rnn' / 'convert.json').read_text())['table']
+            assert table[-1]['recovered'] > 0.9
+
+@pytest.mark.parametrize('flags, why', [
+    ('--rule=tova', 'step by step'), ('--rule=delta --norm=attn', 'keys so far'),
+    ('--data=recall', 'classes')])
+def test_what_an_encoder_cannot_be_is_refused(flags, why, threes, tmp_path, capsys):
+    if '--data' not in flags:
+        flags += f' --data={threes}'
+    assert why in refused(capsys, train.main, *flags.split(), *SMALL_ENCODER, f'--out={tmp_path}')
 
 def test_a_failed_write_leaves_the_old_file(a_model, tmp_path, monkeypatch):
     path = Path(shutil.copy(a_model(), tmp_path))
@@ -2637,7 +2689,8 @@ SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),        # flags;
               update=('--lengths=4 --steps=100 --only=gated,delta', 2), monotone=('--steps=1', 10),
               convert=('--steps=1 --only=window,pure', 24), recall=('--steps=1 --only=elu,delta', 2),
               mqar=('--steps=1 --only=tova --lengths=8', 1), language=('--steps=1 --only=sum', 1),
-              idea=('', 0))
+              lra=('--steps=1 --only=softmax,hedgehog', 2), glue=('--steps=2 --only=elu,hedgehog', 3),
+              vit=('--steps=2 --only=t2r', 2), idea=('', 0))
 
 @pytest.fixture
 def in_process(monkeypatch):
@@ -2665,9 +2718,12 @@ def once_each(runs, *_):
     return [1e-3] * len(runs)
 
 @pytest.mark.parametrize('suite', SUITES)
-def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, tmp_path, capsys, monkeypatch,
-                                                      in_process):
+def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, threes, tmp_path, capsys,
+                                                      monkeypatch, in_process):
     monkeypatch.setattr(bench, 'seconds', once_each)
+    model = '--n_layer=1 --n_head=2 --n_embd=16'
+    monkeypatch.setattr(bench, 'LRA', {threes: (model, 1)})
+    monkeypatch.setattr(bench, 'CLASSES', dict.fromkeys(('glue', 'vit'), {threes: (model, 2, 50)}))
     flags, rows = SUITES[suite]
     if suite in ('cache', 'kept', 'monotone', 'convert'):
         flags += f' --init={a_model("--rule=softmax", "--pos=rope")}'
@@ -2677,7 +2733,8 @@ def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, tmp_
     if suite != 'idea':
         assert json.loads(capsys.readouterr().out.splitlines()[-1])['suite'] == suite
         assert len((tmp_path / f'{suite}.csv').read_text().splitlines()) > rows
-    assert (tmp_path / f'{suite}.png').stat().st_size > 5000
+    if suite == 'idea' or bench.SUITES[suite].panels:
+        assert (tmp_path / f'{suite}.png').stat().st_size > 5000
 
 def test_bench_converts_a_model_of_a_task_by_as_many_tokens_in_all_lines(a_model, tmp_path, in_process):
     path = a_model('--rule=softmax', data='recall-kept', steps=40)

@@ -619,13 +619,10 @@ def sentences(row, source, meta, wish):
         if 'chars' in meta:
             meta['chars'] = [*meta['chars'], '<pad>']
     meta['classes'] = tasks.classes(both)
-    tokens = [tokens_each(texts, meta) for _, texts in both]
+    most = wish.get('row') or row['length']
+    tokens = [tokens_each(texts, meta, most) for _, texts in both]
     sizes = [len(found) for side in tokens for found in side]
-    needed = 32 * math.ceil(max(sizes) / 32)
-    length = wish.get('row') or min(needed, row['length'])
-    cut = sum(size > length for size in sizes)
-    if cut:
-        print(f'{cut:,} of {len(sizes):,} texts have more than {length} tokens: the rest of them is cut off')
+    length = wish.get('row') or min(32 * math.ceil(max(sizes) / 32), most)
     sides = []
     for (labels, _), found in zip(both, tokens):
         x, y = tasks.padded(found, labels, length, meta)
@@ -633,15 +630,22 @@ def sentences(row, source, meta, wish):
     return sides
 
 
-def tokens_each(texts, meta):
-    """A list of arrays: the tokens of each of some UTF-8 texts."""
+def tokens_each(texts, meta, most):
+    """A list of arrays: the tokens of each of some UTF-8 texts, at most so many."""
     from tqdm import tqdm
     found = []
+    cut = 0
     for number, text in enumerate(tqdm(texts, unit='texts', disable=None), 1):
-        tokens = encode(text.decode(), meta)
+        text = text.decode()
+        tokens = whole_text(text, meta)
         if not tokens:
             raise ValueError(f'text {number} has no tokens: {text[:30]!r}')
+        if len(tokens) > most:
+            tokens = whole_text(text, meta, most)
+            cut += 1
         found.append(np.array(tokens, np.uint32))
+    if cut:
+        print(f'{cut:,} of {len(texts):,} texts have more than {most} tokens: the rest of them is cut off')
     return found
 
 
@@ -760,6 +764,8 @@ def mapped(path, meta, side):
         highest = targets[targets != meta['ignore']].max(initial=0)
         if highest >= meta.get('classes', vocab):
             raise ValueError(f'{path}: holds target {highest}, beyond the vocabulary or the classes')
+        if 'classes' in meta:
+            refuse_many((targets != meta['ignore']).sum(1), path)
     elif not meta[side]['bytes']:
         raise ValueError(f'{side} has 0 bytes')
     highest = inputs.max()
@@ -770,6 +776,12 @@ def mapped(path, meta, side):
 
 TABLES = 'chars', 'json'
 TOKEN_KEYS = 'tokenizer', 'vocab_size', *TABLES, 'row', 'patch'
+
+
+def refuse_many(counts, path):
+    """ValueError unless every row has one target, its class. counts: how many each has"""
+    for i in np.flatnonzero(counts != 1)[:1]:
+        raise ValueError(f'{path}: row {i} has {counts[i]} targets, but a row is of one class')
 
 
 def same_tokens(a, b):

@@ -585,14 +585,13 @@ def pictures(row, path, meta):
 
 
 def padded(tokens, labels, length, meta):
-    """Arrays of tokens as rows of `length`, cut or filled with pad, and targets; in random order, always the
-    same, as files have one class after the other."""
+    """Arrays of at most `length` tokens as rows filled up with pad, and targets; in random order, always
+    the same, as files have one class after the other."""
     pad = meta['pad']
     ignore = meta['vocab_size']
     x = np.full((len(tokens), length), pad, np.min_scalar_type(ignore))
     ends = np.empty(len(tokens), int)
     for i, found in enumerate(tokens):
-        found = found[:length]
         x[i, :len(found)] = found
         ends[i] = len(found) - 1
     y = targets(x, ends, labels, ignore)
