@@ -2723,7 +2723,7 @@ def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, thre
     monkeypatch.setattr(bench, 'seconds', once_each)
     model = '--n_layer=1 --n_head=2 --n_embd=16'
     monkeypatch.setattr(bench, 'LRA', {threes: (model, 1)})
-    monkeypatch.setattr(bench, 'CLASSES', dict.fromkeys(('glue', 'vit'), {threes: (model, 2, 50)}))
+    monkeypatch.setattr(bench, 'CLASSES', {name: {threes: (model, 2, 50)} for name in ('glue', 'vit')})
     flags, rows = SUITES[suite]
     if suite in ('cache', 'kept', 'monotone', 'convert'):
         flags += f' --init={a_model("--rule=softmax", "--pos=rope")}'
