@@ -14,6 +14,9 @@ and draws, PAPER what the papers found.
     python bench.py monotone           attention weights against q.k by feature map, also distilled
     python bench.py convert            what RNNs made of a softmax model recover, by tokens spent, and beyond
                                        the length of its rows
+    python bench.py lra                encoders on tasks of the Long Range Arena (Zhang 2024)
+    python bench.py glue               classifiers of sentences with softmax, converted by each map; vit: of
+                                       pictures
     python bench.py language           rules, positions, normalisation, carried state (Schlag 2021)
     python bench.py train              a layer forward and backward over T: our forms, and attention
     python bench.py cache              perplexity of a softmax model as an RNN that keeps few rows (Oren 2024)
@@ -763,13 +766,13 @@ RECALL = {              # form: model flags
     'elu': '--rule=sum --phi=elu', 'favor': '--rule=sum --phi=favor',
     'cosformer': '--rule=sum --phi=cosformer:128', 'delta': '--rule=delta',
     'delta dpfp:2': '--rule=delta --phi=dpfp:2'}
-LEARNED = 'hedgehog',   # maps that are distilled first where softmax is exchanged. Zhang 2024 eq. 4
+LEARNED = 'hedgehog', 't2r-hh'      # what is distilled first where softmax is exchanged. Zhang 2024 eq. 4
 NO_CONV = '--n_layer=2 --n_embd=64 --lr=1e-3 --batch_size=32 --conv=0 --pos=learned'
 RECALL_IN = {           # in which model, for how many steps with --full; each value must be brought its key
     'one layer': (2000, '--n_layer=1 --n_head=1 --n_embd=16 --lr=1e-2 --batch_size=64'),
     'two, no conv': (3000, f'{NO_CONV} --n_head=4'),
     'from softmax': (3000, f'{NO_CONV} --n_head=1')}
-EXCHANGE = '--data=recall-kept --batch_size=32 --lr=1e-3 --loss=next --controls=false --eval_rows=2000'
+EXCHANGE = '--data=recall-kept --batch_size=32 --lr=1e-3 --loss=next --eval_rows=2000'
 
 
 @torch.inference_mode()
@@ -788,18 +791,20 @@ def entropy(out, device):
     return statistics.mean(found)
 
 
-def exchanged(args, form, teacher):
-    """The softmax model of a run with its attention exchanged: what learns is distilled in a third of the
-    steps, then all weights are trained. -> a run with accuracy before the latter, in %, and after"""
-    steps = args.steps or 300
-    stages = f'--distil=none --steps={steps}'
+def exchanged(args, suite, form, teacher, flags, steps):
+    """The softmax model of a run with its attention exchanged: of a map in LEARNED a third of the steps are
+    stage 1, then all weights are trained. -> a run with accuracy before the latter, in %, after it, and the
+    share of the teacher's"""
+    first = 0
     if form in LEARNED:
-        stages = f'--distil=ce --distil_steps={steps // 3} --steps={steps - steps // 3}'
+        first = steps // 3
     path = shlex.quote(os.path.join(teacher['out'], 'ckpt.safetensors'))
-    flags = f'{EXCHANGE} --from={path} --eval_every={steps} --device={args.device} {RECALL[form]} {stages}'
-    found = a_run(args, 'recall', f'{form}, from softmax', converted, flags, teacher['seed'])
+    given = (f'--from={path} {flags} --distil_steps={first} --steps={steps - first} --eval_every={steps} '
+             f'--controls=false --device={args.device}')
+    found = a_run(args, suite, f'{form}, from softmax', converted, given, teacher['seed'])
     *_, before, after = found['table']                          # the teacher, swapped, then a line a stage
-    return {**found, 'before': 100 * before['accuracy'], 'accuracy': after['accuracy']}
+    return {**found, 'before': 100 * before['accuracy'], 'accuracy': after['accuracy'],
+            'recovered': after['recovered']}
 
 
 def recall(args):
@@ -815,7 +820,10 @@ def recall(args):
         task = f'--data=recall-kept {size} --steps={steps} --eval_every={steps} --device={args.device}'
         if model == 'from softmax' and form != 'softmax':
             teachers = runs(args, 'recall', f'softmax, {model}', f'{task} --rule=softmax')
-            found = [exchanged(args, form, teacher) for teacher in teachers]
+            distil = 'ce' if form in LEARNED else 'none'
+            way = f'{EXCHANGE} {RECALL[form]} --distil={distil}'
+            more = args.steps or 300
+            found = [exchanged(args, 'recall', form, teacher, way, more) for teacher in teachers]
         else:
             found = runs(args, 'recall', f'{form}, {model}', f'{task} {flags}')
         row = {'form': form, 'model': model, 'paper': PAPER['recall'].figures.get(form)}
@@ -846,11 +854,9 @@ def mqar(args):
 
 
 # ---- suites lra, glue, vit: encoders, which read a row from both sides and say of which class it is --------
+READER = '--n_layer=2 --n_embd=64 --n_head=4 --batch_size=32 --lr=2e-3'
 LRA = {                 # data: the model and its training, steps
-    'listops': ('--n_layer=2 --n_embd=64 --n_head=4 --batch_size=32 --lr=2e-3', 3000),
-    'pathfinder': ('--n_layer=2 --n_embd=64 --n_head=4 --batch_size=32 --lr=2e-3', 2000),
-    'mnist': ('--n_layer=2 --n_embd=64 --n_head=4 --batch_size=32 --lr=2e-3', 2000),
-    'imdb': ('--n_layer=2 --n_embd=64 --n_head=4 --batch_size=32 --lr=2e-3', 2000)}
+    'listops': (READER, 3000), 'pathfinder': (READER, 2000), 'mnist': (READER, 2000), 'imdb': (READER, 2000)}
 READERS = {             # form: flags
     'softmax': '--rule=softmax', 'hedgehog': '--rule=sum --phi=hedgehog', 'elu': '--rule=sum',
     't2r': '--rule=sum --phi=t2r', 'favor': '--rule=sum --phi=favor', 'gated_delta': '--rule=gated_delta'}
@@ -892,13 +898,14 @@ def lra(args):
     rows = []
     for name, (size, steps) in sets_of(args, LRA):
         steps = args.steps or steps
+        commonest = majority(name)
         for form, flags in only(args, READERS).items():
             given = (f'--data={name} --causal=false {size} {flags} --steps={steps} --eval_every={steps} '
                      f'--device={args.device}')
             found = runs(args, 'lra', f'{form} {name}', given)
             paper = PAPER['lra'].figures.get(form, {}).get(name)
             rows.append({'data': name, 'form': form, **of_seeds(found, 'accuracy', 100),
-                         'majority': majority(name), 'paper': paper})
+                         'majority': commonest, 'paper': paper})
     if rows:
         note = 'accuracy in % of the validation rows; majority: of whoever always says the commonest class'
         report(args, 'lra', rows, note, accuracy=by_row(rows, 'ours'))
@@ -917,7 +924,8 @@ def glue(args, suite):
         rows.append({'data': name, 'form': 'softmax', **of_seeds(teachers, 'accuracy', 100),
                      'recovered': 100.0, 'majority': majority(name)})
         for form, flags in only(args, ENCODED).items():
-            found = [as_encoder(args, suite, form, teacher, flags, more) for teacher in teachers]
+            flags += ' --batch_size=32 --eval_rows=100000'
+            found = [exchanged(args, suite, form, teacher, flags, more) for teacher in teachers]
             shares = of_seeds(found, 'recovered', 100)
             rows.append({'data': name, 'form': form, **of_seeds(found, 'accuracy', 100),
                          'recovered': shares['ours'], 'majority': None})
@@ -925,20 +933,6 @@ def glue(args, suite):
         note = ('accuracy in % of the validation rows, median and range; recovered: of the accuracy of the '
                 'teacher of the same seed, median')
         report(args, suite, rows, note, recovered=by_row(rows, 'recovered'))
-
-
-def as_encoder(args, suite, form, teacher, flags, steps):
-    """A classifier with its attention exchanged; of the steps a third are stage 1, if there is one."""
-    path = os.path.join(teacher['out'], 'ckpt.safetensors')
-    first = 0
-    if form in ('hedgehog', 't2r-hh'):
-        first = steps // 3
-    given = (f'--from={shlex.quote(path)} {flags} --distil_steps={first} --steps={steps - first} '
-             f'--batch_size=32 --eval_rows=100000 --eval_every={steps} --controls=false '
-             f'--device={args.device}')
-    found = a_run(args, suite, f'{form} converted', converted, given, teacher['seed'])
-    last = found['table'][-1]
-    return {**found, 'accuracy': last['accuracy'], 'recovered': last['recovered']}
 
 
 # ---- suite language: a line is a training ------------------------------------------------------------------

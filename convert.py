@@ -174,7 +174,7 @@ def look_back(a, found):
     t = torch.arange(T, device=a.device)
     distance = (t[:, None] - t).abs()
     share = a.new_zeros(a.shape[1], T)
-    share.index_add_(1, distance.flatten(), (a * found).sum(0).flatten(1))
+    share.index_add_(1, distance.flatten(), (a.sum(0) * found).flatten(1))
     total = share.sum(1, keepdim=True).clamp(min=1e-30)
     return share.cumsum(1) / total
 

@@ -203,10 +203,14 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
 # The equation cut in two: first S after all steps, then o_t = S q_t with the same S for each query. With the
 # queries of the text that was written it is an encoder, each step of which sees the whole text.
 
+def in_any_order(erase, log_f, log_z):
+    """Whether nothing is forgotten or erased: a sum, to which the order of its steps does not matter."""
+    return erase is None and log_f is None and log_z is None
+
 def write_all(k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, form=chunked):
-    """S after all steps, (B, H, V, K): arguments as for `recurrent`, of which `form` is one. Where nothing is
-    forgotten or erased, the order of the steps does not matter: S = S + sum_t w_t v_t k_t^T, one product."""
-    if erase is None and log_f is None and log_z is None:
+    """S after all steps, (B, H, V, K): arguments as for `recurrent`, of which `form` is one. Where the
+    order of the steps does not matter it is S + sum_t w_t v_t k_t^T, one product."""
+    if in_any_order(erase, log_f, log_z):
         _, k, v, w, _, _, _, S = start(k, k, v, write, erase, log_f, log_z, S, normalise)
         return S + (w * v).mT @ k
     return form(k, k, v, write, erase, log_f, log_z, S, normalise)[1]
@@ -237,7 +241,7 @@ def encoded(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
     gates = {'write': write, 'erase': erase, 'log_f': log_f, 'log_z': log_z}
     if there is not None:
         gates = where_there(there, v, gates)
-    if erase is None and log_f is None and log_z is None:
+    if in_any_order(erase, log_f, log_z):
         S = write_all(k, v, gates['write'], S=S, normalise=normalise)
         return read_all(q, S, normalise, floor), S
     v = v.to(torch.promote_types(dtype, torch.float32))

@@ -6,6 +6,8 @@
     python sample.py --load_state=out/read.safetensors --prompt="class "             ... and go on from there
     python sample.py --init=out/softmax/ckpt.safetensors --rule=tova --cache=64      an RNN without training
 
+Of a model that tells classes apart, the prompt is what is classified: each class is printed with its share.
+
 The text goes to standard output, and nothing else does; what there is to say goes to standard error.
 
 A state is all that a model keeps of what it has read: for each layer a matrix S of fast weights, or rows of

@@ -461,11 +461,13 @@ def tensor(where, name, shape, source):
     path, stored = where[name]
     with safe_open(path, 'pt') as f:
         x = f.get_tensor(stored)
-    if shape is not None and x.dim() == 3:          # a ViT's places: those of one picture
+    if shape is None:
+        return x
+    if x.dim() == 3:                                # a ViT's places: those of one picture
         x = x.squeeze(0)
-    if shape is not None and x.dim() == 4:          # its convolution, which looks at a patch at a time
+    if x.dim() == 4:                                # its convolution, which looks at a patch at a time
         x = x.flatten(1)
-    if shape is not None and x.shape != shape:
+    if x.shape != shape:
         raise ValueError(f'{source}: {name} has shape {tuple(x.shape)}, expected {shape}')
     return x
 
