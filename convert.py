@@ -66,7 +66,7 @@ from train import (
 # Flags by recipe. Those of the papers have their map, order and losses.
 RECIPES = {
     'pure': '--rule=gla-beta --distil=hidden --learn=mixer --distil_lr=1e-2 --faster=5',
-    'hybrid': '--rule=window --cache=64 --overflow=gla-beta:hedgehog:4 --distil=hidden --distil_lr=1e-2 '
+    'hybrid': '--rule=window --cache=64 --overflow=gla-beta:hedgehog:4 --distil=hidden --distil_lr=1e-3 '
               '--faster=5 --lr=2e-4',
     'hedgehog': '--rule=sum --phi=hedgehog --distil=ce --loss=next',
     't2r': '--rule=sum --phi=t2r --distil=none --loss=next',
@@ -671,7 +671,7 @@ def a_teacher():
     usual = Args.from_
     if os.path.exists(usual):
         model, meta = load(usual)
-        if model.config.keeps() in ({'all'}, {'all', None}) and 'row' not in meta['data']:
+        if model.config.can_become_an_rnn() and 'row' not in meta['data']:
             return usual
     path = 'out/teacher/ckpt.safetensors'
     if not os.path.exists(path):

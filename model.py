@@ -301,6 +301,10 @@ class Config:
         """What the layers' rules keep: a set of 'all' rows, policies, and None for fast weights."""
         return {RULES[rule].keeps for rule in self.pattern()}
 
+    def can_become_an_rnn(self):
+        """Whether there are softmax layers, and beside them at most layers with a matrix."""
+        return {'all'} <= self.keeps() <= {'all', None}
+
     def turns(self):
         """Whether rope turns the keys of some layer."""
         if self.pos == 'auto':

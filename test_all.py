@@ -1524,6 +1524,14 @@ def test_pictures_are_read_and_cut_into_patches(tmp_path):
         idx_file(kinds, labels)
     with pytest.raises(ValueError, match='patches of 5 x 5'):
         rows_of('pathfinder-patch5', tmp_path)
+    for path in tmp_path.glob('*.gz'):
+        path.unlink()
+    x = np.zeros((3010, 28, 28), np.uint8)              # the test side alone is shared
+    x[10:] = 1
+    idx_file(pictures, x)
+    idx_file(kinds, x[:, 0, 0])
+    (old, (pixels, y)), _ = rows_of('mnist', tmp_path, file=str(tmp_path))
+    assert len(old[0]) == 10 and (pixels == 1).all() and (y[:, -1] == 1).all()
 
 def test_several_files_are_fetched_as_one_is(tmp_path, monkeypatch):
     bodies = {'TREC.train.all': b'0 Who ?\n1 What ?\n', 'TREC.test.all': '1 Which \u201c?\n'.encode('cp1252')}

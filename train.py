@@ -37,7 +37,8 @@ from model import (GPT, Config, config_of, flag, load, pack, parse, pick_device,
 
 BAD_STEPS = 10     # so many non-finite steps in a row end the run
 WARMUP = 0.05      # of all steps; then a cosine to 0
-PART = 65536       # tokens of the validation file that are looked at on the way
+PART = 65536       # tokens of the validation file that are looked at on the way,
+ROWS = 500         # and rows of a task, at the least: some have one answer each
 SLOW = 2.0         # times the best milliseconds a step: then the threads are timed again
 DEFAULT_THREADS = torch.get_num_threads()      # torch's own choice: all cores, or OMP_NUM_THREADS
 
@@ -583,11 +584,15 @@ class Run:
         shown = ', '.join(f'{1e3 * took:.0f} ms with {count}' for count, took in times.items())
         self.say(f'threads: {best}, the fastest (a part of {tokens} tokens: {shown})')
 
-    def evaluate(self, limit=math.inf):
-        """The rule `blocks` on the first `limit` validation tokens -> nats a target, share right"""
+    def evaluate(self, start=False):
+        """The rule `blocks` on the validation data, or on its start -> nats a target, share right"""
         T = self.length
         begin = blocks(len(self.val), T, self.meta)
-        begin = begin[begin + T < limit]
+        if start:
+            many = np.count_nonzero(begin + T < PART)
+            if 'row' in self.meta:
+                many = max(many, ROWS)
+            begin = begin[:many]
         return evaluate(self.model, self.val, begin, T, self.meta, self.device, self.cast, self.rank,
                         self.world)
 
@@ -686,7 +691,7 @@ def main(argv):
             if run.may_time() and clock.ms > SLOW * clock.best:
                 run.say(f'steps take {clock.ms:.0f} ms, the fastest took {clock.best:.0f}')
                 run.take_fastest()
-            val_loss, right = run.evaluate(PART)
+            val_loss, right = run.evaluate(start=True)
             run.say(f'step {done:5d} | start of validation: {score(data, val_loss, right)}')
             run.note(step=done, val_loss=val_loss, accuracy=right)
             about['step'] = done

@@ -366,12 +366,18 @@ def draw_dots(pixels, at):
 # ---- pictures ----------------------------------------------------------------------------------------------
 
 def idx(path):
-    """MNIST and Fashion-MNIST, 28 x 28, from a folder with the four files; the test side validates."""
+    """MNIST and Fashion-MNIST, 28 x 28, from a folder with the four files; the test side validates. Where that
+    side is alone, its last 3,000 do."""
     sides = []
     for side in 'train', 't10k':
-        pictures = numbers(os.path.join(path, f'{side}-images-idx3-ubyte.gz'), (28, 28))
-        labels = numbers(os.path.join(path, f'{side}-labels-idx1-ubyte.gz'), ())
-        sides.append((pictures.reshape(len(pictures), -1), labels))
+        images = os.path.join(path, f'{side}-images-idx3-ubyte.gz')
+        if side == 't10k' or os.path.exists(images):
+            pictures = numbers(images, (28, 28))
+            labels = numbers(os.path.join(path, f'{side}-labels-idx1-ubyte.gz'), ())
+            sides.append((pictures.reshape(len(pictures), -1), labels))
+    if len(sides) == 1:
+        x, y = sides[0]
+        sides = [(x[:-3000], y[:-3000]), (x[-3000:], y[-3000:])]
     return sides
 
 
