@@ -650,7 +650,7 @@ class Associative(nn.Module):
         q = self.q(self.embed)[keys]
         if memory.rule.keeps:
             return (q @ k.mT * k.shape[-1] ** -0.5).softmax(-1) @ v
-        memory.redraw(None)
+        memory.redraw({})
         written = memory.writes(x, k[:, None], v[:, None])
         q = memory.reads(q[:, None])
         if memory.rule.write:

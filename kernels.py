@@ -1702,6 +1702,8 @@ class InPlace(Layer):
         if self.mixer.out_norm is not None:
             o = self.mixer.out_norm(o)
         onto(x, o.flatten(1), self.mixer.proj)
+        if self.block.cross is not None:
+            x = self.block.read_source(x[:, None], self.memory, self.forms)[0][:, 0]
         h = self.block.inner(self.look(1, self.block.norm2, x), self.forms)
         onto(x, h, self.block.down)
         return x

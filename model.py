@@ -185,6 +185,9 @@ def machine_memory():
     return 2 ** 40
 
 
+SOURCE_RULES = [name for name in RULES if RULES[name].keeps in (None, 'all')]       # that see a whole text
+
+
 @dataclass
 class Config:
     """All that says which model it is. ValueError, with the flags' names, for what cannot be."""
@@ -205,6 +208,10 @@ class Config:
     pool: str = flag('mean', 'of an encoder: the class is read from the mean of all places, or the first',
                      ['mean', 'first'])
     n_layer: int = flag(4, 'layers', low=1)
+    encoder: int = flag(0, 'layers of an encoder, which reads the source of data with pairs; n_layer others '
+                           'are its decoder', low=0)
+    encoder_rule: str = flag('', 'its rule, if not --rule', SOURCE_RULES)
+    cross: str = flag('', 'rule by which the decoder reads the source, if not --rule', SOURCE_RULES)
     n_head: int = flag(8, 'heads', low=1)
     n_embd: int = flag(128, 'width', low=1)
     block_size: int = flag(128, 'tokens in a training row', low=1)
@@ -212,6 +219,7 @@ class Config:
     vocab_size: int = 256
     classes: int = 0            # of rows, where these are what is learned; 0: tokens are
     pad: int | None = None      # the token of steps that are not there
+    source: int = 0             # so many tokens, from a row's first, are the encoder's
     patch: int = 0              # so many numbers 0..255 are one input; 0: tokens are
     cls: bool = False           # an encoder has one place more, the first, whose input is learned (ViT)
     pooler: bool = False        # classes are read from tanh(W x + b) of the pooled x (BERT)
@@ -228,7 +236,7 @@ class Config:
 
     def __post_init__(self):
         self.rope_scaling = [float(x) for x in self.rope_scaling]       # a list, as JSON has it
-        if self.pos == 'auto' and not self.causal:
+        if self.pos == 'auto' and (self.encoder or not self.causal):
             self.pos = 'learned'                    # a state that has read everything knows no order
         head_dim, rest = divmod(self.n_embd, self.n_head)
         if rest:
@@ -246,8 +254,10 @@ class Config:
         if self.causal and self.cls:
             raise ValueError('--causal=true: the first place of this model stands for the whole picture, '
                              'which it has to see; leave the flag out')
+        if self.encoder:
+            self.refuse_pairs()
         if not self.causal:
-            self.refuse_causal()
+            self.refuse_causal(self.pattern())
         self.refuse_absurd()
 
     def refuse_rows(self):
@@ -268,21 +278,28 @@ class Config:
             raise ValueError('--positions=compress turns the keys of a bounded cache at every step anew: it '
                              'needs one, with rope, and without --overflow')
 
-    def refuse_causal(self):
+    def refuse_pairs(self):
+        """ValueError for what has no meaning beside an encoder."""
+        if not self.causal or self.classes:
+            raise ValueError(f'--encoder={self.encoder} has a decoder, which writes a text: leave out '
+                             '--causal=false, and give data without classes')
+        self.refuse_causal([self.of_source(self.encoder_rule), self.of_source(self.cross)])
+
+    def refuse_causal(self, rules):
         """ValueError for what has no meaning in an encoder."""
-        for rule in self.pattern():
+        for rule in rules:
             if RULES[rule].keeps not in (None, 'all'):
                 raise ValueError(f'--causal=false --rule={rule}: which rows go is decided step by step, but '
                                  'an encoder sees all at once; take softmax, or fast weights')
             if RULES[rule].erase and self.norm == 'attn':
-                raise ValueError(f'--causal=false --rule={rule} --norm=attn: it divides by the keys so far; '
-                                 'take --norm=sum or l2')
+                raise ValueError(f'--rule={rule} --norm=attn divides by the keys so far, but an encoder sees '
+                                 'all at once; take --norm=sum or l2')
 
     def refuse_absurd(self):
         """ValueError for weights that are more than this machine's memory: about 12 n_embd^2 a layer, and the
         embeddings; and beside them rows of one text."""
         layer = 4 * self.n_embd + 2 * self.inner() + 2 * self.cache
-        numbers = self.n_embd * (self.n_layer * layer + self.vocab_size + self.places())
+        numbers = self.n_embd * ((self.n_layer + self.encoder) * layer + self.vocab_size + self.places())
         memory = machine_memory() // 10 ** 9
         if 4 * numbers // 10 ** 9 > memory:
             raise ValueError(f'--n_layer={self.n_layer} --n_embd={self.n_embd} --cache={self.cache} '
@@ -296,6 +313,21 @@ class Config:
     def rules(self):
         """The rule of each layer."""
         return (self.pattern() * self.n_layer)[:self.n_layer]
+
+    def of_source(self, given):
+        """The rule of the encoder, or of cross attention: what was given for it, else that of the first layer
+        or, where this one keeps some rows, softmax."""
+        rule = given or self.pattern()[0]
+        if rule in SOURCE_RULES:
+            return rule
+        return 'softmax'
+
+    def all_rules(self):
+        """Those of layers, encoder and cross attention: a set."""
+        found = set(self.pattern())
+        if self.encoder:
+            found |= {self.of_source(self.encoder_rule), self.of_source(self.cross)}
+        return found
 
     def keeps(self):
         """What the layers' rules keep: a set of 'all' rows, policies, and None for fast weights."""
@@ -608,8 +640,33 @@ class FastWeights(nn.Module):
 
     def redraw(self, state):
         """Random features are drawn anew for each training batch (Peng 2021, Choromanski 2021)."""
-        if self.training and not state and hasattr(self.phi, 'redraw'):
+        if self.training and 'S' not in state and hasattr(self.phi, 'redraw'):
             self.phi.redraw()
+
+    def write_all(self, x, k, v, there=None, forms=PLAIN):
+        """A source, to be read by any number of queries. x (B, T, n_embd), k, v (B, H, T, head_dim), there
+        (B, T) or None as for an encoder -> dict: S (B, H, V, K), or k, v, there of softmax"""
+        if self.rule.keeps:
+            state = {'k': k, 'v': v}
+            if there is not None:
+                state['there'] = there
+            return state
+        with without_autocast(x):
+            self.redraw({})
+            written = self.writes(x, k, v)
+            if there is not None:
+                gates = {name: written.get(name) for name in ('write', 'erase', 'log_f', 'log_z')}
+                written.update(fastweight.where_there(there, v, gates))
+            S = fastweight.write_all(**written, normalise=self.normalise, form=forms.recurrence)
+        return {'S': S}
+
+    def read_all(self, q, state):
+        """What q (B, H, T, head_dim) finds in what `write_all` left -> (B, H, T, head_dim)"""
+        if self.rule.keeps:
+            return fastweight.softmax_of_all(q, **state)[0]
+        with without_autocast(q):
+            o = fastweight.read_all(self.reads(q), state['S'], self.normalise, self.phi.floor)
+        return o.to(q.dtype)
 
     def forward(self, x, q, k, v, state=None, t=0, forms=PLAIN):
         state = state or {}
@@ -714,7 +771,7 @@ class Mixer(nn.Module):
         self.speeds = functools.partial(speeds, self.head_dim // 2, c.theta, c.rope_scaling)
         self.turn = functools.partial(rope, theta=c.theta, scaling=c.rope_scaling)
         keeps = RULES[rule].keeps
-        mixed = len(set(c.pattern())) > 1           # then a layer takes the flags that it can follow
+        mixed = len(c.all_rules()) > 1              # then a layer takes the flags that it can follow
         flags = {'phi': c.phi, 'norm': c.norm, 'beta_max': c.beta_max, 'cache': c.cache, 'sinks': c.sinks}
         if mixed and keeps:
             flags.update(phi='', norm='')
@@ -743,10 +800,13 @@ class Mixer(nn.Module):
             steps = t + torch.arange(T, device=x.device, dtype=torch.float32)
             q = self.turn(q, steps)
             k = self.turn(k, steps)
-        if n < self.n_head:
-            k = k.repeat_interleave(self.n_head // n, 1)
-            v = v.repeat_interleave(self.n_head // n, 1)
-        return q, k, v
+        return q, self.shared(k), self.shared(v)
+
+    def shared(self, k):
+        """Keys or values (B, n_kv_head, T, head_dim), of which each is for several heads -> (B, H, ..)"""
+        if self.n_kv_head < self.n_head:
+            k = k.repeat_interleave(self.n_head // self.n_kv_head, 1)
+        return k
 
     def merge(self, o):
         """The heads' outputs o (B, H, T, head_dim) -> (B, T, n_embd)"""
@@ -776,6 +836,55 @@ class Mixer(nn.Module):
         return self.memory(u, q, k, eye, forms=forms)[0]
 
 
+SOURCE = 'source_'
+
+
+class Cross(Mixer):
+    """Cross attention: keys and values are an encoder's, queries the decoder's. The source is written once,
+    and every step reads the same S: as much work after one word as after a thousand. Vaswani 2017 sec. 3.2.3
+    with softmax, Kasai 2021 sec. 3 with fast weights."""
+    def __init__(self, c, rule):
+        super().__init__(c, rule)
+        self.rope = False                           # places of two texts have no distance
+
+    def project(self, x, first, count):
+        """Some of the heads that Mixer projects to: x (B, T, n_embd) -> (B, count, T, head_dim)"""
+        rows = slice(first * self.head_dim, (first + count) * self.head_dim)
+        bias = None
+        if self.qkv.bias is not None:
+            bias = self.qkv.bias[rows]
+        y = F.linear(x, self.qkv.weight[rows], bias)
+        return y.unflatten(-1, (count, self.head_dim)).transpose(1, 2)
+
+    def source(self, x):
+        """x (B, T, n_embd), what an encoder says -> k, v (B, H, T, head_dim)"""
+        k, v = self.project(x, self.n_head, 2 * self.n_kv_head).chunk(2, 1)
+        return self.shared(k), self.shared(v)
+
+    def queries(self, x):
+        """x (B, T, n_embd), the decoder's -> q (B, H, T, head_dim)"""
+        return self.project(x, 0, self.n_head)
+
+    def write(self, x, there, forms):
+        """x (B, T, n_embd), there (B, T) -> a layer's part of the state, under names that begin with
+        SOURCE"""
+        k, v = self.source(x)
+        written = self.memory.write_all(x, k, v, there, forms)
+        return {SOURCE + name: y for name, y in written.items()}
+
+    def forward(self, x, state, forms):
+        """x (B, T, n_embd) -> what is found for it in the source, and the source's part of the state"""
+        kept = {name: y for name, y in state.items() if name.startswith(SOURCE)}
+        found = {name.removeprefix(SOURCE): y for name, y in kept.items()}
+        return self.merge(self.memory.read_all(self.queries(x), found)), kept
+
+    def weights(self, u, q, k, forms=PLAIN):
+        """As of Mixer: how much of each value of the source is in each output, (B, H, T, T of the source). u
+        is what the encoder says."""
+        eye = torch.eye(k.shape[2], dtype=q.dtype, device=q.device).expand(*k.shape[:3], -1)
+        return self.memory.read_all(q, self.memory.write_all(u, k, eye, forms=forms))
+
+
 def layer_norm(c):
     """LayerNorm or RMSNorm, as the Config says."""
     if c.rms:
@@ -794,12 +903,13 @@ ACTS = {'gelu': functools.partial(F.gelu, approximate='tanh'), 'gelu-erf': F.gel
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then x + MLP(norm(x)), with --conv of a view of the tokens before.
+    """x + mixer(norm(x)), then x + MLP(norm(x)), with --conv of a view of the tokens before. Between both,
+    in a decoder (cross: a rule), x + cross(norm(x)).
 
     With post_norm (BERT) it is u + mixer(u), u = norm(x). As published, norm(x + mixer(x)), a norm ends each
     line; here the same norm begins the next line. So BERT's norm of the embeddings is norm1 of the first
     block, and the last one of its last block is the norm of the model."""
-    def __init__(self, c, rule):
+    def __init__(self, c, rule, cross=None):
         super().__init__()
         self.post_norm = c.post_norm
         self.norm1 = layer_norm(c)
@@ -808,6 +918,10 @@ class Block(nn.Module):
         if c.conv:
             self.convs.extend([CausalConv(c.n_embd, c.conv), CausalConv(c.n_embd, c.conv)])
         self.mixer = Mixer(c, rule)
+        self.cross = None
+        if cross:
+            self.norm3 = layer_norm(c)
+            self.cross = Cross(c, cross)
         self.act = c.act
         self.up = nn.Linear(c.n_embd, c.inner() * (1 + (c.act == 'swiglu')), bias=c.bias)
         self.down = nn.Linear(c.inner(), c.n_embd, bias=c.bias)
@@ -829,6 +943,15 @@ class Block(nn.Module):
         x, last = self.convs[i](x, state.get(name), forms.shift)
         return x, {name: last}
 
+    def read_source(self, x, state, forms):
+        """Between both halves, where there is a source. x (B, T, n_embd) -> x, and the source's part of the
+        state"""
+        if self.cross is None:
+            return x, {}
+        x, u = self.branch(self.norm3, x)
+        y, kept = self.cross(u, state, forms)
+        return x + y, kept
+
     def inner(self, h, forms):
         """h (.., n_embd) -> the wide layer of the MLP (.., inner)"""
         act = ACTS.get(self.act, forms.square)
@@ -846,8 +969,9 @@ class Block(nn.Module):
         x, u = self.branch(self.norm1, x)
         u, seen = self.look(0, u, state, forms)
         y, new = self.mixer(u, state, forms)
-        x, seen_by_mlp = self.mlp(x + y, state, forms)
-        return x, {**new, **seen, **seen_by_mlp}
+        x, source = self.read_source(x + y, state, forms)
+        x, seen_by_mlp = self.mlp(x, state, forms)
+        return x, {**new, **seen, **source, **seen_by_mlp}
 
 
 class GPT(nn.Module):
@@ -864,7 +988,13 @@ class GPT(nn.Module):
         self.cls = nn.Embedding(1, c.n_embd) if c.cls else None
         self.positions = nn.Embedding(c.places(), c.n_embd) if c.pos == 'learned' else None
         self.dropout = nn.Dropout(c.dropout)
-        self.blocks = nn.ModuleList(Block(c, rule) for rule in c.rules())
+        cross = None
+        self.encoder = nn.ModuleList()
+        if c.encoder:
+            cross = c.of_source(c.cross)
+            self.encoder.extend(Block(c, c.of_source(c.encoder_rule)) for _ in range(c.encoder))
+            self.encoder_norm = layer_norm(c)
+        self.blocks = nn.ModuleList(Block(c, rule, cross) for rule in c.rules())
         self.norm = layer_norm(c)
         self.pooler = nn.Linear(c.n_embd, c.n_embd) if c.pooler else None
         self.head = None if c.tied else nn.Linear(c.n_embd, c.vocab_size, bias=False)
@@ -875,7 +1005,7 @@ class GPT(nn.Module):
             std = p.shape[-1] ** -0.5               # sums of so many keep their size
             if name.endswith(('qkv.weight', 'up.weight', 'gates.proj.weight')):
                 nn.init.normal_(p, std=std)
-            elif name.endswith(('mixer.proj.weight', 'down.weight')):   # and so does x: GPT-2, sec. 2.3
+            elif name.endswith(('mixer.proj.weight', 'cross.proj.weight', 'down.weight')):   # and so does x: GPT-2, sec. 2.3
                 nn.init.normal_(p, std=std / (2 * c.n_layer) ** 0.5)
             elif name in ('embed.weight', 'positions.weight', 'cls.weight'):
                 nn.init.normal_(p, std=0.3)
@@ -915,13 +1045,37 @@ class GPT(nn.Module):
         """tokens (B, T) -> what the last layer says of each (B, T, n_embd), state"""
         if state is not None and not self.config.causal:
             raise ValueError('an encoder reads a whole text at once: it cannot go on from a state')
+        if self.encoder and state is None:
+            source = self.config.source
+            state = self.encode(tokens[:, :source])
+            tokens = tokens[:, source:]
         forms = self.forms_of(tokens)
         x = self.first(tokens, state)
+        if not x.shape[1]:                          # a source, and nothing was said yet
+            return x, state
         new = []
         for block, layer in zip(self.blocks, state or itertools.repeat(None)):
             x, layer = block(x, layer, forms)
             new.append(layer)
         return self.norm(x), new
+
+    def encode(self, tokens):
+        """The source, tokens (B, T) with padding at the end, T <= config.source, read by the encoder and
+        written for each layer -> the state with which the decoder begins. Without an encoder, the decoder
+        itself reads it."""
+        if not self.encoder:
+            return self.read(F.pad(tokens, (0, self.config.source - tokens.shape[1]), value=self.config.pad))
+        there = self.there(tokens)
+        longest = there.sum(1).max()                # padding in all rows need not be read
+        tokens = tokens[:, :longest]
+        there = there[:, :longest]
+        forms = encoding(self.forms, there)
+        x = self.first(tokens)
+        for block in self.encoder:
+            x, _ = block(x, None, forms)
+        x = self.encoder_norm(x)
+        t = torch.tensor(self.config.source)        # of the row, whatever is padding
+        return [{'t': t, **block.cross.write(x, there, self.forms)} for block in self.blocks]
 
     def pooled(self, x, tokens):
         """x (B, T, n_embd) -> (B, n_embd): the first place, or the mean of all but padding, and what a pooler
@@ -941,7 +1095,8 @@ class GPT(nn.Module):
     def forward(self, tokens, state=None, at=None):
         """tokens (B, T) -> logits (B, T, vocab), state. With a state it goes on from there. at (B, T): logits
         only where this is true (N, vocab). With classes they are (.., classes); of an encoder, one for each
-        row (B, classes)."""
+        row (B, classes). Of a pair, which begins with config.source tokens for the encoder, what the decoder
+        says of the others (B, T - source, vocab)."""
         c = self.config
         if not (c.causal or c.classes):
             raise ValueError('an encoder without classes says nothing: python train.py --init=MODEL '
@@ -952,7 +1107,7 @@ class GPT(nn.Module):
         if at is not None and c.patch:
             at = self.patches(at).any(-1)
         if at is not None:
-            x = x[at]
+            x = x[at[:, at.shape[1] - x.shape[1]:]]         # of a pair: x is the decoder's part
         if c.classes:
             return self.head(x), state
         return F.linear(x, (self.head or self.embed).weight), state
@@ -1007,6 +1162,63 @@ class GPT(nn.Module):
                 step = self.forms.record(self, token, state, choose, generator)
             token, state = step(token, state)
             yield token, state
+
+
+    @torch.inference_mode()
+    def translate(self, tokens, beam=1, penalty=0.6, most=None):
+        """What the decoder says of sources, tokens (B, T) -> tokens (B, n) that end in padding, n <= most (as
+        many as a row has, if None). Of each, `beam` texts are followed, the likeliest so far; once as many
+        have ended, the one with the greatest log p / ((5 + n) / 6)^penalty is it (Vaswani 2017 sec. 6.1, Wu
+        2016 arXiv:1609.08144 eq. 14). A beam of 1 is greedy."""
+        pad = self.config.pad
+        B = len(tokens)
+        most = most or self.config.block_size - self.config.source
+        state = chosen_rows(self.encode(tokens), torch.arange(B).repeat_interleave(beam), everything=True)
+        token = tokens.new_full((B * beam, 1), pad)
+        texts = tokens.new_full((B, beam, most), pad)
+        scores = torch.full((B, beam), -math.inf, device=tokens.device)
+        scores[:, 0] = 0                                    # all begin alike: one of them is enough
+        best = texts[:, 0].clone()
+        best_score = scores[:, 1:].new_full((B,), -math.inf)
+        ends = torch.zeros(B, dtype=torch.long, device=tokens.device)
+        first = beam * torch.arange(B, device=tokens.device)[:, None]
+        for n in range(1, most + 1):
+            logits, state = self(token, state)
+            log_p = logits[:, -1].float().log_softmax(-1)
+            total = scores[..., None] + log_p.view(B, beam, -1)
+            scores, index = total.flatten(1).topk(beam)
+            parent = index // log_p.shape[-1]
+            said = index % log_p.shape[-1]
+            texts = texts.take_along_dim(parent[..., None], 1)
+            texts[..., n - 1] = said
+            ended = (said == pad) & (ends < beam)[:, None]
+            if n == most:                                   # whoever has not ended by now ends here
+                ended = ended | (ends == 0)[:, None]
+            score = (scores / ((5 + n) / 6) ** penalty).masked_fill(~ended, -math.inf)
+            top, i = score.max(1)
+            better = top > best_score
+            best[better] = texts[better, i[better]]
+            best_score = torch.maximum(best_score, top)
+            ends += ended.sum(1)
+            if (ends >= beam).all():
+                break
+            scores = scores.masked_fill(said == pad, -math.inf)
+            state = chosen_rows(state, (first + parent).flatten())
+            token = said.view(-1, 1)
+        return best[:, :n]
+
+
+def chosen_rows(state, rows, everything=False):
+    """A state of some rows of a batch, (N,), which may come again. What it holds of a source stays as it is,
+    as the rows of one text share it, unless it is to be `everything`."""
+    found = []
+    for layer in state:
+        new = dict(layer)
+        for name, x in layer.items():
+            if name != 't' and (everything or not name.startswith(SOURCE)):
+                new[name] = x[rows]
+        found.append(new)
+    return found
 
 
 def refuse_broken(logits):

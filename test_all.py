@@ -515,7 +515,7 @@ import train
 from data import prepare, tasks
 from data import weights as files
 from fastweight import FEATURE_MAPS, NORMALISERS, RULES
-from model import GPT, Config, FastWeights, load, pack, rope, save, unpack
+from model import SOURCE_RULES, GPT, Config, Cross, FastWeights, load, pack, pick_forms, rope, save, unpack
 
 HERE = Path(__file__).resolve().parent
 PLAIN_STATE = [name for name in RULES if not RULES[name].keeps]
@@ -1332,6 +1332,127 @@ def test_a_step_of_twelve_layers_is_at_most_150_launches(flags, monkeypatch):
     assert layer >= 8 and counts[0] + 11 * layer <= 150
 
 
+# ---- An encoder writes, a decoder reads --------------------------------------------------------------------
+
+PAIRS = dict(encoder=2, n_layer=2, n_embd=32, n_head=4, vocab_size=20, pad=19, source=7, block_size=16)
+a_translator = pytest.mark.parametrize('config', [
+    dict(rule='softmax'), dict(rule='sum', phi='hedgehog', conv=0), dict(rule='delta'), dict(rule='gated'),
+    dict(rule='delta', cross='softmax', encoder_rule='sum'), dict(rule='window', cache=3),
+    dict(rule='softmax', cross='decay', n_kv_head=2, bias=True)], ids=str)
+
+def translator(**config):
+    """A model in fp64 whose weights are far from any special place."""
+    model = GPT(Config(**PAIRS | config)).double().eval()
+    for p in model.parameters():
+        p.data += 0.05 * torch.randn_like(p)
+    return model
+
+def pairs(B=3):
+    """Sources, two of them shorter, and what a decoder reads."""
+    source = torch.randint(19, (B, 7))
+    source[1, 4:] = 19
+    source[2, 6:] = 19
+    return source, torch.randint(19, (B, 9))
+
+@a_translator
+def test_a_source_is_read_once_and_texts_can_be_cut_anywhere(config):
+    """By all forms; a padded source is as one without padding; no target leaks, all of the source is seen."""
+    model = translator(**config)
+    source, said = pairs()
+    both = torch.cat([source, said], 1)
+    whole, _ = model(both)
+    assert whole.shape == (3, 9, 20) and model.encode(source)[0]['t'] == 7
+    for cut in 7, 8, 12:
+        first, state = model(both[:, :cut])
+        rest, _ = model(both[:, cut:], state)
+        near(torch.cat([first, rest], 1), whole)
+    alone, _ = model(said[1:2], model.encode(source[1:2, :4]))
+    near(alone, whole[1:2])
+    for place, first in (12, 5), (3, 0), (0, 0):            # 12: the sixth token of the target
+        other = both.clone()
+        other[:, place] = (other[:, place] + 1) % 19
+        changed, _ = model(other)
+        assert torch.equal(changed[:, :first], whole[:, :first])
+        assert ((changed[:, first] - whole[:, first]).abs().amax(1) > 1e-6).all()
+    model.forms = pick_forms('loop')
+    near(model(both)[0], whole, 1e-6)
+
+@pytest.mark.parametrize('rule', SOURCE_RULES)
+def test_cross_attention_is_all_of_the_source_and_then_a_query(rule):
+    """Fast weights by the definition, step by step; softmax by explicit weights."""
+    c = Config(**PAIRS | dict(rule=rule, norm='' if rule == 'softmax' else 'l2'))
+    cross = Cross(c, rule).double().eval()
+    x, u = torch.randn(2, 1, 6, 32, dtype=f64)
+    k, v = cross.source(x)
+    q = cross.queries(u)
+    if rule == 'softmax':
+        expected = (q @ k.mT / 8 ** 0.5).softmax(-1) @ v
+    else:
+        written = cross.memory.writes(x, k, v)
+        _, S = recurrent(written['k'], **written)
+        expected = cross.memory.reads(q) @ S.mT
+    state = cross.write(x, None, model_py.PLAIN)
+    o, kept = cross(u, state, model_py.PLAIN)
+    near(o, cross.merge(expected))
+    assert kept.keys() == state.keys()
+    if not RULES[rule].z:                       # channels of v that decay apart have weights each
+        near(cross.weights(x, q, k) @ v, expected)
+
+@a_translator
+def test_a_beam_of_one_is_greedy(config):
+    """translate is generate at temperature 0, up to the end."""
+    model = translator(**config)
+    source, _ = pairs()
+    begin = torch.full((3, 1), 19)
+    steps = itertools.islice(model.generate(begin, model.encode(source), 0), 9)
+    greedy = torch.cat([token for token, _ in steps], 1)
+    ends = (greedy == 19).cumsum(1).cumsum(1) > 1               # behind the first end
+    found = model.translate(source)
+    assert torch.equal(found, greedy.masked_fill(ends, 19)[:, :found.shape[1]])
+
+@pytest.mark.parametrize('penalty', [0.0, 2.0])
+def test_a_wide_beam_finds_the_best_text_of_all(penalty):
+    """Of all texts of up to 3 tokens and an end, each judged by itself, for 8 sources."""
+    model = translator(rule='delta', vocab_size=4, pad=3, source=3, block_size=10)
+    for block in model.blocks:                                  # what was said before matters
+        block.mixer.proj.weight.data *= 9
+    model.embed.weight.data *= 2                                # tokens are far from alike
+    model.embed.weight.data[3] = 0.3                            # an end is neither first nor never
+    source = torch.randint(3, (8, 3))
+    said = model.translate(source, 64, penalty, most=4)
+    lengths = set()
+    for row, found in zip(source[:, None], said.tolist()):
+        scores = {}
+        for n in range(1, 5):
+            state = model.encode(row)
+            for text in itertools.product(range(3), repeat=n - 1):
+                logits, _ = model(torch.tensor([[3, *text]]), state)
+                log_p = logits[0].log_softmax(-1)[range(n), [*text, 3]].sum().item()
+                scores[*text, 3, 3, 3, 3] = log_p / ((5 + n) / 6) ** penalty
+        best = max(scores, key=scores.get)
+        lengths.add(best.index(3))
+        assert found == list(best)[:len(found)]
+    assert len(lengths) > 1
+
+def test_a_decoder_alone_reads_the_source_itself():
+    model = translator(encoder=0, rule='delta')
+    source, said = pairs()
+    near(model(said, model.encode(source))[0], model(torch.cat([source, said], 1))[0][:, 7:])
+    assert model.translate(source, 2).shape[0] == 3
+
+def test_recorded_steps_of_a_decoder_are_its_steps():
+    """On a CPU a trace, from step 33 on."""
+    model = translator(rule='delta', block_size=60)
+    source, _ = pairs()
+    state = model.encode(source)
+    token = torch.full((3, 1), 19)
+    steps = itertools.islice(model.generate(token, state, 0), 40)
+    for found, _ in steps:
+        logits, state = model(token, state)
+        token = logits[:, -1].argmax(-1, keepdim=True)
+        assert torch.equal(found, token)
+
+
 # ---- 8. Refusals and flags: one line that says why, exit code 2, nothing half-written ----------------------
 
 TEXT = ''.join(f'line {i}: the quick brown fox jumps over {i * i} lazy dogs\n' for i in range(200))
@@ -1733,14 +1854,12 @@ def task(folder, **more):
         (folder / name).write_bytes(rows.tobytes())
     return str(folder)
 
-def test_what_tasks_say_of_their_rows_is_checked(tmp_path, capsys):
+def test_what_tasks_say_of_their_rows_is_checked(tmp_path):
     """pad, classes, source, patch: the format of encoders' data."""
     for i, (key, good, bad) in enumerate([('pad', 0, 300), ('classes', 8, 1), ('source', 4, 8)]):
         assert prepare.load(task(tmp_path / f'good{i}', **{key: good}))[2][key] == good
         with pytest.raises(ValueError, match=f'meta.json.*{key}'):
             prepare.load(task(tmp_path / f'bad{i}', **{key: bad}))
-    source = f'--data={tmp_path / "good2"}', f'--out={tmp_path / "out"}', *TINY
-    assert 'source' in refused(capsys, train.main, *source)
     with pytest.raises(ValueError, match='target 7'):           # a class that is none
         prepare.load(task(tmp_path / 'class', classes=5))
     data = tmp_path / 'good1' / 'val.bin'

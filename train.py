@@ -182,11 +182,15 @@ def rows(data, begin, T, meta, device):
 
 def answers(model, x, y, state, meta):
     """Read x from a state, or None -> logits (N, vocab) in fp32, targets (N,), where these count; the state.
-    In a task few places count, and only for these are logits computed."""
+    In a task few places count: only for these are logits computed, and what is behind them is not read."""
     if 'row' in meta:
         at = y >= 0
-        logits, state = model(x, state, at)
-        return logits.float(), y[at], state
+        T = x.shape[1]
+        if 'patch' not in meta:
+            T = 1 + int(at.any(0).nonzero().max())
+        at = at[:, :T]
+        logits, state = model(x[:, :T], state, at)
+        return logits.float(), y[:, :T][at], state
     logits, state = model(x, state)                         # in a text all count, but behind its end (-1)
     return logits.flatten(0, 1).float(), y.flatten(), state
 
@@ -238,6 +242,8 @@ def evaluate_carried(model, data, meta, device, cast, segment=4096):
 
 def score(meta, loss, right=0):
     """What to print of nats a target and the share that is right; of a text bits per byte, too."""
+    if 'source' in meta:
+        return f'perplexity {math.exp(min(loss, 50)):.3f} a token, accuracy {100 * right:.1f} %'
     if 'row' in meta:
         return f'accuracy {100 * right:.1f} %'
     bits = loss * meta['val']['tokens'] / meta['val']['bytes'] / math.log(2)
@@ -394,8 +400,9 @@ def settings(argv):
 
 def check(args, config, T, train, val, data, meta, world):
     """What flags, data and checkpoint must agree on, before anything is built."""
-    if 'source' in data:
-        raise ValueError(f'--data={args.data}: its meta.json has "source", which is not trained yet')
+    if config.encoder and 'source' not in data:
+        raise ValueError(f'--encoder={config.encoder} --data={args.data}: an encoder reads the first part of '
+                         'a pair; give data with pairs, such as multi30k')
     if not config.causal and 'classes' not in data:
         raise ValueError(f'--causal=false --data={args.data}: each step would see the token that it should '
                          'say; an encoder needs data with classes, such as listops')
@@ -422,6 +429,9 @@ def check_fit(args, config, T, data):
     if config.patch != patch:
         raise ValueError(f'--data={args.data}: patches of {patch} numbers, the model reads {config.patch} '
                          '(0: tokens)')
+    if config.source != data.get('source', 0):
+        raise ValueError(f'--data={args.data}: sources of {data.get("source", 0)} tokens, the model reads '
+                         f'{config.source} (0: it knows no pairs)')
     if config.pos == 'learned' and T > config.block_size:
         raise ValueError(f'--data={args.data}: rows of {T} tokens, the model has learned the positions of '
                          f'{config.block_size}; make shorter rows')
@@ -574,6 +584,8 @@ class Run:
 
         def part(tokens):
             many = -(-tokens // x.shape[1])
+            if 'row' in self.meta:                          # part of a row may have no answer
+                tokens = None
             self.backward(self.model, x[:many, :tokens], y[:many, :tokens])
         self.model.eval()                                   # without dropout, nor features drawn anew
         times, tokens = fastest_threads(part, x.numel())
@@ -647,7 +659,7 @@ def main(argv):
         val = val[:args.val_tokens]
     T = data.get('row', config.block_size)
     check(args, config, T, train, val, data, meta, world)
-    of_data = {name: data[name] for name in ('vocab_size', 'classes', 'pad', 'patch') if name in data}
+    of_data = {name: data[name] for name in ('vocab_size', 'classes', 'pad', 'source', 'patch') if name in data}
     longest = max(T, config.block_size) if tensors else T   # what has weights keeps the positions it knows
     config = dataclasses.replace(config, block_size=longest, **of_data)
     torch.manual_seed(args.seed)
