@@ -1005,7 +1005,8 @@ class GPT(nn.Module):
             std = p.shape[-1] ** -0.5               # sums of so many keep their size
             if name.endswith(('qkv.weight', 'up.weight', 'gates.proj.weight')):
                 nn.init.normal_(p, std=std)
-            elif name.endswith(('mixer.proj.weight', 'cross.proj.weight', 'down.weight')):   # and so does x: GPT-2, sec. 2.3
+            elif name.endswith(('mixer.proj.weight', 'cross.proj.weight', 'down.weight')):
+                # and so does x: GPT-2, sec. 2.3
                 nn.init.normal_(p, std=std / (2 * c.n_layer) ** 0.5)
             elif name in ('embed.weight', 'positions.weight', 'cls.weight'):
                 nn.init.normal_(p, std=0.3)

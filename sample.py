@@ -5,6 +5,7 @@
     cat model.py | python sample.py --prompt=- --save_state=out/read.safetensors     read once ...
     python sample.py --load_state=out/read.safetensors --prompt="class "             ... and go on from there
     python sample.py --init=out/softmax/ckpt.safetensors --rule=tova --cache=64      an RNN without training
+    python sample.py --source="A man sleeps." --beam=4         a translation, of a model of pairs; @file: of lines
 
 Of a model that tells classes apart, the prompt is what is classified: each class is printed with its share.
 
@@ -41,6 +42,9 @@ class Args:
     seed: int = flag(0, 'of the draws', low=0, high=2 ** 32 - 1)
     save_state: str = flag('', 'file for the state after prompt and sample')
     load_state: str = flag('', 'go on from this state')
+    source: str = flag('', 'of a model of pairs: what to translate; @file: each of its lines')
+    beam: int = flag(1, 'with --source: translations that are followed; 1: greedy', low=1)
+    penalty: float = flag(0.6, 'with --beam: above 0, longer ones are preferred', low=0)
     device: str = flag('auto', 'auto, cpu, cuda, mps')
     impl: str = flag('auto', 'form of the recurrence', ['auto', 'loop', 'chunk', 'fused'])
 
@@ -75,9 +79,19 @@ def read_state(path, model, name, init):
             raise ValueError(f'--load_state={path}: made with {key}={value}; give that, too')
     last = tensors['last'].to(model.embed.weight.device)
     state = unpack(tensors, device=last.device)
-    if state and pack(state).keys() != pack(model.read(last)).keys():
+    fresh = None
+    if model.config.source:
+        fresh = model.encode(torch.zeros_like(last))
+    names = pack(state or []).keys()
+    if names not in (set(), pack(fresh or []).keys(), pack(model.read(last, fresh)).keys()):
         raise ValueError(f'--load_state={path}: made by an older version; read the prompt again')
     return last, state
+
+
+def keep_state(path, model, name, last, state):
+    """What `read_state` reads."""
+    about = {'model': name, 'made_with': dataclasses.asdict(model.config)}
+    write(path, {**pack(state or []), 'last': last}, about)
 
 
 def added(before, tokens, data):
@@ -131,6 +145,33 @@ def classify(model, tokens):
         print(f'class {i}: {share:.1%}')
 
 
+def translate(model, name, args, data):
+    """Print a translation of each line of --source, in a line; --save_state keeps what was read of them, before
+    anything is said."""
+    c = model.config
+    if not c.source:
+        raise ValueError(f'--source: {args.init} knows no pairs; python train.py --data=multi30k --encoder=3 '
+                         'makes a model that does')
+    if args.load_state or args.prompt:
+        raise ValueError('--source: a translation begins with nothing else; leave out --load_state, --prompt')
+    texts = read_prompt(args.source).splitlines()
+    device = model.embed.weight.device
+    sources = torch.from_numpy(prepare.source_rows(texts, data)).to(device)
+    for some in sources.split(64):
+        for row in model.translate(some, args.beam, args.penalty).tolist():
+            print(prepare.decode(row, data).replace('\n', ' '), flush=True)
+    if args.save_state:
+        last = sources.new_full((len(sources), 1), c.pad)
+        keep_state(args.save_state, model, name, last, model.encode(sources))
+
+
+def up_to_end(tokens, end):
+    """The tokens before the first `end`; all if there is none."""
+    if end in tokens:
+        return tokens[:tokens.index(end)]
+    return tokens
+
+
 @script
 def main(argv):
     given, swap = parse(argv, __doc__, Args, Swap)
@@ -142,6 +183,11 @@ def main(argv):
     data = meta['data']
     name = meta.get('digest', args.init)                    # of the model, for states
 
+    if args.source:
+        translate(model, name, args, data)
+        return
+    if model.config.source and not args.load_state:
+        raise ValueError(f'{args.init} translates: give --source="...", or --load_state')
     text = read_prompt(args.prompt)
     said = prepare.encode(text, data)
     state = None
@@ -177,22 +223,26 @@ def main(argv):
     said = said[-LOOK_BACK:]
     before = said                                           # tokens that were printed, or given
     held = []                                               # those of an unfinished character
+    ended = torch.zeros_like(last, dtype=torch.bool)
     for last, state in itertools.islice(steps, args.tokens):
         times.append(time.perf_counter())
         if args.samples == 1:                               # print as it comes
             before, held = show(before, held + [last.item()], data)
         else:
             written.append(last)
+        if model.config.source:                             # a translation has an end
+            ended = ended | (last == data['pad'])
+            if ended.all():
+                break
     if held:
         print(added(before, held, data), end='')
     if written:
         for i, row in enumerate(torch.cat(written, 1).tolist()):
-            print(f'--- {i + 1} ---\n{added(said, row, data)}')
+            print(f'--- {i + 1} ---\n{added(said, up_to_end(row, data.get("pad")), data)}')
     print(flush=True)
 
     if args.save_state:
-        about = {'model': name, 'made_with': dataclasses.asdict(model.config)}
-        write(args.save_state, {**pack(state or []), 'last': last}, about)
+        keep_state(args.save_state, model, name, last, state)
     growth = 'growing' if 'all' in model.config.keeps() else 'whatever the length'
     say(f'{tokens.shape[1]:,} tokens read in {times[0] - began:.2f} s, {args.tokens:,} written'
         f'{speed(times, args.samples)}; state of {state_bytes(state):,} bytes, {growth}')

@@ -659,7 +659,8 @@ def main(argv):
         val = val[:args.val_tokens]
     T = data.get('row', config.block_size)
     check(args, config, T, train, val, data, meta, world)
-    of_data = {name: data[name] for name in ('vocab_size', 'classes', 'pad', 'source', 'patch') if name in data}
+    known = 'vocab_size', 'classes', 'pad', 'source', 'patch'
+    of_data = {name: data[name] for name in known if name in data}
     longest = max(T, config.block_size) if tensors else T   # what has weights keeps the positions it knows
     config = dataclasses.replace(config, block_size=longest, **of_data)
     torch.manual_seed(args.seed)
