@@ -1718,6 +1718,121 @@ def test_labelled_lines_of_your_own(tokenizer, tmp_path, capsys):
             rows_of(str(path), tmp_path)
     assert prepare.main(['mnist', '--length=9']) == 2 and 'no set mnist-9' in capsys.readouterr().err
 
+def captions(folder):
+    """Six small files in the folder, as Multi30k's are -> the sentences: name of a side, language."""
+    folder.mkdir()
+    found = {}
+    for side, first, end in ('train', 0, 40), ('val', 40, 47), ('test_2016_flickr', 47, 52):
+        found[side, 'en'] = ['a man ' * (i % 7) + f'and {i} hats' for i in range(first, end)]
+        found[side, 'de'] = ['ein Mann ' * (i % 5) + f'und {i} H\u00fcte' for i in range(first, end)]
+    for (side, language), lines in found.items():
+        packed = gzip.compress('\n'.join(lines).encode() + b' \r\n')
+        (folder / f'{side}.{language}.gz').write_bytes(packed)
+    return found
+
+@pytest.mark.parametrize('tokenizer', ['byte', 'bpe:300'])
+@pytest.mark.parametrize('name, languages', [('multi30k', 'en de'), ('multi30k-de-en', 'de en')])
+def test_a_pair_is_a_source_and_what_a_decoder_reads_and_says(name, languages, tokenizer, tmp_path):
+    """On all three sides, line by line; no part is 8 tokens longer than it must be."""
+    if tokenizer == 'bpe:300':
+        pytest.importorskip('tokenizers')
+    lines = captions(tmp_path / 'files')
+    (train_set, val_set), meta = rows_of(name, tmp_path, tokenizer=tokenizer, file=str(tmp_path / 'files'))
+    third, same = prepare.test_side(str(tmp_path / name))
+    third = third.reshape(-1, 2, meta['row']).swapaxes(0, 1)
+    S, pad, ignore = meta['source'], meta['pad'], meta['ignore']
+    T = meta['row'] - S
+    longest = [0, 0]
+    for side, rows in ('train', train_set), ('val', val_set), ('test_2016_flickr', third):
+        sources, texts = (lines[side, language] for language in languages.split())
+        for x, y, source, text in zip(*rows, sources, texts, strict=True):
+            read, said = prepare.encode(source, meta), prepare.encode(text, meta)
+            rest = T - 1 - len(said)
+            assert x.tolist() == read + [pad] * (S - len(read)) + [pad] + said + [pad] * rest
+            assert y.tolist() == [ignore] * S + said + [pad] + [ignore] * rest
+            assert prepare.decode(x[:S], meta) == source and prepare.decode(x[S:], meta) == text
+            longest = np.maximum(longest, [len(read), 1 + len(said)])
+    assert [S, T] == (-(-longest // 8) * 8).tolist() and pad == meta['vocab_size'] - 1 and same == meta
+    if tokenizer == 'bpe:300':                                  # both directions have the same tokens
+        both = '\n'.join(lines['train', 'en'] + lines['train', 'de'])
+        assert meta['json'] == prepare.learn(both.encode(), 300)
+    (tmp_path / name / 'test.bin').unlink()
+    with pytest.raises(ValueError, match='test.bin'):
+        prepare.load(str(tmp_path / name))
+
+def test_both_directions_are_made_from_the_files_of_one_folder(tmp_path, monkeypatch):
+    """Whose sizes are known; rows may be shorter."""
+    captions(tmp_path / 'multi30k')
+    packed = {path.name: path.read_bytes() for path in (tmp_path / 'multi30k').iterdir()}
+    files = {name: (len(data), hashlib.sha256(data).hexdigest()) for name, data in packed.items()}
+    for name in 'multi30k', 'multi30k-de-en':
+        monkeypatch.setitem(prepare.DATASETS, name, {**prepare.DATASETS[name], 'files': files, 'urls': []})
+        *_, meta = prepare.load(f'{name}-16', str(tmp_path), 'byte')
+        assert meta['source'] == 16 and meta['row'] == 32
+    (tmp_path / 'multi30k' / 'val.de.gz').write_bytes(packed['val.en.gz'])
+    with pytest.raises(ValueError, match='val.de.gz is not the file of multi30k-de-en'):
+        prepare.load('multi30k-de-en', str(tmp_path), 'byte')
+
+def test_two_files_of_your_own_are_pairs(tmp_path, monkeypatch, capsys):
+    """Also the other way round, in the tokens and the rows of a model; every tenth line validates."""
+    a, b = tmp_path / 'a.en', tmp_path / 'a.de.gz'
+    sources, texts = ['two men ' * (i % 4) + str(i) for i in range(40)], [f'zwei {i}' for i in range(40)]
+    a.write_text('\n'.join(sources))
+    b.write_bytes(gzip.compress('\n'.join(texts).encode()))
+    sides, meta = rows_of(f'{a}:{b}', tmp_path, tokenizer='byte')
+    assert meta['source'] == 32 and meta['row'] == 40 and 'test' not in meta
+    tenth = list(zip(sources, texts))[9::10]
+    others = [pair for pair in zip(sources, texts) if pair not in tenth]
+    for (x, _), expected in zip(sides, (others, tenth)):
+        assert [(prepare.decode(row[:32], meta), prepare.decode(row[32:], meta)) for row in x] == expected
+    capsys.readouterr()
+    *_, reverse = prepare.load(f'{b}:{a}', str(tmp_path), like=meta)
+    assert prepare.same_tokens(meta, reverse) and reverse['name'] != meta['name']
+    assert '26 of 36 texts have more than 7 tokens' in capsys.readouterr().out
+    assert not prepare.same_tokens(meta, {**meta, 'source': 24})
+    with pytest.raises(ValueError, match='no test side'):
+        prepare.test_side(f'{a}:{b}', str(tmp_path), like=meta)
+    for name in f'{a}:{tmp_path}/no.de', f'{tmp_path}/no.de:{a}':
+        with pytest.raises(ValueError, match=r"no data set or file '[^:]*no\.de'"):
+            prepare.load(name, str(tmp_path))
+    monkeypatch.setitem(sys.modules, 'tokenizers', None)        # as if it were not installed
+    with pytest.raises(ValueError, match='pip install tokenizers; --tokenizer=byte does without it'):
+        prepare.load(f'{a}:{b}', str(tmp_path))
+
+def test_kinds_of_files_of_your_own_share_no_folder(tmp_path):
+    """Even if they have the same bytes."""
+    names = set()
+    for name, content in ('a.txt', '1\tx\n'), ('a.tsv', '1\tx\n'), ('a', '1\tx'), ('b', '\n'):
+        (tmp_path / name).write_text(content)
+    for name in 'a.txt', 'a.tsv', 'a:b', 'b:a':
+        names.add(prepare.place(':'.join(str(tmp_path / part) for part in name.split(':'))))
+    assert len(names) == 4
+
+@pytest.mark.parametrize('file, content, words', [
+    ('a.en', b'one\n' * 19, 'a.en has 19 lines and .*a.de 20'),
+    ('a.de', b'eins\n' * 11 + b' \xc2\xa0\n' + b'eins\n' * 8, 'a.de, line 12: .* is not a sentence'),
+    ('a.en', b'one\n' * 4 + b'caf\xe9\n' + b'one\n' * 15, 'a.en, line 5: .* in utf-8'),
+    ('b.gz', b'eins\n' * 20, 'cannot read .*b.gz: damaged'),
+    ('b.gz', gzip.compress(b'eins\n' * 20)[:-9], 'cannot read .*b.gz: damaged')],
+    ids=['shorter', 'blank', 'not UTF-8', 'not packed', 'cut off'])
+def test_what_no_pairs_can_be_made_of_is_said_in_a_line(file, content, words, tmp_path):
+    for name, line in ('a.en', b'one\n'), ('a.de', b'eins\n'):
+        (tmp_path / name).write_bytes(line * 20)
+    (tmp_path / file).write_bytes(content)
+    other = file if file == 'b.gz' else 'a.de'
+    with pytest.raises(ValueError, match=words) as e:
+        prepare.load(f'{tmp_path}/a.en:{tmp_path}/{other}', str(tmp_path), 'byte')
+    assert '\n' not in str(e.value)
+
+def test_sources_of_users_are_rows_as_those_of_a_set_are():
+    meta = dict(tokenizer='byte', vocab_size=257, pad=256, source=8)
+    rows = prepare.source_rows([' two ', 'h\u00e4t'], meta)
+    assert rows.tolist() == [[*b'two', 256], [*'h\u00e4t'.encode()]]
+    assert prepare.source_rows(['12345678'], meta).shape == (1, 8)
+    for text, count in ('123456789', 9), (' ', 0):
+        with pytest.raises(ValueError, match=f'text 2 has {count} tokens, expected 1 to 8'):
+            prepare.source_rows(['two', text], meta)
+
 def test_tokens_say_the_text_again(text, characters):
     for data in text, characters:
         train_set, val_set, meta = prepare.load(data)
@@ -1857,9 +1972,13 @@ def task(folder, **more):
 def test_what_tasks_say_of_their_rows_is_checked(tmp_path):
     """pad, classes, source, patch: the format of encoders' data."""
     for i, (key, good, bad) in enumerate([('pad', 0, 300), ('classes', 8, 1), ('source', 4, 8)]):
-        assert prepare.load(task(tmp_path / f'good{i}', **{key: good}))[2][key] == good
-        with pytest.raises(ValueError, match=f'meta.json.*{key}'):
-            prepare.load(task(tmp_path / f'bad{i}', **{key: bad}))
+        more = {'pad': 0} if key == 'source' else {}
+        assert prepare.load(task(tmp_path / f'good{i}', **{**more, key: good}))[2][key] == good
+        with pytest.raises(ValueError, match=f'meta.json.*{key} is {bad}'):
+            prepare.load(task(tmp_path / f'bad{i}', **{**more, key: bad}))
+    for i, more in enumerate([dict(), dict(pad=0, classes=8), dict(pad=0, patch=4)]):
+        with pytest.raises(ValueError, match='source is there: expected row and pad'):
+            prepare.load(task(tmp_path / f'source{i}', source=4, **more))
     with pytest.raises(ValueError, match='target 7'):           # a class that is none
         prepare.load(task(tmp_path / 'class', classes=5))
     data = tmp_path / 'good1' / 'val.bin'
@@ -3170,7 +3289,8 @@ def test_readme_is_true_of_the_code():
     for home, name in re.findall(rf'\b({"|".join(homes)})\.(\w+)', text):      # the path of a query
         assert name == 'py' or hasattr(homes[home], name), f'{home}.{name}'
     files_of_ours = [path.read_text() for path in HERE.glob('*.py')]
-    named = re.findall(r'\btest_[a-z]\w+[a-z0-9]\b', '\n'.join([*docs, *files_of_ours]))
+    # not those of another file: prepare.test_side
+    named = re.findall(r'(?<!\.)\btest_[a-z]\w+[a-z0-9]\b', '\n'.join([*docs, *files_of_ours]))
     assert set(named) - {'test_all'} <= globals().keys()
     for path in re.findall(r'\]\(([\w./-]+)[)#]', text) + re.findall(r'\b[a-z]\w*\.py\b', text):
         assert (HERE / path).exists() or (HERE / 'data' / path).exists(), path

