@@ -784,10 +784,11 @@ def entropy(out, device):
     T = data['row']
     x, _ = recipe.rows(val, recipe.blocks(len(val), T, data)[:16], T, data, device)
     found = []
-    for block, _, u, q, k, _, _ in model_in(out, device).through(x):
-        if not block.mixer.has_weights and not block.mixer.memory.rule.keeps:
+    for seen in model_in(out, device).through(x):
+        mixer = seen.mixer
+        if not mixer.has_weights and not mixer.memory.rule.keeps:
             return None
-        w = block.mixer.weights(u, q, k)[:, :, -1]
+        w = seen.weights(mixer)[:, :, -1]
         found.append(torch.special.entr(w).sum(-1).mean().item())
     return statistics.mean(found)
 

@@ -73,6 +73,9 @@ RECIPES = {
     'decay': '--rule=decay --distil=none --loss=next --begin=spread'}
 
 
+PLACES = 'self', 'cross', 'encoder'     # where attention is in a translator: in its decoder, ...
+
+
 @dataclass
 class Args:
     recipe: str = flag('pure', 'what softmax becomes, and how: a row of flags, each of which can be given '
@@ -81,6 +84,7 @@ class Args:
     revision: str = flag('main', 'branch, tag or commit on the hub')
     data: str = flag('', 'text or task to recover with, if not the one the teacher was trained on')
     out: str = flag('out/convert', 'folder for checkpoint, table and log')
+    swap: str = flag(','.join(PLACES), 'of a translator: the attention that is swapped')
     distil: str = flag('auto', 'stage 1, layer by layer: match attention weights (ce), outputs (mse) or '
                                'hidden states; auto: ce where there are weights, else mse',
                        ['auto', 'ce', 'mse', 'hidden', 'none'])
@@ -124,18 +128,26 @@ Student = subset('layers', 'phi', 'norm', 'out_norm', 'beta_max', 'cache', 'sink
 
 
 # ---- the swap ----------------------------------------------------------------------------------------------
-def swap(teacher, changes):
+def swap(teacher, changes, places=PLACES):
     """A GPT with other rules and the teacher's weights: the same tensors, not copies, until they are trained.
-    -> the student, the names of its parameters that the teacher does not have. changes: flags of `Student`"""
+    -> the student, the names of its parameters that the teacher does not have. changes: flags of `Student`;
+    places: of a translator, where they are made"""
     old = teacher.config
     kept = {'layers': '', 'pos': old.pos}
+    if old.encoder:
+        rule = changes.get('rule', old.rule)
+        kept['encoder_rule'] = rule if 'encoder' in places else old.of_source(old.encoder_rule)
+        kept['cross'] = rule if 'cross' in places else old.of_source(old.cross)
+        if 'self' not in places:
+            changes = {**changes, 'rule': old.rule}
+            kept['layers'] = old.layers
     if old.keeps() != {'all'} and 'rule' in changes:    # what is no softmax stays as it is
         layers = [changes['rule'] if RULES[rule].keeps else rule for rule in old.rules()]
         kept['layers'] = ','.join(layers)
     if old.turns():                                     # W_q and W_k were learned with rope: it stays
         kept['pos'] = 'rope'
     student = GPT(dataclasses.replace(old, **(kept | changes)))
-    if student.config.rules() == old.rules():
+    if rules_in(student.config) == rules_in(old):
         raise ValueError(f'--rule={old.rule} --layers={old.layers}: nothing of the teacher would change')
     try:
         missing, extra = student.load_state_dict(teacher.state_dict(), strict=False, assign=True)
@@ -147,6 +159,13 @@ def swap(teacher, changes):
     parameters = dict(student.named_parameters())
     student.to(teacher.embed.weight.device).eval()
     return student, parameters.keys() & set(missing)
+
+
+def rules_in(config):
+    """The rules of the layers and, of a translator, of its encoder and of cross attention."""
+    if not config.encoder:
+        return config.rules()
+    return [*config.rules(), config.of_source(config.encoder_rule), config.of_source(config.cross)]
 
 
 def out_of_reach(memory):
@@ -184,29 +203,29 @@ def begin_as(teacher, student, x):
     """What is new begins as the teacher's heads are, measured on the tokens x (B, T): how far back they look
     (`remember`) and, where a matrix stands beside exact rows, what weight they give to keys that only the
     matrix has (`balance`). Rows that are no longer than a window tell nothing of that."""
-    forms = teacher.forms_of(x)
-    for layer, twin in zip(teacher.through(x), student.blocks):
-        memory = twin.mixer.memory
-        if not layer[0].mixer.memory.rule.keeps:        # no softmax: what is here is the teacher's own
+    for seen in teacher.through(x):
+        memory = student.get_submodule(seen.name).memory
+        own = not seen.mixer.memory.rule.keeps          # no softmax: what is here is the teacher's own
+        if own or seen.crosses:                         # places of two texts have no distance
             continue
-        if out_of_reach(memory) < x.shape[1]:
-            remember(layer, memory, forms)
+        if out_of_reach(memory) < seen.q.shape[2]:
+            remember(seen, memory)
             if memory.overflow is not None:
-                balance(layer, memory, student.forms)
+                balance(seen, memory, student.forms)
 
 
-def remember(layer, memory, forms):
+def remember(seen, memory):
     """Gates begin with the memory of the head they stand in for: of its n channels, channel i remembers tau_i
     steps, so that (i + 1/2) / n of the attention to what the matrix holds goes no farther back than that. At
     first it is so for every token: W, by which gates depend on their token, begins as 0. What a window lets
-    go is remembered from then on. layer: what GPT.through yields of the teacher."""
-    block, _, u, q, k, _, _ = layer
+    go is remembered from then on. seen: what GPT.through yields of the teacher."""
+    q = seen.q
     gates = (memory.overflow or memory).gates
     biases = [name for name in ('bias_f', 'bias_z') if hasattr(gates, name)]
     if not biases:
         return
     nearest = out_of_reach(memory)
-    shares = look_back(block.mixer.weights(u, q, k, forms), held(memory, q.shape[2], q.device))
+    shares = look_back(seen.weights(seen.mixer), held(memory, q.shape[2], q.device))
     for name in biases:
         bias = getattr(gates, name)                     # (H, 1, n)
         n = bias.shape[-1]
@@ -216,11 +235,13 @@ def remember(layer, memory, forms):
     gates.proj.weight.zero_()
 
 
-def balance(layer, memory, forms):
+def balance(seen, memory, forms):
     """A matrix beside exact rows begins with the weight that the teacher gives to what it holds: the bias of
     log_mass, by head, becomes the mean of log sum_s e^(q.k_s / sqrt(d)) over the keys that are out of reach,
-    less the log of the mass that the matrix finds there itself. layer: as for `remember`."""
-    _, _, _, q, k, v, _ = layer
+    less the log of the mass that the matrix finds there itself. seen: as for `remember`."""
+    q = seen.q
+    k = seen.k
+    v = seen.v
     far = held(memory, q.shape[2], q.device)
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~far, -math.inf)
     wanted = scores.logsumexp(-1, keepdim=True)         # (B, H, T, 1)
@@ -232,12 +253,22 @@ def balance(layer, memory, forms):
     memory.log_mass.bias.copy_((wanted[:, :, there] - found).mean((0, 2, 3)))
 
 
+def places(text):
+    """Those of --swap."""
+    found = text.replace(' ', '').split(',')
+    for name in found:
+        if name not in PLACES:
+            raise ValueError(f'--swap={text}: choose from {", ".join(PLACES)}')
+    return found
+
+
 def can_teach(config, source):
     """ValueError unless softmax is what there is to swap."""
-    rules = ','.join(config.rules())
-    if config.keeps() - {None, 'all'}:
+    rules = ','.join(rules_in(config))
+    keeps = {RULES[rule].keeps for rule in rules_in(config)}
+    if keeps - {None, 'all'}:
         raise ValueError(f'{source}: its layers keep few rows, {rules}; a teacher keeps all')
-    if 'all' not in config.keeps():
+    if 'all' not in keeps:
         raise ValueError(f'{source}: has no softmax layers, only {rules}; python train.py --rule=softmax '
                          'makes a teacher')
 
@@ -247,7 +278,8 @@ def can_fold(model):
     c = model.config
     d = c.n_embd // c.n_head
     name = c.phi.split(':')[0]
-    if name not in T2R_MAPS or c.turns() or c.keeps() != {None}:
+    keeps = {mixer.memory.rule.keeps for mixer in model.mixers().values()}
+    if name not in T2R_MAPS or c.turns() or keeps != {None}:
         raise ValueError('--fold needs --phi=t2r in all layers, and no rope between W_q and phi')
     if model.blocks[0].mixer.memory.phi.feature_dim != d:
         raise ValueError(f'--fold needs as many features as a head has channels: --phi={name}:{d}')
@@ -269,10 +301,11 @@ def fold(model):
         if name.endswith('.bias'):
             x.zero_()
     folded.load_state_dict(model.state_dict(), strict=False)
-    for block, before in zip(folded.blocks, model.blocks):
-        phi = before.mixer.memory.phi                   # weight (H, d, d), bias (H, 1, d)
-        weight = block.mixer.qkv.weight.view(3, c.n_head, d, c.n_embd)
-        bias = block.mixer.qkv.bias.view(3, c.n_head, d, 1)
+    before = model.mixers()
+    for name, mixer in folded.mixers().items():
+        phi = before[name].memory.phi                   # weight (H, d, d), bias (H, 1, d)
+        weight = mixer.qkv.weight.view(3, c.n_head, d, c.n_embd)
+        bias = mixer.qkv.bias.view(3, c.n_head, d, 1)
         for i, scale in enumerate(scales.values()):
             weight[i] = scale * phi.weight @ weight[i]
             bias[i] = scale * phi.weight @ bias[i] + phi.bias.mT
@@ -286,9 +319,8 @@ def what_to_match(wish, student, new):
     if not new:
         return 'none'
     comparable = True
-    for i, block in enumerate(student.blocks):
-        if any(name.startswith(f'blocks.{i}.') for name in new):
-            comparable &= block.mixer.has_weights
+    for mixer in changed(student, new).values():
+        comparable &= mixer.has_weights
     if wish == 'ce' and not comparable:
         raise ValueError('--distil=ce compares attention weights, and this rule has none: take mse or hidden')
     if wish != 'auto':
@@ -298,25 +330,39 @@ def what_to_match(wish, student, new):
     return 'mse'
 
 
-def mismatch(kind, layer, twin, forms):
-    """How far the student's layer `twin` is from the teacher's, on the teacher's input: a scalar.
+def changed(student, new):
+    """The student's mixers, by name, that have something new."""
+    return {name: mixer for name, mixer in student.mixers().items()
+            if any(parameter.startswith(f'{name}.') for parameter in new)}
+
+
+def whole_layer(block, seen):
+    """What a block makes of its input, from a fresh start."""
+    state = {}
+    if block.cross is not None:
+        state = block.cross.write(seen.source, seen.there, seen.forms)
+    return block(seen.x, state, seen.forms)[0]
+
+
+def mismatch(kind, seen, student):
+    """How far a mixer of the student is from the teacher's, on the teacher's input: a scalar.
         hidden    mean square between what the whole layers return (MOHAWK, arXiv:2408.10189)
         ce        cross entropy of the attention weights, -sum_s a_ts log w_ts (Zhang 2024, eq. 4)
         mse       mean square between what the mixers read, over its variance (LoLCATs, arXiv:2410.10254)
-    layer: what GPT.through yields of the teacher."""
-    block, x, u, q, k, v, o = layer
+    seen: what GPT.through yields of the teacher."""
+    twin = student.get_submodule(seen.name)
     if kind == 'hidden':
         with torch.no_grad():
-            wanted, _ = block(x, {}, forms)
-        return F.mse_loss(twin(x, {}, forms)[0], wanted)
+            wanted = whole_layer(seen.block, seen)
+        return F.mse_loss(whole_layer(student.get_submodule(seen.layer), seen), wanted)
     if kind == 'ce':
-        a = block.mixer.weights(u, q, k, forms)
-        w = twin.mixer.weights(u, q, k, forms)
+        a = seen.weights(seen.mixer)
+        w = seen.weights(twin)
         return -(a * w.clamp(min=1e-8).log()).sum(-1).mean()
-    read, _ = twin.mixer.memory(u, q, k, v, forms=forms)
-    if twin.mixer.out_norm is not None:
-        read = twin.mixer.out_norm(read)
-    return F.mse_loss(read, o) / o.var()
+    read = seen.attend(twin)
+    if twin.out_norm is not None:
+        read = twin.out_norm(read)
+    return F.mse_loss(read, seen.o) / seen.o.var()
 
 
 def learners(student, new, which):
@@ -324,8 +370,10 @@ def learners(student, new, which):
     that have something new."""
     if which == 'new':
         return new
-    mixers = {name.partition('.mixer.')[0] for name in new}
-    return {name for name, _ in student.named_parameters() if name.partition('.mixer.')[0] in mixers}
+    found = set()
+    for mixer, module in changed(student, new).items():
+        found |= {f'{mixer}.{name}' for name, _ in module.named_parameters()}
+    return found
 
 
 def distil(teacher, student, names, kind, batch, steps, lr, progress):
@@ -334,18 +382,21 @@ def distil(teacher, student, names, kind, batch, steps, lr, progress):
     one of them at a time, and the (T, T) matrices of one are all that is held."""
     def loss(step):
         x, _ = batch(step)
-        forms = student.forms_of(x)
         total = 0.0
+        many = 0
         with torch.no_grad():
-            for layer, twin in zip(teacher.through(x), student.blocks):
-                if not any(p.requires_grad for p in twin.parameters()):
+            for seen in teacher.through(x):
+                if kind == 'hidden' and seen.crosses:   # its layer was asked already
+                    continue
+                many += 1
+                if not any(p.requires_grad for p in student.get_submodule(seen.layer).parameters()):
                     continue
                 with torch.enable_grad():
-                    far = mismatch(kind, layer, twin, forms)
+                    far = mismatch(kind, seen, student)
                 if far.requires_grad:                   # not all that is new is asked by all kinds
                     far.backward()
                 total = total + far.detach()
-        return (total / len(student.blocks)).reshape(1)
+        return (total / many).reshape(1)
 
     for name, p in student.named_parameters():
         p.requires_grad_(name in names)
@@ -373,8 +424,8 @@ def adapt(model, rank, new):
     for name, p in model.named_parameters():
         p.requires_grad_(name in new)
     adapted = []
-    for block in model.blocks:
-        for linear in (block.mixer.qkv, block.mixer.proj):
+    for mixer in model.mixers().values():
+        for linear in (mixer.qkv, mixer.proj):
             nn.utils.parametrize.register_parametrization(linear, 'weight', LoRA(linear.weight, rank))
             adapted.append(linear)
     return adapted
@@ -593,20 +644,20 @@ def look(name, teacher, student, x):
         softmax of them, and the student's weights under `name`; {} if there is no such layer"""
     lines = []
     query = {}
-    forms = teacher.forms_of(x)
-    for i, (layer, twin) in enumerate(zip(teacher.through(x), student.blocks)):
-        block, _, u, q, k, _, _ = layer
-        if twin.mixer.memory.rule.keeps or not twin.mixer.has_weights or x.shape[1] < 2:
+    for seen in teacher.through(x):
+        twin = student.get_submodule(seen.name)
+        q = seen.q
+        if twin.memory.rule.keeps or not twin.has_weights or seen.crosses or q.shape[2] < 2:
             continue
-        a = block.mixer.weights(u, q, k, forms)
-        w = twin.mixer.weights(u, q, k, forms)
+        a = seen.weights(seen.mixer)
+        w = seen.weights(twin)
         far = (a * (a.clamp(min=1e-12).log() - w.clamp(min=1e-12).log())).sum(-1).mean()
-        scores = q @ k.mT * q.shape[-1] ** -0.5
-        lines.append({'model': name, 'layer': i + 1, 'KL to teacher': far.item(),
+        scores = q @ seen.k.mT * q.shape[-1] ** -0.5
+        lines.append({'model': name, 'layer': seen.layer, 'KL to teacher': far.item(),
                       'entropy of teacher': entropy(a), 'entropy': entropy(w),
                       'order kept': order_kept(scores, w)})
-        seen, order = scores[0, 0, -1].sort()
-        query = {'scores': seen.tolist(), 'softmax': a[0, 0, -1, order].tolist(),
+        ordered, order = scores[0, 0, -1].sort()
+        query = {'scores': ordered.tolist(), 'softmax': a[0, 0, -1, order].tolist(),
                  name: w[0, 0, -1, order].tolist()}
     return lines, query
 
@@ -615,7 +666,7 @@ def look(name, teacher, student, x):
 def sizes(student, teacher):
     """Bytes of the student's state beside those of the teacher's keys and values, after n tokens, in fp32."""
     c = teacher.config
-    if not c.causal:                                    # there is no next token to keep one for
+    if not c.causal or c.source:                        # no next token to keep one for, or not many
         return []
     heads = c.n_kv_head or c.n_head
     a_token = 2 * 4 * c.n_layer * heads * (c.n_embd // c.n_head)
@@ -740,8 +791,8 @@ def refuse_own(args):
 
 def refuse_idle(student, T):
     """ValueError where rows of T tokens never leave what is kept of them: a matrix beside would get none."""
-    for block in student.blocks:
-        memory = block.mixer.memory
+    for mixer in student.mixers().values():
+        memory = mixer.memory
         if memory.overflow is not None and out_of_reach(memory) >= T:
             raise ValueError(f'--overflow={student.config.overflow}: rows of {T} tokens never leave the '
                              f'{memory.cache} that are kept; take a smaller --cache, or a longer --row')
@@ -750,7 +801,7 @@ def refuse_idle(student, T):
 def opening(args, data, student, new):
     """Say what is converted, and what `new` it has."""
     counts = {name: p.numel() for name, p in student.named_parameters()}
-    print(f'{args.from_} -> {",".join(student.config.rules())}; {data.name}, rows of {data.T}; '
+    print(f'{args.from_} -> {",".join(rules_in(student.config))}; {data.name}, rows of {data.T}; '
           f'{args.threads} threads; of {sum(counts.values()):,} parameters '
           f'{sum(counts[name] for name in new):,} are new')
 
@@ -769,7 +820,7 @@ def main(argv):
     refuse_own(args)
     data = Data(args, teacher, meta, device)
     torch.manual_seed(args.seed)
-    student, new = swap(teacher, changes)
+    student, new = swap(teacher, changes, places(args.swap))
     refuse_idle(student, data.T)
     if args.begin == 'teacher':
         begin_as(teacher, student, data.batch(0)[0])

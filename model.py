@@ -827,13 +827,17 @@ class Mixer(nn.Module):
         rule = self.memory.rule
         return rule.keeps is None and self.memory.norm == 'attn' and not rule.erase
 
-    def weights(self, u, q, k, forms=PLAIN):
-        """How much of each value is in each output, (B, H, T, T), of the mixer's input u (B, T, n_embd) and
-        its q, k (B, H, T, head_dim). Outputs are linear in v, so take v = I; not where channels of v
-        decay apart, nor for a cache."""
-        T = q.shape[2]
-        eye = torch.eye(T, dtype=q.dtype, device=q.device).expand(q.shape[0], q.shape[1], T, T)
-        return self.memory(u, q, k, eye, forms=forms)[0]
+    def attend(self, u, q, k, v, forms=PLAIN, there=None):
+        """What the heads read from a fresh start (B, H, T, head_dim), of its input u (B, T, n_embd) and its
+        q, k, v (B, H, T, head_dim). there: as for `Cross`; here forms know it."""
+        return self.memory(u, q, k, v, forms=forms)[0]
+
+    def weights(self, u, q, k, forms=PLAIN, there=None):
+        """How much of each value is in each output, (B, H, T, T). Outputs are linear in v, so take v = I; not
+        where channels of v decay apart, nor for a cache. Arguments as for `attend`."""
+        T = k.shape[2]
+        eye = torch.eye(T, dtype=q.dtype, device=q.device).expand(*k.shape[:3], T)
+        return self.attend(u, q, k, eye, forms, there)
 
 
 SOURCE = 'source_'
@@ -878,11 +882,9 @@ class Cross(Mixer):
         found = {name.removeprefix(SOURCE): y for name, y in kept.items()}
         return self.merge(self.memory.read_all(self.queries(x), found)), kept
 
-    def weights(self, u, q, k, forms=PLAIN):
-        """As of Mixer: how much of each value of the source is in each output, (B, H, T, T of the source). u
-        is what the encoder says."""
-        eye = torch.eye(k.shape[2], dtype=q.dtype, device=q.device).expand(*k.shape[:3], -1)
-        return self.memory.read_all(q, self.memory.write_all(u, k, eye, forms=forms))
+    def attend(self, u, q, k, v, forms=PLAIN, there=None):
+        """As of Mixer: u, k and v are of the source, of which (B, T) are `there`."""
+        return self.memory.read_all(q, self.memory.write_all(u, k, v, there, forms))
 
 
 def layer_norm(c):
@@ -972,6 +974,40 @@ class Block(nn.Module):
         x, source = self.read_source(x + y, state, forms)
         x, seen_by_mlp = self.mlp(x, state, forms)
         return x, {**new, **seen, **source, **seen_by_mlp}
+
+
+class Seen(NamedTuple):
+    """A mixer at work, as `GPT.through` shows it."""
+    name: str                       # in the model: blocks.0.mixer
+    mixer: Mixer
+    block: Block                    # which it is in
+    x: torch.Tensor                 # the block's input (B, T, n_embd)
+    u: torch.Tensor                 # what keys, values and gates are made from
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    o: torch.Tensor                 # what the heads read
+    forms: Forms
+    source: torch.Tensor | None     # of a decoder: what its encoder says
+    there: torch.Tensor | None      # which places of that are no padding (B, T)
+
+    @property
+    def layer(self):
+        """The name of its block: blocks.0"""
+        return self.name.rpartition('.')[0]
+
+    @property
+    def crosses(self):
+        """Whether it is cross attention."""
+        return self.name.endswith('.cross')
+
+    def attend(self, mixer):
+        """What another mixer would read here, like o."""
+        return mixer.attend(self.u, self.q, self.k, self.v, self.forms, self.there)
+
+    def weights(self, mixer):
+        """Its attention weights (B, H, T, T)"""
+        return mixer.weights(self.u, self.q, self.k, self.forms, self.there)
 
 
 class GPT(nn.Module):
@@ -1066,10 +1102,7 @@ class GPT(nn.Module):
         itself reads it."""
         if not self.encoder:
             return self.read(F.pad(tokens, (0, self.config.source - tokens.shape[1]), value=self.config.pad))
-        there = self.there(tokens)
-        longest = there.sum(1).max()                # padding in all rows need not be read
-        tokens = tokens[:, :longest]
-        there = there[:, :longest]
+        tokens, there = self.without_padding(tokens)
         forms = encoding(self.forms, there)
         x = self.first(tokens)
         for block in self.encoder:
@@ -1077,6 +1110,12 @@ class GPT(nn.Module):
         x = self.encoder_norm(x)
         t = torch.tensor(self.config.source)        # of the row, whatever is padding
         return [{'t': t, **block.cross.write(x, there, self.forms)} for block in self.blocks]
+
+    def without_padding(self, tokens):
+        """tokens (B, T) -> those up to the longest row's end, and which of them are no padding"""
+        there = self.there(tokens)
+        longest = there.sum(1).max()
+        return tokens[:, :longest], there[:, :longest]
 
     def pooled(self, x, tokens):
         """x (B, T, n_embd) -> (B, n_embd): the first place, or the mean of all but padding, and what a pooler
@@ -1113,18 +1152,42 @@ class GPT(nn.Module):
             return self.head(x), state
         return F.linear(x, (self.head or self.embed).weight), state
 
+    def mixers(self):
+        """All of them, by their names in the model: encoder.0.mixer, blocks.0.mixer, blocks.0.cross, ..."""
+        return {name: module for name, module in self.named_modules() if isinstance(module, Mixer)}
+
     def through(self, tokens):
-        """Layer by layer, from a fresh start: its block, its input x, and of its mixer the input u, the
-        queries, keys, values and the heads' output o."""
-        forms = self.forms_of(tokens)
-        x = self.first(tokens)
-        for block in self.blocks:
-            onward, u = block.branch(block.norm1, x)
+        """Mixer by mixer, in the order of computation, from a fresh start: a `Seen` of each."""
+        if not self.encoder:
+            yield from self.walk('blocks', self.first(tokens), self.forms_of(tokens))
+            return
+        n = self.config.source
+        source, there = self.without_padding(tokens[:, :n])
+        x = yield from self.walk('encoder', self.first(source), encoding(self.forms, there))
+        source = self.encoder_norm(x)
+        x = self.first(tokens[:, n:], [{'t': torch.tensor(n)}])
+        yield from self.walk('blocks', x, self.forms, source, there)
+
+    def walk(self, name, x, forms, source=None, there=None):
+        """`through` of the blocks of that name -> what they make of x. Arguments as in Seen"""
+        for i, block in enumerate(getattr(self, name)):
+            before = x
+            x, u = block.branch(block.norm1, x)
             u, _ = block.look(0, u, {}, forms)
             q, k, v = block.mixer.heads(u)
-            o, _ = block.mixer.memory(u, q, k, v, forms=forms)
-            yield block, x, u, q, k, v, o
-            x, _ = block.mlp(onward + block.mixer.merge(o), {}, forms)
+            o = block.mixer.attend(u, q, k, v, forms)
+            yield Seen(f'{name}.{i}.mixer', block.mixer, block, before, u, q, k, v, o, forms, source, there)
+            x = x + block.mixer.merge(o)
+            if block.cross is not None:
+                x, u = block.branch(block.norm3, x)
+                q = block.cross.queries(u)
+                k, v = block.cross.source(source)
+                o = block.cross.attend(source, q, k, v, forms, there)
+                yield Seen(f'{name}.{i}.cross', block.cross, block, before, source, q, k, v, o, forms,
+                           source, there)
+                x = x + block.cross.merge(o)
+            x, _ = block.mlp(x, {}, forms)
+        return x
 
     @property
     def max_len(self):

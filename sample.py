@@ -5,7 +5,7 @@
     cat model.py | python sample.py --prompt=- --save_state=out/read.safetensors     read once ...
     python sample.py --load_state=out/read.safetensors --prompt="class "             ... and go on from there
     python sample.py --init=out/softmax/ckpt.safetensors --rule=tova --cache=64      an RNN without training
-    python sample.py --source="A man sleeps." --beam=4         a translation, of a model of pairs; @file: of lines
+    python sample.py --source="A man sleeps." --beam=4         a translation; @file: one of each line
 
 Of a model that tells classes apart, the prompt is what is classified: each class is printed with its share.
 
@@ -146,8 +146,8 @@ def classify(model, tokens):
 
 
 def translate(model, name, args, data):
-    """Print a translation of each line of --source, in a line; --save_state keeps what was read of them, before
-    anything is said."""
+    """Print a translation of each line of --source, in a line; --save_state keeps what was read of them,
+    before anything is said."""
     c = model.config
     if not c.source:
         raise ValueError(f'--source: {args.init} knows no pairs; python train.py --data=multi30k --encoder=3 '
@@ -156,7 +156,7 @@ def translate(model, name, args, data):
         raise ValueError('--source: a translation begins with nothing else; leave out --load_state, --prompt')
     texts = read_prompt(args.source).splitlines()
     device = model.embed.weight.device
-    sources = torch.from_numpy(prepare.source_rows(texts, data)).to(device)
+    sources = torch.from_numpy(prepare.source_rows(texts, data)).long().to(device)
     for some in sources.split(64):
         for row in model.translate(some, args.beam, args.penalty).tolist():
             print(prepare.decode(row, data).replace('\n', ' '), flush=True)

@@ -1021,10 +1021,10 @@ def test_out_norm_stands_where_nothing_else_normalises():
 def test_through_tells_what_forward_computes(post_norm):
     m = GPT(Config(layers='delta,softmax', n_layer=2, n_head=2, n_embd=16, post_norm=post_norm)).double()
     tokens = torch.randint(256, (2, 9))
-    for block, x, u, q, k, v, o in m.through(tokens):
-        u2, _ = block.look(0, block.norm1(x), {}, m.forms)
-        near(u, u2)
-        last = block(x, {}, m.forms)[0]
+    for seen in m.through(tokens):
+        u, _ = seen.block.look(0, seen.block.norm1(seen.x), {}, m.forms)
+        near(seen.u, u)
+        last = seen.block(seen.x, {}, m.forms)[0]
     near(m(tokens)[0], F.linear(m.norm(last), m.embed.weight))
 
 def test_weights_of_attention_are_those_that_make_the_output():
@@ -2030,6 +2030,73 @@ def test_what_an_encoder_cannot_be_is_refused(flags, why, threes, tmp_path, caps
         flags += f' --data={threes}'
     assert why in refused(capsys, train.main, *flags.split(), *SMALL_ENCODER, f'--out={tmp_path}')
 
+@pytest.fixture(scope='session')
+def turned_around(tmp_path_factory):
+    """The path of pairs: 2 to 6 digits, and the same in reverse."""
+    folder = tmp_path_factory.mktemp('turned')
+    rng = np.random.default_rng(0)
+    x, y = np.full((2000, 13), 10), np.full((2000, 13), 11)         # 6 to be read, 7 to be written
+    for i in range(2000):
+        n = rng.integers(2, 7)
+        x[i, :n] = rng.integers(0, 10, n)
+        x[i, 7:7 + n] = y[i, 6:6 + n] = x[i, :n][::-1]
+        y[i, 6 + n] = 10
+    rows = np.concatenate([x, y], 1).astype(np.uint8)
+    meta = dict(name='r', tokenizer='ids', dtype='uint8', vocab_size=11, row=13, ignore=11, pad=10, source=6)
+    for side, part in ('train', rows[:1800]), ('val', rows[1800:]):
+        meta[side] = dict(tokens=part.size, sha256='')
+        (folder / f'{side}.bin').write_bytes(part.tobytes())
+    (folder / 'meta.json').write_text(json.dumps(meta))
+    return str(folder)
+
+SMALL_PAIRS = '--encoder=1 --n_layer=1 --n_head=2 --n_embd=32 --device=cpu --threads=1 --lr=1e-2'.split()
+
+@pytest.mark.parametrize('flags', ['--rule=softmax', '--rule=delta --cross=sum'])
+def test_a_translator_learns_translates_and_is_converted(flags, turned_around, tmp_path, capsys):
+    """To write digits in reverse; a state keeps what was read; by a beam of 1 and of 3."""
+    out = tmp_path / 'out'
+    learn = [*SMALL_PAIRS, f'--data={turned_around}', f'--out={out}', '--steps=300', '--batch_size=64']
+    assert train.main([*learn, *flags.split()]) == 0
+    assert log(out)[-1]['accuracy'] > 0.95
+    init = f'--init={out}/ckpt.safetensors'
+    lines = tmp_path / 'lines'
+    lines.write_text('1 2 3\n4 5\n9 8 7 6 5 4\n')
+    for beam in 1, 3:
+        assert written(capsys, init, f'--source=@{lines}', f'--beam={beam}')[0] == '3 2 1\n5 4\n4 5 6 7 8 9\n'
+    state = tmp_path / 'state.safetensors'
+    assert written(capsys, init, '--source=7 1 4', f'--save_state={state}')[0] == '4 1 7\n'
+    for begun, rest in ('', '4 1 7'), ('4', '1 7'):
+        go_on = init, f'--load_state={state}', '--temperature=0', f'--prompt={begun}'
+        assert written(capsys, *go_on)[0].split() == rest.split()
+    for said, why in (('1 2 3 4 5 6 7', '7'), ('1 2\n\n3', 'text 2 has 0'), ('x', 'no token')):
+        assert why in refused(capsys, sample.main, init, f'--source={said}')
+    assert 'give --source' in refused(capsys, sample.main, init, '--prompt=1')
+    assert 'nothing else' in refused(capsys, sample.main, init, '--source=1', f'--load_state={state}')
+    if 'softmax' not in flags:
+        return
+    folder = tmp_path / 'rnn'
+    rnn = [init.replace('init', 'from'), f'--out={folder}', '--controls=false', '--distil_steps=30',
+           '--steps=100']
+    for more in ('--recipe=t2r --fold', '--recipe=hedgehog --swap=cross', '--recipe=pure',
+                 '--recipe=hedgehog --swap=self,encoder --export=' + str(tmp_path / 'own')):
+        assert convert.main([*rnn, *more.split(), '--batch_size=32']) == 0
+        assert json.loads((folder / 'convert.json').read_text())['table'][-1]['recovered'] > 0.8
+    exported = f'--init={tmp_path / "own"}'
+    both = [written(capsys, one, '--source=3 1') for one in (exported, f'--init={folder}/ckpt.safetensors')]
+    assert both[0] == both[1]
+    assert 'choose from self' in refused(capsys, convert.main, *rnn, '--swap=decoder')
+
+@pytest.mark.parametrize('flags, why', [
+    ('--data=recall', 'such as multi30k'), ('--causal=false', '--causal=false'),
+    ('--rule=delta --norm=attn --phi=elu', 'keys so far'), ('--cross=tova', 'choose from')])
+def test_what_a_translator_cannot_be_is_refused(flags, why, turned_around, tmp_path, capsys):
+    if '--data' not in flags:
+        flags += f' --data={turned_around}'
+    assert why in refused(capsys, train.main, *flags.split(), *SMALL_PAIRS, f'--out={tmp_path}')
+
+def test_a_text_model_takes_no_source(a_model, capsys):
+    assert 'knows no pairs' in refused(capsys, sample.main, f'--init={a_model()}', '--source=a')
+
 def test_a_failed_write_leaves_the_old_file(a_model, tmp_path, monkeypatch):
     path = Path(shutil.copy(a_model(), tmp_path))
     before, model = path.read_bytes(), load(path)[0]
@@ -2602,8 +2669,8 @@ def test_a_matrix_beside_rows_begins_with_the_weight_of_what_it_holds(rule, firs
     changes = dict(rule=rule, cache=4, sinks=1, overflow='sum:hedgehog')
     student = convert.swap(teacher, changes)[0].double()
     convert.begin_as(teacher, student, x)
-    for (_, _, _, q, k, _, _), block in zip(teacher.through(x), student.blocks):
-        memory = block.mixer.memory
+    for seen, block in zip(teacher.through(x), student.blocks):
+        q, k, memory = seen.q, seen.k, block.mixer.memory
         features = memory.overflow.phi
         logs = []
         for t in range(first + reach, 9):

@@ -100,7 +100,7 @@ class Family(NamedTuple):
 
 
 OURS = 'nanofwp'        # model_type of a folder in names of ours, with a Config in its config.json
-DECODER = {'conv': 0, 'causal': True, 'classes': 0, 'patch': 0, 'post_norm': False}
+DECODER = {'conv': 0, 'causal': True, 'encoder': 0, 'classes': 0, 'patch': 0, 'post_norm': False}
 ENCODER = {'conv': 0, 'causal': False, 'pool': 'first', 'pos': 'learned', 'act': 'gelu-erf', 'bias': True,
            'rms': False, 'n_kv_head': 0, 'tied': True}
 NO = (False, None)
@@ -476,7 +476,10 @@ def to_folder(folder, tensors, config, data):
     """Tensors in our names -> model.safetensors and config.json: as the hub keeps GPT-2, Llama or BERT, if
     that is what they are (softmax in every layer); else in our own names, with our config and data, what a
     checkpoint says of the tokens. And tokenizer.json, if data has it."""
-    of_tokens = {key: data[key] for key in ('tokenizer', 'vocab_size', 'chars', 'pad') if key in data}
+    known = ['tokenizer', 'vocab_size', 'chars', 'pad']
+    if 'source' in data:
+        known += ['source', 'row']
+    of_tokens = {key: data[key] for key in known if key in data}
     raw = {'model_type': OURS, 'data': of_tokens, **config}
     kind = family_of(config)
     if kind:
