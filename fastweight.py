@@ -201,7 +201,8 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
 
 # ---- write all, then read ----------------------------------------------------------------------------------
 # The equation cut in two: first S after all steps, then o_t = S q_t with the same S for each query. With the
-# queries of the text that was written it is an encoder, each step of which sees the whole text.
+# queries of the text that was written it is an encoder, each step of which sees the whole text; with those of
+# another text it is cross attention, and what a decoder reads from at every step has one size.
 
 def in_any_order(erase, log_f, log_z):
     """Whether nothing is forgotten or erased: a sum, to which the order of its steps does not matter."""

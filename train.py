@@ -621,12 +621,23 @@ class Run:
         if self.rank == 0:
             save(os.path.join(self.args.out, f'{name}.safetensors'), self.model, about, extra)
 
+    def translate(self):
+        """Say what is made of the first source of the validation data."""
+        x, _ = rows(self.val, [0], self.length, self.meta, self.device)
+        source = x[:, :self.meta['source']]
+        self.model.eval()
+        for tokens in source, self.model.translate(source):
+            self.say(f'> {prepare.decode(tokens[0].tolist(), self.meta)}')
+        self.say(f'next: python sample.py --init={self.args.out}/ckpt.safetensors --source="..."')
+
     def report(self):
         """The closing lines: the whole validation data by both rules, a sample, the next command."""
         model, data = self.model, self.meta
         loss, right = self.evaluate()
         self.say(f'validation, blocks of {self.length}: {score(data, loss, right)}')
         self.note(rule='blocks', val_loss=loss, accuracy=right)
+        if 'source' in data and self.rank == 0:
+            self.translate()
         if 'row' in data or self.rank > 0:
             return
         if model.max_len is None and model.config.keeps() == {None}:
