@@ -1014,7 +1014,8 @@ class GPT(nn.Module):
     """Embedding, blocks, norm, output. `forms` are the fastest that there are; `pick_forms` has others.
 
     The state of a model is a list with a flat dict of tensors for each layer: t, and S, or k and v, or those
-    of kept rows, and conv0, conv1. t counts tokens, on the CPU. None is a fresh start."""
+    of kept rows, and conv0, conv1; of a decoder also source_S, or source_k, source_v, source_there. t counts
+    tokens, on the CPU. None is a fresh start."""
     def __init__(self, config):
         super().__init__()
         self.config = c = config
