@@ -1634,23 +1634,24 @@ def writer(form, longest, args):
     return GPT(config).to(args.device, args.dtype).eval()
 
 
-def writing(model, batch, source, target):
-    """A function that takes TURN steps, as GPT.generate does from its step 33 on, after so many tokens of a
-    source and of its translation. What they are changes no time: all rows of a batch are alike, and all rows
-    of a cache."""
+def far_along(model, batch, source, target):
+    """The last token (B, 1) and the state of a model after so many tokens of sources and translations. What
+    they are changes no time: all rows of the batch are alike, and all rows of a cache."""
     words = torch.randint(WORDS, (1, source), device=model.embed.weight.device)
     token = words[:, :1]
     state = model.read(token, model.encode(words))
-    grows = 'all' in model.config.keeps()
     for layer in state:
         layer['t'] = layer['t'] + target - 1
-        if grows:
+        if 'k' in layer:
             layer.update(grown(layer, target))
     alike = torch.zeros(batch, dtype=torch.long, device=token.device)
-    token = token[alike]
-    state = chosen_rows(state, alike, everything=True)
+    return token[alike], chosen_rows(state, alike, everything=True)
+
+
+def writing(model, token, state):
+    """A function that takes TURN steps, as GPT.generate does from its step 33 on."""
     step = kernels.recorded(model, token, state, partial(sample, temperature=0))
-    step = in_turn(step, token, state, grows)
+    step = in_turn(step, token, state, 'k' in state[0])
 
     def turn():
         for _ in range(TURN):
@@ -1686,7 +1687,8 @@ def writing_speeds(args, forms):
         part = []
         turns = []
         for form, (source, target) in itertools.product(forms, ways[length]):
-            turns.append(writing(models[form], batches[many], source, target))
+            token, state = far_along(models[form], batches[many], source, target)
+            turns.append(writing(models[form], token, state))
             part.append({'part': f'{length}, {many}', 'form': form, 'batch': batches[many], 'source': source,
                          'target': target})
         for row, took in zip(part, seconds(turns, args.device)):
