@@ -503,7 +503,9 @@ def panels(down, across, width=7, height=4.5):
 
 def picture(args, suite, figure):
     """Write it beside the CSV."""
+    import matplotlib.pyplot as plt
     figure.savefig(inside(args, suite + '.png'), dpi=110, bbox_inches='tight')
+    plt.close(figure)
 
 
 def rows_of(panel, rows):
