@@ -18,6 +18,7 @@ and draws, PAPER what the papers found.
     python bench.py glue               classifiers of sentences with softmax, converted by each map; vit: of
                                        pictures
     python bench.py language           rules, positions, normalisation, carried state (Schlag 2021)
+    python bench.py translate          BLEU of translators, trained and converted, and how fast they write
     python bench.py train              a layer forward and backward over T: our forms, and attention
     python bench.py cache              perplexity of a softmax model as an RNN that keeps few rows (Oren 2024)
     python bench.py kept               which tokens TOVA keeps in it, and for how long
@@ -72,6 +73,7 @@ from model import (
     Config,
     FastWeights,
     Mixer,
+    chosen_rows,
     flag,
     load,
     parse,
@@ -178,6 +180,16 @@ SUITES = {
         (Panel('paper, perplexity', 'ours', 'the same order as in the paper?',
                'perplexity of WikiText-103 in the paper', 'bits per byte here', 'linear', 'linear',
                name='form'),)),
+    'translate': Suite(
+        'lengths seeds steps only',
+        {'seeds': 1, 'steps': 60, 'lengths': '16,256', 'only': 'softmax,elu,t2r converted'},
+        {'seeds': 3, 'lengths': '16,64,256,1024'},
+        (Panel('paper', 'ours', 'the same order as in the papers?', 'BLEU of WMT14 En-De in the papers',
+               'BLEU here', 'linear', 'linear', name='form', only=('part', '')),
+         Panel('target', 'tokens/s', 'one translation at a time', 'tokens written', 'tokens/s',
+               only=('part', 'target, one')),
+         Panel('target', 'tokens/s', 'many at a time', 'tokens written', 'tokens/s',
+               only=('part', 'target, many')))),
     'train': Suite(
         'lengths heads head_dim batch dtype',
         {'lengths': '256,1024,4096', 'heads': 4}, {'lengths': '256,1024,4096,16384', 'heads': 4},
@@ -293,6 +305,10 @@ PAPER = {
         "positions; attn-norm from a line of table 2's source that is not printed", {
             'softmax': 34.1, 'sum': 38.3, 'delta elu': 35.5, 'sum favor:8': 39.6, 'delta favor:8': 37.2,
             'sum dpfp:1': 38.8, 'delta dpfp:1': 35.0, 'delta elu attn-norm': 37.2}),
+    'translate': Paper(
+        'BLEU of WMT14 En-De. Schlag 2021, table 1, FAVOR+ and DPFP with 512 features a head; t2r converted: '
+        'Kasai 2021, table 2, beside a better softmax; the order: T2R converted, then T2R, RFA, ELU', {
+            'softmax': 27.7, 'elu': 26.8, 'favor': 27.7, 'dpfp': 27.1, 't2r converted': 28.7}),
     'mqar': Paper('Arora 2023, figure 2, which is a picture', {}),
     'train': Paper(
         'Schlag 2021, on their small language models: 66,000 words a second with sum, 63,000 with delta, '
@@ -487,7 +503,9 @@ def panels(down, across, width=7, height=4.5):
 
 def picture(args, suite, figure):
     """Write it beside the CSV."""
+    import matplotlib.pyplot as plt
     figure.savefig(inside(args, suite + '.png'), dpi=110, bbox_inches='tight')
+    plt.close(figure)
 
 
 def rows_of(panel, rows):
@@ -1528,6 +1546,177 @@ def decode(args):
     report(args, 'decode', rows, note, crossing=cross)
 
 
+# ---- suite translate: a line is a training, or a conversion of a trained softmax model ---------------------
+TRANSLATOR = ('--encoder=3 --n_layer=3 --n_head=4 --n_embd=128 --conv=0 --dropout=0.1 --batch_size=64 '
+              '--lr=2e-3 --encoder_rule=softmax')
+CONVERSION = '--batch_size=64 --eval_rows=100000'
+PAIRS = {               # data: the model and its training, steps; steps of a conversion, in % of these
+    'multi30k': (TRANSLATOR, 4000, 30)}
+TRANSLATORS = {         # form: flags; of convert.py where it is converted, `all` of it or the decoder
+    'softmax': '--rule=softmax', 'elu': '--rule=sum --phi=elu', 'favor': '--rule=sum --phi=favor',
+    'rfa': '--rule=sum --phi=rfa', 'rfa-gate': '--rule=gated --phi=rfa --cross=sum',
+    'dpfp': '--rule=sum --phi=dpfp', 't2r': '--rule=sum --phi=t2r', 'hedgehog': '--rule=sum --phi=hedgehog',
+    'delta': '--rule=delta --cross=softmax', 't2r converted': '--recipe=t2r --swap=self,cross',
+    'hedgehog converted': '--recipe=hedgehog --swap=self,cross', 't2r all converted': '--recipe=t2r'}
+WRITERS = 'softmax', 'elu', 'rfa', 'dpfp', 'delta'      # whose tokens a second are measured
+SHORT = 16              # tokens of a source, where translations of many lengths are written,
+SAID = 64               # and tokens of a translation, where sources of many lengths are read
+WORDS = 4096            # of models with random weights, beside pad
+TURN = 64               # steps: after the first few of them weights are in the cache, as in a long text
+
+
+def bleu_metric():
+    """BLEU as sacrebleu has it, Post 2018, arXiv:1804.08771. ValueError where that is not installed."""
+    try:
+        from sacrebleu.metrics import BLEU
+    except ImportError:
+        raise ValueError('BLEU needs a package that is not here: pip install sacrebleu') from None
+    return BLEU()
+
+
+@torch.inference_mode()
+def bleu(out, data, beam, count, device):
+    """Of what the model in a folder says of the first `count` sources of a set's test side; how many there
+    are, and sacrebleu's signature, which says how BLEU is counted."""
+    metric = bleu_metric()
+    model, meta = load(os.path.join(out, 'ckpt.safetensors'), device)
+    model.eval()
+    test, data = prepare.test_side(data, like=meta['data'])
+    T = data['row']
+    begin = recipe.blocks(len(test), T, data)[:count]
+    x, y = recipe.rows(test, begin, T, data, device)
+    said = []
+    for sources in x[:, :data['source']].split(64):
+        for row in model.translate(sources, beam).tolist():
+            said.append(prepare.decode(row, data))
+    wanted = [prepare.decode(row[row >= 0].tolist(), data) for row in y]
+    score = metric.corpus_score(said, [wanted])
+    return {'bleu': score.score, 'count': len(said), 'signature': str(metric.get_signature())}
+
+
+def translator(args, name, form, given, more):
+    """The runs of a line: trained or, of the softmax models, converted in so many steps."""
+    flags = TRANSLATORS[form]
+    kind = form.removesuffix(' converted')
+    if kind == form:
+        return runs(args, 'translate', f'{form} {name}', f'{given} {flags}')
+    teachers = translator(args, name, 'softmax', given, more)
+    flags = f'{CONVERSION} {flags}'
+    return [exchanged(args, 'translate', kind, teacher, flags, more) for teacher in teachers]
+
+
+def translators(args, forms, beam, count):
+    """The table of BLEU -> rows, a note"""
+    rows = []
+    note = ''
+    judge = partial(bleu, device=args.device)
+    for name, (size, steps, more) in sets_of(args, PAIRS):
+        steps = args.steps or steps
+        more = max(1, steps * more // 100)
+        given = f'--data={name} {size} --steps={steps} --eval_every={steps} --device={args.device}'
+        for form in forms:
+            found = translator(args, name, form, given, more)
+            for f in found:
+                score = once(args, 'bleu', judge, out=f['out'], data=name, beam=beam, count=count)
+                f['bleu'] = score['bleu']
+            row = {'data': name, 'form': form, **of_seeds(found, 'bleu')}
+            row['accuracy'] = of_seeds(found, 'accuracy', 100)['ours']
+            row['paper'] = PAPER['translate'].figures.get(form)
+            rows.append(row)
+        note = (f'ours: BLEU of {score["count"]:,} sentences of the test side, beam {beam}, '
+                f'{score["signature"]}\naccuracy: of the next token, in % of the validation rows\n')
+    return rows, note
+
+
+def writer(form, longest, args):
+    """A model with random weights, for sources and translations of so many tokens."""
+    flags = f'{TRANSLATOR} {TRANSLATORS[form]}'
+    _, given = parse(flags.split(), __doc__, recipe.Args, Config)
+    config = Config(**given, vocab_size=WORDS + 1, pad=WORDS, source=longest, block_size=2 * longest)
+    return GPT(config).to(args.device, args.dtype).eval()
+
+
+def far_along(model, batch, source, target):
+    """The last token (B, 1) and the state of a model after so many tokens of sources and translations. What
+    they are changes no time: all rows of the batch are alike, and all rows of a cache."""
+    words = torch.randint(WORDS, (1, source), device=model.embed.weight.device)
+    token = words[:, :1]
+    state = model.read(token, model.encode(words))
+    for layer in state:
+        layer['t'] = layer['t'] + target - 1
+        if 'k' in layer:
+            layer.update(grown(layer, target))
+    alike = torch.zeros(batch, dtype=torch.long, device=token.device)
+    return token[alike], chosen_rows(state, alike, everything=True)
+
+
+def writing(model, token, state):
+    """A function that takes TURN steps, as GPT.generate does from its step 33 on."""
+    step = kernels.recorded(model, token, state, partial(sample, temperature=0))
+    step = in_turn(step, token, state, 'k' in state[0])
+
+    def turn():
+        for _ in range(TURN):
+            step()
+    return turn
+
+
+def beside_softmax(rows, length):
+    """Add to rows how many times as fast as softmax they are at the same length, a column. -> by form, from
+    which length on it is twice as fast, as `first_dearer` has it"""
+    base = {r[length]: r['tokens/s'] for r in rows if r['form'] == 'softmax'}
+    curves = {}
+    for r in rows:
+        r['over softmax'] = r['tokens/s'] / base[r[length]]
+        if r['form'] != 'softmax':
+            curves.setdefault(r['form'], []).append((r[length], math.log(r['over softmax'])))
+    twice = [(T, math.log(2)) for T in base]
+    return {form: first_dearer(curve, twice) for form, curve in curves.items()}
+
+
+@torch.inference_mode()
+def writing_speeds(args, forms):
+    """The table of tokens a second -> rows, and by part and form from which length on it is twice as fast as
+    softmax. All cells of a part take turns, so that a busy moment of the machine meets them all."""
+    rows = []
+    twice = {}
+    sizes = lengths(args)
+    longest = max(sizes[-1], SAID)
+    models = {form: writer(form, longest, args) for form in forms}
+    ways = {'target': [(SHORT, T) for T in sizes], 'source': [(T, SAID) for T in sizes]}
+    batches = {'one': 1, 'many': chosen(args, 8, 64)}
+    for length, many in itertools.product(ways, batches):
+        part = []
+        turns = []
+        for form, (source, target) in itertools.product(forms, ways[length]):
+            token, state = far_along(models[form], batches[many], source, target)
+            turns.append(writing(models[form], token, state))
+            part.append({'part': f'{length}, {many}', 'form': form, 'batch': batches[many], 'source': source,
+                         'target': target})
+        for row, took in zip(part, seconds(turns, args.device)):
+            row['tokens/s'] = row['batch'] * TURN / took
+        twice[f'{length}, {many}'] = beside_softmax(part, length)
+        rows += part
+    return rows, twice
+
+
+def translate(args):
+    """BLEU on a set's test side, and tokens a second of models of that size. Only the decoder's attention is
+    exchanged, to itself and to the source, as in Kasai 2021, and only to itself with `delta`; the encoder
+    keeps softmax but where `all` is converted. Conversions have their steps beside those of their teacher."""
+    bleu_metric()                                               # what is missing is said now, not in hours
+    wanted = only(args, TRANSLATORS)
+    beam, count = chosen(args, (1, 100), (4, 1000))
+    rows, note = translators(args, wanted, beam, count)
+    scores = by_row(rows, 'ours')
+    forms = [form for form in WRITERS if form in {'softmax', *wanted}]
+    speeds, twice = writing_speeds(args, forms)
+    note += ('tokens/s: of random weights; steps are recorded, but not those of softmax on a CPU\n'
+             f'twice as fast as softmax from so many tokens on, up to {lengths(args)[-1]:,} (None: never): '
+             f'{twice}')
+    report(args, 'translate', rows + speeds, note, bleu=scores, twice=twice)
+
+
 # ---- suites cache, kept, batch: transformers as multi-state RNNs. Oren 2024 --------------------------------
 POLICIES = 'random', 'window', 'sink', 'h2o', 'tova-head', 'tova'
 
@@ -2333,8 +2522,8 @@ def idea(args):
 RUN = {'decode': decode, 'layer': layer, 'capacity': partial(associative, 'capacity'),
        'update': partial(associative, 'update'), 'recall': recall, 'mqar': mqar, 'monotone': monotone,
        'convert': convert, 'lra': lra, 'glue': partial(glue, suite='glue'), 'vit': partial(glue, suite='vit'),
-       'language': language, 'train': train, 'cache': cache, 'kept': kept, 'batch': batch,
-       'gpu': gpu, 'idea': idea}
+       'language': language, 'translate': translate, 'train': train, 'cache': cache, 'kept': kept,
+       'batch': batch, 'gpu': gpu, 'idea': idea}
 
 
 def settings(argv):

@@ -2035,15 +2035,15 @@ def turned_around(tmp_path_factory):
     """The path of pairs: 2 to 6 digits, and the same in reverse."""
     folder = tmp_path_factory.mktemp('turned')
     rng = np.random.default_rng(0)
-    x, y = np.full((2000, 13), 10), np.full((2000, 13), 11)         # 6 to be read, 7 to be written
-    for i in range(2000):
+    x, y = np.full((2050, 13), 10), np.full((2050, 13), 11)         # 6 to be read, 7 to be written
+    for i in range(2050):
         n = rng.integers(2, 7)
         x[i, :n] = rng.integers(0, 10, n)
         x[i, 7:7 + n] = y[i, 6:6 + n] = x[i, :n][::-1]
         y[i, 6 + n] = 10
     rows = np.concatenate([x, y], 1).astype(np.uint8)
     meta = dict(name='r', tokenizer='ids', dtype='uint8', vocab_size=11, row=13, ignore=11, pad=10, source=6)
-    for side, part in ('train', rows[:1800]), ('val', rows[1800:]):
+    for side, part in ('train', rows[:1800]), ('val', rows[1800:2000]), ('test', rows[2000:]):
         meta[side] = dict(tokens=part.size, sha256='')
         (folder / f'{side}.bin').write_bytes(part.tobytes())
     (folder / 'meta.json').write_text(json.dumps(meta))
@@ -3003,6 +3003,7 @@ SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),        # flags;
               convert=('--steps=1 --only=window,pure', 24), recall=('--steps=1 --only=elu,delta', 2),
               mqar=('--steps=1 --only=tova --lengths=8', 1), language=('--steps=1 --only=sum', 1),
               lra=('--steps=1 --only=softmax,hedgehog', 2), glue=('--steps=2 --only=elu,hedgehog', 3),
+              translate=('--steps=2 --lengths=2,3 --only="elu,hedgehog converted"', 18),
               vit=('--steps=2 --only=t2r', 2), idea=('', 0))
 
 @pytest.fixture
@@ -3030,19 +3031,30 @@ def once_each(runs, *_):
         run()
     return [1e-3] * len(runs)
 
+@pytest.fixture
+def small_pairs(turned_around, monkeypatch):
+    """The suite translate, small."""
+    model = '--encoder=1 --n_layer=1 --n_head=2 --n_embd=32 --conv=0 --lr=1e-2 --encoder_rule=softmax'
+    monkeypatch.setattr(bench, 'PAIRS', {turned_around: (f'{model} --batch_size=64', 2, 50)})
+    monkeypatch.setattr(bench, 'TRANSLATOR', model)
+    monkeypatch.setattr(bench, 'TURN', 2)
+    return turned_around
+
 @pytest.mark.parametrize('suite', SUITES)
-def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, threes, tmp_path, capsys,
-                                                      monkeypatch, in_process):
+def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, threes, small_pairs, tmp_path,
+                                                      capsys, monkeypatch, in_process):
     monkeypatch.setattr(bench, 'seconds', once_each)
     model = '--n_layer=1 --n_head=2 --n_embd=16'
     monkeypatch.setattr(bench, 'LRA', {threes: (model, 1)})
     monkeypatch.setattr(bench, 'CLASSES', {name: {threes: (model, 2, 50)} for name in ('glue', 'vit')})
     flags, rows = SUITES[suite]
+    if suite == 'translate':
+        pytest.importorskip('sacrebleu')
     if suite in ('cache', 'kept', 'monotone', 'convert'):
         flags += f' --init={a_model("--rule=softmax", "--pos=rope")}'
     if suite == 'language':
         flags += f' --data={text}'
-    assert bench.main([suite, *flags.split(), f'--out={tmp_path}']) == 0
+    assert bench.main([suite, *shlex.split(flags), f'--out={tmp_path}']) == 0
     if suite != 'idea':
         assert json.loads(capsys.readouterr().out.splitlines()[-1])['suite'] == suite
         assert len((tmp_path / f'{suite}.csv').read_text().splitlines()) > rows
@@ -3081,6 +3093,55 @@ def test_bench_perplexity_by_position_is_that_of_whole_rows(flags, a_model, text
     assert [row['position'] for row in found] == [end for _, end in ranges]
     wanted = torch.stack([nats[start:end].mean().exp() for start, end in ranges])
     near(torch.tensor([row['perplexity'] for row in found]), wanted, 1e-5)
+
+def test_bench_bleu_is_that_of_what_sample_says_of_the_test_side(small_pairs, tmp_path, in_process, capsys,
+                                                                 monkeypatch):
+    """By greedy and by beam search, of a model that was trained and of one that was converted."""
+    package = pytest.importorskip('sacrebleu')
+    monkeypatch.setattr(bench, 'seconds', once_each)
+    run = 'translate', '--steps=150', '--lengths=2', '--only=elu,t2r converted', f'--out={tmp_path}'
+    rows = np.fromfile(Path(small_pairs) / 'test.bin', np.uint8).reshape(-1, 2, 13)
+    sources = [[token for token in row if token < 10] for row in rows[:, 0, :6]]
+    lines = tmp_path / 'lines'
+    lines.write_text('\n'.join(' '.join(map(str, source)) for source in sources))
+    wanted = [' '.join(map(str, source[::-1])) for source in sources]
+    for beam, more in (1, []), (4, ['--full', '--seeds=1']):
+        assert bench.main([*run, *more]) == 0
+        assert f'50 sentences of the test side, beam {beam}, nrefs:1|' in capsys.readouterr().out
+        found = [row for row in csv.DictReader((tmp_path / 'translate.csv').open()) if row['data']]
+        for row, folder in zip(found, ('elu-*', 't2r-from-softmax-*'), strict=True):
+            path, = (tmp_path / 'translate').glob(f'{folder}/ckpt.safetensors')
+            assert load(path)[0].config.of_source(load(path)[0].config.encoder_rule) == 'softmax'
+            said = written(capsys, f'--init={path}', f'--source=@{lines}', f'--beam={beam}')[0].splitlines()
+            score = package.corpus_bleu(said, [wanted]).score
+            assert float(row['ours']) == pytest.approx(score) and score > 5
+
+def test_bench_bleu_without_its_package_or_pairs(tmp_path, small_pairs, capsys, monkeypatch):
+    """The package is named before anything is trained; without pairs there is a table of speeds."""
+    run = 'translate', '--only=elu', '--lengths=2', f'--out={tmp_path}'
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, 'sacrebleu.metrics', None)
+        assert 'pip install sacrebleu' in refused(capsys, bench.main, *run)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(bench, 'bleu_metric', Mock())
+    monkeypatch.setattr(bench, 'seconds', once_each)
+    monkeypatch.setattr(bench, 'PAIRS', {str(tmp_path / 'none'): bench.PAIRS[small_pairs]})
+    assert bench.main(run) == 0
+    assert 'none is left out' in capsys.readouterr().err
+    rows = list(csv.DictReader((tmp_path / 'translate.csv').open()))
+    assert {row['form'] for row in rows} == {'softmax', 'elu'} and len(rows) == 8
+
+@pytest.mark.parametrize('form', bench.WRITERS)
+def test_bench_writes_on_from_states_of_their_true_size(form, small_pairs):
+    """As if it had read all these tokens."""
+    model = bench.writer(form, 5, bench.Args(device=torch.device('cpu'), dtype=torch.float32))
+    tokens = torch.randint(bench.WORDS, (2, 3))
+    true = pack(model.read(tokens[:, :1].expand(2, 4), model.encode(tokens)))
+    token, state = bench.far_along(model, 2, 3, 4)
+    found = pack(state)
+    assert token.shape == (2, 1)
+    assert {name: x.shape for name, x in found.items()} == {name: x.shape for name, x in true.items()}
+    assert found['state.0.t'] == true['state.0.t'] == 5 + 4
 
 def test_bench_runs_are_remembered(tmp_path, in_process):
     """A long suite that was stopped goes on; another seed or flag is another run."""
