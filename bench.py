@@ -469,10 +469,13 @@ def summary_line(args, suite, **summary):
 def draw_panels(args, suite, rows, draws=None):
     """The suite's picture, where there is something to be seen."""
     parts = [draws] if draws else []
-    for panel in SUITES[suite].panels:
-        shown = rows_of(panel, rows)
+    panels_shown = [(panel, rows_of(panel, rows)) for panel in SUITES[suite].panels]
+    forms = dict.fromkeys(r.get('form') for _, shown in panels_shown for r in shown)
+    styles = {form: (COLOURS[i % len(COLOURS)], '-' if i < len(COLOURS) else '--')
+              for i, form in enumerate(forms)}                  # the same in all panels
+    for panel, shown in panels_shown:
         if shown:
-            parts.append(partial(draw, panel=panel, rows=shown, args=args))
+            parts.append(partial(draw, panel=panel, rows=shown, args=args, styles=styles))
     if not parts:
         return
     figure, axes = panels(1, len(parts))
@@ -516,7 +519,7 @@ def rows_of(panel, rows):
     return [r for r in known if r[panel.x] or panel.xscale == 'linear']
 
 
-def draw(axes, panel, rows, args):
+def draw(axes, panel, rows, args, styles):
     """One panel of a picture."""
     if panel.name:
         for r in rows:
@@ -524,7 +527,7 @@ def draw(axes, panel, rows, args):
             axes.plot(*at, 'o', color=COLOURS[4])
             axes.annotate(r[panel.name], at, (6, -4), fontsize=9, textcoords='offset points')
     else:
-        lines(axes, rows, panel)
+        lines(axes, rows, panel, styles)
     axes.set(xscale=panel.xscale, yscale=panel.yscale, xlabel=panel.xlabel, ylabel=panel.ylabel)
     axes.set_title(panel.title.format_map(vars(args)))
     ticks = sorted({r[panel.x] for r in rows})
@@ -533,13 +536,12 @@ def draw(axes, panel, rows, args):
         axes.set_xticks([], minor=True)
 
 
-def lines(axes, rows, panel):
+def lines(axes, rows, panel, styles):
     """A line a form, in colours that colour-blind readers can tell; the paper's figures as hollow points."""
-    for i, form in enumerate(dict.fromkeys(r['form'] for r in rows)):
+    for form in dict.fromkeys(r['form'] for r in rows):
         mine = [r for r in rows if r['form'] == form]
         sizes = [r[panel.x] for r in mine]
-        colour = COLOURS[i % len(COLOURS)]
-        dash = '-' if i < len(COLOURS) else '--'
+        colour, dash = styles[form]
         axes.plot(sizes, [r[panel.y] for r in mine], dash, marker='o', color=colour, label=form)
         if panel.paper:
             axes.plot(sizes, [r[panel.paper] for r in mine], 'o', color=colour, fillstyle='none')
