@@ -186,9 +186,9 @@ SUITES = {
         {'seeds': 3, 'lengths': '16,64,256,1024'},
         (Panel('paper', 'ours', 'the same order as in the papers?', 'BLEU of WMT14 En-De in the papers',
                'BLEU here', 'linear', 'linear', name='form', only=('part', '')),
-         Panel('target', 'tokens/s', 'one translation at a time', 'tokens written', 'tokens/s',
+         Panel('target', 'tokens/s', 'one translation at a time', 'tokens so far', 'tokens/s',
                only=('part', 'target, one')),
-         Panel('target', 'tokens/s', 'many at a time', 'tokens written', 'tokens/s',
+         Panel('target', 'tokens/s', 'many at a time', 'tokens so far', 'tokens/s',
                only=('part', 'target, many')))),
     'train': Suite(
         'lengths heads head_dim batch dtype',
@@ -240,7 +240,7 @@ class Args:
                       ['auto', 'float32', 'bfloat16'])
     init: str = flag('', f'{of("init")}: a softmax model, if not that in out/ or out/teacher/ or, for '
                      'glue and vit, one from nothing')
-    data: str = flag('', f'{of("data")}: a text, if not what the model was trained on, or stdlib')
+    data: str = flag('', f'{of("data")}: one of their sets, or a text, if not what the model was trained on')
     overflow: str = flag('', f'{of("overflow")}: also with fast weights for what goes, as sum:hedgehog; to '
                              'be compared by the bytes of the state')
     budget: int = flag(71, f'{of("budget")}: MB for all states', low=1)
@@ -306,9 +306,9 @@ PAPER = {
             'softmax': 34.1, 'sum': 38.3, 'delta elu': 35.5, 'sum favor:8': 39.6, 'delta favor:8': 37.2,
             'sum dpfp:1': 38.8, 'delta dpfp:1': 35.0, 'delta elu attn-norm': 37.2}),
     'translate': Paper(
-        'BLEU of WMT14 En-De. Schlag 2021, table 1, FAVOR+ and DPFP with 512 features a head; t2r converted: '
-        'Kasai 2021, table 2, beside a better softmax; the order: T2R converted, then T2R, RFA, ELU', {
-            'softmax': 27.7, 'elu': 26.8, 'favor': 27.7, 'dpfp': 27.1, 't2r converted': 28.7}),
+        'BLEU of WMT14 En-De. Schlag 2021, table 1, with 64 features a head as here, but DPFP with 256; t2r '
+        'converted: Kasai 2021, table 2, beside a better softmax; the order: T2R converted, T2R, RFA, ELU', {
+            'softmax': 27.7, 'elu': 26.8, 'favor': 24.4, 'dpfp': 26.9, 't2r converted': 28.7}),
     'mqar': Paper('Arora 2023, figure 2, which is a picture', {}),
     'train': Paper(
         'Schlag 2021, on their small language models: 66,000 words a second with sum, 63,000 with delta, '
@@ -882,11 +882,11 @@ LRA = {                 # data: the model and its training, steps
 READERS = {             # form: flags
     'softmax': '--rule=softmax', 'hedgehog': '--rule=sum --phi=hedgehog', 'elu': '--rule=sum',
     't2r': '--rule=sum --phi=t2r', 'favor': '--rule=sum --phi=favor', 'gated_delta': '--rule=gated_delta'}
-SMALL = '--n_layer=2 --n_embd=64 --n_head=4 --batch_size=32 --lr=1e-3'
-CLASSES = {             # suite: data: teacher and its training, steps; steps of a conversion, in % of these
+SMALL = '--n_layer=2 --n_embd=64 --n_head=4 --batch_size=32', '1e-3'       # and the learning rate
+CLASSES = {             # suite: data: teacher and its rate, steps; steps of a conversion, in % of these
     'glue': {'polarity': (SMALL, 1500, 30), 'trec': (SMALL, 1500, 30), 'cola': (SMALL, 1500, 30)},
     'vit': {'mnist-patch7': (SMALL, 1500, 30), 'cifar10-patch4': (SMALL, 3000, 30)}}
-FINE = '--batch_size=16 --lr=5e-5'               # with --init: weights that were trained before
+FINE = '--batch_size=16', '5e-5'                 # with --init: weights that were trained before
 ENCODED = {             # form: flags of convert.py
     'hedgehog': '--recipe=hedgehog', 't2r-hh': '--recipe=t2r --distil=ce', 't2r': '--recipe=t2r',
     'taylor': '--recipe=t2r --phi=taylor', 'exp:2': '--recipe=t2r --phi=exp:2',
@@ -957,21 +957,34 @@ def lra(args):
         report(args, 'lra', rows, note, accuracy=by_row(rows, 'ours'))
 
 
+def trained_on(args, suite, name, teacher, rate, steps):
+    """The control beside `exchanged`: the softmax model of a run, with as many steps of training more."""
+    path = shlex.quote(os.path.join(teacher['out'], 'ckpt.safetensors'))
+    given = (f'--init={path} --data={name} --batch_size=32 --lr={rate} --steps={steps} --eval_every={steps} '
+             f'--device={args.device}')
+    found = a_run(args, suite, f'softmax {name}, trained on', trained, given, teacher['seed'])
+    return {**found, 'recovered': found['accuracy'] / teacher['accuracy']}
+
+
 def glue(args, suite):
     """Classifiers with softmax, of sentences or pictures, and what is left of their accuracy where attention
-    is exchanged by each map and all weights are trained on: the steps of each conversion are as many."""
+    is exchanged by each map and all weights are trained on, in as many steps at the teacher's learning rate.
+    The control is the teacher itself, trained on in as many."""
     rows = []
     for name, (size, steps, more) in sets_of(args, CLASSES[suite]):
         steps = args.steps or steps
         more = max(1, steps * more // 100)
+        start, rate = size
         if args.init:
-            size = f'--init={shlex.quote(args.init)} {FINE}'
-        given = (f'--data={name} --causal=false --rule=softmax --conv=0 {size} --steps={steps} '
+            start, rate = f'--init={shlex.quote(args.init)} {FINE[0]}', FINE[1]
+        given = (f'--data={name} --causal=false --rule=softmax --conv=0 {start} --lr={rate} --steps={steps} '
                  f'--eval_every={steps} --device={args.device}')
-        found = {'softmax': runs(args, suite, f'softmax {name}', given)}
+        teachers = runs(args, suite, f'softmax {name}', given)
+        found = {'softmax': teachers}
+        found['trained on'] = [trained_on(args, suite, name, teacher, rate, more) for teacher in teachers]
         for form, flags in only(args, ENCODED).items():
-            flags += ' --batch_size=32 --eval_rows=100000'
-            found[form] = [exchanged(args, suite, form, teacher, flags, more) for teacher in found['softmax']]
+            flags += f' --batch_size=32 --lr={rate} --eval_rows=100000'
+            found[form] = [exchanged(args, suite, form, teacher, flags, more) for teacher in teachers]
         for form, of_form in found.items():
             shares = [100 * f.get('recovered', 1) for f in of_form]
             alike = [matthews(f['out'], name, args.device) for f in of_form]
@@ -979,9 +992,9 @@ def glue(args, suite):
                          'recovered': statistics.median(shares), 'matthews': statistics.median(alike),
                          'majority': majority(name)})
     if rows:
-        note = ('accuracy in % of the validation rows, median and range; recovered: of the accuracy of the '
-                'teacher of the same seed, median; matthews: the correlation of answers with truth in %, '
-                'median')
+        note = ('accuracy in % of the validation rows, median and range; trained on: the control, softmax with '
+                'as many steps more; recovered: of the accuracy of the teacher of the same seed, median; '
+                'matthews: the correlation of answers with truth in %, median')
         report(args, suite, rows, note, recovered=by_row(rows, 'recovered'))
 
 
@@ -1713,7 +1726,8 @@ def translate(args):
     scores = by_row(rows, 'ours')
     forms = [form for form in WRITERS if form in {'softmax', *wanted}]
     speeds, twice = writing_speeds(args, forms)
-    note += ('tokens/s: of random weights; steps are recorded, but not those of softmax on a CPU\n'
+    note += ('tokens/s: of steps after so many tokens, of random weights, without reading the source; '
+             'recorded, but not those of softmax on a CPU\n'
              f'twice as fast as softmax from so many tokens on, up to {lengths(args)[-1]:,} (None: never): '
              f'{twice}')
     report(args, 'translate', rows + speeds, note, bleu=scores, twice=twice)

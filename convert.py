@@ -46,7 +46,19 @@ import torch.nn.utils.parametrize
 
 from data import prepare, weights
 from fastweight import RULES
-from model import GPT, bias_of, flag, load, parse, pick_device, save, script, state_bytes, subset
+from model import (
+    GPT,
+    SOURCE_RULES,
+    bias_of,
+    flag,
+    load,
+    parse,
+    pick_device,
+    save,
+    script,
+    state_bytes,
+    subset,
+)
 from train import (
     adamw,
     answers,
@@ -135,18 +147,22 @@ def swap(teacher, changes, places=PLACES):
     old = teacher.config
     kept = {'layers': '', 'pos': old.pos}
     if old.encoder:
-        rule = changes.get('rule', old.rule)
-        kept['encoder_rule'] = rule if 'encoder' in places else old.of_source(old.encoder_rule)
-        kept['cross'] = rule if 'cross' in places else old.of_source(old.cross)
+        kept |= of_places(old, changes, places)
         if 'self' not in places:
+            if changes.get('rule', old.rule) not in SOURCE_RULES:
+                raise ValueError(f'--swap={",".join(places)}: {changes["rule"]} keeps few rows, but a source '
+                                 'is read whole; take another rule, or self as well')
             changes = {**changes, 'rule': old.rule}
             kept['layers'] = old.layers
+    elif set(places) != set(PLACES):
+        raise ValueError(f'--swap={",".join(places)}: the teacher has no encoder, so there is but one place')
     if old.keeps() != {'all'} and 'rule' in changes:    # what is no softmax stays as it is
         layers = [changes['rule'] if RULES[rule].keeps else rule for rule in old.rules()]
         kept['layers'] = ','.join(layers)
     if old.turns():                                     # W_q and W_k were learned with rope: it stays
         kept['pos'] = 'rope'
     student = GPT(dataclasses.replace(old, **(kept | changes)))
+    refuse_other_maps(teacher, student)
     if rules_in(student.config) == rules_in(old):
         raise ValueError(f'--rule={old.rule} --layers={old.layers}: nothing of the teacher would change')
     try:
@@ -159,6 +175,30 @@ def swap(teacher, changes, places=PLACES):
     parameters = dict(student.named_parameters())
     student.to(teacher.embed.weight.device).eval()
     return student, parameters.keys() & set(missing)
+
+
+def of_places(old, changes, places):
+    """The rules of encoder and cross attention after the swap: what is no softmax stays as it is, and so does
+    softmax where a rule keeps few rows, as a source is read whole."""
+    rule = changes.get('rule', old.rule)
+    found = {}
+    for place, name in ('encoder', 'encoder_rule'), ('cross', 'cross'):
+        found[name] = old.of_source(getattr(old, name))
+        if place in places and found[name] == 'softmax' and rule in SOURCE_RULES:
+            found[name] = rule
+    return found
+
+
+def refuse_other_maps(teacher, student):
+    """ValueError where the teacher's own fast weights would get another map or normaliser."""
+    twins = student.mixers()
+    for name, mixer in teacher.mixers().items():
+        memory = mixer.memory
+        twin = twins[name].memory
+        if memory.rule.keeps is None and (memory.map, memory.norm) != (twin.map, twin.norm):
+            raise ValueError(f'{name} of the teacher has fast weights already, with --phi={memory.map} '
+                             f'--norm={memory.norm}, which are flags of all layers: give these, not '
+                             f'--phi={twin.map} --norm={twin.norm}')
 
 
 def rules_in(config):
@@ -225,7 +265,10 @@ def remember(seen, memory):
     if not biases:
         return
     nearest = out_of_reach(memory)
-    shares = look_back(seen.weights(seen.mixer), held(memory, q.shape[2], q.device))
+    a = seen.weights(seen.mixer)
+    if seen.real is not None:
+        a = a * seen.real[:, None, :, None]
+    shares = look_back(a, held(memory, q.shape[2], q.device))
     for name in biases:
         bias = getattr(gates, name)                     # (H, 1, n)
         n = bias.shape[-1]
@@ -278,10 +321,11 @@ def can_fold(model):
     c = model.config
     d = c.n_embd // c.n_head
     name = c.phi.split(':')[0]
-    keeps = {mixer.memory.rule.keeps for mixer in model.mixers().values()}
-    if name not in T2R_MAPS or c.turns() or keeps != {None}:
-        raise ValueError('--fold needs --phi=t2r in all layers, and no rope between W_q and phi')
-    if model.blocks[0].mixer.memory.phi.feature_dim != d:
+    memories = [mixer.memory for mixer in model.mixers().values()]
+    folding = [memory for memory in memories if memory.rule.keeps != 'all']     # softmax stays as it is
+    if name not in T2R_MAPS or c.turns() or {memory.rule.keeps for memory in folding} != {None}:
+        raise ValueError('--fold needs --phi=t2r where softmax was, and no rope between W_q and phi')
+    if folding[0].phi.feature_dim != d:
         raise ValueError(f'--fold needs as many features as a head has channels: --phi={name}:{d}')
 
 
@@ -303,6 +347,8 @@ def fold(model):
     folded.load_state_dict(model.state_dict(), strict=False)
     before = model.mixers()
     for name, mixer in folded.mixers().items():
+        if mixer.memory.rule.keeps:
+            continue
         phi = before[name].memory.phi                   # weight (H, d, d), bias (H, 1, d)
         weight = mixer.qkv.weight.view(3, c.n_head, d, c.n_embd)
         bias = mixer.qkv.bias.view(3, c.n_head, d, 1)
@@ -341,7 +387,15 @@ def whole_layer(block, seen):
     state = {}
     if block.cross is not None:
         state = block.cross.write(seen.source, seen.there, seen.forms)
+        state['t'] = torch.tensor(block.cross.begin)
     return block(seen.x, state, seen.forms)[0]
+
+
+def over_places(x, seen):
+    """The mean of x (B, T) over places that are no padding."""
+    if seen.real is None:
+        return x.mean()
+    return x[seen.real].mean()
 
 
 def mismatch(kind, seen, student):
@@ -354,15 +408,16 @@ def mismatch(kind, seen, student):
     if kind == 'hidden':
         with torch.no_grad():
             wanted = whole_layer(seen.block, seen)
-        return F.mse_loss(whole_layer(student.get_submodule(seen.layer), seen), wanted)
+        error = whole_layer(student.get_submodule(seen.layer), seen) - wanted
+        return over_places(error.square().mean(-1), seen)
     if kind == 'ce':
         a = seen.weights(seen.mixer)
         w = seen.weights(twin)
-        return -(a * w.clamp(min=1e-8).log()).sum(-1).mean()
+        return over_places(-(a * w.clamp(min=1e-8).log()).sum(-1).mean(1), seen)
     read = seen.attend(twin)
     if twin.out_norm is not None:
         read = twin.out_norm(read)
-    return F.mse_loss(read, seen.o) / seen.o.var()
+    return over_places((read - seen.o).square().mean((1, 3)), seen) / seen.o.var()
 
 
 def learners(student, new, which):
@@ -880,7 +935,9 @@ def main(argv):
              'table': progress.table, 'tuned': tuned, 'layers': layers, 'query': query, 'state': state}
     report(found)
     forget(args.out)
-    print(f'{args.out}/convert.json has these tables; python sample.py --init={args.out}/ckpt.safetensors')
+    source = ' --source="..."' if student.config.source else ''
+    print(f'{args.out}/convert.json has these tables; python sample.py --init={args.out}/ckpt.safetensors'
+          f'{source}')
 
 
 if __name__ == '__main__':

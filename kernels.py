@@ -1703,7 +1703,7 @@ class InPlace(Layer):
             o = self.mixer.out_norm(o)
         onto(x, o.flatten(1), self.mixer.proj)
         if self.block.cross is not None:
-            x = self.block.read_source(x[:, None], self.memory, self.forms)[0][:, 0]
+            x = self.block.read_source(x[:, None], {**self.memory, 't': t})[0][:, 0]
         h = self.block.inner(self.look(1, self.block.norm2, x), self.forms)
         onto(x, h, self.block.down)
         return x

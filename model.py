@@ -202,14 +202,14 @@ class Config:
     sinks: int = flag(4, 'sink: first rows that stay', low=0)
     overflow: str = flag('', 'window, sink: rule and map for rows that go: sum:hedgehog, delta:taylor')
     positions: str = flag('true', 'of kept rows; compress: gaps g > 10 count ln ln g', ['true', 'compress'])
-    pos: str = flag('auto', 'auto: rope where rows are kept; learned where all see all',
+    pos: str = flag('auto', 'auto: rope where rows are kept; learned where there is an encoder',
                     ['auto', 'none', 'learned', 'rope'])
     causal: bool = flag(True, 'false: an encoder, each step sees the whole text; needs data with classes')
     pool: str = flag('mean', 'of an encoder: the class is read from the mean of all places, or the first',
                      ['mean', 'first'])
     n_layer: int = flag(4, 'layers', low=1)
     encoder: int = flag(0, 'layers of an encoder, which reads the source of data with pairs; n_layer others '
-                           'are its decoder', low=0)
+                           'are its decoder; 0: none', low=0)
     encoder_rule: str = flag('', 'its rule, if not --rule', SOURCE_RULES)
     cross: str = flag('', 'rule by which the decoder reads the source, if not --rule', SOURCE_RULES)
     n_head: int = flag(8, 'heads', low=1)
@@ -254,6 +254,7 @@ class Config:
         if self.causal and self.cls:
             raise ValueError('--causal=true: the first place of this model stands for the whole picture, '
                              'which it has to see; leave the flag out')
+        self.refuse_idle()
         if self.encoder:
             self.refuse_pairs()
         if not self.causal:
@@ -277,6 +278,18 @@ class Config:
         if self.positions == 'compress' and (not kept or self.overflow or self.pos not in ('auto', 'rope')):
             raise ValueError('--positions=compress turns the keys of a bounded cache at every step anew: it '
                              'needs one, with rope, and without --overflow')
+
+    def refuse_idle(self):
+        """ValueError for what means nothing without an encoder."""
+        for name in 'encoder_rule', 'cross':
+            rule = getattr(self, name)
+            if rule and not self.encoder:
+                raise ValueError(f'--{name}={rule} says how a source is read, by --encoder=3 layers, say')
+            if rule and rule not in SOURCE_RULES:
+                raise ValueError(f'--{name}={rule}: choose from {", ".join(SOURCE_RULES)}')
+        if self.pool != 'mean' and self.causal:
+            raise ValueError(f'--pool={self.pool} says how the class of a row is read: it goes with '
+                             '--causal=false')
 
     def refuse_pairs(self):
         """ValueError for what has no meaning beside an encoder."""
@@ -620,7 +633,8 @@ class FastWeights(nn.Module):
         self.norm = norm or self.rule.norm
         if self.norm not in NORMALISERS:
             raise ValueError(f'--norm={norm}: no such normaliser; choose from {", ".join(NORMALISERS)}')
-        self.phi = feature_map(phi or self.rule.phi, n_head, head_dim)
+        self.map = phi or self.rule.phi
+        self.phi = feature_map(self.map, n_head, head_dim)
         refuse_combination(rule, self.phi, self.norm, beta_max)
         self.gates = Gates(self.rule, n_embd, n_head, self.phi.feature_dim, head_dim, beta_max)
         self.normalise = self.norm == 'attn'
@@ -660,12 +674,12 @@ class FastWeights(nn.Module):
             S = fastweight.write_all(**written, normalise=self.normalise, form=forms.recurrence)
         return {'S': S}
 
-    def read_all(self, q, state):
-        """What q (B, H, T, head_dim) finds in what `write_all` left -> (B, H, T, head_dim)"""
+    def read_all(self, q, state, t=0):
+        """What q (B, H, T, head_dim), the first at position t, finds in what `write_all` left -> like q"""
         if self.rule.keeps:
             return fastweight.softmax_of_all(q, **state)[0]
         with without_autocast(q):
-            o = fastweight.read_all(self.reads(q), state['S'], self.normalise, self.phi.floor)
+            o = fastweight.read_all(self.reads(q, t), state['S'], self.normalise, self.phi.floor)
         return o.to(q.dtype)
 
     def forward(self, x, q, k, v, state=None, t=0, forms=PLAIN):
@@ -833,8 +847,8 @@ class Mixer(nn.Module):
         return self.memory(u, q, k, v, forms=forms)[0]
 
     def weights(self, u, q, k, forms=PLAIN, there=None):
-        """How much of each value is in each output, (B, H, T, T). Outputs are linear in v, so take v = I; not
-        where channels of v decay apart, nor for a cache. Arguments as for `attend`."""
+        """How much of each value is in each output, (B, H, T, T of the values). Outputs are linear in v, so
+        take v = I; not where channels of v decay apart, nor for a cache. Arguments as for `attend`."""
         T = k.shape[2]
         eye = torch.eye(T, dtype=q.dtype, device=q.device).expand(*k.shape[:3], T)
         return self.attend(u, q, k, eye, forms, there)
@@ -850,6 +864,7 @@ class Cross(Mixer):
     def __init__(self, c, rule):
         super().__init__(c, rule)
         self.rope = False                           # places of two texts have no distance
+        self.begin = c.source                       # the place of a row where the decoder's text begins
 
     def project(self, x, first, count):
         """Some of the heads that Mixer projects to: x (B, T, n_embd) -> (B, count, T, head_dim)"""
@@ -876,11 +891,12 @@ class Cross(Mixer):
         written = self.memory.write_all(x, k, v, there, forms)
         return {SOURCE + name: y for name, y in written.items()}
 
-    def forward(self, x, state, forms):
+    def forward(self, x, state):
         """x (B, T, n_embd) -> what is found for it in the source, and the source's part of the state"""
         kept = {name: y for name, y in state.items() if name.startswith(SOURCE)}
         found = {name.removeprefix(SOURCE): y for name, y in kept.items()}
-        return self.merge(self.memory.read_all(self.queries(x), found)), kept
+        o = self.memory.read_all(self.queries(x), found, state['t'] - self.begin)
+        return self.merge(o), kept
 
     def attend(self, u, q, k, v, forms=PLAIN, there=None):
         """As of Mixer: u, k and v are of the source, of which (B, T) are `there`."""
@@ -945,13 +961,13 @@ class Block(nn.Module):
         x, last = self.convs[i](x, state.get(name), forms.shift)
         return x, {name: last}
 
-    def read_source(self, x, state, forms):
+    def read_source(self, x, state):
         """Between both halves, where there is a source. x (B, T, n_embd) -> x, and the source's part of the
         state"""
         if self.cross is None:
             return x, {}
         x, u = self.branch(self.norm3, x)
-        y, kept = self.cross(u, state, forms)
+        y, kept = self.cross(u, state)
         return x + y, kept
 
     def inner(self, h, forms):
@@ -971,7 +987,7 @@ class Block(nn.Module):
         x, u = self.branch(self.norm1, x)
         u, seen = self.look(0, u, state, forms)
         y, new = self.mixer(u, state, forms)
-        x, source = self.read_source(x + y, state, forms)
+        x, source = self.read_source(x + y, state)
         x, seen_by_mlp = self.mlp(x, state, forms)
         return x, {**new, **seen, **source, **seen_by_mlp}
 
@@ -990,6 +1006,7 @@ class Seen(NamedTuple):
     forms: Forms
     source: torch.Tensor | None     # of a decoder: what its encoder says
     there: torch.Tensor | None      # which places of that are no padding (B, T)
+    real: torch.Tensor | None       # which places of x are no padding (B, T); None: all
 
     @property
     def layer(self):
@@ -1101,8 +1118,11 @@ class GPT(nn.Module):
         """The source, tokens (B, T) with padding at the end, T <= config.source, read by the encoder and
         written for each layer -> the state with which the decoder begins. Without an encoder, the decoder
         itself reads it."""
+        missing = self.config.source - tokens.shape[1]
+        if missing < 0:
+            raise ValueError(f'a source of {tokens.shape[1]} tokens, this model reads {self.config.source}')
         if not self.encoder:
-            return self.read(F.pad(tokens, (0, self.config.source - tokens.shape[1]), value=self.config.pad))
+            return self.read(F.pad(tokens, (0, missing), value=self.config.pad))
         tokens, there = self.without_padding(tokens)
         forms = encoding(self.forms, there)
         x = self.first(tokens)
@@ -1160,16 +1180,20 @@ class GPT(nn.Module):
     def through(self, tokens):
         """Mixer by mixer, in the order of computation, from a fresh start: a `Seen` of each."""
         if not self.encoder:
-            yield from self.walk('blocks', self.first(tokens), self.forms_of(tokens))
+            real = None if self.config.patch else self.there(tokens)
+            yield from self.walk('blocks', self.first(tokens), self.forms_of(tokens), real)
             return
         n = self.config.source
         source, there = self.without_padding(tokens[:, :n])
-        x = yield from self.walk('encoder', self.first(source), encoding(self.forms, there))
+        x = yield from self.walk('encoder', self.first(source), encoding(self.forms, there), there)
         source = self.encoder_norm(x)
-        x = self.first(tokens[:, n:], [{'t': torch.tensor(n)}])
-        yield from self.walk('blocks', x, self.forms, source, there)
+        tokens = tokens[:, n:]
+        real = self.there(tokens)
+        real[:, 0] = True                           # a translation begins with padding
+        x = self.first(tokens, [{'t': torch.tensor(n)}])
+        yield from self.walk('blocks', x, self.forms, real, source, there)
 
-    def walk(self, name, x, forms, source=None, there=None):
+    def walk(self, name, x, forms, real, source=None, there=None):
         """`through` of the blocks of that name -> what they make of x. Arguments as in Seen"""
         for i, block in enumerate(getattr(self, name)):
             before = x
@@ -1177,7 +1201,8 @@ class GPT(nn.Module):
             u, _ = block.look(0, u, {}, forms)
             q, k, v = block.mixer.heads(u)
             o = block.mixer.attend(u, q, k, v, forms)
-            yield Seen(f'{name}.{i}.mixer', block.mixer, block, before, u, q, k, v, o, forms, source, there)
+            yield Seen(f'{name}.{i}.mixer', block.mixer, block, before, u, q, k, v, o, forms,
+                       source, there, real)
             x = x + block.mixer.merge(o)
             if block.cross is not None:
                 x, u = block.branch(block.norm3, x)
@@ -1185,7 +1210,7 @@ class GPT(nn.Module):
                 k, v = block.cross.source(source)
                 o = block.cross.attend(source, q, k, v, forms, there)
                 yield Seen(f'{name}.{i}.cross', block.cross, block, before, source, q, k, v, o, forms,
-                           source, there)
+                           source, there, real)
                 x = x + block.cross.merge(o)
             x, _ = block.mlp(x, {}, forms)
         return x
@@ -1193,7 +1218,7 @@ class GPT(nn.Module):
     @property
     def max_len(self):
         """Positions this model knows; None without a limit. Learned positions and cosformer end somewhere."""
-        ends = [block.mixer.memory.phi.max_len for block in self.blocks]
+        ends = [mixer.memory.phi.max_len for mixer in self.mixers().values()]
         if self.positions is not None:
             ends.append(self.config.block_size)
         return min((end for end in ends if end), default=None)
@@ -1201,6 +1226,10 @@ class GPT(nn.Module):
     @torch.inference_mode()
     def read(self, tokens, state=None, segment=2048):
         """Only the state after tokens (B, T), any T, a `segment` at a time: memory does not grow with T."""
+        if self.encoder and state is None:                  # which reads the source whole
+            source = self.config.source
+            state = self.encode(tokens[:, :source])
+            tokens = tokens[:, source:]
         for i in range(0, tokens.shape[1], segment):
             _, state = self.hidden(tokens[:, i:i + segment], state)
         return state
@@ -1231,10 +1260,10 @@ class GPT(nn.Module):
 
     @torch.inference_mode()
     def translate(self, tokens, beam=1, penalty=0.6, most=None):
-        """What the decoder says of sources, tokens (B, T) -> tokens (B, n) that end in padding, n <= most (as
-        many as a row has, if None). Of each, `beam` texts are followed, the likeliest so far; once as many
-        have ended, the one with the greatest log p / ((5 + n) / 6)^penalty is it (Vaswani 2017 sec. 6.1, Wu
-        2016 arXiv:1609.08144 eq. 14). A beam of 1 is greedy."""
+        """What the decoder says of sources, tokens (B, T) -> tokens (B, n) that end in padding, unless they
+        are cut off, n <= most (as many as a row has, if None). Of each, `beam` texts are followed, the
+        likeliest so far; once as many have ended, the one with the greatest log p / ((5 + n) / 6)^penalty is
+        it (Vaswani 2017 sec. 6.1, Wu 2016 arXiv:1609.08144 eq. 14). A beam of 1 is greedy."""
         pad = self.config.pad
         B = len(tokens)
         most = most or self.config.block_size - self.config.source
@@ -1249,6 +1278,8 @@ class GPT(nn.Module):
         first = beam * torch.arange(B, device=tokens.device)[:, None]
         for n in range(1, most + 1):
             logits, state = self(token, state)
+            if n == 1:
+                refuse_broken(logits[:, -1])
             log_p = logits[:, -1].float().log_softmax(-1)
             total = scores[..., None] + log_p.view(B, beam, -1)
             scores, index = total.flatten(1).topk(beam)
@@ -1256,9 +1287,10 @@ class GPT(nn.Module):
             said = index % log_p.shape[-1]
             texts = texts.take_along_dim(parent[..., None], 1)
             texts[..., n - 1] = said
-            ended = (said == pad) & (ends < beam)[:, None]
+            ended = said == pad
             if n == most:                                   # whoever has not ended by now ends here
-                ended = ended | (ends == 0)[:, None]
+                ended = torch.ones_like(ended)
+            ended = ended & scores.isfinite() & (ends < beam)[:, None]
             score = (scores / ((5 + n) / 6) ** penalty).masked_fill(~ended, -math.inf)
             top, i = score.max(1)
             better = top > best_score

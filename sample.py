@@ -145,6 +145,19 @@ def classify(model, tokens):
         print(f'class {i}: {share:.1%}')
 
 
+def refuse_idle(given, args, model):
+    """ValueError for a flag that would mean nothing."""
+    of_source = 'beam', 'penalty'
+    of_steps = 'tokens', 'samples', 'temperature', 'top_k', 'top_p', 'seed'
+    names = of_steps if args.source or model.config.classes else ()
+    if not args.source:
+        names = *names, *of_source
+    for name in names:
+        if name in given:
+            what = '--source' if args.source else args.init
+            raise ValueError(f'--{name} means nothing with {what}: leave it out')
+
+
 def translate(model, name, args, data):
     """Print a translation of each line of --source, in a line; --save_state keeps what was read of them,
     before anything is said."""
@@ -154,7 +167,7 @@ def translate(model, name, args, data):
                          'makes a model that does')
     if args.load_state or args.prompt:
         raise ValueError('--source: a translation begins with nothing else; leave out --load_state, --prompt')
-    texts = read_prompt(args.source).splitlines()
+    texts = read_prompt(args.source).removesuffix('\n').split('\n')
     device = model.embed.weight.device
     sources = torch.from_numpy(prepare.source_rows(texts, data)).long().to(device)
     for some in sources.split(64):
@@ -183,9 +196,12 @@ def main(argv):
     data = meta['data']
     name = meta.get('digest', args.init)                    # of the model, for states
 
+    refuse_idle(given, args, model)
     if args.source:
         translate(model, name, args, data)
         return
+    if model.config.source and 'temperature' not in given:  # a translation is no story
+        args.temperature = 0.0
     if model.config.source and not args.load_state:
         raise ValueError(f'{args.init} translates: give --source="...", or --load_state')
     text = read_prompt(args.prompt)
@@ -210,6 +226,8 @@ def main(argv):
         return
     start = state[0]['t'] if state else 0
     say(f'{",".join(model.config.rules())} from {args.init}, step {meta["step"]}; {model.forms.why}')
+    if model.config.source:                                 # a row ends, with or without an end
+        args.tokens = min(args.tokens, model.config.block_size - int(start) - tokens.shape[1] + 1)
     if model.positions is not None and start + tokens.shape[1] + args.tokens > model.config.block_size:
         say(f'past {model.config.block_size} tokens, the last learned position is repeated')
 
@@ -244,7 +262,7 @@ def main(argv):
     if args.save_state:
         keep_state(args.save_state, model, name, last, state)
     growth = 'growing' if 'all' in model.config.keeps() else 'whatever the length'
-    say(f'{tokens.shape[1]:,} tokens read in {times[0] - began:.2f} s, {args.tokens:,} written'
+    say(f'{tokens.shape[1]:,} tokens read in {times[0] - began:.2f} s, {len(times) - 1:,} written'
         f'{speed(times, args.samples)}; state of {state_bytes(state):,} bytes, {growth}')
 
 

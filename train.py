@@ -405,7 +405,7 @@ def check(args, config, T, train, val, data, meta, world):
                          'a pair; give data with pairs, such as multi30k')
     if not config.causal and 'classes' not in data:
         raise ValueError(f'--causal=false --data={args.data}: each step would see the token that it should '
-                         'say; an encoder needs data with classes, such as listops')
+                         'say; an encoder needs data with classes, such as listops (pairs: --encoder=3)')
     if args.batch_size % world:
         raise ValueError(f'--batch_size={args.batch_size} does not divide among {world} processes')
     if min(len(train), len(val)) <= T + 1:
