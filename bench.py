@@ -992,8 +992,8 @@ def glue(args, suite):
                          'recovered': statistics.median(shares), 'matthews': statistics.median(alike),
                          'majority': majority(name)})
     if rows:
-        note = ('accuracy in % of the validation rows, median and range; trained on: the control, softmax with '
-                'as many steps more; recovered: of the accuracy of the teacher of the same seed, median; '
+        note = ('accuracy in % of the validation rows, median and range; trained on: the control, softmax '
+                'with as many steps more; recovered: of the accuracy of the teacher of the same seed, median; '
                 'matthews: the correlation of answers with truth in %, median')
         report(args, suite, rows, note, recovered=by_row(rows, 'recovered'))
 
@@ -1562,11 +1562,11 @@ def decode(args):
 
 
 # ---- suite translate: a line is a training, or a conversion of a trained softmax model ---------------------
-TRANSLATOR = ('--encoder=3 --n_layer=3 --n_head=4 --n_embd=128 --conv=0 --dropout=0.1 --batch_size=64 '
-              '--lr=2e-3 --encoder_rule=softmax')
+TRANSLATOR = ('--encoder=3 --n_layer=3 --n_head=4 --n_embd=128 --dropout=0.1 --batch_size=64 --lr=3e-3 '
+              '--encoder_rule=softmax')
 CONVERSION = '--batch_size=64 --eval_rows=100000'
 PAIRS = {               # data: the model and its training, steps; steps of a conversion, in % of these
-    'multi30k': (TRANSLATOR, 4000, 30)}
+    'multi30k': (TRANSLATOR, 3000, 30)}
 TRANSLATORS = {         # form: flags; of convert.py where it is converted, `all` of it or the decoder
     'softmax': '--rule=softmax', 'elu': '--rule=sum --phi=elu', 'favor': '--rule=sum --phi=favor',
     'rfa': '--rule=sum --phi=rfa', 'rfa-gate': '--rule=gated --phi=rfa --cross=sum',

@@ -91,7 +91,8 @@ def read_state(path, model, name, init):
 def keep_state(path, model, name, last, state):
     """What `read_state` reads."""
     about = {'model': name, 'made_with': dataclasses.asdict(model.config)}
-    write(path, {**pack(state or []), 'last': last}, about)
+    tensors = {key: x.clone() for key, x in pack(state or []).items()}      # layers may share some of them
+    write(path, {**tensors, 'last': last}, about)
 
 
 def added(before, tokens, data):
@@ -228,7 +229,7 @@ def main(argv):
     say(f'{",".join(model.config.rules())} from {args.init}, step {meta["step"]}; {model.forms.why}')
     if model.config.source:                                 # a row ends, with or without an end
         args.tokens = min(args.tokens, model.config.block_size - int(start) - tokens.shape[1] + 1)
-    if model.positions is not None and start + tokens.shape[1] + args.tokens > model.config.block_size:
+    elif model.positions is not None and start + tokens.shape[1] + args.tokens > model.config.block_size:
         say(f'past {model.config.block_size} tokens, the last learned position is repeated')
 
     began = time.perf_counter()
