@@ -414,10 +414,13 @@ def mismatch(kind, seen, student):
         a = seen.weights(seen.mixer)
         w = seen.weights(twin)
         return over_places(-(a * w.clamp(min=1e-8).log()).sum(-1).mean(1), seen)
+    o = seen.o.transpose(1, 2)                          # (B, T, H, head_dim)
+    if seen.real is not None:
+        o = o[seen.real]
     read = seen.attend(twin)
     if twin.out_norm is not None:
         read = twin.out_norm(read)
-    return over_places((read - seen.o).square().mean((1, 3)), seen) / seen.o.var()
+    return over_places((read - seen.o).square().mean((1, 3)), seen) / o.var()
 
 
 def learners(student, new, which):
@@ -769,6 +772,9 @@ def report(found):
             print()
     with open(os.path.join(found['args']['out'], 'convert.json'), 'w') as f:
         json.dump(found, f, indent=1)
+    out = found['args']['out']
+    source = ' --source="..."' if found['config']['source'] else ''
+    print(f'{out}/convert.json has these tables; python sample.py --init={out}/ckpt.safetensors{source}')
 
 
 # ---- the run -----------------------------------------------------------------------------------------------
@@ -935,9 +941,6 @@ def main(argv):
              'table': progress.table, 'tuned': tuned, 'layers': layers, 'query': query, 'state': state}
     report(found)
     forget(args.out)
-    source = ' --source="..."' if student.config.source else ''
-    print(f'{args.out}/convert.json has these tables; python sample.py --init={args.out}/ckpt.safetensors'
-          f'{source}')
 
 
 if __name__ == '__main__':

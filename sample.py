@@ -67,6 +67,17 @@ def read_prompt(text):
     return text
 
 
+def tokens_of(args, model, data):
+    """-> the tokens of --prompt, and with what stands before them, or around a text that is classified."""
+    text = read_prompt(args.prompt)
+    said = prepare.encode(text, data)
+    if args.load_state:
+        return said, said
+    if said and model.config.classes:
+        return said, prepare.whole_text(text, data)
+    return said, prepare.begun(said, data)
+
+
 def read_state(path, model, name, init):
     """A file of --save_state -> the last tokens of its texts (B, 1), the state before these. ValueError if
     another model made it, by its `name` (a digest), or the same one with other flags."""
@@ -205,15 +216,8 @@ def main(argv):
         args.temperature = 0.0
     if model.config.source and not args.load_state:
         raise ValueError(f'{args.init} translates: give --source="...", or --load_state')
-    text = read_prompt(args.prompt)
-    said = prepare.encode(text, data)
     state = None
-    if args.load_state:
-        prompt = said
-    elif said and model.config.classes:
-        prompt = prepare.whole_text(text, data)
-    else:
-        prompt = prepare.begun(said, data)
+    said, prompt = tokens_of(args, model, data)
     tokens = torch.tensor([prompt] * args.samples, dtype=torch.long, device=device)
     if args.load_state:
         last, state = read_state(args.load_state, model, name, args.init)

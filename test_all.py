@@ -1399,6 +1399,36 @@ def test_cross_attention_is_all_of_the_source_and_then_a_query(rule):
     if not RULES[rule].z:                       # channels of v that decay apart have weights each
         near(cross.weights(x, q, k) @ v, expected)
 
+def test_what_is_read_in_segments_has_its_source_whole():
+    model = translator(rule='delta')
+    both = torch.cat(pairs(), 1)
+    close(model_py.pack(model.read(both, segment=5)), model_py.pack(model.read(both)), 1e-9)
+
+@pytest.mark.parametrize('kind', ['ce', 'mse', 'hidden'])
+def test_stage_1_passes_over_padding(kind):
+    """What it says of rows that end in padding is what it says of them without."""
+    shape = dict(n_layer=1, n_embd=16, n_head=2, vocab_size=10, pad=9, rule='softmax', block_size=20)
+    for more in dict(causal=False, classes=2), dict(encoder=1, source=8):
+        teacher = GPT(Config(**shape | more)).double().eval()
+        student = convert.swap(teacher, dict(rule='sum', phi='hedgehog'))[0].double()
+        for p in student.parameters():
+            p.data = p.data + 0.1 * torch.randn_like(p)
+        x = torch.randint(9, (3, 20))
+        x[:, 17:] = 9
+        padded, cut = ([convert.mismatch(kind, seen, student) for seen in teacher.through(tokens)]
+                       for tokens in (x, x[:, :17]))
+        near(padded, cut, 1e-9)
+
+def test_of_a_translator_softmax_alone_is_swapped():
+    teacher = translator(rule='softmax', encoder_rule='delta').float()
+    student, new = convert.swap(teacher, dict(rule='sum', phi='silu', norm='l2'))
+    assert convert.rules_in(student.config) == ['sum', 'sum', 'delta', 'sum']
+    assert not any(name.startswith('encoder.') for name in new)
+    student, _ = convert.swap(teacher, dict(rule='delta'), ['cross'])
+    assert convert.rules_in(student.config) == ['softmax', 'softmax', 'delta', 'delta']
+    with pytest.raises(ValueError, match='encoder.0.mixer of the teacher has fast weights already'):
+        convert.swap(teacher, dict(rule='sum', phi='t2r', norm='l2'))
+
 @a_translator
 def test_a_beam_of_one_is_greedy(config):
     """translate is generate at temperature 0, up to the end."""
