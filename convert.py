@@ -9,7 +9,8 @@
     python convert.py --from=out/softmax-on-recall/ckpt.safetensors         a task: accuracy beside perplexity
     python sample.py --init=out/convert/ckpt.safetensors
 
-A model of the size of train.py's takes six minutes of one core, with its controls. What happens, in this order:
+A model of the size of train.py's takes six minutes of one core, its controls included. What happens, in this
+order:
 
     swap         a student with the teacher's weights, but other rules in place of softmax: what these need
                  beyond W_q, W_k, W_v (feature maps, gates) is new; gates begin with memories as long as the
