@@ -986,12 +986,13 @@ def glue(args, suite):
         for form, flags in only(args, ENCODED).items():
             flags += f' --batch_size=32 --lr={rate} --eval_rows=100000'
             found[form] = [exchanged(args, suite, form, teacher, flags, more) for teacher in teachers]
+        commonest = majority(name)
         for form, of_form in found.items():
             shares = [100 * f.get('recovered', 1) for f in of_form]
             alike = [matthews(f['out'], name, args.device) for f in of_form]
             rows.append({'data': name, 'form': form, **of_seeds(of_form, 'accuracy', 100),
                          'recovered': statistics.median(shares), 'matthews': statistics.median(alike),
-                         'majority': majority(name)})
+                         'majority': commonest})
     if rows:
         note = ('accuracy in % of the validation rows, median and range; trained on: the control, softmax '
                 'with as many steps more; recovered: of the accuracy of the teacher of the same seed, median; '

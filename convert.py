@@ -148,7 +148,7 @@ def swap(teacher, changes, places=PLACES):
     old = teacher.config
     kept = {'layers': '', 'pos': old.pos}
     if old.encoder:
-        kept |= of_places(old, changes, places)
+        kept |= rules_after(old, changes, places)
         if 'self' not in places:
             if changes.get('rule', old.rule) not in SOURCE_RULES:
                 raise ValueError(f'--swap={",".join(places)}: {changes["rule"]} keeps few rows, but a source '
@@ -164,7 +164,7 @@ def swap(teacher, changes, places=PLACES):
         kept['pos'] = 'rope'
     student = GPT(dataclasses.replace(old, **(kept | changes)))
     refuse_other_maps(teacher, student)
-    if rules_in(student.config) == rules_in(old):
+    if student.config.all_rules() == old.all_rules():
         raise ValueError(f'--rule={old.rule} --layers={old.layers}: nothing of the teacher would change')
     try:
         missing, extra = student.load_state_dict(teacher.state_dict(), strict=False, assign=True)
@@ -178,7 +178,7 @@ def swap(teacher, changes, places=PLACES):
     return student, parameters.keys() & set(missing)
 
 
-def of_places(old, changes, places):
+def rules_after(old, changes, places):
     """The rules of encoder and cross attention after the swap: what is no softmax stays as it is, and so does
     softmax where a rule keeps few rows, as a source is read whole."""
     rule = changes.get('rule', old.rule)
@@ -200,13 +200,6 @@ def refuse_other_maps(teacher, student):
             raise ValueError(f'{name} of the teacher has fast weights already, with --phi={memory.map} '
                              f'--norm={memory.norm}, which are flags of all layers: give these, not '
                              f'--phi={twin.map} --norm={twin.norm}')
-
-
-def rules_in(config):
-    """The rules of the layers and, of a translator, of its encoder and of cross attention."""
-    if not config.encoder:
-        return config.rules()
-    return [*config.rules(), config.of_source(config.encoder_rule), config.of_source(config.cross)]
 
 
 def out_of_reach(memory):
@@ -297,8 +290,8 @@ def balance(seen, memory, forms):
     memory.log_mass.bias.copy_((wanted[:, :, there] - found).mean((0, 2, 3)))
 
 
-def places(text):
-    """Those of --swap."""
+def places_of(text):
+    """The places that --swap names."""
     found = text.replace(' ', '').split(',')
     for name in found:
         if name not in PLACES:
@@ -308,8 +301,8 @@ def places(text):
 
 def can_teach(config, source):
     """ValueError unless softmax is what there is to swap."""
-    rules = ','.join(rules_in(config))
-    keeps = {RULES[rule].keeps for rule in rules_in(config)}
+    rules = ','.join(config.all_rules())
+    keeps = {RULES[rule].keeps for rule in config.all_rules()}
     if keeps - {None, 'all'}:
         raise ValueError(f'{source}: its layers keep few rows, {rules}; a teacher keeps all')
     if 'all' not in keeps:
@@ -863,7 +856,7 @@ def refuse_idle(student, T):
 def opening(args, data, student, new):
     """Say what is converted, and what `new` it has."""
     counts = {name: p.numel() for name, p in student.named_parameters()}
-    print(f'{args.from_} -> {",".join(rules_in(student.config))}; {data.name}, rows of {data.T}; '
+    print(f'{args.from_} -> {",".join(student.config.all_rules())}; {data.name}, rows of {data.T}; '
           f'{args.threads} threads; of {sum(counts.values()):,} parameters '
           f'{sum(counts[name] for name in new):,} are new')
 
@@ -882,7 +875,7 @@ def main(argv):
     refuse_own(args)
     data = Data(args, teacher, meta, device)
     torch.manual_seed(args.seed)
-    student, new = swap(teacher, changes, places(args.swap))
+    student, new = swap(teacher, changes, places_of(args.swap))
     refuse_idle(student, data.T)
     if args.begin == 'teacher':
         begin_as(teacher, student, data.batch(0)[0])

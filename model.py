@@ -197,7 +197,8 @@ class Config:
     norm: str = flag('', f'normaliser, if not the rule\'s [{"|".join(NORMALISERS)}]')
     beta_max: float = flag(1.0, 'delta rules: beta lies in (0, beta_max)', low=0, high=2)
     out_norm: bool = flag(True, 'LayerNorm after the heads, but for rules that read means; Schlag has none')
-    conv: int = flag(4, 'width of the causal convolution before each mixer and MLP; 0: none', low=0, high=64)
+    conv: int = flag(4, 'width of the convolution before each mixer and MLP, causal but in encoders; 0: none',
+                     low=0, high=64)
     cache: int = flag(256, 'rules that keep rows: how many', low=0)
     sinks: int = flag(4, 'sink: first rows that stay', low=0)
     overflow: str = flag('', 'window, sink: rule and map for rows that go: sum:hedgehog, delta:taylor')
@@ -254,7 +255,7 @@ class Config:
         if self.causal and self.cls:
             raise ValueError('--causal=true: the first place of this model stands for the whole picture, '
                              'which it has to see; leave the flag out')
-        self.refuse_idle()
+        self.refuse_without_encoder()
         if self.encoder:
             self.refuse_pairs()
         if not self.causal:
@@ -279,7 +280,7 @@ class Config:
             raise ValueError('--positions=compress turns the keys of a bounded cache at every step anew: it '
                              'needs one, with rope, and without --overflow')
 
-    def refuse_idle(self):
+    def refuse_without_encoder(self):
         """ValueError for what means nothing without an encoder."""
         for name in 'encoder_rule', 'cross':
             rule = getattr(self, name)
@@ -336,11 +337,10 @@ class Config:
         return 'softmax'
 
     def all_rules(self):
-        """Those of layers, encoder and cross attention: a set."""
-        found = set(self.pattern())
-        if self.encoder:
-            found |= {self.of_source(self.encoder_rule), self.of_source(self.cross)}
-        return found
+        """The rules of the layers and, of a translator, of its encoder and of cross attention."""
+        if not self.encoder:
+            return self.rules()
+        return [*self.rules(), self.of_source(self.encoder_rule), self.of_source(self.cross)]
 
     def keeps(self):
         """What the layers' rules keep: a set of 'all' rows, policies, and None for fast weights."""
@@ -785,7 +785,7 @@ class Mixer(nn.Module):
         self.speeds = functools.partial(speeds, self.head_dim // 2, c.theta, c.rope_scaling)
         self.turn = functools.partial(rope, theta=c.theta, scaling=c.rope_scaling)
         keeps = RULES[rule].keeps
-        mixed = len(c.all_rules()) > 1              # then a layer takes the flags that it can follow
+        mixed = len(set(c.all_rules())) > 1         # then a layer takes the flags that it can follow
         flags = {'phi': c.phi, 'norm': c.norm, 'beta_max': c.beta_max, 'cache': c.cache, 'sinks': c.sinks}
         if mixed and keeps:
             flags.update(phi='', norm='')
@@ -1100,10 +1100,7 @@ class GPT(nn.Module):
         """tokens (B, T) -> what the last layer says of each (B, T, n_embd), state"""
         if state is not None and not self.config.causal:
             raise ValueError('an encoder reads a whole text at once: it cannot go on from a state')
-        if self.encoder and state is None:
-            source = self.config.source
-            state = self.encode(tokens[:, :source])
-            tokens = tokens[:, source:]
+        tokens, state = self.behind_source(tokens, state)
         forms = self.forms_of(tokens)
         x = self.first(tokens, state)
         if not x.shape[1]:                          # a source, and nothing was said yet
@@ -1113,6 +1110,14 @@ class GPT(nn.Module):
             x, layer = block(x, layer, forms)
             new.append(layer)
         return self.norm(x), new
+
+    def behind_source(self, tokens, state):
+        """At a fresh start of a decoder, its encoder reads the source with which tokens begin. -> the tokens
+        that are left to read, state"""
+        if not self.encoder or state is not None:
+            return tokens, state
+        n = self.config.source
+        return tokens[:, n:], self.encode(tokens[:, :n])
 
     def encode(self, tokens):
         """The source, tokens (B, T) with padding at the end, T <= config.source, read by the encoder and
@@ -1226,10 +1231,7 @@ class GPT(nn.Module):
     @torch.inference_mode()
     def read(self, tokens, state=None, segment=2048):
         """Only the state after tokens (B, T), any T, a `segment` at a time: memory does not grow with T."""
-        if self.encoder and state is None:                  # which reads the source whole
-            source = self.config.source
-            state = self.encode(tokens[:, :source])
-            tokens = tokens[:, source:]
+        tokens, state = self.behind_source(tokens, state)   # which is read whole
         for i in range(0, tokens.shape[1], segment):
             _, state = self.hidden(tokens[:, i:i + segment], state)
         return state
@@ -1257,7 +1259,6 @@ class GPT(nn.Module):
             token, state = step(token, state)
             yield token, state
 
-
     @torch.inference_mode()
     def translate(self, tokens, beam=1, penalty=0.6, most=None):
         """What the decoder says of sources, tokens (B, T) -> tokens (B, n) that end in padding, unless they
@@ -1273,7 +1274,7 @@ class GPT(nn.Module):
         scores = torch.full((B, beam), -math.inf, device=tokens.device)
         scores[:, 0] = 0                                    # all begin alike: one of them is enough
         best = texts[:, 0].clone()
-        best_score = scores[:, 1:].new_full((B,), -math.inf)
+        best_score = scores.new_full((B,), -math.inf)
         ends = torch.zeros(B, dtype=torch.long, device=tokens.device)
         first = beam * torch.arange(B, device=tokens.device)[:, None]
         for n in range(1, most + 1):

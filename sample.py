@@ -67,7 +67,7 @@ def read_prompt(text):
     return text
 
 
-def tokens_of(args, model, data):
+def prompt_tokens(args, model, data):
     """-> the tokens of --prompt, and with what stands before them, or around a text that is classified."""
     text = read_prompt(args.prompt)
     said = prepare.encode(text, data)
@@ -157,7 +157,7 @@ def classify(model, tokens):
         print(f'class {i}: {share:.1%}')
 
 
-def refuse_idle(given, args, model):
+def refuse_unused(given, args, model):
     """ValueError for a flag that would mean nothing."""
     of_source = 'beam', 'penalty'
     of_steps = 'tokens', 'samples', 'temperature', 'top_k', 'top_p', 'seed'
@@ -208,7 +208,7 @@ def main(argv):
     data = meta['data']
     name = meta.get('digest', args.init)                    # of the model, for states
 
-    refuse_idle(given, args, model)
+    refuse_unused(given, args, model)
     if args.source:
         translate(model, name, args, data)
         return
@@ -217,7 +217,7 @@ def main(argv):
     if model.config.source and not args.load_state:
         raise ValueError(f'{args.init} translates: give --source="...", or --load_state')
     state = None
-    said, prompt = tokens_of(args, model, data)
+    said, prompt = prompt_tokens(args, model, data)
     tokens = torch.tensor([prompt] * args.samples, dtype=torch.long, device=device)
     if args.load_state:
         last, state = read_state(args.load_state, model, name, args.init)

@@ -1422,10 +1422,10 @@ def test_stage_1_passes_over_padding(kind):
 def test_of_a_translator_softmax_alone_is_swapped():
     teacher = translator(rule='softmax', encoder_rule='delta').float()
     student, new = convert.swap(teacher, dict(rule='sum', phi='silu', norm='l2'))
-    assert convert.rules_in(student.config) == ['sum', 'sum', 'delta', 'sum']
+    assert student.config.all_rules() == ['sum', 'sum', 'delta', 'sum']
     assert not any(name.startswith('encoder.') for name in new)
     student, _ = convert.swap(teacher, dict(rule='delta'), ['cross'])
-    assert convert.rules_in(student.config) == ['softmax', 'softmax', 'delta', 'delta']
+    assert student.config.all_rules() == ['softmax', 'softmax', 'delta', 'delta']
     with pytest.raises(ValueError, match='encoder.0.mixer of the teacher has fast weights already'):
         convert.swap(teacher, dict(rule='sum', phi='t2r', norm='l2'))
 

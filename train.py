@@ -45,7 +45,8 @@ DEFAULT_THREADS = torch.get_num_threads()      # torch's own choice: all cores, 
 
 @dataclass
 class Args:
-    data: str = flag('stdlib', f'{", ".join(prepare.DATASETS)}, or any text file')
+    data: str = flag('stdlib', f'{", ".join(prepare.DATASETS)}, any text file, labelled lines (mine.tsv), or '
+                               'sentences and their translations (a.en:a.de)')
     tokenizer: str = flag('', f'of a text: {prepare.OF_TEXTS}; if not given, its own or the checkpoint\'s')
     out: str = flag('out', 'folder for checkpoints and the log')
     resume: bool = flag(False, 'go on from the checkpoint in --out')
