@@ -878,7 +878,8 @@ def mqar(args):
 # ---- suites lra, glue, vit: encoders, which read a row from both sides and say of which class it is --------
 READER = '--n_layer=2 --n_embd=64 --n_head=4 --batch_size=32 --lr=2e-3'
 LRA = {                 # data: the model and its training, steps
-    'listops': (READER, 1500), 'pathfinder': (READER, 2000), 'mnist': (READER, 2000), 'imdb': (READER, 2000)}
+    'listops': (READER, 1500), 'pathfinder': (READER, 2000), 'pathfinder-patch4': (READER, 4000),
+    'mnist': (READER, 2000), 'imdb': (READER, 2000)}
 READERS = {             # form: flags
     'softmax': '--rule=softmax', 'hedgehog': '--rule=sum --phi=hedgehog', 'elu': '--rule=sum',
     't2r': '--rule=sum --phi=t2r', 'favor': '--rule=sum --phi=favor', 'gated_delta': '--rule=gated_delta'}

@@ -550,7 +550,7 @@ class Data:
 
     def batch(self, step):
         """-> x, y (batch_size, T), a function of seed and step; y = -1 where it does not count."""
-        begin = starts(self.args.seed, step, self.args.batch_size, len(self.train), self.T, self.meta)
+        begin = starts(self.args.seed, step, self.args.batch_size, self.train, self.T, self.meta)
         return rows(self.train, begin, self.T, self.meta, self.device)
 
     def after(self, steps):

@@ -1137,9 +1137,11 @@ class GPT(nn.Module):
         t = torch.tensor(self.config.source)        # of the row, whatever is padding
         return [{'t': t, **block.cross.write(x, there, self.forms)} for block in self.blocks]
 
-    def without_padding(self, tokens):
-        """tokens (B, T) -> those up to the longest row's end, and which of them are no padding"""
+    def without_padding(self, tokens, begins=False):
+        """tokens (B, T) -> those up to the longest row's end, and which of them are no padding. begins: the
+        first one is none either, as in a translation"""
         there = self.there(tokens)
+        there[:, 0] |= begins
         longest = there.sum(1).max()
         return tokens[:, :longest], there[:, :longest]
 
@@ -1192,9 +1194,7 @@ class GPT(nn.Module):
         source, there = self.without_padding(tokens[:, :n])
         x = yield from self.walk('encoder', self.first(source), encoding(self.forms, there), there)
         source = self.encoder_norm(x)
-        tokens = tokens[:, n:]
-        real = self.there(tokens)
-        real[:, 0] = True                           # a translation begins with padding
+        tokens, real = self.without_padding(tokens[:, n:], begins=True)
         x = self.first(tokens, [{'t': torch.tensor(n)}])
         yield from self.walk('blocks', x, self.forms, real, source, there)
 

@@ -2086,7 +2086,7 @@ SMALL_PAIRS = '--encoder=1 --n_head=2 --n_embd=32 --device=cpu --threads=1 --lr=
 def test_a_translator_learns_translates_and_is_converted(flags, turned_around, tmp_path, capsys):
     """To write digits in reverse; a state keeps what was read; by a beam of 1 and of 3."""
     out = tmp_path / 'out'
-    learn = [*SMALL_PAIRS, f'--data={turned_around}', f'--out={out}', '--steps=300', '--batch_size=64']
+    learn = [*SMALL_PAIRS, f'--data={turned_around}', f'--out={out}', '--steps=400', '--batch_size=64']
     assert train.main([*learn, *flags.split()]) == 0
     assert log(out)[-1]['accuracy'] > 0.95
     init = f'--init={out}/ckpt.safetensors'
@@ -2365,10 +2365,27 @@ def test_carry_hands_the_state_on(text, tmp_path, monkeypatch):
 
 def test_rows_are_a_function_of_seed_step_and_index():
     def starts(seed, step):
-        return train.starts(seed, step, 8, 1000, 16, {})
+        return train.starts(seed, step, 8, np.zeros(1000), 16, {})
     a = starts(3, 7)
     assert len(set(a)) > 4 and a.max() < 1000 - 16 and (a == starts(3, 7)).all()
     assert (a != starts(3, 8)).any() and (a != starts(4, 7)).any()
+
+def test_pairs_of_like_length_come_together():
+    """A batch's longer sides lie between those of two others, and the batches are in no order."""
+    T, pad, meta = 24, 99, {'row': 24, 'source': 12, 'pad': 99}
+    pairs = np.random.default_rng(0).integers(pad, size=(500, 2, T))
+    for row in pairs:
+        for side in np.split(row[0], 2):
+            side[1 + side[0] % 12:] = pad
+    data = pairs.reshape(-1)
+    begin = [train.starts(0, step, 8, data, T, meta) for step in range(2 * train.POOL)]
+    sides = (pairs[:, 0] != pad).reshape(500, 2, 12).sum(2).max(1)
+    first = [sides[b // (2 * T)] for b in begin[:train.POOL]]
+    assert all((b % (2 * T) == 0).all() for b in begin) and len(set(np.concatenate(begin))) > 300
+    for least, most in itertools.pairwise(sorted((side.min(), side.max()) for side in first)):
+        assert least[1] <= most[0]
+    means = [side.mean() for side in first]
+    assert means != sorted(means) and means != [sides[b // (2 * T)].mean() for b in begin[train.POOL:]]
 
 def test_what_a_step_draws_is_a_function_of_seed_step_and_rank():
     def drawn(seed=0, done=0, rank=0):

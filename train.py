@@ -156,16 +156,32 @@ def fastest_threads(run, tokens, most=DEFAULT_THREADS, limit=2.0):
 
 # ---- data: row i of step s depends on (seed, s, i) alone: resuming and more processes change nothing -------
 
-def starts(seed, step, count, n, T, meta, carry=False):
-    """Where the `count` rows of a step, of all processes together, begin in n tokens -> (count,)
+POOL = 32               # steps that divide what is drawn for them, so that pairs of like length come together
+
+
+def starts(seed, step, count, data, T, meta, carry=False):
+    """Where the `count` rows of a step, of all processes together, begin in data, a flat array -> (count,)
     They are drawn by a generator whose state is a counter, so those of a step need none of the steps before.
     carry: nothing is drawn; every row has a track of the text, and reads on in it from step to step."""
+    n = len(data)
     if carry:
         return (np.arange(count) * (n // count) + step * T) % (n - T)
-    rng = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 0, step]))
-    if 'row' in meta:
-        return rng.integers(n // (2 * T), size=count) * 2 * T
-    return rng.integers(n - T, size=count)
+    pool = POOL if 'source' in meta else 1
+    rng = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 0, step // pool]))
+    if 'row' not in meta:
+        return rng.integers(n - T, size=count)
+    begin = rng.integers(n // (2 * T), size=pool * count) * 2 * T
+    if pool > 1:                                            # half the padding, and so half the work
+        shortest_first = begin[np.argsort(longer_side(data, begin, T, meta), kind='stable')]
+        begin = shortest_first.reshape(pool, count)[rng.permutation(pool)[step % pool]]
+    return begin
+
+
+def longer_side(data, begin, T, meta):
+    """Tokens of a pair's source or of its translation, without padding (count,)"""
+    there = data.take(np.add.outer(begin, np.arange(T))) != meta['pad']
+    source = there[:, :meta['source']].sum(1)
+    return np.maximum(source, there[:, meta['source']:].sum(1))
 
 
 def rows(data, begin, T, meta, device):
@@ -551,7 +567,7 @@ class Run:
         args = self.args
         T = self.length
         count = args.accum * args.batch_size
-        begin = starts(args.seed, step, count, len(self.train), T, self.meta, args.carry)
+        begin = starts(args.seed, step, count, self.train, T, self.meta, args.carry)
         mine = begin.reshape(args.accum, -1)[i, self.rank::self.world]
         return rows(self.train, mine, T, self.meta, self.device)
 
