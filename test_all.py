@@ -2806,15 +2806,56 @@ def test_distilling_lowers_the_divergence_and_leaves_the_rest_alone(teacher, tmp
         assert name in new or torch.equal(y, before[name])
     assert all(torch.equal(y, before[name]) for name, y in model.state_dict().items())
 
-@pytest.mark.parametrize('phi', ['t2r', 't2r-scaled'])
-def test_folding_t2r_is_an_identity(phi):
-    c = Config(rule='sum', phi=phi, n_embd=16, n_head=2, n_layer=2, pos='learned')
-    model, tokens = GPT(c).double(), torch.randint(256, (2, 9))
+@pytest.mark.parametrize('phi, more', [
+    ('t2r', {}), ('t2r:5', dict(bias=True)), ('t2r-scaled:11', dict(layers='sum,softmax', pos='none')),
+    ('t2r-scaled:3', dict(encoder=1, source=4, pad=255))])
+def test_folding_t2r_is_an_identity(phi, more, tmp_path):
+    """For as many features as channels, fewer and more; also of what was written and read again."""
+    c = Config(**{**dict(rule='sum', phi=phi, n_embd=16, n_head=2, n_layer=2, pos='learned'), **more})
+    model, tokens = GPT(c).double(), torch.randint(255, (2, 9))
     for p in model.parameters():
         p.data.add_(.1 * torch.randn_like(p))
-    near(convert.fold(model)(tokens)[0], model(tokens)[0], 1e-12)
+    folded = convert.fold(model)
+    m = model.blocks[0].mixer.memory.phi.feature_dim
+    assert len(folded.blocks[0].mixer.qkv.weight) == 2 * (m + m + 8)
+    save(tmp_path / 'folded.safetensors', folded, dict(data={}))
+    for one in folded, load(tmp_path / 'folded.safetensors')[0]:
+        near(one(tokens)[0], model(tokens)[0], 1e-12)
+    if m != 8:                                              # the kernels' keys are as long as values
+        assert kernels.kind_of(GPT(folded.config).blocks[0]) is kernels.Layer
+    first, state = folded(tokens[:, :5])
+    near(torch.cat([first, folded(tokens[:, 5:], state)[0]], 1), model(tokens)[0], 1e-12)
     with pytest.raises(ValueError, match='no rope'):
         convert.fold(GPT(dataclasses.replace(c, pos='rope')))
+    with pytest.raises(ValueError, match='share 1'):
+        convert.fold(GPT(dataclasses.replace(c, n_kv_head=1)))
+
+@pytest.mark.parametrize('more', [{}, dict(n_kv_head=1, pos='rope', bias=True),
+                                  dict(encoder=1, source=4, pad=255)], ids=['plain', 'grouped', 'cross'])
+@pytest.mark.parametrize('names', ['qkvo', 'kv', 'o'])
+def test_lora_begins_as_nothing_and_ends_in_the_weights(names, more):
+    """Each projection that is named has an A and a B of its own; beside them only what is new learns."""
+    c = Config(rule='sum', phi='hedgehog', n_embd=16, n_head=2, n_layer=2, conv=0, **more)
+    model, tokens = GPT(c).double(), torch.randint(255, (2, 9))
+    before, weights = model(tokens)[0], set(model.state_dict())
+    new = {name for name in weights if 'phi.' in name}
+    adapted = convert.adapt(model, 3, list(names), new)
+    model.double()
+    near(model(tokens)[0], before, 0)
+    model(tokens)[0].square().sum().backward()
+    learn = {name: p for name, p in model.named_parameters() if p.grad is not None}
+    adapters = {name: p for name, p in learn.items() if name.split('.')[-2] in 'AB'}
+    assert learn.keys() - adapters.keys() == new
+    out = dict(q=16, k=8 * c.kv_heads(), v=8 * c.kv_heads(), o=16)
+    many = sum(3 * (16 + out[name]) for name in names) * len(model.mixers())
+    assert sum(p.numel() for p in adapters.values()) == many
+    for p in adapters.values():
+        p.data.normal_()
+    after = model(tokens)[0].detach()
+    assert (after - before).abs().max() > .1
+    convert.merge(adapted)
+    near(model(tokens)[0], after, 1e-12)
+    assert set(model.state_dict()) == weights
 
 def test_conversion_refuses(a_model, teacher, characters, tmp_path, capsys):
     def err(*flags):
@@ -2827,6 +2868,7 @@ def test_conversion_refuses(a_model, teacher, characters, tmp_path, capsys):
     assert 'recall' in err(f'--from={teacher}', '--data=recall')
     assert 'tokens' in err(f'--from={teacher}', f'--data={characters}')
     assert '--fold' in err(f'--from={teacher}', '--phi=t2r', '--fold')
+    assert 'choose from q, k, v, o' in err(f'--from={teacher}', '--lora=2', '--lora_of=q,qk')
     assert 'keep few rows' in err(f'--from={a_model("--rule=window")}')
     assert '--out' in refused(capsys, convert.main, f'--from={teacher}', '--out=')
     assert not (tmp_path / 'no').exists()
