@@ -593,9 +593,14 @@ class Data:
         self.begin = begin[some.astype(int)]            # evenly spaced over the validation data
 
     def batch(self, step):
-        """-> x, y (batch_size, T), a function of seed and step; y = -1 where it does not count."""
+        """-> x, y (batch_size, T), a function of seed and step; y = -1 where it does not count. Of a task's
+        rows what is behind all targets is left out, as in `answers`: stage 1 would learn from padding."""
         begin = starts(self.args.seed, step, self.args.batch_size, self.train, self.T, self.meta)
-        return rows(self.train, begin, self.T, self.meta, self.device)
+        x, y = rows(self.train, begin, self.T, self.meta, self.device)
+        if not self.task or 'patch' in self.meta:
+            return x, y
+        T = 1 + int((y >= 0).any(0).nonzero().max())
+        return x[:, :T], y[:, :T]
 
     def after(self, steps):
         """-> `batch` for a stage that comes after so many steps of another."""
@@ -659,14 +664,17 @@ class Progress:
         for key, now in self.about['made_from'].items():
             if meta['made_from'].get(key) != now:
                 raise ValueError(f'--resume: the {key} is not what the run began with; start anew')
-        model.load_state_dict({k[6:]: x for k, x in tensors.items() if k.startswith('model.')})
+        kept = {k[6:]: x for k, x in tensors.items() if k.startswith('model.')}
+        model.load_state_dict(kept, strict=False)
         unpack_optimiser(model, opt, tensors)
         self.seconds[stage] = meta['seconds']
         return meta['step']
 
     def save(self, stage, model, opt, step, loss):
         """All that `load` needs, and a line of the log."""
-        kept = {f'model.{k}': x for k, x in model.state_dict().items()} | pack_optimiser(model, opt)
+        frozen = {k for k, p in model.named_parameters() if not p.requires_grad}    # they are the teacher's
+        kept = {f'model.{k}': x for k, x in model.state_dict().items() if k not in frozen}
+        kept |= pack_optimiser(model, opt)
         weights.write(self.path(stage), kept, self.about | {'step': step, 'seconds': self.seconds[stage]})
         score = self.data.score(model)
         line = {'stage': stage, 'step': step, 'tokens': self.tokens(step), 'loss': loss, **score,

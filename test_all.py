@@ -1830,6 +1830,28 @@ def test_two_files_of_your_own_are_pairs(tmp_path, monkeypatch, capsys):
     with pytest.raises(ValueError, match='pip install tokenizers; --tokenizer=byte does without it'):
         prepare.load(f'{a}:{b}', str(tmp_path))
 
+@pytest.mark.parametrize('kind', ['byte', 'llama2', 'llama3'])
+def test_a_model_of_texts_reads_one_file_behind_the_other(kind, tmp_path):
+    """Line by line; only what it is to say counts. What is too long is cut off, not what stands behind it."""
+    like = dict(tokenizer='byte', vocab_size=256) if kind == 'byte' else subwords(kind)
+    for name, word in ('a', 'what'), ('b', 'yes'):
+        lines = [' '.join([word] * (1 + i % 3)) for i in range(20)]
+        lines[4] = ' '.join([word] * 900)
+        (tmp_path / name).write_text('\n'.join(lines))
+    sides, meta = rows_of(f'{tmp_path}/a:{tmp_path}/b', tmp_path, like=like)
+    assert 'source' not in meta and meta['vocab_size'] == like['vocab_size'] and meta['row'] == 1024
+    x, y = sides[0][:, 4]
+    assert (y < meta['ignore']).sum() == 513 and x[511] == meta['pad'] == y[y < meta['ignore']][-1]
+    end = prepare.encode('\n', like)[-1:]
+    for i, row in zip([9, 19], sides[1].swapaxes(0, 1)):
+        read, said = (' '.join([word] * (1 + i % 3)) for word in ('what', 'yes'))
+        targets = [*prepare.encode(said, like), *end]
+        inputs = [*prepare.ends(like)[0], *prepare.encode(read, like), *end, *targets[:-1]]
+        assert row[0].tolist() == inputs + end * (1024 - len(inputs))
+        begin = len(inputs) - len(targets) + 1
+        assert row[1, begin - 1:begin - 1 + len(targets)].tolist() == targets
+        assert (row[1] < meta['ignore']).sum() == len(targets)
+
 def test_kinds_of_files_of_your_own_share_no_folder(tmp_path):
     """Even if they have the same bytes."""
     names = set()
@@ -2370,16 +2392,17 @@ def test_rows_are_a_function_of_seed_step_and_index():
     assert len(set(a)) > 4 and a.max() < 1000 - 16 and (a == starts(3, 7)).all()
     assert (a != starts(3, 8)).any() and (a != starts(4, 7)).any()
 
-def test_pairs_of_like_length_come_together():
+@pytest.mark.parametrize('more', [dict(source=12), {}], ids=['apart', 'one text'])
+def test_pairs_of_like_length_come_together(more):
     """A batch's longer sides lie between those of two others, and the batches are in no order."""
-    T, pad, meta = 24, 99, {'row': 24, 'source': 12, 'pad': 99}
+    T, pad, meta = 24, 99, {'row': 24, 'pad': 99, **more}
     pairs = np.random.default_rng(0).integers(pad, size=(500, 2, T))
     for row in pairs:
         for side in np.split(row[0], 2):
             side[1 + side[0] % 12:] = pad
     data = pairs.reshape(-1)
     begin = [train.starts(0, step, 8, data, T, meta) for step in range(2 * train.POOL)]
-    sides = (pairs[:, 0] != pad).reshape(500, 2, 12).sum(2).max(1)
+    sides = (pairs[:, 0] != pad).reshape(500, 1 + len(more), -1).sum(2).max(1)
     first = [sides[b // (2 * T)] for b in begin[:train.POOL]]
     assert all((b % (2 * T) == 0).all() for b in begin) and len(set(np.concatenate(begin))) > 300
     for least, most in itertools.pairwise(sorted((side.min(), side.max()) for side in first)):
@@ -2658,6 +2681,30 @@ def test_a_model_of_a_task_is_converted_on_the_task(a_model, tmp_path):
         assert 0 <= row['accuracy'] <= 1 and 'bits per byte' not in row
     found = convert.Data.recovered(Mock(task=True), dict(accuracy=.3), dict(accuracy=.6))
     assert found == dict(recovered=.5)
+
+@pytest.mark.parametrize('more', [[], ['--lora=2']], ids=['all', 'lora'])
+def test_a_model_of_texts_is_converted_on_pairs(more, teacher, tmp_path, monkeypatch):
+    """The teacher stays as it is; with LoRA the student has no weights of its own but what learns."""
+    for name in 'ab':
+        (tmp_path / name).write_text('\n'.join(name * (1 + i % 4) for i in range(40)))
+    found, swap, loaded = [], convert.swap, load(teacher)[0].state_dict()
+
+    def watched(*given):
+        found.extend([given[0], *swap(*given)])
+        return found[1:]
+    monkeypatch.setattr(convert, 'swap', watched)
+    run = f'--from={teacher}', f'--data={tmp_path}/a:{tmp_path}/b', f'--out={tmp_path / "rnn"}'
+    assert convert.main([*run, *SHORT, '--recipe=hedgehog', '--loss=kl', '--controls=false', *more]) == 0
+    model, student, _ = found
+    close(dict(model.state_dict()), dict(loaded), 0)
+    shared = {p.data_ptr() for p in model.parameters()} & {p.data_ptr() for p in student.parameters()}
+    adapted = 2 * len(model.blocks)                             # qkv and proj, into which LoRA is merged
+    assert len(shared) == (len(loaded) - adapted if more else 0)
+    row = json.loads((tmp_path / 'rnn' / 'convert.json').read_text())['table'][-1]
+    assert row['model'] == 'fine-tuned' and 0 <= row['accuracy'] <= 1 and 'bits per byte' not in row
+    args = convert.Args(from_=teacher, data=f'{tmp_path}/a:{tmp_path}/b')
+    x, y = convert.Data(args, model, load(teacher)[1], torch.device('cpu')).batch(0)
+    assert x.shape[1] < 10 and (y[:, -1] >= 0).any()            # of rows of 16, without what is behind
 
 @pytest.mark.parametrize('tokens', ['byte', 'char'])
 def test_convert_prepares_a_text_in_the_teachers_tokens(tokens, a_model, text, characters, tmp_path):
