@@ -6,6 +6,8 @@
     python convert.py --recipe=hedgehog     as in Zhang 2024; t2r: Kasai 2021; decay: Mao 2022
     python convert.py --from=gpt2 --data=wikitext2          weights from the hub, GPT-2 or Llama
     python convert.py --from=FOLDER --data=my.txt           a text of your own, in the teacher's tokens
+    python convert.py --from=OWNER/NAME --recipe=hedgehog --lora=8 --data=dialogues.txt:summaries.txt
+                                            pairs: a line of one file, then what is said of it
     python convert.py --from=out/softmax-on-recall/ckpt.safetensors         a task: accuracy beside perplexity
     python sample.py --init=out/convert/ckpt.safetensors
 
@@ -96,7 +98,7 @@ class Args:
                                'beside it', list(RECIPES))
     from_: str = flag('out/ckpt.safetensors', 'checkpoint; gpt2, -medium, -large, -xl; OWNER/NAME; folder')
     revision: str = flag('main', 'branch, tag or commit on the hub')
-    data: str = flag('', 'text or task to recover with, if not the one the teacher was trained on')
+    data: str = flag('', 'text, task or pairs to recover with, if not what the teacher was trained on')
     out: str = flag('out/convert', 'folder for checkpoint, table and log')
     swap: str = flag(','.join(PLACES), 'of a translator: the attention that is swapped')
     distil: str = flag('auto', 'stage 1, layer by layer: match attention weights (ce), outputs (mse) or '

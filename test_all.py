@@ -3138,6 +3138,7 @@ SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),        # flags;
               capacity=('--lengths=4 --steps=100 --only=elu,softmax', 2),
               update=('--lengths=4 --steps=100 --only=gated,delta', 2), monotone=('--steps=1', 10),
               convert=('--steps=1 --only=window,pure', 24), recall=('--steps=1 --only=elu,delta', 2),
+              grid=('--steps=4 --only="sum identity,sum t2r:4,delta rfa"', 7),
               mqar=('--steps=1 --only=tova --lengths=8', 1), language=('--steps=1 --only=sum', 1),
               lra=('--steps=1 --only=softmax,hedgehog', 2), glue=('--steps=2 --only=elu,hedgehog', 3),
               translate=('--steps=2 --lengths=2,3 --only="elu,hedgehog converted"', 18),
@@ -3185,12 +3186,13 @@ def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, thre
     monkeypatch.setattr(bench, 'LRA', {threes: (model, 1)})
     classes = {threes: ((model, '1e-3'), 2, 50)}
     monkeypatch.setattr(bench, 'CLASSES', {'glue': classes, 'vit': classes})
+    monkeypatch.setattr(bench, 'PLAIN', f'--rule=softmax --conv=0 --pos=learned {model}')
     flags, rows = SUITES[suite]
     if suite == 'translate':
         pytest.importorskip('sacrebleu')
     if suite in ('cache', 'kept', 'monotone', 'convert'):
         flags += f' --init={a_model("--rule=softmax", "--pos=rope")}'
-    if suite == 'language':
+    if suite in ('grid', 'language'):
         flags += f' --data={text}'
     assert bench.main([suite, *shlex.split(flags), f'--out={tmp_path}']) == 0
     if suite != 'idea':
