@@ -3198,6 +3198,15 @@ def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, thre
     if suite != 'idea':
         assert json.loads(capsys.readouterr().out.splitlines()[-1])['suite'] == suite
         assert len((tmp_path / f'{suite}.csv').read_text().splitlines()) > rows
+    if suite == 'grid':                                     # what a rule cannot take is left out
+        found = list(csv.DictReader((tmp_path / 'grid.csv').read_text().splitlines()))
+        forms = [(row['form'], row['part']) for row in found]
+        parts = 'from nothing', 'converted'
+        twice = [(form, part) for form in ('sum t2r:4', 'delta rfa') for part in parts]
+        curve = [('from nothing', 'features'), ('converted', 'features')]
+        assert forms == [('softmax', 'from nothing'), *twice, *curve]
+        assert [bool(row['recovered']) for row in found] == [part == 'converted' for _, part in forms]
+        assert {row['features'] for row in found[-2:]} == {'4'}
     if suite == 'idea' or bench.SUITES[suite].panels:
         assert (tmp_path / f'{suite}.png').stat().st_size > 5000
 
