@@ -29,9 +29,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm, parameters_to_vector, vector_to_parameters
 
@@ -128,21 +125,30 @@ def check_threads(threads):
 def shard(model, device, world):
     """Each process keeps a part of every parameter and, as the optimiser is made of these, of what that knows
     of it. A block is put together for as long as it is computed; gradients come averaged."""
+    from torch.distributed.fsdp import fully_shard          # here, for it takes half a second
     warnings.filterwarnings('ignore', 'FSDP2-wrapped module')       # nothing is changed in place
-    mesh = init_device_mesh(device.type, (world,))
+    mesh = dist.init_device_mesh(device.type, (world,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
 
+def in_parts(x):
+    """Whether each process has a part of tensor x: a DTensor, in torch."""
+    return hasattr(x, 'full_tensor')
+
+
 def whole(x):
-    """A tensor from the parts that the processes have, all of which must ask for it; others are whole."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    """A tensor from its parts, for which all processes must ask; others are whole."""
+    return x.full_tensor() if in_parts(x) else x
 
 
-def part(x, p):
-    """The inverse of `whole`: of x the part that this process has of p."""
-    return distribute_tensor(x, p.device_mesh, p.placements) if isinstance(p, DTensor) else x
+def like(x, p):
+    """The inverse of `whole`: x in parts, if the parameter p is."""
+    if not in_parts(p):
+        return x
+    from torch.distributed.tensor import distribute_tensor
+    return distribute_tensor(x, p.device_mesh, p.placements)
 
 
 # ---- threads -----------------------------------------------------------------------------------------------
@@ -356,7 +362,7 @@ def unpack_optimiser(model, opt, tensors):
                 if key != 'step' or opt.defaults['fused']:  # else the count of steps stays on the CPU
                     x = x.to(p.device)
                 if key != 'step':
-                    x = part(x, p)
+                    x = like(x, p)
                 opt.state[p][key] = x
 
 
@@ -370,7 +376,7 @@ def average(model, loss, world):
     """Gradients and loss (1,) become, in place, their means over the processes, which have as many rows.
     Gradients of a model in parts are means already."""
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    parts = [x for x in grads if not isinstance(x, DTensor)] + [loss]
+    parts = [x for x in grads if not in_parts(x)] + [loss]
     flat = parameters_to_vector(parts)                      # one message, not one for each of them
     dist.all_reduce(flat)
     vector_to_parameters(flat / world, parts)
