@@ -2194,8 +2194,8 @@ def resume_from(text, tmp_path, monkeypatch, flags, steps):
     end, kept, plain = tmp_path / 'out' / 'ckpt.safetensors', tmp_path / 'kept', train.save
     kept.mkdir()
 
-    def save_and_keep(path, model, meta, extra=None):
-        plain(path, model, meta, extra or {})
+    def save_and_keep(path, model, meta, extra, state):
+        plain(path, model, meta, extra, state)
         if extra:
             shutil.copy(path, kept / f'{meta["step"]}')
     monkeypatch.setattr(train, 'save', save_and_keep)
