@@ -968,10 +968,11 @@ def lra(args):
         report(args, 'lra', rows, note, accuracy=by_row(rows, 'ours'))
 
 
-def trained_on(args, suite, name, teacher, rate, steps):
-    """The control beside `exchanged`: the softmax model of a run, with as many steps of training more."""
+def trained_on(args, suite, name, teacher, how, steps):
+    """The control beside `exchanged`: the softmax model of a run, with as many steps of training more. how:
+    flags that both have."""
     path = shlex.quote(os.path.join(teacher['out'], 'ckpt.safetensors'))
-    given = (f'--init={path} --data={name} --batch_size=32 --lr={rate} --steps={steps} --eval_every={steps} '
+    given = (f'--init={path} --data={name} {how} --steps={steps} --eval_every={steps} '
              f'--device={args.device}')
     found = a_run(args, suite, f'softmax {name}, trained on', trained, given, teacher['seed'])
     return {**found, 'recovered': found['accuracy'] / teacher['accuracy']}
@@ -991,10 +992,11 @@ def glue(args, suite):
         given = (f'--data={name} --causal=false --rule=softmax --conv=0 {start} --lr={rate} --steps={steps} '
                  f'--eval_every={steps} --device={args.device}')
         teachers = runs(args, suite, f'softmax {name}', given)
+        how = f'--batch_size=32 --lr={rate}'                    # are they exchanged, and trained on
         found = {'softmax': teachers}
-        found['trained on'] = [trained_on(args, suite, name, teacher, rate, more) for teacher in teachers]
+        found['trained on'] = [trained_on(args, suite, name, teacher, how, more) for teacher in teachers]
         for form, flags in only(args, ENCODED).items():
-            flags += f' --batch_size=32 --lr={rate} --eval_rows=100000'
+            flags += f' {how} --eval_rows=100000'
             found[form] = [exchanged(args, suite, form, teacher, flags, more) for teacher in teachers]
         commonest = majority(name)
         for form, of_form in found.items():
@@ -1664,7 +1666,7 @@ def decode(args):
 # ---- suite translate: a line is a training, or a conversion of a trained softmax model ---------------------
 TRANSLATOR = ('--encoder=3 --n_layer=3 --n_head=4 --n_embd=128 --dropout=0.1 --batch_size=64 --lr=3e-3 '
               '--encoder_rule=softmax')
-CONVERSION = '--batch_size=64 --eval_rows=100000'
+CONVERSION = '--batch_size=64 --lr=3e-3'
 PAIRS = {               # data: the model and its training, steps; steps of a conversion, in % of these
     'multi30k': (TRANSLATOR, 3000, 30)}
 TRANSLATORS = {         # form: flags; of convert.py where it is converted, `all` of it or the decoder
@@ -1672,7 +1674,9 @@ TRANSLATORS = {         # form: flags; of convert.py where it is converted, `all
     'rfa': '--rule=sum --phi=rfa', 'rfa-gate': '--rule=gated --phi=rfa --cross=sum',
     'dpfp': '--rule=sum --phi=dpfp', 't2r': '--rule=sum --phi=t2r', 'hedgehog': '--rule=sum --phi=hedgehog',
     'delta': '--rule=delta --cross=softmax', 't2r converted': '--recipe=t2r --swap=self,cross',
-    'hedgehog converted': '--recipe=hedgehog --swap=self,cross', 't2r all converted': '--recipe=t2r'}
+    't2r kl converted': '--recipe=t2r --swap=self,cross --loss=kl',
+    'hedgehog converted': '--recipe=hedgehog --swap=self,cross', 't2r all converted': '--recipe=t2r',
+    'softmax converted': ''}                                # the control: only trained on
 WRITERS = 'softmax', 'elu', 'rfa', 'dpfp', 'delta'      # whose tokens a second are measured
 SHORT = 16              # tokens of a source, where translations of many lengths are written,
 SAID = 64               # and tokens of a translation, where sources of many lengths are read
@@ -1716,7 +1720,9 @@ def translator(args, name, form, given, more):
     if kind == form:
         return runs(args, 'translate', f'{form} {name}', f'{given} {flags}')
     teachers = translator(args, name, 'softmax', given, more)
-    flags = f'{CONVERSION} {flags}'
+    if kind == 'softmax':
+        return [trained_on(args, 'translate', name, teacher, CONVERSION, more) for teacher in teachers]
+    flags += f' {CONVERSION} --eval_rows=100000'
     return [exchanged(args, 'translate', kind, teacher, flags, more) for teacher in teachers]
 
 

@@ -1392,9 +1392,10 @@ def state_bytes(state):
 
 
 # ---- models in files: ours, and those of the hub -----------------------------------------------------------
-def save(path, model, meta, extra=None):
-    """Model, metadata (data: its tokenizer, step, ...) and further tensors -> one file that `load` reads."""
-    tensors = {f'model.{name}': x for name, x in model.state_dict().items()}
+def save(path, model, meta, extra=None, state=None):
+    """Model, metadata (data: its tokenizer, step, ...) and further tensors -> one file that `load` reads.
+    state: the model's state_dict, where it is in parts."""
+    tensors = {f'model.{name}': x for name, x in (state or model.state_dict()).items()}
     tensors.update(extra or {})
     weights.write(path, tensors, {**meta, 'config': dataclasses.asdict(model.config)})
 

@@ -2216,8 +2216,8 @@ def resume_from(text, tmp_path, monkeypatch, flags, steps):
     end, kept, plain = tmp_path / 'out' / 'ckpt.safetensors', tmp_path / 'kept', train.save
     kept.mkdir()
 
-    def save_and_keep(path, model, meta, extra=None):
-        plain(path, model, meta, extra or {})
+    def save_and_keep(path, model, meta, extra, state):
+        plain(path, model, meta, extra, state)
         if extra:
             shutil.copy(path, kept / f'{meta["step"]}')
     monkeypatch.setattr(train, 'save', save_and_keep)
@@ -2449,11 +2449,8 @@ def test_not_finite_steps_are_skipped_named_and_end_the_run(a_model, tmp_path, c
     model.blocks[1].up.weight.data[0, 0] = math.inf
     assert 'blocks.1.up' in train.culprit(model, torch.zeros(1, 4, dtype=torch.long))
 
-@pytest.mark.skipif(sys.platform != 'linux', reason='elsewhere a process that has torch in it may not fork')
-def test_two_processes_train_like_one(text, tmp_path, monkeypatch, capfd):
-    """As torchrun would start them: together they see the same rows, and lines come once."""
-    flags = [f'--data={text}', *TINY, '--log_every=1', '--eval_every=2', '--steps=3']
-    assert train.main([*flags, f'--out={tmp_path / "1"}']) == 0
+def in_two_processes(argv):
+    """train.py as torchrun would start it."""
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         port = s.getsockname()[1]
@@ -2464,19 +2461,36 @@ def test_two_processes_train_like_one(text, tmp_path, monkeypatch, capfd):
             code = 1
             os.environ.update(RANK=str(rank), WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
             try:
-                code = train.main([*flags, f'--out={tmp_path / "2"}'])
+                code = train.main(argv)
             finally:                                            # it must not go on with the other tests
                 sys.stdout.flush()
                 os._exit(code)
         children.append(child)
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='elsewhere a process that has torch in it may not fork')
+@pytest.mark.parametrize('fsdp', ['false', 'true'])
+def test_two_processes_train_like_one(fsdp, text, tmp_path, capfd):
+    """They see the same rows together, and lines come once; either goes on where the other stopped."""
+    flags = [f'--data={text}', *TINY, '--log_every=1', '--eval_every=2']
+    one, two = ([*flags, f'--out={tmp_path / name}'] for name in '12')
+    for more in ['--steps=3'], ['--resume', '--steps=5'], ['--resume', '--steps=7']:
+        assert train.main(one + more) == 0
+    in_two_processes([*two, '--steps=3', f'--fsdp={fsdp}'])
     assert capfd.readouterr().out.count('2 x cpu') == 1
-    one, two = log(tmp_path / '1')[1:], log(tmp_path / '2')[1:]
-    assert [row.get('step', row.get('rule')) for row in two] == [1, 2, 2, 3, 3, 'blocks', 'carried']
-    for a, b in zip(one, two):
+    assert train.main([*two, '--resume', '--steps=5', '--fsdp=false']) == 0
+    in_two_processes([*two, '--resume', '--steps=7', f'--fsdp={fsdp}'])
+    def rows(name):
+        return [row for row in log(tmp_path / name) if {'loss', 'val_loss'} & row.keys()
+                and row.get('rule') != 'carried']
+    assert [row['step'] for row in rows('2') if 'loss' in row] == [1, 2, 3, 4, 5, 6, 7]
+    for a, b in zip(rows('1'), rows('2'), strict=True):
         assert a.keys() == b.keys()
-        for key in {'loss', 'val_loss'} & a.keys():
+        for key in {'step', 'loss', 'val_loss'} & a.keys():
             assert a[key] == pytest.approx(b[key], abs=1e-6)
+    (a, meta), (b, _) = (train.read(tmp_path / x / 'ckpt.safetensors') for x in '12')
+    assert meta['step'] == 7 and a.keys() == b.keys()
+    close(b, a, 1e-5)
 
 
 # ---- 11. Sampling ------------------------------------------------------------------------------------------
