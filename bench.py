@@ -177,7 +177,7 @@ SUITES = {
                  {'seeds': 3}),
     'grid': Suite(
         'init data seeds steps only',
-        {'seeds': 1, 'steps': 40, 'only': 'sum elu,sum t2r,delta elu,delta t2r'}, {'seeds': 3, 'steps': 480},
+        {'seeds': 1, 'steps': 40, 'only': 'sum elu,sum t2r,delta elu,delta t2r'}, {'seeds': 3, 'steps': 400},
         (Panel('features', 'ours', 'T2R with sum, by the size of its map', 'features of a head',
                'bits per byte', 'log', 'linear', only=('part', 'features')),)),
     'language': Suite(
@@ -1007,8 +1007,8 @@ def glue(args, suite):
                          'majority': commonest})
     if rows:
         note = ('accuracy in % of the validation rows, median and range; trained on: the control, softmax '
-                'with as many steps more; recovered: of the accuracy of the teacher of the same seed, median; '
-                'matthews: the correlation of answers with truth in %, median')
+                'with as many steps more; recovered: of the accuracy of the teacher of the same seed, '
+                'median; matthews: the correlation of answers with truth in %, median')
         report(args, suite, rows, note, recovered=by_row(rows, 'recovered'))
 
 
@@ -1110,7 +1110,7 @@ GRID_WAY = '--recipe=t2r --distil=auto --eval_rows=256'         # of stage 1 onl
 def grid_teacher(args):
     """--init, or a plain model that is trained first, for four times as many steps as the others -> its path
     and digest, metadata of the data to go on with, flags that name it, flags of a training at its size"""
-    of_all = f'--val_tokens={chosen(args, 2 ** 15, 2 ** 17)} --device={args.device}'
+    of_all = f'--val_tokens={chosen(args, 2 ** 15, 2 ** 16)} --device={args.device}'
     if not args.init:
         given = (f'{PLAIN} --data={shlex.quote(args.data or "stdlib")} --steps={4 * args.steps} '
                  f'--eval_every={4 * args.steps} {of_all}')

@@ -854,7 +854,9 @@ def settings(argv):
     alike = rule == kind['rule'] or {rule, kind['rule']} == {'window', 'sink'}
     if 'layers' in changes or not alike:                # another rule comes with its own map, norm, rows
         kind = {'rule': Student.rule}
-    return Args(**{'from_': '', **way, **given}), {**kind, **changes}
+    args = Args(**{'from_': '', **way, **given})
+    named('lora_of', args.lora_of, PROJECTIONS)         # refused now, not after stage 1
+    return args, {**kind, **changes}
 
 
 def resumed(given, changes):
@@ -935,7 +937,6 @@ def main(argv):
         begin_as(teacher, student, data.batch(0)[0])
     if args.lr is None:
         args.lr = 0.25 / student.config.n_embd          # 5e-3 is good at a width of 64, 1e-3 at 192
-    named('lora_of', args.lora_of, PROJECTIONS)         # refused now, not after stage 1
     if args.fold:
         can_fold(student)
     kind = what_to_match(args.distil, student, new)
@@ -971,8 +972,7 @@ def main(argv):
         if args.loss == 'kl':
             guide = teacher
         batch = data.after(distilled)
-        if not args.lora:
-            own(student, dict(student.named_parameters()))
+        own(student, new if args.lora else dict(student.named_parameters()))
         finetune('fine-tune', student, batch, data.meta, args.steps, args.lr, progress, guide, args.lora, new)
         done.append('fine-tune')
         progress.note('fine-tuned', student, *done, steps=distilled + args.steps)
