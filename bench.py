@@ -17,6 +17,8 @@ and draws, PAPER what the papers found.
     python bench.py lra                encoders on tasks of the Long Range Arena (Zhang 2024)
     python bench.py glue               classifiers of sentences with softmax, converted by each map; vit: of
                                        pictures
+    python bench.py grid               rules x feature maps, from nothing and converted from softmax, and T2R
+                                       by the size of its map (Mao 2022, Kasai 2021)
     python bench.py language           rules, positions, normalisation, carried state (Schlag 2021)
     python bench.py translate          BLEU of translators, trained and converted, and how fast they write
     python bench.py train              a layer forward and backward over T: our forms, and attention
@@ -173,6 +175,11 @@ SUITES = {
                   {'seeds': 3}),
     'vit': Suite('init data seeds steps only', {'seeds': 1, 'steps': 100, 'only': 'hedgehog,t2r-hh,t2r'},
                  {'seeds': 3}),
+    'grid': Suite(
+        'init data seeds steps only',
+        {'seeds': 1, 'steps': 40, 'only': 'sum elu,sum t2r,delta elu,delta t2r'}, {'seeds': 3, 'steps': 400},
+        (Panel('features', 'ours', 'T2R with sum, by the size of its map', 'features of a head',
+               'bits per byte', 'log', 'linear', only=('part', 'features')),)),
     'language': Suite(
         'data seeds steps only',
         {'seeds': 1, 'steps': 150, 'only': 'softmax,sum,delta elu,delta,decay,gated_delta'},
@@ -300,6 +307,8 @@ PAPER = {
     'layer': Paper(
         'Zhang 2024, figure 6: Hedgehog nearly 6 times as fast as FlashAttention at 32,768, on a GPU, in as '
         'little memory', {}),
+    'grid': Paper('Mao 2022 compares rules and maps, Kasai 2021 sizes of a map: figures that are not at hand',
+                  {}),
     'language': Paper(
         'Schlag 2021, tables 2 and 5, small models: test perplexity of WikiText-103, 40 M parameters, with '
         "positions; attn-norm from a line of table 2's source that is not printed", {
@@ -814,19 +823,19 @@ def entropy(out, device):
 
 
 def exchanged(args, suite, form, teacher, flags, steps):
-    """The softmax model of a run with its attention exchanged: of a map in LEARNED a third of the steps are
-    stage 1, then all weights are trained. -> a run with accuracy before the latter, in %, after it, and the
-    share of the teacher's"""
+    """The softmax model of a run, or of a path, with its attention exchanged: of a map in LEARNED a third of
+    the steps are stage 1, then all weights are trained. -> a run with accuracy before the latter, in %, and
+    the last line of convert.json's table: accuracy, recovered, ..."""
     first = 0
     if form in LEARNED:
         first = steps // 3
-    path = shlex.quote(os.path.join(teacher['out'], 'ckpt.safetensors'))
-    given = (f'--from={path} {flags} --distil_steps={first} --steps={steps - first} --eval_every={steps} '
-             f'--controls=false --device={args.device}')
-    found = a_run(args, suite, f'{form}, from softmax', converted, given, teacher['seed'])
+    path = teacher.get('path') or os.path.join(teacher['out'], 'ckpt.safetensors')
+    given = (f'--from={shlex.quote(path)} {flags} --distil_steps={first} --steps={steps - first} '
+             f'--eval_every={steps} --controls=false --device={args.device}')
+    found = a_run(args, suite, f'{form}, from softmax', converted, given, teacher['seed'],
+                  teacher=teacher.get('digest', ''))
     *_, before, after = found['table']                          # the teacher, swapped, then a line a stage
-    return {**found, 'before': 100 * before['accuracy'], 'accuracy': after['accuracy'],
-            'recovered': after['recovered']}
+    return {**after, **found, 'before': 100 * before['accuracy']}
 
 
 def recall(args):
@@ -998,8 +1007,8 @@ def glue(args, suite):
                          'majority': commonest})
     if rows:
         note = ('accuracy in % of the validation rows, median and range; trained on: the control, softmax '
-                'with as many steps more; recovered: of the accuracy of the teacher of the same seed, median; '
-                'matthews: the correlation of answers with truth in %, median')
+                'with as many steps more; recovered: of the accuracy of the teacher of the same seed, '
+                'median; matthews: the correlation of answers with truth in %, median')
         report(args, suite, rows, note, recovered=by_row(rows, 'recovered'))
 
 
@@ -1054,7 +1063,7 @@ def draw_language(axes, rows, data):
     axes.set(xlabel=f'bits per byte of {data}, rows of 128')
 
 
-# ---- a trained softmax model, for monotone, convert, cache and kept ----------------------------------------
+# ---- a trained softmax model, for grid, monotone, convert, cache and kept ----------------------------------
 FOUND_AT = 'out/ckpt.safetensors', 'out/teacher/ckpt.safetensors'
 
 
@@ -1087,6 +1096,94 @@ def pieces(args, count):
         raise ValueError(f'--data={name}: a task; this suite wants a text')
     x, _ = spaced(val, T, count, data, args.device)
     return path, model, x, data
+
+
+# ---- suite grid: a rule with a map, as a training and as a conversion --------------------------------------
+GRID_MAPS = 'identity', 'elu', 'rfa', 'dpfp', 't2r', 'hedgehog'
+GRID_RULES = 'sum', 'gated', 'delta', 'decay'
+GRID = {f'{rule} {phi}': (rule, phi) for rule, phi in itertools.product(GRID_RULES, GRID_MAPS)}
+T2R_SIZES = {f'sum t2r:{m}': ('sum', f't2r:{m}') for m in (4, 8, 16, 32, 64)}       # features: Kasai 2021
+PLAIN = '--rule=softmax --n_head=4 --conv=0 --pos=learned'
+GRID_WAY = '--recipe=t2r --distil=auto --eval_rows=256'         # of stage 1 only maps in LEARNED have steps
+
+
+def grid_teacher(args):
+    """--init, or a plain model that is trained first, for four times as many steps as the others -> its path
+    and digest, metadata of the data to go on with, flags that name it, flags of a training at its size"""
+    of_all = f'--val_tokens={chosen(args, 2 ** 15, 2 ** 16)} --device={args.device}'
+    if not args.init:
+        given = (f'{PLAIN} --data={shlex.quote(args.data or "stdlib")} --steps={4 * args.steps} '
+                 f'--eval_every={4 * args.steps} {of_all}')
+        out = a_run(args, 'grid', 'teacher', trained, given, args.seed)['out']
+        args = dataclasses.replace(args, init=os.path.join(out, 'ckpt.safetensors'))
+    path, model, meta = softmax_model(args)
+    c = model.config
+    _, _, data, name = prepare.for_model(path, meta, args.data, c.block_size)
+    if 'row' in data:
+        raise ValueError(f'--data={name}: a task; this suite wants a text')
+    pos = 'rope' if c.turns() else c.pos
+    size = (f'--n_layer={c.n_layer} --n_embd={c.n_embd} --n_head={c.n_head} --conv={c.conv} --pos={pos} '
+            f'--block_size={c.block_size} --steps={args.steps} --eval_every={args.steps} {of_all}')
+    folder = prepare.place(name, None, meta['data'])            # where it is in the teacher's tokens
+    teacher = {'path': path, 'digest': meta.get('digest')}
+    return teacher, data, f'--data={shlex.quote(folder)}', size
+
+
+def grid(args):
+    """Every rule with every map that it can take, by its own normaliser: trained from nothing, and made of a
+    softmax model in a quarter of the steps. And T2R by the size of its map."""
+    teacher, data, where, size = grid_teacher(args)
+    bits = data['val']['tokens'] / data['val']['bytes'] / math.log(2)       # a byte, for a nat a token
+    more = args.steps // 4
+    softmax = runs(args, 'grid', 'softmax', f'{where} {size} --rule=softmax')
+    rows = [grid_row('softmax', 'softmax', '', softmax, 'val_loss', bits)]
+    for form, (rule, phi) in only(args, GRID | T2R_SIZES).items():
+        try:
+            FastWeights(rule, 8, 2, 4, phi)
+        except ValueError as e:                                 # the two do not go together
+            print(f'{form} is left out: {e}')
+            continue
+        flags = f'{where} --rule={rule} --phi={phi}'
+        anew = runs(args, 'grid', form, f'{flags} {size}')
+        made = [exchanged(args, 'grid', phi, {**teacher, 'seed': seed}, f'{flags} {GRID_WAY}', more)
+                for seed in seeds(args)]
+        rows.append(grid_row(form, rule, phi, anew, 'val_loss', bits))
+        rows.append(grid_row(form, rule, phi, made, 'bits per byte'))
+    for row in rows[:]:
+        if row['form'] in T2R_SIZES:
+            m = int(row['map'].partition(':')[2])
+            rows.append({'form': row['part'], 'part': 'features', 'features': m, 'ours': row['ours']})
+    note = (f'ours: bits per byte; from nothing: {args.steps} steps of 4 rows, on the first tokens of the '
+            f'validation text; converted: {more} steps, on 256 rows of it; recovered: of the '
+            f'perplexity a token of {teacher["path"]}, in %, median')
+    report(args, 'grid', rows, note, draws=partial(draw_grid, rows=rows))
+
+
+def grid_row(form, rule, phi, found, key, scale=1.0):
+    """A line of the table: some trainings, or some conversions."""
+    row = {'form': form, 'rule': rule, 'map': phi, 'part': 'from nothing', **of_seeds(found, key, scale)}
+    row['recovered'] = None
+    if 'recovered' in found[0]:
+        row['part'] = 'converted'
+        row['recovered'] = 100 * statistics.median(f['recovered'] for f in found)
+    return row
+
+
+def draw_grid(axes, rows):
+    """A square for each rule and map: the share recovered as its colour, and both figures in it."""
+    found = {(row['rule'], row['map'], row['part']): row for row in rows if row['part'] != 'features'}
+    shares = np.full((len(GRID_RULES), len(GRID_MAPS)), np.nan)
+    for (i, rule), (j, phi) in itertools.product(enumerate(GRID_RULES), enumerate(GRID_MAPS)):
+        made = found.get((rule, phi, 'converted'))
+        if made:
+            shares[i, j] = made['recovered']
+            text = f'{found[rule, phi, "from nothing"]["ours"]:.2f}\n{made["ours"]:.2f}'
+            axes.text(j, i, text, ha='center', va='center')
+    image = axes.imshow(shares, cmap='Blues', alpha=0.6, aspect='auto')
+    axes.figure.colorbar(image, label='recovered of softmax, %')
+    axes.set_xticks(range(len(GRID_MAPS)), GRID_MAPS)
+    axes.set_yticks(range(len(GRID_RULES)), GRID_RULES)
+    axes.set_title('bits per byte: from nothing, converted')
 
 
 # ---- suite monotone: a line is a conversion, looked at before and after the map is distilled ---------------
@@ -2547,8 +2644,8 @@ def idea(args):
 RUN = {'decode': decode, 'layer': layer, 'capacity': partial(associative, 'capacity'),
        'update': partial(associative, 'update'), 'recall': recall, 'mqar': mqar, 'monotone': monotone,
        'convert': convert, 'lra': lra, 'glue': partial(glue, suite='glue'), 'vit': partial(glue, suite='vit'),
-       'language': language, 'translate': translate, 'train': train, 'cache': cache, 'kept': kept,
-       'batch': batch, 'gpu': gpu, 'idea': idea}
+       'grid': grid, 'language': language, 'translate': translate, 'train': train, 'cache': cache,
+       'kept': kept, 'batch': batch, 'gpu': gpu, 'idea': idea}
 
 
 def settings(argv):

@@ -200,7 +200,7 @@ def starts(seed, step, count, data, T, meta, carry=False):
     n = len(data)
     if carry:
         return (np.arange(count) * (n // count) + step * T) % (n - T)
-    pool = POOL if 'source' in meta else 1
+    pool = POOL if 'pad' in meta and 'classes' not in meta else 1       # pairs
     rng = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 0, step // pool]))
     if 'row' not in meta:
         return rng.integers(n - T, size=count)
@@ -212,10 +212,11 @@ def starts(seed, step, count, data, T, meta, carry=False):
 
 
 def longer_side(data, begin, T, meta):
-    """Tokens of a pair's source or of its translation, without padding (count,)"""
+    """Tokens of a pair's source or of its translation, without padding (count,); for a model of texts these
+    are one text"""
     there = data.take(np.add.outer(begin, np.arange(T))) != meta['pad']
-    source = there[:, :meta['source']].sum(1)
-    return np.maximum(source, there[:, meta['source']:].sum(1))
+    n = meta.get('source', 0)
+    return np.maximum(there[:, :n].sum(1), there[:, n:].sum(1))
 
 
 def rows(data, begin, T, meta, device):
