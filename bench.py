@@ -151,7 +151,7 @@ SUITES = {
         'lengths seeds steps only',
         {'seeds': 1, 'steps': 1000, 'only': 'sum,gated,delta,sum sum-norm,fwm'},
         {'seeds': 3, 'steps': 20000, 'lengths': '20,40,60,80,100,140,200'},
-        (HELD._replace(title='values that change (hollow: the paper)'), LEARNED_SO_FAR)),
+        (HELD._replace(title='values that change (hollow: the paper)', yscale='log'), LEARNED_SO_FAR)),
     'recall': Suite(
         'seeds steps only', {'seeds': 1}, {'seeds': 3},
         (SPIKY._replace(title='one layer', only=('model', 'one layer')),
@@ -563,11 +563,12 @@ def lines(axes, rows, panel, styles):
     for form in dict.fromkeys(r['form'] for r in rows):
         mine = [r for r in rows if r['form'] == form]
         sizes = [r[panel.x] for r in mine]
+        found = [r[panel.y] for r in mine]
         colour, dash = styles[form]
-        axes.plot(sizes, [r[panel.y] for r in mine], dash, marker='o', color=colour, label=form)
+        axes.plot(sizes, found, dash, marker='o', color=colour, label=form)
         if panel.paper:
             axes.plot(sizes, [r[panel.paper] for r in mine], 'o', color=colour, fillstyle='none')
-        ends[form] = sizes[-1], mine[-1][panel.y]
+        ends[form] = sizes[-1], found[-1]
     if len(ends) < MANY:
         axes.legend(fontsize=9, frameon=False)
     else:
@@ -591,12 +592,15 @@ def names_at(axes, ends, styles):
 
 def spread(heights, gap=0.045):
     """Heights in rising order, 1 is the top, moved apart as far as names need it."""
-    apart = list(heights)
-    for i in range(1, len(apart)):
-        apart[i] = max(apart[i], apart[i - 1] + gap)
-    apart[-1] = min(apart[-1], 1)
-    for i in reversed(range(len(apart) - 1)):
-        apart[i] = min(apart[i], apart[i + 1] - gap)
+    apart = []
+    lowest = -math.inf
+    for y in heights:
+        apart.append(max(y, lowest))
+        lowest = apart[-1] + gap
+    highest = 1
+    for i in reversed(range(len(apart))):
+        apart[i] = min(apart[i], highest)
+        highest = apart[i] - gap
     return apart
 
 
@@ -658,9 +662,12 @@ def trained(flags, seed, out):
     run_script('train.py', flags, seed, out)
     log = list(json_lines(os.path.join(out, 'log.jsonl')))
     ends = {row['rule']: row for row in log if 'rule' in row}
-    curve = [(row['step'], row['val_loss']) for row in log if 'step' in row and 'val_loss' in row]
-    return {'params': log[0]['params'], 'carried': ends.get('carried', {}).get('val_loss'), 'curve': curve,
-            **ends['blocks']}
+    curve = []
+    for row in log:
+        if 'step' in row and 'val_loss' in row:
+            curve.append((row['step'], row['val_loss']))
+    carried = ends.get('carried', {}).get('val_loss')
+    return {'params': log[0]['params'], 'carried': carried, 'curve': curve, **ends['blocks']}
 
 
 def converted(flags, seed, out, teacher=''):
@@ -705,9 +712,9 @@ def curve(form, found, column, scale=1.0):
     return rows
 
 
-def model_in(out, device):
-    """The model that a run left in its folder."""
-    model, _ = load(os.path.join(out, 'ckpt.safetensors'), device)
+def model_in(out, device, **changes):
+    """The model that a run left in its folder, with other flags of `Swap`."""
+    model, _ = load(os.path.join(out, 'ckpt.safetensors'), device, **changes)
     return model.eval()
 
 
@@ -721,7 +728,9 @@ class FastWeightMemory(nn.Module):
     Its map was tanh; Schlag 2021 has also given it others."""
     def __init__(self, n_embd, d, phi):
         super().__init__()
-        self.phi = torch.tanh if phi == 'tanh' else fastweight.feature_map(phi, 1, d)
+        self.phi = torch.tanh
+        if phi != 'tanh':
+            self.phi = fastweight.feature_map(phi, 1, d)
         self.gates = Gates(RULES['delta'], n_embd, 1, d, d)
 
     def forward(self, x, q, k, v):
@@ -829,7 +838,7 @@ def associate(S, rule, phi, norm, replace, seed, most, device, rows=4):
         vain = len(losses) - 1 - losses.index(min(losses))
         if min(losses) <= GOOD or vain > 10 or not math.isfinite(losses[-1]):
             break
-    return {'loss': min(losses), 'steps': step, 'curve': [*zip(steps, losses)]}
+    return {'loss': min(losses), 'steps': step, 'curve': list(zip(steps, losses))}
 
 
 ASSOCIATIVE = {     # form: rule, phi, norm
@@ -861,6 +870,7 @@ def associative(suite, args):
         key = {'rule': rule, 'phi': phi, 'norm': norm, 'replace': suite == 'update', 'most': args.steps,
                'device': str(args.device)}
         theirs = PAPER[suite].figures.get(form, {})
+        fills = rule in ('delta', 'fwm') or suite == 'capacity'
         ours = {}
         for S in lengths(args, FEW.get(form, (20, 60))):
             found = [once(args, 'associate', associate, **key, S=S, seed=seed) for seed in seeds(args)]
@@ -868,7 +878,7 @@ def associative(suite, args):
             if not ours:
                 curves += curve(form, found, 'loss')
             ours[S] = rows[-1]['ours']
-            if ours[S] > OVERFULL and (rule in ('delta', 'fwm') or suite == 'capacity'):
+            if ours[S] > OVERFULL and fills:
                 break
         broken[form] = first_bad(ours), first_bad(theirs)
     note = f'first S above a loss of {GOOD}, here and in the paper: {broken}'
@@ -1183,12 +1193,13 @@ def windows(args, form, found, val, meta, bits, paper):
     """Rows of a window that is carried over all of val, as Transformer-XL's memory is, and of fewer of its
     rows: as in the paper it is trained with many and read with so many."""
     rows = []
+    cast = contextlib.nullcontext()
     for cache in WINDOWS:
         losses = []
         for f in found:
-            model, _ = load(os.path.join(f['out'], 'ckpt.safetensors'), args.device, cache=cache)
-            losses.append(recipe.evaluate_carried(model, val, meta, args.device, contextlib.nullcontext(),
-                                                  segment=512))
+            model = model_in(f['out'], args.device, cache=cache)
+            loss = recipe.evaluate_carried(model, val, meta, args.device, cast, segment=512)
+            losses.append(loss)
         rows.append({'form': form, 'part': 'rows', 'rows': cache, 'paper, medium': paper.get(cache),
                      'carried': bits * statistics.median(losses)})
     return rows
