@@ -665,7 +665,7 @@ def trained(flags, seed, out):
     curve = []
     for row in log:
         if 'step' in row and 'val_loss' in row:
-            curve.append((row['step'], row['val_loss']))
+            curve.append([row['step'], row['val_loss']])
     carried = ends.get('carried', {}).get('val_loss')
     return {'params': log[0]['params'], 'carried': carried, 'curve': curve, **ends['blocks']}
 
@@ -838,7 +838,7 @@ def associate(S, rule, phi, norm, replace, seed, most, device, rows=4):
         vain = len(losses) - 1 - losses.index(min(losses))
         if min(losses) <= GOOD or vain > 10 or not math.isfinite(losses[-1]):
             break
-    return {'loss': min(losses), 'steps': step, 'curve': list(zip(steps, losses))}
+    return {'loss': min(losses), 'steps': step, 'curve': [list(point) for point in zip(steps, losses)]}
 
 
 ASSOCIATIVE = {     # form: rule, phi, norm
