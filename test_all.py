@@ -2442,6 +2442,7 @@ def test_not_finite_steps_are_skipped_named_and_end_the_run(a_model, tmp_path, c
     poison(2)                                                  # one bad step of four: the other three count
     assert train.main([*resume, '--steps=8']) == 0
     assert 'step 6: not finite' in capsys.readouterr().out
+    assert [row['step'] for row in log(tmp_path) if 'not_finite' in row][-1] == 6
     tensors, meta = files.read(path)
     assert meta['step'] == 8 and tensors['opt.embed.weight.step'] == 7
     assert all(x.isfinite().all() for x in tensors.values())
@@ -3150,10 +3151,10 @@ SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),        # flags;
               cache=('--lengths=4,8 --overflow=delta:favor:1', 13), kept=('--lengths=4', 4),
               layer=('--heads=1 --head_dim=8 --lengths=8,40 --dtype=bfloat16', 10),
               capacity=('--lengths=4 --steps=100 --only=elu,softmax', 2),
-              update=('--lengths=4 --steps=100 --only=gated,delta', 2), monotone=('--steps=1', 10),
+              update=('--lengths=4 --steps=100 --only=gated,fwm', 4), monotone=('--steps=1', 10),
               convert=('--steps=1 --only=window,pure', 24), recall=('--steps=1 --only=elu,delta', 2),
               grid=('--steps=4 --only="sum identity,sum t2r:4,delta rfa"', 7),
-              mqar=('--steps=1 --only=tova --lengths=8', 1), language=('--steps=1 --only=sum', 1),
+              mqar=('--steps=1 --only=tova --lengths=8', 1), language=('--steps=1 --only=sum', 2),
               lra=('--steps=1 --only=softmax,hedgehog', 2), glue=('--steps=2 --only=elu,hedgehog', 3),
               translate=('--steps=2 --lengths=2,3 --only="elu,hedgehog converted"', 18),
               vit=('--steps=2 --only=t2r', 2), idea=('', 0))
@@ -3337,6 +3338,77 @@ def test_associations_are_read_from_the_recurrence(rule, phi, norm):
     q = torch.cat([torch.zeros_like(q), q], 2)
     o, _ = recurrent(q, **later, normalise=norm == 'attn', floor=layer.phi.floor)
     near(model(keys, values), o[:, 0, 7:], 1e-9)
+
+@pytest.mark.parametrize('phi', ['tanh', 'dpfp:1'])
+def test_fast_weight_memory_erases_writes_and_bounds_its_length(phi):
+    """Schlag 2021b as published, one text at a time; the length matters from the second step on."""
+    memory = bench.FastWeightMemory(6, 4, phi).double()
+    x, q, k, v = (torch.randn(2, *size).double() for size in [(9, 6), (1, 3, 4), (1, 9, 4), (1, 9, 5)])
+    beta, k_phi, q_phi = memory.gates(x)['write'][:, 0], memory.phi(k)[:, 0], memory.phi(q)[:, 0]
+    wanted, lengths = [], []
+    for n in range(2):
+        W = torch.zeros(5, k_phi.shape[-1]).double()
+        for t in range(9):
+            old = W @ k_phi[n, t]
+            new = beta[n, t] * v[n, 0, t] + (1 - beta[n, t]) * old
+            W = W - torch.outer(old, k_phi[n, t]) + torch.outer(new, k_phi[n, t])
+            lengths.append(W.norm().item())
+            W = W / max(lengths[-1], 1)
+        wanted.append(F.layer_norm(q_phi[n] @ W.T, (5,)))
+    assert max(lengths) > 1.1 and min(lengths) < 1
+    near(memory(x, q, k, v)[:, 0], torch.stack(wanted))
+
+def test_bench_a_carried_window_reads_on_and_without_normalisation_delta_diverges(text, tmp_path, in_process):
+    run = 'language', f'--data={text}', '--steps=2', '--only=sum,window carry,delta elu no-norm'
+    assert bench.main([*run, f'--out={tmp_path}']) == 0
+    rows = list(csv.DictReader((tmp_path / 'language.csv').open()))
+    bad, = (row for row in rows if row['part'] == 'diverged')
+    assert bad['first step not finite'] == '1' and bad['where'] == 'output of blocks.0.mixer.memory'
+    with pytest.raises(ValueError, match='diverges'):
+        GPT(Config(rule='delta', norm='none'))
+    steps = [row['step'] for row in rows if row['part'] == 'curve']
+    assert steps == ['1', '2']
+    found = {row['rows']: float(row['carried']) for row in rows if row['part'] == 'rows'}
+    path, = (tmp_path / 'language').glob('window-*/ckpt.safetensors')
+    val = torch.from_numpy(prepare.load(text)[1].astype('int64'))[None]
+    for cache in 8, 128:                                        # all at once
+        model = load(path, cache=cache)[0].eval()
+        with torch.no_grad():
+            nats = F.cross_entropy(model(val[:, :-1])[0][0], val[0, 1:]).item()
+        assert found[str(cache)] == pytest.approx(nats / math.log(2), rel=1e-4)
+    assert found['8'] != found['128']
+
+def test_bench_learning_curves_are_medians_while_all_seeds_train():
+    runs = [{'curve': [(1, 3.0), (2, 2.0)]}, {'curve': [(1, 5.0)]}]
+    assert bench.curve('a', runs, 'loss', 2) == [dict(form='a', part='curve', step=1, loss=8.0)]
+
+def test_bench_the_first_seed_chooses_the_learning_rate(tmp_path, monkeypatch):
+    made = []
+
+    def trained(flags, seed, out):
+        made.append((flags, seed))
+        return {'accuracy': {'--lr=1': .5, '--lr=2': .9, '--lr=3': .2}[flags[-6:]] + seed}
+    monkeypatch.setattr(bench, 'trained', trained)
+    args = bench.Args(out=str(tmp_path), seeds=3)
+    found = bench.at_best_rate(args, 'mqar', 'sum', '--rule=sum', '123')
+    assert [f['accuracy'] for f in found] == [.9, 1.9, 2.9] and {f['rate'] for f in found} == {'2'}
+    assert made == [(f'--rule=sum --lr={rate}', seed) for rate, seed in zip('12322', (0, 0, 0, 1, 2))]
+
+def test_bench_names_of_many_lines_stand_apart_where_their_lines_end():
+    from matplotlib.text import Text
+    assert bench.spread([0, 0, .01, 1, 1], .1) == pytest.approx([0, .1, .2, .9, 1])
+    panel = bench.SUITES['mqar'].panels[0]
+    ends = {f'line {n}': n % 4 + 90 * (n > 7) for n in range(16)}
+    rows = [{'form': form, 'state bytes': b, 'ours': end} for form, end in ends.items() for b in (1, 10)]
+    figure, axes = bench.panels(1, 1)
+    bench.draw(axes[0, 0], panel, rows, bench.Args(), dict.fromkeys(ends, ('black', '-')))
+    figure.canvas.draw()
+    names = sorted(axes[0, 0].texts, key=lambda name: name.get_position()[1])
+    boxes = [Text.get_window_extent(name) for name in names]
+    assert len(names) == 16 and all(low.y1 <= high.y0 for low, high in itertools.pairwise(boxes))
+    assert [ends[name.get_text()] for name in names] == sorted(ends.values())
+    middle = axes[0, 0].bbox.y0 + axes[0, 0].bbox.height / 2
+    assert boxes[7].y1 < middle < boxes[8].y0 and boxes[-1].x1 <= figure.bbox.x1
 
 def test_bench_cache_counts_every_token_and_with_room_for_all_is_softmax(a_model, text, tmp_path):
     ckpt = a_model('--rule=softmax')

@@ -769,6 +769,7 @@ def main(argv):
             bad += 1
             where = culprit(model, run.batch(done - 1, -1)[0])
             run.say(f'step {done}: not finite ({where} first), skipped, {bad} in a row')
+            run.note(step=done, not_finite=where)
         if bad == BAD_STEPS:
             raise ValueError(f'{bad} steps in a row were not finite, {where} first; stopped before saving. '
                              f'Try a smaller --lr than {args.lr:g}, or another --norm')
