@@ -3045,7 +3045,7 @@ def test_encoders_of_the_hub_that_are_others_are_refused(kind, entry, value, why
 SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),        # flags; more lines than so many
               decode=('--heads=1 --head_dim=8 --lengths=8,40', 16), batch=('--lengths=32 --budget=1', 5),
               cache=('--lengths=4,8 --overflow=delta:favor:1', 13), kept=('--lengths=4', 4),
-              layer=('--heads=1 --head_dim=8 --lengths=8,40 --dtype=bfloat16', 10),
+              far=('--lengths=40', 15), layer=('--heads=1 --head_dim=8 --lengths=8,40 --dtype=bfloat16', 10),
               capacity=('--lengths=4 --steps=100 --only=elu,softmax', 2),
               update=('--lengths=4 --steps=100 --only=gated,delta', 2), monotone=('--steps=1', 10),
               convert=('--steps=1 --only=window,pure', 24), recall=('--steps=1 --only=elu,delta', 2),
@@ -3099,7 +3099,7 @@ def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, thre
     flags, rows = SUITES[suite]
     if suite == 'translate':
         pytest.importorskip('sacrebleu')
-    if suite in ('cache', 'kept', 'monotone', 'convert'):
+    if suite in ('cache', 'kept', 'far', 'monotone', 'convert'):
         flags += f' --init={a_model("--rule=softmax", "--pos=rope")}'
     if suite == 'language':
         flags += f' --data={text}'
@@ -3142,6 +3142,47 @@ def test_bench_perplexity_by_position_is_that_of_whole_rows(flags, a_model, text
     assert [row['position'] for row in found] == [end for _, end in ranges]
     wanted = torch.stack([nats[start:end].mean().exp() for start, end in ranges])
     near(torch.tensor([row['perplexity'] for row in found]), wanted, 1e-5)
+
+def test_bench_reads_far_with_few_rows_and_says_what_that_costs(a_model, text, characters, tmp_path, capsys):
+    """Each form is the model it names, as it is read from the first token on, and against rows of 16."""
+    path, delta = a_model('--rule=softmax', '--pos=rope', steps=40), a_model('--rule=delta')
+    run = 'far', '--lengths=70', f'--out={tmp_path}'
+    assert bench.main([*run, f'--init={path}', '--only=tova compressed,sink', f'--beside={delta}']) == 0
+    rows = list(csv.DictReader((tmp_path / 'far.csv').open()))
+    tokens = torch.from_numpy(prepare.load(text)[1][:71].astype(int))[None]
+    models = {'softmax': load(path)[0], f'delta: {delta}': load(delta)[0],
+              'sink': load(path, rule='sink', cache=2, sinks=1)[0],
+              'tova compressed': load(path, rule='tova', cache=2, positions='compress')[0]}
+
+    def nats(model, begin, start, end):
+        with torch.no_grad():
+            logits = model.eval()(tokens[:, begin:end])[0][0, start - begin:]
+        return F.cross_entropy(logits, tokens[0, start + 1:end + 1]).item()
+    assert {row['form'] for row in rows} == {'softmax, in rows', *models}
+    for form, model in models.items():
+        mine = [row for row in rows if row['form'] == form]
+        for row, (start, end) in zip(mine, ((0, 16), (16, 32), (32, 64), (64, 70)), strict=True):
+            assert int(row['position']) == end
+            assert float(row['nats']) == pytest.approx(nats(model, 0, start, end), rel=1e-5)
+    base = math.exp(nats(models['softmax'], 16, 16, 32))
+    assert float(rows[1]['perplexity']) == pytest.approx(base, rel=1e-5)
+    assert float(rows[5]['more than in rows']) == pytest.approx(float(rows[5]['perplexity']) - base, rel=1e-3)
+    others, learned = a_model('--rule=delta', data=characters), a_model('--rule=softmax', '--pos=learned')
+    assert 'are not those of' in refused(capsys, bench.main, *run, f'--init={path}', f'--beside={others}')
+    assert '16 positions' in refused(capsys, bench.main, *run, f'--init={learned}')
+
+@pytest.mark.parametrize('kind, mark', [('gpt2', '\u0120'), ('llama2', '\u2581')])
+def test_bench_knows_words_from_pieces_of_words(kind, mark):
+    """Also where the tokenizer drops the first word's blank; bytes have no words."""
+    meta = subwords(kind)
+    ids = prepare.subwords(meta['json'])
+    for token, wanted in {mark + 'the': 'article', 'the': 'piece of a word', mark + 'he': 'pronoun',
+                          'he': 'piece of a word', mark + 'over': 'preposition', mark + 'quick': 'rest',
+                          mark + '25': 'digit', 'I': 'capital', 'a': 'piece of a word'}.items():
+        assert bench.kind_of(ids.token_to_id(token), meta) == wanted
+    for character, wanted in ('a', 'rest'), (' ', 'rest'), ('I', 'capital'), ('.', 'punctuation'):
+        assert bench.kind_of(ord(character), {'tokenizer': 'byte', 'vocab_size': 256}) == wanted
+    assert [bench.kind_of_rest(word, False) for word in ('ing', 'walked')] == ['-ing', '-ed']
 
 def test_bench_bleu_is_that_of_what_sample_says_of_the_test_side(small_pairs, tmp_path, in_process, capsys,
                                                                  monkeypatch):
