@@ -12,6 +12,7 @@ and draws, PAPER what the papers found.
     python bench.py recall             accuracy and entropy of attention by feature map (Zhang 2024)
     python bench.py mqar               multi-query recall against the bytes of the state
     python bench.py monotone           attention weights against q.k by feature map, also distilled
+    python bench.py transfer           such a map on another text and on longer rows (Zhang 2024)
     python bench.py convert            what RNNs made of a softmax model recover, by tokens spent, and beyond
                                        the length of its rows
     python bench.py lra                encoders on tasks of the Long Range Arena (Zhang 2024)
@@ -23,12 +24,14 @@ and draws, PAPER what the papers found.
     python bench.py cache              perplexity of a softmax model as an RNN that keeps few rows (Oren 2024)
     python bench.py kept               which tokens TOVA keeps in it, and for how long
     python bench.py far                and how well it reads 4,096 tokens, with --full 70,000, row by row
+    python bench.py stories            and how likely is what it writes
     python bench.py batch              throughput at a memory budget against the rows kept
     python bench.py gpu                kernels.py on an Nvidia GPU: right? how fast? eight minutes at most;
                                        where there is none, what the compiler makes of it
     python bench.py idea               no measurement: the example at the top of fastweight.py, as a picture
 
-monotone, convert, cache, kept and far need a softmax model, as train.py --rule=softmax makes.
+monotone, transfer, convert, cache, kept, far and stories need a softmax model, as train.py --rule=softmax
+makes.
 """
 import concurrent.futures
 import contextlib
@@ -76,6 +79,7 @@ from model import (
     Mixer,
     chosen_rows,
     flag,
+    kl,
     load,
     parse,
     pick_device,
@@ -161,6 +165,12 @@ SUITES = {
         'init data steps only', {'steps': 30}, {'steps': 300},
         (Panel('entropy', 'order kept', 'spiky and monotone: upper left',
                'entropy, nats', 'share of pairs in the order of q.k', 'linear', 'linear', name='form'),)),
+    'transfer': Suite(
+        'init data steps only', {'steps': 40, 'only': 'hedgehog,hedgehog other,hedgehog untrained,elu'},
+        {'steps': 300},
+        tuple(Panel('tokens', 'KL to teacher', f'on {whose}', 'tokens a row', 'KL to teacher, nats',
+                    only=('text', text))
+              for text, whose in (('own', "the teacher's own text"), ('other', 'another text')))),
     'convert': Suite(
         'init data seeds steps only',
         {'seeds': 1, 'steps': 48, 'only': 'pure,hybrid,window'}, {'seeds': 3, 'steps': 240},
@@ -208,6 +218,7 @@ SUITES = {
         'init data lengths only beside', {'lengths': '4096', 'only': 'window,sink,h2o,tova,tova compressed'},
         {'lengths': '70000'},
         (Panel('position', 'nats', 'one long text', 'position, up to', 'nats a token', 'log', 'linear'),)),
+    'stories': Suite('init data lengths only', {'only': 'tova 1/8,window 1/8'}, {}),
     'batch': Suite(
         'lengths budget dtype', {'lengths': '4096'}, {'lengths': '4096'},
         (Panel('rows', 'tokens/s', '{budget} MB of states', 'rows kept', 'tokens/s'),)),
@@ -295,6 +306,9 @@ PAPER = {
         'Zhang 2024, tables 2, 3 and figure 4, accuracy in %; in its text exp:2 solves it, exp:1 does not', {
             'softmax': 100, 'taylor': 100, 'hedgehog': 100, 'elu': 17, 'favor': 17, 'cosformer': 17}),
     'monotone': Paper('Zhang 2024, figures 2, 3 and 7, which are pictures', {}),
+    'transfer': Paper(
+        'Zhang 2024, tables 4 and 5: learned on CoLA or WikiText-103, KL is lower on three other tasks than '
+        'that of other linear attention, and alike from 256 to 4,096 tokens', {}),
     'convert': Paper(
         'Zhang 2024, table 10, GPT-2 on WikiText-103: perplexity 15.8, of Hedgehog 16.7, of T2R 19.4; Mao '
         '2022: 99 % by its abstract', {'hedgehog': 94.6, 't2r': 81, 'decay': 99}),
@@ -334,6 +348,11 @@ PAPER = {
         '1,101, a full stop 645, a plural proper noun 578, a line end 550', {}),
     'far': Paper('Oren 2024, appendix: up to 70,000 tokens TOVA with 512 rows and compressed positions loses '
                  'less than 0.5 in perplexity', {}),
+    'stories': Paper(
+        'Oren 2024, text generation: stories of a fine-tuned LLaMA-2-13B, judged by GPT-4, in %; the same '
+        'share of 4,096 rows', {
+            'tova 1/4': {'won': 5, 'tied': 88, 'lost': 6}, 'tova 1/8': {'won': 10, 'tied': 71, 'lost': 19},
+            'tova 1/16': {'won': 6, 'tied': 47, 'lost': 47}}),
     'batch': Paper(
         'Oren 2024, table 1: throughput of LLaMA-2-7B on a V100 at its largest batch, as multiples of that '
         'with 4,096 rows', {
@@ -1137,6 +1156,75 @@ def draw_curves(axes, scores, curves):
     axes.set(xlabel='q.k / sqrt(d)', ylabel='attention weight', yscale='log',
              title='one query: weights should grow with q.k')
     axes.legend(fontsize=9, frameon=False)
+
+
+# ---- suite transfer: a map is distilled on one text and looked at on another. Zhang 2024, tables 4 and 5 ---
+TRANSFER = {            # form: flags of convert.py, and what the map is distilled on
+    'hedgehog': ('--phi=hedgehog', 'own'), 'hedgehog other': ('--phi=hedgehog', 'other'),
+    'hedgehog random': ('--phi=hedgehog', 'random'), 'hedgehog untrained': ('--phi=hedgehog', ''),
+    't2r-hh': ('--phi=t2r', 'own'), 't2r-hh other': ('--phi=t2r', 'other'), 'elu': ('--phi=elu', '')}
+
+
+def random_tokens(args, data):
+    """A set of random tokens of the kind that data has, in --out -> its folder"""
+    folder = inside(args, f'random-{args.seed}')
+    os.makedirs(folder, exist_ok=True)
+    draw = np.random.default_rng(args.seed)
+    meta = {name: data[name] for name in prepare.TOKEN_KEYS if name in data}
+    sides = [[draw.integers(data['vocab_size'], size=n)] for n in (200_000, 20_000)]
+    meta |= {side: {'bytes': tokens.size} for side, (tokens,) in zip(prepare.SIDES, sides)}
+    prepare.save(folder, {'name': 'random', **meta}, sides)
+    return folder
+
+
+@torch.inference_mode()
+def divergence(teacher, student, x):
+    """From the teacher's attention weights to the student's, on the teacher's inputs, row by row of x (B, T):
+    the mean of KL over layers, heads and queries, in nats."""
+    twins = student.mixers()
+    found = []
+    for row in x.split(1):
+        for seen in teacher.through(row):
+            found.append(kl(seen.weights(seen.mixer), seen.weights(twins[seen.name])).item())
+    return statistics.mean(found)
+
+
+def transfer(args):
+    """Does a map that imitates softmax on short rows of one text do so on another, and on longer rows?"""
+    path, teacher, meta = softmax_model(args)
+    T = max(16, teacher.config.block_size // 8)
+    times = chosen(args, (1, 4, 16), (1, 2, 4, 8, 16))
+    texts = {}                                                  # own, other: name, validation side, meta
+    for text, name in ('own', ''), ('other', args.data or 'stdlib'):
+        _, val, data, name = prepare.for_model(path, meta, name, max(times) * T)
+        texts[text] = name, val, data
+    if texts['own'][2]['val'] == texts['other'][2]['val']:
+        raise ValueError(f'--data={texts["other"][0]}: {path} was trained on that; give another text')
+    if any('row' in data for _, _, data in texts.values()):
+        raise ValueError(f'--data={texts["other"][0]}: a task; this suite wants a text')
+    learned_on = {'own': texts['own'][0], 'other': texts['other'][0], '': texts['own'][0]}
+    learned_on['random'] = random_tokens(args, meta['data'])
+    models = {'softmax': teacher}
+    for form, (flags, text) in only(args, TRANSFER).items():
+        flags += (f' --from={shlex.quote(path)} --rule=sum --distil={"ce" if text else "none"} --row={T} '
+                  f'--batch_size=32 --distil_steps={args.steps} --steps=0 --controls=false --eval_rows=4 '
+                  f'--device={args.device} --data={shlex.quote(learned_on[text])}')
+        found = a_run(args, 'transfer', form, converted, flags, args.seed, teacher=meta.get('digest'))
+        models[form] = model_in(found['out'], args.device)
+    rows = []
+    for (text, (_, val, data)), n in itertools.product(texts.items(), times):
+        x, y = spaced(val, n * T, chosen(args, 2, 8) * max(times) // n, data, args.device)
+        for form, model in models.items():
+            nats = torch.stack([nats_along(model, *row, n * T) for row in zip(x, y)]).mean().item()
+            if form == 'softmax':
+                full = nats
+            rows.append({'form': form, 'text': text, 'tokens': n * T, 'KL to teacher': divergence(
+                teacher, model, x), 'perplexity': math.exp(nats), 'recovered': 100 * math.exp(full - nats)})
+    note = (f'own: {texts["own"][0]}, of the teacher; other: {texts["other"][0]}; maps are distilled by '
+            f'{args.steps} steps of 32 rows of {T} tokens, on its own text unless they say another; the '
+            f'teacher had rows of {teacher.config.block_size}\n'
+            'KL to teacher: of attention weights, nats; recovered: of the perplexity of softmax there, in %')
+    report(args, 'transfer', rows, note)
 
 
 # ---- suite convert: a line is a conversion by a recipe of convert.py ---------------------------------------
@@ -1984,6 +2072,80 @@ def far_reading(args):
     report(args, 'far', rows, note, nats=by_row(rows, 'nats'))
 
 
+# ---- suite stories: what is written with few rows, judged by the model itself. Oren 2024 -------------------
+STORIES = {             # form: the rule, and of how many of a training row's tokens one row is kept
+    'tova 1/4': ('tova', 4), 'tova 1/8': ('tova', 8), 'tova 1/16': ('tova', 16), 'window 1/8': ('window', 8)}
+
+
+def continued(model, prompts, n, seed):
+    """The n tokens (B, n) that a model draws behind prompts (B, T)."""
+    draw = torch.Generator(prompts.device).manual_seed(seed)
+    steps = model.generate(prompts, generator=draw)
+    return torch.cat([token for token, _ in itertools.islice(steps, n)], 1)
+
+
+@torch.inference_mode()
+def likelihood(judge, prompts, said):
+    """Mean nats a token of what is said (B, n) behind prompts (B, T) -> (B,)"""
+    found = []
+    for some in torch.cat([prompts, said], 1).split(4):         # logits of all would be large
+        logits, _ = judge(some[:, :-1])
+        logits = logits[:, prompts.shape[1] - 1:].float()
+        found.append(F.cross_entropy(logits.mT, some[:, prompts.shape[1]:], reduction='none').mean(1))
+    return torch.cat(found)
+
+
+def of_binomial(count, n):
+    """The 95 % interval of a share of which `count` in n were seen, in %. Wilson 1927."""
+    z = 1.96
+    middle = (count + z * z / 2) / (n + z * z)
+    half = z * math.sqrt(count * (n - count) / n + z * z / 4) / (n + z * z)
+    return 100 * (middle - half), 100 * (middle + half)
+
+
+def verdicts(form, gain, tie):
+    """Rows of the table: how often a gain (B,) in nats is above `tie`, within, below."""
+    counts = {'won': (gain > tie).sum().item(), 'lost': (gain < -tie).sum().item()}
+    counts['tied'] = len(gain) - counts['won'] - counts['lost']
+    for verdict in 'won', 'tied', 'lost':
+        least, most = of_binomial(counts[verdict], len(gain))
+        paper = PAPER['stories'].figures.get(form, {}).get(verdict)
+        yield {'form': form, 'verdict': verdict, 'ours': 100 * counts[verdict] / len(gain), 'least': least,
+               'most': most, 'paper': paper}
+
+
+def stories(args):
+    """A softmax model with few rows goes on with prompts, and so does the model as it is, by the same draws:
+    which of both is likelier to the latter? Within a threshold that is found beforehand, from two other
+    stories of its own, it is a tie. GPT-4 judged in the paper; this judge cannot tell good from dull."""
+    path, teacher, x, data = pieces(args, chosen(args, 24, 200))
+    T = x.shape[1]
+    prompts = x[:, :max(1, T // 8)]
+    begin = prompts.shape[1]
+    n, = lengths(args, [min(512, T - begin)], one=True)
+    if begin + n > T:
+        raise ValueError(f'--lengths={n}: behind a prompt of {begin} they leave the {T} tokens of a training '
+                         f'row, beyond which the model is no judge; at most {T - begin}')
+
+    def written(model, seed):
+        said = continued(model, prompts, n, seed)
+        return said, likelihood(teacher, prompts, said)
+    full, nats = written(teacher, args.seed)
+    others = [written(teacher, args.seed + i)[1] for i in (1, 2, 3)]
+    tie = (others[1] - others[2]).std().item()
+    rows = list(verdicts('full, other draws', nats - others[0], tie))
+    means = {'full': nats.mean().item()}
+    same = {}
+    for form, (rule, share) in only(args, STORIES).items():
+        said, found = written(bounded(path, teacher, rule, max(1, T // share)), args.seed)
+        rows += verdicts(form, nats - found, tie)
+        means[form] = found.mean().item()
+        same[form] = (said == full).all(1).sum().item()
+    note = (f'in %, with intervals of 95 %: {len(x)} prompts of {begin} tokens, and {n} behind each; tied: '
+            f'within {tie:.3f} nats a token, the standard deviation between two stories of the full model')
+    report(args, 'stories', rows, note, tie=tie, nats=means, identical=same)
+
+
 # ---- suite gpu without a GPU: what the compiler makes of the kernels ---------------------------------------
 # The kernels are launched on tensors that have shapes and no memory. What kernels.launch is given is noted,
 # compiled for a GPU that need not be here, and its machine code counted. So whatever kernels.py launches is
@@ -2651,9 +2813,10 @@ def idea(args):
 # ---- the command -------------------------------------------------------------------------------------------
 RUN = {'decode': decode, 'layer': layer, 'capacity': partial(associative, 'capacity'),
        'update': partial(associative, 'update'), 'recall': recall, 'mqar': mqar, 'monotone': monotone,
-       'convert': convert, 'lra': lra, 'glue': partial(glue, suite='glue'), 'vit': partial(glue, suite='vit'),
-       'language': language, 'translate': translate, 'train': train, 'cache': cache, 'kept': kept,
-       'far': far_reading, 'batch': batch, 'gpu': gpu, 'idea': idea}
+       'transfer': transfer, 'convert': convert, 'lra': lra, 'glue': partial(glue, suite='glue'),
+       'vit': partial(glue, suite='vit'), 'language': language, 'translate': translate, 'train': train,
+       'cache': cache, 'kept': kept, 'far': far_reading, 'stories': stories, 'batch': batch, 'gpu': gpu,
+       'idea': idea}
 
 
 def settings(argv):
