@@ -168,9 +168,10 @@ SUITES = {
     'transfer': Suite(
         'init data steps only', {'steps': 40, 'only': 'hedgehog,hedgehog other,hedgehog untrained,elu'},
         {'steps': 300},
-        tuple(Panel('tokens', 'KL to teacher', f'on {whose}', 'tokens a row', 'KL to teacher, nats',
-                    only=('text', text))
-              for text, whose in (('own', "the teacher's own text"), ('other', 'another text')))),
+        (Panel('tokens', 'KL to teacher', "on the teacher's own text", 'tokens a row', 'KL to teacher, nats',
+               only=('text', 'own')),
+         Panel('tokens', 'KL to teacher', 'on another text', 'tokens a row', 'KL to teacher, nats',
+               only=('text', 'other')))),
     'convert': Suite(
         'init data seeds steps only',
         {'seeds': 1, 'steps': 48, 'only': 'pure,hybrid,window'}, {'seeds': 3, 'steps': 240},
@@ -1104,14 +1105,21 @@ def spaced(val, T, count, data, device):
     return recipe.rows(val, begin, T, data, device)
 
 
+def a_text(path, meta, name, length):
+    """A text of this name, or what a model was trained on, in the model's tokens -> its validation side, of
+    more than `length` of them, its metadata, its name"""
+    _, val, data, name = prepare.for_model(path, meta, name, length)
+    if 'row' in data:
+        raise ValueError(f'--data={name}: a task; this suite wants a text')
+    return val, data, name
+
+
 def pieces(args, count):
     """A softmax model and what it is measured on -> its path, the model, `count` evenly spaced pieces of its
     validation text as long as a training row (count, T), metadata of that text"""
     path, model, meta = softmax_model(args)
     T = model.config.block_size
-    _, val, data, name = prepare.for_model(path, meta, args.data, T)
-    if 'row' in data:
-        raise ValueError(f'--data={name}: a task; this suite wants a text')
+    val, data, _ = a_text(path, meta, args.data, T)
     x, _ = spaced(val, T, count, data, args.device)
     return path, model, x, data
 
@@ -1156,75 +1164,6 @@ def draw_curves(axes, scores, curves):
     axes.set(xlabel='q.k / sqrt(d)', ylabel='attention weight', yscale='log',
              title='one query: weights should grow with q.k')
     axes.legend(fontsize=9, frameon=False)
-
-
-# ---- suite transfer: a map is distilled on one text and looked at on another. Zhang 2024, tables 4 and 5 ---
-TRANSFER = {            # form: flags of convert.py, and what the map is distilled on
-    'hedgehog': ('--phi=hedgehog', 'own'), 'hedgehog other': ('--phi=hedgehog', 'other'),
-    'hedgehog random': ('--phi=hedgehog', 'random'), 'hedgehog untrained': ('--phi=hedgehog', ''),
-    't2r-hh': ('--phi=t2r', 'own'), 't2r-hh other': ('--phi=t2r', 'other'), 'elu': ('--phi=elu', '')}
-
-
-def random_tokens(args, data):
-    """A set of random tokens of the kind that data has, in --out -> its folder"""
-    folder = inside(args, f'random-{args.seed}')
-    os.makedirs(folder, exist_ok=True)
-    draw = np.random.default_rng(args.seed)
-    meta = {name: data[name] for name in prepare.TOKEN_KEYS if name in data}
-    sides = [[draw.integers(data['vocab_size'], size=n)] for n in (200_000, 20_000)]
-    meta |= {side: {'bytes': tokens.size} for side, (tokens,) in zip(prepare.SIDES, sides)}
-    prepare.save(folder, {'name': 'random', **meta}, sides)
-    return folder
-
-
-@torch.inference_mode()
-def divergence(teacher, student, x):
-    """From the teacher's attention weights to the student's, on the teacher's inputs, row by row of x (B, T):
-    the mean of KL over layers, heads and queries, in nats."""
-    twins = student.mixers()
-    found = []
-    for row in x.split(1):
-        for seen in teacher.through(row):
-            found.append(kl(seen.weights(seen.mixer), seen.weights(twins[seen.name])).item())
-    return statistics.mean(found)
-
-
-def transfer(args):
-    """Does a map that imitates softmax on short rows of one text do so on another, and on longer rows?"""
-    path, teacher, meta = softmax_model(args)
-    T = max(16, teacher.config.block_size // 8)
-    times = chosen(args, (1, 4, 16), (1, 2, 4, 8, 16))
-    texts = {}                                                  # own, other: name, validation side, meta
-    for text, name in ('own', ''), ('other', args.data or 'stdlib'):
-        _, val, data, name = prepare.for_model(path, meta, name, max(times) * T)
-        texts[text] = name, val, data
-    if texts['own'][2]['val'] == texts['other'][2]['val']:
-        raise ValueError(f'--data={texts["other"][0]}: {path} was trained on that; give another text')
-    if any('row' in data for _, _, data in texts.values()):
-        raise ValueError(f'--data={texts["other"][0]}: a task; this suite wants a text')
-    learned_on = {'own': texts['own'][0], 'other': texts['other'][0], '': texts['own'][0]}
-    learned_on['random'] = random_tokens(args, meta['data'])
-    models = {'softmax': teacher}
-    for form, (flags, text) in only(args, TRANSFER).items():
-        flags += (f' --from={shlex.quote(path)} --rule=sum --distil={"ce" if text else "none"} --row={T} '
-                  f'--batch_size=32 --distil_steps={args.steps} --steps=0 --controls=false --eval_rows=4 '
-                  f'--device={args.device} --data={shlex.quote(learned_on[text])}')
-        found = a_run(args, 'transfer', form, converted, flags, args.seed, teacher=meta.get('digest'))
-        models[form] = model_in(found['out'], args.device)
-    rows = []
-    for (text, (_, val, data)), n in itertools.product(texts.items(), times):
-        x, y = spaced(val, n * T, chosen(args, 2, 8) * max(times) // n, data, args.device)
-        for form, model in models.items():
-            nats = torch.stack([nats_along(model, *row, n * T) for row in zip(x, y)]).mean().item()
-            if form == 'softmax':
-                full = nats
-            rows.append({'form': form, 'text': text, 'tokens': n * T, 'KL to teacher': divergence(
-                teacher, model, x), 'perplexity': math.exp(nats), 'recovered': 100 * math.exp(full - nats)})
-    note = (f'own: {texts["own"][0]}, of the teacher; other: {texts["other"][0]}; maps are distilled by '
-            f'{args.steps} steps of 32 rows of {T} tokens, on its own text unless they say another; the '
-            f'teacher had rows of {teacher.config.block_size}\n'
-            'KL to teacher: of attention weights, nats; recovered: of the perplexity of softmax there, in %')
-    report(args, 'transfer', rows, note)
 
 
 # ---- suite convert: a line is a conversion by a recipe of convert.py ---------------------------------------
@@ -1338,6 +1277,11 @@ def nats_along(model, x, y, segment):
     return torch.cat(found)
 
 
+def in_rows(model, x, y, T):
+    """`nats_along`, but every T tokens from an empty state."""
+    return torch.cat([nats_along(model, *row, T) for row in zip(x.split(T), y.split(T))])
+
+
 def by_octave(nats, first):
     """Means of nats (.., T) over the positions up to `first`, from there up to twice that, and so on -> a
     dict by where these ranges end"""
@@ -1365,6 +1309,97 @@ def by_length(args, models, val, data):
         for end, mean in by_octave(nats, segment).items():
             rows.append({'form': form, 'part': 'length', 'position': end, 'perplexity': math.exp(mean)})
     return rows
+
+
+# ---- suite transfer: a map is distilled on one text and looked at on another. Zhang 2024, tables 4 and 5 ---
+TRANSFER = {            # form: flags of convert.py, and what its map is distilled on
+    'hedgehog': ('--phi=hedgehog --distil=ce', 'own'),
+    'hedgehog other': ('--phi=hedgehog --distil=ce', 'other'),
+    'hedgehog random': ('--phi=hedgehog --distil=ce', 'random'),
+    'hedgehog untrained': ('--phi=hedgehog --distil=none', 'own'), 't2r-hh': ('--phi=t2r --distil=ce', 'own'),
+    't2r-hh other': ('--phi=t2r --distil=ce', 'other'), 'elu': ('--phi=elu --distil=none', 'own')}
+
+
+def own_and_other(args, path, meta, length):
+    """The text that a model was trained on and that of --data -> a_text of each, by `own` and `other`"""
+    found = {}
+    for text, name in ('own', ''), ('other', args.data or 'stdlib'):
+        found[text] = a_text(path, meta, name, length)
+    own, other = (data['val'] for _, data, _ in found.values())
+    if own == other:
+        raise ValueError(f'--data={found["other"][2]}: what {path} was trained on; give another text')
+    return found
+
+
+def random_tokens(args, data):
+    """A set of random tokens of the kind that data has, in --out -> its folder"""
+    folder = inside(args, f'random-{args.seed}')
+    os.makedirs(folder, exist_ok=True)
+    draw = np.random.default_rng(args.seed)
+    meta = {name: data[name] for name in prepare.TOKEN_KEYS if name in data}
+    sides = []
+    for side, n in ('train', 200_000), ('val', 20_000):
+        meta[side] = {'bytes': n}                               # nobody asks how many they are
+        sides.append([draw.integers(data['vocab_size'], size=n)])
+    prepare.save(folder, {'name': 'random', **meta}, sides)
+    return folder
+
+
+@torch.inference_mode()
+def divergence(teacher, student, x):
+    """From the teacher's attention weights to the student's, on the teacher's inputs, row by row of x (B, T):
+    the mean of KL over layers, heads and queries, in nats."""
+    twins = student.mixers()
+    found = []
+    for row in x.split(1):
+        for seen in teacher.through(row):
+            a = seen.weights(seen.mixer)
+            w = seen.weights(twins[seen.name])
+            found.append(kl(a, w).item())
+    return statistics.mean(found)
+
+
+def fidelity(models, x, y):
+    """How near models are to the first of them on rows x, y (B, T) -> columns of the table, by form"""
+    found = {}
+    teacher = next(iter(models.values()))
+    T = x.shape[1]
+    for form, model in models.items():
+        nats = in_rows(model, x.flatten(), y.flatten(), T).mean().item()
+        found[form] = {'KL to teacher': divergence(teacher, model, x), 'perplexity': math.exp(nats)}
+    full = next(iter(found.values()))['perplexity']
+    for row in found.values():
+        row['recovered'] = 100 * (full / row['perplexity'])
+    return found
+
+
+def transfer(args):
+    """Does a map that imitates softmax on short rows of one text do so on another, and on longer rows?"""
+    path, teacher, meta = softmax_model(args)
+    T = max(16, teacher.config.block_size // 8)
+    times = chosen(args, (1, 4, 16), (1, 2, 4, 8, 16))
+    texts = own_and_other(args, path, meta, max(times) * T)
+    names = {text: name for text, (_, _, name) in texts.items()}
+    learned_on = {**names, 'random': random_tokens(args, meta['data'])}
+    of_all = (f'--from={shlex.quote(path)} --rule=sum --row={T} --batch_size=32 --distil_steps={args.steps} '
+              f'--steps=0 --controls=false --eval_rows=4 --device={args.device}')
+    models = {'softmax': teacher}
+    for form, (flags, text) in only(args, TRANSFER).items():
+        flags = f'{flags} {of_all} --data={shlex.quote(learned_on[text])}'
+        found = a_run(args, 'transfer', form, converted, flags, args.seed, teacher=meta.get('digest'))
+        models[form] = model_in(found['out'], args.device)
+    rows = []
+    for text, (val, data, _) in texts.items():
+        for n in times:
+            count = chosen(args, 2, 8) * max(times) // n        # as many tokens at all lengths
+            x, y = spaced(val, n * T, count, data, args.device)
+            for form, columns in fidelity(models, x, y).items():
+                rows.append({'form': form, 'text': text, 'tokens': n * T, **columns})
+    note = (f'own: {names["own"]}, of the teacher; other: {names["other"]}; maps are distilled by '
+            f'{args.steps} steps of 32 rows of {T} tokens, on its own text unless they say another; the '
+            f'teacher had rows of {teacher.config.block_size}\n'
+            'KL to teacher: of attention weights, nats; recovered: of the perplexity of softmax there, in %')
+    report(args, 'transfer', rows, note)
 
 
 # ---- what the suites train, decode and layer compute -------------------------------------------------------
@@ -2021,11 +2056,6 @@ for policy in 'sink', 'h2o', 'tova', 'tova-head':
     FAR |= {policy: (policy, 'true'), f'{policy} compressed': (policy, 'compress')}
 
 
-def in_rows(model, x, y, T):
-    """nats_along, but every T tokens from an empty state."""
-    return torch.cat([nats_along(model, *row, T) for row in zip(x.split(T), y.split(T))])
-
-
 def far_forms(args, path, teacher, data, size):
     """Lines of the table -> form, what reads x, y"""
     T = teacher.config.block_size
@@ -2039,8 +2069,8 @@ def far_forms(args, path, teacher, data, size):
         if not prepare.same_tokens(meta['data'], data):
             raise ValueError(f'--beside={source}: its tokens ({prepare.described(meta["data"])}) are not '
                              f'those of {path}; train both on the same data')
-        yield f'{",".join(dict.fromkeys(model.config.rules()))}: {source}', partial(
-            nats_along, model.eval(), segment=T)
+        rules = ','.join(dict.fromkeys(model.config.rules()))
+        yield f'{rules}: {source}', partial(nats_along, model.eval(), segment=T)
 
 
 def far_reading(args):
@@ -2053,9 +2083,7 @@ def far_reading(args):
     if teacher.max_len:
         raise ValueError(f'{path}: it knows {teacher.max_len:,} positions and no more; this suite wants a '
                          'model with rope, as train.py makes without --pos')
-    _, val, data, name = prepare.for_model(path, meta, args.data, length)
-    if 'row' in data:
-        raise ValueError(f'--data={name}: a task; this suite wants a text')
+    val, data, name = a_text(path, meta, args.data, length)
     x, y = spaced(val, length, 1, data, args.device)
     size = max(1, block // 8)
     found = {}
@@ -2098,9 +2126,11 @@ def likelihood(judge, prompts, said):
 def of_binomial(count, n):
     """The 95 % interval of a share of which `count` in n were seen, in %. Wilson 1927."""
     z = 1.96
-    middle = (count + z * z / 2) / (n + z * z)
-    half = z * math.sqrt(count * (n - count) / n + z * z / 4) / (n + z * z)
-    return 100 * (middle - half), 100 * (middle + half)
+    share = count / n
+    middle = share + z ** 2 / (2 * n)
+    half = z * math.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
+    whole = 1 + z ** 2 / n
+    return 100 * (middle - half) / whole, 100 * (middle + half) / whole
 
 
 def verdicts(form, gain, tie):
