@@ -216,7 +216,8 @@ SUITES = {
         (Panel('share of text', 'steps kept', 'how long, by kind', 'share of the text', 'mean steps kept',
                'linear', 'linear', name='kind'),)),
     'far': Suite(
-        'init data lengths only beside', {'lengths': '4096', 'only': 'window,sink,h2o,tova,tova compressed'},
+        'init data lengths only beside',
+        {'lengths': '4096', 'only': 'window,sink,sink compressed,tova,tova compressed'},
         {'lengths': '70000'},
         (Panel('position', 'nats', 'one long text', 'position, up to', 'nats a token', 'log', 'linear'),)),
     'stories': Suite('init data lengths only', {'only': 'tova 1/8,window 1/8'}, {}),
