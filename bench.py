@@ -1926,7 +1926,7 @@ KINDS = {'newline': '\n', 'punctuation': string.punctuation, 'capital': string.a
          'digit': string.digits}
 
 
-WORDS = {               # kinds of whole words and possessive endings: tokens that are more than a character
+SPEECH = {              # kinds of whole words and possessive endings: tokens that are more than a character
     "possessive 's": "'s \u2019s", 'article': 'a an the',
     'preposition': 'about above across after against along among around at before behind below beneath '
                    'beside between beyond by down during for from in into near of off on onto out over past '
@@ -1950,7 +1950,7 @@ def kind_of(token, data):
     of_words = data['tokenizer'] not in ('byte', 'char')
     begins = word != text or not first.islower()                # else it goes on with a word
     if of_words and begins and len(text) > 1:
-        for kind, words in WORDS.items():
+        for kind, words in SPEECH.items():
             if word.lower() in words.split():
                 return kind
     for kind, characters in KINDS.items():
@@ -2052,9 +2052,11 @@ def batch(args):
 
 
 # ---- suite far: a softmax model far beyond the rows it was trained on. Oren 2024, appendix -----------------
-FAR = {'window': ('window', 'true')}    # form: what is kept, and positions; those of a window have no gaps
-for policy in 'sink', 'h2o', 'tova', 'tova-head':
-    FAR |= {policy: (policy, 'true'), f'{policy} compressed': (policy, 'compress')}
+FAR = {                 # form: what is kept, and its positions; a window has no gaps between them
+    'window': ('window', 'true'), 'sink': ('sink', 'true'), 'sink compressed': ('sink', 'compress'),
+    'h2o': ('h2o', 'true'), 'h2o compressed': ('h2o', 'compress'), 'tova': ('tova', 'true'),
+    'tova compressed': ('tova', 'compress'), 'tova-head': ('tova-head', 'true'),
+    'tova-head compressed': ('tova-head', 'compress')}
 
 
 def far_forms(args, path, teacher, data, size):
