@@ -8,9 +8,10 @@ and draws, PAPER what the papers found.
     python bench.py decode             the next token after 128 .. 65,536: time and state, layer and model
     python bench.py layer              one forward pass over up to 4,096, with --full 32,768, and its memory
     python bench.py capacity           how many associations a matrix holds (Schlag 2021)
-    python bench.py update             associations whose values change: sum, gated, delta
+    python bench.py update             associations whose values change: sum, gated, delta, fast weight memory
     python bench.py recall             accuracy and entropy of attention by feature map (Zhang 2024)
-    python bench.py mqar               multi-query recall against the bytes of the state
+    python bench.py mqar               multi-query recall against the bytes of the state; with --full the best
+                                       of three learning rates
     python bench.py monotone           attention weights against q.k by feature map, also distilled
     python bench.py transfer           such a map on another text and on longer rows (Zhang 2024)
     python bench.py convert            what RNNs made of a softmax model recover, by tokens spent, and beyond
@@ -18,7 +19,10 @@ and draws, PAPER what the papers found.
     python bench.py lra                encoders on tasks of the Long Range Arena (Zhang 2024)
     python bench.py glue               classifiers of sentences with softmax, converted by each map; vit: of
                                        pictures
-    python bench.py language           rules, positions, normalisation, carried state (Schlag 2021)
+    python bench.py grid               rules x feature maps, from nothing and converted from softmax, and T2R
+                                       by the size of its map (Mao 2022, Kasai 2021)
+    python bench.py language           rules, positions, normalisation, carried states and windows, learning
+                                       curves (Schlag 2021)
     python bench.py translate          BLEU of translators, trained and converted, and how fast they write
     python bench.py train              a layer forward and backward over T: our forms, and attention
     python bench.py cache              perplexity of a softmax model as an RNN that keeps few rows (Oren 2024)
@@ -76,6 +80,7 @@ from model import (
     GPT,
     Config,
     FastWeights,
+    Gates,
     Mixer,
     chosen_rows,
     flag,
@@ -95,6 +100,8 @@ os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # torch.profiler, of which m
 HERE = os.path.dirname(os.path.abspath(__file__))
 GOOD = 0.001        # up to this loss associations count as held, in the paper, too
 COLOURS = ['#000000', '#E69F00', '#56B4E9', '#009E73', '#0072B2', '#D55E00', '#CC79A7', '#F0E442']
+DASHES = '-', '--', ':', '-.'
+MANY = 8            # lines of a panel, from which on their names stand at their ends
 MB = 2 ** 20
 
 
@@ -125,7 +132,9 @@ ALWAYS = 'quick full out device seed'
 SPIKY = Panel('entropy', 'ours', '', 'entropy of attention, nats', 'accuracy, %', 'linear', 'linear',
               name='form')
 HELD = Panel('S', 'ours', '', 'associations S', 'loss, 1/2 |v - answer|^2', 'linear', 'linear',
-             paper='paper')
+             paper='paper', only=('part', ''))
+LEARNED_SO_FAR = Panel('step', 'loss', 'learning curves of the fewest associations', 'step', 'loss', 'linear',
+                       only=('part', 'curve'))
 
 SUITES = {
     'decode': Suite(
@@ -144,12 +153,12 @@ SUITES = {
         {'seeds': 1, 'steps': 1000, 'only': 'softmax,elu,dpfp:1,favor:64'},
         {'seeds': 3, 'steps': 20000,
          'lengths': '20,40,60,80,100,120,140,160,200,240,260,300,340,360,400,500,600'},
-        (HELD._replace(title='what a matrix holds (hollow: the paper)'),)),
+        (HELD._replace(title='what a matrix holds (hollow: the paper)'), LEARNED_SO_FAR)),
     'update': Suite(
         'lengths seeds steps only',
-        {'seeds': 1, 'steps': 1000, 'only': 'sum,gated,delta,sum sum-norm'},
+        {'seeds': 1, 'steps': 1000, 'only': 'sum,gated,delta,sum sum-norm,fwm'},
         {'seeds': 3, 'steps': 20000, 'lengths': '20,40,60,80,100,140,200'},
-        (HELD._replace(title='values that change (hollow: the paper)'),)),
+        (HELD._replace(title='values that change (hollow: the paper)', yscale='log'), LEARNED_SO_FAR)),
     'recall': Suite(
         'seeds steps only', {'seeds': 1}, {'seeds': 3},
         (SPIKY._replace(title='one layer', only=('model', 'one layer')),
@@ -185,13 +194,20 @@ SUITES = {
                   {'seeds': 3}),
     'vit': Suite('init data seeds steps only', {'seeds': 1, 'steps': 100, 'only': 'hedgehog,t2r-hh,t2r'},
                  {'seeds': 3}),
+    'grid': Suite(
+        'init data seeds steps only',
+        {'seeds': 1, 'steps': 40, 'only': 'sum elu,sum t2r,delta elu,delta t2r'}, {'seeds': 3, 'steps': 400},
+        (Panel('features', 'ours', 'T2R with sum, by the size of its map', 'features of a head',
+               'bits per byte', 'log', 'linear', only=('part', 'features')),)),
     'language': Suite(
         'data seeds steps only',
-        {'seeds': 1, 'steps': 150, 'only': 'softmax,sum,delta elu,delta,decay,gated_delta'},
+        {'seeds': 1, 'steps': 100, 'only': 'softmax,sum,delta elu,delta elu no-norm,window carry,delta'},
         {'seeds': 3, 'steps': 2000},
-        (Panel('paper, perplexity', 'ours', 'the same order as in the paper?',
+        (Panel('paper, small', 'ours', 'the same order as in the paper?',
                'perplexity of WikiText-103 in the paper', 'bits per byte here', 'linear', 'linear',
-               name='form'),)),
+               name='form', only=('part', '')),
+         Panel('step', 'bits a byte', 'learning curves', 'step', 'bits per byte, start of validation',
+               'linear', 'linear', only=('part', 'curve')))),
     'translate': Suite(
         'lengths seeds steps only',
         {'seeds': 1, 'steps': 60, 'lengths': '16,256', 'only': 'softmax,elu,t2r converted'},
@@ -281,6 +297,7 @@ def over(sizes, *figures):
 TO_600 = 20, 40, 60, 80, 100, 120, 140, 160, 200, 240, 260, 300, 340, 360, 400, 500, 600
 TO_200 = 20, 40, 60, 80, 100, 120, 140, 160, 180, 200
 SHARES = 64, 32, 16, 8, 4, 2, 1         # one row in so many is kept
+SIZES_OF = 'small', 'medium'
 
 PAPER = {
     'capacity': Paper(
@@ -303,7 +320,9 @@ PAPER = {
             'sum': over(TO_200, .097, .104, .103, .113, .111, .128, .155, .18, .201, .231),
             'delta': over(TO_200, .0008, .001, .0049, .0063, .0001, .0141, .0475, .104, .133, .171),
             'delta dpfp:2': over(TO_200, .001, .0005, .0005, .0008, .0854, .0007, .0003, .0004, .0004, .0008),
-            'delta elu': over(TO_200, .0008, .0007, .0005, .094, .15, .215, .257, .276, .315, .342)}),
+            'delta elu': over(TO_200, .0008, .0007, .0005, .094, .15, .215, .257, .276, .315, .342),
+            'fwm': over(TO_200, .04, .492, .499, .5, .526, .556, .743, 1.97, 2.5, 1.09),
+            'fwm tanh': over(TO_200, 1.5, 4.83, 9.02, 30.3, 42.4, 56, 59.8, 74.8, 85.3, 95.5)}),
     'recall': Paper(
         'Zhang 2024, tables 2, 3 and figure 4, accuracy in %; in its text exp:2 solves it, exp:1 does not', {
             'softmax': 100, 'taylor': 100, 'hedgehog': 100, 'elu': 17, 'favor': 17, 'cosformer': 17}),
@@ -323,11 +342,22 @@ PAPER = {
     'layer': Paper(
         'Zhang 2024, figure 6: Hedgehog nearly 6 times as fast as FlashAttention at 32,768, on a GPU, in as '
         'little memory', {}),
+    'grid': Paper('Mao 2022 compares rules and maps, Kasai 2021 sizes of a map: figures that are not at hand',
+                  {}),
     'language': Paper(
-        'Schlag 2021, tables 2 and 5, small models: test perplexity of WikiText-103, 40 M parameters, with '
-        "positions; attn-norm from a line of table 2's source that is not printed", {
-            'softmax': 34.1, 'sum': 38.3, 'delta elu': 35.5, 'sum favor:8': 39.6, 'delta favor:8': 37.2,
-            'sum dpfp:1': 38.8, 'delta dpfp:1': 35.0, 'delta elu attn-norm': 37.2}),
+        'Schlag 2021, tables 2 to 5: test perplexity of WikiText-103, small models of 40 M parameters and '
+        'medium ones of 90 M; small ones with attn-norm from lines of the source that are not printed. '
+        'Without positions and attn-norm their log has 32.2. Window: Transformer-XL with 1, 8 and 16 times '
+        "delta's state. Not in numbers: sum with a carried state above 260, delta without sum "
+        'normalisation diverges', {
+            'softmax': over(SIZES_OF, 34.1, 29.6), 'sum': over(SIZES_OF, 38.3, 33.0),
+            'delta elu': over(SIZES_OF, 35.5, 31.5), 'sum favor:8': over(SIZES_OF, 39.6, 33.8),
+            'delta favor:8': over(SIZES_OF, 37.2, 31.8), 'sum dpfp:1': {'small': 38.8},
+            'delta dpfp:1': {'small': 35.0}, 'delta elu attn-norm': over(SIZES_OF, 37.2, 32.1),
+            'delta favor:8 attn-norm': over(SIZES_OF, 37.5, 32.4), 'delta elu no-positions': {'medium': 31.1},
+            'delta elu no-positions attn-norm': {'medium': 31.2},
+            'delta elu no-positions carry': {'medium': 29.4},
+            'window carry': {8: 65.5, 64: 30.1, 128: 27.4}}),
     'translate': Paper(
         'BLEU of WMT14 En-De. Schlag 2021, table 1, with 64 features a head as here, but DPFP with 256; t2r '
         'converted: Kasai 2021, table 2, beside a better softmax; the order: T2R converted, T2R, RFA, ELU', {
@@ -502,8 +532,8 @@ def draw_panels(args, suite, rows, draws=None):
     parts = [draws] if draws else []
     panels_shown = [(panel, rows_of(panel, rows)) for panel in SUITES[suite].panels]
     forms = dict.fromkeys(r.get('form') for _, shown in panels_shown for r in shown)
-    styles = {form: (COLOURS[i % len(COLOURS)], '-' if i < len(COLOURS) else '--')
-              for i, form in enumerate(forms)}                  # the same in all panels
+    looks = itertools.product(DASHES, COLOURS)
+    styles = {form: (colour, dash) for form, (dash, colour) in zip(forms, looks)}       # the same in all
     for panel, shown in panels_shown:
         if shown:
             parts.append(partial(draw, panel=panel, rows=shown, args=args, styles=styles))
@@ -552,6 +582,8 @@ def rows_of(panel, rows):
 
 def draw(axes, panel, rows, args, styles):
     """One panel of a picture."""
+    axes.set(xscale=panel.xscale, yscale=panel.yscale, xlabel=panel.xlabel, ylabel=panel.ylabel)
+    axes.set_title(panel.title.format_map(vars(args)))
     if panel.name:
         for r in rows:
             at = r[panel.x], r[panel.y]
@@ -559,8 +591,6 @@ def draw(axes, panel, rows, args, styles):
             axes.annotate(r[panel.name], at, (6, -4), fontsize=9, textcoords='offset points')
     else:
         lines(axes, rows, panel, styles)
-    axes.set(xscale=panel.xscale, yscale=panel.yscale, xlabel=panel.xlabel, ylabel=panel.ylabel)
-    axes.set_title(panel.title.format_map(vars(args)))
     ticks = sorted({r[panel.x] for r in rows})
     if len(ticks) <= 8 and not panel.name:
         axes.set_xticks(ticks, [f'{t:,}' for t in ticks])
@@ -569,14 +599,49 @@ def draw(axes, panel, rows, args, styles):
 
 def lines(axes, rows, panel, styles):
     """A line a form, in colours that colour-blind readers can tell; the paper's figures as hollow points."""
+    ends = {}
     for form in dict.fromkeys(r['form'] for r in rows):
         mine = [r for r in rows if r['form'] == form]
         sizes = [r[panel.x] for r in mine]
+        found = [r[panel.y] for r in mine]
         colour, dash = styles[form]
-        axes.plot(sizes, [r[panel.y] for r in mine], dash, marker='o', color=colour, label=form)
+        axes.plot(sizes, found, dash, marker='o', color=colour, label=form)
         if panel.paper:
             axes.plot(sizes, [r[panel.paper] for r in mine], 'o', color=colour, fillstyle='none')
-    axes.legend(fontsize=9, frameon=False)
+        ends[form] = sizes[-1], found[-1]
+    if len(ends) < MANY:
+        axes.legend(fontsize=9, frameon=False)
+    else:
+        names_at(axes, ends, styles)
+
+
+def names_at(axes, ends, styles):
+    """The names of lines in a column beside the axes, each as near to the end (x, y) of its line as the
+    others leave room, and a thin line from there to the name."""
+    axes.autoscale_view()                                       # else nothing has its place yet
+    place = axes.transData + axes.transAxes.inverted()
+    height = {form: place.transform(end)[1] for form, end in ends.items()}
+    upwards = sorted(ends, key=height.get)
+    for form, y in zip(upwards, spread([height[form] for form in upwards])):
+        colour, dash = styles[form]
+        leader = {'arrowstyle': '-', 'color': colour, 'linestyle': dash, 'linewidth': 0.8, 'shrinkB': 0,
+                  'relpos': (0, 0.5)}                           # it begins left of the name
+        axes.annotate(form, ends[form], (1.08, y), textcoords='axes fraction', va='center', fontsize=9,
+                      arrowprops=leader)
+
+
+def spread(heights, gap=0.045):
+    """Heights in rising order, 1 is the top, moved apart as far as names need it."""
+    apart = []
+    lowest = -math.inf
+    for y in heights:
+        apart.append(max(y, lowest))
+        lowest = apart[-1] + gap
+    highest = 1
+    for i in reversed(range(len(apart))):
+        apart[i] = min(apart[i], highest)
+        highest = apart[i] - gap
+    return apart
 
 
 # ---- commands: a line of a table is a run of train.py or convert.py ----------------------------------------
@@ -632,11 +697,17 @@ def run_script(name, flags, seed, out):
 
 def trained(flags, seed, out):
     """python train.py -> parameters, and of its closing validation accuracy and val_loss, nats a token; in
-    `carried` the latter with the state carried along, where that can be"""
+    `carried` the latter with the state carried along, where that can be; in `curve` steps and the val_loss
+    after them, of the start of the validation data"""
     run_script('train.py', flags, seed, out)
     log = list(json_lines(os.path.join(out, 'log.jsonl')))
     ends = {row['rule']: row for row in log if 'rule' in row}
-    return {'params': log[0]['params'], 'carried': ends.get('carried', {}).get('val_loss'), **ends['blocks']}
+    curve = []
+    for row in log:
+        if 'step' in row and 'val_loss' in row:
+            curve.append([row['step'], row['val_loss']])
+    carried = ends.get('carried', {}).get('val_loss')
+    return {'params': log[0]['params'], 'carried': carried, 'curve': curve, **ends['blocks']}
 
 
 def converted(flags, seed, out, teacher=''):
@@ -671,13 +742,51 @@ def of_seeds(found, key, scale=1.0):
             'seeds': len(values), 'minutes': sum(f['minutes'] for f in found)}
 
 
-def model_in(out, device):
-    """The model that a run left in its folder."""
-    model, _ = load(os.path.join(out, 'ckpt.safetensors'), device)
+def curve(form, found, column, scale=1.0):
+    """Rows of a learning curve: the median over seeds, as far as all of them have been trained."""
+    rows = []
+    for points in zip(*[f['curve'] for f in found]):            # those of a step, by seed
+        steps, losses = zip(*points)
+        rows.append({'form': form, 'part': 'curve', 'step': steps[0],
+                     column: scale * statistics.median(losses)})
+    return rows
+
+
+def model_in(out, device, **changes):
+    """The model that a run left in its folder, with other flags of `Swap`."""
+    model, _ = load(os.path.join(out, 'ckpt.safetensors'), device, **changes)
     return model.eval()
 
 
 # ---- suites capacity, update: how much a matrix of fast weights holds. Schlag 2021 section 6.1 -------------
+class FastWeightMemory(nn.Module):
+    """Schlag 2021b (arXiv:2011.07831): the delta rule with keys as they are; after each write a matrix longer
+    than 1 becomes one of length 1, and what is read goes through a LayerNorm without weights.
+
+        W_t = S_{t-1} + beta_t (v_t - S_{t-1} k_t) k_t^T      S_t = W_t / max(|W_t|, 1)      o = norm(S_T q)
+
+    Its map was tanh; Schlag 2021 has also given it others."""
+    def __init__(self, n_embd, d, phi):
+        super().__init__()
+        self.phi = torch.tanh
+        if phi != 'tanh':
+            self.phi = fastweight.feature_map(phi, 1, d)
+        self.gates = Gates(RULES['delta'], n_embd, 1, d, d)
+
+    def forward(self, x, q, k, v):
+        """Write all, then read. x (B, T, n_embd), q, k (B, H, T, d), v (B, H, T, V) -> o (B, H, T, V)"""
+        k = self.phi(k)
+        beta = self.gates(x)['write'][..., None]
+        S = torch.zeros_like(fastweight.outer(v[:, :, 0], k[:, :, 0]))
+        for t in range(k.shape[2]):
+            k_t = k[:, :, t]
+            u = beta[:, :, t] * (v[:, :, t] - fastweight.find(S, k_t))
+            W = S + fastweight.outer(u, k_t)
+            S = W / torch.linalg.matrix_norm(W, keepdim=True).clamp(min=1)
+        o = self.phi(q) @ S.mT
+        return F.layer_norm(o, o.shape[-1:])
+
+
 class Associative(nn.Module):
     """Read S keys with their values, then say the value of each. d = 64. x = [embed(key); one-hot of value],
     k = W_k x, q = W_q embed(key), v the one-hot itself; the answer is what is read: no output layer."""
@@ -690,7 +799,10 @@ class Associative(nn.Module):
         bound = d ** -0.5
         for w in self.k.weight, self.q.weight:
             nn.init.uniform_(w, -bound, bound)
-        self.memory = FastWeights(rule, e + S, 1, d, phi, norm)
+        if rule == 'fwm':
+            self.memory = FastWeightMemory(e + S, d, phi)
+        else:
+            self.memory = FastWeights(rule, e + S, 1, d, phi, norm)
 
     def forward(self, keys, values):
         """keys, values (B, L), all written, then all keys asked for -> answers (B, L, S)"""
@@ -699,6 +811,8 @@ class Associative(nn.Module):
         x = torch.cat([self.embed[keys], v], -1)
         k = self.k(x)
         q = self.q(self.embed)[keys]
+        if isinstance(memory, FastWeightMemory):
+            return memory(x, q[:, None], k[:, None], v[:, None])[:, 0]
         if memory.rule.keeps:
             return (q @ k.mT * k.shape[-1] ** -0.5).softmax(-1) @ v
         memory.redraw({})
@@ -747,6 +861,7 @@ def associate(S, rule, phi, norm, replace, seed, most, device, rows=4):
     model = Associative(S, rule, phi, norm).to(device)
     opt = torch.optim.Adam(model.parameters(), 1e-3, fused=True)
     losses = []
+    steps = []
     for step in range(1, most + 1):
         keys, values = associations(S, 2 * S, rows, replace, draw, device)
         far(model, keys, values, by_key=False).backward()
@@ -758,11 +873,12 @@ def associate(S, rule, phi, norm, replace, seed, most, device, rows=4):
         with torch.no_grad():           # of S pairs, also where it trains on 2 S, as their code does
             keys, values = associations(S, S, 20, replace, draw, device)
             losses.append(far(model, keys, values, by_key=True).item())
+        steps.append(step)
         model.train()
         vain = len(losses) - 1 - losses.index(min(losses))
         if min(losses) <= GOOD or vain > 10 or not math.isfinite(losses[-1]):
             break
-    return {'loss': min(losses), 'steps': step}
+    return {'loss': min(losses), 'steps': step, 'curve': [list(point) for point in zip(steps, losses)]}
 
 
 ASSOCIATIVE = {     # form: rule, phi, norm
@@ -775,32 +891,38 @@ ASSOCIATIVE = {     # form: rule, phi, norm
         'sum': ('sum', 'dpfp:1', 'attn'), 'gated': ('gated', 'dpfp:1', 'attn'),
         'delta': ('delta', 'dpfp:1', 'sum'), 'delta dpfp:2': ('delta', 'dpfp:2', 'sum'),
         'delta elu': ('delta', 'elu', 'sum'), 'delta l2': ('delta', 'dpfp:1', 'l2'),
-        'sum sum-norm': ('sum', 'dpfp:1', 'sum')}}
+        'sum sum-norm': ('sum', 'dpfp:1', 'sum'), 'fwm': ('fwm', 'dpfp:1', ''),
+        'fwm tanh': ('fwm', 'tanh', '')}}
 FEW = {                 # S of a quick run, else 20 and 60
     'softmax': (20, 100, 200), 'elu': (20, 40, 60, 80), 'dpfp:1': (40, 100, 140), 'gated': (20,),
-    'sum sum-norm': (20,)}
+    'sum sum-norm': (20,), 'fwm': (20,)}
 OVERFULL = 0.1          # a matrix with a loss above this is not tried with more
 
 
 def associative(suite, args):
     """Losses against the number of associations S: capacity, keys come once; update, keys come again, and the
-    last value counts."""
+    last value counts. Learning curves are of the least S: Schlag 2021 figure 3, and with --lengths=600 of
+    capacity figure 4."""
     rows = []
+    curves = []
     broken = {}
     for form, (rule, phi, norm) in only(args, ASSOCIATIVE[suite]).items():
         key = {'rule': rule, 'phi': phi, 'norm': norm, 'replace': suite == 'update', 'most': args.steps,
                'device': str(args.device)}
         theirs = PAPER[suite].figures.get(form, {})
+        fills = rule in ('delta', 'fwm') or suite == 'capacity'
         ours = {}
         for S in lengths(args, FEW.get(form, (20, 60))):
             found = [once(args, 'associate', associate, **key, S=S, seed=seed) for seed in seeds(args)]
             rows.append({'form': form, 'S': S, 'paper': theirs.get(S), **of_seeds(found, 'loss')})
+            if not ours:
+                curves += curve(form, found, 'loss')
             ours[S] = rows[-1]['ours']
-            if ours[S] > OVERFULL and (rule == 'delta' or suite == 'capacity'):
+            if ours[S] > OVERFULL and fills:
                 break
         broken[form] = first_bad(ours), first_bad(theirs)
     note = f'first S above a loss of {GOOD}, here and in the paper: {broken}'
-    report(args, suite, rows, note, broken=broken)
+    report(args, suite, curves + rows, note, broken=broken)
 
 
 def first_bad(losses):
@@ -845,19 +967,19 @@ def entropy(out, device):
 
 
 def exchanged(args, suite, form, teacher, flags, steps):
-    """The softmax model of a run with its attention exchanged: of a map in LEARNED a third of the steps are
-    stage 1, then all weights are trained. -> a run with accuracy before the latter, in %, after it, and the
-    share of the teacher's"""
+    """The softmax model of a run, or of a path, with its attention exchanged: of a map in LEARNED a third of
+    the steps are stage 1, then all weights are trained. -> a run with accuracy before the latter, in %, and
+    the last line of convert.json's table: accuracy, recovered, ..."""
     first = 0
     if form in LEARNED:
         first = steps // 3
-    path = shlex.quote(os.path.join(teacher['out'], 'ckpt.safetensors'))
-    given = (f'--from={path} {flags} --distil_steps={first} --steps={steps - first} --eval_every={steps} '
-             f'--controls=false --device={args.device}')
-    found = a_run(args, suite, f'{form}, from softmax', converted, given, teacher['seed'])
+    path = teacher.get('path') or os.path.join(teacher['out'], 'ckpt.safetensors')
+    given = (f'--from={shlex.quote(path)} {flags} --distil_steps={first} --steps={steps - first} '
+             f'--eval_every={steps} --controls=false --device={args.device}')
+    found = a_run(args, suite, f'{form}, from softmax', converted, given, teacher['seed'],
+                  teacher=teacher.get('digest', ''))
     *_, before, after = found['table']                          # the teacher, swapped, then a line a stage
-    return {**found, 'before': 100 * before['accuracy'], 'accuracy': after['accuracy'],
-            'recovered': after['recovered']}
+    return {**after, **found, 'before': 100 * before['accuracy']}
 
 
 def recall(args):
@@ -889,21 +1011,35 @@ def recall(args):
 
 
 # ---- suite mqar: a line is a training, by rule and width ---------------------------------------------------
+RATES = '3e-3', '1e-2', '3e-2'         # of learning
+
+
 def mqar(args):
-    """Accuracy on multi-query recall against the bytes of the state, with --full for every rule."""
+    """Accuracy on multi-query recall against the bytes of the state, with --full for every rule and by the
+    best of RATES, which the first seed chooses for the others."""
     rows = []
-    size = (f'--data=mqar --n_layer=2 --n_head=2 --batch_size=32 --lr=1e-2 --steps={args.steps} '
+    size = (f'--data=mqar --n_layer=2 --n_head=2 --batch_size=32 --steps={args.steps} '
             f'--eval_every={args.steps} --val_tokens={2 ** 17} --device={args.device}')
     for rule, width in itertools.product(only(args, RULES), lengths(args)):
         flags = f'{size} --rule={rule} --n_embd={width}'
         if RULES[rule].keeps not in (None, 'all'):
             flags += ' --cache=16'
-        found = runs(args, 'mqar', f'{rule} {width}', flags)
+        found = at_best_rate(args, 'mqar', f'{rule} {width}', flags, chosen(args, RATES[1:2], RATES))
         model = model_in(found[0]['out'], args.device)
         tokens = torch.zeros(1, model.config.block_size, dtype=torch.long, device=args.device)
         rows.append({'form': rule, 'width': width, 'state bytes': state_bytes(model.read(tokens)),
-                     **of_seeds(found, 'accuracy', 100)})
+                     **of_seeds(found, 'accuracy', 100), 'rate': found[0]['rate']})
     report(args, 'mqar', rows, f'{args.steps} steps of 32 rows; accuracy in % of 512 new rows')
+
+
+def at_best_rate(args, suite, form, flags, rates):
+    """The trainings of one line, one a seed, by that learning rate whose accuracy is best for the first."""
+    tried = {}
+    for rate in rates:
+        found = a_run(args, suite, form, trained, f'{flags} --lr={rate}', args.seed)
+        tried[rate] = found['accuracy']
+    best = max(tried, key=tried.get)
+    return [{**found, 'rate': best} for found in runs(args, suite, form, f'{flags} --lr={best}')]
 
 
 # ---- suites lra, glue, vit: encoders, which read a row from both sides and say of which class it is --------
@@ -990,10 +1126,11 @@ def lra(args):
         report(args, 'lra', rows, note, accuracy=by_row(rows, 'ours'))
 
 
-def trained_on(args, suite, name, teacher, rate, steps):
-    """The control beside `exchanged`: the softmax model of a run, with as many steps of training more."""
+def trained_on(args, suite, name, teacher, how, steps):
+    """The control beside `exchanged`: the softmax model of a run, with as many steps of training more. how:
+    flags that both have."""
     path = shlex.quote(os.path.join(teacher['out'], 'ckpt.safetensors'))
-    given = (f'--init={path} --data={name} --batch_size=32 --lr={rate} --steps={steps} --eval_every={steps} '
+    given = (f'--init={path} --data={name} {how} --steps={steps} --eval_every={steps} '
              f'--device={args.device}')
     found = a_run(args, suite, f'softmax {name}, trained on', trained, given, teacher['seed'])
     return {**found, 'recovered': found['accuracy'] / teacher['accuracy']}
@@ -1013,10 +1150,11 @@ def glue(args, suite):
         given = (f'--data={name} --causal=false --rule=softmax --conv=0 {start} --lr={rate} --steps={steps} '
                  f'--eval_every={steps} --device={args.device}')
         teachers = runs(args, suite, f'softmax {name}', given)
+        how = f'--batch_size=32 --lr={rate}'                    # are they exchanged, and trained on
         found = {'softmax': teachers}
-        found['trained on'] = [trained_on(args, suite, name, teacher, rate, more) for teacher in teachers]
+        found['trained on'] = [trained_on(args, suite, name, teacher, how, more) for teacher in teachers]
         for form, flags in only(args, ENCODED).items():
-            flags += f' --batch_size=32 --lr={rate} --eval_rows=100000'
+            flags += f' {how} --eval_rows=100000'
             found[form] = [exchanged(args, suite, form, teacher, flags, more) for teacher in teachers]
         commonest = majority(name)
         for form, of_form in found.items():
@@ -1027,51 +1165,110 @@ def glue(args, suite):
                          'majority': commonest})
     if rows:
         note = ('accuracy in % of the validation rows, median and range; trained on: the control, softmax '
-                'with as many steps more; recovered: of the accuracy of the teacher of the same seed, median; '
-                'matthews: the correlation of answers with truth in %, median')
+                'with as many steps more; recovered: of the accuracy of the teacher of the same seed, '
+                'median; matthews: the correlation of answers with truth in %, median')
         report(args, suite, rows, note, recovered=by_row(rows, 'recovered'))
 
 
 # ---- suite language: a line is a training ------------------------------------------------------------------
 LANGUAGE = {            # form: model flags; convolutions only where they say so
-    'softmax': '--rule=softmax --n_head=4', 'sum': '--rule=sum --pos=learned',
+    'softmax': '--rule=softmax --pos=learned', 'softmax rope': '--rule=softmax --n_head=4',
+    'sum': '--rule=sum --pos=learned', 'sum hedgehog': '--rule=sum --phi=hedgehog --pos=learned',
+    'gated': '--rule=gated --phi=elu --pos=learned',
     'delta elu': '--rule=delta --phi=elu --norm=sum --pos=learned',
     'sum favor:8': '--rule=sum --phi=favor:8 --pos=learned',
     'delta favor:8': '--rule=delta --phi=favor:8 --norm=sum --pos=learned',
     'sum dpfp:1': '--rule=sum --phi=dpfp:1 --pos=learned',
     'delta dpfp:1': '--rule=delta --phi=dpfp:1 --norm=sum --pos=learned',
+    'delta elu no-out-norm': '--rule=delta --phi=elu --norm=sum --pos=learned --out_norm=false',
     'delta elu attn-norm': '--rule=delta --phi=elu --norm=attn --pos=learned',
+    'delta favor:8 attn-norm': '--rule=delta --phi=favor:8 --norm=attn --pos=learned',
+    'delta elu no-norm': '--rule=delta --phi=elu --norm=none --pos=learned',
     'sum no-positions': '--rule=sum', 'sum no-positions carry': '--rule=sum --carry',
     'delta elu no-positions': '--rule=delta --phi=elu --norm=sum',
-    'delta elu no-positions carry': '--rule=delta --phi=elu --norm=sum --carry', 'delta': '--rule=delta',
+    'delta elu no-positions attn-norm': '--rule=delta --phi=elu --norm=attn',
+    'delta elu no-positions carry': '--rule=delta --phi=elu --norm=sum --carry',
+    'window carry': '--rule=window --cache=128 --carry', 'delta': '--rule=delta',
     'decay': '--rule=decay', 'gated_delta': '--rule=gated_delta',
     'delta convolutions': '--rule=delta --conv=4',
     'delta convolutions carry': '--rule=delta --conv=4 --carry'}
+WINDOWS = 8, 64, 128        # rows: 1, 8 and 16 times as many numbers as the state of delta elu has
 
 
 def language(args):
     """Schlag 2021 tables 2 to 5 at a size for two cores: 4 layers of width 128, rows of 128, the same tokens
     for all. `carried` reads the validation tokens with one state from end to end."""
     data = args.data or 'stdlib'
-    _, _, meta = prepare.load(data)
+    _, val, meta = prepare.load(data)
     if 'row' in meta:
         raise ValueError(f'--data={data}: a task; this suite wants a text')
     bits = meta['val']['tokens'] / meta['val']['bytes'] / math.log(2)       # a byte, for a nat a token
-    size = (f'--data={shlex.quote(data)} --steps={args.steps} --eval_every={args.steps} '
-            f'--val_tokens={chosen(args, 2 ** 15, 2 ** 18)} --device={args.device}')
+    many = chosen(args, 2 ** 14, 2 ** 18)
+    size = (f'--data={shlex.quote(data)} --steps={args.steps} --eval_every={max(1, args.steps // 8)} '
+            f'--val_tokens={many} --device={args.device}')
     rows = []
+    parts = []
     for form, flags in only(args, LANGUAGE).items():
         if '--conv' not in flags:
             flags += ' --conv=0'
+        paper = PAPER['language'].figures.get(form, {})
+        if '--norm=none' in flags:
+            parts += [diverged(args, form, f'{size} {flags}', seed) for seed in seeds(args)]
+            continue
         found = runs(args, 'language', form, f'{size} {flags}')
+        if '--pos=learned' in flags:                            # those that differ in their attention alone
+            parts += curve(form, found, 'bits a byte', bits)
+        if '--rule=window' in flags:
+            parts += windows(args, form, found, val[:many], meta, bits, paper)
         carried = [f['carried'] for f in found if f['carried']]
-        row = {'form': form, 'paper, perplexity': PAPER['language'].figures.get(form)}
+        row = {'form': form, 'paper, small': paper.get('small'), 'paper, medium': paper.get('medium')}
         row |= of_seeds(found, 'val_loss', bits)
         row['carried'] = bits * statistics.median(carried) if carried else None
         rows.append({**row, 'parameters': found[0]['params']})
     note = (f'ours: bits per byte of {data} after {args.steps} steps of 4 rows of 128; carried: with the '
             'state handed on')
-    report(args, 'language', rows, note, draws=partial(draw_language, rows=rows[::-1], data=data))
+    parts.sort(key=operator.itemgetter('part'))
+    report(args, 'language', parts + rows, note, draws=partial(draw_language, rows=rows[::-1], data=data))
+
+
+def windows(args, form, found, val, meta, bits, paper):
+    """Rows of a window that is carried over all of val, as Transformer-XL's memory is, and of fewer of its
+    rows: as in the paper it is trained with many and read with so many."""
+    rows = []
+    cast = contextlib.nullcontext()
+    for cache in WINDOWS:
+        losses = []
+        for f in found:
+            model = model_in(f['out'], args.device, cache=cache)
+            loss = recipe.evaluate_carried(model, val, meta, args.device, cast, segment=512)
+            losses.append(loss)
+        rows.append({'form': form, 'part': 'rows', 'rows': cache, 'paper, medium': paper.get(cache),
+                     'carried': bits * statistics.median(losses)})
+    return rows
+
+
+def diverged(args, form, flags, seed):
+    """A row of a model without normalisation, which model.py refuses: its first step that is not finite."""
+    found = a_run(args, 'language', form, unrefused, flags, seed)
+    return {'form': form, 'part': 'diverged', 'seed': seed, 'first step not finite': found['step'],
+            'where': found['where']}
+
+
+def unrefused(flags, seed, out):
+    """train.py in this process, with whatever model.py would refuse of rule, map and normaliser. -> of its
+    first step that was not finite the number and what it was, None where all are finite. ValueError if it
+    fails for another reason"""
+    threads = torch.get_num_threads()
+    command = [*shlex.split(flags), f'--seed={seed}', f'--out={out}', '--threads=1']
+    with mock.patch('model.refuse_combination'), contextlib.redirect_stdout(sys.stderr):
+        failed = recipe.main(command)
+    torch.set_num_threads(threads)
+    for row in json_lines(os.path.join(out, 'log.jsonl')):
+        if 'not_finite' in row:
+            return {'step': row['step'], 'where': row['not_finite']}
+    if failed:
+        raise ValueError(f'train.py {flags}: failed, see above')
+    return {'step': None, 'where': None}
 
 
 def draw_language(axes, rows, data):
@@ -1083,7 +1280,7 @@ def draw_language(axes, rows, data):
     axes.set(xlabel=f'bits per byte of {data}, rows of 128')
 
 
-# ---- a trained softmax model, for monotone, convert, cache, kept, far --------------------------------------
+# ---- a trained softmax model, for the suites that need one -------------------------------------------------
 FOUND_AT = 'out/ckpt.safetensors', 'out/teacher/ckpt.safetensors'
 
 
@@ -1123,6 +1320,94 @@ def pieces(args, count):
     val, data, _ = a_text(path, meta, args.data, T)
     x, _ = spaced(val, T, count, data, args.device)
     return path, model, x, data
+
+
+# ---- suite grid: a rule with a map, as a training and as a conversion --------------------------------------
+GRID_MAPS = 'identity', 'elu', 'rfa', 'dpfp', 't2r', 'hedgehog'
+GRID_RULES = 'sum', 'gated', 'delta', 'decay'
+GRID = {f'{rule} {phi}': (rule, phi) for rule, phi in itertools.product(GRID_RULES, GRID_MAPS)}
+T2R_SIZES = {f'sum t2r:{m}': ('sum', f't2r:{m}') for m in (4, 8, 16, 32, 64)}       # features: Kasai 2021
+PLAIN = '--rule=softmax --n_head=4 --conv=0 --pos=learned'
+GRID_WAY = '--recipe=t2r --distil=auto --eval_rows=256'         # of stage 1 only maps in LEARNED have steps
+
+
+def grid_teacher(args):
+    """--init, or a plain model that is trained first, for four times as many steps as the others -> its path
+    and digest, metadata of the data to go on with, flags that name it, flags of a training at its size"""
+    of_all = f'--val_tokens={chosen(args, 2 ** 15, 2 ** 16)} --device={args.device}'
+    if not args.init:
+        given = (f'{PLAIN} --data={shlex.quote(args.data or "stdlib")} --steps={4 * args.steps} '
+                 f'--eval_every={4 * args.steps} {of_all}')
+        out = a_run(args, 'grid', 'teacher', trained, given, args.seed)['out']
+        args = dataclasses.replace(args, init=os.path.join(out, 'ckpt.safetensors'))
+    path, model, meta = softmax_model(args)
+    c = model.config
+    _, _, data, name = prepare.for_model(path, meta, args.data, c.block_size)
+    if 'row' in data:
+        raise ValueError(f'--data={name}: a task; this suite wants a text')
+    pos = 'rope' if c.turns() else c.pos
+    size = (f'--n_layer={c.n_layer} --n_embd={c.n_embd} --n_head={c.n_head} --conv={c.conv} --pos={pos} '
+            f'--block_size={c.block_size} --steps={args.steps} --eval_every={args.steps} {of_all}')
+    folder = prepare.place(name, None, meta['data'])            # where it is in the teacher's tokens
+    teacher = {'path': path, 'digest': meta.get('digest')}
+    return teacher, data, f'--data={shlex.quote(folder)}', size
+
+
+def grid(args):
+    """Every rule with every map that it can take, by its own normaliser: trained from nothing, and made of a
+    softmax model in a quarter of the steps. And T2R by the size of its map."""
+    teacher, data, where, size = grid_teacher(args)
+    bits = data['val']['tokens'] / data['val']['bytes'] / math.log(2)       # a byte, for a nat a token
+    more = args.steps // 4
+    softmax = runs(args, 'grid', 'softmax', f'{where} {size} --rule=softmax')
+    rows = [grid_row('softmax', 'softmax', '', softmax, 'val_loss', bits)]
+    for form, (rule, phi) in only(args, GRID | T2R_SIZES).items():
+        try:
+            FastWeights(rule, 8, 2, 4, phi)
+        except ValueError as e:                                 # the two do not go together
+            print(f'{form} is left out: {e}')
+            continue
+        flags = f'{where} --rule={rule} --phi={phi}'
+        anew = runs(args, 'grid', form, f'{flags} {size}')
+        made = [exchanged(args, 'grid', phi, {**teacher, 'seed': seed}, f'{flags} {GRID_WAY}', more)
+                for seed in seeds(args)]
+        rows.append(grid_row(form, rule, phi, anew, 'val_loss', bits))
+        rows.append(grid_row(form, rule, phi, made, 'bits per byte'))
+    for row in rows[:]:
+        if row['form'] in T2R_SIZES:
+            m = int(row['map'].partition(':')[2])
+            rows.append({'form': row['part'], 'part': 'features', 'features': m, 'ours': row['ours']})
+    note = (f'ours: bits per byte; from nothing: {args.steps} steps of 4 rows, on the first tokens of the '
+            f'validation text; converted: {more} steps, on 256 rows of it; recovered: of the '
+            f'perplexity a token of {teacher["path"]}, in %, median')
+    report(args, 'grid', rows, note, draws=partial(draw_grid, rows=rows))
+
+
+def grid_row(form, rule, phi, found, key, scale=1.0):
+    """A line of the table: some trainings, or some conversions."""
+    row = {'form': form, 'rule': rule, 'map': phi, 'part': 'from nothing', **of_seeds(found, key, scale)}
+    row['recovered'] = None
+    if 'recovered' in found[0]:
+        row['part'] = 'converted'
+        row['recovered'] = 100 * statistics.median(f['recovered'] for f in found)
+    return row
+
+
+def draw_grid(axes, rows):
+    """A square for each rule and map: the share recovered as its colour, and both figures in it."""
+    found = {(row['rule'], row['map'], row['part']): row for row in rows if row['part'] != 'features'}
+    shares = np.full((len(GRID_RULES), len(GRID_MAPS)), np.nan)
+    for (i, rule), (j, phi) in itertools.product(enumerate(GRID_RULES), enumerate(GRID_MAPS)):
+        made = found.get((rule, phi, 'converted'))
+        if made:
+            shares[i, j] = made['recovered']
+            text = f'{found[rule, phi, "from nothing"]["ours"]:.2f}\n{made["ours"]:.2f}'
+            axes.text(j, i, text, ha='center', va='center')
+    image = axes.imshow(shares, cmap='Blues', alpha=0.6, aspect='auto')
+    axes.figure.colorbar(image, label='recovered of softmax, %')
+    axes.set_xticks(range(len(GRID_MAPS)), GRID_MAPS)
+    axes.set_yticks(range(len(GRID_RULES)), GRID_RULES)
+    axes.set_title('bits per byte: from nothing, converted')
 
 
 # ---- suite monotone: a line is a conversion, looked at before and after the map is distilled ---------------
@@ -1709,7 +1994,7 @@ def decode(args):
 # ---- suite translate: a line is a training, or a conversion of a trained softmax model ---------------------
 TRANSLATOR = ('--encoder=3 --n_layer=3 --n_head=4 --n_embd=128 --dropout=0.1 --batch_size=64 --lr=3e-3 '
               '--encoder_rule=softmax')
-CONVERSION = '--batch_size=64 --eval_rows=100000'
+CONVERSION = '--batch_size=64 --lr=3e-3'
 PAIRS = {               # data: the model and its training, steps; steps of a conversion, in % of these
     'multi30k': (TRANSLATOR, 3000, 30)}
 TRANSLATORS = {         # form: flags; of convert.py where it is converted, `all` of it or the decoder
@@ -1717,7 +2002,9 @@ TRANSLATORS = {         # form: flags; of convert.py where it is converted, `all
     'rfa': '--rule=sum --phi=rfa', 'rfa-gate': '--rule=gated --phi=rfa --cross=sum',
     'dpfp': '--rule=sum --phi=dpfp', 't2r': '--rule=sum --phi=t2r', 'hedgehog': '--rule=sum --phi=hedgehog',
     'delta': '--rule=delta --cross=softmax', 't2r converted': '--recipe=t2r --swap=self,cross',
-    'hedgehog converted': '--recipe=hedgehog --swap=self,cross', 't2r all converted': '--recipe=t2r'}
+    't2r kl converted': '--recipe=t2r --swap=self,cross --loss=kl',
+    'hedgehog converted': '--recipe=hedgehog --swap=self,cross', 't2r all converted': '--recipe=t2r',
+    'softmax converted': ''}                                # the control: only trained on
 WRITERS = 'softmax', 'elu', 'rfa', 'dpfp', 'delta'      # whose tokens a second are measured
 SHORT = 16              # tokens of a source, where translations of many lengths are written,
 SAID = 64               # and tokens of a translation, where sources of many lengths are read
@@ -1761,7 +2048,9 @@ def translator(args, name, form, given, more):
     if kind == form:
         return runs(args, 'translate', f'{form} {name}', f'{given} {flags}')
     teachers = translator(args, name, 'softmax', given, more)
-    flags = f'{CONVERSION} {flags}'
+    if kind == 'softmax':
+        return [trained_on(args, 'translate', name, teacher, CONVERSION, more) for teacher in teachers]
+    flags += f' {CONVERSION} --eval_rows=100000'
     return [exchanged(args, 'translate', kind, teacher, flags, more) for teacher in teachers]
 
 
@@ -2847,9 +3136,9 @@ def idea(args):
 RUN = {'decode': decode, 'layer': layer, 'capacity': partial(associative, 'capacity'),
        'update': partial(associative, 'update'), 'recall': recall, 'mqar': mqar, 'monotone': monotone,
        'transfer': transfer, 'convert': convert, 'lra': lra, 'glue': partial(glue, suite='glue'),
-       'vit': partial(glue, suite='vit'), 'language': language, 'translate': translate, 'train': train,
-       'cache': cache, 'kept': kept, 'far': far_reading, 'stories': stories, 'batch': batch, 'gpu': gpu,
-       'idea': idea}
+       'vit': partial(glue, suite='vit'), 'grid': grid, 'language': language, 'translate': translate,
+       'train': train, 'cache': cache, 'kept': kept, 'far': far_reading, 'stories': stories, 'batch': batch,
+       'gpu': gpu, 'idea': idea}
 
 
 def settings(argv):

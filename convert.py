@@ -6,6 +6,8 @@
     python convert.py --recipe=hedgehog     as in Zhang 2024; t2r: Kasai 2021; decay: Mao 2022
     python convert.py --from=gpt2 --data=wikitext2          weights from the hub, GPT-2 or Llama
     python convert.py --from=FOLDER --data=my.txt           a text of your own, in the teacher's tokens
+    python convert.py --from=OWNER/NAME --recipe=hedgehog --lora=8 --data=dialogues.txt:summaries.txt
+                                            pairs: a line of one file, then what is said of it
     python convert.py --from=out/softmax-on-recall/ckpt.safetensors         a task: accuracy beside perplexity
     python sample.py --init=out/convert/ckpt.safetensors
 
@@ -88,6 +90,7 @@ RECIPES = {
 
 
 PLACES = 'self', 'cross', 'encoder'     # where attention is in a translator: in its decoder, ...
+PROJECTIONS = 'q', 'k', 'v', 'o'        # of a layer of attention: in Mixer.qkv, and Mixer.proj
 
 
 @dataclass
@@ -96,7 +99,7 @@ class Args:
                                'beside it', list(RECIPES))
     from_: str = flag('out/ckpt.safetensors', 'checkpoint; gpt2, -medium, -large, -xl; OWNER/NAME; folder')
     revision: str = flag('main', 'branch, tag or commit on the hub')
-    data: str = flag('', 'text or task to recover with, if not the one the teacher was trained on')
+    data: str = flag('', 'text, task or pairs to recover with, if not what the teacher was trained on')
     out: str = flag('out/convert', 'folder for checkpoint, table and log')
     swap: str = flag(','.join(PLACES), 'of a translator: the attention that is swapped')
     distil: str = flag('auto', 'stage 1, layer by layer: match attention weights (ce), outputs (mse) or '
@@ -113,7 +116,8 @@ class Args:
     lr: float = flag(None, 'its peak learning rate; if not given, 0.25 / width', low=0)
     faster: float = flag(1.0, 'stage 2: how many times as fast what is new learns', low=0)
     loss: str = flag('kl', 'of stage 2: the next token, or the divergence from the teacher', ['next', 'kl'])
-    lora: int = flag(0, 'rank of LoRA on q, k, v and output in stage 2; 0: all weights', low=0)
+    lora: int = flag(0, 'rank of LoRA in stage 2; 0: all weights', low=0)
+    lora_of: str = flag(','.join(PROJECTIONS), 'the projections that LoRA adapts, o the output')
     batch_size: int = flag(4, 'rows a step', low=1)
     row: int = flag(0, 'tokens a row; 0: as many as the teacher was trained on, at most 1,024', low=0)
     eval_rows: int = flag(64, 'rows of validation data for every figure', low=1)
@@ -291,12 +295,12 @@ def balance(seen, memory, forms):
     memory.log_mass.bias.copy_((wanted[:, :, there] - found).mean((0, 2, 3)))
 
 
-def places_of(text):
-    """The places that --swap names."""
+def named(flag, text, choices):
+    """What --flag names of the choices, with commas between."""
     found = text.replace(' ', '').split(',')
     for name in found:
-        if name not in PLACES:
-            raise ValueError(f'--swap={text}: choose from {", ".join(PLACES)}')
+        if name not in choices:
+            raise ValueError(f'--{flag}={text}: choose from {", ".join(choices)}')
     return found
 
 
@@ -312,44 +316,57 @@ def can_teach(config, source):
 
 
 def can_fold(model):
-    """ValueError unless every layer has a T2R map of d features straight after W_q and W_k."""
+    """ValueError unless every layer has a T2R map straight after W_q and W_k. -> its features a head"""
     c = model.config
-    d = c.n_embd // c.n_head
-    name = c.phi.split(':')[0]
     memories = [mixer.memory for mixer in model.mixers().values()]
     folding = [memory for memory in memories if memory.rule.keeps != 'all']     # softmax stays as it is
-    if name not in T2R_MAPS or c.turns() or {memory.rule.keeps for memory in folding} != {None}:
+    known = c.phi.split(':')[0] in T2R_MAPS
+    if not known or c.turns() or {memory.rule.keeps for memory in folding} != {None}:
         raise ValueError('--fold needs --phi=t2r where softmax was, and no rope between W_q and phi')
-    if folding[0].phi.feature_dim != d:
-        raise ValueError(f'--fold needs as many features as a head has channels: --phi={name}:{d}')
+    if c.kv_heads() != c.n_head:
+        raise ValueError(f'--fold: {c.n_head} heads share {c.kv_heads()} of k, but have a map each; leave it '
+                         'out')
+    return folding[0].phi.feature_dim
+
+
+def composed(phi, scale, weight, bias):
+    """T2R's W scale (weight x + bias) + b as one linear layer; phi has W (H, m, d) and b (H, 1, m).
+    weight (H d, n_embd), bias (H d,)  ->  (H m, n_embd), (H m,)"""
+    W = scale * phi.weight
+    by_head = len(W), -1
+    weight = W @ weight.unflatten(0, by_head)
+    bias = W @ bias.unflatten(0, by_head)[..., None] + phi.bias.mT
+    return weight.flatten(0, 1), bias.flatten()
 
 
 @torch.no_grad()
 def fold(model):
     """phi(x) = relu(W x + b) put into the projections: relu((W W_q) x + (W b_q + b)), and so for k. Exact,
-    and the features cost nothing from then on. Kasai 2021, sec. 3.1. t2r-scaled has q / sqrt(d) in place of
-    q, so its W_q and b_q are multiplied by d^(-1/2), too.  ->  a GPT with phi = relu"""
-    can_fold(model)
-    c = model.config
-    d = c.n_embd // c.n_head
-    scales = {'q': 1.0, 'k': 1.0}
-    if c.phi.startswith('t2r-scaled'):
-        scales['q'] = d ** -0.5
-    folded = GPT(dataclasses.replace(c, phi='relu', bias=True)).to(model.embed.weight).eval()
+    and q and k are never made: a head has m channels of both, its features, and d of v. Kasai 2021, sec. 3.1.
+    t2r-scaled has q / sqrt(d) in place of q, so its W_q and b_q are multiplied by d^(-1/2), too.
+    ->  a GPT with phi = relu"""
+    m = can_fold(model)
+    tensors = model.state_dict()
+    for name, mixer in model.mixers().items():
+        phi = mixer.memory.phi
+        if mixer.memory.rule.keeps:
+            continue
+        W_q, W_k, W_v = mixer.qkv.weight.split(mixer.sizes)
+        bias = mixer.qkv.bias
+        if bias is None:
+            bias = W_q.new_zeros(sum(mixer.sizes))
+        b_q, b_k, b_v = bias.split(mixer.sizes)
+        scale = phi.head_dim ** -0.5 if phi.scaled else 1.0
+        W_q, b_q = composed(phi, scale, W_q, b_q)
+        W_k, b_k = composed(phi, 1.0, W_k, b_k)
+        tensors[f'{name}.qkv.weight'] = torch.cat([W_q, W_k, W_v])
+        tensors[f'{name}.qkv.bias'] = torch.cat([b_q, b_k, b_v])
+    changes = {'phi': 'relu', 'bias': True, 'key_dim': m}
+    folded = GPT(dataclasses.replace(model.config, **changes)).to(model.embed.weight).eval()
     for name, x in folded.state_dict().items():         # the same memory as the parameters'
         if name.endswith('.bias'):
             x.zero_()
-    folded.load_state_dict(model.state_dict(), strict=False)
-    before = model.mixers()
-    for name, mixer in folded.mixers().items():
-        if mixer.memory.rule.keeps:
-            continue
-        phi = before[name].memory.phi                   # weight (H, d, d), bias (H, 1, d)
-        weight = mixer.qkv.weight.view(3, c.n_head, d, c.n_embd)
-        bias = mixer.qkv.bias.view(3, c.n_head, d, 1)
-        for i, scale in enumerate(scales.values()):
-            weight[i] = scale * phi.weight @ weight[i]
-            bias[i] = scale * phi.weight @ bias[i] + phi.bias.mT
+    folded.load_state_dict(tensors, strict=False)
     return folded
 
 
@@ -429,6 +446,16 @@ def learners(student, new, which):
     return found
 
 
+def own(student, names):
+    """Copies in place of what it shares with its teacher: parameters of these names, which will be trained,
+    and random features, which are drawn anew. With LoRA the others stay the teacher's: memory for one."""
+    for name, p in student.named_parameters():
+        if name in names:
+            p.data = p.data.clone()
+    for x in student.buffers():
+        x.data = x.data.clone()
+
+
 def distil(teacher, student, names, kind, batch, steps, lr, progress):
     """Stage 1: the parameters of these names, by `mismatch` of this kind. Every layer gets the teacher's
     input, not what the student made of it, so layers do not depend on each other: the backward goes through
@@ -459,29 +486,49 @@ def distil(teacher, student, names, kind, batch, steps, lr, progress):
 
 # ---- stage 2: the whole model ------------------------------------------------------------------------------
 class LoRA(nn.Module):
-    """W + B A / r * 16, A (r, in) random, B (out, r) zero at first. Hu 2021, arXiv:2106.09685. Our W_q, W_k
-    and W_v are one matrix and share one A; the paper has one for each."""
-    def __init__(self, W, rank):
+    """W + B A / r * 16 of each projection that is adapted: A (r, in) random, B (out, r) zero at first. Hu
+    2021, arXiv:2106.09685. W (all out, in) may be several, one below the other; sizes: their names and rows.
+    names: those that are adapted"""
+    def __init__(self, W, rank, sizes, names):
         super().__init__()
         self.scale = 16 / rank
-        self.A = nn.Parameter(torch.randn(rank, W.shape[1], device=W.device) / W.shape[1] ** 0.5)
-        self.B = nn.Parameter(torch.zeros(W.shape[0], rank, device=W.device))
+        self.sizes = sizes
+        self.A = nn.ParameterDict()
+        self.B = nn.ParameterDict()
+        for name in sizes:
+            if name in names:
+                self.A[name] = torch.randn(rank, W.shape[1], device=W.device) / W.shape[1] ** 0.5
+                self.B[name] = torch.zeros(sizes[name], rank, device=W.device)
 
     def forward(self, W):
-        return W + self.scale * self.B @ self.A
+        parts = []
+        for name, part in zip(self.sizes, W.split([*self.sizes.values()])):
+            if name in self.A:
+                part = part + self.scale * self.B[name] @ self.A[name]
+            parts.append(part)
+        return torch.cat(parts)
 
 
-def adapt(model, rank, new):
-    """LoRA on q, k, v and output of every mixer; beside it only the parameters in `new` will learn.
-    -> the linear layers that have it"""
+def adapt(model, rank, names, new):
+    """LoRA on those of q, k, v and the output o that are named, of every mixer; beside it only the parameters
+    in `new` will learn. -> the linear layers that have it"""
     for name, p in model.named_parameters():
         p.requires_grad_(name in new)
     adapted = []
     for mixer in model.mixers().values():
-        for linear in (mixer.qkv, mixer.proj):
-            nn.utils.parametrize.register_parametrization(linear, 'weight', LoRA(linear.weight, rank))
-            adapted.append(linear)
+        stacked = dict(zip(PROJECTIONS, mixer.sizes))
+        for linear, sizes in (mixer.qkv, stacked), (mixer.proj, {'o': len(mixer.proj.weight)}):
+            if sizes.keys() & set(names):
+                lora = LoRA(linear.weight, rank, sizes, names)
+                nn.utils.parametrize.register_parametrization(linear, 'weight', lora)
+                adapted.append(linear)
     return adapted
+
+
+def merge(adapted):
+    """W + B A becomes W."""
+    for linear in adapted:
+        nn.utils.parametrize.remove_parametrizations(linear, 'weight')
 
 
 def finetune(stage, model, batch, meta, steps, lr, progress, teacher=None, lora=0, new=()):
@@ -503,10 +550,9 @@ def finetune(stage, model, batch, meta, steps, lr, progress, teacher=None, lora=
     torch.manual_seed(progress.args.seed)               # LoRA's A
     adapted = []
     if lora:
-        adapted = adapt(model, lora, new)
+        adapted = adapt(model, lora, named('lora_of', progress.args.lora_of, PROJECTIONS), new)
     run(stage, model, loss, steps, lr, progress, new)
-    for linear in adapted:                              # B A goes into W
-        nn.utils.parametrize.remove_parametrizations(linear, 'weight')
+    merge(adapted)
     model.requires_grad_(True)
 
 
@@ -550,9 +596,14 @@ class Data:
         self.begin = begin[some.astype(int)]            # evenly spaced over the validation data
 
     def batch(self, step):
-        """-> x, y (batch_size, T), a function of seed and step; y = -1 where it does not count."""
+        """-> x, y (batch_size, T), a function of seed and step; y = -1 where it does not count. Of a task's
+        rows what is behind all targets is left out, as in `answers`: stage 1 would learn from padding."""
         begin = starts(self.args.seed, step, self.args.batch_size, self.train, self.T, self.meta)
-        return rows(self.train, begin, self.T, self.meta, self.device)
+        x, y = rows(self.train, begin, self.T, self.meta, self.device)
+        if not self.task or 'patch' in self.meta:
+            return x, y
+        T = 1 + int((y >= 0).any(0).nonzero().max())
+        return x[:, :T], y[:, :T]
 
     def after(self, steps):
         """-> `batch` for a stage that comes after so many steps of another."""
@@ -616,14 +667,17 @@ class Progress:
         for key, now in self.about['made_from'].items():
             if meta['made_from'].get(key) != now:
                 raise ValueError(f'--resume: the {key} is not what the run began with; start anew')
-        model.load_state_dict({k[6:]: x for k, x in tensors.items() if k.startswith('model.')})
+        kept = {k[6:]: x for k, x in tensors.items() if k.startswith('model.')}
+        model.load_state_dict(kept, strict=False)
         unpack_optimiser(model, opt, tensors)
         self.seconds[stage] = meta['seconds']
         return meta['step']
 
     def save(self, stage, model, opt, step, loss):
         """All that `load` needs, and a line of the log."""
-        kept = {f'model.{k}': x for k, x in model.state_dict().items()} | pack_optimiser(model, opt)
+        frozen = {k for k, p in model.named_parameters() if not p.requires_grad}    # they are the teacher's
+        kept = {f'model.{k}': x for k, x in model.state_dict().items() if k not in frozen}
+        kept |= pack_optimiser(model, opt)
         weights.write(self.path(stage), kept, self.about | {'step': step, 'seconds': self.seconds[stage]})
         score = self.data.score(model)
         line = {'stage': stage, 'step': step, 'tokens': self.tokens(step), 'loss': loss, **score,
@@ -800,7 +854,9 @@ def settings(argv):
     alike = rule == kind['rule'] or {rule, kind['rule']} == {'window', 'sink'}
     if 'layers' in changes or not alike:                # another rule comes with its own map, norm, rows
         kind = {'rule': Student.rule}
-    return Args(**{'from_': '', **way, **given}), {**kind, **changes}
+    args = Args(**{'from_': '', **way, **given})
+    named('lora_of', args.lora_of, PROJECTIONS)         # refused now, not after stage 1
+    return args, {**kind, **changes}
 
 
 def resumed(given, changes):
@@ -875,7 +931,7 @@ def main(argv):
     refuse_own(args)
     data = Data(args, teacher, meta, device)
     torch.manual_seed(args.seed)
-    student, new = swap(teacher, changes, places_of(args.swap))
+    student, new = swap(teacher, changes, named('swap', args.swap, PLACES))
     refuse_idle(student, data.T)
     if args.begin == 'teacher':
         begin_as(teacher, student, data.batch(0)[0])
@@ -897,7 +953,6 @@ def main(argv):
     progress.note('teacher', teacher)
     progress.note('swapped', student)
     layers, query = look('swapped', teacher, student, first_row)
-    student = copy.deepcopy(student)                    # until here its weights were the teacher's
 
     done = []                                           # stages
     distilled = 0                                       # steps of stage 1
@@ -905,6 +960,7 @@ def main(argv):
         distilled = args.distil_steps
     if distilled:
         names = learners(student, new, args.learn)
+        own(student, names)
         distil(teacher, student, names, kind, data.batch, distilled, args.distil_lr, progress)
         done.append(f'distil ({kind})')
         progress.note(f'distilled ({kind})', student, *done, steps=distilled)
@@ -916,6 +972,7 @@ def main(argv):
         if args.loss == 'kl':
             guide = teacher
         batch = data.after(distilled)
+        own(student, new if args.lora else dict(student.named_parameters()))
         finetune('fine-tune', student, batch, data.meta, args.steps, args.lr, progress, guide, args.lora, new)
         done.append('fine-tune')
         progress.note('fine-tuned', student, *done, steps=distilled + args.steps)

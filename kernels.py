@@ -1802,7 +1802,9 @@ def kind_of(block):
     memory = block.mixer.memory
     exact = block.up.weight.dtype == torch.float64
     random = block.training and block.dropout.p > 0
-    if triton is None or exact or random or block.post_norm or block.mixer.head_dim > MAX_K:
+    mixer = block.mixer
+    odd = mixer.head_dim > MAX_K or mixer.key_dim != mixer.head_dim
+    if triton is None or exact or random or block.post_norm or odd:
         return Layer
     if memory.rule.keeps == 'all':
         return RowLayer

@@ -232,6 +232,7 @@ class Config:
     theta: float = 1e4          # of rope
     rope_scaling: list = ()     # of a rope that is scaled, see `speeds`
     n_kv_head: int = 0          # fewer heads for k and v than for q; 0: as many
+    key_dim: int = 0            # channels of q and k in a head of fast weights; 0: as many as of v
     n_inner: int = 0            # width of the MLP; 0: 4 n_embd
     tied: bool = True           # the output layer is the embedding
 
@@ -604,9 +605,10 @@ class FastWeights(nn.Module):
     n in a last row; or k, v, and pos, total of kept rows (fastweight.bounded), and S, n of what they let go
 
     rule, phi, norm, overflow: as the flags of Config, phi and norm '' for the rule's own   cache, sinks,
-    turn: as in fastweight.bounded. ValueError for what does not go together."""
+    turn: as in fastweight.bounded   key_dim: channels of q and k, if not head_dim. ValueError for what does
+    not go together."""
     def __init__(self, rule, n_embd, n_head, head_dim, phi='', norm='', beta_max=1.0, cache=256, sinks=4,
-                 turn=None, overflow=''):
+                 turn=None, overflow='', key_dim=0):
         super().__init__()
         if rule not in RULES:
             raise ValueError(f'--rule={rule}: no such rule; choose from {", ".join(RULES)}')
@@ -634,7 +636,7 @@ class FastWeights(nn.Module):
         if self.norm not in NORMALISERS:
             raise ValueError(f'--norm={norm}: no such normaliser; choose from {", ".join(NORMALISERS)}')
         self.map = phi or self.rule.phi
-        self.phi = feature_map(self.map, n_head, head_dim)
+        self.phi = feature_map(self.map, n_head, key_dim or head_dim)
         refuse_combination(rule, self.phi, self.norm, beta_max)
         self.gates = Gates(self.rule, n_embd, n_head, self.phi.feature_dim, head_dim, beta_max)
         self.normalise = self.norm == 'attn'
@@ -775,6 +777,11 @@ class CausalConv(nn.Module):
 ZERO = torch.zeros((), dtype=torch.long)    # steps so far, at a fresh start: counted on the CPU
 
 
+def by_head(x, size):
+    """Channels side by side (B, T, heads * size) -> (B, heads, T, size)"""
+    return x.unflatten(-1, (-1, size)).transpose(1, 2)
+
+
 class Mixer(nn.Module):
     """What attention was: projections, positions, fast weights or rows. State in and out."""
     def __init__(self, c, rule):
@@ -782,9 +789,13 @@ class Mixer(nn.Module):
         self.n_head = c.n_head
         self.n_kv_head = c.kv_heads()
         self.head_dim = c.n_embd // c.n_head
-        self.speeds = functools.partial(speeds, self.head_dim // 2, c.theta, c.rope_scaling)
-        self.turn = functools.partial(rope, theta=c.theta, scaling=c.rope_scaling)
         keeps = RULES[rule].keeps
+        self.key_dim = self.head_dim
+        if c.key_dim and not keeps:
+            self.key_dim = c.key_dim
+        self.sizes = [c.n_head * self.key_dim, self.n_kv_head * self.key_dim, self.n_kv_head * self.head_dim]
+        self.speeds = functools.partial(speeds, self.key_dim // 2, c.theta, c.rope_scaling)
+        self.turn = functools.partial(rope, theta=c.theta, scaling=c.rope_scaling)
         mixed = len(set(c.all_rules())) > 1         # then a layer takes the flags that it can follow
         flags = {'phi': c.phi, 'norm': c.norm, 'beta_max': c.beta_max, 'cache': c.cache, 'sinks': c.sinks}
         if mixed and keeps:
@@ -797,8 +808,8 @@ class Mixer(nn.Module):
         if c.positions == 'compress' and keeps not in (None, 'all'):
             self.rope = False                       # `bounded` turns the keys
             flags.update(turn=self.turn)
-        self.qkv = nn.Linear(c.n_embd, (c.n_head + 2 * self.n_kv_head) * self.head_dim, bias=c.bias)
-        self.memory = FastWeights(rule, c.n_embd, c.n_head, self.head_dim, **flags)
+        self.qkv = nn.Linear(c.n_embd, sum(self.sizes), bias=c.bias)
+        self.memory = FastWeights(rule, c.n_embd, c.n_head, self.head_dim, key_dim=self.key_dim, **flags)
         self.out_norm = None
         if c.out_norm and not keeps and self.memory.norm != 'attn':     # these are divided already
             self.out_norm = nn.LayerNorm(self.head_dim, bias=False)
@@ -806,15 +817,15 @@ class Mixer(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
 
     def heads(self, x, t=0):
-        """x (B, T, n_embd), t the position of the first step -> q, k, v (B, H, T, head_dim)"""
-        B, T, _ = x.shape
-        n = self.n_kv_head
-        q, k, v = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2).split([self.n_head, n, n], 1)
+        """x (B, T, n_embd), t the position of the first step -> q, k (B, H, T, key_dim), v (.., head_dim)"""
+        q, k, v = self.qkv(x).split(self.sizes, -1)
+        q = by_head(q, self.key_dim)
+        k = by_head(k, self.key_dim)
         if self.rope:
-            steps = t + torch.arange(T, device=x.device, dtype=torch.float32)
+            steps = t + torch.arange(x.shape[1], device=x.device, dtype=torch.float32)
             q = self.turn(q, steps)
             k = self.turn(k, steps)
-        return q, self.shared(k), self.shared(v)
+        return q, self.shared(k), self.shared(by_head(v, self.head_dim))
 
     def shared(self, k):
         """Keys or values (B, n_kv_head, T, head_dim), of which each is for several heads -> (B, H, ..)"""
@@ -866,23 +877,21 @@ class Cross(Mixer):
         self.rope = False                           # places of two texts have no distance
         self.begin = c.source                       # the place of a row where the decoder's text begins
 
-    def project(self, x, first, count):
-        """Some of the heads that Mixer projects to: x (B, T, n_embd) -> (B, count, T, head_dim)"""
-        rows = slice(first * self.head_dim, (first + count) * self.head_dim)
+    def project(self, x, channels):
+        """Some of the channels of q, k and v: x (B, T, n_embd) -> (B, T, so many)"""
         bias = None
         if self.qkv.bias is not None:
-            bias = self.qkv.bias[rows]
-        y = F.linear(x, self.qkv.weight[rows], bias)
-        return y.unflatten(-1, (count, self.head_dim)).transpose(1, 2)
+            bias = self.qkv.bias[channels]
+        return F.linear(x, self.qkv.weight[channels], bias)
 
     def source(self, x):
-        """x (B, T, n_embd), what an encoder says -> k, v (B, H, T, head_dim)"""
-        k, v = self.project(x, self.n_head, 2 * self.n_kv_head).chunk(2, 1)
-        return self.shared(k), self.shared(v)
+        """x (B, T, n_embd), what an encoder says -> k (B, H, T, key_dim), v (B, H, T, head_dim)"""
+        k, v = self.project(x, slice(self.sizes[0], None)).split(self.sizes[1:], -1)
+        return self.shared(by_head(k, self.key_dim)), self.shared(by_head(v, self.head_dim))
 
     def queries(self, x):
-        """x (B, T, n_embd), the decoder's -> q (B, H, T, head_dim)"""
-        return self.project(x, 0, self.n_head)
+        """x (B, T, n_embd), the decoder's -> q (B, H, T, key_dim)"""
+        return by_head(self.project(x, slice(self.sizes[0])), self.key_dim)
 
     def write(self, x, there, forms):
         """x (B, T, n_embd), there (B, T) -> a layer's part of the state, under names that begin with
@@ -1389,9 +1398,10 @@ def state_bytes(state):
 
 
 # ---- models in files: ours, and those of the hub -----------------------------------------------------------
-def save(path, model, meta, extra=None):
-    """Model, metadata (data: its tokenizer, step, ...) and further tensors -> one file that `load` reads."""
-    tensors = {f'model.{name}': x for name, x in model.state_dict().items()}
+def save(path, model, meta, extra=None, state=None):
+    """Model, metadata (data: its tokenizer, step, ...) and further tensors -> one file that `load` reads.
+    state: the model's state_dict, where it is in parts."""
+    tensors = {f'model.{name}': x for name, x in (state or model.state_dict()).items()}
     tensors.update(extra or {})
     weights.write(path, tensors, {**meta, 'config': dataclasses.asdict(model.config)})
 

@@ -1830,6 +1830,28 @@ def test_two_files_of_your_own_are_pairs(tmp_path, monkeypatch, capsys):
     with pytest.raises(ValueError, match='pip install tokenizers; --tokenizer=byte does without it'):
         prepare.load(f'{a}:{b}', str(tmp_path))
 
+@pytest.mark.parametrize('kind', ['byte', 'llama2', 'llama3'])
+def test_a_model_of_texts_reads_one_file_behind_the_other(kind, tmp_path):
+    """Line by line; only what it is to say counts. What is too long is cut off, not what stands behind it."""
+    like = dict(tokenizer='byte', vocab_size=256) if kind == 'byte' else subwords(kind)
+    for name, word in ('a', 'what'), ('b', 'yes'):
+        lines = [' '.join([word] * (1 + i % 3)) for i in range(20)]
+        lines[4] = ' '.join([word] * 900)
+        (tmp_path / name).write_text('\n'.join(lines))
+    sides, meta = rows_of(f'{tmp_path}/a:{tmp_path}/b', tmp_path, like=like)
+    assert 'source' not in meta and meta['vocab_size'] == like['vocab_size'] and meta['row'] == 1024
+    x, y = sides[0][:, 4]
+    assert (y < meta['ignore']).sum() == 513 and x[511] == meta['pad'] == y[y < meta['ignore']][-1]
+    end = prepare.encode('\n', like)[-1:]
+    for i, row in zip([9, 19], sides[1].swapaxes(0, 1)):
+        read, said = (' '.join([word] * (1 + i % 3)) for word in ('what', 'yes'))
+        targets = [*prepare.encode(said, like), *end]
+        inputs = [*prepare.ends(like)[0], *prepare.encode(read, like), *end, *targets[:-1]]
+        assert row[0].tolist() == inputs + end * (1024 - len(inputs))
+        begin = len(inputs) - len(targets) + 1
+        assert row[1, begin - 1:begin - 1 + len(targets)].tolist() == targets
+        assert (row[1] < meta['ignore']).sum() == len(targets)
+
 def test_kinds_of_files_of_your_own_share_no_folder(tmp_path):
     """Even if they have the same bytes."""
     names = set()
@@ -2194,8 +2216,8 @@ def resume_from(text, tmp_path, monkeypatch, flags, steps):
     end, kept, plain = tmp_path / 'out' / 'ckpt.safetensors', tmp_path / 'kept', train.save
     kept.mkdir()
 
-    def save_and_keep(path, model, meta, extra=None):
-        plain(path, model, meta, extra or {})
+    def save_and_keep(path, model, meta, extra, state):
+        plain(path, model, meta, extra, state)
         if extra:
             shutil.copy(path, kept / f'{meta["step"]}')
     monkeypatch.setattr(train, 'save', save_and_keep)
@@ -2370,16 +2392,17 @@ def test_rows_are_a_function_of_seed_step_and_index():
     assert len(set(a)) > 4 and a.max() < 1000 - 16 and (a == starts(3, 7)).all()
     assert (a != starts(3, 8)).any() and (a != starts(4, 7)).any()
 
-def test_pairs_of_like_length_come_together():
+@pytest.mark.parametrize('more', [dict(source=12), {}], ids=['apart', 'one text'])
+def test_pairs_of_like_length_come_together(more):
     """A batch's longer sides lie between those of two others, and the batches are in no order."""
-    T, pad, meta = 24, 99, {'row': 24, 'source': 12, 'pad': 99}
+    T, pad, meta = 24, 99, {'row': 24, 'pad': 99, **more}
     pairs = np.random.default_rng(0).integers(pad, size=(500, 2, T))
     for row in pairs:
         for side in np.split(row[0], 2):
             side[1 + side[0] % 12:] = pad
     data = pairs.reshape(-1)
     begin = [train.starts(0, step, 8, data, T, meta) for step in range(2 * train.POOL)]
-    sides = (pairs[:, 0] != pad).reshape(500, 2, 12).sum(2).max(1)
+    sides = (pairs[:, 0] != pad).reshape(500, 1 + len(more), -1).sum(2).max(1)
     first = [sides[b // (2 * T)] for b in begin[:train.POOL]]
     assert all((b % (2 * T) == 0).all() for b in begin) and len(set(np.concatenate(begin))) > 300
     for least, most in itertools.pairwise(sorted((side.min(), side.max()) for side in first)):
@@ -2419,6 +2442,7 @@ def test_not_finite_steps_are_skipped_named_and_end_the_run(a_model, tmp_path, c
     poison(2)                                                  # one bad step of four: the other three count
     assert train.main([*resume, '--steps=8']) == 0
     assert 'step 6: not finite' in capsys.readouterr().out
+    assert [row['step'] for row in log(tmp_path) if 'not_finite' in row][-1] == 6
     tensors, meta = files.read(path)
     assert meta['step'] == 8 and tensors['opt.embed.weight.step'] == 7
     assert all(x.isfinite().all() for x in tensors.values())
@@ -2426,11 +2450,8 @@ def test_not_finite_steps_are_skipped_named_and_end_the_run(a_model, tmp_path, c
     model.blocks[1].up.weight.data[0, 0] = math.inf
     assert 'blocks.1.up' in train.culprit(model, torch.zeros(1, 4, dtype=torch.long))
 
-@pytest.mark.skipif(sys.platform != 'linux', reason='elsewhere a process that has torch in it may not fork')
-def test_two_processes_train_like_one(text, tmp_path, monkeypatch, capfd):
-    """As torchrun would start them: together they see the same rows, and lines come once."""
-    flags = [f'--data={text}', *TINY, '--log_every=1', '--eval_every=2', '--steps=3']
-    assert train.main([*flags, f'--out={tmp_path / "1"}']) == 0
+def in_two_processes(argv):
+    """train.py as torchrun would start it."""
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         port = s.getsockname()[1]
@@ -2441,19 +2462,36 @@ def test_two_processes_train_like_one(text, tmp_path, monkeypatch, capfd):
             code = 1
             os.environ.update(RANK=str(rank), WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
             try:
-                code = train.main([*flags, f'--out={tmp_path / "2"}'])
+                code = train.main(argv)
             finally:                                            # it must not go on with the other tests
                 sys.stdout.flush()
                 os._exit(code)
         children.append(child)
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='elsewhere a process that has torch in it may not fork')
+@pytest.mark.parametrize('fsdp', ['false', 'true'])
+def test_two_processes_train_like_one(fsdp, text, tmp_path, capfd):
+    """They see the same rows together, and lines come once; either goes on where the other stopped."""
+    flags = [f'--data={text}', *TINY, '--log_every=1', '--eval_every=2']
+    one, two = ([*flags, f'--out={tmp_path / name}'] for name in '12')
+    for more in ['--steps=3'], ['--resume', '--steps=5'], ['--resume', '--steps=7']:
+        assert train.main(one + more) == 0
+    in_two_processes([*two, '--steps=3', f'--fsdp={fsdp}'])
     assert capfd.readouterr().out.count('2 x cpu') == 1
-    one, two = log(tmp_path / '1')[1:], log(tmp_path / '2')[1:]
-    assert [row.get('step', row.get('rule')) for row in two] == [1, 2, 2, 3, 3, 'blocks', 'carried']
-    for a, b in zip(one, two):
+    assert train.main([*two, '--resume', '--steps=5', '--fsdp=false']) == 0
+    in_two_processes([*two, '--resume', '--steps=7', f'--fsdp={fsdp}'])
+    def rows(name):
+        return [row for row in log(tmp_path / name) if {'loss', 'val_loss'} & row.keys()
+                and row.get('rule') != 'carried']
+    assert [row['step'] for row in rows('2') if 'loss' in row] == [1, 2, 3, 4, 5, 6, 7]
+    for a, b in zip(rows('1'), rows('2'), strict=True):
         assert a.keys() == b.keys()
-        for key in {'loss', 'val_loss'} & a.keys():
+        for key in {'step', 'loss', 'val_loss'} & a.keys():
             assert a[key] == pytest.approx(b[key], abs=1e-6)
+    (a, meta), (b, _) = (train.read(tmp_path / x / 'ckpt.safetensors') for x in '12')
+    assert meta['step'] == 7 and a.keys() == b.keys()
+    close(b, a, 1e-5)
 
 
 # ---- 11. Sampling ------------------------------------------------------------------------------------------
@@ -2659,6 +2697,30 @@ def test_a_model_of_a_task_is_converted_on_the_task(a_model, tmp_path):
     found = convert.Data.recovered(Mock(task=True), dict(accuracy=.3), dict(accuracy=.6))
     assert found == dict(recovered=.5)
 
+@pytest.mark.parametrize('more', [[], ['--lora=2']], ids=['all', 'lora'])
+def test_a_model_of_texts_is_converted_on_pairs(more, teacher, tmp_path, monkeypatch):
+    """The teacher stays as it is; with LoRA the student has no weights of its own but what learns."""
+    for name in 'ab':
+        (tmp_path / name).write_text('\n'.join(name * (1 + i % 4) for i in range(40)))
+    found, swap, loaded = [], convert.swap, load(teacher)[0].state_dict()
+
+    def watched(*given):
+        found.extend([given[0], *swap(*given)])
+        return found[1:]
+    monkeypatch.setattr(convert, 'swap', watched)
+    run = f'--from={teacher}', f'--data={tmp_path}/a:{tmp_path}/b', f'--out={tmp_path / "rnn"}'
+    assert convert.main([*run, *SHORT, '--recipe=hedgehog', '--loss=kl', '--controls=false', *more]) == 0
+    model, student, _ = found
+    close(dict(model.state_dict()), dict(loaded), 0)
+    shared = {p.data_ptr() for p in model.parameters()} & {p.data_ptr() for p in student.parameters()}
+    adapted = 2 * len(model.blocks)                             # qkv and proj, into which LoRA is merged
+    assert len(shared) == (len(loaded) - adapted if more else 0)
+    row = json.loads((tmp_path / 'rnn' / 'convert.json').read_text())['table'][-1]
+    assert row['model'] == 'fine-tuned' and 0 <= row['accuracy'] <= 1 and 'bits per byte' not in row
+    args = convert.Args(from_=teacher, data=f'{tmp_path}/a:{tmp_path}/b')
+    x, y = convert.Data(args, model, load(teacher)[1], torch.device('cpu')).batch(0)
+    assert x.shape[1] < 10 and (y[:, -1] >= 0).any()            # of rows of 16, without what is behind
+
 @pytest.mark.parametrize('tokens', ['byte', 'char'])
 def test_convert_prepares_a_text_in_the_teachers_tokens(tokens, a_model, text, characters, tmp_path):
     """--data=my.txt needs no other command."""
@@ -2806,15 +2868,56 @@ def test_distilling_lowers_the_divergence_and_leaves_the_rest_alone(teacher, tmp
         assert name in new or torch.equal(y, before[name])
     assert all(torch.equal(y, before[name]) for name, y in model.state_dict().items())
 
-@pytest.mark.parametrize('phi', ['t2r', 't2r-scaled'])
-def test_folding_t2r_is_an_identity(phi):
-    c = Config(rule='sum', phi=phi, n_embd=16, n_head=2, n_layer=2, pos='learned')
-    model, tokens = GPT(c).double(), torch.randint(256, (2, 9))
+@pytest.mark.parametrize('phi, more', [
+    ('t2r', {}), ('t2r:5', dict(bias=True)), ('t2r-scaled:11', dict(layers='sum,softmax', pos='none')),
+    ('t2r-scaled:3', dict(encoder=1, source=4, pad=255))])
+def test_folding_t2r_is_an_identity(phi, more, tmp_path):
+    """For as many features as channels, fewer and more; also of what was written and read again."""
+    c = Config(**{**dict(rule='sum', phi=phi, n_embd=16, n_head=2, n_layer=2, pos='learned'), **more})
+    model, tokens = GPT(c).double(), torch.randint(255, (2, 9))
     for p in model.parameters():
         p.data.add_(.1 * torch.randn_like(p))
-    near(convert.fold(model)(tokens)[0], model(tokens)[0], 1e-12)
+    folded = convert.fold(model)
+    m = model.blocks[0].mixer.memory.phi.feature_dim
+    assert len(folded.blocks[0].mixer.qkv.weight) == 2 * (m + m + 8)
+    save(tmp_path / 'folded.safetensors', folded, dict(data={}))
+    for one in folded, load(tmp_path / 'folded.safetensors')[0]:
+        near(one(tokens)[0], model(tokens)[0], 1e-12)
+    if m != 8:                                              # the kernels' keys are as long as values
+        assert kernels.kind_of(GPT(folded.config).blocks[0]) is kernels.Layer
+    first, state = folded(tokens[:, :5])
+    near(torch.cat([first, folded(tokens[:, 5:], state)[0]], 1), model(tokens)[0], 1e-12)
     with pytest.raises(ValueError, match='no rope'):
         convert.fold(GPT(dataclasses.replace(c, pos='rope')))
+    with pytest.raises(ValueError, match='share 1'):
+        convert.fold(GPT(dataclasses.replace(c, n_kv_head=1)))
+
+@pytest.mark.parametrize('more', [{}, dict(n_kv_head=1, pos='rope', bias=True),
+                                  dict(encoder=1, source=4, pad=255)], ids=['plain', 'grouped', 'cross'])
+@pytest.mark.parametrize('names', ['qkvo', 'kv', 'o'])
+def test_lora_begins_as_nothing_and_ends_in_the_weights(names, more):
+    """Each projection that is named has an A and a B of its own; beside them only what is new learns."""
+    c = Config(rule='sum', phi='hedgehog', n_embd=16, n_head=2, n_layer=2, conv=0, **more)
+    model, tokens = GPT(c).double(), torch.randint(255, (2, 9))
+    before, weights = model(tokens)[0], set(model.state_dict())
+    new = {name for name in weights if 'phi.' in name}
+    adapted = convert.adapt(model, 3, list(names), new)
+    model.double()
+    near(model(tokens)[0], before, 0)
+    model(tokens)[0].square().sum().backward()
+    learn = {name: p for name, p in model.named_parameters() if p.grad is not None}
+    adapters = {name: p for name, p in learn.items() if name.split('.')[-2] in 'AB'}
+    assert learn.keys() - adapters.keys() == new
+    out = dict(q=16, k=8 * c.kv_heads(), v=8 * c.kv_heads(), o=16)
+    many = sum(3 * (16 + out[name]) for name in names) * len(model.mixers())
+    assert sum(p.numel() for p in adapters.values()) == many
+    for p in adapters.values():
+        p.data.normal_()
+    after = model(tokens)[0].detach()
+    assert (after - before).abs().max() > .1
+    convert.merge(adapted)
+    near(model(tokens)[0], after, 1e-12)
+    assert set(model.state_dict()) == weights
 
 def test_conversion_refuses(a_model, teacher, characters, tmp_path, capsys):
     def err(*flags):
@@ -2827,6 +2930,7 @@ def test_conversion_refuses(a_model, teacher, characters, tmp_path, capsys):
     assert 'recall' in err(f'--from={teacher}', '--data=recall')
     assert 'tokens' in err(f'--from={teacher}', f'--data={characters}')
     assert '--fold' in err(f'--from={teacher}', '--phi=t2r', '--fold')
+    assert 'choose from q, k, v, o' in err(f'--from={teacher}', '--lora=2', '--lora_of=q,qk')
     assert 'keep few rows' in err(f'--from={a_model("--rule=window")}')
     assert '--out' in refused(capsys, convert.main, f'--from={teacher}', '--out=')
     assert not (tmp_path / 'no').exists()
@@ -3049,9 +3153,10 @@ SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),        # flags;
               transfer=('--steps=1 --only="hedgehog other"', 11),
               layer=('--heads=1 --head_dim=8 --lengths=8,40 --dtype=bfloat16', 10),
               capacity=('--lengths=4 --steps=100 --only=elu,softmax', 2),
-              update=('--lengths=4 --steps=100 --only=gated,delta', 2), monotone=('--steps=1', 10),
+              update=('--lengths=4 --steps=100 --only=gated,fwm', 4), monotone=('--steps=1', 10),
               convert=('--steps=1 --only=window,pure', 24), recall=('--steps=1 --only=elu,delta', 2),
-              mqar=('--steps=1 --only=tova --lengths=8', 1), language=('--steps=1 --only=sum', 1),
+              grid=('--steps=4 --only="sum identity,sum t2r:4,delta rfa"', 7),
+              mqar=('--steps=1 --only=tova --lengths=8', 1), language=('--steps=1 --only=sum', 2),
               lra=('--steps=1 --only=softmax,hedgehog', 2), glue=('--steps=2 --only=elu,hedgehog', 3),
               translate=('--steps=2 --lengths=2,3 --only="elu,hedgehog converted"', 18),
               vit=('--steps=2 --only=t2r', 2), idea=('', 0))
@@ -3098,6 +3203,7 @@ def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, thre
     monkeypatch.setattr(bench, 'LRA', {threes: (model, 1)})
     classes = {threes: ((model, '1e-3'), 2, 50)}
     monkeypatch.setattr(bench, 'CLASSES', {'glue': classes, 'vit': classes})
+    monkeypatch.setattr(bench, 'PLAIN', f'--rule=softmax --conv=0 --pos=learned {model}')
     flags, rows = SUITES[suite]
     if suite == 'translate':
         pytest.importorskip('sacrebleu')
@@ -3106,12 +3212,21 @@ def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, thre
         flags += f' --data={tmp_path / "other.txt"}'
     if suite in ('cache', 'kept', 'far', 'stories', 'monotone', 'transfer', 'convert'):
         flags += f' --init={a_model("--rule=softmax", "--pos=rope")}'
-    if suite == 'language':
+    if suite in ('grid', 'language'):
         flags += f' --data={text}'
     assert bench.main([suite, *shlex.split(flags), f'--out={tmp_path}']) == 0
     if suite != 'idea':
         assert json.loads(capsys.readouterr().out.splitlines()[-1])['suite'] == suite
         assert len((tmp_path / f'{suite}.csv').read_text().splitlines()) > rows
+    if suite == 'grid':                                     # what a rule cannot take is left out
+        found = list(csv.DictReader((tmp_path / 'grid.csv').read_text().splitlines()))
+        forms = [(row['form'], row['part']) for row in found]
+        parts = 'from nothing', 'converted'
+        twice = [(form, part) for form in ('sum t2r:4', 'delta rfa') for part in parts]
+        curve = [('from nothing', 'features'), ('converted', 'features')]
+        assert forms == [('softmax', 'from nothing'), *twice, *curve]
+        assert [bool(row['recovered']) for row in found] == [part == 'converted' for _, part in forms]
+        assert {row['features'] for row in found[-2:]} == {'4'}
     if suite == 'idea' or bench.SUITES[suite].panels:
         assert (tmp_path / f'{suite}.png').stat().st_size > 5000
 
@@ -3316,6 +3431,77 @@ def test_associations_are_read_from_the_recurrence(rule, phi, norm):
     q = torch.cat([torch.zeros_like(q), q], 2)
     o, _ = recurrent(q, **later, normalise=norm == 'attn', floor=layer.phi.floor)
     near(model(keys, values), o[:, 0, 7:], 1e-9)
+
+@pytest.mark.parametrize('phi', ['tanh', 'dpfp:1'])
+def test_fast_weight_memory_erases_writes_and_bounds_its_length(phi):
+    """Schlag 2021b as published, one text at a time; the length matters from the second step on."""
+    memory = bench.FastWeightMemory(6, 4, phi).double()
+    x, q, k, v = (torch.randn(2, *size).double() for size in [(9, 6), (1, 3, 4), (1, 9, 4), (1, 9, 5)])
+    beta, k_phi, q_phi = memory.gates(x)['write'][:, 0], memory.phi(k)[:, 0], memory.phi(q)[:, 0]
+    wanted, lengths = [], []
+    for n in range(2):
+        W = torch.zeros(5, k_phi.shape[-1]).double()
+        for t in range(9):
+            old = W @ k_phi[n, t]
+            new = beta[n, t] * v[n, 0, t] + (1 - beta[n, t]) * old
+            W = W - torch.outer(old, k_phi[n, t]) + torch.outer(new, k_phi[n, t])
+            lengths.append(W.norm().item())
+            W = W / max(lengths[-1], 1)
+        wanted.append(F.layer_norm(q_phi[n] @ W.T, (5,)))
+    assert max(lengths) > 1.1 and min(lengths) < 1
+    near(memory(x, q, k, v)[:, 0], torch.stack(wanted))
+
+def test_bench_a_carried_window_reads_on_and_without_normalisation_delta_diverges(text, tmp_path, in_process):
+    run = 'language', f'--data={text}', '--steps=2', '--only=sum,window carry,delta elu no-norm'
+    assert bench.main([*run, f'--out={tmp_path}']) == 0
+    rows = list(csv.DictReader((tmp_path / 'language.csv').open()))
+    bad, = (row for row in rows if row['part'] == 'diverged')
+    assert bad['first step not finite'] == '1' and bad['where'] == 'output of blocks.0.mixer.memory'
+    with pytest.raises(ValueError, match='diverges'):
+        GPT(Config(rule='delta', norm='none'))
+    steps = [row['step'] for row in rows if row['part'] == 'curve']
+    assert steps == ['1', '2']
+    found = {row['rows']: float(row['carried']) for row in rows if row['part'] == 'rows'}
+    path, = (tmp_path / 'language').glob('window-*/ckpt.safetensors')
+    val = torch.from_numpy(prepare.load(text)[1].astype('int64'))[None]
+    for cache in 8, 128:                                        # all at once
+        model = load(path, cache=cache)[0].eval()
+        with torch.no_grad():
+            nats = F.cross_entropy(model(val[:, :-1])[0][0], val[0, 1:]).item()
+        assert found[str(cache)] == pytest.approx(nats / math.log(2), rel=1e-4)
+    assert found['8'] != found['128']
+
+def test_bench_learning_curves_are_medians_while_all_seeds_train():
+    runs = [{'curve': [(1, 3.0), (2, 2.0)]}, {'curve': [(1, 5.0)]}]
+    assert bench.curve('a', runs, 'loss', 2) == [dict(form='a', part='curve', step=1, loss=8.0)]
+
+def test_bench_the_first_seed_chooses_the_learning_rate(tmp_path, monkeypatch):
+    made = []
+
+    def trained(flags, seed, out):
+        made.append((flags, seed))
+        return {'accuracy': {'--lr=1': .5, '--lr=2': .9, '--lr=3': .2}[flags[-6:]] + seed}
+    monkeypatch.setattr(bench, 'trained', trained)
+    args = bench.Args(out=str(tmp_path), seeds=3)
+    found = bench.at_best_rate(args, 'mqar', 'sum', '--rule=sum', '123')
+    assert [f['accuracy'] for f in found] == [.9, 1.9, 2.9] and {f['rate'] for f in found} == {'2'}
+    assert made == [(f'--rule=sum --lr={rate}', seed) for rate, seed in zip('12322', (0, 0, 0, 1, 2))]
+
+def test_bench_names_of_many_lines_stand_apart_where_their_lines_end():
+    from matplotlib.text import Text
+    assert bench.spread([0, 0, .01, 1, 1], .1) == pytest.approx([0, .1, .2, .9, 1])
+    panel = bench.SUITES['mqar'].panels[0]
+    ends = {f'line {n}': n % 4 + 90 * (n > 7) for n in range(16)}
+    rows = [{'form': form, 'state bytes': b, 'ours': end} for form, end in ends.items() for b in (1, 10)]
+    figure, axes = bench.panels(1, 1)
+    bench.draw(axes[0, 0], panel, rows, bench.Args(), dict.fromkeys(ends, ('black', '-')))
+    figure.canvas.draw()
+    names = sorted(axes[0, 0].texts, key=lambda name: name.get_position()[1])
+    boxes = [Text.get_window_extent(name) for name in names]
+    assert len(names) == 16 and all(low.y1 <= high.y0 for low, high in itertools.pairwise(boxes))
+    assert [ends[name.get_text()] for name in names] == sorted(ends.values())
+    middle = axes[0, 0].bbox.y0 + axes[0, 0].bbox.height / 2
+    assert boxes[7].y1 < middle < boxes[8].y0 and boxes[-1].x1 <= figure.bbox.x1
 
 def test_bench_cache_counts_every_token_and_with_room_for_all_is_softmax(a_model, text, tmp_path):
     ckpt = a_model('--rule=softmax')

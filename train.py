@@ -4,7 +4,8 @@
     python train.py --data=recall --rule=sum --steps=1000     recall: sum fails, --rule=delta solves it
     python train.py --resume --steps=8000          goes on from out/ckpt.safetensors, bit for bit on a CPU
     python train.py --init=bert-base-uncased --data=FOLDER --lr=5e-5     its weights; those of classes are new
-    torchrun --nproc_per_node=2 train.py --rule=delta         the same training in two processes
+    torchrun --nproc_per_node=2 train.py --rule=delta         the same training in two processes; with --fsdp
+                                                              each of them keeps half of the model
 
 Writes out/ckpt.safetensors (weights, optimiser, step), out/best.safetensors (weights) and out/log.jsonl. All
 that is drawn in a step is a function of seed and step, so that a stopped run, resumed, ends in the same bits
@@ -21,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,6 +69,7 @@ class Args:
     dtype: str = flag('auto', 'of the matrix products; S is always fp32', ['auto', 'float32', 'bfloat16'])
     impl: str = flag('auto', 'form of the recurrence', ['auto', 'loop', 'chunk', 'fused'])
     compile: bool = flag(False, 'torch.compile, where it works')
+    fsdp: bool = flag(False, 'with torchrun: each process keeps a part of the model, not all of it')
 
 
 # ---- the machine -------------------------------------------------------------------------------------------
@@ -115,6 +118,37 @@ def check_threads(threads):
     """ValueError for more threads than cores; None, for the fastest, is fine."""
     if threads is not None and threads > cores():
         raise ValueError(f'--threads={threads}: this process may use {cores()} cores; give at most that')
+
+
+# ---- a model in parts: FSDP2, Zhao 2023, arXiv:2304.11277 --------------------------------------------------
+
+def shard(model, device, world):
+    """Each process keeps a part of every parameter and, as the optimiser is made of these, of what that knows
+    of it. A block is put together for as long as it is computed; gradients come averaged."""
+    from torch.distributed.fsdp import fully_shard          # here, for it takes half a second
+    warnings.filterwarnings('ignore', 'FSDP2-wrapped module')       # nothing is changed in place
+    mesh = dist.init_device_mesh(device.type, (world,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def in_parts(x):
+    """Whether each process has a part of tensor x: a DTensor, in torch."""
+    return hasattr(x, 'full_tensor')
+
+
+def whole(x):
+    """A tensor from its parts, for which all processes must ask; others are whole."""
+    return x.full_tensor() if in_parts(x) else x
+
+
+def like(x, p):
+    """The inverse of `whole`: x in parts, if the parameter p is."""
+    if not in_parts(p):
+        return x
+    from torch.distributed.tensor import distribute_tensor
+    return distribute_tensor(x, p.device_mesh, p.placements)
 
 
 # ---- threads -----------------------------------------------------------------------------------------------
@@ -166,7 +200,7 @@ def starts(seed, step, count, data, T, meta, carry=False):
     n = len(data)
     if carry:
         return (np.arange(count) * (n // count) + step * T) % (n - T)
-    pool = POOL if 'source' in meta else 1
+    pool = POOL if 'pad' in meta and 'classes' not in meta else 1       # pairs
     rng = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 0, step // pool]))
     if 'row' not in meta:
         return rng.integers(n - T, size=count)
@@ -178,10 +212,11 @@ def starts(seed, step, count, data, T, meta, carry=False):
 
 
 def longer_side(data, begin, T, meta):
-    """Tokens of a pair's source or of its translation, without padding (count,)"""
+    """Tokens of a pair's source or of its translation, without padding (count,); for a model of texts these
+    are one text"""
     there = data.take(np.add.outer(begin, np.arange(T))) != meta['pad']
-    source = there[:, :meta['source']].sum(1)
-    return np.maximum(source, there[:, meta['source']:].sum(1))
+    n = meta.get('source', 0)
+    return np.maximum(there[:, :n].sum(1), there[:, n:].sum(1))
 
 
 def rows(data, begin, T, meta, device):
@@ -234,15 +269,20 @@ def evaluate(model, data, begin, T, meta, device, cast, rank=0, world=1, carry=F
     if world > 1:
         for b in model.buffers():                           # random features: everybody's are the first one's
             dist.broadcast(b, 0)
-    for i in range(rank * many, len(begin), world * many):
-        x, y = rows(data, begin[i:i + many], T, meta, device)
+    for i in range(0, len(begin), world * many):
+        mine = begin[i + rank * many:][:many]
+        idle = len(mine) == 0                               # others may wait for its part of the model
+        if idle:
+            mine = begin[:1]
+        x, y = rows(data, mine, T, meta, device)
         with cast:
             logits, y, state = answers(model, x, y, state, meta)
         if not carry:
             state = None
         loss = F.cross_entropy(logits, y, reduction='sum', ignore_index=-1)
         right = (logits.argmax(-1) == y).sum()
-        total += torch.tensor([loss.item(), (y >= 0).sum().item(), right.item()])
+        if not idle:
+            total += torch.tensor([loss.item(), (y >= 0).sum().item(), right.item()])
     if world > 1:
         total = total.to(device)
         dist.all_reduce(total)
@@ -309,7 +349,7 @@ def pack_optimiser(model, opt):
     flat = {}
     for name, p in model.named_parameters():
         for key, x in opt.state.get(p, {}).items():
-            flat[f'opt.{name}.{key}'] = x
+            flat[f'opt.{name}.{key}'] = whole(x)
     return flat
 
 
@@ -322,6 +362,8 @@ def unpack_optimiser(model, opt, tensors):
                 x = tensors[prefix + key]
                 if key != 'step' or opt.defaults['fused']:  # else the count of steps stays on the CPU
                     x = x.to(p.device)
+                if key != 'step':
+                    x = like(x, p)
                 opt.state[p][key] = x
 
 
@@ -332,8 +374,10 @@ def lr_at(step, steps, peak):
 
 
 def average(model, loss, world):
-    """Gradients and loss (1,) become, in place, their means over the processes, which have as many rows."""
-    parts = [p.grad for p in model.parameters() if p.grad is not None] + [loss]
+    """Gradients and loss (1,) become, in place, their means over the processes, which have as many rows.
+    Gradients of a model in parts are means already."""
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    parts = [x for x in grads if not in_parts(x)] + [loss]
     flat = parameters_to_vector(parts)                      # one message, not one for each of them
     dist.all_reduce(flat)
     vector_to_parameters(flat / world, parts)
@@ -355,7 +399,7 @@ def optimise(model, opt, loss, steps, lr, seed, done=0, clip=1.0, rank=0, world=
         value = loss(step)
         if world > 1:
             average(model, value, world)
-        norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        norm = whole(get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
         good = bool(norm.isfinite() and value.isfinite())
         if good:
             if clip:
@@ -430,6 +474,11 @@ def check(args, config, T, train, val, data, meta, world):
                          f'row takes {T + 1}; give a longer text or a smaller --block_size')
     if 'data' in meta:
         check_fit(args, config, T, data)
+    if args.fsdp and world == 1:
+        raise ValueError('--fsdp: one process has all of the model; start several, as torchrun '
+                         '--nproc_per_node=2 train.py --fsdp does')
+    if args.fsdp and config.encoder:
+        raise ValueError('--fsdp: not with --encoder, whose decoder asks for weights out of turn')
     if args.carry and 'row' in data:
         raise ValueError(f'--carry: the rows of {args.data} have nothing to do with each other')
     if args.carry and args.resume and world > 1:
@@ -463,12 +512,11 @@ def check_carry(model):
                          'means nothing; take another --phi')
 
 
-def restore(args, model, opt, tensors):
-    """Weights, and with --resume the optimiser. -> the states of --carry, one for each batch of a step"""
+def restore(args, model, tensors):
+    """Weights of --resume or --init. -> the states of --carry, one for each batch of a step"""
     if args.resume:
         weights = {n.removeprefix('model.'): x for n, x in tensors.items() if n.startswith('model.')}
         model.load_state_dict(weights)
-        unpack_optimiser(model, opt, tensors)
     elif args.init:
         new = model.state_dict()
         if 'head.bias' not in tensors and 'head.bias' in new:       # for classes, of which it had none
@@ -635,8 +683,9 @@ class Run:
 
     def save(self, name, about, extra):
         """Write a checkpoint, from one of the processes."""
+        state = {key: whole(x) for key, x in self.model.state_dict().items()}
         if self.rank == 0:
-            save(os.path.join(self.args.out, f'{name}.safetensors'), self.model, about, extra)
+            save(os.path.join(self.args.out, f'{name}.safetensors'), self.model, about, extra, state)
 
     def translate(self):
         """Say what is made of the first source of the validation data."""
@@ -655,7 +704,7 @@ class Run:
         self.note(rule='blocks', val_loss=loss, accuracy=right)
         if 'source' in data and self.rank == 0:
             self.translate()
-        if 'row' in data or self.rank > 0:
+        if 'row' in data or self.rank > 0 or self.args.fsdp:        # what follows is done by one process
             return
         if model.max_len is None and model.config.keeps() == {None}:
             loss = evaluate_carried(model, self.val, data, self.device, self.cast)
@@ -696,8 +745,11 @@ def main(argv):
     model.forms = pick_forms(args.impl)
     if args.carry:
         check_carry(model)
+    states = restore(args, model, tensors)
+    if args.fsdp:
+        shard(model, device, world)
     opt = adamw(model, args.lr, args.weight_decay, device)
-    states = restore(args, model, opt, tensors)
+    unpack_optimiser(model, opt, tensors)
     cast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     os.makedirs(args.out, exist_ok=True)
     run = Run(args, model, train, val, data, rank, world, device, dtype, cast, states, list(states))
@@ -717,6 +769,7 @@ def main(argv):
             bad += 1
             where = culprit(model, run.batch(done - 1, -1)[0])
             run.say(f'step {done}: not finite ({where} first), skipped, {bad} in a row')
+            run.note(step=done, not_finite=where)
         if bad == BAD_STEPS:
             raise ValueError(f'{bad} steps in a row were not finite, {where} first; stopped before saving. '
                              f'Try a smaller --lr than {args.lr:g}, or another --norm')

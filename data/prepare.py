@@ -148,6 +148,8 @@ OWN_LINES = {'own': 'lines', 'help': 'labelled lines of your own', 'tokenizer': 
              'length': 1024}
 OWN_PAIRS = {'own': 'pairs', 'help': 'translations of your own', 'tokenizer': 'bpe:4096',
              'make': tasks.parallel, 'pairs': True, 'length': 256}
+OWN_TOLD = {'own': 'told', 'help': 'pairs of your own, for a model of texts', 'tokenizer': 'byte',
+            'make': tasks.parallel, 'told': True, 'length': 1024}
 
 
 def find(name):
@@ -180,11 +182,13 @@ def files_of(name):
     return [name] if os.path.exists(name) else name.split(':', 1)
 
 
-def known(name):
-    """The row of a set by its name, or the one for files of your own."""
+def known(name, like=None):
+    """The row of a set by its name, or the one for files of your own. like: as for `place`"""
     own = OWN_LINES if name.endswith('.tsv') else OWN_TEXT
     if len(files_of(name)) == 2:
         own = OWN_PAIRS
+        if like and 'vocab_size' in like and 'source' not in like:      # a model that knows no pairs
+            own = OWN_TOLD
     return find(name) or own
 
 
@@ -549,7 +553,7 @@ def place(name, root=None, like=None):
     it is in these tokens already; else one beside it, named after the tokens as well.
     """
     root = root or HERE
-    row = known(name)
+    row = known(name, like)
     tokens = like or row
     kind = tokens['tokenizer']
     table = tokens.get('json') or ''.join(tokens.get('chars', []))
@@ -604,7 +608,7 @@ def short_hash(data):
 def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
     """Make a set anew; returns its folder. tokenizer says in which tokens, in the usual folder, or like, what
     is known of them. meta.json comes last: while it is missing, all is unfinished."""
-    row = known(name)
+    row = known(name, like)
     wish = like or {'tokenizer': tokenizer or row['tokenizer']}
     kind = wish['tokenizer']
     size = kind.removeprefix('bpe:')
@@ -644,6 +648,8 @@ def sides_of(row, path, meta, wish):
         return tasks.pictures(row, path, meta)
     if 'pairs' in row:
         return pairs(row, path, meta, wish)
+    if 'told' in row:
+        return told(row, path, meta)
     if 'length' in row:
         return sentences(row, path, meta, wish)
     return tokens_of(row['make'](path), meta)
@@ -669,6 +675,27 @@ def pairs(row, path, meta, wish):
     x = rows_each(sources, meta, row['length'], source, 8, [])
     said = rows_each(texts, meta, row['length'], target, 8, [meta['pad']])
     return [tasks.translated(a, b, row, meta) for a, b in zip(x, said)]
+
+
+def told(row, path, meta):
+    """The same for a model of texts, which reads one behind the other: a pair is a row of a source, a line
+    end, the translation (or summary) and a line end, its targets what is behind the first line end. What is
+    too long for a row is cut off, of a translation only what is longer than half of it."""
+    most = row['length']
+    before, _ = ends(meta)
+    end = encode('\n', meta)[-1:]
+    meta['pad'] = end[0]
+    sides = []
+    for side in row['make'](path):
+        found = []
+        for source, text in zip(*side):
+            said = encode(text.decode(), meta)[:most // 2]
+            read = before + encode(source.decode(), meta)
+            found.append((read[:most - len(said) - 1] + end, said + end))
+        sides.append(found)
+    longest = max(len(read + said) - 1 for found in sides for read, said in found)
+    length = 8 * math.ceil(longest / 8)
+    return [tasks.told(found, length, row, meta) for found in sides]
 
 
 def rows_each(sides, meta, most, given, step, begin):

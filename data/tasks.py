@@ -650,6 +650,16 @@ def translated(x, said, row, meta):
     return joined(np.concatenate([x, said], axis=1), np.concatenate([nothing, y], axis=1), row, meta)
 
 
+def told(pairs, length, row, meta):
+    """Lists of tokens, what is read and what is to be said of it -> rows, as they are written."""
+    x = filled([read + said[:-1] for read, said in pairs], length, meta)
+    y = np.full_like(x, meta['vocab_size'])                     # no target
+    for targets_of, (read, said) in zip(y, pairs):
+        begin = len(read) - 1
+        targets_of[begin:begin + len(said)] = said
+    return joined(x, y, row, meta)
+
+
 def classes(sides):
     """How many classes the labels on the training side are of; all others must be among them."""
     (labels, _), (others, _) = sides
