@@ -54,6 +54,7 @@ from model import (
     SOURCE_RULES,
     bias_of,
     flag,
+    kl,
     load,
     parse,
     pick_device,
@@ -757,9 +758,8 @@ def look(name, teacher, student, x):
             continue
         a = seen.weights(seen.mixer)
         w = seen.weights(twin)
-        far = (a * (a.clamp(min=1e-12).log() - w.clamp(min=1e-12).log())).sum(-1).mean()
         scores = q @ seen.k.mT * q.shape[-1] ** -0.5
-        lines.append({'model': name, 'layer': seen.layer, 'KL to teacher': far.item(),
+        lines.append({'model': name, 'layer': seen.layer, 'KL to teacher': kl(a, w).item(),
                       'entropy of teacher': entropy(a), 'entropy': entropy(w),
                       'order kept': order_kept(scores, w)})
         ordered, order = scores[0, 0, -1].sort()

@@ -1036,6 +1036,12 @@ class Seen(NamedTuple):
         return mixer.weights(self.u, self.q, self.k, self.forms, self.there)
 
 
+def kl(a, w):
+    """The divergence of attention weights w from a, both (B, H, T, T): sum_s a log(a / w), the mean over
+    queries, in nats."""
+    return (a * (a.clamp(min=1e-12).log() - w.clamp(min=1e-12).log())).sum(-1).mean()
+
+
 class GPT(nn.Module):
     """Embedding, blocks, norm, output. `forms` are the fastest that there are; `pick_forms` has others.
 

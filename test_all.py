@@ -3149,6 +3149,8 @@ def test_encoders_of_the_hub_that_are_others_are_refused(kind, entry, value, why
 SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),        # flags; more lines than so many
               decode=('--heads=1 --head_dim=8 --lengths=8,40', 16), batch=('--lengths=32 --budget=1', 5),
               cache=('--lengths=4,8 --overflow=delta:favor:1', 13), kept=('--lengths=4', 4),
+              far=('--lengths=40', 15), stories=('--lengths=9', 8),
+              transfer=('--steps=1 --only="hedgehog other"', 11),
               layer=('--heads=1 --head_dim=8 --lengths=8,40 --dtype=bfloat16', 10),
               capacity=('--lengths=4 --steps=100 --only=elu,softmax', 2),
               update=('--lengths=4 --steps=100 --only=gated,fwm', 4), monotone=('--steps=1', 10),
@@ -3205,7 +3207,10 @@ def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, thre
     flags, rows = SUITES[suite]
     if suite == 'translate':
         pytest.importorskip('sacrebleu')
-    if suite in ('cache', 'kept', 'monotone', 'convert'):
+    if suite == 'transfer':
+        (tmp_path / 'other.txt').write_text(TEXT[::-1])
+        flags += f' --data={tmp_path / "other.txt"}'
+    if suite in ('cache', 'kept', 'far', 'stories', 'monotone', 'transfer', 'convert'):
         flags += f' --init={a_model("--rule=softmax", "--pos=rope")}'
     if suite in ('grid', 'language'):
         flags += f' --data={text}'
@@ -3257,6 +3262,94 @@ def test_bench_perplexity_by_position_is_that_of_whole_rows(flags, a_model, text
     assert [row['position'] for row in found] == [end for _, end in ranges]
     wanted = torch.stack([nats[start:end].mean().exp() for start, end in ranges])
     near(torch.tensor([row['perplexity'] for row in found]), wanted, 1e-5)
+
+def test_bench_reads_far_with_few_rows_and_says_what_that_costs(a_model, text, characters, tmp_path, capsys):
+    """Each form is the model it names, as it is read from the first token on, and against rows of 16."""
+    path, delta = a_model('--rule=softmax', '--pos=rope', steps=40), a_model('--rule=delta')
+    run = 'far', '--lengths=70', f'--out={tmp_path}'
+    assert bench.main([*run, f'--init={path}', '--only=tova compressed,sink', f'--beside={delta}']) == 0
+    rows = list(csv.DictReader((tmp_path / 'far.csv').open()))
+    tokens = torch.from_numpy(prepare.load(text)[1][:71].astype(int))[None]
+    models = {'softmax': load(path)[0], f'delta: {delta}': load(delta)[0],
+              'sink': load(path, rule='sink', cache=2, sinks=1)[0],
+              'tova compressed': load(path, rule='tova', cache=2, positions='compress')[0]}
+
+    def nats(model, begin, start, end):
+        with torch.no_grad():
+            logits = model.eval()(tokens[:, begin:end])[0][0, start - begin:]
+        return F.cross_entropy(logits, tokens[0, start + 1:end + 1]).item()
+    assert {row['form'] for row in rows} == {'softmax, in rows', *models}
+    for form, model in models.items():
+        mine = [row for row in rows if row['form'] == form]
+        for row, (start, end) in zip(mine, ((0, 16), (16, 32), (32, 64), (64, 70)), strict=True):
+            assert int(row['position']) == end
+            assert float(row['nats']) == pytest.approx(nats(model, 0, start, end), rel=1e-5)
+    base = math.exp(nats(models['softmax'], 16, 16, 32))
+    assert float(rows[1]['perplexity']) == pytest.approx(base, rel=1e-5)
+    assert float(rows[5]['more than in rows']) == pytest.approx(float(rows[5]['perplexity']) - base, rel=1e-3)
+    others, learned = a_model('--rule=delta', data=characters), a_model('--rule=softmax', '--pos=learned')
+    assert 'are not those of' in refused(capsys, bench.main, *run, f'--init={path}', f'--beside={others}')
+    assert '16 positions' in refused(capsys, bench.main, *run, f'--init={learned}')
+
+@pytest.mark.parametrize('kind, mark', [('gpt2', '\u0120'), ('llama2', '\u2581')])
+def test_bench_knows_words_from_pieces_of_words(kind, mark):
+    """Also where the tokenizer drops the first word's blank; bytes have no words."""
+    meta = subwords(kind)
+    ids = prepare.subwords(meta['json'])
+    for token, wanted in {mark + 'the': 'article', 'the': 'piece of a word', mark + 'he': 'pronoun',
+                          'he': 'piece of a word', mark + 'over': 'preposition', mark + 'quick': 'rest',
+                          mark + '25': 'digit', 'I': 'capital', 'a': 'piece of a word'}.items():
+        assert bench.kind_of(ids.token_to_id(token), meta) == wanted
+    for character, wanted in ('a', 'rest'), (' ', 'rest'), ('I', 'capital'), ('.', 'punctuation'):
+        assert bench.kind_of(ord(character), {'tokenizer': 'byte', 'vocab_size': 256}) == wanted
+    assert [bench.kind_of_rest(word, False) for word in ('ing', 'walked')] == ['-ing', '-ed']
+
+def test_bench_judges_stories_by_what_the_full_model_makes_of_them(a_model, tmp_path, capsys, monkeypatch):
+    """Who has room for all rows writes the same; a loss, a tie and a win are what they are called."""
+    path = a_model('--rule=softmax', '--pos=rope', steps=40)
+    run = 'stories', f'--init={path}', f'--out={tmp_path}'
+    monkeypatch.setattr(bench, 'STORIES', {'all': ('tova', 1), 'few': ('window', 16)})
+    assert bench.main([*run, '--only=all,few']) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said['identical']['all'] == 24 > said['identical']['few'] and said['tie'] > 0
+    assert said['nats']['all'] == said['nats']['full'] != said['nats']['few']
+    shares = {(row['form'], row['verdict']): float(row['ours'])
+              for row in csv.DictReader((tmp_path / 'stories.csv').open())}
+    assert shares['all', 'tied'] == 100 and len(shares) == 9
+    assert 'at most 14' in refused(capsys, bench.main, *run, '--lengths=15')
+    rows = list(bench.verdicts('tova 1/4', torch.tensor([2., 1, .1, -.1, -.2, 0, .3, -3]), .5))
+    assert [(row['ours'], row['paper']) for row in rows] == [(25, 5), (62.5, 88), (12.5, 6)]
+    assert bench.of_binomial(5, 100) == pytest.approx((2.154, 11.175), abs=1e-3)      # Wilson's, by R
+    model, tokens = load(path)[0].double().eval(), torch.randint(256, (5, 16))
+    with torch.no_grad():
+        log_p = model(tokens)[0].log_softmax(-1)
+    wanted = [-sum(log_p[i, t - 1, tokens[i, t]] for t in range(6, 16)) / 10 for i in range(5)]
+    near(bench.likelihood(model, tokens[:, :6], tokens[:, 6:]).double(), torch.stack(wanted), 1e-6)
+
+def test_bench_transfers_maps_to_another_text(a_model, text, tmp_path, capsys, in_process):
+    """A map learns on the text that its form names; divergences are those of convert.json on the same row."""
+    path, other = a_model('--rule=softmax', '--pos=rope', steps=40), tmp_path / 'other.txt'
+    other.write_text(''.join(f'{i * i * i} of the lazy dogs jump over the fox\n' for i in range(200)))
+    run = 'transfer', f'--init={path}', '--steps=2', f'--out={tmp_path / "out"}'
+    assert bench.main([*run, f'--data={other}', '--only=hedgehog,hedgehog other,hedgehog random,elu']) == 0
+    rows = list(csv.DictReader((tmp_path / 'out' / 'transfer.csv').open()))
+    assert [(row['text'], row['tokens']) for row in rows[::5]] == [
+        (text, str(16 * n)) for text in ('own', 'other') for n in (1, 4, 16)]
+    for row in rows[::5]:
+        assert float(row['recovered']) == 100 and float(row['KL to teacher']) == 0
+    used = {}
+    for line in (tmp_path / 'out' / 'runs.jsonl').read_text().splitlines():
+        if line:
+            found = json.loads(line)
+            used[found['args']['data']] = found
+            tokens = torch.from_numpy(prepare.load(found['args']['data'])[1][:16].astype(int))[None]
+            stage = found['layers'][-1]['model']
+            wanted = [layer['KL to teacher'] for layer in found['layers'] if layer['model'] == stage]
+            models = load(path)[0].eval(), load(Path(found['args']['out']) / 'ckpt.safetensors')[0].eval()
+            assert bench.divergence(*models, tokens) == pytest.approx(sum(wanted) / len(wanted), rel=1e-5)
+            assert min(wanted) > 0
+    assert list(used) == [text, str(other), str(tmp_path / 'out' / 'random-0')]
+    assert 'give another text' in refused(capsys, bench.main, *run, f'--data={text}')
 
 def test_bench_bleu_is_that_of_what_sample_says_of_the_test_side(small_pairs, tmp_path, in_process, capsys,
                                                                  monkeypatch):
