@@ -204,10 +204,10 @@ SUITES = {
     'answers': Suite(
         'data seeds steps only', {'seeds': 1}, {'seeds': 3},
         (*[Panel('share', 'ours', name, 'share of the rows that is kept', 'accuracy, %', yscale='linear',
-                 only=('part', name)) for name in ('recall-kept', 'mqar', 'facts-512', 'facts')],
+                 only=('part', name)) for name in ('recall-kept', 'mqar', 'facts-256', 'facts')],
          *[Panel('distance', 'ours', f'{name}, 1/{ONE_SHARE} of the rows', 'tokens since the fact, up to',
                  'accuracy, %', yscale='linear', only=('part', f'{name}, distance'))
-           for name in ('facts-512', 'facts')])),
+           for name in ('facts-256', 'facts')])),
     'kept': Suite(
         'init data lengths', {}, {},
         (Panel('share of text', 'steps kept', 'how long, by kind', 'share of the text', 'mean steps kept',
@@ -1795,8 +1795,8 @@ def cache(args):
 # ---- suite answers: a line is a policy by which a softmax model of a task keeps rows -----------------------
 ASKED_MODEL = '--rule=softmax --n_layer=2 --n_head=2 --n_embd=64'
 ASKED = {               # data: its training, steps of a quick run, of a full one; 0: left out
-    'recall-kept': ('--batch_size=32 --lr=3e-3', 300, 1000), 'mqar': ('--batch_size=32 --lr=1e-2', 0, 1000),
-    'facts-512': ('--batch_size=16 --lr=3e-3', 20, 1500), 'facts': ('--batch_size=4 --lr=3e-3', 0, 3000)}
+    'recall-kept': ('--batch_size=32 --lr=3e-3', 0, 1000), 'mqar': ('--batch_size=32 --lr=1e-2', 0, 1000),
+    'facts-256': ('--batch_size=8 --lr=3e-3', 500, 1500), 'facts': ('--batch_size=4 --lr=3e-3', 0, 3000)}
 
 
 @torch.inference_mode()

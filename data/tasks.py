@@ -102,10 +102,9 @@ THINGS = (
     'door dream drink fear flag fish flower friend game garden gift guitar hobby horse house job king lamp '
     'language luck meal nurse phone ring river school ship sister song street').split()
 NAMES = 'Ada Ben Cleo Dan Emma Finn Gwen Hugo Ida Jack Kate Leo Mia Ned Olga Paul Rosa Sam Tess Will'.split()
-STATED = 'the {thing} of {name} is {answer} .'.split()
-ASKED = 'what is the {thing} of {name} ?'.split()               # as many words
+SENTENCE = 'the {thing} of {name} is {answer} .'.split()
 OTHER = '<other>'                                               # all words that are not in the vocabulary
-OWN = [OTHER, 'the', 'of', 'is', 'what', '.', '?', *THINGS, *NAMES]     # its first words
+OWN = [OTHER, 'the', 'of', 'is', '.', *THINGS, *NAMES]     # its first words
 ANSWERS = range(len(OWN), len(OWN) + 64)                        # the next ones: the text's commonest
 
 
@@ -114,63 +113,60 @@ def facts(rows, rng, vocab, training, text, length=2048):
 
     A row is a window of `text`, an array of tokens as in_words makes them, with length/128 facts in it, `the
     colour of Ada is self .`, of 50 kinds about 20 names, none twice. A fact is anywhere, each place as likely
-    as another. At the end stands `what is the colour of Ada ?`, and the target of its last token is the
-    answer. In training length/16 questions stand anywhere behind their facts, and all of them count: the same
-    task, learned from more targets a row, of which some are near.
+    as another. The row ends with `the colour of Ada is`, and the target there is the answer. In training
+    length/16 facts come again, anywhere behind where they came first, and the answers of all of them count:
+    the same task, learned from more targets a row, of which some are near.
     """
     n = length // 128
     m = 1
     if training:
         m = length // 16
-    room = length - (n + m) * len(STATED)                       # tokens of the text in a row
+    answer_at = SENTENCE.index('{answer}')
+    beyond = len(SENTENCE) - answer_at                          # of the last sentence, from its answer on
+    room = length + beyond - (n + m) * len(SENTENCE)            # tokens of the text in a row
     if n == 0 or len(text) <= room:
         raise ValueError(f'rows of {length} tokens: facts can have 128 or more, and on each side the text '
                          f'needs more words than that, one has {len(text):,}; take shorter rows, or a '
                          'longer text')
     pair = distinct(rng, 0, len(THINGS) * len(NAMES), (rows, n))
     answer = rng.integers(ANSWERS.start, ANSWERS.stop, (rows, n))
-    stated = rng.random((rows, n))                              # where, as a share of the text
+    first = rng.random((rows, n))                               # where, as a share of the text
     each = np.arange(rows)[:, None]
-    which = rng.integers(0, n, (rows, m))                       # facts that are asked for
-    asked = stated[each, which]
-    asked += (1 - asked) * rng.random((rows, m))
-    asked[:, -1] = 1
-    asks = spoken(ASKED, pair[each, which], None)
-    wanted = np.full_like(asks, vocab)
-    wanted[:, :, -1] = answer[each, which]
+    again = rng.integers(0, n, (rows, m))                       # the facts that come again, and where:
+    later = first[each, again]
+    later += (1 - later) * rng.random((rows, m))
+    later[:, -1] = 1
 
-    place = np.concatenate([stated, asked], axis=1)
+    place = np.concatenate([first, later], axis=1)
     order = place.argsort(axis=1)
     place = np.take_along_axis(place, order, axis=1)
-    states = spoken(STATED, pair, answer)
-    said = np.concatenate([states, asks], axis=1)[each, order]
-    wanted = np.concatenate([np.full_like(states, vocab), wanted], axis=1)[each, order]
+    which = np.concatenate([np.tile(np.arange(n), (rows, 1)), again], axis=1)[each, order]
+    said = spoken(pair[each, which], answer[each, which])
+    wanted = np.full_like(said, vocab)
+    wanted[:, :, answer_at - 1] = np.where(order < n, vocab, answer[each, which])
     begin = rng.integers(0, len(text) - room, rows)
-    nothing = np.full(room, vocab)
     x = np.empty((rows, length), int)
     y = np.empty_like(x)
     for i in range(rows):
-        at = np.repeat((room * place[i]).astype(int), len(STATED))
-        x[i] = np.insert(text[begin[i]:begin[i] + room], at, said[i].ravel())
-        y[i] = np.insert(nothing, at, wanted[i].ravel())
+        at = np.repeat((room * place[i]).astype(int), len(SENTENCE))
+        x[i] = np.insert(text[begin[i]:begin[i] + room], at, said[i].ravel())[:length]
+        y[i] = np.insert(np.full(room, vocab), at, wanted[i].ravel())[:length]
     return x, y
 
 
-def spoken(sentence, pair, answer):
-    """Tokens of a sentence (rows, n, its length). pair: of a thing and a name, and answer, both (rows, n)"""
+def spoken(pair, answer):
+    """The tokens of sentences (rows, n, 7). pair: of a thing and a name, and answer, both (rows, n)"""
     gaps = {'{thing}': OWN.index(THINGS[0]) + pair % len(THINGS),
             '{name}': OWN.index(NAMES[0]) + pair // len(THINGS), '{answer}': answer}
-    words = [gaps[word] if word in gaps else np.full_like(pair, OWN.index(word)) for word in sentence]
+    words = [gaps[word] if word in gaps else np.full_like(pair, OWN.index(word)) for word in SENTENCE]
     return np.stack(words, axis=2)
 
 
 def asked_fact(x):
-    """Where in rows of facts (rows, length) that one begins which the end asks for (rows,)"""
-    thing = x[:, ASKED.index('{thing}') - len(ASKED), None]
-    name = x[:, ASKED.index('{name}') - len(ASKED), None]
-    apart = ASKED.index('{name}') - ASKED.index('{thing}')
-    here = (x[:, :-apart] == thing) & (x[:, apart:] == name)
-    return here.argmax(1) - STATED.index('{thing}')
+    """Where in rows of facts (rows, length) the sentence begins whose beginning is the end of the row"""
+    n = SENTENCE.index('{answer}')
+    here = np.lib.stride_tricks.sliding_window_view(x, n, axis=1) == x[:, None, -n:]
+    return here.all(2).argmax(1)
 
 
 def in_words(texts, meta, most):
