@@ -1800,12 +1800,12 @@ ASKED = {               # data: its training, steps of a quick run, of a full on
 
 
 @torch.inference_mode()
-def answered(rule, share, name, out, count, device):
+def answered(rule, share, task, out, count, device):
     """What share of the first `count` rows' questions the softmax model in a folder answers while it keeps
     1/share of the rows of a row's length; of facts by the quarter of the row that has the fact, too."""
     path = os.path.join(out, 'ckpt.safetensors')
     model = model_in(out, device)
-    _, val, data = prepare.load(name)
+    _, val, data = prepare.load(task)
     T = data['row']
     if rule != 'softmax':
         model = bounded(path, model, rule, T // share).to(device)
@@ -1813,7 +1813,7 @@ def answered(rule, share, name, out, count, device):
     places = []
     for begin in np.split(recipe.blocks(len(val), T, data)[:count], range(16, count, 16)):
         x, y = recipe.rows(val, begin, T, data, device)
-        if name.startswith('facts'):
+        if data['name'].startswith('facts'):
             places.append(prepare.tasks.asked_fact(x.cpu().numpy()))
         state = None
         for some, wanted in zip(x.split(64, 1), y.split(64, 1)):        # the rows of 64 steps fit in memory
@@ -1845,7 +1845,7 @@ def answers(args):
             found = []
             for teacher in teachers:
                 read = partial(answered, out=teacher['out'], device=args.device)
-                found.append(once(args, 'answered', read, rule=form, share=share, name=name, count=count,
+                found.append(once(args, 'answered', read, rule=form, share=share, task=name, count=count,
                                   flags=given, seed=teacher['seed']))
             rows.append({'data': name, 'form': form, 'share': 1 / share, 'part': name, 'rows': T // share,
                          **of_seeds(found, 'accuracy', 100)})
