@@ -1800,9 +1800,10 @@ ASKED = {               # data: its training, steps of a quick run, of a full on
 
 
 @torch.inference_mode()
-def answered(rule, share, task, out, count, device):
-    """What share of the first `count` rows' questions the softmax model in a folder answers while it keeps
-    1/share of the rows of a row's length; of facts by the quarter of the row that has the fact, too."""
+def answered(rule, share, task, count, out, device, flags='', seed=0):
+    """What share of the questions in the first `count` rows the softmax model in a folder answers while it
+    keeps 1/share of the rows of a row's length; of facts also by the quarter of the row where the fact
+    stands. flags, seed: of the model's training, for `once`"""
     path = os.path.join(out, 'ckpt.safetensors')
     model = model_in(out, device)
     _, val, data = prepare.load(task)

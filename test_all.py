@@ -3301,7 +3301,7 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
     model, few = FromTheEnd(128, vocab), Mock(return_value=FromTheEnd(192, vocab))
     monkeypatch.setattr(bench, 'model_in', lambda *_: model)
     monkeypatch.setattr(bench, 'bounded', few)
-    half, most = (bench.answered(rule, 4, folder, 'out', 100, 'cpu') for rule in ('softmax', 'tova'))
+    half, most = (bench.answered(rule, 4, folder, 100, 'out', 'cpu') for rule in ('softmax', 'tova'))
     assert [half[f'quarter {i}'] for i in range(4)] == [0, 0, 1, 1] and .35 < half['accuracy'] < .65
     assert [most[f'quarter {i}'] for i in range(4)] == [0, 1, 1, 1]
     assert few.call_args[0][1:] == (model, 'tova', 64)
