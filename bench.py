@@ -331,7 +331,7 @@ PAPER = {
             'tova': over(SHARES, 9.53, 8.32, 7.71, 7.41, 7.25, 7.17, 7.16),
             'tova-head': over(SHARES, 11.13, 9.55, 8.69, 7.90, 7.52, 7.27, 7.16)}),
     'answers': Paper(
-        'Oren 2024, section 4.2, models of 7B: with TOVA questions to papers (QASPER) need about 1/2 of the '
+        'Oren 2024, models of 7B: with TOVA questions to papers (QASPER) need about 1/2 of the '
         'rows, summaries (SQuALITY) lose at most a point with 1/4 to 1/8', {}),
     'kept': Paper(
         'Oren 2024, section 5: 73 to 76 % of the rows are recent, the first token stays practically '

@@ -618,7 +618,7 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
     if not possible:
         raise ValueError(f'{name} is not in the tokens wanted, {kind}: it can be in {choices} (ids are '
                          f'numbers of which no text is known here){remedy(wish)}')
-    if (url and 'files' not in row) or (file and 'files' not in row and 'in text' not in row):
+    if (url and 'files' not in row) or (file and not {'files', 'text'} & set(row)):
         raise ValueError(f'--url and --file mean nothing for {name}: it is not fetched')
     folder = place(name, root, wish)
     if find(name) and not like:
@@ -630,7 +630,7 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
         path = name
         if 'files' in row:
             path = fetch(name, root, url, file)
-        if 'in text' in row:
+        if 'text' in row:
             path = file
         save(folder, meta, sides_of(row, path, meta, wish))
     except (OSError, ValueError) as e:                          # OSError: not allowed, disk full
@@ -641,7 +641,7 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
 def sides_of(row, path, meta, wish):
     """What to write for training and for validation, and to test: arrays of tokens; meta gets what there is
     to say of them."""
-    if 'in text' in row:
+    if 'text' in row:
         return tasks.generate(row, meta, local_text(path) if path else stdlib(None))
     if 'rows' in row:
         return tasks.generate(row, meta)

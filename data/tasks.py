@@ -104,7 +104,7 @@ THINGS = (
 NAMES = 'Ada Ben Cleo Dan Emma Finn Gwen Hugo Ida Jack Kate Leo Mia Ned Olga Paul Rosa Sam Tess Will'.split()
 SENTENCE = 'the {thing} of {name} is {answer} .'.split()
 OTHER = '<other>'                                               # all words that are not in the vocabulary
-OWN = [OTHER, 'the', 'of', 'is', '.', *THINGS, *NAMES]     # its first words
+OWN = [OTHER, 'the', 'of', 'is', '.', *THINGS, *NAMES]          # its first words
 ANSWERS = range(len(OWN), len(OWN) + 64)                        # the next ones: the text's commonest
 
 
@@ -145,7 +145,7 @@ def facts(rows, rng, vocab, training, text, length=2048):
     wanted = np.full_like(said, vocab)
     wanted[:, :, answer_at - 1] = np.where(order < n, vocab, answer[each, which])
     begin = rng.integers(0, len(text) - room, rows)
-    x = np.empty((rows, length), int)
+    x = np.empty((rows, length), np.min_scalar_type(vocab))
     y = np.empty_like(x)
     for i in range(rows):
         at = np.repeat((room * place[i]).astype(int), len(SENTENCE))
@@ -163,7 +163,7 @@ def spoken(pair, answer):
 
 
 def asked_fact(x):
-    """Where in rows of facts (rows, length) the sentence begins whose beginning is the end of the row"""
+    """Where in rows of facts (rows, length) the fact first begins with whose beginning they end (rows,)"""
     n = SENTENCE.index('{answer}')
     here = np.lib.stride_tricks.sliding_window_view(x, n, axis=1) == x[:, None, -n:]
     return here.all(2).argmax(1)
@@ -788,7 +788,7 @@ MULTI30K = {
     'test_2016_flickr.de.gz': (
         22_890, '9204244e408ccb38d2a55cfcd344df15005fc42a07a6e55ca6c52b6ababb8cc8')}
 SETS = {
-    # generated; length: how long rows are by default; in text: they are made from one
+    # generated; length: how long rows are by default; text: they are made from one
     'recall': {'help': 'generated: recall the last value of a key', 'tokenizer': 'ids', 'vocab': 40,
                'make': recall, 'rows': (10_000, 2_000)},
     'recall-kept': {'help': 'generated: keys keep their value', 'tokenizer': 'ids', 'vocab': 40,
@@ -797,7 +797,7 @@ SETS = {
              'rows': (20_000, 3_000)},
     'facts': {'help': "generated: facts strewn into a text, stdlib's or --file, one asked for at its end",
               'tokenizer': 'words', 'vocab': 2048, 'make': facts, 'rows': (10_000, 1_000), 'length': 2048,
-              'in text': True},
+              'text': True},
     'listops': {'help': 'generated: nested lists, 10 classes', 'tokenizer': 'words', 'vocab': 16,
                 'make': listops, 'rows': (96_000, 12_000), 'length': 512,
                 'meta': {'classes': 10, 'pad': PAD, 'chars': WORDS}},
