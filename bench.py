@@ -206,7 +206,7 @@ SUITES = {
         (*[Panel('share', 'ours', name, 'share of the rows that is kept', 'accuracy, %', yscale='linear',
                  only=('part', name)) for name in ('recall-kept', 'mqar', 'facts-256', 'facts')],
          *[Panel('distance', 'ours', f'{name}, 1/{ONE_SHARE} of the rows', 'tokens since the fact, up to',
-                 'accuracy, %', yscale='linear', only=('part', f'{name}, distance'))
+                 'accuracy, %', 'linear', 'linear', only=('part', f'{name}, distance'))
            for name in ('facts-256', 'facts')])),
     'kept': Suite(
         'init data lengths', {}, {},
@@ -1832,7 +1832,7 @@ def answers(args):
     """Accuracy of softmax models on questions to what stands far back, by the rows that they keep."""
     rows = []
     far = []
-    count = chosen(args, 64, 256)
+    count = chosen(args, 128, 256)
     table = {name: (flags, chosen(args, *steps)) for name, (flags, *steps) in ASKED.items()}
     table = {name: row for name, row in table.items() if row[1]}
     for name, (flags, steps) in sets_of(args, table):
