@@ -1794,16 +1794,30 @@ def cache(args):
 
 # ---- suite answers: a line is a policy by which a softmax model of a task keeps rows -----------------------
 ASKED_MODEL = '--rule=softmax --n_layer=2 --n_head=2 --n_embd=64'
-ASKED = {               # data: its training, steps of a quick run, of a full one; 0: left out
-    'recall-kept': ('--batch_size=32 --lr=3e-3', 0, 1000), 'mqar': ('--batch_size=32 --lr=1e-2', 0, 1000),
-    'facts-256': ('--batch_size=8 --lr=3e-3', 500, 1500), 'facts': ('--batch_size=4 --lr=3e-3', 0, 3000)}
+ASKED = {               # data: training, steps of a quick run, of a full one, 0: left out; from the model of
+    'recall-kept': ('--batch_size=32 --lr=3e-3', 0, 1000, ''),
+    'mqar': ('--batch_size=32 --lr=1e-2', 0, 1000, ''),
+    'facts-256': ('--batch_size=8 --lr=3e-3', 500, 1500, ''),
+    'facts': ('--batch_size=4 --lr=2e-3', 0, 1000, 'facts-256')}       # from nothing it takes far longer
+
+
+def asked_model(args, name, seed):
+    """The run by which the softmax model of a task is trained."""
+    flags, quick, full, first = ASKED[name]
+    start = ASKED_MODEL
+    if first:
+        path = os.path.join(asked_model(args, first, seed)['out'], 'ckpt.safetensors')
+        start = f'--init={shlex.quote(path)}'
+    steps = args.steps or chosen(args, quick, full)
+    given = f'--data={name} {start} {flags} --steps={steps} --eval_every={steps} --device={args.device}'
+    return a_run(args, 'answers', f'softmax {name}', trained, given, seed)
 
 
 @torch.inference_mode()
-def answered(rule, share, task, count, out, device, flags='', seed=0):
+def answered(rule, share, task, count, out, device):
     """What share of the questions in the first `count` rows the softmax model in a folder answers while it
     keeps 1/share of the rows of a row's length; of facts also by the quarter of the row where the fact
-    stands. flags, seed: of the model's training, for `once`"""
+    stands."""
     path = os.path.join(out, 'ckpt.safetensors')
     model = model_in(out, device)
     _, val, data = prepare.load(task)
@@ -1812,7 +1826,8 @@ def answered(rule, share, task, count, out, device, flags='', seed=0):
         model = bounded(path, model, rule, T // share).to(device)
     right = []
     places = []
-    for begin in np.split(recipe.blocks(len(val), T, data)[:count], range(16, count, 16)):
+    starts = recipe.blocks(len(val), T, data)[:count]
+    for begin in np.split(starts, range(16, len(starts), 16)):
         x, y = recipe.rows(val, begin, T, data, device)
         if data['name'].startswith('facts'):
             places.append(prepare.tasks.asked_fact(x.cpu().numpy()))
@@ -1833,21 +1848,17 @@ def answers(args):
     rows = []
     far = []
     count = chosen(args, 128, 256)
-    table = {name: (flags, chosen(args, *steps)) for name, (flags, *steps) in ASKED.items()}
-    table = {name: row for name, row in table.items() if row[1]}
-    for name, (flags, steps) in sets_of(args, table):
-        steps = args.steps or steps
-        given = (f'--data={name} {ASKED_MODEL} {flags} --steps={steps} --eval_every={steps} '
-                 f'--device={args.device}')
-        teachers = runs(args, 'answers', f'softmax {name}', given)
+    table = {name: row for name, row in ASKED.items() if chosen(args, *row[1:3])}
+    for name, _ in sets_of(args, table):
+        teachers = [asked_model(args, name, seed) for seed in seeds(args)]
         T = prepare.load(name)[2]['row']
         forms = [('softmax', 1), *itertools.product(only(args, dict.fromkeys(POLICIES)), (8, 4, 2))]
         for form, share in forms:
             found = []
             for teacher in teachers:
-                read = partial(answered, out=teacher['out'], device=args.device)
+                read = partial(answered, device=args.device)
                 found.append(once(args, 'answered', read, rule=form, share=share, task=name, count=count,
-                                  flags=given, seed=teacher['seed']))
+                                  out=teacher['out']))
             rows.append({'data': name, 'form': form, 'share': 1 / share, 'part': name, 'rows': T // share,
                          **of_seeds(found, 'accuracy', 100)})
             if 'quarter 0' not in found[0] or share not in (1, ONE_SHARE):
