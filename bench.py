@@ -26,6 +26,7 @@ and draws, PAPER what the papers found.
     python bench.py translate          BLEU of translators, trained and converted, and how fast they write
     python bench.py train              a layer forward and backward over T: our forms, and attention
     python bench.py cache              perplexity of a softmax model as an RNN that keeps few rows (Oren 2024)
+    python bench.py answers            questions to such models, where the answer may stand far back
     python bench.py kept               which tokens TOVA keeps in it, and for how long
     python bench.py far                and how well it reads 4,096 tokens, with --full 70,000, row by row
     python bench.py stories            and how likely is what it writes
@@ -135,6 +136,7 @@ HELD = Panel('S', 'ours', '', 'associations S', 'loss, 1/2 |v - answer|^2', 'lin
              paper='paper', only=('part', ''))
 LEARNED_SO_FAR = Panel('step', 'loss', 'learning curves of the fewest associations', 'step', 'loss', 'linear',
                        only=('part', 'curve'))
+ONE_SHARE = 4       # one row in so many is kept where answers are told apart by the distance of the fact
 
 SUITES = {
     'decode': Suite(
@@ -227,6 +229,13 @@ SUITES = {
         'init data lengths overflow', {}, {},
         (Panel('rows', 'perplexity', 'a softmax model as an RNN, no training', 'rows kept', 'perplexity',
                'log', 'linear'),)),
+    'answers': Suite(
+        'data seeds steps only', {'seeds': 1}, {'seeds': 3},
+        (*[Panel('share', 'ours', name, 'share of the rows that is kept', 'accuracy, %', yscale='linear',
+                 only=('part', name)) for name in ('recall-kept', 'mqar', 'facts-256', 'facts')],
+         *[Panel('distance', 'ours', f'{name}, 1/{ONE_SHARE} of the rows', 'tokens since the fact, up to',
+                 'accuracy, %', 'linear', 'linear', only=('part', f'{name}, distance'))
+           for name in ('facts-256', 'facts')])),
     'kept': Suite(
         'init data lengths', {}, {},
         (Panel('share of text', 'steps kept', 'how long, by kind', 'share of the text', 'mean steps kept',
@@ -374,6 +383,9 @@ PAPER = {
             'h2o': over(SHARES, 10.22, 8.97, 8.21, 7.75, 7.49, 7.32, 7.16),
             'tova': over(SHARES, 9.53, 8.32, 7.71, 7.41, 7.25, 7.17, 7.16),
             'tova-head': over(SHARES, 11.13, 9.55, 8.69, 7.90, 7.52, 7.27, 7.16)}),
+    'answers': Paper(
+        'Oren 2024, models of 7B: with TOVA questions to papers (QASPER) need about 1/2 of the '
+        'rows, summaries (SQuALITY) lose at most a point with 1/4 to 1/8', {}),
     'kept': Paper(
         'Oren 2024, section 5: 73 to 76 % of the rows are recent, the first token stays practically '
         'always; of 512 rows of 4,096 a token stays 481 steps, a possessive ending 1,393, a quotation mark '
@@ -545,12 +557,12 @@ def draw_panels(args, suite, rows, draws=None):
     picture(args, suite, figure)
 
 
-def by_row(rows, column):
-    """One column as a dict by the first two."""
+def by_row(rows, column, first=2):
+    """One column as a dict by the first two, or so many."""
     found = {}
     for r in rows:
-        form, size, *_ = r.values()
-        found[f'{form} {size}'] = round(r[column], 4)
+        names = list(r.values())[:first]
+        found[' '.join(map(str, names))] = round(r[column], 4)
     return found
 
 
@@ -2211,6 +2223,86 @@ def cache(args):
            of_full=by_row(rows, 'of full'))
 
 
+# ---- suite answers: a line is a policy by which a softmax model of a task keeps rows -----------------------
+ASKED_MODEL = '--rule=softmax --n_layer=2 --n_head=2 --n_embd=64'
+ASKED = {               # data: training, steps of a quick run, of a full one, 0: left out; from the model of
+    'recall-kept': ('--batch_size=32 --lr=3e-3', 0, 1000, ''),
+    'mqar': ('--batch_size=32 --lr=1e-2', 0, 1000, ''),
+    'facts-256': ('--batch_size=8 --lr=3e-3', 500, 1500, ''),
+    'facts': ('--batch_size=4 --lr=2e-3', 0, 1000, 'facts-256')}       # from nothing it takes far longer
+
+
+def asked_model(args, name, seed):
+    """The run by which the softmax model of a task is trained."""
+    flags, quick, full, first = ASKED[name]
+    start = ASKED_MODEL
+    if first:
+        path = os.path.join(asked_model(args, first, seed)['out'], 'ckpt.safetensors')
+        start = f'--init={shlex.quote(path)}'
+    steps = args.steps or chosen(args, quick, full)
+    given = f'--data={name} {start} {flags} --steps={steps} --eval_every={steps} --device={args.device}'
+    return a_run(args, 'answers', f'softmax {name}', trained, given, seed)
+
+
+@torch.inference_mode()
+def answered(rule, share, task, count, out, device):
+    """What share of the questions in the first `count` rows the softmax model in a folder answers while it
+    keeps 1/share of the rows of a row's length; of facts also by the quarter of the row where the fact
+    stands."""
+    path = os.path.join(out, 'ckpt.safetensors')
+    model = model_in(out, device)
+    _, val, data = prepare.load(task)
+    T = data['row']
+    if rule != 'softmax':
+        model = bounded(path, model, rule, T // share).to(device)
+    right = []
+    places = []
+    starts = recipe.blocks(len(val), T, data)[:count]
+    for begin in np.split(starts, range(16, len(starts), 16)):
+        x, y = recipe.rows(val, begin, T, data, device)
+        if data['name'].startswith('facts'):
+            places.append(prepare.tasks.asked_fact(x.cpu().numpy()))
+        state = None
+        for some, wanted in zip(x.split(64, 1), y.split(64, 1)):        # the rows of 64 steps fit in memory
+            logits, state = model(some, state, wanted >= 0)
+            right.append(logits.argmax(-1) == wanted[wanted >= 0])
+    right = torch.cat(right).cpu().numpy()
+    found = {'accuracy': right.mean().item()}
+    if places:
+        quarter = np.concatenate(places) * 4 // T
+        found |= {f'quarter {i}': right[quarter == i].mean().item() for i in range(4)}
+    return found
+
+
+def answers(args):
+    """Accuracy of softmax models on questions to what stands far back, by the rows that they keep."""
+    rows = []
+    far = []
+    count = chosen(args, 128, 256)
+    table = {name: row for name, row in ASKED.items() if chosen(args, *row[1:3])}
+    for name, _ in sets_of(args, table):
+        teachers = [asked_model(args, name, seed) for seed in seeds(args)]
+        T = prepare.load(name)[2]['row']
+        forms = [('softmax', 1), *itertools.product(only(args, dict.fromkeys(POLICIES)), (8, 4, 2))]
+        for form, share in forms:
+            found = []
+            for teacher in teachers:
+                read = partial(answered, device=args.device)
+                found.append(once(args, 'answered', read, rule=form, share=share, task=name, count=count,
+                                  out=teacher['out']))
+            rows.append({'data': name, 'form': form, 'share': 1 / share, 'part': name, 'rows': T // share,
+                         **of_seeds(found, 'accuracy', 100)})
+            if 'quarter 0' not in found[0] or share not in (1, ONE_SHARE):
+                continue
+            for i in range(4):
+                far.append({'data': name, 'form': form, 'distance': T * (4 - i) // 4,
+                            'part': f'{name}, distance', **of_seeds(found, f'quarter {i}', 100)})
+    if rows:
+        note = (f'accuracy in % of {count} new rows, of one seed right within {100 / count ** 0.5:.0f}, by '
+                f'distance within {200 / count ** 0.5:.0f}; distance: with 1/{ONE_SHARE} of the rows')
+        report(args, 'answers', rows + far, note, accuracy=by_row(rows, 'ours', 3))
+
+
 KINDS = {'newline': '\n', 'punctuation': string.punctuation, 'capital': string.ascii_uppercase,
          'digit': string.digits}
 
@@ -3137,8 +3229,8 @@ RUN = {'decode': decode, 'layer': layer, 'capacity': partial(associative, 'capac
        'update': partial(associative, 'update'), 'recall': recall, 'mqar': mqar, 'monotone': monotone,
        'transfer': transfer, 'convert': convert, 'lra': lra, 'glue': partial(glue, suite='glue'),
        'vit': partial(glue, suite='vit'), 'grid': grid, 'language': language, 'translate': translate,
-       'train': train, 'cache': cache, 'kept': kept, 'far': far_reading, 'stories': stories, 'batch': batch,
-       'gpu': gpu, 'idea': idea}
+       'train': train, 'cache': cache, 'answers': answers, 'kept': kept, 'far': far_reading,
+       'stories': stories, 'batch': batch, 'gpu': gpu, 'idea': idea}
 
 
 def settings(argv):

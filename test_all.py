@@ -1631,6 +1631,47 @@ def test_listops_answers_are_those_of_its_text(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match='64 to'):
         rows_of('listops-63', tmp_path)
 
+@pytest.fixture
+def few_facts(tmp_path, monkeypatch):
+    """The task facts with few rows, in a text of 81 words; the text"""
+    words = np.array([a + b for a in 'abcdefghi' for b in 'abcdefghi'])
+    lines = np.random.default_rng(0).choice(words, (1000, 8))
+    path = tmp_path / 'words.txt'
+    path.write_text('\n'.join(map(' '.join, lines)))
+    monkeypatch.setattr(prepare, 'HERE', str(tmp_path / 'data'))
+    monkeypatch.setitem(prepare.DATASETS, 'facts', {**prepare.DATASETS['facts'], 'rows': (20, 200)})
+    return path
+
+def test_the_answer_to_a_row_of_facts_stands_somewhere_in_its_text(few_facts, tmp_path):
+    sides, meta = rows_of('facts-256', tmp_path, file=str(few_facts))
+    texts = [text.decode().replace('\n', ' ') for text in prepare.local_text(few_facts)]
+    form = r'the (\w+ of \w+) is(?: (\w+) \.| ?$)'
+    for (x, y), text, last_only in zip(sides, texts, (False, True)):
+        for row, target in zip(x, y):
+            said = prepare.decode(row, meta)
+            assert len(row) == 256 and said.endswith(' is') and re.sub(form + ' ?', '', said).strip() in text
+            known, at = {}, []
+            for found in re.finditer(form, said):
+                fact, answer = found.groups()
+                if fact in known:
+                    at.append(len(said[:found.start()].split()) + 4)
+                    assert meta['chars'][target[at[-1]]] == known[fact] and answer in (None, known[fact])
+                known.setdefault(fact, answer)
+            assert len(known) == 2 and len(at) == (1 if last_only else 16) and at[-1] == 255
+            assert (np.delete(target, at) == meta['ignore']).all()
+    at = tasks.asked_fact(x)
+    assert all((row[i:i + 5] == row[-5:]).all() and row[i + 5] == y for row, i, y in zip(x, at, y[:, -1]))
+    assert abs(at.mean() - 125) < 15 and at.max() > 230 and at.min() < 20
+    assert rows_of('facts-256', tmp_path, file=str(few_facts))[1] == meta           # and sha256
+
+def test_rows_of_facts_need_a_text_that_is_long_enough(few_facts, tmp_path):
+    for name, text, why in [('facts-127', few_facts, '128 or more'), ('facts-1024', few_facts, 'one has'),
+                            ('facts-128', 'a b c d\n' * 999, '4 different words')]:
+        if text != few_facts:
+            few_facts.write_text(text)
+        with pytest.raises(ValueError, match=why):
+            prepare.prepare(name, str(tmp_path), file=str(few_facts))
+
 def test_pathfinder_dots_are_joined_where_the_class_says_so():
     """By walking over gaps of one pixel from a dot: it reaches the other dot, or does not."""
     x, y = tasks.pathfinder(100, np.random.default_rng(0), 256, True)
@@ -3148,8 +3189,9 @@ def test_encoders_of_the_hub_that_are_others_are_refused(kind, entry, value, why
 
 SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),        # flags; more lines than so many
               decode=('--heads=1 --head_dim=8 --lengths=8,40', 16), batch=('--lengths=32 --budget=1', 5),
-              cache=('--lengths=4,8 --overflow=delta:favor:1', 13), kept=('--lengths=4', 4),
-              far=('--lengths=40', 15), stories=('--lengths=9', 8),
+              cache=('--lengths=4,8 --overflow=delta:favor:1', 13),
+              answers=('--steps=1 --full --seeds=1 --data=facts --only=window,tova', 7 + 12),
+              kept=('--lengths=4', 4), far=('--lengths=40', 15), stories=('--lengths=9', 8),
               transfer=('--steps=1 --only="hedgehog other"', 11),
               layer=('--heads=1 --head_dim=8 --lengths=8,40 --dtype=bfloat16', 10),
               capacity=('--lengths=4 --steps=100 --only=elu,softmax', 2),
@@ -3196,8 +3238,8 @@ def small_pairs(turned_around, monkeypatch):
     return turned_around
 
 @pytest.mark.parametrize('suite', SUITES)
-def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, threes, small_pairs, tmp_path,
-                                                      capsys, monkeypatch, in_process):
+def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, threes, small_pairs, few_facts,
+                                                      tmp_path, capsys, monkeypatch, in_process):
     monkeypatch.setattr(bench, 'seconds', once_each)
     model = '--n_layer=1 --n_head=2 --n_embd=16'
     monkeypatch.setattr(bench, 'LRA', {threes: (model, 1)})
@@ -3205,6 +3247,10 @@ def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, thre
     monkeypatch.setattr(bench, 'CLASSES', {'glue': classes, 'vit': classes})
     monkeypatch.setattr(bench, 'PLAIN', f'--rule=softmax --conv=0 --pos=learned {model}')
     flags, rows = SUITES[suite]
+    if suite == 'answers':                              # the model of long rows is made from one of short
+        monkeypatch.setitem(prepare.DATASETS, 'facts', {**prepare.DATASETS['facts'], 'length': 512})
+        for name in 'facts-256', 'facts':
+            prepare.prepare(name, file=str(few_facts))
     if suite == 'translate':
         pytest.importorskip('sacrebleu')
     if suite == 'transfer':
@@ -3513,6 +3559,33 @@ def test_bench_cache_counts_every_token_and_with_room_for_all_is_softmax(a_model
         nats = -load(ckpt)[0].eval()(pieces)[0].log_softmax(-1)[:, :-1].gather(-1, pieces[:, 1:, None]).mean()
     assert {row['form'] for row in rows} == {'softmax', *POLICIES}
     near(torch.tensor([float(row['perplexity']) for row in rows]), nats.exp().expand(len(rows)), 1e-5)
+
+class FromTheEnd(torch.nn.Module):
+    """Answers a row of facts where the fact is among the last `near` tokens, else it says token 0."""
+    def __init__(self, near, vocab):
+        super().__init__()
+        self.near, self.vocab = near, vocab
+
+    def forward(self, x, state, at):
+        seen = x if state is None else torch.cat([state, x], 1)
+        said = torch.zeros(int(at.sum()), self.vocab)
+        for i, (row, t) in enumerate(at.nonzero().tolist()):
+            read = seen[row, :seen.shape[1] - x.shape[1] + t + 1]
+            place = tasks.asked_fact(read[None].numpy())[0]
+            said[i, read[place + 5] if len(read) - place <= self.near else 0] = 1
+        return said, seen
+
+def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkeypatch):
+    """Of a model of which it is known what it answers, read in segments, and of one with few rows."""
+    folder = prepare.prepare('facts-256', file=str(few_facts))
+    vocab = prepare.load(folder)[2]['vocab_size']
+    model, few = FromTheEnd(128, vocab), Mock(return_value=FromTheEnd(192, vocab))
+    monkeypatch.setattr(bench, 'model_in', lambda *_: model)
+    monkeypatch.setattr(bench, 'bounded', few)
+    half, most = (bench.answered(rule, 4, folder, 100, 'out', 'cpu') for rule in ('softmax', 'tova'))
+    assert [half[f'quarter {i}'] for i in range(4)] == [0, 0, 1, 1] and .35 < half['accuracy'] < .65
+    assert [most[f'quarter {i}'] for i in range(4)] == [0, 1, 1, 1]
+    assert few.call_args[0][1:] == (model, 'tova', 64)
 
 @pytest.mark.parametrize('flags, why', [
     ('kept --init=none.safetensors', 'train.py'), ('decode --only=sum', 'means nothing'),

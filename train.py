@@ -441,7 +441,10 @@ def settings(argv):
         raise ValueError('--init starts a run, --resume goes on with one: give one of them')
     if args.init:
         model, meta = load(args.init, **given_model)
-        return args, model.config, model.state_dict(), {'data': meta['data']}
+        data = dict(meta['data'])
+        if data['tokenizer'] in prepare.FIXED:              # rows may be longer: facts-256, then facts
+            data.pop('row', None)
+        return args, model.config, model.state_dict(), {'data': data}
     if not args.resume:
         return args, Config(**given_model), {}, {}
     path = os.path.join(args.out, 'ckpt.safetensors')

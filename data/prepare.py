@@ -6,6 +6,7 @@
     python data/prepare.py notes.txt --tokenizer=char    # any UTF-8 text of your own
     python data/prepare.py novels.txt --tokenizer=bpe:4096      # 4,096 subwords, learned from it
     python data/prepare.py listops --length=2048         # longer rows: train.py --data=listops-2048
+    python data/prepare.py facts --file=notes.txt        # the text around the facts; else that of stdlib
     python data/prepare.py mnist --patch=7               # squares of 7 x 7 pixels: --data=mnist-patch7
     python data/prepare.py mine.tsv                      # lines of your own: a label from 0, a tab, a text
     python data/prepare.py a.en:a.de                     # sentences, and line by line their translations
@@ -621,7 +622,7 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
     if not possible:
         raise ValueError(f'{name} is not in the tokens wanted, {kind}: it can be in {choices} (ids are '
                          f'numbers of which no text is known here){remedy(wish)}')
-    if (url or file) and 'files' not in row:
+    if (url and 'files' not in row) or (file and not {'files', 'text'} & set(row)):
         raise ValueError(f'--url and --file mean nothing for {name}: it is not fetched')
     folder = place(name, root, wish)
     if find(name) and not like:
@@ -633,6 +634,8 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
         path = name
         if 'files' in row:
             path = fetch(name, root, url, file)
+        if 'text' in row:
+            path = file
         save(folder, meta, sides_of(row, path, meta, wish))
     except (OSError, ValueError) as e:                          # OSError: not allowed, disk full
         raise ValueError(f'cannot prepare {name}: {e}') from None
@@ -642,6 +645,8 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
 def sides_of(row, path, meta, wish):
     """What to write for training and for validation, and to test: arrays of tokens; meta gets what there is
     to say of them."""
+    if 'text' in row:
+        return tasks.generate(row, meta, local_text(path) if path else stdlib(None))
     if 'rows' in row:
         return tasks.generate(row, meta)
     if 'side' in row:

@@ -1,7 +1,7 @@
 """Tasks: rows of inputs with an answer, drawn by rule or read from files as they are published.
 
-Generated (recall, mqar, listops, pathfinder): `make(rows, rng, vocab, training)` returns inputs and targets,
-both (rows, length); targets are `vocab` where nothing counts.
+Generated (recall, mqar, facts, listops, pathfinder): `make(rows, rng, vocab, training)` returns inputs and
+targets, both (rows, length); targets are `vocab` where nothing counts. facts also gets the text around them.
 Pictures (idx, cifar10): `make(path)` returns, to train on and to validate on, (pictures, labels), a picture
 a row of numbers.
 Sentences (tsv, polarity, trec, cola, imdb): `make(path)` returns for both (labels, texts in UTF-8).
@@ -10,6 +10,7 @@ Pairs (multi30k, parallel): the same with (sources, their translations), and may
 SETS says where files come from and what else there is to know; prepare.py fetches them and writes ours. Rows
 of pictures and sentences have one target, a class, where the row ends. Nothing of ours is imported here.
 """
+import collections
 import functools
 import gzip
 import math
@@ -92,6 +93,94 @@ def distinct(rng, low, high, shape):
         if not repeats.any():
             return drawn
         drawn[repeats] = rng.integers(low, high, (repeats.sum(), shape[1]))
+
+
+# ---- facts in a running text -------------------------------------------------------------------------------
+
+THINGS = (
+    'age badge ball bed bell bike boat book boss brother cap car cat chair city coat colour cup desk dog '
+    'door dream drink fear flag fish flower friend game garden gift guitar hobby horse house job king lamp '
+    'language luck meal nurse phone ring river school ship sister song street').split()
+NAMES = 'Ada Ben Cleo Dan Emma Finn Gwen Hugo Ida Jack Kate Leo Mia Ned Olga Paul Rosa Sam Tess Will'.split()
+SENTENCE = 'the {thing} of {name} is {answer} .'.split()
+OTHER = '<other>'                                               # all words that are not in the vocabulary
+OWN = [OTHER, 'the', 'of', 'is', '.', *THINGS, *NAMES]          # its first words
+ANSWERS = range(len(OWN), len(OWN) + 64)                        # the next ones: the text's commonest
+
+
+def facts(rows, rng, vocab, training, text, length=2048):
+    """Question answering in a running text, after the long texts of Oren et al. 2024 (arXiv:2401.06104).
+
+    A row is a window of `text`, an array of tokens as in_words makes them, with length/128 facts in it, `the
+    colour of Ada is self .`, of 50 kinds about 20 names, none twice. A fact is anywhere, each place as likely
+    as another. The row ends with `the colour of Ada is`, and the target there is the answer. In training
+    length/16 facts come again, anywhere behind where they came first, and the answers of all of them count:
+    the same task, learned from more targets a row, of which some are near.
+    """
+    n = length // 128
+    m = 1
+    if training:
+        m = length // 16
+    answer_at = SENTENCE.index('{answer}')
+    beyond = len(SENTENCE) - answer_at                          # of the last sentence, from its answer on
+    room = length + beyond - (n + m) * len(SENTENCE)            # tokens of the text in a row
+    if n == 0 or len(text) <= room:
+        raise ValueError(f'rows of {length} tokens: facts can have 128 or more, and on each side the text '
+                         f'needs more words than that, one has {len(text):,}; take shorter rows, or a '
+                         'longer text')
+    pair = distinct(rng, 0, len(THINGS) * len(NAMES), (rows, n))
+    answer = rng.integers(ANSWERS.start, ANSWERS.stop, (rows, n))
+    first = rng.random((rows, n))                               # where, as a share of the text
+    each = np.arange(rows)[:, None]
+    again = rng.integers(0, n, (rows, m))                       # the facts that come again, and where:
+    later = first[each, again]
+    later += (1 - later) * rng.random((rows, m))
+    later[:, -1] = 1
+
+    place = np.concatenate([first, later], axis=1)
+    order = place.argsort(axis=1)
+    place = np.take_along_axis(place, order, axis=1)
+    which = np.concatenate([np.tile(np.arange(n), (rows, 1)), again], axis=1)[each, order]
+    said = spoken(pair[each, which], answer[each, which])
+    wanted = np.full_like(said, vocab)
+    wanted[:, :, answer_at - 1] = np.where(order < n, vocab, answer[each, which])
+    begin = rng.integers(0, len(text) - room, rows)
+    x = np.empty((rows, length), np.min_scalar_type(vocab))
+    y = np.empty_like(x)
+    for i in range(rows):
+        at = np.repeat((room * place[i]).astype(int), len(SENTENCE))
+        x[i] = np.insert(text[begin[i]:begin[i] + room], at, said[i].ravel())[:length]
+        y[i] = np.insert(np.full(room, vocab), at, wanted[i].ravel())[:length]
+    return x, y
+
+
+def spoken(pair, answer):
+    """The tokens of sentences (rows, n, 7). pair: of a thing and a name, and answer, both (rows, n)"""
+    gaps = {'{thing}': OWN.index(THINGS[0]) + pair % len(THINGS),
+            '{name}': OWN.index(NAMES[0]) + pair // len(THINGS), '{answer}': answer}
+    words = [gaps[word] if word in gaps else np.full_like(pair, OWN.index(word)) for word in SENTENCE]
+    return np.stack(words, axis=2)
+
+
+def asked_fact(x):
+    """Where in rows of facts (rows, length) the fact first begins with whose beginning they end (rows,)"""
+    n = SENTENCE.index('{answer}')
+    here = np.lib.stride_tricks.sliding_window_view(x, n, axis=1) == x[:, None, -n:]
+    return here.all(2).argmax(1)
+
+
+def in_words(texts, meta, most):
+    """Texts in UTF-8 -> an array of tokens of each: words and signs. meta gets the vocabulary, at most so
+    many: OWN, the answers, then the commonest of the first text."""
+    found = [re.findall(r'\w+|[^\w\s]', text.decode('utf-8', 'replace')) for text in texts]
+    common = [word for word, _ in collections.Counter(found[0]).most_common() if word not in OWN]
+    likely = [word for word in common if word.isalpha()][:len(ANSWERS)]
+    if len(likely) < len(ANSWERS):
+        raise ValueError(f'the text has {len(likely)} different words of letters, expected {len(ANSWERS)} or '
+                         'more; take a longer one')
+    meta['chars'] = list(dict.fromkeys([*OWN, *likely, *common]))[:most]       # each once, in this order
+    number = {word: i for i, word in enumerate(meta['chars'])}
+    return [np.array([number.get(word, 0) for word in words]) for words in found]
 
 
 # ---- ListOps -----------------------------------------------------------------------------------------------
@@ -590,18 +679,24 @@ def unreadable(path, e):
 
 # ---- rows as they are written: inputs, then targets --------------------------------------------------------
 
-def generate(row, meta):
-    """Draw a task's rows, the same ones each time -> arrays of each side's tokens. row: of SETS. meta gets
-    what there is to say of the tokens, here and below."""
+def generate(row, meta, texts=None):
+    """Draw a task's rows, the same ones each time -> arrays of each side's tokens. row: of SETS. texts: the
+    bytes of both sides, where rows are made from a text. meta gets what there is to say of the tokens, here
+    and below."""
     vocab = row['vocab']
-    meta['vocab_size'] = vocab
-    make = row['make']
+    given = {}
     if 'length' in row:
-        make = functools.partial(make, length=row['length'])
+        given['length'] = row['length']
+    if texts:
+        texts = in_words(texts, meta, vocab)
+        vocab = len(meta['chars'])
+    meta['vocab_size'] = vocab
     sides = []
     for seed, rows in enumerate(row['rows']):
         rng = np.random.Generator(np.random.Philox(seed))
-        x, y = make(rows, rng, vocab, seed == 0)                # seed 0: to train on
+        if texts:
+            given['text'] = texts[seed]
+        x, y = row['make'](rows, rng, vocab, seed == 0, **given)        # seed 0: to train on
         sides.append(joined(x, y, row, meta))
     return sides
 
@@ -703,13 +798,16 @@ MULTI30K = {
     'test_2016_flickr.de.gz': (
         22_890, '9204244e408ccb38d2a55cfcd344df15005fc42a07a6e55ca6c52b6ababb8cc8')}
 SETS = {
-    # generated; length: how long rows are by default
+    # generated; length: how long rows are by default; text: they are made from one
     'recall': {'help': 'generated: recall the last value of a key', 'tokenizer': 'ids', 'vocab': 40,
                'make': recall, 'rows': (10_000, 2_000)},
     'recall-kept': {'help': 'generated: keys keep their value', 'tokenizer': 'ids', 'vocab': 40,
                     'make': functools.partial(recall, keep=True), 'rows': (10_000, 2_000)},
     'mqar': {'help': 'generated: multi-query recall', 'tokenizer': 'ids', 'vocab': 8192, 'make': mqar,
              'rows': (20_000, 3_000)},
+    'facts': {'help': "generated: facts strewn into a text, stdlib's or --file, one asked for at its end",
+              'tokenizer': 'words', 'vocab': 2048, 'make': facts, 'rows': (10_000, 1_000), 'length': 2048,
+              'text': True},
     'listops': {'help': 'generated: nested lists, 10 classes', 'tokenizer': 'words', 'vocab': 16,
                 'make': listops, 'rows': (96_000, 12_000), 'length': 512,
                 'meta': {'classes': 10, 'pad': PAD, 'chars': WORDS}},
