@@ -2008,7 +2008,7 @@ TRANSLATOR = ('--encoder=3 --n_layer=3 --n_head=4 --n_embd=128 --dropout=0.1 --b
               '--encoder_rule=softmax')
 CONVERSION = '--batch_size=64 --lr=3e-3'
 PAIRS = {               # data: the model and its training, steps; steps of a conversion, in % of these
-    'multi30k': (TRANSLATOR, 3000, 30)}
+    'multi30k': (TRANSLATOR, 3000, 50)}
 TRANSLATORS = {         # form: flags; of convert.py where it is converted, `all` of it or the decoder
     'softmax': '--rule=softmax', 'elu': '--rule=sum --phi=elu', 'favor': '--rule=sum --phi=favor',
     'rfa': '--rule=sum --phi=rfa', 'rfa-gate': '--rule=gated --phi=rfa --cross=sum',
