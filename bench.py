@@ -3,7 +3,7 @@ out/bench/SUITE.csv (gpu: .jsonl) and SUITE.png, and ends with a line of JSON. S
 and draws, PAPER what the papers found.
 
     python bench.py                    decode --quick: what the next token costs
-    python bench.py all --quick        every suite below, some twenty minutes on two cores; --full hours
+    python bench.py all --quick        every suite below, most in one or two minutes; --full takes hours
 
     python bench.py decode             the next token after 128 .. 65,536: time and state, layer and model
     python bench.py layer              one forward pass over up to 4,096, with --full 32,768, and its memory
