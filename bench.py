@@ -1214,7 +1214,7 @@ def language(args):
     _, val, meta = prepare.load(data)
     if 'row' in meta:
         raise ValueError(f'--data={data}: a task; this suite wants a text')
-    bits = meta['val']['tokens'] / meta['val']['bytes'] / math.log(2)       # a byte, for a nat a token
+    bits = recipe.bits_a_nat(meta)
     many = chosen(args, 2 ** 14, 2 ** 18)
     size = (f'--data={shlex.quote(data)} --steps={args.steps} --eval_every={max(1, args.steps // 8)} '
             f'--val_tokens={many} --device={args.device}')
@@ -1354,9 +1354,7 @@ def grid_teacher(args):
         args = dataclasses.replace(args, init=os.path.join(out, 'ckpt.safetensors'))
     path, model, meta = softmax_model(args)
     c = model.config
-    _, _, data, name = prepare.for_model(path, meta, args.data, c.block_size)
-    if 'row' in data:
-        raise ValueError(f'--data={name}: a task; this suite wants a text')
+    _, data, name = a_text(path, meta, args.data, c.block_size)
     pos = 'rope' if c.turns() else c.pos
     size = (f'--n_layer={c.n_layer} --n_embd={c.n_embd} --n_head={c.n_head} --conv={c.conv} --pos={pos} '
             f'--block_size={c.block_size} --steps={args.steps} --eval_every={args.steps} {of_all}')
@@ -1369,7 +1367,7 @@ def grid(args):
     """Every rule with every map that it can take, by its own normaliser: trained from nothing, and made of a
     softmax model in a quarter of the steps. And T2R by the size of its map."""
     teacher, data, where, size = grid_teacher(args)
-    bits = data['val']['tokens'] / data['val']['bytes'] / math.log(2)       # a byte, for a nat a token
+    bits = recipe.bits_a_nat(data)
     more = args.steps // 4
     softmax = runs(args, 'grid', 'softmax', f'{where} {size} --rule=softmax')
     rows = [grid_row('softmax', 'softmax', '', softmax, 'val_loss', bits)]

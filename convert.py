@@ -76,6 +76,7 @@ from train import (
     starts,
     table,
     unpack_optimiser,
+    up_to_targets,
 )
 
 
@@ -600,10 +601,9 @@ class Data:
         rows what is behind all targets is left out, as in `answers`: stage 1 would learn from padding."""
         begin = starts(self.args.seed, step, self.args.batch_size, self.train, self.T, self.meta)
         x, y = rows(self.train, begin, self.T, self.meta, self.device)
-        if not self.task or 'patch' in self.meta:
-            return x, y
-        T = 1 + int((y >= 0).any(0).nonzero().max())
-        return x[:, :T], y[:, :T]
+        if self.task:
+            x, y = up_to_targets(x, y, self.meta)
+        return x, y
 
     def after(self, steps):
         """-> `batch` for a stage that comes after so many steps of another."""

@@ -189,6 +189,7 @@ def fastest_threads(run, tokens, most=DEFAULT_THREADS, limit=2.0):
 
 
 # ---- data: row i of step s depends on (seed, s, i) alone: resuming and more processes change nothing -------
+# Of pairs it also depends on how many rows a step has.
 
 POOL = 32               # steps that divide what is drawn for them, so that pairs of like length come together
 
@@ -232,17 +233,22 @@ def rows(data, begin, T, meta, device):
     return x, y.masked_fill(y == meta.get('ignore', -1), -1)
 
 
+def up_to_targets(x, y, meta):
+    """Rows x, y (B, T) of a task without what is behind the last target of all; patches are read whole."""
+    if 'patch' in meta:
+        return x, y
+    T = 1 + int((y >= 0).any(0).nonzero().max())
+    return x[:, :T], y[:, :T]
+
+
 def answers(model, x, y, state, meta):
     """Read x from a state, or None -> logits (N, vocab) in fp32, targets (N,), where these count; the state.
     In a task few places count: only for these are logits computed, and what is behind them is not read."""
     if 'row' in meta:
+        x, y = up_to_targets(x, y, meta)
         at = y >= 0
-        T = x.shape[1]
-        if 'patch' not in meta:
-            T = 1 + int(at.any(0).nonzero().max())
-        at = at[:, :T]
-        logits, state = model(x[:, :T], state, at)
-        return logits.float(), y[:, :T][at], state
+        logits, state = model(x, state, at)
+        return logits.float(), y[at], state
     logits, state = model(x, state)                         # in a text all count, but behind its end (-1)
     return logits.flatten(0, 1).float(), y.flatten(), state
 
@@ -297,14 +303,18 @@ def evaluate_carried(model, data, meta, device, cast, segment=4096):
     return evaluate(model, data, begin, segment, meta, device, cast, carry=True)[0]
 
 
+def bits_a_nat(meta):
+    """Bits per byte of a validation text, for a nat a token."""
+    return meta['val']['tokens'] / meta['val']['bytes'] / math.log(2)
+
+
 def score(meta, loss, right=0):
     """What to print of nats a target and the share that is right; of a text bits per byte, too."""
     if 'source' in meta:
         return f'perplexity {math.exp(min(loss, 50)):.3f} a token, accuracy {100 * right:.1f} %'
     if 'row' in meta:
         return f'accuracy {100 * right:.1f} %'
-    bits = loss * meta['val']['tokens'] / meta['val']['bytes'] / math.log(2)
-    return f'{bits:.4f} bits per byte, perplexity {math.exp(min(loss, 50)):.3f} a token'
+    return f'{loss * bits_a_nat(meta):.4f} bits per byte, perplexity {math.exp(min(loss, 50)):.3f} a token'
 
 
 def table(rows):

@@ -149,7 +149,8 @@ def facts(rows, rng, vocab, training, text, length=2048):
     y = np.empty_like(x)
     for i in range(rows):
         at = np.repeat((room * place[i]).astype(int), len(SENTENCE))
-        x[i] = np.insert(text[begin[i]:begin[i] + room], at, said[i].ravel())[:length]
+        around = text[begin[i]:begin[i] + room]
+        x[i] = np.insert(around, at, said[i].ravel())[:length]
         y[i] = np.insert(np.full(room, vocab), at, wanted[i].ravel())[:length]
     return x, y
 
