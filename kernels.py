@@ -1520,6 +1520,7 @@ class Spread(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model = model
+        self.training = model.training
 
     def forward(self, token, *state):
         logits, state = self.model(token, list(state))
@@ -1527,10 +1528,13 @@ class Spread(nn.Module):
 
 
 def traced(model, token, state, choose):
-    """`recorded` by torch.jit.trace: the operations of one step, played without Python."""
+    """`recorded` by torch.jit.trace: the operations of one step, played without Python. Of a model in
+    evaluation weights become constants, with which a tenth of the operations goes: views and casts."""
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')                 # torch.jit is frozen in time, and says so
         play = torch.jit.trace(Spread(model), (token, *state), check_trace=False, strict=False)
+        if not model.training:
+            play = torch.jit.freeze(play)
 
     def step(token, state):
         logits, *state = play(token, *state)
