@@ -1997,7 +1997,8 @@ def decode(args):
             found += timed(level, rule, steps, args.device)
         cross[level] = crossing(found, 'us a token', 'softmax')
         rows += found
-    note = f'softmax becomes the slower one after so many tokens (None: never): {cross}'
+    note = (f'softmax becomes the slower one after so many tokens (None: never): {cross}\n'
+            'steps of models are recorded, but not those of softmax on a CPU')
     report(args, 'decode', rows, note, crossing=cross)
 
 

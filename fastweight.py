@@ -124,7 +124,7 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
     z = log_z.exp()
     o = []
     for t in range(q.shape[2]):
-        q_t, k_t, v_t, w_t, e_t, f_t, z_t = (rows[:, :, t] for rows in (q, k, v, w, e, f, z))
+        q_t, k_t, v_t, w_t, e_t, f_t, z_t = (x[:, :, t] for x in (q, k, v, w, e, f, z))
         D = outer(z_t, f_t) * S                                             # forget
         S = D + outer(w_t * v_t - e_t * find(D, k_t), k_t)                  # write, erase
         o.append(find(S, q_t))                                              # read
@@ -245,18 +245,14 @@ def encoded(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
     if in_any_order(erase, log_f, log_z):
         S = write_all(k, v, gates['write'], S=S, normalise=normalise)
         return read_all(q, S, normalise, floor), S
-    v = v.to(torch.promote_types(dtype, torch.float32))
-    if normalise:
-        refuse(erase, log_z)
-        v = F.pad(v, (0, 1), value=1.0)
+    decays = gates.get('log_f'), gates.get('log_z')
+    _, _, v, _, _, log_f, log_z, S = start(q, k, v, None, erase, *decays, S, normalise)
     o, S = form(q, k, v, **gates, S=S)
-    f = gate(gates.get('log_f'), v, 0.0).clamp(min=LOG_MIN).exp()
-    z = gate(gates.get('log_z'), v, 0.0).clamp(min=LOG_MIN).exp()
     reversed_text = {name: x.flip(2) for name, x in {'k': k, 'v': v, **gates}.items() if x is not None}
-    next_q = (f * q).flip(2).roll(-1, 2)                    # D_t q_t = z_t * (S_{t+1} (f_t * q_t))
+    next_q = (log_f.exp() * q).flip(2).roll(-1, 2)          # D_t q_t = z_t * (S_{t+1} (f_t * q_t))
     later, _ = form(next_q, **reversed_text)
     later = F.pad(later.flip(2)[:, :, 1:], (0, 0, 0, 1))    # behind the last step there is nothing
-    return finish(o + z * later, normalise, floor, dtype), S
+    return finish(o + log_z.exp() * later, normalise, floor, dtype), S
 
 
 # ---- the other kind of state: a list of rows ---------------------------------------------------------------
@@ -609,7 +605,7 @@ def l2(x):
 
 def sum_to_one(x):
     """x / sum_i x_i, for features >= 0; all zero stays zero. Schlag 2021 sec. 4.2."""
-    return x / x.sum(-1, keepdim=True).clamp(min=1e-6)
+    return x / x.sum(-1, keepdim=True).clamp(min=FLOOR)
 
 NORMALISERS = {
     'attn': itself,         # instead o_t is divided by n_t.q_t: a weighted mean of values. Katharopoulos 2020

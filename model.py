@@ -217,15 +217,16 @@ class Config:
     n_embd: int = flag(128, 'width', low=1)
     block_size: int = flag(128, 'tokens in a training row', low=1)
     dropout: float = flag(0.0, 'dropout', low=0, high=0.99)
-    vocab_size: int = 256
+    vocab_size: int = 256       # from here on: what the data say
     classes: int = 0            # of rows, where these are what is learned; 0: tokens are
     pad: int | None = None      # the token of steps that are not there
     source: int = 0             # so many tokens, from a row's first, are the encoder's
     patch: int = 0              # so many numbers 0..255 are one input; 0: tokens are
+    # from here on: what pretrained models have, and train.py leaves alone
     cls: bool = False           # an encoder has one place more, the first, whose input is learned (ViT)
     pooler: bool = False        # classes are read from tanh(W x + b) of the pooled x (BERT)
     post_norm: bool = False     # what a block adds to is behind the norm, not before it (BERT), see `Block`
-    act: str = 'relu2'          # from here on: what pretrained models have, and train.py leaves alone
+    act: str = 'relu2'
     bias: bool = False
     rms: bool = False           # RMSNorm for LayerNorm
     eps: float = 1e-5
@@ -351,11 +352,13 @@ class Config:
         """Whether there are softmax layers, and beside them at most layers with a matrix."""
         return {'all'} <= self.keeps() <= {'all', None}
 
+    def turned(self, rule):
+        """Whether rope turns the keys of a layer with this rule."""
+        return self.pos == 'rope' or (self.pos == 'auto' and RULES[rule].keeps is not None)
+
     def turns(self):
-        """Whether rope turns the keys of some layer."""
-        if self.pos == 'auto':
-            return self.keeps() != {None}
-        return self.pos == 'rope'
+        """Whether it does in some layer."""
+        return any(map(self.turned, self.pattern()))
 
     def places(self):
         """How many inputs a row of block_size tokens is: they themselves, or patches and what is before."""
@@ -404,7 +407,8 @@ def unrecorded(model, token, state, choose, generator=None):
 
 
 class Forms(NamedTuple):
-    """The functions that a model computes with: each has a definition, and a fast form in kernels.py."""
+    """The functions that a model computes with: each has a definition, and all but softmax, which PyTorch has
+    already, a fast form in kernels.py."""
     recurrence: Callable = fastweight.chunked
     rows: Callable = fastweight.bounded
     shift: Callable = shifted_sum
@@ -756,7 +760,8 @@ class FastWeights(nn.Module):
 # ---- layers ------------------------------------------------------------------------------------------------
 class CausalConv(nn.Module):
     """y_t = sum_j w_j x_{t-n+j}, j = 0..n, in each channel; its state is the last n inputs, n = width - 1.
-    Random at first: every channel is another view of the last tokens. Identities learn slower."""
+    Random at first: every channel is another view of the last tokens. Identities learn slower. In an encoder
+    `shift` centres it."""
     def __init__(self, channels, width):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width, channels))
@@ -804,7 +809,7 @@ class Mixer(nn.Module):
             flags.update(beta_max=1.0)
         if keeps in ('window', 'sink'):
             flags.update(overflow=c.overflow)
-        self.rope = c.pos == 'rope' or (c.pos == 'auto' and keeps is not None)
+        self.rope = c.turned(rule)
         if c.positions == 'compress' and keeps not in (None, 'all'):
             self.rope = False                       # `bounded` turns the keys
             flags.update(turn=self.turn)
@@ -884,7 +889,7 @@ class Cross(Mixer):
             bias = self.qkv.bias[channels]
         return F.linear(x, self.qkv.weight[channels], bias)
 
-    def source(self, x):
+    def keys_values(self, x):
         """x (B, T, n_embd), what an encoder says -> k (B, H, T, key_dim), v (B, H, T, head_dim)"""
         k, v = self.project(x, slice(self.sizes[0], None)).split(self.sizes[1:], -1)
         return self.shared(by_head(k, self.key_dim)), self.shared(by_head(v, self.head_dim))
@@ -896,7 +901,7 @@ class Cross(Mixer):
     def write(self, x, there, forms):
         """x (B, T, n_embd), there (B, T) -> a layer's part of the state, under names that begin with
         SOURCE"""
-        k, v = self.source(x)
+        k, v = self.keys_values(x)
         written = self.memory.write_all(x, k, v, there, forms)
         return {SOURCE + name: y for name, y in written.items()}
 
@@ -1227,7 +1232,7 @@ class GPT(nn.Module):
             if block.cross is not None:
                 x, u = block.branch(block.norm3, x)
                 q = block.cross.queries(u)
-                k, v = block.cross.source(source)
+                k, v = block.cross.keys_values(source)
                 o = block.cross.attend(source, q, k, v, forms, there)
                 yield Seen(f'{name}.{i}.cross', block.cross, block, before, source, q, k, v, o, forms,
                            source, there, real)

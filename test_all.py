@@ -1384,7 +1384,7 @@ def test_cross_attention_is_all_of_the_source_and_then_a_query(rule):
     c = Config(**PAIRS | dict(rule=rule, norm='' if rule == 'softmax' else 'l2'))
     cross = Cross(c, rule).double().eval()
     x, u = torch.randn(2, 1, 6, 32, dtype=f64)
-    k, v = cross.source(x)
+    k, v = cross.keys_values(x)
     q = cross.queries(u)
     if rule == 'softmax':
         expected = (q @ k.mT / 8 ** 0.5).softmax(-1) @ v

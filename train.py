@@ -10,7 +10,7 @@
 Writes out/ckpt.safetensors (weights, optimiser, step), out/best.safetensors (weights) and out/log.jsonl. All
 that is drawn in a step is a function of seed and step, so that a stopped run, resumed, ends in the same bits
 (as long as the number of threads stays, which --threads=N pins). More steps at resuming stretch the cosine.
-In order: machine, threads, rows of data, evaluation, the optimiser and its loop, and a run of this script.
+In order: machine, a model in parts, threads, rows of data, evaluation, the optimiser and its loop, a run.
 """
 import dataclasses
 import functools
@@ -341,7 +341,8 @@ def table(rows):
 # ---- the optimiser and its loop ----------------------------------------------------------------------------
 
 def adamw(model, lr, weight_decay, device, fast=(), times=1.0):
-    """AdamW over what requires gradients; only matrices decay, no gains and no biases of gates (H, 1, K).
+    """AdamW over what requires gradients; only matrices decay, no gains, no biases of gates (H, 1, K) and no
+    feature maps (H, m, d).
     Parameters whose names are in `fast` learn `times` as fast as the others."""
     groups = {}
     for name, p in model.named_parameters():
@@ -679,10 +680,8 @@ class Run:
         T = self.length
         begin = blocks(len(self.val), T, self.meta)
         if start:
-            many = np.count_nonzero(begin + T < PART)
-            if 'row' in self.meta:
-                many = max(many, ROWS)
-            begin = begin[:many]
+            at_least = ROWS if 'row' in self.meta else 1
+            begin = begin[:max(at_least, np.count_nonzero(begin + T < PART))]
         return evaluate(self.model, self.val, begin, T, self.meta, self.device, self.cast, self.rank,
                         self.world)
 
