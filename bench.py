@@ -1,6 +1,6 @@
 """Measure, on this machine. A suite is a table of forms or of commands: it prints what it found, writes
-out/bench/SUITE.csv (gpu: .jsonl) and SUITE.png, and ends with a line of JSON. SUITES says what each takes
-and draws, PAPER what the papers found.
+out/bench/SUITE.csv (gpu: .jsonl) and, where there is something to be seen, SUITE.png, and ends with a line of
+JSON; idea only draws. SUITES says what each takes and draws, PAPER what the papers found.
 
     python bench.py                    decode --quick: what the next token costs
     python bench.py all --quick        every suite below, most in one or two minutes; --full takes hours
@@ -77,25 +77,8 @@ import kernels
 import train as recipe
 from data import prepare
 from fastweight import RULES, l2
-from model import (
-    GPT,
-    Config,
-    FastWeights,
-    Gates,
-    Mixer,
-    chosen_rows,
-    flag,
-    kl,
-    load,
-    parse,
-    pick_device,
-    pick_forms,
-    sample,
-    script,
-    state_bytes,
-    swapped,
-    unrecorded,
-)
+from model import (GPT, Config, FastWeights, Gates, Mixer, chosen_rows, flag, kl, load, parse, pick_device,
+                   pick_forms, sample, script, state_bytes, swapped, unrecorded)
 
 os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # torch.profiler, of which memory is asked, is talkative
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -136,7 +119,7 @@ HELD = Panel('S', 'ours', '', 'associations S', 'loss, 1/2 |v - answer|^2', 'lin
              paper='paper', only=('part', ''))
 LEARNED_SO_FAR = Panel('step', 'loss', 'learning curves of the fewest associations', 'step', 'loss', 'linear',
                        only=('part', 'curve'))
-ONE_SHARE = 4       # one row in so many is kept where answers are told apart by the distance of the fact
+ONE_IN = 4       # one row in so many is kept where answers are told apart by the distance of the fact
 
 SUITES = {
     'decode': Suite(
@@ -152,24 +135,24 @@ SUITES = {
          Panel('T', 'MB', 'and its memory', 'sequence length', 'peak memory, MB'))),
     'capacity': Suite(
         'lengths seeds steps only',
-        {'seeds': 1, 'steps': 1000, 'only': 'softmax,elu,dpfp:1,favor:64'},
-        {'seeds': 3, 'steps': 20000,
+        {'steps': 1000, 'only': 'softmax,elu,dpfp:1,favor:64'},
+        {'steps': 20000,
          'lengths': '20,40,60,80,100,120,140,160,200,240,260,300,340,360,400,500,600'},
         (HELD._replace(title='what a matrix holds (hollow: the paper)'), LEARNED_SO_FAR)),
     'update': Suite(
         'lengths seeds steps only',
-        {'seeds': 1, 'steps': 1000, 'only': 'sum,gated,delta,sum sum-norm,fwm'},
-        {'seeds': 3, 'steps': 20000, 'lengths': '20,40,60,80,100,140,200'},
+        {'steps': 1000, 'only': 'sum,gated,delta,sum sum-norm,fwm'},
+        {'steps': 20000, 'lengths': '20,40,60,80,100,140,200'},
         (HELD._replace(title='values that change (hollow: the paper)', yscale='log'), LEARNED_SO_FAR)),
     'recall': Suite(
-        'seeds steps only', {'seeds': 1}, {'seeds': 3},
+        'seeds steps only', {}, {},
         (SPIKY._replace(title='one layer', only=('model', 'one layer')),
          SPIKY._replace(title='two, no convolutions', only=('model', 'two, no conv')),
          SPIKY._replace(title='the same, from softmax', only=('model', 'from softmax')))),
     'mqar': Suite(
         'lengths seeds steps only',
-        {'seeds': 1, 'steps': 300, 'lengths': '32,64', 'only': 'softmax,sum,delta'},
-        {'seeds': 3, 'steps': 1000, 'lengths': '16,32,64,128'},
+        {'steps': 300, 'lengths': '32,64', 'only': 'softmax,sum,delta'},
+        {'steps': 1000, 'lengths': '16,32,64,128'},
         (Panel('state bytes', 'ours', 'MQAR, 8 pairs', 'bytes of the state after 128 tokens', 'accuracy, %',
                'log', 'linear'),)),
     'monotone': Suite(
@@ -185,26 +168,26 @@ SUITES = {
                only=('text', 'other')))),
     'convert': Suite(
         'init data seeds steps only',
-        {'seeds': 1, 'steps': 48, 'only': 'pure,hybrid,window'}, {'seeds': 3, 'steps': 240},
+        {'steps': 48, 'only': 'pure,hybrid,window'}, {'steps': 240},
         (Panel('1,000 tokens', 'ours', 'what is recovered of the teacher', '1,000 tokens of training',
                'recovered, %', 'linear', 'linear', only=('part', 'tokens')),
          Panel('position', 'perplexity', 'beyond the rows it was trained on', 'position, up to',
                'perplexity', only=('part', 'length')))),
-    'lra': Suite('data seeds steps only', {'seeds': 1, 'steps': 60, 'only': 'softmax,hedgehog,elu'},
-                 {'seeds': 3}),
-    'glue': Suite('init data seeds steps only', {'seeds': 1, 'steps': 100, 'only': 'hedgehog,t2r-hh,t2r'},
-                  {'seeds': 3}),
-    'vit': Suite('init data seeds steps only', {'seeds': 1, 'steps': 100, 'only': 'hedgehog,t2r-hh,t2r'},
-                 {'seeds': 3}),
+    'lra': Suite('data seeds steps only', {'steps': 60, 'only': 'softmax,hedgehog,elu'},
+                 {}),
+    'glue': Suite('init data seeds steps only', {'steps': 100, 'only': 'hedgehog,t2r-hh,t2r'},
+                  {}),
+    'vit': Suite('init data seeds steps only', {'steps': 100, 'only': 'hedgehog,t2r-hh,t2r'},
+                 {}),
     'grid': Suite(
         'init data seeds steps only',
-        {'seeds': 1, 'steps': 40, 'only': 'sum elu,sum t2r,delta elu,delta t2r'}, {'seeds': 3, 'steps': 400},
+        {'steps': 40, 'only': 'sum elu,sum t2r,delta elu,delta t2r'}, {'steps': 400},
         (Panel('features', 'ours', 'T2R with sum, by the size of its map', 'features of a head',
                'bits per byte', 'log', 'linear', only=('part', 'features')),)),
     'language': Suite(
         'data seeds steps only',
-        {'seeds': 1, 'steps': 100, 'only': 'softmax,sum,delta elu,delta elu no-norm,window carry,delta'},
-        {'seeds': 3, 'steps': 2000},
+        {'steps': 100, 'only': 'softmax,sum,delta elu,delta elu no-norm,window carry,delta'},
+        {'steps': 2000},
         (Panel('paper, small', 'ours', 'the same order as in the paper?',
                'perplexity of WikiText-103 in the paper', 'bits per byte here', 'linear', 'linear',
                name='form', only=('part', '')),
@@ -212,8 +195,8 @@ SUITES = {
                'linear', 'linear', only=('part', 'curve')))),
     'translate': Suite(
         'lengths seeds steps only',
-        {'seeds': 1, 'steps': 60, 'lengths': '16,256', 'only': 'softmax,elu,t2r converted'},
-        {'seeds': 3, 'lengths': '16,64,256,1024'},
+        {'steps': 60, 'lengths': '16,256', 'only': 'softmax,elu,t2r converted'},
+        {'lengths': '16,64,256,1024'},
         (Panel('paper', 'ours', 'the same order as in the papers?', 'BLEU of WMT14 En-De in the papers',
                'BLEU here', 'linear', 'linear', name='form', only=('part', '')),
          Panel('target', 'tokens/s', 'one translation at a time', 'tokens so far', 'tokens/s',
@@ -230,10 +213,10 @@ SUITES = {
         (Panel('rows', 'perplexity', 'a softmax model as an RNN, no training', 'rows kept', 'perplexity',
                'log', 'linear'),)),
     'answers': Suite(
-        'data seeds steps only', {'seeds': 1}, {'seeds': 3},
+        'data seeds steps only', {}, {},
         (*[Panel('share', 'ours', name, 'share of the rows that is kept', 'accuracy, %', yscale='linear',
                  only=('part', name)) for name in ('recall-kept', 'mqar', 'facts-256', 'facts')],
-         *[Panel('distance', 'ours', f'{name}, 1/{ONE_SHARE} of the rows', 'tokens since the fact, up to',
+         *[Panel('distance', 'ours', f'{name}, 1/{ONE_IN} of the rows', 'tokens since the fact, up to',
                  'accuracy, %', 'linear', 'linear', only=('part', f'{name}, distance'))
            for name in ('facts-256', 'facts')])),
     'kept': Suite(
@@ -295,7 +278,7 @@ class Args:
 class Paper(NamedTuple):
     """What a paper found."""
     source: str             # paper, table or figure, and what was measured there
-    figures: dict           # form -> a figure, or a dict of them by the suite's size
+    figures: dict           # form -> a figure, or a dict of them by size, data or verdict
 
 
 def over(sizes, *figures):
@@ -343,8 +326,8 @@ PAPER = {
         'Zhang 2024, table 10, GPT-2 on WikiText-103: perplexity 15.8, of Hedgehog 16.7, of T2R 19.4; Mao '
         '2022: 99 % by its abstract', {'hedgehog': 94.6, 't2r': 81, 'decay': 99}),
     'lra': Paper('Zhang 2024, table 6, accuracy in %, longer rows, images of CIFAR-10', {
-        'softmax': {'listops': 36.37, 'imdb': 64.27, 'mnist': None, 'pathfinder': 71.40},
-        'hedgehog': {'listops': 37.15, 'imdb': 64.60, 'mnist': None, 'pathfinder': 74.16}}),
+        'softmax': {'listops': 36.37, 'imdb': 64.27, 'pathfinder': 71.40},
+        'hedgehog': {'listops': 37.15, 'imdb': 64.60, 'pathfinder': 74.16}}),
     'glue': Paper('Zhang 2024, tables 1 and 8, BERT on CoLA by Matthews: 58.8; 1 + ELU 28.1, ReLU 39.5, '
                   'Performer 24.7, cosFormer 39.9, exp:1 45.9, exp:2 50.0, Hedgehog 59.2; GLUE 99.3 %', {}),
     'vit': Paper('Zhang 2024, table 9, ViT-B/16 on ImageNet: 80.3, Hedgehog 79.5, T2R-HH 77.0', {}),
@@ -410,18 +393,18 @@ def finish(device):
         torch.cuda.synchronize(device)
 
 
-def seconds(runs, device, least=0.3, repeats=5):
+def seconds(calls, device, least=0.3, repeats=5):
     """Median time of each function of a list: at least `repeats` calls and `least` seconds of them, after a
     warm-up. They take turns, so that a busy moment of the machine meets them all."""
-    times = [[] for _ in runs]
-    for run in runs:
-        run()
-    unfinished = range(len(runs))
+    times = [[] for _ in calls]
+    for call in calls:
+        call()
+    unfinished = range(len(calls))
     while unfinished:
         for i in unfinished:
             finish(device)
             begin = time.perf_counter()
-            runs[i]()
+            calls[i]()
             finish(device)
             times[i].append(time.perf_counter() - begin)
         unfinished = [i for i, t in enumerate(times) if len(t) <= repeats or sum(t) < least]
@@ -519,12 +502,14 @@ def report(args, suite, rows, note, draws=None, **summary):
     """The table on stdout, one for each kind of rows, and as CSV, a note, the paper's source, one JSON line;
     then the suite's picture. draws(axes): a further panel, before those of SUITES. summary: what else the
     JSON line says."""
+    if not rows:                                                # none of its data is here, as was said
+        return
     columns = dict.fromkeys(itertools.chain.from_iterable(rows))
     with open(inside(args, suite + '.csv'), 'w', newline='') as f:
         writer = csv.DictWriter(f, columns)
         writer.writeheader()
         writer.writerows(rows)
-    for _, alike in itertools.groupby(rows, list):
+    for _, alike in itertools.groupby(rows, list):              # neighbours with the same columns
         recipe.table(list(alike))
     print(note)
     print('paper:', PAPER[suite].source)
@@ -548,7 +533,7 @@ def draw_panels(args, suite, rows, draws=None):
     styles = {form: (colour, dash) for form, (dash, colour) in zip(forms, looks)}       # the same in all
     for panel, shown in panels_shown:
         if shown:
-            parts.append(partial(draw, panel=panel, rows=shown, args=args, styles=styles))
+            parts.append(partial(draw_panel, panel=panel, rows=shown, args=args, styles=styles))
     if not parts:
         return
     figure, axes = panels(1, len(parts))
@@ -558,7 +543,7 @@ def draw_panels(args, suite, rows, draws=None):
 
 
 def by_row(rows, column, first=2):
-    """One column as a dict by the first two, or so many."""
+    """A column as a dict, by the words in the first two columns, or in so many."""
     found = {}
     for r in rows:
         names = list(r.values())[:first]
@@ -592,7 +577,7 @@ def rows_of(panel, rows):
     return [r for r in known if r[panel.x] or panel.xscale == 'linear']
 
 
-def draw(axes, panel, rows, args, styles):
+def draw_panel(axes, panel, rows, args, styles):
     """One panel of a picture."""
     axes.set(xscale=panel.xscale, yscale=panel.yscale, xlabel=panel.xlabel, ylabel=panel.ylabel)
     axes.set_title(panel.title.format_map(vars(args)))
@@ -662,7 +647,8 @@ CODE = ('fastweight', 'kernels', 'model', 'train', 'convert', 'bench', 'data/pre
 
 
 def code():
-    """A digest of what results depend on."""
+    """A digest of the files that results depend on, as they are now: to edit one while a suite runs mixes old
+    results with new."""
     digest = hashlib.sha256()
     for name in CODE:
         with open(os.path.join(HERE, name + '.py'), 'rb') as f:
@@ -730,11 +716,11 @@ def converted(flags, seed, out, teacher=''):
 
 
 def a_run(args, suite, form, run, flags, seed, **made_from):
-    """One run of a line's command -> what it found, seed, and as `out` its folder"""
+    """One run of a line's command -> what it found, its seed and, as `path`, the model that it left"""
     mark = hashlib.sha256(f'{flags} {made_from}'.encode()).hexdigest()[:8]
     out = os.path.join(args.out, suite, re.sub('[^a-z0-9]+', '-', f'{form}-{mark}-{seed}'))
     found = once(args, run.__name__, partial(run, out=out), flags=flags, seed=seed, **made_from)
-    return {**found, 'seed': seed, 'out': out}
+    return {**found, 'seed': seed, 'path': os.path.join(out, 'ckpt.safetensors')}
 
 
 def seeds(args):
@@ -764,10 +750,9 @@ def curve(form, found, column, scale=1.0):
     return rows
 
 
-def model_in(out, device, **changes):
-    """The model that a run left in its folder, with other flags of `Swap`."""
-    model, _ = load(os.path.join(out, 'ckpt.safetensors'), device, **changes)
-    return model.eval()
+def model_in(path, device, **changes):
+    """The model of a file, with other flags of `Swap`."""
+    return load(path, device, **changes)[0].eval()
 
 
 # ---- suites capacity, update: how much a matrix of fast weights holds. Schlag 2021 section 6.1 -------------
@@ -851,7 +836,7 @@ def associations(S, L, rows, replace, draw, device):
     return found
 
 
-def far(model, keys, values, by_key):
+def miss(model, keys, values, by_key):
     """Mean of 1/2 |v - answer|^2 over the last value of each key; by_key: each counts once, else as often as
     it comes: the authors train on a position that is drawn."""
     same = keys[:, :, None] == keys[:, None, :]
@@ -864,7 +849,7 @@ def far(model, keys, values, by_key):
     return (loss * weight).sum() / weight.sum()
 
 
-def associate(S, rule, phi, norm, replace, seed, most, device, rows=4):
+def associate(S, rule, phi, norm, replace, seed, most, device):
     """The least loss 1/2 |v - answer|^2 on new sequences: 0.5 is nothing learned. As the authors' code: Adam,
     1e-3, a look every 100 steps at 20 sequences, the end at 0.001 or after 11 looks in vain. Not as theirs:
     a step has 4 sequences and all their keys as queries, not 32 with one each."""
@@ -872,11 +857,10 @@ def associate(S, rule, phi, norm, replace, seed, most, device, rows=4):
     draw = torch.Generator().manual_seed(seed)
     model = Associative(S, rule, phi, norm).to(device)
     opt = torch.optim.Adam(model.parameters(), 1e-3, fused=True)
-    losses = []
-    steps = []
+    looks = []                                                  # step and loss
     for step in range(1, most + 1):
-        keys, values = associations(S, 2 * S, rows, replace, draw, device)
-        far(model, keys, values, by_key=False).backward()
+        keys, values = associations(S, 2 * S, 4, replace, draw, device)
+        miss(model, keys, values, by_key=False).backward()
         opt.step()
         opt.zero_grad()
         if step % 100 != 0 and step != most:
@@ -884,13 +868,13 @@ def associate(S, rule, phi, norm, replace, seed, most, device, rows=4):
         model.eval()
         with torch.no_grad():           # of S pairs, also where it trains on 2 S, as their code does
             keys, values = associations(S, S, 20, replace, draw, device)
-            losses.append(far(model, keys, values, by_key=True).item())
-        steps.append(step)
+            looks.append([step, miss(model, keys, values, by_key=True).item()])
         model.train()
+        losses = [loss for _, loss in looks]
         vain = len(losses) - 1 - losses.index(min(losses))
         if min(losses) <= GOOD or vain > 10 or not math.isfinite(losses[-1]):
             break
-    return {'loss': min(losses), 'steps': step, 'curve': [list(point) for point in zip(steps, losses)]}
+    return {'loss': min(losses), 'curve': looks}
 
 
 ASSOCIATIVE = {     # form: rule, phi, norm
@@ -958,18 +942,18 @@ RECALL_IN = {           # in which model, for how many steps with --full; each v
     'one layer': (2000, '--n_layer=1 --n_head=1 --n_embd=16 --lr=1e-2 --batch_size=64'),
     'two, no conv': (3000, f'{NO_CONV} --n_head=4'),
     'from softmax': (3000, f'{NO_CONV} --n_head=1')}
-EXCHANGE = '--data=recall-kept --batch_size=32 --lr=1e-3 --loss=next --eval_rows=2000'
+EXCHANGE = '--recipe=hedgehog --distil=auto --data=recall-kept --batch_size=32 --lr=1e-3 --eval_rows=2000'
 
 
 @torch.inference_mode()
-def entropy(out, device):
-    """Mean entropy in nats of the attention weights at the end of 16 validation rows, of the model in a
-    folder; None if a layer has no such weights."""
+def entropy(path, device):
+    """Mean entropy in nats of the attention weights at the end of 16 validation rows, of the model in a file;
+    None if a layer has no such weights."""
     _, val, data = prepare.load('recall-kept')
     T = data['row']
     x, _ = recipe.rows(val, recipe.blocks(len(val), T, data)[:16], T, data, device)
     found = []
-    for seen in model_in(out, device).through(x):
+    for seen in model_in(path, device).through(x):
         mixer = seen.mixer
         if not mixer.has_weights and not mixer.memory.rule.keeps:
             return None
@@ -979,15 +963,14 @@ def entropy(out, device):
 
 
 def exchanged(args, suite, form, teacher, flags, steps):
-    """The softmax model of a run, or of a path, with its attention exchanged: of a map in LEARNED a third of
-    the steps are stage 1, then all weights are trained. -> a run with accuracy before the latter, in %, and
+    """The softmax model of a run with its attention exchanged: of a map in LEARNED a third of the steps are
+    stage 1, then all weights are trained. -> a run with accuracy before the latter, in %, and
     the last line of convert.json's table: accuracy, recovered, ..."""
     first = 0
     if form in LEARNED:
         first = steps // 3
-    path = teacher.get('path') or os.path.join(teacher['out'], 'ckpt.safetensors')
-    given = (f'--from={shlex.quote(path)} {flags} --distil_steps={first} --steps={steps - first} '
-             f'--eval_every={steps} --controls=false --device={args.device}')
+    given = (f'--from={shlex.quote(teacher["path"])} {flags} --distil_steps={first} '
+             f'--steps={steps - first} --eval_every={steps} --controls=false --device={args.device}')
     found = a_run(args, suite, f'{form}, from softmax', converted, given, teacher['seed'],
                   teacher=teacher.get('digest', ''))
     *_, before, after = found['table']                          # the teacher, swapped, then a line a stage
@@ -1007,15 +990,14 @@ def recall(args):
         task = f'--data=recall-kept {size} --steps={steps} --eval_every={steps} --device={args.device}'
         if model == 'from softmax' and form != 'softmax':
             teachers = runs(args, 'recall', f'softmax, {model}', f'{task} --rule=softmax')
-            distil = 'ce' if form in LEARNED else 'none'
-            way = f'{EXCHANGE} {RECALL[form]} --distil={distil}'
+            way = f'{EXCHANGE} {RECALL[form]}'
             more = args.steps or 300
             found = [exchanged(args, 'recall', form, teacher, way, more) for teacher in teachers]
         else:
             found = runs(args, 'recall', f'{form}, {model}', f'{task} {flags}')
         row = {'form': form, 'model': model, 'paper': PAPER['recall'].figures.get(form)}
         row |= of_seeds(found, 'accuracy', 100)
-        row |= {'before': found[0].get('before'), 'entropy': entropy(found[0]['out'], args.device)}
+        row |= {'before': found[0].get('before'), 'entropy': entropy(found[0]['path'], args.device)}
         rows.append(row)
     note = ('accuracy in % of 2,000 new rows; of the first seed: before, with maps that learn distilled and '
             'else nothing trained; entropy, the mean over layers')
@@ -1037,7 +1019,7 @@ def mqar(args):
         if RULES[rule].keeps not in (None, 'all'):
             flags += ' --cache=16'
         found = at_best_rate(args, 'mqar', f'{rule} {width}', flags, chosen(args, RATES[1:2], RATES))
-        model = model_in(found[0]['out'], args.device)
+        model = model_in(found[0]['path'], args.device)
         tokens = torch.zeros(1, model.config.block_size, dtype=torch.long, device=args.device)
         rows.append({'form': rule, 'width': width, 'state bytes': state_bytes(model.read(tokens)),
                      **of_seeds(found, 'accuracy', 100), 'rate': found[0]['rate']})
@@ -1097,10 +1079,10 @@ def majority(name):
     return 100 * counts.max() / counts.sum()
 
 
-def matthews(out, name, device):
-    """Matthews' correlation of answers with truth, of the model in a folder on a set's validation rows, in %:
+def matthews(path, name, device):
+    """Matthews' correlation of answers with truth, of the model in a file on a set's validation rows, in %:
     0 for whoever always says one class. For more than two classes R_K, Gorodkin 2004."""
-    model, meta = load(os.path.join(out, 'ckpt.safetensors'), device)
+    model, meta = load(path, device)
     model.eval()
     _, val, data = prepare.load(name, like=meta['data'])
     T = data['row']
@@ -1116,8 +1098,8 @@ def matthews(out, name, device):
     true = torch.cat(true).double()
     said -= said.mean(0)
     true -= true.mean(0)
-    spread = (said.square().sum() * true.square().sum()).sqrt()
-    return 100 * ((said * true).sum() / spread.clamp(min=1e-9)).item()
+    norms = (said.square().sum() * true.square().sum()).sqrt()
+    return 100 * ((said * true).sum() / norms.clamp(min=1e-9)).item()
 
 
 def lra(args):
@@ -1133,17 +1115,15 @@ def lra(args):
             paper = PAPER['lra'].figures.get(form, {}).get(name)
             rows.append({'data': name, 'form': form, **of_seeds(found, 'accuracy', 100),
                          'majority': commonest, 'paper': paper})
-    if rows:
-        note = 'accuracy in % of the validation rows; majority: of whoever always says the commonest class'
-        report(args, 'lra', rows, note, accuracy=by_row(rows, 'ours'))
+    note = 'accuracy in % of the validation rows; majority: of whoever always says the commonest class'
+    report(args, 'lra', rows, note, accuracy=by_row(rows, 'ours'))
 
 
 def trained_on(args, suite, name, teacher, how, steps):
     """The control beside `exchanged`: the softmax model of a run, with as many steps of training more. how:
     flags that both have."""
-    path = shlex.quote(os.path.join(teacher['out'], 'ckpt.safetensors'))
-    given = (f'--init={path} --data={name} {how} --steps={steps} --eval_every={steps} '
-             f'--device={args.device}')
+    given = (f'--init={shlex.quote(teacher["path"])} --data={name} {how} --steps={steps} '
+             f'--eval_every={steps} --device={args.device}')
     found = a_run(args, suite, f'softmax {name}, trained on', trained, given, teacher['seed'])
     return {**found, 'recovered': found['accuracy'] / teacher['accuracy']}
 
@@ -1171,15 +1151,14 @@ def glue(args, suite):
         commonest = majority(name)
         for form, of_form in found.items():
             shares = [100 * f.get('recovered', 1) for f in of_form]
-            alike = [matthews(f['out'], name, args.device) for f in of_form]
+            alike = [matthews(f['path'], name, args.device) for f in of_form]
             rows.append({'data': name, 'form': form, **of_seeds(of_form, 'accuracy', 100),
                          'recovered': statistics.median(shares), 'matthews': statistics.median(alike),
                          'majority': commonest})
-    if rows:
-        note = ('accuracy in % of the validation rows, median and range; trained on: the control, softmax '
-                'with as many steps more; recovered: of the accuracy of the teacher of the same seed, '
-                'median; matthews: the correlation of answers with truth in %, median')
-        report(args, suite, rows, note, recovered=by_row(rows, 'recovered'))
+    note = ('accuracy in % of the validation rows, median and range; trained on: the control, softmax with '
+            'as many steps more; recovered: of the accuracy of the teacher of the same seed, median; '
+            'matthews: the correlation of answers with truth in %, median')
+    report(args, suite, rows, note, recovered=by_row(rows, 'recovered'))
 
 
 # ---- suite language: a line is a training ------------------------------------------------------------------
@@ -1251,9 +1230,8 @@ def windows(args, form, found, val, meta, bits, paper):
     for cache in WINDOWS:
         losses = []
         for f in found:
-            model = model_in(f['out'], args.device, cache=cache)
-            loss = recipe.evaluate_carried(model, val, meta, args.device, cast, segment=512)
-            losses.append(loss)
+            model = model_in(f['path'], args.device, cache=cache)
+            losses.append(recipe.evaluate_carried(model, val, meta, args.device, cast, segment=512))
         rows.append({'form': form, 'part': 'rows', 'rows': cache, 'paper, medium': paper.get(cache),
                      'carried': bits * statistics.median(losses)})
     return rows
@@ -1316,8 +1294,8 @@ def spaced(val, T, count, data, device):
 
 
 def a_text(path, meta, name, length):
-    """A text of this name, or what a model was trained on, in the model's tokens -> its validation side, of
-    more than `length` of them, its metadata, its name"""
+    """A text of this name, or what a model was trained on, in the model's tokens -> its validation side,
+    which has more than `length` of them, its metadata, its name"""
     _, val, data, name = prepare.for_model(path, meta, name, length)
     if 'row' in data:
         raise ValueError(f'--data={name}: a task; this suite wants a text')
@@ -1350,8 +1328,8 @@ def grid_teacher(args):
     if not args.init:
         given = (f'{PLAIN} --data={shlex.quote(args.data or "stdlib")} --steps={4 * args.steps} '
                  f'--eval_every={4 * args.steps} {of_all}')
-        out = a_run(args, 'grid', 'teacher', trained, given, args.seed)['out']
-        args = dataclasses.replace(args, init=os.path.join(out, 'ckpt.safetensors'))
+        path = a_run(args, 'grid', 'teacher', trained, given, args.seed)['path']
+        args = dataclasses.replace(args, init=path)
     path, model, meta = softmax_model(args)
     c = model.config
     _, data, name = a_text(path, meta, args.data, c.block_size)
@@ -1422,41 +1400,41 @@ def draw_grid(axes, rows):
 
 # ---- suite monotone: a line is a conversion, looked at before and after the map is distilled ---------------
 MAPS = dict.fromkeys(['elu', 'relu', 'favor', 'exp:1', 'exp:2', 'taylor', 't2r', 'hedgehog'])
-CURVES = 'softmax', 'elu', 'exp:2', 'taylor', 'hedgehog, distilled'         # those that are drawn
+DRAWN = 'softmax', 'elu', 'exp:2', 'taylor', 'hedgehog, distilled'          # forms
 FIDELITY = 'order kept', 'entropy', 'KL to teacher'                         # in convert.json, by layer
 
 
 def monotone(args):
     """Attention of a trained softmax model by other maps: do weights grow with q.k, how spiky are they; the
     learned maps before and after they are distilled."""
-    path, model, _ = softmax_model(args)
-    flags = (f'--from={shlex.quote(path)} --rule=sum --row={min(model.config.block_size, 256)} --steps=0 '
-             f'--distil_steps={args.steps} --controls=false --eval_rows=4 --device={args.device} '
+    path, model, meta = softmax_model(args)
+    flags = (f'--from={shlex.quote(path)} --recipe=hedgehog --row={min(model.config.block_size, 256)} '
+             f'--steps=0 --distil_steps={args.steps} --controls=false --eval_rows=4 --device={args.device} '
              f'--data={shlex.quote(args.data)}')
     rows = []
-    curves = {}
+    weights = {}
     for phi in only(args, MAPS):
-        out = os.path.join(args.out, 'monotone', phi.replace(':', '-'))
-        found = converted(f'{flags} --phi={phi}', args.seed, out)
+        found = a_run(args, 'monotone', phi, converted, f'{flags} --phi={phi}', args.seed,
+                      teacher=meta.get('digest'))
         for stage in dict.fromkeys(layer['model'] for layer in found['layers']):
             form = phi if stage == 'swapped' else f'{phi}, {stage}'
             layers = [layer for layer in found['layers'] if layer['model'] == stage]
             rows.append({'form': form} | {x: statistics.mean(layer[x] for layer in layers) for x in FIDELITY})
-            curves[form] = found['query'][stage]
-    curves['softmax'] = found['query']['softmax']
+            weights[form] = found['query'][stage]
+    weights['softmax'] = found['query']['softmax']
     spiky = statistics.mean(layer['entropy of teacher'] for layer in layers)
     rows.append({'form': 'softmax', 'order kept': 1.0, 'entropy': spiky, 'KL to teacher': 0.0})
     note = f'means over layers; distilled: {args.steps} steps of 4 rows'
     scores = found['query']['scores']
-    report(args, 'monotone', rows, note, draws=partial(draw_curves, scores=scores, curves=curves))
+    report(args, 'monotone', rows, note, draws=partial(draw_weights, scores=scores, weights=weights))
 
 
-def draw_curves(axes, scores, curves):
+def draw_weights(axes, scores, weights):
     """Attention weights of one query against the scores of its keys."""
-    for form, colour in zip(CURVES, COLOURS):
-        if form in curves:
-            weights = [max(w, 1e-7) for w in curves[form]]
-            axes.plot(scores, weights, '.', color=colour, label=form, markersize=4)
+    for form, colour in zip(DRAWN, COLOURS):
+        if form in weights:
+            visible = [max(w, 1e-7) for w in weights[form]]
+            axes.plot(scores, visible, '.', color=colour, label=form, markersize=4)
     axes.set(xlabel='q.k / sqrt(d)', ylabel='attention weight', yscale='log',
              title='one query: weights should grow with q.k')
     axes.legend(fontsize=9, frameon=False)
@@ -1541,7 +1519,7 @@ def convert(args):
         if form in firsts:
             rows += by_tokens(args, form, one, firsts[form])
     if 'row' not in data:
-        models = {form: model_in(firsts[form]['out'], args.device) for form in BY_LENGTH if form in firsts}
+        models = {form: model_in(firsts[form]['path'], args.device) for form in BY_LENGTH if form in firsts}
         rows += by_length(args, {**models, 'teacher': teacher}, val, data)
     note = (f'in % of {path}, of a text by the token; of the tuned: of the teacher trained on as many '
             'tokens; swapped, stage 1, a byte, perplexity: of the run in the middle')
@@ -1551,13 +1529,13 @@ def convert(args):
 def by_tokens(args, form, one, whole):
     """Rows of what is recovered against the tokens spent, by runs with schedules of their own; `whole` had
     all the steps."""
-    runs = [{'tokens': 0, 'ours': whole['swapped']}]
+    found = [{'tokens': 0, 'ours': whole['swapped']}]
     for part in (8, 4, 2):
-        runs.append(one(form, steps=max(1, args.steps // part), seed=args.seed))
+        found.append(one(form, steps=max(1, args.steps // part), seed=args.seed))
     rows = []
-    for run in [*runs, whole]:
-        tokens = round(run['tokens'] / 1000)
-        rows.append({'form': form, 'part': 'tokens', '1,000 tokens': tokens, 'ours': run['ours']})
+    for some in [*found, whole]:
+        tokens = round(some['tokens'] / 1000)
+        rows.append({'form': form, 'part': 'tokens', '1,000 tokens': tokens, 'ours': some['ours']})
     return rows
 
 
@@ -1677,13 +1655,13 @@ def transfer(args):
     texts = own_and_other(args, path, meta, max(times) * T)
     names = {text: name for text, (_, _, name) in texts.items()}
     learned_on = {**names, 'random': random_tokens(args, meta['data'])}
-    of_all = (f'--from={shlex.quote(path)} --rule=sum --row={T} --batch_size=32 --distil_steps={args.steps} '
-              f'--steps=0 --controls=false --eval_rows=4 --device={args.device}')
+    of_all = (f'--from={shlex.quote(path)} --recipe=hedgehog --row={T} --batch_size=32 '
+              f'--distil_steps={args.steps} --steps=0 --controls=false --eval_rows=4 --device={args.device}')
     models = {'softmax': teacher}
     for form, (flags, text) in only(args, TRANSFER).items():
         flags = f'{flags} {of_all} --data={shlex.quote(learned_on[text])}'
         found = a_run(args, 'transfer', form, converted, flags, args.seed, teacher=meta.get('digest'))
-        models[form] = model_in(found['out'], args.device)
+        models[form] = model_in(found['path'], args.device)
     rows = []
     for text, (val, data, _) in texts.items():
         for n in times:
@@ -1734,7 +1712,7 @@ def inputs(kind, args, T):
 
 def attention(q, k, v):
     """-> o, in a tuple, as the recurrences return it"""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    return (F.scaled_dot_product_attention(q, k, v, is_causal=True),)
 
 
 # ---- suite layer: forward alone, to long sequences ---------------------------------------------------------
@@ -1813,7 +1791,9 @@ def peer(f, time_first, q, k, v, write=None, erase=None, log_f=None):
     o = f(*xs)
     if isinstance(o, tuple):
         o = o[0]
-    return o.transpose(1, 2) if time_first else o,
+    if time_first:
+        o = o.transpose(1, 2)
+    return (o,)
 
 
 class Case(NamedTuple):
@@ -1840,17 +1820,15 @@ def forward_and_back(form, given, wanted, cotangent):
     torch.autograd.grad(form(**given)[0], wanted, cotangent)
 
 
-def working(forms, slow, args, T):
+def working(forms, args, T):
     """-> form: Case, of those that work at this length; the others are named on stderr"""
     found = {}
-    for name, (kind, form) in forms.items():
+    for name, (kind, f) in forms.items():
         try:
-            if name in slow:
-                raise TimeoutError('a shorter one took over a second')
-            ready = case(form, kind, args, T)
+            ready = case(f, kind, args, T)
             ready.both()
         except Exception as e:  # noqa: BLE001  a peer may refuse a length, or run out of memory
-            print(f'{name} at T = {T} is left out: {type(e).__name__} {str(e)[:100]}', file=sys.stderr)
+            print(f'{name} at T = {T} is left out: {in_short(e)}', file=sys.stderr)
             continue
         found[name] = ready
     return found
@@ -1861,9 +1839,8 @@ def train(args):
     forms = FORMS | peers(args.device)
     peak = ceiling(args.device, args.dtype)
     rows = []
-    slow = set()
     for T in lengths(args):
-        cases = working(forms, slow, args, T)
+        cases = working(forms, args, T)
         least = chosen(args, 0.3, 1.0)
         forward = seconds([c.forward for c in cases.values()], args.device, least)
         both = seconds([c.both for c in cases.values()], args.device, least)
@@ -1876,7 +1853,8 @@ def train(args):
             rows.append({'form': name, 'T': T, 'forward ms': 1e3 * t, 'f+b ms': 1e3 * t_both,
                          'of attention': t_both / both[0], 'kept MB': held, 'of ceiling': share})
             if t_both > 1 and name != 'attention':
-                slow.add(name)
+                print(f'{name} is left out from here on: it takes over a second', file=sys.stderr)
+                del forms[name]
     note = (f'{peak / 1e9:.0f} GFLOP/s in one large product; "of ceiling" counts the products a form '
             'really does; "kept" is what it keeps for the backward')
     report(args, 'train', rows, note, ceiling_flops=peak, ms=by_row(rows, 'f+b ms'))
@@ -1960,13 +1938,13 @@ def timed(level, form, steps, device):
              'state bytes': state_bytes(step.state)} for step, took in zip(steps, times)]
 
 
-def crossing(rows, key, base):
-    """Where `base` becomes dearer than each other form -> form: T, interpolated on logarithmic scales; the
-    least T if it is so from the start, None if it never is."""
+def crossing(rows, key, base, x='T', times=1):
+    """From which x on `base` costs so many `times` what each other form does -> form: x, interpolated on
+    logarithmic scales; the least x if it is so from the start, None if it never is."""
     curves = {}
     for r in rows:
-        curves.setdefault(r['form'], []).append((r['T'], math.log(r[key])))
-    mine = curves.pop(base, [])
+        curves.setdefault(r['form'], []).append((r[x], math.log(r[key])))
+    mine = [(at, cost - math.log(times)) for at, cost in curves.pop(base, [])]
     return {form: first_dearer(mine, curve) for form, curve in curves.items()}
 
 
@@ -2033,11 +2011,11 @@ def bleu_metric():
 
 
 @torch.inference_mode()
-def bleu(out, data, beam, count, device):
-    """Of what the model in a folder says of the first `count` sources of a set's test side; how many there
+def bleu(path, data, beam, count, device):
+    """Of what the model in a file says of the first `count` sources of a set's test side; how many there
     are, and sacrebleu's signature, which says how BLEU is counted."""
     metric = bleu_metric()
-    model, meta = load(os.path.join(out, 'ckpt.safetensors'), device)
+    model, meta = load(path, device)
     model.eval()
     test, data = prepare.test_side(data, like=meta['data'])
     T = data['row']
@@ -2069,7 +2047,6 @@ def translators(args, forms, beam, count):
     """The table of BLEU -> rows, a note"""
     rows = []
     note = ''
-    judge = partial(bleu, device=args.device)
     for name, (size, steps, more) in sets_of(args, PAIRS):
         steps = args.steps or steps
         more = max(1, steps * more // 100)
@@ -2077,7 +2054,8 @@ def translators(args, forms, beam, count):
         for form in forms:
             found = translator(args, name, form, given, more)
             for f in found:
-                score = once(args, 'bleu', judge, out=f['out'], data=name, beam=beam, count=count)
+                score = once(args, 'bleu', bleu, path=f['path'], data=name, beam=beam, count=count,
+                             device=str(args.device))
                 f['bleu'] = score['bleu']
             row = {'data': name, 'form': form, **of_seeds(found, 'bleu')}
             row['accuracy'] = of_seeds(found, 'accuracy', 100)['ours']
@@ -2123,15 +2101,12 @@ def writing(model, token, state):
 
 def beside_softmax(rows, length):
     """Add to rows how many times as fast as softmax they are at the same length, a column. -> by form, from
-    which length on it is twice as fast, as `first_dearer` has it"""
+    which length on it is twice as fast, as `crossing` has it"""
     base = {r[length]: r['tokens/s'] for r in rows if r['form'] == 'softmax'}
-    curves = {}
     for r in rows:
         r['over softmax'] = r['tokens/s'] / base[r[length]]
-        if r['form'] != 'softmax':
-            curves.setdefault(r['form'], []).append((r[length], math.log(r['over softmax'])))
-    twice = [(T, math.log(2)) for T in base]
-    return {form: first_dearer(curve, twice) for form, curve in curves.items()}
+    costs = [{'form': r['form'], length: r[length], 's': 1 / r['tokens/s']} for r in rows]
+    return crossing(costs, 's', 'softmax', length, times=2)
 
 
 @torch.inference_mode()
@@ -2178,14 +2153,15 @@ def translate(args):
     report(args, 'translate', rows + speeds, note, bleu=scores, twice=twice)
 
 
-# ---- suites cache, kept, batch: transformers as multi-state RNNs. Oren 2024 --------------------------------
+# ---- suite cache: transformers as multi-state RNNs. Oren 2024 ----------------------------------------------
 POLICIES = 'random', 'window', 'sink', 'h2o', 'tova-head', 'tova'
 
 
 def bounded(path, teacher, rule, cache, **changes):
     """The model with at most `cache` rows a layer."""
     sinks = max(0, min(4, cache - 1))
-    return swapped(teacher, path, rule=rule, cache=cache, sinks=sinks, **changes).eval()
+    model = swapped(teacher, path, rule=rule, cache=cache, sinks=sinks, **changes)
+    return model.to(teacher.embed.weight.device).eval()
 
 
 def cache_forms(path, teacher, sizes, overflow):
@@ -2208,15 +2184,14 @@ def cache(args):
     sizes = lengths(args, [T // n for n in chosen(args, (32, 16, 8, 4, 1), SHARES)])
     rows = []
     for form, size, model in cache_forms(path, teacher, sizes, args.overflow):
-        logits, state = model.to(args.device)(x)
+        logits, state = model(x)
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), x[:, 1:].flatten()).item()
         if not rows:
             full = loss                                         # of the model as it is, which comes first
         row = {'form': form, 'rows': size, 'perplexity': math.exp(loss), 'of full': math.exp(loss - full)}
-        row['paper, of its full'] = None
-        for share, figure in PAPER['cache'].figures.get(form, {}).items():
-            if T // share == size:
-                row['paper, of its full'] = figure / PAPER['cache'].figures[form][1]
+        theirs = PAPER['cache'].figures.get(form, {})
+        by_size = {T // one_in: figure / theirs[1] for one_in, figure in theirs.items()}
+        row['paper, of its full'] = by_size.get(size)
         rows.append({**row, 'state bytes': state_bytes(state) // len(x)})
     report(args, 'cache', rows, f'{len(x)} pieces of {T} tokens', tokens=x.numel(),
            of_full=by_row(rows, 'of full'))
@@ -2236,24 +2211,22 @@ def asked_model(args, name, seed):
     flags, quick, full, first = ASKED[name]
     start = ASKED_MODEL
     if first:
-        path = os.path.join(asked_model(args, first, seed)['out'], 'ckpt.safetensors')
-        start = f'--init={shlex.quote(path)}'
+        start = f'--init={shlex.quote(asked_model(args, first, seed)["path"])}'
     steps = args.steps or chosen(args, quick, full)
     given = f'--data={name} {start} {flags} --steps={steps} --eval_every={steps} --device={args.device}'
     return a_run(args, 'answers', f'softmax {name}', trained, given, seed)
 
 
 @torch.inference_mode()
-def answered(rule, share, task, count, out, device):
-    """What share of the questions in the first `count` rows the softmax model in a folder answers while it
-    keeps 1/share of the rows of a row's length; of facts also by the quarter of the row where the fact
+def answered(rule, one_in, task, count, path, device):
+    """What share of the questions in the first `count` rows the softmax model in a file answers while it
+    keeps 1/one_in of the rows of a row's length; of facts also by the quarter of the row where the fact
     stands."""
-    path = os.path.join(out, 'ckpt.safetensors')
-    model = model_in(out, device)
+    model = model_in(path, device)
     _, val, data = prepare.load(task)
     T = data['row']
     if rule != 'softmax':
-        model = bounded(path, model, rule, T // share).to(device)
+        model = bounded(path, model, rule, T // one_in)
     right = []
     places = []
     starts = recipe.blocks(len(val), T, data)[:count]
@@ -2276,36 +2249,34 @@ def answered(rule, share, task, count, out, device):
 def answers(args):
     """Accuracy of softmax models on questions to what stands far back, by the rows that they keep."""
     rows = []
-    far = []
+    by_distance = []
     count = chosen(args, 128, 256)
     table = {name: row for name, row in ASKED.items() if chosen(args, *row[1:3])}
     for name, _ in sets_of(args, table):
         teachers = [asked_model(args, name, seed) for seed in seeds(args)]
         T = prepare.load(name)[2]['row']
         forms = [('softmax', 1), *itertools.product(only(args, dict.fromkeys(POLICIES)), (8, 4, 2))]
-        for form, share in forms:
+        for form, one_in in forms:
             found = []
             for teacher in teachers:
-                read = partial(answered, device=args.device)
-                found.append(once(args, 'answered', read, rule=form, share=share, task=name, count=count,
-                                  out=teacher['out']))
-            rows.append({'data': name, 'form': form, 'share': 1 / share, 'part': name, 'rows': T // share,
+                found.append(once(args, 'answered', answered, rule=form, one_in=one_in, task=name,
+                                  count=count, path=teacher['path'], device=str(args.device)))
+            rows.append({'data': name, 'form': form, 'share': 1 / one_in, 'part': name, 'rows': T // one_in,
                          **of_seeds(found, 'accuracy', 100)})
-            if 'quarter 0' not in found[0] or share not in (1, ONE_SHARE):
+            if 'quarter 0' not in found[0] or one_in not in (1, ONE_IN):
                 continue
             for i in range(4):
-                far.append({'data': name, 'form': form, 'distance': T * (4 - i) // 4,
+                by_distance.append({'data': name, 'form': form, 'distance': T * (4 - i) // 4,
                             'part': f'{name}, distance', **of_seeds(found, f'quarter {i}', 100)})
-    if rows:
-        note = (f'accuracy in % of {count} new rows, of one seed right within {100 / count ** 0.5:.0f}, by '
-                f'distance within {200 / count ** 0.5:.0f}; distance: with 1/{ONE_SHARE} of the rows')
-        report(args, 'answers', rows + far, note, accuracy=by_row(rows, 'ours', 3))
+    note = (f'accuracy in % of {count} new rows, of one seed right within {100 / count ** 0.5:.0f}, by '
+            f'distance within {200 / count ** 0.5:.0f}; distance: with 1/{ONE_IN} of the rows')
+    report(args, 'answers', rows + by_distance, note, accuracy=by_row(rows, 'ours', 3))
 
 
-KINDS = {'newline': '\n', 'punctuation': string.punctuation, 'capital': string.ascii_uppercase,
-         'digit': string.digits}
-
-
+# ---- suite kept: which tokens TOVA keeps. Oren 2024, section 5 ---------------------------------------------
+KINDS = {               # by the first character
+    'newline': '\n', 'punctuation': string.punctuation, 'capital': string.ascii_uppercase,
+    'digit': string.digits}
 SPEECH = {              # kinds of whole words and possessive endings: tokens that are more than a character
     "possessive 's": "'s \u2019s", 'article': 'a an the',
     'preposition': 'about above across after against along among around at before behind below beneath '
@@ -2323,8 +2294,8 @@ ENDINGS = 'ing', 'ed', 'ly'             # of other words, and tokens of their ow
 def kind_of(token, data):
     """The kind of a token by its first character and, of tokens that may be words, by a list of common words
     and by its ending: a guess at the part of speech."""
-    once = prepare.decode([token], data)
-    text = prepare.decode([token, token], data)[len(once):]     # some decoders drop the first word's blank
+    alone = prepare.decode([token], data)
+    text = prepare.decode([token, token], data)[len(alone):]     # some decoders drop the first word's blank
     word = text.strip(' ')
     first = word[:1]
     of_words = data['tokenizer'] not in ('byte', 'char')
@@ -2397,6 +2368,7 @@ def draw_rows(axes, seen):
     axes.set(xlabel='position of the token', ylabel='step', title='rows that a middle layer keeps')
 
 
+# ---- suite batch: throughput within a budget of memory. Oren 2024, table 1 ---------------------------------
 def full_state(model, T, n):
     """The state of n texts after T tokens, all alike, in a model that keeps few rows: it has all it may."""
     state = model.read(torch.zeros(n, 1, dtype=torch.long, device=model.embed.weight.device))
@@ -2693,7 +2665,7 @@ SIZES = {               # of everything below; a test has smaller ones
 SECONDS = {             # after which the rest of a stage is left out
     'ceilings': 10, 'warm-up': 60, 'checks': 80, 'variants': 70, 'peers': 110, 'few heads': 25, 'layer': 35,
     'decoding': 40, 'training': 30}
-KERNEL_RULES = 'delta', 'sum', 'kda', 'two-sided delta', 'sum / n', 'gated_delta', 'retention', 'gla', 'decay'
+KERNEL_KINDS = 'delta', 'sum', 'kda', 'two-sided delta', 'sum / n', 'gated_delta', 'retention', 'gla', 'decay'
 VARIANTS = [            # C, BV, warps, and stages of the compiler's pipeline
     (32, 32, 8, 3), (32, 32, 4, 3), (32, 64, 4, 3), (32, 64, 8, 3), (64, 32, 4, 3), (64, 64, 4, 3),
     (64, 64, 8, 3), (32, 64, 4, 2), (64, 64, 4, 2)]
@@ -2716,11 +2688,11 @@ GOALS = [               # column, form, T, at most so much; where a base is name
 
 def stages(args):
     """The stages in their order, each with its cases."""
-    forms = [*KERNEL_RULES, *ATTENTION, *peers(args.device)]
+    forms = [*KERNEL_KINDS, *ATTENTION, *peers(args.device)]
     rules = 'delta', 'sum', 'two-sided delta'
     found = {'ceilings': [(ceilings,)], 'warm-up': [(warm_up,)]}
     found['checks'] = [(check, how) for how in checked()]
-    found['variants'] = itertools.product([variant], KERNEL_RULES[:3], [None, *VARIANTS])
+    found['variants'] = itertools.product([variant], KERNEL_KINDS[:3], [None, *VARIANTS])
     found['peers'] = itertools.product([compared], forms, SIZES['T by T'])
     found['few heads'] = itertools.product([few_heads], rules[:2], SIZES['few heads'], SIZES['segments'])
     found['layer'] = itertools.product([real_layer], ['eager', 'compiled features'])
@@ -2791,9 +2763,10 @@ def ceilings(args):
 
 # ---- warm-up: what is compiled below, from an empty cache, in processes that share it
 def warm_up(args):
-    """The first forward and backward of each kind beside as many neighbours, in seconds."""
+    """Seconds of the first forward and backward of each kind, in as many processes at a time as there are
+    cores, 12 at most."""
     todo = dict.fromkeys((Check(how.form, how.dtype, 67, how.K), None) for how in checked())
-    for kind, sizes in itertools.product(KERNEL_RULES[:3], VARIANTS):
+    for kind, sizes in itertools.product(KERNEL_KINDS[:3], VARIANTS):
         todo[Check(kind, 'bfloat16', 67, SIZES['head_dim']), sizes] = None
     many = min(12, recipe.cores())
     pool = concurrent.futures.ProcessPoolExecutor(many, multiprocessing.get_context('spawn'))
@@ -2819,7 +2792,7 @@ def first_time(device, how, sizes):
     finish(device)
     begin = time.perf_counter()
     with other_tiles(sizes):
-        answer(fast(args, how.form), given, wanted)
+        with_gradients(fast(args, how.form), given, wanted)
     finish(device)
     return time.perf_counter() - begin
 
@@ -2850,11 +2823,11 @@ def checked():
     ways += [plain._replace(K=K, log_decay=-5.0) for K in SIZES['checked K']]
     for dtype, special in itertools.product(('bfloat16', 'float32'), ('decay of -5', 'beta 2', 'equal keys')):
         ways.append(plain._replace(dtype=dtype, special=special))
-    for how, kind in itertools.product(ways, KERNEL_RULES):
+    for how, kind in itertools.product(ways, KERNEL_KINDS):
         needs = {'decay of -5': 'log_', 'beta 2': 'write'}.get(how.special, '')
         if needs in GATES.get(kind, ''):
             yield how._replace(form=kind)
-    yield from map(at_full_size, KERNEL_RULES)
+    yield from map(at_full_size, KERNEL_KINDS)
 
 
 def question(args, how):
@@ -2883,10 +2856,10 @@ def question(args, how):
     return x, [do, torch.randn(size, generator=draw, device=args.device)]
 
 
-def answer(form, given, wanted):
+def with_gradients(f, given, wanted):
     """-> by name o, the last S and all gradients"""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items()}
-    o, S = form(**leaves)
+    o, S = f(**leaves)
     gradients = torch.autograd.grad([o, S], list(leaves.values()), wanted)
     named = {f'd{name}': x for name, x in zip(leaves, gradients)}
     return {'o': o.detach(), 'S_T': S.detach(), **named}
@@ -2902,10 +2875,10 @@ def check(args, how):
     given, wanted = question(args, how)
     definition = partial(fastweight.chunked, normalise=how.form == 'sum / n')
     in_fp64 = {name: x.double() for name, x in given.items()}
-    exact = answer(definition, in_fp64, [x.double() for x in wanted])
+    exact = with_gradients(definition, in_fp64, [x.double() for x in wanted])
     with kernels.poisoned():
-        found = answer(fast(args, how.form), given, wanted)
-        again = answer(fast(args, how.form), given, wanted)
+        found = with_gradients(fast(args, how.form), given, wanted)
+        again = with_gradients(fast(args, how.form), given, wanted)
     errors = {}
     wrong = []
     for name, right in exact.items():
@@ -2963,11 +2936,8 @@ ATTENTION = {'flash attention': ('softmax', flash), 'attention': ('softmax', att
 def compared(args, form, T):
     """Ours, attention, and flash-linear-attention, whose first calls try out its tiles for long: what the
     deadline leaves out is there after a further run with --only=peers."""
-    if form in KERNEL_RULES:
-        kind = form
-        f = fast(args, form)
-    else:
-        kind, f = (ATTENTION | peers(args.device))[form]
+    ours = {kind: (kind, fast(args, kind)) for kind in KERNEL_KINDS}
+    kind, f = (ours | ATTENTION | peers(args.device))[form]
     ready = case(f, kind, args, T, time_first=form.startswith('fla '))
     yield {'form': form, 'T': T, **times_of(ready, args.device)}
 
@@ -3200,7 +3170,7 @@ def gpu(args):
     else:
         print(f'no GPU ({args.device} is none by Nvidia): below is what the compiler makes of the kernels')
         args.dtype = torch.bfloat16
-        todo = {'ahead of time': [(ahead, kind) for kind in KERNEL_RULES]}
+        todo = {'ahead of time': [(ahead, kind) for kind in KERNEL_KINDS]}
     measure(args, todo)
 
 
@@ -3253,13 +3223,15 @@ def settings(argv):
     return suite, args
 
 
-def run(suite, args):
+def run_suite(suite, args):
     """One suite, from the same seed whatever ran before, with its own flags where none are given."""
     device = pick_device(args.device)
     dtype = torch.bfloat16 if device.type == 'cuda' else torch.float32
     if args.dtype != 'auto':
         dtype = getattr(torch, args.dtype)
     own = chosen(args, SUITES[suite].quick, SUITES[suite].full)
+    if 'seeds' in SUITES[suite].flags.split():
+        own = {'seeds': chosen(args, 1, 3), **own}
     missing = {name: own[name] for name in own if not getattr(args, name)}
     args = dataclasses.replace(args, **missing, device=device, dtype=dtype)
     args.began = time.perf_counter()
@@ -3273,7 +3245,7 @@ def run_all(args):
     for suite in RUN:
         print(f'--- {suite} ---', flush=True)
         try:
-            run(suite, args)
+            run_suite(suite, args)
         except (ValueError, OSError, RuntimeError) as e:
             left_out[suite] = str(e)
             print(f'left out: {e}', flush=True)
@@ -3286,7 +3258,7 @@ def main(argv):
     if suite == 'all':
         run_all(args)
     else:
-        run(suite, args)
+        run_suite(suite, args)
 
 
 if __name__ == '__main__':

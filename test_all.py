@@ -3541,7 +3541,7 @@ def test_bench_names_of_many_lines_stand_apart_where_their_lines_end():
     ends = {f'line {n}': n % 4 + 90 * (n > 7) for n in range(16)}
     rows = [{'form': form, 'state bytes': b, 'ours': end} for form, end in ends.items() for b in (1, 10)]
     figure, axes = bench.panels(1, 1)
-    bench.draw(axes[0, 0], panel, rows, bench.Args(), dict.fromkeys(ends, ('black', '-')))
+    bench.draw_panel(axes[0, 0], panel, rows, bench.Args(), dict.fromkeys(ends, ('black', '-')))
     figure.canvas.draw()
     names = sorted(axes[0, 0].texts, key=lambda name: name.get_position()[1])
     boxes = [Text.get_window_extent(name) for name in names]
@@ -3633,9 +3633,9 @@ def test_bench_gpu_walks_through_all_stages(dry_run, tmp_path):
     rows, out, summary = dry_run()
     assert list(dict.fromkeys(row['stage'] for row in rows)) == list(bench.SECONDS)
     assert summary['rows'] == len(rows) and summary['wrong'] == [] and summary['left_out'] == {}
-    assert {row['form'] for row in rows if row['stage'] == 'peers'} == {*bench.KERNEL_RULES, *bench.ATTENTION}
+    assert {row['form'] for row in rows if row['stage'] == 'peers'} == {*bench.KERNEL_KINDS, *bench.ATTENTION}
     kinds = {(row['form'], row['special'], row['dtype']) for row in rows if row['stage'] == 'checks'}
-    assert {(rule, 'equal keys', 'float32') for rule in bench.KERNEL_RULES} <= kinds
+    assert {(rule, 'equal keys', 'float32') for rule in bench.KERNEL_KINDS} <= kinds
     assert ('delta', 'beta 2', 'bfloat16') in kinds and ('sum', 'beta 2', 'bfloat16') not in kinds
     assert re.search(r'first time .* yes', out) and re.search(r'a step of delta, 64 rows .* NO', out)
     assert (tmp_path / 'gpu.png').stat().st_size > 5000
@@ -3675,8 +3675,8 @@ def test_bench_gpu_is_loud_about_wrong_results(dry_run, monkeypatch):
         return form
     monkeypatch.setattr(bench, 'fast', wrong)
     plain = bench.Check('', 'bfloat16', 9, 8)
-    checks = [(bench.check, plain._replace(form=kind)) for kind in bench.KERNEL_RULES]
-    variants = [(bench.variant, kind, None) for kind in bench.KERNEL_RULES[:3]]
+    checks = [(bench.check, plain._replace(form=kind)) for kind in bench.KERNEL_KINDS]
+    variants = [(bench.variant, kind, None) for kind in bench.KERNEL_KINDS[:3]]
     rows, out, summary = dry_run(dict(checks=checks, variants=variants))
     wrong_ones = [row['form'] for row in rows if row['wrong']]
     assert wrong_ones == ['delta', 'sum', 'gla', 'delta', 'sum']
@@ -3708,7 +3708,7 @@ def test_bench_gpu_without_a_gpu_says_so_in_a_line(tmp_path, monkeypatch, capsys
     assert bench.main([*command, '--only=peers']) == 0
     out = capsys.readouterr().out
     rows = json.loads(out.splitlines()[-1])['rows']
-    assert out.startswith('no GPU (cpu') and rows == len(bench.KERNEL_RULES)
+    assert out.startswith('no GPU (cpu') and rows == len(bench.KERNEL_KINDS)
 
 def test_bench_counts_what_is_in_the_loops_of_machine_code():
     code = ['MOV', 'ADD', 'MUL', '@P0 BRA 0x20', '@!P1 BRA 0x10', 'EXIT', 'BRA 0x60', 'NOP']
