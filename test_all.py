@@ -3276,6 +3276,17 @@ def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, thre
         assert {row['features'] for row in found[-2:]} == {'4'}
     if suite == 'idea' or bench.SUITES[suite].panels:
         assert (tmp_path / f'{suite}.png').stat().st_size > 5000
+    converted = [json.loads(path.read_text())['args'] for path in tmp_path.glob(f'{suite}/*/convert.json')]
+    if suite in ('monotone', 'transfer'):                   # a map alone learns, by Hedgehog's recipe
+        assert converted
+        assert {(args['distil'], args['learn']) for args in converted} <= {('ce', 'new'), ('none', 'new')}
+
+@pytest.mark.parametrize('form', ['hedgehog', 'elu', 'delta'])
+def test_bench_recall_goes_on_from_softmax_as_the_papers_do(form):
+    """The next token, and all weights at one rate: none of the flags of --recipe=pure, the default."""
+    args, student = convert.settings(shlex.split(f'{bench.EXCHANGE} {bench.RECALL[form]}'))
+    assert (args.loss, args.learn, args.faster, args.distil) == ('next', 'new', 1.0, 'auto')
+    assert student['rule'] == 'delta' if form == 'delta' else student['phi'] == form
 
 def test_bench_converts_a_model_of_a_task_by_as_many_tokens_in_all_lines(a_model, tmp_path, in_process):
     path = a_model('--rule=softmax', data='recall-kept', steps=40)
