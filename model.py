@@ -1081,7 +1081,8 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=std)
             elif name.endswith(('mixer.proj.weight', 'cross.proj.weight', 'down.weight')):
                 # and so does x: GPT-2, sec. 2.3
-                nn.init.normal_(p, std=std / (2 * c.n_layer) ** 0.5)
+                depth = c.encoder if name.startswith('encoder.') else c.n_layer
+                nn.init.normal_(p, std=std / (2 * depth) ** 0.5)
             elif name in ('embed.weight', 'positions.weight', 'cls.weight'):
                 nn.init.normal_(p, std=0.3)
 
