@@ -272,6 +272,7 @@ class Args:
     beside: str = flag('', f'{of("beside")}: models of other rules on the same data, with commas: '
                            'out/delta/ckpt.safetensors')
     budget: int = flag(71, f'{of("budget")}: MB for all states', low=1)
+    began: float = 0.0          # when the suite did: no flag
 
 
 # ---- the papers' figures: all of them stand here -----------------------------------------------------------
@@ -3233,8 +3234,7 @@ def run_suite(suite, args):
     if 'seeds' in SUITES[suite].flags.split():
         own = {'seeds': chosen(args, 1, 3), **own}
     missing = {name: own[name] for name in own if not getattr(args, name)}
-    args = dataclasses.replace(args, **missing, device=device, dtype=dtype)
-    args.began = time.perf_counter()
+    args = dataclasses.replace(args, **missing, device=device, dtype=dtype, began=time.perf_counter())
     torch.manual_seed(args.seed)
     RUN[suite](args)
 
