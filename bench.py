@@ -1976,8 +1976,7 @@ def decode(args):
             found += timed(level, rule, steps, args.device)
         cross[level] = crossing(found, 'us a token', 'softmax')
         rows += found
-    note = (f'softmax becomes the slower one after so many tokens (None: never): {cross}\n'
-            'steps of models are recorded, but not those of softmax on a CPU')
+    note = f'softmax becomes the slower one after so many tokens (None: never): {cross}'
     report(args, 'decode', rows, note, crossing=cross)
 
 
@@ -2147,8 +2146,8 @@ def translate(args):
     scores = by_row(rows, 'ours')
     forms = [form for form in WRITERS if form in {'softmax', *wanted}]
     speeds, twice = writing_speeds(args, forms)
-    note += ('tokens/s: of steps after so many tokens, of random weights, without reading the source; '
-             'recorded, but not those of softmax on a CPU\n'
+    note += ('tokens/s: of recorded steps after so many tokens, of random weights, without reading the '
+             'source\n'
              f'twice as fast as softmax from so many tokens on, up to {lengths(args)[-1]:,} (None: never): '
              f'{twice}')
     report(args, 'translate', rows + speeds, note, bleu=scores, twice=twice)

@@ -267,8 +267,8 @@ def softmax(q, k, v, rows=None):
     mask = None
     if 1 < T < T_all:
         mask = q.new_ones(T, T_all, dtype=torch.bool).tril(T_all - T)
-    o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=T == T_all > 1)
-    return o, dict(k=k, v=v)
+    causal = bool(T == T_all > 1)                               # a bool also where sizes are traced
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal), dict(k=k, v=v)
 
 def softmax_of_all(q, k, v, rows=None, there=None):
     """`softmax` of an encoder: each step sees all steps, but those that are padding. there (B, T) or None"""

@@ -1522,13 +1522,13 @@ def unrecordable(model, token, state):
     """Why a step of this model cannot be recorded, '' where that is no news, None if it can."""
     device = token.device.type
     growing = [block for block in model.blocks if block.mixer.memory.rule.keeps == 'all']
-    if state is None or device not in ('cpu', 'cuda') or (growing and device == 'cpu'):
+    if state is None or device not in ('cpu', 'cuda'):
         return ''
     if any(getattr(m, 'max_len', None) for m in model.blocks.modules()):
         return 'cosformer needs the position as a number'
     if device == 'cuda' and torch.is_autocast_enabled(device):
         return 'autocast keeps copies of weights, which a graph would outlive'
-    if any(kind_of(block) is not RowLayer for block in growing):
+    if device == 'cuda' and any(kind_of(block) is not RowLayer for block in growing):
         return f'a state that grows needs Triton, and heads of at most {MAX_K}'
 
 
@@ -1545,8 +1545,9 @@ class Spread(nn.Module):
 
 
 def traced(model, token, state, choose):
-    """`recorded` by torch.jit.trace: the operations of one step, played without Python. Of a model in
-    evaluation weights become constants, with which a tenth of the operations goes: views and casts."""
+    """`recorded` by torch.jit.trace: the operations of one step, played without Python, also of a state that
+    grows. Of a model in evaluation weights become constants, with which a tenth of the operations goes: views
+    and casts."""
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')                 # torch.jit is frozen in time, and says so
         play = torch.jit.trace(Spread(model), (token, *state), check_trace=False, strict=False)
