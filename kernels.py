@@ -1546,8 +1546,7 @@ class Spread(nn.Module):
 
 def traced(model, token, state, choose):
     """`recorded` by torch.jit.trace: the operations of one step, played without Python, also of a state that
-    grows. Of a model in evaluation weights become constants, with which a tenth of the operations goes: views
-    and casts."""
+    grows. Of a model in evaluation weights become constants, and a third of the trace goes, their lookups."""
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')                 # torch.jit is frozen in time, and says so
         play = torch.jit.trace(Spread(model), (token, *state), check_trace=False, strict=False)
