@@ -28,7 +28,7 @@ JSON; idea only draws. SUITES says what each takes and draws, PAPER what the pap
     python bench.py cache              perplexity of a softmax model as an RNN that keeps few rows (Oren 2024)
     python bench.py answers            questions to such models, where the answer may stand far back
     python bench.py kept               which tokens TOVA keeps in it, and for how long
-    python bench.py far                and how well it reads 4,096 tokens, with --full 70,000, row by row
+    python bench.py far                and how well it reads 4,096 tokens, with --full 70,000, by position
     python bench.py stories            and how likely is what it writes
     python bench.py batch              throughput at a memory budget against the rows kept
     python bench.py gpu                kernels.py on an Nvidia GPU: right? how fast? eight minutes at most;
@@ -119,7 +119,7 @@ HELD = Panel('S', 'ours', '', 'associations S', 'loss, 1/2 |v - answer|^2', 'lin
              paper='paper', only=('part', ''))
 LEARNED_SO_FAR = Panel('step', 'loss', 'learning curves of the fewest associations', 'step', 'loss', 'linear',
                        only=('part', 'curve'))
-ONE_IN = 4       # one row in so many is kept where answers are told apart by the distance of the fact
+ONE_IN = 4          # one row in so many is kept where answers are told apart by the distance of the fact
 
 SUITES = {
     'decode': Suite(
@@ -136,8 +136,7 @@ SUITES = {
     'capacity': Suite(
         'lengths seeds steps only',
         {'steps': 1000, 'only': 'softmax,elu,dpfp:1,favor:64'},
-        {'steps': 20000,
-         'lengths': '20,40,60,80,100,120,140,160,200,240,260,300,340,360,400,500,600'},
+        {'steps': 20000, 'lengths': '20,40,60,80,100,120,140,160,200,240,260,300,340,360,400,500,600'},
         (HELD._replace(title='what a matrix holds (hollow: the paper)'), LEARNED_SO_FAR)),
     'update': Suite(
         'lengths seeds steps only',
@@ -173,12 +172,9 @@ SUITES = {
                'recovered, %', 'linear', 'linear', only=('part', 'tokens')),
          Panel('position', 'perplexity', 'beyond the rows it was trained on', 'position, up to',
                'perplexity', only=('part', 'length')))),
-    'lra': Suite('data seeds steps only', {'steps': 60, 'only': 'softmax,hedgehog,elu'},
-                 {}),
-    'glue': Suite('init data seeds steps only', {'steps': 100, 'only': 'hedgehog,t2r-hh,t2r'},
-                  {}),
-    'vit': Suite('init data seeds steps only', {'steps': 100, 'only': 'hedgehog,t2r-hh,t2r'},
-                 {}),
+    'lra': Suite('data seeds steps only', {'steps': 60, 'only': 'softmax,hedgehog,elu'}, {}),
+    'glue': Suite('init data seeds steps only', {'steps': 100, 'only': 'hedgehog,t2r-hh,t2r'}, {}),
+    'vit': Suite('init data seeds steps only', {'steps': 100, 'only': 'hedgehog,t2r-hh,t2r'}, {}),
     'grid': Suite(
         'init data seeds steps only',
         {'steps': 40, 'only': 'sum elu,sum t2r,delta elu,delta t2r'}, {'steps': 400},
@@ -265,7 +261,7 @@ class Args:
     dtype: str = flag('auto', f'{of("dtype")}: type; auto: bfloat16 on a GPU',
                       ['auto', 'float32', 'bfloat16'])
     init: str = flag('', f'{of("init")}: a softmax model, if not that in out/ or out/teacher/ or, for '
-                     'glue and vit, one from nothing')
+                     'glue, vit and grid, one from nothing')
     data: str = flag('', f'{of("data")}: one of their sets, or a text, if not what the model was trained on')
     overflow: str = flag('', f'{of("overflow")}: also with fast weights for what goes, as sum:hedgehog; to '
                              'be compared by the bytes of the state')
@@ -1401,7 +1397,7 @@ def draw_grid(axes, rows):
 
 # ---- suite monotone: a line is a conversion, looked at before and after the map is distilled ---------------
 MAPS = dict.fromkeys(['elu', 'relu', 'favor', 'exp:1', 'exp:2', 'taylor', 't2r', 'hedgehog'])
-DRAWN = 'softmax', 'elu', 'exp:2', 'taylor', 'hedgehog, distilled'          # forms
+DRAWN = 'softmax', 'elu', 'exp:2', 'taylor', 'hedgehog, distilled'          # whose weights are in the picture
 FIDELITY = 'order kept', 'entropy', 'KL to teacher'                         # in convert.json, by layer
 
 
@@ -2467,15 +2463,13 @@ def continued(model, prompts, n, seed):
     return torch.cat([token for token, _ in itertools.islice(steps, n)], 1)
 
 
-@torch.inference_mode()
 def likelihood(judge, prompts, said):
     """Mean nats a token of what is said (B, n) behind prompts (B, T) -> (B,)"""
     found = []
-    for some in torch.cat([prompts, said], 1).split(4):         # logits of all would be large
-        logits, _ = judge(some[:, :-1])
-        logits = logits[:, prompts.shape[1] - 1:].float()
-        found.append(F.cross_entropy(logits.mT, some[:, prompts.shape[1]:], reduction='none').mean(1))
-    return torch.cat(found)
+    for row in torch.cat([prompts, said], 1):
+        nats = nats_along(judge, row[:-1], row[1:], len(row))
+        found.append(nats[-said.shape[1]:].mean())
+    return torch.stack(found)
 
 
 def of_binomial(count, n):

@@ -342,8 +342,7 @@ def table(rows):
 
 def adamw(model, lr, weight_decay, device, fast=(), times=1.0):
     """AdamW over what requires gradients; only matrices decay, no gains, no biases of gates (H, 1, K) and no
-    feature maps (H, m, d).
-    Parameters whose names are in `fast` learn `times` as fast as the others."""
+    feature maps (H, m, d). Parameters whose names are in `fast` learn `times` as fast as the others."""
     groups = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
