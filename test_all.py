@@ -3077,6 +3077,7 @@ def test_of_a_mixed_teacher_softmax_alone_is_swapped(a_model):
 
 def test_as_many_tokens_as_gpt2_need_not_be_gpt2s(tmp_path):
     assert files.tokenizer_of(tmp_path, 50257) == dict(tokenizer='gpt2')
+    pytest.importorskip('tokenizers')
     words = {f'w{i}': i for i in range(50257)}
     model = dict(type='WordLevel', vocab=words, unk_token='w0')
     (tmp_path / 'tokenizer.json').write_text(json.dumps(dict(model=model)))
