@@ -123,7 +123,7 @@ ONE_IN = 4          # one row in so many is kept where answers are told apart by
 
 SUITES = {
     'decode': Suite(
-        'lengths heads head_dim dtype',
+        'lengths heads head_dim batch dtype',
         {'lengths': '128,1024,8192,65536', 'heads': 12}, {'lengths': '128,1024,8192,65536', 'heads': 12},
         (Panel('T', 'us a token', 'one layer, {heads} heads of {head_dim}',
                'tokens so far', 'microseconds a token', only=('level', 'layer')),
@@ -1880,11 +1880,19 @@ def layer_steps(rule, args):
             for t in range(before, T, 1024):
                 some = {name: x[:, :, :T - t] for name, x in many.items()}
                 _, S = kernels.chunked(**some, S=S)
-            steps.append(Step(T, partial(kernels.step, **one, S=S), [{'S': S}]))
+            steps.append(Step(T, step_from(S, one), [{'S': S}]))
         elif fits(f'softmax layer after {T:,}', 2 * T * one['k'].nbytes, args.device):
             rows = grown(one, T)
             steps.append(Step(T, partial(F.scaled_dot_product_attention, one['q'], *rows.values()), [rows]))
     return steps
+
+
+def step_from(S, one):
+    """A layer's step from the state S, as it is recorded: on a CPU each call writes over the same memory."""
+    if S.is_cuda:
+        return partial(kernels.step, **one, S=S)
+    [mine] = kernels.of_its_own([{'S': S}])
+    return partial(kernels.step_over, **one, S=mine['S'])
 
 
 def grown(rows, T):
@@ -1895,7 +1903,7 @@ def grown(rows, T):
 def model_steps(rule, size, args, record=kernels.recorded):
     """The same of a model with random weights, its steps recorded as sample.py does."""
     model = GPT(Config(rule=rule, **size)).to(args.device, args.dtype).eval()
-    tokens = torch.randint(256, (1, max(lengths(args))), device=args.device)
+    tokens = torch.randint(256, (args.batch, max(lengths(args))), device=args.device)
     token = tokens[:, :1]
     steps = []
     state = None
@@ -1972,7 +1980,10 @@ def decode(args):
             found += timed(level, rule, steps, args.device)
         cross[level] = crossing(found, 'us a token', 'softmax')
         rows += found
-    note = f'softmax becomes the slower one after so many tokens (None: never): {cross}'
+    S = torch.randn(args.batch, args.heads, args.head_dim, args.head_dim, device=args.device)
+    [copy] = seconds([partial(torch.empty_like(S).copy_, S)], args.device, 0.3, 30)
+    note = (f'softmax becomes the slower one after so many tokens (None: never): {cross}; a copy of the S of a '
+            f'layer takes {1e6 * copy:.1f} us')
     report(args, 'decode', rows, note, crossing=cross)
 
 

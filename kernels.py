@@ -308,8 +308,9 @@ def on_cpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, norm
 
 
 def step_on_cpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False,
-                floor=FLOOR):
-    """fastweight.recurrent for a single step, with nothing computed for absent gates."""
+                floor=FLOOR, times=torch.Tensor.mul, plus_outer=torch.Tensor.addcmul):
+    """fastweight.recurrent for a single step, with nothing computed for absent gates. times, plus_outer: the
+    two ways in which S is changed."""
     dtype = v.dtype
     q, k, v, write, erase, log_f, log_z, S = prepared(q, k, v, write, erase, log_f, log_z, S, normalise)
     shape = S.shape
@@ -317,16 +318,20 @@ def step_on_cpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None,
     k = k.reshape(len(S), 1, -1)
     u = v.reshape(len(S), 1, -1)
     if log_f is not None:
-        S = S * log_f.reshape(len(S), 1, -1).exp()
+        S = times(S, log_f.reshape(len(S), 1, -1).exp())
     if log_z is not None:
-        S = S * log_z.reshape(len(S), -1, 1).exp()
+        S = times(S, log_z.reshape(len(S), -1, 1).exp())
     if write is not None:
         u = write.reshape(len(S), 1, 1) * u
     if erase is not None:
         u = u - erase.reshape(len(S), 1, 1) * torch.bmm(k, S.mT)
-    S = S.addcmul(u.mT, k)
+    S = plus_outer(S, u.mT, k)
     o = torch.bmm(q.reshape(len(S), 1, -1), S.mT)
     return finish(o.view(*shape[:2], 1, -1), normalise, floor, dtype), S.view(shape)
+
+
+# the same, S written over: where it is large, in half the time
+step_over = functools.partial(step_on_cpu, times=torch.Tensor.mul_, plus_outer=torch.Tensor.addcmul_)
 
 
 # ---- GPU: the same letters, in five Triton kernels ---------------------------------------------------------
@@ -1502,9 +1507,9 @@ def recorded(model, token, state, choose, generator=None):
     Python, which is most of it at this size. Where steps cannot be recorded it is model.step itself.
 
     CPU: a trace of the model. Nvidia: a CUDA graph, with the choice in it; generator: from which `choose`
-    draws. The graph has its own copy of the state, written over at each step: what it returns, always the
-    same object, is good until the next step; what it is given stays as it is. It plays with the weights that
-    the model has now, and in the inference mode of this call."""
+    draws. Both have their own copy of the state, written over at each step: what they return is good until
+    the next step; what they are given stays as it is. They play with the weights that the model has now, and
+    in the inference mode of this call."""
     try:
         why = unrecordable(model, token, state)
         if why is None and token.is_cuda:
@@ -1550,16 +1555,37 @@ class Spread(nn.Module):
 def traced(model, token, state, choose):
     """`recorded` by torch.jit.trace: the operations of one step, played without Python, also of a state that
     grows. Of a model in evaluation weights become constants, and a third of the trace goes, their lookups."""
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')                 # torch.jit is frozen in time, and says so
-        play = torch.jit.trace(Spread(model), (token, *state), check_trace=False, strict=False)
-        if not model.training:
-            play = torch.jit.freeze(play)
+    forms = model.forms
+    model.forms = forms._replace(recurrence=step_over)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')             # torch.jit is frozen in time, and says so
+            given = token, *of_its_own(state)
+            play = torch.jit.trace(Spread(model), given, check_trace=False, strict=False)
+            if not model.training:
+                play = torch.jit.freeze(play)
+    finally:
+        model.forms = forms
+    mine = None                                         # the last step's, which is written over
 
     def step(token, state):
-        logits, *state = play(token, *state)
-        return choose(logits[:, -1]), state
+        nonlocal mine
+        if state is not mine:
+            state = of_its_own(state)
+        logits, *mine = play(token, *state)
+        return choose(logits[:, -1]), mine
     return step
+
+
+def of_its_own(state):
+    """A state, the dicts of a model's layers, whose matrices are copies. The columns of these, not the rows,
+    lie in one piece: what q and k find is a sum of columns, which is faster than a product with each row."""
+    mine = []
+    for layer in state:
+        copies = {name: layer[name].mT.clone(memory_format=torch.contiguous_format).mT
+                  for name in ('S', 'n') if name in layer}      # n: of --overflow, mass
+        mine.append({**layer, **copies})
+    return mine
 
 
 def captured(play, device, generator):

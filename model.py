@@ -1268,7 +1268,7 @@ class GPT(nn.Module):
         step a token. The state includes all but the token it comes with. temperature 0: the likeliest.
 
         A state that is given stays as it is. One that is yielded is good until the next token is asked for:
-        on a GPU it is then written over, so clone its tensors to keep it. A token may be kept."""
+        it is then written over, so clone its tensors to keep it. A token may be kept."""
         state = self.read(tokens[:, :-1], state)
         token = tokens[:, -1:]
         choose = functools.partial(sample, temperature=temperature, top_k=top_k, top_p=top_p,
