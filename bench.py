@@ -211,10 +211,11 @@ SUITES = {
     'answers': Suite(
         'data seeds steps only', {}, {},
         (*[Panel('share', 'ours', name, 'share of the rows that is kept', 'accuracy, %', yscale='linear',
-                 only=('part', name)) for name in ('recall-kept', 'mqar', 'facts-256', 'facts')],
+                 only=('part', name))
+           for name in ('recall-kept', 'mqar', 'facts-256', 'facts', 'facts-text-256')],
          *[Panel('distance', 'ours', f'{name}, 1/{ONE_IN} of the rows', 'tokens since the fact, up to',
                  'accuracy, %', 'linear', 'linear', only=('part', f'{name}, distance'))
-           for name in ('facts-256', 'facts')])),
+           for name in ('facts-256', 'facts', 'facts-text-256')])),
     'kept': Suite(
         'init data lengths', {}, {},
         (Panel('share of text', 'steps kept', 'how long, by kind', 'share of the text', 'mean steps kept',
@@ -2209,8 +2210,9 @@ ASKED_MODEL = '--rule=softmax --n_layer=2 --n_head=2 --n_embd=64'
 ASKED = {               # data: training, steps of a quick run, of a full one, 0: left out; from the model of
     'recall-kept': ('--batch_size=32 --lr=3e-3', 0, 1000, ''),
     'mqar': ('--batch_size=32 --lr=1e-2', 0, 1000, ''),
-    'facts-256': ('--batch_size=8 --lr=3e-3', 500, 1500, ''),
-    'facts': ('--batch_size=4 --lr=2e-3', 0, 1000, 'facts-256')}       # from nothing it takes far longer
+    'facts-256': ('--batch_size=8 --lr=3e-3', 500, 3000, ''),
+    'facts': ('--batch_size=4 --lr=2e-3', 0, 1000, 'facts-256'),       # from nothing it takes far longer
+    'facts-text-256': ('--batch_size=8 --lr=3e-3', 0, 3000, 'facts-256')}
 
 
 def asked_model(args, name, seed):

@@ -1651,7 +1651,8 @@ def few_facts(tmp_path, monkeypatch):
     path = tmp_path / 'words.txt'
     path.write_text('\n'.join(map(' '.join, lines)))
     monkeypatch.setattr(prepare, 'HERE', str(tmp_path / 'data'))
-    monkeypatch.setitem(prepare.DATASETS, 'facts', {**prepare.DATASETS['facts'], 'rows': (20, 200)})
+    for name in 'facts', 'facts-text':
+        monkeypatch.setitem(prepare.DATASETS, name, {**prepare.DATASETS[name], 'rows': (20, 200)})
     return path
 
 def test_the_answer_to_a_row_of_facts_stands_somewhere_in_its_text(few_facts, tmp_path):
@@ -1675,6 +1676,12 @@ def test_the_answer_to_a_row_of_facts_stands_somewhere_in_its_text(few_facts, tm
     assert all((row[i:i + 5] == row[-5:]).all() and row[i + 5] == y for row, i, y in zip(x, at, y[:, -1]))
     assert abs(at.mean() - 125) < 15 and at.max() > 230 and at.min() < 20
     assert rows_of('facts-256', tmp_path, file=str(few_facts))[1] == meta           # and sha256
+
+def test_in_facts_text_each_next_word_of_a_training_row_counts(few_facts, tmp_path):
+    [[x, y], told], _ = rows_of('facts-text-256', tmp_path, file=str(few_facts))
+    [[plain_x, plain_y], asked], _ = rows_of('facts-256', tmp_path, file=str(few_facts))
+    assert (x == plain_x).all() and (y[:, :-1] == x[:, 1:]).all() and (y[:, -1] == plain_y[:, -1]).all()
+    assert np.array_equal(told, asked)
 
 def test_rows_of_facts_need_a_text_that_is_long_enough(few_facts, tmp_path):
     for name, text, why in [('facts-127', few_facts, '128 or more'), ('facts-1024', few_facts, 'one has'),

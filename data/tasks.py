@@ -108,14 +108,15 @@ OWN = [OTHER, 'the', 'of', 'is', '.', *THINGS, *NAMES]          # its first word
 ANSWERS = range(len(OWN), len(OWN) + 64)                        # the next ones: the text's commonest
 
 
-def facts(rows, rng, vocab, training, text, length=2048):
+def facts(rows, rng, vocab, training, text, length=2048, every=False):
     """Question answering in a running text, after the long texts of Oren et al. 2024 (arXiv:2401.06104).
 
     A row is a window of `text`, an array of tokens as in_words makes them, with length/128 facts in it, `the
     colour of Ada is self .`, of 50 kinds about 20 names, none twice. A fact is anywhere, each place as likely
     as another. The row ends with `the colour of Ada is`, and the target there is the answer. In training
     length/16 facts come again, anywhere behind where they came first, and the answers of all of them count:
-    the same task, learned from more targets a row, of which some are near.
+    the same task, learned from more targets a row, of which some are near. every: in training each next token
+    is a target, as in a text.
     """
     n = length // 128
     m = 1
@@ -152,6 +153,8 @@ def facts(rows, rng, vocab, training, text, length=2048):
         around = text[begin[i]:begin[i] + room]
         x[i] = np.insert(around, at, said[i].ravel())[:length]
         y[i] = np.insert(np.full(room, vocab), at, wanted[i].ravel())[:length]
+        if training and every:
+            y[i, :-1] = x[i, 1:]
     return x, y
 
 
@@ -809,6 +812,9 @@ SETS = {
     'facts': {'help': "generated: facts strewn into a text, stdlib's or --file, one asked for at its end",
               'tokenizer': 'words', 'vocab': 2048, 'make': facts, 'rows': (10_000, 1_000), 'length': 2048,
               'text': True},
+    'facts-text': {'help': 'generated: the same, and in training each next word counts', 'tokenizer': 'words',
+                   'vocab': 2048, 'make': functools.partial(facts, every=True), 'rows': (10_000, 1_000),
+                   'length': 2048, 'text': True},
     'listops': {'help': 'generated: nested lists, 10 classes', 'tokenizer': 'words', 'vocab': 16,
                 'make': listops, 'rows': (96_000, 12_000), 'length': 512,
                 'meta': {'classes': 10, 'pad': PAD, 'chars': WORDS}},
