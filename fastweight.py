@@ -576,7 +576,7 @@ def itself(x):
 
 def elu1(x):
     """elu(x) + 1 as one exp: the sum would round to 0 for x < -17 in fp32, for x < -6 in bf16."""
-    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+    return x.relu() + x.clamp(max=0).exp()
 
 FEATURE_MAPS = {  # name: constructor (n_head, head_dim, [arg]) -> module with .feature_dim
     'identity': partial(FeatureMap, f=itself, positive=False, mean=False),      # Mao 2022: no map at all

@@ -1300,7 +1300,9 @@ class ReluSquared(torch.autograd.Function):
 
 def relu_squared(x):
     """max(x, 0)^2 (Primer, arXiv:2109.08668, sec. 3)"""
-    return ReluSquared.apply(x)
+    if x.requires_grad:
+        return ReluSquared.apply(x)
+    return x.relu().square()                            # a trace of steps shall have no Python in it
 
 
 # ---- a step of a layer in place: three Triton kernels ------------------------------------------------------

@@ -2306,6 +2306,14 @@ def test_resume_refuses_another_model(a_model, tmp_path, capsys):
     meta = files.read(path)[1]
     assert meta['step'] == 6 and meta['args']['lr'] == 1e-3
 
+@pytest.mark.parametrize('can, flags, said', [
+    ({'avx512_bf16': True}, [], True), ({'amx_bf16': True}, [], True), ({'avx2': True}, [], False),
+    ({'avx512_bf16': True}, ['--dtype=float32'], False)])
+def test_where_a_cpu_multiplies_bfloat16_it_is_said(can, flags, said, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: can, raising=False)
+    trained(text, tmp_path, *flags, steps=1, eval_every=1)
+    assert ('--dtype=bfloat16 may' in capsys.readouterr().out) == said
+
 def test_the_fastest_number_of_threads_is_found_in_time():
     """Of 1, 2 and 3, on a machine where 2 are best."""
     def run(tokens):

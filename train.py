@@ -114,6 +114,12 @@ def cores():
     return os.cpu_count()
 
 
+def multiplies_bfloat16():
+    """Whether the CPU has instructions for it, as far as torch knows."""
+    can = getattr(torch.cpu, 'get_capabilities', dict)()
+    return bool(can.get('avx512_bf16') or can.get('amx_bf16'))
+
+
 def check_threads(threads):
     """ValueError for more threads than cores; None, for the fastest, is fine."""
     if threads is not None and threads > cores():
@@ -611,6 +617,8 @@ class Run:
             torch.set_num_threads(args.threads or min(threads, cores()))
         elif self.may_time():
             self.take_fastest()
+        if self.device.type == 'cpu' and args.dtype == 'auto' and multiplies_bfloat16():
+            self.say('this CPU multiplies bfloat16: --dtype=bfloat16 may make steps shorter')
         n_params = sum(p.numel() for p in self.model.parameters())
         self.say(f'{",".join(config.rules())} | {n_params / 1e6:.2f} M parameters | {args.data}: '
                  f'{len(self.train):,} + {len(self.val):,} tokens of {config.vocab_size} | {self.world} x '
