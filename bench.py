@@ -1967,8 +1967,8 @@ def first_dearer(a, b):
 
 @torch.inference_mode()
 def decode(args):
-    """The next token after T tokens, by a layer and by a model with random weights. A cache's contents do not
-    change its time."""
+    """The next token after T tokens, by a layer and by a model with random weights, of --batch texts side by
+    side. A cache's contents do not change its time."""
     rows = []
     cross = {}
     for level in chosen(args, ['layer', 'model'], ['layer', *MODELS]):
