@@ -475,6 +475,7 @@ def test_exercise_5_what_breaks_a_decaying_chunk_of_64_steps(monkeypatch):
 
 import ast
 import contextlib
+import copy
 import csv
 import dataclasses
 import functools
@@ -2293,10 +2294,40 @@ def resume_from(text, tmp_path, monkeypatch, flags, steps):
         assert min(row['step'] for row in log(again) if 'step' in row) == k + 1    # went on, not anew
     assert not same(end, kept / '4')
 
-@pytest.mark.parametrize('flags', ['--rule=gated', '--rule=tova', '--carry'])
+@pytest.mark.parametrize('flags', ['--rule=gated', '--rule=tova', '--carry', '--optimizer=muon'])
 def test_resume_is_bitwise_identical(flags, text, tmp_path, monkeypatch):
     """gated: with random features, which are redrawn."""
     resume_from(text, tmp_path, monkeypatch, flags.split(), [3])
+
+def test_muon_moves_a_matrix_in_all_directions_alike_and_adamw_the_rest():
+    device = torch.device('cpu')
+    m = GPT(Config(rule='delta', n_layer=1, n_head=2, n_embd=16, block_size=16))
+    start, twin = copy.deepcopy(m), copy.deepcopy(m)
+    x = torch.randint(256, (8, 17))
+    for model, make in (m, train.WithMuon), (twin, train.adamw):
+        opt = make(model, 1e-2, 0.0, device)
+
+        def loss(step, model=model):
+            value = F.cross_entropy(model(x[:, :-1])[0].flatten(0, 1), x[:, 1:].flatten())
+            value.backward()
+            return value.detach()[None]
+        next(train.optimise(model, opt, loss, 1, 1e-2, 0, clip=0))
+    before, adamws = dict(start.named_parameters()), dict(twin.named_parameters())
+    moved = set()
+    for name, p in m.named_parameters():
+        if torch.equal(p, adamws[name]):
+            continue
+        moved.add(name.rpartition('.')[0])
+        rows, columns = p.shape
+        change = (before[name] - p) / (1e-2 * train.MUON * max(1, rows / columns) ** .5)
+        values = torch.linalg.svdvals(change)
+        assert values.max() < 1.3 and values.median() > .6, name
+    assert moved == {'blocks.0.mixer.qkv', 'blocks.0.mixer.proj', 'blocks.0.up', 'blocks.0.down'}
+
+def test_muon_is_refused_where_each_process_has_a_part_of_a_matrix():
+    text = np.zeros(99, np.uint8)
+    with pytest.raises(ValueError, match='whole matrices'):
+        train.check(train.Args(fsdp=True, optimizer='muon'), Config(), 16, text, text, {}, {}, 2)
 
 def test_resume_refuses_another_model(a_model, tmp_path, capsys):
     path, resume = shutil.copy(a_model(), tmp_path), ['--resume', f'--out={tmp_path}']

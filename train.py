@@ -38,6 +38,7 @@ from model import (GPT, Config, config_of, flag, load, pack, parse, pick_device,
                    unpack)
 
 BAD_STEPS = 10     # so many non-finite steps in a row end the run
+MUON = 4.0         # times --lr: a matrix's step has singular values near 1, not entries
 WARMUP = 0.05      # of all steps; then a cosine to 0
 PART = 65536       # tokens of the validation file that are looked at on the way,
 ROWS = 500         # and rows of a task, at the least: some have one answer each
@@ -58,6 +59,8 @@ class Args:
     accum: int = flag(1, 'batches a step, for more rows than fit into memory', low=1)
     lr: float = flag(4e-3, 'peak learning rate', low=0)
     weight_decay: float = flag(0.1, 'on matrices only', low=0)
+    optimizer: str = flag('adamw', 'muon: for the matrices of the blocks, which pays with 16 rows a step',
+                          ['adamw', 'muon'])
     clip: float = flag(1.0, 'largest norm of the gradient; 0: any', low=0)
     carry: bool = flag(False, 'rows follow each other in the text and S is handed on (Schlag 2021, table 4)')
     eval_every: int = flag(500, 'steps between evaluations, which also save', low=1)
@@ -346,12 +349,13 @@ def table(rows):
 
 # ---- the optimiser and its loop ----------------------------------------------------------------------------
 
-def adamw(model, lr, weight_decay, device, fast=(), times=1.0):
+def adamw(model, lr, weight_decay, device, fast=(), times=1.0, without=()):
     """AdamW over what requires gradients; only matrices decay, no gains, no biases of gates (H, 1, K) and no
-    feature maps (H, m, d). Parameters whose names are in `fast` learn `times` as fast as the others."""
+    feature maps (H, m, d). Parameters whose names are in `fast` learn `times` as fast as the others; those
+    `without` are left out."""
     groups = {}
     for name, p in model.named_parameters():
-        if p.requires_grad:
+        if p.requires_grad and name not in without:
             groups.setdefault((p.dim() == 2, name in fast), []).append(p)
     settings = []
     for (is_matrix, is_fast), params in groups.items():
@@ -360,8 +364,33 @@ def adamw(model, lr, weight_decay, device, fast=(), times=1.0):
     return torch.optim.AdamW(settings, lr=lr, betas=(0.9, 0.99), fused=device.type in ('cpu', 'cuda'))
 
 
+class WithMuon:
+    """Muon for the matrices of the blocks, AdamW for all else, as one optimiser. Muon's step is the matrix
+    with singular vectors of the momentum and all singular values near 1, so that no direction is left behind.
+    Jordan 2024; Liu 2025, arXiv:2502.16982. It learns MUON times as fast."""
+    def __init__(self, model, lr, weight_decay, device):
+        matrices = {}
+        for name, module in model.blocks.named_modules():
+            if isinstance(module, torch.nn.Linear) and not name.endswith('gates.proj'):
+                matrices[f'blocks.{name}.weight'] = module.weight
+        group = {'params': list(matrices.values()), 'times': MUON}
+        self.muon = torch.optim.Muon([group], lr=lr, weight_decay=weight_decay)
+        self.adamw = adamw(model, lr, weight_decay, device, without=matrices)
+        self.param_groups = self.muon.param_groups + self.adamw.param_groups
+        self.defaults = self.adamw.defaults
+        self.state = self.muon.state = self.adamw.state     # by parameter, of which none is in both
+
+    def step(self):
+        self.muon.step()
+        self.adamw.step()
+
+    def zero_grad(self, set_to_none=True):
+        self.muon.zero_grad(set_to_none)
+        self.adamw.zero_grad(set_to_none)
+
+
 def pack_optimiser(model, opt):
-    """What AdamW remembers of each parameter, as a flat dict of tensors, for `save`."""
+    """What the optimiser remembers of each parameter, as a flat dict of tensors, for `save`."""
     flat = {}
     for name, p in model.named_parameters():
         for key, x in opt.state.get(p, {}).items():
@@ -373,7 +402,7 @@ def unpack_optimiser(model, opt, tensors):
     """The inverse of `pack_optimiser`, into opt."""
     for name, p in model.named_parameters():
         prefix = f'opt.{name}.'
-        for key in ('step', 'exp_avg', 'exp_avg_sq'):
+        for key in ('step', 'exp_avg', 'exp_avg_sq', 'momentum_buffer'):
             if prefix + key in tensors:
                 x = tensors[prefix + key]
                 if key != 'step' or opt.defaults['fused']:  # else the count of steps stays on the CPU
@@ -498,6 +527,8 @@ def check(args, config, T, train, val, data, meta, world):
                          '--nproc_per_node=2 train.py --fsdp does')
     if args.fsdp and config.encoder:
         raise ValueError('--fsdp: not with --encoder, whose decoder asks for weights out of turn')
+    if args.fsdp and args.optimizer == 'muon':
+        raise ValueError('--fsdp --optimizer=muon: its step needs whole matrices; leave one of them out')
     if args.carry and 'row' in data:
         raise ValueError(f'--carry: the rows of {args.data} have nothing to do with each other')
     if args.carry and args.resume and world > 1:
@@ -767,7 +798,8 @@ def main(argv):
     states = restore(args, model, tensors)
     if args.fsdp:
         shard(model, device, world)
-    opt = adamw(model, args.lr, args.weight_decay, device)
+    make = WithMuon if args.optimizer == 'muon' else adamw
+    opt = make(model, args.lr, args.weight_decay, device)
     unpack_optimiser(model, opt, tensors)
     cast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     os.makedirs(args.out, exist_ok=True)
