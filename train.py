@@ -384,10 +384,6 @@ class WithMuon:
         self.muon.step()
         self.adamw.step()
 
-    def zero_grad(self, set_to_none=True):
-        self.muon.zero_grad(set_to_none)
-        self.adamw.zero_grad(set_to_none)
-
 
 def pack_optimiser(model, opt):
     """What the optimiser remembers of each parameter, as a flat dict of tensors, for `save`."""
@@ -451,7 +447,7 @@ def optimise(model, opt, loss, steps, lr, seed, done=0, clip=1.0, rank=0, world=
                 clip_grads_with_norm_(model.parameters(), clip, norm)
             opt.step()
         yield step + 1, value, norm, good
-        opt.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
 
 
 def culprit(model, x):
