@@ -518,7 +518,9 @@ def report(args, suite, rows, note, draws=None, **summary):
 def summary_line(args, suite, **summary):
     """The line of JSON."""
     about = {'suite': suite, 'torch': torch.__version__, 'threads': torch.get_num_threads(),
-             'seeds': args.seeds, 'minutes': round((time.perf_counter() - args.began) / 60, 2)}
+             'minutes': round((time.perf_counter() - args.began) / 60, 2)}
+    if args.seeds:                                              # it trains
+        about['seeds'] = args.seeds
     print(json.dumps(about | summary), flush=True)
 
 
