@@ -519,7 +519,7 @@ def summary_line(args, suite, **summary):
     """The line of JSON."""
     about = {'suite': suite, 'torch': torch.__version__, 'threads': torch.get_num_threads(),
              'minutes': round((time.perf_counter() - args.began) / 60, 2)}
-    if args.seeds:                                              # it trains
+    if 'seeds' in SUITES[suite].flags.split():                  # it trains
         about['seeds'] = args.seeds
     print(json.dumps(about | summary), flush=True)
 
@@ -1318,12 +1318,14 @@ GRID_RULES = 'sum', 'gated', 'delta', 'decay'
 GRID = {f'{rule} {phi}': (rule, phi) for rule, phi in itertools.product(GRID_RULES, GRID_MAPS)}
 T2R_SIZES = {f'sum t2r:{m}': ('sum', f't2r:{m}') for m in (4, 8, 16, 32, 64)}       # features: Kasai 2021
 PLAIN = '--rule=softmax --n_head=4 --conv=0 --pos=learned'
-GRID_WAY = '--recipe=t2r --distil=auto --eval_rows=256'         # of stage 1 only maps in LEARNED have steps
+GRID_ROWS = 256                        # of the validation text, on which all are compared
+GRID_WAY = f'--recipe=t2r --distil=auto --eval_rows={GRID_ROWS}'        # stage 1: only maps in LEARNED
 
 
 def grid_teacher(args):
     """--init, or a plain model that is trained first, for four times as many steps as the others -> its path
-    and digest, metadata of the data to go on with, flags that name it, flags of a training at its size"""
+    and digest, the validation text, its metadata, flags that name the data, flags of a training of its
+    size"""
     of_all = f'--val_tokens={chosen(args, 2 ** 15, 2 ** 16)} --device={args.device}'
     if not args.init:
         given = (f'{PLAIN} --data={shlex.quote(args.data or "stdlib")} --steps={4 * args.steps} '
@@ -1332,23 +1334,22 @@ def grid_teacher(args):
         args = dataclasses.replace(args, init=path)
     path, model, meta = softmax_model(args)
     c = model.config
-    _, data, name = a_text(path, meta, args.data, c.block_size)
+    val, data, name = a_text(path, meta, args.data, c.block_size)
     pos = 'rope' if c.turns() else c.pos
     size = (f'--n_layer={c.n_layer} --n_embd={c.n_embd} --n_head={c.n_head} --conv={c.conv} --pos={pos} '
             f'--block_size={c.block_size} --steps={args.steps} --eval_every={args.steps} {of_all}')
     folder = prepare.place(name, None, meta['data'])            # where it is in the teacher's tokens
     teacher = {'path': path, 'digest': meta.get('digest')}
-    return teacher, data, f'--data={shlex.quote(folder)}', size
+    return teacher, val, data, f'--data={shlex.quote(folder)}', size
 
 
 def grid(args):
     """Every rule with every map that it can take, by its own normaliser: trained from nothing, and made of a
     softmax model in a quarter of the steps. And T2R by the size of its map."""
-    teacher, data, where, size = grid_teacher(args)
-    bits = recipe.bits_a_nat(data)
+    teacher, val, data, where, size = grid_teacher(args)
     more = args.steps // 4
     softmax = runs(args, 'grid', 'softmax', f'{where} {size} --rule=softmax')
-    rows = [grid_row('softmax', 'softmax', '', softmax, 'val_loss', bits)]
+    rows = [grid_row('softmax', 'softmax', '', on_grid_rows(args, softmax, val, data))]
     for form, (rule, phi) in only(args, GRID | T2R_SIZES).items():
         try:
             FastWeights(rule, 8, 2, 4, phi)
@@ -1359,21 +1360,33 @@ def grid(args):
         anew = runs(args, 'grid', form, f'{flags} {size}')
         made = [exchanged(args, 'grid', phi, {**teacher, 'seed': seed}, f'{flags} {GRID_WAY}', more)
                 for seed in seeds(args)]
-        rows.append(grid_row(form, rule, phi, anew, 'val_loss', bits))
-        rows.append(grid_row(form, rule, phi, made, 'bits per byte'))
+        rows.append(grid_row(form, rule, phi, on_grid_rows(args, anew, val, data)))
+        rows.append(grid_row(form, rule, phi, made))
     for row in rows[:]:
         if row['form'] in T2R_SIZES:
             m = int(row['map'].partition(':')[2])
             rows.append({'form': row['part'], 'part': 'features', 'features': m, 'ours': row['ours']})
-    note = (f'ours: bits per byte; from nothing: {args.steps} steps of 4 rows, on the first tokens of the '
-            f'validation text; converted: {more} steps, on 256 rows of it; recovered: of the '
-            f'perplexity a token of {teacher["path"]}, in %, median')
+    note = (f'ours: bits per byte on {GRID_ROWS} rows, evenly spaced over the validation text; from nothing: '
+            f'{args.steps} steps of 4 rows; converted: {more} steps; recovered: of the perplexity a token of '
+            f'{teacher["path"]}, in %, median')
     report(args, 'grid', rows, note, draws=partial(draw_grid, rows=rows))
 
 
-def grid_row(form, rule, phi, found, key, scale=1.0):
+def on_grid_rows(args, found, val, data):
+    """Trainings, with their bits per byte on the rows that conversions are measured on."""
+    measured = []
+    for f in found:
+        model = model_in(f['path'], args.device)
+        T = model.config.block_size
+        begin = recipe.spread(len(val), T, data, GRID_ROWS)
+        loss, _ = recipe.evaluate(model, val, begin, T, data, args.device, contextlib.nullcontext())
+        measured.append({**f, 'bits per byte': recipe.bits_a_nat(data) * loss})
+    return measured
+
+
+def grid_row(form, rule, phi, found):
     """A line of the table: some trainings, or some conversions."""
-    row = {'form': form, 'rule': rule, 'map': phi, 'part': 'from nothing', **of_seeds(found, key, scale)}
+    row = {'form': form, 'rule': rule, 'map': phi, 'part': 'from nothing', **of_seeds(found, 'bits per byte')}
     row['recovered'] = None
     if 'recovered' in found[0]:
         row['part'] = 'converted'
@@ -2381,10 +2394,14 @@ def draw_rows(axes, seen):
 
 # ---- suite batch: throughput within a budget of memory. Oren 2024, table 1 ---------------------------------
 def full_state(model, T, n):
-    """The state of n texts after T tokens, all alike, in a model that keeps few rows: it has all it may."""
+    """The state of n texts after T tokens, all alike, in a model that keeps all its rows or has all it may."""
     state = model.read(torch.zeros(n, 1, dtype=torch.long, device=model.embed.weight.device))
     for rows in state:
-        rows['pos'] = torch.arange(rows['pos'].shape[-1], device=rows['pos'].device).expand_as(rows['pos'])
+        if 'pos' in rows:
+            places = torch.arange(rows['pos'].shape[-1], device=rows['pos'].device)
+            rows['pos'] = places.expand_as(rows['pos'])
+        else:
+            rows.update(grown(rows, T))
         rows['t'] = rows['t'] * T
     return state
 
@@ -2397,21 +2414,25 @@ def batch(args):
     if T < max(paper):
         raise ValueError(f'--lengths={T}: 1/{max(paper)} of it is no row; take {max(paper)} or more')
     rows = []
-    for share in sorted(paper):
-        model = GPT(Config(rule='tova', cache=T // share)).to(args.device, args.dtype).eval()
+    steps = []
+    for form, share in [('softmax', 1), *[('tova', share) for share in sorted(paper)]]:
+        model = GPT(Config(rule=form, cache=T // share)).to(args.device, args.dtype).eval()
         size = state_bytes(full_state(model, T, 1))
         n = args.budget * MB // size
         if n == 0:
             raise ValueError(f'--budget={args.budget}: one text of {T:,} rows needs {size / MB:.1f} MB')
         tokens = torch.zeros(n, 1, dtype=torch.long, device=args.device)
-        step = partial(model, tokens, full_state(model, T, n))
-        rate = n / seconds([step], args.device, 1.0)[0]
-        if share == 1:
-            full = rate
-        rows.append({'form': 'tova', 'rows': T // share, 'bytes a sequence': size, 'batch': n,
-                     'tokens/s': rate, 'of full': rate / full, 'paper': paper[share]})
-    report(args, 'batch', rows, f'TOVA, all with {args.budget} MB of states; full is {T:,} rows',
-           of_full=by_row(rows, 'of full'))
+        steps.append(partial(model, tokens, full_state(model, T, n)))
+        rows.append({'form': form, 'rows': T // share, 'bytes a sequence': size, 'batch': n})
+    for row, took in zip(rows, seconds(steps, args.device, 1.0)):
+        row['tokens/s'] = row['batch'] / took
+    softmax, full, *_ = [row['tokens/s'] for row in rows]
+    for row in rows:
+        row['of softmax'] = row['tokens/s'] / softmax
+    for row in rows[1:]:
+        row.update({'of full': row['tokens/s'] / full, 'paper': paper[T // row['rows']]})
+    report(args, 'batch', rows, f'all with {args.budget} MB of states; full is TOVA with {T:,} rows',
+           of_softmax=by_row(rows, 'of softmax'))
 
 
 # ---- suite far: a softmax model far beyond the rows it was trained on. Oren 2024, appendix -----------------

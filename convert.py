@@ -41,7 +41,6 @@ import sys
 import time
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -66,13 +65,13 @@ from model import (
 from train import (
     adamw,
     answers,
-    blocks,
     check_threads,
     evaluate,
     fastest_threads,
     optimise,
     pack_optimiser,
     rows,
+    spread,
     starts,
     table,
     unpack_optimiser,
@@ -592,9 +591,7 @@ class Data:
         self.train, self.val, self.meta, self.name = prepare.for_model(args.from_, meta, args.data, T)
         self.task = 'row' in self.meta
         self.T = self.meta.get('row', T)                # a task's rows have their own length
-        begin = blocks(len(self.val), self.T, self.meta)
-        some = np.linspace(0, len(begin) - 1, min(args.eval_rows, len(begin)))
-        self.begin = begin[some.astype(int)]            # evenly spaced over the validation data
+        self.begin = spread(len(self.val), self.T, self.meta, args.eval_rows)
 
     def batch(self, step):
         """-> x, y (batch_size, T), a function of seed and step; y = -1 where it does not count. Of a task's

@@ -318,6 +318,16 @@ def pick(rows, index):
     wide = index[..., None]
     return {name: x.take_along_dim(wide if x.dim() == 4 else index, 2) for name, x in rows.items()}
 
+def replaced(rows, index):
+    """The rows without the one at index (B, H, 1), whose place the last one takes."""
+    kept = {}
+    for name, x in rows.items():
+        place = index
+        if x.dim() == 4:
+            place = index[..., None].expand(-1, -1, -1, x.shape[-1])
+        kept[name] = x.scatter(2, place, x[:, :, -1:])[:, :, :-1]
+    return kept
+
 def attend(q, rows, seen, turn=None):
     """Softmax attention of q (B, H, T, d), whose own rows are the last, to what is `seen` (B, H, 1|T, rows).
     ->  o (B, H, T, d), weights (B, H, T, rows), log of their denominator (B, H, T, 1)"""
@@ -343,19 +353,19 @@ def bounded_step(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=Non
     worth = worth.masked_fill(~real, -math.inf)                     # empty places go first
     worst = worth == worth.amin(-1, keepdim=True)
     gone = torch.where(worst, rows['pos'], t + 1).argmin(-1, keepdim=True)
-    place = torch.arange(cache + 1, device=q.device)
     if spill:                                                       # above, only to know what they are worth
+        place = torch.arange(cache + 1, device=q.device)
         stays = real & (place != gone)
         o, a, log_mass = attend(q, rows, stays[:, :, None], turn)
         total = rows['total'] + a[:, :, 0]
     rows['total'] = total
-    kept = place[:-1] + (place[:-1] >= gone)                        # all places but the one that goes
-    return o, log_mass, pick(rows, gone), pick(rows, kept)
+    return o, log_mass, pick(rows, gone), replaced(rows, gone)
 
 def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
     """Softmax attention that keeps at most `cache` rows, by one of POLICIES: the definition, step by step.
     q, k, v (B, H, T, d)   t position of the first   sinks < cache: how many first rows `sink` never lets go
-    rows None or what was returned: k, v (B, H, cache, d), pos, total (B, H, cache), pos -1 where empty
+    rows None or what was returned: k, v (B, H, cache, d), pos, total (B, H, cache), in any order, pos -1
+    where there is none
     spill: the row goes before the step reads, as it is then in a matrix and must not count twice: rows and
     matrix are read as one, a mean of both by their denominators (FastWeights.keep_rows in model.py)
     turn(x, pos): rope, for keys that come without it and are turned by `compressed` positions

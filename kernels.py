@@ -1511,7 +1511,7 @@ def recorded(model, token, state, choose, generator=None):
     CPU: a trace of the model. Nvidia: a CUDA graph, with the choice in it; generator: from which `choose`
     draws. Both have their own copy of the state, written over at each step: what they return is good until
     the next step; what they are given stays as it is. They play with the weights that the model has now, and
-    in the inference mode of this call."""
+    in torch.inference_mode(), as GPT.generate does."""
     try:
         why = unrecordable(model, token, state)
         if why is None and token.is_cuda:
@@ -1576,7 +1576,7 @@ def traced(model, token, state, choose):
             given = token, *spread.tensors(of_its_own(state))
             play = torch.jit.trace(spread, given, check_trace=False, strict=False)
             if not model.training:
-                play = player(torch.jit.freeze(play))
+                play = player(torch.jit.freeze(play), given)
     finally:
         model.forms = forms
     mine = None                                         # the last step's, which is written over
@@ -1592,14 +1592,16 @@ def traced(model, token, state, choose):
     return step
 
 
-def player(frozen):
+def player(frozen, given):
     """What plays a frozen trace: torch's Static Runtime, which keeps the memory of its results from step to
-    step and knows beforehand which kernels it calls, a fifth less time. It is no documented part of torch;
-    a version without it leaves the trace to the interpreter, which has the same results."""
-    static = getattr(torch._C, '_jit_to_static_module', None)
-    if static is None:
+    step and knows beforehand which kernels it calls, a fifth less time. It is no documented part of torch:
+    where a version lacks it, or a first step of what is `given` fails, it is the trace's own interpreter."""
+    try:
+        play = torch._C._jit_to_static_module(frozen._c)
+        play(*given)
+    except (AttributeError, RuntimeError):
         return frozen
-    return static(frozen._c)
+    return play
 
 
 def of_its_own(state):

@@ -272,6 +272,13 @@ def blocks(n, T, meta):
     return np.arange(0, n - 1, T)
 
 
+def spread(n, T, meta, count):
+    """So many of `blocks`, evenly spaced, or all where there are fewer. -> where they begin"""
+    begin = blocks(n, T, meta)
+    some = np.linspace(0, len(begin) - 1, min(count, len(begin)))
+    return begin[some.astype(int)]
+
+
 @torch.no_grad()
 def evaluate(model, data, begin, T, meta, device, cast, rank=0, world=1, carry=False):
     """Rows of T tokens that start at `begin`, each read from an empty state; the processes share them.
