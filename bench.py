@@ -2415,7 +2415,8 @@ def batch(args):
         raise ValueError(f'--lengths={T}: 1/{max(paper)} of it is no row; take {max(paper)} or more')
     rows = []
     steps = []
-    for form, share in [('softmax', 1), *[('tova', share) for share in sorted(paper)]]:
+    shares = [('softmax', 1), *[('tova', share) for share in sorted(paper)]]
+    for form, share in shares:
         model = GPT(Config(rule=form, cache=T // share)).to(args.device, args.dtype).eval()
         size = state_bytes(full_state(model, T, 1))
         n = args.budget * MB // size
@@ -2427,10 +2428,10 @@ def batch(args):
     for row, took in zip(rows, seconds(steps, args.device, 1.0)):
         row['tokens/s'] = row['batch'] / took
     softmax, full, *_ = [row['tokens/s'] for row in rows]
-    for row in rows:
+    for row, (form, share) in zip(rows, shares):
         row['of softmax'] = row['tokens/s'] / softmax
-    for row in rows[1:]:
-        row.update({'of full': row['tokens/s'] / full, 'paper': paper[T // row['rows']]})
+        if form == 'tova':
+            row.update({'of full': row['tokens/s'] / full, 'paper': paper[share]})
     report(args, 'batch', rows, f'all with {args.budget} MB of states; full is TOVA with {T:,} rows',
            of_softmax=by_row(rows, 'of softmax'))
 
