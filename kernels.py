@@ -1517,7 +1517,7 @@ def recorded(model, token, state, choose, generator=None):
         if why is None and token.is_cuda:
             return Recording(model, token, state, choose, generator).step
         if why is None:
-            return traced(model, token, state, choose)
+            return Traced(model, token, state, choose).step
     except Exception as e:      # noqa: BLE001  whatever a compiler, a tracer or a driver may raise
         why = f'{type(e).__name__}: {"".join(str(e).splitlines()[:1])}'
     if why:
@@ -1564,32 +1564,42 @@ class Spread(nn.Module):
         return [{name: next(each) for name in names} for names in self.names]
 
 
-def traced(model, token, state, choose):
-    """`recorded` by torch.jit.trace: the operations of one step, played without Python, also of a state that
-    grows. Of a model in evaluation weights become constants, and a third of the trace goes, their lookups."""
-    spread = Spread(model, state)
-    forms = model.forms
-    model.forms = forms._replace(recurrence=step_over)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter('ignore')             # torch.jit is frozen in time, and says so
-            given = token, *spread.tensors(of_its_own(state))
-            play = torch.jit.trace(spread, given, check_trace=False, strict=False)
-            if not model.training:
-                play = player(torch.jit.freeze(play), given)
-    finally:
-        model.forms = forms
-    mine = None                                         # the last step's, which is written over
-    tensors = None                                      # what it consists of
+class Traced:
+    """`recorded` by torch.jit.trace: the operations of one step, played without Python. Of a model in evaluation
+    weights become constants, and a third of the trace goes, their lookups."""
+    def __init__(self, model, token, state, choose):
+        self.model = model
+        self.choose = choose
+        self.grows = 'all' in model.config.keeps()
+        self.further = None                             # what takes the steps when the rows are full
+        self.rows = room(int(state[0]['t']))
+        self.spread = Spread(model, state)
+        given = token, *self.spread.tensors(of_its_own(state, self.rows))
+        forms = model.forms
+        model.forms = forms._replace(recurrence=step_over, softmax=softmax_over)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter('ignore')         # torch.jit is frozen in time, and says so
+                self.play = torch.jit.trace(self.spread, given, check_trace=False, strict=False)
+                if not model.training:
+                    self.play = player(torch.jit.freeze(self.play), given)
+        finally:
+            model.forms = forms
+        self.state = None                               # the last step's, which is written over
+        self.tensors = None                             # what it consists of
 
-    def step(token, state):
-        nonlocal mine, tensors
-        if state is not mine:
-            tensors = spread.tensors(of_its_own(state))
-        logits, *tensors = play(token, *tensors)
-        mine = spread.layers(tensors)
-        return choose(logits[:, -1]), mine
-    return step
+    def step(self, token, state):
+        """token (B, 1), state -> token, state. The state is copied, unless it is the last step's own."""
+        if self.further is None and self.grows and state[0]['t'] >= self.rows:      # full: one with more room
+            self.further = recorded(self.model, token, state, self.choose)
+            self.play = self.tensors = None             # its memory is free again
+        if self.further is not None:
+            return self.further(token, state)
+        if state is not self.state:
+            self.tensors = self.spread.tensors(of_its_own(state, self.rows, self.state))
+        logits, *self.tensors = self.play(token, *self.tensors)
+        self.state = self.spread.layers(self.tensors)
+        return self.choose(logits[:, -1]), self.state
 
 
 def player(frozen, given):
@@ -1604,15 +1614,43 @@ def player(frozen, given):
     return play
 
 
-def of_its_own(state):
+def of_its_own(state, rows=0, last=None):
     """A state, the dicts of a model's layers, whose matrices are copies. The columns of these, not the rows,
-    lie in one piece: what q and k find is a sum of columns, which is faster than a product with each row."""
+    lie in one piece: what q and k find is a sum of columns, which is faster than a product with each row.
+    Keys and values that grow get room for so many rows, unless they lie where those of the `last` state do."""
     mine = []
-    for layer in state:
+    for i, layer in enumerate(state):
         copies = {name: layer[name].mT.clone(memory_format=torch.contiguous_format).mT
                   for name in ('S', 'n') if name in layer}      # n: of --overflow, mass
+        if 'k' in layer and 'pos' not in layer:
+            for name in 'k', 'v':
+                copies[name] = layer[name]
+                if last is None or layer[name].data_ptr() != last[i][name].data_ptr():
+                    copies[name] = with_room(layer[name], rows)
         mine.append({**layer, **copies})
     return mine
+
+
+def with_room(x, rows):
+    """A copy of x (B, H, T, d), T < rows, with room behind each head's last row."""
+    B, H, T, d = x.shape
+    longer = x.new_empty(B, H, rows, d)[:, :, :T]
+    return longer.copy_(x)
+
+
+def one_more(x, new):
+    """x (B, H, T, d), which has room, with `new` (B, H, 1, d) behind it: x where it lies, not a copy."""
+    B, H, T, d = x.shape
+    longer = x.as_strided((B, H, T + 1, d), x.stride())
+    longer[:, :, T:].copy_(new)
+    return longer
+
+
+def softmax_over(q, k, v, rows):
+    """fastweight.softmax for one step, of rows that have room."""
+    k = one_more(rows['k'], k)
+    v = one_more(rows['v'], v)
+    return F.scaled_dot_product_attention(q, k, v), dict(k=k, v=v)
 
 
 def captured(play, device, generator):

@@ -1115,7 +1115,7 @@ def test_recorded_steps_equal_the_model():
             begin = m(tokens[:, :6])[1]
             choose, seen = listener()
             step = m.forms.record(m, tokens[:, 6:7], begin, choose)
-            assert 'traced' in step.__qualname__
+            assert 'Traced' in step.__qualname__
             tol = 1e-6 if m.config.turns() else 1e-9            # angles are fp32
             for time in 'first', 'again':
                 state = begin
@@ -1137,7 +1137,7 @@ def test_a_trace_says_the_same_without_static_runtime(monkeypatch):
 
 def test_what_cannot_be_recorded_is_left_to_the_model(monkeypatch, capsys):
     """In silence at a fresh start, which has no state."""
-    monkeypatch.setattr(kernels, 'traced', Mock(side_effect=RuntimeError('no such operation')))
+    monkeypatch.setattr(kernels, 'Traced', Mock(side_effect=RuntimeError('no such operation')))
     token = torch.ones(1, 1, dtype=torch.long)
     said = 'steps are not recorded: '
     cases = [(dict(rule='delta'), 0, '')]
@@ -1315,16 +1315,20 @@ def test_a_wrong_graph_is_found_out(monkeypatch):
         in_place(m, tokens[:, :1], m(tokens)[1], listener()[0])
 
 @gpu
-def test_rows_get_more_room_when_it_is_full(monkeypatch):
+@pytest.mark.parametrize('where', ['in place', 'here'])
+def test_rows_get_more_room_when_it_is_full(where, monkeypatch):
     """Beyond the kernel's blocks of 64 rows. Without a convolution an earlier state can be gone back to."""
-    played_here(monkeypatch)
+    record = kernels.recorded
+    if where == 'in place':
+        played_here(monkeypatch)
+        record = in_place
     m, tokens = random_model(rule='softmax', n_embd=16, conv=0)
     tokens = tokens.repeat(1, 3)
     monkeypatch.setattr(kernels, 'room', lambda t: t + 4)
     with torch.inference_mode():
         exact, state = m(tokens[:, :123])[0], m(tokens[:, :110])[1]
         choose, _ = listener()
-        step = in_place(m, tokens[:, 110:111], state, choose)
+        step = record(m, tokens[:, 110:111], state, choose)
         for t in range(110, 123):
             if t == 119:                                # behind the third recording's first step
                 early = [dict(layer, t=layer['t'].clone()) for layer in state]
