@@ -1926,7 +1926,7 @@ def model_steps(rule, size, args, record=kernels.recorded):
     for before, T in itertools.pairwise([0] + lengths(args)):
         if rule == 'softmax':
             state = model.read(token)
-            need = 2 * T * state_bytes(state)                   # a step copies it
+            need = 2 * T * state_bytes(state)                   # what records it has a copy
             if not fits(f'softmax model of width {model.config.n_embd} after {T:,}', need, args.device):
                 continue
             for rows in state:
