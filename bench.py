@@ -515,11 +515,16 @@ def report(args, suite, rows, note, draws=None, **summary):
     draw_panels(args, suite, rows, draws)
 
 
+def trains(suite):
+    """Whether a suite trains models, and so takes --seeds."""
+    return 'seeds' in SUITES[suite].flags.split()
+
+
 def summary_line(args, suite, **summary):
     """The line of JSON."""
     about = {'suite': suite, 'torch': torch.__version__, 'threads': torch.get_num_threads(),
              'minutes': round((time.perf_counter() - args.began) / 60, 2)}
-    if 'seeds' in SUITES[suite].flags.split():                  # it trains
+    if trains(suite):
         about['seeds'] = args.seeds
     print(json.dumps(about | summary), flush=True)
 
@@ -1925,12 +1930,10 @@ def model_steps(rule, size, args, record=kernels.recorded):
     state = None
     for before, T in itertools.pairwise([0] + lengths(args)):
         if rule == 'softmax':
-            state = model.read(token)
-            need = 2 * T * state_bytes(state)                   # what records it has a copy
+            need = 2 * T * state_bytes(model.read(token))       # what records it has a copy
             if not fits(f'softmax model of width {model.config.n_embd} after {T:,}', need, args.device):
                 continue
-            for rows in state:
-                rows.update(grown(rows, T), t=T * rows['t'])
+            state = full_state(model, T, args.batch)
         else:
             state = model.read(tokens[:, before:T], state)
         choose = partial(sample, temperature=0)
@@ -2394,7 +2397,7 @@ def draw_rows(axes, seen):
 
 # ---- suite batch: throughput within a budget of memory. Oren 2024, table 1 ---------------------------------
 def full_state(model, T, n):
-    """The state of n texts after T tokens, all alike, in a model that keeps all its rows or has all it may."""
+    """The state of n texts after T tokens, all alike, in a model that keeps all rows or has all it may."""
     state = model.read(torch.zeros(n, 1, dtype=torch.long, device=model.embed.weight.device))
     for rows in state:
         if 'pos' in rows:
@@ -3261,7 +3264,7 @@ def run_suite(suite, args):
     if args.dtype != 'auto':
         dtype = getattr(torch, args.dtype)
     own = chosen(args, SUITES[suite].quick, SUITES[suite].full)
-    if 'seeds' in SUITES[suite].flags.split():
+    if trains(suite):
         own = {'seeds': chosen(args, 1, 3), **own}
     missing = {name: own[name] for name in own if not getattr(args, name)}
     args = dataclasses.replace(args, **missing, device=device, dtype=dtype, began=time.perf_counter())

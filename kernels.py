@@ -1564,15 +1564,33 @@ class Spread(nn.Module):
         return [{name: next(each) for name in names} for names in self.names]
 
 
-class Traced:
-    """`recorded` by torch.jit.trace: the operations of one step, played without Python. Of a model in evaluation
-    weights become constants, and a third of the trace goes, their lookups."""
-    def __init__(self, model, token, state, choose):
+def room(t):
+    """How many rows to make room for: the power of two above 2 t, at least 256."""
+    return max(256, 2 ** (2 * t).bit_length())
+
+
+class Roomy:
+    """What records steps from a state with room for so many `rows`, where some layer's grow."""
+    def __init__(self, model, state, choose, generator=None):
         self.model = model
         self.choose = choose
+        self.generator = generator
         self.grows = 'all' in model.config.keeps()
-        self.further = None                             # what takes the steps when the rows are full
         self.rows = room(int(state[0]['t']))
+        self.further = None                             # what takes the steps when the rows are full
+
+    def full(self, token, state):
+        """Whether the rows are full: then `further`, another recording with more room, goes on."""
+        if self.further is None and self.grows and state[0]['t'] >= self.rows:
+            self.further = recorded(self.model, token, state, self.choose, self.generator)
+        return self.further is not None
+
+
+class Traced(Roomy):
+    """`recorded` by torch.jit.trace: the operations of one step, played without Python. Of a model in
+    evaluation weights become constants, and a third of the trace goes, their lookups."""
+    def __init__(self, model, token, state, choose):
+        super().__init__(model, state, choose)
         self.spread = Spread(model, state)
         given = token, *self.spread.tensors(of_its_own(state, self.rows))
         forms = model.forms
@@ -1590,10 +1608,8 @@ class Traced:
 
     def step(self, token, state):
         """token (B, 1), state -> token, state. The state is copied, unless it is the last step's own."""
-        if self.further is None and self.grows and state[0]['t'] >= self.rows:      # full: one with more room
-            self.further = recorded(self.model, token, state, self.choose)
-            self.play = self.tensors = None             # its memory is free again
-        if self.further is not None:
+        if self.full(token, state):
+            self.play = self.state = self.tensors = None        # its memory is free again
             return self.further(token, state)
         if state is not self.state:
             self.tensors = self.spread.tensors(of_its_own(state, self.rows, self.state))
@@ -1617,14 +1633,13 @@ def player(frozen, given):
 def of_its_own(state, rows=0, last=None):
     """A state, the dicts of a model's layers, whose matrices are copies. The columns of these, not the rows,
     lie in one piece: what q and k find is a sum of columns, which is faster than a product with each row.
-    Keys and values that grow get room for so many rows, unless they lie where those of the `last` state do."""
+    Keys and values that grow get room for so many rows, unless they lie where those of the last state do."""
     mine = []
     for i, layer in enumerate(state):
         copies = {name: layer[name].mT.clone(memory_format=torch.contiguous_format).mT
                   for name in ('S', 'n') if name in layer}      # n: of --overflow, mass
         if 'k' in layer and 'pos' not in layer:
             for name in 'k', 'v':
-                copies[name] = layer[name]
                 if last is None or layer[name].data_ptr() != last[i][name].data_ptr():
                     copies[name] = with_room(layer[name], rows)
         mine.append({**layer, **copies})
@@ -1671,12 +1686,7 @@ def captured(play, device, generator):
     return graph.replay
 
 
-def room(t):
-    """How many rows to make room for: the power of two above 2 t, at least 256."""
-    return max(256, 2 ** (2 * t).bit_length())
-
-
-class Recording:
+class Recording(Roomy):
     """`recorded` as a graph: one step in memory of its own. `play` reads the token `here`, the position t and
     the state of `layers`, and leaves there those of the next step, with nothing for Python to remember.
 
@@ -1684,12 +1694,7 @@ class Recording:
     unless its first step is that of the model: compilers have made wrong kernels, far more off than rounding,
     some percent in bf16 at 12 layers."""
     def __init__(self, model, token, state, choose, generator=None):
-        self.model = model
-        self.choose = choose
-        self.generator = generator
-        self.grows = 'all' in model.config.keeps()
-        self.further = None                             # what takes the steps when the rows are full
-        self.rows = room(int(state[0]['t']))
+        super().__init__(model, state, choose, generator)
         self.here = token.clone()
         self.t = state[0]['t'].to(token.device, copy=True)
         self.layers = []
@@ -1727,10 +1732,8 @@ class Recording:
 
     def step(self, token, state):
         """token (B, 1), state -> token, state. The state is copied in, unless it is the last step's own."""
-        if self.further is None and self.grows and state[0]['t'] >= self.rows:      # full: one with more room
-            self.further = recorded(self.model, token, state, self.choose, self.generator)
+        if self.full(token, state):
             self.replay = self.layers = None            # its memory is free again
-        if self.further is not None:
             return self.further(token, state)
         if state is not self.state:
             self.load(state)
