@@ -2244,11 +2244,19 @@ def asked_model(args, name, seed):
     return a_run(args, 'answers', f'softmax {name}', trained, given, seed)
 
 
+def rows_left(state, at):
+    """Of the rows in which tokens at (B,) are, their own and, by convolutions of four tokens, the next three:
+    the share that layers and heads still keep (B,)"""
+    wanted = at[:, None, None, None] + torch.arange(4, device=at.device)
+    kept = [(layer['pos'].unsqueeze(3) == wanted).any(2) for layer in state]        # (B, heads, 4) each
+    return torch.stack([each.float().mean((1, 2)) for each in kept]).mean(0)
+
+
 @torch.inference_mode()
 def answered(rule, one_in, task, count, path, device):
     """What share of the questions in the first `count` rows the softmax model in a file answers while it
     keeps 1/one_in of the rows of a row's length; of facts also by the quarter of the row where the fact
-    stands."""
+    stands, and how much is left of the answer's rows."""
     model = model_in(path, device)
     _, val, data = prepare.load(task)
     T = data['row']
@@ -2256,6 +2264,7 @@ def answered(rule, one_in, task, count, path, device):
         model = bounded(path, model, rule, T // one_in)
     right = []
     places = []
+    left = []
     starts = recipe.blocks(len(val), T, data)[:count]
     for begin in np.split(starts, range(16, len(starts), 16)):
         x, y = recipe.rows(val, begin, T, data, device)
@@ -2265,8 +2274,13 @@ def answered(rule, one_in, task, count, path, device):
         for some, wanted in zip(x.split(64, 1), y.split(64, 1)):        # the rows of 64 steps fit in memory
             logits, state = model(some, state, wanted >= 0)
             right.append(logits.argmax(-1) == wanted[wanted >= 0])
+        if places and rule != 'softmax':
+            answer = torch.from_numpy(places[-1] + prepare.tasks.ANSWER_AT).to(device)
+            left.append(rows_left(state, answer))
     right = torch.cat(right).cpu().numpy()
     found = {'accuracy': right.mean().item()}
+    if left:
+        found['left'] = torch.cat(left).mean().item()
     if places:
         quarter = np.concatenate(places) * 4 // T
         found |= {f'quarter {i}': right[quarter == i].mean().item() for i in range(4)}
@@ -2288,15 +2302,18 @@ def answers(args):
             for teacher in teachers:
                 found.append(once(args, 'answered', answered, rule=form, one_in=one_in, task=name,
                                   count=count, path=teacher['path'], device=str(args.device)))
-            rows.append({'data': name, 'form': form, 'share': 1 / one_in, 'part': name, 'rows': T // one_in,
-                         **of_seeds(found, 'accuracy', 100)})
+            row = {'data': name, 'form': form, 'share': 1 / one_in, 'part': name, 'rows': T // one_in}
+            if 'left' in found[0]:
+                row['left'] = 100 * statistics.median(f['left'] for f in found)
+            rows.append({**row, **of_seeds(found, 'accuracy', 100)})
             if 'quarter 0' not in found[0] or one_in not in (1, ONE_IN):
                 continue
             for i in range(4):
                 by_distance.append({'data': name, 'form': form, 'distance': T * (4 - i) // 4,
                             'part': f'{name}, distance', **of_seeds(found, f'quarter {i}', 100)})
     note = (f'accuracy in % of {count} new rows, of one seed right within {100 / count ** 0.5:.0f}, by '
-            f'distance within {200 / count ** 0.5:.0f}; distance: with 1/{ONE_IN} of the rows')
+            f'distance within {200 / count ** 0.5:.0f}; distance: with 1/{ONE_IN} of the rows; left: of the '
+            'rows in which the answer is, % that are there when it is asked for')
     report(args, 'answers', rows + by_distance, note, accuracy=by_row(rows, 'ours', 3))
 
 

@@ -3652,24 +3652,29 @@ class FromTheEnd(torch.nn.Module):
         self.near, self.vocab = near, vocab
 
     def forward(self, x, state, at):
-        seen = x if state is None else torch.cat([state, x], 1)
+        seen = x if state is None else torch.cat([state[0]['seen'], x], 1)
         said = torch.zeros(int(at.sum()), self.vocab)
         for i, (row, t) in enumerate(at.nonzero().tolist()):
             read = seen[row, :seen.shape[1] - x.shape[1] + t + 1]
             place = tasks.asked_fact(read[None].numpy())[0]
             said[i, read[place + 5] if len(read) - place <= self.near else 0] = 1
-        return said, seen
+        pos = torch.arange(seen.shape[1] - self.near, seen.shape[1])
+        return said, [{'seen': seen, 'pos': pos.expand(len(seen), 1, -1)}]
 
 def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkeypatch):
     """Of a model of which it is known what it answers, read in segments, and of one with few rows."""
     folder = prepare.prepare('facts-256', file=str(few_facts))
-    vocab = prepare.load(folder)[2]['vocab_size']
+    _, val, meta = prepare.load(folder)
+    vocab = meta['vocab_size']
     model, few = FromTheEnd(128, vocab), Mock(return_value=FromTheEnd(192, vocab))
     monkeypatch.setattr(bench, 'model_in', lambda *_: model)
     monkeypatch.setattr(bench, 'bounded', few)
     half, most = (bench.answered(rule, 4, folder, 100, 'out', 'cpu') for rule in ('softmax', 'tova'))
     assert [half[f'quarter {i}'] for i in range(4)] == [0, 0, 1, 1] and .35 < half['accuracy'] < .65
     assert [most[f'quarter {i}'] for i in range(4)] == [0, 1, 1, 1]
+    places = tasks.asked_fact(val.reshape(-1, 2, 256)[:100, 0])
+    left = np.mean([places + 5 + n >= 256 - 192 for n in range(4)])      # the answer's row, three behind it
+    assert 'left' not in half and abs(most['left'] - left) < 1e-6
     assert few.call_args[0][1:] == (model, 'tova', 64)
 
 @pytest.mark.parametrize('flags, why', [

@@ -103,6 +103,7 @@ THINGS = (
     'language luck meal nurse phone ring river school ship sister song street').split()
 NAMES = 'Ada Ben Cleo Dan Emma Finn Gwen Hugo Ida Jack Kate Leo Mia Ned Olga Paul Rosa Sam Tess Will'.split()
 SENTENCE = 'the {thing} of {name} is {answer} .'.split()
+ANSWER_AT = SENTENCE.index('{answer}')
 OTHER = '<other>'                                               # all words that are not in the vocabulary
 OWN = [OTHER, 'the', 'of', 'is', '.', *THINGS, *NAMES]          # its first words
 ANSWERS = range(len(OWN), len(OWN) + 64)                        # the next ones: the text's commonest
@@ -122,8 +123,7 @@ def facts(rows, rng, vocab, training, text, length=2048, every=False):
     m = 1
     if training:
         m = length // 16
-    answer_at = SENTENCE.index('{answer}')
-    beyond = len(SENTENCE) - answer_at                          # of the last sentence, from its answer on
+    beyond = len(SENTENCE) - ANSWER_AT                          # of the last sentence, from its answer on
     room = length + beyond - (n + m) * len(SENTENCE)            # tokens of the text in a row
     if n == 0 or len(text) <= room:
         raise ValueError(f'rows of {length} tokens: facts can have 128 or more, and on each side the text '
@@ -144,7 +144,7 @@ def facts(rows, rng, vocab, training, text, length=2048, every=False):
     which = np.concatenate([np.tile(np.arange(n), (rows, 1)), again], axis=1)[each, order]
     said = spoken(pair[each, which], answer[each, which])
     wanted = np.full_like(said, vocab)
-    wanted[:, :, answer_at - 1] = np.where(order < n, vocab, answer[each, which])
+    wanted[:, :, ANSWER_AT - 1] = np.where(order < n, vocab, answer[each, which])
     begin = rng.integers(0, len(text) - room, rows)
     x = np.empty((rows, length), np.min_scalar_type(vocab))
     y = np.empty_like(x)
@@ -168,8 +168,7 @@ def spoken(pair, answer):
 
 def asked_fact(x):
     """Where in rows of facts (rows, length) the fact first begins with whose beginning they end (rows,)"""
-    n = SENTENCE.index('{answer}')
-    here = np.lib.stride_tricks.sliding_window_view(x, n, axis=1) == x[:, None, -n:]
+    here = np.lib.stride_tricks.sliding_window_view(x, ANSWER_AT, axis=1) == x[:, None, -ANSWER_AT:]
     return here.all(2).argmax(1)
 
 
