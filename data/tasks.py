@@ -160,8 +160,9 @@ def facts(rows, rng, vocab, training, text, length=2048, every=False):
 
 def spoken(pair, answer):
     """The tokens of sentences (rows, n, 7). pair: of a thing and a name, and answer, both (rows, n)"""
-    gaps = {'{thing}': OWN.index(THINGS[0]) + pair % len(THINGS),
-            '{name}': OWN.index(NAMES[0]) + pair // len(THINGS), '{answer}': answer}
+    thing = OWN.index(THINGS[0]) + pair % len(THINGS)
+    name = OWN.index(NAMES[0]) + pair // len(THINGS)
+    gaps = {'{thing}': thing, '{name}': name, '{answer}': answer}
     words = [gaps[word] if word in gaps else np.full_like(pair, OWN.index(word)) for word in SENTENCE]
     return np.stack(words, axis=2)
 
