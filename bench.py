@@ -86,7 +86,7 @@ GOOD = 0.001        # up to this loss associations count as held, in the paper, 
 COLOURS = ['#000000', '#E69F00', '#56B4E9', '#009E73', '#0072B2', '#D55E00', '#CC79A7', '#F0E442']
 DASHES = '-', '--', ':', '-.'
 MANY = 8            # lines of a panel, from which on their names stand at their ends
-MB = 2 ** 20
+MB = 10 ** 6
 
 
 # ---- the suites: what each takes, and what is drawn of its table -------------------------------------------
@@ -268,7 +268,7 @@ class Args:
                              'be compared by the bytes of the state')
     beside: str = flag('', f'{of("beside")}: models of other rules on the same data, with commas: '
                            'out/delta/ckpt.safetensors')
-    budget: int = flag(71, f'{of("budget")}: MB for all states', low=1)
+    budget: int = flag(74, f'{of("budget")}: MB for all states', low=1)
     began: float = 0.0          # when the suite did: no flag
 
 
@@ -1287,6 +1287,9 @@ def softmax_model(args, tasks=False):
         model, meta = load(path, args.device)
         kept = model.config.can_become_an_rnn()
         if kept and model.config.causal and (tasks or 'row' not in meta['data']):
+            left = recipe.steps_left(meta)
+            if left:
+                print(f'{path}: its training stopped {left:,} steps before its end', file=sys.stderr)
             return path, model.eval(), meta
     raise ValueError(f'{args.init or "out/"}: no softmax layers there in a model of texts; python train.py '
                      '--rule=softmax --n_head=4 --steps=2500 --out=out/teacher makes one')
@@ -2245,8 +2248,8 @@ def asked_model(args, name, seed):
 
 
 def rows_left(state, at):
-    """Of the rows in which tokens at (B,) are, their own and, by convolutions of four tokens, the next three:
-    the share that layers and heads still keep (B,)"""
+    """Of the first four rows in which tokens at (B,) can be, their own and, through a convolution, the next
+    three: the share that layers and heads still keep (B,)"""
     wanted = at[:, None, None, None] + torch.arange(4, device=at.device)
     kept = [(layer['pos'].unsqueeze(3) == wanted).any(2) for layer in state]        # (B, heads, 4) each
     return torch.stack([each.float().mean((1, 2)) for each in kept]).mean(0)
@@ -2293,10 +2296,12 @@ def answers(args):
     by_distance = []
     count = chosen(args, 128, 256)
     table = {name: row for name, row in ASKED.items() if chosen(args, *row[1:3])}
+    forms = []
+    for form, shares in only(args, {'softmax': (1,), **dict.fromkeys(POLICIES, (8, 4, 2))}).items():
+        forms += itertools.product([form], shares)
     for name, _ in sets_of(args, table):
         teachers = [asked_model(args, name, seed) for seed in seeds(args)]
         T = prepare.load(name)[2]['row']
-        forms = [('softmax', 1), *itertools.product(only(args, dict.fromkeys(POLICIES)), (8, 4, 2))]
         for form, one_in in forms:
             found = []
             for teacher in teachers:
@@ -2313,7 +2318,7 @@ def answers(args):
                             'part': f'{name}, distance', **of_seeds(found, f'quarter {i}', 100)})
     note = (f'accuracy in % of {count} new rows, of one seed right within {100 / count ** 0.5:.0f}, by '
             f'distance within {200 / count ** 0.5:.0f}; distance: with 1/{ONE_IN} of the rows; left: of the '
-            'rows in which the answer is, % that are there when it is asked for')
+            'first rows that have the answer, % that are there when it is asked for')
     report(args, 'answers', rows + by_distance, note, accuracy=by_row(rows, 'ours', 3))
 
 

@@ -73,6 +73,7 @@ from train import (
     rows,
     spread,
     starts,
+    steps_left,
     table,
     unpack_optimiser,
     up_to_targets,
@@ -824,19 +825,26 @@ def report(found):
 
 # ---- the run -----------------------------------------------------------------------------------------------
 def a_teacher():
-    """out/ckpt.safetensors if it can be one of texts, else out/teacher/ckpt.safetensors, made if need be."""
+    """out/ckpt.safetensors if it can be one of texts, else out/teacher/ckpt.safetensors, which is trained, or
+    trained on, if need be."""
     usual = Args.from_
     if os.path.exists(usual):
         model, meta = load(usual)
         if model.config.can_become_an_rnn() and 'row' not in meta['data']:
             return usual
     path = 'out/teacher/ckpt.safetensors'
-    if not os.path.exists(path):
-        flags = f'{TEACHER} --out=out/teacher'
-        print(f'no softmax model in out/: python train.py {flags}', flush=True)
-        here = os.path.dirname(os.path.abspath(__file__))
-        if subprocess.run([sys.executable, os.path.join(here, 'train.py')] + flags.split()).returncode:
-            raise ValueError(f'python train.py {flags}: the teacher could not be trained; or give --from')
+    flags = f'{TEACHER} --out=out/teacher'
+    why = 'no softmax model in out/'
+    if os.path.exists(path):
+        left = steps_left(weights.read(path)[1])
+        if not left:
+            return path
+        flags = '--resume --out=out/teacher'
+        why = f'{path} was stopped {left:,} steps before its end'
+    print(f'{why}: python train.py {flags}', flush=True)
+    here = os.path.dirname(os.path.abspath(__file__))
+    if subprocess.run([sys.executable, os.path.join(here, 'train.py')] + flags.split()).returncode:
+        raise ValueError(f'python train.py {flags}: the teacher could not be trained; or give --from')
     return path
 
 

@@ -266,8 +266,11 @@ def main(argv):
 
     if args.save_state:
         keep_state(args.save_state, model, name, last, state)
+    read = tokens.shape[1]
+    if len(times) == 1:                                     # the last one waits for a step
+        read -= 1
     growth = 'growing' if 'all' in model.config.keeps() else 'whatever the length'
-    say(f'{tokens.shape[1]:,} tokens read in {times[0] - began:.2f} s, {len(times) - 1:,} written'
+    say(f'{read:,} tokens read in {times[0] - began:.2f} s, {len(times) - 1:,} written'
         f'{speed(times, args.samples)}; state of {state_bytes(state):,} bytes, {growth}')
 
 

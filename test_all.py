@@ -3064,9 +3064,21 @@ def test_only_what_can_be_a_teacher_is_taken_for_one(part, change, taken, teache
     monkeypatch.chdir(tmp_path)
     tensors, meta = files.read(teacher)
     files.write('out/ckpt.safetensors', tensors, {**meta, part: {**meta[part], **change}})
-    Path('out/teacher').mkdir()
-    Path('out/teacher/ckpt.safetensors').touch()
+    files.write('out/teacher/ckpt.safetensors', tensors, meta)
     assert (convert.a_teacher() == 'out/ckpt.safetensors') == taken
+
+def test_a_teacher_that_was_stopped_is_trained_on(teacher, tmp_path, monkeypatch, capsys):
+    """Of convert.py's own; bench.py, which finds it, too, says so."""
+    monkeypatch.chdir(tmp_path)
+    tensors, meta = files.read(teacher)
+    files.write('out/teacher/ckpt.safetensors', tensors, meta | dict(step=7, best=1.0, args=dict(steps=10)))
+    ran = Mock(return_value=Mock(returncode=0))
+    monkeypatch.setattr(convert.subprocess, 'run', ran)
+    assert convert.a_teacher() == 'out/teacher/ckpt.safetensors'
+    assert ran.call_args[0][0][2:] == ['--resume', '--out=out/teacher']
+    bench.softmax_model(bench.Args(device='cpu', init=''))
+    said = capsys.readouterr()
+    assert 'stopped 3 steps before' in said.out and 'stopped 3 steps before' in said.err
 
 LLAMA31 = dict(rope_type='llama3', factor=8.0, low_freq_factor=.02, high_freq_factor=1.5,
                original_max_position_embeddings=10)
@@ -3263,7 +3275,7 @@ def test_encoders_of_the_hub_that_are_others_are_refused(kind, entry, value, why
 SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),        # flags; more lines than so many
               decode=('--heads=1 --head_dim=8 --lengths=8,40', 16), batch=('--lengths=32 --budget=1', 5),
               cache=('--lengths=4,8 --overflow=delta:favor:1', 13),
-              answers=('--steps=1 --full --seeds=1 --data=facts --only=tova', 4 + 8),
+              answers=('--steps=1 --full --seeds=1 --data=facts --only=softmax,tova', 4 + 8),
               kept=('--lengths=4', 4), far=('--lengths=40', 15), stories=('--lengths=9', 8),
               transfer=('--steps=1 --only="hedgehog other"', 11),
               layer=('--heads=1 --head_dim=8 --lengths=8,40 --dtype=bfloat16', 10),

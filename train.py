@@ -565,6 +565,13 @@ def check_carry(model):
                          'means nothing; take another --phi')
 
 
+def steps_left(meta):
+    """What a run that was stopped still had to do, by the metadata of its checkpoint; 0 of a mere model."""
+    if 'best' not in meta:
+        return 0
+    return meta['args']['steps'] - meta['step']
+
+
 def restore(args, model, tensors):
     """Weights of --resume or --init. -> the states of --carry, one for each batch of a step"""
     if args.resume:
@@ -777,7 +784,7 @@ def line(steps, step, loss, lr, norm, ms, tok_s, memory):
     """What is printed of a step; the same figures go to the log."""
     eta = (steps - step) * ms / 6e4
     return (f'step {step:5d}/{steps} | loss {loss:.3f} | lr {lr:.1e} | norm {norm:5.2f} | {ms:5.0f} ms | '
-            f'{tok_s / 1e3:6.1f}k tok/s | {memory / 2**20:.0f} MB | eta {eta:.1f} min')
+            f'{tok_s / 1e3:6.1f}k tok/s | {memory / 1e6:.0f} MB | eta {eta:.1f} min')
 
 
 @script
