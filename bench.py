@@ -2309,7 +2309,7 @@ def answers(args):
                                   count=count, path=teacher['path'], device=str(args.device)))
             row = {'data': name, 'form': form, 'share': 1 / one_in, 'part': name, 'rows': T // one_in}
             if 'left' in found[0]:
-                row['left'] = 100 * statistics.median(f['left'] for f in found)
+                row['left'] = of_seeds(found, 'left', 100)['ours']
             rows.append({**row, **of_seeds(found, 'accuracy', 100)})
             if 'quarter 0' not in found[0] or one_in not in (1, ONE_IN):
                 continue
