@@ -36,28 +36,28 @@ except ImportError:         # everything works without; only GPUs are slower
 #
 #   y = f_up q     r = f_up k     x = f_down k          rows of keys, decays counted from the chunk's middle
 #   A = tril(y x^T)    L = e tril(r x^T, -1)    M = (I + L)^-1
-#   S_in = f_in S      R = z_in (r S_in^T)              the state from the middle, and what keys find in it
-#   U = M (z_down w v - e R)                            what is written
-#   o = z_up (A U + z_in (y S_in^T))
-#   S' = f_all z_all S + (z_out U)^T (f_out x)          one chunk after the other; all else for all chunks
+#   U = M (z_down w v)    W = -M (f_in e r)             what is written if S = 0, and what S changes about it
+#   S' = f_all z_all S + z_all (S W^T) (f_out x) + (z_out U)^T (f_out x)    the chunks one after the other
+#   U <- U + z_in (W S^T)                               what is written
+#   o = z_up (A U + z_in (y S_in^T))                    S_in = f_in S, the state from the middle
 #
-# The backward reads this from bottom to top. dX is the gradient of X; do and dS' are given.
+# In S' the state is multiplied by P = diag(f_all) + W^T (f_out x), which no state is needed for. The backward
+# reads this from bottom to top. dX is the gradient of X; do and dS' are given.
 #
 #   gradient   shape          equation
 #   g          (C, V)         z_up do                              of what is summed up in o
 #   dA         (C, C)         tril(g U^T)
+#   dS         (V, K)         (z_all dS') P^T + f_in (z_in g)^T y + (z_in A^T g)^T W    from the last chunk on
 #   dU         (C, V)         A^T g + z_out (f_out x dS'^T)
-#   dY         (C, V)         M^T dU                               Y = z_down w v - e R; without e, dU
-#   dR         (C, V)         -e dY
-#   dS         (V, K)         f_all z_all dS' + f_in ((z_in g)^T y + (z_in dR)^T r)     the last chunk first
-#   dL         (C, C)         -tril(dY U^T, -1)
-#   dy         (C, K)         dA x + (z_in g) S_in
-#   dr         (C, K)         (e dL) x + (z_in dR) S_in
-#   dx         (C, K)         dA^T y + (e dL)^T r + f_out ((z_out U) dS')
-#   dq, dk     (C, K)         f_up dy, f_up dr + f_down dx
+#   dY         (C, V)         M^T dU                               (I + L) U = Y; without e, dU
+#   E          (C, C)         tril(dY U^T, -1)                     dL is -E
+#   G          (C, K)         E x + (z_in dY) S_in                 dr is -e G
+#   dx         (C, K)         dA^T y - E^T (e r) + f_out ((z_out U) dS')
+#   dq         (C, K)         f_up (dA x + (z_in g) S_in)
+#   dk         (C, K)         f_down dx - f_up e G
+#   de         (C)            - sum over channels of r G
 #   dv, dw     (C, V), (C)    w z_down dY, sum over channels of v z_down dY
-#   de         (C)            sum of dL tril(r x^T, -1) over s, less sum of dY R over channels
-#   dlog f     (C, K)         q dq + f_up k dr - f_down k dx, summed from t to the chunk's end, plus dS' S'
+#   dlog f     (C, K)         q dq - f_up e k G - f_down k dx, summed from t to the chunk's end, plus dS' S'
 #   dlog z     (C, V)         o do - v dv, the same; of dS' S' the sum over the other side is meant
 #
 # Gates need no chain through the factors: log f_t scales all that a step from t on reads of what was written
@@ -141,38 +141,35 @@ def inverted(L):
     return torch.cat([top, bottom], 1)
 
 
-def walk(states, U, W, x_out, f, z):
-    """The states of the chunks one after the other: fills in states (N, n + 1, V, K) behind the first, and
-    takes from U what keys find in them. U (N, n, C, V)   W = M (e r), x_out = f_out x (N, n, C, K)"""
-    if W is None:
-        new = times(U, z.leave).mT @ x_out              # of all chunks at once
-    for j in range(U.shape[1]):
-        S = states[:, j]
-        if W is None:
-            new_j = new[:, j]
+def walk(S, own, f, z, W, x_out, back=False):
+    """S' = z_all (f_all S + (S W^T) x_out) + own, the chunks one after the other. S (N, V, K)
+    own (N, n, V, K)   W (N, n, C, K), None where nothing is erased   x_out = f_out x (N, n, C, K)
+    back: the gradients of the states, from the last chunk to the first
+    ->  the S that each chunk meets (N, n, V, K), and the one behind the last"""
+    erases = W is not None
+    _, n, V, K = own.shape
+    order = range(n)
+    if back:
+        order = reversed(order)
+        W, x_out = x_out, W
+    f_all = f.whole
+    z_all = turned(z.whole)
+    P = None
+    if erases and K <= V:                               # of more features, two products are less
+        P = W.mT @ x_out
+        P.diagonal(dim1=2, dim2=3).add_(1.0 if f_all is None else f_all.squeeze(2))
+    states = torch.empty_like(own)
+    for j in order:
+        states[:, j] = S
+        S = times(S, of_chunk(z_all, j))
+        if P is not None:
+            S = torch.baddbmm(own[:, j], S, P[:, j])
         else:
-            u = U[:, j]
-            u -= times(W[:, j] @ times(S, of_chunk(f.enter, j)).mT, of_chunk(z.enter, j))
-            new_j = times(u, of_chunk(z.leave, j)).mT @ x_out[:, j]
-        kept = times(S, of_chunk(f.whole, j), turned(of_chunk(z.whole, j)))
-        torch.add(kept, new_j, out=states[:, j + 1])
-
-
-def walk_back(dS, dU, W, read, x_out, f, z):
-    """The gradients of the states, from the last chunk to the first; adds to dU what comes through them.
-    read: what the chunk's queries want of its state  ->  dS' of each chunk (N, n, V, K), dS of the first"""
-    after = torch.empty_like(read)
-    for j in reversed(range(dU.shape[1])):
-        after[:, j] = dS
-        du = dU[:, j]
-        if W is not None:
-            du += times(x_out[:, j] @ dS.mT, of_chunk(z.leave, j))
-        dS = times(dS, of_chunk(f.whole, j), turned(of_chunk(z.whole, j))) + read[:, j]
-        if W is not None:
-            dS -= times(times(du, of_chunk(z.enter, j)).mT @ W[:, j], of_chunk(f.enter, j))
-    if W is None:
-        dU += times(x_out @ after.mT, z.leave)
-    return after, dS
+            kept = times(S, of_chunk(f_all, j))
+            if erases:
+                kept = torch.baddbmm(kept, S @ W[:, j].mT, x_out[:, j])
+            S = kept + own[:, j]
+    return states, S
 
 
 class Chunks(torch.autograd.Function):
@@ -199,45 +196,49 @@ class Chunks(torch.autograd.Function):
             L = (r @ x.mT).mul_(e)
             M = inverted(L.flatten(0, 1)).view_as(L)
             U = M @ U                                   # still without what keys find in the state
-            W = M @ (r * e)
-        states = S.new_empty(B * H, T // C + 1, V, K)       # before each chunk, and after the last
-        states[:, 0] = S.flatten(0, 1)
-        walk(states, U, W, times(x, f.leave), f, z)
-        S_in = times(states[:, :-1], f.enter)
+            W = M @ (times(r, f.enter) * -e)
+        x_out = times(x, f.leave)
+        own = times(U, z.leave).mT @ x_out
+        states, S = walk(S.flatten(0, 1), own, f, z, W, x_out)
+        if e is not None:
+            U += times(W @ states.mT, z.enter)
+        S_in = times(states, f.enter)
         o = times(A @ U + times(y @ S_in.mT, z.enter), z.up)
-        ctx.save_for_backward(q, k, v, w, e, *f, *z, A, U, M, W, states, None if log_z is None else o)
-        return o.view(B, H, T, V), states[:, -1].reshape(B, H, V, K)
+        ctx.save_for_backward(q, k, v, w, e, *f, *z, A, U, M, W, states, S, None if log_z is None else o)
+        return o.view(B, H, T, V), S.view(B, H, V, K)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dS):
-        q, k, v, w, e, *decays, A, U, M, W, states, o = ctx.saved_tensors
+        q, k, v, w, e, *decays, A, U, M, W, states, S, o = ctx.saved_tensors
         f = Factors(*decays[:5])
         z = Factors(*decays[5:])
         y = times(q, f.up)
         r = times(k, f.up)
         x = times(k, f.down)
-        S_in = times(states[:, :-1], f.enter)
+        S_in = times(states, f.enter)
         do = do.reshape(v.shape)
         g = times(do, z.up)
         g_in = times(g, z.enter)
         dA = (g @ U.mT).tril_()
         dU = A.mT @ g
         read = times(g_in.mT @ y, f.enter)
-        after, dS = walk_back(dS.flatten(0, 1), dU, W, read, times(x, f.leave), f, z)
+        if e is not None:
+            read += times(dU, z.enter).mT @ W
+        x_out = times(x, f.leave)
+        after, dS = walk(dS.flatten(0, 1), read, f, z, W, x_out, back=True)
+        dU += times(x_out @ after.mT, z.leave)
         dq = times(dA @ x + g_in @ S_in, f.up)
         dx = dA.mT @ y + times(times(U, z.leave) @ after, f.leave)
         dY = dU
         de = dw = dlog_f = dlog_z = None
         if e is not None:
             dY = M.mT @ dU
-            dR = times(dY, z.enter)                     # without its factor -e
-            dL = (dY @ U.mT).tril_(-1).neg_()
-            found = (r @ x.mT).tril_(-1)                # above the diagonal it may be infinite: first masked
-            de = (dL * found).sum(-1) - (dR * (r @ S_in.mT)).sum(-1)
-            dL = dL * e
-            dx += dL.mT @ r
-            dr = times(dL @ x - (dR * e) @ S_in, f.up)
+            E = (dY @ U.mT).tril_(-1)
+            G = E @ x + times(dY, z.enter) @ S_in
+            de = -(r * G).sum(-1)
+            dx -= E.mT @ (e * r)
+            dr = times(G, f.up) * -e
         dx = times(dx, f.down)
         dk = dx
         written = dx
@@ -249,7 +250,7 @@ class Chunks(torch.autograd.Function):
             dw = (dv * v).sum(-1)
             dv = dv * w
         if f.up is not None or z.up is not None:
-            kept = after * states[:, 1:]
+            kept = after * torch.cat([states[:, 1:], S[:, None]], 1)        # dS' S'
         if f.up is not None:
             dlog_f = of_gate(q * dq - k * written, kept.sum(2)[:, :, None], f.up.shape[-1])
         if z.up is not None:
@@ -289,11 +290,16 @@ def filled(x, rest):
 def on_cpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR,
            chunk=None):
     """fastweight.chunked through `Chunks`. A chunk is at most CHUNK steps where something decays; else longer
-    ones pay where there are many features, since a state costs K V numbers a chunk."""
+    ones pay where there are many features, since a state costs K V numbers a chunk, and shorter ones where
+    there are few and the rule erases, since an inverse costs C numbers a step."""
     dtype = v.dtype
     T = q.shape[2]
     if chunk is None:
-        chunk = CHUNK * (1 + (k.shape[-1] >= 64))
+        chunk = CHUNK
+        if k.shape[-1] >= 64:
+            chunk = 2 * CHUNK
+        elif k.shape[-1] <= 16 and erase is not None:
+            chunk = CHUNK // 2
     if log_f is not None or log_z is not None:
         chunk = min(chunk, CHUNK)
     chunk = min(chunk, T)
