@@ -1883,6 +1883,7 @@ def train(args):
 
 # ---- suite decode: what the next token costs ---------------------------------------------------------------
 DECODED = 'softmax', 'sum', 'delta', 'decay'
+GENERATED = 64      # tokens of `generate`, more than come before its steps are recorded
 MODELS = {'model': {}, 'model, GPT-2 size': {'n_layer': 12, 'n_head': 12, 'n_embd': 768, 'vocab_size': 50257}}
 
 
@@ -1986,10 +1987,48 @@ def first_dearer(a, b):
     return None
 
 
+def generating(model, tokens):
+    """A function that writes the next GENERATED tokens, greedily. At its first call steps are recorded."""
+    written = model.generate(tokens, temperature=0)
+
+    def run():
+        for _ in range(GENERATED):
+            next(written)
+    return run
+
+
+def beside_transformers(args):
+    """A token of `generate`, greedy, one text of the first of --lengths: GPT-2 of transformers, which keeps
+    keys and values, and our models of that size, with random weights, in turns. Reading the text and writing
+    a first token is subtracted from GPT-2's time, and is no part of ours."""
+    import transformers
+    c = Config()
+    T = lengths(args)[0]
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, vocab_size=c.vocab_size,
+        n_positions=T + GENERATED + 1, bos_token_id=0, eos_token_id=None, pad_token_id=0))
+    tokens = torch.randint(c.vocab_size, (1, T))
+    gpt2.eval().to(args.device, args.dtype)
+    tokens = tokens.to(args.device)
+
+    def theirs(n):
+        return partial(gpt2.generate, tokens, attention_mask=torch.ones_like(tokens), do_sample=False,
+                       max_new_tokens=n, min_new_tokens=n)
+    calls = [theirs(GENERATED + 1), theirs(1)]
+    flat = [rule for rule in DECODED if not RULES[rule].keeps]
+    for rule in flat:
+        calls.append(generating(GPT(Config(rule=rule)).to(args.device, args.dtype).eval(), tokens))
+    more, first, *ours = seconds(calls, args.device, 0.5, 15)
+    base = more - first
+    for form, took in [('GPT-2 of transformers', base), *zip(flat, ours)]:
+        yield {'level': 'generate', 'form': form, 'T': T, 'us a token': 1e6 * took / GENERATED,
+               'of transformers': took / base}
+
+
 @torch.inference_mode()
 def decode(args):
     """The next token after T tokens, by a layer and by a model with random weights, of --batch texts side by
-    side. A cache's contents do not change its time."""
+    side, and beside transformers, where it is installed. A cache's contents do not change its time."""
     rows = []
     cross = {}
     for level in chosen(args, ['layer', 'model'], ['layer', *MODELS]):
@@ -2002,6 +2041,8 @@ def decode(args):
             found += timed(level, rule, steps, args.device)
         cross[level] = crossing(found, 'us a token', 'softmax')
         rows += found
+    if importlib.util.find_spec('transformers'):
+        rows += beside_transformers(args)
     S = torch.randn(args.batch, args.heads, args.head_dim, args.head_dim, device=args.device)
     [copy] = seconds([partial(torch.empty_like(S).copy_, S)], args.device, 0.3, 30)
     note = (f'softmax becomes the slower one after so many tokens (None: never): {cross}; a copy of the S of a '
