@@ -250,7 +250,9 @@ class Chunks(torch.autograd.Function):
             dw = (dv * v).sum(-1)
             dv = dv * w
         if f.up is not None or z.up is not None:
-            kept = after * torch.cat([states[:, 1:], S[:, None]], 1)        # dS' S'
+            kept = after                                # becomes dS' S'
+            kept[:, :-1] *= states[:, 1:]
+            kept[:, -1] *= S
         if f.up is not None:
             dlog_f = of_gate(q * dq - k * written, kept.sum(2)[:, :, None], f.up.shape[-1])
         if z.up is not None:
