@@ -32,14 +32,15 @@ except ImportError:         # everything works without; only GPUs are slower
 
 # ---- CPU: chunks with a backward by hand -------------------------------------------------------------------
 # The four steps of fastweight.chunked, in its letters. What needs no state is done for all chunks at once,
-# the states one after the other. A tensor is (N, n, C, .): N = B H sequences of n chunks of C steps.
+# the states one after the other. A tensor is (N, n, C, .): N = B H sequences of n chunks of C steps. f scales
+# channels of keys, the columns of S, and z those of values, its rows; w and e scale steps.
 #
 #   y = f_up q     r = f_up k     x = f_down k          rows of keys, decays counted from the chunk's middle
 #   A = tril(y x^T)    L = e tril(r x^T, -1)    M = (I + L)^-1
 #   U = M (z_down w v)    W = -M (f_in e r)             what is written if S = 0, and what S changes about it
 #   S' = f_all z_all S + z_all (S W^T) (f_out x) + (z_out U)^T (f_out x)    the chunks one after the other
 #   U <- U + z_in (W S^T)                               what is written
-#   o = z_up (A U + z_in (y S_in^T))                    S_in = f_in S, the state from the middle
+#   o = z_up (A U + z_in (y S_in^T))                    S_in = f_in S, what keys meet at the middle
 #
 # In S' the state is multiplied by P = diag(f_all) + W^T (f_out x), which no state is needed for. The backward
 # reads this from bottom to top. dX is the gradient of X; do and dS' are given.
@@ -47,24 +48,26 @@ except ImportError:         # everything works without; only GPUs are slower
 #   gradient   shape          equation
 #   g          (C, V)         z_up do                              of what is summed up in o
 #   dA         (C, C)         tril(g U^T)
-#   dS         (V, K)         (z_all dS') P^T + f_in (z_in g)^T y + (z_in A^T g)^T W    from the last chunk on
+#   dS         (V, K)         (z_all dS') P^T + f_in (z_in g)^T y + (z_in A^T g)^T W    the last chunk first
 #   dU         (C, V)         A^T g + z_out (f_out x dS'^T)
-#   dY         (C, V)         M^T dU                               (I + L) U = Y; without e, dU
+#   dY         (C, V)         M^T dU                               of Y = (I + L) U; without e, dU
 #   E          (C, C)         tril(dY U^T, -1)                     dL is -E
 #   G          (C, K)         E x + (z_in dY) S_in                 dr is -e G
 #   dx         (C, K)         dA^T y - E^T (e r) + f_out ((z_out U) dS')
 #   dq         (C, K)         f_up (dA x + (z_in g) S_in)
 #   dk         (C, K)         f_down dx - f_up e G
-#   de         (C)            - sum over channels of r G
+#   de         (C)            - sum over channels of r * G         * by element
 #   dv, dw     (C, V), (C)    w z_down dY, sum over channels of v z_down dY
-#   dlog f     (C, K)         q dq - f_up e k G - f_down k dx, summed from t to the chunk's end, plus dS' S'
-#   dlog z     (C, V)         o do - v dv, the same; of dS' S' the sum over the other side is meant
+#   dlog f     (C, K)         q * dq - k * (f_up e G + f_down dx), summed from t to the chunk's end, plus
+#                             dS' * S', summed over values
+#   dlog z     (C, V)         o * do - v * dv, the same, plus dS' * S', summed over keys
 #
 # Gates need no chain through the factors: log f_t scales all that a step from t on reads of what was written
 # before t, hence reads minus writes, from t to the end (GLA 2023, appendix C). So no factor of the keys meets
-# one of the values uncancelled, and a chunk may have 32 steps: at -5 each, factors are within e^+-80, and
-# nothing overflows while q, k, v are below 10^3.
-CHUNK = 32      # of steps that decay; without decay more pays, where the features are many
+# one of the values uncancelled, and a chunk may have 32 steps: at -5 each, f_up and its like are in e^+-80.
+# Above the diagonal y x^T, r x^T and g U^T may be infinite then; they are masked before anything is summed.
+# Nothing else overflows while q, k, v are below 10^3.
+CHUNK = 32      # steps; `on_cpu` says where more or fewer pay
 
 
 class Factors(NamedTuple):
@@ -155,7 +158,7 @@ def walk(S, own, f, z, W, x_out, back=False):
     f_all = f.whole
     z_all = turned(z.whole)
     P = None
-    if erases and K <= V:                               # of more features, two products are less
+    if erases and K <= V:           # leaves one product a chunk to the loop; of more features P is too large
         P = W.mT @ x_out
         P.diagonal(dim1=2, dim2=3).add_(1.0 if f_all is None else f_all.squeeze(2))
     states = torch.empty_like(own)
@@ -222,11 +225,11 @@ class Chunks(torch.autograd.Function):
         g_in = times(g, z.enter)
         dA = (g @ U.mT).tril_()
         dU = A.mT @ g
-        read = times(g_in.mT @ y, f.enter)
+        read = times(g_in.mT @ y, f.enter)              # dS but for what comes from later chunks
         if e is not None:
             read += times(dU, z.enter).mT @ W
         x_out = times(x, f.leave)
-        after, dS = walk(dS.flatten(0, 1), read, f, z, W, x_out, back=True)
+        after, dS = walk(dS.flatten(0, 1), read, f, z, W, x_out, back=True)        # dS' of each chunk, dS
         dU += times(x_out @ after.mT, z.leave)
         dq = times(dA @ x + g_in @ S_in, f.up)
         dx = dA.mT @ y + times(times(U, z.leave) @ after, f.leave)
@@ -238,13 +241,12 @@ class Chunks(torch.autograd.Function):
             G = E @ x + times(dY, z.enter) @ S_in
             de = -(r * G).sum(-1)
             dx -= E.mT @ (e * r)
-            dr = times(G, f.up) * -e
-        dx = times(dx, f.down)
-        dk = dx
-        written = dx
+            looking = times(G, f.up) * -e               # the gradient of k where it looks for what is there
+        written = times(dx, f.down)                     # and where it is written
+        dk = written
         if e is not None:
-            dk = dx + dr
-            written = dx - dr
+            dk = written + looking
+            written = written - looking
         dv = times(dY, z.down)
         if w is not None:
             dw = (dv * v).sum(-1)
@@ -293,9 +295,9 @@ def filled(x, rest):
 
 def on_cpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR,
            chunk=None):
-    """fastweight.chunked through `Chunks`. A chunk is at most CHUNK steps where something decays; else longer
-    ones pay where there are many features, since a state costs K V numbers a chunk, and shorter ones where
-    there are few and the rule erases, since an inverse costs C numbers a step."""
+    """fastweight.chunked through `Chunks`. A chunk has CHUNK steps; twice as many where there are many
+    features, since a state costs K V numbers a chunk, and half as many where there are few and the rule
+    erases, since an inverse costs C numbers a step. Where something decays it has at most CHUNK."""
     dtype = v.dtype
     T = q.shape[2]
     if chunk is None:
@@ -1644,7 +1646,7 @@ def player(frozen, given):
 
 def with_fp32_numbers(graph):
     """Makes fp32 of numbers, which a trace holds as fp64 tensors without an axis: an fp32 tensor that meets
-    one would find out at every step what to convert to what, 3 to 5 % of it."""
+    one would find out at every step what to convert to what, up to 5 % of it."""
     for node in graph.findAllNodes('prim::Constant'):
         if node.hasAttribute('value') and node.kindOf('value') == 't':
             x = node.t('value')
