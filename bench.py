@@ -5,7 +5,8 @@ JSON; idea only draws. SUITES says what each takes and draws, PAPER what the pap
     python bench.py                    decode --quick: what the next token costs
     python bench.py all --quick        every suite below, most in one or two minutes; --full takes hours
 
-    python bench.py decode             the next token after 128 .. 65,536: time and state, layer and model
+    python bench.py decode             the next token after 128 .. 65,536: time and state, layer and model,
+                                       and beside transformers, where it is installed
     python bench.py layer              one forward pass over up to 4,096, with --full 32,768, and its memory
     python bench.py capacity           how many associations a matrix holds (Schlag 2021)
     python bench.py update             associations whose values change: sum, gated, delta, fast weight memory
@@ -1997,19 +1998,23 @@ def generating(model, tokens):
     return run
 
 
+def their_gpt2(args, n_positions, **size):
+    """GPT-2 of transformers with random weights, in which no token ends a text."""
+    import transformers
+    no_end = {'bos_token_id': 0, 'eos_token_id': None, 'pad_token_id': 0}
+    config = transformers.GPT2Config(n_positions=n_positions, **no_end, **size)
+    return transformers.GPT2LMHeadModel(config).to(args.device, args.dtype).eval()
+
+
 def beside_transformers(args):
     """A token of `generate`, greedy, one text of the first of --lengths: GPT-2 of transformers, which keeps
     keys and values, and our models of that size, with random weights, in turns. Reading the text and writing
     a first token is subtracted from GPT-2's time, and is no part of ours."""
-    import transformers
     c = Config()
     T = lengths(args)[0]
-    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, vocab_size=c.vocab_size,
-        n_positions=T + GENERATED + 1, bos_token_id=0, eos_token_id=None, pad_token_id=0))
-    tokens = torch.randint(c.vocab_size, (1, T))
-    gpt2.eval().to(args.device, args.dtype)
-    tokens = tokens.to(args.device)
+    gpt2 = their_gpt2(args, T + GENERATED + 1, n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd,
+                      vocab_size=c.vocab_size)
+    tokens = torch.randint(c.vocab_size, (1, T), device=args.device)
 
     def theirs(n):
         return partial(gpt2.generate, tokens, attention_mask=torch.ones_like(tokens), do_sample=False,
@@ -3104,9 +3109,7 @@ def model_step(args, rule, recorded):
 @torch.inference_mode()
 def hugging_face(args, T):
     """GPT-2 of transformers with random weights and its cache, which grows a little while it is timed."""
-    import transformers
-    config = transformers.GPT2Config(n_positions=T + 4096, **SIZES['model'])
-    model = transformers.GPT2LMHeadModel(config).to(args.device, args.dtype).eval()
+    model = their_gpt2(args, T + 4096, **SIZES['model'])
     tokens = torch.zeros(1, T, dtype=torch.long, device=args.device)
     cache = model.transformer(tokens, use_cache=True).past_key_values
     run = partial(model, tokens[:, :1], past_key_values=cache, use_cache=True)

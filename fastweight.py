@@ -156,10 +156,11 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
 #    What k_t finds gets exp(c - c_m) as it is read and exp(c_m - c) as it is written: they cancel.
 #    L is strictly lower triangular: solved from the first row to the last.
 #
-# Why has a decaying chunk 16 steps here and 32 in kernels.py? At -5 a step, 8 steps from the middle, a factor
-# is within exp(+-40). Where keys and values both decay, autograd multiplies the gradient of a factor of the
-# one by factors of the other: exp(80), and fp32 ends at exp(88). The backward by hand needs no gradient of a
-# factor: log f_t gets what is read less what is written, from t on. (One side alone could have 32 here, too.)
+# Why has a decaying chunk 16 steps here and up to 32 in kernels.py? At -5 a step, 8 steps from the middle, a
+# factor is within exp(+-40). Where keys and values both decay, autograd multiplies the gradient of a factor
+# of the one by factors of the other: exp(80), and fp32 ends at exp(88). The backward by hand needs no
+# gradient of a factor: log f_t gets what is read less what is written, from t on. (One side alone could have
+# 32 here, too.)
 # A trap: above the diagonal the tile of a longer chunk holds inf. Masked too late, its gradient is inf * 0.
 DECAYING = 16
 

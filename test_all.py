@@ -577,13 +577,13 @@ def test_feature_map_has_its_shape_and_traits_and_mixes_nothing(name):
 
 def test_maps_that_care_for_the_side_and_for_heads():
     """T2R with q / sqrt(d), the two maps of Hedgehog's listing. What is learned is learned by head."""
-    x = torch.randn(1, 2, 5, 4)
-    scaled, plain = feature_map('t2r-scaled:3', 2, 4), feature_map('t2r:3', 2, 4)
+    x = torch.randn(1, 2, 5, 4, dtype=f64)
+    scaled, plain = feature_map('t2r-scaled:3', 2, 4).double(), feature_map('t2r:3', 2, 4).double()
     plain.load_state_dict(scaled.state_dict())
     near(scaled(x, 'k'), plain(x, 'k'))
     near(scaled(x, 'q'), plain(x / 2, 'q'))
-    near(plain(x, 'q')[0, 1], (x[0, 1] @ plain.weight[1].mT).relu(), 1e-6)     # two products, two roundings
-    listing = feature_map('hedgehog:listing', 2, 4)
+    near(plain(x, 'q')[0, 1], (x[0, 1] @ plain.weight[1].mT).relu())
+    listing = feature_map('hedgehog:listing', 2, 4).double()
     near(listing(x, 'q'), listing(x, 'k'))
     listing.weight.data[1, 0] *= 2              # of keys, the first head
     assert torch.equal(listing(x, 'k')[:, 1], listing(x, 'q')[:, 1])

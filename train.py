@@ -1,6 +1,6 @@
 """Train a fast-weight model, from nothing or from where it stopped. The one recipe, for other scripts, too.
 
-    python train.py --rule=delta                   five minutes on two CPU cores, nothing to download
+    python train.py --rule=delta                   three to five minutes on two CPU cores, nothing to download
     python train.py --data=recall --rule=sum --steps=1000     recall: sum fails, --rule=delta solves it
     python train.py --resume --steps=8000          goes on from out/ckpt.safetensors, bit for bit on a CPU
     python train.py --init=bert-base-uncased --data=FOLDER --lr=5e-5     its weights; those of classes are new
