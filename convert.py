@@ -70,6 +70,7 @@ from train import (
     fastest_threads,
     optimise,
     pack_optimiser,
+    part_of,
     rows,
     spread,
     starts,
@@ -884,13 +885,13 @@ def fastest(model, data):
     draws nothing."""
     x, y = data.batch(0)
 
-    def part(n):
-        logits, targets, _ = answers(model, x[:, :n], y[:, :n], None, data.meta)
+    def part(tokens):
+        logits, targets, _ = answers(model, *part_of(x, y, tokens, data.meta), None, data.meta)
         F.cross_entropy(logits, targets).backward()
 
     times = {}
     if data.device.type == 'cpu' and torch.get_num_threads() > 1:
-        times, _ = fastest_threads(part, data.T)
+        times, _ = fastest_threads(part, x.numel())
         model.zero_grad(set_to_none=True)
     return min(times, key=times.get, default=torch.get_num_threads())
 

@@ -2143,18 +2143,27 @@ SMALL_ENCODER = '--causal=false --n_layer=1 --n_head=2 --n_embd=16 --device=cpu 
 @pytest.mark.parametrize('flags', ['--rule=sum', '--rule=softmax --pool=first', '--rule=gated_delta'])
 def test_an_encoder_learns_classes_says_them_and_is_converted(flags, threes, tmp_path, capsys):
     out = tmp_path / 'out'
-    learn = f'--data={threes}', f'--out={out}', '--steps=150', '--lr=1e-2', '--batch_size=32', *SMALL_ENCODER
+    learn = f'--data={threes}', f'--out={out}', '--steps=30', '--lr=1e-2', '--batch_size=32', *SMALL_ENCODER
     assert train.main([*flags.split(), *learn]) == 0
-    assert log(out)[-1]['accuracy'] > 0.95
+    model, meta = load(out / 'ckpt.safetensors')
+    model.eval()
+    rows = np.fromfile(Path(threes) / 'val.bin', np.uint8).reshape(-1, 2, 7)
+    right = []
+    for x, y in torch.from_numpy(rows).long():
+        right.append(model(x[None])[0].argmax().item() == y[y != 10].item())
+    assert log(out)[-1]['accuracy'] == pytest.approx(np.mean(right))
     init = f'--init={out}/ckpt.safetensors'
-    assert written(capsys, init, '--prompt=1 2 3 4')[0].startswith('class 1: ')
+    p = model(torch.tensor([[1, 2, 3, 4]]))[0].softmax(-1)[0]
+    likelier = p.argmax().item()
+    said = [f'class {i}: {p[i]:.1%}' for i in (likelier, 1 - likelier)]
+    assert written(capsys, init, '--prompt=1 2 3 4')[0].splitlines() == said
     assert 'at most 7' in refused(capsys, sample.main, init, '--prompt=1 2 3 4 1 2 3 4')
     if 'softmax' in flags:
-        rnn = f'--from={out}/ckpt.safetensors', f'--out={tmp_path / "rnn"}', '--distil_steps=20', '--steps=40'
+        rnn = f'--from={out}/ckpt.safetensors', f'--out={tmp_path / "rnn"}', '--distil_steps=3', '--steps=3'
         for recipe in 'pure', 'hedgehog', 't2r':
             assert convert.main([*rnn, f'--recipe={recipe}', '--controls=false', '--batch_size=16']) == 0
-            table = json.loads((tmp_path / 'rnn' / 'convert.json').read_text())['table']
-            assert table[-1]['recovered'] > 0.9
+            teacher, *_, last = json.loads((tmp_path / 'rnn' / 'convert.json').read_text())['table']
+            assert last['recovered'] == pytest.approx(last['accuracy'] / teacher['accuracy'])
 
 @pytest.mark.parametrize('flags, why', [
     ('--rule=tova', 'step by step'), ('--rule=delta --norm=attn', 'keys so far'),
@@ -2187,38 +2196,64 @@ SMALL_PAIRS = '--encoder=1 --n_head=2 --n_embd=32 --device=cpu --threads=1 --lr=
 
 @pytest.mark.parametrize('flags', ['--rule=softmax --n_layer=1', '--rule=delta --cross=sum --n_layer=2'])
 def test_a_translator_learns_translates_and_is_converted(flags, turned_around, tmp_path, capsys):
-    """To write digits in reverse; a state keeps what was read; by a beam of 1 and of 3."""
+    """To write digits in reverse; what it says, good or bad, is what the model makes of whole rows; a state
+    keeps what was read. Conversion finds its own number of threads, as for who gives none."""
     out = tmp_path / 'out'
-    learn = [*SMALL_PAIRS, f'--data={turned_around}', f'--out={out}', '--steps=400', '--batch_size=64']
+    learn = [*SMALL_PAIRS, f'--data={turned_around}', f'--out={out}', '--steps=80', '--batch_size=64']
     assert train.main([*learn, *flags.split()]) == 0
-    assert log(out)[-1]['accuracy'] > 0.95
+    losses = [row['loss'] for row in log(out) if 'loss' in row]
+    assert losses[-1] < losses[0] / 2
     init = f'--init={out}/ckpt.safetensors'
     lines = tmp_path / 'lines'
     lines.write_text('1 2 3\n4 5\n9 8 7 6 5 4\n')
-    for beam in 1, 3:
-        assert written(capsys, init, f'--source=@{lines}', f'--beam={beam}')[0] == '3 2 1\n5 4\n4 5 6 7 8 9\n'
-    state = tmp_path / 'state.safetensors'
-    assert written(capsys, init, '--source=7 1 4', f'--save_state={state}')[0] == '4 1 7\n'
-    for begun, rest in ('', '4 1 7'), ('4', '1 7'):
-        go_on = init, f'--load_state={state}', '--temperature=0', f'--prompt={begun}'
-        assert written(capsys, *go_on)[0].split() == rest.split()
-    for said, why in (('1 2 3 4 5 6 7', '7'), ('1 2\n\n3', 'text 2 has 0'), ('x', 'no token')):
-        assert why in refused(capsys, sample.main, init, f'--source={said}')
+    said = written(capsys, init, f'--source=@{lines}')[0].splitlines()
+    model, _ = load(out / 'ckpt.safetensors')
+    for source, text in zip(([1, 2, 3], [4, 5], [9, 8, 7, 6, 5, 4]), said):
+        assert text.split() == greedily(model, source)
+    for source, text in zip(lines.read_text().splitlines(), said):
+        state = tmp_path / 'state.safetensors'
+        assert written(capsys, init, f'--source={source}', f'--save_state={state}')[0] == text + '\n'
+        for many in 0, 1:
+            begun = text.split()[:many]
+            go_on = init, f'--load_state={state}', '--temperature=0', f'--prompt={" ".join(begun)}'
+            assert begun + written(capsys, *go_on)[0].split() == text.split()
+    assert len(written(capsys, init, f'--source=@{lines}', '--beam=3')[0].splitlines()) == 3
+    for text, why in (('1 2 3 4 5 6 7', '7'), ('1 2\n\n3', 'text 2 has 0'), ('x', 'no token')):
+        assert why in refused(capsys, sample.main, init, f'--source={text}')
     assert 'give --source' in refused(capsys, sample.main, init, '--prompt=1')
     assert 'nothing else' in refused(capsys, sample.main, init, '--source=1', f'--load_state={state}')
     if 'softmax' not in flags:
         return
     folder = tmp_path / 'rnn'
-    rnn = [init.replace('init', 'from'), f'--out={folder}', '--controls=false', '--distil_steps=15',
-           '--steps=50']
+    rnn = [init.replace('init', 'from'), f'--out={folder}', '--controls=false', '--distil_steps=2',
+           '--steps=2']
     for more in ('--recipe=t2r --fold', '--recipe=hedgehog --swap=cross', '--recipe=pure',
                  '--recipe=hedgehog --swap=self,encoder --export=' + str(tmp_path / 'own')):
-        assert convert.main([*rnn, *more.split(), '--batch_size=32', '--lr=5e-3']) == 0
-        assert json.loads((folder / 'convert.json').read_text())['table'][-1]['recovered'] > 0.8
+        torch.set_num_threads(2)
+        try:
+            assert convert.main([*rnn, *more.split(), '--batch_size=32', '--lr=5e-3']) == 0
+        finally:
+            torch.set_num_threads(1)
+        found = json.loads((folder / 'convert.json').read_text())
+        assert found['args']['threads'] in (1, 2)
+        assert found['table'][-1]['model'] == 'fine-tuned'
     exported = f'--init={tmp_path / "own"}'
     both = [written(capsys, one, '--source=3 1') for one in (exported, f'--init={folder}/ckpt.safetensors')]
     assert both[0] == both[1]
     assert 'choose from self' in refused(capsys, convert.main, *rnn, '--swap=decoder')
+
+@torch.no_grad()
+def greedily(model, source):
+    """What a model of `turned_around` says of the digits of a source: each next one from the whole row so
+    far, without a state."""
+    model.eval()
+    row = [*source, *[10] * (6 - len(source)), 10]
+    for _ in range(7):
+        row.append(model(torch.tensor([row]))[0][0, -1].argmax().item())
+    text = row[7:]
+    if 10 in text:
+        text = text[:text.index(10)]
+    return [str(digit) for digit in text]
 
 @pytest.mark.parametrize('flags, why', [
     ('--data=recall', 'such as multi30k'), ('--causal=false', '--causal=false'),

@@ -250,6 +250,15 @@ def up_to_targets(x, y, meta):
     return x[:, :T], y[:, :T]
 
 
+def part_of(x, y, tokens, meta):
+    """Of a batch x, y (B, T) about so many tokens: its first rows, or of a text a part of the first. Rows of a
+    task stay whole: a part may have no target."""
+    many = -(-tokens // x.shape[1])
+    if 'row' not in meta:
+        x, y = x[:, :tokens], y[:, :tokens]
+    return x[:many], y[:many]
+
+
 def answers(model, x, y, state, meta):
     """Read x from a state, or None -> logits (N, vocab) in fp32, targets (N,), where these count; the state.
     In a task few places count: only for these are logits computed, and what is behind them is not read."""
@@ -710,10 +719,7 @@ class Run:
         x, y = self.batch(0, 0)
 
         def part(tokens):
-            many = -(-tokens // x.shape[1])
-            if 'row' in self.meta:                          # part of a row may have no answer
-                tokens = None
-            self.backward(self.model, x[:many, :tokens], y[:many, :tokens])
+            self.backward(self.model, *part_of(x, y, tokens, self.meta))
         self.model.eval()                                   # without dropout, nor features drawn anew
         times, tokens = fastest_threads(part, x.numel())
         self.model.train()
