@@ -14,6 +14,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 if not torch.cuda.is_available():   # before kernels is imported: its GPU kernels then run in plain numpy
     os.environ['TRITON_INTERPRET'] = '1'
@@ -509,7 +510,6 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
