@@ -1064,8 +1064,8 @@ def recorded(model, token, state, choose, generator=None):
     if not any(getattr(m, 'max_len', None) for m in model.blocks.modules()):
         try:
             return Traced(model, token, state, choose).step
-        except Exception as e:      # noqa: BLE001  whatever a compiler or a tracer may raise
-            why = f'{type(e).__name__}: {"".join(str(e).splitlines()[:1])}'
+        except RuntimeError as e:                       # what torch.jit raises
+            why = str(e).splitlines()[0]
     print(f'steps are not recorded: {why}', file=sys.stderr)
     return plain
 
@@ -1079,9 +1079,12 @@ class Traced(nn.Module):
         self.model = model
         self.choose = choose
         self.names = [list(layer) for layer in state]
-        self.rows = room(int(state[0]['t']))
-        self.further = None                             # what takes the steps when the rows are full
-        self.state = None                               # the last step's, which is written over
+        self.rows = 0                                   # room for so many, where rows grow
+        if 'all' in model.config.keeps():
+            self.rows = room(int(state[0]['t']))
+        # state: the last step's, which is written over; tensors: what it consists of; further: what takes the
+        # steps when the rows are full. Beside the module, whose own names are slow to set
+        self.last = types.SimpleNamespace(state=None, tensors=None, further=None)
         given = token, *self.flat(of_its_own(state, self.rows))
         forms = model.forms
         model.forms = forms._replace(recurrence=step_over, softmax=softmax_over)
@@ -1109,16 +1112,17 @@ class Traced(nn.Module):
 
     def step(self, token, state):
         """token (B, 1), state -> token, state. The state is copied, unless it is the last step's own."""
-        if self.further is None and 'all' in self.model.config.keeps() and state[0]['t'] >= self.rows:
-            self.further = recorded(self.model, token, state, self.choose)
-            self.play = self.state = None               # its memory is free again
-        if self.further is not None:
-            return self.further(token, state)
-        if state is not self.state:
-            state = of_its_own(state, self.rows, self.state)
-        logits, *tensors = self.play(token, *self.flat(state))
-        self.state = self.layers(tensors)
-        return self.choose(logits[:, -1]), self.state
+        last = self.last
+        if self.rows and last.further is None and state[0]['t'] >= self.rows:
+            last.further = recorded(self.model, token, state, self.choose)
+            self.play = last.state = last.tensors = None            # its memory is free again
+        if last.further is not None:
+            return last.further(token, state)
+        if state is not last.state:
+            last.tensors = self.flat(of_its_own(state, self.rows, last.state))
+        logits, *last.tensors = self.play(token, *last.tensors)
+        last.state = self.layers(last.tensors)
+        return self.choose(logits[:, -1]), last.state
 
 
 step_over = functools.partial(step_on_cpu, over=True)
@@ -1127,7 +1131,14 @@ step_over = functools.partial(step_on_cpu, over=True)
 def player(frozen, given):
     """What plays a frozen trace: torch's Static Runtime, which keeps the memory of its results from step to
     step and knows beforehand which kernels it calls, a fifth less time. It is no documented part of torch:
-    where a version lacks it, or a first step of what is `given` fails, it is the trace's own interpreter."""
+    where a version lacks it, or a first step of what is `given` fails, it is the trace's own interpreter.
+    A trace holds numbers as fp64 tensors. As fp32 they spare an fp32 tensor that meets one the conversion."""
+    double = any(x.dtype == torch.float64 for x in given)
+    for node in frozen.graph.findAllNodes('prim::Constant'):
+        if not double and node.hasAttribute('value') and node.kindOf('value') == 't':
+            x = node.t('value')
+            if x.dim() == 0 and x.dtype == torch.float64:
+                node.t_('value', x.float())
     try:
         play = torch._C._jit_to_static_module(frozen._c)
         play(*given)

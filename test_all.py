@@ -1171,7 +1171,7 @@ def test_what_cannot_be_recorded_is_left_to_the_model(monkeypatch, capsys):
     token = torch.ones(1, 1, dtype=torch.long)
     said = 'steps are not recorded: '
     cases = [(dict(rule='delta'), 0, '')]
-    cases.append((dict(rule='delta'), 1, said + 'RuntimeError: no such operation\n'))
+    cases.append((dict(rule='delta'), 1, said + 'no such operation\n'))
     cases.append((dict(phi='cosformer'), 1, said + 'cosformer needs the position as a number\n'))
     for flags, T, expected in cases:
         m = GPT(Config(**flags, n_layer=1, n_head=2, n_embd=16)).eval()
