@@ -1,5 +1,5 @@
 """Measure, on this machine. A suite is a table of forms or of commands: it prints what it found, writes
-out/bench/SUITE.csv (gpu: .jsonl) and, where there is something to be seen, SUITE.png, and ends with a line of
+out/bench/SUITE.csv and, where there is something to be seen, SUITE.png, and ends with a line of
 JSON; idea only draws. SUITES says what each takes and draws, PAPER what the papers found.
 
     python bench.py                    decode --quick: what the next token costs
@@ -32,14 +32,11 @@ JSON; idea only draws. SUITES says what each takes and draws, PAPER what the pap
     python bench.py far                and how well it reads 4,096 tokens, with --full 70,000, by position
     python bench.py stories            and how likely is what it writes
     python bench.py batch              throughput at a memory budget against the rows kept
-    python bench.py gpu                kernels.py on an Nvidia GPU: right? how fast? eight minutes at most;
-                                       where there is none, what the compiler makes of it
     python bench.py idea               no measurement: the example at the top of fastweight.py, as a picture
 
 monotone, transfer, convert, cache, kept, far and stories need a softmax model, as train.py --rule=softmax
 makes.
 """
-import concurrent.futures
 import contextlib
 import csv
 import dataclasses
@@ -49,18 +46,14 @@ import importlib.util
 import itertools
 import json
 import math
-import multiprocessing
 import operator
 import os
 import re
 import shlex
-import shutil
-import signal
 import statistics
 import string
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -78,8 +71,8 @@ import kernels
 import train as recipe
 from data import prepare
 from fastweight import RULES, l2
-from model import (GPT, Config, FastWeights, Gates, Mixer, chosen_rows, flag, kl, load, parse, pick_device,
-                   pick_forms, sample, script, state_bytes, swapped, unrecorded)
+from model import (GPT, Config, FastWeights, Gates, chosen_rows, flag, kl, load, parse, pick_device,
+                   pick_forms, sample, script, state_bytes, swapped)
 
 os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # torch.profiler, of which memory is asked, is talkative
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -230,12 +223,6 @@ SUITES = {
     'batch': Suite(
         'lengths budget dtype', {'lengths': '4096'}, {'lengths': '4096'},
         (Panel('rows', 'tokens/s', '{budget} MB of states', 'rows kept', 'tokens/s'),)),
-    'gpu': Suite(
-        'only', {}, {},
-        (Panel('T', 'f+b ms', 'one layer, {batch} x {heads} heads of {head_dim}', 'sequence length',
-               'forward + backward, ms', only=('stage', 'peers')),
-         Panel('T', 'us', 'a model, one text', 'tokens so far', 'microseconds a token',
-               only=('stage', 'decoding')))),
     'idea': Suite('', {}, {}),
     'all': Suite('seeds init')}
 
@@ -254,7 +241,7 @@ class Args:
     seed: int = flag(0, 'the first, of inputs and trainings', low=0, high=2 ** 32 - 1)
     seeds: int = flag(0, f'{of("seeds")}: how often to train; 0: once, with --full three times', low=0)
     steps: int = flag(0, f'{of("steps")}: how long, if not as the suite has it', low=0)
-    only: str = flag('', f'{of("only")}: lines of the table, as softmax,delta; of gpu stages')
+    only: str = flag('', f'{of("only")}: lines of the table, as softmax,delta')
     lengths: str = flag('', f'{of("lengths")}: sequence lengths, associations, widths or rows, if not the '
                             'suite\'s: 256,1024')
     heads: int = flag(0, f'{of("heads")}: heads, if not 12, train 4', low=0)
@@ -1850,7 +1837,8 @@ def working(forms, args, T):
             ready = case(f, kind, args, T)
             ready.both()
         except Exception as e:  # noqa: BLE001  a peer may refuse a length, or run out of memory
-            print(f'{name} at T = {T} is left out: {in_short(e)}', file=sys.stderr)
+            why = ' '.join(str(e).split())[:160]
+            print(f'{name} at T = {T} is left out: {type(e).__name__}: {why}', file=sys.stderr)
             continue
         found[name] = ready
     return found
@@ -2633,647 +2621,6 @@ def stories(args):
     report(args, 'stories', rows, note, tie=tie, nats=means, identical=same)
 
 
-# ---- suite gpu without a GPU: what the compiler makes of the kernels ---------------------------------------
-# The kernels are launched on tensors that have shapes and no memory. What kernels.launch is given is noted,
-# compiled for a GPU that need not be here, and its machine code counted. So whatever kernels.py launches is
-# looked at, without a second list of its arguments here.
-SMEM = {80: 164, 90: 228}                   # KB of shared memory of a multiprocessor, by compute capability
-ISSUED = 132 * 4 * 1.98e9                   # warp instructions a second: H200, one a scheduler and clock
-POINTERS = {torch.float32: '*fp32', torch.bfloat16: '*bf16', torch.float16: '*fp16', torch.int64: '*i64',
-            torch.int32: '*i32'}
-COUNTED = {'barriers': r'\bBAR\.', 'HMMA': r'\bHMMA', 'HGMMA': r'\bHGMMA'}       # columns: instructions
-
-
-class Launch(NamedTuple):
-    """A kernel, the grid of its programs, its arguments by name, and flags for the compiler."""
-    kernel: object
-    grid: tuple
-    given: dict
-    flags: dict
-
-    def trips(self):
-        """How often its loops run, by its name: over the chunks of a sequence, over the blocks of value
-        channels, over the rows of a block of 16. Loops of other kernels are counted once."""
-        x = self.given
-        if self.kernel.__name__ in ('forward', 'states'):
-            return -(-x['T'] // x['C'])
-        if self.kernel.__name__ == 'tokens':
-            return -(-x['V'] // x['BV'])
-        if self.kernel.__name__ == 'inverse':
-            return 15
-        return 1
-
-
-def launched(kind, args, T):
-    """What a layer's forward and backward launch, and one step of it -> list of Launch. Nothing is
-    computed."""
-    args = dataclasses.replace(args, device=torch.device('meta'))
-    normalise = kind == 'sum / n'
-    found = []
-
-    def note(kernel, grid, *args, **how):
-        given = dict(zip(kernel.arg_names, args))
-        given |= {name: how[name] for name in how if name in kernel.arg_names}
-        flags = {name: how[name] for name in how if name not in kernel.arg_names}
-        found.append(Launch(kernel, grid, given, flags))
-    with mock.patch.object(kernels, 'launch', note):
-        case(partial(kernels.on_gpu, normalise=normalise), kind, args, T).both()
-        kernels.step_on_gpu(**inputs(kind, args, 1), normalise=normalise)
-    return found
-
-
-def machine_code(launch, cc):
-    """A launch compiled for sm_cc -> bytes of shared memory, the resources it takes and its code, as text"""
-    from triton.backends.compiler import GPUTarget
-    types = {}
-    fixed = {}
-    aligned = {}
-    for i, parameter in enumerate(launch.kernel.params):
-        name = parameter.name
-        x = launch.given[name]
-        if parameter.is_constexpr or x is None:
-            types[name] = 'constexpr'
-            fixed[(i,)] = x
-        elif isinstance(x, torch.Tensor):
-            types[name] = POINTERS[x.dtype]
-            aligned[(i,)] = [['tt.divisibility', 16]]
-        else:
-            types[name] = 'i32' if isinstance(x, int) else 'fp32'
-    triton = kernels.triton
-    source = triton.compiler.ASTSource(launch.kernel, types, fixed, aligned)
-    built = triton.compile(source, target=GPUTarget('cuda', cc, 32), options=launch.flags)
-    tool = os.path.join(os.path.dirname(triton.__file__), 'backends', 'nvidia', 'bin', 'cuobjdump')
-    texts = []
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, 'kernel.cubin')
-        with open(path, 'wb') as f:
-            f.write(built.asm['cubin'])
-        for what in ('--dump-resource-usage', '-sass'):
-            texts.append(subprocess.run([tool, what, path], capture_output=True, text=True).stdout)
-    return built.metadata.shared, *texts
-
-
-def in_loops(instructions):
-    """How many of these instructions (address, text) are in a loop: from where a branch goes back to, to the
-    branch. What jumps to itself behind the end of a kernel is none."""
-    loops = []
-    for address, text in instructions:
-        target = re.search(r'BRA.* 0x([0-9a-f]+)', text)
-        if target and int(target[1], 16) < address:
-            loops.append((int(target[1], 16), address))
-    return sum(any(first <= address <= last for first, last in loops) for address, _ in instructions)
-
-
-def looked_at(launch, cc=90):
-    """A row of the table. `issue ms`: the time in which an H200 could issue all instructions of all warps,
-    where those in a loop count as often as `trips` says, however deep it is: a bound from below, in which
-    nothing waits."""
-    shared, usage, code = machine_code(launch, cc)
-    found = re.findall(r'/\*([0-9a-f]{4,5})\*/\s+([^;/]+);', code)
-    instructions = [(int(address, 16), text) for address, text in found if text.strip() != 'NOP']
-    inside = in_loops(instructions)
-    registers = int(re.search(r'REG:([0-9]+)', usage)[1])
-    stack = int(re.search(r'STACK:([0-9]+)', usage)[1])
-    warps = launch.flags.get('num_warps', 4)
-    of_warp = -(-32 * registers // 256) * 256               # registers are given out so many at a time
-    by_memory = SMEM[cc] * 1024 // (shared + 1024)
-    together = min(64 // warps, 65536 // of_warp // warps, by_memory, 32)
-    programs = math.prod(launch.grid)
-    trips = launch.trips()
-    issued = programs * warps * (len(instructions) + (trips - 1) * inside)
-    row = {'kernel': launch.kernel.__name__, 'programs': programs, 'warps': warps, 'an SM': together,
-           'registers': registers, 'stack': stack, 'shared': shared}
-    row |= {'instructions': len(instructions), 'in loops': inside, 'trips': trips}
-    for column, pattern in COUNTED.items():
-        row[column] = len(re.findall(pattern, code))
-    return row | {'issue ms': 1e3 * issued / ISSUED}
-
-
-def ahead(args, kind):
-    """The kernels of a rule, compiled for compute capability 9.0: H100, H200."""
-    for launch in launched(kind, args, SIZES['T']):
-        yield {'rule': kind, **looked_at(launch)}
-
-
-# ---- suite gpu: all that a GPU has to answer, what decides most first --------------------------------------
-# A stage is a list of cases: a function that yields rows, and what it is given beside args. `stages` lists
-# them all, `walk` goes through them. A row is printed and on disk as soon as it is there; what fails is said
-# and left out.
-SIZES = {               # of everything below; a test has smaller ones
-    'batch': 8, 'heads': 12, 'head_dim': 64, 'T': 4096, 'copied': 4 * 2 ** 30,
-    'checked T': (1, 31, 33, 67, 1000), 'checked K': (48, 64, 128), 'rows': (1, 64, 256),
-    'T by T': (1024, 4096, 8192, 16384, 32768), 'few heads': (4096, 32768), 'segments': (None, 1, 4, 8, 16),
-    'after': (1, 8192, 131072), 'model': MODELS['model, GPT-2 size'], 'trained': (8, 1024), 'steps': 20}
-SECONDS = {             # after which the rest of a stage is left out
-    'ceilings': 10, 'warm-up': 60, 'checks': 80, 'variants': 70, 'peers': 110, 'few heads': 25, 'layer': 35,
-    'decoding': 40, 'training': 30}
-KERNEL_KINDS = 'delta', 'sum', 'kda', 'two-sided delta', 'sum / n', 'gated_delta', 'retention', 'gla', 'decay'
-VARIANTS = [            # C, BV, warps, and stages of the compiler's pipeline
-    (32, 32, 8, 3), (32, 32, 4, 3), (32, 64, 4, 3), (32, 64, 8, 3), (64, 32, 4, 3), (64, 64, 4, 3),
-    (64, 64, 8, 3), (32, 64, 4, 2), (64, 64, 4, 2)]
-GOALS = [               # column, form, T, at most so much; where a base is named, so much of what it takes
-    ('forward ms', 'sum', 4096, .10, ''), ('f+b ms', 'sum', 4096, .38, ''),
-    ('forward ms', 'sum', 32768, .70, ''), ('f+b ms', 'sum', 32768, 2.6, ''),
-    ('forward ms', 'sum / n', 4096, .10, ''), ('f+b ms', 'sum / n', 4096, .38, ''),
-    ('forward ms', 'sum / n', 32768, .70, ''), ('f+b ms', 'sum / n', 32768, 2.6, ''),
-    ('forward ms', 'delta', 4096, .20, ''), ('f+b ms', 'delta', 4096, .75, ''),
-    ('us', 'a step of delta, 64 rows', None, 12, ''), ('us', 'model, delta', 1, 300, ''),
-    ('us', 'model, delta', 8192, 300, ''), ('us', 'model, delta', 131072, 300, ''),
-    ('s', 'first time', None, 10, ''),
-    ('f+b ms', 'sum', 4096, 1 / 1.3, 'fla sum'), ('f+b ms', 'sum / n', 4096, 1 / 2, 'fla sum / n'),
-    ('forward ms', 'delta', 4096, 1 / 1.8, 'fla delta'), ('f+b ms', 'delta', 4096, 1 / 1.4, 'fla delta'),
-    ('f+b ms', 'gla', 4096, 1 / 1.5, 'fla gla'), ('f+b ms', 'kda', 4096, 1 / 1.3, 'fla kda'),
-    ('f+b ms', 'two-sided delta', 4096, 1.5, 'delta'), ('f+b ms', 'delta', 1024, 1, 'flash attention'),
-    ('f+b ms', 'delta', 4096, 1 / 4, 'flash attention'),
-    ('f+b ms', 'delta', 32768, 1 / 30, 'flash attention')]
-
-
-def stages(args):
-    """The stages in their order, each with its cases."""
-    forms = [*KERNEL_KINDS, *ATTENTION, *peers(args.device)]
-    rules = 'delta', 'sum', 'two-sided delta'
-    found = {'ceilings': [(ceilings,)], 'warm-up': [(warm_up,)]}
-    found['checks'] = [(check, how) for how in checked()]
-    found['variants'] = itertools.product([variant], KERNEL_KINDS[:3], [None, *VARIANTS])
-    found['peers'] = itertools.product([compared], forms, SIZES['T by T'])
-    found['few heads'] = itertools.product([few_heads], rules[:2], SIZES['few heads'], SIZES['segments'])
-    found['layer'] = itertools.product([real_layer], ['eager', 'compiled features'])
-    found['decoding'] = [*itertools.product([layer_step], rules, SIZES['rows'])]
-    found['decoding'] += itertools.product([model_step], ['delta', 'sum', 'softmax'], [True])
-    found['decoding'] += [(model_step, 'delta', False)]
-    if importlib.util.find_spec('transformers'):
-        found['decoding'] += itertools.product([hugging_face], SIZES['after'][:2])
-    found['training'] = itertools.product([training], ['delta', 'softmax'])
-    return found
-
-
-def fast(args, kind, n=None):
-    """The form that is looked at, where kernels.chunked would take another one if it fails; n: segments."""
-    normalise = kind == 'sum / n'
-    if args.device.type != 'cuda':              # a dry run
-        return partial(kernels.on_cpu, normalise=normalise)
-    return partial(kernels.on_gpu, normalise=normalise, n=n)
-
-
-def milliseconds(run, device):
-    """Of run() without its launches, by replays of a CUDA graph that has many of it; L2 is not emptied
-    between them. What cannot be recorded, as is said, is called from Python."""
-    if device.type == 'cuda':
-        try:
-            return kernels.triton.testing.do_bench_cudagraph(run, return_mode='median')
-        except RuntimeError as e:
-            print(f'with its launches, as there is no graph of it: {in_short(e)}', flush=True)
-    return 1e3 * seconds([run], device, 0.05, 20)[0]
-
-
-def times_of(ready, device):
-    """The columns of a Case."""
-    return {'forward ms': milliseconds(ready.forward, device), 'f+b ms': milliseconds(ready.both, device)}
-
-
-def kernel_times(run, device):
-    """What run() computes with -> (name of a kernel, calls, ms), the longest first"""
-    cuda = device.type == 'cuda'
-    kind = torch.profiler.ProfilerActivity.CPU
-    if cuda:
-        kind = torch.profiler.ProfilerActivity.CUDA
-    run()
-    finish(device)
-    with torch.profiler.profile(activities=[kind]) as p:
-        run()
-        finish(device)
-    found = []
-    for e in p.key_averages():
-        took = e.self_device_time_total if cuda else e.self_cpu_time_total
-        if took:                                            # else it is a launch, not a kernel
-            found.append((e.key, e.count, took / 1e3))
-    return sorted(found, key=operator.itemgetter(2), reverse=True)
-
-
-# ---- ceilings: the best that this machine does
-def ceilings(args):
-    """What it is; bytes a second of a copy, read and written; a large product."""
-    text = f'torch {torch.__version__}, triton {kernels.triton.__version__}'
-    if args.device.type == 'cuda':
-        text = f'{torch.cuda.get_device_name(args.device)}, CUDA {torch.version.cuda}, {text}'
-    yield {'form': text}
-    x = torch.zeros(SIZES['copied'], dtype=torch.uint8, device=args.device)
-    y = torch.empty_like(x)
-    yield {'form': 'copy', 'GB/s': 2 * len(x) / milliseconds(partial(y.copy_, x), args.device) / 1e6}
-    yield {'form': 'product', 'TFLOP/s': ceiling(args.device, args.dtype) / 1e12}
-
-
-# ---- warm-up: what is compiled below, from an empty cache, in processes that share it
-def warm_up(args):
-    """Seconds of the first forward and backward of each kind, in as many processes at a time as there are
-    cores, 12 at most."""
-    todo = dict.fromkeys((Check(how.form, how.dtype, 67, how.K), None) for how in checked())
-    for kind, sizes in itertools.product(KERNEL_KINDS[:3], VARIANTS):
-        todo[Check(kind, 'bfloat16', 67, SIZES['head_dim']), sizes] = None
-    many = min(12, recipe.cores())
-    pool = concurrent.futures.ProcessPoolExecutor(many, multiprocessing.get_context('spawn'))
-    try:
-        futures = {pool.submit(first_time, args.device, *task): task for task in todo}
-        for future in concurrent.futures.as_completed(futures):
-            how, sizes = futures[future]
-            text = f'{how.form}, {how.dtype}, K = {how.K}, tiles {sizes or "its own"}'
-            row = {'form': 'first time', 'of': text}
-            e = future.exception()
-            if e:
-                yield row | {'failed': in_short(e)}
-            else:
-                yield row | {'s': future.result()}
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def first_time(device, how, sizes):
-    """Seconds of the first forward and backward of some kind in this process."""
-    args = Args(device=device)
-    given, wanted = question(args, how)
-    finish(device)
-    begin = time.perf_counter()
-    with other_tiles(sizes):
-        with_gradients(fast(args, how.form), given, wanted)
-    finish(device)
-    return time.perf_counter() - begin
-
-
-# ---- checks: values and gradients against the definition in fp64, on the same rounded inputs
-class Check(NamedTuple):
-    """One way to ask a rule."""
-    form: str
-    dtype: str                          # of q, k, v; or of q, k:v
-    T: int
-    K: int
-    log_decay: float = -0.1             # gates are uniform from here to 0
-    special: str = ''
-    rows: int = 2
-    heads: int = 3
-
-
-def at_full_size(kind):
-    """The check at the size at which times are taken."""
-    return Check(kind, 'bfloat16', SIZES['T'], SIZES['head_dim'], rows=SIZES['batch'], heads=SIZES['heads'])
-
-
-def checked():
-    """All of them. The full size comes last."""
-    plain = Check('', 'bfloat16', 67, SIZES['head_dim'])
-    ways = [plain._replace(dtype=dtype) for dtype in ('bfloat16', 'float16', 'float32', 'float32:bfloat16')]
-    ways += [plain._replace(T=T, log_decay=-5.0) for T in SIZES['checked T']]
-    ways += [plain._replace(K=K, log_decay=-5.0) for K in SIZES['checked K']]
-    for dtype, special in itertools.product(('bfloat16', 'float32'), ('decay of -5', 'beta 2', 'equal keys')):
-        ways.append(plain._replace(dtype=dtype, special=special))
-    for how, kind in itertools.product(ways, KERNEL_KINDS):
-        needs = {'decay of -5': 'log_', 'beta 2': 'write'}.get(how.special, '')
-        if needs in GATES.get(kind, ''):
-            yield how._replace(form=kind)
-    yield from map(at_full_size, KERNEL_KINDS)
-
-
-def question(args, how):
-    """-> what a recurrence gets, by name, a state included, and gradients for its o and S"""
-    of_qk, _, of_v = how.dtype.partition(':')
-    sizes = {'batch': how.rows, 'heads': how.heads, 'head_dim': how.K, 'dtype': getattr(torch, of_qk)}
-    x = inputs(how.form, dataclasses.replace(args, **sizes), how.T)
-    x['v'] = x['v'].to(getattr(torch, of_v or of_qk))
-    draw = torch.Generator(args.device).manual_seed(args.seed + 1)
-    size = how.rows, how.heads, how.K + (how.form == 'sum / n'), how.K
-    x['S'] = torch.randn(size, generator=draw, device=args.device)
-    if how.form == 'sum / n':
-        x['S'] = x['S'].abs()                               # its last row is a sum of keys
-    if 'write' in x:
-        x['erase'] = x['write'].flip(2)
-    for name in x.keys() & {'log_f', 'log_z'}:
-        x[name] = x[name] * (how.log_decay / -0.1)          # which `inputs` goes down to
-        if how.special == 'decay of -5':
-            x[name] = torch.full_like(x[name], -5.0)
-    if how.special == 'beta 2':
-        x['write'] = torch.full_like(x['write'], 2.0)
-        x['erase'] = x['write'].clone()
-    if how.special == 'equal keys':
-        x['k'] = x['k'][:, :, :1].repeat(1, 1, how.T, 1)
-    do = torch.randn(x['v'].shape, generator=draw, device=args.device).to(x['v'].dtype)
-    return x, [do, torch.randn(size, generator=draw, device=args.device)]
-
-
-def with_gradients(f, given, wanted):
-    """-> by name o, the last S and all gradients"""
-    leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items()}
-    o, S = f(**leaves)
-    gradients = torch.autograd.grad([o, S], list(leaves.values()), wanted)
-    named = {f'd{name}': x for name, x in zip(leaves, gradients)}
-    return {'o': o.detach(), 'S_T': S.detach(), **named}
-
-
-# How far results may be off, but in fp32, as a share of their norm, if not by 1.5e-2. The gradient of a decay
-# is a difference of large sums, and so is that of erase where all keys are equal.
-LIMITS = {'o': 5e-3, 'S_T': 5e-3, 'dlog_z': 3e-2, 'derase': 3e-2}
-
-
-def check(args, how):
-    """The errors of a rule, and what is wrong in words, '' for nothing; it should be twice the same."""
-    given, wanted = question(args, how)
-    definition = partial(fastweight.chunked, normalise=how.form == 'sum / n')
-    in_fp64 = {name: x.double() for name, x in given.items()}
-    exact = with_gradients(definition, in_fp64, [x.double() for x in wanted])
-    with kernels.poisoned():
-        found = with_gradients(fast(args, how.form), given, wanted)
-        again = with_gradients(fast(args, how.form), given, wanted)
-    errors = {}
-    wrong = []
-    for name, right in exact.items():
-        scale = right.norm() + 1e-6
-        if how.special == 'decay of -5' and name.startswith('dlog'):
-            scale += (exact['dq'] * in_fp64['q']).norm()        # almost all of which is taken off again
-        errors[name] = ((found[name].double() - right).norm() / scale).item()
-        limit = 1e-5 if how.dtype == 'float32' else LIMITS.get(name, 1.5e-2)
-        if not errors[name] <= limit:
-            wrong.append(f'{name} is off by {errors[name]:.1e}, allowed are {limit:g}')
-        if not torch.equal(found[name], again[name]):
-            wrong.append(f'{name} is not twice the same')
-    yield {**how._asdict(), 'wrong': '; '.join(wrong), **errors}
-
-
-# ---- variants, peers, few heads: time
-def other_tiles(sizes):
-    """A context in which kernels.py has these C, BV, warps and stages for the chunk form; None: its own."""
-    if sizes is None:
-        return contextlib.nullcontext()
-    C, BV, warps, stages = sizes
-    tiles = kernels.tiles
-    walk_tiles = kernels.walk_tiles
-
-    def other(*how):
-        return tiles(*how) | {'C': C, 'BV': BV}
-
-    def walk(*args, **how):
-        walk_tiles(*args, **(how | {'warps': warps, 'stages': stages}))
-    return mock.patch.multiple(kernels, tiles=other, walk_tiles=walk)
-
-
-def variant(args, kind, sizes):
-    """The chunk form in other tiles at full size: a wrong one has no time. In the last column the kernels."""
-    row = {'form': kind, 'C, BV, warps, stages': str(sizes or 'its own')}
-    with other_tiles(sizes):
-        row['wrong'] = next(check(args, at_full_size(kind)))['wrong']
-        if not row['wrong']:
-            ready = case(fast(args, kind), kind, args, SIZES['T'])
-            parts = kernel_times(ready.both, args.device)[:6]
-            row |= times_of(ready, args.device)
-            row['kernels, us'] = ', '.join(f'{name[:20]} {1e3 * ms:.0f}' for name, _, ms in parts)
-    yield row
-
-
-def flash(q, k, v):
-    """`attention` by PyTorch's flash kernel, which is not always its own choice."""
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-        return attention(q, k, v)
-
-
-ATTENTION = {'flash attention': ('softmax', flash), 'attention': ('softmax', attention)}
-
-
-def compared(args, form, T):
-    """Ours, attention, and flash-linear-attention, whose first calls try out its tiles for long: what the
-    deadline leaves out is there after a further run with --only=peers."""
-    ours = {kind: (kind, fast(args, kind)) for kind in KERNEL_KINDS}
-    kind, f = (ours | ATTENTION | peers(args.device))[form]
-    ready = case(f, kind, args, T, time_first=form.startswith('fla '))
-    yield {'form': form, 'T': T, **times_of(ready, args.device)}
-
-
-def few_heads(args, kind, T, n):
-    """One text, its sequence split into n segments; None: as many as kernels.segments says."""
-    ready = case(fast(args, kind, n), kind, dataclasses.replace(args, batch=1), T)
-    yield {'form': f'{kind}, one text', 'T': T, 'segments': n, **times_of(ready, args.device)}
-
-
-# ---- layer: a mixer from its input on, with features, gates and norms
-def mixed(args):
-    """A context of training's mixed precision."""
-    return torch.autocast(args.device.type, args.dtype, enabled=args.dtype != torch.float32)
-
-
-def real_layer(args, how):
-    """Its times, and the ten kernels that take longest."""
-    width = SIZES['heads'] * SIZES['head_dim']
-    mixer = Mixer(Config(rule='delta', n_head=SIZES['heads'], n_embd=width), 'delta').to(args.device)
-    if how == 'compiled features':
-        mixer.memory.writes = torch.compile(mixer.memory.writes)
-        mixer.memory.reads = torch.compile(mixer.memory.reads)
-    forms = pick_forms()
-    x = torch.randn(SIZES['batch'], SIZES['T'], width, device=args.device, requires_grad=True)
-    wanted = [x, *mixer.parameters()]
-    dy = torch.randn_like(x)
-
-    def forward():
-        with torch.no_grad(), mixed(args):
-            return mixer(x, {}, forms)
-
-    def both():
-        with mixed(args):
-            y, _ = mixer(x, {}, forms)
-        torch.autograd.grad(y, wanted, dy.to(y.dtype))
-    yield {'form': how, **times_of(Case(forward, both, both), args.device)}
-    for name, calls, ms in kernel_times(both, args.device)[:10]:
-        yield {'form': f'{how}: {name[:60]}', 'calls': calls, 'f+b ms': ms}
-
-
-# ---- decoding, training: whole models of GPT-2's size with random weights
-@torch.inference_mode()
-def layer_step(args, kind, rows):
-    """One layer's step from a state of some tokens."""
-    sizes = dataclasses.replace(args, batch=rows)
-    _, S = fast(args, kind)(**inputs(kind, sizes, 32))
-    run = partial(kernels.step, **inputs(kind, sizes, 1), S=S)
-    yield {'form': f'a step of {kind}, {rows} rows', 'T': None, 'us': 1e3 * milliseconds(run, args.device)}
-
-
-@torch.inference_mode()
-def model_step(args, rule, recorded):
-    """A model's step after T tokens, which should not depend on T but with softmax. kernels: those of one."""
-    args = dataclasses.replace(args, lengths=','.join(map(str, SIZES['after'])))
-    form = f'model, {rule}'
-    record = kernels.recorded
-    if not recorded:
-        form += ', not recorded'
-        record = unrecorded
-    for step in model_steps(rule, SIZES['model'], args, record):
-        us = 1e6 * seconds([step.run], args.device, 0.3, 30)[0]
-        count = sum(calls for _, calls, _ in kernel_times(step.run, args.device))
-        yield {'form': form, 'T': step.T, 'us': us, 'kernels': count}
-
-
-@torch.inference_mode()
-def hugging_face(args, T):
-    """GPT-2 of transformers with random weights and its cache, which grows a little while it is timed."""
-    model = their_gpt2(args, T + 4096, **SIZES['model'])
-    tokens = torch.zeros(1, T, dtype=torch.long, device=args.device)
-    cache = model.transformer(tokens, use_cache=True).past_key_values
-    run = partial(model, tokens[:, :1], past_key_values=cache, use_cache=True)
-    yield {'form': 'GPT-2 of transformers', 'T': T, 'us': 1e6 * seconds([run], args.device, 0.3, 30)[0]}
-
-
-def training(args, rule):
-    """Steps of train.py's loop on random tokens."""
-    rows, T = SIZES['trained']
-    model = GPT(Config(rule=rule, block_size=T, **SIZES['model'])).to(args.device)
-    x = torch.randint(model.config.vocab_size, (rows, T + 1), device=args.device)
-    opt = recipe.adamw(model, 1e-3, 0.1, args.device)
-
-    def loss(step):
-        with mixed(args):
-            logits, _ = model(x[:, :-1])
-            value = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
-        value.backward()
-        return value.detach()
-    if args.device.type == 'cuda':
-        torch.cuda.reset_peak_memory_stats(args.device)
-    ends = []
-    for _, value, _, good in recipe.optimise(model, opt, loss, SIZES['steps'], 1e-3, args.seed):
-        if not good:
-            raise RuntimeError(f'loss or gradient is not finite in step {len(ends) + 1}: {value.item()}')
-        finish(args.device)
-        ends.append(time.perf_counter())
-    took = statistics.median(b - a for a, b in itertools.pairwise(ends))
-    yield {'form': f'training, {rule}', 'T': T, 'tokens/s': rows * T / took, 'ms a step': 1e3 * took,
-           'MB': recipe.memory(args.device) / MB, 'loss': value.item()}
-
-
-# ---- the stages one after the other
-class StageOver(BaseException):
-    """The time of a stage is over. No `except Exception` on the way, as kernels.fault has one, keeps it."""
-
-
-def in_short(e):
-    """An exception in a line."""
-    return ' '.join(f'{type(e).__name__}: {e}'.split())[:160]
-
-
-def walk_stage(args, stage, cases, keep):
-    """Keep the rows of a stage until its time is over. -> what was left out: its name -> why. Whatever a
-    kernel or a peer may raise is one line."""
-    left_out = {}
-
-    def stop(*_):
-        raise StageOver
-    limit = chosen(args, SECONDS.get(stage, 600), 3600)
-    signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, limit)
-    try:
-        for function, *given in cases:
-            name = f'{stage}: {function.__name__} {given}'
-            try:
-                for row in function(args, *given):
-                    keep({'stage': stage, **row})
-            except Exception as e:      # noqa: BLE001
-                left_out[name] = in_short(e)
-                print(f'{name} is left out: {in_short(e)}', flush=True)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-    except StageOver:
-        left_out[name] = f'it and what follows: the {limit} seconds of the stage are over'
-        print(f'{name} is left out, {left_out[name]}', flush=True)
-    return left_out
-
-
-def walk(args, todo):
-    """Every case of every stage. -> rows, each with its `stage`, and what was left out: its name -> why"""
-    rows = []
-    left_out = {}
-    with open(inside(args, 'gpu.jsonl'), 'w') as log:
-        def keep(row):
-            rows.append(row)
-            print(json.dumps(row), file=log, flush=True)
-            print(in_a_line(row), flush=True)
-        for stage, cases in todo.items():
-            left_out |= walk_stage(args, stage, cases, keep)
-    return rows, left_out
-
-
-def in_a_line(row):
-    """A row while it is new: what there is in it."""
-    words = []
-    for name, x in row.items():
-        if x not in (None, ''):
-            words.append(f'{name} {x:.4g}' if isinstance(x, float) else f'{name} {x}')
-    return ' | '.join(words)
-
-
-def goals(rows):
-    """A row for each goal, which were set before anything was measured; of several figures the worst counts,
-    and none of a form that is wrong."""
-    wrong = {row['form'] for row in rows if row.get('wrong') and row.get('dtype') == 'bfloat16'}
-    worst = {}
-    for row in rows:
-        for column in row.keys() & {'forward ms', 'f+b ms', 'us', 's'}:
-            key = column, row['form'], row.get('T')
-            if row['form'] not in wrong:
-                worst[key] = max(row[column], worst.get(key, 0))
-    judged = []
-    for column, form, T, limit, base in GOALS:
-        x = worst.get((column, form, T), math.nan)
-        if base:
-            x /= worst.get((column, base, T), math.nan)
-        met = 'yes' if x <= limit else 'NO'
-        if math.isnan(x):
-            x = None
-            met = 'not measured'
-        judged.append({'form': form, 'T': T, 'column': column, 'of': base, 'at most': limit, 'found': x,
-                       'met': met})
-    return judged
-
-
-def measure(args, todo):
-    """Walk through the stages, then a table of each, the goals, what is wrong, a line of JSON, pictures."""
-    rows, left_out = walk(args, todo)
-    judged = goals(rows)
-    met = [row['met'] for row in judged]
-    shown = {}
-    for row in rows:
-        shown.setdefault(row['stage'], []).append(row)
-    if set(met) != {'not measured'}:
-        shown['goals'] = judged
-    for title, part in shown.items():
-        columns = dict.fromkeys(itertools.chain(*part))
-        print(f'\n{title}')
-        recipe.table([{name: row.get(name) for name in columns if name != 'stage'} for row in part])
-    wrong = [in_a_line(row) for row in rows if row.get('wrong')]
-    for text in wrong:
-        print(f'WRONG RESULTS: {text}', flush=True)
-    summary = {f'goals: {word}': met.count(word) for word in ('yes', 'NO', 'not measured')}
-    summary |= {'device': str(args.device), 'rows': len(rows), 'wrong': wrong, 'left_out': left_out}
-    summary_line(args, 'gpu', **summary)
-    draw_panels(args, 'gpu', rows)
-
-
-def gpu(args):
-    """The stages of --only or all on a GPU, with --full an hour for each; where there is none, that is said,
-    and what the compiler makes of all kernels."""
-    names = only(args, SECONDS)
-    if kernels.triton is None:
-        raise ValueError('Triton is not installed, and compiles nothing: pip install triton')
-    if kernels.triton.knobs.runtime.interpret:
-        raise ValueError('TRITON_INTERPRET is set, and nothing is compiled: unset it')
-    args.batch = SIZES['batch']
-    args.heads = SIZES['heads']
-    args.head_dim = SIZES['head_dim']
-    if args.device.type == 'cuda':
-        torch.cuda.set_device(args.device)      # a graph is recorded on the current one
-        cache = os.path.abspath(inside(args, 'triton'))
-        os.environ['TRITON_CACHE_DIR'] = cache
-        if 'warm-up' in names:                  # which is of first times
-            shutil.rmtree(cache, ignore_errors=True)
-        every = stages(args)
-        todo = {name: every[name] for name in names}
-    else:
-        print(f'no GPU ({args.device} is none by Nvidia): below is what the compiler makes of the kernels')
-        args.dtype = torch.bfloat16
-        todo = {'ahead of time': [(ahead, kind) for kind in KERNEL_KINDS]}
-    measure(args, todo)
-
-
 # ---- idea: what the first lines of fastweight.py print, as numbers on a colour -----------------------------
 WRITES = '(1, 2) to k1', '(3, 4) to k2', '(5, 6) to k1'
 
@@ -3299,7 +2646,7 @@ RUN = {'decode': decode, 'layer': layer, 'capacity': partial(associative, 'capac
        'transfer': transfer, 'convert': convert, 'lra': lra, 'glue': partial(glue, suite='glue'),
        'vit': partial(glue, suite='vit'), 'grid': grid, 'language': language, 'translate': translate,
        'train': train, 'cache': cache, 'answers': answers, 'kept': kept, 'far': far_reading,
-       'stories': stories, 'batch': batch, 'gpu': gpu, 'idea': idea}
+       'stories': stories, 'batch': batch, 'idea': idea}
 
 
 def settings(argv):
