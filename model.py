@@ -599,6 +599,9 @@ def refuse_combination(name, phi, norm, beta_max):
                          'that may exceed 1')
 
 
+SEGMENT = 512       # steps whose features are in memory at a time, where nothing is trained
+
+
 class FastWeights(nn.Module):
     """The heart of a layer: a writer (`writes`) and a reader (`reads`) around a form of the recurrence, or
     rows that are kept.
@@ -695,6 +698,8 @@ class FastWeights(nn.Module):
         with without_autocast(x):
             if self.rule.keeps:
                 return self.keep_rows(x, q, k, v, state, t, forms)
+            if x.shape[1] > SEGMENT and not torch.is_grad_enabled():
+                return self.by_segments(x, q, k, v, state, t, forms)
             self.redraw(state)
             written = self.writes(x, k, v, t)
             q = self.reads(q, t)
@@ -704,6 +709,16 @@ class FastWeights(nn.Module):
             else:
                 o, S = forms.recurrence(q, **written, S=S, normalise=self.normalise, floor=self.phi.floor)
             return o, {'S': S}
+
+    def by_segments(self, x, q, k, v, state, t, forms):
+        """`forward` of a long text where nothing is trained: so many steps at a time, as the features of all of
+        them would take several times the memory of the outputs."""
+        o = torch.empty_like(v)
+        for i in range(0, x.shape[1], SEGMENT):
+            steps = slice(i, i + SEGMENT)
+            q_i, k_i, v_i = (rows[:, :, steps] for rows in (q, k, v))
+            o[:, :, steps], state = self.forward(x[:, steps], q_i, k_i, v_i, state, t + i, forms)
+        return o, state
 
     def divided_by_keys(self, q, k, v, write, erase, S, form):
         """The delta rule with attention normalisation, Schlag 2021's ablation: what k_t finds is divided by

@@ -972,8 +972,9 @@ def combinations():
     assert set(sum(seen, ())) == {*PLAIN_STATE, *FEATURE_MAPS, *NORMALISERS}, 'something goes with nothing'
 
 @pytest.mark.parametrize('rule, phi, norm', list(combinations()))
-def test_layer_can_be_cut_and_leaks_nothing(rule, phi, norm):
-    """Equal outputs, states and gradients at any cut and by any form; the past never sees the future."""
+def test_layer_can_be_cut_and_leaks_nothing(rule, phi, norm, monkeypatch):
+    """Equal outputs, states and gradients at any cut and by any form; the past never sees the future. Without
+    gradients it is cut by itself."""
     layer = FastWeights(rule, 8, 2, 4, phi, norm).double().eval()
     x, (q, k, v) = torch.randn(2, 9, 8, dtype=f64), torch.randn(3, 2, 2, 9, 4, dtype=f64)
     given = [y.requires_grad_() for y in (q, k, v, x)]
@@ -992,6 +993,10 @@ def test_layer_can_be_cut_and_leaks_nothing(rule, phi, norm):
     whole = run([], 'loop')
     for impl, cuts in ('chunk', []), ('fused', [4]), ('fused', range(1, 9)):
         near(run(cuts, impl), whole, 1e-9)
+    with torch.no_grad(), monkeypatch.context() as m:
+        m.setattr(model_py, 'SEGMENT', 4)
+        o, state = layer(x, q, k, v)
+        near([o, state['S']], whole[:2], 1e-9)
     *of_qkv, of_x = torch.autograd.grad(layer(x, q, k, v)[0][:, :, :5].sum(), given, allow_unused=True)
     for g in of_qkv:
         assert g[:, :, 5:].abs().max() < 1e-12 and g[:, :, :5].abs().max() > 1e-3
