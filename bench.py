@@ -1219,12 +1219,12 @@ def windows(args, form, found, val, meta, bits, paper):
     """Rows of a window that is carried over all of val, as Transformer-XL's memory is, and of fewer of its
     rows: as in the paper it is trained with many and read with so many."""
     rows = []
-    cast = contextlib.nullcontext()
+    text = recipe.Rows(None, val, meta, 512, args.device)
     for cache in WINDOWS:
         losses = []
         for f in found:
             model = model_in(f['path'], args.device, cache=cache)
-            losses.append(recipe.evaluate_carried(model, val, meta, args.device, cast, segment=512))
+            losses.append(text.evaluate(model, carried=True)[0])
         rows.append({'form': form, 'part': 'rows', 'rows': cache, 'paper, medium': paper.get(cache),
                      'carried': bits * statistics.median(losses)})
     return rows
@@ -1233,14 +1233,12 @@ def windows(args, form, found, val, meta, bits, paper):
 def diverged(args, form, flags, seed):
     """A row of a model without normalisation, which model.py refuses: its first step that is not finite."""
     found = a_run(args, 'language', form, unrefused, flags, seed)
-    return {'form': form, 'part': 'diverged', 'seed': seed, 'first step not finite': found['step'],
-            'where': found['where']}
+    return {'form': form, 'part': 'diverged', 'seed': seed, 'first step not finite': found['step']}
 
 
 def unrefused(flags, seed, out):
-    """train.py in this process, with whatever model.py would refuse of rule, map and normaliser. -> of its
-    first step that was not finite the number and what it was, None where all are finite. ValueError if it
-    fails for another reason"""
+    """train.py in this process, with whatever model.py would refuse of rule, map and normaliser. -> its
+    first step that was not finite, None where all are finite. ValueError if it fails for another reason"""
     threads = torch.get_num_threads()
     command = [*shlex.split(flags), f'--seed={seed}', f'--out={out}', '--threads=1']
     with mock.patch('model.refuse_combination'), contextlib.redirect_stdout(sys.stderr):
@@ -1248,10 +1246,10 @@ def unrefused(flags, seed, out):
     torch.set_num_threads(threads)
     for row in json_lines(os.path.join(out, 'log.jsonl')):
         if 'not_finite' in row:
-            return {'step': row['step'], 'where': row['not_finite']}
+            return {'step': row['step']}
     if failed:
         raise ValueError(f'train.py {flags}: failed, see above')
-    return {'step': None, 'where': None}
+    return {'step': None}
 
 
 def draw_language(axes, rows, data):
@@ -1375,7 +1373,7 @@ def on_grid_rows(args, found, val, data):
         model = model_in(f['path'], args.device)
         T = model.config.block_size
         begin = recipe.spread(len(val), T, data, GRID_ROWS)
-        loss, _ = recipe.evaluate(model, val, begin, T, data, args.device, contextlib.nullcontext())
+        loss, _ = recipe.Rows(None, val, data, T, args.device).evaluate(model, begin)
         measured.append({**f, 'bits per byte': recipe.bits_a_nat(data) * loss})
     return measured
 

@@ -28,7 +28,6 @@ A recipe is a row of flags (RECIPES); any flag that is given beside it wins. Bot
 -> x, y alone, so they know neither texts nor tasks. Writes, into --out, ckpt.safetensors, log.jsonl and
 convert.json: the tables, and one query's attention weights for a picture.
 """
-import contextlib
 import copy
 import dataclasses
 import glob
@@ -63,17 +62,16 @@ from model import (
     subset,
 )
 from train import (
+    Rows,
+    Threads,
     adamw,
     answers,
     check_threads,
-    evaluate,
-    fastest_threads,
     optimise,
     pack_optimiser,
     part_of,
     rows,
     spread,
-    starts,
     steps_left,
     table,
     unpack_optimiser,
@@ -583,7 +581,6 @@ def run(stage, model, loss, steps, lr, progress, new=()):
 class Data:
     """What is learned and judged with: rows of a text or of a generated task, in the teacher's tokens."""
     def __init__(self, args, teacher, meta, device):
-        self.args = args
         self.device = device
         longest = teacher.config.block_size
         if args.row > longest:
@@ -593,13 +590,13 @@ class Data:
         self.train, self.val, self.meta, self.name = prepare.for_model(args.from_, meta, args.data, T)
         self.task = 'row' in self.meta
         self.T = self.meta.get('row', T)                # a task's rows have their own length
+        self.rows = Rows(self.train, self.val, self.meta, self.T, device, args.batch_size, args.seed)
         self.begin = spread(len(self.val), self.T, self.meta, args.eval_rows)
 
     def batch(self, step):
         """-> x, y (batch_size, T), a function of seed and step; y = -1 where it does not count. Of a task's
         rows what is behind all targets is left out, as in `answers`: stage 1 would learn from padding."""
-        begin = starts(self.args.seed, step, self.args.batch_size, self.train, self.T, self.meta)
-        x, y = rows(self.train, begin, self.T, self.meta, self.device)
+        x, y = self.rows.batch(step)
         if self.task:
             x, y = up_to_targets(x, y, self.meta)
         return x, y
@@ -612,8 +609,7 @@ class Data:
 
     def score(self, model):
         """-> a dict of what is said of a model, over --eval_rows rows, each read from an empty state."""
-        fp32 = contextlib.nullcontext()
-        loss, right = evaluate(model, self.val, self.begin, self.T, self.meta, self.device, fp32)
+        loss, right = self.rows.evaluate(model, self.begin)
         found = {'perplexity': math.exp(min(loss, 80)), 'accuracy': right}
         if not self.task:
             found['bits per byte'] = self.tokens_a_byte() * loss / math.log(2)
@@ -880,20 +876,17 @@ def resumed(given, changes):
     return Args(**(kept['args'] | given)), kept['changes']
 
 
-def fastest(model, data):
-    """-> the number of threads with which a step of this model is fastest, timed as in train.py; model.eval()
-    draws nothing."""
+def take_fastest(model, data):
+    """Set the number of threads with which a step of this model is fastest, as train.py does."""
     x, y = data.batch(0)
 
     def part(tokens):
         logits, targets, _ = answers(model, *part_of(x, y, tokens, data.meta), None, data.meta)
         F.cross_entropy(logits, targets).backward()
-
-    times = {}
-    if data.device.type == 'cpu' and torch.get_num_threads() > 1:
-        times, _ = fastest_threads(part, x.numel())
         model.zero_grad(set_to_none=True)
-    return min(times, key=times.get, default=torch.get_num_threads())
+
+    if data.device.type == 'cpu' and torch.get_num_threads() > 1:
+        Threads(part, x.numel(), print, torch.get_num_threads()).choose()
 
 
 def refuse_own(args):
@@ -946,9 +939,11 @@ def main(argv):
     if args.fold:
         can_fold(student)
     kind = what_to_match(args.distil, student, new)
-    if args.threads is None:
-        args.threads = fastest(student, data)
-    torch.set_num_threads(args.threads)                 # the last bits depend on it: --resume keeps it
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    else:
+        take_fastest(student, data)
+    args.threads = torch.get_num_threads()              # the last bits depend on it: --resume keeps it
 
     made_from = {'teacher': meta.get('digest'), 'data': data.meta['train'].get('sha256')}
     about = {'args': dataclasses.asdict(args), 'changes': changes, 'made_from': made_from}

@@ -2229,8 +2229,9 @@ def test_muon_moves_a_matrix_in_all_directions_alike_and_adamw_the_rest():
 
 def test_muon_is_refused_where_each_process_has_a_part_of_a_matrix():
     text = np.zeros(99, np.uint8)
+    data = train.Rows(text, text, {}, 16, torch.device('cpu'), world=2)
     with pytest.raises(ValueError, match='whole matrices'):
-        train.check(train.Args(fsdp=True, optimizer='muon'), Config(), 16, text, text, {}, {}, 2)
+        train.check(train.Args(fsdp=True, optimizer='muon'), Config(), data, begun=False)
 
 def test_resume_refuses_another_model(a_model, tmp_path, capsys):
     path, resume = shutil.copy(a_model(), tmp_path), ['--resume', f'--out={tmp_path}']
@@ -2249,13 +2250,35 @@ def test_where_a_cpu_multiplies_bfloat16_it_is_said(can, flags, said, text, tmp_
     assert ('--dtype=bfloat16 may' in capsys.readouterr().out) == said
 
 def test_the_fastest_number_of_threads_is_found_in_time():
-    """Of 1, 2 and 3, on a machine where 2 are best."""
+    """Of 1, 2 and 3, on a machine where 2 are best, by a tenth of a step at the least; the first time that
+    threads are used, which takes long, does not count. It is asked again where steps change, or cores are left."""
+    slow = {1: .03, 2: .01, 3: .06}
+    new = {1, 2, 3}
+    parts, lines = [], []
+
     def run(tokens):
-        time.sleep({1: .03, 2: .01, 3: .06}[torch.get_num_threads()])
+        count = torch.get_num_threads()
+        parts.append(tokens)
+        time.sleep(slow[count] + .1 * (count in new))
+        new.discard(count)
+    threads = train.Threads(run, 640, lines.append, most=3)
     began = time.perf_counter()
-    times, tokens = train.fastest_threads(run, 64, most=3, limit=1.0)
-    assert time.perf_counter() - began < 3 and 1 <= tokens <= 64
-    assert min(times, key=times.get) == 2 and set(times) <= {1, 2, 3}
+    threads.choose(limit=1.0)
+    assert time.perf_counter() - began < 3 and set(parts) == {64} and torch.get_num_threads() == 2
+    assert lines == [lines[0]] and 'threads: 2, the fastest (a part of 64 tokens' in lines[0]
+    slow[3] = .001                                              # a neighbour has gone
+    threads.again(40, 30)
+    assert torch.get_num_threads() == 3 and 'threads: 3' in lines[1]
+    many = len(parts)
+    threads.again(30, 30)
+    threads.again(40, 30)                                       # not clearly slower
+    assert len(parts) == many
+    slow[3] = .1
+    for ms in 70, 20:
+        threads.again(ms, 30)
+        assert len(parts) > many and torch.get_num_threads() == 2
+        many = len(parts)
+        threads.again(30, 30)
     torch.set_num_threads(1)
 
 def test_threads_are_kept_and_timing_them_changes_nothing(text, tmp_path, monkeypatch, capsys):
@@ -2263,25 +2286,24 @@ def test_threads_are_kept_and_timing_them_changes_nothing(text, tmp_path, monkey
     those of a run that had them pinned. A run that is resumed has those it had."""
     tried, seen = [], []
 
-    def fastest_threads(run, tokens):
-        for n in 1, 2:
+    def choose(self, limit=2.0):
+        for n in 2, 1:
             torch.set_num_threads(n)
-            run(tokens)
+            self.run(self.tokens)
             tried.append(n)
-        return {1: .5, 2: 1.}, tokens
+        self.ms = 1e-9                                          # any step is slower
     monkeypatch.setattr(train, 'DEFAULT_THREADS', 2)
     monkeypatch.setattr(train, 'cores', lambda: 2)
-    monkeypatch.setattr(train, 'fastest_threads', fastest_threads)
-    monkeypatch.setattr(train, 'SLOW', 0)                       # any step is slow
+    monkeypatch.setattr(train.Threads, 'choose', choose)
     flags = '--dropout=0.1', '--rule=gated', '--pos=learned'    # which draw, and redraw features
     pinned = trained(text, tmp_path / 'pinned', *flags, eval_every=2)
     assert not tried
     monkeypatch.setattr(sys.modules[__name__], 'TINY', [flag for flag in TINY if 'threads' not in flag])
     timed = trained(text, tmp_path / 'timed', *flags, eval_every=2)
-    assert tried == 3 * [1, 2] and 'threads: 1' in capsys.readouterr().out
+    assert tried == 3 * [2, 1] and 'steps take' in capsys.readouterr().out
     assert same(timed, pinned)
     assert files.read(timed)[1]['threads'] == files.read(pinned)[1]['threads'] == 1
-    monkeypatch.setattr(train, 'SLOW', math.inf)
+    monkeypatch.setattr(train.Threads, 'again', Mock())
     monkeypatch.setattr(torch, 'set_num_threads', seen.append)
     for flags, threads in (['--steps=5'], 1), (['--steps=6', '--threads=2'], 2):
         assert train.main(['--resume', f'--out={tmp_path / "timed"}', *flags]) == 0
@@ -2306,17 +2328,17 @@ def test_bits_per_byte_count_every_token_but_the_first_once(tmp_path, capsys):
     folder = prepare.prepare(str(path), tokenizer='char')
     _, val, meta = prepare.load(folder)
     model = GPT(Config(n_layer=1, n_head=1, n_embd=8, block_size=16)).eval()
-    cpu, cast = torch.device('cpu'), contextlib.nullcontext()
+    data = train.Rows(None, val, meta, 16, torch.device('cpu'))
     x = torch.from_numpy(val.astype(np.int64))
     by_hand = 0
     for i in range(0, len(x) - 1, 16):
         y = x[i + 1:i + 17]
         by_hand += F.cross_entropy(model(x[None, i:i + 16])[0][0][:len(y)], y, reduction='sum').item()
     by_hand /= len(x) - 1
-    begin = train.blocks(len(val), 16, meta)
-    assert train.evaluate(model, val, begin, 16, meta, cpu, cast)[0] == pytest.approx(by_hand, rel=1e-6)
+    assert data.evaluate(model)[0] == pytest.approx(by_hand, rel=1e-6)
     whole = F.cross_entropy(model(x[None, :-1])[0][0], x[1:]).item()
-    assert train.evaluate_carried(model, val, meta, cpu, cast, segment=100) == pytest.approx(whole, rel=1e-5)
+    carried = dataclasses.replace(data, T=100).evaluate(model, carried=True)[0]
+    assert carried == pytest.approx(whole, rel=1e-5)
     trained(folder, tmp_path / 'out')                                          # what is printed is of bytes
     shown = re.search(r'blocks of 16: ([\d.]+) bits per byte, perplexity ([\d.]+)', capsys.readouterr().out)
     nats = next(row['val_loss'] for row in log(tmp_path / 'out') if row.get('rule') == 'blocks')
@@ -2364,7 +2386,7 @@ def test_a_task_is_judged_where_it_counts(a_model, tmp_path):
     rows = torch.from_numpy(val[:20 * 256].astype(np.int64)).view(20, 2, 128)
     right = (model.eval()(rows[:, 0])[0][:, -1].argmax(-1) == rows[:, 1, -1]).float().mean().item()
     begin = train.blocks(20 * 256, 128, data)
-    found = train.evaluate(model, val, begin, 128, data, torch.device('cpu'), contextlib.nullcontext())[1]
+    found = train.Rows(None, val, data, 128, torch.device('cpu')).evaluate(model, begin)[1]
     assert len(begin) == 20 and found == pytest.approx(right)
 
 def test_carry_hands_the_state_on(text, tmp_path, monkeypatch):
@@ -2426,7 +2448,7 @@ def test_what_a_step_draws_is_a_function_of_seed_step_and_rank():
     assert len({*drawn(), *drawn(seed=1), *drawn(rank=1)}) == 12
     assert drawn() == drawn() and drawn(done=1) == drawn()[1:]
 
-def test_not_finite_steps_are_skipped_named_and_end_the_run(a_model, tmp_path, capsys, monkeypatch):
+def test_not_finite_steps_are_skipped_and_end_the_run(a_model, tmp_path, capsys, monkeypatch):
     path, plain = shutil.copy(a_model(), tmp_path), F.cross_entropy
     resume = ['--resume', f'--out={tmp_path}', '--eval_every=50']
     before = Path(path).read_bytes()
@@ -2448,9 +2470,6 @@ def test_not_finite_steps_are_skipped_named_and_end_the_run(a_model, tmp_path, c
     tensors, meta = files.read(path)
     assert meta['step'] == 8 and tensors['opt.embed.weight.step'] == 7
     assert all(x.isfinite().all() for x in tensors.values())
-    model = GPT(Config(n_layer=3, n_embd=16, n_head=2))
-    model.blocks[1].up.weight.data[0, 0] = math.inf
-    assert 'blocks.1.up' in train.culprit(model, torch.zeros(1, 4, dtype=torch.long))
 
 def in_two_processes(argv):
     """train.py as torchrun would start it."""
@@ -3485,7 +3504,7 @@ def test_bench_a_carried_window_reads_on_and_without_normalisation_delta_diverge
     assert bench.main([*run, f'--out={tmp_path}']) == 0
     rows = list(csv.DictReader((tmp_path / 'language.csv').open()))
     bad, = (row for row in rows if row['part'] == 'diverged')
-    assert bad['first step not finite'] == '1' and bad['where'] == 'output of blocks.0.mixer.memory'
+    assert bad['first step not finite'] == '1'
     with pytest.raises(ValueError, match='diverges'):
         GPT(Config(rule='delta', norm='none'))
     steps = [row['step'] for row in rows if row['part'] == 'curve']

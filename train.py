@@ -7,13 +7,13 @@
     torchrun --nproc_per_node=2 train.py --rule=delta         the same training in two processes; with --fsdp
                                                               each of them keeps half of the model
 
-Writes out/ckpt.safetensors (weights, optimiser, step), out/best.safetensors (weights) and out/log.jsonl. All
-that is drawn in a step is a function of seed and step, so that a stopped run, resumed, ends in the same bits
-(as long as the number of threads stays, which --threads=N pins). More steps at resuming stretch the cosine.
-In order: machine, a model in parts, threads, rows of data, evaluation, the optimiser and its loop, a run.
+Writes out/ckpt.safetensors (weights, optimiser, step), out/best.safetensors (weights), out/log.jsonl and, at the
+end, out/result.json with all closing figures. All that is drawn in a step is a function of seed and step, so that
+a stopped run, resumed, ends in the same bits (as long as the number of threads stays, which --threads=N pins).
+More steps at resuming stretch the cosine.
+In order: machine, threads, a model in parts, rows of data, the optimiser and its loop, a run.
 """
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -29,7 +29,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm, parameters_to_vector, vector_to_parameters
 
 from data import prepare
@@ -37,13 +36,14 @@ from data.weights import read
 from model import (GPT, Config, config_of, flag, load, pack, parse, pick_device, pick_forms, save, script,
                    unpack)
 
-BAD_STEPS = 10     # so many non-finite steps in a row end the run
-MUON = 4.0         # times --lr: a matrix's step has singular values near 1, not entries
-WARMUP = 0.05      # of all steps; then a cosine to 0
-PART = 65536       # tokens of the validation file that are looked at on the way,
-ROWS = 500         # and rows of a task, at the least: some have one answer each
-SLOW = 2.0         # times the best milliseconds a step: then the threads are timed again
-DEFAULT_THREADS = torch.get_num_threads()      # torch's own choice: all cores, or OMP_NUM_THREADS
+BAD_STEPS = 10      # so many non-finite steps in a row end the run
+MUON = 4.0          # times --lr: a matrix's step has singular values near 1, not entries
+WARMUP = 0.05       # of all steps; then a cosine to 0
+PART = 65536        # tokens of the validation file that are looked at on the way,
+ROWS = 500          # and rows of a task, at the least: some have one answer each
+CLEARLY = 1.5       # times as fast or as slow as before: then the threads are timed again
+DEFAULT_THREADS = torch.get_num_threads()       # torch's own choice: all cores, or OMP_NUM_THREADS
+PROMPTS = {'stdlib': 'class '}                  # by data set: with what the sample at the end begins
 
 
 @dataclass
@@ -70,7 +70,8 @@ class Args:
     device: str = flag('auto', 'auto, cpu, cuda, cuda:1, mps')
     threads: int = flag(None, 'of the CPU; if not given, as many as are fastest at the start', low=1)
     dtype: str = flag('auto', 'of the matrix products; S is always fp32', ['auto', 'float32', 'bfloat16'])
-    impl: str = flag('auto', 'form of the recurrence', ['auto', 'loop', 'chunk', 'fused'])
+    impl: str = flag('auto', 'form of the recurrence; loop: the definition, fastweight.recurrent',
+                     ['auto', 'loop', 'chunk', 'fused'])
     compile: bool = flag(False, 'torch.compile, where it works')
     fsdp: bool = flag(False, 'with torchrun: each process keeps a part of the model, not all of it')
 
@@ -110,6 +111,27 @@ def memory(device):
     return 1024 * peak
 
 
+def multiplies_bfloat16():
+    """Whether the CPU has instructions for it, as far as torch knows."""
+    can = getattr(torch.cpu, 'get_capabilities', dict)()
+    return bool(can.get('avx512_bf16') or can.get('amx_bf16'))
+
+
+def commit():
+    """Of the code that runs, where git can tell."""
+    command = ['git', '-C', os.path.dirname(os.path.abspath(__file__)), 'rev-parse', 'HEAD']
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ''
+
+
+# ---- threads -----------------------------------------------------------------------------------------------
+# A step of a small model is a thousand small parallel regions, and each ends when its last thread does. Where
+# a neighbour keeps a core busy, one thread often waits for its turn, and all the others wait for it: with 2
+# threads on 2 cores the default training then takes three times as long as with 1. So it is tried out. The
+# last bits of all results depend on the number: it is kept in the checkpoint, and --resume goes on with it.
+
 def cores():
     """CPU cores that this process may use."""
     if hasattr(os, 'sched_getaffinity'):
@@ -117,16 +139,67 @@ def cores():
     return os.cpu_count()
 
 
-def multiplies_bfloat16():
-    """Whether the CPU has instructions for it, as far as torch knows."""
-    can = getattr(torch.cpu, 'get_capabilities', dict)()
-    return bool(can.get('avx512_bf16') or can.get('amx_bf16'))
-
-
 def check_threads(threads):
     """ValueError for more threads than cores; None, for the fastest, is fine."""
     if threads is not None and threads > cores():
         raise ValueError(f'--threads={threads}: this process may use {cores()} cores; give at most that')
+
+
+class Threads:
+    """The number of threads: as given, else the one with which run(n), work on n of a step's tokens, is fastest
+    of 1, 2, 4, .. `most`. say: prints a line"""
+    def __init__(self, run, tokens, say, most=None):
+        self.run = run
+        self.tokens = tokens
+        self.say = say
+        most = most or DEFAULT_THREADS
+        self.counts = [n for n in range(1, most + 1) if n == most or n.bit_count() == 1]
+        self.ms = None                                      # of a step with the number that was chosen
+
+    def choose(self, limit=2.0):
+        """Time them, in about `limit` seconds, and set the fastest: a tenth of a step, or all of it if there is
+        time. They take turns, so that a neighbour who comes and goes disturbs all alike, and the median of their
+        turns counts. The first turn, in which the threads are made, does not."""
+        times = {count: [] for count in self.counts}
+
+        def turn(n):
+            for count in self.counts:
+                torch.set_num_threads(count)
+                begin = time.perf_counter()
+                self.run(n)
+                times[count].append(time.perf_counter() - begin)
+            return sum(took[-1] for took in times.values())
+        before = torch.get_num_threads()
+        n = max(1, self.tokens // 10)
+        turn(n)
+        end = time.perf_counter() + 0.4 * limit
+        if turn(n) < limit / 40:                            # then a whole step takes a quarter of the time
+            n = self.tokens
+            turn(n)
+            times = {count: [] for count in self.counts}
+            turn(n)
+        while len(times[1]) < 5 and time.perf_counter() < end:
+            turn(n)
+        medians = {count: statistics.median(took[-5:]) for count, took in times.items()}
+        best = min(medians, key=medians.get)
+        if n == self.tokens and medians[1] < 0.005:         # too little work to be shared
+            best = 1
+        torch.set_num_threads(best)
+        shown = ', '.join(f'{1e3 * took:.0f} ms with {count}' for count, took in medians.items())
+        if best != before or self.ms is None:
+            self.say(f'threads: {best}, the fastest (a part of {n} tokens: {shown})')
+        self.ms = math.nan                                  # the next steps will tell
+
+    def again(self, ms, seconds):
+        """Steps took `ms` on the way, in all so many seconds: time again if they are clearly faster or slower
+        than they were, or if some cores are left to a neighbour, who may have gone."""
+        if math.isnan(self.ms):
+            self.ms = ms
+        if max(ms / self.ms, self.ms / ms) > CLEARLY:
+            self.say(f'steps take {ms:.0f} ms, and took {self.ms:.0f}')
+            self.choose()
+        elif torch.get_num_threads() < self.counts[-1]:
+            self.choose(limit=0.02 * seconds)
 
 
 # ---- a model in parts: FSDP2, Zhao 2023, arXiv:2304.11277 --------------------------------------------------
@@ -147,54 +220,17 @@ def in_parts(x):
     return hasattr(x, 'full_tensor')
 
 
-def whole(x):
+def joined(x):
     """A tensor from its parts, for which all processes must ask; others are whole."""
     return x.full_tensor() if in_parts(x) else x
 
 
 def like(x, p):
-    """The inverse of `whole`: x in parts, if the parameter p is."""
+    """The inverse of `joined`: x in parts, if the parameter p is."""
     if not in_parts(p):
         return x
     from torch.distributed.tensor import distribute_tensor
     return distribute_tensor(x, p.device_mesh, p.placements)
-
-
-# ---- threads -----------------------------------------------------------------------------------------------
-# A step of a small model is a thousand small parallel regions, and each ends when its last thread does. Where
-# a neighbour keeps a core busy, one thread often waits for its turn, and all the others wait for it: with 2
-# threads on 2 cores the default training then takes three times as long as with 1. So it is tried out. The
-# last bits of all results depend on the number: it is kept in the checkpoint, and --resume goes on with it.
-
-def fastest_threads(run, tokens, most=DEFAULT_THREADS, limit=2.0):
-    """Time run(n), work on n tokens, with 1, 2, 4, ... `most` threads, in about `limit` seconds at most;
-    n is `tokens` or, where that would take too long, less. -> {threads: seconds}, n
-
-    The numbers of threads take turns, so that a neighbour who comes and goes disturbs all alike, and the
-    median of their turns counts."""
-    counts = [n for n in range(1, most + 1) if n == most or n.bit_count() == 1]
-
-    def turn(n):
-        took = {}
-        for count in counts:
-            torch.set_num_threads(count)
-            begin = time.perf_counter()
-            run(n)
-            took[count] = time.perf_counter() - begin
-        return took
-    end = time.perf_counter() + 0.4 * limit
-    torch.set_num_threads(1)
-    run(1)                                                  # the first call has to set things up
-    n = 1
-    turns = [turn(n)]
-    while n < tokens and sum(turns[0].values()) < limit / 16:           # four times the work: below limit / 4
-        n = min(4 * n, tokens)
-        turns = [turn(n)]
-    if n == tokens and turns[0][1] < 0.005:                 # too little work to be shared
-        return {1: turns[0][1]}, n
-    while len(turns) < 5 and time.perf_counter() < end:
-        turns.append(turn(n))
-    return {count: statistics.median(took[count] for took in turns) for count in counts}, n
 
 
 # ---- data: row i of step s depends on (seed, s, i) alone: resuming and more processes change nothing -------
@@ -271,8 +307,6 @@ def answers(model, x, y, state, meta):
     return logits.flatten(0, 1).float(), y.flatten(), state
 
 
-# ---- evaluation --------------------------------------------------------------------------------------------
-
 def blocks(n, T, meta):
     """The rule `blocks`: rows of T that make each of n tokens but the first a target once; the last row of a
     text may be shorter. A task has its rows. -> where they begin"""
@@ -288,44 +322,94 @@ def spread(n, T, meta, count):
     return begin[some.astype(int)]
 
 
-@torch.no_grad()
-def evaluate(model, data, begin, T, meta, device, cast, rank=0, world=1, carry=False):
-    """Rows of T tokens that start at `begin`, each read from an empty state; the processes share them.
-    carry: one by one, each from the state that the last one left. -> nats a target, share guessed right"""
-    training = model.training
-    model.eval()
-    total = torch.zeros(3, dtype=torch.float64)             # of nats, targets, right guesses
-    state = None
-    many = 1 if carry else max(1, min(32, 2 ** 28 // (T * meta['vocab_size'])))     # logits: at most 1 GB
-    if world > 1:
-        for b in model.buffers():                           # random features: everybody's are the first one's
-            dist.broadcast(b, 0)
-    for i in range(0, len(begin), world * many):
-        mine = begin[i + rank * many:][:many]
-        idle = len(mine) == 0                               # others may wait for its part of the model
-        if idle:
-            mine = begin[:1]
-        x, y = rows(data, mine, T, meta, device)
-        with cast:
-            logits, y, state = answers(model, x, y, state, meta)
-        if not carry:
-            state = None
-        loss = F.cross_entropy(logits, y, reduction='sum', ignore_index=-1)
-        right = (logits.argmax(-1) == y).sum()
-        if not idle:
-            total += torch.tensor([loss.item(), (y >= 0).sum().item(), right.item()])
-    if world > 1:
-        total = total.to(device)
-        dist.all_reduce(total)
-    model.train(training)
-    loss, count, right = total.tolist()
-    return loss / count, right / count
+def told_of(items, what):
+    """The items; every few seconds a line says how many of them are done. what: '' for silence"""
+    begin = last = time.perf_counter()
+    for i, item in enumerate(items, 1):
+        yield item
+        now = time.perf_counter()
+        if what and now - last > 4:
+            last = now
+            left = (now - begin) / i * (len(items) - i)
+            print(f'{what}: {i / len(items):.0%} | eta {left / 60:.1f} min', flush=True)
 
 
-def evaluate_carried(model, data, meta, device, cast, segment=4096):
-    """The rule `carried`: the state runs along the whole text, read a segment at a time. -> nats a token"""
-    begin = blocks(len(data), segment, meta)
-    return evaluate(model, data, begin, segment, meta, device, cast, carry=True)[0]
+@dataclass
+class Rows:
+    """What is learned from and judged by: rows of T tokens of a text or a task."""
+    train: np.ndarray
+    val: np.ndarray
+    meta: dict                      # of the data
+    T: int
+    device: torch.device
+    batch_size: int = 1             # rows, over all processes
+    seed: int = 0
+    accum: int = 1                  # batches of a step
+    carry: bool = False
+    rank: int = 0
+    world: int = 1
+    dtype: torch.dtype = torch.float32      # of the matrix products
+
+    def cast(self):
+        """The context in which a model computes."""
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def batch(self, step, i=0):
+        """This process's rows of a step's i-th batch -> x, y (B, T)"""
+        count = self.accum * self.batch_size
+        begin = starts(self.seed, step, count, self.train, self.T, self.meta, self.carry)
+        mine = begin.reshape(self.accum, -1)[i, self.rank::self.world]
+        return rows(self.train, mine, self.T, self.meta, self.device)
+
+    def learn_from(self, model, x, y, state=None):
+        """Forward and backward of a batch -> its part of the step's loss (1,), and the state it ends with"""
+        with self.cast():
+            logits, y, state = answers(model, x, y, state, self.meta)
+            loss = F.cross_entropy(logits, y) / self.accum
+        loss.backward()
+        return loss.detach().view(1), state
+
+    @torch.no_grad()
+    def evaluate(self, model, begin=None, carried=False, told=''):
+        """Rows of the validation data that start at `begin`, if not all by the rule `blocks`, each read from an
+        empty state; the processes share them. carried: one by one, each from the state that the last one left.
+        told: what lines of progress begin with  ->  nats a target, share guessed right"""
+        training = model.training
+        model.eval()
+        if begin is None:
+            begin = blocks(len(self.val), self.T, self.meta)
+        total = torch.zeros(3, dtype=torch.float64)         # of nats, targets, right guesses
+        many = 1 if carried else max(1, min(32, 2 ** 28 // (self.T * self.meta['vocab_size'])))     # 1 GB of logits
+        state = None
+        if self.world > 1:
+            for b in model.buffers():                       # random features: everybody's are the first one's
+                dist.broadcast(b, 0)
+        for i in told_of(range(0, len(begin), self.world * many), told):
+            mine = begin[i + self.rank * many:][:many]
+            idle = len(mine) == 0                           # others may wait for its part of the model
+            if idle:
+                mine = begin[:1]
+            x, y = rows(self.val, mine, self.T, self.meta, self.device)
+            with self.cast():
+                logits, y, state = answers(model, x, y, state, self.meta)
+            if not carried:
+                state = None
+            loss = F.cross_entropy(logits, y, reduction='sum', ignore_index=-1)
+            right = (logits.argmax(-1) == y).sum()
+            if not idle:
+                total += torch.tensor([loss.item(), (y >= 0).sum().item(), right.item()])
+        if self.world > 1:
+            total = total.to(self.device)
+            dist.all_reduce(total)
+        model.train(training)
+        loss, count, right = total.tolist()
+        return loss / count, right / count
+
+    def of_start(self):
+        """Where the rows begin that are looked at on the way."""
+        begin = blocks(len(self.val), self.T, self.meta)
+        at_least = ROWS if 'row' in self.meta else 1
+        return begin[:max(at_least, np.count_nonzero(begin + self.T < PART))]
 
 
 def bits_a_nat(meta):
@@ -406,7 +490,7 @@ def pack_optimiser(model, opt):
     flat = {}
     for name, p in model.named_parameters():
         for key, x in opt.state.get(p, {}).items():
-            flat[f'opt.{name}.{key}'] = whole(x)
+            flat[f'opt.{name}.{key}'] = joined(x)
     return flat
 
 
@@ -456,7 +540,7 @@ def optimise(model, opt, loss, steps, lr, seed, done=0, clip=1.0, rank=0, world=
         value = loss(step)
         if world > 1:
             average(model, value, world)
-        norm = whole(get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+        norm = joined(get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
         good = bool(norm.isfinite() and value.isfinite())
         if good:
             if clip:
@@ -464,28 +548,6 @@ def optimise(model, opt, loss, steps, lr, seed, done=0, clip=1.0, rank=0, world=
             opt.step()
         yield step + 1, value, norm, good
         model.zero_grad(set_to_none=True)
-
-
-def culprit(model, x):
-    """What went wrong first in a step that is not finite: the first module, in order of computation, with
-    such an output on x (B, T); else, as the backward begins at the end, the last parameter with such a
-    gradient."""
-    names = {module: name for name, module in model.named_modules()}
-    found = []
-
-    def look(module, args, out):
-        if isinstance(out, tuple):
-            out = out[0]
-        if torch.is_tensor(out) and not out.isfinite().all():
-            found.append(f'output of {names[module]}')
-    hook = register_module_forward_hook(look)
-    with torch.no_grad():
-        model(x)
-    hook.remove()
-    for name, p in reversed(list(model.named_parameters())):
-        if p.grad is not None and not p.grad.isfinite().all():
-            found.append(f'gradient of {name}')
-    return (found + ['the loss'])[0]
 
 
 # ---- a run -------------------------------------------------------------------------------------------------
@@ -519,54 +581,51 @@ def settings(argv):
     return args, config, tensors, meta
 
 
-def check(args, config, T, train, val, data, meta, world):
-    """What flags, data and checkpoint must agree on, before anything is built."""
-    if config.encoder and 'source' not in data:
-        raise ValueError(f'--encoder={config.encoder} --data={args.data}: an encoder reads the first part of '
-                         'a pair; give data with pairs, such as multi30k')
-    if not config.causal and 'classes' not in data:
-        raise ValueError(f'--causal=false --data={args.data}: each step would see the token that it should '
-                         'say; an encoder needs data with classes, such as listops (pairs: --encoder=3)')
-    if args.batch_size % world:
-        raise ValueError(f'--batch_size={args.batch_size} does not divide among {world} processes')
-    if min(len(train), len(val)) <= T + 1:
-        raise ValueError(f'--data={args.data}: {len(train)} training and {len(val)} validation tokens, but a '
-                         f'row takes {T + 1}; give a longer text or a smaller --block_size')
-    if 'data' in meta:
-        check_fit(args, config, T, data)
-    if args.fsdp and world == 1:
+def check(args, config, data, begun):
+    """ValueError, before anything is built, where flags, data and, where there are weights already (begun), the
+    model do not go together."""
+    about = data.meta
+    of = f'--data={args.data}'
+    source = about.get('source', 0)
+    classes = about.get('classes', 0)
+    patch = about.get('patch', 0)
+    if config.encoder and not source:
+        raise ValueError(f'--encoder={config.encoder} {of}: an encoder reads the first part of a pair; give data '
+                         'with pairs, such as multi30k')
+    if not config.causal and not classes:
+        raise ValueError(f'--causal=false {of}: each step would see the token that it should say; an encoder '
+                         'needs data with classes, such as listops (pairs: --encoder=3)')
+    if args.batch_size % data.world:
+        raise ValueError(f'--batch_size={args.batch_size} does not divide among {data.world} processes')
+    if min(len(data.train), len(data.val)) <= data.T + 1:
+        raise ValueError(f'{of}: {len(data.train)} training and {len(data.val)} validation tokens, but a row '
+                         f'takes {data.T + 1}; give a longer text or a smaller --block_size')
+    if begun and config.classes not in (0, classes):
+        raise ValueError(f'{of}: {classes} classes, the model has {config.classes}; give one without classes, '
+                         'and they are new')
+    if begun and config.patch != patch:
+        raise ValueError(f'{of}: patches of {patch} numbers, the model reads {config.patch} (0: tokens)')
+    if begun and config.source != source:
+        raise ValueError(f'{of}: sources of {source} tokens, the model reads {config.source} (0: it knows no '
+                         'pairs)')
+    if begun and config.pos == 'learned' and data.T > config.block_size:
+        raise ValueError(f'{of}: rows of {data.T} tokens, the model has learned the positions of '
+                         f'{config.block_size}; make shorter rows')
+    if args.fsdp and data.world == 1:
         raise ValueError('--fsdp: one process has all of the model; start several, as torchrun '
                          '--nproc_per_node=2 train.py --fsdp does')
     if args.fsdp and config.encoder:
         raise ValueError('--fsdp: not with --encoder, whose decoder asks for weights out of turn')
     if args.fsdp and args.optimizer == 'muon':
         raise ValueError('--fsdp --optimizer=muon: its step needs whole matrices; leave one of them out')
-    if args.carry and 'row' in data:
+    if args.carry and 'row' in about:
         raise ValueError(f'--carry: the rows of {args.data} have nothing to do with each other')
-    if args.carry and args.resume and world > 1:
+    if args.carry and args.resume and data.world > 1:
         raise ValueError('--resume --carry: the file has the states of one process; resume without torchrun')
 
 
-def check_fit(args, config, T, data):
-    """Refuse rows that weights of --init or --resume cannot read, or have no output for."""
-    classes = data.get('classes', 0)
-    patch = data.get('patch', 0)
-    if config.classes not in (0, classes):
-        raise ValueError(f'--data={args.data}: {classes} classes, the model has {config.classes}; give one '
-                         'without classes, and they are new')
-    if config.patch != patch:
-        raise ValueError(f'--data={args.data}: patches of {patch} numbers, the model reads {config.patch} '
-                         '(0: tokens)')
-    if config.source != data.get('source', 0):
-        raise ValueError(f'--data={args.data}: sources of {data.get("source", 0)} tokens, the model reads '
-                         f'{config.source} (0: it knows no pairs)')
-    if config.pos == 'learned' and T > config.block_size:
-        raise ValueError(f'--data={args.data}: rows of {T} tokens, the model has learned the positions of '
-                         f'{config.block_size}; make shorter rows')
-
-
 def check_carry(model):
-    """Refuse models whose state means nothing after the row it comes from."""
+    """ValueError for models whose state means nothing after the row it comes from."""
     if model.max_len:
         raise ValueError('--carry: learned positions and cosformer end after a row; take other --pos, --phi')
     if any(hasattr(getattr(m, 'phi', None), 'redraw') for m in model.modules()):
@@ -581,209 +640,131 @@ def steps_left(meta):
     return meta['args']['steps'] - meta['step']
 
 
-def restore(args, model, tensors):
-    """Weights of --resume or --init. -> the states of --carry, one for each batch of a step"""
+def built(config, data, tensors, args):
+    """The model for these data, with the weights of --resume or --init."""
+    known = 'vocab_size', 'classes', 'pad', 'source', 'patch'
+    of_data = {name: data.meta[name] for name in known if name in data.meta}
+    longest = max(data.T, config.block_size) if tensors else data.T     # weights keep the positions they know
+    model = GPT(dataclasses.replace(config, block_size=longest, **of_data)).to(data.device)
+    model.forms = pick_forms(args.impl)
+    if args.carry:
+        check_carry(model)
     if args.resume:
-        weights = {n.removeprefix('model.'): x for n, x in tensors.items() if n.startswith('model.')}
-        model.load_state_dict(weights)
-    elif args.init:
+        tensors = {n.removeprefix('model.'): x for n, x in tensors.items() if n.startswith('model.')}
+    if tensors:
         new = model.state_dict()
-        if 'head.bias' not in tensors and 'head.bias' in new:       # for classes, of which it had none
+        if 'head.bias' not in tensors and 'head.bias' in new:           # for classes, of which there were none
             tensors = {**tensors, 'head.weight': new['head.weight'], 'head.bias': new['head.bias']}
         model.load_state_dict(tensors)
-    return [unpack(tensors, f'carry{i}', model.embed.weight.device) for i in range(args.accum)]
+    return model
 
 
-def commit():
-    """Of the code that runs, where git can tell."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    try:
-        command = ['git', '-C', here, 'rev-parse', 'HEAD']
-        git = subprocess.run(command, capture_output=True, text=True, check=False)
-        return git.stdout.strip()
-    except OSError:
-        return ''
-
-
-class Clock:
-    """Milliseconds a step, without the time that other things take between steps."""
-    def __init__(self, done):
-        self.best = math.inf
-        self.seconds = 0.0                                  # of all steps together
-        self.restart(done)
-
-    def restart(self, done):
-        """Time and steps are counted from here."""
-        self.done = done
-        self.since = time.perf_counter()
-
-    def lap(self, done):
-        """Set ms, milliseconds a step since the last call or restart, and best, the least so far."""
-        if done > self.done:
-            took = time.perf_counter() - self.since
-            self.seconds += took
-            self.ms = 1e3 * took / (done - self.done)
-            self.best = min(self.best, self.ms)
-            self.restart(done)
-
-
-@dataclass
-class Run:
-    """What the parts of a run have in common, and the parts. The loop that calls them is in `main`."""
-    args: Args
-    model: GPT
-    train: np.ndarray
-    val: np.ndarray
-    meta: dict                      # of the data
-    rank: int
-    world: int
-    device: torch.device
-    dtype: torch.dtype              # of the matrix products
-    cast: torch.autocast
-    states: list                    # --carry: what each batch of the next step starts from
-    new: list                       # ... and what those of the last step ended with
-
-    @property
-    def length(self):
-        """Tokens in a row: of a task its own, which can be fewer than a pretrained model takes."""
-        return self.meta.get('row', self.model.config.block_size)
+class Log:
+    """What is printed, and written to log.jsonl and result.json, once for all processes."""
+    def __init__(self, out, rank, anew):
+        self.out = out
+        self.rank = rank
+        os.makedirs(out, exist_ok=True)
+        self.result = {}                                    # closing figures by name
+        if rank == 0 and anew:
+            open(os.path.join(out, 'log.jsonl'), 'w').close()
 
     def say(self, text):
-        """Print, once for all processes."""
         if self.rank == 0:
             print(text, flush=True)
 
-    def note(self, mode='a', **row):
-        """Add a line to log.jsonl; mode 'w': its first one."""
+    def note(self, **row):
+        """A line of log.jsonl."""
         if self.rank == 0:
-            with open(os.path.join(self.args.out, 'log.jsonl'), mode) as log:
-                print(json.dumps(row), file=log)
+            with open(os.path.join(self.out, 'log.jsonl'), 'a') as f:
+                print(json.dumps(row), file=f)
 
-    def opening(self, threads):
-        """Set the threads: as given, as in the run that is resumed, or the fastest; say what is trained.
-        -> what every checkpoint will say of this run"""
-        args, config = self.args, self.model.config
-        if args.threads or threads:                         # results depend on them in the last bits
-            torch.set_num_threads(args.threads or min(threads, cores()))
-        elif self.may_time():
-            self.take_fastest()
-        if self.device.type == 'cpu' and args.dtype == 'auto' and multiplies_bfloat16():
-            self.say('this CPU multiplies bfloat16: --dtype=bfloat16 may make steps shorter')
-        n_params = sum(p.numel() for p in self.model.parameters())
-        self.say(f'{",".join(config.rules())} | {n_params / 1e6:.2f} M parameters | {args.data}: '
-                 f'{len(self.train):,} + {len(self.val):,} tokens of {config.vocab_size} | {self.world} x '
-                 f'{self.device}, {str(self.dtype)[6:]}, {torch.get_num_threads()} threads')
-        self.say(f'recurrence: {self.model.forms.why}')
-        about = {'args': dataclasses.asdict(args), 'torch': torch.__version__}
-        short = {key: value for key, value in self.meta.items() if key != 'json'}       # of megabytes
-        self.note('a' if args.resume else 'w', config=dataclasses.asdict(config), **about, data=short,
-                  commit=commit(), device=str(self.device), params=n_params,
-                  threads=torch.get_num_threads())
-        return {**about, 'data': self.meta}
-
-    def batch(self, step, i):
-        """This process's rows of a step's i-th batch -> x, y (B, T)"""
-        args = self.args
-        T = self.length
-        count = args.accum * args.batch_size
-        begin = starts(args.seed, step, count, self.train, T, self.meta, args.carry)
-        mine = begin.reshape(args.accum, -1)[i, self.rank::self.world]
-        return rows(self.train, mine, T, self.meta, self.device)
-
-    def backward(self, model, x, y, state=None):
-        """Forward and backward of a batch -> its part of the step's loss, and the state it ends with"""
-        with self.cast:
-            logits, y, state = answers(model, x, y, state, self.meta)
-            loss = F.cross_entropy(logits, y) / self.args.accum
-        loss.backward()
-        return loss.detach(), state
-
-    def learn(self, model, step):
-        """Forward and backward of all batches of a step -> its loss (1,)"""
-        total = torch.zeros(1, device=self.device)
-        for i, state in enumerate(self.states):
-            x, y = self.batch(step, i)
-            loss, state = self.backward(model, x, y, state)
-            total += loss
-            if self.args.carry:                             # S goes on; its gradient ends with the row
-                self.new[i] = [{name: x.detach() for name, x in layer.items()} for layer in state]
-        return total
-
-    def may_time(self):
-        """torchrun sees to the threads of its processes, and a GPU does not wait for them."""
-        alone = self.world == 1 and self.device.type == 'cpu'
-        return alone and self.args.threads is None and DEFAULT_THREADS > 1
-
-    def take_fastest(self):
-        """Set the fastest number of threads, and say so. Neither weights nor anything drawn later change."""
-        x, y = self.batch(0, 0)
-
-        def part(tokens):
-            self.backward(self.model, *part_of(x, y, tokens, self.meta))
-        self.model.eval()                                   # without dropout, nor features drawn anew
-        times, tokens = fastest_threads(part, x.numel())
-        self.model.train()
-        self.model.zero_grad(set_to_none=True)
-        best = min(times, key=times.get)
-        torch.set_num_threads(best)
-        shown = ', '.join(f'{1e3 * took:.0f} ms with {count}' for count, took in times.items())
-        self.say(f'threads: {best}, the fastest (a part of {tokens} tokens: {shown})')
-
-    def evaluate(self, start=False):
-        """The rule `blocks` on the validation data, or on its start -> nats a target, share right"""
-        T = self.length
-        begin = blocks(len(self.val), T, self.meta)
-        if start:
-            at_least = ROWS if 'row' in self.meta else 1
-            begin = begin[:max(at_least, np.count_nonzero(begin + T < PART))]
-        return evaluate(self.model, self.val, begin, T, self.meta, self.device, self.cast, self.rank,
-                        self.world)
-
-    def memories(self, opt):
-        """What --resume needs beside the weights, as a flat dict of tensors."""
-        flat = pack_optimiser(self.model, opt)
-        if self.args.carry:
-            for i, state in enumerate(self.states):
-                flat.update(pack(state, f'carry{i}'))
-        return flat
-
-    def save(self, name, about, extra):
-        """Write a checkpoint, from one of the processes."""
-        state = {key: whole(x) for key, x in self.model.state_dict().items()}
+    def close(self, **more):
+        """result.json: all figures of a finished run, in one flat dict."""
         if self.rank == 0:
-            save(os.path.join(self.args.out, f'{name}.safetensors'), self.model, about, extra, state)
+            path = os.path.join(self.out, 'result.json')
+            with open(f'{path}.new', 'w') as f:
+                json.dump({**self.result, **more}, f, indent=1)
+            os.replace(f'{path}.new', path)
 
-    def translate(self):
-        """Say what is made of the first source of the validation data."""
-        x, _ = rows(self.val, [0], self.length, self.meta, self.device)
-        source = x[:, :self.meta['source']]
-        self.model.eval()
-        for tokens in source, self.model.translate(source):
-            self.say(f'> {prepare.decode(tokens[0].tolist(), self.meta)}')
-        self.say(f'next: python sample.py --init={self.args.out}/ckpt.safetensors --source="..."')
 
-    def report(self):
-        """The closing lines: the whole validation data by both rules, a sample, the next command."""
-        model, data = self.model, self.meta
-        loss, right = self.evaluate()
-        self.say(f'validation, blocks of {self.length}: {score(data, loss, right)}')
-        self.note(rule='blocks', val_loss=loss, accuracy=right)
-        if 'source' in data and self.rank == 0:
-            self.translate()
-        if 'row' in data or self.rank > 0 or self.args.fsdp:        # what follows is done by one process
-            return
-        if model.max_len is None and model.config.keeps() == {None}:
-            loss = evaluate_carried(model, self.val, data, self.device, self.cast)
-            self.say(f'validation, carried: {score(data, loss)}')
-            self.note(rule='carried', val_loss=loss)
-        model.eval()
-        prompt = torch.tensor([prepare.begun([], data)], device=self.device)
-        draw = torch.Generator(self.device).manual_seed(0)
-        many = min(400, (model.max_len or 401) - 1)
-        texts = model.generate(prompt, temperature=0.7, generator=draw)     # in fp32, as sample.py writes
-        tokens = [token.item() for token, _ in itertools.islice(texts, many)]
-        self.say(f'--- a sample ---\n{prepare.decode(tokens, data)}\n---')
-        self.say(f'next: python sample.py --init={self.args.out}/ckpt.safetensors --tokens=1000')
+def keep(path, model, about, extra, rank):
+    """Write a checkpoint, from one of the processes."""
+    state = {key: joined(x) for key, x in model.state_dict().items()}
+    if rank == 0:
+        save(path, model, about, extra, state)
+
+
+def threads_of(args, known, model, data, say):
+    """Set the threads: as given, as in the run that is resumed (known), or the fastest. -> Threads, to be asked
+    at evaluations; None where they are given, where torchrun sees to them, and with a GPU, which does not wait
+    for them"""
+    if args.threads or known:                               # results depend on them in the last bits
+        torch.set_num_threads(args.threads or min(known, cores()))
+    if args.threads or data.world > 1 or data.device.type != 'cpu' or DEFAULT_THREADS == 1:
+        return None
+    x, y = data.batch(0)
+
+    def part(tokens):
+        """Neither weights nor what is drawn later change."""
+        model.eval()                                        # without dropout, nor features drawn anew
+        data.learn_from(model, *part_of(x, y, tokens, data.meta))
+        model.train()
+        model.zero_grad(set_to_none=True)
+    threads = Threads(part, x.numel(), say)
+    if known:
+        threads.ms = math.nan
+    else:
+        threads.choose()
+    return threads
+
+
+def opening(model, data, args):
+    """What is trained, in two lines."""
+    config = model.config
+    n_params = sum(p.numel() for p in model.parameters())
+    said = (f'{",".join(config.rules())} | {n_params / 1e6:.2f} M parameters | {args.data}: {len(data.train):,} + '
+            f'{len(data.val):,} tokens of {config.vocab_size} | {data.world} x {data.device}, {str(data.dtype)[6:]}, '
+            f'{torch.get_num_threads()} threads\nrecurrence: {model.forms.why}')
+    if data.device.type == 'cpu' and args.dtype == 'auto' and multiplies_bfloat16():
+        said = f'this CPU multiplies bfloat16: --dtype=bfloat16 may make steps shorter\n{said}'
+    return said
+
+
+def report(model, data, args, log):
+    """The closing lines: the whole validation data by both rules, and a sample."""
+    meta = data.meta
+    loss, right = data.evaluate(model, told='validation')
+    log.say(f'validation, blocks of {data.T}: {score(meta, loss, right)}')
+    log.note(rule='blocks', val_loss=loss, accuracy=right)
+    log.result.update(val_loss=loss, accuracy=right)
+    if 'row' not in meta:
+        log.result['bits per byte'] = loss * bits_a_nat(meta)
+    if data.rank > 0 or args.fsdp:
+        return
+    next_line = f'next: python sample.py --init={args.out}/ckpt.safetensors'
+    model.eval()
+    if 'source' in meta:
+        x, _ = rows(data.val, [0], data.T, meta, data.device)
+        source = x[:, :meta['source']]
+        for tokens in source, model.translate(source):
+            log.say(f'> {prepare.decode(tokens[0].tolist(), meta)}')
+        log.say(f'{next_line} --source="..."')
+    if 'row' in meta:
+        return
+    if model.max_len is None and model.config.keeps() == {None}:
+        along = dataclasses.replace(data, T=4096, world=1)      # the rest is done by one process
+        loss, _ = along.evaluate(model, carried=True, told='validation, carried')
+        log.say(f'validation, carried: {score(meta, loss)}')
+        log.note(rule='carried', val_loss=loss)
+        log.result.update({'val_loss carried': loss, 'bits per byte carried': loss * bits_a_nat(meta)})
+    said = prepare.encode(PROMPTS.get(args.data, ''), meta)
+    prompt = torch.tensor([prepare.begun(said, meta)], device=data.device)
+    draw = torch.Generator(data.device).manual_seed(0)
+    many = min(400, (model.max_len or 401) - prompt.shape[1])
+    texts = model.generate(prompt, temperature=0.7, generator=draw)     # in fp32, as sample.py writes
+    tokens = [token.item() for token, _ in itertools.islice(texts, many)]
+    log.say(f'--- a sample ---\n{prepare.decode(said + tokens, meta)}\n---\n{next_line} --tokens=1000')
 
 
 def line(steps, step, loss, lr, norm, ms, tok_s, memory):
@@ -797,73 +778,93 @@ def line(steps, step, loss, lr, norm, ms, tok_s, memory):
 def main(argv):
     args, config, tensors, meta = settings(argv)
     rank, world, device, dtype = machine(args)
-    train, val, data = prepare.load(args.data, tokenizer=args.tokenizer, like=meta.get('data'))
+    train, val, about = prepare.load(args.data, tokenizer=args.tokenizer, like=meta.get('data'))
     if args.val_tokens:
         val = val[:args.val_tokens]
-    T = data.get('row', config.block_size)
-    check(args, config, T, train, val, data, meta, world)
-    known = 'vocab_size', 'classes', 'pad', 'source', 'patch'
-    of_data = {name: data[name] for name in known if name in data}
-    longest = max(T, config.block_size) if tensors else T   # what has weights keeps the positions it knows
-    config = dataclasses.replace(config, block_size=longest, **of_data)
+    data = Rows(train, val, about, about.get('row', config.block_size), device, args.batch_size, args.seed,
+                args.accum, args.carry, rank, world, dtype)
+    check(args, config, data, 'data' in meta)
     torch.manual_seed(args.seed)
-    model = GPT(config).to(device)
-    model.forms = pick_forms(args.impl)
-    if args.carry:
-        check_carry(model)
-    states = restore(args, model, tensors)
+    model = built(config, data, tensors, args)
+    states = [unpack(tensors, f'carry{i}', device) for i in range(args.accum)]      # --carry: one for each batch
     if args.fsdp:
         shard(model, device, world)
     make = WithMuon if args.optimizer == 'muon' else adamw
     opt = make(model, args.lr, args.weight_decay, device)
     unpack_optimiser(model, opt, tensors)
-    cast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    os.makedirs(args.out, exist_ok=True)
-    run = Run(args, model, train, val, data, rank, world, device, dtype, cast, states, list(states))
-    about = run.opening(meta.get('threads') if world == 1 else None)
+
+    log = Log(args.out, rank, anew=not args.resume)
+    threads = threads_of(args, meta.get('threads') if world == 1 else None, model, data, log.say)
+    log.say(opening(model, data, args))
+    short = {key: value for key, value in about.items() if key != 'json'}           # of megabytes
+    run = {'args': dataclasses.asdict(args), 'torch': torch.__version__}
+    log.note(config=dataclasses.asdict(model.config), **run, data=short, commit=commit(), device=str(device),
+             params=sum(p.numel() for p in model.parameters()), threads=torch.get_num_threads())
+    forward = torch.compile(model) if args.compile else model
+    new = list(states)                                      # what the batches of the last step ended with
+
+    def learn(step):
+        total = torch.zeros(1, device=device)
+        for i, state in enumerate(states):
+            x, y = data.batch(step, i)
+            loss, state = data.learn_from(forward, x, y, state)
+            total += loss
+            if args.carry:                                  # S goes on; its gradient ends with the row
+                new[i] = [{name: x.detach() for name, x in layer.items()} for layer in state]
+        return total
 
     first = meta.get('step', 0)                             # steps of the run that is resumed
     best = meta.get('best', math.inf)
     bad = 0                                                 # steps in a row that were not finite
-    clock = Clock(first)
-    learn = functools.partial(run.learn, torch.compile(model) if args.compile else model)
-    for done, loss, norm, good in optimise(model, opt, learn, args.steps, args.lr, args.seed, first,
-                                           args.clip, rank, world):
+    at = first                                              # the step from which on the next ones are timed
+    seconds = 0.0                                           # of all steps together
+    since = time.perf_counter()
+    steps = optimise(model, opt, learn, args.steps, args.lr, args.seed, first, args.clip, rank, world)
+    for done, loss, norm, good in steps:
         if good:
-            run.states[:] = run.new
+            states[:] = new
             bad = 0
         else:
             bad += 1
-            where = culprit(model, run.batch(done - 1, -1)[0])
-            run.say(f'step {done}: not finite ({where} first), skipped, {bad} in a row')
-            run.note(step=done, not_finite=where)
+            log.say(f'step {done}: not finite, skipped, {bad} in a row')
+            log.note(step=done, not_finite=bad)
         if bad == BAD_STEPS:
-            raise ValueError(f'{bad} steps in a row were not finite, {where} first; stopped before saving. '
-                             f'Try a smaller --lr than {args.lr:g}, or another --norm')
-        if done % args.log_every == 0 or done in (first + 1, args.steps):
-            clock.lap(done)
-            tok_s = 1e3 * T * args.batch_size * args.accum / clock.ms
+            raise ValueError(f'{bad} steps in a row were not finite; stopped before saving. Try a smaller --lr '
+                             f'than {args.lr:g}, or another --norm')
+        evaluates = done % args.eval_every == 0 or done == args.steps
+        logs = done % args.log_every == 0 or done in (first + 1, args.steps)
+        if logs or evaluates:
+            took = time.perf_counter() - since
+            ms = 1e3 * took / (done - at)
+            seconds += took
+            at = done
+        if logs:
             row = {'step': done, 'loss': loss.item(), 'lr': lr_at(done - 1, args.steps, args.lr),
-                   'norm': norm.item(), 'ms': clock.ms, 'tok_s': tok_s, 'memory': memory(device)}
-            run.say(line(args.steps, **row))
-            run.note(**row)
-        if done % args.eval_every == 0 or done == args.steps:
-            clock.lap(done)
-            if run.may_time() and clock.ms > SLOW * clock.best:
-                run.say(f'steps take {clock.ms:.0f} ms, the fastest took {clock.best:.0f}')
-                run.take_fastest()
-            val_loss, right = run.evaluate(start=True)
-            run.say(f'step {done:5d} | start of validation: {score(data, val_loss, right)}')
-            run.note(step=done, val_loss=val_loss, accuracy=right)
-            about['step'] = done
+                   'norm': norm.item(), 'ms': ms, 'memory': memory(device),
+                   'tok_s': 1e3 * data.T * args.batch_size * args.accum / ms}
+            log.say(line(args.steps, **row))
+            log.note(**row)
+        if evaluates:
+            if threads:
+                threads.again(ms, 1e-3 * ms * args.eval_every)
+            val_loss, right = data.evaluate(model, data.of_start())
+            log.say(f'step {done:5d} | start of validation: {score(about, val_loss, right)}')
+            log.note(step=done, val_loss=val_loss, accuracy=right)
+            run.update(step=done, data=about)
             if val_loss < best:
                 best = val_loss
-                run.save('best', about, {})
-            threads = torch.get_num_threads() if world == 1 else None
-            run.save('ckpt', {**about, 'best': best, 'threads': threads}, run.memories(opt))
-            clock.restart(done)
-    run.say(f'\n{args.steps - first} steps in {clock.seconds / 60:.1f} minutes')
-    run.report()
+                keep(os.path.join(args.out, 'best.safetensors'), model, run, {}, rank)
+            last = {**run, 'best': best, 'threads': torch.get_num_threads() if world == 1 else None}
+            memories = pack_optimiser(model, opt)
+            for i, state in enumerate(states):
+                memories.update(pack(state or [], f'carry{i}'))
+            keep(os.path.join(args.out, 'ckpt.safetensors'), model, last, memories, rank)
+        if logs or evaluates:
+            since = time.perf_counter()
+    log.say(f'\n{args.steps - first} steps in {seconds / 60:.1f} minutes')
+    log.result.update(steps=args.steps, ms=ms, minutes=seconds / 60)
+    report(model, data, args, log)
+    log.close(commit=commit(), **dataclasses.asdict(args), **dataclasses.asdict(model.config))
     if world > 1:
         dist.barrier()                                      # nobody leaves while rank 0 still reports
         dist.destroy_process_group()
