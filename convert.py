@@ -57,10 +57,12 @@ from model import (
     load,
     parse,
     pick_device,
+    read,
     save,
     script,
     state_bytes,
     subset,
+    write,
 )
 from train import (
     adamw,
@@ -431,10 +433,10 @@ def mismatch(kind, seen, student):
     o = seen.o.transpose(1, 2)                          # (B, T, H, head_dim)
     if seen.real is not None:
         o = o[seen.real]
-    read = seen.attend(twin)
+    found = seen.attend(twin)
     if twin.out_norm is not None:
-        read = twin.out_norm(read)
-    return over_places((read - seen.o).square().mean((1, 3)), seen) / o.var()
+        found = twin.out_norm(found)
+    return over_places((found - seen.o).square().mean((1, 3)), seen) / o.var()
 
 
 def learners(student, new, which):
@@ -662,7 +664,7 @@ class Progress:
         """-> the steps that are done already, their results put into model and optimiser."""
         if not (self.args.resume and os.path.exists(self.path(stage))):
             return 0
-        tensors, meta = weights.read(self.path(stage))
+        tensors, meta = read(self.path(stage))
         for key, now in self.about['made_from'].items():
             if meta['made_from'].get(key) != now:
                 raise ValueError(f'--resume: the {key} is not what the run began with; start anew')
@@ -677,7 +679,7 @@ class Progress:
         frozen = {k for k, p in model.named_parameters() if not p.requires_grad}    # they are the teacher's
         kept = {f'model.{k}': x for k, x in model.state_dict().items() if k not in frozen}
         kept |= pack_optimiser(model, opt)
-        weights.write(self.path(stage), kept, self.about | {'step': step, 'seconds': self.seconds[stage]})
+        write(self.path(stage), kept, self.about | {'step': step, 'seconds': self.seconds[stage]})
         score = self.data.score(model)
         line = {'stage': stage, 'step': step, 'tokens': self.tokens(step), 'loss': loss, **score,
                 **self.data.recovered(score, self.table[0])}
@@ -837,7 +839,7 @@ def a_teacher():
     flags = f'{TEACHER} --out=out/teacher'
     why = 'no softmax model in out/'
     if os.path.exists(path):
-        left = steps_left(weights.read(path)[1])
+        left = steps_left(read(path)[1])
         if not left:
             return path
         flags = '--resume --out=out/teacher'
@@ -871,7 +873,7 @@ def resumed(given, changes):
     files = stages(out)
     if not files:
         raise ValueError(f'--resume: no conversion was stopped in --out={out}')
-    kept = weights.read(files[0])[1]
+    kept = read(files[0])[1]
     known = kept['args'] | kept['changes'] | {'resume': True}
     for name, value in (given | changes).items():
         if known.get(name) != value and name not in ('out', 'device', 'export'):

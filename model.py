@@ -14,7 +14,9 @@ import ctypes
 import dataclasses
 import difflib
 import functools
+import hashlib
 import itertools
+import json
 import math
 import os
 import re
@@ -25,164 +27,20 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
 import fastweight
 from data import weights
 from fastweight import FEATURE_MAPS, FLOOR, LOG_MIN, NORMALISERS, RULES, feature_map
 
-# ---- flags: a dataclass field is the flag, its type, default, help, choices and range ----------------------
-EXPECTED = {int: 'a whole number', float: 'a number', bool: 'true or false', str: 'some text'}
-BOOLEANS = {'true': True, '1': True, 'yes': True, 'false': False, '0': False, 'no': False}
-
-
+# ---- what a model is ---------------------------------------------------------------------------------------
 def flag(default, help, choices=None, low=-math.inf, high=math.inf):
-    """A field of a dataclass that is a flag as well. low, high: the range of a number, both ends allowed."""
-    if choices:
-        help = f'{help} [{"|".join(choices)}]'
+    """A field of a dataclass that is a flag as well, see `parse`. low, high: the range of a number, both ends
+    allowed."""
     metadata = {'help': help, 'choices': choices, 'range': (low, high)}
     return dataclasses.field(default=default, metadata=metadata)
-
-
-def hint(word, words):
-    """'; did you mean this?' with the word most like it, or nothing."""
-    for near in difflib.get_close_matches(word, words, 1):
-        return f'; did you mean {near}?'
-    return ''
-
-
-def converted(text, kind):
-    """The text as int, float, bool or str. KeyError or ValueError if it is none; nan is no number."""
-    if kind is bool:
-        return BOOLEANS[text.lower()]
-    value = kind(text)
-    if kind is float and math.isnan(value):
-        raise ValueError(text)
-    return value
-
-
-def value_of(name, text, field):
-    """What follows --name as the flag's type, or a ValueError that says what was expected. text: None for a
-    flag without a value, which says yes where the question is yes or no."""
-    kind = field.type
-    if text is None and kind is not bool:
-        raise ValueError(f'--{name}: its value is missing')
-    if text is None:
-        return True
-    try:
-        value = converted(text, kind)
-    except (KeyError, ValueError):
-        raise ValueError(f'--{name}={text}: expected {EXPECTED[kind]}') from None
-    if value == '' and field.default:               # where empty means something, it is the default
-        raise ValueError(f'--{name}=: expected some text, such as {field.default}')
-    choices = field.metadata['choices']
-    if choices and value not in choices:
-        raise ValueError(f'--{name}={text}: choose from {", ".join(choices)}{hint(value, choices)}')
-    low, high = field.metadata['range']
-    if kind is not str and value < low:
-        raise ValueError(f'--{name}={text}: expected at least {low:g}')
-    if kind is not str and value > high:
-        raise ValueError(f'--{name}={text}: expected at most {high:g}')
-    return value
-
-
-def print_help(doc, fields):
-    """A script's docstring, and a line for each flag: default, help, choices."""
-    print(doc.strip(), '\n')
-    for name, field in fields.items():
-        default = field.default
-        if default is None:
-            default = ''
-        print(f'  --{name}={default}'.ljust(24), field.metadata['help'])
-
-
-def parse(argv, doc, *classes):
-    """--key=value, --key value, or --key for true -> for each dataclass a dict of the flags that were given.
-    ValueError for a flag that is unknown or given twice, or a value that does not fit. --help exits."""
-    fields = {}
-    for c in classes:
-        for field in dataclasses.fields(c):
-            if field.metadata:
-                fields[field.name.rstrip('_')] = field          # from_ is --from
-    if '--help' in argv or '-h' in argv:
-        print_help(doc, fields)
-        sys.exit(0)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in fields:
-        parser.add_argument('--' + name, nargs='?', action='append', default=[])
-    known, unknown = parser.parse_known_args(argv)
-    for word in unknown:
-        near = hint(word.partition('=')[0], ['--' + name for name in fields])
-        raise ValueError(f'{word}: no such flag{near}; --help lists them')
-    given = {}
-    for name, field in fields.items():
-        texts = getattr(known, name)
-        if len(texts) > 1:
-            raise ValueError(f'--{name} is given twice')
-        for text in texts:
-            given[field.name] = value_of(name, text, field)
-    return [of_class(c, given) for c in classes]
-
-
-def of_class(c, given):
-    """Those of the given flags that are fields of the dataclass c."""
-    return {field.name: given[field.name] for field in dataclasses.fields(c) if field.name in given}
-
-
-def pick_device(name):
-    """'auto' or a name -> torch.device that works, or a ValueError that says why not."""
-    if name == 'auto':
-        name = 'cpu'
-        if torch.accelerator.is_available():
-            name = torch.accelerator.current_accelerator().type
-    try:
-        return torch.zeros(1, device=name).device
-    except (RuntimeError, AssertionError) as e:
-        raise ValueError(f'--device={name}: {str(e).splitlines()[0]}') from None
-
-
-def keep_memory():
-    """Tell glibc to keep what is freed (up to 32 MB a piece). It else returns megabytes to the system and
-    takes them again, with a page fault every 4 KB: half the time of a layer at T = 4,096."""
-    try:
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-1, 2 ** 31 - 1)               # M_TRIM_THRESHOLD
-        libc.mallopt(-3, 2 ** 25)                   # M_MMAP_THRESHOLD
-    except (OSError, AttributeError, TypeError):    # no glibc, no need
-        pass
-
-
-def script(main):
-    """Run a script's main(argv). -> exit code: 0, or for what a user can cause 2 and one line on stderr."""
-    def run(argv=None):
-        keep_memory()
-        if argv is None:
-            argv = sys.argv[1:]
-        try:
-            main(argv)
-            return 0
-        except (ValueError, OSError) as e:
-            said = ' '.join(str(e).split())
-            if isinstance(e, OSError) and e.filename:
-                said = f'{e.filename}: {e.strerror}'
-            print('error:', said, file=sys.stderr)
-            return 2
-        except ModuleNotFoundError as e:
-            print(f'error: {e}: pip install -r requirements.txt brings it', file=sys.stderr)
-            return 2
-        except KeyboardInterrupt:
-            print('\nstopped', file=sys.stderr)
-            return 130
-    return run
-
-
-# ---- what a model is ---------------------------------------------------------------------------------------
-def machine_memory():
-    """Bytes of main memory; 2^40 where the system does not say (Windows)."""
-    if 'SC_PHYS_PAGES' in getattr(os, 'sysconf_names', ()):
-        return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-    return 2 ** 40
 
 
 SOURCE_RULES = [name for name in RULES if RULES[name].keeps in (None, 'all')]       # that see a whole text
@@ -1382,19 +1240,17 @@ def pack(state, prefix='state'):
 
 
 def unpack(tensors, prefix='state', device=None):
-    """The inverse of `pack`; None if there is none. Other tensors are left alone. In older files a name may
-    have more parts (state.0.S.k), and keys and values of softmax are one tensor S (2, B, H, T, d)."""
+    """The inverse of `pack`; None if there is none. Other tensors are left alone."""
     layers = {}
     for name, x in tensors.items():
-        parts = name.split('.')
-        if parts[0] != prefix:
+        if not name.startswith(prefix + '.'):
             continue
-        if parts[-1] != 't':                        # which counts on the CPU
+        i, part = name.split('.', 2)[1:]
+        if '.' in part or x.dim() > 4:
+            raise ValueError(f'{name}: of another version of this project; let the model read the text again')
+        if part != 't':                             # which counts on the CPU
             x = x.to(device)
-        layer = layers.setdefault(int(parts[1]), {})
-        layer[parts[-1]] = x
-        if x.dim() == 5:
-            layer['k'], layer['v'] = layer.pop('S')
+        layers.setdefault(int(i), {})[part] = x
     return [layers[i] for i in sorted(layers)] or None
 
 
@@ -1403,39 +1259,73 @@ def state_bytes(state):
     return sum(x.numel() * x.element_size() for x in pack(state or []).values())
 
 
+# ---- files of our own --------------------------------------------------------------------------------------
+# One safetensors file: a header in JSON, then bare numbers. Nothing is pickled, so a file cannot run code. Its
+# header has two strings of ours: meta, as JSON, and digest, a sha256 over meta and all tensors.
+def digest(meta, tensors):
+    """sha256 over the metadata (a string) and every tensor's name, type, shape and bytes."""
+    found = hashlib.sha256(meta.encode())
+    for name in sorted(tensors):
+        x = tensors[name].detach().cpu().contiguous()
+        found.update(f'{name} {x.dtype} {tuple(x.shape)}'.encode())
+        if x.numel():
+            found.update(x.flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def write(path, tensors, meta):
+    """tensors and a JSON-able dict into a file, with a digest of both. OSError if it cannot be written."""
+    text = json.dumps(meta)
+    weights.replace(path, tensors, {'meta': text, 'digest': digest(text, tensors)})
+
+
+def read(path):
+    """-> tensors, meta (and digest in it). ValueError for a file that is missing, foreign, cut or changed."""
+    if not os.path.isfile(path):
+        raise ValueError(f'{path}: no such file; python train.py writes out/ckpt.safetensors')
+    try:
+        with safe_open(path, 'pt') as f:
+            header = f.metadata() or {}
+            names = f.keys()
+            tensors = {name: f.get_tensor(name) for name in names}
+    except (SafetensorError, RuntimeError) as e:
+        raise ValueError(f'{path}: not a whole safetensors file ({e})') from None
+    if 'meta' not in header or 'digest' not in header:
+        raise ValueError(f'{path}: a safetensors file, but not written by this project')
+    if digest(header['meta'], tensors) != header['digest']:
+        raise ValueError(f'{path}: its contents do not match its digest: the file was damaged or changed')
+    return tensors, {**json.loads(header['meta']), 'digest': header['digest']}
+
+
 # ---- models in files: ours, and those of the hub -----------------------------------------------------------
 def save(path, model, meta, extra=None, state=None):
     """Model, metadata (data: its tokenizer, step, ...) and further tensors -> one file that `load` reads.
     state: the model's state_dict, where it is in parts."""
     tensors = {f'model.{name}': x for name, x in (state or model.state_dict()).items()}
     tensors.update(extra or {})
-    weights.write(path, tensors, {**meta, 'config': dataclasses.asdict(model.config)})
+    write(path, tensors, {**meta, 'config': dataclasses.asdict(model.config)})
 
 
 def config_of(source, meta):
     """-> the Config a checkpoint's or a folder's meta describes; ValueError, with the source, for none."""
     if 'config' not in meta:
         raise ValueError(f'{source}: holds no model (a state saved by sample.py?)')
-    given = dict(meta['config'])
-    for name in given.keys() & {'rule', 'layers'}:      # `full` was softmax under another name
-        given[name] = given[name].replace('full', 'softmax')
     try:
-        return Config(**given)
+        return Config(**meta['config'])
     except TypeError as e:
         raise ValueError(f'{source}: made by another version of this project ({e})') from None
     except (ValueError, ZeroDivisionError) as e:
         raise ValueError(f'{source}: not to be built here, unless by the version that made it: {e}') from None
 
 
-def hollow(config):
-    """A GPT whose parameters have shapes but no memory yet, for those that are about to come from a file."""
-    def without_memory(module, name, parameter):
-        return nn.Parameter(parameter.to('meta'))
-    hook = register_module_parameter_registration_hook(without_memory)
-    try:
-        return GPT(config)
-    finally:
-        hook.remove()
+class Undrawn(TorchFunctionMode):
+    """Under it a model's parameters are not drawn: those that are about to come from a file need no numbers,
+    nor memory, which the system gives only to what is written."""
+    def __torch_function__(self, f, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(f, '__module__', '') == 'torch.nn.init':
+            return kwargs['tensor']
+        return f(*args, **kwargs)
 
 
 def folder_of(source, revision):
@@ -1460,7 +1350,7 @@ def load(source, device='cpu', revision='main', **changes):
     source = str(source)
     extra = {}
     if os.path.isfile(source) or source.endswith('.safetensors'):
-        extra, meta = weights.read(source)
+        extra, meta = read(source)
         state = {}
         for name in [*extra]:
             if name.startswith('model.'):   # copied: products repeat bit for bit only where memory is aligned
@@ -1468,7 +1358,9 @@ def load(source, device='cpu', revision='main', **changes):
     else:
         state, config, data = weights.from_folder(folder_of(source, revision), source)
         meta = {'config': config, 'data': data}
-    model = hollow(config_of(source, meta))
+    config = config_of(source, meta)
+    with Undrawn():
+        model = GPT(config)
     try:
         model.load_state_dict(state, assign=True)
     except RuntimeError as e:
@@ -1509,3 +1401,150 @@ def swapped(model, source, rule='', **changes):
                              'changes them')
     new.load_state_dict(state, strict=False, assign=True)
     return new
+
+
+# ---- flags: a dataclass field is the flag, its type, default, help, choices and range ----------------------
+EXPECTED = {int: 'a whole number', float: 'a number', bool: 'true or false', str: 'some text'}
+BOOLEANS = {'true': True, '1': True, 'yes': True, 'false': False, '0': False, 'no': False}
+
+
+def hint(word, words):
+    """'; did you mean this?' with the word most like it, or nothing."""
+    for near in difflib.get_close_matches(word, words, 1):
+        return f'; did you mean {near}?'
+    return ''
+
+
+def value_of(text, field):
+    """What follows a flag, as its type. KeyError or ValueError where that is not what the field allows."""
+    if field.type is bool:
+        return BOOLEANS[text.lower()]
+    value = field.type(text)
+    low, high = field.metadata['range']
+    choices = field.metadata['choices']
+    if field.type is not str and not low <= value <= high:      # nor is nan
+        raise ValueError(text)
+    if choices and value not in choices:
+        raise ValueError(text)
+    if value == '' and field.default:               # where empty means something, it is the default
+        raise ValueError(text)
+    return value
+
+
+def expected(text, field):
+    """What may follow a flag in place of this text, in words."""
+    low, high = field.metadata['range']
+    choices = field.metadata['choices']
+    if choices:
+        return f'choose from {", ".join(choices)}{hint(text, choices)}'
+    words = f'expected {EXPECTED[field.type]}'
+    if field.type is str:
+        words += f', such as {field.default}'
+    if low > -math.inf:
+        words += f', at least {low:g}'
+    if high < math.inf:
+        words += f', at most {high:g}'
+    return words
+
+
+def print_help(doc, fields):
+    """A script's docstring, and a line for each flag: default, help, choices."""
+    print(doc.strip(), '\n')
+    for name, field in fields.items():
+        default = '' if field.default is None else field.default
+        choices = field.metadata['choices']
+        about = field.metadata['help']
+        if choices:
+            about += f' [{"|".join(choices)}]'
+        print(f'  --{name}={default}'.ljust(24), about)
+
+
+def parse(argv, doc, *classes):
+    """--key=value, --key value, or --key for true -> for each dataclass a dict of the flags that were given.
+    ValueError for a flag that is unknown or given twice, or a value that does not fit. --help exits."""
+    fields = {}
+    for field in itertools.chain(*map(dataclasses.fields, classes)):
+        if field.metadata:
+            fields[field.name.rstrip('_')] = field          # from_ is --from
+    if '--help' in argv or '-h' in argv:
+        print_help(doc, fields)
+        sys.exit(0)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name, field in fields.items():
+        alone = 'true' if field.type is bool else None
+        parser.add_argument('--' + name, nargs='?', const=alone, action='append', default=[])
+    texts, unknown = parser.parse_known_args(argv)
+    for word in unknown:
+        near = hint(word.partition('=')[0], ['--' + name for name in fields])
+        raise ValueError(f'{word}: no such flag{near}; --help lists them')
+    given = {}
+    for name, field in fields.items():
+        for text in getattr(texts, name):
+            if field.name in given:
+                raise ValueError(f'--{name} is given twice')
+            if text is None:
+                raise ValueError(f'--{name}: its value is missing')
+            try:
+                given[field.name] = value_of(text, field)
+            except (KeyError, ValueError):
+                raise ValueError(f'--{name}={text}: {expected(text, field)}') from None
+    return [of_class(c, given) for c in classes]
+
+
+def of_class(c, given):
+    """Those of the given flags that are fields of the dataclass c."""
+    return {field.name: given[field.name] for field in dataclasses.fields(c) if field.name in given}
+
+
+def pick_device(name):
+    """'auto' or a name -> torch.device that works, or a ValueError that says why not."""
+    if name == 'auto':
+        name = 'cpu'
+        if torch.accelerator.is_available():
+            name = torch.accelerator.current_accelerator().type
+    try:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError) as e:
+        raise ValueError(f'--device={name}: {str(e).splitlines()[0]}') from None
+
+
+def machine_memory():
+    """Bytes of main memory; 2^40 where the system does not say (Windows)."""
+    if 'SC_PHYS_PAGES' in getattr(os, 'sysconf_names', ()):
+        return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    return 2 ** 40
+
+
+def keep_memory():
+    """Tell glibc to keep what is freed (up to 32 MB a piece). It else returns megabytes to the system and
+    takes them again, with a page fault every 4 KB: half the time of a layer at T = 4,096."""
+    try:
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-1, 2 ** 31 - 1)               # M_TRIM_THRESHOLD
+        libc.mallopt(-3, 2 ** 25)                   # M_MMAP_THRESHOLD
+    except (OSError, AttributeError, TypeError):    # no glibc, no need
+        pass
+
+
+def script(main):
+    """Run a script's main(argv). -> exit code: 0, or for what a user can cause 2 and one line on stderr."""
+    def run(argv=None):
+        keep_memory()
+        if argv is None:
+            argv = sys.argv[1:]
+        try:
+            main(argv)
+            return 0
+        except (ValueError, OSError) as e:
+            said = ' '.join(str(e).split())
+            if isinstance(e, OSError) and e.filename:
+                said = f'{e.filename}: {e.strerror}'
+            print('error:', said, file=sys.stderr)
+            return 2
+        except ModuleNotFoundError as e:
+            print(f'error: {e}: pip install -r requirements.txt brings it', file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print('\nstopped', file=sys.stderr)
+            return 130
+    return run

@@ -25,9 +25,8 @@ from dataclasses import dataclass
 import torch
 
 from data import prepare
-from data.weights import read, write
-from model import (Swap, flag, load, pack, parse, pick_device, pick_forms, refuse_broken, script, state_bytes,
-                   unpack)
+from model import (Swap, flag, load, pack, parse, pick_device, pick_forms, read, refuse_broken, script,
+                   state_bytes, unpack, write)
 
 
 @dataclass

@@ -1260,8 +1260,8 @@ def test_steps_in_place_equal_the_model(flags, tmp_path, monkeypatch):
                 assert token == exact.argmax(-1)
                 near(seen[-1], exact[:, -1], 1e-5)
             close(comparable(mine), comparable(model), 1e-5)
-            files.write(tmp_path / 'state', pack(mine), {})
-            mine = unpack(files.read(tmp_path / 'state')[0], device=DEVICE)
+            model_py.write(tmp_path / 'state', pack(mine), {})
+            mine = unpack(model_py.read(tmp_path / 'state')[0], device=DEVICE)
             near(m(tokens[:, end:], mine)[0], m(tokens[:, end:], model)[0], 1e-4)
 
 @gpu
@@ -2306,10 +2306,10 @@ def test_checkpoints_of_earlier_commits_load_or_are_refused_in_one_sentence(a_mo
             ('softmax', dict(rule='full'), ''), ('softmax', dict(layers='softmax,full'), ''),
             ('tova', dict(overflow='sum:favor'), '--overflow'), ('delta', dict(rule='nope'), 'nope'),
             ('delta', dict(newer=1), 'another version')):
-        tensors, meta = files.read(a_model(f'--rule={rule}'))
+        tensors, meta = model_py.read(a_model(f'--rule={rule}'))
         config = {**meta['config'], **changes}
         del config['out_norm']
-        files.write(path, tensors, {**meta, 'config': config})
+        model_py.write(path, tensors, {**meta, 'config': config})
         if why:
             err = refused(capsys, sample.main, f'--init={path}')
             assert why in err and 'old.safetensors' in err
@@ -2324,7 +2324,7 @@ def test_checkpoints_of_earlier_commits_load_or_are_refused_in_one_sentence(a_mo
 # ---- 10. Training ------------------------------------------------------------------------------------------
 
 def same(a, b):
-    a, b = files.read(a)[0], files.read(b)[0]
+    a, b = model_py.read(a)[0], model_py.read(b)[0]
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 def resume_from(text, tmp_path, monkeypatch, flags, steps):
@@ -2345,7 +2345,7 @@ def resume_from(text, tmp_path, monkeypatch, flags, steps):
         shutil.copy(kept / str(k), again / end.name)
         assert train.main(['--resume', f'--out={again}']) == 0
         assert same(end, again / end.name), f'{flags}: resumed at step {k}'
-        assert files.read(end)[1]['best'] == files.read(again / end.name)[1]['best']
+        assert model_py.read(end)[1]['best'] == model_py.read(again / end.name)[1]['best']
         assert min(row['step'] for row in log(again) if 'step' in row) == k + 1    # went on, not anew
     assert not same(end, kept / '4')
 
@@ -2389,7 +2389,7 @@ def test_resume_refuses_another_model(a_model, tmp_path, capsys):
     assert '--n_layer=3' in refused(capsys, train.main, *resume, '--n_layer=3')
     assert 'more steps' in refused(capsys, train.main, *resume)
     assert train.main([*resume, '--steps=6', '--lr=1e-3']) == 0
-    meta = files.read(path)[1]
+    meta = model_py.read(path)[1]
     assert meta['step'] == 6 and meta['args']['lr'] == 1e-3
 
 @pytest.mark.parametrize('can, flags, said', [
@@ -2432,7 +2432,7 @@ def test_threads_are_kept_and_timing_them_changes_nothing(text, tmp_path, monkey
     timed = trained(text, tmp_path / 'timed', *flags, eval_every=2)
     assert tried == 3 * [1, 2] and 'threads: 1' in capsys.readouterr().out
     assert same(timed, pinned)
-    assert files.read(timed)[1]['threads'] == files.read(pinned)[1]['threads'] == 1
+    assert model_py.read(timed)[1]['threads'] == model_py.read(pinned)[1]['threads'] == 1
     monkeypatch.setattr(train, 'SLOW', math.inf)
     monkeypatch.setattr(torch, 'set_num_threads', seen.append)
     for flags, threads in (['--steps=5'], 1), (['--steps=6', '--threads=2'], 2):
@@ -2597,7 +2597,7 @@ def test_not_finite_steps_are_skipped_named_and_end_the_run(a_model, tmp_path, c
     assert train.main([*resume, '--steps=8']) == 0
     assert 'step 6: not finite' in capsys.readouterr().out
     assert [row['step'] for row in log(tmp_path) if 'not_finite' in row][-1] == 6
-    tensors, meta = files.read(path)
+    tensors, meta = model_py.read(path)
     assert meta['step'] == 8 and tensors['opt.embed.weight.step'] == 7
     assert all(x.isfinite().all() for x in tensors.values())
     model = GPT(Config(n_layer=3, n_embd=16, n_head=2))
@@ -2733,7 +2733,7 @@ def test_a_state_saved_from_a_recording_goes_on(rule, a_model, characters, tmp_p
 
 def by_position(path):
     """A state file's tensors, with rows in order."""
-    tensors = files.read(path)[0]
+    tensors = model_py.read(path)[0]
     return {**comparable(unpack(tensors)), 'last': tensors['last']}
 
 def test_softmax_becomes_an_rnn_without_training(a_model, characters, text, tmp_path, capsys):
@@ -2745,11 +2745,11 @@ def test_softmax_becomes_an_rnn_without_training(a_model, characters, text, tmp_
     for tokens in 20, 40:
         small = f'--tokens={tokens}', f'--save_state={state}', '--rule=tova', '--cache=9'
         assert 'whatever the length' in written(capsys, *flags, *small)[1]
-        assert files.read(state)[0]['state.0.k'].shape == (1, 2, 9, 8)
+        assert model_py.read(state)[0]['state.0.k'].shape == (1, 2, 9, 8)
     assert 'made with' in refused(capsys, sample.main, *flags, f'--load_state={state}')
     flags = f'--init={ckpt}', '--rule=window', '--cache=9', '--overflow=sum'
     tuned = trained(characters, tmp_path / 'tuned', *flags, steps=1)
-    tensors, meta = files.read(tuned)
+    tensors, meta = model_py.read(tuned)
     assert meta['config']['layers'] == 'window,delta'
     assert any('0.mixer.memory.overflow.phi.R' in name for name in tensors)
     assert len(written(capsys, f'--init={tuned}', '--tokens=9')[0]) > 9
@@ -3103,16 +3103,16 @@ def test_conversion_refuses(a_model, teacher, characters, tmp_path, capsys):
     ('config', {}, True), ('config', dict(layers='softmax,window'), False), ('data', dict(row=9), False)])
 def test_only_what_can_be_a_teacher_is_taken_for_one(part, change, taken, teacher, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tensors, meta = files.read(teacher)
-    files.write('out/ckpt.safetensors', tensors, {**meta, part: {**meta[part], **change}})
-    files.write('out/teacher/ckpt.safetensors', tensors, meta)
+    tensors, meta = model_py.read(teacher)
+    model_py.write('out/ckpt.safetensors', tensors, {**meta, part: {**meta[part], **change}})
+    model_py.write('out/teacher/ckpt.safetensors', tensors, meta)
     assert (convert.a_teacher() == 'out/ckpt.safetensors') == taken
 
 def test_a_teacher_that_was_stopped_is_trained_on(teacher, tmp_path, monkeypatch, capsys):
     """Of convert.py's own; bench.py, which finds it, too, says so."""
     monkeypatch.chdir(tmp_path)
-    tensors, meta = files.read(teacher)
-    files.write('out/teacher/ckpt.safetensors', tensors, meta | dict(step=7, best=1.0, args=dict(steps=10)))
+    tensors, meta = model_py.read(teacher)
+    model_py.write('out/teacher/ckpt.safetensors', tensors, meta | dict(step=7, best=1.0, args=dict(steps=10)))
     ran = Mock(return_value=Mock(returncode=0))
     monkeypatch.setattr(convert.subprocess, 'run', ran)
     assert convert.a_teacher() == 'out/teacher/ckpt.safetensors'

@@ -33,8 +33,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm, parameters_to_vector, vector_to_parameters
 
 from data import prepare
-from data.weights import read
-from model import (GPT, Config, config_of, flag, load, pack, parse, pick_device, pick_forms, save, script,
+from model import (GPT, Config, config_of, flag, load, pack, parse, pick_device, pick_forms, read, save, script,
                    unpack)
 
 BAD_STEPS = 10     # so many non-finite steps in a row end the run
