@@ -1757,7 +1757,8 @@ def layer(args):
             memory = FastWeights(rule, 16, args.heads, args.head_dim, phi).to(args.device, args.dtype).eval()
             need = 12 * math.prod(size) * memory.phi.feature_dim        # bytes: features of q, k, one copy
             if fits(f'{form} at {T:,}', need, args.device):
-                calls[form] = partial(memory, x, q, k, v, forms=pick_forms())
+                memory.forms = pick_forms()
+                calls[form] = partial(memory, x, q, k, v)
         times = seconds(list(calls.values()), args.device, 0.2, 2)
         for (form, call), took in zip(calls.items(), times):
             rows.append({'form': form, 'T': T, 'ms': 1e3 * took, 'MB': peak_bytes(call, args.device) / MB,
@@ -3063,18 +3064,18 @@ def real_layer(args, how):
     if how == 'compiled features':
         mixer.memory.writes = torch.compile(mixer.memory.writes)
         mixer.memory.reads = torch.compile(mixer.memory.reads)
-    forms = pick_forms()
+    mixer.memory.forms = pick_forms()
     x = torch.randn(SIZES['batch'], SIZES['T'], width, device=args.device, requires_grad=True)
     wanted = [x, *mixer.parameters()]
     dy = torch.randn_like(x)
 
     def forward():
         with torch.no_grad(), mixed(args):
-            return mixer(x, {}, forms)
+            return mixer(x, {})
 
     def both():
         with mixed(args):
-            y, _ = mixer(x, {}, forms)
+            y, _ = mixer(x, {})
         torch.autograd.grad(y, wanted, dy.to(y.dtype))
     yield {'form': how, **times_of(Case(forward, both, both), args.device)}
     for name, calls, ms in kernel_times(both, args.device)[:10]:

@@ -254,7 +254,7 @@ def begin_as(teacher, student, x):
         if out_of_reach(memory) < seen.q.shape[2]:
             remember(seen, memory)
             if memory.overflow is not None:
-                balance(seen, memory, student.forms)
+                balance(seen, memory)
 
 
 def remember(seen, memory):
@@ -281,7 +281,7 @@ def remember(seen, memory):
     gates.proj.weight.zero_()
 
 
-def balance(seen, memory, forms):
+def balance(seen, memory):
     """A matrix beside exact rows begins with the weight that the teacher gives to what it holds: the bias of
     log_mass, by head, becomes the mean of log sum_s e^(q.k_s / sqrt(d)) over the keys that are out of reach,
     less the log of the mass that the matrix finds there itself. seen: as for `remember`."""
@@ -291,9 +291,9 @@ def balance(seen, memory, forms):
     far = held(memory, q.shape[2], q.device)
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~far, -math.inf)
     wanted = scores.logsumexp(-1, keepdim=True)         # (B, H, T, 1)
-    _, _, went, _ = forms.rows(q, k, v, None, 0, memory.rule.keeps, memory.cache, memory.sinks, True,
-                               memory.turn)
-    _, mass, _ = memory.overflow.take(q, went, {}, forms.recurrence)
+    _, _, went, _ = memory.forms.rows(q, k, v, None, 0, memory.rule.keeps, memory.cache, memory.sinks, True,
+                                      memory.turn)
+    _, mass, _ = memory.overflow.take(q, went, {})
     there = far.any(-1)                                 # steps that have such keys
     found = mass[:, :, there].clamp(min=1e-30).log()
     memory.log_mass.bias.copy_((wanted[:, :, there] - found).mean((0, 2, 3)))
@@ -402,9 +402,9 @@ def whole_layer(block, seen):
     """What a block makes of its input, from a fresh start."""
     state = {}
     if block.cross is not None:
-        state = block.cross.write(seen.source, seen.there, seen.forms)
+        state = block.cross.write(seen.source, seen.there)
         state['t'] = torch.tensor(block.cross.begin)
-    return block(seen.x, state, seen.forms)[0]
+    return block(seen.x, state, seen.there)[0]
 
 
 def over_places(x, seen):
@@ -430,13 +430,15 @@ def mismatch(kind, seen, student):
         a = seen.weights(seen.mixer)
         w = seen.weights(twin)
         return over_places(-(a * w.clamp(min=1e-8).log()).sum(-1).mean(1), seen)
-    o = seen.o.transpose(1, 2)                          # (B, T, H, head_dim)
+    with torch.no_grad():
+        wanted = seen.attend(seen.mixer)
+    o = wanted.transpose(1, 2)                          # (B, T, H, head_dim)
     if seen.real is not None:
         o = o[seen.real]
     found = seen.attend(twin)
     if twin.out_norm is not None:
         found = twin.out_norm(found)
-    return over_places((found - seen.o).square().mean((1, 3)), seen) / o.var()
+    return over_places((found - wanted).square().mean((1, 3)), seen) / o.var()
 
 
 def learners(student, new, which):

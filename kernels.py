@@ -1606,7 +1606,7 @@ class Traced(Roomy):
         self.spread = Spread(model, state)
         given = token, *self.spread.tensors(of_its_own(state, self.rows))
         forms = model.forms
-        model.forms = forms._replace(recurrence=step_over, softmax=softmax_over)
+        model.use(forms._replace(recurrence=step_over, softmax=softmax_over))
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter('ignore')         # torch.jit is frozen in time, and says so
@@ -1614,7 +1614,7 @@ class Traced(Roomy):
                 if not model.training:
                     self.play = player(torch.jit.freeze(self.play), given)
         finally:
-            model.forms = forms
+            model.use(forms)
         self.state = None                               # the last step's, which is written over
         self.tensors = None                             # what it consists of
 
@@ -1791,7 +1791,7 @@ class Layer:
         return self.memory
 
     def play(self, x, t):
-        x, new = self.block(x[:, None], {**self.memory, 't': t}, self.forms)
+        x, new = self.block(x[:, None], {**self.memory, 't': t})
         self.load(new)
         return x[:, 0]
 
@@ -1823,7 +1823,7 @@ class InPlace(Layer):
             self.speed = mixer.speeds(device=self.weight.device)
 
     def look(self, i, norm, x):
-        """Block.look of norm(x), i = 0 before the mixer, 1 before the MLP."""
+        """Block.convolve of norm(x), i = 0 before the mixer, 1 before the MLP."""
         last = w = None
         N = 0
         if self.block.convs:
@@ -1846,7 +1846,7 @@ class InPlace(Layer):
         onto(x, o.flatten(1), self.mixer.proj)
         if self.block.cross is not None:
             x = self.block.read_source(x[:, None], {**self.memory, 't': t})[0][:, 0]
-        h = self.block.inner(self.look(1, self.block.norm2, x), self.forms)
+        h = self.block.inner(self.look(1, self.block.norm2, x))
         onto(x, h, self.block.down)
         return x
 

@@ -276,7 +276,7 @@ class Forms(NamedTuple):
     why: str = 'chunk (plain torch and autograd)'       # one line to print: which forms, and why
 
 
-PLAIN = Forms()
+PLAIN = Forms()         # of a module on its own; GPT.use sets others
 
 
 def pick_forms(impl='auto'):
@@ -297,19 +297,6 @@ def pick_forms(impl='auto'):
         return PLAIN._replace(why='chunk (plain torch and autograd: there is no kernels.py)')
     return Forms(kernels.chunked, kernels.bounded, kernels.shifted_sum, kernels.relu_squared,
                  kernels.recorded, why='fused (kernels.py: Triton on a GPU, else batched products)')
-
-
-def encoding(forms, there):
-    """The forms of an encoder: each step sees all that are there (B, T); None: all are. A convolution is
-    centred, and sees zeros at padding."""
-    def centred(x, w):
-        if there is not None:
-            x = x * there[..., None]
-        ahead = (len(w) - 1) // 2                           # of an even width one more lies behind
-        return forms.shift(F.pad(x, (0, 0, 0, ahead)), w)[:, ahead:]
-    recurrence = functools.partial(fastweight.encoded, there=there, form=forms.recurrence)
-    softmax = functools.partial(fastweight.softmax_of_all, there=there)
-    return forms._replace(recurrence=recurrence, softmax=softmax, shift=centred)
 
 
 # ---- a layer's memory: gates from x, a map and a normaliser on q and k, then the recurrence ----------------
@@ -461,16 +448,19 @@ class FastWeights(nn.Module):
     """The heart of a layer: a writer (`writes`) and a reader (`reads`) around a form of the recurrence, or
     rows that are kept.
 
-    forward(x, q, k, v, state, t, forms): x (B, T, n_embd)   q, k, v (B, H, T, head_dim)   state None at a
+    forward(x, q, k, v, state, t, there): x (B, T, n_embd)   q, k, v (B, H, T, head_dim)   state None at a
     fresh start, or a dict with what the last call returned   t the position of the first step, an int or a
-    tensor (cosformer and bounded rows ask)  ->  o (B, H, T, head_dim), dict: S (B, H, V, K), with norm 'attn'
-    n in a last row; or k, v, and pos, total of kept rows (fastweight.bounded), and S, n of what they let go
+    tensor (cosformer and bounded rows ask)   there (B, T) which steps of an encoder are no padding, None: all
+    ->  o (B, H, T, head_dim), dict: S (B, H, V, K), with norm 'attn' n in a last row; or k, v, and pos, total
+    of kept rows (fastweight.bounded), and S, n of what they let go
 
     rule, phi, norm, overflow: as the flags of Config, phi and norm '' for the rule's own   cache, sinks,
-    turn: as in fastweight.bounded   key_dim: channels of q and k, if not head_dim. ValueError for what does
-    not go together."""
+    turn: as in fastweight.bounded   key_dim: channels of q and k, if not head_dim   causal: false where each
+    step reads what all steps write. ValueError for what does not go together."""
+    forms = PLAIN
+
     def __init__(self, rule, n_embd, n_head, head_dim, phi='', norm='', beta_max=1.0, cache=256, sinks=4,
-                 turn=None, overflow='', key_dim=0):
+                 turn=None, overflow='', key_dim=0, causal=True):
         super().__init__()
         if rule not in RULES:
             raise ValueError(f'--rule={rule}: no such rule; choose from {", ".join(RULES)}')
@@ -478,6 +468,7 @@ class FastWeights(nn.Module):
         self.cache = cache
         self.sinks = sinks
         self.turn = turn
+        self.causal = causal
         self.overflow = None
         if overflow:
             name, _, spec = overflow.partition(':')
@@ -521,7 +512,7 @@ class FastWeights(nn.Module):
         if self.training and 'S' not in state and hasattr(self.phi, 'redraw'):
             self.phi.redraw()
 
-    def write_all(self, x, k, v, there=None, forms=PLAIN):
+    def write_all(self, x, k, v, there=None):
         """A source, to be read by any number of queries. x (B, T, n_embd), k, v (B, H, T, head_dim), there
         (B, T) or None as for an encoder -> dict: S (B, H, V, K), or k, v, there of softmax"""
         if self.rule.keeps:
@@ -535,7 +526,7 @@ class FastWeights(nn.Module):
             if there is not None:
                 gates = {name: written.get(name) for name in ('write', 'erase', 'log_f', 'log_z')}
                 written.update(fastweight.where_there(there, v, gates))
-            S = fastweight.write_all(**written, normalise=self.normalise, form=forms.recurrence)
+            S = fastweight.write_all(**written, normalise=self.normalise, form=self.forms.recurrence)
         return {'S': S}
 
     def read_all(self, q, state, t=0):
@@ -546,24 +537,35 @@ class FastWeights(nn.Module):
             o = fastweight.read_all(self.reads(q, t), state['S'], self.normalise, self.phi.floor)
         return o.to(q.dtype)
 
-    def forward(self, x, q, k, v, state=None, t=0, forms=PLAIN):
+    def recurrence(self, q, k, v, **gates):
+        """The form of the equation that this layer computes: arguments as for fastweight.recurrent, and
+        `there` of an encoder."""
+        if self.causal:
+            return self.forms.recurrence(q, k, v, **gates)
+        return fastweight.encoded(q, k, v, form=self.forms.recurrence, **gates)
+
+    def forward(self, x, q, k, v, state=None, t=0, there=None):
         state = state or {}
+        if self.rule.keeps == 'all' and not self.causal:
+            return fastweight.softmax_of_all(q, k, v, there=there)
         if self.rule.keeps == 'all':
-            return forms.softmax(q, k, v, rows_of(state))
+            return self.forms.softmax(q, k, v, rows_of(state))
         with without_autocast(x):
             if self.rule.keeps:
-                return self.keep_rows(x, q, k, v, state, t, forms)
+                return self.keep_rows(x, q, k, v, state, t)
             self.redraw(state)
             written = self.writes(x, k, v, t)
             q = self.reads(q, t)
             S = state.get('S')
             if self.by_keys:
-                o, S = self.divided_by_keys(q, S=S, form=forms.recurrence, **written)
-            else:
-                o, S = forms.recurrence(q, **written, S=S, normalise=self.normalise, floor=self.phi.floor)
+                o, S = self.divided_by_keys(q, S=S, **written)
+                return o, {'S': S}
+            if not self.causal:
+                written['there'] = there
+            o, S = self.recurrence(q, **written, S=S, normalise=self.normalise, floor=self.phi.floor)
             return o, {'S': S}
 
-    def divided_by_keys(self, q, k, v, write, erase, S, form):
+    def divided_by_keys(self, q, k, v, write, erase, S):
         """The delta rule with attention normalisation, Schlag 2021's ablation: what k_t finds is divided by
         n_{t-1}.k_t, what q_t finds by n_t.q_t, n the plain sum of the keys, each of sum 1. The state is S
         with n as its last row."""
@@ -573,27 +575,27 @@ class FastWeights(nn.Module):
             S = S[:, :, :-1]
         seen_by_k = (k * (n - k)).sum(-1)
         seen_by_q = (q * n).sum(-1, keepdim=True)
-        o, S = form(q, k, v, write, erase / seen_by_k.clamp(min=FLOOR), S=S)
+        o, S = self.recurrence(q, k, v, write=write, erase=erase / seen_by_k.clamp(min=FLOOR), S=S)
         o = o / seen_by_q.clamp(min=FLOOR)
         return o.to(v.dtype), torch.cat([S, n[:, :, -1:]], 2)
 
-    def keep_rows(self, x, q, k, v, state, t, forms):
+    def keep_rows(self, x, q, k, v, state, t):
         """A bounded set of rows. With `overflow` (LoLCATs, Zhang 2024, arXiv:2410.10254, for the window), a
         row that goes is written into fast weights, by gates that look at its values, and both are read under
         one denominator: o = (sum e^s v + m o') / (sum e^s + m), the sums over the rows, where o' is what the
         fast weights say and m the mass of the keys they hold, times a learned factor e^(x W + b)."""
         spill = self.overflow is not None
-        o, log_rows, went, new = forms.rows(q, k, v, rows_of(state), t, self.rule.keeps, self.cache,
-                                            self.sinks, spill, self.turn)
+        o, log_rows, went, new = self.forms.rows(q, k, v, rows_of(state), t, self.rule.keeps, self.cache,
+                                                 self.sinks, spill, self.turn)
         if not spill:
             return o, new
-        said, mass, matrix = self.overflow.take(q, went, state, forms.recurrence)
+        said, mass, matrix = self.overflow.take(q, went, state)
         log_matrix = mass.clamp(min=1e-30).log() + self.log_mass(x).mT[..., None]
         share = (log_rows - log_matrix).sigmoid()
         o = torch.lerp(said, o.to(said.dtype), share)
         return o.to(v.dtype), {**new, **matrix}
 
-    def take(self, q, went, state, form):
+    def take(self, q, went, state):
         """For rows that another layer let go, as fastweight.bounded returns them: write them, then read.
         Rules that erase are read as they are, the others as a mean: divided by what they would say if all
         values were 1. -> o (B, H, T, d), mass of the keys held (B, H, T, 1), or by value channel, and S, n"""
@@ -608,33 +610,42 @@ class FastWeights(nn.Module):
         if self.rule.erase:              # while no row has gone there is nothing to erase
             masses = {'write': there, 'log_f': gates.get('log_f')}
         channels = v if self.rule.z else v[..., :1]             # those that decay apart have a mass each
-        mass, n = form(q, k, torch.ones_like(channels), **masses, S=state.get('n'))
-        o, S = form(self.normaliser(q), self.normaliser(k), v, **gates, S=state.get('S'))
+        mass, n = self.recurrence(q, k, torch.ones_like(channels), **masses, S=state.get('n'))
+        o, S = self.recurrence(self.normaliser(q), self.normaliser(k), v, **gates, S=state.get('S'))
         if not self.rule.erase:
             o = o / mass.clamp(min=1e-30)
         return o, mass, {'S': S, 'n': n}
 
 
 # ---- layers ------------------------------------------------------------------------------------------------
-class CausalConv(nn.Module):
+class Conv(nn.Module):
     """y_t = sum_j w_j x_{t-n+j}, j = 0..n, in each channel; its state is the last n inputs, n = width - 1.
-    Random at first: every channel is another view of the last tokens. Identities learn slower. In an encoder
-    `shift` centres it."""
-    def __init__(self, channels, width):
+    Random at first: every channel is another view of the last tokens. Identities learn slower. Without
+    `causal`, in an encoder, it is centred: of an even width one more of its inputs lies before t than behind."""
+    forms = PLAIN
+
+    def __init__(self, channels, width, causal=True):
         super().__init__()
+        self.causal = causal
         self.weight = nn.Parameter(torch.empty(width, channels))
         nn.init.uniform_(self.weight, -width ** -0.5, width ** -0.5)
 
-    def forward(self, x, last=None, shift=shifted_sum):
-        """x (B, T, D), last None or the n inputs before it (B, n, D) -> y (B, T, D), the last n inputs"""
+    def forward(self, x, last=None, there=None):
+        """x (B, T, D), last None or the n inputs before it (B, n, D) -> y (B, T, D), the last n inputs.
+        there (B, T): which places of an encoder's text are no padding; the others are seen as zeros"""
         T = x.shape[1]
         n = len(self.weight) - 1
+        if not self.causal:
+            if there is not None:
+                x = x * there[..., None]
+            behind = n // 2
+            return self.forms.shift(F.pad(x, (0, 0, 0, behind)), self.weight)[:, behind:], x[:, :0]
         if last is None:                            # a negative pad cuts off
-            return shift(x, self.weight), F.pad(x, (0, 0, n - T, 0))
+            return self.forms.shift(x, self.weight), F.pad(x, (0, 0, n - T, 0))
         x = torch.cat([last, x], 1)
         if T == 1:
             return (x * self.weight).sum(1, keepdim=True), x[:, 1:]
-        return shift(x, self.weight)[:, n:], x[:, T:]
+        return self.forms.shift(x, self.weight)[:, n:], x[:, T:]
 
 
 ZERO = torch.zeros((), dtype=torch.long)    # steps so far, at a fresh start: counted on the CPU
@@ -646,8 +657,9 @@ def by_head(x, size):
 
 
 class Mixer(nn.Module):
-    """What attention was: projections, positions, fast weights or rows. State in and out."""
-    def __init__(self, c, rule):
+    """What attention was: projections, positions, fast weights or rows. State in and out. causal: false in
+    an encoder"""
+    def __init__(self, c, rule, causal=True):
         super().__init__()
         self.n_head = c.n_head
         self.n_kv_head = c.kv_heads()
@@ -672,7 +684,8 @@ class Mixer(nn.Module):
             self.rope = False                       # `bounded` turns the keys
             flags.update(turn=self.turn)
         self.qkv = nn.Linear(c.n_embd, sum(self.sizes), bias=c.bias)
-        self.memory = FastWeights(rule, c.n_embd, c.n_head, self.head_dim, key_dim=self.key_dim, **flags)
+        self.memory = FastWeights(rule, c.n_embd, c.n_head, self.head_dim, key_dim=self.key_dim,
+                                  causal=causal, **flags)
         self.out_norm = None
         if c.out_norm and not keeps and self.memory.norm != 'attn':     # these are divided already
             self.out_norm = nn.LayerNorm(self.head_dim, bias=False)
@@ -702,10 +715,10 @@ class Mixer(nn.Module):
             o = self.out_norm(o)
         return self.dropout(self.proj(o.transpose(1, 2).flatten(2)))
 
-    def forward(self, x, state, forms):
+    def forward(self, x, state, there=None):
         t = state.get('t', ZERO)
         q, k, v = self.heads(x, t)
-        o, new = self.memory(x, q, k, v, state, t, forms)
+        o, new = self.memory(x, q, k, v, state, t, there)
         new['t'] = t + x.shape[1]
         return self.merge(o), new
 
@@ -715,17 +728,17 @@ class Mixer(nn.Module):
         rule = self.memory.rule
         return rule.keeps is None and self.memory.norm == 'attn' and not rule.erase
 
-    def attend(self, u, q, k, v, forms=PLAIN, there=None):
+    def attend(self, u, q, k, v, there=None):
         """What the heads read from a fresh start (B, H, T, head_dim), of its input u (B, T, n_embd) and its
-        q, k, v (B, H, T, head_dim). there: as for `Cross`; here forms know it."""
-        return self.memory(u, q, k, v, forms=forms)[0]
+        q, k, v (B, H, T, head_dim). there (B, T): which places of u are no padding; None: all"""
+        return self.memory(u, q, k, v, there=there)[0]
 
-    def weights(self, u, q, k, forms=PLAIN, there=None):
+    def weights(self, u, q, k, there=None):
         """How much of each value is in each output, (B, H, T, T of the values). Outputs are linear in v, so
         take v = I; not where channels of v decay apart, nor for a cache. Arguments as for `attend`."""
         T = k.shape[2]
         eye = torch.eye(T, dtype=q.dtype, device=q.device).expand(*k.shape[:3], T)
-        return self.attend(u, q, k, eye, forms, there)
+        return self.attend(u, q, k, eye, there)
 
 
 SOURCE = 'source_'
@@ -736,7 +749,7 @@ class Cross(Mixer):
     and every step reads the same S: as much work after one word as after a thousand. Vaswani 2017 sec. 3.2.3
     with softmax, Kasai 2021 sec. 3 with fast weights."""
     def __init__(self, c, rule):
-        super().__init__(c, rule)
+        super().__init__(c, rule, causal=False)     # each step reads what all of the source wrote
         self.rope = False                           # places of two texts have no distance
         self.begin = c.source                       # the place of a row where the decoder's text begins
 
@@ -756,11 +769,11 @@ class Cross(Mixer):
         """x (B, T, n_embd), the decoder's -> q (B, H, T, key_dim)"""
         return by_head(self.project(x, slice(self.sizes[0])), self.key_dim)
 
-    def write(self, x, there, forms):
+    def write(self, x, there=None):
         """x (B, T, n_embd), there (B, T) -> a layer's part of the state, under names that begin with
         SOURCE"""
         k, v = self.keys_values(x)
-        written = self.memory.write_all(x, k, v, there, forms)
+        written = self.memory.write_all(x, k, v, there)
         return {SOURCE + name: y for name, y in written.items()}
 
     def forward(self, x, state):
@@ -770,9 +783,9 @@ class Cross(Mixer):
         o = self.memory.read_all(self.queries(x), found, state['t'] - self.begin)
         return self.merge(o), kept
 
-    def attend(self, u, q, k, v, forms=PLAIN, there=None):
-        """As of Mixer: u, k and v are of the source, of which (B, T) are `there`."""
-        return self.memory.read_all(q, self.memory.write_all(u, k, v, there, forms))
+    def attend(self, u, q, k, v, there=None):
+        """As of Mixer: u, k and v are of the source."""
+        return self.memory.read_all(q, self.memory.write_all(u, k, v, there))
 
 
 def layer_norm(c):
@@ -799,15 +812,17 @@ class Block(nn.Module):
     With post_norm (BERT) it is u + mixer(u), u = norm(x). As published, norm(x + mixer(x)), a norm ends each
     line; here the same norm begins the next line. So BERT's norm of the embeddings is norm1 of the first
     block, and the last one of its last block is the norm of the model."""
-    def __init__(self, c, rule, cross=None):
+    forms = PLAIN
+
+    def __init__(self, c, rule, cross=None, causal=True):
         super().__init__()
         self.post_norm = c.post_norm
         self.norm1 = layer_norm(c)
         self.norm2 = layer_norm(c)
         self.convs = nn.ModuleList()
         if c.conv:
-            self.convs.extend([CausalConv(c.n_embd, c.conv), CausalConv(c.n_embd, c.conv)])
-        self.mixer = Mixer(c, rule)
+            self.convs.extend(Conv(c.n_embd, c.conv, causal) for _ in range(2))
+        self.mixer = Mixer(c, rule, causal)
         self.cross = None
         if cross:
             self.norm3 = layer_norm(c)
@@ -824,13 +839,13 @@ class Block(nn.Module):
             return u, u
         return x, u
 
-    def look(self, i, x, state, forms):
-        """x (B, T, n_embd) and the tokens before, where there is a convolution (i = 0: before the mixer, 1:
+    def convolve(self, i, x, state, there=None):
+        """x (B, T, n_embd) and the tokens around, where there is a convolution (i = 0: before the mixer, 1:
         before the MLP); and what of it goes into the state."""
         if not self.convs:
             return x, {}
         name = f'conv{i}'
-        x, last = self.convs[i](x, state.get(name), forms.shift)
+        x, last = self.convs[i](x, state.get(name), there)
         return x, {name: last}
 
     def read_source(self, x, state):
@@ -842,25 +857,22 @@ class Block(nn.Module):
         y, kept = self.cross(u, state)
         return x + y, kept
 
-    def inner(self, h, forms):
-        """h (.., n_embd) -> the wide layer of the MLP (.., inner)"""
-        act = ACTS.get(self.act, forms.square)
+    def inner(self, h):
+        """h (.., n_embd) -> the hidden layer of the MLP (.., Config.inner())"""
+        act = ACTS.get(self.act, self.forms.square)
         return act(self.up(h))
 
-    def mlp(self, x, state, forms):
-        """The second half of a block. x (B, T, n_embd) -> x, and what goes into the state"""
-        x, u = self.branch(self.norm2, x)
-        h, new = self.look(1, u, state, forms)
-        return x + self.dropout(self.down(self.inner(h, forms))), new
-
-    def forward(self, x, state, forms):
-        """x (B, T, n_embd), state what the last call returned, None at a fresh start -> x, state"""
+    def forward(self, x, state=None, there=None):
+        """x (B, T, n_embd), state what the last call returned, None at a fresh start, there as for Mixer
+        -> x, state"""
         state = state or {}
         x, u = self.branch(self.norm1, x)
-        u, seen = self.look(0, u, state, forms)
-        y, new = self.mixer(u, state, forms)
+        u, seen = self.convolve(0, u, state, there)
+        y, new = self.mixer(u, state, there)
         x, source = self.read_source(x + y, state)
-        x, seen_by_mlp = self.mlp(x, state, forms)
+        x, u = self.branch(self.norm2, x)
+        h, seen_by_mlp = self.convolve(1, u, state, there)
+        x = x + self.dropout(self.down(self.inner(h)))
         return x, {**new, **seen, **source, **seen_by_mlp}
 
 
@@ -874,11 +886,9 @@ class Seen(NamedTuple):
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    o: torch.Tensor                 # what the heads read
-    forms: Forms
-    source: torch.Tensor | None     # of a decoder: what its encoder says
-    there: torch.Tensor | None      # which places of that are no padding (B, T)
     real: torch.Tensor | None       # which places of x are no padding (B, T); None: all
+    there: torch.Tensor | None      # the same of what an encoder reads
+    source: torch.Tensor | None     # of a decoder: what its encoder says
 
     @property
     def layer(self):
@@ -888,15 +898,15 @@ class Seen(NamedTuple):
     @property
     def crosses(self):
         """Whether it is cross attention."""
-        return self.name.endswith('.cross')
+        return isinstance(self.mixer, Cross)
 
     def attend(self, mixer):
-        """What another mixer would read here, like o."""
-        return mixer.attend(self.u, self.q, self.k, self.v, self.forms, self.there)
+        """What the heads of this or of another mixer read here (B, H, T, head_dim)"""
+        return mixer.attend(self.u, self.q, self.k, self.v, self.there)
 
     def weights(self, mixer):
         """Its attention weights (B, H, T, T)"""
-        return mixer.weights(self.u, self.q, self.k, self.forms, self.there)
+        return mixer.weights(self.u, self.q, self.k, self.there)
 
 
 def kl(a, w):
@@ -906,7 +916,7 @@ def kl(a, w):
 
 
 class GPT(nn.Module):
-    """Embedding, blocks, norm, output. `forms` are the fastest that there are; `pick_forms` has others.
+    """Embedding, blocks, norm, output. Its forms are the fastest that there are, until `use` sets others.
 
     The state of a model is a list with a flat dict of tensors for each layer: t, and S, or k and v, or those
     of kept rows, and conv0, conv1; of a decoder also source_S, or source_k, source_v, source_there. t counts
@@ -924,15 +934,16 @@ class GPT(nn.Module):
         self.encoder = nn.ModuleList()
         if c.encoder:
             cross = c.of_source(c.cross)
-            self.encoder.extend(Block(c, c.of_source(c.encoder_rule)) for _ in range(c.encoder))
+            rule = c.of_source(c.encoder_rule)
+            self.encoder.extend(Block(c, rule, causal=False) for _ in range(c.encoder))
             self.encoder_norm = layer_norm(c)
-        self.blocks = nn.ModuleList(Block(c, rule, cross) for rule in c.rules())
+        self.blocks = nn.ModuleList(Block(c, rule, cross, c.causal) for rule in c.rules())
         self.norm = layer_norm(c)
         self.pooler = nn.Linear(c.n_embd, c.n_embd) if c.pooler else None
         self.head = None if c.tied else nn.Linear(c.n_embd, c.vocab_size, bias=False)
         if c.classes:
             self.head = nn.Linear(c.n_embd, c.classes)
-        self.forms = pick_forms()
+        self.use(pick_forms())
         for name, p in self.named_parameters():
             std = p.shape[-1] ** -0.5               # sums of so many keep their size
             if name.endswith(('qkv.weight', 'up.weight', 'gates.proj.weight')):
@@ -943,6 +954,11 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=std / (2 * depth) ** 0.5)
             elif name in ('embed.weight', 'positions.weight', 'cls.weight'):
                 nn.init.normal_(p, std=0.3)
+
+    def use(self, forms):
+        """Compute with these Forms from now on, in all modules."""
+        for module in self.modules():
+            module.forms = forms
 
     def first(self, tokens, state=None):
         """tokens (B, T) -> what the first layer gets (B, T, n_embd); of patches (B, T / patch, n_embd), with
@@ -969,24 +985,18 @@ class GPT(nn.Module):
             return None
         return tokens != self.config.pad
 
-    def forms_of(self, tokens):
-        """The forms in which tokens (B, T) are read: those of an encoder have to know what is padding."""
-        if self.config.causal:
-            return self.forms
-        return encoding(self.forms, self.there(tokens))
-
     def hidden(self, tokens, state=None):
         """tokens (B, T) -> what the last layer says of each (B, T, n_embd), state"""
         if state is not None and not self.config.causal:
             raise ValueError('an encoder reads a whole text at once: it cannot go on from a state')
         tokens, state = self.behind_source(tokens, state)
-        forms = self.forms_of(tokens)
+        there = None if self.config.causal else self.there(tokens)
         x = self.first(tokens, state)
         if not x.shape[1]:                          # a source, and nothing was said yet
             return x, state
         new = []
         for block, layer in zip(self.blocks, state or itertools.repeat(None)):
-            x, layer = block(x, layer, forms)
+            x, layer = block(x, layer, there)
             new.append(layer)
         return self.norm(x), new
 
@@ -1008,13 +1018,12 @@ class GPT(nn.Module):
         if not self.encoder:
             return self.read(F.pad(tokens, (0, missing), value=self.config.pad))
         tokens, there = self.without_padding(tokens)
-        forms = encoding(self.forms, there)
         x = self.first(tokens)
         for block in self.encoder:
-            x, _ = block(x, None, forms)
+            x, _ = block(x, None, there)
         x = self.encoder_norm(x)
         t = torch.tensor(self.config.source)        # of the row, whatever is padding
-        return [{'t': t, **block.cross.write(x, there, self.forms)} for block in self.blocks]
+        return [{'t': t, **block.cross.write(x, there)} for block in self.blocks]
 
     def without_padding(self, tokens, begins=False):
         """tokens (B, T) -> those up to the longest row's end, and which of them are no padding. begins: the
@@ -1063,41 +1072,48 @@ class GPT(nn.Module):
         """All of them, by their names in the model: encoder.0.mixer, blocks.0.mixer, blocks.0.cross, ..."""
         return {name: module for name, module in self.named_modules() if isinstance(module, Mixer)}
 
-    def through(self, tokens):
-        """Mixer by mixer, in the order of computation, from a fresh start: a `Seen` of each."""
-        if not self.encoder:
-            real = None if self.config.patch else self.there(tokens)
-            yield from self.walk('blocks', self.first(tokens), self.forms_of(tokens), real)
-            return
-        n = self.config.source
-        source, there = self.without_padding(tokens[:, :n])
-        x = yield from self.walk('encoder', self.first(source), encoding(self.forms, there), there)
-        source = self.encoder_norm(x)
-        tokens, real = self.without_padding(tokens[:, n:], begins=True)
-        x = self.first(tokens, [{'t': torch.tensor(n)}])
-        yield from self.walk('blocks', x, self.forms, real, source, there)
+    def inputs(self, tokens):
+        """What blocks, mixers and the encoder's norm are called with while the model reads tokens, by name."""
+        found = {}
 
-    def walk(self, name, x, forms, real, source=None, there=None):
-        """`through` of the blocks of that name -> what they make of x. Arguments as in Seen"""
-        for i, block in enumerate(getattr(self, name)):
-            before = x
-            x, u = block.branch(block.norm1, x)
-            u, _ = block.look(0, u, {}, forms)
-            q, k, v = block.mixer.heads(u)
-            o = block.mixer.attend(u, q, k, v, forms)
-            yield Seen(f'{name}.{i}.mixer', block.mixer, block, before, u, q, k, v, o, forms,
-                       source, there, real)
-            x = x + block.mixer.merge(o)
-            if block.cross is not None:
-                x, u = block.branch(block.norm3, x)
-                q = block.cross.queries(u)
-                k, v = block.cross.keys_values(source)
-                o = block.cross.attend(source, q, k, v, forms, there)
-                yield Seen(f'{name}.{i}.cross', block.cross, block, before, source, q, k, v, o, forms,
-                           source, there, real)
-                x = x + block.cross.merge(o)
-            x, _ = block.mlp(x, {}, forms)
-        return x
+        def remember(name, module, given, result):
+            found[name] = given
+        hooks = []
+        for name, module in self.named_modules():
+            if isinstance(module, (Block, Mixer)) or name == 'encoder_norm':
+                hooks.append(module.register_forward_hook(functools.partial(remember, name)))
+        try:
+            self.hidden(tokens)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found
+
+    def through(self, tokens):
+        """What each mixer saw of tokens (B, T) from a fresh start: a `Seen` of each, in the order of
+        computation. The inputs of all are held, but q, k and v of one at a time."""
+        source = None
+        real = None if self.config.patch else self.there(tokens)
+        if self.encoder:
+            begin = self.config.source
+            text, real = self.without_padding(tokens[:, begin:], begins=True)
+            tokens = torch.cat([tokens[:, :begin], text], 1)
+        inputs = self.inputs(tokens)
+        _, _, there = inputs['encoder.0' if self.encoder else 'blocks.0']
+        if self.encoder:
+            source = self.encoder_norm(*inputs['encoder_norm'])
+        for name, mixer in self.mixers().items():
+            layer = name.rpartition('.')[0]
+            x = inputs[layer][0]
+            u = inputs[name][0]
+            if isinstance(mixer, Cross):
+                q = mixer.queries(u)
+                u = source
+                k, v = mixer.keys_values(u)
+            else:
+                q, k, v = mixer.heads(u)
+            its_real = there if layer.startswith('encoder.') else real
+            yield Seen(name, mixer, self.get_submodule(layer), x, u, q, k, v, its_real, there, source)
 
     @property
     def max_len(self):

@@ -203,7 +203,7 @@ def main(argv):
     device = pick_device(args.device)
     model, meta = load(args.init, device, **swap)
     model.eval()
-    model.forms = pick_forms(args.impl)
+    model.use(pick_forms(args.impl))
     data = meta['data']
     name = meta.get('digest', args.init)                    # of the model, for states
 

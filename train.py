@@ -807,7 +807,7 @@ def main(argv):
     config = dataclasses.replace(config, block_size=longest, **of_data)
     torch.manual_seed(args.seed)
     model = GPT(config).to(device)
-    model.forms = pick_forms(args.impl)
+    model.use(pick_forms(args.impl))
     if args.carry:
         check_carry(model)
     states = restore(args, model, tensors)
