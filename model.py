@@ -43,7 +43,7 @@ def flag(default, help, choices=None, low=-math.inf, high=math.inf):
     return dataclasses.field(default=default, metadata=metadata)
 
 
-SOURCE_RULES = [name for name in RULES if RULES[name].keeps in (None, 'all')]       # that see a whole text
+SOURCE_RULES = [name for name, rule in RULES.items() if not (rule.bounded or rule.form)]    # see a whole text
 
 
 @dataclass
@@ -99,86 +99,59 @@ class Config:
         self.rope_scaling = [float(x) for x in self.rope_scaling]       # a list, as JSON has it
         if self.pos == 'auto' and (self.encoder or not self.causal):
             self.pos = 'learned'                    # a state that has read everything knows no order
-        head_dim, rest = divmod(self.n_embd, self.n_head)
-        if rest:
-            raise ValueError(f'--n_embd={self.n_embd} is not a multiple of --n_head={self.n_head}')
         for rule in self.pattern():
             if rule not in RULES:
                 raise ValueError(f'--rule={self.rule} --layers={self.layers}: {rule!r} is no rule; choose '
                                  f'from {", ".join(RULES)}')
-        if len(self.pattern()) > self.n_layer:
-            raise ValueError(f'--layers={self.layers}: more rules than --n_layer={self.n_layer} layers')
-        if self.turns() and head_dim % 2:
-            raise ValueError(f'--n_embd={self.n_embd} --n_head={self.n_head}: rope turns pairs, so n_embd / '
-                             f'n_head = {head_dim} must be even; or --pos=none')
-        self.refuse_rows()
-        if self.causal and self.cls:
-            raise ValueError('--causal=true: the first place of this model stands for the whole picture, '
-                             'which it has to see; leave the flag out')
-        self.refuse_without_encoder()
-        if self.encoder:
-            self.refuse_pairs()
-        if not self.causal:
-            self.refuse_causal(self.pattern())
-        self.refuse_absurd()
+        for wrong, why in self.refusals():
+            if wrong:
+                raise ValueError(why)
 
-    def refuse_rows(self):
-        """ValueError for a cache that cannot be, or what goes only with another one."""
+    def refusals(self):
+        """What cannot be: whether it is asked for, and the sentence that then says why. Each may take for
+        granted that nothing before it was."""
+        pattern = self.pattern()
         kept = self.keeps() - {None, 'all'}
-        if kept and not self.cache and not self.overflow:
-            raise ValueError('--cache=0: at least 1 row, or --overflow says where all rows go')
-        if 'sink' in kept and self.sinks >= max(1, self.cache):
-            raise ValueError(f'--sinks={self.sinks}: fewer than --cache={self.cache}, or no new row is kept')
-        if self.overflow and (not kept or kept - {'window', 'sink'}):
-            raise ValueError(f'--overflow={self.overflow} takes the rows that --rule=window or --rule=sink '
-                             f'let go; leave it out with {", ".join(self.pattern())}')
         over = self.overflow.partition(':')[0]
-        recurrences = [name for name in RULES if not RULES[name].keeps]
-        if over and over not in recurrences:
-            raise ValueError(f'--overflow={self.overflow}: choose from {", ".join(recurrences)}')
-        if self.positions == 'compress' and (not kept or self.overflow or self.pos not in ('auto', 'rope')):
-            raise ValueError('--positions=compress turns the keys of a bounded cache at every step anew: it '
-                             'needs one, with rope, and without --overflow')
-
-    def refuse_without_encoder(self):
-        """ValueError for what means nothing without an encoder."""
+        matrices = [name for name, rule in RULES.items() if rule.matrix and not rule.form]
+        head_dim, rest = divmod(self.n_embd, self.n_head)
+        yield rest, f'--n_embd={self.n_embd} is not a multiple of --n_head={self.n_head}'
+        yield self.turns() and head_dim % 2, (
+            f'--n_embd={self.n_embd} --n_head={self.n_head}: rope turns pairs, so n_embd / n_head = '
+            f'{head_dim} must be even; or --pos=none')
+        yield len(pattern) > self.n_layer, (
+            f'--layers={self.layers}: more rules than --n_layer={self.n_layer} layers')
+        yield kept and not self.cache and not over, (
+            '--cache=0: at least 1 row, or --overflow says where all rows go')
+        yield 'sink' in kept and self.sinks >= max(1, self.cache), (
+            f'--sinks={self.sinks}: fewer than --cache={self.cache}, or no new row is kept')
+        yield over and (not kept or kept - {'window', 'sink'}), (
+            f'--overflow={self.overflow} takes the rows that --rule=window or --rule=sink let go; leave it '
+            f'out with {", ".join(pattern)}')
+        yield over and over not in matrices, f'--overflow={self.overflow}: choose from {", ".join(matrices)}'
+        yield self.positions == 'compress' and (not kept or over or self.pos not in ('auto', 'rope')), (
+            '--positions=compress turns the keys of a bounded cache at every step anew: it needs one, with '
+            'rope, and without --overflow')
         for name in 'encoder_rule', 'cross':
             rule = getattr(self, name)
-            if rule and not self.encoder:
-                raise ValueError(f'--{name}={rule} says how a source is read, by --encoder=3 layers, say')
-            if rule and rule not in SOURCE_RULES:
-                raise ValueError(f'--{name}={rule}: choose from {", ".join(SOURCE_RULES)}')
-        if self.pool != 'mean' and self.causal:
-            raise ValueError(f'--pool={self.pool} says how the class of a row is read: it goes with '
-                             '--causal=false')
-
-    def refuse_pairs(self):
-        """ValueError for what has no meaning beside an encoder."""
-        if not self.causal or self.classes:
-            raise ValueError(f'--encoder={self.encoder} has a decoder, which writes a text: leave out '
-                             '--causal=false, and give data without classes')
-        self.refuse_causal([self.of_source(self.encoder_rule), self.of_source(self.cross)])
-
-    def refuse_causal(self, rules):
-        """ValueError for what has no meaning in an encoder."""
-        for rule in rules:
-            if RULES[rule].keeps not in (None, 'all'):
-                raise ValueError(f'--causal=false --rule={rule}: which rows go is decided step by step, but '
-                                 'an encoder sees all at once; take softmax, or fast weights')
-            if RULES[rule].erase and self.norm == 'attn':
-                raise ValueError(f'--rule={rule} --norm=attn divides by the keys so far, but an encoder sees '
-                                 'all at once; take --norm=sum or l2')
-
-    def refuse_absurd(self):
-        """ValueError for weights that are more than this machine's memory: about 12 n_embd^2 a layer, and the
-        embeddings; and beside them rows of one text."""
-        layer = 4 * self.n_embd + 2 * self.inner() + 2 * self.cache
+            yield rule and not self.encoder, (
+                f'--{name}={rule} says how a source is read, by --encoder=3 layers, say')
+            yield rule not in ('', *SOURCE_RULES), f'--{name}={rule}: choose from {", ".join(SOURCE_RULES)}'
+        yield self.encoder and (not self.causal or self.classes), (
+            f'--encoder={self.encoder} has a decoder, which writes a text: leave out --causal=false, and '
+            'give data without classes')
+        yield self.causal and self.cls, (
+            '--causal=true: the first place of this model stands for the whole picture, which it has to see; '
+            'leave the flag out')
+        yield self.causal and self.pool != 'mean', (
+            f'--pool={self.pool} says how the class of a row is read: it goes with --causal=false')
+        layer = 4 * self.n_embd + 2 * self.inner() + 2 * self.cache     # times n_embd; cache: one text's rows
         numbers = self.n_embd * ((self.n_layer + self.encoder) * layer + self.vocab_size + self.places())
         memory = machine_memory() // 10 ** 9
-        if 4 * numbers // 10 ** 9 > memory:
-            raise ValueError(f'--n_layer={self.n_layer} --n_embd={self.n_embd} --cache={self.cache} '
-                             f'--block_size={self.block_size}: about {numbers:,} numbers of 4 bytes, and '
-                             f'this machine has {memory} GB')
+        yield 4 * numbers // 10 ** 9 > memory, (
+            f'--n_layer={self.n_layer} --n_embd={self.n_embd} --cache={self.cache} '
+            f'--block_size={self.block_size}: about {numbers:,} numbers of 4 bytes, and this machine has '
+            f'{memory} GB')
 
     def pattern(self):
         """The rules that take turns over depth."""
@@ -192,9 +165,9 @@ class Config:
         """The rule of the encoder, or of cross attention: what was given for it, else that of the first layer
         or, where this one keeps some rows, softmax."""
         rule = given or self.pattern()[0]
-        if rule in SOURCE_RULES:
-            return rule
-        return 'softmax'
+        if RULES[rule].bounded:
+            return 'softmax'
+        return rule
 
     def all_rules(self):
         """The rules of the layers and, of a translator, of its encoder and of cross attention."""
@@ -273,6 +246,7 @@ class Forms(NamedTuple):
     square: Callable = relu_squared
     record: Callable = unrecorded
     softmax: Callable = fastweight.softmax
+    impl: str = 'auto'                                  # what was asked for
     why: str = 'chunk (plain torch and autograd)'       # one line to print: which forms, and why
 
 
@@ -283,10 +257,13 @@ def pick_forms(impl='auto'):
     """'loop', 'chunk', 'fused' or 'auto' -> Forms. The only choice point, and beside bench.py the only
     place that imports kernels.py. ValueError for 'fused' without that file; any other fault of it is raised
     as it is."""
+    definition = '--impl=loop runs fastweight.recurrent, the definition'
+    plain = PLAIN._replace(impl=impl, why=f'{PLAIN.why}; {definition}')
     if impl == 'loop':
-        return PLAIN._replace(recurrence=fastweight.recurrent, why='loop (the definition, slow)')
+        why = 'loop (fastweight.recurrent, the definition, slow)'
+        return plain._replace(recurrence=fastweight.recurrent, why=why)
     if impl == 'chunk':
-        return PLAIN
+        return plain
     try:
         import kernels
     except ModuleNotFoundError as e:
@@ -294,9 +271,10 @@ def pick_forms(impl='auto'):
             raise
         if impl == 'fused':
             raise ValueError('--impl=fused: there is no kernels.py; --impl=chunk does without') from None
-        return PLAIN._replace(why='chunk (plain torch and autograd: there is no kernels.py)')
+        return plain._replace(why=f'chunk (plain torch and autograd: there is no kernels.py); {definition}')
+    why = f'fused (kernels.py: Triton on a GPU, else batched products); {definition}'
     return Forms(kernels.chunked, kernels.bounded, kernels.shifted_sum, kernels.relu_squared,
-                 kernels.recorded, why='fused (kernels.py: Triton on a GPU, else batched products)')
+                 kernels.recorded, impl=impl, why=why)
 
 
 # ---- a layer's memory: gates from x, a map and a normaliser on q and k, then the recurrence ----------------
@@ -444,6 +422,20 @@ def refuse_combination(name, phi, norm, beta_max):
                          'that may exceed 1')
 
 
+def refuse_encoder(name, norm):
+    """ValueError for a rule that goes step by step, in an encoder or where a decoder reads its source."""
+    rule = RULES[name]
+    if rule.form:
+        raise ValueError(f'--rule={name}: {rule.form.__name__}, its form, goes step by step, but an encoder '
+                         'and cross attention see all at once; --encoder_rule and --cross take other rules')
+    if rule.bounded:
+        raise ValueError(f'--causal=false --rule={name}: which rows go is decided step by step, but an '
+                         'encoder sees all at once; take softmax, or fast weights')
+    if rule.erase and norm == 'attn':
+        raise ValueError(f'--rule={name} --norm=attn divides by the keys so far, but an encoder sees all at '
+                         'once; take --norm=sum or l2')
+
+
 class FastWeights(nn.Module):
     """The heart of a layer: a writer (`writes`) and a reader (`reads`) around a form of the recurrence, or
     rows that are kept.
@@ -490,6 +482,8 @@ class FastWeights(nn.Module):
             raise ValueError(f'--norm={norm}: no such normaliser; choose from {", ".join(NORMALISERS)}')
         self.map = phi or self.rule.phi
         self.phi = feature_map(self.map, n_head, key_dim or head_dim)
+        if not causal:
+            refuse_encoder(rule, self.norm)
         refuse_combination(rule, self.phi, self.norm, beta_max)
         self.gates = Gates(self.rule, n_embd, n_head, self.phi.feature_dim, head_dim, beta_max)
         self.normalise = self.norm == 'attn'
@@ -540,6 +534,8 @@ class FastWeights(nn.Module):
     def recurrence(self, q, k, v, **gates):
         """The form of the equation that this layer computes: arguments as for fastweight.recurrent, and
         `there` of an encoder."""
+        if self.rule.form:
+            return self.rule.form(q, k, v, **gates)
         if self.causal:
             return self.forms.recurrence(q, k, v, **gates)
         return fastweight.encoded(q, k, v, form=self.forms.recurrence, **gates)
@@ -621,7 +617,7 @@ class FastWeights(nn.Module):
 class Conv(nn.Module):
     """y_t = sum_j w_j x_{t-n+j}, j = 0..n, in each channel; its state is the last n inputs, n = width - 1.
     Random at first: every channel is another view of the last tokens. Identities learn slower. Without
-    `causal`, in an encoder, it is centred: of an even width one more of its inputs lies before t than behind."""
+    `causal`, in an encoder, it is centred; of an even width one more input lies before t than after."""
     forms = PLAIN
 
     def __init__(self, channels, width, causal=True):
@@ -956,9 +952,24 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.3)
 
     def use(self, forms):
-        """Compute with these Forms from now on, in all modules."""
+        """Compute with these Forms from now on, in all modules. ValueError for fast ones that a rule with a
+        form of its own has not."""
+        for name in self.config.all_rules():
+            form = RULES[name].form
+            if form and forms.impl in ('chunk', 'fused'):
+                raise ValueError(f'--impl={forms.impl}: --rule={name} is computed by {form.__name__} alone, '
+                                 'its own form; leave the flag out')
         for module in self.modules():
             module.forms = forms
+
+    @property
+    def why(self):
+        """Which forms compute this model, in one line to print."""
+        rules = dict.fromkeys(self.config.all_rules())
+        own = [f'{name}: form={RULES[name].form.__name__} of its own' for name in rules if RULES[name].form]
+        if len(own) < len(rules):
+            own.append(self.forms.why)
+        return '; '.join(own)
 
     def first(self, tokens, state=None):
         """tokens (B, T) -> what the first layer gets (B, T, n_embd); of patches (B, T / patch, n_embd), with
@@ -1073,7 +1084,7 @@ class GPT(nn.Module):
         return {name: module for name, module in self.named_modules() if isinstance(module, Mixer)}
 
     def inputs(self, tokens):
-        """What blocks, mixers and the encoder's norm are called with while the model reads tokens, by name."""
+        """What blocks, mixers and the encoder's norm are called with as the model reads tokens, by name."""
         found = {}
 
         def remember(name, module, given, result):
@@ -1276,8 +1287,8 @@ def state_bytes(state):
 
 
 # ---- files of our own --------------------------------------------------------------------------------------
-# One safetensors file: a header in JSON, then bare numbers. Nothing is pickled, so a file cannot run code. Its
-# header has two strings of ours: meta, as JSON, and digest, a sha256 over meta and all tensors.
+# One safetensors file: a header in JSON, then bare numbers. Nothing is pickled, so a file cannot run code.
+# The header has two strings of ours: meta, as JSON, and digest, a sha256 over meta and all tensors.
 def digest(meta, tensors):
     """sha256 over the metadata (a string) and every tensor's name, type, shape and bytes."""
     found = hashlib.sha256(meta.encode())

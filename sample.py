@@ -229,7 +229,7 @@ def main(argv):
         classify(model, tokens[:1])
         return
     start = state[0]['t'] if state else 0
-    say(f'{",".join(model.config.rules())} from {args.init}, step {meta["step"]}; {model.forms.why}')
+    say(f'{",".join(model.config.rules())} from {args.init}, step {meta["step"]}; {model.why}')
     if model.config.source:                                 # a row ends, with or without an end
         args.tokens = min(args.tokens, model.config.block_size - int(start) - tokens.shape[1] + 1)
     elif model.positions is not None and start + tokens.shape[1] + args.tokens > model.config.block_size:

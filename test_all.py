@@ -927,6 +927,55 @@ def test_delta_without_normalised_keys_diverges():
     assert not recurrent(k, k, v, beta, beta)[1].abs().max() < 1e9
     assert recurrent(k, l2(k), v, beta, beta)[1].abs().max() < 100
 
+def oja(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=0):
+    """S_t = S + w (v_t - S k_t) k_t^T - w v_t (v_t^T S) / 9: the last term, as Oja's, is not in the equation."""
+    S = torch.zeros(*v.shape[:2], v.shape[-1], k.shape[-1], dtype=v.dtype) if S is None else S
+    o = []
+    for t in range(q.shape[2]):
+        w = write[:, :, t, None, None]
+        v_t, k_t = v[:, :, t, :, None], k[:, :, t, None]
+        u = v_t - (S * k_t).sum(-1, keepdim=True)
+        S = S + w * u * k_t - w * v_t * (v_t * S).sum(2, keepdim=True) / 9
+        o.append((S * q[:, :, t, None]).sum(-1))
+    return torch.stack(o, 2), S
+
+@pytest.fixture
+def a_rule_of_its_own(monkeypatch):
+    monkeypatch.setitem(RULES, 'oja', fastweight.Rule('Oja 1982', 'silu', 'l2', write='beta', form=oja))
+
+def test_a_rule_with_a_form_of_its_own_is_computed_by_it(a_rule_of_its_own, text, tmp_path, capsys):
+    """At any cut and in training; the first line says so; the text can be sampled."""
+    model = GPT(Config(rule='oja', n_layer=2, n_head=2, n_embd=16)).double()
+    tokens = torch.randint(256, (2, 9))
+    whole, state = model(tokens)
+    first, begun = model(tokens[:, :4])
+    rest, end = model(tokens[:, 4:], begun)
+    near(torch.cat([first, rest], 1), whole)
+    close(pack(end), pack(state))
+    memory = model.blocks[0].mixer.memory
+    x, (q, k, v) = torch.randn(1, 5, 16).double(), torch.randn(3, 1, 2, 5, 8).double()
+    near(memory(x, q, k, v)[0], oja(memory.reads(q), **memory.writes(x, k, v))[0])
+    assert 'oja: form=oja of its own' in model.why and 'fused' not in model.why
+    mixed = GPT(Config(layers='oja,delta', n_layer=2, n_head=2, n_embd=16)).why
+    assert 'oja: form=oja' in mixed and '--impl=loop runs' in mixed
+    ckpt = trained(text, tmp_path, '--layers=oja', steps=2)
+    assert 'recurrence: oja: form=oja of its own' in capsys.readouterr().out
+    said, err = written(capsys, f'--init={ckpt}', '--tokens=40', '--temperature=0')
+    assert len(said) >= 40 and 'oja: form=oja' in err
+
+@pytest.mark.parametrize('flags, why', [
+    (dict(rule='oja', causal=False, classes=2), 'oja, its form, goes step by step'),
+    (dict(rule='oja', encoder=1, source=8), 'oja, its form, goes step by step'),
+    (dict(cross='oja', encoder=1, source=8), '--cross=oja: choose'),
+    (dict(rule='window', overflow='oja'), '--overflow=oja: choose')])
+def test_what_such_a_rule_cannot_do_is_refused_in_its_name(flags, why, a_rule_of_its_own):
+    with pytest.raises(ValueError, match=why):
+        GPT(Config(n_layer=1, n_head=2, n_embd=16, **flags))
+    model = GPT(Config(rule='oja', encoder=1, source=8, encoder_rule='sum', cross='softmax', pad=9))
+    for impl in 'chunk', 'fused':
+        with pytest.raises(ValueError, match=f'--impl={impl}: --rule=oja is computed by oja alone'):
+            model.use(pick_forms(impl))
+
 def test_random_features_are_redrawn_in_training_only():
     layer = FastWeights('sum', 8, 2, 4, 'favor')
     x, (q, k, v) = torch.randn(1, 5, 8), torch.randn(3, 1, 2, 5, 4)
@@ -3111,7 +3160,8 @@ def test_a_teacher_that_was_stopped_is_trained_on(teacher, tmp_path, monkeypatch
     """Of convert.py's own; bench.py, which finds it, too, says so."""
     monkeypatch.chdir(tmp_path)
     tensors, meta = model_py.read(teacher)
-    model_py.write('out/teacher/ckpt.safetensors', tensors, meta | dict(step=7, best=1.0, args=dict(steps=10)))
+    meta |= dict(step=7, best=1.0, args=dict(steps=10))
+    model_py.write('out/teacher/ckpt.safetensors', tensors, meta)
     ran = Mock(return_value=Mock(returncode=0))
     monkeypatch.setattr(convert.subprocess, 'run', ran)
     assert convert.a_teacher() == 'out/teacher/ckpt.safetensors'

@@ -672,7 +672,7 @@ class Run:
         self.say(f'{",".join(config.rules())} | {n_params / 1e6:.2f} M parameters | {args.data}: '
                  f'{len(self.train):,} + {len(self.val):,} tokens of {config.vocab_size} | {self.world} x '
                  f'{self.device}, {str(self.dtype)[6:]}, {torch.get_num_threads()} threads')
-        self.say(f'recurrence: {self.model.forms.why}')
+        self.say(f'recurrence: {self.model.why}')
         about = {'args': dataclasses.asdict(args), 'torch': torch.__version__}
         short = {key: value for key, value in self.meta.items() if key != 'json'}       # of megabytes
         self.note('a' if args.resume else 'w', config=dataclasses.asdict(config), **about, data=short,
