@@ -1256,7 +1256,7 @@ def unrefused(flags, seed, out):
     fails for another reason"""
     threads = torch.get_num_threads()
     command = [*shlex.split(flags), f'--seed={seed}', f'--out={out}', '--threads=1']
-    with mock.patch('model.refuse_combination'), contextlib.redirect_stdout(sys.stderr):
+    with mock.patch('model.mistakes_together'), contextlib.redirect_stdout(sys.stderr):
         failed = recipe.main(command)
     torch.set_num_threads(threads)
     for row in json_lines(os.path.join(out, 'log.jsonl')):

@@ -43,6 +43,14 @@ def flag(default, help, choices=None, low=-math.inf, high=math.inf):
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def refuse(mistakes):
+    """ValueError for the first of some mistakes: pairs of whether it was made, and a sentence that says why
+    it is one. Each may take for granted that none before it was made."""
+    for made, why in mistakes:
+        if made:
+            raise ValueError(why)
+
+
 SOURCE_RULES = [name for name, rule in RULES.items() if not (rule.bounded or rule.form)]    # see a whole text
 
 
@@ -99,18 +107,15 @@ class Config:
         self.rope_scaling = [float(x) for x in self.rope_scaling]       # a list, as JSON has it
         if self.pos == 'auto' and (self.encoder or not self.causal):
             self.pos = 'learned'                    # a state that has read everything knows no order
-        for rule in self.pattern():
-            if rule not in RULES:
-                raise ValueError(f'--rule={self.rule} --layers={self.layers}: {rule!r} is no rule; choose '
-                                 f'from {", ".join(RULES)}')
-        for wrong, why in self.refusals():
-            if wrong:
-                raise ValueError(why)
+        refuse(self.mistakes())
 
-    def refusals(self):
-        """What cannot be: whether it is asked for, and the sentence that then says why. Each may take for
-        granted that nothing before it was."""
+    def mistakes(self):
+        """What cannot be, for `refuse`."""
         pattern = self.pattern()
+        for rule in pattern:
+            yield rule not in RULES, (
+                f'--rule={self.rule} --layers={self.layers}: {rule!r} is no rule; choose from '
+                f'{", ".join(RULES)}')
         kept = self.keeps() - {None, 'all'}
         over = self.overflow.partition(':')[0]
         matrices = [name for name, rule in RULES.items() if rule.matrix and not rule.form]
@@ -183,13 +188,13 @@ class Config:
         """Whether there are softmax layers, and beside them at most layers with a matrix."""
         return {'all'} <= self.keeps() <= {'all', None}
 
-    def turned(self, rule):
+    def uses_rope(self, rule):
         """Whether rope turns the keys of a layer with this rule."""
-        return self.pos == 'rope' or (self.pos == 'auto' and RULES[rule].keeps is not None)
+        return self.pos == 'rope' or (self.pos == 'auto' and not RULES[rule].matrix)
 
     def turns(self):
         """Whether it does in some layer."""
-        return any(map(self.turned, self.pattern()))
+        return any(map(self.uses_rope, self.pattern()))
 
     def places(self):
         """How many inputs a row of block_size tokens is: they themselves, or patches and what is before."""
@@ -257,24 +262,23 @@ def pick_forms(impl='auto'):
     """'loop', 'chunk', 'fused' or 'auto' -> Forms. The only choice point, and beside bench.py the only
     place that imports kernels.py. ValueError for 'fused' without that file; any other fault of it is raised
     as it is."""
-    definition = '--impl=loop runs fastweight.recurrent, the definition'
-    plain = PLAIN._replace(impl=impl, why=f'{PLAIN.why}; {definition}')
     if impl == 'loop':
-        why = 'loop (fastweight.recurrent, the definition, slow)'
-        return plain._replace(recurrence=fastweight.recurrent, why=why)
-    if impl == 'chunk':
-        return plain
+        return Forms(fastweight.recurrent, impl=impl, why='loop (fastweight.recurrent, the definition, slow)')
+    why = 'plain torch and autograd'
+    definition = '--impl=loop runs fastweight.recurrent, the definition'
     try:
-        import kernels
+        if impl != 'chunk':
+            import kernels
+            return Forms(kernels.chunked, kernels.bounded, kernels.shifted_sum, kernels.relu_squared,
+                         kernels.recorded, impl=impl,
+                         why=f'fused (kernels.py: Triton on a GPU, else batched products); {definition}')
     except ModuleNotFoundError as e:
         if e.name != 'kernels':
             raise
         if impl == 'fused':
             raise ValueError('--impl=fused: there is no kernels.py; --impl=chunk does without') from None
-        return plain._replace(why=f'chunk (plain torch and autograd: there is no kernels.py); {definition}')
-    why = f'fused (kernels.py: Triton on a GPU, else batched products); {definition}'
-    return Forms(kernels.chunked, kernels.bounded, kernels.shifted_sum, kernels.relu_squared,
-                 kernels.recorded, impl=impl, why=why)
+        why += ': there is no kernels.py'
+    return Forms(impl=impl, why=f'chunk ({why}); {definition}')
 
 
 # ---- a layer's memory: gates from x, a map and a normaliser on q and k, then the recurrence ----------------
@@ -398,42 +402,36 @@ def without_autocast(x):
     return contextlib.nullcontext()
 
 
-def refuse_combination(name, phi, norm, beta_max):
-    """ValueError, in one sentence that says why, where rule, map (a module) and normaliser together mean
-    nothing."""
+def mistakes_together(name, phi, norm, beta_max, causal):
+    """For `refuse`: where rule, map (a module) and normaliser together mean nothing, or where a rule goes step
+    by step and all steps are to be seen at once."""
     rule = RULES[name]
-    if norm == 'attn' and rule.z:
-        raise ValueError(f'--norm=attn with --rule={name}: value channels decay apart, so each would need a '
-                         'denominator of its own')
-    if norm == 'attn' and rule.erase and rule.f:
-        raise ValueError(f'--norm=attn with --rule={name}: erasing makes weights negative, so their sum n.q '
-                         'may be 0 or below, and the plain sum of keys that delta takes knows no decay')
-    if norm == 'attn' and not phi.mean:
-        raise ValueError('--norm=attn divides by n.q, which this map can make zero or negative: use a map '
-                         '>= 0, as --phi=elu, or --norm=l2')
-    if (norm == 'sum' or norm == 'attn' and rule.erase) and not phi.positive:
-        raise ValueError(f'--norm={norm} divides by the sum of the features, here maybe zero or negative: '
-                         'use --norm=l2')
-    if norm == 'none' and rule.erase:
-        raise ValueError(f'--rule={name} with --norm=none diverges: the delta rule needs normalised keys, '
-                         '--norm=l2 or sum')
-    if beta_max != 1 and not rule.erase:
-        raise ValueError(f'--beta_max={beta_max:g} with --rule={name}: only rules that erase have a beta '
-                         'that may exceed 1')
-
-
-def refuse_encoder(name, norm):
-    """ValueError for a rule that goes step by step, in an encoder or where a decoder reads its source."""
-    rule = RULES[name]
-    if rule.form:
-        raise ValueError(f'--rule={name}: {rule.form.__name__}, its form, goes step by step, but an encoder '
-                         'and cross attention see all at once; --encoder_rule and --cross take other rules')
-    if rule.bounded:
-        raise ValueError(f'--causal=false --rule={name}: which rows go is decided step by step, but an '
-                         'encoder sees all at once; take softmax, or fast weights')
-    if rule.erase and norm == 'attn':
-        raise ValueError(f'--rule={name} --norm=attn divides by the keys so far, but an encoder sees all at '
-                         'once; take --norm=sum or l2')
+    mean = norm == 'attn'
+    if not causal:
+        yield rule.form, (
+            f'--rule={name}: its form goes step by step, but an encoder and cross attention see all at once; '
+            '--encoder_rule and --cross take other rules')
+        yield rule.bounded, (
+            f'--causal=false --rule={name}: which rows go is decided step by step, but an encoder sees all at '
+            'once; take softmax, or fast weights')
+        yield mean and rule.erase, (
+            f'--rule={name} --norm=attn divides by the keys so far, but an encoder sees all at once; take '
+            '--norm=sum or l2')
+    yield mean and rule.z, (
+        f'--norm=attn with --rule={name}: value channels decay apart, so each would need a denominator of its '
+        'own')
+    yield mean and rule.erase and rule.f, (
+        f'--norm=attn with --rule={name}: erasing makes weights negative, so their sum n.q may be 0 or below, '
+        'and the plain sum of keys that delta takes knows no decay')
+    yield mean and not phi.mean, (
+        '--norm=attn divides by n.q, which this map can make zero or negative: use a map >= 0, as --phi=elu, '
+        'or --norm=l2')
+    yield (norm == 'sum' or mean and rule.erase) and not phi.positive, (
+        f'--norm={norm} divides by the sum of the features, here maybe zero or negative: use --norm=l2')
+    yield norm == 'none' and rule.erase, (
+        f'--rule={name} with --norm=none diverges: the delta rule needs normalised keys, --norm=l2 or sum')
+    yield beta_max != 1 and not rule.erase, (
+        f'--beta_max={beta_max:g} with --rule={name}: only rules that erase have a beta that may exceed 1')
 
 
 class FastWeights(nn.Module):
@@ -454,8 +452,6 @@ class FastWeights(nn.Module):
     def __init__(self, rule, n_embd, n_head, head_dim, phi='', norm='', beta_max=1.0, cache=256, sinks=4,
                  turn=None, overflow='', key_dim=0, causal=True):
         super().__init__()
-        if rule not in RULES:
-            raise ValueError(f'--rule={rule}: no such rule; choose from {", ".join(RULES)}')
         self.rule = RULES[rule]
         self.cache = cache
         self.sinks = sinks
@@ -482,9 +478,7 @@ class FastWeights(nn.Module):
             raise ValueError(f'--norm={norm}: no such normaliser; choose from {", ".join(NORMALISERS)}')
         self.map = phi or self.rule.phi
         self.phi = feature_map(self.map, n_head, key_dim or head_dim)
-        if not causal:
-            refuse_encoder(rule, self.norm)
-        refuse_combination(rule, self.phi, self.norm, beta_max)
+        refuse(mistakes_together(rule, self.phi, self.norm, beta_max, causal))
         self.gates = Gates(self.rule, n_embd, n_head, self.phi.feature_dim, head_dim, beta_max)
         self.normalise = self.norm == 'attn'
         self.by_keys = self.normalise and self.rule.erase               # divided by the plain sum of keys
@@ -531,34 +525,32 @@ class FastWeights(nn.Module):
             o = fastweight.read_all(self.reads(q, t), state['S'], self.normalise, self.phi.floor)
         return o.to(q.dtype)
 
-    def recurrence(self, q, k, v, **gates):
+    def recurrence(self, q, k, v, there=None, **gates):
         """The form of the equation that this layer computes: arguments as for fastweight.recurrent, and
         `there` of an encoder."""
         if self.rule.form:
             return self.rule.form(q, k, v, **gates)
         if self.causal:
             return self.forms.recurrence(q, k, v, **gates)
-        return fastweight.encoded(q, k, v, form=self.forms.recurrence, **gates)
+        return fastweight.encoded(q, k, v, **gates, there=there, form=self.forms.recurrence)
 
     def forward(self, x, q, k, v, state=None, t=0, there=None):
         state = state or {}
-        if self.rule.keeps == 'all' and not self.causal:
-            return fastweight.softmax_of_all(q, k, v, there=there)
         if self.rule.keeps == 'all':
-            return self.forms.softmax(q, k, v, rows_of(state))
+            if self.causal:
+                return self.forms.softmax(q, k, v, rows_of(state))
+            return fastweight.softmax_of_all(q, k, v, there=there)
         with without_autocast(x):
-            if self.rule.keeps:
+            if self.rule.bounded:
                 return self.keep_rows(x, q, k, v, state, t)
             self.redraw(state)
             written = self.writes(x, k, v, t)
             q = self.reads(q, t)
             S = state.get('S')
             if self.by_keys:
-                o, S = self.divided_by_keys(q, S=S, **written)
-                return o, {'S': S}
-            if not self.causal:
-                written['there'] = there
-            o, S = self.recurrence(q, **written, S=S, normalise=self.normalise, floor=self.phi.floor)
+                return self.divided_by_keys(q, S=S, **written)
+            o, S = self.recurrence(q, **written, there=there, S=S, normalise=self.normalise,
+                                   floor=self.phi.floor)
             return o, {'S': S}
 
     def divided_by_keys(self, q, k, v, write, erase, S):
@@ -573,7 +565,7 @@ class FastWeights(nn.Module):
         seen_by_q = (q * n).sum(-1, keepdim=True)
         o, S = self.recurrence(q, k, v, write=write, erase=erase / seen_by_k.clamp(min=FLOOR), S=S)
         o = o / seen_by_q.clamp(min=FLOOR)
-        return o.to(v.dtype), torch.cat([S, n[:, :, -1:]], 2)
+        return o.to(v.dtype), {'S': torch.cat([S, n[:, :, -1:]], 2)}
 
     def keep_rows(self, x, q, k, v, state, t):
         """A bounded set of rows. With `overflow` (LoLCATs, Zhang 2024, arXiv:2410.10254, for the window), a
@@ -660,30 +652,30 @@ class Mixer(nn.Module):
         self.n_head = c.n_head
         self.n_kv_head = c.kv_heads()
         self.head_dim = c.n_embd // c.n_head
-        keeps = RULES[rule].keeps
+        kind = RULES[rule]
         self.key_dim = self.head_dim
-        if c.key_dim and not keeps:
+        if c.key_dim and kind.matrix:
             self.key_dim = c.key_dim
         self.sizes = [c.n_head * self.key_dim, self.n_kv_head * self.key_dim, self.n_kv_head * self.head_dim]
         self.speeds = functools.partial(speeds, self.key_dim // 2, c.theta, c.rope_scaling)
         self.turn = functools.partial(rope, theta=c.theta, scaling=c.rope_scaling)
         mixed = len(set(c.all_rules())) > 1         # then a layer takes the flags that it can follow
         flags = {'phi': c.phi, 'norm': c.norm, 'beta_max': c.beta_max, 'cache': c.cache, 'sinks': c.sinks}
-        if mixed and keeps:
+        if mixed and not kind.matrix:
             flags.update(phi='', norm='')
-        if mixed and not RULES[rule].erase:
+        if mixed and not kind.erase:
             flags.update(beta_max=1.0)
-        if keeps in ('window', 'sink'):
+        if kind.keeps in ('window', 'sink'):
             flags.update(overflow=c.overflow)
-        self.rope = c.turned(rule)
-        if c.positions == 'compress' and keeps not in (None, 'all'):
+        self.rope = c.uses_rope(rule)
+        if c.positions == 'compress' and kind.bounded:
             self.rope = False                       # `bounded` turns the keys
             flags.update(turn=self.turn)
         self.qkv = nn.Linear(c.n_embd, sum(self.sizes), bias=c.bias)
         self.memory = FastWeights(rule, c.n_embd, c.n_head, self.head_dim, key_dim=self.key_dim,
                                   causal=causal, **flags)
         self.out_norm = None
-        if c.out_norm and not keeps and self.memory.norm != 'attn':     # these are divided already
+        if c.out_norm and kind.matrix and self.memory.norm != 'attn':     # these are divided already
             self.out_norm = nn.LayerNorm(self.head_dim, bias=False)
         self.proj = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
         self.dropout = nn.Dropout(c.dropout)
@@ -722,7 +714,7 @@ class Mixer(nn.Module):
     def has_weights(self):
         """Whether the outputs of fast weights are means of values, with weights that can be compared."""
         rule = self.memory.rule
-        return rule.keeps is None and self.memory.norm == 'attn' and not rule.erase
+        return rule.matrix and self.memory.norm == 'attn' and not rule.erase
 
     def attend(self, u, q, k, v, there=None):
         """What the heads read from a fresh start (B, H, T, head_dim), of its input u (B, T, n_embd) and its
@@ -1405,9 +1397,6 @@ def swapped(model, source, rule='', **changes):
     has: only the fast weights of overflow may come and go."""
     old = model.config
     if rule:
-        if rule not in ROWS:
-            raise ValueError(f'--rule={rule}: softmax weights as they are can only become {", ".join(ROWS)}; '
-                             'python convert.py swaps for other rules')
         if old.keeps() == {None}:
             raise ValueError(f'--rule={rule}: {source} has no softmax layers, only {",".join(old.rules())}')
         layers = [rule if RULES[name].keeps else name for name in old.rules()]

@@ -964,8 +964,8 @@ def test_a_rule_with_a_form_of_its_own_is_computed_by_it(a_rule_of_its_own, text
     assert len(said) >= 40 and 'oja: form=oja' in err
 
 @pytest.mark.parametrize('flags, why', [
-    (dict(rule='oja', causal=False, classes=2), 'oja, its form, goes step by step'),
-    (dict(rule='oja', encoder=1, source=8), 'oja, its form, goes step by step'),
+    (dict(rule='oja', causal=False, classes=2), '--rule=oja: its form goes step by step'),
+    (dict(rule='oja', encoder=1, source=8), '--rule=oja: its form goes step by step'),
     (dict(cross='oja', encoder=1, source=8), '--cross=oja: choose'),
     (dict(rule='window', overflow='oja'), '--overflow=oja: choose')])
 def test_what_such_a_rule_cannot_do_is_refused_in_its_name(flags, why, a_rule_of_its_own):
@@ -1619,7 +1619,7 @@ def refused(capsys, main, *argv):
     ('sum', 'identity', 'attn', 1, 'zero or negative'), ('delta', 'silu', 'sum', 1, 'sum of the features'),
     ('delta', 'elu', 'none', 1, 'diverges'), ('sum', 'elu', 'attn', 2, 'only rules that erase'),
     ('softmax', 'elu', 'none', 1, 'own kernel'), ('sum', 'nope', 'attn', 1, 'no such feature map; choose'),
-    ('sum', 'elu:3', 'attn', 1, 'takes nothing'), ('nope', 'elu', 'attn', 1, 'no such rule; choose'),
+    ('sum', 'elu:3', 'attn', 1, 'takes nothing'),
     ('sum', 'elu', 'nope', 1, 'no such normaliser; choose'), ('sum', 'dpfp:8', 'attn', 1, '1..7'),
     ('sum', 't2r:0', 'attn', 1, 'above 0'), ('sum', 'favor:many', 'attn', 1, 'a whole number above 0'),
     ('sum', 'exp:nan', 'attn', 1, 'a number above 0'), ('sum', 'hedgehog:x', 'attn', 1, 'forms')])
