@@ -78,7 +78,7 @@ import kernels
 import train as recipe
 from data import prepare
 from fastweight import RULES, l2
-from model import (GPT, Config, FastWeights, Gates, Mixer, chosen_rows, flag, kl, load, parse, pick_device,
+from model import (GPT, Config, FastWeights, Gates, Mixer, chosen_texts, flag, kl, load, parse, pick_device,
                    pick_forms, sample, script, state_bytes, swapped, unrecorded)
 
 os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # torch.profiler, of which memory is asked, is talkative
@@ -2161,7 +2161,7 @@ def far_along(model, batch, source, target):
         if 'k' in layer:
             layer.update(grown(layer, target))
     alike = torch.zeros(batch, dtype=torch.long, device=token.device)
-    return token[alike], chosen_rows(state, alike, everything=True)
+    return token[alike], chosen_texts(state, alike, everything=True)
 
 
 def writing(model, token, state):

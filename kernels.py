@@ -1739,7 +1739,7 @@ class Recording(Roomy):
 
     def play(self):
         """A step: token and state in, token and state out, all where they lie."""
-        x = self.model.first(self.here, [{'t': self.t}])[:, 0]
+        x = self.model.embedded(self.here, [{'t': self.t}])[:, 0]
         for layer in self.layers:
             x = layer.play(x, self.t)
         self.logits = F.linear(self.model.norm(x), (self.model.head or self.model.embed).weight)
@@ -1846,7 +1846,7 @@ class InPlace(Layer):
         onto(x, o.flatten(1), self.mixer.proj)
         if self.block.cross is not None:
             x = self.block.read_source(x[:, None], {**self.memory, 't': t})[0][:, 0]
-        h = self.block.inner(self.look(1, self.block.norm2, x))
+        h = self.block.widened(self.look(1, self.block.norm2, x))
         onto(x, h, self.block.down)
         return x
 

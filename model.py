@@ -403,8 +403,8 @@ def without_autocast(x):
 
 
 def mistakes_together(name, phi, norm, beta_max, causal):
-    """For `refuse`: where rule, map (a module) and normaliser together mean nothing, or where a rule goes step
-    by step and all steps are to be seen at once."""
+    """For `refuse`: where rule, map (a module) and normaliser together mean nothing, or where a rule goes
+    step by step and all steps are to be seen at once."""
     rule = RULES[name]
     mean = norm == 'attn'
     if not causal:
@@ -412,17 +412,17 @@ def mistakes_together(name, phi, norm, beta_max, causal):
             f'--rule={name}: its form goes step by step, but an encoder and cross attention see all at once; '
             '--encoder_rule and --cross take other rules')
         yield rule.bounded, (
-            f'--causal=false --rule={name}: which rows go is decided step by step, but an encoder sees all at '
-            'once; take softmax, or fast weights')
+            f'--causal=false --rule={name}: which rows go is decided step by step, but an encoder sees all '
+            'at once; take softmax, or fast weights')
         yield mean and rule.erase, (
             f'--rule={name} --norm=attn divides by the keys so far, but an encoder sees all at once; take '
             '--norm=sum or l2')
     yield mean and rule.z, (
-        f'--norm=attn with --rule={name}: value channels decay apart, so each would need a denominator of its '
-        'own')
+        f'--norm=attn with --rule={name}: value channels decay apart, so each would need a denominator of '
+        'its own')
     yield mean and rule.erase and rule.f, (
-        f'--norm=attn with --rule={name}: erasing makes weights negative, so their sum n.q may be 0 or below, '
-        'and the plain sum of keys that delta takes knows no decay')
+        f'--norm=attn with --rule={name}: erasing makes weights negative, so their sum n.q may be 0 or '
+        'below, and the plain sum of keys that delta takes knows no decay')
     yield mean and not phi.mean, (
         '--norm=attn divides by n.q, which this map can make zero or negative: use a map >= 0, as --phi=elu, '
         'or --norm=l2')
@@ -623,17 +623,18 @@ class Conv(nn.Module):
         there (B, T): which places of an encoder's text are no padding; the others are seen as zeros"""
         T = x.shape[1]
         n = len(self.weight) - 1
+        shift = self.forms.shift
         if not self.causal:
             if there is not None:
                 x = x * there[..., None]
-            behind = n // 2
-            return self.forms.shift(F.pad(x, (0, 0, 0, behind)), self.weight)[:, behind:], x[:, :0]
+            after = n // 2
+            return shift(F.pad(x, (0, 0, 0, after)), self.weight)[:, after:], x[:, :0]
         if last is None:                            # a negative pad cuts off
-            return self.forms.shift(x, self.weight), F.pad(x, (0, 0, n - T, 0))
+            return shift(x, self.weight), F.pad(x, (0, 0, n - T, 0))
         x = torch.cat([last, x], 1)
         if T == 1:
             return (x * self.weight).sum(1, keepdim=True), x[:, 1:]
-        return self.forms.shift(x, self.weight)[:, n:], x[:, T:]
+        return shift(x, self.weight)[:, n:], x[:, T:]
 
 
 ZERO = torch.zeros((), dtype=torch.long)    # steps so far, at a fresh start: counted on the CPU
@@ -845,7 +846,7 @@ class Block(nn.Module):
         y, kept = self.cross(u, state)
         return x + y, kept
 
-    def inner(self, h):
+    def widened(self, h):
         """h (.., n_embd) -> the hidden layer of the MLP (.., Config.inner())"""
         act = ACTS.get(self.act, self.forms.square)
         return act(self.up(h))
@@ -860,7 +861,7 @@ class Block(nn.Module):
         x, source = self.read_source(x + y, state)
         x, u = self.branch(self.norm2, x)
         h, seen_by_mlp = self.convolve(1, u, state, there)
-        x = x + self.dropout(self.down(self.inner(h)))
+        x = x + self.dropout(self.down(self.widened(h)))
         return x, {**new, **seen, **source, **seen_by_mlp}
 
 
@@ -963,11 +964,11 @@ class GPT(nn.Module):
             own.append(self.forms.why)
         return '; '.join(own)
 
-    def first(self, tokens, state=None):
+    def embedded(self, tokens, state=None):
         """tokens (B, T) -> what the first layer gets (B, T, n_embd); of patches (B, T / patch, n_embd), with
         cls one place more"""
         if self.config.patch:
-            tokens = self.patches(tokens) / 255
+            tokens = tokens.unflatten(1, (-1, self.config.patch)) / 255
         x = self.embed(tokens)
         if self.cls is not None:
             x = torch.cat([self.cls.weight.expand(len(x), 1, -1), x], 1)
@@ -977,10 +978,6 @@ class GPT(nn.Module):
                 t = t + state[0]['t']
             x = x + self.positions(t.clamp(max=self.config.places() - 1))
         return self.dropout(x)
-
-    def patches(self, x):
-        """x (B, T) -> (B, T / patch, patch)"""
-        return x.unflatten(1, (-1, self.config.patch))
 
     def there(self, tokens):
         """tokens (B, T) -> which of them are not padding (B, T); None: all"""
@@ -992,9 +989,12 @@ class GPT(nn.Module):
         """tokens (B, T) -> what the last layer says of each (B, T, n_embd), state"""
         if state is not None and not self.config.causal:
             raise ValueError('an encoder reads a whole text at once: it cannot go on from a state')
-        tokens, state = self.behind_source(tokens, state)
+        if self.encoder and state is None:          # the source comes first
+            n = self.config.source
+            state = self.encode(tokens[:, :n])
+            tokens = tokens[:, n:]
         there = None if self.config.causal else self.there(tokens)
-        x = self.first(tokens, state)
+        x = self.embedded(tokens, state)
         if not x.shape[1]:                          # a source, and nothing was said yet
             return x, state
         new = []
@@ -1002,14 +1002,6 @@ class GPT(nn.Module):
             x, layer = block(x, layer, there)
             new.append(layer)
         return self.norm(x), new
-
-    def behind_source(self, tokens, state):
-        """At a fresh start of a decoder, its encoder reads the source with which tokens begin. -> the tokens
-        that are left to read, state"""
-        if not self.encoder or state is not None:
-            return tokens, state
-        n = self.config.source
-        return tokens[:, n:], self.encode(tokens[:, :n])
 
     def encode(self, tokens):
         """The source, tokens (B, T) with padding at the end, T <= config.source, read by the encoder and
@@ -1021,7 +1013,7 @@ class GPT(nn.Module):
         if not self.encoder:
             return self.read(F.pad(tokens, (0, missing), value=self.config.pad))
         tokens, there = self.without_padding(tokens)
-        x = self.first(tokens)
+        x = self.embedded(tokens)
         for block in self.encoder:
             x, _ = block(x, None, there)
         x = self.encoder_norm(x)
@@ -1064,7 +1056,7 @@ class GPT(nn.Module):
         if c.classes and not c.causal:
             return self.head(self.pooled(x, tokens)), state
         if at is not None and c.patch:
-            at = self.patches(at).any(-1)
+            at = at.unflatten(1, (-1, c.patch)).any(-1)
         if at is not None:
             x = x[at[:, at.shape[1] - x.shape[1]:]]         # of a pair: x is the decoder's part
         if c.classes:
@@ -1129,7 +1121,7 @@ class GPT(nn.Module):
     @torch.inference_mode()
     def read(self, tokens, state=None, segment=2048):
         """Only the state after tokens (B, T), any T, a `segment` at a time: memory does not grow with T."""
-        tokens, state = self.behind_source(tokens, state)   # which is read whole
+        segment = max(segment, self.config.source)  # which is read whole
         for i in range(0, tokens.shape[1], segment):
             _, state = self.hidden(tokens[:, i:i + segment], state)
         return state
@@ -1166,7 +1158,7 @@ class GPT(nn.Module):
         pad = self.config.pad
         B = len(tokens)
         most = most or self.config.block_size - self.config.source
-        state = chosen_rows(self.encode(tokens), torch.arange(B).repeat_interleave(beam), everything=True)
+        state = chosen_texts(self.encode(tokens), torch.arange(B).repeat_interleave(beam), everything=True)
         token = tokens.new_full((B * beam, 1), pad)
         texts = tokens.new_full((B, beam, most), pad)
         scores = torch.full((B, beam), -math.inf, device=tokens.device)
@@ -1199,20 +1191,20 @@ class GPT(nn.Module):
             if (ends >= beam).all():
                 break
             scores = scores.masked_fill(said == pad, -math.inf)
-            state = chosen_rows(state, (first + parent).flatten())
+            state = chosen_texts(state, (first + parent).flatten())
             token = said.view(-1, 1)
         return best[:, :n]
 
 
-def chosen_rows(state, rows, everything=False):
-    """A state of some rows of a batch, (N,), which may come again. What it holds of a source stays as it is,
-    as the rows of one text share it, unless it is to be `everything`."""
+def chosen_texts(state, index, everything=False):
+    """A state of some texts of a batch, at index (N,), which may come again. What it holds of a source stays
+    as it is, as the texts of one source share it, unless it is to be `everything`."""
     found = []
     for layer in state:
         new = dict(layer)
         for name, x in layer.items():
             if name != 't' and (everything or not name.startswith(SOURCE)):
-                new[name] = x[rows]
+                new[name] = x[index]
         found.append(new)
     return found
 
