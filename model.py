@@ -116,7 +116,20 @@ class Config:
             yield rule not in RULES, (
                 f'--rule={self.rule} --layers={self.layers}: {rule!r} is no rule; choose from '
                 f'{", ".join(RULES)}')
-        kept = self.keeps() - {None, 'all'}
+        layer = 4 * self.n_embd + 2 * self.inner() + 2 * self.cache     # times n_embd; cache: one text's rows
+        numbers = self.n_embd * ((self.n_layer + self.encoder) * layer + self.vocab_size + self.places())
+        memory = machine_memory() // 10 ** 9
+        yield 4 * numbers // 10 ** 9 > memory, (
+            f'--n_layer={self.n_layer} --n_embd={self.n_embd} --cache={self.cache} '
+            f'--block_size={self.block_size}: about {numbers:,} numbers of 4 bytes, and this machine has '
+            f'{memory} GB')
+        for name in 'encoder_rule', 'cross':
+            rule = getattr(self, name)
+            yield rule and not self.encoder, (
+                f'--{name}={rule} says how a source is read, by --encoder=3 layers, say')
+            yield rule not in ('', *SOURCE_RULES), f'--{name}={rule}: choose from {", ".join(SOURCE_RULES)}'
+        rules = [RULES[name] for name in self.all_rules()]
+        kept = {rule.keeps for rule in rules if rule.bounded}
         over = self.overflow.partition(':')[0]
         matrices = [name for name, rule in RULES.items() if rule.matrix and not rule.form]
         head_dim, rest = divmod(self.n_embd, self.n_head)
@@ -126,6 +139,12 @@ class Config:
             f'{head_dim} must be even; or --pos=none')
         yield len(pattern) > self.n_layer, (
             f'--layers={self.layers}: more rules than --n_layer={self.n_layer} layers')
+        yield (self.phi or self.norm) and not any(rule.matrix for rule in rules), (
+            f'--phi={self.phi} --norm={self.norm}: {", ".join(pattern)} has its own kernel and normaliser; '
+            'leave them out (a matrix beside rows has its map from --overflow)')
+        yield self.beta_max != 1 and not any(rule.erase for rule in rules), (
+            f'--beta_max={self.beta_max:g} with --rule={self.rule}: only rules that erase have a beta that '
+            'may exceed 1')
         yield kept and not self.cache and not over, (
             '--cache=0: at least 1 row, or --overflow says where all rows go')
         yield 'sink' in kept and self.sinks >= max(1, self.cache), (
@@ -137,11 +156,6 @@ class Config:
         yield self.positions == 'compress' and (not kept or over or self.pos not in ('auto', 'rope')), (
             '--positions=compress turns the keys of a bounded cache at every step anew: it needs one, with '
             'rope, and without --overflow')
-        for name in 'encoder_rule', 'cross':
-            rule = getattr(self, name)
-            yield rule and not self.encoder, (
-                f'--{name}={rule} says how a source is read, by --encoder=3 layers, say')
-            yield rule not in ('', *SOURCE_RULES), f'--{name}={rule}: choose from {", ".join(SOURCE_RULES)}'
         yield self.encoder and (not self.causal or self.classes), (
             f'--encoder={self.encoder} has a decoder, which writes a text: leave out --causal=false, and '
             'give data without classes')
@@ -150,13 +164,6 @@ class Config:
             'leave the flag out')
         yield self.causal and self.pool != 'mean', (
             f'--pool={self.pool} says how the class of a row is read: it goes with --causal=false')
-        layer = 4 * self.n_embd + 2 * self.inner() + 2 * self.cache     # times n_embd; cache: one text's rows
-        numbers = self.n_embd * ((self.n_layer + self.encoder) * layer + self.vocab_size + self.places())
-        memory = machine_memory() // 10 ** 9
-        yield 4 * numbers // 10 ** 9 > memory, (
-            f'--n_layer={self.n_layer} --n_embd={self.n_embd} --cache={self.cache} '
-            f'--block_size={self.block_size}: about {numbers:,} numbers of 4 bytes, and this machine has '
-            f'{memory} GB')
 
     def pattern(self):
         """The rules that take turns over depth."""
@@ -402,7 +409,7 @@ def without_autocast(x):
     return contextlib.nullcontext()
 
 
-def mistakes_together(name, phi, norm, beta_max, causal):
+def mistakes_together(name, phi, norm, causal):
     """For `refuse`: where rule, map (a module) and normaliser together mean nothing, or where a rule goes
     step by step and all steps are to be seen at once."""
     rule = RULES[name]
@@ -430,8 +437,6 @@ def mistakes_together(name, phi, norm, beta_max, causal):
         f'--norm={norm} divides by the sum of the features, here maybe zero or negative: use --norm=l2')
     yield norm == 'none' and rule.erase, (
         f'--rule={name} with --norm=none diverges: the delta rule needs normalised keys, --norm=l2 or sum')
-    yield beta_max != 1 and not rule.erase, (
-        f'--beta_max={beta_max:g} with --rule={name}: only rules that erase have a beta that may exceed 1')
 
 
 class FastWeights(nn.Module):
@@ -470,15 +475,12 @@ class FastWeights(nn.Module):
             self.log_mass = nn.Linear(n_embd, n_head)   # a map's scale may not be exp's, nor q's the same
             nn.init.zeros_(self.log_mass.weight)
             nn.init.zeros_(self.log_mass.bias)
-        if self.rule.keeps and (phi or norm):
-            raise ValueError(f'--rule={rule} has its own kernel and normaliser: leave out --phi={phi} '
-                             f'--norm={norm} (a matrix beside rows has its map from --overflow)')
         self.norm = norm or self.rule.norm
         if self.norm not in NORMALISERS:
             raise ValueError(f'--norm={norm}: no such normaliser; choose from {", ".join(NORMALISERS)}')
         self.map = phi or self.rule.phi
         self.phi = feature_map(self.map, n_head, key_dim or head_dim)
-        refuse(mistakes_together(rule, self.phi, self.norm, beta_max, causal))
+        refuse(mistakes_together(rule, self.phi, self.norm, causal))
         self.gates = Gates(self.rule, n_embd, n_head, self.phi.feature_dim, head_dim, beta_max)
         self.normalise = self.norm == 'attn'
         self.by_keys = self.normalise and self.rule.erase               # divided by the plain sum of keys
@@ -660,23 +662,21 @@ class Mixer(nn.Module):
         self.sizes = [c.n_head * self.key_dim, self.n_kv_head * self.key_dim, self.n_kv_head * self.head_dim]
         self.speeds = functools.partial(speeds, self.key_dim // 2, c.theta, c.rope_scaling)
         self.turn = functools.partial(rope, theta=c.theta, scaling=c.rope_scaling)
-        mixed = len(set(c.all_rules())) > 1         # then a layer takes the flags that it can follow
-        flags = {'phi': c.phi, 'norm': c.norm, 'beta_max': c.beta_max, 'cache': c.cache, 'sinks': c.sinks}
-        if mixed and not kind.matrix:
-            flags.update(phi='', norm='')
-        if mixed and not kind.erase:
-            flags.update(beta_max=1.0)
-        if kind.keeps in ('window', 'sink'):
-            flags.update(overflow=c.overflow)
         self.rope = c.uses_rope(rule)
-        if c.positions == 'compress' and kind.bounded:
-            self.rope = False                       # `bounded` turns the keys
+        flags = {'key_dim': self.key_dim, 'causal': causal}     # a layer takes those that it can follow
+        if kind.matrix:
+            flags.update(phi=c.phi, norm=c.norm)
+        if kind.erase:
+            flags.update(beta_max=c.beta_max)
+        if kind.bounded:
+            flags.update(cache=c.cache, sinks=c.sinks, overflow=c.overflow)
+        if kind.bounded and c.positions == 'compress':
             flags.update(turn=self.turn)
+            self.rope = False                       # `bounded` turns the keys
         self.qkv = nn.Linear(c.n_embd, sum(self.sizes), bias=c.bias)
-        self.memory = FastWeights(rule, c.n_embd, c.n_head, self.head_dim, key_dim=self.key_dim,
-                                  causal=causal, **flags)
+        self.memory = FastWeights(rule, c.n_embd, c.n_head, self.head_dim, **flags)
         self.out_norm = None
-        if c.out_norm and kind.matrix and self.memory.norm != 'attn':     # these are divided already
+        if c.out_norm and kind.matrix and self.memory.norm != 'attn':   # these are divided already
             self.out_norm = nn.LayerNorm(self.head_dim, bias=False)
         self.proj = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
         self.dropout = nn.Dropout(c.dropout)
@@ -1067,23 +1067,6 @@ class GPT(nn.Module):
         """All of them, by their names in the model: encoder.0.mixer, blocks.0.mixer, blocks.0.cross, ..."""
         return {name: module for name, module in self.named_modules() if isinstance(module, Mixer)}
 
-    def inputs(self, tokens):
-        """What blocks, mixers and the encoder's norm are called with as the model reads tokens, by name."""
-        found = {}
-
-        def remember(name, module, given, result):
-            found[name] = given
-        hooks = []
-        for name, module in self.named_modules():
-            if isinstance(module, (Block, Mixer)) or name == 'encoder_norm':
-                hooks.append(module.register_forward_hook(functools.partial(remember, name)))
-        try:
-            self.hidden(tokens)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return found
-
     def through(self, tokens):
         """What each mixer saw of tokens (B, T) from a fresh start: a `Seen` of each, in the order of
         computation. The inputs of all are held, but q, k and v of one at a time."""
@@ -1093,7 +1076,15 @@ class GPT(nn.Module):
             begin = self.config.source
             text, real = self.without_padding(tokens[:, begin:], begins=True)
             tokens = torch.cat([tokens[:, :begin], text], 1)
-        inputs = self.inputs(tokens)
+        inputs = {}
+
+        def remember(name, module, given, result):
+            inputs[name] = given
+        with contextlib.ExitStack() as hooks:
+            for name, module in self.named_modules():
+                if isinstance(module, (Block, Mixer)) or name == 'encoder_norm':
+                    hooks.enter_context(module.register_forward_hook(functools.partial(remember, name)))
+            self.hidden(tokens)
         _, _, there = inputs['encoder.0' if self.encoder else 'blocks.0']
         if self.encoder:
             source = self.encoder_norm(*inputs['encoder_norm'])
@@ -1400,10 +1391,10 @@ def swapped(model, source, rule='', **changes):
         return model
     new = GPT(config)
     state = model.state_dict()
-    expected = new.state_dict()
-    for name in {**state, **expected}:
-        same = name in state and name in expected and state[name].shape == expected[name].shape
-        if not same and '.overflow.' not in name and '.log_mass.' not in name:
+    shapes = {name: x.shape for name, x in state.items()}
+    expected = {name: x.shape for name, x in new.state_dict().items()}
+    for name, _ in sorted(shapes.items() ^ expected.items()):
+        if '.overflow.' not in name and '.log_mass.' not in name:
             flags = ' '.join(f'--{flag}={value}' for flag, value in changes.items())
             raise ValueError(f'{flags}: {source} has other weights than that, see {name}; leave out what '
                              'changes them')
@@ -1496,12 +1487,8 @@ def parse(argv, doc, *classes):
                 given[field.name] = value_of(text, field)
             except (KeyError, ValueError):
                 raise ValueError(f'--{name}={text}: {expected(text, field)}') from None
-    return [of_class(c, given) for c in classes]
-
-
-def of_class(c, given):
-    """Those of the given flags that are fields of the dataclass c."""
-    return {field.name: given[field.name] for field in dataclasses.fields(c) if field.name in given}
+    return [{field.name: given[field.name] for field in dataclasses.fields(c) if field.name in given}
+            for c in classes]
 
 
 def pick_device(name):
@@ -1538,21 +1525,18 @@ def script(main):
     """Run a script's main(argv). -> exit code: 0, or for what a user can cause 2 and one line on stderr."""
     def run(argv=None):
         keep_memory()
-        if argv is None:
-            argv = sys.argv[1:]
         try:
-            main(argv)
+            main(sys.argv[1:] if argv is None else argv)
             return 0
-        except (ValueError, OSError) as e:
-            said = ' '.join(str(e).split())
-            if isinstance(e, OSError) and e.filename:
-                said = f'{e.filename}: {e.strerror}'
-            print('error:', said, file=sys.stderr)
-            return 2
-        except ModuleNotFoundError as e:
-            print(f'error: {e}: pip install -r requirements.txt brings it', file=sys.stderr)
-            return 2
         except KeyboardInterrupt:
             print('\nstopped', file=sys.stderr)
             return 130
+        except ModuleNotFoundError as e:
+            said = f'{e}: pip install -r requirements.txt brings it'
+        except (ValueError, OSError) as e:
+            said = str(e)
+            if getattr(e, 'filename', None):
+                said = f'{e.filename}: {e.strerror}'
+        print('error:', *said.split(), file=sys.stderr)
+        return 2
     return run

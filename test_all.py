@@ -928,7 +928,7 @@ def test_delta_without_normalised_keys_diverges():
     assert recurrent(k, l2(k), v, beta, beta)[1].abs().max() < 100
 
 def oja(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=0):
-    """S_t = S + w (v_t - S k_t) k_t^T - w v_t (v_t^T S) / 9: the last term, as Oja's, is not in the equation."""
+    """S_t = S + w (v_t - S k_t) k_t^T - w v_t (v_t^T S) / 9: the last term, as Oja's, is new."""
     S = torch.zeros(*v.shape[:2], v.shape[-1], k.shape[-1], dtype=v.dtype) if S is None else S
     o = []
     for t in range(q.shape[2]):
@@ -1080,15 +1080,19 @@ def test_out_norm_stands_where_nothing_else_normalises():
         m = GPT(Config(**flags, n_layer=1, n_embd=16, n_head=2))
         assert (m.blocks[0].mixer.out_norm is not None) == has
 
-@pytest.mark.parametrize('post_norm', [False, True])
-def test_through_tells_what_forward_computes(post_norm):
-    m = GPT(Config(layers='delta,softmax', n_layer=2, n_head=2, n_embd=16, post_norm=post_norm)).double()
-    tokens = torch.randint(256, (2, 9))
+@pytest.mark.parametrize('flags', [dict(), dict(post_norm=True), dict(causal=False, pad=0, conv=3)])
+def test_through_tells_what_forward_computes(flags):
+    m = GPT(Config(layers='delta,softmax', n_layer=2, n_head=2, n_embd=16, **flags)).double()
+    tokens = torch.randint(1, 256, (2, 9))
+    if 'pad' in flags:
+        tokens[1, 6:] = 0
     for seen in m.through(tokens):
-        u, _ = seen.block.convolve(0, seen.block.norm1(seen.x), {})
+        u, _ = seen.block.convolve(0, seen.block.norm1(seen.x), {}, seen.there)
         near(seen.u, u)
-        last = seen.block(seen.x)[0]
-    near(m(tokens)[0], F.linear(m.norm(last), m.embed.weight))
+        found = seen.mixer.merge(seen.attend(seen.mixer))
+        near(found, seen.mixer(u, {}, seen.there)[0])
+        last = seen.block(seen.x, None, seen.there)[0]
+    near(m.norm(last), m.hidden(tokens)[0])
 
 def test_weights_of_attention_are_those_that_make_the_output():
     """Of softmax and of rules that read means: they sum to 1, and times v they are the output."""
@@ -1625,7 +1629,7 @@ def refused(capsys, main, *argv):
     ('sum', 'exp:nan', 'attn', 1, 'a number above 0'), ('sum', 'hedgehog:x', 'attn', 1, 'forms')])
 def test_meaningless_combinations_are_refused(rule, phi, norm, beta_max, why):
     with pytest.raises(ValueError, match=re.escape(why)) as e:
-        FastWeights(rule, 8, 2, 4, phi, norm, beta_max)
+        GPT(Config(rule=rule, phi=phi, norm=norm, beta_max=beta_max, n_layer=1, n_embd=8, n_head=2))
     assert '\n' not in str(e.value)
 
 @pytest.mark.parametrize('flags, named', [
