@@ -1,4 +1,4 @@
-"""The model around the rules: flags, layers, the GPT, sampling, and loading it from a file or the hub.
+"""The model around the rules: what it is, layers, the GPT, sampling, its files, and the reading of flags.
 
     model = GPT(Config(rule='delta', vocab_size=256))
     logits, state = model(tokens)               # tokens (B, T) -> logits (B, T, vocab), state: a dict a layer
@@ -159,6 +159,8 @@ class Config:
         yield self.encoder and (not self.causal or self.classes), (
             f'--encoder={self.encoder} has a decoder, which writes a text: leave out --causal=false, and '
             'give data without classes')
+        for name in self.source_rules() if self.causal else self.rules():
+            yield from mistakes_at_once(name, self.norm)
         yield self.causal and self.cls, (
             '--causal=true: the first place of this model stands for the whole picture, which it has to see; '
             'leave the flag out')
@@ -181,11 +183,15 @@ class Config:
             return 'softmax'
         return rule
 
-    def all_rules(self):
-        """The rules of the layers and, of a translator, of its encoder and of cross attention."""
+    def source_rules(self):
+        """Of a translator the rules of its encoder and of cross attention."""
         if not self.encoder:
-            return self.rules()
-        return [*self.rules(), self.of_source(self.encoder_rule), self.of_source(self.cross)]
+            return []
+        return [self.of_source(self.encoder_rule), self.of_source(self.cross)]
+
+    def all_rules(self):
+        """The rules of all layers."""
+        return [*self.rules(), *self.source_rules()]
 
     def keeps(self):
         """What the layers' rules keep: a set of 'all' rows, policies, and None for fast weights."""
@@ -409,21 +415,24 @@ def without_autocast(x):
     return contextlib.nullcontext()
 
 
-def mistakes_together(name, phi, norm, causal):
-    """For `refuse`: where rule, map (a module) and normaliser together mean nothing, or where a rule goes
-    step by step and all steps are to be seen at once."""
+def mistakes_at_once(name, norm):
+    """For `refuse`: a rule that goes step by step, where all steps are to be seen at once."""
+    rule = RULES[name]
+    yield rule.form, (
+        f'--rule={name}: its form goes step by step, but an encoder and cross attention see all at once; '
+        '--encoder_rule and --cross take other rules')
+    yield rule.bounded, (
+        f'--causal=false --rule={name}: which rows go is decided step by step, but an encoder sees all at '
+        'once; take softmax, or fast weights')
+    yield rule.erase and norm == 'attn', (
+        f'--rule={name} --norm=attn divides by the keys so far, but an encoder sees all at once; take '
+        '--norm=sum or l2')
+
+
+def mistakes_together(name, phi, norm):
+    """For `refuse`: rule, map (a module) and normaliser that together mean nothing."""
     rule = RULES[name]
     mean = norm == 'attn'
-    if not causal:
-        yield rule.form, (
-            f'--rule={name}: its form goes step by step, but an encoder and cross attention see all at once; '
-            '--encoder_rule and --cross take other rules')
-        yield rule.bounded, (
-            f'--causal=false --rule={name}: which rows go is decided step by step, but an encoder sees all '
-            'at once; take softmax, or fast weights')
-        yield mean and rule.erase, (
-            f'--rule={name} --norm=attn divides by the keys so far, but an encoder sees all at once; take '
-            '--norm=sum or l2')
     yield mean and rule.z, (
         f'--norm=attn with --rule={name}: value channels decay apart, so each would need a denominator of '
         'its own')
@@ -480,7 +489,9 @@ class FastWeights(nn.Module):
             raise ValueError(f'--norm={norm}: no such normaliser; choose from {", ".join(NORMALISERS)}')
         self.map = phi or self.rule.phi
         self.phi = feature_map(self.map, n_head, key_dim or head_dim)
-        refuse(mistakes_together(rule, self.phi, self.norm, causal))
+        if not causal:
+            refuse(mistakes_at_once(rule, self.norm))
+        refuse(mistakes_together(rule, self.phi, self.norm))
         self.gates = Gates(self.rule, n_embd, n_head, self.phi.feature_dim, head_dim, beta_max)
         self.normalise = self.norm == 'attn'
         self.by_keys = self.normalise and self.rule.erase               # divided by the plain sum of keys
@@ -898,6 +909,7 @@ class Seen(NamedTuple):
         return mixer.weights(self.u, self.q, self.k, self.there)
 
 
+# ---- the model ---------------------------------------------------------------------------------------------
 def kl(a, w):
     """The divergence of attention weights w from a, both (B, H, T, T): sum_s a log(a / w), the mean over
     queries, in nats."""
@@ -1187,6 +1199,7 @@ class GPT(nn.Module):
         return best[:, :n]
 
 
+# ---- sampling ----------------------------------------------------------------------------------------------
 def chosen_texts(state, index, everything=False):
     """A state of some texts of a batch, at index (N,), which may come again. What it holds of a source stays
     as it is, as the texts of one source share it, unless it is to be `everything`."""
