@@ -2352,6 +2352,15 @@ def test_broken_checkpoints_are_refused(a_model, tmp_path, capsys):
     save_file({'x': torch.zeros(3)}, bad)
     assert 'not written by this project' in refused(capsys, sample.main, f'--init={bad}')
 
+def test_a_model_from_a_file_is_not_drawn_first(a_model):
+    """Nor is a second spent on imports for shapes without numbers."""
+    path = a_model('--rule=retention')
+    before = torch.get_rng_state()
+    load(path)
+    assert torch.equal(torch.get_rng_state(), before)
+    code = f'import sys, model; model.load({path!r}); sys.exit("torch._dynamo" in sys.modules)'
+    assert subprocess.run([sys.executable, '-c', code], cwd=HERE).returncode == 0
+
 def test_files_of_other_versions_load_or_are_refused_in_one_sentence(a_model, tmp_path, capsys):
     """Fields that are new have their defaults; what is gone cannot be built, nor states with other names."""
     path = tmp_path / 'old.safetensors'
