@@ -71,7 +71,7 @@ import kernels
 import train as recipe
 from data import prepare
 from fastweight import RULES, l2
-from model import (GPT, Config, FastWeights, Gates, chosen_rows, flag, kl, load, parse, pick_device,
+from model import (GPT, Config, FastWeights, Gates, chosen_texts, flag, kl, load, parse, pick_device,
                    pick_forms, sample, script, state_bytes, swapped)
 
 os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # torch.profiler, of which memory is asked, is talkative
@@ -1241,7 +1241,7 @@ def unrefused(flags, seed, out):
     first step that was not finite, None where all are finite. ValueError if it fails for another reason"""
     threads = torch.get_num_threads()
     command = [*shlex.split(flags), f'--seed={seed}', f'--out={out}', '--threads=1']
-    with mock.patch('model.refuse_combination'), contextlib.redirect_stdout(sys.stderr):
+    with mock.patch('model.mistakes_together'), contextlib.redirect_stdout(sys.stderr):
         failed = recipe.main(command)
     torch.set_num_threads(threads)
     for row in json_lines(os.path.join(out, 'log.jsonl')):
@@ -1742,7 +1742,8 @@ def layer(args):
             memory = FastWeights(rule, 16, args.heads, args.head_dim, phi).to(args.device, args.dtype).eval()
             need = 12 * math.prod(size) * memory.phi.feature_dim        # bytes: features of q, k, one copy
             if fits(f'{form} at {T:,}', need, args.device):
-                calls[form] = partial(memory, x, q, k, v, forms=pick_forms())
+                memory.forms = pick_forms()
+                calls[form] = partial(memory, x, q, k, v)
         times = seconds(list(calls.values()), args.device, 0.2, 2)
         for (form, call), took in zip(calls.items(), times):
             rows.append({'form': form, 'T': T, 'ms': 1e3 * took, 'MB': peak_bytes(call, args.device) / MB,
@@ -2146,7 +2147,7 @@ def far_along(model, batch, source, target):
         if 'k' in layer:
             layer.update(grown(layer, target))
     alike = torch.zeros(batch, dtype=torch.long, device=token.device)
-    return token[alike], chosen_rows(state, alike, everything=True)
+    return token[alike], chosen_texts(state, alike, everything=True)
 
 
 def writing(model, token, state):

@@ -56,10 +56,12 @@ from model import (
     load,
     parse,
     pick_device,
+    read,
     save,
     script,
     state_bytes,
     subset,
+    write,
 )
 from train import (
     Rows,
@@ -250,7 +252,7 @@ def begin_as(teacher, student, x):
         if out_of_reach(memory) < seen.q.shape[2]:
             remember(seen, memory)
             if memory.overflow is not None:
-                balance(seen, memory, student.forms)
+                balance(seen, memory)
 
 
 def remember(seen, memory):
@@ -277,7 +279,7 @@ def remember(seen, memory):
     gates.proj.weight.zero_()
 
 
-def balance(seen, memory, forms):
+def balance(seen, memory):
     """A matrix beside exact rows begins with the weight that the teacher gives to what it holds: the bias of
     log_mass, by head, becomes the mean of log sum_s e^(q.k_s / sqrt(d)) over the keys that are out of reach,
     less the log of the mass that the matrix finds there itself. seen: as for `remember`."""
@@ -287,9 +289,9 @@ def balance(seen, memory, forms):
     far = held(memory, q.shape[2], q.device)
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~far, -math.inf)
     wanted = scores.logsumexp(-1, keepdim=True)         # (B, H, T, 1)
-    _, _, went, _ = forms.rows(q, k, v, None, 0, memory.rule.keeps, memory.cache, memory.sinks, True,
-                               memory.turn)
-    _, mass, _ = memory.overflow.take(q, went, {}, forms.recurrence)
+    _, _, went, _ = memory.forms.rows(q, k, v, None, 0, memory.rule.keeps, memory.cache, memory.sinks, True,
+                                      memory.turn)
+    _, mass, _ = memory.overflow.take(q, went, {})
     there = far.any(-1)                                 # steps that have such keys
     found = mass[:, :, there].clamp(min=1e-30).log()
     memory.log_mass.bias.copy_((wanted[:, :, there] - found).mean((0, 2, 3)))
@@ -398,9 +400,9 @@ def whole_layer(block, seen):
     """What a block makes of its input, from a fresh start."""
     state = {}
     if block.cross is not None:
-        state = block.cross.write(seen.source, seen.there, seen.forms)
+        state = block.cross.write(seen.source, seen.there)
         state['t'] = torch.tensor(block.cross.begin)
-    return block(seen.x, state, seen.forms)[0]
+    return block(seen.x, state, seen.there)[0]
 
 
 def over_places(x, seen):
@@ -426,13 +428,15 @@ def mismatch(kind, seen, student):
         a = seen.weights(seen.mixer)
         w = seen.weights(twin)
         return over_places(-(a * w.clamp(min=1e-8).log()).sum(-1).mean(1), seen)
-    o = seen.o.transpose(1, 2)                          # (B, T, H, head_dim)
+    with torch.no_grad():
+        wanted = seen.attend(seen.mixer)
+    o = wanted.transpose(1, 2)                          # (B, T, H, head_dim)
     if seen.real is not None:
         o = o[seen.real]
-    read = seen.attend(twin)
+    found = seen.attend(twin)
     if twin.out_norm is not None:
-        read = twin.out_norm(read)
-    return over_places((read - seen.o).square().mean((1, 3)), seen) / o.var()
+        found = twin.out_norm(found)
+    return over_places((found - wanted).square().mean((1, 3)), seen) / o.var()
 
 
 def learners(student, new, which):
@@ -658,7 +662,7 @@ class Progress:
         """-> the steps that are done already, their results put into model and optimiser."""
         if not (self.args.resume and os.path.exists(self.path(stage))):
             return 0
-        tensors, meta = weights.read(self.path(stage))
+        tensors, meta = read(self.path(stage))
         for key, now in self.about['made_from'].items():
             if meta['made_from'].get(key) != now:
                 raise ValueError(f'--resume: the {key} is not what the run began with; start anew')
@@ -673,7 +677,7 @@ class Progress:
         frozen = {k for k, p in model.named_parameters() if not p.requires_grad}    # they are the teacher's
         kept = {f'model.{k}': x for k, x in model.state_dict().items() if k not in frozen}
         kept |= pack_optimiser(model, opt)
-        weights.write(self.path(stage), kept, self.about | {'step': step, 'seconds': self.seconds[stage]})
+        write(self.path(stage), kept, self.about | {'step': step, 'seconds': self.seconds[stage]})
         score = self.data.score(model)
         line = {'stage': stage, 'step': step, 'tokens': self.tokens(step), 'loss': loss, **score,
                 **self.data.recovered(score, self.table[0])}
@@ -833,7 +837,7 @@ def a_teacher():
     flags = f'{TEACHER} --out=out/teacher'
     why = 'no softmax model in out/'
     if os.path.exists(path):
-        left = steps_left(weights.read(path)[1])
+        left = steps_left(read(path)[1])
         if not left:
             return path
         flags = '--resume --out=out/teacher'
@@ -867,7 +871,7 @@ def resumed(given, changes):
     files = stages(out)
     if not files:
         raise ValueError(f'--resume: no conversion was stopped in --out={out}')
-    kept = weights.read(files[0])[1]
+    kept = read(files[0])[1]
     known = kept['args'] | kept['changes'] | {'resume': True}
     for name, value in (given | changes).items():
         if known.get(name) != value and name not in ('out', 'device', 'export'):

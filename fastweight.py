@@ -46,6 +46,7 @@ Sources: Katharopoulos 2020 (arXiv:2006.16236), Peng 2021 RFA (2103.02143), Schl
 (2412.06464), Kimi 2025 KDA (2510.26692), Zhang 2023 H2O (2306.14048), Xiao 2023 StreamingLLM (2309.17453).
 """
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -639,6 +640,18 @@ class Rule(NamedTuple):
     erase: bool = False         # e = beta
     rate: float | None = 1.0    # None: learned, one a head
     keeps: str | None = None    # the state is a set of rows (k, v): 'all', or the policy that bounds it
+    form: Callable | None = None    # for a rule that the equation does not cover: a function with recurrent's
+                                # signature, which is then used for everything, in place of recurrent
+
+    @property
+    def matrix(self):
+        """Whether the state is a matrix."""
+        return self.keeps is None
+
+    @property
+    def bounded(self):
+        """Whether the state is a set of rows that does not grow."""
+        return self.keeps not in (None, 'all')
 
 RULES = {
     'sum': Rule('linear transformer, Katharopoulos 2020; T2R, Performer, Hedgehog by phi', 'elu', 'attn'),

@@ -1052,7 +1052,7 @@ def relu_squared(x):
 
 
 # ---- a step as a list of operations, without Python --------------------------------------------------------
-def recorded(model, token, state, choose, generator=None):
+def recorded(model, token, state, choose):
     """A function (token (B, 1), state) -> token, state that is model.step with this choose(logits) without
     Python, which is most of it at this size: on a CPU, a trace of the model. Where steps cannot be recorded it
     is model.step itself. It plays with the weights that the model has now, in torch.inference_mode(), as
@@ -1087,14 +1087,14 @@ class Traced(nn.Module):
         self.last = types.SimpleNamespace(state=None, tensors=None, further=None)
         given = token, *self.flat(of_its_own(state, self.rows))
         forms = model.forms
-        model.forms = forms._replace(recurrence=step_over, softmax=softmax_over)
+        model.use(forms._replace(recurrence=step_over, softmax=softmax_over))
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter('ignore')         # torch.jit is frozen in time, and says so
                 trace = torch.jit.trace(self.eval(), given, check_trace=False, strict=False)
                 self.play = player(torch.jit.freeze(trace), given)
         finally:
-            model.forms = forms
+            model.use(forms)
 
     def forward(self, token, *tensors):
         """As a trace wants it: tensors in, tensors out, those of the state layer by layer."""

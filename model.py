@@ -1,4 +1,4 @@
-"""The model around the rules: flags, layers, the GPT, sampling, and loading it from a file or the hub.
+"""The model around the rules: what it is, layers, the GPT, sampling, its files, and the reading of flags.
 
     model = GPT(Config(rule='delta', vocab_size=256))
     logits, state = model(tokens)               # tokens (B, T) -> logits (B, T, vocab), state: a dict a layer
@@ -14,7 +14,9 @@ import ctypes
 import dataclasses
 import difflib
 import functools
+import hashlib
 import itertools
+import json
 import math
 import os
 import re
@@ -25,167 +27,31 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
 import fastweight
 from data import weights
 from fastweight import FEATURE_MAPS, FLOOR, LOG_MIN, NORMALISERS, RULES, feature_map
 
-# ---- flags: a dataclass field is the flag, its type, default, help, choices and range ----------------------
-EXPECTED = {int: 'a whole number', float: 'a number', bool: 'true or false', str: 'some text'}
-BOOLEANS = {'true': True, '1': True, 'yes': True, 'false': False, '0': False, 'no': False}
-
-
+# ---- what a model is ---------------------------------------------------------------------------------------
 def flag(default, help, choices=None, low=-math.inf, high=math.inf):
-    """A field of a dataclass that is a flag as well. low, high: the range of a number, both ends allowed."""
-    if choices:
-        help = f'{help} [{"|".join(choices)}]'
+    """A field of a dataclass that is a flag as well, see `parse`. low, high: the range of a number, both ends
+    allowed."""
     metadata = {'help': help, 'choices': choices, 'range': (low, high)}
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def hint(word, words):
-    """'; did you mean this?' with the word most like it, or nothing."""
-    for near in difflib.get_close_matches(word, words, 1):
-        return f'; did you mean {near}?'
-    return ''
+def refuse(mistakes):
+    """ValueError for the first of some mistakes: pairs of whether it was made, and a sentence that says why
+    it is one. Each may take for granted that none before it was made."""
+    for made, why in mistakes:
+        if made:
+            raise ValueError(why)
 
 
-def converted(text, kind):
-    """The text as int, float, bool or str. KeyError or ValueError if it is none; nan is no number."""
-    if kind is bool:
-        return BOOLEANS[text.lower()]
-    value = kind(text)
-    if kind is float and math.isnan(value):
-        raise ValueError(text)
-    return value
-
-
-def value_of(name, text, field):
-    """What follows --name as the flag's type, or a ValueError that says what was expected. text: None for a
-    flag without a value, which says yes where the question is yes or no."""
-    kind = field.type
-    if text is None and kind is not bool:
-        raise ValueError(f'--{name}: its value is missing')
-    if text is None:
-        return True
-    try:
-        value = converted(text, kind)
-    except (KeyError, ValueError):
-        raise ValueError(f'--{name}={text}: expected {EXPECTED[kind]}') from None
-    if value == '' and field.default:               # where empty means something, it is the default
-        raise ValueError(f'--{name}=: expected some text, such as {field.default}')
-    choices = field.metadata['choices']
-    if choices and value not in choices:
-        raise ValueError(f'--{name}={text}: choose from {", ".join(choices)}{hint(value, choices)}')
-    low, high = field.metadata['range']
-    if kind is not str and value < low:
-        raise ValueError(f'--{name}={text}: expected at least {low:g}')
-    if kind is not str and value > high:
-        raise ValueError(f'--{name}={text}: expected at most {high:g}')
-    return value
-
-
-def print_help(doc, fields):
-    """A script's docstring, and a line for each flag: default, help, choices."""
-    print(doc.strip(), '\n')
-    for name, field in fields.items():
-        default = field.default
-        if default is None:
-            default = ''
-        print(f'  --{name}={default}'.ljust(24), field.metadata['help'])
-
-
-def parse(argv, doc, *classes):
-    """--key=value, --key value, or --key for true -> for each dataclass a dict of the flags that were given.
-    ValueError for a flag that is unknown or given twice, or a value that does not fit. --help exits."""
-    fields = {}
-    for c in classes:
-        for field in dataclasses.fields(c):
-            if field.metadata:
-                fields[field.name.rstrip('_')] = field          # from_ is --from
-    if '--help' in argv or '-h' in argv:
-        print_help(doc, fields)
-        sys.exit(0)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in fields:
-        parser.add_argument('--' + name, nargs='?', action='append', default=[])
-    known, unknown = parser.parse_known_args(argv)
-    for word in unknown:
-        near = hint(word.partition('=')[0], ['--' + name for name in fields])
-        raise ValueError(f'{word}: no such flag{near}; --help lists them')
-    given = {}
-    for name, field in fields.items():
-        texts = getattr(known, name)
-        if len(texts) > 1:
-            raise ValueError(f'--{name} is given twice')
-        for text in texts:
-            given[field.name] = value_of(name, text, field)
-    return [of_class(c, given) for c in classes]
-
-
-def of_class(c, given):
-    """Those of the given flags that are fields of the dataclass c."""
-    return {field.name: given[field.name] for field in dataclasses.fields(c) if field.name in given}
-
-
-def pick_device(name):
-    """'auto' or a name -> torch.device that works, or a ValueError that says why not."""
-    if name == 'auto':
-        name = 'cpu'
-        if torch.accelerator.is_available():
-            name = torch.accelerator.current_accelerator().type
-    try:
-        return torch.zeros(1, device=name).device
-    except (RuntimeError, AssertionError) as e:
-        raise ValueError(f'--device={name}: {str(e).splitlines()[0]}') from None
-
-
-def keep_memory():
-    """Tell glibc to keep what is freed (up to 32 MB a piece). It else returns megabytes to the system and
-    takes them again, with a page fault every 4 KB: half the time of a layer at T = 4,096."""
-    try:
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-1, 2 ** 31 - 1)               # M_TRIM_THRESHOLD
-        libc.mallopt(-3, 2 ** 25)                   # M_MMAP_THRESHOLD
-    except (OSError, AttributeError, TypeError):    # no glibc, no need
-        pass
-
-
-def script(main):
-    """Run a script's main(argv). -> exit code: 0, or for what a user can cause 2 and one line on stderr."""
-    def run(argv=None):
-        keep_memory()
-        if argv is None:
-            argv = sys.argv[1:]
-        try:
-            main(argv)
-            return 0
-        except (ValueError, OSError) as e:
-            said = ' '.join(str(e).split())
-            if isinstance(e, OSError) and e.filename:
-                said = f'{e.filename}: {e.strerror}'
-            print('error:', said, file=sys.stderr)
-            return 2
-        except ModuleNotFoundError as e:
-            print(f'error: {e}: pip install -r requirements.txt brings it', file=sys.stderr)
-            return 2
-        except KeyboardInterrupt:
-            print('\nstopped', file=sys.stderr)
-            return 130
-    return run
-
-
-# ---- what a model is ---------------------------------------------------------------------------------------
-def machine_memory():
-    """Bytes of main memory; 2^40 where the system does not say (Windows)."""
-    if 'SC_PHYS_PAGES' in getattr(os, 'sysconf_names', ()):
-        return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-    return 2 ** 40
-
-
-SOURCE_RULES = [name for name in RULES if RULES[name].keeps in (None, 'all')]       # that see a whole text
+SOURCE_RULES = [name for name, rule in RULES.items() if not (rule.bounded or rule.form)]    # see a whole text
 
 
 @dataclass
@@ -241,86 +107,65 @@ class Config:
         self.rope_scaling = [float(x) for x in self.rope_scaling]       # a list, as JSON has it
         if self.pos == 'auto' and (self.encoder or not self.causal):
             self.pos = 'learned'                    # a state that has read everything knows no order
-        head_dim, rest = divmod(self.n_embd, self.n_head)
-        if rest:
-            raise ValueError(f'--n_embd={self.n_embd} is not a multiple of --n_head={self.n_head}')
-        for rule in self.pattern():
-            if rule not in RULES:
-                raise ValueError(f'--rule={self.rule} --layers={self.layers}: {rule!r} is no rule; choose '
-                                 f'from {", ".join(RULES)}')
-        if len(self.pattern()) > self.n_layer:
-            raise ValueError(f'--layers={self.layers}: more rules than --n_layer={self.n_layer} layers')
-        if self.turns() and head_dim % 2:
-            raise ValueError(f'--n_embd={self.n_embd} --n_head={self.n_head}: rope turns pairs, so n_embd / '
-                             f'n_head = {head_dim} must be even; or --pos=none')
-        self.refuse_rows()
-        if self.causal and self.cls:
-            raise ValueError('--causal=true: the first place of this model stands for the whole picture, '
-                             'which it has to see; leave the flag out')
-        self.refuse_without_encoder()
-        if self.encoder:
-            self.refuse_pairs()
-        if not self.causal:
-            self.refuse_causal(self.pattern())
-        self.refuse_absurd()
+        refuse(self.mistakes())
 
-    def refuse_rows(self):
-        """ValueError for a cache that cannot be, or what goes only with another one."""
-        kept = self.keeps() - {None, 'all'}
-        if kept and not self.cache and not self.overflow:
-            raise ValueError('--cache=0: at least 1 row, or --overflow says where all rows go')
-        if 'sink' in kept and self.sinks >= max(1, self.cache):
-            raise ValueError(f'--sinks={self.sinks}: fewer than --cache={self.cache}, or no new row is kept')
-        if self.overflow and (not kept or kept - {'window', 'sink'}):
-            raise ValueError(f'--overflow={self.overflow} takes the rows that --rule=window or --rule=sink '
-                             f'let go; leave it out with {", ".join(self.pattern())}')
-        over = self.overflow.partition(':')[0]
-        recurrences = [name for name in RULES if not RULES[name].keeps]
-        if over and over not in recurrences:
-            raise ValueError(f'--overflow={self.overflow}: choose from {", ".join(recurrences)}')
-        if self.positions == 'compress' and (not kept or self.overflow or self.pos not in ('auto', 'rope')):
-            raise ValueError('--positions=compress turns the keys of a bounded cache at every step anew: it '
-                             'needs one, with rope, and without --overflow')
-
-    def refuse_without_encoder(self):
-        """ValueError for what means nothing without an encoder."""
-        for name in 'encoder_rule', 'cross':
-            rule = getattr(self, name)
-            if rule and not self.encoder:
-                raise ValueError(f'--{name}={rule} says how a source is read, by --encoder=3 layers, say')
-            if rule and rule not in SOURCE_RULES:
-                raise ValueError(f'--{name}={rule}: choose from {", ".join(SOURCE_RULES)}')
-        if self.pool != 'mean' and self.causal:
-            raise ValueError(f'--pool={self.pool} says how the class of a row is read: it goes with '
-                             '--causal=false')
-
-    def refuse_pairs(self):
-        """ValueError for what has no meaning beside an encoder."""
-        if not self.causal or self.classes:
-            raise ValueError(f'--encoder={self.encoder} has a decoder, which writes a text: leave out '
-                             '--causal=false, and give data without classes')
-        self.refuse_causal([self.of_source(self.encoder_rule), self.of_source(self.cross)])
-
-    def refuse_causal(self, rules):
-        """ValueError for what has no meaning in an encoder."""
-        for rule in rules:
-            if RULES[rule].keeps not in (None, 'all'):
-                raise ValueError(f'--causal=false --rule={rule}: which rows go is decided step by step, but '
-                                 'an encoder sees all at once; take softmax, or fast weights')
-            if RULES[rule].erase and self.norm == 'attn':
-                raise ValueError(f'--rule={rule} --norm=attn divides by the keys so far, but an encoder sees '
-                                 'all at once; take --norm=sum or l2')
-
-    def refuse_absurd(self):
-        """ValueError for weights that are more than this machine's memory: about 12 n_embd^2 a layer, and the
-        embeddings; and beside them rows of one text."""
-        layer = 4 * self.n_embd + 2 * self.inner() + 2 * self.cache
+    def mistakes(self):
+        """What cannot be, for `refuse`."""
+        pattern = self.pattern()
+        for rule in pattern:
+            yield rule not in RULES, (
+                f'--rule={self.rule} --layers={self.layers}: {rule!r} is no rule; choose from '
+                f'{", ".join(RULES)}')
+        layer = 4 * self.n_embd + 2 * self.inner() + 2 * self.cache     # times n_embd; cache: one text's rows
         numbers = self.n_embd * ((self.n_layer + self.encoder) * layer + self.vocab_size + self.places())
         memory = machine_memory() // 10 ** 9
-        if 4 * numbers // 10 ** 9 > memory:
-            raise ValueError(f'--n_layer={self.n_layer} --n_embd={self.n_embd} --cache={self.cache} '
-                             f'--block_size={self.block_size}: about {numbers:,} numbers of 4 bytes, and '
-                             f'this machine has {memory} GB')
+        yield 4 * numbers // 10 ** 9 > memory, (
+            f'--n_layer={self.n_layer} --n_embd={self.n_embd} --cache={self.cache} '
+            f'--block_size={self.block_size}: about {numbers:,} numbers of 4 bytes, and this machine has '
+            f'{memory} GB')
+        for name in 'encoder_rule', 'cross':
+            rule = getattr(self, name)
+            yield rule and not self.encoder, (
+                f'--{name}={rule} says how a source is read, by --encoder=3 layers, say')
+            yield rule not in ('', *SOURCE_RULES), f'--{name}={rule}: choose from {", ".join(SOURCE_RULES)}'
+        rules = [RULES[name] for name in self.all_rules()]
+        kept = {rule.keeps for rule in rules if rule.bounded}
+        over = self.overflow.partition(':')[0]
+        matrices = [name for name, rule in RULES.items() if rule.matrix and not rule.form]
+        head_dim, rest = divmod(self.n_embd, self.n_head)
+        yield rest, f'--n_embd={self.n_embd} is not a multiple of --n_head={self.n_head}'
+        yield self.turns() and head_dim % 2, (
+            f'--n_embd={self.n_embd} --n_head={self.n_head}: rope turns pairs, so n_embd / n_head = '
+            f'{head_dim} must be even; or --pos=none')
+        yield len(pattern) > self.n_layer, (
+            f'--layers={self.layers}: more rules than --n_layer={self.n_layer} layers')
+        yield (self.phi or self.norm) and not any(rule.matrix for rule in rules), (
+            f'--phi={self.phi} --norm={self.norm}: {", ".join(pattern)} has its own kernel and normaliser; '
+            'leave them out (a matrix beside rows has its map from --overflow)')
+        yield self.beta_max != 1 and not any(rule.erase for rule in rules), (
+            f'--beta_max={self.beta_max:g} with --rule={self.rule}: only rules that erase have a beta that '
+            'may exceed 1')
+        yield kept and not self.cache and not over, (
+            '--cache=0: at least 1 row, or --overflow says where all rows go')
+        yield 'sink' in kept and self.sinks >= max(1, self.cache), (
+            f'--sinks={self.sinks}: fewer than --cache={self.cache}, or no new row is kept')
+        yield over and (not kept or kept - {'window', 'sink'}), (
+            f'--overflow={self.overflow} takes the rows that --rule=window or --rule=sink let go; leave it '
+            f'out with {", ".join(pattern)}')
+        yield over and over not in matrices, f'--overflow={self.overflow}: choose from {", ".join(matrices)}'
+        yield self.positions == 'compress' and (not kept or over or self.pos not in ('auto', 'rope')), (
+            '--positions=compress turns the keys of a bounded cache at every step anew: it needs one, with '
+            'rope, and without --overflow')
+        yield self.encoder and (not self.causal or self.classes), (
+            f'--encoder={self.encoder} has a decoder, which writes a text: leave out --causal=false, and '
+            'give data without classes')
+        for name in self.source_rules() if self.causal else self.rules():
+            yield from mistakes_at_once(name, self.norm)
+        yield self.causal and self.cls, (
+            '--causal=true: the first place of this model stands for the whole picture, which it has to see; '
+            'leave the flag out')
+        yield self.causal and self.pool != 'mean', (
+            f'--pool={self.pool} says how the class of a row is read: it goes with --causal=false')
 
     def pattern(self):
         """The rules that take turns over depth."""
@@ -334,15 +179,19 @@ class Config:
         """The rule of the encoder, or of cross attention: what was given for it, else that of the first layer
         or, where this one keeps some rows, softmax."""
         rule = given or self.pattern()[0]
-        if rule in SOURCE_RULES:
-            return rule
-        return 'softmax'
+        if RULES[rule].bounded:
+            return 'softmax'
+        return rule
+
+    def source_rules(self):
+        """Of a translator the rules of its encoder and of cross attention."""
+        if not self.encoder:
+            return []
+        return [self.of_source(self.encoder_rule), self.of_source(self.cross)]
 
     def all_rules(self):
-        """The rules of the layers and, of a translator, of its encoder and of cross attention."""
-        if not self.encoder:
-            return self.rules()
-        return [*self.rules(), self.of_source(self.encoder_rule), self.of_source(self.cross)]
+        """The rules of all layers."""
+        return [*self.rules(), *self.source_rules()]
 
     def keeps(self):
         """What the layers' rules keep: a set of 'all' rows, policies, and None for fast weights."""
@@ -352,13 +201,13 @@ class Config:
         """Whether there are softmax layers, and beside them at most layers with a matrix."""
         return {'all'} <= self.keeps() <= {'all', None}
 
-    def turned(self, rule):
+    def uses_rope(self, rule):
         """Whether rope turns the keys of a layer with this rule."""
-        return self.pos == 'rope' or (self.pos == 'auto' and RULES[rule].keeps is not None)
+        return self.pos == 'rope' or (self.pos == 'auto' and not RULES[rule].matrix)
 
     def turns(self):
         """Whether it does in some layer."""
-        return any(map(self.turned, self.pattern()))
+        return any(map(self.uses_rope, self.pattern()))
 
     def places(self):
         """How many inputs a row of block_size tokens is: they themselves, or patches and what is before."""
@@ -400,9 +249,9 @@ def relu_squared(x):
     return x.relu().square()
 
 
-def unrecorded(model, token, state, choose, generator=None):
+def unrecorded(model, token, state, choose):
     """A function (token (B, 1), state) -> token, state: a step of the model and choose(logits (B, vocab)) ->
-    (B, 1) of what comes next. Faster: kernels.recorded, which is told where it will begin, and what draws."""
+    (B, 1) of what comes next. Faster: kernels.recorded, which is told where it will begin."""
     return functools.partial(model.step, choose=choose)
 
 
@@ -415,10 +264,11 @@ class Forms(NamedTuple):
     square: Callable = relu_squared
     record: Callable = unrecorded
     softmax: Callable = fastweight.softmax
+    impl: str = 'auto'                                  # what was asked for
     why: str = 'chunk (plain torch and autograd)'       # one line to print: which forms, and why
 
 
-PLAIN = Forms()
+PLAIN = Forms()         # of a module on its own; GPT.use sets others
 
 
 def pick_forms(impl='auto'):
@@ -426,32 +276,22 @@ def pick_forms(impl='auto'):
     place that imports kernels.py. ValueError for 'fused' without that file; any other fault of it is raised
     as it is."""
     if impl == 'loop':
-        return PLAIN._replace(recurrence=fastweight.recurrent, why='loop (the definition, slow)')
-    if impl == 'chunk':
-        return PLAIN
+        return Forms(fastweight.recurrent, impl=impl, why='loop (fastweight.recurrent, the definition, slow)')
+    why = 'plain torch and autograd'
+    definition = '--impl=loop runs fastweight.recurrent, the definition'
     try:
-        import kernels
+        if impl != 'chunk':
+            import kernels
+            return Forms(kernels.chunked, kernels.bounded, kernels.shifted_sum, kernels.relu_squared,
+                         kernels.recorded, impl=impl,
+                         why=f'fused (kernels.py: Triton on a GPU, else batched products); {definition}')
     except ModuleNotFoundError as e:
         if e.name != 'kernels':
             raise
         if impl == 'fused':
             raise ValueError('--impl=fused: there is no kernels.py; --impl=chunk does without') from None
-        return PLAIN._replace(why='chunk (plain torch and autograd: there is no kernels.py)')
-    return Forms(kernels.chunked, kernels.bounded, kernels.shifted_sum, kernels.relu_squared,
-                 kernels.recorded, why='fused (kernels.py: Triton on a GPU, else batched products)')
-
-
-def encoding(forms, there):
-    """The forms of an encoder: each step sees all that are there (B, T); None: all are. A convolution is
-    centred, and sees zeros at padding."""
-    def centred(x, w):
-        if there is not None:
-            x = x * there[..., None]
-        ahead = (len(w) - 1) // 2                           # of an even width one more lies behind
-        return forms.shift(F.pad(x, (0, 0, 0, ahead)), w)[:, ahead:]
-    recurrence = functools.partial(fastweight.encoded, there=there, form=forms.recurrence)
-    softmax = functools.partial(fastweight.softmax_of_all, there=there)
-    return forms._replace(recurrence=recurrence, softmax=softmax, shift=centred)
+        why += ': there is no kernels.py'
+    return Forms(impl=impl, why=f'chunk ({why}); {definition}')
 
 
 # ---- a layer's memory: gates from x, a map and a normaliser on q and k, then the recurrence ----------------
@@ -575,28 +415,37 @@ def without_autocast(x):
     return contextlib.nullcontext()
 
 
-def refuse_combination(name, phi, norm, beta_max):
-    """ValueError, in one sentence that says why, where rule, map (a module) and normaliser together mean
-    nothing."""
+def mistakes_at_once(name, norm):
+    """For `refuse`: a rule that goes step by step, where all steps are to be seen at once."""
     rule = RULES[name]
-    if norm == 'attn' and rule.z:
-        raise ValueError(f'--norm=attn with --rule={name}: value channels decay apart, so each would need a '
-                         'denominator of its own')
-    if norm == 'attn' and rule.erase and rule.f:
-        raise ValueError(f'--norm=attn with --rule={name}: erasing makes weights negative, so their sum n.q '
-                         'may be 0 or below, and the plain sum of keys that delta takes knows no decay')
-    if norm == 'attn' and not phi.mean:
-        raise ValueError('--norm=attn divides by n.q, which this map can make zero or negative: use a map '
-                         '>= 0, as --phi=elu, or --norm=l2')
-    if (norm == 'sum' or norm == 'attn' and rule.erase) and not phi.positive:
-        raise ValueError(f'--norm={norm} divides by the sum of the features, here maybe zero or negative: '
-                         'use --norm=l2')
-    if norm == 'none' and rule.erase:
-        raise ValueError(f'--rule={name} with --norm=none diverges: the delta rule needs normalised keys, '
-                         '--norm=l2 or sum')
-    if beta_max != 1 and not rule.erase:
-        raise ValueError(f'--beta_max={beta_max:g} with --rule={name}: only rules that erase have a beta '
-                         'that may exceed 1')
+    yield rule.form, (
+        f'--rule={name}: its form goes step by step, but an encoder and cross attention see all at once; '
+        '--encoder_rule and --cross take other rules')
+    yield rule.bounded, (
+        f'--causal=false --rule={name}: which rows go is decided step by step, but an encoder sees all at '
+        'once; take softmax, or fast weights')
+    yield rule.erase and norm == 'attn', (
+        f'--rule={name} --norm=attn divides by the keys so far, but an encoder sees all at once; take '
+        '--norm=sum or l2')
+
+
+def mistakes_together(name, phi, norm):
+    """For `refuse`: rule, map (a module) and normaliser that together mean nothing."""
+    rule = RULES[name]
+    mean = norm == 'attn'
+    yield mean and rule.z, (
+        f'--norm=attn with --rule={name}: value channels decay apart, so each would need a denominator of '
+        'its own')
+    yield mean and rule.erase and rule.f, (
+        f'--norm=attn with --rule={name}: erasing makes weights negative, so their sum n.q may be 0 or '
+        'below, and the plain sum of keys that delta takes knows no decay')
+    yield mean and not phi.mean, (
+        '--norm=attn divides by n.q, which this map can make zero or negative: use a map >= 0, as --phi=elu, '
+        'or --norm=l2')
+    yield (norm == 'sum' or mean and rule.erase) and not phi.positive, (
+        f'--norm={norm} divides by the sum of the features, here maybe zero or negative: use --norm=l2')
+    yield norm == 'none' and rule.erase, (
+        f'--rule={name} with --norm=none diverges: the delta rule needs normalised keys, --norm=l2 or sum')
 
 
 SEGMENT = 512       # steps whose features are in memory at a time, where nothing is trained
@@ -606,23 +455,25 @@ class FastWeights(nn.Module):
     """The heart of a layer: a writer (`writes`) and a reader (`reads`) around a form of the recurrence, or
     rows that are kept.
 
-    forward(x, q, k, v, state, t, forms): x (B, T, n_embd)   q, k, v (B, H, T, head_dim)   state None at a
+    forward(x, q, k, v, state, t, there): x (B, T, n_embd)   q, k, v (B, H, T, head_dim)   state None at a
     fresh start, or a dict with what the last call returned   t the position of the first step, an int or a
-    tensor (cosformer and bounded rows ask)  ->  o (B, H, T, head_dim), dict: S (B, H, V, K), with norm 'attn'
-    n in a last row; or k, v, and pos, total of kept rows (fastweight.bounded), and S, n of what they let go
+    tensor (cosformer and bounded rows ask)   there (B, T) which steps of an encoder are no padding, None: all
+    ->  o (B, H, T, head_dim), dict: S (B, H, V, K), with norm 'attn' n in a last row; or k, v, and pos, total
+    of kept rows (fastweight.bounded), and S, n of what they let go
 
     rule, phi, norm, overflow: as the flags of Config, phi and norm '' for the rule's own   cache, sinks,
-    turn: as in fastweight.bounded   key_dim: channels of q and k, if not head_dim. ValueError for what does
-    not go together."""
+    turn: as in fastweight.bounded   key_dim: channels of q and k, if not head_dim   causal: false where each
+    step reads what all steps write. ValueError for what does not go together."""
+    forms = PLAIN
+
     def __init__(self, rule, n_embd, n_head, head_dim, phi='', norm='', beta_max=1.0, cache=256, sinks=4,
-                 turn=None, overflow='', key_dim=0):
+                 turn=None, overflow='', key_dim=0, causal=True):
         super().__init__()
-        if rule not in RULES:
-            raise ValueError(f'--rule={rule}: no such rule; choose from {", ".join(RULES)}')
         self.rule = RULES[rule]
         self.cache = cache
         self.sinks = sinks
         self.turn = turn
+        self.causal = causal
         self.overflow = None
         if overflow:
             name, _, spec = overflow.partition(':')
@@ -636,15 +487,14 @@ class FastWeights(nn.Module):
             self.log_mass = nn.Linear(n_embd, n_head)   # a map's scale may not be exp's, nor q's the same
             nn.init.zeros_(self.log_mass.weight)
             nn.init.zeros_(self.log_mass.bias)
-        if self.rule.keeps and (phi or norm):
-            raise ValueError(f'--rule={rule} has its own kernel and normaliser: leave out --phi={phi} '
-                             f'--norm={norm} (a matrix beside rows has its map from --overflow)')
         self.norm = norm or self.rule.norm
         if self.norm not in NORMALISERS:
             raise ValueError(f'--norm={norm}: no such normaliser; choose from {", ".join(NORMALISERS)}')
         self.map = phi or self.rule.phi
         self.phi = feature_map(self.map, n_head, key_dim or head_dim)
-        refuse_combination(rule, self.phi, self.norm, beta_max)
+        if not causal:
+            refuse(mistakes_at_once(rule, self.norm))
+        refuse(mistakes_together(rule, self.phi, self.norm))
         self.gates = Gates(self.rule, n_embd, n_head, self.phi.feature_dim, head_dim, beta_max)
         self.normalise = self.norm == 'attn'
         self.by_keys = self.normalise and self.rule.erase               # divided by the plain sum of keys
@@ -666,7 +516,7 @@ class FastWeights(nn.Module):
         if self.training and 'S' not in state and hasattr(self.phi, 'redraw'):
             self.phi.redraw()
 
-    def write_all(self, x, k, v, there=None, forms=PLAIN):
+    def write_all(self, x, k, v, there=None):
         """A source, to be read by any number of queries. x (B, T, n_embd), k, v (B, H, T, head_dim), there
         (B, T) or None as for an encoder -> dict: S (B, H, V, K), or k, v, there of softmax"""
         if self.rule.keeps:
@@ -680,7 +530,7 @@ class FastWeights(nn.Module):
             if there is not None:
                 gates = {name: written.get(name) for name in ('write', 'erase', 'log_f', 'log_z')}
                 written.update(fastweight.where_there(there, v, gates))
-            S = fastweight.write_all(**written, normalise=self.normalise, form=forms.recurrence)
+            S = fastweight.write_all(**written, normalise=self.normalise, form=self.forms.recurrence)
         return {'S': S}
 
     def read_all(self, q, state, t=0):
@@ -691,36 +541,47 @@ class FastWeights(nn.Module):
             o = fastweight.read_all(self.reads(q, t), state['S'], self.normalise, self.phi.floor)
         return o.to(q.dtype)
 
-    def forward(self, x, q, k, v, state=None, t=0, forms=PLAIN):
+    def recurrence(self, q, k, v, there=None, **gates):
+        """The form of the equation that this layer computes: arguments as for fastweight.recurrent, and
+        `there` of an encoder."""
+        if self.rule.form:
+            return self.rule.form(q, k, v, **gates)
+        if self.causal:
+            return self.forms.recurrence(q, k, v, **gates)
+        return fastweight.encoded(q, k, v, **gates, there=there, form=self.forms.recurrence)
+
+    def forward(self, x, q, k, v, state=None, t=0, there=None):
         state = state or {}
         if self.rule.keeps == 'all':
-            return forms.softmax(q, k, v, rows_of(state))
+            if self.causal:
+                return self.forms.softmax(q, k, v, rows_of(state))
+            return fastweight.softmax_of_all(q, k, v, there=there)
         with without_autocast(x):
-            if self.rule.keeps:
-                return self.keep_rows(x, q, k, v, state, t, forms)
+            if self.rule.bounded:
+                return self.keep_rows(x, q, k, v, state, t)
             if x.shape[1] > SEGMENT and not torch.is_grad_enabled():
-                return self.by_segments(x, q, k, v, state, t, forms)
+                return self.by_segments(x, q, k, v, state, t)
             self.redraw(state)
             written = self.writes(x, k, v, t)
             q = self.reads(q, t)
             S = state.get('S')
             if self.by_keys:
-                o, S = self.divided_by_keys(q, S=S, form=forms.recurrence, **written)
-            else:
-                o, S = forms.recurrence(q, **written, S=S, normalise=self.normalise, floor=self.phi.floor)
+                return self.divided_by_keys(q, S=S, **written)
+            o, S = self.recurrence(q, **written, there=there, S=S, normalise=self.normalise,
+                                   floor=self.phi.floor)
             return o, {'S': S}
 
-    def by_segments(self, x, q, k, v, state, t, forms):
+    def by_segments(self, x, q, k, v, state, t):
         """`forward` of a long text where nothing is trained: so many steps at a time, as the features of all of
         them would take several times the memory of the outputs."""
         o = torch.empty_like(v)
         for i in range(0, x.shape[1], SEGMENT):
             steps = slice(i, i + SEGMENT)
             q_i, k_i, v_i = (rows[:, :, steps] for rows in (q, k, v))
-            o[:, :, steps], state = self.forward(x[:, steps], q_i, k_i, v_i, state, t + i, forms)
+            o[:, :, steps], state = self.forward(x[:, steps], q_i, k_i, v_i, state, t + i)
         return o, state
 
-    def divided_by_keys(self, q, k, v, write, erase, S, form):
+    def divided_by_keys(self, q, k, v, write, erase, S):
         """The delta rule with attention normalisation, Schlag 2021's ablation: what k_t finds is divided by
         n_{t-1}.k_t, what q_t finds by n_t.q_t, n the plain sum of the keys, each of sum 1. The state is S
         with n as its last row."""
@@ -730,27 +591,27 @@ class FastWeights(nn.Module):
             S = S[:, :, :-1]
         seen_by_k = (k * (n - k)).sum(-1)
         seen_by_q = (q * n).sum(-1, keepdim=True)
-        o, S = form(q, k, v, write, erase / seen_by_k.clamp(min=FLOOR), S=S)
+        o, S = self.recurrence(q, k, v, write=write, erase=erase / seen_by_k.clamp(min=FLOOR), S=S)
         o = o / seen_by_q.clamp(min=FLOOR)
-        return o.to(v.dtype), torch.cat([S, n[:, :, -1:]], 2)
+        return o.to(v.dtype), {'S': torch.cat([S, n[:, :, -1:]], 2)}
 
-    def keep_rows(self, x, q, k, v, state, t, forms):
+    def keep_rows(self, x, q, k, v, state, t):
         """A bounded set of rows. With `overflow` (LoLCATs, Zhang 2024, arXiv:2410.10254, for the window), a
         row that goes is written into fast weights, by gates that look at its values, and both are read under
         one denominator: o = (sum e^s v + m o') / (sum e^s + m), the sums over the rows, where o' is what the
         fast weights say and m the mass of the keys they hold, times a learned factor e^(x W + b)."""
         spill = self.overflow is not None
-        o, log_rows, went, new = forms.rows(q, k, v, rows_of(state), t, self.rule.keeps, self.cache,
-                                            self.sinks, spill, self.turn)
+        o, log_rows, went, new = self.forms.rows(q, k, v, rows_of(state), t, self.rule.keeps, self.cache,
+                                                 self.sinks, spill, self.turn)
         if not spill:
             return o, new
-        said, mass, matrix = self.overflow.take(q, went, state, forms.recurrence)
+        said, mass, matrix = self.overflow.take(q, went, state)
         log_matrix = mass.clamp(min=1e-30).log() + self.log_mass(x).mT[..., None]
         share = (log_rows - log_matrix).sigmoid()
         o = torch.lerp(said, o.to(said.dtype), share)
         return o.to(v.dtype), {**new, **matrix}
 
-    def take(self, q, went, state, form):
+    def take(self, q, went, state):
         """For rows that another layer let go, as fastweight.bounded returns them: write them, then read.
         Rules that erase are read as they are, the others as a mean: divided by what they would say if all
         values were 1. -> o (B, H, T, d), mass of the keys held (B, H, T, 1), or by value channel, and S, n"""
@@ -765,27 +626,37 @@ class FastWeights(nn.Module):
         if self.rule.erase:              # while no row has gone there is nothing to erase
             masses = {'write': there, 'log_f': gates.get('log_f')}
         channels = v if self.rule.z else v[..., :1]             # those that decay apart have a mass each
-        mass, n = form(q, k, torch.ones_like(channels), **masses, S=state.get('n'))
-        o, S = form(self.normaliser(q), self.normaliser(k), v, **gates, S=state.get('S'))
+        mass, n = self.recurrence(q, k, torch.ones_like(channels), **masses, S=state.get('n'))
+        o, S = self.recurrence(self.normaliser(q), self.normaliser(k), v, **gates, S=state.get('S'))
         if not self.rule.erase:
             o = o / mass.clamp(min=1e-30)
         return o, mass, {'S': S, 'n': n}
 
 
 # ---- layers ------------------------------------------------------------------------------------------------
-class CausalConv(nn.Module):
+class Conv(nn.Module):
     """y_t = sum_j w_j x_{t-n+j}, j = 0..n, in each channel; its state is the last n inputs, n = width - 1.
-    Random at first: every channel is another view of the last tokens. Identities learn slower. In an encoder
-    `shift` centres it."""
-    def __init__(self, channels, width):
+    Random at first: every channel is another view of the last tokens. Identities learn slower. Without
+    `causal`, in an encoder, it is centred; of an even width one more input lies before t than after."""
+    forms = PLAIN
+
+    def __init__(self, channels, width, causal=True):
         super().__init__()
+        self.causal = causal
         self.weight = nn.Parameter(torch.empty(width, channels))
         nn.init.uniform_(self.weight, -width ** -0.5, width ** -0.5)
 
-    def forward(self, x, last=None, shift=shifted_sum):
-        """x (B, T, D), last None or the n inputs before it (B, n, D) -> y (B, T, D), the last n inputs"""
+    def forward(self, x, last=None, there=None):
+        """x (B, T, D), last None or the n inputs before it (B, n, D) -> y (B, T, D), the last n inputs.
+        there (B, T): which places of an encoder's text are no padding; the others are seen as zeros"""
         T = x.shape[1]
         n = len(self.weight) - 1
+        shift = self.forms.shift
+        if not self.causal:
+            if there is not None:
+                x = x * there[..., None]
+            after = n // 2
+            return shift(F.pad(x, (0, 0, 0, after)), self.weight)[:, after:], x[:, :0]
         if last is None:                            # a negative pad cuts off
             return shift(x, self.weight), F.pad(x, (0, 0, n - T, 0))
         x = torch.cat([last, x], 1)
@@ -803,35 +674,35 @@ def by_head(x, size):
 
 
 class Mixer(nn.Module):
-    """What attention was: projections, positions, fast weights or rows. State in and out."""
-    def __init__(self, c, rule):
+    """What attention was: projections, positions, fast weights or rows. State in and out. causal: false in
+    an encoder"""
+    def __init__(self, c, rule, causal=True):
         super().__init__()
         self.n_head = c.n_head
         self.n_kv_head = c.kv_heads()
         self.head_dim = c.n_embd // c.n_head
-        keeps = RULES[rule].keeps
+        kind = RULES[rule]
         self.key_dim = self.head_dim
-        if c.key_dim and not keeps:
+        if c.key_dim and kind.matrix:
             self.key_dim = c.key_dim
         self.sizes = [c.n_head * self.key_dim, self.n_kv_head * self.key_dim, self.n_kv_head * self.head_dim]
         self.speeds = functools.partial(speeds, self.key_dim // 2, c.theta, c.rope_scaling)
         self.turn = functools.partial(rope, theta=c.theta, scaling=c.rope_scaling)
-        mixed = len(set(c.all_rules())) > 1         # then a layer takes the flags that it can follow
-        flags = {'phi': c.phi, 'norm': c.norm, 'beta_max': c.beta_max, 'cache': c.cache, 'sinks': c.sinks}
-        if mixed and keeps:
-            flags.update(phi='', norm='')
-        if mixed and not RULES[rule].erase:
-            flags.update(beta_max=1.0)
-        if keeps in ('window', 'sink'):
-            flags.update(overflow=c.overflow)
-        self.rope = c.turned(rule)
-        if c.positions == 'compress' and keeps not in (None, 'all'):
-            self.rope = False                       # `bounded` turns the keys
+        self.rope = c.uses_rope(rule)
+        flags = {'key_dim': self.key_dim, 'causal': causal}     # a layer takes those that it can follow
+        if kind.matrix:
+            flags.update(phi=c.phi, norm=c.norm)
+        if kind.erase:
+            flags.update(beta_max=c.beta_max)
+        if kind.bounded:
+            flags.update(cache=c.cache, sinks=c.sinks, overflow=c.overflow)
+        if kind.bounded and c.positions == 'compress':
             flags.update(turn=self.turn)
+            self.rope = False                       # `bounded` turns the keys
         self.qkv = nn.Linear(c.n_embd, sum(self.sizes), bias=c.bias)
-        self.memory = FastWeights(rule, c.n_embd, c.n_head, self.head_dim, key_dim=self.key_dim, **flags)
+        self.memory = FastWeights(rule, c.n_embd, c.n_head, self.head_dim, **flags)
         self.out_norm = None
-        if c.out_norm and not keeps and self.memory.norm != 'attn':     # these are divided already
+        if c.out_norm and kind.matrix and self.memory.norm != 'attn':   # these are divided already
             self.out_norm = nn.LayerNorm(self.head_dim, bias=False)
         self.proj = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
         self.dropout = nn.Dropout(c.dropout)
@@ -859,10 +730,10 @@ class Mixer(nn.Module):
             o = self.out_norm(o)
         return self.dropout(self.proj(o.transpose(1, 2).flatten(2)))
 
-    def forward(self, x, state, forms):
+    def forward(self, x, state, there=None):
         t = state.get('t', ZERO)
         q, k, v = self.heads(x, t)
-        o, new = self.memory(x, q, k, v, state, t, forms)
+        o, new = self.memory(x, q, k, v, state, t, there)
         new['t'] = t + x.shape[1]
         return self.merge(o), new
 
@@ -870,19 +741,19 @@ class Mixer(nn.Module):
     def has_weights(self):
         """Whether the outputs of fast weights are means of values, with weights that can be compared."""
         rule = self.memory.rule
-        return rule.keeps is None and self.memory.norm == 'attn' and not rule.erase
+        return rule.matrix and self.memory.norm == 'attn' and not rule.erase
 
-    def attend(self, u, q, k, v, forms=PLAIN, there=None):
+    def attend(self, u, q, k, v, there=None):
         """What the heads read from a fresh start (B, H, T, head_dim), of its input u (B, T, n_embd) and its
-        q, k, v (B, H, T, head_dim). there: as for `Cross`; here forms know it."""
-        return self.memory(u, q, k, v, forms=forms)[0]
+        q, k, v (B, H, T, head_dim). there (B, T): which places of u are no padding; None: all"""
+        return self.memory(u, q, k, v, there=there)[0]
 
-    def weights(self, u, q, k, forms=PLAIN, there=None):
+    def weights(self, u, q, k, there=None):
         """How much of each value is in each output, (B, H, T, T of the values). Outputs are linear in v, so
         take v = I; not where channels of v decay apart, nor for a cache. Arguments as for `attend`."""
         T = k.shape[2]
         eye = torch.eye(T, dtype=q.dtype, device=q.device).expand(*k.shape[:3], T)
-        return self.attend(u, q, k, eye, forms, there)
+        return self.attend(u, q, k, eye, there)
 
 
 SOURCE = 'source_'
@@ -893,7 +764,7 @@ class Cross(Mixer):
     and every step reads the same S: as much work after one word as after a thousand. Vaswani 2017 sec. 3.2.3
     with softmax, Kasai 2021 sec. 3 with fast weights."""
     def __init__(self, c, rule):
-        super().__init__(c, rule)
+        super().__init__(c, rule, causal=False)     # each step reads what all of the source wrote
         self.rope = False                           # places of two texts have no distance
         self.begin = c.source                       # the place of a row where the decoder's text begins
 
@@ -913,11 +784,11 @@ class Cross(Mixer):
         """x (B, T, n_embd), the decoder's -> q (B, H, T, key_dim)"""
         return by_head(self.project(x, slice(self.sizes[0])), self.key_dim)
 
-    def write(self, x, there, forms):
+    def write(self, x, there=None):
         """x (B, T, n_embd), there (B, T) -> a layer's part of the state, under names that begin with
         SOURCE"""
         k, v = self.keys_values(x)
-        written = self.memory.write_all(x, k, v, there, forms)
+        written = self.memory.write_all(x, k, v, there)
         return {SOURCE + name: y for name, y in written.items()}
 
     def forward(self, x, state):
@@ -927,9 +798,9 @@ class Cross(Mixer):
         o = self.memory.read_all(self.queries(x), found, state['t'] - self.begin)
         return self.merge(o), kept
 
-    def attend(self, u, q, k, v, forms=PLAIN, there=None):
-        """As of Mixer: u, k and v are of the source, of which (B, T) are `there`."""
-        return self.memory.read_all(q, self.memory.write_all(u, k, v, there, forms))
+    def attend(self, u, q, k, v, there=None):
+        """As of Mixer: u, k and v are of the source."""
+        return self.memory.read_all(q, self.memory.write_all(u, k, v, there))
 
 
 def layer_norm(c):
@@ -956,15 +827,17 @@ class Block(nn.Module):
     With post_norm (BERT) it is u + mixer(u), u = norm(x). As published, norm(x + mixer(x)), a norm ends each
     line; here the same norm begins the next line. So BERT's norm of the embeddings is norm1 of the first
     block, and the last one of its last block is the norm of the model."""
-    def __init__(self, c, rule, cross=None):
+    forms = PLAIN
+
+    def __init__(self, c, rule, cross=None, causal=True):
         super().__init__()
         self.post_norm = c.post_norm
         self.norm1 = layer_norm(c)
         self.norm2 = layer_norm(c)
         self.convs = nn.ModuleList()
         if c.conv:
-            self.convs.extend([CausalConv(c.n_embd, c.conv), CausalConv(c.n_embd, c.conv)])
-        self.mixer = Mixer(c, rule)
+            self.convs.extend(Conv(c.n_embd, c.conv, causal) for _ in range(2))
+        self.mixer = Mixer(c, rule, causal)
         self.cross = None
         if cross:
             self.norm3 = layer_norm(c)
@@ -981,13 +854,13 @@ class Block(nn.Module):
             return u, u
         return x, u
 
-    def look(self, i, x, state, forms):
-        """x (B, T, n_embd) and the tokens before, where there is a convolution (i = 0: before the mixer, 1:
+    def convolve(self, i, x, state, there=None):
+        """x (B, T, n_embd) and the tokens around, where there is a convolution (i = 0: before the mixer, 1:
         before the MLP); and what of it goes into the state."""
         if not self.convs:
             return x, {}
         name = f'conv{i}'
-        x, last = self.convs[i](x, state.get(name), forms.shift)
+        x, last = self.convs[i](x, state.get(name), there)
         return x, {name: last}
 
     def read_source(self, x, state):
@@ -999,25 +872,22 @@ class Block(nn.Module):
         y, kept = self.cross(u, state)
         return x + y, kept
 
-    def inner(self, h, forms):
-        """h (.., n_embd) -> the wide layer of the MLP (.., inner)"""
-        act = ACTS.get(self.act, forms.square)
+    def widened(self, h):
+        """h (.., n_embd) -> the hidden layer of the MLP (.., Config.inner())"""
+        act = ACTS.get(self.act, self.forms.square)
         return act(self.up(h))
 
-    def mlp(self, x, state, forms):
-        """The second half of a block. x (B, T, n_embd) -> x, and what goes into the state"""
-        x, u = self.branch(self.norm2, x)
-        h, new = self.look(1, u, state, forms)
-        return x + self.dropout(self.down(self.inner(h, forms))), new
-
-    def forward(self, x, state, forms):
-        """x (B, T, n_embd), state what the last call returned, None at a fresh start -> x, state"""
+    def forward(self, x, state=None, there=None):
+        """x (B, T, n_embd), state what the last call returned, None at a fresh start, there as for Mixer
+        -> x, state"""
         state = state or {}
         x, u = self.branch(self.norm1, x)
-        u, seen = self.look(0, u, state, forms)
-        y, new = self.mixer(u, state, forms)
+        u, seen = self.convolve(0, u, state, there)
+        y, new = self.mixer(u, state, there)
         x, source = self.read_source(x + y, state)
-        x, seen_by_mlp = self.mlp(x, state, forms)
+        x, u = self.branch(self.norm2, x)
+        h, seen_by_mlp = self.convolve(1, u, state, there)
+        x = x + self.dropout(self.down(self.widened(h)))
         return x, {**new, **seen, **source, **seen_by_mlp}
 
 
@@ -1031,11 +901,9 @@ class Seen(NamedTuple):
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    o: torch.Tensor                 # what the heads read
-    forms: Forms
-    source: torch.Tensor | None     # of a decoder: what its encoder says
-    there: torch.Tensor | None      # which places of that are no padding (B, T)
     real: torch.Tensor | None       # which places of x are no padding (B, T); None: all
+    there: torch.Tensor | None      # the same of what an encoder reads
+    source: torch.Tensor | None     # of a decoder: what its encoder says
 
     @property
     def layer(self):
@@ -1045,17 +913,18 @@ class Seen(NamedTuple):
     @property
     def crosses(self):
         """Whether it is cross attention."""
-        return self.name.endswith('.cross')
+        return isinstance(self.mixer, Cross)
 
     def attend(self, mixer):
-        """What another mixer would read here, like o."""
-        return mixer.attend(self.u, self.q, self.k, self.v, self.forms, self.there)
+        """What the heads of this or of another mixer read here (B, H, T, head_dim)"""
+        return mixer.attend(self.u, self.q, self.k, self.v, self.there)
 
     def weights(self, mixer):
         """Its attention weights (B, H, T, T)"""
-        return mixer.weights(self.u, self.q, self.k, self.forms, self.there)
+        return mixer.weights(self.u, self.q, self.k, self.there)
 
 
+# ---- the model ---------------------------------------------------------------------------------------------
 def kl(a, w):
     """The divergence of attention weights w from a, both (B, H, T, T): sum_s a log(a / w), the mean over
     queries, in nats."""
@@ -1063,7 +932,7 @@ def kl(a, w):
 
 
 class GPT(nn.Module):
-    """Embedding, blocks, norm, output. `forms` are the fastest that there are; `pick_forms` has others.
+    """Embedding, blocks, norm, output. Its forms are the fastest that there are, until `use` sets others.
 
     The state of a model is a list with a flat dict of tensors for each layer: t, and S, or k and v, or those
     of kept rows, and conv0, conv1; of a decoder also source_S, or source_k, source_v, source_there. t counts
@@ -1081,15 +950,16 @@ class GPT(nn.Module):
         self.encoder = nn.ModuleList()
         if c.encoder:
             cross = c.of_source(c.cross)
-            self.encoder.extend(Block(c, c.of_source(c.encoder_rule)) for _ in range(c.encoder))
+            rule = c.of_source(c.encoder_rule)
+            self.encoder.extend(Block(c, rule, causal=False) for _ in range(c.encoder))
             self.encoder_norm = layer_norm(c)
-        self.blocks = nn.ModuleList(Block(c, rule, cross) for rule in c.rules())
+        self.blocks = nn.ModuleList(Block(c, rule, cross, c.causal) for rule in c.rules())
         self.norm = layer_norm(c)
         self.pooler = nn.Linear(c.n_embd, c.n_embd) if c.pooler else None
         self.head = None if c.tied else nn.Linear(c.n_embd, c.vocab_size, bias=False)
         if c.classes:
             self.head = nn.Linear(c.n_embd, c.classes)
-        self.forms = pick_forms()
+        self.use(pick_forms())
         for name, p in self.named_parameters():
             std = p.shape[-1] ** -0.5               # sums of so many keep their size
             if name.endswith(('qkv.weight', 'up.weight', 'gates.proj.weight')):
@@ -1101,11 +971,31 @@ class GPT(nn.Module):
             elif name in ('embed.weight', 'positions.weight', 'cls.weight'):
                 nn.init.normal_(p, std=0.3)
 
-    def first(self, tokens, state=None):
+    def use(self, forms):
+        """Compute with these Forms from now on, in all modules. ValueError for fast ones that a rule with a
+        form of its own has not."""
+        for name in self.config.all_rules():
+            form = RULES[name].form
+            if form and forms.impl in ('chunk', 'fused'):
+                raise ValueError(f'--impl={forms.impl}: --rule={name} is computed by {form.__name__} alone, '
+                                 'its own form; leave the flag out')
+        for module in self.modules():
+            module.forms = forms
+
+    @property
+    def why(self):
+        """Which forms compute this model, in one line to print."""
+        rules = dict.fromkeys(self.config.all_rules())
+        own = [f'{name}: form={RULES[name].form.__name__} of its own' for name in rules if RULES[name].form]
+        if len(own) < len(rules):
+            own.append(self.forms.why)
+        return '; '.join(own)
+
+    def embedded(self, tokens, state=None):
         """tokens (B, T) -> what the first layer gets (B, T, n_embd); of patches (B, T / patch, n_embd), with
         cls one place more"""
         if self.config.patch:
-            tokens = self.patches(tokens) / 255
+            tokens = tokens.unflatten(1, (-1, self.config.patch)) / 255
         x = self.embed(tokens)
         if self.cls is not None:
             x = torch.cat([self.cls.weight.expand(len(x), 1, -1), x], 1)
@@ -1116,44 +1006,29 @@ class GPT(nn.Module):
             x = x + self.positions(t.clamp(max=self.config.places() - 1))
         return self.dropout(x)
 
-    def patches(self, x):
-        """x (B, T) -> (B, T / patch, patch)"""
-        return x.unflatten(1, (-1, self.config.patch))
-
     def there(self, tokens):
         """tokens (B, T) -> which of them are not padding (B, T); None: all"""
         if self.config.pad is None:
             return None
         return tokens != self.config.pad
 
-    def forms_of(self, tokens):
-        """The forms in which tokens (B, T) are read: those of an encoder have to know what is padding."""
-        if self.config.causal:
-            return self.forms
-        return encoding(self.forms, self.there(tokens))
-
     def hidden(self, tokens, state=None):
         """tokens (B, T) -> what the last layer says of each (B, T, n_embd), state"""
         if state is not None and not self.config.causal:
             raise ValueError('an encoder reads a whole text at once: it cannot go on from a state')
-        tokens, state = self.behind_source(tokens, state)
-        forms = self.forms_of(tokens)
-        x = self.first(tokens, state)
+        if self.encoder and state is None:          # the source comes first
+            n = self.config.source
+            state = self.encode(tokens[:, :n])
+            tokens = tokens[:, n:]
+        there = None if self.config.causal else self.there(tokens)
+        x = self.embedded(tokens, state)
         if not x.shape[1]:                          # a source, and nothing was said yet
             return x, state
         new = []
         for block, layer in zip(self.blocks, state or itertools.repeat(None)):
-            x, layer = block(x, layer, forms)
+            x, layer = block(x, layer, there)
             new.append(layer)
         return self.norm(x), new
-
-    def behind_source(self, tokens, state):
-        """At a fresh start of a decoder, its encoder reads the source with which tokens begin. -> the tokens
-        that are left to read, state"""
-        if not self.encoder or state is not None:
-            return tokens, state
-        n = self.config.source
-        return tokens[:, n:], self.encode(tokens[:, :n])
 
     def encode(self, tokens):
         """The source, tokens (B, T) with padding at the end, T <= config.source, read by the encoder and
@@ -1165,13 +1040,12 @@ class GPT(nn.Module):
         if not self.encoder:
             return self.read(F.pad(tokens, (0, missing), value=self.config.pad))
         tokens, there = self.without_padding(tokens)
-        forms = encoding(self.forms, there)
-        x = self.first(tokens)
+        x = self.embedded(tokens)
         for block in self.encoder:
-            x, _ = block(x, None, forms)
+            x, _ = block(x, None, there)
         x = self.encoder_norm(x)
         t = torch.tensor(self.config.source)        # of the row, whatever is padding
-        return [{'t': t, **block.cross.write(x, there, self.forms)} for block in self.blocks]
+        return [{'t': t, **block.cross.write(x, there)} for block in self.blocks]
 
     def without_padding(self, tokens, begins=False):
         """tokens (B, T) -> those up to the longest row's end, and which of them are no padding. begins: the
@@ -1209,7 +1083,7 @@ class GPT(nn.Module):
         if c.classes and not c.causal:
             return self.head(self.pooled(x, tokens)), state
         if at is not None and c.patch:
-            at = self.patches(at).any(-1)
+            at = at.unflatten(1, (-1, c.patch)).any(-1)
         if at is not None:
             x = x[at[:, at.shape[1] - x.shape[1]:]]         # of a pair: x is the decoder's part
         if c.classes:
@@ -1221,40 +1095,38 @@ class GPT(nn.Module):
         return {name: module for name, module in self.named_modules() if isinstance(module, Mixer)}
 
     def through(self, tokens):
-        """Mixer by mixer, in the order of computation, from a fresh start: a `Seen` of each."""
-        if not self.encoder:
-            real = None if self.config.patch else self.there(tokens)
-            yield from self.walk('blocks', self.first(tokens), self.forms_of(tokens), real)
-            return
-        n = self.config.source
-        source, there = self.without_padding(tokens[:, :n])
-        x = yield from self.walk('encoder', self.first(source), encoding(self.forms, there), there)
-        source = self.encoder_norm(x)
-        tokens, real = self.without_padding(tokens[:, n:], begins=True)
-        x = self.first(tokens, [{'t': torch.tensor(n)}])
-        yield from self.walk('blocks', x, self.forms, real, source, there)
+        """What each mixer saw of tokens (B, T) from a fresh start: a `Seen` of each, in the order of
+        computation. The inputs of all are held, but q, k and v of one at a time."""
+        source = None
+        real = None if self.config.patch else self.there(tokens)
+        if self.encoder:
+            begin = self.config.source
+            text, real = self.without_padding(tokens[:, begin:], begins=True)
+            tokens = torch.cat([tokens[:, :begin], text], 1)
+        inputs = {}
 
-    def walk(self, name, x, forms, real, source=None, there=None):
-        """`through` of the blocks of that name -> what they make of x. Arguments as in Seen"""
-        for i, block in enumerate(getattr(self, name)):
-            before = x
-            x, u = block.branch(block.norm1, x)
-            u, _ = block.look(0, u, {}, forms)
-            q, k, v = block.mixer.heads(u)
-            o = block.mixer.attend(u, q, k, v, forms)
-            yield Seen(f'{name}.{i}.mixer', block.mixer, block, before, u, q, k, v, o, forms,
-                       source, there, real)
-            x = x + block.mixer.merge(o)
-            if block.cross is not None:
-                x, u = block.branch(block.norm3, x)
-                q = block.cross.queries(u)
-                k, v = block.cross.keys_values(source)
-                o = block.cross.attend(source, q, k, v, forms, there)
-                yield Seen(f'{name}.{i}.cross', block.cross, block, before, source, q, k, v, o, forms,
-                           source, there, real)
-                x = x + block.cross.merge(o)
-            x, _ = block.mlp(x, {}, forms)
-        return x
+        def remember(name, module, given, result):
+            inputs[name] = given
+        with contextlib.ExitStack() as hooks:
+            for name, module in self.named_modules():
+                if isinstance(module, (Block, Mixer)) or name == 'encoder_norm':
+                    hooks.enter_context(module.register_forward_hook(functools.partial(remember, name)))
+            self.hidden(tokens)
+        _, _, there = inputs['encoder.0' if self.encoder else 'blocks.0']
+        if self.encoder:
+            source = self.encoder_norm(*inputs['encoder_norm'])
+        for name, mixer in self.mixers().items():
+            layer = name.rpartition('.')[0]
+            x = inputs[layer][0]
+            u = inputs[name][0]
+            if isinstance(mixer, Cross):
+                q = mixer.queries(u)
+                u = source
+                k, v = mixer.keys_values(u)
+            else:
+                q, k, v = mixer.heads(u)
+            its_real = there if layer.startswith('encoder.') else real
+            yield Seen(name, mixer, self.get_submodule(layer), x, u, q, k, v, its_real, there, source)
 
     @property
     def max_len(self):
@@ -1267,7 +1139,7 @@ class GPT(nn.Module):
     @torch.inference_mode()
     def read(self, tokens, state=None, segment=2048):
         """Only the state after tokens (B, T), any T, a `segment` at a time: memory does not grow with T."""
-        tokens, state = self.behind_source(tokens, state)   # which is read whole
+        segment = max(segment, self.config.source)  # which is read whole
         for i in range(0, tokens.shape[1], segment):
             _, state = self.hidden(tokens[:, i:i + segment], state)
         return state
@@ -1291,7 +1163,7 @@ class GPT(nn.Module):
         step = unrecorded(self, token, state, choose)
         for i in itertools.count():
             if i == 32:                             # recording takes a tenth of a second: now it is worth it
-                step = self.forms.record(self, token, state, choose, generator)
+                step = self.forms.record(self, token, state, choose)
             token, state = step(token, state)
             yield token, state
 
@@ -1304,7 +1176,7 @@ class GPT(nn.Module):
         pad = self.config.pad
         B = len(tokens)
         most = most or self.config.block_size - self.config.source
-        state = chosen_rows(self.encode(tokens), torch.arange(B).repeat_interleave(beam), everything=True)
+        state = chosen_texts(self.encode(tokens), torch.arange(B).repeat_interleave(beam), everything=True)
         token = tokens.new_full((B * beam, 1), pad)
         texts = tokens.new_full((B, beam, most), pad)
         scores = torch.full((B, beam), -math.inf, device=tokens.device)
@@ -1337,20 +1209,21 @@ class GPT(nn.Module):
             if (ends >= beam).all():
                 break
             scores = scores.masked_fill(said == pad, -math.inf)
-            state = chosen_rows(state, (first + parent).flatten())
+            state = chosen_texts(state, (first + parent).flatten())
             token = said.view(-1, 1)
         return best[:, :n]
 
 
-def chosen_rows(state, rows, everything=False):
-    """A state of some rows of a batch, (N,), which may come again. What it holds of a source stays as it is,
-    as the rows of one text share it, unless it is to be `everything`."""
+# ---- sampling ----------------------------------------------------------------------------------------------
+def chosen_texts(state, index, everything=False):
+    """A state of some texts of a batch, at index (N,), which may come again. What it holds of a source stays
+    as it is, as the texts of one source share it, unless it is to be `everything`."""
     found = []
     for layer in state:
         new = dict(layer)
         for name, x in layer.items():
             if name != 't' and (everything or not name.startswith(SOURCE)):
-                new[name] = x[rows]
+                new[name] = x[index]
         found.append(new)
     return found
 
@@ -1397,19 +1270,17 @@ def pack(state, prefix='state'):
 
 
 def unpack(tensors, prefix='state', device=None):
-    """The inverse of `pack`; None if there is none. Other tensors are left alone. In older files a name may
-    have more parts (state.0.S.k), and keys and values of softmax are one tensor S (2, B, H, T, d)."""
+    """The inverse of `pack`; None if there is none. Other tensors are left alone."""
     layers = {}
     for name, x in tensors.items():
-        parts = name.split('.')
-        if parts[0] != prefix:
+        if not name.startswith(prefix + '.'):
             continue
-        if parts[-1] != 't':                        # which counts on the CPU
+        i, part = name.split('.', 2)[1:]
+        if '.' in part or x.dim() > 4:
+            raise ValueError(f'{name}: of another version of this project; let the model read the text again')
+        if part != 't':                             # which counts on the CPU
             x = x.to(device)
-        layer = layers.setdefault(int(parts[1]), {})
-        layer[parts[-1]] = x
-        if x.dim() == 5:
-            layer['k'], layer['v'] = layer.pop('S')
+        layers.setdefault(int(i), {})[part] = x
     return [layers[i] for i in sorted(layers)] or None
 
 
@@ -1418,39 +1289,73 @@ def state_bytes(state):
     return sum(x.numel() * x.element_size() for x in pack(state or []).values())
 
 
+# ---- files of our own --------------------------------------------------------------------------------------
+# One safetensors file: a header in JSON, then bare numbers. Nothing is pickled, so a file cannot run code.
+# The header has two strings of ours: meta, as JSON, and digest, a sha256 over meta and all tensors.
+def digest(meta, tensors):
+    """sha256 over the metadata (a string) and every tensor's name, type, shape and bytes."""
+    found = hashlib.sha256(meta.encode())
+    for name in sorted(tensors):
+        x = tensors[name].detach().cpu().contiguous()
+        found.update(f'{name} {x.dtype} {tuple(x.shape)}'.encode())
+        if x.numel():
+            found.update(x.flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def write(path, tensors, meta):
+    """tensors and a JSON-able dict into a file, with a digest of both. OSError if it cannot be written."""
+    text = json.dumps(meta)
+    weights.replace(path, tensors, {'meta': text, 'digest': digest(text, tensors)})
+
+
+def read(path):
+    """-> tensors, meta (and digest in it). ValueError for a file that is missing, foreign, cut or changed."""
+    if not os.path.isfile(path):
+        raise ValueError(f'{path}: no such file; python train.py writes out/ckpt.safetensors')
+    try:
+        with safe_open(path, 'pt') as f:
+            header = f.metadata() or {}
+            names = f.keys()
+            tensors = {name: f.get_tensor(name) for name in names}
+    except (SafetensorError, RuntimeError) as e:
+        raise ValueError(f'{path}: not a whole safetensors file ({e})') from None
+    if 'meta' not in header or 'digest' not in header:
+        raise ValueError(f'{path}: a safetensors file, but not written by this project')
+    if digest(header['meta'], tensors) != header['digest']:
+        raise ValueError(f'{path}: its contents do not match its digest: the file was damaged or changed')
+    return tensors, {**json.loads(header['meta']), 'digest': header['digest']}
+
+
 # ---- models in files: ours, and those of the hub -----------------------------------------------------------
 def save(path, model, meta, extra=None, state=None):
     """Model, metadata (data: its tokenizer, step, ...) and further tensors -> one file that `load` reads.
     state: the model's state_dict, where it is in parts."""
     tensors = {f'model.{name}': x for name, x in (state or model.state_dict()).items()}
     tensors.update(extra or {})
-    weights.write(path, tensors, {**meta, 'config': dataclasses.asdict(model.config)})
+    write(path, tensors, {**meta, 'config': dataclasses.asdict(model.config)})
 
 
 def config_of(source, meta):
     """-> the Config a checkpoint's or a folder's meta describes; ValueError, with the source, for none."""
     if 'config' not in meta:
         raise ValueError(f'{source}: holds no model (a state saved by sample.py?)')
-    given = dict(meta['config'])
-    for name in given.keys() & {'rule', 'layers'}:      # `full` was softmax under another name
-        given[name] = given[name].replace('full', 'softmax')
     try:
-        return Config(**given)
+        return Config(**meta['config'])
     except TypeError as e:
         raise ValueError(f'{source}: made by another version of this project ({e})') from None
     except (ValueError, ZeroDivisionError) as e:
         raise ValueError(f'{source}: not to be built here, unless by the version that made it: {e}') from None
 
 
-def hollow(config):
-    """A GPT whose parameters have shapes but no memory yet, for those that are about to come from a file."""
-    def without_memory(module, name, parameter):
-        return nn.Parameter(parameter.to('meta'))
-    hook = register_module_parameter_registration_hook(without_memory)
-    try:
-        return GPT(config)
-    finally:
-        hook.remove()
+class Undrawn(TorchFunctionMode):
+    """Under it a model's parameters are not drawn: those that are about to come from a file need no numbers,
+    nor memory, which the system gives only to what is written."""
+    def __torch_function__(self, f, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(f, '__module__', '') == 'torch.nn.init':
+            return kwargs['tensor']
+        return f(*args, **kwargs)
 
 
 def folder_of(source, revision):
@@ -1475,7 +1380,7 @@ def load(source, device='cpu', revision='main', **changes):
     source = str(source)
     extra = {}
     if os.path.isfile(source) or source.endswith('.safetensors'):
-        extra, meta = weights.read(source)
+        extra, meta = read(source)
         state = {}
         for name in [*extra]:
             if name.startswith('model.'):   # copied: products repeat bit for bit only where memory is aligned
@@ -1483,7 +1388,9 @@ def load(source, device='cpu', revision='main', **changes):
     else:
         state, config, data = weights.from_folder(folder_of(source, revision), source)
         meta = {'config': config, 'data': data}
-    model = hollow(config_of(source, meta))
+    config = config_of(source, meta)
+    with Undrawn():
+        model = GPT(config)
     try:
         model.load_state_dict(state, assign=True)
     except RuntimeError as e:
@@ -1501,9 +1408,6 @@ def swapped(model, source, rule='', **changes):
     has: only the fast weights of overflow may come and go."""
     old = model.config
     if rule:
-        if rule not in ROWS:
-            raise ValueError(f'--rule={rule}: softmax weights as they are can only become {", ".join(ROWS)}; '
-                             'python convert.py swaps for other rules')
         if old.keeps() == {None}:
             raise ValueError(f'--rule={rule}: {source} has no softmax layers, only {",".join(old.rules())}')
         layers = [rule if RULES[name].keeps else name for name in old.rules()]
@@ -1515,12 +1419,152 @@ def swapped(model, source, rule='', **changes):
         return model
     new = GPT(config)
     state = model.state_dict()
-    expected = new.state_dict()
-    for name in {**state, **expected}:
-        same = name in state and name in expected and state[name].shape == expected[name].shape
-        if not same and '.overflow.' not in name and '.log_mass.' not in name:
+    shapes = {name: x.shape for name, x in state.items()}
+    expected = {name: x.shape for name, x in new.state_dict().items()}
+    for name, _ in sorted(shapes.items() ^ expected.items()):
+        if '.overflow.' not in name and '.log_mass.' not in name:
             flags = ' '.join(f'--{flag}={value}' for flag, value in changes.items())
             raise ValueError(f'{flags}: {source} has other weights than that, see {name}; leave out what '
                              'changes them')
     new.load_state_dict(state, strict=False, assign=True)
     return new
+
+
+# ---- flags: a dataclass field is the flag, its type, default, help, choices and range ----------------------
+EXPECTED = {int: 'a whole number', float: 'a number', bool: 'true or false', str: 'some text'}
+BOOLEANS = {'true': True, '1': True, 'yes': True, 'false': False, '0': False, 'no': False}
+
+
+def hint(word, words):
+    """'; did you mean this?' with the word most like it, or nothing."""
+    for near in difflib.get_close_matches(word, words, 1):
+        return f'; did you mean {near}?'
+    return ''
+
+
+def value_of(text, field):
+    """What follows a flag, as its type. KeyError or ValueError where that is not what the field allows."""
+    if field.type is bool:
+        return BOOLEANS[text.lower()]
+    value = field.type(text)
+    low, high = field.metadata['range']
+    choices = field.metadata['choices']
+    if field.type is not str and not low <= value <= high:      # nor is nan
+        raise ValueError(text)
+    if choices and value not in choices:
+        raise ValueError(text)
+    if value == '' and field.default:               # where empty means something, it is the default
+        raise ValueError(text)
+    return value
+
+
+def expected(text, field):
+    """What may follow a flag in place of this text, in words."""
+    low, high = field.metadata['range']
+    choices = field.metadata['choices']
+    if choices:
+        return f'choose from {", ".join(choices)}{hint(text, choices)}'
+    words = f'expected {EXPECTED[field.type]}'
+    if field.type is str:
+        words += f', such as {field.default}'
+    if low > -math.inf:
+        words += f', at least {low:g}'
+    if high < math.inf:
+        words += f', at most {high:g}'
+    return words
+
+
+def print_help(doc, fields):
+    """A script's docstring, and a line for each flag: default, help, choices."""
+    print(doc.strip(), '\n')
+    for name, field in fields.items():
+        default = '' if field.default is None else field.default
+        choices = field.metadata['choices']
+        about = field.metadata['help']
+        if choices:
+            about += f' [{"|".join(choices)}]'
+        print(f'  --{name}={default}'.ljust(24), about)
+
+
+def parse(argv, doc, *classes):
+    """--key=value, --key value, or --key for true -> for each dataclass a dict of the flags that were given.
+    ValueError for a flag that is unknown or given twice, or a value that does not fit. --help exits."""
+    fields = {}
+    for field in itertools.chain(*map(dataclasses.fields, classes)):
+        if field.metadata:
+            fields[field.name.rstrip('_')] = field          # from_ is --from
+    if '--help' in argv or '-h' in argv:
+        print_help(doc, fields)
+        sys.exit(0)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name, field in fields.items():
+        alone = 'true' if field.type is bool else None
+        parser.add_argument('--' + name, nargs='?', const=alone, action='append', default=[])
+    texts, unknown = parser.parse_known_args(argv)
+    for word in unknown:
+        near = hint(word.partition('=')[0], ['--' + name for name in fields])
+        raise ValueError(f'{word}: no such flag{near}; --help lists them')
+    given = {}
+    for name, field in fields.items():
+        for text in getattr(texts, name):
+            if field.name in given:
+                raise ValueError(f'--{name} is given twice')
+            if text is None:
+                raise ValueError(f'--{name}: its value is missing')
+            try:
+                given[field.name] = value_of(text, field)
+            except (KeyError, ValueError):
+                raise ValueError(f'--{name}={text}: {expected(text, field)}') from None
+    return [{field.name: given[field.name] for field in dataclasses.fields(c) if field.name in given}
+            for c in classes]
+
+
+def pick_device(name):
+    """'auto' or a name -> torch.device that works, or a ValueError that says why not."""
+    if name == 'auto':
+        name = 'cpu'
+        if torch.accelerator.is_available():
+            name = torch.accelerator.current_accelerator().type
+    try:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError) as e:
+        raise ValueError(f'--device={name}: {str(e).splitlines()[0]}') from None
+
+
+def machine_memory():
+    """Bytes of main memory; 2^40 where the system does not say (Windows)."""
+    if 'SC_PHYS_PAGES' in getattr(os, 'sysconf_names', ()):
+        return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    return 2 ** 40
+
+
+def keep_memory():
+    """Tell glibc to keep what is freed (up to 32 MB a piece). It else returns megabytes to the system and
+    takes them again, with a page fault every 4 KB: half the time of a layer at T = 4,096."""
+    try:
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-1, 2 ** 31 - 1)               # M_TRIM_THRESHOLD
+        libc.mallopt(-3, 2 ** 25)                   # M_MMAP_THRESHOLD
+    except (OSError, AttributeError, TypeError):    # no glibc, no need
+        pass
+
+
+def script(main):
+    """Run a script's main(argv). -> exit code: 0, or for what a user can cause 2 and one line on stderr."""
+    def run(argv=None):
+        keep_memory()
+        try:
+            main(sys.argv[1:] if argv is None else argv)
+            return 0
+        except KeyboardInterrupt:
+            print('\nstopped', file=sys.stderr)
+            return 130
+        except ModuleNotFoundError as e:
+            said = f'{e}: pip install -r requirements.txt brings it'
+        except (ValueError, OSError) as e:
+            said = str(e)
+            if getattr(e, 'filename', None):
+                said = f'{e.filename}: {e.strerror}'
+        print('error:', *said.split(), file=sys.stderr)
+        return 2
+    return run

@@ -25,9 +25,8 @@ from dataclasses import dataclass
 import torch
 
 from data import prepare
-from data.weights import read, write
-from model import (Swap, flag, load, pack, parse, pick_device, pick_forms, refuse_broken, script, state_bytes,
-                   unpack)
+from model import (Swap, flag, load, pack, parse, pick_device, pick_forms, read, refuse_broken, script,
+                   state_bytes, unpack, write)
 
 
 @dataclass
@@ -204,7 +203,7 @@ def main(argv):
     device = pick_device(args.device)
     model, meta = load(args.init, device, **swap)
     model.eval()
-    model.forms = pick_forms(args.impl)
+    model.use(pick_forms(args.impl))
     data = meta['data']
     name = meta.get('digest', args.init)                    # of the model, for states
 
@@ -230,7 +229,7 @@ def main(argv):
         classify(model, tokens[:1])
         return
     start = state[0]['t'] if state else 0
-    say(f'{",".join(model.config.rules())} from {args.init}, step {meta["step"]}; {model.forms.why}')
+    say(f'{",".join(model.config.rules())} from {args.init}, step {meta["step"]}; {model.why}')
     if model.config.source:                                 # a row ends, with or without an end
         args.tokens = min(args.tokens, model.config.block_size - int(start) - tokens.shape[1] + 1)
     elif model.positions is not None and start + tokens.shape[1] + args.tokens > model.config.block_size:

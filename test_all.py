@@ -941,7 +941,8 @@ def test_delta_attn_is_schlags_ablation():
         W, n = W + u[..., None] * keys[:, :, t, None], n + keys[:, :, t]
         o.append(over(W, n, reads[:, :, t]))
     for impl in 'loop', 'chunk', 'fused':
-        near(layer(x, q, k, v, forms=model_py.pick_forms(impl))[0], torch.stack(o, 2))
+        layer.forms = model_py.pick_forms(impl)
+        near(layer(x, q, k, v)[0], torch.stack(o, 2))
 
 def test_delta_without_normalised_keys_diverges():
     """The reason for refusing --norm=none, in numbers."""
@@ -949,6 +950,55 @@ def test_delta_without_normalised_keys_diverges():
     beta = torch.full((1, 1, 200), .9)
     assert not recurrent(k, k, v, beta, beta)[1].abs().max() < 1e9
     assert recurrent(k, l2(k), v, beta, beta)[1].abs().max() < 100
+
+def oja(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=0):
+    """S_t = S + w (v_t - S k_t) k_t^T - w v_t (v_t^T S) / 9: the last term, as Oja's, is new."""
+    S = torch.zeros(*v.shape[:2], v.shape[-1], k.shape[-1], dtype=v.dtype) if S is None else S
+    o = []
+    for t in range(q.shape[2]):
+        w = write[:, :, t, None, None]
+        v_t, k_t = v[:, :, t, :, None], k[:, :, t, None]
+        u = v_t - (S * k_t).sum(-1, keepdim=True)
+        S = S + w * u * k_t - w * v_t * (v_t * S).sum(2, keepdim=True) / 9
+        o.append((S * q[:, :, t, None]).sum(-1))
+    return torch.stack(o, 2), S
+
+@pytest.fixture
+def a_rule_of_its_own(monkeypatch):
+    monkeypatch.setitem(RULES, 'oja', fastweight.Rule('Oja 1982', 'silu', 'l2', write='beta', form=oja))
+
+def test_a_rule_with_a_form_of_its_own_is_computed_by_it(a_rule_of_its_own, text, tmp_path, capsys):
+    """At any cut and in training; the first line says so; the text can be sampled."""
+    model = GPT(Config(rule='oja', n_layer=2, n_head=2, n_embd=16)).double()
+    tokens = torch.randint(256, (2, 9))
+    whole, state = model(tokens)
+    first, begun = model(tokens[:, :4])
+    rest, end = model(tokens[:, 4:], begun)
+    near(torch.cat([first, rest], 1), whole)
+    close(pack(end), pack(state))
+    memory = model.blocks[0].mixer.memory
+    x, (q, k, v) = torch.randn(1, 5, 16).double(), torch.randn(3, 1, 2, 5, 8).double()
+    near(memory(x, q, k, v)[0], oja(memory.reads(q), **memory.writes(x, k, v))[0])
+    assert 'oja: form=oja of its own' in model.why and 'fused' not in model.why
+    mixed = GPT(Config(layers='oja,delta', n_layer=2, n_head=2, n_embd=16)).why
+    assert 'oja: form=oja' in mixed and '--impl=loop runs' in mixed
+    ckpt = trained(text, tmp_path, '--layers=oja', steps=2)
+    assert 'recurrence: oja: form=oja of its own' in capsys.readouterr().out
+    said, err = written(capsys, f'--init={ckpt}', '--tokens=40', '--temperature=0')
+    assert len(said) >= 40 and 'oja: form=oja' in err
+
+@pytest.mark.parametrize('flags, why', [
+    (dict(rule='oja', causal=False, classes=2), '--rule=oja: its form goes step by step'),
+    (dict(rule='oja', encoder=1, source=8), '--rule=oja: its form goes step by step'),
+    (dict(cross='oja', encoder=1, source=8), '--cross=oja: choose'),
+    (dict(rule='window', overflow='oja'), '--overflow=oja: choose')])
+def test_what_such_a_rule_cannot_do_is_refused_in_its_name(flags, why, a_rule_of_its_own):
+    with pytest.raises(ValueError, match=why):
+        GPT(Config(n_layer=1, n_head=2, n_embd=16, **flags))
+    model = GPT(Config(rule='oja', encoder=1, source=8, encoder_rule='sum', cross='softmax', pad=9))
+    for impl in 'chunk', 'fused':
+        with pytest.raises(ValueError, match=f'--impl={impl}: --rule=oja is computed by oja alone'):
+            model.use(pick_forms(impl))
 
 def test_random_features_are_redrawn_in_training_only():
     layer = FastWeights('sum', 8, 2, 4, 'favor')
@@ -981,11 +1031,11 @@ def test_layer_can_be_cut_and_leaks_nothing(rule, phi, norm, monkeypatch):
     wanted = [y for y in (*given, *layer.parameters()) if y.requires_grad]
 
     def run(cuts, impl):
-        forms = model_py.pick_forms(impl)
+        layer.forms = model_py.pick_forms(impl)
 
         def step(start, end, state):
             part = [y[:, :, start:end] for y in (q, k, v)]
-            return layer(x[:, start:end], *part, state, t=start, forms=forms)
+            return layer(x[:, start:end], *part, state, t=start)
         o, state = in_parts(step, cuts, 9)
         loss = (o * torch.linspace(-1, 1, o.numel(), dtype=f64).view_as(o)).sum() + state['S'].square().sum()
         grads = torch.autograd.grad(loss, wanted, allow_unused=True)
@@ -1059,15 +1109,19 @@ def test_out_norm_stands_where_nothing_else_normalises():
         m = GPT(Config(**flags, n_layer=1, n_embd=16, n_head=2))
         assert (m.blocks[0].mixer.out_norm is not None) == has
 
-@pytest.mark.parametrize('post_norm', [False, True])
-def test_through_tells_what_forward_computes(post_norm):
-    m = GPT(Config(layers='delta,softmax', n_layer=2, n_head=2, n_embd=16, post_norm=post_norm)).double()
-    tokens = torch.randint(256, (2, 9))
+@pytest.mark.parametrize('flags', [dict(), dict(post_norm=True), dict(causal=False, pad=0, conv=3)])
+def test_through_tells_what_forward_computes(flags):
+    m = GPT(Config(layers='delta,softmax', n_layer=2, n_head=2, n_embd=16, **flags)).double()
+    tokens = torch.randint(1, 256, (2, 9))
+    if 'pad' in flags:
+        tokens[1, 6:] = 0
     for seen in m.through(tokens):
-        u, _ = seen.block.look(0, seen.block.norm1(seen.x), {}, m.forms)
+        u, _ = seen.block.convolve(0, seen.block.norm1(seen.x), {}, seen.there)
         near(seen.u, u)
-        last = seen.block(seen.x, {}, m.forms)[0]
-    near(m(tokens)[0], F.linear(m.norm(last), m.embed.weight))
+        found = seen.mixer.merge(seen.attend(seen.mixer))
+        near(found, seen.mixer(u, {}, seen.there)[0])
+        last = seen.block(seen.x, None, seen.there)[0]
+    near(m.norm(last), m.hidden(tokens)[0])
 
 def test_weights_of_attention_are_those_that_make_the_output():
     """Of softmax and of rules that read means: they sum to 1, and times v they are the output."""
@@ -1082,10 +1136,11 @@ def test_weights_of_attention_are_those_that_make_the_output():
         assert mixer.has_weights or rule == 'softmax'
 
 def test_convolution_equals_torch_conv1d():
-    conv = model_py.CausalConv(6, 4).double()
+    conv = model_py.Conv(6, 4).double()
     x = torch.randn(2, 9, 6, dtype=f64)
-    for shift in model_py.shifted_sum, kernels.shifted_sum:
-        near(conv(x, None, shift)[0], F.conv1d(F.pad(x.mT, (3, 0)), conv.weight.T[:, None], groups=6).mT)
+    for impl in 'chunk', 'fused':
+        conv.forms = pick_forms(impl)
+        near(conv(x)[0], F.conv1d(F.pad(x.mT, (3, 0)), conv.weight.T[:, None], groups=6).mT)
 
 def test_rope_sees_distances_only():
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=f64)
@@ -1256,7 +1311,7 @@ def test_a_source_is_read_once_and_texts_can_be_cut_anywhere(config):
         changed, _ = model(other)
         assert torch.equal(changed[:, :first], whole[:, :first])
         assert ((changed[:, first] - whole[:, first]).abs().amax(1) > 1e-6).all()
-    model.forms = pick_forms('loop')
+    model.use(pick_forms('loop'))
     near(model(both)[0], whole, 1e-6)
 
 @pytest.mark.parametrize('rule', SOURCE_RULES)
@@ -1273,7 +1328,7 @@ def test_cross_attention_is_all_of_the_source_and_then_a_query(rule):
         written = cross.memory.writes(x, k, v)
         _, S = recurrent(written['k'], **written)
         expected = cross.memory.reads(q) @ S.mT
-    state = cross.write(x, None, model_py.PLAIN)
+    state = cross.write(x)
     o, kept = cross(u, {'t': 7, **state})
     near(o, cross.merge(expected))
     assert kept.keys() == state.keys()
@@ -1416,13 +1471,13 @@ def refused(capsys, main, *argv):
     ('sum', 'identity', 'attn', 1, 'zero or negative'), ('delta', 'silu', 'sum', 1, 'sum of the features'),
     ('delta', 'elu', 'none', 1, 'diverges'), ('sum', 'elu', 'attn', 2, 'only rules that erase'),
     ('softmax', 'elu', 'none', 1, 'own kernel'), ('sum', 'nope', 'attn', 1, 'no such feature map; choose'),
-    ('sum', 'elu:3', 'attn', 1, 'takes nothing'), ('nope', 'elu', 'attn', 1, 'no such rule; choose'),
+    ('sum', 'elu:3', 'attn', 1, 'takes nothing'),
     ('sum', 'elu', 'nope', 1, 'no such normaliser; choose'), ('sum', 'dpfp:8', 'attn', 1, '1..7'),
     ('sum', 't2r:0', 'attn', 1, 'above 0'), ('sum', 'favor:many', 'attn', 1, 'a whole number above 0'),
     ('sum', 'exp:nan', 'attn', 1, 'a number above 0'), ('sum', 'hedgehog:x', 'attn', 1, 'forms')])
 def test_meaningless_combinations_are_refused(rule, phi, norm, beta_max, why):
     with pytest.raises(ValueError, match=re.escape(why)) as e:
-        FastWeights(rule, 8, 2, 4, phi, norm, beta_max)
+        GPT(Config(rule=rule, phi=phi, norm=norm, beta_max=beta_max, n_layer=1, n_embd=8, n_head=2))
     assert '\n' not in str(e.value)
 
 @pytest.mark.parametrize('flags, named', [
@@ -2145,34 +2200,40 @@ def test_broken_checkpoints_are_refused(a_model, tmp_path, capsys):
     save_file({'x': torch.zeros(3)}, bad)
     assert 'not written by this project' in refused(capsys, sample.main, f'--init={bad}')
 
-def test_checkpoints_of_earlier_commits_load_or_are_refused_in_one_sentence(a_model, tmp_path, capsys):
-    """`full` was softmax; fields that are new have their defaults; what is gone cannot be built. States had
-    more parts in their names, and softmax's keys and values in one tensor."""
+def test_a_model_from_a_file_is_not_drawn_first(a_model):
+    """Nor is a second spent on imports for shapes without numbers."""
+    path = a_model('--rule=retention')
+    before = torch.get_rng_state()
+    load(path)
+    assert torch.equal(torch.get_rng_state(), before)
+    code = f'import sys, model; model.load({path!r}); sys.exit("torch._dynamo" in sys.modules)'
+    assert subprocess.run([sys.executable, '-c', code], cwd=HERE).returncode == 0
+
+def test_files_of_other_versions_load_or_are_refused_in_one_sentence(a_model, tmp_path, capsys):
+    """Fields that are new have their defaults; what is gone cannot be built, nor states with other names."""
     path = tmp_path / 'old.safetensors'
-    tokens = torch.arange(9)[None]
     for rule, changes, why in (
-            ('softmax', dict(rule='full'), ''), ('softmax', dict(layers='softmax,full'), ''),
+            ('softmax', {}, ''), ('softmax', dict(rule='full'), 'full'),
             ('tova', dict(overflow='sum:favor'), '--overflow'), ('delta', dict(rule='nope'), 'nope'),
             ('delta', dict(newer=1), 'another version')):
-        tensors, meta = files.read(a_model(f'--rule={rule}'))
+        tensors, meta = model_py.read(a_model(f'--rule={rule}'))
         config = {**meta['config'], **changes}
         del config['out_norm']
-        files.write(path, tensors, {**meta, 'config': config})
+        model_py.write(path, tensors, {**meta, 'config': config})
         if why:
             err = refused(capsys, sample.main, f'--init={path}')
             assert why in err and 'old.safetensors' in err
         else:
-            near(load(path)[0](tokens)[0], load(a_model('--rule=softmax'))[0](tokens)[0])
-    S, k, v = torch.randn(1, 2, 3, 4), *torch.randn(2, 1, 2, 5, 4)
-    old = {'state.0.S': S, 'state.0.t': torch.tensor(5), 'state.1.S': torch.stack([k, v]), 'state.2.S.k': k}
-    first, second, third = unpack(old)
-    assert torch.equal(first['S'], S) and torch.equal(second['v'], v) and torch.equal(third['k'], k)
+            load(path)
+    for old in {'state.0.S': torch.randn(2, 1, 2, 5, 4)}, {'state.0.S.k': torch.randn(1, 2, 5, 4)}:
+        with pytest.raises(ValueError, match='another version'):
+            unpack(old)
 
 
 # ---- 10. Training ------------------------------------------------------------------------------------------
 
 def same(a, b):
-    a, b = files.read(a)[0], files.read(b)[0]
+    a, b = model_py.read(a)[0], model_py.read(b)[0]
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 def resume_from(text, tmp_path, monkeypatch, flags, steps):
@@ -2193,7 +2254,7 @@ def resume_from(text, tmp_path, monkeypatch, flags, steps):
         shutil.copy(kept / str(k), again / end.name)
         assert train.main(['--resume', f'--out={again}']) == 0
         assert same(end, again / end.name), f'{flags}: resumed at step {k}'
-        assert files.read(end)[1]['best'] == files.read(again / end.name)[1]['best']
+        assert model_py.read(end)[1]['best'] == model_py.read(again / end.name)[1]['best']
         assert min(row['step'] for row in log(again) if 'step' in row) == k + 1    # went on, not anew
     assert not same(end, kept / '4')
 
@@ -2238,7 +2299,7 @@ def test_resume_refuses_another_model(a_model, tmp_path, capsys):
     assert '--n_layer=3' in refused(capsys, train.main, *resume, '--n_layer=3')
     assert 'more steps' in refused(capsys, train.main, *resume)
     assert train.main([*resume, '--steps=6', '--lr=1e-3']) == 0
-    meta = files.read(path)[1]
+    meta = model_py.read(path)[1]
     assert meta['step'] == 6 and meta['args']['lr'] == 1e-3
 
 @pytest.mark.parametrize('can, flags, said', [
@@ -2302,7 +2363,7 @@ def test_threads_are_kept_and_timing_them_changes_nothing(text, tmp_path, monkey
     timed = trained(text, tmp_path / 'timed', *flags, eval_every=2)
     assert tried == 3 * [2, 1] and 'steps take' in capsys.readouterr().out
     assert same(timed, pinned)
-    assert files.read(timed)[1]['threads'] == files.read(pinned)[1]['threads'] == 1
+    assert model_py.read(timed)[1]['threads'] == model_py.read(pinned)[1]['threads'] == 1
     monkeypatch.setattr(train.Threads, 'again', Mock())
     monkeypatch.setattr(torch, 'set_num_threads', seen.append)
     for flags, threads in (['--steps=5'], 1), (['--steps=6', '--threads=2'], 2):
@@ -2467,7 +2528,7 @@ def test_not_finite_steps_are_skipped_and_end_the_run(a_model, tmp_path, capsys,
     assert train.main([*resume, '--steps=8']) == 0
     assert 'step 6: not finite' in capsys.readouterr().out
     assert [row['step'] for row in log(tmp_path) if 'not_finite' in row][-1] == 6
-    tensors, meta = files.read(path)
+    tensors, meta = model_py.read(path)
     assert meta['step'] == 8 and tensors['opt.embed.weight.step'] == 7
     assert all(x.isfinite().all() for x in tensors.values())
 
@@ -2599,7 +2660,7 @@ def test_a_state_saved_from_a_recording_goes_on(rule, a_model, characters, tmp_p
 
 def by_position(path):
     """A state file's tensors, with rows in order."""
-    tensors = files.read(path)[0]
+    tensors = model_py.read(path)[0]
     return {**comparable(unpack(tensors)), 'last': tensors['last']}
 
 def test_softmax_becomes_an_rnn_without_training(a_model, characters, text, tmp_path, capsys):
@@ -2611,11 +2672,11 @@ def test_softmax_becomes_an_rnn_without_training(a_model, characters, text, tmp_
     for tokens in 20, 40:
         small = f'--tokens={tokens}', f'--save_state={state}', '--rule=tova', '--cache=9'
         assert 'whatever the length' in written(capsys, *flags, *small)[1]
-        assert files.read(state)[0]['state.0.k'].shape == (1, 2, 9, 8)
+        assert model_py.read(state)[0]['state.0.k'].shape == (1, 2, 9, 8)
     assert 'made with' in refused(capsys, sample.main, *flags, f'--load_state={state}')
     flags = f'--init={ckpt}', '--rule=window', '--cache=9', '--overflow=sum'
     tuned = trained(characters, tmp_path / 'tuned', *flags, steps=1)
-    tensors, meta = files.read(tuned)
+    tensors, meta = model_py.read(tuned)
     assert meta['config']['layers'] == 'window,delta'
     assert any('0.mixer.memory.overflow.phi.R' in name for name in tensors)
     assert len(written(capsys, f'--init={tuned}', '--tokens=9')[0]) > 9
@@ -2967,16 +3028,17 @@ def test_conversion_refuses(a_model, teacher, characters, tmp_path, capsys):
     ('config', {}, True), ('config', dict(layers='softmax,window'), False), ('data', dict(row=9), False)])
 def test_only_what_can_be_a_teacher_is_taken_for_one(part, change, taken, teacher, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tensors, meta = files.read(teacher)
-    files.write('out/ckpt.safetensors', tensors, {**meta, part: {**meta[part], **change}})
-    files.write('out/teacher/ckpt.safetensors', tensors, meta)
+    tensors, meta = model_py.read(teacher)
+    model_py.write('out/ckpt.safetensors', tensors, {**meta, part: {**meta[part], **change}})
+    model_py.write('out/teacher/ckpt.safetensors', tensors, meta)
     assert (convert.a_teacher() == 'out/ckpt.safetensors') == taken
 
 def test_a_teacher_that_was_stopped_is_trained_on(teacher, tmp_path, monkeypatch, capsys):
     """Of convert.py's own; bench.py, which finds it, too, says so."""
     monkeypatch.chdir(tmp_path)
-    tensors, meta = files.read(teacher)
-    files.write('out/teacher/ckpt.safetensors', tensors, meta | dict(step=7, best=1.0, args=dict(steps=10)))
+    tensors, meta = model_py.read(teacher)
+    meta |= dict(step=7, best=1.0, args=dict(steps=10))
+    model_py.write('out/teacher/ckpt.safetensors', tensors, meta)
     ran = Mock(return_value=Mock(returncode=0))
     monkeypatch.setattr(convert.subprocess, 'run', ran)
     assert convert.a_teacher() == 'out/teacher/ckpt.safetensors'

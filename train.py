@@ -32,8 +32,7 @@ import torch.nn.functional as F
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm, parameters_to_vector, vector_to_parameters
 
 from data import prepare
-from data.weights import read
-from model import (GPT, Config, config_of, flag, load, pack, parse, pick_device, pick_forms, save, script,
+from model import (GPT, Config, config_of, flag, load, pack, parse, pick_device, pick_forms, read, save, script,
                    unpack)
 
 BAD_STEPS = 10      # so many non-finite steps in a row end the run
@@ -646,7 +645,7 @@ def built(config, data, tensors, args):
     of_data = {name: data.meta[name] for name in known if name in data.meta}
     longest = max(data.T, config.block_size) if tensors else data.T     # weights keep the positions they know
     model = GPT(dataclasses.replace(config, block_size=longest, **of_data)).to(data.device)
-    model.forms = pick_forms(args.impl)
+    model.use(pick_forms(args.impl))
     if args.carry:
         check_carry(model)
     if args.resume:
@@ -725,7 +724,7 @@ def opening(model, data, args):
     n_params = sum(p.numel() for p in model.parameters())
     said = (f'{",".join(config.rules())} | {n_params / 1e6:.2f} M parameters | {args.data}: {len(data.train):,} + '
             f'{len(data.val):,} tokens of {config.vocab_size} | {data.world} x {data.device}, {str(data.dtype)[6:]}, '
-            f'{torch.get_num_threads()} threads\nrecurrence: {model.forms.why}')
+            f'{torch.get_num_threads()} threads\nrecurrence: {model.why}')
     if data.device.type == 'cpu' and args.dtype == 'auto' and multiplies_bfloat16():
         said = f'this CPU multiplies bfloat16: --dtype=bfloat16 may make steps shorter\n{said}'
     return said

@@ -1,17 +1,14 @@
-"""Files of weights: this project's own, and GPT-2, Llama, BERT and ViT as the hub keeps them. Tensors in,
-tensors out.
-
-    write('x.safetensors', tensors, meta)                 # tensors: a dict by name; meta: what json can say
-    tensors, meta = read('x.safetensors')                 # or ValueError: a damaged file is never taken
+"""Files of weights that others wrote: GPT-2, Llama, BERT and ViT as the hub keeps them. Tensors in, tensors
+out.
 
     folder = hub('gpt2', 'main')                          # fetched once, then kept in data/hub
     tensors, config, data = from_folder(folder, 'gpt2')   # in our names, for GPT(Config(**config))
     to_folder('out/export', tensors, config, data)        # the way back
 
 All files are safetensors: a header in JSON, then bare numbers. Nothing is pickled, so a file cannot run code.
-A file of ours has two strings in its header: meta, as JSON, and digest, a sha256 over meta and all tensors.
 Every file is written whole or not at all (`prepare.whole`). No nn.Module is built here: model.py does that,
-from tensors and a config, which is a dict of the fields of model.Config.
+from tensors and a config, which is a dict of the fields of model.Config; it also reads and writes our own
+checkpoints, by `replace`.
 
 BERT and ViT are encoders. They come with the classes that they were trained for, if the folder has any (named
 ForSequenceClassification or ForImageClassification), and without BERT's other heads, which guess masked words
@@ -19,7 +16,6 @@ and next sentences. BERT reads one text: what it adds to each place of a first o
 positions here, what it adds to the second is left out. A ViT's pixels are scaled as preprocessor_config.json
 says, which has to be as published; ViT is not written.
 """
-import hashlib
 import json
 import os
 import re
@@ -31,25 +27,6 @@ from safetensors.torch import save_file
 
 from data import prepare
 
-# ---- our own files -----------------------------------------------------------------------------------------
-
-
-def digest(meta, tensors):
-    """sha256 over the metadata (a string) and every tensor's name, type, shape and bytes."""
-    found = hashlib.sha256(meta.encode())
-    for name in sorted(tensors):
-        x = tensors[name].detach().cpu().contiguous()
-        found.update(f'{name} {x.dtype} {tuple(x.shape)}'.encode())
-        if x.numel():
-            found.update(x.flatten().view(torch.uint8).numpy())
-    return found.hexdigest()
-
-
-def write(path, tensors, meta):
-    """tensors and a JSON-able dict into a file, with a digest of both. OSError if it cannot be written."""
-    text = json.dumps(meta)
-    replace(path, tensors, {'meta': text, 'digest': digest(text, tensors)})
-
 
 def replace(path, tensors, notes):
     """A safetensors file in the place of what was there; notes: strings for its header."""
@@ -59,26 +36,6 @@ def replace(path, tensors, notes):
             save_file(tensors, temp, notes)
         except SafetensorError as e:
             raise OSError(f'{path}: cannot be written ({e})') from None
-
-
-def read(path):
-    """-> tensors, meta (and digest in it). ValueError for a file that is missing, foreign, cut or changed."""
-    if not os.path.isfile(path):
-        raise ValueError(f'{path}: no such file; python train.py writes out/ckpt.safetensors')
-    try:
-        with safe_open(path, 'pt') as f:
-            header = f.metadata() or {}
-            names = f.keys()
-            tensors = {name: f.get_tensor(name) for name in names}
-    except (SafetensorError, RuntimeError) as e:
-        raise ValueError(f'{path}: not a whole safetensors file ({e})') from None
-    if 'meta' not in header or 'digest' not in header:
-        raise ValueError(f'{path}: a safetensors file, but not written by this project')
-    if digest(header['meta'], tensors) != header['digest']:
-        raise ValueError(f'{path}: its contents do not match its digest: the file was damaged or changed')
-    meta = json.loads(header['meta'])
-    meta['digest'] = header['digest']
-    return tensors, meta
 
 
 # ---- GPT-2, Llama, BERT, ViT: whose name is what, both ways ------------------------------------------------
