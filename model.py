@@ -68,7 +68,7 @@ class Config:
     cache: int = flag(256, 'rules that keep rows: how many', low=0)
     sinks: int = flag(4, 'sink: first rows that stay', low=0)
     overflow: str = flag('', 'window, sink: rule and map for rows that go: sum:hedgehog, delta:taylor')
-    positions: str = flag('true', 'of kept rows; compress: gaps g > 10 count ln ln g', ['true', 'compress'])
+    positions: str = flag('true', 'of kept rows; compress: gaps g > 10 count ceil(10 + ln ln(g - 10 + e))', ['true', 'compress'])
     pos: str = flag('auto', 'auto: rope where rows are kept; learned where there is an encoder',
                     ['auto', 'none', 'learned', 'rope'])
     causal: bool = flag(True, 'false: an encoder, each step sees the whole text; needs data with classes')

@@ -45,10 +45,13 @@ class Args:
     beam: int = flag(1, 'with --source: translations that are followed; 1: greedy', low=1)
     penalty: float = flag(0.6, 'with --beam: above 0, longer ones are preferred', low=0)
     device: str = flag('auto', 'auto, cpu, cuda, mps')
+    threads: int = flag(None, 'of the CPU; if not given, for a long prompt as many as are fastest', low=1)
     impl: str = flag('auto', 'form of the recurrence', ['auto', 'loop', 'chunk', 'fused'])
+    compile: bool = flag(False, 'torch.compile of a step, for a GPU and many tokens: it takes half a minute at first')
 
 
 LOOK_BACK = 16      # tokens: so many wait to be printed at most, and so many of a prompt are looked at
+LONG = 32768        # tokens of a prompt: a second's work, or two
 
 
 def say(text):
@@ -158,6 +161,9 @@ def classify(model, tokens):
 
 def refuse_unused(given, args, model):
     """ValueError for a flag that would mean nothing."""
+    if args.compile and 'all' in model.config.keeps():
+        raise ValueError('--compile: a compiled step has one shape, but the rows of softmax grow; take a --rule '
+                         'that keeps some of them, as --rule=tova, or leave it out')
     of_source = 'beam', 'penalty'
     of_steps = 'tokens', 'samples', 'temperature', 'top_k', 'top_p', 'seed'
     names = of_steps if args.source or model.config.classes else ()
@@ -196,59 +202,69 @@ def up_to_end(tokens, end):
     return tokens
 
 
-@script
-def main(argv):
-    given, swap = parse(argv, __doc__, Args, Swap)
-    args = Args(**given)
-    device = pick_device(args.device)
-    model, meta = load(args.init, device, **swap)
-    model.eval()
-    model.use(pick_forms(args.impl))
-    data = meta['data']
-    name = meta.get('digest', args.init)                    # of the model, for states
+def compiled(model, token, state, choose):
+    """`model.unrecorded` by torch.compile: on a GPU, one launch for a step. What such a step returns lies where the
+    next one writes, so it is copied."""
+    forward = torch.compile(model, mode='reduce-overhead')
 
-    refuse_unused(given, args, model)
-    if args.source:
-        translate(model, name, args, data)
-        return
-    if model.config.source and 'temperature' not in given:  # a translation is no story
-        args.temperature = 0.0
-    if model.config.source and not args.load_state:
-        raise ValueError(f'{args.init} translates: give --source="...", or --load_state')
-    state = None
+    def step(token, state):
+        state = [{name: x.to(token.device) for name, x in layer.items()} for layer in state]
+        torch.compiler.cudagraph_mark_step_begin()
+        logits, state = forward(token, state)
+        state = [{name: x.clone() for name, x in layer.items()} for layer in state]
+        return choose(logits[:, -1]), state
+    try:
+        step(token, state)
+    except RuntimeError as e:
+        raise ValueError(f'--compile: {str(e).strip().splitlines()[0]}; leave it out') from None
+    return step
+
+
+def begin(args, model, name, data):
+    """What is to be read: tokens (B, T), the state before them, and those of them that the first text says."""
     said, prompt = prompt_tokens(args, model, data)
-    tokens = torch.tensor([prompt] * args.samples, dtype=torch.long, device=device)
-    if args.load_state:
-        last, state = read_state(args.load_state, model, name, args.init)
-        if len(last) != args.samples:
-            many = len(last)
-            raise ValueError(f'--load_state={args.load_state} holds {many} texts: take --samples={many}')
-        tokens = torch.cat([last, tokens], 1)
-        said = last[0].tolist() + said
-    if model.config.classes or not model.config.causal:     # which says why, if it has none
-        classify(model, tokens[:1])
-        return
-    start = state[0]['t'] if state else 0
-    say(f'{",".join(model.config.rules())} from {args.init}, step {meta["step"]}; {model.why}')
-    if model.config.source:                                 # a row ends, with or without an end
-        args.tokens = min(args.tokens, model.config.block_size - int(start) - tokens.shape[1] + 1)
-    elif model.positions is not None and start + tokens.shape[1] + args.tokens > model.config.block_size:
-        say(f'past {model.config.block_size} tokens, the last learned position is repeated')
+    tokens = torch.tensor([prompt] * args.samples, dtype=torch.long, device=model.embed.weight.device)
+    if not args.load_state:
+        return tokens, None, said
+    last, state = read_state(args.load_state, model, name, args.init)
+    many = len(last)
+    if many != args.samples:
+        raise ValueError(f'--load_state={args.load_state} holds {many} texts: take --samples={many}')
+    return torch.cat([last, tokens], 1), state, last[0].tolist() + said
 
-    began = time.perf_counter()
-    state = model.read(tokens[:, :-1], state)               # in segments, so that memory does not grow
-    times = [time.perf_counter()]                           # when the prompt ended, and then each step
-    last = tokens[:, -1:]
-    draw = torch.Generator(device).manual_seed(args.seed)
-    steps = model.generate(last, state, args.temperature, args.top_k, args.top_p, draw)
+
+def read_all(model, tokens, state, threads):
+    """The state after tokens (B, T). The CPU's threads are those given, else for a long text the fastest."""
+    asked = None
+    if threads is None and tokens.shape[1] > LONG and tokens.device.type == 'cpu':
+        from train import Threads                           # here, for it takes a while
+        asked = Threads(lambda n: model.read(tokens[:, :n]), 2048, say)
+        asked.choose()
+    for piece in tokens.split(LONG, 1):
+        began = time.perf_counter()
+        state = model.read(piece, state)                    # in segments, so that memory does not grow
+        seconds = time.perf_counter() - began
+        if asked:
+            asked.again(1e3 * seconds * 2048 / piece.shape[1], seconds)
+    return state
+
+
+def write_texts(args, model, data, first, begun, said):
+    """Print what comes after the tokens `first` (B, 1) and the state `begun`: one text as it comes, several in the
+    end. -> the last tokens, their state, and the times at which steps began and ended"""
+    draw = torch.Generator(first.device).manual_seed(args.seed)
+    state = begun
+    steps = model.generate(first, begun, args.temperature, args.top_k, args.top_p, draw)
+    times = [time.perf_counter()]
     written = []
     said = said[-LOOK_BACK:]
     before = said                                           # tokens that were printed, or given
     held = []                                               # those of an unfinished character
-    ended = torch.zeros_like(last, dtype=torch.bool)
+    ended = torch.zeros_like(first, dtype=torch.bool)
+    last = first
     for last, state in itertools.islice(steps, args.tokens):
         times.append(time.perf_counter())
-        if args.samples == 1:                               # print as it comes
+        if args.samples == 1:
             before, held = show(before, held + [last.item()], data)
         else:
             written.append(last)
@@ -262,15 +278,60 @@ def main(argv):
         for i, row in enumerate(torch.cat(written, 1).tolist()):
             print(f'--- {i + 1} ---\n{added(said, up_to_end(row, data.get("pad")), data)}')
     print(flush=True)
+    return last, state, times
 
+
+def complete(args, model, name, data, step):
+    """Read the prompt, write what comes after it, keep the state, and say how long it took."""
+    c = model.config
+    tokens, state, said = begin(args, model, name, data)
+    if c.classes or not c.causal:                           # which says why, if it has none
+        classify(model, tokens[:1])
+        return
+    start = int(state[0]['t']) if state else 0
+    say(f'{",".join(c.rules())} from {args.init}, step {step}; {model.why}')
+    if c.source:                                            # a row ends, with or without an end
+        args.tokens = min(args.tokens, c.block_size - start - tokens.shape[1] + 1)
+    elif model.positions is not None and start + tokens.shape[1] + args.tokens > c.block_size:
+        say(f'past {c.block_size} tokens, the last learned position is repeated')
+    began = time.perf_counter()
+    state = read_all(model, tokens[:, :-1], state, args.threads)
+    last, state, times = write_texts(args, model, data, tokens[:, -1:], state, said)
     if args.save_state:
         keep_state(args.save_state, model, name, last, state)
     read = tokens.shape[1]
     if len(times) == 1:                                     # the last one waits for a step
         read -= 1
-    growth = 'growing' if 'all' in model.config.keeps() else 'whatever the length'
+    growth = 'growing' if 'all' in c.keeps() else 'whatever the length'
     say(f'{read:,} tokens read in {times[0] - began:.2f} s, {len(times) - 1:,} written'
         f'{speed(times, args.samples)}; state of {state_bytes(state):,} bytes, {growth}')
+
+
+@script
+def main(argv):
+    given, swap = parse(argv, __doc__, Args, Swap)
+    args = Args(**given)
+    device = pick_device(args.device)
+    if args.threads:
+        from train import check_threads
+        check_threads(args.threads)
+        torch.set_num_threads(args.threads)
+    model, meta = load(args.init, device, **swap)
+    model.eval()
+    forms = pick_forms(args.impl)
+    if args.compile:
+        forms = forms._replace(record=compiled)
+    model.use(forms)
+    name = meta.get('digest', args.init)                    # of the model, for states
+    refuse_unused(given, args, model)
+    if args.source:
+        translate(model, name, args, meta['data'])
+        return
+    if model.config.source and not args.load_state:
+        raise ValueError(f'{args.init} translates: give --source="...", or --load_state')
+    if model.config.source and 'temperature' not in given:  # a translation is no story
+        args.temperature = 0.0
+    complete(args, model, name, meta['data'], meta['step'])
 
 
 if __name__ == '__main__':

@@ -377,10 +377,13 @@ def test_policies_agree_with_the_book_row_for_row(policy, bounded):
     near(o, fastweight.softmax(q, k, v)[0][0])
 
 def test_compressed_positions_shrink_long_gaps():
-    """A gap g > 10 counts ln ln g (Oren 2024, appendix), such as 34 between rows 1 and 35; in any order."""
-    short = 1 + math.log(math.log(34))
-    pos = fastweight.compressed(torch.tensor([[[36, 0, 35, 1]]]))
-    near(pos, torch.tensor([[[short + 1, 0, short, 1]]]), 1e-6)
+    """A gap g > 10 counts ceil(10 + ln ln(g - 10 + e)) (Oren 2024, the authors' code), rows in any order."""
+    gaps = 1, 10, 11, 34, 10 ** 6
+    pos = torch.tensor(gaps).cumsum(0)
+    near(fastweight.compressed(pos[None, None]), torch.tensor([[[0, 10, 21, 33, 46]]]), 1e-6)
+    mixed = fastweight.compressed(pos[None, None, [3, 0, 4, 2, 1]])
+    near(mixed, torch.tensor([[[33, 0, 46, 21, 10]]]), 1e-6)
+    assert math.ceil(10 + math.log(math.log(34 - 10 + math.e))) == 12
 
 
 # ==== Exercises: skipped unless EXERCISE=1, red until solved; answers: assets/ANSWERS.md ====================
@@ -2626,6 +2629,37 @@ def test_text_is_printed_as_it_comes_and_nothing_is_lost(kind, capsys):
             assert len(held) < 8
         shown = capsys.readouterr().out
         assert said + shown == text or said.endswith('\ufffd')
+
+@pytest.mark.skipif(not shutil.which(os.environ.get('CXX', 'g++')), reason='no C++ compiler')
+def test_a_compiled_step_writes_the_same_greedy_tokens(a_model, capsys, monkeypatch):
+    init = f'--init={a_model("--rule=delta")}'
+    flags = init, '--tokens=40', '--temperature=0', '--prompt=the '        # the first 32 steps are not compiled
+    text, _ = written(capsys, *flags)
+    steps = Mock(wraps=sample.compiled)
+    monkeypatch.setattr(sample, 'compiled', steps)
+    assert written(capsys, *flags, '--compile')[0] == text
+    assert steps.call_count == 1
+    monkeypatch.setattr(torch, 'compile', Mock(return_value=Mock(side_effect=RuntimeError('no compiler'))))
+    assert sample.main([*flags, '--compile']) == 2
+    assert 'error: --compile: no compiler; leave it out' in capsys.readouterr().err
+    softmax = f'--init={a_model("--rule=softmax")}'
+    assert 'rows of softmax grow' in refused(capsys, sample.main, softmax, '--compile')
+
+def test_a_long_prompt_is_read_with_the_fastest_number_of_threads(a_model, capsys, monkeypatch):
+    """In pieces, which change nothing; --threads is taken as it is."""
+    init = f'--init={a_model("--rule=delta")}'
+    flags = init, '--tokens=9', '--temperature=0', f'--prompt={"the quick " * 9}'
+    text, err = written(capsys, *flags)
+    assert 'threads' not in err
+    chosen = Mock()
+    monkeypatch.setattr(sample, 'LONG', 40)
+    monkeypatch.setattr(train, 'Threads', chosen)
+    assert written(capsys, *flags)[0] == text
+    assert chosen.return_value.choose.call_count == 1 and chosen.return_value.again.call_count == 3
+    chosen.call_args.args[0](7)                                 # what is timed: 7 tokens of it
+    assert written(capsys, *flags, '--threads=1')[0] == text
+    assert chosen.call_count == 1 and torch.get_num_threads() == 1
+    assert 'cores' in refused(capsys, sample.main, *flags, '--threads=99999')
 
 @pytest.mark.parametrize('rule', VARIED)
 def test_a_saved_state_goes_on_as_if_never_stopped(rule, a_model, characters, tmp_path, capsys):
