@@ -2037,8 +2037,8 @@ def decode(args):
         rows += beside_transformers(args)
     S = torch.randn(args.batch, args.heads, args.head_dim, args.head_dim, device=args.device)
     [copy] = seconds([partial(torch.empty_like(S).copy_, S)], args.device, 0.3, 30)
-    note = (f'softmax becomes the slower one after so many tokens (None: never): {cross}; a copy of the S of a '
-            f'layer takes {1e6 * copy:.1f} us')
+    note = (f'softmax becomes the slower one after so many tokens (None: never): {cross}; a copy of the S of '
+            f'a layer takes {1e6 * copy:.1f} us')
     report(args, 'decode', rows, note, crossing=cross)
 
 

@@ -120,7 +120,8 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
     Raises ValueError for normalise with erase or with a vector log_z: `refuse` says why.
     From Schlag 2021 sec. 4.2 (w = e = beta), Mao 2022 (f, z), Peng 2021 (f = g, w = 1-g), KDA (f, w = e).
 
-    To change it: test_recurrent_is_the_equation then fails. Scripts run its faster forms, until --impl=loop."""
+    To change it: test_recurrent_is_the_equation then fails. Scripts run its faster forms, until
+    --impl=loop."""
     dtype = v.dtype
     q, k, v, w, e, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise)
     f = log_f.exp()
@@ -297,8 +298,8 @@ POLICIES = {
 NEVER = -1e30   # a score that counts nothing beside another; -inf would make NaN where no row is left
 
 def compressed(pos):
-    """Positions (B, H, rows), in any order, with each gap g > 10 counted as ceil(10 + ln ln(g - 10 + e)), that is
-    11 to 13. Oren 2024, appendix, and its authors' code."""
+    """Positions (B, H, rows), in any order, with each gap g > 10 counted as ceil(10 + ln ln(g - 10 + e)),
+    that is 11 to 13. Oren 2024, appendix, and its authors' code."""
     in_order, order = pos.sort()
     gap = in_order.diff(dim=-1, prepend=in_order[..., :1]).float()
     beyond = (gap - 10).clamp(min=0)

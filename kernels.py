@@ -30,8 +30,9 @@ except ImportError:         # everything works without; only GPUs are slower
 
 
 # ---- CPU: chunks with a backward by hand -------------------------------------------------------------------
-# The four steps of fastweight.chunked, in its letters. A tensor is (N, n, C, .): N = B H sequences of n chunks
-# of C steps. f scales channels of keys, the columns of S, and z those of values, its rows; w and e scale steps.
+# The four steps of fastweight.chunked, in its letters. A tensor is (N, n, C, .): N = B H sequences of n
+# chunks of C steps. f scales channels of keys, the columns of S, and z those of values, its rows; w and e
+# scale steps.
 #
 #   y = f_up q     r = f_up e k     x = f_down k        rows of keys, decays counted from the chunk's middle
 #   A = tril(y x^T)    L = tril(r x^T, -1)    M = (I + L)^-1
@@ -90,16 +91,16 @@ def if_given(f, x):
 
 
 def factors(log_decay):
-    """fastweight.factors of log-decays (N, n, C, d): e^(a - m) and e^(m - a) of that shape, e^m and e^(a_C - m)
-    (N, n, 1, d); four times None without decay."""
+    """fastweight.factors of log-decays (N, n, C, d): e^(a - m) and e^(m - a) of that shape, e^m and e^(a_C -
+    m) (N, n, 1, d); four times None without decay."""
     if log_decay is None:
         return None, None, None, None
     return fastweight.factors(log_decay)
 
 
 def inverted(L):
-    """(I + L)^-1, L (.., C, C) strictly lower triangular: what is above is not looked at. By halves, which are
-    inverted together, since products are faster than a solver that walks through long rows.
+    """(I + L)^-1, L (.., C, C) strictly lower triangular: what is above is not looked at. By halves, which
+    are inverted together, since products are faster than a solver that walks through long rows.
 
         (I + A    0  )^-1  =  (  A'      0 )          A' = (I + A)^-1,   B' = (I + B)^-1
         (  E    I + B)        (-B' E A'  B')"""
@@ -118,8 +119,8 @@ def inverted(L):
 def walk(S, own, f_all, z_all, W, x_out, back=False):
     """S' = z_all (f_all S + (S W^T) x_out) + own, the chunks one after the other. S (N, V, K)
     own (N, n, V, K)   f_all (N, n, 1, K|1)   z_all (N, n, V|1, 1)   W (N, n, C, K), None where nothing is
-    erased   x_out = f_out x (N, n, C, K)   back: the gradients of the states, from the last chunk to the first
-    ->  the S that each chunk meets (N, n, V, K), and the one behind the last"""
+    erased   x_out = f_out x (N, n, C, K)   back: the gradients of the states, from the last chunk to the
+    first ->  the S that each chunk meets (N, n, V, K), and the one behind the last"""
     _, n, V, K = own.shape
     erases = W is not None
     order = range(n)
@@ -185,7 +186,8 @@ def forward_of(S, q, k, v, w, e, log_f, log_z):
 
 
 def backward_of(do, dS, inside, q, k, v, w, e, log_f, log_z):
-    """do (N, n, C, V), dS (N, V, K) of the state behind the segment  ->  the gradients of what forward_of took"""
+    """do (N, n, C, V), dS (N, V, K) of the state behind the segment  ->  the gradients of what forward_of
+    took"""
     f, z, A, M, W, U, states, S, o = inside
     f_up, f_down, f_in, f_out = f
     z_up, z_down, z_in, z_out = z
@@ -243,8 +245,8 @@ def of_gate(reads, kept, size):
 
 
 def in_chunks(x, segment, C):
-    """The steps of a segment, a slice, of x (N, T, d) as chunks (N, n, C, d); behind the last step zeros, which
-    write and erase nothing. None of None"""
+    """The steps of a segment, a slice, of x (N, T, d) as chunks (N, n, C, d); behind the last step zeros,
+    which write and erase nothing. None of None"""
     if x is None:
         return None
     x = x[:, segment]
@@ -430,8 +432,9 @@ def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
 
 
 # ---- GPU: the same letters, in four Triton kernels ---------------------------------------------------------
-# A tile is one chunk of C steps of one sequence. `inverse` and `tokens` have one program a tile; `forward` and
-# `states` one a sequence and block of BV value channels: it walks through the chunks, its part of S in registers.
+# A tile is one chunk of C steps of one sequence. `inverse` and `tokens` have one program a tile; `forward`
+# and `states` one a sequence and block of BV value channels: it walks through the chunks, its part of S in
+# registers.
 #
 #   inverse     all tiles at once             reads k e f               writes N
 #   forward     chunk after chunk             q k v w e f z N           o, S before each chunk, U
@@ -439,8 +442,8 @@ def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
 #   tokens      all tiles at once             all of these              the gradients
 #
 # z, f and e are numbers or vectors as above, and n, the sum of the keys, is one more value channel.
-# What a step says to itself stands apart, in fp32: of A the diagonal, D = q.k; of M = I + N the ones. Operands of
-# a product are DT (bf16 or fp32), but in the inverse; sums and states in registers are fp32.
+# What a step says to itself stands apart, in fp32: of A the diagonal, D = q.k; of M = I + N the ones.
+# Operands of a product are DT (bf16 or fp32), but in the inverse; sums and states in registers are fp32.
 def jit(f):
     """triton.jit where there is Triton; one compiled kernel for all lengths T."""
     if triton is None:
@@ -493,8 +496,9 @@ def lower(x, C: tl.constexpr):
 
 @jit
 def decays(p, row, col, ok, D: tl.constexpr, C: tl.constexpr):
-    """fastweight.factors of one tile: e^(a - m), e^(m - a) [C, d]; e^m, e^(a_C - m), e^(a_C) [1, d]; d is 1 for
-    a decay that all channels share. Ones [1, 1] for None, for which the compiler leaves out the products."""
+    """fastweight.factors of one tile: e^(a - m), e^(m - a) [C, d]; e^m, e^(a_C - m), e^(a_C) [1, d]; d is 1
+    for a decay that all channels share. Ones [1, 1] for None, for which the compiler leaves out the
+    products."""
     if p is None:
         one = tl.full([1, 1], 1.0, tl.float32)
         return one, one, one, one, one
@@ -585,7 +589,8 @@ def forward(q, k, v, w, e, f, z, N, S_0, o, written, before, S_T, T, K: tl.const
             U -= dot(r, S_in, DT) * z_in
             U += dot(load(N, (seq * n + j) * C + c, c, c < C, C), U, DT)
             store(written, U, row, vv, ok, V)
-        store(o, (D * U + dot(A, U, DT) + dot(y, S_in, DT) * z_in) * z_up, row, vv, ok, V)
+        read = D * U + dot(A, U, DT) + dot(y, S_in, DT) * z_in
+        store(o, read * z_up, row, vv, ok, V)
         S = S * f_all * tl.trans(z_all) + dot(tl.trans(U * z_out), x * f_out, DT)
     store(S_T, S, seq * V + vv, kk, vv < V, K)
 
@@ -618,7 +623,8 @@ def states(q, k, e, f, z, N, do, dS_T, d_written, after, dS_0, T, K: tl.constexp
         read = dot(tl.trans(G * z_in), y, DT)
         if e is not None:
             dU = D * G + dot(tl.trans(A), G, DT) + dot(x * f_out, tl.trans(dS), DT) * z_out
-            dY = dU + dot(tl.trans(load(N, (seq * n + j) * C + c, c, c < C, C)), dU, DT)
+            N_j = load(N, (seq * n + j) * C + c, c, c < C, C)
+            dY = dU + dot(tl.trans(N_j), dU, DT)
             store(d_written, dY, row, vv, ok, V)
             read -= dot(tl.trans(dY * z_in), r, DT)
         dS = dS * f_all * tl.trans(z_all) + read * f_in
@@ -764,8 +770,8 @@ MAX_K = 256     # features of a key that kernels take: with more, a tile or S no
 
 
 def low(dtype, exact=False):
-    """The type of operands, and of what is kept for the backward, for values of this one: fp16 ends at 65,504,
-    and e^80 is beyond."""
+    """The type of operands, and of what is kept for the backward, for values of this one: fp16 ends at
+    65,504, and e^80 is beyond."""
     if dtype == torch.float32 or exact:
         return torch.float32
     return torch.bfloat16
@@ -825,14 +831,15 @@ class Tiles(torch.autograd.Function):
 
 
 def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
-    """fastweight.chunked through `Tiles`. A decay of values that all channels share is one of keys as well."""
+    """fastweight.chunked through `Tiles`. A decay of values that all channels share is one of keys as
+    well."""
     dtype = v.dtype
     q, k, v, write, erase, log_f, log_z, S = prepared(q, k, v, write, erase, log_f, log_z, S, normalise)
     if log_z is not None and log_z.shape[-1] == 1:
         log_f = log_z if log_f is None else log_f + log_z
         log_z = None
     kept_as = low(dtype, exact=normalise)
-    if log_f is None:                                           # else they meet decays before they are rounded
+    if log_f is None:                       # else they meet decays before they are rounded
         q = q.to(kept_as)
         k = k.to(kept_as)
     given = q, k, v.to(kept_as), write, erase, log_f, log_z, S
@@ -901,7 +908,8 @@ def fault(form, device, normalise, *kinds):
     heads = 144 if device.type == 'cuda' else 2         # all of a GPU is busy: some faults show only then
     trained = form is not step_on_gpu
     debug_mode = torch.get_deterministic_debug_mode()
-    with torch.inference_mode(False), torch.set_grad_enabled(trained), torch.autocast(device.type, enabled=False):
+    no_autocast = torch.autocast(device.type, enabled=False)
+    with torch.inference_mode(False), torch.set_grad_enabled(trained), no_autocast:
         case = small_case(device, heads, 67 if trained else 1, normalise, kinds)
         try:
             torch.use_deterministic_algorithms(True, warn_only=True)    # fills fresh memory with NaN: what a
@@ -1054,8 +1062,8 @@ def relu_squared(x):
 # ---- a step as a list of operations, without Python --------------------------------------------------------
 def recorded(model, token, state, choose):
     """A function (token (B, 1), state) -> token, state that is model.step with this choose(logits) without
-    Python, which is most of it at this size: on a CPU, a trace of the model. Where steps cannot be recorded it
-    is model.step itself. It plays with the weights that the model has now, in torch.inference_mode(), as
+    Python, which is most of it at this size: on a CPU, a trace of the model. Where steps cannot be recorded
+    it is model.step itself. It plays with the weights that the model has now, in torch.inference_mode(), as
     GPT.generate does."""
     plain = functools.partial(model.step, choose=choose)
     if state is None or token.device.type != 'cpu' or model.training:
@@ -1072,8 +1080,9 @@ def recorded(model, token, state, choose):
 
 class Traced(nn.Module):
     """The operations of one step, by torch.jit.trace, played without Python; weights are constants of it. It
-    has its own copy of the state, written over at each step: what it returns is good until the next step; what
-    it is given stays as it is. Rows that grow get room for more; when that is full, another one goes on."""
+    has its own copy of the state, written over at each step: what it returns is good until the next step;
+    what it is given stays as it is. Rows that grow get room for more; when that is full, another one goes
+    on."""
     def __init__(self, model, token, state, choose):
         super().__init__()
         self.model = model

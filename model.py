@@ -68,7 +68,8 @@ class Config:
     cache: int = flag(256, 'rules that keep rows: how many', low=0)
     sinks: int = flag(4, 'sink: first rows that stay', low=0)
     overflow: str = flag('', 'window, sink: rule and map for rows that go: sum:hedgehog, delta:taylor')
-    positions: str = flag('true', 'of kept rows; compress: gaps g > 10 count ceil(10 + ln ln(g - 10 + e))', ['true', 'compress'])
+    positions: str = flag('true', 'of kept rows; compress: gaps g > 10 count ceil(10 + ln ln(g - 10 + e))',
+                          ['true', 'compress'])
     pos: str = flag('auto', 'auto: rope where rows are kept; learned where there is an encoder',
                     ['auto', 'none', 'learned', 'rope'])
     causal: bool = flag(True, 'false: an encoder, each step sees the whole text; needs data with classes')
@@ -572,8 +573,8 @@ class FastWeights(nn.Module):
             return o, {'S': S}
 
     def by_segments(self, x, q, k, v, state, t):
-        """`forward` of a long text where nothing is trained: so many steps at a time, as the features of all of
-        them would take several times the memory of the outputs."""
+        """`forward` of a long text where nothing is trained: so many steps at a time, as the features of all
+        of them would take several times the memory of the outputs."""
         o = torch.empty_like(v)
         for i in range(0, x.shape[1], SEGMENT):
             steps = slice(i, i + SEGMENT)

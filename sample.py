@@ -47,7 +47,7 @@ class Args:
     device: str = flag('auto', 'auto, cpu, cuda, mps')
     threads: int = flag(None, 'of the CPU; if not given, for a long prompt as many as are fastest', low=1)
     impl: str = flag('auto', 'form of the recurrence', ['auto', 'loop', 'chunk', 'fused'])
-    compile: bool = flag(False, 'torch.compile of a step, for a GPU and many tokens: it takes half a minute at first')
+    compile: bool = flag(False, 'torch.compile of a step, for a GPU and many tokens: half a minute at first')
 
 
 LOOK_BACK = 16      # tokens: so many wait to be printed at most, and so many of a prompt are looked at
@@ -162,8 +162,8 @@ def classify(model, tokens):
 def refuse_unused(given, args, model):
     """ValueError for a flag that would mean nothing."""
     if args.compile and 'all' in model.config.keeps():
-        raise ValueError('--compile: a compiled step has one shape, but the rows of softmax grow; take a --rule '
-                         'that keeps some of them, as --rule=tova, or leave it out')
+        raise ValueError('--compile: a compiled step has one shape, but the rows of softmax grow; take a '
+                         '--rule that keeps some of them, as --rule=tova, or leave it out')
     of_source = 'beam', 'penalty'
     of_steps = 'tokens', 'samples', 'temperature', 'top_k', 'top_p', 'seed'
     names = of_steps if args.source or model.config.classes else ()
@@ -203,8 +203,8 @@ def up_to_end(tokens, end):
 
 
 def compiled(model, token, state, choose):
-    """`model.unrecorded` by torch.compile: on a GPU, one launch for a step. What such a step returns lies where the
-    next one writes, so it is copied."""
+    """`model.unrecorded` by torch.compile: on a GPU, one launch for a step. What such a step returns lies
+    where the next one writes, so it is copied."""
     forward = torch.compile(model, mode='reduce-overhead')
 
     def step(token, state):
@@ -221,7 +221,8 @@ def compiled(model, token, state, choose):
 
 
 def begin(args, model, name, data):
-    """What is to be read: tokens (B, T), the state before them, and those of them that the first text says."""
+    """What is to be read: tokens (B, T), the state before them, and those of them that the first text
+    says."""
     said, prompt = prompt_tokens(args, model, data)
     tokens = torch.tensor([prompt] * args.samples, dtype=torch.long, device=model.embed.weight.device)
     if not args.load_state:
@@ -250,8 +251,8 @@ def read_all(model, tokens, state, threads):
 
 
 def write_texts(args, model, data, first, begun, said):
-    """Print what comes after the tokens `first` (B, 1) and the state `begun`: one text as it comes, several in the
-    end. -> the last tokens, their state, and the times at which steps began and ended"""
+    """Print what comes after the tokens `first` (B, 1) and the state `begun`: one text as it comes, several
+    in the end. -> the last tokens, their state, and the times at which steps began and ended"""
     draw = torch.Generator(first.device).manual_seed(args.seed)
     state = begun
     steps = model.generate(first, begun, args.temperature, args.top_k, args.top_p, draw)

@@ -670,8 +670,8 @@ def test_turned_keys_without_gaps_are_those_of_rope():
 
 @every_gate
 def test_a_step_is_recurrent_for_one_step(gates):
-    """Also where heads do not lie one after the other, as q, k, v come from a projection. With gradients it is
-    a chunk of one step."""
+    """Also where heads do not lie one after the other, as q, k, v come from a projection. With gradients it
+    is a chunk of one step."""
     given, normalise = inputs(**gates, T=1)
     given = {name: x if name == 'S' else x.transpose(0, 1).contiguous().transpose(0, 1)
              for name, x in given.items()}
@@ -706,8 +706,8 @@ def test_gradients_written_by_hand_are_right():
 
 @every_gate
 def test_a_long_text_in_segments_is_the_same(gates, monkeypatch):
-    """Values and gradients, where the last segment alone keeps what the backward needs, the last one is short,
-    and S comes from an earlier call. Without gradients nothing is kept."""
+    """Values and gradients, where the last segment alone keeps what the backward needs, the last one is
+    short, and S comes from an earlier call. Without gradients nothing is kept."""
     monkeypatch.setattr(kernels, 'NUMBERS', 1)                      # so that a segment has 64 steps
     monkeypatch.setattr(kernels, 'KEPT', 1)
     forwards = []
@@ -2315,7 +2315,8 @@ def test_where_a_cpu_multiplies_bfloat16_it_is_said(can, flags, said, text, tmp_
 
 def test_the_fastest_number_of_threads_is_found_in_time():
     """Of 1, 2 and 3, on a machine where 2 are best, by a tenth of a step at the least; the first time that
-    threads are used, which takes long, does not count. It is asked again where steps change, or cores are left."""
+    threads are used, which takes long, does not count. It is asked again where steps change, or cores are
+    left."""
     slow = {1: .03, 2: .01, 3: .06}
     new = {1, 2, 3}
     parts, lines = [], []
@@ -2633,7 +2634,7 @@ def test_text_is_printed_as_it_comes_and_nothing_is_lost(kind, capsys):
 @pytest.mark.skipif(not shutil.which(os.environ.get('CXX', 'g++')), reason='no C++ compiler')
 def test_a_compiled_step_writes_the_same_greedy_tokens(a_model, capsys, monkeypatch):
     init = f'--init={a_model("--rule=delta")}'
-    flags = init, '--tokens=40', '--temperature=0', '--prompt=the '        # the first 32 steps are not compiled
+    flags = init, '--tokens=40', '--temperature=0', '--prompt=the '    # the first 32 steps are not compiled
     text, _ = written(capsys, *flags)
     steps = Mock(wraps=sample.compiled)
     monkeypatch.setattr(sample, 'compiled', steps)
@@ -3848,7 +3849,8 @@ def compiled(name, absent, fp32, warps=4, **fixed):
     names = kernel.arg_names
     fixed = {n: x for n, x in fixed.items() if n in names} | dict.fromkeys(set(absent) & set(names))
     types = {n: '*fp32' if n in fp32 else '*bf16' for n in names if n not in fixed}
-    types |= {n: 'constexpr' for n in fixed} | {n: kind for n, kind in (('T', 'i32'), ('floor', 'fp32')) if n in types}
+    types |= {n: 'constexpr' for n in fixed}
+    types |= {n: kind for n, kind in (('T', 'i32'), ('floor', 'fp32')) if n in types}
     constants = {(names.index(n),): x for n, x in fixed.items()}
     aligned = {(names.index(n),): [['tt.divisibility', 16]] for n in types if types[n].startswith('*')}
     source = triton.compiler.ASTSource(kernel, {n: types[n] for n in names}, constants, aligned)
@@ -3875,7 +3877,8 @@ for name in sys.argv[1].split():
 def test_triton_kernels_compile_for_gpus_that_are_not_here(names):
     """For an H100, delta and kda: registers, stack and shared memory stay within what there is."""
     env = {**os.environ, 'TRITON_INTERPRET': '0'}
-    out = subprocess.run([sys.executable, '-c', AHEAD, names], cwd=HERE, env=env, capture_output=True, text=True)
+    command = [sys.executable, '-c', AHEAD, names]
+    out = subprocess.run(command, cwd=HERE, env=env, capture_output=True, text=True)
     assert not out.returncode, out.stdout + out.stderr
 
 def in_hub_layout(folder, kind, **how):

@@ -7,9 +7,9 @@
     torchrun --nproc_per_node=2 train.py --rule=delta         the same training in two processes; with --fsdp
                                                               each of them keeps half of the model
 
-Writes out/ckpt.safetensors (weights, optimiser, step), out/best.safetensors (weights), out/log.jsonl and, at the
-end, out/result.json with all closing figures. All that is drawn in a step is a function of seed and step, so that
-a stopped run, resumed, ends in the same bits (as long as the number of threads stays, which --threads=N pins).
+Writes out/ckpt.safetensors (weights, optimiser, step), out/best.safetensors (weights), out/log.jsonl and, at
+the end, out/result.json with all closing figures. All that is drawn in a step is a function of seed and step:
+a stopped run, resumed, ends in the same bits, as long as the number of threads stays (--threads=N pins it).
 More steps at resuming stretch the cosine.
 In order: machine, threads, a model in parts, rows of data, the optimiser and its loop, a run.
 """
@@ -32,8 +32,8 @@ import torch.nn.functional as F
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm, parameters_to_vector, vector_to_parameters
 
 from data import prepare
-from model import (GPT, Config, config_of, flag, load, pack, parse, pick_device, pick_forms, read, save, script,
-                   unpack)
+from model import (GPT, Config, config_of, flag, load, pack, parse, pick_device, pick_forms, read, save,
+                   script, unpack)
 
 BAD_STEPS = 10      # so many non-finite steps in a row end the run
 MUON = 4.0          # times --lr: a matrix's step has singular values near 1, not entries
@@ -145,8 +145,8 @@ def check_threads(threads):
 
 
 class Threads:
-    """The number of threads: as given, else the one with which run(n), work on n of a step's tokens, is fastest
-    of 1, 2, 4, .. `most`. say: prints a line"""
+    """The number of threads: as given, else the one with which run(n), work on n of a step's tokens, is
+    fastest of 1, 2, 4, .. `most`. say: prints a line"""
     def __init__(self, run, tokens, say, most=None):
         self.run = run
         self.tokens = tokens
@@ -156,9 +156,9 @@ class Threads:
         self.ms = None                                      # of a step with the number that was chosen
 
     def choose(self, limit=2.0):
-        """Time them, in about `limit` seconds, and set the fastest: a tenth of a step, or all of it if there is
-        time. They take turns, so that a neighbour who comes and goes disturbs all alike, and the median of their
-        turns counts. The first turn, in which the threads are made, does not."""
+        """Time them, in about `limit` seconds, and set the fastest: a tenth of a step, or all of it if there
+        is time. They take turns, so that a neighbour who comes and goes disturbs all alike, and the median of
+        their turns counts. The first turn, in which the threads are made, does not."""
         times = {count: [] for count in self.counts}
 
         def turn(n):
@@ -286,8 +286,8 @@ def up_to_targets(x, y, meta):
 
 
 def part_of(x, y, tokens, meta):
-    """Of a batch x, y (B, T) about so many tokens: its first rows, or of a text a part of the first. Rows of a
-    task stay whole: a part may have no target."""
+    """Of a batch x, y (B, T) about so many tokens: its first rows, or of a text a part of the first. Rows of
+    a task stay whole: a part may have no target."""
     many = -(-tokens // x.shape[1])
     if 'row' not in meta:
         x, y = x[:, :tokens], y[:, :tokens]
@@ -370,15 +370,17 @@ class Rows:
 
     @torch.no_grad()
     def evaluate(self, model, begin=None, carried=False, told=''):
-        """Rows of the validation data that start at `begin`, if not all by the rule `blocks`, each read from an
-        empty state; the processes share them. carried: one by one, each from the state that the last one left.
-        told: what lines of progress begin with  ->  nats a target, share guessed right"""
+        """Rows of the validation data that start at `begin`, if not all by the rule `blocks`, each read from
+        an empty state; the processes share them. carried: one by one, each from the state that the last one
+        left. told: what lines of progress begin with  ->  nats a target, share guessed right"""
         training = model.training
         model.eval()
         if begin is None:
             begin = blocks(len(self.val), self.T, self.meta)
         total = torch.zeros(3, dtype=torch.float64)         # of nats, targets, right guesses
-        many = 1 if carried else max(1, min(32, 2 ** 28 // (self.T * self.meta['vocab_size'])))     # 1 GB of logits
+        many = 1
+        if not carried:
+            many = max(1, min(32, 2 ** 28 // (self.T * self.meta['vocab_size'])))       # 1 GB of logits
         state = None
         if self.world > 1:
             for b in model.buffers():                       # random features: everybody's are the first one's
@@ -581,16 +583,16 @@ def settings(argv):
 
 
 def check(args, config, data, begun):
-    """ValueError, before anything is built, where flags, data and, where there are weights already (begun), the
-    model do not go together."""
+    """ValueError, before anything is built, where flags, data and, where there are weights already (begun),
+    the model do not go together."""
     about = data.meta
     of = f'--data={args.data}'
     source = about.get('source', 0)
     classes = about.get('classes', 0)
     patch = about.get('patch', 0)
     if config.encoder and not source:
-        raise ValueError(f'--encoder={config.encoder} {of}: an encoder reads the first part of a pair; give data '
-                         'with pairs, such as multi30k')
+        raise ValueError(f'--encoder={config.encoder} {of}: an encoder reads the first part of a pair; give '
+                         'data with pairs, such as multi30k')
     if not config.causal and not classes:
         raise ValueError(f'--causal=false {of}: each step would see the token that it should say; an encoder '
                          'needs data with classes, such as listops (pairs: --encoder=3)')
@@ -600,8 +602,8 @@ def check(args, config, data, begun):
         raise ValueError(f'{of}: {len(data.train)} training and {len(data.val)} validation tokens, but a row '
                          f'takes {data.T + 1}; give a longer text or a smaller --block_size')
     if begun and config.classes not in (0, classes):
-        raise ValueError(f'{of}: {classes} classes, the model has {config.classes}; give one without classes, '
-                         'and they are new')
+        raise ValueError(f'{of}: {classes} classes, the model has {config.classes}; give one without '
+                         'classes, and they are new')
     if begun and config.patch != patch:
         raise ValueError(f'{of}: patches of {patch} numbers, the model reads {config.patch} (0: tokens)')
     if begun and config.source != source:
@@ -652,7 +654,7 @@ def built(config, data, tensors, args):
         tensors = {n.removeprefix('model.'): x for n, x in tensors.items() if n.startswith('model.')}
     if tensors:
         new = model.state_dict()
-        if 'head.bias' not in tensors and 'head.bias' in new:           # for classes, of which there were none
+        if 'head.bias' not in tensors and 'head.bias' in new:       # for classes, of which there were none
             tensors = {**tensors, 'head.weight': new['head.weight'], 'head.bias': new['head.bias']}
         model.load_state_dict(tensors)
     return model
@@ -695,9 +697,9 @@ def keep(path, model, about, extra, rank):
 
 
 def threads_of(args, known, model, data, say):
-    """Set the threads: as given, as in the run that is resumed (known), or the fastest. -> Threads, to be asked
-    at evaluations; None where they are given, where torchrun sees to them, and with a GPU, which does not wait
-    for them"""
+    """Set the threads: as given, as in the run that is resumed (known), or the fastest. -> Threads, to be
+    asked at evaluations; None where they are given, where torchrun sees to them, and with a GPU, which does
+    not wait for them"""
     if args.threads or known:                               # results depend on them in the last bits
         torch.set_num_threads(args.threads or min(known, cores()))
     if args.threads or data.world > 1 or data.device.type != 'cpu' or DEFAULT_THREADS == 1:
@@ -722,9 +724,10 @@ def opening(model, data, args):
     """What is trained, in two lines."""
     config = model.config
     n_params = sum(p.numel() for p in model.parameters())
-    said = (f'{",".join(config.rules())} | {n_params / 1e6:.2f} M parameters | {args.data}: {len(data.train):,} + '
-            f'{len(data.val):,} tokens of {config.vocab_size} | {data.world} x {data.device}, {str(data.dtype)[6:]}, '
-            f'{torch.get_num_threads()} threads\nrecurrence: {model.why}')
+    said = (f'{",".join(config.rules())} | {n_params / 1e6:.2f} M parameters | '
+            f'{args.data}: {len(data.train):,} + {len(data.val):,} tokens of {config.vocab_size} | '
+            f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {torch.get_num_threads()} threads\n'
+            f'recurrence: {model.why}')
     if data.device.type == 'cpu' and args.dtype == 'auto' and multiplies_bfloat16():
         said = f'this CPU multiplies bfloat16: --dtype=bfloat16 may make steps shorter\n{said}'
     return said
@@ -773,6 +776,39 @@ def line(steps, step, loss, lr, norm, ms, tok_s, memory):
             f'{tok_s / 1e3:6.1f}k tok/s | {memory / 1e6:.0f} MB | eta {eta:.1f} min')
 
 
+def learnt(step, forward, data, states):
+    """Forward and backward of all batches of a step. -> its loss (1,), and with --carry the states they end
+    with, whose gradients end with the rows"""
+    total = torch.zeros(1, device=data.device)
+    ends = []
+    for i, state in enumerate(states):
+        x, y = data.batch(step, i)
+        loss, state = data.learn_from(forward, x, y, state)
+        total += loss
+        if data.carry:
+            state = [{name: x.detach() for name, x in layer.items()} for layer in state]
+            ends.append(state)
+    return total, ends
+
+
+def looked_at(model, opt, data, states, best, about, out, log):
+    """Judge a model after about['step'] steps by the start of the validation data, and keep it. -> the best
+    loss so far"""
+    loss, right = data.evaluate(model, data.of_start())
+    log.say(f'step {about["step"]:5d} | start of validation: {score(data.meta, loss, right)}')
+    log.note(step=about['step'], val_loss=loss, accuracy=right)
+    if loss < best:
+        best = loss
+        keep(os.path.join(out, 'best.safetensors'), model, about, {}, data.rank)
+    memories = pack_optimiser(model, opt)
+    for i, state in enumerate(states):
+        memories.update(pack(state or [], f'carry{i}'))
+    threads = torch.get_num_threads() if data.world == 1 else None
+    last = {**about, 'best': best, 'threads': threads}
+    keep(os.path.join(out, 'ckpt.safetensors'), model, last, memories, data.rank)
+    return best
+
+
 @script
 def main(argv):
     args, config, tensors, meta = settings(argv)
@@ -785,7 +821,7 @@ def main(argv):
     check(args, config, data, 'data' in meta)
     torch.manual_seed(args.seed)
     model = built(config, data, tensors, args)
-    states = [unpack(tensors, f'carry{i}', device) for i in range(args.accum)]      # --carry: one for each batch
+    states = [unpack(tensors, f'carry{i}', device) for i in range(args.accum)]      # of --carry, one a batch
     if args.fsdp:
         shard(model, device, world)
     make = WithMuon if args.optimizer == 'muon' else adamw
@@ -800,17 +836,11 @@ def main(argv):
     log.note(config=dataclasses.asdict(model.config), **run, data=short, commit=commit(), device=str(device),
              params=sum(p.numel() for p in model.parameters()), threads=torch.get_num_threads())
     forward = torch.compile(model) if args.compile else model
-    new = list(states)                                      # what the batches of the last step ended with
+    ends = []                                               # what the batches of the last step ended with
 
     def learn(step):
-        total = torch.zeros(1, device=device)
-        for i, state in enumerate(states):
-            x, y = data.batch(step, i)
-            loss, state = data.learn_from(forward, x, y, state)
-            total += loss
-            if args.carry:                                  # S goes on; its gradient ends with the row
-                new[i] = [{name: x.detach() for name, x in layer.items()} for layer in state]
-        return total
+        loss, ends[:] = learnt(step, forward, data, states)
+        return loss
 
     first = meta.get('step', 0)                             # steps of the run that is resumed
     best = meta.get('best', math.inf)
@@ -821,45 +851,36 @@ def main(argv):
     steps = optimise(model, opt, learn, args.steps, args.lr, args.seed, first, args.clip, rank, world)
     for done, loss, norm, good in steps:
         if good:
-            states[:] = new
             bad = 0
+            states[:len(ends)] = ends
         else:
             bad += 1
             log.say(f'step {done}: not finite, skipped, {bad} in a row')
             log.note(step=done, not_finite=bad)
         if bad == BAD_STEPS:
-            raise ValueError(f'{bad} steps in a row were not finite; stopped before saving. Try a smaller --lr '
-                             f'than {args.lr:g}, or another --norm')
+            raise ValueError(f'{bad} steps in a row were not finite; stopped before saving. Try a smaller '
+                             f'--lr than {args.lr:g}, or another --norm')
         evaluates = done % args.eval_every == 0 or done == args.steps
         logs = done % args.log_every == 0 or done in (first + 1, args.steps)
-        if logs or evaluates:
-            took = time.perf_counter() - since
-            ms = 1e3 * took / (done - at)
-            seconds += took
-            at = done
+        if not (logs or evaluates):
+            continue
+        took = time.perf_counter() - since
+        ms = 1e3 * took / (done - at)
+        seconds += took
+        at = done
         if logs:
-            row = {'step': done, 'loss': loss.item(), 'lr': lr_at(done - 1, args.steps, args.lr),
-                   'norm': norm.item(), 'ms': ms, 'memory': memory(device),
-                   'tok_s': 1e3 * data.T * args.batch_size * args.accum / ms}
+            lr = lr_at(done - 1, args.steps, args.lr)
+            tok_s = 1e3 * data.T * args.batch_size * args.accum / ms
+            row = dict(step=done, loss=loss.item(), lr=lr, norm=norm.item(), ms=ms, memory=memory(device),
+                       tok_s=tok_s)
             log.say(line(args.steps, **row))
             log.note(**row)
         if evaluates:
             if threads:
                 threads.again(ms, 1e-3 * ms * args.eval_every)
-            val_loss, right = data.evaluate(model, data.of_start())
-            log.say(f'step {done:5d} | start of validation: {score(about, val_loss, right)}')
-            log.note(step=done, val_loss=val_loss, accuracy=right)
             run.update(step=done, data=about)
-            if val_loss < best:
-                best = val_loss
-                keep(os.path.join(args.out, 'best.safetensors'), model, run, {}, rank)
-            last = {**run, 'best': best, 'threads': torch.get_num_threads() if world == 1 else None}
-            memories = pack_optimiser(model, opt)
-            for i, state in enumerate(states):
-                memories.update(pack(state or [], f'carry{i}'))
-            keep(os.path.join(args.out, 'ckpt.safetensors'), model, last, memories, rank)
-        if logs or evaluates:
-            since = time.perf_counter()
+            best = looked_at(model, opt, data, states, best, run, args.out, log)
+        since = time.perf_counter()
     log.say(f'\n{args.steps - first} steps in {seconds / 60:.1f} minutes')
     log.result.update(steps=args.steps, ms=ms, minutes=seconds / 60)
     report(model, data, args, log)
