@@ -189,9 +189,8 @@ def rules_after(old, changes, places):
     """The rules of encoder and cross attention after the swap: what is no softmax stays as it is, and so does
     softmax where a rule keeps few rows, as a source is read whole."""
     rule = changes.get('rule', old.rule)
-    found = {}
+    found = dict(zip(('encoder_rule', 'cross'), old.source_rules()))
     for place, name in ('encoder', 'encoder_rule'), ('cross', 'cross'):
-        found[name] = old.of_source(getattr(old, name))
         if place in places and found[name] == 'softmax' and rule in SOURCE_RULES:
             found[name] = rule
     return found
@@ -325,8 +324,8 @@ def can_fold(model):
     known = c.phi.split(':')[0] in T2R_MAPS
     if not known or c.turns() or {memory.rule.keeps for memory in folding} != {None}:
         raise ValueError('--fold needs --phi=t2r where softmax was, and no rope between W_q and phi')
-    if c.kv_heads() != c.n_head:
-        raise ValueError(f'--fold: {c.n_head} heads share {c.kv_heads()} of k, but have a map each; leave it '
+    if c.n_kv_head not in (0, c.n_head):
+        raise ValueError(f'--fold: {c.n_head} heads share {c.n_kv_head} of k, but have a map each; leave it '
                          'out')
     return folding[0].phi.feature_dim
 

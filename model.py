@@ -117,17 +117,15 @@ class Config:
             yield rule not in RULES, (
                 f'--rule={self.rule} --layers={self.layers}: {rule!r} is no rule; choose from '
                 f'{", ".join(RULES)}')
-        layer = 4 * self.n_embd + 2 * self.inner() + 2 * self.cache     # times n_embd; cache: one text's rows
+        width = self.n_inner or 4 * self.n_embd
+        layer = 4 * self.n_embd + 2 * width + 2 * self.cache            # times n_embd; cache: one text's rows
         numbers = self.n_embd * ((self.n_layer + self.encoder) * layer + self.vocab_size + self.places())
-        memory = machine_memory() // 10 ** 9
-        yield 4 * numbers // 10 ** 9 > memory, (
+        yield 4 * numbers > machine_memory(), (
             f'--n_layer={self.n_layer} --n_embd={self.n_embd} --cache={self.cache} '
-            f'--block_size={self.block_size}: about {numbers:,} numbers of 4 bytes, and this machine has '
-            f'{memory} GB')
+            f'--block_size={self.block_size}: {4e-9 * numbers:,.0f} GB are more than this machine has')
         for name in 'encoder_rule', 'cross':
             rule = getattr(self, name)
-            yield rule and not self.encoder, (
-                f'--{name}={rule} says how a source is read, by --encoder=3 layers, say')
+            yield rule and not self.encoder, f'--{name}={rule} reads a source: it needs --encoder=3, say'
             yield rule not in ('', *SOURCE_RULES), f'--{name}={rule}: choose from {", ".join(SOURCE_RULES)}'
         rules = [RULES[name] for name in self.all_rules()]
         kept = {rule.keeps for rule in rules if rule.bounded}
@@ -136,35 +134,31 @@ class Config:
         head_dim, rest = divmod(self.n_embd, self.n_head)
         yield rest, f'--n_embd={self.n_embd} is not a multiple of --n_head={self.n_head}'
         yield self.turns() and head_dim % 2, (
-            f'--n_embd={self.n_embd} --n_head={self.n_head}: rope turns pairs, so n_embd / n_head = '
-            f'{head_dim} must be even; or --pos=none')
+            f'--n_embd={self.n_embd} --n_head={self.n_head}: rope turns pairs, so n_embd / n_head must be '
+            'even; or --pos=none')
         yield len(pattern) > self.n_layer, (
             f'--layers={self.layers}: more rules than --n_layer={self.n_layer} layers')
         yield (self.phi or self.norm) and not any(rule.matrix for rule in rules), (
             f'--phi={self.phi} --norm={self.norm}: {", ".join(pattern)} has its own kernel and normaliser; '
             'leave them out (a matrix beside rows has its map from --overflow)')
         yield self.beta_max != 1 and not any(rule.erase for rule in rules), (
-            f'--beta_max={self.beta_max:g} with --rule={self.rule}: only rules that erase have a beta that '
-            'may exceed 1')
-        yield kept and not self.cache and not over, (
-            '--cache=0: at least 1 row, or --overflow says where all rows go')
+            f'--beta_max={self.beta_max:g} with --rule={self.rule}: only rules that erase have a beta')
+        yield kept and not self.cache and not over, '--cache=0: at least 1 row, or --overflow takes them all'
         yield 'sink' in kept and self.sinks >= max(1, self.cache), (
             f'--sinks={self.sinks}: fewer than --cache={self.cache}, or no new row is kept')
         yield over and (not kept or kept - {'window', 'sink'}), (
-            f'--overflow={self.overflow} takes the rows that --rule=window or --rule=sink let go; leave it '
-            f'out with {", ".join(pattern)}')
+            f'--overflow={self.overflow} takes the rows that --rule=window or sink evicts; leave it out with '
+            f'{", ".join(pattern)}')
         yield over and over not in matrices, f'--overflow={self.overflow}: choose from {", ".join(matrices)}'
         yield self.positions == 'compress' and (not kept or over or self.pos not in ('auto', 'rope')), (
-            '--positions=compress turns the keys of a bounded cache at every step anew: it needs one, with '
-            'rope, and without --overflow')
+            '--positions=compress needs a bounded cache with rope, and without --overflow')
         yield self.encoder and (not self.causal or self.classes), (
             f'--encoder={self.encoder} has a decoder, which writes a text: leave out --causal=false, and '
             'give data without classes')
         for name in self.source_rules() if self.causal else self.rules():
             yield from mistakes_at_once(name, self.norm)
         yield self.causal and self.cls, (
-            '--causal=true: the first place of this model stands for the whole picture, which it has to see; '
-            'leave the flag out')
+            '--causal=true: the first place of this model stands for the whole picture; leave the flag out')
         yield self.causal and self.pool != 'mean', (
             f'--pool={self.pool} says how the class of a row is read: it goes with --causal=false')
 
@@ -176,19 +170,15 @@ class Config:
         """The rule of each layer."""
         return (self.pattern() * self.n_layer)[:self.n_layer]
 
-    def of_source(self, given):
-        """The rule of the encoder, or of cross attention: what was given for it, else that of the first layer
-        or, where this one keeps some rows, softmax."""
-        rule = given or self.pattern()[0]
-        if RULES[rule].bounded:
-            return 'softmax'
-        return rule
-
     def source_rules(self):
-        """Of a translator the rules of its encoder and of cross attention."""
+        """Of a translator, the rule of its encoder and that of cross attention. Where none was given it is
+        that of the first layer or, as a source is read whole, softmax for one that keeps some rows."""
         if not self.encoder:
             return []
-        return [self.of_source(self.encoder_rule), self.of_source(self.cross)]
+        first = self.pattern()[0]
+        if RULES[first].bounded:
+            first = 'softmax'
+        return [self.encoder_rule or first, self.cross or first]
 
     def all_rules(self):
         """The rules of all layers."""
@@ -213,14 +203,6 @@ class Config:
     def places(self):
         """How many inputs a row of block_size tokens is: they themselves, or patches and what is before."""
         return self.block_size // (self.patch or 1) + self.cls
-
-    def kv_heads(self):
-        """Heads of k and v."""
-        return self.n_kv_head or self.n_head
-
-    def inner(self):
-        """Width of the MLP."""
-        return self.n_inner or 4 * self.n_embd
 
 
 def subset(*names, **own):
@@ -276,23 +258,23 @@ def pick_forms(impl='auto'):
     """'loop', 'chunk', 'fused' or 'auto' -> Forms. The only choice point, and beside bench.py the only
     place that imports kernels.py. ValueError for 'fused' without that file; any other fault of it is raised
     as it is."""
+    definition = '--impl=loop runs fastweight.recurrent, the definition'
+    why = 'chunk (plain torch and autograd)'
     if impl == 'loop':
         return Forms(fastweight.recurrent, impl=impl, why='loop (fastweight.recurrent, the definition, slow)')
-    why = 'plain torch and autograd'
-    definition = '--impl=loop runs fastweight.recurrent, the definition'
-    try:
-        if impl != 'chunk':
+    if impl != 'chunk':
+        try:
             import kernels
+            why = 'fused (kernels.py: Triton on a GPU, else batched products)'
             return Forms(kernels.chunked, kernels.bounded, kernels.shifted_sum, kernels.relu_squared,
-                         kernels.recorded, impl=impl,
-                         why=f'fused (kernels.py: Triton on a GPU, else batched products); {definition}')
-    except ModuleNotFoundError as e:
-        if e.name != 'kernels':
-            raise
-        if impl == 'fused':
-            raise ValueError('--impl=fused: there is no kernels.py; --impl=chunk does without') from None
-        why += ': there is no kernels.py'
-    return Forms(impl=impl, why=f'chunk ({why}); {definition}')
+                         kernels.recorded, impl=impl, why=f'{why}; {definition}')
+        except ModuleNotFoundError as e:
+            if e.name != 'kernels':
+                raise
+            if impl == 'fused':
+                raise ValueError('--impl=fused: there is no kernels.py; --impl=chunk does without') from None
+            why += ', as there is no kernels.py'
+    return Forms(impl=impl, why=f'{why}; {definition}')
 
 
 # ---- a layer's memory: gates from x, a map and a normaliser on q and k, then the recurrence ----------------
@@ -410,21 +392,18 @@ def rows_of(state):
 def without_autocast(x):
     """A context for what must be fp32 also where the layers around are bf16: a running sum in bf16 stops at
     256, where 1 more is less than half of its last digit."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def mistakes_at_once(name, norm):
     """For `refuse`: a rule that goes step by step, where all steps are to be seen at once."""
     rule = RULES[name]
     yield rule.form, (
-        f'--rule={name}: its form goes step by step, but an encoder and cross attention see all at once; '
-        '--encoder_rule and --cross take other rules')
+        f'--rule={name}: its form goes step by step, but encoder and cross attention see all at once; take '
+        'another --encoder_rule, --cross')
     yield rule.bounded, (
-        f'--causal=false --rule={name}: which rows go is decided step by step, but an encoder sees all at '
-        'once; take softmax, or fast weights')
+        f'--causal=false --rule={name}: rows are evicted step by step, but an encoder sees all at once; take '
+        'softmax, or fast weights')
     yield rule.erase and norm == 'attn', (
         f'--rule={name} --norm=attn divides by the keys so far, but an encoder sees all at once; take '
         '--norm=sum or l2')
@@ -435,8 +414,7 @@ def mistakes_together(name, phi, norm):
     rule = RULES[name]
     mean = norm == 'attn'
     yield mean and rule.z, (
-        f'--norm=attn with --rule={name}: value channels decay apart, so each would need a denominator of '
-        'its own')
+        f'--norm=attn with --rule={name}: each value channel decays apart and needs a denominator of its own')
     yield mean and rule.erase and rule.f, (
         f'--norm=attn with --rule={name}: erasing makes weights negative, so their sum n.q may be 0 or '
         'below, and the plain sum of keys that delta takes knows no decay')
@@ -512,7 +490,7 @@ class FastWeights(nn.Module):
         features = self.phi(wide(q), 'q', t)
         return self.normaliser(features)
 
-    def redraw(self, state):
+    def redraw(self, state=()):
         """Random features are drawn anew for each training batch (Peng 2021, Choromanski 2021)."""
         if self.training and 'S' not in state and hasattr(self.phi, 'redraw'):
             self.phi.redraw()
@@ -526,7 +504,7 @@ class FastWeights(nn.Module):
                 state['there'] = there
             return state
         with without_autocast(x):
-            self.redraw({})
+            self.redraw()
             written = self.writes(x, k, v)
             if there is not None:
                 gates = {name: written.get(name) for name in ('write', 'erase', 'log_f', 'log_z')}
@@ -680,14 +658,13 @@ class Mixer(nn.Module):
     def __init__(self, c, rule, causal=True):
         super().__init__()
         self.n_head = c.n_head
-        self.n_kv_head = c.kv_heads()
+        self.n_kv_head = c.n_kv_head or c.n_head
         self.head_dim = c.n_embd // c.n_head
         kind = RULES[rule]
         self.key_dim = self.head_dim
         if c.key_dim and kind.matrix:
             self.key_dim = c.key_dim
         self.sizes = [c.n_head * self.key_dim, self.n_kv_head * self.key_dim, self.n_kv_head * self.head_dim]
-        self.speeds = functools.partial(speeds, self.key_dim // 2, c.theta, c.rope_scaling)
         self.turn = functools.partial(rope, theta=c.theta, scaling=c.rope_scaling)
         self.rope = c.uses_rope(rule)
         flags = {'key_dim': self.key_dim, 'causal': causal}     # a layer takes those that it can follow
@@ -844,8 +821,9 @@ class Block(nn.Module):
             self.norm3 = layer_norm(c)
             self.cross = Cross(c, cross)
         self.act = c.act
-        self.up = nn.Linear(c.n_embd, c.inner() * (1 + (c.act == 'swiglu')), bias=c.bias)
-        self.down = nn.Linear(c.inner(), c.n_embd, bias=c.bias)
+        width = c.n_inner or 4 * c.n_embd
+        self.up = nn.Linear(c.n_embd, width * (1 + (c.act == 'swiglu')), bias=c.bias)
+        self.down = nn.Linear(width, c.n_embd, bias=c.bias)
         self.dropout = nn.Dropout(c.dropout)
 
     def branch(self, norm, x):
@@ -864,20 +842,6 @@ class Block(nn.Module):
         x, last = self.convs[i](x, state.get(name), there)
         return x, {name: last}
 
-    def read_source(self, x, state):
-        """Between both halves, where there is a source. x (B, T, n_embd) -> x, and the source's part of the
-        state"""
-        if self.cross is None:
-            return x, {}
-        x, u = self.branch(self.norm3, x)
-        y, kept = self.cross(u, state)
-        return x + y, kept
-
-    def widened(self, h):
-        """h (.., n_embd) -> the hidden layer of the MLP (.., Config.inner())"""
-        act = ACTS.get(self.act, self.forms.square)
-        return act(self.up(h))
-
     def forward(self, x, state=None, there=None):
         """x (B, T, n_embd), state what the last call returned, None at a fresh start, there as for Mixer
         -> x, state"""
@@ -885,18 +849,25 @@ class Block(nn.Module):
         x, u = self.branch(self.norm1, x)
         u, seen = self.convolve(0, u, state, there)
         y, new = self.mixer(u, state, there)
-        x, source = self.read_source(x + y, state)
+        x = x + y
+        source = {}
+        if self.cross is not None:
+            x, u = self.branch(self.norm3, x)
+            y, source = self.cross(u, state)
+            x = x + y
         x, u = self.branch(self.norm2, x)
-        h, seen_by_mlp = self.convolve(1, u, state, there)
-        x = x + self.dropout(self.down(self.widened(h)))
+        u, seen_by_mlp = self.convolve(1, u, state, there)
+        act = ACTS.get(self.act, self.forms.square)
+        x = x + self.dropout(self.down(act(self.up(u))))
         return x, {**new, **seen, **source, **seen_by_mlp}
 
 
 class Seen(NamedTuple):
     """A mixer at work, as `GPT.through` shows it."""
     name: str                       # in the model: blocks.0.mixer
+    layer: str                      # the same of the block that it is in: blocks.0
     mixer: Mixer
-    block: Block                    # which it is in
+    block: Block
     x: torch.Tensor                 # the block's input (B, T, n_embd)
     u: torch.Tensor                 # what keys, values and gates are made from
     q: torch.Tensor
@@ -905,11 +876,6 @@ class Seen(NamedTuple):
     real: torch.Tensor | None       # which places of x are no padding (B, T); None: all
     there: torch.Tensor | None      # the same of what an encoder reads
     source: torch.Tensor | None     # of a decoder: what its encoder says
-
-    @property
-    def layer(self):
-        """The name of its block: blocks.0"""
-        return self.name.rpartition('.')[0]
 
     @property
     def crosses(self):
@@ -950,8 +916,7 @@ class GPT(nn.Module):
         cross = None
         self.encoder = nn.ModuleList()
         if c.encoder:
-            cross = c.of_source(c.cross)
-            rule = c.of_source(c.encoder_rule)
+            rule, cross = c.source_rules()
             self.encoder.extend(Block(c, rule, causal=False) for _ in range(c.encoder))
             self.encoder_norm = layer_norm(c)
         self.blocks = nn.ModuleList(Block(c, rule, cross, c.causal) for rule in c.rules())
@@ -973,24 +938,20 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.3)
 
     def use(self, forms):
-        """Compute with these Forms from now on, in all modules. ValueError for fast ones that a rule with a
-        form of its own has not."""
-        for name in self.config.all_rules():
-            form = RULES[name].form
-            if form and forms.impl in ('chunk', 'fused'):
-                raise ValueError(f'--impl={forms.impl}: --rule={name} is computed by {form.__name__} alone, '
-                                 'its own form; leave the flag out')
+        """Compute with these Forms from now on, in all modules; self.why says so in one line to print.
+        ValueError for fast ones that a rule with a form of its own has not."""
+        rules = dict.fromkeys(self.config.all_rules())
+        own = {name: RULES[name].form.__name__ for name in rules if RULES[name].form}
+        for name, form in own.items():
+            if forms.impl in ('chunk', 'fused'):
+                raise ValueError(f'--impl={forms.impl}: --rule={name} is computed by {form} alone, its own '
+                                 'form; leave the flag out')
+        why = [f'{name}: form={form} of its own' for name, form in own.items()]
+        if len(own) < len(rules):
+            why.append(forms.why)
+        self.why = '; '.join(why)
         for module in self.modules():
             module.forms = forms
-
-    @property
-    def why(self):
-        """Which forms compute this model, in one line to print."""
-        rules = dict.fromkeys(self.config.all_rules())
-        own = [f'{name}: form={RULES[name].form.__name__} of its own' for name in rules if RULES[name].form]
-        if len(own) < len(rules):
-            own.append(self.forms.why)
-        return '; '.join(own)
 
     def embedded(self, tokens, state=None):
         """tokens (B, T) -> what the first layer gets (B, T, n_embd); of patches (B, T / patch, n_embd), with
@@ -1127,7 +1088,8 @@ class GPT(nn.Module):
             else:
                 q, k, v = mixer.heads(u)
             its_real = there if layer.startswith('encoder.') else real
-            yield Seen(name, mixer, self.get_submodule(layer), x, u, q, k, v, its_real, there, source)
+            block = self.get_submodule(layer)
+            yield Seen(name, layer, mixer, block, x, u, q, k, v, its_real, there, source)
 
     @property
     def max_len(self):

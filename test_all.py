@@ -3022,7 +3022,8 @@ def test_lora_begins_as_nothing_and_ends_in_the_weights(names, more):
     learn = {name: p for name, p in model.named_parameters() if p.grad is not None}
     adapters = {name: p for name, p in learn.items() if name.split('.')[-2] in 'AB'}
     assert learn.keys() - adapters.keys() == new
-    out = dict(q=16, k=8 * c.kv_heads(), v=8 * c.kv_heads(), o=16)
+    kv_heads = c.n_kv_head or c.n_head
+    out = dict(q=16, k=8 * kv_heads, v=8 * kv_heads, o=16)
     many = sum(3 * (16 + out[name]) for name in names) * len(model.mixers())
     assert sum(p.numel() for p in adapters.values()) == many
     for p in adapters.values():
@@ -3513,7 +3514,7 @@ def test_bench_bleu_is_that_of_what_sample_says_of_the_test_side(small_pairs, tm
         found = [row for row in csv.DictReader((tmp_path / 'translate.csv').open()) if row['data']]
         for row, folder in zip(found, ('elu-*', 't2r-from-softmax-*'), strict=True):
             path, = (tmp_path / 'translate').glob(f'{folder}/ckpt.safetensors')
-            assert load(path)[0].config.of_source(load(path)[0].config.encoder_rule) == 'softmax'
+            assert load(path)[0].config.source_rules()[0] == 'softmax'
             said = written(capsys, f'--init={path}', f'--source=@{lines}', f'--beam={beam}')[0].splitlines()
             score = package.corpus_bleu(said, [wanted]).score
             assert float(row['ours']) == pytest.approx(score) and score > 5
