@@ -9,7 +9,6 @@ its keys, values, gates and queries come from. kernels.py is looked for in one p
 it all but bench.py works, slower.
 """
 import argparse
-import contextlib
 import ctypes
 import dataclasses
 import difflib
@@ -915,6 +914,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
         cross = None
         self.encoder = nn.ModuleList()
+        self.encoder_norm = None
         if c.encoder:
             rule, cross = c.source_rules()
             self.encoder.extend(Block(c, rule, causal=False) for _ in range(c.encoder))
@@ -1059,28 +1059,28 @@ class GPT(nn.Module):
     def through(self, tokens):
         """What each mixer saw of tokens (B, T) from a fresh start: a `Seen` of each, in the order of
         computation. The inputs of all are held, but q, k and v of one at a time."""
-        source = None
         real = None if self.config.patch else self.there(tokens)
         if self.encoder:
             begin = self.config.source
             text, real = self.without_padding(tokens[:, begin:], begins=True)
             tokens = torch.cat([tokens[:, :begin], text], 1)
         inputs = {}
+        source = None
 
-        def remember(name, module, given, result):
-            inputs[name] = given
-        with contextlib.ExitStack() as hooks:
-            for name, module in self.named_modules():
-                if isinstance(module, (Block, Mixer)) or name == 'encoder_norm':
-                    hooks.enter_context(module.register_forward_hook(functools.partial(remember, name)))
+        def remember(module, given, result):
+            nonlocal source
+            if isinstance(module, (Block, Mixer)):
+                inputs[module] = given
+            if module is self.encoder_norm:
+                source = result
+        with nn.modules.module.register_module_forward_hook(remember):
             self.hidden(tokens)
-        _, _, there = inputs['encoder.0' if self.encoder else 'blocks.0']
-        if self.encoder:
-            source = self.encoder_norm(*inputs['encoder_norm'])
+        _, _, there = inputs[[*self.encoder, *self.blocks][0]]
         for name, mixer in self.mixers().items():
             layer = name.rpartition('.')[0]
-            x = inputs[layer][0]
-            u = inputs[name][0]
+            block = self.get_submodule(layer)
+            x = inputs[block][0]
+            u = inputs[mixer][0]
             if isinstance(mixer, Cross):
                 q = mixer.queries(u)
                 u = source
@@ -1088,7 +1088,6 @@ class GPT(nn.Module):
             else:
                 q, k, v = mixer.heads(u)
             its_real = there if layer.startswith('encoder.') else real
-            block = self.get_submodule(layer)
             yield Seen(name, layer, mixer, block, x, u, q, k, v, its_real, there, source)
 
     @property
