@@ -3,7 +3,7 @@
     o, S = chunked(q, k, v, write, erase, log_f, log_z, S, normalise, floor)     fastweight.chunked, recurrent
     o, S = step(...)                                                             the same for a single step
     o, log_mass, went, rows = bounded(q, k, v, rows, t, policy, cache, ...)      fastweight.bounded
-    y = shifted_sum(x, w)    y = relu_squared(x)                                 model.py, under these names
+    y = shifted_sum(x, w)                                                        model.shifted_sum
     step = recorded(model, token, state, choose)                                 model.step
 
 Without this file all but bench.py works, and is slower: model.pick_forms imports it.
@@ -1007,7 +1007,7 @@ def step(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normal
     return chunked(q, k, v, write, erase, log_f, log_z, S, normalise, floor)
 
 
-# ---- the convolution and the activation of a block, with backwards by hand ---------------------------------
+# ---- the convolution of a block, with a backward by hand ----------------------------------------------------
 class ShiftedSum(torch.autograd.Function):
     """Each weight multiplies the whole input at once, shifted: y[s:] += w_s x[:-s]. The backward is the same
     with the shift turned round, by hand, because autograd's own takes three times as long: for each slice it
@@ -1036,27 +1036,6 @@ def shifted_sum(x, w):
     """y_t = sum_s w_s x_{t-s}, s = 0..n, zeros before x. x (B, T, D), w (n + 1, D), its last row for s = 0 ->
     y (B, T, D)"""
     return ShiftedSum.apply(x, w)
-
-
-class ReluSquared(torch.autograd.Function):
-    """Keeps only max(x, 0): half autograd's traffic."""
-    @staticmethod
-    def forward(ctx, x):
-        r = x.clamp(min=0)
-        ctx.save_for_backward(r)
-        return r * r
-
-    @staticmethod
-    def backward(ctx, dy):
-        r, = ctx.saved_tensors
-        return (dy * r).mul_(2)
-
-
-def relu_squared(x):
-    """max(x, 0)^2 (Primer, arXiv:2109.08668, sec. 3)"""
-    if x.requires_grad:
-        return ReluSquared.apply(x)
-    return x.relu().square()                            # a trace of steps shall have no Python in it
 
 
 # ---- a step as a list of operations, without Python --------------------------------------------------------

@@ -226,11 +226,6 @@ def shifted_sum(x, w):
     return (padded.unfold(1, len(w), 1) * w.T).sum(-1)
 
 
-def relu_squared(x):
-    """max(x, 0)^2 in each entry. So 2021 (Primer), arXiv:2109.08668, sec. 3. Faster: kernels.relu_squared."""
-    return x.relu().square()
-
-
 def unrecorded(model, token, state, choose):
     """A function (token (B, 1), state) -> token, state: a step of the model and choose(logits (B, vocab)) ->
     (B, 1) of what comes next. Faster: kernels.recorded, which is told where it will begin."""
@@ -243,7 +238,6 @@ class Forms(NamedTuple):
     recurrence: Callable = fastweight.chunked
     rows: Callable = fastweight.bounded
     shift: Callable = shifted_sum
-    square: Callable = relu_squared
     record: Callable = unrecorded
     softmax: Callable = fastweight.softmax
     impl: str = 'auto'                                  # what was asked for
@@ -265,8 +259,8 @@ def pick_forms(impl='auto'):
         try:
             import kernels
             why = 'fused (kernels.py: Triton on a GPU, else batched products)'
-            return Forms(kernels.chunked, kernels.bounded, kernels.shifted_sum, kernels.relu_squared,
-                         kernels.recorded, impl=impl, why=f'{why}; {definition}')
+            return Forms(kernels.chunked, kernels.bounded, kernels.shifted_sum, kernels.recorded,
+                         impl=impl, why=f'{why}; {definition}')
         except ModuleNotFoundError as e:
             if e.name != 'kernels':
                 raise
@@ -793,8 +787,14 @@ def swiglu(x):
     return F.silu(a) * b
 
 
-ACTS = {'gelu': functools.partial(F.gelu, approximate='tanh'), 'gelu-erf': F.gelu, 'swiglu': swiglu}
-# and relu2: Forms.square
+def relu_squared(x):
+    """max(x, 0)^2 in each entry, kept once for the backward. So 2021 (Primer), arXiv:2109.08668, sec. 3"""
+    r = x.relu()
+    return r * r
+
+
+ACTS = {'gelu': functools.partial(F.gelu, approximate='tanh'), 'gelu-erf': F.gelu, 'swiglu': swiglu,
+        'relu2': relu_squared}
 
 
 class Block(nn.Module):
@@ -804,7 +804,6 @@ class Block(nn.Module):
     With post_norm (BERT) it is u + mixer(u), u = norm(x). As published, norm(x + mixer(x)), a norm ends each
     line; here the same norm begins the next line. So BERT's norm of the embeddings is norm1 of the first
     block, and the last one of its last block is the norm of the model."""
-    forms = PLAIN
 
     def __init__(self, c, rule, cross=None, causal=True):
         super().__init__()
@@ -819,7 +818,7 @@ class Block(nn.Module):
         if cross:
             self.norm3 = layer_norm(c)
             self.cross = Cross(c, cross)
-        self.act = c.act
+        self.act = ACTS[c.act]
         width = c.n_inner or 4 * c.n_embd
         self.up = nn.Linear(c.n_embd, width * (1 + (c.act == 'swiglu')), bias=c.bias)
         self.down = nn.Linear(width, c.n_embd, bias=c.bias)
@@ -856,8 +855,7 @@ class Block(nn.Module):
             x = x + y
         x, u = self.branch(self.norm2, x)
         u, seen_by_mlp = self.convolve(1, u, state, there)
-        act = ACTS.get(self.act, self.forms.square)
-        x = x + self.dropout(self.down(act(self.up(u))))
+        x = x + self.dropout(self.down(self.act(self.up(u))))
         return x, {**new, **seen, **source, **seen_by_mlp}
 
 
