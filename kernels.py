@@ -8,6 +8,7 @@
 
 Without this file all but bench.py works, and is slower: model.pick_forms imports it.
 """
+import collections
 import functools
 import sys
 import types
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastweight
-from fastweight import FLOOR, LOG_MIN, append, attend, empty_rows, finish, pick, refuse
+from fastweight import FLOOR, LOG_MIN, append, attend, empty_rows, finish, pick, refuse, start
 
 try:
     import triton
@@ -244,109 +245,68 @@ def of_gate(reads, kept, size):
     return reads.flip(2).cumsum(2).flip(2) + kept
 
 
-def in_chunks(x, segment, C):
-    """The steps of a segment, a slice, of x (N, T, d) as chunks (N, n, C, d); behind the last step zeros,
+def cut(x, segment, C):
+    """The steps of a segment, a slice, of x (B, H, T, d) as chunks (N, n, C, d); behind the last step zeros,
     which write and erase nothing. None of None"""
     if x is None:
         return None
-    x = x[:, segment]
-    rest = -x.shape[1] % C
+    x = x[:, :, segment]
+    rest = -x.shape[2] % C
     if rest:
         x = F.pad(x, (0, 0, 0, rest))
-    return x.contiguous().unflatten(1, (-1, C))
+    return x.contiguous().flatten(0, 1).unflatten(1, (-1, C))
 
 
-def put(chunks, x, segment, like):
-    """The inverse of in_chunks: chunks (N, n, C, d) into the segment of x, at first None, then (N, T, d) as
-    `like`. A segment that is all there is becomes x itself."""
-    if chunks is None:
-        return None
-    part = chunks.flatten(1, 2)
-    if part.shape == like.shape:
-        return part
-    if x is None:
-        x = torch.empty_like(like)
-    x[:, segment] = part[:, :x[:, segment].shape[1]]
-    return x
-
-
-def segments(N, T, size):
-    """Where segments of T steps of N sequences begin and end, as slices; size: channels of q, k or v."""
-    steps = 2 ** max(6, (NUMBERS // (N * size)).bit_length() - 1)       # 64 at the least
-    return [slice(begin, begin + steps) for begin in range(0, T, steps)]
+def put(x, segment, chunks):
+    """The inverse of `cut`, into x."""
+    x = x[:, :, segment]
+    B, H, t, d = x.shape
+    x.copy_(chunks.reshape(B, H, -1, d)[:, :, :t])
 
 
 class Chunks(torch.autograd.Function):
-    """q, k (B, H, T, K)   v (B, H, T, V)   w, e (B, H, T)   log_f (B, H, T, K|1)   log_z (B, H, T, V|1)
-    S (B, H, V, K)   C: steps of a chunk  ->  o (B, H, T, V), S. Gates may be None."""
+    """C: steps of a chunk; S, and q, k, v, w, e, log_f, log_z, as `start` gives them  ->  o, S"""
     @staticmethod
-    def forward(ctx, q, k, v, w, e, log_f, log_z, S, C):
-        B, H, T, K = q.shape
-        given = q, k, v, w, e, log_f, log_z
-
-        def one_after_another(x):
-            return x.reshape(B * H, T, -1)
-        steps = [if_given(one_after_another, x) for x in given]
-        ctx.shapes = [if_given(torch.Tensor.size, x) for x in (*given, S)]
-        ctx.how = segments(B * H, T, max(K, v.shape[-1])), C
-        ctx.insides = {}                                # of the last segments
-        trained = any(ctx.needs_input_grad)
-        o = None
+    def forward(ctx, C, S, *steps):
+        q, _, v = steps[:3]
+        N, V, K = S.flatten(0, 1).shape
+        T = q.shape[2]
+        length = 2 ** max(6, (NUMBERS // (N * max(K, V))).bit_length() - 1)             # 64 at the least
+        ctx.segments = [slice(i, i + length) for i in range(0, T, length)]
+        ctx.insides = collections.deque(maxlen=KEPT if any(ctx.needs_input_grad) else 0)
+        ctx.C = C
+        o = torch.empty_like(v)
+        shape = S.shape
         S = S.flatten(0, 1).clone()                     # one from inference mode cannot be saved
         begins = []                                     # the state at the begin of each segment
-        for segment in ctx.how[0]:
+        for segment in ctx.segments:
             begins.append(S)
-            inside, of_segment = forward_of(S, *(in_chunks(x, segment, C) for x in steps))
-            o = put(of_segment, o, segment, steps[2])
+            inside, of_segment = forward_of(S, *(cut(x, segment, C) for x in steps))
+            put(o, segment, of_segment)
             S = inside.S
-            if trained:
-                ctx.insides[len(begins) - 1] = inside
-                ctx.insides.pop(len(begins) - 1 - KEPT, None)
+            ctx.insides.append(inside)
         ctx.save_for_backward(*steps, *begins)
-        return o.view(v.shape), S.view(B, H, -1, K)
+        return o, S.view(shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dS):
         steps = ctx.saved_tensors[:7]
         begins = ctx.saved_tensors[7:]
-        segments, C = ctx.how
-        gradients = [None] * len(steps)
-        do = do.reshape(steps[2].shape)
+        gradients = [if_given(torch.empty_like, x) for x in steps]
+        shape = dS.shape
         dS = dS.flatten(0, 1)
-        for i in reversed(range(len(segments))):
-            of_segment = [in_chunks(x, segments[i], C) for x in steps]
-            inside = ctx.insides.get(i)
-            if inside is None:
-                inside, _ = forward_of(begins[i], *of_segment)
-            *parts, dS = backward_of(in_chunks(do, segments[i], C), dS, inside, *of_segment)
-            each = zip(parts, gradients, steps)
-            gradients = [put(part, dx, segments[i], x) for part, dx, x in each]
-        found = []
-        for dx, shape in zip((*gradients, dS), ctx.shapes):
-            if shape is not None:
-                dx = dx.reshape(shape)
-            found.append(dx)
-        return *found, None
-
-
-def prepared(q, k, v, write, erase, log_f, log_z, S, normalise):
-    """As fastweight.start, but absent gates stay None, so that nothing is computed for them."""
-    if normalise:
-        refuse(erase, log_z)
-        v = F.pad(v, (0, 1), value=1.0)
-    dtype = torch.promote_types(v.dtype, torch.float32)
-    if log_f is not None:
-        log_f = log_f.clamp(min=LOG_MIN)
-    if log_z is not None:
-        log_z = log_z.clamp(min=LOG_MIN)
-    if S is None:
-        S = v.new_zeros(q.shape[0], q.shape[1], v.shape[-1], q.shape[-1], dtype=dtype)
-    def cast(x):
-        if x.dtype == dtype:
-            return x                                    # nothing to record
-        return x.to(dtype)
-    return [if_given(cast, x) for x in (q, k, v, write, erase, log_f, log_z, S)]
+        for segment, S in zip(reversed(ctx.segments), reversed(begins)):
+            of_segment = [cut(x, segment, ctx.C) for x in steps]
+            if ctx.insides:
+                inside = ctx.insides.pop()
+            else:
+                inside, _ = forward_of(S, *of_segment)
+            *parts, dS = backward_of(cut(do, segment, ctx.C), dS, inside, *of_segment)
+            for dx, part in zip(gradients, parts):
+                if dx is not None:
+                    put(dx, segment, part)
+        return None, dS.view(shape), *gradients
 
 
 def on_cpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR,
@@ -364,7 +324,8 @@ def on_cpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, norm
     if log_f is not None or log_z is not None:
         chunk = min(chunk, CHUNK)
     chunk = min(chunk, q.shape[2])
-    o, S = Chunks.apply(*prepared(q, k, v, write, erase, log_f, log_z, S, normalise), chunk)
+    *steps, S = start(q, k, v, write, erase, log_f, log_z, S, normalise)
+    o, S = Chunks.apply(chunk, S, *steps)
     return finish(o, normalise, floor, dtype), S
 
 
@@ -373,7 +334,7 @@ def step_on_cpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None,
     """fastweight.recurrent for a single step, without gradients and with nothing computed for absent gates.
     over: S is written over, where it lies; where it is large, in half the time"""
     dtype = v.dtype
-    q, k, v, write, erase, log_f, log_z, S = prepared(q, k, v, write, erase, log_f, log_z, S, normalise)
+    q, k, v, write, erase, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise)
     if not over:
         S = S.clone()
     shape = S.shape
@@ -834,7 +795,7 @@ def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, norm
     """fastweight.chunked through `Tiles`. A decay of values that all channels share is one of keys as
     well."""
     dtype = v.dtype
-    q, k, v, write, erase, log_f, log_z, S = prepared(q, k, v, write, erase, log_f, log_z, S, normalise)
+    q, k, v, write, erase, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise)
     if log_z is not None and log_z.shape[-1] == 1:
         log_f = log_z if log_f is None else log_f + log_z
         log_z = None
