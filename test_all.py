@@ -676,10 +676,10 @@ def test_a_step_is_recurrent_for_one_step(gates):
     given = {name: x if name == 'S' else x.transpose(0, 1).contiguous().transpose(0, 1)
              for name, x in given.items()}
     exact = recurrent(**given, normalise=normalise)
-    near(kernels.step(**given, normalise=normalise), exact, 1e-14)
+    near(kernels.chunked(**given, normalise=normalise), exact, 1e-14)
     S = given['S'].clone()
     with torch.no_grad():
-        near(kernels.step(**given, normalise=normalise), exact, 1e-14)
+        near(kernels.chunked(**given, normalise=normalise), exact, 1e-14)
         assert torch.equal(given['S'], S)
         _, written = kernels.step_over(**given, normalise=normalise)
         assert written.data_ptr() == given['S'].data_ptr()
@@ -805,11 +805,15 @@ def test_triton_sums_in_fp16_stay_finite(monkeypatch):
     """fp16 ends at 65,504: states and the sum of the keys pass that, and so may operands."""
     ones = torch.ones(1, 1, 20, 4, dtype=torch.float16, device=DEVICE)
     S = torch.full((1, 1, 5, 4), 1e6, device=DEVICE)
-    o, S = kernels.on_gpu(ones, ones, ones, S=S, normalise=True)
+    o, _ = kernels.on_gpu(ones, ones, ones, S=S, normalise=True)
     near(o, ones)
+    apply = Mock(return_value=(ones, S))
+    monkeypatch.setattr(kernels.Tiles, 'apply', apply)
+    kernels.on_gpu(ones, ones, ones)
+    q, k, v, *_ = apply.call_args.args
+    assert q.dtype == k.dtype == v.dtype == torch.bfloat16
     monkeypatch.setattr(kernels.triton.knobs.runtime, 'interpret', False)
-    assert kernels.low(torch.float16) == torch.bfloat16
-    assert kernels.tiles(torch.bfloat16, 64, 64, None)['DT'] == kernels.tl.bfloat16
+    assert kernels.tiles(q, v, None)['DT'] == kernels.tl.bfloat16
 
 @gpu
 def test_triton_kernels_run_on_the_device_of_their_tensors(monkeypatch):
@@ -843,8 +847,8 @@ def test_triton_kernels_run_on_the_device_of_their_tensors(monkeypatch):
     assert launched == list(every)
 
 @gpu
-def test_a_wrong_triton_kernel_is_found_out():
-    """On every machine and for every kind of arguments, before it is used."""
+def test_a_wrong_triton_kernel_is_found_out(capsys):
+    """On every machine and for every kind of arguments, before it is used, and that is said once."""
     given, normalise = inputs(f=K, z=V, erase=True, dtype=torch.float32)
 
     def wrong(q, **given):
@@ -863,37 +867,46 @@ def test_a_wrong_triton_kernel_is_found_out():
         o, S = kernels.on_gpu(**{**given, gate: None})
         return o + 0 * sum(x.sum() for x in given.values() if torch.is_tensor(x)), S
 
-    def faults(form, given):
-        kinds = [given.get(name) for name in kernels.NAMES]
-        kinds = [None if x is None else (x.dtype, x.shape[3:]) for x in kinds]
-        return kernels.fault(form, torch.device(DEVICE), normalise, *kinds)
-    assert faults(kernels.on_gpu, given) is None
-    assert 'differ' in faults(wrong, given)
-    assert 'differ' in faults(unwritten, given)
-    assert 'ZeroDivisionError' in faults(broken, given)
-    assert faults(kernels.step_on_gpu, given) is None
+    def fault(form):
+        right = kernels.trusted(form, given, normalise)
+        said = capsys.readouterr().err
+        assert right == (said == '')
+        return said
+    assert fault(kernels.on_gpu) == ''
+    assert 'differ' in fault(wrong)
+    assert 'differ' in fault(unwritten)
+    assert 'ZeroDivisionError' in fault(broken)
+    assert not kernels.trusted(broken, given, normalise) and capsys.readouterr().err == ''     # said already
+    assert fault(kernels.step_on_gpu) == ''
     for gate in 'log_f', 'log_z', 'erase', 'S':
-        assert 'differ' in faults(partial(blind, gate), given), gate
-    kernels.fault.cache_clear()
+        assert 'differ' in fault(partial(blind, gate)), gate
+    kernels.passes.cache_clear()
     with torch.autocast(DEVICE, torch.bfloat16), torch.inference_mode():
-        assert faults(kernels.on_gpu, given) is None
+        assert fault(kernels.on_gpu) == ''
+
+@gpu
+def test_triton_is_trusted_with_heads_of_64():
+    """Of longer keys than 1 the delta rule grows without end: those that it is tried with are not."""
+    given = {name: torch.empty(1, 1, 1, 64, device=DEVICE) for name in 'qkv'}
+    given.update({name: torch.empty(1, 1, 1, device=DEVICE) for name in ('write', 'erase')})
+    assert kernels.trusted(kernels.on_gpu, given, False)
 
 @gpu
 def test_what_no_triton_kernel_takes_is_said_once(monkeypatch, capsys):
     """More features than fit. A moment without memory is no such reason: the next call asks again."""
     given, normalise = inputs(dtype=torch.float32)
-    tensors = [given.get(name) for name in kernels.NAMES]
-    wide = [torch.randn(1, 1, 3, kernels.MAX_K + 1)] * 2 + tensors[2:]
-    for again in range(2):
-        assert kernels.on_nvidia(chunked, False, wide, normalise) is chunked
-    assert capsys.readouterr().err.count(f'{kernels.MAX_K + 1} features') == 1
+    wide = {**given, **dict.fromkeys('qk', torch.randn(1, 1, 3, kernels.MAX_K + 1))}
+    for form in kernels.on_gpu, kernels.step_on_gpu:
+        for again in range(2):
+            assert not kernels.trusted(form, wide, normalise)
+        assert capsys.readouterr().err.count(f'{kernels.MAX_K + 1} features') == 1
 
     def short(*args, **how):
         raise torch.OutOfMemoryError('CUDA out of memory')
     with monkeypatch.context() as m:
-        m.setattr(kernels, 'on_gpu', short)
-        assert kernels.on_nvidia(chunked, False, tensors, normalise) is chunked
-    assert kernels.on_nvidia(chunked, False, tensors, normalise) is kernels.on_gpu
+        m.setattr(kernels, 'start', short)
+        assert not kernels.trusted(kernels.on_gpu, given, normalise)
+    assert kernels.trusted(kernels.on_gpu, given, normalise)
     assert capsys.readouterr().err == ''
 
 
