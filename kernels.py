@@ -13,6 +13,7 @@ import functools
 import sys
 import types
 import warnings
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -334,11 +335,12 @@ def on_cpu(q, k, v, w, e, log_f, log_z, S):
 def step_over(q, k, v, w, e, log_f, log_z, S):
     """fastweight.recurrent for a single step, without gradients and with nothing computed for absent gates.
     S is written over, where it lies: where it is large, in half the time."""
-    shape = S.shape
+    B, H, V, K = S.shape
     S = S.flatten(0, 1)                                 # (N, V, K), and rows (N, 1, .)
+    N = len(S)
 
     def row(x):
-        return x.reshape(len(S), 1, -1)
+        return x.reshape(N, 1, -1)
     k = row(k)
     u = row(v)
     if log_f is not None:
@@ -351,7 +353,7 @@ def step_over(q, k, v, w, e, log_f, log_z, S):
         u = torch.baddbmm(u, row(e) * k, S.mT, alpha=-1)                        # u - S (e k)
     S.addcmul_(u.mT, k)
     o = torch.bmm(row(q), S.mT)
-    return o.view(v.shape), S.view(shape)
+    return o.view(B, H, 1, V), S.view(B, H, V, K)
 
 
 def step_on_cpu(S=None, **given):
@@ -997,7 +999,7 @@ def recorded(model, token, state, choose):
     Python, which is most of it at this size: on a CPU, a trace of the model. Where steps cannot be recorded
     it is model.step itself. It plays with the weights that the model has now, in torch.inference_mode(), as
     GPT.generate does."""
-    plain = functools.partial(model.step, choose=choose)
+    plain = partial(model.step, choose=choose)
     if state is None or token.device.type != 'cpu' or model.training:
         return plain
     why = 'cosformer needs the position as a number'
@@ -1013,29 +1015,28 @@ def recorded(model, token, state, choose):
 class Traced(nn.Module):
     """The operations of one step, by torch.jit.trace, played without Python; weights are constants of it. It
     has its own copy of the state, written over at each step: what it returns is good until the next step;
-    what it is given stays as it is. Rows that grow get room for more; when that is full, another one goes
-    on."""
+    what it is given stays as it is. Rows that grow get room for more, and again when that is full."""
     def __init__(self, model, token, state, choose):
         super().__init__()
         self.model = model
         self.choose = choose
         self.names = [list(layer) for layer in state]
-        self.rows = 0                                   # room for so many, where rows grow
+        # the last step's state, which is written over, the tensors that it consists of, and how many rows
+        # there is room for. Beside the module, whose own names are slow to set
+        self.last = types.SimpleNamespace(state=None, tensors=None, room=0)
         if 'all' in model.config.keeps():
-            self.rows = room(int(state[0]['t']))
-        # state: the last step's, which is written over; tensors: what it consists of; further: what takes the
-        # steps when the rows are full. Beside the module, whose own names are slow to set
-        self.last = types.SimpleNamespace(state=None, tensors=None, further=None)
-        given = token, *self.flat(of_its_own(state, self.rows))
+            self.last.room = room(state[0]['t'])
+        given = token, *self.flat(of_its_own(state, self.last.room))
         forms = model.forms
-        model.use(forms._replace(recurrence=step_over, softmax=softmax_over))
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter('ignore')         # torch.jit is frozen in time, and says so
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')             # torch.jit is frozen in time, and says so
+            softmax = partial(softmax_over, torch.jit.script(one_more))
+            model.use(forms._replace(recurrence=step_over, softmax=softmax))
+            try:
                 trace = torch.jit.trace(self.eval(), given, check_trace=False, strict=False)
-                self.play = player(torch.jit.freeze(trace), given)
-        finally:
-            model.use(forms)
+            finally:
+                model.use(forms)
+            self.play = player(torch.jit.freeze(trace), given)
 
     def forward(self, token, *tensors):
         """As a trace wants it: tensors in, tensors out, those of the state layer by layer."""
@@ -1054,13 +1055,11 @@ class Traced(nn.Module):
     def step(self, token, state):
         """token (B, 1), state -> token, state. The state is copied, unless it is the last step's own."""
         last = self.last
-        if self.rows and last.further is None and state[0]['t'] >= self.rows:
-            last.further = recorded(self.model, token, state, self.choose)
-            self.play = last.state = last.tensors = None            # its memory is free again
-        if last.further is not None:
-            return last.further(token, state)
+        if last.room and state[0]['t'] >= last.room:
+            last.room = room(state[0]['t'])
+            last.state = None
         if state is not last.state:
-            last.tensors = self.flat(of_its_own(state, self.rows, last.state))
+            last.tensors = self.flat(of_its_own(state, last.room, last.state))
         logits, *last.tensors = self.play(token, *last.tensors)
         last.state = self.layers(last.tensors)
         return self.choose(logits[:, -1]), last.state
@@ -1087,7 +1086,7 @@ def player(frozen, given):
 
 def room(t):
     """How many rows to make room for: the power of two above 2 t, at least 256."""
-    return max(256, 2 ** (2 * t).bit_length())
+    return max(256, 2 ** (2 * int(t)).bit_length())
 
 
 def of_its_own(state, rows=0, last=None):
@@ -1100,28 +1099,24 @@ def of_its_own(state, rows=0, last=None):
                   for name in ('S', 'n') if name in layer}      # n: of --overflow, mass
         if 'k' in layer and 'pos' not in layer:
             for name in 'k', 'v':
-                if last is None or layer[name].data_ptr() != last[i][name].data_ptr():
-                    copies[name] = with_room(layer[name], rows)
+                x = layer[name]
+                if last is None or x.data_ptr() != last[i][name].data_ptr():
+                    B, H, T, d = x.shape
+                    copies[name] = x.new_empty(B, H, rows, d)[:, :, :T].copy_(x)
         mine.append({**layer, **copies})
     return mine
 
 
-def with_room(x, rows):
-    """A copy of x (B, H, T, d), T < rows, with room behind each head's last row."""
+def one_more(x: torch.Tensor, new: torch.Tensor):
+    """x (B, H, T, d), which has room, with `new` (B, H, 1, d) behind it: x where it lies, not a copy. A
+    script, since a trace would take the strides for constants."""
     B, H, T, d = x.shape
-    longer = x.new_empty(B, H, rows, d)[:, :, :T]
-    return longer.copy_(x)
-
-
-def one_more(x, new):
-    """x (B, H, T, d), which has room, with `new` (B, H, 1, d) behind it: x where it lies, not a copy."""
-    B, H, T, d = x.shape
-    longer = x.as_strided((B, H, T + 1, d), x.stride())
+    longer = x.as_strided([B, H, T + 1, d], x.stride())
     longer[:, :, T:].copy_(new)
     return longer
 
 
-def softmax_over(q, k, v, rows):
+def softmax_over(one_more, q, k, v, rows):
     """fastweight.softmax for one step, of rows that have room."""
     k = one_more(rows['k'], k)
     v = one_more(rows['v'], v)

@@ -1268,13 +1268,15 @@ def test_rows_get_more_room_when_it_is_full(monkeypatch):
     """Without a convolution an earlier state can be gone back to."""
     m, tokens = random_model(rule='softmax', n_embd=16, conv=0)
     tokens = tokens.repeat(1, 3)
-    monkeypatch.setattr(kernels, 'room', lambda t: t + 4)
+    monkeypatch.setattr(kernels, 'room', lambda t: int(t) + 4)
+    player = Mock(wraps=kernels.player)
+    monkeypatch.setattr(kernels, 'player', player)
     with torch.inference_mode():
         exact, state = m(tokens[:, :123])[0], m(tokens[:, :110])[1]
         choose, _ = listener()
         step = kernels.recorded(m, tokens[:, 110:111], state, choose)
         for t in range(110, 123):
-            if t == 119:                                # behind the third recording's first step
+            if t == 119:                                # behind the first step with more room for a second time
                 early = [dict(layer, t=layer['t'].clone()) for layer in state]
             token, state = step(tokens[:, t:t + 1], state)
             assert token == exact[:, t].argmax(-1)
@@ -1282,6 +1284,7 @@ def test_rows_get_more_room_when_it_is_full(monkeypatch):
         token, state = step(tokens[:, 119:120], early)
         assert token == exact[:, 119].argmax(-1) and state[0]['t'] == 120
         assert torch.equal(state[0]['k'][:, :, :119], early[0]['k'])
+    assert player.call_count == 1                       # the trace goes on
 
 
 # ---- An encoder writes, a decoder reads --------------------------------------------------------------------
