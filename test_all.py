@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 if not torch.cuda.is_available():   # before kernels is imported: its GPU kernels then run in plain numpy
-    os.environ['TRITON_INTERPRET'] = '1'
+    os.environ.setdefault('TRITON_INTERPRET', '1')
 import fastweight
 import kernels
 from fastweight import LOG_MIN, POLICIES, chunked, feature_map, l2, recurrent
@@ -496,6 +496,7 @@ import inspect
 import io
 import itertools
 import json
+import multiprocessing
 import re
 import shlex
 import shutil
@@ -504,6 +505,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 import time
 import zipfile
@@ -845,6 +847,53 @@ def test_triton_kernels_run_on_the_device_of_their_tensors(monkeypatch):
     with_gradients(kernels.on_gpu, given, False)
     kernels.step_on_gpu(**{name: x if name == 'S' else x[:, :, :1] for name, x in given.items()})
     assert launched == list(every)
+
+def resources(rule):
+    """What the compiler makes of each kernel for an H100, with heads of 64 in bf16: rows of name, registers,
+    bytes of stack, bytes of shared memory. Where TRITON_INTERPRET is 1 there is nothing to compile."""
+    from triton.backends.compiler import GPUTarget
+    absent, f = {'delta': ('fz', 0), 'kda': ('z', 64), 'gated_delta': ('z', 1)}[rule]
+    fixed = dict(K=64, V=64, FD=f, ZD=0, NORM=0, C=32, BK=64, DT=tl.bfloat16, LOG_MIN=LOG_MIN)
+    fixed.update({gradient + gate: None for gradient in ('', 'd') for gate in absent})
+    fp32 = 'w e f z S S_0 S_T S_new written d_written dS_T dS_0 dw de df dz'.split()
+    if f:
+        fp32 += ['q', 'k', 'dq', 'dk']          # which meet decays before they are rounded
+    rows = []
+    for name in 'inverse', 'forward', 'states', 'tokens', 'one_step':
+        kernel = getattr(kernels, name)
+        fixed['BV'] = 8 if name == 'one_step' else 32
+        types = dict.fromkeys(kernel.arg_names, '*bf16')
+        types.update({arg: '*fp32' for arg in fp32 if arg in types})
+        types.update({arg: 'constexpr' for arg in fixed if arg in types})
+        types.update({arg: size for arg, size in dict(T='i32', floor='fp32').items() if arg in types})
+        values = {(i,): fixed[arg] for i, arg in enumerate(types) if arg in fixed}
+        aligned = {(i,): [['tt.divisibility', 16]] for i, arg in enumerate(types) if types[arg][0] == '*'}
+        source = kernels.triton.compiler.ASTSource(kernel, types, values, aligned)
+        warps = {'tokens': 8, 'one_step': 1}.get(name, 4)
+        compiled = kernels.triton.compile(source, GPUTarget('cuda', 90, 32), dict(num_warps=warps))
+        with tempfile.NamedTemporaryFile(suffix='.cubin') as f:
+            f.write(compiled.asm['cubin'])
+            f.flush()
+            tool = kernels.triton.knobs.nvidia.cuobjdump.path
+            said = subprocess.run([tool, '--dump-resource-usage', f.name], capture_output=True, text=True)
+        used = [int(re.search(fr'{what}:(\d+)', said.stdout)[1]) for what in ('REG', 'STACK')]
+        rows.append((name, *used, compiled.metadata.shared))
+    return rows
+
+@gpu
+@pytest.mark.parametrize('rule', ['delta', 'kda', 'gated_delta'])
+def test_triton_kernels_fit_into_an_h100(rule, monkeypatch):
+    """Compiled ahead of time, for which no GPU is needed, in a process that does not interpret them. A stack
+    is what has left the registers. pytest -s prints the table."""
+    if not Path(kernels.triton.__file__).with_name('backends').joinpath('nvidia/bin/cuobjdump').exists():
+        pytest.skip("this Triton comes without NVIDIA's compiler")
+    monkeypatch.setenv('TRITON_INTERPRET', '0')
+    with multiprocessing.get_context('spawn').Pool(1) as pool:
+        rows = pool.apply(resources, [rule])
+    for row in rows:
+        print(rule, *row)
+    for name, registers, stack, shared in rows:
+        assert registers <= 255 and stack <= 128 and shared <= 227 * 1024, name
 
 @gpu
 def test_a_wrong_triton_kernel_is_found_out(capsys):
