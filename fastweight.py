@@ -374,6 +374,12 @@ def bounded_step(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=Non
     rows['total'] = total
     return o, log_mass, pick(rows, gone), replaced(rows, gone)
 
+def joined(parts):
+    """What `bounded` returns of a text, from what it returned of its parts."""
+    o, log_mass, went, rows = zip(*parts)
+    went = {name: torch.cat([part[name] for part in went], 2) for name in went[0]}
+    return torch.cat(o, 2), torch.cat(log_mass, 2), went, rows[-1]
+
 def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
     """Softmax attention that keeps at most `cache` rows, by one of POLICIES: the definition, step by step.
     q, k, v (B, H, T, d)   t position of the first   sinks < cache: how many first rows `sink` never lets go
@@ -390,9 +396,7 @@ def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
         q_t, k_t, v_t = (x[:, :, i:i + 1] for x in (q, k, v))
         steps.append(bounded_step(q_t, k_t, v_t, rows, t + i, policy, cache, sinks, spill, turn))
         rows = steps[-1][-1]
-    o, log_mass, went, _ = zip(*steps)
-    went = {name: torch.cat([row[name] for row in went], 2) for name in rows}
-    return torch.cat(o, 2), torch.cat(log_mass, 2), went, rows
+    return joined(steps)
 
 
 # ---- feature maps phi: (B, H, T, head_dim) -> (B, H, T, feature_dim) ---------------------------------------

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastweight
-from fastweight import FLOOR, LOG_MIN, append, attend, empty_rows, factors, finish, l2, pick, refuse, start
+from fastweight import FLOOR, LOG_MIN, append, attend, empty_rows, factors, finish, joined, l2, pick, refuse, start
 
 try:
     import triton
@@ -368,28 +368,27 @@ def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
     T = q.shape[2]
     if rows is None:
         rows = empty_rows(k, cache)
-    more = t, policy, cache, sinks, spill, turn
+    how = policy, cache, sinks, spill, turn
     if T == 1:
-        return fastweight.bounded_step(q, k, v, rows, *more)
+        return fastweight.bounded_step(q, k, v, rows, t, *how)
+    foreseen = policy in ('window', 'sink')
     known = T
-    if policy not in ('window', 'sink') or turn is not None:
+    if turn is not None or not foreseen:
         known = min(T, int((rows['pos'][0, 0] < 0).sum()))
     if known == 0:
-        return fastweight.bounded(q, k, v, rows, *more)
+        return fastweight.bounded(q, k, v, rows, t, *how)
     if known < T:
-        o_1, mass_1, went_1, rows = bounded(*(x[:, :, :known] for x in (q, k, v)), rows, *more)
-        q, k, v = (x[:, :, known:] for x in (q, k, v))
-        o_2, mass_2, went_2, rows = fastweight.bounded(q, k, v, rows, t + known, *more[1:])
-        went = {name: torch.cat([went_1[name], went_2[name]], 2) for name in rows}
-        return torch.cat([o_1, o_2], 2), torch.cat([mass_1, mass_2], 2), went, rows
+        now, later = zip(*(x.split([known, T - known], 2) for x in (q, k, v)))
+        first = bounded(*now, rows, t, *how)
+        return joined([first, fastweight.bounded(*later, first[-1], t + known, *how)])
     rows = append(rows, k, v, t)
     pos = rows['pos'][:, :, None]                       # (B, H, 1, cache + T)
     now = t + torch.arange(T, device=q.device)[:, None]
-    stays = sinks * (policy == 'sink')                  # positions below never go
-    room = cache - stays - int(spill)                   # how far back a row is seen, beside these
+    stays = sinks if policy == 'sink' else 0            # positions below never go
     seen = (pos >= 0) & (pos <= now)
-    if policy in ('window', 'sink'):
-        seen = seen & ((now - pos <= room) | (pos < stays))
+    if foreseen:
+        near = now - pos <= cache - stays - int(spill)  # of the rows that may go, those that have not
+        seen = seen & (near | (pos < stays))
     o, weights, log_mass = attend(q, rows, seen, turn)
     rows['total'] = rows['total'] + weights.sum(2)
     first = (rows['pos'] >= 0) & (rows['pos'] < stays)
