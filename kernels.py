@@ -10,6 +10,7 @@ Without this file all but bench.py works, and is slower: model.pick_forms import
 """
 import collections
 import functools
+import math
 import sys
 import types
 import warnings
@@ -686,47 +687,39 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
     store(dk, (dx + dx_out) * f_down + looked + dD * q_, row, kk, ok, K)
 
 
-@jit
-def vector(p, seq, i, D: tl.constexpr, absent: tl.constexpr):
-    """Row seq of a (sequences, D) tensor, [len(i)] in fp32, 0 outside; [1] for one number, or for None."""
-    if p is None:
-        return tl.full([1], absent, tl.float32)
-    elif D == 1:
-        return tl.load(p + seq + tl.zeros([1], tl.int32)).to(tl.float32)
-    else:
-        return tl.load(p + seq * D + i, i < D, 0.0).to(tl.float32)
-
-
 # for each sequence and each block of BV value channels, in parallel:      the definition, for one step
 #     S = (z f^T) * S                                           a [BV, BK] part, read and written once
 #     S = S + (w v - e S k) k^T
 #     o = S q                                                   with NORM divided by n.q, n the last row of S
 @jit
 def one_step(q, k, v, w, e, f, z, S, floor, o, S_new, K: tl.constexpr, V: tl.constexpr, FD: tl.constexpr,
-             ZD: tl.constexpr, NORM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LOG_MIN: tl.constexpr):
+             ZD: tl.constexpr, NORM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LEAST: tl.constexpr):
     """Of q, k, v and gates as `recurrent` takes them. S_new is another tensor: every program reads n."""
-    seq = tl.program_id(0).to(tl.int64)
+    seq = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)               # a tile of one row
+    ok = seq >= 0
     kk = tl.arange(0, BK)
     vv = tl.program_id(1) * BV + tl.arange(0, BV)
-    q_ = vector(q, seq, kk, K, 0.0)
-    k_ = vector(k, seq, kk, K, 0.0)
-    w_ = vector(w, seq, kk, 1, 1.0)
-    f_ = tl.exp(tl.maximum(vector(f, seq, kk, FD, 0.0), LOG_MIN))
-    z_ = tl.exp(tl.maximum(vector(z, seq, vv, ZD, 0.0), LOG_MIN))
+    q_ = load(q, seq, kk, ok, K)
+    k_ = load(k, seq, kk, ok, K)
+    w_ = column(w, seq, ok, 1.0)
+    _, _, _, _, f_ = decays(f, seq, kk, ok, FD, 1)
+    _, _, _, _, z_ = decays(z, seq, vv, ok, ZD, 1)
+    f_ = tl.maximum(f_, LEAST)
+    z_ = tl.maximum(z_, LEAST)
     rows = seq * (V + NORM) + vv
-    S_ = load(S, rows, kk, vv < V, K) * f_[None, :] * z_[:, None]
-    u = w_ * vector(v, seq, vv, V, 0.0)
+    S_ = load(S, rows, kk, vv < V, K) * f_ * tl.trans(z_)
+    u = w_ * load(v, seq, vv, ok, V)
     if e is not None:
-        u -= vector(e, seq, kk, 1, 0.0) * tl.sum(S_ * k_[None, :], 1)
-    S_ = S_ + u[:, None] * k_[None, :]
-    o_ = tl.sum(S_ * q_[None, :], 1)
+        u -= column(e, seq, ok, 0.0) * tl.sum(S_ * k_, 1)[None, :]
+    S_ += tl.trans(u) * k_
+    o_ = tl.sum(S_ * q_, 1)[None, :]
     store(S_new, S_, rows, kk, vv < V, K)
     if NORM:
-        last = (seq * (V + 1) + V) * K + kk
-        n = tl.load(S + last, kk < K, 0.0).to(tl.float32) * f_ * z_ + w_ * k_
-        o_ = o_ / tl.maximum(tl.sum(n * q_, 0), floor)
-        tl.store(S_new + last, n, (kk < K) & (tl.program_id(1) == 0))
-    tl.store(o + seq * V + vv, o_.to(o.dtype.element_ty), vv < V)
+        last = seq * (V + 1) + V
+        n = load(S, last, kk, ok, K) * f_ * z_ + w_ * k_
+        o_ = o_ / tl.maximum(tl.sum(n * q_, 1)[:, None], floor)
+        store(S_new, n, last, kk, ok & (tl.program_id(1) == 0), K)
+    store(o, o_, seq, vv, ok, V)
 
 
 MAX_K = 256     # features of a key that kernels take: with more, a tile or S no longer fits
@@ -827,7 +820,7 @@ def step_on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None,
     S_new = S.new_empty(S.shape, dtype=torch.float32)
     BV = 8 if B * H <= 64 else 16                       # 96 programs for one text of GPT-2's
     decaying = [0 if x is None else x.shape[-1] for x in (log_f, log_z)]
-    sizes = K, V, *decaying, int(normalise), block(K), BV, LOG_MIN
+    sizes = K, V, *decaying, int(normalise), block(K), BV, math.exp(LOG_MIN)
     with torch.cuda.device_of(q):
         one_step[B * H, triton.cdiv(V, BV)](*tensors, floor, o, S_new, *sizes, num_warps=1)
     return o, S_new

@@ -853,7 +853,7 @@ def resources(rule):
     bytes of stack, bytes of shared memory. Where TRITON_INTERPRET is 1 there is nothing to compile."""
     from triton.backends.compiler import GPUTarget
     absent, f = {'delta': ('fz', 0), 'kda': ('z', 64), 'gated_delta': ('z', 1)}[rule]
-    fixed = dict(K=64, V=64, FD=f, ZD=0, NORM=0, C=32, BK=64, DT=tl.bfloat16, LOG_MIN=LOG_MIN)
+    fixed = dict(K=64, V=64, FD=f, ZD=0, NORM=0, C=32, BK=64, DT=tl.bfloat16, LEAST=0.01)
     fixed.update({gradient + gate: None for gradient in ('', 'd') for gate in absent})
     fp32 = 'w e f z S S_0 S_T S_new written d_written dS_T dS_0 dw de df dz'.split()
     if f:
@@ -881,10 +881,10 @@ def resources(rule):
     return rows
 
 @gpu
-@pytest.mark.parametrize('rule', ['delta', 'kda', 'gated_delta'])
-def test_triton_kernels_fit_into_an_h100(rule, monkeypatch):
-    """Compiled ahead of time, for which no GPU is needed, in a process that does not interpret them. A stack
-    is what has left the registers. pytest -s prints the table."""
+@pytest.mark.parametrize('rule, most', [('delta', 48), ('kda', 48), ('gated_delta', 128)])
+def test_triton_kernels_compile_for_gpus_that_are_not_here(rule, most, monkeypatch):
+    """For an H100, in a process that does not interpret them: registers, stack and shared memory stay within
+    what there is. pytest -s prints the table."""
     if not Path(kernels.triton.__file__).with_name('backends').joinpath('nvidia/bin/cuobjdump').exists():
         pytest.skip("this Triton comes without NVIDIA's compiler")
     monkeypatch.setenv('TRITON_INTERPRET', '0')
@@ -893,7 +893,7 @@ def test_triton_kernels_fit_into_an_h100(rule, monkeypatch):
     for row in rows:
         print(rule, *row)
     for name, registers, stack, shared in rows:
-        assert registers <= 255 and stack <= 128 and shared <= 227 * 1024, name
+        assert registers <= 255 and stack <= most and shared <= 227 * 1024, name
 
 @gpu
 def test_a_wrong_triton_kernel_is_found_out(capsys):
@@ -3902,49 +3902,6 @@ assert sample.main(['--init=delta/ckpt.safetensors', '--tokens=40']) == 0
 assert sample.main(['--init=softmax/ckpt.safetensors', '--tokens=9', '--rule=tova', '--cache=4']) == 0
 assert convert.main(['--from=softmax/ckpt.safetensors', '--out=sum', '--controls=false'] + {short!r}) == 0
 '''
-
-AHEAD = """
-import os, re, subprocess, sys, tempfile
-import triton, kernels
-from triton.backends.compiler import GPUTarget
-from triton.language import bfloat16
-
-def compiled(name, absent, fp32, warps=4, **fixed):
-    kernel = getattr(kernels, name)
-    names = kernel.arg_names
-    fixed = {n: x for n, x in fixed.items() if n in names} | dict.fromkeys(set(absent) & set(names))
-    types = {n: '*fp32' if n in fp32 else '*bf16' for n in names if n not in fixed}
-    types |= {n: 'constexpr' for n in fixed}
-    types |= {n: kind for n, kind in (('T', 'i32'), ('floor', 'fp32')) if n in types}
-    constants = {(names.index(n),): x for n, x in fixed.items()}
-    aligned = {(names.index(n),): [['tt.divisibility', 16]] for n in types if types[n].startswith('*')}
-    source = triton.compiler.ASTSource(kernel, {n: types[n] for n in names}, constants, aligned)
-    built = triton.compile(source, target=GPUTarget('cuda', 90, 32), options=dict(num_warps=warps))
-    tool = os.path.join(os.path.dirname(triton.__file__), 'backends', 'nvidia', 'bin', 'cuobjdump')
-    with tempfile.NamedTemporaryFile(suffix='.cubin') as f:
-        f.write(built.asm['cubin'])
-        f.flush()
-        said = subprocess.run([tool, '--dump-resource-usage', f.name], capture_output=True, text=True).stdout
-    registers, stack = (int(re.search(what + r':(\\d+)', said)[1]) for what in ('REG', 'STACK'))
-    print(name, absent, registers, stack, built.metadata.shared)
-    assert registers <= 255 and stack <= 48 and built.metadata.shared <= 227 * 1024
-
-fp32 = 'w e f z S S_0 S_T N written before after dS_T dS_0 d_written dw de df dz S_new'.split()
-size = dict(K=64, V=64, C=32, BK=64, BV=32, DT=bfloat16, NORM=0, FD=0, ZD=0, LOG_MIN=-5.0)
-for name in sys.argv[1].split():
-    warps = {'tokens': 8, 'one_step': 1}.get(name, 4)
-    compiled(name, ['f', 'z', 'df', 'dz'], fp32, warps, **size)
-    compiled(name, ['z', 'dz'], fp32 + ['q', 'k', 'dq', 'dk'], warps, **size | dict(FD=64))
-"""
-
-@gpu
-@pytest.mark.parametrize('names', ['inverse forward states', 'tokens one_step'])
-def test_triton_kernels_compile_for_gpus_that_are_not_here(names):
-    """For an H100, delta and kda: registers, stack and shared memory stay within what there is."""
-    env = {**os.environ, 'TRITON_INTERPRET': '0'}
-    command = [sys.executable, '-c', AHEAD, names]
-    out = subprocess.run(command, cwd=HERE, env=env, capture_output=True, text=True)
-    assert not out.returncode, out.stdout + out.stderr
 
 def in_hub_layout(folder, kind, **how):
     """A small model with random weights as the hub keeps it, and its logits by a few lines of their own.
