@@ -1903,7 +1903,7 @@ def layer_steps(rule, args):
 def step_from(S, one):
     """A layer's step from the state S, as it is recorded: on a CPU each call writes over the same memory."""
     if S.is_cuda:
-        return partial(kernels.step, **one, S=S)
+        return partial(kernels.chunked, **one, S=S)
     [mine] = kernels.of_its_own([{'S': S}])
     return partial(kernels.step_over, **one, S=mine['S'])
 

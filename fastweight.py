@@ -67,31 +67,37 @@ def refuse(erase, log_z):
     if log_z is not None and log_z.shape[-1] > 1:
         raise ValueError('normalise with a vector log_z: each value channel needs a denominator of its own')
 
-def gate(x, v, neutral):
-    """A gate with a last axis, (B, H, T, .); absent, it is a constant that changes nothing."""
-    if x is None:
-        return torch.full_like(v[..., :1], neutral)
-    if x.dim() == 3:
-        x = x[..., None]
-    return x.to(v.dtype)
-
 def start(q, k, v, write, erase, log_f, log_z, S, normalise):
-    """What comes first: fp32 (fp64 stays), absent gates made neutral, log-decays clamped, S_0 = 0.
+    """What comes first in every form: fp32 (fp64 stays), log-decays clamped, S_0 = 0; absent gates stay None.
     normalise: a value channel that is always 1 makes the last row of S the sum n of the keys, weighted and
     decayed as their values are.  ->  q, k, v; w, e (B, H, T, 1); log_f, log_z (B, H, T, .); S"""
     if normalise:
         refuse(erase, log_z)
         v = F.pad(v, (0, 1), value=1.0)
-    v = v.to(torch.promote_types(v.dtype, torch.float32))
-    q = q.to(v.dtype)
-    k = k.to(v.dtype)
-    w = gate(write, v, 1.0)
-    e = gate(erase, v, 0.0)
-    log_f = gate(log_f, v, 0.0).clamp(min=LOG_MIN)
-    log_z = gate(log_z, v, 0.0).clamp(min=LOG_MIN)
     if S is None:
         S = torch.zeros_like(outer(v[:, :, 0], k[:, :, 0]))
-    return q, k, v, w, e, log_f, log_z, S.to(v.dtype)
+    if log_f is not None:
+        log_f = log_f.clamp(min=LOG_MIN)
+    if log_z is not None:
+        log_z = log_z.clamp(min=LOG_MIN)
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    ready = []
+    for x in q, k, v, write, erase, log_f, log_z, S:
+        if x is not None and x.dim() == 3:
+            x = x[..., None]
+        if x is not None and x.dtype != dtype:
+            x = x.to(dtype)
+        ready.append(x)
+    return ready
+
+def filled(q, k, v, w, e, log_f, log_z, S):
+    """What `start` returns, where each absent gate becomes a constant that changes nothing."""
+    one = torch.ones_like(v[..., :1])
+    zero = torch.zeros_like(one)
+    gates = []
+    for x, neutral in (w, one), (e, zero), (log_f, zero), (log_z, zero):
+        gates.append(neutral if x is None else x)
+    return q, k, v, *gates, S
 
 def finish(o, normalise, floor, dtype):
     """Divide by n_t . q_t: clamped from below, never shifted (a shift would bias every output)."""
@@ -123,7 +129,7 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
     To change it: test_recurrent_is_the_equation then fails. Scripts run its faster forms, until
     --impl=loop."""
     dtype = v.dtype
-    q, k, v, w, e, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise)
+    q, k, v, w, e, log_f, log_z, S = filled(*start(q, k, v, write, erase, log_f, log_z, S, normalise))
     f = log_f.exp()
     z = log_z.exp()
     o = []
@@ -183,7 +189,7 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
     dtype = v.dtype
     if log_f is not None or log_z is not None:
         chunk = min(chunk, DECAYING)
-    q, k, v, w, e, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise)
+    q, k, v, w, e, log_f, log_z, S = filled(*start(q, k, v, write, erase, log_f, log_z, S, normalise))
     o = []
     for i in range(0, q.shape[2], chunk):
         Q, K, V, w_i, e_i, f_i, z_i = (rows[:, :, i:i + chunk] for rows in (q, k, v, w, e, log_f, log_z))
@@ -217,7 +223,7 @@ def write_all(k, v, write=None, erase=None, log_f=None, log_z=None, S=None, norm
     """S after all steps, (B, H, V, K): arguments as for `recurrent`, of which `form` is one. Where the
     order of the steps does not matter it is S + sum_t w_t v_t k_t^T, one product."""
     if in_any_order(erase, log_f, log_z):
-        _, k, v, w, _, _, _, S = start(k, k, v, write, erase, log_f, log_z, S, normalise)
+        _, k, v, w, _, _, _, S = filled(*start(k, k, v, write, erase, log_f, log_z, S, normalise))
         return S + (w * v).mT @ k
     return form(k, k, v, write, erase, log_f, log_z, S, normalise)[1]
 
@@ -251,7 +257,7 @@ def encoded(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
         S = write_all(k, v, gates['write'], S=S, normalise=normalise)
         return read_all(q, S, normalise, floor), S
     decays = gates.get('log_f'), gates.get('log_z')
-    _, _, v, _, _, log_f, log_z, S = start(q, k, v, None, erase, *decays, S, normalise)
+    _, _, v, _, _, log_f, log_z, S = filled(*start(q, k, v, None, erase, *decays, S, normalise))
     o, S = form(q, k, v, **gates, S=S)
     reversed_text = {name: x.flip(2) for name, x in {'k': k, 'v': v, **gates}.items() if x is not None}
     next_q = (log_f.exp() * q).flip(2).roll(-1, 2)          # D_t q_t = z_t * (S_{t+1} (f_t * q_t))
@@ -368,6 +374,12 @@ def bounded_step(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=Non
     rows['total'] = total
     return o, log_mass, pick(rows, gone), replaced(rows, gone)
 
+def joined(parts):
+    """What `bounded` returns of a text, from what it returned of its parts."""
+    o, log_mass, went, rows = zip(*parts)
+    went = {name: torch.cat([part[name] for part in went], 2) for name in went[0]}
+    return torch.cat(o, 2), torch.cat(log_mass, 2), went, rows[-1]
+
 def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
     """Softmax attention that keeps at most `cache` rows, by one of POLICIES: the definition, step by step.
     q, k, v (B, H, T, d)   t position of the first   sinks < cache: how many first rows `sink` never lets go
@@ -384,9 +396,7 @@ def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
         q_t, k_t, v_t = (x[:, :, i:i + 1] for x in (q, k, v))
         steps.append(bounded_step(q_t, k_t, v_t, rows, t + i, policy, cache, sinks, spill, turn))
         rows = steps[-1][-1]
-    o, log_mass, went, _ = zip(*steps)
-    went = {name: torch.cat([row[name] for row in went], 2) for name in rows}
-    return torch.cat(o, 2), torch.cat(log_mass, 2), went, rows
+    return joined(steps)
 
 
 # ---- feature maps phi: (B, H, T, head_dim) -> (B, H, T, feature_dim) ---------------------------------------

@@ -8,10 +8,13 @@
 
 Without this file all but bench.py works, and is slower: model.pick_forms imports it.
 """
+import collections
 import functools
+import math
 import sys
 import types
 import warnings
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastweight
-from fastweight import FLOOR, LOG_MIN, append, attend, empty_rows, finish, pick, refuse
+from fastweight import FLOOR, LOG_MIN, append, attend, empty_rows, factors, finish, joined, l2, pick, refuse, start
 
 try:
     import triton
@@ -73,6 +76,7 @@ except ImportError:         # everything works without; only GPUs are slower
 CHUNK = 32              # steps; `on_cpu` says where more or fewer pay
 NUMBERS = 2 ** 18       # of a tensor in a segment: 1 MB in fp32
 KEPT = 8                # segments whose inside is kept
+NO_DECAY = None, None, None, None       # in place of `factors`, so that nothing is computed for them
 
 
 def times(x, *gates):
@@ -88,14 +92,6 @@ def if_given(f, x):
     if x is None:
         return None
     return f(x)
-
-
-def factors(log_decay):
-    """fastweight.factors of log-decays (N, n, C, d): e^(a - m) and e^(m - a) of that shape, e^m and e^(a_C -
-    m) (N, n, 1, d); four times None without decay."""
-    if log_decay is None:
-        return None, None, None, None
-    return fastweight.factors(log_decay)
 
 
 def inverted(L):
@@ -162,9 +158,14 @@ class Inside(NamedTuple):
 
 
 def forward_of(S, q, k, v, w, e, log_f, log_z):
-    """A segment: q, k, v, gates (N, n, C, .), S (N, V, K) before it  ->  o (N, n, C, V), Inside"""
-    f_up, f_down, f_in, f_out = f = factors(log_f)
-    z_up, z_down, z_in, z_out = z = factors(log_z)
+    """A segment: q, k, v, gates (N, n, C, .), S (N, V, K) before it  ->  Inside, o (N, n, C, V)"""
+    f = z = NO_DECAY
+    if log_f is not None:
+        f = factors(log_f)
+    if log_z is not None:
+        z = factors(log_z)
+    f_up, f_down, f_in, f_out = f
+    z_up, z_down, z_in, z_out = z
     y = times(q, f_up)
     x = times(k, f_down)
     A = (y @ x.mT).tril_()
@@ -244,154 +245,121 @@ def of_gate(reads, kept, size):
     return reads.flip(2).cumsum(2).flip(2) + kept
 
 
-def in_chunks(x, segment, C):
-    """The steps of a segment, a slice, of x (N, T, d) as chunks (N, n, C, d); behind the last step zeros,
+def cut(x, segment, C):
+    """The steps of a segment, a slice, of x (B, H, T, d) as chunks (N, n, C, d); behind the last step zeros,
     which write and erase nothing. None of None"""
     if x is None:
         return None
-    x = x[:, segment]
-    rest = -x.shape[1] % C
+    x = x[:, :, segment]
+    rest = -x.shape[2] % C
     if rest:
         x = F.pad(x, (0, 0, 0, rest))
-    return x.contiguous().unflatten(1, (-1, C))
+    return x.contiguous().flatten(0, 1).unflatten(1, (-1, C))
 
 
-def put(chunks, x, segment, like):
-    """The inverse of in_chunks: chunks (N, n, C, d) into the segment of x, at first None, then (N, T, d) as
-    `like`. A segment that is all there is becomes x itself."""
-    if chunks is None:
-        return None
-    part = chunks.flatten(1, 2)
-    if part.shape == like.shape:
-        return part
-    if x is None:
-        x = torch.empty_like(like)
-    x[:, segment] = part[:, :x[:, segment].shape[1]]
-    return x
-
-
-def segments(N, T, size):
-    """Where segments of T steps of N sequences begin and end, as slices; size: channels of q, k or v."""
-    steps = 2 ** max(6, (NUMBERS // (N * size)).bit_length() - 1)       # 64 at the least
-    return [slice(begin, begin + steps) for begin in range(0, T, steps)]
+def put(x, segment, chunks):
+    """The inverse of `cut`, into x."""
+    x = x[:, :, segment]
+    B, H, t, d = x.shape
+    x.copy_(chunks.reshape(B, H, -1, d)[:, :, :t])
 
 
 class Chunks(torch.autograd.Function):
-    """q, k (B, H, T, K)   v (B, H, T, V)   w, e (B, H, T)   log_f (B, H, T, K|1)   log_z (B, H, T, V|1)
-    S (B, H, V, K)   C: steps of a chunk  ->  o (B, H, T, V), S. Gates may be None."""
+    """C: steps of a chunk; S, and q, k, v, w, e, log_f, log_z, as `start` gives them  ->  o, S"""
     @staticmethod
-    def forward(ctx, q, k, v, w, e, log_f, log_z, S, C):
-        B, H, T, K = q.shape
-        given = q, k, v, w, e, log_f, log_z
-
-        def one_after_another(x):
-            return x.reshape(B * H, T, -1)
-        steps = [if_given(one_after_another, x) for x in given]
-        ctx.shapes = [if_given(torch.Tensor.size, x) for x in (*given, S)]
-        ctx.how = segments(B * H, T, max(K, v.shape[-1])), C
-        ctx.insides = {}                                # of the last segments
-        trained = any(ctx.needs_input_grad)
-        o = None
+    def forward(ctx, C, S, *steps):
+        q, _, v = steps[:3]
+        N, V, K = S.flatten(0, 1).shape
+        T = q.shape[2]
+        length = 2 ** max(6, (NUMBERS // (N * max(K, V))).bit_length() - 1)             # 64 at the least
+        ctx.segments = [slice(i, i + length) for i in range(0, T, length)]
+        ctx.insides = collections.deque(maxlen=KEPT if any(ctx.needs_input_grad) else 0)
+        ctx.C = C
+        o = torch.empty_like(v)
+        shape = S.shape
         S = S.flatten(0, 1).clone()                     # one from inference mode cannot be saved
         begins = []                                     # the state at the begin of each segment
-        for segment in ctx.how[0]:
+        for segment in ctx.segments:
             begins.append(S)
-            inside, of_segment = forward_of(S, *(in_chunks(x, segment, C) for x in steps))
-            o = put(of_segment, o, segment, steps[2])
+            inside, of_segment = forward_of(S, *(cut(x, segment, C) for x in steps))
+            put(o, segment, of_segment)
             S = inside.S
-            if trained:
-                ctx.insides[len(begins) - 1] = inside
-                ctx.insides.pop(len(begins) - 1 - KEPT, None)
+            ctx.insides.append(inside)
         ctx.save_for_backward(*steps, *begins)
-        return o.view(v.shape), S.view(B, H, -1, K)
+        return o, S.view(shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dS):
         steps = ctx.saved_tensors[:7]
         begins = ctx.saved_tensors[7:]
-        segments, C = ctx.how
-        gradients = [None] * len(steps)
-        do = do.reshape(steps[2].shape)
+        gradients = [if_given(torch.empty_like, x) for x in steps]
+        shape = dS.shape
         dS = dS.flatten(0, 1)
-        for i in reversed(range(len(segments))):
-            of_segment = [in_chunks(x, segments[i], C) for x in steps]
-            inside = ctx.insides.get(i)
-            if inside is None:
-                inside, _ = forward_of(begins[i], *of_segment)
-            *parts, dS = backward_of(in_chunks(do, segments[i], C), dS, inside, *of_segment)
-            each = zip(parts, gradients, steps)
-            gradients = [put(part, dx, segments[i], x) for part, dx, x in each]
-        found = []
-        for dx, shape in zip((*gradients, dS), ctx.shapes):
-            if shape is not None:
-                dx = dx.reshape(shape)
-            found.append(dx)
-        return *found, None
+        for segment, S in zip(reversed(ctx.segments), reversed(begins)):
+            of_segment = [cut(x, segment, ctx.C) for x in steps]
+            if ctx.insides:
+                inside = ctx.insides.pop()
+            else:
+                inside, _ = forward_of(S, *of_segment)
+            *parts, dS = backward_of(cut(do, segment, ctx.C), dS, inside, *of_segment)
+            for dx, part in zip(gradients, parts):
+                if dx is not None:
+                    put(dx, segment, part)
+        return None, dS.view(shape), *gradients
 
 
-def prepared(q, k, v, write, erase, log_f, log_z, S, normalise):
-    """As fastweight.start, but absent gates stay None, so that nothing is computed for them."""
-    if normalise:
-        refuse(erase, log_z)
-        v = F.pad(v, (0, 1), value=1.0)
-    dtype = torch.promote_types(v.dtype, torch.float32)
-    if log_f is not None:
-        log_f = log_f.clamp(min=LOG_MIN)
-    if log_z is not None:
-        log_z = log_z.clamp(min=LOG_MIN)
-    if S is None:
-        S = v.new_zeros(q.shape[0], q.shape[1], v.shape[-1], q.shape[-1], dtype=dtype)
-    def cast(x):
-        if x.dtype == dtype:
-            return x                                    # nothing to record
-        return x.to(dtype)
-    return [if_given(cast, x) for x in (q, k, v, write, erase, log_f, log_z, S)]
+def form(f):
+    """Of f(q, k, v, w, e, log_f, log_z, S) -> o, S, which takes what `start` gives, a form: a function with
+    the arguments of fastweight.recurrent."""
+    @functools.wraps(f)
+    def whole(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
+        o, S = f(*start(q, k, v, write, erase, log_f, log_z, S, normalise))
+        return finish(o, normalise, floor, v.dtype), S
+    return whole
 
 
-def on_cpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR,
-           chunk=None):
+@form
+def on_cpu(q, k, v, w, e, log_f, log_z, S):
     """fastweight.chunked through `Chunks`. A chunk has CHUNK steps; twice as many where there are many
     features, since a state costs K V numbers a chunk, and half as many where there are few and the rule
     erases, since an inverse costs C numbers a step. Where something decays it has at most CHUNK."""
-    dtype = v.dtype
-    if chunk is None:
-        chunk = CHUNK
-        if k.shape[-1] >= 64:
-            chunk = 2 * CHUNK
-        elif k.shape[-1] <= 16 and erase is not None:
-            chunk = CHUNK // 2
-    if log_f is not None or log_z is not None:
-        chunk = min(chunk, CHUNK)
-    chunk = min(chunk, q.shape[2])
-    o, S = Chunks.apply(*prepared(q, k, v, write, erase, log_f, log_z, S, normalise), chunk)
-    return finish(o, normalise, floor, dtype), S
+    C = CHUNK
+    if k.shape[-1] <= 16 and e is not None:
+        C = CHUNK // 2
+    elif k.shape[-1] >= 64 and log_f is None and log_z is None:
+        C = 2 * CHUNK
+    return Chunks.apply(min(C, q.shape[2]), S, q, k, v, w, e, log_f, log_z)
 
 
-def step_on_cpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False,
-                floor=FLOOR, over=False):
+@form
+def step_over(q, k, v, w, e, log_f, log_z, S):
     """fastweight.recurrent for a single step, without gradients and with nothing computed for absent gates.
-    over: S is written over, where it lies; where it is large, in half the time"""
-    dtype = v.dtype
-    q, k, v, write, erase, log_f, log_z, S = prepared(q, k, v, write, erase, log_f, log_z, S, normalise)
-    if not over:
-        S = S.clone()
-    shape = S.shape
+    S is written over, where it lies: where it is large, in half the time."""
+    B, H, V, K = S.shape
     S = S.flatten(0, 1)                                 # (N, V, K), and rows (N, 1, .)
     N = len(S)
-    k = k.reshape(N, 1, -1)
-    u = v.reshape(N, 1, -1)
+
+    def row(x):
+        return x.reshape(N, 1, -1)
+    k = row(k)
+    u = row(v)
     if log_f is not None:
-        S.mul_(log_f.reshape(N, 1, -1).exp())
+        S.mul_(row(log_f).exp())
     if log_z is not None:
-        S.mul_(log_z.reshape(N, -1, 1).exp())
-    if write is not None:
-        u = write.reshape(N, 1, 1) * u
-    if erase is not None:
-        u = torch.baddbmm(u, erase.reshape(N, 1, 1) * k, S.mT, alpha=-1)        # u - S (e k)
+        S.mul_(row(log_z).mT.exp())
+    if w is not None:
+        u = row(w) * u
+    if e is not None:
+        u = torch.baddbmm(u, row(e) * k, S.mT, alpha=-1)                        # u - S (e k)
     S.addcmul_(u.mT, k)
-    o = torch.bmm(q.reshape(N, 1, -1), S.mT)
-    return finish(o.view(*shape[:2], 1, -1), normalise, floor, dtype), S.view(shape)
+    o = torch.bmm(row(q), S.mT)
+    return o.view(B, H, 1, V), S.view(B, H, V, K)
+
+
+def step_on_cpu(S=None, **given):
+    """The same; S stays as it is."""
+    return step_over(**given, S=if_given(torch.clone, S))
 
 
 # ---- rows: what fastweight.bounded does step by step, at once where it is known what goes ------------------
@@ -401,28 +369,27 @@ def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
     T = q.shape[2]
     if rows is None:
         rows = empty_rows(k, cache)
-    more = t, policy, cache, sinks, spill, turn
+    how = policy, cache, sinks, spill, turn
     if T == 1:
-        return fastweight.bounded_step(q, k, v, rows, *more)
+        return fastweight.bounded_step(q, k, v, rows, t, *how)
+    foreseen = policy in ('window', 'sink')
     known = T
-    if policy not in ('window', 'sink') or turn is not None:
+    if turn is not None or not foreseen:
         known = min(T, int((rows['pos'][0, 0] < 0).sum()))
     if known == 0:
-        return fastweight.bounded(q, k, v, rows, *more)
+        return fastweight.bounded(q, k, v, rows, t, *how)
     if known < T:
-        o_1, mass_1, went_1, rows = bounded(*(x[:, :, :known] for x in (q, k, v)), rows, *more)
-        q, k, v = (x[:, :, known:] for x in (q, k, v))
-        o_2, mass_2, went_2, rows = fastweight.bounded(q, k, v, rows, t + known, *more[1:])
-        went = {name: torch.cat([went_1[name], went_2[name]], 2) for name in rows}
-        return torch.cat([o_1, o_2], 2), torch.cat([mass_1, mass_2], 2), went, rows
+        now, later = zip(*(x.split([known, T - known], 2) for x in (q, k, v)))
+        first = bounded(*now, rows, t, *how)
+        return joined([first, fastweight.bounded(*later, first[-1], t + known, *how)])
     rows = append(rows, k, v, t)
     pos = rows['pos'][:, :, None]                       # (B, H, 1, cache + T)
     now = t + torch.arange(T, device=q.device)[:, None]
-    stays = sinks * (policy == 'sink')                  # positions below never go
-    room = cache - stays - int(spill)                   # how far back a row is seen, beside these
+    stays = sinks if policy == 'sink' else 0            # positions below never go
     seen = (pos >= 0) & (pos <= now)
-    if policy in ('window', 'sink'):
-        seen = seen & ((now - pos <= room) | (pos < stays))
+    if foreseen:
+        near = now - pos <= cache - stays - int(spill)  # of the rows that may go, those that have not
+        seen = seen & (near | (pos < stays))
     o, weights, log_mass = attend(q, rows, seen, turn)
     rows['total'] = rows['total'] + weights.sum(2)
     first = (rows['pos'] >= 0) & (rows['pos'] < stays)
@@ -449,6 +416,13 @@ def jit(f):
     if triton is None:
         return f
     return triton.jit(f, do_not_specialize=['T'])
+
+
+@jit
+def steps_of(seq, j, T, C: tl.constexpr):
+    """Chunk j of a sequence: its rows of a (B H T, .) tensor, and which of them are in the text."""
+    t = j * C + tl.arange(0, C)
+    return seq * T + t, t < T
 
 
 @jit
@@ -536,14 +510,10 @@ def inverse(k, e, f, N, T, K: tl.constexpr, FD: tl.constexpr, C: tl.constexpr, B
     row s of X is row s of I - L X, which needs the rows above s. Then by twos, see kernels.inverted."""
     tile = tl.program_id(0).to(tl.int64)
     n = tl.cdiv(T, C)
+    row, ok = steps_of(tile // n, tile % n, T, C)
+    _, r, x, _, _, _, _, _ = letters(k, k, e, f, row, tl.arange(0, BK), ok, K, FD, C, DT)
+    L = lower(dot(r, tl.trans(x), DT), C)
     c = tl.arange(0, C)
-    t = tile % n * C + c
-    ok = t < T
-    row = tile // n * T + t
-    kk = tl.arange(0, BK)
-    f_up, f_down, f_in, f_out, f_all = decays(f, row, kk, ok, FD, C)
-    k_ = load(k, row, kk, ok, K)
-    L = lower(dot(k_ * f_up * column(e, row, ok, 0.0), tl.trans(k_ * f_down), DT), C)
     b = tl.arange(0, C // 16)
     i = tl.arange(0, 16)
     diagonal = b[:, None, None, None] == b[None, None, :, None]
@@ -577,9 +547,7 @@ def forward(q, k, v, w, e, f, z, N, S_0, o, written, before, S_T, T, K: tl.const
     vv = tl.program_id(1) * BV + tl.arange(0, BV)
     S = load(S_0, seq * V + vv, kk, vv < V, K)
     for j in range(n):
-        t = j * C + c
-        row = seq * T + t
-        ok = t < T
+        row, ok = steps_of(seq, j, T, C)
         z_up, z_down, z_in, z_out, z_all = decays(z, row, vv, ok, V, C)
         y, r, x, A, D, f_in, f_out, f_all = letters(q, k, e, f, row, kk, ok, K, FD, C, DT)
         store(before, S, (seq * n + j) * V + vv, kk, vv < V, K)
@@ -613,9 +581,7 @@ def states(q, k, e, f, z, N, do, dS_T, d_written, after, dS_0, T, K: tl.constexp
     dS = load(dS_T, seq * V + vv, kk, vv < V, K)
     for back in range(n):
         j = n - 1 - back
-        t = j * C + c
-        row = seq * T + t
-        ok = t < T
+        row, ok = steps_of(seq, j, T, C)
         z_up, _, z_in, z_out, z_all = decays(z, row, vv, ok, V, C)
         y, r, x, A, D, f_in, f_out, f_all = letters(q, k, e, f, row, kk, ok, K, FD, C, DT)
         G = load(do, row, vv, ok, V) * z_up
@@ -649,9 +615,7 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
     """All gradients of the steps of one tile, summed over blocks of value channels: the table above."""
     tile = tl.program_id(0).to(tl.int64)
     n = tl.cdiv(T, C)
-    t = tile % n * C + tl.arange(0, C)
-    ok = t < T
-    row = tile // n * T + t
+    row, ok = steps_of(tile // n, tile % n, T, C)
     kk = tl.arange(0, BK)
     y, r, x, A, D, f_in, f_out, f_all = letters(q, k, e, f, row, kk, ok, K, FD, C, DT)
     w_ = column(w, row, ok, 1.0)
@@ -723,68 +687,62 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
     store(dk, (dx + dx_out) * f_down + looked + dD * q_, row, kk, ok, K)
 
 
-@jit
-def vector(p, seq, i, D: tl.constexpr, absent: tl.constexpr):
-    """Row seq of a (sequences, D) tensor, [len(i)] in fp32, 0 outside; [1] for one number, or for None."""
-    if p is None:
-        return tl.full([1], absent, tl.float32)
-    elif D == 1:
-        return tl.load(p + seq + tl.zeros([1], tl.int32)).to(tl.float32)
-    else:
-        return tl.load(p + seq * D + i, i < D, 0.0).to(tl.float32)
-
-
 # for each sequence and each block of BV value channels, in parallel:      the definition, for one step
 #     S = (z f^T) * S                                           a [BV, BK] part, read and written once
 #     S = S + (w v - e S k) k^T
 #     o = S q                                                   with NORM divided by n.q, n the last row of S
 @jit
 def one_step(q, k, v, w, e, f, z, S, floor, o, S_new, K: tl.constexpr, V: tl.constexpr, FD: tl.constexpr,
-             ZD: tl.constexpr, NORM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LOG_MIN: tl.constexpr):
+             ZD: tl.constexpr, NORM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LEAST: tl.constexpr):
     """Of q, k, v and gates as `recurrent` takes them. S_new is another tensor: every program reads n."""
-    seq = tl.program_id(0).to(tl.int64)
+    seq = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)               # a tile of one row
+    ok = seq >= 0
     kk = tl.arange(0, BK)
     vv = tl.program_id(1) * BV + tl.arange(0, BV)
-    q_ = vector(q, seq, kk, K, 0.0)
-    k_ = vector(k, seq, kk, K, 0.0)
-    w_ = vector(w, seq, kk, 1, 1.0)
-    f_ = tl.exp(tl.maximum(vector(f, seq, kk, FD, 0.0), LOG_MIN))
-    z_ = tl.exp(tl.maximum(vector(z, seq, vv, ZD, 0.0), LOG_MIN))
+    q_ = load(q, seq, kk, ok, K)
+    k_ = load(k, seq, kk, ok, K)
+    w_ = column(w, seq, ok, 1.0)
+    _, _, _, _, f_ = decays(f, seq, kk, ok, FD, 1)
+    _, _, _, _, z_ = decays(z, seq, vv, ok, ZD, 1)
+    f_ = tl.maximum(f_, LEAST)
+    z_ = tl.maximum(z_, LEAST)
     rows = seq * (V + NORM) + vv
-    S_ = load(S, rows, kk, vv < V, K) * f_[None, :] * z_[:, None]
-    u = w_ * vector(v, seq, vv, V, 0.0)
+    S_ = load(S, rows, kk, vv < V, K) * f_ * tl.trans(z_)
+    u = w_ * load(v, seq, vv, ok, V)
     if e is not None:
-        u -= vector(e, seq, kk, 1, 0.0) * tl.sum(S_ * k_[None, :], 1)
-    S_ = S_ + u[:, None] * k_[None, :]
-    o_ = tl.sum(S_ * q_[None, :], 1)
+        u -= column(e, seq, ok, 0.0) * tl.sum(S_ * k_, 1)[None, :]
+    S_ += tl.trans(u) * k_
+    o_ = tl.sum(S_ * q_, 1)[None, :]
     store(S_new, S_, rows, kk, vv < V, K)
     if NORM:
-        last = (seq * (V + 1) + V) * K + kk
-        n = tl.load(S + last, kk < K, 0.0).to(tl.float32) * f_ * z_ + w_ * k_
-        o_ = o_ / tl.maximum(tl.sum(n * q_, 0), floor)
-        tl.store(S_new + last, n, (kk < K) & (tl.program_id(1) == 0))
-    tl.store(o + seq * V + vv, o_.to(o.dtype.element_ty), vv < V)
+        last = seq * (V + 1) + V
+        n = load(S, last, kk, ok, K) * f_ * z_ + w_ * k_
+        o_ = o_ / tl.maximum(tl.sum(n * q_, 1)[:, None], floor)
+        store(S_new, n, last, kk, ok & (tl.program_id(1) == 0), K)
+    store(o, o_, seq, vv, ok, V)
 
 
 MAX_K = 256     # features of a key that kernels take: with more, a tile or S no longer fits
 
 
-def low(dtype, exact=False):
-    """The type of operands, and of what is kept for the backward, for values of this one: fp16 ends at
-    65,504, and e^80 is beyond."""
-    if dtype == torch.float32 or exact:
-        return torch.float32
-    return torch.bfloat16
+def block(K):
+    """How many features a tile of keys has. Raises where there can be no kernel."""
+    if triton is None:
+        raise ImportError('there is no triton')
+    if K > MAX_K:
+        raise ValueError(f'keys have {K} features, kernels take up to {MAX_K}')
+    return max(16, triton.next_power_of_2(K))
 
 
-def tiles(dtype, K, V, f):
-    """The sizes of a kernel for values of this dtype, never tuned at run time: in fp32 a chunk is shorter."""
-    C = 16 if dtype == torch.float32 else 32
+def tiles(q, v, f):
+    """The sizes of a kernel, never tuned at run time: in fp32 a chunk is shorter."""
+    BK = block(q.shape[-1])
+    C = 16 if v.dtype == torch.float32 else 32
     DT = tl.float32
-    if dtype != torch.float32 and not triton.knobs.runtime.interpret:
+    if v.dtype != torch.float32 and not triton.knobs.runtime.interpret:
         DT = tl.bfloat16                                # the interpreter computes with the bits of bf16
     FD = 0 if f is None else f.shape[-1]
-    return dict(K=K, V=V, FD=FD, C=C, BK=max(16, triton.next_power_of_2(K)), BV=C, DT=DT)
+    return dict(K=q.shape[-1], V=v.shape[-1], FD=FD, C=C, BK=BK, BV=C, DT=DT)
 
 
 class Tiles(torch.autograd.Function):
@@ -793,7 +751,7 @@ class Tiles(torch.autograd.Function):
     def forward(ctx, q, k, v, w, e, f, z, S):
         B, H, T, K = q.shape
         V = v.shape[-1]
-        size = tiles(v.dtype, K, V, f)
+        size = tiles(q, v, f)
         C = size['C']
         n = triton.cdiv(T, C)
         grid = B * H, triton.cdiv(V, size['BV'])
@@ -834,15 +792,17 @@ def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, norm
     """fastweight.chunked through `Tiles`. A decay of values that all channels share is one of keys as
     well."""
     dtype = v.dtype
-    q, k, v, write, erase, log_f, log_z, S = prepared(q, k, v, write, erase, log_f, log_z, S, normalise)
+    q, k, v, write, erase, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise)
     if log_z is not None and log_z.shape[-1] == 1:
         log_f = log_z if log_f is None else log_f + log_z
         log_z = None
-    kept_as = low(dtype, exact=normalise)
+    low = torch.bfloat16                    # also of fp16, which ends at 65,504: e^80 is beyond
+    if normalise or dtype == torch.float32:
+        low = torch.float32
     if log_f is None:                       # else they meet decays before they are rounded
-        q = q.to(kept_as)
-        k = k.to(kept_as)
-    given = q, k, v.to(kept_as), write, erase, log_f, log_z, S
+        q = q.to(low)
+        k = k.to(low)
+    given = q, k, v.to(low), write, erase, log_f, log_z, S
     o, S = Tiles.apply(*(if_given(torch.Tensor.contiguous, x) for x in given))
     return finish(o, normalise, floor, dtype), S
 
@@ -858,9 +818,9 @@ def step_on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None,
     tensors = [if_given(torch.Tensor.contiguous, x) for x in tensors]
     o = v.new_empty(v.shape)
     S_new = S.new_empty(S.shape, dtype=torch.float32)
-    BV = min(triton.next_power_of_2(V), 8 if B * H <= 64 else 16)       # 96 programs for one text of GPT-2's
+    BV = 8 if B * H <= 64 else 16                       # 96 programs for one text of GPT-2's
     decaying = [0 if x is None else x.shape[-1] for x in (log_f, log_z)]
-    sizes = K, V, *decaying, int(normalise), triton.next_power_of_2(K), BV, LOG_MIN
+    sizes = K, V, *decaying, int(normalise), block(K), BV, math.exp(LOG_MIN)
     with torch.cuda.device_of(q):
         one_step[B * H, triton.cdiv(V, BV)](*tensors, floor, o, S_new, *sizes, num_warps=1)
     return o, S_new
@@ -869,28 +829,6 @@ def step_on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None,
 # ---- one entrance for all machines -------------------------------------------------------------------------
 # `chunked` asks: a single step? an Nvidia GPU? It takes Triton only where a small case of the same kind,
 # compared with fastweight.recurrent on this machine, was right; the answer is kept by kind of arguments.
-NAMES = 'q', 'k', 'v', 'write', 'erase', 'log_f', 'log_z'
-
-
-def small_case(device, heads, T, normalise, kinds):
-    """Random q, k, v, gates and S by their names, each of its kind; every other head forgets fast."""
-    draw = torch.Generator().manual_seed(0)
-    fast = torch.tensor([0.1, 5.0]).repeat(heads // 2).view(1, heads, 1, 1)
-    case = {}
-    for name, kind in zip(NAMES, kinds):
-        if kind:
-            case[name] = torch.rand(1, heads, T, *kind[1], generator=draw).to(kind[0])
-    K = case['k'].shape[-1]
-    case['S'] = torch.rand(1, heads, case['v'].shape[-1] + normalise, K, generator=draw)
-    case['k'] /= K ** 0.5
-    for name, x in case.items():
-        if name.startswith('log'):
-            x *= -fast
-        elif name in 'qkvS' and not normalise:          # which takes features that are not negative
-            x -= 0.5
-    return {name: x.to(device) for name, x in case.items()}
-
-
 def answers(form, case, normalise, trained):
     """o, S and, of a form that can be trained, what some number made of both says of each tensor."""
     case = {name: x.detach().requires_grad_(trained) for name, x in case.items()}
@@ -900,111 +838,99 @@ def answers(form, case, normalise, trained):
     return o, S, *torch.autograd.grad((o * o).sum() + (S * S).sum(), list(case.values()))
 
 
-@functools.cache
-def fault(form, device, normalise, *kinds):
-    """Why form must not be trusted on this device with q, k, v and gates of these kinds, (dtype, channels) or
-    None; None if it may. Compilers have made wrong kernels without a word, so a small case goes through form
-    and through the definition in fp64, and back. What the caller has set, as autocast, changes nothing."""
-    heads = 144 if device.type == 'cuda' else 2         # all of a GPU is busy: some faults show only then
+@torch.inference_mode(False)
+def compare(form, device, normalise, kinds):
+    """Raises where form and the definition in fp64 disagree about a small random case of these kinds, (name,
+    dtype, channels) of q, k, v and gates. What the caller has set, as autocast, changes nothing."""
     trained = form is not step_on_gpu
-    debug_mode = torch.get_deterministic_debug_mode()
-    no_autocast = torch.autocast(device.type, enabled=False)
-    with torch.inference_mode(False), torch.set_grad_enabled(trained), no_autocast:
-        case = small_case(device, heads, 67 if trained else 1, normalise, kinds)
-        try:
-            torch.use_deterministic_algorithms(True, warn_only=True)    # fills fresh memory with NaN: what a
-            found = answers(form, case, normalise, trained)             # kernel does not write shows
-        except torch.OutOfMemoryError:                  # no verdict: the next call asks again
-            raise
-        except Exception as e:      # noqa: BLE001  whatever a compiler may raise
-            return f'{type(e).__name__}: {"".join(str(e).splitlines()[:1])}'
-        finally:
-            torch.set_deterministic_debug_mode(debug_mode)
+    heads = 144 if device.type == 'cuda' else 2         # all of a GPU is busy: some faults show only then
+    draw = torch.Generator().manual_seed(0)
+    case = {}
+    for name, dtype, *channels in kinds:
+        x = torch.rand(1, heads, 67 if trained else 1, *channels, generator=draw)
+        if name.startswith('log'):
+            x[:, ::2] *= -0.1
+            x[:, 1::2] *= -5                            # every other head forgets fast
+        elif name in 'qkv' and not normalise:           # which takes features that are not negative
+            x -= 0.5
+        case[name] = x.to(device, dtype)
+    case['k'] = l2(case['k'])                           # of longer keys the delta rule grows without end
+    S = torch.rand(1, heads, case['v'].shape[-1] + normalise, case['k'].shape[-1], generator=draw)
+    case['S'] = S.to(device)
+    with torch.set_grad_enabled(trained), torch.autocast(device.type, enabled=False):
+        found = answers(form, case, normalise, trained)
         exact = {name: x.double() for name, x in case.items()}
         right = answers(fastweight.recurrent, exact, normalise, trained)
     limit = 1e-3 if case['v'].dtype == torch.float32 else 3e-2
     for x, y in zip(found, right):
         off = (x - y).flatten(2).norm(dim=-1) / (y.flatten(2).norm(dim=-1) + 1e-6)
         if not off.max() < limit:                       # of the worst head; nor NaN
-            return f'results differ from the definition by {off.max():.1e}'
-
-
-def on_nvidia(plain, one, tensors, normalise):
-    """The Triton form for such tensors, if it has shown that it is right, else `plain`. one: a single step"""
-    q = tensors[0]
-    if triton is None:
-        why = 'there is no triton'
-    elif q.shape[-1] > MAX_K:
-        why = f'keys have {q.shape[-1]} features, kernels take up to {MAX_K}'
-    else:
-        form = step_on_gpu if one else on_gpu
-        kinds = [if_given(lambda x: (x.dtype, x.shape[3:]), x) for x in tensors[:7]]
-        try:
-            why = fault(form, q.device, normalise, *kinds)
-        except torch.OutOfMemoryError:
-            return plain
-        if why is None:
-            return form
-    say_once(f'kernels.py: no Triton for {tuple(q.shape[3:])}, plain torch instead: {why}')
-    return plain
+            raise ArithmeticError(f'results differ from the definition by {off.max():.1e}')
 
 
 @functools.cache
-def say_once(text):
-    """To standard error."""
-    print(text, file=sys.stderr)
+def passes(form, device, normalise, kinds):
+    """Whether `compare` finds no fault; else says which, once."""
+    debug_mode = torch.get_deterministic_debug_mode()
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)    # fills fresh memory with NaN, so what a
+        compare(form, device, normalise, kinds)                     # kernel does not write shows
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as e:          # noqa: BLE001  whatever a compiler may raise
+        why = str(e).partition('\n')[0]
+        print(f'kernels.py: plain torch instead of Triton: {type(e).__name__}: {why}', file=sys.stderr)
+        return False
+    finally:
+        torch.set_deterministic_debug_mode(debug_mode)
+    return True
 
 
-def expect(name, x, device, *shapes):
-    """ValueError unless x is None, or floating point on the device in one of the shapes."""
-    if x is None:
-        return
-    if x.shape not in shapes:
-        raise ValueError(f'{name}: expected {" or ".join(map(str, shapes))}, not {tuple(x.shape)}')
-    if x.device != device or not x.is_floating_point():
-        raise ValueError(f'{name}: expected floating point on {device}, not {x.dtype}, {x.device}')
+def trusted(form, given, normalise):
+    """Whether a Triton form may be used for such tensors; compilers have made wrong kernels without a word."""
+    kinds = [(name, x.dtype, *x.shape[3:]) for name, x in given.items() if x is not None and name != 'S']
+    try:
+        return passes(form, given['q'].device, normalise, tuple(kinds))
+    except torch.OutOfMemoryError:                      # no verdict: the next call asks again
+        return False
 
 
-def check(q, k, v, write, erase, log_f, log_z, S, normalise):
+SHAPES = dict(q='BHTK', k='BHTK', v='BHTV', write='BHT', erase='BHT', log_f='BHTK', log_z='BHTV', S='BHVK')
+
+
+def check(given, normalise):
     """ValueError unless all shapes fit together, all tensors are floating and on one device, and there is a
     mean where one is asked for."""
+    q = given['q']
     if q.dim() != 4 or 0 in q.shape:
         raise ValueError(f'q: expected a tensor (B, H, T, K) that is not empty, not {tuple(q.shape)}')
-    B, H, T, K = q.shape
-    V = v.shape[-1]
-    one = (B, H, T)
-    expect('q', q, q.device, (*one, K))
-    expect('k', k, q.device, (*one, K))
-    expect('v', v, q.device, (*one, V))
-    expect('write', write, q.device, one)
-    expect('erase', erase, q.device, one)
-    expect('log_f', log_f, q.device, (*one, K), (*one, 1))
-    expect('log_z', log_z, q.device, (*one, V), (*one, 1))
-    expect('S', S, q.device, (B, H, V + bool(normalise), K))
+    sizes = dict(zip('BHTK', q.shape), V=given['v'].shape[-1])
+    for name, x in given.items():
+        if x is None:
+            continue
+        shape = [sizes[letter] for letter in SHAPES[name]]
+        if name == 'S':
+            shape[2] += normalise
+        if name in ('log_f', 'log_z') and x.shape[-1:] == (1,):         # for all channels
+            shape[-1] = 1
+        if list(x.shape) != shape or x.device != q.device or not x.is_floating_point():
+            raise ValueError(f'{name}: expected floating point {shape} on {q.device}, not {x.dtype} '
+                             f'{list(x.shape)} on {x.device}')
     if normalise:
-        refuse(erase, log_z)
+        refuse(given['erase'], given['log_z'])
 
 
 def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
     """As fastweight.chunked, by the fastest form that works here. ValueError for shapes that do not fit."""
-    tensors = q, k, v, write, erase, log_f, log_z, S
-    check(*tensors, normalise)
+    given = dict(q=q, k=k, v=v, write=write, erase=erase, log_f=log_f, log_z=log_z, S=S)
+    check(given, normalise)
     one = q.shape[2] == 1 and not torch.is_grad_enabled()
-    form = on_cpu
-    if one:
-        form = step_on_cpu
-    elif q.device.type not in ('cpu', 'cuda'):
-        form = fastweight.chunked
+    form = step_on_cpu if one else on_cpu
     if q.device.type == 'cuda' and torch.float64 not in (q.dtype, k.dtype, v.dtype):
-        form = on_nvidia(form, one, tensors, normalise)
-    return form(*tensors, normalise, floor)
-
-
-def step(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
-    """`chunked` for one step, T = 1."""
-    if q.dim() == 4 and q.shape[2] != 1:
-        raise ValueError(f'q: expected one step, (B, H, 1, K), not {tuple(q.shape)}; chunked takes more')
-    return chunked(q, k, v, write, erase, log_f, log_z, S, normalise, floor)
+        fast = step_on_gpu if one else on_gpu
+        if trusted(fast, given, normalise):
+            form = fast
+    return form(**given, normalise=normalise, floor=floor)
 
 
 # ---- the convolution of a block, with a backward by hand ----------------------------------------------------
@@ -1044,7 +970,7 @@ def recorded(model, token, state, choose):
     Python, which is most of it at this size: on a CPU, a trace of the model. Where steps cannot be recorded
     it is model.step itself. It plays with the weights that the model has now, in torch.inference_mode(), as
     GPT.generate does."""
-    plain = functools.partial(model.step, choose=choose)
+    plain = partial(model.step, choose=choose)
     if state is None or token.device.type != 'cpu' or model.training:
         return plain
     why = 'cosformer needs the position as a number'
@@ -1060,29 +986,28 @@ def recorded(model, token, state, choose):
 class Traced(nn.Module):
     """The operations of one step, by torch.jit.trace, played without Python; weights are constants of it. It
     has its own copy of the state, written over at each step: what it returns is good until the next step;
-    what it is given stays as it is. Rows that grow get room for more; when that is full, another one goes
-    on."""
+    what it is given stays as it is. Rows that grow get room for more, and again when that is full."""
     def __init__(self, model, token, state, choose):
         super().__init__()
         self.model = model
         self.choose = choose
         self.names = [list(layer) for layer in state]
-        self.rows = 0                                   # room for so many, where rows grow
+        # the last step's state, which is written over, the tensors that it consists of, and how many rows
+        # there is room for. Beside the module, whose own names are slow to set
+        self.last = types.SimpleNamespace(state=None, tensors=None, room=0)
         if 'all' in model.config.keeps():
-            self.rows = room(int(state[0]['t']))
-        # state: the last step's, which is written over; tensors: what it consists of; further: what takes the
-        # steps when the rows are full. Beside the module, whose own names are slow to set
-        self.last = types.SimpleNamespace(state=None, tensors=None, further=None)
-        given = token, *self.flat(of_its_own(state, self.rows))
+            self.last.room = room(state[0]['t'])
+        given = token, *self.flat(of_its_own(state, self.last.room))
         forms = model.forms
-        model.use(forms._replace(recurrence=step_over, softmax=softmax_over))
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter('ignore')         # torch.jit is frozen in time, and says so
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')             # torch.jit is frozen in time, and says so
+            softmax = partial(softmax_over, torch.jit.script(one_more))
+            model.use(forms._replace(recurrence=step_over, softmax=softmax))
+            try:
                 trace = torch.jit.trace(self.eval(), given, check_trace=False, strict=False)
-                self.play = player(torch.jit.freeze(trace), given)
-        finally:
-            model.use(forms)
+            finally:
+                model.use(forms)
+            self.play = player(torch.jit.freeze(trace), given)
 
     def forward(self, token, *tensors):
         """As a trace wants it: tensors in, tensors out, those of the state layer by layer."""
@@ -1101,19 +1026,14 @@ class Traced(nn.Module):
     def step(self, token, state):
         """token (B, 1), state -> token, state. The state is copied, unless it is the last step's own."""
         last = self.last
-        if self.rows and last.further is None and state[0]['t'] >= self.rows:
-            last.further = recorded(self.model, token, state, self.choose)
-            self.play = last.state = last.tensors = None            # its memory is free again
-        if last.further is not None:
-            return last.further(token, state)
+        if last.room and state[0]['t'] >= last.room:
+            last.room = room(state[0]['t'])
+            last.state = None
         if state is not last.state:
-            last.tensors = self.flat(of_its_own(state, self.rows, last.state))
+            last.tensors = self.flat(of_its_own(state, last.room, last.state))
         logits, *last.tensors = self.play(token, *last.tensors)
         last.state = self.layers(last.tensors)
         return self.choose(logits[:, -1]), last.state
-
-
-step_over = functools.partial(step_on_cpu, over=True)
 
 
 def player(frozen, given):
@@ -1137,7 +1057,7 @@ def player(frozen, given):
 
 def room(t):
     """How many rows to make room for: the power of two above 2 t, at least 256."""
-    return max(256, 2 ** (2 * t).bit_length())
+    return max(256, 2 ** (2 * int(t)).bit_length())
 
 
 def of_its_own(state, rows=0, last=None):
@@ -1150,28 +1070,24 @@ def of_its_own(state, rows=0, last=None):
                   for name in ('S', 'n') if name in layer}      # n: of --overflow, mass
         if 'k' in layer and 'pos' not in layer:
             for name in 'k', 'v':
-                if last is None or layer[name].data_ptr() != last[i][name].data_ptr():
-                    copies[name] = with_room(layer[name], rows)
+                x = layer[name]
+                if last is None or x.data_ptr() != last[i][name].data_ptr():
+                    B, H, T, d = x.shape
+                    copies[name] = x.new_empty(B, H, rows, d)[:, :, :T].copy_(x)
         mine.append({**layer, **copies})
     return mine
 
 
-def with_room(x, rows):
-    """A copy of x (B, H, T, d), T < rows, with room behind each head's last row."""
+def one_more(x: torch.Tensor, new: torch.Tensor):
+    """x (B, H, T, d), which has room, with `new` (B, H, 1, d) behind it: x where it lies, not a copy. A
+    script, since a trace would take the strides for constants."""
     B, H, T, d = x.shape
-    longer = x.new_empty(B, H, rows, d)[:, :, :T]
-    return longer.copy_(x)
-
-
-def one_more(x, new):
-    """x (B, H, T, d), which has room, with `new` (B, H, 1, d) behind it: x where it lies, not a copy."""
-    B, H, T, d = x.shape
-    longer = x.as_strided((B, H, T + 1, d), x.stride())
+    longer = x.as_strided([B, H, T + 1, d], x.stride())
     longer[:, :, T:].copy_(new)
     return longer
 
 
-def softmax_over(q, k, v, rows):
+def softmax_over(one_more, q, k, v, rows):
     """fastweight.softmax for one step, of rows that have room."""
     k = one_more(rows['k'], k)
     v = one_more(rows['v'], v)
