@@ -1303,7 +1303,8 @@ def read(path):
     try:
         with safe_open(path, 'pt') as f:
             header = f.metadata() or {}
-            tensors = {name: f.get_tensor(name) for name in f.keys()}
+            names = f.keys()
+            tensors = {name: f.get_tensor(name) for name in names}
     except (SafetensorError, RuntimeError) as e:
         raise ValueError(f'{path}: not a whole safetensors file ({e})') from None
     if not {'meta', 'digest'} <= header.keys():

@@ -2643,8 +2643,6 @@ def test_a_compiled_step_writes_the_same_greedy_tokens(a_model, capsys, monkeypa
     monkeypatch.setattr(torch, 'compile', Mock(return_value=Mock(side_effect=RuntimeError('no compiler'))))
     assert sample.main([*flags, '--compile']) == 2
     assert 'error: --compile: no compiler; leave it out' in capsys.readouterr().err
-    softmax = f'--init={a_model("--rule=softmax")}'
-    assert 'rows of softmax grow' in refused(capsys, sample.main, softmax, '--compile')
 
 def test_a_long_prompt_is_read_with_the_fastest_number_of_threads(a_model, capsys, monkeypatch):
     """In pieces, which change nothing; --threads is taken as it is."""
@@ -2724,7 +2722,8 @@ def test_softmax_becomes_an_rnn_without_training(a_model, characters, text, tmp_
     ('--positions=compress', 'bounded cache'),
     ('--rule=window --overflow=sum --positions=compress', 'without'), ('--top_p=0', '--top_p=0: expected'),
     ('--temperature=-1', 'expected'), ('--tokens=-1', 'expected'),
-    ('--top_k=x', 'expected'), ('--samples=0', 'expected')])
+    ('--top_k=x', 'expected'), ('--samples=0', 'expected'), ('--samples=99999999999999999999', 'at most'),
+    ('--device=meta', '--device=meta'), ('--beam=2', '--beam means nothing'), ('--compile', 'softmax grow')])
 def test_sample_refuses_in_one_line(flags, why, a_model, capsys):
     assert why in refused(capsys, sample.main, f'--init={a_model("--rule=softmax")}', *flags.split())
 
