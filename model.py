@@ -1412,28 +1412,26 @@ def hint(word, words):
     return f'; did you mean {near[0]}?' if near else ''
 
 
-def value_of(text, field):
+def value_of(flag, text, field):
     """What follows a flag, as its type. ValueError, with what is expected, where it is something else."""
     choices = field.metadata['choices']
     if choices and text not in choices:
-        raise ValueError(f'choose from {", ".join(choices)}{hint(text, choices)}')
+        raise ValueError(f'{flag}={text}: choose from {", ".join(choices)}{hint(text, choices)}')
     if field.type is str:
         if field.default and not text:              # where empty means something, it is the default
-            raise ValueError(f'expected some text, such as {field.default}')
+            raise ValueError(f'{flag}=: expected some text, such as {field.default}')
         return text
     low, high = field.metadata['range']
-    try:
+    with contextlib.suppress(KeyError, ValueError):
         value = BOOLEANS[text.lower()] if field.type is bool else field.type(text)
         if low <= value <= high:                    # nan is not
             return value
-    except (KeyError, ValueError):
-        pass
     expected = f'expected {EXPECTED[field.type]}'
     if low > -math.inf:
         expected += f', at least {low:g}'
     if high < math.inf:
         expected += f', at most {high:g}'
-    raise ValueError(expected)
+    raise ValueError(f'{flag}={text}: {expected}')
 
 
 def print_help(doc, fields):
@@ -1474,10 +1472,7 @@ def parse(argv, doc, *classes):
                 text = 'true'
             else:
                 raise ValueError(f'{flag}: its value is missing')
-        try:
-            given[field.name] = value_of(text, field)
-        except ValueError as e:
-            raise ValueError(f'{flag}={text}: {e}') from None
+        given[field.name] = value_of(flag, text, field)
     return [{field.name: given[field.name] for field in dataclasses.fields(c) if field.name in given}
             for c in classes]
 

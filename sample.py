@@ -90,7 +90,7 @@ def text_of(given):
 
 def read_state(args, model, meta):
     """A file of --save_state -> the last tokens of its texts (B, 1), the state before these. ValueError if
-    another model made it, by its digest, or the same one with other flags."""
+    another model made it, by its digest, or the same one with other flags, or if it has more texts."""
     path = args.load_state
     tensors, about = read(path)
     if about.get('model') != meta['digest']:
@@ -99,6 +99,8 @@ def read_state(args, model, meta):
         if getattr(model.config, key, None) != value:
             raise ValueError(f'--load_state={path}: made with {key}={value}; give that, too')
     last = tensors['last'].to(model.embed.weight.device)
+    if len(last) != args.samples:
+        raise ValueError(f'--load_state={path} holds {len(last)} texts: take --samples={len(last)}')
     state = unpack(tensors, device=last.device)
     source = model.read(torch.zeros_like(last))             # of a model without an encoder, any text
     if pack(state).keys() not in (set(), pack(source).keys(), pack(model.read(last, source)).keys()):
@@ -116,16 +118,13 @@ def keep_state(args, model, meta, last, state):
 def begin(args, model, meta):
     """-> tokens that are to be read (B, T), the state before them, and which of them the first text says."""
     said = prepare.encode(text_of(args.prompt), meta['data'])
-    device = model.embed.weight.device
-    if not args.load_state:
-        row = prepare.begun(said, meta['data'])
-        return torch.tensor([row] * args.samples, device=device), None, said
-    last, state = read_state(args, model, meta)
-    many = len(last)
-    if many != args.samples:
-        raise ValueError(f'--load_state={args.load_state} holds {many} texts: take --samples={many}')
-    more = torch.tensor([said] * many, dtype=torch.long, device=device)
-    return torch.cat([last, more], 1), state, last[0].tolist() + said
+    state = None
+    rows = [prepare.begun(said, meta['data'])] * args.samples
+    if args.load_state:
+        last, state = read_state(args, model, meta)
+        rows = [row + said for row in last.tolist()]
+        said = rows[0]
+    return torch.tensor(rows, device=model.embed.weight.device), state, said
 
 
 @torch.inference_mode()
@@ -137,8 +136,8 @@ def classify(model, tokens):
         raise ValueError(f'--prompt: {T} tokens, but this model knows rows of at most {c.block_size}')
     if c.patch and T % c.patch:
         raise ValueError(f'--prompt: {T} numbers, but this model takes {c.patch} at a time')
-    last = torch.arange(T, device=tokens.device) == T - 1
-    logits, _ = model(tokens, at=last[None])
+    logits, _ = model(tokens)
+    logits = logits.reshape(-1, c.classes)[-1:]             # the last token's, if there is one for each
     refuse_broken(logits)
     p, order = logits[0].softmax(-1).sort(descending=True)
     for i, share in zip(order.tolist(), p.tolist()):
