@@ -72,7 +72,7 @@ import train as recipe
 from data import prepare
 from fastweight import RULES, l2
 from model import (GPT, Config, FastWeights, Gates, chosen_texts, flag, kl, load, parse, pick_device,
-                   pick_forms, sample, script, state_bytes, swapped)
+                   pick_forms, sample, script, state_bytes)
 
 os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # torch.profiler, of which memory is asked, is talkative
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -2222,8 +2222,7 @@ POLICIES = 'random', 'window', 'sink', 'h2o', 'tova-head', 'tova'
 def bounded(path, teacher, rule, cache, **changes):
     """The model with at most `cache` rows a layer."""
     sinks = max(0, min(4, cache - 1))
-    model = swapped(teacher, path, rule=rule, cache=cache, sinks=sinks, **changes)
-    return model.to(teacher.embed.weight.device).eval()
+    return model_in(path, teacher.embed.weight.device, rule=rule, cache=cache, sinks=sinks, **changes)
 
 
 def cache_forms(path, teacher, sizes, overflow):

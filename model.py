@@ -9,6 +9,8 @@ its keys, values, gates and queries come from. kernels.py is looked for in one p
 it all but bench.py works, slower.
 """
 import argparse
+import collections
+import contextlib
 import ctypes
 import dataclasses
 import difflib
@@ -1135,43 +1137,36 @@ class GPT(nn.Module):
         it (Vaswani 2017 sec. 6.1, Wu 2016 arXiv:1609.08144 eq. 14). A beam of 1 is greedy."""
         pad = self.config.pad
         B = len(tokens)
-        most = most or self.config.block_size - self.config.source
+        first = beam * torch.arange(B, device=tokens.device)[:, None]       # of the texts of each source
         state = chosen_texts(self.encode(tokens), torch.arange(B).repeat_interleave(beam), everything=True)
         token = tokens.new_full((B * beam, 1), pad)
-        texts = tokens.new_full((B, beam, most), pad)
+        texts = tokens.new_empty(B, beam, 0)
         scores = torch.full((B, beam), -math.inf, device=tokens.device)
+        best_score = scores[:, :1].clone()
+        best = texts[:, :1]
         scores[:, 0] = 0                                    # all begin alike: one of them is enough
-        best = texts[:, 0].clone()
-        best_score = scores.new_full((B,), -math.inf)
-        ends = torch.zeros(B, dtype=torch.long, device=tokens.device)
-        first = beam * torch.arange(B, device=tokens.device)[:, None]
+        most = most or self.config.block_size - self.config.source
+        ends = 0                                            # (B, 1), how many texts have ended
         for n in range(1, most + 1):
             logits, state = self(token, state)
-            if n == 1:
-                refuse_broken(logits[:, -1])
-            log_p = logits[:, -1].float().log_softmax(-1)
-            total = scores[..., None] + log_p.view(B, beam, -1)
-            scores, index = total.flatten(1).topk(beam)
+            refuse_broken(logits[:, -1])
+            log_p = logits[:, -1].float().log_softmax(-1).view(B, beam, -1)
+            scores, index = (scores[..., None] + log_p).flatten(1).topk(beam)
             parent = index // log_p.shape[-1]
             said = index % log_p.shape[-1]
-            texts = texts.take_along_dim(parent[..., None], 1)
-            texts[..., n - 1] = said
-            ended = said == pad
-            if n == most:                                   # whoever has not ended by now ends here
-                ended = torch.ones_like(ended)
-            ended = ended & scores.isfinite() & (ends < beam)[:, None]
-            score = (scores / ((5 + n) / 6) ** penalty).masked_fill(~ended, -math.inf)
-            top, i = score.max(1)
-            better = top > best_score
-            best[better] = texts[better, i[better]]
-            best_score = torch.maximum(best_score, top)
-            ends += ended.sum(1)
+            texts = torch.cat([texts.take_along_dim(parent[..., None], 1), said[..., None]], 2)
+            ended = (said == pad) | (n == most)             # whoever has not ended by then ends there
+            final = (scores / ((5 + n) / 6) ** penalty).masked_fill(~ended, -math.inf)
+            best_score, i = torch.cat([best_score, final], 1).max(1, keepdim=True)
+            best = F.pad(best, (0, 1), value=pad)
+            best = torch.cat([best, texts], 1).take_along_dim(i[..., None], 1)
+            ends += final.isfinite().sum(1, keepdim=True)
             if (ends >= beam).all():
                 break
-            scores = scores.masked_fill(said == pad, -math.inf)
+            scores = scores.masked_fill(ended | (ends >= beam), -math.inf)
             state = chosen_texts(state, (first + parent).flatten())
             token = said.view(-1, 1)
-        return best[:, :n]
+        return best[:, 0]
 
 
 # ---- sampling ----------------------------------------------------------------------------------------------
@@ -1221,32 +1216,25 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
 
 # ---- states as flat dicts of tensors -----------------------------------------------------------------------
 def pack(state, prefix='state'):
-    """A state as a flat dict of tensors, state.<layer>.<name>, for `weights.write` and `save`."""
-    flat = {}
-    for i, layer in enumerate(state):
-        for name, x in layer.items():
-            flat[f'{prefix}.{i}.{name}'] = x
-    return flat
+    """A state, or None, as a flat dict of tensors, <prefix>.<layer>.<name>, for `write` and `save`."""
+    return {f'{prefix}.{i}.{name}': x for i, layer in enumerate(state or []) for name, x in layer.items()}
 
 
 def unpack(tensors, prefix='state', device=None):
     """The inverse of `pack`; None if there is none. Other tensors are left alone."""
-    layers = {}
+    layers = collections.defaultdict(dict)
     for name, x in tensors.items():
-        if not name.startswith(prefix + '.'):
-            continue
-        i, part = name.split('.', 2)[1:]
-        if '.' in part or x.dim() > 4:
-            raise ValueError(f'{name}: of another version of this project; let the model read the text again')
-        if part != 't':                             # which counts on the CPU
-            x = x.to(device)
-        layers.setdefault(int(i), {})[part] = x
+        if name.startswith(prefix + '.'):
+            _, i, part = name.split('.', 2)
+            if '.' in part or x.dim() > 4:
+                raise ValueError(f'{name}: of another version of this project; read the text again')
+            layers[int(i)][part] = x.to('cpu' if part == 't' else device)       # t counts on the CPU
     return [layers[i] for i in sorted(layers)] or None
 
 
 def state_bytes(state):
     """Bytes of all tensors of a state; 0 for None."""
-    return sum(x.numel() * x.element_size() for x in pack(state or []).values())
+    return sum(x.nbytes for x in pack(state).values())
 
 
 # ---- files of our own --------------------------------------------------------------------------------------
@@ -1280,7 +1268,7 @@ def read(path):
             tensors = {name: f.get_tensor(name) for name in names}
     except (SafetensorError, RuntimeError) as e:
         raise ValueError(f'{path}: not a whole safetensors file ({e})') from None
-    if 'meta' not in header or 'digest' not in header:
+    if not {'meta', 'digest'} <= header.keys():
         raise ValueError(f'{path}: a safetensors file, but not written by this project')
     if digest(header['meta'], tensors) != header['digest']:
         raise ValueError(f'{path}: its contents do not match its digest: the file was damaged or changed')
@@ -1298,14 +1286,12 @@ def save(path, model, meta, extra=None, state=None):
 
 def config_of(source, meta):
     """-> the Config a checkpoint's or a folder's meta describes; ValueError, with the source, for none."""
-    if 'config' not in meta:
+    if not {'config', 'data'} <= meta.keys():
         raise ValueError(f'{source}: holds no model (a state saved by sample.py?)')
     try:
         return Config(**meta['config'])
-    except TypeError as e:
+    except (TypeError, ValueError, ZeroDivisionError) as e:
         raise ValueError(f'{source}: made by another version of this project ({e})') from None
-    except (ValueError, ZeroDivisionError) as e:
-        raise ValueError(f'{source}: not to be built here, unless by the version that made it: {e}') from None
 
 
 class Undrawn(TorchFunctionMode):
@@ -1348,102 +1334,76 @@ def load(source, device='cpu', revision='main', **changes):
     else:
         state, config, data = weights.from_folder(folder_of(source, revision), source)
         meta = {'config': config, 'data': data}
-    config = config_of(source, meta)
-    with Undrawn():
+    saved = config_of(source, meta)
+    config = swapped(saved, source, **changes)
+    with Undrawn() if config == saved else contextlib.nullcontext():
         model = GPT(config)
     try:
-        model.load_state_dict(state, assign=True)
+        others = model.load_state_dict(state, strict=config == saved, assign=True)
     except RuntimeError as e:
         why = ' '.join(str(e).split())[:200]
         raise ValueError(f'{source}: holds the weights of another model ({why})') from None
-    if 'data' not in meta:
-        raise ValueError(f'{source}: says nothing of its tokenizer, so it was not written by train.py')
-    model = swapped(model, source, **changes).to(device)
-    return model, {'step': 0, **meta, 'tensors': extra}
+    for name in others.missing_keys + others.unexpected_keys:
+        if '.overflow.' not in name and '.log_mass.' not in name:       # which alone may come and go
+            raise ValueError(f'{source}: holds the weights of another model, see {name}')
+    return model.to(device), {'step': 0, **meta, 'tensors': extra}
 
 
-def swapped(model, source, rule='', **changes):
-    """The model with its weights and other flags of `Swap`; a rule goes where softmax or another rule with
-    rows was. ValueError, with the source, where there is none, or where flags ask for other weights than it
-    has: only the fast weights of overflow may come and go."""
-    old = model.config
+def swapped(config, source, rule='', **changes):
+    """A Config with other flags of `Swap`; a rule goes where softmax or another rule with rows was.
+    ValueError, with the source, where there is none."""
     if rule:
-        if old.keeps() == {None}:
-            raise ValueError(f'--rule={rule}: {source} has no softmax layers, only {",".join(old.rules())}')
-        layers = [rule if RULES[name].keeps else name for name in old.rules()]
+        if config.keeps() == {None}:
+            raise ValueError(f'--rule={rule}: {source} has no softmax layers, only {",".join(config.rules())}')
+        layers = [rule if RULES[name].keeps else name for name in config.rules()]
         changes.update(rule=rule, layers=','.join(layers))
         if RULES[rule].keeps == 'all':
             changes = {'overflow': '', 'positions': 'true', **changes}
-    config = dataclasses.replace(old, **changes)
-    if config == old:
-        return model
-    new = GPT(config)
-    state = model.state_dict()
-    shapes = {name: x.shape for name, x in state.items()}
-    expected = {name: x.shape for name, x in new.state_dict().items()}
-    for name, _ in sorted(shapes.items() ^ expected.items()):
-        if '.overflow.' not in name and '.log_mass.' not in name:
-            flags = ' '.join(f'--{flag}={value}' for flag, value in changes.items())
-            raise ValueError(f'{flags}: {source} has other weights than that, see {name}; leave out what '
-                             'changes them')
-    new.load_state_dict(state, strict=False, assign=True)
-    return new
+    return dataclasses.replace(config, **changes)
 
 
 # ---- flags: a dataclass field is the flag, its type, default, help, choices and range ----------------------
-EXPECTED = {int: 'a whole number', float: 'a number', bool: 'true or false', str: 'some text'}
+EXPECTED = {int: 'a whole number', float: 'a number', bool: 'true or false'}
 BOOLEANS = {'true': True, '1': True, 'yes': True, 'false': False, '0': False, 'no': False}
 
 
 def hint(word, words):
     """'; did you mean this?' with the word most like it, or nothing."""
-    for near in difflib.get_close_matches(word, words, 1):
-        return f'; did you mean {near}?'
-    return ''
+    near = difflib.get_close_matches(word, words, 1)
+    return f'; did you mean {near[0]}?' if near else ''
 
 
-def value_of(text, field):
-    """What follows a flag, as its type. KeyError or ValueError where that is not what the field allows."""
-    if field.type is bool:
-        return BOOLEANS[text.lower()]
-    value = field.type(text)
-    low, high = field.metadata['range']
+def value_of(flag, text, field):
+    """What follows a flag, as its type. ValueError, with what is expected, where it is something else."""
     choices = field.metadata['choices']
-    if field.type is not str and not low <= value <= high:      # nor is nan
-        raise ValueError(text)
-    if choices and value not in choices:
-        raise ValueError(text)
-    if value == '' and field.default:               # where empty means something, it is the default
-        raise ValueError(text)
-    return value
-
-
-def expected(text, field):
-    """What may follow a flag in place of this text, in words."""
-    low, high = field.metadata['range']
-    choices = field.metadata['choices']
-    if choices:
-        return f'choose from {", ".join(choices)}{hint(text, choices)}'
-    words = f'expected {EXPECTED[field.type]}'
+    if choices and text not in choices:
+        raise ValueError(f'{flag}={text}: choose from {", ".join(choices)}{hint(text, choices)}')
     if field.type is str:
-        words += f', such as {field.default}'
+        if field.default and not text:              # where empty means something, it is the default
+            raise ValueError(f'{flag}=: expected some text, such as {field.default}')
+        return text
+    low, high = field.metadata['range']
+    with contextlib.suppress(KeyError, ValueError):
+        value = BOOLEANS[text.lower()] if field.type is bool else field.type(text)
+        if low <= value <= high:                    # nan is not
+            return value
+    expected = f'expected {EXPECTED[field.type]}'
     if low > -math.inf:
-        words += f', at least {low:g}'
+        expected += f', at least {low:g}'
     if high < math.inf:
-        words += f', at most {high:g}'
-    return words
+        expected += f', at most {high:g}'
+    raise ValueError(f'{flag}={text}: {expected}')
 
 
 def print_help(doc, fields):
     """A script's docstring, and a line for each flag: default, help, choices."""
     print(doc.strip(), '\n')
-    for name, field in fields.items():
+    for flag, field in fields.items():
         default = '' if field.default is None else field.default
-        choices = field.metadata['choices']
         about = field.metadata['help']
-        if choices:
-            about += f' [{"|".join(choices)}]'
-        print(f'  --{name}={default}'.ljust(24), about)
+        if field.metadata['choices']:
+            about += f' [{"|".join(field.metadata["choices"])}]'
+        print(f'  {flag}={default}'.ljust(24), about)
 
 
 def parse(argv, doc, *classes):
@@ -1452,29 +1412,27 @@ def parse(argv, doc, *classes):
     fields = {}
     for field in itertools.chain(*map(dataclasses.fields, classes)):
         if field.metadata:
-            fields[field.name.rstrip('_')] = field          # from_ is --from
+            fields['--' + field.name.rstrip('_')] = field       # from_ is --from
     if '--help' in argv or '-h' in argv:
         print_help(doc, fields)
         sys.exit(0)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name, field in fields.items():
-        alone = 'true' if field.type is bool else None
-        parser.add_argument('--' + name, nargs='?', const=alone, action='append', default=[])
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for flag, field in fields.items():
+        alone = {'nargs': '?', 'const': 'true'} if field.type is bool else {}
+        parser.add_argument(flag, dest=field.name, action='append', **alone)
+
+    def error(why):
+        raise ValueError(why.removeprefix('argument '))
+    parser.error = error
     texts, unknown = parser.parse_known_args(argv)
     for word in unknown:
-        near = hint(word.partition('=')[0], ['--' + name for name in fields])
-        raise ValueError(f'{word}: no such flag{near}; --help lists them')
+        raise ValueError(f'{word}: no such flag{hint(word.partition("=")[0], fields)}; --help lists them')
     given = {}
-    for name, field in fields.items():
-        for text in getattr(texts, name):
+    for flag, field in fields.items():
+        for text in getattr(texts, field.name, []):
             if field.name in given:
-                raise ValueError(f'--{name} is given twice')
-            if text is None:
-                raise ValueError(f'--{name}: its value is missing')
-            try:
-                given[field.name] = value_of(text, field)
-            except (KeyError, ValueError):
-                raise ValueError(f'--{name}={text}: {expected(text, field)}') from None
+                raise ValueError(f'{flag} is given twice')
+            given[field.name] = value_of(flag, text, field)
     return [{field.name: given[field.name] for field in dataclasses.fields(c) if field.name in given}
             for c in classes]
 
@@ -1482,13 +1440,13 @@ def parse(argv, doc, *classes):
 def pick_device(name):
     """'auto' or a name -> torch.device that works, or a ValueError that says why not."""
     if name == 'auto':
-        name = 'cpu'
-        if torch.accelerator.is_available():
-            name = torch.accelerator.current_accelerator().type
+        name = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else 'cpu'
     try:
-        return torch.zeros(1, device=name).device
+        x = torch.zeros(1, device=name)
+        x.tolist()                                  # --device=meta has no numbers
     except (RuntimeError, AssertionError) as e:
         raise ValueError(f'--device={name}: {str(e).splitlines()[0]}') from None
+    return x.device
 
 
 def machine_memory():
@@ -1501,12 +1459,10 @@ def machine_memory():
 def keep_memory():
     """Tell glibc to keep what is freed (up to 32 MB a piece). It else returns megabytes to the system and
     takes them again, with a page fault every 4 KB: half the time of a layer at T = 4,096."""
-    try:
+    with contextlib.suppress(OSError, AttributeError, TypeError):       # no glibc, no need
         libc = ctypes.CDLL(None)
         libc.mallopt(-1, 2 ** 31 - 1)               # M_TRIM_THRESHOLD
         libc.mallopt(-3, 2 ** 25)                   # M_MMAP_THRESHOLD
-    except (OSError, AttributeError, TypeError):    # no glibc, no need
-        pass
 
 
 def script(main):

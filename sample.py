@@ -17,7 +17,6 @@ keeps every row. The last token is not in it: the next step reads that one, so t
 States in a file belong to one model, by the digest of its weights, and to the flags it was swapped with.
 """
 import dataclasses
-import itertools
 import sys
 import time
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ class Args:
     init: str = flag('out/ckpt.safetensors', 'checkpoint, or gpt2, OWNER/NAME, a folder, as for convert.py')
     prompt: str = flag('', 'text, @file, or - for standard input; empty: BOS, or a newline')
     tokens: int = flag(256, 'tokens to write', low=0)
-    samples: int = flag(1, 'texts written at once', low=1)
+    samples: int = flag(1, 'texts written at once', low=1, high=2 ** 16)
     temperature: float = flag(0.8, '0 takes the likeliest token', low=0)
     top_k: int = flag(0, 'only the k likeliest tokens; 0 for all', low=0)
     top_p: float = flag(1.0, 'only the likeliest tokens of this probability together', low=1e-6, high=1)
@@ -59,53 +58,136 @@ def say(text):
     print(text, file=sys.stderr)
 
 
-def read_prompt(text):
-    """What --prompt stands for."""
-    if text == '-':
+def check(given, args, config):
+    """ValueError for a flag that would mean nothing, or one that is missing."""
+    if args.source and not config.source:
+        raise ValueError(f'--source: {args.init} knows no pairs; python train.py --data=multi30k --encoder=3 '
+                         'makes a model that does')
+    if config.source and not (args.source or args.load_state):
+        raise ValueError(f'{args.init} translates: give --source="...", or --load_state')
+    if args.compile and 'all' in config.keeps():
+        raise ValueError('--compile: a compiled step has one shape, but the rows of softmax grow; take a '
+                         '--rule that keeps some of them, as --rule=tova, or leave it out')
+    of_steps = {'tokens', 'samples', 'temperature', 'top_k', 'top_p', 'seed', 'compile', 'load_state'}
+    for holds, does, unused in [
+            (args.source, 'translates --source, and nothing else', of_steps | {'prompt'}),
+            (config.classes, 'tells classes apart, and nothing else', of_steps | {'save_state'}),
+            (not args.source, 'translates nothing without --source', {'beam', 'penalty'})]:
+        for name in unused & given.keys():
+            if holds:
+                raise ValueError(f'--{name} means nothing: {args.init} {does}; leave it out')
+
+
+def text_of(given):
+    """What --prompt or --source stands for."""
+    if given == '-':
         return sys.stdin.read()
-    if text.startswith('@'):
-        with open(text[1:], encoding='utf-8') as f:
+    if given.startswith('@'):
+        with open(given[1:], encoding='utf-8') as f:
             return f.read()
-    return text
+    return given
 
 
-def prompt_tokens(args, model, data):
-    """-> the tokens of --prompt, and with what stands before them, or around a text that is classified."""
-    text = read_prompt(args.prompt)
-    said = prepare.encode(text, data)
-    if args.load_state:
-        return said, said
-    if said and model.config.classes:
-        return said, prepare.whole_text(text, data)
-    return said, prepare.begun(said, data)
-
-
-def read_state(path, model, name, init):
+def read_state(args, model, meta):
     """A file of --save_state -> the last tokens of its texts (B, 1), the state before these. ValueError if
-    another model made it, by its `name` (a digest), or the same one with other flags."""
+    another model made it, by its digest, or the same one with other flags, or if it has more texts."""
+    path = args.load_state
     tensors, about = read(path)
-    if about.get('model') != name:
-        raise ValueError(f'--load_state={path}: not a state of the model in {init}')
-    here = dataclasses.asdict(model.config)
+    if about.get('model') != meta['digest']:
+        raise ValueError(f'--load_state={path}: not a state of the model in {args.init}')
     for key, value in about['made_with'].items():
-        if here.get(key) != value:
+        if getattr(model.config, key, None) != value:
             raise ValueError(f'--load_state={path}: made with {key}={value}; give that, too')
     last = tensors['last'].to(model.embed.weight.device)
+    if len(last) != args.samples:
+        raise ValueError(f'--load_state={path} holds {len(last)} texts: take --samples={len(last)}')
     state = unpack(tensors, device=last.device)
-    fresh = None
-    if model.config.source:
-        fresh = model.encode(torch.zeros_like(last))
-    names = pack(state or []).keys()
-    if names not in (set(), pack(fresh or []).keys(), pack(model.read(last, fresh)).keys()):
+    source = model.read(torch.zeros_like(last))             # of a model without an encoder, any text
+    if pack(state).keys() not in (set(), pack(source).keys(), pack(model.read(last, source)).keys()):
         raise ValueError(f'--load_state={path}: made by an older version; read the prompt again')
     return last, state
 
 
-def keep_state(path, model, name, last, state):
+def keep_state(args, model, meta, last, state):
     """What `read_state` reads."""
-    about = {'model': name, 'made_with': dataclasses.asdict(model.config)}
-    tensors = {key: x.clone() for key, x in pack(state or []).items()}      # layers may share some of them
-    write(path, {**tensors, 'last': last}, about)
+    tensors = {name: x.clone() for name, x in pack(state).items()}          # layers may share some of them
+    about = {'model': meta['digest'], 'made_with': dataclasses.asdict(model.config)}
+    write(args.save_state, {**tensors, 'last': last}, about)
+
+
+def begin(args, model, meta):
+    """-> tokens that are to be read (B, T), the state before them, and which of them the first text says."""
+    said = prepare.encode(text_of(args.prompt), meta['data'])
+    state = None
+    rows = [prepare.begun(said, meta['data'])] * args.samples
+    if args.load_state:
+        last, state = read_state(args, model, meta)
+        rows = [row + said for row in last.tolist()]
+        said = rows[0]
+    return torch.tensor(rows, device=model.embed.weight.device), state, said
+
+
+@torch.inference_mode()
+def classify(model, tokens):
+    """Print how likely each class of a text is, tokens (1, T), the likeliest first."""
+    c = model.config
+    T = tokens.shape[1]
+    if T > c.block_size:
+        raise ValueError(f'--prompt: {T} tokens, but this model knows rows of at most {c.block_size}')
+    if c.patch and T % c.patch:
+        raise ValueError(f'--prompt: {T} numbers, but this model takes {c.patch} at a time')
+    logits, _ = model(tokens)
+    logits = logits.reshape(-1, c.classes)[-1:]             # the last token's, if there is one for each
+    refuse_broken(logits)
+    p, order = logits[0].softmax(-1).sort(descending=True)
+    for i, share in zip(order.tolist(), p.tolist()):
+        print(f'class {i}: {share:.1%}')
+
+
+def translate(args, model, meta):
+    """Print a translation of each line of --source, in a line; --save_state keeps what was read of them,
+    before anything is said."""
+    texts = text_of(args.source).removesuffix('\n').split('\n')
+    sources = torch.from_numpy(prepare.source_rows(texts, meta['data'])).long().to(model.embed.weight.device)
+    for some in sources.split(64):
+        for row in model.translate(some, args.beam, args.penalty).tolist():
+            print(prepare.decode(row, meta['data']).replace('\n', ' '), flush=True)
+    if args.save_state:
+        last = sources.new_full((len(sources), 1), model.config.pad)
+        keep_state(args, model, meta, last, model.encode(sources))
+
+
+def compiled(model, token, state, choose):
+    """`model.unrecorded` by torch.compile: on a GPU, one launch for a step. What such a step returns lies
+    where the next one writes, so it is copied."""
+    forward = torch.compile(model, mode='reduce-overhead')
+
+    def step(token, state):
+        state = [{name: x.to(token.device) for name, x in layer.items()} for layer in state]
+        torch.compiler.cudagraph_mark_step_begin()
+        logits, state = forward(token, state)
+        return choose(logits[:, -1]), [{name: x.clone() for name, x in layer.items()} for layer in state]
+    try:
+        step(token, state)
+    except RuntimeError as e:
+        raise ValueError(f'--compile: {str(e).strip().splitlines()[0]}; leave it out') from None
+    return step
+
+
+def read_all(model, tokens, state, threads):
+    """The state after tokens (B, T). The CPU's threads are those given, else for a long text the fastest."""
+    find = threads is None and tokens.shape[1] > LONG and tokens.device.type == 'cpu'
+    if find:
+        from train import Threads                           # here, for it takes a while
+        fastest = Threads(lambda n: model.read(tokens[:, :n]), 2048, say)
+        fastest.choose()
+    for piece in tokens.split(LONG, 1):
+        began = time.perf_counter()
+        state = model.read(piece, state)                    # in segments, so that memory does not grow
+        seconds = time.perf_counter() - began
+        if find:
+            fastest.again(1e3 * seconds * 2048 / piece.shape[1], seconds)
+    return state
 
 
 def added(before, tokens, data):
@@ -127,184 +209,67 @@ def show(before, held, data):
     return held, []
 
 
-def speed(times, samples):
-    """What to say of steps that ended at times[1:], in seconds, the first of which began at times[0]. The
-    first and last tenth show whether steps take longer as the text grows."""
-    steps = len(times) - 1
-    if steps == 0:
-        return ''
-
-    def pace(first, last):
-        return 1e3 * (times[last] - times[first]) / (last - first)
-    tenth = max(1, steps // 10)
-    rate = 1e3 * samples / pace(0, steps)
-    return (f', {rate:,.0f} tokens/s: {pace(0, steps):.2f} ms a step with what is done once, first tenth '
-            f'{pace(0, tenth):.2f}, last {pace(steps - tenth, steps):.2f}')
-
-
-@torch.inference_mode()
-def classify(model, tokens):
-    """Print how likely each class of a text is, tokens (1, T), the likeliest first."""
-    c = model.config
-    T = tokens.shape[1]
-    if T > c.block_size:
-        raise ValueError(f'--prompt: {T} tokens, but this model knows rows of at most {c.block_size}')
-    if c.patch and T % c.patch:
-        raise ValueError(f'--prompt: {T} numbers, but this model takes {c.patch} at a time')
-    last = torch.arange(T, device=tokens.device) == T - 1
-    logits, _ = model(tokens, at=last[None])
-    refuse_broken(logits)
-    p, order = logits[0].softmax(-1).sort(descending=True)
-    for i, share in zip(order.tolist(), p.tolist()):
-        print(f'class {i}: {share:.1%}')
-
-
-def refuse_unused(given, args, model):
-    """ValueError for a flag that would mean nothing."""
-    if args.compile and 'all' in model.config.keeps():
-        raise ValueError('--compile: a compiled step has one shape, but the rows of softmax grow; take a '
-                         '--rule that keeps some of them, as --rule=tova, or leave it out')
-    of_source = 'beam', 'penalty'
-    of_steps = 'tokens', 'samples', 'temperature', 'top_k', 'top_p', 'seed'
-    names = of_steps if args.source or model.config.classes else ()
-    if not args.source:
-        names = *names, *of_source
-    for name in names:
-        if name in given:
-            what = '--source' if args.source else args.init
-            raise ValueError(f'--{name} means nothing with {what}: leave it out')
-
-
-def translate(model, name, args, data):
-    """Print a translation of each line of --source, in a line; --save_state keeps what was read of them,
-    before anything is said."""
-    c = model.config
-    if not c.source:
-        raise ValueError(f'--source: {args.init} knows no pairs; python train.py --data=multi30k --encoder=3 '
-                         'makes a model that does')
-    if args.load_state or args.prompt:
-        raise ValueError('--source: a translation begins with nothing else; leave out --load_state, --prompt')
-    texts = read_prompt(args.source).removesuffix('\n').split('\n')
-    device = model.embed.weight.device
-    sources = torch.from_numpy(prepare.source_rows(texts, data)).long().to(device)
-    for some in sources.split(64):
-        for row in model.translate(some, args.beam, args.penalty).tolist():
-            print(prepare.decode(row, data).replace('\n', ' '), flush=True)
-    if args.save_state:
-        last = sources.new_full((len(sources), 1), c.pad)
-        keep_state(args.save_state, model, name, last, model.encode(sources))
-
-
-def up_to_end(tokens, end):
-    """The tokens before the first `end`; all if there is none."""
-    if end in tokens:
-        return tokens[:tokens.index(end)]
-    return tokens
-
-
-def compiled(model, token, state, choose):
-    """`model.unrecorded` by torch.compile: on a GPU, one launch for a step. What such a step returns lies
-    where the next one writes, so it is copied."""
-    forward = torch.compile(model, mode='reduce-overhead')
-
-    def step(token, state):
-        state = [{name: x.to(token.device) for name, x in layer.items()} for layer in state]
-        torch.compiler.cudagraph_mark_step_begin()
-        logits, state = forward(token, state)
-        state = [{name: x.clone() for name, x in layer.items()} for layer in state]
-        return choose(logits[:, -1]), state
-    try:
-        step(token, state)
-    except RuntimeError as e:
-        raise ValueError(f'--compile: {str(e).strip().splitlines()[0]}; leave it out') from None
-    return step
-
-
-def begin(args, model, name, data):
-    """What is to be read: tokens (B, T), the state before them, and those of them that the first text
-    says."""
-    said, prompt = prompt_tokens(args, model, data)
-    tokens = torch.tensor([prompt] * args.samples, dtype=torch.long, device=model.embed.weight.device)
-    if not args.load_state:
-        return tokens, None, said
-    last, state = read_state(args.load_state, model, name, args.init)
-    many = len(last)
-    if many != args.samples:
-        raise ValueError(f'--load_state={args.load_state} holds {many} texts: take --samples={many}')
-    return torch.cat([last, tokens], 1), state, last[0].tolist() + said
-
-
-def read_all(model, tokens, state, threads):
-    """The state after tokens (B, T). The CPU's threads are those given, else for a long text the fastest."""
-    asked = None
-    if threads is None and tokens.shape[1] > LONG and tokens.device.type == 'cpu':
-        from train import Threads                           # here, for it takes a while
-        asked = Threads(lambda n: model.read(tokens[:, :n]), 2048, say)
-        asked.choose()
-    for piece in tokens.split(LONG, 1):
-        began = time.perf_counter()
-        state = model.read(piece, state)                    # in segments, so that memory does not grow
-        seconds = time.perf_counter() - began
-        if asked:
-            asked.again(1e3 * seconds * 2048 / piece.shape[1], seconds)
-    return state
-
-
 def write_texts(args, model, data, first, begun, said):
-    """Print what comes after the tokens `first` (B, 1) and the state `begun`: one text as it comes, several
-    in the end. -> the last tokens, their state, and the times at which steps began and ended"""
-    draw = torch.Generator(first.device).manual_seed(args.seed)
-    state = begun
-    steps = model.generate(first, begun, args.temperature, args.top_k, args.top_p, draw)
-    times = [time.perf_counter()]
-    written = []
+    """Print what comes after the tokens `first` (B, 1) and the state `begun`: one text as it comes, several in
+    the end. -> the last tokens, their state, and the times at which steps began and ended"""
     said = said[-LOOK_BACK:]
     before = said                                           # tokens that were printed, or given
     held = []                                               # those of an unfinished character
-    ended = torch.zeros_like(first, dtype=torch.bool)
+    rows = [[] for text in first]
     last = first
-    for last, state in itertools.islice(steps, args.tokens):
+    state = begun
+    draw = torch.Generator(first.device).manual_seed(args.seed)
+    steps = model.generate(first, begun, args.temperature, args.top_k, args.top_p, draw)
+    times = [time.perf_counter()]
+    for _, (last, state) in zip(range(args.tokens), steps):
+        for row, token in zip(rows, last[:, 0].tolist()):   # which waits for a GPU
+            row.append(token)
         times.append(time.perf_counter())
-        if args.samples == 1:
-            before, held = show(before, held + [last.item()], data)
-        else:
-            written.append(last)
-        if model.config.source:                             # a translation has an end
-            ended = ended | (last == data['pad'])
-            if ended.all():
-                break
+        if len(rows) == 1:
+            before, held = show(before, held + [token], data)
+        if model.config.source and all(data['pad'] in row for row in rows):
+            break                                           # all translations have an end
     if held:
         print(added(before, held, data), end='')
-    if written:
-        for i, row in enumerate(torch.cat(written, 1).tolist()):
-            print(f'--- {i + 1} ---\n{added(said, up_to_end(row, data.get("pad")), data)}')
+    if args.samples > 1 and args.tokens:
+        for i, row in enumerate(rows):
+            if data.get('pad') in row:                      # what comes after an end is nothing
+                del row[row.index(data['pad']):]
+            print(f'--- {i + 1} ---\n{added(said, row, data)}')
     print(flush=True)
     return last, state, times
 
 
-def complete(args, model, name, data, step):
+def speed(times, samples):
+    """What to say of steps that ended at times[1:], in seconds, the first of which began at times[0]. The
+    first and last tenth show whether steps take longer as the text grows."""
+    ms = 1e3 * torch.tensor(times, dtype=torch.double).diff()
+    if not len(ms):
+        return ''
+    tenth = max(1, len(ms) // 10)
+    return (f', {1e3 * samples / ms.mean():,.0f} tokens/s: {ms.mean():.2f} ms a step with what is done once, '
+            f'first tenth {ms[:tenth].mean():.2f}, last {ms[-tenth:].mean():.2f}')
+
+
+def complete(args, model, meta):
     """Read the prompt, write what comes after it, keep the state, and say how long it took."""
     c = model.config
-    tokens, state, said = begin(args, model, name, data)
-    if c.classes or not c.causal:                           # which says why, if it has none
-        classify(model, tokens[:1])
-        return
-    start = int(state[0]['t']) if state else 0
-    say(f'{",".join(c.rules())} from {args.init}, step {step}; {model.why}')
+    tokens, state, said = begin(args, model, meta)
+    say(f'{",".join(c.rules())} from {args.init}, step {meta["step"]}; {model.why}')
+    read = tokens.shape[1]
+    left = c.block_size - read - (int(state[0]['t']) if state else 0)
     if c.source:                                            # a row ends, with or without an end
-        args.tokens = min(args.tokens, c.block_size - start - tokens.shape[1] + 1)
-    elif model.positions is not None and start + tokens.shape[1] + args.tokens > c.block_size:
+        args.tokens = min(args.tokens, left + 1)
+    elif model.positions is not None and args.tokens > left:
         say(f'past {c.block_size} tokens, the last learned position is repeated')
     began = time.perf_counter()
     state = read_all(model, tokens[:, :-1], state, args.threads)
-    last, state, times = write_texts(args, model, data, tokens[:, -1:], state, said)
+    last, state, times = write_texts(args, model, meta['data'], tokens[:, -1:], state, said)
     if args.save_state:
-        keep_state(args.save_state, model, name, last, state)
-    read = tokens.shape[1]
-    if len(times) == 1:                                     # the last one waits for a step
-        read -= 1
+        keep_state(args, model, meta, last, state)
+    written = len(times) - 1
     growth = 'growing' if 'all' in c.keeps() else 'whatever the length'
-    say(f'{read:,} tokens read in {times[0] - began:.2f} s, {len(times) - 1:,} written'
+    say(f'{read - (not written):,} tokens read in {times[0] - began:.2f} s, {written:,} written'
         f'{speed(times, args.samples)}; state of {state_bytes(state):,} bytes, {growth}')
 
 
@@ -318,21 +283,22 @@ def main(argv):
         check_threads(args.threads)
         torch.set_num_threads(args.threads)
     model, meta = load(args.init, device, **swap)
-    model.eval()
+    meta.setdefault('digest', args.init)                    # of the model, for states
+    c = model.config
+    check(given, args, c)
     forms = pick_forms(args.impl)
     if args.compile:
         forms = forms._replace(record=compiled)
-    model.use(forms)
-    name = meta.get('digest', args.init)                    # of the model, for states
-    refuse_unused(given, args, model)
-    if args.source:
-        translate(model, name, args, meta['data'])
-        return
-    if model.config.source and not args.load_state:
-        raise ValueError(f'{args.init} translates: give --source="...", or --load_state')
-    if model.config.source and 'temperature' not in given:  # a translation is no story
+    model.eval().use(forms)
+    if c.source and 'temperature' not in given:             # a translation is no story
         args.temperature = 0.0
-    complete(args, model, name, meta['data'], meta['step'])
+    if args.source:
+        translate(args, model, meta)
+    elif c.classes or not c.causal:                         # which says why, if it has none
+        row = prepare.whole_text(text_of(args.prompt), meta['data']) or prepare.begun([], meta['data'])
+        classify(model, torch.tensor([row], device=device))
+    else:
+        complete(args, model, meta)
 
 
 if __name__ == '__main__':
