@@ -1372,7 +1372,7 @@ def on_grid_rows(args, found, val, data):
     for f in found:
         model = model_in(f['path'], args.device)
         T = model.config.block_size
-        begin = recipe.spread(len(val), T, data, GRID_ROWS)
+        begin = recipe.blocks(len(val), T, data, GRID_ROWS)
         loss, _ = recipe.Rows(None, val, data, T, args.device).evaluate(model, begin)
         measured.append({**f, 'bits per byte': recipe.bits_a_nat(data) * loss})
     return measured

@@ -68,12 +68,11 @@ from train import (
     Threads,
     adamw,
     answers,
+    blocks,
     check_threads,
     optimise,
     pack_optimiser,
-    part_of,
     rows,
-    spread,
     steps_left,
     table,
     unpack_optimiser,
@@ -594,7 +593,7 @@ class Data:
         self.task = 'row' in self.meta
         self.T = self.meta.get('row', T)                # a task's rows have their own length
         self.rows = Rows(self.train, self.val, self.meta, self.T, device, args.batch_size, args.seed)
-        self.begin = spread(len(self.val), self.T, self.meta, args.eval_rows)
+        self.begin = blocks(len(self.val), self.T, self.meta, args.eval_rows)
 
     def batch(self, step):
         """-> x, y (batch_size, T), a function of seed and step; y = -1 where it does not count. Of a task's
@@ -881,15 +880,11 @@ def resumed(given, changes):
 
 def take_fastest(model, data):
     """Set the number of threads with which a step of this model is fastest, as train.py does."""
-    x, y = data.batch(0)
-
     def part(tokens):
-        logits, targets, _ = answers(model, *part_of(x, y, tokens, data.meta), None, data.meta)
-        F.cross_entropy(logits, targets).backward()
-        model.zero_grad(set_to_none=True)
+        data.rows.rehearse(model, tokens)
 
     if data.device.type == 'cpu' and torch.get_num_threads() > 1:
-        Threads(part, x.numel(), print, torch.get_num_threads()).choose()
+        Threads(part, data.rows.batch_size * data.T, print, torch.get_num_threads()).choose()
 
 
 def refuse_own(args):
