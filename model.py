@@ -1181,8 +1181,8 @@ class GPT(nn.Module):
         token = tokens.new_full((B * beam, 1), pad)
         texts = tokens.new_empty(B, beam, 0)
         scores = torch.full((B, beam), -math.inf, device=tokens.device)
+        best = texts[:, :1]                                 # of those that ended, and its score
         best_score = scores[:, :1].clone()
-        best = texts[:, :1]
         scores[:, 0] = 0                                    # all begin alike: one of them is enough
         most = most or self.config.block_size - self.config.source
         ends = 0                                            # (B, 1), how many texts have ended
@@ -1194,7 +1194,7 @@ class GPT(nn.Module):
             parent = index // log_p.shape[-1]
             said = index % log_p.shape[-1]
             texts = torch.cat([texts.take_along_dim(parent[..., None], 1), said[..., None]], 2)
-            ended = (said == pad) | (n == most)             # whoever has not ended by then ends there
+            ended = (said == pad) | (n == most)             # at the last step all do
             final = (scores / ((5 + n) / 6) ** penalty).masked_fill(~ended, -math.inf)
             best_score, i = torch.cat([best_score, final], 1).max(1, keepdim=True)
             best = F.pad(best, (0, 1), value=pad)
@@ -1214,11 +1214,8 @@ def chosen_texts(state, index, everything=False):
     as it is, as the texts of one source share it, unless it is to be `everything`."""
     found = []
     for layer in state:
-        new = dict(layer)
-        for name, x in layer.items():
-            if name != 't' and (everything or not name.startswith(SOURCE)):
-                new[name] = x[index]
-        found.append(new)
+        own = [name for name in layer if name != 't' and (everything or not name.startswith(SOURCE))]
+        found.append({**layer, **{name: layer[name][index] for name in own}})
     return found
 
 
