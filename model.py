@@ -1327,7 +1327,7 @@ def config_of(source, meta):
     try:
         return Config(**meta['config'])
     except (TypeError, ValueError, ZeroDivisionError) as e:
-        raise ValueError(f'{source}: made by another version of this project ({e})') from None
+        raise ValueError(f'{source}: cannot be built here, maybe of another version: {e}') from None
 
 
 class Undrawn(TorchFunctionMode):
