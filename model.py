@@ -1253,7 +1253,10 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
 # ---- states as flat dicts of tensors -----------------------------------------------------------------------
 def pack(state, prefix='state'):
     """A state, or None, as a flat dict of tensors, <prefix>.<layer>.<name>, for `write` and `save`."""
-    return {f'{prefix}.{i}.{name}': x for i, layer in enumerate(state or []) for name, x in layer.items()}
+    flat = {}
+    for i, layer in enumerate(state or []):
+        flat.update({f'{prefix}.{i}.{name}': x for name, x in layer.items()})
+    return flat
 
 
 def unpack(tensors, prefix='state', device=None):
@@ -1264,7 +1267,9 @@ def unpack(tensors, prefix='state', device=None):
             _, i, part = name.split('.', 2)
             if '.' in part or x.dim() > 4:
                 raise ValueError(f'{name}: of another version of this project; read the text again')
-            layers[int(i)][part] = x.to('cpu' if part == 't' else device)       # t counts on the CPU
+            if part != 't':                         # which counts on the CPU
+                x = x.to(device)
+            layers[int(i)][part] = x
     return [layers[i] for i in sorted(layers)] or None
 
 
@@ -1372,7 +1377,10 @@ def load(source, device='cpu', revision='main', **changes):
         meta = {'config': config, 'data': data}
     saved = config_of(source, meta)
     config = swapped(saved, source, **changes)
-    with Undrawn() if config == saved else contextlib.nullcontext():
+    how = Undrawn()
+    if config != saved:                     # then some weights may be new
+        how = contextlib.nullcontext()
+    with how:
         model = GPT(config)
     try:
         others = model.load_state_dict(state, strict=config == saved, assign=True)
@@ -1405,8 +1413,9 @@ BOOLEANS = {'true': True, '1': True, 'yes': True, 'false': False, '0': False, 'n
 
 def hint(word, words):
     """'; did you mean this?' with the word most like it, or nothing."""
-    near = difflib.get_close_matches(word, words, 1)
-    return f'; did you mean {near[0]}?' if near else ''
+    for near in difflib.get_close_matches(word, words, 1):
+        return f'; did you mean {near}?'
+    return ''
 
 
 def value_of(flag, text, field):
@@ -1420,7 +1429,9 @@ def value_of(flag, text, field):
         return text
     low, high = field.metadata['range']
     with contextlib.suppress(KeyError, ValueError):
-        value = BOOLEANS[text.lower()] if field.type is bool else field.type(text)
+        if field.type is bool:
+            return BOOLEANS[text.lower()]
+        value = field.type(text)
         if low <= value <= high:                    # nan is not
             return value
     expected = f'expected {EXPECTED[field.type]}'
@@ -1477,7 +1488,9 @@ def parse(argv, doc, *classes):
 def pick_device(name):
     """'auto' or a name -> torch.device that works, or a ValueError that says why not."""
     if name == 'auto':
-        name = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else 'cpu'
+        name = 'cpu'
+        if torch.accelerator.is_available():
+            name = torch.accelerator.current_accelerator()
     try:
         x = torch.zeros(1, device=name)
         x.tolist()                                  # --device=meta has no numbers
