@@ -1142,8 +1142,8 @@ class GPT(nn.Module):
         token = tokens.new_full((B * beam, 1), pad)
         texts = tokens.new_empty(B, beam, 0)
         scores = torch.full((B, beam), -math.inf, device=tokens.device)
+        best = texts[:, :1]                                 # of those that ended, and its score
         best_score = scores[:, :1].clone()
-        best = texts[:, :1]
         scores[:, 0] = 0                                    # all begin alike: one of them is enough
         most = most or self.config.block_size - self.config.source
         ends = 0                                            # (B, 1), how many texts have ended
@@ -1155,7 +1155,7 @@ class GPT(nn.Module):
             parent = index // log_p.shape[-1]
             said = index % log_p.shape[-1]
             texts = torch.cat([texts.take_along_dim(parent[..., None], 1), said[..., None]], 2)
-            ended = (said == pad) | (n == most)             # whoever has not ended by then ends there
+            ended = (said == pad) | (n == most)             # at the last step all do
             final = (scores / ((5 + n) / 6) ** penalty).masked_fill(~ended, -math.inf)
             best_score, i = torch.cat([best_score, final], 1).max(1, keepdim=True)
             best = F.pad(best, (0, 1), value=pad)
@@ -1175,11 +1175,8 @@ def chosen_texts(state, index, everything=False):
     as it is, as the texts of one source share it, unless it is to be `everything`."""
     found = []
     for layer in state:
-        new = dict(layer)
-        for name, x in layer.items():
-            if name != 't' and (everything or not name.startswith(SOURCE)):
-                new[name] = x[index]
-        found.append(new)
+        own = [name for name in layer if name != 't' and (everything or not name.startswith(SOURCE))]
+        found.append({**layer, **{name: layer[name][index] for name in own}})
     return found
 
 
@@ -1217,7 +1214,10 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
 # ---- states as flat dicts of tensors -----------------------------------------------------------------------
 def pack(state, prefix='state'):
     """A state, or None, as a flat dict of tensors, <prefix>.<layer>.<name>, for `write` and `save`."""
-    return {f'{prefix}.{i}.{name}': x for i, layer in enumerate(state or []) for name, x in layer.items()}
+    flat = {}
+    for i, layer in enumerate(state or []):
+        flat.update({f'{prefix}.{i}.{name}': x for name, x in layer.items()})
+    return flat
 
 
 def unpack(tensors, prefix='state', device=None):
@@ -1228,7 +1228,9 @@ def unpack(tensors, prefix='state', device=None):
             _, i, part = name.split('.', 2)
             if '.' in part or x.dim() > 4:
                 raise ValueError(f'{name}: of another version of this project; read the text again')
-            layers[int(i)][part] = x.to('cpu' if part == 't' else device)       # t counts on the CPU
+            if part != 't':                         # which counts on the CPU
+                x = x.to(device)
+            layers[int(i)][part] = x
     return [layers[i] for i in sorted(layers)] or None
 
 
@@ -1291,7 +1293,7 @@ def config_of(source, meta):
     try:
         return Config(**meta['config'])
     except (TypeError, ValueError, ZeroDivisionError) as e:
-        raise ValueError(f'{source}: made by another version of this project ({e})') from None
+        raise ValueError(f'{source}: cannot be built here, maybe of another version: {e}') from None
 
 
 class Undrawn(TorchFunctionMode):
@@ -1336,7 +1338,10 @@ def load(source, device='cpu', revision='main', **changes):
         meta = {'config': config, 'data': data}
     saved = config_of(source, meta)
     config = swapped(saved, source, **changes)
-    with Undrawn() if config == saved else contextlib.nullcontext():
+    how = Undrawn()
+    if config != saved:                     # then some weights may be new
+        how = contextlib.nullcontext()
+    with how:
         model = GPT(config)
     try:
         others = model.load_state_dict(state, strict=config == saved, assign=True)
@@ -1369,8 +1374,9 @@ BOOLEANS = {'true': True, '1': True, 'yes': True, 'false': False, '0': False, 'n
 
 def hint(word, words):
     """'; did you mean this?' with the word most like it, or nothing."""
-    near = difflib.get_close_matches(word, words, 1)
-    return f'; did you mean {near[0]}?' if near else ''
+    for near in difflib.get_close_matches(word, words, 1):
+        return f'; did you mean {near}?'
+    return ''
 
 
 def value_of(flag, text, field):
@@ -1384,7 +1390,9 @@ def value_of(flag, text, field):
         return text
     low, high = field.metadata['range']
     with contextlib.suppress(KeyError, ValueError):
-        value = BOOLEANS[text.lower()] if field.type is bool else field.type(text)
+        if field.type is bool:
+            return BOOLEANS[text.lower()]
+        value = field.type(text)
         if low <= value <= high:                    # nan is not
             return value
     expected = f'expected {EXPECTED[field.type]}'
@@ -1440,7 +1448,9 @@ def parse(argv, doc, *classes):
 def pick_device(name):
     """'auto' or a name -> torch.device that works, or a ValueError that says why not."""
     if name == 'auto':
-        name = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else 'cpu'
+        name = 'cpu'
+        if torch.accelerator.is_available():
+            name = torch.accelerator.current_accelerator()
     try:
         x = torch.zeros(1, device=name)
         x.tolist()                                  # --device=meta has no numbers

@@ -240,17 +240,6 @@ def write_texts(args, model, data, first, begun, said):
     return last, state, times
 
 
-def speed(times, samples):
-    """What to say of steps that ended at times[1:], in seconds, the first of which began at times[0]. The
-    first and last tenth show whether steps take longer as the text grows."""
-    ms = 1e3 * torch.tensor(times, dtype=torch.double).diff()
-    if not len(ms):
-        return ''
-    tenth = max(1, len(ms) // 10)
-    return (f', {1e3 * samples / ms.mean():,.0f} tokens/s: {ms.mean():.2f} ms a step with what is done once, '
-            f'first tenth {ms[:tenth].mean():.2f}, last {ms[-tenth:].mean():.2f}')
-
-
 def complete(args, model, meta):
     """Read the prompt, write what comes after it, keep the state, and say how long it took."""
     c = model.config
@@ -267,10 +256,17 @@ def complete(args, model, meta):
     last, state, times = write_texts(args, model, meta['data'], tokens[:, -1:], state, said)
     if args.save_state:
         keep_state(args, model, meta, last, state)
-    written = len(times) - 1
+    speed = ''
+    ms = 1e3 * torch.tensor(times, dtype=torch.double).diff()
+    if len(ms):
+        tenth = max(1, len(ms) // 10)                       # do steps take longer as the text grows?
+        speed = (f', {1e3 * args.samples / ms.mean():,.0f} tokens/s: {ms.mean():.2f} ms a step with what is '
+                 f'done once, first tenth {ms[:tenth].mean():.2f}, last {ms[-tenth:].mean():.2f}')
+    else:
+        read -= 1                                           # the last one waits for a step
     growth = 'growing' if 'all' in c.keeps() else 'whatever the length'
-    say(f'{read - (not written):,} tokens read in {times[0] - began:.2f} s, {written:,} written'
-        f'{speed(times, args.samples)}; state of {state_bytes(state):,} bytes, {growth}')
+    say(f'{read:,} tokens read in {times[0] - began:.2f} s, {len(ms):,} written{speed}; '
+        f'state of {state_bytes(state):,} bytes, {growth}')
 
 
 @script

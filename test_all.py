@@ -2128,6 +2128,8 @@ def test_an_encoder_learns_classes_says_them_and_is_converted(flags, threes, tmp
     said = [f'class {i}: {p[i]:.1%}' for i in (likelier, 1 - likelier)]
     assert written(capsys, init, '--prompt=1 2 3 4')[0].splitlines() == said
     assert 'at most 7' in refused(capsys, sample.main, init, '--prompt=1 2 3 4 1 2 3 4')
+    for unused in 'tokens', 'save_state', 'beam':
+        assert f'--{unused} means nothing' in refused(capsys, sample.main, init, f'--{unused}=9')
     if 'softmax' in flags:
         rnn = f'--from={out}/ckpt.safetensors', f'--out={tmp_path / "rnn"}', '--distil_steps=3', '--steps=3'
         for recipe in 'pure', 'hedgehog', 't2r':
