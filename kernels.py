@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastweight
-from fastweight import FLOOR, LOG_MIN, append, attend, empty_rows, factors, finish, joined, l2, pick, refuse, start
+from fastweight import (FLOOR, LOG_MIN, append, attend, empty_rows, factors, finish, joined, l2, pick, refuse,
+                        start)
 
 try:
     import triton
@@ -887,7 +888,7 @@ def passes(form, device, normalise, kinds):
 
 
 def trusted(form, given, normalise):
-    """Whether a Triton form may be used for such tensors; compilers have made wrong kernels without a word."""
+    """Whether a Triton form may be used: compilers have made wrong kernels without a word."""
     kinds = [(name, x.dtype, *x.shape[3:]) for name, x in given.items() if x is not None and name != 'S']
     try:
         return passes(form, given['q'].device, normalise, tuple(kinds))
