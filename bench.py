@@ -2623,12 +2623,25 @@ def stories(args):
 WRITES = '(1, 2) to k1', '(3, 4) to k2', '(5, 6) to k1'
 
 
+def after_each_write(rule):
+    """S (V, K), by 'sum' or 'delta'."""
+    k = torch.tensor([[[[1., 0.], [0., 1.], [1., 0.]]]])
+    v = torch.tensor([[[[1., 2.], [3., 4.], [5., 6.]]]])
+    erase = torch.full((1, 1, 1), float(RULES[rule].erase))
+    S = None
+    states = []
+    for k_t, v_t in zip(k.split(1, 2), v.split(1, 2)):
+        _, S = fastweight.recurrent(k_t, k_t, v_t, erase=erase, S=S)
+        states.append(S[0, 0])
+    return states
+
+
 def idea(args):
     """S after each of three writes, `sum` above, `delta` below; its columns are what k1 and k2 find."""
     figure, axes = panels(2, 3, 2.6, 2.4)
     for rule, row in zip(('sum', 'delta'), axes):
         row[0].set_ylabel(rule, fontsize=18)
-        for ax, S, write in zip(row, fastweight.example(rule), WRITES):
+        for ax, S, write in zip(row, after_each_write(rule), WRITES):
             ax.imshow(S, cmap='Blues', vmin=0, vmax=12)
             ax.set(yticks=[], title=f'write {write}')
             ax.set_xticks([0, 1], ['k1', 'k2'])

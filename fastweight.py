@@ -3,14 +3,17 @@
 A network has slow weights, which training changes. It may also have fast weights, which it writes itself
 while it reads (Schmidhuber 1991, 1992): here a matrix S, one a head. At each step the slow weights turn a
 token into a key (where to write), a value (what) and a query (where to read). Writing adds v k^T to S,
-reading is S q. Three writes, the third to a key that was written before, and S after each of them:
+reading is S q. Three writes of one head, the third to a key that was written before, and what S then is:
 
->>> show('sum')             # keys (1, 0), (0, 1), (1, 0); values (1, 2), (3, 4), (5, 6)
-  1   0     1   3     6   3
-  2   0     2   4     8   4
->>> show('delta')
-  1   0     1   3     5   3
-  2   0     2   4     6   4
+>>> k = torch.tensor([[[[1., 0.], [0., 1.], [1., 0.]]]])
+>>> v = torch.tensor([[[[1., 2.], [3., 4.], [5., 6.]]]])
+>>> recurrent(k, k, v)[1]                                       # rule `sum`
+tensor([[[[6., 3.],
+          [8., 4.]]]])
+>>> one = torch.ones(1, 1, 3)
+>>> recurrent(k, k, v, write=one, erase=one)[1]                 # rule `delta`
+tensor([[[[5., 3.],
+          [6., 4.]]]])
 
 The columns are what the two keys find. A sum piles up: the first key finds (6, 8), both of its values added.
 The delta rule first takes out what the key finds: (5, 6), the last value; the other key finds what it found
@@ -81,22 +84,23 @@ def start(q, k, v, write, erase, log_f, log_z, S, normalise):
     if log_z is not None:
         log_z = log_z.clamp(min=LOG_MIN)
     dtype = torch.promote_types(v.dtype, torch.float32)
-    ready = []
-    for x in q, k, v, write, erase, log_f, log_z, S:
-        if x is not None and x.dim() == 3:
+    tensors = [q, k, v, write, erase, log_f, log_z, S]
+    for i, x in enumerate(tensors):
+        if x is None:
+            continue
+        if x.dim() == 3:
             x = x[..., None]
-        if x is not None and x.dtype != dtype:
+        if x.dtype != dtype:
             x = x.to(dtype)
-        ready.append(x)
-    return ready
+        tensors[i] = x
+    return tensors
 
-def filled(q, k, v, w, e, log_f, log_z, S):
-    """What `start` returns, where each absent gate becomes a constant that changes nothing."""
-    one = torch.ones_like(v[..., :1])
-    zero = torch.zeros_like(one)
-    gates = []
-    for x, neutral in (w, one), (e, zero), (log_f, zero), (log_z, zero):
-        gates.append(neutral if x is None else x)
+def filled(*given):
+    """`start`, where each absent gate becomes a constant that changes nothing."""
+    q, k, v, *gates, S = start(*given)
+    for i, neutral in enumerate((1.0, 0.0, 0.0, 0.0)):
+        if gates[i] is None:
+            gates[i] = torch.full_like(v[..., :1], neutral)
     return q, k, v, *gates, S
 
 def finish(o, normalise, floor, dtype):
@@ -129,7 +133,7 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
     To change it: test_recurrent_is_the_equation then fails. Scripts run its faster forms, until
     --impl=loop."""
     dtype = v.dtype
-    q, k, v, w, e, log_f, log_z, S = filled(*start(q, k, v, write, erase, log_f, log_z, S, normalise))
+    q, k, v, w, e, log_f, log_z, S = filled(q, k, v, write, erase, log_f, log_z, S, normalise)
     f = log_f.exp()
     z = log_z.exp()
     o = []
@@ -189,7 +193,7 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
     dtype = v.dtype
     if log_f is not None or log_z is not None:
         chunk = min(chunk, DECAYING)
-    q, k, v, w, e, log_f, log_z, S = filled(*start(q, k, v, write, erase, log_f, log_z, S, normalise))
+    q, k, v, w, e, log_f, log_z, S = filled(q, k, v, write, erase, log_f, log_z, S, normalise)
     o = []
     for i in range(0, q.shape[2], chunk):
         Q, K, V, w_i, e_i, f_i, z_i = (rows[:, :, i:i + chunk] for rows in (q, k, v, w, e, log_f, log_z))
@@ -223,7 +227,7 @@ def write_all(k, v, write=None, erase=None, log_f=None, log_z=None, S=None, norm
     """S after all steps, (B, H, V, K): arguments as for `recurrent`, of which `form` is one. Where the
     order of the steps does not matter it is S + sum_t w_t v_t k_t^T, one product."""
     if in_any_order(erase, log_f, log_z):
-        _, k, v, w, _, _, _, S = filled(*start(k, k, v, write, erase, log_f, log_z, S, normalise))
+        _, k, v, w, _, _, _, S = filled(k, k, v, write, erase, log_f, log_z, S, normalise)
         return S + (w * v).mT @ k
     return form(k, k, v, write, erase, log_f, log_z, S, normalise)[1]
 
@@ -257,7 +261,7 @@ def encoded(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
         S = write_all(k, v, gates['write'], S=S, normalise=normalise)
         return read_all(q, S, normalise, floor), S
     decays = gates.get('log_f'), gates.get('log_z')
-    _, _, v, _, _, log_f, log_z, S = filled(*start(q, k, v, None, erase, *decays, S, normalise))
+    _, _, v, _, _, log_f, log_z, S = filled(q, k, v, None, erase, *decays, S, normalise)
     o, S = form(q, k, v, **gates, S=S)
     reversed_text = {name: x.flip(2) for name, x in {'k': k, 'v': v, **gates}.items() if x is not None}
     next_q = (log_f.exp() * q).flip(2).roll(-1, 2)          # D_t q_t = z_t * (S_{t+1} (f_t * q_t))
@@ -281,7 +285,7 @@ def softmax(q, k, v, rows=None):
     causal = bool(T == T_all > 1)                               # a bool also where sizes are traced
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal), dict(k=k, v=v)
 
-def softmax_of_all(q, k, v, rows=None, there=None):
+def softmax_of_all(q, k, v, there=None):
     """`softmax` of an encoder: each step sees all steps, but those that are padding. there (B, T) or None"""
     mask = None
     if there is not None:
@@ -687,21 +691,6 @@ RULES = {
     'tova-head': Rule('the same, each head by itself', keeps='tova-head'),
     'random': Rule('a row goes by a fixed hash of position and time: the control', keeps='random'),
 }
-
-
-# ---- the example at the top --------------------------------------------------------------------------------
-def example(rule):
-    """S (V, K) after each of the three writes of the first lines, by 'sum' or 'delta'."""
-    k = torch.tensor([[[[1., 0.], [0., 1.], [1., 0.]]]])
-    v = torch.tensor([[[[1., 2.], [3., 4.], [5., 6.]]]])
-    erase = torch.full((1, 1, 3), float(bool(RULES[rule].erase)))
-    first = (recurrent(k[:, :, :t], k[:, :, :t], v[:, :, :t], erase=erase[:, :, :t]) for t in (1, 2, 3))
-    return [S[0, 0] for _, S in first]
-
-def show(rule):
-    """Print them side by side."""
-    for rows in zip(*example(rule)):
-        print('   '.join(f'{a:3.0f} {b:3.0f}' for a, b in rows))
 
 if __name__ == '__main__':
     print(__doc__.partition('name  ')[0])

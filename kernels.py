@@ -1,7 +1,6 @@
 """Every fast form and nothing else. Each has its definition elsewhere; test_all.py compares the two.
 
     o, S = chunked(q, k, v, write, erase, log_f, log_z, S, normalise, floor)     fastweight.chunked, recurrent
-    o, S = step(...)                                                             the same for a single step
     o, log_mass, went, rows = bounded(q, k, v, rows, t, policy, cache, ...)      fastweight.bounded
     y = shifted_sum(x, w)                                                        model.shifted_sum
     step = recorded(model, token, state, choose)                                 model.step
@@ -15,14 +14,14 @@ import sys
 import types
 import warnings
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import fastweight
-from fastweight import FLOOR, LOG_MIN, append, attend, empty_rows, factors, finish, joined, l2, pick, refuse, start
+from fastweight import (FLOOR, LOG_MIN, append, attend, empty_rows, factors, finish, joined, l2, pick, refuse,
+                        start)
 
 try:
     import triton
@@ -44,13 +43,13 @@ except ImportError:         # everything works without; only GPUs are slower
 #   U <- U + z_in (W S^T)                               what is written
 #   o = z_up (A U + z_in (y S_in^T))                    S_in = f_in S, what keys meet at the middle
 #
-# In S' the state is multiplied by P = diag(f_all) + W^T (f_out x), which no state is needed for. The backward
-# reads this from bottom to top. dX is the gradient of X; do and dS' are given.
+# The backward reads this from bottom to top. dX is the gradient of X; do and dS' are given.
 #
 #   gradient   shape          equation
 #   g          (C, V)         z_up do                              of what is summed up in o
 #   dA         (C, C)         tril(g U^T)
-#   dS         (V, K)         (z_all dS') P^T + f_in (z_in g)^T y + (z_in A^T g)^T W    the last chunk first
+#   dS         (V, K)         f_all z_all dS' + z_all (dS' (f_out x)^T) W               the last chunk first,
+#                             + f_in (z_in g)^T y + (z_in A^T g)^T W                    as in S'
 #   dU         (C, V)         A^T g + z_out (f_out x dS'^T)
 #   dY         (C, V)         M^T dU                               of Y = (I + L) U; without e, dU
 #   dL         (C, C)         -tril(dY U^T, -1)
@@ -71,11 +70,11 @@ except ImportError:         # everything works without; only GPUs are slower
 # Nothing else overflows while q, k, v are below 10^3.
 #
 # Chunks are worked on a segment at a time: all chunks of a long text at once would leave every cache, and be
-# kept for the backward. Of a segment the backward needs what `Inside` names. Only the last few keep it; for
-# those before, the state they begin with is kept, and their forward is computed once more.
+# kept for the backward. What it needs of a segment, `forward_of` returns last. Only the last few segments
+# keep it; for those before, the state they begin with is kept, and their forward is computed once more.
 CHUNK = 32              # steps; `on_cpu` says where more or fewer pay
 NUMBERS = 2 ** 18       # of a tensor in a segment: 1 MB in fp32
-KEPT = 8                # segments whose inside is kept
+KEPT = 8                # segments that keep what the backward needs
 NO_DECAY = None, None, None, None       # in place of `factors`, so that nothing is computed for them
 
 
@@ -117,24 +116,16 @@ def walk(S, own, f_all, z_all, W, x_out, back=False):
     own (N, n, V, K)   f_all (N, n, 1, K|1)   z_all (N, n, V|1, 1)   W (N, n, C, K), None where nothing is
     erased   x_out = f_out x (N, n, C, K)   back: the gradients of the states, from the last chunk to the
     first ->  the S that each chunk meets (N, n, V, K), and the one behind the last"""
-    _, n, V, K = own.shape
     erases = W is not None
-    order = range(n)
+    order = range(own.shape[1])
     if back:
         order = reversed(order)
         W, x_out = x_out, W
-    P = None
-    if erases and K <= V:    # leaves one product per chunk to the loop; of more features P is too large
-        P = W.mT @ x_out
-        P.diagonal(dim1=2, dim2=3).add_(1.0 if f_all is None else f_all.squeeze(2))
     states = torch.empty_like(own)
     for j in order:
         states[:, j] = S
         if z_all is not None:
             S = S * z_all[:, j].mT
-        if P is not None:
-            S = torch.baddbmm(own[:, j], S, P[:, j])
-            continue
         kept = S
         if f_all is not None:
             kept = S * f_all[:, j]
@@ -144,21 +135,9 @@ def walk(S, own, f_all, z_all, W, x_out, back=False):
     return states, S
 
 
-class Inside(NamedTuple):
-    """What the forward of a segment keeps for its backward, in the letters above."""
-    f: tuple
-    z: tuple
-    A: torch.Tensor
-    M: torch.Tensor | None
-    W: torch.Tensor | None
-    U: torch.Tensor
-    states: torch.Tensor
-    S: torch.Tensor
-    o: torch.Tensor | None
-
-
 def forward_of(S, q, k, v, w, e, log_f, log_z):
-    """A segment: q, k, v, gates (N, n, C, .), S (N, V, K) before it  ->  Inside, o (N, n, C, V)"""
+    """A segment: q, k, v, gates (N, n, C, .), S (N, V, K) before it  ->  o (N, n, C, V), S behind it, and
+    what the backward needs beside these, in the letters above"""
     f = z = NO_DECAY
     if log_f is not None:
         f = factors(log_f)
@@ -183,7 +162,7 @@ def forward_of(S, q, k, v, w, e, log_f, log_z):
         U += times(W @ states.mT, z_in)
     S_in = times(states, f_in)
     o = times(A @ U + times(y @ S_in.mT, z_in), z_up)
-    return Inside(f, z, A, M, W, U, states, S, None if log_z is None else o), o
+    return o, S, (f, z, A, M, W, U, states, S, None if log_z is None else o)
 
 
 def backward_of(do, dS, inside, q, k, v, w, e, log_f, log_z):
@@ -257,56 +236,60 @@ def cut(x, segment, C):
     return x.contiguous().flatten(0, 1).unflatten(1, (-1, C))
 
 
-def put(x, segment, chunks):
-    """The inverse of `cut`, into x."""
-    x = x[:, :, segment]
-    B, H, t, d = x.shape
-    x.copy_(chunks.reshape(B, H, -1, d)[:, :, :t])
+def put(chunks, x, segment, like):
+    """The inverse of `cut`: chunks into the segment of x, which is None at first, then has the shape of
+    `like`. A segment that is all there is becomes x itself."""
+    if chunks is None:
+        return None
+    part = chunks.flatten(1, 2).unflatten(0, like.shape[:2])
+    if part.shape == like.shape:
+        return part
+    if x is None:
+        x = torch.empty_like(like)
+    x[:, :, segment] = part[:, :, :like[:, :, segment].shape[2]]
+    return x
 
 
 class Chunks(torch.autograd.Function):
-    """C: steps of a chunk; S, and q, k, v, w, e, log_f, log_z, as `start` gives them  ->  o, S"""
+    """C: steps of a chunk; S (N, V, K); q, k, v, w, e, log_f, log_z as `start` gives them  ->  o, S"""
     @staticmethod
     def forward(ctx, C, S, *steps):
-        q, _, v = steps[:3]
-        N, V, K = S.flatten(0, 1).shape
-        T = q.shape[2]
+        v = steps[2]
+        T = v.shape[2]
+        N, V, K = S.shape
         length = 2 ** max(6, (NUMBERS // (N * max(K, V))).bit_length() - 1)             # 64 at the least
         ctx.segments = [slice(i, i + length) for i in range(0, T, length)]
+        if len(ctx.segments) == 1:
+            steps = [if_given(torch.Tensor.contiguous, x) for x in steps]               # then nothing to cut
         ctx.insides = collections.deque(maxlen=KEPT if any(ctx.needs_input_grad) else 0)
         ctx.C = C
-        o = torch.empty_like(v)
-        shape = S.shape
-        S = S.flatten(0, 1).clone()                     # one from inference mode cannot be saved
+        o = None
+        S = S.clone()                                   # one from inference mode cannot be saved
         begins = []                                     # the state at the begin of each segment
         for segment in ctx.segments:
             begins.append(S)
-            inside, of_segment = forward_of(S, *(cut(x, segment, C) for x in steps))
-            put(o, segment, of_segment)
-            S = inside.S
+            of_segment = [cut(x, segment, C) for x in steps]
+            o_segment, S, inside = forward_of(S, *of_segment)
+            o = put(o_segment, o, segment, v)
             ctx.insides.append(inside)
         ctx.save_for_backward(*steps, *begins)
-        return o, S.view(shape)
+        return o, S.view_as(S)                          # S itself would hold ctx, which holds it
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dS):
         steps = ctx.saved_tensors[:7]
         begins = ctx.saved_tensors[7:]
-        gradients = [if_given(torch.empty_like, x) for x in steps]
-        shape = dS.shape
-        dS = dS.flatten(0, 1)
+        gradients = [None] * 7
         for segment, S in zip(reversed(ctx.segments), reversed(begins)):
             of_segment = [cut(x, segment, ctx.C) for x in steps]
             if ctx.insides:
                 inside = ctx.insides.pop()
             else:
-                inside, _ = forward_of(S, *of_segment)
+                _, _, inside = forward_of(S, *of_segment)
             *parts, dS = backward_of(cut(do, segment, ctx.C), dS, inside, *of_segment)
-            for dx, part in zip(gradients, parts):
-                if dx is not None:
-                    put(dx, segment, part)
-        return None, dS.view(shape), *gradients
+            gradients = [put(part, dx, segment, x) for part, dx, x in zip(parts, gradients, steps)]
+        return None, dS, *gradients
 
 
 def form(f):
@@ -329,7 +312,8 @@ def on_cpu(q, k, v, w, e, log_f, log_z, S):
         C = CHUNK // 2
     elif k.shape[-1] >= 64 and log_f is None and log_z is None:
         C = 2 * CHUNK
-    return Chunks.apply(min(C, q.shape[2]), S, q, k, v, w, e, log_f, log_z)
+    o, S_T = Chunks.apply(min(C, q.shape[2]), S.flatten(0, 1), q, k, v, w, e, log_f, log_z)
+    return o, S_T.view(S.shape)
 
 
 @form
@@ -887,7 +871,7 @@ def passes(form, device, normalise, kinds):
 
 
 def trusted(form, given, normalise):
-    """Whether a Triton form may be used for such tensors; compilers have made wrong kernels without a word."""
+    """Whether a Triton form may be used: compilers have made wrong kernels without a word."""
     kinds = [(name, x.dtype, *x.shape[3:]) for name, x in given.items() if x is not None and name != 'S']
     try:
         return passes(form, given['q'].device, normalise, tuple(kinds))

@@ -1324,7 +1324,7 @@ def test_rows_get_more_room_when_it_is_full(monkeypatch):
         choose, _ = listener()
         step = kernels.recorded(m, tokens[:, 110:111], state, choose)
         for t in range(110, 123):
-            if t == 119:                                # behind the first step with more room for a second time
+            if t == 119:                                # behind a step that was the first with more room
                 early = [dict(layer, t=layer['t'].clone()) for layer in state]
             token, state = step(tokens[:, t:t + 1], state)
             assert token == exact[:, t].argmax(-1)
