@@ -8,8 +8,10 @@
 Without this file all but bench.py works, and is slower: model.pick_forms imports it.
 """
 import collections
+import contextlib
 import functools
 import math
+import os
 import sys
 import types
 import warnings
@@ -23,12 +25,12 @@ import fastweight
 from fastweight import (FLOOR, LOG_MIN, append, attend, empty_rows, factors, finish, joined, l2, pick, refuse,
                         start)
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:         # everything works without; only GPUs are slower
-    triton = None
-    tl = types.SimpleNamespace(constexpr=None)
+triton = None                       # everything works without it; only GPUs are slower
+tl = types.SimpleNamespace(constexpr=None)
+if torch.cuda.is_available() or 'TRITON_INTERPRET' in os.environ:       # its import takes as long as ours
+    with contextlib.suppress(ImportError):
+        import triton
+        import triton.language as tl
 
 
 # ---- CPU: chunks with a backward by hand -------------------------------------------------------------------
