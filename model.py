@@ -533,7 +533,7 @@ class FastWeights(nn.Module):
         with without_autocast(x):
             if self.rule.bounded:
                 return self.keep_rows(x, q, k, v, state, t)
-            if x.shape[1] > SEGMENT and not torch.is_grad_enabled():
+            if self.causal and x.shape[1] > SEGMENT and not torch.is_grad_enabled():
                 return self.by_segments(x, q, k, v, state, t)
             self.redraw(state)
             written = self.writes(x, k, v, t)

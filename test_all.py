@@ -1358,6 +1358,19 @@ def pairs(B=3):
     source[2, 6:] = 19
     return source, torch.randint(19, (B, 9))
 
+@pytest.mark.parametrize('rule', SOURCE_RULES)
+def test_an_encoder_reads_a_text_at_once_whatever_its_length(rule, monkeypatch):
+    """Also without gradients, where a causal layer takes a long text in segments. Padding is not seen."""
+    monkeypatch.setattr(model_py, 'SEGMENT', 4)
+    layer = FastWeights(rule, 8, 2, 4, causal=False).double().eval()
+    x, (q, k, v) = torch.randn(2, 9, 8, dtype=f64), torch.randn(3, 2, 2, 9, 4, dtype=f64)
+    there = torch.arange(9).expand(2, 9) < 7
+    whole = layer(x, q, k, v, there=there)[0]
+    with torch.no_grad():
+        near(layer(x, q, k, v, there=there)[0], whole)
+        short = layer(x[:, :7], q[:, :, :7], k[:, :, :7], v[:, :, :7])[0]
+    near(whole[:, :, :7], short)
+
 @a_translator
 def test_a_source_is_read_once_and_texts_can_be_cut_anywhere(config):
     """By all forms; a padded source is as one without padding; no target leaks, all of the source is seen."""
