@@ -250,15 +250,16 @@ def rows(data, begin, T, meta, device):
     return torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)
 
 
-def answers(model, x, y, state, meta):
+def answers(model, x, y, state, meta, dtype=torch.float32):
     """Read x from a state, or None -> logits (N, vocab) in fp32, targets (N,), where these count; the state.
-    In a task few places count: only for these are logits computed."""
-    if 'row' in meta:
-        at = y >= 0
-        logits, state = model(x, state, at)
-        return logits.float(), y[at], state
-    logits, state = model(x, state)                         # in a text all count, but behind its end (-1)
-    return logits.flatten(0, 1).float(), y.flatten(), state
+    In a task few places count: only for these are logits computed. dtype: of the matrix products"""
+    with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
+        if 'row' in meta:
+            at = y >= 0
+            logits, state = model(x, state, at)
+            return logits.float(), y[at], state
+        logits, state = model(x, state)                     # in a text all count, but behind its end (-1)
+        return logits.flatten(0, 1).float(), y.flatten(), state
 
 
 def blocks(n, T, meta, count=None):
@@ -330,10 +331,19 @@ class Rows:
         begin = self.starts(step).reshape(self.accum, -1)[i, self.rank::self.world]
         return rows(self.train, begin, self.T, self.meta, self.device)
 
-    def answers(self, model, x, y, state=None):
-        """`answers`, with matrix products in the run's dtype."""
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            return answers(model, x, y, state, self.meta)
+    def learn(self, model, states, step):
+        """Forward and backward of all batches of a step -> its loss (1,). states: what each batch begins with,
+        None unless carry; what it ends with takes its place."""
+        total = torch.zeros(1, device=self.device)
+        for i, state in enumerate(states):
+            x, y = self.batch(step, i)
+            logits, y, end = answers(model, x, y, state, self.meta, self.dtype)
+            loss = F.cross_entropy(logits, y) / self.accum
+            loss.backward()
+            total += loss.detach()
+            if self.carry:                                  # but gradients end with the row
+                states[i] = [{name: x.detach() for name, x in layer.items()} for layer in end]
+        return total
 
     def rehearse(self, model, tokens):
         """Forward and backward of a part of a batch: as many rows as have so many tokens, or of a text a part
@@ -344,7 +354,7 @@ class Rows:
         most = self.T if 'row' in self.meta else tokens
         training = model.training
         model.eval()                                        # without dropout, nor features drawn anew
-        logits, y, _ = self.answers(model, x[:many, :most], y[:many, :most])
+        logits, y, _ = answers(model, x[:many, :most], y[:many, :most], None, self.meta, self.dtype)
         F.cross_entropy(logits, y).backward()
         model.train(training)
         model.zero_grad(set_to_none=True)
@@ -372,7 +382,7 @@ class Rows:
             if idle:
                 mine = begin[:1]
             x, y = rows(self.val, mine, self.T, self.meta, self.device)
-            logits, y, end = self.answers(model, x, y, state)
+            logits, y, end = answers(model, x, y, state, self.meta, self.dtype)
             if carried:
                 state = end
             loss = F.cross_entropy(logits, y, reduction='sum', ignore_index=-1)
@@ -548,7 +558,7 @@ def settings(argv):
         return args, model.config, model.state_dict(), {'data': data}
     if not args.resume:
         return args, Config(**given_model), {}, {}
-    path = os.path.join(args.out, 'ckpt.safetensors')
+    path = f'{args.out}/ckpt.safetensors'
     model, meta = load(path)
     if 'best' not in meta:
         raise ValueError(f'{path}: holds no training run, only a model')
@@ -643,7 +653,7 @@ def tell(log, text, **figures):
 def opening(model, data, args, run):
     """Say what is trained, and begin the log with it. -> the log, a file"""
     os.makedirs(args.out, exist_ok=True)
-    path = os.path.join(args.out, 'log.jsonl')
+    path = f'{args.out}/log.jsonl'
     if data.rank > 0:
         path = os.devnull
     log = open(path, 'a' if args.resume else 'w')           # noqa: SIM115
@@ -689,7 +699,7 @@ def report(model, data, args, log, **found):
             tell(log, f'validation, carried: {score(meta, loss)}', rule='carried', val_loss=loss)
             found.update({'val_loss carried': loss, 'bits per byte carried': loss * bits_a_nat(meta)})
     found.update(commit=commit(), **dataclasses.asdict(args), **dataclasses.asdict(model.config))
-    with open(os.path.join(args.out, 'result.json'), 'w') as f:
+    with open(f'{args.out}/result.json', 'w') as f:
         f.write(json.dumps(found, indent=1))
     if not args.fsdp:
         show(model, data, args)
@@ -737,19 +747,7 @@ def main(argv):
     run = {'args': dataclasses.asdict(args), 'torch': torch.__version__}
     log = opening(model, data, args, run)
     forward = torch.compile(model) if args.compile else model
-
-    def learn(step):
-        """Forward and backward of all batches of a step -> its loss (1,)"""
-        total = torch.zeros(1, device=device)
-        for i in range(args.accum):
-            x, y = data.batch(step, i)
-            logits, y, end = data.answers(forward, x, y, states[i])
-            loss = F.cross_entropy(logits, y) / args.accum
-            loss.backward()
-            total += loss.detach()
-            if args.carry:                                  # but gradients end with the row
-                states[i] = [{name: x.detach() for name, x in layer.items()} for layer in end]
-        return total
+    learn = functools.partial(data.learn, forward, states)
 
     first = meta.get('step', 0)                             # steps of the run that is resumed
     best = meta.get('best', math.inf)
@@ -757,6 +755,7 @@ def main(argv):
     times = []                                              # seconds of the steps since the last line
     seconds = 0.0                                           # of all steps
     since = time.perf_counter()
+    # forward and backward are data.learn, clip and step are in optimise; here one logs, evaluates, saves
     steps = optimise(model, opt, learn, args.steps, args.lr, args.seed, first, args.clip, rank, world)
     for done, loss, norm, good in steps:
         times.append(time.perf_counter() - since)
@@ -790,12 +789,12 @@ def main(argv):
             run.update(step=done, data=about)
             if judged < best:
                 best = judged
-                keep(os.path.join(args.out, 'best.safetensors'), model, run, {}, rank)
+                keep(f'{args.out}/best.safetensors', model, run, {}, rank)
             memories = pack_optimiser(model, opt)
             for i, state in enumerate(states):
                 memories.update(pack(state or [], f'carry{i}'))
             last = {**run, 'best': best, 'threads': torch.get_num_threads() if world == 1 else None}
-            keep(os.path.join(args.out, 'ckpt.safetensors'), model, last, memories, rank)
+            keep(f'{args.out}/ckpt.safetensors', model, last, memories, rank)
         since = time.perf_counter()
     say(f'\n{args.steps - first} steps in {seconds / 60:.1f} minutes')
     report(model, data, args, log, steps=args.steps, ms=ms, minutes=seconds / 60)
