@@ -76,7 +76,6 @@ from train import (
     steps_left,
     table,
     unpack_optimiser,
-    up_to_targets,
 )
 
 
@@ -596,12 +595,8 @@ class Data:
         self.begin = blocks(len(self.val), self.T, self.meta, args.eval_rows)
 
     def batch(self, step):
-        """-> x, y (batch_size, T), a function of seed and step; y = -1 where it does not count. Of a task's
-        rows what is behind all targets is left out, as in `answers`: stage 1 would learn from padding."""
-        x, y = self.rows.batch(step)
-        if self.task:
-            x, y = up_to_targets(x, y, self.meta)
-        return x, y
+        """-> x, y (batch_size, T), a function of seed and step; y = -1 where it does not count."""
+        return self.rows.batch(step)
 
     def after(self, steps):
         """-> `batch` for a stage that comes after so many steps of another."""

@@ -2560,6 +2560,19 @@ def test_rows_are_a_function_of_seed_step_and_index():
     assert len(set(a)) > 4 and a.max() < 1000 - 16 and (a == starts(3, 7)).all()
     assert (a != starts(3, 8)).any() and (a != starts(4, 7)).any()
 
+def test_rows_end_with_the_last_target_of_all():
+    """Of a task, unless its inputs are patches; a text's last row has targets up to the text's end."""
+    def rows(begin, **meta):
+        x, y = train.rows(data.reshape(-1), begin, 6, meta, torch.device('cpu'))
+        return x.tolist(), y.tolist()
+    data = np.arange(24, dtype=np.uint8).reshape(2, 2, 6)
+    data[:, 1] = 99
+    data[0, 1, 1], data[1, 1, 3] = 5, 7
+    task = [[0, 1, 2, 3], [12, 13, 14, 15]], [[-1, 5, -1, -1], [-1, -1, -1, 7]]
+    assert rows([0, 12], row=6, ignore=99) == task
+    assert [len(side[0]) for side in rows([0, 12], row=6, ignore=99, patch=2)] == [6, 6]
+    assert rows([20])[1] == [[7, 99, 99, -1, -1, -1]]
+
 @pytest.mark.parametrize('more', [dict(source=12), {}], ids=['apart', 'one text'])
 def test_pairs_of_like_length_come_together(more):
     """A batch's longer sides lie between those of two others, and the batches are in no order."""

@@ -234,7 +234,8 @@ def joined(x):
 # ---- data --------------------------------------------------------------------------------------------------
 
 def rows(data, begin, T, meta, device):
-    """-> x, y (B, T): inputs, and the token that should follow each; -1 where it does not count.
+    """-> x, y (B, T): inputs, and the token that should follow each; -1 where it does not count. Of a task
+    what is behind the last target of all is left out, but patches are read whole.
     data: the flat array of token ids, maybe a map of a file; begin (B,): where in it the rows start."""
     at = np.add.outer(begin, np.arange(T))
     ahead = at + (T if 'row' in meta else 1)                # a task's targets lie behind the inputs
@@ -242,27 +243,23 @@ def rows(data, begin, T, meta, device):
     y = data.take(ahead, mode='clip').astype(np.int64)
     y[y == meta.get('ignore', -1)] = -1
     y[ahead >= len(data)] = -1                              # the text has ended
+    if 'row' in meta and 'patch' not in meta:
+        end = np.flatnonzero((y >= 0).any(0)).max() + 1
+        x = x[:, :end]
+        y = y[:, :end]
     return torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)
 
 
-def up_to_targets(x, y, meta):
-    """Rows x, y (B, T) of a task without what is behind the last target of all; patches are read whole."""
-    if 'patch' in meta:
-        return x, y
-    T = 1 + int((y >= 0).any(0).nonzero().max())
-    return x[:, :T], y[:, :T]
-
-
-def answers(model, x, y, state, meta):
+def answers(model, x, y, state, meta, dtype=torch.float32):
     """Read x from a state, or None -> logits (N, vocab) in fp32, targets (N,), where these count; the state.
-    In a task few places count: only for these are logits computed, and what is behind them is not read."""
-    if 'row' in meta:
-        x, y = up_to_targets(x, y, meta)
-        at = y >= 0
-        logits, state = model(x, state, at)
-        return logits.float(), y[at], state
-    logits, state = model(x, state)                         # in a text all count, but behind its end (-1)
-    return logits.flatten(0, 1).float(), y.flatten(), state
+    In a task few places count: only for these are logits computed. dtype: of the matrix products"""
+    with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
+        if 'row' in meta:
+            at = y >= 0
+            logits, state = model(x, state, at)
+            return logits.float(), y[at], state
+        logits, state = model(x, state)                     # in a text all count, but behind its end (-1)
+        return logits.flatten(0, 1).float(), y.flatten(), state
 
 
 def blocks(n, T, meta, count=None):
@@ -334,21 +331,19 @@ class Rows:
         begin = self.starts(step).reshape(self.accum, -1)[i, self.rank::self.world]
         return rows(self.train, begin, self.T, self.meta, self.device)
 
-    def answers(self, model, x, y, state=None):
-        """`answers`, with matrix products in the run's dtype."""
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            return answers(model, x, y, state, self.meta)
-
-    def learn_from(self, model, x, y, state=None):
-        """Forward and backward of a batch -> its part of the step's loss (1,), and with carry the state it
-        ends with, whose gradients end here"""
-        logits, y, state = self.answers(model, x, y, state)
-        loss = F.cross_entropy(logits, y) / self.accum
-        loss.backward()
-        end = None
-        if self.carry:
-            end = [{name: x.detach() for name, x in layer.items()} for layer in state]
-        return loss.detach().view(1), end
+    def learn(self, model, states, step):
+        """Forward and backward of all batches of a step -> its loss (1,). states: what each batch begins with,
+        None unless carry; what it ends with takes its place."""
+        total = torch.zeros(1, device=self.device)
+        for i, state in enumerate(states):
+            x, y = self.batch(step, i)
+            logits, y, end = answers(model, x, y, state, self.meta, self.dtype)
+            loss = F.cross_entropy(logits, y) / self.accum
+            loss.backward()
+            total += loss.detach()
+            if self.carry:                                  # but gradients end with the row
+                states[i] = [{name: x.detach() for name, x in layer.items()} for layer in end]
+        return total
 
     def rehearse(self, model, tokens):
         """Forward and backward of a part of a batch: as many rows as have so many tokens, or of a text a part
@@ -359,7 +354,8 @@ class Rows:
         most = self.T if 'row' in self.meta else tokens
         training = model.training
         model.eval()                                        # without dropout, nor features drawn anew
-        self.learn_from(model, x[:many, :most], y[:many, :most])
+        logits, y, _ = answers(model, x[:many, :most], y[:many, :most], None, self.meta, self.dtype)
+        F.cross_entropy(logits, y).backward()
         model.train(training)
         model.zero_grad(set_to_none=True)
 
@@ -370,8 +366,9 @@ class Rows:
         left. told: what lines of progress begin with  ->  nats a target, share guessed right"""
         if begin is None:
             begin = blocks(len(self.val), self.T, self.meta)
-        most = 2 ** 28 // (self.T * self.meta['vocab_size'])            # 1 GB of logits
-        many = 1 if carried else min(32, max(1, most))
+        many = min(32, 2 ** 28 // (self.T * self.meta['vocab_size']))           # 1 GB of logits
+        if carried or many == 0:
+            many = 1
         if self.world > 1:
             for b in model.buffers():                       # random features: everybody's are the first one's
                 dist.broadcast(b, 0)
@@ -382,8 +379,10 @@ class Rows:
         for i in told_of(range(0, len(begin), self.world * many), told):
             mine = begin[i + self.rank * many:][:many]
             idle = len(mine) == 0                           # others may wait for its part of the model
-            x, y = rows(self.val, begin[:1] if idle else mine, self.T, self.meta, self.device)
-            logits, y, end = self.answers(model, x, y, state)
+            if idle:
+                mine = begin[:1]
+            x, y = rows(self.val, mine, self.T, self.meta, self.device)
+            logits, y, end = answers(model, x, y, state, self.meta, self.dtype)
             if carried:
                 state = end
             loss = F.cross_entropy(logits, y, reduction='sum', ignore_index=-1)
@@ -431,9 +430,10 @@ def table(rows):
         return f'{x:.4g}'
     columns = []
     for name in rows[0]:
-        cells = [name, *(show(row[name]) for row in rows)]
+        cells = [name] + [show(row[name]) for row in rows]
         width = max(map(len, cells))
-        columns.append([cell.rjust(width) if columns else cell.ljust(width) for cell in cells])
+        side = '>' if columns else '<'
+        columns.append([f'{cell:{side}{width}}' for cell in cells])
     for cells in zip(*columns):
         print('  '.join(cells))
 
@@ -558,7 +558,7 @@ def settings(argv):
         return args, model.config, model.state_dict(), {'data': data}
     if not args.resume:
         return args, Config(**given_model), {}, {}
-    path = os.path.join(args.out, 'ckpt.safetensors')
+    path = f'{args.out}/ckpt.safetensors'
     model, meta = load(path)
     if 'best' not in meta:
         raise ValueError(f'{path}: holds no training run, only a model')
@@ -623,46 +623,55 @@ def built(args, config, data, weights):
     model = GPT(dataclasses.replace(config, block_size=longest, **of_data)).to(data.device)
     refuse(mistakes(args, config, data, model))
     model.use(pick_forms(args.impl))
-    if not weights:
-        return model
-    if model.config.classes and not config.classes:         # their head is new
-        for name in 'head.weight', 'head.bias':
-            weights[name] = model.state_dict()[name]
+    if weights and model.config.classes and not config.classes:         # then their head is new
+        new = model.state_dict()
+        weights = {**weights, 'head.weight': new['head.weight'], 'head.bias': new['head.bias']}
     try:
-        model.load_state_dict(weights)
+        if weights:
+            model.load_state_dict(weights)
     except RuntimeError as e:
         why = ' '.join(str(e).split())[:300]
         raise ValueError(f'--data={args.data}: classes, patches and sources have to be those the model has, '
                          f'and rows no longer than the positions it has learned ({why})') from None
+    if args.fsdp:
+        shard(model, data.device, data.world)
     return model
 
 
 def line(steps, step, loss, lr, norm, ms, memory, tok_s):
-    """What is printed of a step; the same figures go to the log."""
+    """What is printed of a step."""
     return (f'step {step:5d}/{steps} | loss {loss:.3f} | lr {lr:.1e} | norm {norm:5.2f} | {ms:5.0f} ms | '
             f'{tok_s / 1e3:6.1f}k tok/s | {memory / 1e6:.0f} MB | eta {(steps - step) * ms / 6e4:.1f} min')
 
 
-def note(log, **row):
-    """A line of log.jsonl."""
-    print(json.dumps(row), file=log, flush=True)
+def tell(log, text, **figures):
+    """Print a line, and write its figures as a line of log.jsonl."""
+    say(text)
+    print(json.dumps(figures), file=log, flush=True)
 
 
-def opening(model, data, args, log, run):
-    """Say what is trained; and the first line of the log."""
+def opening(model, data, args, run):
+    """Say what is trained, and begin the log with it. -> the log, a file"""
+    os.makedirs(args.out, exist_ok=True)
+    path = f'{args.out}/log.jsonl'
+    if data.rank > 0:
+        path = os.devnull
+    log = open(path, 'a' if args.resume else 'w')           # noqa: SIM115
     config = model.config
     size = sum(p.numel() for p in model.parameters())
     threads = torch.get_num_threads()
     can = getattr(torch.cpu, 'get_capabilities', dict)()    # as far as this torch knows
-    fast = can.get('avx512_bf16') or can.get('amx_bf16')
+    fast = any(can.get(name) for name in ('avx512_bf16', 'amx_bf16'))
     if fast and data.device.type == 'cpu' and args.dtype == 'auto':
         say('this CPU multiplies bfloat16: --dtype=bfloat16 may make steps shorter')
-    say(f'{",".join(config.rules())} | {size / 1e6:.2f} M parameters | '
-        f'{args.data}: {len(data.train):,} + {len(data.val):,} tokens of {config.vocab_size} | '
-        f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {threads} threads\nrecurrence: {model.why}')
     about = {key: value for key, value in data.meta.items() if key != 'json'}       # of megabytes
-    note(log, config=dataclasses.asdict(config), **run, data=about, commit=commit(), device=str(data.device),
-         params=size, threads=threads)
+    said = (f'{",".join(config.rules())} | {size / 1e6:.2f} M parameters | '
+            f'{args.data}: {len(data.train):,} + {len(data.val):,} tokens of {config.vocab_size} | '
+            f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {threads} threads\n'
+            f'recurrence: {model.why}')
+    tell(log, said, config=dataclasses.asdict(config), **run, data=about, commit=commit(),
+         device=str(data.device), params=size, threads=threads)
+    return log
 
 
 def keep(path, model, about, extra, rank):
@@ -677,8 +686,8 @@ def report(model, data, args, log, **found):
     them go to result.json, in one flat dict."""
     meta = data.meta
     loss, right = data.evaluate(model, told='validation')
-    say(f'validation, blocks of {data.T}: {score(meta, loss, right)}')
-    note(log, rule='blocks', val_loss=loss, accuracy=right)
+    tell(log, f'validation, blocks of {data.T}: {score(meta, loss, right)}', rule='blocks', val_loss=loss,
+         accuracy=right)
     found.update(val_loss=loss, accuracy=right)
     if data.rank > 0:                                       # the rest is done by one process
         return
@@ -687,12 +696,13 @@ def report(model, data, args, log, **found):
         if not args.fsdp and model.max_len is None and model.config.keeps() == {None}:
             along = dataclasses.replace(data, T=4096, world=1)
             loss, _ = along.evaluate(model, carried=True, told='validation, carried')
-            say(f'validation, carried: {score(meta, loss)}')
-            note(log, rule='carried', val_loss=loss)
+            tell(log, f'validation, carried: {score(meta, loss)}', rule='carried', val_loss=loss)
             found.update({'val_loss carried': loss, 'bits per byte carried': loss * bits_a_nat(meta)})
     found.update(commit=commit(), **dataclasses.asdict(args), **dataclasses.asdict(model.config))
-    with open(os.path.join(args.out, 'result.json'), 'w') as f:
+    with open(f'{args.out}/result.json', 'w') as f:
         f.write(json.dumps(found, indent=1))
+    if not args.fsdp:
+        show(model, data, args)
 
 
 def show(model, data, args):
@@ -728,29 +738,16 @@ def main(argv):
                 args.accum, args.carry, rank, world, dtype)
     torch.manual_seed(args.seed)
     model = built(args, config, data, weights)
-    if args.fsdp:
-        shard(model, device, world)
     make = WithMuon if args.optimizer == 'muon' else adamw
     opt = make(model, args.lr, args.weight_decay, device)
     tensors = meta.get('tensors', {})
     unpack_optimiser(model, opt, tensors)
     states = [unpack(tensors, f'carry{i}', device) for i in range(args.accum)]      # of --carry, one a batch
-    os.makedirs(args.out, exist_ok=True)
-    path = os.path.join(args.out, 'log.jsonl') if rank == 0 else os.devnull
-    log = open(path, 'a' if args.resume else 'w')           # noqa: SIM115
     threads = threads_of(args, meta, model, data)
     run = {'args': dataclasses.asdict(args), 'torch': torch.__version__}
-    opening(model, data, args, log, run)
+    log = opening(model, data, args, run)
     forward = torch.compile(model) if args.compile else model
-
-    def learn(step):
-        """Forward and backward of all batches of a step -> its loss (1,)"""
-        total = torch.zeros(1, device=device)
-        for i in range(args.accum):
-            x, y = data.batch(step, i)
-            loss, states[i] = data.learn_from(forward, x, y, states[i])
-            total += loss
-        return total
+    learn = functools.partial(data.learn, forward, states)
 
     first = meta.get('step', 0)                             # steps of the run that is resumed
     best = meta.get('best', math.inf)
@@ -758,14 +755,16 @@ def main(argv):
     times = []                                              # seconds of the steps since the last line
     seconds = 0.0                                           # of all steps
     since = time.perf_counter()
+    # forward and backward are data.learn, clip and step are in optimise; here one logs, evaluates, saves
     steps = optimise(model, opt, learn, args.steps, args.lr, args.seed, first, args.clip, rank, world)
     for done, loss, norm, good in steps:
         times.append(time.perf_counter() - since)
-        bad = 0 if good else bad + 1
-        if bad:
+        if good:
+            bad = 0
+        else:
+            bad += 1
             states[:] = [None] * args.accum                 # they may not be finite either
-            say(f'step {done}: not finite, skipped, {bad} in a row')
-            note(log, step=done, not_finite=bad)
+            tell(log, f'step {done}: not finite, skipped, {bad} in a row', step=done, not_finite=bad)
         if bad == BAD_STEPS:
             raise ValueError(f'{bad} steps in a row were not finite; stopped before saving. Try a smaller '
                              f'--lr than {args.lr:g}, or another --norm')
@@ -780,28 +779,25 @@ def main(argv):
             tok_s = 1e3 * data.T * args.batch_size * args.accum / ms
             row = dict(step=done, loss=loss.item(), lr=lr, norm=norm.item(), ms=ms, memory=memory(device),
                        tok_s=tok_s)
-            say(line(args.steps, **row))
-            note(log, **row)
+            tell(log, line(args.steps, **row), **row)
         if evaluates:
             if threads:
                 threads.again(ms, 1e-3 * ms * args.eval_every)
             judged, right = data.evaluate(model, data.of_start())
-            say(f'step {done:5d} | start of validation: {score(about, judged, right)}')
-            note(log, step=done, val_loss=judged, accuracy=right)
+            tell(log, f'step {done:5d} | start of validation: {score(about, judged, right)}', step=done,
+                 val_loss=judged, accuracy=right)
             run.update(step=done, data=about)
             if judged < best:
                 best = judged
-                keep(os.path.join(args.out, 'best.safetensors'), model, run, {}, rank)
+                keep(f'{args.out}/best.safetensors', model, run, {}, rank)
             memories = pack_optimiser(model, opt)
             for i, state in enumerate(states):
                 memories.update(pack(state or [], f'carry{i}'))
             last = {**run, 'best': best, 'threads': torch.get_num_threads() if world == 1 else None}
-            keep(os.path.join(args.out, 'ckpt.safetensors'), model, last, memories, rank)
+            keep(f'{args.out}/ckpt.safetensors', model, last, memories, rank)
         since = time.perf_counter()
     say(f'\n{args.steps - first} steps in {seconds / 60:.1f} minutes')
     report(model, data, args, log, steps=args.steps, ms=ms, minutes=seconds / 60)
-    if rank == 0 and not args.fsdp:
-        show(model, data, args)
     if world > 1:
         dist.barrier()                                      # nobody leaves while the first one still writes
         dist.destroy_process_group()
