@@ -488,8 +488,8 @@ def letters(q, k, e, f, row, kk, ok, K: tl.constexpr, FD: tl.constexpr, C: tl.co
 #     L = tril(r x^T, -1)
 #     N = (I + L)^-1 - I
 @jit
-def inverse(k, e, f, N, T, K: tl.constexpr, FD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-            DT: tl.constexpr):
+def inverse(k, e, f, N, T, K: tl.constexpr, V: tl.constexpr, FD: tl.constexpr, C: tl.constexpr,
+            BK: tl.constexpr, BV: tl.constexpr, DT: tl.constexpr):
     """N = (I + L)^-1 - I, L = tril(r x^T, -1). The blocks of 16 on the diagonal by substitution, all at once:
     row s of X is row s of I - L X, which needs the rows above s. Then by twos, see kernels.inverted."""
     tile = tl.program_id(0).to(tl.int64)
@@ -642,6 +642,7 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
             later = tl.sum((U - Y) * out, 0) + tl.sum(stays, 1)
             store(dz, passing(inside, Y * out) + later[None, :], row, vv, ok, V)
     f_up, f_down, _, _, _ = decays(f, row, kk, ok, FD, C)
+    one = tl.arange(0, 1)
     q_ = load(q, row, kk, ok, K)                                # again: held all the time, they would press
     k_ = load(k, row, kk, ok, K)                                # others out of the registers
     dA = lower(dA, C)
@@ -658,14 +659,14 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
         if FD == 1:
             inside = tl.sum(inside, 1)[:, None]
             out = tl.sum(out, 1)[:, None]
-            tl.store(df + row[:, None], passing(inside, out) + tl.sum(kept), ok[:, None])
+            store(df, passing(inside, out) + tl.sum(kept), row, one, ok, 1)
         else:
             store(df, passing(inside, out) + kept, row, kk, ok, FD)
     if w is not None:
-        tl.store(dw + row[:, None], dw_, ok[:, None])
+        store(dw, dw_, row, one, ok, 1)
     looked = dr * f_up
     if e is not None:
-        tl.store(de + row[:, None], tl.sum(k_ * looked, 1)[:, None], ok[:, None])
+        store(de, tl.sum(k_ * looked, 1)[:, None], row, one, ok, 1)
         looked *= column(e, row, ok, 0.0)
     store(dq, dy * f_up + dD * k_, row, kk, ok, K)
     store(dk, (dx + dx_out) * f_down + looked + dD * q_, row, kk, ok, K)
@@ -739,13 +740,12 @@ class Tiles(torch.autograd.Function):
         C = size['C']
         n = triton.cdiv(T, C)
         grid = B * H, triton.cdiv(V, size['BV'])
-        few = {name: x for name, x in size.items() if name not in ('V', 'BV')}
         N = U = None
         with torch.cuda.device_of(q):
             if e is not None:
                 N = v.new_empty(B * H * n, C, C)
                 U = v.new_empty(v.shape, dtype=torch.float32)
-                inverse[(B * H * n,)](k, e, f, N, T, **few)
+                inverse[(B * H * n,)](k, e, f, N, T, **size)
             o = torch.empty_like(v)
             before = v.new_empty(B * H, n, V, K)
             S_T = torch.empty_like(S)
