@@ -43,13 +43,13 @@ except ImportError:         # everything works without; only GPUs are slower
 #   U <- U + z_in (W S^T)                               what is written
 #   o = z_up (A U + z_in (y S_in^T))                    S_in = f_in S, what keys meet at the middle
 #
-# The backward reads this from bottom to top. dX is the gradient of X; do and dS' are given.
+# In S' the state is multiplied by P = diag(f_all) + W^T (f_out x), which no state is needed for. The backward
+# reads this from bottom to top. dX is the gradient of X; do and dS' are given.
 #
 #   gradient   shape          equation
 #   g          (C, V)         z_up do                              of what is summed up in o
 #   dA         (C, C)         tril(g U^T)
-#   dS         (V, K)         f_all z_all dS' + z_all (dS' (f_out x)^T) W               the last chunk first,
-#                             + f_in (z_in g)^T y + (z_in A^T g)^T W                    as in S'
+#   dS         (V, K)         (z_all dS') P^T + f_in (z_in g)^T y + (z_in A^T g)^T W    the last chunk first
 #   dU         (C, V)         A^T g + z_out (f_out x dS'^T)
 #   dY         (C, V)         M^T dU                               of Y = (I + L) U; without e, dU
 #   dL         (C, C)         -tril(dY U^T, -1)
@@ -116,16 +116,24 @@ def walk(S, own, f_all, z_all, W, x_out, back=False):
     own (N, n, V, K)   f_all (N, n, 1, K|1)   z_all (N, n, V|1, 1)   W (N, n, C, K), None where nothing is
     erased   x_out = f_out x (N, n, C, K)   back: the gradients of the states, from the last chunk to the
     first ->  the S that each chunk meets (N, n, V, K), and the one behind the last"""
+    _, n, V, K = own.shape
     erases = W is not None
-    order = range(own.shape[1])
+    order = range(n)
     if back:
         order = reversed(order)
         W, x_out = x_out, W
+    P = None
+    if erases and K <= V:    # leaves one product per chunk to the loop; of more features P is too large
+        P = W.mT @ x_out
+        P.diagonal(dim1=2, dim2=3).add_(1.0 if f_all is None else f_all.squeeze(2))
     states = torch.empty_like(own)
     for j in order:
         states[:, j] = S
         if z_all is not None:
             S = S * z_all[:, j].mT
+        if P is not None:
+            S = torch.baddbmm(own[:, j], S, P[:, j])
+            continue
         kept = S
         if f_all is not None:
             kept = S * f_all[:, j]
