@@ -78,7 +78,8 @@ def start(q, k, v, write, erase, log_f, log_z, S, normalise):
         refuse(erase, log_z)
         v = F.pad(v, (0, 1), value=1.0)
     if S is None:
-        S = torch.zeros_like(outer(v[:, :, 0], k[:, :, 0]))
+        B, H, _, K = k.shape
+        S = v.new_zeros(B, H, v.shape[-1], K)
     if log_f is not None:
         log_f = log_f.clamp(min=LOG_MIN)
     if log_z is not None:

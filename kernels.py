@@ -45,13 +45,13 @@ if torch.cuda.is_available() or 'TRITON_INTERPRET' in os.environ:       # its im
 #   U <- U + z_in (W S^T)                               what is written
 #   o = z_up (A U + z_in (y S_in^T))                    S_in = f_in S, what keys meet at the middle
 #
-# The backward reads this from bottom to top. dX is the gradient of X; do and dS' are given.
+# In S' the state is multiplied by P = diag(f_all) + W^T (f_out x), which no state is needed for. The backward
+# reads this from bottom to top. dX is the gradient of X; do and dS' are given.
 #
 #   gradient   shape          equation
 #   g          (C, V)         z_up do                              of what is summed up in o
 #   dA         (C, C)         tril(g U^T)
-#   dS         (V, K)         f_all z_all dS' + z_all (dS' (f_out x)^T) W               the last chunk first,
-#                             + f_in (z_in g)^T y + (z_in A^T g)^T W                    as in S'
+#   dS         (V, K)         (z_all dS') P^T + f_in (z_in g)^T y + (z_in A^T g)^T W    the last chunk first
 #   dU         (C, V)         A^T g + z_out (f_out x dS'^T)
 #   dY         (C, V)         M^T dU                               of Y = (I + L) U; without e, dU
 #   dL         (C, C)         -tril(dY U^T, -1)
@@ -118,16 +118,24 @@ def walk(S, own, f_all, z_all, W, x_out, back=False):
     own (N, n, V, K)   f_all (N, n, 1, K|1)   z_all (N, n, V|1, 1)   W (N, n, C, K), None where nothing is
     erased   x_out = f_out x (N, n, C, K)   back: the gradients of the states, from the last chunk to the
     first ->  the S that each chunk meets (N, n, V, K), and the one behind the last"""
+    _, n, V, K = own.shape
     erases = W is not None
-    order = range(own.shape[1])
+    order = range(n)
     if back:
         order = reversed(order)
         W, x_out = x_out, W
+    P = None
+    if erases and K <= V:    # leaves one product per chunk to the loop; of more features P is too large
+        P = W.mT @ x_out
+        P.diagonal(dim1=2, dim2=3).add_(1.0 if f_all is None else f_all.squeeze(2))
     states = torch.empty_like(own)
     for j in order:
         states[:, j] = S
         if z_all is not None:
             S = S * z_all[:, j].mT
+        if P is not None:
+            S = torch.baddbmm(own[:, j], S, P[:, j])
+            continue
         kept = S
         if f_all is not None:
             kept = S * f_all[:, j]
@@ -490,8 +498,8 @@ def letters(q, k, e, f, row, kk, ok, K: tl.constexpr, FD: tl.constexpr, C: tl.co
 #     L = tril(r x^T, -1)
 #     N = (I + L)^-1 - I
 @jit
-def inverse(k, e, f, N, T, K: tl.constexpr, FD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-            DT: tl.constexpr):
+def inverse(k, e, f, N, T, K: tl.constexpr, V: tl.constexpr, FD: tl.constexpr, C: tl.constexpr,
+            BK: tl.constexpr, BV: tl.constexpr, DT: tl.constexpr):
     """N = (I + L)^-1 - I, L = tril(r x^T, -1). The blocks of 16 on the diagonal by substitution, all at once:
     row s of X is row s of I - L X, which needs the rows above s. Then by twos, see kernels.inverted."""
     tile = tl.program_id(0).to(tl.int64)
@@ -644,6 +652,7 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
             later = tl.sum((U - Y) * out, 0) + tl.sum(stays, 1)
             store(dz, passing(inside, Y * out) + later[None, :], row, vv, ok, V)
     f_up, f_down, _, _, _ = decays(f, row, kk, ok, FD, C)
+    one = tl.arange(0, 1)
     q_ = load(q, row, kk, ok, K)                                # again: held all the time, they would press
     k_ = load(k, row, kk, ok, K)                                # others out of the registers
     dA = lower(dA, C)
@@ -660,14 +669,14 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
         if FD == 1:
             inside = tl.sum(inside, 1)[:, None]
             out = tl.sum(out, 1)[:, None]
-            tl.store(df + row[:, None], passing(inside, out) + tl.sum(kept), ok[:, None])
+            store(df, passing(inside, out) + tl.sum(kept), row, one, ok, 1)
         else:
             store(df, passing(inside, out) + kept, row, kk, ok, FD)
     if w is not None:
-        tl.store(dw + row[:, None], dw_, ok[:, None])
+        store(dw, dw_, row, one, ok, 1)
     looked = dr * f_up
     if e is not None:
-        tl.store(de + row[:, None], tl.sum(k_ * looked, 1)[:, None], ok[:, None])
+        store(de, tl.sum(k_ * looked, 1)[:, None], row, one, ok, 1)
         looked *= column(e, row, ok, 0.0)
     store(dq, dy * f_up + dD * k_, row, kk, ok, K)
     store(dk, (dx + dx_out) * f_down + looked + dD * q_, row, kk, ok, K)
@@ -741,13 +750,12 @@ class Tiles(torch.autograd.Function):
         C = size['C']
         n = triton.cdiv(T, C)
         grid = B * H, triton.cdiv(V, size['BV'])
-        few = {name: x for name, x in size.items() if name not in ('V', 'BV')}
         N = U = None
         with torch.cuda.device_of(q):
             if e is not None:
                 N = v.new_empty(B * H * n, C, C)
                 U = v.new_empty(v.shape, dtype=torch.float32)
-                inverse[(B * H * n,)](k, e, f, N, T, **few)
+                inverse[(B * H * n,)](k, e, f, N, T, **size)
             o = torch.empty_like(v)
             before = v.new_empty(B * H, n, V, K)
             S_T = torch.empty_like(S)
