@@ -1,6 +1,7 @@
 """Every fast form and nothing else. Each has its definition elsewhere; test_all.py compares the two.
 
     o, S = chunked(q, k, v, write, erase, log_f, log_z, S, normalise, floor)     fastweight.chunked, recurrent
+    o, S = step(...)                                                             the same for a single step
     o, log_mass, went, rows = bounded(q, k, v, rows, t, policy, cache, ...)      fastweight.bounded
     y = shifted_sum(x, w)                                                        model.shifted_sum
     step = recorded(model, token, state, choose)                                 model.step
@@ -823,7 +824,7 @@ def step_on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None,
 # ---- one entrance for all machines -------------------------------------------------------------------------
 # `chunked` asks: a single step? an Nvidia GPU? It takes Triton only where a small case of the same kind,
 # compared with fastweight.recurrent on this machine, was right; the answer is kept by kind of arguments.
-def answers(form, case, normalise, trained):
+def results(form, case, normalise, trained):
     """o, S and, of a form that can be trained, what some number made of both says of each tensor."""
     case = {name: x.detach().requires_grad_(trained) for name, x in case.items()}
     o, S = form(**case, normalise=normalise)
@@ -852,9 +853,9 @@ def compare(form, device, normalise, kinds):
     S = torch.rand(1, heads, case['v'].shape[-1] + normalise, case['k'].shape[-1], generator=draw)
     case['S'] = S.to(device)
     with torch.set_grad_enabled(trained), torch.autocast(device.type, enabled=False):
-        found = answers(form, case, normalise, trained)
+        found = results(form, case, normalise, trained)
         exact = {name: x.double() for name, x in case.items()}
-        right = answers(fastweight.recurrent, exact, normalise, trained)
+        right = results(fastweight.recurrent, exact, normalise, trained)
     limit = 1e-3 if case['v'].dtype == torch.float32 else 3e-2
     for x, y in zip(found, right):
         off = (x - y).flatten(2).norm(dim=-1) / (y.flatten(2).norm(dim=-1) + 1e-6)
@@ -919,12 +920,15 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
     given = dict(q=q, k=k, v=v, write=write, erase=erase, log_f=log_f, log_z=log_z, S=S)
     check(given, normalise)
     one = q.shape[2] == 1 and not torch.is_grad_enabled()
-    form = step_on_cpu if one else on_cpu
+    fastest = step_on_cpu if one else on_cpu
     if q.device.type == 'cuda' and torch.float64 not in (q.dtype, k.dtype, v.dtype):
-        fast = step_on_gpu if one else on_gpu
-        if trusted(fast, given, normalise):
-            form = fast
-    return form(**given, normalise=normalise, floor=floor)
+        on_this = step_on_gpu if one else on_gpu
+        if trusted(on_this, given, normalise):
+            fastest = on_this
+    return fastest(**given, normalise=normalise, floor=floor)
+
+
+step = chunked      # of a single step, T = 1, without gradients: `chunked` has forms of its own for that
 
 
 # ---- the convolution of a block, with a backward by hand ----------------------------------------------------

@@ -699,8 +699,10 @@ def report(model, data, args, log, **found):
             tell(log, f'validation, carried: {score(meta, loss)}', rule='carried', val_loss=loss)
             found.update({'val_loss carried': loss, 'bits per byte carried': loss * bits_a_nat(meta)})
     found.update(commit=commit(), **dataclasses.asdict(args), **dataclasses.asdict(model.config))
-    with open(f'{args.out}/result.json', 'w') as f:
+    path = f'{args.out}/result.json'
+    with open(f'{path}.new', 'w') as f:
         f.write(json.dumps(found, indent=1))
+    os.replace(f'{path}.new', path)                         # so it is never half-written
     if not args.fsdp:
         show(model, data, args)
 
@@ -752,6 +754,7 @@ def main(argv):
     first = meta.get('step', 0)                             # steps of the run that is resumed
     best = meta.get('best', math.inf)
     bad = 0                                                 # steps in a row that were not finite
+    ends = [*states]                                        # with which the last finite one ended
     times = []                                              # seconds of the steps since the last line
     seconds = 0.0                                           # of all steps
     since = time.perf_counter()
@@ -761,9 +764,10 @@ def main(argv):
         times.append(time.perf_counter() - since)
         if good:
             bad = 0
+            ends = [*states]
         else:
             bad += 1
-            states[:] = [None] * args.accum                 # they may not be finite either
+            states[:] = ends                                # its own may not be finite either
             tell(log, f'step {done}: not finite, skipped, {bad} in a row', step=done, not_finite=bad)
         if bad == BAD_STEPS:
             raise ValueError(f'{bad} steps in a row were not finite; stopped before saving. Try a smaller '
