@@ -62,7 +62,7 @@ FLOOR = 1e-6    # smallest denominator; maps whose features can all be 0 ask for
 
 
 # ---- the equation ------------------------------------------------------------------------------------------
-def refuse(erase, log_z):
+def refuse_mean(erase, log_z):
     """ValueError where dividing by n.q, n the sum of the keys, would make no mean of the values. (What
     --norm=attn means for the delta rule is another thing: FastWeights.divided_by_keys in model.py.)"""
     if erase is not None:
@@ -75,7 +75,7 @@ def start(q, k, v, write, erase, log_f, log_z, S, normalise):
     normalise: a value channel that is always 1 makes the last row of S the sum n of the keys, weighted and
     decayed as their values are.  ->  q, k, v; w, e (B, H, T, 1); log_f, log_z (B, H, T, .); S"""
     if normalise:
-        refuse(erase, log_z)
+        refuse_mean(erase, log_z)
         v = F.pad(v, (0, 1), value=1.0)
     if S is None:
         B, H, _, K = k.shape
@@ -128,7 +128,7 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
     S (B, H, V, K), with `normalise` (B, H, V + 1, K)  ->  o (B, H, T, V), last S (fp32; fp64 for fp64 inputs)
     None leaves a gate out: w = 1, e = 0, f = z = 1, S = 0. Log-decays are clamped at LOG_MIN = -5 a step.
     normalise: o_t is divided by max(n_t . q_t, floor), a mean of values. Katharopoulos 2020 sec. 3.2.
-    Raises ValueError for normalise with erase or with a vector log_z: `refuse` says why.
+    Raises ValueError for normalise with erase or with a vector log_z: `refuse_mean` says why.
     From Schlag 2021 sec. 4.2 (w = e = beta), Mao 2022 (f, z), Peng 2021 (f = g, w = 1-g), KDA (f, w = e).
 
     To change it: test_recurrent_is_the_equation then fails. Scripts run its faster forms, until

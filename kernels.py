@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastweight
-from fastweight import (FLOOR, LOG_MIN, append, attend, empty_rows, factors, finish, joined, l2, pick, refuse,
-                        start)
+from fastweight import (FLOOR, LOG_MIN, append, attend, empty_rows, factors, finish, joined, l2, pick,
+                        refuse_mean, start)
 
 triton = None                       # everything works without it; only GPUs are slower
 tl = types.SimpleNamespace(constexpr=None)
@@ -35,13 +35,14 @@ if torch.cuda.is_available() or 'TRITON_INTERPRET' in os.environ:       # its im
 
 
 # ---- CPU: chunks with a backward by hand -------------------------------------------------------------------
-# The four steps of fastweight.chunked, in its letters. A tensor is (N, n, C, .): N = B H sequences of n
-# chunks of C steps. f scales channels of keys, the columns of S, and z those of values, its rows; w and e
-# scale steps.
+# The four steps of fastweight.chunked, in its letters, but that r has e in it. A tensor is (N, n, C, .):
+# N = B H sequences of n chunks of C steps. f scales channels of keys, the columns of S, and z those of
+# values, its rows; w and e scale steps.
 #
 #   y = f_up q     r = f_up e k     x = f_down k        rows of keys, decays counted from the chunk's middle
 #   A = tril(y x^T)    L = tril(r x^T, -1)    M = (I + L)^-1
-#   U = M (z_down w v)    W = -M (f_in r)               what is written if S = 0, and what S changes about it
+#   U = M (z_down w v)    W = -M (f_in r)               what is written if S = 0, and what S changes about it:
+#                                                       U = M Y in the end, Y = z_down w v - z_in (r S_in^T)
 #   S' = f_all z_all S + z_all (S W^T) (f_out x) + (z_out U)^T (f_out x)    the chunks one after the other
 #   U <- U + z_in (W S^T)                               what is written
 #   o = z_up (A U + z_in (y S_in^T))                    S_in = f_in S, what keys meet at the middle
@@ -209,9 +210,10 @@ def backward_of(do, dS, inside, q, k, v, w, e, log_f, log_z):
         looked = looked * e                             # the gradient of k where it looks for what is there
     written = times(dx, f_down)                         # and where it is written
     dk = written
+    balance = written                                   # less what is read
     if e is not None:
         dk = written + looked
-        written = written - looked
+        balance = written - looked
     dv = times(dY, z_down)
     if w is not None:
         dw = (dv * v).sum(-1, keepdim=True)
@@ -221,7 +223,7 @@ def backward_of(do, dS, inside, q, k, v, w, e, log_f, log_z):
         kept[:, :-1] *= states[:, 1:]
         kept[:, -1] *= S
     if f_up is not None:
-        dlog_f = of_gate(q * dq - k * written, kept.sum(2)[:, :, None], f_up.shape[-1])
+        dlog_f = of_gate(q * dq - k * balance, kept.sum(2)[:, :, None], f_up.shape[-1])
     if z_up is not None:
         dlog_z = of_gate(o * do - v * dv, kept.sum(3)[:, :, None], z_up.shape[-1])
     return dq, dk, dv, dw, de, dlog_f, dlog_z, dS
@@ -262,7 +264,8 @@ def put(chunks, x, segment, like):
 
 
 class Chunks(torch.autograd.Function):
-    """C: steps of a chunk; S (N, V, K); q, k, v, w, e, log_f, log_z as `start` gives them  ->  o, S"""
+    """C: steps of a chunk; S (N, V, K); q, k, v, w, e, log_f, log_z as `start` gives them  ->  o, S. Where
+    values decay the backward reads o: it must not be written over."""
     @staticmethod
     def forward(ctx, C, S, *steps):
         v = steps[2]
@@ -403,7 +406,8 @@ def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
 #   states      from the last chunk back      q k e f z N do            dS behind each chunk, dY
 #   tokens      all tiles at once             all of these              the gradients
 #
-# z, f and e are numbers or vectors as above, and n, the sum of the keys, is one more value channel.
+# A fifth, `one_step`, is the definition for a single step. f is a number or a vector, z a vector, w and e are
+# numbers; n, the sum of the keys, is one more value channel.
 # What a step says to itself stands apart, in fp32: of A the diagonal, D = q.k; of M = I + N the ones.
 # Operands of a product are DT (bf16 or fp32), but in the inverse; sums and states in registers are fp32.
 def jit(f):
@@ -506,6 +510,7 @@ def inverse(k, e, f, N, T, K: tl.constexpr, V: tl.constexpr, FD: tl.constexpr, C
     tile = tl.program_id(0).to(tl.int64)
     n = tl.cdiv(T, C)
     row, ok = steps_of(tile // n, tile % n, T, C)
+    tl.static_assert(C <= 32)                                   # two blocks of 16, joined once
     _, r, x, _, _, _, _, _ = letters(k, k, e, f, row, tl.arange(0, BK), ok, K, FD, C, DT)
     L = lower(dot(r, tl.trans(x), DT), C)
     c = tl.arange(0, C)
@@ -784,13 +789,15 @@ class Tiles(torch.autograd.Function):
 
 
 def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
-    """fastweight.chunked through `Tiles`. A decay of values that all channels share is one of keys as
-    well."""
+    """fastweight.chunked through `Tiles`. A decay of values that all channels share is one of keys, or of
+    each channel."""
     dtype = v.dtype
     q, k, v, write, erase, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise)
     if log_z is not None and log_z.shape[-1] == 1:
-        log_f = log_z if log_f is None else log_f + log_z
-        log_z = None
+        if log_f is None:
+            log_f, log_z = log_z, None
+        else:                               # their sum may be below LOG_MIN
+            log_z = log_z.expand(v.shape)
     low = torch.bfloat16                    # also of fp16, which ends at 65,504: e^80 is beyond
     if normalise or dtype == torch.float32:
         low = torch.float32
@@ -912,7 +919,7 @@ def check(given, normalise):
             raise ValueError(f'{name}: expected floating point {shape} on {q.device}, not {x.dtype} '
                              f'{list(x.shape)} on {x.device}')
     if normalise:
-        refuse(given['erase'], given['log_z'])
+        refuse_mean(given['erase'], given['log_z'])
 
 
 def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
@@ -931,7 +938,7 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
 step = chunked      # of a single step, T = 1, without gradients: `chunked` has forms of its own for that
 
 
-# ---- the convolution of a block, with a backward by hand ----------------------------------------------------
+# ---- the convolution of a block, with a backward by hand ---------------------------------------------------
 class ShiftedSum(torch.autograd.Function):
     """Each weight multiplies the whole input at once, shifted: y[s:] += w_s x[:-s]. The backward is the same
     with the shift turned round, by hand, because autograd's own takes three times as long: for each slice it

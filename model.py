@@ -903,6 +903,8 @@ class GPT(nn.Module):
     The state of a model is a list with a flat dict of tensors for each layer: t, and S, or k and v, or those
     of kept rows, and conv0, conv1; of a decoder also source_S, or source_k, source_v, source_there. t counts
     tokens, on the CPU. None is a fresh start."""
+    forms = PLAIN
+
     def __init__(self, config):
         super().__init__()
         self.config = c = config
@@ -951,7 +953,8 @@ class GPT(nn.Module):
             why.append(forms.why)
         self.why = '; '.join(why)
         for module in self.modules():
-            module.forms = forms
+            if hasattr(module, 'forms'):                # FastWeights, Conv, and the model itself
+                module.forms = forms
 
     def embedded(self, tokens, state=None):
         """tokens (B, T) -> what the first layer gets (B, T, n_embd); of patches (B, T / patch, n_embd), with
@@ -1075,7 +1078,8 @@ class GPT(nn.Module):
                 source = result
         with nn.modules.module.register_module_forward_hook(remember):
             self.hidden(tokens)
-        _, _, there = inputs[[*self.encoder, *self.blocks][0]]
+        first = [*self.encoder, *self.blocks][0]
+        _, _, there = inputs[first]                 # as it was called: x, state, there
         for name, mixer in self.mixers().items():
             layer = name.rpartition('.')[0]
             block = self.get_submodule(layer)
@@ -1192,8 +1196,8 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     """Draw a token a row from logits (B, vocab) -> (B, 1). top_k keeps the k likeliest, top_p mass p.
 
     The largest p_i / r_i, r_i ~ Exp(1), is i with probability p_i: the least of exponential times with rates
-    p_i. torch.multinomial does the same, but looks at p first, and a GPU's graph cannot wait for that: only
-    on a CPU are logits looked at. There ValueError if they are NaN or infinite."""
+    p_i. torch.multinomial does the same, but looks at p first, for which a GPU would have to be waited for:
+    only on a CPU are logits looked at. There ValueError if they are NaN or infinite."""
     if logits.device.type == 'cpu':
         refuse_broken(logits)
     if temperature == 0 or top_k == 1:
@@ -1359,7 +1363,8 @@ def swapped(config, source, rule='', **changes):
     ValueError, with the source, where there is none."""
     if rule:
         if config.keeps() == {None}:
-            raise ValueError(f'--rule={rule}: {source} has no softmax layers, only {",".join(config.rules())}')
+            rules = ','.join(config.rules())
+            raise ValueError(f'--rule={rule}: {source} has no softmax layers, only {rules}')
         layers = [rule if RULES[name].keeps else name for name in config.rules()]
         changes.update(rule=rule, layers=','.join(layers))
         if RULES[rule].keeps == 'all':

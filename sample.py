@@ -210,8 +210,8 @@ def show(before, held, data):
 
 
 def write_texts(args, model, data, first, begun, said):
-    """Print what comes after the tokens `first` (B, 1) and the state `begun`: one text as it comes, several in
-    the end. -> the last tokens, their state, and the times at which steps began and ended"""
+    """Print what comes after the tokens `first` (B, 1) and the state `begun`: one text as it comes, several
+    in the end. -> the last tokens, their state, and the times at which steps began and ended"""
     said = said[-LOOK_BACK:]
     before = said                                           # tokens that were printed, or given
     held = []                                               # those of an unfinished character

@@ -40,7 +40,7 @@ BAD_STEPS = 10      # so many non-finite steps in a row end the run
 MUON = 4.0          # times --lr: a matrix's step has singular values near 1, not entries
 WARMUP = 0.05       # of all steps; then a cosine to 0
 PART = 65536        # tokens of the validation file that are looked at on the way,
-ROWS = 500          # and rows of a task, at the least: some have one answer each
+TASK_ROWS = 500          # and rows of a task, at the least: some have one answer each
 POOL = 32           # steps that divide what is drawn for them, so that pairs of like length come together
 CLEARLY = 1.5       # times as fast or as slow as before: then the threads are timed again
 DEFAULT_THREADS = torch.get_num_threads()       # torch's own choice: all cores, or OMP_NUM_THREADS
@@ -81,7 +81,7 @@ class Args:
 # ---- the machine -------------------------------------------------------------------------------------------
 
 def machine(args):
-    """-> rank, world, device, dtype. Processes are those of torchrun; none is one. The first prints."""
+    """-> rank, world, device, dtype. Processes are those of torchrun; without it there is one."""
     check_threads(args.threads)
     rank = int(os.environ.get('RANK', '0'))
     world = int(os.environ.get('WORLD_SIZE', '1'))
@@ -92,10 +92,12 @@ def machine(args):
         torch.cuda.set_device(device)
     if world > 1:
         dist.init_process_group()                           # gloo for what is on a CPU, nccl on a GPU
-    if rank > 0:
+    if rank > 0:                                            # all that is printed is printed once
         sys.stdout = open(os.devnull, 'w')                  # noqa: SIM115
-    dtype = getattr(torch, args.dtype, torch.float32)
-    if args.dtype == 'auto' and cuda and torch.cuda.get_device_capability(device)[0] >= 8:
+    dtype = torch.float32
+    if args.dtype != 'auto':
+        dtype = getattr(torch, args.dtype)
+    elif cuda and torch.cuda.get_device_capability(device)[0] >= 8:
         dtype = torch.bfloat16                              # which these multiply fast
     return rank, world, device, dtype
 
@@ -162,6 +164,8 @@ class Threads:
         """Time them, in about `limit` seconds, and set the fastest: by a tenth of a step, or all of it if
         there is time. They take turns, so that a neighbour who comes and goes disturbs all alike, and the
         median of their turns counts. The first turn, in which the threads are made, does not."""
+        if len(self.counts) == 1:
+            return
         before = torch.get_num_threads()
         for n in (max(1, self.tokens // 10), self.tokens):
             self.turn(n)
@@ -226,7 +230,7 @@ def in_parts(x):
     return hasattr(x, 'full_tensor')
 
 
-def joined(x):
+def gathered(x):
     """A tensor from its parts, for which all processes must ask; others are whole."""
     return x.full_tensor() if in_parts(x) else x
 
@@ -289,7 +293,8 @@ def told_of(items, what):
 @dataclass
 class Rows:
     """What is learned from and judged by: rows of T tokens of a text or a task. Row i of step s depends on
-    (seed, s, i) alone, so resuming and more processes change nothing; of pairs also on the rows of a step."""
+    (seed, s, i) alone, so resuming and more processes change nothing; of pairs, and with carry, also on the
+    number of rows in a step."""
     train: np.ndarray
     val: np.ndarray
     meta: dict                      # of the data
@@ -332,8 +337,8 @@ class Rows:
         return rows(self.train, begin, self.T, self.meta, self.device)
 
     def learn(self, model, states, step):
-        """Forward and backward of all batches of a step -> its loss (1,). states: what each batch begins with,
-        None unless carry; what it ends with takes its place."""
+        """Forward and backward of all batches of a step -> its loss (1,). states: what each batch begins
+        with, None unless carry; what it ends with takes its place."""
         total = torch.zeros(1, device=self.device)
         for i, state in enumerate(states):
             x, y = self.batch(step, i)
@@ -398,7 +403,7 @@ class Rows:
     def of_start(self):
         """Where the rows begin that are looked at on the way."""
         begin = blocks(len(self.val), self.T, self.meta)
-        at_least = ROWS if 'row' in self.meta else 1
+        at_least = TASK_ROWS if 'row' in self.meta else 1
         return begin[:max(at_least, np.count_nonzero(begin + self.T < PART))]
 
 
@@ -481,7 +486,7 @@ def pack_optimiser(model, opt):
     flat = {}
     for name, p in model.named_parameters():
         for key, x in opt.state.get(p, {}).items():
-            flat[f'opt.{name}.{key}'] = joined(x)
+            flat[f'opt.{name}.{key}'] = gathered(x)
     return flat
 
 
@@ -525,7 +530,7 @@ def optimise(model, opt, loss, steps, lr, seed, done=0, clip=1.0, rank=0, world=
 
     loss(step), counted from 0, goes forward and backward itself and returns its value (1,), detached. What it
     draws, dropout too, is a function of (seed, step, rank), so a run can go on where another one stopped.
-    Gradients stay until the next step begins, to be looked at."""
+    Gradients, clipped, stay until the next step begins."""
     for step in range(done, steps):
         for group in opt.param_groups:
             group['lr'] = group['times'] * lr_at(step, steps, lr)
@@ -534,7 +539,7 @@ def optimise(model, opt, loss, steps, lr, seed, done=0, clip=1.0, rank=0, world=
         value = loss(step)
         if world > 1:
             average(model, value, world)
-        norm = joined(clip_grad_norm_(model.parameters(), clip or math.inf))
+        norm = gathered(clip_grad_norm_(model.parameters(), clip or math.inf))
         good = bool(norm.isfinite() and value.isfinite())
         if good:
             opt.step()
@@ -545,7 +550,8 @@ def optimise(model, opt, loss, steps, lr, seed, done=0, clip=1.0, rank=0, world=
 # ---- a run -------------------------------------------------------------------------------------------------
 
 def settings(argv):
-    """-> args, config and, of the file whose weights are gone on with, these and its metadata; else {}, {}"""
+    """-> args, config, and the weights and metadata of the file that --init or --resume names; {}, {} without
+    one."""
     given, given_model = parse(argv, __doc__, Args, Config)
     args = Args(**given)
     if args.init and args.resume:
@@ -575,12 +581,12 @@ def settings(argv):
 
 def mistakes(args, config, data, model):
     """Where flags, data and model do not go together, for `refuse`."""
-    about = data.meta
+    meta = data.meta
     of = f'--data={args.data}'
-    yield config.encoder and 'source' not in about, (
+    yield config.encoder and 'source' not in meta, (
         f'--encoder={config.encoder} {of}: an encoder reads the first part of a pair; give data with pairs, '
         'such as multi30k')
-    yield not config.causal and 'classes' not in about, (
+    yield not config.causal and 'classes' not in meta, (
         f'--causal=false {of}: each step would see the token that it should say; an encoder needs data with '
         'classes, such as listops (pairs: --encoder=3)')
     yield args.batch_size % data.world, (
@@ -595,7 +601,7 @@ def mistakes(args, config, data, model):
         '--fsdp: not with --encoder, whose decoder asks for weights out of turn')
     yield args.fsdp and args.optimizer == 'muon', (
         '--fsdp --optimizer=muon: its step needs whole matrices; leave one of them out')
-    yield args.carry and 'row' in about, (
+    yield args.carry and 'row' in meta, (
         f'--carry: the rows of {args.data} have nothing to do with each other')
     yield args.carry and args.resume and data.world > 1, (
         '--resume --carry: the file has the states of one process; resume without torchrun')
@@ -617,8 +623,8 @@ def steps_left(meta):
 def built(args, config, data, weights):
     """The model for these data, with weights if there are any. ValueError where these, the data and flags do
     not go together"""
-    known = 'vocab_size', 'classes', 'pad', 'source', 'patch'
-    of_data = {name: data.meta[name] for name in known if name in data.meta}
+    known = {'vocab_size': 256, 'classes': 0, 'pad': None, 'source': 0, 'patch': 0}
+    of_data = {name: data.meta.get(name, absent) for name, absent in known.items()}
     longest = max(data.T, config.block_size) if weights else data.T     # weights keep the positions they know
     model = GPT(dataclasses.replace(config, block_size=longest, **of_data)).to(data.device)
     refuse(mistakes(args, config, data, model))
@@ -631,8 +637,8 @@ def built(args, config, data, weights):
             model.load_state_dict(weights)
     except RuntimeError as e:
         why = ' '.join(str(e).split())[:300]
-        raise ValueError(f'--data={args.data}: classes, patches and sources have to be those the model has, '
-                         f'and rows no longer than the positions it has learned ({why})') from None
+        raise ValueError(f'--data={args.data}: classes and patches have to be those the model has, and rows '
+                         f'no longer than the positions it has learned ({why})') from None
     if args.fsdp:
         shard(model, data.device, data.world)
     return model
@@ -674,11 +680,11 @@ def opening(model, data, args, run):
     return log
 
 
-def keep(path, model, about, extra, rank):
+def keep(path, model, header, extra, rank):
     """Write a checkpoint, from one of the processes."""
-    whole = {key: joined(x) for key, x in model.state_dict().items()}
+    whole = {key: gathered(x) for key, x in model.state_dict().items()}
     if rank == 0:
-        save(path, model, about, extra, whole)
+        save(path, model, header, extra, whole)
 
 
 def report(model, data, args, log, **found):
@@ -731,30 +737,30 @@ def show(model, data, args):
 
 @script
 def main(argv):
-    args, config, weights, meta = settings(argv)
+    args, config, weights, header = settings(argv)
     rank, world, device, dtype = machine(args)
-    train, val, about = prepare.load(args.data, tokenizer=args.tokenizer, like=meta.get('data'))
+    train, val, meta = prepare.load(args.data, tokenizer=args.tokenizer, like=header.get('data'))
     if args.val_tokens:
         val = val[:args.val_tokens]
-    data = Rows(train, val, about, about.get('row', config.block_size), device, args.batch_size, args.seed,
+    data = Rows(train, val, meta, meta.get('row', config.block_size), device, args.batch_size, args.seed,
                 args.accum, args.carry, rank, world, dtype)
     torch.manual_seed(args.seed)
     model = built(args, config, data, weights)
     make = WithMuon if args.optimizer == 'muon' else adamw
     opt = make(model, args.lr, args.weight_decay, device)
-    tensors = meta.get('tensors', {})
+    tensors = header.get('tensors', {})
     unpack_optimiser(model, opt, tensors)
     states = [unpack(tensors, f'carry{i}', device) for i in range(args.accum)]      # of --carry, one a batch
-    threads = threads_of(args, meta, model, data)
+    threads = threads_of(args, header, model, data)
     run = {'args': dataclasses.asdict(args), 'torch': torch.__version__}
     log = opening(model, data, args, run)
     forward = torch.compile(model) if args.compile else model
     learn = functools.partial(data.learn, forward, states)
 
-    first = meta.get('step', 0)                             # steps of the run that is resumed
-    best = meta.get('best', math.inf)
+    first = header.get('step', 0)                           # steps of the run that is resumed
+    best = header.get('best', math.inf)
     bad = 0                                                 # steps in a row that were not finite
-    ends = [*states]                                        # with which the last finite one ended
+    good_states = [*states]                                 # those that the last finite step ended with
     times = []                                              # seconds of the steps since the last line
     seconds = 0.0                                           # of all steps
     since = time.perf_counter()
@@ -764,10 +770,10 @@ def main(argv):
         times.append(time.perf_counter() - since)
         if good:
             bad = 0
-            ends = [*states]
+            good_states = [*states]
         else:
             bad += 1
-            states[:] = ends                                # its own may not be finite either
+            states[:] = good_states
             tell(log, f'step {done}: not finite, skipped, {bad} in a row', step=done, not_finite=bad)
         if bad == BAD_STEPS:
             raise ValueError(f'{bad} steps in a row were not finite; stopped before saving. Try a smaller '
@@ -785,18 +791,18 @@ def main(argv):
                        tok_s=tok_s)
             tell(log, line(args.steps, **row), **row)
         if evaluates:
-            if threads:
+            if threads and done < args.steps:
                 threads.again(ms, 1e-3 * ms * args.eval_every)
             judged, right = data.evaluate(model, data.of_start())
-            tell(log, f'step {done:5d} | start of validation: {score(about, judged, right)}', step=done,
+            tell(log, f'step {done:5d} | start of validation: {score(meta, judged, right)}', step=done,
                  val_loss=judged, accuracy=right)
-            run.update(step=done, data=about)
+            run.update(step=done, data=meta)
             if judged < best:
                 best = judged
                 keep(f'{args.out}/best.safetensors', model, run, {}, rank)
             memories = pack_optimiser(model, opt)
             for i, state in enumerate(states):
-                memories.update(pack(state or [], f'carry{i}'))
+                memories.update(pack(state, f'carry{i}'))
             last = {**run, 'best': best, 'threads': torch.get_num_threads() if world == 1 else None}
             keep(f'{args.out}/ckpt.safetensors', model, last, memories, rank)
         since = time.perf_counter()
