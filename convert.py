@@ -878,7 +878,7 @@ def take_fastest(model, data):
     def part(tokens):
         data.rows.rehearse(model, tokens)
 
-    if data.device.type == 'cpu' and torch.get_num_threads() > 1:
+    if data.device.type == 'cpu':
         Threads(part, data.rows.batch_size * data.T, print, torch.get_num_threads()).choose()
 
 

@@ -73,9 +73,9 @@ def check(given, args, config):
             (args.source, 'translates --source, and nothing else', of_steps | {'prompt'}),
             (config.classes, 'tells classes apart, and nothing else', of_steps | {'save_state'}),
             (not args.source, 'translates nothing without --source', {'beam', 'penalty'})]:
-        for name in unused & given.keys():
-            if holds:
-                raise ValueError(f'--{name} means nothing: {args.init} {does}; leave it out')
+        found = sorted(unused & given.keys())
+        if holds and found:
+            raise ValueError(f'--{found[0]} means nothing: {args.init} {does}; leave it out')
 
 
 def text_of(given):

@@ -40,7 +40,7 @@ BAD_STEPS = 10      # so many non-finite steps in a row end the run
 MUON = 4.0          # times --lr: a matrix's step has singular values near 1, not entries
 WARMUP = 0.05       # of all steps; then a cosine to 0
 PART = 65536        # tokens of the validation file that are looked at on the way,
-TASK_ROWS = 500          # and rows of a task, at the least: some have one answer each
+TASK_ROWS = 500     # and rows of a task, at the least: some have one answer each
 POOL = 32           # steps that divide what is drawn for them, so that pairs of like length come together
 CLEARLY = 1.5       # times as fast or as slow as before: then the threads are timed again
 DEFAULT_THREADS = torch.get_num_threads()       # torch's own choice: all cores, or OMP_NUM_THREADS
@@ -481,6 +481,9 @@ class WithMuon:
         self.adamw.step()
 
 
+OPTIMISERS = {'adamw': adamw, 'muon': WithMuon}
+
+
 def pack_optimiser(model, opt):
     """What the optimiser remembers of each parameter, as a flat dict of tensors, for `save`."""
     flat = {}
@@ -658,7 +661,6 @@ def tell(log, text, **figures):
 
 def opening(model, data, args, run):
     """Say what is trained, and begin the log with it. -> the log, a file"""
-    os.makedirs(args.out, exist_ok=True)
     path = f'{args.out}/log.jsonl'
     if data.rank > 0:
         path = os.devnull
@@ -746,8 +748,8 @@ def main(argv):
                 args.accum, args.carry, rank, world, dtype)
     torch.manual_seed(args.seed)
     model = built(args, config, data, weights)
-    make = WithMuon if args.optimizer == 'muon' else adamw
-    opt = make(model, args.lr, args.weight_decay, device)
+    os.makedirs(args.out, exist_ok=True)                    # a folder that cannot be made is known at once
+    opt = OPTIMISERS[args.optimizer](model, args.lr, args.weight_decay, device)
     tensors = header.get('tensors', {})
     unpack_optimiser(model, opt, tensors)
     states = [unpack(tensors, f'carry{i}', device) for i in range(args.accum)]      # of --carry, one a batch
