@@ -1,6 +1,6 @@
 """Turn a pretrained transformer into an RNN: swap its attention, recover what that cost, and say how much.
 
-    python convert.py                       --recipe=pure: a matrix a head; of out/ckpt.safetensors, or of a
+    python convert.py                       --recipe=pure: a matrix per head; of out/ckpt.safetensors, or of a
                                             model that is trained first
     python convert.py --recipe=hybrid       and 64 exact rows beside it (LoLCATs, arXiv:2410.10254)
     python convert.py --recipe=hedgehog     as in Zhang 2024; t2r: Kasai 2021; decay: Mao 2022
@@ -16,7 +16,7 @@ order:
 
     swap         a student with the teacher's weights, but other rules in place of softmax: what these need
                  beyond W_q, W_k, W_v (feature maps, gates) is new; gates begin with memories as long as the
-                 teacher's heads look back (--begin)
+                 teacher's heads look back
     distil       stage 1 trains what is new, or the whole mixer; each layer imitates the teacher's on the
                  teacher's inputs
     fine-tune    stage 2 trains everything, or LoRA, to say what the teacher says, or the next token
@@ -24,9 +24,9 @@ order:
     controls     the teacher with as much more training, at two learning rates, and the student without the
                  teacher's weights: else nobody could tell what was recovered from what was learned anew
 
-A recipe is a row of flags (RECIPES); any flag that is given beside it wins. Both stages ask for batch(step)
--> x, y alone, so they know neither texts nor tasks. Writes, into --out, ckpt.safetensors, log.jsonl and
-convert.json: the tables, and one query's attention weights for a picture.
+A recipe is a row of flags (RECIPES); any flag that is given beside it wins. Writes, into --out,
+ckpt.safetensors, log.jsonl, result.json (the student's figures) and convert.json: the tables, and one query's
+attention weights for a picture.
 """
 import copy
 import dataclasses
@@ -43,41 +43,15 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-import torch.nn.utils.parametrize
+from torch.nn.utils import parametrize
 
 from data import prepare, weights
 from fastweight import RULES
-from model import (
-    GPT,
-    SOURCE_RULES,
-    bias_of,
-    flag,
-    kl,
-    load,
-    parse,
-    pick_device,
-    read,
-    save,
-    script,
-    state_bytes,
-    subset,
-    write,
-)
-from train import (
-    Rows,
-    Threads,
-    adamw,
-    answers,
-    blocks,
-    check_threads,
-    optimise,
-    pack_optimiser,
-    rows,
-    steps_left,
-    table,
-    unpack_optimiser,
-)
-
+from model import (GPT, SOURCE_RULES, bias_of, flag, kl, load, parse, pick_device, read, refuse, save, script,
+                   state_bytes, subset, write)
+from train import (QUIET, Rows, adamw, answers, bits_a_nat, blocks, check_threads, commit, optimise,
+                   pack_optimiser, rows, say, steps_left, table, tell_step, threads_of, unpack_optimiser,
+                   write_json)
 
 # Flags by recipe. Those of the papers have their map, order and losses.
 RECIPES = {
@@ -86,11 +60,14 @@ RECIPES = {
               '--faster=5 --lr=2e-4',
     'hedgehog': '--rule=sum --phi=hedgehog --distil=ce --loss=next',
     't2r': '--rule=sum --phi=t2r --distil=none --loss=next',
-    'decay': '--rule=decay --distil=none --loss=next --begin=spread'}
-
-
+    'decay': '--rule=decay --distil=none --loss=next'}
 PLACES = 'self', 'cross', 'encoder'     # where attention is in a translator: in its decoder, ...
 PROJECTIONS = 'q', 'k', 'v', 'o'        # of a layer of attention: in Mixer.qkv, and Mixer.proj
+TEACHER = '--rule=softmax --n_head=4 --steps=2500'      # what is trained where there is no teacher
+LONG = 1024                                             # tokens a row without --row: some tensors are T x T
+SCRATCH_LR = 4e-3                                       # of the student without the teacher's weights
+TEACHER_LRS = 1e-3, 1e-4                                # of the teacher that is trained on
+T2R_MAPS = 't2r', 't2r-scaled'
 
 
 @dataclass
@@ -107,9 +84,6 @@ class Args:
                        ['auto', 'ce', 'mse', 'hidden', 'none'])
     learn: str = flag('new', 'in stage 1: parameters that are new or, with --distil=hidden, all of the mixer',
                       ['new', 'mixer'])
-    begin: str = flag('teacher', 'gates remember as far as the teacher\'s heads look, and a matrix beside '
-                                 'rows weighs what its keys do there; or gates cover 4 to 512 tokens',
-                      ['teacher', 'spread'])
     distil_steps: int = flag(300, 'steps of stage 1', low=0)
     distil_lr: float = flag(1e-2, 'its peak learning rate', low=0)
     steps: int = flag(1000, 'steps of stage 2, fine-tuning', low=0)
@@ -133,41 +107,30 @@ class Args:
     threads: int = flag(None, 'of the CPU; if not given, as many as are fastest at the start', low=1)
 
 
+Student = subset('layers', 'phi', 'norm', 'out_norm', 'beta_max', 'cache', 'sinks', 'overflow',
+                 rule=flag('sum', 'what softmax becomes', list(RULES)))
 HELP = '\n'.join([
     __doc__, 'Recipes. Their flags replace the defaults below; with another --rule, those of training only:',
     *(f'    {name:<12} {row}' for name, row in RECIPES.items())])
-TEACHER = '--rule=softmax --n_head=4 --steps=2500'      # what is trained where there is no teacher
-LONG = 1024                                             # tokens a row without --row: some tensors are T x T
-SCRATCH_LR = 4e-3                                       # of the student without the teacher's weights
-TEACHER_LRS = 1e-3, 1e-4                                # of the teacher that is trained on
-T2R_MAPS = ('t2r', 't2r-scaled')
-Student = subset('layers', 'phi', 'norm', 'out_norm', 'beta_max', 'cache', 'sinks', 'overflow',
-                 rule=flag('sum', 'what softmax becomes', list(RULES)))
 
 
 # ---- the swap ----------------------------------------------------------------------------------------------
+def named(flag, text, choices):
+    """What --flag names of the choices, with commas between."""
+    found = text.replace(' ', '').split(',')
+    for name in found:
+        if name not in choices:
+            raise ValueError(f'--{flag}={text}: choose from {", ".join(choices)}')
+    return found
+
+
 def swap(teacher, changes, places=PLACES):
     """A GPT with other rules and the teacher's weights: the same tensors, not copies, until they are trained.
     -> the student, the names of its parameters that the teacher does not have. changes: flags of `Student`;
     places: of a translator, where they are made"""
     old = teacher.config
-    kept = {'layers': '', 'pos': old.pos}
-    if old.encoder:
-        kept |= rules_after(old, changes, places)
-        if 'self' not in places:
-            if changes.get('rule', old.rule) not in SOURCE_RULES:
-                raise ValueError(f'--swap={",".join(places)}: {changes["rule"]} keeps few rows, but a source '
-                                 'is read whole; take another rule, or self as well')
-            changes = {**changes, 'rule': old.rule}
-            kept['layers'] = old.layers
-    elif set(places) != set(PLACES):
-        raise ValueError(f'--swap={",".join(places)}: the teacher has no encoder, so there is but one place')
-    if old.keeps() != {'all'} and 'rule' in changes:    # what is no softmax stays as it is
-        layers = [changes['rule'] if RULES[rule].keeps else rule for rule in old.rules()]
-        kept['layers'] = ','.join(layers)
-    if old.turns():                                     # W_q and W_k were learned with rope: it stays
-        kept['pos'] = 'rope'
-    student = GPT(dataclasses.replace(old, **(kept | changes)))
+    pos = 'rope' if old.turns() else old.pos                # W_q and W_k were learned with rope: it stays
+    student = GPT(dataclasses.replace(old, pos=pos, **rules_after(old, changes, places)))
     refuse_other_maps(teacher, student)
     if student.config.all_rules() == old.all_rules():
         raise ValueError(f'--rule={old.rule} --layers={old.layers}: nothing of the teacher would change')
@@ -184,14 +147,27 @@ def swap(teacher, changes, places=PLACES):
 
 
 def rules_after(old, changes, places):
-    """The rules of encoder and cross attention after the swap: what is no softmax stays as it is, and so does
-    softmax where a rule keeps few rows, as a source is read whole."""
+    """The changes, and the rules that every layer has with them: in these places --rule takes softmax's. What
+    is no softmax stays as it is, and so does softmax where --rule keeps few rows, as a source is read whole.
+    """
     rule = changes.get('rule', old.rule)
-    found = dict(zip(('encoder_rule', 'cross'), old.source_rules()))
-    for place, name in ('encoder', 'encoder_rule'), ('cross', 'cross'):
-        if place in places and found[name] == 'softmax' and rule in SOURCE_RULES:
-            found[name] = rule
-    return found
+    if not old.encoder and set(places) != set(PLACES):
+        raise ValueError(f'--swap={",".join(places)}: the teacher has no encoder, so there is but one place')
+    if 'self' not in places and rule not in SOURCE_RULES:
+        raise ValueError(f'--swap={",".join(places)}: {rule} keeps few rows, but a source is read whole; '
+                         'take another rule, or self as well')
+    layers = old.rules()
+    if 'self' in places:
+        layers = [rule if name == 'softmax' else name for name in layers]
+    found = {'layers': ','.join(layers)}
+    if len(set(layers)) == 1:
+        found = {'rule': layers[0], 'layers': ''}
+    for place, field, name in zip(('encoder', 'cross'), ('encoder_rule', 'cross'), old.source_rules()):
+        swaps = place in places and name == 'softmax' and rule in SOURCE_RULES
+        found[field] = rule if swaps else name
+    if 'self' not in places:
+        changes = {**changes, 'rule': old.rule}
+    return {**found, **changes}
 
 
 def refuse_other_maps(teacher, student):
@@ -224,18 +200,6 @@ def held(memory, T, device):
     return found
 
 
-def look_back(a, found):
-    """How far back heads look, by their attention weights a (B, H, T, T): of what goes to the keys that are
-    found (T, T), the share that goes no farther than 0, 1, ... T - 1 steps -> (H, T)"""
-    T = a.shape[-1]
-    t = torch.arange(T, device=a.device)
-    distance = (t[:, None] - t).abs()
-    share = a.new_zeros(a.shape[1], T)
-    share.index_add_(1, distance.flatten(), (a.sum(0) * found).flatten(1))
-    total = share.sum(1, keepdim=True).clamp(min=1e-30)
-    return share.cumsum(1) / total
-
-
 @torch.no_grad()
 def begin_as(teacher, student, x):
     """What is new begins as the teacher's heads are, measured on the tokens x (B, T): how far back they look
@@ -243,79 +207,245 @@ def begin_as(teacher, student, x):
     matrix has (`balance`). Rows that are no longer than a window tell nothing of that."""
     for seen in teacher.through(x):
         memory = student.get_submodule(seen.name).memory
-        own = not seen.mixer.memory.rule.keeps          # no softmax: what is here is the teacher's own
-        if own or seen.crosses:                         # places of two texts have no distance
+        own = not seen.mixer.memory.rule.keeps              # no softmax: what is here is the teacher's own
+        if own or seen.crosses:                             # places of two texts have no distance
             continue
-        if out_of_reach(memory) < seen.q.shape[2]:
-            remember(seen, memory)
+        T = seen.q.shape[2]
+        if out_of_reach(memory) < T:
+            found = held(memory, T, x.device)
+            remember(seen, memory, found)
             if memory.overflow is not None:
-                balance(seen, memory)
+                balance(seen, memory, found)
 
 
-def remember(seen, memory):
+def remember(seen, memory, found):
     """Gates begin with the memory of the head they stand in for: of its n channels, channel i remembers tau_i
     steps, so that (i + 1/2) / n of the attention to what the matrix holds goes no farther back than that. At
     first it is so for every token: W, by which gates depend on their token, begins as 0. What a window lets
-    go is remembered from then on. seen: what GPT.through yields of the teacher."""
-    q = seen.q
+    go is remembered from then on. seen: what GPT.through yields of the teacher; found: of `held`."""
     gates = (memory.overflow or memory).gates
-    biases = [name for name in ('bias_f', 'bias_z') if hasattr(gates, name)]
+    biases = [getattr(gates, name) for name in ('bias_f', 'bias_z') if hasattr(gates, name)]    # (H, 1, n)
     if not biases:
         return
-    nearest = out_of_reach(memory)
-    a = seen.weights(seen.mixer)
+    a = seen.weights(seen.mixer)                            # (B, H, T, T)
     if seen.real is not None:
         a = a * seen.real[:, None, :, None]
-    shares = look_back(a, held(memory, q.shape[2], q.device))
-    for name in biases:
-        bias = getattr(gates, name)                     # (H, 1, n)
+    t = torch.arange(len(found), device=a.device)
+    distance = (t[:, None] - t).abs()
+    weight = a.new_zeros(a.shape[1], len(t))                # that a head gives to keys at each distance
+    weight.index_add_(1, distance.flatten(), (a.sum(0) * found).flatten(1))
+    total = weight.sum(1, keepdim=True).clamp(min=1e-30)
+    nearer = weight.cumsum(1) / total
+    for bias in biases:
         n = bias.shape[-1]
-        wanted = (torch.arange(n, device=q.device) + 0.5) / n
-        tau = torch.searchsorted(shares, wanted.expand(len(shares), n).contiguous()) + 1 - nearest
+        wanted = (torch.arange(n, device=a.device) + 0.5) / n
+        steps = torch.searchsorted(nearer, wanted.expand(len(nearer), n).contiguous()) + 1
+        tau = steps - out_of_reach(memory)
         bias.copy_(bias_of(tau.clamp(min=1.2), gates.rule.rate or 1.0)[:, None])
     gates.proj.weight.zero_()
 
 
-def balance(seen, memory):
+def balance(seen, memory, found):
     """A matrix beside exact rows begins with the weight that the teacher gives to what it holds: the bias of
     log_mass, by head, becomes the mean of log sum_s e^(q.k_s / sqrt(d)) over the keys that are out of reach,
-    less the log of the mass that the matrix finds there itself. seen: as for `remember`."""
+    less the log of the mass that the matrix finds there itself. seen, found: as for `remember`."""
     q = seen.q
     k = seen.k
-    v = seen.v
-    far = held(memory, q.shape[2], q.device)
-    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~far, -math.inf)
-    wanted = scores.logsumexp(-1, keepdim=True)         # (B, H, T, 1)
-    _, _, went, _ = memory.forms.rows(q, k, v, None, 0, memory.rule.keeps, memory.cache, memory.sinks, True,
-                                      memory.turn)
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~found, -math.inf)
+    wanted = scores.logsumexp(-1, keepdim=True)             # (B, H, T, 1)
+    _, _, went, _ = memory.forms.rows(q, k, seen.v, None, 0, memory.rule.keeps, memory.cache, memory.sinks,
+                                      True, memory.turn)
     _, mass, _ = memory.overflow.take(q, went, {})
-    there = far.any(-1)                                 # steps that have such keys
-    found = mass[:, :, there].clamp(min=1e-30).log()
-    memory.log_mass.bias.copy_((wanted[:, :, there] - found).mean((0, 2, 3)))
+    there = found.any(-1)                                   # steps that have such keys
+    log_mass = mass[:, :, there].clamp(min=1e-30).log()
+    memory.log_mass.bias.copy_((wanted[:, :, there] - log_mass).mean((0, 2, 3)))
 
 
-def named(flag, text, choices):
-    """What --flag names of the choices, with commas between."""
-    found = text.replace(' ', '').split(',')
-    for name in found:
-        if name not in choices:
-            raise ValueError(f'--{flag}={text}: choose from {", ".join(choices)}')
+# ---- stage 1: layer by layer -------------------------------------------------------------------------------
+def changed(student, new):
+    """The student's mixers, by name, that have something new."""
+    return {name: mixer for name, mixer in student.mixers().items()
+            if any(parameter.startswith(f'{name}.') for parameter in new)}
+
+
+def what_to_match(wish, student, new):
+    """--distil, and what `auto` means for this student: ce where all that is new are attention weights' maps
+    and gates; `none` where nothing is new."""
+    if not new:
+        return 'none'
+    comparable = all(mixer.has_weights for mixer in changed(student, new).values())
+    if wish == 'ce' and not comparable:
+        raise ValueError('--distil=ce compares attention weights, and this rule has none: take mse or hidden')
+    if wish == 'auto':
+        wish = 'ce' if comparable else 'mse'
+    return wish
+
+
+def learners(student, new, which):
+    """The names of the parameters that stage 1 trains: those that are new or, with `mixer`, all of the mixers
+    that have something new."""
+    if which == 'new':
+        return new
+    found = set()
+    for mixer, module in changed(student, new).items():
+        found |= {f'{mixer}.{name}' for name, _ in module.named_parameters()}
     return found
 
 
-def can_teach(config, source):
-    """ValueError unless softmax is what there is to swap."""
-    rules = ','.join(config.all_rules())
-    keeps = {RULES[rule].keeps for rule in config.all_rules()}
-    if keeps - {None, 'all'}:
-        raise ValueError(f'{source}: its layers keep few rows, {rules}; a teacher keeps all')
-    if 'all' not in keeps:
-        raise ValueError(f'{source}: has no softmax layers, only {rules}; python train.py --rule=softmax '
-                         'makes a teacher')
+def own(student, names):
+    """Copies in place of what it shares with its teacher: parameters of these names, which will be trained,
+    and random features, which are drawn anew. With LoRA the others stay the teacher's: memory for one."""
+    for name, p in student.named_parameters():
+        if name in names:
+            p.data = p.data.clone()
+    for x in student.buffers():
+        x.data = x.data.clone()
 
 
+def whole_layer(block, seen):
+    """What a block makes of its input, from a fresh start."""
+    state = {}
+    if block.cross is not None:
+        state = block.cross.write(seen.source, seen.there)
+        state['t'] = torch.tensor(block.cross.begin)
+    return block(seen.x, state, seen.there)[0]
+
+
+def mismatch(kind, seen, student):
+    """How far a mixer of the student is from the teacher's, on the teacher's input: a scalar, the mean over
+    places that are no padding.
+        hidden    mean square between what the whole layers return (MOHAWK, arXiv:2408.10189)
+        ce        cross entropy of the attention weights, -sum_s a_ts log w_ts (Zhang 2024, eq. 4)
+        mse       mean square between what the mixers read, over its variance (LoLCATs, arXiv:2410.10254)
+    seen: what GPT.through yields of the teacher."""
+    twin = student.get_submodule(seen.name)
+    real = slice(None)
+    if seen.real is not None:
+        real = seen.real
+    if kind == 'hidden':
+        with torch.no_grad():
+            wanted = whole_layer(seen.block, seen)
+        error = whole_layer(student.get_submodule(seen.layer), seen) - wanted
+        return error.square().mean(-1)[real].mean()
+    if kind == 'ce':
+        a = seen.weights(seen.mixer)
+        w = seen.weights(twin)
+        return -(a * w.clamp(min=1e-8).log()).sum(-1).mean(1)[real].mean()
+    with torch.no_grad():
+        wanted = seen.attend(seen.mixer)                    # (B, H, T, head_dim)
+    found = seen.attend(twin)
+    if twin.out_norm is not None:
+        found = twin.out_norm(found)
+    error = (found - wanted).square().mean((1, 3))
+    return error[real].mean() / wanted.transpose(1, 2)[real].var()
+
+
+def distil(run, teacher, student, names, kind, steps, lr):
+    """Stage 1: the parameters of these names, by `mismatch` of this kind. Every layer gets the teacher's
+    input, not what the student made of it, so layers do not depend on each other: the backward goes through
+    one of them at a time, and the (T, T) matrices of one are all that is held."""
+    def loss(step):
+        x, _ = run.data.batch(step)
+        total = 0.0
+        many = 0
+        with torch.no_grad():
+            for seen in teacher.through(x):
+                if kind == 'hidden' and seen.crosses:       # its layer was asked already
+                    continue
+                many += 1
+                if not any(p.requires_grad for p in student.get_submodule(seen.layer).parameters()):
+                    continue
+                with torch.enable_grad():
+                    far = mismatch(kind, seen, student)
+                if far.requires_grad:                       # not all that is new is asked by all kinds
+                    far.backward()
+                total = total + far.detach()
+        return (total / many).reshape(1)
+
+    own(student, names)
+    for name, p in student.named_parameters():
+        p.requires_grad_(name in names)
+    run.learn(f'distil ({kind})', student, loss, steps, lr)
+    student.requires_grad_(True)
+
+
+# ---- stage 2: the whole model ------------------------------------------------------------------------------
+class LoRA(nn.Module):
+    """W + B A / r * 16 of each projection that is adapted: A (r, in) random, B (out, r) zero at first. Hu
+    2021, arXiv:2106.09685. W (all out, in) may be several, one below the other; sizes: their names and rows.
+    names: those that are adapted"""
+    def __init__(self, W, rank, sizes, names):
+        super().__init__()
+        self.scale = 16 / rank
+        self.sizes = sizes
+        self.A = nn.ParameterDict()
+        self.B = nn.ParameterDict()
+        for name in sizes:
+            if name in names:
+                self.A[name] = torch.randn(rank, W.shape[1], device=W.device) / W.shape[1] ** 0.5
+                self.B[name] = torch.zeros(sizes[name], rank, device=W.device)
+
+    def forward(self, W):
+        parts = []
+        for name, part in zip(self.sizes, W.split([*self.sizes.values()])):
+            if name in self.A:
+                part = part + self.scale * self.B[name] @ self.A[name]
+            parts.append(part)
+        return torch.cat(parts)
+
+
+def adapt(model, rank, names, new):
+    """LoRA on those of q, k, v and the output o that are named, of every mixer; beside it only the parameters
+    in `new` will learn. -> the linear layers that have it"""
+    for name, p in model.named_parameters():
+        p.requires_grad_(name in new)
+    adapted = []
+    for mixer in model.mixers().values():
+        stacked = dict(zip(PROJECTIONS, mixer.sizes))
+        for linear, sizes in (mixer.qkv, stacked), (mixer.proj, {'o': len(mixer.proj.weight)}):
+            if sizes.keys() & set(names):
+                lora = LoRA(linear.weight, rank, sizes, names)
+                parametrize.register_parametrization(linear, 'weight', lora)
+                adapted.append(linear)
+    return adapted
+
+
+def merge(adapted):
+    """W + B A becomes W."""
+    for linear in adapted:
+        parametrize.remove_parametrizations(linear, 'weight')
+
+
+def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()):
+    """Stage 2, and the controls: towards the targets y where they count or, with a teacher, towards its
+    distribution at these places, KL(teacher || model). All weights learn, or with lora > 0 matrices of that
+    rank and what is in `new`. after: the steps of another stage, whose rows were others"""
+    meta = run.data.meta
+
+    def loss(step):
+        x, y = run.data.batch(after + step)
+        logits, targets, _ = answers(model, x, y, None, meta)
+        if teacher is None:
+            value = F.cross_entropy(logits, targets)
+        else:
+            with torch.no_grad():
+                wanted = answers(teacher, x, y, None, meta)[0].log_softmax(-1)
+            value = F.kl_div(logits.log_softmax(-1), wanted, reduction='batchmean', log_target=True)
+        value.backward()
+        return value.detach().reshape(1)
+
+    torch.manual_seed(run.args.seed)                        # LoRA's A
+    adapted = []
+    if lora:
+        adapted = adapt(model, lora, named('lora_of', run.args.lora_of, PROJECTIONS), new)
+    run.learn(stage, model, loss, steps, lr, new)
+    merge(adapted)
+    model.requires_grad_(True)
+
+
+# ---- fold --------------------------------------------------------------------------------------------------
 def can_fold(model):
-    """ValueError unless every layer has a T2R map straight after W_q and W_k. -> its features a head"""
+    """ValueError unless every layer has a T2R map straight after W_q and W_k. -> its features per head"""
     c = model.config
     memories = [mixer.memory for mixer in model.mixers().values()]
     folding = [memory for memory in memories if memory.rule.keeps != 'all']     # softmax stays as it is
@@ -362,346 +492,22 @@ def fold(model):
         tensors[f'{name}.qkv.bias'] = torch.cat([b_q, b_k, b_v])
     changes = {'phi': 'relu', 'bias': True, 'key_dim': m}
     folded = GPT(dataclasses.replace(model.config, **changes)).to(model.embed.weight).eval()
-    for name, x in folded.state_dict().items():         # the same memory as the parameters'
+    for name, x in folded.state_dict().items():             # the same memory as the parameters'
         if name.endswith('.bias'):
             x.zero_()
     folded.load_state_dict(tensors, strict=False)
     return folded
 
 
-# ---- stage 1: layer by layer -------------------------------------------------------------------------------
-def what_to_match(wish, student, new):
-    """--distil, and what `auto` means for this student: ce where all that is new are attention weights' maps
-    and gates; `none` where nothing is new."""
-    if not new:
-        return 'none'
-    comparable = True
-    for mixer in changed(student, new).values():
-        comparable &= mixer.has_weights
-    if wish == 'ce' and not comparable:
-        raise ValueError('--distil=ce compares attention weights, and this rule has none: take mse or hidden')
-    if wish != 'auto':
-        return wish
-    if comparable:
-        return 'ce'
-    return 'mse'
-
-
-def changed(student, new):
-    """The student's mixers, by name, that have something new."""
-    return {name: mixer for name, mixer in student.mixers().items()
-            if any(parameter.startswith(f'{name}.') for parameter in new)}
-
-
-def whole_layer(block, seen):
-    """What a block makes of its input, from a fresh start."""
-    state = {}
-    if block.cross is not None:
-        state = block.cross.write(seen.source, seen.there)
-        state['t'] = torch.tensor(block.cross.begin)
-    return block(seen.x, state, seen.there)[0]
-
-
-def over_places(x, seen):
-    """The mean of x (B, T) over places that are no padding."""
-    if seen.real is None:
-        return x.mean()
-    return x[seen.real].mean()
-
-
-def mismatch(kind, seen, student):
-    """How far a mixer of the student is from the teacher's, on the teacher's input: a scalar.
-        hidden    mean square between what the whole layers return (MOHAWK, arXiv:2408.10189)
-        ce        cross entropy of the attention weights, -sum_s a_ts log w_ts (Zhang 2024, eq. 4)
-        mse       mean square between what the mixers read, over its variance (LoLCATs, arXiv:2410.10254)
-    seen: what GPT.through yields of the teacher."""
-    twin = student.get_submodule(seen.name)
-    if kind == 'hidden':
-        with torch.no_grad():
-            wanted = whole_layer(seen.block, seen)
-        error = whole_layer(student.get_submodule(seen.layer), seen) - wanted
-        return over_places(error.square().mean(-1), seen)
-    if kind == 'ce':
-        a = seen.weights(seen.mixer)
-        w = seen.weights(twin)
-        return over_places(-(a * w.clamp(min=1e-8).log()).sum(-1).mean(1), seen)
-    with torch.no_grad():
-        wanted = seen.attend(seen.mixer)
-    o = wanted.transpose(1, 2)                          # (B, T, H, head_dim)
-    if seen.real is not None:
-        o = o[seen.real]
-    found = seen.attend(twin)
-    if twin.out_norm is not None:
-        found = twin.out_norm(found)
-    return over_places((found - wanted).square().mean((1, 3)), seen) / o.var()
-
-
-def learners(student, new, which):
-    """The names of the parameters that stage 1 trains: those that are new or, with `mixer`, all of the mixers
-    that have something new."""
-    if which == 'new':
-        return new
-    found = set()
-    for mixer, module in changed(student, new).items():
-        found |= {f'{mixer}.{name}' for name, _ in module.named_parameters()}
-    return found
-
-
-def own(student, names):
-    """Copies in place of what it shares with its teacher: parameters of these names, which will be trained,
-    and random features, which are drawn anew. With LoRA the others stay the teacher's: memory for one."""
-    for name, p in student.named_parameters():
-        if name in names:
-            p.data = p.data.clone()
-    for x in student.buffers():
-        x.data = x.data.clone()
-
-
-def distil(teacher, student, names, kind, batch, steps, lr, progress):
-    """Stage 1: the parameters of these names, by `mismatch` of this kind. Every layer gets the teacher's
-    input, not what the student made of it, so layers do not depend on each other: the backward goes through
-    one of them at a time, and the (T, T) matrices of one are all that is held."""
-    def loss(step):
-        x, _ = batch(step)
-        total = 0.0
-        many = 0
-        with torch.no_grad():
-            for seen in teacher.through(x):
-                if kind == 'hidden' and seen.crosses:   # its layer was asked already
-                    continue
-                many += 1
-                if not any(p.requires_grad for p in student.get_submodule(seen.layer).parameters()):
-                    continue
-                with torch.enable_grad():
-                    far = mismatch(kind, seen, student)
-                if far.requires_grad:                   # not all that is new is asked by all kinds
-                    far.backward()
-                total = total + far.detach()
-        return (total / many).reshape(1)
-
-    for name, p in student.named_parameters():
-        p.requires_grad_(name in names)
-    run(f'distil ({kind})', student, loss, steps, lr, progress)
-    student.requires_grad_(True)
-
-
-# ---- stage 2: the whole model ------------------------------------------------------------------------------
-class LoRA(nn.Module):
-    """W + B A / r * 16 of each projection that is adapted: A (r, in) random, B (out, r) zero at first. Hu
-    2021, arXiv:2106.09685. W (all out, in) may be several, one below the other; sizes: their names and rows.
-    names: those that are adapted"""
-    def __init__(self, W, rank, sizes, names):
-        super().__init__()
-        self.scale = 16 / rank
-        self.sizes = sizes
-        self.A = nn.ParameterDict()
-        self.B = nn.ParameterDict()
-        for name in sizes:
-            if name in names:
-                self.A[name] = torch.randn(rank, W.shape[1], device=W.device) / W.shape[1] ** 0.5
-                self.B[name] = torch.zeros(sizes[name], rank, device=W.device)
-
-    def forward(self, W):
-        parts = []
-        for name, part in zip(self.sizes, W.split([*self.sizes.values()])):
-            if name in self.A:
-                part = part + self.scale * self.B[name] @ self.A[name]
-            parts.append(part)
-        return torch.cat(parts)
-
-
-def adapt(model, rank, names, new):
-    """LoRA on those of q, k, v and the output o that are named, of every mixer; beside it only the parameters
-    in `new` will learn. -> the linear layers that have it"""
-    for name, p in model.named_parameters():
-        p.requires_grad_(name in new)
-    adapted = []
-    for mixer in model.mixers().values():
-        stacked = dict(zip(PROJECTIONS, mixer.sizes))
-        for linear, sizes in (mixer.qkv, stacked), (mixer.proj, {'o': len(mixer.proj.weight)}):
-            if sizes.keys() & set(names):
-                lora = LoRA(linear.weight, rank, sizes, names)
-                nn.utils.parametrize.register_parametrization(linear, 'weight', lora)
-                adapted.append(linear)
-    return adapted
-
-
-def merge(adapted):
-    """W + B A becomes W."""
-    for linear in adapted:
-        nn.utils.parametrize.remove_parametrizations(linear, 'weight')
-
-
-def finetune(stage, model, batch, meta, steps, lr, progress, teacher=None, lora=0, new=()):
-    """Stage 2, and the controls: towards the targets y where they count or, with a teacher, towards its
-    distribution at these places, KL(teacher || model). All weights learn, or with lora > 0 matrices of that
-    rank and what is in `new`."""
-    def loss(step):
-        x, y = batch(step)
-        logits, targets, _ = answers(model, x, y, None, meta)
-        if teacher is None:
-            value = F.cross_entropy(logits, targets)
-        else:
-            with torch.no_grad():
-                wanted = answers(teacher, x, y, None, meta)[0].log_softmax(-1)
-            value = F.kl_div(logits.log_softmax(-1), wanted, reduction='batchmean', log_target=True)
-        value.backward()
-        return value.detach().reshape(1)
-
-    torch.manual_seed(progress.args.seed)               # LoRA's A
-    adapted = []
-    if lora:
-        adapted = adapt(model, lora, named('lora_of', progress.args.lora_of, PROJECTIONS), new)
-    run(stage, model, loss, steps, lr, progress, new)
-    merge(adapted)
-    model.requires_grad_(True)
-
-
-# ---- what both stages share --------------------------------------------------------------------------------
-def run(stage, model, loss, steps, lr, progress, new=()):
-    """train.py's loop over one stage or control, from where a stopped conversion left it; parameters in `new`
-    learn --faster. All that is drawn is a function of seed and step, so resuming is exact on a CPU."""
-    from tqdm import tqdm
-    args = progress.args
-    opt = adamw(model, lr, 0.0, progress.data.device, new, args.faster)
-    model.train()
-    before = progress.load(stage, model, opt)
-    begin = time.perf_counter() - progress.seconds.get(stage, 0)
-    with tqdm(desc=stage, initial=before, total=steps, disable=None) as bar:
-        for done, value, _, good in optimise(model, opt, loss, steps, lr, args.seed, before):
-            if not good:
-                raise ValueError(f'{stage}: loss or gradient is not finite at step {done}; try a smaller '
-                                 '--lr, or --distil_lr in stage 1')
-            bar.update()
-            progress.seconds[stage] = time.perf_counter() - begin
-            if done % args.eval_every == 0 or done == steps:
-                progress.save(stage, model, opt, done, value.item())
-    model.eval()
-
-
-class Data:
-    """What is learned and judged with: rows of a text or of a generated task, in the teacher's tokens."""
-    def __init__(self, args, teacher, meta, device):
-        self.device = device
-        longest = teacher.config.block_size
-        if args.row > longest:
-            raise ValueError(f'--row={args.row}: the teacher was trained on rows of {longest}; give at most '
-                             'that')
-        T = args.row or min(longest, LONG)
-        self.train, self.val, self.meta, self.name = prepare.for_model(args.from_, meta, args.data, T)
-        self.task = 'row' in self.meta
-        self.T = self.meta.get('row', T)                # a task's rows have their own length
-        self.rows = Rows(self.train, self.val, self.meta, self.T, device, args.batch_size, args.seed)
-        self.begin = blocks(len(self.val), self.T, self.meta, args.eval_rows)
-
-    def batch(self, step):
-        """-> x, y (batch_size, T), a function of seed and step; y = -1 where it does not count."""
-        return self.rows.batch(step)
-
-    def after(self, steps):
-        """-> `batch` for a stage that comes after so many steps of another."""
-        def batch(step):
-            return self.batch(steps + step)
-        return batch
-
-    def score(self, model):
-        """-> a dict of what is said of a model, over --eval_rows rows, each read from an empty state."""
-        loss, right = self.rows.evaluate(model, self.begin)
-        found = {'perplexity': math.exp(min(loss, 80)), 'accuracy': right}
-        if not self.task:
-            found['bits per byte'] = self.tokens_a_byte() * loss / math.log(2)
-        return found
-
-    def tokens_a_byte(self):
-        """Of the validation text: 1 for bytes, about 0.23 for GPT-2's tokens in English."""
-        return self.meta['val']['tokens'] / self.meta['val']['bytes']
-
-    def recovered(self, score, base):
-        """What share of `base`, the teacher's score, a model has. Of a task, accuracy / accuracy; of a text,
-        teacher's perplexity / model's. That is a share for each token; a byte's is its (tokens / bytes)-th
-        power, so of the same model it looks better: papers give it for GPT-2's tokens."""
-        if not self.task:
-            share = base['perplexity'] / score['perplexity']
-            return {'recovered': share, 'recovered a byte': share ** self.tokens_a_byte()}
-        if base['accuracy'] == 0:                       # nothing to recover
-            return {'recovered': None}
-        return {'recovered': score['accuracy'] / base['accuracy']}
-
-
-class Progress:
-    """What a conversion has done so far: the lines of its table, log.jsonl, and a file for each stage, from
-    which --resume goes on. about: the run's flags and what it was made from, kept in these files."""
-    def __init__(self, args, data, about):
-        self.args = args
-        self.data = data
-        self.about = about
-        self.seconds = {}                               # by stage, those of earlier calls included
-        self.table = []
-
-    def start(self):
-        """The folder; without --resume also an empty log, and nothing of an earlier conversion."""
-        os.makedirs(self.args.out, exist_ok=True)
-        if self.args.export:                            # what cannot be written is known now, not at the end
-            os.makedirs(self.args.export, exist_ok=True)
-        if not self.args.resume:
-            forget(self.args.out)
-            open(os.path.join(self.args.out, 'log.jsonl'), 'w').close()
-
-    def path(self, stage):
-        name = re.sub('[^a-z0-9]+', '-', stage)
-        return os.path.join(self.args.out, f'stage-{name}.safetensors')
-
-    def load(self, stage, model, opt):
-        """-> the steps that are done already, their results put into model and optimiser."""
-        if not (self.args.resume and os.path.exists(self.path(stage))):
-            return 0
-        tensors, meta = read(self.path(stage))
-        for key, now in self.about['made_from'].items():
-            if meta['made_from'].get(key) != now:
-                raise ValueError(f'--resume: the {key} is not what the run began with; start anew')
-        kept = {k[6:]: x for k, x in tensors.items() if k.startswith('model.')}
-        model.load_state_dict(kept, strict=False)
-        unpack_optimiser(model, opt, tensors)
-        self.seconds[stage] = meta['seconds']
-        return meta['step']
-
-    def save(self, stage, model, opt, step, loss):
-        """All that `load` needs, and a line of the log."""
-        frozen = {k for k, p in model.named_parameters() if not p.requires_grad}    # they are the teacher's
-        kept = {f'model.{k}': x for k, x in model.state_dict().items() if k not in frozen}
-        kept |= pack_optimiser(model, opt)
-        write(self.path(stage), kept, self.about | {'step': step, 'seconds': self.seconds[stage]})
-        score = self.data.score(model)
-        line = {'stage': stage, 'step': step, 'tokens': self.tokens(step), 'loss': loss, **score,
-                **self.data.recovered(score, self.table[0])}
-        with open(os.path.join(self.args.out, 'log.jsonl'), 'a') as f:
-            f.write(json.dumps(line) + '\n')
-
-    def note(self, name, model, *stages, steps=0):
-        """A line of the table, printed at once: how good a model is after these stages, and steps in all."""
-        row = {'model': name, **self.data.score(model)}
-        base = row                                      # the teacher comes first
-        if self.table:
-            base = self.table[0]
-        row |= self.data.recovered(row, base)
-        row['tokens'] = self.tokens(steps)
-        row['minutes'] = round(sum(self.seconds[stage] for stage in stages) / 60, 2)
-        self.table.append(row)
-        if self.data.task:
-            print(f'{name}: accuracy {row["accuracy"]:.1%}', flush=True)
-        else:
-            print(f'{name}: perplexity {row["perplexity"]:.4g}, recovered {row["recovered"]:.1%} a token, '
-                  f'{row["recovered a byte"]:.1%} a byte', flush=True)
-
-    def tokens(self, steps):
-        """In so many steps."""
-        return steps * self.args.batch_size * self.data.T
-
-    def compare(self, tuned):
-        """Beside what is recovered of the teacher as it came: of `tuned`, the line of the table for one that
-        was trained on. A teacher who could still learn flatters its students."""
-        for row in self.table:
-            row['of the tuned'] = self.data.recovered(row, tuned)['recovered']
+# ---- a conversion: its stages, its table -------------------------------------------------------------------
+def share(row, base):
+    """What share of `base`, a teacher's line, a model's line of the table has: of a text teacher's perplexity
+    / model's, per token; else accuracy / accuracy. None where there is nothing to recover."""
+    if 'bits per byte' in row:
+        return base['perplexity'] / row['perplexity']
+    if base['accuracy'] == 0:
+        return None
+    return row['accuracy'] / base['accuracy']
 
 
 def stages(out):
@@ -713,6 +519,132 @@ def forget(out):
     """All that a stopped conversion left, but the log."""
     for path in stages(out):
         os.remove(path)
+
+
+class Conversion:
+    """What a conversion learns from and is judged by, the lines of its table, log.jsonl, and a file for each
+    stage, from which --resume goes on. about: the run's flags and what it was made from, for these files"""
+    def __init__(self, args, data, about):
+        self.args = args
+        self.data = data
+        self.about = about
+        self.seconds = {}                                   # by stage, those of earlier calls included
+        self.table = []
+        self.begin = blocks(len(data.val), data.T, data.meta, args.eval_rows)
+        os.makedirs(args.out, exist_ok=True)
+        if args.export:                                     # what cannot be written is known now
+            os.makedirs(args.export, exist_ok=True)
+        if not args.resume:
+            forget(args.out)
+        self.log = open(f'{args.out}/log.jsonl', 'a' if args.resume else 'w')           # noqa: SIM115
+
+    def score(self, model, what):
+        """-> what is said of a model, over --eval_rows rows, each read from an empty state: columns of the
+        table. The teacher comes first. A byte's share is a token's to the power tokens / bytes, so of the
+        same model it looks better: papers give it for GPT-2's tokens. what: the model's name"""
+        loss, right = self.data.evaluate(model, self.begin, told=f'{what}, validation')
+        meta = self.data.meta
+        found = {'perplexity': math.exp(min(loss, 80)), 'accuracy': right}
+        if 'row' not in meta:
+            found['bits per byte'] = bits_a_nat(meta) * loss
+        base = self.table[0] if self.table else found
+        found['recovered'] = share(found, base)
+        if 'row' not in meta:
+            found['recovered a byte'] = found['recovered'] ** (meta['val']['tokens'] / meta['val']['bytes'])
+        return found
+
+    def note(self, name, model, *stages, steps=0):
+        """A line of the table, printed at once: how good a model is after these stages, and steps in all."""
+        found = self.score(model, name)
+        seconds = sum(self.seconds[stage] for stage in stages)
+        self.table.append({'model': name, **found, 'tokens': self.tokens(steps),
+                           'minutes': round(seconds / 60, 2)})
+        text = f'accuracy {found["accuracy"]:.1%}'
+        if 'bits per byte' in found:
+            text = (f'perplexity {found["perplexity"]:.4g}, recovered {found["recovered"]:.1%} a token, '
+                    f'{found["recovered a byte"]:.1%} a byte')
+        say(f'{name}: {text}')
+
+    def tokens(self, steps):
+        """In so many steps."""
+        return steps * self.args.batch_size * self.data.T
+
+    def learn(self, stage, model, loss, steps, lr, new=()):
+        """train.py's loop over one stage or control, from where a stopped conversion left it; parameters in
+        `new` learn --faster. All that is drawn is a function of seed and step, so resuming is exact on a CPU.
+        """
+        args = self.args
+        opt = adamw(model, lr, 0.0, self.data.device, new, args.faster)
+        model.train()
+        first = said = self.load(stage, model, opt)
+        began = last = time.perf_counter()
+        before = self.seconds.get(stage, 0)
+        for done, value, norm, good in optimise(model, opt, loss, steps, lr, args.seed, first):
+            if not good:
+                raise ValueError(f'{stage}: loss or gradient is not finite at step {done}; try a smaller '
+                                 '--lr, or --distil_lr in stage 1')
+            now = time.perf_counter()
+            self.seconds[stage] = before + now - began
+            saves = done % args.eval_every == 0 or done == steps
+            if saves or now - last > QUIET:
+                ms = 1e3 * (now - last) / (done - said)
+                tell_step(self.log, self.data, steps, lr, done, value, norm, ms, f'{stage} | ')
+                said = done
+                if saves:
+                    self.save(stage, model, opt, done)
+                last = time.perf_counter()
+        model.eval()
+
+    def path(self, stage):
+        """Of its file."""
+        name = re.sub('[^a-z0-9]+', '-', stage)
+        return f'{self.args.out}/stage-{name}.safetensors'
+
+    def load(self, stage, model, opt):
+        """-> the steps that are done already, their results put into model and optimiser."""
+        if not (self.args.resume and os.path.exists(self.path(stage))):
+            return 0
+        tensors, meta = read(self.path(stage))
+        for key, now in self.about['made_from'].items():
+            if meta['made_from'].get(key) != now:
+                raise ValueError(f'--resume: the {key} is not what the run began with; start anew')
+        kept = {k.removeprefix('model.'): x for k, x in tensors.items() if k.startswith('model.')}
+        model.load_state_dict(kept, strict=False)
+        unpack_optimiser(model, opt, tensors)
+        self.seconds[stage] = meta['seconds']
+        return meta['step']
+
+    def save(self, stage, model, opt, step):
+        """All that `load` needs, and a line of the log."""
+        frozen = {k for k, p in model.named_parameters() if not p.requires_grad}    # they are the teacher's
+        kept = {f'model.{k}': x for k, x in model.state_dict().items() if k not in frozen}
+        kept |= pack_optimiser(model, opt)
+        write(self.path(stage), kept, self.about | {'step': step, 'seconds': self.seconds[stage]})
+        found = {'stage': stage, 'step': step, 'tokens': self.tokens(step), **self.score(model, stage)}
+        print(json.dumps(found), file=self.log, flush=True)
+
+
+def controls(run, teacher, config, distilled):
+    """With as many steps as the student had in all, and on the same rows: the teacher, on the next token, at
+    each of two learning rates (where it has converged the larger one harms), the better of which students are
+    compared with: a teacher who could still learn flatters its students; and a student of this config with
+    neither the teacher's weights nor its distribution. distilled: the steps of stage 1. -> the line of the
+    table for the better teacher"""
+    steps = distilled + run.args.steps
+    for lr in TEACHER_LRS:
+        twin = copy.deepcopy(teacher)
+        stage = f'control: teacher, {lr:g}'
+        finetune(run, stage, twin, steps, lr, lora=run.args.lora)
+        run.note(stage, twin, stage, steps=steps)
+    tuned = max(run.table[-len(TEACHER_LRS):], key=lambda row: row['recovered'] or 0)
+    torch.manual_seed(run.args.seed)
+    anew = GPT(config).to(run.data.device)
+    stage = 'control: from scratch'
+    finetune(run, stage, anew, steps, SCRATCH_LR)
+    run.note('control: student from scratch', anew, stage, steps=steps)
+    for row in run.table:
+        row['of the tuned'] = share(row, tuned)
+    return tuned
 
 
 # ---- proof -------------------------------------------------------------------------------------------------
@@ -764,57 +696,16 @@ def look(name, teacher, student, x):
 def sizes(student, teacher):
     """Bytes of the student's state beside those of the teacher's keys and values, after n tokens, in fp32."""
     c = teacher.config
-    if not c.causal or c.source:                        # no next token to keep one for, or not many
+    if not c.causal or c.source:                            # no next token to keep one for, or not many
         return []
     heads = c.n_kv_head or c.n_head
     a_token = 2 * 4 * c.n_layer * heads * (c.n_embd // c.n_head)
-    size = None                                         # where a layer keeps all rows, it grows, too
+    size = None                                             # where a layer keeps all rows, it grows, too
     if 'all' not in student.config.keeps():
         token = torch.zeros(1, 1, dtype=torch.long, device=student.embed.weight.device)
         size = state_bytes(student(token)[1])
-    lines = []
-    for n in (1024, 8192, 131072):
-        line = {'tokens': n, 'state bytes': size, 'KV cache bytes': a_token * n, 'times smaller': None}
-        if size:
-            line['times smaller'] = a_token * n / size
-        lines.append(line)
-    return lines
-
-
-def controls(teacher, config, data, progress, distilled):
-    """With as many steps as the student had in all, and on the same rows: the teacher, on the next token, at
-    each of two learning rates (where it has converged the larger one harms), the better of which students are
-    compared with; and a student of this config with neither the teacher's weights nor its distribution.
-    distilled: the steps of stage 1. -> the line of the table for the better teacher"""
-    args = progress.args
-    steps = distilled + args.steps
-    for lr in TEACHER_LRS:
-        twin = copy.deepcopy(teacher)
-        stage = f'control: teacher, {lr:g}'
-        finetune(stage, twin, data.batch, data.meta, steps, lr, progress, lora=args.lora)
-        progress.note(stage, twin, stage, steps=steps)
-    tuned = max(progress.table[-len(TEACHER_LRS):], key=lambda row: row['recovered'] or 0)
-    torch.manual_seed(args.seed)
-    anew = GPT(config).to(data.device)
-    stage = 'control: from scratch'
-    finetune(stage, anew, data.batch, data.meta, steps, SCRATCH_LR, progress)
-    progress.note('control: student from scratch', anew, stage, steps=steps)
-    progress.compare(tuned)
-    return tuned
-
-
-def report(found):
-    """Print the tables of a conversion and write them, and what they were made with, to convert.json."""
-    print()
-    for name in ('table', 'layers', 'state'):
-        if found[name]:
-            table(found[name])
-            print()
-    with open(os.path.join(found['args']['out'], 'convert.json'), 'w') as f:
-        json.dump(found, f, indent=1)
-    out = found['args']['out']
-    source = ' --source="..."' if found['config']['source'] else ''
-    print(f'{out}/convert.json has these tables; python sample.py --init={out}/ckpt.safetensors{source}')
+    return [{'tokens': n, 'state bytes': size, 'KV cache bytes': a_token * n,
+             'times smaller': a_token * n / size if size else None} for n in (1024, 8192, 131072)]
 
 
 # ---- the run -----------------------------------------------------------------------------------------------
@@ -835,7 +726,7 @@ def a_teacher():
             return path
         flags = '--resume --out=out/teacher'
         why = f'{path} was stopped {left:,} steps before its end'
-    print(f'{why}: python train.py {flags}', flush=True)
+    say(f'{why}: python train.py {flags}')
     here = os.path.dirname(os.path.abspath(__file__))
     if subprocess.run([sys.executable, os.path.join(here, 'train.py')] + flags.split()).returncode:
         raise ValueError(f'python train.py {flags}: the teacher could not be trained; or give --from')
@@ -851,10 +742,10 @@ def settings(argv):
     way, kind = parse(recipe.split(), HELP, Args, Student)
     rule = changes.get('rule', kind['rule'])
     alike = rule == kind['rule'] or {rule, kind['rule']} == {'window', 'sink'}
-    if 'layers' in changes or not alike:                # another rule comes with its own map, norm, rows
+    if 'layers' in changes or not alike:                    # another rule comes with its own map, norm, rows
         kind = {'rule': Student.rule}
     args = Args(**{'from_': '', **way, **given})
-    named('lora_of', args.lora_of, PROJECTIONS)         # refused now, not after stage 1
+    named('lora_of', args.lora_of, PROJECTIONS)             # refused now, not after stage 1
     return args, {**kind, **changes}
 
 
@@ -873,118 +764,113 @@ def resumed(given, changes):
     return Args(**(kept['args'] | given)), kept['changes']
 
 
-def take_fastest(model, data):
-    """Set the number of threads with which a step of this model is fastest, as train.py does."""
-    def part(tokens):
-        data.rows.rehearse(model, tokens)
-
-    if data.device.type == 'cpu':
-        Threads(part, data.rows.batch_size * data.T, print, torch.get_num_threads()).choose()
-
-
-def refuse_own(args):
-    """ValueError where what is written would overwrite the teacher."""
+def cannot_teach(args, config):
+    """What is wrong with a teacher of this config, for `refuse`."""
+    rules = ','.join(config.all_rules())
+    keeps = {RULES[rule].keeps for rule in config.all_rules()}
+    yield keeps - {None, 'all'}, f'{args.from_}: its layers keep few rows, {rules}; a teacher keeps all'
+    yield 'all' not in keeps, (
+        f'{args.from_}: has no softmax layers, only {rules}; python train.py --rule=softmax makes a teacher')
     source = args.from_
     if os.path.isfile(source):
         source = os.path.dirname(os.path.abspath(source))
     for name, folder in ('out', args.out), ('export', args.export):
-        if folder and os.path.realpath(folder) == os.path.realpath(source):
-            raise ValueError(f'--{name}={folder}: there lies the teacher; take another folder')
+        own = folder and os.path.realpath(folder) == os.path.realpath(source)
+        yield own, f'--{name}={folder}: there lies the teacher; take another folder'
+    yield args.row > config.block_size, (
+        f'--row={args.row}: the teacher was trained on rows of {config.block_size}; give at most that')
 
 
-def refuse_idle(student, T):
-    """ValueError where rows of T tokens never leave what is kept of them: a matrix beside would get none."""
+def idle(student, T):
+    """Where rows of T tokens never leave what is kept of them, a matrix beside gets none: for `refuse`."""
     for mixer in student.mixers().values():
         memory = mixer.memory
-        if memory.overflow is not None and out_of_reach(memory) >= T:
-            raise ValueError(f'--overflow={student.config.overflow}: rows of {T} tokens never leave the '
-                             f'{memory.cache} that are kept; take a smaller --cache, or a longer --row')
+        yield memory.overflow is not None and out_of_reach(memory) >= T, (
+            f'--overflow={student.config.overflow}: rows of {T} tokens never leave the {memory.cache} that '
+            'are kept; take a smaller --cache, or a longer --row')
 
 
-def opening(args, data, student, new):
-    """Say what is converted, and what `new` it has."""
+def opening(args, name, data, student, new):
+    """Say what is converted, and what `new` it has. name: of the data"""
     counts = {name: p.numel() for name, p in student.named_parameters()}
-    print(f'{args.from_} -> {",".join(student.config.all_rules())}; {data.name}, rows of {data.T}; '
-          f'{args.threads} threads; of {sum(counts.values()):,} parameters '
-          f'{sum(counts[name] for name in new):,} are new')
+    say(f'{args.from_} -> {",".join(student.config.all_rules())}; {name}, rows of {data.T}; '
+        f'{args.threads} threads; of {sum(counts.values()):,} parameters '
+        f'{sum(counts[name] for name in new):,} are new')
 
 
 @script
 def main(argv):
     args, changes = settings(argv)
-    if not args.resume:                                 # a run from a larger machine may go on here
+    if not args.resume:                                     # a run from a larger machine may go on here
         check_threads(args.threads)
     device = pick_device(args.device)
-    if not args.from_:
-        args.from_ = a_teacher()
+    args.from_ = args.from_ or a_teacher()
     teacher, meta = load(args.from_, device, args.revision)
     teacher.eval()
-    can_teach(teacher.config, args.from_)
-    refuse_own(args)
-    data = Data(args, teacher, meta, device)
+    refuse(cannot_teach(args, teacher.config))
+    T = args.row or min(teacher.config.block_size, LONG)
+    train, val, of_data, name = prepare.for_model(args.from_, meta, args.data, T)
+    data = Rows(train, val, of_data, of_data.get('row', T), device, args.batch_size, args.seed)
     torch.manual_seed(args.seed)
     student, new = swap(teacher, changes, named('swap', args.swap, PLACES))
-    refuse_idle(student, data.T)
-    if args.begin == 'teacher':
-        begin_as(teacher, student, data.batch(0)[0])
+    refuse(idle(student, data.T))
+    begin_as(teacher, student, data.batch(0)[0])
     if args.lr is None:
-        args.lr = 0.25 / student.config.n_embd          # 5e-3 is good at a width of 64, 1e-3 at 192
+        args.lr = 0.25 / student.config.n_embd              # 5e-3 is good at a width of 64, 1e-3 at 192
     if args.fold:
         can_fold(student)
     kind = what_to_match(args.distil, student, new)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    else:
-        take_fastest(student, data)
-    args.threads = torch.get_num_threads()              # the last bits depend on it: --resume keeps it
+    threads_of(args, {}, student, data)
+    args.threads = torch.get_num_threads()                  # the last bits depend on it: --resume keeps it
 
-    made_from = {'teacher': meta.get('digest'), 'data': data.meta['train'].get('sha256')}
+    made_from = {'teacher': meta.get('digest'), 'data': of_data['train'].get('sha256')}
     about = {'args': dataclasses.asdict(args), 'changes': changes, 'made_from': made_from}
-    progress = Progress(args, data, about)
-    progress.start()
-    opening(args, data, student, new)
-    first_row, _ = rows(data.val, data.begin[:1], data.T, data.meta, device)
-    progress.note('teacher', teacher)
-    progress.note('swapped', student)
+    run = Conversion(args, data, about)
+    opening(args, name, data, student, new)
+    first_row, _ = rows(val, run.begin[:1], data.T, of_data, device)
+    run.note('teacher', teacher)
+    run.note('swapped', student)
     layers, query = look('swapped', teacher, student, first_row)
-
-    done = []                                           # stages
-    distilled = 0                                       # steps of stage 1
-    if kind != 'none':
-        distilled = args.distil_steps
+    done = []                                               # stages
+    distilled = args.distil_steps if kind != 'none' else 0  # steps of stage 1
     if distilled:
-        names = learners(student, new, args.learn)
-        own(student, names)
-        distil(teacher, student, names, kind, data.batch, distilled, args.distil_lr, progress)
+        distil(run, teacher, student, learners(student, new, args.learn), kind, distilled, args.distil_lr)
         done.append(f'distil ({kind})')
-        progress.note(f'distilled ({kind})', student, *done, steps=distilled)
+        run.note(f'distilled ({kind})', student, *done, steps=distilled)
         again, seen = look('distilled', teacher, student, first_row)
         layers += again
         query |= seen
     if args.steps:
-        guide = None
-        if args.loss == 'kl':
-            guide = teacher
-        batch = data.after(distilled)
+        guide = teacher if args.loss == 'kl' else None
         own(student, new if args.lora else dict(student.named_parameters()))
-        finetune('fine-tune', student, batch, data.meta, args.steps, args.lr, progress, guide, args.lora, new)
+        finetune(run, 'fine-tune', student, args.steps, args.lr, distilled, guide, args.lora, new)
         done.append('fine-tune')
-        progress.note('fine-tuned', student, *done, steps=distilled + args.steps)
+        run.note('fine-tuned', student, *done, steps=distilled + args.steps)
     plain = student.config
     if args.fold:
         student = fold(student)
-    save(os.path.join(args.out, 'ckpt.safetensors'), student,
-         {'step': args.steps, 'data': meta['data'], 'args': {'data': data.name}, 'from': args.from_})
+    save(f'{args.out}/ckpt.safetensors', student,
+         {'step': args.steps, 'data': meta['data'], 'args': {'data': name}, 'from': args.from_})
     if args.export:
         weights.to_folder(args.export, student.state_dict(), dataclasses.asdict(student.config), meta['data'])
     state = sizes(student, teacher)
+    figures = {**run.table[-1], 'commit': commit(), **dataclasses.asdict(args)}
+    write_json(f'{args.out}/result.json', {**figures, **dataclasses.asdict(student.config)})
     tuned = None
     if args.controls and args.steps:
-        tuned = controls(teacher, plain, data, progress, distilled)
+        tuned = controls(run, teacher, plain, distilled)
 
-    found = {'args': dataclasses.asdict(args), 'config': dataclasses.asdict(student.config), 'distil': kind,
-             'table': progress.table, 'tuned': tuned, 'layers': layers, 'query': query, 'state': state}
-    report(found)
+    print()
+    for lines in run.table, layers, state:
+        if lines:
+            table(lines)
+            print()
+    write_json(f'{args.out}/convert.json', {
+        'args': dataclasses.asdict(args), 'config': dataclasses.asdict(student.config), 'distil': kind,
+        'table': run.table, 'tuned': tuned, 'layers': layers, 'query': query, 'state': state})
+    source = ' --source="..."' if student.config.source else ''
+    print(f'{args.out}/convert.json has these tables; python sample.py --init={args.out}/ckpt.safetensors'
+          f'{source}')
     forget(args.out)
 
 

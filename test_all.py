@@ -2916,8 +2916,23 @@ def test_a_model_of_a_task_is_converted_on_the_task(a_model, tmp_path):
     table = json.loads((tmp_path / 'convert.json').read_text())['table']
     for row in table:
         assert 0 <= row['accuracy'] <= 1 and 'bits per byte' not in row
-    found = convert.Data.recovered(Mock(task=True), dict(accuracy=.3), dict(accuracy=.6))
-    assert found == dict(recovered=.5)
+    assert [row['recovered'] for row in table] == [convert.share(row, table[0]) for row in table]
+    assert convert.share(dict(accuracy=.3), dict(accuracy=.6)) == .5
+
+def test_a_conversion_is_never_silent_for_long(teacher, tmp_path, monkeypatch, capsys):
+    """Steps of both stages and of controls, and evaluations, say how far they are; the log has the steps."""
+    monkeypatch.setattr(convert, 'QUIET', 0)
+    monkeypatch.setattr(train, 'QUIET', 0)
+    assert convert.main([f'--from={teacher}', f'--out={tmp_path}', *SHORT]) == 0
+    said = capsys.readouterr().out
+    for stage, steps in ('distil (hidden)', 4), ('fine-tune', 3), ('control: from scratch', 7):
+        assert all(f'{stage} | step {i:5d}/{steps} | loss' in said for i in range(1, steps + 1))
+        assert f'{stage}, validation: 100% | eta' in said
+    logged = [json.loads(line) for line in (tmp_path / 'log.jsonl').read_text().splitlines()]
+    assert sum('tok_s' in row for row in logged) == 4 + 3 + 3 * 7
+    found = json.loads((tmp_path / 'result.json').read_text())
+    best = json.loads((tmp_path / 'convert.json').read_text())['table'][3]
+    assert found['recovered'] == best['recovered'] and (found['steps'], found['rule']) == (3, 'gla-beta')
 
 @pytest.mark.parametrize('more', [[], ['--lora=2']], ids=['all', 'lora'])
 def test_a_model_of_texts_is_converted_on_pairs(more, teacher, tmp_path, monkeypatch):
@@ -2939,8 +2954,8 @@ def test_a_model_of_texts_is_converted_on_pairs(more, teacher, tmp_path, monkeyp
     assert len(shared) == (len(loaded) - adapted if more else 0)
     row = json.loads((tmp_path / 'rnn' / 'convert.json').read_text())['table'][-1]
     assert row['model'] == 'fine-tuned' and 0 <= row['accuracy'] <= 1 and 'bits per byte' not in row
-    args = convert.Args(from_=teacher, data=f'{tmp_path}/a:{tmp_path}/b')
-    x, y = convert.Data(args, model, load(teacher)[1], torch.device('cpu')).batch(0)
+    data, _, meta = prepare.load(f'{tmp_path}/a:{tmp_path}/b', like=load(teacher)[1]['data'])
+    x, y = train.Rows(data, data, meta, meta['row'], torch.device('cpu'), 4).batch(0)
     assert x.shape[1] < 10 and (y[:, -1] >= 0).any()            # of rows of 16, without what is behind
 
 @pytest.mark.parametrize('tokens', ['byte', 'char'])
@@ -3025,9 +3040,9 @@ def test_stage_1_trains_what_it_may_and_never_the_teacher(learn, teacher, tmp_pa
     """`new`: parameters that are new; `mixer`: all of the mixers that have some."""
     distil, whole = convert.distil, load(teacher)[0].state_dict()
 
-    def watched(model, student, names, *rest):
+    def watched(run, model, student, names, *rest):
         before = {name: x.detach().clone() for name, x in student.named_parameters()}
-        distil(model, student, names, *rest)
+        distil(run, model, student, names, *rest)
         close(dict(model.state_dict()), dict(whole), 0)
         moved = {name for name, x in student.named_parameters() if not torch.equal(x, before[name])}
         mixer = {name for name in before if name.startswith('blocks.1.mixer.')}
@@ -3051,16 +3066,16 @@ def test_stopped_conversion_goes_on_bit_for_bit(at, teacher, a_model, tmp_path, 
         return [{**row, 'minutes': 0} for row in found['table'] + found['layers']]
     flags = [f'--from={mine}', *'--steps=4 --distil_steps=6 --eval_rows=4 --eval_every=2 --seed=3'.split()]
     flags += '--lora=2 --phi=favor --layers=softmax,sum'.split() if at == 10 else []
-    whole, batch, calls = run('whole', *flags), convert.Data.batch, iter(range(at))
+    whole, batch, calls = run('whole', *flags), train.Rows.batch, iter(range(at))
 
     def stop(*args):
         if next(calls, None) is None:
             raise KeyboardInterrupt
         return batch(*args)
-    monkeypatch.setattr(convert.Data, 'batch', stop)
+    monkeypatch.setattr(train.Rows, 'batch', stop)
     assert run('cut', *flags) == 130
     assert len(convert.stages(tmp_path / 'cut')) == 1 + (at == 10)
-    monkeypatch.setattr(convert.Data, 'batch', batch)
+    monkeypatch.setattr(train.Rows, 'batch', batch)
     assert 'began' in refused(capsys, convert.main, '--resume', '--steps=5', f'--out={tmp_path / "cut"}')
     shutil.copy(a_model('--rule=softmax'), mine)
     assert 'the teacher is not' in refused(capsys, convert.main, '--resume', f'--out={tmp_path / "cut"}')
@@ -3076,13 +3091,14 @@ def test_distilling_lowers_the_divergence_and_leaves_the_rest_alone(teacher, tmp
     student, new = convert.swap(model, dict(rule='sum', phi='hedgehog'))
     assert all('phi.weight' in name for name in new) and len(new) == 2
     args = convert.Args(from_=teacher, out=str(tmp_path), eval_rows=4)
-    data = convert.Data(args, model, meta, torch.device('cpu'))
-    progress = convert.Progress(args, data, {})
+    train_side, val, of_data = prepare.load(meta['args']['data'])
+    data = train.Rows(train_side, val, of_data, model.config.block_size, torch.device('cpu'), 4)
+    progress = convert.Conversion(args, data, {})
     progress.note('teacher', model)
     x, _ = data.batch(999)
     assert torch.equal(x, data.batch(999)[0]) and not torch.equal(x, data.batch(998)[0])
     first, _ = convert.look('swapped', model, student, x[:1])
-    convert.distil(model, student, new, 'ce', data.batch, 30, 1e-2, progress)
+    convert.distil(progress, model, student, new, 'ce', 30, 1e-2)
     last, _ = convert.look('distilled', model, student, x[:1])
     for a, b in zip(first, last):
         assert 0 < b['KL to teacher'] < .9 * a['KL to teacher']

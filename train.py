@@ -41,6 +41,7 @@ MUON = 4.0          # times --lr: a matrix's step has singular values near 1, no
 WARMUP = 0.05       # of all steps; then a cosine to 0
 PART = 65536        # tokens of the validation file that are looked at on the way,
 TASK_ROWS = 500     # and rows of a task, at the least: some have one answer each
+QUIET = 4           # seconds after which what takes long says how far it is
 POOL = 32           # steps that divide what is drawn for them, so that pairs of like length come together
 CLEARLY = 1.5       # times as fast or as slow as before: then the threads are timed again
 DEFAULT_THREADS = torch.get_num_threads()       # torch's own choice: all cores, or OMP_NUM_THREADS
@@ -279,12 +280,12 @@ def blocks(n, T, meta, count=None):
 
 
 def told_of(items, what):
-    """The items; every few seconds a line says how many of them are done. what: '' for silence"""
+    """The items; every QUIET seconds a line says how many of them are done. what: '' for silence"""
     begin = last = time.perf_counter()
     for i, item in enumerate(items, 1):
         yield item
         now = time.perf_counter()
-        if what and now - last > 4:
+        if what and now - last > QUIET:
             last = now
             left = (now - begin) / i * (len(items) - i)
             say(f'{what}: {i / len(items):.0%} | eta {left / 60:.1f} min')
@@ -647,16 +648,25 @@ def built(args, config, data, weights):
     return model
 
 
+def tell(log, text, **figures):
+    """Print a line, and write its figures as a line of log.jsonl."""
+    say(text)
+    print(json.dumps(figures), file=log, flush=True)
+
+
 def line(steps, step, loss, lr, norm, ms, memory, tok_s):
     """What is printed of a step."""
     return (f'step {step:5d}/{steps} | loss {loss:.3f} | lr {lr:.1e} | norm {norm:5.2f} | {ms:5.0f} ms | '
             f'{tok_s / 1e3:6.1f}k tok/s | {memory / 1e6:.0f} MB | eta {(steps - step) * ms / 6e4:.1f} min')
 
 
-def tell(log, text, **figures):
-    """Print a line, and write its figures as a line of log.jsonl."""
-    say(text)
-    print(json.dumps(figures), file=log, flush=True)
+def tell_step(log, data, steps, peak, step, loss, norm, ms, stage=''):
+    """Print and log one of so many steps, which took about `ms`, by its loss (1,) and the norm of its
+    gradient. peak: learning rate; stage: what the line begins with"""
+    tok_s = 1e3 * data.T * data.batch_size * data.accum / ms
+    row = dict(step=step, loss=loss.item(), lr=lr_at(step - 1, steps, peak), norm=norm.item(), ms=ms,
+               memory=memory(data.device), tok_s=tok_s)
+    tell(log, f'{stage}{line(steps, **row)}', **row)
 
 
 def opening(model, data, args, run):
@@ -689,6 +699,13 @@ def keep(path, model, header, extra, rank):
         save(path, model, header, extra, whole)
 
 
+def write_json(path, found):
+    """A file of figures, which is never half-written."""
+    with open(f'{path}.new', 'w') as f:
+        json.dump(found, f, indent=1)
+    os.replace(f'{path}.new', path)
+
+
 def report(model, data, args, log, **found):
     """The closing figures, over the whole validation data by both rules, which join those in `found`: all of
     them go to result.json, in one flat dict."""
@@ -707,10 +724,7 @@ def report(model, data, args, log, **found):
             tell(log, f'validation, carried: {score(meta, loss)}', rule='carried', val_loss=loss)
             found.update({'val_loss carried': loss, 'bits per byte carried': loss * bits_a_nat(meta)})
     found.update(commit=commit(), **dataclasses.asdict(args), **dataclasses.asdict(model.config))
-    path = f'{args.out}/result.json'
-    with open(f'{path}.new', 'w') as f:
-        f.write(json.dumps(found, indent=1))
-    os.replace(f'{path}.new', path)                         # so it is never half-written
+    write_json(f'{args.out}/result.json', found)
     if not args.fsdp:
         show(model, data, args)
 
@@ -787,11 +801,7 @@ def main(argv):
             seconds += sum(times)
             times.clear()
         if logs:
-            lr = lr_at(done - 1, args.steps, args.lr)
-            tok_s = 1e3 * data.T * args.batch_size * args.accum / ms
-            row = dict(step=done, loss=loss.item(), lr=lr, norm=norm.item(), ms=ms, memory=memory(device),
-                       tok_s=tok_s)
-            tell(log, line(args.steps, **row), **row)
+            tell_step(log, data, args.steps, args.lr, done, loss, norm, ms)
         if evaluates:
             if threads and done < args.steps:
                 threads.again(ms, 1e-3 * ms * args.eval_every)
