@@ -805,7 +805,7 @@ def main(argv):
         if evaluates:
             if threads and done < args.steps:
                 threads.again(ms, 1e-3 * ms * args.eval_every)
-            judged, right = data.evaluate(model, data.of_start())
+            judged, right = data.evaluate(model, data.of_start(), told='start of validation')
             tell(log, f'step {done:5d} | start of validation: {score(meta, judged, right)}', step=done,
                  val_loss=judged, accuracy=right)
             run.update(step=done, data=meta)
