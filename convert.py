@@ -47,11 +47,11 @@ from torch.nn.utils import parametrize
 
 from data import prepare, weights
 from fastweight import RULES
-from model import (GPT, SOURCE_RULES, bias_of, flag, kl, load, parse, pick_device, read, refuse, save, script,
-                   state_bytes, subset, write)
-from train import (QUIET, Rows, adamw, answers, bits_a_nat, blocks, check_threads, commit, optimise,
-                   pack_optimiser, rows, say, steps_left, table, tell_step, threads_of, unpack_optimiser,
-                   write_json)
+from model import (GPT, SOURCE_RULES, bias_of, fill, flag, kl, load, parse, pick_device, read, refuse, save,
+                   script, state_bytes, subset, weights_digest, write)
+from train import (QUIET, Rows, adamw, answers, bits_a_nat, blocks, check_threads, commit, lies_in,
+                   optimise, pack_optimiser, rows, say, steps_left, table, tell_step, threads_of,
+                   unpack_optimiser, write_json)
 
 # Flags by recipe. Those of the papers have their map, order and losses.
 RECIPES = {
@@ -84,27 +84,30 @@ class Args:
                        ['auto', 'ce', 'mse', 'hidden', 'none'])
     learn: str = flag('new', 'in stage 1: parameters that are new or, with --distil=hidden, all of the mixer',
                       ['new', 'mixer'])
-    distil_steps: int = flag(300, 'steps of stage 1', low=0)
-    distil_lr: float = flag(1e-2, 'its peak learning rate', low=0)
-    steps: int = flag(1000, 'steps of stage 2, fine-tuning', low=0)
-    lr: float = flag(None, 'its peak learning rate; if not given, 0.25 / width', low=0)
-    faster: float = flag(1.0, 'stage 2: how many times as fast what is new learns', low=0)
+    distil_steps: int = flag(300, 'steps of stage 1', low=0, high=10 ** 9)
+    distil_lr: float = flag(1e-2, 'its peak learning rate', low=0, high=100)
+    steps: int = flag(1000, 'steps of stage 2, fine-tuning', low=0, high=10 ** 9)
+    lr: float = flag(None, 'its peak learning rate; if not given, 0.25 / width', low=0, high=100)
+    faster: float = flag(1.0, 'stage 2: how many times as fast what is new learns', low=0, high=1000)
     loss: str = flag('kl', 'of stage 2: the next token, or the divergence from the teacher', ['next', 'kl'])
-    lora: int = flag(0, 'rank of LoRA in stage 2; 0: all weights', low=0)
+    lora: int = flag(0, 'rank of LoRA in stage 2; 0: all weights', low=0, high=2 ** 17)
     lora_of: str = flag(','.join(PROJECTIONS), 'the projections that LoRA adapts, o the output')
-    batch_size: int = flag(4, 'rows a step', low=1)
-    row: int = flag(0, 'tokens a row; 0: as many as the teacher was trained on, at most 1,024', low=0)
-    eval_rows: int = flag(64, 'rows of validation data for every figure', low=1)
+    batch_size: int = flag(4, 'rows a step', low=1, high=2 ** 20)
+    row: int = flag(0, 'tokens a row; 0: as many as the teacher was trained on, at most 1,024', low=0,
+                    high=2 ** 24)
+    eval_rows: int = flag(64, 'rows of validation data for every figure', low=1, high=10 ** 9)
     fold: bool = flag(False, 'with --phi=t2r, without rope: put phi into W_q and W_k at the end')
     export: str = flag('', 'folder for weights, config.json, tokenizer.json: as GPT-2\'s or Llama\'s where '
                            'all layers are softmax, else in names of ours, which sample.py reads, too')
     controls: bool = flag(True, 'also fine-tune the teacher as long, and train the student from scratch: '
                                 'three more trainings')
-    eval_every: int = flag(250, 'steps between evaluations, which also save, for --resume', low=1)
+    eval_every: int = flag(250, 'steps between evaluations, which also save, for --resume', low=1,
+                           high=10 ** 9)
     resume: bool = flag(False, 'go on with the conversion that was stopped in --out')
     seed: int = flag(0, 'of new weights and data order', low=0, high=2 ** 32 - 1)
     device: str = flag('auto', 'auto, cpu, cuda')
-    threads: int = flag(None, 'of the CPU; if not given, as many as are fastest at the start', low=1)
+    threads: int = flag(None, 'of the CPU; if not given, as many as are fastest at the start', low=1,
+                        high=1024)
 
 
 Student = subset('layers', 'phi', 'norm', 'out_norm', 'beta_max', 'cache', 'sinks', 'overflow',
@@ -134,11 +137,9 @@ def swap(teacher, changes, places=PLACES):
     refuse_other_maps(teacher, student)
     if student.config.all_rules() == old.all_rules():
         raise ValueError(f'--rule={old.rule} --layers={old.layers}: nothing of the teacher would change')
-    try:
-        missing, extra = student.load_state_dict(teacher.state_dict(), strict=False, assign=True)
-    except RuntimeError as e:
-        why = ' '.join(str(e).split())[:200]
-        raise ValueError(f'the teacher\'s weights do not fit these rules and maps ({why})') from None
+    missing, extra = fill(student, teacher.state_dict(),
+                          'the teacher\'s weights do not fit these rules and maps',
+                          strict=False, assign=True)
     if extra:
         raise ValueError(f'the teacher has {extra[0]}, which no rule of the student has room for')
     parameters = dict(student.named_parameters())
@@ -521,6 +522,12 @@ def forget(out):
         os.remove(path)
 
 
+def learned(model):
+    """The part of its state_dict that a stage changes; the rest is the teacher's."""
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    return {name: x for name, x in model.state_dict().items() if name not in frozen}
+
+
 class Conversion:
     """What a conversion learns from and is judged by, the lines of its table, log.jsonl, and a file for each
     stage, from which --resume goes on. about: the run's flags and what it was made from, for these files"""
@@ -609,15 +616,16 @@ class Conversion:
             if meta['made_from'].get(key) != now:
                 raise ValueError(f'--resume: the {key} is not what the run began with; start anew')
         kept = {k.removeprefix('model.'): x for k, x in tensors.items() if k.startswith('model.')}
-        model.load_state_dict(kept, strict=False)
-        unpack_optimiser(model, opt, tensors)
+        fixed = model.state_dict().keys() - learned(model).keys()
+        others = {k: x for k, x in model.state_dict().items() if k in fixed}
+        fill(model, others | kept, f'{self.path(stage)}: holds the weights of another model')
+        unpack_optimiser(model, opt, tensors, whole=False)
         self.seconds[stage] = meta['seconds']
         return meta['step']
 
     def save(self, stage, model, opt, step):
         """All that `load` needs, and a line of the log."""
-        frozen = {k for k, p in model.named_parameters() if not p.requires_grad}    # they are the teacher's
-        kept = {f'model.{k}': x for k, x in model.state_dict().items() if k not in frozen}
+        kept = {f'model.{k}': x for k, x in learned(model).items()}
         kept |= pack_optimiser(model, opt)
         write(self.path(stage), kept, self.about | {'step': step, 'seconds': self.seconds[stage]})
         found = {'stage': stage, 'step': step, 'tokens': self.tokens(step), **self.score(model, stage)}
@@ -771,12 +779,13 @@ def cannot_teach(args, config):
     yield keeps - {None, 'all'}, f'{args.from_}: its layers keep few rows, {rules}; a teacher keeps all'
     yield 'all' not in keeps, (
         f'{args.from_}: has no softmax layers, only {rules}; python train.py --rule=softmax makes a teacher')
-    source = args.from_
-    if os.path.isfile(source):
-        source = os.path.dirname(os.path.abspath(source))
     for name, folder in ('out', args.out), ('export', args.export):
-        own = folder and os.path.realpath(folder) == os.path.realpath(source)
-        yield own, f'--{name}={folder}: there lies the teacher; take another folder'
+        yield folder and lies_in(args.from_, folder), (
+            f'--{name}={folder}: there lies the teacher; take another folder')
+    yield args.export and lies_in(args.export, args.out), (
+        f'--export={args.export}: there lies what --out gets; take another folder')
+    yield args.lora > config.n_embd, (
+        f'--lora={args.lora}: a matrix of width {config.n_embd} has no higher rank; take a lower one')
     yield args.row > config.block_size, (
         f'--row={args.row}: the teacher was trained on rows of {config.block_size}; give at most that')
 
@@ -823,7 +832,7 @@ def main(argv):
     threads_of(args, {}, student, data)
     args.threads = torch.get_num_threads()                  # the last bits depend on it: --resume keeps it
 
-    made_from = {'teacher': meta.get('digest'), 'data': of_data['train'].get('sha256')}
+    made_from = {'teacher': weights_digest(teacher, meta), 'data': of_data['train'].get('sha256')}
     about = {'args': dataclasses.asdict(args), 'changes': changes, 'made_from': made_from}
     run = Conversion(args, data, about)
     opening(args, name, data, student, new)

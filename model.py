@@ -16,6 +16,7 @@ import dataclasses
 import difflib
 import functools
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -44,6 +45,11 @@ def flag(default, help, choices=None, low=-math.inf, high=math.inf):
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def known(default, low=-math.inf, high=math.inf):
+    """A field that is no flag, but has a range: it comes from data or files, see `typed`."""
+    return flag(default, '', None, low, high)
+
+
 def refuse(mistakes):
     """ValueError for the first of some mistakes: pairs of whether it was made, and a sentence that says why
     it is one. Each may take for granted that none before it was made."""
@@ -66,8 +72,8 @@ class Config:
     out_norm: bool = flag(True, 'LayerNorm after the heads, but for rules that read means; Schlag has none')
     conv: int = flag(4, 'width of the convolution before each mixer and MLP, causal but in encoders; 0: none',
                      low=0, high=64)
-    cache: int = flag(256, 'rules that keep rows: how many', low=0)
-    sinks: int = flag(4, 'sink: first rows that stay', low=0)
+    cache: int = flag(256, 'rules that keep rows: how many', low=0, high=2 ** 24)
+    sinks: int = flag(4, 'sink: first rows that stay', low=0, high=2 ** 24)
     overflow: str = flag('', 'window, sink: rule and map for rows that go: sum:hedgehog, delta:taylor')
     positions: str = flag('true', 'of kept rows; compress: gaps g > 10 count ceil(10 + ln ln(g - 10 + e))',
                           ['true', 'compress'])
@@ -76,33 +82,33 @@ class Config:
     causal: bool = flag(True, 'false: an encoder, each step sees the whole text; needs data with classes')
     pool: str = flag('mean', 'of an encoder: the class is read from the mean of all places, or the first',
                      ['mean', 'first'])
-    n_layer: int = flag(4, 'layers', low=1)
+    n_layer: int = flag(4, 'layers', low=1, high=1024)
     encoder: int = flag(0, 'layers of an encoder, which reads the source of data with pairs; n_layer others '
-                           'are its decoder; 0: none', low=0)
+                           'are its decoder; 0: none', low=0, high=1024)
     encoder_rule: str = flag('', 'its rule, if not --rule', SOURCE_RULES)
     cross: str = flag('', 'rule by which the decoder reads the source, if not --rule', SOURCE_RULES)
-    n_head: int = flag(8, 'heads', low=1)
-    n_embd: int = flag(128, 'width', low=1)
-    block_size: int = flag(128, 'tokens in a training row', low=1)
+    n_head: int = flag(8, 'heads', low=1, high=1024)
+    n_embd: int = flag(128, 'width', low=1, high=2 ** 17)
+    block_size: int = flag(128, 'tokens in a training row', low=1, high=2 ** 24)
     dropout: float = flag(0.0, 'dropout', low=0, high=0.99)
-    vocab_size: int = 256       # from here on: what the data say
-    classes: int = 0            # of rows, where these are what is learned; 0: tokens are
-    pad: int | None = None      # the token of steps that are not there
-    source: int = 0             # so many tokens, from a row's first, are the encoder's
-    patch: int = 0              # so many numbers 0..255 are one input; 0: tokens are
+    vocab_size: int = known(256, 1, 2 ** 32)        # from here on: what the data say
+    classes: int = known(0, 0, 2 ** 32)     # of rows, where these are what is learned; 0: tokens are
+    pad: int = known(None, 0, 2 ** 32)      # the token of steps that are not there
+    source: int = known(0, 0, 2 ** 24)      # so many tokens, from a row's first, are the encoder's
+    patch: int = known(0, 0, 2 ** 24)       # so many numbers 0..255 are one input; 0: tokens are
     # from here on: what pretrained models have, and train.py leaves alone
     cls: bool = False           # an encoder has one place more, the first, whose input is learned (ViT)
     pooler: bool = False        # classes are read from tanh(W x + b) of the pooled x (BERT)
     post_norm: bool = False     # what a block adds to is behind the norm, not before it (BERT), see `Block`
-    act: str = 'relu2'
+    act: str = flag('relu2', '', ['relu2', 'gelu', 'gelu-erf', 'swiglu'])
     bias: bool = False
     rms: bool = False           # RMSNorm for LayerNorm
-    eps: float = 1e-5
-    theta: float = 1e4          # of rope
+    eps: float = known(1e-5, 0, 1)
+    theta: float = known(1e4, 1, 1e12)      # of rope
     rope_scaling: list = ()     # of a rope that is scaled, see `speeds`
-    n_kv_head: int = 0          # fewer heads for k and v than for q; 0: as many
-    key_dim: int = 0            # channels of q and k in a head of fast weights; 0: as many as of v
-    n_inner: int = 0            # width of the MLP; 0: 4 n_embd
+    n_kv_head: int = known(0, 0, 1024)      # fewer heads for k and v than for q; 0: as many
+    key_dim: int = known(0, 0, 2 ** 17)     # channels of q and k in a head of fast weights; 0: as of v
+    n_inner: int = known(0, 0, 2 ** 20)     # width of the MLP; 0: 4 n_embd
     tied: bool = True           # the output layer is the embedding
 
     def __post_init__(self):
@@ -1200,7 +1206,7 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     only on a CPU are logits looked at. There ValueError if they are NaN or infinite."""
     if logits.device.type == 'cpu':
         refuse_broken(logits)
-    if temperature == 0 or top_k == 1:
+    if temperature < 1e-4 or top_k == 1:                                # else logits divided by it overflow
         return logits.argmax(-1, keepdim=True)
     logits = logits.float()
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature      # <= 0: a tiny one cannot overflow
@@ -1216,6 +1222,9 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
 
 
 # ---- states as flat dicts of tensors -----------------------------------------------------------------------
+GROWING = 'k', 'v', 'source_k', 'source_v', 'source_there'      # of a layer of softmax: a row for each token
+
+
 def pack(state, prefix='state'):
     """A state, or None, as a flat dict of tensors, <prefix>.<layer>.<name>, for `write` and `save`."""
     flat = {}
@@ -1238,6 +1247,23 @@ def unpack(tensors, prefix='state', device=None):
     return [layers[i] for i in sorted(layers)] or None
 
 
+def alike(state, other):
+    """Whether two states are of one kind of model and as many texts: by names, types and shapes, but for the
+    number of rows that softmax keeps."""
+    mine = pack(state)
+    others = pack(other)
+    if mine.keys() != others.keys():
+        return False
+    for name, x in mine.items():
+        y = others[name]
+        if x.dtype != y.dtype or x.dim() != y.dim():
+            return False
+        differ = sum(m != n for m, n in zip(x.shape, y.shape))
+        if differ > (name.rpartition('.')[2] in GROWING):
+            return False
+    return True
+
+
 def state_bytes(state):
     """Bytes of all tensors of a state; 0 for None."""
     return sum(x.nbytes for x in pack(state).values())
@@ -1255,6 +1281,11 @@ def digest(meta, tensors):
         if x.numel():
             found.update(x.flatten().view(torch.uint8).numpy())
     return found.hexdigest()
+
+
+def weights_digest(model, meta):
+    """Of a model that was loaded: what its file says or, of a folder, a digest of its weights."""
+    return meta.get('digest') or digest('', model.state_dict())
 
 
 def write(path, tensors, meta):
@@ -1278,7 +1309,10 @@ def read(path):
         raise ValueError(f'{path}: a safetensors file, but not written by this project')
     if digest(header['meta'], tensors) != header['digest']:
         raise ValueError(f'{path}: its contents do not match its digest: the file was damaged or changed')
-    return tensors, {**json.loads(header['meta']), 'digest': header['digest']}
+    try:
+        return tensors, {**json.loads(header['meta']), 'digest': header['digest']}
+    except (ValueError, TypeError, RecursionError) as e:
+        raise ValueError(f'{path}: its header says nothing that this project writes ({e})') from None
 
 
 # ---- models in files: ours, and those of the hub -----------------------------------------------------------
@@ -1294,10 +1328,7 @@ def config_of(source, meta):
     """-> the Config a checkpoint's or a folder's meta describes; ValueError, with the source, for none."""
     if not {'config', 'data'} <= meta.keys():
         raise ValueError(f'{source}: holds no model (a state saved by sample.py?)')
-    try:
-        return Config(**meta['config'])
-    except (TypeError, ValueError, ZeroDivisionError) as e:
-        raise ValueError(f'{source}: cannot be built here, maybe of another version: {e}') from None
+    return typed(Config, meta['config'], f'{source}: cannot be built here, maybe of another version')
 
 
 class Undrawn(TorchFunctionMode):
@@ -1339,23 +1370,34 @@ def load(source, device='cpu', revision='main', **changes):
                 state[name.removeprefix('model.')] = extra.pop(name).clone()    # and that of a file is not
     else:
         state, config, data = weights.from_folder(folder_of(source, revision), source)
-        meta = {'config': config, 'data': data}
+        meta = {'config': {**dataclasses.asdict(Config()), **config}, 'data': data}
     saved = config_of(source, meta)
     config = swapped(saved, source, **changes)
     how = Undrawn()
     if config != saved:                     # then some weights may be new
         how = contextlib.nullcontext()
-    with how:
-        model = GPT(config)
     try:
-        others = model.load_state_dict(state, strict=config == saved, assign=True)
-    except RuntimeError as e:
-        why = ' '.join(str(e).split())[:200]
-        raise ValueError(f'{source}: holds the weights of another model ({why})') from None
+        with how:
+            model = GPT(config)
+    except ValueError as e:
+        raise ValueError(f'{source}: {e}') from None
+    others = fill(model, state, f'{source}: holds the weights of another model',
+                  strict=config == saved, assign=True)
     for name in others.missing_keys + others.unexpected_keys:
         if '.overflow.' not in name and '.log_mass.' not in name:       # which alone may come and go
             raise ValueError(f'{source}: holds the weights of another model, see {name}')
     return model.to(device), {'step': 0, **meta, 'tensors': extra}
+
+
+def fill(model, state, why, **how):
+    """load_state_dict. ValueError, which begins with `why`, for tensors of other names, shapes or types."""
+    try:
+        for name, x in model.state_dict().items():
+            if state.get(name, x).dtype != x.dtype:
+                raise RuntimeError(f'{name} is {state[name].dtype}, expected {x.dtype}')
+        return model.load_state_dict(state, **how)
+    except RuntimeError as e:
+        raise ValueError(f'{why} ({" ".join(str(e).split())[:200]})') from None
 
 
 def swapped(config, source, rule='', **changes):
@@ -1373,7 +1415,8 @@ def swapped(config, source, rule='', **changes):
 
 
 # ---- flags: a dataclass field is the flag, its type, default, help, choices and range ----------------------
-EXPECTED = {int: 'a whole number', float: 'a number', bool: 'true or false'}
+EXPECTED = {int: 'a whole number', float: 'a number', bool: 'true or false', str: 'a text',
+            list: 'a list of numbers', dict: 'an object'}
 BOOLEANS = {'true': True, '1': True, 'yes': True, 'false': False, '0': False, 'no': False}
 
 
@@ -1382,6 +1425,51 @@ def hint(word, words):
     for near in difflib.get_close_matches(word, words, 1):
         return f'; did you mean {near}?'
     return ''
+
+
+def expected(field):
+    """What a field of a dataclass takes, in words."""
+    choices = field.metadata.get('choices')
+    if choices:
+        return f'one of {", ".join(choices)}'
+    found = f'expected {EXPECTED[field.type]}'
+    low, high = field.metadata.get('range', (-math.inf, math.inf))
+    if low > -math.inf:
+        found += f', at least {low:,}'
+    if high < math.inf:
+        found += f', at most {high:,}'
+    return found
+
+
+def fits(field, value):
+    """Whether a value is one for this field: by its type, choices and range; infinite and NaN never."""
+    choices = field.metadata.get('choices') or []
+    if value is None or choices:
+        return value == field.default or value in choices
+    if field.type is list:
+        return type(value) is list and all(type(x) is float and math.isfinite(x) for x in value)
+    if type(value) is not field.type and (type(value), field.type) != (int, float):
+        return False
+    if field.type not in (int, float):
+        return True
+    low, high = field.metadata.get('range', (-math.inf, math.inf))
+    return low <= value <= high and value < 2 ** 1000
+
+
+def typed(cls, raw, where):
+    """A dataclass from what a file has of it, a dict. ValueError, which begins with where it is, for a field
+    that is missing or unknown, of another type, out of its range, not finite, or does not fit the others."""
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    raw = raw if isinstance(raw, dict) else {}
+    for name in sorted(raw.keys() ^ fields.keys()):
+        raise ValueError(f'{where}: {name} is {"missing" if name in fields else "unknown"}')
+    for name, value in raw.items():
+        if not fits(fields[name], value):
+            raise ValueError(f'{where}: {name} is {value!r:.60}, {expected(fields[name])}')
+    try:
+        return cls(**raw)
+    except ValueError as e:
+        raise ValueError(f'{where}: {e}') from None
 
 
 def value_of(flag, text, field):
@@ -1393,19 +1481,13 @@ def value_of(flag, text, field):
         if field.default and not text:              # where empty means something, it is the default
             raise ValueError(f'{flag}=: expected some text, such as {field.default}')
         return text
-    low, high = field.metadata['range']
     with contextlib.suppress(KeyError, ValueError):
         if field.type is bool:
             return BOOLEANS[text.lower()]
         value = field.type(text)
-        if low <= value <= high:                    # nan is not
+        if fits(field, value):
             return value
-    expected = f'expected {EXPECTED[field.type]}'
-    if low > -math.inf:
-        expected += f', at least {low:g}'
-    if high < math.inf:
-        expected += f', at most {high:g}'
-    raise ValueError(f'{flag}={text}: {expected}')
+    raise ValueError(f'{flag}={text}: {expected(field)}')
 
 
 def print_help(doc, fields):
@@ -1424,7 +1506,7 @@ def parse(argv, doc, *classes):
     ValueError for a flag that is unknown or given twice, or a value that does not fit. --help exits."""
     fields = {}
     for field in itertools.chain(*map(dataclasses.fields, classes)):
-        if field.metadata:
+        if field.metadata.get('help'):
             fields['--' + field.name.rstrip('_')] = field       # from_ is --from
     if '--help' in argv or '-h' in argv:
         print_help(doc, fields)
@@ -1484,12 +1566,21 @@ def script(main):
     """Run a script's main(argv). -> exit code: 0, or for what a user can cause 2 and one line on stderr."""
     def run(argv=None):
         keep_memory()
+        for stream in sys.stdout, sys.stderr:
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors='replace')            # of an output that knows but ASCII
         try:
-            main(sys.argv[1:] if argv is None else argv)
+            try:
+                main(sys.argv[1:] if argv is None else argv)
+            finally:
+                print(end='', flush=True)                       # now, where a closed pipe can be told
             return 0
         except KeyboardInterrupt:
             print('\nstopped', file=sys.stderr)
             return 130
+        except BrokenPipeError:                                 # who read what is printed has gone: | head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
         except ModuleNotFoundError as e:
             said = f'{e}: pip install -r requirements.txt brings it'
         except (ValueError, OSError) as e:

@@ -24,27 +24,28 @@ from dataclasses import dataclass
 import torch
 
 from data import prepare
-from model import (Swap, flag, load, pack, parse, pick_device, pick_forms, read, refuse_broken, script,
-                   state_bytes, unpack, write)
+from model import (Swap, alike, flag, load, pack, parse, pick_device, pick_forms, read, refuse_broken, script,
+                   state_bytes, unpack, weights_digest, write)
 
 
 @dataclass
 class Args:
     init: str = flag('out/ckpt.safetensors', 'checkpoint, or gpt2, OWNER/NAME, a folder, as for convert.py')
     prompt: str = flag('', 'text, @file, or - for standard input; empty: BOS, or a newline')
-    tokens: int = flag(256, 'tokens to write', low=0)
+    tokens: int = flag(256, 'tokens to write', low=0, high=10 ** 12)
     samples: int = flag(1, 'texts written at once', low=1, high=2 ** 16)
-    temperature: float = flag(0.8, '0 takes the likeliest token', low=0)
-    top_k: int = flag(0, 'only the k likeliest tokens; 0 for all', low=0)
+    temperature: float = flag(0.8, '0, or less than 1e-4, takes the likeliest token', low=0, high=100)
+    top_k: int = flag(0, 'only the k likeliest tokens; 0 for all', low=0, high=2 ** 32)
     top_p: float = flag(1.0, 'only the likeliest tokens of this probability together', low=1e-6, high=1)
     seed: int = flag(0, 'of the draws', low=0, high=2 ** 32 - 1)
     save_state: str = flag('', 'file for the state after prompt and sample')
     load_state: str = flag('', 'go on from this state')
     source: str = flag('', 'of a model of pairs: what to translate; @file: each of its lines')
-    beam: int = flag(1, 'with --source: translations that are followed; 1: greedy', low=1)
-    penalty: float = flag(0.6, 'with --beam: above 0, longer ones are preferred', low=0)
+    beam: int = flag(1, 'with --source: translations that are followed; 1: greedy', low=1, high=1024)
+    penalty: float = flag(0.6, 'with --beam: above 0, longer ones are preferred', low=0, high=100)
     device: str = flag('auto', 'auto, cpu, cuda, mps')
-    threads: int = flag(None, 'of the CPU; if not given, for a long prompt as many as are fastest', low=1)
+    threads: int = flag(None, 'of the CPU; if not given, for a long prompt as many as are fastest', low=1,
+                        high=1024)
     impl: str = flag('auto', 'form of the recurrence', ['auto', 'loop', 'chunk', 'fused'])
     compile: bool = flag(False, 'torch.compile of a step, for a GPU and many tokens: half a minute at first')
 
@@ -81,6 +82,8 @@ def check(given, args, config):
 def text_of(given):
     """What --prompt or --source stands for."""
     if given == '-':
+        if sys.stdin is None:
+            raise ValueError('--prompt=-: standard input is closed; give a text, or @FILE')
         return sys.stdin.read()
     if given.startswith('@'):
         with open(given[1:], encoding='utf-8') as f:
@@ -93,7 +96,7 @@ def read_state(args, model, meta):
     another model made it, by its digest, or the same one with other flags, or if it has more texts."""
     path = args.load_state
     tensors, about = read(path)
-    if about.get('model') != meta['digest']:
+    if about.get('model') != weights_digest(model, meta):
         raise ValueError(f'--load_state={path}: not a state of the model in {args.init}')
     for key, value in about['made_with'].items():
         if getattr(model.config, key, None) != value:
@@ -103,15 +106,16 @@ def read_state(args, model, meta):
         raise ValueError(f'--load_state={path} holds {len(last)} texts: take --samples={len(last)}')
     state = unpack(tensors, device=last.device)
     source = model.read(torch.zeros_like(last))             # of a model without an encoder, any text
-    if pack(state).keys() not in (set(), pack(source).keys(), pack(model.read(last, source)).keys()):
-        raise ValueError(f'--load_state={path}: made by an older version; read the prompt again')
+    if not any(alike(state, known) for known in (None, source, model.read(last, source))):
+        raise ValueError(f'--load_state={path}: no state of this model, maybe of an older version; read the '
+                         'prompt again')
     return last, state
 
 
 def keep_state(args, model, meta, last, state):
     """What `read_state` reads."""
     tensors = {name: x.clone() for name, x in pack(state).items()}          # layers may share some of them
-    about = {'model': meta['digest'], 'made_with': dataclasses.asdict(model.config)}
+    about = {'model': weights_digest(model, meta), 'made_with': dataclasses.asdict(model.config)}
     write(args.save_state, {**tensors, 'last': last}, about)
 
 
@@ -279,7 +283,6 @@ def main(argv):
         check_threads(args.threads)
         torch.set_num_threads(args.threads)
     model, meta = load(args.init, device, **swap)
-    meta.setdefault('digest', args.init)                    # of the model, for states
     c = model.config
     check(given, args, c)
     forms = pick_forms(args.impl)

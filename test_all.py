@@ -497,6 +497,7 @@ import io
 import itertools
 import json
 import multiprocessing
+import random
 import re
 import shlex
 import shutil
@@ -1601,7 +1602,7 @@ def test_help_lists_every_flag_with_its_default_and_choices(capsys):
             script.main(['--help'])
         assert not e.value.code
         out = capsys.readouterr().out
-        for field in [f for c in classes for f in dataclasses.fields(c) if f.metadata]:
+        for field in [f for c in classes for f in dataclasses.fields(c) if f.metadata.get('help')]:
             line = re.search(rf'^ *--{field.name.rstrip("_")}\b.*', out, re.M)[0]
             assert field.metadata['help'] in line
             assert not field.default or str(field.default) in line
@@ -1609,6 +1610,107 @@ def test_help_lists_every_flag_with_its_default_and_choices(capsys):
             if script is train:
                 choices = choices or open_choices.get(field.name)
             assert set(choices or ()) <= set(re.split(r'[][|, =]+', line)), line
+
+
+# ---- What hurts: each is told in one line, or does what it says --------------------------------------------
+
+WRONG = None, True, -1, 0, 3, 2.5, 10 ** 400, math.nan, math.inf, '32', 'x' * 99, [], [1], {}, ...
+
+def mutated(found, draw):
+    """A copy of a nested dict with one entry, at any depth, replaced by one of WRONG or, for ..., gone."""
+    name = draw.choice(sorted(found))
+    if isinstance(found[name], dict) and found[name] and draw.random() < .8:
+        return {**found, name: mutated(found[name], draw)}
+    wrong = draw.choice(WRONG)
+    return {key: wrong if key == name else x for key, x in found.items() if key != name or wrong is not ...}
+
+@pytest.mark.parametrize('seed', range(4))
+def test_a_header_is_taken_as_it_says_or_refused_in_one_line(seed, a_model, tmp_path):
+    """What it says of the model, and of the run that --resume goes on with; unharmed it loads."""
+    folder, draw = tmp_path / 'out', random.Random(seed)
+    path = folder / 'ckpt.safetensors'
+    tensors, meta = model_py.read(a_model('--rule=delta'))
+    meta = {name: meta[name] for name in ('config', 'args', 'step', 'best', 'threads')}
+    for i in range(60):
+        changed = mutated(meta, draw) if i else meta
+        model_py.write(path, tensors, {**changed, 'data': dict(tokenizer='byte', vocab_size=256)})
+        try:
+            model = load(path)[0]
+            assert dataclasses.asdict(model.config) == changed['config']
+            args = train.settings(['--resume', f'--out={folder}', '--steps=99'])[0]
+            given = dict(out=str(folder), resume=True, steps=99)
+            assert dataclasses.asdict(args) == {**changed['args'], **given}
+        except ValueError as e:
+            assert i and str(path) in str(e)
+    assert i
+
+@pytest.mark.parametrize('change', ['shape', 'type', 'name', 'gone'])
+@pytest.mark.parametrize('part', [
+    'model.norm.weight', 'opt.blocks.0.up.weight.exp_avg', 'opt.embed.weight.step'])
+def test_tensors_of_a_run_are_held_against_its_model(part, change, a_model, tmp_path, capsys):
+    tensors, meta = model_py.read(a_model('--rule=delta'))
+    x = tensors.pop(part)
+    wrong = dict(shape={part: torch.zeros(3, 1)}, type={part: x.half()}, name={f'{part}s': x}, gone={})
+    tensors |= wrong[change]
+    model_py.write(tmp_path / 'ckpt.safetensors', tensors, meta)
+    err = refused(capsys, train.main, '--resume', f'--out={tmp_path}', '--steps=99')
+    assert part.split('.')[-2] in err
+    assert os.listdir(tmp_path) == ['ckpt.safetensors']
+
+@pytest.mark.parametrize('change', [
+    dict(S=torch.zeros(1, 2, 8, 9)), dict(S=torch.zeros(1, 2, 8, 8).half()),
+    dict(conv0=torch.zeros(1, 4, 16)), dict(k=torch.zeros(1, 2, 3, 8)), dict(t=torch.zeros(1).long())])
+def test_a_state_is_held_against_its_model(change, a_model, tmp_path, capsys):
+    path, state = a_model('--rule=delta'), str(tmp_path / 'state')
+    written(capsys, f'--init={path}', f'--save_state={state}', '--tokens=3')
+    tensors, meta = model_py.read(state)
+    assert written(capsys, f'--init={path}', f'--load_state={state}', '--tokens=3')
+    model_py.write(state, tensors | {f'state.0.{name}': x for name, x in change.items()}, meta)
+    assert 'no state of this model' in refused(capsys, sample.main, f'--init={path}', f'--load_state={state}')
+
+def test_a_state_belongs_to_weights_not_to_a_path(tmp_path, capsys):
+    """Of a folder: read from another place, but not after its weights have changed."""
+    in_hub_layout(tmp_path / 'a', 'llama')
+    state = f'{tmp_path}/state'
+    written(capsys, f'--init={tmp_path}/a', '--prompt=7 8', f'--save_state={state}', '--tokens=2')
+    shutil.move(tmp_path / 'a', tmp_path / 'b')
+    written(capsys, f'--init={tmp_path}/b', f'--load_state={state}', '--tokens=2')
+    weights = tmp_path / 'b' / 'model.safetensors'
+    save_file({name: 2 * x for name, x in load_file(weights).items()}, weights)
+    err = refused(capsys, sample.main, f'--init={tmp_path}/b', f'--load_state={state}')
+    assert 'not a state of the model' in err
+
+@pytest.mark.parametrize('env', ['RANK=1', 'WORLD_SIZE=0', 'RANK=5 WORLD_SIZE=2', 'RANK=a', 'WORLD_SIZE=1e9'])
+def test_processes_that_cannot_be_are_refused(env, monkeypatch, capsys):
+    for pair in env.split():
+        monkeypatch.setenv(*pair.split('='))
+    assert 'torchrun' in refused(capsys, train.main, '--steps=1')
+
+@pytest.mark.parametrize('script, flags, why', [
+    (train, '--lr=inf', 'at most'), (train, '--weight_decay=1e99', 'at most'), (train, '--seed=-1', 'least'),
+    (train, '--batch_size=1000000 --block_size=10000', 'GB'), (train, '--val_tokens=100', 'more --val_'),
+    (train, '--init=MODEL/ckpt.safetensors --out=MODEL', 'there lies'), (sample, '--samples=1e20', 'whole'),
+    (sample, '--penalty=1e300', 'at most'), (sample, '--beam=100000', 'at most 1,024'),
+    (train, '--accum=100000000', 'at most 4,096'), (convert, '--faster=inf', 'at most 1,000'),
+    (convert, '--from=MODEL/ckpt.safetensors --lora=17', 'lower'),
+    (convert, '--from=MODEL/ckpt.safetensors --out=X --export=X/', 'another folder')])
+def test_flags_that_cannot_be_are_refused_before_any_work(script, flags, why, a_model, tmp_path, monkeypatch,
+                                                          capsys):
+    model = Path(a_model('--rule=softmax')).parent
+    monkeypatch.chdir(tmp_path)
+    assert why in refused(capsys, script.main, *flags.replace('MODEL', str(model)).split())
+    assert os.listdir(tmp_path) == []
+
+def test_a_pipe_that_closes_ends_a_script_in_silence():
+    command = f'{sys.executable} sample.py --help | true; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(['bash', '-c', command], cwd=HERE, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (141, '')
+
+def test_an_output_without_utf8_gets_what_it_can_show(a_model):
+    run = [sys.executable, 'sample.py', f'--init={a_model("--rule=delta")}', '--prompt=ä', '--tokens=9']
+    ascii_only = {**os.environ, 'PYTHONIOENCODING': 'ascii'}
+    done = subprocess.run(run, cwd=HERE, capture_output=True, env=ascii_only)
+    assert done.returncode == 0 and done.stdout.isascii()
 
 
 # ---- 9. Data -----------------------------------------------------------------------------------------------
@@ -2303,15 +2405,15 @@ def test_a_model_from_a_file_is_not_drawn_first(a_model):
     assert subprocess.run([sys.executable, '-c', code], cwd=HERE).returncode == 0
 
 def test_files_of_other_versions_load_or_are_refused_in_one_sentence(a_model, tmp_path, capsys):
-    """Fields that are new have their defaults; what is gone cannot be built, nor states with other names."""
+    """What is missing, unknown or gone cannot be built, nor states with other names."""
     path = tmp_path / 'old.safetensors'
     for rule, changes, why in (
             ('softmax', {}, ''), ('softmax', dict(rule='full'), 'full'),
             ('tova', dict(overflow='sum:favor'), '--overflow'), ('delta', dict(rule='nope'), 'nope'),
-            ('delta', dict(newer=1), 'another version')):
+            ('delta', dict(newer=1), 'newer is unknown'),
+            ('delta', dict(out_norm=...), 'out_norm is missing')):
         tensors, meta = model_py.read(a_model(f'--rule={rule}'))
-        config = {**meta['config'], **changes}
-        del config['out_norm']
+        config = {name: value for name, value in {**meta['config'], **changes}.items() if value is not ...}
         model_py.write(path, tensors, {**meta, 'config': config})
         if why:
             err = refused(capsys, sample.main, f'--init={path}')

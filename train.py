@@ -33,8 +33,8 @@ import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 from data import prepare
-from model import (GPT, Config, flag, load, pack, parse, pick_device, pick_forms, refuse, save, script,
-                   unpack)
+from model import (GPT, Config, fill, flag, known, load, machine_memory, pack, parse, pick_device, pick_forms,
+                   refuse, save, script, typed, unpack)
 
 BAD_STEPS = 10      # so many non-finite steps in a row end the run
 MUON = 4.0          # times --lr: a matrix's step has singular values near 1, not entries
@@ -57,21 +57,23 @@ class Args:
     out: str = flag('out', 'folder for checkpoints and the log')
     resume: bool = flag(False, 'go on from the checkpoint in --out')
     init: str = flag('', 'start with the weights of a checkpoint or hub model; flags change what may change')
-    steps: int = flag(6400, 'optimiser steps', low=1)
-    batch_size: int = flag(4, 'rows a step, over all processes', low=1)
-    accum: int = flag(1, 'batches a step, for more rows than fit into memory', low=1)
-    lr: float = flag(4e-3, 'peak learning rate', low=0)
-    weight_decay: float = flag(0.1, 'on matrices only', low=0)
+    steps: int = flag(6400, 'optimiser steps', low=1, high=10 ** 9)
+    batch_size: int = flag(4, 'rows a step, over all processes', low=1, high=2 ** 20)
+    accum: int = flag(1, 'batches a step, for more rows than fit into memory', low=1, high=2 ** 12)
+    lr: float = flag(4e-3, 'peak learning rate', low=0, high=100)
+    weight_decay: float = flag(0.1, 'on matrices only', low=0, high=100)
     optimizer: str = flag('adamw', 'muon: for the matrices of the blocks, which pays with 16 rows a step',
                           ['adamw', 'muon'])
-    clip: float = flag(1.0, 'largest norm of the gradient; 0: any', low=0)
+    clip: float = flag(1.0, 'largest norm of the gradient; 0: any', low=0, high=1e9)
     carry: bool = flag(False, 'rows follow each other in the text and S is handed on (Schlag 2021, table 4)')
-    eval_every: int = flag(500, 'steps between evaluations, which also save', low=1)
-    log_every: int = flag(50, 'steps between lines', low=1)
-    val_tokens: int = flag(0, 'how much of the validation data the closing figures are over; 0: all', low=0)
+    eval_every: int = flag(500, 'steps between evaluations, which also save', low=1, high=10 ** 9)
+    log_every: int = flag(50, 'steps between lines', low=1, high=10 ** 9)
+    val_tokens: int = flag(0, 'how much of the validation data the closing figures are over; 0: all', low=0,
+                           high=10 ** 12)
     seed: int = flag(0, 'of weights, data order and dropout', low=0, high=2 ** 32 - 1)
     device: str = flag('auto', 'auto, cpu, cuda, cuda:1, mps')
-    threads: int = flag(None, 'of the CPU; if not given, as many as are fastest at the start', low=1)
+    threads: int = flag(None, 'of the CPU; if not given, as many as are fastest at the start', low=1,
+                        high=1024)
     dtype: str = flag('auto', 'of the matrix products; S is always fp32', ['auto', 'float32', 'bfloat16'])
     impl: str = flag('auto', 'form of the recurrence; loop: the definition, fastweight.recurrent',
                      ['auto', 'loop', 'chunk', 'fused'])
@@ -79,13 +81,25 @@ class Args:
     fsdp: bool = flag(False, 'with torchrun: each process keeps a part of the model, not all of it')
 
 
+@dataclass
+class Stopped:
+    """What a checkpoint says of the run that --resume goes on with."""
+    args: dict
+    step: int = known(0, 0, 10 ** 9)
+    best: float = known(0.0, 0, 1e300)
+    threads: int = known(None, 1, 1024)
+
+
 # ---- the machine -------------------------------------------------------------------------------------------
 
 def machine(args):
     """-> rank, world, device, dtype. Processes are those of torchrun; without it there is one."""
     check_threads(args.threads)
-    rank = int(os.environ.get('RANK', '0'))
-    world = int(os.environ.get('WORLD_SIZE', '1'))
+    given = os.environ.get('RANK', '0'), os.environ.get('WORLD_SIZE', '1')
+    rank, world = [int(text) if text.isdecimal() else -1 for text in given]
+    if not 0 <= rank < world <= 4096:
+        raise ValueError(f'RANK={given[0]} WORLD_SIZE={given[1]}: torchrun sets these two, 0 <= RANK < '
+                         'WORLD_SIZE; without it, unset them')
     device = pick_device(args.device)
     cuda = device.type == 'cuda'
     if cuda and world > 1:
@@ -494,13 +508,23 @@ def pack_optimiser(model, opt):
     return flat
 
 
-def unpack_optimiser(model, opt, tensors):
-    """The inverse of `pack_optimiser`, into opt."""
+MEMORIES = ({'momentum_buffer'}, {'step', 'exp_avg', 'exp_avg_sq'})      # of a parameter, by Muon; by AdamW
+
+
+def unpack_optimiser(model, opt, tensors, whole=True):
+    """The inverse of `pack_optimiser`, into opt. ValueError for a tensor that is missing or does not fit its
+    parameter. whole: every parameter has learned, so none may lack"""
     for name, p in model.named_parameters():
-        for key in ('step', 'exp_avg', 'exp_avg_sq', 'momentum_buffer'):
-            x = tensors.get(f'opt.{name}.{key}')
-            if x is None:
-                continue
+        front = f'opt.{name}.'
+        found = {key.removeprefix(front): x for key, x in tensors.items() if key.startswith(front)}
+        if found.keys() not in MEMORIES and (found or whole):
+            raise ValueError(f'the optimiser has {sorted(found)} of {name}, expected one of {MEMORIES}; '
+                             'start anew')
+        for key, x in found.items():
+            shape = () if key == 'step' else p.shape
+            if x.shape != shape or x.dtype != torch.float32:
+                raise ValueError(f'the optimiser\'s {key} of {name} is {x.dtype} of shape {tuple(x.shape)}, '
+                                 f'expected float32 of {tuple(shape)}; start anew')
             if key != 'step' or opt.defaults['fused']:      # else the count of steps stays on the CPU
                 x = x.to(p.device)
             if key != 'step' and in_parts(p):
@@ -577,7 +601,9 @@ def settings(argv):
         if was != value:
             raise ValueError(f'--{name}={value}: {path} was made with {was!r}; drop the flag, or start anew '
                              'with another --out')
-    args = Args(**{**meta['args'], **given, 'out': args.out})       # the run's own, but for those given again
+    of_run = {field.name: meta.get(field.name) for field in dataclasses.fields(Stopped)}
+    run = typed(Stopped, of_run, path)
+    args = typed(Args, {**run.args, **given, 'out': args.out}, path)    # the run's, but for those given again
     if args.steps <= meta['step']:
         raise ValueError(f'--steps={args.steps}: {path} is at step {meta["step"]} already; give more steps')
     return args, model.config, model.state_dict(), meta
@@ -595,9 +621,12 @@ def mistakes(args, config, data, model):
         'classes, such as listops (pairs: --encoder=3)')
     yield args.batch_size % data.world, (
         f'--batch_size={args.batch_size} does not divide among {data.world} processes')
-    yield min(len(data.train), len(data.val)) <= data.T + 1, (
-        f'{of}: {len(data.train)} training and {len(data.val)} validation tokens, but a row takes '
-        f'{data.T + 1}; give a longer text or a smaller --block_size')
+    least = 2 * data.T if 'row' in meta else data.T + 2         # a task's row has its targets behind it
+    yield min(len(data.train), len(data.val)) < least, (
+        f'{of} --val_tokens={args.val_tokens}: {len(data.train)} training and {len(data.val)} validation '
+        f'tokens, but a row takes {least}; give a longer text, a smaller --block_size or more --val_tokens')
+    yield args.init and lies_in(args.init, args.out), (
+        f'--out={args.out}: there lies the model that --init names; take another folder')
     yield args.fsdp and data.world == 1, (
         '--fsdp: one process has all of the model; start several, as torchrun --nproc_per_node=2 train.py '
         '--fsdp does')
@@ -605,6 +634,11 @@ def mistakes(args, config, data, model):
         '--fsdp: not with --encoder, whose decoder asks for weights out of turn')
     yield args.fsdp and args.optimizer == 'muon', (
         '--fsdp --optimizer=muon: its step needs whole matrices; leave one of them out')
+    wide = 4 * config.n_layer * 8 * config.n_embd + 8 * meta['vocab_size']      # bytes a token, at the least
+    need = args.batch_size // data.world * data.T * wide
+    yield need > machine_memory(), (
+        f'--batch_size={args.batch_size}: a step of {data.T} tokens a row takes more than {need / 1e9:,.0f} '
+        'GB, and this machine has less; take fewer rows, and --accum')
     yield args.carry and 'row' in meta, (
         f'--carry: the rows of {args.data} have nothing to do with each other')
     yield args.carry and args.resume and data.world > 1, (
@@ -615,6 +649,13 @@ def mistakes(args, config, data, model):
     yield args.carry and redrawn, (
         '--carry: random features are redrawn for every batch, and a state in the old ones means nothing; '
         'take another --phi')
+
+
+def lies_in(path, folder):
+    """Whether a file, or a folder, is in a folder, or is it."""
+    if os.path.isfile(path):
+        path = os.path.dirname(os.path.abspath(path))
+    return os.path.realpath(path) == os.path.realpath(folder)
 
 
 def steps_left(meta):
@@ -636,13 +677,9 @@ def built(args, config, data, weights):
     if weights and model.config.classes and not config.classes:         # then their head is new
         new = model.state_dict()
         weights = {**weights, 'head.weight': new['head.weight'], 'head.bias': new['head.bias']}
-    try:
-        if weights:
-            model.load_state_dict(weights)
-    except RuntimeError as e:
-        why = ' '.join(str(e).split())[:300]
-        raise ValueError(f'--data={args.data}: classes and patches have to be those the model has, and rows '
-                         f'no longer than the positions it has learned ({why})') from None
+    if weights:
+        fill(model, weights, f'--data={args.data}: classes and patches have to be those the model has, and '
+             'rows no longer than the positions it has learned')
     if args.fsdp:
         shard(model, data.device, data.world)
     return model
@@ -765,7 +802,8 @@ def main(argv):
     os.makedirs(args.out, exist_ok=True)                    # a folder that cannot be made is known at once
     opt = OPTIMISERS[args.optimizer](model, args.lr, args.weight_decay, device)
     tensors = header.get('tensors', {})
-    unpack_optimiser(model, opt, tensors)
+    if args.resume:
+        unpack_optimiser(model, opt, tensors)
     states = [unpack(tensors, f'carry{i}', device) for i in range(args.accum)]      # of --carry, one a batch
     threads = threads_of(args, header, model, data)
     run = {'args': dataclasses.asdict(args), 'torch': torch.__version__}
@@ -809,6 +847,9 @@ def main(argv):
             tell(log, f'step {done:5d} | start of validation: {score(meta, judged, right)}', step=done,
                  val_loss=judged, accuracy=right)
             run.update(step=done, data=meta)
+            if not math.isfinite(judged):
+                raise ValueError(f'step {done}: the validation loss is {judged}; stopped before saving. Try '
+                                 f'a smaller --lr than {args.lr:g}')
             if judged < best:
                 best = judged
                 keep(f'{args.out}/best.safetensors', model, run, {}, rank)
