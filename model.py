@@ -1288,8 +1288,33 @@ def weights_digest(model, meta):
     return meta.get('digest') or digest('', model.state_dict())
 
 
+def kind_of(meta):
+    """What a file of ours with this metadata holds."""
+    for key, kind in ('made_with', 'a state'), ('config', 'a model'), ('made_from', 'a stage of convert.py'):
+        if key in meta:
+            return kind
+    return 'something else'
+
+
+def refuse_target(path, kind):
+    """ValueError where a file cannot be written without a loss: of another kind, or no regular file."""
+    if not os.path.exists(path):
+        return
+    if not os.path.isfile(path):
+        raise ValueError(f'{path}: no regular file, so it is not replaced; give another name')
+    try:
+        with safe_open(path, 'pt') as f:
+            found = kind_of(json.loads(f.metadata()['meta']))
+    except (SafetensorError, KeyError, TypeError, ValueError):
+        found = 'something else'
+    if found != kind:
+        raise ValueError(f'{path}: holds {found} already, so {kind} is not written there; give another name')
+
+
 def write(path, tensors, meta):
-    """tensors and a JSON-able dict into a file, with a digest of both. OSError if it cannot be written."""
+    """tensors and a JSON-able dict into a file, with a digest of both. OSError if it cannot be written,
+    ValueError where that would take away a file of another kind."""
+    refuse_target(path, kind_of(meta))
     text = json.dumps(meta)
     weights.replace(path, tensors, {'meta': text, 'digest': digest(text, tensors)})
 
@@ -1320,6 +1345,9 @@ def save(path, model, meta, extra=None, state=None):
     """Model, metadata (data: its tokenizer, step, ...) and further tensors -> one file that `load` reads.
     state: the model's state_dict, where it is in parts."""
     tensors = {f'model.{name}': x for name, x in (state or model.state_dict()).items()}
+    for name, x in tensors.items():
+        if not x.isfinite().all():
+            raise ValueError(f'{name} is not finite any more, so nothing was saved; try a smaller --lr')
     tensors.update(extra or {})
     write(path, tensors, {**meta, 'config': dataclasses.asdict(model.config)})
 

@@ -17,6 +17,7 @@ keeps every row. The last token is not in it: the next step reads that one, so t
 States in a file belong to one model, by the digest of its weights, and to the flags it was swapped with.
 """
 import dataclasses
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ from dataclasses import dataclass
 import torch
 
 from data import prepare
-from model import (Swap, alike, flag, load, pack, parse, pick_device, pick_forms, read, refuse_broken, script,
-                   state_bytes, unpack, weights_digest, write)
+from model import (Swap, alike, flag, load, pack, parse, pick_device, pick_forms, read, refuse_broken,
+                   refuse_target, script, state_bytes, unpack, weights_digest, write)
 
 
 @dataclass
@@ -86,6 +87,8 @@ def text_of(given):
             raise ValueError('--prompt=-: standard input is closed; give a text, or @FILE')
         return sys.stdin.read()
     if given.startswith('@'):
+        if os.path.exists(given[1:]) and not os.path.isfile(given[1:]):
+            raise ValueError(f'{given}: no regular file; give one, or --prompt=- for standard input')
         with open(given[1:], encoding='utf-8') as f:
             return f.read()
     return given
@@ -285,6 +288,8 @@ def main(argv):
     model, meta = load(args.init, device, **swap)
     c = model.config
     check(given, args, c)
+    if args.save_state:
+        refuse_target(args.save_state, 'a state')           # known now, not after sampling
     forms = pick_forms(args.impl)
     if args.compile:
         forms = forms._replace(record=compiled)

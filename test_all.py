@@ -1633,6 +1633,7 @@ def test_a_header_is_taken_as_it_says_or_refused_in_one_line(seed, a_model, tmp_
     meta = {name: meta[name] for name in ('config', 'args', 'step', 'best', 'threads')}
     for i in range(60):
         changed = mutated(meta, draw) if i else meta
+        path.unlink(missing_ok=True)
         model_py.write(path, tensors, {**changed, 'data': dict(tokenizer='byte', vocab_size=256)})
         try:
             model = load(path)[0]
@@ -1700,6 +1701,26 @@ def test_flags_that_cannot_be_are_refused_before_any_work(script, flags, why, a_
     monkeypatch.chdir(tmp_path)
     assert why in refused(capsys, script.main, *flags.replace('MODEL', str(model)).split())
     assert os.listdir(tmp_path) == []
+
+def test_what_is_written_takes_no_other_file_away(a_model, tmp_path, monkeypatch, capsys):
+    """Nor does a model whose weights are lost, where it was good before."""
+    path, mine = a_model('--rule=delta'), tmp_path / 'ckpt.safetensors'
+    shutil.copy(path, mine)
+    os.mkfifo(tmp_path / 'fifo')
+    (tmp_path / 'text').write_text('mine')
+    before = {name: (tmp_path / name).read_bytes() for name in ('ckpt.safetensors', 'text')}
+    for name, why in ('ckpt.safetensors', 'a model'), ('text', 'something else'), ('fifo', 'no regular'):
+        state = f'--save_state={tmp_path}/{name}'
+        assert why in refused(capsys, sample.main, f'--init={path}', state, '--tokens=2')
+    assert 'no regular' in refused(capsys, sample.main, f'--init={path}', f'--prompt=@{tmp_path}/fifo')
+
+    def broken(model, *_):
+        model.embed.weight.data[3, 3] = math.nan
+        yield 99, torch.ones(1), torch.ones(1), True
+    monkeypatch.setattr(train, 'optimise', broken)
+    err = refused(capsys, train.main, '--resume', '--steps=99', f'--out={tmp_path}')
+    assert 'embed.weight is not finite' in err
+    assert before == {name: (tmp_path / name).read_bytes() for name in before}
 
 def test_a_pipe_that_closes_ends_a_script_in_silence():
     command = f'{sys.executable} sample.py --help | true; exit ${{PIPESTATUS[0]}}'

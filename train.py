@@ -847,9 +847,6 @@ def main(argv):
             tell(log, f'step {done:5d} | start of validation: {score(meta, judged, right)}', step=done,
                  val_loss=judged, accuracy=right)
             run.update(step=done, data=meta)
-            if not math.isfinite(judged):
-                raise ValueError(f'step {done}: the validation loss is {judged}; stopped before saving. Try '
-                                 f'a smaller --lr than {args.lr:g}')
             if judged < best:
                 best = judged
                 keep(f'{args.out}/best.safetensors', model, run, {}, rank)
