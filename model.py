@@ -1296,7 +1296,7 @@ def config_of(source, meta):
         raise ValueError(f'{source}: holds no model (a state saved by sample.py?)')
     try:
         return Config(**meta['config'])
-    except (TypeError, ValueError, ZeroDivisionError) as e:
+    except (TypeError, ValueError, ArithmeticError) as e:
         raise ValueError(f'{source}: cannot be built here, maybe of another version: {e}') from None
 
 
@@ -1331,6 +1331,7 @@ def load(source, device='cpu', revision='main', **changes):
     flags of `Swap`. ValueError, with the source, for what is missing, damaged or of another make."""
     source = str(source)
     extra = {}
+    folder = None
     if os.path.isfile(source) or source.endswith('.safetensors'):
         extra, meta = read(source)
         state = {}
@@ -1338,16 +1339,18 @@ def load(source, device='cpu', revision='main', **changes):
             if name.startswith('model.'):   # copied: products repeat bit for bit only where memory is aligned
                 state[name.removeprefix('model.')] = extra.pop(name).clone()    # and that of a file is not
     else:
-        state, config, data = weights.from_folder(folder_of(source, revision), source)
-        meta = {'config': config, 'data': data}
+        folder = weights.Folder(folder_of(source, revision), source)
+        meta = {'config': folder.config, 'data': folder.data}
     saved = config_of(source, meta)
     config = swapped(saved, source, **changes)
     how = Undrawn()
     if config != saved:                     # then some weights may be new
         how = contextlib.nullcontext()
-    with how:
-        model = GPT(config)
     try:
+        with how:
+            model = GPT(config)
+        if folder:
+            state = folder.tensors(model.state_dict())
         others = model.load_state_dict(state, strict=config == saved, assign=True)
     except RuntimeError as e:
         why = ' '.join(str(e).split())[:200]
