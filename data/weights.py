@@ -1,8 +1,8 @@
 """Files of weights that others wrote: GPT-2, Llama, BERT and ViT as the hub keeps them.
 
-    path = hub('gpt2', 'main')                          # fetched once, then kept in data/hub
-    folder = Folder(path, 'gpt2')                       # folder.config: what Config(**folder.config) takes
-    folder.tensors(GPT(Config(**folder.config)).state_dict())       # in our names, of the shapes of these
+    folder = Folder(hub('gpt2', 'main'), 'gpt2')        # fetched once, then kept in data/hub
+    model = GPT(Config(**folder.config))
+    folder.tensors(model.state_dict())                  # in our names, of the shapes that these have
     to_folder('out/export', tensors, config, data)      # the way back
 
 All files are safetensors: a header in JSON, then bare numbers. Nothing is pickled, so a file cannot run code.
@@ -43,9 +43,9 @@ def replace(path, tensors, notes):
 
 
 class Family(NamedTuple):
-    """How a kind of model is kept on the hub. In names, {i} is the number of a layer, {next} that of the next,
-    {p} is weight or bias. (a|b): two of theirs, whose rows ours has one below the other. A .T at the end: theirs
-    is transposed. A model that has no bias, say, or no head of its own does without these names."""
+    """How a kind of model is kept on the hub. In names {i} is the number of a layer, {next} that of the one
+    behind it, {p} weight or bias. (a|b) are two of theirs, whose rows ours has one below the other; a .T at
+    the end: theirs is transposed. What a model does not have, biases or a head, is passed over."""
     names: dict     # ours -> theirs
     entries: dict   # field of Config -> entry of config.json
     usual: dict     # field whose entry may be missing -> what it is then
@@ -131,14 +131,15 @@ FAMILIES = {
                'problem_type': (None, 'single_label_classification')})}
 WRITTEN = {'gpt2': 'GPT2LMHeadModel', 'llama': 'LlamaForCausalLM', 'bert': 'BertModel'}
 EXPECTED = {    # of an entry, by what it usually is: its types, what it is above, in words
-    type(None): ((int,), 0, 'a whole number of at least 1'), int: ((int,), -1, 'a whole number of at least 0'),
+    type(None): ((int,), 0, 'a whole number of at least 1'),
+    int: ((int,), -1, 'a whole number of at least 0'),
     float: ((int, float), 0, 'a number above 0'), bool: ((bool,), -1, 'true or false')}
 TYPES = 'bert.embeddings.token_type_embeddings.weight'          # added to all places of a text
 LLAMA3 = 'factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'   # of its rope
 
 
 def names(kind, config, ours):
-    """The table of a family for one model, whose tensors are ours: {our name: theirs}."""
+    """The table of a family for one model, which has the tensors `ours`: {our name: theirs}."""
     layers = config['n_layer']
     found = {}
     for name, theirs in FAMILIES[kind].names.items():
@@ -151,7 +152,8 @@ def names(kind, config, ours):
 
 
 def parts(theirs, x, width):
-    """{their name: a view of what of our tensor x it is}. width: of the model, which is that of its queries."""
+    """{their name: the part of our tensor x that it is, a view}. width: of the model, and so of its queries;
+    keys and values may have fewer rows."""
     if theirs.endswith('.T'):
         return {theirs.removesuffix('.T'): x.t()}           # of a bias, the bias itself
     front, _, rest = theirs.partition('(')
@@ -163,8 +165,8 @@ def parts(theirs, x, width):
 
 
 def parsed(path, name, use):
-    """What `use` makes of a file of JSON. ValueError, with the file's name for messages, for what is broken or
-    another thing than it takes."""
+    """What `use` makes of a file of JSON. ValueError for what is broken or another thing than it takes; name:
+    what a message calls the file."""
     try:
         return use(json.loads(prepare.read(path)))
     except ValueError as e:
@@ -199,11 +201,10 @@ def described(raw):
         config[field] = entry(raw, key, family.usual.get(field))
     if 'patch' in family.entries:                   # of pictures; ours count numbers, of three colours
         side = config['block_size']
-        p = config['patch']
-        if side % p:
-            raise ValueError(f'patch_size {p} does not divide image_size {side}')
-        config['block_size'] = 3 * side * side
-        config['patch'] = 3 * p * p
+        if side % config['patch']:
+            raise ValueError(f'patch_size {config["patch"]} does not divide image_size {side}')
+        config['block_size'] = 3 * side ** 2
+        config['patch'] = 3 * config['patch'] ** 2
     heads = config['n_head']
     if raw.get('head_dim') not in (None, config['n_embd'] / heads):
         raise ValueError(f'head_dim is not the width {config["n_embd"]} / {heads} heads')
@@ -242,8 +243,8 @@ def scaling_of(rope):
 
 
 class Folder:
-    """A folder with config.json and *.safetensors, which messages call source. ValueError for what is missing,
-    broken or does not fit.
+    """A folder with config.json and *.safetensors; source: what messages call it. ValueError for what is
+    missing, broken or does not fit.
 
     config: a dict of fields of Config. data: what a checkpoint says of the tokens, by tokenizer.json; where
     that is missing they are but numbers.
@@ -261,14 +262,14 @@ class Folder:
         if not self.where:
             raise ValueError(f'{path}: no model.safetensors; pickled weights (.bin, .pt) are not read')
         self.data = {**data_of(path, self.kind, self.config), 'name': source}
-        if self.kind != OURS and not self.config['causal']:
+        if self.kind in ('bert', 'vit'):
             self.config['pooler'] = self.config['pooler'] and 'pooler.dense.weight' in self.where
             self.config['classes'] = 0
             if 'classifier.weight' in self.where:
                 self.config['classes'] = len(self.matrix('classifier.weight'))
             if self.config['classes'] == 1:
-                raise ValueError(f'{source}: classifier.weight has one row: it says a number, not which of at '
-                                 'least 2 classes')
+                raise ValueError(f'{source}: classifier.weight has one row: it says a number, not which of '
+                                 'at least 2 classes')
 
     def tensors(self, like):
         """All tensors by our names, in fp32, of the shapes that they have in like: a softmax model's."""
@@ -297,8 +298,8 @@ class Folder:
         return self.tensor(name, (*rows, self.config['n_embd']))
 
     def tensor(self, name, shape=None):
-        """One tensor, of this shape (None: any). A private map of its file, opened anew for each: what is only
-        copied from does not stay in memory."""
+        """One tensor, of this shape (None: any). A private map of its file, opened anew for each: what is
+        only copied from does not stay in memory."""
         if called(name) not in self.where:
             raise ValueError(f'{self.source}: tensor {name} is missing')
         path, stored = self.where[called(name)]
