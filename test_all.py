@@ -3956,7 +3956,7 @@ assert convert.main(['--from=softmax/ckpt.safetensors', '--out=sum', '--controls
 '''
 
 PATCHES = 'embeddings.patch_embeddings.projection'
-LAYOUTS = dict(     # first word of names; layer, in it norms, q k v, projection, up, down; outside, sizes, too
+LAYOUTS = dict(     # first word of names; layer, in it norms, q k v, projection, up, down; outside: sizes
     gpt2=('transformer.', 'h.', 'ln_1 ln_2', 'attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj',
           dict(wte=(30, 8), wpe=(16, 8), ln_f=(8,))),
     llama=('model.', 'layers.', 'input_layernorm post_attention_layernorm',
@@ -3972,6 +3972,7 @@ LAYOUTS = dict(     # first word of names; layer, in it norms, q k v, projection
          'attention.output.dense', 'intermediate.dense', 'output.dense',
          {PATCHES: (8, 3, 4, 4), 'embeddings.cls_token': (1, 1, 8), 'layernorm': (8,),
           'embeddings.position_embeddings': (1, 5, 8)}))
+EMBEDS = dict(gpt2='wte', llama='embed_tokens')
 NO_BIAS = re.compile('wte|wpe|lm_head|_embeddings$|cls_token')
 LAYERS = dict(num_hidden_layers=2, hidden_size=8, num_attention_heads=2, intermediate_size=12)
 CONFIGS = dict(
@@ -3986,24 +3987,25 @@ def in_hub_layout(folder, kind, prefix=True, old=False, shards=1, tied=True, voc
     logits, from tokens or from pictures of 8 x 8 pixels 0..255. old: names of 2018; more: for config.json"""
     front, layer, *parts, outside = LAYOUTS[kind]
     norms, qkv, proj, up, down = (names.split() for names in parts)
-    llama, encodes = kind == 'llama', kind in ('bert', 'vit')
-    d, heads, keys = (16, 4, groups) if llama else (8, 2, 2)
-    sizes = {**dict.fromkeys(norms, (d,)), **dict(zip(qkv, [(d, d), (4 * keys, d), (4 * keys, d)])),
-             proj[0]: (d, d), **dict.fromkeys(up, (12, d)), down[0]: (d, 12)}
+    d, keys = (16, 4 * groups) if kind == 'llama' else (8, 8)
+    sizes = {**dict.fromkeys(norms, (d,)), **dict(zip(qkv, [(d, d), (keys, d), (keys, d)])),
+             **dict.fromkeys(proj, (d, d)), **dict.fromkeys(up, (12, d)), **dict.fromkeys(down, (d, 12))}
     if kind == 'gpt2':
         sizes[qkv[0]] = 3 * d, d
     sizes = {f'{layer}{i}.{name}': size for i in (0, 1) for name, size in sizes.items()} | outside
     raw = dict(CONFIGS[kind], model_type=kind, tie_word_embeddings=tied)
-    if llama:
+    if kind == 'llama':
         sizes['embed_tokens'] = vocab, d
         raw |= dict(vocab_size=vocab, num_key_value_heads=groups)
-    head, table = ('classifier', None) if encodes else ('lm_head', 'embed_tokens' if llama else 'wte')
-    sizes[head] = (classes, d) if encodes else sizes[table]
+    head, has_head = 'classifier', classes
+    sizes[head] = classes, d
+    if kind in EMBEDS:
+        head, has_head = 'lm_head', not tied
+        sizes[head] = sizes[EMBEDS[kind]]
     w = {f'{name}.weight': torch.randn(size) / size[-1] ** .5 for name, size in sizes.items()}
-    w |= {f'{name}.bias': torch.randn(size[0]) for name, size in sizes.items()
-          if not llama and not NO_BIAS.search(name)}
-    if table and tied:
-        w['lm_head.weight'] = w[table + '.weight']
+    if kind != 'llama':
+        biased = [name for name in sizes if not NO_BIAS.search(name)]
+        w |= {f'{name}.bias': torch.randn(sizes[name][0]) for name in biased}
     kept = {'h.0.attn.bias': torch.ones(1, 1, 16, 16)} if kind == 'gpt2' else {}    # a mask, in older files
     for name, x in w.items():
         if kind == 'gpt2' and name.startswith('h.') and x.dim() == 2:
@@ -4014,7 +4016,7 @@ def in_hub_layout(folder, kind, prefix=True, old=False, shards=1, tied=True, voc
             name = name.replace('m.weight', 'm.gamma').replace('m.bias', 'm.beta')
         if head not in name:
             kept[front * prefix + name] = x.contiguous()
-        elif classes if encodes else not tied:
+        elif has_head:
             kept[name] = x
     folder.mkdir(parents=True, exist_ok=True)
     (folder / 'config.json').write_text(json.dumps(raw | more))
@@ -4024,28 +4026,38 @@ def in_hub_layout(folder, kind, prefix=True, old=False, shards=1, tied=True, voc
         save_file({name: x for name, x in kept.items() if where[name] == file}, folder / file)
     if shards > 1:
         (folder / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': where}))
+    if tied and kind in EMBEDS:
+        w['lm_head.weight'] = w[EMBEDS[kind] + '.weight']
+    return by_hand(kind, w, more)
+
+def by_hand(kind, w, config):
+    """These functions, as other people's papers and code have them; w: weights, all as (out, in)."""
+    _, layer, *parts, _ = LAYOUTS[kind]
+    norms, qkv, proj, up, down = (names.split() for names in parts)
+    d = len(w[f'{layer}0.{norms[0]}.weight'])
 
     def of(x, name):
         weight, bias = w[name + '.weight'], w.get(name + '.bias')
         if weight.dim() == 2:
             return F.linear(x, weight, bias)
-        if llama:
+        if kind == 'llama':
             return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
         return F.layer_norm(x, (d,), weight, bias, 1e-5 if kind == 'gpt2' else 1e-12)
 
     def attention(x, h, mask):
-        q, k, v = torch.cat([of(x, h + name) for name in qkv], -1).split([d, 4 * keys, 4 * keys], -1)
-        q, k, v = (y.unflatten(-1, (-1, 4)).transpose(1, 2) for y in (q, k, v))
-        if llama:
-            q, k = turned(q, more), turned(k, more)
-        k, v = (y.repeat_interleave(heads // keys, 1) for y in (k, v))          # heads side by side share one
+        y = torch.cat([of(x, h + name) for name in qkv], -1)
+        keys = (y.shape[-1] - d) // 2
+        q, k, v = (z.unflatten(-1, (-1, 4)).transpose(1, 2) for z in y.split([d, keys, keys], -1))
+        if kind == 'llama':
+            q, k = turned(q, config), turned(k, config)
+        k, v = (z.repeat_interleave(d // keys, 1) for z in (k, v))      # shared by heads side by side
         return of(((q @ k.mT / 2 + mask).softmax(-1) @ v).transpose(1, 2).flatten(2), h + proj[0])
 
     def mlp(x, h):
         y = of(x, h + up[0])
         if kind == 'gpt2':
             y = y / 2 * (1 + torch.tanh((2 / math.pi) ** .5 * (y + .044715 * y ** 3)))
-        elif llama:
+        elif kind == 'llama':
             y = F.silu(y) * of(x, h + up[1])
         else:
             y = y / 2 * (1 + torch.erf(y / 2 ** .5))
@@ -4063,7 +4075,7 @@ def in_hub_layout(folder, kind, prefix=True, old=False, shards=1, tied=True, voc
             x = of(x + w[e + 'position_embeddings.weight'][:T], e + 'LayerNorm')
         else:
             mask = torch.full((T, T), -math.inf).triu(1)
-            x = w[table + '.weight'][x] + (w['wpe.weight'][:T] if kind == 'gpt2' else 0)
+            x = w[EMBEDS[kind] + '.weight'][x] + (w['wpe.weight'][:T] if kind == 'gpt2' else 0)
         for h in layer + '0.', layer + '1.':
             first, second = (h + name for name in norms)
             if kind == 'bert':
@@ -4075,8 +4087,10 @@ def in_hub_layout(folder, kind, prefix=True, old=False, shards=1, tied=True, voc
         return x if kind == 'bert' else of(x, dict(gpt2='ln_f', llama='norm', vit='layernorm')[kind])
 
     def logits(x):
-        x = last(x)[:, 0] if encodes else last(x)
-        return of(of(x, 'pooler.dense').tanh() if kind == 'bert' else x, head)
+        x = last(x)
+        if kind in EMBEDS:
+            return of(x, 'lm_head')
+        return of(of(x[:, 0], 'pooler.dense').tanh() if kind == 'bert' else x[:, 0], 'classifier')
     return last, logits
 
 def turned(x, config):
