@@ -3195,7 +3195,7 @@ LLAMA31 = dict(rope_type='llama3', factor=8.0, low_freq_factor=.02, high_freq_fa
 @pytest.mark.parametrize('kind, how', [
     ('gpt2', {}), ('gpt2', dict(prefix=False)), ('gpt2', dict(tied=False, shards=3)), ('llama', {}),
     ('llama', dict(tied=False, groups=2, rope_theta=5e5)),
-    ('llama', dict(rope_parameters=dict(rope_theta=1e3))), ('llama', dict(rope_scaling=LLAMA31)),
+    ('llama', dict(groups=4, rope_parameters=dict(rope_theta=1e3))), ('llama', dict(rope_scaling=LLAMA31)),
     ('llama', dict(rope_parameters=dict(LLAMA31, rope_theta=1e3)))])
 def test_hub_weights_give_the_logits_of_another_implementation(kind, how, tmp_path):
     """Loaded, exported and loaded again, one step after the other, and with rows that are bounded."""
@@ -3276,6 +3276,10 @@ DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; 
     ('llama', 'num_hidden_layers', None, 'num_hidden_layers is None, expected a whole number'),
     ('llama', 'num_key_value_heads', 3, '3 does not divide 4 heads'),
     ('llama', 'head_dim', 3, 'head_dim is not'), ('llama', 'model_type', 'mamba', 'model_type mamba'),
+    ('gpt2', 'scale_attn_weights', False, 'attn_weights False'), ('llama', 'mlp_bias', True, 'mlp_bias'),
+    ('llama', 'attention_bias', True, 'attention_bias'), ('llama', 'hidden_act', 'gelu', 'hidden_act gelu'),
+    ('gpt2', 'scale_attn_by_inverse_layer_idx', True, 'inverse'), ('gpt2', 'n_layer', 0, 'n_layer is 0, exp'),
+    ('bert', 'pad_token_id', -1, 'pad_token_id is -1'),
     ('bert', 'hidden_act', 'relu', 'hidden_act relu'), ('bert', 'is_decoder', True, 'is_decoder True'),
     ('bert', 'position_embedding_type', 'relative_key', 'type relative_key'),
     ('bert', 'add_cross_attention', True, 'cross'), ('vit', 'qkv_bias', False, 'qkv_bias False'),
@@ -3993,10 +3997,12 @@ def in_hub_layout(folder, kind, prefix=True, old=False, shards=1, tied=True, voc
     if kind == 'gpt2':
         sizes[qkv[0]] = 3 * d, d
     sizes = {f'{layer}{i}.{name}': size for i in (0, 1) for name, size in sizes.items()} | outside
-    raw = dict(CONFIGS[kind], model_type=kind, tie_word_embeddings=tied)
+    raw = dict(CONFIGS[kind], model_type=kind)
+    if tied == (kind == 'llama'):                       # the other is what is meant where nothing is said
+        raw['tie_word_embeddings'] = tied
     if kind == 'llama':
         sizes['embed_tokens'] = vocab, d
-        raw |= dict(vocab_size=vocab, num_key_value_heads=groups)
+        raw |= dict(vocab_size=vocab) | (dict(num_key_value_heads=groups) if groups < 4 else {})
     head, has_head = 'classifier', classes
     sizes[head] = classes, d
     if kind in EMBEDS:

@@ -178,10 +178,10 @@ def parsed(path, name, use):
 def described(raw):
     """A config.json -> the kind of model, and a dict of fields of Config. ValueError if it tells of what this
     project cannot compute exactly, or if an entry lacks or does not fit the others."""
-    kind = raw.get('model_type')
+    kind = raw.pop('model_type', None)
     if kind == OURS:
-        data = {'tokenizer': 'ids', 'vocab_size': raw.get('vocab_size'), **raw.get('data', {})}
-        return raw.pop('model_type'), {**raw, 'data': data}
+        raw['data'] = {'tokenizer': 'ids', 'vocab_size': raw.get('vocab_size'), **raw.get('data', {})}
+        return kind, raw
     if kind not in FAMILIES:
         raise ValueError(f'model_type {kind}; known are GPT-2, Llama, BERT and ViT')
     family = FAMILIES[kind]
