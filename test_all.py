@@ -3193,7 +3193,8 @@ LLAMA31 = dict(rope_type='llama3', factor=8.0, low_freq_factor=.02, high_freq_fa
                original_max_position_embeddings=10)
 
 @pytest.mark.parametrize('kind, how', [
-    ('gpt2', {}), ('gpt2', dict(prefix=False)), ('gpt2', dict(tied=False, shards=3)), ('llama', {}),
+    ('gpt2', {}), ('gpt2', dict(prefix=False)), ('gpt2', dict(tied=False, shards=3, dtype=torch.bfloat16)),
+    ('llama', {}),
     ('llama', dict(tied=False, groups=2, rope_theta=5e5)),
     ('llama', dict(groups=4, rope_parameters=dict(rope_theta=1e3))), ('llama', dict(rope_scaling=LLAMA31)),
     ('llama', dict(rope_parameters=dict(LLAMA31, rope_theta=1e3)))])
@@ -3279,7 +3280,7 @@ DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; 
     ('gpt2', 'scale_attn_weights', False, 'attn_weights False'), ('llama', 'mlp_bias', True, 'mlp_bias'),
     ('llama', 'attention_bias', True, 'attention_bias'), ('llama', 'hidden_act', 'gelu', 'hidden_act gelu'),
     ('gpt2', 'scale_attn_by_inverse_layer_idx', True, 'inverse'), ('gpt2', 'n_layer', 0, 'n_layer is 0, exp'),
-    ('bert', 'pad_token_id', -1, 'pad_token_id is -1'),
+    ('bert', 'pad_token_id', -1, 'pad_token_id is -1'), ('llama', 'rms_norm_eps', 0, 'rms_norm_eps is 0'),
     ('bert', 'hidden_act', 'relu', 'hidden_act relu'), ('bert', 'is_decoder', True, 'is_decoder True'),
     ('bert', 'position_embedding_type', 'relative_key', 'type relative_key'),
     ('bert', 'add_cross_attention', True, 'cross'), ('vit', 'qkv_bias', False, 'qkv_bias False'),
@@ -3347,7 +3348,8 @@ def test_encoders_of_the_hub_say_what_another_implementation_does(kind, how, tmp
             with pytest.raises(ValueError, match='without classes'):
                 model(tokens)
     said = json.loads((tmp_path / 'again' / 'config.json').read_text())
-    assert said['model_type'] == {'bert': 'bert', 'vit': 'nanofwp'}[kind]
+    assert said['model_type'] == ('bert' if model.config.pooler else 'nanofwp')
+    assert model.config.pooler == (kind == 'bert' and 'old' not in how)
     assert meta_again['data'].get('pad') == model.config.pad == {'bert': 3, 'vit': None}[kind]
 
 def test_an_encoder_of_the_hub_learns_the_classes_of_a_task(tmp_path, capsys):
@@ -3985,10 +3987,11 @@ CONFIGS = dict(
     bert=dict(LAYERS, vocab_size=300, max_position_embeddings=16, pad_token_id=3, layer_norm_eps=1e-12),
     vit=dict(LAYERS, image_size=8, patch_size=4, num_channels=3, qkv_bias=True, layer_norm_eps=1e-12))
 
-def in_hub_layout(folder, kind, prefix=True, old=False, shards=1, tied=True, vocab=30, groups=1, classes=3,
-                  **more):
+def in_hub_layout(folder, kind, prefix=True, old=False, shards=1, dtype=torch.float32, tied=True, vocab=30,
+                  groups=1, classes=3, **more):
     """A model of two layers with random weights as the hub keeps it -> functions to its last norm and to its
-    logits, from tokens or from pictures of 8 x 8 pixels 0..255. old: names of 2018; more: for config.json"""
+    logits, from tokens or from pictures of 8 x 8 pixels 0..255. old: names of 2018, and no pooler; more: for
+    config.json"""
     front, layer, *parts, outside = LAYOUTS[kind]
     norms, qkv, proj, up, down = (names.split() for names in parts)
     d, keys = (16, 4 * groups) if kind == 'llama' else (8, 8)
@@ -4008,10 +4011,13 @@ def in_hub_layout(folder, kind, prefix=True, old=False, shards=1, tied=True, voc
     if kind in EMBEDS:
         head, has_head = 'lm_head', not tied
         sizes[head] = sizes[EMBEDS[kind]]
+    if old:
+        del sizes['pooler.dense']
     w = {f'{name}.weight': torch.randn(size) / size[-1] ** .5 for name, size in sizes.items()}
     if kind != 'llama':
         biased = [name for name in sizes if not NO_BIAS.search(name)]
         w |= {f'{name}.bias': torch.randn(sizes[name][0]) for name in biased}
+    w = {name: x.to(dtype).float() for name, x in w.items()}
     kept = {'h.0.attn.bias': torch.ones(1, 1, 16, 16)} if kind == 'gpt2' else {}    # a mask, in older files
     for name, x in w.items():
         if kind == 'gpt2' and name.startswith('h.') and x.dim() == 2:
@@ -4029,7 +4035,7 @@ def in_hub_layout(folder, kind, prefix=True, old=False, shards=1, tied=True, voc
     files = ['model.safetensors'] if shards == 1 else [f'model-{i}.safetensors' for i in range(shards)]
     where = {name: files[i % shards] for i, name in enumerate(kept)}
     for file in files:
-        save_file({name: x for name, x in kept.items() if where[name] == file}, folder / file)
+        save_file({name: x.to(dtype) for name, x in kept.items() if where[name] == file}, folder / file)
     if shards > 1:
         (folder / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': where}))
     if tied and kind in EMBEDS:
