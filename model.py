@@ -1390,6 +1390,7 @@ def load(source, device='cpu', revision='main', **changes):
     flags of `Swap`. ValueError, with the source, for what is missing, damaged or of another make."""
     source = str(source)
     extra = {}
+    folder = None
     if os.path.isfile(source) or source.endswith('.safetensors'):
         extra, meta = read(source)
         state = {}
@@ -1397,8 +1398,8 @@ def load(source, device='cpu', revision='main', **changes):
             if name.startswith('model.'):   # copied: products repeat bit for bit only where memory is aligned
                 state[name.removeprefix('model.')] = extra.pop(name).clone()    # and that of a file is not
     else:
-        state, config, data = weights.from_folder(folder_of(source, revision), source)
-        meta = {'config': {**dataclasses.asdict(Config()), **config}, 'data': data}
+        folder = weights.Folder(folder_of(source, revision), source)
+        meta = {'config': {**dataclasses.asdict(Config()), **folder.config}, 'data': folder.data}
     saved = config_of(source, meta)
     config = swapped(saved, source, **changes)
     how = Undrawn()
@@ -1409,6 +1410,8 @@ def load(source, device='cpu', revision='main', **changes):
             model = GPT(config)
     except ValueError as e:
         raise ValueError(f'{source}: {e}') from None
+    if folder:
+        state = folder.tensors(model.state_dict())
     others = fill(model, state, f'{source}: holds the weights of another model',
                   strict=config == saved, assign=True)
     for name in others.missing_keys + others.unexpected_keys:

@@ -1,14 +1,14 @@
-"""Files of weights that others wrote: GPT-2, Llama, BERT and ViT as the hub keeps them. Tensors in, tensors
-out.
+"""Files of weights that others wrote: GPT-2, Llama, BERT and ViT as the hub keeps them.
 
-    folder = hub('gpt2', 'main')                          # fetched once, then kept in data/hub
-    tensors, config, data = from_folder(folder, 'gpt2')   # in our names, for GPT(Config(**config))
-    to_folder('out/export', tensors, config, data)        # the way back
+    folder = Folder(hub('gpt2', 'main'), 'gpt2')        # fetched once, then kept in data/hub
+    model = GPT(Config(**folder.config))
+    folder.tensors(model.state_dict())                  # in our names, of the shapes that these have
+    to_folder('out/export', tensors, config, data)      # the way back
 
 All files are safetensors: a header in JSON, then bare numbers. Nothing is pickled, so a file cannot run code.
 Every file is written whole or not at all (`prepare.whole`). No nn.Module is built here: model.py does that,
-from tensors and a config, which is a dict of the fields of model.Config; it also reads and writes our own
-checkpoints, by `replace`.
+from a config, which is a dict of the fields of model.Config; it also reads and writes our own checkpoints, by
+`replace`.
 
 BERT and ViT are encoders. They come with the classes that they were trained for, if the folder has any (named
 ForSequenceClassification or ForImageClassification), and without BERT's other heads, which guess masked words
@@ -17,6 +17,7 @@ positions here, what it adds to the second is left out. A ViT's pixels are scale
 says, which has to be as published; ViT is not written.
 """
 import json
+import math
 import os
 import re
 from typing import NamedTuple
@@ -38,367 +39,281 @@ def replace(path, tensors, notes):
             raise OSError(f'{path}: cannot be written ({e})') from None
 
 
-# ---- GPT-2, Llama, BERT, ViT: whose name is what, both ways ------------------------------------------------
+# ---- GPT-2, Llama, BERT, ViT: a table of each, read in both directions -------------------------------------
 
 
 class Family(NamedTuple):
-    """How a kind of model is kept on the hub."""
-    prefix: str         # of all names but the head's; some files do without
-    layer: str          # of the names in a layer, * is its number
-    names: dict         # our module -> theirs; if there are several, ours is their rows one below the other
-    turned: bool        # matrices in layers are (in, out), not (out, in)
-    sizes: dict         # field of Config -> entry of config.json, whole numbers
-    optional: dict      # the same, where 0 or null is allowed: as many as the kind always has
-    eps: tuple          # entry of config.json, its default
-    tied: bool          # whether the head is the embedding where config.json does not say
-    config: dict        # fields of Config that are the same in all of the kind
-    says: dict          # entries of config.json that are
-    known: dict         # entry of config.json -> what it may be here; the first is its default
+    """How a kind of model is kept on the hub. In names {i} is the number of a layer, {next} that of the one
+    behind it, {p} weight or bias. (a|b) are two of theirs, whose rows ours has one below the other; a .T at
+    the end: theirs is transposed. What a model does not have, biases or a head, is passed over."""
+    names: dict     # ours -> theirs
+    entries: dict   # field of Config -> entry of config.json
+    usual: dict     # field whose entry may be missing -> what it is then
+    config: dict    # fields of Config that are the same in all of the kind
+    known: dict     # entry of config.json -> what it may be here; the first is its default, and is written
 
 
 OURS = 'nanofwp'        # model_type of a folder in names of ours, with a Config in its config.json
 DECODER = {'conv': 0, 'causal': True, 'encoder': 0, 'classes': 0, 'patch': 0, 'post_norm': False}
 ENCODER = {'conv': 0, 'causal': False, 'pool': 'first', 'pos': 'learned', 'act': 'gelu-erf', 'bias': True,
            'rms': False, 'n_kv_head': 0, 'tied': True}
+SIZES = {'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads', 'n_embd': 'hidden_size',
+         'n_inner': 'intermediate_size'}
+OF_TEXTS = {**SIZES, 'vocab_size': 'vocab_size', 'block_size': 'max_position_embeddings'}
 NO = (False, None)
 FAMILIES = {
     'gpt2': Family(
-        prefix='transformer.', layer='h.*.', turned=True,
-        names={'embed': 'wte', 'positions': 'wpe', 'norm': 'ln_f', 'head': 'lm_head', 'norm1': 'ln_1',
-               'mixer.qkv': 'attn.c_attn', 'mixer.proj': 'attn.c_proj', 'norm2': 'ln_2', 'up': 'mlp.c_fc',
-               'down': 'mlp.c_proj'},
-        sizes={'n_layer': 'n_layer', 'n_head': 'n_head', 'n_embd': 'n_embd', 'vocab_size': 'vocab_size',
-               'block_size': 'n_positions'},
-        optional={'n_inner': 'n_inner'}, eps=('layer_norm_epsilon', 1e-5), tied=True,
+        names={'embed.weight': 'transformer.wte.weight',
+               'positions.weight': 'transformer.wpe.weight',
+               'blocks.{i}.norm1.{p}': 'transformer.h.{i}.ln_1.{p}',
+               'blocks.{i}.mixer.qkv.{p}': 'transformer.h.{i}.attn.c_attn.{p}.T',
+               'blocks.{i}.mixer.proj.{p}': 'transformer.h.{i}.attn.c_proj.{p}.T',
+               'blocks.{i}.norm2.{p}': 'transformer.h.{i}.ln_2.{p}',
+               'blocks.{i}.up.{p}': 'transformer.h.{i}.mlp.c_fc.{p}.T',
+               'blocks.{i}.down.{p}': 'transformer.h.{i}.mlp.c_proj.{p}.T',
+               'norm.{p}': 'transformer.ln_f.{p}',
+               'head.weight': 'lm_head.weight'},
+        entries={'n_layer': 'n_layer', 'n_head': 'n_head', 'n_embd': 'n_embd', 'n_inner': 'n_inner',
+                 'vocab_size': 'vocab_size', 'block_size': 'n_positions', 'eps': 'layer_norm_epsilon',
+                 'tied': 'tie_word_embeddings'},
+        usual={'n_inner': 0, 'eps': 1e-5, 'tied': True},
         config={**DECODER, 'pos': 'learned', 'act': 'gelu', 'bias': True, 'rms': False, 'n_kv_head': 0},
-        says={'architectures': ['GPT2LMHeadModel'], 'activation_function': 'gelu_new'},
         known={'activation_function': ('gelu_new', 'gelu_pytorch_tanh'), 'scale_attn_weights': (True,),
                'scale_attn_by_inverse_layer_idx': NO}),
     'llama': Family(
-        prefix='model.', layer='layers.*.', turned=False,
-        names={'embed': 'embed_tokens', 'norm': 'norm', 'head': 'lm_head', 'norm1': 'input_layernorm',
-               'mixer.qkv': 'self_attn.q_proj self_attn.k_proj self_attn.v_proj',
-               'mixer.proj': 'self_attn.o_proj', 'norm2': 'post_attention_layernorm',
-               'up': 'mlp.gate_proj mlp.up_proj', 'down': 'mlp.down_proj'},
-        sizes={'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads', 'n_embd': 'hidden_size',
-               'n_inner': 'intermediate_size', 'vocab_size': 'vocab_size',
-               'block_size': 'max_position_embeddings'},
-        optional={'n_kv_head': 'num_key_value_heads'}, eps=('rms_norm_eps', 1e-6), tied=False,
+        names={'embed.weight': 'model.embed_tokens.weight',
+               'blocks.{i}.norm1.weight': 'model.layers.{i}.input_layernorm.weight',
+               'blocks.{i}.mixer.qkv.weight': 'model.layers.{i}.self_attn.(q|k|v)_proj.weight',
+               'blocks.{i}.mixer.proj.weight': 'model.layers.{i}.self_attn.o_proj.weight',
+               'blocks.{i}.norm2.weight': 'model.layers.{i}.post_attention_layernorm.weight',
+               'blocks.{i}.up.weight': 'model.layers.{i}.mlp.(gate|up)_proj.weight',
+               'blocks.{i}.down.weight': 'model.layers.{i}.mlp.down_proj.weight',
+               'norm.weight': 'model.norm.weight',
+               'head.weight': 'lm_head.weight'},
+        entries={**OF_TEXTS, 'n_kv_head': 'num_key_value_heads', 'eps': 'rms_norm_eps', 'theta': 'rope_theta',
+                 'tied': 'tie_word_embeddings'},
+        usual={'n_kv_head': 0, 'eps': 1e-6, 'theta': 1e4, 'tied': False},
         config={**DECODER, 'pos': 'rope', 'act': 'swiglu', 'bias': False, 'rms': True},
-        says={'architectures': ['LlamaForCausalLM'], 'hidden_act': 'silu'},
         known={'hidden_act': ('silu',), 'attention_bias': NO, 'mlp_bias': NO}),
-    'bert': Family(
-        prefix='bert.', layer='encoder.layer.*.', turned=False,
-        names={'embed': 'embeddings.word_embeddings', 'positions': 'embeddings.position_embeddings',
-               'first norm': 'embeddings.LayerNorm', 'norm1': 'output.LayerNorm',    # of the layer before
-               'mixer.qkv': 'attention.self.query attention.self.key attention.self.value',
-               'mixer.proj': 'attention.output.dense', 'norm2': 'attention.output.LayerNorm',
-               'up': 'intermediate.dense', 'down': 'output.dense', 'pooler': 'pooler.dense',
-               'head': 'classifier'},
-        sizes={'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads', 'n_embd': 'hidden_size',
-               'n_inner': 'intermediate_size', 'vocab_size': 'vocab_size',
-               'block_size': 'max_position_embeddings'},
-        optional={'pad': 'pad_token_id'}, eps=('layer_norm_eps', 1e-12), tied=True,
+    'bert': Family(     # ours begin with the norm that in theirs ends the layer before
+        names={'embed.weight': 'bert.embeddings.word_embeddings.weight',
+               'positions.weight': 'bert.embeddings.position_embeddings.weight',
+               'blocks.0.norm1.{p}': 'bert.embeddings.LayerNorm.{p}',
+               'blocks.{next}.norm1.{p}': 'bert.encoder.layer.{i}.output.LayerNorm.{p}',
+               'blocks.{i}.mixer.qkv.{p}': 'bert.encoder.layer.{i}.attention.self.(query|key|value).{p}',
+               'blocks.{i}.mixer.proj.{p}': 'bert.encoder.layer.{i}.attention.output.dense.{p}',
+               'blocks.{i}.norm2.{p}': 'bert.encoder.layer.{i}.attention.output.LayerNorm.{p}',
+               'blocks.{i}.up.{p}': 'bert.encoder.layer.{i}.intermediate.dense.{p}',
+               'blocks.{i}.down.{p}': 'bert.encoder.layer.{i}.output.dense.{p}',
+               'pooler.{p}': 'bert.pooler.dense.{p}',
+               'head.{p}': 'classifier.{p}'},
+        entries={**OF_TEXTS, 'pad': 'pad_token_id', 'eps': 'layer_norm_eps'},
+        usual={'pad': 0, 'eps': 1e-12},
         config={**ENCODER, 'post_norm': True, 'pooler': True, 'patch': 0, 'cls': False},
-        says={'hidden_act': 'gelu', 'type_vocab_size': 2},
         known={'hidden_act': ('gelu',), 'position_embedding_type': ('absolute',), 'is_decoder': NO,
                'add_cross_attention': NO, 'problem_type': (None, 'single_label_classification')}),
     'vit': Family(
-        prefix='vit.', layer='encoder.layer.*.', turned=False,
-        names={'embed': 'embeddings.patch_embeddings.projection', 'cls': 'embeddings.cls_token',
-               'positions': 'embeddings.position_embeddings', 'norm': 'layernorm',
-               'norm1': 'layernorm_before', 'norm2': 'layernorm_after',
-               'mixer.qkv': 'attention.attention.query attention.attention.key attention.attention.value',
-               'mixer.proj': 'attention.output.dense',
-               'up': 'intermediate.dense', 'down': 'output.dense', 'head': 'classifier'},
-        sizes={'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads', 'n_embd': 'hidden_size',
-               'n_inner': 'intermediate_size', 'block_size': 'image_size', 'patch': 'patch_size'},
-        optional={}, eps=('layer_norm_eps', 1e-12), tied=True,
+        names={'embed.{p}': 'vit.embeddings.patch_embeddings.projection.{p}',
+               'cls.weight': 'vit.embeddings.cls_token',
+               'positions.weight': 'vit.embeddings.position_embeddings',
+               'blocks.{i}.norm1.{p}': 'vit.encoder.layer.{i}.layernorm_before.{p}',
+               'blocks.{i}.mixer.qkv.{p}': 'vit.encoder.layer.{i}.attention.attention.(query|key|value).{p}',
+               'blocks.{i}.mixer.proj.{p}': 'vit.encoder.layer.{i}.attention.output.dense.{p}',
+               'blocks.{i}.norm2.{p}': 'vit.encoder.layer.{i}.layernorm_after.{p}',
+               'blocks.{i}.up.{p}': 'vit.encoder.layer.{i}.intermediate.dense.{p}',
+               'blocks.{i}.down.{p}': 'vit.encoder.layer.{i}.output.dense.{p}',
+               'norm.{p}': 'vit.layernorm.{p}',
+               'head.{p}': 'classifier.{p}'},
+        entries={**SIZES, 'block_size': 'image_size', 'patch': 'patch_size', 'eps': 'layer_norm_eps'},
+        usual={'eps': 1e-12},
         config={**ENCODER, 'post_norm': False, 'pooler': False, 'cls': True, 'vocab_size': 256},
-        says={}, known={'hidden_act': ('gelu',), 'qkv_bias': (True,), 'num_channels': (3,),
-                        'problem_type': (None, 'single_label_classification')})}
-WRITTEN = 'gpt2', 'llama', 'bert'
-TYPES = 'embeddings.token_type_embeddings.weight'       # of BERT: added to all places of a text
+        known={'hidden_act': ('gelu',), 'qkv_bias': (True,), 'num_channels': (3,),
+               'problem_type': (None, 'single_label_classification')})}
+WRITTEN = {'gpt2': 'GPT2LMHeadModel', 'llama': 'LlamaForCausalLM', 'bert': 'BertModel'}
+EXPECTED = {    # of an entry, by what it usually is: its types, what it is above, in words
+    type(None): ((int,), 0, 'a whole number of at least 1'),
+    int: ((int,), -1, 'a whole number of at least 0'),
+    float: ((int, float), 0, 'a number above 0'), bool: ((bool,), -1, 'true or false')}
+TYPES = 'bert.embeddings.token_type_embeddings.weight'          # added to all places of a text
 LLAMA3 = 'factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'   # of its rope
 
 
-def modules(config):
-    """Each module of a softmax model: number of its layer (None: outside), our name, rows of the parts that
-    it is put together of, columns (0: it is a vector), whether it has a bias."""
-    d = config['n_embd']
-    kv = d // config['n_head'] * (config['n_kv_head'] or config['n_head'])
-    inner = config['n_inner'] or 4 * d
-    bias = config['bias']
-    patch = config.get('patch', 0)
-    places = config['block_size']
-    up = [inner]
-    if config['act'] == 'swiglu':
-        up = [inner, inner]
-    if patch:
-        places = places // patch + 1                    # and cls
-        yield None, 'embed', [d], patch, True
-        yield None, 'cls', [1], d, False
-    else:
-        yield None, 'embed', [config['vocab_size']], d, False
-    if config['pos'] == 'learned':
-        yield None, 'positions', [places], d, False
-    for i in range(config['n_layer']):
-        yield i, 'norm1', [d], 0, bias
-        yield i, 'mixer.qkv', [d, kv, kv], d, bias
-        yield i, 'mixer.proj', [d], d, bias
-        yield i, 'norm2', [d], 0, bias
-        yield i, 'up', up, d, bias
-        yield i, 'down', [d], inner, bias
-    yield None, 'norm', [d], 0, bias
-    if config.get('pooler'):
-        yield None, 'pooler', [d], d, True
-    if config.get('classes'):
-        yield None, 'head', [config['classes']], d, True
-    elif not config['tied']:
-        yield None, 'head', [config['vocab_size']], d, False
+def names(kind, config, ours):
+    """The table of a family for one model, which has the tensors `ours`: {our name: theirs}."""
+    layers = config['n_layer']
+    found = {}
+    for name, theirs in FAMILIES[kind].names.items():
+        for i in range(layers):
+            for p in 'weight', 'bias':
+                one = name.format(i=i, next=i + 1, p=p).replace(f'blocks.{layers}.norm1', 'norm')
+                if one in ours:
+                    found[one] = theirs.format(i=i, p=p)
+    return found
 
 
-def place_of(i, module, config):
-    """Layer and module by which theirs is named. With post_norm ours begin with the norm that in theirs ends
-    the layer before."""
-    if not config.get('post_norm') or module not in ('norm', 'norm1'):
-        return i, module
-    if module == 'norm':
-        i = config['n_layer']
-    if i == 0:
-        return None, 'first norm'
-    return i - 1, 'norm1'
+def parts(theirs, x, width):
+    """{their name: the part of our tensor x that it is, a view}. width: of the model, and so of its queries;
+    keys and values may have fewer rows."""
+    if theirs.endswith('.T'):
+        return {theirs.removesuffix('.T'): x.t()}           # of a bias, the bias itself
+    front, _, rest = theirs.partition('(')
+    middle, _, end = rest.partition(')')
+    found = [front + part + end for part in middle.split('|')]
+    n = len(x)
+    cuts = {1: [], 2: [n // 2], 3: [width, (n + width) // 2]}[len(found)]
+    return dict(zip(found, x.tensor_split(cuts)))
 
 
-def layout(config, family, prefix):
-    """Where each parameter of a softmax model is in a file of the hub: our name, {their name: shape} of its
-    parts, and whether they are turned."""
-    for i, module, rows, columns, bias in modules(config):
-        ours = module
-        if i is not None:
-            ours = f'blocks.{i}.{module}'
-        layer, theirs = place_of(i, module, config)
-        front = prefix
-        if layer is not None:
-            front = prefix + family.layer.replace('*', str(layer))
-        if module == 'head':
-            front = ''
-        names = [front + name for name in family.names[theirs].split()]
-        if len(names) == 1:
-            rows = [sum(rows)]
-        turned = False
-        shapes = [(n,) for n in rows]
-        if columns:
-            turned = family.turned and i is not None
-            shapes = [(n, columns) for n in rows]
-        if turned:
-            shapes = [(columns, n) for n in rows]
-        yield f'{ours}.weight', {f'{name}.weight': shape for name, shape in zip(names, shapes)}, turned
-        if bias:
-            yield f'{ours}.bias', {f'{name}.bias': (n,) for name, n in zip(names, rows)}, False
-
-
-def their_config(path, name):
-    """A config.json -> the kind of model, a dict of fields of Config. name: what a message calls the file.
-    ValueError if it is broken, or tells of what this project cannot compute exactly."""
+def parsed(path, name, use):
+    """What `use` makes of a file of JSON. ValueError for what is broken or another thing than it takes; name:
+    what a message calls the file."""
     try:
-        raw = json.loads(prepare.read(path))
-        if isinstance(raw, dict) and raw.get('model_type') == OURS:
-            return raw.pop('model_type'), raw
-        problem = foreign(raw)
-        if problem:
-            raise ValueError(f'{problem}; known are GPT-2, Llama, BERT and ViT as they were published')
-        return raw['model_type'], translated(raw, FAMILIES[raw['model_type']])
-    except (ValueError, TypeError, AttributeError, RecursionError) as e:
+        return use(json.loads(prepare.read(path)))
+    except ValueError as e:
         raise ValueError(f'{name}: {e}') from None
+    except (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as e:
+        raise ValueError(f'{name}: not as the hub has it ({type(e).__name__}: {e})') from None
 
 
-def foreign(raw):
-    """What of a config.json cannot be computed here, in words, or None."""
-    if not isinstance(raw, dict):
-        return f'{json.dumps(raw)[:40]} is no description of a model'
-    kind = raw.get('model_type')
-    if kind not in [*FAMILIES]:
-        return f'model_type {kind}'
-    for key, values in FAMILIES[kind].known.items():
+def described(raw):
+    """A config.json -> the kind of model, and a dict of fields of Config. ValueError if it tells of what this
+    project cannot compute exactly, or if an entry lacks or does not fit the others."""
+    kind = raw.pop('model_type', None)
+    if kind == OURS:
+        raw['data'] = {'tokenizer': 'ids', 'vocab_size': raw.get('vocab_size'), **raw.get('data', {})}
+        return kind, raw
+    if kind not in FAMILIES:
+        raise ValueError(f'model_type {kind}; known are GPT-2, Llama, BERT and ViT')
+    family = FAMILIES[kind]
+    for key, values in family.known.items():
         if raw.get(key, values[0]) not in values:
-            return f'{key} {raw[key]}'
-    for key in ('rope_parameters', 'rope_scaling'):
-        way = type_of_rope(raw.get(key) or {})
-        if way not in ('default', 'llama3'):
-            return f'rope of type {way}'
+            raise ValueError(f'{key} {raw[key]}, expected {" or ".join(map(str, values))}')
     for name in raw.get('architectures') or []:
         if name.endswith(('ForTokenClassification', 'ForMultipleChoice')):
-            return f'{name}, which has a class for something else than a whole text'
+            raise ValueError(f'{name} has a class for something else than a whole text')
+    config = {'rule': 'softmax', **family.config}
+    rope = {}
+    for key in 'rope_scaling', 'rope_parameters':           # in older files, in newer ones
+        rope = {**rope, **(raw.get(key) or {})}
+        config['rope_scaling'] = scaling_of(rope)
+    raw = {**raw, **rope}                                   # in newer files rope_theta is there
+    for field, key in family.entries.items():
+        config[field] = entry(raw, key, family.usual.get(field))
+    if 'patch' in family.entries:                   # of pictures; ours count numbers, of three colours
+        side = config['block_size']
+        if side % config['patch']:
+            raise ValueError(f'patch_size {config["patch"]} does not divide image_size {side}')
+        config['block_size'] = 3 * side ** 2
+        config['patch'] = 3 * config['patch'] ** 2
+    heads = config['n_head']
+    if raw.get('head_dim') not in (None, config['n_embd'] / heads):
+        raise ValueError(f'head_dim is not the width {config["n_embd"]} / {heads} heads')
+    if heads % (config['n_kv_head'] or heads):
+        raise ValueError(f'num_key_value_heads {config["n_kv_head"]} does not divide {heads} heads')
+    return kind, config
 
 
-def type_of_rope(rope):
-    """What rope_parameters, or rope_scaling in older files, call themselves."""
-    return rope.get('rope_type', rope.get('type', 'default'))
+def entry(raw, key, usual):
+    """An entry of a config.json, or what it usually is where it is missing; None: it has to be there."""
+    types, above, expected = EXPECTED[type(usual)]
+    value = raw.get(key)
+    if value is None:
+        value = usual
+    if type(value) not in types or not above < value < math.inf:
+        raise ValueError(f'{key} is {raw.get(key)!r}, expected {expected}')
+    if type(usual) is float:
+        return float(value)                         # rope_theta is often written as 10000
+    return value
 
 
 def scaling_of(rope):
     """The four numbers of Llama 3.1's rope, see model.speeds; of a plain one none. ValueError for others."""
-    if type_of_rope(rope) == 'default':
+    way = rope.get('rope_type', rope.get('type', 'default'))
+    if way == 'default':
         return []
-    found = [rope.get(key) for key in LLAMA3]
-    numbers = [x for x in found if type(x) in (int, float) and x > 0]
-    if numbers != found or found[1] >= found[2]:
-        given = ', '.join(f'{key} {x!r}' for key, x in zip(LLAMA3, found))
-        raise ValueError(f'rope of type llama3 with {given}; expected numbers above 0, and high above low')
+    if way != 'llama3':
+        raise ValueError(f'rope of type {way}, expected default or llama3')
+    found = [entry(rope, key, math.nan) for key in LLAMA3]          # which no entry may be
+    if found[1] >= found[2]:
+        raise ValueError(f'low_freq_factor {found[1]}, high_freq_factor {found[2]}: expected high above low')
     return found
-
-
-def translated(raw, family):
-    """The fields of Config that a config.json gives. ValueError if one lacks or does not fit the others."""
-    eps, usual = family.eps
-    rope = raw.get('rope_parameters') or raw.get('rope_scaling') or {}
-    config = {'rule': 'softmax', **family.config}
-    config.setdefault('tied', bool(raw.get('tie_word_embeddings', family.tied)))
-    config['eps'] = float(raw.get(eps, usual))
-    config['theta'] = float(raw.get('rope_theta') or rope.get('rope_theta') or 1e4)
-    config['rope_scaling'] = scaling_of(rope)
-    for field, key in {**family.sizes, **family.optional}.items():
-        config[field] = raw.get(key)
-        if field in family.optional and not config[field]:
-            config[field] = 0
-        elif type(config[field]) is not int or config[field] < 1:
-            raise ValueError(f'{key} is {config[field]!r}, expected a whole number of at least 1')
-    if 'patch' in family.sizes:                     # of pictures; ours count numbers, of three colours
-        side = config['block_size']
-        p = config['patch']
-        if side % p:
-            raise ValueError(f'patch_size {p} does not divide image_size {side}')
-        config['block_size'] = 3 * side * side
-        config['patch'] = 3 * p * p
-    head_dim, rest = divmod(config['n_embd'], config['n_head'])
-    if rest or raw.get('head_dim') not in (None, head_dim):
-        raise ValueError(f'head_dim is not the width {config["n_embd"]} / {config["n_head"]} heads')
-    return config
 
 
 # ---- folders in the hub's layout ---------------------------------------------------------------------------
 
 
-def from_folder(folder, source):
-    """A folder with config.json and *.safetensors -> tensors in our names (fp32), config (a dict of fields of
-    Config), data (what a checkpoint says of the tokens, by tokenizer.json). Every tensor is read once and its
-    shape compared. source: what messages call the model. ValueError for what is missing, broken or does not
-    fit; without a tokenizer.json tokens are but numbers."""
-    path = os.path.join(folder, 'config.json')
-    kind, config = their_config(path, path)
-    where = {}
-    for file in sorted(os.listdir(folder)):
-        if file.endswith('.safetensors'):
-            path = os.path.join(folder, file)
-            where.update({called(name): (path, name) for name in names_in(path, path)})
-    if not where:
-        raise ValueError(f'{folder}: no model.safetensors; pickled weights (.bin, .pt) are not read')
-    if kind == OURS:
-        data = config.pop('data', {'tokenizer': 'ids', 'vocab_size': config.get('vocab_size')})
-        if os.path.exists(os.path.join(folder, TOKENIZER)):
-            data['json'] = prepare.read(os.path.join(folder, TOKENIZER)).decode()
-        return {name: tensor(where, name, None, source) for name in where}, config, {**data, 'name': source}
-    data = data_of(folder, config, source)
-    family = FAMILIES[kind]
-    prefix = family.prefix
-    if not any(name.startswith(prefix) for name in where):
-        prefix = ''
-    if not config.get('causal'):
-        config['classes'] = classes_of(where, source)
-        config['pooler'] = config['pooler'] and f'{prefix}pooler.dense.weight' in where
-    tensors = {}
-    for name, parts, turned in layout(config, family, prefix):
-        found = [tensor(where, part, parts[part], source) for part in parts]
-        x = found[0]
-        if len(found) > 1:
-            x = torch.cat(found)
-        if turned:
-            x = x.mT
-        tensors[name] = x.float().contiguous()
-    if kind == 'bert':
-        tensors['positions.weight'] += tensor(where, prefix + TYPES, None, source)[0]
-    if kind == 'vit':                                       # theirs are x / 127.5 - 1, ours x / 255
-        beside = os.path.join(folder, PIXELS)
-        if os.path.exists(beside):
-            refuse_pixels(beside, beside)
-        tensors['embed.bias'] -= tensors['embed.weight'].sum(1)
-        tensors['embed.weight'] *= 2
-    return tensors, config, data
+class Folder:
+    """A folder with config.json and *.safetensors; source: what messages call it. ValueError for what is
+    missing, broken or does not fit.
 
+    config: a dict of fields of Config. data: what a checkpoint says of the tokens, by tokenizer.json; where
+    that is missing they are but numbers.
+    """
+    def __init__(self, path, source):
+        file = os.path.join(path, 'config.json')
+        self.kind, self.config = parsed(file, file, described)
+        self.source = source
+        self.where = {}                     # a tensor's name as all others are -> its file, its name there
+        for file in sorted(os.listdir(path)):
+            if file.endswith('.safetensors'):
+                file = os.path.join(path, file)
+                for name in names_in(file, file):
+                    self.where[called(name)] = file, name
+        if not self.where:
+            raise ValueError(f'{path}: no model.safetensors; pickled weights (.bin, .pt) are not read')
+        self.data = {**data_of(path, self.kind, self.config), 'name': source}
+        if self.kind in ('bert', 'vit'):
+            self.config['pooler'] = self.config['pooler'] and 'pooler.dense.weight' in self.where
+            self.config['classes'] = 0
+            if 'classifier.weight' in self.where:
+                self.config['classes'] = len(self.matrix('classifier.weight'))
+            if self.config['classes'] == 1:
+                raise ValueError(f'{source}: classifier.weight has one row: it says a number, not which of '
+                                 'at least 2 classes')
 
-def data_of(folder, config, source):
-    """What data says of the tokens of a model of the hub; a ViT reads but pictures of its size."""
-    data = {'name': source, 'vocab_size': config['vocab_size']}
-    if config['patch']:
-        return {**data, 'tokenizer': 'ids', 'row': config['block_size'], 'patch': config['patch']}
-    if config.get('pad') is not None:
-        data['pad'] = config['pad']
-    return {**data, **tokenizer_of(folder, config['vocab_size'])}
+    def tensors(self, like):
+        """All tensors by our names, in fp32, of the shapes that they have in like: a softmax model's."""
+        if self.kind == OURS:
+            return {name: self.tensor(name) for name in self.where}
+        ours = {}
+        for name, theirs in names(self.kind, self.config, like).items():
+            wanted = parts(theirs, like[name], self.config['n_embd'])
+            found = [self.tensor(part, x.shape) for part, x in wanted.items()]
+            x = found[0]
+            if len(found) > 1:
+                x = torch.cat(found)
+            if theirs.endswith('.T'):
+                x = x.t()
+            ours[name] = x.contiguous().float()             # a copy only where it has to be
+        if self.kind == 'bert':
+            ours['positions.weight'] += self.matrix(TYPES)[:1]
+        if self.kind == 'vit':                              # its pixels are x / 127.5 - 1, ours x / 255
+            ours['embed.bias'] -= ours['embed.weight'].sum(1)
+            ours['embed.weight'] *= 2
+        return ours
 
+    def matrix(self, name):
+        """A tensor with as many columns as the model is wide, and some rows."""
+        rows = self.tensor(name).shape[:1]
+        return self.tensor(name, (*rows, self.config['n_embd']))
 
-def called(name):
-    """A tensor's name as all others are: in old files a LayerNorm has gamma and beta (bert-base-uncased), and
-    in a ViT the tables of places are not modules."""
-    name = re.sub(r'LayerNorm\.gamma$', 'LayerNorm.weight', name)
-    name = re.sub(r'LayerNorm\.beta$', 'LayerNorm.bias', name)
-    return re.sub('(cls_token|position_embeddings)$', r'\1.weight', name)
-
-
-def classes_of(where, source):
-    """How many classes an encoder tells apart, 0 without a classifier."""
-    if 'classifier.weight' not in where:
-        return 0
-    classes = len(tensor(where, 'classifier.weight', None, source))
-    if classes == 1:
-        raise ValueError(f'{source}: classifier.weight has one row: it says a number, not which of at least '
-                         '2 classes')
-    return classes
-
-
-def refuse_pixels(path, name):
-    """ValueError where a ViT's preprocessor_config.json wants other pixels than from -1 to 1; name: what a
-    message calls the file."""
-    half = [0.5] * 3
-    known = {'do_normalize': True, 'image_mean': half, 'image_std': half}
-    try:
-        raw = json.loads(prepare.read(path))
-        for key, value in known.items():
-            if raw.get(key, value) != value:
-                raise ValueError(f'{key} is {raw[key]}, expected {value}: a ViT of other pixels is not read')
-    except (ValueError, AttributeError, RecursionError) as e:
-        raise ValueError(f'{name}: {e}') from None
-
-
-def tokenizer_of(folder, vocab):
-    """What data says of the tokens of a model with so many. ValueError for a tokenizer.json of other tokens;
-    as vocabularies are rounded up, a tenth of them need not be there."""
-    path = os.path.join(folder, TOKENIZER)
-    there = os.path.exists(path)
-    if vocab == 50257 and (not there or is_gpt2(path)):
-        return {'tokenizer': 'gpt2'}
-    if not there:
-        return {'tokenizer': 'ids', 'missing': path}
-    prepare.package()                                       # not here: the file is not to blame
-    try:
-        text = json.dumps(json.loads(prepare.read(path)), ensure_ascii=False, separators=(',', ':'))
-        most = max(prepare.subwords(text).get_vocab().values()) + 1
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f'{path}: {e}; repair it, or take it away: tokens are then but numbers') from None
-    if not 0.9 * vocab <= most <= vocab:
-        raise ValueError(f'{path}: {most:,} tokens, the model has {vocab:,}; put the one there that belongs '
-                         'to the model, or take it away: tokens are then but numbers')
-    return {'tokenizer': 'json', 'json': text}
-
-
-def is_gpt2(path):
-    """Whether a tokenizer.json has GPT-2's tokens, in its order: these tiktoken reads, which is faster."""
-    try:
-        ids = json.loads(prepare.read(path))['model']['vocab']
-        tokens = sorted(ids, key=ids.get)[:50256]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return False                                        # what is broken is told of where it is used
-    return prepare.short_hash('\n'.join(tokens).encode()) == '3a1f1c01'
+    def tensor(self, name, shape=None):
+        """One tensor, of this shape (None: any). A private map of its file, opened anew for each: what is
+        only copied from does not stay in memory."""
+        if called(name) not in self.where:
+            raise ValueError(f'{self.source}: tensor {name} is missing')
+        path, stored = self.where[called(name)]
+        with safe_open(path, 'pt') as f:
+            x = f.get_tensor(stored)
+        if shape is None:
+            return x
+        if x.dim() == 3:                    # a ViT's places: those of one picture
+            x = x.squeeze(0)
+        if x.dim() == 4:                    # its convolution, which looks at a patch at a time
+            x = x.flatten(1)
+        if x.shape != shape:
+            raise ValueError(f'{self.source}: {stored} has shape {tuple(x.shape)}, expected {tuple(shape)}')
+        return x
 
 
 def names_in(path, name):
@@ -410,70 +325,110 @@ def names_in(path, name):
         raise ValueError(f'{name}: not a whole safetensors file ({e})') from None
 
 
-def tensor(where, name, shape, source):
-    """One tensor of a file, of this shape (None: any). A private map of it, opened anew for each: what is
-    only copied from (to be turned, joined or made fp32) does not stay in memory."""
-    if name not in where:
-        raise ValueError(f'{source}: tensor {name} is missing')
-    path, stored = where[name]
-    with safe_open(path, 'pt') as f:
-        x = f.get_tensor(stored)
-    if shape is None:
-        return x
-    if x.dim() == 3:                                # a ViT's places: those of one picture
-        x = x.squeeze(0)
-    if x.dim() == 4:                                # its convolution, which looks at a patch at a time
-        x = x.flatten(1)
-    if x.shape != shape:
-        raise ValueError(f'{source}: {name} has shape {tuple(x.shape)}, expected {shape}')
-    return x
+def called(name):
+    """A tensor's name as all others are: older files do without the first word, and a LayerNorm has gamma and
+    beta there (bert-base-uncased)."""
+    name = re.sub(r'^(transformer|model|bert|vit)\.', '', name)
+    name = re.sub(r'LayerNorm\.gamma$', 'LayerNorm.weight', name)
+    return re.sub(r'LayerNorm\.beta$', 'LayerNorm.bias', name)
+
+
+def data_of(folder, kind, config):
+    """What data says of the tokens; a ViT reads but pictures of its size."""
+    if kind == OURS:
+        data = config.pop('data')
+        path = os.path.join(folder, TOKENIZER)
+        if os.path.exists(path):
+            data['json'] = prepare.read(path).decode()
+        return data
+    data = {'vocab_size': config['vocab_size']}
+    if kind == 'vit':
+        path = os.path.join(folder, PIXELS)
+        if os.path.exists(path):
+            parsed(path, path, refuse_pixels)
+        return {**data, 'tokenizer': 'ids', 'row': config['block_size'], 'patch': config['patch']}
+    if 'pad' in config:
+        data['pad'] = config['pad']
+    return {**data, **tokenizer_of(folder, config['vocab_size'])}
+
+
+def refuse_pixels(raw):
+    """ValueError where a ViT's preprocessor_config.json wants other pixels than from -1 to 1."""
+    half = [0.5] * 3
+    for key, value in {'do_normalize': True, 'image_mean': half, 'image_std': half}.items():
+        if raw.get(key, value) != value:
+            raise ValueError(f'{key} is {raw[key]}, expected {value}: a ViT of other pixels is not read')
+
+
+def tokenizer_of(folder, vocab):
+    """What data says of the tokens of a model with so many. ValueError for a tokenizer.json of other tokens;
+    as vocabularies are rounded up, a tenth of them need not be there."""
+    path = os.path.join(folder, TOKENIZER)
+    there = os.path.exists(path)
+    if vocab == 50257 and (not there or parsed(path, path, is_gpt2)):
+        return {'tokenizer': 'gpt2'}
+    if not there:
+        return {'tokenizer': 'ids', 'missing': path}
+    prepare.package()                                       # not here: the file is not to blame
+    try:
+        text = json.dumps(json.loads(prepare.read(path)), ensure_ascii=False, separators=(',', ':'))
+        most = max(prepare.subwords(text).get_vocab().values()) + 1
+        if not 0.9 * vocab <= most <= vocab:
+            raise ValueError(f'{most:,} tokens, the model has {vocab:,}')
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f'{path}: {e}; put the one there that belongs to the model, or take it away: tokens '
+                         'are then but numbers') from None
+    return {'tokenizer': 'json', 'json': text}
+
+
+def is_gpt2(raw):
+    """Whether a tokenizer.json has GPT-2's tokens, in its order: these tiktoken reads, which is faster."""
+    ids = dict(raw['model']['vocab'])
+    tokens = sorted(ids, key=ids.get)[:50256]
+    return prepare.short_hash('\n'.join(tokens).encode()) == '3a1f1c01'
 
 
 def to_folder(folder, tensors, config, data):
     """Tensors in our names -> model.safetensors and config.json: as the hub keeps GPT-2, Llama or BERT, if
     that is what they are (softmax in every layer); else in our own names, with our config and data, what a
     checkpoint says of the tokens. And tokenizer.json, if data has it."""
-    known = ['tokenizer', 'vocab_size', 'chars', 'pad']
-    if 'source' in data:
-        known += ['source', 'row']
-    of_tokens = {key: data[key] for key in known if key in data}
-    raw = {'model_type': OURS, 'data': of_tokens, **config}
     kind = family_of(config)
     if kind:
-        family = FAMILIES[kind]
-        raw = {'model_type': kind, 'tie_word_embeddings': config['tied'], family.eps[0]: config['eps']}
-        raw.update(family.says)
-        if config['pos'] == 'rope':
-            raw['rope_theta'] = config['theta']
-        if config['rope_scaling']:
-            raw['rope_scaling'] = {'rope_type': 'llama3', **dict(zip(LLAMA3, config['rope_scaling']))}
-        # where ours says 0
-        as_many = {'n_inner': 4 * config['n_embd'], 'n_kv_head': config['n_head'], 'pad': 0}
-        for field, key in {**family.sizes, **family.optional}.items():
-            raw[key] = config[field] or as_many[field]
-        theirs = {}
+        raw = published(kind, config)
+        found = {}
+        for name, theirs in names(kind, config, tensors).items():
+            found.update(parts(theirs, tensors[name], config['n_embd']))
         if kind == 'bert':
-            raw.update(of_classes(config['classes']))
-            theirs[family.prefix + TYPES] = torch.zeros(2, config['n_embd'])
-        for name, parts, turned in layout(config, family, family.prefix):
-            x = tensors[name]
-            if turned:
-                x = x.mT
-            rows = [shape[0] for shape in parts.values()]
-            theirs.update(zip(parts, x.split(rows)))
-        tensors = theirs
+            raw['type_vocab_size'] = 2
+            found[TYPES] = torch.zeros(2, config['n_embd'])
+        tensors = found
+    else:
+        known = ['tokenizer', 'vocab_size', 'chars', 'pad']
+        if 'source' in data:
+            known += ['source', 'row']
+        raw = {'model_type': OURS, 'data': {key: data[key] for key in known if key in data}, **config}
     replace(os.path.join(folder, 'model.safetensors'), tensors, {'format': 'pt'})
     prepare.write(os.path.join(folder, 'config.json'), [json.dumps(raw, indent=1).encode()])
     if 'json' in data:
         prepare.write(os.path.join(folder, TOKENIZER), [data['json'].encode()])
 
 
-def of_classes(classes):
-    """What a config.json says of so many classes, or of none."""
-    if not classes:
-        return {'architectures': ['BertModel']}
-    names = {str(i): f'LABEL_{i}' for i in range(classes)}
-    return {'architectures': ['BertForSequenceClassification'], 'id2label': names}
+def published(kind, config):
+    """The inverse of `described`."""
+    family = FAMILIES[kind]
+    raw = {'model_type': kind, 'architectures': [WRITTEN[kind]]}
+    raw.update({key: values[0] for key, values in family.known.items()})
+    as_many = {'n_inner': 4 * config['n_embd'], 'n_kv_head': config['n_head'], 'pad': 0}    # where ours has 0
+    for field, key in family.entries.items():
+        raw[key] = config[field]
+        if not config[field] and field in as_many:
+            raw[key] = as_many[field]
+    if config['rope_scaling']:
+        raw['rope_scaling'] = {'rope_type': 'llama3', **dict(zip(LLAMA3, config['rope_scaling']))}
+    if config['classes']:
+        raw['architectures'] = ['BertForSequenceClassification']
+        raw['id2label'] = {str(i): f'LABEL_{i}' for i in range(config['classes'])}
+    return raw
 
 
 def family_of(config):
@@ -520,14 +475,14 @@ def hub(name, revision='main', root=None):
         raise ValueError(f'{site}: no such model at revision {revision}')
     index = os.path.join(folder, INDEX)
     if not any(os.path.exists(path) for path in (index, os.path.join(folder, 'model.safetensors'))):
-        kind, _ = their_config(os.path.join(folder, 'config.json'), site)
+        kind, _ = parsed(os.path.join(folder, 'config.json'), site, described)
         get(base, folder, PIXELS if kind == 'vit' else TOKENIZER)       # later it was asked for already
     if not os.path.exists(index) and get(base, folder, 'model.safetensors'):
         return folder
     if not get(base, folder, INDEX):
         raise ValueError(f'{site}: neither model.safetensors nor its index; pickled weights (.bin, .pt) are '
                          'not read')
-    for shard in shards(index, index):
+    for shard in parsed(index, index, shards):
         if not get(base, folder, shard):
             raise ValueError(f'{site}: {shard} is missing')
     return folder
@@ -552,11 +507,18 @@ def get(base, folder, file):
         raise ValueError(f'{url}: HTTP {reply.status_code}; a private or gated model needs HF_TOKEN')
     if reply.status_code == 404:
         return False
-    size, sha256 = PINNED.get(url.partition('/resolve/')[2], promised(reply))
+    size = int(reply.headers.get('X-Linked-Size', 0))       # what the hub promises of a large file
+    sha256 = reply.headers.get('X-Linked-Etag', '').strip('"')
+    if len(sha256) != 64:                                   # of a small one it is git's
+        sha256 = None
+    size, sha256 = PINNED.get(url.partition('/resolve/')[2], (size, sha256))
     new = path + '.new'
     try:
         prepare.download(url, new, size, sha256, headers)
-        look(new, file, url)
+        if file in USES:
+            parsed(new, url, USES[file])
+        else:
+            names_in(new, url)
         os.replace(new, path)
     finally:
         if os.path.exists(new):
@@ -564,43 +526,9 @@ def get(base, folder, file):
     return True
 
 
-def promised(reply):
-    """The size and sha256 that the hub says a large file has, None where it says neither."""
-    size = reply.headers.get('X-Linked-Size', '')
-    sha256 = reply.headers.get('X-Linked-Etag', '').strip('"')
-    if not re.fullmatch('[0-9a-f]{64}', sha256):
-        sha256 = None
-    if not size.isdecimal():
-        return None, sha256
-    return int(size), sha256
+def shards(raw):
+    """The files that an index of weights names."""
+    return sorted({os.path.basename(file) for file in raw['weight_map'].values()})
 
 
-def look(path, file, url):
-    """ValueError unless what came from url is what a file of that name holds."""
-    if file == 'config.json':
-        their_config(path, url)
-    elif file == INDEX:
-        shards(path, url)
-    elif file == TOKENIZER:
-        refuse_other(path, url)
-    elif file == PIXELS:
-        refuse_pixels(path, url)
-    else:
-        names_in(path, url)
-
-
-def refuse_other(path, name):
-    """ValueError for what is no tokenizer.json, as far as JSON can tell; name: what a message calls it."""
-    try:
-        json.loads(prepare.read(path))['model']['vocab']
-    except (ValueError, TypeError, KeyError, RecursionError) as e:
-        raise ValueError(f'{name}: no description of a tokenizer ({type(e).__name__}: {e})') from None
-
-
-def shards(path, name):
-    """The files that an index of weights names; name: what a message calls the index."""
-    try:
-        files = json.loads(prepare.read(path))['weight_map'].values()
-        return sorted({os.path.basename(file) for file in files})
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-        raise ValueError(f'{name}: no index of weights ({type(e).__name__}: {e})') from None
+USES = {'config.json': described, INDEX: shards, TOKENIZER: is_gpt2, PIXELS: refuse_pixels}
