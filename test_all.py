@@ -2009,25 +2009,21 @@ def test_sources_of_users_are_rows_as_those_of_a_set_are():
         with pytest.raises(ValueError, match=f'text 2 has {count} tokens, expected 1 to 8'):
             prepare.source_rows(['two', text], meta)
 
-def test_tokens_say_the_text_again(text, characters):
-    for data in text, characters:
-        train_set, val_set, meta = prepare.load(data)
-        assert prepare.decode(np.concatenate([train_set, val_set]), meta) == TEXT
-        assert prepare.encode(TEXT[:50], meta) == train_set[:50].tolist()
-    assert prepare.load(text)[2]['tokenizer'] == 'byte'
-
-def test_a_text_is_prepared_in_the_tokens_of_another(text, characters, tmp_path):
+def test_a_text_is_prepared_in_tokens_that_say_it_again_or_in_those_of_another(text, characters, tmp_path):
     """As a model needs it: bytes, or characters by its own table, beside what the text itself would make."""
+    assert prepare.load(text)[2]['tokenizer'] == 'byte'
     (tmp_path / 'new.txt').write_text('the quick lazy fox jumps\n' * 20)
+    (tmp_path / 'foreign.txt').write_text('\u20ac' * 200)
     new = str(tmp_path / 'new.txt')
     for like in text, characters:
-        wanted = prepare.load(like)[2]
+        train_set, val_set, wanted = prepare.load(like)
+        assert prepare.decode(np.concatenate([train_set, val_set]), wanted) == TEXT
+        assert prepare.encode(TEXT[:50], wanted) == train_set[:50].tolist()
         data, _, meta = prepare.load(new, like=wanted)
         assert prepare.same_tokens(meta, wanted)
         assert prepare.decode(data[:24], meta) == 'the quick lazy fox jumps'
-    (tmp_path / 'foreign.txt').write_text('\u20ac' * 200)
     with pytest.raises(ValueError, match='\u20ac'):
-        prepare.load(str(tmp_path / 'foreign.txt'), like=prepare.load(characters)[2])
+        prepare.load(str(tmp_path / 'foreign.txt'), like=wanted)
     with pytest.raises(ValueError, match='ids'):
         prepare.load(new, like=dict(tokenizer='ids', vocab_size=40, row=128))
 
@@ -2113,31 +2109,13 @@ def test_subwords_are_learned_from_the_training_side_in_a_folder_of_their_own(tm
         prepare.load('stdlib', root, 'bpe:301')
     assert prepare.load('stdlib', root)[2]['tokenizer'] == 'byte'
 
-def test_broken_data_is_refused(text, tmp_path, capsys):
-    folder = tmp_path / 'set'
-    prepare.load(text)
-    shutil.copytree(next(Path(prepare.HERE).glob('text-text-*')), folder)
-    meta, train_bin = json.loads((folder / 'meta.json').read_text()), (folder / 'train.bin').read_bytes()
-    short = {**meta['train'], 'tokens': 9, 'bytes': 9}
-    for named, content, changes in (
-            ('train.bin', b'', {}), ('train.bin', train_bin[:-5], {}), ('meta.json', train_bin, None),
-            ('vocab', train_bin, dict(vocab_size=100)), ('float99', train_bin, dict(dtype='float99')),
-            ('longer text', train_bin[:9], dict(train=short)), ('row', train_bin, dict(row='many'))):
-        (folder / 'train.bin').write_bytes(content)
-        (folder / 'meta.json').write_text('{"name": ' if changes is None else json.dumps({**meta, **changes}))
-        flags = f'--data={folder}', f'--out={tmp_path / "out"}', *TINY, '--steps=1'
-        assert named in refused(capsys, train.main, *flags)
-        assert not (tmp_path / 'out').exists()
-    (tmp_path / 'empty.txt').write_text('')
-    assert 'empty.txt' in refused(capsys, train.main, f'--data={tmp_path / "empty.txt"}')
-
 def task(folder, **more):
     """The path of a small task with more in its meta.json: 6 rows of 8 inputs and 8 targets, all 0..7; with
     classes the last target alone counts."""
     side = dict(tokens=96, sha256='')
-    meta = dict(name='task', tokenizer='ids', dtype='uint16', vocab_size=300, row=8, ignore=300, **more)
+    meta = dict(name='task', tokenizer='ids', dtype='uint16', vocab_size=300, row=8, ignore=300, train=side)
     folder.mkdir()
-    (folder / 'meta.json').write_text(json.dumps({**meta, 'train': side, 'val': side}))
+    (folder / 'meta.json').write_text(json.dumps({**meta, 'val': side, **more}))
     rows = np.tile(np.arange(8, dtype=np.uint16), (6, 2))
     if 'classes' in more:
         rows[:, 8:15] = 300
@@ -2145,22 +2123,37 @@ def task(folder, **more):
         (folder / name).write_bytes(rows.tobytes())
     return str(folder)
 
-def test_what_tasks_say_of_their_rows_is_checked(tmp_path):
-    """pad, classes, source, patch: the format of encoders' data."""
-    for i, (key, good, bad) in enumerate([('pad', 0, 300), ('classes', 8, 1), ('source', 4, 8)]):
-        more = {'pad': 0} if key == 'source' else {}
-        assert prepare.load(task(tmp_path / f'good{i}', **{**more, key: good}))[2][key] == good
-        with pytest.raises(ValueError, match=f'meta.json.*{key} is {bad}'):
-            prepare.load(task(tmp_path / f'bad{i}', **{**more, key: bad}))
-    for i, more in enumerate([dict(), dict(pad=0, classes=8), dict(pad=0, patch=4)]):
-        with pytest.raises(ValueError, match='source is there: expected row and pad'):
-            prepare.load(task(tmp_path / f'source{i}', source=4, **more))
-    with pytest.raises(ValueError, match='target 7'):           # a class that is none
-        prepare.load(task(tmp_path / 'class', classes=5))
-    data = tmp_path / 'good1' / 'val.bin'
-    data.write_bytes(data.read_bytes()[:-2] + b'\x2c\x01')      # 300: the last row has no class
-    with pytest.raises(ValueError, match='row 5 has 0 targets'):
-        prepare.load(str(data.parent))
+@pytest.mark.parametrize('more, spoil, words', [
+    (dict(pad=300), None, 'meta.json.*pad is 300, expected a whole number from 0 to 299'),
+    (dict(classes=1), None, 'classes is 1'), (dict(source=8, pad=0), None, 'source is 8'),
+    (dict(source=4), None, 'source is there: expected row and pad'),
+    (dict(source=4, pad=0, classes=8), None, 'source is there: expected row and pad'),
+    (dict(source=4, pad=0, patch=4), None, 'source is there: expected row and pad'),
+    (dict(row='many'), None, "row is 'many'"), (dict(vocab_size=True), None, 'vocab_size is True'),
+    (dict(dtype='float99'), None, 'float99'), (dict(tokenizer='char', chars='abc'), None, 'number of chars'),
+    (dict(patch=4), None, 'vocab_size is 300, not 256'), (dict(train=None), None, 'TypeError'),
+    (dict(classes=5), None, 'val.bin.*target 7|train.bin.*target 7'),         # a class that is none
+    (dict(classes=8), lambda data: data[:-2] + b'\x2c\x01', 'row 5 has 0 targets'),
+    ({}, lambda data: b'\x2c\x01' + data[2:], 'holds token 300, the vocabulary ends at 299'),
+    ({}, lambda data: data[:-5], 'val.bin has 187 bytes, meta.json says 192'),
+    ({}, lambda data: b'', 'val.bin has 0 bytes')])
+def test_what_a_prepared_set_says_and_holds_is_checked_before_a_model_is_built(more, spoil, words, tmp_path,
+                                                                               capsys):
+    folder = task(tmp_path / 'set', **more)
+    if spoil:
+        data = Path(folder) / 'val.bin'
+        data.write_bytes(spoil(data.read_bytes()))
+    out = tmp_path / 'out'
+    err = refused(capsys, train.main, f'--data={folder}', f'--out={out}', *TINY, '--steps=1')
+    assert re.search(words, err) and 'prepare it anew' in err and not out.exists()
+
+def test_a_prepared_set_may_say_more_of_its_rows(tmp_path):
+    for i, more in enumerate([dict(pad=0), dict(classes=8), dict(pad=0, source=4)]):
+        meta = prepare.load(task(tmp_path / str(i), **more))[2]
+        assert meta.items() >= more.items()
+    (tmp_path / '0' / 'meta.json').write_text('{"name": ')
+    with pytest.raises(ValueError, match='meta.json or its .bin files are broken'):
+        prepare.load(str(tmp_path / '0'))
 
 @pytest.fixture(scope='session')
 def threes(tmp_path_factory):

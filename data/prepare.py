@@ -131,6 +131,12 @@ DATASETS = {    # files: name and sha256, or None where not known; urls: folders
                  f'{HUB}/datasets/mattdangerw/wikitext-103-raw/resolve/main']},
     **tasks.SETS,
 }
+FLAGS = {
+    '--tokenizer': OF_TEXTS,
+    '--length': 'tokens of a row, or of a part of a pair, at most: another set, as listops-2048',
+    '--patch': 'side of the squares of a picture: another set, as mnist-patch7',
+    '--url': 'fetch from this mirror; of several files: the folder',
+    '--file': 'a local copy of what would be fetched; of several files: the folder'}
 # own: how names of folders begin, so that no two kinds of sets share one
 OWN_TEXT = {'own': 'text', 'help': 'a text of your own', 'tokenizer': 'byte', 'make': local_text}
 OWN_LINES = {'own': 'lines', 'help': 'labelled lines of your own', 'tokenizer': 'byte', 'make': tasks.lines,
@@ -162,8 +168,8 @@ def find(name):
 
 
 def having(key):
-    """Names of the sets whose rows say something of key."""
-    return [name for name, row in DATASETS.items() if key in row]
+    """Names of the sets whose rows say something of key, for messages."""
+    return ', '.join(name for name, row in DATASETS.items() if key in row)
 
 
 def files_of(name):
@@ -338,6 +344,7 @@ def decode(tokens, meta):
 # A blank between two letters, both ASCII or both of two bytes, as in Greek and Cyrillic. Tokenizers split in
 # front of it, whatever stands around; of line ends and punctuation some make one token.
 BETWEEN = re.compile(rb'(?<=[A-Za-z]) (?=[A-Za-z])|(?<=[\xc3-\xdf].) (?=[\xc3-\xdf])', re.S)
+PHRASE = re.compile('[A-Za-z][ \u0120\u2581]')                  # in a token: it goes on behind such a blank
 
 
 def pieces(data, size=1 << 20):
@@ -360,7 +367,7 @@ def tokenize(data, meta, size=1 << 20):
         yield np.frombuffer(data, np.uint8)
         return
     from tqdm import tqdm
-    if 'json' in meta and has_phrases(subwords(meta['json']).get_vocab()):
+    if 'json' in meta and any(map(PHRASE.search, subwords(meta['json']).get_vocab())):
         size = len(data)                                        # there is no place to cut at
     letter = ''
     # disable=None: a bar on a terminal only
@@ -371,11 +378,6 @@ def tokenize(data, meta, size=1 << 20):
             raise ValueError(f'this tokenizer reads {letter!r} in another way before {text[:20]!r}')
         yield np.array(tokens[len(before):])
         letter = text[-1]
-
-
-def has_phrases(tokens):
-    """Whether there is a letter with a blank behind it, in one of the ways in which tokens are written."""
-    return any(re.search('[A-Za-z][ \u0120\u2581]', token) for token in tokens)
 
 
 # ---- files -------------------------------------------------------------------------------------------------
@@ -620,8 +622,11 @@ def sides_of(row, path, meta, wish):
     length = row.get('length')
     if 'answers' in row:
         sides, length = ANSWERS[row['answers']](sides, length, meta, wish)
-    elif row['tokenizer'] not in FIXED:
-        return tokens_of(sides, meta)
+    elif row['tokenizer'] not in FIXED:                         # texts
+        learn_tokens(sides, meta)
+        for side, text in zip(SIDES, sides):
+            meta[side] = {'bytes': len(text)}
+        return [tokenize(text, meta) for text in sides]
     return tasks.packed(sides, row, meta, length)
 
 
@@ -648,11 +653,11 @@ def pairs(sides, most, meta, wish):
     read, source = fitted(sources, meta, most, given, 8)
     said, length = fitted(texts, meta, most, wish.get('row', 0) - given, 8, before=1)
     meta['source'] = source
-    pad = [meta['pad']]
+    pad = np.full(source + 1, meta['pad'])
     found = []
     for x, y in zip(read, said):
-        inputs = [a + pad * (source - len(a)) + pad + b for a, b in zip(x, y)]
-        found.append((inputs, [b + pad for b in y]))
+        inputs = [np.concatenate([a, pad[len(a):], b]) for a, b in zip(x, y)]
+        found.append((inputs, [np.append(b, pad[0]) for b in y]))
     return found, source + length
 
 
@@ -692,7 +697,7 @@ def length_of(sides, most, step, before=0):
 
 
 def tokens_each(texts, meta, most):
-    """Lists of the tokens of some UTF-8 texts, at most so many of each."""
+    """A list of arrays: the tokens of each of some UTF-8 texts, at most so many."""
     from tqdm import tqdm
     found = []
     cut = 0
@@ -704,24 +709,16 @@ def tokens_each(texts, meta, most):
         if len(tokens) > most:
             tokens = whole_text(text, meta, most)
             cut += 1
-        found.append(tokens)
+        found.append(np.array(tokens, np.uint32))
     if cut:
         print(f'{cut:,} of {len(texts):,} texts have more than {most} tokens: the rest of them is cut off')
     return found
 
 
-def tokens_of(texts, meta):
-    """Both sides' bytes -> arrays of the tokens of each, made as they are asked for; meta gets what it must
-    say of them."""
-    learn_tokens(texts, meta)
-    for side, text in zip(SIDES, texts):
-        meta[side] = {'bytes': len(text)}
-    return [tokenize(text, meta) for text in texts]
-
-
-def learn_tokens(texts, meta):
-    """meta gets the number of tokens, and the table of characters, or the subwords, unless it has them."""
-    if not all(texts):
+def learn_tokens(sides, meta):
+    """meta gets the number of tokens, and the table of characters, or the subwords, unless it has them; by
+    the text of each side."""
+    if not all(sides):
         raise ValueError('too short to be split into training and validation')
     kind = meta['tokenizer']
     if kind == 'byte':
@@ -730,10 +727,10 @@ def learn_tokens(texts, meta):
         meta['vocab_size'] = gpt2().n_vocab                     # fails, if it must, before files are replaced
     if kind == 'char':
         if 'chars' not in meta:
-            meta['chars'] = sorted({c for text in texts for piece in pieces(text) for c in piece})
+            meta['chars'] = sorted({c for text in sides for piece in pieces(text) for c in piece})
         meta['vocab_size'] = len(meta['chars'])
     if kind.startswith('bpe:') and 'json' not in meta:          # a model may have room for more tokens
-        meta['json'] = learn(texts[0], int(kind.removeprefix('bpe:')))
+        meta['json'] = learn(sides[0], int(kind.removeprefix('bpe:')))
         meta['vocab_size'] = subwords(meta['json']).get_vocab_size()
 
 
@@ -908,12 +905,8 @@ def main(argv=None):
     parser.error = error
     parser.add_argument('name', help='the path of a UTF-8 text file, those of two of parallel lines, '
                         f'a.en:a.de, or one of {"; ".join(sets)}')
-    parser.add_argument('--tokenizer', help=OF_TEXTS)
-    parser.add_argument('--length', help='tokens of a row, or of a part of a pair, at most: another set, '
-                        'as listops-2048')
-    parser.add_argument('--patch', help='side of the squares of a picture: another set, as mnist-patch7')
-    parser.add_argument('--url', help='fetch from this mirror; of several files: the folder')
-    parser.add_argument('--file', help='a local copy of what would be fetched; of several files: the folder')
+    for flag, about in FLAGS.items():
+        parser.add_argument(flag, help=about)
     try:
         args = parser.parse_args(argv)
         name = args.name
@@ -922,8 +915,8 @@ def main(argv=None):
         if args.patch:
             name += f'-patch{args.patch}'
         if name != args.name and not find(name):
-            raise ValueError(f'there is no set {name}; --length is for {", ".join(having("length"))}, '
-                             f'--patch for {", ".join(having("patch"))}; both are whole numbers from 1')
+            raise ValueError(f'there is no set {name}; --length is for {having("length")}, --patch for '
+                             f'{having("patch")}; both are whole numbers from 1')
         if find(name) or not os.path.isdir(name):
             prepare(name, None, args.tokenizer, args.url, args.file)
         train, val, meta = load(name, tokenizer=args.tokenizer)
@@ -937,8 +930,8 @@ def main(argv=None):
         n = 2 * meta['row']
     if 'test' in meta:
         unit += f' ({meta["test"]["tokens"] // n:,} more to test)'
-    vocab = meta['vocab_size']
-    print(f'{len(train) // n:,} training and {len(val) // n:,} validation {unit}, vocabulary {vocab:,}')
+    print(f'{len(train) // n:,} training and {len(val) // n:,} validation {unit}, vocabulary '
+          f'{meta["vocab_size"]:,}')
     return 0
 
 
