@@ -104,10 +104,10 @@ THINGS = (
     'door dream drink fear flag fish flower friend game garden gift guitar hobby horse house job king lamp '
     'language luck meal nurse phone ring river school ship sister song street').split()
 NAMES = 'Ada Ben Cleo Dan Emma Finn Gwen Hugo Ida Jack Kate Leo Mia Ned Olga Paul Rosa Sam Tess Will'.split()
-SENTENCE = 'the {thing} of {name} is {answer} .'.split()
-ANSWER_AT = SENTENCE.index('{answer}')
 OTHER = '<other>'                                               # all words that are not in the vocabulary
 OWN = [OTHER, 'the', 'of', 'is', '.', *THINGS, *NAMES]          # its first words
+SENTENCE = [OWN.index(word) for word in ('the', THINGS[0], 'of', NAMES[0], 'is', OTHER, '.')]
+ANSWER_AT = SENTENCE.index(OWN.index(OTHER))
 ANSWERS = range(len(OWN), len(OWN) + 64)                        # the next ones: the text's commonest
 
 
@@ -144,9 +144,14 @@ def facts(rows, rng, vocab, training, text, length=2048, every=False):
     order = place.argsort(axis=1)
     place = np.take_along_axis(place, order, axis=1)
     which = np.concatenate([np.tile(np.arange(n), (rows, 1)), again], axis=1)[each, order]
-    said = spoken(pair[each, which], answer[each, which])
+    pair = pair[each, which]
+    answer = answer[each, which]
+    said = np.tile(SENTENCE, (rows, n + m, 1))
+    said[:, :, 1] += pair % len(THINGS)
+    said[:, :, 3] += pair // len(THINGS)
+    said[:, :, ANSWER_AT] = answer
     wanted = np.full_like(said, vocab)
-    wanted[:, :, ANSWER_AT - 1] = np.where(order < n, vocab, answer[each, which])
+    wanted[:, :, ANSWER_AT - 1] = np.where(order < n, vocab, answer)
     begin = rng.integers(0, len(text) - room, rows)
     x = np.empty((rows, length), np.min_scalar_type(vocab))
     y = np.empty_like(x)
@@ -158,15 +163,6 @@ def facts(rows, rng, vocab, training, text, length=2048, every=False):
         if training and every:
             y[i, :-1] = x[i, 1:]
     return x, y
-
-
-def spoken(pair, answer):
-    """The tokens of sentences (rows, n, 7). pair: of a thing and a name, and answer, both (rows, n)"""
-    thing = OWN.index(THINGS[0]) + pair % len(THINGS)
-    name = OWN.index(NAMES[0]) + pair // len(THINGS)
-    gaps = {'{thing}': thing, '{name}': name, '{answer}': answer}
-    words = [gaps[word] if word in gaps else np.full_like(pair, OWN.index(word)) for word in SENTENCE]
-    return np.stack(words, axis=2)
 
 
 def asked_fact(x):
@@ -184,7 +180,7 @@ def in_words(texts, meta, most):
     if len(likely) < len(ANSWERS):
         raise ValueError(f'the text has {len(likely)} different words of letters, expected {len(ANSWERS)} or '
                          'more; take a longer one')
-    meta['chars'] = list(dict.fromkeys([*OWN, *likely, *common]))[:most]       # each once, in this order
+    meta['chars'] = list(dict.fromkeys(OWN + likely + common))[:most]           # each once, in this order
     number = {word: i for i, word in enumerate(meta['chars'])}
     return [np.array([number.get(word, 0) for word in words]) for words in found]
 
@@ -409,7 +405,7 @@ def stamp(pixels, where, points, beside, value):
     rows = [(row + i).clip(0, SIDE - 1) for i in near]
     columns = [(column + i).clip(0, SIDE - 1) for i in near]
     for at in itertools.product(rows, columns):
-        pixels[where[:, None], *at] = value
+        pixels[(where[:, None], *at)] = value
 
 
 # ---- pictures ----------------------------------------------------------------------------------------------
@@ -425,7 +421,7 @@ def idx(path):
             sides.append(matched(numbers(images, [28, 28]), images, numbers(labels, []), labels))
     if len(sides) == 1:
         x, y = sides[0]
-        sides = [(x[:-3000], y[:-3000]), (x[-3000:], y[-3000:])]
+        sides = list(zip(np.split(x, [-3000]), np.split(y, [-3000])))
     return sides
 
 
@@ -653,10 +649,13 @@ def packed(sides, row, meta, length=None):
     patch = row.get('patch')
     if patch:
         meta['patch'] = patch * patch
-    meta['row'] = length or len(sides[0][0][0])
-    ignore = meta['ignore'] = meta['vocab_size']
+    meta['row'] = length or sides[0][0].shape[1]
+    ignore = meta['vocab_size']
+    meta['ignore'] = ignore
     found = []
     for inputs, targets in sides:
+        if not len(inputs):
+            raise ValueError('too few rows: one of the sides has none')
         rows = np.full((len(inputs), 2, meta['row']), ignore, np.min_scalar_type(ignore))
         if 'pad' in meta:
             rows[:, 0] = meta['pad']
