@@ -1776,12 +1776,11 @@ def published(tmp_path, monkeypatch):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         files = PUBLISHED[name.removesuffix('-de-en')]
-        for base, data in files.items():
-            (folder / base).write_bytes(data)
-        if content is None:
-            (folder / file).unlink() if file else None
-        else:
-            (folder / file).write_bytes(content(files[file]) if callable(content) else content)
+        spoiled = {file: content(files[file]) if callable(content) else content}
+        for base, data in {**files, **spoiled}.items():
+            if data is not None:
+                (folder / base).write_bytes(data)
+        base = next(iter(files))
         flags = {} if name in ('mnist', 'cifar10') else {'tokenizer': 'char'}
         if name not in prepare.DATASETS:
             return ':'.join(str(folder / part) for part in name.split(':')), flags

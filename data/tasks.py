@@ -213,13 +213,12 @@ def listops(rows, rng, vocab, training, length=512):
             levels = expressions(2000, rng)
             size = sum(np.bincount(number, minlength=2000) for number, _ in levels)
             fits = (size >= length / 4) & (size <= length)
-            fits &= np.cumsum(fits) <= rows - len(inputs)       # no more than are missing
             kept = [words[fits[number]] for number, words in levels]
             ends = np.cumsum(size[fits])
             inputs += np.split(spelled(kept), ends[:-1])
             targets += values(kept)[:, None].tolist()
             bar.update(len(ends))
-    return inputs, targets
+    return inputs[:rows], targets[:rows]
 
 
 def opens(words):
@@ -362,7 +361,9 @@ def curves(n, rng, tries=30):
             points, fits = walks(taken[missing], dashes, rng)
             placed = missing[fits]
             points = points[fits]
-            place(pixels, taken, placed, points)
+            seen = np.arange(points.shape[1]) % (DASH + GAP) < DASH
+            stamp(pixels, placed, points[:, seen], 0, CURVE)
+            stamp(taken, placed, points, APART - 1, True)       # nothing else comes near
             missing = missing[~fits]
             if i < 2:
                 ends[placed, i] = points[:, [0, -1]]
@@ -388,13 +389,6 @@ def walks(taken, dashes, rng):
     each = np.arange(n)[:, None]
     crosses = taken[each, row, column].any(1)
     return points, inside.all((1, 2)) & ~crosses
-
-
-def place(pixels, taken, where, points):
-    """Draw the dashes of a curve into each of some pictures, and take the pixels around all of it."""
-    seen = np.arange(points.shape[1]) % (DASH + GAP) < DASH
-    stamp(pixels, where, points[:, seen], 0, CURVE)
-    stamp(taken, where, points, APART - 1, True)
 
 
 def stamp(pixels, where, points, beside, value):
