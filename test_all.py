@@ -1747,6 +1747,7 @@ COLA = {f'cola_public/raw/{name}.tsv': f'x\t{i % 2}\t\tof {i}\nx\t1\t*\tmore\n'.
         for i, name in enumerate(['in_domain_train', 'in_domain_dev', 'out_of_domain_dev'])}
 ENGLISH = ['a man ' * (i % 7) + f'and {i} hats' for i in range(52)]
 GERMAN = ['ein Mann ' * (i % 5) + f'und {i} H\u00fcte' for i in range(52)]
+SIDES = {'train': slice(40), 'val': slice(40, 47), 'test_2016_flickr': slice(47, 52)}
 WIKI = {f'wiki/wiki.{side}.raw': TEXT[:4000].encode() for side in ('train', 'valid', 'test')}
 PUBLISHED = {       # small files as those of each set are; of users' own, in the order of their names
     'mnist': {'train-images-idx3-ubyte.gz': idx(DIGITS[:12]), 't10k-images-idx3-ubyte.gz': idx(DIGITS[12:]),
@@ -1758,8 +1759,7 @@ PUBLISHED = {       # small files as those of each set are; of users' own, in th
     'polarity': {'rt-polarity.all': '0 no\n1 caf\u00e9\n'.encode('cp1252') * 10},
     'trec': {'TREC.train.all': b'0 Who ?\n1 What ?\n', 'TREC.test.all': '1 Which \u201c?\n'.encode('cp1252')},
     'multi30k': {f'{side}.{language}.gz': gzip.compress('\n'.join(lines[part]).encode() + b' \r\n')
-                 for language, lines in (('en', ENGLISH), ('de', GERMAN)) for side, part in (
-                     ('train', slice(40)), ('val', slice(40, 47)), ('test_2016_flickr', slice(47, 52)))},
+                 for side, part in SIDES.items() for language, lines in (('en', ENGLISH), ('de', GERMAN))},
     'wikitext2': {'wikitext-2-raw-v1.zip': zipped(WIKI)},
     'mine.tsv': {'mine.tsv': in_lines(f'{i % 3}\tcaf\u00e9 {i}' for i in range(40))},
     'a.en:a.de.gz': {'a.en': in_lines(ENGLISH), 'a.de.gz': gzip.compress(in_lines(GERMAN))},
@@ -1835,7 +1835,8 @@ def half(data):
     ('a.en:a.de.gz', 'a.en', b'one\n' * 11 + b' \xc2\xa0\n', 'a.en, line 12: .* is not a sentence'),
     ('a.en:a.de.gz', 'a.en', b'one\n' * 4 + b'caf\xe9\n', 'a.en, line 5: .* in utf-8'),
     ('a.en:a.de.gz', 'a.de.gz', in_lines(GERMAN), CUT_OFF),
-    ('a.en:a.de.gz', 'a.de.gz', lambda data: data[:-9], CUT_OFF)])
+    ('a.en:a.de.gz', 'a.de.gz', lambda data: data[:-9], CUT_OFF)],
+    ids=lambda value: value if isinstance(value, str) else '')
 def test_a_damaged_file_is_refused_in_a_line_and_what_was_there_stays(name, file, content, words, published,
                                                                       capsys):
     def run(*spoiled):
@@ -1918,7 +1919,7 @@ def test_a_pair_is_a_source_and_what_a_decoder_reads_and_says(name, tokenizer, p
     if tokenizer == 'bpe:300':
         pytest.importorskip('tokenizers')
     lines = list(zip(GERMAN, ENGLISH) if name == 'multi30k-de-en' else zip(ENGLISH, GERMAN))
-    parts = lines[:40], lines[40:47], lines[47:]
+    parts = [lines[part] for part in SIDES.values()]
     if name == 'a.en:a.de.gz':
         parts = [pair for i, pair in enumerate(lines) if i % 10 != 9], lines[9::10]
     name, flags = published(name)
@@ -2312,6 +2313,20 @@ def test_a_failed_write_leaves_the_old_file(a_model, tmp_path, monkeypatch):
     with pytest.raises(OSError, match='No space'), prepare.whole(str(tmp_path / 'new.bin')) as temp:
         Path(temp).write_bytes(b'half')
     assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]
+
+def test_a_set_that_is_half_replaced_is_made_anew(text, tmp_path, monkeypatch):
+    folder, replace = Path(prepare.prepare(text, str(tmp_path))), os.replace
+
+    def failing(old, new):
+        if new.endswith('train.bin'):
+            raise OSError(5, 'Input/output error')
+        replace(old, new)
+    with monkeypatch.context() as faulty:
+        faulty.setattr(os, 'replace', failing)
+        with pytest.raises(ValueError, match='Input/output error'):
+            prepare.prepare(text, str(tmp_path))
+    assert not (folder / 'meta.json').exists()
+    assert prepare.load(text, str(tmp_path))[2]['name'] == folder.name
 
 def test_broken_checkpoints_are_refused(a_model, tmp_path, capsys):
     """Missing, cut, foreign, changed by one bit anywhere: never a wrong model, never another exception."""
