@@ -445,7 +445,7 @@ def download(url, path, size=None, sha256=None, headers=None):
 
 
 def receive(url, path, headers):
-    """Write what comes from url to a file; requests.RequestException where fewer bytes come than were said."""
+    """Write what comes from url to a file; requests.RequestException where fewer bytes come than said."""
     import requests
     from tqdm import tqdm
     headers = {**(headers or {}), 'Accept-Encoding': 'identity'}        # compressed, sizes are of other bytes
