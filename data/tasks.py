@@ -235,7 +235,7 @@ def expressions(n, rng, depth=10, most=10):
     row.
     """
     number = np.arange(n, dtype=np.int32)
-    words = rng.integers(FIRST_OPERATOR, CLOSE, n)
+    words = rng.integers(FIRST_OPERATOR, CLOSE, n).astype(np.uint8)
     levels = [(number, words)]
     for level in range(2, depth + 1):
         number = number[opens(words)]
