@@ -215,7 +215,7 @@ def listops(rows, rng, vocab, training, length=512):
             fits = (size >= length / 4) & (size <= length)
             kept = [words[fits[number]] for number, words in levels]
             ends = np.cumsum(size[fits])
-            inputs += np.split(spelled(kept), ends[:-1])
+            inputs += np.split(spelled(kept), ends)[:-1]
             targets += values(kept)[:, None].tolist()
             bar.update(len(ends))
     return inputs[:rows], targets[:rows]
@@ -278,6 +278,8 @@ def values(levels):
 
 def applied(operator, parent, value):
     """The value of each operator, by its arguments' values; parent says which arguments belong together."""
+    if not len(operator):
+        return operator
     value = np.sort(10 * parent + value) % 10                   # ascending among those of one operator
     first = np.flatnonzero(np.diff(parent, prepend=-1))
     last = np.append(first[1:], len(parent)) - 1
