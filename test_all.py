@@ -1740,7 +1740,7 @@ def test_generated_tasks_are_what_the_papers_say():
     for keep in False, True:
         for row, target in zip(*tasks.recall(50, np.random.default_rng(0), 40, False, keep=keep)):
             pairs = list(zip(row[1:-1:2], row[2::2]))
-            assert dict(pairs)[row[-1]] == target[-1] and (target[:-1] == 40).all()    # a dict keeps the last
+            assert [dict(pairs)[row[-1]]] == target             # of the last place; a dict keeps the last
             assert keep == (len(set(pairs)) == len(dict(pairs)))
         for row, target in zip(*tasks.recall(50, np.random.default_rng(0), 40, True, keep=keep)):
             for t in range(128):
@@ -1754,8 +1754,11 @@ def test_generated_tasks_are_what_the_papers_say():
         assert at.min() >= 16 and (np.flatnonzero(row[16:]) + 16 == at).all()                  # all else is 0
 
 def rows_of(name, root, **how):
-    """A set prepared anew: each side's inputs and targets, and its meta."""
-    *sides, meta = prepare.load(prepare.prepare(name, str(root), **how))
+    """A set prepared anew: each side's inputs and targets, the third one's too, and its meta."""
+    folder = prepare.prepare(name, str(root), **how)
+    *sides, meta = prepare.load(folder)
+    if 'test' in meta:
+        sides.append(prepare.test_side(folder)[0])
     return [side.reshape(-1, 2, meta['row']).swapaxes(0, 1) for side in sides], meta
 
 def answered(text):
@@ -1770,16 +1773,14 @@ def answered(text):
 
 def test_listops_answers_are_those_of_its_text(tmp_path, monkeypatch):
     """Rows of another length are a set of their own; the same rows each time."""
-    monkeypatch.setitem(prepare.DATASETS, 'listops', {**prepare.DATASETS['listops'], 'rows': (60, 40)})
-    sides, meta = rows_of('listops-100', tmp_path)
+    monkeypatch.setitem(prepare.DATASETS, 'listops', {**prepare.DATASETS['listops'], 'rows': (900, 40)})
+    sides, meta = rows_of('listops-64', tmp_path)
     for row, target in np.concatenate(sides, axis=1).swapaxes(0, 1):
         n = (row != meta['pad']).sum()
         text = prepare.decode(row, meta)
-        assert prepare.encode(text, meta) == row[:n].tolist() and 25 <= n <= 100
+        assert prepare.encode(text, meta) == row[:n].tolist() and 16 <= n <= 64
         assert answered(text) == target[n - 1] and (np.delete(target, n - 1) == meta['ignore']).all()
-    assert meta['row'] == 100 and rows_of('listops-100', tmp_path)[1] == meta                  # and sha256
-    with pytest.raises(ValueError, match='64 to'):
-        rows_of('listops-63', tmp_path)
+    assert meta['row'] == 64 and rows_of('listops-64', tmp_path)[1] == meta                  # and sha256
 
 @pytest.fixture
 def few_facts(tmp_path, monkeypatch):
@@ -1794,6 +1795,7 @@ def few_facts(tmp_path, monkeypatch):
     return path
 
 def test_the_answer_to_a_row_of_facts_stands_somewhere_in_its_text(few_facts, tmp_path):
+    """In training the answers to others count, too; of facts-text each next word does."""
     sides, meta = rows_of('facts-256', tmp_path, file=str(few_facts))
     texts = [text.decode().replace('\n', ' ') for text in prepare.local_text(few_facts)]
     form = r'the (\w+ of \w+) is(?: (\w+) \.| ?$)'
@@ -1814,27 +1816,17 @@ def test_the_answer_to_a_row_of_facts_stands_somewhere_in_its_text(few_facts, tm
     assert all((row[i:i + 5] == row[-5:]).all() and row[i + 5] == y for row, i, y in zip(x, at, y[:, -1]))
     assert abs(at.mean() - 125) < 15 and at.max() > 230 and at.min() < 20
     assert rows_of('facts-256', tmp_path, file=str(few_facts))[1] == meta           # and sha256
-
-def test_in_facts_text_each_next_word_of_a_training_row_counts(few_facts, tmp_path):
     [[x, y], told], _ = rows_of('facts-text-256', tmp_path, file=str(few_facts))
-    [[plain_x, plain_y], asked], _ = rows_of('facts-256', tmp_path, file=str(few_facts))
+    [plain_x, plain_y], asked = sides
     assert (x == plain_x).all() and (y[:, :-1] == x[:, 1:]).all() and (y[:, -1] == plain_y[:, -1]).all()
     assert np.array_equal(told, asked)
-
-def test_rows_of_facts_need_a_text_that_is_long_enough(few_facts, tmp_path):
-    for name, text, why in [('facts-127', few_facts, '128 or more'), ('facts-1024', few_facts, 'one has'),
-                            ('facts-128', 'a b c d\n' * 999, '4 different words')]:
-        if text != few_facts:
-            few_facts.write_text(text)
-        with pytest.raises(ValueError, match=why):
-            prepare.prepare(name, str(tmp_path), file=str(few_facts))
 
 def test_pathfinder_dots_are_joined_where_the_class_says_so():
     """By walking over gaps of one pixel from a dot: it reaches the other dot, or does not."""
     x, y = tasks.pathfinder(100, np.random.default_rng(0), 256, True)
     assert (x == tasks.pathfinder(100, np.random.default_rng(0), 256, True)[0]).all()
-    assert (y[:, :-1] == 256).all() and y[:, -1].sum() == 50
-    for row, joined in zip(x.reshape(-1, 32, 32), y[:, -1]):
+    assert y.shape == (100, 1) and y.sum() == 50                # a target of the last place alone
+    for row, joined in zip(x.reshape(-1, 32, 32), y[:, 0]):
         dots = np.argwhere(row == 255)
         reached, todo = set(), {tuple(dots[0])}
         lit = set(map(tuple, np.argwhere(row)))
@@ -1844,189 +1836,262 @@ def test_pathfinder_dots_are_joined_where_the_class_says_so():
             todo = near & lit - reached
         assert len(dots) == 18 and (tuple(dots[-1]) in reached) == joined
 
-def idx_file(path, x):
-    head = bytes([0, 0, 8, x.ndim]) + np.array(x.shape, '>i4').tobytes()
-    path.write_bytes(gzip.compress(head + x.tobytes()))
+def idx(x):
+    return gzip.compress(bytes([0, 0, 8, x.ndim]) + np.array(x.shape, '>i4').tobytes() + x.tobytes())
 
-def test_pictures_are_read_and_cut_into_patches(tmp_path):
-    """From a folder with several files; what is wrong with one of them is said in a line."""
-    rng = np.random.default_rng(0)
-    for side, n in ('train', 12), ('t10k', 5):
-        x = rng.integers(256, size=(n, 28, 28), dtype=np.uint8)
-        labels = rng.integers(10, size=n, dtype=np.uint8)
-        idx_file(tmp_path / f'{side}-images-idx3-ubyte.gz', x)
-        idx_file(tmp_path / f'{side}-labels-idx1-ubyte.gz', labels)
-    (_, (pixels, y)), meta = rows_of('mnist', tmp_path, file=str(tmp_path))
-    assert (pixels == x.reshape(5, 784)).all() and (y[:, -1] == labels).all() and (y[:, :-1] == 256).all()
-    (_, (pixels, _)), cut = rows_of('mnist-patch7', tmp_path, file=str(tmp_path))
-    assert (pixels[:, 49 * 6:49 * 7] == x[:, 7:14, 14:21].reshape(5, 49)).all()
-    assert cut['patch'] == 49 and not prepare.same_tokens(meta, cut)
-    pictures, kinds = (tmp_path / f't10k-{name}-ubyte.gz' for name in ('images-idx3', 'labels-idx1'))
-    cut_short, large = pictures.read_bytes()[:-20], np.zeros((5, 32, 32), np.uint8)
-    for named, path, wrong in (('label 1[01]', kinds, labels // 9 + 10), ('4 labels', kinds, labels[1:]),
-                               ('No such file', kinds, None), ('axes', pictures, labels),
-                               ('32, 32', pictures, large), ('cannot read', pictures, cut_short)):
-        path.unlink()
-        if wrong is not None:
-            path.write_bytes(wrong) if isinstance(wrong, bytes) else idx_file(path, wrong)
-        with pytest.raises(ValueError, match=f'cannot prepare mnist.*{named}'):
-            rows_of('mnist', tmp_path, file=str(tmp_path))
-        idx_file(kinds, labels)
-    with pytest.raises(ValueError, match='patches of 5 x 5'):
-        rows_of('pathfinder-patch5', tmp_path)
-    for path in tmp_path.glob('*.gz'):
-        path.unlink()
-    x = np.zeros((3010, 28, 28), np.uint8)              # the test side alone is shared
-    x[10:] = 1
-    idx_file(pictures, x)
-    idx_file(kinds, x[:, 0, 0])
-    (old, (pixels, y)), _ = rows_of('mnist', tmp_path, file=str(tmp_path))
-    assert len(old[0]) == 10 and (pixels == 1).all() and (y[:, -1] == 1).all()
-
-def test_several_files_are_fetched_as_one_is(tmp_path, monkeypatch):
-    bodies = {'TREC.train.all': b'0 Who ?\n1 What ?\n', 'TREC.test.all': '1 Which \u201c?\n'.encode('cp1252')}
-
-    def answer(request, _):
-        request.send_response(200)
-        request.end_headers()
-        request.wfile.write(bodies[request.path[1:]])
-    with served(answer) as address:
-        unknown = dict.fromkeys(bodies, (None, None))
-        monkeypatch.setitem(prepare.DATASETS, 'trec', {**prepare.DATASETS['trec'], 'files': unknown})
-        sides, meta = rows_of('trec-32', tmp_path, url=address)
-    assert [prepare.decode(row, meta) for row in sides[1][0]] == ['Which \u201c?']
-    rows_of('trec', tmp_path)                                   # nothing is fetched again
-
-def tarred(path, members):
-    with tarfile.open(path, 'w:gz') as tar:
+def tarred(members):
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode='w:gz') as tar:
         for name, body in members.items():
             info = tarfile.TarInfo(name)
             info.size = len(body)
             tar.addfile(info, io.BytesIO(body))
-    return str(path)
+    return packed.getvalue()
 
-def test_packed_sets_are_read_in_their_packing(tmp_path):
-    pixels = np.random.default_rng(0).integers(256, size=(6, 3, 1024), dtype=np.uint8)
-    ends = [('test', ''), *(('data', f'_{i}') for i in range(1, 6))]
-    batches = {f'x/{a}_batch{b}.bin': bytes([i]) + pixels[i].tobytes() for i, (a, b) in enumerate(ends)}
-    (_, labels), (grey, _) = tasks.cifar10(tarred(tmp_path / 'cifar', batches))
-    red, green, blue = pixels[0].astype(float)
-    assert (abs(grey[0] - (.299 * red + .587 * green + .114 * blue)) < .51).all() and labels.sum() == 15
-    kinds = 'train/neg', 'train/pos', 'train/unsup', 'test/neg', 'test/pos'
-    reviews = {f'aclImdb/{kind}/0_9.txt': kind.encode() for kind in kinds}
-    found = tasks.imdb(tarred(tmp_path / 'imdb', reviews))
-    assert found == [([0, 1], [b'train/neg', b'train/pos']), ([0, 1], [b'test/neg', b'test/pos'])]
-    with zipfile.ZipFile(tmp_path / 'cola.zip', 'w') as z:
-        for i, name in enumerate(('in_domain_train', 'in_domain_dev', 'out_of_domain_dev')):
-            z.writestr(f'cola_public/tokenized/{name}.tsv', 'x\t0\t*\twrong')
-            z.writestr(f'cola_public/raw/{name}.tsv', f'x\t{i % 2}\t\tof {i}')
-    assert tasks.cola(tmp_path / 'cola.zip') == (([0], [b'of 0']), ([1, 0], [b'of 1', b'of 2']))
+def zipped(members):
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, 'w') as z:
+        for name, body in members.items():
+            z.writestr(name, body)
+    return packed.getvalue()
 
+def in_lines(texts):
+    return ''.join(f'{text}\n' for text in texts).encode()
+
+DIGITS = np.random.default_rng(0).integers(256, size=(17, 28, 28), dtype=np.uint8)
+COLOURS = np.random.default_rng(0).integers(256, size=(6, 3, 1024), dtype=np.uint8)
+KINDS_OF_DIGITS = np.arange(17, dtype=np.uint8) % 10
+BATCH = 'x/{}_batch{}.bin'.format
+BATCHES = {BATCH('test', '') if i == 0 else BATCH('data', f'_{i}'): bytes([i]) + COLOURS[i].tobytes()
+           for i in range(6)}
+REVIEWS = {f'aclImdb/{kind}/0_9.txt': kind.encode()
+           for kind in ('train/neg', 'train/pos', 'train/unsup', 'test/neg', 'test/pos')}
+COLA = {f'cola_public/raw/{name}.tsv': f'x\t{i % 2}\t\tof {i}\nx\t1\t*\tmore\n'.encode()
+        for i, name in enumerate(['in_domain_train', 'in_domain_dev', 'out_of_domain_dev'])}
+ENGLISH = ['a man ' * (i % 7) + f'and {i} hats' for i in range(52)]
+GERMAN = ['ein Mann ' * (i % 5) + f'und {i} H\u00fcte' for i in range(52)]
+SIDES = {'train': slice(40), 'val': slice(40, 47), 'test_2016_flickr': slice(47, 52)}
+WIKI = {f'wiki/wiki.{side}.raw': TEXT[:4000].encode() for side in ('train', 'valid', 'test')}
+PUBLISHED = {       # small files as those of each set are; of users' own, in the order of their names
+    'mnist': {'train-images-idx3-ubyte.gz': idx(DIGITS[:12]), 't10k-images-idx3-ubyte.gz': idx(DIGITS[12:]),
+              'train-labels-idx1-ubyte.gz': idx(KINDS_OF_DIGITS[:12]),
+              't10k-labels-idx1-ubyte.gz': idx(KINDS_OF_DIGITS[12:])},
+    'cifar10': {'cifar-10-binary.tar.gz': tarred(BATCHES)},
+    'imdb': {'aclImdb_v1.tar.gz': tarred(REVIEWS)},
+    'cola': {'cola_public_1.1.zip': zipped({'cola_public/tokenized/in_domain_train.tsv': 'wrong', **COLA})},
+    'polarity': {'rt-polarity.all': '0 no\n1 caf\u00e9\n'.encode('cp1252') * 10},
+    'trec': {'TREC.train.all': b'0 Who ?\n1 What ?\n', 'TREC.test.all': '1 Which \u201c?\n'.encode('cp1252')},
+    'multi30k': {f'{side}.{language}.gz': gzip.compress('\n'.join(lines[part]).encode() + b' \r\n')
+                 for side, part in SIDES.items() for language, lines in (('en', ENGLISH), ('de', GERMAN))},
+    'wikitext2': {'wikitext-2-raw-v1.zip': zipped(WIKI)},
+    'mine.tsv': {'mine.tsv': in_lines(f'{i % 3}\tcaf\u00e9 {i}' for i in range(40))},
+    'a.en:a.de.gz': {'a.en': in_lines(ENGLISH), 'a.de.gz': gzip.compress(in_lines(GERMAN))},
+    'my.txt': {'my.txt': TEXT.encode()}}
+
+@pytest.fixture
+def published(tmp_path, monkeypatch):
+    """published(set, file, content): a name for prepare.py and its flags, to make the set in tmp_path / data
+    from its files, of which one has other content (None: it is not there)."""
+    monkeypatch.setattr(prepare, 'HERE', str(tmp_path / 'data'))
+    folder = tmp_path / 'files'
+
+    def put(name, file='', content=None):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        files = PUBLISHED[name.removesuffix('-de-en')]
+        spoiled = {file: content(files[file]) if callable(content) else content}
+        for base, data in {**files, **spoiled}.items():
+            if data is not None:
+                (folder / base).write_bytes(data)
+        base = next(iter(files))
+        flags = {} if name in ('mnist', 'cifar10') else {'tokenizer': 'char'}
+        if name not in prepare.DATASETS:
+            return ':'.join(str(folder / part) for part in name.split(':')), flags
+        unknown = {**prepare.DATASETS[name], 'files': dict.fromkeys(files)}
+        monkeypatch.setitem(prepare.DATASETS, name, unknown)
+        return name, {**flags, 'file': str(folder if len(files) > 1 else folder / base)}
+    return put
+
+CUT_OFF = 'damaged, or not packed as it should be'
+IMAGES, LABELS = 't10k-images-idx3-ubyte.gz', 't10k-labels-idx1-ubyte.gz'
+CIFAR, COLA_ZIP, IMDB = 'cifar-10-binary.tar.gz', 'cola_public_1.1.zip', 'aclImdb_v1.tar.gz'
+WIKI_ZIP = 'wikitext-2-raw-v1.zip'
+
+def without(members, name):
+    return {key: body for key, body in members.items() if name not in key}
+
+def half(data):
+    return data[:len(data) // 2]
+
+@pytest.mark.parametrize('name, file, content, words', [
+    ('mnist', LABELS, idx(KINDS_OF_DIGITS[12:] + 8), 'label 1[0-4] is no class, they are 0 to 9'),
+    ('mnist', LABELS, idx(KINDS_OF_DIGITS[13:]), 'images.* has 5 .*labels.* 4, expected as many'),
+    ('mnist', LABELS, None, 'cannot read .*labels.*No such file'),
+    ('mnist', IMAGES, idx(KINDS_OF_DIGITS), 'is no idx file of bytes with 3 axes'),
+    ('mnist', IMAGES, idx(DIGITS[12:, :14]), r'pictures of \[14, 28\] pixels, expected \[28, 28\]'),
+    ('mnist', IMAGES, gzip.compress(gzip.decompress(idx(DIGITS[12:]))[:-1]), '3,919 numbers.* have 3,920'),
+    ('mnist', IMAGES, half, CUT_OFF),
+    ('mnist', 'train-images-idx3-ubyte.gz', None, 'too few rows: one of the sides has none'),
+    ('cifar10', CIFAR, half, CUT_OFF),
+    ('cifar10', CIFAR, tarred(without(BATCHES, 'batch_3')), 'has no data_batch_3.bin'),
+    ('cifar10', CIFAR, tarred({**BATCHES, BATCH('test', ''): b'1' * 3074}), 'rows of 3,073 bytes'),
+    ('cifar10', CIFAR, tarred({**BATCHES, BATCH('test', ''): b'1' * 3073}), 'label 49 is no class'),
+    ('imdb', IMDB, half, CUT_OFF),
+    ('imdb', IMDB, tarred(without(REVIEWS, 'test/pos')), 'no aclImdb/test/neg or pos'),
+    ('cola', COLA_ZIP, half, CUT_OFF),
+    ('cola', COLA_ZIP, zipped(without(COLA, 'in_domain_dev')), 'has no in_domain_dev.tsv'),
+    ('cola', COLA_ZIP, zipped({key: b'x\t2\t\tof' for key in COLA}), 'train.tsv, line 1: .* label 0 or 1'),
+    ('polarity', 'rt-polarity.all', b'0 no\n1\tyes', 'all, line 2: .* is not a label from 0, a blank'),
+    ('trec', 'TREC.test.all', b'1 \x81 ?', 'TREC.test.all, line 1: .* in cp1252'),
+    ('trec', 'TREC.test.all', None, 'cannot read .*TREC.test.all: No such file'),
+    ('multi30k', 'val.de.gz', half, CUT_OFF),
+    ('wikitext2', WIKI_ZIP, half, CUT_OFF),
+    ('wikitext2', WIKI_ZIP, zipped(without(WIKI, 'valid')), 'has no wiki.valid.raw'),
+    ('wikitext2', WIKI_ZIP, zipped({**WIKI, 'wiki/wiki.valid.raw': b'abc\xff'}), '0xff in position 3'),
+    ('my.txt', 'my.txt', b'abc\xff', "'utf-8' codec can't decode byte 0xff in position 3"),
+    ('my.txt', 'my.txt', b'', 'too short to be split'),
+    *[('mine.tsv', 'mine.tsv', f'0\tno\n1\tyes\n{line}\n'.encode(errors='surrogateescape') * 9, words)
+      for line, words in {
+          '-1\tno': 'mine.tsv, line 3: ', '1 no': 'line 3: .* a tab', '1\t ': 'line 3: ', 'x\tno': 'line 3: ',
+          '1\t\udcff': 'line 3: .* in utf-8', '3\tno': 'no line to train on has label 2'}.items()],
+    ('a.en:a.de.gz', 'a.en', b'one\n' * 51, 'a.en has 51 .*a.de.gz 52'),
+    ('a.en:a.de.gz', 'a.en', b'one\n' * 11 + b' \xc2\xa0\n', 'a.en, line 12: .* is not a sentence'),
+    ('a.en:a.de.gz', 'a.en', b'one\n' * 4 + b'caf\xe9\n', 'a.en, line 5: .* in utf-8'),
+    ('a.en:a.de.gz', 'a.de.gz', in_lines(GERMAN), CUT_OFF),
+    ('a.en:a.de.gz', 'a.de.gz', lambda data: data[:-9], CUT_OFF)],
+    ids=lambda value: value if isinstance(value, str) else '')
+def test_a_damaged_file_is_refused_in_a_line_and_what_was_there_stays(name, file, content, words, published,
+                                                                      capsys):
+    def run(*spoiled):
+        name_, flags = published(name, *spoiled)
+        return name_, *(f'--{key}={value}' for key, value in flags.items())
+    assert prepare.main(run()) == 0
+    before = {path: path.read_bytes() for path in Path(prepare.HERE).rglob('*.*')}
+    assert re.search(words, refused(capsys, prepare.main, *run(file, content)))
+    assert len(before) >= 3 and before == {path: path.read_bytes() for path in before}
+    assert set(Path(prepare.HERE).rglob('*.*')) == before.keys()
+
+@pytest.mark.parametrize('flags, words', [
+    ('mnist --length=9', 'no set mnist-9; --length is for facts, .*--patch for pathfinder'),
+    ('mnist --patch=5', 'patches of 5 x 5'), ('listops-63', '64 to 8,192'),
+    ('mnist --file=words.txt', 'is no folder; mnist is made from train-images'),
+    ('recall --tokenizer=byte', 'it can be in ids'), ('words.txt --tokenizer=words', 'it can be in byte, '),
+    ('words.txt --tokenizer=bpe:256', 'it can be in byte, '), ('words.txt --url=x', 'mean nothing'),
+    ('facts-127 --file=words.txt', '128 or more'), ('facts-1024 --file=words.txt', 'one has'),
+    ('facts-128 --file=short.txt', '4 different words'), ('no.txt', "no data set or file 'no.txt'"),
+    ('words.txt:no.de', "no data set or file 'no.de'"), ('no.de:words.txt', "no data set or file 'no.de'"),
+    ('words.txt --tokeniser=byte', 'unrecognized'), ('', 'required')])
+def test_what_cannot_be_prepared_is_said_in_a_line(flags, words, few_facts, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path('short.txt').write_text('a b c d\n' * 999)
+    assert re.search(words, refused(capsys, prepare.main, *flags.split()))
+    assert not list(tmp_path.rglob('*.bin'))
+
+@pytest.mark.parametrize('name, expected', [
+    ('imdb', [('test/neg', 0), ('test/pos', 1)]), ('trec', [('Which \u201c?', 1)]),
+    ('cola', [('of 1', 1), ('more', 1), ('of 2', 0), ('more', 1)]), ('polarity', 2 * [('caf\u00e9', 1)]),
+    ('mine.tsv', [(f'caf\u00e9 {i}', i % 3) for i in range(9, 40, 10)])])
 @pytest.mark.parametrize('tokenizer', ['byte', 'char', 'bpe:300'])
-def test_labelled_lines_of_your_own(tokenizer, tmp_path, capsys):
-    """Bytes, or other tokens, and those of a model for other lines; what is wrong has a number."""
+def test_the_last_target_of_a_labelled_text_is_its_label(name, expected, tokenizer, published, tmp_path):
     if tokenizer == 'bpe:300':
         pytest.importorskip('tokenizers')
-    texts = ['caf\u00e9 ' * (i % 7) + f'no {i}' for i in range(40)]
-    path, short = tmp_path / 'mine.tsv', tmp_path / 'short.tsv'
-    path.write_text(''.join(f'{i % 3}\t{text}\n' for i, text in enumerate(texts)))
-    sides, meta = rows_of(str(path), tmp_path, tokenizer=tokenizer)
-    assert {prepare.decode(row, meta) for row in sides[1][0]} == set(texts[9::10])
-    for row, target in zip(*sides[0]):
+    name, flags = published(name)
+    sides, meta = rows_of(name, tmp_path, **{**flags, 'tokenizer': tokenizer})
+    found = []
+    for row, target in zip(*sides[1]):
         n = (row != meta['pad']).sum()
-        assert target[n - 1] == int(prepare.decode(row, meta).split()[-1]) % 3
         assert (np.delete(target, n - 1) == meta['ignore']).all()
-    assert meta['classes'] == 3 and meta['pad'] == meta['vocab_size'] - 1 and len(sides[0][0]) == 36
-    short.write_text('0\tno 1\n1\tno 2\n' * 10)
-    assert prepare.load(str(short), str(tmp_path), like=meta)[2]['row'] == meta['row']
+        found.append((prepare.decode(row, meta), target[n - 1]))
+    assert sorted(found) == sorted(expected) and meta['row'] == 32
+    assert meta['classes'] == (3 if 'tsv' in name else 2) and meta['pad'] == meta['vocab_size'] - 1
+
+def test_labelled_lines_of_your_own_fit_the_rows_of_a_model_or_are_cut_off(tmp_path, capsys):
+    path = tmp_path / 'mine.tsv'
     path.write_text('0\tno\n1\tyes\n' * 9 + '1\t' + 'x' * 9999)
-    assert rows_of(str(path), tmp_path)[1]['row'] == 1024 and '1 of 18 texts' in capsys.readouterr().out
-    for line in '-1\tno', '1 no', '1\t ', 'x\tno', '1\t\udcff', '3\tno':
-        path.write_text(f'0\tno\n1\tyes\n{line}\n' * 9, errors='surrogateescape')
-        with pytest.raises(ValueError, match='mine.tsv, line 3: |no line to train on has label 2'):
-            rows_of(str(path), tmp_path)
-    assert prepare.main(['mnist', '--length=9']) == 2 and 'no set mnist-9' in capsys.readouterr().err
+    _, meta = rows_of(str(path), tmp_path)
+    assert meta['row'] == 1024 and '1 of 18 texts have more than 1024' in capsys.readouterr().out
+    path.write_text('0\tno 1\n1\tno 2\n' * 10)
+    assert prepare.load(str(path), str(tmp_path), like=meta)[2]['row'] == 1024
 
-def captions(folder):
-    """Six small files in the folder, as Multi30k's are -> the sentences: name of a side, language."""
-    folder.mkdir()
-    found = {}
-    for side, first, end in ('train', 0, 40), ('val', 40, 47), ('test_2016_flickr', 47, 52):
-        found[side, 'en'] = ['a man ' * (i % 7) + f'and {i} hats' for i in range(first, end)]
-        found[side, 'de'] = ['ein Mann ' * (i % 5) + f'und {i} H\u00fcte' for i in range(first, end)]
-    for (side, language), lines in found.items():
-        packed = gzip.compress('\n'.join(lines).encode() + b' \r\n')
-        (folder / f'{side}.{language}.gz').write_bytes(packed)
-    return found
+def test_pictures_are_rows_of_numbers_or_of_patches(published, tmp_path):
+    (_, (pixels, y)), meta = rows_of(published('mnist')[0], tmp_path, file=str(tmp_path / 'files'))
+    assert (pixels == DIGITS[12:].reshape(5, 784)).all()
+    assert (y[:, -1] == KINDS_OF_DIGITS[12:]).all() and (y[:, :-1] == 256).all()
+    (_, (pixels, _)), cut = rows_of('mnist-patch7', tmp_path, file=str(tmp_path / 'files'))
+    assert (pixels[:, 49 * 6:49 * 7] == DIGITS[12:, 7:14, 14:21].reshape(5, 49)).all()
+    assert cut['patch'] == 49 and not prepare.same_tokens(meta, cut)
+    for path in tmp_path.glob('files/train*'):          # the test side alone is shared
+        path.unlink()
+    x = np.zeros((3010, 28, 28), np.uint8)
+    x[10:] = 1
+    (tmp_path / 'files' / IMAGES).write_bytes(idx(x))
+    (tmp_path / 'files' / LABELS).write_bytes(idx(x[:, 0, 0]))
+    (old, (pixels, y)), _ = rows_of('mnist', tmp_path, file=str(tmp_path / 'files'))
+    assert len(old[0]) == 10 and (pixels == 1).all() and (y[:, -1] == 1).all()
+    name, flags = published('cifar10')
+    ((_, labels), (grey, _)), _ = rows_of(name, tmp_path, **flags)
+    red, green, blue = COLOURS[0].astype(float)
+    assert (abs(grey[0] - (.299 * red + .587 * green + .114 * blue)) < .51).all()
+    assert labels[:, -1].tolist() == [1, 2, 3, 4, 5]
 
+@pytest.mark.parametrize('name', ['multi30k', 'multi30k-de-en', 'a.en:a.de.gz'])
 @pytest.mark.parametrize('tokenizer', ['byte', 'bpe:300'])
-@pytest.mark.parametrize('name, languages', [('multi30k', 'en de'), ('multi30k-de-en', 'de en')])
-def test_a_pair_is_a_source_and_what_a_decoder_reads_and_says(name, languages, tokenizer, tmp_path):
-    """On all three sides, line by line; no part is 8 tokens longer than it must be."""
+def test_a_pair_is_a_source_and_what_a_decoder_reads_and_says(name, tokenizer, published, tmp_path):
+    """On all sides, line by line; no part is 8 tokens longer than it must be. Of files of your own every
+    tenth line validates."""
     if tokenizer == 'bpe:300':
         pytest.importorskip('tokenizers')
-    lines = captions(tmp_path / 'files')
-    (train_set, val_set), meta = rows_of(name, tmp_path, tokenizer=tokenizer, file=str(tmp_path / 'files'))
-    third, same = prepare.test_side(str(tmp_path / name))
-    third = third.reshape(-1, 2, meta['row']).swapaxes(0, 1)
+    lines = list(zip(GERMAN, ENGLISH) if name == 'multi30k-de-en' else zip(ENGLISH, GERMAN))
+    parts = [lines[part] for part in SIDES.values()]
+    if name == 'a.en:a.de.gz':
+        parts = [pair for i, pair in enumerate(lines) if i % 10 != 9], lines[9::10]
+    name, flags = published(name)
+    sides, meta = rows_of(name, tmp_path, **{**flags, 'tokenizer': tokenizer})
     S, pad, ignore = meta['source'], meta['pad'], meta['ignore']
     T = meta['row'] - S
     longest = [0, 0]
-    for side, rows in ('train', train_set), ('val', val_set), ('test_2016_flickr', third):
-        sources, texts = (lines[side, language] for language in languages.split())
-        for x, y, source, text in zip(*rows, sources, texts, strict=True):
+    for rows, pairs in zip(sides, parts, strict=True):
+        for x, y, (source, text) in zip(*rows, pairs, strict=True):
             read, said = prepare.encode(source, meta), prepare.encode(text, meta)
             rest = T - 1 - len(said)
             assert x.tolist() == read + [pad] * (S - len(read)) + [pad] + said + [pad] * rest
             assert y.tolist() == [ignore] * S + said + [pad] + [ignore] * rest
             assert prepare.decode(x[:S], meta) == source and prepare.decode(x[S:], meta) == text
             longest = np.maximum(longest, [len(read), 1 + len(said)])
-    assert [S, T] == (-(-longest // 8) * 8).tolist() and pad == meta['vocab_size'] - 1 and same == meta
-    if tokenizer == 'bpe:300':                                  # both directions have the same tokens
-        both = '\n'.join(lines['train', 'en'] + lines['train', 'de'])
-        assert meta['json'] == prepare.learn(both.encode(), 300)
-    (tmp_path / name / 'test.bin').unlink()
-    with pytest.raises(ValueError, match='test.bin'):
-        prepare.load(str(tmp_path / name))
+    assert [S, T] == (-(-longest // 8) * 8).tolist() and pad == meta['vocab_size'] - 1
+    if tokenizer == 'bpe:300' and 'multi30k' in name:           # both directions have the same tokens
+        assert meta['json'] == prepare.learn('\n'.join(ENGLISH[:40] + GERMAN[:40]).encode(), 300)
 
-def test_both_directions_are_made_from_the_files_of_one_folder(tmp_path, monkeypatch):
-    """Whose sizes are known; rows may be shorter."""
-    captions(tmp_path / 'multi30k')
-    packed = {path.name: path.read_bytes() for path in (tmp_path / 'multi30k').iterdir()}
-    files = {name: (len(data), hashlib.sha256(data).hexdigest()) for name, data in packed.items()}
+def test_both_directions_are_made_from_the_files_of_one_folder(published, tmp_path, monkeypatch):
+    """Whose sha256 are known; rows may be shorter; a side that is gone is missed."""
+    published('multi30k')
+    folder = shutil.copytree(tmp_path / 'files', tmp_path / 'multi30k')
+    known = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
     for name in 'multi30k', 'multi30k-de-en':
-        monkeypatch.setitem(prepare.DATASETS, name, {**prepare.DATASETS[name], 'files': files, 'urls': []})
+        monkeypatch.setitem(prepare.DATASETS, name, {**prepare.DATASETS[name], 'files': known, 'urls': []})
         *_, meta = prepare.load(f'{name}-16', str(tmp_path), 'byte')
         assert meta['source'] == 16 and meta['row'] == 32
-    (tmp_path / 'multi30k' / 'val.de.gz').write_bytes(packed['val.en.gz'])
-    with pytest.raises(ValueError, match='val.de.gz is not the file of multi30k-de-en'):
+    (folder / 'val.de.gz').write_bytes((folder / 'val.en.gz').read_bytes())
+    with pytest.raises(ValueError, match='val.de.gz is not the file of multi30k-de-en: sha256 is'):
         prepare.load('multi30k-de-en', str(tmp_path), 'byte')
+    (tmp_path / 'multi30k-16-byte' / 'test.bin').unlink()
+    with pytest.raises(ValueError, match='test.bin'):
+        prepare.load('multi30k-16', str(tmp_path), 'byte')
 
-def test_two_files_of_your_own_are_pairs(tmp_path, monkeypatch, capsys):
-    """Also the other way round, in the tokens and the rows of a model; every tenth line validates."""
-    a, b = tmp_path / 'a.en', tmp_path / 'a.de.gz'
-    sources, texts = ['two men ' * (i % 4) + str(i) for i in range(40)], [f'zwei {i}' for i in range(40)]
-    a.write_text('\n'.join(sources))
-    b.write_bytes(gzip.compress('\n'.join(texts).encode()))
-    sides, meta = rows_of(f'{a}:{b}', tmp_path, tokenizer='byte')
-    assert meta['source'] == 32 and meta['row'] == 40 and 'test' not in meta
-    tenth = list(zip(sources, texts))[9::10]
-    others = [pair for pair in zip(sources, texts) if pair not in tenth]
-    for (x, _), expected in zip(sides, (others, tenth)):
-        assert [(prepare.decode(row[:32], meta), prepare.decode(row[32:], meta)) for row in x] == expected
-    capsys.readouterr()
-    *_, reverse = prepare.load(f'{b}:{a}', str(tmp_path), like=meta)
-    assert prepare.same_tokens(meta, reverse) and reverse['name'] != meta['name']
-    assert '26 of 36 texts have more than 7 tokens' in capsys.readouterr().out
-    assert not prepare.same_tokens(meta, {**meta, 'source': 24})
+def test_two_files_of_your_own_are_pairs_in_the_tokens_and_rows_of_a_model(published, tmp_path, capsys,
+                                                                           monkeypatch):
+    name, flags = published('a.en:a.de.gz')
+    reverse = ':'.join(reversed(name.split(':')))
+    *_, meta = prepare.load(name, tokenizer='byte')
+    *_, other = prepare.load(reverse, like={**meta, 'source': 16, 'row': 32})
+    assert other['source'] == 16 and other['row'] == 32 and other['name'] != meta['name']
+    assert '40 of 47 texts have more than 15 tokens' in capsys.readouterr().out
+    assert not prepare.same_tokens(meta, other)
     with pytest.raises(ValueError, match='no test side'):
-        prepare.test_side(f'{a}:{b}', str(tmp_path), like=meta)
-    for name in f'{a}:{tmp_path}/no.de', f'{tmp_path}/no.de:{a}':
-        with pytest.raises(ValueError, match=r"no data set or file '[^:]*no\.de'"):
-            prepare.load(name, str(tmp_path))
+        prepare.test_side(name, like=meta)
     monkeypatch.setitem(sys.modules, 'tokenizers', None)        # as if it were not installed
     with pytest.raises(ValueError, match='pip install tokenizers; --tokenizer=byte does without it'):
-        prepare.load(f'{a}:{b}', str(tmp_path))
+        prepare.load(name)
 
 @pytest.mark.parametrize('kind', ['byte', 'llama2', 'llama3'])
 def test_a_model_of_texts_reads_one_file_behind_the_other(kind, tmp_path):
@@ -2059,22 +2124,6 @@ def test_kinds_of_files_of_your_own_share_no_folder(tmp_path):
         names.add(prepare.place(':'.join(str(tmp_path / part) for part in name.split(':'))))
     assert len(names) == 4
 
-@pytest.mark.parametrize('file, content, words', [
-    ('a.en', b'one\n' * 19, 'a.en has 19 lines and .*a.de 20'),
-    ('a.de', b'eins\n' * 11 + b' \xc2\xa0\n' + b'eins\n' * 8, 'a.de, line 12: .* is not a sentence'),
-    ('a.en', b'one\n' * 4 + b'caf\xe9\n' + b'one\n' * 15, 'a.en, line 5: .* in utf-8'),
-    ('b.gz', b'eins\n' * 20, 'cannot read .*b.gz: damaged'),
-    ('b.gz', gzip.compress(b'eins\n' * 20)[:-9], 'cannot read .*b.gz: damaged')],
-    ids=['shorter', 'blank', 'not UTF-8', 'not packed', 'cut off'])
-def test_what_no_pairs_can_be_made_of_is_said_in_a_line(file, content, words, tmp_path):
-    for name, line in ('a.en', b'one\n'), ('a.de', b'eins\n'):
-        (tmp_path / name).write_bytes(line * 20)
-    (tmp_path / file).write_bytes(content)
-    other = file if file == 'b.gz' else 'a.de'
-    with pytest.raises(ValueError, match=words) as e:
-        prepare.load(f'{tmp_path}/a.en:{tmp_path}/{other}', str(tmp_path), 'byte')
-    assert '\n' not in str(e.value)
-
 def test_sources_of_users_are_rows_as_those_of_a_set_are():
     meta = dict(tokenizer='byte', vocab_size=257, pad=256, source=8)
     rows = prepare.source_rows([' two ', 'h\u00e4t'], meta)
@@ -2084,25 +2133,21 @@ def test_sources_of_users_are_rows_as_those_of_a_set_are():
         with pytest.raises(ValueError, match=f'text 2 has {count} tokens, expected 1 to 8'):
             prepare.source_rows(['two', text], meta)
 
-def test_tokens_say_the_text_again(text, characters):
-    for data in text, characters:
-        train_set, val_set, meta = prepare.load(data)
-        assert prepare.decode(np.concatenate([train_set, val_set]), meta) == TEXT
-        assert prepare.encode(TEXT[:50], meta) == train_set[:50].tolist()
-    assert prepare.load(text)[2]['tokenizer'] == 'byte'
-
-def test_a_text_is_prepared_in_the_tokens_of_another(text, characters, tmp_path):
+def test_a_text_is_prepared_in_tokens_that_say_it_again_or_in_those_of_another(text, characters, tmp_path):
     """As a model needs it: bytes, or characters by its own table, beside what the text itself would make."""
+    assert prepare.load(text)[2]['tokenizer'] == 'byte'
     (tmp_path / 'new.txt').write_text('the quick lazy fox jumps\n' * 20)
+    (tmp_path / 'foreign.txt').write_text('\u20ac' * 200)
     new = str(tmp_path / 'new.txt')
     for like in text, characters:
-        wanted = prepare.load(like)[2]
+        train_set, val_set, wanted = prepare.load(like)
+        assert prepare.decode(np.concatenate([train_set, val_set]), wanted) == TEXT
+        assert prepare.encode(TEXT[:50], wanted) == train_set[:50].tolist()
         data, _, meta = prepare.load(new, like=wanted)
         assert prepare.same_tokens(meta, wanted)
         assert prepare.decode(data[:24], meta) == 'the quick lazy fox jumps'
-    (tmp_path / 'foreign.txt').write_text('\u20ac' * 200)
     with pytest.raises(ValueError, match='\u20ac'):
-        prepare.load(str(tmp_path / 'foreign.txt'), like=prepare.load(characters)[2])
+        prepare.load(str(tmp_path / 'foreign.txt'), like=wanted)
     with pytest.raises(ValueError, match='ids'):
         prepare.load(new, like=dict(tokenizer='ids', vocab_size=40, row=128))
 
@@ -2184,35 +2229,17 @@ def test_subwords_are_learned_from_the_training_side_in_a_folder_of_their_own(tm
     beside = prepare.load('stdlib', root, like=other)[2]['name']
     assert beside.startswith('stdlib-bpe-300-') and len(os.listdir(root)) == 3
     monkeypatch.setitem(prepare.DATASETS['stdlib'], 'make', lambda _: (train_side, b'\xff' + val))
-    with pytest.raises(ValueError, match='UTF-8'):
+    with pytest.raises(ValueError, match='utf-8'):
         prepare.load('stdlib', root, 'bpe:301')
     assert prepare.load('stdlib', root)[2]['tokenizer'] == 'byte'
-
-def test_broken_data_is_refused(text, tmp_path, capsys):
-    folder = tmp_path / 'set'
-    prepare.load(text)
-    shutil.copytree(next(Path(prepare.HERE).glob('text-text-*')), folder)
-    meta, train_bin = json.loads((folder / 'meta.json').read_text()), (folder / 'train.bin').read_bytes()
-    short = {**meta['train'], 'tokens': 9, 'bytes': 9}
-    for named, content, changes in (
-            ('train.bin', b'', {}), ('train.bin', train_bin[:-5], {}), ('meta.json', train_bin, None),
-            ('vocab', train_bin, dict(vocab_size=100)), ('float99', train_bin, dict(dtype='float99')),
-            ('longer text', train_bin[:9], dict(train=short)), ('row', train_bin, dict(row='many'))):
-        (folder / 'train.bin').write_bytes(content)
-        (folder / 'meta.json').write_text('{"name": ' if changes is None else json.dumps({**meta, **changes}))
-        flags = f'--data={folder}', f'--out={tmp_path / "out"}', *TINY, '--steps=1'
-        assert named in refused(capsys, train.main, *flags)
-        assert not (tmp_path / 'out').exists()
-    (tmp_path / 'empty.txt').write_text('')
-    assert 'empty.txt' in refused(capsys, train.main, f'--data={tmp_path / "empty.txt"}')
 
 def task(folder, **more):
     """The path of a small task with more in its meta.json: 6 rows of 8 inputs and 8 targets, all 0..7; with
     classes the last target alone counts."""
     side = dict(tokens=96, sha256='')
-    meta = dict(name='task', tokenizer='ids', dtype='uint16', vocab_size=300, row=8, ignore=300, **more)
+    meta = dict(name='task', tokenizer='ids', dtype='uint16', vocab_size=300, row=8, ignore=300, train=side)
     folder.mkdir()
-    (folder / 'meta.json').write_text(json.dumps({**meta, 'train': side, 'val': side}))
+    (folder / 'meta.json').write_text(json.dumps({**meta, 'val': side, **more}))
     rows = np.tile(np.arange(8, dtype=np.uint16), (6, 2))
     if 'classes' in more:
         rows[:, 8:15] = 300
@@ -2220,22 +2247,32 @@ def task(folder, **more):
         (folder / name).write_bytes(rows.tobytes())
     return str(folder)
 
-def test_what_tasks_say_of_their_rows_is_checked(tmp_path):
-    """pad, classes, source, patch: the format of encoders' data."""
-    for i, (key, good, bad) in enumerate([('pad', 0, 300), ('classes', 8, 1), ('source', 4, 8)]):
-        more = {'pad': 0} if key == 'source' else {}
-        assert prepare.load(task(tmp_path / f'good{i}', **{**more, key: good}))[2][key] == good
-        with pytest.raises(ValueError, match=f'meta.json.*{key} is {bad}'):
-            prepare.load(task(tmp_path / f'bad{i}', **{**more, key: bad}))
-    for i, more in enumerate([dict(), dict(pad=0, classes=8), dict(pad=0, patch=4)]):
-        with pytest.raises(ValueError, match='source is there: expected row and pad'):
-            prepare.load(task(tmp_path / f'source{i}', source=4, **more))
-    with pytest.raises(ValueError, match='target 7'):           # a class that is none
-        prepare.load(task(tmp_path / 'class', classes=5))
-    data = tmp_path / 'good1' / 'val.bin'
-    data.write_bytes(data.read_bytes()[:-2] + b'\x2c\x01')      # 300: the last row has no class
-    with pytest.raises(ValueError, match='row 5 has 0 targets'):
-        prepare.load(str(data.parent))
+@pytest.mark.parametrize('more, spoil, words', [
+    (dict(pad=300), None, 'meta.json.*pad is 300, expected a whole number from 0 to 299'),
+    (dict(classes=1), None, 'classes is 1'), (dict(source=8, pad=0), None, 'source is 8'),
+    (dict(source=4), None, 'source is there: expected row and pad'),
+    (dict(source=4, pad=0, classes=8), None, 'source is there: expected row and pad'),
+    (dict(source=4, pad=0, patch=4), None, 'source is there: expected row and pad'),
+    (dict(row='many'), None, "row is 'many'"), (dict(vocab_size=True), None, 'vocab_size is True'),
+    (dict(dtype='float99'), None, 'float99'), (dict(tokenizer='char', chars='abc'), None, 'number of chars'),
+    (dict(patch=4), None, 'vocab_size is 300, not 256'), (dict(train=None), None, 'TypeError'),
+    (dict(classes=5), None, 'val.bin.*target 7|train.bin.*target 7'),         # a class that is none
+    (dict(classes=8), lambda data: data[:-2] + b'\x2c\x01', 'row 5 has 0 targets'),
+    ({}, lambda data: b'\x2c\x01' + data[2:], 'holds token 300, the vocabulary ends at 299'),
+    ({}, 'meta.json', 'meta.json or its .bin files are broken'),
+    ({}, lambda data: data[:-5], 'val.bin has 187 bytes, meta.json says 192'),
+    ({}, lambda data: b'', 'val.bin has 0 bytes')])
+def test_what_a_prepared_set_says_and_holds_is_checked_before_a_model_is_built(more, spoil, words, tmp_path,
+                                                                               capsys):
+    folder = task(tmp_path / 'set', **more)
+    if spoil == 'meta.json':
+        (tmp_path / 'set' / spoil).write_text('{"name": ')
+    elif spoil:
+        data = tmp_path / 'set' / 'val.bin'
+        data.write_bytes(spoil(data.read_bytes()))
+    out = tmp_path / 'out'
+    err = refused(capsys, train.main, f'--data={folder}', f'--out={out}', *TINY, '--steps=1')
+    assert re.search(words, err) and 'prepare it anew' in err and not out.exists()
 
 @pytest.fixture(scope='session')
 def threes(tmp_path_factory):
@@ -2394,6 +2431,20 @@ def test_a_failed_write_leaves_the_old_file(a_model, tmp_path, monkeypatch):
     with pytest.raises(OSError, match='No space'), prepare.whole(str(tmp_path / 'new.bin')) as temp:
         Path(temp).write_bytes(b'half')
     assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]
+
+def test_a_set_that_is_half_replaced_is_made_anew(text, tmp_path, monkeypatch):
+    folder, replace = Path(prepare.prepare(text, str(tmp_path))), os.replace
+
+    def failing(old, new):
+        if new.endswith('train.bin'):
+            raise OSError(5, 'Input/output error')
+        replace(old, new)
+    with monkeypatch.context() as faulty:
+        faulty.setattr(os, 'replace', failing)
+        with pytest.raises(ValueError, match='Input/output error'):
+            prepare.prepare(text, str(tmp_path))
+    assert not (folder / 'meta.json').exists()
+    assert prepare.load(text, str(tmp_path))[2]['name'] == folder.name
 
 def test_broken_checkpoints_are_refused(a_model, tmp_path, capsys):
     """Missing, cut, foreign, changed by one bit anywhere: never a wrong model, never another exception."""
@@ -4279,46 +4330,44 @@ def served(answer):
     server.shutdown()
     server.server_close()
 
-def test_downloads_end_whole_or_not_at_all(tmp_path, monkeypatch):
-    """A server that cuts, lies, fails and sends web pages. Nothing wrong is left under the right name."""
-    body, state = TEXT.encode(), {}
+@pytest.mark.parametrize('mode, hits', [
+    ('fine', 1), ('cut', 2), ('503 first', 2), ('always cut', 4), ('404', 4), ('wrong', 1), ('html', 1)])
+@pytest.mark.parametrize('name', ['polarity', 'trec'])
+def test_downloads_end_whole_or_not_at_all(name, mode, hits, tmp_path, monkeypatch):
+    """One file or several, from a server that cuts, lies, fails and sends web pages. Nothing wrong is left."""
+    bodies, asked = PUBLISHED[name], []
 
     def answer(request, _):
-        state['hits'] += 1
-        mode, first = state['mode'], state['hits'] == 1
-        start = 0 if mode == 'no-range' else int((request.headers.get('Range') or 'bytes=0-')[6:-1])
-        if mode == '404' or mode == '503-then-fine' and first:
+        asked.append(request.path)
+        first = len(asked) == 1
+        if mode == '404' or mode == '503 first' and first:
             return request.send_error(int(mode[:3]))
-        content = {'wrong': b'x' * len(body), 'html': b'<html>sign in</html>'}.get(mode, body)
-        request.send_response(206 if start else 200)
-        request.send_header('Content-Type', 'text/html' if mode == 'html' else 'text/plain')
-        if start:
-            request.send_header('Content-Range', f'bytes {start}-{len(content) - 1}/{len(content)}')
-        request.send_header('Content-Length', str(len(content) - start))
+        content = bodies[request.path[1:]]
+        content = {'wrong': content[::-1], 'html': b'<html>sign in</html>'}.get(mode, content)
+        request.send_response(200)
+        request.send_header('Content-Length', str(len(content)))
         request.end_headers()
-        half = len(content) // 2 if mode in ('cut', 'no-range') and first else None
-        request.wfile.write(content[start:start + 100 if mode == 'always-cut' else half])
+        cut = mode == 'always cut' or mode == 'cut' and first
+        request.wfile.write(content[:5 if cut else None])
     monkeypatch.setattr(prepare.time, 'sleep', lambda s: None)
+    known = {base: hashlib.sha256(body).hexdigest() for base, body in bodies.items()}
     with served(answer) as address:
-        url = f'{address}/input.txt'
-        row = dict(files={'input.txt': (len(body), hashlib.sha256(body).hexdigest())}, urls=[address])
-        monkeypatch.setitem(prepare.DATASETS, 'shakespeare', {**prepare.DATASETS['shakespeare'], **row})
-        for mode, hits in dict({'': 1, 'cut': 2, 'no-range': 2, '503-then-fine': 2},               # end well
-                               **{'always-cut': 0, 'wrong': 0, 'html': 0, '404': 0}).items():      # do not
-            state.update(mode=mode, hits=0)
-            root = tmp_path / (mode or 'fine')
-            path = root / 'shakespeare' / 'input.txt'
-            if hits:
-                train_set, val_set, meta = prepare.load('shakespeare', str(root))
-                assert (state['hits'], path.read_bytes(), meta['vocab_size']) == (hits, body, len(set(TEXT)))
-                assert prepare.decode(np.concatenate([train_set, val_set]), meta) == TEXT
-            else:
-                with pytest.raises(ValueError, match='by hand') as e:
-                    prepare.load('shakespeare', str(root))
-                assert url in str(e.value) and str(path) in str(e.value) and '\n' not in str(e.value)
-                assert not path.exists() and state['hits']
+        row = {**prepare.DATASETS[name], 'files': known, 'urls': [address]}
+        monkeypatch.setitem(prepare.DATASETS, name, row)
+        if mode in ('fine', 'cut', '503 first'):
+            prepare.load(name, str(tmp_path))
+            assert {base: (tmp_path / name / base).read_bytes() for base in bodies} == bodies
+            assert len(asked) == hits + len(bodies) - 1
+        else:
+            with pytest.raises(ValueError, match='by hand') as e:
+                prepare.load(name, str(tmp_path))
+            place = tmp_path / name / next(iter(bodies))
+            assert f'{address}/{place.name}: ' in str(e.value) and str(place) in str(e.value)
+            assert '\n' not in str(e.value) and len(asked) == hits
+            assert not list(tmp_path.rglob('*.*'))
+    (tmp_path / 'down').mkdir()
     with pytest.raises(ValueError, match='by hand'):                # nobody answers
-        prepare.load('shakespeare', str(tmp_path / 'down'))
+        prepare.load(name, str(tmp_path / 'down'))
 
 SENT = {        # of a hub: which file it sends otherwise, and how; what is said; what is kept of the others
     'sum': ('me/one', 'model.safetensors', lambda x: x[::-1], 'sha256 is', ['config.json']),

@@ -78,11 +78,8 @@ def stdlib(_):
         for path in [os.path.join(folder, n) for n in names if n.endswith('.py')]:
             if os.path.isfile(path) and not os.path.islink(path):
                 paths.append(os.path.relpath(path, root).replace(os.sep, '/'))
-    if not paths:
-        raise ValueError(f'no .py files below {root} (a zipped Python?); use --data=path/to/file.txt')
     texts = [read(os.path.join(root, p)) for p in sorted(paths)]
-    val = texts[9::10]
-    del texts[9::10]
+    (texts, _), (val, _) = tasks.every_tenth(texts, [])
     return b''.join(texts), b''.join(val)
 
 
@@ -96,8 +93,7 @@ def shakespeare(path):
 def local_text(path):
     """The last 10 % validate, cut at a line end (where lines are very long, between two characters)."""
     text = read(path)
-    for _ in pieces(text):                                      # refuses what is not UTF-8
-        pass
+    text.decode()                                               # refuses what is not UTF-8
     latest = int(len(text) * .9)
     cut = text.rfind(b'\n', int(len(text) * .8), latest) + 1 or latest
     while cut < len(text) and text[cut] & 0xC0 == 0x80:         # inside a UTF-8 character
@@ -107,50 +103,45 @@ def local_text(path):
 
 def wikitext(path):
     """From the zip as published, or a folder with wiki.train.raw and wiki.valid.raw."""
-    if os.path.isdir(path):
-        return read(os.path.join(path, 'wiki.train.raw')), read(os.path.join(path, 'wiki.valid.raw'))
-    import zipfile
-    try:
-        with zipfile.ZipFile(path) as z:
-            member = {os.path.basename(n): n for n in z.namelist()}
-            return z.read(member['wiki.train.raw']), z.read(member['wiki.valid.raw'])
-    except (zipfile.BadZipFile, KeyError) as e:
-        raise ValueError(f'{path}: not the zip with wiki.train.raw and wiki.valid.raw ({e})') from None
+    return tasks.named(path, 'wiki.train.raw', 'wiki.valid.raw')
 
 
 # ---- the sets ----------------------------------------------------------------------------------------------
 
 HUB = 'https://huggingface.co'                                  # the environment's HF_ENDPOINT replaces it
-DATASETS = {    # files: name, size and sha256, or None where not known; urls: folders that have them, in turn
+WIKI = {'tokenizer': 'gpt2', 'make': wikitext}
+DATASETS = {    # files: name and sha256, or None where not known; urls: folders that have them, in turn
     'stdlib': {'help': "the .py files of Python's standard library, 12 MB", 'tokenizer': 'byte',
                'make': stdlib},
     'shakespeare': {
         'help': 'tiny shakespeare, 1.1 MB', 'tokenizer': 'char', 'make': shakespeare,
-        'files': {'input.txt': (
-            1_115_394, '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed')},
-        'urls': [
-            'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare']},
+        'files': {'input.txt': '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'},
+        'urls': ['https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare']},
     'wikitext2': {
-        'help': 'WikiText-2 raw, 11 MB, CC BY-SA', 'tokenizer': 'gpt2', 'make': wikitext,
-        'files': {'wikitext-2-raw-v1.zip': (
-            4_721_645, 'ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11')},
+        **WIKI, 'help': 'WikiText-2 raw, 11 MB, CC BY-SA', 'files': {
+            'wikitext-2-raw-v1.zip': 'ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11'},
         'urls': ['https://wikitext.smerity.com', f'{HUB}/datasets/ggml-org/ci/resolve/main']},
     'wikitext103': {
-        'help': 'WikiText-103 raw, 540 MB, CC BY-SA', 'tokenizer': 'gpt2', 'make': wikitext,
-        'files': {'wikitext-103-raw-v1.zip': (
-            191_984_949, '91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794')},
+        **WIKI, 'help': 'WikiText-103 raw, 540 MB, CC BY-SA', 'files': {
+            'wikitext-103-raw-v1.zip': '91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794'},
         'urls': ['https://wikitext.smerity.com',
                  f'{HUB}/datasets/mattdangerw/wikitext-103-raw/resolve/main']},
     **tasks.SETS,
 }
+FLAGS = {
+    '--tokenizer': OF_TEXTS,
+    '--length': 'tokens of a row, or of a part of a pair, at most: another set, as listops-2048',
+    '--patch': 'side of the squares of a picture: another set, as mnist-patch7',
+    '--url': 'fetch from this mirror; of several files: the folder',
+    '--file': 'a local copy of what would be fetched; of several files: the folder'}
 # own: how names of folders begin, so that no two kinds of sets share one
 OWN_TEXT = {'own': 'text', 'help': 'a text of your own', 'tokenizer': 'byte', 'make': local_text}
-OWN_LINES = {'own': 'lines', 'help': 'labelled lines of your own', 'tokenizer': 'byte', 'make': tasks.tsv,
-             'length': 1024}
+OWN_LINES = {'own': 'lines', 'help': 'labelled lines of your own', 'tokenizer': 'byte', 'make': tasks.lines,
+             'answers': 'labels', 'length': 1024}
 OWN_PAIRS = {'own': 'pairs', 'help': 'translations of your own', 'tokenizer': 'bpe:4096',
-             'make': tasks.parallel, 'pairs': True, 'length': 256}
+             'make': tasks.parallel, 'answers': 'pairs', 'length': 256}
 OWN_TOLD = {'own': 'told', 'help': 'pairs of your own, for a model of texts', 'tokenizer': 'byte',
-            'make': tasks.parallel, 'told': True, 'length': 1024}
+            'make': tasks.parallel, 'answers': 'told', 'length': 1024}
 
 
 def find(name):
@@ -174,8 +165,8 @@ def find(name):
 
 
 def having(key):
-    """Names of the sets whose rows say something of key."""
-    return [name for name, row in DATASETS.items() if key in row]
+    """Names of the sets whose rows say something of key, for messages."""
+    return ', '.join(name for name, row in DATASETS.items() if key in row)
 
 
 def files_of(name):
@@ -325,8 +316,8 @@ def source_rows(texts, meta):
             raise ValueError(f'text {number} has {len(tokens)} tokens, expected 1 to {most}: {text[:30]!r}; '
                              'leave it out, or cut it into sentences')
         rows.append(tokens)
-    longest = max(map(len, rows), default=0)
-    return tasks.filled(rows, longest, meta)
+    longest = max(map(len, rows))
+    return np.array([row + [meta['pad']] * (longest - len(row)) for row in rows])
 
 
 def decode(tokens, meta):
@@ -350,6 +341,7 @@ def decode(tokens, meta):
 # A blank between two letters, both ASCII or both of two bytes, as in Greek and Cyrillic. Tokenizers split in
 # front of it, whatever stands around; of line ends and punctuation some make one token.
 BETWEEN = re.compile(rb'(?<=[A-Za-z]) (?=[A-Za-z])|(?<=[\xc3-\xdf].) (?=[\xc3-\xdf])', re.S)
+PHRASE = re.compile('[A-Za-z][ \u0120\u2581]')                  # in a token: it goes on behind such a blank
 
 
 def pieces(data, size=1 << 20):
@@ -358,10 +350,7 @@ def pieces(data, size=1 << 20):
     while start < len(data):
         cut = BETWEEN.search(data, start + size)
         end = cut.start() if cut else len(data)
-        try:
-            yield data[start:end].decode('utf-8')
-        except UnicodeDecodeError as e:
-            raise ValueError(f'not a UTF-8 text: byte {start + e.start:,} is wrong') from None
+        yield data[start:end].decode()
         start = end
 
 
@@ -372,7 +361,7 @@ def tokenize(data, meta, size=1 << 20):
         yield np.frombuffer(data, np.uint8)
         return
     from tqdm import tqdm
-    if 'json' in meta and has_phrases(subwords(meta['json']).get_vocab()):
+    if 'json' in meta and any(map(PHRASE.search, subwords(meta['json']).get_vocab())):
         size = len(data)                                        # there is no place to cut at
     letter = ''
     # disable=None: a bar on a terminal only
@@ -385,30 +374,21 @@ def tokenize(data, meta, size=1 << 20):
         letter = text[-1]
 
 
-def has_phrases(tokens):
-    """Whether there is a letter with a blank behind it, in one of the ways in which tokens are written."""
-    return any(re.search('[A-Za-z][ \u0120\u2581]', token) for token in tokens)
-
-
 # ---- files -------------------------------------------------------------------------------------------------
 
 def read(path):
     """The bytes of a file."""
-    try:
-        with open(path, 'rb') as f:
-            return f.read()
-    except OSError as e:
-        raise ValueError(f'cannot read {path}: {e.strerror}') from None
+    with tasks.readable(path), open(path, 'rb') as f:
+        return f.read()
 
 
 @contextlib.contextmanager
 def whole(path):
     """`with whole(path) as temp:` write a file named temp, and it becomes path, in one step. Who reads path
     meanwhile, or after a crash at any moment, finds the old file or the new one; a failure leaves the old one
-    and nothing else. What was written is on the disk before it is renamed, and so is the new name after."""
+    and nothing else. What was written is on the disk before it is renamed."""
     temp = f'{path}.{os.getpid()}.part'
-    folder = os.path.dirname(os.path.abspath(path))
-    os.makedirs(folder, exist_ok=True)
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     try:
         yield temp
         with open(temp, 'rb+') as f:
@@ -417,30 +397,26 @@ def whole(path):
     finally:
         if os.path.exists(temp):
             os.remove(temp)
-    if os.name == 'posix':                                      # elsewhere folders cannot be opened
-        names = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(names)
-        finally:
-            os.close(names)
 
 
-def write(path, blocks):
-    """Write blocks of bytes to path: whole under that name, or not there at all. Returns their sha256."""
+def fill(path, blocks):
+    """Write blocks of bytes to a file -> their sha256."""
     digest = hashlib.sha256()
-    with whole(path) as temp, open(temp, 'wb') as f:
+    with open(path, 'wb') as f:
         for block in blocks:
             f.write(block)
             digest.update(block)
     return digest.hexdigest()
 
 
+def write(path, blocks):
+    """The same: whole under that name, or not there at all."""
+    with whole(path) as temp:
+        fill(temp, blocks)
+
+
 def flaw(path, size=None, sha256=None):
     """What is wrong with a fetched file, in words, or None. A size or sha256 of None is not known."""
-    with open(path, 'rb') as f:
-        head = f.read(512).lstrip().lower()
-    if head.startswith((b'<!doctype html', b'<html')):
-        return 'an HTML page in place of the file'
     found = os.path.getsize(path)
     if size and found != size:
         return f'{found:,} bytes, not {size:,}'
@@ -451,56 +427,34 @@ def flaw(path, size=None, sha256=None):
 
 
 def download(url, path, size=None, sha256=None, headers=None):
-    """Fetch url to path by way of path.part, where a later call goes on. requests honours HTTPS_PROXY.
-
-    Tried four times; ValueError if it cannot be had, or has another size or sha256 than it should have.
-    """
-    part = path + '.part'
-    os.makedirs(os.path.dirname(part), exist_ok=True)
+    """Fetch url to path: whole, or ValueError if it cannot be had, or has another size or sha256 than it
+    should have. Where the connection breaks it begins anew, three times. requests honours HTTPS_PROXY."""
+    import requests
     for attempt in range(4):
         time.sleep(attempt / 2)
-        have = os.path.getsize(part) if os.path.exists(part) else 0
-        problem = receive(url, part, have, headers or {})
-        if problem:
-            continue
-        problem = flaw(part, size, sha256)
-        if not problem:
-            os.replace(part, path)
+        try:
+            with whole(path) as temp:
+                receive(url, temp, headers)
+                wrong = flaw(temp, size, sha256)
+                if wrong:
+                    raise ValueError(f'{url}: {wrong}')
             return
-        os.remove(part)
-        if not have:                                            # else once more: the old part may be to blame
-            raise ValueError(f'{url}: {problem} (deleted)')
+        except requests.RequestException as e:
+            problem = f'{type(e).__name__}: {str(e)[:100]}'
     raise ValueError(f'{url}: {problem}')
 
 
-def receive(url, part, have, headers):
-    """Ask for what comes after the first `have` bytes, and write it behind them into the file `part`.
-    -> None, or what went wrong in words"""
+def receive(url, path, headers):
+    """Write what comes from url to a file; requests.RequestException where fewer bytes come than said."""
     import requests
     from tqdm import tqdm
-    headers = {**headers, 'Accept-Encoding': 'identity'}        # compressed, sizes would be of other bytes
-    if have:
-        headers['Range'] = f'bytes={have}-'
-    try:
-        with requests.get(url, headers=headers, stream=True, timeout=(10, 30)) as reply:
-            span = reply.headers.get('Content-Range', '')
-            if reply.status_code == 200:                        # all of it comes (again)
-                have = 0
-            elif reply.status_code != 206 or not span.startswith(f'bytes {have}-'):
-                if reply.status_code == 416:                    # as much is here, or more: start anew
-                    os.remove(part)
-                return f'HTTP {reply.status_code} {reply.reason}'
-            total = have + int(reply.headers.get('Content-Length', 0))
-            bar = tqdm(total=total, initial=have, unit='B', unit_scale=True, disable=None)
-            with open(part, 'ab') as f, bar:
-                f.truncate(have)
-                for block in reply.iter_content(1 << 14):       # a break loses less than one block
-                    have += f.write(block)
-                    bar.update(len(block))
-    except requests.RequestException as e:
-        return f'the connection failed ({type(e).__name__})'
-    if have < total:
-        return f'the connection ended after {have:,} of {total:,} bytes'
+    headers = {**(headers or {}), 'Accept-Encoding': 'identity'}        # compressed, sizes are of other bytes
+    with requests.get(url, headers=headers, stream=True, timeout=(10, 30)) as reply, open(path, 'wb') as f:
+        reply.raise_for_status()
+        total = int(reply.headers.get('Content-Length', 0))
+        with tqdm(total=total, unit='B', unit_scale=True, disable=None) as bar:
+            for block in reply.iter_content(1 << 16):
+                bar.update(f.write(block))
 
 
 def endpoint():
@@ -518,26 +472,25 @@ def fetch(name, root=None, url=None, file=None):
     several = len(row['files']) > 1
     if file and several:
         raise ValueError(f'--file={file} is no folder; {name} is made from {" and ".join(row["files"])}')
-    for base, (size, sha256) in row['files'].items():
+    for base, sha256 in row['files'].items():
         path = file or os.path.join(folder, base)
-        if file or os.path.exists(path):
-            problem = flaw(path, size, sha256)
-            if problem:
-                raise ValueError(f'{path} is not the file of {name}: {problem}; delete it, or replace it')
-            continue
         links = [f'{site}/{base}' for site in row['urls']]
         if url:
             links = [f'{url}/{base}' if several else url]
-        fetch_file(links, path, size, sha256)
+        if not file and not os.path.exists(path):
+            fetch_file(links, path, sha256)
+        wrong = flaw(path, sha256=sha256)
+        if wrong:
+            raise ValueError(f'{path} is not the file of {name}: {wrong}; delete it, or replace it')
     return folder if several else path
 
 
-def fetch_file(links, path, size, sha256):
+def fetch_file(links, path, sha256):
     """Download from the first of the links that has what is wanted."""
     problems = []
     for link in links:
         try:
-            download(link.replace(HUB, endpoint()), path, size, sha256)
+            download(link.replace(HUB, endpoint()), path, sha256=sha256)
             return
         except ValueError as e:
             problems.append(str(e))
@@ -553,20 +506,19 @@ def place(name, root=None, like=None):
     like: what is known of the tokens wanted, if they are not the set's own. The usual folder is taken only if
     it is in these tokens already; else one beside it, named after the tokens as well.
     """
-    root = root or HERE
     row = known(name, like)
     tokens = like or row
     kind = tokens['tokenizer']
     table = tokens.get('json') or ''.join(tokens.get('chars', []))
-    if find(name):
-        folder = os.path.join(root, name)
-    elif os.path.isdir(name):
-        return name
-    else:
-        folder = os.path.join(root, own_folder(name, row['own'], kind))
-        if not table:                                           # then the key says all
-            return folder
-    if not like or row['tokenizer'] in FIXED:
+    says_all = not like or row['tokenizer'] in FIXED            # the name does
+    folder = name
+    if 'own' in row:
+        if os.path.isdir(name):
+            return name
+        folder = own_folder(name, row['own'], kind)
+        says_all = not table
+    folder = os.path.join(root or HERE, folder)
+    if says_all:
         return folder
     names = [folder, f'{folder}-{kind.replace(":", "-")}']
     if table:
@@ -612,9 +564,8 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
     row = known(name, like)
     wish = like or {'tokenizer': tokenizer or row['tokenizer']}
     kind = wish['tokenizer']
-    size = kind.removeprefix('bpe:')
-    learns = size != kind and size.isdecimal() and int(size) in LEARNED
     choices = OF_TEXTS
+    learns = re.fullmatch(r'bpe:\d{3,5}', kind) and int(kind[4:]) in LEARNED
     possible = kind in TOKENIZERS or 'json' in wish or learns
     if row['tokenizer'] in FIXED:
         choices = row['tokenizer']
@@ -645,81 +596,93 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
 def sides_of(row, path, meta, wish):
     """What to write for training and for validation, and to test: arrays of tokens; meta gets what there is
     to say of them."""
+    texts = None
     if 'text' in row:
-        return tasks.generate(row, meta, local_text(path) if path else stdlib(None))
+        texts = local_text(path) if path else stdlib(None)
     if 'rows' in row:
-        return tasks.generate(row, meta)
-    if 'side' in row:
-        return tasks.pictures(row, path, meta)
-    if 'pairs' in row:
-        return pairs(row, path, meta, wish)
-    if 'told' in row:
-        return told(row, path, meta)
-    if 'length' in row:
-        return sentences(row, path, meta, wish)
-    return tokens_of(row['make'](path), meta)
+        sides = tasks.generate(row, meta, texts)
+    else:
+        sides = row['make'](path)
+    length = row.get('length')
+    if 'answers' in row:
+        sides, length = ANSWERS[row['answers']](sides, length, meta, wish)
+    elif row['tokenizer'] not in FIXED:                         # texts
+        learn_tokens(sides, meta)
+        for side, text in zip(SIDES, sides):
+            meta[side] = {'bytes': len(text)}
+        return [tokenize(text, meta) for text in sides]
+    return tasks.packed(sides, row, meta, length)
 
 
-def sentences(row, path, meta, wish):
-    """Labelled texts -> arrays of each side's rows of tokens, a text a row; meta gets all there is to say of
-    them."""
-    sides = row['make'](path)
-    labels, texts = zip(*sides)
+def labels(sides, most, meta, wish):
+    """Texts and their labels -> the same in tokens, and the length of rows: in random order, always the same,
+    as files have one class after the other. meta gets all there is to say of tokens, here and below."""
+    texts, classes = zip(*sides)
     learn_with_pad(texts, meta, wish)
-    meta['classes'] = tasks.classes(sides)
-    rows = rows_each(texts, meta, row['length'], wish.get('row'), 32, [])
-    return [tasks.labelled(x, y, row, meta) for x, y in zip(rows, labels)]
+    meta['classes'] = tasks.classes(classes)
+    found = []
+    tokens, length = fitted(texts, meta, most, wish.get('row'), 32)
+    for x, y in zip(tokens, classes):
+        order = np.random.Generator(np.random.Philox(0)).permutation(len(x))
+        found.append(([x[i] for i in order], [y[i] for i in order]))
+    return found, length
 
 
-def pairs(row, path, meta, wish):
-    """Sentences and their translations -> the same, a pair a row."""
-    sources, texts = zip(*row['make'](path))
-    learn_with_pad([a + b for a, b in zip(sources, texts)], meta, wish)
-    source = wish.get('source', 0)
-    target = wish.get('row', 0) - source
-    x = rows_each(sources, meta, row['length'], source, 8, [])
-    said = rows_each(texts, meta, row['length'], target, 8, [meta['pad']])
-    return [tasks.translated(a, b, row, meta) for a, b in zip(x, said)]
+def pairs(sides, most, meta, wish):
+    """Sentences and their translations -> the same: a row is a source, filled up with pad, then pad, as
+    nothing is said yet, and the translation; behind that, pad is the last target."""
+    sources, texts = zip(*sides)
+    learn_with_pad([a + b for a, b in sides], meta, wish)
+    given = wish.get('source', 0)
+    read, source = fitted(sources, meta, most, given, 8)
+    said, length = fitted(texts, meta, most, wish.get('row', 0) - given, 8, before=1)
+    meta['source'] = source
+    pad = np.full(source + 1, meta['pad'])
+    found = []
+    for x, y in zip(read, said):
+        inputs = [np.concatenate([a, pad[len(a):], b]) for a, b in zip(x, y)]
+        found.append((inputs, [np.append(b, pad[0]) for b in y]))
+    return found, source + length
 
 
-def told(row, path, meta):
-    """The same for a model of texts, which reads one behind the other: a pair is a row of a source, a line
-    end, the translation (or summary) and a line end, its targets what is behind the first line end. What is
-    too long for a row is cut off, of a translation only what is longer than half of it."""
-    most = row['length']
+def told(sides, most, meta, _):
+    """The same for a model of texts, which reads one behind the other: a row is a source, a line end, the
+    translation (or summary) and a line end, its targets what is behind the first line end. What is too long
+    for a row is cut off, of a translation only what is longer than half of it."""
     before, _ = ends(meta)
     end = encode('\n', meta)[-1:]
     meta['pad'] = end[0]
-    sides = []
-    for side in row['make'](path):
-        found = []
-        for source, text in zip(*side):
-            said = encode(text.decode(), meta)[:most // 2]
-            read = before + encode(source.decode(), meta)
-            found.append((read[:most - len(said) - 1] + end, said + end))
-        sides.append(found)
-    longest = max(len(read + said) - 1 for found in sides for read, said in found)
-    length = 8 * math.ceil(longest / 8)
-    return [tasks.told(found, length, row, meta) for found in sides]
+    found = []
+    for sources, texts in sides:
+        said = [encode(text.decode(), meta)[:most // 2] for text in texts]
+        inputs = []
+        for source, text in zip(sources, said):
+            tokens = before + encode(source.decode(), meta)
+            inputs.append(tokens[:most - len(text) - 1] + end + text)
+        found.append((inputs, [text + end for text in said]))
+    return found, length_of([x for x, _ in found], most, 8)
 
 
-def rows_each(sides, meta, most, given, step, begin):
-    """Lists of texts -> for each the rows (texts, length) of their tokens behind `begin`, filled up with pad.
-
-    They have the length of a model's, `given`, if there is one, else as many tokens as the longest text
-    needs, in multiples of step, but at most so many: what is behind is cut off.
-    """
-    most = given or most
-    tokens = [tokens_each(texts, meta, most, begin) for texts in sides]
-    longest = max(len(found) for side in tokens for found in side)
-    length = given or min(step * math.ceil(longest / step), most)
-    return [tasks.filled(found, length, meta) for found in tokens]
+ANSWERS = {'labels': labels, 'pairs': pairs, 'told': told}
 
 
-def tokens_each(texts, meta, most, begin):
-    """A list of arrays: `begin` and the tokens of each of some UTF-8 texts, together at most so many."""
+def fitted(sides, meta, most, given, step, before=0):
+    """Texts of each side -> their tokens, and the length of rows they fit in with `before` more tokens: that
+    of a model's rows, `given`, if there is one. What is behind is cut off."""
+    room = (given or most) - before
+    tokens = [tokens_each(texts, meta, room) for texts in sides]
+    return tokens, given or length_of(tokens, most, step, before)
+
+
+def length_of(sides, most, step, before=0):
+    """As many tokens as the longest of some lists needs, and `before` more, in multiples of step; `most`."""
+    longest = before + max(len(tokens) for side in sides for tokens in side)
+    return min(most, step * math.ceil(longest / step))
+
+
+def tokens_each(texts, meta, most):
+    """A list of arrays: the tokens of each of some UTF-8 texts, at most so many."""
     from tqdm import tqdm
-    most -= len(begin)
     found = []
     cut = 0
     for number, text in enumerate(tqdm(texts, unit='texts', disable=None), 1):
@@ -730,24 +693,16 @@ def tokens_each(texts, meta, most, begin):
         if len(tokens) > most:
             tokens = whole_text(text, meta, most)
             cut += 1
-        found.append(np.array(begin + tokens, np.uint32))
+        found.append(np.array(tokens, np.uint32))
     if cut:
         print(f'{cut:,} of {len(texts):,} texts have more than {most} tokens: the rest of them is cut off')
     return found
 
 
-def tokens_of(texts, meta):
-    """Both sides' bytes -> arrays of the tokens of each, made as they are asked for; meta gets what it must
-    say of them."""
-    learn_tokens(texts, meta)
-    for side, text in zip(SIDES, texts):
-        meta[side] = {'bytes': len(text)}
-    return [tokenize(text, meta) for text in texts]
-
-
-def learn_tokens(texts, meta):
-    """meta gets the number of tokens, and the table of characters, or the subwords, unless it has them."""
-    if not all(texts):
+def learn_tokens(sides, meta):
+    """meta gets the number of tokens, and the table of characters, or the subwords, unless it has them; by
+    the text of each side."""
+    if not all(sides):
         raise ValueError('too short to be split into training and validation')
     kind = meta['tokenizer']
     if kind == 'byte':
@@ -756,10 +711,10 @@ def learn_tokens(texts, meta):
         meta['vocab_size'] = gpt2().n_vocab                     # fails, if it must, before files are replaced
     if kind == 'char':
         if 'chars' not in meta:
-            meta['chars'] = sorted({c for text in texts for piece in pieces(text) for c in piece})
+            meta['chars'] = sorted({c for text in sides for piece in pieces(text) for c in piece})
         meta['vocab_size'] = len(meta['chars'])
     if kind.startswith('bpe:') and 'json' not in meta:          # a model may have room for more tokens
-        meta['json'] = learn(texts[0], int(kind.removeprefix('bpe:')))
+        meta['json'] = learn(sides[0], int(kind.removeprefix('bpe:')))
         meta['vocab_size'] = subwords(meta['json']).get_vocab_size()
 
 
@@ -774,18 +729,20 @@ def learn_with_pad(sides, meta, wish):
 
 
 def save(folder, meta, sides):
-    """Write each side's arrays of tokens, and then meta, with their type, number and sha256."""
+    """Write each side's arrays of tokens, and meta with their type, number and sha256: all, or nothing."""
     dtype = np.min_scalar_type(meta.get('ignore', meta['vocab_size'] - 1))
     meta['dtype'] = dtype.name
     path = os.path.join(folder, 'meta.json')
-    if os.path.exists(path):
-        os.remove(path)
-    for side, arrays in zip((*SIDES, 'test'), sides):
-        data = os.path.join(folder, side + '.bin')
-        said = meta.setdefault(side, {})
-        said['sha256'] = write(data, (a.astype(dtype, copy=False).tobytes() for a in arrays))
-        said['tokens'] = os.path.getsize(data) // dtype.itemsize
-    write(path, [json.dumps(meta, indent=1).encode()])
+    with contextlib.ExitStack() as files:
+        about = files.enter_context(whole(path))                # the first in is the last out
+        for side, arrays in zip((*SIDES, 'test'), sides):
+            data = files.enter_context(whole(os.path.join(folder, side + '.bin')))
+            said = meta.setdefault(side, {})
+            said['sha256'] = fill(data, (a.astype(dtype, copy=False).tobytes() for a in arrays))
+            said['tokens'] = os.path.getsize(data) // dtype.itemsize
+        fill(about, [json.dumps(meta, indent=1).encode()])
+        if os.path.exists(path):
+            os.remove(path)                                     # nobody reads the new beside the old
 
 
 # ---- load --------------------------------------------------------------------------------------------------
@@ -850,8 +807,8 @@ def check(meta):
             raise ValueError(f'{key} is {found!r}, expected a whole number from {low} to {high}')
     kind = meta['tokenizer']
     vocab = meta['vocab_size']
-    said = kind in (*TOKENIZERS, *FIXED) or isinstance(meta.get('json'), str)
-    if not said or meta['dtype'] not in ('uint8', 'uint16', 'uint32'):
+    known_kind = kind in TOKENIZERS + FIXED or isinstance(meta.get('json'), str)
+    if not known_kind or meta['dtype'] not in ('uint8', 'uint16', 'uint32'):
         raise ValueError(f'tokenizer {kind!r} or dtype {meta["dtype"]!r} is not known')
     if kind in ('char', 'words') and len(meta['chars']) != vocab:
         raise ValueError(f'vocab_size {vocab} is not the number of chars')
@@ -877,8 +834,10 @@ def mapped(folder, meta, side):
         highest = targets[targets != meta['ignore']].max(initial=0)
         if highest >= meta.get('classes', vocab):
             raise ValueError(f'{path}: holds target {highest}, beyond the vocabulary or the classes')
-        if 'classes' in meta:
-            refuse_many((targets != meta['ignore']).sum(1), path)
+        counts = (targets != meta['ignore']).sum(1)
+        for i in np.flatnonzero(counts != 1)[:1]:
+            if 'classes' in meta:
+                raise ValueError(f'{path}: row {i} has {counts[i]} targets, but a row is of one class')
     elif not meta[side]['bytes']:
         raise ValueError(f'{side} has 0 bytes')
     highest = inputs.max()
@@ -889,12 +848,6 @@ def mapped(folder, meta, side):
 
 TABLES = 'chars', 'json'
 TOKEN_KEYS = 'tokenizer', 'vocab_size', *TABLES, 'row', 'source', 'patch'
-
-
-def refuse_many(counts, path):
-    """ValueError unless every row has one target, its class. counts: how many each has"""
-    for i in np.flatnonzero(counts != 1)[:1]:
-        raise ValueError(f'{path}: row {i} has {counts[i]} targets, but a row is of one class')
 
 
 def same_tokens(a, b):
@@ -936,12 +889,8 @@ def main(argv=None):
     parser.error = error
     parser.add_argument('name', help='the path of a UTF-8 text file, those of two of parallel lines, '
                         f'a.en:a.de, or one of {"; ".join(sets)}')
-    parser.add_argument('--tokenizer', help=OF_TEXTS)
-    parser.add_argument('--length', help='tokens of a row, or of a part of a pair, at most: another set, '
-                        'as listops-2048')
-    parser.add_argument('--patch', help='side of the squares of a picture: another set, as mnist-patch7')
-    parser.add_argument('--url', help='fetch from this mirror; of several files: the folder')
-    parser.add_argument('--file', help='a local copy of what would be fetched; of several files: the folder')
+    for flag, about in FLAGS.items():
+        parser.add_argument(flag, help=about)
     try:
         args = parser.parse_args(argv)
         name = args.name
@@ -950,8 +899,8 @@ def main(argv=None):
         if args.patch:
             name += f'-patch{args.patch}'
         if name != args.name and not find(name):
-            raise ValueError(f'there is no set {name}; --length is for {", ".join(having("length"))}, '
-                             f'--patch for {", ".join(having("patch"))}; both are whole numbers from 1')
+            raise ValueError(f'there is no set {name}; --length is for {having("length")}, --patch for '
+                             f'{having("patch")}; both are whole numbers from 1')
         if find(name) or not os.path.isdir(name):
             prepare(name, None, args.tokenizer, args.url, args.file)
         train, val, meta = load(name, tokenizer=args.tokenizer)
@@ -965,8 +914,8 @@ def main(argv=None):
         n = 2 * meta['row']
     if 'test' in meta:
         unit += f' ({meta["test"]["tokens"] // n:,} more to test)'
-    vocab = meta['vocab_size']
-    print(f'{len(train) // n:,} training and {len(val) // n:,} validation {unit}, vocabulary {vocab:,}')
+    print(f'{len(train) // n:,} training and {len(val) // n:,} validation {unit}, vocabulary '
+          f'{meta["vocab_size"]:,}')
     return 0
 
 

