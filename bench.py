@@ -57,7 +57,6 @@ class Panel(NamedTuple):
     y: str
     title: str = ''                 # flags in braces: {heads}
     part: str = ''                  # of the table
-    form: str = 'form'              # the column that names the lines
     style: str = 'o-'
 
 
@@ -266,8 +265,8 @@ def draw(args, suite, rows):
 
 def draw_lines(axes, panel, rows):
     """A line for each form, in colours that colour-blind readers can tell; the paper's figures are hollow."""
-    for form in dict.fromkeys(row[panel.form] for row in rows):
-        mine = [row for row in rows if row[panel.form] == form]
+    for form in dict.fromkeys(row['form'] for row in rows):
+        mine = [row for row in rows if row['form'] == form]
         x = [row[panel.x] for row in mine]
         [line] = axes.plot(x, [row[panel.y] for row in mine], panel.style, label=form, markersize=5)
         if panel.x == 'S':
@@ -594,15 +593,6 @@ def language(args, suite):
     """All by the same part of the validation text, which a quick run makes shorter."""
     many = chosen(args, 2 ** 14, 2 ** 18)
     return runs(args, dataclasses.replace(suite, ways={'': Way('', f'--val_tokens={many}')}))
-
-
-def grid(args, suite):
-    """The names of lines as columns: their picture has a line for each rule over the maps."""
-    rows, said = runs(args, suite)
-    for row in rows:
-        rule, _, phi = row['form'].partition(' ')
-        row.update({'rule': rule, 'map': phi or rule})
-    return rows, said
 
 
 # ---- suites capacity, update: how much a matrix of fast weights holds. Schlag 2021 section 6.1 -------------
@@ -1322,11 +1312,16 @@ def layer(args, suite):
             if fits(f'{form} at {T:,}', need, args.device):
                 memory.forms = pick_forms()
                 cells.append(({'form': form, 'T': T}, partial(memory, x, q, k, v)))
-        times = timed(cells, args.device, 0.2, 2)
-        for row, call, took in times:
-            rows.append({**row, 'ms': 1e3 * took, 'MB': peak_bytes(call, args.device) / MB,
-                         'of attention': took / times[0][2]})
+        for row, call in beside_attention(cells, args.device, 0.2, 2):
+            rows.append({**row, 'MB': peak_bytes(call, args.device) / MB})
     return rows, {}
+
+
+def beside_attention(cells, device, least, repeats=5):
+    """Rows of one length, of which attention is the first, with their times, and their functions."""
+    times = timed(cells, device, least, repeats)
+    for row, call, took in times:
+        yield {**row, 'ms': 1e3 * took, 'of attention': took / times[0][2]}, call
 
 
 FORMS = {               # form: what it gets, by GATES, and the function
@@ -1394,14 +1389,13 @@ def train(args, suite):
     forms = FORMS | peers()
     rows = []
     for T in lengths(args):
-        times = timed(list(training_steps(forms, args, T)), args.device, chosen(args, 0.3, 1.0))
-        for row, call, took in times:
+        cells = list(training_steps(forms, args, T))
+        for row, call in beside_attention(cells, args.device, chosen(args, 0.3, 1.0)):
             with FlopCounterMode(display=False) as count:
                 call()
-            flops = count.get_total_flops()         # 0 where kernels do what it cannot see
-            rows.append({**row, 'ms': 1e3 * took, 'of attention': took / times[0][2],
-                         'of ceiling': flops / took / peak if flops else None})
-            if took > 1 and row['form'] != 'attention':
+            flops = count.get_total_flops() or None         # 0 where kernels do what it cannot see
+            rows.append({**row, 'of ceiling': flops and flops / (row['ms'] / 1e3) / peak})
+            if row['ms'] > 1000 and row['form'] != 'attention':
                 print(f'{row["form"]} is left out from here on: it takes over a second', file=sys.stderr)
                 del forms[row['form']]
     return rows, {'GFLOP/s in one large product': round(peak / 1e9)}
@@ -1491,20 +1485,17 @@ def crossing(rows, key, base, x='T', times=1):
     logarithmic scales; the least x if it is so from the start, None if it never is."""
     costs = {}
     for row in rows:
-        costs.setdefault(row['form'], {})[row[x]] = math.log(row[key])
-    mine = {at: cost - math.log(times) for at, cost in costs.pop(base, {}).items()}
-    return {form: zero_of([(at, mine[at] - cost) for at, cost in theirs.items() if at in mine])
-            for form, theirs in costs.items()}
-
-
-def zero_of(points):
-    """Where a curve, a list of (x, y), passes 0, by interpolation over log x."""
-    if points and points[0][1] >= 0:
-        return points[0][0]
-    for (x, y), (x_2, y_2) in itertools.pairwise(points):
-        if y < 0 <= y_2:
-            return round(x * (x_2 / x) ** (y / (y - y_2)))
-    return None
+        costs.setdefault(row['form'], {})[row[x]] = row[key]
+    mine = costs.pop(base, {})
+    found = {}
+    for form, theirs in costs.items():
+        sizes = [at for at in theirs if at in mine]
+        gaps = np.log([mine[at] / times / theirs[at] for at in sizes])
+        gaps = np.maximum.accumulate(gaps)                  # at the first size that it passes 0 it has passed
+        found[form] = None
+        if gaps.max(initial=-1) >= 0:
+            found[form] = round(np.exp(np.interp(0, gaps, np.log(sizes))))
+    return found
 
 
 def generating(model, tokens):
@@ -1928,7 +1919,7 @@ ROWS = [
               'cifar10-patch4': Way('cifar10-patch4', SMALL, 3000, **GOES_ON)},
         source='Zhang 2024, table 9, ViT-B/16 on ImageNet: 80.3, Hedgehog 79.5, T2R-HH 77.0', **CLASSIFIERS),
     Suite(
-        'grid', 'rules x feature maps, from nothing and from softmax, and T2R by the size of its map', grid,
+        'grid', 'rules x feature maps, from nothing and from softmax, and T2R by the size of its map', runs,
         'data seeds steps only',
         {'steps': 40, 'only': 'sum elu,sum t2r,delta elu,delta t2r'}, {'steps': 400},
         lines={'softmax': '--rule=softmax',
@@ -1937,8 +1928,6 @@ ROWS = [
               'converted': Way('', GRID_MODEL, times=4, more=1 / 16,
                                convert=f'--recipe=t2r --distil=auto --eval_rows={GRID_ROWS}')},
         figure='bits per byte', beside=('recovered',), look=on_grid_rows, unit='bits per byte',
-        panels=(Panel('map', 'ours', 'from nothing', 'from nothing', form='rule', style='o'),
-                Panel('map', 'ours', 'converted', 'converted', form='rule', style='o')),
         note='bits per byte on 256 rows, evenly spaced over the validation text; from nothing: {steps} steps '
              'of 4 rows; converted: in a quarter of these from softmax after four times as many, whose '
              'perplexity is recovered, in %',

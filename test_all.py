@@ -3475,7 +3475,6 @@ def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, thre
         forms = itertools.product(('from nothing', 'converted'), ('softmax', 'sum t2r:4', 'delta rfa'))
         assert [(row['part'], row['form']) for row in found] == list(forms)
         assert [bool(row['recovered']) for row in found] == [False] * 4 + [True] * 2
-        assert found[1]['rule'], found[1]['map'] == ('sum', 't2r:4')
     if suite in ('monotone', 'transfer'):                   # a map alone learns, by Hedgehog's recipe
         args = [json.loads(path.read_text())['args'] for path in tmp_path.glob(f'{suite}/*/convert.json')]
         assert args and {(a['distil'], a['learn']) for a in args} <= {('ce', 'new'), ('none', 'new')}
