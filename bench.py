@@ -11,6 +11,7 @@ was stopped goes on. The suites:
 import contextlib
 import csv
 import dataclasses
+import glob
 import hashlib
 import importlib.util
 import itertools
@@ -188,18 +189,12 @@ LOGARITHMIC = ('T', 'us a token', 'state bytes', 'ms', 'MB', 'rows', 'tokens/s',
                'share', 'step', 'tokens a row', 'KL to teacher', 'weight')        # columns, along an axis
 
 
-def inside(args, name):
-    """The path of a file in --out, which is made."""
-    os.makedirs(args.out, exist_ok=True)
-    return os.path.join(args.out, name)
-
-
 def report(args, suite, rows, said):
     """The table on stdout, one for each kind of rows, and as CSV; what is said of it, as lines and in one
     line of JSON; the suite's picture."""
     if rows:
         columns = dict.fromkeys(itertools.chain.from_iterable(rows))
-        with open(inside(args, f'{suite.name}.csv'), 'w', newline='') as f:
+        with open(f'{args.out}/{suite.name}.csv', 'w', newline='') as f:
             writer = csv.DictWriter(f, columns)
             writer.writeheader()
             writer.writerows(rows)
@@ -233,7 +228,7 @@ def canvas(down, across, width, height):
 def picture(args, name, figure):
     """Write it beside the CSV."""
     import matplotlib.pyplot as plt
-    figure.savefig(inside(args, f'{name}.png'), dpi=110)
+    figure.savefig(f'{args.out}/{name}.png', dpi=110)
     plt.close(figure)
 
 
@@ -289,16 +284,12 @@ def draw_ranges(axes, rows):
 
 
 # ---- suites of commands: a line of the table is a run of train.py or convert.py ----------------------------
-CODE = ('fastweight', 'kernels', 'model', 'train', 'convert', 'bench', 'data/prepare', 'data/tasks',
-        'data/weights')
-
-
 def code():
-    """A digest of the files that results depend on, as they are now: to edit one while a suite runs mixes old
-    results with new."""
+    """A digest of the files of code, as they are now: to edit one while a suite runs mixes old results with
+    new."""
     digest = hashlib.sha256()
-    for name in CODE:
-        with open(os.path.join(HERE, f'{name}.py'), 'rb') as f:
+    for path in sorted([*glob.glob(f'{HERE}/*.py'), *glob.glob(f'{HERE}/data/*.py')]):
+        with open(path, 'rb') as f:
             digest.update(f.read())
     return digest.hexdigest()[:12]
 
@@ -392,7 +383,7 @@ def converted(args, suite, form, source, flags, first, steps, seed, digest='', c
 
 def in_percent(line):
     """A line of convert.json's table with its shares in %."""
-    shares = 'accuracy', 'recovered', 'recovered a byte', 'of the tuned'
+    shares = 'accuracy', 'recovered', 'recovered a byte'
     return line | {name: 100 * line[name] for name in shares if line.get(name) is not None}
 
 
@@ -405,11 +396,11 @@ def a_line(args, suite, way, form, seed):
     name = f'{form} {way.data}'
     data = f'--data={shlex.quote(way.data)}'
     if form == 'softmax' or (flags and '--recipe' not in way.convert + flags):
-        start = ''
+        start = way.train
         if way.first:
             first = a_line(args, suite, suite.ways[way.first], form, seed)
-            start = f'--init={shlex.quote(first["path"])}'
-        return trained(args, suite, name, f'{data} {way.train} {start} {flags}', steps, seed)
+            start += f' --init={shlex.quote(first["path"])}'
+        return trained(args, suite, name, f'{data} {start} {flags}', steps, seed)
     teacher = a_line(args, suite, way, 'softmax', seed)
     more = max(1, int(steps * way.more))
     if flags:
@@ -827,12 +818,21 @@ def by_position(form, nats, first):
     """Rows of perplexity over the positions up to `first` of nats (.., T), from there up to twice that, and
     so on: a range of positions is as long as all before."""
     T = nats.shape[-1]
-    ends = [first]
-    while ends[-1] < T:
-        ends.append(min(2 * ends[-1], T))
-    for start, end in itertools.pairwise([0, *ends]):
+    start = 0
+    end = first
+    while start < T:
         mean = nats[..., start:end].mean().item()
-        yield {'form': form, 'part': 'position', 'position': end, 'nats': mean, 'perplexity': math.exp(mean)}
+        yield {'form': form, 'part': 'position', 'position': min(end, T), 'nats': mean,
+               'perplexity': math.exp(mean)}
+        start = end
+        end *= 2
+
+
+def along(models, x, y, segment, first):
+    """The rows `by_position` of several models: one row of x (B, T) at a time, as softmax keeps all keys."""
+    for form, model in models.items():
+        nats = torch.stack([nats_along(model, *row, segment) for row in zip(x, y)])
+        yield from by_position(form, nats, first)
 
 
 # ---- suite convert: what is recovered of that model, by recipe, tokens spent and length --------------------
@@ -896,8 +896,7 @@ def by_tokens(args, form, one, whole):
 
 
 def by_length(args, models, val, data):
-    """Perplexity by position, in evenly spaced rows of a text several times as long as those in training. One
-    row at a time: the teacher keeps all its keys."""
+    """Perplexity by position, in evenly spaced rows of a text several times as long as those in training."""
     segment = max(1, models['teacher'].config.block_size // 4)
     length = segment * chosen(args, 16, 64)
     if len(val) <= length:
@@ -905,11 +904,7 @@ def by_length(args, models, val, data):
         return []
     count = min(chosen(args, 8, 16), (len(val) - 1) // length)
     x, y = spaced(val, length, count, data, args.device)
-    rows = []
-    for form, model in models.items():
-        nats = torch.stack([nats_along(model, *row, segment) for row in zip(x, y)])
-        rows += by_position(form, nats, segment)
-    return rows
+    return list(along(models, x, y, segment, segment))
 
 
 # ---- suites monotone, transfer: maps that imitate that model's attention -----------------------------------
@@ -944,7 +939,7 @@ def monotone(args, suite):
 
 def random_tokens(args, data):
     """A set of random tokens of the kind that data has, in --out -> its folder"""
-    folder = inside(args, f'random-{args.seed}')
+    folder = f'{args.out}/random-{args.seed}'
     os.makedirs(folder, exist_ok=True)
     draw = np.random.default_rng(args.seed)
     meta = {name: data[name] for name in prepare.TOKEN_KEYS if name in data}
@@ -1041,7 +1036,7 @@ def far(args, suite):
         raise ValueError(f'{path}: it knows {teacher.max_len:,} positions and no more; this suite wants a '
                          'model with rope, as train.py makes without --pos')
     val, data, name = a_text(path, meta, args.data, length)
-    x, y = (row[0] for row in spaced(val, length, 1, data, args.device))
+    x, y = spaced(val, length, 1, data, args.device)
     size = max(1, block // 8)
     models = {'softmax': teacher}
     for form, (policy, positions) in only(args, suite.lines).items():
@@ -1052,15 +1047,10 @@ def far(args, suite):
             raise ValueError(f'--beside={source}: its tokens ({prepare.described(meta["data"])}) are not '
                              f'those of {path}; train both on the same data')
         models[f'{",".join(dict.fromkeys(model.config.rules()))}: {source}'] = model.eval()
-    in_rows = [nats_along(teacher, *row, block) for row in zip(x.split(block), y.split(block))]
-    found = {'softmax, in rows': torch.cat(in_rows)}
-    for form, model in models.items():
-        segment = block // 4 if form == 'softmax' else block            # of all scores a part at a time
-        found[form] = nats_along(model, x, y, segment)
-    rows = []
-    for form, nats in found.items():
-        rows += by_position(form, nats, block)
-    base = {row['position']: row['perplexity'] for row in rows if row['form'] == 'softmax, in rows'}
+    in_rows = [nats_along(teacher, *row, block) for row in zip(x[0].split(block), y[0].split(block))]
+    rows = list(by_position('softmax, in rows', torch.cat(in_rows), block))
+    base = {row['position']: row['perplexity'] for row in rows}
+    rows += along(models, x, y, block // 4, block)                  # of all scores a part at a time
     for row in rows:
         row['more than in rows'] = row['perplexity'] - base[row['position']]
     return rows, {'the validation text of': name, 'rows kept': size, 'tokens in a row': block}
@@ -1498,13 +1488,11 @@ def crossing(rows, key, base, x='T', times=1):
     return found
 
 
-def generating(model, tokens):
-    """A function that writes the next GENERATED tokens, greedily. At its first call steps are recorded."""
-    written = model.generate(tokens, temperature=0)
-
+def repeated(call, n):
+    """A function that calls another n times."""
     def run():
-        for _ in range(GENERATED):
-            next(written)
+        for _ in range(n):
+            call()
     return run
 
 
@@ -1524,7 +1512,10 @@ def beside_transformers(args):
     theirs = partial(gpt2.generate, tokens, attention_mask=torch.ones_like(tokens), do_sample=False)
     more, first = (partial(theirs, max_new_tokens=n, min_new_tokens=n) for n in (GENERATED + 1, 1))
     flat = [rule for rule in DECODED if not RULES[rule].keeps]
-    ours = [generating(GPT(Config(rule=rule)).to(args.device, args.dtype).eval(), tokens) for rule in flat]
+    ours = []                                       # at their first call steps are recorded
+    for rule in flat:
+        model = GPT(Config(rule=rule)).to(args.device, args.dtype).eval()
+        ours.append(repeated(partial(next, model.generate(tokens, temperature=0)), GENERATED))
     more, first, *times = seconds([more, first, *ours], args.device, 0.5, 15)
     base = more - first
     for form, took in [('GPT-2 of transformers', base), *zip(flat, times)]:
@@ -1634,16 +1625,6 @@ def writer(form, longest, args):
     return GPT(config).to(args.device, args.dtype).eval()
 
 
-def writing(model, token, state):
-    """A function that takes TURN steps, as GPT.generate does from its step 33 on."""
-    step = recorded(model, token, state, 'k' in state[0])
-
-    def turn():
-        for _ in range(TURN):
-            step()
-    return turn
-
-
 @torch.inference_mode()
 def writing_speeds(args, forms):
     """The table of tokens a second, and by part and form from which length on it is twice as fast as softmax.
@@ -1659,8 +1640,9 @@ def writing_speeds(args, forms):
         part = f'{length}, {many}'
         for form, (source, target) in itertools.product(forms, ways[length]):
             token, state = far_along(models[form], batches[many], source, target)
+            step = recorded(models[form], token, state, 'k' in state[0])
             cells.append(({'form': form, 'part': part, 'batch': batches[many], 'source': source,
-                           'target': target}, writing(models[form], token, state)))
+                           'target': target}, repeated(step, TURN)))
         found = [{**row, 's': took, 'tokens/s': row['batch'] * TURN / took}
                  for row, _, took in timed(cells, args.device)]
         twice[part] = crossing(found, 's', 'softmax', length, times=2)
@@ -1681,20 +1663,7 @@ def translate(args, suite):
 
 
 # ---- idea: what the first lines of fastweight.py print, as numbers on a colour -----------------------------
-WRITES = '(1, 2) to k1', '(3, 4) to k2', '(5, 6) to k1'
-
-
-def after_each_write(rule):
-    """S (V, K), by 'sum' or 'delta'."""
-    k = torch.tensor([[[[1., 0.], [0., 1.], [1., 0.]]]])
-    v = torch.tensor([[[[1., 2.], [3., 4.], [5., 6.]]]])
-    erase = torch.full((1, 1, 1), float(RULES[rule].erase))
-    S = None
-    states = []
-    for k_t, v_t in zip(k.split(1, 2), v.split(1, 2)):
-        _, S = fastweight.recurrent(k_t, k_t, v_t, erase=erase, S=S)
-        states.append(S[0, 0])
-    return states
+WRITES = [('k1', (1, 0), (1, 2)), ('k2', (0, 1), (3, 4)), ('k1', (1, 0), (5, 6))]        # name, key, value
 
 
 def idea(args, suite):
@@ -1702,14 +1671,18 @@ def idea(args, suite):
     figure, axes = canvas(2, 3, 2.6, 2.4)
     for rule, row in zip(('sum', 'delta'), axes):
         row[0].set_ylabel(rule, fontsize=18)
-        for ax, S, write in zip(row, after_each_write(rule), WRITES):
-            ax.imshow(S, cmap='Blues', vmin=0, vmax=12)
-            ax.set(yticks=[], title=f'write {write}')
+        erase = torch.full((1, 1, 1), float(RULES[rule].erase))
+        S = None
+        for ax, (name, key, value) in zip(row, WRITES):
+            k, v = torch.tensor([[[[key]], [[value]]]], dtype=torch.float32).unbind(1)
+            _, S = fastweight.recurrent(k, k, v, erase=erase, S=S)
+            ax.imshow(S[0, 0], cmap='Blues', vmin=0, vmax=12)
+            ax.set(yticks=[], title=f'write {value} to {name}')
             ax.set_xticks([0, 1], ['k1', 'k2'])
             for i, j in itertools.product((0, 1), repeat=2):
-                ax.text(j, i, f'{S[i, j]:.0f}', ha='center', va='center', fontsize=20)
+                ax.text(j, i, f'{S[0, 0, i, j]:.0f}', ha='center', va='center', fontsize=20)
     picture(args, 'idea', figure)
-    return [], {'picture': inside(args, 'idea.png')}
+    return [], {'picture': f'{args.out}/idea.png'}
 
 
 def every(args):
@@ -1765,7 +1738,8 @@ CLASSIFIERS = {
         'softmax': '--rule=softmax', 'trained on': '',
         'hedgehog': '--recipe=hedgehog', 't2r-hh': '--recipe=t2r --distil=ce', 't2r': '--recipe=t2r',
         **{phi: f'--recipe=t2r --phi={phi}' for phi in (
-            'taylor', 'exp:2', 'exp:1', 'cosformer:1024', 'favor', 'relu', 'elu')}},
+            'taylor', 'exp:2', 'exp:1', 'favor', 'relu', 'elu')},
+        'cosformer': '--recipe=t2r --phi=cosformer:1024'},
     'always': ('softmax', 'trained on'), 'figure': 'accuracy', 'look': of_classes, 'unit': 'accuracy, %',
     'beside': ('recovered', 'matthews', 'majority'),
     'note': 'in %, of the validation rows; trained on: the control, softmax with as many steps more; '
@@ -2169,6 +2143,7 @@ def run_suite(suite, args):
     missing = {name: own[name] for name in own if not getattr(args, name)}
     args = dataclasses.replace(args, **missing, device=device, dtype=dtype, began=time.perf_counter())
     torch.manual_seed(args.seed)
+    os.makedirs(args.out, exist_ok=True)
     rows, said = suite.measure(args, suite)
     report(args, suite, rows, said)
 

@@ -3438,8 +3438,11 @@ def small_pairs(turned_around, changed, monkeypatch):
     monkeypatch.setattr(bench, 'TURN', 2)
     return turned_around
 
-def table_of(folder, suite):
-    return list(csv.DictReader((Path(folder) / f'{suite}.csv').open()))
+def ran(folder, suite, *flags):
+    """The table of a suite."""
+    assert bench.main([suite, *flags, f'--out={folder}']) == 0
+    path = Path(folder) / f'{suite}.csv'
+    return list(csv.DictReader(path.open())) if path.exists() else []
 
 @pytest.mark.parametrize('suite', SUITES)
 def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, threes, small_pairs, few_facts,
@@ -3465,9 +3468,8 @@ def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, thre
         flags += f' --init={a_model("--rule=softmax", "--pos=rope")}'
     if suite in ('grid', 'language'):
         flags += f' --data={text}'
-    assert bench.main([suite, *shlex.split(flags), f'--out={tmp_path}']) == 0
+    found = ran(tmp_path, suite, *shlex.split(flags))
     assert json.loads(capsys.readouterr().out.splitlines()[-1])['suite'] == suite
-    found = table_of(tmp_path, suite) if rows else []
     assert len(found) >= rows
     if suite != 'stories':
         assert (tmp_path / f'{suite}.png').stat().st_size > 5000
@@ -3490,9 +3492,7 @@ def test_bench_recall_goes_on_from_softmax_as_the_papers_do(form):
 
 def test_bench_converts_a_model_of_a_task_by_as_many_tokens_in_all_lines(a_model, tmp_path, in_process):
     path = a_model('--rule=softmax', data='recall-kept', steps=40)
-    run = 'convert', f'--init={path}', f'--out={tmp_path}', '--steps=8', '--only=pure,window'
-    assert bench.main(run) == 0
-    rows = table_of(tmp_path, 'convert')
+    rows = ran(tmp_path, 'convert', f'--init={path}', '--steps=8', '--only=pure,window')
     lines, parts = [row for row in rows if not row['part']], [row for row in rows if row['part']]
     assert [row['form'] for row in lines] == ['pure', 'window', 'teacher trained on', 'pure, from scratch']
     assert len({row['tokens'] for row in lines}) == 1 and not any(row['recovered a byte'] for row in lines)
@@ -3521,9 +3521,8 @@ def test_bench_perplexity_by_position_is_that_of_whole_rows(flags, a_model, text
 def test_bench_reads_far_with_few_rows_and_says_what_that_costs(a_model, text, characters, tmp_path, capsys):
     """Each form is the model it names, as it is read from the first token on, and against rows of 16."""
     path, delta = a_model('--rule=softmax', '--pos=rope', steps=40), a_model('--rule=delta')
-    run = 'far', '--lengths=70', f'--out={tmp_path}'
-    assert bench.main([*run, f'--init={path}', '--only=tova compressed,sink', f'--beside={delta}']) == 0
-    rows = table_of(tmp_path, 'far')
+    run = 'far', '--lengths=70'
+    rows = ran(tmp_path, *run, f'--init={path}', '--only=tova compressed,sink', f'--beside={delta}')
     tokens = torch.from_numpy(prepare.load(text)[1][:71].astype(int))[None]
     models = {'softmax': load(path)[0], f'delta: {delta}': load(delta)[0],
               'sink': load(path, rule='sink', cache=2, sinks=1)[0],
@@ -3562,16 +3561,15 @@ def test_bench_knows_words_from_pieces_of_words(kind, mark):
 def test_bench_judges_stories_by_what_the_full_model_makes_of_them(a_model, tmp_path, capsys, changed):
     """Who has room for all rows writes the same; a loss, a tie and a win are what they are called."""
     path = a_model('--rule=softmax', '--pos=rope', steps=40)
-    run = 'stories', f'--init={path}', f'--out={tmp_path}'
     paper = bench.SUITES['stories'].paper['tova 1/4']
     changed('stories', lines={'all': ('tova', 1), 'few': ('window', 16)})
-    assert bench.main([*run, '--only=all,few']) == 0
+    rows = ran(tmp_path, 'stories', f'--init={path}', '--only=all,few')
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert said['identical']['all'] == 24 > said['identical']['few'] and said['tie'] > 0
     assert said['nats']['all'] == said['nats']['full'] != said['nats']['few']
-    shares = {(row['form'], row['part']): float(row['ours']) for row in table_of(tmp_path, 'stories')}
+    shares = {(row['form'], row['part']): float(row['ours']) for row in rows}
     assert shares['all', 'tied'] == 100 and len(shares) == 9
-    assert 'at most 14' in refused(capsys, bench.main, *run, '--lengths=15')
+    assert 'at most 14' in refused(capsys, bench.main, 'stories', f'--init={path}', '--lengths=15')
     rows = list(bench.verdicts('tova 1/4', torch.tensor([2., 1, .1, -.1, -.2, 0, .3, -3]), .5, paper))
     assert [(row['ours'], row['paper']) for row in rows] == [(25, 5), (62.5, 88), (12.5, 6)]
     assert bench.of_binomial(5, 100) == pytest.approx((2.154, 11.175), abs=1e-3)      # Wilson's, by R
@@ -3585,9 +3583,9 @@ def test_bench_transfers_maps_to_another_text(a_model, text, tmp_path, capsys, i
     """A map learns on the text that its form names; divergences are those of convert.json on the same row."""
     path, other = a_model('--rule=softmax', '--pos=rope', steps=40), tmp_path / 'other.txt'
     other.write_text(''.join(f'{i * i * i} of the lazy dogs jump over the fox\n' for i in range(200)))
-    run = 'transfer', f'--init={path}', '--steps=2', f'--out={tmp_path / "out"}'
-    assert bench.main([*run, f'--data={other}', '--only=hedgehog,hedgehog other,hedgehog random,elu']) == 0
-    rows = table_of(tmp_path / 'out', 'transfer')
+    run = 'transfer', f'--init={path}', '--steps=2'
+    only = '--only=hedgehog,hedgehog other,hedgehog random,elu'
+    rows = ran(tmp_path / 'out', *run, f'--data={other}', only)
     assert [(row['part'], row['tokens a row']) for row in rows[::4]] == [
         (text, str(16 * n)) for text in ('own', 'other') for n in (1, 4, 16)]
     used = set()
@@ -3606,16 +3604,15 @@ def test_bench_transfers_maps_to_another_text(a_model, text, tmp_path, capsys, i
 def test_bench_bleu_is_that_of_what_sample_says_of_the_test_side(small_pairs, tmp_path, in_process, capsys):
     """By greedy and by beam search, of a model that was trained and of one that was converted."""
     package = pytest.importorskip('sacrebleu')
-    run = 'translate', '--steps=150', '--lengths=2', '--only=elu,t2r converted', f'--out={tmp_path}'
+    run = 'translate', '--steps=150', '--lengths=2', '--only=elu,t2r converted'
     rows = np.fromfile(Path(small_pairs) / 'test.bin', np.uint8).reshape(-1, 2, 13)
     sources = [[token for token in row if token < 10] for row in rows[:, 0, :6]]
     lines = tmp_path / 'lines'
     lines.write_text('\n'.join(' '.join(map(str, source)) for source in sources))
     wanted = [' '.join(map(str, source[::-1])) for source in sources]
     for beam, more in (1, []), (4, ['--full', '--seeds=1']):
-        assert bench.main([*run, *more]) == 0
+        found = [row for row in ran(tmp_path, *run, *more) if row['ours']]
         assert 'BLEU: nrefs:1|' in capsys.readouterr().out
-        found = [row for row in table_of(tmp_path, 'translate') if row['ours']]
         for row, folder in zip(found, ('elu-*', 't2r-converted-*'), strict=True):
             path, = (tmp_path / 'translate').glob(f'{folder}/ckpt.safetensors')
             assert row['sentences'] == '50'
@@ -3627,16 +3624,15 @@ def test_bench_bleu_is_that_of_what_sample_says_of_the_test_side(small_pairs, tm
 def test_bench_bleu_without_its_package_or_pairs(tmp_path, small_pairs, capsys, changed, in_process,
                                                  monkeypatch):
     """The package is named before anything is trained; without pairs there is a table of speeds."""
-    run = 'translate', '--only=elu', '--lengths=2', f'--out={tmp_path}'
+    run = 'translate', '--only=elu', '--lengths=2'
     with monkeypatch.context() as without:
         without.setitem(sys.modules, 'sacrebleu.metrics', None)
-        assert 'pip install sacrebleu' in refused(capsys, bench.main, *run)
+        assert 'pip install sacrebleu' in refused(capsys, bench.main, *run, f'--out={tmp_path}')
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(bench, 'bleu_metric', Mock())
     changed('translate', ways={'none': bench.Way(str(tmp_path / 'none'))})
-    assert bench.main(run) == 0
+    rows = ran(tmp_path, *run)
     assert 'none is left out' in capsys.readouterr().err
-    rows = table_of(tmp_path, 'translate')
     assert {row['form'] for row in rows} == {'softmax', 'elu'} and len(rows) == 8
 
 @pytest.mark.parametrize('form', bench.WRITERS)
@@ -3703,9 +3699,8 @@ def test_fast_weight_memory_erases_writes_and_bounds_its_length(phi):
     near(memory(x, q, k, v)[:, 0], torch.stack(wanted))
 
 def test_bench_a_carried_window_reads_on_and_without_normalisation_delta_diverges(text, tmp_path, in_process):
-    run = 'language', f'--data={text}', '--steps=2', '--only=sum,window carry,delta elu no-norm'
-    assert bench.main([*run, f'--out={tmp_path}']) == 0
-    rows = {row['form']: row for row in table_of(tmp_path, 'language')}
+    only = '--only=sum,window carry,delta elu no-norm'
+    rows = {row['form']: row for row in ran(tmp_path, 'language', f'--data={text}', '--steps=2', only)}
     assert {form: row['not finite'] for form, row in rows.items()} == {
         'sum': '', 'window carry': '', 'delta elu no-norm': '1'}
     with pytest.raises(ValueError, match='diverges'):
@@ -3753,8 +3748,7 @@ def test_bench_names_of_many_lines_stand_in_the_picture_beside_them():
 
 def test_bench_cache_counts_every_token_and_with_room_for_all_is_softmax(a_model, text, tmp_path):
     ckpt = a_model('--rule=softmax')
-    assert bench.main(['cache', f'--init={ckpt}', '--lengths=16', f'--out={tmp_path}']) == 0
-    rows = table_of(tmp_path, 'cache')
+    rows = ran(tmp_path, 'cache', f'--init={ckpt}', '--lengths=16')
     val = torch.from_numpy(prepare.load(text)[1].astype('int64'))
     pieces = torch.stack([val[i:i + 16] for i in torch.linspace(0, len(val) - 17, 16).long().tolist()])
     with torch.no_grad():
