@@ -242,6 +242,7 @@ def draw(args, suite, rows):
             shown.append((panel, mine))
     if not shown:
         return
+    forms = dict.fromkeys(row['form'] for row in rows)
     figure, axes = canvas(1, len(shown), 7.5, 4.5)
     for (panel, mine), ax in zip(shown, axes[0]):
         ax.set_title(panel.title.format_map(vars(args)))
@@ -254,16 +255,18 @@ def draw(args, suite, rows):
         if panel.y == 'form':
             draw_ranges(ax, mine)
         else:
-            draw_lines(ax, panel, mine)
+            draw_lines(ax, panel, mine, forms)
     picture(args, suite.name, figure)
 
 
-def draw_lines(axes, panel, rows):
-    """A line for each form, in colours that colour-blind readers can tell; the paper's figures are hollow."""
-    for form in dict.fromkeys(row['form'] for row in rows):
+def draw_lines(axes, panel, rows, forms):
+    """A line for each form, in colours that colour-blind readers can tell; the paper's figures are hollow.
+    forms: those of all panels, so that each looks the same in all of them."""
+    for form in forms:
         mine = [row for row in rows if row['form'] == form]
         x = [row[panel.x] for row in mine]
-        [line] = axes.plot(x, [row[panel.y] for row in mine], panel.style, label=form, markersize=5)
+        label = form if mine else '_'                   # not in the legend
+        [line] = axes.plot(x, [row[panel.y] for row in mine], panel.style, label=label, markersize=5)
         if panel.x == 'S':
             theirs = [row['paper'] for row in mine]
             axes.plot(x, theirs, 'o', color=line.get_color(), fillstyle='none')
@@ -970,8 +973,9 @@ def transfer(args, suite):
     path, teacher, meta = softmax_model(args)
     T = max(16, teacher.config.block_size // 8)
     times = chosen(args, (1, 4, 16), (1, 2, 4, 8, 16))
-    texts = {'own': a_text(path, meta, '', max(times) * T),
-             'other': a_text(path, meta, args.data or 'stdlib', max(times) * T)}
+    texts = {}
+    for text, name in ('own', ''), ('other', args.data or 'stdlib'):
+        texts[text] = a_text(path, meta, name, max(times) * T)
     names = {text: name for text, (_, _, name) in texts.items()}
     own, other = (data['val'] for _, data, _ in texts.values())
     if own == other:
@@ -1147,9 +1151,8 @@ def of_binomial(count, n):
 
 def verdicts(form, gain, tie, paper):
     """Rows of the table: how often a gain (B,) in nats is above `tie`, within, below."""
-    counts = {'won': (gain > tie).sum().item(), 'tied': (gain.abs() <= tie).sum().item(),
-              'lost': (gain < -tie).sum().item()}
-    for verdict, count in counts.items():
+    for verdict, shown in {'won': gain > tie, 'tied': gain.abs() <= tie, 'lost': gain < -tie}.items():
+        count = shown.sum().item()
         least, most = of_binomial(count, len(gain))
         yield {'form': form, 'part': verdict, 'ours': 100 * count / len(gain), 'least': least, 'most': most,
                'paper': paper.get(verdict)}
@@ -1383,8 +1386,11 @@ def train(args, suite):
         for row, call in beside_attention(cells, args.device, chosen(args, 0.3, 1.0)):
             with FlopCounterMode(display=False) as count:
                 call()
-            flops = count.get_total_flops() or None         # 0 where kernels do what it cannot see
-            rows.append({**row, 'of ceiling': flops and flops / (row['ms'] / 1e3) / peak})
+            row['of ceiling'] = None
+            flops = count.get_total_flops()                 # 0 where kernels do what it cannot see
+            if flops:
+                row['of ceiling'] = 1e3 * flops / row['ms'] / peak
+            rows.append(row)
             if row['ms'] > 1000 and row['form'] != 'attention':
                 print(f'{row["form"]} is left out from here on: it takes over a second', file=sys.stderr)
                 del forms[row['form']]

@@ -3737,7 +3737,7 @@ def test_bench_names_of_many_lines_stand_in_the_picture_beside_them():
     names = [f'line {n}' for n in range(16)]
     rows = [{'form': name, 'state bytes': b, 'ours': b} for name in names for b in (1, 10)]
     figure, [[axes]] = bench.canvas(1, 1, 7, 4.5)
-    bench.draw_lines(axes, bench.Panel('state bytes', 'ours'), rows)
+    bench.draw_lines(axes, bench.Panel('state bytes', 'ours'), rows, [*names, 'elsewhere'])
     figure.canvas.draw()
     texts = axes.get_legend().get_texts()
     assert [name.get_text() for name in texts] == names
