@@ -58,7 +58,7 @@ class Panel(NamedTuple):
     y: str
     title: str = ''                 # flags in braces: {heads}
     part: str = ''                  # of the table
-    style: str = 'o-'
+    points: str = ''                # how they are drawn where there is no line
 
 
 class Way(NamedTuple):
@@ -236,8 +236,9 @@ def draw(args, suite, rows):
     """The suite's picture, if there is something to be seen: its panels or, of commands, one for each way."""
     shown = []
     for panel in suite.panels or [Panel('ours', 'form', way, way) for way in suite.ways]:
+        unseen = (None, 0) if panel.x in LOGARITHMIC else (None,)
         mine = [row for row in rows if row.get('part', '') == panel.part]
-        mine = [row for row in mine if row.get(panel.x) is not None and row.get(panel.y) is not None]
+        mine = [row for row in mine if row.get(panel.x) not in unseen and row.get(panel.y) is not None]
         if mine:
             shown.append((panel, mine))
     if not shown:
@@ -266,7 +267,8 @@ def draw_lines(axes, panel, rows, forms):
         mine = [row for row in rows if row['form'] == form]
         x = [row[panel.x] for row in mine]
         label = form if mine else '_'                   # not in the legend
-        [line] = axes.plot(x, [row[panel.y] for row in mine], panel.style, label=label, markersize=5)
+        how = {'marker': panel.points, 'linestyle': ''} if panel.points else {'marker': 'o'}
+        [line] = axes.plot(x, [row[panel.y] for row in mine], label=label, markersize=5, **how)
         if panel.x == 'S':
             theirs = [row['paper'] for row in mine]
             axes.plot(x, theirs, 'o', color=line.get_color(), fillstyle='none')
@@ -1731,7 +1733,7 @@ ENDINGS = 'ing', 'ed', 'ly'             # of other words, and tokens of their ow
 
 ASSOCIATIONS = (
     Panel('S', 'ours', 'hollow: the paper'),
-    Panel('step', 'loss', 'learning curves of the least S', 'curve', style='-'))
+    Panel('step', 'loss', 'learning curves of the least S', 'curve'))
 NO_CONV = '--n_layer=2 --n_embd=64 --lr=1e-3 --batch_size=32 --conv=0 --pos=learned'
 READER = '--causal=false --n_layer=2 --n_embd=64 --n_head=4 --batch_size=32 --lr=2e-3'
 CLASSIFIER = '--causal=false --conv=0'
@@ -1988,8 +1990,8 @@ ROWS = [
         'init data steps only', {'steps': 30}, {'steps': 300},
         dict.fromkeys(['elu', 'relu', 'favor', 'exp:1', 'exp:2', 'taylor', 't2r', 'hedgehog']),
         panels=(Panel('q.k / sqrt(d)', 'weight', 'one query: weights should grow with q.k', 'query',
-                      style='.'),
-                Panel('entropy', 'order kept', 'spiky and monotone: upper left', style='o')),
+                      points='.'),
+                Panel('entropy', 'order kept', 'spiky and monotone: upper left', points='o')),
         note='means over layers; distilled: {steps} steps of 4 rows; entropy in nats; order kept: share of '
              'pairs in the order of q.k', source='Zhang 2024, figures 2, 3 and 7, which are pictures'),
     Suite(
@@ -2051,7 +2053,7 @@ ROWS = [
                'summaries (SQuALITY) lose at most a point with 1/4 to 1/8'),
     Suite(
         'kept', 'which tokens TOVA keeps in it, and for how long', kept, 'init data lengths',
-        panels=(Panel('share of text', 'steps kept', 'how long, by kind of token', style='o'),),
+        panels=(Panel('share of text', 'steps kept', 'how long, by kind of token', points='o'),),
         source='Oren 2024, section 5: 73 to 76 % of the rows are recent, the first token stays practically '
                'always; of 512 rows of 4,096 a token stays 481 steps, a possessive ending 1,393, a quotation '
                'mark 1,101, a full stop 645, a plural proper noun 578, a line end 550'),
