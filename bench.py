@@ -383,6 +383,8 @@ def converted(args, suite, form, source, flags, first, steps, seed, digest='', c
     found['swapped'] = in_percent(swapped)['recovered']
     found['stage 1'] = in_percent(stages[1])['recovered'] if first and stages[1:] else None
     found['before'] = in_percent(stages[-2:][0])['accuracy']
+    if found['state']:                                                  # of a decoder of texts
+        found['state bytes'] = found['state'][0]['state bytes']
     return found
 
 
@@ -1783,23 +1785,20 @@ ROWS = [
          'sum taylor': ('sum', 'taylor')},
         panels=(Panel('T', 'ms', 'one layer forward, {heads} heads of {head_dim}'),
                 Panel('T', 'MB', 'and its memory')),
-        source='Zhang 2024, figure 6: Hedgehog nearly 6 times as fast as FlashAttention at 32,768, on a GPU, '
-               'in as little memory'),
+        source='Zhang 2024, figure 6: nearly 6 times as fast at 32,768, on a GPU, in as little memory'),
     Suite(
         'train', 'a layer forward and backward over T: our forms, attention, and flash-linear-attention, '
         'where it is installed', train, 'lengths heads head_dim batch dtype',
         {'lengths': '256,1024,4096', 'heads': 4}, {'lengths': '256,1024,4096,16384', 'heads': 4},
         panels=(Panel('T', 'ms', 'forward and backward, {heads} heads of {head_dim}'),),
         note='of ceiling: counts the products a form really does',
-        source='Schlag 2021, on their small language models: 66,000 words a second with sum, 63,000 with '
-               'delta, 33,000 with softmax'),
+        source='Schlag 2021, section 6.3: words a second: sum 66,000, delta 63,000, softmax 33,000'),
     Suite(
         'batch', 'throughput at a memory budget against the rows kept', batch, 'lengths budget dtype',
         {'lengths': '4096'}, {'lengths': '4096'},
         panels=(Panel('rows', 'tokens/s', '{budget} MB of states'),),
         note='all with {budget} MB of states; full: TOVA with all rows',
-        source='Oren 2024, table 1: throughput of LLaMA-2-7B on a V100 at its largest batch, as multiples of '
-               'that with 4,096 rows',
+        source='Oren 2024, table 1: LLaMA-2-7B on a V100 at its largest batch, over that with 4,096 rows',
         paper={'tova': over(SHARES[2:], 8.5, 4.8, 3.1, 1.7, 1)}),
     Suite(
         'capacity', 'how many associations a matrix holds', associative, 'lengths seeds steps only',
@@ -1809,7 +1808,7 @@ ROWS = [
          **{phi: ('sum', phi, 'attn') for phi in (
              'elu', 'dpfp:1', 'dpfp:2', 'dpfp:3', 'favor:64', 'favor:128', 'favor:512')}},
         unit='loss, 1/2 |v - answer|^2', panels=ASSOCIATIONS,
-        source="Schlag 2021, figure 2; the numbers are the authors' logs, least evaluation loss of one run",
+        source="Schlag 2021, figure 2: least evaluation loss of one run, from the authors' logs",
         paper={
             'softmax': over(TO_600, .0006, .0003, .0001, 0, 0, 0, 0, 0, 0, .0004, 0, 0, 0, .0045, 0, .0089,
                             .03),
@@ -1835,7 +1834,7 @@ ROWS = [
          'sum sum-norm': ('sum', 'dpfp:1', 'sum'), 'fwm': ('fwm', 'dpfp:1', ''),
          'fwm tanh': ('fwm', 'tanh', '')},
         unit='loss, 1/2 |v - answer|^2', panels=ASSOCIATIONS,
-        source="Schlag 2021, figure 5; the numbers are the authors' logs, least evaluation loss of one run",
+        source="Schlag 2021, figure 5: least evaluation loss of one run, from the authors' logs",
         paper={
             'sum': over(TO_200, .097, .104, .103, .113, .111, .128, .155, .18, .201, .231),
             'delta': over(TO_200, .0008, .001, .0049, .0063, .0001, .0141, .0475, .104, .133, .171),
@@ -1859,10 +1858,8 @@ ROWS = [
                 'recall-kept', f'{NO_CONV} --n_head=1', 3000, how='--batch_size=32 --lr=1e-3',
                 convert='--recipe=hedgehog --distil=auto --eval_rows=2000', more=0.1, full=True)},
         figure='accuracy', beside=('before',), unit='accuracy, %',
-        note='accuracy in % of 2,000 new rows; before: with maps that learn distilled and else nothing '
-             'trained',
-        source='Zhang 2024, tables 2, 3 and figure 4, accuracy in %; in its text exp:2 solves it, exp:1 does '
-               'not',
+        note='in % of 2,000 new rows; before: with maps that learn distilled and else nothing trained',
+        source='Zhang 2024, tables 2, 3 and figure 4; in its text exp:2 solves it, exp:1 does not',
         paper={'softmax': 100, 'taylor': 100, 'hedgehog': 100, 'elu': 17, 'favor': 17, 'cosformer': 17}),
     Suite(
         'mqar', 'multi-query recall against the bytes of the state; with --full by the best of three rates',
@@ -1884,8 +1881,8 @@ ROWS = [
               'pathfinder-patch4': Way('pathfinder-patch4', READER, 4000),
               'mnist': Way('mnist', READER, 2000), 'imdb': Way('imdb', READER, 2000)},
         figure='accuracy', beside=('majority',), look=of_classes, unit='accuracy, %',
-        note='accuracy in % of the validation rows; majority: of whoever always says the commonest class',
-        source='Zhang 2024, table 6, accuracy in %, longer rows, images of CIFAR-10',
+        note='in % of the validation rows; majority: of whoever always says the commonest class',
+        source='Zhang 2024, table 6: longer rows, images of CIFAR-10',
         paper={'softmax': {'listops': 36.37, 'imdb': 64.27, 'pathfinder': 71.40},
                'hedgehog': {'listops': 37.15, 'imdb': 64.60, 'pathfinder': 74.16}}),
     Suite(
@@ -1944,11 +1941,10 @@ ROWS = [
         unit='bits per byte',
         note='bits per byte after {steps} steps of 4 rows of 128; carried: with the state handed on; with 8, '
              '64, 128: rows of a window that is carried; not finite: the first step that was not',
-        source='Schlag 2021, tables 2 to 5: test perplexity of WikiText-103, small models of 40 M '
-               'parameters, medium ones of 90 M; small ones with attn-norm from lines of the source that are '
-               'not printed. Without positions and attn-norm their log has 32.2. Window: Transformer-XL with '
-               "1, 8 and 16 times delta's state. Not in numbers: sum with a carried state above 260, delta "
-               'without sum normalisation diverges',
+        source='Schlag 2021, tables 2 to 5: test perplexity of WikiText-103, small models (40 M parameters) '
+               'and medium ones (90 M); small ones with attn-norm from lines that are not printed; without '
+               "positions and attn-norm their log has 32.2; window: Transformer-XL of 1, 8, 16 times delta's "
+               'state; sum with a carried state is above 260; delta without sum normalisation diverges',
         paper={'softmax': 'small 34.1, medium 29.6', 'sum': 'small 38.3, medium 33.0',
                'delta elu': 'small 35.5, medium 31.5', 'sum favor:8': 'small 39.6, medium 33.8',
                'delta favor:8': 'small 37.2, medium 31.8', 'sum dpfp:1': 'small 38.8',
@@ -1977,13 +1973,11 @@ ROWS = [
         panels=(Panel('ours', 'form', 'multi30k', 'multi30k'),
                 Panel('target', 'tokens/s', 'one translation at a time', 'target, one'),
                 Panel('target', 'tokens/s', 'many at a time', 'target, many')),
-        note='ours: BLEU of the test side, 100 sentences and greedy, with --full 1,000 and a beam of 4; '
-             'accuracy: of the next token, in % of the validation rows; softmax converted: the control, only '
-             'trained on; tokens/s: of recorded steps after so many tokens, of random weights, without '
-             'reading the source',
-        source='BLEU of WMT14 En-De. Schlag 2021, table 1, with 64 features a head as here, but DPFP with '
-               '256; t2r converted: Kasai 2021, table 2, beside a better softmax; the order: T2R converted, '
-               'T2R, RFA, ELU',
+        note='BLEU of the test side, greedy, with --full by a beam of 4; accuracy: of the next token, in % '
+             'of the validation rows; softmax converted: the control, only trained on; tokens/s: of recorded '
+             'steps after so many tokens, of random weights, without reading the source',
+        source='BLEU of WMT14 En-De: Schlag 2021, table 1, 64 features a head as here, but DPFP 256; t2r '
+               'converted: Kasai 2021, table 2, beside a better softmax',
         paper={'softmax': 27.7, 'elu': 26.8, 'favor': 24.4, 'dpfp': 26.9, 't2r converted': 28.7}),
     Suite(
         'monotone', 'attention weights against q.k by feature map, also distilled', monotone,
@@ -2007,11 +2001,11 @@ ROWS = [
                 Panel('tokens a row', 'KL to teacher', 'on another text', 'other')),
         note='maps are distilled by {steps} steps of 32 rows, on its own text unless they say another; KL to '
              'teacher: of attention weights, nats',
-        source='Zhang 2024, tables 4 and 5: learned on CoLA or WikiText-103, KL is lower on three other '
-               'tasks than that of other linear attention, and alike from 256 to 4,096 tokens'),
+        source='Zhang 2024, tables 4 and 5: KL on three other tasks is lower than that of other linear '
+               'attention, and alike from 256 to 4,096 tokens'),
     Suite(
-        'convert', 'what RNNs made of a softmax model recover, by tokens spent, and beyond the length of its '
-        'rows', convert, 'init data seeds steps only',
+        'convert', 'what RNNs made of a softmax model recover, by tokens spent, and beyond its rows', convert,
+        'init data seeds steps only',
         {'steps': 48, 'only': 'pure,hybrid,window'}, {'steps': 240},
         {'pure': '--recipe=pure', 'hybrid': '--recipe=hybrid', 'window': '--recipe=hybrid --overflow=',
          'hedgehog': '--recipe=hedgehog', 't2r': '--recipe=t2r', 'decay': '--recipe=decay'},
@@ -2020,13 +2014,13 @@ ROWS = [
         panels=(Panel('1,000 tokens', 'ours', 'what is recovered of the teacher', 'tokens'),
                 Panel('position', 'perplexity', 'beyond the rows it was trained on', 'position')),
         note='in %, of a text by the token',
-        source='Zhang 2024, table 10, GPT-2 on WikiText-103: perplexity 15.8, of Hedgehog 16.7, of T2R 19.4; '
-               'Mao 2022: 99 % by its abstract', paper={'hedgehog': 94.6, 't2r': 81, 'decay': 99}),
+        source='Zhang 2024, table 10, GPT-2: perplexity 15.8, of Hedgehog 16.7, of T2R 19.4; Mao 2022: 99 %',
+        paper={'hedgehog': 94.6, 't2r': 81, 'decay': 99}),
     Suite(
         'cache', 'perplexity of a softmax model as an RNN that keeps few rows', cache,
         'init data lengths overflow', unit='perplexity',
         panels=(Panel('rows', 'perplexity', 'a softmax model as an RNN, no training'),),
-        source='Oren 2024, table 3: perplexity of LLaMA-2-7B on PG-19, at the same share of its 4,096 rows',
+        source='Oren 2024, table 3: LLaMA-2-7B on PG-19, at the same share of its 4,096 rows',
         paper={'window': over(SHARES, 4812.27, 4025.01, 3275.58, 2184.62, 1001.29, 240.17, 7.16),
                'sink': over(SHARES, 10.28, 8.98, 8.19, 7.73, 7.46, 7.30, 7.16),
                'h2o': over(SHARES, 10.22, 8.97, 8.21, 7.75, 7.49, 7.32, 7.16),
@@ -2049,8 +2043,7 @@ ROWS = [
         note='accuracy in % of 128 new rows, with --full 256: of one seed right within 9, 6; distance: '
              f'tokens since the fact, up to, with 1/{ONE_IN} of the rows; left: of the first rows that have '
              'the answer, % that are there when it is asked for',
-        source='Oren 2024, models of 7B: with TOVA questions to papers (QASPER) need about 1/2 of the rows, '
-               'summaries (SQuALITY) lose at most a point with 1/4 to 1/8'),
+        source='Oren 2024, models of 7B: with TOVA QASPER needs about 1/2 of the rows, SQuALITY 1/4 to 1/8'),
     Suite(
         'kept', 'which tokens TOVA keeps in it, and for how long', kept, 'init data lengths',
         panels=(Panel('share of text', 'steps kept', 'how long, by kind of token', points='o'),),
@@ -2068,8 +2061,7 @@ ROWS = [
          'tova-head compressed': ('tova-head', 'compress')},
         panels=(Panel('position', 'nats', 'one long text', 'position'),),
         note='position: up to there, from that of the line above on; in rows: each from an empty state',
-        source='Oren 2024, appendix: up to 70,000 tokens TOVA with 512 rows and compressed positions loses '
-               'less than 0.5 in perplexity'),
+        source='Oren 2024, appendix: up to 70,000 tokens TOVA loses less than 0.5, compressed, 512 rows'),
     Suite(
         'stories', 'and how likely is what it writes', stories, 'init data lengths only',
         {'only': 'tova 1/8,window 1/8'},
@@ -2077,8 +2069,7 @@ ROWS = [
                'window 1/8': ('window', 8)},
         note='in %, with intervals of 95 %; tied: within `tie` nats a token, the standard deviation between '
              'two stories of the full model',
-        source='Oren 2024, text generation: stories of a fine-tuned LLaMA-2-13B, judged by GPT-4, in %; the '
-               'same share of 4,096 rows',
+        source='Oren 2024: stories of a LLaMA-2-13B, judged by GPT-4; the same share of 4,096 rows',
         paper={'tova 1/4': {'won': 5, 'tied': 88, 'lost': 6}, 'tova 1/8': {'won': 10, 'tied': 71, 'lost': 19},
                'tova 1/16': {'won': 6, 'tied': 47, 'lost': 47}}),
     Suite('idea', 'no measurement: the example at the top of fastweight.py, as a picture', idea, ''),
@@ -2128,7 +2119,7 @@ def settings(argv):
         argv = argv[1:]
     if name not in SUITES:
         raise ValueError(f'{name}: no such suite, --help has a line on each; choose from {", ".join(SUITES)}')
-    about = [f'    {suite.name:10} {suite.about}' for suite in ROWS]
+    about = [f'    python bench.py {suite.name:10} {suite.about}' for suite in ROWS]
     given = parse(argv, '\n'.join([__doc__, *about]), Args)[0]
     takes = f'{ALWAYS} {SUITES[name].flags}'
     for flag_name in given:

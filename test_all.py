@@ -3497,6 +3497,7 @@ def test_bench_converts_a_model_of_a_task_by_as_many_tokens_in_all_lines(a_model
     assert [row['form'] for row in lines] == ['pure', 'window', 'teacher trained on', 'pure, from scratch']
     assert len({row['tokens'] for row in lines}) == 1 and not any(row['recovered a byte'] for row in lines)
     assert [bool(row['stage 1']) for row in lines] == [True, False, False, False]
+    assert [bool(row['state bytes']) for row in lines] == [True, True, False, False]
     assert {(row['form'], row['part']) for row in parts} == {('pure', 'tokens')}
     tokens = [int(row['1,000 tokens']) for row in parts]
     assert len(tokens) == 5 and tokens == sorted(tokens)
