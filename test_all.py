@@ -3587,21 +3587,21 @@ def test_a_whole_text_stands_between_the_tokens_of_its_template(tmp_path, monkey
 
 # ---- 13. Benches -------------------------------------------------------------------------------------------
 
-SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),        # flags; more lines than so many
-              decode=('--heads=1 --head_dim=8 --lengths=8,40', 16), batch=('--lengths=32 --budget=1', 5),
-              cache=('--lengths=4,8 --overflow=delta:favor:1', 13),
+SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),        # flags; at least so many rows
+              decode=('--heads=1 --head_dim=8 --lengths=8,40', 16), batch=('--lengths=32 --budget=1', 6),
+              cache=('--lengths=4,8 --overflow=delta:favor:1', 18),
               answers=('--steps=1 --full --seeds=1 --data=facts --only=softmax,tova', 4 + 8),
-              kept=('--lengths=4', 4), far=('--lengths=40', 15), stories=('--lengths=9', 8),
-              transfer=('--steps=1 --only="hedgehog other"', 11),
+              kept=('--lengths=4', 4), far=('--lengths=40', 15), stories=('--lengths=9', 9),
+              transfer=('--steps=1 --only="hedgehog other"', 6),
               layer=('--heads=1 --head_dim=8 --lengths=8,40 --dtype=bfloat16', 10),
-              capacity=('--lengths=4 --steps=100 --only=elu,softmax', 2),
+              capacity=('--lengths=4 --steps=100 --only=elu,softmax', 4),
               update=('--lengths=4 --steps=100 --only=gated,fwm', 4), monotone=('--steps=1', 10),
               convert=('--steps=1 --only=window,pure', 24), recall=('--steps=1 --only=elu,delta', 2),
-              grid=('--steps=4 --only="sum identity,sum t2r:4,delta rfa"', 7),
-              mqar=('--steps=1 --only=tova --lengths=8', 1), language=('--steps=1 --only=sum', 2),
-              lra=('--steps=1 --only=softmax,hedgehog', 2), glue=('--steps=2 --only=elu,hedgehog', 3),
+              grid=('--steps=4 --only="sum t2r:4,delta rfa"', 6),
+              mqar=('--steps=1 --only=tova --lengths=8', 1), language=('--steps=1 --only=sum', 1),
+              lra=('--steps=1 --only=softmax,hedgehog', 2), glue=('--steps=2 --only=elu,hedgehog', 4),
               translate=('--steps=2 --lengths=2,3 --only="elu,hedgehog converted"', 18),
-              vit=('--steps=2 --only=t2r', 2), idea=('', 0))
+              vit=('--steps=2 --only=t2r', 3), idea=('', 0))
 
 @pytest.fixture
 def in_process(monkeypatch):
@@ -3610,9 +3610,9 @@ def in_process(monkeypatch):
 
     def run(command, **how):
         name = Path(command[1]).stem
-        flags = [str(word).replace('eval_rows=2000', 'eval_rows=99') for word in command[2:]]
         if name not in ('train', 'convert'):
             return elsewhere(command, **how)
+        flags = [str(word).replace('eval_rows=2000', 'eval_rows=99') for word in command[2:]]
         if name == 'train':
             flags = [flag for flag in flags if 'val_tokens' not in flag]
             flags += ['--val_tokens=2048', '--threads=1']
@@ -3622,30 +3622,43 @@ def in_process(monkeypatch):
         return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
     monkeypatch.setattr(subprocess, 'run', run)
 
-def once_each(runs, *_):
-    """bench.seconds, without the waiting."""
-    for run in runs:
-        run()
-    return [1e-3 / n for n in range(1, 1 + len(runs))]
+    def once_each(calls, *_):
+        for call in calls:
+            call()
+        return [1e-3 / n for n in range(1, 1 + len(calls))]
+    monkeypatch.setattr(bench, 'seconds', once_each)
 
 @pytest.fixture
-def small_pairs(turned_around, monkeypatch):
+def changed(monkeypatch):
+    """changed('lra', ways=...): a suite with other fields."""
+    return lambda name, **fields: monkeypatch.setitem(
+        bench.SUITES, name, dataclasses.replace(bench.SUITES[name], **fields))
+
+@pytest.fixture
+def small_pairs(turned_around, changed, monkeypatch):
     """The suite translate, small."""
     model = '--encoder=1 --n_layer=1 --n_head=2 --n_embd=32 --conv=0 --lr=1e-2 --encoder_rule=softmax'
-    monkeypatch.setattr(bench, 'PAIRS', {turned_around: (f'{model} --batch_size=64', 2, 50)})
+    way = bench.SUITES['translate'].ways['multi30k']
+    changed('translate', ways={'pairs': way._replace(data=turned_around, train=f'{model} --batch_size=64')})
     monkeypatch.setattr(bench, 'TRANSLATOR', model)
     monkeypatch.setattr(bench, 'TURN', 2)
     return turned_around
 
+def ran(folder, suite, *flags):
+    """The table of a suite."""
+    assert bench.main([suite, *flags, f'--out={folder}']) == 0
+    path = Path(folder) / f'{suite}.csv'
+    return list(csv.DictReader(path.open())) if path.exists() else []
+
 @pytest.mark.parametrize('suite', SUITES)
 def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, threes, small_pairs, few_facts,
-                                                      tmp_path, capsys, monkeypatch, in_process):
-    monkeypatch.setattr(bench, 'seconds', once_each)
+                                                      tmp_path, capsys, changed, monkeypatch, in_process):
     model = '--n_layer=1 --n_head=2 --n_embd=16'
-    monkeypatch.setattr(bench, 'LRA', {threes: (model, 1)})
-    classes = {threes: ((model, '1e-3'), 2, 50)}
-    monkeypatch.setattr(bench, 'CLASSES', {'glue': classes, 'vit': classes})
-    monkeypatch.setattr(bench, 'PLAIN', f'--rule=softmax --conv=0 --pos=learned {model}')
+    way = bench.Way(threes, f'--causal=false {model}', how='--lr=1e-3', convert='--eval_rows=99', more=.5)
+    for name in 'lra', 'glue', 'vit':
+        changed(name, ways={'threes': way})
+    grids = bench.SUITES['grid'].ways
+    changed('grid', ways={name: w._replace(train=f'--conv=0 {model}') for name, w in grids.items()})
     flags, rows = SUITES[suite]
     if suite == 'answers':                              # the model of long rows is made from one of short
         short = {'length': 512, 'rows': (20, 16)}
@@ -3661,50 +3674,41 @@ def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, thre
         flags += f' --init={a_model("--rule=softmax", "--pos=rope")}'
     if suite in ('grid', 'language'):
         flags += f' --data={text}'
-    assert bench.main([suite, *shlex.split(flags), f'--out={tmp_path}']) == 0
-    if suite != 'idea':
-        assert json.loads(capsys.readouterr().out.splitlines()[-1])['suite'] == suite
-        assert len((tmp_path / f'{suite}.csv').read_text().splitlines()) > rows
-    if suite == 'grid':                                     # what a rule cannot take is left out
-        found = list(csv.DictReader((tmp_path / 'grid.csv').read_text().splitlines()))
-        forms = [(row['form'], row['part']) for row in found]
-        parts = 'from nothing', 'converted'
-        twice = [(form, part) for form in ('sum t2r:4', 'delta rfa') for part in parts]
-        curve = [('from nothing', 'features'), ('converted', 'features')]
-        assert forms == [('softmax', 'from nothing'), *twice, *curve]
-        assert [bool(row['recovered']) for row in found] == [part == 'converted' for _, part in forms]
-        assert {row['features'] for row in found[-2:]} == {'4'}
-    if suite == 'idea' or bench.SUITES[suite].panels:
+    found = ran(tmp_path, suite, *shlex.split(flags))
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])['suite'] == suite
+    assert len(found) >= rows
+    if suite != 'stories':
         assert (tmp_path / f'{suite}.png').stat().st_size > 5000
-    converted = [json.loads(path.read_text())['args'] for path in tmp_path.glob(f'{suite}/*/convert.json')]
+    if suite == 'grid':
+        forms = itertools.product(('from nothing', 'converted'), ('softmax', 'sum t2r:4', 'delta rfa'))
+        assert [(row['part'], row['form']) for row in found] == list(forms)
+        assert [bool(row['recovered']) for row in found] == [False] * 4 + [True] * 2
     if suite in ('monotone', 'transfer'):                   # a map alone learns, by Hedgehog's recipe
-        assert converted
-        assert {(args['distil'], args['learn']) for args in converted} <= {('ce', 'new'), ('none', 'new')}
+        args = [json.loads(path.read_text())['args'] for path in tmp_path.glob(f'{suite}/*/convert.json')]
+        assert args and {(a['distil'], a['learn']) for a in args} <= {('ce', 'new'), ('none', 'new')}
 
 @pytest.mark.parametrize('form', ['hedgehog', 'elu', 'delta'])
 def test_bench_recall_goes_on_from_softmax_as_the_papers_do(form):
     """The next token, and all weights at one rate: none of the flags of --recipe=pure, the default."""
-    args, student = convert.settings(shlex.split(f'{bench.EXCHANGE} {bench.RECALL[form]}'))
+    suite = bench.SUITES['recall']
+    flags = f'{suite.lines[form]} {suite.ways["from softmax"].convert}'
+    args, student = convert.settings(shlex.split(flags))
     assert (args.loss, args.learn, args.faster, args.distil) == ('next', 'new', 1.0, 'auto')
     assert student['rule'] == 'delta' if form == 'delta' else student['phi'] == form
 
 def test_bench_converts_a_model_of_a_task_by_as_many_tokens_in_all_lines(a_model, tmp_path, in_process):
     path = a_model('--rule=softmax', data='recall-kept', steps=40)
-    run = 'convert', f'--init={path}', f'--out={tmp_path}', '--steps=8', '--only=pure,window'
-    assert bench.main(run) == 0
-    rows = list(csv.DictReader((tmp_path / 'convert.csv').read_text().splitlines()))
+    rows = ran(tmp_path, 'convert', f'--init={path}', '--steps=8', '--only=pure,window')
     lines, parts = [row for row in rows if not row['part']], [row for row in rows if row['part']]
     assert [row['form'] for row in lines] == ['pure', 'window', 'teacher trained on', 'pure, from scratch']
-    assert len({row['tokens'] for row in lines}) == 1 and not any(row['a byte'] for row in lines)
+    assert len({row['tokens'] for row in lines}) == 1 and not any(row['recovered a byte'] for row in lines)
     assert [bool(row['stage 1']) for row in lines] == [True, False, False, False]
-    tuned = float(lines[2]['ours'])
-    for row in lines[:2]:
-        assert float(row['of the tuned']) == pytest.approx(100 * float(row['ours']) / tuned)
+    assert [bool(row['state bytes']) for row in lines] == [True, True, False, False]
     assert {(row['form'], row['part']) for row in parts} == {('pure', 'tokens')}
     tokens = [int(row['1,000 tokens']) for row in parts]
     assert len(tokens) == 5 and tokens == sorted(tokens)
     assert [parts[0]['ours'], parts[4]['ours']] == [lines[0]['swapped'], lines[0]['ours']]
-    assert (tmp_path / 'runs.jsonl').read_text().count('"key"') == 5
+    assert len(list(tmp_path.glob('convert/*.json'))) == 5
 
 @pytest.mark.parametrize('flags', ['--rule=softmax', '--rule=window --cache=5 --overflow=gla:hedgehog'])
 def test_bench_perplexity_by_position_is_that_of_whole_rows(flags, a_model, text):
@@ -3724,9 +3728,8 @@ def test_bench_perplexity_by_position_is_that_of_whole_rows(flags, a_model, text
 def test_bench_reads_far_with_few_rows_and_says_what_that_costs(a_model, text, characters, tmp_path, capsys):
     """Each form is the model it names, as it is read from the first token on, and against rows of 16."""
     path, delta = a_model('--rule=softmax', '--pos=rope', steps=40), a_model('--rule=delta')
-    run = 'far', '--lengths=70', f'--out={tmp_path}'
-    assert bench.main([*run, f'--init={path}', '--only=tova compressed,sink', f'--beside={delta}']) == 0
-    rows = list(csv.DictReader((tmp_path / 'far.csv').open()))
+    run = 'far', '--lengths=70'
+    rows = ran(tmp_path, *run, f'--init={path}', '--only=tova compressed,sink', f'--beside={delta}')
     tokens = torch.from_numpy(prepare.load(text)[1][:71].astype(int))[None]
     models = {'softmax': load(path)[0], f'delta: {delta}': load(delta)[0],
               'sink': load(path, rule='sink', cache=2, sinks=1)[0],
@@ -3762,20 +3765,19 @@ def test_bench_knows_words_from_pieces_of_words(kind, mark):
         assert bench.kind_of(ord(character), {'tokenizer': 'byte', 'vocab_size': 256}) == wanted
     assert [bench.kind_of_rest(word, False) for word in ('ing', 'walked')] == ['-ing', '-ed']
 
-def test_bench_judges_stories_by_what_the_full_model_makes_of_them(a_model, tmp_path, capsys, monkeypatch):
+def test_bench_judges_stories_by_what_the_full_model_makes_of_them(a_model, tmp_path, capsys, changed):
     """Who has room for all rows writes the same; a loss, a tie and a win are what they are called."""
     path = a_model('--rule=softmax', '--pos=rope', steps=40)
-    run = 'stories', f'--init={path}', f'--out={tmp_path}'
-    monkeypatch.setattr(bench, 'STORIES', {'all': ('tova', 1), 'few': ('window', 16)})
-    assert bench.main([*run, '--only=all,few']) == 0
+    paper = bench.SUITES['stories'].paper['tova 1/4']
+    changed('stories', lines={'all': ('tova', 1), 'few': ('window', 16)})
+    rows = ran(tmp_path, 'stories', f'--init={path}', '--only=all,few')
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert said['identical']['all'] == 24 > said['identical']['few'] and said['tie'] > 0
     assert said['nats']['all'] == said['nats']['full'] != said['nats']['few']
-    shares = {(row['form'], row['verdict']): float(row['ours'])
-              for row in csv.DictReader((tmp_path / 'stories.csv').open())}
+    shares = {(row['form'], row['part']): float(row['ours']) for row in rows}
     assert shares['all', 'tied'] == 100 and len(shares) == 9
-    assert 'at most 14' in refused(capsys, bench.main, *run, '--lengths=15')
-    rows = list(bench.verdicts('tova 1/4', torch.tensor([2., 1, .1, -.1, -.2, 0, .3, -3]), .5))
+    assert 'at most 14' in refused(capsys, bench.main, 'stories', f'--init={path}', '--lengths=15')
+    rows = list(bench.verdicts('tova 1/4', torch.tensor([2., 1, .1, -.1, -.2, 0, .3, -3]), .5, paper))
     assert [(row['ours'], row['paper']) for row in rows] == [(25, 5), (62.5, 88), (12.5, 6)]
     assert bench.of_binomial(5, 100) == pytest.approx((2.154, 11.175), abs=1e-3)      # Wilson's, by R
     model, tokens = load(path)[0].double().eval(), torch.randint(256, (5, 16))
@@ -3788,62 +3790,56 @@ def test_bench_transfers_maps_to_another_text(a_model, text, tmp_path, capsys, i
     """A map learns on the text that its form names; divergences are those of convert.json on the same row."""
     path, other = a_model('--rule=softmax', '--pos=rope', steps=40), tmp_path / 'other.txt'
     other.write_text(''.join(f'{i * i * i} of the lazy dogs jump over the fox\n' for i in range(200)))
-    run = 'transfer', f'--init={path}', '--steps=2', f'--out={tmp_path / "out"}'
-    assert bench.main([*run, f'--data={other}', '--only=hedgehog,hedgehog other,hedgehog random,elu']) == 0
-    rows = list(csv.DictReader((tmp_path / 'out' / 'transfer.csv').open()))
-    assert [(row['text'], row['tokens']) for row in rows[::5]] == [
+    run = 'transfer', f'--init={path}', '--steps=2'
+    only = '--only=hedgehog,hedgehog other,hedgehog random,elu'
+    rows = ran(tmp_path / 'out', *run, f'--data={other}', only)
+    assert [(row['part'], row['tokens a row']) for row in rows[::4]] == [
         (text, str(16 * n)) for text in ('own', 'other') for n in (1, 4, 16)]
-    for row in rows[::5]:
-        assert float(row['recovered']) == 100 and float(row['KL to teacher']) == 0
-    used = {}
-    for line in (tmp_path / 'out' / 'runs.jsonl').read_text().splitlines():
-        if line:
-            found = json.loads(line)
-            used[found['args']['data']] = found
-            tokens = torch.from_numpy(prepare.load(found['args']['data'])[1][:16].astype(int))[None]
-            stage = found['layers'][-1]['model']
-            wanted = [layer['KL to teacher'] for layer in found['layers'] if layer['model'] == stage]
-            models = load(path)[0].eval(), load(Path(found['args']['out']) / 'ckpt.safetensors')[0].eval()
-            assert bench.divergence(*models, tokens) == pytest.approx(sum(wanted) / len(wanted), rel=1e-5)
-            assert min(wanted) > 0
-    assert list(used) == [text, str(other), str(tmp_path / 'out' / 'random-0')]
+    used = set()
+    for found in tmp_path.glob('out/transfer/*/convert.json'):
+        found = json.loads(found.read_text())
+        used.add(found['args']['data'])
+        tokens = torch.from_numpy(prepare.load(found['args']['data'])[1][:16].astype(int))[None]
+        stage = found['layers'][-1]['model']
+        wanted = [layer['KL to teacher'] for layer in found['layers'] if layer['model'] == stage]
+        models = load(path)[0].eval(), load(Path(found['args']['out']) / 'ckpt.safetensors')[0].eval()
+        assert bench.divergence(*models, tokens) == pytest.approx(sum(wanted) / len(wanted), rel=1e-5)
+        assert min(wanted) > 0
+    assert used == {text, str(other), str(tmp_path / 'out' / 'random-0')}
     assert 'give another text' in refused(capsys, bench.main, *run, f'--data={text}')
 
-def test_bench_bleu_is_that_of_what_sample_says_of_the_test_side(small_pairs, tmp_path, in_process, capsys,
-                                                                 monkeypatch):
+def test_bench_bleu_is_that_of_what_sample_says_of_the_test_side(small_pairs, tmp_path, in_process, capsys):
     """By greedy and by beam search, of a model that was trained and of one that was converted."""
     package = pytest.importorskip('sacrebleu')
-    monkeypatch.setattr(bench, 'seconds', once_each)
-    run = 'translate', '--steps=150', '--lengths=2', '--only=elu,t2r converted', f'--out={tmp_path}'
+    run = 'translate', '--steps=150', '--lengths=2', '--only=elu,t2r converted'
     rows = np.fromfile(Path(small_pairs) / 'test.bin', np.uint8).reshape(-1, 2, 13)
     sources = [[token for token in row if token < 10] for row in rows[:, 0, :6]]
     lines = tmp_path / 'lines'
     lines.write_text('\n'.join(' '.join(map(str, source)) for source in sources))
     wanted = [' '.join(map(str, source[::-1])) for source in sources]
     for beam, more in (1, []), (4, ['--full', '--seeds=1']):
-        assert bench.main([*run, *more]) == 0
-        assert f'50 sentences of the test side, beam {beam}, nrefs:1|' in capsys.readouterr().out
-        found = [row for row in csv.DictReader((tmp_path / 'translate.csv').open()) if row['data']]
-        for row, folder in zip(found, ('elu-*', 't2r-from-softmax-*'), strict=True):
+        found = [row for row in ran(tmp_path, *run, *more) if row['ours']]
+        assert 'BLEU: nrefs:1|' in capsys.readouterr().out
+        for row, folder in zip(found, ('elu-*', 't2r-converted-*'), strict=True):
             path, = (tmp_path / 'translate').glob(f'{folder}/ckpt.safetensors')
+            assert row['sentences'] == '50'
             assert load(path)[0].config.source_rules()[0] == 'softmax'
             said = written(capsys, f'--init={path}', f'--source=@{lines}', f'--beam={beam}')[0].splitlines()
             score = package.corpus_bleu(said, [wanted]).score
             assert float(row['ours']) == pytest.approx(score) and score > 5
 
-def test_bench_bleu_without_its_package_or_pairs(tmp_path, small_pairs, capsys, monkeypatch):
+def test_bench_bleu_without_its_package_or_pairs(tmp_path, small_pairs, capsys, changed, in_process,
+                                                 monkeypatch):
     """The package is named before anything is trained; without pairs there is a table of speeds."""
-    run = 'translate', '--only=elu', '--lengths=2', f'--out={tmp_path}'
+    run = 'translate', '--only=elu', '--lengths=2'
     with monkeypatch.context() as without:
         without.setitem(sys.modules, 'sacrebleu.metrics', None)
-        assert 'pip install sacrebleu' in refused(capsys, bench.main, *run)
+        assert 'pip install sacrebleu' in refused(capsys, bench.main, *run, f'--out={tmp_path}')
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(bench, 'bleu_metric', Mock())
-    monkeypatch.setattr(bench, 'seconds', once_each)
-    monkeypatch.setattr(bench, 'PAIRS', {str(tmp_path / 'none'): bench.PAIRS[small_pairs]})
-    assert bench.main(run) == 0
+    changed('translate', ways={'none': bench.Way(str(tmp_path / 'none'))})
+    rows = ran(tmp_path, *run)
     assert 'none is left out' in capsys.readouterr().err
-    rows = list(csv.DictReader((tmp_path / 'translate.csv').open()))
     assert {row['form'] for row in rows} == {'softmax', 'elu'} and len(rows) == 8
 
 @pytest.mark.parametrize('form', bench.WRITERS)
@@ -3860,15 +3856,15 @@ def test_bench_writes_on_from_states_of_their_true_size(form, small_pairs):
 
 def test_bench_runs_are_remembered(tmp_path, in_process):
     """A long suite that was stopped goes on; another seed or flag is another run."""
-    args = bench.Args(out=str(tmp_path), seeds=1)
+    args, suite = bench.Args(out=str(tmp_path)), bench.SUITES['recall']
     flags = '--data=recall-kept --n_layer=1 --n_head=1 --n_embd=8 --steps=1 --eval_every=1'
-    first = bench.a_run(args, 'recall', 'softmax', bench.trained, flags, 0)
-    assert bench.a_run(args, 'recall', 'softmax', bench.trained, flags, 0) == first
-    assert (tmp_path / 'runs.jsonl').read_text().count('"key"') == 1
-    bench.a_run(args, 'recall', 'softmax', bench.trained, flags, 1)
-    assert (tmp_path / 'runs.jsonl').read_text().count('"key"') == 2
+    first = bench.a_run(args, suite, 'softmax', 'train.py', flags, 0)
+    assert bench.a_run(args, suite, 'softmax', 'train.py', flags, 0) == first
+    assert len(list(tmp_path.glob('recall/*.json'))) == 1
+    bench.a_run(args, suite, 'softmax', 'train.py', flags, 1)
+    assert len(list(tmp_path.glob('recall/*.json'))) == 2
     with pytest.raises(ValueError, match='no such flag'):
-        bench.a_run(args, 'recall', 'softmax', bench.trained, flags + ' --nope=1', 0)
+        bench.a_run(args, suite, 'softmax', 'train.py', flags + ' --nope=1', 0)
 
 def test_bench_finds_where_softmax_becomes_the_slower_one():
     times = dict(softmax=(1, 100), a=(10, 10), b=(.1, .1), c=(900, 900))
@@ -3910,61 +3906,56 @@ def test_fast_weight_memory_erases_writes_and_bounds_its_length(phi):
     near(memory(x, q, k, v)[:, 0], torch.stack(wanted))
 
 def test_bench_a_carried_window_reads_on_and_without_normalisation_delta_diverges(text, tmp_path, in_process):
-    run = 'language', f'--data={text}', '--steps=2', '--only=sum,window carry,delta elu no-norm'
-    assert bench.main([*run, f'--out={tmp_path}']) == 0
-    rows = list(csv.DictReader((tmp_path / 'language.csv').open()))
-    bad, = (row for row in rows if row['part'] == 'diverged')
-    assert bad['first step not finite'] == '1'
+    only = '--only=sum,window carry,delta elu no-norm'
+    rows = {row['form']: row for row in ran(tmp_path, 'language', f'--data={text}', '--steps=2', only)}
+    assert {form: row['not finite'] for form, row in rows.items()} == {
+        'sum': '', 'window carry': '', 'delta elu no-norm': '1'}
     with pytest.raises(ValueError, match='diverges'):
         GPT(Config(rule='delta', norm='none'))
-    steps = [row['step'] for row in rows if row['part'] == 'curve']
-    assert steps == ['1', '2']
-    found = {row['rows']: float(row['carried']) for row in rows if row['part'] == 'rows'}
+    found = {cache: float(rows['window carry'][f'with {cache}']) for cache in (8, 128)}
     path, = (tmp_path / 'language').glob('window-*/ckpt.safetensors')
-    val = torch.from_numpy(prepare.load(text)[1].astype('int64'))[None]
-    for cache in 8, 128:                                        # all at once
+    val = torch.from_numpy(prepare.load(text)[1].astype('int64'))[None, :2048]
+    for cache, carried in found.items():                        # all at once
         model = load(path, cache=cache)[0].eval()
         with torch.no_grad():
             nats = F.cross_entropy(model(val[:, :-1])[0][0], val[0, 1:]).item()
-        assert found[str(cache)] == pytest.approx(nats / math.log(2), rel=1e-4)
-    assert found['8'] != found['128']
+        assert carried == pytest.approx(nats / math.log(2), rel=1e-4)
+    assert found[8] != found[128]
 
 def test_bench_learning_curves_are_medians_while_all_seeds_train():
     runs = [{'curve': [(1, 3.0), (2, 2.0)]}, {'curve': [(1, 5.0)]}]
-    assert bench.curve('a', runs, 'loss', 2) == [dict(form='a', part='curve', step=1, loss=8.0)]
+    assert bench.curve('a', runs) == [dict(form='a', part='curve', step=1, loss=4.0)]
 
-def test_bench_the_first_seed_chooses_the_learning_rate(tmp_path, monkeypatch):
+def test_bench_the_first_seed_chooses_the_learning_rate(changed, monkeypatch):
     made = []
 
-    def trained(flags, seed, out):
-        made.append((flags, seed))
-        return {'accuracy': {'--lr=1': .5, '--lr=2': .9, '--lr=3': .2}[flags[-6:]] + seed}
+    def trained(_args, _suite, _form, flags, _steps, seed):
+        made.append((flags.split('--lr=')[1].split()[0], seed))
+        return {'accuracy': {'3e-3': .5, '1e-2': .9, '3e-2': .2}[made[-1][0]] + seed, 'minutes': 1}
     monkeypatch.setattr(bench, 'trained', trained)
-    args = bench.Args(out=str(tmp_path), seeds=3)
-    found = bench.at_best_rate(args, 'mqar', 'sum', '--rule=sum', '123')
-    assert [f['accuracy'] for f in found] == [.9, 1.9, 2.9] and {f['rate'] for f in found} == {'2'}
-    assert made == [(f'--rule=sum --lr={rate}', seed) for rate, seed in zip('12322', (0, 0, 0, 1, 2))]
+    changed('mqar', look=None)
+    args = bench.Args(full=True, seeds=3, steps=1, lengths='8', only='sum')
+    [row], _ = bench.mqar(args, bench.SUITES['mqar'])
+    assert [row[name] for name in ('least', 'ours', 'most')] == [.9, 1.9, 2.9]
+    tried = [(rate, 0) for rate in bench.RATES]
+    assert made == [*tried, *(('1e-2', seed) for seed in range(3))]
 
-def test_bench_names_of_many_lines_stand_apart_where_their_lines_end():
-    from matplotlib.text import Text
-    assert bench.spread([0, 0, .01, 1, 1], .1) == pytest.approx([0, .1, .2, .9, 1])
-    panel = bench.SUITES['mqar'].panels[0]
-    ends = {f'line {n}': n % 4 + 90 * (n > 7) for n in range(16)}
-    rows = [{'form': form, 'state bytes': b, 'ours': end} for form, end in ends.items() for b in (1, 10)]
-    figure, axes = bench.panels(1, 1)
-    bench.draw_panel(axes[0, 0], panel, rows, bench.Args(), dict.fromkeys(ends, ('black', '-')))
+def test_bench_names_of_many_lines_stand_in_the_picture_beside_them():
+    names = [f'line {n}' for n in range(16)]
+    rows = [{'form': name, 'state bytes': b, 'ours': b} for name in names for b in (1, 10)]
+    figure, [[axes]] = bench.canvas(1, 1, 7, 4.5)
+    bench.draw_lines(axes, bench.Panel('state bytes', 'ours'), rows, [*names, 'elsewhere'])
     figure.canvas.draw()
-    names = sorted(axes[0, 0].texts, key=lambda name: name.get_position()[1])
-    boxes = [Text.get_window_extent(name) for name in names]
-    assert len(names) == 16 and all(low.y1 <= high.y0 for low, high in itertools.pairwise(boxes))
-    assert [ends[name.get_text()] for name in names] == sorted(ends.values())
-    middle = axes[0, 0].bbox.y0 + axes[0, 0].bbox.height / 2
-    assert boxes[7].y1 < middle < boxes[8].y0 and boxes[-1].x1 <= figure.bbox.x1
+    texts = axes.get_legend().get_texts()
+    assert [name.get_text() for name in texts] == names
+    boxes = [name.get_window_extent() for name in texts]
+    assert all(low.y1 <= high.y0 for high, low in itertools.pairwise(boxes))
+    assert all(axes.bbox.x1 < box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
+    assert boxes[-1].y0 >= 0 and boxes[0].y1 <= figure.bbox.y1
 
 def test_bench_cache_counts_every_token_and_with_room_for_all_is_softmax(a_model, text, tmp_path):
     ckpt = a_model('--rule=softmax')
-    assert bench.main(['cache', f'--init={ckpt}', '--lengths=16', f'--out={tmp_path}']) == 0
-    rows = list(csv.DictReader((tmp_path / 'cache.csv').read_text().splitlines()))
+    rows = ran(tmp_path, 'cache', f'--init={ckpt}', '--lengths=16')
     val = torch.from_numpy(prepare.load(text)[1].astype('int64'))
     pieces = torch.stack([val[i:i + 16] for i in torch.linspace(0, len(val) - 17, 16).long().tolist()])
     with torch.no_grad():
@@ -3997,11 +3988,11 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
     monkeypatch.setattr(bench, 'model_in', lambda *_: model)
     monkeypatch.setattr(bench, 'bounded', few)
     half, most = (bench.answered(rule, 4, folder, 100, 'out', 'cpu') for rule in ('softmax', 'tova'))
-    assert [half[f'quarter {i}'] for i in range(4)] == [0, 0, 1, 1] and .35 < half['accuracy'] < .65
-    assert [most[f'quarter {i}'] for i in range(4)] == [0, 1, 1, 1]
+    assert [half[f'quarter {i}'] for i in range(4)] == [0, 0, 100, 100] and 35 < half['accuracy'] < 65
+    assert [most[f'quarter {i}'] for i in range(4)] == [0, 100, 100, 100]
     places = tasks.asked_fact(val.reshape(-1, 2, 256)[:100, 0])
     left = np.mean([places + 5 + n >= 256 - 192 for n in range(4)])      # the answer's row, three behind it
-    assert 'left' not in half and abs(most['left'] - left) < 1e-6
+    assert 'left' not in half and abs(most['left'] - 100 * left) < 1e-4
     assert few.call_args[0][1:] == (model, 'tova', 64)
 
 @pytest.mark.parametrize('flags, why', [
@@ -4011,7 +4002,7 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
     ('--quick --full', 'contradict'), ('recall --only=elu,elo', 'choose from softmax'),
     ('tran', 'choose from'), ('decode --lengths=4k', '--lengths'), ('--hedas=2', '--heads'),
     ('decode --out=', '--out'), ('decode --device=cuda:99', '--device=cuda:99'),
-    ('idea --lengths=8', 'means nothing')])
+    ('idea --lengths=8', 'means nothing'), ('lra --data=nope', 'choose from listops')])
 def test_bench_refuses(flags, why, capsys):
     assert why in refused(capsys, bench.main, *flags.split())
 
