@@ -2704,18 +2704,18 @@ def test_text_is_printed_as_it_comes_and_nothing_is_lost(kind, capsys):
         shown = capsys.readouterr().out
         assert said + shown == text or said.endswith('\ufffd')
 
-@pytest.mark.skipif(not shutil.which(os.environ.get('CXX', 'g++')), reason='no C++ compiler')
-def test_a_compiled_step_writes_the_same_greedy_tokens(a_model, capsys, monkeypatch, tmp_path):
-    """Compiled anew: torch's cache does not ask for which of a CPU's instructions (ATEN_CPU_CAPABILITY) a step
-    was compiled that it finds there."""
+@pytest.mark.parametrize('backend', ['aot_eager', pytest.param('inductor', marks=slow, id='soak')])
+def test_a_compiled_step_writes_the_same_greedy_tokens(backend, a_model, capsys, monkeypatch, tmp_path):
+    """What torch.compile makes of the model; the soak also has C++ made of that. Compiled anew: torch's cache
+    does not ask for which of a CPU's instructions (ATEN_CPU_CAPABILITY) a step was compiled."""
     monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path))
-    init = f'--init={a_model("--rule=delta")}'
-    flags = init, '--tokens=40', '--temperature=0', '--prompt=the '    # the first 32 steps are not compiled
-    text, _ = written(capsys, *flags)
-    steps = Mock(wraps=sample.compiled)
-    monkeypatch.setattr(sample, 'compiled', steps)
+    plain = torch.compile
+    flags = f'--init={a_model()}', '--tokens=40', '--temperature=0', '--prompt=the '
+    text, _ = written(capsys, *flags)                           # the first 32 steps are not compiled
+    compiled = Mock(side_effect=lambda model, mode: plain(model, backend=backend))
+    monkeypatch.setattr(torch, 'compile', compiled)
     assert written(capsys, *flags, '--compile')[0] == text
-    assert steps.call_count == 1
+    assert compiled.call_count == 1
     monkeypatch.setattr(torch, 'compile', Mock(return_value=Mock(side_effect=RuntimeError('no compiler'))))
     assert sample.main([*flags, '--compile']) == 2
     assert 'error: --compile: no compiler; leave it out' in capsys.readouterr().err
