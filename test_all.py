@@ -987,25 +987,18 @@ def test_delta_attn_is_schlags_ablation():
         layer.forms = model_py.pick_forms(impl)
         near(layer(x, q, k, v)[0], torch.stack(o, 2))
 
-def oja(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=0):
-    """S_t = S + w (v_t - S k_t) k_t^T - w v_t (v_t^T S) / 9: the last term, as Oja's, is new."""
-    S = torch.zeros(*v.shape[:2], v.shape[-1], k.shape[-1], dtype=v.dtype) if S is None else S
-    o = []
-    for t in range(q.shape[2]):
-        w = write[:, :, t, None, None]
-        v_t, k_t = v[:, :, t, :, None], k[:, :, t, None]
-        u = v_t - (S * k_t).sum(-1, keepdim=True)
-        S = S + w * u * k_t - w * v_t * (v_t * S).sum(2, keepdim=True) / 9
-        o.append((S * q[:, :, t, None]).sum(-1))
-    return torch.stack(o, 2), S
+def loud(q, k, v, **gates):
+    """A sum that is read twice as loud."""
+    o, S = recurrent(q, k, v, **gates)
+    return 2 * o, S
 
 @pytest.fixture
 def a_rule_of_its_own(monkeypatch):
-    monkeypatch.setitem(RULES, 'oja', fastweight.Rule('Oja 1982', 'silu', 'l2', write='beta', form=oja))
+    monkeypatch.setitem(RULES, 'loud', fastweight.Rule('a test', 'silu', 'l2', write='beta', form=loud))
 
 def test_a_rule_with_a_form_of_its_own_is_computed_by_it(a_rule_of_its_own, text, tmp_path, capsys):
     """At any cut and in training; the first line says so; the text can be sampled. Other forms are refused."""
-    model = GPT(Config(rule='oja', n_layer=2, n_head=2, n_embd=16)).double()
+    model = GPT(Config(rule='loud', n_layer=2, n_head=2, n_embd=16)).double()
     tokens = torch.randint(256, (2, 9))
     whole, state = model(tokens)
     first, begun = model(tokens[:, :4])
@@ -1014,18 +1007,18 @@ def test_a_rule_with_a_form_of_its_own_is_computed_by_it(a_rule_of_its_own, text
     close(pack(end), pack(state))
     memory = model.blocks[0].mixer.memory
     x, (q, k, v) = torch.randn(1, 5, 16).double(), torch.randn(3, 1, 2, 5, 8).double()
-    near(memory(x, q, k, v)[0], oja(memory.reads(q), **memory.writes(x, k, v))[0])
-    assert 'oja: form=oja of its own' in model.why and 'fused' not in model.why
-    mixed = GPT(Config(layers='oja,delta', n_layer=2, n_head=2, n_embd=16)).why
-    assert 'oja: form=oja' in mixed and '--impl=loop runs' in mixed
-    ckpt = trained(text, tmp_path, '--layers=oja', steps=2)
-    assert 'recurrence: oja: form=oja of its own' in capsys.readouterr().out
+    near(memory(x, q, k, v)[0], loud(memory.reads(q), **memory.writes(x, k, v))[0])
+    assert 'loud: form=loud of its own' in model.why and 'fused' not in model.why
+    mixed = GPT(Config(layers='loud,delta', n_layer=2, n_head=2, n_embd=16)).why
+    assert 'loud: form=loud' in mixed and '--impl=loop runs' in mixed
+    ckpt = trained(text, tmp_path, '--layers=loud', steps=2)
+    assert 'recurrence: loud: form=loud of its own' in capsys.readouterr().out
     said, err = written(capsys, f'--init={ckpt}', '--tokens=40', '--temperature=0')
-    assert len(said) >= 40 and 'oja: form=oja' in err
+    assert '40 written' in err and 'loud: form=loud' in err
     encoder = dict(encoder=1, source=8, encoder_rule='sum', cross='softmax', pad=9)
-    reader = GPT(Config(rule='oja', **encoder))
+    reader = GPT(Config(rule='loud', **encoder))
     for user, impl in itertools.product([model, reader], ['chunk', 'fused']):
-        with pytest.raises(ValueError, match=f'--impl={impl}: --rule=oja is computed by oja alone'):
+        with pytest.raises(ValueError, match=f'--impl={impl}: --rule=loud is computed by loud alone'):
             user.use(pick_forms(impl))
 
 def small(**flags):
@@ -1477,10 +1470,10 @@ def refused(capsys, main, *argv):
     (dict(phi='elu', norm='nope'), 'no such normaliser; choose'), (dict(phi='dpfp:8'), '1..7'),
     (dict(phi='t2r:0'), 'above 0'), (dict(phi='favor:many'), 'a whole number above 0'),
     (dict(phi='exp:nan'), 'a number above 0'), (dict(phi='hedgehog:x'), 'forms'),
-    (dict(rule='oja', causal=False, classes=2), '--rule=oja: its form goes step by step'),
-    (dict(rule='oja', encoder=1, source=8), '--rule=oja: its form goes step by step'),
-    (dict(cross='oja', encoder=1, source=8), '--cross=oja: choose'),
-    (dict(rule='window', overflow='oja'), '--overflow=oja: choose')])
+    (dict(rule='loud', causal=False, classes=2), '--rule=loud: its form goes step by step'),
+    (dict(rule='loud', encoder=1, source=8), '--rule=loud: its form goes step by step'),
+    (dict(cross='loud', encoder=1, source=8), '--cross=loud: choose'),
+    (dict(rule='window', overflow='loud'), '--overflow=loud: choose')])
 def test_meaningless_combinations_are_refused(flags, why, a_rule_of_its_own):
     with pytest.raises(ValueError, match=re.escape(why)) as e:
         GPT(Config(n_layer=1, n_embd=8, n_head=2, **flags))
