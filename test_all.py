@@ -698,11 +698,23 @@ def test_a_long_text_in_segments_is_the_same(gates, monkeypatch):
     shapes = [call.args[1].shape for call in forward.call_args_list]
     assert [shape[1] * shape[2] for shape in shapes] == [64, 64, 32, 64, 64]
 
+DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'         # there, kernels run in Triton's interpreter
+KERNELS = 'inverse', 'forward', 'states', 'tokens', 'one_step'
+
+class Instead:
+    """Stands where a Triton kernel stood: a launch calls instead(kernel, grid, *args, **fixed)."""
+    def __init__(self, kernel, instead):
+        self.kernel = kernel
+        self.instead = instead
+
+    def __getitem__(self, grid):
+        return partial(self.instead, self.kernel, grid)
+
 @pytest.fixture
 def launched(monkeypatch):
-    """The names of the Triton kernels that were run, each on the device of its tensors: Triton takes the
-    current one, which need not be that of --device=cuda:1."""
-    current, names = [], []
+    """The Triton kernels that were run, each on the device of its tensors: Triton takes the current one,
+    which need not be that of --device=cuda:1."""
+    current, seen = [], []
 
     @contextlib.contextmanager
     def device_of(x):
@@ -710,22 +722,14 @@ def launched(monkeypatch):
         yield
         current.pop()
 
-    class Watched:
-        def __init__(self, name):
-            self.name = name
-            self.kernel = getattr(kernels, name)
-
-        def __getitem__(self, grid):
-            names.append(self.name)
-            assert current == [DEVICE]
-            return self.kernel[grid]
+    def watched(kernel, grid, *args, **fixed):
+        seen.append(kernel)
+        assert current == [DEVICE]
+        return kernel[grid](*args, **fixed)
     monkeypatch.setattr(torch.cuda, 'device_of', device_of)
     for name in KERNELS:
-        monkeypatch.setattr(kernels, name, Watched(name))
-    return names
-
-DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'         # there, kernels run in Triton's interpreter
-KERNELS = 'inverse', 'forward', 'states', 'tokens', 'one_step'
+        monkeypatch.setattr(kernels, name, Instead(getattr(kernels, name), watched))
+    return seen
 
 @gpu
 @pytest.mark.parametrize('gates', ['sum', 'attn, decays', 'both', 'delta, head', 'delta, heads',
@@ -744,7 +748,8 @@ def test_triton_kernels_equal_recurrent(gates, launched):
     near(found, with_gradients(recurrent, given, normalise), 1e-5)
     one = {name: x if name == 'S' else x[:, :, :1] for name, x in fp32.items()}
     near(kernels.step_on_gpu(**one, normalise=normalise), recurrent(**one, normalise=normalise), 1e-6)
-    assert launched == [name for name in KERNELS if name != 'inverse' or 'erase' in given]
+    names = [kernel.fn.__name__ for kernel in launched]
+    assert names == [name for name in KERNELS if name != 'inverse' or 'erase' in given]
 
 tl = kernels.tl             # by this name kernels look for it
 
@@ -820,37 +825,33 @@ def test_triton_sums_in_fp16_stay_finite(monkeypatch):
     monkeypatch.setattr(kernels.triton.knobs.runtime, 'interpret', False)
     assert kernels.tiles(q, v, None)['DT'] == kernels.tl.bfloat16
 
-def resources(rule):
-    """What the compiler makes of each kernel for an H100, with heads of 64 in bf16: rows of name, registers,
-    bytes of stack, bytes of shared memory. Where TRITON_INTERPRET is 1 there is nothing to compile."""
+def resources(cases):
+    """What the compiler makes of each kernel for an H100, with heads of 64 in bf16: for each case of gates rows
+    of name, registers, bytes of stack, bytes of shared memory. Not where TRITON_INTERPRET is 1."""
     from triton.backends.compiler import GPUTarget
-    absent, f = {'delta': ('fz', 0), 'kda': ('z', 64), 'gated_delta': ('z', 1)}[rule]
-    fixed = dict(K=64, V=64, FD=f, ZD=0, NORM=0, C=32, BK=64, DT=tl.bfloat16, LEAST=0.01)
-    fixed.update({gradient + gate: None for gradient in ('', 'd') for gate in absent})
-    fp32 = 'w e f z S S_0 S_T S_new written d_written dS_T dS_0 dw de df dz'.split()
-    if f:
-        fp32 += ['q', 'k', 'dq', 'dk']          # which meet decays before they are rounded
-    rows = []
-    for name in KERNELS:
-        kernel = getattr(kernels, name)
-        fixed['BV'] = 8 if name == 'one_step' else 32
-        types = dict.fromkeys(kernel.arg_names, '*bf16')
-        types.update({arg: '*fp32' for arg in fp32 if arg in types})
-        types.update({arg: 'constexpr' for arg in fixed if arg in types})
-        types.update({arg: size for arg, size in dict(T='i32', floor='fp32').items() if arg in types})
-        values = {(i,): fixed[arg] for i, arg in enumerate(types) if arg in fixed}
-        aligned = {(i,): [['tt.divisibility', 16]] for i, arg in enumerate(types) if types[arg][0] == '*'}
-        source = kernels.triton.compiler.ASTSource(kernel, types, values, aligned)
-        warps = {'tokens': 8, 'one_step': 1}.get(name, 4)
-        compiled = kernels.triton.compile(source, GPUTarget('cuda', 90, 32), dict(num_warps=warps))
-        with tempfile.NamedTemporaryFile(suffix='.cubin') as f:
-            f.write(compiled.asm['cubin'])
-            f.flush()
+    driver = Mock(**{'get_current_target.return_value': GPUTarget('cuda', 90, 32)})
+    kernels.triton.runtime.driver.set_active(driver)
+    found = []
+
+    def compiled(kernel, grid, *args, **fixed):
+        made = kernel.warmup(*args, grid=grid, **fixed)
+        with tempfile.NamedTemporaryFile(suffix='.cubin') as file:
+            file.write(made.asm['cubin'])
+            file.flush()
             tool = kernels.triton.knobs.nvidia.cuobjdump.path
-            said = subprocess.run([tool, '--dump-resource-usage', f.name], capture_output=True, text=True)
+            said = subprocess.run([tool, '--dump-resource-usage', file.name], capture_output=True, text=True)
         used = [int(re.search(fr'{what}:(\d+)', said.stdout)[1]) for what in ('REG', 'STACK')]
-        rows.append((name, *used, compiled.metadata.shared))
-    return rows
+        found[-1].append((kernel.fn.__name__, *used, made.metadata.shared))
+    for name in KERNELS:
+        setattr(kernels, name, Instead(getattr(kernels, name), compiled))
+    globals().update(K=64, V=64)
+    for gates in cases:
+        found.append([])
+        given, _ = inputs(**gates, erase=True, dtype=torch.float32)
+        given.update({name: given[name].bfloat16() for name in 'qkv'})
+        with_gradients(kernels.on_gpu, given, False)
+        kernels.step_on_gpu(**{name: x if name == 'S' else x[:, :, :1] for name, x in given.items()})
+    return found
 
 @gpu
 def test_triton_kernels_compile_for_gpus_that_are_not_here(monkeypatch):
@@ -859,10 +860,12 @@ def test_triton_kernels_compile_for_gpus_that_are_not_here(monkeypatch):
     if not Path(kernels.triton.__file__).with_name('backends').joinpath('nvidia/bin/cuobjdump').exists():
         pytest.skip("this Triton comes without NVIDIA's compiler")
     monkeypatch.setenv('TRITON_INTERPRET', '0')
+    cases = dict(delta={}, kda=dict(f=64), gated_delta=dict(f=1))
     most = dict(delta=48, kda=48, gated_delta=128)              # bytes of stack
     with multiprocessing.get_context('spawn').Pool(1) as pool:
-        found = pool.map(resources, most)
-    for rule, rows in zip(most, found):
+        found = pool.apply(resources, [[*cases.values()]])
+    for rule, rows in zip(cases, found):
+        assert [name for name, *_ in rows] == [*KERNELS]
         for name, registers, stack, shared in rows:
             print(rule, name, registers, stack, shared)
             assert registers <= 255 and stack <= most[rule] and shared <= 227 * 1024, name
