@@ -2562,24 +2562,16 @@ def test_not_finite_steps_are_skipped_and_end_the_run(a_model, tmp_path, capsys,
     assert meta['step'] == 8 and tensors['opt.embed.weight.step'] == 7
     assert all(x.isfinite().all() for x in tensors.values())
 
+def as_one_of_two(rank, argv, port):
+    os.environ.update(RANK=str(rank), WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
+    assert train.main(argv) == 0
+
 def in_two_processes(argv):
     """train.py as torchrun would start it."""
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         port = s.getsockname()[1]
-    children = []
-    for rank in range(2):
-        child = os.fork()
-        if not child:
-            code = 1
-            os.environ.update(RANK=str(rank), WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
-            try:
-                code = train.main(argv)
-            finally:                                            # it must not go on with the other tests
-                sys.stdout.flush()
-                os._exit(code)
-        children.append(child)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    torch.multiprocessing.start_processes(as_one_of_two, (argv, port), 2, start_method='fork')
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='elsewhere a process that has torch in it may not fork')
 def test_two_processes_train_like_one(text, tmp_path, capfd):
@@ -2676,7 +2668,7 @@ def test_a_compiled_step_writes_the_same_greedy_tokens(backend, a_model, capsys,
 
 def test_a_long_prompt_is_read_with_the_fastest_number_of_threads(a_model, capsys, monkeypatch):
     """In pieces, which change nothing; --threads is taken as it is."""
-    init = f'--init={a_model("--rule=delta")}'
+    init = f'--init={a_model()}'
     flags = init, '--tokens=9', '--temperature=0', f'--prompt={"the quick " * 9}'
     text, err = written(capsys, *flags)
     assert 'threads' not in err
