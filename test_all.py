@@ -1282,7 +1282,7 @@ def test_what_cannot_be_recorded_is_left_to_the_model(monkeypatch, capsys):
 
 def test_rows_get_more_room_when_it_is_full(monkeypatch):
     """Without a convolution an earlier state can be gone back to."""
-    m, tokens = small(rule='softmax', conv=0), torch.randint(256, (1, 123))
+    m, tokens = small(rule='softmax', conv=0, n_layer=1), torch.randint(256, (1, 123))
     monkeypatch.setattr(kernels, 'room', lambda t: int(t) + 4)
     player = Mock(wraps=kernels.player)
     monkeypatch.setattr(kernels, 'player', player)
