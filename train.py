@@ -43,6 +43,7 @@ PART = 65536        # tokens of the validation file that are looked at on the wa
 TASK_ROWS = 500     # and rows of a task, at the least: some have one answer each
 QUIET = 4           # seconds after which what takes long says how far it is
 POOL = 32           # steps that divide what is drawn for them, so that pairs of like length come together
+SAMPLE = 400        # tokens of the sample at the end
 CLEARLY = 1.5       # times as fast or as slow as before: then the threads are timed again
 DEFAULT_THREADS = torch.get_num_threads()       # torch's own choice: all cores, or OMP_NUM_THREADS
 PROMPTS = {'stdlib': 'class '}                  # by data set: with what the sample at the end begins
@@ -782,7 +783,7 @@ def show(model, data, args):
     said = prepare.encode(PROMPTS.get(args.data, ''), meta)
     prompt = torch.tensor([prepare.begun(said, meta)], device=data.device)
     draw = torch.Generator(data.device).manual_seed(0)
-    many = min(400, (model.max_len or 401) - prompt.shape[1])
+    many = min(SAMPLE, (model.max_len or SAMPLE + 1) - prompt.shape[1])
     texts = model.generate(prompt, temperature=0.7, generator=draw)     # in fp32, as sample.py writes
     tokens = [token.item() for token, _ in itertools.islice(texts, many)]
     say(f'--- a sample ---\n{prepare.decode(said + tokens, meta)}\n---\n{more} --tokens=1000')
