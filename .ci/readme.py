@@ -276,8 +276,10 @@ def main(folder):
         print(f'    exit code {code}, {seconds:.1f} s', flush=True)
         if not expected(command, code, log):
             failed += 1
-            with open(f'{log}.err') as f:
-                print('    NOT AS EXPECTED\n' + f.read()[-3000:], flush=True)
+            print('    NOT AS EXPECTED. It ended with:')
+            for name in f'{log}.log', f'{log}.err':         # pytest says on standard output what failed
+                with open(name) as f:
+                    print(f.read()[-3000:], flush=True)
     print(f'{len(found)} commands of README.md, {failed} did not end as expected')
     return min(failed, 1)
 
