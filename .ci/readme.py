@@ -22,7 +22,7 @@ import threading
 import time
 import zipfile
 
-LIMIT = 1200                        # seconds, after which a command is stopped
+LIMIT = 3600                        # seconds, after which a command is stopped
 
 # What a command has in it: flags that make it short, in the place of README's. Later lines win.
 CUT = {
