@@ -3973,11 +3973,14 @@ def test_public_functions_say_shapes_and_sources():
         assert not inspect.isclass(phi) or re.search(r'20\d\d', phi.__doc__), name
 
 def commands(text):
-    """Script and flags of every command in a text: up to two blanks, # or |."""
+    """Script, suite and flags of every command in a text: up to two blanks, # or |. Between backquotes a line
+    end is a blank."""
+    parts = text.split('```')
+    parts[::2] = [re.sub('`[^`]+`', lambda found: ' '.join(found[0].split()), part) for part in parts[::2]]
     suites = '|'.join(bench.SUITES)
-    command = (rf'(?:python|torchrun --\S+) (train|sample|bench|convert)\.py(?: (?:{suites})\b)?'
+    command = (rf'(?:python|torchrun --\S+) (train|sample|bench|convert)\.py(?: ({suites})\b)?'
                r'((?: (?:"[^"]*"|[^\s"`|&>#)])+)*)')
-    return re.findall(command, text)
+    return re.findall(command, '```'.join(parts))
 
 def test_readme_is_true_of_the_code():
     """Its tables are those of the dicts, its commands are accepted, the files it names exist."""
@@ -3990,12 +3993,17 @@ def test_readme_is_true_of_the_code():
     results = (HERE / 'assets' / 'RESULTS.md').read_text()
     docs = [text, results, train.__doc__, sample.__doc__, bench.__doc__, convert.__doc__]
     found = commands('\n'.join(docs))
-    assert {script for script, _ in found} == {'train', 'sample', 'bench', 'convert'}
+    assert {script for script, *_ in found} == {'train', 'sample', 'bench', 'convert'}
     classes = dict(train=(train.Args, Config), sample=(sample.Args, model_py.Swap), bench=(bench.Args,),
                    convert=(convert.Args, convert.Student))
-    for script, flags in found:
-        for given, c in zip(model_py.parse(shlex.split(flags), '', *classes[script]), classes[script]):
+    for script, suite, flags in found:
+        flags = shlex.split(flags)
+        if suite:
+            bench.settings([suite, *flags])             # which also refuses what means nothing to the suite
+        for given, c in zip(model_py.parse(flags, '', *classes[script]), classes[script]):
             c(**given)
+    for words in re.findall(r'pytest[^`\n]* -k (\w+)', '\n'.join(docs)):
+        assert any(words in name for name in globals()), words
     homes = dict(GPT=GPT, Block=model_py.Block, Mixer=model_py.Mixer, FastWeights=FastWeights,
                  kernels=kernels, fastweight=fastweight)
     for home, name in re.findall(rf'\b({"|".join(homes)})\.(\w+)', text):      # the path of a query

@@ -1,0 +1,288 @@
+"""Run every command of README.md, in order, in a fresh clone: python .ci/readme.py FOLDER
+
+    FOLDER/clone                    what is committed here
+    FOLDER/01.log, 01.err, ...      what each command printed
+
+A command is a line of a code block, or what stands between backquotes, that begins with pip, python, torchrun
+or pytest. It runs as README has it, but for two tables: CUT, flags that make it short, and MADE, what stands for
+a reader's own files and for what others would have to fetch. Only packages are fetched: models of the hub come
+from a server in this process, whose address is in HF_ENDPOINT for the commands that name one. The two commands
+that install what all others need come first. A command that does not end as expected makes the exit code 1.
+"""
+import functools
+import gzip
+import http.server
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+
+LIMIT = 3600                        # seconds, after which a command is stopped
+
+# What a command has in it: flags that make it short, in the place of README's. Later lines win.
+CUT = {
+    r'^pip .* pytest': '-vv',       # its log then names the tests that want more packages, for .ci/run
+    r'train\.py': '--steps=3 --val_tokens=4096',
+    r'(train|convert)\.py --(data|from|init|rule=softmax)': '--threads=1',   # the others time how many are best
+    r'=listops': '--data=listops-64',                                   # rows of 64 are made faster
+    r'train\.py --resume': '--steps=5',
+    r'train\.py .*--out=out/plain': '--n_embd=48 --block_size=64',
+    r'convert\.py': '--steps=2 --distil_steps=2 --eval_rows=2',
+    r'convert\.py$': '--from=out/softmax/ckpt.safetensors',             # else it trains one
+    r'convert\.py --from=gpt2': '--revision=tiny',
+    r'bench\.py (lra|capacity|update|recall|language|translate|convert)': '--steps=2 --seeds=1',
+    r'bench\.py lra': '--data=mnist --only=hedgehog',
+    r'bench\.py (capacity|update)': '--lengths=20',
+    r'bench\.py recall': '--only=hedgehog',
+    r'bench\.py language': '--only=delta --data=my.txt',
+    r'bench\.py translate': '--lengths=16 --only=softmax',
+    r'bench\.py convert': '--only=pure',
+    r'bench\.py convert --full$': '--init=out/softmax/ckpt.safetensors --data=my.txt --only=hedgehog',
+    r'bench\.py (decode|layer|train)': '--lengths=64 --heads=2',
+    r'bench\.py batch': '--lengths=256',
+}
+if not os.path.exists('/dev/nvidia0'):
+    CUT[r'--device=cuda'] = '--device=cpu'
+
+
+# ---- what is made up: each function makes one thing in the clone ------------------------------------------
+def prose(n, seed=0):
+    """n lines, sentences of words that do not exist."""
+    draw = random.Random(seed)
+    words = [''.join(draw.choices(('ba', 'de', 'fi', 'go', 'hu', 'ka', 'le'), k=draw.randint(1, 4)))
+             for _ in range(400)]
+    return [' '.join(draw.choices(words, k=8)).capitalize() + '.' for _ in range(n)]
+
+
+def write(path, content):
+    """A file of bytes, or of lines, packed where its name says so; its folder is made."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    if not isinstance(content, bytes):
+        content = '\n'.join([*content, '']).encode()
+    opened = gzip.open if path.endswith('.gz') else open
+    with opened(path, 'wb') as f:
+        f.write(content)
+
+
+def prepare(clone, *words):
+    """python data/prepare.py WORDS"""
+    subprocess.run([sys.executable, 'data/prepare.py', *words], cwd=clone, check=True, stdout=subprocess.DEVNULL)
+
+
+def texts(clone):
+    """Files that a reader has."""
+    write(f'{clone}/my.txt', prose(1000))
+    write(f'{clone}/novels.txt', prose(3000))
+
+
+def shakespeare(clone):
+    """A text of any other name, as the file of this one has a known checksum."""
+    write(f'{clone}/play.txt', prose(1000))
+    prepare(clone, 'play.txt', '--tokenizer=char')
+    made, = [name for name in os.listdir(f'{clone}/data') if name.startswith('text-play-')]
+    os.rename(f'{clone}/data/{made}', f'{clone}/data/shakespeare')
+
+
+@functools.cache
+def wikitext2(clone):
+    """In the tokens of the made-up models, whose tokenizer.json is returned."""
+    write(f'{clone}/made/wiki/wiki.train.raw', prose(2000))
+    write(f'{clone}/made/wiki/wiki.valid.raw', prose(200, seed=1))
+    prepare(clone, 'wikitext2', '--file=made/wiki', '--tokenizer=bpe:512')
+    path = f'{clone}/data/wikitext2/meta.json'
+    with open(path) as f:
+        meta = json.load(f)
+    meta['tokenizer'] = 'json'                              # what the scripts call a tokenizer.json, in one line
+    meta['json'] = json.dumps(json.loads(meta['json']), ensure_ascii=False, separators=(',', ':'))
+    write(path, [json.dumps(meta)])
+    return meta['json']
+
+
+def cola(clone):
+    """The zip where a reader would put it by hand."""
+    lines = [f'x\t{i % 2}\t\t{text}' for i, text in enumerate(prose(200))]
+    path = f'{clone}/data/cola/cola_public_1.1.zip'
+    os.makedirs(os.path.dirname(path))
+    with zipfile.ZipFile(path, 'w') as z:
+        for name in 'in_domain_train', 'in_domain_dev', 'out_of_domain_dev':
+            z.writestr(f'cola_public/raw/{name}.tsv', '\n'.join(lines))
+
+
+def multi30k(clone):
+    """Its files, from a folder: these are not compared with a checksum."""
+    for side in 'train', 'val', 'test_2016_flickr':
+        for seed, language in enumerate(('en', 'de')):
+            write(f'{clone}/made/pairs/{side}.{language}.gz', prose(300, seed))
+    prepare(clone, 'multi30k', '--file=made/pairs')
+
+
+def mnist(clone):
+    """100 pictures of noise on either side, ten of each class."""
+    for side in 'train', 't10k':
+        pixels = random.Random(side).randbytes(100 * 28 * 28)
+        sizes = b''.join(n.to_bytes(4, 'big') for n in (100, 28, 28))
+        write(f'{clone}/made/mnist/{side}-images-idx3-ubyte.gz', b'\0\0\x08\x03' + sizes + pixels)
+        write(f'{clone}/made/mnist/{side}-labels-idx1-ubyte.gz', b'\0\0\x08\x01' + sizes[:4] + bytes(range(10)) * 10)
+    prepare(clone, 'mnist', '--file=made/mnist')
+
+
+def model(folder, tokens, config, shapes):
+    """A folder as on the hub: two layers, their number is * in the names, of width 16."""
+    import numpy as np                                      # README's first command has brought both
+    from safetensors.numpy import save_file
+    draw = np.random.default_rng(0)
+    tensors = {}
+    for name, shape in shapes.items():
+        for layer in '01':
+            tensors[name.replace('*', layer)] = draw.normal(0, 0.2, shape).astype(np.float32)
+    os.makedirs(folder)
+    save_file(tensors, f'{folder}/model.safetensors')
+    write(f'{folder}/config.json', [json.dumps(config)])
+    write(f'{folder}/tokenizer.json', [tokens])
+
+
+def shaped(names, *shape):
+    """name.weight, and name.bias, which has the length of the last side."""
+    weights = {f'{name}.weight': shape for name in names.split()}
+    return weights | {f'{name}.bias': shape[-1:] for name in names.split()}
+
+
+def gpt2(clone):
+    """Of a revision that nobody published: that of the usual one has a known checksum."""
+    config = {'model_type': 'gpt2', 'n_layer': 2, 'n_head': 2, 'n_embd': 16, 'n_inner': 16, 'vocab_size': 512,
+              'n_positions': 512}
+    shapes = {'wte.weight': (512, 16), 'wpe.weight': (512, 16), **shaped('ln_f h.*.ln_1 h.*.ln_2', 16),
+              **shaped('h.*.attn.c_attn', 16, 48), **shaped('h.*.attn.c_proj h.*.mlp.c_fc h.*.mlp.c_proj', 16, 16)}
+    model(f'{clone}/made/hub/openai-community/gpt2/resolve/tiny', wikitext2(clone), config, shapes)
+
+
+def sizes(kind):
+    """What a config.json says of Llama and of BERT alike."""
+    return {'model_type': kind, 'num_hidden_layers': 2, 'num_attention_heads': 2, 'hidden_size': 16,
+            'intermediate_size': 16, 'vocab_size': 512, 'max_position_embeddings': 512}
+
+
+def bert(clone):
+    """As it was pretrained: without classes."""
+    shapes = {f'embeddings.{name}_embeddings.weight': (n, 16)
+              for name, n in (('word', 512), ('position', 512), ('token_type', 2))}
+    layer = 'encoder.layer.*.'
+    attention = f'{layer}attention.'
+    shapes |= shaped(f'embeddings.LayerNorm {attention}output.LayerNorm {layer}output.LayerNorm', 16)
+    shapes |= shaped(f'{attention}self.query {attention}self.key {attention}self.value {attention}output.dense '
+                     f'{layer}intermediate.dense {layer}output.dense pooler.dense', 16, 16)
+    folder = f'{clone}/made/hub/google-bert/bert-base-uncased/resolve/main'
+    model(folder, wikitext2(clone), sizes('bert'), shapes)
+
+
+def llama(clone):
+    """In a reader's own folder."""
+    shapes = {name: (16,) for name in ('model.norm.weight', 'model.layers.*.input_layernorm.weight',
+                                       'model.layers.*.post_attention_layernorm.weight')}
+    for name in 'self_attn.q self_attn.k self_attn.v self_attn.o mlp.gate mlp.up mlp.down'.split():
+        shapes[f'model.layers.*.{name}_proj.weight'] = (16, 16)
+    shapes |= {'model.embed_tokens.weight': (512, 16), 'lm_head.weight': (512, 16)}
+    model(f'{clone}/FOLDER', wikitext2(clone), sizes('llama'), shapes)
+
+
+MADE = {    # what a command names: who makes it, before the first command that does
+    '=shakespeare': shakespeare, '=wikitext2': wikitext2, '=cola': cola, '=multi30k': multi30k,
+    'translate': multi30k, '=mnist': mnist, '=my.txt': texts, '=novels.txt': texts, '=FOLDER': llama,
+    '=gpt2': gpt2, '=bert-base-uncased': bert}
+
+
+# ---- the run -----------------------------------------------------------------------------------------------
+def commands(text):
+    """Those of a README, in order; the two that install what the others need are before them."""
+    found = []
+    for block, inline in re.findall(r'```\n(.*?)```|`([^`]+)`', text, re.S):
+        for line in block.splitlines() or [' '.join(inline.split())]:
+            if re.match(r'(\w+=\w+ )?(pip|python|torchrun|pytest) ', line):
+                found.append(line)
+    return sorted(found, key=lambda command: '&&' not in command)
+
+
+def cut(command):
+    """The command with the flags of CUT."""
+    typed = command
+    for pattern, flags in CUT.items():
+        if re.search(pattern, command):
+            for flag in flags.split():
+                name = flag.partition('=')[0]
+                typed = re.sub(rf' {name}(=\S+)?(?= |$)', '', typed) + f' {flag}'
+    return typed
+
+
+def serve(folder):
+    """The address of a server of a folder."""
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+    handler = functools.partial(Quiet, directory=folder)
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return f'http://127.0.0.1:{server.server_port}'
+
+
+def ended(command, clone, env, log):
+    """Run it. -> exit code, seconds"""
+    began = time.perf_counter()
+    typed = ['timeout', str(LIMIT), 'bash', '-c', command]
+    with open(f'{log}.log', 'w') as out, open(f'{log}.err', 'w') as err:
+        code = subprocess.run(typed, cwd=clone, env=env, stdout=out, stderr=err).returncode
+    return code, time.perf_counter() - began
+
+
+def expected(command, code, log):
+    """Whether it ended as it should."""
+    if not command.startswith('EXERCISE=1'):
+        return code == 0
+    with open(f'{log}.log') as f:                           # nobody has done them here: nothing else is red
+        red = re.findall(r'^(?:FAILED|ERROR) (.*)', f.read(), re.M)
+    return code == 1 and all(line.startswith('test_all.py::test_exercise_') for line in red)
+
+
+def main(folder):
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    clone = f'{folder}/clone'
+    subprocess.run(['git', 'clone', '-q', here, clone], check=True)
+    site = serve(f'{clone}/made/hub')
+    with open(f'{clone}/README.md') as f:
+        found = commands(f.read())
+    made = set()
+    failed = 0
+    for number, command in enumerate(found, 1):
+        typed = cut(command)
+        makers = [maker for name, maker in MADE.items() if name in typed]
+        for maker in makers:
+            if maker not in made:
+                made.add(maker)
+                maker(clone)
+        env = dict(os.environ)
+        print(f'{number:2}  {command}')
+        if makers:
+            print(f'    made up: {", ".join(maker.__name__ for maker in makers)}')
+        if set(makers) & {gpt2, bert}:
+            env['HF_ENDPOINT'] = site
+            print('    against the local server')
+        print(f'    cut: {typed}' if typed != command else '    as it stands', flush=True)
+        log = f'{folder}/{number:02}'
+        code, seconds = ended(typed, clone, env, log)
+        print(f'    exit code {code}, {seconds:.1f} s', flush=True)
+        if not expected(command, code, log):
+            failed += 1
+            print('    NOT AS EXPECTED. It ended with:')
+            for name in f'{log}.log', f'{log}.err':         # pytest says on standard output what failed
+                with open(name) as f:
+                    print(f.read()[-3000:], flush=True)
+    print(f'{len(found)} commands of README.md, {failed} did not end as expected')
+    return min(failed, 1)
+
+
+if __name__ == '__main__':
+    sys.exit(main(os.path.abspath(sys.argv[1])))
