@@ -1412,6 +1412,9 @@ def load(source, device='cpu', revision='main', **changes):
         raise ValueError(f'{source}: {e}') from None
     if folder:
         state = folder.tensors(model.state_dict())
+    for name, x in state.items():
+        if x.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f'{source}: {name} is {x.dtype}, expected torch.float32')
     others = fill(model, state, f'{source}: holds the weights of another model',
                   strict=config == saved, assign=True)
     for name in others.missing_keys + others.unexpected_keys:
@@ -1421,11 +1424,8 @@ def load(source, device='cpu', revision='main', **changes):
 
 
 def fill(model, state, why, **how):
-    """load_state_dict. ValueError, which begins with `why`, for tensors of other names, shapes or types."""
+    """load_state_dict. ValueError, which begins with `why`, for tensors of other names or shapes."""
     try:
-        for name, x in model.state_dict().items():
-            if state.get(name, x).dtype != x.dtype:
-                raise RuntimeError(f'{name} is {state[name].dtype}, expected {x.dtype}')
         return model.load_state_dict(state, **how)
     except RuntimeError as e:
         raise ValueError(f'{why} ({" ".join(str(e).split())[:200]})') from None
