@@ -240,11 +240,13 @@ def expressions(n, rng, depth=10, most=10):
     for level in range(2, depth + 1):
         number = number[opens(words)]
         arguments = rng.integers(2, most + 1, len(number))
-        words = rng.integers(0, 10, arguments.sum())
+        drawn = rng.integers(0, 10, arguments.sum())
         if level < depth:
-            nested = np.flatnonzero(rng.random(len(words)) < 1 / 4)
-            words[nested] = rng.integers(FIRST_OPERATOR, CLOSE, len(nested))
-        words = np.insert(words.astype(np.uint8), np.cumsum(arguments), CLOSE)
+            nested = np.flatnonzero(rng.random(len(drawn)) < 1 / 4)
+            drawn[nested] = rng.integers(FIRST_OPERATOR, CLOSE, len(nested))
+        words = np.zeros(len(drawn) + len(arguments), np.uint8)
+        words[np.cumsum(arguments + 1) - 1] = CLOSE
+        words[words == 0] = drawn
         number = np.repeat(number, arguments + 1)
         levels.append((number, words))
     return levels
