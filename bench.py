@@ -285,6 +285,7 @@ def draw_ranges(axes, rows):
         axes.plot([row['least'], row['most']], [i, i], '-', color=COLOURS[4])
         axes.plot(row['ours'], i, 'o', color=COLOURS[4])
     axes.set_yticks(range(len(rows)), [row['form'] for row in rows], fontsize=9)
+    axes.locator_params(axis='x', nbins=6)
     axes.invert_yaxis()
 
 
@@ -1571,9 +1572,8 @@ def batch(args, suite):
         n = args.budget * MB // size
         if n == 0:
             raise ValueError(f'--budget={args.budget}: one text of {T:,} rows needs {size / MB:.1f} MB')
-        row = {'form': form, 'rows': T // share, 'batch': n, 'bytes a sequence': size}
-        if form == 'tova':
-            row['paper, of full'] = paper[share]
+        row = {'form': form, 'rows': T // share, 'batch': n, 'bytes a sequence': size,
+               'paper, of full': paper[share] if form == 'tova' else None}
         cells.append((row, partial(model, *far_along(model, n, 0, T))))
     rows = [{**row, 'tokens/s': row['batch'] / took} for row, _, took in timed(cells, args.device, 1.0)]
     for row in rows:
@@ -1653,9 +1653,11 @@ def writing_speeds(args, forms):
             step = recorded(models[form], token, state, 'k' in state[0])
             cells.append(({'form': form, 'part': part, 'batch': batches[many], 'source': source,
                            'target': target}, repeated(step, TURN)))
-        found = [{**row, 's': took, 'tokens/s': row['batch'] * TURN / took}
-                 for row, _, took in timed(cells, args.device)]
-        twice[part] = crossing(found, 's', 'softmax', length, times=2)
+        found = []
+        for row, _, took in timed(cells, args.device):
+            a_token = took / TURN / row['batch']
+            found.append({**row, 'us a token': 1e6 * a_token, 'tokens/s': 1 / a_token})
+        twice[part] = crossing(found, 'us a token', 'softmax', length, times=2)
         rows += found
     return rows, twice
 
@@ -2018,7 +2020,7 @@ ROWS = [
         paper={'hedgehog': 94.6, 't2r': 81, 'decay': 99}),
     Suite(
         'cache', 'perplexity of a softmax model as an RNN that keeps few rows', cache,
-        'init data lengths overflow', unit='perplexity',
+        'init data lengths overflow',
         panels=(Panel('rows', 'perplexity', 'a softmax model as an RNN, no training'),),
         source='Oren 2024, table 3: LLaMA-2-7B on PG-19, at the same share of its 4,096 rows',
         paper={'window': over(SHARES, 4812.27, 4025.01, 3275.58, 2184.62, 1001.29, 240.17, 7.16),

@@ -3760,10 +3760,12 @@ def test_bench_runs_are_remembered(tmp_path, in_process):
     with pytest.raises(ValueError, match='no such flag'):
         bench.a_run(args, suite, 'softmax', 'train.py', flags + ' --nope=1', 0)
 
-def test_bench_finds_where_softmax_becomes_the_slower_one():
+def test_bench_finds_where_softmax_becomes_the_slower_one_and_the_curve_of_all_seeds():
     times = dict(softmax=(1, 100), a=(10, 10), b=(.1, .1), c=(900, 900))
     rows = [dict(form=f, T=T, ms=ms) for f in times for T, ms in zip((10, 1000), times[f])]
     assert bench.crossing(rows, 'ms', 'softmax') == dict(a=pytest.approx(100), b=10, c=None)
+    runs = [{'curve': [(1, 3.0), (2, 2.0)]}, {'curve': [(1, 5.0)]}]
+    assert bench.curve('a', runs) == [dict(form='a', part='curve', step=1, loss=4.0)]
 
 @pytest.mark.parametrize('rule, phi, norm', [
     ('sum', 'elu', 'attn'), ('sum', 'dpfp:1', 'sum'), ('gated', 'elu', 'attn'), ('delta', 'dpfp:2', 'sum')])
@@ -3815,10 +3817,6 @@ def test_bench_a_carried_window_reads_on_and_without_normalisation_delta_diverge
             nats = F.cross_entropy(model(val[:, :-1])[0][0], val[0, 1:]).item()
         assert carried == pytest.approx(nats / math.log(2), rel=1e-4)
     assert found[8] != found[128]
-
-def test_bench_learning_curves_are_medians_while_all_seeds_train():
-    runs = [{'curve': [(1, 3.0), (2, 2.0)]}, {'curve': [(1, 5.0)]}]
-    assert bench.curve('a', runs) == [dict(form='a', part='curve', step=1, loss=4.0)]
 
 def test_bench_the_first_seed_chooses_the_learning_rate(changed, monkeypatch):
     made = []
