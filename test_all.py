@@ -3213,6 +3213,9 @@ def test_hub_weights_give_the_logits_of_another_implementation(kind, how, tmp_pa
         near(model_in_parts(model, tokens, range(1, 11))[0], expected, 1e-5)
     given, again = (json.loads((path / 'config.json').read_text()) for path in (tmp_path, tmp_path / 'again'))
     assert again['model_type'] == kind and all(again.get(k) == v for k, v in given.items() if k in again)
+    said = dict(gpt2=dict(architectures=['GPT2LMHeadModel'], activation_function='gelu_new'),
+                llama=dict(architectures=['LlamaForCausalLM'], num_key_value_heads=how.get('groups', 1)))
+    assert said[kind].items() <= again.items()
     assert meta['data']['vocab_size'] == 30
 
 @pytest.mark.parametrize('kind', ['llama2', 'llama3'])
@@ -3316,11 +3319,14 @@ def test_models_of_the_hub_that_are_damaged_or_others_are_refused(kind, what, va
         save_file(tensors if value is None else tensors | {what: torch.zeros(value)}, path)
     assert why in refused(capsys, convert.main, f'--from={tmp_path}')
 
-def test_names_that_are_no_models_are_refused(capsys):
+def test_names_that_are_no_models_are_refused(capsys, monkeypatch):
     for given, why in {'model.bin': 'pickled', 'a/b/c': 'no such file', 'no.safetensors': 'no such'}.items():
         assert why in refused(capsys, convert.main, f'--from={given}')
     with pytest.raises(ValueError, match='--causal=true'):
         Config(cls=True, patch=48)
+    monkeypatch.setattr(files, 'get', Mock(return_value=False))
+    with pytest.raises(ValueError, match='openai-community/gpt2: no such model at revision 607a30d7'):
+        files.hub('gpt2')
 
 @pytest.mark.parametrize('kind, how', [('bert', {}), ('bert', dict(prefix=False, classes=0, old=True)),
                                        ('vit', {}), ('vit', dict(prefix=False, classes=0))])
@@ -3349,6 +3355,7 @@ def test_encoders_of_the_hub_say_what_another_implementation_does(kind, how, tmp
                 model(tokens)
     said = json.loads((tmp_path / 'again' / 'config.json').read_text())
     assert said['model_type'] == ('bert' if model.config.pooler else 'nanofwp')
+    assert kind == 'vit' or said.get('architectures') in (['BertForSequenceClassification'], None)
     assert model.config.pooler == (kind == 'bert' and 'old' not in how)
     assert meta_again['data'].get('pad') == model.config.pad == {'bert': 3, 'vit': None}[kind]
 
