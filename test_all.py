@@ -3297,6 +3297,9 @@ def test_hub_weights_give_the_logits_of_another_implementation(kind, how, tmp_pa
         near(model_in_parts(model, tokens, range(1, 11))[0], expected, 1e-5)
     given, again = (json.loads((path / 'config.json').read_text()) for path in (tmp_path, tmp_path / 'again'))
     assert again['model_type'] == kind and all(again.get(k) == v for k, v in given.items() if k in again)
+    said = dict(gpt2=dict(architectures=['GPT2LMHeadModel'], activation_function='gelu_new'),
+                llama=dict(architectures=['LlamaForCausalLM'], num_key_value_heads=how.get('groups', 1)))
+    assert said[kind].items() <= again.items()
     assert meta['data']['vocab_size'] == 30
 
 @pytest.mark.parametrize('kind', ['llama2', 'llama3'])
@@ -3400,11 +3403,14 @@ def test_models_of_the_hub_that_are_damaged_or_others_are_refused(kind, what, va
         save_file(tensors if value is None else tensors | {what: torch.zeros(value)}, path)
     assert why in refused(capsys, convert.main, f'--from={tmp_path}')
 
-def test_names_that_are_no_models_are_refused(capsys):
+def test_names_that_are_no_models_are_refused(capsys, monkeypatch):
     for given, why in {'model.bin': 'pickled', 'a/b/c': 'no such file', 'no.safetensors': 'no such'}.items():
         assert why in refused(capsys, convert.main, f'--from={given}')
     with pytest.raises(ValueError, match='--causal=true'):
         Config(cls=True, patch=48)
+    monkeypatch.setattr(files, 'get', Mock(return_value=False))
+    with pytest.raises(ValueError, match='openai-community/gpt2: no such model at revision 607a30d7'):
+        files.hub('gpt2')
 
 @pytest.mark.parametrize('kind, how', [('bert', {}), ('bert', dict(prefix=False, classes=0, old=True)),
                                        ('vit', {}), ('vit', dict(prefix=False, classes=0))])
@@ -3433,6 +3439,7 @@ def test_encoders_of_the_hub_say_what_another_implementation_does(kind, how, tmp
                 model(tokens)
     said = json.loads((tmp_path / 'again' / 'config.json').read_text())
     assert said['model_type'] == ('bert' if model.config.pooler else 'nanofwp')
+    assert kind == 'vit' or said.get('architectures') in (['BertForSequenceClassification'], None)
     assert model.config.pooler == (kind == 'bert' and 'old' not in how)
     assert meta_again['data'].get('pad') == model.config.pad == {'bert': 3, 'vit': None}[kind]
 
@@ -4253,6 +4260,8 @@ SENT = {        # of a hub: which file it sends otherwise, and how; what is said
               ['config.json', 'tokenizer.json']),
     'pixels': ('me/vit', 'preprocessor_config.json', lambda x: b'{"image_mean": 0}', 'json: image_mean is 0',
                ['config.json']),
+    'half': ('me/many', 'model-1.safetensors', lambda x: x[:99], 'not a whole safetensors file',
+             ['config.json', 'model-0.safetensors', 'model.safetensors.index.json', 'tokenizer.json']),
     '401': ('me/one', 'config.json', None, 'HF_TOKEN', []), '404': ('me/no', '', None, 'no such model', [])}
 
 def test_the_hub_is_read_over_http(tmp_path, monkeypatch):
@@ -4279,7 +4288,7 @@ def test_the_hub_is_read_over_http(tmp_path, monkeypatch):
         request.send_response(206 if start else 200)
         if start:
             request.send_header('Content-Range', f'bytes {start}-{len(content) - 1}/{len(content)}')
-        if weights:
+        if file == 'model.safetensors':             # of parts this hub promises nothing
             request.send_header('X-Linked-Etag', f'"{digest}"')
             request.send_header('X-Linked-Size', str(size))
         request.send_header('Content-Length', str(len(content) - start))
