@@ -2645,7 +2645,9 @@ def test_text_is_printed_as_it_comes_and_nothing_is_lost(kind, capsys):
         shown = capsys.readouterr().out
         assert said + shown == text or said.endswith('\ufffd')
 
-@pytest.mark.parametrize('backend', ['aot_eager', pytest.param('inductor', marks=slow, id='soak')])
+cpp = pytest.mark.skipif(not shutil.which(os.environ.get('CXX', 'g++')), reason='no C++ compiler')
+
+@pytest.mark.parametrize('backend', ['aot_eager', pytest.param('inductor', marks=[slow, cpp], id='soak')])
 def test_a_compiled_step_writes_the_same_greedy_tokens(backend, a_model, capsys, monkeypatch, tmp_path):
     """What torch.compile makes of the model; the soak also has C++ made of that. Compiled anew: torch's cache
     does not ask for which of a CPU's instructions (ATEN_CPU_CAPABILITY) a step was compiled."""
