@@ -1877,6 +1877,18 @@ def test_a_damaged_file_is_refused_in_a_line_and_what_was_there_stays(name, file
     assert len(before) >= 3 and before == {path: path.read_bytes() for path in before}
     assert set(Path(prepare.HERE).rglob('*.*')) == before.keys()
 
+@pytest.mark.parametrize('name, base', [('cola', COLA_ZIP), ('imdb', IMDB), ('multi30k', 'train.de.gz')])
+def test_what_unpacks_without_end_or_is_a_pipe_is_refused(name, base, published, monkeypatch, capsys):
+    name, flags = published(name)
+    run = name, *(f'--{key}={value}' for key, value in flags.items())
+    with monkeypatch.context() as small:
+        small.setattr(tasks, 'UNPACKED', 9)
+        assert 'unpacks to more than 9 bytes' in refused(capsys, prepare.main, *run)
+    path = next(Path(prepare.HERE).parent.rglob(base))
+    path.unlink()
+    os.mkfifo(path)
+    assert 'no regular file' in refused(capsys, prepare.main, *run)
+
 @pytest.mark.parametrize('flags, words', [
     ('mnist --length=9', 'no set mnist-9; --length is for facts, .*--patch for pathfinder'),
     ('mnist --patch=5', 'patches of 5 x 5'), ('listops-63', '64 to 8,192'),
@@ -2166,8 +2178,10 @@ def task(folder, **more):
     (dict(classes=8), lambda data: data[:-2] + b'\x2c\x01', 'row 5 has 0 targets'),
     ({}, lambda data: b'\x2c\x01' + data[2:], 'holds token 300, the vocabulary ends at 299'),
     ({}, 'meta.json', 'meta.json or its .bin files are broken'),
-    ({}, lambda data: data[:-5], 'val.bin has 187 bytes, meta.json says 192'),
-    ({}, lambda data: b'', 'val.bin has 0 bytes')])
+    ({}, lambda data: data[:-5], 'val.bin: 187 bytes, not 192'), ({}, lambda data: b'', 'val.bin: 0 bytes'),
+    (dict(val=dict(tokens=96, sha256='0')), None, 'val.bin: sha256 is'),
+    (dict(val=dict(tokens=-96, sha256='')), None, 'tokens of val is -96'),
+    (dict(row=None), None, 'row is None')])
 def test_what_a_prepared_set_says_and_holds_is_checked_before_a_model_is_built(more, spoil, words, tmp_path,
                                                                                capsys):
     folder = task(tmp_path / 'set', **more)

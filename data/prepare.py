@@ -213,7 +213,9 @@ def subwords(text):
     from_str = package().Tokenizer.from_str
     try:
         found = from_str(text)
-    except Exception as e:      # noqa: BLE001  the package raises nothing narrower
+    except BaseException as e:                                  # a panic of the package is no Exception
+        if isinstance(e, (KeyboardInterrupt, SystemExit, MemoryError)):
+            raise
         raise ValueError(f'no description of a tokenizer ({e})') from None
     found.encode_special_tokens = True                          # "<s>" in a text is three characters
     found.no_truncation()
@@ -387,6 +389,8 @@ def whole(path):
     """`with whole(path) as temp:` write a file named temp, and it becomes path, in one step. Who reads path
     meanwhile, or after a crash at any moment, finds the old file or the new one; a failure leaves the old one
     and nothing else. What was written is on the disk before it is renamed."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f'{path}: no regular file, so it is not replaced; give another name')
     temp = f'{path}.{os.getpid()}.part'
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     try:
@@ -812,6 +816,13 @@ def check(meta):
         raise ValueError(f'tokenizer {kind!r} or dtype {meta["dtype"]!r} is not known')
     if kind in ('char', 'words') and len(meta['chars']) != vocab:
         raise ValueError(f'vocab_size {vocab} is not the number of chars')
+    for side in {*SIDES, *meta} & {*SIDES, 'test'}:
+        for key in ('tokens', 'bytes') if 'row' not in meta else ('tokens',):
+            if type(meta[side][key]) is not int or meta[side][key] < 1:
+                raise ValueError(f'{key} of {side} is {meta[side][key]!r}, expected a whole number from 1')
+    of_rows = {'ignore', 'pad', 'classes', 'source', 'patch'} & meta.keys()
+    if of_rows and 'row' not in meta:
+        raise ValueError(f'{min(of_rows)} is there, but no row, of which it says something')
     beside = [key in meta for key in ('row', 'pad', 'classes', 'patch')]
     if 'source' in meta and beside != [True, True, False, False]:
         raise ValueError('source is there: expected row and pad, too, and neither classes nor patch')
@@ -823,10 +834,9 @@ def mapped(folder, meta, side):
     """A memory map of one side's tokens, every one of which has been looked at once."""
     path = os.path.join(folder, side + '.bin')
     dtype = np.dtype(meta['dtype'])
-    found = os.path.getsize(path)
-    expected = meta[side]['tokens'] * dtype.itemsize
-    if found != expected:
-        raise ValueError(f'{path} has {found:,} bytes, meta.json says {expected}')
+    wrong = flaw(path, meta[side]['tokens'] * dtype.itemsize, meta[side]['sha256'])
+    if wrong:
+        raise ValueError(f'{path}: {wrong}')
     inputs = data = np.memmap(path, dtype, 'r')
     vocab = meta['vocab_size']
     if 'row' in meta:
@@ -838,8 +848,6 @@ def mapped(folder, meta, side):
         for i in np.flatnonzero(counts != 1)[:1]:
             if 'classes' in meta:
                 raise ValueError(f'{path}: row {i} has {counts[i]} targets, but a row is of one class')
-    elif not meta[side]['bytes']:
-        raise ValueError(f'{side} has 0 bytes')
     highest = inputs.max()
     if highest >= vocab:
         raise ValueError(f'{path}: holds token {highest}, the vocabulary ends at {vocab - 1}')
@@ -907,6 +915,9 @@ def main(argv=None):
     except ValueError as e:
         print(f'error: {e}', file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print('\nstopped', file=sys.stderr)
+        return 130
     unit = 'tokens'
     n = 1
     if 'row' in meta:

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import gzip
 import itertools
+import lzma
 import math
 import os
 import re
@@ -557,14 +558,19 @@ def multi30k(path, source, target):
 
 
 # ---- files -------------------------------------------------------------------------------------------------
+UNPACKED = 2 ** 30      # bytes at most that a file or archive unpacks to: one of kilobytes may go on for ever
+
 
 @contextlib.contextmanager
 def readable(path):
-    """A ValueError for what goes wrong while a file is read or unpacked. RuntimeError: of zipfile, for flags
-    that no zip here has."""
+    """A ValueError for what goes wrong while a file is read or unpacked, and for what is no regular file: a
+    pipe would be waited for. RuntimeError: of zipfile, for flags that no zip here has."""
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        raise ValueError(f'cannot read {path}: no regular file')
     try:
         yield
-    except (OSError, EOFError, RuntimeError, zlib.error, tarfile.TarError, zipfile.BadZipFile) as e:
+    except (OSError, EOFError, RuntimeError, zlib.error, lzma.LZMAError, tarfile.TarError,
+            zipfile.BadZipFile) as e:
         what = getattr(e, 'strerror', None) or 'damaged, or not packed as it should be; get it anew'
         raise ValueError(f'cannot read {path}: {what}') from None
 
@@ -573,7 +579,16 @@ def content(path):
     """The bytes of a file, or those that are packed in a .gz."""
     opened = gzip.open if path.endswith('.gz') else open
     with readable(path), opened(path, 'rb') as f:
-        return f.read()
+        return bounded(f, path, 0)
+
+
+def bounded(f, path, before):
+    """The bytes of an unpacked file. ValueError where these and those before are more than UNPACKED."""
+    found = f.read(UNPACKED + 1 - before)
+    if before + len(found) > UNPACKED:
+        raise ValueError(f'{path} unpacks to more than {UNPACKED:,} bytes, which no set here does; if it is '
+                         'to, raise UNPACKED in data/tasks.py')
+    return found
 
 
 def members(path, form):
@@ -592,11 +607,14 @@ def members(path, form):
             packed = stack.enter_context(tarfile.open(path))
             files = ((member.name, member) for member in packed if member.isfile())
             opened = packed.extractfile
+        total = 0
         for name, file in tqdm(files, unit='files', disable=None):
             found = re.fullmatch(form, name)
             if found:
                 with opened(file) as f:
-                    yield found[1], f.read()
+                    unpacked = bounded(f, path, total)
+                total += len(unpacked)
+                yield found[1], unpacked
 
 
 def named(path, *names, folder=''):
