@@ -4276,7 +4276,7 @@ SENT = {        # of a hub: which file it sends otherwise, and how; what is said
     '401': ('me/one', 'config.json', None, 'HF_TOKEN', []), '404': ('me/no', '', None, 'no such model', [])}
 
 def test_the_hub_is_read_over_http(tmp_path, monkeypatch):
-    """Single and sharded, over a line that breaks; what is another thing than it says is not kept."""
+    """Single and sharded; what is another thing than it says is not kept."""
     served_from, bad, tokens = tmp_path / 'hub', [], torch.randint(30, (1, 9))
     logits = in_hub_layout(served_from / 'me/one', 'gpt2')[1]
     in_hub_layout(served_from / 'me/many', 'gpt2', shards=2)
@@ -4286,7 +4286,7 @@ def test_the_hub_is_read_over_http(tmp_path, monkeypatch):
 
     def answer(request, wants_body):
         repo, file = re.fullmatch('/(me/[a-z]+)/resolve/main/(.+)', request.path).groups()
-        path, weights = served_from / repo / file, file.endswith('.safetensors')
+        path = served_from / repo / file
         if not path.exists() or bad[:2] == [repo, file] and not bad[2]:
             return request.send_error(401 if path.exists() else 404)
         if request.headers.get('Authorization') != 'Bearer secret':
@@ -4295,27 +4295,20 @@ def test_the_hub_is_read_over_http(tmp_path, monkeypatch):
         digest, size = hashlib.sha256(content).hexdigest(), len(content)
         if bad[:2] == [repo, file]:
             content = bad[2](content)
-        start = int((request.headers.get('Range') or 'bytes=0-')[6:-1])
-        request.send_response(206 if start else 200)
-        if start:
-            request.send_header('Content-Range', f'bytes {start}-{len(content) - 1}/{len(content)}')
+        request.send_response(200)
         if file == 'model.safetensors':             # of parts this hub promises nothing
             request.send_header('X-Linked-Etag', f'"{digest}"')
             request.send_header('X-Linked-Size', str(size))
-        request.send_header('Content-Length', str(len(content) - start))
+        request.send_header('Content-Length', str(len(content)))
         request.end_headers()
         if wants_body:
-            cut = len(content) // 2 if bad == ['once'] and weights and bad.pop() else None
-            request.wfile.write(content[start:cut])
+            request.wfile.write(content)
     monkeypatch.setattr(prepare.time, 'sleep', lambda s: None)
     monkeypatch.setenv('HF_TOKEN', 'secret')
     with served(answer) as address:
         monkeypatch.setenv('HF_ENDPOINT', address)
-        for breaks in [], ['once']:
-            bad[:] = breaks
-            model, _ = load(files.hub('me/one', 'main', str(tmp_path / f'good{len(breaks)}')))
-            near(model.eval()(tokens)[0], logits(tokens), 1e-5)
-            assert not bad
+        model, _ = load(files.hub('me/one', 'main', str(tmp_path / 'good')))
+        near(model.eval()(tokens)[0], logits(tokens), 1e-5)
         for mode, (repo, file, *how, why, kept) in SENT.items():
             bad[:], root = [repo, file, *how], tmp_path / mode
             with pytest.raises(ValueError, match=why) as e:
