@@ -3414,6 +3414,15 @@ def test_models_of_the_hub_that_are_damaged_or_others_are_refused(kind, what, va
         save_file(tensors if value is None else tensors | {what: torch.zeros(value)}, path)
     assert why in refused(capsys, convert.main, f'--from={tmp_path}')
 
+def test_with_an_index_the_files_that_it_names_are_the_models(tmp_path):
+    """A stray file beside them is not read; one that is not there is missed."""
+    logits, tokens = in_hub_layout(tmp_path, 'llama', shards=2)[-1], torch.randint(30, (1, 9))
+    save_file({'model.norm.weight': torch.zeros(16)}, tmp_path / 'zz.safetensors')
+    near(load(tmp_path)[0].eval()(tokens)[0], logits(tokens), 1e-5)
+    (tmp_path / 'model-1.safetensors').unlink()
+    with pytest.raises(ValueError, match='model-1.safetensors: missing'):
+        load(tmp_path)
+
 def test_names_that_are_no_models_are_refused(capsys, monkeypatch):
     for given, why in {'model.bin': 'pickled', 'a/b/c': 'no such file', 'no.safetensors': 'no such'}.items():
         assert why in refused(capsys, convert.main, f'--from={given}')

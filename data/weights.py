@@ -254,11 +254,14 @@ class Folder:
         self.kind, self.config = parsed(file, file, described)
         self.source = source
         self.where = {}                     # a tensor's name as all others are -> its file, its name there
-        for file in sorted(os.listdir(path)):
-            if file.endswith('.safetensors'):
-                file = os.path.join(path, file)
-                for name in names_in(file, file):
-                    self.where[called(name)] = file, name
+        files = [file for file in sorted(os.listdir(path)) if file.endswith('.safetensors')]
+        index = os.path.join(path, INDEX)
+        if os.path.exists(index):           # a file that lies beside those that it names is none of the model's
+            files = parsed(index, index, shards)
+        for file in files:
+            file = os.path.join(path, file)
+            for name in names_in(file, file):
+                self.where[called(name)] = file, name
         if not self.where:
             raise ValueError(f'{path}: no model.safetensors; pickled weights (.bin, .pt) are not read')
         self.data = {**data_of(path, self.kind, self.config), 'name': source}
@@ -318,6 +321,8 @@ class Folder:
 
 def names_in(path, name):
     """The names of the tensors in a safetensors file; name: what a message calls it."""
+    if not os.path.isfile(path):
+        raise ValueError(f'{name}: missing, or no regular file')
     try:
         with safe_open(path, 'pt') as f:
             return list(f.keys())
@@ -470,7 +475,7 @@ def hub(name, revision='main', root=None):
     site = f'{prepare.endpoint()}/{repo}'
     base = f'{site}/resolve/{revision}'
     root = root or os.path.join(prepare.HERE, 'hub')
-    folder = os.path.join(root, f'{repo.replace("/", "--")}--{revision[:12]}')
+    folder = os.path.join(root, f'{repo}--{revision}'.replace('/', '--'))
     if not get(base, folder, 'config.json'):
         raise ValueError(f'{site}: no such model at revision {revision}')
     index = os.path.join(folder, INDEX)
