@@ -1368,6 +1368,9 @@ def test_stage_1_passes_over_padding(kind):
             p.data = p.data + 0.1 * torch.randn_like(p)
         x = torch.randint(9, (3, 20))
         x[:, 17:] = 9
+        if 'encoder' in more:
+            x[:, 8] = 9                                         # with which a text begins: it counts
+            assert [*teacher.through(x)][-1].real.tolist() == 3 * [9 * [True]]
         padded, cut = ([convert.mismatch(kind, seen, student) for seen in teacher.through(tokens)]
                        for tokens in (x, x[:, :17]))
         near(padded, cut, 1e-9)
@@ -1500,6 +1503,10 @@ def test_train_refuses_in_one_line(flags, named, text, tmp_path, capsys):
     argv = [flag for flag in defaults if flag.split('=')[0] not in given] + flags
     assert named in refused(capsys, train.main, *argv)
     assert not (tmp_path / 'out').exists()
+
+def test_a_vocabulary_that_does_not_fit_into_memory_is_refused():
+    with pytest.raises(ValueError, match='more than this machine has'):
+        Config(vocab_size=10 ** 12)
 
 def test_help_lists_every_flag_with_its_default_and_choices(capsys):
     open_choices = dict(phi=FEATURE_MAPS, norm=NORMALISERS, data=prepare.DATASETS)
@@ -2645,6 +2652,7 @@ def test_a_task_is_judged_where_it_counts(a_model, monkeypatch):
     begin = train.blocks(20 * 256, 128, data)
     rows = train.Rows(None, val, data, 128, torch.device('cpu'))
     assert len(begin) == 20 and rows.evaluate(model, begin)[1] == pytest.approx(right)
+    assert train.score(data, 1.0, 0.25) == 'accuracy 25.0 %'
     monkeypatch.setattr(train, 'PART', 700)
     assert len(rows.of_start()) == train.TASK_ROWS
     assert dataclasses.replace(rows, meta={}).of_start().tolist() == [0, 128, 256, 384, 512]
