@@ -2278,7 +2278,7 @@ def turned_around(tmp_path_factory):
 SMALL_PAIRS = '--encoder=1 --n_head=2 --n_embd=32 --device=cpu --threads=1 --lr=1e-2'.split()
 
 @pytest.mark.parametrize('flags', ['--rule=softmax --n_layer=1', '--rule=delta --cross=sum --n_layer=2'])
-def test_a_translator_learns_translates_and_is_converted(flags, turned_around, tmp_path, capsys):
+def test_a_translator_learns_translates_and_is_converted(flags, turned_around, tmp_path, monkeypatch, capsys):
     """To write digits in reverse; what it says, good or bad, is what the model makes of whole rows; a state
     keeps what was read. Conversion finds its own number of threads, as for who gives none."""
     out = tmp_path / 'out'
@@ -2310,13 +2310,12 @@ def test_a_translator_learns_translates_and_is_converted(flags, turned_around, t
     folder = tmp_path / 'rnn'
     rnn = [init.replace('init', 'from'), f'--out={folder}', '--controls=false', '--distil_steps=2',
            '--steps=2']
-    for more in ('--recipe=t2r --fold', '--recipe=hedgehog --swap=cross', '--recipe=pure',
-                 '--recipe=hedgehog --swap=self,encoder --export=' + str(tmp_path / 'own')):
-        torch.set_num_threads(2)
-        try:
-            assert convert.main([*rnn, *more.split(), '--batch_size=32', '--lr=5e-3']) == 0
-        finally:
-            torch.set_num_threads(1)
+    monkeypatch.setattr(train, 'DEFAULT_THREADS', 2)
+    for more in ('--recipe=t2r --fold', '--recipe=hedgehog --swap=cross --threads=1',
+                 '--recipe=pure --threads=1',
+                 '--threads=1 --recipe=hedgehog --swap=self,encoder --export=' + str(tmp_path / 'own')):
+        assert convert.main([*rnn, *more.split(), '--batch_size=32', '--lr=5e-3']) == 0
+        torch.set_num_threads(1)
         found = json.loads((folder / 'convert.json').read_text())
         assert found['args']['threads'] in (1, 2)
         assert found['table'][-1]['model'] == 'fine-tuned'
@@ -4243,7 +4242,7 @@ def served(answer):
     ('fine', 1), ('cut', 2), ('503 first', 2), ('always cut', 4), ('404', 4), ('wrong', 1), ('html', 1)])
 @pytest.mark.parametrize('name', ['polarity', 'trec'])
 def test_downloads_end_whole_or_not_at_all(name, mode, hits, tmp_path, monkeypatch):
-    """One file or several, from a server that cuts, lies, fails and sends web pages. Nothing wrong is left."""
+    """One file or several, from a server that cuts, lies, fails, sends web pages. Nothing wrong is left."""
     bodies, asked = PUBLISHED[name], []
 
     def answer(request, _):
@@ -4280,7 +4279,7 @@ def test_downloads_end_whole_or_not_at_all(name, mode, hits, tmp_path, monkeypat
 
 SENT = {        # of a hub: which file it sends otherwise, and how; what is said; what is kept of the others
     'sum': ('me/one', 'model.safetensors', lambda x: x[::-1], 'sha256 is', ['config.json']),
-    'page': ('me/one', 'model.safetensors', lambda x: b'<html>sign in</html>', '20 bytes, not', ['config.json']),
+    'page': ('me/one', 'model.safetensors', lambda x: b'<html>sign in</html>', '20 bytes', ['config.json']),
     'cut': ('me/one', 'config.json', lambda x: x[:40], 'config.json', []),      # with a length that agrees
     'empty': ('me/one', 'config.json', lambda x: b'{}', 'config.json', []),
     'tokens': ('me/many', 'tokenizer.json', lambda x: x[:9], 'tokenizer.json', ['config.json']),
