@@ -256,7 +256,7 @@ class Folder:
         self.where = {}                     # a tensor's name as all others are -> its file, its name there
         files = [file for file in sorted(os.listdir(path)) if file.endswith('.safetensors')]
         index = os.path.join(path, INDEX)
-        if os.path.exists(index):           # a file that lies beside those that it names is none of the model's
+        if os.path.exists(index):           # a file beside those that it names is none of the model's
             files = parsed(index, index, shards)
         for file in files:
             file = os.path.join(path, file)
