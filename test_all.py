@@ -2496,6 +2496,7 @@ def test_resume_refuses_another_model(a_model, tmp_path, capsys):
     assert train.main([*resume, '--steps=6', '--lr=1e-3']) == 0
     meta = model_py.read(path)[1]
     assert meta['step'] == 6 and meta['args']['lr'] == 1e-3
+    assert train.steps_left({**meta, 'step': 2}) == 4 and train.steps_left({'step': 2}) == 0    # a mere model
 
 @pytest.mark.parametrize('can, flags, said', [
     ({'avx512_bf16': True}, [], True), ({'amx_bf16': True}, [], True), ({'avx2': True}, [], False),
@@ -2575,6 +2576,7 @@ def test_training_learns_and_logs(text, tmp_path, capsys, monkeypatch):
     first, *rows = log(out)
     assert first['config']['rule'] == 'delta' and first['args']['steps'] == 60 and first['threads'] == 1
     assert {'commit', 'device'} <= first.keys()
+    assert rows[0]['memory'] > 2 ** 26                 # bytes; torch alone has more
     losses = [row['loss'] for row in rows if 'loss' in row]
     assert losses[0] > 5 and losses[-1] < 3, losses    # ln 256 = 5.5 at first, ln 36 = 3.6 by characters
     printed = capsys.readouterr().out
