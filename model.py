@@ -1474,9 +1474,11 @@ def expected(field):
 
 def fits(field, value):
     """Whether a value is one for this field: by its type, choices and range; infinite and NaN never."""
-    choices = field.metadata.get('choices') or []
-    if value is None or choices:
-        return value == field.default or value in choices
+    choices = field.metadata.get('choices')
+    if choices:
+        return value in choices or value == field.default
+    if value is None:
+        return field.default is None
     if field.type is list:
         return type(value) is list and all(type(x) is float and math.isfinite(x) for x in value)
     if type(value) is not field.type and (type(value), field.type) != (int, float):
@@ -1491,9 +1493,12 @@ def typed(cls, raw, where):
     """A dataclass from what a file has of it, a dict. ValueError, which begins with where it is, for a field
     that is missing or unknown, of another type, out of its range, not finite, or does not fit the others."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    raw = raw if isinstance(raw, dict) else {}
-    for name in sorted(raw.keys() ^ fields.keys()):
-        raise ValueError(f'{where}: {name} is {"missing" if name in fields else "unknown"}')
+    if not isinstance(raw, dict):
+        raise ValueError(f'{where}: {raw!r:.60} says nothing of {", ".join(fields)}')       # noqa: TRY004
+    for name in sorted(fields.keys() - raw.keys()):
+        raise ValueError(f'{where}: {name} is missing')
+    for name in sorted(raw.keys() - fields.keys()):
+        raise ValueError(f'{where}: {name} is unknown')
     for name, value in raw.items():
         if not fits(fields[name], value):
             raise ValueError(f'{where}: {name} is {value!r:.60}, {expected(fields[name])}')

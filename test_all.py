@@ -2187,7 +2187,7 @@ def task(folder, **more):
     ({}, 'meta.json', 'meta.json or its .bin files are broken'),
     ({}, lambda data: data[:-5], 'val.bin: 187 bytes, not 192'), ({}, lambda data: b'', 'val.bin: 0 bytes'),
     (dict(val=dict(tokens=96, sha256='0')), None, 'val.bin: sha256 is'),
-    (dict(val=dict(tokens=-96, sha256='')), None, 'tokens of val is -96'),
+    (dict(val=dict(tokens=-96, sha256='')), None, 'tokens of a side is -96'),
     (dict(row=None), None, 'row is None')])
 def test_what_a_prepared_set_says_and_holds_is_checked_before_a_model_is_built(more, spoil, words, tmp_path,
                                                                                capsys):

@@ -96,11 +96,11 @@ class Stopped:
 def machine(args):
     """-> rank, world, device, dtype. Processes are those of torchrun; without it there is one."""
     check_threads(args.threads)
-    given = os.environ.get('RANK', '0'), os.environ.get('WORLD_SIZE', '1')
-    rank, world = [int(text) if text.isdecimal() else -1 for text in given]
-    if not 0 <= rank < world <= 4096:
+    given = [os.environ.get('RANK', '0'), os.environ.get('WORLD_SIZE', '1')]
+    if not all(text.isdecimal() for text in given) or not int(given[0]) < int(given[1]) <= 4096:
         raise ValueError(f'RANK={given[0]} WORLD_SIZE={given[1]}: torchrun sets these two, 0 <= RANK < '
                          'WORLD_SIZE; without it, unset them')
+    rank, world = map(int, given)
     device = pick_device(args.device)
     cuda = device.type == 'cuda'
     if cuda and world > 1:
@@ -622,7 +622,9 @@ def mistakes(args, config, data, model):
         'classes, such as listops (pairs: --encoder=3)')
     yield args.batch_size % data.world, (
         f'--batch_size={args.batch_size} does not divide among {data.world} processes')
-    least = 2 * data.T if 'row' in meta else data.T + 2         # a task's row has its targets behind it
+    least = data.T + 2
+    if 'row' in meta:
+        least = 2 * data.T                                      # a task's row has its targets behind it
     yield min(len(data.train), len(data.val)) < least, (
         f'{of} --val_tokens={args.val_tokens}: {len(data.train)} training and {len(data.val)} validation '
         f'tokens, but a row takes {least}; give a longer text, a smaller --block_size or more --val_tokens')

@@ -816,10 +816,16 @@ def check(meta):
         raise ValueError(f'tokenizer {kind!r} or dtype {meta["dtype"]!r} is not known')
     if kind in ('char', 'words') and len(meta['chars']) != vocab:
         raise ValueError(f'vocab_size {vocab} is not the number of chars')
-    for side in {*SIDES, *meta} & {*SIDES, 'test'}:
-        for key in ('tokens', 'bytes') if 'row' not in meta else ('tokens',):
-            if type(meta[side][key]) is not int or meta[side][key] < 1:
-                raise ValueError(f'{key} of {side} is {meta[side][key]!r}, expected a whole number from 1')
+    sides = [meta[side] for side in SIDES]
+    if 'test' in meta:
+        sides.append(meta['test'])
+    for side in sides:
+        counts = {'tokens': side['tokens']}
+        if 'row' not in meta:
+            counts['bytes'] = side['bytes']
+        for key, found in counts.items():
+            if type(found) is not int or found < 1:
+                raise ValueError(f'{key} of a side is {found!r}, expected a whole number from 1')
     of_rows = {'ignore', 'pad', 'classes', 'source', 'patch'} & meta.keys()
     if of_rows and 'row' not in meta:
         raise ValueError(f'{min(of_rows)} is there, but no row, of which it says something')
