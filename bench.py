@@ -164,8 +164,9 @@ def lengths(args, default=(), one=False):
     """--lengths as numbers in order."""
     numbers = set(default) - {0}
     if args.lengths:
-        if not re.fullmatch('[1-9][0-9]*(,[1-9][0-9]*)*', args.lengths):
-            raise ValueError(f'--lengths={args.lengths}: expected numbers with commas, as 256,1024')
+        if not re.fullmatch('[1-9][0-9]{0,6}(,[1-9][0-9]{0,6})*', args.lengths):
+            raise ValueError(f'--lengths={args.lengths}: expected numbers below ten million with commas, as '
+                             '256,1024')
         numbers = {int(text) for text in args.lengths.split(',')}
     if one and len(numbers) > 1:
         raise ValueError(f'--lengths={args.lengths}: this suite takes one')

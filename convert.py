@@ -51,7 +51,7 @@ from model import (GPT, SOURCE_RULES, bias_of, fill, flag, kl, load, parse, pick
                    script, state_bytes, subset, weights_digest, write)
 from train import (QUIET, Rows, adamw, answers, bits_a_nat, blocks, check_threads, commit, lies_in,
                    optimise, pack_optimiser, rows, say, steps_left, table, tell_step, threads_of,
-                   unpack_optimiser, write_json)
+                   too_many_rows, unpack_optimiser, write_json)
 
 # Flags by recipe. Those of the papers have their map, order and losses.
 RECIPES = {
@@ -790,8 +790,11 @@ def cannot_teach(args, config):
         f'--row={args.row}: the teacher was trained on rows of {config.block_size}; give at most that')
 
 
-def idle(student, T):
-    """Where rows of T tokens never leave what is kept of them, a matrix beside gets none: for `refuse`."""
+def cannot_learn(student, data):
+    """What is wrong with its rows, for `refuse`: too many, or they never leave what is kept of them, so that
+    a matrix beside gets none."""
+    T = data.T
+    yield too_many_rows(data.batch_size, T, student.config, data.meta['vocab_size'])
     for mixer in student.mixers().values():
         memory = mixer.memory
         yield memory.overflow is not None and out_of_reach(memory) >= T, (
@@ -822,7 +825,7 @@ def main(argv):
     data = Rows(train, val, of_data, of_data.get('row', T), device, args.batch_size, args.seed)
     torch.manual_seed(args.seed)
     student, new = swap(teacher, changes, named('swap', args.swap, PLACES))
-    refuse(idle(student, data.T))
+    refuse(cannot_learn(student, data))
     begin_as(teacher, student, data.batch(0)[0])
     if args.lr is None:
         args.lr = 0.25 / student.config.n_embd              # 5e-3 is good at a width of 64, 1e-3 at 192

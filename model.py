@@ -72,7 +72,7 @@ class Config:
     out_norm: bool = flag(True, 'LayerNorm after the heads, but for rules that read means; Schlag has none')
     conv: int = flag(4, 'width of the convolution before each mixer and MLP, causal but in encoders; 0: none',
                      low=0, high=64)
-    cache: int = flag(256, 'rules that keep rows: how many', low=0, high=2 ** 24)
+    cache: int = flag(256, 'rules that keep rows: how many', low=0, high=2 ** 20)
     sinks: int = flag(4, 'sink: first rows that stay', low=0, high=2 ** 24)
     overflow: str = flag('', 'window, sink: rule and map for rows that go: sum:hedgehog, delta:taylor')
     positions: str = flag('true', 'of kept rows; compress: gaps g > 10 count ceil(10 + ln ln(g - 10 + e))',

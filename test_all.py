@@ -1606,7 +1606,8 @@ def test_processes_that_cannot_be_are_refused(env, monkeypatch, capsys):
     (train, '--init=MODEL/ckpt.safetensors --out=MODEL', 'there lies'), (sample, '--samples=1e20', 'whole'),
     (sample, '--penalty=1e300', 'at most'), (sample, '--beam=100000', 'at most 1,024'),
     (train, '--accum=100000000', 'at most 4,096'), (convert, '--faster=inf', 'at most 1,000'),
-    (convert, '--from=MODEL/ckpt.safetensors --lora=17', 'lower'),
+    (convert, '--from=MODEL/ckpt.safetensors --lora=17', 'lower'), (bench, 'layer --lengths=99999999', 'low'),
+    (convert, '--from=MODEL/ckpt.safetensors --batch_size=1000000', 'fewer rows'),
     (convert, '--from=MODEL/ckpt.safetensors --out=X --export=X/', 'another folder')])
 def test_flags_that_cannot_be_are_refused_before_any_work(script, flags, why, a_model, tmp_path, monkeypatch,
                                                           capsys):
@@ -1634,6 +1635,20 @@ def test_what_is_written_takes_no_other_file_away(a_model, tmp_path, monkeypatch
     err = refused(capsys, train.main, '--resume', '--steps=99', f'--out={tmp_path}')
     assert 'embed.weight is not finite' in err
     assert before == {name: (tmp_path / name).read_bytes() for name in before}
+
+def test_what_a_tokenizer_cannot_read_is_told_in_one_line(tmp_path, capsys):
+    """A BERT without [UNK]; one without line ends, on pairs; and a word of a million letters is learned."""
+    package = pytest.importorskip('tokenizers')
+    for unknown, why in ([], 'cannot read a letter'), (['[UNK]'], 'know no line end'):
+        in_hub_layout(tmp_path, 'bert')
+        ids = {word: i for i, word in enumerate([*unknown, *(f'w{i}' for i in range(290))])}
+        found = package.Tokenizer(package.models.WordPiece(ids, unk_token='[UNK]'))
+        found.pre_tokenizer = package.pre_tokenizers.BertPreTokenizer()
+        (tmp_path / 'tokenizer.json').write_text(found.to_str())
+        (tmp_path / 'a').write_text('w1 w2\nw3\n' * 30)
+        err = refused(capsys, train.main, f'--init={tmp_path}', f'--data={tmp_path}/a:{tmp_path}/a')
+        assert why in err
+    assert 'a' * 64 in prepare.subwords(prepare.learn(b'a' * 10 ** 6, 300)).get_vocab()
 
 def test_a_pipe_that_closes_ends_a_script_in_silence():
     command = f'{sys.executable} sample.py --help | true; exit ${{PIPESTATUS[0]}}'
@@ -1867,6 +1882,7 @@ def half(data):
       for line, words in {
           '-1\tno': 'mine.tsv, line 3: ', '1 no': 'line 3: .* a tab', '1\t ': 'line 3: ', 'x\tno': 'line 3: ',
           '1\t\udcff': 'line 3: .* in utf-8', '3\tno': 'no line to train on has label 2'}.items()],
+    ('mine.tsv', 'mine.tsv', b'0\tno\n' * 40, 'all lines have label 0: nothing is told apart'),
     ('a.en:a.de.gz', 'a.en', b'one\n' * 51, 'a.en has 51 .*a.de.gz 52'),
     ('a.en:a.de.gz', 'a.en', b'one\n' * 11 + b' \xc2\xa0\n', 'a.en, line 12: .* is not a sentence'),
     ('a.en:a.de.gz', 'a.en', b'one\n' * 4 + b'caf\xe9\n', 'a.en, line 5: .* in utf-8'),

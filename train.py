@@ -637,11 +637,7 @@ def mistakes(args, config, data, model):
         '--fsdp: not with --encoder, whose decoder asks for weights out of turn')
     yield args.fsdp and args.optimizer == 'muon', (
         '--fsdp --optimizer=muon: its step needs whole matrices; leave one of them out')
-    wide = 4 * config.n_layer * 8 * config.n_embd + 8 * meta['vocab_size']      # bytes a token, at the least
-    need = args.batch_size // data.world * data.T * wide
-    yield need > machine_memory(), (
-        f'--batch_size={args.batch_size}: a step of {data.T} tokens a row takes more than {need / 1e9:,.0f} '
-        'GB, and this machine has less; take fewer rows, and --accum')
+    yield too_many_rows(args.batch_size // data.world, data.T, config, meta['vocab_size'])
     yield args.carry and 'row' in meta, (
         f'--carry: the rows of {args.data} have nothing to do with each other')
     yield args.carry and args.resume and data.world > 1, (
@@ -659,6 +655,15 @@ def lies_in(path, folder):
     if os.path.isfile(path):
         path = os.path.dirname(os.path.abspath(path))
     return os.path.realpath(path) == os.path.realpath(folder)
+
+
+def too_many_rows(rows, T, config, vocab):
+    """For `refuse`: whether a step of so many rows of T tokens takes, at the least, more memory than this."""
+    a_token = 4 * config.n_layer * 8 * config.n_embd + 8 * vocab        # bytes
+    need = rows * T * a_token
+    return need > machine_memory(), (
+        f'--batch_size={rows}: a step of {T} tokens a row takes more than {need / 1e9:,.0f} GB, and this '
+        'machine has less; take fewer rows')
 
 
 def steps_left(meta):

@@ -61,6 +61,7 @@ SIDES = ('train', 'val')                                        # every set has 
 FIXED = ('ids', 'words')                                        # of sets that can be in no other
 TOKENIZERS = ('byte', 'char', 'gpt2')                           # and bpe:N, for these N:
 LEARNED = range(257, 65537)                                     # 256 bytes, and what is learned
+LONG_WORD = 1000                                                # characters
 OF_TEXTS = f'{", ".join(TOKENIZERS)} or bpe:N, N from {LEARNED[0]} to {LEARNED[-1]:,}'
 
 
@@ -207,16 +208,24 @@ def package(remedy=''):
                          f'{remedy}') from None
 
 
+@contextlib.contextmanager
+def of_package(what):
+    """A ValueError, which begins with `what`, for what the package raises: a plain Exception, or a panic,
+    which is none."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as e:      # noqa: BLE001  it raises nothing narrower
+        raise ValueError(f'{what} ({e})') from None
+
+
 @functools.lru_cache(4)
 def subwords(text):
     """The tokenizer that the text of a tokenizer.json describes; ValueError if it describes none."""
     from_str = package().Tokenizer.from_str
-    try:
+    with of_package('no description of a tokenizer'):
         found = from_str(text)
-    except BaseException as e:                                  # a panic of the package is no Exception
-        if isinstance(e, (KeyboardInterrupt, SystemExit, MemoryError)):
-            raise
-        raise ValueError(f'no description of a tokenizer ({e})') from None
     found.encode_special_tokens = True                          # "<s>" in a text is three characters
     found.no_truncation()
     found.no_padding()
@@ -232,8 +241,17 @@ def learn(data, size):
     found.decoder = tokenizers.decoders.ByteLevel()
     alphabet = found.pre_tokenizer.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
-    found.train_from_iterator(pieces(data), trainer)
+    found.train_from_iterator(shorter(pieces(data)), trainer)
     return found.to_str()
+
+
+def shorter(texts):
+    """The texts, but a word of more than LONG_WORD characters in parts: its pairs would take hours."""
+    for text in texts:
+        if max(map(len, text.split()), default=0) > LONG_WORD:
+            yield from re.split(rf'(\S{{{LONG_WORD}}})', text)
+        else:
+            yield text
 
 
 def units(meta):
@@ -256,7 +274,8 @@ def encode(text, meta):
         return gpt2().encode_ordinary(text)
     if 'json' in meta:
         text = text.encode('utf-8', 'replace').decode()         # here stray bytes are question marks
-        return subwords(meta['json']).encode(text, add_special_tokens=False).ids
+        with of_package('its tokenizer cannot read this text'):
+            return subwords(meta['json']).encode(text, add_special_tokens=False).ids
     ids = {unit: i for i, unit in enumerate(units(meta))}
     if kind in FIXED:
         text = text.split()
@@ -278,7 +297,8 @@ def ends(meta):
     """The tokens that tokenizer.json puts before a text, and behind it: [BOS] and [], [CLS] and [SEP]."""
     if 'json' not in meta:
         return [], []
-    found = subwords(meta['json']).encode('a')
+    with of_package('its tokenizer cannot read a letter'):
+        found = subwords(meta['json']).encode('a')
     before = found.special_tokens_mask.index(0)
     behind = found.special_tokens_mask[::-1].index(0)
     return found.ids[:before], found.ids[len(found.ids) - behind:]
@@ -334,7 +354,8 @@ def decode(tokens, meta):
     if kind == 'gpt2':
         return gpt2().decode(tokens)
     if 'json' in meta:
-        return subwords(meta['json']).decode(tokens, skip_special_tokens=False)
+        with of_package('its tokenizer cannot write these tokens'):
+            return subwords(meta['json']).decode(tokens, skip_special_tokens=False)
     table = units(meta)
     words = [table[t] for t in tokens]
     return (' ' if kind in FIXED else '').join(words)
@@ -655,6 +676,9 @@ def told(sides, most, meta, _):
     for a row is cut off, of a translation only what is longer than half of it."""
     before, _ = ends(meta)
     end = encode('\n', meta)[-1:]
+    if not end:
+        raise ValueError('the model\'s tokens know no line end, behind which a translation could stand; take '
+                         'a model of texts, or without --init and --from one of pairs')
     meta['pad'] = end[0]
     found = []
     for sources, texts in sides:

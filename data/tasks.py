@@ -702,6 +702,8 @@ def classes(sides):
     """How many classes the labels on the training side are of; all others must be among them."""
     labels, others = sides
     [highest] = max(labels + others)
+    if highest == 0:
+        raise ValueError('all lines have label 0: nothing is told apart; give lines of at least 2 classes')
     missing = set(range(1 + highest)) - {label for [label] in labels}
     if missing:
         raise ValueError(f'label {highest} is there, but no line to train on has label {min(missing)}: '
