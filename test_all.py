@@ -1374,6 +1374,9 @@ def test_stage_1_passes_over_padding(kind):
         padded, cut = ([convert.mismatch(kind, seen, student) for seen in teacher.through(tokens)]
                        for tokens in (x, x[:, :17]))
         near(padded, cut, 1e-9)
+        if kind != 'ce':                                        # whose least value is an entropy
+            itself = [convert.mismatch(kind, seen, teacher) for seen in teacher.through(x)]
+            assert max(itself) < 1e-12
 
 def test_of_a_translator_softmax_alone_is_swapped():
     teacher = translator(rule='softmax', encoder_rule='delta').float()
@@ -2889,6 +2892,7 @@ def test_a_long_prompt_is_read_with_the_fastest_number_of_threads(a_model, capsy
     assert chosen.return_value.choose.call_count == 1
     for call, n in zip(chosen.return_value.again.call_args_list, (40, 40, 9), strict=True):
         ms, seconds = call.args                                 # what 2,048 tokens would take
+        assert 0 < seconds < 60
         assert ms == pytest.approx(1e3 * seconds * 2048 / n)
     chosen.call_args.args[0](7)                                 # what is timed: 7 tokens of it
     assert written(capsys, *flags, '--threads=1')[0] == text
@@ -3004,6 +3008,8 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, capsys)
     *student, first, second, anew = [row['tokens'] for row in found['table']]
     assert student[-1] == first == second == anew and student == sorted(student)
     assert len(written(capsys, f'--init={tmp_path}/ckpt.safetensors', '--tokens=9')[1]) > 9
+    for line, n in zip(found['state'], (1024, 8192, 131072), strict=True):
+        assert (line['tokens'], line['KV cache bytes']) == (n, n * 2 * 4 * 2 * 16)
     if found['distil'] == 'ce':
         assert found['layers'] and all(row['KL to teacher'] > 0 for row in found['layers'])
         query = found['query']
@@ -3209,6 +3215,9 @@ def test_distilling_lowers_the_divergence_and_leaves_the_rest_alone(teacher, tmp
     for name, y in student.state_dict().items():
         assert name in new or torch.equal(y, before[name])
     assert all(torch.equal(y, before[name]) for name, y in model.state_dict().items())
+    convert.finetune(progress, 'itself', student, 2, 0.0, teacher=student)      # no divergence from itself
+    lines = [json.loads(line) for line in (tmp_path / 'log.jsonl').read_text().splitlines()]
+    assert abs(lines[-2]['loss']) < 1e-6
 
 @pytest.mark.parametrize('phi, more', [
     ('t2r', {}), ('t2r:5', dict(bias=True)), ('t2r-scaled:11', dict(layers='sum,softmax', pos='none')),
@@ -3534,7 +3543,7 @@ def test_a_whole_text_stands_between_the_tokens_of_its_template(tmp_path, monkey
 # ---- 13. Benches -------------------------------------------------------------------------------------------
 
 SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),        # flags; at least so many rows
-              decode=('--heads=1 --head_dim=8 --lengths=8,40', 16), batch=('--lengths=32 --budget=1', 6),
+              decode=('--heads=1 --head_dim=8 --lengths=8,40', 16), batch=('--lengths=16 --budget=1', 6),
               cache=('--lengths=4,8 --overflow=delta:favor:1', 18),
               answers=('--steps=1 --full --seeds=1 --data=facts --only=softmax,tova', 4 + 8),
               kept=('--lengths=4', 4), far=('--lengths=40', 15), stories=('--lengths=9', 9),
@@ -3595,6 +3604,14 @@ def ran(folder, suite, *flags):
     assert bench.main([suite, *flags, f'--out={folder}']) == 0
     path = Path(folder) / f'{suite}.csv'
     return list(csv.DictReader(path.open())) if path.exists() else []
+
+def test_bench_does_not_try_a_full_matrix_with_more(tmp_path, monkeypatch):
+    def associate(**_):
+        return dict(loss=.2, curve=[[1, .2]])
+    monkeypatch.setattr(bench, 'associate', associate)
+    for suite, form, sizes in ('capacity', 'elu', '4'), ('update', 'delta', '4'), ('update', 'gated', '4 8'):
+        rows = ran(tmp_path / form, suite, '--lengths=4,8', f'--only={form}')
+        assert ' '.join(row['S'] for row in rows if row['S']) == sizes
 
 @pytest.mark.parametrize('suite', SUITES)
 def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, threes, small_pairs, few_facts,
