@@ -2176,6 +2176,7 @@ def test_subwords_are_learned_from_the_training_side_in_a_folder_of_their_own(tm
     with pytest.raises(ValueError, match='utf-8'):
         prepare.load('stdlib', root, 'bpe:301')
     assert prepare.load('stdlib', root)[2]['tokenizer'] == 'byte'
+    assert prepare.place('stdlib', f'{root}/new', dict(tokenizer='byte')) == f'{root}/new/stdlib'
 
 def task(folder, **more):
     """The path of a small task with more in its meta.json: 6 rows of 8 inputs and 8 targets, all 0..7; with
