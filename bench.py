@@ -2123,7 +2123,7 @@ def settings(argv):
     if name not in SUITES:
         raise ValueError(f'{name}: no such suite, --help has a line on each; choose from {", ".join(SUITES)}')
     about = [f'    python bench.py {suite.name:10} {suite.about}' for suite in ROWS]
-    given = parse(argv, '\n'.join([__doc__, *about]), Args)[0]
+    given = parse(argv, '\n'.join([__doc__ or '', *about]), Args)[0]
     takes = f'{ALWAYS} {SUITES[name].flags}'
     for flag_name in given:
         if flag_name not in takes.split():

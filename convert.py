@@ -47,8 +47,8 @@ from torch.nn.utils import parametrize
 
 from data import prepare, weights
 from fastweight import RULES
-from model import (GPT, SOURCE_RULES, bias_of, fill, flag, kl, load, parse, pick_device, read, refuse, save,
-                   script, state_bytes, subset, weights_digest, write)
+from model import (GPT, SOURCE_RULES, STAGE, bias_of, fill, flag, kind_in, kl, load, parse, pick_device, read,
+                   refuse, save, script, state_bytes, subset, typed, weights_digest, write)
 from train import (QUIET, Rows, adamw, answers, bits_a_nat, blocks, check_threads, commit, lies_in,
                    optimise, pack_optimiser, rows, say, steps_left, table, tell_step, threads_of,
                    too_many_rows, unpack_optimiser, write_json)
@@ -113,7 +113,8 @@ class Args:
 Student = subset('layers', 'phi', 'norm', 'out_norm', 'beta_max', 'cache', 'sinks', 'overflow',
                  rule=flag('sum', 'what softmax becomes', list(RULES)))
 HELP = '\n'.join([
-    __doc__, 'Recipes. Their flags replace the defaults below; with another --rule, those of training only:',
+    __doc__ or '',
+    'Recipes. Their flags replace the defaults below; with another --rule, those of training only:',
     *(f'    {name:<12} {row}' for name, row in RECIPES.items())])
 
 
@@ -513,7 +514,8 @@ def share(row, base):
 
 def stages(out):
     """The files of a conversion that was stopped."""
-    return sorted(glob.glob(os.path.join(glob.escape(out), 'stage-*.safetensors')))
+    paths = glob.glob(os.path.join(glob.escape(out), 'stage-*.safetensors'))
+    return sorted(path for path in paths if kind_in(path) == STAGE)
 
 
 def forget(out):
@@ -764,12 +766,15 @@ def resumed(given, changes):
     if not files:
         raise ValueError(f'--resume: no conversion was stopped in --out={out}')
     kept = read(files[0])[1]
-    known = kept['args'] | kept['changes'] | {'resume': True}
+    args = dataclasses.asdict(typed(Args, kept.get('args'), files[0]))
+    if not isinstance(kept.get('changes'), dict):
+        raise ValueError(f'{files[0]}: does not say what was changed; start anew')          # noqa: TRY004
+    known = args | kept['changes'] | {'resume': True}
     for name, value in (given | changes).items():
         if known.get(name) != value and name not in ('out', 'device', 'export'):
             raise ValueError(f'--{name.strip("_")}={value}: the run began with {known.get(name)!r}; drop the '
                              'flag, or --resume')
-    return Args(**(kept['args'] | given)), kept['changes']
+    return Args(**(args | given)), kept['changes']
 
 
 def cannot_teach(args, config):

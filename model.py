@@ -1288,12 +1288,24 @@ def weights_digest(model, meta):
     return meta.get('digest') or digest('', model.state_dict())
 
 
+STAGE = 'a stage of convert.py'
+
+
 def kind_of(meta):
     """What a file of ours with this metadata holds."""
-    for key, kind in ('made_with', 'a state'), ('config', 'a model'), ('made_from', 'a stage of convert.py'):
+    for key, kind in ('made_with', 'a state'), ('config', 'a model'), ('made_from', STAGE):
         if key in meta:
             return kind
     return 'something else'
+
+
+def kind_in(path):
+    """What a file holds, by its header alone."""
+    try:
+        with safe_open(path, 'pt') as f:
+            return kind_of(json.loads(f.metadata()['meta']))
+    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError):
+        return 'something else'
 
 
 def refuse_target(path, kind):
@@ -1302,11 +1314,7 @@ def refuse_target(path, kind):
         return
     if not os.path.isfile(path):
         raise ValueError(f'{path}: no regular file, so it is not replaced; give another name')
-    try:
-        with safe_open(path, 'pt') as f:
-            found = kind_of(json.loads(f.metadata()['meta']))
-    except (SafetensorError, KeyError, TypeError, ValueError):
-        found = 'something else'
+    found = kind_in(path)
     if found != kind:
         raise ValueError(f'{path}: holds {found} already, so {kind} is not written there; give another name')
 
@@ -1354,7 +1362,7 @@ def save(path, model, meta, extra=None, state=None):
 
 def config_of(source, meta):
     """-> the Config a checkpoint's or a folder's meta describes; ValueError, with the source, for none."""
-    if not {'config', 'data'} <= meta.keys():
+    if not {'config', 'data'} <= meta.keys() or not isinstance(meta['data'], dict):
         raise ValueError(f'{source}: holds no model (a state saved by sample.py?)')
     return typed(Config, meta['config'], f'{source}: cannot be built here, maybe of another version')
 
@@ -1528,7 +1536,7 @@ def value_of(flag, text, field):
 
 def print_help(doc, fields):
     """A script's docstring, and a line for each flag: default, help, choices."""
-    print(doc.strip(), '\n')
+    print((doc or '').strip(), '\n')                # python -OO leaves none
     for flag, field in fields.items():
         default = '' if field.default is None else field.default
         about = field.metadata['help']

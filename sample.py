@@ -87,10 +87,13 @@ def text_of(given):
             raise ValueError('--prompt=-: standard input is closed; give a text, or @FILE')
         return sys.stdin.read()
     if given.startswith('@'):
-        if os.path.exists(given[1:]) and not os.path.isfile(given[1:]):
-            raise ValueError(f'{given}: no regular file; give one, or --prompt=- for standard input')
-        with open(given[1:], encoding='utf-8') as f:
-            return f.read()
+        if not os.path.isfile(given[1:]):
+            raise ValueError(f'{given}: no such file, or no regular one; - stands for standard input')
+        try:
+            with open(given[1:], encoding='utf-8') as f:
+                return f.read()
+        except UnicodeDecodeError as e:
+            raise ValueError(f'{given}: not UTF-8 ({e}); save it as UTF-8') from None
     return given
 
 
@@ -101,10 +104,14 @@ def read_state(args, model, meta):
     tensors, about = read(path)
     if about.get('model') != weights_digest(model, meta):
         raise ValueError(f'--load_state={path}: not a state of the model in {args.init}')
+    last = tensors.get('last', torch.zeros(0))
+    tokens = model.config.vocab_size
+    if last.dtype != torch.long or last.dim() != 2 or not ((last >= 0) & (last < tokens)).all():
+        raise ValueError(f'--load_state={path}: its last tokens are none of {tokens}; read the prompt again')
     for key, value in about['made_with'].items():
         if getattr(model.config, key, None) != value:
             raise ValueError(f'--load_state={path}: made with {key}={value}; give that, too')
-    last = tensors['last'].to(model.embed.weight.device)
+    last = last.to(model.embed.weight.device)
     if len(last) != args.samples:
         raise ValueError(f'--load_state={path} holds {len(last)} texts: take --samples={len(last)}')
     state = unpack(tensors, device=last.device)

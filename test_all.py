@@ -1584,6 +1584,9 @@ def test_a_state_is_held_against_its_model(change, a_model, tmp_path, capsys):
     assert written(capsys, f'--init={path}', f'--load_state={state}', '--tokens=3')
     model_py.write(state, tensors | {f'state.0.{name}': x for name, x in change.items()}, meta)
     assert 'no state of this model' in refused(capsys, sample.main, f'--init={path}', f'--load_state={state}')
+    for last in torch.zeros(()), torch.full((1, 1), -5), torch.zeros(1, 1):
+        model_py.write(state, tensors | dict(last=last), meta)
+        assert 'last tokens' in refused(capsys, sample.main, f'--init={path}', f'--load_state={state}')
 
 def test_a_state_belongs_to_weights_not_to_a_path(tmp_path, capsys):
     """Of a folder: read from another place, but not after its weights have changed."""
@@ -1638,6 +1641,25 @@ def test_what_is_written_takes_no_other_file_away(a_model, tmp_path, monkeypatch
     err = refused(capsys, train.main, '--resume', '--steps=99', f'--out={tmp_path}')
     assert 'embed.weight is not finite' in err
     assert before == {name: (tmp_path / name).read_bytes() for name in before}
+
+def test_a_conversion_takes_no_other_file_away(teacher, tmp_path, capsys):
+    """A teacher behind a link; a state that is named as a stage; --resume with what is no stage; and what
+    another model left where one is exported."""
+    shutil.copy(teacher, tmp_path / 'ckpt.safetensors')
+    os.symlink(tmp_path / 'ckpt.safetensors', tmp_path / 'link.safetensors')
+    run = [f'--from={tmp_path}/link.safetensors', *SHORT, '--controls=false']
+    assert 'there lies the teacher' in refused(capsys, convert.main, *run, f'--out={tmp_path}')
+    out, export = tmp_path / 'out', tmp_path / 'export'
+    out.mkdir()
+    export.mkdir()
+    for name in files.INDEX, files.TOKENIZER:
+        (export / name).write_text('{}')
+    state = out / 'stage-one.safetensors'
+    written(capsys, f'--init={teacher}', '--tokens=1', f'--save_state={state}')
+    assert 'no conversion was stopped' in refused(capsys, convert.main, '--resume', f'--out={out}')
+    assert convert.main([*run, f'--out={out}', f'--export={export}']) == 0 and state.exists()
+    assert sorted(os.listdir(export)) == ['config.json', 'model.safetensors']
+    load(export)
 
 def test_what_a_tokenizer_cannot_read_is_told_in_one_line(tmp_path, capsys):
     """A BERT without [UNK]; one without line ends, on pairs; and a word of a million letters is learned."""

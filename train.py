@@ -653,7 +653,7 @@ def mistakes(args, config, data, model):
 def lies_in(path, folder):
     """Whether a file, or a folder, is in a folder, or is it."""
     if os.path.isfile(path):
-        path = os.path.dirname(os.path.abspath(path))
+        path = os.path.dirname(os.path.realpath(path))
     return os.path.realpath(path) == os.path.realpath(folder)
 
 

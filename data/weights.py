@@ -414,6 +414,9 @@ def to_folder(folder, tensors, config, data):
         raw = {'model_type': OURS, 'data': {key: data[key] for key in known if key in data}, **config}
     replace(os.path.join(folder, 'model.safetensors'), tensors, {'format': 'pt'})
     prepare.write(os.path.join(folder, 'config.json'), [json.dumps(raw, indent=1).encode()])
+    for name in INDEX, TOKENIZER:           # of another model that was there
+        if os.path.exists(os.path.join(folder, name)):
+            os.remove(os.path.join(folder, name))
     if 'json' in data:
         prepare.write(os.path.join(folder, TOKENIZER), [data['json'].encode()])
 
