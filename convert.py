@@ -325,9 +325,7 @@ def mismatch(kind, seen, student):
     if seen.real is not None:
         real = seen.real
     if kind == 'hidden':
-        with torch.no_grad():
-            wanted = whole_layer(seen.block, seen)
-        error = whole_layer(student.get_submodule(seen.layer), seen) - wanted
+        error = whole_layer(student.get_submodule(seen.layer), seen) - seen.y
         return error.square().mean(-1)[real].mean()
     if kind == 'ce':
         a = seen.weights(seen.mixer)

@@ -881,6 +881,7 @@ class Seen(NamedTuple):
     real: torch.Tensor | None       # which places of x are no padding (B, T); None: all
     there: torch.Tensor | None      # the same of what an encoder reads
     source: torch.Tensor | None     # of a decoder: what its encoder says
+    y: torch.Tensor                 # what the block makes of x
 
     @property
     def crosses(self):
@@ -1067,19 +1068,21 @@ class GPT(nn.Module):
 
     def through(self, tokens):
         """What each mixer saw of tokens (B, T) from a fresh start: a `Seen` of each, in the order of
-        computation. The inputs of all are held, but q, k and v of one at a time."""
+        computation. Inputs and results of all are held, but q, k and v of one at a time."""
         real = None if self.config.patch else self.there(tokens)
         if self.encoder:
             begin = self.config.source
             text, real = self.without_padding(tokens[:, begin:], begins=True)
             tokens = torch.cat([tokens[:, :begin], text], 1)
         inputs = {}
+        results = {}
         source = None
 
         def remember(module, given, result):
             nonlocal source
             if isinstance(module, (Block, Mixer)):
                 inputs[module] = given
+                results[module] = result[0]
             if module is self.encoder_norm:
                 source = result
         with nn.modules.module.register_module_forward_hook(remember):
@@ -1098,7 +1101,7 @@ class GPT(nn.Module):
             else:
                 q, k, v = mixer.heads(u)
             its_real = there if layer.startswith('encoder.') else real
-            yield Seen(name, layer, mixer, block, x, u, q, k, v, its_real, there, source)
+            yield Seen(name, layer, mixer, block, x, u, q, k, v, its_real, there, source, results[block])
 
     @property
     def max_len(self):
