@@ -319,10 +319,7 @@ def once(args, suite, form, run, **key):
     began = time.perf_counter()
     found = run(**key)
     found['minutes'] = (time.perf_counter() - began) / 60
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(f'{path}.new', 'w') as f:
-        f.write(json.dumps({'key': mark, **found}))
-    os.replace(f'{path}.new', path)                                 # so it is never half-written
+    prepare.write_json(path, {'key': mark, **found})
     return found
 
 

@@ -51,7 +51,7 @@ from model import (GPT, SOURCE_RULES, STAGE, bias_of, fill, flag, kind_in, kl, l
                    refuse, save, script, state_bytes, subset, typed, weights_digest, write)
 from train import (QUIET, Rows, adamw, answers, bits_a_nat, blocks, check_threads, commit, lies_in,
                    optimise, pack_optimiser, rows, say, steps_left, table, tell_step, threads_of,
-                   too_many_rows, unpack_optimiser, write_json)
+                   too_many_rows, unpack_optimiser)
 
 # Flags by recipe. Those of the papers have their map, order and losses.
 RECIPES = {
@@ -97,8 +97,7 @@ class Args:
                     high=2 ** 24)
     eval_rows: int = flag(64, 'rows of validation data for every figure', low=1, high=10 ** 9)
     fold: bool = flag(False, 'with --phi=t2r, without rope: put phi into W_q and W_k at the end')
-    export: str = flag('', 'folder for weights, config.json, tokenizer.json: as GPT-2\'s or Llama\'s where '
-                           'all layers are softmax, else in names of ours, which sample.py reads, too')
+    export: str = flag('', 'folder for weights, config.json, tokenizer.json, which sample.py reads, too')
     controls: bool = flag(True, 'also fine-tune the teacher as long, and train the student from scratch: '
                                 'three more trainings')
     eval_every: int = flag(250, 'steps between evaluations, which also save, for --resume', low=1,
@@ -616,8 +615,8 @@ class Conversion:
             if meta['made_from'].get(key) != now:
                 raise ValueError(f'--resume: the {key} is not what the run began with; start anew')
         kept = {k.removeprefix('model.'): x for k, x in tensors.items() if k.startswith('model.')}
-        fixed = model.state_dict().keys() - learned(model).keys()
-        others = {k: x for k, x in model.state_dict().items() if k in fixed}
+        mine = learned(model)
+        others = {k: x for k, x in model.state_dict().items() if k not in mine}
         fill(model, others | kept, f'{self.path(stage)}: holds the weights of another model')
         unpack_optimiser(model, opt, tensors, whole=False)
         self.seconds[stage] = meta['seconds']
@@ -870,7 +869,7 @@ def main(argv):
         weights.to_folder(args.export, student.state_dict(), dataclasses.asdict(student.config), meta['data'])
     state = sizes(student, teacher)
     figures = {**run.table[-1], 'commit': commit(), **dataclasses.asdict(args)}
-    write_json(f'{args.out}/result.json', {**figures, **dataclasses.asdict(student.config)})
+    prepare.write_json(f'{args.out}/result.json', {**figures, **dataclasses.asdict(student.config)})
     tuned = None
     if args.controls and args.steps:
         tuned = controls(run, teacher, plain, distilled)
@@ -880,7 +879,7 @@ def main(argv):
         if lines:
             table(lines)
             print()
-    write_json(f'{args.out}/convert.json', {
+    prepare.write_json(f'{args.out}/convert.json', {
         'args': dataclasses.asdict(args), 'config': dataclasses.asdict(student.config), 'distil': kind,
         'table': run.table, 'tuned': tuned, 'layers': layers, 'query': query, 'state': state})
     source = ' --source="..."' if student.config.source else ''

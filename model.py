@@ -34,7 +34,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import fastweight
-from data import weights
+from data import prepare, weights
 from fastweight import FEATURE_MAPS, FLOOR, LOG_MIN, NORMALISERS, RULES, feature_map
 
 # ---- what a model is ---------------------------------------------------------------------------------------
@@ -1068,7 +1068,8 @@ class GPT(nn.Module):
 
     def through(self, tokens):
         """What each mixer saw of tokens (B, T) from a fresh start: a `Seen` of each, in the order of
-        computation. Inputs and results of all are held, but q, k and v of one at a time."""
+        computation. The inputs of all and what blocks make of them are held, but q, k and v of one at a time.
+        """
         real = None if self.config.patch else self.there(tokens)
         if self.encoder:
             begin = self.config.source
@@ -1082,6 +1083,7 @@ class GPT(nn.Module):
             nonlocal source
             if isinstance(module, (Block, Mixer)):
                 inputs[module] = given
+            if isinstance(module, Block):
                 results[module] = result[0]
             if module is self.encoder_norm:
                 source = result
@@ -1315,8 +1317,7 @@ def refuse_target(path, kind):
     """ValueError where a file cannot be written without a loss: of another kind, or no regular file."""
     if not os.path.exists(path):
         return
-    if not os.path.isfile(path):
-        raise ValueError(f'{path}: no regular file, so it is not replaced; give another name')
+    prepare.refuse_irregular(path)
     found = kind_in(path)
     if found != kind:
         raise ValueError(f'{path}: holds {found} already, so {kind} is not written there; give another name')

@@ -84,7 +84,7 @@ def text_of(given):
     """What --prompt or --source stands for."""
     if given == '-':
         if sys.stdin is None:
-            raise ValueError('--prompt=-: standard input is closed; give a text, or @FILE')
+            raise ValueError('-: standard input is closed; give a text, or @FILE')
         return sys.stdin.read()
     if given.startswith('@'):
         if not os.path.isfile(given[1:]):

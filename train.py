@@ -744,13 +744,6 @@ def keep(path, model, header, extra, rank):
         save(path, model, header, extra, whole)
 
 
-def write_json(path, found):
-    """A file of figures, which is never half-written."""
-    with open(f'{path}.new', 'w') as f:
-        json.dump(found, f, indent=1)
-    os.replace(f'{path}.new', path)
-
-
 def report(model, data, args, log, **found):
     """The closing figures, over the whole validation data by both rules, which join those in `found`: all of
     them go to result.json, in one flat dict."""
@@ -769,7 +762,7 @@ def report(model, data, args, log, **found):
             tell(log, f'validation, carried: {score(meta, loss)}', rule='carried', val_loss=loss)
             found.update({'val_loss carried': loss, 'bits per byte carried': loss * bits_a_nat(meta)})
     found.update(commit=commit(), **dataclasses.asdict(args), **dataclasses.asdict(model.config))
-    write_json(f'{args.out}/result.json', found)
+    prepare.write_json(f'{args.out}/result.json', found)
     if not args.fsdp:
         show(model, data, args)
 

@@ -405,13 +405,18 @@ def read(path):
         return f.read()
 
 
+def refuse_irregular(path):
+    """ValueError where a file would take the place of a pipe, a device or a folder."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f'{path}: no regular file, so it is not replaced; give another name')
+
+
 @contextlib.contextmanager
 def whole(path):
     """`with whole(path) as temp:` write a file named temp, and it becomes path, in one step. Who reads path
     meanwhile, or after a crash at any moment, finds the old file or the new one; a failure leaves the old one
     and nothing else. What was written is on the disk before it is renamed."""
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError(f'{path}: no regular file, so it is not replaced; give another name')
+    refuse_irregular(path)
     temp = f'{path}.{os.getpid()}.part'
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     try:
@@ -438,6 +443,11 @@ def write(path, blocks):
     """The same: whole under that name, or not there at all."""
     with whole(path) as temp:
         fill(temp, blocks)
+
+
+def write_json(path, found):
+    """The same of what JSON can say."""
+    write(path, [json.dumps(found, indent=1).encode()])
 
 
 def flaw(path, size=None, sha256=None):

@@ -7,8 +7,8 @@
 
 All files are safetensors: a header in JSON, then bare numbers. Nothing is pickled, so a file cannot run code.
 Every file is written whole or not at all (`prepare.whole`). No nn.Module is built here: model.py does that,
-from a config, which is a dict of the fields of model.Config; it also reads and writes our own checkpoints, by
-`replace`.
+from a config, which is a dict of the fields of model.Config; it also reads our own checkpoints, and writes
+them by `replace`.
 
 BERT and ViT are encoders. They come with the classes that they were trained for, if the folder has any (named
 ForSequenceClassification or ForImageClassification), and without BERT's other heads, which guess masked words
@@ -413,7 +413,7 @@ def to_folder(folder, tensors, config, data):
             known += ['source', 'row']
         raw = {'model_type': OURS, 'data': {key: data[key] for key in known if key in data}, **config}
     replace(os.path.join(folder, 'model.safetensors'), tensors, {'format': 'pt'})
-    prepare.write(os.path.join(folder, 'config.json'), [json.dumps(raw, indent=1).encode()])
+    prepare.write_json(os.path.join(folder, 'config.json'), raw)
     for name in INDEX, TOKENIZER:           # of another model that was there
         if os.path.exists(os.path.join(folder, name)):
             os.remove(os.path.join(folder, name))
@@ -520,17 +520,12 @@ def get(base, folder, file):
     if len(sha256) != 64:                                   # of a small one it is git's
         sha256 = None
     size, sha256 = PINNED.get(url.partition('/resolve/')[2], (size, sha256))
-    new = path + '.new'
-    try:
+    with prepare.whole(path) as new:                        # which is kept once it has been looked at
         prepare.download(url, new, size, sha256, headers)
         if file in USES:
             parsed(new, url, USES[file])
         else:
             names_in(new, url)
-        os.replace(new, path)
-    finally:
-        if os.path.exists(new):
-            os.remove(new)
     return True
 
 
