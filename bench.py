@@ -614,7 +614,7 @@ class FastWeightMemory(nn.Module):
     def forward(self, x, q, k, v):
         """Write all, then read. x (B, T, n_embd), q, k (B, H, T, d), v (B, H, T, V) -> o (B, H, T, V)"""
         k = self.phi(k)
-        beta = self.gates(x)['write'][..., None]
+        beta = self.gates(x)['write']
         S = torch.zeros_like(fastweight.outer(v[:, :, 0], k[:, :, 0]))
         for t in range(k.shape[2]):
             k_t = k[:, :, t]
@@ -1681,7 +1681,7 @@ def idea(args, suite):
     figure, axes = canvas(2, 3, 2.6, 2.4)
     for rule, row in zip(('sum', 'delta'), axes):
         row[0].set_ylabel(rule, fontsize=18)
-        erase = torch.full((1, 1, 1), float(RULES[rule].erase))
+        erase = torch.full((1, 1, 1), float(RULES[rule].erase is not None))
         S = None
         for ax, (name, key, value) in zip(row, WRITES):
             k, v = torch.tensor([[[[key]], [[value]]]], dtype=torch.float32).unbind(1)

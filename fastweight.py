@@ -20,7 +20,7 @@ The delta rule first takes out what the key finds: (5, 6), the last value; the o
 before. All rules of this project are settings of one equation:
 
     D_t = (z_t f_t^T) * S_{t-1}                             forget   (* elementwise, z f^T an outer product)
-    S_t = D_t + (w_t v_t - e_t D_t k_t) k_t^T               write w_t v_t, erase what the key already finds
+    S_t = D_t + (w_t * v_t - D_t (e_t * k_t)) k_t^T         write, erase what the key already finds
     o_t = S_t q_t                                           read, after the write
 
 S has one size after any number of steps: a model of such layers is an RNN. Below are the equation
@@ -35,18 +35,20 @@ q k           (B, H, T, K)    query, key, after the map phi   phi(q), phi(k)
 v             (B, H, T, V)    value
 S             (B, H, V, K)    fast weights: the state         W (Schlag), S (Katharopoulos, Mao, Kasai)
 n             (B, H, K)       last row of S if `normalise`    z (Katharopoulos, Schlag, Kasai)
-write, erase  (B, H, T)       w_t, e_t                        beta (Schlag), 1 - g (Peng)
 log_f         (B, H, T, K|1)  log decay along the keys, <= 0  log of sigma(f_key) (Mao), g (Peng), alpha (GLA)
 log_z         (B, H, T, V|1)  log decay along the values      log sigma(f) (Mao)
+write         (B, H, T, V|1)  w_t, along the values           beta (Schlag), 1 - g (Peng), w (GDN-2)
+erase         (B, H, T, K|1)  e_t, along the keys             beta (Schlag), b (GDN-2)
 o             (B, H, T, V)    what is read                    y
 u             (B, H, T, V)    pseudo-value: what S receives   beta (v - v_bar) (Schlag)
-K|1, V|1: a number for each channel, or one for all of a head.
+K|1, V|1: a number for each channel, or one for all of a head; write and erase may be (B, H, T) then.
 
 Sources: Katharopoulos 2020 (arXiv:2006.16236), Peng 2021 RFA (2103.02143), Schlag 2021 (2102.11174), Kasai
 2021 T2R (2103.13076), Choromanski 2021 FAVOR+ (2009.14794), Mao 2022 (2210.04243), Zhang 2024 Hedgehog
 (2402.04347), Oren 2024 TOVA (2401.06104); Qin 2022 cosFormer (2202.08791), Sun 2023 RetNet (2307.08621), Yang
 2023 GLA (2312.06635), Arora 2024 Based (2402.18668), Yang 2024 DeltaNet (2406.06484), gated DeltaNet
-(2412.06464), Kimi 2025 KDA (2510.26692), Zhang 2023 H2O (2306.14048), Xiao 2023 StreamingLLM (2309.17453).
+(2412.06464), Kimi 2025 KDA (2510.26692), Dao 2024 Mamba-2 (2405.21060), Hatamizadeh 2026 gated DeltaNet-2
+(2605.22791), Zhang 2023 H2O (2306.14048), Xiao 2023 StreamingLLM (2309.17453).
 """
 import math
 from collections.abc import Callable
@@ -62,20 +64,23 @@ FLOOR = 1e-6    # smallest denominator; maps whose features can all be 0 ask for
 
 
 # ---- the equation ------------------------------------------------------------------------------------------
-def refuse_mean(erase, log_z):
+def refuse_mean(write, erase, log_z):
     """ValueError where dividing by n.q, n the sum of the keys, would make no mean of the values. (What
     --norm=attn means for the delta rule is another thing: FastWeights.divided_by_keys in model.py.)"""
     if erase is not None:
         raise ValueError('normalise with erase: erasing makes weights negative, so their sum n.q may be <= 0')
-    if log_z is not None and log_z.shape[-1] > 1:
-        raise ValueError('normalise with a vector log_z: each value channel needs a denominator of its own')
+    vectors = {'write': write, 'log_z': log_z}
+    for name, x in vectors.items():
+        if x is not None and x.dim() == 4 and x.shape[-1] > 1:
+            raise ValueError(f'normalise with a vector {name}: each value channel needs a denominator of its '
+                             'own')
 
 def start(q, k, v, write, erase, log_f, log_z, S, normalise):
     """What comes first in every form: fp32 (fp64 stays), log-decays clamped, S_0 = 0; absent gates stay None.
     normalise: a value channel that is always 1 makes the last row of S the sum n of the keys, weighted and
-    decayed as their values are.  ->  q, k, v; w, e (B, H, T, 1); log_f, log_z (B, H, T, .); S"""
+    decayed as their values are.  ->  q, k, v; w, e, log_f, log_z (B, H, T, .); S"""
     if normalise:
-        refuse_mean(erase, log_z)
+        refuse_mean(write, erase, log_z)
         v = F.pad(v, (0, 1), value=1.0)
     if S is None:
         B, H, _, K = k.shape
@@ -122,14 +127,16 @@ def find(S, x):
 def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
     """The definition: one step after the other, O(T V K); only S is carried on.
 
-        D_t = (z_t f_t^T) * S_{t-1}    S_t = D_t + (w_t v_t - e_t D_t k_t) k_t^T    o_t = S_t q_t
+        D_t = (z_t f_t^T) * S_{t-1}    S_t = D_t + (w_t * v_t - D_t (e_t * k_t)) k_t^T    o_t = S_t q_t
 
-    q, k (B, H, T, K)   v (B, H, T, V)   write, erase (B, H, T)   log_f (B, H, T, K|1)   log_z (B, H, T, V|1)
-    S (B, H, V, K), with `normalise` (B, H, V + 1, K)  ->  o (B, H, T, V), last S (fp32; fp64 for fp64 inputs)
+    q, k (B, H, T, K)   v (B, H, T, V)   log_f, erase (B, H, T, K|1)   log_z, write (B, H, T, V|1)
+    write, erase may be (B, H, T)   S (B, H, V, K), with `normalise` (B, H, V + 1, K)
+    ->  o (B, H, T, V), last S (fp32; fp64 for fp64 inputs)
     None leaves a gate out: w = 1, e = 0, f = z = 1, S = 0. Log-decays are clamped at LOG_MIN = -5 a step.
     normalise: o_t is divided by max(n_t . q_t, floor), a mean of values. Katharopoulos 2020 sec. 3.2.
-    Raises ValueError for normalise with erase or with a vector log_z: `refuse_mean` says why.
-    From Schlag 2021 sec. 4.2 (w = e = beta), Mao 2022 (f, z), Peng 2021 (f = g, w = 1-g), KDA (f, w = e).
+    Raises ValueError for normalise with erase or with a vector write, log_z: `refuse_mean` says why.
+    From Schlag 2021 sec. 4.2 (w = e = beta), Mao 2022 (f, z), Peng 2021 (f = g, w = 1-g), KDA (f, w = e),
+    Gated DeltaNet-2 (f, w, e).
 
     To change it: test_recurrent_is_the_equation then fails. Scripts run its faster forms, until
     --impl=loop."""
@@ -141,7 +148,7 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
     for t in range(q.shape[2]):
         q_t, k_t, v_t, w_t, e_t, f_t, z_t = (x[:, :, t] for x in (q, k, v, w, e, f, z))
         D = outer(z_t, f_t) * S                                             # forget
-        S = D + outer(w_t * v_t - e_t * find(D, k_t), k_t)                  # write, erase
+        S = D + outer(w_t * v_t - find(D, e_t * k_t), k_t)                  # write, erase
         o.append(find(S, q_t))                                              # read
     return finish(torch.stack(o, 2), normalise, floor, dtype), S
 
@@ -165,10 +172,10 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
 # 3. a decay a channel, on both sides. For the keys the factors become vectors, and nothing else changes. The
 #    values get factors of the same kind, c the running sum of log z, c_m its value at the middle:
 #        U = exp(c_m - c) V      O = exp(c - c_m) (A U + y S_m^T)                the rows of S_m, S' alike
-# 4. delta. Step t writes u_t = w_t v_t - e_t (what k_t finds); k_t finds what S and the u_s before it gave.
-#    With r = exp(a - m) K, the keys where they read, and L = e tril(r x^T, -1), that is a linear system:
-#        (I + L) U = exp(c_m - c) w V - e r S_m^T
-#    What k_t finds gets exp(c - c_m) as it is read and exp(c_m - c) as it is written: they cancel.
+# 4. delta. Step t writes u_t = w_t * v_t - what e_t * k_t finds, of S and of the u_s before it. With
+#    r = exp(a - m) (e * K), the keys where they look for what to erase, that is a linear system:
+#        (I + L) U = exp(c_m - c) (w * V) - r S_m^T,    L = tril(r x^T, -1)
+#    What is found gets exp(c - c_m) as it is read and exp(c_m - c) as it is written: they cancel.
 #    L is strictly lower triangular: solved from the first row to the last.
 #
 # Why has a decaying chunk 16 steps here and up to 32 in kernels.py? At -5 a step, 8 steps from the middle, a
@@ -205,9 +212,9 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
         U = w_i * V * z_down
         S = S * f_in * z_in.mT                              # S_m
         if erase is not None:
-            r = K * f_up
-            L = e_i * (r @ x.mT).tril(-1)
-            Y = U - e_i * (r @ S.mT)
+            r = e_i * K * f_up
+            L = (r @ x.mT).tril(-1)
+            Y = U - r @ S.mT
             U = torch.linalg.solve_triangular(L, Y, upper=False, unitriangular=True)        # (I + L) U = Y
         A = (y @ x.mT).tril()
         o.append(z_up * (A @ U + y @ S.mT))
@@ -649,15 +656,16 @@ NORMALISERS = {
 
 # ---- rules: which gates there are --------------------------------------------------------------------------
 class Rule(NamedTuple):
-    """A row of the table. Gates come from the layer's input x: beta = sigmoid(x W), log f = -rate
-    softplus(x W + b), log z alike; rate 1 is f = sigmoid(-(x W + b)). Start values: Gates in model.py."""
+    """A row of the table. Gates come from the layer's input x: beta = sigmoid(x W), log f = -rate dt,
+    dt = softplus(x W + b), log z alike; rate 1 is f = sigmoid(-(x W + b)). Start values: Gates in model.py.
+    """
     about: str                  # the known model
     phi: str = 'identity'       # feature map unless the user asks for another
     norm: str = 'none'          # normaliser, likewise
     f: str | None = None        # decay along the keys: 'fixed' (by head), 'head' or 'channel' (both learned)
     z: str | None = None        # decay along the values: 'channel'
-    write: str | None = None    # None is 1; 'beta'; '1-f'
-    erase: bool = False         # e = beta
+    write: str | None = None    # None is 1; 'beta', one a head; 'channel'; '1-f'; 'dt', the softplus of f
+    erase: str | None = None    # 'write', e = w; 'channel', a beta of its own for each
     rate: float | None = 1.0    # None: learned, one a head
     keeps: str | None = None    # the state is a set of rows (k, v): 'all', or the policy that bounds it
     form: Callable | None = None    # for a rule that the equation does not cover: a function with recurrent's
@@ -676,14 +684,19 @@ class Rule(NamedTuple):
 RULES = {
     'sum': Rule('linear transformer, Katharopoulos 2020; T2R, Performer, Hedgehog by phi', 'elu', 'attn'),
     'gated': Rule('RFA-gate, Peng 2021', 'rfa', 'attn', f='head', write='1-f'),
-    'delta': Rule('fast weight programmer, Schlag 2021; DeltaNet', 'silu', 'l2', write='beta', erase=True),
+    'delta': Rule('fast weight programmer, Schlag 2021; DeltaNet', 'silu', 'l2', write='beta', erase='write'),
     'decay': Rule('decaying fast weights, Mao 2022', f='channel', z='channel'),
     'retention': Rule('RetNet, Sun 2023', f='fixed'),
     'gla': Rule('gated linear attention, Yang 2023', f='channel', rate=1 / 16),
     'gla-beta': Rule('GLA as a mean, and each value has a weight of its own', 'hedgehog', 'attn',
                      f='channel', write='beta', rate=1 / 16),
-    'gated_delta': Rule('gated DeltaNet, 2024', 'silu', 'l2', f='head', write='beta', erase=True, rate=None),
-    'kda': Rule('Kimi delta attention', 'silu', 'l2', f='channel', write='beta', erase=True, rate=None),
+    'mamba2': Rule('Mamba-2, Dao 2024: a step of length dt writes more and forgets more', 'silu', f='head',
+                   write='dt', rate=None),
+    'gated_delta': Rule('gated DeltaNet, 2024', 'silu', 'l2', f='head', write='beta', erase='write',
+                        rate=None),
+    'kda': Rule('Kimi delta attention', 'silu', 'l2', f='channel', write='beta', erase='write', rate=None),
+    'gdn2': Rule('gated DeltaNet-2, 2026: each gate by channel', 'silu', 'l2', f='channel', write='channel',
+                 erase='channel', rate=None),
     'softmax': Rule('the transformer; its state grows with every step', keeps='all'),
     'window': Rule('softmax over the last `cache` rows and its own', keeps='window'),
     'sink': Rule('window and the first rows, Xiao 2023 (StreamingLLM)', keeps='sink'),

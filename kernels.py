@@ -35,9 +35,8 @@ if torch.cuda.is_available() or 'TRITON_INTERPRET' in os.environ:       # its im
 
 
 # ---- CPU: chunks with a backward by hand -------------------------------------------------------------------
-# The four steps of fastweight.chunked, in its letters, but that r has e in it. A tensor is (N, n, C, .):
-# N = B H sequences of n chunks of C steps. f scales channels of keys, the columns of S, and z those of
-# values, its rows; w and e scale steps.
+# The four steps of fastweight.chunked, in its letters. A tensor is (N, n, C, .): N = B H sequences of n
+# chunks of C steps. f and e scale channels of keys, f the columns of S; z and w those of values, z its rows.
 #
 #   y = f_up q     r = f_up e k     x = f_down k        rows of keys, decays counted from the chunk's middle
 #   A = tril(y x^T)    L = tril(r x^T, -1)    M = (I + L)^-1
@@ -61,12 +60,13 @@ if torch.cuda.is_available() or 'TRITON_INTERPRET' in os.environ:       # its im
 #   dx         (C, K)         dA^T y + dL^T r + f_out ((z_out U) dS')
 #   dq         (C, K)         f_up (dA x + (z_in g) S_in)
 #   dk         (C, K)         f_down dx + e f_up dr                written, and looked for
-#   de         (C)            sum over channels of k * f_up dr     * by element
-#   dv, dw     (C, V), (C)    w z_down dY, sum over channels of v z_down dY
+#   de         (C, K)         k * f_up dr                          * by element
+#   dv, dw     (C, V)         w z_down dY, v * z_down dY
 #   dlog f     (C, K)         q * dq + k * (e f_up dr - f_down dx), summed from t to the chunk's end, plus
 #                             dS' * S', summed over values
 #   dlog z     (C, V)         o * do - v * dv, the same, plus dS' * S', summed over keys
 #
+# A gate that is one number for all channels gets the sum of their gradients.
 # Gates need no chain through the factors: log f_t scales all that a step from t on reads of what was written
 # before t, hence reads minus writes, from t to the end (GLA 2023, appendix C). So no factor of the keys meets
 # one of the values uncancelled, and a chunk may have 32 steps: at -5 each, f_up and its like are in e^+-80.
@@ -206,7 +206,7 @@ def backward_of(do, dS, inside, q, k, v, w, e, log_f, log_z):
         dr = dL @ x - times(dY, z_in) @ S_in
         dx += dL.mT @ times(k, e, f_up)
         looked = times(dr, f_up)
-        de = (k * looked).sum(-1, keepdim=True)
+        de = of_gate(k * looked, e)
         looked = looked * e                             # the gradient of k where it looks for what is there
     written = times(dx, f_down)                         # and where it is written
     dk = written
@@ -216,25 +216,29 @@ def backward_of(do, dS, inside, q, k, v, w, e, log_f, log_z):
         balance = written - looked
     dv = times(dY, z_down)
     if w is not None:
-        dw = (dv * v).sum(-1, keepdim=True)
+        dw = of_gate(dv * v, w)
         dv = dv * w
     if f_up is not None or z_up is not None:
         kept = after                                    # becomes dS' S'
         kept[:, :-1] *= states[:, 1:]
         kept[:, -1] *= S
     if f_up is not None:
-        dlog_f = of_gate(q * dq - k * balance, kept.sum(2)[:, :, None], f_up.shape[-1])
+        dlog_f = of_decay(q * dq - k * balance, kept.sum(2)[:, :, None], f_up)
     if z_up is not None:
-        dlog_z = of_gate(o * do - v * dv, kept.sum(3)[:, :, None], z_up.shape[-1])
+        dlog_z = of_decay(o * do - v * dv, kept.sum(3)[:, :, None], z_up)
     return dq, dk, dv, dw, de, dlog_f, dlog_z, dS
 
 
-def of_gate(reads, kept, size):
-    """Gradient of log-decays from reads (N, n, C, d) by step, kept (N, n, 1, d) by chunk. size 1: shared."""
-    if size == 1:
-        reads = reads.sum(-1, keepdim=True)
-        kept = kept.sum(-1, keepdim=True)
-    return reads.flip(2).cumsum(2).flip(2) + kept
+def of_gate(dx, gate):
+    """The gradient dx (N, n, C, d) of a gate by channel, summed if the gate is one for all channels."""
+    if gate.shape[-1] == 1:
+        dx = dx.sum(-1, keepdim=True)
+    return dx
+
+
+def of_decay(reads, kept, gate):
+    """Gradient of log-decays from reads (N, n, C, d) by step, kept (N, n, 1, d) by chunk."""
+    return of_gate(reads, gate).flip(2).cumsum(2).flip(2) + of_gate(kept, gate)
 
 
 def cut(x, segment, C):
@@ -355,8 +359,19 @@ def step_over(q, k, v, w, e, log_f, log_z, S):
     return o.view(B, H, 1, V), S.view(B, H, V, K)
 
 
+def steps_over(q, k, v, S=None, normalise=False, floor=FLOOR, **gates):
+    """`step_over` for the few steps of a token that writes more than once."""
+    rows = dict(q=q, k=k, v=v, **gates)
+    o = []
+    for t in range(q.shape[2]):
+        now = {name: x[:, :, t:t + 1] for name, x in rows.items()}
+        o_t, S = step_over(**now, S=S, normalise=normalise, floor=floor)
+        o.append(o_t)
+    return torch.cat(o, 2), S
+
+
 def step_on_cpu(S=None, **given):
-    """The same; S stays as it is."""
+    """`step_over`; S stays as it is."""
     return step_over(**given, S=if_given(torch.clone, S))
 
 
@@ -406,8 +421,8 @@ def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
 #   states      from the last chunk back      q k e f z N do            dS behind each chunk, dY
 #   tokens      all tiles at once             all of these              the gradients
 #
-# A fifth, `one_step`, is the definition for a single step. f is a number or a vector, z a vector, w and e are
-# numbers; n, the sum of the keys, is one more value channel.
+# A fifth, `one_step`, is the definition for a single step. f, w and e are numbers or vectors, of FD, WD, ED
+# channels, z is a vector; n, the sum of the keys, is one more value channel.
 # What a step says to itself stands apart, in fp32: of A the diagonal, D = q.k; of M = I + N the ones.
 # Operands of a product are DT (bf16 or fp32), but in the inverse; sums and states in registers are fp32.
 def jit(f):
@@ -452,12 +467,23 @@ def store(p, x, row, col, ok, D: tl.constexpr):
 
 
 @jit
-def column(p, row, ok, absent: tl.constexpr):
-    """A number a step, [C, 1]; [1, 1] for None."""
+def gate(p, row, col, ok, D: tl.constexpr):
+    """A gate of D channels, [C, d]; a number a step, [C, 1], where D is 1; ones [1, 1] for None."""
     if p is None:
-        return tl.full([1, 1], absent, tl.float32)
+        return tl.full([1, 1], 1.0, tl.float32)
     else:
-        return tl.load(p + row, ok, 0.0).to(tl.float32)[:, None]
+        if D == 1:
+            col = tl.arange(0, 1)
+        return load(p, row, col, ok, D)
+
+
+@jit
+def of_channels(x, D: tl.constexpr):
+    """What gradients x [C, d] by channel say to a gate of D channels."""
+    if D == 1:
+        return tl.sum(x, 1)[:, None]
+    else:
+        return x
 
 
 @jit
@@ -476,9 +502,7 @@ def decays(p, row, col, ok, D: tl.constexpr, C: tl.constexpr):
         one = tl.full([1, 1], 1.0, tl.float32)
         return one, one, one, one, one
     else:
-        if D == 1:
-            col = tl.arange(0, 1)
-        log_p = load(p, row, col, ok, D)
+        log_p = gate(p, row, col, ok, D)
         i = tl.arange(0, C)[:, None]
         a = tl.cumsum(log_p, 0)
         m = tl.sum(tl.where(i <= C // 2, log_p, 0.0), 0)[None, :]
@@ -487,7 +511,8 @@ def decays(p, row, col, ok, D: tl.constexpr, C: tl.constexpr):
 
 
 @jit
-def letters(q, k, e, f, row, kk, ok, K: tl.constexpr, FD: tl.constexpr, C: tl.constexpr, DT: tl.constexpr):
+def letters(q, k, e, f, row, kk, ok, K: tl.constexpr, ED: tl.constexpr, FD: tl.constexpr, C: tl.constexpr,
+            DT: tl.constexpr):
     """Of one tile: y, r, x [C, BK]; of A what is below the diagonal [C, C], and the diagonal [C, 1]; and what
     the state pays on the side of the keys."""
     f_up, f_down, f_in, f_out, f_all = decays(f, row, kk, ok, FD, C)
@@ -495,7 +520,7 @@ def letters(q, k, e, f, row, kk, ok, K: tl.constexpr, FD: tl.constexpr, C: tl.co
     k_ = load(k, row, kk, ok, K)
     x = k_ * f_down
     A = lower(dot(q_ * f_up, tl.trans(x), DT), C)
-    r = k_ * f_up * column(e, row, ok, 0.0)
+    r = k_ * f_up * gate(e, row, kk, ok, ED)
     return q_ * f_up, r, x, A, tl.sum(q_ * k_, 1)[:, None], f_in, f_out, f_all
 
 
@@ -503,15 +528,15 @@ def letters(q, k, e, f, row, kk, ok, K: tl.constexpr, FD: tl.constexpr, C: tl.co
 #     L = tril(r x^T, -1)
 #     N = (I + L)^-1 - I
 @jit
-def inverse(k, e, f, N, T, K: tl.constexpr, V: tl.constexpr, FD: tl.constexpr, C: tl.constexpr,
-            BK: tl.constexpr, BV: tl.constexpr, DT: tl.constexpr):
+def inverse(k, e, f, N, T, K: tl.constexpr, V: tl.constexpr, WD: tl.constexpr, ED: tl.constexpr,
+            FD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DT: tl.constexpr):
     """N = (I + L)^-1 - I, L = tril(r x^T, -1). The blocks of 16 on the diagonal by substitution, all at once:
     row s of X is row s of I - L X, which needs the rows above s. Then by twos, see kernels.inverted."""
     tile = tl.program_id(0).to(tl.int64)
     n = tl.cdiv(T, C)
     row, ok = steps_of(tile // n, tile % n, T, C)
     tl.static_assert(C <= 32)                                   # two blocks of 16, joined once
-    _, r, x, _, _, _, _, _ = letters(k, k, e, f, row, tl.arange(0, BK), ok, K, FD, C, DT)
+    _, r, x, _, _, _, _, _ = letters(k, k, e, f, row, tl.arange(0, BK), ok, K, ED, FD, C, DT)
     L = lower(dot(r, tl.trans(x), DT), C)
     c = tl.arange(0, C)
     b = tl.arange(0, C // 16)
@@ -533,12 +558,13 @@ def inverse(k, e, f, N, T, K: tl.constexpr, V: tl.constexpr, FD: tl.constexpr, C
 # for each sequence and each block of BV value channels, in parallel:
 #     S = S_0                                                   a [BV, BK] part, in registers all the time
 #     for each chunk, one after the other:                      reads q, k, v, w, e, f, z, N
-#         U = Y + N Y, Y = z_down w v - z_in r S_in^T
+#         U = Y + N Y, Y = z_down * w * v - z_in * (r S_in^T)
 #         o = z_up (D U + A U + z_in y S_in^T)                  writes o, and U and S for the backward
 #         S = f_all z_all S + (z_out U)^T (f_out x)
 @jit
 def forward(q, k, v, w, e, f, z, N, S_0, o, written, before, S_T, T, K: tl.constexpr, V: tl.constexpr,
-            FD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DT: tl.constexpr):
+            WD: tl.constexpr, ED: tl.constexpr, FD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+            BV: tl.constexpr, DT: tl.constexpr):
     """o of all steps of a sequence, and the state before each chunk and after the last."""
     n = tl.cdiv(T, C)
     seq = tl.program_id(0).to(tl.int64)
@@ -549,10 +575,10 @@ def forward(q, k, v, w, e, f, z, N, S_0, o, written, before, S_T, T, K: tl.const
     for j in range(n):
         row, ok = steps_of(seq, j, T, C)
         z_up, z_down, z_in, z_out, z_all = decays(z, row, vv, ok, V, C)
-        y, r, x, A, D, f_in, f_out, f_all = letters(q, k, e, f, row, kk, ok, K, FD, C, DT)
+        y, r, x, A, D, f_in, f_out, f_all = letters(q, k, e, f, row, kk, ok, K, ED, FD, C, DT)
         store(before, S, (seq * n + j) * V + vv, kk, vv < V, K)
         S_in = tl.trans(S * f_in)
-        U = load(v, row, vv, ok, V) * column(w, row, ok, 1.0) * z_down
+        U = load(v, row, vv, ok, V) * gate(w, row, vv, ok, WD) * z_down
         if e is not None:
             U -= dot(r, S_in, DT) * z_in
             U += dot(load(N, (seq * n + j) * C + c, c, c < C, C), U, DT)
@@ -571,7 +597,8 @@ def forward(q, k, v, w, e, f, z, N, S_0, o, written, before, S_T, T, K: tl.const
 #         dS = f_all z_all dS + f_in ((z_in G)^T y - (z_in dY)^T r)
 @jit
 def states(q, k, e, f, z, N, do, dS_T, d_written, after, dS_0, T, K: tl.constexpr, V: tl.constexpr,
-           FD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DT: tl.constexpr):
+           WD: tl.constexpr, ED: tl.constexpr, FD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+           BV: tl.constexpr, DT: tl.constexpr):
     """The gradient of the state that each chunk hands on, from the last chunk to the first."""
     n = tl.cdiv(T, C)
     seq = tl.program_id(0).to(tl.int64)
@@ -583,7 +610,7 @@ def states(q, k, e, f, z, N, do, dS_T, d_written, after, dS_0, T, K: tl.constexp
         j = n - 1 - back
         row, ok = steps_of(seq, j, T, C)
         z_up, _, z_in, z_out, z_all = decays(z, row, vv, ok, V, C)
-        y, r, x, A, D, f_in, f_out, f_all = letters(q, k, e, f, row, kk, ok, K, FD, C, DT)
+        y, r, x, A, D, f_in, f_out, f_all = letters(q, k, e, f, row, kk, ok, K, ED, FD, C, DT)
         G = load(do, row, vv, ok, V) * z_up
         store(after, dS, (seq * n + j) * V + vv, kk, vv < V, K)
         read = dot(tl.trans(G * z_in), y, DT)
@@ -610,15 +637,14 @@ def passing(inside, out):
 #     dq, dk, de, dlog f from the sums                          writes each gradient once
 @jit
 def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, dv, dw, de, df, dz, T,
-           K: tl.constexpr, V: tl.constexpr, FD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-           BV: tl.constexpr, DT: tl.constexpr):
+           K: tl.constexpr, V: tl.constexpr, WD: tl.constexpr, ED: tl.constexpr, FD: tl.constexpr,
+           C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DT: tl.constexpr):
     """All gradients of the steps of one tile, summed over blocks of value channels: the table above."""
     tile = tl.program_id(0).to(tl.int64)
     n = tl.cdiv(T, C)
     row, ok = steps_of(tile // n, tile % n, T, C)
     kk = tl.arange(0, BK)
-    y, r, x, A, D, f_in, f_out, f_all = letters(q, k, e, f, row, kk, ok, K, FD, C, DT)
-    w_ = column(w, row, ok, 1.0)
+    y, r, x, A, D, f_in, f_out, f_all = letters(q, k, e, f, row, kk, ok, K, ED, FD, C, DT)
     dA = tl.zeros([C, C], tl.float32)
     dL = tl.zeros([C, C], tl.float32)
     dy = tl.zeros([C, BK], tl.float32)
@@ -637,6 +663,7 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
         stays = dS * S * f_all * tl.trans(z_all)
         kept += tl.sum(stays, 0)[None, :]
         G = load(do, row, vv, ok, V) * z_up
+        w_ = gate(w, row, vv, ok, WD)
         Y = v_ * w_ * z_down                                    # of Y what is not erased
         out = dot(x * f_out, tl.trans(dS), DT) * z_out
         U = Y
@@ -650,15 +677,18 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
         dD += tl.sum(G * U, 1)[:, None]
         dy += dot(G * z_in, S_in, DT)
         dx_out += dot(U * z_out, dS, DT)
-        dw_ += tl.sum(dY * z_down * v_, 1)[:, None]
-        store(dv, dY * z_down * w_, row, vv, ok, V)
+        d_given = dY * z_down                                   # of w * v
+        if WD > 1:
+            store(dw, d_given * v_, row, vv, ok, V)
+        else:
+            dw_ += tl.sum(d_given * v_, 1)[:, None]
+        store(dv, d_given * w_, row, vv, ok, V)
         if z is not None:
             o_ = D * (U - Y) + dot(A, U, DT) + dot(y, tl.trans(S_in), DT) * z_in
             inside = G * o_ - Y * (dY - D * G - out)
             later = tl.sum((U - Y) * out, 0) + tl.sum(stays, 1)
             store(dz, passing(inside, Y * out) + later[None, :], row, vv, ok, V)
     f_up, f_down, _, _, _ = decays(f, row, kk, ok, FD, C)
-    one = tl.arange(0, 1)
     q_ = load(q, row, kk, ok, K)                                # again: held all the time, they would press
     k_ = load(k, row, kk, ok, K)                                # others out of the registers
     dA = lower(dA, C)
@@ -672,29 +702,26 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
     if f is not None:
         inside = operand(y, DT) * dy + operand(r, DT) * dr - operand(x, DT) * dx
         out = x * dx_out
-        if FD == 1:
-            inside = tl.sum(inside, 1)[:, None]
-            out = tl.sum(out, 1)[:, None]
-            store(df, passing(inside, out) + tl.sum(kept), row, one, ok, 1)
-        else:
-            store(df, passing(inside, out) + kept, row, kk, ok, FD)
-    if w is not None:
-        store(dw, dw_, row, one, ok, 1)
+        passed = passing(of_channels(inside, FD), of_channels(out, FD)) + of_channels(kept, FD)
+        store(df, passed, row, kk, ok, FD)
+    if WD == 1:
+        store(dw, dw_, row, tl.arange(0, 1), ok, 1)
     looked = dr * f_up
     if e is not None:
-        store(de, tl.sum(k_ * looked, 1)[:, None], row, one, ok, 1)
-        looked *= column(e, row, ok, 0.0)
+        store(de, of_channels(k_ * looked, ED), row, kk, ok, ED)
+        looked *= gate(e, row, kk, ok, ED)
     store(dq, dy * f_up + dD * k_, row, kk, ok, K)
     store(dk, (dx + dx_out) * f_down + looked + dD * q_, row, kk, ok, K)
 
 
 # for each sequence and each block of BV value channels, in parallel:      the definition, for one step
 #     S = (z f^T) * S                                           a [BV, BK] part, read and written once
-#     S = S + (w v - e S k) k^T
+#     S = S + (w * v - S (e * k)) k^T
 #     o = S q                                                   with NORM divided by n.q, n the last row of S
 @jit
-def one_step(q, k, v, w, e, f, z, S, floor, o, S_new, K: tl.constexpr, V: tl.constexpr, FD: tl.constexpr,
-             ZD: tl.constexpr, NORM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LEAST: tl.constexpr):
+def one_step(q, k, v, w, e, f, z, S, floor, o, S_new, K: tl.constexpr, V: tl.constexpr, WD: tl.constexpr,
+             ED: tl.constexpr, FD: tl.constexpr, ZD: tl.constexpr, NORM: tl.constexpr, BK: tl.constexpr,
+             BV: tl.constexpr, LEAST: tl.constexpr):
     """Of q, k, v and gates as `recurrent` takes them. S_new is another tensor: every program reads n."""
     seq = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)               # a tile of one row
     ok = seq >= 0
@@ -702,7 +729,7 @@ def one_step(q, k, v, w, e, f, z, S, floor, o, S_new, K: tl.constexpr, V: tl.con
     vv = tl.program_id(1) * BV + tl.arange(0, BV)
     q_ = load(q, seq, kk, ok, K)
     k_ = load(k, seq, kk, ok, K)
-    w_ = column(w, seq, ok, 1.0)
+    w_ = gate(w, seq, vv, ok, WD)
     _, _, _, _, f_ = decays(f, seq, kk, ok, FD, 1)
     _, _, _, _, z_ = decays(z, seq, vv, ok, ZD, 1)
     f_ = tl.maximum(f_, LEAST)
@@ -711,7 +738,7 @@ def one_step(q, k, v, w, e, f, z, S, floor, o, S_new, K: tl.constexpr, V: tl.con
     S_ = load(S, rows, kk, vv < V, K) * f_ * tl.trans(z_)
     u = w_ * load(v, seq, vv, ok, V)
     if e is not None:
-        u -= column(e, seq, ok, 0.0) * tl.sum(S_ * k_, 1)[None, :]
+        u -= tl.sum(S_ * gate(e, seq, kk, ok, ED) * k_, 1)[None, :]
     S_ += tl.trans(u) * k_
     o_ = tl.sum(S_ * q_, 1)[None, :]
     store(S_new, S_, rows, kk, vv < V, K)
@@ -735,15 +762,26 @@ def block(K):
     return max(16, triton.next_power_of_2(K))
 
 
-def tiles(q, v, f):
+def channels(*gates):
+    """How many channels each gate has, 0 if it is absent."""
+    sizes = []
+    for x in gates:
+        if x is None:
+            sizes.append(0)
+        else:
+            sizes.append(x[0, 0, 0].numel())            # (B, H, T) has one, too
+    return sizes
+
+
+def tiles(q, v, w, e, f):
     """The sizes of a kernel, never tuned at run time: in fp32 a chunk is shorter."""
     BK = block(q.shape[-1])
     C = 16 if v.dtype == torch.float32 else 32
     DT = tl.float32
     if v.dtype != torch.float32 and not triton.knobs.runtime.interpret:
         DT = tl.bfloat16                                # the interpreter computes with the bits of bf16
-    FD = 0 if f is None else f.shape[-1]
-    return dict(K=q.shape[-1], V=v.shape[-1], FD=FD, C=C, BK=BK, BV=C, DT=DT)
+    WD, ED, FD = channels(w, e, f)
+    return dict(K=q.shape[-1], V=v.shape[-1], WD=WD, ED=ED, FD=FD, C=C, BK=BK, BV=C, DT=DT)
 
 
 class Tiles(torch.autograd.Function):
@@ -752,7 +790,7 @@ class Tiles(torch.autograd.Function):
     def forward(ctx, q, k, v, w, e, f, z, S):
         B, H, T, K = q.shape
         V = v.shape[-1]
-        size = tiles(q, v, f)
+        size = tiles(q, v, w, e, f)
         C = size['C']
         n = triton.cdiv(T, C)
         grid = B * H, triton.cdiv(V, size['BV'])
@@ -821,8 +859,7 @@ def step_on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None,
     o = v.new_empty(v.shape)
     S_new = S.new_empty(S.shape, dtype=torch.float32)
     BV = 8 if B * H <= 64 else 16                       # 96 programs for one text of GPT-2's
-    decaying = [0 if x is None else x.shape[-1] for x in (log_f, log_z)]
-    sizes = K, V, *decaying, int(normalise), block(K), BV, math.exp(LOG_MIN)
+    sizes = K, V, *channels(write, erase, log_f, log_z), int(normalise), block(K), BV, math.exp(LOG_MIN)
     with torch.cuda.device_of(q):
         one_step[B * H, triton.cdiv(V, BV)](*tensors, floor, o, S_new, *sizes, num_warps=1)
     return o, S_new
@@ -897,7 +934,8 @@ def trusted(form, given, normalise):
         return False
 
 
-SHAPES = dict(q='BHTK', k='BHTK', v='BHTV', write='BHT', erase='BHT', log_f='BHTK', log_z='BHTV', S='BHVK')
+SHAPES = dict(q='BHTK', k='BHTK', v='BHTV', write='BHTV', erase='BHTK', log_f='BHTK', log_z='BHTV', S='BHVK')
+GATES = 'write', 'erase', 'log_f', 'log_z'
 
 
 def check(given, normalise):
@@ -913,13 +951,15 @@ def check(given, normalise):
         shape = [sizes[letter] for letter in SHAPES[name]]
         if name == 'S':
             shape[2] += normalise
-        if name in ('log_f', 'log_z') and x.shape[-1:] == (1,):         # for all channels
+        if name in ('write', 'erase') and x.dim() == 3:                 # a number for all channels
+            shape.pop()
+        elif name in GATES and x.shape[-1:] == (1,):
             shape[-1] = 1
         if list(x.shape) != shape or x.device != q.device or not x.is_floating_point():
             raise ValueError(f'{name}: expected floating point {shape} on {q.device}, not {x.dtype} '
                              f'{list(x.shape)} on {x.device}')
     if normalise:
-        refuse_mean(given['erase'], given['log_z'])
+        refuse_mean(given['write'], given['erase'], given['log_z'])
 
 
 def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
@@ -1007,7 +1047,7 @@ class Traced(nn.Module):
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')             # torch.jit is frozen in time, and says so
             softmax = partial(softmax_over, torch.jit.script(one_more))
-            model.use(forms._replace(recurrence=step_over, softmax=softmax))
+            model.use(forms._replace(recurrence=steps_over, softmax=softmax))
             try:
                 trace = torch.jit.trace(self.eval(), given, check_trace=False, strict=False)
             finally:

@@ -69,6 +69,7 @@ class Config:
     phi: str = flag('', f'feature map, if not the rule\'s; with option: dpfp:3 [{"|".join(FEATURE_MAPS)}]')
     norm: str = flag('', f'normaliser, if not the rule\'s [{"|".join(NORMALISERS)}]')
     beta_max: float = flag(1.0, 'delta rules: beta lies in (0, beta_max)', low=0, high=2)
+    writes: int = flag(1, 'delta rules: keys, values and betas of a token (DeltaProduct)', low=1, high=16)
     out_norm: bool = flag(True, 'LayerNorm after the heads, but for rules that read means; Schlag has none')
     conv: int = flag(4, 'width of the convolution before each mixer and MLP, causal but in encoders; 0: none',
                      low=0, high=64)
@@ -148,8 +149,14 @@ class Config:
         yield (self.phi or self.norm) and not any(rule.matrix for rule in rules), (
             f'--phi={self.phi} --norm={self.norm}: {", ".join(pattern)} has its own kernel and normaliser; '
             'leave them out (a matrix beside rows has its map from --overflow)')
-        yield self.beta_max != 1 and not any(rule.erase for rule in rules), (
+        erases = any(rule.erase for rule in rules)
+        yield self.beta_max != 1 and not erases, (
             f'--beta_max={self.beta_max:g} with --rule={self.rule}: only rules that erase have a beta')
+        yield self.writes > 1 and not erases, (
+            f'--writes={self.writes} with --rule={self.rule}: it erases nothing, so several writes are one '
+            'sum; take delta, gated_delta, kda or gdn2')
+        yield self.writes > 1 and (self.encoder or not self.causal or self.pos == 'rope'), (
+            f'--writes={self.writes} is for a text that is read step by step, and without --pos=rope')
         yield kept and not self.cache and not over, '--cache=0: at least 1 row, or --overflow takes them all'
         yield 'sink' in kept and self.sinks >= max(1, self.cache), (
             f'--sinks={self.sinks}: fewer than --cache={self.cache}, or no new row is kept')
@@ -322,20 +329,23 @@ def bias_of(tau, rate):
 
 class Gates(nn.Module):
     """x (B, T, n_embd) -> dict of write, erase, log_f, log_z for `recurrent` and its other forms, those that
-    the rule has, in fp32: write, erase (B, H, T)   log_f (B, H, T, K|1)   log_z (B, H, T, V)
+    the rule has, in fp32: write (B, H, T, V|1)   erase, log_f (B, H, T, K|1)   log_z (B, H, T, V)
 
     beta = beta_max sigmoid(x W)   log f = -rate softplus(x W + b)   log z alike. Where x W = 0, f = 1 - 1/tau
     at the start, see `start_bias`. With beta up to 2, I - beta k k^T may have an eigenvalue of -1, so that a
     state can alternate (Grazzi 2024, arXiv:2411.12537). GLA and KDA make W low-rank to save parameters; here
-    it is full, as in Mao 2022."""
-    def __init__(self, rule, n_embd, n_head, K, V, beta_max=1.0):
+    it is full, as in Mao 2022. Of n writes a token, T is n times as many, of which the first forgets."""
+    def __init__(self, rule, n_embd, n_head, K, V, beta_max=1.0, n=1):
         super().__init__()
         self.rule = rule
         self.n_head = n_head
         self.beta_max = beta_max
+        self.n = n
+        n_w = {'beta': n, 'channel': n * V}.get(rule.write, 0)
+        n_e = {'channel': n * K}.get(rule.erase, 0)
         n_f = {'head': 1, 'channel': K}.get(rule.f, 0)
         n_z = {'channel': V}.get(rule.z, 0)
-        self.sizes = [int(rule.write == 'beta'), n_f, n_z]
+        self.sizes = [n_w, n_e, n_f, n_z]
         if any(self.sizes):
             self.proj = nn.Linear(n_embd, n_head * sum(self.sizes), bias=False)
         rate = rule.rate or 1.0
@@ -355,7 +365,7 @@ class Gates(nn.Module):
         gates = {}
         if any(self.sizes):
             y = self.proj(x).view(B, T, self.n_head, -1).transpose(1, 2)
-            beta, f, z = wide(y).split(self.sizes, -1)
+            w, e, f, z = wide(y).split(self.sizes, -1)
         rate = rule.rate
         if rate is None:
             rate = self.log_rate.exp()
@@ -365,15 +375,40 @@ class Gates(nn.Module):
             gates['log_f'] = -rate * F.softplus(f + self.bias_f)
         if rule.z:
             gates['log_z'] = -rate * F.softplus(z + self.bias_z)
-        if rule.write == 'beta':
-            gates['write'] = beta.squeeze(-1).sigmoid()
-            if self.beta_max != 1:
-                gates['write'] = self.beta_max * gates['write']
         if rule.write == '1-f':
-            gates['write'] = -torch.expm1(gates['log_f'].clamp(min=LOG_MIN)).squeeze(-1)
-        if rule.erase:
+            gates['write'] = -torch.expm1(gates['log_f'].clamp(min=LOG_MIN))
+        elif rule.write == 'dt':
+            gates['write'] = -gates['log_f'] / rate
+        elif rule.write:
+            gates['write'] = self.beta(w)
+        if rule.erase == 'write':
             gates['erase'] = gates['write']
+        elif rule.erase:
+            gates['erase'] = self.beta(e)
+        for name in ('log_f', 'log_z'):
+            if name in gates:
+                gates[name] = spread(gates[name], self.n, 0)
         return gates
+
+    def beta(self, y):
+        """y (B, H, T, n d) -> beta of each write (B, H, n T, d)"""
+        beta = each_write(y, self.n).sigmoid()
+        if self.beta_max != 1:
+            beta = self.beta_max * beta
+        return beta
+
+
+def each_write(x, n):
+    """The n writes of a token, side by side (B, H, T, n d), as steps (B, H, n T, d). DeltaProduct, Siems 2025
+    (arXiv:2502.10297): to write n times, forget once and read once is `recurrent` with n steps a token."""
+    return x.unflatten(-1, (n, -1)).flatten(2, 3)
+
+
+def spread(x, n, i):
+    """What a token has once, x (B, H, T, d), as step i of its n (B, H, n T, d); zeros at the others."""
+    if n == 1:
+        return x
+    return F.pad(x[:, :, :, None], (0, 0, i, n - 1 - i)).flatten(2, 3)
 
 
 def wide(x):
@@ -410,10 +445,12 @@ def mistakes_at_once(name, norm):
         '--norm=sum or l2')
 
 
-def mistakes_together(name, phi, norm):
-    """For `refuse`: rule, map (a module) and normaliser that together mean nothing."""
+def mistakes_together(name, phi, norm, n):
+    """For `refuse`: rule, map (a module), normaliser and writes a token that together mean nothing."""
     rule = RULES[name]
     mean = norm == 'attn'
+    yield n > 1 and (mean or phi.max_len), (
+        f'--writes={n}: leave out --norm=attn and --phi=cosformer, which count one key a token')
     yield mean and rule.z, (
         f'--norm=attn with --rule={name}: each value channel decays apart and needs a denominator of its own')
     yield mean and rule.erase and rule.f, (
@@ -443,13 +480,15 @@ class FastWeights(nn.Module):
 
     rule, phi, norm, overflow: as the flags of Config, phi and norm '' for the rule's own   cache, sinks,
     turn: as in fastweight.bounded   key_dim: channels of q and k, if not head_dim   causal: false where each
-    step reads what all steps write. ValueError for what does not go together."""
+    step reads what all steps write   n: writes a token; k and v are then those of n side by side,
+    (B, H, T, n head_dim). ValueError for what does not go together."""
     forms = PLAIN
 
     def __init__(self, rule, n_embd, n_head, head_dim, phi='', norm='', beta_max=1.0, cache=256, sinks=4,
-                 turn=None, overflow='', key_dim=0, causal=True):
+                 turn=None, overflow='', key_dim=0, causal=True, n=1):
         super().__init__()
         self.rule = RULES[rule]
+        self.n = n
         self.cache = cache
         self.sinks = sinks
         self.turn = turn
@@ -474,8 +513,8 @@ class FastWeights(nn.Module):
         self.phi = feature_map(self.map, n_head, key_dim or head_dim)
         if not causal:
             refuse(mistakes_at_once(rule, self.norm))
-        refuse(mistakes_together(rule, self.phi, self.norm))
-        self.gates = Gates(self.rule, n_embd, n_head, self.phi.feature_dim, head_dim, beta_max)
+        refuse(mistakes_together(rule, self.phi, self.norm, n))
+        self.gates = Gates(self.rule, n_embd, n_head, self.phi.feature_dim, head_dim, beta_max, n)
         self.normalise = self.norm == 'attn'
         self.by_keys = self.normalise and self.rule.erase               # divided by the plain sum of keys
         self.normaliser = NORMALISERS['sum' if self.by_keys else self.norm]
@@ -483,8 +522,8 @@ class FastWeights(nn.Module):
     def writes(self, x, k, v, t=0):
         """The writer: what the recurrence takes of the text that is written. x (B, T, n_embd), k, v
         (B, H, T, head_dim) -> dict of k (B, H, T, K), v, and those of write, erase, log_f, log_z there are"""
-        features = self.phi(wide(k), 'k', t)
-        return {'k': self.normaliser(features), 'v': v, **self.gates(x)}
+        features = self.phi(each_write(wide(k), self.n), 'k', t)
+        return {'k': self.normaliser(features), 'v': each_write(v, self.n), **self.gates(x)}
 
     def reads(self, q, t=0):
         """The reader: q (B, H, T, head_dim) -> what reads from S, (B, H, T, K)"""
@@ -524,11 +563,12 @@ class FastWeights(nn.Module):
     def recurrence(self, q, k, v, there=None, **gates):
         """The form of the equation that this layer computes: arguments as for fastweight.recurrent, and
         `there` of an encoder."""
-        if self.rule.form:
-            return self.rule.form(q, k, v, **gates)
-        if self.causal:
-            return self.forms.recurrence(q, k, v, **gates)
-        return fastweight.encoded(q, k, v, **gates, there=there, form=self.forms.recurrence)
+        form = self.rule.form or self.forms.recurrence
+        if not self.causal:
+            return fastweight.encoded(q, k, v, **gates, there=there, form=form)
+        last = self.n - 1                   # of the writes of a token, after which it reads
+        o, S = form(spread(q, self.n, last), k, v, **gates)
+        return o[:, :, last::self.n], S
 
     def forward(self, x, q, k, v, state=None, t=0, there=None):
         state = state or {}
@@ -554,7 +594,7 @@ class FastWeights(nn.Module):
     def by_segments(self, x, q, k, v, state, t):
         """`forward` of a long text where nothing is trained: so many steps at a time, as the features of all
         of them would take several times the memory of the outputs."""
-        o = torch.empty_like(v)
+        o = v.new_empty(*v.shape[:3], v.shape[3] // self.n)
         for i in range(0, x.shape[1], SEGMENT):
             steps = slice(i, i + SEGMENT)
             q_i, k_i, v_i = (rows[:, :, steps] for rows in (q, k, v))
@@ -569,7 +609,7 @@ class FastWeights(nn.Module):
         if S is not None:
             n = n + S[:, :, -1:]
             S = S[:, :, :-1]
-        seen_by_k = (k * (n - k)).sum(-1)
+        seen_by_k = (k * (n - k)).sum(-1, keepdim=True)
         seen_by_q = (q * n).sum(-1, keepdim=True)
         o, S = self.recurrence(q, k, v, write=write, erase=erase / seen_by_k.clamp(min=FLOOR), S=S)
         o = o / seen_by_q.clamp(min=FLOOR)
@@ -599,7 +639,7 @@ class FastWeights(nn.Module):
         q = self.phi(wide(q), 'q')
         k = self.phi(wide(went['k']), 'k')
         v = wide(went['v'])
-        there = (went['pos'] >= 0).to(q.dtype)
+        there = (went['pos'] >= 0).to(q.dtype)[..., None]
         gates = self.gates(v.transpose(1, 2).flatten(2))        # as many channels as a layer's input
         gates['write'] = there * gates.get('write', 1)
         masses = gates
@@ -665,14 +705,16 @@ class Mixer(nn.Module):
         self.key_dim = self.head_dim
         if c.key_dim and kind.matrix:
             self.key_dim = c.key_dim
-        self.sizes = [c.n_head * self.key_dim, self.n_kv_head * self.key_dim, self.n_kv_head * self.head_dim]
+        self.n = c.writes if kind.erase else 1          # keys and values of a token, in each head
+        n_kv = self.n * self.n_kv_head
+        self.sizes = [c.n_head * self.key_dim, n_kv * self.key_dim, n_kv * self.head_dim]
         self.turn = functools.partial(rope, theta=c.theta, scaling=c.rope_scaling)
         self.rope = c.uses_rope(rule)
         flags = {'key_dim': self.key_dim, 'causal': causal}     # a layer takes those that it can follow
         if kind.matrix:
             flags.update(phi=c.phi, norm=c.norm)
         if kind.erase:
-            flags.update(beta_max=c.beta_max)
+            flags.update(beta_max=c.beta_max, n=self.n)
         if kind.bounded:
             flags.update(cache=c.cache, sinks=c.sinks, overflow=c.overflow)
         if kind.bounded and c.positions == 'compress':
@@ -687,15 +729,16 @@ class Mixer(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
 
     def heads(self, x, t=0):
-        """x (B, T, n_embd), t the position of the first step -> q, k (B, H, T, key_dim), v (.., head_dim)"""
+        """x (B, T, n_embd), t the position of the first step -> q (B, H, T, key_dim), k (.., n key_dim),
+        v (.., n head_dim)"""
         q, k, v = self.qkv(x).split(self.sizes, -1)
         q = by_head(q, self.key_dim)
-        k = by_head(k, self.key_dim)
+        k = by_head(k, self.n * self.key_dim)
         if self.rope:
             steps = t + torch.arange(x.shape[1], device=x.device, dtype=torch.float32)
             q = self.turn(q, steps)
             k = self.turn(k, steps)
-        return q, self.shared(k), self.shared(by_head(v, self.head_dim))
+        return q, self.shared(k), self.shared(by_head(v, self.n * self.head_dim))
 
     def shared(self, k):
         """Keys or values (B, n_kv_head, T, head_dim), of which each is for several heads -> (B, H, ..)"""

@@ -100,22 +100,24 @@ def test_the_numbers_in_the_docstrings_are_true():
 # ---- 2. The equation, and its forms ------------------------------------------------------------------------
 
 K, V = 6, 5                 # features of keys, of values: odd sizes, and not the same, on purpose
-GATES = {                   # sizes of log_f and log_z, if there are any; does it erase, does it normalise
+GATES = {           # channels of log_f, log_z, write, erase; does it erase by a number, does it normalise
     'sum': dict(), 'attn': dict(normalise=True), 'attn, decays': dict(f=K, z=1, normalise=True),
     'head': dict(f=1), 'values': dict(z=V), 'both': dict(f=K, z=V), 'delta': dict(erase=True),
     'delta, head': dict(f=1, erase=True), 'delta, values': dict(z=V, erase=True),
-    'delta, both': dict(f=K, z=V, erase=True), 'delta, heads': dict(f=1, z=1, erase=True)}
+    'delta, both': dict(f=K, z=V, erase=True), 'delta, heads': dict(f=1, z=1, erase=True),
+    'write': dict(w=V), 'gdn2': dict(f=K, w=V, e=K), 'all': dict(f=K, z=V, w=V, e=K),
+    'ones': dict(f=1, w=1, e=1)}
 every_gate = pytest.mark.parametrize('gates', GATES.values(), ids=GATES)
 
-def inputs(f=0, z=0, erase=False, normalise=False, T=13, dtype=f64):
+def inputs(f=0, z=0, w=0, e=0, erase=False, normalise=False, T=13, dtype=f64):
     """-> arguments of a form at B = H = 2, with a state to start from; normalise: features are then >= 0"""
     def random(*size):
         return torch.rand(2, 2, *size, dtype=dtype)
     shift = 0 if normalise else 1 / 2
     given = dict(q=random(T, K) - shift, k=l2(random(T, K) - shift), v=random(T, V) - shift,
-                 S=random(V + normalise, K), write=random(T))
-    if erase:
-        given['erase'] = 2 * random(T)
+                 S=random(V + normalise, K), write=random(T, w) if w else random(T))
+    if erase or e:
+        given['erase'] = 2 * random(T, e) if e else 2 * random(T)
     if f:
         given['log_f'] = -random(T, f)
     if z:
@@ -130,9 +132,9 @@ def with_gradients(form, given, normalise, **options):
     return [o, S, *torch.autograd.grad(mixture, list(given.values()))]
 
 def test_recurrent_is_the_equation():
-    """D = (z f^T) * S, S = D + (w v - e D k) k^T, o = S q: entry by entry, for one head. Log-decays below
-    LOG_MIN count as LOG_MIN."""
-    given, _ = inputs(f=K, z=V, erase=True, T=3)
+    """D = (z f^T) * S, S = D + (w * v - D (e * k)) k^T, o = S q: entry by entry, for one head. Log-decays
+    below LOG_MIN count as LOG_MIN."""
+    given, _ = inputs(f=K, z=V, w=V, e=K, T=3)
     given['log_f'][:, :, 1] = given['log_z'][:, :, 2] = 2 * LOG_MIN
     o, last = recurrent(**given)
     names = 'q', 'k', 'v', 'S', 'write', 'erase', 'log_f', 'log_z'
@@ -142,15 +144,19 @@ def test_recurrent_is_the_equation():
         for i in range(V):
             for j in range(K):
                 S[i, j] *= z[t, i] * f[t, j]
-            found = sum(S[i, j] * k[t, j] for j in range(K))
+            found = sum(S[i, j] * e[t, j] * k[t, j] for j in range(K))
             for j in range(K):
-                S[i, j] += (w[t] * v[t, i] - e[t] * found) * k[t, j]
+                S[i, j] += (w[t, i] * v[t, i] - found) * k[t, j]
             near(o[0, 0, t, i], sum(S[i, j] * q[t, j] for j in range(K)))
     near(last[0, 0], S)
 
 def fewer_features(given, n):
     """The same arguments with only the first n features."""
-    return {name: x[..., :n] if name in ('q', 'k', 'S', 'log_f') else x for name, x in given.items()}
+    fewer = dict(given)
+    for name in {'q', 'k', 'S', 'log_f', 'erase'} & given.keys():
+        if given[name].dim() == 4:                          # erase may be a number a step
+            fewer[name] = given[name][..., :n]
+    return fewer
 
 @every_gate
 @pytest.mark.parametrize('features', [K, V - 1])        # more than channels of values, and fewer
@@ -210,6 +216,10 @@ def test_rules_contain_each_other(form):
     near(o(erase=None, log_f=none, log_z=none), o(erase=None, log_f=None))      # decay with f = z = 1: sum
     near(o(log_f=none), o(log_f=None))                          # gated_delta with f = 1: delta
     near(o(log_f=same), o())                                    # kda with equal channels: gated_delta
+    equal = {'write': given['write'][..., None].expand(-1, -1, -1, V),
+             'erase': given['erase'][..., None].expand(-1, -1, -1, K)}
+    near(o(log_f=same, **equal), o(log_f=same))                 # gdn2 with equal channels: kda
+    near(o(write=given['write'][..., None], erase=given['erase'][..., None]), o())
 
 def weights(q, k, **gates):
     """How much of each value is in each output (B, H, T, T): outputs are linear in values, so let v be I."""
@@ -245,8 +255,9 @@ def test_normalise_is_refused_with_erase_as_erasing_makes_weights_negative():
     for form in recurrent, chunked, kernels.chunked:
         with pytest.raises(ValueError, match='erase'):
             form(q, k, k, write=one, erase=one, normalise=True)
-        with pytest.raises(ValueError, match='log_z'):          # where channels decay apart, none is shared
-            form(q, k, k, log_z=-k, normalise=True)
+        for gate in 'log_z', 'write':                           # where channels differ, none is shared
+            with pytest.raises(ValueError, match=f'vector {gate}'):
+                form(q, k, k, **{gate: -k}, normalise=True)
 
 
 # ---- Write all, then read: each step sees the whole text ---------------------------------------------------
@@ -395,14 +406,15 @@ def test_compressed_positions_shrink_long_gaps():
 exercise = pytest.mark.skipif('EXERCISE' not in os.environ, reason='an exercise: run it with EXERCISE=1')
 
 @exercise
-def test_exercise_1_gdn2_erases_by_a_gate_of_its_own():
-    """Gated DeltaNet 2: RULES['gdn2'] is kda, but the strengths of writing and erasing are two gates of x."""
-    layer = FastWeights('gdn2', n_embd=8, n_head=2, head_dim=4)
+def test_exercise_1_erases_by_a_number_of_its_own():
+    """Between kda and gdn2: RULES['two'] is kda, but how much a head writes and how much it erases are two
+    numbers, each a gate of x."""
+    layer = FastWeights('two', n_embd=8, n_head=2, head_dim=4)
     x, k, v = torch.randn(3, 7, 8), torch.randn(3, 2, 7, 4), torch.randn(3, 2, 7, 4)
     written = layer.writes(x, k, v)
     assert written.keys() == {'k', 'v', 'write', 'erase', 'log_f'} and written['log_f'].shape == (3, 2, 7, 4)
     for gate in written['write'], written['erase']:
-        assert gate.shape == (3, 2, 7) and gate.min() > 0 and gate.max() < 1
+        assert gate.shape == (3, 2, 7, 1) and gate.min() > 0 and gate.max() < 1
     assert (written['write'] != written['erase']).all()
     same = FastWeights('kda', n_embd=8, n_head=2, head_dim=4).writes(x, k, v)
     assert torch.equal(same['write'], same['erase'])                    # and kda is what it was
@@ -450,23 +462,23 @@ def test_exercise_3_chunked_for_delta_with_one_decay_a_head():
     assert counts[0] == counts[1]
 
 @exercise
-def test_exercise_4_delta_product_takes_two_steps_a_token():
-    """Siems 2025 (arXiv:2502.10297): a token decays S once, makes two delta writes, then reads. Write
-    fastweight.delta_product(q, k, v, beta, log_f, S=None, form=chunked) -> o, S with k (B, H, T, 2, K),
-    v (B, H, T, 2, V), beta (B, H, T, 2), log_f (B, H, T, 1): by one call of a form that you have."""
-    q, k, v = torch.randn(1, 2, 9, 4), l2(torch.randn(1, 2, 9, 2, 4)), torch.randn(1, 2, 9, 2, 3)
-    q, k, v, beta = q.double(), k.double(), v.double(), 2 * torch.rand(1, 2, 9, 2, dtype=f64)
+def test_exercise_4_erases_at_a_key_of_its_own():
+    """Delta erases at the key to which it writes. Let a token forget by f, erase e of what a second key c
+    finds, then write v to its key k, and read. Write
+    fastweight.erase_elsewhere(q, k, v, c, erase, log_f, S=None, form=chunked) -> o, S with c (B, H, T, K),
+    erase (B, H, T, K), log_f (B, H, T, 1): by one call of a form that you have."""
+    q, k, c = l2(torch.randn(3, 1, 2, 9, 4, dtype=f64))
+    v, erase = torch.randn(1, 2, 9, 3, dtype=f64), 2 * torch.rand(1, 2, 9, 4, dtype=f64)
     log_f = -torch.rand(1, 2, 9, 1, dtype=f64)
     S = torch.zeros(1, 2, 3, 4, dtype=f64)
     o = []
     for t in range(9):
         S = log_f[:, :, t, :, None].exp() * S
-        for i in range(2):
-            k_i, b_i = k[:, :, t, i, :, None], beta[:, :, t, i, None, None]
-            S = S + b_i * (v[:, :, t, i, :, None] - S @ k_i) @ k_i.mT
-        o.append(S @ q[:, :, t, :, None])
+        S = S - fastweight.outer(fastweight.find(S, erase[:, :, t] * c[:, :, t]), c[:, :, t])
+        S = S + fastweight.outer(v[:, :, t], k[:, :, t])
+        o.append(fastweight.find(S, q[:, :, t]))
     for form in recurrent, chunked:
-        near(fastweight.delta_product(q, k, v, beta, log_f, form=form), [torch.cat(o, -1).mT, S])
+        near(fastweight.erase_elsewhere(q, k, v, c, erase, log_f, form=form), [torch.stack(o, 2), S])
 
 @exercise
 def test_exercise_5_what_breaks_a_decaying_chunk_of_64_steps(monkeypatch):
@@ -678,7 +690,8 @@ def test_turned_keys_without_gaps_are_those_of_rope():
 
 @pytest.mark.parametrize('name, shape', [
     ('q', (2, 13, 6)), ('q', (2, 2, 0, 6)), ('k', (2, 2, 13, 5)), ('v', (2, 2, 12, 5)),
-    ('write', (2, 2, 13, 1)), ('log_f', (2, 2, 13, 5)), ('log_z', (2, 2, 13)), ('S', (2, 2, 6, 5))])
+    ('write', (2, 2, 13, 2)), ('erase', (2, 2, 12)), ('erase', (2, 2, 13, 5)),
+    ('log_f', (2, 2, 13, 5)), ('log_z', (2, 2, 13)), ('S', (2, 2, 6, 5))])
 def test_shapes_that_do_not_fit_are_named(name, shape):
     given, _ = inputs(f=K, z=V, erase=True)
     with pytest.raises(ValueError, match=f'^{name}: expected .* not '):
@@ -734,7 +747,7 @@ def launched(monkeypatch):
 
 @gpu
 @pytest.mark.parametrize('gates', ['sum', 'attn, decays', 'both', 'delta, head', 'delta, heads',
-                                   'delta, both'])
+                                   'delta, both', 'write', 'gdn2', 'all', 'ones'])
 def test_triton_kernels_equal_recurrent(gates, launched):
     """Values and gradients over three chunks and two blocks of value channels, then a step of its own."""
     given, normalise = inputs(**GATES[gates], T=37)
@@ -742,8 +755,9 @@ def test_triton_kernels_equal_recurrent(gates, launched):
     many = torch.arange(19) % V                                 # of the value channels some come again
     given['v'] = given['v'][..., many]
     given['S'] = given['S'][:, :, [*many, V] if normalise else many]
-    if given.get('log_z', given['write']).shape[-1] == V:
-        given['log_z'] = given['log_z'][..., many]
+    for name in {'log_z', 'write'} & given.keys():
+        if given[name].shape[3:] == (V,):
+            given[name] = given[name][..., many]
     fp32 = {name: x.float().to(DEVICE) for name, x in given.items()}
     found = [x.cpu().double() for x in with_gradients(kernels.on_gpu, fp32, normalise)]
     near(found, with_gradients(recurrent, given, normalise), 1e-5)
@@ -775,7 +789,8 @@ def store_rounded(p, x, row, col, ok, D: tl.constexpr):
 
 @gpu
 @pytest.mark.filterwarnings('ignore:.* encountered in matmul')       # above the diagonal: masked
-@pytest.mark.parametrize('gates', ['head', 'both', 'attn, decays', 'delta', 'delta, head', 'delta, both'])
+@pytest.mark.parametrize('gates', ['head', 'both', 'attn, decays', 'delta', 'delta, head', 'delta, both',
+                                   'all'])
 def test_triton_gradients_of_strong_decays_in_bf16(gates, monkeypatch):
     """Log-decays all over [-5, 0], where what is written and read in the same step is nearly everything, and
     no gate sees it. In the interpreter the operands of products are rounded. pytest -s prints the table."""
@@ -824,7 +839,7 @@ def test_triton_sums_in_fp16_stay_finite(monkeypatch):
     q, k, v, *_ = apply.call_args.args
     assert q.dtype == k.dtype == v.dtype == torch.bfloat16
     monkeypatch.setattr(kernels.triton.knobs.runtime, 'interpret', False)
-    assert kernels.tiles(q, v, None)['DT'] == kernels.tl.bfloat16
+    assert kernels.tiles(q, v, None, None, None)['DT'] == kernels.tl.bfloat16
 
 def resources(cases):
     """What the compiler makes of each kernel for an H100, with heads of 64 in bf16: for each case of gates
@@ -945,18 +960,63 @@ def test_what_no_triton_kernel_takes_is_said_once(monkeypatch, capsys):
 
 PAPER = dict(    # the gates of each rule; * by channel
     sum='', gated='write log_f', delta='write erase', decay='log_f* log_z*', retention='log_f', gla='log_f*',
-    gated_delta='write erase log_f', kda='write erase log_f*')
+    mamba2='write log_f', gated_delta='write erase log_f', kda='write erase log_f*',
+    gdn2='write* erase* log_f*')
 
 @pytest.mark.parametrize('rule', PLAIN_STATE)
 def test_rules_have_the_gates_of_their_papers(rule):
     gates = FastWeights(rule, 8, 2, 4, phi='elu', norm='l2').gates(torch.randn(1, 3, 8))
-    found = {name + '*' * (name[:3] == 'log' and x.shape[-1] == 4) for name, x in gates.items()}
+    found = {name + '*' * (x.shape[-1] == 4) for name, x in gates.items()}
     if rule in PAPER:                           # not your own rules
         assert found == set(PAPER[rule].split())
     if rule == 'gated':
-        near(gates['write'], 1 - gates['log_f'].exp().squeeze(-1), 1e-6)
+        near(gates['write'], 1 - gates['log_f'].exp(), 1e-6)
+    elif rule == 'mamba2':                      # g = exp(-A dt), w = dt, here with A = 1
+        near(gates['write'], -gates['log_f'], 1e-6)
+    elif rule == 'gdn2':
+        assert not torch.equal(gates['erase'], gates['write'])
     elif rule in PAPER and 'erase' in gates:
         assert torch.equal(gates['erase'], gates['write'])
+
+@pytest.mark.parametrize('rule, n', [('delta', 2), ('gated_delta', 3), ('gdn2', 2)])
+def test_n_writes_a_token_are_n_steps_of_which_the_first_forgets_and_the_last_is_read(rule, n):
+    """DeltaProduct, token by token; by any form, cut anywhere, and while it generates."""
+    layer = FastWeights(rule, 8, 2, 4, n=n, beta_max=2).double().eval()
+    x, q = torch.randn(1, 7, 8, dtype=f64), torch.randn(1, 2, 7, 4, dtype=f64)
+    k, v = torch.randn(2, 1, 2, 7, n * 4, dtype=f64)
+    gates = layer.gates(x)
+    S, wanted = torch.zeros(1, 2, 4, 4, dtype=f64), []
+    for t in range(7):
+        if 'log_f' in gates:
+            assert not gates['log_f'][:, :, n * t + 1:n * t + n].any()
+            S = S * gates['log_f'][:, :, n * t, None].exp()
+        for i in range(n):
+            key = l2(F.silu(k[:, :, t, 4 * i:4 * i + 4]))
+            u = gates['write'][:, :, n * t + i] * v[:, :, t, 4 * i:4 * i + 4]
+            S = S + fastweight.outer(u - fastweight.find(S, gates['erase'][:, :, n * t + i] * key), key)
+        wanted.append(fastweight.find(S, l2(F.silu(q[:, :, t]))))
+    for impl in 'loop', 'chunk', 'fused':
+        layer.forms = model_py.pick_forms(impl)
+
+        def part(start, end, state):
+            rows = [y[:, :, start:end] for y in (q, k, v)]
+            return layer(x[:, start:end], *rows, state)
+        for cuts in [], [3], range(1, 7):
+            o, state = in_parts(part, cuts, 7)
+            near([o, state['S']], [torch.stack(wanted, 2), S])
+    model = GPT(Config(rule=rule, writes=n, n_layer=2, n_embd=16, n_head=2, vocab_size=50)).eval()
+    tokens = torch.randint(0, 50, (1, 9))
+    for token, _ in itertools.islice(model.generate(tokens, temperature=0), 40):    # then steps are recorded
+        tokens = torch.cat([tokens, token], 1)
+    assert torch.equal(model(tokens)[0][:, 8:-1].argmax(-1), tokens[:, 9:])
+
+def test_many_writes_are_for_rules_that_erase_and_a_text_read_step_by_step():
+    for mistake, says in [
+            (dict(rule='sum'), 'erases nothing'), (dict(causal=False), 'step by step'),
+            (dict(pos='rope'), 'rope'), (dict(phi='elu', norm='attn'), 'one key'),
+            (dict(phi='cosformer'), 'one key')]:
+        with pytest.raises(ValueError, match=rf'--writes=2.*{says}'):
+            GPT(Config(**dict(writes=2, n_embd=16, n_head=2) | mistake))
 
 def test_gates_start_where_the_docstring_says():
     """Memory lengths from 4 to 512 steps, log-uniform over heads or channels; RetNet's are 2^5, 2^6, ..."""
@@ -977,7 +1037,7 @@ def test_delta_attn_is_schlags_ablation():
     layer = FastWeights('delta', 8, 2, 4, 'elu', 'attn').double().eval()
     x, (q, k, v) = torch.randn(1, 7, 8, dtype=f64), torch.randn(3, 1, 2, 7, 4, dtype=f64)
     written, reads = layer.writes(x, k, v), layer.reads(q)
-    keys, beta = written['k'], written['write'][..., None]
+    keys, beta = written['k'], written['write']
     near(keys.sum(-1), torch.ones(1, 2, 7, dtype=f64))
     W, n, o = torch.zeros(1, 2, 4, 4, dtype=f64), torch.zeros(1, 2, 4, dtype=f64), []
 
@@ -1354,7 +1414,7 @@ def test_cross_attention_is_all_of_the_source_and_then_a_query(rule):
     o, kept = cross(u, {'t': 7, **state})
     near(o, cross.merge(expected))
     assert kept.keys() == state.keys()
-    if not RULES[rule].z:                       # channels of v that decay apart have weights each
+    if not RULES[rule].z and RULES[rule].write != 'channel':    # channels of v apart have weights each
         near(cross.weights(x, q, k) @ v, expected)
 
 @pytest.mark.parametrize('kind', ['ce', 'mse', 'hidden'])
@@ -3879,7 +3939,7 @@ def test_fast_weight_memory_erases_writes_and_bounds_its_length(phi):
     """Schlag 2021b as published, one text at a time; the length matters from the second step on."""
     memory = bench.FastWeightMemory(6, 4, phi).double()
     x, q, k, v = (torch.randn(2, *size).double() for size in [(9, 6), (1, 3, 4), (1, 9, 4), (1, 9, 5)])
-    beta, k_phi, q_phi = memory.gates(x)['write'][:, 0], memory.phi(k)[:, 0], memory.phi(q)[:, 0]
+    beta, k_phi, q_phi = memory.gates(x)['write'][:, 0, :, 0], memory.phi(k)[:, 0], memory.phi(q)[:, 0]
     wanted, lengths = [], []
     for n in range(2):
         W = torch.zeros(5, k_phi.shape[-1]).double()
@@ -4107,6 +4167,10 @@ def test_readme_is_true_of_the_code():
     wanted = re.search(r'pip install ([\w=. ]+) && python train.py', text)[1].split()
     pinned = (HERE / 'requirements.txt').read_text()
     assert all(re.search(rf'^{re.escape(w)}\b', pinned, re.M) for w in wanted)
+
+def test_readme_has_the_equation_of_fastweight():
+    equation = re.search(r'    (D_t = .*\n)    (S_t = .*\n)    (o_t = .*\n)', fastweight.__doc__)
+    assert ''.join(equation.groups()) in (HERE / 'README.md').read_text()
 
 def test_every_exercise_has_an_answer():
     answers = (HERE / 'assets' / 'ANSWERS.md').read_text()
