@@ -360,8 +360,10 @@ def step_over(q, k, v, w, e, log_f, log_z, S):
 
 
 def steps_over(q, k, v, S=None, normalise=False, floor=FLOOR, **gates):
-    """`step_over` for the few steps of a token that writes more than once."""
+    """`step_over` for the steps of a token: one, or as many as it writes."""
     rows = dict(q=q, k=k, v=v, **gates)
+    if q.shape[2] == 1:
+        return step_over(**rows, S=S, normalise=normalise, floor=floor)
     o = []
     for t in range(q.shape[2]):
         now = {name: x[:, :, t:t + 1] for name, x in rows.items()}

@@ -401,6 +401,8 @@ class Gates(nn.Module):
 def each_write(x, n):
     """The n writes of a token, side by side (B, H, T, n d), as steps (B, H, n T, d). DeltaProduct, Siems 2025
     (arXiv:2502.10297): to write n times, forget once and read once is `recurrent` with n steps a token."""
+    if n == 1:
+        return x
     return x.unflatten(-1, (n, -1)).flatten(2, 3)
 
 
@@ -566,6 +568,8 @@ class FastWeights(nn.Module):
         form = self.rule.form or self.forms.recurrence
         if not self.causal:
             return fastweight.encoded(q, k, v, **gates, there=there, form=form)
+        if self.n == 1:
+            return form(q, k, v, **gates)
         last = self.n - 1                   # of the writes of a token, after which it reads
         o, S = form(spread(q, self.n, last), k, v, **gates)
         return o[:, :, last::self.n], S
