@@ -1766,6 +1766,19 @@ def test_generated_tasks_are_what_the_papers_say():
         assert all(target[i] == values[list(keys).index(row[i])] for i in at)
         assert at.min() >= 16 and (np.flatnonzero(row[16:]) + 16 == at).all()                  # all else is 0
 
+@pytest.mark.parametrize('name, order', [('Z2', 2), ('S3', 6), ('A5', 60)])
+def test_targets_of_a_group_are_its_products(name, order):
+    """By composing permutations; of Z2 it is parity. Each set of elements is closed, with an inverse."""
+    elements = tasks.GROUPS[name]
+    assert len(set(elements)) == order
+    for row, target in zip(*tasks.SETS[f'group:{name}']['make'](20, np.random.default_rng(0), order, True, 9)):
+        so_far = range(len(elements[0]))
+        for x, y in zip(row, target):
+            so_far = [elements[x][i] for i in so_far]
+            assert list(elements[y]) == so_far
+        if name == 'Z2':
+            assert target.tolist() == (row.cumsum() % 2).tolist()
+
 def rows_of(name, root, **how):
     """A set prepared anew: each side's inputs and targets, the third one's too, and its meta."""
     folder = prepare.prepare(name, str(root), **how)
@@ -1794,6 +1807,8 @@ def test_listops_answers_are_those_of_its_text(tmp_path, monkeypatch):
         assert prepare.encode(text, meta) == row[:n].tolist() and 16 <= n <= 64
         assert answered(text) == target[n - 1] and (np.delete(target, n - 1) == meta['ignore']).all()
     assert meta['row'] == 64 and rows_of('listops-64', tmp_path)[1] == meta                  # and sha256
+    with pytest.raises(ValueError, match='group:Q8: no such group; there are Z2, S3, A5'):
+        prepare.prepare('group:Q8', str(tmp_path))
 
 @pytest.fixture
 def few_facts(tmp_path, monkeypatch):

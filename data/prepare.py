@@ -182,7 +182,10 @@ def known(name, like=None):
         own = OWN_PAIRS
         if like and 'vocab_size' in like and 'source' not in like:      # a model that knows no pairs
             own = OWN_TOLD
-    return find(name) or own
+    row = find(name)
+    if name.startswith('group:') and not row:
+        raise ValueError(f'{name}: no such group; there are {", ".join(tasks.GROUPS)}')
+    return row or own
 
 
 # ---- tokenizers --------------------------------------------------------------------------------------------
@@ -546,7 +549,7 @@ def place(name, root=None, like=None):
     kind = tokens['tokenizer']
     table = tokens.get('json') or ''.join(tokens.get('chars', []))
     says_all = not like or row['tokenizer'] in FIXED            # the name does
-    folder = name
+    folder = name.replace(':', '-')
     if 'own' in row:
         if os.path.isdir(name):
             return name

@@ -3,7 +3,7 @@
 A side of a set is (inputs, targets): N rows of tokens, or N texts in UTF-8, and what is to be said of each.
 Targets of tokens are those of the last of the row's inputs, as many as there are: of all, or of one, a class.
 
-Generated (recall, mqar, facts, listops, pathfinder): `make(rows, rng, vocab, training)` returns a side; a
+Generated (recall, mqar, group, facts, listops, pathfinder): `make(rows, rng, vocab, training)` returns a side; a
 target is `vocab` where nothing counts. facts also gets the text around them. All others: `make(path)` returns
 the side to train on, the one to validate on, and maybe a third, to test. Pictures are rows of numbers. Of
 sentences the targets are labels, of pairs they are texts, the translations.
@@ -96,6 +96,35 @@ def distinct(rng, low, high, shape):
         if not repeats.any():
             return drawn
         drawn[repeats] = rng.integers(low, high, (repeats.sum(), shape[1]))
+
+
+# ---- groups ------------------------------------------------------------------------------------------------
+
+def permutations(n, even=False):
+    """All permutations of n things, or the even ones: those with an even number of pairs out of order."""
+    found = []
+    for p in itertools.permutations(range(n)):
+        out_of_order = sum(a > b for a, b in itertools.combinations(p, 2))
+        if not even or out_of_order % 2 == 0:
+            found.append(p)
+    return found
+
+
+GROUPS = {'Z2': permutations(2), 'S3': permutations(3), 'A5': permutations(5, even=True)}
+
+
+def group(rows, rng, vocab, training, length, elements):
+    """State tracking (Grazzi et al. 2024, arXiv:2411.12537): inputs are random elements of a group, targets
+    their products so far; of Z2, that is parity. One element is all that has to be remembered, whatever the
+    length, but each input may change it. Rows of 40 have products of 1 to 40 elements, to learn from; those
+    of group:S3-256 are to be asked whether what was learned goes on."""
+    place = {p: i for i, p in enumerate(elements)}
+    product = np.array([[place[tuple(p[i] for i in q)] for q in elements] for p in elements])
+    x = rng.integers(0, vocab, (rows, length))
+    y = x.copy()
+    for t in range(1, length):
+        y[:, t] = product[x[:, t], y[:, t - 1]]                 # first what was so far, then x_t
+    return x, y
 
 
 # ---- facts in a running text -------------------------------------------------------------------------------
@@ -737,6 +766,9 @@ SETS = {    # files: name and sha256, or None where not known; urls: folders tha
                     'make': functools.partial(recall, keep=True), 'rows': (10_000, 2_000)},
     'mqar': {'help': 'generated: multi-query recall', 'tokenizer': 'ids', 'vocab': 8192, 'make': mqar,
              'rows': (20_000, 3_000)},
+    **{f'group:{name}': {'help': f'generated: products in the group {name}', 'tokenizer': 'ids',
+                         'vocab': len(elements), 'make': functools.partial(group, elements=elements),
+                         'rows': (50_000, 1_000), 'length': 40} for name, elements in GROUPS.items()},
     'facts': {'help': "generated: facts strewn into a text, stdlib's or --file, one asked for at its end",
               'tokenizer': 'words', 'vocab': 2048, 'make': facts, 'rows': (10_000, 1_000), 'length': 2048,
               'text': True},
