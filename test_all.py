@@ -3701,7 +3701,7 @@ def test_bench_perplexity_by_position_is_that_of_whole_rows(flags, a_model, text
     """In segments with the state carried, against all at once; a position counts where it belongs."""
     _, val, data = prepare.load(text)
     model = load(a_model(*flags.split()))[0].double().eval()
-    found = bench.by_length(bench.Args(device=torch.device('cpu')), {'teacher': model}, val, data)
+    found = list(bench.by_length(bench.Args(device=torch.device('cpu')), {'teacher': model}, val, data))
     begin = np.linspace(0, len(val) - 65, 8).astype(int)
     tokens = torch.tensor([val[i:i + 65].tolist() for i in begin])
     with torch.no_grad():
@@ -3857,7 +3857,7 @@ def test_bench_finds_where_softmax_becomes_the_slower_one_and_the_curve_of_all_s
     rows = [dict(form=f, T=T, ms=ms) for f in times for T, ms in zip((10, 1000), times[f])]
     assert bench.crossing(rows, 'ms', 'softmax') == dict(a=pytest.approx(100), b=10, c=None)
     runs = [{'curve': [(1, 3.0), (2, 2.0)]}, {'curve': [(1, 5.0)]}]
-    assert bench.curve('a', runs) == [dict(form='a', part='curve', step=1, loss=4.0)]
+    assert list(bench.curve('a', runs)) == [dict(form='a', part='curve', step=1, loss=4.0)]
 
 @pytest.mark.parametrize('rule, phi, norm', [
     ('sum', 'elu', 'attn'), ('sum', 'dpfp:1', 'sum'), ('gated', 'elu', 'attn'), ('delta', 'dpfp:2', 'sum')])
@@ -3891,7 +3891,7 @@ def test_fast_weight_memory_erases_writes_and_bounds_its_length(phi):
             W = W / max(lengths[-1], 1)
         wanted.append(F.layer_norm(q_phi[n] @ W.T, (5,)))
     assert max(lengths) > 1.1 and min(lengths) < 1
-    near(memory(x, q, k, v)[:, 0], torch.stack(wanted))
+    near(memory.read_all(q, memory.write_all(x, k, v))[:, 0], torch.stack(wanted))
 
 def test_bench_a_carried_window_reads_on_and_without_normalisation_delta_diverges(text, tmp_path, in_process):
     only = '--only=sum,window carry,delta elu no-norm'
@@ -3918,8 +3918,8 @@ def test_bench_the_first_seed_chooses_the_learning_rate(changed, monkeypatch):
         return {'accuracy': {'3e-3': .5, '1e-2': .9, '3e-2': .2}[made[-1][0]] + seed, 'minutes': 1}
     monkeypatch.setattr(bench, 'trained', trained)
     changed('mqar', look=None)
-    args = bench.Args(full=True, seeds=3, steps=1, lengths='8', only='sum')
-    [row], _ = bench.mqar(args, bench.SUITES['mqar'])
+    args = bench.Args(full=True, seeds=3, steps=1, lengths=[8], only='sum')
+    [row] = bench.mqar(args, bench.SUITES['mqar'])
     assert [row[name] for name in ('least', 'ours', 'most')] == [.9, 1.9, 2.9]
     tried = [(rate, 0) for rate in bench.RATES]
     assert made == [*tried, *(('1e-2', seed) for seed in range(3))]
