@@ -57,7 +57,12 @@ class Panel(NamedTuple):
     y: str
     title: str = ''                 # flags in braces: {heads}
     part: str = ''                  # of the table
-    points: str = ''                # how they are drawn where there is no line
+
+    def rows(self, table):
+        """Those of a table that it shows: no dashes, and no 0 along a logarithmic axis."""
+        unseen = (None, 0) if self.x in LOGARITHMIC else (None,)
+        return [row for row in table if row.get('part', '') == self.part
+                and row.get(self.x) not in unseen and row.get(self.y) is not None]
 
 
 class Way(NamedTuple):
@@ -71,6 +76,11 @@ class Way(NamedTuple):
     more: float = 0.0               # steps of what goes on, as a share of those before
     first: str = ''                 # the way whose softmax model this one's is made from
     full: bool = False              # with --full alone
+
+
+def nothing(args, way, found):
+    """What is looked for in a checkpoint where its figures say all."""
+    return {}
 
 
 @dataclass
@@ -87,7 +97,7 @@ class Suite:
     ways: dict = field(default_factory=dict)        # of commands: a name: Way
     figure: str = ''                # of commands: the key of what they leave that is called `ours`
     beside: tuple = ()              # and those that are columns, too
-    look: Callable | None = None    # (args, way, run) -> more keys of a run, from its checkpoint
+    look: Callable = nothing        # (args, way, run) -> more keys of a run, from its checkpoint
     one: bool = False               # it takes one of --lengths
     unit: str = 'ours'              # of `ours`
     panels: tuple = ()
@@ -214,61 +224,47 @@ def canvas(down, across, width, height):
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
+    plt.close('all')
     plt.style.use('tableau-colorblind10')
     looks = plt.cycler(linestyle=['-', '--', ':', '-.']) * plt.rcParams['axes.prop_cycle']
-    plt.rcParams.update({'font.size': 12, 'axes.spines.top': False, 'axes.spines.right': False,
-                         'axes.prop_cycle': looks, 'axes.formatter.min_exponent': 3})    # 4, not 4 x 10^0
+    plt.rcParams.update({'font.size': 12, 'axes.prop_cycle': looks, 'axes.formatter.min_exponent': 3})
     return plt.subplots(down, across, figsize=(width * across, height * down), squeeze=False,
                         layout='constrained')
 
 
-def picture(args, name, figure):
-    """Write it beside the CSV."""
-    import matplotlib.pyplot as plt
-    figure.savefig(f'{args.out}/{name}.png', dpi=110)
-    plt.close(figure)
-
-
-def draw(args, suite, rows):
+def draw(args, suite, table):
     """The suite's picture, if there is something to be seen: its panels or, of commands, one for each way."""
-    shown = []
-    for panel in suite.panels or [Panel('ours', 'form', way, way) for way in suite.ways]:
-        unseen = (None, 0) if panel.x in LOGARITHMIC else (None,)
-        mine = [row for row in rows if row.get('part', '') == panel.part]
-        mine = [row for row in mine if row.get(panel.x) not in unseen and row.get(panel.y) is not None]
-        if mine:
-            shown.append((panel, mine))
+    panels = suite.panels or [Panel('ours', 'form', way, way) for way in suite.ways]
+    shown = [(panel, panel.rows(table)) for panel in panels if panel.rows(table)]
     if not shown:
         return
-    forms = dict.fromkeys(row['form'] for row in rows)
+    forms = dict.fromkeys(row['form'] for row in table)
+    labels = {'ours': suite.unit, 'form': '', 'T': 'tokens'}
     figure, axes = canvas(1, len(shown), 7.5, 4.5)
-    for (panel, mine), ax in zip(shown, axes[0]):
-        ax.set_title(panel.title.format_map(vars(args)))
-        labels = {'ours': suite.unit, 'form': '', 'T': 'tokens'}
-        ax.set(xlabel=labels.get(panel.x, panel.x), ylabel=labels.get(panel.y, panel.y))
-        if panel.x in LOGARITHMIC:
-            ax.set_xscale('log')
-        if panel.y in LOGARITHMIC:
-            ax.set_yscale('log')
+    for (panel, rows), ax in zip(shown, axes[0]):
         if panel.y == 'form':
-            draw_ranges(ax, mine)
+            draw_ranges(ax, rows)
         else:
-            draw_lines(ax, panel, mine, forms)
-    picture(args, suite.name, figure)
+            draw_lines(ax, panel, rows, forms)
+        ax.set(title=panel.title.format_map(vars(args)), xlabel=labels.get(panel.x, panel.x),
+               ylabel=labels.get(panel.y, panel.y))
+    figure.savefig(f'{args.out}/{suite.name}.png', dpi=110)
 
 
 def draw_lines(axes, panel, rows, forms):
     """A line for each form, in colours that colour-blind readers can tell; the paper's figures are hollow.
     forms: those of all panels, so that each looks the same in all of them."""
+    if panel.x in LOGARITHMIC:
+        axes.set_xscale('log')
+    if panel.y in LOGARITHMIC:
+        axes.set_yscale('log')
     for form in forms:
         mine = [row for row in rows if row['form'] == form]
         x = [row[panel.x] for row in mine]
         label = form if mine else '_'                   # not in the legend
-        how = {'marker': panel.points, 'linestyle': ''} if panel.points else {'marker': 'o'}
-        [line] = axes.plot(x, [row[panel.y] for row in mine], label=label, markersize=5, **how)
+        [line] = axes.plot(x, [row[panel.y] for row in mine], marker='o', label=label, markersize=5)
         if panel.x == 'S':
-            theirs = [row['paper'] for row in mine]
-            axes.plot(x, theirs, 'o', color=line.get_color(), fillstyle='none')
+            axes.plot(x, [row['paper'] for row in mine], 'o', color=line.get_color(), fillstyle='none')
     axes.legend(loc='center left', bbox_to_anchor=(1, 0.5), fontsize=9, frameon=False)
     ticks = sorted({row[panel.x] for row in rows})
     if panel.x in LOGARITHMIC and len(ticks) <= 8:
@@ -296,25 +292,21 @@ def code():
     return digest.hexdigest()[:12]
 
 
-def place(args, suite, form, key):
-    """Where a run of a suite's line is kept: a path in --out."""
-    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
-    return os.path.join(args.out, suite.name, re.sub('[^a-z0-9]+', '-', f'{form}-{digest}'))
-
-
 def once(args, suite, form, run, **key):
-    """run(**key), a dict, and its minutes; or what the same code gave before, by a file in --out."""
-    path = f'{place(args, suite, form, key)}.json'
+    """run(out, **key), a dict, and its minutes; or what the same code gave before, by a file in --out. out: a
+    folder of its own, if it needs one"""
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
+    out = os.path.join(args.out, suite.name, re.sub('[^a-z0-9]+', '-', f'{form}-{digest}'))
     mark = {'code': code(), **key}
-    if os.path.exists(path):
-        with open(path) as f:
+    if os.path.exists(f'{out}.json'):
+        with open(f'{out}.json') as f:
             known = json.load(f)
         if known.pop('key') == mark:
             return known
     began = time.perf_counter()
-    found = run(**key)
+    found = run(out, **key)
     found['minutes'] = (time.perf_counter() - began) / 60
-    prepare.write_json(path, {'key': mark, **found})
+    prepare.write_json(f'{out}.json', {'key': mark, **found})
     return found
 
 
@@ -333,7 +325,7 @@ def command(out, file, flags, seed, teacher):
     for path in sorted(glob.glob(f'{glob.escape(out)}/*.json'), reverse=True):    # result, convert: that wins
         with open(path) as f:
             found |= json.load(f)
-    return in_percent(found)
+    return in_percent(found) | {'path': os.path.join(out, 'ckpt.safetensors')}
 
 
 def in_percent(found):
@@ -359,10 +351,7 @@ def a_run(args, suite, form, file, flags, seed, teacher=''):
     """One run of a command -> what it left and, as `path`, its checkpoint. teacher: the digest of the model
     that it begins with: under the same path there may be another later"""
     flags = f'{flags} --device={args.device}'
-    key = {'file': file, 'flags': flags, 'seed': seed, 'teacher': teacher}
-    out = place(args, suite, form, key)
-    found = once(args, suite, form, partial(command, out), **key)
-    return {**found, 'path': os.path.join(out, 'ckpt.safetensors')}
+    return once(args, suite, form, command, file=file, flags=flags, seed=seed, teacher=teacher)
 
 
 def trained(args, suite, form, flags, steps, seed):
@@ -407,9 +396,7 @@ def a_line(args, suite, way, form, seed):
 def of_seeds(args, suite, way, form):
     """The runs of one line in one way, with what the suite looks for in their checkpoints."""
     found = [a_line(args, suite, way, form, seed) for seed in seeds(args)]
-    if suite.look:
-        found = [f | suite.look(args, way, f) for f in found]
-    return found
+    return [f | suite.look(args, way, f) for f in found]
 
 
 def ways_of(args, suite):
@@ -659,7 +646,7 @@ def miss(model, keys, values, by_key):
     return (loss * weight).sum() / weight.sum()
 
 
-def associate(S, rule, phi, norm, replace, seed, most, device):
+def associate(_, S, rule, phi, norm, replace, seed, most, device):
     """The least loss 1/2 |v - answer|^2 on new sequences: 0.5 is nothing learned. As the authors' code: Adam,
     1e-3, a look every 100 steps at 20 sequences, the end at 0.001 or after 11 looks in vain. Not as theirs:
     a step has 4 sequences and all their keys as queries, not 32 with one each."""
@@ -747,22 +734,20 @@ def spaced(val, T, count, data, device):
     return recipe.rows(val, begin, T, data, device)
 
 
-def a_text(path, meta, name, length):
-    """A text of this name, or what a model was trained on, in the model's tokens -> its validation side,
-    which has more than `length` of them, its metadata, its name"""
-    _, val, data, name = prepare.for_model(path, meta, name, length)
+def a_text(args, path, meta, T, count, name):
+    """A text of this name, or what a model was trained on, in the model's tokens -> x, y (count, T) of its
+    validation side, its metadata, its name"""
+    _, val, data, name = prepare.for_model(path, meta, name, T)
     if 'row' in data:
         raise ValueError(f'--data={name}: a task; this suite wants a text')
-    return val, data, name
+    return *spaced(val, T, count, data, args.device), data, name
 
 
 def pieces(args, count):
     """A softmax model and what it is measured on -> its path, the model, `count` evenly spaced pieces of its
     validation text as long as a training row (count, T), metadata of that text"""
     path, model, meta = softmax_model(args)
-    T = model.config.block_size
-    val, data, _ = a_text(path, meta, args.data, T)
-    x, _ = spaced(val, T, count, data, args.device)
+    x, _, data, _ = a_text(args, path, meta, model.config.block_size, count, args.data)
     return path, model, x, data
 
 
@@ -805,7 +790,6 @@ def along(models, x, y, segment, first):
 
 
 # ---- suite convert: what is recovered of that model, by recipe, tokens spent and length --------------------
-ONE_STAGE = 'window', 't2r', 'decay'        # nothing is new, or the paper has no stage 1
 BY_TOKENS = 'pure', 'hybrid'                # also with fewer steps
 BY_LENGTH = 'pure', 'hybrid', 'window'      # also read beyond the rows they were trained on
 
@@ -813,12 +797,10 @@ BY_LENGTH = 'pure', 'hybrid', 'window'      # also read beyond the rows they wer
 def conversion(args, suite, form, path, flags, steps, seed, digest, controls='false'):
     """One run of a line: `steps` of stage 2, after 3/8 of them of stage 1; all in stage 2 where there is no
     other."""
-    first = max(1, round(3 * steps / 8))
-    total = steps + first
-    if form in ONE_STAGE:
-        first = 0
-    found = converted(args, suite, form, path, f'{suite.lines[form]} {flags}', first, total - first, seed,
-                      digest, controls)
+    line, stage_1 = suite.lines[form]
+    total = steps + max(1, round(3 * steps / 8))
+    first = round(stage_1 * total)
+    found = converted(args, suite, form, path, f'{line} {flags}', first, total - first, seed, digest, controls)
     if found['recovered'] is None:
         raise ValueError('the softmax model knows no answer: there is nothing to recover')
     return found
@@ -834,35 +816,24 @@ def convert(args, suite):
     judged = 2000 if 'row' in data else 64          # a row of a task has few answers, or one
     flags = f'--data={shlex.quote(args.data)} --eval_rows={judged}'
     one = partial(conversion, args, suite, path=path, flags=flags, digest=meta.get('digest'))
-    forms = list(only(args, suite.lines))
     firsts = {}                                     # of the first seed
-    for form in forms:
-        found = []
-        for seed in seeds(args):                    # controls once: they cost as much as two lines
-            controls = str((form, seed) == (forms[0], args.seed)).lower()
-            found.append(one(form, steps=args.steps, seed=seed, controls=controls))
-        firsts[form] = found[0]
-        yield a_row(suite, form, '', found)
-    found = firsts[forms[0]]
-    for form, line in ('teacher trained on', found['tuned']), (f'{forms[0]}, from scratch', found['table'][-1]):
+    for form in only(args, suite.lines):
+        controls = 'false' if firsts else 'true'    # once: they cost as much as two lines
+        firsts[form] = one(form, steps=args.steps, seed=args.seed, controls=controls)
+        others = [one(form, steps=args.steps, seed=seed) for seed in seeds(args)[1:]]
+        yield a_row(suite, form, '', [firsts[form], *others])
+    anew, found = next(iter(firsts.items()))
+    for form, line in ('teacher trained on', found['tuned']), (f'{anew}, from scratch', found['table'][-1]):
         yield a_row(suite, form, '', [in_percent(line)])
-    for form in BY_TOKENS:
-        if form in firsts:
-            yield from by_tokens(args, form, one, firsts[form])
+    for form, whole in firsts.items():
+        if form in BY_TOKENS:                       # by runs with schedules of their own
+            found = [one(form, steps=max(1, args.steps // share), seed=args.seed) for share in (8, 4, 2)]
+            for some in [{'tokens': 0, 'recovered': whole['swapped']}, *found, whole]:
+                yield {'form': form, 'part': 'tokens', '1,000 tokens': round(some['tokens'] / 1000),
+                       'ours': some['recovered']}
     if 'row' not in data:
         models = {form: model_in(firsts[form]['path'], args.device) for form in BY_LENGTH if form in firsts}
         yield from by_length(args, {**models, 'teacher': teacher}, val, data)
-
-
-def by_tokens(args, form, one, whole):
-    """Rows of what is recovered against the tokens spent, by runs with schedules of their own; `whole` had
-    all the steps."""
-    found = [{'tokens': 0, 'recovered': whole['swapped']}]
-    for share in (8, 4, 2):
-        found.append(one(form, steps=max(1, args.steps // share), seed=args.seed))
-    for some in [*found, whole]:
-        yield {'form': form, 'part': 'tokens', '1,000 tokens': round(some['tokens'] / 1000),
-               'ours': some['recovered']}
 
 
 def by_length(args, models, val, data):
@@ -938,13 +909,14 @@ def transfer(args, suite):
     path, teacher, meta = softmax_model(args)
     T = max(16, teacher.config.block_size // 8)
     times = chosen(args, (1, 4, 16), (1, 2, 4, 8, 16))
-    texts = {}
+    names = {}
+    known = []
     for text, name in ('own', ''), ('other', args.data or 'stdlib'):
-        texts[text] = a_text(path, meta, name, max(times) * T)
-    names = {text: name for text, (_, _, name) in texts.items()}
-    own, other = (data['val'] for _, data, _ in texts.values())
-    if own == other:
+        *_, data, names[text] = a_text(args, path, meta, max(times) * T, 1, name)
+        known.append(data['val'])
+    if known[0] == known[1]:
         raise ValueError(f'--data={names["other"]}: what {path} was trained on; give another text')
+    args.said.update({**names, 'tokens of a row that maps learned on': T})
     learned_on = {**names, 'random': random_tokens(args, meta['data'])}
     models = {}
     for form, (flags, text) in only(args, suite.lines).items():
@@ -952,15 +924,12 @@ def transfer(args, suite):
                  f'--data={shlex.quote(learned_on[text])}')
         found = converted(args, suite, form, path, flags, args.steps, 0, args.seed, meta.get('digest'))
         models[form] = model_in(found['path'], args.device)
-    args.said.update(names)
-    args.said['tokens of a row that maps learned on'] = T
-    for text, (val, data, _) in texts.items():
-        for n in times:
-            count = chosen(args, 2, 8) * max(times) // n        # as many tokens at all lengths
-            x, _ = spaced(val, n * T, count, data, args.device)
-            for form, model in models.items():
-                yield {'form': form, 'part': text, 'tokens a row': n * T,
-                       'KL to teacher': divergence(teacher, model, x)}
+    for text, n in itertools.product(names, times):
+        count = chosen(args, 2, 8) * max(times) // n            # as many tokens at all lengths
+        x, *_ = a_text(args, path, meta, n * T, count, names[text])
+        for form, model in models.items():
+            yield {'form': form, 'part': text, 'tokens a row': n * T,
+                   'KL to teacher': divergence(teacher, model, x)}
 
 
 # ---- suites cache, far, kept, stories: that model as an RNN that keeps few rows. Oren 2024 -----------------
@@ -1001,8 +970,7 @@ def far(args, suite):
     if teacher.max_len:
         raise ValueError(f'{path}: it knows {teacher.max_len:,} positions and no more; this suite wants a '
                          'model with rope, as train.py makes without --pos')
-    val, data, name = a_text(path, meta, args.data, length)
-    x, y = spaced(val, length, 1, data, args.device)
+    x, y, data, name = a_text(args, path, meta, length, 1, args.data)
     size = max(1, block // 8)
     args.said.update({'the validation text of': name, 'rows kept': size, 'tokens in a row': block})
     models = {'softmax': teacher}
@@ -1157,7 +1125,7 @@ def rows_left(state, at):
 
 
 @torch.inference_mode()
-def answered(rule, one_in, task, count, path, device):
+def answered(_, rule, one_in, task, count, path, device):
     """What share of the questions in the first `count` rows the softmax model in a file answers while it
     keeps 1/one_in of the rows of a row's length; of facts also by the quarter of the row where the fact
     stands, and how much is left of the answer's rows. All in %"""
@@ -1216,59 +1184,46 @@ GATES = {               # what a recurrence gets beside q, k, v
 
 
 def inputs(kind, args, T):
-    """Random q, k, v (B, H, T, head_dim) and gates as GATES has them, by their names in `recurrent`. They are
-    drawn where they are wanted; a decay has one number a channel, of gated_delta one a head."""
+    """Random q, k, v (B, H, T, head_dim), as features not negative, and gates as GATES has them, by their
+    names in `recurrent`; a decay has one number a channel, of gated_delta one a head."""
     draw = torch.Generator(args.device).manual_seed(args.seed)
-    size = args.batch, args.heads, T
 
-    def normal():
-        return torch.randn(*size, args.head_dim, generator=draw, device=args.device).to(args.dtype)
+    def random(*channels):
+        return torch.rand(args.batch, args.heads, T, *channels, generator=draw, device=args.device)
 
-    def uniform(*channels):
-        return torch.rand(*size, *channels, generator=draw, device=args.device)
-
-    x = {'q': normal(), 'k': l2(normal()), 'v': normal()}
-    if kind == 'sum / n':                                       # features that are not negative
-        x['q'] = x['q'].abs()
-        x['k'] = x['k'].abs()
+    q, k, v = (random(args.head_dim).to(args.dtype) for _ in range(3))
+    x = {'q': q, 'k': l2(k), 'v': v}
     for name in GATES.get(kind, '').split():
         if name == 'write':
-            x['write'] = uniform()
-            x['erase'] = x['write']
+            x['write'] = x['erase'] = random()
         else:
-            x[name] = -0.1 * uniform(1 if kind == 'gated_delta' else args.head_dim)
+            x[name] = -0.1 * random(1 if kind == 'gated_delta' else args.head_dim)
     return x
 
 
-def attention(q, k, v):
-    """-> o, in a tuple, as the recurrences return it"""
-    return (F.scaled_dot_product_attention(q, k, v, is_causal=True),)
-
-
 # ---- suites layer, train: what a layer costs over T --------------------------------------------------------
-@torch.inference_mode()
-def layer(args, suite):
-    """One layer's forward with its feature map, from q, k, v; attention is scaled_dot_product_attention."""
-    for T in args.lengths:
-        size = args.batch, args.heads, T
-        q, k, v = torch.randn(3, *size, args.head_dim, device=args.device, dtype=args.dtype)
-        x = torch.randn(args.batch, T, 16, device=args.device, dtype=args.dtype)
-        cells = [({'form': 'attention', 'T': T}, partial(attention, q, k, v))]
-        for form, (rule, phi) in suite.lines.items():
-            memory = FastWeights(rule, 16, args.heads, args.head_dim, phi).to(args.device, args.dtype).eval()
-            need = 12 * math.prod(size) * memory.phi.feature_dim        # bytes: features of q, k, one copy
-            if fits(f'{form} at {T:,}', need, args.device):
-                memory.forms = pick_forms()
-                cells.append(({'form': form, 'T': T}, partial(memory, x, q, k, v)))
-        for row, call in beside_attention(cells, args.device, 0.2, 2):
-            yield {**row, 'MB': peak_bytes(call, args.device) / MB}
+def a_layer(rule, phi, args, T):
+    """A function: one layer forward, with its map, from q, k, v."""
+    given = inputs(rule, args, T)
+    x = torch.randn(args.batch, T, 16, device=args.device, dtype=args.dtype)
+    memory = FastWeights(rule, 16, args.heads, args.head_dim, phi).to(args.device, args.dtype).eval()
+    memory.forms = pick_forms()
+
+    @torch.inference_mode()
+    def forward():
+        return memory(x, given['q'], given['k'], given['v'])
+    return forward
 
 
-def beside_attention(cells, device, least, repeats=5):
-    """Rows of one length, of which attention is the first, with their times, and their functions."""
-    times = timed(cells, device, least, repeats)
-    for row, call, took in times:
-        yield {**row, 'ms': 1e3 * took, 'of attention': took / times[0][2]}, call
+def a_training_step(kind, form, args, T):
+    """A function: forward and backward through one form of a recurrence, from what GATES says of its kind."""
+    given = inputs(kind, args, T)
+    cotangent = torch.randn_like(given['v'])
+    wanted = [x.requires_grad_() for name, x in given.items() if name != 'erase']       # which is `write`
+
+    def step():
+        return torch.autograd.grad(form(**given)[0], wanted, cotangent)
+    return step
 
 
 def peer(module, name, time_first, q, k, v, write=None, erase=None, log_f=None):
@@ -1284,56 +1239,34 @@ def peer(module, name, time_first, q, k, v, write=None, erase=None, log_f=None):
     return (o.transpose(1, 2) if time_first else o,)
 
 
-FORMS = {               # form: what it gets, by GATES, and the function
-    'attention': ('softmax', attention), 'sum': ('sum', kernels.chunked),
-    'sum / n': ('sum / n', partial(kernels.chunked, normalise=True)), 'decay': ('decay', kernels.chunked),
-    'delta': ('delta', kernels.chunked), 'gated_delta': ('gated_delta', kernels.chunked),
-    'kda': ('kda', kernels.chunked), 'two-sided delta': ('two-sided delta', kernels.chunked),
-    'sum, plain torch': ('sum', fastweight.chunked), 'delta, plain torch': ('delta', fastweight.chunked),
-    'fla sum': ('sum', partial(peer, 'linear_attn.naive', 'naive_chunk_linear_attn', True)),
-    'fla delta': ('delta', partial(peer, 'delta_rule.naive', 'delta_rule_chunkwise', False)),
-    'fla kda': ('kda', partial(peer, 'kda.naive', 'naive_chunk_kda', True))}
-
-
-def forward_and_back(form, given, wanted, cotangent):
-    """What a training step does with one form."""
-    torch.autograd.grad(form(**given)[0], wanted, cotangent)
-
-
-def training_steps(forms, args, T):
-    """The cells of one length; forms that do not work there are named, and left out from there on."""
-    for form, (kind, f) in list(forms.items()):
-        given = inputs(kind, args, T)
-        cotangent = torch.randn_like(given['v'])
-        wanted = [x.requires_grad_() for name, x in given.items() if name != 'erase']       # which is `write`
-        call = partial(forward_and_back, f, given, wanted, cotangent)
-        try:
-            call()
-        except Exception as e:  # noqa: BLE001  a peer may be missing, refuse a length, or run out of memory
-            del forms[form]
-            why = ' '.join(str(e).split())[:160]
-            print(f'{form} is left out from T = {T} on: {type(e).__name__}: {why}', file=sys.stderr)
-            continue
-        yield {'form': form, 'T': T}, call
-
-
-def train(args, suite):
-    """A layer's recurrence over T, forward and backward, as ratios to attention in the same run."""
+def over_lengths(args, suite):
+    """Time and memory of attention and of every line, (args, T) -> a function, over T. A line that does not
+    work is named, and left out from there on."""
     n = 8192 if args.device.type == 'cuda' else 1024
     a = torch.randn(n, n, device=args.device, dtype=args.dtype)
     peak = 2 * n ** 3 / seconds([partial(torch.matmul, a, a)], args.device)[0]
     args.said['GFLOP/s in one large product'] = round(peak / 1e9)
-    forms = dict(FORMS)
+    lines = dict(suite.lines)
     for T in args.lengths:
-        cells = list(training_steps(forms, args, T))
-        for row, call in beside_attention(cells, args.device, chosen(args, 0.3, 1.0)):
+        cells = []
+        for form in list(lines):
+            call = lines[form](args, T)
+            try:
+                call()
+            except Exception as e:  # noqa: BLE001  a peer may be missing, or refuse a length; memory may end
+                del lines[form]
+                why = ' '.join(str(e).split())[:160]
+                print(f'{form} is left out from T = {T} on: {type(e).__name__}: {why}', file=sys.stderr)
+            else:
+                cells.append(({'form': form, 'T': T}, call))
+        times = timed(cells, args.device, chosen(args, 0.3, 1.0), 3)
+        for row, call, took in times:
             with FlopCounterMode(display=False) as count:
                 call()
             flops = count.get_total_flops()                 # 0 where kernels do what it cannot see
-            yield {**row, 'of ceiling': 1e3 * flops / row['ms'] / peak if flops else None}
-            if row['ms'] > 1000 and row['form'] != 'attention':
-                print(f'{row["form"]} is left out from here on: it takes over a second', file=sys.stderr)
-                del forms[row['form']]
+            yield {**row, 'ms': 1e3 * took, 'of attention': took / times[0][2],
+                   'of ceiling': flops / took / peak if flops else None,
+                   'MB': peak_bytes(call, args.device) / MB}
 
 
 # ---- suite decode: what the next token costs ---------------------------------------------------------------
@@ -1533,7 +1466,7 @@ def bleu_metric():
 
 
 @torch.inference_mode()
-def bleu(path, data, beam, count, device):
+def bleu(_, path, data, beam, count, device):
     """Of what the model in a file says of the first `count` sources of a set's test side."""
     metric = bleu_metric()
     model, meta = load(path, device)
@@ -1619,8 +1552,8 @@ def idea(args, suite):
             ax.set_xticks([0, 1], ['k1', 'k2'])
             for i, j in itertools.product((0, 1), repeat=2):
                 ax.text(j, i, f'{S[0, 0, i, j]:.0f}', ha='center', va='center', fontsize=20)
-    picture(args, 'idea', figure)
     args.said['picture'] = f'{args.out}/idea.png'
+    figure.savefig(args.said['picture'], dpi=110)
     return []
 
 
@@ -1643,6 +1576,11 @@ def over(sizes, *figures):
     return dict(zip(sizes, figures))
 
 
+CEILING = 'of ceiling: counts the products a form really does'
+PEERS = {               # rule: module of flash-linear-attention, function, with (B, T, H, d)?
+    'sum': ('linear_attn.naive', 'naive_chunk_linear_attn', True),
+    'delta': ('delta_rule.naive', 'delta_rule_chunkwise', False),
+    'kda': ('kda.naive', 'naive_chunk_kda', True)}
 TO_600 = 20, 40, 60, 80, 100, 120, 140, 160, 200, 240, 260, 300, 340, 360, 400, 500, 600
 TO_200 = 20, 40, 60, 80, 100, 120, 140, 160, 180, 200
 SHARES = 64, 32, 16, 8, 4, 2, 1         # one row in so many is kept
@@ -1707,20 +1645,28 @@ ROWS = [
                 Panel('T', 'us a token', 'a model', 'model')),
         source='Mao 2022, figure 1, which is a picture'),
     Suite(
-        'layer', 'one forward pass over up to 4,096, with --full 32,768, and its memory', layer,
+        'layer', 'one forward pass over up to 4,096, with --full 32,768, and its memory', over_lengths,
         'lengths heads head_dim batch dtype',
         {'lengths': '256,1024,4096', 'heads': 12}, {'lengths': '256,1024,4096,16384,32768', 'heads': 12},
-        {'sum elu': ('sum', 'elu'), 'sum hedgehog': ('sum', 'hedgehog'), 'delta': ('delta', ''),
-         'sum taylor': ('sum', 'taylor')},
+        {'attention': partial(a_layer, 'softmax', ''), 'sum elu': partial(a_layer, 'sum', 'elu'),
+         'sum hedgehog': partial(a_layer, 'sum', 'hedgehog'), 'delta': partial(a_layer, 'delta', ''),
+         'sum taylor': partial(a_layer, 'sum', 'taylor')},
         panels=(Panel('T', 'ms', 'one layer forward, {heads} heads of {head_dim}'),
-                Panel('T', 'MB', 'and its memory')),
+                Panel('T', 'MB', 'and its memory')), note=CEILING,
         source='Zhang 2024, figure 6: nearly 6 times as fast at 32,768, on a GPU, in as little memory'),
     Suite(
         'train', 'a layer forward and backward over T: our forms, attention, and flash-linear-attention, '
-        'where it is installed', train, 'lengths heads head_dim batch dtype',
+        'where it is installed', over_lengths, 'lengths heads head_dim batch dtype',
         {'lengths': '256,1024,4096', 'heads': 4}, {'lengths': '256,1024,4096,16384', 'heads': 4},
-        panels=(Panel('T', 'ms', 'forward and backward, {heads} heads of {head_dim}'),),
-        note='of ceiling: counts the products a form really does',
+        {'attention': partial(a_training_step, 'softmax', fastweight.softmax),
+         'sum / n': partial(a_training_step, 'sum / n', partial(kernels.chunked, normalise=True)),
+         **{rule: partial(a_training_step, rule, kernels.chunked)
+            for rule in ('sum', 'decay', 'delta', 'gated_delta', 'kda', 'two-sided delta')},
+         **{f'{rule}, plain torch': partial(a_training_step, rule, fastweight.chunked)
+            for rule in ('sum', 'delta')},
+         **{f'fla {rule}': partial(a_training_step, rule, partial(peer, *where))
+            for rule, where in PEERS.items()}},
+        panels=(Panel('T', 'ms', 'forward and backward, {heads} heads of {head_dim}'),), note=CEILING,
         source='Schlag 2021, section 6.3: words a second: sum 66,000, delta 63,000, softmax 33,000'),
     Suite(
         'batch', 'throughput at a memory budget against the rows kept', batch, 'lengths budget dtype',
@@ -1912,9 +1858,8 @@ ROWS = [
         'monotone', 'attention weights against q.k by feature map, also distilled', monotone,
         'init data steps only', {'steps': 30}, {'steps': 300},
         dict.fromkeys(['elu', 'relu', 'favor', 'exp:1', 'exp:2', 'taylor', 't2r', 'hedgehog']),
-        panels=(Panel('q.k / sqrt(d)', 'weight', 'one query: weights should grow with q.k', 'query',
-                      points='.'),
-                Panel('entropy', 'order kept', 'spiky and monotone: upper left', points='o')),
+        panels=(Panel('q.k / sqrt(d)', 'weight', 'one query: weights should grow with q.k', 'query'),
+                Panel('entropy', 'order kept', 'spiky and monotone: upper left')),
         note='means over layers; distilled: {steps} steps of 4 rows; entropy in nats; order kept: share of '
              'pairs in the order of q.k', source='Zhang 2024, figures 2, 3 and 7, which are pictures'),
     Suite(
@@ -1936,8 +1881,10 @@ ROWS = [
         'convert', 'what RNNs made of a softmax model recover, by tokens spent, and beyond its rows', convert,
         'init data seeds steps only',
         {'steps': 48, 'only': 'pure,hybrid,window'}, {'steps': 240},
-        {'pure': '--recipe=pure', 'hybrid': '--recipe=hybrid', 'window': '--recipe=hybrid --overflow=',
-         'hedgehog': '--recipe=hedgehog', 't2r': '--recipe=t2r', 'decay': '--recipe=decay'},
+        lines={                 # flags, and the share of stage 1 in all steps, where there is one
+            'pure': ('--recipe=pure', 3 / 11), 'hybrid': ('--recipe=hybrid', 3 / 11),
+            'window': ('--recipe=hybrid --overflow=', 0), 'hedgehog': ('--recipe=hedgehog', 3 / 11),
+            't2r': ('--recipe=t2r', 0), 'decay': ('--recipe=decay', 0)},
         figure='recovered', unit='recovered, %',
         beside=('swapped', 'stage 1', 'recovered a byte', 'perplexity', 'tokens', 'state bytes'),
         panels=(Panel('1,000 tokens', 'ours', 'what is recovered of the teacher', 'tokens'),
@@ -1975,7 +1922,7 @@ ROWS = [
         source='Oren 2024, models of 7B: with TOVA QASPER needs about 1/2 of the rows, SQuALITY 1/4 to 1/8'),
     Suite(
         'kept', 'which tokens TOVA keeps in it, and for how long', kept, 'init data lengths', one=True,
-        panels=(Panel('share of text', 'steps kept', 'how long, by kind of token', points='o'),),
+        panels=(Panel('share of text', 'steps kept', 'how long, by kind of token'),),
         source='Oren 2024, section 5: 73 to 76 % of the rows are recent, the first token stays practically '
                'always; of 512 rows of 4,096 a token stays 481 steps, a possessive ending 1,393, a quotation '
                'mark 1,101, a full stop 645, a plural proper noun 578, a line end 550'),
