@@ -499,6 +499,18 @@ def of_classes(args, way, found):
     return {'majority': 100 * shares[1].max().item(), 'matthews': 100 * matthews.item()}
 
 
+def bits(args, way, found, T, many=None, carried=False, **changes):
+    """Bits per byte of a run's model, with other flags of `Swap`, on rows of T tokens of the validation text:
+    as much of that as train.py judged it by, or `many` rows spaced over all of it."""
+    _, val, meta = prepare.load(way.data)
+    if many is None:
+        val = val[:found['val_tokens']]
+    model = model_in(found['path'], args.device, **changes)
+    begin = recipe.blocks(len(val), T, meta, many)
+    loss, _ = recipe.Rows(None, val, meta, T, args.device).evaluate(model, begin, carried)
+    return recipe.bits_a_nat(meta) * loss
+
+
 WINDOWS = 8, 64, 128        # rows: 1, 8 and 16 times as many numbers as the state of delta elu has
 
 
@@ -507,14 +519,7 @@ def windows(args, way, found):
     Transformer-XL's memory is: as in the paper it is trained with many and read with so many."""
     if found.get('rule') != 'window':
         return {}
-    _, val, meta = prepare.load(way.data)
-    text = recipe.Rows(None, val[:found['val_tokens']], meta, 512, args.device)
-    bits = {}
-    for cache in WINDOWS:
-        model = model_in(found['path'], args.device, cache=cache)
-        loss, _ = text.evaluate(model, carried=True)
-        bits[f'with {cache}'] = recipe.bits_a_nat(meta) * loss
-    return bits
+    return {f'with {cache}': bits(args, way, found, 512, carried=True, cache=cache) for cache in WINDOWS}
 
 
 GRID_ROWS = 256             # of the validation text, on which all of the grid are compared
@@ -522,12 +527,7 @@ GRID_ROWS = 256             # of the validation text, on which all of the grid a
 
 def on_grid_rows(args, way, found):
     """Bits per byte on evenly spaced rows: those that convert.py judges by."""
-    _, val, data = prepare.load(way.data)
-    model = model_in(found['path'], args.device)
-    T = model.config.block_size
-    begin = recipe.blocks(len(val), T, data, GRID_ROWS)
-    loss, _ = recipe.Rows(None, val, data, T, args.device).evaluate(model, begin)
-    return {'bits per byte': recipe.bits_a_nat(data) * loss}
+    return {'bits per byte': bits(args, way, found, found['block_size'], GRID_ROWS)}
 
 
 # ---- suites of commands that are more than their lines -----------------------------------------------------
@@ -693,7 +693,7 @@ def associative(args, suite):
             ours[S] = row['ours']
             if ours[S] > OVERFULL and fills:
                 break
-        broken[form] = first_bad(ours), first_bad(theirs)
+        broken[form] = [next((S for S in losses if losses[S] > GOOD), None) for losses in (ours, theirs)]
 
 
 def curve(form, found):
@@ -701,11 +701,6 @@ def curve(form, found):
     for points in zip(*[f['curve'] for f in found]):            # those of a step, by seed
         steps, losses = zip(*points)
         yield {'form': form, 'part': 'curve', 'step': steps[0], 'loss': statistics.median(losses)}
-
-
-def first_bad(losses):
-    """The first S of a dict S -> loss that is too many; None if all can be held."""
-    return next((S for S, loss in losses.items() if loss > GOOD), None)
 
 
 # ---- a trained softmax model, for the suites that need one -------------------------------------------------
@@ -1004,15 +999,10 @@ def kind_of(token, data):
     for kind, characters in KINDS.items():
         if word and word[0] in characters:
             return kind
-    return kind_of_rest(word, begins) if of_words else 'rest'
-
-
-def kind_of_rest(word, begins):
-    """The kind of a token that is neither a common word nor begins in an unusual way."""
     for ending in ENDINGS:
-        if word.endswith(ending):
+        if of_words and word.endswith(ending):
             return f'-{ending}'
-    return 'rest' if begins else 'piece of a word'
+    return 'rest' if begins or not of_words else 'piece of a word'
 
 
 def watch(model, x):

@@ -3629,7 +3629,7 @@ def ran(folder, suite, *flags):
     return list(csv.DictReader(path.open())) if path.exists() else []
 
 def test_bench_does_not_try_a_full_matrix_with_more(tmp_path, monkeypatch):
-    def associate(**_):
+    def associate(*_, **key):
         return dict(loss=.2, curve=[[1, .2]])
     monkeypatch.setattr(bench, 'associate', associate)
     for suite, form, sizes in ('capacity', 'elu', '4'), ('update', 'delta', '4'), ('update', 'gated', '4 8'):
@@ -3739,7 +3739,7 @@ def test_bench_reads_far_with_few_rows_and_says_what_that_costs(a_model, text, c
     assert '16 positions' in refused(capsys, bench.main, *run, f'--init={learned}')
 
 @pytest.mark.parametrize('kind, mark', [('gpt2', '\u0120'), ('llama2', '\u2581')])
-def test_bench_knows_words_from_pieces_of_words(kind, mark):
+def test_bench_knows_words_from_pieces_of_words(kind, mark, monkeypatch):
     """Also where the tokenizer drops the first word's blank; bytes have no words."""
     meta = subwords(kind)
     ids = prepare.subwords(meta['json'])
@@ -3749,7 +3749,9 @@ def test_bench_knows_words_from_pieces_of_words(kind, mark):
         assert bench.kind_of(ids.token_to_id(token), meta) == wanted
     for character, wanted in ('a', 'rest'), (' ', 'rest'), ('I', 'capital'), ('.', 'punctuation'):
         assert bench.kind_of(ord(character), {'tokenizer': 'byte', 'vocab_size': 256}) == wanted
-    assert [bench.kind_of_rest(word, False) for word in ('ing', 'walked')] == ['-ing', '-ed']
+    for word, wanted in ('ing', '-ing'), ('walked', '-ed'):
+        monkeypatch.setattr(prepare, 'decode', lambda tokens, _, word=word: word * len(tokens))
+        assert bench.kind_of(0, meta) == wanted
 
 def test_bench_judges_stories_by_what_the_full_model_makes_of_them(a_model, tmp_path, capsys, changed):
     """Who has room for all rows writes the same; a loss, a tie and a win are what they are called."""
@@ -3971,7 +3973,7 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
     model, few = FromTheEnd(128, vocab), Mock(return_value=FromTheEnd(192, vocab))
     monkeypatch.setattr(bench, 'model_in', lambda *_: model)
     monkeypatch.setattr(bench, 'bounded', few)
-    half, most = (bench.answered(rule, 4, folder, 100, 'out', 'cpu') for rule in ('softmax', 'tova'))
+    half, most = (bench.answered('', rule, 4, folder, 100, 'out', 'cpu') for rule in ('softmax', 'tova'))
     assert [half[f'quarter {i}'] for i in range(4)] == [0, 0, 100, 100] and 35 < half['accuracy'] < 65
     assert [most[f'quarter {i}'] for i in range(4)] == [0, 100, 100, 100]
     places = tasks.asked_fact(val.reshape(-1, 2, 256)[:100, 0])
