@@ -27,7 +27,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 from unittest import mock
 
@@ -61,8 +61,8 @@ class Panel(NamedTuple):
     def rows(self, table):
         """Those of a table that it shows: no dashes, and no 0 along a logarithmic axis."""
         unseen = (None, 0) if self.x in LOGARITHMIC else (None,)
-        return [row for row in table if row.get('part', '') == self.part
-                and row.get(self.x) not in unseen and row.get(self.y) is not None]
+        mine = [row for row in table if row.get('part', '') == self.part and row.get(self.y) is not None]
+        return [row for row in mine if row.get(self.x) not in unseen]
 
 
 class Way(NamedTuple):
@@ -76,11 +76,6 @@ class Way(NamedTuple):
     more: float = 0.0               # steps of what goes on, as a share of those before
     first: str = ''                 # the way whose softmax model this one's is made from
     full: bool = False              # with --full alone
-
-
-def nothing(args, way, found):
-    """What is looked for in a checkpoint where its figures say all."""
-    return {}
 
 
 @dataclass
@@ -97,7 +92,7 @@ class Suite:
     ways: dict = field(default_factory=dict)        # of commands: a name: Way
     figure: str = ''                # of commands: the key of what they leave that is called `ours`
     beside: tuple = ()              # and those that are columns, too
-    look: Callable = nothing        # (args, way, run) -> more keys of a run, from its checkpoint
+    look: Callable | None = None    # (args, way, run) -> more keys of a run, from its checkpoint
     one: bool = False               # it takes one of --lengths
     unit: str = 'ours'              # of `ours`
     panels: tuple = ()
@@ -155,14 +150,11 @@ def peak_bytes(run, device):
     return max(itertools.accumulate(e.nbytes() for e in events), default=0)
 
 
-def fits(what, need, device):
-    """Whether `need` bytes are there; if not, that is said."""
-    there = machine_memory()
+def room(device):
+    """Bytes that are there."""
     if device.type == 'cuda':
-        there = torch.cuda.mem_get_info(device)[0]
-    if need > there:
-        print(f'{what} is left out: it needs {need / 1e9:.1f} GB', file=sys.stderr)
-    return need <= there
+        return torch.cuda.mem_get_info(device)[0]
+    return machine_memory()
 
 
 # ---- flags as lists ----------------------------------------------------------------------------------------
@@ -396,7 +388,9 @@ def a_line(args, suite, way, form, seed):
 def of_seeds(args, suite, way, form):
     """The runs of one line in one way, with what the suite looks for in their checkpoints."""
     found = [a_line(args, suite, way, form, seed) for seed in seeds(args)]
-    return [f | suite.look(args, way, f) for f in found]
+    if suite.look:
+        found = [f | suite.look(args, way, f) for f in found]
+    return found
 
 
 def ways_of(args, suite):
@@ -1253,15 +1247,14 @@ def over_lengths(args, suite):
         for row, call, took in times:
             with FlopCounterMode(display=False) as count:
                 call()
-            flops = count.get_total_flops()                 # 0 where kernels do what it cannot see
-            yield {**row, 'ms': 1e3 * took, 'of attention': took / times[0][2],
-                   'of ceiling': flops / took / peak if flops else None,
-                   'MB': peak_bytes(call, args.device) / MB}
+            least = count.get_total_flops() / peak          # seconds; 0 where kernels do what it cannot see
+            row |= {'ms': 1e3 * took, 'of attention': took / times[0][2]}
+            row['of ceiling'] = least / took if least else None
+            yield {**row, 'MB': peak_bytes(call, args.device) / MB}
 
 
 # ---- suite decode: what the next token costs ---------------------------------------------------------------
 DECODED = 'softmax', 'sum', 'delta', 'decay'
-MODELS = {'model': {}, 'model, GPT-2 size': {'n_layer': 12, 'n_head': 12, 'n_embd': 768, 'vocab_size': 50257}}
 GENERATED = 64      # tokens of `generate`, more than come before its steps are recorded
 
 
@@ -1270,40 +1263,43 @@ def grown(rows, T):
     return {name: rows[name].repeat(1, 1, T, 1) for name in ('k', 'v')}
 
 
-def layer_steps(rule, args):
-    """A layer's steps, and the states they start from, by T; fast weights have really read so many tokens, at
-    the least, 1,024 at a time, and a cache is one token's, T times."""
+def layer_step(rule, args, T):
+    """A layer's step after T tokens, and the state that it starts from. Fast weights have really read as many
+    or more, 1,024 at a time; a cache is one token's, T times."""
     one = inputs(rule, args, 1)
+    if rule == 'softmax':
+        rows = grown(one, T)
+        return partial(F.scaled_dot_product_attention, one['q'], *rows.values()), [rows]
     many = inputs(rule, args, 1024)
-    for T in args.lengths:
-        if rule == 'softmax':
-            if fits(f'softmax layer after {T:,}', 2 * T * one['k'].nbytes, args.device):
-                rows = grown(one, T)
-                yield T, partial(F.scaled_dot_product_attention, one['q'], *rows.values()), [rows]
-            continue
-        S = None
-        for _ in range(0, T, 1024):
-            _, S = kernels.chunked(**many, S=S)
-        step = partial(kernels.chunked, **one, S=S)
-        if not S.is_cuda:                           # recorded: each call writes over the same memory
-            step = partial(kernels.step_over, **one, S=kernels.of_its_own([{'S': S}])[0]['S'])
-        yield T, step, [{'S': S}]
+    S = None
+    for _ in range(0, T, 1024):
+        _, S = kernels.chunked(**many, S=S)
+    if S.is_cuda:
+        return partial(kernels.chunked, **one, S=S), [{'S': S}]
+    state = kernels.of_its_own([{'S': S}])          # recorded: each call writes over the same memory
+    return partial(kernels.step_over, **one, **state[0]), state
 
 
-def model_steps(rule, size, args):
-    """The same of a model with random weights, its steps recorded as sample.py does."""
-    model = GPT(Config(rule=rule, **size)).to(args.device, args.dtype).eval()
-    tokens = torch.randint(256, (args.batch, args.lengths[-1]), device=args.device)
-    token = tokens[:, :1]
-    for T in args.lengths:
-        if rule == 'softmax':
-            need = 2 * T * state_bytes(model.read(token))       # what records it has a copy
-            if not fits(f'softmax model of width {model.config.n_embd} after {T:,}', need, args.device):
-                continue
-            token, state = far_along(model, args.batch, 0, T)
-        else:
-            state = model.read(tokens[:, :T])
-        yield T, recorded(model, token, state), state
+@lru_cache(1)
+def random_model(device, dtype, **config):
+    """A model with random weights, one for all lengths: their steps take turns, and find them in the cache."""
+    return GPT(Config(**config)).to(device, dtype).eval()
+
+
+def model_step(rule, args, T, **size):
+    """The same of a model with random weights, recorded as sample.py does."""
+    model = random_model(args.device, args.dtype, rule=rule, **size)
+    if rule == 'softmax':
+        token, state = far_along(model, args.batch, 0, T)
+    else:
+        tokens = torch.randint(256, (args.batch, T), device=args.device)
+        token = tokens[:, -1:]
+        state = model.read(tokens)
+    return recorded(model, token, state), state
+
+
+LEVELS = {'layer': layer_step, 'model': model_step,             # GPT-2's size is for --full
+          'model, GPT-2 size': partial(model_step, n_layer=12, n_head=12, n_embd=768, vocab_size=50257)}
 
 
 def recorded(model, token, state):
@@ -1395,12 +1391,17 @@ def decode(args, suite):
     """The next token after T tokens, by a layer and by a model with random weights, of --batch texts side by
     side, and beside transformers, where it is installed. A cache's contents do not change its time."""
     cross = {}
-    for level in chosen(args, ['layer', 'model'], ['layer', *MODELS]):
+    for level in list(LEVELS)[:chosen(args, 2, 3)]:
         found = []
         for rule in DECODED:
-            steps = layer_steps(rule, args) if level == 'layer' else model_steps(rule, MODELS[level], args)
-            cells = [({'form': rule, 'part': level, 'T': T, 'state bytes': state_bytes(state)}, step)
-                     for T, step, state in steps]
+            cells = []
+            for T in args.lengths:
+                _, first = LEVELS[level](rule, args, 1)
+                if RULES[rule].keeps and 2 * T * state_bytes(first) > room(args.device):        # and a copy
+                    print(f'{level} of {rule} after {T:,} is left out: no room', file=sys.stderr)
+                    continue
+                step, state = LEVELS[level](rule, args, T)
+                cells.append(({'form': rule, 'part': level, 'T': T, 'state bytes': state_bytes(state)}, step))
             for row, _, took in timed(cells, args.device, 0.3, 30):         # the lengths of a form take turns
                 found.append({**row, 'us a token': 1e6 * took})
         cross[level] = crossing(found, 'us a token', 'softmax')
