@@ -27,7 +27,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 from unittest import mock
 
@@ -47,7 +47,6 @@ from model import (GPT, Config, FastWeights, Gates, chosen_texts, flag, kl, load
 
 os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # torch.profiler, of which memory is asked, is talkative
 HERE = os.path.dirname(os.path.abspath(__file__))
-COLOURS = ['#000000', '#E69F00', '#56B4E9', '#009E73', '#0072B2', '#D55E00', '#CC79A7', '#F0E442']
 MB = 10 ** 6
 
 
@@ -58,7 +57,12 @@ class Panel(NamedTuple):
     y: str
     title: str = ''                 # flags in braces: {heads}
     part: str = ''                  # of the table
-    points: str = ''                # how they are drawn where there is no line
+
+    def rows(self, table):
+        """Those of a table that it shows: no dashes, and no 0 along a logarithmic axis."""
+        unseen = (None, 0) if self.x in LOGARITHMIC else (None,)
+        mine = [row for row in table if row.get('part', '') == self.part and row.get(self.y) is not None]
+        return [row for row in mine if row.get(self.x) not in unseen]
 
 
 class Way(NamedTuple):
@@ -79,7 +83,7 @@ class Suite:
     """What it measures, what it takes, what is drawn of it, and what a paper found."""
     name: str
     about: str                      # for --help
-    measure: Callable               # (args, suite) -> rows of the table, what else is said: a dict
+    measure: Callable               # (args, suite): yields rows of the table; what else is said: args.said
     flags: str                      # that mean something to it, beside ALWAYS
     quick: dict = field(default_factory=dict)       # what they are in a quick run, where they are not given
     full: dict = field(default_factory=dict)        # and in a full one
@@ -89,6 +93,7 @@ class Suite:
     figure: str = ''                # of commands: the key of what they leave that is called `ours`
     beside: tuple = ()              # and those that are columns, too
     look: Callable | None = None    # (args, way, run) -> more keys of a run, from its checkpoint
+    one: bool = False               # it takes one of --lengths
     unit: str = 'ours'              # of `ours`
     panels: tuple = ()
     note: str = ''
@@ -97,6 +102,7 @@ class Suite:
 
 
 ALWAYS = 'quick full out device seed'
+IN_PERCENT = 'accuracy', 'before', 'swapped', 'stage 1', 'recovered', 'recovered a byte'
 
 
 # ---- measuring ---------------------------------------------------------------------------------------------
@@ -144,14 +150,11 @@ def peak_bytes(run, device):
     return max(itertools.accumulate(e.nbytes() for e in events), default=0)
 
 
-def fits(what, need, device):
-    """Whether `need` bytes are there; if not, that is said."""
-    there = machine_memory()
+def room(device):
+    """Bytes that are there."""
     if device.type == 'cuda':
-        there = torch.cuda.mem_get_info(device)[0]
-    if need > there:
-        print(f'{what} is left out: it needs {need / 1e9:.1f} GB', file=sys.stderr)
-    return need <= there
+        return torch.cuda.mem_get_info(device)[0]
+    return machine_memory()
 
 
 # ---- flags as lists ----------------------------------------------------------------------------------------
@@ -160,17 +163,11 @@ def chosen(args, quick, full):
     return full if args.full else quick
 
 
-def lengths(args, default=(), one=False):
+def numbers(text):
     """--lengths as numbers in order."""
-    numbers = set(default) - {0}
-    if args.lengths:
-        if not re.fullmatch('[1-9][0-9]{0,6}(,[1-9][0-9]{0,6})*', args.lengths):
-            raise ValueError(f'--lengths={args.lengths}: expected numbers below ten million with commas, as '
-                             '256,1024')
-        numbers = {int(text) for text in args.lengths.split(',')}
-    if one and len(numbers) > 1:
-        raise ValueError(f'--lengths={args.lengths}: this suite takes one')
-    return sorted(numbers)
+    if not re.fullmatch('([1-9][0-9]{0,6}(,[1-9][0-9]{0,6})*)?', text):
+        raise ValueError(f'--lengths={text}: expected numbers below ten million with commas, as 256,1024')
+    return sorted({int(n) for n in re.findall('[0-9]+', text)})
 
 
 def only(args, table):
@@ -190,7 +187,7 @@ LOGARITHMIC = ('T', 'us a token', 'state bytes', 'ms', 'MB', 'rows', 'tokens/s',
                'share', 'step', 'tokens a row', 'KL to teacher', 'weight')        # columns, along an axis
 
 
-def report(args, suite, rows, said):
+def report(args, suite, rows):
     """The table on stdout, one for each kind of rows, and as CSV; what is said of it, as lines and in one
     line of JSON; the suite's picture."""
     if rows:
@@ -203,12 +200,12 @@ def report(args, suite, rows, said):
         for _, alike in itertools.groupby(read, list):                  # neighbours with the same columns
             recipe.table(list(alike))
         print(suite.note.format_map(vars(args)))
-        for name, value in said.items():
+        for name, value in args.said.items():
             print(f'{name}: {value}')
         print(f'paper: {suite.source}')
         draw(args, suite, rows)
     about = {'suite': suite.name, 'torch': torch.__version__, 'threads': torch.get_num_threads(),
-             'minutes': round((time.perf_counter() - args.began) / 60, 2), **said}
+             'minutes': round((time.perf_counter() - args.began) / 60, 2), **args.said}
     if 'seeds' in suite.flags:
         about['seeds'] = args.seeds
     print(json.dumps(about), flush=True)
@@ -219,60 +216,47 @@ def canvas(down, across, width, height):
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
-    looks = plt.cycler(linestyle=['-', '--', ':', '-.']) * plt.cycler(color=COLOURS)
-    plt.rcParams.update({'font.size': 12, 'axes.spines.top': False, 'axes.spines.right': False,
-                         'axes.prop_cycle': looks, 'axes.formatter.min_exponent': 3})    # 4, not 4 x 10^0
+    plt.close('all')
+    plt.style.use('tableau-colorblind10')
+    looks = plt.cycler(linestyle=['-', '--', ':', '-.']) * plt.rcParams['axes.prop_cycle']
+    plt.rcParams.update({'font.size': 12, 'axes.prop_cycle': looks, 'axes.formatter.min_exponent': 3})
     return plt.subplots(down, across, figsize=(width * across, height * down), squeeze=False,
                         layout='constrained')
 
 
-def picture(args, name, figure):
-    """Write it beside the CSV."""
-    import matplotlib.pyplot as plt
-    figure.savefig(f'{args.out}/{name}.png', dpi=110)
-    plt.close(figure)
-
-
-def draw(args, suite, rows):
+def draw(args, suite, table):
     """The suite's picture, if there is something to be seen: its panels or, of commands, one for each way."""
-    shown = []
-    for panel in suite.panels or [Panel('ours', 'form', way, way) for way in suite.ways]:
-        unseen = (None, 0) if panel.x in LOGARITHMIC else (None,)
-        mine = [row for row in rows if row.get('part', '') == panel.part]
-        mine = [row for row in mine if row.get(panel.x) not in unseen and row.get(panel.y) is not None]
-        if mine:
-            shown.append((panel, mine))
+    panels = suite.panels or [Panel('ours', 'form', way, way) for way in suite.ways]
+    shown = [(panel, panel.rows(table)) for panel in panels if panel.rows(table)]
     if not shown:
         return
-    forms = dict.fromkeys(row['form'] for row in rows)
+    forms = dict.fromkeys(row['form'] for row in table)
+    labels = {'ours': suite.unit, 'form': '', 'T': 'tokens'}
     figure, axes = canvas(1, len(shown), 7.5, 4.5)
-    for (panel, mine), ax in zip(shown, axes[0]):
-        ax.set_title(panel.title.format_map(vars(args)))
-        labels = {'ours': suite.unit, 'form': '', 'T': 'tokens'}
-        ax.set(xlabel=labels.get(panel.x, panel.x), ylabel=labels.get(panel.y, panel.y))
-        if panel.x in LOGARITHMIC:
-            ax.set_xscale('log')
-        if panel.y in LOGARITHMIC:
-            ax.set_yscale('log')
+    for (panel, rows), ax in zip(shown, axes[0]):
         if panel.y == 'form':
-            draw_ranges(ax, mine)
+            draw_ranges(ax, rows)
         else:
-            draw_lines(ax, panel, mine, forms)
-    picture(args, suite.name, figure)
+            draw_lines(ax, panel, rows, forms)
+        ax.set(title=panel.title.format_map(vars(args)), xlabel=labels.get(panel.x, panel.x),
+               ylabel=labels.get(panel.y, panel.y))
+    figure.savefig(f'{args.out}/{suite.name}.png', dpi=110)
 
 
 def draw_lines(axes, panel, rows, forms):
     """A line for each form, in colours that colour-blind readers can tell; the paper's figures are hollow.
     forms: those of all panels, so that each looks the same in all of them."""
+    if panel.x in LOGARITHMIC:
+        axes.set_xscale('log')
+    if panel.y in LOGARITHMIC:
+        axes.set_yscale('log')
     for form in forms:
         mine = [row for row in rows if row['form'] == form]
         x = [row[panel.x] for row in mine]
         label = form if mine else '_'                   # not in the legend
-        how = {'marker': panel.points, 'linestyle': ''} if panel.points else {'marker': 'o'}
-        [line] = axes.plot(x, [row[panel.y] for row in mine], label=label, markersize=5, **how)
+        [line] = axes.plot(x, [row[panel.y] for row in mine], marker='o', label=label, markersize=5)
         if panel.x == 'S':
-            theirs = [row['paper'] for row in mine]
-            axes.plot(x, theirs, 'o', color=line.get_color(), fillstyle='none')
+            axes.plot(x, [row['paper'] for row in mine], 'o', color=line.get_color(), fillstyle='none')
     axes.legend(loc='center left', bbox_to_anchor=(1, 0.5), fontsize=9, frameon=False)
     ticks = sorted({row[panel.x] for row in rows})
     if panel.x in LOGARITHMIC and len(ticks) <= 8:
@@ -282,11 +266,10 @@ def draw_lines(axes, panel, rows, forms):
 
 def draw_ranges(axes, rows):
     """A line for each form: the median over seeds, and the range."""
-    for i, row in enumerate(rows):
-        axes.plot([row['least'], row['most']], [i, i], '-', color=COLOURS[4])
-        axes.plot(row['ours'], i, 'o', color=COLOURS[4])
-    axes.set_yticks(range(len(rows)), [row['form'] for row in rows], fontsize=9)
-    axes.locator_params(axis='x', nbins=6)
+    forms = [row['form'] for row in rows]
+    axes.hlines(forms, [row['least'] for row in rows], [row['most'] for row in rows])
+    axes.plot([row['ours'] for row in rows], forms, 'o')
+    axes.tick_params(axis='y', labelsize=9)
     axes.invert_yaxis()
 
 
@@ -301,25 +284,21 @@ def code():
     return digest.hexdigest()[:12]
 
 
-def place(args, suite, form, key):
-    """Where a run of a suite's line is kept: a path in --out."""
-    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
-    return os.path.join(args.out, suite.name, re.sub('[^a-z0-9]+', '-', f'{form}-{digest}'))
-
-
 def once(args, suite, form, run, **key):
-    """run(**key), a dict, and its minutes; or what the same code gave before, by a file in --out."""
-    path = f'{place(args, suite, form, key)}.json'
+    """run(out, **key), a dict, and its minutes; or what the same code gave before, by a file in --out. out: a
+    folder of its own, if it needs one"""
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
+    out = os.path.join(args.out, suite.name, re.sub('[^a-z0-9]+', '-', f'{form}-{digest}'))
     mark = {'code': code(), **key}
-    if os.path.exists(path):
-        with open(path) as f:
+    if os.path.exists(f'{out}.json'):
+        with open(f'{out}.json') as f:
             known = json.load(f)
         if known.pop('key') == mark:
             return known
     began = time.perf_counter()
-    found = run(**key)
+    found = run(out, **key)
     found['minutes'] = (time.perf_counter() - began) / 60
-    prepare.write_json(path, {'key': mark, **found})
+    prepare.write_json(f'{out}.json', {'key': mark, **found})
     return found
 
 
@@ -334,9 +313,16 @@ def command(out, file, flags, seed, teacher):
     if done.returncode:
         said = done.stderr.strip() or 'stopped'
         raise ValueError(f'{file} {flags}: {said.splitlines()[-1]}')
-    left = {'train.py': 'result.json', 'convert.py': 'convert.json'}[file]
-    with open(os.path.join(out, left)) as f:
-        return json.load(f)
+    found = {}
+    for path in sorted(glob.glob(f'{glob.escape(out)}/*.json'), reverse=True):    # result, convert: that wins
+        with open(path) as f:
+            found |= json.load(f)
+    return in_percent(found) | {'path': os.path.join(out, 'ckpt.safetensors')}
+
+
+def in_percent(found):
+    """A run's figures, or a line of convert.json's table, with shares in %."""
+    return {name: 100 * x if name in IN_PERCENT and x is not None else x for name, x in found.items()}
 
 
 def unrefused(out, words):
@@ -349,48 +335,28 @@ def unrefused(out, words):
     with open(os.path.join(out, 'log.jsonl')) as f:
         for row in map(json.loads, f):
             if 'not_finite' in row:
-                return {'accuracy': 0.0, 'bits per byte': math.inf, 'not finite': row['step']}
+                return {'bits per byte': math.inf, 'not finite': row['step']}
     raise ValueError(f'{out}: all steps were finite')
 
 
 def a_run(args, suite, form, file, flags, seed, teacher=''):
     """One run of a command -> what it left and, as `path`, its checkpoint. teacher: the digest of the model
     that it begins with: under the same path there may be another later"""
-    key = {'file': file, 'flags': flags, 'seed': seed, 'teacher': teacher}
-    out = place(args, suite, form, key)
-    found = once(args, suite, form, partial(command, out), **key)
-    return {**found, 'path': os.path.join(out, 'ckpt.safetensors')}
+    flags = f'{flags} --device={args.device}'
+    return once(args, suite, form, command, file=file, flags=flags, seed=seed, teacher=teacher)
 
 
 def trained(args, suite, form, flags, steps, seed):
-    """python train.py -> its result.json, accuracy in %"""
-    flags = f'{flags} --steps={steps} --eval_every={steps} --device={args.device}'
-    found = a_run(args, suite, form, 'train.py', flags, seed)
-    return {**found, 'accuracy': 100 * found['accuracy']}
+    """python train.py -> its result.json"""
+    return a_run(args, suite, form, 'train.py', f'{flags} --steps={steps} --eval_every={steps}', seed)
 
 
 def converted(args, suite, form, source, flags, first, steps, seed, digest='', controls='false'):
-    """python convert.py of a model in a file, with so many steps of stage 1 and of stage 2 -> its
-    convert.json and, as keys of their own, its last line, what was recovered before and, in %, the accuracy
-    before the last stage; all shares in %"""
+    """python convert.py of a model in a file, with so many steps of stage 1 and of stage 2 -> its result.json
+    and convert.json"""
     flags = (f'--from={shlex.quote(source)} {flags} --distil_steps={first} --steps={steps} '
-             f'--eval_every={max(1, first + steps)} --controls={controls} --device={args.device}')
-    found = a_run(args, suite, form, 'convert.py', flags, seed, digest)
-    _, swapped, *stages = found['table']
-    stages = [swapped, *stages[:bool(first) + bool(steps)]]             # behind them are the controls
-    found |= in_percent(stages[-1])
-    found['swapped'] = in_percent(swapped)['recovered']
-    found['stage 1'] = in_percent(stages[1])['recovered'] if first and stages[1:] else None
-    found['before'] = in_percent(stages[-2:][0])['accuracy']
-    if found['state']:                                                  # of a decoder of texts
-        found['state bytes'] = found['state'][0]['state bytes']
-    return found
-
-
-def in_percent(line):
-    """A line of convert.json's table with its shares in %."""
-    shares = 'accuracy', 'recovered', 'recovered a byte'
-    return line | {name: 100 * line[name] for name in shares if line.get(name) is not None}
+             f'--eval_every={max(1, first + steps)} --controls={controls}')
+    return a_run(args, suite, form, 'convert.py', flags, seed, digest)
 
 
 def a_line(args, suite, way, form, seed):
@@ -430,15 +396,13 @@ def of_seeds(args, suite, way, form):
 def ways_of(args, suite):
     """The ways that are tried: of those that name their data those that --data names, if it does, and what
     can be had of them; the others are named."""
-    ways = suite.ways
-    sets = [way.data for way in ways.values()]
-    if args.data and all(sets):
-        if args.data not in sets:
-            raise ValueError(f'--data={args.data}: choose from {", ".join(sets)}')
-        ways = {name: way for name, way in ways.items() if way.data == args.data}
+    sets = [way.data for way in suite.ways.values()]
+    if args.data and all(sets) and args.data not in sets:
+        raise ValueError(f'--data={args.data}: choose from {", ".join(sets)}')
     found = {}
-    for name, way in ways.items():
-        if way.full and not args.full:
+    for name, way in suite.ways.items():
+        another = args.data and way.data and args.data != way.data
+        if another or (way.full and not args.full):
             continue
         data = way.data or args.data or 'stdlib'
         try:
@@ -481,11 +445,15 @@ def a_row(suite, form, part, found):
 
 def runs(args, suite):
     """The table of a suite of commands: each line in each way, a run a seed."""
-    rows = []
     for name, way in ways_of(args, suite).items():
         for form in dict.fromkeys([*suite.always, *only(args, suite.lines)]):
-            rows.append(a_row(suite, form, name, of_seeds(args, suite, way, form)))
-    return rows, {}
+            yield a_row(suite, form, name, of_seeds(args, suite, way, form))
+
+
+def batches(val, data, many, count=None):
+    """Where the rows of a task begin, `many` of them at a time; count: of the first so many."""
+    begin = recipe.blocks(len(val), data['row'], data)[:count]
+    return np.split(begin, range(many, len(begin), many))
 
 
 def model_in(path, device, **changes):
@@ -494,11 +462,15 @@ def model_in(path, device, **changes):
 
 
 # ---- what suites look for in the models that commands leave ------------------------------------------------
+def bytes_kept(model):
+    """Of one row."""
+    tokens = torch.zeros(1, model.config.block_size, dtype=torch.long, device=model.embed.weight.device)
+    return {'state bytes': state_bytes(model.read(tokens))}
+
+
 def size_of_state(args, _, found):
     """Bytes that a model keeps of one row."""
-    model = model_in(found['path'], args.device)
-    tokens = torch.zeros(1, model.config.block_size, dtype=torch.long, device=args.device)
-    return {'state bytes': state_bytes(model.read(tokens))}
+    return bytes_kept(model_in(found['path'], args.device))
 
 
 def of_classes(args, way, found):
@@ -507,23 +479,30 @@ def of_classes(args, way, found):
     model, meta = load(found['path'], args.device)
     model.eval()
     _, val, data = prepare.load(way.data, like=meta['data'])
-    T = data['row']
     said = []
     true = []
-    for begin in np.split(recipe.blocks(len(val), T, data), range(32, len(val) // (2 * T), 32)):
-        x, y = recipe.rows(val, begin, T, data, args.device)
+    for begin in batches(val, data, 32):
+        x, y = recipe.rows(val, begin, data['row'], data, args.device)
         with torch.inference_mode():
             logits, y, _ = recipe.answers(model, x, y, None, data)
-        said.append(F.one_hot(logits.argmax(-1), model.config.classes))
-        true.append(F.one_hot(y, model.config.classes))
-    said = torch.cat(said).double()
-    true = torch.cat(true).double()
-    commonest = true.mean(0).max().item()
-    said -= said.mean(0)
-    true -= true.mean(0)
-    norms = (said.square().sum() * true.square().sum()).sqrt()
-    return {'majority': 100 * commonest,
-            'matthews': 100 * ((said * true).sum() / norms.clamp(min=1e-9)).item()}
+        said += logits.argmax(-1).tolist()
+        true += y.tolist()
+    both = F.one_hot(torch.tensor([said, true]), model.config.classes).double()       # (2, N, classes)
+    shares = both.mean(1, keepdim=True)
+    matthews = F.cosine_similarity(*(both - shares).flatten(1), 0)
+    return {'majority': 100 * shares[1].max().item(), 'matthews': 100 * matthews.item()}
+
+
+def bits(args, way, found, T, many=None, carried=False, **changes):
+    """Bits per byte of a run's model, with other flags of `Swap`, on rows of T tokens of the validation text:
+    as much of that as train.py judged it by, or `many` rows spaced over all of it."""
+    _, val, meta = prepare.load(way.data)
+    if many is None:
+        val = val[:found['val_tokens']]
+    model = model_in(found['path'], args.device, **changes)
+    begin = recipe.blocks(len(val), T, meta, many)
+    loss, _ = recipe.Rows(None, val, meta, T, args.device).evaluate(model, begin, carried)
+    return recipe.bits_a_nat(meta) * loss
 
 
 WINDOWS = 8, 64, 128        # rows: 1, 8 and 16 times as many numbers as the state of delta elu has
@@ -534,14 +513,7 @@ def windows(args, way, found):
     Transformer-XL's memory is: as in the paper it is trained with many and read with so many."""
     if found.get('rule') != 'window':
         return {}
-    _, val, meta = prepare.load(way.data)
-    text = recipe.Rows(None, val[:found['val_tokens']], meta, 512, args.device)
-    bits = {}
-    for cache in WINDOWS:
-        model = model_in(found['path'], args.device, cache=cache)
-        loss, _ = text.evaluate(model, carried=True)
-        bits[f'with {cache}'] = recipe.bits_a_nat(meta) * loss
-    return bits
+    return {f'with {cache}': bits(args, way, found, 512, carried=True, cache=cache) for cache in WINDOWS}
 
 
 GRID_ROWS = 256             # of the validation text, on which all of the grid are compared
@@ -549,12 +521,7 @@ GRID_ROWS = 256             # of the validation text, on which all of the grid a
 
 def on_grid_rows(args, way, found):
     """Bits per byte on evenly spaced rows: those that convert.py judges by."""
-    _, val, data = prepare.load(way.data)
-    model = model_in(found['path'], args.device)
-    T = model.config.block_size
-    begin = recipe.blocks(len(val), T, data, GRID_ROWS)
-    loss, _ = recipe.Rows(None, val, data, T, args.device).evaluate(model, begin)
-    return {'bits per byte': recipe.bits_a_nat(data) * loss}
+    return {'bits per byte': bits(args, way, found, found['block_size'], GRID_ROWS)}
 
 
 # ---- suites of commands that are more than their lines -----------------------------------------------------
@@ -564,15 +531,12 @@ RATES = '3e-3', '1e-2', '3e-2'         # of learning
 def mqar(args, suite):
     """Every rule in every width; --full: by the best of RATES, which the first seed chooses."""
     [way] = ways_of(args, suite).values()
-    rows = []
-    for form, width in itertools.product(only(args, suite.lines), lengths(args)):
+    for form, width in itertools.product(only(args, suite.lines), args.lengths):
         ways = [way._replace(train=f'{way.train} --n_embd={width} --lr={rate}')
                 for rate in chosen(args, RATES[1:2], RATES)]
         first = [a_line(args, suite, way, form, args.seed)['accuracy'] for way in ways]
         best = ways[first.index(max(first))]
-        found = of_seeds(args, suite, best, form)
-        rows.append({'width': width, **a_row(suite, form, '', found)})
-    return rows, {}
+        yield {'width': width, **a_row(suite, form, '', of_seeds(args, suite, best, form))}
 
 
 def glue(args, suite):
@@ -603,7 +567,7 @@ class FastWeightMemory(nn.Module):
 
         W_t = S_{t-1} + beta_t (v_t - S_{t-1} k_t) k_t^T      S_t = W_t / max(|W_t|, 1)      o = norm(S_T q)
 
-    Its map was tanh; Schlag 2021 has also given it others."""
+    Its map was tanh; Schlag 2021 has also given it others. Called as model.FastWeights is."""
     def __init__(self, n_embd, d, phi):
         super().__init__()
         self.phi = torch.tanh
@@ -611,8 +575,7 @@ class FastWeightMemory(nn.Module):
             self.phi = fastweight.feature_map(phi, 1, d)
         self.gates = Gates(RULES['delta'], n_embd, 1, d, d)
 
-    def forward(self, x, q, k, v):
-        """Write all, then read. x (B, T, n_embd), q, k (B, H, T, d), v (B, H, T, V) -> o (B, H, T, V)"""
+    def write_all(self, x, k, v):
         k = self.phi(k)
         beta = self.gates(x)['write']
         S = torch.zeros_like(fastweight.outer(v[:, :, 0], k[:, :, 0]))
@@ -621,7 +584,10 @@ class FastWeightMemory(nn.Module):
             u = beta[:, :, t] * (v[:, :, t] - fastweight.find(S, k_t))
             W = S + fastweight.outer(u, k_t)
             S = W / torch.linalg.matrix_norm(W, keepdim=True).clamp(min=1)
-        o = self.phi(q) @ S.mT
+        return {'S': S}
+
+    def read_all(self, q, state):
+        o = self.phi(q) @ state['S'].mT
         return F.layer_norm(o, o.shape[-1:])
 
 
@@ -641,40 +607,24 @@ class Associative(nn.Module):
             self.memory = FastWeightMemory(e + S, d, phi)
         else:
             self.memory = FastWeights(rule, e + S, 1, d, phi, norm)
+            self.memory.forms = pick_forms()
 
     def forward(self, keys, values):
         """keys, values (B, L), all written, then all keys asked for -> answers (B, L, S)"""
-        memory = self.memory
         v = F.one_hot(values, len(self.embed)).to(self.embed.dtype)
         x = torch.cat([self.embed[keys], v], -1)
-        k = self.k(x)
         q = self.q(self.embed)[keys]
-        if isinstance(memory, FastWeightMemory):
-            return memory(x, q[:, None], k[:, None], v[:, None])[:, 0]
-        if memory.rule.keeps:
-            return (q @ k.mT * k.shape[-1] ** -0.5).softmax(-1) @ v
-        memory.redraw({})
-        written = memory.writes(x, k[:, None], v[:, None])
-        q = memory.reads(q[:, None])
-        if memory.rule.write:
-            _, W = kernels.chunked(q, **written, normalise=memory.normalise)
-            o = q @ W.mT
-        else:                                                   # a sum is attention without softmax: faster
-            v = F.pad(v[:, None], (0, int(memory.normalise)), value=1.0)
-            o = (q @ written['k'].mT) @ v
-        return fastweight.finish(o, memory.normalise, memory.phi.floor, v.dtype)[:, 0]
+        state = self.memory.write_all(x, self.k(x)[:, None], v[:, None])
+        return self.memory.read_all(q[:, None], state)[:, 0]
 
 
 def associations(S, L, rows, replace, draw, device):
     """keys, values (rows, L): L drawn one by one; without `replace` each of S once, in any order."""
-    found = []
-    for _ in range(2):
-        if replace:
-            x = torch.randint(S, (rows, L), generator=draw)
-        else:
-            x = torch.rand(rows, S, generator=draw).argsort(1)
-        found.append(x.to(device))
-    return found
+    if replace:
+        x = torch.randint(S, (2, rows, L), generator=draw)
+    else:
+        x = torch.rand(2, rows, S, generator=draw).argsort(-1)
+    return x.to(device)
 
 
 def miss(model, keys, values, by_key):
@@ -690,7 +640,7 @@ def miss(model, keys, values, by_key):
     return (loss * weight).sum() / weight.sum()
 
 
-def associate(S, rule, phi, norm, replace, seed, most, device):
+def associate(_, S, rule, phi, norm, replace, seed, most, device):
     """The least loss 1/2 |v - answer|^2 on new sequences: 0.5 is nothing learned. As the authors' code: Adam,
     1e-3, a look every 100 steps at 20 sequences, the end at 0.001 or after 11 looks in vain. Not as theirs:
     a step has 4 sequences and all their keys as queries, not 32 with one each."""
@@ -721,40 +671,30 @@ def associate(S, rule, phi, norm, replace, seed, most, device):
 def associative(args, suite):
     """Losses against the number of associations S, and learning curves of the least S: Schlag 2021 figure 3
     and, with --lengths=600 of capacity, figure 4."""
-    rows = []
-    curves = []
-    broken = {}
+    broken = args.said[f'first S above a loss of {GOOD}, here and in the paper'] = {}
     for form, (rule, phi, norm) in only(args, suite.lines).items():
         key = {'rule': rule, 'phi': phi, 'norm': norm, 'replace': suite.name == 'update', 'most': args.steps,
                'device': str(args.device)}
         theirs = suite.paper.get(form, {})
         fills = rule in ('delta', 'fwm') or suite.name == 'capacity'
         ours = {}
-        for S in lengths(args):
-            found = [once(args, suite, form, associate, **key, S=S, seed=seed)
-                     for seed in seeds(args)]
+        for S in args.lengths:
+            found = [once(args, suite, form, associate, **key, S=S, seed=seed) for seed in seeds(args)]
             if not ours:
-                curves += curve(form, found)
-            rows.append({'form': form, 'S': S, **over_seeds(found, 'loss'), 'paper': theirs.get(S)})
-            ours[S] = rows[-1]['ours']
+                yield from curve(form, found)
+            row = {'form': form, 'S': S, **over_seeds(found, 'loss'), 'paper': theirs.get(S)}
+            yield row
+            ours[S] = row['ours']
             if ours[S] > OVERFULL and fills:
                 break
-        broken[form] = first_bad(ours), first_bad(theirs)
-    return curves + rows, {f'first S above a loss of {GOOD}, here and in the paper': broken}
+        broken[form] = [next((S for S in losses if losses[S] > GOOD), None) for losses in (ours, theirs)]
 
 
 def curve(form, found):
     """Rows of a learning curve: the median over seeds, as far as all of them have been trained."""
-    rows = []
     for points in zip(*[f['curve'] for f in found]):            # those of a step, by seed
         steps, losses = zip(*points)
-        rows.append({'form': form, 'part': 'curve', 'step': steps[0], 'loss': statistics.median(losses)})
-    return rows
-
-
-def first_bad(losses):
-    """The first S of a dict S -> loss that is too many; None if all can be held."""
-    return next((S for S, loss in losses.items() if loss > GOOD), None)
+        yield {'form': form, 'part': 'curve', 'step': steps[0], 'loss': statistics.median(losses)}
 
 
 # ---- a trained softmax model, for the suites that need one -------------------------------------------------
@@ -783,22 +723,20 @@ def spaced(val, T, count, data, device):
     return recipe.rows(val, begin, T, data, device)
 
 
-def a_text(path, meta, name, length):
-    """A text of this name, or what a model was trained on, in the model's tokens -> its validation side,
-    which has more than `length` of them, its metadata, its name"""
-    _, val, data, name = prepare.for_model(path, meta, name, length)
+def a_text(args, path, meta, T, count, name):
+    """A text of this name, or what a model was trained on, in the model's tokens -> x, y (count, T) of its
+    validation side, its metadata, its name"""
+    _, val, data, name = prepare.for_model(path, meta, name, T)
     if 'row' in data:
         raise ValueError(f'--data={name}: a task; this suite wants a text')
-    return val, data, name
+    return *spaced(val, T, count, data, args.device), data, name
 
 
 def pieces(args, count):
     """A softmax model and what it is measured on -> its path, the model, `count` evenly spaced pieces of its
     validation text as long as a training row (count, T), metadata of that text"""
     path, model, meta = softmax_model(args)
-    T = model.config.block_size
-    val, data, _ = a_text(path, meta, args.data, T)
-    x, _ = spaced(val, T, count, data, args.device)
+    x, _, data, _ = a_text(args, path, meta, model.config.block_size, count, args.data)
     return path, model, x, data
 
 
@@ -810,14 +748,14 @@ def bounded(path, teacher, rule, cache, **changes):
 
 @torch.inference_mode()
 def nats_along(model, x, y, segment):
-    """Read a row x (T,) from an empty state in segments of so many tokens, the state carried: what a segment
-    holds does not grow with T. y (T,): what should follow each token -> nats of each (T,)"""
+    """Read rows x (B, T) from an empty state in segments of so many tokens, the state carried: what a segment
+    holds hardly grows with T. y (B, T): what should follow each token -> nats of each (B, T)"""
     found = []
     state = None
-    for some, targets in zip(x.split(segment), y.split(segment)):
-        logits, targets, state = recipe.answers(model, some[None], targets[None], state, {})
-        found.append(F.cross_entropy(logits, targets, reduction='none'))
-    return torch.cat(found)
+    for some, targets in zip(x.split(segment, 1), y.split(segment, 1)):
+        logits, targets, state = recipe.answers(model, some, targets, state, {})
+        found.append(F.cross_entropy(logits, targets, reduction='none').view(len(x), -1))
+    return torch.cat(found, 1)
 
 
 def by_position(form, nats, first):
@@ -835,14 +773,12 @@ def by_position(form, nats, first):
 
 
 def along(models, x, y, segment, first):
-    """The rows `by_position` of several models: one row of x (B, T) at a time, as softmax keeps all keys."""
+    """The rows `by_position` of several models."""
     for form, model in models.items():
-        nats = torch.stack([nats_along(model, *row, segment) for row in zip(x, y)])
-        yield from by_position(form, nats, first)
+        yield from by_position(form, nats_along(model, x, y, segment), first)
 
 
 # ---- suite convert: what is recovered of that model, by recipe, tokens spent and length --------------------
-ONE_STAGE = 'window', 't2r', 'decay'        # nothing is new, or the paper has no stage 1
 BY_TOKENS = 'pure', 'hybrid'                # also with fewer steps
 BY_LENGTH = 'pure', 'hybrid', 'window'      # also read beyond the rows they were trained on
 
@@ -850,12 +786,10 @@ BY_LENGTH = 'pure', 'hybrid', 'window'      # also read beyond the rows they wer
 def conversion(args, suite, form, path, flags, steps, seed, digest, controls='false'):
     """One run of a line: `steps` of stage 2, after 3/8 of them of stage 1; all in stage 2 where there is no
     other."""
-    first = max(1, round(3 * steps / 8))
-    total = steps + first
-    if form in ONE_STAGE:
-        first = 0
-    found = converted(args, suite, form, path, f'{suite.lines[form]} {flags}', first, total - first, seed,
-                      digest, controls)
+    line, stage_1 = suite.lines[form]
+    total = steps + max(1, round(3 * steps / 8))
+    first = round(stage_1 * total)
+    found = converted(args, suite, form, path, f'{line} {flags}', first, total - first, seed, digest, controls)
     if found['recovered'] is None:
         raise ValueError('the softmax model knows no answer: there is nothing to recover')
     return found
@@ -867,38 +801,28 @@ def convert(args, suite):
     that than of what is remembered."""
     path, teacher, meta = softmax_model(args, tasks=True)
     _, val, data, _ = prepare.for_model(path, meta, args.data, teacher.config.block_size)
+    args.said['in % of'] = path
     judged = 2000 if 'row' in data else 64          # a row of a task has few answers, or one
     flags = f'--data={shlex.quote(args.data)} --eval_rows={judged}'
     one = partial(conversion, args, suite, path=path, flags=flags, digest=meta.get('digest'))
-    rows = []
     firsts = {}                                     # of the first seed
     for form in only(args, suite.lines):
-        found = []
-        for seed in seeds(args):
-            controls = 'false' if firsts or found else 'true'           # once: they cost as much as two lines
-            found.append(one(form, steps=args.steps, seed=seed, controls=controls))
-        firsts[form] = found[0]
-        rows.append(a_row(suite, form, '', found))
+        controls = 'false' if firsts else 'true'    # once: they cost as much as two lines
+        firsts[form] = one(form, steps=args.steps, seed=args.seed, controls=controls)
+        others = [one(form, steps=args.steps, seed=seed) for seed in seeds(args)[1:]]
+        yield a_row(suite, form, '', [firsts[form], *others])
     anew, found = next(iter(firsts.items()))
     for form, line in ('teacher trained on', found['tuned']), (f'{anew}, from scratch', found['table'][-1]):
-        rows.append(a_row(suite, form, '', [in_percent(line)]))
-    for form in BY_TOKENS:
-        if form in firsts:
-            rows += by_tokens(args, form, one, firsts[form])
+        yield a_row(suite, form, '', [in_percent(line)])
+    for form, whole in firsts.items():
+        if form in BY_TOKENS:                       # by runs with schedules of their own
+            found = [one(form, steps=max(1, args.steps // share), seed=args.seed) for share in (8, 4, 2)]
+            for some in [{'tokens': 0, 'recovered': whole['swapped']}, *found, whole]:
+                yield {'form': form, 'part': 'tokens', '1,000 tokens': round(some['tokens'] / 1000),
+                       'ours': some['recovered']}
     if 'row' not in data:
         models = {form: model_in(firsts[form]['path'], args.device) for form in BY_LENGTH if form in firsts}
-        rows += by_length(args, {**models, 'teacher': teacher}, val, data)
-    return rows, {'in % of': path}
-
-
-def by_tokens(args, form, one, whole):
-    """Rows of what is recovered against the tokens spent, by runs with schedules of their own; `whole` had
-    all the steps."""
-    found = [{'tokens': 0, 'recovered': whole['swapped']}]
-    for share in (8, 4, 2):
-        found.append(one(form, steps=max(1, args.steps // share), seed=args.seed))
-    return [{'form': form, 'part': 'tokens', '1,000 tokens': round(some['tokens'] / 1000),
-             'ours': some['recovered']} for some in [*found, whole]]
+        yield from by_length(args, {**models, 'teacher': teacher}, val, data)
 
 
 def by_length(args, models, val, data):
@@ -907,10 +831,10 @@ def by_length(args, models, val, data):
     length = segment * chosen(args, 16, 64)
     if len(val) <= length:
         print(f'perplexity by position is left out: the text is shorter than {length:,}', file=sys.stderr)
-        return []
+        return
     count = min(chosen(args, 8, 16), (len(val) - 1) // length)
     x, y = spaced(val, length, count, data, args.device)
-    return list(along(models, x, y, segment, segment))
+    yield from along(models, x, y, segment, segment)
 
 
 # ---- suites monotone, transfer: maps that imitate that model's attention -----------------------------------
@@ -924,7 +848,6 @@ def monotone(args, suite):
     path, model, meta = softmax_model(args)
     row = min(model.config.block_size, 256)
     flags = f'--recipe=hedgehog --row={row} --eval_rows=4 --data={shlex.quote(args.data)}'
-    rows = []
     weights = {}
     for phi in only(args, suite.lines):
         found = converted(args, suite, phi, path, f'{flags} --phi={phi}', args.steps, 0, args.seed,
@@ -932,15 +855,14 @@ def monotone(args, suite):
         for stage in dict.fromkeys(layer['model'] for layer in found['layers']):
             form = phi if stage == 'swapped' else f'{phi}, {stage}'
             layers = [layer for layer in found['layers'] if layer['model'] == stage]
-            rows.append({'form': form} | {x: statistics.mean(layer[x] for layer in layers) for x in FIDELITY})
+            yield {'form': form} | {x: statistics.mean(layer[x] for layer in layers) for x in FIDELITY}
             weights[form] = found['query'][stage]
     weights['softmax'] = found['query']['softmax']
     spiky = statistics.mean(layer['entropy of teacher'] for layer in layers)
-    rows.append({'form': 'softmax', 'order kept': 1.0, 'entropy': spiky, 'KL to teacher': 0.0})
+    yield {'form': 'softmax', 'order kept': 1.0, 'entropy': spiky, 'KL to teacher': 0.0}
     for form in DRAWN:
         for score, weight in zip(found['query']['scores'], weights.get(form, [])):
-            rows.append({'form': form, 'part': 'query', 'q.k / sqrt(d)': score, 'weight': max(weight, 1e-7)})
-    return rows, {}
+            yield {'form': form, 'part': 'query', 'q.k / sqrt(d)': score, 'weight': max(weight, 1e-7)}
 
 
 def random_tokens(args, data):
@@ -976,13 +898,14 @@ def transfer(args, suite):
     path, teacher, meta = softmax_model(args)
     T = max(16, teacher.config.block_size // 8)
     times = chosen(args, (1, 4, 16), (1, 2, 4, 8, 16))
-    texts = {}
+    names = {}
+    known = []
     for text, name in ('own', ''), ('other', args.data or 'stdlib'):
-        texts[text] = a_text(path, meta, name, max(times) * T)
-    names = {text: name for text, (_, _, name) in texts.items()}
-    own, other = (data['val'] for _, data, _ in texts.values())
-    if own == other:
+        *_, data, names[text] = a_text(args, path, meta, max(times) * T, 1, name)
+        known.append(data['val'])
+    if known[0] == known[1]:
         raise ValueError(f'--data={names["other"]}: what {path} was trained on; give another text')
+    args.said.update({**names, 'tokens of a row that maps learned on': T})
     learned_on = {**names, 'random': random_tokens(args, meta['data'])}
     models = {}
     for form, (flags, text) in only(args, suite.lines).items():
@@ -990,27 +913,24 @@ def transfer(args, suite):
                  f'--data={shlex.quote(learned_on[text])}')
         found = converted(args, suite, form, path, flags, args.steps, 0, args.seed, meta.get('digest'))
         models[form] = model_in(found['path'], args.device)
-    rows = []
-    for text, (val, data, _) in texts.items():
-        for n in times:
-            count = chosen(args, 2, 8) * max(times) // n        # as many tokens at all lengths
-            x, _ = spaced(val, n * T, count, data, args.device)
-            for form, model in models.items():
-                rows.append({'form': form, 'part': text, 'tokens a row': n * T,
-                             'KL to teacher': divergence(teacher, model, x)})
-    return rows, {**names, 'tokens of a row that maps learned on': T}
+    for text, n in itertools.product(names, times):
+        count = chosen(args, 2, 8) * max(times) // n            # as many tokens at all lengths
+        x, *_ = a_text(args, path, meta, n * T, count, names[text])
+        for form, model in models.items():
+            yield {'form': form, 'part': text, 'tokens a row': n * T,
+                   'KL to teacher': divergence(teacher, model, x)}
 
 
 # ---- suites cache, far, kept, stories: that model as an RNN that keeps few rows. Oren 2024 -----------------
 POLICIES = 'random', 'window', 'sink', 'h2o', 'tova-head', 'tova'
 
 
-@torch.inference_mode()
 def cache(args, suite):
     """Perplexity of a softmax model whose layers keep few rows, without training."""
     path, teacher, x, _ = pieces(args, chosen(args, 16, 64))
     T = x.shape[1]
-    sizes = lengths(args, [T // n for n in chosen(args, (32, 16, 8, 4, 1), SHARES)])
+    args.said.update({'pieces': len(x), 'tokens of a piece': T})
+    sizes = args.lengths or sorted({T // n for n in chosen(args, (32, 16, 8, 4, 1), SHARES)} - {0})
     cells = [('softmax', T, {})]                    # form, rows, flags
     cells += [(rule, size, {'rule': rule}) for size in sizes for rule in POLICIES]
     if args.overflow:
@@ -1018,18 +938,15 @@ def cache(args, suite):
         cells.append((f'{args.overflow} alone', 0, {'rule': 'window', **over}))
         cells += [(f'{rule} + {args.overflow}', size, {'rule': rule, **over})
                   for size in sizes for rule in ('window', 'sink')]
-    rows = []
+    full = None
     for form, size, flags in cells:
         model = bounded(path, teacher, cache=size, **flags) if flags else teacher
-        logits, state = model(x)
-        perplexity = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), x[:, 1:].flatten()).exp().item()
+        perplexity = nats_along(model, x[:, :-1], x[:, 1:], T).mean().exp().item()
+        full = full or perplexity
         theirs = suite.paper.get(form, {})
         of_theirs = {T // one_in: figure / theirs[1] for one_in, figure in theirs.items()}
-        rows.append({'form': form, 'rows': size, 'perplexity': perplexity,
-                     'state bytes': state_bytes(state) // len(x), 'paper, of its full': of_theirs.get(size)})
-    for row in rows:
-        row['of full'] = row['perplexity'] / rows[0]['perplexity']
-    return rows, {'pieces': len(x), 'tokens of a piece': T}
+        yield {'form': form, 'rows': size, 'perplexity': perplexity, **bytes_kept(model),
+               'paper, of its full': of_theirs.get(size), 'of full': perplexity / full}
 
 
 def far(args, suite):
@@ -1037,14 +954,14 @@ def far(args, suite):
     1/8 of the rows that the model was trained on; by models of other rules that --beside names; and by the
     model as it is, once with all rows and once as it was trained: in rows, each from an empty state."""
     path, teacher, meta = softmax_model(args)
-    length, = lengths(args, one=True)
+    length, = args.lengths
     block = teacher.config.block_size
     if teacher.max_len:
         raise ValueError(f'{path}: it knows {teacher.max_len:,} positions and no more; this suite wants a '
                          'model with rope, as train.py makes without --pos')
-    val, data, name = a_text(path, meta, args.data, length)
-    x, y = spaced(val, length, 1, data, args.device)
+    x, y, data, name = a_text(args, path, meta, length, 1, args.data)
     size = max(1, block // 8)
+    args.said.update({'the validation text of': name, 'rows kept': size, 'tokens in a row': block})
     models = {'softmax': teacher}
     for form, (policy, positions) in only(args, suite.lines).items():
         models[form] = bounded(path, teacher, policy, size, positions=positions)
@@ -1054,13 +971,11 @@ def far(args, suite):
             raise ValueError(f'--beside={source}: its tokens ({prepare.described(meta["data"])}) are not '
                              f'those of {path}; train both on the same data')
         models[f'{",".join(dict.fromkeys(model.config.rules()))}: {source}'] = model.eval()
-    in_rows = [nats_along(teacher, *row, block) for row in zip(x[0].split(block), y[0].split(block))]
-    rows = list(by_position('softmax, in rows', torch.cat(in_rows), block))
-    base = {row['position']: row['perplexity'] for row in rows}
-    rows += along(models, x, y, block // 4, block)                  # of all scores a part at a time
-    for row in rows:
-        row['more than in rows'] = row['perplexity'] - base[row['position']]
-    return rows, {'the validation text of': name, 'rows kept': size, 'tokens in a row': block}
+    in_rows = [nats_along(teacher, *row, block) for row in zip(x.split(block, 1), y.split(block, 1))]
+    alone = list(by_position('softmax, in rows', torch.cat(in_rows, 1), block))
+    base = {row['position']: row['perplexity'] for row in alone}
+    for row in itertools.chain(alone, along(models, x, y, block // 4, block)):
+        yield {**row, 'more than in rows': row['perplexity'] - base[row['position']]}
 
 
 def kind_of(token, data):
@@ -1078,15 +993,10 @@ def kind_of(token, data):
     for kind, characters in KINDS.items():
         if word and word[0] in characters:
             return kind
-    return kind_of_rest(word, begins) if of_words else 'rest'
-
-
-def kind_of_rest(word, begins):
-    """The kind of a token that is neither a common word nor begins in an unusual way."""
     for ending in ENDINGS:
-        if word.endswith(ending):
+        if of_words and word.endswith(ending):
             return f'-{ending}'
-    return 'rest' if begins else 'piece of a word'
+    return 'rest' if begins or not of_words else 'piece of a word'
 
 
 def watch(model, x):
@@ -1109,21 +1019,21 @@ def kept(args, suite):
     """What TOVA keeps: how recent, the first token, and how long by kind of token."""
     path, teacher, x, data = pieces(args, chosen(args, 4, 16))
     T = x.shape[1]
-    size, = lengths(args, [max(1, T // 8)], one=True)
+    size, = args.lengths or [max(1, T // 8)]
     if 2 * size >= T:
         raise ValueError(f'--lengths={size}: rows must be fewer than half of the {T} tokens of a piece')
     seen = watch(bounded(path, teacher, 'tova', size), x)
     late = seen[:, :, 2 * size:].float()                        # steps by which the rows are long full
     recent = late.triu(size + 1).sum() / late.sum()
     stayed = seen.sum(2).float().mean(0)                        # steps (B, T), mean over layers
+    args.said[f'rows among the last {size} tokens, %'] = 100 * recent.item()
+    args.said['steps in which the first token is kept, %'] = 100 * late[..., 0].mean().item()
     steps = {'all': []}                 # without the first token, and those that had no time to show
     for token, n in zip(x[:, 1:T - size].flatten().tolist(), stayed[:, 1:T - size].flatten().tolist()):
         steps['all'].append(n)
         steps.setdefault(kind_of(token, data), []).append(n)
-    rows = [{'form': kind, 'share of text': len(n) / len(steps['all']), 'steps kept': statistics.mean(n)}
-            for kind, n in steps.items()]
-    return rows, {f'rows among the last {size} tokens, %': 100 * recent.item(),
-                  'steps in which the first token is kept, %': 100 * late[..., 0].mean().item()}
+    for kind, n in steps.items():
+        yield {'form': kind, 'share of text': len(n) / len(steps['all']), 'steps kept': statistics.mean(n)}
 
 
 def continued(model, prompts, n, seed):
@@ -1135,11 +1045,9 @@ def continued(model, prompts, n, seed):
 
 def likelihood(judge, prompts, said):
     """Mean nats a token of what is said (B, n) behind prompts (B, T) -> (B,)"""
-    found = []
-    for row in torch.cat([prompts, said], 1):
-        nats = nats_along(judge, row[:-1], row[1:], len(row))
-        found.append(nats[-said.shape[1]:].mean())
-    return torch.stack(found)
+    rows = torch.cat([prompts, said], 1)
+    nats = nats_along(judge, rows[:, :-1], rows[:, 1:], 64)
+    return nats[:, -said.shape[1]:].mean(1)
 
 
 def of_binomial(count, n):
@@ -1169,23 +1077,23 @@ def stories(args, suite):
     T = x.shape[1]
     prompts = x[:, :max(1, T // 8)]
     begin = prompts.shape[1]
-    n, = lengths(args, [min(512, T - begin)], one=True)
+    n, = args.lengths or [min(512, T - begin)]
     if begin + n > T:
         raise ValueError(f'--lengths={n}: behind a prompt of {begin} they leave the {T} tokens of a training '
                          f'row, beyond which the model is no judge; at most {T - begin}')
     told = [continued(teacher, prompts, n, args.seed + i) for i in range(4)]
     nats, *others = [likelihood(teacher, prompts, said) for said in told]
     tie = (others[1] - others[2]).std().item()
-    rows = list(verdicts('full, other draws', nats - others[0], tie, {}))
+    yield from verdicts('full, other draws', nats - others[0], tie, {})
     means = {'full': nats.mean().item()}
-    same = {}
+    same = {}                                       # how many are the full model's
+    args.said.update({'prompts': len(x), 'tie': tie, 'nats': means, 'identical': same})
     for form, (rule, share) in only(args, suite.lines).items():
         said = continued(bounded(path, teacher, rule, max(1, T // share)), prompts, n, args.seed)
         found = likelihood(teacher, prompts, said)
-        rows += verdicts(form, nats - found, tie, suite.paper.get(form, {}))
+        yield from verdicts(form, nats - found, tie, suite.paper.get(form, {}))
         means[form] = found.mean().item()
         same[form] = (said == told[0]).all(1).sum().item()
-    return rows, {'prompts': len(x), 'tie': tie, 'nats': means, 'identical': same}
 
 
 # ---- suite answers: what such models answer to questions, where the answer may stand far back --------------
@@ -1201,7 +1109,7 @@ def rows_left(state, at):
 
 
 @torch.inference_mode()
-def answered(rule, one_in, task, count, path, device):
+def answered(_, rule, one_in, task, count, path, device):
     """What share of the questions in the first `count` rows the softmax model in a file answers while it
     keeps 1/one_in of the rows of a row's length; of facts also by the quarter of the row where the fact
     stands, and how much is left of the answer's rows. All in %"""
@@ -1213,8 +1121,7 @@ def answered(rule, one_in, task, count, path, device):
     right = []
     places = []
     left = []
-    starts = recipe.blocks(len(val), T, data)[:count]
-    for begin in np.split(starts, range(16, len(starts), 16)):
+    for begin in batches(val, data, 16, count):
         x, y = recipe.rows(val, begin, T, data, device)
         if data['name'].startswith('facts'):
             places.append(prepare.tasks.asked_fact(x.cpu().numpy()))
@@ -1237,7 +1144,6 @@ def answered(rule, one_in, task, count, path, device):
 
 def answers(args, suite):
     """Accuracy of softmax models on questions to what stands far back, by the rows that they keep."""
-    rows = []
     by_distance = []
     forms = []
     for form in only(args, dict.fromkeys(('softmax', *POLICIES))):
@@ -1248,12 +1154,11 @@ def answers(args, suite):
         for form, one_in in forms:
             found = [once(args, suite, form, answered, rule=form, one_in=one_in, task=name,
                           count=chosen(args, 128, 256), path=path, device=str(args.device)) for path in paths]
-            rows.append({'form': form, 'part': name, 'share': 1 / one_in, 
-                         **over_seeds(found, 'accuracy', 'left')})
+            yield {'form': form, 'part': name, 'share': 1 / one_in, **over_seeds(found, 'accuracy', 'left')}
             if 'quarter 0' in found[0] and one_in in (1, ONE_IN):
                 by_distance += [{'form': form, 'part': f'{name}, distance', 'distance': T * (4 - i) // 4,
                                  **over_seeds(found, f'quarter {i}')} for i in range(4)]
-    return rows + by_distance, {}
+    yield from by_distance
 
 
 # ---- what the suites train, decode and layer compute -------------------------------------------------------
@@ -1263,90 +1168,52 @@ GATES = {               # what a recurrence gets beside q, k, v
 
 
 def inputs(kind, args, T):
-    """Random q, k, v (B, H, T, head_dim) and gates as GATES has them, by their names in `recurrent`. They are
-    drawn where they are wanted; a decay has one number a channel, of gated_delta one a head."""
+    """Random q, k, v (B, H, T, head_dim), as features not negative, and gates as GATES has them, by their
+    names in `recurrent`; a decay has one number a channel, of gated_delta one a head."""
     draw = torch.Generator(args.device).manual_seed(args.seed)
-    size = args.batch, args.heads, T
 
-    def normal():
-        return torch.randn(*size, args.head_dim, generator=draw, device=args.device).to(args.dtype)
+    def random(*channels):
+        return torch.rand(args.batch, args.heads, T, *channels, generator=draw, device=args.device)
 
-    def uniform(*channels):
-        return torch.rand(*size, *channels, generator=draw, device=args.device)
-
-    x = {'q': normal(), 'k': l2(normal()), 'v': normal()}
-    if kind == 'sum / n':                                       # features that are not negative
-        x['q'] = x['q'].abs()
-        x['k'] = x['k'].abs()
+    q, k, v = (random(args.head_dim).to(args.dtype) for _ in range(3))
+    x = {'q': q, 'k': l2(k), 'v': v}
     for name in GATES.get(kind, '').split():
         if name == 'write':
-            x['write'] = uniform()
-            x['erase'] = x['write']
+            x['write'] = x['erase'] = random()
         else:
-            x[name] = -0.1 * uniform(1 if kind == 'gated_delta' else args.head_dim)
+            x[name] = -0.1 * random(1 if kind == 'gated_delta' else args.head_dim)
     return x
 
 
-def attention(q, k, v):
-    """-> o, in a tuple, as the recurrences return it"""
-    return (F.scaled_dot_product_attention(q, k, v, is_causal=True),)
-
-
 # ---- suites layer, train: what a layer costs over T --------------------------------------------------------
-@torch.inference_mode()
-def layer(args, suite):
-    """One layer's forward with its feature map, from q, k, v; attention is scaled_dot_product_attention."""
-    rows = []
-    for T in lengths(args):
-        size = args.batch, args.heads, T
-        q, k, v = torch.randn(3, *size, args.head_dim, device=args.device, dtype=args.dtype)
-        x = torch.randn(args.batch, T, 16, device=args.device, dtype=args.dtype)
-        cells = [({'form': 'attention', 'T': T}, partial(attention, q, k, v))]
-        for form, (rule, phi) in suite.lines.items():
-            memory = FastWeights(rule, 16, args.heads, args.head_dim, phi).to(args.device, args.dtype).eval()
-            need = 12 * math.prod(size) * memory.phi.feature_dim        # bytes: features of q, k, one copy
-            if fits(f'{form} at {T:,}', need, args.device):
-                memory.forms = pick_forms()
-                cells.append(({'form': form, 'T': T}, partial(memory, x, q, k, v)))
-        for row, call in beside_attention(cells, args.device, 0.2, 2):
-            rows.append({**row, 'MB': peak_bytes(call, args.device) / MB})
-    return rows, {}
+def a_layer(rule, phi, args, T):
+    """A function: one layer forward, with its map, from q, k, v."""
+    given = inputs(rule, args, T)
+    x = torch.randn(args.batch, T, 16, device=args.device, dtype=args.dtype)
+    memory = FastWeights(rule, 16, args.heads, args.head_dim, phi).to(args.device, args.dtype).eval()
+    memory.forms = pick_forms()
+
+    @torch.inference_mode()
+    def forward():
+        return memory(x, given['q'], given['k'], given['v'])
+    return forward
 
 
-def beside_attention(cells, device, least, repeats=5):
-    """Rows of one length, of which attention is the first, with their times, and their functions."""
-    times = timed(cells, device, least, repeats)
-    for row, call, took in times:
-        yield {**row, 'ms': 1e3 * took, 'of attention': took / times[0][2]}, call
+def a_training_step(kind, form, args, T):
+    """A function: forward and backward through one form of a recurrence, from what GATES says of its kind."""
+    given = inputs(kind, args, T)
+    cotangent = torch.randn_like(given['v'])
+    wanted = [x.requires_grad_() for name, x in given.items() if name != 'erase']       # which is `write`
+
+    def step():
+        return torch.autograd.grad(form(**given)[0], wanted, cotangent)
+    return step
 
 
-FORMS = {               # form: what it gets, by GATES, and the function
-    'attention': ('softmax', attention), 'sum': ('sum', kernels.chunked),
-    'sum / n': ('sum / n', partial(kernels.chunked, normalise=True)), 'decay': ('decay', kernels.chunked),
-    'delta': ('delta', kernels.chunked), 'gated_delta': ('gated_delta', kernels.chunked),
-    'kda': ('kda', kernels.chunked), 'two-sided delta': ('two-sided delta', kernels.chunked),
-    'sum, plain torch': ('sum', fastweight.chunked), 'delta, plain torch': ('delta', fastweight.chunked)}
-PEERS = {               # form: what it gets, module of flash-linear-attention, function, with (B, T, H, d)?
-    'fla sum': ('sum', 'linear_attn.naive', 'naive_chunk_linear_attn', True),
-    'fla delta': ('delta', 'delta_rule.naive', 'delta_rule_chunkwise', False),
-    'fla kda': ('kda', 'kda.naive', 'naive_chunk_kda', True)}
-
-
-def peers():
-    """flash-linear-attention's forms in plain torch of some rules, where it is installed, like FORMS."""
-    found = {}
-    for form, (kind, module, name, time_first) in PEERS.items():
-        try:
-            f = getattr(importlib.import_module(f'fla.ops.{module}'), name)
-        except (ImportError, AttributeError) as e:
-            print(f'{form} is left out ({e})', file=sys.stderr)
-            continue
-        found[form] = kind, partial(peer, f, time_first)
-    return found
-
-
-def peer(f, time_first, q, k, v, write=None, erase=None, log_f=None):
-    """One of their functions, called as ours are. time_first: it wants (B, T, H, d)."""
+def peer(module, name, time_first, q, k, v, write=None, erase=None, log_f=None):
+    """A form of flash-linear-attention in plain torch, called as ours are. time_first: it wants (B, T, H, d).
+    """
+    f = getattr(importlib.import_module(f'fla.ops.{module}'), name)
     xs = [x for x in (q, k, v, log_f, write) if x is not None]
     if time_first:
         xs = [x.transpose(1, 2) for x in xs]
@@ -1356,53 +1223,38 @@ def peer(f, time_first, q, k, v, write=None, erase=None, log_f=None):
     return (o.transpose(1, 2) if time_first else o,)
 
 
-def forward_and_back(form, given, wanted, cotangent):
-    """What a training step does with one form."""
-    torch.autograd.grad(form(**given)[0], wanted, cotangent)
-
-
-def training_steps(forms, args, T):
-    """The cells of one length, of the forms that work there; the others are named."""
-    for form, (kind, f) in forms.items():
-        given = inputs(kind, args, T)
-        cotangent = torch.randn_like(given['v'])
-        wanted = [x.requires_grad_() for name, x in given.items() if name != 'erase']       # which is `write`
-        call = partial(forward_and_back, f, given, wanted, cotangent)
-        try:
-            call()
-        except Exception as e:  # noqa: BLE001  a peer may refuse a length, or run out of memory
-            why = ' '.join(str(e).split())[:160]
-            print(f'{form} at T = {T} is left out: {type(e).__name__}: {why}', file=sys.stderr)
-            continue
-        yield {'form': form, 'T': T}, call
-
-
-def train(args, suite):
-    """A layer's recurrence over T, forward and backward, as ratios to attention in the same run."""
+def over_lengths(args, suite):
+    """Time and memory of attention and of every line, (args, T) -> a function, over T. A line that does not
+    work is named, and left out from there on."""
     n = 8192 if args.device.type == 'cuda' else 1024
     a = torch.randn(n, n, device=args.device, dtype=args.dtype)
     peak = 2 * n ** 3 / seconds([partial(torch.matmul, a, a)], args.device)[0]
-    forms = FORMS | peers()
-    rows = []
-    for T in lengths(args):
-        cells = list(training_steps(forms, args, T))
-        for row, call in beside_attention(cells, args.device, chosen(args, 0.3, 1.0)):
+    args.said['GFLOP/s in one large product'] = round(peak / 1e9)
+    lines = dict(suite.lines)
+    for T in args.lengths:
+        cells = []
+        for form in list(lines):
+            call = lines[form](args, T)
+            try:
+                call()
+            except Exception as e:  # noqa: BLE001  a peer may be missing, or refuse a length; memory may end
+                del lines[form]
+                why = ' '.join(str(e).split())[:160]
+                print(f'{form} is left out from T = {T} on: {type(e).__name__}: {why}', file=sys.stderr)
+            else:
+                cells.append(({'form': form, 'T': T}, call))
+        times = timed(cells, args.device, chosen(args, 0.3, 1.0), 3)
+        for row, call, took in times:
             with FlopCounterMode(display=False) as count:
                 call()
-            row['of ceiling'] = None
-            flops = count.get_total_flops()                 # 0 where kernels do what it cannot see
-            if flops:
-                row['of ceiling'] = 1e3 * flops / row['ms'] / peak
-            rows.append(row)
-            if row['ms'] > 1000 and row['form'] != 'attention':
-                print(f'{row["form"]} is left out from here on: it takes over a second', file=sys.stderr)
-                del forms[row['form']]
-    return rows, {'GFLOP/s in one large product': round(peak / 1e9)}
+            least = count.get_total_flops() / peak          # seconds; 0 where kernels do what it cannot see
+            row |= {'ms': 1e3 * took, 'of attention': took / times[0][2]}
+            row['of ceiling'] = least / took if least else None
+            yield {**row, 'MB': peak_bytes(call, args.device) / MB}
 
 
 # ---- suite decode: what the next token costs ---------------------------------------------------------------
 DECODED = 'softmax', 'sum', 'delta', 'decay'
-MODELS = {'model': {}, 'model, GPT-2 size': {'n_layer': 12, 'n_head': 12, 'n_embd': 768, 'vocab_size': 50257}}
 GENERATED = 64      # tokens of `generate`, more than come before its steps are recorded
 
 
@@ -1411,49 +1263,51 @@ def grown(rows, T):
     return {name: rows[name].repeat(1, 1, T, 1) for name in ('k', 'v')}
 
 
-def layer_steps(rule, args):
-    """A layer's steps, and the states they start from, by T; fast weights have really read T tokens, a cache
-    is one token's, T times."""
+def layer_step(rule, args, T):
+    """A layer's step after T tokens, and the state that it starts from. Fast weights have really read as many
+    or more, 1,024 at a time; a cache is one token's, T times."""
     one = inputs(rule, args, 1)
+    if rule == 'softmax':
+        rows = grown(one, T)
+        return partial(F.scaled_dot_product_attention, one['q'], *rows.values()), [rows]
     many = inputs(rule, args, 1024)
     S = None
-    for before, T in itertools.pairwise([0] + lengths(args)):
-        if rule != 'softmax':
-            for t in range(before, T, 1024):
-                some = {name: x[:, :, :T - t] for name, x in many.items()}
-                _, S = kernels.chunked(**some, S=S)
-            step = partial(kernels.chunked, **one, S=S)
-            if not S.is_cuda:                       # recorded: each call writes over the same memory
-                step = partial(kernels.step_over, **one, S=kernels.of_its_own([{'S': S}])[0]['S'])
-            yield T, step, [{'S': S}]
-        elif fits(f'softmax layer after {T:,}', 2 * T * one['k'].nbytes, args.device):
-            rows = grown(one, T)
-            yield T, partial(F.scaled_dot_product_attention, one['q'], *rows.values()), [rows]
+    for _ in range(0, T, 1024):
+        _, S = kernels.chunked(**many, S=S)
+    if S.is_cuda:
+        return partial(kernels.chunked, **one, S=S), [{'S': S}]
+    state = kernels.of_its_own([{'S': S}])          # recorded: each call writes over the same memory
+    return partial(kernels.step_over, **one, **state[0]), state
 
 
-def model_steps(rule, size, args):
-    """The same of a model with random weights, its steps recorded as sample.py does."""
-    model = GPT(Config(rule=rule, **size)).to(args.device, args.dtype).eval()
-    tokens = torch.randint(256, (args.batch, max(lengths(args))), device=args.device)
-    token = tokens[:, :1]
-    state = None
-    for before, T in itertools.pairwise([0] + lengths(args)):
-        if rule == 'softmax':
-            need = 2 * T * state_bytes(model.read(token))       # what records it has a copy
-            if not fits(f'softmax model of width {model.config.n_embd} after {T:,}', need, args.device):
-                continue
-            token, state = far_along(model, args.batch, 0, T)
-        else:
-            state = model.read(tokens[:, before:T], state)
-        yield T, recorded(model, token, state, rule == 'softmax'), state
+@lru_cache(1)
+def random_model(device, dtype, **config):
+    """A model with random weights, one for all lengths: their steps take turns, and find them in the cache."""
+    return GPT(Config(**config)).to(device, dtype).eval()
 
 
-def recorded(model, token, state, again):
+def model_step(rule, args, T, **size):
+    """The same of a model with random weights, recorded as sample.py does."""
+    model = random_model(args.device, args.dtype, rule=rule, **size)
+    if rule == 'softmax':
+        token, state = far_along(model, args.batch, 0, T)
+    else:
+        tokens = torch.randint(256, (args.batch, T), device=args.device)
+        token = tokens[:, -1:]
+        state = model.read(tokens)
+    return recorded(model, token, state), state
+
+
+LEVELS = {'layer': layer_step, 'model': model_step,             # GPT-2's size is for --full
+          'model, GPT-2 size': partial(model_step, n_layer=12, n_head=12, n_embd=768, vocab_size=50257)}
+
+
+def recorded(model, token, state):
     """A function that takes the next step at each call, handing the state on; or the same step again, where
     the state would grow: its rows stay where they are."""
     step = kernels.recorded(model, token, state, partial(sample, temperature=0))
     token, state = step(token, state)
-    if again:
+    if 'k' in state[0]:
         return partial(step, token, [dict(layer, t=layer['t'].clone()) for layer in state])
 
     def run():
@@ -1512,7 +1366,7 @@ def beside_transformers(args):
     ours."""
     import transformers
     c = Config()
-    T = lengths(args)[0]
+    T = args.lengths[0]
     config = transformers.GPT2Config(
         n_positions=T + GENERATED + 1, n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd,
         vocab_size=c.vocab_size, bos_token_id=0, eos_token_id=None, pad_token_id=0)
@@ -1536,30 +1390,34 @@ def beside_transformers(args):
 def decode(args, suite):
     """The next token after T tokens, by a layer and by a model with random weights, of --batch texts side by
     side, and beside transformers, where it is installed. A cache's contents do not change its time."""
-    rows = []
     cross = {}
-    for level in chosen(args, ['layer', 'model'], ['layer', *MODELS]):
+    for level in list(LEVELS)[:chosen(args, 2, 3)]:
         found = []
         for rule in DECODED:
-            steps = layer_steps(rule, args) if level == 'layer' else model_steps(rule, MODELS[level], args)
-            cells = [({'form': rule, 'part': level, 'T': T, 'state bytes': state_bytes(state)}, step)
-                     for T, step, state in steps]
+            cells = []
+            for T in args.lengths:
+                _, first = LEVELS[level](rule, args, 1)
+                if RULES[rule].keeps and 2 * T * state_bytes(first) > room(args.device):        # and a copy
+                    print(f'{level} of {rule} after {T:,} is left out: no room', file=sys.stderr)
+                    continue
+                step, state = LEVELS[level](rule, args, T)
+                cells.append(({'form': rule, 'part': level, 'T': T, 'state bytes': state_bytes(state)}, step))
             for row, _, took in timed(cells, args.device, 0.3, 30):         # the lengths of a form take turns
                 found.append({**row, 'us a token': 1e6 * took})
         cross[level] = crossing(found, 'us a token', 'softmax')
-        rows += found
+        yield from found
     if importlib.util.find_spec('transformers'):
-        rows += beside_transformers(args)
+        yield from beside_transformers(args)
     S = torch.randn(args.batch, args.heads, args.head_dim, args.head_dim, device=args.device)
     [copy] = seconds([partial(torch.empty_like(S).copy_, S)], args.device, 0.3, 30)
-    return rows, {'softmax becomes the slower one after so many tokens (None: never)': cross,
-                  'microseconds of a copy of the S of a layer': round(1e6 * copy, 1)}
+    args.said.update({'softmax becomes the slower one after so many tokens (None: never)': cross,
+                      'microseconds of a copy of the S of a layer': round(1e6 * copy, 1)})
 
 
 @torch.inference_mode()
 def batch(args, suite):
     """The largest batch within a budget for states, and its throughput, after T tokens. Oren 2024, table 1"""
-    T, = lengths(args, one=True)
+    T, = args.lengths
     paper = suite.paper['tova']
     if T < max(paper):
         raise ValueError(f'--lengths={T}: 1/{max(paper)} of it is no row; take {max(paper)} or more')
@@ -1574,10 +1432,9 @@ def batch(args, suite):
                'paper, of full': paper[share] if form == 'tova' else None}
         cells.append((row, partial(model, *far_along(model, n, 0, T))))
     rows = [{**row, 'tokens/s': row['batch'] / took} for row, _, took in timed(cells, args.device, 1.0)]
+    softmax, full, *_ = [row['tokens/s'] for row in rows]               # full: TOVA with all rows
     for row in rows:
-        row['of softmax'] = row['tokens/s'] / rows[0]['tokens/s']
-        row['of full'] = row['tokens/s'] / rows[1]['tokens/s']          # TOVA with all rows
-    return rows, {}
+        yield {**row, 'of softmax': row['tokens/s'] / softmax, 'of full': row['tokens/s'] / full}
 
 
 # ---- suite translate: BLEU of commands, and how fast such models write -------------------------------------
@@ -1600,7 +1457,7 @@ def bleu_metric():
 
 
 @torch.inference_mode()
-def bleu(path, data, beam, count, device):
+def bleu(_, path, data, beam, count, device):
     """Of what the model in a file says of the first `count` sources of a set's test side."""
     metric = bleu_metric()
     model, meta = load(path, device)
@@ -1637,39 +1494,34 @@ def writer(form, longest, args):
 def writing_speeds(args, forms):
     """The table of tokens a second, and by part and form from which length on it is twice as fast as softmax.
     All cells of a part take turns, so that a busy moment of the machine meets them all."""
-    rows = []
-    twice = {}
-    sizes = lengths(args)
+    sizes = args.lengths
+    twice = args.said['twice as fast as softmax from so many tokens on (None: never)'] = {}
     models = {form: writer(form, max(sizes[-1], SAID), args) for form in forms}
     ways = {'target': [(SHORT, T) for T in sizes], 'source': [(T, SAID) for T in sizes]}
-    batches = {'one': 1, 'many': chosen(args, 8, 64)}
-    for length, many in itertools.product(ways, batches):
+    texts = {'one': 1, 'many': chosen(args, 8, 64)}
+    for length, many in itertools.product(ways, texts):
         cells = []
         part = f'{length}, {many}'
         for form, (source, target) in itertools.product(forms, ways[length]):
-            token, state = far_along(models[form], batches[many], source, target)
-            step = recorded(models[form], token, state, 'k' in state[0])
-            cells.append(({'form': form, 'part': part, 'batch': batches[many], 'source': source,
+            step = recorded(models[form], *far_along(models[form], texts[many], source, target))
+            cells.append(({'form': form, 'part': part, 'batch': texts[many], 'source': source,
                            'target': target}, repeated(step, TURN)))
         found = []
         for row, _, took in timed(cells, args.device):
             a_token = took / TURN / row['batch']
             found.append({**row, 'us a token': 1e6 * a_token, 'tokens/s': 1 / a_token})
         twice[part] = crossing(found, 'us a token', 'softmax', length, times=2)
-        rows += found
-    return rows, twice
+        yield from found
 
 
 def translate(args, suite):
     """BLEU on a set's test side, and tokens a second of models of that size. Only the decoder's attention is
     exchanged, to itself and to the source, as in Kasai 2021, and only to itself with `delta`; the encoder
     keeps softmax but where `all` is converted."""
-    metric = bleu_metric()                                      # what is missing is said now, not in hours
-    rows, _ = runs(args, suite)
-    forms = [form for form in WRITERS if form in {'softmax', *only(args, suite.lines)}]
-    speeds, twice = writing_speeds(args, forms)
-    return rows + speeds, {'BLEU': str(metric.get_signature()),
-                           'twice as fast as softmax from so many tokens on (None: never)': twice}
+    args.said['BLEU'] = str(bleu_metric().get_signature())      # what is missing is said now, not in hours
+    yield from runs(args, suite)
+    forms = {'softmax', *only(args, suite.lines)}
+    yield from writing_speeds(args, [form for form in WRITERS if form in forms])
 
 
 # ---- idea: what the first lines of fastweight.py print, as numbers on a colour -----------------------------
@@ -1691,8 +1543,9 @@ def idea(args, suite):
             ax.set_xticks([0, 1], ['k1', 'k2'])
             for i, j in itertools.product((0, 1), repeat=2):
                 ax.text(j, i, f'{S[0, 0, i, j]:.0f}', ha='center', va='center', fontsize=20)
-    picture(args, 'idea', figure)
-    return [], {'picture': f'{args.out}/idea.png'}
+    args.said['picture'] = f'{args.out}/idea.png'
+    figure.savefig(args.said['picture'], dpi=110)
+    return []
 
 
 def every(args):
@@ -1714,6 +1567,11 @@ def over(sizes, *figures):
     return dict(zip(sizes, figures))
 
 
+CEILING = 'of ceiling: counts the products a form really does'
+PEERS = {               # rule: module of flash-linear-attention, function, with (B, T, H, d)?
+    'sum': ('linear_attn.naive', 'naive_chunk_linear_attn', True),
+    'delta': ('delta_rule.naive', 'delta_rule_chunkwise', False),
+    'kda': ('kda.naive', 'naive_chunk_kda', True)}
 TO_600 = 20, 40, 60, 80, 100, 120, 140, 160, 200, 240, 260, 300, 340, 360, 400, 500, 600
 TO_200 = 20, 40, 60, 80, 100, 120, 140, 160, 180, 200
 SHARES = 64, 32, 16, 8, 4, 2, 1         # one row in so many is kept
@@ -1778,24 +1636,32 @@ ROWS = [
                 Panel('T', 'us a token', 'a model', 'model')),
         source='Mao 2022, figure 1, which is a picture'),
     Suite(
-        'layer', 'one forward pass over up to 4,096, with --full 32,768, and its memory', layer,
+        'layer', 'one forward pass over up to 4,096, with --full 32,768, and its memory', over_lengths,
         'lengths heads head_dim batch dtype',
         {'lengths': '256,1024,4096', 'heads': 12}, {'lengths': '256,1024,4096,16384,32768', 'heads': 12},
-        {'sum elu': ('sum', 'elu'), 'sum hedgehog': ('sum', 'hedgehog'), 'delta': ('delta', ''),
-         'sum taylor': ('sum', 'taylor')},
+        {'attention': partial(a_layer, 'softmax', ''), 'sum elu': partial(a_layer, 'sum', 'elu'),
+         'sum hedgehog': partial(a_layer, 'sum', 'hedgehog'), 'delta': partial(a_layer, 'delta', ''),
+         'sum taylor': partial(a_layer, 'sum', 'taylor')},
         panels=(Panel('T', 'ms', 'one layer forward, {heads} heads of {head_dim}'),
-                Panel('T', 'MB', 'and its memory')),
+                Panel('T', 'MB', 'and its memory')), note=CEILING,
         source='Zhang 2024, figure 6: nearly 6 times as fast at 32,768, on a GPU, in as little memory'),
     Suite(
         'train', 'a layer forward and backward over T: our forms, attention, and flash-linear-attention, '
-        'where it is installed', train, 'lengths heads head_dim batch dtype',
+        'where it is installed', over_lengths, 'lengths heads head_dim batch dtype',
         {'lengths': '256,1024,4096', 'heads': 4}, {'lengths': '256,1024,4096,16384', 'heads': 4},
-        panels=(Panel('T', 'ms', 'forward and backward, {heads} heads of {head_dim}'),),
-        note='of ceiling: counts the products a form really does',
+        {'attention': partial(a_training_step, 'softmax', fastweight.softmax),
+         'sum / n': partial(a_training_step, 'sum / n', partial(kernels.chunked, normalise=True)),
+         **{rule: partial(a_training_step, rule, kernels.chunked)
+            for rule in ('sum', 'decay', 'delta', 'gated_delta', 'kda', 'two-sided delta')},
+         **{f'{rule}, plain torch': partial(a_training_step, rule, fastweight.chunked)
+            for rule in ('sum', 'delta')},
+         **{f'fla {rule}': partial(a_training_step, rule, partial(peer, *where))
+            for rule, where in PEERS.items()}},
+        panels=(Panel('T', 'ms', 'forward and backward, {heads} heads of {head_dim}'),), note=CEILING,
         source='Schlag 2021, section 6.3: words a second: sum 66,000, delta 63,000, softmax 33,000'),
     Suite(
         'batch', 'throughput at a memory budget against the rows kept', batch, 'lengths budget dtype',
-        {'lengths': '4096'}, {'lengths': '4096'},
+        {'lengths': '4096'}, {'lengths': '4096'}, one=True,
         panels=(Panel('rows', 'tokens/s', '{budget} MB of states'),),
         note='all with {budget} MB of states; full: TOVA with all rows',
         source='Oren 2024, table 1: LLaMA-2-7B on a V100 at its largest batch, over that with 4,096 rows',
@@ -1983,9 +1849,8 @@ ROWS = [
         'monotone', 'attention weights against q.k by feature map, also distilled', monotone,
         'init data steps only', {'steps': 30}, {'steps': 300},
         dict.fromkeys(['elu', 'relu', 'favor', 'exp:1', 'exp:2', 'taylor', 't2r', 'hedgehog']),
-        panels=(Panel('q.k / sqrt(d)', 'weight', 'one query: weights should grow with q.k', 'query',
-                      points='.'),
-                Panel('entropy', 'order kept', 'spiky and monotone: upper left', points='o')),
+        panels=(Panel('q.k / sqrt(d)', 'weight', 'one query: weights should grow with q.k', 'query'),
+                Panel('entropy', 'order kept', 'spiky and monotone: upper left')),
         note='means over layers; distilled: {steps} steps of 4 rows; entropy in nats; order kept: share of '
              'pairs in the order of q.k', source='Zhang 2024, figures 2, 3 and 7, which are pictures'),
     Suite(
@@ -2007,8 +1872,10 @@ ROWS = [
         'convert', 'what RNNs made of a softmax model recover, by tokens spent, and beyond its rows', convert,
         'init data seeds steps only',
         {'steps': 48, 'only': 'pure,hybrid,window'}, {'steps': 240},
-        {'pure': '--recipe=pure', 'hybrid': '--recipe=hybrid', 'window': '--recipe=hybrid --overflow=',
-         'hedgehog': '--recipe=hedgehog', 't2r': '--recipe=t2r', 'decay': '--recipe=decay'},
+        lines={                 # flags, and the share of stage 1 in all steps, where there is one
+            'pure': ('--recipe=pure', 3 / 11), 'hybrid': ('--recipe=hybrid', 3 / 11),
+            'window': ('--recipe=hybrid --overflow=', 0), 'hedgehog': ('--recipe=hedgehog', 3 / 11),
+            't2r': ('--recipe=t2r', 0), 'decay': ('--recipe=decay', 0)},
         figure='recovered', unit='recovered, %',
         beside=('swapped', 'stage 1', 'recovered a byte', 'perplexity', 'tokens', 'state bytes'),
         panels=(Panel('1,000 tokens', 'ours', 'what is recovered of the teacher', 'tokens'),
@@ -2045,8 +1912,8 @@ ROWS = [
              'the answer, % that are there when it is asked for',
         source='Oren 2024, models of 7B: with TOVA QASPER needs about 1/2 of the rows, SQuALITY 1/4 to 1/8'),
     Suite(
-        'kept', 'which tokens TOVA keeps in it, and for how long', kept, 'init data lengths',
-        panels=(Panel('share of text', 'steps kept', 'how long, by kind of token', points='o'),),
+        'kept', 'which tokens TOVA keeps in it, and for how long', kept, 'init data lengths', one=True,
+        panels=(Panel('share of text', 'steps kept', 'how long, by kind of token'),),
         source='Oren 2024, section 5: 73 to 76 % of the rows are recent, the first token stays practically '
                'always; of 512 rows of 4,096 a token stays 481 steps, a possessive ending 1,393, a quotation '
                'mark 1,101, a full stop 645, a plural proper noun 578, a line end 550'),
@@ -2058,13 +1925,13 @@ ROWS = [
          'sink': ('sink', 'true'), 'sink compressed': ('sink', 'compress'),
          'h2o': ('h2o', 'true'), 'h2o compressed': ('h2o', 'compress'), 'tova': ('tova', 'true'),
          'tova compressed': ('tova', 'compress'), 'tova-head': ('tova-head', 'true'),
-         'tova-head compressed': ('tova-head', 'compress')},
+         'tova-head compressed': ('tova-head', 'compress')}, one=True,
         panels=(Panel('position', 'nats', 'one long text', 'position'),),
         note='position: up to there, from that of the line above on; in rows: each from an empty state',
         source='Oren 2024, appendix: up to 70,000 tokens TOVA loses less than 0.5, compressed, 512 rows'),
     Suite(
         'stories', 'and how likely is what it writes', stories, 'init data lengths only',
-        {'only': 'tova 1/8,window 1/8'},
+        {'only': 'tova 1/8,window 1/8'}, one=True,
         lines={'tova 1/4': ('tova', 4), 'tova 1/8': ('tova', 8), 'tova 1/16': ('tova', 16),     # rows: one in
                'window 1/8': ('window', 8)},
         note='in %, with intervals of 95 %; tied: within `tie` nats a token, the standard deviation between '
@@ -2108,7 +1975,8 @@ class Args:
     beside: str = flag('', f'{of("beside")}: models of other rules on the same data, with commas: '
                            'out/delta/ckpt.safetensors')
     budget: int = flag(74, f'{of("budget")}: MB for all states', low=1)
-    began: float = 0.0          # when the suite did: no flag
+    began: float = 0.0          # no flags: when the suite did,
+    said: dict = field(default_factory=dict)        # and what it says beside its table
 
 
 def settings(argv):
@@ -2126,7 +1994,8 @@ def settings(argv):
         if flag_name not in takes.split():
             raise ValueError(f'--{flag_name} means nothing for {name}: it takes {takes}')
     args = Args(**given)
-    lengths(args)                                               # refuses now what cannot be read
+    if len(numbers(args.lengths)) > 1 and SUITES[name].one:
+        raise ValueError(f'--lengths={args.lengths}: this suite takes one')
     if args.quick and args.full:
         raise ValueError('--quick and --full contradict each other')
     return SUITES[name], args
@@ -2140,11 +2009,12 @@ def run_suite(suite, args):
         dtype = getattr(torch, args.dtype)
     own = {'seeds': chosen(args, 1, 3), **chosen(args, suite.quick, suite.full)}
     missing = {name: own[name] for name in own if not getattr(args, name)}
-    args = dataclasses.replace(args, **missing, device=device, dtype=dtype, began=time.perf_counter())
+    sizes = missing.pop('lengths', args.lengths)
+    args = dataclasses.replace(args, **missing, lengths=numbers(sizes), device=device, dtype=dtype,
+                               began=time.perf_counter(), said={})
     torch.manual_seed(args.seed)
     os.makedirs(args.out, exist_ok=True)
-    rows, said = suite.measure(args, suite)
-    report(args, suite, rows, said)
+    report(args, suite, list(suite.measure(args, suite)))
 
 
 @script

@@ -869,6 +869,9 @@ def main(argv):
         weights.to_folder(args.export, student.state_dict(), dataclasses.asdict(student.config), meta['data'])
     state = sizes(student, teacher)
     figures = {**run.table[-1], 'commit': commit(), **dataclasses.asdict(args)}
+    figures |= {'swapped': run.table[1]['recovered'], 'before': run.table[-2]['accuracy'],      # the last stage
+                'stage 1': run.table[2]['recovered'] if distilled else None,
+                'state bytes': state[0]['state bytes'] if state else None}
     prepare.write_json(f'{args.out}/result.json', {**figures, **dataclasses.asdict(student.config)})
     tuned = None
     if args.controls and args.steps:
