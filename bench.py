@@ -539,6 +539,40 @@ def mqar(args, suite):
         yield {'width': width, **a_row(suite, form, '', of_seeds(args, suite, best, form))}
 
 
+def products(args, way, found):
+    """The share of right products of 1, 2, ... elements in 256 new rows, and the mean beyond the rows of
+    training, in %."""
+    row = prepare.find(way.data)
+    rng = np.random.Generator(np.random.Philox(2))              # 0 and 1 made the set
+    x, y = row['make'](256, rng, row['vocab'], False, length=256)
+    x = torch.from_numpy(x).to(args.device)
+    with torch.inference_mode():
+        logits, _ = model_in(found['path'], args.device)(x)
+    right = logits.argmax(-1).cpu() == torch.from_numpy(y)
+    right = 100 * right.float().mean(0)
+    return {'right': right.tolist(), 'beyond': right[row['length']:].mean().item()}
+
+
+def tracking(args, suite):
+    """Does a state that was trained on up to 40 steps follow 256? Yes from 95 % on, in the median of seeds; no
+    within 5 % of the best rule whose state only grows or decays; else partly."""
+    for name, way in ways_of(args, suite).items():
+        rows = []
+        for form in only(args, suite.lines):
+            found = of_seeds(args, suite, way, form)
+            rows.append(a_row(suite, form, name, found))
+            for i, right in enumerate(zip(*[f['right'] for f in found])):
+                yield {'form': form, 'part': 'curve', 'length': i + 1, name: statistics.median(right)}
+        diagonal = [row['ours'] for row in rows if row['form'] in ('sum', 'mamba2')]
+        for row in rows:
+            verdict = 'partly'
+            if row['ours'] >= 95:
+                verdict = 'yes'
+            elif diagonal and row['ours'] <= max(diagonal) + 5:
+                verdict = 'no'
+            yield {**row, 'verdict': verdict}
+
+
 def glue(args, suite):
     """With --init a model that was trained before is trained on instead, at the rate of such models."""
     if args.init:
@@ -1595,6 +1629,7 @@ ASSOCIATIONS = (
     Panel('S', 'ours', 'hollow: the paper'),
     Panel('step', 'loss', 'learning curves of the least S', 'curve'))
 NO_CONV = '--n_layer=2 --n_embd=64 --lr=1e-3 --batch_size=32 --conv=0 --pos=learned'
+TRACKER = '--n_embd=64 --n_head=4 --conv=0 --batch_size=64 --lr=3e-3'
 READER = '--causal=false --n_layer=2 --n_embd=64 --n_head=4 --batch_size=32 --lr=2e-3'
 CLASSIFIER = '--causal=false --conv=0'
 SMALL = f'{CLASSIFIER} --n_layer=2 --n_embd=64 --n_head=4 --batch_size=32 --lr=1e-3'
@@ -1737,6 +1772,26 @@ ROWS = [
         figure='accuracy', beside=('state bytes', 'lr'), look=size_of_state, unit='accuracy, %',
         panels=(Panel('state bytes', 'ours', 'MQAR, 8 pairs'),), note='accuracy in % of 512 new rows',
         source='Arora 2023, figure 2, which is a picture'),
+    Suite(
+        'tracking', 'parity and products in groups, beyond the lengths of training; --full: two layers, A5',
+        tracking, 'seeds steps only',
+        lines={'softmax': '--rule=softmax', 'sum': '--rule=sum', 'mamba2': '--rule=mamba2',
+               'gated_delta': '--rule=gated_delta', 'delta': '--rule=delta',
+               'delta, beta to 2': '--rule=delta --beta_max=2', 'delta, n = 2': '--rule=delta --writes=2',
+               'delta, beta to 2, n = 2': '--rule=delta --beta_max=2 --writes=2'},
+        ways={'parity': Way('group:Z2', f'{TRACKER} --n_layer=2', 400),
+              'S3': Way('group:S3', f'{TRACKER} --n_layer=1', 1000),
+              'S3, 2 layers': Way('group:S3', f'{TRACKER} --n_layer=2', 1000, full=True),
+              'A5': Way('group:A5', f'{TRACKER} --n_layer=1', 1000, full=True)},
+        figure='beyond', look=products, unit='accuracy beyond 40 steps, %',
+        panels=tuple(Panel('length', name, name, 'curve') for name in ('parity', 'S3', 'S3, 2 layers', 'A5')),
+        note='accuracy in % of products of 41 to 256 elements; trained on 1 to 40',
+        source='Grazzi 2024, parity: beta up to 1 fails, up to 2 solves it; Siems 2025, S3 by one layer: only '
+               'by beta up to 2 and n = 2; by two layers n = 1 can in theory',
+        paper={'mamba2': {'parity': 'no', 'S3': 'no'}, 'gated_delta': {'parity': 'no', 'S3': 'no'},
+               'delta': {'parity': 'no', 'S3': 'no'}, 'delta, n = 2': {'parity': 'no', 'S3': 'no'},
+               'delta, beta to 2': {'parity': 'yes', 'S3': 'no'},
+               'delta, beta to 2, n = 2': {'parity': 'yes', 'S3': 'yes'}}),
     Suite(
         'lra', 'encoders on tasks of the Long Range Arena (Tay 2021) and stand-ins for them', runs,
         'data seeds steps only', {'steps': 60, 'only': 'softmax,hedgehog,elu'},

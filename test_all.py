@@ -1771,7 +1771,8 @@ def test_targets_of_a_group_are_its_products(name, order):
     """By composing permutations; of Z2 it is parity. Each set of elements is closed, with an inverse."""
     elements = tasks.GROUPS[name]
     assert len(set(elements)) == order
-    for row, target in zip(*tasks.SETS[f'group:{name}']['make'](20, np.random.default_rng(0), order, True, 9)):
+    make = tasks.SETS[f'group:{name}']['make']
+    for row, target in zip(*make(20, np.random.default_rng(0), order, True, 9)):
         so_far = range(len(elements[0]))
         for x, y in zip(row, target):
             so_far = [elements[x][i] for i in so_far]
@@ -3651,7 +3652,8 @@ SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),        # flags;
               update=('--lengths=4 --steps=100 --only=gated,fwm', 4), monotone=('--steps=1', 10),
               convert=('--steps=1 --only=window,pure', 24), recall=('--steps=1 --only=elu,delta', 2),
               grid=('--steps=4 --only="sum t2r:4,delta rfa"', 6),
-              mqar=('--steps=1 --only=tova --lengths=8', 1), language=('--steps=1 --only=sum', 1),
+              mqar=('--steps=1 --only=tova --lengths=8', 1), tracking=('--steps=1 --only=sum', 2 + 512),
+              language=('--steps=1 --only=sum', 1),
               lra=('--steps=1 --only=softmax,hedgehog', 2), glue=('--steps=2 --only=elu,hedgehog', 4),
               translate=('--steps=2 --lengths=2,3 --only="elu,hedgehog converted"', 18),
               vit=('--steps=2 --only=t2r', 3), idea=('', 0))
@@ -3969,6 +3971,25 @@ def test_fast_weight_memory_erases_writes_and_bounds_its_length(phi):
         wanted.append(F.layer_norm(q_phi[n] @ W.T, (5,)))
     assert max(lengths) > 1.1 and min(lengths) < 1
     near(memory.read_all(q, memory.write_all(x, k, v))[:, 0], torch.stack(wanted))
+
+def test_bench_tracking_looks_beyond_the_rows_of_training(monkeypatch):
+    """At a model that knows parity up to 100 elements. Verdicts are held against rules that only decay."""
+    def knows(x):
+        right = x.cumsum(1) % 2
+        right[:, 100:] ^= 1
+        return F.one_hot(right, 2).float(), None
+    monkeypatch.setattr(bench, 'model_in', lambda path, device: knows)
+    args = bench.Args(device='cpu')
+    found = bench.products(args, bench.Way('group:Z2'), {'path': ''})
+    assert found['right'] == [100] * 100 + [0] * 156
+    assert math.isclose(found['beyond'], 100 * 60 / 216, rel_tol=1e-6)
+    beyond = {'sum': 50, 'mamba2': 40, 'delta': 55, 'gated_delta': 56, 'softmax': 94, 'delta, beta to 2': 95}
+    suite = dataclasses.replace(bench.SUITES['tracking'], ways={'parity': bench.Way('group:Z2')})
+    monkeypatch.setattr(bench, 'ways_of', lambda args, suite: suite.ways)
+    monkeypatch.setattr(bench, 'of_seeds', lambda args, suite, way, form: [
+        {'beyond': beyond.get(form, 0), 'right': [1], 'minutes': 0}])
+    verdicts = {row['form']: row['verdict'] for row in bench.tracking(args, suite) if 'verdict' in row}
+    assert [verdicts[form] for form in beyond] == ['no', 'no', 'no', 'partly', 'partly', 'yes']
 
 def test_bench_a_carried_window_reads_on_and_without_normalisation_delta_diverges(text, tmp_path, in_process):
     only = '--only=sum,window carry,delta elu no-norm'
