@@ -461,22 +461,32 @@ def flaw(path, size=None, sha256=None):
             return f'sha256 is {digest}, not {sha256}'
 
 
-def download(url, path, size=None, sha256=None, headers=None):
-    """Fetch url to path: whole, or ValueError if it cannot be had, or has another size or sha256 than it
-    should have. Where the connection breaks it begins anew, three times. requests honours HTTPS_PROXY."""
+def download(links, path, size=None, sha256=None, headers=None, look=None):
+    """Fetch path from the first of the links that has what is wanted: whole, or ValueError where none has, or
+    what came has another size or sha256, or is refused by look(file, link). Where the connection breaks it
+    begins anew, three times. requests honours HTTPS_PROXY."""
     import requests
-    for attempt in range(4):
-        time.sleep(attempt / 2)
-        try:
-            with whole(path) as temp:
-                receive(url, temp, headers)
-                wrong = flaw(temp, size, sha256)
-                if wrong:
-                    raise ValueError(f'{url}: {wrong}')
-            return
-        except requests.RequestException as e:
-            problem = f'{type(e).__name__}: {str(e)[:100]}'
-    raise ValueError(f'{url}: {problem}')
+    problems = []
+    for link in links:
+        for attempt in range(4):
+            time.sleep(attempt / 2)
+            try:
+                with whole(path) as temp:
+                    receive(link, temp, headers)
+                    wrong = flaw(temp, size, sha256)
+                    if wrong:
+                        raise ValueError(f'{link}: {wrong}')
+                    if look:
+                        look(temp, link)
+                return
+            except requests.RequestException as e:
+                problem = f'{link}: {type(e).__name__}: {str(e)[:100]}'
+            except ValueError as e:
+                problem = str(e)
+                break
+        problems.append(problem)
+    raise ValueError(f'{"; ".join(problems)}; try again, or put the file at {path} by hand (its sha256: '
+                     f'{sha256 or "not known"})')
 
 
 def receive(url, path, headers):
@@ -509,28 +519,15 @@ def fetch(name, root=None, url=None, file=None):
         raise ValueError(f'--file={file} is no folder; {name} is made from {" and ".join(row["files"])}')
     for base, sha256 in row['files'].items():
         path = file or os.path.join(folder, base)
-        links = [f'{site}/{base}' for site in row['urls']]
+        links = [f'{site}/{base}'.replace(HUB, endpoint()) for site in row['urls']]
         if url:
             links = [f'{url}/{base}' if several else url]
         if not file and not os.path.exists(path):
-            fetch_file(links, path, sha256)
+            download(links, path, sha256=sha256)
         wrong = flaw(path, sha256=sha256)
         if wrong:
             raise ValueError(f'{path} is not the file of {name}: {wrong}; delete it, or replace it')
     return folder if several else path
-
-
-def fetch_file(links, path, sha256):
-    """Download from the first of the links that has what is wanted."""
-    problems = []
-    for link in links:
-        try:
-            download(link.replace(HUB, endpoint()), path, sha256=sha256)
-            return
-        except ValueError as e:
-            problems.append(str(e))
-    raise ValueError(f'{"; ".join(problems)}; try again, or put the file at {path} by hand (its sha256: '
-                     f'{sha256 or "not known"})')
 
 
 # ---- prepare -----------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ and next sentences. BERT reads one text: what it adds to each place of a first o
 positions here, what it adds to the second is left out. A ViT's pixels are scaled as preprocessor_config.json
 says, which has to be as published; ViT is not written.
 """
+import functools
 import json
 import math
 import os
@@ -520,12 +521,8 @@ def get(base, folder, file):
     if len(sha256) != 64:                                   # of a small one it is git's
         sha256 = None
     size, sha256 = PINNED.get(url.partition('/resolve/')[2], (size, sha256))
-    with prepare.whole(path) as new:                        # which is kept once it has been looked at
-        prepare.download(url, new, size, sha256, headers)
-        if file in USES:
-            parsed(new, url, USES[file])
-        else:
-            names_in(new, url)
+    look = functools.partial(parsed, use=USES[file]) if file in USES else names_in
+    prepare.download([url], path, size, sha256, headers, look)
     return True
 
 
