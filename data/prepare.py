@@ -61,7 +61,7 @@ SIDES = ('train', 'val')                                        # every set has 
 FIXED = ('ids', 'words')                                        # of sets that can be in no other
 TOKENIZERS = ('byte', 'char', 'gpt2')                           # and bpe:N, for these N:
 LEARNED = range(257, 65537)                                     # 256 bytes, and what is learned
-LONG_WORD = 1000                                                # characters
+LONG_WORD = r'(\S{1000})'                                       # is split there: its pairs would take hours
 OF_TEXTS = f'{", ".join(TOKENIZERS)} or bpe:N, N from {LEARNED[0]} to {LEARNED[-1]:,}'
 
 
@@ -104,7 +104,7 @@ def local_text(path):
 
 def wikitext(path):
     """From the zip as published, or a folder with wiki.train.raw and wiki.valid.raw."""
-    return tasks.named(path, 'wiki.train.raw', 'wiki.valid.raw')
+    return list(tasks.named(path, 'wiki.train.raw', 'wiki.valid.raw').values())
 
 
 # ---- the sets ----------------------------------------------------------------------------------------------
@@ -135,14 +135,12 @@ FLAGS = {
     '--patch': 'side of the squares of a picture: another set, as mnist-patch7',
     '--url': 'fetch from this mirror; of several files: the folder',
     '--file': 'a local copy of what would be fetched; of several files: the folder'}
-# own: how names of folders begin, so that no two kinds of sets share one
-OWN_TEXT = {'own': 'text', 'help': 'a text of your own', 'tokenizer': 'byte', 'make': local_text}
-OWN_LINES = {'own': 'lines', 'help': 'labelled lines of your own', 'tokenizer': 'byte', 'make': tasks.lines,
-             'answers': 'labels', 'length': 1024}
-OWN_PAIRS = {'own': 'pairs', 'help': 'translations of your own', 'tokenizer': 'bpe:4096',
-             'make': tasks.parallel, 'answers': 'pairs', 'length': 256}
-OWN_TOLD = {'own': 'told', 'help': 'pairs of your own, for a model of texts', 'tokenizer': 'byte',
-            'make': tasks.parallel, 'answers': 'told', 'length': 1024}
+OWN = {     # files of your own; how names of folders begin, so that no two kinds share one
+    'text': {'help': 'a text of your own', 'tokenizer': 'byte', 'make': local_text},
+    'lines': {**tasks.SENTENCES, 'help': 'labelled lines of your own', 'make': tasks.lines},
+    'pairs': {**tasks.PAIRS, 'help': 'translations of your own', 'make': tasks.parallel},
+    'told': {**tasks.SENTENCES, 'help': 'pairs of your own, for a model of texts', 'make': tasks.parallel,
+             'answers': 'told'}}
 
 
 def find(name):
@@ -175,14 +173,14 @@ def files_of(name):
     return [name] if os.path.exists(name) else name.split(':', 1)
 
 
-def known(name, like=None):
+def row_of(name, like=None):
     """The row of a set by its name, or the one for files of your own. like: as for `place`"""
-    own = OWN_LINES if name.endswith('.tsv') else OWN_TEXT
+    kind = 'lines' if name.endswith('.tsv') else 'text'
     if len(files_of(name)) == 2:
-        own = OWN_PAIRS
+        kind = 'pairs'
         if like and 'vocab_size' in like and 'source' not in like:      # a model that knows no pairs
-            own = OWN_TOLD
-    return find(name) or own
+            kind = 'told'
+    return find(name) or {'own': kind, **OWN[kind]}
 
 
 # ---- tokenizers --------------------------------------------------------------------------------------------
@@ -241,17 +239,9 @@ def learn(data, size):
     found.decoder = tokenizers.decoders.ByteLevel()
     alphabet = found.pre_tokenizer.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
-    found.train_from_iterator(shorter(pieces(data)), trainer)
+    parts = (part for text in pieces(data) for part in re.split(LONG_WORD, text))
+    found.train_from_iterator(parts, trainer)
     return found.to_str()
-
-
-def shorter(texts):
-    """The texts, but a word of more than LONG_WORD characters in parts: its pairs would take hours."""
-    for text in texts:
-        if max(map(len, text.split()), default=0) > LONG_WORD:
-            yield from re.split(rf'(\S{{{LONG_WORD}}})', text)
-        else:
-            yield text
 
 
 def units(meta):
@@ -282,15 +272,8 @@ def encode(text, meta):
     unknown = sorted(set(text) - set(ids))
     if unknown:
         words = ' or '.join(repr(u[:20]) for u in unknown[:10])
-        raise ValueError(f'there is no token for {words}{remedy(meta)}')
+        raise ValueError(f'there is no token for {words}{meta.get("missing", "")}')
     return [ids[unit] for unit in text]
-
-
-def remedy(meta):
-    """What a message says where tokens stand for no text, as a model's tokenizer was not there."""
-    if 'missing' in meta:
-        return f'; {meta["missing"]} is missing: put it there, and texts can be read'
-    return ''
 
 
 def ends(meta):
@@ -538,7 +521,7 @@ def place(name, root=None, like=None):
     like: what is known of the tokens wanted, if they are not the set's own. The usual folder is taken only if
     it is in these tokens already; else one beside it, named after the tokens as well.
     """
-    row = known(name, like)
+    row = row_of(name, like)
     tokens = like or row
     kind = tokens['tokenizer']
     table = tokens.get('json') or ''.join(tokens.get('chars', []))
@@ -556,8 +539,10 @@ def place(name, root=None, like=None):
     if table:
         names.append(f'{names[1]}-{short_hash(table.encode())}')
     for found in names:
-        if is_in(found, like):
-            return found
+        with contextlib.suppress(ValueError, AttributeError, TypeError):        # not there, or of no use
+            meta = json.loads(read(os.path.join(found, 'meta.json')))
+            if same_tokens(meta, {**meta, **like}):
+                return found
     if kind == row['tokenizer'] and not table and not os.path.exists(folder):
         return folder
     return names[-1]
@@ -576,15 +561,6 @@ def own_folder(name, begin, tokenizer):
     return f'{begin}-{stem}-{short_hash(content + tokenizer.encode())}'
 
 
-def is_in(folder, like):
-    """Whether a set lies there that is in these tokens."""
-    try:
-        meta = json.loads(read(os.path.join(folder, 'meta.json')))
-        return same_tokens(meta, {**meta, **like})
-    except (ValueError, AttributeError, TypeError):             # not there, or of no use
-        return False
-
-
 def short_hash(data):
     """Eight hexadecimal digits that depend on all the bytes: enough for the name of a folder."""
     return hashlib.sha256(data).hexdigest()[:8]
@@ -593,7 +569,7 @@ def short_hash(data):
 def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
     """Make a set anew; returns its folder. tokenizer says in which tokens, in the usual folder, or like, what
     is known of them. meta.json comes last: while it is missing, all is unfinished."""
-    row = known(name, like)
+    row = row_of(name, like)
     wish = like or {'tokenizer': tokenizer or row['tokenizer']}
     kind = wish['tokenizer']
     choices = OF_TEXTS
@@ -604,7 +580,7 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
         possible = kind == choices
     if not possible:
         raise ValueError(f'{name} is not in the tokens wanted, {kind}: it can be in {choices} (ids are '
-                         f'numbers of which no text is known here){remedy(wish)}')
+                         f'numbers of which no text is known here){wish.get("missing", "")}')
     if (url and 'files' not in row) or (file and not {'files', 'text'} & set(row)):
         raise ValueError(f'--url and --file mean nothing for {name}: it is not fetched')
     folder = place(name, root, wish)
@@ -618,32 +594,25 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
         if 'files' in row:
             path = fetch(name, root, url, file)
         if 'text' in row:
-            path = file
-        save(folder, meta, sides_of(row, path, meta, wish))
+            texts = local_text(file) if file else stdlib(None)
+            sides = tasks.generate(row, meta, texts)
+        elif 'rows' in row:
+            sides = tasks.generate(row, meta)
+        else:
+            sides = row['make'](path)
+        length = row.get('length')
+        if 'answers' in row:
+            sides, length = ANSWERS[row['answers']](sides, length, meta, wish)
+        if 'answers' in row or row['tokenizer'] in FIXED:
+            arrays = tasks.packed(sides, row, meta, length)
+        else:
+            learn_tokens(sides, meta)
+            meta.update({side: {'bytes': len(text)} for side, text in zip(SIDES, sides)})
+            arrays = [tokenize(text, meta) for text in sides]
+        save(folder, meta, arrays)
     except (OSError, ValueError) as e:                          # OSError: not allowed, disk full
         raise ValueError(f'cannot prepare {name}: {e}') from None
     return folder
-
-
-def sides_of(row, path, meta, wish):
-    """What to write for training and for validation, and to test: arrays of tokens; meta gets what there is
-    to say of them."""
-    texts = None
-    if 'text' in row:
-        texts = local_text(path) if path else stdlib(None)
-    if 'rows' in row:
-        sides = tasks.generate(row, meta, texts)
-    else:
-        sides = row['make'](path)
-    length = row.get('length')
-    if 'answers' in row:
-        sides, length = ANSWERS[row['answers']](sides, length, meta, wish)
-    elif row['tokenizer'] not in FIXED:                         # texts
-        learn_tokens(sides, meta)
-        for side, text in zip(SIDES, sides):
-            meta[side] = {'bytes': len(text)}
-        return [tokenize(text, meta) for text in sides]
-    return tasks.packed(sides, row, meta, length)
 
 
 def labels(sides, most, meta, wish):
@@ -702,36 +671,33 @@ ANSWERS = {'labels': labels, 'pairs': pairs, 'told': told}
 
 
 def fitted(sides, meta, most, given, step, before=0):
-    """Texts of each side -> their tokens, and the length of rows they fit in with `before` more tokens: that
-    of a model's rows, `given`, if there is one. What is behind is cut off."""
+    """UTF-8 texts of each side -> an array of tokens of each, and the length of rows they fit in with `before`
+    more tokens: that of a model's rows, `given`, if there is one. What is behind is cut off."""
+    from tqdm import tqdm
     room = (given or most) - before
-    tokens = [tokens_each(texts, meta, room) for texts in sides]
-    return tokens, given or length_of(tokens, most, step, before)
+    found = []
+    for texts in sides:
+        tokens = []
+        cut = 0
+        for number, text in enumerate(tqdm(texts, unit='texts', disable=None), 1):
+            text = text.decode()
+            row = whole_text(text, meta)
+            if not row:
+                raise ValueError(f'text {number} has no tokens: {text[:30]!r}')
+            if len(row) > room:
+                row = whole_text(text, meta, room)
+                cut += 1
+            tokens.append(np.array(row, np.uint32))
+        if cut:
+            print(f'{cut:,} of {len(texts):,} texts have more than {room} tokens: the rest of them is cut off')
+        found.append(tokens)
+    return found, given or length_of(found, most, step, before)
 
 
 def length_of(sides, most, step, before=0):
     """As many tokens as the longest of some lists needs, and `before` more, in multiples of step; `most`."""
     longest = before + max(len(tokens) for side in sides for tokens in side)
     return min(most, step * math.ceil(longest / step))
-
-
-def tokens_each(texts, meta, most):
-    """A list of arrays: the tokens of each of some UTF-8 texts, at most so many."""
-    from tqdm import tqdm
-    found = []
-    cut = 0
-    for number, text in enumerate(tqdm(texts, unit='texts', disable=None), 1):
-        text = text.decode()
-        tokens = whole_text(text, meta)
-        if not tokens:
-            raise ValueError(f'text {number} has no tokens: {text[:30]!r}')
-        if len(tokens) > most:
-            tokens = whole_text(text, meta, most)
-            cut += 1
-        found.append(np.array(tokens, np.uint32))
-    if cut:
-        print(f'{cut:,} of {len(texts):,} texts have more than {most} tokens: the rest of them is cut off')
-    return found
 
 
 def learn_tokens(sides, meta):

@@ -3,8 +3,9 @@
 A side of a set is (inputs, targets): N rows of tokens, or N texts in UTF-8, and what is to be said of each.
 Targets of tokens are those of the last of the row's inputs, as many as there are: of all, or of one, a class.
 
-Generated (recall, mqar, facts, listops, pathfinder): `make(rows, rng, vocab, training)` returns a side; a
-target is `vocab` where nothing counts. facts also gets the text around them. All others: `make(path)` returns
+Generated (recall, mqar, facts, listops, pathfinder): `make(rows, rng, vocab, training)` returns at most so many
+rows of a side, and is asked for more until there are enough; a target is `vocab` where nothing counts. facts also
+gets the text around them. All others: `make(path)` returns
 the side to train on, the one to validate on, and maybe a third, to test. Pictures are rows of numbers. Of
 sentences the targets are labels, of pairs they are texts, the translations.
 
@@ -206,19 +207,12 @@ def listops(rows, rng, vocab, training, length=512):
     """
     if not 64 <= length <= 8192:
         raise ValueError(f'rows of {length} tokens: ListOps can have 64 to 8,192')
-    from tqdm import tqdm
-    inputs = []
-    targets = []
-    with tqdm(total=rows, disable=None) as bar:                 # None: a bar on a terminal only
-        while len(inputs) < rows:
-            levels = expressions(2000, rng)
-            size = sum(np.bincount(number, minlength=2000) for number, _ in levels)
-            fits = (size >= length / 4) & (size <= length)
-            kept = [words[fits[number]] for number, words in levels]
-            ends = np.cumsum(size[fits])
-            inputs += np.split(spelled(kept), ends)[:-1]
-            targets += values(kept)[:, None].tolist()
-            bar.update(len(ends))
+    levels = expressions(2000, rng)
+    size = sum(np.bincount(number, minlength=2000) for number, _ in levels)
+    good = (size >= length / 4) & (size <= length)
+    kept = [words[good[number]] for number, words in levels]
+    *inputs, _ = np.split(spelled(kept), np.cumsum(size[good]))
+    targets = values(kept)[:, None]
     return inputs[:rows], targets[:rows]
 
 
@@ -313,28 +307,19 @@ def pathfinder(rows, rng, vocab, training):
     dashes are equally bright and wide. Distances between the dots have the same distribution in both
     classes.
     """
-    from tqdm import tqdm
-    x = []
-    y = []
-    have = 0
-    with tqdm(total=rows, disable=None) as bar:
-        while have < rows:
-            pixels, ends = curves(500, rng)
-            n = len(ends)
-            label = rng.permutation(n) % 2
-            each = np.arange(n)
-            which = rng.permutation(n) % 2                      # curves placed first lie differently
-            first = ends[each, which, 0]
-            other = np.where(label == 1, which, 1 - which)
-            second = ends[each, other, label]                   # end of the same, beginning of the other
-            for at in first, second:
-                stamp(pixels, each, at[:, None], 1, DOT)        # 3 x 3 pixels
-            keep = paired(label, first - second, rng)
-            x.append(pixels[keep].reshape(-1, SIDE * SIDE))
-            y.append(label[keep])
-            have += len(keep)
-            bar.update(len(keep))
-    return np.concatenate(x)[:rows], np.concatenate(y)[:rows, None]
+    pixels, ends = curves(500, rng)
+    n = len(ends)
+    label = rng.permutation(n) % 2
+    each = np.arange(n)
+    which = rng.permutation(n) % 2                              # curves placed first lie differently
+    first = ends[each, which, 0]
+    other = np.where(label == 1, which, 1 - which)
+    second = ends[each, other, label]                           # end of the same, beginning of the other
+    for at in first, second:
+        stamp(pixels, each, at[:, None], 1, DOT)                # 3 x 3 pixels
+    keep = paired(label, first - second, rng)[:rows]
+    inputs = pixels.reshape(n, SIDE * SIDE)
+    return inputs[keep], label[keep, None]
 
 
 def paired(label, apart, rng):
@@ -447,7 +432,7 @@ def cifar10(path):
     From the binary version: a label, then 32 x 32 bytes each of red, green and blue, 10,000 times a file.
     """
     batches = [f'data_batch_{i}.bin' for i in range(1, 6)]
-    *train, test = named(path, *batches, 'test_batch.bin')
+    *train, test = named(path, *batches, 'test_batch.bin').values()
     sides = []
     for data in b''.join(train), test:
         if len(data) % 3073:
@@ -504,16 +489,15 @@ def lines(path, form=TABS, encoding='utf-8'):
 def trec(path):
     """5,452 questions for one of six kinds of things (Li and Roth 2002), from a folder; the 500 published to
     test on validate. In Latin-1, of which code page 1252 is an extension."""
-    names = [os.path.join(path, f'TREC.{side}.all') for side in ('train', 'test')]
-    return [parsed(content(name), name, BLANKS, 'cp1252') for name in names]
+    found = named(path, 'TREC.train.all', 'TREC.test.all')
+    return [parsed(data, name, BLANKS, 'cp1252') for name, data in found.items()]
 
 
 def cola(path):
     """8,551 sentences, 1: acceptable English, 0: not (Warstadt et al. 2018, arXiv:1805.12471), from the zip
     or from a folder with the files of raw/. 1,043 validate: both dev files, as in GLUE."""
-    names = 'in_domain_train.tsv', 'in_domain_dev.tsv', 'out_of_domain_dev.tsv'
-    found = named(path, *names, folder='raw')
-    train, near, far = [parsed(data, name, COLA) for name, data in zip(names, found)]
+    found = named(path, 'in_domain_train.tsv', 'in_domain_dev.tsv', 'out_of_domain_dev.tsv', folder='raw')
+    train, near, far = [parsed(data, name, COLA) for name, data in found.items()]
     return train, (near[0] + far[0], near[1] + far[1])
 
 
@@ -592,14 +576,11 @@ def bounded(f, path, before):
 
 
 def members(path, form):
-    """(name, bytes) of the files in a folder, a zip or a tar that are named like form, a regular expression;
-    name is its first group. Nothing is unpacked to the disk."""
+    """(name, bytes) of the files in a zip or a tar that are named like form, a regular expression; name is
+    its first group. Nothing is unpacked to the disk."""
     from tqdm import tqdm
     with readable(path), contextlib.ExitStack() as stack:
-        if os.path.isdir(path):
-            files = [(name, os.path.join(path, name)) for name in os.listdir(path)]
-            opened = functools.partial(open, mode='rb')
-        elif zipfile.is_zipfile(path):
+        if zipfile.is_zipfile(path):
             packed = stack.enter_context(zipfile.ZipFile(path))
             files = [(name, name) for name in packed.namelist()]
             opened = packed.open
@@ -618,13 +599,14 @@ def members(path, form):
 
 
 def named(path, *names, folder=''):
-    """The bytes of the files of these names in a folder, or in the archive of one, where they are in
-    `folder`."""
+    """{name: bytes} of these files in a folder, or in the archive of one, where they are in `folder`."""
+    if os.path.isdir(path):
+        return {name: content(os.path.join(path, name)) for name in names}
     found = dict(members(path, f'(?:.*{folder}/)?({"|".join(names)})'))
     for name in names:
         if name not in found:
             raise ValueError(f'{path} has no {name}')
-    return [found[name] for name in names]
+    return {name: found[name] for name in names}
 
 
 def matched(inputs, path, targets, other):
@@ -640,6 +622,7 @@ def matched(inputs, path, targets, other):
 def generate(row, meta, texts=None):
     """Draw a task's rows, the same ones each time -> both sides. row: of SETS. texts: the bytes of both
     sides, where rows are made from a text. meta gets what there is to say of the tokens."""
+    from tqdm import tqdm
     vocab = row['vocab']
     given = {}
     if 'length' in row:
@@ -653,7 +636,16 @@ def generate(row, meta, texts=None):
         rng = np.random.Generator(np.random.Philox(seed))
         if texts:
             given['text'] = texts[seed]
-        sides.append(row['make'](rows, rng, vocab, seed == 0, **given))         # seed 0: to train on
+        training = seed == 0
+        inputs = []
+        targets = []
+        with tqdm(total=rows, disable=None) as bar:             # None: a bar on a terminal only
+            while len(inputs) < rows:
+                x, y = row['make'](rows - len(inputs), rng, vocab, training, **given)
+                inputs.extend(x)
+                targets.extend(y)
+                bar.update(len(x))
+        sides.append((inputs, targets))
     return sides
 
 
@@ -665,37 +657,29 @@ def packed(sides, row, meta, length=None):
     patch = row.get('patch')
     if patch:
         meta['patch'] = patch * patch
-    meta['row'] = length or sides[0][0].shape[1]
+    if not all(len(inputs) for inputs, _ in sides):
+        raise ValueError('too few rows: one of the sides has none')
+    meta['row'] = length or len(sides[0][0][0])
     ignore = meta['vocab_size']
     meta['ignore'] = ignore
     found = []
     for inputs, targets in sides:
-        if not len(inputs):
-            raise ValueError('too few rows: one of the sides has none')
         rows = np.full((len(inputs), 2, meta['row']), ignore, np.min_scalar_type(ignore))
         if 'pad' in meta:
             rows[:, 0] = meta['pad']
-        if isinstance(inputs, np.ndarray):                      # equally long
-            rows[:, 0] = inputs
-            rows[:, 1, -targets.shape[1]:] = targets
-        else:
-            for (x, y), tokens, answers in zip(rows, inputs, targets):
-                x[:len(tokens)] = tokens
-                y[len(tokens) - len(answers):len(tokens)] = answers
-        if patch:
-            rows[:, 0] = in_patches(rows[:, 0], row['side'], patch)
+        for (x, y), tokens, answers in zip(rows, inputs, targets):
+            x[:len(tokens)] = tokens
+            y[len(tokens) - len(answers):len(tokens)] = answers
+        if patch:                                               # numbers of each square, squares as one reads
+            n = row['side'] // patch
+            squares = rows[:, 0].reshape(-1, n, patch, n, patch).swapaxes(2, 3)
+            rows[:, 0] = squares.reshape(len(rows), -1)
         if 'classes' in meta:
             [highest] = max(targets)
             if highest >= meta['classes']:
                 raise ValueError(f'label {highest} is no class, they are 0 to {meta["classes"] - 1}')
         found.append([rows])
     return found
-
-
-def in_patches(x, side, p):
-    """Pictures (N, side * side) with the numbers of each p x p square side by side, squares as one reads."""
-    n = side // p
-    return x.reshape(-1, n, p, n, p).swapaxes(2, 3).reshape(len(x), -1)
 
 
 def classes(sides):
