@@ -119,13 +119,9 @@ HELP = '\n'.join([
 
 
 # ---- the swap ----------------------------------------------------------------------------------------------
-def named(flag, text, choices):
-    """What --flag names of the choices, with commas between."""
-    found = text.replace(' ', '').split(',')
-    for name in found:
-        if name not in choices:
-            raise ValueError(f'--{flag}={text}: choose from {", ".join(choices)}')
-    return found
+def listed(text):
+    """The names in a flag, with commas between."""
+    return text.replace(' ', '').split(',')
 
 
 def swap(teacher, changes, places=PLACES):
@@ -204,8 +200,8 @@ def begin_as(teacher, student, x):
     matrix has (`balance`). Rows that are no longer than a window tell nothing of that."""
     for seen in teacher.through(x):
         memory = student.get_submodule(seen.name).memory
-        own = not seen.mixer.memory.rule.keeps              # no softmax: what is here is the teacher's own
-        if own or seen.crosses:                             # places of two texts have no distance
+        kept = not seen.mixer.memory.rule.keeps             # no softmax: what is here is the teacher's own
+        if kept or seen.crosses:                            # places of two texts have no distance
             continue
         T = seen.q.shape[2]
         if out_of_reach(memory) < T:
@@ -287,7 +283,7 @@ def learners(student, new, which):
     return {name for name, _ in student.named_parameters() if name.startswith(mixers)}
 
 
-def own(student, names):
+def unshare(student, names):
     """Copies in place of what it shares with its teacher: parameters of these names, which will be trained,
     and random features, which are drawn anew. With LoRA the others stay the teacher's: memory for one."""
     for name, p in student.named_parameters():
@@ -351,7 +347,7 @@ def distil(run, teacher, student, names, kind, steps, lr):
                 total = total + far.detach()
         return (total / many).reshape(1)
 
-    own(student, names)
+    unshare(student, names)
     for name, p in student.named_parameters():
         p.requires_grad_(name in names)
     run.learn(f'distil ({kind})', student, loss, steps, lr)
@@ -420,7 +416,7 @@ def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()
     torch.manual_seed(run.args.seed)                        # LoRA's A
     adapted = []
     if lora:
-        adapted = adapt(model, lora, run.projections, new)
+        adapted = adapt(model, lora, listed(run.args.lora_of), new)
     run.learn(stage, model, loss, steps, lr, new)
     merge(adapted)
     model.requires_grad_(True)
@@ -441,14 +437,12 @@ def can_fold(model):
     return folding[0].phi.feature_dim
 
 
-def composed(phi, scale, weight, bias):
-    """T2R's W scale (weight x + bias) + b as one linear layer; phi has W (H, m, d) and b (H, 1, m).
-    weight (H d, n_embd), bias (H d,)  ->  (H m, n_embd), (H m,)"""
-    W = scale * phi.weight
-    by_head = len(W), -1
-    weight = W @ weight.unflatten(0, by_head)
-    bias = W @ bias.unflatten(0, by_head)[..., None] + phi.bias.mT
-    return weight.flatten(0, 1), bias.flatten()
+def composed(phi, linear):
+    """T2R's W x + b of a linear layer's x as one such layer; phi has W (H, m, d) and b (H, 1, m).
+    linear (H d, n_embd + 1), its bias in the last column  ->  (H m, n_embd + 1)"""
+    found = phi.weight @ linear.unflatten(0, (len(phi.weight), -1))
+    found[..., -1:] += phi.bias.mT
+    return found.flatten(0, 1)
 
 
 @torch.no_grad()
@@ -463,16 +457,16 @@ def fold(model):
         phi = mixer.memory.phi
         if mixer.memory.rule.keeps:
             continue
-        W_q, W_k, W_v = mixer.qkv.weight.split(mixer.sizes)
+        W = mixer.qkv.weight
         bias = mixer.qkv.bias
         if bias is None:
-            bias = W_q.new_zeros(sum(mixer.sizes))
-        b_q, b_k, b_v = bias.split(mixer.sizes)
-        scale = phi.head_dim ** -0.5 if phi.scaled else 1.0
-        W_q, b_q = composed(phi, scale, W_q, b_q)
-        W_k, b_k = composed(phi, 1.0, W_k, b_k)
-        tensors[f'{name}.qkv.weight'] = torch.cat([W_q, W_k, W_v])
-        tensors[f'{name}.qkv.bias'] = torch.cat([b_q, b_k, b_v])
+            bias = W.new_zeros(len(W))
+        q, k, v = torch.cat([W, bias[:, None]], 1).split(mixer.sizes)
+        if phi.scaled:
+            q = q * phi.head_dim ** -0.5
+        linear = torch.cat([composed(phi, q), composed(phi, k), v])
+        tensors[f'{name}.qkv.weight'] = linear[:, :-1]
+        tensors[f'{name}.qkv.bias'] = linear[:, -1]
     changes = {'phi': 'relu', 'bias': True, 'key_dim': m}
     folded = GPT(dataclasses.replace(model.config, **changes)).to(model.embed.weight).eval()
     for name, x in folded.state_dict().items():             # the same memory as the parameters'
@@ -515,7 +509,6 @@ class Conversion:
     """What a conversion learns from and is judged by, the lines of its table, log.jsonl, and a file for each
     stage, from which --resume goes on. about: the run's flags and what it was made from, for these files"""
     def __init__(self, args, data, about):
-        self.projections = named('lora_of', args.lora_of, PROJECTIONS)
         self.args = args
         self.data = data
         self.about = about
@@ -760,7 +753,9 @@ def stopped(given, changes):
 
 
 def cannot_teach(args, config):
-    """What is wrong with a teacher of this config, for `refuse`."""
+    """What is wrong with flags beside a teacher of this config, for `refuse`."""
+    for name, text, choices in ('swap', args.swap, PLACES), ('lora_of', args.lora_of, PROJECTIONS):
+        yield set(listed(text)) - set(choices), f'--{name}={text}: choose from {", ".join(choices)}'
     rules = ','.join(config.all_rules())
     keeps = {RULES[rule].keeps for rule in config.all_rules()}
     yield keeps - {None, 'all'}, f'{args.from_}: its layers keep few rows, {rules}; a teacher keeps all'
@@ -811,7 +806,7 @@ def main(argv):
     train, val, of_data, name = prepare.for_model(args.from_, meta, args.data, T)
     data = Rows(train, val, of_data, of_data.get('row', T), device, args.batch_size, args.seed)
     torch.manual_seed(args.seed)
-    student, new = swap(teacher, changes, named('swap', args.swap, PLACES))
+    student, new = swap(teacher, changes, listed(args.swap))
     refuse(cannot_learn(student, data))
     begin_as(teacher, student, data.batch(0)[0])
     if args.lr is None:
@@ -841,7 +836,7 @@ def main(argv):
         query |= seen
     if args.steps:
         guide = teacher if args.loss == 'kl' else None
-        own(student, new if args.lora else dict(student.named_parameters()))
+        unshare(student, new if args.lora else dict(student.named_parameters()))
         finetune(run, 'fine-tune', student, args.steps, args.lr, distilled, guide, args.lora, new)
         done.append('fine-tune')
         run.note('fine-tuned', student, *done, steps=distilled + args.steps)
@@ -853,8 +848,8 @@ def main(argv):
     if args.export:
         weights.to_folder(args.export, student.state_dict(), dataclasses.asdict(student.config), meta['data'])
     state = sizes(student, teacher)
-    figures = {**run.table[-1], 'commit': commit(), **dataclasses.asdict(args)}
-    prepare.write_json(f'{args.out}/result.json', {**figures, **dataclasses.asdict(student.config)})
+    prepare.write_json(f'{args.out}/result.json', {
+        **run.table[-1], 'commit': commit(), **dataclasses.asdict(args), **dataclasses.asdict(student.config)})
     tuned = None
     if args.controls and args.steps:
         tuned = controls(run, teacher, plain, distilled)

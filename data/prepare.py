@@ -412,7 +412,7 @@ def whole(path):
             os.remove(temp)
 
 
-def fill(path, blocks):
+def put(path, blocks):
     """Write blocks of bytes to a file -> their sha256."""
     digest = hashlib.sha256()
     with open(path, 'wb') as f:
@@ -425,7 +425,7 @@ def fill(path, blocks):
 def write(path, blocks):
     """The same: whole under that name, or not there at all."""
     with whole(path) as temp:
-        fill(temp, blocks)
+        put(temp, blocks)
 
 
 def write_json(path, found):
@@ -739,9 +739,9 @@ def save(folder, meta, sides):
         for side, arrays in zip((*SIDES, 'test'), sides):
             data = files.enter_context(whole(os.path.join(folder, side + '.bin')))
             said = meta.setdefault(side, {})
-            said['sha256'] = fill(data, (a.astype(dtype, copy=False).tobytes() for a in arrays))
+            said['sha256'] = put(data, (a.astype(dtype, copy=False).tobytes() for a in arrays))
             said['tokens'] = os.path.getsize(data) // dtype.itemsize
-        fill(about, [json.dumps(meta, indent=1).encode()])
+        put(about, [json.dumps(meta, indent=1).encode()])
         if os.path.exists(path):
             os.remove(path)                                     # nobody reads the new beside the old
 

@@ -75,7 +75,8 @@ def mqar(rows, rng, vocab, training, length=128, pairs=8, a=0.01):
     """
     keys = distinct(rng, 1, vocab // 2, (rows, pairs))
     values = distinct(rng, vocab // 2, vocab, (rows, pairs))
-    p = a * np.arange(1, length // 2 - pairs + 1) ** (a - 1)
+    places = length // 2 - pairs
+    p = a * np.arange(1, places + 1) ** (a - 1)
     # Exponential(1) / p in ascending order is a draw from p without replacement, for all rows at once
     waits = rng.exponential(size=(rows, len(p))) / p
     at = 2 * pairs + 2 * np.argsort(waits, axis=1)[:, :pairs]
@@ -142,9 +143,9 @@ def facts(rows, rng, vocab, training, text, length=2048, every=False):
     later += (1 - later) * rng.random((rows, m))
     later[:, -1] = 1
 
-    place = np.concatenate([first, later], axis=1)
-    order = place.argsort(axis=1)
-    place = np.take_along_axis(place, order, axis=1)
+    share = np.concatenate([first, later], axis=1)
+    order = share.argsort(axis=1)
+    share = np.take_along_axis(share, order, axis=1)
     which = np.concatenate([np.tile(np.arange(n), (rows, 1)), again], axis=1)[each, order]
     pair = pair[each, which]
     answer = answer[each, which]
@@ -154,14 +155,15 @@ def facts(rows, rng, vocab, training, text, length=2048, every=False):
     said[:, :, ANSWER_AT] = answer
     wanted = np.full_like(said, vocab)
     wanted[:, :, ANSWER_AT - 1] = np.where(order < n, vocab, answer)
+    nothing = np.full(room, vocab)                              # is wanted of the text around
     begin = rng.integers(0, len(text) - room, rows)
     x = np.empty((rows, length), np.min_scalar_type(vocab))
     y = np.empty_like(x)
     for i in range(rows):
-        at = np.repeat((room * place[i]).astype(int), len(SENTENCE))
+        at = np.repeat((room * share[i]).astype(int), len(SENTENCE))
         around = text[begin[i]:begin[i] + room]
         x[i] = np.insert(around, at, said[i].ravel())[:length]
-        y[i] = np.insert(np.full(room, vocab), at, wanted[i].ravel())[:length]
+        y[i] = np.insert(nothing, at, wanted[i].ravel())[:length]
         if training and every:
             y[i, :-1] = x[i, 1:]
     return x, y
@@ -177,7 +179,8 @@ def in_words(texts, meta, most):
     """Texts in UTF-8 -> an array of tokens of each: words and signs. meta gets the vocabulary, at most so
     many: OWN, the answers, then the commonest of the first text."""
     found = [re.findall(r'\w+|[^\w\s]', text.decode('utf-8', 'replace')) for text in texts]
-    common = [word for word, _ in collections.Counter(found[0]).most_common() if word not in OWN]
+    counted = collections.Counter(found[0])
+    common = [word for word, _ in counted.most_common() if word not in OWN]
     likely = [word for word in common if word.isalpha()][:len(ANSWERS)]
     if len(likely) < len(ANSWERS):
         raise ValueError(f'the text has {len(likely)} different words of letters, expected {len(ANSWERS)} or '
@@ -348,13 +351,13 @@ def curves(n, rng, tries=30):
     for i, dashes in enumerate([7, 7, 2, 2, 2, 2, 2]):
         missing = good
         for _ in range(tries):
-            points, fits = walks(taken[missing], dashes, rng)
-            placed = missing[fits]
-            points = points[fits]
+            points, free = walks(taken[missing], dashes, rng)
+            placed = missing[free]
+            points = points[free]
             seen = np.arange(points.shape[1]) % (DASH + GAP) < DASH
             stamp(pixels, placed, points[:, seen], 0, CURVE)
             stamp(taken, placed, points, APART - 1, True)       # nothing else comes near
-            missing = missing[~fits]
+            missing = missing[~free]
             if i < 2:
                 ends[placed, i] = points[:, [0, -1]]
         if i < 2:
@@ -402,10 +405,11 @@ def idx(path):
         images = os.path.join(path, f'{side}-images-idx3-ubyte.gz')
         if side == 't10k' or os.path.exists(images):
             labels = os.path.join(path, f'{side}-labels-idx1-ubyte.gz')
-            sides.append(matched(numbers(images, [28, 28]), images, numbers(labels, []), labels))
+            x = numbers(images, [28, 28])
+            y = numbers(labels, [])
+            sides.append(matched(x, images, y, labels))
     if len(sides) == 1:
-        x, y = sides[0]
-        sides = list(zip(np.split(x, [-3000]), np.split(y, [-3000])))
+        sides = [(x[:-3000], y[:-3000]), (x[-3000:], y[-3000:])]
     return sides
 
 
@@ -563,10 +567,10 @@ def content(path):
     """The bytes of a file, or those that are packed in a .gz."""
     opened = gzip.open if path.endswith('.gz') else open
     with readable(path), opened(path, 'rb') as f:
-        return bounded(f, path, 0)
+        return limited(f, path, 0)
 
 
-def bounded(f, path, before):
+def limited(f, path, before):
     """The bytes of an unpacked file. ValueError where these and those before are more than UNPACKED."""
     found = f.read(UNPACKED + 1 - before)
     if before + len(found) > UNPACKED:
@@ -593,7 +597,7 @@ def members(path, form):
             found = re.fullmatch(form, name)
             if found:
                 with opened(file) as f:
-                    unpacked = bounded(f, path, total)
+                    unpacked = limited(f, path, total)
                 total += len(unpacked)
                 yield found[1], unpacked
 
@@ -668,11 +672,12 @@ def packed(sides, row, meta, length=None):
         if 'pad' in meta:
             rows[:, 0] = meta['pad']
         for (x, y), tokens, answers in zip(rows, inputs, targets):
-            x[:len(tokens)] = tokens
-            y[len(tokens) - len(answers):len(tokens)] = answers
+            n = len(tokens)
+            x[:n] = tokens
+            y[n - len(answers):n] = answers
         if patch:                                               # numbers of each square, squares as one reads
-            n = row['side'] // patch
-            squares = rows[:, 0].reshape(-1, n, patch, n, patch).swapaxes(2, 3)
+            across = row['side'] // patch
+            squares = rows[:, 0].reshape(-1, across, patch, across, patch).swapaxes(2, 3)
             rows[:, 0] = squares.reshape(len(rows), -1)
         if 'classes' in meta:
             [highest] = max(targets)
