@@ -491,15 +491,16 @@ def endpoint():
 
 
 def fetch(name, root=None, url=None, file=None):
-    """What a set is made from: its file, or the folder where its files are, if they are several. It is
-    --file, or in the set's folder (also put there by hand), or fetched."""
+    """The paths of what a set is made from: its files, or a folder in place of an archive. They are --file,
+    or in it, or in the set's folder (also put there by hand), or fetched."""
     row = find(name)
-    if file and os.path.isdir(file):                            # whoever reads it sees what it lacks
-        return file
-    folder = place(row.get('base', name), root)
     several = len(row['files']) > 1
+    if file and os.path.isdir(file):                            # whoever reads it sees what it lacks
+        return [os.path.join(file, base) for base in row['files']] if several else [file]
+    folder = place(row.get('base', name), root)
     if file and several:
         raise ValueError(f'--file={file} is no folder; {name} is made from {" and ".join(row["files"])}')
+    paths = []
     for base, sha256 in row['files'].items():
         path = file or os.path.join(folder, base)
         links = [f'{site}/{base}'.replace(HUB, endpoint()) for site in row['urls']]
@@ -510,7 +511,8 @@ def fetch(name, root=None, url=None, file=None):
         wrong = flaw(path, sha256=sha256)
         if wrong:
             raise ValueError(f'{path} is not the file of {name}: {wrong}; delete it, or replace it')
-    return folder if several else path
+        paths.append(path)
+    return paths
 
 
 # ---- prepare -----------------------------------------------------------------------------------------------
@@ -590,16 +592,16 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
         print(f'preparing {folder} ({row["help"]}; tokenizer {kind})', flush=True)
         meta = {key: wish[key] for key in ('tokenizer', 'vocab_size', 'chars', 'json') if key in wish}
         meta['name'] = os.path.basename(folder)
-        path = name
+        paths = files_of(name)
         if 'files' in row:
-            path = fetch(name, root, url, file)
+            paths = fetch(name, root, url, file)
         if 'text' in row:
             texts = local_text(file) if file else stdlib(None)
             sides = tasks.generate(row, meta, texts)
         elif 'rows' in row:
             sides = tasks.generate(row, meta)
         else:
-            sides = row['make'](path)
+            sides = row['make'](*paths)
         length = row.get('length')
         if 'answers' in row:
             sides, length = ANSWERS[row['answers']](sides, length, meta, wish)

@@ -5,9 +5,9 @@ Targets of tokens are those of the last of the row's inputs, as many as there ar
 
 Generated (recall, mqar, facts, listops, pathfinder): `make(rows, rng, vocab, training)` returns at most so many
 rows of a side, and is asked for more until there are enough; a target is `vocab` where nothing counts. facts also
-gets the text around them. All others: `make(path)` returns
-the side to train on, the one to validate on, and maybe a third, to test. Pictures are rows of numbers. Of
-sentences the targets are labels, of pairs they are texts, the translations.
+gets the text around them. All others: `make(*paths)` returns the side to train on, the one to validate on, and
+maybe a third, to test. Pictures are rows of numbers. Of sentences the targets are labels, of pairs they are texts,
+the translations.
 
 SETS says where files come from and what else there is to know; prepare.py fetches them, makes tokens of texts
 and writes what `packed` returns. Nothing of ours is imported here.
@@ -397,17 +397,16 @@ def stamp(pixels, where, points, beside, value):
 
 # ---- pictures ----------------------------------------------------------------------------------------------
 
-def idx(path):
-    """MNIST, 28 x 28, from a folder with the four files; the test side validates. Where that side is alone,
-    its last 3,000 do."""
+def idx(*paths):
+    """MNIST, 28 x 28: pictures and labels, first to train on; the test side validates. Where that side is
+    alone, its last 3,000 do."""
+    if not os.path.exists(paths[0]):
+        paths = paths[2:]
     sides = []
-    for side in 'train', 't10k':
-        images = os.path.join(path, f'{side}-images-idx3-ubyte.gz')
-        if side == 't10k' or os.path.exists(images):
-            labels = os.path.join(path, f'{side}-labels-idx1-ubyte.gz')
-            x = numbers(images, [28, 28])
-            y = numbers(labels, [])
-            sides.append(matched(x, images, y, labels))
+    for images, labels in zip(paths[::2], paths[1::2]):
+        x = numbers(images, [28, 28])
+        y = numbers(labels, [])
+        sides.append(matched(x, images, y, labels))
     if len(sides) == 1:
         sides = [(x[:-3000], y[:-3000]), (x[-3000:], y[-3000:])]
     return sides
@@ -490,11 +489,10 @@ def lines(path, form=TABS, encoding='utf-8'):
     return every_tenth(*parsed(content(path), path, form, encoding))
 
 
-def trec(path):
-    """5,452 questions for one of six kinds of things (Li and Roth 2002), from a folder; the 500 published to
-    test on validate. In Latin-1, of which code page 1252 is an extension."""
-    found = named(path, 'TREC.train.all', 'TREC.test.all')
-    return [parsed(data, name, BLANKS, 'cp1252') for name, data in found.items()]
+def trec(*paths):
+    """5,452 questions for one of six kinds of things (Li and Roth 2002); the 500 published to test on
+    validate. In Latin-1, of which code page 1252 is an extension."""
+    return [parsed(content(path), path, BLANKS, 'cp1252') for path in paths]
 
 
 def cola(path):
@@ -529,20 +527,16 @@ def aligned(path, other):
     return matched(sources, path, texts, other)
 
 
-def parallel(path):
-    """Two files of your own, sources:translations; every tenth line validates."""
-    source, target = path.split(':', 1)
+def parallel(source, target):
+    """Two files of your own, sources and translations; every tenth line validates."""
     return every_tenth(*aligned(source, target))
 
 
-def multi30k(path, source, target):
+def multi30k(*paths, source=0):
     """29,000 descriptions of the pictures of Flickr30k, and their translations (Elliott et al. 2016,
-    arXiv:1605.00459), from a folder. 1,014 validate; test_2016_flickr, 1,000 more, is the third side."""
-    sides = []
-    for side in 'train', 'val', 'test_2016_flickr':
-        begin = os.path.join(path, side)
-        sides.append(aligned(f'{begin}.{source}.gz', f'{begin}.{target}.gz'))
-    return sides
+    arXiv:1605.00459): an English file, then a German one, of each side. 1,014 validate; test_2016_flickr, 1,000
+    more, is the third side."""
+    return [aligned(*pair) for pair in zip(paths[source::2], paths[1 - source::2])]
 
 
 # ---- files -------------------------------------------------------------------------------------------------
@@ -719,7 +713,7 @@ MULTI30K = {
         'test_2016_flickr.en.gz': '611d361c6334bc7246101d48097c13cf5c4413c5befc793cc629934359d532d9',
         'test_2016_flickr.de.gz': '9204244e408ccb38d2a55cfcd344df15005fc42a07a6e55ca6c52b6ababb8cc8'},
     'urls': ['https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw']}
-SETS = {    # files: name and sha256, or None where not known; urls: folders that have them, in turn
+SETS = {    # files: name and sha256, or None where not known, as `make` gets them; urls: folders that have them
     'recall': {'help': 'generated: recall the last value of a key', 'tokenizer': 'ids', 'vocab': 40,
                'make': recall, 'rows': (10_000, 2_000)},
     'recall-kept': {'help': 'generated: keys keep their value', 'tokenizer': 'ids', 'vocab': 40,
@@ -771,8 +765,8 @@ SETS = {    # files: name and sha256, or None where not known; urls: folders tha
         'urls': [REVIEWS]},
     'multi30k': {
         **PAIRS, **MULTI30K, 'help': 'captions of pictures, English to German, 1.3 MB, for research',
-        'make': functools.partial(multi30k, source='en', target='de')},
+        'make': multi30k},
     'multi30k-de-en': {
         **PAIRS, **MULTI30K, 'help': 'the same files, German to English', 'base': 'multi30k',
-        'make': functools.partial(multi30k, source='de', target='en')},
+        'make': functools.partial(multi30k, source=1)},
 }
