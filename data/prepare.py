@@ -602,11 +602,10 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
             sides = tasks.generate(row, meta)
         else:
             sides = row['make'](*paths)
-        length = row.get('length')
         if 'answers' in row:
-            sides, length = ANSWERS[row['answers']](sides, length, meta, wish)
+            sides = ANSWERS[row['answers']](sides, row['length'], meta, wish)
         if 'answers' in row or row['tokenizer'] in FIXED:
-            arrays = tasks.packed(sides, row, meta, length)
+            arrays = tasks.packed(sides, row, meta)
         else:
             learn_tokens(sides, meta)
             meta.update({side: {'bytes': len(text)} for side, text in zip(SIDES, sides)})
@@ -618,17 +617,17 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
 
 
 def labels(sides, most, meta, wish):
-    """Texts and their labels -> the same in tokens, and the length of rows: in random order, always the same,
-    as files have one class after the other. meta gets all there is to say of tokens, here and below."""
+    """Texts and their labels -> the same in tokens, in random order, always the same, as files have one class
+    after the other. meta gets all there is to say of tokens and rows, here and below."""
     texts, classes = zip(*sides)
     learn_with_pad(texts, meta, wish)
     meta['classes'] = tasks.classes(classes)
     found = []
-    tokens, length = fitted(texts, meta, most, wish.get('row'), 32)
+    tokens, meta['row'] = fitted(texts, meta, most, wish.get('row'), 32)
     for x, y in zip(tokens, classes):
         order = np.random.Generator(np.random.Philox(0)).permutation(len(x))
         found.append(([x[i] for i in order], [y[i] for i in order]))
-    return found, length
+    return found
 
 
 def pairs(sides, most, meta, wish):
@@ -640,12 +639,13 @@ def pairs(sides, most, meta, wish):
     read, source = fitted(sources, meta, most, given, 8)
     said, length = fitted(texts, meta, most, wish.get('row', 0) - given, 8, before=1)
     meta['source'] = source
+    meta['row'] = source + length
     pad = np.full(source + 1, meta['pad'])
     found = []
     for x, y in zip(read, said):
         inputs = [np.concatenate([a, pad[len(a):], b]) for a, b in zip(x, y)]
         found.append((inputs, [np.append(b, pad[0]) for b in y]))
-    return found, source + length
+    return found
 
 
 def told(sides, most, meta, _):
@@ -666,7 +666,8 @@ def told(sides, most, meta, _):
             tokens = before + encode(source.decode(), meta)
             inputs.append(tokens[:most - len(text) - 1] + end + text)
         found.append((inputs, [text + end for text in said]))
-    return found, length_of([x for x, _ in found], most, 8)
+    meta['row'] = length_of([x for x, _ in found], most, 8)
+    return found
 
 
 ANSWERS = {'labels': labels, 'pairs': pairs, 'told': told}

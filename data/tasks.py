@@ -647,9 +647,9 @@ def generate(row, meta, texts=None):
     return sides
 
 
-def packed(sides, row, meta, length=None):
-    """Sides of tokens -> arrays (N, 2, length) as they are written: inputs, filled up with pad, and targets.
-    row: of SETS. length: None where rows are equally long. meta gets what there is to say of rows."""
+def packed(sides, row, meta):
+    """Sides of tokens -> arrays (N, 2, meta['row']) as they are written: inputs, filled up with pad, and
+    targets. row: of SETS. meta gets what it does not say yet of rows."""
     meta.setdefault('vocab_size', 256)                          # of pictures; all others have one
     meta.update(row.get('meta', {}))
     patch = row.get('patch')
@@ -657,7 +657,7 @@ def packed(sides, row, meta, length=None):
         meta['patch'] = patch * patch
     if not all(len(inputs) for inputs, _ in sides):
         raise ValueError('too few rows: one of the sides has none')
-    meta['row'] = length or len(sides[0][0][0])
+    meta.setdefault('row', row.get('length') or len(sides[0][0][0]))
     ignore = meta['vocab_size']
     meta['ignore'] = ignore
     found = []
