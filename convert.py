@@ -357,7 +357,7 @@ def distil(run, teacher, student, names, kind, steps, lr):
 # ---- stage 2: the whole model ------------------------------------------------------------------------------
 class LoRA(nn.Module):
     """W + B A / r * 16 of each projection that is adapted: A (r, in) random, B (out, r) zero at first. Hu
-    2021, arXiv:2106.09685. W (all out, in) may be several, one below the other; rows: slices, those of each"""
+    2021, arXiv:2106.09685. W (all out, in) may be several, one below the other; rows: a slice for each"""
     def __init__(self, W, rank, rows):
         super().__init__()
         self.scale = 16 / rank
@@ -848,8 +848,8 @@ def main(argv):
     if args.export:
         weights.to_folder(args.export, student.state_dict(), dataclasses.asdict(student.config), meta['data'])
     state = sizes(student, teacher)
-    prepare.write_json(f'{args.out}/result.json', {
-        **run.table[-1], 'commit': commit(), **dataclasses.asdict(args), **dataclasses.asdict(student.config)})
+    figures = {**run.table[-1], 'commit': commit(), **dataclasses.asdict(args)}
+    prepare.write_json(f'{args.out}/result.json', {**figures, **dataclasses.asdict(student.config)})
     tuned = None
     if args.controls and args.steps:
         tuned = controls(run, teacher, plain, distilled)

@@ -674,8 +674,8 @@ ANSWERS = {'labels': labels, 'pairs': pairs, 'told': told}
 
 
 def fitted(sides, meta, most, given, step, before=0):
-    """UTF-8 texts of each side -> an array of tokens of each, and the length of rows they fit in with `before`
-    more tokens: that of a model's rows, `given`, if there is one. What is behind is cut off."""
+    """UTF-8 texts of each side -> an array of tokens of each, and the length of rows they fit in with
+    `before` more tokens: that of a model's rows, `given`, if there is one. What is behind is cut off."""
     from tqdm import tqdm
     room = (given or most) - before
     found = []
@@ -692,7 +692,7 @@ def fitted(sides, meta, most, given, step, before=0):
                 cut += 1
             tokens.append(np.array(row, np.uint32))
         if cut:
-            print(f'{cut:,} of {len(texts):,} texts have more than {room} tokens: the rest of them is cut off')
+            print(f'{cut:,} of {len(texts):,} texts have more than {room} tokens: the rest is cut off')
         found.append(tokens)
     return found, given or length_of(found, most, step, before)
 

@@ -3,11 +3,11 @@
 A side of a set is (inputs, targets): N rows of tokens, or N texts in UTF-8, and what is to be said of each.
 Targets of tokens are those of the last of the row's inputs, as many as there are: of all, or of one, a class.
 
-Generated (recall, mqar, facts, listops, pathfinder): `make(rows, rng, vocab, training)` returns at most so many
-rows of a side, and is asked for more until there are enough; a target is `vocab` where nothing counts. facts also
-gets the text around them. All others: `make(*paths)` returns the side to train on, the one to validate on, and
-maybe a third, to test. Pictures are rows of numbers. Of sentences the targets are labels, of pairs they are texts,
-the translations.
+Generated (recall, mqar, facts, listops, pathfinder): `make(rows, rng, vocab, training)` returns at most so
+many rows of a side, and is asked for more until there are enough; a target is `vocab` where nothing counts.
+facts also gets the text around them. All others: `make(*paths)` returns the side to train on, the one to
+validate on, and maybe a third, to test. Pictures are rows of numbers. Of sentences the targets are labels, of
+pairs they are texts, the translations.
 
 SETS says where files come from and what else there is to know; prepare.py fetches them, makes tokens of texts
 and writes what `packed` returns. Nothing of ours is imported here.
@@ -534,8 +534,8 @@ def parallel(source, target):
 
 def multi30k(*paths, source=0):
     """29,000 descriptions of the pictures of Flickr30k, and their translations (Elliott et al. 2016,
-    arXiv:1605.00459): an English file, then a German one, of each side. 1,014 validate; test_2016_flickr, 1,000
-    more, is the third side."""
+    arXiv:1605.00459): an English file, then a German one, of each side. 1,014 validate; test_2016_flickr,
+    1,000 more, is the third side."""
     return [aligned(*pair) for pair in zip(paths[source::2], paths[1 - source::2])]
 
 
@@ -713,7 +713,7 @@ MULTI30K = {
         'test_2016_flickr.en.gz': '611d361c6334bc7246101d48097c13cf5c4413c5befc793cc629934359d532d9',
         'test_2016_flickr.de.gz': '9204244e408ccb38d2a55cfcd344df15005fc42a07a6e55ca6c52b6ababb8cc8'},
     'urls': ['https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw']}
-SETS = {    # files: name and sha256, or None where not known, as `make` gets them; urls: folders that have them
+SETS = {    # files, as `make` gets them: name and sha256, or None where not known; urls: folders with them
     'recall': {'help': 'generated: recall the last value of a key', 'tokenizer': 'ids', 'vocab': 40,
                'make': recall, 'rows': (10_000, 2_000)},
     'recall-kept': {'help': 'generated: keys keep their value', 'tokenizer': 'ids', 'vocab': 40,
