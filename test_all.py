@@ -1728,6 +1728,7 @@ def test_listops_answers_are_those_of_its_text(tmp_path, monkeypatch):
     """Rows of another length are a set of their own; the same rows each time."""
     monkeypatch.setitem(prepare.DATASETS, 'listops', {**prepare.DATASETS['listops'], 'rows': (900, 40)})
     sides, meta = rows_of('listops-64', tmp_path)
+    assert [len(x) for x, _ in sides] == [900, 40]
     for row, target in np.concatenate(sides, axis=1).swapaxes(0, 1):
         n = (row != meta['pad']).sum()
         text = prepare.decode(row, meta)

@@ -42,7 +42,6 @@ def replace(path, tensors, notes):
 
 # ---- GPT-2, Llama, BERT, ViT: a table of each, read in both directions -------------------------------------
 
-
 class Family(NamedTuple):
     """How a kind of model is kept on the hub. In names {i} is the number of a layer, {next} that of the one
     behind it, {p} weight or bias. (a|b) are two of theirs, whose rows ours has one below the other; a .T at
@@ -241,7 +240,6 @@ def scaling_of(rope):
 
 
 # ---- folders in the hub's layout ---------------------------------------------------------------------------
-
 
 class Folder:
     """A folder with config.json and *.safetensors; source: what messages call it. ValueError for what is
