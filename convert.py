@@ -31,6 +31,7 @@ attention weights for a picture.
 import copy
 import dataclasses
 import glob
+import itertools
 import json
 import math
 import os
@@ -118,13 +119,9 @@ HELP = '\n'.join([
 
 
 # ---- the swap ----------------------------------------------------------------------------------------------
-def named(flag, text, choices):
-    """What --flag names of the choices, with commas between."""
-    found = text.replace(' ', '').split(',')
-    for name in found:
-        if name not in choices:
-            raise ValueError(f'--{flag}={text}: choose from {", ".join(choices)}')
-    return found
+def listed(text):
+    """The names in a flag, with commas between."""
+    return text.replace(' ', '').split(',')
 
 
 def swap(teacher, changes, places=PLACES):
@@ -134,7 +131,14 @@ def swap(teacher, changes, places=PLACES):
     old = teacher.config
     pos = 'rope' if old.turns() else old.pos                # W_q and W_k were learned with rope: it stays
     student = GPT(dataclasses.replace(old, pos=pos, **rules_after(old, changes, places)))
-    refuse_other_maps(teacher, student)
+    twins = student.mixers()
+    for name, mixer in teacher.mixers().items():
+        memory = mixer.memory
+        twin = twins[name].memory
+        if memory.rule.keeps is None and (memory.map, memory.norm) != (twin.map, twin.norm):
+            raise ValueError(f'{name} of the teacher has fast weights already, with --phi={memory.map} '
+                             f'--norm={memory.norm}, which are flags of all layers: give these, not '
+                             f'--phi={twin.map} --norm={twin.norm}')
     if student.config.all_rules() == old.all_rules():
         raise ValueError(f'--rule={old.rule} --layers={old.layers}: nothing of the teacher would change')
     missing, extra = fill(student, teacher.state_dict(),
@@ -171,18 +175,6 @@ def rules_after(old, changes, places):
     return {**found, **changes}
 
 
-def refuse_other_maps(teacher, student):
-    """ValueError where the teacher's own fast weights would get another map or normaliser."""
-    twins = student.mixers()
-    for name, mixer in teacher.mixers().items():
-        memory = mixer.memory
-        twin = twins[name].memory
-        if memory.rule.keeps is None and (memory.map, memory.norm) != (twin.map, twin.norm):
-            raise ValueError(f'{name} of the teacher has fast weights already, with --phi={memory.map} '
-                             f'--norm={memory.norm}, which are flags of all layers: give these, not '
-                             f'--phi={twin.map} --norm={twin.norm}')
-
-
 def out_of_reach(memory):
     """From which distance on a key is in the matrix: at once, or when the rows beside it have let it go."""
     if memory.overflow is None:
@@ -208,8 +200,8 @@ def begin_as(teacher, student, x):
     matrix has (`balance`). Rows that are no longer than a window tell nothing of that."""
     for seen in teacher.through(x):
         memory = student.get_submodule(seen.name).memory
-        own = not seen.mixer.memory.rule.keeps              # no softmax: what is here is the teacher's own
-        if own or seen.crosses:                             # places of two texts have no distance
+        kept = not seen.mixer.memory.rule.keeps             # no softmax: what is here is the teacher's own
+        if kept or seen.crosses:                            # places of two texts have no distance
             continue
         T = seen.q.shape[2]
         if out_of_reach(memory) < T:
@@ -287,13 +279,11 @@ def learners(student, new, which):
     that have something new."""
     if which == 'new':
         return new
-    found = set()
-    for mixer, module in changed(student, new).items():
-        found |= {f'{mixer}.{name}' for name, _ in module.named_parameters()}
-    return found
+    mixers = tuple(f'{name}.' for name in changed(student, new))
+    return {name for name, _ in student.named_parameters() if name.startswith(mixers)}
 
 
-def own(student, names):
+def unshare(student, names):
     """Copies in place of what it shares with its teacher: parameters of these names, which will be trained,
     and random features, which are drawn anew. With LoRA the others stay the teacher's: memory for one."""
     for name, p in student.named_parameters():
@@ -301,15 +291,6 @@ def own(student, names):
             p.data = p.data.clone()
     for x in student.buffers():
         x.data = x.data.clone()
-
-
-def whole_layer(block, seen):
-    """What a block makes of its input, from a fresh start."""
-    state = {}
-    if block.cross is not None:
-        state = block.cross.write(seen.source, seen.there)
-        state['t'] = torch.tensor(block.cross.begin)
-    return block(seen.x, state, seen.there)[0]
 
 
 def mismatch(kind, seen, student):
@@ -324,7 +305,12 @@ def mismatch(kind, seen, student):
     if seen.real is not None:
         real = seen.real
     if kind == 'hidden':
-        error = whole_layer(student.get_submodule(seen.layer), seen) - seen.y
+        block = student.get_submodule(seen.layer)
+        state = {}                                          # a fresh start
+        if block.cross is not None:
+            state = block.cross.write(seen.source, seen.there)
+            state['t'] = torch.tensor(block.cross.begin)
+        error = block(seen.x, state, seen.there)[0] - seen.y
         return error.square().mean(-1)[real].mean()
     if kind == 'ce':
         a = seen.weights(seen.mixer)
@@ -361,7 +347,7 @@ def distil(run, teacher, student, names, kind, steps, lr):
                 total = total + far.detach()
         return (total / many).reshape(1)
 
-    own(student, names)
+    unshare(student, names)
     for name, p in student.named_parameters():
         p.requires_grad_(name in names)
     run.learn(f'distil ({kind})', student, loss, steps, lr)
@@ -371,26 +357,22 @@ def distil(run, teacher, student, names, kind, steps, lr):
 # ---- stage 2: the whole model ------------------------------------------------------------------------------
 class LoRA(nn.Module):
     """W + B A / r * 16 of each projection that is adapted: A (r, in) random, B (out, r) zero at first. Hu
-    2021, arXiv:2106.09685. W (all out, in) may be several, one below the other; sizes: their names and rows.
-    names: those that are adapted"""
-    def __init__(self, W, rank, sizes, names):
+    2021, arXiv:2106.09685. W (all out, in) may be several, one below the other; rows: a slice for each"""
+    def __init__(self, W, rank, rows):
         super().__init__()
         self.scale = 16 / rank
-        self.sizes = sizes
-        self.A = nn.ParameterDict()
-        self.B = nn.ParameterDict()
-        for name in sizes:
-            if name in names:
-                self.A[name] = torch.randn(rank, W.shape[1], device=W.device) / W.shape[1] ** 0.5
-                self.B[name] = torch.zeros(sizes[name], rank, device=W.device)
+        self.rows = rows
+        self.A = nn.ParameterList()
+        self.B = nn.ParameterList()
+        for at in rows:
+            self.A.append(torch.randn(rank, W.shape[1], device=W.device) / W.shape[1] ** 0.5)
+            self.B.append(torch.zeros(at.stop - at.start, rank, device=W.device))
 
     def forward(self, W):
-        parts = []
-        for name, part in zip(self.sizes, W.split([*self.sizes.values()])):
-            if name in self.A:
-                part = part + self.scale * self.B[name] @ self.A[name]
-            parts.append(part)
-        return torch.cat(parts)
+        W = W.clone()
+        for at, A, B in zip(self.rows, self.A, self.B):
+            W[at] += self.scale * B @ A
+        return W
 
 
 def adapt(model, rank, names, new):
@@ -400,11 +382,12 @@ def adapt(model, rank, names, new):
         p.requires_grad_(name in new)
     adapted = []
     for mixer in model.mixers().values():
-        stacked = dict(zip(PROJECTIONS, mixer.sizes))
-        for linear, sizes in (mixer.qkv, stacked), (mixer.proj, {'o': len(mixer.proj.weight)}):
-            if sizes.keys() & set(names):
-                lora = LoRA(linear.weight, rank, sizes, names)
-                parametrize.register_parametrization(linear, 'weight', lora)
+        of_output = {'o': len(mixer.proj.weight)}
+        for linear, sizes in (mixer.qkv, dict(zip(PROJECTIONS, mixer.sizes))), (mixer.proj, of_output):
+            ends = itertools.accumulate(sizes.values())
+            rows = [slice(end - sizes[name], end) for name, end in zip(sizes, ends) if name in names]
+            if rows:
+                parametrize.register_parametrization(linear, 'weight', LoRA(linear.weight, rank, rows))
                 adapted.append(linear)
     return adapted
 
@@ -419,24 +402,21 @@ def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()
     """Stage 2, and the controls: towards the targets y where they count or, with a teacher, towards its
     distribution at these places, KL(teacher || model). All weights learn, or with lora > 0 matrices of that
     rank and what is in `new`. after: the steps of another stage, whose rows were others"""
-    meta = run.data.meta
-
     def loss(step):
-        x, y = run.data.batch(after + step)
-        logits, targets, _ = answers(model, x, y, None, meta)
         if teacher is None:
-            value = F.cross_entropy(logits, targets)
-        else:
-            with torch.no_grad():
-                wanted = answers(teacher, x, y, None, meta)[0].log_softmax(-1)
-            value = F.kl_div(logits.log_softmax(-1), wanted, reduction='batchmean', log_target=True)
+            return run.data.learn(model, [None], after + step)
+        x, y = run.data.batch(after + step)
+        logits, _, _ = answers(model, x, y, None, run.data.meta)
+        with torch.no_grad():
+            wanted = answers(teacher, x, y, None, run.data.meta)[0].log_softmax(-1)
+        value = F.kl_div(logits.log_softmax(-1), wanted, reduction='batchmean', log_target=True)
         value.backward()
         return value.detach().reshape(1)
 
     torch.manual_seed(run.args.seed)                        # LoRA's A
     adapted = []
     if lora:
-        adapted = adapt(model, lora, named('lora_of', run.args.lora_of, PROJECTIONS), new)
+        adapted = adapt(model, lora, listed(run.args.lora_of), new)
     run.learn(stage, model, loss, steps, lr, new)
     merge(adapted)
     model.requires_grad_(True)
@@ -457,14 +437,12 @@ def can_fold(model):
     return folding[0].phi.feature_dim
 
 
-def composed(phi, scale, weight, bias):
-    """T2R's W scale (weight x + bias) + b as one linear layer; phi has W (H, m, d) and b (H, 1, m).
-    weight (H d, n_embd), bias (H d,)  ->  (H m, n_embd), (H m,)"""
-    W = scale * phi.weight
-    by_head = len(W), -1
-    weight = W @ weight.unflatten(0, by_head)
-    bias = W @ bias.unflatten(0, by_head)[..., None] + phi.bias.mT
-    return weight.flatten(0, 1), bias.flatten()
+def composed(phi, linear):
+    """T2R's W x + b of a linear layer's x as one such layer; phi has W (H, m, d) and b (H, 1, m).
+    linear (H d, n_embd + 1), its bias in the last column  ->  (H m, n_embd + 1)"""
+    found = phi.weight @ linear.unflatten(0, (len(phi.weight), -1))
+    found[..., -1:] += phi.bias.mT
+    return found.flatten(0, 1)
 
 
 @torch.no_grad()
@@ -479,16 +457,16 @@ def fold(model):
         phi = mixer.memory.phi
         if mixer.memory.rule.keeps:
             continue
-        W_q, W_k, W_v = mixer.qkv.weight.split(mixer.sizes)
+        W = mixer.qkv.weight
         bias = mixer.qkv.bias
         if bias is None:
-            bias = W_q.new_zeros(sum(mixer.sizes))
-        b_q, b_k, b_v = bias.split(mixer.sizes)
-        scale = phi.head_dim ** -0.5 if phi.scaled else 1.0
-        W_q, b_q = composed(phi, scale, W_q, b_q)
-        W_k, b_k = composed(phi, 1.0, W_k, b_k)
-        tensors[f'{name}.qkv.weight'] = torch.cat([W_q, W_k, W_v])
-        tensors[f'{name}.qkv.bias'] = torch.cat([b_q, b_k, b_v])
+            bias = W.new_zeros(len(W))
+        q, k, v = torch.cat([W, bias[:, None]], 1).split(mixer.sizes)
+        if phi.scaled:
+            q = q * phi.head_dim ** -0.5
+        linear = torch.cat([composed(phi, q), composed(phi, k), v])
+        tensors[f'{name}.qkv.weight'] = linear[:, :-1]
+        tensors[f'{name}.qkv.bias'] = linear[:, -1]
     changes = {'phi': 'relu', 'bias': True, 'key_dim': m}
     folded = GPT(dataclasses.replace(model.config, **changes)).to(model.embed.weight).eval()
     for name, x in folded.state_dict().items():             # the same memory as the parameters'
@@ -741,23 +719,23 @@ def a_teacher():
 
 
 def settings(argv):
-    """Flags, and with --resume those of the conversion that was stopped. -> args, the student's flags"""
+    """Flags, and those of the recipe or, with --resume, of the conversion that was stopped. -> args, the
+    student's flags"""
     given, changes = parse(argv, HELP, Args, Student)
     if given.get('resume'):
-        return resumed(given, changes)
-    recipe = RECIPES[given.get('recipe', Args.recipe)]
-    way, kind = parse(recipe.split(), HELP, Args, Student)
-    rule = changes.get('rule', kind['rule'])
-    alike = rule == kind['rule'] or {rule, kind['rule']} == {'window', 'sink'}
-    if 'layers' in changes or not alike:                    # another rule comes with its own map, norm, rows
-        kind = {'rule': Student.rule}
-    args = Args(**{'from_': '', **way, **given})
-    named('lora_of', args.lora_of, PROJECTIONS)             # refused now, not after stage 1
-    return args, {**kind, **changes}
+        way, kind = stopped(given, changes)
+    else:
+        way, kind = parse(RECIPES[given.get('recipe', Args.recipe)].split(), HELP, Args, Student)
+        way['from_'] = ''
+        rule = changes.get('rule', kind['rule'])
+        alike = rule == kind['rule'] or {rule, kind['rule']} == {'window', 'sink'}
+        if 'layers' in changes or not alike:                # another rule comes with its own map, norm, rows
+            kind = {'rule': Student.rule}
+    return Args(**{**way, **given}), {**kind, **changes}
 
 
-def resumed(given, changes):
-    """-> args, the student's flags of the conversion in --out. What is given again must be the same."""
+def stopped(given, changes):
+    """The flags of the conversion in --out, as two dicts. What is given again must be the same."""
     out = given.get('out', Args.out)
     files = stages(out)
     if not files:
@@ -771,11 +749,13 @@ def resumed(given, changes):
         if known.get(name) != value and name not in ('out', 'device', 'export'):
             raise ValueError(f'--{name.strip("_")}={value}: the run began with {known.get(name)!r}; drop the '
                              'flag, or --resume')
-    return Args(**(args | given)), kept['changes']
+    return args, kept['changes']
 
 
 def cannot_teach(args, config):
-    """What is wrong with a teacher of this config, for `refuse`."""
+    """What is wrong with flags beside a teacher of this config, for `refuse`."""
+    for name, text, choices in ('swap', args.swap, PLACES), ('lora_of', args.lora_of, PROJECTIONS):
+        yield set(listed(text)) - set(choices), f'--{name}={text}: choose from {", ".join(choices)}'
     rules = ','.join(config.all_rules())
     keeps = {RULES[rule].keeps for rule in config.all_rules()}
     yield keeps - {None, 'all'}, f'{args.from_}: its layers keep few rows, {rules}; a teacher keeps all'
@@ -826,7 +806,7 @@ def main(argv):
     train, val, of_data, name = prepare.for_model(args.from_, meta, args.data, T)
     data = Rows(train, val, of_data, of_data.get('row', T), device, args.batch_size, args.seed)
     torch.manual_seed(args.seed)
-    student, new = swap(teacher, changes, named('swap', args.swap, PLACES))
+    student, new = swap(teacher, changes, listed(args.swap))
     refuse(cannot_learn(student, data))
     begin_as(teacher, student, data.batch(0)[0])
     if args.lr is None:
@@ -856,7 +836,7 @@ def main(argv):
         query |= seen
     if args.steps:
         guide = teacher if args.loss == 'kl' else None
-        own(student, new if args.lora else dict(student.named_parameters()))
+        unshare(student, new if args.lora else dict(student.named_parameters()))
         finetune(run, 'fine-tune', student, args.steps, args.lr, distilled, guide, args.lora, new)
         done.append('fine-tune')
         run.note('fine-tuned', student, *done, steps=distilled + args.steps)

@@ -1802,6 +1802,7 @@ def test_listops_answers_are_those_of_its_text(tmp_path, monkeypatch):
     """Rows of another length are a set of their own; the same rows each time."""
     monkeypatch.setitem(prepare.DATASETS, 'listops', {**prepare.DATASETS['listops'], 'rows': (900, 40)})
     sides, meta = rows_of('listops-64', tmp_path)
+    assert [len(x) for x, _ in sides] == [900, 40]
     for row, target in np.concatenate(sides, axis=1).swapaxes(0, 1):
         n = (row != meta['pad']).sum()
         text = prepare.decode(row, meta)
@@ -1902,8 +1903,9 @@ GERMAN = ['ein Mann ' * (i % 5) + f'und {i} H\u00fcte' for i in range(52)]
 SIDES = {'train': slice(40), 'val': slice(40, 47), 'test_2016_flickr': slice(47, 52)}
 WIKI = {f'wiki/wiki.{side}.raw': TEXT[:4000].encode() for side in ('train', 'valid', 'test')}
 PUBLISHED = {       # small files as those of each set are; of users' own, in the order of their names
-    'mnist': {'train-images-idx3-ubyte.gz': idx(DIGITS[:12]), 't10k-images-idx3-ubyte.gz': idx(DIGITS[12:]),
+    'mnist': {'train-images-idx3-ubyte.gz': idx(DIGITS[:12]),
               'train-labels-idx1-ubyte.gz': idx(KINDS_OF_DIGITS[:12]),
+              't10k-images-idx3-ubyte.gz': idx(DIGITS[12:]),
               't10k-labels-idx1-ubyte.gz': idx(KINDS_OF_DIGITS[12:])},
     'cifar10': {'cifar-10-binary.tar.gz': tarred(BATCHES)},
     'imdb': {'aclImdb_v1.tar.gz': tarred(REVIEWS)},
@@ -2108,7 +2110,7 @@ def test_both_directions_are_made_from_the_files_of_one_folder(published, tmp_pa
     """Whose sha256 are known; rows may be shorter; a side that is gone is missed."""
     published('multi30k')
     folder = shutil.copytree(tmp_path / 'files', tmp_path / 'multi30k')
-    known = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+    known = {base: hashlib.sha256((folder / base).read_bytes()).hexdigest() for base in PUBLISHED['multi30k']}
     for name in 'multi30k', 'multi30k-de-en':
         monkeypatch.setitem(prepare.DATASETS, name, {**prepare.DATASETS[name], 'files': known, 'urls': []})
         *_, meta = prepare.load(f'{name}-16', str(tmp_path), 'byte')

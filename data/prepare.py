@@ -61,7 +61,7 @@ SIDES = ('train', 'val')                                        # every set has 
 FIXED = ('ids', 'words')                                        # of sets that can be in no other
 TOKENIZERS = ('byte', 'char', 'gpt2')                           # and bpe:N, for these N:
 LEARNED = range(257, 65537)                                     # 256 bytes, and what is learned
-LONG_WORD = 1000                                                # characters
+LONG_WORD = r'(\S{1000})'                                       # is split there: its pairs would take hours
 OF_TEXTS = f'{", ".join(TOKENIZERS)} or bpe:N, N from {LEARNED[0]} to {LEARNED[-1]:,}'
 
 
@@ -104,7 +104,7 @@ def local_text(path):
 
 def wikitext(path):
     """From the zip as published, or a folder with wiki.train.raw and wiki.valid.raw."""
-    return tasks.named(path, 'wiki.train.raw', 'wiki.valid.raw')
+    return list(tasks.named(path, 'wiki.train.raw', 'wiki.valid.raw').values())
 
 
 # ---- the sets ----------------------------------------------------------------------------------------------
@@ -135,14 +135,12 @@ FLAGS = {
     '--patch': 'side of the squares of a picture: another set, as mnist-patch7',
     '--url': 'fetch from this mirror; of several files: the folder',
     '--file': 'a local copy of what would be fetched; of several files: the folder'}
-# own: how names of folders begin, so that no two kinds of sets share one
-OWN_TEXT = {'own': 'text', 'help': 'a text of your own', 'tokenizer': 'byte', 'make': local_text}
-OWN_LINES = {'own': 'lines', 'help': 'labelled lines of your own', 'tokenizer': 'byte', 'make': tasks.lines,
-             'answers': 'labels', 'length': 1024}
-OWN_PAIRS = {'own': 'pairs', 'help': 'translations of your own', 'tokenizer': 'bpe:4096',
-             'make': tasks.parallel, 'answers': 'pairs', 'length': 256}
-OWN_TOLD = {'own': 'told', 'help': 'pairs of your own, for a model of texts', 'tokenizer': 'byte',
-            'make': tasks.parallel, 'answers': 'told', 'length': 1024}
+OWN = {     # files of your own; how names of folders begin, so that no two kinds share one
+    'text': {'help': 'a text of your own', 'tokenizer': 'byte', 'make': local_text},
+    'lines': {**tasks.SENTENCES, 'help': 'labelled lines of your own', 'make': tasks.lines},
+    'pairs': {**tasks.PAIRS, 'help': 'translations of your own', 'make': tasks.parallel},
+    'told': {**tasks.SENTENCES, 'help': 'pairs of your own, for a model of texts', 'make': tasks.parallel,
+             'answers': 'told'}}
 
 
 def find(name):
@@ -175,17 +173,17 @@ def files_of(name):
     return [name] if os.path.exists(name) else name.split(':', 1)
 
 
-def known(name, like=None):
+def row_of(name, like=None):
     """The row of a set by its name, or the one for files of your own. like: as for `place`"""
-    own = OWN_LINES if name.endswith('.tsv') else OWN_TEXT
+    kind = 'lines' if name.endswith('.tsv') else 'text'
     if len(files_of(name)) == 2:
-        own = OWN_PAIRS
+        kind = 'pairs'
         if like and 'vocab_size' in like and 'source' not in like:      # a model that knows no pairs
-            own = OWN_TOLD
+            kind = 'told'
     row = find(name)
     if name.startswith('group:') and not row:
         raise ValueError(f'{name}: no such group; there are {", ".join(tasks.GROUPS)}')
-    return row or own
+    return row or {'own': kind, **OWN[kind]}
 
 
 # ---- tokenizers --------------------------------------------------------------------------------------------
@@ -244,17 +242,9 @@ def learn(data, size):
     found.decoder = tokenizers.decoders.ByteLevel()
     alphabet = found.pre_tokenizer.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
-    found.train_from_iterator(shorter(pieces(data)), trainer)
+    parts = (part for text in pieces(data) for part in re.split(LONG_WORD, text))
+    found.train_from_iterator(parts, trainer)
     return found.to_str()
-
-
-def shorter(texts):
-    """The texts, but a word of more than LONG_WORD characters in parts: its pairs would take hours."""
-    for text in texts:
-        if max(map(len, text.split()), default=0) > LONG_WORD:
-            yield from re.split(rf'(\S{{{LONG_WORD}}})', text)
-        else:
-            yield text
 
 
 def units(meta):
@@ -285,15 +275,8 @@ def encode(text, meta):
     unknown = sorted(set(text) - set(ids))
     if unknown:
         words = ' or '.join(repr(u[:20]) for u in unknown[:10])
-        raise ValueError(f'there is no token for {words}{remedy(meta)}')
+        raise ValueError(f'there is no token for {words}{meta.get("missing", "")}')
     return [ids[unit] for unit in text]
-
-
-def remedy(meta):
-    """What a message says where tokens stand for no text, as a model's tokenizer was not there."""
-    if 'missing' in meta:
-        return f'; {meta["missing"]} is missing: put it there, and texts can be read'
-    return ''
 
 
 def ends(meta):
@@ -432,7 +415,7 @@ def whole(path):
             os.remove(temp)
 
 
-def fill(path, blocks):
+def put(path, blocks):
     """Write blocks of bytes to a file -> their sha256."""
     digest = hashlib.sha256()
     with open(path, 'wb') as f:
@@ -445,7 +428,7 @@ def fill(path, blocks):
 def write(path, blocks):
     """The same: whole under that name, or not there at all."""
     with whole(path) as temp:
-        fill(temp, blocks)
+        put(temp, blocks)
 
 
 def write_json(path, found):
@@ -464,22 +447,32 @@ def flaw(path, size=None, sha256=None):
             return f'sha256 is {digest}, not {sha256}'
 
 
-def download(url, path, size=None, sha256=None, headers=None):
-    """Fetch url to path: whole, or ValueError if it cannot be had, or has another size or sha256 than it
-    should have. Where the connection breaks it begins anew, three times. requests honours HTTPS_PROXY."""
+def download(links, path, size=None, sha256=None, headers=None, look=None):
+    """Fetch path from the first of the links that has what is wanted: whole, or ValueError where none has, or
+    what came has another size or sha256, or is refused by look(file, link). Where the connection breaks it
+    begins anew, three times. requests honours HTTPS_PROXY."""
     import requests
-    for attempt in range(4):
-        time.sleep(attempt / 2)
-        try:
-            with whole(path) as temp:
-                receive(url, temp, headers)
-                wrong = flaw(temp, size, sha256)
-                if wrong:
-                    raise ValueError(f'{url}: {wrong}')
-            return
-        except requests.RequestException as e:
-            problem = f'{type(e).__name__}: {str(e)[:100]}'
-    raise ValueError(f'{url}: {problem}')
+    problems = []
+    for link in links:
+        for attempt in range(4):
+            time.sleep(attempt / 2)
+            try:
+                with whole(path) as temp:
+                    receive(link, temp, headers)
+                    wrong = flaw(temp, size, sha256)
+                    if wrong:
+                        raise ValueError(f'{link}: {wrong}')
+                    if look:
+                        look(temp, link)
+                return
+            except requests.RequestException as e:
+                problem = f'{link}: {type(e).__name__}: {str(e)[:100]}'
+            except ValueError as e:
+                problem = str(e)
+                break
+        problems.append(problem)
+    raise ValueError(f'{"; ".join(problems)}; try again, or put the file at {path} by hand (its sha256: '
+                     f'{sha256 or "not known"})')
 
 
 def receive(url, path, headers):
@@ -501,39 +494,28 @@ def endpoint():
 
 
 def fetch(name, root=None, url=None, file=None):
-    """What a set is made from: its file, or the folder where its files are, if they are several. It is
-    --file, or in the set's folder (also put there by hand), or fetched."""
+    """The paths of what a set is made from: its files, or a folder in place of an archive. They are --file,
+    or in it, or in the set's folder (also put there by hand), or fetched."""
     row = find(name)
-    if file and os.path.isdir(file):                            # whoever reads it sees what it lacks
-        return file
-    folder = place(row.get('base', name), root)
     several = len(row['files']) > 1
+    if file and os.path.isdir(file):                            # whoever reads it sees what it lacks
+        return [os.path.join(file, base) for base in row['files']] if several else [file]
+    folder = place(row.get('base', name), root)
     if file and several:
         raise ValueError(f'--file={file} is no folder; {name} is made from {" and ".join(row["files"])}')
+    paths = []
     for base, sha256 in row['files'].items():
         path = file or os.path.join(folder, base)
-        links = [f'{site}/{base}' for site in row['urls']]
+        links = [f'{site}/{base}'.replace(HUB, endpoint()) for site in row['urls']]
         if url:
             links = [f'{url}/{base}' if several else url]
         if not file and not os.path.exists(path):
-            fetch_file(links, path, sha256)
+            download(links, path, sha256=sha256)
         wrong = flaw(path, sha256=sha256)
         if wrong:
             raise ValueError(f'{path} is not the file of {name}: {wrong}; delete it, or replace it')
-    return folder if several else path
-
-
-def fetch_file(links, path, sha256):
-    """Download from the first of the links that has what is wanted."""
-    problems = []
-    for link in links:
-        try:
-            download(link.replace(HUB, endpoint()), path, sha256=sha256)
-            return
-        except ValueError as e:
-            problems.append(str(e))
-    raise ValueError(f'{"; ".join(problems)}; try again, or put the file at {path} by hand (its sha256: '
-                     f'{sha256 or "not known"})')
+        paths.append(path)
+    return paths
 
 
 # ---- prepare -----------------------------------------------------------------------------------------------
@@ -544,7 +526,7 @@ def place(name, root=None, like=None):
     like: what is known of the tokens wanted, if they are not the set's own. The usual folder is taken only if
     it is in these tokens already; else one beside it, named after the tokens as well.
     """
-    row = known(name, like)
+    row = row_of(name, like)
     tokens = like or row
     kind = tokens['tokenizer']
     table = tokens.get('json') or ''.join(tokens.get('chars', []))
@@ -562,8 +544,10 @@ def place(name, root=None, like=None):
     if table:
         names.append(f'{names[1]}-{short_hash(table.encode())}')
     for found in names:
-        if is_in(found, like):
-            return found
+        with contextlib.suppress(ValueError, AttributeError, TypeError):        # not there, or of no use
+            meta = json.loads(read(os.path.join(found, 'meta.json')))
+            if same_tokens(meta, {**meta, **like}):
+                return found
     if kind == row['tokenizer'] and not table and not os.path.exists(folder):
         return folder
     return names[-1]
@@ -582,15 +566,6 @@ def own_folder(name, begin, tokenizer):
     return f'{begin}-{stem}-{short_hash(content + tokenizer.encode())}'
 
 
-def is_in(folder, like):
-    """Whether a set lies there that is in these tokens."""
-    try:
-        meta = json.loads(read(os.path.join(folder, 'meta.json')))
-        return same_tokens(meta, {**meta, **like})
-    except (ValueError, AttributeError, TypeError):             # not there, or of no use
-        return False
-
-
 def short_hash(data):
     """Eight hexadecimal digits that depend on all the bytes: enough for the name of a folder."""
     return hashlib.sha256(data).hexdigest()[:8]
@@ -599,7 +574,7 @@ def short_hash(data):
 def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
     """Make a set anew; returns its folder. tokenizer says in which tokens, in the usual folder, or like, what
     is known of them. meta.json comes last: while it is missing, all is unfinished."""
-    row = known(name, like)
+    row = row_of(name, like)
     wish = like or {'tokenizer': tokenizer or row['tokenizer']}
     kind = wish['tokenizer']
     choices = OF_TEXTS
@@ -610,7 +585,7 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
         possible = kind == choices
     if not possible:
         raise ValueError(f'{name} is not in the tokens wanted, {kind}: it can be in {choices} (ids are '
-                         f'numbers of which no text is known here){remedy(wish)}')
+                         f'numbers of which no text is known here){wish.get("missing", "")}')
     if (url and 'files' not in row) or (file and not {'files', 'text'} & set(row)):
         raise ValueError(f'--url and --file mean nothing for {name}: it is not fetched')
     folder = place(name, root, wish)
@@ -620,50 +595,42 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
         print(f'preparing {folder} ({row["help"]}; tokenizer {kind})', flush=True)
         meta = {key: wish[key] for key in ('tokenizer', 'vocab_size', 'chars', 'json') if key in wish}
         meta['name'] = os.path.basename(folder)
-        path = name
+        paths = files_of(name)
         if 'files' in row:
-            path = fetch(name, root, url, file)
+            paths = fetch(name, root, url, file)
         if 'text' in row:
-            path = file
-        save(folder, meta, sides_of(row, path, meta, wish))
+            texts = local_text(file) if file else stdlib(None)
+            sides = tasks.generate(row, meta, texts)
+        elif 'rows' in row:
+            sides = tasks.generate(row, meta)
+        else:
+            sides = row['make'](*paths)
+        if 'answers' in row:
+            sides = ANSWERS[row['answers']](sides, row['length'], meta, wish)
+        if 'answers' in row or row['tokenizer'] in FIXED:
+            arrays = tasks.packed(sides, row, meta)
+        else:
+            learn_tokens(sides, meta)
+            meta.update({side: {'bytes': len(text)} for side, text in zip(SIDES, sides)})
+            arrays = [tokenize(text, meta) for text in sides]
+        save(folder, meta, arrays)
     except (OSError, ValueError) as e:                          # OSError: not allowed, disk full
         raise ValueError(f'cannot prepare {name}: {e}') from None
     return folder
 
 
-def sides_of(row, path, meta, wish):
-    """What to write for training and for validation, and to test: arrays of tokens; meta gets what there is
-    to say of them."""
-    texts = None
-    if 'text' in row:
-        texts = local_text(path) if path else stdlib(None)
-    if 'rows' in row:
-        sides = tasks.generate(row, meta, texts)
-    else:
-        sides = row['make'](path)
-    length = row.get('length')
-    if 'answers' in row:
-        sides, length = ANSWERS[row['answers']](sides, length, meta, wish)
-    elif row['tokenizer'] not in FIXED:                         # texts
-        learn_tokens(sides, meta)
-        for side, text in zip(SIDES, sides):
-            meta[side] = {'bytes': len(text)}
-        return [tokenize(text, meta) for text in sides]
-    return tasks.packed(sides, row, meta, length)
-
-
 def labels(sides, most, meta, wish):
-    """Texts and their labels -> the same in tokens, and the length of rows: in random order, always the same,
-    as files have one class after the other. meta gets all there is to say of tokens, here and below."""
+    """Texts and their labels -> the same in tokens, in random order, always the same, as files have one class
+    after the other. meta gets all there is to say of tokens and rows, here and below."""
     texts, classes = zip(*sides)
     learn_with_pad(texts, meta, wish)
     meta['classes'] = tasks.classes(classes)
     found = []
-    tokens, length = fitted(texts, meta, most, wish.get('row'), 32)
+    tokens, meta['row'] = fitted(texts, meta, most, wish.get('row'), 32)
     for x, y in zip(tokens, classes):
         order = np.random.Generator(np.random.Philox(0)).permutation(len(x))
         found.append(([x[i] for i in order], [y[i] for i in order]))
-    return found, length
+    return found
 
 
 def pairs(sides, most, meta, wish):
@@ -675,12 +642,13 @@ def pairs(sides, most, meta, wish):
     read, source = fitted(sources, meta, most, given, 8)
     said, length = fitted(texts, meta, most, wish.get('row', 0) - given, 8, before=1)
     meta['source'] = source
+    meta['row'] = source + length
     pad = np.full(source + 1, meta['pad'])
     found = []
     for x, y in zip(read, said):
         inputs = [np.concatenate([a, pad[len(a):], b]) for a, b in zip(x, y)]
         found.append((inputs, [np.append(b, pad[0]) for b in y]))
-    return found, source + length
+    return found
 
 
 def told(sides, most, meta, _):
@@ -701,43 +669,41 @@ def told(sides, most, meta, _):
             tokens = before + encode(source.decode(), meta)
             inputs.append(tokens[:most - len(text) - 1] + end + text)
         found.append((inputs, [text + end for text in said]))
-    return found, length_of([x for x, _ in found], most, 8)
+    meta['row'] = length_of([x for x, _ in found], most, 8)
+    return found
 
 
 ANSWERS = {'labels': labels, 'pairs': pairs, 'told': told}
 
 
 def fitted(sides, meta, most, given, step, before=0):
-    """Texts of each side -> their tokens, and the length of rows they fit in with `before` more tokens: that
-    of a model's rows, `given`, if there is one. What is behind is cut off."""
+    """UTF-8 texts of each side -> an array of tokens of each, and the length of rows they fit in with
+    `before` more tokens: that of a model's rows, `given`, if there is one. What is behind is cut off."""
+    from tqdm import tqdm
     room = (given or most) - before
-    tokens = [tokens_each(texts, meta, room) for texts in sides]
-    return tokens, given or length_of(tokens, most, step, before)
+    found = []
+    for texts in sides:
+        tokens = []
+        cut = 0
+        for number, text in enumerate(tqdm(texts, unit='texts', disable=None), 1):
+            text = text.decode()
+            row = whole_text(text, meta)
+            if not row:
+                raise ValueError(f'text {number} has no tokens: {text[:30]!r}')
+            if len(row) > room:
+                row = whole_text(text, meta, room)
+                cut += 1
+            tokens.append(np.array(row, np.uint32))
+        if cut:
+            print(f'{cut:,} of {len(texts):,} texts have more than {room} tokens: the rest is cut off')
+        found.append(tokens)
+    return found, given or length_of(found, most, step, before)
 
 
 def length_of(sides, most, step, before=0):
     """As many tokens as the longest of some lists needs, and `before` more, in multiples of step; `most`."""
     longest = before + max(len(tokens) for side in sides for tokens in side)
     return min(most, step * math.ceil(longest / step))
-
-
-def tokens_each(texts, meta, most):
-    """A list of arrays: the tokens of each of some UTF-8 texts, at most so many."""
-    from tqdm import tqdm
-    found = []
-    cut = 0
-    for number, text in enumerate(tqdm(texts, unit='texts', disable=None), 1):
-        text = text.decode()
-        tokens = whole_text(text, meta)
-        if not tokens:
-            raise ValueError(f'text {number} has no tokens: {text[:30]!r}')
-        if len(tokens) > most:
-            tokens = whole_text(text, meta, most)
-            cut += 1
-        found.append(np.array(tokens, np.uint32))
-    if cut:
-        print(f'{cut:,} of {len(texts):,} texts have more than {most} tokens: the rest of them is cut off')
-    return found
 
 
 def learn_tokens(sides, meta):
@@ -779,9 +745,9 @@ def save(folder, meta, sides):
         for side, arrays in zip((*SIDES, 'test'), sides):
             data = files.enter_context(whole(os.path.join(folder, side + '.bin')))
             said = meta.setdefault(side, {})
-            said['sha256'] = fill(data, (a.astype(dtype, copy=False).tobytes() for a in arrays))
+            said['sha256'] = put(data, (a.astype(dtype, copy=False).tobytes() for a in arrays))
             said['tokens'] = os.path.getsize(data) // dtype.itemsize
-        fill(about, [json.dumps(meta, indent=1).encode()])
+        put(about, [json.dumps(meta, indent=1).encode()])
         if os.path.exists(path):
             os.remove(path)                                     # nobody reads the new beside the old
 

@@ -3,10 +3,11 @@
 A side of a set is (inputs, targets): N rows of tokens, or N texts in UTF-8, and what is to be said of each.
 Targets of tokens are those of the last of the row's inputs, as many as there are: of all, or of one, a class.
 
-Generated (recall, mqar, group, facts, listops, pathfinder): `make(rows, rng, vocab, training)` returns a side; a
-target is `vocab` where nothing counts. facts also gets the text around them. All others: `make(path)` returns
-the side to train on, the one to validate on, and maybe a third, to test. Pictures are rows of numbers. Of
-sentences the targets are labels, of pairs they are texts, the translations.
+Generated (recall, mqar, group, facts, listops, pathfinder): `make(rows, rng, vocab, training)` returns at most
+so many rows of a side, and is asked for more until there are enough; a target is `vocab` where nothing counts.
+facts also gets the text around them. All others: `make(*paths)` returns the side to train on, the one to
+validate on, and maybe a third, to test. Pictures are rows of numbers. Of sentences the targets are labels, of
+pairs they are texts, the translations.
 
 SETS says where files come from and what else there is to know; prepare.py fetches them, makes tokens of texts
 and writes what `packed` returns. Nothing of ours is imported here.
@@ -74,7 +75,8 @@ def mqar(rows, rng, vocab, training, length=128, pairs=8, a=0.01):
     """
     keys = distinct(rng, 1, vocab // 2, (rows, pairs))
     values = distinct(rng, vocab // 2, vocab, (rows, pairs))
-    p = a * np.arange(1, length // 2 - pairs + 1) ** (a - 1)
+    places = length // 2 - pairs
+    p = a * np.arange(1, places + 1) ** (a - 1)
     # Exponential(1) / p in ascending order is a draw from p without replacement, for all rows at once
     waits = rng.exponential(size=(rows, len(p))) / p
     at = 2 * pairs + 2 * np.argsort(waits, axis=1)[:, :pairs]
@@ -170,9 +172,9 @@ def facts(rows, rng, vocab, training, text, length=2048, every=False):
     later += (1 - later) * rng.random((rows, m))
     later[:, -1] = 1
 
-    place = np.concatenate([first, later], axis=1)
-    order = place.argsort(axis=1)
-    place = np.take_along_axis(place, order, axis=1)
+    share = np.concatenate([first, later], axis=1)
+    order = share.argsort(axis=1)
+    share = np.take_along_axis(share, order, axis=1)
     which = np.concatenate([np.tile(np.arange(n), (rows, 1)), again], axis=1)[each, order]
     pair = pair[each, which]
     answer = answer[each, which]
@@ -182,14 +184,15 @@ def facts(rows, rng, vocab, training, text, length=2048, every=False):
     said[:, :, ANSWER_AT] = answer
     wanted = np.full_like(said, vocab)
     wanted[:, :, ANSWER_AT - 1] = np.where(order < n, vocab, answer)
+    nothing = np.full(room, vocab)                              # is wanted of the text around
     begin = rng.integers(0, len(text) - room, rows)
     x = np.empty((rows, length), np.min_scalar_type(vocab))
     y = np.empty_like(x)
     for i in range(rows):
-        at = np.repeat((room * place[i]).astype(int), len(SENTENCE))
+        at = np.repeat((room * share[i]).astype(int), len(SENTENCE))
         around = text[begin[i]:begin[i] + room]
         x[i] = np.insert(around, at, said[i].ravel())[:length]
-        y[i] = np.insert(np.full(room, vocab), at, wanted[i].ravel())[:length]
+        y[i] = np.insert(nothing, at, wanted[i].ravel())[:length]
         if training and every:
             y[i, :-1] = x[i, 1:]
     return x, y
@@ -205,7 +208,8 @@ def in_words(texts, meta, most):
     """Texts in UTF-8 -> an array of tokens of each: words and signs. meta gets the vocabulary, at most so
     many: OWN, the answers, then the commonest of the first text."""
     found = [re.findall(r'\w+|[^\w\s]', text.decode('utf-8', 'replace')) for text in texts]
-    common = [word for word, _ in collections.Counter(found[0]).most_common() if word not in OWN]
+    counted = collections.Counter(found[0])
+    common = [word for word, _ in counted.most_common() if word not in OWN]
     likely = [word for word in common if word.isalpha()][:len(ANSWERS)]
     if len(likely) < len(ANSWERS):
         raise ValueError(f'the text has {len(likely)} different words of letters, expected {len(ANSWERS)} or '
@@ -235,19 +239,12 @@ def listops(rows, rng, vocab, training, length=512):
     """
     if not 64 <= length <= 8192:
         raise ValueError(f'rows of {length} tokens: ListOps can have 64 to 8,192')
-    from tqdm import tqdm
-    inputs = []
-    targets = []
-    with tqdm(total=rows, disable=None) as bar:                 # None: a bar on a terminal only
-        while len(inputs) < rows:
-            levels = expressions(2000, rng)
-            size = sum(np.bincount(number, minlength=2000) for number, _ in levels)
-            fits = (size >= length / 4) & (size <= length)
-            kept = [words[fits[number]] for number, words in levels]
-            ends = np.cumsum(size[fits])
-            inputs += np.split(spelled(kept), ends)[:-1]
-            targets += values(kept)[:, None].tolist()
-            bar.update(len(ends))
+    levels = expressions(2000, rng)
+    size = sum(np.bincount(number, minlength=2000) for number, _ in levels)
+    good = (size >= length / 4) & (size <= length)
+    kept = [words[good[number]] for number, words in levels]
+    *inputs, _ = np.split(spelled(kept), np.cumsum(size[good]))
+    targets = values(kept)[:, None]
     return inputs[:rows], targets[:rows]
 
 
@@ -342,28 +339,19 @@ def pathfinder(rows, rng, vocab, training):
     dashes are equally bright and wide. Distances between the dots have the same distribution in both
     classes.
     """
-    from tqdm import tqdm
-    x = []
-    y = []
-    have = 0
-    with tqdm(total=rows, disable=None) as bar:
-        while have < rows:
-            pixels, ends = curves(500, rng)
-            n = len(ends)
-            label = rng.permutation(n) % 2
-            each = np.arange(n)
-            which = rng.permutation(n) % 2                      # curves placed first lie differently
-            first = ends[each, which, 0]
-            other = np.where(label == 1, which, 1 - which)
-            second = ends[each, other, label]                   # end of the same, beginning of the other
-            for at in first, second:
-                stamp(pixels, each, at[:, None], 1, DOT)        # 3 x 3 pixels
-            keep = paired(label, first - second, rng)
-            x.append(pixels[keep].reshape(-1, SIDE * SIDE))
-            y.append(label[keep])
-            have += len(keep)
-            bar.update(len(keep))
-    return np.concatenate(x)[:rows], np.concatenate(y)[:rows, None]
+    pixels, ends = curves(500, rng)
+    n = len(ends)
+    label = rng.permutation(n) % 2
+    each = np.arange(n)
+    which = rng.permutation(n) % 2                              # curves placed first lie differently
+    first = ends[each, which, 0]
+    other = np.where(label == 1, which, 1 - which)
+    second = ends[each, other, label]                           # end of the same, beginning of the other
+    for at in first, second:
+        stamp(pixels, each, at[:, None], 1, DOT)                # 3 x 3 pixels
+    keep = paired(label, first - second, rng)[:rows]
+    inputs = pixels.reshape(n, SIDE * SIDE)
+    return inputs[keep], label[keep, None]
 
 
 def paired(label, apart, rng):
@@ -392,13 +380,13 @@ def curves(n, rng, tries=30):
     for i, dashes in enumerate([7, 7, 2, 2, 2, 2, 2]):
         missing = good
         for _ in range(tries):
-            points, fits = walks(taken[missing], dashes, rng)
-            placed = missing[fits]
-            points = points[fits]
+            points, free = walks(taken[missing], dashes, rng)
+            placed = missing[free]
+            points = points[free]
             seen = np.arange(points.shape[1]) % (DASH + GAP) < DASH
             stamp(pixels, placed, points[:, seen], 0, CURVE)
             stamp(taken, placed, points, APART - 1, True)       # nothing else comes near
-            missing = missing[~fits]
+            missing = missing[~free]
             if i < 2:
                 ends[placed, i] = points[:, [0, -1]]
         if i < 2:
@@ -438,18 +426,18 @@ def stamp(pixels, where, points, beside, value):
 
 # ---- pictures ----------------------------------------------------------------------------------------------
 
-def idx(path):
-    """MNIST, 28 x 28, from a folder with the four files; the test side validates. Where that side is alone,
-    its last 3,000 do."""
+def idx(*paths):
+    """MNIST, 28 x 28: pictures and labels, first to train on; the test side validates. Where that side is
+    alone, its last 3,000 do."""
+    if not os.path.exists(paths[0]):
+        paths = paths[2:]
     sides = []
-    for side in 'train', 't10k':
-        images = os.path.join(path, f'{side}-images-idx3-ubyte.gz')
-        if side == 't10k' or os.path.exists(images):
-            labels = os.path.join(path, f'{side}-labels-idx1-ubyte.gz')
-            sides.append(matched(numbers(images, [28, 28]), images, numbers(labels, []), labels))
+    for images, labels in zip(paths[::2], paths[1::2]):
+        x = numbers(images, [28, 28])
+        y = numbers(labels, [])
+        sides.append(matched(x, images, y, labels))
     if len(sides) == 1:
-        x, y = sides[0]
-        sides = list(zip(np.split(x, [-3000]), np.split(y, [-3000])))
+        sides = [(x[:-3000], y[:-3000]), (x[-3000:], y[-3000:])]
     return sides
 
 
@@ -476,7 +464,7 @@ def cifar10(path):
     From the binary version: a label, then 32 x 32 bytes each of red, green and blue, 10,000 times a file.
     """
     batches = [f'data_batch_{i}.bin' for i in range(1, 6)]
-    *train, test = named(path, *batches, 'test_batch.bin')
+    *train, test = named(path, *batches, 'test_batch.bin').values()
     sides = []
     for data in b''.join(train), test:
         if len(data) % 3073:
@@ -530,19 +518,17 @@ def lines(path, form=TABS, encoding='utf-8'):
     return every_tenth(*parsed(content(path), path, form, encoding))
 
 
-def trec(path):
-    """5,452 questions for one of six kinds of things (Li and Roth 2002), from a folder; the 500 published to
-    test on validate. In Latin-1, of which code page 1252 is an extension."""
-    names = [os.path.join(path, f'TREC.{side}.all') for side in ('train', 'test')]
-    return [parsed(content(name), name, BLANKS, 'cp1252') for name in names]
+def trec(*paths):
+    """5,452 questions for one of six kinds of things (Li and Roth 2002); the 500 published to test on
+    validate. In Latin-1, of which code page 1252 is an extension."""
+    return [parsed(content(path), path, BLANKS, 'cp1252') for path in paths]
 
 
 def cola(path):
     """8,551 sentences, 1: acceptable English, 0: not (Warstadt et al. 2018, arXiv:1805.12471), from the zip
     or from a folder with the files of raw/. 1,043 validate: both dev files, as in GLUE."""
-    names = 'in_domain_train.tsv', 'in_domain_dev.tsv', 'out_of_domain_dev.tsv'
-    found = named(path, *names, folder='raw')
-    train, near, far = [parsed(data, name, COLA) for name, data in zip(names, found)]
+    found = named(path, 'in_domain_train.tsv', 'in_domain_dev.tsv', 'out_of_domain_dev.tsv', folder='raw')
+    train, near, far = [parsed(data, name, COLA) for name, data in found.items()]
     return train, (near[0] + far[0], near[1] + far[1])
 
 
@@ -570,20 +556,16 @@ def aligned(path, other):
     return matched(sources, path, texts, other)
 
 
-def parallel(path):
-    """Two files of your own, sources:translations; every tenth line validates."""
-    source, target = path.split(':', 1)
+def parallel(source, target):
+    """Two files of your own, sources and translations; every tenth line validates."""
     return every_tenth(*aligned(source, target))
 
 
-def multi30k(path, source, target):
+def multi30k(*paths, source=0):
     """29,000 descriptions of the pictures of Flickr30k, and their translations (Elliott et al. 2016,
-    arXiv:1605.00459), from a folder. 1,014 validate; test_2016_flickr, 1,000 more, is the third side."""
-    sides = []
-    for side in 'train', 'val', 'test_2016_flickr':
-        begin = os.path.join(path, side)
-        sides.append(aligned(f'{begin}.{source}.gz', f'{begin}.{target}.gz'))
-    return sides
+    arXiv:1605.00459): an English file, then a German one, of each side. 1,014 validate; test_2016_flickr,
+    1,000 more, is the third side."""
+    return [aligned(*pair) for pair in zip(paths[source::2], paths[1 - source::2])]
 
 
 # ---- files -------------------------------------------------------------------------------------------------
@@ -608,10 +590,10 @@ def content(path):
     """The bytes of a file, or those that are packed in a .gz."""
     opened = gzip.open if path.endswith('.gz') else open
     with readable(path), opened(path, 'rb') as f:
-        return bounded(f, path, 0)
+        return limited(f, path, 0)
 
 
-def bounded(f, path, before):
+def limited(f, path, before):
     """The bytes of an unpacked file. ValueError where these and those before are more than UNPACKED."""
     found = f.read(UNPACKED + 1 - before)
     if before + len(found) > UNPACKED:
@@ -621,14 +603,11 @@ def bounded(f, path, before):
 
 
 def members(path, form):
-    """(name, bytes) of the files in a folder, a zip or a tar that are named like form, a regular expression;
-    name is its first group. Nothing is unpacked to the disk."""
+    """(name, bytes) of the files in a zip or a tar that are named like form, a regular expression; name is
+    its first group. Nothing is unpacked to the disk."""
     from tqdm import tqdm
     with readable(path), contextlib.ExitStack() as stack:
-        if os.path.isdir(path):
-            files = [(name, os.path.join(path, name)) for name in os.listdir(path)]
-            opened = functools.partial(open, mode='rb')
-        elif zipfile.is_zipfile(path):
+        if zipfile.is_zipfile(path):
             packed = stack.enter_context(zipfile.ZipFile(path))
             files = [(name, name) for name in packed.namelist()]
             opened = packed.open
@@ -641,19 +620,20 @@ def members(path, form):
             found = re.fullmatch(form, name)
             if found:
                 with opened(file) as f:
-                    unpacked = bounded(f, path, total)
+                    unpacked = limited(f, path, total)
                 total += len(unpacked)
                 yield found[1], unpacked
 
 
 def named(path, *names, folder=''):
-    """The bytes of the files of these names in a folder, or in the archive of one, where they are in
-    `folder`."""
+    """{name: bytes} of these files in a folder, or in the archive of one, where they are in `folder`."""
+    if os.path.isdir(path):
+        return {name: content(os.path.join(path, name)) for name in names}
     found = dict(members(path, f'(?:.*{folder}/)?({"|".join(names)})'))
     for name in names:
         if name not in found:
             raise ValueError(f'{path} has no {name}')
-    return [found[name] for name in names]
+    return {name: found[name] for name in names}
 
 
 def matched(inputs, path, targets, other):
@@ -669,6 +649,7 @@ def matched(inputs, path, targets, other):
 def generate(row, meta, texts=None):
     """Draw a task's rows, the same ones each time -> both sides. row: of SETS. texts: the bytes of both
     sides, where rows are made from a text. meta gets what there is to say of the tokens."""
+    from tqdm import tqdm
     vocab = row['vocab']
     given = {}
     if 'length' in row:
@@ -682,49 +663,51 @@ def generate(row, meta, texts=None):
         rng = np.random.Generator(np.random.Philox(seed))
         if texts:
             given['text'] = texts[seed]
-        sides.append(row['make'](rows, rng, vocab, seed == 0, **given))         # seed 0: to train on
+        training = seed == 0
+        inputs = []
+        targets = []
+        with tqdm(total=rows, disable=None) as bar:             # None: a bar on a terminal only
+            while len(inputs) < rows:
+                x, y = row['make'](rows - len(inputs), rng, vocab, training, **given)
+                inputs.extend(x)
+                targets.extend(y)
+                bar.update(len(x))
+        sides.append((inputs, targets))
     return sides
 
 
-def packed(sides, row, meta, length=None):
-    """Sides of tokens -> arrays (N, 2, length) as they are written: inputs, filled up with pad, and targets.
-    row: of SETS. length: None where rows are equally long. meta gets what there is to say of rows."""
+def packed(sides, row, meta):
+    """Sides of tokens -> arrays (N, 2, meta['row']) as they are written: inputs, filled up with pad, and
+    targets. row: of SETS. meta gets what it does not say yet of rows."""
     meta.setdefault('vocab_size', 256)                          # of pictures; all others have one
     meta.update(row.get('meta', {}))
     patch = row.get('patch')
     if patch:
         meta['patch'] = patch * patch
-    meta['row'] = length or sides[0][0].shape[1]
+    if not all(len(inputs) for inputs, _ in sides):
+        raise ValueError('too few rows: one of the sides has none')
+    meta.setdefault('row', row.get('length') or len(sides[0][0][0]))
     ignore = meta['vocab_size']
     meta['ignore'] = ignore
     found = []
     for inputs, targets in sides:
-        if not len(inputs):
-            raise ValueError('too few rows: one of the sides has none')
         rows = np.full((len(inputs), 2, meta['row']), ignore, np.min_scalar_type(ignore))
         if 'pad' in meta:
             rows[:, 0] = meta['pad']
-        if isinstance(inputs, np.ndarray):                      # equally long
-            rows[:, 0] = inputs
-            rows[:, 1, -targets.shape[1]:] = targets
-        else:
-            for (x, y), tokens, answers in zip(rows, inputs, targets):
-                x[:len(tokens)] = tokens
-                y[len(tokens) - len(answers):len(tokens)] = answers
-        if patch:
-            rows[:, 0] = in_patches(rows[:, 0], row['side'], patch)
+        for (x, y), tokens, answers in zip(rows, inputs, targets):
+            n = len(tokens)
+            x[:n] = tokens
+            y[n - len(answers):n] = answers
+        if patch:                                               # numbers of each square, squares as one reads
+            across = row['side'] // patch
+            squares = rows[:, 0].reshape(-1, across, patch, across, patch).swapaxes(2, 3)
+            rows[:, 0] = squares.reshape(len(rows), -1)
         if 'classes' in meta:
             [highest] = max(targets)
             if highest >= meta['classes']:
                 raise ValueError(f'label {highest} is no class, they are 0 to {meta["classes"] - 1}')
         found.append([rows])
     return found
-
-
-def in_patches(x, side, p):
-    """Pictures (N, side * side) with the numbers of each p x p square side by side, squares as one reads."""
-    n = side // p
-    return x.reshape(-1, n, p, n, p).swapaxes(2, 3).reshape(len(x), -1)
 
 
 def classes(sides):
@@ -759,7 +742,7 @@ MULTI30K = {
         'test_2016_flickr.en.gz': '611d361c6334bc7246101d48097c13cf5c4413c5befc793cc629934359d532d9',
         'test_2016_flickr.de.gz': '9204244e408ccb38d2a55cfcd344df15005fc42a07a6e55ca6c52b6ababb8cc8'},
     'urls': ['https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw']}
-SETS = {    # files: name and sha256, or None where not known; urls: folders that have them, in turn
+SETS = {    # files, as `make` gets them: name and sha256, or None where not known; urls: folders with them
     'recall': {'help': 'generated: recall the last value of a key', 'tokenizer': 'ids', 'vocab': 40,
                'make': recall, 'rows': (10_000, 2_000)},
     'recall-kept': {'help': 'generated: keys keep their value', 'tokenizer': 'ids', 'vocab': 40,
@@ -814,8 +797,8 @@ SETS = {    # files: name and sha256, or None where not known; urls: folders tha
         'urls': [REVIEWS]},
     'multi30k': {
         **PAIRS, **MULTI30K, 'help': 'captions of pictures, English to German, 1.3 MB, for research',
-        'make': functools.partial(multi30k, source='en', target='de')},
+        'make': multi30k},
     'multi30k-de-en': {
         **PAIRS, **MULTI30K, 'help': 'the same files, German to English', 'base': 'multi30k',
-        'make': functools.partial(multi30k, source='de', target='en')},
+        'make': functools.partial(multi30k, source=1)},
 }

@@ -16,6 +16,7 @@ and next sentences. BERT reads one text: what it adds to each place of a first o
 positions here, what it adds to the second is left out. A ViT's pixels are scaled as preprocessor_config.json
 says, which has to be as published; ViT is not written.
 """
+import functools
 import json
 import math
 import os
@@ -40,7 +41,6 @@ def replace(path, tensors, notes):
 
 
 # ---- GPT-2, Llama, BERT, ViT: a table of each, read in both directions -------------------------------------
-
 
 class Family(NamedTuple):
     """How a kind of model is kept on the hub. In names {i} is the number of a layer, {next} that of the one
@@ -241,7 +241,6 @@ def scaling_of(rope):
 
 # ---- folders in the hub's layout ---------------------------------------------------------------------------
 
-
 class Folder:
     """A folder with config.json and *.safetensors; source: what messages call it. ValueError for what is
     missing, broken or does not fit.
@@ -373,7 +372,7 @@ def tokenizer_of(folder, vocab):
     if vocab == 50257 and (not there or parsed(path, path, is_gpt2)):
         return {'tokenizer': 'gpt2'}
     if not there:
-        return {'tokenizer': 'ids', 'missing': path}
+        return {'tokenizer': 'ids', 'missing': f'; {path} is missing: put it there, and texts can be read'}
     prepare.package()                                       # not here: the file is not to blame
     try:
         text = json.dumps(json.loads(prepare.read(path)), ensure_ascii=False, separators=(',', ':'))
@@ -520,12 +519,8 @@ def get(base, folder, file):
     if len(sha256) != 64:                                   # of a small one it is git's
         sha256 = None
     size, sha256 = PINNED.get(url.partition('/resolve/')[2], (size, sha256))
-    with prepare.whole(path) as new:                        # which is kept once it has been looked at
-        prepare.download(url, new, size, sha256, headers)
-        if file in USES:
-            parsed(new, url, USES[file])
-        else:
-            names_in(new, url)
+    look = functools.partial(parsed, use=USES[file]) if file in USES else names_in
+    prepare.download([url], path, size, sha256, headers, look)
     return True
 
 
