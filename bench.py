@@ -278,7 +278,7 @@ def code():
     """A digest of the files of code, as they are now: to edit one while a suite runs mixes old results with
     new."""
     digest = hashlib.sha256()
-    for path in sorted([*glob.glob(f'{HERE}/*.py'), *glob.glob(f'{HERE}/data/*.py')]):
+    for path in sorted(glob.glob(f'{HERE}/*.py') + glob.glob(f'{HERE}/data/*.py')):
         with open(path, 'rb') as f:
             digest.update(f.read())
     return digest.hexdigest()[:12]
@@ -446,7 +446,7 @@ def a_row(suite, form, part, found):
 def runs(args, suite):
     """The table of a suite of commands: each line in each way, a run a seed."""
     for name, way in ways_of(args, suite).items():
-        for form in dict.fromkeys([*suite.always, *only(args, suite.lines)]):
+        for form in dict.fromkeys(suite.always) | only(args, suite.lines):
             yield a_row(suite, form, name, of_seeds(args, suite, way, form))
 
 
@@ -671,7 +671,8 @@ def associate(_, S, rule, phi, norm, replace, seed, most, device):
 def associative(args, suite):
     """Losses against the number of associations S, and learning curves of the least S: Schlag 2021 figure 3
     and, with --lengths=600 of capacity, figure 4."""
-    broken = args.said[f'first S above a loss of {GOOD}, here and in the paper'] = {}
+    broken = {}
+    args.said[f'first S above a loss of {GOOD}, here and in the paper'] = broken
     for form, (rule, phi, norm) in only(args, suite.lines).items():
         key = {'rule': rule, 'phi': phi, 'norm': norm, 'replace': suite.name == 'update', 'most': args.steps,
                'device': str(args.device)}
@@ -729,7 +730,8 @@ def a_text(args, path, meta, T, count, name):
     _, val, data, name = prepare.for_model(path, meta, name, T)
     if 'row' in data:
         raise ValueError(f'--data={name}: a task; this suite wants a text')
-    return *spaced(val, T, count, data, args.device), data, name
+    x, y = spaced(val, T, count, data, args.device)
+    return x, y, data, name
 
 
 def pieces(args, count):
@@ -810,14 +812,15 @@ def convert(args, suite):
         controls = 'false' if firsts else 'true'    # once: they cost as much as two lines
         firsts[form] = one(form, steps=args.steps, seed=args.seed, controls=controls)
         others = [one(form, steps=args.steps, seed=seed) for seed in seeds(args)[1:]]
-        yield a_row(suite, form, '', [firsts[form], *others])
+        yield a_row(suite, form, '', [firsts[form]] + others)
     anew, found = next(iter(firsts.items()))
     for form, line in ('teacher trained on', found['tuned']), (f'{anew}, from scratch', found['table'][-1]):
         yield a_row(suite, form, '', [in_percent(line)])
     for form, whole in firsts.items():
         if form in BY_TOKENS:                       # by runs with schedules of their own
-            found = [one(form, steps=max(1, args.steps // share), seed=args.seed) for share in (8, 4, 2)]
-            for some in [{'tokens': 0, 'recovered': whole['swapped']}, *found, whole]:
+            found = [{'tokens': 0, 'recovered': whole['swapped']}]
+            found += [one(form, steps=max(1, args.steps // share), seed=args.seed) for share in (8, 4, 2)]
+            for some in found + [whole]:
                 yield {'form': form, 'part': 'tokens', '1,000 tokens': round(some['tokens'] / 1000),
                        'ours': some['recovered']}
     if 'row' not in data:
@@ -901,7 +904,7 @@ def transfer(args, suite):
     names = {}
     known = []
     for text, name in ('own', ''), ('other', args.data or 'stdlib'):
-        *_, data, names[text] = a_text(args, path, meta, max(times) * T, 1, name)
+        _, _, data, names[text] = a_text(args, path, meta, max(times) * T, 1, name)
         known.append(data['val'])
     if known[0] == known[1]:
         raise ValueError(f'--data={names["other"]}: what {path} was trained on; give another text')
@@ -915,7 +918,7 @@ def transfer(args, suite):
         models[form] = model_in(found['path'], args.device)
     for text, n in itertools.product(names, times):
         count = chosen(args, 2, 8) * max(times) // n            # as many tokens at all lengths
-        x, *_ = a_text(args, path, meta, n * T, count, names[text])
+        x, _, _, _ = a_text(args, path, meta, n * T, count, names[text])
         for form, model in models.items():
             yield {'form': form, 'part': text, 'tokens a row': n * T,
                    'KL to teacher': divergence(teacher, model, x)}
@@ -1082,9 +1085,9 @@ def stories(args, suite):
         raise ValueError(f'--lengths={n}: behind a prompt of {begin} they leave the {T} tokens of a training '
                          f'row, beyond which the model is no judge; at most {T - begin}')
     told = [continued(teacher, prompts, n, args.seed + i) for i in range(4)]
-    nats, *others = [likelihood(teacher, prompts, said) for said in told]
-    tie = (others[1] - others[2]).std().item()
-    yield from verdicts('full, other draws', nats - others[0], tie, {})
+    nats, another, third, fourth = (likelihood(teacher, prompts, said) for said in told)
+    tie = (third - fourth).std().item()
+    yield from verdicts('full, other draws', nats - another, tie, {})
     means = {'full': nats.mean().item()}
     same = {}                                       # how many are the full model's
     args.said.update({'prompts': len(x), 'tie': tie, 'nats': means, 'identical': same})
@@ -1179,7 +1182,8 @@ def inputs(kind, args, T):
     x = {'q': q, 'k': l2(k), 'v': v}
     for name in GATES.get(kind, '').split():
         if name == 'write':
-            x['write'] = x['erase'] = random()
+            x['write'] = random()
+            x['erase'] = x['write']
         else:
             x[name] = -0.1 * random(1 if kind == 'gated_delta' else args.head_dim)
     return x
@@ -1379,9 +1383,9 @@ def beside_transformers(args):
     for rule in flat:
         model = GPT(Config(rule=rule)).to(args.device, args.dtype).eval()
         ours.append(repeated(partial(next, model.generate(tokens, temperature=0)), GENERATED))
-    more, first, *times = seconds([more, first, *ours], args.device, 0.5, 15)
-    base = more - first
-    for form, took in [('GPT-2 of transformers', base), *zip(flat, times)]:
+    times = seconds([more, first] + ours, args.device, 0.5, 15)
+    base = times[0] - times[1]
+    for form, took in ('GPT-2 of transformers', base), *zip(flat, times[2:]):
         yield {'form': form, 'part': 'generate', 'T': T, 'us a token': 1e6 * took / GENERATED,
                'of transformers': took / base}
 
@@ -1422,7 +1426,7 @@ def batch(args, suite):
     if T < max(paper):
         raise ValueError(f'--lengths={T}: 1/{max(paper)} of it is no row; take {max(paper)} or more')
     cells = []
-    for form, share in [('softmax', 1), *[('tova', share) for share in sorted(paper)]]:
+    for form, share in [('softmax', 1)] + [('tova', share) for share in sorted(paper)]:
         model = GPT(Config(rule=form, cache=T // share)).to(args.device, args.dtype).eval()
         size = state_bytes(far_along(model, 1, 0, T)[1])
         n = args.budget * MB // size
@@ -1430,11 +1434,13 @@ def batch(args, suite):
             raise ValueError(f'--budget={args.budget}: one text of {T:,} rows needs {size / MB:.1f} MB')
         row = {'form': form, 'rows': T // share, 'batch': n, 'bytes a sequence': size,
                'paper, of full': paper[share] if form == 'tova' else None}
-        cells.append((row, partial(model, *far_along(model, n, 0, T))))
+        token, state = far_along(model, n, 0, T)
+        cells.append((row, partial(model, token, state)))
     rows = [{**row, 'tokens/s': row['batch'] / took} for row, _, took in timed(cells, args.device, 1.0)]
-    softmax, full, *_ = [row['tokens/s'] for row in rows]               # full: TOVA with all rows
-    for row in rows:
-        yield {**row, 'of softmax': row['tokens/s'] / softmax, 'of full': row['tokens/s'] / full}
+    for row in rows:                                # full: TOVA with all rows
+        row['of softmax'] = row['tokens/s'] / rows[0]['tokens/s']
+        row['of full'] = row['tokens/s'] / rows[1]['tokens/s']
+    return rows
 
 
 # ---- suite translate: BLEU of commands, and how fast such models write -------------------------------------
@@ -1495,7 +1501,8 @@ def writing_speeds(args, forms):
     """The table of tokens a second, and by part and form from which length on it is twice as fast as softmax.
     All cells of a part take turns, so that a busy moment of the machine meets them all."""
     sizes = args.lengths
-    twice = args.said['twice as fast as softmax from so many tokens on (None: never)'] = {}
+    twice = {}
+    args.said['twice as fast as softmax from so many tokens on (None: never)'] = twice
     models = {form: writer(form, max(sizes[-1], SAID), args) for form in forms}
     ways = {'target': [(SHORT, T) for T in sizes], 'source': [(T, SAID) for T in sizes]}
     texts = {'one': 1, 'many': chosen(args, 8, 64)}
@@ -1503,7 +1510,8 @@ def writing_speeds(args, forms):
         cells = []
         part = f'{length}, {many}'
         for form, (source, target) in itertools.product(forms, ways[length]):
-            step = recorded(models[form], *far_along(models[form], texts[many], source, target))
+            token, state = far_along(models[form], texts[many], source, target)
+            step = recorded(models[form], token, state)
             cells.append(({'form': form, 'part': part, 'batch': texts[many], 'source': source,
                            'target': target}, repeated(step, TURN)))
         found = []
@@ -1520,7 +1528,7 @@ def translate(args, suite):
     keeps softmax but where `all` is converted."""
     args.said['BLEU'] = str(bleu_metric().get_signature())      # what is missing is said now, not in hours
     yield from runs(args, suite)
-    forms = {'softmax', *only(args, suite.lines)}
+    forms = {'softmax': ''} | only(args, suite.lines)
     yield from writing_speeds(args, [form for form in WRITERS if form in forms])
 
 
@@ -1548,17 +1556,18 @@ def idea(args, suite):
     return []
 
 
-def every(args):
+def every(args, suite):
     """Every suite; one that cannot run here says why, and the next begins."""
     left_out = {}
-    for suite in ROWS[:-1]:
-        print(f'--- {suite.name} ---', flush=True)
+    args.said['left_out'] = left_out
+    for other in ROWS[:-1]:
+        print(f'--- {other.name} ---', flush=True)
         try:
-            run_suite(suite, args)
+            run_suite(other, args.given)
         except (ValueError, OSError, RuntimeError) as e:
-            left_out[suite.name] = str(e)
+            left_out[other.name] = str(e)
             print(f'left out: {e}', flush=True)
-    print(json.dumps({'suite': 'all', 'left_out': left_out}))
+    return []
 
 
 # ---- the suites, what they take, and what the papers found -------------------------------------------------
@@ -1975,7 +1984,8 @@ class Args:
     beside: str = flag('', f'{of("beside")}: models of other rules on the same data, with commas: '
                            'out/delta/ckpt.safetensors')
     budget: int = flag(74, f'{of("budget")}: MB for all states', low=1)
-    began: float = 0.0          # no flags: when the suite did,
+    given: object = None        # no flags: these as they were given,
+    began: float = 0.0          # when the suite did,
     said: dict = field(default_factory=dict)        # and what it says beside its table
 
 
@@ -2011,7 +2021,7 @@ def run_suite(suite, args):
     missing = {name: own[name] for name in own if not getattr(args, name)}
     sizes = missing.pop('lengths', args.lengths)
     args = dataclasses.replace(args, **missing, lengths=numbers(sizes), device=device, dtype=dtype,
-                               began=time.perf_counter(), said={})
+                               given=args, began=time.perf_counter(), said={})
     torch.manual_seed(args.seed)
     os.makedirs(args.out, exist_ok=True)
     report(args, suite, list(suite.measure(args, suite)))
@@ -2019,11 +2029,7 @@ def run_suite(suite, args):
 
 @script
 def main(argv):
-    suite, args = settings(argv)
-    if suite.name == 'all':
-        every(args)
-    else:
-        run_suite(suite, args)
+    run_suite(*settings(argv))
 
 
 if __name__ == '__main__':
