@@ -92,7 +92,7 @@ class Suite:
     ways: dict = field(default_factory=dict)        # of commands: a name: Way
     figure: str = ''                # of commands: the key of what they leave that is called `ours`
     beside: tuple = ()              # and those that are columns, too
-    look: Callable | None = None    # (args, way, run) -> more keys of a run, from its checkpoint
+    look: Callable | None = None    # (args, run) -> more keys of a run, from its checkpoint
     one: bool = False               # it takes one of --lengths
     unit: str = 'ours'              # of `ours`
     panels: tuple = ()
@@ -303,7 +303,8 @@ def once(args, suite, form, run, **key):
 
 
 def command(out, file, flags, seed, teacher):
-    """python FILE FLAGS --seed --out -> what it left there. ValueError with its last line if it fails."""
+    """python FILE FLAGS --seed --out -> what it left there and, as `path`, its checkpoint. ValueError with
+    its last line if it fails."""
     print(f'python {file} {flags} --seed={seed} --out={out}', file=sys.stderr, flush=True)
     words = [*shlex.split(flags), f'--seed={seed}', f'--out={out}']
     if '--norm=none' in words:
@@ -340,10 +341,16 @@ def unrefused(out, words):
 
 
 def a_run(args, suite, form, file, flags, seed, teacher=''):
-    """One run of a command -> what it left and, as `path`, its checkpoint. teacher: the digest of the model
-    that it begins with: under the same path there may be another later"""
-    flags = f'{flags} --device={args.device}'
-    return once(args, suite, form, command, file=file, flags=flags, seed=seed, teacher=teacher)
+    """One run of a command -> what it left and what the suite looks for in its checkpoint. teacher: the
+    digest of the model that it begins with: under the same path there may be another later"""
+    key = {'file': file, 'flags': f'{flags} --device={args.device}', 'seed': seed, 'teacher': teacher}
+    found = once(args, suite, form, command, **key)
+    if suite.look:
+        def look(*_, **key):
+            return suite.look(args, found)
+        seen = once(args, suite, f'{form} seen', look, **key, full=args.full)
+        found |= {**seen, 'minutes': found['minutes']}
+    return found
 
 
 def trained(args, suite, form, flags, steps, seed):
@@ -383,14 +390,6 @@ def a_line(args, suite, way, form, seed):
     again = f'--init={shlex.quote(teacher["path"])} {data} {way.how}'
     found = trained(args, suite, name, again, more, seed)
     return {**found, 'recovered': 100 * found['accuracy'] / teacher['accuracy']}
-
-
-def of_seeds(args, suite, way, form):
-    """The runs of one line in one way, with what the suite looks for in their checkpoints."""
-    found = [a_line(args, suite, way, form, seed) for seed in seeds(args)]
-    if suite.look:
-        found = [f | suite.look(args, way, f) for f in found]
-    return found
 
 
 def ways_of(args, suite):
@@ -447,7 +446,8 @@ def runs(args, suite):
     """The table of a suite of commands: each line in each way, a run a seed."""
     for name, way in ways_of(args, suite).items():
         for form in dict.fromkeys(suite.always) | only(args, suite.lines):
-            yield a_row(suite, form, name, of_seeds(args, suite, way, form))
+            found = [a_line(args, suite, way, form, seed) for seed in seeds(args)]
+            yield a_row(suite, form, name, found)
 
 
 def batches(val, data, many, count=None):
@@ -468,17 +468,17 @@ def bytes_kept(model):
     return {'state bytes': state_bytes(model.read(tokens))}
 
 
-def size_of_state(args, _, found):
+def size_of_state(args, found):
     """Bytes that a model keeps of one row."""
     return bytes_kept(model_in(found['path'], args.device))
 
 
-def of_classes(args, way, found):
+def of_classes(args, found):
     """In %, on a set's validation rows: the share of the commonest class, and Matthews' correlation of
     answers with truth, 0 for whoever always says one class. For more than two classes R_K, Gorodkin 2004."""
     model, meta = load(found['path'], args.device)
     model.eval()
-    _, val, data = prepare.load(way.data, like=meta['data'])
+    _, val, data = prepare.load(found['data'], like=meta['data'])
     said = []
     true = []
     for begin in batches(val, data, 32):
@@ -493,10 +493,10 @@ def of_classes(args, way, found):
     return {'majority': 100 * shares[1].max().item(), 'matthews': 100 * matthews.item()}
 
 
-def bits(args, way, found, T, many=None, carried=False, **changes):
+def bits(args, found, T, many=None, carried=False, **changes):
     """Bits per byte of a run's model, with other flags of `Swap`, on rows of T tokens of the validation text:
     as much of that as train.py judged it by, or `many` rows spaced over all of it."""
-    _, val, meta = prepare.load(way.data)
+    _, val, meta = prepare.load(found['data'])
     if many is None:
         val = val[:found['val_tokens']]
     model = model_in(found['path'], args.device, **changes)
@@ -508,20 +508,20 @@ def bits(args, way, found, T, many=None, carried=False, **changes):
 WINDOWS = 8, 64, 128        # rows: 1, 8 and 16 times as many numbers as the state of delta elu has
 
 
-def windows(args, way, found):
+def windows(args, found):
     """Bits per byte of a window of so many rows that is carried over all of the validation text, as
     Transformer-XL's memory is: as in the paper it is trained with many and read with so many."""
     if found.get('rule') != 'window':
         return {}
-    return {f'with {cache}': bits(args, way, found, 512, carried=True, cache=cache) for cache in WINDOWS}
+    return {f'with {cache}': bits(args, found, 512, carried=True, cache=cache) for cache in WINDOWS}
 
 
 GRID_ROWS = 256             # of the validation text, on which all of the grid are compared
 
 
-def on_grid_rows(args, way, found):
+def on_grid_rows(args, found):
     """Bits per byte on evenly spaced rows: those that convert.py judges by."""
-    return {'bits per byte': bits(args, way, found, found['block_size'], GRID_ROWS)}
+    return {'bits per byte': bits(args, found, found['block_size'], GRID_ROWS)}
 
 
 # ---- suites of commands that are more than their lines -----------------------------------------------------
@@ -536,7 +536,8 @@ def mqar(args, suite):
                 for rate in chosen(args, RATES[1:2], RATES)]
         first = [a_line(args, suite, way, form, args.seed)['accuracy'] for way in ways]
         best = ways[first.index(max(first))]
-        yield {'width': width, **a_row(suite, form, '', of_seeds(args, suite, best, form))}
+        found = [a_line(args, suite, best, form, seed) for seed in seeds(args)]
+        yield {'width': width, **a_row(suite, form, '', found)}
 
 
 def glue(args, suite):
@@ -1463,29 +1464,22 @@ def bleu_metric():
 
 
 @torch.inference_mode()
-def bleu(_, path, data, beam, count, device):
-    """Of what the model in a file says of the first `count` sources of a set's test side."""
+def bleu(args, found):
+    """Of what a run's model says of the first sources of a set's test side; by a beam of 4 with --full."""
+    beam, count = chosen(args, (1, 100), (4, 1000))
     metric = bleu_metric()
-    model, meta = load(path, device)
+    model, meta = load(found['path'], args.device)
     model.eval()
-    test, data = prepare.test_side(data, like=meta['data'])
+    test, data = prepare.test_side(found['data'], like=meta['data'])
     T = data['row']
     begin = recipe.blocks(len(test), T, data)[:count]
-    x, y = recipe.rows(test, begin, T, data, device)
+    x, y = recipe.rows(test, begin, T, data, args.device)
     said = []
     for sources in x[:, :data['source']].split(64):
         for row in model.translate(sources, beam).tolist():
             said.append(prepare.decode(row, data))
     wanted = [prepare.decode(row[row >= 0].tolist(), data) for row in y]
     return {'bleu': metric.corpus_score(said, [wanted]).score, 'sentences': len(said)}
-
-
-def of_translations(args, way, found):
-    """BLEU, by a beam of 4 with --full."""
-    beam, count = chosen(args, (1, 100), (4, 1000))
-    score = once(args, SUITES['translate'], 'bleu', bleu, path=found['path'], data=way.data, beam=beam,
-                 count=count, device=str(args.device))
-    return {name: score[name] for name in ('bleu', 'sentences')}
 
 
 def writer(form, longest, args):
@@ -1844,7 +1838,7 @@ ROWS = [
             'softmax converted': ''},
         ways={'multi30k': Way('multi30k', TRANSLATOR, 3000, how='--batch_size=64 --lr=3e-3',
                               convert='--eval_rows=100000', more=0.5)},
-        figure='bleu', beside=('accuracy', 'sentences'), look=of_translations, unit='BLEU',
+        figure='bleu', beside=('accuracy', 'sentences'), look=bleu, unit='BLEU',
         panels=(Panel('ours', 'form', 'multi30k', 'multi30k'),
                 Panel('target', 'tokens/s', 'one translation at a time', 'target, one'),
                 Panel('target', 'tokens/s', 'many at a time', 'target, many')),
