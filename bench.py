@@ -75,7 +75,7 @@ class Way(NamedTuple):
     convert: str = ''               # further flags of convert.py; '': no line is a conversion
     more: float = 0.0               # steps of what goes on, as a share of those before
     first: str = ''                 # the way whose softmax model this one's is made from
-    full: bool = False              # with --full alone
+    full: bool | None = None        # with --full alone, or without it alone
 
 
 @dataclass
@@ -94,7 +94,6 @@ class Suite:
     beside: tuple = ()              # and those that are columns, too
     look: Callable | None = None    # (args, run) -> more keys of a run, from its checkpoint
     one: bool = False               # it takes one of --lengths
-    unit: str = 'ours'              # of `ours`
     panels: tuple = ()
     note: str = ''
     source: str = ''                # paper, table or figure, and what was measured there
@@ -231,7 +230,9 @@ def draw(args, suite, table):
     if not shown:
         return
     forms = dict.fromkeys(row['form'] for row in table)
-    labels = {'ours': suite.unit, 'form': '', 'T': 'tokens'}
+    labels = {'ours': suite.figure, 'form': '', 'T': 'tokens'}
+    if suite.figure in IN_PERCENT:
+        labels['ours'] += ', %'
     figure, axes = canvas(1, len(shown), 7.5, 4.5)
     for (panel, rows), ax in zip(shown, axes[0]):
         if panel.y == 'form':
@@ -401,7 +402,7 @@ def ways_of(args, suite):
     found = {}
     for name, way in suite.ways.items():
         another = args.data and way.data and args.data != way.data
-        if another or (way.full and not args.full):
+        if another or way.full not in (None, args.full):
             continue
         data = way.data or args.data or 'stdlib'
         try:
@@ -551,12 +552,6 @@ def glue(args, suite):
     return runs(args, suite)
 
 
-def language(args, suite):
-    """All by the same part of the validation text, which a quick run makes shorter."""
-    many = chosen(args, 2 ** 14, 2 ** 18)
-    return runs(args, dataclasses.replace(suite, ways={'': Way('', f'--val_tokens={many}')}))
-
-
 # ---- suites capacity, update: how much a matrix of fast weights holds. Schlag 2021 section 6.1 -------------
 GOOD = 0.001        # up to this loss associations count as held, in the paper, too
 OVERFULL = 0.1      # a matrix with a loss above this is not tried with more
@@ -684,7 +679,7 @@ def associative(args, suite):
             found = [once(args, suite, form, associate, **key, S=S, seed=seed) for seed in seeds(args)]
             if not ours:
                 yield from curve(form, found)
-            row = {'form': form, 'S': S, **over_seeds(found, 'loss'), 'paper': theirs.get(S)}
+            row = {'form': form, 'S': S, **over_seeds(found, suite.figure), 'paper': theirs.get(S)}
             yield row
             ours[S] = row['ours']
             if ours[S] > OVERFULL and fills:
@@ -1148,14 +1143,14 @@ def answered(_, rule, one_in, task, count, path, device):
 
 def answers(args, suite):
     """Accuracy of softmax models on questions to what stands far back, by the rows that they keep."""
+    cells = [('softmax', 1), *itertools.product(POLICIES, (8, 4, 2))]       # one row in so many is kept
+    forms = only(args, dict(cells))
+    cells = [cell for cell in cells if cell[0] in forms]
     by_distance = []
-    forms = []
-    for form in only(args, dict.fromkeys(('softmax', *POLICIES))):
-        forms += [(form, one_in) for one_in in ((1,) if form == 'softmax' else (8, 4, 2))]
     for name, way in ways_of(args, suite).items():
         T = prepare.load(name)[2]['row']
         paths = [a_line(args, suite, way, 'softmax', seed)['path'] for seed in seeds(args)]
-        for form, one_in in forms:
+        for form, one_in in cells:
             found = [once(args, suite, form, answered, rule=form, one_in=one_in, task=name,
                           count=chosen(args, 128, 256), path=path, device=str(args.device)) for path in paths]
             yield {'form': form, 'part': name, 'share': 1 / one_in, **over_seeds(found, 'accuracy', 'left')}
@@ -1595,7 +1590,7 @@ SPEECH = {              # kinds of whole words and possessive endings: tokens th
 ENDINGS = 'ing', 'ed', 'ly'             # of other words, and tokens of their own where a word is in pieces
 
 ASSOCIATIONS = (
-    Panel('S', 'ours', 'hollow: the paper'),
+    Panel('S', 'ours', '1/2 |v - answer|^2; hollow: the paper'),
     Panel('step', 'loss', 'learning curves of the least S', 'curve'))
 NO_CONV = '--n_layer=2 --n_embd=64 --lr=1e-3 --batch_size=32 --conv=0 --pos=learned'
 READER = '--causal=false --n_layer=2 --n_embd=64 --n_head=4 --batch_size=32 --lr=2e-3'
@@ -1611,7 +1606,7 @@ CLASSIFIERS = {
         **{phi: f'--recipe=t2r --phi={phi}' for phi in (
             'taylor', 'exp:2', 'exp:1', 'favor', 'relu', 'elu')},
         'cosformer': '--recipe=t2r --phi=cosformer:1024'},
-    'always': ('softmax', 'trained on'), 'figure': 'accuracy', 'look': of_classes, 'unit': 'accuracy, %',
+    'always': ('softmax', 'trained on'), 'figure': 'accuracy', 'look': of_classes,
     'beside': ('recovered', 'matthews', 'majority'),
     'note': 'in %, of the validation rows; trained on: the control, softmax with as many steps more; '
             'recovered: of the accuracy of the teacher of the same seed; matthews: correlation of answers '
@@ -1676,7 +1671,7 @@ ROWS = [
         {'softmax': ('softmax', '', ''),            # rule, phi, norm
          **{phi: ('sum', phi, 'attn') for phi in (
              'elu', 'dpfp:1', 'dpfp:2', 'dpfp:3', 'favor:64', 'favor:128', 'favor:512')}},
-        unit='loss, 1/2 |v - answer|^2', panels=ASSOCIATIONS,
+        figure='loss', panels=ASSOCIATIONS,
         source="Schlag 2021, figure 2: least evaluation loss of one run, from the authors' logs",
         paper={
             'softmax': over(TO_600, .0006, .0003, .0001, 0, 0, 0, 0, 0, 0, .0004, 0, 0, 0, .0045, 0, .0089,
@@ -1702,7 +1697,7 @@ ROWS = [
          'delta elu': ('delta', 'elu', 'sum'), 'delta l2': ('delta', 'dpfp:1', 'l2'),
          'sum sum-norm': ('sum', 'dpfp:1', 'sum'), 'fwm': ('fwm', 'dpfp:1', ''),
          'fwm tanh': ('fwm', 'tanh', '')},
-        unit='loss, 1/2 |v - answer|^2', panels=ASSOCIATIONS,
+        figure='loss', panels=ASSOCIATIONS,
         source="Schlag 2021, figure 5: least evaluation loss of one run, from the authors' logs",
         paper={
             'sum': over(TO_200, .097, .104, .103, .113, .111, .128, .155, .18, .201, .231),
@@ -1726,7 +1721,7 @@ ROWS = [
             'from softmax': Way(            # which is taken from softmax, all weights trained on
                 'recall-kept', f'{NO_CONV} --n_head=1', 3000, how='--batch_size=32 --lr=1e-3',
                 convert='--recipe=hedgehog --distil=auto --eval_rows=2000', more=0.1, full=True)},
-        figure='accuracy', beside=('before',), unit='accuracy, %',
+        figure='accuracy', beside=('before',),
         note='in % of 2,000 new rows; before: with maps that learn distilled and else nothing trained',
         source='Zhang 2024, tables 2, 3 and figure 4; in its text exp:2 solves it, exp:1 does not',
         paper={'softmax': 100, 'taylor': 100, 'hedgehog': 100, 'elu': 17, 'favor': 17, 'cosformer': 17}),
@@ -1737,7 +1732,7 @@ ROWS = [
         {'steps': 1000, 'lengths': '16,32,64,128'},
         lines={name: f'--rule={name} {"--cache=16" if rule.bounded else ""}' for name, rule in RULES.items()},
         ways={'': Way('mqar', '--n_layer=2 --n_head=2 --batch_size=32 --val_tokens=131072')},
-        figure='accuracy', beside=('state bytes', 'lr'), look=size_of_state, unit='accuracy, %',
+        figure='accuracy', beside=('state bytes', 'lr'), look=size_of_state,
         panels=(Panel('state bytes', 'ours', 'MQAR, 8 pairs'),), note='accuracy in % of 512 new rows',
         source='Arora 2023, figure 2, which is a picture'),
     Suite(
@@ -1749,7 +1744,7 @@ ROWS = [
         ways={'listops': Way('listops', READER, 1500), 'pathfinder': Way('pathfinder', READER, 2000),
               'pathfinder-patch4': Way('pathfinder-patch4', READER, 4000),
               'mnist': Way('mnist', READER, 2000), 'imdb': Way('imdb', READER, 2000)},
-        figure='accuracy', beside=('majority',), look=of_classes, unit='accuracy, %',
+        figure='accuracy', beside=('majority',), look=of_classes,
         note='in % of the validation rows; majority: of whoever always says the commonest class',
         source='Zhang 2024, table 6: longer rows, images of CIFAR-10',
         paper={'softmax': {'listops': 36.37, 'imdb': 64.27, 'pathfinder': 71.40},
@@ -1775,13 +1770,13 @@ ROWS = [
         ways={'from nothing': Way('', GRID_MODEL),
               'converted': Way('', GRID_MODEL, times=4, more=1 / 16,
                                convert=f'--recipe=t2r --distil=auto --eval_rows={GRID_ROWS}')},
-        figure='bits per byte', beside=('recovered',), look=on_grid_rows, unit='bits per byte',
+        figure='bits per byte', beside=('recovered',), look=on_grid_rows,
         note='bits per byte on 256 rows, evenly spaced over the validation text; from nothing: {steps} steps '
              'of 4 rows; converted: in a quarter of these from softmax after four times as many, whose '
              'perplexity is recovered, in %',
         source='Mao 2022 compares rules and maps, Kasai 2021 sizes of a map: figures that are not at hand'),
     Suite(
-        'language', 'rules, positions, normalisation, carried states and windows', language,
+        'language', 'rules, positions, normalisation, carried states and windows', runs,
         'data seeds steps only',
         {'steps': 100, 'only': 'softmax,sum,delta elu,delta elu no-norm,window carry,delta'}, {'steps': 2000},
         lines={                                     # convolutions only where they say so
@@ -1805,9 +1800,9 @@ ROWS = [
             'decay': '--rule=decay --conv=0', 'gated_delta': '--rule=gated_delta --conv=0',
             'delta convolutions': '--rule=delta --conv=4',
             'delta convolutions carry': '--rule=delta --conv=4 --carry'},
-        ways={'': Way('')}, figure='bits per byte',
+        ways={'quick': Way('', '--val_tokens=16384', full=False),         # all by the same part of the text
+              'full': Way('', '--val_tokens=262144', full=True)}, figure='bits per byte',
         beside=('bits per byte carried', *[f'with {cache}' for cache in WINDOWS], 'not finite'), look=windows,
-        unit='bits per byte',
         note='bits per byte after {steps} steps of 4 rows of 128; carried: with the state handed on; with 8, '
              '64, 128: rows of a window that is carried; not finite: the first step that was not',
         source='Schlag 2021, tables 2 to 5: test perplexity of WikiText-103, small models (40 M parameters) '
@@ -1838,7 +1833,7 @@ ROWS = [
             'softmax converted': ''},
         ways={'multi30k': Way('multi30k', TRANSLATOR, 3000, how='--batch_size=64 --lr=3e-3',
                               convert='--eval_rows=100000', more=0.5)},
-        figure='bleu', beside=('accuracy', 'sentences'), look=bleu, unit='BLEU',
+        figure='bleu', beside=('accuracy', 'sentences'), look=bleu,
         panels=(Panel('ours', 'form', 'multi30k', 'multi30k'),
                 Panel('target', 'tokens/s', 'one translation at a time', 'target, one'),
                 Panel('target', 'tokens/s', 'many at a time', 'target, many')),
@@ -1879,7 +1874,7 @@ ROWS = [
             'pure': ('--recipe=pure', 3 / 11), 'hybrid': ('--recipe=hybrid', 3 / 11),
             'window': ('--recipe=hybrid --overflow=', 0), 'hedgehog': ('--recipe=hedgehog', 3 / 11),
             't2r': ('--recipe=t2r', 0), 'decay': ('--recipe=decay', 0)},
-        figure='recovered', unit='recovered, %',
+        figure='recovered',
         beside=('swapped', 'stage 1', 'recovered a byte', 'perplexity', 'tokens', 'state bytes'),
         panels=(Panel('1,000 tokens', 'ours', 'what is recovered of the teacher', 'tokens'),
                 Panel('position', 'perplexity', 'beyond the rows it was trained on', 'position')),
@@ -1899,7 +1894,7 @@ ROWS = [
     Suite(
         'answers', 'questions to such models, where the answer may stand far back', answers,
         'data seeds steps only', {'steps': 500},
-        lines={'softmax': ''}, unit='accuracy, %',
+        lines={'softmax': ''},
         ways={'recall-kept': Way('recall-kept', f'{ASKED} --batch_size=32 --lr=3e-3', 1000, full=True),
               'mqar': Way('mqar', f'{ASKED} --batch_size=32 --lr=1e-2', 1000, full=True),
               'facts-256': Way('facts-256', FACTS, 3000),
