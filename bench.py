@@ -112,8 +112,9 @@ def finish(device):
 
 
 def seconds(calls, device, least=0.3, repeats=5):
-    """Median time of each function of a list: at least `repeats` calls and `least` seconds of them, after a
-    warm-up. They take turns, so that a busy moment of the machine meets them all."""
+    """Median time of each function of a list, after a warm-up: of `repeats` calls, and `least` seconds of them,
+    but of slow ones no more than ten times that. They take turns, so that a busy moment of the machine meets
+    them all."""
     times = [[] for _ in calls]
     for call in calls:
         call()
@@ -125,7 +126,8 @@ def seconds(calls, device, least=0.3, repeats=5):
             calls[i]()
             finish(device)
             times[i].append(time.perf_counter() - begin)
-        unfinished = [i for i, t in enumerate(times) if len(t) <= repeats or sum(t) < least]
+        few = [i for i, t in enumerate(times) if len(t) <= repeats and sum(t) < 10 * least]
+        unfinished = [i for i, t in enumerate(times) if i in few or len(t) < 2 or sum(t) < least]
     return [statistics.median(t[1:]) for t in times]
 
 
@@ -1243,7 +1245,7 @@ def over_lengths(args, suite):
                 print(f'{form} is left out from T = {T} on: {type(e).__name__}: {why}', file=sys.stderr)
             else:
                 cells.append(({'form': form, 'T': T}, call))
-        times = timed(cells, args.device, chosen(args, 0.3, 1.0), 3)
+        times = timed(cells, args.device, chosen(args, 0.3, 1.0))
         for row, call, took in times:
             with FlopCounterMode(display=False) as count:
                 call()
