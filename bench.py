@@ -349,7 +349,7 @@ def a_run(args, suite, form, file, flags, seed, teacher=''):
     key = {'file': file, 'flags': f'{flags} --device={args.device}', 'seed': seed, 'teacher': teacher}
     found = once(args, suite, form, command, **key)
     if suite.look:
-        def look(*_, **key):
+        def look(*_, **same):
             return suite.look(args, found)
         seen = once(args, suite, f'{form} seen', look, **key, full=args.full)
         found |= {**seen, 'minutes': found['minutes']}
