@@ -465,15 +465,11 @@ def model_in(path, device, **changes):
 
 
 # ---- what suites look for in the models that commands leave ------------------------------------------------
-def bytes_kept(model):
-    """Of one row."""
-    tokens = torch.zeros(1, model.config.block_size, dtype=torch.long, device=model.embed.weight.device)
-    return {'state bytes': state_bytes(model.read(tokens))}
-
-
 def size_of_state(args, found):
     """Bytes that a model keeps of one row."""
-    return bytes_kept(model_in(found['path'], args.device))
+    model = model_in(found['path'], args.device)
+    tokens = torch.zeros(1, model.config.block_size, dtype=torch.long, device=args.device)
+    return {'state bytes': state_bytes(model.read(tokens))}
 
 
 def of_classes(args, found):
@@ -783,18 +779,6 @@ BY_TOKENS = 'pure', 'hybrid'                # also with fewer steps
 BY_LENGTH = 'pure', 'hybrid', 'window'      # also read beyond the rows they were trained on
 
 
-def conversion(args, suite, form, path, flags, steps, seed, digest, controls='false'):
-    """One run of a line: `steps` of stage 2, after 3/8 of them of stage 1; all in stage 2 where there is no
-    other."""
-    line, stage_1 = suite.lines[form]
-    total = steps + max(1, round(3 * steps / 8))
-    first = round(stage_1 * total)
-    found = converted(args, suite, form, path, f'{line} {flags}', first, total - first, seed, digest, controls)
-    if found['recovered'] is None:
-        raise ValueError('the softmax model knows no answer: there is nothing to recover')
-    return found
-
-
 def convert(args, suite):
     """All recipes with as many tokens; some with fewer; and, of a text, beyond the rows that were trained on.
     Learned positions end there: the last one is repeated, in all models alike, and perplexity says more of
@@ -804,12 +788,24 @@ def convert(args, suite):
     args.said['in % of'] = path
     judged = 2000 if 'row' in data else 64          # a row of a task has few answers, or one
     flags = f'--data={shlex.quote(args.data)} --eval_rows={judged}'
-    one = partial(conversion, args, suite, path=path, flags=flags, digest=meta.get('digest'))
+
+    def one(form, steps, seed, controls='false'):
+        """A run of a line: `steps` of stage 2, after 3/8 of them of stage 1; all in stage 2 where there is no
+        other."""
+        line, stage_1 = suite.lines[form]
+        total = steps + max(1, round(3 * steps / 8))
+        first = round(stage_1 * total)
+        found = converted(args, suite, form, path, f'{line} {flags}', first, total - first, seed,
+                          meta.get('digest'), controls)
+        if found['recovered'] is None:
+            raise ValueError('the softmax model knows no answer: there is nothing to recover')
+        return found
+
     firsts = {}                                     # of the first seed
     for form in only(args, suite.lines):
         controls = 'false' if firsts else 'true'    # once: they cost as much as two lines
-        firsts[form] = one(form, steps=args.steps, seed=args.seed, controls=controls)
-        others = [one(form, steps=args.steps, seed=seed) for seed in seeds(args)[1:]]
+        firsts[form] = one(form, args.steps, args.seed, controls)
+        others = [one(form, args.steps, seed) for seed in seeds(args)[1:]]
         yield a_row(suite, form, '', [firsts[form]] + others)
     anew, found = next(iter(firsts.items()))
     for form, line in ('teacher trained on', found['tuned']), (f'{anew}, from scratch', found['table'][-1]):
@@ -817,7 +813,7 @@ def convert(args, suite):
     for form, whole in firsts.items():
         if form in BY_TOKENS:                       # by runs with schedules of their own
             found = [{'tokens': 0, 'recovered': whole['swapped']}]
-            found += [one(form, steps=max(1, args.steps // share), seed=args.seed) for share in (8, 4, 2)]
+            found += [one(form, max(1, args.steps // share), args.seed) for share in (8, 4, 2)]
             for some in found + [whole]:
                 yield {'form': form, 'part': 'tokens', '1,000 tokens': round(some['tokens'] / 1000),
                        'ours': some['recovered']}
@@ -946,8 +942,9 @@ def cache(args, suite):
         full = full or perplexity
         theirs = suite.paper.get(form, {})
         of_theirs = {T // one_in: figure / theirs[1] for one_in, figure in theirs.items()}
-        yield {'form': form, 'rows': size, 'perplexity': perplexity, **bytes_kept(model),
-               'paper, of its full': of_theirs.get(size), 'of full': perplexity / full}
+        yield {'form': form, 'rows': size, 'perplexity': perplexity,
+               'state bytes': state_bytes(model.read(x[:1])), 'paper, of its full': of_theirs.get(size),
+               'of full': perplexity / full}
 
 
 def far(args, suite):
