@@ -75,7 +75,7 @@ class Way(NamedTuple):
     convert: str = ''               # further flags of convert.py; '': no line is a conversion
     more: float = 0.0               # steps of what goes on, as a share of those before
     first: str = ''                 # the way whose softmax model this one's is made from
-    full: bool = False              # with --full alone
+    full: bool | None = None        # with --full alone, or without it alone
 
 
 @dataclass
@@ -92,9 +92,8 @@ class Suite:
     ways: dict = field(default_factory=dict)        # of commands: a name: Way
     figure: str = ''                # of commands: the key of what they leave that is called `ours`
     beside: tuple = ()              # and those that are columns, too
-    look: Callable | None = None    # (args, way, run) -> more keys of a run, from its checkpoint
+    look: Callable | None = None    # (args, run) -> more keys of a run, from its checkpoint
     one: bool = False               # it takes one of --lengths
-    unit: str = 'ours'              # of `ours`
     panels: tuple = ()
     note: str = ''
     source: str = ''                # paper, table or figure, and what was measured there
@@ -113,8 +112,9 @@ def finish(device):
 
 
 def seconds(calls, device, least=0.3, repeats=5):
-    """Median time of each function of a list: at least `repeats` calls and `least` seconds of them, after a
-    warm-up. They take turns, so that a busy moment of the machine meets them all."""
+    """Median time of each function of a list, after a warm-up: of `repeats` calls, and `least` seconds of them,
+    but of slow ones no more than ten times that. They take turns, so that a busy moment of the machine meets
+    them all."""
     times = [[] for _ in calls]
     for call in calls:
         call()
@@ -126,7 +126,8 @@ def seconds(calls, device, least=0.3, repeats=5):
             calls[i]()
             finish(device)
             times[i].append(time.perf_counter() - begin)
-        unfinished = [i for i, t in enumerate(times) if len(t) <= repeats or sum(t) < least]
+        few = [i for i, t in enumerate(times) if len(t) <= repeats and sum(t) < 10 * least]
+        unfinished = [i for i, t in enumerate(times) if i in few or len(t) < 2 or sum(t) < least]
     return [statistics.median(t[1:]) for t in times]
 
 
@@ -231,7 +232,9 @@ def draw(args, suite, table):
     if not shown:
         return
     forms = dict.fromkeys(row['form'] for row in table)
-    labels = {'ours': suite.unit, 'form': '', 'T': 'tokens'}
+    labels = {'ours': suite.figure, 'form': '', 'T': 'tokens'}
+    if suite.figure in IN_PERCENT:
+        labels['ours'] += ', %'
     figure, axes = canvas(1, len(shown), 7.5, 4.5)
     for (panel, rows), ax in zip(shown, axes[0]):
         if panel.y == 'form':
@@ -278,7 +281,7 @@ def code():
     """A digest of the files of code, as they are now: to edit one while a suite runs mixes old results with
     new."""
     digest = hashlib.sha256()
-    for path in sorted([*glob.glob(f'{HERE}/*.py'), *glob.glob(f'{HERE}/data/*.py')]):
+    for path in sorted(glob.glob(f'{HERE}/*.py') + glob.glob(f'{HERE}/data/*.py')):
         with open(path, 'rb') as f:
             digest.update(f.read())
     return digest.hexdigest()[:12]
@@ -303,7 +306,8 @@ def once(args, suite, form, run, **key):
 
 
 def command(out, file, flags, seed, teacher):
-    """python FILE FLAGS --seed --out -> what it left there. ValueError with its last line if it fails."""
+    """python FILE FLAGS --seed --out -> what it left there and, as `path`, its checkpoint. ValueError with
+    its last line if it fails."""
     print(f'python {file} {flags} --seed={seed} --out={out}', file=sys.stderr, flush=True)
     words = [*shlex.split(flags), f'--seed={seed}', f'--out={out}']
     if '--norm=none' in words:
@@ -340,10 +344,16 @@ def unrefused(out, words):
 
 
 def a_run(args, suite, form, file, flags, seed, teacher=''):
-    """One run of a command -> what it left and, as `path`, its checkpoint. teacher: the digest of the model
-    that it begins with: under the same path there may be another later"""
-    flags = f'{flags} --device={args.device}'
-    return once(args, suite, form, command, file=file, flags=flags, seed=seed, teacher=teacher)
+    """One run of a command -> what it left and what the suite looks for in its checkpoint. teacher: the
+    digest of the model that it begins with: under the same path there may be another later"""
+    key = {'file': file, 'flags': f'{flags} --device={args.device}', 'seed': seed, 'teacher': teacher}
+    found = once(args, suite, form, command, **key)
+    if suite.look:
+        def look(*_, **same):
+            return suite.look(args, found)
+        seen = once(args, suite, f'{form} seen', look, **key, full=args.full)
+        found |= {**seen, 'minutes': found['minutes']}
+    return found
 
 
 def trained(args, suite, form, flags, steps, seed):
@@ -385,14 +395,6 @@ def a_line(args, suite, way, form, seed):
     return {**found, 'recovered': 100 * found['accuracy'] / teacher['accuracy']}
 
 
-def of_seeds(args, suite, way, form):
-    """The runs of one line in one way, with what the suite looks for in their checkpoints."""
-    found = [a_line(args, suite, way, form, seed) for seed in seeds(args)]
-    if suite.look:
-        found = [f | suite.look(args, way, f) for f in found]
-    return found
-
-
 def ways_of(args, suite):
     """The ways that are tried: of those that name their data those that --data names, if it does, and what
     can be had of them; the others are named."""
@@ -402,7 +404,7 @@ def ways_of(args, suite):
     found = {}
     for name, way in suite.ways.items():
         another = args.data and way.data and args.data != way.data
-        if another or (way.full and not args.full):
+        if another or way.full not in (None, args.full):
             continue
         data = way.data or args.data or 'stdlib'
         try:
@@ -446,8 +448,9 @@ def a_row(suite, form, part, found):
 def runs(args, suite):
     """The table of a suite of commands: each line in each way, a run a seed."""
     for name, way in ways_of(args, suite).items():
-        for form in dict.fromkeys([*suite.always, *only(args, suite.lines)]):
-            yield a_row(suite, form, name, of_seeds(args, suite, way, form))
+        for form in dict.fromkeys(suite.always) | only(args, suite.lines):
+            found = [a_line(args, suite, way, form, seed) for seed in seeds(args)]
+            yield a_row(suite, form, name, found)
 
 
 def batches(val, data, many, count=None):
@@ -462,23 +465,19 @@ def model_in(path, device, **changes):
 
 
 # ---- what suites look for in the models that commands leave ------------------------------------------------
-def bytes_kept(model):
-    """Of one row."""
-    tokens = torch.zeros(1, model.config.block_size, dtype=torch.long, device=model.embed.weight.device)
+def size_of_state(args, found):
+    """Bytes that a model keeps of one row."""
+    model = model_in(found['path'], args.device)
+    tokens = torch.zeros(1, model.config.block_size, dtype=torch.long, device=args.device)
     return {'state bytes': state_bytes(model.read(tokens))}
 
 
-def size_of_state(args, _, found):
-    """Bytes that a model keeps of one row."""
-    return bytes_kept(model_in(found['path'], args.device))
-
-
-def of_classes(args, way, found):
+def of_classes(args, found):
     """In %, on a set's validation rows: the share of the commonest class, and Matthews' correlation of
     answers with truth, 0 for whoever always says one class. For more than two classes R_K, Gorodkin 2004."""
     model, meta = load(found['path'], args.device)
     model.eval()
-    _, val, data = prepare.load(way.data, like=meta['data'])
+    _, val, data = prepare.load(found['data'], like=meta['data'])
     said = []
     true = []
     for begin in batches(val, data, 32):
@@ -493,10 +492,10 @@ def of_classes(args, way, found):
     return {'majority': 100 * shares[1].max().item(), 'matthews': 100 * matthews.item()}
 
 
-def bits(args, way, found, T, many=None, carried=False, **changes):
+def bits(args, found, T, many=None, carried=False, **changes):
     """Bits per byte of a run's model, with other flags of `Swap`, on rows of T tokens of the validation text:
     as much of that as train.py judged it by, or `many` rows spaced over all of it."""
-    _, val, meta = prepare.load(way.data)
+    _, val, meta = prepare.load(found['data'])
     if many is None:
         val = val[:found['val_tokens']]
     model = model_in(found['path'], args.device, **changes)
@@ -508,20 +507,20 @@ def bits(args, way, found, T, many=None, carried=False, **changes):
 WINDOWS = 8, 64, 128        # rows: 1, 8 and 16 times as many numbers as the state of delta elu has
 
 
-def windows(args, way, found):
+def windows(args, found):
     """Bits per byte of a window of so many rows that is carried over all of the validation text, as
     Transformer-XL's memory is: as in the paper it is trained with many and read with so many."""
     if found.get('rule') != 'window':
         return {}
-    return {f'with {cache}': bits(args, way, found, 512, carried=True, cache=cache) for cache in WINDOWS}
+    return {f'with {cache}': bits(args, found, 512, carried=True, cache=cache) for cache in WINDOWS}
 
 
 GRID_ROWS = 256             # of the validation text, on which all of the grid are compared
 
 
-def on_grid_rows(args, way, found):
+def on_grid_rows(args, found):
     """Bits per byte on evenly spaced rows: those that convert.py judges by."""
-    return {'bits per byte': bits(args, way, found, found['block_size'], GRID_ROWS)}
+    return {'bits per byte': bits(args, found, found['block_size'], GRID_ROWS)}
 
 
 # ---- suites of commands that are more than their lines -----------------------------------------------------
@@ -536,7 +535,8 @@ def mqar(args, suite):
                 for rate in chosen(args, RATES[1:2], RATES)]
         first = [a_line(args, suite, way, form, args.seed)['accuracy'] for way in ways]
         best = ways[first.index(max(first))]
-        yield {'width': width, **a_row(suite, form, '', of_seeds(args, suite, best, form))}
+        found = [a_line(args, suite, best, form, seed) for seed in seeds(args)]
+        yield {'width': width, **a_row(suite, form, '', found)}
 
 
 def products(args, way, found):
@@ -582,12 +582,6 @@ def glue(args, suite):
                 for name, way in suite.ways.items()}
         suite = dataclasses.replace(suite, ways=ways)
     return runs(args, suite)
-
-
-def language(args, suite):
-    """All by the same part of the validation text, which a quick run makes shorter."""
-    many = chosen(args, 2 ** 14, 2 ** 18)
-    return runs(args, dataclasses.replace(suite, ways={'': Way('', f'--val_tokens={many}')}))
 
 
 # ---- suites capacity, update: how much a matrix of fast weights holds. Schlag 2021 section 6.1 -------------
@@ -705,7 +699,8 @@ def associate(_, S, rule, phi, norm, replace, seed, most, device):
 def associative(args, suite):
     """Losses against the number of associations S, and learning curves of the least S: Schlag 2021 figure 3
     and, with --lengths=600 of capacity, figure 4."""
-    broken = args.said[f'first S above a loss of {GOOD}, here and in the paper'] = {}
+    broken = {}
+    args.said[f'first S above a loss of {GOOD}, here and in the paper'] = broken
     for form, (rule, phi, norm) in only(args, suite.lines).items():
         key = {'rule': rule, 'phi': phi, 'norm': norm, 'replace': suite.name == 'update', 'most': args.steps,
                'device': str(args.device)}
@@ -716,7 +711,7 @@ def associative(args, suite):
             found = [once(args, suite, form, associate, **key, S=S, seed=seed) for seed in seeds(args)]
             if not ours:
                 yield from curve(form, found)
-            row = {'form': form, 'S': S, **over_seeds(found, 'loss'), 'paper': theirs.get(S)}
+            row = {'form': form, 'S': S, **over_seeds(found, suite.figure), 'paper': theirs.get(S)}
             yield row
             ours[S] = row['ours']
             if ours[S] > OVERFULL and fills:
@@ -763,7 +758,8 @@ def a_text(args, path, meta, T, count, name):
     _, val, data, name = prepare.for_model(path, meta, name, T)
     if 'row' in data:
         raise ValueError(f'--data={name}: a task; this suite wants a text')
-    return *spaced(val, T, count, data, args.device), data, name
+    x, y = spaced(val, T, count, data, args.device)
+    return x, y, data, name
 
 
 def pieces(args, count):
@@ -817,18 +813,6 @@ BY_TOKENS = 'pure', 'hybrid'                # also with fewer steps
 BY_LENGTH = 'pure', 'hybrid', 'window'      # also read beyond the rows they were trained on
 
 
-def conversion(args, suite, form, path, flags, steps, seed, digest, controls='false'):
-    """One run of a line: `steps` of stage 2, after 3/8 of them of stage 1; all in stage 2 where there is no
-    other."""
-    line, stage_1 = suite.lines[form]
-    total = steps + max(1, round(3 * steps / 8))
-    first = round(stage_1 * total)
-    found = converted(args, suite, form, path, f'{line} {flags}', first, total - first, seed, digest, controls)
-    if found['recovered'] is None:
-        raise ValueError('the softmax model knows no answer: there is nothing to recover')
-    return found
-
-
 def convert(args, suite):
     """All recipes with as many tokens; some with fewer; and, of a text, beyond the rows that were trained on.
     Learned positions end there: the last one is repeated, in all models alike, and perplexity says more of
@@ -838,20 +822,33 @@ def convert(args, suite):
     args.said['in % of'] = path
     judged = 2000 if 'row' in data else 64          # a row of a task has few answers, or one
     flags = f'--data={shlex.quote(args.data)} --eval_rows={judged}'
-    one = partial(conversion, args, suite, path=path, flags=flags, digest=meta.get('digest'))
+
+    def one(form, steps, seed, controls='false'):
+        """A run of a line: `steps` of stage 2, after 3/8 of them of stage 1; all in stage 2 where there is no
+        other."""
+        line, stage_1 = suite.lines[form]
+        total = steps + max(1, round(3 * steps / 8))
+        first = round(stage_1 * total)
+        found = converted(args, suite, form, path, f'{line} {flags}', first, total - first, seed,
+                          meta.get('digest'), controls)
+        if found['recovered'] is None:
+            raise ValueError('the softmax model knows no answer: there is nothing to recover')
+        return found
+
     firsts = {}                                     # of the first seed
     for form in only(args, suite.lines):
         controls = 'false' if firsts else 'true'    # once: they cost as much as two lines
-        firsts[form] = one(form, steps=args.steps, seed=args.seed, controls=controls)
-        others = [one(form, steps=args.steps, seed=seed) for seed in seeds(args)[1:]]
-        yield a_row(suite, form, '', [firsts[form], *others])
+        firsts[form] = one(form, args.steps, args.seed, controls)
+        others = [one(form, args.steps, seed) for seed in seeds(args)[1:]]
+        yield a_row(suite, form, '', [firsts[form]] + others)
     anew, found = next(iter(firsts.items()))
     for form, line in ('teacher trained on', found['tuned']), (f'{anew}, from scratch', found['table'][-1]):
         yield a_row(suite, form, '', [in_percent(line)])
     for form, whole in firsts.items():
         if form in BY_TOKENS:                       # by runs with schedules of their own
-            found = [one(form, steps=max(1, args.steps // share), seed=args.seed) for share in (8, 4, 2)]
-            for some in [{'tokens': 0, 'recovered': whole['swapped']}, *found, whole]:
+            found = [{'tokens': 0, 'recovered': whole['swapped']}]
+            found += [one(form, max(1, args.steps // share), args.seed) for share in (8, 4, 2)]
+            for some in found + [whole]:
                 yield {'form': form, 'part': 'tokens', '1,000 tokens': round(some['tokens'] / 1000),
                        'ours': some['recovered']}
     if 'row' not in data:
@@ -935,7 +932,7 @@ def transfer(args, suite):
     names = {}
     known = []
     for text, name in ('own', ''), ('other', args.data or 'stdlib'):
-        *_, data, names[text] = a_text(args, path, meta, max(times) * T, 1, name)
+        _, _, data, names[text] = a_text(args, path, meta, max(times) * T, 1, name)
         known.append(data['val'])
     if known[0] == known[1]:
         raise ValueError(f'--data={names["other"]}: what {path} was trained on; give another text')
@@ -949,7 +946,7 @@ def transfer(args, suite):
         models[form] = model_in(found['path'], args.device)
     for text, n in itertools.product(names, times):
         count = chosen(args, 2, 8) * max(times) // n            # as many tokens at all lengths
-        x, *_ = a_text(args, path, meta, n * T, count, names[text])
+        x, _, _, _ = a_text(args, path, meta, n * T, count, names[text])
         for form, model in models.items():
             yield {'form': form, 'part': text, 'tokens a row': n * T,
                    'KL to teacher': divergence(teacher, model, x)}
@@ -979,8 +976,9 @@ def cache(args, suite):
         full = full or perplexity
         theirs = suite.paper.get(form, {})
         of_theirs = {T // one_in: figure / theirs[1] for one_in, figure in theirs.items()}
-        yield {'form': form, 'rows': size, 'perplexity': perplexity, **bytes_kept(model),
-               'paper, of its full': of_theirs.get(size), 'of full': perplexity / full}
+        yield {'form': form, 'rows': size, 'perplexity': perplexity,
+               'state bytes': state_bytes(model.read(x[:1])), 'paper, of its full': of_theirs.get(size),
+               'of full': perplexity / full}
 
 
 def far(args, suite):
@@ -1116,9 +1114,9 @@ def stories(args, suite):
         raise ValueError(f'--lengths={n}: behind a prompt of {begin} they leave the {T} tokens of a training '
                          f'row, beyond which the model is no judge; at most {T - begin}')
     told = [continued(teacher, prompts, n, args.seed + i) for i in range(4)]
-    nats, *others = [likelihood(teacher, prompts, said) for said in told]
-    tie = (others[1] - others[2]).std().item()
-    yield from verdicts('full, other draws', nats - others[0], tie, {})
+    nats, another, third, fourth = (likelihood(teacher, prompts, said) for said in told)
+    tie = (third - fourth).std().item()
+    yield from verdicts('full, other draws', nats - another, tie, {})
     means = {'full': nats.mean().item()}
     same = {}                                       # how many are the full model's
     args.said.update({'prompts': len(x), 'tie': tie, 'nats': means, 'identical': same})
@@ -1178,14 +1176,14 @@ def answered(_, rule, one_in, task, count, path, device):
 
 def answers(args, suite):
     """Accuracy of softmax models on questions to what stands far back, by the rows that they keep."""
+    cells = [('softmax', 1), *itertools.product(POLICIES, (8, 4, 2))]       # one row in so many is kept
+    forms = only(args, dict(cells))
+    cells = [cell for cell in cells if cell[0] in forms]
     by_distance = []
-    forms = []
-    for form in only(args, dict.fromkeys(('softmax', *POLICIES))):
-        forms += [(form, one_in) for one_in in ((1,) if form == 'softmax' else (8, 4, 2))]
     for name, way in ways_of(args, suite).items():
         T = prepare.load(name)[2]['row']
         paths = [a_line(args, suite, way, 'softmax', seed)['path'] for seed in seeds(args)]
-        for form, one_in in forms:
+        for form, one_in in cells:
             found = [once(args, suite, form, answered, rule=form, one_in=one_in, task=name,
                           count=chosen(args, 128, 256), path=path, device=str(args.device)) for path in paths]
             yield {'form': form, 'part': name, 'share': 1 / one_in, **over_seeds(found, 'accuracy', 'left')}
@@ -1213,7 +1211,8 @@ def inputs(kind, args, T):
     x = {'q': q, 'k': l2(k), 'v': v}
     for name in GATES.get(kind, '').split():
         if name == 'write':
-            x['write'] = x['erase'] = random()
+            x['write'] = random()
+            x['erase'] = x['write']
         else:
             x[name] = -0.1 * random(1 if kind == 'gated_delta' else args.head_dim)
     return x
@@ -1277,7 +1276,7 @@ def over_lengths(args, suite):
                 print(f'{form} is left out from T = {T} on: {type(e).__name__}: {why}', file=sys.stderr)
             else:
                 cells.append(({'form': form, 'T': T}, call))
-        times = timed(cells, args.device, chosen(args, 0.3, 1.0), 3)
+        times = timed(cells, args.device, chosen(args, 0.3, 1.0))
         for row, call, took in times:
             with FlopCounterMode(display=False) as count:
                 call()
@@ -1413,9 +1412,9 @@ def beside_transformers(args):
     for rule in flat:
         model = GPT(Config(rule=rule)).to(args.device, args.dtype).eval()
         ours.append(repeated(partial(next, model.generate(tokens, temperature=0)), GENERATED))
-    more, first, *times = seconds([more, first, *ours], args.device, 0.5, 15)
-    base = more - first
-    for form, took in [('GPT-2 of transformers', base), *zip(flat, times)]:
+    times = seconds([more, first] + ours, args.device, 0.5, 15)
+    base = times[0] - times[1]
+    for form, took in ('GPT-2 of transformers', base), *zip(flat, times[2:]):
         yield {'form': form, 'part': 'generate', 'T': T, 'us a token': 1e6 * took / GENERATED,
                'of transformers': took / base}
 
@@ -1456,7 +1455,7 @@ def batch(args, suite):
     if T < max(paper):
         raise ValueError(f'--lengths={T}: 1/{max(paper)} of it is no row; take {max(paper)} or more')
     cells = []
-    for form, share in [('softmax', 1), *[('tova', share) for share in sorted(paper)]]:
+    for form, share in [('softmax', 1)] + [('tova', share) for share in sorted(paper)]:
         model = GPT(Config(rule=form, cache=T // share)).to(args.device, args.dtype).eval()
         size = state_bytes(far_along(model, 1, 0, T)[1])
         n = args.budget * MB // size
@@ -1464,11 +1463,13 @@ def batch(args, suite):
             raise ValueError(f'--budget={args.budget}: one text of {T:,} rows needs {size / MB:.1f} MB')
         row = {'form': form, 'rows': T // share, 'batch': n, 'bytes a sequence': size,
                'paper, of full': paper[share] if form == 'tova' else None}
-        cells.append((row, partial(model, *far_along(model, n, 0, T))))
+        token, state = far_along(model, n, 0, T)
+        cells.append((row, partial(model, token, state)))
     rows = [{**row, 'tokens/s': row['batch'] / took} for row, _, took in timed(cells, args.device, 1.0)]
-    softmax, full, *_ = [row['tokens/s'] for row in rows]               # full: TOVA with all rows
-    for row in rows:
-        yield {**row, 'of softmax': row['tokens/s'] / softmax, 'of full': row['tokens/s'] / full}
+    for row in rows:                                # full: TOVA with all rows
+        row['of softmax'] = row['tokens/s'] / rows[0]['tokens/s']
+        row['of full'] = row['tokens/s'] / rows[1]['tokens/s']
+    return rows
 
 
 # ---- suite translate: BLEU of commands, and how fast such models write -------------------------------------
@@ -1491,29 +1492,22 @@ def bleu_metric():
 
 
 @torch.inference_mode()
-def bleu(_, path, data, beam, count, device):
-    """Of what the model in a file says of the first `count` sources of a set's test side."""
+def bleu(args, found):
+    """Of what a run's model says of the first sources of a set's test side; by a beam of 4 with --full."""
+    beam, count = chosen(args, (1, 100), (4, 1000))
     metric = bleu_metric()
-    model, meta = load(path, device)
+    model, meta = load(found['path'], args.device)
     model.eval()
-    test, data = prepare.test_side(data, like=meta['data'])
+    test, data = prepare.test_side(found['data'], like=meta['data'])
     T = data['row']
     begin = recipe.blocks(len(test), T, data)[:count]
-    x, y = recipe.rows(test, begin, T, data, device)
+    x, y = recipe.rows(test, begin, T, data, args.device)
     said = []
     for sources in x[:, :data['source']].split(64):
         for row in model.translate(sources, beam).tolist():
             said.append(prepare.decode(row, data))
     wanted = [prepare.decode(row[row >= 0].tolist(), data) for row in y]
     return {'bleu': metric.corpus_score(said, [wanted]).score, 'sentences': len(said)}
-
-
-def of_translations(args, way, found):
-    """BLEU, by a beam of 4 with --full."""
-    beam, count = chosen(args, (1, 100), (4, 1000))
-    score = once(args, SUITES['translate'], 'bleu', bleu, path=found['path'], data=way.data, beam=beam,
-                 count=count, device=str(args.device))
-    return {name: score[name] for name in ('bleu', 'sentences')}
 
 
 def writer(form, longest, args):
@@ -1529,7 +1523,8 @@ def writing_speeds(args, forms):
     """The table of tokens a second, and by part and form from which length on it is twice as fast as softmax.
     All cells of a part take turns, so that a busy moment of the machine meets them all."""
     sizes = args.lengths
-    twice = args.said['twice as fast as softmax from so many tokens on (None: never)'] = {}
+    twice = {}
+    args.said['twice as fast as softmax from so many tokens on (None: never)'] = twice
     models = {form: writer(form, max(sizes[-1], SAID), args) for form in forms}
     ways = {'target': [(SHORT, T) for T in sizes], 'source': [(T, SAID) for T in sizes]}
     texts = {'one': 1, 'many': chosen(args, 8, 64)}
@@ -1537,7 +1532,8 @@ def writing_speeds(args, forms):
         cells = []
         part = f'{length}, {many}'
         for form, (source, target) in itertools.product(forms, ways[length]):
-            step = recorded(models[form], *far_along(models[form], texts[many], source, target))
+            token, state = far_along(models[form], texts[many], source, target)
+            step = recorded(models[form], token, state)
             cells.append(({'form': form, 'part': part, 'batch': texts[many], 'source': source,
                            'target': target}, repeated(step, TURN)))
         found = []
@@ -1554,7 +1550,7 @@ def translate(args, suite):
     keeps softmax but where `all` is converted."""
     args.said['BLEU'] = str(bleu_metric().get_signature())      # what is missing is said now, not in hours
     yield from runs(args, suite)
-    forms = {'softmax', *only(args, suite.lines)}
+    forms = {'softmax': ''} | only(args, suite.lines)
     yield from writing_speeds(args, [form for form in WRITERS if form in forms])
 
 
@@ -1582,17 +1578,18 @@ def idea(args, suite):
     return []
 
 
-def every(args):
+def every(args, suite):
     """Every suite; one that cannot run here says why, and the next begins."""
     left_out = {}
-    for suite in ROWS[:-1]:
-        print(f'--- {suite.name} ---', flush=True)
+    args.said['left_out'] = left_out
+    for other in ROWS[:-1]:
+        print(f'--- {other.name} ---', flush=True)
         try:
-            run_suite(suite, args)
+            run_suite(other, args.given)
         except (ValueError, OSError, RuntimeError) as e:
-            left_out[suite.name] = str(e)
+            left_out[other.name] = str(e)
             print(f'left out: {e}', flush=True)
-    print(json.dumps({'suite': 'all', 'left_out': left_out}))
+    return []
 
 
 # ---- the suites, what they take, and what the papers found -------------------------------------------------
@@ -1626,7 +1623,7 @@ SPEECH = {              # kinds of whole words and possessive endings: tokens th
 ENDINGS = 'ing', 'ed', 'ly'             # of other words, and tokens of their own where a word is in pieces
 
 ASSOCIATIONS = (
-    Panel('S', 'ours', 'hollow: the paper'),
+    Panel('S', 'ours', '1/2 |v - answer|^2; hollow: the paper'),
     Panel('step', 'loss', 'learning curves of the least S', 'curve'))
 NO_CONV = '--n_layer=2 --n_embd=64 --lr=1e-3 --batch_size=32 --conv=0 --pos=learned'
 TRACKER = '--n_embd=64 --n_head=4 --conv=0 --batch_size=64 --lr=3e-3'
@@ -1643,7 +1640,7 @@ CLASSIFIERS = {
         **{phi: f'--recipe=t2r --phi={phi}' for phi in (
             'taylor', 'exp:2', 'exp:1', 'favor', 'relu', 'elu')},
         'cosformer': '--recipe=t2r --phi=cosformer:1024'},
-    'always': ('softmax', 'trained on'), 'figure': 'accuracy', 'look': of_classes, 'unit': 'accuracy, %',
+    'always': ('softmax', 'trained on'), 'figure': 'accuracy', 'look': of_classes,
     'beside': ('recovered', 'matthews', 'majority'),
     'note': 'in %, of the validation rows; trained on: the control, softmax with as many steps more; '
             'recovered: of the accuracy of the teacher of the same seed; matthews: correlation of answers '
@@ -1708,7 +1705,7 @@ ROWS = [
         {'softmax': ('softmax', '', ''),            # rule, phi, norm
          **{phi: ('sum', phi, 'attn') for phi in (
              'elu', 'dpfp:1', 'dpfp:2', 'dpfp:3', 'favor:64', 'favor:128', 'favor:512')}},
-        unit='loss, 1/2 |v - answer|^2', panels=ASSOCIATIONS,
+        figure='loss', panels=ASSOCIATIONS,
         source="Schlag 2021, figure 2: least evaluation loss of one run, from the authors' logs",
         paper={
             'softmax': over(TO_600, .0006, .0003, .0001, 0, 0, 0, 0, 0, 0, .0004, 0, 0, 0, .0045, 0, .0089,
@@ -1734,7 +1731,7 @@ ROWS = [
          'delta elu': ('delta', 'elu', 'sum'), 'delta l2': ('delta', 'dpfp:1', 'l2'),
          'sum sum-norm': ('sum', 'dpfp:1', 'sum'), 'fwm': ('fwm', 'dpfp:1', ''),
          'fwm tanh': ('fwm', 'tanh', '')},
-        unit='loss, 1/2 |v - answer|^2', panels=ASSOCIATIONS,
+        figure='loss', panels=ASSOCIATIONS,
         source="Schlag 2021, figure 5: least evaluation loss of one run, from the authors' logs",
         paper={
             'sum': over(TO_200, .097, .104, .103, .113, .111, .128, .155, .18, .201, .231),
@@ -1758,7 +1755,7 @@ ROWS = [
             'from softmax': Way(            # which is taken from softmax, all weights trained on
                 'recall-kept', f'{NO_CONV} --n_head=1', 3000, how='--batch_size=32 --lr=1e-3',
                 convert='--recipe=hedgehog --distil=auto --eval_rows=2000', more=0.1, full=True)},
-        figure='accuracy', beside=('before',), unit='accuracy, %',
+        figure='accuracy', beside=('before',),
         note='in % of 2,000 new rows; before: with maps that learn distilled and else nothing trained',
         source='Zhang 2024, tables 2, 3 and figure 4; in its text exp:2 solves it, exp:1 does not',
         paper={'softmax': 100, 'taylor': 100, 'hedgehog': 100, 'elu': 17, 'favor': 17, 'cosformer': 17}),
@@ -1769,7 +1766,7 @@ ROWS = [
         {'steps': 1000, 'lengths': '16,32,64,128'},
         lines={name: f'--rule={name} {"--cache=16" if rule.bounded else ""}' for name, rule in RULES.items()},
         ways={'': Way('mqar', '--n_layer=2 --n_head=2 --batch_size=32 --val_tokens=131072')},
-        figure='accuracy', beside=('state bytes', 'lr'), look=size_of_state, unit='accuracy, %',
+        figure='accuracy', beside=('state bytes', 'lr'), look=size_of_state,
         panels=(Panel('state bytes', 'ours', 'MQAR, 8 pairs'),), note='accuracy in % of 512 new rows',
         source='Arora 2023, figure 2, which is a picture'),
     Suite(
@@ -1801,7 +1798,7 @@ ROWS = [
         ways={'listops': Way('listops', READER, 1500), 'pathfinder': Way('pathfinder', READER, 2000),
               'pathfinder-patch4': Way('pathfinder-patch4', READER, 4000),
               'mnist': Way('mnist', READER, 2000), 'imdb': Way('imdb', READER, 2000)},
-        figure='accuracy', beside=('majority',), look=of_classes, unit='accuracy, %',
+        figure='accuracy', beside=('majority',), look=of_classes,
         note='in % of the validation rows; majority: of whoever always says the commonest class',
         source='Zhang 2024, table 6: longer rows, images of CIFAR-10',
         paper={'softmax': {'listops': 36.37, 'imdb': 64.27, 'pathfinder': 71.40},
@@ -1827,13 +1824,13 @@ ROWS = [
         ways={'from nothing': Way('', GRID_MODEL),
               'converted': Way('', GRID_MODEL, times=4, more=1 / 16,
                                convert=f'--recipe=t2r --distil=auto --eval_rows={GRID_ROWS}')},
-        figure='bits per byte', beside=('recovered',), look=on_grid_rows, unit='bits per byte',
+        figure='bits per byte', beside=('recovered',), look=on_grid_rows,
         note='bits per byte on 256 rows, evenly spaced over the validation text; from nothing: {steps} steps '
              'of 4 rows; converted: in a quarter of these from softmax after four times as many, whose '
              'perplexity is recovered, in %',
         source='Mao 2022 compares rules and maps, Kasai 2021 sizes of a map: figures that are not at hand'),
     Suite(
-        'language', 'rules, positions, normalisation, carried states and windows', language,
+        'language', 'rules, positions, normalisation, carried states and windows', runs,
         'data seeds steps only',
         {'steps': 100, 'only': 'softmax,sum,delta elu,delta elu no-norm,window carry,delta'}, {'steps': 2000},
         lines={                                     # convolutions only where they say so
@@ -1857,9 +1854,9 @@ ROWS = [
             'decay': '--rule=decay --conv=0', 'gated_delta': '--rule=gated_delta --conv=0',
             'delta convolutions': '--rule=delta --conv=4',
             'delta convolutions carry': '--rule=delta --conv=4 --carry'},
-        ways={'': Way('')}, figure='bits per byte',
+        ways={'quick': Way('', '--val_tokens=16384', full=False),         # all by the same part of the text
+              'full': Way('', '--val_tokens=262144', full=True)}, figure='bits per byte',
         beside=('bits per byte carried', *[f'with {cache}' for cache in WINDOWS], 'not finite'), look=windows,
-        unit='bits per byte',
         note='bits per byte after {steps} steps of 4 rows of 128; carried: with the state handed on; with 8, '
              '64, 128: rows of a window that is carried; not finite: the first step that was not',
         source='Schlag 2021, tables 2 to 5: test perplexity of WikiText-103, small models (40 M parameters) '
@@ -1890,7 +1887,7 @@ ROWS = [
             'softmax converted': ''},
         ways={'multi30k': Way('multi30k', TRANSLATOR, 3000, how='--batch_size=64 --lr=3e-3',
                               convert='--eval_rows=100000', more=0.5)},
-        figure='bleu', beside=('accuracy', 'sentences'), look=of_translations, unit='BLEU',
+        figure='bleu', beside=('accuracy', 'sentences'), look=bleu,
         panels=(Panel('ours', 'form', 'multi30k', 'multi30k'),
                 Panel('target', 'tokens/s', 'one translation at a time', 'target, one'),
                 Panel('target', 'tokens/s', 'many at a time', 'target, many')),
@@ -1931,7 +1928,7 @@ ROWS = [
             'pure': ('--recipe=pure', 3 / 11), 'hybrid': ('--recipe=hybrid', 3 / 11),
             'window': ('--recipe=hybrid --overflow=', 0), 'hedgehog': ('--recipe=hedgehog', 3 / 11),
             't2r': ('--recipe=t2r', 0), 'decay': ('--recipe=decay', 0)},
-        figure='recovered', unit='recovered, %',
+        figure='recovered',
         beside=('swapped', 'stage 1', 'recovered a byte', 'perplexity', 'tokens', 'state bytes'),
         panels=(Panel('1,000 tokens', 'ours', 'what is recovered of the teacher', 'tokens'),
                 Panel('position', 'perplexity', 'beyond the rows it was trained on', 'position')),
@@ -1951,7 +1948,7 @@ ROWS = [
     Suite(
         'answers', 'questions to such models, where the answer may stand far back', answers,
         'data seeds steps only', {'steps': 500},
-        lines={'softmax': ''}, unit='accuracy, %',
+        lines={'softmax': ''},
         ways={'recall-kept': Way('recall-kept', f'{ASKED} --batch_size=32 --lr=3e-3', 1000, full=True),
               'mqar': Way('mqar', f'{ASKED} --batch_size=32 --lr=1e-2', 1000, full=True),
               'facts-256': Way('facts-256', FACTS, 3000),
@@ -2030,7 +2027,8 @@ class Args:
     beside: str = flag('', f'{of("beside")}: models of other rules on the same data, with commas: '
                            'out/delta/ckpt.safetensors')
     budget: int = flag(74, f'{of("budget")}: MB for all states', low=1)
-    began: float = 0.0          # no flags: when the suite did,
+    given: object = None        # no flags: these as they were given,
+    began: float = 0.0          # when the suite did,
     said: dict = field(default_factory=dict)        # and what it says beside its table
 
 
@@ -2066,7 +2064,7 @@ def run_suite(suite, args):
     missing = {name: own[name] for name in own if not getattr(args, name)}
     sizes = missing.pop('lengths', args.lengths)
     args = dataclasses.replace(args, **missing, lengths=numbers(sizes), device=device, dtype=dtype,
-                               began=time.perf_counter(), said={})
+                               given=args, began=time.perf_counter(), said={})
     torch.manual_seed(args.seed)
     os.makedirs(args.out, exist_ok=True)
     report(args, suite, list(suite.measure(args, suite)))
@@ -2074,11 +2072,7 @@ def run_suite(suite, args):
 
 @script
 def main(argv):
-    suite, args = settings(argv)
-    if suite.name == 'all':
-        every(args)
-    else:
-        run_suite(suite, args)
+    run_suite(*settings(argv))
 
 
 if __name__ == '__main__':
