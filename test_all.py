@@ -3444,10 +3444,10 @@ DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; 
     ('llama', 'model.layers.1.mlp.up_proj.weight', None, 'model.layers.1.mlp.up_proj.weight is missing'),
     ('llama', 'model.norm.weight', (1,), 'norm.weight has shape (1,), expected (16,)'),
     ('llama', 'model.layers.0.self_attn.k_proj.weight', (6, 16), 'has shape (6, 16), expected (4, 16)'),
-    ('gpt2', 'transformer.h.0.mlp.c_fc.weight', (12, 8), 'shape (12, 8), expected (8, 12)'),
+    ('gpt2', 'transformer.h.0.mlp.c_fc.weight', (12, 16), 'shape (12, 16), expected (16, 12)'),
     ('bert', files.TYPES, (1,), 'token_type_embeddings.weight has shape (1,)'),
     ('bert', 'classifier.weight', (), 'classifier.weight has shape ()'),
-    ('bert', 'classifier.weight', (1, 8), 'one row'),
+    ('bert', 'classifier.weight', (1, 16), 'one row'),
     ('llama', 'config.json', b'[]', 'config.json'), ('llama', 'config.json', b'{"model_ty', 'config.json'),
     ('llama', 'tokenizer.json', b'{"model"', 'take it away'), ('llama', 'tokenizer.json', b'{}', 'no descr'),
     ('vit', 'preprocessor_config.json', b'{"image_mean": [0.485]}', 'image_mean is [0.485]'),
@@ -3533,7 +3533,7 @@ def test_an_encoder_of_the_hub_learns_the_classes_of_a_task(tmp_path, capsys):
     assert train.main([f'--init={tmp_path / "bert"}', f'--data={data}', '--lr=0', *run]) == 0
     path = tmp_path / 'out' / 'ckpt.safetensors'
     given, found = load(tmp_path / 'bert')[0], load(path)[0]
-    assert found.head.weight.shape == (4, 8) and found.config.block_size == 16
+    assert found.head.weight.shape == (4, 16) and found.config.block_size == 16
     close({n: x for n, x in found.state_dict().items() if 'head' not in n}, dict(given.state_dict()), 0)
     assert train.main(['--resume', '--steps=3', f'--out={tmp_path / "out"}']) == 0
     assert 'class 3' in written(capsys, f'--init={path}', '--prompt=7 8 9')[0]
@@ -4115,149 +4115,146 @@ def test_every_exercise_has_an_answer():
     assert 'assets/ANSWERS.md' in (HERE / 'README.md').read_text()
 
 
-# ==== Behind: programs in strings, a model in the hub's layout, servers and their faults, soaks =============
+# ==== Behind: models in the hub's layout, a server and its faults, soaks ====================================
 
-PATCHES = 'embeddings.patch_embeddings.projection'
-LAYOUTS = dict(     # first word of names; layer, in it norms, q k v, projection, up, down; outside: sizes
-    gpt2=('transformer.', 'h.', 'ln_1 ln_2', 'attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj',
-          dict(wte=(30, 8), wpe=(16, 8), ln_f=(8,))),
-    llama=('model.', 'layers.', 'input_layernorm post_attention_layernorm',
-           'self_attn.q_proj self_attn.k_proj self_attn.v_proj', 'self_attn.o_proj',
-           'mlp.gate_proj mlp.up_proj', 'mlp.down_proj', dict(embed_tokens=(30, 16), norm=(16,))),
-    bert=('bert.', 'encoder.layer.', 'attention.output.LayerNorm output.LayerNorm',
-          'attention.self.query attention.self.key attention.self.value', 'attention.output.dense',
-          'intermediate.dense', 'output.dense',
-          {'embeddings.word_embeddings': (300, 8), 'embeddings.position_embeddings': (16, 8),
-           'embeddings.token_type_embeddings': (2, 8), 'embeddings.LayerNorm': (8,), 'pooler.dense': (8, 8)}),
-    vit=('vit.', 'encoder.layer.', 'layernorm_before layernorm_after',
-         'attention.attention.query attention.attention.key attention.attention.value',
-         'attention.output.dense', 'intermediate.dense', 'output.dense',
-         {PATCHES: (8, 3, 4, 4), 'embeddings.cls_token': (1, 1, 8), 'layernorm': (8,),
-          'embeddings.position_embeddings': (1, 5, 8)}))
+SIZES = dict(num_hidden_layers=2, hidden_size=16, num_attention_heads=4, intermediate_size=12)
+PATCHES, PLACES = 'embeddings.patch_embeddings.projection', 'embeddings.position_embeddings'
+WORDS, TYPES = 'embeddings.word_embeddings', 'embeddings.token_type_embeddings'
+FIRST = 'embeddings.cls_token'
+DENSE = 'attention.output.dense intermediate.dense output.dense'
+LAYOUTS = dict(     # first word of names, and of layers; norms, projection, up, down, q k v; outside; config
+    gpt2=('transformer.', 'h.', 'ln_1 ln_2 attn.c_proj mlp.c_fc mlp.c_proj attn.c_attn',
+          dict(wte=(30, 16), wpe=(16, 16), ln_f=(16,)),
+          dict(n_layer=2, n_head=4, n_embd=16, n_inner=12, vocab_size=30, n_positions=16)),
+    llama=('model.', 'layers.', 'input_layernorm post_attention_layernorm self_attn.o_proj mlp.gate_proj '
+           + 'mlp.down_proj self_attn.q_proj self_attn.k_proj self_attn.v_proj', dict(norm=(16,)),
+           dict(SIZES, max_position_embeddings=16, rms_norm_eps=1e-5)),
+    bert=('bert.', 'encoder.layer.', 'attention.output.LayerNorm output.LayerNorm ' + DENSE
+          + ' attention.self.query attention.self.key attention.self.value',
+          {WORDS: (300, 16), PLACES: (16, 16), TYPES: (2, 16), 'embeddings.LayerNorm': (16,),
+           'pooler.dense': (16, 16)},
+          dict(SIZES, vocab_size=300, max_position_embeddings=16, pad_token_id=3, layer_norm_eps=1e-12)),
+    vit=('vit.', 'encoder.layer.', 'layernorm_before layernorm_after ' + DENSE
+         + ' attention.attention.query attention.attention.key attention.attention.value',
+         {PATCHES: (16, 3, 4, 4), FIRST: (1, 1, 16), PLACES: (1, 5, 16), 'layernorm': (16,)},
+         dict(SIZES, image_size=8, patch_size=4, num_channels=3, qkv_bias=True, layer_norm_eps=1e-12)))
 EMBEDS = dict(gpt2='wte', llama='embed_tokens')
 NO_BIAS = re.compile('wte|wpe|lm_head|_embeddings$|cls_token')
-LAYERS = dict(num_hidden_layers=2, hidden_size=8, num_attention_heads=2, intermediate_size=12)
-CONFIGS = dict(
-    gpt2=dict(n_layer=2, n_head=2, n_embd=8, n_inner=12, vocab_size=30, n_positions=16),
-    llama=dict(LAYERS, hidden_size=16, num_attention_heads=4, max_position_embeddings=16, rms_norm_eps=1e-5),
-    bert=dict(LAYERS, vocab_size=300, max_position_embeddings=16, pad_token_id=3, layer_norm_eps=1e-12),
-    vit=dict(LAYERS, image_size=8, patch_size=4, num_channels=3, qkv_bias=True, layer_norm_eps=1e-12))
 
 def in_hub_layout(folder, kind, prefix=True, old=False, shards=1, dtype=torch.float32, tied=True, vocab=30,
                   groups=1, classes=3, **more):
     """A model of two layers with random weights as the hub keeps it -> functions to its last norm and to its
     logits, from tokens or from pictures of 8 x 8 pixels 0..255. old: names of 2018, and no pooler; more: for
     config.json"""
-    front, layer, *parts, outside = LAYOUTS[kind]
-    norms, qkv, proj, up, down = (names.split() for names in parts)
-    d, keys = (16, 4 * groups) if kind == 'llama' else (8, 8)
-    sizes = {**dict.fromkeys(norms, (d,)), **dict(zip(qkv, [(d, d), (keys, d), (keys, d)])),
-             **dict.fromkeys(proj, (d, d)), **dict.fromkeys(up, (12, d)), **dict.fromkeys(down, (d, 12))}
-    if kind == 'gpt2':
-        sizes[qkv[0]] = 3 * d, d
-    sizes = {f'{layer}{i}.{name}': size for i in (0, 1) for name, size in sizes.items()} | outside
-    raw = dict(CONFIGS[kind], model_type=kind)
+    front, layer, names, outside, config = LAYOUTS[kind]
+    norm1, norm2, proj, up, down, *qkv = names.split()
+    of_layer = {norm1: (16,), norm2: (16,), proj: (16, 16), up: (12, 16), down: (16, 12)}
+    sizes, raw = dict(outside), dict(config, model_type=kind)
+    if kind == 'llama':
+        of_layer |= {'mlp.up_proj': (12, 16), **dict.fromkeys(qkv, (4 * groups, 16)), qkv[0]: (16, 16)}
+        sizes['embed_tokens'] = vocab, 16
+        raw['vocab_size'] = vocab
+        if groups < 4:
+            raw['num_key_value_heads'] = groups
+    else:
+        of_layer |= dict.fromkeys(qkv, (48 // len(qkv), 16))
     if tied == (kind == 'llama'):                       # the other is what is meant where nothing is said
         raw['tie_word_embeddings'] = tied
-    if kind == 'llama':
-        sizes['embed_tokens'] = vocab, d
-        raw |= dict(vocab_size=vocab) | (dict(num_key_value_heads=groups) if groups < 4 else {})
-    head, has_head = 'classifier', classes
-    sizes[head] = classes, d
-    if kind in EMBEDS:
-        head, has_head = 'lm_head', not tied
-        sizes[head] = sizes[EMBEDS[kind]]
+    for i in range(2):
+        sizes.update({f'{layer}{i}.{name}': size for name, size in of_layer.items()})
+    if kind not in EMBEDS and classes:
+        sizes['classifier'] = classes, 16
+    elif kind in EMBEDS and not tied:
+        sizes['lm_head'] = sizes[EMBEDS[kind]]
     if old:
         del sizes['pooler.dense']
-    w = {f'{name}.weight': torch.randn(size) / size[-1] ** .5 for name, size in sizes.items()}
-    if kind != 'llama':
-        biased = [name for name in sizes if not NO_BIAS.search(name)]
-        w |= {f'{name}.bias': torch.randn(sizes[name][0]) for name in biased}
-    w = {name: x.to(dtype).float() for name, x in w.items()}
+    w = {}
+    for name, size in sizes.items():
+        w[name + '.weight'] = (torch.randn(size) / size[-1] ** .5).to(dtype).float()
+        if kind != 'llama' and not NO_BIAS.search(name):
+            w[name + '.bias'] = torch.randn(size[0]).to(dtype).float()
     kept = {'h.0.attn.bias': torch.ones(1, 1, 16, 16)} if kind == 'gpt2' else {}    # a mask, in older files
     for name, x in w.items():
-        if kind == 'gpt2' and name.startswith('h.') and x.dim() == 2:
+        if '.c_' in name and x.dim() == 2:              # of GPT-2 alone
             x = x.T
         if x.dim() == 3:
             name = name.removesuffix('.weight')
         if old:
             name = name.replace('m.weight', 'm.gamma').replace('m.bias', 'm.beta')
-        if head not in name:
-            kept[front * prefix + name] = x.contiguous()
-        elif has_head:
-            kept[name] = x
+        if prefix and 'classifier' not in name and 'lm_head' not in name:
+            name = front + name
+        kept[name] = x.contiguous().to(dtype)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / 'config.json').write_text(json.dumps(raw | more))
     files = ['model.safetensors'] if shards == 1 else [f'model-{i}.safetensors' for i in range(shards)]
     where = {name: files[i % shards] for i, name in enumerate(kept)}
     for file in files:
-        save_file({name: x.to(dtype) for name, x in kept.items() if where[name] == file}, folder / file)
+        save_file({name: x for name, x in kept.items() if where[name] == file}, folder / file)
     if shards > 1:
         (folder / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': where}))
-    if tied and kind in EMBEDS:
-        w['lm_head.weight'] = w[EMBEDS[kind] + '.weight']
     return by_hand(kind, w, more)
 
 def by_hand(kind, w, config):
-    """These functions, as other people's papers and code have them; w: weights, all as (out, in)."""
-    _, layer, *parts, _ = LAYOUTS[kind]
-    norms, qkv, proj, up, down = (names.split() for names in parts)
-    d = len(w[f'{layer}0.{norms[0]}.weight'])
+    """These functions, from the parts that torch has; w: weights, all as (out, in)."""
+    _, layer, names, *_ = LAYOUTS[kind]
+    norm1, norm2, proj, up, down, *qkv = names.split()
 
     def of(x, name):
         weight, bias = w[name + '.weight'], w.get(name + '.bias')
         if weight.dim() == 2:
             return F.linear(x, weight, bias)
         if kind == 'llama':
-            return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
-        return F.layer_norm(x, (d,), weight, bias, 1e-5 if kind == 'gpt2' else 1e-12)
+            return F.rms_norm(x, (16,), weight, 1e-5)
+        return F.layer_norm(x, (16,), weight, bias, 1e-5 if kind == 'gpt2' else 1e-12)
 
     def attention(x, h, mask):
-        y = torch.cat([of(x, h + name) for name in qkv], -1)
-        keys = (y.shape[-1] - d) // 2
-        q, k, v = (z.unflatten(-1, (-1, 4)).transpose(1, 2) for z in y.split([d, keys, keys], -1))
+        heads = torch.cat([of(x, h + name) for name in qkv], -1).unflatten(-1, (-1, 4)).transpose(1, 2)
+        groups = (heads.shape[1] - 4) // 2              # whose keys and values heads side by side share
+        q, k, v = heads.split([4, groups, groups], 1)
         if kind == 'llama':
             q, k = turned(q, config), turned(k, config)
-        k, v = (z.repeat_interleave(d // keys, 1) for z in (k, v))      # shared by heads side by side
-        return of(((q @ k.mT / 2 + mask).softmax(-1) @ v).transpose(1, 2).flatten(2), h + proj[0])
+        o = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+        return of(o.transpose(1, 2).flatten(2), h + proj)
 
     def mlp(x, h):
-        y = of(x, h + up[0])
-        if kind == 'gpt2':
-            y = y / 2 * (1 + torch.tanh((2 / math.pi) ** .5 * (y + .044715 * y ** 3)))
-        elif kind == 'llama':
-            y = F.silu(y) * of(x, h + up[1])
+        y = of(x, h + up)
+        if kind == 'llama':
+            y = F.silu(y) * of(x, h + 'mlp.up_proj')
         else:
-            y = y / 2 * (1 + torch.erf(y / 2 ** .5))
-        return of(y, h + down[0])
+            y = F.gelu(y, approximate='tanh' if kind == 'gpt2' else 'none')
+        return of(y, h + down)
 
-    def last(x):
-        e, mask, T = 'embeddings.', torch.zeros(()), x.shape[1]
+    def embedded(x):
+        """-> what the first layer reads, and who may look at whom"""
         if kind == 'vit':
             x = F.conv2d((x / 255 - .5) / .5, w[PATCHES + '.weight'], w[PATCHES + '.bias'], stride=4)
-            x = torch.cat([w[e + 'cls_token.weight'].expand(len(x), 1, d), x.flatten(2).mT], 1)
-            x = x + w[e + 'position_embeddings.weight']
-        elif kind == 'bert':
-            mask = torch.zeros(x.shape).masked_fill(x == 3, -math.inf)[:, None, None]
-            x = w[e + 'word_embeddings.weight'][x] + w[e + 'token_type_embeddings.weight'][0]
-            x = of(x + w[e + 'position_embeddings.weight'][:T], e + 'LayerNorm')
-        else:
-            mask = torch.full((T, T), -math.inf).triu(1)
-            x = w[EMBEDS[kind] + '.weight'][x] + (w['wpe.weight'][:T] if kind == 'gpt2' else 0)
+            first = w[FIRST + '.weight'].expand(len(x), 1, 16)
+            return torch.cat([first, x.flatten(2).mT], 1) + w[PLACES + '.weight'], None
+        T = x.shape[1]
+        if kind == 'bert':
+            there = (x != 3)[:, None, None]
+            x = w[WORDS + '.weight'][x] + w[TYPES + '.weight'][0]
+            return of(x + w[PLACES + '.weight'][:T], 'embeddings.LayerNorm'), there
+        x = w[EMBEDS[kind] + '.weight'][x]
+        if kind == 'gpt2':
+            x = x + w['wpe.weight'][:T]
+        return x, torch.ones(T, T, dtype=torch.bool).tril()
+
+    def last(x):
+        x, mask = embedded(x)
         for h in layer + '0.', layer + '1.':
-            first, second = (h + name for name in norms)
             if kind == 'bert':
-                x = of(x + attention(x, h, mask), first)
-                x = of(x + mlp(x, h), second)
+                x = of(x + attention(x, h, mask), h + norm1)
+                x = of(x + mlp(x, h), h + norm2)
             else:
-                x = x + attention(of(x, first), h, mask)
-                x = x + mlp(of(x, second), h)
+                x = x + attention(of(x, h + norm1), h, mask)
+                x = x + mlp(of(x, h + norm2), h)
         return x if kind == 'bert' else of(x, dict(gpt2='ln_f', llama='norm', vit='layernorm')[kind])
 
     def logits(x):
         x = last(x)
         if kind in EMBEDS:
-            return of(x, 'lm_head')
+            return x @ w.get('lm_head.weight', w[EMBEDS[kind] + '.weight']).T
         return of(of(x[:, 0], 'pooler.dense').tanh() if kind == 'bert' else x[:, 0], 'classifier')
     return last, logits
 
@@ -4265,62 +4262,71 @@ def turned(x, config):
     """rope of a Llama: x (B, heads, T, 4), each head's pairs as complex numbers. Llama 3.1's goes by the wave
     length of a pair."""
     rope = config.get('rope_scaling') or config.get('rope_parameters') or {}
-    theta, speeds = config.get('rope_theta') or rope.get('rope_theta', 1e4), []
+    theta = config.get('rope_theta') or rope.get('rope_theta', 1e4)
+    speeds = []
     for w in 1, theta ** -.5:
         if 'factor' in rope:
-            n, length = rope['original_max_position_embeddings'], 2 * math.pi / w
+            waves = rope['original_max_position_embeddings'] * w / (2 * math.pi)
             low, high = rope['low_freq_factor'], rope['high_freq_factor']
-            s = min(1, max(0, (n / length - low) / (high - low)))
+            s = min(1, max(0, (waves - low) / (high - low)))
             w = (1 - s) * w / rope['factor'] + s * w
         speeds.append(w)
-    a, b = x.unflatten(-1, (2, 2)).unbind(-2)
     angle = torch.arange(x.shape[2])[:, None] * torch.tensor(speeds)
-    y = torch.complex(a, b) * torch.polar(torch.ones(()), angle)
+    y = torch.complex(*x.split(2, -1)) * torch.polar(torch.ones(()), angle)
     return torch.cat([y.real, y.imag], -1)
 
 @contextlib.contextmanager
-def served(answer):
-    """The address of a server that answers with answer(request, body: bool)."""
-    class Server(http.server.BaseHTTPRequestHandler):
-        def log_message(self, *args):
+def served(contents, at='', fault=None, times=99, token=None):
+    """A server of contents by path -> its address, and the paths that were asked for. Those that end in `at`
+    meet a fault so many times: a status, 'cut', or a function of the content."""
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *_):
             pass
 
-        def do_HEAD(self):
-            answer(self, False)
-
         def do_GET(self):
-            answer(self, True)
-    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Server)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f'http://127.0.0.1:{server.server_port}'
-    server.shutdown()
-    server.server_close()
+            asked.append(self.path)
+            bad = fault if self.path.endswith(at) and len(asked) <= times else None
+            content = sent = contents.get(self.path)
+            if content is None or isinstance(bad, int):
+                return self.send_error(bad or 404)
+            if token and self.headers.get('Authorization') != f'Bearer {token}':
+                return self.send_error(401)
+            if callable(bad):
+                sent = bad(content)
+            self.send_response(200)
+            if self.path.endswith('model.safetensors'):         # of parts a hub promises nothing
+                self.send_header('X-Linked-Etag', f'"{hashlib.sha256(content).hexdigest()}"')
+                self.send_header('X-Linked-Size', str(len(content)))
+            self.send_header('Content-Length', str(len(sent)))
+            self.end_headers()
+            if self.command == 'GET':
+                self.wfile.write(sent[:5] if bad == 'cut' else sent)
+        do_HEAD = do_GET
+    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f'http://127.0.0.1:{server.server_port}', asked
+        server.shutdown()
 
-@pytest.mark.parametrize('mode, hits', [
-    ('fine', 1), ('cut', 2), ('503 first', 2), ('always cut', 4), ('404', 4), ('wrong', 1), ('html', 1)])
+def page(_):
+    return b'<html>sign in</html>'
+
+def backwards(content):
+    return content[::-1]
+
+@pytest.mark.parametrize('fault, times, hits', [
+    (None, 0, 1), ('cut', 1, 2), (503, 1, 2), ('cut', 99, 4), (404, 99, 4), (backwards, 99, 1), (page, 99, 1)])
 @pytest.mark.parametrize('name', ['polarity', 'trec'])
-def test_downloads_end_whole_or_not_at_all(name, mode, hits, tmp_path, monkeypatch):
+def test_downloads_end_whole_or_not_at_all(name, fault, times, hits, tmp_path, monkeypatch):
     """One file or several, from a server that cuts, lies, fails, sends web pages. Nothing wrong is left."""
-    bodies, asked = PUBLISHED[name], []
-
-    def answer(request, _):
-        asked.append(request.path)
-        first = len(asked) == 1
-        if mode == '404' or mode == '503 first' and first:
-            return request.send_error(int(mode[:3]))
-        content = bodies[request.path[1:]]
-        content = {'wrong': content[::-1], 'html': b'<html>sign in</html>'}.get(mode, content)
-        request.send_response(200)
-        request.send_header('Content-Length', str(len(content)))
-        request.end_headers()
-        cut = mode == 'always cut' or mode == 'cut' and first
-        request.wfile.write(content[:5 if cut else None])
-    monkeypatch.setattr(prepare.time, 'sleep', lambda s: None)
+    bodies = PUBLISHED[name]
     known = {base: hashlib.sha256(body).hexdigest() for base, body in bodies.items()}
-    with served(answer) as address:
+    monkeypatch.setattr(prepare.time, 'sleep', lambda s: None)
+    with served({'/' + base: body for base, body in bodies.items()}, '', fault, times) as (address, asked):
         row = {**prepare.DATASETS[name], 'files': known, 'urls': [address]}
         monkeypatch.setitem(prepare.DATASETS, name, row)
-        if mode in ('fine', 'cut', '503 first'):
+        if times < 99:
             prepare.load(name, str(tmp_path))
             assert {base: (tmp_path / name / base).read_bytes() for base in bodies} == bodies
             assert len(asked) == hits + len(bodies) - 1
@@ -4331,67 +4337,53 @@ def test_downloads_end_whole_or_not_at_all(name, mode, hits, tmp_path, monkeypat
             assert f'{address}/{place.name}: ' in str(e.value) and str(place) in str(e.value)
             assert '\n' not in str(e.value) and len(asked) == hits
             assert not list(tmp_path.rglob('*.*'))
-    (tmp_path / 'down').mkdir()
     with pytest.raises(ValueError, match='by hand'):                # nobody answers
         prepare.load(name, str(tmp_path / 'down'))
 
+PARTS = ['config.json', 'model-0.safetensors', 'model.safetensors.index.json', 'tokenizer.json']
 SENT = {        # of a hub: which file it sends otherwise, and how; what is said; what is kept of the others
-    'sum': ('me/one', 'model.safetensors', lambda x: x[::-1], 'sha256 is', ['config.json']),
-    'page': ('me/one', 'model.safetensors', lambda x: b'<html>sign in</html>', '20 bytes', ['config.json']),
-    'cut': ('me/one', 'config.json', lambda x: x[:40], 'config.json', []),      # with a length that agrees
-    'empty': ('me/one', 'config.json', lambda x: b'{}', 'config.json', []),
-    'tokens': ('me/many', 'tokenizer.json', lambda x: x[:9], 'tokenizer.json', ['config.json']),
-    'index': ('me/many', 'model.safetensors.index.json', lambda x: b'{}', 'index.json',
-              ['config.json', 'tokenizer.json']),
-    'pixels': ('me/vit', 'preprocessor_config.json', lambda x: b'{"image_mean": 0}', 'json: image_mean is 0',
+    'good': ('one', '', None, '', ['config.json', 'model.safetensors']),
+    'sum': ('one', 'model.safetensors', backwards, 'sha256 is', ['config.json']),
+    'page': ('one', 'model.safetensors', page, '20 bytes', ['config.json']),
+    'cut': ('one', 'config.json', lambda x: x[:40], 'config.json', []),         # with a length that agrees
+    'empty': ('one', 'config.json', lambda x: b'{}', 'config.json', []),
+    'tokens': ('many', 'tokenizer.json', lambda x: x[:9], 'tokenizer.json', ['config.json']),
+    'index': ('many', 'index.json', lambda x: b'{}', 'index.json', ['config.json', 'tokenizer.json']),
+    'pixels': ('vit', 'preprocessor_config.json', lambda x: b'{"image_mean": 0}', 'json: image_mean is 0',
                ['config.json']),
-    'half': ('me/many', 'model-1.safetensors', lambda x: x[:99], 'not a whole safetensors file',
-             ['config.json', 'model-0.safetensors', 'model.safetensors.index.json', 'tokenizer.json']),
-    '401': ('me/one', 'config.json', None, 'HF_TOKEN', []), '404': ('me/no', '', None, 'no such model', [])}
+    'half': ('many', 'model-1.safetensors', lambda x: x[:99], 'not a whole safetensors file', PARTS),
+    '401': ('one', 'config.json', 401, 'HF_TOKEN', []), '404': ('no', '', None, 'no such model', [])}
 
 def test_the_hub_is_read_over_http(tmp_path, monkeypatch):
-    """Single and sharded; what is another thing than it says is not kept."""
-    served_from, bad, tokens = tmp_path / 'hub', [], torch.randint(30, (1, 9))
-    logits = in_hub_layout(served_from / 'me/one', 'gpt2')[1]
-    in_hub_layout(served_from / 'me/many', 'gpt2', shards=2)
-    in_hub_layout(served_from / 'me/vit', 'vit')
-    (served_from / 'me/many/tokenizer.json').write_text('{"model": {"vocab": {}}}')
-    (served_from / 'me/vit/preprocessor_config.json').write_text('{}')
-
-    def answer(request, wants_body):
-        repo, file = re.fullmatch('/(me/[a-z]+)/resolve/main/(.+)', request.path).groups()
-        path = served_from / repo / file
-        if not path.exists() or bad[:2] == [repo, file] and not bad[2]:
-            return request.send_error(401 if path.exists() else 404)
-        if request.headers.get('Authorization') != 'Bearer secret':
-            return request.send_error(401)
-        content = path.read_bytes()
-        digest, size = hashlib.sha256(content).hexdigest(), len(content)
-        if bad[:2] == [repo, file]:
-            content = bad[2](content)
-        request.send_response(200)
-        if file == 'model.safetensors':             # of parts this hub promises nothing
-            request.send_header('X-Linked-Etag', f'"{digest}"')
-            request.send_header('X-Linked-Size', str(size))
-        request.send_header('Content-Length', str(len(content)))
-        request.end_headers()
-        if wants_body:
-            request.wfile.write(content)
+    """Single and sharded; what is another thing than it says is not kept, and a later run does not stumble
+    over what was sent before."""
+    source, tokens = tmp_path / 'hub', torch.randint(30, (1, 9))
+    logits = in_hub_layout(source / 'me/one', 'gpt2')[1]
+    in_hub_layout(source / 'me/many', 'gpt2', shards=2)
+    in_hub_layout(source / 'me/vit', 'vit')
+    (source / 'me/many/tokenizer.json').write_text('{"model": {"vocab": {}}}')
+    (source / 'me/vit/preprocessor_config.json').write_text('{}')
+    contents = {}
+    for path in source.glob('me/*/*'):
+        contents[f'/me/{path.parent.name}/resolve/main/{path.name}'] = path.read_bytes()
     monkeypatch.setattr(prepare.time, 'sleep', lambda s: None)
     monkeypatch.setenv('HF_TOKEN', 'secret')
-    with served(answer) as address:
-        monkeypatch.setenv('HF_ENDPOINT', address)
-        model, _ = load(files.hub('me/one', 'main', str(tmp_path / 'good')))
-        near(model.eval()(tokens)[0], logits(tokens), 1e-5)
-        for mode, (repo, file, *how, why, kept) in SENT.items():
-            bad[:], root = [repo, file, *how], tmp_path / mode
-            with pytest.raises(ValueError, match=why) as e:
-                files.hub(repo, 'main', str(root))
-            assert '\n' not in str(e.value) and sorted(path.name for path in root.rglob('*.*')) == kept
-            bad.clear()
-            if repo != 'me/no':                     # a later run does not stumble over what was sent before
-                folder = Path(files.hub(repo, 'main', str(root)))
-                assert {path.name for path in folder.iterdir()} == set(os.listdir(served_from / repo))
+    for mode, (repo, at, fault, why, kept) in SENT.items():
+        root = tmp_path / mode
+        fetch = partial(files.hub, f'me/{repo}', 'main', str(root))
+        with served(contents, at, fault, token='secret') as (address, _):
+            monkeypatch.setenv('HF_ENDPOINT', address)
+            if why:
+                with pytest.raises(ValueError, match=why) as e:
+                    fetch()
+                assert '\n' not in str(e.value)
+            else:
+                near(load(fetch())[0].eval()(tokens)[0], logits(tokens), 1e-5)
+            assert sorted(path.name for path in root.rglob('*.*')) == kept, mode
+        if repo != 'no':
+            with served(contents, token='secret') as (address, _):
+                monkeypatch.setenv('HF_ENDPOINT', address)
+                assert set(os.listdir(fetch())) == set(os.listdir(source / 'me' / repo))
 
 @slow
 @pytest.mark.parametrize('rule', VARIED)
