@@ -1436,13 +1436,18 @@ def test_a_decoder_alone_reads_the_source_itself():
 
 TEXT = ''.join(f'line {i}: the quick brown fox jumps over {i * i} lazy dogs\n' for i in range(200))
 TINY = '--n_layer=2 --n_head=2 --n_embd=16 --block_size=16 --batch_size=4 --device=cpu --threads=1'.split()
+SHORT = '--steps=3 --distil_steps=4 --eval_rows=4 --batch_size=2'.split()
+
+def put(folder, name, content):
+    """The path of a file with this text."""
+    path = folder / name
+    path.write_text(content)
+    return str(path)
 
 @pytest.fixture(scope='session')
 def text(tmp_path_factory):
     """The path of a small text."""
-    path = tmp_path_factory.mktemp('text') / 'text.txt'
-    path.write_text(TEXT)
-    return str(path)
+    return put(tmp_path_factory.mktemp('text'), 'text.txt', TEXT)
 
 @pytest.fixture(scope='session')
 def characters(text, prepared_data):
@@ -1458,13 +1463,9 @@ def trained(data, out, *flags, steps=4, eval_every=4):
 @pytest.fixture(scope='session')
 def a_model(text, characters, tmp_path_factory):
     """a_model('--rule=kda', ...): a checkpoint that is trained once for all tests, and left as it is."""
-    made = {}
-
+    @functools.cache
     def get(*flags, data=text, steps=4):
-        key = (*flags, data, steps)
-        if key not in made:
-            made[key] = trained(data, tmp_path_factory.mktemp('model'), *flags, steps=steps, eval_every=steps)
-        return made[key]
+        return trained(data, tmp_path_factory.mktemp('model'), *flags, steps=steps, eval_every=steps)
     return get
 
 def log(out):
@@ -1478,38 +1479,109 @@ def refused(capsys, main, *argv):
     assert err.startswith('error: ') and err.count('\n') == 1, err
     return err
 
-@pytest.mark.parametrize('flags, named', [
-    ('--ruel=delta', '--rule'), ('--rule=dleta', 'mean delta?'), ('--steps=1.5', 'whole number'),
-    ('--steps=many', 'whole number'), ('--steps=0', 'at least 1'), ('--lr=nan', 'a number'),
-    ('--lr=-1', 'at least 0'), ('--dropout=1', 'at most 0.99'), ('--carry=maybe', 'true or false'),
-    ('--seed=1 --seed=2', 'twice'), ('--steps', '--steps: expected one'), ('steps=3', '--steps'),
-    ('--n_embd=33', 'n_head'), ('--layers=delta,nope', "'nope' is"), ('--rule=full', '--rule=full'),
-    ('--rule=decay --norm=attn', 'denominator of its own'), ('--rule=kda --phi=elu --norm=attn', 'negative'),
-    ('--rule=sum --phi=identity --norm=attn', 'zero or negative'), ('--norm=sum', 'sum of the features'),
-    ('--phi=elu --norm=none', 'diverges'), ('--beta_max=2 --rule=sum', 'only rules that erase'),
-    ('--rule=softmax --phi=elu', 'own kernel'), ('--phi=nope', 'no such feature map; choose'),
-    ('--phi=elu:3', 'takes nothing'), ('--norm=nope', 'no such normaliser; choose'),
-    ('--phi=dpfp:16', '1..15'), ('--phi=t2r:0', 'above 0'), ('--phi=favor:many', 'a whole number above 0'),
-    ('--phi=exp:nan', 'a number above 0'), ('--phi=hedgehog:x', 'forms'),
-    ('--resume', 'no such file'), ('--device=tpu9', '--device'),
-    ('--data=nowhere.txt', 'nowhere.txt'), ('--carry --pos=learned', 'learned positions'),
-    ('--carry --phi=favor --rule=sum', 'redrawn'), ('--carry --data=recall', 'nothing to do with each other'),
-    ('--n_embd=12 --n_head=4 --pos=rope', 'even'), ('--block_size=100000', 'longer text'),
-    ('--n_layer=1000000000000000000', '--n_layer'), ('--n_embd=2000000000', '--n_embd'), ('--out=', '--out'),
-    ('--threads=0', 'at least 1'), ('--threads=100000', '--threads'),
-    ('--rule=h2o --overflow=sum', '--overflow'), ('--phi=\u00e9', 'no such feature map'),
-    ('--', '--help'), ('', '--help')])
-def test_train_refuses_in_one_line(flags, named, text, tmp_path, capsys):
-    flags = flags.split(' ')
-    given = {flag.split('=')[0] for flag in flags}
-    defaults = [f'--data={text}', f'--out={tmp_path / "out"}', *TINY, '--steps=1']
-    argv = [flag for flag in defaults if flag.split('=')[0] not in given] + flags
-    assert named in refused(capsys, train.main, *argv)
-    assert not (tmp_path / 'out').exists()
+def written(capsys, *argv):
+    """What sample.py writes to stdout and to stderr."""
+    capsys.readouterr()
+    assert sample.main(list(argv)) == 0
+    return tuple(capsys.readouterr())
 
-def test_a_vocabulary_that_does_not_fit_into_memory_is_refused():
-    with pytest.raises(ValueError, match='more than this machine has'):
-        Config(vocab_size=10 ** 12)
+@pytest.fixture(scope='session')
+def places(text, characters, threes, turned_around, few_words, a_model, tmp_path_factory):
+    """What words in capitals stand for in the table below."""
+    mine = tmp_path_factory.mktemp('mine')
+    models = {rule.upper(): a_model(f'--rule={rule}') for rule in ('softmax', 'gated_delta', 'window')}
+    return dict(models, TEXT=text, CHARS=characters, THREES=threes, PAIRS=turned_around, SCRAP=put(mine, 'a', 'few words\n' * 3),
+                WORDS=few_words, FEW_WORDS=put(mine, 'b', 'a b c d\n' * 999),
+                FOLDER=os.path.dirname(models['SOFTMAX']),
+                TALKER=a_model('--rule=softmax', data=characters))
+
+DEFAULTS = {train: ['--data=TEXT', '--out=out', *TINY, '--steps=1'], sample: ['--init=SOFTMAX'],
+            convert: ['--from=SOFTMAX', '--out=out'], bench: [], prepare: []}
+ENCODER = '--causal=false --n_layer=1 --n_head=2 --n_embd=16 --data=THREES '
+REFUSED = {     # script: flags: what is said of them, as a regular expression
+    train: {
+        '--ruel=delta': '--rule', '--rule=dleta': 'mean delta?', '--steps=1.5': 'whole number',
+        '--steps=many': 'whole number', '--steps=0': 'at least 1', '--lr=nan': 'a number',
+        '--lr=-1': 'at least 0', '--dropout=1': r'at most 0\.99', '--carry=maybe': 'true or false',
+        '--seed=1 --seed=2': 'twice', '--steps': '--steps: expected one', 'steps=3': '--steps',
+        '--n_embd=33': 'n_head', '--layers=delta,nope': "'nope' is", '--rule=full': '--rule=full',
+        '--rule=decay --norm=attn': 'denominator of its own', '--rule=kda --phi=elu --norm=attn': 'negative',
+        '--rule=sum --phi=identity --norm=attn': 'zero or negative', '--norm=sum': 'sum of the features',
+        '--phi=elu --norm=none': 'diverges', '--beta_max=2 --rule=sum': 'only rules that erase',
+        '--rule=softmax --phi=elu': 'own kernel', '--phi=nope': 'no such feature map; choose',
+        '--phi=elu:3': 'takes nothing', '--norm=nope': 'no such normaliser; choose',
+        '--phi=dpfp:16': r'1\.\.15', '--phi=t2r:0': 'above 0', '--phi=favor:many': 'a whole number above 0',
+        '--phi=exp:nan': 'a number above 0', '--phi=hedgehog:x': 'forms', '--resume': 'no such file',
+        '--device=tpu9': '--device', '--data=nowhere.txt': 'nowhere.txt',
+        '--carry --pos=learned': 'learned positions', '--carry --phi=favor --rule=sum': 'redrawn',
+        '--carry --data=recall': 'nothing to do with each other', '--n_embd=12 --n_head=4 --pos=rope': 'even',
+        '--block_size=100000': 'longer text', '--n_layer=1000000000000000000': '--n_layer',
+        '--n_embd=2000000000': '--n_embd', '--out=': '--out', '--threads=0': 'at least 1',
+        '--threads=100000': '--threads', '--rule=h2o --overflow=sum': '--overflow',
+        '--phi=\u00e9': 'no such feature map', '--': '--help', '': '--help',
+        '--data=recall --tokenizer=bpe:302': 'ids', '--tokenizer=bpe:256': '257 to 65,536',
+        '--tokenizer=bpe:65537': '257 to 65,536', '--tokenizer=bpe:many': '257 to 65,536',
+        '--tokenizer=json': '257 to 65,536', ENCODER + '--rule=tova': 'step by step',
+        ENCODER + '--rule=delta --norm=attn': 'keys so far', '--causal=false --data=recall': 'classes',
+        '--encoder=1 --data=recall': 'such as multi30k', '--data=PAIRS --encoder=1 --cross=tova': 'choose from',
+        '--data=PAIRS --encoder=1 --causal=false': '--causal=false',
+        '--data=PAIRS --encoder=1 --rule=delta --norm=attn --phi=elu': 'keys so far'},
+    sample: {
+        '--rule=tova --cache=0': 'at least 1', '--rule=sink --cache=4': '--sinks=4',
+        '--rule=window --overflow=sum:elu': 'hedgehog', '--phi=elu': 'no such flag',
+        '--overflow=sum': '--rule=window', '--rule=h2o --overflow=sum': '--overflow=sum',
+        '--rule=window --overflow=softmax': 'choose from', '--rule=delta': 'choose from softmax',
+        '--positions=compress': 'bounded cache',
+        '--rule=window --overflow=sum --positions=compress': 'without', '--top_p=0': '--top_p=0: expected',
+        '--temperature=-1': 'expected', '--tokens=-1': 'expected', '--top_k=x': 'expected',
+        '--samples=0': 'expected', '--samples=99999999999999999999': 'at most',
+        '--device=meta': '--device=meta', '--beam=2': '--beam means nothing', '--compile': 'softmax grow',
+        '--source=a': 'knows no pairs', '--init=none.safetensors': 'no such file', '--threads=999': 'cores',
+        '--init=TALKER --prompt=\u20ac': '\u20ac', '--prompt=@nofile': 'nofile',
+        '--init=GATED_DELTA --rule=tova': 'no softmax layers, only gated_delta'},
+    convert: {
+        '--from=GATED_DELTA': 'no softmax layers', '--rule=delta --distil=ce': 'none: take mse',
+        '--threads=1000': 'cores', '--data=SCRAP': '--row', '--data=recall': 'recall',
+        '--data=CHARS': 'tokens', '--phi=t2r --fold': '--fold',
+        '--lora=2 --lora_of=q,qk': 'choose from q, k, v, o', '--from=WINDOW': 'keep few rows',
+        '--out=': '--out', '--out=FOLDER': 'there lies the teacher', '--rule=softmax': 'would change',
+        '--recipe=hybrid --cache=16': 'never leave', '--row=17': 'rows of 16', '--from=FOLDER': 'give the file',
+        '--export=TEXT': 'File exists', '--from=model.bin': 'pickled', '--from=a/b/c': 'no such file',
+        '--from=no.safetensors': 'no such'},
+    bench: {
+        'kept --init=none.safetensors': r'train\.py', 'decode --only=sum': 'means nothing',
+        'batch --lengths=3,4': 'takes one', 'batch --lengths=8': '16 or more',
+        'batch --budget=1 --lengths=8192': '--budget', 'language --data=recall': 'a task',
+        '--quick --full': 'contradict', 'recall --only=elu,elo': 'choose from softmax',
+        'tran': 'choose from', 'decode --lengths=4k': '--lengths', '--hedas=2': '--heads',
+        'decode --out=': '--out', 'decode --device=cuda:99': '--device=cuda:99',
+        'idea --lengths=8': 'means nothing', 'lra --data=nope': 'choose from listops',
+        'cache --init=GATED_DELTA': 'softmax layers'},
+    prepare: {
+        'mnist --length=9': 'no set mnist-9; --length is for facts, .*--patch for pathfinder',
+        'mnist --patch=5': 'patches of 5 x 5', 'listops-63': '64 to 8,192',
+        'mnist --file=WORDS': 'is no folder; mnist is made from train-images',
+        'recall --tokenizer=byte': 'it can be in ids', 'WORDS --tokenizer=words': 'it can be in byte, ',
+        'WORDS --tokenizer=bpe:256': 'it can be in byte, .*257 to 65,536', 'WORDS --url=x': 'mean nothing',
+        'facts-127 --file=WORDS': '128 or more', 'facts-1024 --file=WORDS': 'one has',
+        'facts-128 --file=FEW_WORDS': '4 different words', 'no.txt': "no data set or file 'no.txt'",
+        'WORDS:no.de': "no data set or file 'no.de'", 'no.de:WORDS': "no data set or file 'no.de'",
+        'WORDS --tokeniser=byte': 'unrecognized', '': 'required'}}
+
+@pytest.mark.parametrize('script, flags', [(script, flags) for script in REFUSED for flags in REFUSED[script]],
+                         ids=lambda x: x if isinstance(x, str) else x.__name__)
+def test_what_cannot_be_is_refused_in_one_line(script, flags, places, tmp_path, monkeypatch, capsys):
+    given = flags.split(' ')
+    named = {flag.split('=')[0] for flag in given}
+    argv = [flag for flag in DEFAULTS[script] if flag.split('=')[0] not in named]
+    if script is bench or script is prepare:            # whose first word is a name, if it is there
+        given = flags.split()
+    argv = [re.sub('[A-Z_]{4,}', lambda word: places[word[0]], flag) for flag in argv + given]
+    monkeypatch.chdir(tmp_path)
+    if script is prepare:
+        monkeypatch.setattr(prepare, 'HERE', str(tmp_path))
+    assert re.search(REFUSED[script][flags], refused(capsys, script.main, *argv))
+    assert not list(tmp_path.rglob('*' if script is train else '*.*'))
 
 def test_help_lists_every_flag_with_its_default_and_choices(capsys):
     open_choices = dict(phi=FEATURE_MAPS, norm=NORMALISERS, data=prepare.DATASETS)
@@ -1735,17 +1807,20 @@ def test_listops_answers_are_those_of_its_text(tmp_path, monkeypatch):
         assert answered(text) == target[n - 1] and (np.delete(target, n - 1) == meta['ignore']).all()
     assert meta['row'] == 64 and rows_of('listops-64', tmp_path)[1] == meta                  # and sha256
 
-@pytest.fixture
-def few_facts(tmp_path, monkeypatch):
-    """The task facts with few rows, in a text of 81 words; the text"""
+@pytest.fixture(scope='session')
+def few_words(tmp_path_factory):
+    """The path of a text of 81 words"""
     words = np.array([a + b for a in 'abcdefghi' for b in 'abcdefghi'])
     lines = np.random.default_rng(0).choice(words, (1000, 8))
-    path = tmp_path / 'words.txt'
-    path.write_text('\n'.join(map(' '.join, lines)))
+    return put(tmp_path_factory.mktemp('words'), 'words.txt', '\n'.join(map(' '.join, lines)))
+
+@pytest.fixture
+def few_facts(few_words, tmp_path, monkeypatch):
+    """The task facts with few rows, in a text of 81 words; the text"""
     monkeypatch.setattr(prepare, 'HERE', str(tmp_path / 'data'))
     for name in 'facts', 'facts-text':
         monkeypatch.setitem(prepare.DATASETS, name, {**prepare.DATASETS[name], 'rows': (20, 200)})
-    return path
+    return few_words
 
 def test_the_answer_to_a_row_of_facts_stands_somewhere_in_its_text(few_facts, tmp_path):
     """In training the answers to others count, too; of facts-text each next word does."""
@@ -1936,22 +2011,6 @@ def test_what_unpacks_without_end_or_is_a_pipe_is_refused(name, base, published,
     path.unlink()
     os.mkfifo(path)
     assert 'no regular file' in refused(capsys, prepare.main, *run)
-
-@pytest.mark.parametrize('flags, words', [
-    ('mnist --length=9', 'no set mnist-9; --length is for facts, .*--patch for pathfinder'),
-    ('mnist --patch=5', 'patches of 5 x 5'), ('listops-63', '64 to 8,192'),
-    ('mnist --file=words.txt', 'is no folder; mnist is made from train-images'),
-    ('recall --tokenizer=byte', 'it can be in ids'), ('words.txt --tokenizer=words', 'it can be in byte, '),
-    ('words.txt --tokenizer=bpe:256', 'it can be in byte, '), ('words.txt --url=x', 'mean nothing'),
-    ('facts-127 --file=words.txt', '128 or more'), ('facts-1024 --file=words.txt', 'one has'),
-    ('facts-128 --file=short.txt', '4 different words'), ('no.txt', "no data set or file 'no.txt'"),
-    ('words.txt:no.de', "no data set or file 'no.de'"), ('no.de:words.txt', "no data set or file 'no.de'"),
-    ('words.txt --tokeniser=byte', 'unrecognized'), ('', 'required')])
-def test_what_cannot_be_prepared_is_said_in_a_line(flags, words, few_facts, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path('short.txt').write_text('a b c d\n' * 999)
-    assert re.search(words, refused(capsys, prepare.main, *flags.split()))
-    assert not list(tmp_path.rglob('*.bin'))
 
 @pytest.mark.parametrize('name, expected', [
     ('imdb', [('test/neg', 0), ('test/pos', 1)]), ('trec', [('Which \u201c?', 1)]),
@@ -2290,14 +2349,6 @@ def test_an_encoder_learns_classes_says_them_and_is_converted(flags, threes, tmp
             teacher, *_, last = json.loads((tmp_path / 'rnn' / 'convert.json').read_text())['table']
             assert last['recovered'] == pytest.approx(last['accuracy'] / teacher['accuracy'])
 
-@pytest.mark.parametrize('flags, why', [
-    ('--rule=tova', 'step by step'), ('--rule=delta --norm=attn', 'keys so far'),
-    ('--data=recall', 'classes')])
-def test_what_an_encoder_cannot_be_is_refused(flags, why, threes, tmp_path, capsys):
-    if '--data' not in flags:
-        flags += f' --data={threes}'
-    assert why in refused(capsys, train.main, *flags.split(), *SMALL_ENCODER, f'--out={tmp_path}')
-
 @pytest.fixture(scope='session')
 def turned_around(tmp_path_factory):
     """The path of pairs: 2 to 6 digits, and the same in reverse."""
@@ -2378,17 +2429,6 @@ def greedily(model, source):
     if 10 in text:
         text = text[:text.index(10)]
     return [str(digit) for digit in text]
-
-@pytest.mark.parametrize('flags, why', [
-    ('--data=recall', 'such as multi30k'), ('--causal=false', '--causal=false'),
-    ('--rule=delta --norm=attn --phi=elu', 'keys so far'), ('--cross=tova', 'choose from')])
-def test_what_a_translator_cannot_be_is_refused(flags, why, turned_around, tmp_path, capsys):
-    if '--data' not in flags:
-        flags += f' --data={turned_around}'
-    assert why in refused(capsys, train.main, *flags.split(), *SMALL_PAIRS, f'--out={tmp_path}')
-
-def test_a_text_model_takes_no_source(a_model, capsys):
-    assert 'knows no pairs' in refused(capsys, sample.main, f'--init={a_model()}', '--source=a')
 
 def test_a_failed_write_leaves_the_old_file(a_model, tmp_path, monkeypatch):
     path = Path(shutil.copy(a_model(), tmp_path))
@@ -2835,12 +2875,6 @@ def test_two_processes_train_like_one(text, tmp_path, capfd):
 
 # ---- 11. Sampling ------------------------------------------------------------------------------------------
 
-def written(capsys, *argv):
-    """What sample.py writes to stdout and to stderr."""
-    capsys.readouterr()
-    assert sample.main(list(argv)) == 0
-    return tuple(capsys.readouterr())
-
 def test_sampling_repeats_streams_and_reports(a_model, capsys, monkeypatch):
     ckpt, pieces = a_model('--rule=gated_delta'), []
     flags = f'--init={ckpt}', '--tokens=36', '--prompt=the '
@@ -2967,19 +3001,6 @@ def test_softmax_becomes_an_rnn_without_training(a_model, characters, text, tmp_
     err = refused(capsys, sample.main, f'--init={a_model("--rule=gated_delta")}', '--rule=tova')
     assert 'no softmax layers, only gated_delta' in err
 
-@pytest.mark.parametrize('flags, why', [
-    ('--rule=tova --cache=0', 'at least 1'), ('--rule=sink --cache=4', '--sinks=4'),
-    ('--rule=window --overflow=sum:elu', 'hedgehog'), ('--phi=elu', 'no such flag'),
-    ('--overflow=sum', '--rule=window'), ('--rule=h2o --overflow=sum', '--overflow=sum'),
-    ('--rule=window --overflow=softmax', 'choose from'), ('--rule=delta', 'choose from softmax'),
-    ('--positions=compress', 'bounded cache'),
-    ('--rule=window --overflow=sum --positions=compress', 'without'), ('--top_p=0', '--top_p=0: expected'),
-    ('--temperature=-1', 'expected'), ('--tokens=-1', 'expected'),
-    ('--top_k=x', 'expected'), ('--samples=0', 'expected'), ('--samples=99999999999999999999', 'at most'),
-    ('--device=meta', '--device=meta'), ('--beam=2', '--beam means nothing'), ('--compile', 'softmax grow')])
-def test_sample_refuses_in_one_line(flags, why, a_model, capsys):
-    assert why in refused(capsys, sample.main, f'--init={a_model("--rule=softmax")}', *flags.split())
-
 def test_a_character_the_model_lacks_is_named(a_model, characters, capsys):
     init = f'--init={a_model(data=characters)}'
     assert '\u20ac' in refused(capsys, sample.main, init, '--prompt=5 \u20ac')
@@ -3007,8 +3028,6 @@ def test_nothing_is_drawn_from_broken_logits():
 
 
 # ---- 12. Conversion ----------------------------------------------------------------------------------------
-
-SHORT = '--steps=3 --distil_steps=4 --eval_rows=4 --batch_size=2'.split()
 
 @pytest.fixture
 def teacher(a_model):
@@ -3291,32 +3310,6 @@ def test_lora_begins_as_nothing_and_ends_in_the_weights(names, more):
     convert.merge(adapted)
     near(model(tokens)[0], after, 1e-12)
     assert set(model.state_dict()) == weights
-
-def test_conversion_refuses(a_model, teacher, characters, tmp_path, capsys):
-    def err(*flags):
-        return refused(capsys, convert.main, f'--out={tmp_path / "no"}', *flags)
-    (tmp_path / 'short.txt').write_text('a few words\n' * 3)
-    assert 'no softmax layers' in err(f'--from={a_model("--rule=gated_delta")}')
-    assert 'none: take mse' in err(f'--from={teacher}', '--rule=delta', '--distil=ce')
-    assert 'cores' in err(f'--from={teacher}', '--threads=1000')
-    assert '--row' in err(f'--from={teacher}', f'--data={tmp_path / "short.txt"}')
-    assert 'recall' in err(f'--from={teacher}', '--data=recall')
-    assert 'tokens' in err(f'--from={teacher}', f'--data={characters}')
-    assert '--fold' in err(f'--from={teacher}', '--phi=t2r', '--fold')
-    assert 'choose from q, k, v, o' in err(f'--from={teacher}', '--lora=2', '--lora_of=q,qk')
-    assert 'keep few rows' in err(f'--from={a_model("--rule=window")}')
-    assert '--out' in refused(capsys, convert.main, f'--from={teacher}', '--out=')
-    assert not (tmp_path / 'no').exists()
-    (tmp_path / 'no').touch()
-    run = f'--from={teacher}', f'--out={tmp_path}/yes', '--steps=0', '--distil_steps=0', '--eval_rows=1'
-    assert 'File exists' in refused(capsys, convert.main, *run, f'--export={tmp_path / "no"}')
-    assert os.listdir(tmp_path / 'yes') == []                          # said before anything is trained
-    own = f'--out={Path(teacher).parent}'
-    assert 'there lies the teacher' in refused(capsys, convert.main, f'--from={teacher}', own)
-    assert 'would change' in err(f'--from={teacher}', '--rule=softmax')
-    assert 'never leave' in err(f'--from={teacher}', '--recipe=hybrid', '--cache=16')
-    assert 'rows of 16' in err(f'--from={teacher}', '--row=17')
-    assert 'give the file' in err(f'--from={Path(teacher).parent}')
 
 @pytest.mark.parametrize('part, change, taken', [
     ('config', {}, True), ('config', dict(layers='softmax,window'), False), ('data', dict(row=9), False)])
@@ -3978,20 +3971,6 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
     left = np.mean([places + 5 + n >= 256 - 192 for n in range(4)])      # the answer's row, three behind it
     assert 'left' not in half and abs(most['left'] - 100 * left) < 1e-4
     assert few.call_args[0][1:] == (model, 'tova', 64)
-
-@pytest.mark.parametrize('flags, why', [
-    ('kept --init=none.safetensors', 'train.py'), ('decode --only=sum', 'means nothing'),
-    ('batch --lengths=3,4', 'takes one'), ('batch --lengths=8', '16 or more'),
-    ('batch --budget=1 --lengths=8192', '--budget'), ('language --data=recall', 'a task'),
-    ('--quick --full', 'contradict'), ('recall --only=elu,elo', 'choose from softmax'),
-    ('tran', 'choose from'), ('decode --lengths=4k', '--lengths'), ('--hedas=2', '--heads'),
-    ('decode --out=', '--out'), ('decode --device=cuda:99', '--device=cuda:99'),
-    ('idea --lengths=8', 'means nothing'), ('lra --data=nope', 'choose from listops')])
-def test_bench_refuses(flags, why, capsys):
-    assert why in refused(capsys, bench.main, *flags.split())
-
-def test_bench_needs_softmax_layers(a_model, capsys):
-    assert 'softmax layers' in refused(capsys, bench.main, 'cache', f'--init={a_model("--rule=gated_delta")}')
 
 
 # ---- 14. The repository itself -----------------------------------------------------------------------------
