@@ -515,7 +515,7 @@ import threading
 import time
 import zipfile
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 from safetensors.torch import load_file, save_file
@@ -565,10 +565,11 @@ def close(found, exact, tol=1e-10):
 def test_triangles_are_inverted_by_what_is_below_their_diagonal(C):
     L = torch.randn(3, C, C, dtype=f64).tril(-1) / C ** 0.5
     M = kernels.inverted(L + torch.full_like(L, math.nan).triu())
-    assert torch.allclose((torch.eye(C) + L) @ M, torch.eye(C, dtype=f64).expand_as(L))
+    near((torch.eye(C) + L) @ M, torch.eye(C, dtype=f64).expand_as(L))
 
 @pytest.mark.parametrize('name', FEATURE_MAPS)
 def test_feature_map_has_its_shape_and_traits_and_mixes_nothing(name):
+    """Neither rows nor heads nor steps; and evaluation is fixed."""
     phi = feature_map(name, 2, 4).double().eval()
     x = torch.randn(3, 2, 5, 4, dtype=f64)
     other = x.clone()
@@ -577,8 +578,8 @@ def test_feature_map_has_its_shape_and_traits_and_mixes_nothing(name):
         y = phi(x, side)
         assert y.shape == (3, 2, 5, phi.feature_dim) and y.isfinite().all()
         assert not phi.positive or y.min() >= 0
-        assert (phi(other, side) != y).any(-1).nonzero().tolist() == [[1, 0, 2]]    # nor rows, heads, steps
-        assert torch.equal(phi(x, side), y)                                         # evaluation is fixed
+        assert (phi(other, side) != y).any(-1).nonzero().tolist() == [[1, 0, 2]]
+        assert torch.equal(phi(x, side), y)
     if phi.mean and name != 'rfa':              # whose estimate of a similarity >= 0 may be below
         assert (phi(x, 'q') @ phi(torch.randn_like(x), 'k').mT).min() >= 0
 
@@ -593,8 +594,8 @@ def test_maps_that_care_for_the_side_and_for_heads():
     listing = feature_map('hedgehog:listing', 2, 4).double()
     near(listing(x, 'q'), listing(x, 'k'))
     listing.weight.data[1, 0] *= 2              # of keys, the first head
-    assert torch.equal(listing(x, 'k')[:, 1], listing(x, 'q')[:, 1])
-    assert (listing(x, 'k')[:, 0] != listing(x, 'q')[:, 0]).all()
+    differ = listing(x, 'k') != listing(x, 'q')
+    assert differ[:, 0].all() and not differ[:, 1].any()
 
 @pytest.mark.parametrize('name, sigma', [('favor', 0), ('rfa', 2)])
 def test_random_features_are_unbiased(name, sigma):
@@ -632,24 +633,6 @@ def test_the_state_is_fp32_whatever_the_inputs(form):
     assert o.dtype == torch.bfloat16 and S.dtype == torch.float32
     assert S.item() == 300                      # a sum in bf16 stops at 256
 
-@pytest.mark.parametrize('policy', POLICIES)
-def test_fast_rows_equal_the_definition_in_all_they_return(policy):
-    """With a prompt, then steps; with rows that go before a step reads, and keys that are turned."""
-    q, k, v = torch.randn(3, 2, 3, 17, 4, dtype=f64)
-    q[:, :, 6:9] = 0                            # ties
-    for cache, spill, turn in (5, False, None), (5, True, None), (4, False, rope), (20, False, None):
-        rows = fast = None
-        for start, end in (0, 1), (1, 9), (9, 10), (10, 17):
-            qkv = [x[:, :, start:end] for x in (q, k, v)]
-            o, mass, went, rows = fastweight.bounded(*qkv, rows, start, policy, cache, 2, spill, turn)
-            o2, mass2, went2, fast = kernels.bounded(*qkv, fast, start, policy, cache, 2, spill, turn)
-            near([o2, mass2], [o, mass])
-            there = went['pos'] >= 0
-            assert torch.equal(went2['pos'], went['pos'])
-            near([went2['k'][there], went2['v'][there]], [went['k'][there], went['v'][there]])
-            totals = ['total'] if policy == 'h2o' else []               # which nobody else asks for
-            near(in_order(fast, *totals), in_order(rows, *totals))
-
 def in_order(rows, *more):
     """Positions, keys and values by their position: rows lie where there was room."""
     order = rows['pos'].argsort(-1)
@@ -660,19 +643,34 @@ def in_order(rows, *more):
         found.append(x.take_along_dim(order if x.dim() == 3 else order[..., None], 2)[taken])
     return found
 
-def test_a_window_of_rows_that_go_first_is_a_shorter_one():
-    q, k, v = torch.randn(3, 1, 2, 11, 4, dtype=f64)
-    for bounded in fastweight.bounded, kernels.bounded:
-        first, after = bounded(q, k, v, None, 0, 'window', 4, 0, True), bounded(q, k, v, None, 0, 'window', 3)
-        near(first[:2], after[:2])
-        near(first[1][:, :, 10:], (q[:, :, 10:] @ k[:, :, 7:].mT / 2).logsumexp(-1, keepdim=True))
+@pytest.mark.parametrize('policy', POLICIES)
+def test_fast_rows_equal_the_definition_in_all_they_return(policy):
+    """With a prompt, then steps; with rows that go before a step reads, and keys that are turned."""
+    q, k, v = torch.randn(3, 2, 3, 17, 4, dtype=f64)
+    q[:, :, 6:9] = 0                            # ties
+    totals = ['total'] if policy == 'h2o' else []               # which nobody else asks for
+    for cache, spill, turn in (5, False, None), (5, True, None), (4, False, rope), (20, False, None):
+        rows = fast = None
+        for start, end in (0, 1), (1, 9), (9, 10), (10, 17):
+            qkv = [x[:, :, start:end] for x in (q, k, v)]
+            how = start, policy, cache, 2, spill, turn
+            o, mass, went, rows = fastweight.bounded(*qkv, rows, *how)
+            o2, mass2, went2, fast = kernels.bounded(*qkv, fast, *how)
+            there = went['pos'] >= 0
+            assert torch.equal(went2['pos'], went['pos'])
+            near([o2, mass2], [o, mass])
+            near([went2[name][there] for name in 'kv'], [went[name][there] for name in 'kv'])
+            near(in_order(fast, *totals), in_order(rows, *totals))
 
-def test_turned_keys_without_gaps_are_those_of_rope():
-    q, k, v = torch.randn(3, 1, 1, 30, 8, dtype=f64)
-    t = torch.arange(30)
+@pytest.mark.parametrize('bounded', [fastweight.bounded, kernels.bounded], ids=['definition', 'fast'])
+def test_rows_that_go_first_are_a_shorter_window_and_turned_keys_are_those_of_rope(bounded):
+    q, k, v = torch.randn(3, 1, 2, 11, 4, dtype=f64)
+    first = bounded(q, k, v, None, 0, 'window', 4, 0, True)
+    near(first[:2], bounded(q, k, v, None, 0, 'window', 3)[:2])
+    near(first[1][:, :, 10:], (q[:, :, 10:] @ k[:, :, 7:].mT / 2).logsumexp(-1, keepdim=True))
+    t = torch.arange(11)
     wanted = fastweight.softmax(rope(q, t), rope(k, t), v)[0]
-    for bounded in fastweight.bounded, kernels.bounded:
-        near(bounded(q, k, v, None, 0, 'sink', 30, 2, turn=rope)[0], wanted, 1e-5)     # angles are fp32
+    near(bounded(q, k, v, None, 0, 'sink', 11, 2, turn=rope)[0], wanted, 1e-5)         # angles are fp32
 
 # kernels.py
 
@@ -681,10 +679,9 @@ def test_turned_keys_without_gaps_are_those_of_rope():
     ('write', (2, 2, 13, 1)), ('log_f', (2, 2, 13, 5)), ('log_z', (2, 2, 13)), ('S', (2, 2, 6, 5))])
 def test_shapes_that_do_not_fit_are_named(name, shape):
     given, _ = inputs(f=K, z=V, erase=True)
-    with pytest.raises(ValueError, match=f'^{name}: expected .* not '):
-        kernels.chunked(**{**given, name: torch.ones(shape, dtype=f64)})
-    with pytest.raises(ValueError, match=f'^{name}: expected floating point'):
-        kernels.chunked(**{**given, name: given[name].long()})
+    for wrong, why in (torch.ones(shape, dtype=f64), '.* not '), (given[name].long(), 'floating point'):
+        with pytest.raises(ValueError, match=f'^{name}: expected {why}'):
+            kernels.chunked(**{**given, name: wrong})
 
 @every_gate
 def test_a_long_text_in_segments_is_the_same(gates, monkeypatch):
@@ -702,41 +699,18 @@ def test_a_long_text_in_segments_is_the_same(gates, monkeypatch):
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'         # there, kernels run in Triton's interpreter
 KERNELS = 'inverse', 'forward', 'states', 'tokens', 'one_step'
 
-class Instead:
-    """Stands where a Triton kernel stood: a launch calls instead(kernel, grid, *args, **fixed)."""
-    def __init__(self, kernel, instead):
-        self.kernel = kernel
-        self.instead = instead
-
-    def __getitem__(self, grid):
-        return partial(self.instead, self.kernel, grid)
-
-@pytest.fixture
-def launched(monkeypatch):
-    """The Triton kernels that were run, each on the device of its tensors: Triton takes the current one,
-    which need not be that of --device=cuda:1."""
-    current, seen = [], []
-
-    @contextlib.contextmanager
-    def device_of(x):
-        current.append(x.device.type)
-        yield
-        current.pop()
-
-    def watched(kernel, grid, *args, **fixed):
-        seen.append(kernel)
-        assert current == [DEVICE]
-        return kernel[grid](*args, **fixed)
-    monkeypatch.setattr(torch.cuda, 'device_of', device_of)
+def launch_by(monkeypatch, instead):
+    """Each launch of a Triton kernel is instead(kernel, grid, *args, **fixed)."""
     for name in KERNELS:
-        monkeypatch.setattr(kernels, name, Instead(getattr(kernels, name), watched))
-    return seen
+        stand_in = MagicMock(**{'__getitem__.side_effect': partial(partial, instead, getattr(kernels, name))})
+        monkeypatch.setattr(kernels, name, stand_in)
 
 @gpu
 @pytest.mark.parametrize('gates', ['sum', 'attn, decays', 'both', 'delta, head', 'delta, heads',
                                    'delta, both'])
-def test_triton_kernels_equal_recurrent(gates, launched):
-    """Values and gradients over three chunks and two blocks of value channels, then a step of its own."""
+def test_triton_kernels_equal_recurrent(gates, monkeypatch):
+    """Values and gradients over three chunks and two blocks of value channels, then a step of its own. All
+    on the device of the tensors: Triton takes the current one, which need not be that of --device=cuda:1."""
     given, normalise = inputs(**GATES[gates], T=37)
     given = {name: x[:1] for name, x in given.items()}
     many = torch.arange(19) % V                                 # of the value channels some come again
@@ -745,11 +719,20 @@ def test_triton_kernels_equal_recurrent(gates, launched):
     if given.get('log_z', given['write']).shape[-1] == V:
         given['log_z'] = given['log_z'][..., many]
     fp32 = {name: x.float().to(DEVICE) for name, x in given.items()}
+    device_of, names = MagicMock(), []
+    monkeypatch.setattr(torch.cuda, 'device_of', device_of)
+
+    def watched(kernel, grid, *args, **fixed):
+        names.append(kernel.fn.__name__)
+        within = device_of.return_value
+        assert within.__enter__.call_count == within.__exit__.call_count + 1
+        assert device_of.call_args.args[0].device.type == DEVICE
+        return kernel[grid](*args, **fixed)
+    launch_by(monkeypatch, watched)
     found = [x.cpu().double() for x in with_gradients(kernels.on_gpu, fp32, normalise)]
     near(found, with_gradients(recurrent, given, normalise), 1e-5)
     one = {name: x if name == 'S' else x[:, :, :1] for name, x in fp32.items()}
     near(kernels.step_on_gpu(**one, normalise=normalise), recurrent(**one, normalise=normalise), 1e-6)
-    names = [kernel.fn.__name__ for kernel in launched]
     assert names == [name for name in KERNELS if name != 'inverse' or 'erase' in given]
 
 tl = kernels.tl             # by this name kernels look for it
@@ -786,14 +769,10 @@ def test_triton_gradients_of_strong_decays_in_bf16(gates, monkeypatch):
     monkeypatch.setitem(globals(), 'K', 64)
     monkeypatch.setitem(globals(), 'V', 64)
     given, normalise = inputs(**{name: 64 if x in (5, 6) else x for name, x in GATES[gates].items()}, T=70)
-    for name in {'log_f', 'log_z'} & given.keys():
-        given[name] *= 5
-    if 'erase' in given:
-        given['erase'] /= 2
+    times = dict(log_f=5, log_z=5, erase=1 / 2, q=3)
+    given = {name: x[:1, :1] * times.get(name, 1) for name, x in given.items()}
     if normalise:                               # values around 0, as the others have: a mean of positive ones
         given['v'] -= 1 / 2                     # hardly depends on q
-    given['q'] *= 3
-    given = {name: x[:1, :1] for name, x in given.items()}
     low = {name: x.to(torch.bfloat16) if name in 'qkv' else x.float() for name, x in given.items()}
     do = torch.randn(low['v'].shape).to(torch.bfloat16)
 
@@ -804,11 +783,9 @@ def test_triton_gradients_of_strong_decays_in_bf16(gates, monkeypatch):
     exact = all_of(recurrent, {name: x.double() for name, x in low.items()})
     found = all_of(kernels.on_gpu, {name: x.to(DEVICE) for name, x in low.items()})
     limits = dict(o=5e-3, log_f=1.5e-2, log_z=3e-2)
-    errors = {}
     for name, x, y in zip(['o', 'last S', *given], found, exact):
-        errors[name] = ((x.cpu() - y).norm() / y.norm()).item()
-    print(gates, *(f'{name} {error:.1e}' for name, error in errors.items()), sep=' | ')
-    for name, error in errors.items():
+        error = ((x.cpu() - y).norm() / y.norm()).item()
+        print(f'{gates} | {name} {error:.1e}')
         assert error <= limits.get(name, 2e-2), f'{name}: {error:.1e}'
 
 @gpu
@@ -816,8 +793,7 @@ def test_triton_sums_in_fp16_stay_finite(monkeypatch):
     """fp16 ends at 65,504: states and the sum of the keys pass that, and so may operands."""
     ones = torch.ones(1, 1, 20, 4, dtype=torch.float16, device=DEVICE)
     S = torch.full((1, 1, 5, 4), 1e6, device=DEVICE)
-    o, _ = kernels.on_gpu(ones, ones, ones, S=S, normalise=True)
-    near(o, ones)
+    near(kernels.on_gpu(ones, ones, ones, S=S, normalise=True)[0], ones)
     apply = Mock(return_value=(ones, S))
     monkeypatch.setattr(kernels.Tiles, 'apply', apply)
     kernels.on_gpu(ones, ones, ones)
@@ -843,8 +819,7 @@ def resources(cases):
             said = subprocess.run([tool, '--dump-resource-usage', file.name], capture_output=True, text=True)
         used = [int(re.search(fr'{what}:(\d+)', said.stdout)[1]) for what in ('REG', 'STACK')]
         found[-1].append((kernel.fn.__name__, *used, made.metadata.shared))
-    for name in KERNELS:
-        setattr(kernels, name, Instead(getattr(kernels, name), compiled))
+    launch_by(pytest.MonkeyPatch(), compiled)
     globals().update(K=64, V=64)
     for gates in cases:
         found.append([])
@@ -861,11 +836,10 @@ def test_triton_kernels_compile_for_gpus_that_are_not_here(monkeypatch):
     if not Path(kernels.triton.__file__).with_name('backends').joinpath('nvidia/bin/cuobjdump').exists():
         pytest.skip("this Triton comes without NVIDIA's compiler")
     monkeypatch.setenv('TRITON_INTERPRET', '0')
-    cases = dict(delta={}, kda=dict(f=64), gated_delta=dict(f=1))
     most = dict(delta=48, kda=48, gated_delta=128)              # bytes of stack
     with multiprocessing.get_context('spawn').Pool(1) as pool:
-        found = pool.apply(resources, [[*cases.values()]])
-    for rule, rows in zip(cases, found):
+        found = pool.apply(resources, [[{}, dict(f=64), dict(f=1)]])
+    for rule, rows in zip(most, found):
         assert [name for name, *_ in rows] == [*KERNELS]
         for name, registers, stack, shared in rows:
             print(rule, name, registers, stack, shared)
@@ -877,50 +851,42 @@ def test_triton_takes_both_decays_of_a_head_at_their_least():
     k, q, v = torch.rand(3, 1, 2, 70, 16)
     decays = {name: torch.full((1, 2, 70, 1), LOG_MIN) for name in ('log_f', 'log_z')}
     given = {'q': q, 'k': k, 'v': v.bfloat16(), **decays}
-    o, S = kernels.on_gpu(**{name: x.to(DEVICE) for name, x in given.items()})
-    expected, S_T = recurrent(**given)
-    near(o.cpu().float(), expected.float(), 0.1)
-    near(S.cpu(), S_T, 0.1)
+    found = kernels.on_gpu(**{name: x.to(DEVICE) for name, x in given.items()})
+    near([x.cpu().float() for x in found], [x.float() for x in recurrent(**given)], 0.1)
+
+def wrong(q, **given):
+    o, S = chunked(q, **given)
+    return o + 0.1 * q.mean(), S
+
+def unwritten(**given):
+    o, S = chunked(**given)
+    return torch.cat([torch.empty_like(o[:, :, :1]), o[:, :, 1:]], 2), S
+
+def broken(**given):
+    raise ZeroDivisionError
+
+def blind(gate, **given):
+    o, S = chunked(**{**given, gate: None})
+    return o + 0 * sum(x.sum() for x in given.values() if torch.is_tensor(x)), S
 
 @gpu
 def test_a_wrong_triton_kernel_is_found_out(capsys):
     """On every machine and for every kind of arguments, before it is used, and that is said once."""
     given, normalise = inputs(f=K, z=V, erase=True, dtype=torch.float32)
-
-    def wrong(q, **given):
-        o, S = chunked(q, **given)
-        return o + 0.1 * q.mean(), S
-
-    def broken(**given):
-        raise ZeroDivisionError
-
-    def unwritten(**given):
-        o, S = chunked(**given)
-        first = torch.empty_like(o[:, :, :1])
-        return torch.cat([first, o[:, :, 1:]], 2), S
-
-    def blind(gate, **given):
-        o, S = chunked(**{**given, gate: None})
-        return o + 0 * sum(x.sum() for x in given.values() if torch.is_tensor(x)), S
-
-    def fault(form):
-        right = kernels.trusted(form, given, normalise)
-        said = capsys.readouterr().err
-        assert right == (said == '')
-        return said
-    assert fault(chunked) == ''
-    assert 'differ' in fault(wrong)
-    assert 'differ' in fault(unwritten)
-    assert 'ZeroDivisionError' in fault(broken)
-    assert not kernels.trusted(broken, given, normalise) and capsys.readouterr().err == ''     # said already
-    assert fault(kernels.step_on_gpu) == ''
-    for gate in 'log_f', 'log_z', 'erase', 'S':
-        assert 'differ' in fault(partial(blind, gate)), gate
+    faults = {wrong: 'differ', unwritten: 'differ', broken: 'ZeroDivisionError'}
+    faults |= {partial(blind, gate): 'differ' for gate in ('log_f', 'log_z', 'erase', 'S')}
+    for form, fault in faults.items():
+        assert not kernels.trusted(form, given, normalise)
+        assert fault in capsys.readouterr().err, form
+        assert not kernels.trusted(form, given, normalise)
+    for form in chunked, kernels.step_on_gpu:
+        assert kernels.trusted(form, given, normalise)
     with torch.autocast(DEVICE, torch.bfloat16), torch.inference_mode():
-        assert fault(kernels.on_gpu) == ''
+        assert kernels.trusted(kernels.on_gpu, given, normalise)
     wide = {name: torch.empty(1, 1, 1, 64) for name in 'qkv'}       # with longer keys than 1 delta overflows
     wide.update({name: torch.empty(1, 1, 1) for name in ('write', 'erase')})
     assert kernels.trusted(chunked, wide, False)
+    assert capsys.readouterr().err == ''
 
 @gpu
 def test_what_no_triton_kernel_takes_is_said_once(monkeypatch, capsys):
@@ -931,11 +897,8 @@ def test_what_no_triton_kernel_takes_is_said_once(monkeypatch, capsys):
         for again in range(2):
             assert not kernels.trusted(form, wide, normalise)
         assert capsys.readouterr().err.count(f'{kernels.MAX_K + 1} features') == 1
-
-    def short(*args, **how):
-        raise torch.OutOfMemoryError('CUDA out of memory')
     with monkeypatch.context() as m:
-        m.setattr(kernels, 'start', short)
+        m.setattr(kernels, 'start', Mock(side_effect=torch.OutOfMemoryError('CUDA out of memory')))
         assert not kernels.trusted(kernels.on_gpu, given, normalise)
     assert kernels.trusted(kernels.on_gpu, given, normalise)
     assert capsys.readouterr().err == ''
@@ -947,15 +910,14 @@ PAPER = dict(    # the gates of each rule; * by channel
     sum='', gated='write log_f', delta='write erase', decay='log_f* log_z*', retention='log_f', gla='log_f*',
     gated_delta='write erase log_f', kda='write erase log_f*')
 
-@pytest.mark.parametrize('rule', PLAIN_STATE)
+@pytest.mark.parametrize('rule', PAPER)
 def test_rules_have_the_gates_of_their_papers(rule):
     gates = FastWeights(rule, 8, 2, 4, phi='elu', norm='l2').gates(torch.randn(1, 3, 8))
     found = {name + '*' * (name[:3] == 'log' and x.shape[-1] == 4) for name, x in gates.items()}
-    if rule in PAPER:                           # not your own rules
-        assert found == set(PAPER[rule].split())
+    assert found == set(PAPER[rule].split())
     if rule == 'gated':
         near(gates['write'], 1 - gates['log_f'].exp().squeeze(-1), 1e-6)
-    elif rule in PAPER and 'erase' in gates:
+    elif 'erase' in gates:
         assert torch.equal(gates['erase'], gates['write'])
 
 def test_gates_start_where_the_docstring_says():
@@ -979,16 +941,19 @@ def test_delta_attn_is_schlags_ablation():
     written, reads = layer.writes(x, k, v), layer.reads(q)
     keys, beta = written['k'], written['write'][..., None]
     near(keys.sum(-1), torch.ones(1, 2, 7, dtype=f64))
-    W, n, o = torch.zeros(1, 2, 4, 4, dtype=f64), torch.zeros(1, 2, 4, dtype=f64), []
+    W, n = torch.zeros(1, 2, 4, 4, dtype=f64), torch.zeros(1, 2, 4, dtype=f64)
+    o = []
 
-    def over(W, n, x):
+    def over(x):
         return (W @ x[..., None]).squeeze(-1) / (n * x).sum(-1, keepdim=True).clamp(min=1e-6)
     for t in range(7):
-        u = beta[:, :, t] * (v[:, :, t] - over(W, n, keys[:, :, t]))
-        W, n = W + u[..., None] * keys[:, :, t, None], n + keys[:, :, t]
-        o.append(over(W, n, reads[:, :, t]))
+        k_t = keys[:, :, t]
+        u = beta[:, :, t] * (v[:, :, t] - over(k_t))
+        W = W + u[..., None] * k_t[..., None, :]
+        n = n + k_t
+        o.append(over(reads[:, :, t]))
     for impl in 'loop', 'chunk', 'fused':
-        layer.forms = model_py.pick_forms(impl)
+        layer.forms = pick_forms(impl)
         near(layer(x, q, k, v)[0], torch.stack(o, 2))
 
 def loud(q, k, v, **gates):
@@ -996,39 +961,34 @@ def loud(q, k, v, **gates):
     o, S = recurrent(q, k, v, **gates)
     return 2 * o, S
 
-@pytest.fixture
-def a_rule_of_its_own(monkeypatch):
-    monkeypatch.setitem(RULES, 'loud', fastweight.Rule('a test', 'silu', 'l2', write='beta', form=loud))
-
-def test_a_rule_with_a_form_of_its_own_is_computed_by_it(a_rule_of_its_own, text, tmp_path, capsys):
+def test_a_rule_with_a_form_of_its_own_is_computed_by_it(text, tmp_path, capsys, monkeypatch):
     """At any cut and in training; the first line says so; the text can be sampled. Other forms are
     refused, and what it cannot do."""
-    model = GPT(Config(rule='loud', n_layer=2, n_head=2, n_embd=16)).double()
+    monkeypatch.setitem(RULES, 'loud', fastweight.Rule('a test', 'silu', 'l2', write='beta', form=loud))
+    sizes = dict(n_layer=2, n_head=2, n_embd=16)
+    model = GPT(Config(rule='loud', **sizes)).double()
     tokens = torch.randint(256, (2, 9))
     whole, state = model(tokens)
-    first, begun = model(tokens[:, :4])
-    rest, end = model(tokens[:, 4:], begun)
-    near(torch.cat([first, rest], 1), whole)
+    parts, end = model_in_parts(model, tokens, [4])
+    near(parts, whole)
     close(pack(end), pack(state))
     memory = model.blocks[0].mixer.memory
     x, (q, k, v) = torch.randn(1, 5, 16).double(), torch.randn(3, 1, 2, 5, 8).double()
     near(memory(x, q, k, v)[0], loud(memory.reads(q), **memory.writes(x, k, v))[0])
     assert 'loud: form=loud of its own' in model.why and 'fused' not in model.why
-    mixed = GPT(Config(layers='loud,delta', n_layer=2, n_head=2, n_embd=16)).why
+    mixed = GPT(Config(layers='loud,delta', **sizes)).why
     assert 'loud: form=loud' in mixed and '--impl=loop runs' in mixed
     ckpt = trained(text, tmp_path, '--layers=loud', steps=2)
     assert 'recurrence: loud: form=loud of its own' in capsys.readouterr().out
-    said, err = written(capsys, f'--init={ckpt}', '--tokens=40', '--temperature=0')
-    assert '40 written' in err and 'loud: form=loud' in err
-    encoder = dict(encoder=1, source=8, encoder_rule='sum', cross='softmax', pad=9)
-    reader = GPT(Config(rule='loud', **encoder))
+    assert 'loud: form=loud' in written(capsys, f'--init={ckpt}', '--tokens=40', '--temperature=0')[1]
+    encoder = dict(encoder=1, source=8)
+    reader = GPT(Config(rule='loud', **encoder, encoder_rule='sum', cross='softmax', pad=9))
     for user, impl in itertools.product([model, reader], ['chunk', 'fused']):
         with pytest.raises(ValueError, match=f'--impl={impl}: --rule=loud is computed by loud alone'):
             user.use(pick_forms(impl))
     by_step = '--rule=loud: its form goes step by step'
-    for flags, why in ((dict(rule='loud', causal=False, classes=2), by_step),
-                       (dict(rule='loud', encoder=1, source=8), by_step),
-                       (dict(cross='loud', encoder=1, source=8), '--cross=loud: choose'),
+    for flags, why in ((dict(rule='loud', causal=False, classes=2), by_step), (dict(rule='loud', **encoder), by_step),
+                       (dict(cross='loud', **encoder), '--cross=loud: choose'),
                        (dict(rule='window', overflow='loud'), '--overflow=loud: choose')):
         with pytest.raises(ValueError, match=why):
             GPT(Config(**flags))
@@ -1044,9 +1004,9 @@ def small(**flags):
 def test_random_features_are_redrawn_in_training_only():
     layer = FastWeights('sum', 8, 2, 4, 'favor')
     x, (q, k, v) = torch.randn(1, 5, 8), torch.randn(3, 1, 2, 5, 4)
-    assert not torch.equal(layer(x, q, k, v)[0], layer(x, q, k, v)[0])
-    layer.eval()
-    assert torch.equal(layer(x, q, k, v)[0], layer(x, q, k, v)[0])
+    for training in True, False:
+        layer.train(training)
+        assert torch.equal(layer(x, q, k, v)[0], layer(x, q, k, v)[0]) != training
 
 def combinations():
     """One case for every rule, map and normaliser that goes together, thinned to each pair once."""
@@ -1072,7 +1032,7 @@ def test_layer_can_be_cut_and_leaks_nothing(rule, phi, norm, monkeypatch):
     wanted = [y for y in (*given, *layer.parameters()) if y.requires_grad]
 
     def run(cuts, impl):
-        layer.forms = model_py.pick_forms(impl)
+        layer.forms = pick_forms(impl)
 
         def step(start, end, state):
             part = [y[:, :, start:end] for y in (q, k, v)]
@@ -1084,14 +1044,14 @@ def test_layer_can_be_cut_and_leaks_nothing(rule, phi, norm, monkeypatch):
     whole = run([], 'loop')
     for impl, cuts in ('chunk', []), ('fused', [4]), ('fused', range(1, 9)):
         near(run(cuts, impl), whole, 1e-9)
-    with torch.no_grad(), monkeypatch.context() as m:
-        m.setattr(model_py, 'SEGMENT', 4)
-        o, state = layer(x, q, k, v)
-        near([o, state['S']], whole[:2], 1e-9)
     *of_qkv, of_x = torch.autograd.grad(layer(x, q, k, v)[0][:, :, :5].sum(), given, allow_unused=True)
     for g in of_qkv:
         assert g[:, :, 5:].abs().max() < 1e-12 and g[:, :, :5].abs().max() > 1e-3
     assert of_x is None or of_x[:, 5:].abs().max() < 1e-12
+    monkeypatch.setattr(model_py, 'SEGMENT', 4)
+    with torch.no_grad():
+        o, state = layer(x, q, k, v)
+    near([o, state['S']], whole[:2], 1e-9)
 
 PAIRS = dict(encoder=2, n_embd=32, n_head=4, vocab_size=20, pad=19, source=7, block_size=16)
 TRANSLATORS = [
@@ -1179,29 +1139,29 @@ def test_through_tells_what_forward_computes(flags):
         last = seen.block(seen.x, None, seen.there)[0]
     near(m.norm(last), m.hidden(tokens)[0])
 
-def test_weights_of_attention_are_those_that_make_the_output():
+@pytest.mark.parametrize('rule, phi, norm', [('softmax', '', ''), ('sum', 'hedgehog', ''), ('gated', 'elu', ''),
+                                             ('retention', 'elu', 'attn')])
+def test_weights_of_attention_are_those_that_make_the_output(rule, phi, norm):
     """Of softmax and of rules that read means: they sum to 1, and times v they are the output."""
     x = torch.randn(1, 7, 16)
-    for rule, phi in ('softmax', ''), ('sum', 'hedgehog'), ('gated', 'elu'), ('retention', 'elu'):
-        norm = 'attn' if rule == 'retention' else ''
-        mixer = model_py.Mixer(Config(rule=rule, phi=phi, norm=norm, n_embd=16, n_head=2, n_layer=1), rule)
-        q, k, v = mixer.heads(x)
-        a = mixer.weights(x, q, k)
-        near(a.sum(-1), torch.ones(1, 2, 7), 1e-5)
-        near(a @ v, mixer.memory(x, q, k, v)[0], 1e-5)
-        assert mixer.has_weights or rule == 'softmax'
+    mixer = model_py.Mixer(Config(rule=rule, phi=phi, norm=norm, n_embd=16, n_head=2, n_layer=1), rule)
+    q, k, v = mixer.heads(x)
+    a = mixer.weights(x, q, k)
+    near(a.sum(-1), torch.ones(1, 2, 7), 1e-5)
+    near(a @ v, mixer.memory(x, q, k, v)[0], 1e-5)
+    assert mixer.has_weights or rule == 'softmax'
 
-def test_convolution_equals_torch_conv1d():
+@pytest.mark.parametrize('impl', ['chunk', 'fused'])
+def test_convolution_equals_torch_conv1d(impl):
     """In values and gradients, which one form writes by hand."""
     conv = model_py.Conv(6, 4).double()
+    conv.forms = pick_forms(impl)
     x = torch.randn(2, 9, 6, dtype=f64, requires_grad=True)
-    y = F.conv1d(F.pad(x.mT, (3, 0)), conv.weight.T[:, None], groups=6).mT
-    dy = torch.randn_like(y)
-    exact = torch.autograd.grad(y, [x, conv.weight], dy)
-    for impl in 'chunk', 'fused':
-        conv.forms = pick_forms(impl)
-        near(conv(x)[0], y)
-        near(torch.autograd.grad(conv(x)[0], [x, conv.weight], dy), exact)
+    outputs = F.conv1d(F.pad(x.mT, (3, 0)), conv.weight.T[:, None], groups=6).mT, conv(x)[0]
+    near(outputs[1], outputs[0])
+    dy = torch.randn(2, 9, 6, dtype=f64)
+    exact, found = (torch.autograd.grad(y, [x, conv.weight], dy) for y in outputs)
+    near(found, exact)
     near(model_py.relu_squared(x), x.clamp(min=0) ** 2)
 
 def test_rope_sees_distances_only():
@@ -1247,17 +1207,16 @@ def listener():
         return logits.argmax(-1, keepdim=True)
     return choose, seen
 
-@pytest.mark.parametrize('flags, static', [
-    *((dict(flags), True) for flags in (
-        dict(rule='delta'), dict(rule='decay', pos='learned'), dict(rule='gated', pos='rope'),
-        dict(rule='tova', cache=5), dict(rule='delta', norm='attn', phi='elu'), dict(rule='softmax'),
-        dict(rule='window', cache=5, overflow='sum:hedgehog'), dict(phi='favor'),
-        dict(layers='delta,softmax', n_kv_head=1), dict(encoder=1, source=4, pad=9))),
-    (dict(rule='softmax'), False)], ids=str)
-def test_recorded_steps_equal_the_model(flags, static, monkeypatch):
+@pytest.mark.parametrize('flags', [
+    dict(rule='delta'), dict(rule='decay', pos='learned'), dict(rule='gated', pos='rope'),
+    dict(rule='tova', cache=5), dict(rule='delta', norm='attn', phi='elu'), dict(rule='softmax'),
+    dict(rule='window', cache=5, overflow='sum:hedgehog'), dict(phi='favor'),
+    dict(layers='delta,softmax', n_kv_head=1), dict(encoder=1, source=4, pad=9), dict(rule='softmax', conv=0)],
+    ids=str)
+def test_recorded_steps_equal_the_model(flags, monkeypatch):
     """They write over a state of their own: where they began stays as it is. A torch without its static
     runtime has the trace's own interpreter."""
-    if not static:
+    if 'conv' in flags:
         monkeypatch.delattr(torch._C, '_jit_to_static_module')
     m = small(**{'block_size': 8, **flags})
     with torch.inference_mode():
@@ -1267,27 +1226,25 @@ def test_recorded_steps_equal_the_model(flags, static, monkeypatch):
         step = m.forms.record(m, tokens[:, 6:7], begin, choose)
         assert 'Traced' in step.__qualname__
         tol = 1e-6 if m.config.turns() else 1e-9                # angles are fp32
-        for time in 'first', 'again':
+        for again in range(2):
             state = begin
             seen.clear()
             for t in range(6, 20):
                 token, state = step(tokens[:, t:t + 1], state)
-                assert torch.equal(token, seen[-1].argmax(-1, keepdim=True)), time
+                assert torch.equal(token, seen[-1].argmax(-1, keepdim=True))
             near(torch.stack(seen, 1), m(tokens)[0][:, -14:], tol)
 
-def test_what_cannot_be_recorded_is_left_to_the_model(monkeypatch, capsys):
+@pytest.mark.parametrize('flags, T, said', [
+    (dict(rule='delta'), 0, ''), (dict(rule='delta'), 1, 'steps are not recorded: no such operation\n'),
+    (dict(phi='cosformer'), 1, 'steps are not recorded: cosformer needs the position as a number\n')])
+def test_what_cannot_be_recorded_is_left_to_the_model(flags, T, said, monkeypatch, capsys):
     """In silence at a fresh start, which has no state."""
     monkeypatch.setattr(kernels, 'Traced', Mock(side_effect=RuntimeError('no such operation')))
     token = torch.ones(1, 1, dtype=torch.long)
-    said = 'steps are not recorded: '
-    cases = [(dict(rule='delta'), 0, '')]
-    cases.append((dict(rule='delta'), 1, said + 'no such operation\n'))
-    cases.append((dict(phi='cosformer'), 1, said + 'cosformer needs the position as a number\n'))
-    for flags, T, expected in cases:
-        m = GPT(Config(**flags, n_layer=1, n_head=2, n_embd=16)).eval()
-        state = m(token)[1] if T else None
-        assert m.forms.record(m, token, state, None).func == m.step
-        assert capsys.readouterr().err == expected
+    m = GPT(Config(**flags, n_layer=1, n_head=2, n_embd=16)).eval()
+    state = m(token)[1] if T else None
+    assert m.forms.record(m, token, state, None).func == m.step
+    assert capsys.readouterr().err == said
 
 def test_rows_get_more_room_when_it_is_full(monkeypatch):
     """Without a convolution an earlier state can be gone back to."""
@@ -1313,28 +1270,17 @@ def test_rows_get_more_room_when_it_is_full(monkeypatch):
 
 # ---- An encoder writes, a decoder reads --------------------------------------------------------------------
 
-def translator(**config):
-    return small(**PAIRS | config)
-
-def pairs(B=3):
-    """Sources, two of them shorter, and what a decoder reads."""
-    source = torch.randint(19, (B, 7))
-    source[1, 4:] = 19
-    source[2, 6:] = 19
-    return source, torch.randint(19, (B, 9))
-
 @pytest.mark.parametrize('rule', SOURCE_RULES)
 def test_an_encoder_reads_a_text_at_once_whatever_its_length(rule, monkeypatch):
     """Also without gradients, where a causal layer takes a long text in segments. Padding is not seen."""
     monkeypatch.setattr(model_py, 'SEGMENT', 4)
     layer = FastWeights(rule, 8, 2, 4, causal=False).double().eval()
-    x, (q, k, v) = torch.randn(2, 9, 8, dtype=f64), torch.randn(3, 2, 2, 9, 4, dtype=f64)
+    x, qkv = torch.randn(2, 9, 8, dtype=f64), torch.randn(3, 2, 2, 9, 4, dtype=f64)
     there = torch.arange(9).expand(2, 9) < 7
-    whole = layer(x, q, k, v, there=there)[0]
+    whole = layer(x, *qkv, there=there)[0]
     with torch.no_grad():
-        near(layer(x, q, k, v, there=there)[0], whole)
-        short = layer(x[:, :7], q[:, :, :7], k[:, :, :7], v[:, :, :7])[0]
-    near(whole[:, :, :7], short)
+        near(layer(x, *qkv, there=there)[0], whole)
+        near(layer(x[:, :7], *qkv[:, :, :, :7])[0], whole[:, :, :7])
 
 @pytest.mark.parametrize('rule', SOURCE_RULES)
 def test_cross_attention_is_all_of_the_source_and_then_a_query(rule):
@@ -1378,8 +1324,14 @@ def test_stage_1_passes_over_padding(kind):
             itself = [convert.mismatch(kind, seen, teacher) for seen in teacher.through(x)]
             assert max(itself) < 1e-12
 
-def test_of_a_translator_softmax_alone_is_swapped():
-    teacher = translator(rule='softmax', encoder_rule='delta').float()
+def test_softmax_alone_is_swapped():
+    """Where it stands among others, and in the places of a translator that are named."""
+    mixed = GPT(Config(layers='delta,softmax', n_layer=2, n_head=2, n_embd=16))
+    student, new = convert.swap(mixed, dict(rule='gla-beta'))
+    assert student.config.rules() == ['delta', 'gla-beta'] and all('blocks.1' in name for name in new)
+    with pytest.raises(ValueError, match='fast weights already'):
+        convert.swap(mixed, dict(layers='gla-beta,gla-beta'))
+    teacher = small(**PAIRS, rule='softmax', encoder_rule='delta').float()
     student, new = convert.swap(teacher, dict(rule='sum', phi='silu', norm='l2'))
     assert student.config.all_rules() == ['sum', 'sum', 'delta', 'sum']
     assert not any(name.startswith('encoder.') for name in new)
@@ -1390,20 +1342,22 @@ def test_of_a_translator_softmax_alone_is_swapped():
 
 @pytest.mark.parametrize('config', TRANSLATORS, ids=str)
 def test_a_beam_of_one_is_greedy(config):
-    """translate is generate at temperature 0, up to the end."""
-    model = translator(**config)
-    source, _ = pairs()
-    begin = torch.full((3, 1), 19)
-    steps = itertools.islice(model.generate(begin, model.encode(source), 0), 9)
-    greedy = torch.cat([token for token, _ in steps], 1)
-    ends = (greedy == 19).cumsum(1).cumsum(1) > 1               # behind the first end
-    found = model.translate(source)
-    assert torch.equal(found, greedy.masked_fill(ends, 19)[:, :found.shape[1]])
+    """translate is generate at temperature 0, up to the end. A decoder alone reads the source itself."""
+    source, begin = torch.randint(19, (3, 7)), torch.full((3, 1), 19)
+    source[1, 4:] = source[2, 6:] = 19
+    for more in {}, dict(encoder=0, encoder_rule='', cross=''):
+        model = small(**PAIRS | config | more)
+        steps = itertools.islice(model.generate(begin, model.encode(source), 0), 9)
+        greedy = torch.cat([token for token, _ in steps], 1)
+        ends = (greedy == 19).cumsum(1).cumsum(1) > 1               # behind the first end
+        found = model.translate(source)
+        assert torch.equal(found, greedy.masked_fill(ends, 19)[:, :found.shape[1]])
+    near(model(begin, model.encode(source))[0], model(torch.cat([source, begin], 1))[0][:, 7:])
 
 @pytest.mark.parametrize('penalty', [0.0, 2.0])
 def test_a_wide_beam_finds_the_best_text_of_all(penalty):
     """Of all texts of up to 3 tokens and an end, or 4 tokens, each judged by itself, for 8 sources."""
-    model = translator(rule='delta', vocab_size=4, pad=3, source=3, block_size=10)
+    model = small(**PAIRS | dict(rule='delta', vocab_size=4, pad=3, source=3, block_size=10))
     for block in model.blocks:                                  # what was said before matters
         block.mixer.proj.weight.data *= 9
     model.embed.weight.data *= 2                                # tokens are far from alike
@@ -1424,12 +1378,6 @@ def test_a_wide_beam_finds_the_best_text_of_all(penalty):
         lengths.add([*best, 3].index(3))
         assert found == list(best)[:len(found)]
     assert len(lengths) > 1
-
-def test_a_decoder_alone_reads_the_source_itself():
-    model = translator(encoder=0, rule='delta')
-    source, said = pairs()
-    near(model(said, model.encode(source))[0], model(torch.cat([source, said], 1))[0][:, 7:])
-    assert model.translate(source, 2).shape[0] == 3
 
 
 # ---- 8. Refusals and flags: one line that says why, exit code 2, nothing half-written ----------------------
@@ -3398,13 +3346,6 @@ def test_a_model_without_a_hub_layout_is_exported_in_our_names(teacher, tmp_path
     again, meta_again = load(tmp_path)
     close(dict(again.state_dict()), dict(model.state_dict()), 0)
     assert again.config == model.config and prepare.same_tokens(meta_again['data'], meta['data'])
-
-def test_of_a_mixed_teacher_softmax_alone_is_swapped(a_model):
-    model = load(a_model('--layers=delta,softmax'))[0]
-    student, new = convert.swap(model, dict(rule='gla-beta'))
-    assert student.config.rules() == ['delta', 'gla-beta'] and all('blocks.1' in name for name in new)
-    with pytest.raises(ValueError, match='fast weights already'):
-        convert.swap(model, dict(layers='gla-beta,gla-beta'))
 
 def test_as_many_tokens_as_gpt2_need_not_be_gpt2s(tmp_path):
     assert files.tokenizer_of(tmp_path, 50257) == dict(tokenizer='gpt2')
