@@ -961,12 +961,13 @@ def loud(q, k, v, **gates):
     return 2 * o, S
 
 def test_a_rule_with_a_form_of_its_own_is_computed_by_it(text, tmp_path, capsys, monkeypatch):
-    """At any cut and in training; the first line says so; the text can be sampled. Other forms are
-    refused, and what it cannot do."""
+    """At any cut and in training; the first line says so. Other forms are refused, and what it cannot do."""
     monkeypatch.setitem(RULES, 'loud', fastweight.Rule('a test', 'silu', 'l2', write='beta', form=loud))
-    sizes = dict(n_layer=2, n_head=2, n_embd=16)
-    model = GPT(Config(rule='loud', **sizes)).double()
-    tokens = torch.randint(256, (2, 9))
+    trained(text, tmp_path, '--layers=loud,delta', steps=2)
+    said = capsys.readouterr().out
+    assert 'recurrence: loud: form=loud of its own' in said and '--impl=loop runs' in said
+    model, tokens = small(rule='loud'), torch.randint(256, (2, 9))
+    assert 'fused' not in model.why
     whole, state = model(tokens)
     parts, end = model_in_parts(model, tokens, [4])
     near(parts, whole)
@@ -974,20 +975,14 @@ def test_a_rule_with_a_form_of_its_own_is_computed_by_it(text, tmp_path, capsys,
     memory = model.blocks[0].mixer.memory
     x, (q, k, v) = torch.randn(1, 5, 16).double(), torch.randn(3, 1, 2, 5, 8).double()
     near(memory(x, q, k, v)[0], loud(memory.reads(q), **memory.writes(x, k, v))[0])
-    assert 'loud: form=loud of its own' in model.why and 'fused' not in model.why
-    mixed = GPT(Config(layers='loud,delta', **sizes)).why
-    assert 'loud: form=loud' in mixed and '--impl=loop runs' in mixed
-    ckpt = trained(text, tmp_path, '--layers=loud', steps=2)
-    assert 'recurrence: loud: form=loud of its own' in capsys.readouterr().out
-    assert 'loud: form=loud' in written(capsys, f'--init={ckpt}', '--tokens=40', '--temperature=0')[1]
     encoder = dict(encoder=1, source=8)
     reader = GPT(Config(rule='loud', **encoder, encoder_rule='sum', cross='softmax', pad=9))
     for user, impl in itertools.product([model, reader], ['chunk', 'fused']):
         with pytest.raises(ValueError, match=f'--impl={impl}: --rule=loud is computed by loud alone'):
             user.use(pick_forms(impl))
     by_step = '--rule=loud: its form goes step by step'
-    for flags, why in ((dict(rule='loud', causal=False, classes=2), by_step), (dict(rule='loud', **encoder), by_step),
-                       (dict(cross='loud', **encoder), '--cross=loud: choose'),
+    for flags, why in ((dict(rule='loud', causal=False, classes=2), by_step),
+                       (dict(rule='loud', **encoder), by_step), (dict(cross='loud', **encoder), '--cross=loud'),
                        (dict(rule='window', overflow='loud'), '--overflow=loud: choose')):
         with pytest.raises(ValueError, match=why):
             GPT(Config(**flags))
@@ -1530,6 +1525,10 @@ def test_what_cannot_be_is_refused_in_one_line(script, flags, places, tmp_path, 
     assert re.search(REFUSED[script][flags], refused(capsys, script.main, *argv))
     assert not list(tmp_path.rglob('*' if script is train else '*.*'))
 
+def test_a_vocabulary_that_does_not_fit_into_memory_is_refused():
+    with pytest.raises(ValueError, match='more than this machine has'):
+        Config(vocab_size=10 ** 12)
+
 def test_help_lists_every_flag_with_its_default_and_choices(capsys):
     open_choices = dict(phi=FEATURE_MAPS, norm=NORMALISERS, data=prepare.DATASETS)
     for script, classes in (train, [train.Args, Config]), (sample, [sample.Args]), (convert, [convert.Args]):
@@ -2018,18 +2017,17 @@ def test_a_pair_is_a_source_and_what_a_decoder_reads_and_says(name, tokenizer, p
     parts = [lines[part] for part in SIDES.values()]
     if name == 'a.en:a.de.gz':
         parts = [pair for i, pair in enumerate(lines) if i % 10 != 9], lines[9::10]
-    name, flags = published(name)
-    sides, meta = rows_of(name, tmp_path, **{**flags, 'tokenizer': tokenizer})
+    path, flags = published(name)
+    sides, meta = rows_of(path, tmp_path, **{**flags, 'tokenizer': tokenizer})
     S, pad, ignore = meta['source'], meta['pad'], meta['ignore']
-    T = meta['row'] - S
-    longest = [0, 0]
+    T, longest = meta['row'] - S, [0, 0]
     for rows, pairs in zip(sides, parts, strict=True):
-        for x, y, (source, text) in zip(*rows, pairs, strict=True):
-            read, said = prepare.encode(source, meta), prepare.encode(text, meta)
+        for x, y, pair in zip(*rows, pairs, strict=True):
+            read, said = (prepare.encode(text, meta) for text in pair)
             rest = T - 1 - len(said)
             assert x.tolist() == read + [pad] * (S - len(read)) + [pad] + said + [pad] * rest
             assert y.tolist() == [ignore] * S + said + [pad] + [ignore] * rest
-            assert prepare.decode(x[:S], meta) == source and prepare.decode(x[S:], meta) == text
+            assert (prepare.decode(x[:S], meta), prepare.decode(x[S:], meta)) == pair
             longest = np.maximum(longest, [len(read), 1 + len(said)])
     assert [S, T] == (-(-longest // 8) * 8).tolist() and pad == meta['vocab_size'] - 1
     if tokenizer == 'bpe:300' and 'multi30k' in name:           # both directions have the same tokens
@@ -2090,15 +2088,6 @@ def test_kinds_of_files_of_your_own_share_no_folder(tmp_path, monkeypatch):
     for name, content in ('a.txt', '1\tx\n'), ('a.tsv', '1\tx\n'), ('a', '1\tx'), ('b', '\n'):
         put(tmp_path, name, content)
     assert len({prepare.place(name) for name in ('a.txt', 'a.tsv', 'a:b', 'b:a')}) == 4
-
-def test_sources_of_users_are_rows_as_those_of_a_set_are():
-    meta = dict(tokenizer='byte', vocab_size=257, pad=256, source=8)
-    rows = prepare.source_rows([' two ', 'h\u00e4t'], meta)
-    assert rows.tolist() == [[*b'two', 256], [*'h\u00e4t'.encode()]]
-    assert prepare.source_rows(['12345678'], meta).shape == (1, 8)
-    for text, count in ('123456789', 9), (' ', 0):
-        with pytest.raises(ValueError, match=f'text 2 has {count} tokens, expected 1 to 8'):
-            prepare.source_rows(['two', text], meta)
 
 def test_a_text_is_prepared_in_tokens_that_say_it_again_or_in_those_of_another(text, characters, tmp_path):
     """As a model needs it: bytes, or characters by its own table, beside what the text itself would make."""
@@ -2669,13 +2658,15 @@ def test_carry_hands_the_state_on(text, tmp_path, monkeypatch):
     monkeypatch.setattr(GPT, 'forward', watch)
     trained(text, tmp_path / 'out', '--carry')
     stream = torch.from_numpy(prepare.load(text)[0].astype(np.int64))
-    assert len(seen) == 4 and seen[0][1] is None
-    for step, (tokens, got, _) in enumerate(seen):
-        starts = torch.arange(4) * (len(stream) // 4) + step * 16
-        assert torch.equal(tokens, stream[starts[:, None] + torch.arange(16)])
+    starts = torch.arange(4) * (len(stream) // 4)
+    left = None
+    for step, (tokens, got, new) in enumerate(seen):
+        assert torch.equal(tokens, stream[starts[:, None] + step * 16 + torch.arange(16)])
         if step:
-            close(pack(got), pack(seen[step - 1][2]), 0)
+            close(pack(got), pack(left), 0)
             assert not any(x.requires_grad for x in pack(got).values())
+        left = new
+    assert len(seen) == 4 and seen[0][1] is None
 
 def test_rows_are_a_function_of_seed_step_and_index():
     def starts(seed, step):
@@ -3017,10 +3008,11 @@ def test_flags_beside_a_recipe_win_and_another_rule_keeps_its_way_of_training(gi
     expected = dict(distil='hidden', learn='mixer', faster=5, lr=None, from_='') | way
     assert found == changes and {name: getattr(args, name) for name in expected} == expected
 
+WINDOW = dict(rule='window', cache=3, overflow='gla:hedgehog')
+
 @pytest.mark.parametrize('changes, memory', [
     (dict(rule='gla', phi='hedgehog'), 6), (dict(rule='decay'), 6), (dict(rule='gated_delta'), 6),
-    (dict(rule='window', cache=3, overflow='gla:hedgehog'), 3),
-    (dict(rule='sink', cache=4, sinks=1, overflow='gla:hedgehog'), 3)])
+    (WINDOW, 3), (WINDOW | dict(rule='sink', cache=4, sinks=1), 3)])
 def test_gates_begin_with_the_memory_of_their_heads(changes, memory, a_model, monkeypatch):
     """Heads look 5 steps back: f^5 is there after 6 steps; of a window with 3 rows only 3 are left, also if
     other rows stay for good."""
@@ -3079,35 +3071,34 @@ def test_stage_1_trains_what_it_may_and_never_the_teacher(learn, a_model, tmp_pa
 @pytest.mark.parametrize('at', [5, 10])
 def test_stopped_conversion_goes_on_bit_for_bit(at, teacher, a_model, tmp_path, monkeypatch, capsys):
     """Stopped in stage 1, where all of the mixer learns, and in stage 2 with everything that is drawn."""
-    mine = tmp_path / 'teacher.safetensors'
+    mine, cut, batch = tmp_path / 'teacher.safetensors', f'--out={tmp_path / "cut"}', train.Rows.batch
     shutil.copy(teacher, mine)
-
-    def run(name, *flags):
-        code = convert.main([*flags, f'--out={tmp_path / name}'])
-        if code:
-            return code
-        found = json.loads((tmp_path / name / 'convert.json').read_text())
-        return [{**row, 'minutes': 0} for row in found['table'] + found['layers']]
     flags = [f'--from={mine}', *'--steps=4 --distil_steps=6 --eval_rows=4 --eval_every=2 --seed=3'.split()]
     flags += '--lora=2 --phi=favor --layers=softmax,sum'.split() if at == 10 else []
-    whole, batch, calls = run('whole', *flags), train.Rows.batch, iter(range(at))
+
+    def found(name):
+        told = json.loads((tmp_path / name / 'convert.json').read_text())
+        model, _ = load(tmp_path / name / 'ckpt.safetensors')
+        rows = [{**row, 'minutes': 0} for row in told['table'] + told['layers']]
+        return rows, {key: x.tolist() for key, x in model.state_dict().items()}
+    calls = iter(range(at))
 
     def stop(*args):
         if next(calls, None) is None:
             raise KeyboardInterrupt
         return batch(*args)
-    monkeypatch.setattr(train.Rows, 'batch', stop)
-    assert run('cut', *flags) == 130
+    assert convert.main([*flags, f'--out={tmp_path / "whole"}']) == 0
+    with monkeypatch.context() as m:
+        m.setattr(train.Rows, 'batch', stop)
+        assert convert.main([*flags, cut]) == 130
     assert len(convert.stages(tmp_path / 'cut')) == 1 + (at == 10)
-    monkeypatch.setattr(train.Rows, 'batch', batch)
-    assert 'began' in refused(capsys, convert.main, '--resume', '--steps=5', f'--out={tmp_path / "cut"}')
+    assert 'began' in refused(capsys, convert.main, '--resume', '--steps=5', cut)
     shutil.copy(a_model('--rule=softmax'), mine)
-    assert 'the teacher is not' in refused(capsys, convert.main, '--resume', f'--out={tmp_path / "cut"}')
+    assert 'the teacher is not' in refused(capsys, convert.main, '--resume', cut)
     shutil.copy(teacher, mine)
-    assert run('cut', '--resume') == whole
-    assert 'was stopped' in refused(capsys, convert.main, '--resume', f'--out={tmp_path / "cut"}')
-    a, b = (load(tmp_path / name / 'ckpt.safetensors')[0].state_dict() for name in ('whole', 'cut'))
-    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert convert.main(['--resume', cut]) == 0
+    assert found('cut') == found('whole')
+    assert 'was stopped' in refused(capsys, convert.main, '--resume', cut)
 
 def test_distilling_lowers_the_divergence_and_leaves_the_rest_alone(teacher, tmp_path):
     model, meta = load(teacher)
@@ -3136,30 +3127,25 @@ def test_distilling_lowers_the_divergence_and_leaves_the_rest_alone(teacher, tmp
     ('t2r-scaled:3', dict(encoder=1, source=4, pad=255))])
 def test_folding_t2r_is_an_identity(phi, more, tmp_path):
     """For as many features as channels, fewer and more; also of what was written and read again."""
-    c = Config(**{**dict(rule='sum', phi=phi, n_embd=16, n_head=2, n_layer=2, pos='learned'), **more})
-    model, tokens = GPT(c).double(), torch.randint(255, (2, 9))
-    for p in model.parameters():
-        p.data.add_(.1 * torch.randn_like(p))
+    how = dict(rule='sum', phi=phi, pos='learned') | more
+    model, tokens = small(**how), torch.randint(255, (2, 9))
     folded = convert.fold(model)
     m = model.blocks[0].mixer.memory.phi.feature_dim
     assert len(folded.blocks[0].mixer.qkv.weight) == 2 * (m + m + 8)
     save(tmp_path / 'folded.safetensors', folded, dict(data={}))
     for one in folded, load(tmp_path / 'folded.safetensors')[0]:
         near(one(tokens)[0], model(tokens)[0], 1e-12)
-    first, state = folded(tokens[:, :5])
-    near(torch.cat([first, folded(tokens[:, 5:], state)[0]], 1), model(tokens)[0], 1e-12)
-    with pytest.raises(ValueError, match='no rope'):
-        convert.fold(GPT(dataclasses.replace(c, pos='rope')))
-    with pytest.raises(ValueError, match='share 1'):
-        convert.fold(GPT(dataclasses.replace(c, n_kv_head=1)))
+    near(model_in_parts(folded, tokens, [5])[0], model(tokens)[0], 1e-12)
+    for wrong, why in (dict(pos='rope'), 'no rope'), (dict(n_kv_head=1), 'share 1'):
+        with pytest.raises(ValueError, match=why):
+            convert.fold(small(**how | wrong))
 
 @pytest.mark.parametrize('more', [{}, dict(n_kv_head=1, pos='rope', bias=True),
                                   dict(encoder=1, source=4, pad=255)], ids=['plain', 'grouped', 'cross'])
 @pytest.mark.parametrize('names', ['qkvo', 'kv', 'o'])
 def test_lora_begins_as_nothing_and_ends_in_the_weights(names, more):
     """Each projection that is named has an A and a B of its own; beside them only what is new learns."""
-    c = Config(rule='sum', phi='hedgehog', n_embd=16, n_head=2, n_layer=2, conv=0, **more)
-    model, tokens = GPT(c).double(), torch.randint(255, (2, 9))
+    model, tokens = small(rule='sum', phi='hedgehog', conv=0, **more), torch.randint(255, (2, 9))
     before, weights = model(tokens)[0], set(model.state_dict())
     new = {name for name in weights if 'phi.' in name}
     adapted = convert.adapt(model, 3, list(names), new)
@@ -3169,8 +3155,8 @@ def test_lora_begins_as_nothing_and_ends_in_the_weights(names, more):
     learn = {name: p for name, p in model.named_parameters() if p.grad is not None}
     adapters = {name: p for name, p in learn.items() if name.split('.')[-2] in 'AB'}
     assert learn.keys() - adapters.keys() == new
-    kv_heads = c.n_kv_head or c.n_head
-    out = dict(q=16, k=8 * kv_heads, v=8 * kv_heads, o=16)
+    shared = 16 if 'n_kv_head' not in more else 8
+    out = dict(q=16, k=shared, v=shared, o=16)
     many = sum(3 * (16 + out[name]) for name in names) * len(model.mixers())
     assert sum(p.numel() for p in adapters.values()) == many
     for p in adapters.values():
@@ -3363,11 +3349,10 @@ def test_an_encoder_of_the_hub_learns_the_classes_of_a_task(tmp_path, capsys):
     """Shorter rows than its own; --lr=0 leaves all but the new head as it came."""
     in_hub_layout(tmp_path / 'bert', 'bert', classes=0)
     in_hub_layout(tmp_path / 'three', 'bert', classes=3)
-    data = task(tmp_path / 'task', pad=3, classes=4)
-    rows = np.full((6, 2, 8), 300, np.uint16)
-    rows[:, 0], rows[:, 1, -1] = np.arange(10, 18), [0, 1, 2, 3, 0, 1]
-    for side in 'train.bin', 'val.bin':
-        Path(data, side).write_bytes(rows.tobytes())
+    x, y = np.tile(np.arange(10, 18), (12, 1)), np.full((12, 8), 300)
+    y[:, -1] = [0, 1, 2, 3, 0, 1] * 2
+    (tmp_path / 'task').mkdir()
+    data = made(tmp_path / 'task', x, y, [6, 12], vocab_size=300, ignore=300, pad=3, classes=4)
     run = '--steps=2', '--batch_size=2', '--device=cpu', '--threads=1', f'--out={tmp_path / "out"}'
     assert train.main([f'--init={tmp_path / "bert"}', f'--data={data}', '--lr=0', *run]) == 0
     path = tmp_path / 'out' / 'ckpt.safetensors'
@@ -3613,8 +3598,8 @@ def test_bench_judges_stories_by_what_the_full_model_makes_of_them(a_model, tmp_
 
 def test_bench_transfers_maps_to_another_text(a_model, text, tmp_path, capsys, in_process):
     """A map learns on the text that its form names; divergences are those of convert.json on the same row."""
-    path, other = a_model('--rule=softmax', '--pos=rope', steps=40), tmp_path / 'other.txt'
-    other.write_text(''.join(f'{i * i * i} of the lazy dogs jump over the fox\n' for i in range(200)))
+    path = a_model('--rule=softmax', '--pos=rope', steps=40)
+    other = put(tmp_path, 'other.txt', ''.join(f'{i ** 3} of the lazy dogs jump over the fox\n' for i in range(200)))
     run = 'transfer', f'--init={path}', '--steps=2'
     only = '--only=hedgehog,hedgehog other,hedgehog random,elu'
     rows = ran(tmp_path / 'out', *run, f'--data={other}', only)
@@ -3630,7 +3615,7 @@ def test_bench_transfers_maps_to_another_text(a_model, text, tmp_path, capsys, i
         models = load(path)[0].eval(), load(Path(found['args']['out']) / 'ckpt.safetensors')[0].eval()
         assert bench.divergence(*models, tokens) == pytest.approx(sum(wanted) / len(wanted), rel=1e-5)
         assert min(wanted) > 0
-    assert used == {text, str(other), str(tmp_path / 'out' / 'random-0')}
+    assert used == {text, other, str(tmp_path / 'out' / 'random-0')}
     assert 'give another text' in refused(capsys, bench.main, *run, f'--data={text}')
 
 def test_bench_bleu_is_that_of_what_sample_says_of_the_test_side(small_pairs, tmp_path, in_process, capsys):
@@ -3638,10 +3623,9 @@ def test_bench_bleu_is_that_of_what_sample_says_of_the_test_side(small_pairs, tm
     package = pytest.importorskip('sacrebleu')
     run = 'translate', '--steps=150', '--lengths=2', '--only=elu,t2r converted'
     rows = np.fromfile(Path(small_pairs) / 'test.bin', np.uint8).reshape(-1, 2, 13)
-    sources = [[token for token in row if token < 10] for row in rows[:, 0, :6]]
-    lines = tmp_path / 'lines'
-    lines.write_text('\n'.join(' '.join(map(str, source)) for source in sources))
-    wanted = [' '.join(map(str, source[::-1])) for source in sources]
+    sources = [[str(token) for token in row if token < 10] for row in rows[:, 0, :6]]
+    lines = put(tmp_path, 'lines', '\n'.join(map(' '.join, sources)))
+    wanted = [' '.join(source[::-1]) for source in sources]
     for beam, more in (1, []), (4, ['--full', '--seeds=1']):
         found = [row for row in ran(tmp_path, *run, *more) if row['ours']]
         assert 'BLEU: nrefs:1|' in capsys.readouterr().out
