@@ -2370,10 +2370,8 @@ def test_a_set_that_is_half_replaced_is_made_anew(text, tmp_path, monkeypatch):
 
 def test_broken_checkpoints_are_refused(a_model, tmp_path, capsys):
     """Missing, cut, foreign, changed by one bit anywhere: never a wrong model, never another exception."""
-    good, bad = a_model(), tmp_path / 'bad.safetensors'
-    assert load(good)[1]['step'] == 4
-    whole, rng = Path(good).read_bytes(), np.random.default_rng(0)
-    header = int.from_bytes(whole[:8], 'little') + 8
+    whole, rng = Path(a_model()).read_bytes(), np.random.default_rng(0)
+    bad, header = tmp_path / 'bad.safetensors', int.from_bytes(whole[:8], 'little') + 8
     broken = [b'', b'\x00' * 100, whole[:7], whole[:header - 1], whole[:-1], whole + b'x', b'<html>no</html>',
               b'PK\x03\x04' + whole[4:]]
     for _ in range(40):
@@ -2384,8 +2382,6 @@ def test_broken_checkpoints_are_refused(a_model, tmp_path, capsys):
         bad.write_bytes(content)
         with pytest.raises(ValueError, match='bad.safetensors'):
             load(bad)
-    assert 'bad.safetensors' in refused(capsys, sample.main, f'--init={bad}')
-    assert 'no such file' in refused(capsys, sample.main, f'--init={tmp_path / "none.safetensors"}')
     save_file({'x': torch.zeros(3)}, bad)
     assert 'not written by this project' in refused(capsys, sample.main, f'--init={bad}')
 
@@ -2565,9 +2561,8 @@ def test_threads_are_kept_and_timing_them_changes_nothing(text, tmp_path, monkey
 
 def test_training_learns_and_logs(text, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train, 'SAMPLE', 40)
-    out = tmp_path / 'out'
-    trained(text, out, '--log_every=30', '--lr=1e-2', steps=60, eval_every=60)
-    first, *rows = log(out)
+    trained(text, tmp_path, '--log_every=30', '--lr=1e-2', steps=60, eval_every=60)
+    first, *rows = log(tmp_path)
     assert first['config']['rule'] == 'delta' and first['args']['steps'] == 60 and first['threads'] == 1
     assert {'commit', 'device'} <= first.keys()
     assert rows[0]['memory'] > 2 ** 26                 # bytes; torch alone has more
@@ -2578,7 +2573,7 @@ def test_training_learns_and_logs(text, tmp_path, capsys, monkeypatch):
         assert word in printed
     said = printed.partition('--- a sample ---\n')[2].rpartition('\n---\n')[0]
     assert 40 <= len(said.encode()) and len(said) <= 40         # what is no character takes more bytes
-    assert load(out / 'best.safetensors')[1]['data']['tokenizer'] == 'byte'
+    assert load(tmp_path / 'best.safetensors')[1]['data']['tokenizer'] == 'byte'
 
 def test_bits_per_byte_count_every_token_but_the_first_once(tmp_path, capsys):
     """In blocks, and with the state carried; what is printed is of bytes, two to some characters."""
@@ -2604,24 +2599,17 @@ def test_bits_per_byte_count_every_token_but_the_first_once(tmp_path, capsys):
     assert [float(s) for s in shown.groups()] == pytest.approx([bits, math.exp(nats)], abs=1e-3)
 
 def test_a_model_of_subwords_keeps_them(text, tmp_path, capsys):
-    """One command learns them; resumed, sampled, converted with another text. A log stays short."""
+    """One command learns them; resumed and sampled. A log stays short."""
     pytest.importorskip('tokenizers')
-    out = f'--out={tmp_path / "out"}'
-    ckpt = trained(text, tmp_path / 'out', '--tokenizer=bpe:300', '--rule=softmax', '--conv=0')
-    assert 'bits per byte' in capsys.readouterr().out
-    data = load(ckpt)[1]['data']
-    assert data['tokenizer'] == 'bpe:300' and data['vocab_size'] == 300
-    first = log(tmp_path / 'out')[0]
-    assert first['data']['tokenizer'] == 'bpe:300' and 'json' not in first['data']
+    out = f'--out={tmp_path}'
+    ckpt = trained(text, tmp_path, '--tokenizer=bpe:300', '--rule=softmax', '--conv=0')
+    data, said = load(ckpt)[1]['data'], log(tmp_path)[0]['data']
+    assert data['vocab_size'] == 300 and said['tokenizer'] == 'bpe:300' and 'json' not in said
     assert train.main(['--resume', '--steps=5', out]) == 0
     for flags in (['--resume', '--steps=7'], [f'--init={ckpt}', f'--data={text}']):
         assert '--tokenizer=bpe:301' in refused(capsys, train.main, *flags, out, '--tokenizer=bpe:301')
     said = written(capsys, f'--init={ckpt}', '--prompt=the quick', '--tokens=9')
     assert f'{len(prepare.encode("the quick", data))} tokens read' in said[1]
-    mine, export = put(tmp_path, 'mine.txt', 'brown dogs jumps over 1 fox\n' * 60), tmp_path / 'export'
-    converted(ckpt, tmp_path / 'rnn', f'--data={mine}', '--controls=false', f'--export={export}')
-    assert prepare.same_tokens(load(tmp_path / 'rnn' / 'ckpt.safetensors')[1]['data'], data)
-    assert (export / 'tokenizer.json').read_text() == data['json']
 
 def test_subwords_without_their_package_are_refused_before_any_work(text, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, 'tokenizers', None)        # as if it were not installed
@@ -2971,22 +2959,11 @@ def test_a_conversion_is_never_silent_for_long(teacher, tmp_path, monkeypatch, c
     assert found['recovered'] == best['recovered'] and (found['steps'], found['rule']) == (3, 'gla-beta')
 
 @pytest.mark.parametrize('more', [[], ['--lora=2']], ids=['all', 'lora'])
-def test_a_model_of_texts_is_converted_on_pairs(more, teacher, tmp_path, monkeypatch):
-    """The teacher stays as it is; with LoRA the student has no weights of its own but what learns."""
+def test_a_model_of_texts_is_converted_on_pairs(more, teacher, tmp_path):
+    """Rows are cut behind the longest of a batch."""
     pairs = ':'.join(put(tmp_path, x, '\n'.join(x * (1 + i % 4) for i in range(40))) for x in 'ab')
-    found, swap, loaded = [], convert.swap, load(teacher)[0].state_dict()
-
-    def watched(*given):
-        found.extend([given[0], *swap(*given)])
-        return found[1:]
-    monkeypatch.setattr(convert, 'swap', watched)
     how = f'--data={pairs}', '--recipe=hedgehog', '--loss=kl', '--controls=false', *more
     row = converted(teacher, tmp_path / 'rnn', *how)['table'][-1]
-    model, student, _ = found
-    close(dict(model.state_dict()), dict(loaded), 0)
-    shared = {p.data_ptr() for p in model.parameters()} & {p.data_ptr() for p in student.parameters()}
-    adapted = 2 * len(model.blocks)                             # qkv and proj, into which LoRA is merged
-    assert len(shared) == (len(loaded) - adapted if more else 0)
     assert row['model'] == 'fine-tuned' and 0 <= row['accuracy'] <= 1 and 'bits per byte' not in row
     data, _, meta = prepare.load(pairs, like=load(teacher)[1]['data'])
     x, y = train.Rows(data, data, meta, meta['row'], torch.device('cpu'), 4).batch(0)
@@ -3100,27 +3077,13 @@ def test_stopped_conversion_goes_on_bit_for_bit(at, teacher, a_model, tmp_path, 
     assert found('cut') == found('whole')
     assert 'was stopped' in refused(capsys, convert.main, '--resume', cut)
 
-def test_distilling_lowers_the_divergence_and_leaves_the_rest_alone(teacher, tmp_path):
-    model, meta = load(teacher)
-    before = {name: x.clone() for name, x in model.state_dict().items()}
-    student, new = convert.swap(model, dict(rule='sum', phi='hedgehog'))
-    assert all('phi.weight' in name for name in new) and len(new) == 2
-    args = convert.Args(from_=teacher, out=str(tmp_path), eval_rows=4)
-    *sides, of_data = prepare.load(meta['args']['data'])
-    data = train.Rows(*sides, of_data, model.config.block_size, torch.device('cpu'), 4)
-    progress = convert.Conversion(args, data, {})
-    progress.note('teacher', model)
-    x, _ = data.batch(999)
-    assert torch.equal(x, data.batch(999)[0]) and not torch.equal(x, data.batch(998)[0])
-    first, _ = convert.look('swapped', model, student, x[:1])
-    convert.distil(progress, model, student, new, 'ce', 30, 1e-2)
-    last, _ = convert.look('distilled', model, student, x[:1])
-    for a, b in zip(first, last):
-        assert 0 < b['KL to teacher'] < .9 * a['KL to teacher']
-    close(dict(model.state_dict()), before, 0)
-    close({name: y for name, y in student.state_dict().items() if name not in new}, before, 0)
-    convert.finetune(progress, 'itself', student, 2, 0.0, teacher=student)      # no divergence from itself
-    assert abs(log(tmp_path)[-2]['loss']) < 1e-6
+def test_distilling_lowers_the_divergence(teacher, tmp_path):
+    found = converted(teacher, tmp_path, '--recipe=hedgehog', '--distil_steps=30', '--controls=false')
+    kl = {}
+    for row in found['layers']:
+        kl.setdefault(row['model'], []).append(row['KL to teacher'])
+    for before, after in zip(kl['swapped'], kl['distilled'], strict=True):
+        assert 0 < after < .9 * before
 
 @pytest.mark.parametrize('phi, more', [
     ('t2r', {}), ('t2r:5', dict(bias=True)), ('t2r-scaled:11', dict(layers='sum,softmax', pos='none')),
