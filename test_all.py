@@ -5,7 +5,7 @@
     EXERCISE=1 pytest test_all.py -k exercise       the README's exercises: red until they are solved
 
 Part one: what must be true of the definitions; the tutorial's second chapter, to be read after fastweight.py.
-Then the exercises; then part two, whatever else there is. Programs in strings, servers and faults come last.
+Then the exercises; then part two, whatever else there is. Models of the hub, a server and soaks come last.
 """
 import doctest
 import math
@@ -701,7 +701,8 @@ KERNELS = 'inverse', 'forward', 'states', 'tokens', 'one_step'
 def launch_by(monkeypatch, instead):
     """Each launch of a Triton kernel is instead(kernel, grid, *args, **fixed)."""
     for name in KERNELS:
-        stand_in = MagicMock(**{'__getitem__.side_effect': partial(partial, instead, getattr(kernels, name))})
+        stand_in = MagicMock()
+        stand_in.__getitem__.side_effect = partial(partial, instead, getattr(kernels, name))
         monkeypatch.setattr(kernels, name, stand_in)
 
 @gpu
@@ -1346,7 +1347,8 @@ def test_a_beam_of_one_is_greedy(config):
         ends = (greedy == 19).cumsum(1).cumsum(1) > 1               # behind the first end
         found = model.translate(source)
         assert torch.equal(found, greedy.masked_fill(ends, 19)[:, :found.shape[1]])
-    near(model(begin, model.encode(source))[0], model(torch.cat([source, begin], 1))[0][:, 7:])
+    said = torch.cat([begin, greedy[:, :8]], 1)
+    near(model(said, model.encode(source))[0], model(torch.cat([source, said], 1))[0][:, 7:])
 
 @pytest.mark.parametrize('penalty', [0.0, 2.0])
 def test_a_wide_beam_finds_the_best_text_of_all(penalty):
@@ -1445,7 +1447,7 @@ DEFAULTS = {train: ['--data=TEXT', '--out=out', *TINY, '--steps=1'], sample: ['-
 ENCODER = '--causal=false --n_layer=1 --n_head=2 --n_embd=16 --data=THREES '
 REFUSED = {     # script: flags: what is said of them, as a regular expression
     train: {
-        '--ruel=delta': '--rule', '--rule=dleta': 'mean delta?', '--steps=1.5': 'whole number',
+        '--ruel=delta': '--rule', '--rule=dleta': r'mean delta\?', '--steps=1.5': 'whole number',
         '--steps=many': 'whole number', '--steps=0': 'at least 1', '--lr=nan': 'a number',
         '--lr=-1': 'at least 0', '--dropout=1': r'at most 0\.99', '--carry=maybe': 'true or false',
         '--seed=1 --seed=2': 'twice', '--steps': '--steps: expected one', 'steps=3': '--steps',
@@ -2586,15 +2588,15 @@ def test_bits_per_byte_count_every_token_but_the_first_once(tmp_path, capsys):
     model = GPT(Config(n_layer=1, n_head=1, n_embd=8, block_size=16)).eval()
     data = train.Rows(None, val, meta, 16, torch.device('cpu'))
 
-    def nats(size):
+    def nats(size, tol):
         found = 0
         for i in range(0, len(x) - 1, size):
             y = x[i + 1:i + size + 1]
             logits = model(x[None, i:i + size])[0][0]
             found += F.cross_entropy(logits[:len(y)], y, reduction='sum').item()
-        return pytest.approx(found / (len(x) - 1), rel=1e-5)
-    assert data.evaluate(model)[0] == nats(16)
-    assert dataclasses.replace(data, T=100).evaluate(model, carried=True)[0] == nats(len(x))
+        return pytest.approx(found / (len(x) - 1), rel=tol)
+    assert data.evaluate(model)[0] == nats(16, 1e-6)
+    assert dataclasses.replace(data, T=100).evaluate(model, carried=True)[0] == nats(len(x), 1e-5)
     trained(folder, tmp_path / 'out')
     shown = re.search(r'blocks of 16: ([\d.]+) bits per byte, perplexity ([\d.]+)', capsys.readouterr().out)
     nats = next(row['val_loss'] for row in log(tmp_path / 'out') if row.get('rule') == 'blocks')
@@ -2606,6 +2608,7 @@ def test_a_model_of_subwords_keeps_them(text, tmp_path, capsys):
     pytest.importorskip('tokenizers')
     out = f'--out={tmp_path}'
     ckpt = trained(text, tmp_path, '--tokenizer=bpe:300', '--rule=softmax', '--conv=0')
+    assert 'bits per byte' in capsys.readouterr().out
     data, said = load(ckpt)[1]['data'], log(tmp_path)[0]['data']
     assert data['vocab_size'] == 300 and said['tokenizer'] == 'bpe:300' and 'json' not in said
     assert train.main(['--resume', '--steps=5', out]) == 0
@@ -2962,11 +2965,22 @@ def test_a_conversion_is_never_silent_for_long(teacher, tmp_path, monkeypatch, c
     assert found['recovered'] == best['recovered'] and (found['steps'], found['rule']) == (3, 'gla-beta')
 
 @pytest.mark.parametrize('more', [[], ['--lora=2']], ids=['all', 'lora'])
-def test_a_model_of_texts_is_converted_on_pairs(more, teacher, tmp_path):
-    """Rows are cut behind the longest of a batch."""
+def test_a_model_of_texts_is_converted_on_pairs(more, teacher, tmp_path, monkeypatch):
+    """The teacher stays as it is; with LoRA the student has no weights of its own but what learns."""
     pairs = ':'.join(put(tmp_path, x, '\n'.join(x * (1 + i % 4) for i in range(40))) for x in 'ab')
+    found, swap, loaded = [], convert.swap, load(teacher)[0].state_dict()
+
+    def watched(*given):
+        found.extend([given[0], *swap(*given)])
+        return found[1:]
+    monkeypatch.setattr(convert, 'swap', watched)
     how = f'--data={pairs}', '--recipe=hedgehog', '--loss=kl', '--controls=false', *more
     row = converted(teacher, tmp_path / 'rnn', *how)['table'][-1]
+    model, student, _ = found
+    close(dict(model.state_dict()), dict(loaded), 0)
+    shared = {p.data_ptr() for p in model.parameters()} & {p.data_ptr() for p in student.parameters()}
+    adapted = 2 * len(model.blocks)                             # qkv and proj, into which LoRA is merged
+    assert len(shared) == (len(loaded) - adapted if more else 0)
     assert row['model'] == 'fine-tuned' and 0 <= row['accuracy'] <= 1 and 'bits per byte' not in row
     data, _, meta = prepare.load(pairs, like=load(teacher)[1]['data'])
     x, y = train.Rows(data, data, meta, meta['row'], torch.device('cpu'), 4).batch(0)
@@ -3080,13 +3094,27 @@ def test_stopped_conversion_goes_on_bit_for_bit(at, teacher, a_model, tmp_path, 
     assert found('cut') == found('whole')
     assert 'was stopped' in refused(capsys, convert.main, '--resume', cut)
 
-def test_distilling_lowers_the_divergence(teacher, tmp_path):
-    found = converted(teacher, tmp_path, '--recipe=hedgehog', '--distil_steps=30', '--controls=false')
-    kl = {}
-    for row in found['layers']:
-        kl.setdefault(row['model'], []).append(row['KL to teacher'])
-    for before, after in zip(kl['swapped'], kl['distilled'], strict=True):
-        assert 0 < after < .9 * before
+def test_distilling_lowers_the_divergence_and_leaves_the_rest_alone(teacher, tmp_path):
+    model, meta = load(teacher)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    student, new = convert.swap(model, dict(rule='sum', phi='hedgehog'))
+    assert all('phi.weight' in name for name in new) and len(new) == 2
+    args = convert.Args(from_=teacher, out=str(tmp_path), eval_rows=4)
+    *sides, of_data = prepare.load(meta['args']['data'])
+    data = train.Rows(*sides, of_data, model.config.block_size, torch.device('cpu'), 4)
+    progress = convert.Conversion(args, data, {})
+    progress.note('teacher', model)
+    x, _ = data.batch(999)
+    assert torch.equal(x, data.batch(999)[0]) and not torch.equal(x, data.batch(998)[0])
+    first, _ = convert.look('swapped', model, student, x[:1])
+    convert.distil(progress, model, student, new, 'ce', 30, 1e-2)
+    last, _ = convert.look('distilled', model, student, x[:1])
+    for a, b in zip(first, last):
+        assert 0 < b['KL to teacher'] < .9 * a['KL to teacher']
+    close(dict(model.state_dict()), before, 0)
+    close({name: y for name, y in student.state_dict().items() if name not in new}, before, 0)
+    convert.finetune(progress, 'itself', student, 2, 0.0, teacher=student)      # no divergence from itself
+    assert abs(log(tmp_path)[-2]['loss']) < 1e-6
 
 @pytest.mark.parametrize('phi, more', [
     ('t2r', {}), ('t2r:5', dict(bias=True)), ('t2r-scaled:11', dict(layers='sum,softmax', pos='none')),
@@ -3208,6 +3236,7 @@ def test_hub_weights_give_what_another_implementation_gives(kind, how, tmp_path)
     ours = kind == 'vit' or 'old' in how                    # written in our names
     assert said['model_type'] == ('nanofwp' if ours else kind)
     assert ours or said['architectures'] == [NAMES[kind]]
+    assert kind != 'gpt2' or said['activation_function'] == 'gelu_new'
     assert kind not in EMBEDS or all(said.get(key) == value for key, value in given.items() if key in said)
     assert said.get('num_key_value_heads') == (how.get('groups', 1) if kind == 'llama' else None)
     assert model.config.pooler == (kind == 'bert' and not ours)
