@@ -3447,6 +3447,11 @@ def ran(folder, suite, *flags):
     path = Path(folder) / f'{suite}.csv'
     return list(csv.DictReader(path.open())) if path.exists() else []
 
+@torch.no_grad()
+def costs(model, tokens):
+    """Nats of each next token (B, T - 1), of whole rows at once."""
+    return F.cross_entropy(model.eval()(tokens[:, :-1])[0].mT, tokens[:, 1:], reduction='none')
+
 def test_bench_does_not_try_a_full_matrix_with_more(tmp_path, monkeypatch):
     def associate(**_):
         return dict(loss=.2, curve=[[1, .2]])
@@ -3523,8 +3528,7 @@ def test_bench_perplexity_by_position_is_that_of_whole_rows(flags, a_model, text
     found = bench.by_length(bench.Args(device=torch.device('cpu')), {'teacher': model}, val, data)
     begin = np.linspace(0, len(val) - 65, 8).astype(int)
     tokens = torch.tensor([val[i:i + 65].tolist() for i in begin])
-    with torch.no_grad():
-        nats = -model(tokens[:, :-1])[0].log_softmax(-1).gather(-1, tokens[:, 1:, None]).mean((0, 2))
+    nats = costs(model, tokens).mean(0)
     ranges = (0, 4), (4, 8), (8, 16), (16, 32), (32, 64)
     assert [row['position'] for row in found] == [end for _, end in ranges]
     wanted = torch.stack([nats[start:end].mean().exp() for start, end in ranges])
@@ -3533,24 +3537,20 @@ def test_bench_perplexity_by_position_is_that_of_whole_rows(flags, a_model, text
 def test_bench_reads_far_with_few_rows_and_says_what_that_costs(a_model, text, tmp_path):
     """Each form is the model it names, as it is read from the first token on, and against rows of 16."""
     path, delta = a_model('--rule=softmax', '--pos=rope', steps=40), a_model('--rule=delta')
-    run = 'far', '--lengths=70'
-    rows = ran(tmp_path, *run, f'--init={path}', '--only=tova compressed,sink', f'--beside={delta}')
+    run = '--lengths=70', f'--init={path}', '--only=tova compressed,sink', f'--beside={delta}'
+    rows = ran(tmp_path, 'far', *run)
     tokens = torch.from_numpy(prepare.load(text)[1][:71].astype(int))[None]
     models = {'softmax': load(path)[0], f'delta: {delta}': load(delta)[0],
               'sink': load(path, rule='sink', cache=2, sinks=1)[0],
               'tova compressed': load(path, rule='tova', cache=2, positions='compress')[0]}
-
-    def nats(model, begin, start, end):
-        with torch.no_grad():
-            logits = model.eval()(tokens[:, begin:end])[0][0, start - begin:]
-        return F.cross_entropy(logits, tokens[0, start + 1:end + 1]).item()
     assert {row['form'] for row in rows} == {'softmax, in rows', *models}
     for form, model in models.items():
         mine = [row for row in rows if row['form'] == form]
         for row, (start, end) in zip(mine, ((0, 16), (16, 32), (32, 64), (64, 70)), strict=True):
             assert int(row['position']) == end
-            assert float(row['nats']) == pytest.approx(nats(model, 0, start, end), rel=1e-5)
-    base = math.exp(nats(models['softmax'], 16, 16, 32))
+            nats = costs(model, tokens[:, :end + 1])[0, start:].mean()
+            assert float(row['nats']) == pytest.approx(nats.item(), rel=1e-5)
+    base = math.exp(costs(models['softmax'], tokens[:, 16:33]).mean())
     assert float(rows[1]['perplexity']) == pytest.approx(base, rel=1e-5)
     assert float(rows[5]['more than in rows']) == pytest.approx(float(rows[5]['perplexity']) - base, rel=1e-3)
 
@@ -3582,10 +3582,8 @@ def test_bench_judges_stories_by_what_the_full_model_makes_of_them(a_model, tmp_
     assert [(row['ours'], row['paper']) for row in rows] == [(25, 5), (62.5, 88), (12.5, 6)]
     assert bench.of_binomial(5, 100) == pytest.approx((2.154, 11.175), abs=1e-3)      # Wilson's, by R
     model, tokens = load(path)[0].double().eval(), torch.randint(256, (5, 16))
-    with torch.no_grad():
-        log_p = model(tokens)[0].log_softmax(-1)
-    wanted = [-sum(log_p[i, t - 1, tokens[i, t]] for t in range(6, 16)) / 10 for i in range(5)]
-    near(bench.likelihood(model, tokens[:, :6], tokens[:, 6:]).double(), torch.stack(wanted), 1e-6)
+    wanted = costs(model, tokens)[:, 5:].mean(1)
+    near(bench.likelihood(model, tokens[:, :6], tokens[:, 6:]).double(), wanted, 1e-6)
 
 def test_bench_transfers_maps_to_another_text(a_model, text, tmp_path, in_process):
     """A map learns on the text that its form names; divergences are those of convert.json on the same row."""
@@ -3717,9 +3715,7 @@ def test_bench_a_carried_window_reads_on_and_without_normalisation_delta_diverge
     path, = (tmp_path / 'language').glob('window-*/ckpt.safetensors')
     val = torch.from_numpy(prepare.load(text)[1].astype('int64'))[None, :2048]
     for cache, carried in found.items():                        # all at once
-        model = load(path, cache=cache)[0].eval()
-        with torch.no_grad():
-            nats = F.cross_entropy(model(val[:, :-1])[0][0], val[0, 1:]).item()
+        nats = costs(load(path, cache=cache)[0], val).mean().item()
         assert carried == pytest.approx(nats / math.log(2), rel=1e-4)
     assert found[8] != found[128]
 
@@ -3755,10 +3751,9 @@ def test_bench_cache_counts_every_token_and_with_room_for_all_is_softmax(a_model
     rows = ran(tmp_path, 'cache', f'--init={ckpt}', '--lengths=16')
     val = torch.from_numpy(prepare.load(text)[1].astype('int64'))
     pieces = torch.stack([val[i:i + 16] for i in torch.linspace(0, len(val) - 17, 16).long().tolist()])
-    with torch.no_grad():
-        nats = -load(ckpt)[0].eval()(pieces)[0].log_softmax(-1)[:, :-1].gather(-1, pieces[:, 1:, None]).mean()
+    wanted = costs(load(ckpt)[0], pieces).mean().exp()
     assert {row['form'] for row in rows} == {'softmax', *POLICIES}
-    near(torch.tensor([float(row['perplexity']) for row in rows]), nats.exp().expand(len(rows)), 1e-5)
+    near(torch.tensor([float(row['perplexity']) for row in rows]), wanted.expand(len(rows)), 1e-5)
 
 class FromTheEnd(torch.nn.Module):
     """Answers a row of facts where the fact is among the last `near` tokens, else it says token 0."""
