@@ -4089,7 +4089,7 @@ def served(contents, at='', fault=None, times=99, token=None):
                 self.wfile.write(sent[:5] if bad == 'cut' else sent)
         do_HEAD = do_GET
     with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
         yield f'http://127.0.0.1:{server.server_port}', asked
         server.shutdown()
 
