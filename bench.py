@@ -1152,7 +1152,7 @@ def answers(args, suite):
         for form, one_in in cells:
             found = [once(args, suite, form, answered, rule=form, one_in=one_in, task=name,
                           count=chosen(args, 128, 256), path=path, device=str(args.device)) for path in paths]
-            yield {'form': form, 'part': name, 'share': 1 / one_in, **over_seeds(found, 'accuracy', 'left')}
+            yield {'form': form, 'part': name, 'share': 1 / one_in, **over_seeds(found, suite.figure, 'left')}
             if 'quarter 0' in found[0] and one_in in (1, ONE_IN):
                 by_distance += [{'form': form, 'part': f'{name}, distance', 'distance': T * (4 - i) // 4,
                                  **over_seeds(found, f'quarter {i}')} for i in range(4)]
@@ -1893,7 +1893,7 @@ ROWS = [
     Suite(
         'answers', 'questions to such models, where the answer may stand far back', answers,
         'data seeds steps only', {'steps': 500},
-        lines={'softmax': ''},
+        lines={'softmax': ''}, figure='accuracy',
         ways={'recall-kept': Way('recall-kept', f'{ASKED} --batch_size=32 --lr=3e-3', 1000, full=True),
               'mqar': Way('mqar', f'{ASKED} --batch_size=32 --lr=1e-2', 1000, full=True),
               'facts-256': Way('facts-256', FACTS, 3000),
