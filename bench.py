@@ -112,9 +112,9 @@ def finish(device):
 
 
 def seconds(calls, device, least=0.3, repeats=5):
-    """Median time of each function of a list, after a warm-up: of `repeats` calls, and `least` seconds of them,
-    but of slow ones no more than ten times that. They take turns, so that a busy moment of the machine meets
-    them all."""
+    """Median time of each function of a list, after a warm-up: of `repeats` calls, and `least` seconds of
+    them, but of slow ones no more than ten times that. They take turns, so that a busy moment of the machine
+    meets them all."""
     times = [[] for _ in calls]
     for call in calls:
         call()
@@ -1281,7 +1281,8 @@ def layer_step(rule, args, T):
 
 @lru_cache(1)
 def random_model(device, dtype, **config):
-    """A model with random weights, one for all lengths: their steps take turns, and find them in the cache."""
+    """A model with random weights, one for all lengths: their steps take turns, and find these in the cache.
+    """
     return GPT(Config(**config)).to(device, dtype).eval()
 
 
