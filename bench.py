@@ -112,9 +112,9 @@ def finish(device):
 
 
 def seconds(calls, device, least=0.3, repeats=5):
-    """Median time of each function of a list, after a warm-up: of `repeats` calls, and `least` seconds of them,
-    but of slow ones no more than ten times that. They take turns, so that a busy moment of the machine meets
-    them all."""
+    """Median time of each function of a list, after a warm-up: of `repeats` calls, and `least` seconds of
+    them, but of slow ones no more than ten times that. They take turns, so that a busy moment of the machine
+    meets them all."""
     times = [[] for _ in calls]
     for call in calls:
         call()
@@ -1186,7 +1186,7 @@ def answers(args, suite):
         for form, one_in in cells:
             found = [once(args, suite, form, answered, rule=form, one_in=one_in, task=name,
                           count=chosen(args, 128, 256), path=path, device=str(args.device)) for path in paths]
-            yield {'form': form, 'part': name, 'share': 1 / one_in, **over_seeds(found, 'accuracy', 'left')}
+            yield {'form': form, 'part': name, 'share': 1 / one_in, **over_seeds(found, suite.figure, 'left')}
             if 'quarter 0' in found[0] and one_in in (1, ONE_IN):
                 by_distance += [{'form': form, 'part': f'{name}, distance', 'distance': T * (4 - i) // 4,
                                  **over_seeds(found, f'quarter {i}')} for i in range(4)]
@@ -1315,7 +1315,8 @@ def layer_step(rule, args, T):
 
 @lru_cache(1)
 def random_model(device, dtype, **config):
-    """A model with random weights, one for all lengths: their steps take turns, and find them in the cache."""
+    """A model with random weights, one for all lengths: their steps take turns, and find these in the cache.
+    """
     return GPT(Config(**config)).to(device, dtype).eval()
 
 
@@ -1948,7 +1949,7 @@ ROWS = [
     Suite(
         'answers', 'questions to such models, where the answer may stand far back', answers,
         'data seeds steps only', {'steps': 500},
-        lines={'softmax': ''},
+        lines={'softmax': ''}, figure='accuracy',
         ways={'recall-kept': Way('recall-kept', f'{ASKED} --batch_size=32 --lr=3e-3', 1000, full=True),
               'mqar': Way('mqar', f'{ASKED} --batch_size=32 --lr=1e-2', 1000, full=True),
               'facts-256': Way('facts-256', FACTS, 3000),

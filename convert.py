@@ -549,6 +549,18 @@ class Conversion:
                     f'{found["recovered a byte"]:.1%} a byte')
         say(f'{name}: {text}')
 
+    def closing(self, distilled, state):
+        """The last line of the table and, as keys of their own, what was recovered by the swap and by stage
+        1, the accuracy before the last stage, and the size of the state."""
+        found = dict(self.table[-1])
+        found['swapped'] = self.table[1]['recovered']
+        found['before'] = self.table[-2]['accuracy']
+        if distilled:
+            found['stage 1'] = self.table[2]['recovered']
+        if state:
+            found['state bytes'] = state[0]['state bytes']
+        return found
+
     def tokens(self, steps):
         """In so many steps."""
         return steps * self.args.batch_size * self.data.T
@@ -848,10 +860,7 @@ def main(argv):
     if args.export:
         weights.to_folder(args.export, student.state_dict(), dataclasses.asdict(student.config), meta['data'])
     state = sizes(student, teacher)
-    figures = {**run.table[-1], 'commit': commit(), **dataclasses.asdict(args)}
-    figures |= {'swapped': run.table[1]['recovered'], 'before': run.table[-2]['accuracy'],      # the last stage
-                'stage 1': run.table[2]['recovered'] if distilled else None,
-                'state bytes': state[0]['state bytes'] if state else None}
+    figures = {**run.closing(distilled, state), 'commit': commit(), **dataclasses.asdict(args)}
     prepare.write_json(f'{args.out}/result.json', {**figures, **dataclasses.asdict(student.config)})
     tuned = None
     if args.controls and args.steps:
