@@ -554,8 +554,8 @@ def products(args, found):
 
 
 def tracking(args, suite):
-    """Does a state that was trained on up to 40 steps follow 256? Yes from 95 % on, in the median of seeds; no
-    within 5 % of the best rule whose state only grows or decays; else partly."""
+    """Does a state that was trained on up to 40 steps follow 256? Yes from 95 % on, in the median of seeds;
+    no within 5 % of the best rule whose state only grows or decays; else partly."""
     for name, way in ways_of(args, suite).items():
         rows = []
         for form in only(args, suite.lines):
@@ -1784,8 +1784,8 @@ ROWS = [
         figure='beyond', look=products,
         panels=tuple(Panel('length', name, name, 'curve') for name in ('parity', 'S3', 'S3, 2 layers', 'A5')),
         note='accuracy in % of products of 41 to 256 elements; trained on 1 to 40',
-        source='Grazzi 2024, parity: beta up to 1 fails, up to 2 solves it; Siems 2025, S3 by one layer: only '
-               'by beta up to 2 and n = 2; by two layers n = 1 can in theory',
+        source='Grazzi 2024, parity: beta up to 1 fails, up to 2 solves it; Siems 2025, S3 by one layer: '
+               'only by beta up to 2 and n = 2; by two layers n = 1 can in theory',
         paper={'mamba2': {'parity': 'no', 'S3': 'no'}, 'gated_delta': {'parity': 'no', 'S3': 'no'},
                'delta': {'parity': 'no', 'S3': 'no'}, 'delta, n = 2': {'parity': 'no', 'S3': 'no'},
                'delta, beta to 2': {'parity': 'yes', 'S3': 'no'},

@@ -3,11 +3,11 @@
 A side of a set is (inputs, targets): N rows of tokens, or N texts in UTF-8, and what is to be said of each.
 Targets of tokens are those of the last of the row's inputs, as many as there are: of all, or of one, a class.
 
-Generated (recall, mqar, group, facts, listops, pathfinder): `make(rows, rng, vocab, training)` returns at most
-so many rows of a side, and is asked for more until there are enough; a target is `vocab` where nothing counts.
-facts also gets the text around them. All others: `make(*paths)` returns the side to train on, the one to
-validate on, and maybe a third, to test. Pictures are rows of numbers. Of sentences the targets are labels, of
-pairs they are texts, the translations.
+Generated (recall, mqar, group, facts, listops, pathfinder): `make(rows, rng, vocab, training)` returns at
+most so many rows of a side, and is asked for more until there are enough; a target is `vocab` where nothing
+counts. facts also gets the text around them. All others: `make(*paths)` returns the side to train on, the one
+to validate on, and maybe a third, to test. Pictures are rows of numbers. Of sentences the targets are labels,
+of pairs they are texts, the translations.
 
 SETS says where files come from and what else there is to know; prepare.py fetches them, makes tokens of texts
 and writes what `packed` returns. Nothing of ours is imported here.
