@@ -312,9 +312,10 @@ def once(args, suite, form, run, **key):
     path = f'{place(args, suite, form, key)}.json'
     mark = {'code': code(), **key}
     if os.path.exists(path):
-        with open(path) as f:
-            known = json.load(f)
-        if known.pop('key') == mark:
+        known = {}
+        with contextlib.suppress(ValueError):               # what is broken is done anew
+            known = json.loads(prepare.read(path))
+        if isinstance(known, dict) and known.pop('key', None) == mark:
             return known
     began = time.perf_counter()
     found = run(**key)

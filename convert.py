@@ -47,9 +47,9 @@ from torch.nn.utils import parametrize
 
 from data import prepare, weights
 from fastweight import RULES
-from model import (GPT, SOURCE_RULES, STAGE, bias_of, fill, flag, kind_in, kl, load, parse, pick_device, read,
-                   refuse, save, script, state_bytes, subset, typed, weights_digest, write)
-from train import (QUIET, Rows, adamw, answers, bits_a_nat, blocks, check_threads, commit, lies_in,
+from model import (GPT, SOURCE_RULES, STAGE, bias_of, fill, flag, idle, kind_in, kl, load, number, parse,
+                   pick_device, read, refuse, save, script, state_bytes, subset, typed, weights_digest, write)
+from train import (QUIET, Rows, adamw, answers, bits_a_nat, blocks, check_threads, commit, lies_in, log_of,
                    optimise, pack_optimiser, rows, say, steps_left, table, tell_step, threads_of,
                    too_many_rows, unpack_optimiser)
 
@@ -537,12 +537,13 @@ class Conversion:
         self.seconds = {}                                   # by stage, those of earlier calls included
         self.table = []
         self.begin = blocks(len(data.val), data.T, data.meta, args.eval_rows)
-        os.makedirs(args.out, exist_ok=True)
         if args.export:                                     # what cannot be written is known now
             os.makedirs(args.export, exist_ok=True)
-        if not args.resume:
+            weights.refuse_folder(args.export)
+        self.log = log_of(args)
+        if stages(args.out) and not args.resume:
+            say(f'{args.out}: what a stopped conversion left there is replaced; --resume would go on with it')
             forget(args.out)
-        self.log = open(f'{args.out}/log.jsonl', 'a' if args.resume else 'w')           # noqa: SIM115
 
     def score(self, model, what):
         """-> what is said of a model, over --eval_rows rows, each read from an empty state: columns of the
@@ -610,7 +611,10 @@ class Conversion:
         """-> the steps that are done already, their results put into model and optimiser."""
         if not (self.args.resume and os.path.exists(self.path(stage))):
             return 0
-        tensors, meta = read(self.path(stage))
+        try:
+            tensors, meta = read(self.path(stage))
+        except ValueError as e:
+            raise ValueError(f'{e}; delete it: --resume then does this stage anew') from None
         for key, now in self.about['made_from'].items():
             if meta['made_from'].get(key) != now:
                 raise ValueError(f'--resume: the {key} is not what the run began with; start anew')
@@ -761,7 +765,8 @@ def resumed(given, changes):
     out = given.get('out', Args.out)
     files = stages(out)
     if not files:
-        raise ValueError(f'--resume: no conversion was stopped in --out={out}')
+        raise ValueError(f'--resume: no conversion was stopped in --out={out}, or none of its '
+                         'stage-*.safetensors is whole: then delete them, and start anew')
     kept = read(files[0])[1]
     args = dataclasses.asdict(typed(Args, kept.get('args'), files[0]))
     if not isinstance(kept.get('changes'), dict):
@@ -796,7 +801,7 @@ def cannot_learn(student, data):
     """What is wrong with its rows, for `refuse`: too many, or they never leave what is kept of them, so that
     a matrix beside gets none."""
     T = data.T
-    yield too_many_rows(data.batch_size, T, student.config, data.meta['vocab_size'])
+    yield too_many_rows(data, student.config)
     for mixer in student.mixers().values():
         memory = mixer.memory
         yield memory.overflow is not None and out_of_reach(memory) >= T, (
@@ -808,7 +813,7 @@ def opening(args, name, data, student, new):
     """Say what is converted, and what `new` it has. name: of the data"""
     counts = {name: p.numel() for name, p in student.named_parameters()}
     say(f'{args.from_} -> {",".join(student.config.all_rules())}; {name}, rows of {data.T}; '
-        f'{args.threads} threads; of {sum(counts.values()):,} parameters '
+        f'{number(args.threads, "thread")}; of {sum(counts.values()):,} parameters '
         f'{sum(counts[name] for name in new):,} are new')
 
 
@@ -828,6 +833,7 @@ def main(argv):
     torch.manual_seed(args.seed)
     student, new = swap(teacher, changes, named('swap', args.swap, PLACES))
     refuse(cannot_learn(student, data))
+    refuse(idle({**changes, 'layers': ''}, student.config))     # with these, --rule is that of other places
     begin_as(teacher, student, data.batch(0)[0])
     if args.lr is None:
         args.lr = 0.25 / student.config.n_embd              # 5e-3 is good at a width of 64, 1e-3 at 192

@@ -1530,6 +1530,11 @@ def test_help_lists_every_flag_with_its_default_and_choices(capsys):
 
 # ---- What hurts: each is told in one line, or does what it says --------------------------------------------
 
+def said_of(config):
+    """What data say of the tokens of a model."""
+    said = dict(tokenizer='byte', vocab_size=config.vocab_size, pad=config.pad, source=config.source)
+    return {name: x for name, x in said.items() if x}
+
 WRONG = None, True, -1, 0, 3, 2.5, 10 ** 400, math.nan, math.inf, '32', 'x' * 99, [], [1], {}, ...
 
 def mutated(found, draw):
@@ -1613,7 +1618,7 @@ def test_processes_that_cannot_be_are_refused(env, monkeypatch, capsys):
     (sample, '--penalty=1e300', 'at most'), (sample, '--beam=100000', 'at most 1,024'),
     (train, '--accum=100000000', 'at most 4,096'), (convert, '--faster=inf', 'at most 1,000'),
     (convert, '--from=MODEL/ckpt.safetensors --lora=17', 'lower'), (bench, 'layer --lengths=99999999', 'low'),
-    (convert, '--from=MODEL/ckpt.safetensors --batch_size=1000000', 'fewer rows'),
+    (convert, '--from=MODEL/ckpt.safetensors --batch_size=1000000', 'rows take'),
     (convert, '--from=MODEL/ckpt.safetensors --out=X --export=X/', 'another folder')])
 def test_flags_that_cannot_be_are_refused_before_any_work(script, flags, why, a_model, tmp_path, monkeypatch,
                                                           capsys):
@@ -1643,8 +1648,8 @@ def test_what_is_written_takes_no_other_file_away(a_model, tmp_path, monkeypatch
     assert before == {name: (tmp_path / name).read_bytes() for name in before}
 
 def test_a_conversion_takes_no_other_file_away(teacher, tmp_path, capsys):
-    """A teacher behind a link; a state that is named as a stage; --resume with what is no stage; and what
-    another model left where one is exported."""
+    """A teacher behind a link; a state that is named as a stage; --resume with what is no stage; and another
+    model where one is exported, unless it was exported there."""
     shutil.copy(teacher, tmp_path / 'ckpt.safetensors')
     os.symlink(tmp_path / 'ckpt.safetensors', tmp_path / 'link.safetensors')
     run = [f'--from={tmp_path}/link.safetensors', *SHORT, '--controls=false']
@@ -1652,14 +1657,19 @@ def test_a_conversion_takes_no_other_file_away(teacher, tmp_path, capsys):
     out, export = tmp_path / 'out', tmp_path / 'export'
     out.mkdir()
     export.mkdir()
-    for name in files.INDEX, files.TOKENIZER:
-        (export / name).write_text('{}')
     state = out / 'stage-one.safetensors'
     written(capsys, f'--init={teacher}', '--tokens=1', f'--save_state={state}')
     assert 'no conversion was stopped' in refused(capsys, convert.main, '--resume', f'--out={out}')
-    assert convert.main([*run, f'--out={out}', f'--export={export}']) == 0 and state.exists()
+    run += f'--out={out}', f'--export={export}'
+    for name in 'config.json', files.INDEX, files.TOKENIZER:
+        (export / name).write_text('{}')
+        assert f'{name} of another model' in refused(capsys, convert.main, *run)
+        (export / name).unlink()
+    assert convert.main(run) == 0 and state.exists()
     assert sorted(os.listdir(export)) == ['config.json', 'model.safetensors']
     load(export)
+    (export / files.TOKENIZER).write_text('{}')
+    assert convert.main(run) == 0 and sorted(os.listdir(export)) == ['config.json', 'model.safetensors']
 
 def test_what_a_tokenizer_cannot_read_is_told_in_one_line(tmp_path, capsys):
     """A BERT without [UNK]; one without line ends, on pairs; and a word of a million letters is learned."""
@@ -3254,7 +3264,7 @@ def test_folding_t2r_is_an_identity(phi, more, tmp_path):
     folded = convert.fold(model)
     m = model.blocks[0].mixer.memory.phi.feature_dim
     assert len(folded.blocks[0].mixer.qkv.weight) == 2 * (m + m + 8)
-    save(tmp_path / 'folded.safetensors', folded, dict(data={}))
+    save(tmp_path / 'folded.safetensors', folded, dict(data=said_of(c)))
     for one in folded, load(tmp_path / 'folded.safetensors')[0]:
         near(one(tokens)[0], model(tokens)[0], 1e-12)
     first, state = folded(tokens[:, :5])
@@ -3310,7 +3320,7 @@ def test_conversion_refuses(a_model, teacher, characters, tmp_path, capsys):
     (tmp_path / 'no').touch()
     run = f'--from={teacher}', f'--out={tmp_path}/yes', '--steps=0', '--distil_steps=0', '--eval_rows=1'
     assert 'File exists' in refused(capsys, convert.main, *run, f'--export={tmp_path / "no"}')
-    assert os.listdir(tmp_path / 'yes') == []                          # said before anything is trained
+    assert not (tmp_path / 'yes').exists()                             # said before anything is trained
     own = f'--out={Path(teacher).parent}'
     assert 'there lies the teacher' in refused(capsys, convert.main, f'--from={teacher}', own)
     assert 'would change' in err(f'--from={teacher}', '--rule=softmax')
@@ -3389,7 +3399,7 @@ def test_a_llama_reads_and_writes_text_by_its_tokenizer_json(kind, tmp_path, cap
     assert json.loads(data['json']) == json.loads(path.read_text()) and '\n' not in data['json']
     assert prepare.same_tokens(meta['data'], data)
     assert f'{1 + len(prepare.encode("the quick", data))} tokens read' in written(capsys, *sampled)[1]
-    assert '1 tokens read' in written(capsys, *sampled[:2])[1]
+    assert '1 token read' in written(capsys, *sampled[:2])[1]
     assert convert.main([*run, *SHORT, '--controls=false', f'--export={tmp_path / "export"}']) == 0
     assert prepare.same_tokens(load(tmp_path / 'rnn' / 'ckpt.safetensors')[1]['data'], data)
     files.to_folder(tmp_path / 'again', model.state_dict(), dataclasses.asdict(model.config), meta['data'])

@@ -16,6 +16,7 @@ and next sentences. BERT reads one text: what it adds to each place of a first o
 positions here, what it adds to the second is left out. A ViT's pixels are scaled as preprocessor_config.json
 says, which has to be as published; ViT is not written.
 """
+import functools
 import json
 import math
 import os
@@ -393,6 +394,23 @@ def is_gpt2(raw):
     return prepare.short_hash('\n'.join(tokens).encode()) == '3a1f1c01'
 
 
+def refuse_folder(folder):
+    """ValueError where `to_folder` would replace what it has not written itself."""
+    path = os.path.join(folder, 'model.safetensors')
+    for name in 'config.json', 'model.safetensors', INDEX, TOKENIZER:
+        if os.path.exists(os.path.join(folder, name)) and not is_ours(path):
+            raise ValueError(f'{folder}: {name} of another model lies there; give another folder')
+
+
+def is_ours(path):
+    """Whether a safetensors file is one of `to_folder`."""
+    try:
+        with safe_open(path, 'pt') as f:
+            return OURS in (f.metadata() or {})
+    except (SafetensorError, OSError):
+        return False
+
+
 def to_folder(folder, tensors, config, data):
     """Tensors in our names -> model.safetensors and config.json: as the hub keeps GPT-2, Llama or BERT, if
     that is what they are (softmax in every layer); else in our own names, with our config and data, what a
@@ -412,13 +430,13 @@ def to_folder(folder, tensors, config, data):
         if 'source' in data:
             known += ['source', 'row']
         raw = {'model_type': OURS, 'data': {key: data[key] for key in known if key in data}, **config}
-    replace(os.path.join(folder, 'model.safetensors'), tensors, {'format': 'pt'})
+    replace(os.path.join(folder, 'model.safetensors'), tensors, {'format': 'pt', OURS: 'convert.py'})
     prepare.write_json(os.path.join(folder, 'config.json'), raw)
-    for name in INDEX, TOKENIZER:           # of another model that was there
-        if os.path.exists(os.path.join(folder, name)):
-            os.remove(os.path.join(folder, name))
+    tokenizer = os.path.join(folder, TOKENIZER)
+    if os.path.exists(tokenizer):           # of the model that was there
+        os.remove(tokenizer)
     if 'json' in data:
-        prepare.write(os.path.join(folder, TOKENIZER), [data['json'].encode()])
+        prepare.write(tokenizer, [data['json'].encode()])
 
 
 def published(kind, config):
@@ -507,7 +525,8 @@ def get(base, folder, file):
     if os.environ.get('HF_TOKEN'):
         headers['Authorization'] = f'Bearer {os.environ["HF_TOKEN"]}'
     try:
-        reply = requests.head(url, headers=headers, timeout=(10, 30))
+        asked = functools.partial(requests.head, url, headers=headers, timeout=(10, 30))
+        reply = prepare.watched(asked)
     except requests.RequestException as e:
         raise ValueError(f'{url}: {type(e).__name__} (no file or folder here has that name, so the hub was '
                          f'asked); or put the file at {path} by hand') from None
