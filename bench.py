@@ -42,8 +42,8 @@ import kernels
 import train as recipe
 from data import prepare
 from fastweight import RULES, l2
-from model import (GPT, Config, FastWeights, Gates, chosen_texts, flag, kl, load, machine_memory, parse,
-                   pick_device, pick_forms, sample, script, state_bytes)
+from model import (GPT, Config, FastWeights, Gates, beyond_memory, chosen_texts, flag, kl, load,
+                   machine_memory, parse, pick_device, pick_forms, refuse, sample, script, state_bytes)
 
 os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # torch.profiler, of which memory is asked, is talkative
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -1288,6 +1288,13 @@ def inputs(kind, args, T):
     return x
 
 
+def refuse_lengths(args):
+    """ValueError where q, k, v and what comes of them take more memory than there is."""
+    T = max(lengths(args))
+    need = 6 * args.batch * args.heads * T * args.head_dim * args.dtype.itemsize
+    refuse([beyond_memory(need, f'--lengths={T} --batch={args.batch} --heads={args.heads}: so many steps')])
+
+
 def attention(q, k, v):
     """-> o, in a tuple, as the recurrences return it"""
     return (F.scaled_dot_product_attention(q, k, v, is_causal=True),)
@@ -1297,6 +1304,7 @@ def attention(q, k, v):
 @torch.inference_mode()
 def layer(args, suite):
     """One layer's forward with its feature map, from q, k, v; attention is scaled_dot_product_attention."""
+    refuse_lengths(args)
     rows = []
     for T in lengths(args):
         size = args.batch, args.heads, T
@@ -1380,6 +1388,7 @@ def training_steps(forms, args, T):
 
 def train(args, suite):
     """A layer's recurrence over T, forward and backward, as ratios to attention in the same run."""
+    refuse_lengths(args)
     n = 8192 if args.device.type == 'cuda' else 1024
     a = torch.randn(n, n, device=args.device, dtype=args.dtype)
     peak = 2 * n ** 3 / seconds([partial(torch.matmul, a, a)], args.device)[0]

@@ -47,8 +47,8 @@ from torch.nn.utils import parametrize
 
 from data import prepare, weights
 from fastweight import RULES
-from model import (GPT, SOURCE_RULES, STAGE, bias_of, fill, flag, idle, kind_in, kl, load, number, parse,
-                   pick_device, read, refuse, save, script, state_bytes, subset, typed, weights_digest, write)
+from model import (GPT, SOURCE_RULES, STAGE, bias_of, fill, flag, idle, kind_in, kl, known, load, number,
+                   parse, pick_device, read, refuse, save, script, state_bytes, subset, typed, weights_digest, write)
 from train import (QUIET, Rows, adamw, answers, bits_a_nat, blocks, check_threads, commit, lies_in, log_of,
                    optimise, pack_optimiser, rows, say, steps_left, table, tell_step, threads_of,
                    too_many_rows, unpack_optimiser)
@@ -509,6 +509,28 @@ def share(row, base):
     return row['accuracy'] / base['accuracy']
 
 
+@dataclass
+class Stage:
+    """What the file of one says of the conversion that --resume goes on with."""
+    args: dict
+    changes: dict               # flags of `Student`
+    made_from: dict
+    step: int = known(0, 0, 10 ** 9)
+    seconds: float = known(0.0, 0, 1e12)
+
+
+def read_stage(path):
+    """-> tensors, `Stage`; ValueError for a file that is broken."""
+    try:
+        tensors, meta = read(path)
+        said = typed(Stage, {field.name: meta.get(field.name) for field in dataclasses.fields(Stage)}, path)
+        typed(Args, said.args, path)
+        typed(Student, {**dataclasses.asdict(Student()), **said.changes}, path)
+        return tensors, said
+    except ValueError as e:
+        raise ValueError(f'{e}; delete it: --resume then does this stage anew') from None
+
+
 def stages(out):
     """The files of a conversion that was stopped."""
     paths = glob.glob(os.path.join(glob.escape(out), 'stage-*.safetensors'))
@@ -611,20 +633,17 @@ class Conversion:
         """-> the steps that are done already, their results put into model and optimiser."""
         if not (self.args.resume and os.path.exists(self.path(stage))):
             return 0
-        try:
-            tensors, meta = read(self.path(stage))
-        except ValueError as e:
-            raise ValueError(f'{e}; delete it: --resume then does this stage anew') from None
+        tensors, said = read_stage(self.path(stage))
         for key, now in self.about['made_from'].items():
-            if meta['made_from'].get(key) != now:
+            if said.made_from.get(key) != now:
                 raise ValueError(f'--resume: the {key} is not what the run began with; start anew')
         kept = {k.removeprefix('model.'): x for k, x in tensors.items() if k.startswith('model.')}
         mine = learned(model)
         others = {k: x for k, x in model.state_dict().items() if k not in mine}
         fill(model, others | kept, f'{self.path(stage)}: holds the weights of another model')
         unpack_optimiser(model, opt, tensors, whole=False)
-        self.seconds[stage] = meta['seconds']
-        return meta['step']
+        self.seconds[stage] = said.seconds
+        return said.step
 
     def save(self, stage, model, opt, step):
         """All that `load` needs, and a line of the log."""
@@ -767,16 +786,13 @@ def resumed(given, changes):
     if not files:
         raise ValueError(f'--resume: no conversion was stopped in --out={out}, or none of its '
                          'stage-*.safetensors is whole: then delete them, and start anew')
-    kept = read(files[0])[1]
-    args = dataclasses.asdict(typed(Args, kept.get('args'), files[0]))
-    if not isinstance(kept.get('changes'), dict):
-        raise ValueError(f'{files[0]}: does not say what was changed; start anew')          # noqa: TRY004
-    known = args | kept['changes'] | {'resume': True}
+    said = read_stage(files[0])[1]
+    began = said.args | said.changes | {'resume': True}
     for name, value in (given | changes).items():
-        if known.get(name) != value and name not in ('out', 'device', 'export'):
-            raise ValueError(f'--{name.strip("_")}={value}: the run began with {known.get(name)!r}; drop the '
+        if began.get(name) != value and name not in ('out', 'device', 'export'):
+            raise ValueError(f'--{name.strip("_")}={value}: the run began with {began.get(name)!r}; drop the '
                              'flag, or --resume')
-    return Args(**(args | given)), kept['changes']
+    return Args(**(said.args | given)), said.changes
 
 
 def cannot_teach(args, config):

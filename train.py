@@ -514,14 +514,22 @@ def pack_optimiser(model, opt):
 
 
 MEMORIES = ({'momentum_buffer'}, {'step', 'exp_avg', 'exp_avg_sq'})      # of a parameter, by Muon; by AdamW
+SIGNED = 'momentum_buffer', 'exp_avg'
 
 
 def unpack_optimiser(model, opt, tensors, whole=True):
     """The inverse of `pack_optimiser`, into opt. ValueError for a tensor that is missing or does not fit its
     parameter. whole: every parameter has learned, so none may lack"""
-    for name, p in model.named_parameters():
-        front = f'opt.{name}.'
-        found = {key.removeprefix(front): x for key, x in tensors.items() if key.startswith(front)}
+    parameters = dict(model.named_parameters())
+    memories = {name: {} for name in parameters}
+    for key, x in tensors.items():
+        if key.startswith('opt.'):
+            name, _, memory = key.removeprefix('opt.').rpartition('.')
+            if name not in memories:
+                raise ValueError(f'the optimiser has {key}, but the model no {name}; start anew')
+            memories[name][memory] = x
+    for name, found in memories.items():
+        p = parameters[name]
         if found.keys() not in MEMORIES and (found or whole):
             raise ValueError(f'the optimiser has {sorted(found)} of {name}, expected one of {MEMORIES}; '
                              'start anew')
@@ -530,6 +538,8 @@ def unpack_optimiser(model, opt, tensors, whole=True):
             if x.shape != shape or x.dtype != torch.float32:
                 raise ValueError(f'the optimiser\'s {key} of {name} is {x.dtype} of shape {tuple(x.shape)}, '
                                  f'expected float32 of {tuple(shape)}; start anew')
+            if not x.isfinite().all() or key not in SIGNED and x.min() < 0:
+                raise ValueError(f'the optimiser\'s {key} of {name} is no memory of a run; start anew')
             if key != 'step' or opt.defaults['fused']:      # else the count of steps stays on the CPU
                 x = x.to(p.device)
             if key != 'step' and in_parts(p):
@@ -609,9 +619,7 @@ def settings(argv):
         if was != value:
             raise ValueError(f'--{name}={value}: {path} was made with {was!r}; drop the flag, or start anew '
                              'with another --out')
-    of_run = {field.name: meta.get(field.name) for field in dataclasses.fields(Stopped)}
-    run = typed(Stopped, of_run, path)
-    args = typed(Args, {**run.args, **given, 'out': args.out}, path)    # the run's, but for those given again
+    args = Args(**{**run_of(meta, path).args, **given, 'out': args.out})    # the run's, but for those given again
     if args.steps <= meta['step']:
         raise ValueError(f'{path}: at step {meta["step"]} of {args.steps}; give more steps, as --steps={2 * meta["step"]}')
     return args, model.config, model.state_dict(), meta
@@ -703,11 +711,19 @@ def log_of(args):
     return log
 
 
+def run_of(meta, where):
+    """What the metadata of a checkpoint say of its run, a `Stopped`; ValueError where they say less."""
+    run = typed(Stopped, {field.name: meta.get(field.name) for field in dataclasses.fields(Stopped)}, where)
+    typed(Args, run.args, where)
+    return run
+
+
 def steps_left(meta):
     """What a run that was stopped still had to do, by the metadata of its checkpoint; 0 of a mere model."""
     if 'best' not in meta:
         return 0
-    return meta['args']['steps'] - meta['step']
+    run = run_of(meta, 'its header')
+    return run.args['steps'] - run.step
 
 
 def built(args, config, data, weights):

@@ -216,13 +216,19 @@ def package(remedy=''):
 @contextlib.contextmanager
 def of_package(what):
     """A ValueError, which begins with `what`, for what the package raises: a plain Exception, or a panic,
-    which is none."""
+    which is none, and writes lines of its own to standard error, past Python."""
+    kept = os.dup(2)
+    with open(os.devnull, 'w') as nowhere:
+        os.dup2(nowhere.fileno(), 2)
     try:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as e:      # noqa: BLE001  it raises nothing narrower
         raise ValueError(f'{what} ({e})') from None
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def growth(step):
@@ -491,7 +497,7 @@ STALL = 20      # seconds without a block of BLOCK bytes after which nothing mor
 BLOCK = 1 << 14
 
 
-def watched(work, path='', patience=STALL):
+def watched(work, path='', patience=None):
     """work(), in a thread of its own -> what it returns. requests.Timeout where it takes so many seconds while
     the file at path does not grow: to a socket, a server that sends a byte now and then is alive. The thread
     is then left alone."""
@@ -504,6 +510,7 @@ def watched(work, path='', patience=STALL):
         except BaseException as e:      # noqa: BLE001  which is raised where it is waited for
             future.set_exception(e)
     threading.Thread(target=run, daemon=True).start()
+    patience = patience or STALL
     grown = 0
     while not future.done():
         before = grown
@@ -984,8 +991,8 @@ def for_model(source, meta, name, row, root=None):
     empty, what the model was trained on. Of a text there is more than one row of `row` tokens on either side;
     rows of a task (meta has row) are not longer.
     """
-    name = name or meta.get('args', {}).get('data')
-    if not name:
+    name = name or (meta.get('args') or {}).get('data')
+    if not name or not isinstance(name, str):
         raise ValueError(f'{source} does not say what it was trained on: give --data')
     train, val, data = load(name, root, like=meta['data'])
     if data.get('row', 0) > row:
@@ -1030,6 +1037,10 @@ def script(main):
             return 141
         except ModuleNotFoundError as e:
             said = f'{e}: pip install -r requirements.txt brings it'
+        except (MemoryError, RuntimeError) as e:
+            said = f'this takes more memory than there is: {str(e) or "MemoryError"}'
+            if isinstance(e, RuntimeError) and not re.search('out of memory|allocate memory', said):
+                raise
         except FileExistsError as e:
             said = f'{e.filename}: {e.strerror}, where a folder is to be made; give another name'
         except (ValueError, OSError) as e:

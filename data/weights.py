@@ -181,7 +181,8 @@ def described(raw):
     project cannot compute exactly, or if an entry lacks or does not fit the others."""
     kind = raw.pop('model_type', None)
     if kind == OURS:
-        raw['data'] = {'tokenizer': 'ids', 'vocab_size': raw.get('vocab_size'), **raw.get('data', {})}
+        if not isinstance(raw.get('data'), dict):
+            raise ValueError(f'data is {raw.get("data")!r:.60}, expected what is said of its tokens')
         return kind, raw
     if kind not in FAMILIES:
         raise ValueError(f'model_type {kind}; known are GPT-2, Llama, BERT and ViT')
@@ -195,7 +196,8 @@ def described(raw):
     config = {'rule': 'softmax', **family.config}
     rope = {}
     for key in 'rope_scaling', 'rope_parameters':           # in older files, in newer ones
-        rope = {**rope, **(raw.get(key) or {})}
+        if raw.get(key) is not None:
+            rope = {**rope, **raw[key]}
         config['rope_scaling'] = scaling_of(rope)
     raw = {**raw, **rope}                                   # in newer files rope_theta is there
     for field, key in family.entries.items():
@@ -230,7 +232,7 @@ def entry(raw, key, usual):
 def scaling_of(rope):
     """The four numbers of Llama 3.1's rope, see model.speeds; of a plain one none. ValueError for others."""
     way = rope.get('rope_type', rope.get('type', 'default'))
-    if way == 'default':
+    if way == 'default' and 'factor' not in rope:
         return []
     if way != 'llama3':
         raise ValueError(f'rope of type {way}, expected default or llama3')
