@@ -48,7 +48,8 @@ from torch.nn.utils import parametrize
 from data import prepare, weights
 from fastweight import RULES
 from model import (GPT, SOURCE_RULES, STAGE, bias_of, fill, flag, idle, kind_in, kl, known, load, number,
-                   parse, pick_device, read, refuse, save, script, state_bytes, subset, typed, weights_digest, write)
+                   parse, pick_device, read, refuse, refuse_target, save, script, state_bytes, subset, typed,
+                   weights_digest, write)
 from train import (QUIET, Rows, adamw, answers, bits_a_nat, blocks, check_threads, commit, lies_in, log_of,
                    optimise, pack_optimiser, rows, say, steps_left, table, tell_step, threads_of,
                    too_many_rows, unpack_optimiser)
@@ -632,6 +633,7 @@ class Conversion:
     def load(self, stage, model, opt):
         """-> the steps that are done already, their results put into model and optimiser."""
         if not (self.args.resume and os.path.exists(self.path(stage))):
+            refuse_target(self.path(stage), STAGE)
             return 0
         tensors, said = read_stage(self.path(stage))
         for key, now in self.about['made_from'].items():

@@ -1332,7 +1332,8 @@ def refuse_target(path, kind):
         return
     found = kind_in(path)
     if found != kind:
-        raise ValueError(f'{path}: holds {found} already, so {kind} is not written there; give another name')
+        raise ValueError(f'{path}: holds {found} already, so {kind} is not written there; take it away, or give '
+                         'another name')
 
 
 def write(path, tensors, meta):

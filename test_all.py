@@ -1811,6 +1811,190 @@ def test_an_output_without_utf8_gets_what_it_can_show(a_model):
     done = subprocess.run(run, cwd=HERE, capture_output=True, env=ascii_only)
     assert done.returncode == 0 and done.stdout.isascii()
 
+def test_a_folder_is_of_one_run_whose_files_can_be_written(a_model, text, tmp_path, capsys):
+    """A pipe as the log would be waited for; a folder as result.json, found after training; two conversions
+    would mix their stages. What was there stays."""
+    model = a_model('--rule=softmax')
+    for script, flags in (train, [f'--data={text}', '--steps=1', *TINY[:-1]]), (
+            convert, [f'--from={model}', *SHORT, '--controls=false']):
+        main, mine = script.main, tmp_path / f'my {script.__name__}'
+        for name, make in dict(a=Path.touch, b=Path.mkdir, c=os.mkfifo).items():
+            out = tmp_path / script.__name__ / name / 'log.jsonl'
+            out.parent.mkdir(parents=True, exist_ok=True)
+            make(out)
+            folder = out.parent if name != 'a' else out
+            err = refused(capsys, main, *flags, f'--out={folder}')
+            assert 'File exists' in err if name == 'a' else 'no regular file' in err
+            out.is_file() or out.rename(out.with_name('result.json'))
+            assert name != 'b' or 'no regular file' in refused(capsys, main, *flags, f'--out={folder}')
+            assert [*folder.rglob('*.safetensors')] == []
+        with train.log_of(train.Args(out=str(mine))) as log:
+            assert 'another run' in refused(capsys, main, *flags, f'--out={mine}')
+            assert os.listdir(mine) == ['log.jsonl']
+            log.write('AN OLD LOG')
+        assert main([*flags, f'--out={mine}']) == 0
+        assert 'AN OLD LOG' not in (mine / 'log.jsonl').read_text()
+
+def test_a_run_goes_on_with_the_text_it_began_with(a_model, characters, tmp_path, capsys):
+    """By sha256, not by name; another set of the same tokens may be given."""
+    data = shutil.copytree(characters, tmp_path / 'set')
+    shutil.copy(a_model('--rule=delta', data=str(data)), tmp_path)
+    resume = '--resume', f'--out={tmp_path}', '--steps=5'
+    other = shutil.copytree(characters, tmp_path / 'other')
+    for side in 'train', 'val':
+        meta = json.loads((data / 'meta.json').read_text())
+        meta[side]['sha256'] = hashlib.sha256((data / f'{side}.bin').read_bytes()[::-1]).hexdigest()
+        (data / f'{side}.bin').write_bytes((data / f'{side}.bin').read_bytes()[::-1])
+        (data / 'meta.json').write_text(json.dumps(meta))
+        assert f'{side}.bin is not what' in refused(capsys, train.main, *resume)
+        shutil.copytree(other, data, dirs_exist_ok=True)
+    assert train.main([*resume, f'--data={other}']) == 0
+
+def test_a_stage_that_is_broken_is_named_and_what_a_stopped_run_left_is_told(a_model, tmp_path, monkeypatch,
+                                                                             capsys):
+    """And what the file of a stage says is held against the flags there are."""
+    run = [f'--from={a_model("--rule=softmax")}', *SHORT, '--controls=false', f'--out={tmp_path}']
+    monkeypatch.setattr(convert, 'forget', lambda out: None)
+    assert convert.main(run) == 0
+    resume, stages = ['--resume', f'--out={tmp_path}'], sorted(tmp_path.glob('stage-*'))
+    assert len(stages) == 2
+    tensors, meta = model_py.read(stages[0])
+    for change in (dict(changes=dict(rule=3)), dict(changes=[]), dict(changes=dict(nope=1)), dict(args={}),
+                   dict(seconds=None), dict(step=-1), dict(made_from=dict(teacher='x'))):
+        model_py.write(stages[0], tensors, {**meta, **change})
+        assert str(stages[0]) in refused(capsys, convert.main, *resume) or 'made_from' in change
+    whole = stages[1].read_bytes()
+    model_py.write(stages[0], tensors, meta)
+    stages[1].write_bytes(whole[:999])
+    assert 'delete it: --resume' in refused(capsys, convert.main, *resume)
+    stages[0].write_bytes(b'')
+    assert 'is whole' in refused(capsys, convert.main, *resume)
+    assert 'holds something else' in refused(capsys, convert.main, *run)
+    model_py.write(stages[1].with_name('stage-1.safetensors'), tensors, meta)
+    for stage in stages:
+        stage.unlink()
+    assert convert.main(run) == 0 and 'is replaced; --resume would' in capsys.readouterr().out
+
+@pytest.mark.parametrize('script, flags, why', [
+    (train, '--layers=:', "--layers=:: ':' is no rule"), (train, '--rule=nope', '--rule=nope'),
+    (train, '--layers=delta,sum --cache=9', '--cache=9: delta,sum keeps no such rows'),
+    (train, '--layers=delta,window --sinks=2', '--sinks=2: they are of --rule=sink'),
+    (train, '--layers=delta,sum --rule=sum', '--rule=sum --layers=delta,sum: give one of them'),
+    (sample, '--init=MODEL --rule=window --sinks=2', '--sinks=2'), (sample, '--init=DELTA --cache=9', '--cache'),
+    (sample, '--init=MODEL --samples=65536 --tokens=100000', 'texts of 100,001 tokens take'),
+    (sample, '--init=DELTA --tokens=0 --save_state=x', 'nothing is read yet'),
+    (bench, 'layer --lengths=9999999 --heads=999', 'so many steps take'),
+    (bench, 'train --lengths=9999999 --heads=999', 'so many steps take'),
+    (train, '--init=MODEL --batch_size=9999 --accum=4096 --block_size=9999', 'so many rows take')])
+def test_flags_that_mean_nothing_or_too_much_are_named(script, flags, why, a_model, tmp_path, monkeypatch,
+                                                       capsys):
+    models = dict(MODEL=a_model('--rule=softmax'), DELTA=a_model('--rule=delta'))
+    monkeypatch.chdir(tmp_path)
+    argv = [re.sub('MODEL|DELTA', lambda found: models[found[0]], flag) for flag in flags.split()]
+    capsys.readouterr()
+    assert script.main(argv) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert why in err[-1] and len(err) <= 2 and os.listdir(tmp_path) in ([], ['out'])
+
+def test_of_many_texts_a_prompt_is_read_once(a_model, characters, capsys):
+    """Greedy, all of them are the one text."""
+    for rule in 'delta', 'softmax', 'window':
+        run = f'--init={a_model(f"--rule={rule}", data=characters)}', '--temperature=0', '--prompt=line 1: the'
+        one, several = written(capsys, *run, '--tokens=20')[0], written(capsys, *run, '--samples=3', '--tokens=20')
+        assert several[0].replace('\n', '') == ''.join(f'--- {i} ---{one}' for i in (1, 2, 3)).replace('\n', '')
+        assert '11 tokens read' in several[1]
+
+def test_a_picture_is_classified_whole(tmp_path, capsys):
+    in_hub_layout(tmp_path, 'vit')
+    run = f'--init={tmp_path}', '--prompt=' + '7 ' * 192
+    assert 'class 2' in written(capsys, *run)[0]
+    assert '96 tokens, but a row of this model has 192' in refused(capsys, sample.main, *run[:1], run[1][:201])
+
+@pytest.mark.parametrize('way', ['says nothing', 'trickles', 'begins'])
+def test_a_server_that_stalls_ends_in_one_line(way, tmp_path, monkeypatch):
+    """Nothing is left; one that is slow but sends its blocks is waited for."""
+    stop = threading.Event()
+
+    def answer(request, _):
+        request.send_response(200)
+        request.send_header('Content-Length', '40000')
+        if way != 'says nothing':
+            request.end_headers()
+        while not stop.wait(.05):
+            request.wfile.write(b'x' * (way == 'trickles'))
+            request.wfile.flush()
+
+    def slow(request, _):
+        request.send_response(200)
+        request.end_headers()
+        for _ in range(12):
+            request.wfile.write(b'x' * prepare.BLOCK)
+            stop.wait(.05)
+    monkeypatch.setattr(prepare, 'STALL', .4)
+    began = time.perf_counter()
+    with served(answer) as address:
+        with pytest.raises(ValueError, match='nothing came'):
+            prepare.download(address, str(tmp_path / 'x'))
+        if way == 'says nothing':
+            monkeypatch.setenv('HF_ENDPOINT', address)
+            with pytest.raises(ValueError, match='by hand'):
+                files.hub('me/one', 'main', str(tmp_path))
+        assert time.perf_counter() - began < 3 and not [*tmp_path.rglob('*.*')]
+        stop.set()
+    stop.clear()
+    with served(slow) as address:
+        prepare.download(address, str(tmp_path / 'x'))
+    assert (tmp_path / 'x').stat().st_size == 12 * prepare.BLOCK
+
+def test_a_tokenizer_that_makes_much_of_little_is_refused():
+    raw = json.loads(tokenizer_json('llama2'))
+    for step in dict(type='Replace', pattern=dict(String='a'), content='aa'), dict(type='ByteLevel'):
+        for many in 9, 30:
+            changed = {**raw, 'normalizer': dict(type='Sequence', normalizers=[step] * many)}
+            with pytest.raises(ValueError, match='times as long') if many == 30 else contextlib.nullcontext():
+                prepare.subwords(json.dumps(changed))
+
+def test_a_panic_of_a_tokenizer_is_one_line(tmp_path):
+    """Past Python, Rust would write some of its own."""
+    raw = json.loads(tokenizer_json('llama2'))
+    raw['post_processor']['single'][0]['SpecialToken']['id'] = 'none of them'
+    in_hub_layout(tmp_path, 'llama', vocab=subwords('llama2')['vocab_size'])
+    (tmp_path / 'tokenizer.json').write_text(json.dumps(raw))
+    run = [sys.executable, 'sample.py', f'--init={tmp_path}', '--tokens=1']
+    done = subprocess.run(run, cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count('\n') == 1, done.stderr
+
+def test_what_unpacks_to_much_can_be_allowed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tasks, 'UNPACKED', tasks.UNPACKED)
+    monkeypatch.setattr(prepare, 'HERE', str(tmp_path / 'data'))
+    with zipfile.ZipFile(tmp_path / 'wiki.zip', 'w', zipfile.ZIP_DEFLATED) as z:
+        for name in 'wiki.train.raw', 'wiki.valid.raw':
+            z.writestr(name, TEXT)
+    monkeypatch.setitem(prepare.DATASETS['wikitext2'], 'files', {'wiki.zip': None})
+    run = 'wikitext2', f'--file={tmp_path / "wiki.zip"}', '--tokenizer=byte'
+    err = refused(capsys, prepare.main, *run, f'--unpacked={2 * len(TEXT) - 1}')
+    assert '--unpacked=BYTES' in err and 'invalid int' in refused(capsys, prepare.main, *run, '--unpacked=1GB')
+    assert prepare.main([*run, f'--unpacked={2 * len(TEXT)}']) == 0
+
+@pytest.mark.parametrize('kept', ['', '[]', '{}', '{"key": 3}', '3', '{"key": '])
+def test_a_kept_run_that_is_broken_is_run_anew(kept, tmp_path):
+    args, suite = Mock(out=str(tmp_path)), Mock()
+    suite.name = 'maps'
+    assert bench.once(args, suite, 'a', lambda n: dict(x=n), n=3)['x'] == 3
+    [path] = tmp_path.rglob('*.json')
+    path.write_text(kept)
+    assert bench.once(args, suite, 'a', lambda n: dict(x=n + 1), n=3)['x'] == 4
+    assert bench.once(args, suite, 'a', None, n=3)['x'] == 4
+
+@pytest.mark.parametrize('command, code, out', [
+    ('PYTHON sample.py --init=nowhere/x/y 2>&-', 2, ''), ('PYTHON data/prepare.py nowhere 2>&-', 2, ''),
+    ('{ sleep .5; PYTHON data/prepare.py SET; } | true', 141, ''), ('PYTHON sample.py --help >&-', 0, '')])
+def test_closed_streams_end_in_silence(command, code, out, characters):
+    command = command.replace('PYTHON', sys.executable).replace('SET', characters)
+    command += '; exit ${PIPESTATUS[0]}'
+    done = subprocess.run(['bash', '-c', command], cwd=HERE, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (code, out, '')
+
 
 # ---- 9. Data -----------------------------------------------------------------------------------------------
 
