@@ -47,9 +47,9 @@ from torch.nn.utils import parametrize
 
 from data import prepare, weights
 from fastweight import RULES
-from model import (GPT, SOURCE_RULES, STAGE, bias_of, fill, flag, idle, kind_in, kl, known, load, number,
-                   parse, pick_device, read, refuse, refuse_target, save, script, state_bytes, subset, typed,
-                   weights_digest, write)
+from model import (EXPORT, GPT, SOURCE_RULES, STAGE, bias_of, fill, flag, idle, kind_in, kl, known, load,
+                   number, parse, pick_device, picked, read, refuse, refuse_target, save, script,
+                   state_bytes, subset, typed, weights_digest, write)
 from train import (QUIET, Rows, adamw, answers, bits_a_nat, blocks, check_threads, commit, lies_in, log_of,
                    optimise, pack_optimiser, rows, say, steps_left, table, tell_step, threads_of,
                    too_many_rows, unpack_optimiser)
@@ -524,7 +524,7 @@ def read_stage(path):
     """-> tensors, `Stage`; ValueError for a file that is broken."""
     try:
         tensors, meta = read(path)
-        said = typed(Stage, {field.name: meta.get(field.name) for field in dataclasses.fields(Stage)}, path)
+        said = picked(Stage, meta, path)
         typed(Args, said.args, path)
         typed(Student, {**dataclasses.asdict(Student()), **said.changes}, path)
         return tensors, said
@@ -562,7 +562,11 @@ class Conversion:
         self.begin = blocks(len(data.val), data.T, data.meta, args.eval_rows)
         if args.export:                                     # what cannot be written is known now
             os.makedirs(args.export, exist_ok=True)
-            weights.refuse_folder(args.export)
+            kept = f'{args.export}/model.safetensors'
+            refuse_target(kept, EXPORT)
+            for name in 'config.json', weights.INDEX, weights.TOKENIZER:
+                if os.path.exists(f'{args.export}/{name}') and not os.path.exists(kept):
+                    raise ValueError(f'--export={args.export}: {name} of another model is there')
         self.log = log_of(args)
         if stages(args.out) and not args.resume:
             say(f'{args.out}: what a stopped conversion left there is replaced; --resume would go on with it')

@@ -27,7 +27,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -1258,7 +1257,7 @@ def state_for(model, tensors, last, why, prefix='state'):
     if not any(alike(state, known) for known in (source, model.read(last, source))):
         raise ValueError(why)
     t = {int(layer['t']) for layer in state}
-    latest = max((int(layer['pos'].max()) for layer in state if 'pos' in layer), default=0)     # row that is kept
+    latest = max((int(layer['pos'].max()) for layer in state if 'pos' in layer), default=0)     # kept row
     if len(t) > 1 or not max(0, latest) < min(t) < 2 ** 53:
         raise ValueError(f'{why} (it counts {sorted(t)} tokens)')
     return state
@@ -1306,13 +1305,14 @@ def weights_digest(model, meta):
 
 
 STAGE = 'a stage of convert.py'
+EXPORT = 'an export of convert.py'
+KINDS = {'made_with': 'a state', 'config': 'a model', 'made_from': STAGE, 'exported': EXPORT}
 
 
 def kind_of(meta):
     """What a file of ours with this metadata holds."""
-    for key, kind in ('made_with', 'a state'), ('config', 'a model'), ('made_from', STAGE):
-        if key in meta:
-            return kind
+    for key in KINDS.keys() & meta:
+        return KINDS[key]
     return 'something else'
 
 
@@ -1320,9 +1320,9 @@ def kind_in(path):
     """What a file holds, by its header alone."""
     prepare.refuse_irregular(path)
     try:
-        with safe_open(path, 'pt') as f:
+        with weights.opened(path, path) as f:
             return kind_of(json.loads(f.metadata()['meta']))
-    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         return 'something else'
 
 
@@ -1332,8 +1332,8 @@ def refuse_target(path, kind):
         return
     found = kind_in(path)
     if found != kind:
-        raise ValueError(f'{path}: holds {found} already, so {kind} is not written there; take it away, or give '
-                         'another name')
+        raise ValueError(f'{path}: holds {found} already, so {kind} is not written there; take it away, or '
+                         'give another name')
 
 
 def write(path, tensors, meta):
@@ -1348,13 +1348,10 @@ def read(path):
     """-> tensors, meta (and digest in it). ValueError for a file that is missing, foreign, cut or changed."""
     if not os.path.isfile(path):
         raise ValueError(f'{path}: no such file; python train.py writes out/ckpt.safetensors')
-    try:
-        with safe_open(path, 'pt') as f:
-            header = f.metadata() or {}
-            names = f.keys()
-            tensors = {name: f.get_tensor(name) for name in names}
-    except (SafetensorError, RuntimeError) as e:
-        raise ValueError(f'{path}: not a whole safetensors file ({e})') from None
+    with weights.opened(path, path) as f:
+        header = f.metadata() or {}
+        names = f.keys()
+        tensors = {name: f.get_tensor(name) for name in names}
     if not {'meta', 'digest'} <= header.keys():
         raise ValueError(f'{path}: a safetensors file, but not written by this project')
     if digest(header['meta'], tensors) != header['digest']:
@@ -1379,11 +1376,11 @@ def save(path, model, meta, extra=None, state=None):
 
 @dataclass
 class Header:
-    """What a file says of the model that is in it, whoever wrote it."""
+    """What a file says of the model that is in it, whoever wrote it; step and args if it is of train.py."""
     config: dict
     data: dict
-    step: int = known(0, 0, 10 ** 9)
-    args: dict = None           # flags of train.py
+    step: int = known(None, 0, 10 ** 9)
+    args: dict = None
 
 
 def config_of(source, meta):
@@ -1392,8 +1389,7 @@ def config_of(source, meta):
     if not {'config', 'data'} <= meta.keys():
         raise ValueError(f'{source}: holds no model (a state saved by sample.py?)')
     why = f'{source}: cannot be built here, maybe of another version'
-    names = [field.name for field in dataclasses.fields(Header)]
-    header = typed(Header, {'step': 0, 'args': None, **{name: meta[name] for name in names if name in meta}}, why)
+    header = picked(Header, meta, why)
     config = typed(Config, header.config, why)
     try:
         prepare.check_tokens(header.data)
@@ -1562,6 +1558,11 @@ def typed(cls, raw, where):
         raise ValueError(f'{where}: {e}') from None
 
 
+def picked(cls, raw, where):
+    """The same from a dict that has more, in which what may be None may be missing."""
+    return typed(cls, {field.name: raw.get(field.name) for field in dataclasses.fields(cls)}, where)
+
+
 def idle(given, config):
     """For `refuse`: flags that were given and mean nothing to such a model."""
     kept = config.keeps() - {'all', None}
@@ -1657,7 +1658,8 @@ def machine_memory():
 
 def beyond_memory(need, what):
     """For `refuse`: whether so many bytes are more than there are, and a sentence that begins with `what`."""
-    return need > machine_memory(), f'{what} take {need / 1e9:,.0f} GB, more than this machine has; take fewer'
+    found = f'{what} take {need / 1e9:,.0f} GB, more than this machine has; take fewer'
+    return need > machine_memory(), found
 
 
 script = prepare.script     # around the main of each command: how it ends

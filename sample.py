@@ -25,9 +25,9 @@ from dataclasses import dataclass
 import torch
 
 from data import prepare
-from model import (Config, Swap, beyond_memory, chosen_texts, flag, idle, load, number, pack, parse, pick_device, pick_forms,
-                   read, refuse, refuse_broken, refuse_target, script, state_bytes, state_for, typed,
-                   weights_digest, write)
+from model import (Config, Swap, beyond_memory, chosen_texts, flag, idle, load, number, pack, parse,
+                   pick_device, pick_forms, read, refuse, refuse_broken, refuse_target, script, state_bytes,
+                   state_for, typed, weights_digest, write)
 
 
 @dataclass
@@ -280,16 +280,16 @@ def complete(args, model, meta):
     elif model.positions is not None and args.tokens > left:
         say(f'past {c.block_size} tokens, the last learned position is repeated')
     if args.save_state and state is None and read == 1 and not args.tokens:
-        raise ValueError('--save_state --tokens=0: nothing is read yet, as the next step reads a last token; give '
-                         'a longer --prompt, or more --tokens')
+        raise ValueError('--save_state --tokens=0: nothing is read yet, as the next step reads a last token; '
+                         'give a longer --prompt, or more --tokens')
     many = read + args.tokens * (args.samples > 1)          # of one text, printed as it comes, who knows
     refuse_room(model, args.samples, many, f'--samples={args.samples}: texts of {number(many, "token")}')
     began = time.perf_counter()
-    if state is None:                                       # all texts begin alike: that is read once
-        state = read_all(model, tokens[:1, :-1], state, args.threads)
-        state = chosen_texts(state or [], torch.zeros(args.samples, dtype=torch.long), everything=True) or None
-    else:
+    if args.load_state:
         state = read_all(model, tokens[:, :-1], state, args.threads)
+    elif read > 1:                                          # all texts begin alike: that is read once
+        state = read_all(model, tokens[:1, :-1], state, args.threads)
+        state = chosen_texts(state, torch.zeros(args.samples, dtype=torch.long), everything=True)
     last, state, times = write_texts(args, model, meta['data'], tokens[:, -1:], state, said)
     if args.save_state:
         keep_state(args, model, meta, last, state)

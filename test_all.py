@@ -1544,7 +1544,8 @@ def mutated(found, draw):
     name = draw.choice(names)
     was, now = found[name], draw.choice(WRONG)
     if torch.is_tensor(was):
-        now = draw.choice([was[None], was.flatten()[:0], was.half(), was.double(), was.long() - 9, was / 0, ...])
+        now = draw.choice([was[None], was.flatten()[:0], was.half(), was.double(), was.long() - 9, was / 0,
+                           ...])
     elif isinstance(was, (dict, list)) and was and (name in ('tensors', 'about') or draw.random() < .8):
         now = mutated(was, draw)
     kept = {key: now if key == name else found[key] for key in names if key != name or now is not ...}
@@ -1581,7 +1582,8 @@ def an_export(kind, a_model, characters, folder):
         path.write_text(json.dumps(raw))
         model, meta = load(folder)
         said = {name: x for name, x in raw.items() if name not in ('model_type', 'data')}
-        assert alike(dataclasses.asdict(model.config), said) and alike(meta['data'], {**raw['data'], 'name': str(folder)})
+        assert alike(dataclasses.asdict(model.config), said)
+        assert alike(meta['data'], {**raw['data'], 'name': str(folder)})
     return json.loads(path.read_text()), take
 
 def a_header(kind, a_model, characters, folder):
@@ -1733,7 +1735,7 @@ def test_processes_that_cannot_be_are_refused(env, monkeypatch, capsys):
     (sample, '--penalty=1e300', 'at most'), (sample, '--beam=100000', 'at most 1,024'),
     (train, '--accum=100000000', 'at most 4,096'), (convert, '--faster=inf', 'at most 1,000'),
     (convert, '--from=MODEL/ckpt.safetensors --lora=17', 'lower'), (bench, 'layer --lengths=99999999', 'low'),
-    (convert, '--from=MODEL/ckpt.safetensors --batch_size=1000000', 'rows take'),
+    (convert, '--from=MODEL/ckpt.safetensors --batch_size=1000000', 'so many rows'),
     (convert, '--from=MODEL/ckpt.safetensors --out=X --export=X/', 'another folder')])
 def test_flags_that_cannot_be_are_refused_before_any_work(script, flags, why, a_model, tmp_path, monkeypatch,
                                                           capsys):
@@ -1880,12 +1882,13 @@ def test_a_stage_that_is_broken_is_named_and_what_a_stopped_run_left_is_told(a_m
     (train, '--layers=delta,sum --cache=9', '--cache=9: delta,sum keeps no such rows'),
     (train, '--layers=delta,window --sinks=2', '--sinks=2: they are of --rule=sink'),
     (train, '--layers=delta,sum --rule=sum', '--rule=sum --layers=delta,sum: give one of them'),
-    (sample, '--init=MODEL --rule=window --sinks=2', '--sinks=2'), (sample, '--init=DELTA --cache=9', '--cache'),
+    (sample, '--init=MODEL --rule=window --sinks=2', '--sinks=2'),
+    (sample, '--init=DELTA --cache=9', '--cache=9: delta keeps no such rows'),
     (sample, '--init=MODEL --samples=65536 --tokens=100000', 'texts of 100,001 tokens take'),
     (sample, '--init=DELTA --tokens=0 --save_state=x', 'nothing is read yet'),
     (bench, 'layer --lengths=9999999 --heads=999', 'so many steps take'),
     (bench, 'train --lengths=9999999 --heads=999', 'so many steps take'),
-    (train, '--init=MODEL --batch_size=9999 --accum=4096 --block_size=9999', 'so many rows take')])
+    (train, '--init=MODEL --batch_size=9999 --accum=4096 --block_size=9999', 'so many rows')])
 def test_flags_that_mean_nothing_or_too_much_are_named(script, flags, why, a_model, tmp_path, monkeypatch,
                                                        capsys):
     models = dict(MODEL=a_model('--rule=softmax'), DELTA=a_model('--rule=delta'))
@@ -1899,16 +1902,19 @@ def test_flags_that_mean_nothing_or_too_much_are_named(script, flags, why, a_mod
 def test_of_many_texts_a_prompt_is_read_once(a_model, characters, capsys):
     """Greedy, all of them are the one text."""
     for rule in 'delta', 'softmax', 'window':
-        run = f'--init={a_model(f"--rule={rule}", data=characters)}', '--temperature=0', '--prompt=line 1: the'
-        one, several = written(capsys, *run, '--tokens=20')[0], written(capsys, *run, '--samples=3', '--tokens=20')
-        assert several[0].replace('\n', '') == ''.join(f'--- {i} ---{one}' for i in (1, 2, 3)).replace('\n', '')
-        assert '11 tokens read' in several[1]
+        ckpt = a_model(f'--rule={rule}', data=characters)
+        run = f'--init={ckpt}', '--temperature=0', '--prompt=line 1: the', '--tokens=20'
+        one = written(capsys, *run)[0]
+        several, said = written(capsys, *run, '--samples=3')
+        expected = ''.join(f'--- {i} ---{one}' for i in (1, 2, 3))
+        assert several.replace('\n', '') == expected.replace('\n', '') and '11 tokens read' in said
 
 def test_a_picture_is_classified_whole(tmp_path, capsys):
     in_hub_layout(tmp_path, 'vit')
     run = f'--init={tmp_path}', '--prompt=' + '7 ' * 192
     assert 'class 2' in written(capsys, *run)[0]
-    assert '96 tokens, but a row of this model has 192' in refused(capsys, sample.main, *run[:1], run[1][:201])
+    err = refused(capsys, sample.main, run[0], run[1][:201])
+    assert '96 tokens, but a row of this model has 192' in err
 
 @pytest.mark.parametrize('way', ['says nothing', 'trickles', 'begins'])
 def test_a_server_that_stalls_ends_in_one_line(way, tmp_path, monkeypatch):
@@ -1973,7 +1979,8 @@ def test_what_unpacks_to_much_can_be_allowed(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(prepare.DATASETS['wikitext2'], 'files', {'wiki.zip': None})
     run = 'wikitext2', f'--file={tmp_path / "wiki.zip"}', '--tokenizer=byte'
     err = refused(capsys, prepare.main, *run, f'--unpacked={2 * len(TEXT) - 1}')
-    assert '--unpacked=BYTES' in err and 'invalid int' in refused(capsys, prepare.main, *run, '--unpacked=1GB')
+    assert '--unpacked=BYTES' in err
+    assert 'invalid int' in refused(capsys, prepare.main, *run, '--unpacked=1GB')
     assert prepare.main([*run, f'--unpacked={2 * len(TEXT)}']) == 0
 
 @pytest.mark.parametrize('kept', ['', '[]', '{}', '{"key": 3}', '3', '{"key": '])
@@ -3640,7 +3647,7 @@ def test_a_teacher_that_was_stopped_is_trained_on(teacher, tmp_path, monkeypatch
     """Of convert.py's own; bench.py, which finds it, too, says so."""
     monkeypatch.chdir(tmp_path)
     tensors, meta = model_py.read(teacher)
-    meta |= dict(step=7, best=1.0, args=dict(steps=10))
+    meta |= dict(step=7, best=1.0, args={**meta['args'], 'steps': 10})
     model_py.write('out/teacher/ckpt.safetensors', tensors, meta)
     ran = Mock(return_value=Mock(returncode=0))
     monkeypatch.setattr(convert.subprocess, 'run', ran)

@@ -34,7 +34,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 
 from data import prepare
 from model import (GPT, OF_DATA, Config, beyond_memory, fill, flag, idle, known, load, number, pack, parse,
-                   pick_device, pick_forms, refuse, refuse_target, save, script, state_for, typed)
+                   pick_device, pick_forms, picked, refuse, refuse_target, save, script, state_for, typed)
 
 BAD_STEPS = 10      # so many non-finite steps in a row end the run
 MUON = 4.0          # times --lr: a matrix's step has singular values near 1, not entries
@@ -619,9 +619,9 @@ def settings(argv):
         if was != value:
             raise ValueError(f'--{name}={value}: {path} was made with {was!r}; drop the flag, or start anew '
                              'with another --out')
-    args = Args(**{**run_of(meta, path).args, **given, 'out': args.out})    # the run's, but for those given again
+    args = Args(**{**run_of(meta, path).args, **given, 'out': args.out})        # the run's, but for these
     if args.steps <= meta['step']:
-        raise ValueError(f'{path}: at step {meta["step"]} of {args.steps}; give more steps, as --steps={2 * meta["step"]}')
+        raise ValueError(f'{path}: at step {meta["step"]} of {args.steps} already; give more steps')
     return args, model.config, model.state_dict(), meta
 
 
@@ -678,16 +678,25 @@ def too_many_rows(data, config):
     a_token = 4 * config.n_layer * 8 * config.n_embd + 8 * data.meta['vocab_size']      # bytes, at the least
     drawn = 9 * data.T * POOL if data.is_pairs else 8       # for a row, of all batches and processes
     need = rows * data.T * a_token + data.accum * data.batch_size * drawn
-    return beyond_memory(need, f'--batch_size={data.batch_size} --accum={data.accum} of {data.T} tokens: so many rows')
+    flags = f'--batch_size={data.batch_size} --accum={data.accum}'
+    return beyond_memory(need, f'{flags}: so many rows of {data.T} tokens')
 
 
-def same_data(args, header, meta):
-    """For `refuse`: whether what a run is to go on with is what it began with."""
+def taken_up(args, header, data, model, opt):
+    """Put what a stopped run remembers into the optimiser -> the states of --carry, one a batch. ValueError
+    where the data are not what it began with."""
+    tensors = header['tensors']
     for side in prepare.SIDES:
-        changed = header['data'].get(side) != meta[side] and args.data == header['args']['data']
-        yield changed, (
-            f'--resume --data={args.data}: {side}.bin is not what the run began with, by its sha256; bring '
-            f'that back, or begin anew with --init={args.out}/ckpt.safetensors and another --out')
+        if header['data'].get(side) != data.meta[side] and args.data == header['args']['data']:
+            raise ValueError(
+                f'--resume --data={args.data}: {side}.bin is not what the run began with, by its sha256; '
+                f'bring it back, or begin anew with --init={args.out}/ckpt.safetensors and another --out')
+    unpack_optimiser(model, opt, tensors)
+    if not args.carry:
+        return [None] * args.accum
+    last = torch.zeros(args.batch_size, 1, dtype=torch.long, device=data.device)
+    why = f'--resume --carry: the file has no states for --batch_size={args.batch_size} --accum={args.accum}'
+    return [state_for(model, tensors, last, why, f'carry{i}') for i in range(args.accum)]
 
 
 def log_of(args):
@@ -713,7 +722,7 @@ def log_of(args):
 
 def run_of(meta, where):
     """What the metadata of a checkpoint say of its run, a `Stopped`; ValueError where they say less."""
-    run = typed(Stopped, {field.name: meta.get(field.name) for field in dataclasses.fields(Stopped)}, where)
+    run = picked(Stopped, meta, where)
     typed(Args, run.args, where)
     return run
 
@@ -846,18 +855,11 @@ def main(argv):
     data = Rows(train, val, meta, meta.get('row', config.block_size), device, args.batch_size, args.seed,
                 args.accum, args.carry, rank, world, dtype)
     torch.manual_seed(args.seed)
-    if args.resume:
-        refuse(same_data(args, header, meta))
     model = built(args, config, data, weights)
     opt = OPTIMISERS[args.optimizer](model, args.lr, args.weight_decay, device)
-    tensors = header.get('tensors', {})
-    if args.resume:
-        unpack_optimiser(model, opt, tensors)
     states = [None] * args.accum                            # of --carry, one a batch
-    if args.carry and args.resume:
-        last = torch.zeros(args.batch_size, 1, dtype=torch.long, device=device)
-        states = [state_for(model, tensors, last, f'--resume: the file has no states for --batch_size='
-                            f'{args.batch_size} --accum={args.accum}', f'carry{i}') for i in range(args.accum)]
+    if args.resume:
+        states = taken_up(args, header, data, model, opt)
     log = open(os.devnull, 'w') if rank > 0 else log_of(args)           # noqa: SIM115
     threads = threads_of(args, header, model, data)
     run = {'args': dataclasses.asdict(args), 'torch': torch.__version__}

@@ -498,9 +498,9 @@ BLOCK = 1 << 14
 
 
 def watched(work, path='', patience=None):
-    """work(), in a thread of its own -> what it returns. requests.Timeout where it takes so many seconds while
-    the file at path does not grow: to a socket, a server that sends a byte now and then is alive. The thread
-    is then left alone."""
+    """work(), in a thread of its own -> what it returns. requests.Timeout where it takes so many seconds
+    while the file at path does not grow: to a socket, a server that sends a byte now and then is alive. The
+    thread is then left alone."""
     import requests
     future = concurrent.futures.Future()
 
@@ -1064,8 +1064,8 @@ def main(argv):
                         f'a.en:a.de, or one of {"; ".join(sets)}')
     for flag, about in FLAGS.items():
         parser.add_argument(flag, help=about)
-    parser.add_argument('--unpacked', type=int, default=tasks.UNPACKED, help='bytes that a file or an archive '
-                        f'unpacks to at most, if not {tasks.UNPACKED:,}')
+    parser.add_argument('--unpacked', type=int, default=tasks.UNPACKED, help='bytes that an archive unpacks '
+                        f'to at most, if not {tasks.UNPACKED:,}')
     args = parser.parse_args(argv)
     tasks.UNPACKED = max(1, args.unpacked)
     name = args.name

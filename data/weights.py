@@ -16,6 +16,7 @@ and next sentences. BERT reads one text: what it adds to each place of a first o
 positions here, what it adds to the second is left out. A ViT's pixels are scaled as preprocessor_config.json
 says, which has to be as published; ViT is not written.
 """
+import contextlib
 import functools
 import json
 import math
@@ -309,7 +310,7 @@ class Folder:
         if called(name) not in self.where:
             raise ValueError(f'{self.source}: tensor {name} is missing')
         path, stored = self.where[called(name)]
-        with safe_open(path, 'pt') as f:
+        with opened(path, path) as f:
             x = f.get_tensor(stored)
         if shape is None:
             return x
@@ -322,15 +323,22 @@ class Folder:
         return x
 
 
-def names_in(path, name):
-    """The names of the tensors in a safetensors file; name: what a message calls it."""
+@contextlib.contextmanager
+def opened(path, name):
+    """A safetensors file. ValueError for what is none, or broken; name: what a message calls it."""
     if not os.path.isfile(path):
         raise ValueError(f'{name}: missing, or no regular file')
     try:
         with safe_open(path, 'pt') as f:
-            return list(f.keys())
-    except (SafetensorError, OSError) as e:
+            yield f
+    except (SafetensorError, OSError, RuntimeError) as e:
         raise ValueError(f'{name}: not a whole safetensors file ({e})') from None
+
+
+def names_in(path, name):
+    """The names of the tensors in a safetensors file; name: what a message calls it."""
+    with opened(path, name) as f:
+        return list(f.keys())
 
 
 def called(name):
@@ -396,23 +404,6 @@ def is_gpt2(raw):
     return prepare.short_hash('\n'.join(tokens).encode()) == '3a1f1c01'
 
 
-def refuse_folder(folder):
-    """ValueError where `to_folder` would replace what it has not written itself."""
-    path = os.path.join(folder, 'model.safetensors')
-    for name in 'config.json', 'model.safetensors', INDEX, TOKENIZER:
-        if os.path.exists(os.path.join(folder, name)) and not is_ours(path):
-            raise ValueError(f'{folder}: {name} of another model lies there; give another folder')
-
-
-def is_ours(path):
-    """Whether a safetensors file is one of `to_folder`."""
-    try:
-        with safe_open(path, 'pt') as f:
-            return OURS in (f.metadata() or {})
-    except (SafetensorError, OSError):
-        return False
-
-
 def to_folder(folder, tensors, config, data):
     """Tensors in our names -> model.safetensors and config.json: as the hub keeps GPT-2, Llama or BERT, if
     that is what they are (softmax in every layer); else in our own names, with our config and data, what a
@@ -432,7 +423,8 @@ def to_folder(folder, tensors, config, data):
         if 'source' in data:
             known += ['source', 'row']
         raw = {'model_type': OURS, 'data': {key: data[key] for key in known if key in data}, **config}
-    replace(os.path.join(folder, 'model.safetensors'), tensors, {'format': 'pt', OURS: 'convert.py'})
+    notes = {'format': 'pt', 'meta': '{"exported": true}'}
+    replace(os.path.join(folder, 'model.safetensors'), tensors, notes)
     prepare.write_json(os.path.join(folder, 'config.json'), raw)
     tokenizer = os.path.join(folder, TOKENIZER)
     if os.path.exists(tokenizer):           # of the model that was there
