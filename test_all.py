@@ -1943,8 +1943,10 @@ def test_a_server_that_stalls_ends_in_one_line(way, tmp_path, monkeypatch):
             prepare.download(address, str(tmp_path / 'x'))
         if way == 'says nothing':
             monkeypatch.setenv('HF_ENDPOINT', address)
-            with pytest.raises(ValueError, match='by hand'):
-                files.hub('me/one', 'main', str(tmp_path))
+            for token, why in ('', 'by hand'), ('\u20ac', 'HF_TOKEN has'), ('a\nb', 'HF_TOKEN has'):
+                monkeypatch.setenv('HF_TOKEN', token)
+                with pytest.raises(ValueError, match=why):
+                    files.hub('me/one', 'main', str(tmp_path))
         assert time.perf_counter() - began < 3 and not [*tmp_path.rglob('*.*')]
         stop.set()
     stop.clear()

@@ -516,8 +516,11 @@ def get(base, folder, file):
     if os.path.exists(path):
         return True
     headers = {}
-    if os.environ.get('HF_TOKEN'):
-        headers['Authorization'] = f'Bearer {os.environ["HF_TOKEN"]}'
+    token = os.environ.get('HF_TOKEN')
+    if token:
+        headers['Authorization'] = f'Bearer {token}'
+        if not (token.isascii() and token.isprintable()):
+            raise ValueError('HF_TOKEN has characters that no token has; set it anew, or unset it')
     try:
         asked = functools.partial(requests.head, url, headers=headers, timeout=(10, 30))
         reply = prepare.watched(asked)
