@@ -1659,6 +1659,7 @@ def an_optimiser(kind, a_model, characters, folder):
         opt = train.adamw(model, 1e-3, .1, torch.device('cpu'))
         train.unpack_optimiser(model, opt, changed['tensors'])
         assert alike(train.pack_optimiser(model, opt), changed['tensors'])
+        assert all(x.isfinite().all() for x in changed['tensors'].values())
     return dict(tensors=meta['tensors']), take
 
 @pytest.mark.parametrize('what, kind, tries', [
@@ -1698,7 +1699,8 @@ def test_tensors_of_a_run_are_held_against_its_model(part, change, a_model, tmp_
 
 @pytest.mark.parametrize('change', [
     dict(S=torch.zeros(1, 2, 8, 9)), dict(S=torch.zeros(1, 2, 8, 8).half()),
-    dict(conv0=torch.zeros(1, 4, 16)), dict(k=torch.zeros(1, 2, 3, 8)), dict(t=torch.zeros(1).long())])
+    dict(conv0=torch.zeros(1, 4, 16)), dict(k=torch.zeros(1, 2, 3, 8)), dict(t=torch.zeros(1).long()),
+    dict(t=torch.tensor(-1)), dict(t=torch.tensor(2 ** 60))])
 def test_a_state_is_held_against_its_model(change, a_model, tmp_path, capsys):
     path, state = a_model('--rule=delta'), str(tmp_path / 'state')
     written(capsys, f'--init={path}', f'--save_state={state}', '--tokens=3')
@@ -1836,6 +1838,16 @@ def test_a_folder_is_of_one_run_whose_files_can_be_written(a_model, text, tmp_pa
             log.write('AN OLD LOG')
         assert main([*flags, f'--out={mine}']) == 0
         assert 'AN OLD LOG' not in (mine / 'log.jsonl').read_text()
+
+@pytest.mark.parametrize('change', [dict(vocab_size=300), dict(pad=3), dict(source=4, row=9), dict(classes=2),
+                                    dict(patch=2, row=16)])
+def test_what_a_file_says_of_its_data_is_so_of_its_model(change, a_model, tmp_path):
+    tensors, meta = model_py.read(a_model('--rule=delta'))
+    path = str(tmp_path / 'x.safetensors')
+    for more, holds in ({}, contextlib.nullcontext()), (change, pytest.raises(ValueError, match='of its data')):
+        model_py.write(path, tensors, {**meta, 'data': {**meta['data'], **more}})
+        with holds:
+            load(path)
 
 def test_a_run_goes_on_with_the_text_it_began_with(a_model, characters, tmp_path, capsys):
     """By sha256, not by name; another set of the same tokens may be given."""
