@@ -42,8 +42,8 @@ import kernels
 import train as recipe
 from data import prepare
 from fastweight import RULES, l2
-from model import (GPT, Config, FastWeights, Gates, chosen_texts, flag, kl, load, machine_memory, parse,
-                   pick_device, pick_forms, sample, script, state_bytes)
+from model import (GPT, Config, FastWeights, Gates, beyond_memory, chosen_texts, flag, kl, load,
+                   machine_memory, parse, pick_device, pick_forms, refuse, sample, script, state_bytes)
 
 os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # torch.profiler, of which memory is asked, is talkative
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -294,9 +294,10 @@ def once(args, suite, form, run, **key):
     out = os.path.join(args.out, suite.name, re.sub('[^a-z0-9]+', '-', f'{form}-{digest}'))
     mark = {'code': code(), **key}
     if os.path.exists(f'{out}.json'):
-        with open(f'{out}.json') as f:
-            known = json.load(f)
-        if known.pop('key') == mark:
+        known = {}
+        with contextlib.suppress(ValueError):               # what is broken is done anew
+            known = json.loads(prepare.read(f'{out}.json'))
+        if isinstance(known, dict) and known.pop('key', None) == mark:
             return known
     began = time.perf_counter()
     found = run(out, **key)
@@ -1259,6 +1260,9 @@ def peer(module, name, time_first, q, k, v, write=None, erase=None, log_f=None):
 def over_lengths(args, suite):
     """Time and memory of attention and of every line, (args, T) -> a function, over T. A line that does not
     work is named, and left out from there on."""
+    T = max(args.lengths)
+    need = 6 * args.batch * args.heads * T * args.head_dim * args.dtype.itemsize        # q, k, v, what comes of them
+    refuse([beyond_memory(need, f'--lengths={T} --batch={args.batch} --heads={args.heads}: so many steps')])
     n = 8192 if args.device.type == 'cuda' else 1024
     a = torch.randn(n, n, device=args.device, dtype=args.dtype)
     peak = 2 * n ** 3 / seconds([partial(torch.matmul, a, a)], args.device)[0]

@@ -48,9 +48,10 @@ from torch.nn.utils import parametrize
 
 from data import prepare, weights
 from fastweight import RULES
-from model import (GPT, SOURCE_RULES, STAGE, bias_of, fill, flag, kind_in, kl, load, parse, pick_device, read,
-                   refuse, save, script, state_bytes, subset, typed, weights_digest, write)
-from train import (QUIET, Rows, adamw, answers, bits_a_nat, blocks, check_threads, commit, lies_in,
+from model import (EXPORT, GPT, SOURCE_RULES, STAGE, bias_of, fill, flag, idle, kind_in, kl, known, load,
+                   number, parse, pick_device, picked, read, refuse, refuse_target, save, script,
+                   state_bytes, subset, typed, weights_digest, write)
+from train import (QUIET, Rows, adamw, answers, bits_a_nat, blocks, check_threads, commit, lies_in, log_of,
                    optimise, pack_optimiser, rows, say, steps_left, table, tell_step, threads_of,
                    too_many_rows, unpack_optimiser)
 
@@ -487,6 +488,28 @@ def share(row, base):
     return row['accuracy'] / base['accuracy']
 
 
+@dataclass
+class Stage:
+    """What the file of one says of the conversion that --resume goes on with."""
+    args: dict
+    changes: dict               # flags of `Student`
+    made_from: dict
+    step: int = known(0, 0, 10 ** 9)
+    seconds: float = known(0.0, 0, 1e12)
+
+
+def read_stage(path):
+    """-> tensors, `Stage`; ValueError for a file that is broken."""
+    try:
+        tensors, meta = read(path)
+        said = picked(Stage, meta, path)
+        typed(Args, said.args, path)
+        typed(Student, {**dataclasses.asdict(Student()), **said.changes}, path)
+        return tensors, said
+    except ValueError as e:
+        raise ValueError(f'{e}; delete it: --resume then does this stage anew') from None
+
+
 def stages(out):
     """The files of a conversion that was stopped."""
     paths = glob.glob(os.path.join(glob.escape(out), 'stage-*.safetensors'))
@@ -515,12 +538,17 @@ class Conversion:
         self.seconds = {}                                   # by stage, those of earlier calls included
         self.table = []
         self.begin = blocks(len(data.val), data.T, data.meta, args.eval_rows)
-        os.makedirs(args.out, exist_ok=True)
         if args.export:                                     # what cannot be written is known now
             os.makedirs(args.export, exist_ok=True)
-        if not args.resume:
+            kept = f'{args.export}/model.safetensors'
+            refuse_target(kept, EXPORT)
+            for name in 'config.json', weights.INDEX, weights.TOKENIZER:
+                if os.path.exists(f'{args.export}/{name}') and not os.path.exists(kept):
+                    raise ValueError(f'--export={args.export}: {name} of another model is there')
+        self.log = log_of(args)
+        if stages(args.out) and not args.resume:
+            say(f'{args.out}: what a stopped conversion left there is replaced; --resume would go on with it')
             forget(args.out)
-        self.log = open(f'{args.out}/log.jsonl', 'a' if args.resume else 'w')           # noqa: SIM115
 
     def score(self, model, what):
         """-> what is said of a model, over --eval_rows rows, each read from an empty state: columns of the
@@ -599,18 +627,19 @@ class Conversion:
     def load(self, stage, model, opt):
         """-> the steps that are done already, their results put into model and optimiser."""
         if not (self.args.resume and os.path.exists(self.path(stage))):
+            refuse_target(self.path(stage), STAGE)
             return 0
-        tensors, meta = read(self.path(stage))
+        tensors, said = read_stage(self.path(stage))
         for key, now in self.about['made_from'].items():
-            if meta['made_from'].get(key) != now:
+            if said.made_from.get(key) != now:
                 raise ValueError(f'--resume: the {key} is not what the run began with; start anew')
         kept = {k.removeprefix('model.'): x for k, x in tensors.items() if k.startswith('model.')}
         mine = learned(model)
         others = {k: x for k, x in model.state_dict().items() if k not in mine}
         fill(model, others | kept, f'{self.path(stage)}: holds the weights of another model')
         unpack_optimiser(model, opt, tensors, whole=False)
-        self.seconds[stage] = meta['seconds']
-        return meta['step']
+        self.seconds[stage] = said.seconds
+        return said.step
 
     def save(self, stage, model, opt, step):
         """All that `load` needs, and a line of the log."""
@@ -751,17 +780,15 @@ def stopped(given, changes):
     out = given.get('out', Args.out)
     files = stages(out)
     if not files:
-        raise ValueError(f'--resume: no conversion was stopped in --out={out}')
-    kept = read(files[0])[1]
-    args = dataclasses.asdict(typed(Args, kept.get('args'), files[0]))
-    if not isinstance(kept.get('changes'), dict):
-        raise ValueError(f'{files[0]}: does not say what was changed; start anew')          # noqa: TRY004
-    known = args | kept['changes'] | {'resume': True}
+        raise ValueError(f'--resume: no conversion was stopped in --out={out}, or none of its '
+                         'stage-*.safetensors is whole: then delete them, and start anew')
+    said = read_stage(files[0])[1]
+    began = said.args | said.changes | {'resume': True}
     for name, value in (given | changes).items():
-        if known.get(name) != value and name not in ('out', 'device', 'export'):
-            raise ValueError(f'--{name.strip("_")}={value}: the run began with {known.get(name)!r}; drop the '
+        if began.get(name) != value and name not in ('out', 'device', 'export'):
+            raise ValueError(f'--{name.strip("_")}={value}: the run began with {began.get(name)!r}; drop the '
                              'flag, or --resume')
-    return args, kept['changes']
+    return said.args, said.changes
 
 
 def cannot_teach(args, config):
@@ -788,7 +815,7 @@ def cannot_learn(student, data):
     """What is wrong with its rows, for `refuse`: too many, or they never leave what is kept of them, so that
     a matrix beside gets none."""
     T = data.T
-    yield too_many_rows(data.batch_size, T, student.config, data.meta['vocab_size'])
+    yield too_many_rows(data, student.config)
     for mixer in student.mixers().values():
         memory = mixer.memory
         yield memory.overflow is not None and out_of_reach(memory) >= T, (
@@ -800,7 +827,7 @@ def opening(args, name, data, student, new):
     """Say what is converted, and what `new` it has. name: of the data"""
     counts = {name: p.numel() for name, p in student.named_parameters()}
     say(f'{args.from_} -> {",".join(student.config.all_rules())}; {name}, rows of {data.T}; '
-        f'{args.threads} threads; of {sum(counts.values()):,} parameters '
+        f'{number(args.threads, "thread")}; of {sum(counts.values()):,} parameters '
         f'{sum(counts[name] for name in new):,} are new')
 
 
@@ -820,6 +847,7 @@ def main(argv):
     torch.manual_seed(args.seed)
     student, new = swap(teacher, changes, listed(args.swap))
     refuse(cannot_learn(student, data))
+    refuse(idle({**changes, 'layers': ''}, student.config))     # with these, --rule is that of other places
     begin_as(teacher, student, data.batch(0)[0])
     if args.lr is None:
         args.lr = 0.25 / student.config.n_embd              # 5e-3 is good at a width of 64, 1e-3 at 192

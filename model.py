@@ -11,12 +11,10 @@ it all but bench.py works, slower.
 import argparse
 import collections
 import contextlib
-import ctypes
 import dataclasses
 import difflib
 import functools
 import hashlib
-import io
 import itertools
 import json
 import math
@@ -29,7 +27,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -58,6 +55,7 @@ def refuse(mistakes):
             raise ValueError(why)
 
 
+OF_DATA = {'vocab_size': 256, 'classes': 0, 'pad': None, 'source': 0, 'patch': 0}     # fields that data say
 SOURCE_RULES = [name for name, rule in RULES.items() if not (rule.bounded or rule.form)]    # see a whole text
 
 
@@ -123,14 +121,13 @@ class Config:
         pattern = self.pattern()
         for rule in pattern:
             yield rule not in RULES, (
-                f'--rule={self.rule} --layers={self.layers}: {rule!r} is no rule; choose from '
-                f'{", ".join(RULES)}')
+                f'--{"layers" if self.layers else "rule"}={self.layers or self.rule}: {rule!r} is no rule; '
+                f'choose from {", ".join(RULES)}')
         width = self.n_inner or 4 * self.n_embd
         layer = 4 * self.n_embd + 2 * width + 2 * self.cache            # times n_embd; cache: one text's rows
         numbers = self.n_embd * ((self.n_layer + self.encoder) * layer + self.vocab_size + self.places())
-        yield 4 * numbers > machine_memory(), (
-            f'--n_layer={self.n_layer} --n_embd={self.n_embd} --cache={self.cache} '
-            f'--block_size={self.block_size}: {4e-9 * numbers:,.0f} GB are more than this machine has')
+        yield beyond_memory(4 * numbers, f'--n_layer={self.n_layer} --n_embd={self.n_embd} '
+                                         f'--cache={self.cache} --block_size={self.block_size}: its numbers')
         for name in 'encoder_rule', 'cross':
             rule = getattr(self, name)
             yield rule and not self.encoder, f'--{name}={rule} reads a source: it needs --encoder=3, say'
@@ -1290,13 +1287,27 @@ def unpack(tensors, prefix='state', device=None):
     layers = collections.defaultdict(dict)
     for name, x in tensors.items():
         if name.startswith(prefix + '.'):
-            _, i, part = name.split('.', 2)
-            if '.' in part or x.dim() > 4:
+            found = re.fullmatch(r'\.(\d{1,4})\.(\w+)', name.removeprefix(prefix))
+            if not found or x.dim() > 4:
                 raise ValueError(f'{name}: of another version of this project; read the text again')
-            if part != 't':                         # which counts on the CPU
+            if found[2] != 't':                     # which counts on the CPU
                 x = x.to(device)
-            layers[int(i)][part] = x
+            layers[int(found[1])][found[2]] = x
     return [layers[i] for i in sorted(layers)] or None
+
+
+def state_for(model, tensors, last, why, prefix='state'):
+    """The same, held against a model and as many texts as last (B, 1) has tokens. ValueError, `why`, where
+    the model would leave another one, or its count of tokens is none."""
+    state = unpack(tensors, prefix, last.device)
+    source = model.read(torch.zeros_like(last))             # of a model without an encoder, any text
+    if not any(alike(state, known) for known in (source, model.read(last, source))):
+        raise ValueError(why)
+    t = {int(layer['t']) for layer in state}
+    latest = max((int(layer['pos'].max()) for layer in state if 'pos' in layer), default=0)     # kept row
+    if len(t) > 1 or not max(0, latest) < min(t) < 2 ** 53:
+        raise ValueError(f'{why} (it counts {sorted(t)} tokens)')
+    return state
 
 
 def alike(state, other):
@@ -1341,22 +1352,24 @@ def weights_digest(model, meta):
 
 
 STAGE = 'a stage of convert.py'
+EXPORT = 'an export of convert.py'
+KINDS = {'made_with': 'a state', 'config': 'a model', 'made_from': STAGE, 'exported': EXPORT}
 
 
 def kind_of(meta):
     """What a file of ours with this metadata holds."""
-    for key, kind in ('made_with', 'a state'), ('config', 'a model'), ('made_from', STAGE):
-        if key in meta:
-            return kind
+    for key in KINDS.keys() & meta:
+        return KINDS[key]
     return 'something else'
 
 
 def kind_in(path):
     """What a file holds, by its header alone."""
+    prepare.refuse_irregular(path)
     try:
-        with safe_open(path, 'pt') as f:
+        with weights.opened(path, path) as f:
             return kind_of(json.loads(f.metadata()['meta']))
-    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         return 'something else'
 
 
@@ -1364,10 +1377,10 @@ def refuse_target(path, kind):
     """ValueError where a file cannot be written without a loss: of another kind, or no regular file."""
     if not os.path.exists(path):
         return
-    prepare.refuse_irregular(path)
     found = kind_in(path)
     if found != kind:
-        raise ValueError(f'{path}: holds {found} already, so {kind} is not written there; give another name')
+        raise ValueError(f'{path}: holds {found} already, so {kind} is not written there; take it away, or '
+                         'give another name')
 
 
 def write(path, tensors, meta):
@@ -1382,13 +1395,10 @@ def read(path):
     """-> tensors, meta (and digest in it). ValueError for a file that is missing, foreign, cut or changed."""
     if not os.path.isfile(path):
         raise ValueError(f'{path}: no such file; python train.py writes out/ckpt.safetensors')
-    try:
-        with safe_open(path, 'pt') as f:
-            header = f.metadata() or {}
-            names = f.keys()
-            tensors = {name: f.get_tensor(name) for name in names}
-    except (SafetensorError, RuntimeError) as e:
-        raise ValueError(f'{path}: not a whole safetensors file ({e})') from None
+    with weights.opened(path, path) as f:
+        header = f.metadata() or {}
+        names = f.keys()
+        tensors = {name: f.get_tensor(name) for name in names}
     if not {'meta', 'digest'} <= header.keys():
         raise ValueError(f'{path}: a safetensors file, but not written by this project')
     if digest(header['meta'], tensors) != header['digest']:
@@ -1411,11 +1421,33 @@ def save(path, model, meta, extra=None, state=None):
     write(path, tensors, {**meta, 'config': dataclasses.asdict(model.config)})
 
 
+@dataclass
+class Header:
+    """What a file says of the model that is in it, whoever wrote it; step and args if it is of train.py."""
+    config: dict
+    data: dict
+    step: int = known(None, 0, 10 ** 9)
+    args: dict = None
+
+
 def config_of(source, meta):
-    """-> the Config a checkpoint's or a folder's meta describes; ValueError, with the source, for none."""
-    if not {'config', 'data'} <= meta.keys() or not isinstance(meta['data'], dict):
+    """-> the Config a checkpoint's or a folder's meta describes; ValueError, with the source, for none, and
+    where it and what is said of the data contradict each other."""
+    if not {'config', 'data'} <= meta.keys():
         raise ValueError(f'{source}: holds no model (a state saved by sample.py?)')
-    return typed(Config, meta['config'], f'{source}: cannot be built here, maybe of another version')
+    why = f'{source}: cannot be built here, maybe of another version'
+    header = picked(Header, meta, why)
+    config = typed(Config, header.config, why)
+    try:
+        prepare.check_tokens(header.data)
+    except ValueError as e:
+        raise ValueError(f'{why}: {e}') from None
+    for name, absent in OF_DATA.items():
+        mine = getattr(config, name)
+        said = header.data.get(name, absent if name in ('vocab_size', 'pad', 'source') else mine)
+        if said != mine:
+            raise ValueError(f'{why}: {name} of its data is {said!r}, of the model {mine!r}')
+    return config
 
 
 class Undrawn(TorchFunctionMode):
@@ -1458,7 +1490,8 @@ def load(source, device='cpu', revision='main', **changes):
                 state[name.removeprefix('model.')] = extra.pop(name).clone()    # and that of a file is not
     else:
         folder = weights.Folder(folder_of(source, revision), source)
-        meta = {'config': {**dataclasses.asdict(Config()), **folder.config}, 'data': folder.data}
+        usual = {} if folder.kind == weights.OURS else dataclasses.asdict(Config())
+        meta = {'config': {**usual, **folder.config}, 'data': folder.data}
     saved = config_of(source, meta)
     config = swapped(saved, source, **changes)
     how = Undrawn()
@@ -1502,6 +1535,11 @@ def swapped(config, source, rule='', **changes):
         if RULES[rule].keeps == 'all':
             changes = {'overflow': '', 'positions': 'true', **changes}
     return dataclasses.replace(config, **changes)
+
+
+def number(n, what):
+    """1 token, 2,000 tokens"""
+    return f'{n:,} {what}{"s" * (n != 1)}'
 
 
 # ---- flags: a dataclass field is the flag, its type, default, help, choices and range ----------------------
@@ -1565,6 +1603,23 @@ def typed(cls, raw, where):
         return cls(**raw)
     except ValueError as e:
         raise ValueError(f'{where}: {e}') from None
+
+
+def picked(cls, raw, where):
+    """The same from a dict that has more, in which what may be None may be missing."""
+    return typed(cls, {field.name: raw.get(field.name) for field in dataclasses.fields(cls)}, where)
+
+
+def idle(given, config):
+    """For `refuse`: flags that were given and mean nothing to such a model."""
+    kept = config.keeps() - {'all', None}
+    rules = ','.join(config.pattern())
+    yield given.get('layers') and 'rule' in given, (
+        f'--rule={given.get("rule")} --layers={given.get("layers")}: give one of them')
+    yield 'cache' in given and not kept, (
+        f'--cache={config.cache}: {rules} keeps no such rows; leave it out')
+    yield 'sinks' in given and 'sink' not in kept, (
+        f'--sinks={config.sinks}: they are of --rule=sink, not of {rules}; leave it out')
 
 
 def value_of(flag, text, field):
@@ -1648,40 +1703,10 @@ def machine_memory():
     return 2 ** 40
 
 
-def keep_memory():
-    """Tell glibc to keep what is freed (up to 32 MB a piece). It else returns megabytes to the system and
-    takes them again, with a page fault every 4 KB: half the time of a layer at T = 4,096."""
-    with contextlib.suppress(OSError, AttributeError, TypeError):       # no glibc, no need
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-1, 2 ** 31 - 1)               # M_TRIM_THRESHOLD
-        libc.mallopt(-3, 2 ** 25)                   # M_MMAP_THRESHOLD
+def beyond_memory(need, what):
+    """For `refuse`: whether so many bytes are more than there are, and a sentence that begins with `what`."""
+    found = f'{what} take {need / 1e9:,.0f} GB, more than this machine has; take fewer'
+    return need > machine_memory(), found
 
 
-def script(main):
-    """Run a script's main(argv). -> exit code: 0, or for what a user can cause 2 and one line on stderr."""
-    def run(argv=None):
-        keep_memory()
-        for stream in sys.stdout, sys.stderr:
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors='replace')            # of an output that knows but ASCII
-        try:
-            try:
-                main(sys.argv[1:] if argv is None else argv)
-            finally:
-                print(end='', flush=True)                       # now, where a closed pipe can be told
-            return 0
-        except KeyboardInterrupt:
-            print('\nstopped', file=sys.stderr)
-            return 130
-        except BrokenPipeError:                                 # who read what is printed has gone: | head
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 141
-        except ModuleNotFoundError as e:
-            said = f'{e}: pip install -r requirements.txt brings it'
-        except (ValueError, OSError) as e:
-            said = str(e)
-            if getattr(e, 'filename', None):
-                said = f'{e.filename}: {e.strerror}'
-        print('error:', *said.split(), file=sys.stderr)
-        return 2
-    return run
+script = prepare.script     # around the main of each command: how it ends

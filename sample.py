@@ -25,8 +25,9 @@ from dataclasses import dataclass
 import torch
 
 from data import prepare
-from model import (Swap, alike, flag, load, pack, parse, pick_device, pick_forms, read, refuse_broken,
-                   refuse_target, script, state_bytes, unpack, weights_digest, write)
+from model import (Config, Swap, beyond_memory, chosen_texts, flag, idle, load, number, pack, parse,
+                   pick_device, pick_forms, read, refuse, refuse_broken, refuse_target, script, state_bytes,
+                   state_for, typed, weights_digest, write)
 
 
 @dataclass
@@ -108,18 +109,16 @@ def read_state(args, model, meta):
     tokens = model.config.vocab_size
     if last.dtype != torch.long or last.dim() != 2 or not ((last >= 0) & (last < tokens)).all():
         raise ValueError(f'--load_state={path}: its last tokens are none of {tokens}; read the prompt again')
-    for key, value in about['made_with'].items():
-        if getattr(model.config, key, None) != value:
-            raise ValueError(f'--load_state={path}: made with {key}={value}; give that, too')
+    made_with = typed(Config, about.get('made_with'), f'--load_state={path}: its flags')
+    for key, value in dataclasses.asdict(made_with).items():
+        mine = getattr(model.config, key)
+        if mine != value:
+            raise ValueError(f'--load_state={path}: made with {key}={value}; give that instead of {mine}')
     last = last.to(model.embed.weight.device)
     if len(last) != args.samples:
-        raise ValueError(f'--load_state={path} holds {len(last)} texts: take --samples={len(last)}')
-    state = unpack(tensors, device=last.device)
-    source = model.read(torch.zeros_like(last))             # of a model without an encoder, any text
-    if not any(alike(state, known) for known in (None, source, model.read(last, source))):
-        raise ValueError(f'--load_state={path}: no state of this model, maybe of an older version; read the '
-                         'prompt again')
-    return last, state
+        raise ValueError(f'--load_state={path} holds {number(len(last), "text")}: take --samples={len(last)}')
+    return last, state_for(model, tensors, last, f'--load_state={path}: no state of this model, maybe of an '
+                           'older version; read the prompt again')
 
 
 def keep_state(args, model, meta, last, state):
@@ -127,6 +126,18 @@ def keep_state(args, model, meta, last, state):
     tensors = {name: x.clone() for name, x in pack(state).items()}          # layers may share some of them
     about = {'model': weights_digest(model, meta), 'made_with': dataclasses.asdict(model.config)}
     write(args.save_state, {**tensors, 'last': last}, about)
+
+
+def refuse_room(model, n, T, what):
+    """ValueError where n texts of T tokens take more memory than there is, at the least: as states, of which
+    one more token shows how they grow, and as logits."""
+    c = model.config
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.embed.weight.device)
+    state = model.read(token)
+    first = state_bytes(state)
+    state = model.read(token, state)
+    growth = state_bytes(model.read(token, state)) - state_bytes(state)
+    refuse([beyond_memory(n * (first + growth * T + 16 * c.vocab_size), what)])
 
 
 def begin(args, model, meta):
@@ -142,14 +153,15 @@ def begin(args, model, meta):
 
 
 @torch.inference_mode()
-def classify(model, tokens):
+def classify(model, tokens, meta):
     """Print how likely each class of a text is, tokens (1, T), the likeliest first."""
     c = model.config
     T = tokens.shape[1]
     if T > c.block_size:
         raise ValueError(f'--prompt: {T} tokens, but this model knows rows of at most {c.block_size}')
-    if c.patch and T % c.patch:
-        raise ValueError(f'--prompt: {T} numbers, but this model takes {c.patch} at a time')
+    whole = meta['data'].get('row', T)
+    if c.pad is None and T != whole:                        # half a picture is none
+        raise ValueError(f'--prompt: {number(T, "token")}, but a row of this model has {whole}')
     logits, _ = model(tokens)
     logits = logits.reshape(-1, c.classes)[-1:]             # the last token's, if there is one for each
     refuse_broken(logits)
@@ -163,6 +175,8 @@ def translate(args, model, meta):
     before anything is said."""
     texts = text_of(args.source).removesuffix('\n').split('\n')
     sources = torch.from_numpy(prepare.source_rows(texts, meta['data'])).long().to(model.embed.weight.device)
+    beams = args.beam * min(64, len(sources))
+    refuse_room(model, beams, model.config.block_size, f'--beam={args.beam}: {number(beams, "translation")}')
     for some in sources.split(64):
         for row in model.translate(some, args.beam, args.penalty).tolist():
             print(prepare.decode(row, meta['data']).replace('\n', ' '), flush=True)
@@ -265,8 +279,17 @@ def complete(args, model, meta):
         args.tokens = min(args.tokens, left + 1)
     elif model.positions is not None and args.tokens > left:
         say(f'past {c.block_size} tokens, the last learned position is repeated')
+    if args.save_state and state is None and read == 1 and not args.tokens:
+        raise ValueError('--save_state --tokens=0: nothing is read yet, as the next step reads a last token; '
+                         'give a longer --prompt, or more --tokens')
+    many = read + args.tokens * (args.samples > 1)          # of one text, printed as it comes, who knows
+    refuse_room(model, args.samples, many, f'--samples={args.samples}: texts of {number(many, "token")}')
     began = time.perf_counter()
-    state = read_all(model, tokens[:, :-1], state, args.threads)
+    if args.load_state:
+        state = read_all(model, tokens[:, :-1], state, args.threads)
+    elif read > 1:                                          # all texts begin alike: that is read once
+        state = read_all(model, tokens[:1, :-1], state, args.threads)
+        state = chosen_texts(state, torch.zeros(args.samples, dtype=torch.long), everything=True)
     last, state, times = write_texts(args, model, meta['data'], tokens[:, -1:], state, said)
     if args.save_state:
         keep_state(args, model, meta, last, state)
@@ -279,7 +302,7 @@ def complete(args, model, meta):
     else:
         read -= 1                                           # the last one waits for a step
     growth = 'growing' if 'all' in c.keeps() else 'whatever the length'
-    say(f'{read:,} tokens read in {times[0] - began:.2f} s, {len(ms):,} written{speed}; '
+    say(f'{number(read, "token")} read in {times[0] - began:.2f} s, {len(ms):,} written{speed}; '
         f'state of {state_bytes(state):,} bytes, {growth}')
 
 
@@ -294,6 +317,7 @@ def main(argv):
         torch.set_num_threads(args.threads)
     model, meta = load(args.init, device, **swap)
     c = model.config
+    refuse(idle(swap, c))
     check(given, args, c)
     if args.save_state:
         refuse_target(args.save_state, 'a state')           # known now, not after sampling
@@ -307,7 +331,7 @@ def main(argv):
         translate(args, model, meta)
     elif c.classes or not c.causal:                         # which says why, if it has none
         row = prepare.whole_text(text_of(args.prompt), meta['data']) or prepare.begun([], meta['data'])
-        classify(model, torch.tensor([row], device=device))
+        classify(model, torch.tensor([row], device=device), meta)
     else:
         complete(args, model, meta)
 

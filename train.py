@@ -33,8 +33,8 @@ import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 from data import prepare
-from model import (GPT, Config, fill, flag, known, load, machine_memory, pack, parse, pick_device, pick_forms,
-                   refuse, save, script, typed, unpack)
+from model import (GPT, OF_DATA, Config, beyond_memory, fill, flag, idle, known, load, number, pack, parse,
+                   pick_device, pick_forms, picked, refuse, refuse_target, save, script, state_for, typed)
 
 BAD_STEPS = 10      # so many non-finite steps in a row end the run
 MUON = 4.0          # times --lr: a matrix's step has singular values near 1, not entries
@@ -324,6 +324,11 @@ class Rows:
     world: int = 1
     dtype: torch.dtype = torch.float32      # of the matrix products
 
+    @property
+    def is_pairs(self):
+        """Whether a row is of two texts."""
+        return 'pad' in self.meta and 'classes' not in self.meta
+
     def starts(self, step):
         """Where the rows of a step, of all its batches and processes, begin in the training data.
         They are drawn by a generator whose state is a counter, so they need none of the steps before. carry:
@@ -333,13 +338,12 @@ class Rows:
         count = self.accum * self.batch_size
         if self.carry:
             return (np.arange(count) * (n // count) + step * T) % (n - T)
-        is_pairs = 'pad' in self.meta and 'classes' not in self.meta
-        pool = POOL if is_pairs else 1
+        pool = POOL if self.is_pairs else 1
         rng = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, 0, step // pool]))
         if 'row' not in self.meta:
             return rng.integers(n - T, size=count)
         begin = rng.integers(n // (2 * T), size=pool * count) * 2 * T
-        if is_pairs:                                        # half the padding, and so half the work
+        if self.is_pairs:                                   # half the padding, and so half the work
             there = self.train.take(np.add.outer(begin, np.arange(T))) != self.meta['pad']
             source = self.meta.get('source', 0)             # a model of texts reads both sides as one
             longer = np.maximum(there[:, :source].sum(1), there[:, source:].sum(1))
@@ -510,14 +514,22 @@ def pack_optimiser(model, opt):
 
 
 MEMORIES = ({'momentum_buffer'}, {'step', 'exp_avg', 'exp_avg_sq'})      # of a parameter, by Muon; by AdamW
+SIGNED = 'momentum_buffer', 'exp_avg'
 
 
 def unpack_optimiser(model, opt, tensors, whole=True):
     """The inverse of `pack_optimiser`, into opt. ValueError for a tensor that is missing or does not fit its
     parameter. whole: every parameter has learned, so none may lack"""
-    for name, p in model.named_parameters():
-        front = f'opt.{name}.'
-        found = {key.removeprefix(front): x for key, x in tensors.items() if key.startswith(front)}
+    parameters = dict(model.named_parameters())
+    memories = {name: {} for name in parameters}
+    for key, x in tensors.items():
+        if key.startswith('opt.'):
+            name, _, memory = key.removeprefix('opt.').rpartition('.')
+            if name not in memories:
+                raise ValueError(f'the optimiser has {key}, but the model no {name}; start anew')
+            memories[name][memory] = x
+    for name, found in memories.items():
+        p = parameters[name]
         if found.keys() not in MEMORIES and (found or whole):
             raise ValueError(f'the optimiser has {sorted(found)} of {name}, expected one of {MEMORIES}; '
                              'start anew')
@@ -526,6 +538,8 @@ def unpack_optimiser(model, opt, tensors, whole=True):
             if x.shape != shape or x.dtype != torch.float32:
                 raise ValueError(f'the optimiser\'s {key} of {name} is {x.dtype} of shape {tuple(x.shape)}, '
                                  f'expected float32 of {tuple(shape)}; start anew')
+            if not x.isfinite().all() or key not in SIGNED and x.min() < 0:
+                raise ValueError(f'the optimiser\'s {key} of {name} is no memory of a run; start anew')
             if key != 'step' or opt.defaults['fused']:      # else the count of steps stays on the CPU
                 x = x.to(p.device)
             if key != 'step' and in_parts(p):
@@ -592,7 +606,10 @@ def settings(argv):
             data.pop('row', None)
         return args, model.config, model.state_dict(), {'data': data}
     if not args.resume:
-        return args, Config(**given_model), {}, {}
+        config = Config(**given_model)
+        if config.layers:
+            refuse(idle(given_model, config))
+        return args, config, {}, {}
     path = f'{args.out}/ckpt.safetensors'
     model, meta = load(path)
     if 'best' not in meta:
@@ -602,11 +619,9 @@ def settings(argv):
         if was != value:
             raise ValueError(f'--{name}={value}: {path} was made with {was!r}; drop the flag, or start anew '
                              'with another --out')
-    of_run = {field.name: meta.get(field.name) for field in dataclasses.fields(Stopped)}
-    run = typed(Stopped, of_run, path)
-    args = typed(Args, {**run.args, **given, 'out': args.out}, path)    # the run's, but for those given again
+    args = Args(**{**run_of(meta, path).args, **given, 'out': args.out})        # the run's, but for these
     if args.steps <= meta['step']:
-        raise ValueError(f'--steps={args.steps}: {path} is at step {meta["step"]} already; give more steps')
+        raise ValueError(f'{path}: at step {meta["step"]} of {args.steps} already; give more steps')
     return args, model.config, model.state_dict(), meta
 
 
@@ -637,7 +652,7 @@ def mistakes(args, config, data, model):
         '--fsdp: not with --encoder, whose decoder asks for weights out of turn')
     yield args.fsdp and args.optimizer == 'muon', (
         '--fsdp --optimizer=muon: its step needs whole matrices; leave one of them out')
-    yield too_many_rows(args.batch_size // data.world, data.T, config, meta['vocab_size'])
+    yield too_many_rows(data, config)
     yield args.carry and 'row' in meta, (
         f'--carry: the rows of {args.data} have nothing to do with each other')
     yield args.carry and args.resume and data.world > 1, (
@@ -657,27 +672,73 @@ def lies_in(path, folder):
     return os.path.realpath(path) == os.path.realpath(folder)
 
 
-def too_many_rows(rows, T, config, vocab):
-    """For `refuse`: whether a step of so many rows of T tokens takes, at the least, more memory than this."""
-    a_token = 4 * config.n_layer * 8 * config.n_embd + 8 * vocab        # bytes
-    need = rows * T * a_token
-    return need > machine_memory(), (
-        f'--batch_size={rows}: a step of {T} tokens a row takes more than {need / 1e9:,.0f} GB, and this '
-        'machine has less; take fewer rows')
+def too_many_rows(data, config):
+    """For `refuse`: whether the rows of a step take more memory than there is."""
+    rows = data.batch_size // data.world
+    a_token = 4 * config.n_layer * 8 * config.n_embd + 8 * data.meta['vocab_size']      # bytes, at the least
+    drawn = 9 * data.T * POOL if data.is_pairs else 8       # for a row, of all batches and processes
+    need = rows * data.T * a_token + data.accum * data.batch_size * drawn
+    flags = f'--batch_size={data.batch_size} --accum={data.accum}'
+    return beyond_memory(need, f'{flags}: so many rows of {data.T} tokens')
+
+
+def taken_up(args, header, data, model, opt):
+    """Put what a stopped run remembers into the optimiser -> the states of --carry, one a batch. ValueError
+    where the data are not what it began with."""
+    tensors = header['tensors']
+    for side in prepare.SIDES:
+        if header['data'].get(side) != data.meta[side] and args.data == header['args']['data']:
+            raise ValueError(
+                f'--resume --data={args.data}: {side}.bin is not what the run began with, by its sha256; '
+                f'bring it back, or begin anew with --init={args.out}/ckpt.safetensors and another --out')
+    unpack_optimiser(model, opt, tensors)
+    if not args.carry:
+        return [None] * args.accum
+    last = torch.zeros(args.batch_size, 1, dtype=torch.long, device=data.device)
+    why = f'--resume --carry: the file has no states for --batch_size={args.batch_size} --accum={args.accum}'
+    return [state_for(model, tensors, last, why, f'carry{i}') for i in range(args.accum)]
+
+
+def log_of(args):
+    """Make a run's folder, its own as long as the log is open -> that log. ValueError where something lies
+    there that could not be written at the end, or another run is at work."""
+    os.makedirs(args.out, exist_ok=True)
+    for name in 'ckpt', 'best':
+        refuse_target(f'{args.out}/{name}.safetensors', 'a model')
+    for name in 'log.jsonl', 'result.json', 'convert.json':
+        prepare.refuse_irregular(f'{args.out}/{name}')
+    log = open(f'{args.out}/log.jsonl', 'a')                # noqa: SIM115
+    try:
+        import fcntl
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f'--out={args.out}: another run is at work there; take another folder') from None
+    except (ImportError, OSError):                          # Windows; a file system without locks
+        pass
+    if not args.resume:
+        log.truncate(0)
+    return log
+
+
+def run_of(meta, where):
+    """What the metadata of a checkpoint say of its run, a `Stopped`; ValueError where they say less."""
+    run = picked(Stopped, meta, where)
+    typed(Args, run.args, where)
+    return run
 
 
 def steps_left(meta):
     """What a run that was stopped still had to do, by the metadata of its checkpoint; 0 of a mere model."""
     if 'best' not in meta:
         return 0
-    return meta['args']['steps'] - meta['step']
+    run = run_of(meta, 'its header')
+    return run.args['steps'] - run.step
 
 
 def built(args, config, data, weights):
     """The model for these data, with weights if there are any. ValueError where these, the data and flags do
     not go together"""
-    known = {'vocab_size': 256, 'classes': 0, 'pad': None, 'source': 0, 'patch': 0}
-    of_data = {name: data.meta.get(name, absent) for name, absent in known.items()}
+    of_data = {name: data.meta.get(name, absent) for name, absent in OF_DATA.items()}
     longest = max(data.T, config.block_size) if weights else data.T     # weights keep the positions they know
     model = GPT(dataclasses.replace(config, block_size=longest, **of_data)).to(data.device)
     refuse(mistakes(args, config, data, model))
@@ -714,12 +775,8 @@ def tell_step(log, data, steps, peak, step, loss, norm, ms, stage=''):
     tell(log, f'{stage}{line(steps, **row)}', **row)
 
 
-def opening(model, data, args, run):
-    """Say what is trained, and begin the log with it. -> the log, a file"""
-    path = f'{args.out}/log.jsonl'
-    if data.rank > 0:
-        path = os.devnull
-    log = open(path, 'a' if args.resume else 'w')           # noqa: SIM115
+def opening(model, data, args, run, log):
+    """Say what is trained, and begin the log with it."""
     config = model.config
     size = sum(p.numel() for p in model.parameters())
     threads = torch.get_num_threads()
@@ -730,11 +787,10 @@ def opening(model, data, args, run):
     about = {key: value for key, value in data.meta.items() if key != 'json'}       # of megabytes
     said = (f'{",".join(config.rules())} | {size / 1e6:.2f} M parameters | '
             f'{args.data}: {len(data.train):,} + {len(data.val):,} tokens of {config.vocab_size} | '
-            f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {threads} threads\n'
+            f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {number(threads, "thread")}\n'
             f'recurrence: {model.why}')
     tell(log, said, config=dataclasses.asdict(config), **run, data=about, commit=commit(),
          device=str(data.device), params=size, threads=threads)
-    return log
 
 
 def keep(path, model, header, extra, rank):
@@ -800,15 +856,14 @@ def main(argv):
                 args.accum, args.carry, rank, world, dtype)
     torch.manual_seed(args.seed)
     model = built(args, config, data, weights)
-    os.makedirs(args.out, exist_ok=True)                    # a folder that cannot be made is known at once
     opt = OPTIMISERS[args.optimizer](model, args.lr, args.weight_decay, device)
-    tensors = header.get('tensors', {})
+    states = [None] * args.accum                            # of --carry, one a batch
     if args.resume:
-        unpack_optimiser(model, opt, tensors)
-    states = [unpack(tensors, f'carry{i}', device) for i in range(args.accum)]      # of --carry, one a batch
+        states = taken_up(args, header, data, model, opt)
+    log = open(os.devnull, 'w') if rank > 0 else log_of(args)           # noqa: SIM115
     threads = threads_of(args, header, model, data)
     run = {'args': dataclasses.asdict(args), 'torch': torch.__version__}
-    log = opening(model, data, args, run)
+    opening(model, data, args, run, log)
     forward = torch.compile(model) if args.compile else model
     learn = functools.partial(data.learn, forward, states)
 

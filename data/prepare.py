@@ -39,15 +39,20 @@ translation. Both parts are filled up with pad, and cut off behind 256 tokens (o
 the tokens of the translation, then pad once: the end. Row i is line i.
 """
 import argparse
+import concurrent.futures
 import contextlib
+import ctypes
 import functools
 import hashlib
+import io
+import itertools
 import json
 import math
 import os
 import re
 import sys
 import sysconfig
+import threading
 import time
 
 import numpy as np
@@ -192,7 +197,7 @@ def gpt2():
     """GPT-2's tokenizer; ValueError where it can neither be fetched (1.5 MB, once) nor is in a cache."""
     try:
         import tiktoken
-        return tiktoken.get_encoding('gpt2')
+        return watched(functools.partial(tiktoken.get_encoding, 'gpt2'), patience=50)
     except (ImportError, OSError, ValueError) as e:
         raise ValueError(f"cannot get GPT-2's tokenizer ({type(e).__name__}: {str(e)[:60]}...); set "
                          'TIKTOKEN_CACHE_DIR to a folder where tiktoken cached it before, or take another '
@@ -212,21 +217,45 @@ def package(remedy=''):
 @contextlib.contextmanager
 def of_package(what):
     """A ValueError, which begins with `what`, for what the package raises: a plain Exception, or a panic,
-    which is none."""
+    which is none, and writes lines of its own to standard error, past Python."""
+    kept = os.dup(2)
+    with open(os.devnull, 'w') as nowhere:
+        os.dup2(nowhere.fileno(), 2)
     try:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as e:      # noqa: BLE001  it raises nothing narrower
         raise ValueError(f'{what} ({e})') from None
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def growth(step):
+    """How many times as long a text may become by a step of a tokenizer.json that rewrites it, those within
+    the step included."""
+    if not isinstance(step, dict):
+        return 1
+    times = {'ByteLevel': 2}.get(step.get('type'), 1)
+    for text in step.get('content', ''), 'x' + step.get('prepend', ''):
+        times *= max(1, len(text))
+    for part in itertools.chain(*(step.get(name) or [] for name in ('normalizers', 'decoders'))):
+        times *= growth(part)
+    return times
 
 
 @functools.lru_cache(4)
 def subwords(text):
-    """The tokenizer that the text of a tokenizer.json describes; ValueError if it describes none."""
+    """The tokenizer that the text of a tokenizer.json describes; ValueError if it describes none, or one that
+    makes much of little."""
     from_str = package().Tokenizer.from_str
     with of_package('no description of a tokenizer'):
+        frame = json.loads(text)
         found = from_str(text)
+        times = max(growth(frame.get(name)) for name in ('normalizer', 'decoder'))
+    if times > 1000:
+        raise ValueError(f'this tokenizer makes a text up to {times:,} times as long, expected at most 1,000')
     found.encode_special_tokens = True                          # "<s>" in a text is three characters
     found.no_truncation()
     found.no_padding()
@@ -268,7 +297,10 @@ def encode(text, meta):
     if 'json' in meta:
         text = text.encode('utf-8', 'replace').decode()         # here stray bytes are question marks
         with of_package('its tokenizer cannot read this text'):
-            return subwords(meta['json']).encode(text, add_special_tokens=False).ids
+            ids = subwords(meta['json']).encode(text, add_special_tokens=False).ids
+        if max(ids, default=0) >= meta['vocab_size']:
+            raise ValueError(f'its tokenizer makes token {max(ids)} of this text, beyond the vocabulary')
+        return ids
     ids = {unit: i for i, unit in enumerate(units(meta))}
     if kind in FIXED:
         text = text.split()
@@ -447,10 +479,39 @@ def flaw(path, size=None, sha256=None):
             return f'sha256 is {digest}, not {sha256}'
 
 
+STALL = 20      # seconds without a block of BLOCK bytes after which nothing more is waited for
+BLOCK = 1 << 14
+
+
+def watched(work, path='', patience=None):
+    """work(), in a thread of its own -> what it returns. requests.Timeout where it takes so many seconds
+    while the file at path does not grow: to a socket, a server that sends a byte now and then is alive. The
+    thread is then left alone."""
+    import requests
+    future = concurrent.futures.Future()
+
+    def run():
+        try:
+            future.set_result(work())
+        except BaseException as e:      # noqa: BLE001  which is raised where it is waited for
+            future.set_exception(e)
+    threading.Thread(target=run, daemon=True).start()
+    patience = patience or STALL
+    grown = 0
+    while not future.done():
+        before = grown
+        concurrent.futures.wait([future], patience)
+        grown = os.path.getsize(path) if os.path.exists(path) else 0
+        if grown == before and not future.done():
+            raise requests.Timeout(f'nothing came, or little, in {patience} s')
+    return future.result()
+
+
 def download(links, path, size=None, sha256=None, headers=None, look=None):
     """Fetch path from the first of the links that has what is wanted: whole, or ValueError where none has, or
     what came has another size or sha256, or is refused by look(file, link). Where the connection breaks it
-    begins anew, three times. requests honours HTTPS_PROXY."""
+    begins anew, three times; a server that sends nothing any more is not asked again. requests honours
+    HTTPS_PROXY."""
     import requests
     problems = []
     for link in links:
@@ -458,7 +519,7 @@ def download(links, path, size=None, sha256=None, headers=None, look=None):
             time.sleep(attempt / 2)
             try:
                 with whole(path) as temp:
-                    receive(link, temp, headers)
+                    watched(functools.partial(receive, link, temp, headers), temp)
                     wrong = flaw(temp, size, sha256)
                     if wrong:
                         raise ValueError(f'{link}: {wrong}')
@@ -467,6 +528,8 @@ def download(links, path, size=None, sha256=None, headers=None, look=None):
                 return
             except requests.RequestException as e:
                 problem = f'{link}: {type(e).__name__}: {str(e)[:100]}'
+                if isinstance(e, requests.Timeout):
+                    break
             except ValueError as e:
                 problem = str(e)
                 break
@@ -484,7 +547,7 @@ def receive(url, path, headers):
         reply.raise_for_status()
         total = int(reply.headers.get('Content-Length', 0))
         with tqdm(total=total, unit='B', unit_scale=True, disable=None) as bar:
-            for block in reply.iter_content(1 << 16):
+            for block in reply.iter_content(BLOCK):
                 bar.update(f.write(block))
 
 
@@ -591,8 +654,8 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
     folder = place(name, root, wish)
     if find(name) and not like:
         folder = place(name, root)
+    print(f'preparing {folder} ({row["help"]}; tokenizer {kind})', flush=True)
     try:
-        print(f'preparing {folder} ({row["help"]}; tokenizer {kind})', flush=True)
         meta = {key: wish[key] for key in ('tokenizer', 'vocab_size', 'chars', 'json') if key in wish}
         meta['name'] = os.path.basename(folder)
         paths = files_of(name)
@@ -804,21 +867,34 @@ LIMITS = {      # whole numbers: the least they can be, which entry they are bel
     'classes': (2, 'vocab_size', 0), 'source': (1, 'row', 1), 'patch': (1, 'row', 0)}
 
 
+def check_tokens(meta):
+    """ValueError if what meta.json, or the header of a checkpoint, says of tokens lacks something, or
+    contradicts itself."""
+    for key, (low, other, below) in LIMITS.items():
+        high = meta.get(other, 2 ** 32) - below
+        found = meta.get(key)
+        wrong = type(found) is not int or not low <= found <= high              # isinstance would take True
+        if wrong and (key in meta or key == 'vocab_size'):
+            raise ValueError(f'{key} is {found!r:.60}, expected a whole number from {low} to {high}')
+    kind = meta.get('tokenizer')
+    vocab = meta['vocab_size']
+    described = isinstance(kind, str) and isinstance(meta.get('json'), str)
+    if kind not in TOKENIZERS + FIXED and not described:
+        raise ValueError(f'tokenizer {kind!r:.60} is not known')
+    if vocab < {'byte': 256, 'gpt2': 50257}.get(kind, 1):
+        raise ValueError(f'vocab_size is {vocab}, too few for the tokenizer {kind}')
+    chars = meta.get('chars')
+    are_texts = isinstance(chars, list) and all(isinstance(text, str) for text in chars)
+    if kind in ('char', 'words') and not (are_texts and len(chars) == vocab):
+        raise ValueError(f'vocab_size {vocab} is not the number of chars, or these are no texts')
+
+
 def check(meta):
     """ValueError, KeyError or TypeError if a meta.json lacks something, or contradicts itself."""
-    for key in LIMITS.keys() & meta:
-        low, other, below = LIMITS[key]
-        high = meta.get(other, 2 ** 32) - below
-        found = meta[key]
-        if type(found) is not int or not low <= found <= high:                  # isinstance would take True
-            raise ValueError(f'{key} is {found!r}, expected a whole number from {low} to {high}')
-    kind = meta['tokenizer']
+    check_tokens(meta)
     vocab = meta['vocab_size']
-    known_kind = kind in TOKENIZERS + FIXED or isinstance(meta.get('json'), str)
-    if not known_kind or meta['dtype'] not in ('uint8', 'uint16', 'uint32'):
-        raise ValueError(f'tokenizer {kind!r} or dtype {meta["dtype"]!r} is not known')
-    if kind in ('char', 'words') and len(meta['chars']) != vocab:
-        raise ValueError(f'vocab_size {vocab} is not the number of chars')
+    if meta['dtype'] not in ('uint8', 'uint16', 'uint32'):
+        raise ValueError(f'dtype {meta["dtype"]!r:.60} is not known')
     sides = [meta[side] for side in SIDES]
     if 'test' in meta:
         sides.append(meta['test'])
@@ -884,8 +960,8 @@ def for_model(source, meta, name, row, root=None):
     empty, what the model was trained on. Of a text there is more than one row of `row` tokens on either side;
     rows of a task (meta has row) are not longer.
     """
-    name = name or meta.get('args', {}).get('data')
-    if not name:
+    name = name or (meta.get('args') or {}).get('data')
+    if not name or not isinstance(name, str):
         raise ValueError(f'{source} does not say what it was trained on: give --data')
     train, val, data = load(name, root, like=meta['data'])
     if data.get('row', 0) > row:
@@ -896,8 +972,57 @@ def for_model(source, meta, name, row, root=None):
     return train, val, data, name
 
 
-def main(argv=None):
-    """The command line. -> exit code: 0, or 2 after one line on stderr"""
+# ---- how a command ends ------------------------------------------------------------------------------------
+
+def keep_memory():
+    """Tell glibc to keep what is freed (up to 32 MB a piece). It else returns megabytes to the system and
+    takes them again, with a page fault every 4 KB: half the time of a layer at T = 4,096."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):       # no glibc, no need
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-1, 2 ** 31 - 1)               # M_TRIM_THRESHOLD
+        libc.mallopt(-3, 2 ** 25)                   # M_MMAP_THRESHOLD
+
+
+def script(main):
+    """Run a script's main(argv). -> exit code: 0, or for what a user can cause 2 and one line on stderr."""
+    def run(argv=None):
+        keep_memory()
+        for name in 'stdout', 'stderr':
+            if getattr(sys, name) is None:                      # closed: its number is another file's next
+                setattr(sys, name, open(os.devnull, 'w'))       # noqa: SIM115
+            if isinstance(getattr(sys, name), io.TextIOWrapper):
+                getattr(sys, name).reconfigure(errors='replace')        # of an output that knows but ASCII
+        try:
+            try:
+                main(sys.argv[1:] if argv is None else argv)
+            finally:
+                print(end='', flush=True)                       # now, where a closed pipe can be told
+            return 0
+        except KeyboardInterrupt:
+            print('\nstopped', file=sys.stderr)
+            return 130
+        except BrokenPipeError:                                 # who read what is printed has gone: | head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
+        except ModuleNotFoundError as e:
+            said = f'{e}: pip install -r requirements.txt brings it'
+        except (MemoryError, RuntimeError) as e:
+            said = f'this takes more memory than there is: {str(e) or "MemoryError"}'
+            if isinstance(e, RuntimeError) and not re.search('out of memory|allocate memory', said):
+                raise
+        except FileExistsError as e:
+            said = f'{e.filename}: {e.strerror}, where a folder is to be made; give another name'
+        except (ValueError, OSError) as e:
+            said = str(e)
+            if getattr(e, 'filename', None):
+                said = f'{e.filename}: {e.strerror}'
+        print('error:', *said.split(), file=sys.stderr)
+        return 2
+    return run
+
+
+@script
+def main(argv):
     def error(message):                                         # one line, as for every other mistake
         raise ValueError(message)
 
@@ -908,25 +1033,21 @@ def main(argv=None):
                         f'a.en:a.de, or one of {"; ".join(sets)}')
     for flag, about in FLAGS.items():
         parser.add_argument(flag, help=about)
-    try:
-        args = parser.parse_args(argv)
-        name = args.name
-        if args.length:
-            name += f'-{args.length}'
-        if args.patch:
-            name += f'-patch{args.patch}'
-        if name != args.name and not find(name):
-            raise ValueError(f'there is no set {name}; --length is for {having("length")}, --patch for '
-                             f'{having("patch")}; both are whole numbers from 1')
-        if find(name) or not os.path.isdir(name):
-            prepare(name, None, args.tokenizer, args.url, args.file)
-        train, val, meta = load(name, tokenizer=args.tokenizer)
-    except ValueError as e:
-        print(f'error: {e}', file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print('\nstopped', file=sys.stderr)
-        return 130
+    parser.add_argument('--unpacked', type=int, default=tasks.UNPACKED, help='bytes that an archive unpacks '
+                        f'to at most, if not {tasks.UNPACKED:,}')
+    args = parser.parse_args(argv)
+    tasks.UNPACKED = max(1, args.unpacked)
+    name = args.name
+    if args.length:
+        name += f'-{args.length}'
+    if args.patch:
+        name += f'-patch{args.patch}'
+    if name != args.name and not find(name):
+        raise ValueError(f'there is no set {name}; --length is for {having("length")}, --patch for '
+                         f'{having("patch")}; both are whole numbers from 1')
+    if find(name) or not os.path.isdir(name):
+        prepare(name, None, args.tokenizer, args.url, args.file)
+    train, val, meta = load(name, tokenizer=args.tokenizer)
     unit = 'tokens'
     n = 1
     if 'row' in meta:
@@ -936,7 +1057,6 @@ def main(argv=None):
         unit += f' ({meta["test"]["tokens"] // n:,} more to test)'
     print(f'{len(train) // n:,} training and {len(val) // n:,} validation {unit}, vocabulary '
           f'{meta["vocab_size"]:,}')
-    return 0
 
 
 if __name__ == '__main__':

@@ -598,7 +598,7 @@ def limited(f, path, before):
     found = f.read(UNPACKED + 1 - before)
     if before + len(found) > UNPACKED:
         raise ValueError(f'{path} unpacks to more than {UNPACKED:,} bytes, which no set here does; if it is '
-                         'to, raise UNPACKED in data/tasks.py')
+                         'to: python data/prepare.py SET --unpacked=BYTES')
     return found
 
 

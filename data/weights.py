@@ -16,6 +16,7 @@ and next sentences. BERT reads one text: what it adds to each place of a first o
 positions here, what it adds to the second is left out. A ViT's pixels are scaled as preprocessor_config.json
 says, which has to be as published; ViT is not written.
 """
+import contextlib
 import functools
 import json
 import math
@@ -180,7 +181,8 @@ def described(raw):
     project cannot compute exactly, or if an entry lacks or does not fit the others."""
     kind = raw.pop('model_type', None)
     if kind == OURS:
-        raw['data'] = {'tokenizer': 'ids', 'vocab_size': raw.get('vocab_size'), **raw.get('data', {})}
+        if not isinstance(raw.get('data'), dict):
+            raise ValueError(f'data is {raw.get("data")!r:.60}, expected what is said of its tokens')
         return kind, raw
     if kind not in FAMILIES:
         raise ValueError(f'model_type {kind}; known are GPT-2, Llama, BERT and ViT')
@@ -194,7 +196,8 @@ def described(raw):
     config = {'rule': 'softmax', **family.config}
     rope = {}
     for key in 'rope_scaling', 'rope_parameters':           # in older files, in newer ones
-        rope = {**rope, **(raw.get(key) or {})}
+        if raw.get(key) is not None:
+            rope = {**rope, **raw[key]}
         config['rope_scaling'] = scaling_of(rope)
     raw = {**raw, **rope}                                   # in newer files rope_theta is there
     for field, key in family.entries.items():
@@ -229,7 +232,7 @@ def entry(raw, key, usual):
 def scaling_of(rope):
     """The four numbers of Llama 3.1's rope, see model.speeds; of a plain one none. ValueError for others."""
     way = rope.get('rope_type', rope.get('type', 'default'))
-    if way == 'default':
+    if way == 'default' and 'factor' not in rope:
         return []
     if way != 'llama3':
         raise ValueError(f'rope of type {way}, expected default or llama3')
@@ -305,7 +308,7 @@ class Folder:
         if called(name) not in self.where:
             raise ValueError(f'{self.source}: tensor {name} is missing')
         path, stored = self.where[called(name)]
-        with safe_open(path, 'pt') as f:
+        with opened(path, path) as f:
             x = f.get_tensor(stored)
         if shape is None:
             return x
@@ -318,15 +321,22 @@ class Folder:
         return x
 
 
-def names_in(path, name):
-    """The names of the tensors in a safetensors file; name: what a message calls it."""
+@contextlib.contextmanager
+def opened(path, name):
+    """A safetensors file. ValueError for what is none, or broken; name: what a message calls it."""
     if not os.path.isfile(path):
         raise ValueError(f'{name}: missing, or no regular file')
     try:
         with safe_open(path, 'pt') as f:
-            return list(f.keys())
-    except (SafetensorError, OSError) as e:
+            yield f
+    except (SafetensorError, OSError, RuntimeError) as e:
         raise ValueError(f'{name}: not a whole safetensors file ({e})') from None
+
+
+def names_in(path, name):
+    """The names of the tensors in a safetensors file; name: what a message calls it."""
+    with opened(path, name) as f:
+        return list(f.keys())
 
 
 def called(name):
@@ -411,13 +421,14 @@ def to_folder(folder, tensors, config, data):
         if 'source' in data:
             known += ['source', 'row']
         raw = {'model_type': OURS, 'data': {key: data[key] for key in known if key in data}, **config}
-    replace(os.path.join(folder, 'model.safetensors'), tensors, {'format': 'pt'})
+    notes = {'format': 'pt', 'meta': '{"exported": true}'}
+    replace(os.path.join(folder, 'model.safetensors'), tensors, notes)
     prepare.write_json(os.path.join(folder, 'config.json'), raw)
-    for name in INDEX, TOKENIZER:           # of another model that was there
-        if os.path.exists(os.path.join(folder, name)):
-            os.remove(os.path.join(folder, name))
+    tokenizer = os.path.join(folder, TOKENIZER)
+    if os.path.exists(tokenizer):           # of the model that was there
+        os.remove(tokenizer)
     if 'json' in data:
-        prepare.write(os.path.join(folder, TOKENIZER), [data['json'].encode()])
+        prepare.write(tokenizer, [data['json'].encode()])
 
 
 def published(kind, config):
@@ -503,10 +514,14 @@ def get(base, folder, file):
     if os.path.exists(path):
         return True
     headers = {}
-    if os.environ.get('HF_TOKEN'):
-        headers['Authorization'] = f'Bearer {os.environ["HF_TOKEN"]}'
+    token = os.environ.get('HF_TOKEN')
+    if token:
+        headers['Authorization'] = f'Bearer {token}'
+        if not (token.isascii() and token.isprintable()):
+            raise ValueError('HF_TOKEN has characters that no token has; set it anew, or unset it')
     try:
-        reply = requests.head(url, headers=headers, timeout=(10, 30))
+        asked = functools.partial(requests.head, url, headers=headers, timeout=(10, 30))
+        reply = prepare.watched(asked)
     except requests.RequestException as e:
         raise ValueError(f'{url}: {type(e).__name__} (no file or folder here has that name, so the hub was '
                          f'asked); or put the file at {path} by hand') from None
