@@ -2102,6 +2102,15 @@ def test_kinds_of_files_of_your_own_share_no_folder(tmp_path, monkeypatch):
         put(tmp_path, name, content)
     assert len({prepare.place(name) for name in ('a.txt', 'a.tsv', 'a:b', 'b:a')}) == 4
 
+def test_sources_of_users_are_rows_as_those_of_a_set_are():
+    meta = dict(tokenizer='byte', vocab_size=257, pad=256, source=8)
+    rows = prepare.source_rows([' two ', 'h\u00e4t'], meta)
+    assert rows.tolist() == [[*b'two', 256], [*'h\u00e4t'.encode()]]
+    assert prepare.source_rows(['12345678'], meta).shape == (1, 8)
+    for text, count in ('123456789', 9), (' ', 0):
+        with pytest.raises(ValueError, match=f'text 2 has {count} tokens, expected 1 to 8'):
+            prepare.source_rows(['two', text], meta)
+
 def test_a_text_is_prepared_in_tokens_that_say_it_again_or_in_those_of_another(text, characters, tmp_path):
     """As a model needs it: bytes, or characters by its own table, beside what the text itself would make."""
     assert prepare.load(text)[2]['tokenizer'] == 'byte'
