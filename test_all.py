@@ -2508,6 +2508,15 @@ def test_kinds_of_files_of_your_own_share_no_folder(tmp_path, monkeypatch):
         put(tmp_path, name, content)
     assert len({prepare.place(name) for name in ('a.txt', 'a.tsv', 'a:b', 'b:a')}) == 4
 
+def test_sources_of_users_are_rows_as_those_of_a_set_are():
+    meta = dict(tokenizer='byte', vocab_size=257, pad=256, source=8)
+    rows = prepare.source_rows([' two ', 'h\u00e4t'], meta)
+    assert rows.tolist() == [[*b'two', 256], [*'h\u00e4t'.encode()]]
+    assert prepare.source_rows(['12345678'], meta).shape == (1, 8)
+    for text, count in ('123456789', 9), (' ', 0):
+        with pytest.raises(ValueError, match=f'text 2 has {count} tokens, expected 1 to 8'):
+            prepare.source_rows(['two', text], meta)
+
 def test_a_text_is_prepared_in_tokens_that_say_it_again_or_in_those_of_another(text, characters, tmp_path):
     """As a model needs it: bytes, or characters by its own table, beside what the text itself would make."""
     assert prepare.load(text)[2]['tokenizer'] == 'byte'
@@ -4492,38 +4501,46 @@ def turned(x, config):
     return torch.cat([y.real, y.imag], -1)
 
 @contextlib.contextmanager
-def served(contents, at='', fault=None, times=99, token=None):
-    """A server of contents by path -> its address, and the paths that were asked for. Those that end in `at`
-    meet a fault so many times: a status, 'cut', or a function of the content."""
-    asked = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def log_message(self, *_):
+def served(answer):
+    """The address of a server that answers with answer(request, body: bool)."""
+    class Server(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *args):
             pass
 
+        def do_HEAD(self):
+            answer(self, False)
+
         def do_GET(self):
-            asked.append(self.path)
-            bad = fault if self.path.endswith(at) and len(asked) <= times else None
-            content = sent = contents.get(self.path)
-            if content is None or isinstance(bad, int):
-                return self.send_error(bad or 404)
-            if token and self.headers.get('Authorization') != f'Bearer {token}':
-                return self.send_error(401)
-            if callable(bad):
-                sent = bad(content)
-            self.send_response(200)
-            if self.path.endswith('model.safetensors'):         # of parts a hub promises nothing
-                self.send_header('X-Linked-Etag', f'"{hashlib.sha256(content).hexdigest()}"')
-                self.send_header('X-Linked-Size', str(len(content)))
-            self.send_header('Content-Length', str(len(sent)))
-            self.end_headers()
-            if self.command == 'GET':
-                self.wfile.write(sent[:5] if bad == 'cut' else sent)
-        do_HEAD = do_GET
-    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as server:
+            answer(self, True)
+    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Server) as server:
         threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
-        yield f'http://127.0.0.1:{server.server_port}', asked
+        yield f'http://127.0.0.1:{server.server_port}'
         server.shutdown()
+
+def sending(contents, at='', fault=None, times=99, token=None):
+    """-> how a server of contents by path answers, and the list of paths it was asked for. Those that end in
+    `at` meet a fault so many times: a status, 'cut', or a function of the content."""
+    asked = []
+
+    def answer(request, body):
+        asked.append(request.path)
+        bad = fault if request.path.endswith(at) and len(asked) <= times else None
+        content = sent = contents.get(request.path)
+        if content is None or isinstance(bad, int):
+            return request.send_error(bad or 404)
+        if token and request.headers.get('Authorization') != f'Bearer {token}':
+            return request.send_error(401)
+        if callable(bad):
+            sent = bad(content)
+        request.send_response(200)
+        if request.path.endswith('model.safetensors'):          # of parts a hub promises nothing
+            request.send_header('X-Linked-Etag', f'"{hashlib.sha256(content).hexdigest()}"')
+            request.send_header('X-Linked-Size', str(len(content)))
+        request.send_header('Content-Length', str(len(sent)))
+        request.end_headers()
+        if body:
+            request.wfile.write(sent[:5] if bad == 'cut' else sent)
+    return answer, asked
 
 def page(_):
     return b'<html>sign in</html>'
@@ -4539,7 +4556,8 @@ def test_downloads_end_whole_or_not_at_all(name, fault, times, hits, tmp_path, m
     bodies = PUBLISHED[name]
     known = {base: hashlib.sha256(body).hexdigest() for base, body in bodies.items()}
     monkeypatch.setattr(prepare.time, 'sleep', lambda s: None)
-    with served({'/' + base: body for base, body in bodies.items()}, '', fault, times) as (address, asked):
+    answer, asked = sending({'/' + base: body for base, body in bodies.items()}, '', fault, times)
+    with served(answer) as address:
         row = {**prepare.DATASETS[name], 'files': known, 'urls': [address]}
         monkeypatch.setitem(prepare.DATASETS, name, row)
         if times < 99:
@@ -4587,7 +4605,7 @@ def test_the_hub_is_read_over_http(tmp_path, monkeypatch):
     for mode, (repo, at, fault, why, kept) in SENT.items():
         root = tmp_path / mode
         fetch = partial(files.hub, f'me/{repo}', 'main', str(root))
-        with served(contents, at, fault, token='secret') as (address, _):
+        with served(sending(contents, at, fault, token='secret')[0]) as address:
             monkeypatch.setenv('HF_ENDPOINT', address)
             if why:
                 with pytest.raises(ValueError, match=why) as e:
@@ -4597,7 +4615,7 @@ def test_the_hub_is_read_over_http(tmp_path, monkeypatch):
                 near(load(fetch())[0].eval()(tokens)[0], logits(tokens), 1e-5)
             assert sorted(path.name for path in root.rglob('*.*')) == kept, mode
         if repo != 'no':
-            with served(contents, token='secret') as (address, _):
+            with served(sending(contents, token='secret')[0]) as address:
                 monkeypatch.setenv('HF_ENDPOINT', address)
                 assert set(os.listdir(fetch())) == set(os.listdir(source / 'me' / repo))
 
