@@ -1781,7 +1781,7 @@ ROWS = [
                'gated_delta': '--rule=gated_delta', 'delta': '--rule=delta',
                'delta, beta to 2': '--rule=delta --beta_max=2', 'delta, n = 2': '--rule=delta --writes=2',
                'delta, beta to 2, n = 2': '--rule=delta --beta_max=2 --writes=2'},
-        ways={'parity': Way('group:Z2', f'{TRACKER} --n_layer=2', 400),
+        ways={'parity': Way('group:Z2', f'{TRACKER} --n_layer=2', 800),
               'S3': Way('group:S3', f'{TRACKER} --n_layer=1', 1000),
               'S3, 2 layers': Way('group:S3', f'{TRACKER} --n_layer=2', 1000, full=True),
               'A5': Way('group:A5', f'{TRACKER} --n_layer=1', 1000, full=True)},
