@@ -1779,8 +1779,8 @@ ROWS = [
         tracking, 'seeds steps only',
         lines={'softmax': '--rule=softmax', 'sum': '--rule=sum', 'mamba2': '--rule=mamba2',
                'gated_delta': '--rule=gated_delta', 'delta': '--rule=delta',
-               'delta, beta to 2': '--rule=delta --beta_max=2', 'delta, n = 2': '--rule=delta --writes=2',
-               'delta, beta to 2, n = 2': '--rule=delta --beta_max=2 --writes=2'},
+               'delta beta<2': '--rule=delta --beta_max=2', 'delta n=2': '--rule=delta --writes=2',
+               'delta beta<2 n=2': '--rule=delta --beta_max=2 --writes=2'},
         ways={'parity': Way('group:Z2', f'{TRACKER} --n_layer=2', 800),
               'S3': Way('group:S3', f'{TRACKER} --n_layer=1', 1000),
               'S3, 2 layers': Way('group:S3', f'{TRACKER} --n_layer=2', 1000, full=True),
@@ -1791,9 +1791,9 @@ ROWS = [
         source='Grazzi 2024, parity: beta up to 1 fails, up to 2 solves it; Siems 2025, S3 by one layer: '
                'only by beta up to 2 and n = 2; by two layers n = 1 can in theory',
         paper={'mamba2': {'parity': 'no', 'S3': 'no'}, 'gated_delta': {'parity': 'no', 'S3': 'no'},
-               'delta': {'parity': 'no', 'S3': 'no'}, 'delta, n = 2': {'parity': 'no', 'S3': 'no'},
-               'delta, beta to 2': {'parity': 'yes', 'S3': 'no'},
-               'delta, beta to 2, n = 2': {'parity': 'yes', 'S3': 'yes'}}),
+               'delta': {'parity': 'no', 'S3': 'no'}, 'delta n=2': {'parity': 'no', 'S3': 'no'},
+               'delta beta<2': {'parity': 'yes', 'S3': 'no'},
+               'delta beta<2 n=2': {'parity': 'yes', 'S3': 'yes'}}),
     Suite(
         'lra', 'encoders on tasks of the Long Range Arena (Tay 2021) and stand-ins for them', runs,
         'data seeds steps only', {'steps': 60, 'only': 'softmax,hedgehog,elu'},
