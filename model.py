@@ -152,8 +152,11 @@ class Config:
         yield self.writes > 1 and not erases, (
             f'--writes={self.writes} with --rule={self.rule}: it erases nothing, so several writes are one '
             'sum; take delta, gated_delta, kda or gdn2')
-        yield self.writes > 1 and (self.encoder or not self.causal or self.pos == 'rope'), (
-            f'--writes={self.writes} is for a text that is read step by step, and without --pos=rope')
+        yield self.writes > 1 and (self.encoder or not self.causal), (
+            f'--writes={self.writes} with --encoder={self.encoder} --causal={self.causal}: it is for a text that '
+            'is read step by step; leave it out')
+        yield self.writes > 1 and self.pos == 'rope', (
+            f'--writes={self.writes} with --pos=rope: a place has several keys; take another --pos')
         yield kept and not self.cache and not over, '--cache=0: at least 1 row, or --overflow takes them all'
         yield 'sink' in kept and self.sinks >= max(1, self.cache), (
             f'--sinks={self.sinks}: fewer than --cache={self.cache}, or no new row is kept')

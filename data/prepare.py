@@ -187,7 +187,8 @@ def row_of(name, like=None):
             kind = 'told'
     row = find(name)
     if name.startswith('group:') and not row:
-        raise ValueError(f'{name}: no such group; there are {", ".join(tasks.GROUPS)}')
+        raise ValueError(f'{name}: no such group; there are {", ".join(tasks.GROUPS)}, and with rows of another '
+                         'length group:S3-256')
     return row or {'own': kind, **OWN[kind]}
 
 

@@ -120,6 +120,8 @@ def group(rows, rng, vocab, training, length, elements):
     their products so far; of Z2, that is parity. One element is all that has to be remembered, whatever the
     length, but each input may change it. Rows of 40 have products of 1 to 40 elements, to learn from; those
     of group:S3-256 are to be asked whether what was learned goes on."""
+    if rows * length > 2 ** 26:                                 # 1 GB of inputs and targets
+        raise ValueError(f'{rows:,} rows of {length:,} tokens are too much; take at most {2 ** 26 // rows:,}')
     place = {p: i for i, p in enumerate(elements)}
     product = np.array([[place[tuple(p[i] for i in q)] for q in elements] for p in elements])
     x = rng.integers(0, vocab, (rows, length))

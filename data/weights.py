@@ -22,6 +22,7 @@ import json
 import math
 import os
 import re
+import tempfile
 from typing import NamedTuple
 
 import torch
@@ -405,7 +406,8 @@ def is_gpt2(raw):
 def to_folder(folder, tensors, config, data):
     """Tensors in our names -> model.safetensors and config.json: as the hub keeps GPT-2, Llama or BERT, if
     that is what they are (softmax in every layer); else in our own names, with our config and data, what a
-    checkpoint says of the tokens. And tokenizer.json, if data has it."""
+    checkpoint says of the tokens. And tokenizer.json, if data has it. All are made beside the folder's files,
+    and take their places together: config.json goes first and comes last, so no two models are mixed."""
     kind = family_of(config)
     if kind:
         raw = published(kind, config)
@@ -422,13 +424,18 @@ def to_folder(folder, tensors, config, data):
             known += ['source', 'row']
         raw = {'model_type': OURS, 'data': {key: data[key] for key in known if key in data}, **config}
     notes = {'format': 'pt', 'meta': '{"exported": true}'}
-    replace(os.path.join(folder, 'model.safetensors'), tensors, notes)
-    prepare.write_json(os.path.join(folder, 'config.json'), raw)
-    tokenizer = os.path.join(folder, TOKENIZER)
-    if os.path.exists(tokenizer):           # of the model that was there
-        os.remove(tokenizer)
-    if 'json' in data:
-        prepare.write(tokenizer, [data['json'].encode()])
+    os.makedirs(folder, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        replace(os.path.join(made, 'model.safetensors'), tensors, notes)
+        if 'json' in data:
+            prepare.write(os.path.join(made, TOKENIZER), [data['json'].encode()])
+        prepare.write_json(os.path.join(made, 'config.json'), raw)
+        for name in 'config.json', TOKENIZER:           # of the model that was there
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(os.path.join(folder, name))
+        for name in 'model.safetensors', TOKENIZER, 'config.json':
+            if name in os.listdir(made):
+                os.replace(os.path.join(made, name), os.path.join(folder, name))
 
 
 def published(kind, config):
