@@ -426,6 +426,11 @@ def seeds(args):
     return range(args.seed, args.seed + args.seeds)
 
 
+def of_seeds(args, suite, way, form):
+    """The runs of one line in one way."""
+    return [a_line(args, suite, way, form, seed) for seed in seeds(args)]
+
+
 def over_seeds(found, key, *beside):
     """Columns of a table: the median of the runs of a line, its range, what it took, medians of other keys of
     those that have them."""
@@ -450,7 +455,7 @@ def runs(args, suite):
     """The table of a suite of commands: each line in each way, a run a seed."""
     for name, way in ways_of(args, suite).items():
         for form in dict.fromkeys(suite.always) | only(args, suite.lines):
-            found = [a_line(args, suite, way, form, seed) for seed in seeds(args)]
+            found = of_seeds(args, suite, way, form)
             yield a_row(suite, form, name, found)
 
 
@@ -536,7 +541,7 @@ def mqar(args, suite):
                 for rate in chosen(args, RATES[1:2], RATES)]
         first = [a_line(args, suite, way, form, args.seed)['accuracy'] for way in ways]
         best = ways[first.index(max(first))]
-        found = [a_line(args, suite, best, form, seed) for seed in seeds(args)]
+        found = of_seeds(args, suite, best, form)
         yield {'width': width, **a_row(suite, form, '', found)}
 
 
@@ -560,7 +565,7 @@ def tracking(args, suite):
     for name, way in ways_of(args, suite).items():
         rows = []
         for form in only(args, suite.lines):
-            found = [a_line(args, suite, way, form, seed) for seed in seeds(args)]
+            found = of_seeds(args, suite, way, form)
             rows.append(a_row(suite, form, name, found))
             for i, right in enumerate(zip(*[f['right'] for f in found])):
                 yield {'form': form, 'part': 'curve', 'length': i + 1, name: statistics.median(right)}
@@ -1261,7 +1266,8 @@ def over_lengths(args, suite):
     """Time and memory of attention and of every line, (args, T) -> a function, over T. A line that does not
     work is named, and left out from there on."""
     T = max(args.lengths)
-    need = 6 * args.batch * args.heads * T * args.head_dim * args.dtype.itemsize        # q, k, v, what comes of them
+    numbers_each = args.batch * args.heads * T * args.head_dim
+    need = 6 * numbers_each * args.dtype.itemsize           # of q, k, v, and of what comes of them
     refuse([beyond_memory(need, f'--lengths={T} --batch={args.batch} --heads={args.heads}: so many steps')])
     n = 8192 if args.device.type == 'cuda' else 1024
     a = torch.randn(n, n, device=args.device, dtype=args.dtype)

@@ -799,8 +799,8 @@ def cannot_teach(args, config):
     keeps = {RULES[rule].keeps for rule in config.all_rules()}
     yield keeps - {None, 'all'}, f'{args.from_}: its layers keep few rows, {rules}; a teacher keeps all'
     yield config.writes > 1, (
-        f'{args.from_}: trained with --writes={config.writes}; what its softmax layers become writes once a token: '
-        'give a model without')
+        f'{args.from_}: trained with --writes={config.writes}; what its softmax layers become writes once a '
+        'token: give a model without')
     yield 'all' not in keeps, (
         f'{args.from_}: has no softmax layers, only {rules}; python train.py --rule=softmax makes a teacher')
     for name, folder in ('out', args.out), ('export', args.export):

@@ -153,8 +153,8 @@ class Config:
             f'--writes={self.writes} with --rule={self.rule}: it erases nothing, so several writes are one '
             'sum; take delta, gated_delta, kda or gdn2')
         yield self.writes > 1 and (self.encoder or not self.causal), (
-            f'--writes={self.writes} with --encoder={self.encoder} --causal={self.causal}: it is for a text that '
-            'is read step by step; leave it out')
+            f'--writes={self.writes} with --encoder={self.encoder} --causal={self.causal}: it is for a text '
+            'that is read step by step; leave it out')
         yield self.writes > 1 and self.pos == 'rope', (
             f'--writes={self.writes} with --pos=rope: a place has several keys; take another --pos')
         yield kept and not self.cache and not over, '--cache=0: at least 1 row, or --overflow takes them all'
@@ -523,7 +523,7 @@ class FastWeights(nn.Module):
 
     def writes(self, x, k, v, t=0):
         """The writer: what the recurrence takes of the text that is written. x (B, T, n_embd), k, v
-        (B, H, T, head_dim) -> dict of k (B, H, T, K), v, and those of write, erase, log_f, log_z there are"""
+        (B, H, T, n head_dim) -> dict of k (B, H, n T, K), v (B, H, n T, V), and those gates that there are"""
         features = self.phi(each_write(wide(k), self.n), 'k', t)
         return {'k': self.normaliser(features), 'v': each_write(v, self.n), **self.gates(x)}
 
@@ -1361,8 +1361,9 @@ KINDS = {'made_with': 'a state', 'config': 'a model', 'made_from': STAGE, 'expor
 
 def kind_of(meta):
     """What a file of ours with this metadata holds."""
-    for key in KINDS.keys() & meta:
-        return KINDS[key]
+    for key, kind in KINDS.items():
+        if key in meta:
+            return kind
     return 'something else'
 
 

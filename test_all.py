@@ -1041,7 +1041,8 @@ def test_a_rule_with_a_form_of_its_own_is_computed_by_it(text, tmp_path, capsys,
             user.use(pick_forms(impl))
     by_step = '--rule=loud: its form goes step by step'
     for flags, why in ((dict(rule='loud', causal=False, classes=2), by_step),
-                       (dict(rule='loud', **encoder), by_step), (dict(cross='loud', **encoder), '--cross=loud'),
+                       (dict(rule='loud', **encoder), by_step),
+                       (dict(cross='loud', **encoder), '--cross=loud'),
                        (dict(rule='window', overflow='loud'), '--overflow=loud: choose')):
         with pytest.raises(ValueError, match=why):
             GPT(Config(**flags))
@@ -1192,7 +1193,8 @@ def test_through_tells_what_forward_computes(flags):
         last = seen.block(seen.x, None, seen.there)[0]
     near(m.norm(last), m.hidden(tokens)[0])
 
-@pytest.mark.parametrize('rule, phi, norm', [('softmax', '', ''), ('sum', 'hedgehog', ''), ('gated', 'elu', ''),
+@pytest.mark.parametrize('rule, phi, norm', [('softmax', '', ''), ('sum', 'hedgehog', ''),
+                                             ('gated', 'elu', ''),
                                              ('retention', 'elu', 'attn')])
 def test_weights_of_attention_are_those_that_make_the_output(rule, phi, norm):
     """Of softmax and of rules that read means: they sum to 1, and times v they are the output."""
@@ -1264,7 +1266,8 @@ def listener():
     dict(rule='delta'), dict(rule='decay', pos='learned'), dict(rule='gated', pos='rope'),
     dict(rule='tova', cache=5), dict(rule='delta', norm='attn', phi='elu'), dict(rule='softmax'),
     dict(rule='window', cache=5, overflow='sum:hedgehog'), dict(phi='favor'),
-    dict(layers='delta,softmax', n_kv_head=1), dict(encoder=1, source=4, pad=9), dict(rule='softmax', conv=0)],
+    dict(layers='delta,softmax', n_kv_head=1), dict(encoder=1, source=4, pad=9),
+    dict(rule='softmax', conv=0)],
     ids=str)
 def test_recorded_steps_equal_the_model(flags, monkeypatch):
     """They write over a state of their own: where they began stays as it is. A torch without its static
@@ -1495,7 +1498,8 @@ def places(text, characters, threes, turned_around, few_words, a_model, tmp_path
     models['READER'] = a_model('--causal=false', data=threes)
     models['TRANSLATOR'] = a_model('--encoder=1', '--rule=softmax', data=turned_around)
     models.update({pos.upper(): a_model('--rule=softmax', f'--pos={pos}') for pos in ('rope', 'learned')})
-    return dict(models, TEXT=text, CHARS=characters, THREES=threes, PAIRS=turned_around, SCRAP=put(mine, 'a', 'few words\n' * 3),
+    return dict(models, TEXT=text, CHARS=characters, THREES=threes, PAIRS=turned_around,
+                SCRAP=put(mine, 'a', 'few words\n' * 3),
                 WORDS=few_words, FEW_WORDS=put(mine, 'b', 'a b c d\n' * 999),
                 FOLDER=os.path.dirname(models['SOFTMAX']),
                 TALKER=a_model('--rule=softmax', data=characters))
@@ -1528,7 +1532,8 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression
         '--tokenizer=bpe:65537': '257 to 65,536', '--tokenizer=bpe:many': '257 to 65,536',
         '--tokenizer=json': '257 to 65,536', ENCODER + '--rule=tova': 'step by step',
         ENCODER + '--rule=delta --norm=attn': 'keys so far', '--causal=false --data=recall': 'classes',
-        '--encoder=1 --data=recall': 'such as multi30k', '--data=PAIRS --encoder=1 --cross=tova': 'choose from',
+        '--encoder=1 --data=recall': 'such as multi30k',
+        '--data=PAIRS --encoder=1 --cross=tova': 'choose from',
         '--data=PAIRS --encoder=1 --causal=false': '--causal=false',
         '--data=PAIRS --encoder=1 --rule=delta --norm=attn --phi=elu': 'keys so far'},
     sample: {
@@ -1544,10 +1549,13 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression
         '--source=a': 'knows no pairs', '--init=none.safetensors': 'no such file', '--threads=999': 'cores',
         '--init=TALKER --prompt=\u20ac': '\u20ac', '--prompt=@nofile': 'nofile',
         '--init=GATED_DELTA --rule=tova': 'no softmax layers, only gated_delta',
-        '--init=READER --prompt="1 2 3 4 1 2 3 4"': 'at most 7', '--init=READER --tokens=9': '--tokens means nothing',
-        '--init=READER --beam=9': '--beam means nothing', '--init=READER --save_state=9': '--save_state means n',
+        '--init=READER --prompt="1 2 3 4 1 2 3 4"': 'at most 7',
+        '--init=READER --tokens=9': '--tokens means nothing',
+        '--init=READER --beam=9': '--beam means nothing',
+        '--init=READER --save_state=9': '--save_state means n',
         '--init=TRANSLATOR --source="1 2 3 4 5 6 7"': '7', '--init=TRANSLATOR --source=x': 'no token',
-        '--init=TRANSLATOR --source="1 2\n\n3"': 'text 2 has 0', '--init=TRANSLATOR --prompt=1': 'give --source',
+        '--init=TRANSLATOR --source="1 2\n\n3"': 'text 2 has 0',
+        '--init=TRANSLATOR --prompt=1': 'give --source',
         '--init=TRANSLATOR --source=1 --load_state=FOLDER': 'nothing else'},
     convert: {
         '--from=GATED_DELTA': 'no softmax layers', '--rule=delta --distil=ce': 'none: take mse',
@@ -1555,7 +1563,8 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression
         '--data=CHARS': 'tokens', '--phi=t2r --fold': '--fold',
         '--lora=2 --lora_of=q,qk': 'choose from q, k, v, o', '--from=WINDOW': 'keep few rows',
         '--out=': '--out', '--out=FOLDER': 'there lies the teacher', '--rule=softmax': 'would change',
-        '--recipe=hybrid --cache=16': 'never leave', '--row=17': 'rows of 16', '--from=FOLDER': 'give the file',
+        '--recipe=hybrid --cache=16': 'never leave', '--row=17': 'rows of 16',
+        '--from=FOLDER': 'give the file',
         '--export=TEXT': 'File exists', '--from=model.bin': 'pickled', '--from=a/b/c': 'no such file',
         '--from=no.safetensors': 'no such', '--from=TRANSLATOR --swap=decoder': 'choose from self'},
     bench: {
@@ -1581,7 +1590,8 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression
         'WORDS:no.de': "no data set or file 'no.de'", 'no.de:WORDS': "no data set or file 'no.de'",
         'WORDS --tokeniser=byte': 'unrecognized', '': 'required'}}
 
-@pytest.mark.parametrize('script, flags', [(script, flags) for script in REFUSED for flags in REFUSED[script]],
+@pytest.mark.parametrize('script, flags', [(script, flags) for script in REFUSED
+                                           for flags in REFUSED[script]],
                          ids=lambda x: x if isinstance(x, str) else x.__name__)
 def test_what_cannot_be_is_refused_in_one_line(script, flags, places, tmp_path, monkeypatch, capsys):
     given = shlex.split(flags)
@@ -1933,7 +1943,8 @@ def test_a_folder_is_of_one_run_whose_files_can_be_written(a_model, text, tmp_pa
 def test_what_a_file_says_of_its_data_is_so_of_its_model(change, a_model, tmp_path):
     tensors, meta = model_py.read(a_model('--rule=delta'))
     path = str(tmp_path / 'x.safetensors')
-    for more, holds in ({}, contextlib.nullcontext()), (change, pytest.raises(ValueError, match='of its data')):
+    contradicts = pytest.raises(ValueError, match='of its data')
+    for more, holds in ({}, contextlib.nullcontext()), (change, contradicts):
         model_py.write(path, tensors, {**meta, 'data': {**meta['data'], **more}})
         with holds:
             load(path)
@@ -2703,7 +2714,8 @@ SMALL_ENCODER = '--causal=false --n_layer=1 --n_head=2 --n_embd=16 --device=cpu 
 
 @pytest.mark.parametrize('flags', ['--rule=sum', '--rule=softmax --pool=first', '--rule=gated_delta'])
 def test_an_encoder_learns_classes_says_them_and_is_converted(flags, threes, tmp_path, capsys):
-    learn = f'--data={threes}', f'--out={tmp_path}', '--steps=30', '--lr=1e-2', '--batch_size=32', *SMALL_ENCODER
+    learn = (f'--data={threes}', f'--out={tmp_path}', '--steps=30', '--lr=1e-2', '--batch_size=32',
+             *SMALL_ENCODER)
     assert train.main([*flags.split(), *learn]) == 0
     path = tmp_path / 'ckpt.safetensors'
     model = load(path)[0].eval()
@@ -2717,7 +2729,8 @@ def test_an_encoder_learns_classes_says_them_and_is_converted(flags, threes, tmp
     assert written(capsys, f'--init={path}', '--prompt=1 2 3 4')[0].splitlines() == said
     if 'softmax' in flags:
         for recipe in 'pure', 'hedgehog', 't2r':
-            found = converted(path, tmp_path / 'rnn', f'--recipe={recipe}', '--controls=false', '--batch_size=16')
+            found = converted(path, tmp_path / 'rnn', f'--recipe={recipe}', '--controls=false',
+                              '--batch_size=16')
             teacher, *_, last = found['table']
             assert last['recovered'] == pytest.approx(last['accuracy'] / teacher['accuracy'])
 
@@ -3196,7 +3209,7 @@ def test_two_processes_train_like_one(text, tmp_path, capfd):
 
     def figures(name):
         rows = [row for row in log(tmp_path / name) if row.get('rule') != 'carried']
-        return [(row['step'], *(row.get(key, 0) for key in ('loss', 'val_loss'))) for row in rows if 'step' in row]
+        return [(row['step'], row.get('loss', 0), row.get('val_loss', 0)) for row in rows if 'step' in row]
     assert figures('2') == [pytest.approx(row, abs=1e-6) for row in figures('1')]
     assert {step for step, loss, _ in figures('2') if loss} == {1, 2, 3, 4, 5, 6, 7}
     (a, meta), (b, _) = (model_py.read(tmp_path / x / 'ckpt.safetensors') for x in '12')
@@ -4023,7 +4036,8 @@ def test_bench_judges_stories_by_what_the_full_model_makes_of_them(a_model, tmp_
 def test_bench_transfers_maps_to_another_text(a_model, text, tmp_path, in_process):
     """A map learns on the text that its form names; divergences are those of convert.json on the same row."""
     path = a_model('--rule=softmax', '--pos=rope', steps=40)
-    other = put(tmp_path, 'other.txt', ''.join(f'{i ** 3} of the lazy dogs jump over the fox\n' for i in range(200)))
+    lines = [f'{i ** 3} of the lazy dogs jump over the fox\n' for i in range(200)]
+    other = put(tmp_path, 'other.txt', ''.join(lines))
     run = 'transfer', f'--init={path}', '--steps=2'
     only = '--only=hedgehog,hedgehog other,hedgehog random,elu'
     rows = ran(tmp_path / 'out', *run, f'--data={other}', only)
@@ -4566,7 +4580,8 @@ def backwards(content):
     return content[::-1]
 
 @pytest.mark.parametrize('fault, times, hits', [
-    (None, 0, 1), ('cut', 1, 2), (503, 1, 2), ('cut', 99, 4), (404, 99, 4), (backwards, 99, 1), (page, 99, 1)])
+    (None, 0, 1), ('cut', 1, 2), (503, 1, 2), ('cut', 99, 4), (404, 99, 4), (backwards, 99, 1),
+    (page, 99, 1)])
 @pytest.mark.parametrize('name', ['polarity', 'trec'])
 def test_downloads_end_whole_or_not_at_all(name, fault, times, hits, tmp_path, monkeypatch):
     """One file or several, from a server that cuts, lies, fails, sends web pages. Nothing wrong is left."""

@@ -187,8 +187,8 @@ def row_of(name, like=None):
             kind = 'told'
     row = find(name)
     if name.startswith('group:') and not row:
-        raise ValueError(f'{name}: no such group; there are {", ".join(tasks.GROUPS)}, and with rows of another '
-                         'length group:S3-256')
+        raise ValueError(f'{name}: no such group; there are {", ".join(tasks.GROUPS)}, and with rows of '
+                         'another length group:S3-256')
     return row or {'own': kind, **OWN[kind]}
 
 
@@ -308,8 +308,15 @@ def encode(text, meta):
     unknown = sorted(set(text) - set(ids))
     if unknown:
         words = ' or '.join(repr(u[:20]) for u in unknown[:10])
-        raise ValueError(f'there is no token for {words}{meta.get("missing", "")}')
+        raise ValueError(f'there is no token for {words}{remedy(meta)}')
     return [ids[unit] for unit in text]
+
+
+def remedy(meta):
+    """What a message says where tokens stand for no text, as a model's tokenizer was not there."""
+    if 'missing' in meta:
+        return f'; {meta["missing"]} is missing: put it there, and texts can be read'
+    return ''
 
 
 def ends(meta):
@@ -649,7 +656,7 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
         possible = kind == choices
     if not possible:
         raise ValueError(f'{name} is not in the tokens wanted, {kind}: it can be in {choices} (ids are '
-                         f'numbers of which no text is known here){wish.get("missing", "")}')
+                         f'numbers of which no text is known here){remedy(wish)}')
     if (url and 'files' not in row) or (file and not {'files', 'text'} & set(row)):
         raise ValueError(f'--url and --file mean nothing for {name}: it is not fetched')
     folder = place(name, root, wish)

@@ -383,7 +383,7 @@ def tokenizer_of(folder, vocab):
     if vocab == 50257 and (not there or parsed(path, path, is_gpt2)):
         return {'tokenizer': 'gpt2'}
     if not there:
-        return {'tokenizer': 'ids', 'missing': f'; {path} is missing: put it there, and texts can be read'}
+        return {'tokenizer': 'ids', 'missing': path}
     prepare.package()                                       # not here: the file is not to blame
     try:
         text = json.dumps(json.loads(prepare.read(path)), ensure_ascii=False, separators=(',', ':'))
