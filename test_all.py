@@ -2923,6 +2923,20 @@ def test_muon_moves_a_matrix_in_all_directions_alike_and_adamw_the_rest():
         values = torch.linalg.svdvals(change / (1e-2 * train.MUON * max(1, rows / columns) ** .5))
         assert values.max() < 1.3 and values.median() > .6, name
 
+@pytest.mark.parametrize('shape', [(24, 8), (8, 8), (8, 24)])
+def test_muon_is_torchs_but_for_the_rounding_of_its_products(shape):
+    """torch.optim.Muon computes in bfloat16, so its steps differ by some percent."""
+    torch.manual_seed(0)
+    start = torch.randn(shape)
+    ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    optimisers = [train.Muon([ours], lr=.1, weight_decay=.5), torch.optim.Muon([theirs], lr=.1, weight_decay=.5)]
+    for _ in range(3):
+        ours.grad = torch.randn(shape)
+        theirs.grad = ours.grad.clone()
+        for opt in optimisers:
+            opt.step()
+    assert (ours - theirs).norm() < .01 * (ours - start).norm()
+
 def test_muon_is_refused_where_each_process_has_a_part_of_a_matrix():
     text = np.zeros(99, np.uint8)
     data = train.Rows(text, text, {}, 16, torch.device('cpu'), world=2)

@@ -480,17 +480,50 @@ def adamw(model, lr, weight_decay, device, fast=(), times=1.0, without=()):
     return torch.optim.AdamW(list(groups.values()), lr=lr, betas=(0.9, 0.99), fused=fused)
 
 
+def orthogonal(G):
+    """The matrix with the singular vectors of G (m, n) and all singular values near 1: five steps of a
+    polynomial in X X^T that drives them there, of which none begins above 1. Jordan 2024."""
+    X = G / G.norm().clamp(min=1e-7)
+    rows, columns = G.shape
+    tall = rows > columns
+    if tall:                                                # then X^T X is the smaller product
+        X = X.mT
+    for _ in range(5):
+        A = X @ X.mT
+        X = 3.4445 * X + (2.0315 * A @ A - 4.7750 * A) @ X
+    return X.mT if tall else X
+
+
+class Muon(torch.optim.Optimizer):
+    """A matrix's step is its momentum made orthogonal, so that no direction is left behind. Jordan 2024; Liu
+    2025, arXiv:2502.16982. What torch.optim.Muon does in bfloat16, in fp32: a CPU without instructions for
+    bfloat16 takes 15 times as long for its step."""
+    def __init__(self, groups, lr, weight_decay, momentum=0.95):
+        super().__init__(groups, {'lr': lr, 'weight_decay': weight_decay, 'momentum': momentum})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            keeps = group['momentum']
+            for p in group['params']:
+                average = self.state[p].setdefault('momentum_buffer', torch.zeros_like(p))
+                average.lerp_(p.grad, 1 - keeps)
+                ahead = p.grad.lerp(average, keeps)         # Nesterov's
+                rows, columns = p.shape
+                longer = max(1, rows / columns) ** 0.5
+                p.mul_(1 - group['lr'] * group['weight_decay'])
+                p.add_(orthogonal(ahead), alpha=-group['lr'] * longer)
+
+
 class WithMuon:
-    """Muon for the matrices of the blocks, AdamW for all else, as one optimiser. Muon's step is the matrix
-    with singular vectors of the momentum and all singular values near 1, so that no direction is left behind.
-    Jordan 2024; Liu 2025, arXiv:2502.16982. It learns MUON times as fast."""
+    """Muon for the matrices of the blocks, which learn MUON times as fast, AdamW for all else, as one
+    optimiser."""
     def __init__(self, model, lr, weight_decay, device):
         matrices = {}
         for name, module in model.blocks.named_modules():
             if isinstance(module, torch.nn.Linear) and not name.endswith('gates.proj'):
                 matrices[f'blocks.{name}.weight'] = module.weight
-        group = {'params': list(matrices.values()), 'times': MUON}
-        self.muon = torch.optim.Muon([group], lr=lr, weight_decay=weight_decay)
+        self.muon = Muon([{'params': list(matrices.values()), 'times': MUON}], lr, weight_decay)
         self.adamw = adamw(model, lr, weight_decay, device, without=matrices)
         self.param_groups = self.muon.param_groups + self.adamw.param_groups
         self.defaults = self.adamw.defaults
