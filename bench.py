@@ -1637,7 +1637,7 @@ ASSOCIATIONS = (
     Panel('S', 'ours', '1/2 |v - answer|^2; hollow: the paper'),
     Panel('step', 'loss', 'learning curves of the least S', 'curve'))
 NO_CONV = '--n_layer=2 --n_embd=64 --lr=1e-3 --batch_size=32 --conv=0 --pos=learned'
-TRACKER = '--n_embd=64 --n_head=4 --conv=0 --batch_size=64 --lr=3e-3'
+TRACKER = '--n_embd=64 --n_head=16 --conv=0 --batch_size=64 --lr=3e-3'
 READER = '--causal=false --n_layer=2 --n_embd=64 --n_head=4 --batch_size=32 --lr=2e-3'
 CLASSIFIER = '--causal=false --conv=0'
 SMALL = f'{CLASSIFIER} --n_layer=2 --n_embd=64 --n_head=4 --batch_size=32 --lr=1e-3'
@@ -1784,13 +1784,13 @@ ROWS = [
         'tracking', 'parity and products in groups, beyond the lengths of training; --full: two layers, A5',
         tracking, 'seeds steps only',
         lines={'softmax': '--rule=softmax', 'sum': '--rule=sum', 'mamba2': '--rule=mamba2',
-               'gated_delta': '--rule=gated_delta', 'delta': '--rule=delta',
-               'delta beta<2': '--rule=delta --beta_max=2', 'delta n=2': '--rule=delta --writes=2',
+               'gated_delta': '--rule=gated_delta --beta_max=1', 'delta': '--rule=delta --beta_max=1',
+               'delta beta<2': '--rule=delta --beta_max=2', 'delta n=2': '--rule=delta --beta_max=1 --writes=2',
                'delta beta<2 n=2': '--rule=delta --beta_max=2 --writes=2'},
-        ways={'parity': Way('group:Z2', f'{TRACKER} --n_layer=2', 800),
-              'S3': Way('group:S3', f'{TRACKER} --n_layer=1', 1000),
-              'S3, 2 layers': Way('group:S3', f'{TRACKER} --n_layer=2', 1000, full=True),
-              'A5': Way('group:A5', f'{TRACKER} --n_layer=1', 1000, full=True)},
+        ways={'parity': Way('group:Z2', f'{TRACKER} --n_layer=2', 400),
+              'S3': Way('group:S3', f'{TRACKER} --n_layer=1', 800),
+              'S3, 2 layers': Way('group:S3', f'{TRACKER} --n_layer=2', 800, full=True),
+              'A5': Way('group:A5', f'{TRACKER} --n_layer=1', 800, full=True)},
         figure='beyond', look=products,
         panels=tuple(Panel('length', name, name, 'curve') for name in ('parity', 'S3', 'S3, 2 layers', 'A5')),
         note='accuracy in % of products of 41 to 256 elements; trained on 1 to 40',

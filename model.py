@@ -992,6 +992,9 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=std / (2 * depth) ** 0.5)
             elif name in ('embed.weight', 'positions.weight', 'cls.weight'):
                 nn.init.normal_(p, std=0.3)
+        if self.head is None:
+            # logits begin near 0, and the loss at ln(vocab_size), that of guessing; with a gain of 1 at 10 to 25
+            nn.init.constant_(self.norm.weight, 0.1)
 
     def use(self, forms):
         """Compute with these Forms from now on, in all modules; self.why says so in one line to print.

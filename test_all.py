@@ -2897,6 +2897,14 @@ def test_resume_is_bitwise_identical(flags, text, tmp_path, monkeypatch):
     """gated: with random features, which are redrawn."""
     resume_from(text, tmp_path, monkeypatch, flags.split(), [3])
 
+@pytest.mark.parametrize('rule', ['delta', 'softmax'])
+def test_a_new_model_guesses(rule):
+    """Its loss is that of all tokens alike."""
+    torch.manual_seed(0)
+    x = torch.randint(256, (4, 65))
+    logits, _ = GPT(Config(rule=rule))(x[:, :-1])
+    assert F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten()).item() == pytest.approx(math.log(256), abs=.2)
+
 def test_muon_moves_a_matrix_in_all_directions_alike_and_adamw_the_rest():
     device = torch.device('cpu')
     x = torch.randint(256, (8, 17))
