@@ -16,7 +16,9 @@ keys and values, and the last inputs of the convolutions. Its size does not grow
 keeps every row. The last token is not in it: the next step reads that one, so the file has it beside a state.
 States in a file belong to one model, by the digest of its weights, and to the flags it was swapped with.
 """
+import base64
 import dataclasses
+import json
 import os
 import sys
 import time
@@ -42,6 +44,7 @@ class Args:
     seed: int = flag(0, 'of the draws', low=0, high=2 ** 32 - 1)
     save_state: str = flag('', 'file for the state after prompt and sample')
     load_state: str = flag('', 'go on from this state')
+    html: str = flag('', 'NAME.html: a page that shows what each memory did while this text was read')
     source: str = flag('', 'of a model of pairs: what to translate; @file: each of its lines')
     beam: int = flag(1, 'with --source: translations that are followed; 1: greedy', low=1, high=1024)
     penalty: float = flag(0.6, 'with --beam: above 0, longer ones are preferred', low=0, high=100)
@@ -54,6 +57,10 @@ class Args:
 
 LOOK_BACK = 16      # tokens: so many wait to be printed at most, and so many of a prompt are looked at
 LONG = 32768        # tokens of a prompt: a second's work, or two
+PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'assets', 'memory.html')
+EMPTY = '>null</script>'                                    # where the page has no recording yet
+ON_A_PAGE = 2048    # tokens at most
+HEAVY = 2 ** 26     # bytes of a page at most
 
 
 def say(text):
@@ -71,7 +78,9 @@ def check(given, args, config):
     if args.compile and 'all' in config.keeps():
         raise ValueError('--compile: a compiled step has one shape, but the rows of softmax grow; take a '
                          '--rule that keeps some of them, as --rule=tova, or leave it out')
-    of_steps = {'tokens', 'samples', 'temperature', 'top_k', 'top_p', 'seed', 'compile', 'load_state'}
+    if args.html and (args.samples > 1 or args.load_state):
+        raise ValueError('--html shows one text from its beginning: leave --samples and --load_state out')
+    of_steps = {'tokens', 'samples', 'temperature', 'top_k', 'top_p', 'seed', 'compile', 'load_state', 'html'}
     for holds, does, unused in [
             (args.source, 'translates --source, and nothing else', of_steps | {'prompt'}),
             (config.classes, 'tells classes apart, and nothing else', of_steps | {'save_state'}),
@@ -185,6 +194,93 @@ def translate(args, model, meta):
         keep_state(args, model, meta, last, model.encode(sources))
 
 
+# ---- the page: what each memory is given while a text is read, for assets/memory.html to compute with ---
+def refuse_page(path):
+    """ValueError where a page cannot be written without a loss."""
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise ValueError(f'--html={path}: there is no folder {folder}; make it, or give another name')
+    if not path.endswith('.html'):
+        raise ValueError(f'--html={path}: expected NAME.html')
+    prepare.refuse_irregular(path)
+    if os.path.exists(path):
+        with open(path, 'rb') as f:
+            if not f.read(15).lower().startswith(b'<!doctype html>'):
+                raise ValueError(f'--html={path}: this file is no page; give another name')
+
+
+def recorded(model, tokens):
+    """What the memory of each layer is given while a text is read, tokens (1, T) -> a dict per layer: q, k, v
+    and the gates w, e, f, z that it has, as `recurrent` takes them (1, H, n T, channels), n writes per token.
+    A layer that keeps keys and values has instead of gates gone (1, H, T): the token at which each of them is
+    evicted, T if none. ValueError for a rule that the equation does not cover."""
+    layers = []
+    forms = model.forms
+
+    def begin(memory, _):
+        layers.append({'n': memory.n})
+
+    def equation(q, k, v, write=None, erase=None, log_f=None, log_z=None, **more):
+        f = None if log_f is None else log_f.exp()
+        z = None if log_z is None else log_z.exp()
+        if 'q' not in layers[-1]:               # else this matrix only holds what a policy has evicted
+            layers[-1].update(q=q, k=k, v=v, w=write, e=erase, f=f, z=z, **more)
+        return forms.recurrence(q, k, v, write, erase, log_f, log_z, **more)
+
+    def policy(q, k, v, *more):
+        results = forms.rows(q, k, v, *more)
+        steps = torch.arange(k.shape[2], device=k.device).expand(k.shape[:3])
+        evicted = results[2]['pos']             # at each step, the position of the one that goes; -1: none
+        gone = steps.new_full((*steps.shape[:2], 1 + k.shape[2]), k.shape[2])
+        layers[-1].update(q=q, k=k, v=v, gone=gone.scatter(2, evicted + 1, steps)[:, :, 1:])
+        return results
+
+    def softmax(q, k, v, rows=None):
+        layers[-1].update(q=q, k=k, v=v, gone=torch.full(k.shape[:3], k.shape[2]))
+        return forms.softmax(q, k, v, rows)
+
+    hooks = [block.mixer.memory.register_forward_pre_hook(begin) for block in model.blocks]
+    model.use(forms._replace(recurrence=equation, rows=policy, softmax=softmax))
+    model(tokens)                               # with gradients: it is then read in one piece
+    model.use(forms)
+    for hook in hooks:
+        hook.remove()
+    if not all('q' in layer for layer in layers):
+        raise ValueError('--html: a rule of this model has a form of its own, and the page knows only the '
+                         'equation')
+    return layers
+
+
+def packed(x):
+    """x (1, H, T, d) -> d, and all numbers as 16-bit floats in base64."""
+    data = x[0].detach().cpu().half().numpy().tobytes()
+    return {'d': x.shape[-1], 'data': base64.b64encode(data).decode()}
+
+
+def write_page(args, model, meta, tokens):
+    """assets/memory.html with this run of tokens, a list, in it. ValueError where it would be too heavy."""
+    layers = []
+    row = torch.tensor([tokens], device=model.embed.weight.device)
+    for rule, found in zip(model.config.rules(), recorded(model, row)):
+        layer = {'rule': rule, 'heads': found['k'].shape[1], 'n': found['n'], 'floor': found.get('floor'),
+                 'normalise': found.get('normalise', False),
+                 'arrays': {name: packed(found[name]) for name in 'qkvwefz' if found.get(name) is not None}}
+        if 'gone' in found:
+            layer['gone'] = found['gone'][0].tolist()
+        layers.append(layer)
+    texts = [added(tokens[max(0, i - LOOK_BACK):i], [token], meta['data']) for i, token in enumerate(tokens)]
+    about = f'{args.init}, step {meta["step"]}, {number(len(tokens), "token")}'
+    run = json.dumps({'about': about, 'tokens': texts, 'layers': layers})
+    run = run.replace('<', '\\u003c')           # no text ends the script in which it stands
+    with open(PAGE, encoding='utf-8') as f:
+        page = f.read().replace(EMPTY, f'>{run}</script>', 1).encode()
+    if len(page) > HEAVY:
+        raise ValueError(f'--html: a page of {len(page):,} bytes, but at most {HEAVY:,} open well; give a '
+                         'shorter text')
+    prepare.write(args.html, [page])
+    say(f'{args.html}: {len(page) / 1e6:.1f} MB, open it in a browser')
+
+
 def compiled(model, token, state, choose):
     """`model.unrecorded` by torch.compile: on a GPU, one launch for a step. What such a step returns lies
     where the next one writes, so it is copied."""
@@ -239,7 +335,8 @@ def show(before, held, data):
 
 def write_texts(args, model, data, first, begun, said):
     """Print what comes after the tokens `first` (B, 1) and the state `begun`: one text as it comes, several
-    in the end. -> the last tokens, their state, and the times at which steps began and ended"""
+    in the end. -> the last tokens, their state, the times at which steps began and ended, and all tokens of
+    each text"""
     said = said[-LOOK_BACK:]
     before = said                                           # tokens that were printed, or given
     held = []                                               # those of an unfinished character
@@ -265,15 +362,18 @@ def write_texts(args, model, data, first, begun, said):
                 del row[row.index(data['pad']):]
             print(f'--- {i + 1} ---\n{added(said, row, data)}')
     print(flush=True)
-    return last, state, times
+    return last, state, times, rows
 
 
 def complete(args, model, meta):
     """Read the prompt, write what comes after it, keep the state, and say how long it took."""
     c = model.config
     tokens, state, said = begin(args, model, meta)
-    say(f'{",".join(c.rules())} from {args.init}, step {meta["step"]}; {model.why}')
     read = tokens.shape[1]
+    if args.html and read + args.tokens > ON_A_PAGE:
+        raise ValueError(f'--html: {read:,} tokens of prompt and {args.tokens:,} to write, but a page shows '
+                         f'at most {ON_A_PAGE:,}; give fewer')
+    say(f'{",".join(c.rules())} from {args.init}, step {meta["step"]}; {model.why}')
     left = c.block_size - read - (int(state[0]['t']) if state else 0)
     if c.source:                                            # a row ends, with or without an end
         args.tokens = min(args.tokens, left + 1)
@@ -290,9 +390,11 @@ def complete(args, model, meta):
     elif read > 1:                                          # all texts begin alike: that is read once
         state = read_all(model, tokens[:1, :-1], state, args.threads)
         state = chosen_texts(state, torch.zeros(args.samples, dtype=torch.long), everything=True)
-    last, state, times = write_texts(args, model, meta['data'], tokens[:, -1:], state, said)
+    last, state, times, rows = write_texts(args, model, meta['data'], tokens[:, -1:], state, said)
     if args.save_state:
         keep_state(args, model, meta, last, state)
+    if args.html:
+        write_page(args, model, meta, tokens[0].tolist() + rows[0])
     speed = ''
     ms = 1e3 * torch.tensor(times, dtype=torch.double).diff()
     if len(ms):
@@ -321,6 +423,8 @@ def main(argv):
     check(given, args, c)
     if args.save_state:
         refuse_target(args.save_state, 'a state')           # known now, not after sampling
+    if args.html:
+        refuse_page(args.html)
     forms = pick_forms(args.impl)
     if args.compile:
         forms = forms._replace(record=compiled)

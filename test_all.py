@@ -500,6 +500,7 @@ def test_exercise_5_what_breaks_a_decaying_chunk_of_64_steps(monkeypatch):
 # ==== Part two: all the rest ================================================================================
 
 import ast
+import base64
 import contextlib
 import csv
 import dataclasses
@@ -1167,11 +1168,11 @@ def comparable(state):
     return flat
 
 def test_a_seed_gives_the_weights_and_logits_it_has_always_given():
-    """The same draws in the same order, as of commit 0db4890: figures that were measured once stay true."""
+    """The same draws in the same order as in commit 0db4890, whose last norm began with a gain of 1."""
     torch.manual_seed(0)
     m = GPT(Config(layers='delta,decay,softmax', n_layer=3))
     found = m(torch.arange(20)[None])[0][0, -1, :4]
-    near(found, torch.tensor([-0.3310, -6.5162, 1.2637, -6.7830]), 1e-3)
+    near(10 * found, torch.tensor([-0.3310, -6.5162, 1.2637, -6.7830]), 1e-3)
 
 def test_out_norm_stands_where_nothing_else_normalises():
     for flags, has in (dict(), True), (dict(out_norm=False), False), (dict(rule='sum'), False), \
@@ -1417,7 +1418,8 @@ def test_a_wide_beam_finds_the_best_text_of_all(penalty):
     model = small(**PAIRS | dict(rule='delta', vocab_size=4, pad=3, source=3, block_size=10))
     for block in model.blocks:                                  # what was said before matters
         block.mixer.proj.weight.data *= 9
-    model.embed.weight.data *= 2                                # tokens are far from alike
+    model.norm.weight.data.fill_(1)                             # tokens are far from alike
+    model.embed.weight.data *= 2
     model.embed.weight.data[3] = 0.3                            # an end is neither first nor never
     source = torch.randint(3, (8, 3))
     said = model.translate(source, 64, penalty, most=4)
@@ -1556,7 +1558,11 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression
         '--init=TRANSLATOR --source="1 2 3 4 5 6 7"': '7', '--init=TRANSLATOR --source=x': 'no token',
         '--init=TRANSLATOR --source="1 2\n\n3"': 'text 2 has 0',
         '--init=TRANSLATOR --prompt=1': 'give --source',
-        '--init=TRANSLATOR --source=1 --load_state=FOLDER': 'nothing else'},
+        '--init=TRANSLATOR --source=1 --load_state=FOLDER': 'nothing else',
+        '--html=no/x.html': 'there is no folder', '--html=x.txt': 'expected NAME.html',
+        '--html=x.html --samples=2': 'shows one text', '--init=READER --html=x.html': '--html means nothing',
+        '--init=TRANSLATOR --source=1 --html=x.html': '--html means nothing',
+        '--html=x.html --tokens=3000': 'at most 2,048'},
     convert: {
         '--from=GATED_DELTA': 'no softmax layers', '--rule=delta --distil=ce': 'none: take mse',
         '--threads=1000': 'cores', '--data=SCRAP': '--row', '--data=recall': 'recall',
@@ -2903,7 +2909,8 @@ def test_a_new_model_guesses(rule):
     torch.manual_seed(0)
     x = torch.randint(256, (4, 65))
     logits, _ = GPT(Config(rule=rule))(x[:, :-1])
-    assert F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten()).item() == pytest.approx(math.log(256), abs=.2)
+    loss = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten()).item()
+    assert loss == pytest.approx(math.log(256), abs=.2)
 
 def test_muon_moves_a_matrix_in_all_directions_alike_and_adamw_the_rest():
     device = torch.device('cpu')
@@ -2937,7 +2944,8 @@ def test_muon_is_torchs_but_for_the_rounding_of_its_products(shape):
     torch.manual_seed(0)
     start = torch.randn(shape)
     ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
-    optimisers = [train.Muon([ours], lr=.1, weight_decay=.5), torch.optim.Muon([theirs], lr=.1, weight_decay=.5)]
+    flags = dict(lr=.1, weight_decay=.5)
+    optimisers = [train.Muon([ours], **flags), torch.optim.Muon([theirs], **flags)]
     for _ in range(3):
         ours.grad = torch.randn(shape)
         theirs.grad = ours.grad.clone()
@@ -3378,6 +3386,113 @@ def test_nothing_is_drawn_from_broken_logits(broken):
     for temperature in 0, 1:
         with pytest.raises(ValueError, match='logits.*expected finite'):
             model_py.sample(torch.tensor([broken]), temperature)
+
+# The page: assets/memory.html, and a run in it
+
+BROWSER = next(filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None)
+
+def read_weights(q, k, w, e, f, z):
+    """How much of the value of each write is in each output, the mean over value channels, (T, T): outputs
+    are linear in the values, so these are the identity. q, k (T, K)   w, z (T, V)   e, f (T, K)"""
+    T = len(q)
+    shares = []
+    for w_i, z_i in zip(w.T, z.T):                              # channels of the values, each by itself
+        gates = w_i[:, None], e, f.log(), z_i[:, None].log()
+        q_, k_, v_, *gates = (x[None, None] for x in (q, k, torch.eye(T).to(q), *gates))
+        shares.append(recurrent(q_, k_, v_, *gates)[0][0, 0])
+    return torch.stack(shares).mean(0)
+
+@pytest.mark.skipif(not BROWSER, reason='no browser here: chromium or google-chrome')
+def test_the_page_computes_the_equation(tmp_path):
+    """With each gate absent, a number, or one per channel: S, what is read, and its weights."""
+    T, K, V = 7, 4, 3
+    rows, expected = [], []
+    for w_d, e_d, f_d, z_d in [(0, 0, 0, 0), (V, K, K, V), (1, 1, 1, 1), (1, K, 0, V), (V, 1, K, 0)]:
+        q, k, v = torch.randn(T, K), torch.randn(T, K), torch.randn(T, V)
+        given = {'w': torch.rand(T, w_d), 'e': torch.rand(T, e_d), 'f': .5 + torch.rand(T, f_d) / 2,
+                 'z': .5 + torch.rand(T, z_d) / 2}
+        given = {name: x.double() for name, x in dict(given, q=q, k=k, v=v).items() if x.shape[1]}
+        absent = dict(w=1, e=0, f=1, z=1)
+        rows.append([{**absent, **{name: x[t].tolist() for name, x in given.items()}} for t in range(T)])
+        gates = [given.get(name, torch.full((T, 1), float(name != 'e')).double()) for name in 'wefz']
+        wide = [x.expand(T, d) for x, d in zip(gates, (V, K, K, V))]
+        q, k, v, w, e, f, z = (x[None, None] for x in (given['q'], given['k'], given['v'], *gates))
+        o, S = recurrent(q, k, v, w, e, f.log(), z.log())
+        expected.append([S[0, 0], o[0, 0], read_weights(given['q'], given['k'], *wide)[-1]])
+    code = f'''const found = {json.dumps(rows)}.map(row => {{
+        let S = zeros({V}, {K});
+        const o = row.map(x => {{ S = step(S, x); return read(S, x.q); }});
+        return [S, o, weights(row, row.length - 1, row.at(-1).q)];
+    }});
+    document.body.textContent = JSON.stringify(found);'''
+    page = Path(sample.PAGE).read_text().replace('</body>', f'<script>{code}</script></body>')
+    path = put(tmp_path, 'page.html', page)
+    run = [BROWSER, '--headless', '--no-sandbox', '--disable-gpu', '--dump-dom', f'file://{path}']
+    said = subprocess.run(run, capture_output=True, text=True, timeout=60).stdout
+    found = json.loads(re.search(r'\[\[.*\]\]', said, re.S)[0])
+    for mine, theirs in zip(found, expected, strict=True):
+        for x, y in zip(mine, theirs, strict=True):
+            near(torch.tensor(x, dtype=torch.double), y, 1e-9)
+
+def run_in(path):
+    """The recording in a page, with its numbers as tensors (1, H, T, d)."""
+    page = Path(path).read_text()
+    run = json.loads(re.search(r'<script id="recording" type="application/json">(.*)</script>', page)[1])
+    for layer in run['layers']:
+        for name, x in layer['arrays'].items():
+            flat = np.frombuffer(base64.b64decode(x['data']), np.float16).astype(np.float32)
+            layer['arrays'][name] = torch.from_numpy(flat).view(1, layer['heads'], -1, x['d'])
+    return run
+
+@pytest.mark.parametrize('flags', [
+    '--rule=sum', '--rule=delta --norm=attn --phi=elu', '--rule=gdn2 --writes=2', '--layers=decay,gla-beta',
+    '--layers=tova,softmax --cache=8', '--rule=window --cache=8 --overflow=sum:hedgehog'])
+def test_a_page_holds_what_each_memory_was_given(flags, a_model, tmp_path, capsys):
+    """From which the equation makes what the layer read; or which keys and values it has in the end."""
+    ckpt = a_model(*flags.split())
+    said, err = written(capsys, f'--init={ckpt}', '--prompt=line 7: the', '--tokens=12', '--temperature=0',
+                        f'--html={tmp_path / "run.html"}')
+    run = run_in(tmp_path / 'run.html')
+    model, meta = load(ckpt)
+    assert len(run['tokens']) == 11 + 12 and 'run.html' in err
+    tokens = torch.tensor([[*(b'line 7: the')] + [0] * 12])
+    with torch.no_grad():
+        steps = itertools.islice(model.generate(tokens[:, :11], temperature=0), 12)
+        tokens[0, 11:] = torch.cat([token for token, _ in steps])[:, 0]
+        for layer, seen in zip(run['layers'], model.through(tokens), strict=True):
+            x = layer['arrays']
+            o, state = seen.mixer.memory(seen.u, seen.q, seen.k, seen.v)
+            if 'gone' in layer:
+                near(x['k'], seen.k, 2e-3)
+                kept = torch.tensor(layer['gone']) == 23
+                expected = torch.ones_like(kept)
+                if 'pos' in state:
+                    expected = torch.zeros_like(kept).scatter(1, state['pos'][0], True)
+                assert torch.equal(kept, expected)
+                continue
+            gates = [x.get(name) for name in 'we'] + [x[name].log() if name in x else None for name in 'fz']
+            found, _ = recurrent(x['q'], x['k'], x['v'], *gates, normalise=layer['normalise'],
+                                 floor=layer['floor'] or 0)
+            if 'norm=attn' in flags and 'delta' in flags:        # divided behind the recurrence
+                continue
+            near(found[:, :, layer['n'] - 1::layer['n']], o, 1e-2)
+
+def test_a_page_takes_any_text_as_text(a_model, tmp_path, monkeypatch, capsys):
+    """As subwords would have it; bytes are letters of their own."""
+    hostile = '</script><!-- "\'&<b>\u2028\U0001f600 \\u003c ${x}'
+    with monkeypatch.context() as m:
+        m.setattr(sample, 'added', lambda before, tokens, data: hostile)
+        written(capsys, f'--init={a_model("--rule=delta")}', '--prompt=line', '--tokens=0',
+                f'--html={tmp_path / "run.html"}')
+    page = (tmp_path / 'run.html').read_text()
+    empty = Path(sample.PAGE).read_text()
+    assert run_in(tmp_path / 'run.html')['tokens'] == 4 * [hostile]
+    assert all(page.count(mark) == empty.count(mark) for mark in ('</script', '<!--', '<b>'))
+    again = f'--init={a_model("--rule=delta")}', '--tokens=3', f'--html={tmp_path / "run.html"}'
+    written(capsys, *again)
+    assert (tmp_path / 'run.html').read_text() != page          # a page is replaced, nothing else is
+    put(tmp_path, 'run.html', 'notes')
+    assert 'this file is no page' in refused(capsys, sample.main, *again)
 
 
 # ---- 12. Conversion ----------------------------------------------------------------------------------------
