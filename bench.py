@@ -1565,27 +1565,48 @@ def translate(args, suite):
     yield from writing_speeds(args, [form for form in WRITERS if form in forms])
 
 
-# ---- idea: what the first lines of fastweight.py print, as numbers on a colour -----------------------------
-WRITES = [('k1', (1, 0), (1, 2)), ('k2', (0, 1), (3, 4)), ('k1', (1, 0), (5, 6))]        # name, key, value
+# ---- idea: three writes, as a moving picture ---------------------------------------------------------------
+KEYS = {'k1': (1.0, 0.0), 'k2': (math.cos(math.radians(50)), math.sin(math.radians(50)))}
+WRITES = [('k1', (1, 2)), ('k2', (3, 4)), ('k1', (5, 6))]
 
 
 def idea(args, suite):
-    """S after each of three writes, `sum` above, `delta` below; its columns are what k1 and k2 find."""
-    figure, axes = canvas(2, 3, 2.6, 2.4)
-    for rule, row in zip(('sum', 'delta'), axes):
-        row[0].set_ylabel(rule, fontsize=18)
+    """S by `sum` above and by `delta` below, after each of WRITES, and what the keys find in it."""
+    from matplotlib.animation import FuncAnimation, PillowWriter
+    figure, axes = canvas(2, 2, 3.6, 2.1)
+    rules = {rule: row for rule, row in zip(('sum', 'delta'), axes)}
+    states = {rule: [torch.zeros(1, 1, 2, 2)] for rule in rules}
+    for rule, (name, value) in itertools.product(rules, WRITES):
         erase = torch.full((1, 1, 1), float(RULES[rule].erase is not None))
-        S = None
-        for ax, (name, key, value) in zip(row, WRITES):
-            k, v = torch.tensor([[[[key]], [[value]]]], dtype=torch.float32).unbind(1)
-            _, S = fastweight.recurrent(k, k, v, erase=erase, S=S)
-            ax.imshow(S[0, 0], cmap='Blues', vmin=0, vmax=12)
-            ax.set(yticks=[], title=f'write {value} to {name}')
-            ax.set_xticks([0, 1], ['k1', 'k2'])
-            for i, j in itertools.product((0, 1), repeat=2):
-                ax.text(j, i, f'{S[0, 0, i, j]:.0f}', ha='center', va='center', fontsize=20)
-    args.said['picture'] = f'{args.out}/idea.png'
-    figure.savefig(args.said['picture'], dpi=110)
+        k = torch.tensor([[[KEYS[name]]]])
+        v = torch.tensor([[[value]]], dtype=k.dtype)
+        states[rule].append(fastweight.recurrent(k, k, v, erase=erase, S=states[rule][-1])[1])
+
+    def draw(done):
+        title = 'S is empty'
+        if done:
+            name, value = WRITES[done - 1]
+            title = f'write {done} of {len(WRITES)}: the value {value} at the key {name}'
+        figure.suptitle(title, fontsize=13)
+        for rule, (left, right) in rules.items():
+            S = states[rule][done][0, 0]
+            left.clear()
+            left.imshow(S, cmap='Blues', vmin=0, vmax=12, aspect='auto')
+            left.set(xticks=[], yticks=[])
+            left.set_ylabel(rule, fontsize=15)
+            for i, j in itertools.product(range(2), repeat=2):
+                left.text(j, i, f'{S[i, j]:.1f}', ha='center', va='center', fontsize=15)
+            right.clear()
+            right.set(ylim=(0, 13), yticks=[], xticks=[0.5, 3.5], xticklabels=KEYS)
+            right.set_title('what the keys find; frames: what was written last', fontsize=9)
+            for at, name in zip((0, 3), KEYS):
+                wrote = [value for key, value in WRITES[:done] if key == name]
+                right.bar([at, at + 1], S @ torch.tensor(KEYS[name]), color='tab:blue')
+                if wrote:
+                    right.bar([at, at + 1], wrote[-1], fill=False, edgecolor='black', linewidth=2)
+    frames = [*range(len(WRITES) + 1), len(WRITES)]         # the last one stays twice as long
+    args.said['picture'] = f'{args.out}/idea.gif'
+    FuncAnimation(figure, draw, frames).save(args.said['picture'], PillowWriter(fps=0.6), dpi=110)
     return []
 
 
@@ -1785,7 +1806,8 @@ ROWS = [
         tracking, 'seeds steps only',
         lines={'softmax': '--rule=softmax', 'sum': '--rule=sum', 'mamba2': '--rule=mamba2',
                'gated_delta': '--rule=gated_delta --beta_max=1', 'delta': '--rule=delta --beta_max=1',
-               'delta beta<2': '--rule=delta --beta_max=2', 'delta n=2': '--rule=delta --beta_max=1 --writes=2',
+               'delta beta<2': '--rule=delta --beta_max=2',
+               'delta n=2': '--rule=delta --beta_max=1 --writes=2',
                'delta beta<2 n=2': '--rule=delta --beta_max=2 --writes=2'},
         ways={'parity': Way('group:Z2', f'{TRACKER} --n_layer=2', 400),
               'S3': Way('group:S3', f'{TRACKER} --n_layer=1', 800),
@@ -2002,7 +2024,7 @@ ROWS = [
         source='Oren 2024: stories of a LLaMA-2-13B, judged by GPT-4; the same share of 4,096 rows',
         paper={'tova 1/4': {'won': 5, 'tied': 88, 'lost': 6}, 'tova 1/8': {'won': 10, 'tied': 71, 'lost': 19},
                'tova 1/16': {'won': 6, 'tied': 47, 'lost': 47}}),
-    Suite('idea', 'no measurement: the example at the top of fastweight.py, as a picture', idea, ''),
+    Suite('idea', 'no measurement: three writes by sum and by delta, as a moving picture', idea, ''),
     Suite('all', 'all of these', every, 'seeds init')]
 SUITES = {suite.name: suite for suite in ROWS}
 
