@@ -4071,7 +4071,8 @@ def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, thre
     assert json.loads(capsys.readouterr().out.splitlines()[-1])['suite'] == suite
     assert len(found) >= rows
     if suite != 'stories':
-        assert (tmp_path / f'{suite}.png').stat().st_size > 5000
+        kind = 'gif' if suite == 'idea' else 'png'
+        assert (tmp_path / f'{suite}.{kind}').stat().st_size > 5000
     if suite == 'grid':
         forms = itertools.product(('from nothing', 'converted'), ('softmax', 'sum t2r:4', 'delta rfa'))
         assert [(row['part'], row['form']) for row in found] == list(forms)
