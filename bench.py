@@ -1684,7 +1684,8 @@ GRID = ('sum elu', 'sum rfa', 'sum dpfp', 'sum t2r', 'sum hedgehog',
           for phi in ('identity', 'elu', 'rfa', 'dpfp', 't2r', 'hedgehog')])
 GRID_MODEL = '--n_head=4 --conv=0 --pos=learned --val_tokens=32768'
 PLACES = '--conv=0 --pos=learned'
-DELTA_ELU = '--rule=delta --phi=elu'
+DELTA = '--rule=delta --beta_max=1'             # as in the papers; train.py's default is 2
+DELTA_ELU = f'{DELTA} --phi=elu'
 TRANSLATOR = ('--encoder=3 --n_layer=3 --n_head=4 --n_embd=128 --dropout=0.1 --batch_size=64 --lr=3e-3 '
               '--encoder_rule=softmax')
 ASKED = '--rule=softmax --n_layer=2 --n_head=2 --n_embd=64'
@@ -1776,7 +1777,7 @@ ROWS = [
         'recall', 'accuracy by feature map, from nothing and from softmax', runs, 'seeds steps only',
         {'steps': 300},
         lines={
-            'softmax': '--rule=softmax', 'delta': '--rule=delta', 'delta dpfp:2': '--rule=delta --phi=dpfp:2',
+            'softmax': '--rule=softmax', 'delta': DELTA, 'delta dpfp:2': f'{DELTA} --phi=dpfp:2',
             **{phi: f'--rule=sum --phi={phi}' for phi in (
                 'taylor', 'hedgehog', 'exp:2', 'exp:1', 'relu', 'elu', 'favor')},
             'cosformer': '--rule=sum --phi=cosformer:128'},
@@ -1805,9 +1806,8 @@ ROWS = [
         'tracking', 'parity and products in groups, beyond the lengths of training; --full: two layers, A5',
         tracking, 'seeds steps only',
         lines={'softmax': '--rule=softmax', 'sum': '--rule=sum', 'mamba2': '--rule=mamba2',
-               'gated_delta': '--rule=gated_delta --beta_max=1', 'delta': '--rule=delta --beta_max=1',
-               'delta beta<2': '--rule=delta --beta_max=2',
-               'delta n=2': '--rule=delta --beta_max=1 --writes=2',
+               'gated_delta': '--rule=gated_delta --beta_max=1', 'delta': DELTA,
+               'delta beta<2': '--rule=delta --beta_max=2', 'delta n=2': f'{DELTA} --writes=2',
                'delta beta<2 n=2': '--rule=delta --beta_max=2 --writes=2'},
         ways={'parity': Way('group:Z2', f'{TRACKER} --n_layer=2', 400),
               'S3': Way('group:S3', f'{TRACKER} --n_layer=1', 800),
@@ -1827,7 +1827,7 @@ ROWS = [
         'data seeds steps only', {'steps': 60, 'only': 'softmax,hedgehog,elu'},
         lines={'softmax': '--rule=softmax', 'hedgehog': '--rule=sum --phi=hedgehog', 'elu': '--rule=sum',
                't2r': '--rule=sum --phi=t2r', 'favor': '--rule=sum --phi=favor',
-               'gated_delta': '--rule=gated_delta'},
+               'gated_delta': '--rule=gated_delta --beta_max=1'},
         ways={'listops': Way('listops', READER, 1500), 'pathfinder': Way('pathfinder', READER, 2000),
               'pathfinder-patch4': Way('pathfinder-patch4', READER, 4000),
               'mnist': Way('mnist', READER, 2000), 'imdb': Way('imdb', READER, 2000)},
@@ -1871,22 +1871,22 @@ ROWS = [
             'sum': f'--rule=sum {PLACES}', 'sum hedgehog': f'--rule=sum --phi=hedgehog {PLACES}',
             'gated': f'--rule=gated --phi=elu {PLACES}', 'delta elu': f'{DELTA_ELU} --norm=sum {PLACES}',
             'sum favor:8': f'--rule=sum --phi=favor:8 {PLACES}',
-            'delta favor:8': f'--rule=delta --phi=favor:8 --norm=sum {PLACES}',
+            'delta favor:8': f'{DELTA} --phi=favor:8 --norm=sum {PLACES}',
             'sum dpfp:1': f'--rule=sum --phi=dpfp:1 {PLACES}',
-            'delta dpfp:1': f'--rule=delta --phi=dpfp:1 --norm=sum {PLACES}',
+            'delta dpfp:1': f'{DELTA} --phi=dpfp:1 --norm=sum {PLACES}',
             'delta elu no-out-norm': f'{DELTA_ELU} --norm=sum --out_norm=false {PLACES}',
             'delta elu attn-norm': f'{DELTA_ELU} --norm=attn {PLACES}',
-            'delta favor:8 attn-norm': f'--rule=delta --phi=favor:8 --norm=attn {PLACES}',
+            'delta favor:8 attn-norm': f'{DELTA} --phi=favor:8 --norm=attn {PLACES}',
             'delta elu no-norm': f'{DELTA_ELU} --norm=none {PLACES}',
             'sum no-positions': '--rule=sum --conv=0',
             'sum no-positions carry': '--rule=sum --conv=0 --carry',
             'delta elu no-positions': f'{DELTA_ELU} --norm=sum --conv=0',
             'delta elu no-positions attn-norm': f'{DELTA_ELU} --norm=attn --conv=0',
             'delta elu no-positions carry': f'{DELTA_ELU} --norm=sum --conv=0 --carry',
-            'window carry': '--rule=window --cache=128 --conv=0 --carry', 'delta': '--rule=delta --conv=0',
-            'decay': '--rule=decay --conv=0', 'gated_delta': '--rule=gated_delta --conv=0',
-            'delta convolutions': '--rule=delta --conv=4',
-            'delta convolutions carry': '--rule=delta --conv=4 --carry'},
+            'window carry': '--rule=window --cache=128 --conv=0 --carry', 'delta': f'{DELTA} --conv=0',
+            'decay': '--rule=decay --conv=0', 'gated_delta': '--rule=gated_delta --beta_max=1 --conv=0',
+            'delta convolutions': f'{DELTA} --conv=4',
+            'delta convolutions carry': f'{DELTA} --conv=4 --carry'},
         ways={'quick': Way('', '--val_tokens=16384', full=False),         # all by the same part of the text
               'full': Way('', '--val_tokens=262144', full=True)}, figure='bits per byte',
         beside=('bits per byte carried', *[f'with {cache}' for cache in WINDOWS], 'not finite'), look=windows,
@@ -1913,7 +1913,7 @@ ROWS = [
             'softmax': '--rule=softmax', 'elu': '--rule=sum --phi=elu', 'favor': '--rule=sum --phi=favor',
             'rfa': '--rule=sum --phi=rfa', 'rfa-gate': '--rule=gated --phi=rfa --cross=sum',
             'dpfp': '--rule=sum --phi=dpfp', 't2r': '--rule=sum --phi=t2r',
-            'hedgehog': '--rule=sum --phi=hedgehog', 'delta': '--rule=delta --cross=softmax',
+            'hedgehog': '--rule=sum --phi=hedgehog', 'delta': f'{DELTA} --cross=softmax',
             't2r converted': '--recipe=t2r --swap=self,cross',
             't2r kl converted': '--recipe=t2r --swap=self,cross --loss=kl',
             'hedgehog converted': '--recipe=hedgehog --swap=self,cross', 't2r all converted': '--recipe=t2r',
