@@ -4499,6 +4499,41 @@ def test_readme_is_true_of_the_code():
     pinned = (HERE / 'requirements.txt').read_text()
     assert all(re.search(rf'^{re.escape(w)}\b', pinned, re.M) for w in wanted)
 
+VERDICTS = 'holds|order holds|fails|not comparable|not run'
+
+def cells_of(text, n):
+    """The lines of a page's tables that have n cells, the last but one of which is a verdict."""
+    lines = [line.strip('| ').split(' | ') for line in text.splitlines() if line.startswith('| ')]
+    return [line for line in lines if len(line) == n and re.match(rf'({VERDICTS})\b', line[-2])]
+
+def figures_in(cell):
+    """The numbers of a cell, as they are printed."""
+    return re.findall(r'-?\d+(?:\.\d+)?', cell.replace(',', ' '))
+
+def printed_as(shown, exact):
+    """Whether a number is printed so, rounded."""
+    decimals = len(shown.partition('.')[2])
+    return float(shown) == pytest.approx(round(float(exact), decimals), abs=1e-9)
+
+def test_each_figure_has_a_source_a_command_a_verdict_and_a_commit():
+    """Of RESULTS.md: what is ours is in figures.csv, rounded as it is printed. README has nothing else."""
+    kept = list(csv.DictReader((HERE / 'assets' / 'figures.csv').open()))
+    known = {row['claim']: row for row in kept}
+    assert len(known) == len(kept) and all(row['commit'] and int(row['seeds']) for row in kept)
+    claims = cells_of((HERE / 'assets' / 'RESULTS.md').read_text(), 6)
+    for claim, source, _, ours, verdict, command in claims:
+        assert source, claim
+        assert command.startswith('`python') or verdict.startswith('not '), claim
+        assert (ours == '-') == (claim not in known), claim
+        if ours != '-':
+            exact = known[claim]['ours'].split()
+            assert len(figures_in(ours)) == len(figures_in(known[claim]['ours'])), claim
+            assert all(map(printed_as, figures_in(ours), exact)), claim
+    assert known.keys() <= {claim for claim, *_ in claims}
+    exact = [x for row in kept for x in figures_in(row['ours'])]
+    for claim, _, ours, *_ in cells_of((HERE / 'README.md').read_text(), 5):
+        assert all(any(printed_as(x, y) for y in exact) for x in figures_in(ours)), claim
+
 def test_readme_has_the_equation_of_fastweight():
     equation = re.search(r'    (D_t = .*\n)    (S_t = .*\n)    (o_t = .*\n)', fastweight.__doc__)
     assert ''.join(equation.groups()) in (HERE / 'README.md').read_text()

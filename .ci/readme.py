@@ -1,4 +1,6 @@
-"""Run every command of README.md, in order, in a fresh clone: python .ci/readme.py FOLDER
+"""Run every command of README.md, and of "How to" in assets/RESULTS.md, in order, in a fresh clone:
+
+    python .ci/readme.py FOLDER
 
     FOLDER/clone                    what is committed here
     FOLDER/01.log, 01.err, ...      what each command printed
@@ -254,7 +256,10 @@ def main(folder):
     subprocess.run(['git', 'clone', '-q', here, clone], check=True)
     site = serve(f'{clone}/made/hub')
     with open(f'{clone}/README.md') as f:
-        found = commands(f.read())
+        text = f.read()
+    with open(f'{clone}/assets/RESULTS.md') as f:
+        text += f.read().partition('\n## How to\n')[2]
+    found = commands(text)
     made = set()
     failed = 0
     for number, command in enumerate(found, 1):
@@ -281,7 +286,7 @@ def main(folder):
             for name in f'{log}.log', f'{log}.err':         # pytest says on standard output what failed
                 with open(name) as f:
                     print(f.read()[-3000:], flush=True)
-    print(f'{len(found)} commands of README.md, {failed} did not end as expected')
+    print(f'{len(found)} commands, {failed} did not end as expected')
     return min(failed, 1)
 
 
