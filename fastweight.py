@@ -1,9 +1,9 @@
-"""Fast weights: every update rule, feature map and row policy of this project, each as its definition.
+"""Fast weights: every update rule, feature map and cache policy of this project, each as its definition.
 
-A network has slow weights, which training changes. It may also have fast weights, which it writes itself
-while it reads (Schmidhuber 1991, 1992): here a matrix S, one a head. At each step the slow weights turn a
-token into a key (where to write), a value (what) and a query (where to read). Writing adds v k^T to S,
-reading is S q. Three writes of one head, the third to a key that was written before, and what S then is:
+A network has slow weights, which training changes. It can also have fast weights, which it writes itself
+while it reads (Schmidhuber 1991, 1992). Here each head keeps a matrix S. At each step the slow weights turn a
+token into a key (where to write), a value (what to write) and a query (where to read). Writing adds v k^T to
+S. Reading is S q. Below, one head makes three writes. The third one goes to the first key again:
 
 >>> k = torch.tensor([[[[1., 0.], [0., 1.], [1., 0.]]]])
 >>> v = torch.tensor([[[[1., 2.], [3., 4.], [5., 6.]]]])
@@ -15,18 +15,19 @@ tensor([[[[6., 3.],
 tensor([[[[5., 3.],
           [6., 4.]]]])
 
-The columns are what the two keys find. A sum piles up: the first key finds (6, 8), both of its values added.
-The delta rule first takes out what the key finds: (5, 6), the last value; the other key finds what it found
-before. All rules of this project are settings of one equation:
+The columns of S are what the two keys find. A sum piles up: the first key finds (6, 8), the sum of both its
+values. The delta rule first takes out what the key already finds, so the first key finds (5, 6), its last
+value. The other key finds what it found before. All rules of this project are settings of one equation:
 
     D_t = (z_t f_t^T) * S_{t-1}                             forget   (* elementwise, z f^T an outer product)
     S_t = D_t + (w_t * v_t - D_t (e_t * k_t)) k_t^T         write, erase what the key already finds
     o_t = S_t q_t                                           read, after the write
 
-S has one size after any number of steps: a model of such layers is an RNN. Below are the equation
-(`recurrent`, the definition; `chunked`, the same in matrix products), the state that is a list of rows after
-all (`softmax`; `bounded` keeps some), what is done to q and k before (`FEATURE_MAPS`, `NORMALISERS`), and the
-gates f, z, w, e of each known model (`RULES`). Read from top to bottom; the layer around it is in model.py.
+S has the same size after any number of steps, so a model of such layers is an RNN. This file has, from top to
+bottom: the equation (`recurrent`, the definition; `chunked`, the same in matrix products); attention, whose
+state is a list of keys and values instead (`softmax`; `bounded` keeps only some of them); what is done to q
+and k before (`FEATURE_MAPS`, `NORMALISERS`); and the gates f, z, w, e of each known model (`RULES`). The
+layer around it is in model.py.
 
 name          shape           meaning                         the papers' letter
 B H T         sizes           batch, heads, time steps
@@ -41,7 +42,7 @@ write         (B, H, T, V|1)  w_t, along the values           beta (Schlag), 1 -
 erase         (B, H, T, K|1)  e_t, along the keys             beta (Schlag), b (GDN-2)
 o             (B, H, T, V)    what is read                    y
 u             (B, H, T, V)    pseudo-value: what S receives   beta (v - v_bar) (Schlag)
-K|1, V|1: a number for each channel, or one for all of a head; write and erase may be (B, H, T) then.
+K|1, V|1: one number per channel, or one per head. In the second case write and erase may be (B, H, T).
 
 Sources: Katharopoulos 2020 (arXiv:2006.16236), Peng 2021 RFA (2103.02143), Schlag 2021 (2102.11174), Kasai
 2021 T2R (2103.13076), Choromanski 2021 FAVOR+ (2009.14794), Mao 2022 (2210.04243), Zhang 2024 Hedgehog
@@ -59,14 +60,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-LOG_MIN = -5.0  # least log-decay of a step, in every form: 0.7 % is left; below it, factors could overflow
-FLOOR = 1e-6    # smallest denominator; maps whose features can all be 0 ask for 1e-2
+LOG_MIN = -5.0  # smallest log-decay per step: 0.7 % is left. Factors of a chunk could overflow below it
+FLOOR = 1e-6    # smallest denominator. Maps whose features can all be 0 ask for 1e-2
 
 
 # ---- the equation ------------------------------------------------------------------------------------------
 def refuse_mean(write, erase, log_z):
-    """ValueError where dividing by n.q, n the sum of the keys, would make no mean of the values. (What
-    --norm=attn means for the delta rule is another thing: FastWeights.divided_by_keys in model.py.)"""
+    """ValueError if dividing by n.q would not give a weighted average of the values; n: sum of keys.
+    (For the delta rule --norm=attn means something else: FastWeights.divided_by_keys in model.py.)"""
     if erase is not None:
         raise ValueError('normalise with erase: erasing makes weights negative, so their sum n.q may be <= 0')
     vectors = {'write': write, 'log_z': log_z}
@@ -76,9 +77,9 @@ def refuse_mean(write, erase, log_z):
                              'own')
 
 def start(q, k, v, write, erase, log_f, log_z, S, normalise):
-    """What comes first in every form: fp32 (fp64 stays), log-decays clamped, S_0 = 0; absent gates stay None.
-    normalise: a value channel that is always 1 makes the last row of S the sum n of the keys, weighted and
-    decayed as their values are.  ->  q, k, v; w, e, log_f, log_z (B, H, T, .); S"""
+    """What every form does first: cast to fp32 (fp64 stays), clamp log-decays, begin with S_0 = 0. Absent
+    gates stay None. normalise: v gets a channel that is always 1. The last row of S is then n, the sum of the
+    keys, weighted and decayed as their values are.  ->  q, k, v; w, e, log_f, log_z (B, H, T, .); S"""
     if normalise:
         refuse_mean(write, erase, log_z)
         v = F.pad(v, (0, 1), value=1.0)
@@ -102,7 +103,7 @@ def start(q, k, v, write, erase, log_f, log_z, S, normalise):
     return tensors
 
 def filled(*given):
-    """`start`, where each absent gate becomes a constant that changes nothing."""
+    """`start`, but absent gates become constants that change nothing."""
     q, k, v, *gates, S = start(*given)
     for i, neutral in enumerate((1.0, 0.0, 0.0, 0.0)):
         if gates[i] is None:
@@ -110,7 +111,7 @@ def filled(*given):
     return q, k, v, *gates, S
 
 def finish(o, normalise, floor, dtype):
-    """Divide by n_t . q_t: clamped from below, never shifted (a shift would bias every output)."""
+    """Divide by n_t . q_t. It is clamped from below, not shifted: a shift would bias every output."""
     if normalise:
         n_q = o[..., -1:].clamp(min=floor)
         o = o[..., :-1] / n_q
@@ -125,21 +126,21 @@ def find(S, x):
     return (S @ x[..., None]).squeeze(-1)
 
 def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
-    """The definition: one step after the other, O(T V K); only S is carried on.
+    """The definition: one step after the other, O(T V K). Only S is carried from step to step.
 
         D_t = (z_t f_t^T) * S_{t-1}    S_t = D_t + (w_t * v_t - D_t (e_t * k_t)) k_t^T    o_t = S_t q_t
 
     q, k (B, H, T, K)   v (B, H, T, V)   log_f, erase (B, H, T, K|1)   log_z, write (B, H, T, V|1)
     write, erase may be (B, H, T)   S (B, H, V, K), with `normalise` (B, H, V + 1, K)
     ->  o (B, H, T, V), last S (fp32; fp64 for fp64 inputs)
-    None leaves a gate out: w = 1, e = 0, f = z = 1, S = 0. Log-decays are clamped at LOG_MIN = -5 a step.
-    normalise: o_t is divided by max(n_t . q_t, floor), a mean of values. Katharopoulos 2020 sec. 3.2.
-    Raises ValueError for normalise with erase or with a vector write, log_z: `refuse_mean` says why.
-    From Schlag 2021 sec. 4.2 (w = e = beta), Mao 2022 (f, z), Peng 2021 (f = g, w = 1-g), KDA (f, w = e),
-    Gated DeltaNet-2 (f, w, e).
+    A gate that is None is left out: w = 1, e = 0, f = z = 1, S = 0. Log-decays are clamped at LOG_MIN = -5.
+    normalise: o_t is divided by max(n_t . q_t, floor), which makes it a weighted average of values
+    (Katharopoulos 2020 sec. 3.2). ValueError for normalise with erase, or with a vector write or log_z:
+    `refuse_mean` says why. From Schlag 2021 sec. 4.2 (w = e = beta), Mao 2022 (f, z), Peng 2021 (f = g,
+    w = 1-g), KDA (f, w = e), Gated DeltaNet-2 (f, w, e).
 
-    To change it: test_recurrent_is_the_equation then fails. Scripts run its faster forms, until
-    --impl=loop."""
+    If you change it, test_recurrent_is_the_equation fails, and scripts still run the faster forms: give them
+    --impl=loop to run yours."""
     dtype = v.dtype
     q, k, v, w, e, log_f, log_z, S = filled(q, k, v, write, erase, log_f, log_z, S, normalise)
     f = log_f.exp()
@@ -154,10 +155,10 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
 
 
 # ---- the same in matrix products ---------------------------------------------------------------------------
-# A chunk is C steps at once. Q, K, V have a row a step; S is the state before the chunk, S' behind it.
+# A chunk is C steps at once. Q, K, V have one row per step. S is the state before the chunk, S' after it.
 #
-# 1. sum. A query finds what S gives and what the steps of the chunk up to its own gave. Their weights are a
-#    C x C tile, q_t . k_s in row t and column s, of which the future is masked:
+# 1. sum. A query finds what S gives it, and what the steps of the chunk up to its own have written. Their
+#    weights are a C x C tile: q_t . k_s in row t and column s. The causal mask, tril(), takes out the future:
 #
 #           s = 1  2  3  4          O  = tril(Q K^T) V + Q S^T
 #     t = 1     x  .  .  .          S' = S + V^T K
@@ -165,25 +166,33 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
 #         3     x  x  x  .          x is kept, . is masked
 #         4     x  x  x  x
 #
-# 2. one decay a head. What s wrote has shrunk by exp(a_t - a_s) when t reads it, a the running sum of log f.
-#    That is a factor for t and one for s, so both go into the rows, counted from a = m at the middle step:
+# 2. delta. Step t writes u_t k_t^T. It looks for e_t * k_t in S and in what the chunk has written so far, and
+#    takes off what it finds there:
+#        u_t = w_t * v_t - S (e_t * k_t) - sum_{s<t} u_s (k_s . (e_t * k_t))
+#    So u_t depends on earlier u_s. For all steps together this is a linear system, with R = e * K:
+#        (I + L) U = w * V - R S^T,    L = tril(R K^T, -1)
+#    L is strictly lower triangular: it is solved from the first row to the last. U then replaces V in 1.
+#
+# 3. one decay per head. What step s wrote has shrunk by exp(a_t - a_s) when step t reads it; a is the running
+#    sum of log f. This is a factor for t times a factor for s, so each goes into its own row. Both start
+#    from the middle step, where a = m, so that neither becomes large:
 #        y = exp(a - m) Q        x = exp(m - a) K        S_m = exp(m) S, the state as the middle sees it
 #        A = tril(y x^T)         O = A V + y S_m^T       S' = exp(a_C - m) (S_m + V^T x)
-# 3. a decay a channel, on both sides. For the keys the factors become vectors, and nothing else changes. The
-#    values get factors of the same kind, c the running sum of log z, c_m its value at the middle:
-#        U = exp(c_m - c) V      O = exp(c - c_m) (A U + y S_m^T)                the rows of S_m, S' alike
-# 4. delta. Step t writes u_t = w_t * v_t - what e_t * k_t finds, of S and of the u_s before it. With
-#    r = exp(a - m) (e * K), the keys where they look for what to erase, that is a linear system:
-#        (I + L) U = exp(c_m - c) (w * V) - r S_m^T,    L = tril(r x^T, -1)
-#    What is found gets exp(c - c_m) as it is read and exp(c_m - c) as it is written: they cancel.
-#    L is strictly lower triangular: solved from the first row to the last.
 #
-# Why has a decaying chunk 16 steps here and up to 32 in kernels.py? At -5 a step, 8 steps from the middle, a
-# factor is within exp(+-40). Where keys and values both decay, autograd multiplies the gradient of a factor
-# of the one by factors of the other: exp(80), and fp32 ends at exp(88). The backward by hand needs no
-# gradient of a factor: log f_t gets what is read less what is written, from t on. (One side alone could have
-# 32 here, too.)
-# A trap: above the diagonal the tile of a longer chunk holds inf. Masked too late, its gradient is inf * 0.
+# 4. one decay per channel, of keys and of values. For keys the factors become vectors, and nothing else
+#    changes. Values get factors of the same kind; c is the running sum of log z, c_m its value at the middle:
+#        U = exp(c_m - c) V      O = exp(c - c_m) (A U + y S_m^T)        the rows of S_m and S' alike
+#
+# 5. delta with decays. Keys look for what to erase as queries do: r = exp(a - m) (e * K). What is found gets
+#    exp(c - c_m) when it is read and exp(c_m - c) when it is written, and these cancel:
+#        (I + L) U = exp(c_m - c) (w * V) - r S_m^T,    L = tril(r x^T, -1)
+#
+# Why has a decaying chunk 16 steps here, and up to 32 in kernels.py? At -5 per step, 8 steps from the middle,
+# a factor is within exp(+-40). Where keys and values both decay, autograd multiplies the gradient of one
+# factor by another factor: exp(80), and fp32 ends at exp(88). The backward by hand in kernels.py needs no
+# gradient of a factor: that of log f_t is what is read less what is written, from step t on. (With decays on
+# one side only, 32 steps would work here, too.)
+# A trap: above the diagonal, a longer chunk's tile holds inf. Masked too late, its gradient is inf * 0.
 DECAYING = 16
 
 def factors(log_decay):
@@ -195,9 +204,9 @@ def factors(log_decay):
 
 def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR,
             chunk=64):
-    """`recurrent` in matrix products, a state between chunks: same arguments, same results, any T >= 1.
-    O(T (C (K + V) + K V)): short chunks cost less arithmetic, long ones fewer and larger products. Letters as
-    above and in kernels.py: y reads, x is written, r is the key where it looks for what it already finds."""
+    """`recurrent` in matrix products, with a state between chunks. Same arguments, same results, any T >= 1.
+    O(T (C (K + V) + K V)): short chunks cost less arithmetic, long chunks make fewer and larger products.
+    Letters as above and in kernels.py: y reads, x is written, r is the key as it looks for what to erase."""
     dtype = v.dtype
     if log_f is not None or log_z is not None:
         chunk = min(chunk, DECAYING)
@@ -223,17 +232,17 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
 
 
 # ---- write all, then read ----------------------------------------------------------------------------------
-# The equation cut in two: first S after all steps, then o_t = S q_t with the same S for each query. With the
-# queries of the text that was written it is an encoder, each step of which sees the whole text; with those of
-# another text it is cross attention, and what a decoder reads from at every step has one size.
+# The equation, cut in two: first S after all steps, then o_t = S q_t with the same S for every query. If the
+# queries come from the same text, this is an encoder, in which each step sees the whole text. If they come
+# from another text, it is cross attention, and what a decoder reads from has the same size at every step.
 
 def in_any_order(erase, log_f, log_z):
-    """Whether nothing is forgotten or erased: a sum, to which the order of its steps does not matter."""
+    """Whether nothing is forgotten or erased. The order of the steps does not matter then."""
     return erase is None and log_f is None and log_z is None
 
 def write_all(k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, form=chunked):
-    """S after all steps, (B, H, V, K): arguments as for `recurrent`, of which `form` is one. Where the
-    order of the steps does not matter it is S + sum_t w_t v_t k_t^T, one product."""
+    """S after all steps, (B, H, V, K). Arguments as for `recurrent`; `form` is one of its forms. If the order
+    of the steps does not matter, it is S + sum_t w_t v_t k_t^T: one product."""
     if in_any_order(erase, log_f, log_z):
         _, k, v, w, _, _, _, S = filled(k, k, v, write, erase, log_f, log_z, S, normalise)
         return S + (w * v).mT @ k
@@ -244,8 +253,8 @@ def read_all(q, S, normalise=False, floor=FLOOR):
     return finish(q.to(S.dtype) @ S.mT, normalise, floor, q.dtype)
 
 def where_there(there, v, gates):
-    """The gates of steps of which some are padding: there (B, T), false where a step writes and erases with
-    strength 0 and forgets nothing, so that S stays as it is. v (B, H, T, V)"""
+    """Gates with which padding changes nothing: it writes and erases with strength 0 and forgets nothing, so
+    S stays as it is. there (B, T) is false for padding   v (B, H, T, V)"""
     there = there[:, None].to(v.dtype)
     found = {'write': there.expand(v.shape[:3])}
     for name, x in gates.items():
@@ -255,12 +264,12 @@ def where_there(there, v, gates):
 
 def encoded(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR,
             there=None, form=chunked):
-    """`recurrent` for an encoder: same arguments, but each step reads what all steps have written; there
-    (B, T) says which of them are real (None: all). `form` is that of the recurrence.
+    """`recurrent` for an encoder. Same arguments, but each step reads what all steps have written. there
+    (B, T) says which steps are not padding (None: all). `form` is the form of the recurrence.
 
-    Where steps are forgotten or erased their order matters, and the text is read in both directions. To what
-    S_t q_t finds of the steps up to t comes what D_t q_t finds in the reversed text, read before it writes
-    step t: so each step counts once. Numerators and denominators are added apart."""
+    If steps are forgotten or erased, their order matters, and the text is read in both directions. S_t q_t
+    finds the steps up to t. D_t q_t in the reversed text, read before step t is written there, finds the
+    others. So each step counts once. Numerators and denominators are added separately."""
     dtype = v.dtype
     gates = {'write': write, 'erase': erase, 'log_f': log_f, 'log_z': log_z}
     if there is not None:
@@ -280,7 +289,7 @@ def encoded(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
 
 # ---- the other kind of state: a list of rows ---------------------------------------------------------------
 def softmax(q, k, v, rows=None):
-    """Softmax attention under the same interface: its state is the key and value of every step, and it grows.
+    """Softmax attention under the same interface. Its state is the key and value of every step, so it grows.
     q, k, v (B, H, T, d)   rows None or dict(k, v) (B, H, T0, d)  ->  o (B, H, T, d), dict(k, v) of T0 + T"""
     if rows is not None:
         k = torch.cat([rows['k'], k], 2)
@@ -294,17 +303,18 @@ def softmax(q, k, v, rows=None):
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal), dict(k=k, v=v)
 
 def softmax_of_all(q, k, v, there=None):
-    """`softmax` of an encoder: each step sees all steps, but those that are padding. there (B, T) or None"""
+    """`softmax` of an encoder: each step sees all steps except padding. there (B, T) or None"""
     mask = None
     if there is not None:
         mask = there[:, None, None]
     return F.scaled_dot_product_attention(q, k, v, mask), dict(k=k, v=v)
 
-# A transformer is an RNN whose state is a set of rows (k, v) that grows. Keep at most `cache` of them, and it
-# is a finite one (Oren 2024 sec. 3): a step sees the rows kept so far and its own; if these are more, the one
-# that is worth least goes, of several the oldest. A policy says what rows are worth, (B, H, rows): by a, the
-# attention they get from this step, total, from all steps since they came, both by head, by their positions
-# pos, and t, this step's. `tova` asks the heads together; `random` is a fixed hash, the same everywhere.
+# A transformer is an RNN whose state is a growing list of keys and values; here a row is one such pair. If at
+# most `cache` rows are kept, the state is finite (Oren 2024 sec. 3). A step sees the rows kept so far and its
+# own. When there are too many, the row with the lowest score is evicted; ties evict the oldest. A policy has
+# the scores, (B, H, rows), from: a, the attention that this step pays to each row; total, the attention since
+# the row came; pos, positions; t, the position of this step. a and total are per head. `tova` averages over
+# heads; `random` is a fixed hash of position and time, the same everywhere.
 POLICIES = {
     'window': lambda a, total, pos, t, cache, sinks: pos.float(),
     'sink': lambda a, total, pos, t, cache, sinks: pos.float().masked_fill(pos < sinks, math.inf),
@@ -313,11 +323,11 @@ POLICIES = {
     'tova-head': lambda a, total, pos, t, cache, sinks: a,
     'random': lambda a, total, pos, t, cache, sinks: ((pos * 40503 + t * 30011) % 65537).float(),
 }
-NEVER = -1e30   # a score that counts nothing beside another; -inf would make NaN where no row is left
+NEVER = -1e30   # a score that counts nothing beside others. With -inf, no rows at all would make NaN
 
 def compressed(pos):
-    """Positions (B, H, rows), in any order, with each gap g > 10 counted as ceil(10 + ln ln(g - 10 + e)),
-    that is 11 to 13. Oren 2024, appendix, and its authors' code."""
+    """Positions (B, H, rows) in any order. Each gap g > 10 counts as ceil(10 + ln ln(g - 10 + e)): 11 to
+    13. Oren 2024, appendix, and its authors' code."""
     in_order, order = pos.sort()
     gap = in_order.diff(dim=-1, prepend=in_order[..., :1]).float()
     beyond = (gap - 10).clamp(min=0)
@@ -325,14 +335,14 @@ def compressed(pos):
     return torch.zeros_like(near).scatter(-1, order, near)
 
 def empty_rows(k, cache):
-    """Places for `cache` rows, none of them taken: pos is -1. k (B, H, T, d)"""
+    """Room for `cache` rows, all empty: pos is -1. k (B, H, T, d)"""
     B, H, _, d = k.shape
     empty = k.new_zeros(B, H, cache, d)
     total = torch.zeros(B, H, cache, dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
     return dict(k=empty, v=empty, pos=total.long() - 1, total=total)
 
 def append(rows, k, v, t):
-    """Puts behind the rows those of the steps t, t + 1, ..., with keys and values k, v (B, H, T, d)."""
+    """The rows, and behind them those of the steps t, t + 1, ... with keys and values k, v (B, H, T, d)."""
     steps = t + torch.arange(k.shape[2], device=k.device)
     pos = steps.expand(k.shape[:3])
     new = dict(k=k, v=v, pos=pos, total=torch.zeros_like(pos, dtype=rows['total'].dtype))
@@ -344,7 +354,7 @@ def pick(rows, index):
     return {name: x.take_along_dim(wide if x.dim() == 4 else index, 2) for name, x in rows.items()}
 
 def replaced(rows, index):
-    """The rows without the one at index (B, H, 1), whose place the last one takes."""
+    """The rows without the one at index (B, H, 1). The last row takes its place."""
     kept = {}
     for name, x in rows.items():
         place = index
@@ -354,7 +364,7 @@ def replaced(rows, index):
     return kept
 
 def attend(q, rows, seen, turn=None):
-    """Softmax attention of q (B, H, T, d), whose own rows are the last, to what is `seen` (B, H, 1|T, rows).
+    """Softmax attention of q (B, H, T, d) to the rows that are `seen` (B, H, 1|T, rows). q's own come last.
     ->  o (B, H, T, d), weights (B, H, T, rows), log of their denominator (B, H, T, 1)"""
     k = rows['k']
     if turn is not None:
@@ -369,16 +379,16 @@ def attend(q, rows, seen, turn=None):
     return weights.to(q.dtype) @ rows['v'], weights, log_sum
 
 def bounded_step(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
-    """`bounded` for one step: append, attend, ask what rows are worth, let the oldest of the worst go."""
+    """`bounded` for one step: append, attend, score the rows, evict the lowest."""
     rows = append(rows, k, v, t)
     real = rows['pos'] >= 0
     o, a, log_mass = attend(q, rows, real[:, :, None], turn)
     total = rows['total'] + a[:, :, 0]
     worth = POLICIES[policy](a[:, :, 0], total, rows['pos'], t, cache, sinks)
-    worth = worth.masked_fill(~real, -math.inf)                     # empty places go first
+    worth = worth.masked_fill(~real, -math.inf)                     # empty ones are evicted first
     worst = worth == worth.amin(-1, keepdim=True)
     gone = torch.where(worst, rows['pos'], t + 1).argmin(-1, keepdim=True)
-    if spill:                                                       # above, only to know what they are worth
+    if spill:                                                       # the first time was for the scores only
         place = torch.arange(cache + 1, device=q.device)
         stays = real & (place != gone)
         o, a, log_mass = attend(q, rows, stays[:, :, None], turn)
@@ -387,20 +397,20 @@ def bounded_step(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=Non
     return o, log_mass, pick(rows, gone), replaced(rows, gone)
 
 def joined(parts):
-    """What `bounded` returns of a text, from what it returned of its parts."""
+    """What `bounded` returns for a text, joined from its parts."""
     o, log_mass, went, rows = zip(*parts)
     went = {name: torch.cat([part[name] for part in went], 2) for name in went[0]}
     return torch.cat(o, 2), torch.cat(log_mass, 2), went, rows[-1]
 
 def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
     """Softmax attention that keeps at most `cache` rows, by one of POLICIES: the definition, step by step.
-    q, k, v (B, H, T, d)   t position of the first   sinks < cache: how many first rows `sink` never lets go
-    rows None or what was returned: k, v (B, H, cache, d), pos, total (B, H, cache), in any order, pos -1
-    where there is none
-    spill: the row goes before the step reads, as it is then in a matrix and must not count twice: rows and
-    matrix are read as one, a mean of both by their denominators (FastWeights.keep_rows in model.py)
-    turn(x, pos): rope, for keys that come without it and are turned by `compressed` positions
-    ->  o (B, H, T, d), log of the denominators (B, H, T, 1), what went at each step as T rows, rows"""
+    q, k, v (B, H, T, d)   t position of the first step   sinks < cache: how many first rows `sink` protects
+    rows None, or what was returned before: k, v (B, H, cache, d), pos, total (B, H, cache), in any order; pos
+    is -1 for empty ones
+    spill: evict before reading. The evicted row is then in a matrix that is read, too, and must not count
+    twice (FastWeights.keep_rows in model.py)
+    turn(x, pos): rope, for keys that come without it and are rotated by `compressed` positions
+    ->  o (B, H, T, d), log of the denominators (B, H, T, 1), the row evicted at each step (T rows), rows"""
     if rows is None:
         rows = empty_rows(k, cache)
     steps = []
@@ -414,11 +424,11 @@ def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
 # ---- feature maps phi: (B, H, T, head_dim) -> (B, H, T, feature_dim) ---------------------------------------
 class FeatureMap(nn.Module):
     """phi(x, side, t): x (B, H, T, head_dim), side 'q' or 'k', t position of its first row. Here f, by entry.
-    positive      no feature is ever negative, so `sum` may divide by their sum
-    mean          phi(q).phi(k) is, or on the mean over draws is, a similarity >= 0: `attn` may divide by n.q
-    floor         the least that `attn` divides by
+    positive      no feature is ever negative, so norm `sum` may divide by their sum
+    mean          phi(q).phi(k) >= 0, at least on average over random draws, so `attn` may divide by n.q
+    floor         the smallest number that `attn` divides by
     like_softmax  phi(q).phi(k) stands for softmax's exp(q.k / sqrt(head_dim)), or can learn to
-    max_len       positions are known up to here, None: no limit"""
+    max_len       how many positions are known; None: no limit"""
     positive, mean, floor, like_softmax, max_len = True, True, FLOOR, False, None
 
     def __init__(self, n_head, head_dim, arg=None, **traits):
@@ -433,7 +443,7 @@ class FeatureMap(nn.Module):
         return self.f(x)
 
 def number(arg, default):
-    """What follows the colon of --phi=dpfp:3, as a number above 0, whole if the default is."""
+    """What follows the colon of --phi=dpfp:3: a number above 0, whole if the default is whole."""
     if arg is None:
         return default
     kind = type(default)
@@ -447,7 +457,7 @@ def number(arg, default):
     return value
 
 class Exp(FeatureMap):
-    """exp(s x), s = 1 unless given. Zhang 2024 sec. 3 finds s = 2 spiky enough to recall and s = 1 not."""
+    """exp(s x), s = 1 unless given. In Zhang 2024 sec. 3, s = 2 is spiky enough to recall, s = 1 is not."""
     def __init__(self, n_head, head_dim, s=None):
         super().__init__(n_head, head_dim, s=number(s, 1.0))
 
@@ -489,7 +499,7 @@ class Taylor(FeatureMap):
 
 class CosFormer(FeatureMap):
     """[r cos a_t, r sin a_t], r = relu(x), a_t = pi t / 2M: phi(q_t).phi(k_s) = r.r' cos(a_t - a_s). Qin 2022
-    sec. 3.2. M is the length up to which positions are known: chosen before training, an error beyond."""
+    sec. 3.2. M is how many positions are known. It is chosen before training; more positions are an error."""
     floor = 1e-2
 
     def __init__(self, n_head, head_dim, M=None):
@@ -505,9 +515,9 @@ class CosFormer(FeatureMap):
         return torch.cat([r * a.cos(), r * a.sin()], -1)
 
 class T2R(FeatureMap):
-    """relu(W x + b), W (H, m, d) learned in each layer, shared by q and k. Kasai 2021 sec. 3.1. m = d unless
-    given. The authors' code divides q by sqrt(d) before: that is t2r-scaled."""
-    floor = 1e-2    # all features can be zero, and n.q then is; the authors' code clamps here
+    """relu(W x + b), with W (H, m, d) learned in each layer and shared by q and k. Kasai 2021 sec. 3.1. m = d
+    unless given. The authors' code first divides q by sqrt(d): that is t2r-scaled."""
+    floor = 1e-2    # if all features are zero, so is n.q; the authors' code clamps here, too
 
     def __init__(self, n_head, head_dim, m=None, scaled=False):
         m = number(m, head_dim)
@@ -523,13 +533,13 @@ class T2R(FeatureMap):
         return (x @ self.weight.mT.to(x.dtype) + self.bias).relu()
 
 class Hedgehog(FeatureMap):
-    """[softmax(y), softmax(-y)], y = W x, W (H, d, d) in each layer, at first the identity: Zhang 2024 sec. 4
-    with the softmax over features of its appendix A. Its other forms:
-    exp      [e^(y - max y), e^(min y - y)]: cannot overflow either, but keys lose their size beside others
+    """[softmax(y), softmax(-y)], y = W x, with W (H, d, d) in each layer, at first the identity. Zhang 2024
+    sec. 4, with the softmax over features of its appendix A. Other forms:
+    exp      [e^(y - max y), e^(min y - y)]: cannot overflow either, but large keys lose their advantage
     paper    e^(W x + b), the paper's equation 3, d features
-    listing  [e^y, e^-y], y = W x + b, with W and b of q's own and of k's own: the appendix's listing
-    4        softmax [y, -y], one over all 8d features, W (H, 4d, d): at first the identity and 3 random
-             rotations, twice as large"""
+    listing  [e^y, e^-y], y = W x + b, with separate W and b for q and for k: the appendix's listing
+    4        softmax [y, -y], one softmax over all 8d features, W (H, 4d, d): at first the identity and 3
+             random rotations, twice as large"""
     like_softmax = True
 
     def __init__(self, n_head, head_dim, form=None):
@@ -571,8 +581,9 @@ class Hedgehog(FeatureMap):
 
 class Favor(FeatureMap):
     """FAVOR+: e^(-|x|^2/2) [e^Rx, e^-Rx] / sqrt(2m); E[phi(q).phi(k)] = e^(q.k). Choromanski 2021 sec. 2.3.
-    x is divided by d^(1/4) before, which makes it softmax's e^(q.k / sqrt(d)). R (m, d), m = d unless given,
-    has rows like N(0, I), d at a time orthogonal; redrawn for each training batch, kept in the checkpoint."""
+    x is first divided by d^(1/4), which makes it softmax's e^(q.k / sqrt(d)). R (m, d), m = d unless given,
+    has rows like N(0, I), in orthogonal groups of d. It is redrawn for each training batch and kept in the
+    checkpoint."""
     like_softmax = True
 
     def __init__(self, n_head, head_dim, m=None):
@@ -586,8 +597,8 @@ class Favor(FeatureMap):
         m, d = self.R.shape
         squares = torch.randn(math.ceil(m / d), d, d, device=self.R.device)
         directions = torch.linalg.qr(squares)[0].mT.reshape(-1, d)[:m]
-        # a random direction times a Gaussian vector's length is a Gaussian vector. QR has habits of sign, so
-        # these are not quite uniform; phi has both R and -R, so signs do not matter
+        # a random direction times the length of a Gaussian vector is a Gaussian vector. QR prefers some
+        # signs, so these directions are not quite uniform, but phi has both R and -R, so signs do not matter
         self.R.copy_(directions * torch.randn(m, d, device=self.R.device).norm(dim=-1, keepdim=True))
 
     def forward(self, x, side='q', t=0):
@@ -598,8 +609,8 @@ class Favor(FeatureMap):
 
 class RFA(Favor):
     """[sin(Wx), cos(Wx)] / sqrt(m), |x| = 1, W = R * sigma, sigma (H, d) learned. Peng 2021 sec. 3.1.
-    E[phi(q).phi(k)] = exp(-|sigma (q - k)|^2 / 2), a Gaussian; a single draw may be negative. R as in FAVOR+,
-    with orthogonal rows; the paper's are independent."""
+    E[phi(q).phi(k)] = exp(-|sigma (q - k)|^2 / 2), a Gaussian; for a single draw it may be negative. R has
+    orthogonal rows, as in FAVOR+; the paper's are independent."""
     positive, like_softmax, floor = False, False, 1e-2
 
     def __init__(self, n_head, head_dim, m=None):
@@ -614,7 +625,7 @@ def itself(x):
     return x
 
 def elu1(x):
-    """elu(x) + 1 as one exp: the sum would round to 0 for x < -17 in fp32, for x < -6 in bf16."""
+    """elu(x) + 1, with a single exp: the sum would round to 0 for x < -17 in fp32 and for x < -6 in bf16."""
     return x.relu() + x.clamp(max=0).exp()
 
 FEATURE_MAPS = {  # name: constructor (n_head, head_dim, [arg]) -> module with .feature_dim
@@ -643,11 +654,11 @@ def l2(x):
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 def sum_to_one(x):
-    """x / sum_i x_i, for features >= 0; all zero stays zero. Schlag 2021 sec. 4.2."""
+    """x / sum_i x_i, for features >= 0. All zeros stay zeros. Schlag 2021 sec. 4.2."""
     return x / x.sum(-1, keepdim=True).clamp(min=FLOOR)
 
 NORMALISERS = {
-    'attn': itself,         # instead o_t is divided by n_t.q_t: a weighted mean of values. Katharopoulos 2020
+    'attn': itself,         # o_t is divided by n_t.q_t instead: a weighted average. Katharopoulos 2020
     'sum': sum_to_one,      # Schlag 2021
     'l2': l2,               # DeltaNet 2024
     'none': itself,         # Mao 2022
@@ -656,20 +667,20 @@ NORMALISERS = {
 
 # ---- rules: which gates there are --------------------------------------------------------------------------
 class Rule(NamedTuple):
-    """A row of the table. Gates come from the layer's input x: beta = sigmoid(x W), log f = -rate dt,
-    dt = softplus(x W + b), log z alike; rate 1 is f = sigmoid(-(x W + b)). Start values: Gates in model.py.
-    """
+    """A line of the table below. Gates come from the layer's input x: beta = beta_max sigmoid(x W), log f =
+    -rate dt, dt = softplus(x W + b), and log z likewise. A rate of 1 is f = sigmoid(-(x W + b)). Gates in
+    model.py says where they start."""
     about: str                  # the known model
-    phi: str = 'identity'       # feature map unless the user asks for another
-    norm: str = 'none'          # normaliser, likewise
+    phi: str = 'identity'       # feature map, if --phi does not name another
+    norm: str = 'none'          # normaliser, if --norm does not
     f: str | None = None        # decay along the keys: 'fixed' (by head), 'head' or 'channel' (both learned)
     z: str | None = None        # decay along the values: 'channel'
-    write: str | None = None    # None is 1; 'beta', one a head; 'channel'; '1-f'; 'dt', the softplus of f
-    erase: str | None = None    # 'write', e = w; 'channel', a beta of its own for each
-    rate: float | None = 1.0    # None: learned, one a head
-    keeps: str | None = None    # the state is a set of rows (k, v): 'all', or the policy that bounds it
+    write: str | None = None    # None is 1; 'beta', one per head; 'channel'; '1-f'; 'dt', the softplus of f
+    erase: str | None = None    # 'write': e = w; 'channel': a beta of its own for each channel
+    rate: float | None = 1.0    # None: learned, one per head
+    keeps: str | None = None    # the state is rows (k, v) instead of S: 'all', or a policy's name
     form: Callable | None = None    # for a rule that the equation does not cover: a function with recurrent's
-                                # signature, which is then used for everything, in place of recurrent
+                                # signature, which is then always used instead of recurrent
 
     @property
     def matrix(self):
@@ -678,7 +689,7 @@ class Rule(NamedTuple):
 
     @property
     def bounded(self):
-        """Whether the state is a set of rows that does not grow."""
+        """Whether the state is a list of keys and values that does not grow."""
         return self.keeps not in (None, 'all')
 
 RULES = {
@@ -688,22 +699,22 @@ RULES = {
     'decay': Rule('decaying fast weights, Mao 2022', f='channel', z='channel'),
     'retention': Rule('RetNet, Sun 2023', f='fixed'),
     'gla': Rule('gated linear attention, Yang 2023', f='channel', rate=1 / 16),
-    'gla-beta': Rule('GLA as a mean, and each value has a weight of its own', 'hedgehog', 'attn',
+    'gla-beta': Rule('GLA as a weighted average, with a weight for each value', 'hedgehog', 'attn',
                      f='channel', write='beta', rate=1 / 16),
-    'mamba2': Rule('Mamba-2, Dao 2024: a step of length dt writes more and forgets more', 'silu', f='head',
+    'mamba2': Rule('Mamba-2, Dao 2024: a longer step dt writes more and forgets more', 'silu', f='head',
                    write='dt', rate=None),
     'gated_delta': Rule('gated DeltaNet, 2024', 'silu', 'l2', f='head', write='beta', erase='write',
                         rate=None),
     'kda': Rule('Kimi delta attention', 'silu', 'l2', f='channel', write='beta', erase='write', rate=None),
     'gdn2': Rule('gated DeltaNet-2, 2026: each gate by channel', 'silu', 'l2', f='channel', write='channel',
                  erase='channel', rate=None),
-    'softmax': Rule('the transformer; its state grows with every step', keeps='all'),
-    'window': Rule('softmax over the last `cache` rows and its own', keeps='window'),
-    'sink': Rule('window and the first rows, Xiao 2023 (StreamingLLM)', keeps='sink'),
-    'h2o': Rule('most attended rows, half of them the last ones, Zhang 2023', keeps='h2o'),
-    'tova': Rule('most attended rows of the last step, Oren 2024', keeps='tova'),
-    'tova-head': Rule('the same, each head by itself', keeps='tova-head'),
-    'random': Rule('a row goes by a fixed hash of position and time: the control', keeps='random'),
+    'softmax': Rule('the transformer; its state grows with every token', keeps='all'),
+    'window': Rule('softmax over the last `cache` tokens and its own', keeps='window'),
+    'sink': Rule('window and the first tokens, Xiao 2023 (StreamingLLM)', keeps='sink'),
+    'h2o': Rule('keeps the most attended tokens so far, half of them the last ones, Zhang 2023', keeps='h2o'),
+    'tova': Rule('keeps the tokens that the last one attends to most, Oren 2024', keeps='tova'),
+    'tova-head': Rule('the same, each head for itself', keeps='tova-head'),
+    'random': Rule('evicts by a fixed hash of position and time: the control', keeps='random'),
 }
 
 if __name__ == '__main__':
