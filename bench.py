@@ -1,12 +1,12 @@
-"""Measure, on this machine. A suite is a row of SUITES, at the end of this file: it prints a table, writes
-out/bench/SUITE.csv and, where there is something to be seen, SUITE.png, and ends with a line of JSON.
+"""Measure, on this machine. A suite is a row of SUITES, at the end of this file. It prints a table, writes
+out/bench/SUITE.csv and, if there is something to draw, SUITE.png, and ends with a line of JSON.
 
     python bench.py                    decode --quick: what the next token costs
     python bench.py all --quick        every suite, most in one or two minutes; --full takes hours
 
-A suite is of one of three kinds: commands of train.py and convert.py, of which one figure is asked (`runs`);
-looks at a trained softmax model; and times (`timed`). Runs are kept in --out and done once: a long suite that
-was stopped goes on. The suites:
+There are three kinds of suites: runs of train.py and convert.py, each of which gives one figure (`runs`);
+looks at a trained softmax model; and timings (`timed`). Runs are kept in --out and done once, so a long suite
+that was stopped goes on. The suites:
 """
 import contextlib
 import csv
@@ -52,21 +52,21 @@ MB = 10 ** 6
 
 # ---- what a row of SUITES says -----------------------------------------------------------------------------
 class Panel(NamedTuple):
-    """A line for each form over x or, where y is `form`, the median and the range of each form along x."""
+    """One line per form over x or, if y is `form`, the median and the range of each form along x."""
     x: str                          # columns of the table
     y: str
     title: str = ''                 # flags in braces: {heads}
     part: str = ''                  # of the table
 
     def rows(self, table):
-        """Those of a table that it shows: no dashes, and no 0 along a logarithmic axis."""
+        """The rows of a table that it shows: no dashes, and no 0 on a logarithmic axis."""
         unseen = (None, 0) if self.x in LOGARITHMIC else (None,)
         mine = [row for row in table if row.get('part', '') == self.part and row.get(self.y) is not None]
         return [row for row in mine if row.get(self.x) not in unseen]
 
 
 class Way(NamedTuple):
-    """On which data, with which model and for how long the lines of a suite of commands are tried."""
+    """The data, the model and the training time with which the lines of a suite of commands are tried."""
     data: str                       # '': the text of --data
     train: str = ''                 # flags of train.py
     steps: int = 0                  # where --steps says nothing
@@ -80,7 +80,7 @@ class Way(NamedTuple):
 
 @dataclass
 class Suite:
-    """What it measures, what it takes, what is drawn of it, and what a paper found."""
+    """What is measured, which flags it takes, what is drawn, and what a paper found."""
     name: str
     about: str                      # for --help
     measure: Callable               # (args, suite): yields rows of the table; what else is said: args.said
@@ -106,15 +106,15 @@ IN_PERCENT = 'accuracy', 'before', 'swapped', 'stage 1', 'recovered', 'recovered
 
 # ---- measuring ---------------------------------------------------------------------------------------------
 def finish(device):
-    """Wait until the device has done what it was told: a GPU is told ahead."""
+    """Wait until the device is done: a GPU works asynchronously."""
     if device.type == 'cuda':
         torch.cuda.synchronize(device)
 
 
 def seconds(calls, device, least=0.3, repeats=5):
-    """Median time of each function of a list, after a warm-up: of `repeats` calls, and `least` seconds of
-    them, but of slow ones no more than ten times that. They take turns, so that a busy moment of the machine
-    meets them all."""
+    """Median time of each function in a list, after a warm-up: of `repeats` calls that take at least `least`
+    seconds together, but slow functions take no more than ten times that. They take turns, so that a busy
+    moment of the machine meets all of them."""
     times = [[] for _ in calls]
     for call in calls:
         call()
@@ -132,13 +132,13 @@ def seconds(calls, device, least=0.3, repeats=5):
 
 
 def timed(cells, device, least=0.3, repeats=5):
-    """cells: rows of a table with the function of each -> both, and its seconds"""
+    """cells: rows of a table, each with its function -> both, and the seconds that it takes"""
     times = seconds([call for _, call in cells], device, least, repeats)
     return [(*cell, took) for cell, took in zip(cells, times)]
 
 
 def peak_bytes(run, device):
-    """The most that run() holds at a time beyond what there was."""
+    """The most memory that run() holds at a time, beyond what there was before."""
     if device.type == 'cuda':
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -152,7 +152,7 @@ def peak_bytes(run, device):
 
 
 def room(device):
-    """Bytes that are there."""
+    """Bytes of free memory."""
     if device.type == 'cuda':
         return torch.cuda.mem_get_info(device)[0]
     return machine_memory()
@@ -160,19 +160,19 @@ def room(device):
 
 # ---- flags as lists ----------------------------------------------------------------------------------------
 def chosen(args, quick, full):
-    """What a quick run takes, or a full one."""
+    """The quick or the full choice."""
     return full if args.full else quick
 
 
 def numbers(text):
-    """--lengths as numbers in order."""
+    """--lengths as sorted numbers."""
     if not re.fullmatch('([1-9][0-9]{0,6}(,[1-9][0-9]{0,6})*)?', text):
         raise ValueError(f'--lengths={text}: expected numbers below ten million with commas, as 256,1024')
     return sorted({int(n) for n in re.findall('[0-9]+', text)})
 
 
 def only(args, table):
-    """The rows of a table that --only names, or all."""
+    """The entries of a table that --only names, or all of them."""
     names = list(table)
     if args.only:
         names = [name.strip() for name in args.only.split(',')]
@@ -189,8 +189,8 @@ LOGARITHMIC = ('T', 'us a token', 'state bytes', 'ms', 'MB', 'rows', 'tokens/s',
 
 
 def report(args, suite, rows):
-    """The table on stdout, one for each kind of rows, and as CSV; what is said of it, as lines and in one
-    line of JSON; the suite's picture."""
+    """Print the table, one part for each kind of rows, and write it as CSV; say what there is to say, as
+    lines and as one line of JSON; draw the suite's picture."""
     if rows:
         columns = dict.fromkeys(itertools.chain.from_iterable(rows))
         with open(f'{args.out}/{suite.name}.csv', 'w', newline='') as f:
@@ -213,7 +213,7 @@ def report(args, suite, rows):
 
 
 def canvas(down, across, width, height):
-    """An empty picture with so many panels of this size in inches -> the figure, an array of axes"""
+    """An empty picture with this many panels of this size in inches -> the figure, an array of axes"""
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
@@ -226,7 +226,7 @@ def canvas(down, across, width, height):
 
 
 def draw(args, suite, table):
-    """The suite's picture, if there is something to be seen: its panels or, of commands, one for each way."""
+    """The suite's picture, if there is something to draw: its panels or, for commands, one panel per way."""
     panels = suite.panels or [Panel('ours', 'form', way, way) for way in suite.ways]
     shown = [(panel, panel.rows(table)) for panel in panels if panel.rows(table)]
     if not shown:
@@ -247,8 +247,8 @@ def draw(args, suite, table):
 
 
 def draw_lines(axes, panel, rows, forms):
-    """A line for each form, in colours that colour-blind readers can tell; the paper's figures are hollow.
-    forms: those of all panels, so that each looks the same in all of them."""
+    """One line per form, in colours that colour-blind readers can tell apart. The paper's figures are hollow.
+    forms: those of all panels, so that each looks the same everywhere."""
     if panel.x in LOGARITHMIC:
         axes.set_xscale('log')
     if panel.y in LOGARITHMIC:
@@ -268,7 +268,7 @@ def draw_lines(axes, panel, rows, forms):
 
 
 def draw_ranges(axes, rows):
-    """A line for each form: the median over seeds, and the range."""
+    """One line per form: the median over seeds, and the range."""
     forms = [row['form'] for row in rows]
     axes.hlines(forms, [row['least'] for row in rows], [row['most'] for row in rows])
     axes.plot([row['ours'] for row in rows], forms, 'o')
@@ -278,8 +278,8 @@ def draw_ranges(axes, rows):
 
 # ---- suites of commands: a line of the table is a run of train.py or convert.py ----------------------------
 def code():
-    """A digest of the files of code, as they are now: to edit one while a suite runs mixes old results with
-    new."""
+    """A digest of the code files as they are now: editing one while a suite runs would mix old results with
+    new ones."""
     digest = hashlib.sha256()
     for path in sorted(glob.glob(f'{HERE}/*.py') + glob.glob(f'{HERE}/data/*.py')):
         with open(path, 'rb') as f:
@@ -288,8 +288,8 @@ def code():
 
 
 def once(args, suite, form, run, **key):
-    """run(out, **key), a dict, and its minutes; or what the same code gave before, by a file in --out. out: a
-    folder of its own, if it needs one"""
+    """run(out, **key), a dict, and its minutes; or what the same code returned before, from a file in --out.
+    out: a folder of its own, if it needs one"""
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
     out = os.path.join(args.out, suite.name, re.sub('[^a-z0-9]+', '-', f'{form}-{digest}'))
     mark = {'code': code(), **key}
@@ -326,12 +326,12 @@ def command(out, file, flags, seed, teacher):
 
 
 def in_percent(found):
-    """A run's figures, or a line of convert.json's table, with shares in %."""
+    """The figures of a run, or of a line of convert.json's table, with shares in %."""
     return {name: 100 * x if name in IN_PERCENT and x is not None else x for name, x in found.items()}
 
 
 def unrefused(out, words):
-    """train.py in this process, with a normaliser that model.py refuses. -> its first step that was not
+    """train.py in this process, with a normaliser that model.py refuses. -> the first step that was not
     finite. ValueError if all are"""
     threads = torch.get_num_threads()
     with mock.patch('model.mistakes_together'), contextlib.redirect_stdout(sys.stderr):
@@ -345,8 +345,8 @@ def unrefused(out, words):
 
 
 def a_run(args, suite, form, file, flags, seed, teacher=''):
-    """One run of a command -> what it left and what the suite looks for in its checkpoint. teacher: the
-    digest of the model that it begins with: under the same path there may be another later"""
+    """One run of a command -> what it left, and what the suite looks for in its checkpoint. teacher: the
+    digest of the model it starts from, since another model may lie under the same path later"""
     key = {'file': file, 'flags': f'{flags} --device={args.device}', 'seed': seed, 'teacher': teacher}
     found = once(args, suite, form, command, **key)
     if suite.look:
@@ -363,17 +363,17 @@ def trained(args, suite, form, flags, steps, seed):
 
 
 def converted(args, suite, form, source, flags, first, steps, seed, digest='', controls='false'):
-    """python convert.py of a model in a file, with so many steps of stage 1 and of stage 2 -> its result.json
-    and convert.json"""
+    """Convert a model in a file with this many steps of stage 1 and stage 2 -> its result.json and
+    convert.json"""
     flags = (f'--from={shlex.quote(source)} {flags} --distil_steps={first} --steps={steps} '
              f'--eval_every={max(1, first + steps)} --controls={controls}')
     return a_run(args, suite, form, 'convert.py', flags, seed, digest)
 
 
 def a_line(args, suite, way, form, seed):
-    """A run of one line in one way. A line that names a recipe, or all of a way that does, is a conversion
-    of the line `softmax` of the same seed; maps that are distilled have a third of the steps for that. One
-    without flags is the control: softmax itself is trained on."""
+    """A run of one line in one way. If the line names a recipe, or the way does, it is a conversion of the
+    line `softmax` with the same seed; maps that are distilled use a third of the steps for that. A line
+    without flags is the control: softmax itself is trained further."""
     flags = suite.lines[form]
     steps = way.times * (args.steps or way.steps)
     name = f'{form} {way.data}'
@@ -397,8 +397,8 @@ def a_line(args, suite, way, form, seed):
 
 
 def ways_of(args, suite):
-    """The ways that are tried: of those that name their data those that --data names, if it does, and what
-    can be had of them; the others are named."""
+    """The ways that are tried: among those that name their data, the ones in --data, if given, whose data can
+    be had. The others are reported."""
     sets = [way.data for way in suite.ways.values()]
     if args.data and all(sets) and args.data not in sets:
         raise ValueError(f'--data={args.data}: choose from {", ".join(sets)}')
@@ -432,8 +432,8 @@ def of_seeds(args, suite, way, form):
 
 
 def over_seeds(found, key, *beside):
-    """Columns of a table: the median of the runs of a line, its range, what it took, medians of other keys of
-    those that have them."""
+    """Columns of a table: the median over the runs of a line, its range, the minutes, and medians of other
+    keys, for the runs that have them."""
     values = [f[key] for f in found]
     row = {'ours': statistics.median(values), 'least': min(values), 'most': max(values),
            'minutes': sum(f['minutes'] for f in found)}
@@ -452,7 +452,7 @@ def a_row(suite, form, part, found):
 
 
 def runs(args, suite):
-    """The table of a suite of commands: each line in each way, a run a seed."""
+    """The table of a suite of commands: each line in each way, one run per seed."""
     for name, way in ways_of(args, suite).items():
         for form in dict.fromkeys(suite.always) | only(args, suite.lines):
             found = of_seeds(args, suite, way, form)
@@ -460,27 +460,28 @@ def runs(args, suite):
 
 
 def batches(val, data, many, count=None):
-    """Where the rows of a task begin, `many` of them at a time; count: of the first so many."""
+    """Where the rows of a task begin, `many` at a time. count: only the first so many"""
     begin = recipe.blocks(len(val), data['row'], data)[:count]
     return np.split(begin, range(many, len(begin), many))
 
 
 def model_in(path, device, **changes):
-    """The model of a file, with other flags of `Swap`."""
+    """The model in a file, with other flags of `Swap`."""
     return load(path, device, **changes)[0].eval()
 
 
 # ---- what suites look for in the models that commands leave ------------------------------------------------
 def size_of_state(args, found):
-    """Bytes that a model keeps of one row."""
+    """Bytes that a model keeps for one row."""
     model = model_in(found['path'], args.device)
     tokens = torch.zeros(1, model.config.block_size, dtype=torch.long, device=args.device)
     return {'state bytes': state_bytes(model.read(tokens))}
 
 
 def of_classes(args, found):
-    """In %, on a set's validation rows: the share of the commonest class, and Matthews' correlation of
-    answers with truth, 0 for whoever always says one class. For more than two classes R_K, Gorodkin 2004."""
+    """In %, on the validation rows of a data set: the share of the most frequent class, and Matthews'
+    correlation of answers with truth, which is 0 for always saying one class. For more than two classes R_K,
+    Gorodkin 2004."""
     model, meta = load(found['path'], args.device)
     model.eval()
     _, val, data = prepare.load(found['data'], like=meta['data'])
@@ -500,7 +501,7 @@ def of_classes(args, found):
 
 def bits(args, found, T, many=None, carried=False, **changes):
     """Bits per byte of a run's model, with other flags of `Swap`, on rows of T tokens of the validation text:
-    as much of that as train.py judged it by, or `many` rows spaced over all of it."""
+    the part that train.py evaluated on, or `many` rows spread over all of it."""
     _, val, meta = prepare.load(found['data'])
     if many is None:
         val = val[:found['val_tokens']]
@@ -514,8 +515,8 @@ WINDOWS = 8, 64, 128        # rows: 1, 8 and 16 times as many numbers as the sta
 
 
 def windows(args, found):
-    """Bits per byte of a window of so many rows that is carried over all of the validation text, as
-    Transformer-XL's memory is: as in the paper it is trained with many and read with so many."""
+    """Bits per byte of a window that is carried over the whole validation text, like the memory of
+    Transformer-XL, by size. As in the paper, it is trained with a large window and read with smaller ones."""
     if found.get('rule') != 'window':
         return {}
     return {f'with {cache}': bits(args, found, 512, carried=True, cache=cache) for cache in WINDOWS}
@@ -525,7 +526,7 @@ GRID_ROWS = 256             # of the validation text, on which all of the grid a
 
 
 def on_grid_rows(args, found):
-    """Bits per byte on evenly spaced rows: those that convert.py judges by."""
+    """Bits per byte on evenly spaced rows, those that convert.py evaluates on."""
     return {'bits per byte': bits(args, found, found['block_size'], GRID_ROWS)}
 
 
@@ -534,7 +535,7 @@ RATES = '3e-3', '1e-2', '3e-2'         # of learning
 
 
 def mqar(args, suite):
-    """Every rule in every width; --full: by the best of RATES, which the first seed chooses."""
+    """Every rule at every width. --full: at the best of RATES, which the first seed chooses."""
     [way] = ways_of(args, suite).values()
     for form, width in itertools.product(only(args, suite.lines), args.lengths):
         ways = [way._replace(train=f'{way.train} --n_embd={width} --lr={rate}')
@@ -546,7 +547,7 @@ def mqar(args, suite):
 
 
 def products(args, found):
-    """The share of right products of 1, 2, ... elements in 256 new rows, and the mean beyond the rows of
+    """The share of right products of 1, 2, ... elements in 256 new rows, and the average beyond the rows of
     training, in %."""
     row = prepare.find(found['data'])
     rng = np.random.Generator(np.random.Philox(2))              # 0 and 1 made the set
@@ -560,8 +561,8 @@ def products(args, found):
 
 
 def tracking(args, suite):
-    """Does a state that was trained on up to 40 steps follow 256? Yes from 95 % on, in the median of seeds;
-    no within 5 % of the best rule whose state only grows or decays; else partly."""
+    """Does a state that was trained on up to 40 steps follow 256? Yes if the median over seeds is 95 % or
+    more; no if it is within 5 % of the best rule whose state only grows or decays; otherwise partly."""
     for name, way in ways_of(args, suite).items():
         rows = []
         for form in only(args, suite.lines):
@@ -580,7 +581,7 @@ def tracking(args, suite):
 
 
 def glue(args, suite):
-    """With --init a model that was trained before is trained on instead, at the rate of such models."""
+    """With --init, a pretrained model is trained further instead, at a learning rate for such models."""
     if args.init:
         fine = '--lr=5e-5'
         start = f'{CLASSIFIER} --init={shlex.quote(args.init)} --batch_size=16 {fine}'
@@ -596,12 +597,12 @@ OVERFULL = 0.1      # a matrix with a loss above this is not tried with more
 
 
 class FastWeightMemory(nn.Module):
-    """Schlag 2021b (arXiv:2011.07831): the delta rule with keys as they are; after each write a matrix longer
-    than 1 becomes one of length 1, and what is read goes through a LayerNorm without weights.
+    """Schlag 2021b (arXiv:2011.07831): the delta rule with keys as they are. After each write a matrix longer
+    than 1 is scaled to length 1, and what is read goes through a LayerNorm without weights.
 
         W_t = S_{t-1} + beta_t (v_t - S_{t-1} k_t) k_t^T      S_t = W_t / max(|W_t|, 1)      o = norm(S_T q)
 
-    Its map was tanh; Schlag 2021 has also given it others. Called as model.FastWeights is."""
+    Its map was tanh; Schlag 2021 tries others, too. Called as model.FastWeights is."""
     def __init__(self, n_embd, d, phi):
         super().__init__()
         self.phi = torch.tanh
@@ -627,7 +628,8 @@ class FastWeightMemory(nn.Module):
 
 class Associative(nn.Module):
     """Read S keys with their values, then say the value of each. d = 64. x = [embed(key); one-hot of value],
-    k = W_k x, q = W_q embed(key), v the one-hot itself; the answer is what is read: no output layer."""
+    k = W_k x, q = W_q embed(key), v is the one-hot itself. The answer is what is read: there is no output
+    layer."""
     def __init__(self, S, rule, phi, norm, d=64):
         super().__init__()
         e = int(1.1 * 2 * S)
@@ -653,7 +655,8 @@ class Associative(nn.Module):
 
 
 def associations(S, L, rows, replace, draw, device):
-    """keys, values (rows, L): L drawn one by one; without `replace` each of S once, in any order."""
+    """keys, values (rows, L): L are drawn independently; without `replace`, each of S once, in random
+    order."""
     if replace:
         x = torch.randint(S, (2, rows, L), generator=draw)
     else:
@@ -662,8 +665,8 @@ def associations(S, L, rows, replace, draw, device):
 
 
 def miss(model, keys, values, by_key):
-    """Mean of 1/2 |v - answer|^2 over the last value of each key; by_key: each counts once, else as often as
-    it comes: the authors train on a position that is drawn."""
+    """Average of 1/2 |v - answer|^2 over the last value of each key. by_key: each key counts once, otherwise
+    as often as it comes, because the authors train on a random position."""
     same = keys[:, :, None] == keys[:, None, :]
     weight = (~same.triu(1).any(-1)).float()                    # values that come again are overwritten
     if not by_key:
@@ -675,9 +678,10 @@ def miss(model, keys, values, by_key):
 
 
 def associate(_, S, rule, phi, norm, replace, seed, most, device):
-    """The least loss 1/2 |v - answer|^2 on new sequences: 0.5 is nothing learned. As the authors' code: Adam,
-    1e-3, a look every 100 steps at 20 sequences, the end at 0.001 or after 11 looks in vain. Not as theirs:
-    a step has 4 sequences and all their keys as queries, not 32 with one each."""
+    """The smallest loss 1/2 |v - answer|^2 on new sequences; 0.5 means nothing was learned. As in the
+    authors' code: Adam, 1e-3, an evaluation every 100 steps on 20 sequences, and the end at 0.001 or after 11
+    evaluations without improvement. Unlike theirs, a step has 4 sequences and all their keys as queries, not
+    32 with one each."""
     torch.manual_seed(seed)
     draw = torch.Generator().manual_seed(seed)
     model = Associative(S, rule, phi, norm).to(device)
@@ -703,8 +707,8 @@ def associate(_, S, rule, phi, norm, replace, seed, most, device):
 
 
 def associative(args, suite):
-    """Losses against the number of associations S, and learning curves of the least S: Schlag 2021 figure 3
-    and, with --lengths=600 of capacity, figure 4."""
+    """Losses against the number of associations S, and learning curves for the smallest S: Schlag 2021 figure
+    3 and, with --lengths=600 for capacity, figure 4."""
     broken = {}
     args.said[f'first S above a loss of {GOOD}, here and in the paper'] = broken
     for form, (rule, phi, norm) in only(args, suite.lines).items():
@@ -726,7 +730,7 @@ def associative(args, suite):
 
 
 def curve(form, found):
-    """Rows of a learning curve: the median over seeds, as far as all of them have been trained."""
+    """Rows of a learning curve: the median over seeds, as long as all of them were trained."""
     for points in zip(*[f['curve'] for f in found]):            # those of a step, by seed
         steps, losses = zip(*points)
         yield {'form': form, 'part': 'curve', 'step': steps[0], 'loss': statistics.median(losses)}
@@ -737,8 +741,8 @@ FOUND_AT = 'out/ckpt.safetensors', 'out/teacher/ckpt.safetensors'
 
 
 def softmax_model(args, tasks=False):
-    """--init, or the first in out/ that will do -> its path, the model, its metadata. tasks: it may be of
-    one."""
+    """--init, or the first suitable model in out/ -> its path, the model, its metadata. tasks: it may be a
+    model of a task"""
     paths = [args.init] if args.init else filter(os.path.exists, FOUND_AT)
     for path in paths:
         model, meta = load(path, args.device)
@@ -769,23 +773,23 @@ def a_text(args, path, meta, T, count, name):
 
 
 def pieces(args, count):
-    """A softmax model and what it is measured on -> its path, the model, `count` evenly spaced pieces of its
-    validation text as long as a training row (count, T), metadata of that text"""
+    """A softmax model and the text it is measured on -> its path, the model, `count` evenly spaced pieces of
+    its validation text, as long as a training row (count, T), and metadata of that text"""
     path, model, meta = softmax_model(args)
     x, _, data, _ = a_text(args, path, meta, model.config.block_size, count, args.data)
     return path, model, x, data
 
 
 def bounded(path, teacher, rule, cache, **changes):
-    """The softmax model in a file with at most `cache` rows a layer."""
+    """The softmax model in a file, with at most `cache` keys and values per layer."""
     sinks = max(0, min(4, cache - 1))
     return model_in(path, teacher.embed.weight.device, rule=rule, cache=cache, sinks=sinks, **changes)
 
 
 @torch.inference_mode()
 def nats_along(model, x, y, segment):
-    """Read rows x (B, T) from an empty state in segments of so many tokens, the state carried: what a segment
-    holds hardly grows with T. y (B, T): what should follow each token -> nats of each (B, T)"""
+    """Read rows x (B, T) from an empty state, in segments, with the state carried; memory for a segment
+    hardly grows with T. y (B, T): what should follow each token -> nats for each (B, T)"""
     found = []
     state = None
     for some, targets in zip(x.split(segment, 1), y.split(segment, 1)):
@@ -795,8 +799,8 @@ def nats_along(model, x, y, segment):
 
 
 def by_position(form, nats, first):
-    """Rows of perplexity over the positions up to `first` of nats (.., T), from there up to twice that, and
-    so on: a range of positions is as long as all before."""
+    """Rows of perplexity over positions up to `first` of nats (.., T), from there up to twice that, and so
+    on: each range is as long as all before it."""
     T = nats.shape[-1]
     start = 0
     end = first
@@ -809,7 +813,7 @@ def by_position(form, nats, first):
 
 
 def along(models, x, y, segment, first):
-    """The rows `by_position` of several models."""
+    """The rows of `by_position` for several models."""
     for form, model in models.items():
         yield from by_position(form, nats_along(model, x, y, segment), first)
 
@@ -820,9 +824,9 @@ BY_LENGTH = 'pure', 'hybrid', 'window'      # also read beyond the rows they wer
 
 
 def convert(args, suite):
-    """All recipes with as many tokens; some with fewer; and, of a text, beyond the rows that were trained on.
-    Learned positions end there: the last one is repeated, in all models alike, and perplexity says more of
-    that than of what is remembered."""
+    """All recipes with the same number of tokens, some with fewer, and, for a text, beyond the rows of
+    training. Learned positions end there: the last one is repeated, in all models alike, and perplexity then
+    says more about that than about memory."""
     path, teacher, meta = softmax_model(args, tasks=True)
     _, val, data, _ = prepare.for_model(path, meta, args.data, teacher.config.block_size)
     args.said['in % of'] = path
@@ -830,8 +834,8 @@ def convert(args, suite):
     flags = f'--data={shlex.quote(args.data)} --eval_rows={judged}'
 
     def one(form, steps, seed, controls='false'):
-        """A run of a line: `steps` of stage 2, after 3/8 of them of stage 1; all in stage 2 where there is no
-        other."""
+        """A run of a line: `steps` of stage 2, after 3/8 of them of stage 1; all in stage 2 if there is no
+        stage 1."""
         line, stage_1 = suite.lines[form]
         total = steps + max(1, round(3 * steps / 8))
         first = round(stage_1 * total)
@@ -863,7 +867,7 @@ def convert(args, suite):
 
 
 def by_length(args, models, val, data):
-    """Perplexity by position, in evenly spaced rows of a text several times as long as those in training."""
+    """Perplexity by position, in evenly spaced rows of a text, several times as long as those of training."""
     segment = max(1, models['teacher'].config.block_size // 4)
     length = segment * chosen(args, 16, 64)
     if len(val) <= length:
@@ -880,8 +884,8 @@ FIDELITY = 'order kept', 'entropy', 'KL to teacher'                         # in
 
 
 def monotone(args, suite):
-    """Attention of a trained softmax model by other maps: do weights grow with q.k, how spiky are they; the
-    learned maps before and after they are distilled."""
+    """The attention of a trained softmax model with other maps: do weights grow with q.k, and how spiky are
+    they? Learned maps before and after distillation."""
     path, model, meta = softmax_model(args)
     row = min(model.config.block_size, 256)
     flags = f'--recipe=hedgehog --row={row} --eval_rows=4 --data={shlex.quote(args.data)}'
@@ -903,7 +907,7 @@ def monotone(args, suite):
 
 
 def random_tokens(args, data):
-    """A set of random tokens of the kind that data has, in --out -> its folder"""
+    """A data set of random tokens of the kind that data has, in --out -> its folder"""
     folder = f'{args.out}/random-{args.seed}'
     os.makedirs(folder, exist_ok=True)
     draw = np.random.default_rng(args.seed)
@@ -918,8 +922,8 @@ def random_tokens(args, data):
 
 @torch.inference_mode()
 def divergence(teacher, student, x):
-    """From the teacher's attention weights to the student's, on the teacher's inputs, row by row of x (B, T):
-    the mean of KL over layers, heads and queries, in nats."""
+    """From the teacher's attention weights to the student's, on the teacher's inputs, for each row of x (B,
+    T): KL, averaged over layers, heads and queries, in nats."""
     twins = student.mixers()
     found = []
     for row in x.split(1):
@@ -988,9 +992,10 @@ def cache(args, suite):
 
 
 def far(args, suite):
-    """One long text, read from its beginning to its end: how well is the next token known, by position? With
-    1/8 of the rows that the model was trained on; by models of other rules that --beside names; and by the
-    model as it is, once with all rows and once as it was trained: in rows, each from an empty state."""
+    """One long text, read from beginning to end: how well is the next token predicted, by position? With 1/8
+    of the keys and values that the model was trained on; by models of other rules that --beside names; and by
+    the model itself, once with all keys and values and once as it was trained: in rows, each from an empty
+    state."""
     path, teacher, meta = softmax_model(args)
     length, = args.lengths
     block = teacher.config.block_size
@@ -1017,8 +1022,8 @@ def far(args, suite):
 
 
 def kind_of(token, data):
-    """The kind of a token by its first character and, of tokens that may be words, by a list of common words
-    and by its ending: a guess at the part of speech."""
+    """The kind of a token by its first character and, for tokens that may be words, by a list of common words
+    and by the ending: a guess at the part of speech."""
     alone = prepare.decode([token], data)
     text = prepare.decode([token, token], data)[len(alone):]     # some decoders drop the first word's blank
     word = text.strip(' ')
@@ -1038,8 +1043,8 @@ def kind_of(token, data):
 
 
 def watch(model, x):
-    """Which rows a model keeps while it reads x (B, T) token by token, by each of its n layers that keep some
-    -> (n, B, T, T): whether after step t the row of token s is there"""
+    """Which keys and values a model keeps while it reads x (B, T) token by token, in each of its n layers
+    with a bounded cache -> (n, B, T, T): whether token s is still there after step t"""
     B, T = x.shape
     layers = [i for i, rule in enumerate(model.config.rules()) if RULES[rule].keeps]
     seen = torch.zeros(len(layers), B, T, T, dtype=torch.bool)
@@ -1054,7 +1059,7 @@ def watch(model, x):
 
 @torch.inference_mode()
 def kept(args, suite):
-    """What TOVA keeps: how recent, the first token, and how long by kind of token."""
+    """What TOVA keeps: how recent it is, the first token, and how long each kind of token stays."""
     path, teacher, x, data = pieces(args, chosen(args, 4, 16))
     T = x.shape[1]
     size, = args.lengths or [max(1, T // 8)]
@@ -1082,14 +1087,14 @@ def continued(model, prompts, n, seed):
 
 
 def likelihood(judge, prompts, said):
-    """Mean nats a token of what is said (B, n) behind prompts (B, T) -> (B,)"""
+    """Average nats per token of continuations (B, n) after prompts (B, T) -> (B,)"""
     rows = torch.cat([prompts, said], 1)
     nats = nats_along(judge, rows[:, :-1], rows[:, 1:], 64)
     return nats[:, -said.shape[1]:].mean(1)
 
 
 def of_binomial(count, n):
-    """The 95 % interval of a share of which `count` in n were seen, in %. Wilson 1927."""
+    """The 95 % interval of a share, if `count` of n were seen, in %. Wilson 1927."""
     z = 1.96
     share = count / n
     middle = share + z ** 2 / (2 * n)
@@ -1099,7 +1104,7 @@ def of_binomial(count, n):
 
 
 def verdicts(form, gain, tie, paper):
-    """Rows of the table: how often a gain (B,) in nats is above `tie`, within, below."""
+    """Rows of the table: how often a gain (B,) in nats is above `tie`, within it, or below."""
     for verdict, shown in {'won': gain > tie, 'tied': gain.abs() <= tie, 'lost': gain < -tie}.items():
         count = shown.sum().item()
         least, most = of_binomial(count, len(gain))
@@ -1108,9 +1113,10 @@ def verdicts(form, gain, tie, paper):
 
 
 def stories(args, suite):
-    """A softmax model with few rows goes on with prompts, and so does the model as it is, by the same draws:
-    which of both is likelier to the latter? Within a threshold that is found beforehand, from two other
-    stories of its own, it is a tie. GPT-4 judged in the paper; this judge cannot tell good from dull."""
+    """A softmax model continues prompts with few keys and values, and as it is, with the same random draws.
+    Which of the two is likelier to the model as it is? Within a threshold it is a tie; the threshold comes
+    from two continuations of the model itself. In the paper GPT-4 was the judge; this judge cannot tell good
+    from dull."""
     path, teacher, x, _ = pieces(args, chosen(args, 24, 200))
     T = x.shape[1]
     prompts = x[:, :max(1, T // 8)]
@@ -1139,8 +1145,8 @@ ONE_IN = 4          # one row in so many is kept where answers are told apart by
 
 
 def rows_left(state, at):
-    """Of the first four rows in which tokens at (B,) can be, their own and, through a convolution, the next
-    three: the share that layers and heads still keep (B,)"""
+    """Among the first four positions that can hold the tokens at (B,), their own and, because of a
+    convolution, the next three: the share that layers and heads still keep (B,)"""
     wanted = at[:, None, None, None] + torch.arange(4, device=at.device)
     kept = [(layer['pos'].unsqueeze(3) == wanted).any(2) for layer in state]        # (B, heads, 4) each
     return torch.stack([each.float().mean((1, 2)) for each in kept]).mean(0)
@@ -1149,8 +1155,8 @@ def rows_left(state, at):
 @torch.inference_mode()
 def answered(_, rule, one_in, task, count, path, device):
     """What share of the questions in the first `count` rows the softmax model in a file answers while it
-    keeps 1/one_in of the rows of a row's length; of facts also by the quarter of the row where the fact
-    stands, and how much is left of the answer's rows. All in %"""
+    keeps 1/one_in of a row's keys and values; for facts also by the quarter of the row where the fact stands,
+    and how much of the answer's rows is left. All in %"""
     model = model_in(path, device)
     _, val, data = prepare.load(task)
     T = data['row']
@@ -1181,7 +1187,7 @@ def answered(_, rule, one_in, task, count, path, device):
 
 
 def answers(args, suite):
-    """Accuracy of softmax models on questions to what stands far back, by the rows that they keep."""
+    """Accuracy of softmax models on questions about what stands far back, by how much they keep."""
     cells = [('softmax', 1), *itertools.product(POLICIES, (8, 4, 2))]       # one row in so many is kept
     forms = only(args, dict(cells))
     cells = [cell for cell in cells if cell[0] in forms]
@@ -1206,8 +1212,8 @@ GATES = {               # what a recurrence gets beside q, k, v
 
 
 def inputs(kind, args, T):
-    """Random q, k, v (B, H, T, head_dim), as features not negative, and gates as GATES has them, by their
-    names in `recurrent`; a decay has one number a channel, of gated_delta one a head."""
+    """Random q, k, v (B, H, T, head_dim), as non-negative features, and gates as GATES has them, under their
+    names in `recurrent`; a decay is per channel, for gated_delta per head."""
     draw = torch.Generator(args.device).manual_seed(args.seed)
 
     def random(*channels):
@@ -1226,7 +1232,7 @@ def inputs(kind, args, T):
 
 # ---- suites layer, train: what a layer costs over T --------------------------------------------------------
 def a_layer(rule, phi, args, T):
-    """A function: one layer forward, with its map, from q, k, v."""
+    """A function: the forward of one layer, with its map, from q, k, v."""
     given = inputs(rule, args, T)
     x = torch.randn(args.batch, T, 16, device=args.device, dtype=args.dtype)
     memory = FastWeights(rule, 16, args.heads, args.head_dim, phi).to(args.device, args.dtype).eval()
@@ -1239,7 +1245,8 @@ def a_layer(rule, phi, args, T):
 
 
 def a_training_step(kind, form, args, T):
-    """A function: forward and backward through one form of a recurrence, from what GATES says of its kind."""
+    """A function: forward and backward through one form of a recurrence, with the gates that GATES has for
+    its kind."""
     given = inputs(kind, args, T)
     cotangent = torch.randn_like(given['v'])
     wanted = [x.requires_grad_() for name, x in given.items() if name != 'erase']       # which is `write`
@@ -1263,8 +1270,8 @@ def peer(module, name, time_first, q, k, v, write=None, erase=None, log_f=None):
 
 
 def over_lengths(args, suite):
-    """Time and memory of attention and of every line, (args, T) -> a function, over T. A line that does not
-    work is named, and left out from there on."""
+    """Time and memory of attention and of every line, (args, T) -> a function, over T. A line that fails is
+    reported, and left out from there on."""
     T = max(args.lengths)
     numbers_each = args.batch * args.heads * T * args.head_dim
     need = 6 * numbers_each * args.dtype.itemsize           # of q, k, v, and of what comes of them
@@ -1302,13 +1309,13 @@ GENERATED = 64      # tokens of `generate`, more than come before its steps are 
 
 
 def grown(rows, T):
-    """The keys and values of T tokens, all like the one of which rows has them."""
+    """The keys and values of T tokens, all equal to the one in rows."""
     return {name: rows[name].repeat(1, 1, T, 1) for name in ('k', 'v')}
 
 
 def layer_step(rule, args, T):
-    """A layer's step after T tokens, and the state that it starts from. Fast weights have really read as many
-    or more, 1,024 at a time; a cache is one token's, T times."""
+    """A layer's step after T tokens, and the state that it starts from. Fast weights have really read that
+    many tokens or more, 1,024 at a time; a cache is one token's, T times."""
     one = inputs(rule, args, 1)
     if rule == 'softmax':
         rows = grown(one, T)
@@ -1331,7 +1338,7 @@ def random_model(device, dtype, **config):
 
 
 def model_step(rule, args, T, **size):
-    """The same of a model with random weights, recorded as sample.py does."""
+    """The same for a model with random weights, recorded as in sample.py."""
     model = random_model(args.device, args.dtype, rule=rule, **size)
     if rule == 'softmax':
         token, state = far_along(model, args.batch, 0, T)
@@ -1347,8 +1354,8 @@ LEVELS = {'layer': layer_step, 'model': model_step,             # GPT-2's size i
 
 
 def recorded(model, token, state):
-    """A function that takes the next step at each call, handing the state on; or the same step again, where
-    the state would grow: its rows stay where they are."""
+    """A function that takes the next step at each call and hands the state on; or the same step again, if the
+    state would grow."""
     step = kernels.recorded(model, token, state, partial(sample, temperature=0))
     token, state = step(token, state)
     if 'k' in state[0]:
@@ -1361,8 +1368,9 @@ def recorded(model, token, state):
 
 
 def far_along(model, batch, source, target):
-    """The last token (B, 1) and the state of a model after so many tokens of sources and of texts. What they
-    are changes no time: all rows of the batch are alike, and all rows of a cache, which is full."""
+    """The last token (B, 1) and the state of a model after this many tokens of sources and of texts. Their
+    content does not change the time: all rows of the batch are alike, and so is all of a cache, which is
+    full."""
     words = torch.zeros(1, source or 1, dtype=torch.long, device=model.embed.weight.device)
     token = words[:, :1]
     state = model.read(token, model.encode(words) if source else None)
@@ -1379,7 +1387,7 @@ def far_along(model, batch, source, target):
 
 def crossing(rows, key, base, x='T', times=1):
     """From which x on `base` costs so many `times` what each other form does -> form: x, interpolated on
-    logarithmic scales; the least x if it is so from the start, None if it never is."""
+    logarithmic scales; the smallest x if it is so from the start, None if never."""
     costs = {}
     for row in rows:
         costs.setdefault(row['form'], {})[row[x]] = row[key]
@@ -1404,7 +1412,7 @@ def repeated(call, n):
 
 
 def beside_transformers(args):
-    """A token of `generate`, greedy, one text of the first of --lengths: GPT-2 of transformers, which keeps
+    """A token of `generate`, greedy, for one text of the first of --lengths: transformers' GPT-2, which keeps
     keys and values and in which no token ends a text, and our models of that size, with random weights, in
     turns. Reading the text and writing a first token is subtracted from GPT-2's time, and is no part of
     ours."""
@@ -1432,8 +1440,8 @@ def beside_transformers(args):
 
 @torch.inference_mode()
 def decode(args, suite):
-    """The next token after T tokens, by a layer and by a model with random weights, of --batch texts side by
-    side, and beside transformers, where it is installed. A cache's contents do not change its time."""
+    """The next token after T tokens, by a layer and by a model with random weights, for --batch texts side by
+    side, and beside transformers, if it is installed. The contents of a cache do not change its time."""
     cross = {}
     for level in list(LEVELS)[:chosen(args, 2, 3)]:
         found = []
@@ -1492,7 +1500,7 @@ TURN = 64               # steps: after the first few of them weights are in the 
 
 
 def bleu_metric():
-    """BLEU as sacrebleu has it, Post 2018, arXiv:1804.08771. ValueError where that is not installed."""
+    """BLEU by sacrebleu, Post 2018, arXiv:1804.08771. ValueError if that is not installed."""
     try:
         from sacrebleu.metrics import BLEU
     except ImportError:
@@ -1504,7 +1512,7 @@ def bleu_metric():
 
 @torch.inference_mode()
 def bleu(args, found):
-    """Of what a run's model says of the first sources of a set's test side; by a beam of 4 with --full."""
+    """BLEU of a run's model on the first sources of a data set's test side; with --full, by a beam of 4."""
     beam, count = chosen(args, (1, 100), (4, 1000))
     metric = bleu_metric()
     model, meta = load(found['path'], args.device)
@@ -1531,8 +1539,8 @@ def writer(form, longest, args):
 
 @torch.inference_mode()
 def writing_speeds(args, forms):
-    """The table of tokens a second, and by part and form from which length on it is twice as fast as softmax.
-    All cells of a part take turns, so that a busy moment of the machine meets them all."""
+    """The table of tokens per second, and for each part and form the length from which on it is twice as fast
+    as softmax. All cells of a part take turns, so that a busy moment of the machine meets all of them."""
     sizes = args.lengths
     twice = {}
     args.said['twice as fast as softmax from so many tokens on (None: never)'] = twice
@@ -1556,9 +1564,9 @@ def writing_speeds(args, forms):
 
 
 def translate(args, suite):
-    """BLEU on a set's test side, and tokens a second of models of that size. Only the decoder's attention is
-    exchanged, to itself and to the source, as in Kasai 2021, and only to itself with `delta`; the encoder
-    keeps softmax but where `all` is converted."""
+    """BLEU on the test side of a data set, and tokens per second of models of that size. Only the decoder's
+    attention is exchanged: to itself and to the source, as in Kasai 2021, and only to itself with `delta`.
+    The encoder keeps softmax, except in `all converted`."""
     args.said['BLEU'] = str(bleu_metric().get_signature())      # what is missing is said now, not in hours
     yield from runs(args, suite)
     forms = {'softmax': ''} | only(args, suite.lines)
@@ -1611,7 +1619,7 @@ def idea(args, suite):
 
 
 def every(args, suite):
-    """Every suite; one that cannot run here says why, and the next begins."""
+    """Every suite. If one cannot run here, it says why, and the next one begins."""
     left_out = {}
     args.said['left_out'] = left_out
     for other in ROWS[:-1]:
@@ -2037,11 +2045,11 @@ def of(name):
 
 @dataclass
 class Args:
-    quick: bool = flag(False, 'the default: about two minutes a suite on two cores')
+    quick: bool = flag(False, 'the default: about two minutes per suite on two cores')
     full: bool = flag(False, 'all sizes, more steps and repeats')
     out: str = flag('out/bench', 'folder for tables, pictures and what was trained')
     device: str = flag('auto', 'auto, cpu, cuda')
-    seed: int = flag(0, 'the first, of inputs and trainings', low=0, high=2 ** 32 - 1)
+    seed: int = flag(0, 'the first seed, of inputs and trainings', low=0, high=2 ** 32 - 1)
     seeds: int = flag(0, f'{of("seeds")}: how often to train; 0: once, with --full three times', low=0)
     steps: int = flag(0, f'{of("steps")}: how long, if not as the suite has it', low=0)
     only: str = flag('', f'{of("only")}: lines of the table, as softmax,delta')
@@ -2088,7 +2096,7 @@ def settings(argv):
 
 
 def run_suite(suite, args):
-    """One suite, from the same seed whatever ran before, with its own flags where none are given."""
+    """One suite, from the same seed whatever ran before it, with its own flags if none are given."""
     device = pick_device(args.device)
     dtype = torch.bfloat16 if device.type == 'cuda' else torch.float32
     if args.dtype != 'auto':

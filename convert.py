@@ -1,32 +1,32 @@
 """Turn a pretrained transformer into an RNN: swap its attention, recover what that cost, and say how much.
 
-    python convert.py                       --recipe=pure: a matrix per head; of out/ckpt.safetensors, or of a
-                                            model that is trained first
-    python convert.py --recipe=hybrid       and 64 exact rows beside it (LoLCATs, arXiv:2410.10254)
+    python convert.py                       --recipe=pure: one matrix per head; converts out/ckpt.safetensors,
+                                            or a model that is trained first
+    python convert.py --recipe=hybrid       and a window of 64 tokens beside it (LoLCATs, arXiv:2410.10254)
     python convert.py --recipe=hedgehog     as in Zhang 2024; t2r: Kasai 2021; decay: Mao 2022
     python convert.py --from=gpt2 --data=wikitext2          weights from the hub, GPT-2 or Llama
     python convert.py --from=FOLDER --data=my.txt           a text of your own, in the teacher's tokens
     python convert.py --from=OWNER/NAME --recipe=hedgehog --lora=8 --data=dialogues.txt:summaries.txt
-                                            pairs: a line of one file, then what is said of it
+                                            pairs: a line of one file, then the matching line of the other
     python convert.py --from=out/softmax-on-recall/ckpt.safetensors         a task: accuracy beside perplexity
     python sample.py --init=out/convert/ckpt.safetensors
 
-A model of the size of train.py's takes six minutes of one core, its controls included. What happens, in this
-order:
+A model of train.py's default size takes six minutes of one core, including controls. The pretrained model is
+the teacher, the RNN is the student. What happens, in this order:
 
-    swap         a student with the teacher's weights, but other rules in place of softmax: what these need
-                 beyond W_q, W_k, W_v (feature maps, gates) is new; gates begin with memories as long as the
+    swap         the student gets the teacher's weights, but other rules instead of softmax. What these need
+                 beyond W_q, W_k, W_v (feature maps, gates) is new. Gates begin with memories as long as the
                  teacher's heads look back
-    distil       stage 1 trains what is new, or the whole mixer; each layer imitates the teacher's on the
-                 teacher's inputs
-    fine-tune    stage 2 trains everything, or LoRA, to say what the teacher says, or the next token
-    fold         (--fold) T2R's map, where it is a matrix after W_q and W_k, is multiplied into them
-    controls     the teacher with as much more training, at two learning rates, and the student without the
-                 teacher's weights: else nobody could tell what was recovered from what was learned anew
+    distil       stage 1 trains what is new, or the whole mixer: each layer imitates the teacher's layer, on
+                 the teacher's inputs
+    fine-tune    stage 2 trains everything, or LoRA, on the teacher's distribution or on the next token
+    fold         (--fold) T2R's map, a matrix after W_q and W_k, is multiplied into them
+    controls     the teacher trained for as long, at two learning rates, and the student from scratch. They
+                 tell what was recovered from what was learned anew
 
-A recipe is a row of flags (RECIPES); any flag that is given beside it wins. Writes, into --out,
-ckpt.safetensors, log.jsonl, result.json (the student's figures) and convert.json: the tables, and one query's
-attention weights for a picture.
+A recipe is a row of flags (RECIPES); flags given beside it win. Into --out go ckpt.safetensors, log.jsonl,
+result.json (the student's figures) and convert.json: the tables, and one query's attention weights for a
+picture.
 """
 import copy
 import dataclasses
@@ -78,36 +78,36 @@ class Args:
                                'beside it', list(RECIPES))
     from_: str = flag('out/ckpt.safetensors', 'checkpoint; gpt2, -medium, -large, -xl; OWNER/NAME; folder')
     revision: str = flag('main', 'branch, tag or commit on the hub')
-    data: str = flag('', 'text, task or pairs to recover with, if not what the teacher was trained on')
+    data: str = flag('', 'text, task or pairs to train on, if not the teacher\'s own')
     out: str = flag('out/convert', 'folder for checkpoint, table and log')
-    swap: str = flag(','.join(PLACES), 'of a translator: the attention that is swapped')
+    swap: str = flag(','.join(PLACES), 'for a translator: which attention is swapped')
     distil: str = flag('auto', 'stage 1, layer by layer: match attention weights (ce), outputs (mse) or '
                                'hidden states; auto: ce where there are weights, else mse',
                        ['auto', 'ce', 'mse', 'hidden', 'none'])
-    learn: str = flag('new', 'in stage 1: parameters that are new or, with --distil=hidden, all of the mixer',
+    learn: str = flag('new', 'what stage 1 trains: new parameters or, with --distil=hidden, the whole mixer',
                       ['new', 'mixer'])
     distil_steps: int = flag(300, 'steps of stage 1', low=0, high=10 ** 9)
     distil_lr: float = flag(1e-2, 'its peak learning rate', low=0, high=100)
     steps: int = flag(1000, 'steps of stage 2, fine-tuning', low=0, high=10 ** 9)
     lr: float = flag(None, 'its peak learning rate; if not given, 0.25 / width', low=0, high=100)
-    faster: float = flag(1.0, 'stage 2: how many times as fast what is new learns', low=0, high=1000)
-    loss: str = flag('kl', 'of stage 2: the next token, or the divergence from the teacher', ['next', 'kl'])
+    faster: float = flag(1.0, 'stage 2: how many times as fast new parameters learn', low=0, high=1000)
+    loss: str = flag('kl', 'of stage 2: the next token, or KL divergence from the teacher', ['next', 'kl'])
     lora: int = flag(0, 'rank of LoRA in stage 2; 0: all weights', low=0, high=2 ** 17)
     lora_of: str = flag(','.join(PROJECTIONS), 'the projections that LoRA adapts, o the output')
-    batch_size: int = flag(4, 'rows a step', low=1, high=2 ** 20)
-    row: int = flag(0, 'tokens a row; 0: as many as the teacher was trained on, at most 1,024', low=0,
+    batch_size: int = flag(4, 'rows per step', low=1, high=2 ** 20)
+    row: int = flag(0, 'tokens per row; 0: as many as the teacher was trained on, at most 1,024', low=0,
                     high=2 ** 24)
-    eval_rows: int = flag(64, 'rows of validation data for every figure', low=1, high=10 ** 9)
+    eval_rows: int = flag(64, 'rows of validation data for each figure', low=1, high=10 ** 9)
     fold: bool = flag(False, 'with --phi=t2r, without rope: put phi into W_q and W_k at the end')
     export: str = flag('', 'folder for weights, config.json, tokenizer.json, which sample.py reads, too')
-    controls: bool = flag(True, 'also fine-tune the teacher as long, and train the student from scratch: '
+    controls: bool = flag(True, 'also train the teacher for as long, and the student from scratch: '
                                 'three more trainings')
     eval_every: int = flag(250, 'steps between evaluations, which also save, for --resume', low=1,
                            high=10 ** 9)
     resume: bool = flag(False, 'go on with the conversion that was stopped in --out')
-    seed: int = flag(0, 'of new weights and data order', low=0, high=2 ** 32 - 1)
+    seed: int = flag(0, 'seed of new weights and data order', low=0, high=2 ** 32 - 1)
     device: str = flag('auto', 'auto, cpu, cuda')
-    threads: int = flag(None, 'of the CPU; if not given, as many as are fastest at the start', low=1,
+    threads: int = flag(None, 'CPU threads; if not given, as many as are fastest at the start', low=1,
                         high=1024)
 
 
@@ -121,14 +121,14 @@ HELP = '\n'.join([
 
 # ---- the swap ----------------------------------------------------------------------------------------------
 def listed(text):
-    """The names in a flag, with commas between."""
+    """The names in a flag, separated by commas."""
     return text.replace(' ', '').split(',')
 
 
 def swap(teacher, changes, places=PLACES):
-    """A GPT with other rules and the teacher's weights: the same tensors, not copies, until they are trained.
-    -> the student, the names of its parameters that the teacher does not have. changes: flags of `Student`;
-    places: of a translator, where they are made"""
+    """A GPT with other rules and the teacher's weights. They are the same tensors, not copies, until they are
+    trained. -> the student, and the names of its parameters that the teacher does not have. changes: flags of
+    `Student`   places: for a translator, where rules are exchanged"""
     old = teacher.config
     pos = 'rope' if old.turns() else old.pos                # W_q and W_k were learned with rope: it stays
     student = GPT(dataclasses.replace(old, pos=pos, **rules_after(old, changes, places)))
@@ -153,9 +153,9 @@ def swap(teacher, changes, places=PLACES):
 
 
 def rules_after(old, changes, places):
-    """The changes, and the rules that every layer has with them: in these places --rule takes softmax's. What
-    is no softmax stays as it is, and so does softmax where --rule keeps few rows, as a source is read whole.
-    """
+    """The changes, and the rule of every layer after them: in these places --rule replaces softmax. Layers
+    that are not softmax stay as they are. So does softmax where --rule keeps few rows, because a source is
+    read whole."""
     rule = changes.get('rule', old.rule)
     if not old.encoder and set(places) != set(PLACES):
         raise ValueError(f'--swap={",".join(places)}: the teacher has no encoder, so there is but one place')
@@ -177,14 +177,15 @@ def rules_after(old, changes, places):
 
 
 def out_of_reach(memory):
-    """From which distance on a key is in the matrix: at once, or when the rows beside it have let it go."""
+    """From which distance on a key is in the matrix: at once, or when the window beside it has evicted it."""
     if memory.overflow is None:
         return 0
     return memory.cache - memory.sinks * (memory.rule.keeps == 'sink')
 
 
 def held(memory, T, device):
-    """Whether query t finds key s in the matrix -> (T, T); of an encoder, which keeps no rows, any does"""
+    """Whether query t finds key s in the matrix -> (T, T). In an encoder, which evicts nothing, it always
+    does."""
     if memory.overflow is None:
         return torch.ones(T, T, dtype=torch.bool, device=device)
     t = torch.arange(T, device=device)
@@ -196,9 +197,9 @@ def held(memory, T, device):
 
 @torch.no_grad()
 def begin_as(teacher, student, x):
-    """What is new begins as the teacher's heads are, measured on the tokens x (B, T): how far back they look
-    (`remember`) and, where a matrix stands beside exact rows, what weight they give to keys that only the
-    matrix has (`balance`). Rows that are no longer than a window tell nothing of that."""
+    """New parameters begin as the teacher's heads are, measured on tokens x (B, T): how far back they look
+    (`remember`) and, if a matrix stands beside a window, how much weight they give to keys that only the
+    matrix has (`balance`). Rows that are no longer than the window say nothing about that."""
     for seen in teacher.through(x):
         memory = student.get_submodule(seen.name).memory
         kept = not seen.mixer.memory.rule.keeps             # no softmax: what is here is the teacher's own
@@ -213,10 +214,10 @@ def begin_as(teacher, student, x):
 
 
 def remember(seen, memory, found):
-    """Gates begin with the memory of the head they stand in for: of its n channels, channel i remembers tau_i
-    steps, so that (i + 1/2) / n of the attention to what the matrix holds goes no farther back than that. At
-    first it is so for every token: W, by which gates depend on their token, begins as 0. What a window lets
-    go is remembered from then on. seen: what GPT.through yields of the teacher; found: of `held`."""
+    """Gates begin with the memory of the head that they replace: of n channels, channel i remembers tau_i
+    steps, so that (i + 1/2) / n of the attention goes no farther back. At first this is so for every token,
+    because W, which makes gates depend on the token, begins as 0. What a window evicts is remembered from
+    then on. seen: what GPT.through yields for the teacher   found: of `held`"""
     gates = (memory.overflow or memory).gates
     biases = [getattr(gates, name) for name in ('bias_f', 'bias_z') if hasattr(gates, name)]    # (H, 1, n)
     if not biases:
@@ -240,9 +241,9 @@ def remember(seen, memory, found):
 
 
 def balance(seen, memory, found):
-    """A matrix beside exact rows begins with the weight that the teacher gives to what it holds: the bias of
-    log_mass, by head, becomes the mean of log sum_s e^(q.k_s / sqrt(d)) over the keys that are out of reach,
-    less the log of the mass that the matrix finds there itself. seen, found: as for `remember`."""
+    """A matrix beside a window begins with the weight that the teacher gives to what it holds: the bias of
+    log_mass, per head, becomes the average of log sum_s e^(q.k_s / sqrt(d)) over the keys out of reach, minus
+    the log of the mass that the matrix itself finds there. seen, found: as for `remember`"""
     q = seen.q
     k = seen.k
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~found, -math.inf)
@@ -257,14 +258,14 @@ def balance(seen, memory, found):
 
 # ---- stage 1: layer by layer -------------------------------------------------------------------------------
 def changed(student, new):
-    """The student's mixers, by name, that have something new."""
+    """The mixers of the student, by name, that have new parameters."""
     return {name: mixer for name, mixer in student.mixers().items()
             if any(parameter.startswith(f'{name}.') for parameter in new)}
 
 
 def what_to_match(wish, student, new):
-    """--distil, and what `auto` means for this student: ce where all that is new are attention weights' maps
-    and gates; `none` where nothing is new."""
+    """--distil, or what `auto` means for this student: ce if everything new is maps and gates that make
+    attention weights; none if nothing is new."""
     if not new:
         return 'none'
     comparable = all(mixer.has_weights for mixer in changed(student, new).values())
@@ -276,8 +277,8 @@ def what_to_match(wish, student, new):
 
 
 def learners(student, new, which):
-    """The names of the parameters that stage 1 trains: those that are new or, with `mixer`, all of the mixers
-    that have something new."""
+    """The names of the parameters that stage 1 trains: the new ones or, with `mixer`, all parameters of
+    mixers that have new ones."""
     if which == 'new':
         return new
     mixers = tuple(f'{name}.' for name in changed(student, new))
@@ -285,8 +286,8 @@ def learners(student, new, which):
 
 
 def unshare(student, names):
-    """Copies in place of what it shares with its teacher: parameters of these names, which will be trained,
-    and random features, which are drawn anew. With LoRA the others stay the teacher's: memory for one."""
+    """Copy parameters of these names, which will be trained, and random features, which are redrawn, so that
+    the teacher keeps its own. With LoRA all others stay shared: memory for one model is enough."""
     for name, p in student.named_parameters():
         if name in names:
             p.data = p.data.clone()
@@ -295,12 +296,12 @@ def unshare(student, names):
 
 
 def mismatch(kind, seen, student):
-    """How far a mixer of the student is from the teacher's, on the teacher's input: a scalar, the mean over
-    places that are no padding.
+    """How far a mixer of the student is from the teacher's, given the teacher's input: a scalar, the average
+    over positions that are not padding.
         hidden    mean square between what the whole layers return (MOHAWK, arXiv:2408.10189)
         ce        cross entropy of the attention weights, -sum_s a_ts log w_ts (Zhang 2024, eq. 4)
         mse       mean square between what the mixers read, over its variance (LoLCATs, arXiv:2410.10254)
-    seen: what GPT.through yields of the teacher."""
+    seen: what GPT.through yields for the teacher"""
     twin = student.get_submodule(seen.name)
     real = slice(None)
     if seen.real is not None:
@@ -327,9 +328,9 @@ def mismatch(kind, seen, student):
 
 
 def distil(run, teacher, student, names, kind, steps, lr):
-    """Stage 1: the parameters of these names, by `mismatch` of this kind. Every layer gets the teacher's
-    input, not what the student made of it, so layers do not depend on each other: the backward goes through
-    one of them at a time, and the (T, T) matrices of one are all that is held."""
+    """Stage 1: train the parameters of these names by this kind of `mismatch`. Every layer gets the teacher's
+    input, not the student's, so layers do not depend on each other. The backward goes through one layer at a
+    time, so only its (T, T) matrices are held."""
     def loss(step):
         x, _ = run.data.batch(step)
         total = 0.0
@@ -357,8 +358,9 @@ def distil(run, teacher, student, names, kind, steps, lr):
 
 # ---- stage 2: the whole model ------------------------------------------------------------------------------
 class LoRA(nn.Module):
-    """W + B A / r * 16 of each projection that is adapted: A (r, in) random, B (out, r) zero at first. Hu
-    2021, arXiv:2106.09685. W (all out, in) may be several, one below the other; rows: a slice for each"""
+    """W + B A / r * 16 for each projection that is adapted: A (r, in) random, B (out, r) zero at first. Hu
+    2021, arXiv:2106.09685. W (all out, in) may be several projections, one below the other; rows: one slice
+    for each"""
     def __init__(self, W, rank, rows):
         super().__init__()
         self.scale = 16 / rank
@@ -377,8 +379,8 @@ class LoRA(nn.Module):
 
 
 def adapt(model, rank, names, new):
-    """LoRA on those of q, k, v and the output o that are named, of every mixer; beside it only the parameters
-    in `new` will learn. -> the linear layers that have it"""
+    """Put LoRA on those of q, k, v and the output o that are named, in every mixer. Only these and the
+    parameters in `new` will learn. -> the linear layers that have it"""
     for name, p in model.named_parameters():
         p.requires_grad_(name in new)
     adapted = []
@@ -394,15 +396,15 @@ def adapt(model, rank, names, new):
 
 
 def merge(adapted):
-    """W + B A becomes W."""
+    """W becomes W + B A."""
     for linear in adapted:
         parametrize.remove_parametrizations(linear, 'weight')
 
 
 def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()):
-    """Stage 2, and the controls: towards the targets y where they count or, with a teacher, towards its
-    distribution at these places, KL(teacher || model). All weights learn, or with lora > 0 matrices of that
-    rank and what is in `new`. after: the steps of another stage, whose rows were others"""
+    """Stage 2, and the controls. Towards the targets y where they count or, with a teacher, towards its
+    distribution at these positions, KL(teacher || model). All weights learn or, with lora > 0, matrices of
+    that rank and what is in `new`. after: the steps of an earlier stage, whose rows were others"""
     def loss(step):
         if teacher is None:
             return run.data.learn(model, [None], after + step)
@@ -425,7 +427,7 @@ def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()
 
 # ---- fold --------------------------------------------------------------------------------------------------
 def can_fold(model):
-    """ValueError unless every layer has a T2R map straight after W_q and W_k. -> its features per head"""
+    """ValueError unless every layer has a T2R map right behind W_q and W_k. -> its features per head"""
     c = model.config
     memories = [mixer.memory for mixer in model.mixers().values()]
     folding = [memory for memory in memories if memory.rule.keeps != 'all']     # softmax stays as it is
@@ -439,7 +441,7 @@ def can_fold(model):
 
 
 def composed(phi, linear):
-    """T2R's W x + b of a linear layer's x as one such layer; phi has W (H, m, d) and b (H, 1, m).
+    """A linear layer followed by T2R's W x + b, as one linear layer. phi has W (H, m, d) and b (H, 1, m).
     linear (H d, n_embd + 1), its bias in the last column  ->  (H m, n_embd + 1)"""
     found = phi.weight @ linear.unflatten(0, (len(phi.weight), -1))
     found[..., -1:] += phi.bias.mT
@@ -448,10 +450,10 @@ def composed(phi, linear):
 
 @torch.no_grad()
 def fold(model):
-    """phi(x) = relu(W x + b) put into the projections: relu((W W_q) x + (W b_q + b)), and so for k. Exact,
-    and q and k are never made: a head has m channels of both, its features, and d of v. Kasai 2021, sec. 3.1.
-    t2r-scaled has q / sqrt(d) in place of q, so its W_q and b_q are multiplied by d^(-1/2), too.
-    ->  a GPT with phi = relu"""
+    """Put phi(x) = relu(W x + b) into the projections: relu((W W_q) x + (W b_q + b)), and likewise for k.
+    This is exact, and q and k are never computed: a head has m channels of both, its features, and d of v.
+    Kasai 2021, sec. 3.1. t2r-scaled has q / sqrt(d) instead of q, so its W_q and b_q are multiplied by
+    d^(-1/2), too. ->  a GPT with phi = relu"""
     m = can_fold(model)
     tensors = model.state_dict()
     for name, mixer in model.mixers().items():
@@ -479,8 +481,8 @@ def fold(model):
 
 # ---- a conversion: its stages, its table -------------------------------------------------------------------
 def share(row, base):
-    """What share of `base`, a teacher's line, a model's line of the table has: of a text teacher's perplexity
-    / model's, per token; else accuracy / accuracy. None where there is nothing to recover."""
+    """How much of `base`, a teacher's line of the table, a model's line recovers: for a text, teacher's
+    perplexity / model's, per token; otherwise accuracy / accuracy. None if there is nothing to recover."""
     if 'bits per byte' in row:
         return base['perplexity'] / row['perplexity']
     if base['accuracy'] == 0:
@@ -490,7 +492,7 @@ def share(row, base):
 
 @dataclass
 class Stage:
-    """What the file of one says of the conversion that --resume goes on with."""
+    """What the file of a stage says about the conversion that --resume continues."""
     args: dict
     changes: dict               # flags of `Student`
     made_from: dict
@@ -499,7 +501,7 @@ class Stage:
 
 
 def read_stage(path):
-    """-> tensors, `Stage`; ValueError for a file that is broken."""
+    """-> tensors, `Stage`; ValueError for a broken file"""
     try:
         tensors, meta = read(path)
         said = picked(Stage, meta, path)
@@ -511,26 +513,26 @@ def read_stage(path):
 
 
 def stages(out):
-    """The files of a conversion that was stopped."""
+    """The files of a stopped conversion."""
     paths = glob.glob(os.path.join(glob.escape(out), 'stage-*.safetensors'))
     return sorted(path for path in paths if kind_in(path) == STAGE)
 
 
 def forget(out):
-    """All that a stopped conversion left, but the log."""
+    """Remove everything that a stopped conversion left, except the log."""
     for path in stages(out):
         os.remove(path)
 
 
 def learned(model):
-    """The part of its state_dict that a stage changes; the rest is the teacher's."""
+    """The part of the state_dict that a stage changes. The rest is the teacher's."""
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     return {name: x for name, x in model.state_dict().items() if name not in frozen}
 
 
 class Conversion:
-    """What a conversion learns from and is judged by, the lines of its table, log.jsonl, and a file for each
-    stage, from which --resume goes on. about: the run's flags and what it was made from, for these files"""
+    """The data of a conversion, the lines of its table, log.jsonl, and one file per stage, from which
+    --resume continues. about: the run's flags and what it was made from, for these files"""
     def __init__(self, args, data, about):
         self.args = args
         self.data = data
@@ -551,9 +553,9 @@ class Conversion:
             forget(args.out)
 
     def score(self, model, what):
-        """-> what is said of a model, over --eval_rows rows, each read from an empty state: columns of the
-        table. The teacher comes first. A byte's share is a token's to the power tokens / bytes, so of the
-        same model it looks better: papers give it for GPT-2's tokens. what: the model's name"""
+        """-> the columns of the table for a model, over --eval_rows rows, each read from an empty state. The
+        teacher comes first. A share per byte is a share per token to the power tokens / bytes, so for the
+        same model it looks better; papers give it per GPT-2 token. what: the model's name"""
         loss, right = self.data.evaluate(model, self.begin, told=f'{what}, validation')
         meta = self.data.meta
         found = {'perplexity': math.exp(min(loss, 80)), 'accuracy': right}
@@ -566,7 +568,8 @@ class Conversion:
         return found
 
     def note(self, name, model, *stages, steps=0):
-        """A line of the table, printed at once: how good a model is after these stages, and steps in all."""
+        """Add a line to the table, and print it: how good a model is after these stages, and its steps in
+        all."""
         found = self.score(model, name)
         seconds = sum(self.seconds[stage] for stage in stages)
         self.table.append({'model': name, **found, 'tokens': self.tokens(steps),
@@ -590,13 +593,13 @@ class Conversion:
         return found
 
     def tokens(self, steps):
-        """In so many steps."""
+        """How many tokens so many steps read."""
         return steps * self.args.batch_size * self.data.T
 
     def learn(self, stage, model, loss, steps, lr, new=()):
-        """train.py's loop over one stage or control, from where a stopped conversion left it; parameters in
-        `new` learn --faster. All that is drawn is a function of seed and step, so resuming is exact on a CPU.
-        """
+        """train.py's loop over one stage or control, from where a stopped conversion left it. Parameters in
+        `new` learn --faster. Everything random is a function of seed and step, so resuming is exact on a
+        CPU."""
         args = self.args
         opt = adamw(model, lr, 0.0, self.data.device, new, args.faster)
         model.train()
@@ -620,12 +623,12 @@ class Conversion:
         model.eval()
 
     def path(self, stage):
-        """Of its file."""
+        """Where the file of a stage lies."""
         name = re.sub('[^a-z0-9]+', '-', stage)
         return f'{self.args.out}/stage-{name}.safetensors'
 
     def load(self, stage, model, opt):
-        """-> the steps that are done already, their results put into model and optimiser."""
+        """-> the steps that are done already. Their results are put into model and optimiser."""
         if not (self.args.resume and os.path.exists(self.path(stage))):
             refuse_target(self.path(stage), STAGE)
             return 0
@@ -642,7 +645,7 @@ class Conversion:
         return said.step
 
     def save(self, stage, model, opt, step):
-        """All that `load` needs, and a line of the log."""
+        """Everything that `load` needs, and a line of the log."""
         kept = {f'model.{k}': x for k, x in learned(model).items()}
         kept |= pack_optimiser(model, opt)
         write(self.path(stage), kept, self.about | {'step': step, 'seconds': self.seconds[stage]})
@@ -651,10 +654,10 @@ class Conversion:
 
 
 def controls(run, teacher, config, distilled):
-    """With as many steps as the student had in all, and on the same rows: the teacher, on the next token, at
-    each of two learning rates (where it has converged the larger one harms), the better of which students are
-    compared with: a teacher who could still learn flatters its students; and a student of this config with
-    neither the teacher's weights nor its distribution. distilled: the steps of stage 1. -> the line of the
+    """With as many steps as the student had, and on the same rows: the teacher, on the next token, at two
+    learning rates (if it has converged, the larger one does harm), and a student of this config from scratch,
+    without the teacher's weights or distribution. Students are compared with the better teacher, because a
+    teacher that can still learn flatters its students. distilled: the steps of stage 1. -> the line of the
     table for the better teacher"""
     steps = distilled + run.args.steps
     for lr in TEACHER_LRS:
@@ -675,8 +678,8 @@ def controls(run, teacher, config, distilled):
 
 # ---- proof -------------------------------------------------------------------------------------------------
 def order_kept(scores, w):
-    """Of pairs of keys that one query sees: the share whose order by q.k the weights keep; a pair is drawn
-    for each query but the first. Softmax keeps all, and so should a map (Zhang 2024, sec. 3).
+    """Among pairs of keys that one query sees, the share whose order by q.k the weights keep. One pair is
+    drawn for each query but the first. Softmax keeps all of them, and a map should, too (Zhang 2024, sec. 3).
     scores, w (B, H, T, T)"""
     draw = torch.Generator().manual_seed(0)
     queries = scores.shape[-1] - 1
@@ -689,16 +692,16 @@ def order_kept(scores, w):
 
 
 def entropy(w):
-    """Mean of -sum_s w log w over queries, in nats; 0 = each looks at one key."""
+    """Average of -sum_s w log w over queries, in nats. 0 means that each looks at one key."""
     return -(w * w.clamp(min=1e-12).log()).sum(-1).mean().item()
 
 
 @torch.no_grad()
 def look(name, teacher, student, x):
-    """Attention of the swapped layers beside the teacher's, on the teacher's inputs; x (1, T).
-    ->  a line for each layer that has weights to compare: divergence, entropies, order kept
-        of the last of these, the first head, the last query, keys sorted by q.k / sqrt(d): these scores, the
-        softmax of them, and the student's weights under `name`; {} if there is no such layer"""
+    """Compare the attention of the swapped layers with the teacher's, on the teacher's inputs; x (1, T). ->
+    a line for each layer that has weights to compare: divergence, entropies, order kept; and for the last of
+    these, the first head and the last query: scores q.k / sqrt(d) in order, softmax of them, and the
+    student's weights under `name`; {} if there is no such layer"""
     lines = []
     query = {}
     for seen in teacher.through(x):
@@ -736,8 +739,8 @@ def sizes(student, teacher):
 
 # ---- the run -----------------------------------------------------------------------------------------------
 def a_teacher():
-    """out/ckpt.safetensors if it can be one of texts, else out/teacher/ckpt.safetensors, which is trained, or
-    trained on, if need be."""
+    """out/ckpt.safetensors if it can be a teacher of texts; otherwise out/teacher/ckpt.safetensors, which is
+    trained first, or trained on, if need be."""
     usual = Args.from_
     if os.path.exists(usual):
         model, meta = load(usual)
@@ -760,7 +763,7 @@ def a_teacher():
 
 
 def settings(argv):
-    """Flags, and those of the recipe or, with --resume, of the conversion that was stopped. -> args, the
+    """The given flags, and those of the recipe or, with --resume, of the stopped conversion. -> args, the
     student's flags"""
     given, changes = parse(argv, HELP, Args, Student)
     if given.get('resume'):
@@ -776,7 +779,7 @@ def settings(argv):
 
 
 def stopped(given, changes):
-    """The flags of the conversion in --out, as two dicts. What is given again must be the same."""
+    """The flags of the conversion in --out, as two dicts. Flags that are given again must be the same."""
     out = given.get('out', Args.out)
     files = stages(out)
     if not files:
@@ -792,7 +795,7 @@ def stopped(given, changes):
 
 
 def cannot_teach(args, config):
-    """What is wrong with flags beside a teacher of this config, for `refuse`."""
+    """For `refuse`: flags that do not go with a teacher of this config."""
     for name, text, choices in ('swap', args.swap, PLACES), ('lora_of', args.lora_of, PROJECTIONS):
         yield set(listed(text)) - set(choices), f'--{name}={text}: choose from {", ".join(choices)}'
     rules = ','.join(config.all_rules())
@@ -815,8 +818,8 @@ def cannot_teach(args, config):
 
 
 def cannot_learn(student, data):
-    """What is wrong with its rows, for `refuse`: too many, or they never leave what is kept of them, so that
-    a matrix beside gets none."""
+    """For `refuse`: rows that are too many, or so short that nothing leaves the window and the matrix beside
+    it gets nothing."""
     T = data.T
     yield too_many_rows(data, student.config)
     for mixer in student.mixers().values():
@@ -827,7 +830,7 @@ def cannot_learn(student, data):
 
 
 def opening(args, name, data, student, new):
-    """Say what is converted, and what `new` it has. name: of the data"""
+    """Say what is converted, and which `new` parameters it has. name: of the data"""
     counts = {name: p.numel() for name, p in student.named_parameters()}
     say(f'{args.from_} -> {",".join(student.config.all_rules())}; {name}, rows of {data.T}; '
         f'{number(args.threads, "thread")}; of {sum(counts.values()):,} parameters '

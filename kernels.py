@@ -1,4 +1,4 @@
-"""Every fast form and nothing else. Each has its definition elsewhere; test_all.py compares the two.
+"""The fast forms, and nothing else. Each has its definition elsewhere; test_all.py compares the two.
 
     o, S = chunked(q, k, v, write, erase, log_f, log_z, S, normalise, floor)     fastweight.chunked, recurrent
     o, S = step(...)                                                             the same for a single step
@@ -6,7 +6,7 @@
     y = shifted_sum(x, w)                                                        model.shifted_sum
     step = recorded(model, token, state, choose)                                 model.step
 
-Without this file all but bench.py works, and is slower: model.pick_forms imports it.
+model.pick_forms imports this file. Without it everything but bench.py works, more slowly.
 """
 import collections
 import contextlib
@@ -83,7 +83,7 @@ NO_DECAY = None, None, None, None       # in place of `factors`, so that nothing
 
 
 def times(x, *gates):
-    """x * each gate that is there."""
+    """x, multiplied by each gate that is there."""
     for y in gates:
         if y is not None:
             x = x * y
@@ -91,15 +91,15 @@ def times(x, *gates):
 
 
 def if_given(f, x):
-    """f(x), and None for a gate that is absent."""
+    """f(x), and None for an absent gate."""
     if x is None:
         return None
     return f(x)
 
 
 def inverted(L):
-    """(I + L)^-1, L (.., C, C) strictly lower triangular: what is above is not looked at. By halves, which
-    are inverted together, since products are faster than a solver that walks through long rows.
+    """(I + L)^-1, L (.., C, C) strictly lower triangular; entries above the diagonal are ignored. By halves,
+    which are inverted together, because products are faster than a solver that walks through long rows.
 
         (I + A    0  )^-1  =  (  A'      0 )          A' = (I + A)^-1,   B' = (I + B)^-1
         (  E    I + B)        (-B' E A'  B')"""
@@ -148,8 +148,8 @@ def walk(S, own, f_all, z_all, W, x_out, back=False):
 
 
 def forward_of(S, q, k, v, w, e, log_f, log_z):
-    """A segment: q, k, v, gates (N, n, C, .), S (N, V, K) before it  ->  o (N, n, C, V), S behind it, and
-    what the backward needs beside these, in the letters above"""
+    """A segment: q, k, v, gates (N, n, C, .), S (N, V, K) before it  ->  o (N, n, C, V), S after it, and what
+    else the backward needs, in the letters above"""
     f = z = NO_DECAY
     if log_f is not None:
         f = factors(log_f)
@@ -178,8 +178,8 @@ def forward_of(S, q, k, v, w, e, log_f, log_z):
 
 
 def backward_of(do, dS, inside, q, k, v, w, e, log_f, log_z):
-    """do (N, n, C, V), dS (N, V, K) of the state behind the segment  ->  the gradients of what forward_of
-    took"""
+    """do (N, n, C, V), dS (N, V, K) of the state after the segment  ->  the gradients of everything that
+    forward_of took"""
     f, z, A, M, W, U, states, S, o = inside
     f_up, f_down, f_in, f_out = f
     z_up, z_down, z_in, z_out = z
@@ -230,20 +230,20 @@ def backward_of(do, dS, inside, q, k, v, w, e, log_f, log_z):
 
 
 def of_gate(dx, gate):
-    """The gradient dx (N, n, C, d) of a gate by channel, summed if the gate is one for all channels."""
+    """The gradient dx (N, n, C, d) of a gate per channel; summed if the gate is one for all channels."""
     if gate.shape[-1] == 1:
         dx = dx.sum(-1, keepdim=True)
     return dx
 
 
 def of_decay(reads, kept, gate):
-    """Gradient of log-decays from reads (N, n, C, d) by step, kept (N, n, 1, d) by chunk."""
+    """The gradient of log-decays from reads (N, n, C, d) per step and kept (N, n, 1, d) per chunk."""
     return of_gate(reads, gate).flip(2).cumsum(2).flip(2) + of_gate(kept, gate)
 
 
 def cut(x, segment, C):
-    """The steps of a segment, a slice, of x (B, H, T, d) as chunks (N, n, C, d); behind the last step zeros,
-    which write and erase nothing. None of None"""
+    """The steps of a segment, a slice, of x (B, H, T, d) as chunks (N, n, C, d). After the last step come
+    zeros, which write and erase nothing. None stays None"""
     if x is None:
         return None
     x = x[:, :, segment]
@@ -254,8 +254,8 @@ def cut(x, segment, C):
 
 
 def put(chunks, x, segment, like):
-    """The inverse of `cut`: chunks into the segment of x, which is None at first, then has the shape of
-    `like`. A segment that is all there is becomes x itself."""
+    """The inverse of `cut`: put chunks into the segment of x, which is None at first and then has the shape
+    of `like`. If there is only one segment, it becomes x itself."""
     if chunks is None:
         return None
     part = chunks.flatten(1, 2).unflatten(0, like.shape[:2])
@@ -268,8 +268,8 @@ def put(chunks, x, segment, like):
 
 
 class Chunks(torch.autograd.Function):
-    """C: steps of a chunk; S (N, V, K); q, k, v, w, e, log_f, log_z as `start` gives them  ->  o, S. Where
-    values decay the backward reads o: it must not be written over."""
+    """C: steps per chunk   S (N, V, K)   q, k, v, w, e, log_f, log_z as `start` gives them  ->  o, S. If
+    values decay, the backward reads o, which must not be overwritten."""
     @staticmethod
     def forward(ctx, C, S, *steps):
         v = steps[2]
@@ -311,8 +311,8 @@ class Chunks(torch.autograd.Function):
 
 
 def form(f):
-    """Of f(q, k, v, w, e, log_f, log_z, S) -> o, S, which takes what `start` gives, a form: a function with
-    the arguments of fastweight.recurrent."""
+    """f(q, k, v, w, e, log_f, log_z, S) -> o, S, which takes what `start` gives, becomes a form: a function
+    with the arguments of fastweight.recurrent."""
     @functools.wraps(f)
     def whole(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
         o, S = f(*start(q, k, v, write, erase, log_f, log_z, S, normalise))
@@ -322,9 +322,9 @@ def form(f):
 
 @form
 def on_cpu(q, k, v, w, e, log_f, log_z, S):
-    """fastweight.chunked through `Chunks`. A chunk has CHUNK steps; twice as many where there are many
-    features, since a state costs K V numbers a chunk, and half as many where there are few and the rule
-    erases, since an inverse costs C numbers a step. Where something decays it has at most CHUNK."""
+    """fastweight.chunked with `Chunks`. A chunk has CHUNK steps. It has twice as many if there are many
+    features, since a state costs K V numbers per chunk, and half as many if there are few and the rule
+    erases, since an inverse costs C numbers per step. If something decays it has at most CHUNK."""
     C = CHUNK
     if k.shape[-1] <= 16 and e is not None:
         C = CHUNK // 2
@@ -336,8 +336,8 @@ def on_cpu(q, k, v, w, e, log_f, log_z, S):
 
 @form
 def step_over(q, k, v, w, e, log_f, log_z, S):
-    """fastweight.recurrent for a single step, without gradients and with nothing computed for absent gates.
-    S is written over, where it lies: where it is large, in half the time."""
+    """fastweight.recurrent for a single step, without gradients, and computing nothing for absent gates. S is
+    overwritten in place, which takes half the time if it is large."""
     B, H, V, K = S.shape
     S = S.flatten(0, 1)                                 # (N, V, K), and rows (N, 1, .)
     N = len(S)
@@ -360,7 +360,7 @@ def step_over(q, k, v, w, e, log_f, log_z, S):
 
 
 def steps_over(q, k, v, S=None, normalise=False, floor=FLOOR, **gates):
-    """`step_over` for the steps of a token: one, or as many as it writes."""
+    """`step_over` for the steps of one token: as many as it writes."""
     rows = dict(q=q, k=k, v=v, **gates)
     if q.shape[2] == 1:
         return step_over(**rows, S=S, normalise=normalise, floor=floor)
@@ -373,14 +373,15 @@ def steps_over(q, k, v, S=None, normalise=False, floor=FLOOR, **gates):
 
 
 def step_on_cpu(S=None, **given):
-    """`step_over`; S stays as it is."""
+    """`step_over`, but S stays as it is."""
     return step_over(**given, S=if_given(torch.clone, S))
 
 
 # ---- rows: what fastweight.bounded does step by step, at once where it is known what goes ------------------
 def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
-    """As fastweight.bounded. Positions alone say what goes by window and sink; by any policy empty places go
-    first. So many steps are taken at once, the others as the definition takes them."""
+    """As fastweight.bounded. For window and sink, positions alone decide who is evicted, and with any policy
+    empty places go first. Steps for which this is known are taken all at once, the others one by one, as in
+    the definition."""
     T = q.shape[2]
     if rows is None:
         rows = empty_rows(k, cache)
@@ -428,7 +429,7 @@ def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
 # What a step says to itself stands apart, in fp32: of A the diagonal, D = q.k; of M = I + N the ones.
 # Operands of a product are DT (bf16 or fp32), but in the inverse; sums and states in registers are fp32.
 def jit(f):
-    """triton.jit where there is Triton; one compiled kernel for all lengths T."""
+    """triton.jit, if there is Triton; one compiled kernel for all lengths T."""
     if triton is None:
         return f
     return triton.jit(f, do_not_specialize=['T'])
@@ -436,20 +437,20 @@ def jit(f):
 
 @jit
 def steps_of(seq, j, T, C: tl.constexpr):
-    """Chunk j of a sequence: its rows of a (B H T, .) tensor, and which of them are in the text."""
+    """Chunk j of a sequence: its rows of a (B H T, .) tensor, and which of them lie within the text."""
     t = j * C + tl.arange(0, C)
     return seq * T + t, t < T
 
 
 @jit
 def operand(x, DT: tl.constexpr):
-    """x as a product takes it."""
+    """x, cast for a product."""
     return x.to(DT)
 
 
 @jit
 def dot(a, b, DT: tl.constexpr):
-    """a b with operands of type DT and sums in fp32; in fp32 by three products of tf32."""
+    """a b with operands of type DT and sums in fp32. For fp32, by three products of tf32."""
     precision: tl.constexpr = 'tf32x3' if DT == tl.float32 else None
     return tl.dot(operand(a, DT), operand(b, DT), input_precision=precision)
 
@@ -470,7 +471,7 @@ def store(p, x, row, col, ok, D: tl.constexpr):
 
 @jit
 def gate(p, row, col, ok, D: tl.constexpr):
-    """A gate of D channels, [C, d]; a number a step, [C, 1], where D is 1; ones [1, 1] for None."""
+    """A gate of D channels, [C, d]; if D is 1, one number per step, [C, 1]; ones [1, 1] for None."""
     if p is None:
         return tl.full([1, 1], 1.0, tl.float32)
     else:
@@ -481,7 +482,7 @@ def gate(p, row, col, ok, D: tl.constexpr):
 
 @jit
 def of_channels(x, D: tl.constexpr):
-    """What gradients x [C, d] by channel say to a gate of D channels."""
+    """The gradient of a gate of D channels, from gradients x [C, d] per channel."""
     if D == 1:
         return tl.sum(x, 1)[:, None]
     else:
@@ -490,15 +491,15 @@ def of_channels(x, D: tl.constexpr):
 
 @jit
 def lower(x, C: tl.constexpr):
-    """x [C, C] below the diagonal, else 0. What is above may be infinite."""
+    """x [C, C] below the diagonal, 0 elsewhere. Entries above the diagonal may be infinite."""
     i = tl.arange(0, C)
     return tl.where(i[:, None] > i[None, :], x, 0.0)
 
 
 @jit
 def decays(p, row, col, ok, D: tl.constexpr, C: tl.constexpr):
-    """fastweight.factors of one tile: e^(a - m), e^(m - a) [C, d]; e^m, e^(a_C - m), e^(a_C) [1, d]; d is 1
-    for a decay that all channels share. Ones [1, 1] for None, for which the compiler leaves out the
+    """fastweight.factors for one tile: e^(a - m), e^(m - a) [C, d]; e^m, e^(a_C - m), e^(a_C) [1, d]. d is 1
+    for a decay that all channels share. None gives ones [1, 1], for which the compiler leaves out the
     products."""
     if p is None:
         one = tl.full([1, 1], 1.0, tl.float32)
@@ -515,8 +516,8 @@ def decays(p, row, col, ok, D: tl.constexpr, C: tl.constexpr):
 @jit
 def letters(q, k, e, f, row, kk, ok, K: tl.constexpr, ED: tl.constexpr, FD: tl.constexpr, C: tl.constexpr,
             DT: tl.constexpr):
-    """Of one tile: y, r, x [C, BK]; of A what is below the diagonal [C, C], and the diagonal [C, 1]; and what
-    the state pays on the side of the keys."""
+    """For one tile: y, r, x [C, BK]; of A the part below the diagonal [C, C] and the diagonal [C, 1]; and the
+    factors of the state on the side of the keys."""
     f_up, f_down, f_in, f_out, f_all = decays(f, row, kk, ok, FD, C)
     q_ = load(q, row, kk, ok, K)
     k_ = load(k, row, kk, ok, K)
@@ -532,8 +533,9 @@ def letters(q, k, e, f, row, kk, ok, K: tl.constexpr, ED: tl.constexpr, FD: tl.c
 @jit
 def inverse(k, e, f, N, T, K: tl.constexpr, V: tl.constexpr, WD: tl.constexpr, ED: tl.constexpr,
             FD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DT: tl.constexpr):
-    """N = (I + L)^-1 - I, L = tril(r x^T, -1). The blocks of 16 on the diagonal by substitution, all at once:
-    row s of X is row s of I - L X, which needs the rows above s. Then by twos, see kernels.inverted."""
+    """N = (I + L)^-1 - I, L = tril(r x^T, -1). First the blocks of 16 on the diagonal by substitution, all at
+    once: row s of X is row s of I - L X, which needs the rows above s. Then pairs of blocks, see
+    kernels.inverted."""
     tile = tl.program_id(0).to(tl.int64)
     n = tl.cdiv(T, C)
     row, ok = steps_of(tile // n, tile % n, T, C)
@@ -567,7 +569,7 @@ def inverse(k, e, f, N, T, K: tl.constexpr, V: tl.constexpr, WD: tl.constexpr, E
 def forward(q, k, v, w, e, f, z, N, S_0, o, written, before, S_T, T, K: tl.constexpr, V: tl.constexpr,
             WD: tl.constexpr, ED: tl.constexpr, FD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
             BV: tl.constexpr, DT: tl.constexpr):
-    """o of all steps of a sequence, and the state before each chunk and after the last."""
+    """o of all steps of a sequence, and the state before each chunk and after the last one."""
     n = tl.cdiv(T, C)
     seq = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, C)
@@ -629,7 +631,7 @@ def states(q, k, e, f, z, N, do, dS_T, d_written, after, dS_0, T, K: tl.constexp
 @jit
 def passing(inside, out):
     """What passes the decay of step t: what is read less what is written inside the chunk from t on, and what
-    was written before t and leaves it. [C, d] both"""
+    was written before t and leaves the chunk. Both [C, d]"""
     return tl.cumsum(inside, 0, reverse=True) + tl.cumsum(out, 0) - out
 
 
@@ -641,7 +643,7 @@ def passing(inside, out):
 def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, dv, dw, de, df, dz, T,
            K: tl.constexpr, V: tl.constexpr, WD: tl.constexpr, ED: tl.constexpr, FD: tl.constexpr,
            C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DT: tl.constexpr):
-    """All gradients of the steps of one tile, summed over blocks of value channels: the table above."""
+    """All gradients of the steps of one tile, summed over blocks of value channels; see the table above."""
     tile = tl.program_id(0).to(tl.int64)
     n = tl.cdiv(T, C)
     row, ok = steps_of(tile // n, tile % n, T, C)
@@ -724,7 +726,7 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
 def one_step(q, k, v, w, e, f, z, S, floor, o, S_new, K: tl.constexpr, V: tl.constexpr, WD: tl.constexpr,
              ED: tl.constexpr, FD: tl.constexpr, ZD: tl.constexpr, NORM: tl.constexpr, BK: tl.constexpr,
              BV: tl.constexpr, LEAST: tl.constexpr):
-    """Of q, k, v and gates as `recurrent` takes them. S_new is another tensor: every program reads n."""
+    """q, k, v and gates as `recurrent` takes them. S_new is another tensor, because every program reads n."""
     seq = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)               # a tile of one row
     ok = seq >= 0
     kk = tl.arange(0, BK)
@@ -756,7 +758,7 @@ MAX_K = 256     # features of a key that kernels take: with more, a tile or S no
 
 
 def block(K):
-    """How many features a tile of keys has. Raises where there can be no kernel."""
+    """How many features a tile of keys has. Raises if there can be no kernel."""
     if triton is None:
         raise ImportError('there is no triton')
     if K > MAX_K:
@@ -765,7 +767,7 @@ def block(K):
 
 
 def channels(*gates):
-    """How many channels each gate has, 0 if it is absent."""
+    """How many channels each gate has; 0 if it is absent."""
     sizes = []
     for x in gates:
         if x is None:
@@ -776,7 +778,7 @@ def channels(*gates):
 
 
 def tiles(q, v, w, e, f):
-    """The sizes of a kernel, never tuned at run time: in fp32 a chunk is shorter."""
+    """The sizes of a kernel. They are never tuned at run time. In fp32 a chunk is shorter."""
     BK = block(q.shape[-1])
     C = 16 if v.dtype == torch.float32 else 32
     DT = tl.float32
@@ -829,8 +831,8 @@ class Tiles(torch.autograd.Function):
 
 
 def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
-    """fastweight.chunked through `Tiles`. A decay of values that all channels share is one of keys, or of
-    each channel."""
+    """fastweight.chunked with `Tiles`. A decay of values that all channels share becomes one of keys, or one
+    per channel."""
     dtype = v.dtype
     q, k, v, write, erase, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise)
     if log_z is not None and log_z.shape[-1] == 1:
@@ -871,7 +873,7 @@ def step_on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None,
 # `chunked` asks: a single step? an Nvidia GPU? It takes Triton only where a small case of the same kind,
 # compared with fastweight.recurrent on this machine, was right; the answer is kept by kind of arguments.
 def results(form, case, normalise, trained):
-    """o, S and, of a form that can be trained, what some number made of both says of each tensor."""
+    """o, S and, if the form can be trained, the gradients of each tensor for some number made from both."""
     case = {name: x.detach().requires_grad_(trained) for name, x in case.items()}
     o, S = form(**case, normalise=normalise)
     if not trained:
@@ -881,8 +883,8 @@ def results(form, case, normalise, trained):
 
 @torch.inference_mode(False)
 def compare(form, device, normalise, kinds):
-    """Raises where form and the definition in fp64 disagree about a small random case of these kinds, (name,
-    dtype, channels) of q, k, v and gates. What the caller has set, as autocast, changes nothing."""
+    """Raises if form and the definition in fp64 disagree on a small random case of these kinds, (name, dtype,
+    channels) of q, k, v and gates. Settings of the caller, such as autocast, change nothing."""
     trained = form is not step_on_gpu
     heads = 144 if device.type == 'cuda' else 2         # all of a GPU is busy: some faults show only then
     draw = torch.Generator().manual_seed(0)
@@ -911,7 +913,7 @@ def compare(form, device, normalise, kinds):
 
 @functools.cache
 def passes(form, device, normalise, kinds):
-    """Whether `compare` finds no fault; else says which, once."""
+    """Whether `compare` finds no fault. If it finds one, it is printed once."""
     debug_mode = torch.get_deterministic_debug_mode()
     try:
         torch.use_deterministic_algorithms(True, warn_only=True)    # fills fresh memory with NaN, so what a
@@ -928,7 +930,7 @@ def passes(form, device, normalise, kinds):
 
 
 def trusted(form, given, normalise):
-    """Whether a Triton form may be used: compilers have made wrong kernels without a word."""
+    """Whether a Triton form may be used: compilers have silently made wrong kernels."""
     kinds = [(name, x.dtype, *x.shape[3:]) for name, x in given.items() if x is not None and name != 'S']
     try:
         return passes(form, given['q'].device, normalise, tuple(kinds))
@@ -941,8 +943,8 @@ GATES = 'write', 'erase', 'log_f', 'log_z'
 
 
 def check(given, normalise):
-    """ValueError unless all shapes fit together, all tensors are floating and on one device, and there is a
-    mean where one is asked for."""
+    """ValueError unless all shapes fit together, all tensors are floating-point and on one device, and
+    `normalise` is possible."""
     q = given['q']
     if q.dim() != 4 or 0 in q.shape:
         raise ValueError(f'q: expected a tensor (B, H, T, K) that is not empty, not {tuple(q.shape)}')
@@ -965,7 +967,7 @@ def check(given, normalise):
 
 
 def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
-    """As fastweight.chunked, by the fastest form that works here. ValueError for shapes that do not fit."""
+    """As fastweight.chunked, with the fastest form that works here. ValueError for shapes that do not fit."""
     given = dict(q=q, k=k, v=v, write=write, erase=erase, log_f=log_f, log_z=log_z, S=S)
     check(given, normalise)
     one = q.shape[2] == 1 and not torch.is_grad_enabled()
@@ -983,8 +985,8 @@ step = chunked      # of a single step, T = 1, without gradients: `chunked` has 
 # ---- the convolution of a block, with a backward by hand ---------------------------------------------------
 class ShiftedSum(torch.autograd.Function):
     """Each weight multiplies the whole input at once, shifted: y[s:] += w_s x[:-s]. The backward is the same
-    with the shift turned round, by hand, because autograd's own takes three times as long: for each slice it
-    makes a tensor of the input's size."""
+    with the shift reversed. It is written by hand because autograd's takes three times as long: for each
+    slice it makes a tensor as large as the input."""
     @staticmethod
     def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
@@ -1013,10 +1015,10 @@ def shifted_sum(x, w):
 
 # ---- a step as a list of operations, without Python --------------------------------------------------------
 def recorded(model, token, state, choose):
-    """A function (token (B, 1), state) -> token, state that is model.step with this choose(logits) without
-    Python, which is most of it at this size: on a CPU, a trace of the model. Where steps cannot be recorded
-    it is model.step itself. It plays with the weights that the model has now, in torch.inference_mode(), as
-    GPT.generate does."""
+    """A function (token (B, 1), state) -> token, state that does what model.step does with this
+    choose(logits), but without Python, which is most of the time at this size. On a CPU it is a trace of the
+    model. If steps cannot be recorded it is model.step itself. It uses the weights that the model has now, in
+    torch.inference_mode(), as GPT.generate does."""
     plain = partial(model.step, choose=choose)
     if state is None or token.device.type != 'cpu' or model.training:
         return plain
@@ -1031,9 +1033,10 @@ def recorded(model, token, state, choose):
 
 
 class Traced(nn.Module):
-    """The operations of one step, by torch.jit.trace, played without Python; weights are constants of it. It
-    has its own copy of the state, written over at each step: what it returns is good until the next step;
-    what it is given stays as it is. Rows that grow get room for more, and again when that is full."""
+    """The operations of one step, recorded by torch.jit.trace and run without Python; weights are constants
+    in it. It has its own copy of the state and overwrites it at each step. So what it returns is valid until
+    the next step, and what it is given stays as it is. Keys and values that grow get room for more, and again
+    when the room is full."""
     def __init__(self, model, token, state, choose):
         super().__init__()
         self.model = model
@@ -1057,12 +1060,12 @@ class Traced(nn.Module):
             self.play = player(torch.jit.freeze(trace), given)
 
     def forward(self, token, *tensors):
-        """As a trace wants it: tensors in, tensors out, those of the state layer by layer."""
+        """As a trace needs it: tensors in, tensors out, those of the state layer by layer."""
         logits, state = self.model(token, self.layers(tensors))
         return logits, *self.flat(state)
 
     def flat(self, state):
-        """The tensors of a state, the dicts of a model's layers."""
+        """The tensors of a state, a list of dicts."""
         return [layer[name] for layer, names in zip(state, self.names) for name in names]
 
     def layers(self, tensors):
@@ -1071,7 +1074,8 @@ class Traced(nn.Module):
         return [{name: next(each) for name in names} for names in self.names]
 
     def step(self, token, state):
-        """token (B, 1), state -> token, state. The state is copied, unless it is the last step's own."""
+        """token (B, 1), state -> token, state. The state is copied, unless it is the one that the last step
+        returned."""
         last = self.last
         if last.room and state[0]['t'] >= last.room:
             last.room = room(state[0]['t'])
@@ -1084,10 +1088,10 @@ class Traced(nn.Module):
 
 
 def player(frozen, given):
-    """What plays a frozen trace: torch's Static Runtime, which keeps the memory of its results from step to
-    step and knows beforehand which kernels it calls, a fifth less time. It is no documented part of torch:
-    where a version lacks it, or a first step of what is `given` fails, it is the trace's own interpreter.
-    A trace holds numbers as fp64 tensors. As fp32 they spare an fp32 tensor that meets one the conversion."""
+    """What runs a frozen trace: torch's Static Runtime, which keeps the memory of its results from step to
+    step and looks up kernels beforehand, a fifth less time. It is not a documented part of torch. If a
+    version lacks it, or if a first step with what is `given` fails, the trace's own interpreter runs it. A
+    trace holds numbers as fp64 tensors; as fp32 they save a conversion whenever they meet an fp32 tensor."""
     double = any(x.dtype == torch.float64 for x in given)
     for node in frozen.graph.findAllNodes('prim::Constant'):
         if not double and node.hasAttribute('value') and node.kindOf('value') == 't':
@@ -1103,14 +1107,14 @@ def player(frozen, given):
 
 
 def room(t):
-    """How many rows to make room for: the power of two above 2 t, at least 256."""
+    """How many keys and values to make room for: the power of two above 2 t, at least 256."""
     return max(256, 2 ** (2 * int(t)).bit_length())
 
 
 def of_its_own(state, rows=0, last=None):
-    """A state, the dicts of a model's layers, whose matrices are copies. The columns of these, not the rows,
-    lie in one piece: what q and k find is a sum of columns, which is faster than a product with each row.
-    Keys and values that grow get room for so many rows, unless they lie where those of the last state do."""
+    """A state, a list of dicts, with copied matrices. Their columns, not their rows, are contiguous: what q
+    and k find is a sum of columns, which is faster than a product with each row. Keys and values that grow
+    get this much room, unless they lie where those of the last state do."""
     mine = []
     for i, layer in enumerate(state):
         copies = {name: layer[name].mT.clone(memory_format=torch.contiguous_format).mT
@@ -1126,8 +1130,8 @@ def of_its_own(state, rows=0, last=None):
 
 
 def one_more(x: torch.Tensor, new: torch.Tensor):
-    """x (B, H, T, d), which has room, with `new` (B, H, 1, d) behind it: x where it lies, not a copy. A
-    script, since a trace would take the strides for constants."""
+    """x (B, H, T, d), which has room, with `new` (B, H, 1, d) appended in place, not copied. A script, since
+    a trace would take the strides for constants."""
     B, H, T, d = x.shape
     longer = x.as_strided([B, H, T + 1, d], x.stride())
     longer[:, :, T:].copy_(new)
@@ -1135,7 +1139,7 @@ def one_more(x: torch.Tensor, new: torch.Tensor):
 
 
 def softmax_over(one_more, q, k, v, rows):
-    """fastweight.softmax for one step, of rows that have room."""
+    """fastweight.softmax for one step, with keys and values that have room."""
     k = one_more(rows['k'], k)
     v = one_more(rows['v'], v)
     return F.scaled_dot_product_attention(q, k, v), dict(k=k, v=v)

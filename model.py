@@ -1,12 +1,12 @@
-"""The model around the rules: what it is, layers, the GPT, sampling, its files, and the reading of flags.
+"""The model around the rules: its Config, layers, the GPT, sampling, files of models, and command-line flags.
 
     model = GPT(Config(rule='delta', vocab_size=256))
-    logits, state = model(tokens)               # tokens (B, T) -> logits (B, T, vocab), state: a dict a layer
-    logits, state = model(more_tokens, state)   # goes on where the first call stopped: at any cut, by any T
+    logits, state = model(tokens)               # tokens (B, T) -> logits (B, T, vocab), state
+    logits, state = model(more_tokens, state)   # goes on where the first call stopped; cut anywhere, any T
 
-The scripts import it; it has no command of its own. What a layer computes is in fastweight.py: here is where
-its keys, values, gates and queries come from. kernels.py is looked for in one place, `pick_forms`; without
-it all but bench.py works, slower.
+The scripts import this file; it has no command of its own. What a layer computes is in fastweight.py. Where
+its keys, values, gates and queries come from is here. Only `pick_forms` imports kernels.py. Without that file
+everything but bench.py works, more slowly.
 """
 import argparse
 import collections
@@ -36,20 +36,20 @@ from fastweight import FEATURE_MAPS, FLOOR, LOG_MIN, NORMALISERS, RULES, feature
 
 # ---- what a model is ---------------------------------------------------------------------------------------
 def flag(default, help, choices=None, low=-math.inf, high=math.inf):
-    """A field of a dataclass that is a flag as well, see `parse`. low, high: the range of a number, both ends
-    allowed."""
+    """A dataclass field that is also a command-line flag, see `parse`. low, high: the range of a number,
+    inclusive."""
     metadata = {'help': help, 'choices': choices, 'range': (low, high)}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def known(default, low=-math.inf, high=math.inf):
-    """A field that is no flag, but has a range: it comes from data or files, see `typed`."""
+    """A field that is not a flag but has a range: it comes from data or files, see `typed`."""
     return flag(default, '', None, low, high)
 
 
 def refuse(mistakes):
-    """ValueError for the first of some mistakes: pairs of whether it was made, and a sentence that says why
-    it is one. Each may take for granted that none before it was made."""
+    """ValueError for the first mistake among pairs (whether it was made, a sentence that explains it). A pair
+    may assume that none of the earlier mistakes was made."""
     for made, why in mistakes:
         if made:
             raise ValueError(why)
@@ -61,30 +61,31 @@ SOURCE_RULES = [name for name, rule in RULES.items() if not (rule.bounded or rul
 
 @dataclass
 class Config:
-    """All that says which model it is. ValueError, with the flags' names, for what cannot be."""
+    """Everything that defines a model. ValueError, with the flags' names, for combinations that make no
+    sense."""
     rule: str = flag('delta', 'update rule of every layer', list(RULES))
     layers: str = flag('', 'a rule per layer instead, tiled over depth: delta,delta,softmax')
-    phi: str = flag('', f'feature map, if not the rule\'s; with option: dpfp:3 [{"|".join(FEATURE_MAPS)}]')
-    norm: str = flag('', f'normaliser, if not the rule\'s [{"|".join(NORMALISERS)}]')
+    phi: str = flag('', f'feature map, if not the rule\'s; with an option: dpfp:3 [{"|".join(FEATURE_MAPS)}]')
+    norm: str = flag('', f'normaliser, instead of the rule\'s own [{"|".join(NORMALISERS)}]')
     beta_max: float = flag(2.0, 'delta rules: beta lies in (0, beta_max); 1 in Schlag 2021', low=0, high=2)
-    writes: int = flag(1, 'delta rules: keys, values and betas of a token (DeltaProduct)', low=1, high=16)
-    out_norm: bool = flag(True, 'LayerNorm after the heads, but for rules that read means; Schlag has none')
-    conv: int = flag(4, 'width of the convolution before each mixer and MLP, causal but in encoders; 0: none',
+    writes: int = flag(1, 'delta rules: keys, values and betas per token (DeltaProduct)', low=1, high=16)
+    out_norm: bool = flag(True, 'LayerNorm per head, except with norm attn; Schlag has none')
+    conv: int = flag(4, 'width of the convolution before each mixer and MLP; 0: none',
                      low=0, high=64)
-    cache: int = flag(256, 'rules that keep rows: how many', low=0, high=2 ** 20)
-    sinks: int = flag(4, 'sink: first rows that stay', low=0, high=2 ** 24)
-    overflow: str = flag('', 'window, sink: rule and map for rows that go: sum:hedgehog, delta:taylor')
+    cache: int = flag(256, 'rules that keep keys and values: how many tokens', low=0, high=2 ** 20)
+    sinks: int = flag(4, 'sink: how many first tokens are never evicted', low=0, high=2 ** 24)
+    overflow: str = flag('', 'window, sink: rule and map for what is evicted: sum:hedgehog, delta:taylor')
     positions: str = flag('true', 'of kept rows; compress: gaps g > 10 count ceil(10 + ln ln(g - 10 + e))',
                           ['true', 'compress'])
-    pos: str = flag('auto', 'auto: rope where rows are kept; learned where there is an encoder',
+    pos: str = flag('auto', 'auto: rope if keys and values are kept, learned with an encoder, else none',
                     ['auto', 'none', 'learned', 'rope'])
     causal: bool = flag(True, 'false: an encoder, each step sees the whole text; needs data with classes')
-    pool: str = flag('mean', 'of an encoder: the class is read from the mean of all places, or the first',
+    pool: str = flag('mean', 'of an encoder: the class is read from the average of positions, or the first',
                      ['mean', 'first'])
     n_layer: int = flag(4, 'layers', low=1, high=1024)
     encoder: int = flag(0, 'layers of an encoder, which reads the source of data with pairs; n_layer others '
                            'are its decoder; 0: none', low=0, high=1024)
-    encoder_rule: str = flag('', 'its rule, if not --rule', SOURCE_RULES)
+    encoder_rule: str = flag('', 'the rule of the encoder, if not --rule', SOURCE_RULES)
     cross: str = flag('', 'rule by which the decoder reads the source, if not --rule', SOURCE_RULES)
     n_head: int = flag(8, 'heads', low=1, high=1024)
     n_embd: int = flag(128, 'width', low=1, high=2 ** 17)
@@ -220,7 +221,7 @@ class Config:
 
 
 def subset(*names, **own):
-    """A dataclass of some of Config's flags, and others, for scripts that change a model."""
+    """A dataclass with some of Config's flags, and more fields, for scripts that change a trained model."""
     fields = [(name, str, field) for name, field in own.items()]
     for field in dataclasses.fields(Config):
         if field.name in names:
@@ -242,14 +243,14 @@ def shifted_sum(x, w):
 
 
 def unrecorded(model, token, state, choose):
-    """A function (token (B, 1), state) -> token, state: a step of the model and choose(logits (B, vocab)) ->
-    (B, 1) of what comes next. Faster: kernels.recorded, which is told where it will begin."""
+    """A function (token (B, 1), state) -> next token, state: one step of the model, then choose(logits (B,
+    vocab)) -> (B, 1). kernels.recorded is the faster form; it is told where it will begin."""
     return functools.partial(model.step, choose=choose)
 
 
 class Forms(NamedTuple):
-    """The functions that a model computes with: each has a definition, and all but softmax, which PyTorch has
-    already, a fast form in kernels.py."""
+    """The functions that a model computes with. Each has a definition and a fast form in kernels.py, except
+    softmax, which PyTorch has already."""
     recurrence: Callable = fastweight.chunked
     rows: Callable = fastweight.bounded
     shift: Callable = shifted_sum
@@ -263,9 +264,9 @@ PLAIN = Forms()         # of a module on its own; GPT.use sets others
 
 
 def pick_forms(impl='auto'):
-    """'loop', 'chunk', 'fused' or 'auto' -> Forms. The only choice point, and beside bench.py the only
-    place that imports kernels.py. ValueError for 'fused' without that file; any other fault of it is raised
-    as it is."""
+    """'loop', 'chunk', 'fused' or 'auto' -> Forms. This is the only place that chooses a form and, beside
+    bench.py, the only one that imports kernels.py. ValueError for 'fused' if that file is missing. Any other
+    error in it is raised as it is."""
     definition = '--impl=loop runs fastweight.recurrent, the definition'
     why = 'chunk (plain torch and autograd)'
     if impl == 'loop':
@@ -287,9 +288,10 @@ def pick_forms(impl='auto'):
 
 # ---- a layer's memory: gates from x, a map and a normaliser on q and k, then the recurrence ----------------
 def speeds(half, theta=1e4, scaling=(), device=None):
-    """By how much rope turns pair i at a step: w_i = theta^(-i / half) -> (half,), fp32. Llama 3.1 scales it,
-    so that a model of n positions reads more, by scaling = factor, low, high, n: a pair with more than `high`
-    turns in n steps keeps its w, one with less than `low` gets w / factor, those between a mean of both."""
+    """How fast rope rotates pair i: w_i = theta^(-i / half) per position -> (half,), fp32. Llama 3.1 scales
+    this so that a model of n positions can read more, by scaling = factor, low, high, n: a pair with more
+    than `high` rotations in n positions keeps its w, one with fewer than `low` gets w / factor, and pairs in
+    between get a mixture."""
     w = theta ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
     if scaling:
         factor, low, high, n = scaling
@@ -300,8 +302,8 @@ def speeds(half, theta=1e4, scaling=(), device=None):
 
 
 def rope(x, pos, theta=1e4, scaling=()):
-    """Turn pairs (x_i, x_{i+d/2}) by pos theta^(-2i/d). Su 2021, arXiv:2104.09864. What q finds at k then
-    depends on the distance of their positions alone. x (B, H, T, d), d even   pos (.., T)  ->  like x
+    """Rotate pairs (x_i, x_{i+d/2}) by pos theta^(-2i/d). Su 2021, arXiv:2104.09864. The product of q and k
+    then depends on the distance of their positions only. x (B, H, T, d), d even   pos (.., T)  ->  like x
     theta, scaling: as in `speeds`"""
     angle = pos[..., None] * speeds(x.shape[-1] // 2, theta, scaling, x.device)
     cos = angle.cos().to(x.dtype)
@@ -311,9 +313,9 @@ def rope(x, pos, theta=1e4, scaling=()):
 
 
 def start_bias(n_head, n, rate):
-    """(n_head, 1, n): biases b for which exp(-rate softplus(b)) = 1 - 1/tau, with memory lengths tau of 4 to
-    512 steps, evenly in log, over n channels or, where n = 1, over heads: which distances matter is not
-    known, so cover them all."""
+    """(n_head, 1, n): biases b with exp(-rate softplus(b)) = 1 - 1/tau, for memory lengths tau from 4 to 512
+    steps, spaced evenly in log over n channels, or over heads if n = 1. Nobody knows which distances will
+    matter, so cover them all."""
     spread = n if n > 1 else n_head
     tau = torch.tensor([45.0])                      # their middle, for one alone
     if spread > 1:
@@ -322,19 +324,20 @@ def start_bias(n_head, n, rate):
 
 
 def bias_of(tau, rate):
-    """The bias b of a memory of tau > 1 steps: exp(-rate softplus(b)) = 1 - 1/tau."""
+    """The bias b that gives a memory of tau > 1 steps: exp(-rate softplus(b)) = 1 - 1/tau."""
     softplus_b = -(1 - 1 / tau).log() / rate
     return softplus_b.expm1().log()                 # softplus(b) = log(1 + e^b)
 
 
 class Gates(nn.Module):
-    """x (B, T, n_embd) -> dict of write, erase, log_f, log_z for `recurrent` and its other forms, those that
-    the rule has, in fp32: write (B, H, T, V|1)   erase, log_f (B, H, T, K|1)   log_z (B, H, T, V)
+    """x (B, T, n_embd) -> dict of write, erase, log_f, log_z for `recurrent` and its other forms; only those
+    that the rule has, in fp32: write (B, H, T, V|1)   erase, log_f (B, H, T, K|1)   log_z (B, H, T, V)
 
-    beta = beta_max sigmoid(x W)   log f = -rate softplus(x W + b)   log z alike. Where x W = 0, f = 1 - 1/tau
-    at the start, see `start_bias`. With beta up to 2, I - beta k k^T may have an eigenvalue of -1, so that a
-    state can alternate (Grazzi 2024, arXiv:2411.12537). GLA and KDA make W low-rank to save parameters; here
-    it is full, as in Mao 2022. Of n writes a token, T is n times as many, of which the first forgets."""
+    beta = beta_max sigmoid(x W), log f = -rate softplus(x W + b), and log z likewise. At the start, where x W
+    = 0, f is 1 - 1/tau, see `start_bias`. With beta up to 2, I - beta k k^T can have an eigenvalue of -1, so
+    a state can alternate (Grazzi 2024, arXiv:2411.12537). GLA and KDA give W a low rank to save parameters;
+    here it has full rank, as in Mao 2022. With n writes per token, T is n times as long, and the first write
+    of a token forgets."""
     def __init__(self, rule, n_embd, n_head, K, V, beta_max=1.0, n=1):
         super().__init__()
         self.rule = rule
@@ -399,22 +402,24 @@ class Gates(nn.Module):
 
 
 def each_write(x, n):
-    """The n writes of a token, side by side (B, H, T, n d), as steps (B, H, n T, d). DeltaProduct, Siems 2025
-    (arXiv:2502.10297): to write n times, forget once and read once is `recurrent` with n steps a token."""
+    """The n writes of a token, side by side (B, H, T, n d), as n steps (B, H, n T, d). DeltaProduct, Siems
+    2025 (arXiv:2502.10297): writing n times, forgetting once and reading once is `recurrent` with n steps per
+    token."""
     if n == 1:
         return x
     return x.unflatten(-1, (n, -1)).flatten(2, 3)
 
 
 def spread(x, n, i):
-    """What a token has once, x (B, H, T, d), as step i of its n (B, H, n T, d); zeros at the others."""
+    """What a token has once, x (B, H, T, d), becomes step i of its n steps (B, H, n T, d). The other steps
+    are zero."""
     if n == 1:
         return x
     return F.pad(x[:, :, :, None], (0, 0, i, n - 1 - i)).flatten(2, 3)
 
 
 def wide(x):
-    """x in fp32; fp64 stays. Copied into order: of heads that lie turned, the gradient of silu is slow."""
+    """x in fp32 (fp64 stays), contiguous: the gradient of silu is slow for transposed heads."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     if x.dtype != dtype or not x.is_contiguous():       # else nothing to do, nor to record
         x = x.to(dtype).contiguous()
@@ -422,19 +427,19 @@ def wide(x):
 
 
 def rows_of(state):
-    """Of a layer's state the keys, values, positions and totals of rows; None at a fresh start."""
+    """The keys, values, positions and totals in a layer's state; None at a fresh start."""
     rows = {name: state[name] for name in ('k', 'v', 'pos', 'total') if name in state}
     return rows or None
 
 
 def without_autocast(x):
-    """A context for what must be fp32 also where the layers around are bf16: a running sum in bf16 stops at
-    256, where 1 more is less than half of its last digit."""
+    """A context for what must be fp32 even if the layers around it are bf16: a running sum in bf16 stops
+    growing at 256, because adding 1 is less than half of its last digit."""
     return torch.autocast(x.device.type, enabled=False)
 
 
 def mistakes_at_once(name, norm):
-    """For `refuse`: a rule that goes step by step, where all steps are to be seen at once."""
+    """For `refuse`: a rule that works step by step, in a place where all steps are seen at once."""
     rule = RULES[name]
     yield rule.form, (
         f'--rule={name}: its form goes step by step, but encoder and cross attention see all at once; take '
@@ -448,7 +453,7 @@ def mistakes_at_once(name, norm):
 
 
 def mistakes_together(name, phi, norm, n):
-    """For `refuse`: rule, map (a module), normaliser and writes a token that together mean nothing."""
+    """For `refuse`: rule, map (a module), normaliser and writes per token that make no sense together."""
     rule = RULES[name]
     mean = norm == 'attn'
     yield n > 1 and (mean or phi.max_len), (
@@ -471,18 +476,18 @@ SEGMENT = 512       # steps whose features are in memory at a time, where nothin
 
 
 class FastWeights(nn.Module):
-    """The heart of a layer: a writer (`writes`) and a reader (`reads`) around a form of the recurrence, or
-    rows that are kept.
+    """The heart of a layer: a writer (`writes`) and a reader (`reads`) around a form of the recurrence, or a
+    cache of keys and values.
 
     forward(x, q, k, v, state, t, there): x (B, T, n_embd)   q, k, v (B, H, T, head_dim)   state None at a
-    fresh start, or a dict with what the last call returned   t the position of the first step, an int or a
-    tensor (cosformer and bounded rows ask)   there (B, T) which steps of an encoder are no padding, None: all
+    fresh start, or the dict that the last call returned   t the position of the first step, an int or tensor
+    (cosformer and bounded caches need it)   there (B, T) which steps of an encoder are not padding, None: all
     ->  o (B, H, T, head_dim), dict: S (B, H, V, K), with norm 'attn' n in a last row; or k, v, and pos, total
-    of kept rows (fastweight.bounded), and S, n of what they let go
+    of the cache (fastweight.bounded), and S, n of what it evicted
 
-    rule, phi, norm, overflow: as the flags of Config, phi and norm '' for the rule's own   cache, sinks,
-    turn: as in fastweight.bounded   key_dim: channels of q and k, if not head_dim   causal: false where each
-    step reads what all steps write   n: writes a token; k and v are then those of n side by side,
+    rule, phi, norm, overflow: as the flags of Config; phi and norm '' for the rule's own   cache, sinks,
+    turn: as in fastweight.bounded   key_dim: channels of q and k, if not head_dim   causal: false if each
+    step reads what all steps write   n: writes per token; k and v are then those of n writes side by side,
     (B, H, T, n head_dim). ValueError for what does not go together."""
     forms = PLAIN
 
@@ -522,8 +527,8 @@ class FastWeights(nn.Module):
         self.normaliser = NORMALISERS['sum' if self.by_keys else self.norm]
 
     def writes(self, x, k, v, t=0):
-        """The writer: what the recurrence takes of the text that is written. x (B, T, n_embd), k, v
-        (B, H, T, n head_dim) -> dict of k (B, H, n T, K), v (B, H, n T, V), and those gates that there are"""
+        """The writer: what the recurrence is given of the text that is written. x (B, T, n_embd), k, v (B, H,
+        T, n head_dim) -> dict of k (B, H, n T, K), v (B, H, n T, V), and the gates that the rule has"""
         features = self.phi(each_write(wide(k), self.n), 'k', t)
         return {'k': self.normaliser(features), 'v': each_write(v, self.n), **self.gates(x)}
 
@@ -533,13 +538,14 @@ class FastWeights(nn.Module):
         return self.normaliser(features)
 
     def redraw(self, state=()):
-        """Random features are drawn anew for each training batch (Peng 2021, Choromanski 2021)."""
+        """Random features are redrawn for each training batch (Peng 2021, Choromanski 2021)."""
         if self.training and 'S' not in state and hasattr(self.phi, 'redraw'):
             self.phi.redraw()
 
     def write_all(self, x, k, v, there=None):
-        """A source, to be read by any number of queries. x (B, T, n_embd), k, v (B, H, T, head_dim), there
-        (B, T) or None as for an encoder -> dict: S (B, H, V, K), or k, v, there of softmax"""
+        """Write a source, so that any number of queries can read it. x (B, T, n_embd), k, v (B, H, T,
+        head_dim), there (B, T) or None as for an encoder -> dict: S (B, H, V, K), or k, v, there for
+        softmax"""
         if self.rule.keeps:
             state = {'k': k, 'v': v}
             if there is not None:
@@ -555,7 +561,8 @@ class FastWeights(nn.Module):
         return {'S': S}
 
     def read_all(self, q, state, t=0):
-        """What q (B, H, T, head_dim), the first at position t, finds in what `write_all` left -> like q"""
+        """What queries q (B, H, T, head_dim), the first at position t, find in what `write_all` returned ->
+        like q"""
         if self.rule.keeps:
             return fastweight.softmax_of_all(q, **state)[0]
         with without_autocast(q):
@@ -563,8 +570,8 @@ class FastWeights(nn.Module):
         return o.to(q.dtype)
 
     def recurrence(self, q, k, v, there=None, **gates):
-        """The form of the equation that this layer computes: arguments as for fastweight.recurrent, and
-        `there` of an encoder."""
+        """The form of the equation that this layer computes. Arguments as for fastweight.recurrent, and
+        `there` for an encoder."""
         form = self.rule.form or self.forms.recurrence
         if not self.causal:
             return fastweight.encoded(q, k, v, **gates, there=there, form=form)
@@ -596,8 +603,8 @@ class FastWeights(nn.Module):
             return o, {'S': S}
 
     def by_segments(self, x, q, k, v, state, t):
-        """`forward` of a long text where nothing is trained: so many steps at a time, as the features of all
-        of them would take several times the memory of the outputs."""
+        """`forward` for a long text when nothing is trained, SEGMENT steps at a time. The features of all
+        steps at once would take several times the memory of the outputs."""
         o = v.new_empty(*v.shape[:3], v.shape[3] // self.n)
         for i in range(0, x.shape[1], SEGMENT):
             steps = slice(i, i + SEGMENT)
@@ -606,9 +613,9 @@ class FastWeights(nn.Module):
         return o, state
 
     def divided_by_keys(self, q, k, v, write, erase, S):
-        """The delta rule with attention normalisation, Schlag 2021's ablation: what k_t finds is divided by
-        n_{t-1}.k_t, what q_t finds by n_t.q_t, n the plain sum of the keys, each of sum 1. The state is S
-        with n as its last row."""
+        """The delta rule with attention normalisation, the ablation of Schlag 2021: what k_t finds is divided
+        by n_{t-1}.k_t, and what q_t finds by n_t.q_t, where n is the plain sum of the keys, each of which
+        sums to 1. The state is S with n as its last row."""
         n = k.cumsum(2)                                         # (B, H, T, K): the keys up to t
         if S is not None:
             n = n + S[:, :, -1:]
@@ -620,10 +627,10 @@ class FastWeights(nn.Module):
         return o.to(v.dtype), {'S': torch.cat([S, n[:, :, -1:]], 2)}
 
     def keep_rows(self, x, q, k, v, state, t):
-        """A bounded set of rows. With `overflow` (LoLCATs, Zhang 2024, arXiv:2410.10254, for the window), a
-        row that goes is written into fast weights, by gates that look at its values, and both are read under
-        one denominator: o = (sum e^s v + m o') / (sum e^s + m), the sums over the rows, where o' is what the
-        fast weights say and m the mass of the keys they hold, times a learned factor e^(x W + b)."""
+        """A bounded cache. With `overflow` (LoLCATs, Zhang 2024, arXiv:2410.10254, for the window), an
+        evicted row is written into fast weights, with gates that look at its value. Both are read under one
+        denominator: o = (sum e^s v + m o') / (sum e^s + m), summed over the rows; o' is what the fast weights
+        return, and m the mass of the keys that they hold, times a learned factor e^(x W + b)."""
         spill = self.overflow is not None
         o, log_rows, went, new = self.forms.rows(q, k, v, rows_of(state), t, self.rule.keeps, self.cache,
                                                  self.sinks, spill, self.turn)
@@ -659,9 +666,10 @@ class FastWeights(nn.Module):
 
 # ---- layers ------------------------------------------------------------------------------------------------
 class Conv(nn.Module):
-    """y_t = sum_j w_j x_{t-n+j}, j = 0..n, in each channel; its state is the last n inputs, n = width - 1.
-    Random at first: every channel is another view of the last tokens. Identities learn slower. Without
-    `causal`, in an encoder, it is centred; of an even width one more input lies before t than after."""
+    """y_t = sum_j w_j x_{t-n+j}, j = 0..n, in each channel. The state is the last n inputs, n = width - 1.
+    Weights begin at random, so every channel is another view of the last tokens; identities learn more
+    slowly. Without `causal`, in an encoder, it is centred; if the width is even, one more input lies before t
+    than after."""
     forms = PLAIN
 
     def __init__(self, channels, width, causal=True):
@@ -698,8 +706,8 @@ def by_head(x, size):
 
 
 class Mixer(nn.Module):
-    """What attention was: projections, positions, fast weights or rows. State in and out. causal: false in
-    an encoder"""
+    """What attention was: projections, positions, and fast weights or a cache. State in, state out. causal:
+    false in an encoder"""
     def __init__(self, c, rule, causal=True):
         super().__init__()
         self.n_head = c.n_head
@@ -745,7 +753,7 @@ class Mixer(nn.Module):
         return q, self.shared(k), self.shared(by_head(v, self.n * self.head_dim))
 
     def shared(self, k):
-        """Keys or values (B, n_kv_head, T, head_dim), of which each is for several heads -> (B, H, ..)"""
+        """Keys or values (B, n_kv_head, T, head_dim), each of which serves several heads -> (B, H, ..)"""
         if self.n_kv_head < self.n_head:
             k = k.repeat_interleave(self.n_head // self.n_kv_head, 1)
         return k
@@ -765,18 +773,21 @@ class Mixer(nn.Module):
 
     @property
     def has_weights(self):
-        """Whether the outputs of fast weights are means of values, with weights that can be compared."""
+        """Whether the outputs of the fast weights are weighted averages of values, so that the weights can be
+        compared."""
         rule = self.memory.rule
         return rule.matrix and self.memory.norm == 'attn' and not rule.erase
 
     def attend(self, u, q, k, v, there=None):
-        """What the heads read from a fresh start (B, H, T, head_dim), of its input u (B, T, n_embd) and its
-        q, k, v (B, H, T, head_dim). there (B, T): which places of u are no padding; None: all"""
+        """What the heads read from a fresh start (B, H, T, head_dim), given the layer's input u (B, T,
+        n_embd) and its q, k, v (B, H, T, head_dim). there (B, T): which positions of u are not padding; None:
+        all"""
         return self.memory(u, q, k, v, there=there)[0]
 
     def weights(self, u, q, k, there=None):
-        """How much of each value is in each output, (B, H, T, T of the values). Outputs are linear in v, so
-        take v = I; not where channels of v decay apart, nor for a cache. Arguments as for `attend`."""
+        """How much of each value is in each output, (B, H, T, T of the values). Outputs are linear in v, so v
+        = I gives the weights. Not for channels of v that decay separately, and not for a cache. Arguments as
+        for `attend`."""
         T = k.shape[2]
         eye = torch.eye(T, dtype=q.dtype, device=q.device).expand(*k.shape[:3], T)
         return self.attend(u, q, k, eye, there)
@@ -786,9 +797,9 @@ SOURCE = 'source_'
 
 
 class Cross(Mixer):
-    """Cross attention: keys and values are an encoder's, queries the decoder's. The source is written once,
-    and every step reads the same S: as much work after one word as after a thousand. Vaswani 2017 sec. 3.2.3
-    with softmax, Kasai 2021 sec. 3 with fast weights."""
+    """Cross attention: keys and values come from an encoder, queries from the decoder. The source is written
+    once, and every step reads the same S, so a step costs the same whatever the source's length. Vaswani 2017
+    sec. 3.2.3 with softmax, Kasai 2021 sec. 3 with fast weights."""
     def __init__(self, c, rule):
         super().__init__(c, rule, causal=False)     # each step reads what all of the source wrote
         self.rope = False                           # places of two texts have no distance
@@ -830,7 +841,7 @@ class Cross(Mixer):
 
 
 def layer_norm(c):
-    """LayerNorm or RMSNorm, as the Config says."""
+    """LayerNorm, or RMSNorm if the Config says so."""
     if c.rms:
         return nn.RMSNorm(c.n_embd, c.eps)
     return nn.LayerNorm(c.n_embd, c.eps, bias=c.bias)
@@ -853,12 +864,12 @@ ACTS = {'gelu': functools.partial(F.gelu, approximate='tanh'), 'gelu-erf': F.gel
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then x + MLP(norm(x)), with --conv of a view of the tokens before. Between both,
-    in a decoder (cross: a rule), x + cross(norm(x)).
+    """x + mixer(norm(x)), then x + MLP(norm(x)). With --conv, each branch first applies a short convolution.
+    A decoder (cross: a rule) has x + cross(norm(x)) in between.
 
-    With post_norm (BERT) it is u + mixer(u), u = norm(x). As published, norm(x + mixer(x)), a norm ends each
-    line; here the same norm begins the next line. So BERT's norm of the embeddings is norm1 of the first
-    block, and the last one of its last block is the norm of the model."""
+    With post_norm (BERT) it is u + mixer(u), u = norm(x). As published, a norm ends each line: norm(x +
+    mixer(x)). Here the same norm begins the next line. So BERT's norm of the embeddings is norm1 of the first
+    block, and the last norm of its last block is the norm of the model."""
 
     def __init__(self, c, rule, cross=None, causal=True):
         super().__init__()
@@ -887,8 +898,8 @@ class Block(nn.Module):
         return x, u
 
     def convolve(self, i, x, state, there=None):
-        """x (B, T, n_embd) and the tokens around, where there is a convolution (i = 0: before the mixer, 1:
-        before the MLP); and what of it goes into the state."""
+        """x (B, T, n_embd) and its convolution, if there is one (i = 0: before the mixer, 1: before the MLP);
+        and what of it goes into the state."""
         if not self.convs:
             return x, {}
         name = f'conv{i}'
@@ -946,17 +957,18 @@ class Seen(NamedTuple):
 
 # ---- the model ---------------------------------------------------------------------------------------------
 def kl(a, w):
-    """The divergence of attention weights w from a, both (B, H, T, T): sum_s a log(a / w), the mean over
+    """KL divergence of attention weights w from a, both (B, H, T, T): sum_s a log(a / w), averaged over
     queries, in nats."""
     return (a * (a.clamp(min=1e-12).log() - w.clamp(min=1e-12).log())).sum(-1).mean()
 
 
 class GPT(nn.Module):
-    """Embedding, blocks, norm, output. Its forms are the fastest that there are, until `use` sets others.
+    """Embedding, blocks, norm, output. It computes with the fastest forms that there are, until `use` sets
+    others.
 
-    The state of a model is a list with a flat dict of tensors for each layer: t, and S, or k and v, or those
-    of kept rows, and conv0, conv1; of a decoder also source_S, or source_k, source_v, source_there. t counts
-    tokens, on the CPU. None is a fresh start."""
+    The state of a model is a list with a flat dict of tensors per layer: t; S, or k and v, or a bounded
+    cache; conv0 and conv1; for a decoder also source_S, or source_k, source_v and source_there. t counts
+    tokens and lies on the CPU. None is a fresh start."""
     forms = PLAIN
 
     def __init__(self, config):
@@ -998,8 +1010,8 @@ class GPT(nn.Module):
             nn.init.constant_(self.norm.weight, 0.1)
 
     def use(self, forms):
-        """Compute with these Forms from now on, in all modules; self.why says so in one line to print.
-        ValueError for fast ones that a rule with a form of its own has not."""
+        """Compute with these Forms from now on, in all modules. self.why says so in one line to print.
+        ValueError for fast forms if a rule has a form of its own."""
         rules = dict.fromkeys(self.config.all_rules())
         own = {name: RULES[name].form.__name__ for name in rules if RULES[name].form}
         for name, form in own.items():
@@ -1015,8 +1027,8 @@ class GPT(nn.Module):
                 module.forms = forms
 
     def embedded(self, tokens, state=None):
-        """tokens (B, T) -> what the first layer gets (B, T, n_embd); of patches (B, T / patch, n_embd), with
-        cls one place more"""
+        """tokens (B, T) -> what the first layer gets (B, T, n_embd); for patches (B, T / patch, n_embd), with
+        cls one position more"""
         if self.config.patch:
             tokens = tokens.unflatten(1, (-1, self.config.patch)) / 255
         x = self.embed(tokens)
@@ -1036,7 +1048,7 @@ class GPT(nn.Module):
         return tokens != self.config.pad
 
     def hidden(self, tokens, state=None):
-        """tokens (B, T) -> what the last layer says of each (B, T, n_embd), state"""
+        """tokens (B, T) -> the last layer's output for each (B, T, n_embd), state"""
         if state is not None and not self.config.causal:
             raise ValueError('an encoder reads a whole text at once: it cannot go on from a state')
         if self.encoder and state is None:          # the source comes first
@@ -1054,8 +1066,8 @@ class GPT(nn.Module):
         return self.norm(x), new
 
     def encode(self, tokens):
-        """The source, tokens (B, T) with padding at the end, T <= config.source, read by the encoder and
-        written for each layer -> the state with which the decoder begins. Without an encoder, the decoder
+        """Read the source, tokens (B, T) with padding at the end, T <= config.source, with the encoder, and
+        write it for each layer -> the state with which the decoder begins. Without an encoder the decoder
         itself reads it."""
         missing = self.config.source - tokens.shape[1]
         if missing < 0:
@@ -1071,16 +1083,16 @@ class GPT(nn.Module):
         return [{'t': t, **block.cross.write(x, there)} for block in self.blocks]
 
     def without_padding(self, tokens, begins=False):
-        """tokens (B, T) -> those up to the longest row's end, and which of them are no padding. begins: the
-        first one is none either, as in a translation"""
+        """tokens (B, T) -> those up to the end of the longest row, and which of them are not padding. begins:
+        the first token is not padding either, as in a translation"""
         there = self.there(tokens)
         there[:, 0] |= begins
         longest = there.sum(1).max()
         return tokens[:, :longest], there[:, :longest]
 
     def pooled(self, x, tokens):
-        """x (B, T, n_embd) -> (B, n_embd): the first place, or the mean of all but padding, and what a pooler
-        makes of that"""
+        """x (B, T, n_embd) -> (B, n_embd): the first position, or the average of all but padding, then the
+        pooler if there is one"""
         there = self.there(tokens)
         if self.config.pool == 'first':
             x = x[:, 0]
@@ -1095,9 +1107,9 @@ class GPT(nn.Module):
 
     def forward(self, tokens, state=None, at=None):
         """tokens (B, T) -> logits (B, T, vocab), state. With a state it goes on from there. at (B, T): logits
-        only where this is true (N, vocab). With classes they are (.., classes); of an encoder, one for each
-        row (B, classes). Of a pair, which begins with config.source tokens for the encoder, what the decoder
-        says of the others (B, T - source, vocab)."""
+        only where this is true (N, vocab). With classes the logits are (.., classes); an encoder has one for
+        each row (B, classes). For a pair, which begins with config.source tokens for the encoder, they are
+        the decoder's (B, T - source, vocab)."""
         c = self.config
         if not (c.causal or c.classes):
             raise ValueError('an encoder without classes says nothing: python train.py --init=MODEL '
@@ -1114,13 +1126,13 @@ class GPT(nn.Module):
         return F.linear(x, (self.head or self.embed).weight), state
 
     def mixers(self):
-        """All of them, by their names in the model: encoder.0.mixer, blocks.0.mixer, blocks.0.cross, ..."""
+        """All mixers, by their names in the model: encoder.0.mixer, blocks.0.mixer, blocks.0.cross, ..."""
         return {name: module for name, module in self.named_modules() if isinstance(module, Mixer)}
 
     def through(self, tokens):
-        """What each mixer saw of tokens (B, T) from a fresh start: a `Seen` of each, in the order of
-        computation. The inputs of all and what blocks make of them are held, but q, k and v of one at a time.
-        """
+        """What each mixer sees when it reads tokens (B, T) from a fresh start: a `Seen` for each, in the
+        order of computation. The inputs of all blocks and their outputs are kept, but q, k and v of one mixer
+        at a time."""
         real = None if self.config.patch else self.there(tokens)
         if self.encoder:
             begin = self.config.source
@@ -1158,7 +1170,8 @@ class GPT(nn.Module):
 
     @property
     def max_len(self):
-        """Positions this model knows; None without a limit. Learned positions and cosformer end somewhere."""
+        """How many positions this model knows; None without a limit. Learned positions and cosformer have
+        one."""
         ends = [mixer.memory.phi.max_len for mixer in self.mixers().values()]
         if self.positions is not None:
             ends.append(self.config.block_size)
@@ -1166,7 +1179,8 @@ class GPT(nn.Module):
 
     @torch.inference_mode()
     def read(self, tokens, state=None, segment=2048):
-        """Only the state after tokens (B, T), any T, a `segment` at a time: memory does not grow with T."""
+        """Only the state after tokens (B, T), for any T, one `segment` at a time, so that memory does not
+        grow with T."""
         segment = max(segment, self.config.source)  # which is read whole
         for i in range(0, tokens.shape[1], segment):
             _, state = self.hidden(tokens[:, i:i + segment], state)
@@ -1179,11 +1193,12 @@ class GPT(nn.Module):
 
     @torch.inference_mode()
     def generate(self, tokens, state=None, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-        """Yield (token (B, 1), state) without end: tokens (B, T), T >= 1, are read in chunks, then one
-        step a token. The state includes all but the token it comes with. temperature 0: the likeliest.
+        """Yield (token (B, 1), state) without end. tokens (B, T), T >= 1, are read in chunks, then one step
+        per token. The state includes all tokens but the one it comes with. temperature 0 takes the likeliest
+        token.
 
-        A state that is given stays as it is. One that is yielded is good until the next token is asked for:
-        it is then written over, so clone its tensors to keep it. A token may be kept."""
+        A state that is given is not changed. A state that is yielded is valid until the next token is asked
+        for; then it is overwritten, so clone its tensors to keep it. A token may be kept."""
         state = self.read(tokens[:, :-1], state)
         token = tokens[:, -1:]
         choose = functools.partial(sample, temperature=temperature, top_k=top_k, top_p=top_p,
@@ -1197,10 +1212,10 @@ class GPT(nn.Module):
 
     @torch.inference_mode()
     def translate(self, tokens, beam=1, penalty=0.6, most=None):
-        """What the decoder says of sources, tokens (B, T) -> tokens (B, n) that end in padding, unless they
-        are cut off, n <= most (as many as a row has, if None). Of each, `beam` texts are followed, the
-        likeliest so far; once as many have ended, the one with the greatest log p / ((5 + n) / 6)^penalty is
-        it (Vaswani 2017 sec. 6.1, Wu 2016 arXiv:1609.08144 eq. 14). A beam of 1 is greedy."""
+        """Translate sources, tokens (B, T) -> tokens (B, n) that end in padding unless they are cut off, n <=
+        most (if None, as many as a row has). For each source the `beam` likeliest texts so far are followed.
+        Once that many have ended, the one with the greatest log p / ((5 + n) / 6)^penalty wins (Vaswani 2017
+        sec. 6.1, Wu 2016 arXiv:1609.08144 eq. 14). A beam of 1 is greedy."""
         pad = self.config.pad
         B = len(tokens)
         first = beam * torch.arange(B, device=tokens.device)[:, None]       # of the texts of each source
@@ -1237,8 +1252,8 @@ class GPT(nn.Module):
 
 # ---- sampling ----------------------------------------------------------------------------------------------
 def chosen_texts(state, index, everything=False):
-    """A state of some texts of a batch, at index (N,), which may come again. What it holds of a source stays
-    as it is, as the texts of one source share it, unless it is to be `everything`."""
+    """The state of some texts of a batch, at index (N,), which may repeat. The part that belongs to a source
+    stays as it is, because the texts of one source share it, unless `everything` is to be chosen."""
     found = []
     for layer in state:
         own = [name for name in layer if name != 't' and (everything or not name.startswith(SOURCE))]
@@ -1247,7 +1262,8 @@ def chosen_texts(state, index, everything=False):
 
 
 def refuse_broken(logits):
-    """ValueError where there is nothing to choose from logits (B, vocab): argmax would, without a word."""
+    """ValueError if there is nothing to choose from in logits (B, vocab): argmax would choose without a
+    word."""
     for top in logits.amax(-1).tolist():            # NaN where there is one
         if not math.isfinite(top):
             raise ValueError(f'logits of at most {top}, expected finite ones: the weights are broken, or too '
@@ -1255,11 +1271,12 @@ def refuse_broken(logits):
 
 
 def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-    """Draw a token a row from logits (B, vocab) -> (B, 1). top_k keeps the k likeliest, top_p mass p.
+    """Draw one token per row from logits (B, vocab) -> (B, 1). top_k keeps the k likeliest tokens, top_p
+    those that have mass p together.
 
-    The largest p_i / r_i, r_i ~ Exp(1), is i with probability p_i: the least of exponential times with rates
-    p_i. torch.multinomial does the same, but looks at p first, for which a GPU would have to be waited for:
-    only on a CPU are logits looked at. There ValueError if they are NaN or infinite."""
+    With r_i ~ Exp(1), the largest p_i / r_i is i with probability p_i: it is the first of exponential times
+    with rates p_i. torch.multinomial does the same but looks at p first, for which one would have to wait for
+    a GPU. So logits are looked at on a CPU only: ValueError if they are NaN or infinite."""
     if logits.device.type == 'cpu':
         refuse_broken(logits)
     if temperature < 1e-4 or top_k == 1:                                # else logits divided by it overflow
@@ -1304,8 +1321,8 @@ def unpack(tensors, prefix='state', device=None):
 
 
 def state_for(model, tensors, last, why, prefix='state'):
-    """The same, held against a model and as many texts as last (B, 1) has tokens. ValueError, `why`, where
-    the model would leave another one, or its count of tokens is none."""
+    """The same, checked against a model, with as many texts as last (B, 1) has tokens. ValueError, `why`, if
+    this model would leave another kind of state, or if its count of tokens makes no sense."""
     state = unpack(tensors, prefix, last.device)
     source = model.read(torch.zeros_like(last))             # of a model without an encoder, any text
     if not any(alike(state, known) for known in (source, model.read(last, source))):
@@ -1318,8 +1335,8 @@ def state_for(model, tensors, last, why, prefix='state'):
 
 
 def alike(state, other):
-    """Whether two states are of one kind of model and as many texts: by names, types and shapes, but for the
-    number of rows that softmax keeps."""
+    """Whether two states belong to the same kind of model and as many texts: by names, types and shapes,
+    except for the number of tokens that softmax keeps."""
     mine = pack(state)
     others = pack(other)
     if mine.keys() != others.keys():
@@ -1354,7 +1371,7 @@ def digest(meta, tensors):
 
 
 def weights_digest(model, meta):
-    """Of a model that was loaded: what its file says or, of a folder, a digest of its weights."""
+    """A digest of a model's weights: what its file says or, for a folder, computed."""
     return meta.get('digest') or digest('', model.state_dict())
 
 
@@ -1382,7 +1399,7 @@ def kind_in(path):
 
 
 def refuse_target(path, kind):
-    """ValueError where a file cannot be written without a loss: of another kind, or no regular file."""
+    """ValueError if writing here would destroy something: a file of another kind, or not a regular file."""
     if not os.path.exists(path):
         return
     found = kind_in(path)
@@ -1392,8 +1409,8 @@ def refuse_target(path, kind):
 
 
 def write(path, tensors, meta):
-    """tensors and a JSON-able dict into a file, with a digest of both. OSError if it cannot be written,
-    ValueError where that would take away a file of another kind."""
+    """Write tensors and a JSON-able dict into a file, with a digest of both. OSError if it cannot be written,
+    ValueError if that would destroy a file of another kind."""
     refuse_target(path, kind_of(meta))
     text = json.dumps(meta)
     weights.replace(path, tensors, {'meta': text, 'digest': digest(text, tensors)})
@@ -1419,8 +1436,8 @@ def read(path):
 
 # ---- models in files: ours, and those of the hub -----------------------------------------------------------
 def save(path, model, meta, extra=None, state=None):
-    """Model, metadata (data: its tokenizer, step, ...) and further tensors -> one file that `load` reads.
-    state: the model's state_dict, where it is in parts."""
+    """Write a model, metadata (data: its tokenizer, step, ...) and further tensors into one file that `load`
+    reads. state: the model's state_dict, if it is sharded."""
     tensors = {f'model.{name}': x for name, x in (state or model.state_dict()).items()}
     for name, x in tensors.items():
         if not x.isfinite().all():
@@ -1431,7 +1448,7 @@ def save(path, model, meta, extra=None, state=None):
 
 @dataclass
 class Header:
-    """What a file says of the model that is in it, whoever wrote it; step and args if it is of train.py."""
+    """What a file says about its model, whoever wrote it. step and args are there if train.py did."""
     config: dict
     data: dict
     step: int = known(None, 0, 10 ** 9)
@@ -1439,8 +1456,8 @@ class Header:
 
 
 def config_of(source, meta):
-    """-> the Config a checkpoint's or a folder's meta describes; ValueError, with the source, for none, and
-    where it and what is said of the data contradict each other."""
+    """-> the Config that the metadata of a checkpoint or a folder describe. ValueError, with the source, if
+    they describe none, or if they contradict what is said about the data."""
     if not {'config', 'data'} <= meta.keys():
         raise ValueError(f'{source}: holds no model (a state saved by sample.py?)')
     why = f'{source}: cannot be built here, maybe of another version'
@@ -1459,8 +1476,8 @@ def config_of(source, meta):
 
 
 class Undrawn(TorchFunctionMode):
-    """Under it a model's parameters are not drawn: those that are about to come from a file need no numbers,
-    nor memory, which the system gives only to what is written."""
+    """A context in which a model's parameters are not initialised. They are about to come from a file, so
+    they need no random numbers, and no memory: the system gives memory only to what is written."""
     def __torch_function__(self, f, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if getattr(f, '__module__', '') == 'torch.nn.init':
@@ -1469,7 +1486,7 @@ class Undrawn(TorchFunctionMode):
 
 
 def folder_of(source, revision):
-    """The folder itself, or the one into which a model was fetched from the hub."""
+    """The folder itself, or the folder into which a model was fetched from the hub."""
     ours = os.path.join(source, 'ckpt.safetensors')
     if os.path.exists(ours) and not os.path.exists(os.path.join(source, 'config.json')):
         raise ValueError(f'{source}: a folder of train.py or convert.py; give the file, {ours}')
@@ -1484,9 +1501,9 @@ def folder_of(source, revision):
 
 
 def load(source, device='cpu', revision='main', **changes):
-    """A checkpoint, a folder in the hub's layout, or the name of a model on the hub -> model, meta.
-    meta: data (name, tokenizer, ...), step, config, and in tensors what `save` was given as extra. changes:
-    flags of `Swap`. ValueError, with the source, for what is missing, damaged or of another make."""
+    """Load a checkpoint, a folder in the hub's layout, or a model of the hub by name -> model, meta. meta:
+    data (name, tokenizer, ...), step, config, and in tensors what `save` was given as extra. changes: flags
+    of `Swap`. ValueError, with the source, for what is missing, damaged or foreign."""
     source = str(source)
     extra = {}
     folder = None
@@ -1524,7 +1541,7 @@ def load(source, device='cpu', revision='main', **changes):
 
 
 def fill(model, state, why, **how):
-    """load_state_dict. ValueError, which begins with `why`, for tensors of other names or shapes."""
+    """load_state_dict. ValueError, which begins with `why`, for tensors with other names or shapes."""
     try:
         return model.load_state_dict(state, **how)
     except RuntimeError as e:
@@ -1532,8 +1549,8 @@ def fill(model, state, why, **how):
 
 
 def swapped(config, source, rule='', **changes):
-    """A Config with other flags of `Swap`; a rule goes where softmax or another rule with rows was.
-    ValueError, with the source, where there is none."""
+    """A Config with other flags of `Swap`. A new rule replaces softmax, or another rule with a cache.
+    ValueError, with the source, if there is none."""
     if rule:
         if config.keeps() == {None}:
             rules = ','.join(config.rules())
@@ -1578,7 +1595,8 @@ def expected(field):
 
 
 def fits(field, value):
-    """Whether a value is one for this field: by its type, choices and range; infinite and NaN never."""
+    """Whether a value is allowed for this field: by its type, choices and range. Infinite numbers and NaN
+    never are."""
     choices = field.metadata.get('choices')
     if choices:
         return value in choices or value == field.default
@@ -1595,8 +1613,8 @@ def fits(field, value):
 
 
 def typed(cls, raw, where):
-    """A dataclass from what a file has of it, a dict. ValueError, which begins with where it is, for a field
-    that is missing or unknown, of another type, out of its range, not finite, or does not fit the others."""
+    """A dataclass from a dict that a file has for it. ValueError, which begins with `where`, for a field that
+    is missing or unknown, of another type, out of range, not finite, or inconsistent with the others."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
     if not isinstance(raw, dict):
         raise ValueError(f'{where}: {raw!r:.60} says nothing of {", ".join(fields)}')       # noqa: TRY004
@@ -1614,12 +1632,12 @@ def typed(cls, raw, where):
 
 
 def picked(cls, raw, where):
-    """The same from a dict that has more, in which what may be None may be missing."""
+    """The same from a dict that has more. Fields that may be None may be missing."""
     return typed(cls, {field.name: raw.get(field.name) for field in dataclasses.fields(cls)}, where)
 
 
 def idle(given, config):
-    """For `refuse`: flags that were given and mean nothing to such a model."""
+    """For `refuse`: flags that were given but mean nothing for such a model."""
     kept = config.keeps() - {'all', None}
     rules = ','.join(config.pattern())
     yield given.get('layers') and 'rule' in given, (
@@ -1631,7 +1649,8 @@ def idle(given, config):
 
 
 def value_of(flag, text, field):
-    """What follows a flag, as its type. ValueError, with what is expected, where it is something else."""
+    """The text after a flag, as the flag's type. ValueError, with what is expected, if it is something
+    else."""
     choices = field.metadata['choices']
     if choices and text not in choices:
         raise ValueError(f'{flag}={text}: choose from {", ".join(choices)}{hint(text, choices)}')
@@ -1649,7 +1668,7 @@ def value_of(flag, text, field):
 
 
 def print_help(doc, fields):
-    """A script's docstring, and a line for each flag: default, help, choices."""
+    """Print a script's docstring and one line per flag: default, help, choices."""
     print((doc or '').strip(), '\n')                # python -OO leaves none
     for flag, field in fields.items():
         default = '' if field.default is None else field.default
@@ -1691,7 +1710,7 @@ def parse(argv, doc, *classes):
 
 
 def pick_device(name):
-    """'auto' or a name -> torch.device that works, or a ValueError that says why not."""
+    """'auto' or a name -> a torch.device that works, or a ValueError that says why it does not."""
     if name == 'auto':
         name = 'cpu'
         if torch.accelerator.is_available():
@@ -1705,14 +1724,14 @@ def pick_device(name):
 
 
 def machine_memory():
-    """Bytes of main memory; 2^40 where the system does not say (Windows)."""
+    """Bytes of main memory; 2^40 if the system does not say (Windows)."""
     if 'SC_PHYS_PAGES' in getattr(os, 'sysconf_names', ()):
         return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
     return 2 ** 40
 
 
 def beyond_memory(need, what):
-    """For `refuse`: whether so many bytes are more than there are, and a sentence that begins with `what`."""
+    """For `refuse`: whether this is more memory than there is, and a sentence that begins with `what`."""
     found = f'{what} take {need / 1e9:,.0f} GB, more than this machine has; take fewer'
     return need > machine_memory(), found
 

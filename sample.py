@@ -1,4 +1,4 @@
-"""Write text with a trained model: the prompt is read in chunks, then one step a token, in constant memory.
+"""Write text with a trained model: the prompt is read in chunks, then one step per token, in constant memory.
 
     python sample.py                                          256 tokens from out/ckpt.safetensors
     python sample.py --prompt="def main():" --tokens=1000 --temperature=0.7 --top_p=0.95
@@ -7,14 +7,14 @@
     python sample.py --init=out/softmax/ckpt.safetensors --rule=tova --cache=64      an RNN without training
     python sample.py --source="A man sleeps." --beam=4         a translation; @file: one of each line
 
-Of a model that tells classes apart, the prompt is what is classified: each class is printed with its share.
+If the model is a classifier, the prompt is classified: each class is printed with its probability.
 
-The text goes to standard output, and nothing else does; what there is to say goes to standard error.
+Only the text goes to standard output; messages go to standard error.
 
-A state is all that a model keeps of what it has read: for each layer a matrix S of fast weights, or rows of
-keys and values, and the last inputs of the convolutions. Its size does not grow with the text, unless softmax
-keeps every row. The last token is not in it: the next step reads that one, so the file has it beside a state.
-States in a file belong to one model, by the digest of its weights, and to the flags it was swapped with.
+A state is everything that a model keeps of what it has read: for each layer a matrix S of fast weights, or
+keys and values, and the last inputs of the convolutions. It does not grow with the text, except with softmax.
+The last token is not in it, since the next step reads that token; so the file has it beside the state. A
+state file belongs to one model, by the digest of its weights, and to the flags that changed the model.
 """
 import base64
 import dataclasses
@@ -40,16 +40,16 @@ class Args:
     samples: int = flag(1, 'texts written at once', low=1, high=2 ** 16)
     temperature: float = flag(0.8, '0, or less than 1e-4, takes the likeliest token', low=0, high=100)
     top_k: int = flag(0, 'only the k likeliest tokens; 0 for all', low=0, high=2 ** 32)
-    top_p: float = flag(1.0, 'only the likeliest tokens of this probability together', low=1e-6, high=1)
-    seed: int = flag(0, 'of the draws', low=0, high=2 ** 32 - 1)
-    save_state: str = flag('', 'file for the state after prompt and sample')
+    top_p: float = flag(1.0, 'only the likeliest tokens, of this probability together', low=1e-6, high=1)
+    seed: int = flag(0, 'seed of the draws', low=0, high=2 ** 32 - 1)
+    save_state: str = flag('', 'file to keep the state in, after prompt and sample')
     load_state: str = flag('', 'go on from this state')
     html: str = flag('', 'NAME.html: a page that shows what each memory did while this text was read')
-    source: str = flag('', 'of a model of pairs: what to translate; @file: each of its lines')
-    beam: int = flag(1, 'with --source: translations that are followed; 1: greedy', low=1, high=1024)
+    source: str = flag('', 'for a translator: what to translate; @file: each of its lines')
+    beam: int = flag(1, 'with --source: width of the beam; 1: greedy', low=1, high=1024)
     penalty: float = flag(0.6, 'with --beam: above 0, longer ones are preferred', low=0, high=100)
     device: str = flag('auto', 'auto, cpu, cuda, mps')
-    threads: int = flag(None, 'of the CPU; if not given, for a long prompt as many as are fastest', low=1,
+    threads: int = flag(None, 'CPU threads; if not given, as many as are fastest for a long prompt', low=1,
                         high=1024)
     impl: str = flag('auto', 'form of the recurrence', ['auto', 'loop', 'chunk', 'fused'])
     compile: bool = flag(False, 'torch.compile of a step, for a GPU and many tokens: half a minute at first')
@@ -91,7 +91,7 @@ def check(given, args, config):
 
 
 def text_of(given):
-    """What --prompt or --source stands for."""
+    """The text that --prompt or --source stands for."""
     if given == '-':
         if sys.stdin is None:
             raise ValueError('-: standard input is closed; give a text, or @FILE')
@@ -108,8 +108,9 @@ def text_of(given):
 
 
 def read_state(args, model, meta):
-    """A file of --save_state -> the last tokens of its texts (B, 1), the state before these. ValueError if
-    another model made it, by its digest, or the same one with other flags, or if it has more texts."""
+    """A file of --save_state -> the last tokens of its texts (B, 1) and the state before them. ValueError if
+    another model made it (by its digest), or the same model with other flags, or if it has another number of
+    texts."""
     path = args.load_state
     tensors, about = read(path)
     if about.get('model') != weights_digest(model, meta):
@@ -131,15 +132,15 @@ def read_state(args, model, meta):
 
 
 def keep_state(args, model, meta, last, state):
-    """What `read_state` reads."""
+    """Write what `read_state` reads."""
     tensors = {name: x.clone() for name, x in pack(state).items()}          # layers may share some of them
     about = {'model': weights_digest(model, meta), 'made_with': dataclasses.asdict(model.config)}
     write(args.save_state, {**tensors, 'last': last}, about)
 
 
 def refuse_room(model, n, T, what):
-    """ValueError where n texts of T tokens take more memory than there is, at the least: as states, of which
-    one more token shows how they grow, and as logits."""
+    """ValueError if n texts of T tokens take more memory than there is. This is a lower bound: states, whose
+    growth is measured with one more token, and logits."""
     c = model.config
     token = torch.zeros(1, 1, dtype=torch.long, device=model.embed.weight.device)
     state = model.read(token)
@@ -150,7 +151,7 @@ def refuse_room(model, n, T, what):
 
 
 def begin(args, model, meta):
-    """-> tokens that are to be read (B, T), the state before them, and which of them the first text says."""
+    """-> the tokens to read (B, T), the state before them, and the tokens that the first text begins with"""
     said = prepare.encode(text_of(args.prompt), meta['data'])
     state = None
     rows = [prepare.begun(said, meta['data'])] * args.samples
@@ -180,8 +181,8 @@ def classify(model, tokens, meta):
 
 
 def translate(args, model, meta):
-    """Print a translation of each line of --source, in a line; --save_state keeps what was read of them,
-    before anything is said."""
+    """Print a translation of each line of --source, one per line. --save_state keeps what was read of the
+    sources, before anything is said."""
     texts = text_of(args.source).removesuffix('\n').split('\n')
     sources = torch.from_numpy(prepare.source_rows(texts, meta['data'])).long().to(model.embed.weight.device)
     beams = args.beam * min(64, len(sources))
@@ -196,7 +197,7 @@ def translate(args, model, meta):
 
 # ---- the page: what each memory is given while a text is read, for assets/memory.html to compute with ---
 def refuse_page(path):
-    """ValueError where a page cannot be written without a loss."""
+    """ValueError if a page cannot be written here without destroying something."""
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         raise ValueError(f'--html={path}: there is no folder {folder}; make it, or give another name')
@@ -210,10 +211,10 @@ def refuse_page(path):
 
 
 def recorded(model, tokens):
-    """What the memory of each layer is given while a text is read, tokens (1, T) -> a dict per layer: q, k, v
-    and the gates w, e, f, z that it has, as `recurrent` takes them (1, H, n T, channels), n writes per token.
-    A layer that keeps keys and values has instead of gates gone (1, H, T): the token at which each of them is
-    evicted, T if none. ValueError for a rule that the equation does not cover."""
+    """What the memory of each layer is given while a text is read, tokens (1, T) -> one dict per layer: q, k,
+    v and the gates w, e, f, z that it has, as `recurrent` takes them (1, H, n T, channels), with n writes per
+    token. A layer that keeps keys and values has gone (1, H, T) instead of gates: the token at which each of
+    them is evicted, T if none. ValueError for a rule that the equation does not cover."""
     layers = []
     forms = model.forms
 
@@ -258,7 +259,8 @@ def packed(x):
 
 
 def write_page(args, model, meta, tokens):
-    """assets/memory.html with this run of tokens, a list, in it. ValueError where it would be too heavy."""
+    """Write assets/memory.html with this run of tokens, a list, inside. ValueError if it would be too
+    large."""
     layers = []
     row = torch.tensor([tokens], device=model.embed.weight.device)
     for rule, found in zip(model.config.rules(), recorded(model, row)):
@@ -282,8 +284,8 @@ def write_page(args, model, meta, tokens):
 
 
 def compiled(model, token, state, choose):
-    """`model.unrecorded` by torch.compile: on a GPU, one launch for a step. What such a step returns lies
-    where the next one writes, so it is copied."""
+    """`model.unrecorded` with torch.compile: on a GPU, one launch per step. The next step overwrites what a
+    step returns, so it is copied."""
     forward = torch.compile(model, mode='reduce-overhead')
 
     def step(token, state):
@@ -299,7 +301,8 @@ def compiled(model, token, state, choose):
 
 
 def read_all(model, tokens, state, threads):
-    """The state after tokens (B, T). The CPU's threads are those given, else for a long text the fastest."""
+    """The state after tokens (B, T). The number of threads is the given one or, for a long text, the
+    fastest."""
     find = threads is None and tokens.shape[1] > LONG and tokens.device.type == 'cpu'
     if find:
         from train import Threads                           # here, for it takes a while
@@ -315,7 +318,8 @@ def read_all(model, tokens, state, threads):
 
 
 def added(before, tokens, data):
-    """The text that tokens add to that of those before: some decoders drop the blank of the first word."""
+    """The text that tokens add to the text of those before. Some decoders drop the blank before the first
+    word, so both are decoded together."""
     seen = prepare.decode(before, data)
     if seen.endswith('\ufffd'):                     # with part of a character before, the next may break, too
         return prepare.decode(tokens, data)
@@ -323,9 +327,9 @@ def added(before, tokens, data):
 
 
 def show(before, held, data):
-    """Print the held tokens once they end with a character, which may take four of them, as bytes. What is
-    none after LOOK_BACK never will be: an untrained model writes such things. -> the tokens that are printed,
-    of those that matter to the next ones; the tokens that wait for more"""
+    """Print the held tokens once they end with a whole character, which may take four of them, as bytes.
+    Bytes that are still no character after LOOK_BACK tokens never will be; an untrained model writes such
+    things. -> the printed tokens that matter to the next ones; the tokens that wait for more"""
     text = added(before, held, data)
     if text.endswith('\ufffd') and len(held) < LOOK_BACK:
         return before, held
@@ -335,7 +339,7 @@ def show(before, held, data):
 
 def write_texts(args, model, data, first, begun, said):
     """Print what comes after the tokens `first` (B, 1) and the state `begun`: one text as it comes, several
-    in the end. -> the last tokens, their state, the times at which steps began and ended, and all tokens of
+    at the end. -> the last tokens, their state, the times at which steps began and ended, and all tokens of
     each text"""
     said = said[-LOOK_BACK:]
     before = said                                           # tokens that were printed, or given

@@ -1,17 +1,17 @@
-"""Train a fast-weight model, from nothing or from where it stopped. The one recipe, for other scripts, too.
+"""Train a fast-weight model, from scratch or from where it stopped. Other scripts use this recipe, too.
 
-    python train.py --rule=delta                   three to five minutes on two CPU cores, nothing to download
+    python train.py --rule=delta                   five to seven minutes on two CPU cores, nothing to download
     python train.py --data=recall --rule=sum --steps=1000     recall: sum fails, --rule=delta solves it
     python train.py --resume --steps=8000          goes on from out/ckpt.safetensors, bit for bit on a CPU
-    python train.py --init=bert-base-uncased --data=FOLDER --lr=5e-5     its weights; those of classes are new
+    python train.py --init=bert-base-uncased --data=FOLDER --lr=5e-5     pretrained weights, new output
     torchrun --nproc_per_node=2 train.py --rule=delta         the same training in two processes; with --fsdp
                                                               each of them keeps half of the model
 
 Writes out/ckpt.safetensors (weights, optimiser, step), out/best.safetensors (weights), out/log.jsonl and, at
-the end, out/result.json with all closing figures. All that is drawn in a step is a function of seed and step:
-a stopped run, resumed, ends in the same bits, as long as the number of threads stays (--threads=N pins it).
-More steps at resuming stretch the cosine.
-In order: machine, threads, a model in parts, rows of data, the optimiser and its loop, a run.
+the end, out/result.json with all closing figures. Everything random in a step is a function of seed and step,
+so a run that was stopped and resumed ends in the same bits if the number of threads stays the same
+(--threads=N fixes it). More steps at resuming stretch the cosine.
+This file, in order: machine, threads, sharding, rows of data, optimisers and the loop, a run.
 """
 import dataclasses
 import functools
@@ -57,25 +57,25 @@ class Args:
     tokenizer: str = flag('', f'of a text: {prepare.OF_TEXTS}; if not given, its own or the checkpoint\'s')
     out: str = flag('out', 'folder for checkpoints and the log')
     resume: bool = flag(False, 'go on from the checkpoint in --out')
-    init: str = flag('', 'start with the weights of a checkpoint or hub model; flags change what may change')
+    init: str = flag('', 'start with the weights of a checkpoint or a model of the hub')
     steps: int = flag(6400, 'optimiser steps', low=1, high=10 ** 9)
-    batch_size: int = flag(4, 'rows a step, over all processes', low=1, high=2 ** 20)
-    accum: int = flag(1, 'batches a step, for more rows than fit into memory', low=1, high=2 ** 12)
+    batch_size: int = flag(4, 'rows per step, over all processes', low=1, high=2 ** 20)
+    accum: int = flag(1, 'batches per step, for more rows than fit into memory', low=1, high=2 ** 12)
     lr: float = flag(4e-3, 'peak learning rate', low=0, high=100)
-    weight_decay: float = flag(0.1, 'on matrices only', low=0, high=100)
-    optimizer: str = flag('adamw', 'muon: for the matrices of the blocks, which pays with 16 rows a step',
+    weight_decay: float = flag(0.1, 'weight decay, of matrices only', low=0, high=100)
+    optimizer: str = flag('adamw', 'muon: for the matrices of the blocks; it pays with 16 rows per step',
                           ['adamw', 'muon'])
-    clip: float = flag(1.0, 'largest norm of the gradient; 0: any', low=0, high=1e9)
-    carry: bool = flag(False, 'rows follow each other in the text and S is handed on (Schlag 2021, table 4)')
+    clip: float = flag(1.0, 'gradients are clipped to this norm; 0: never', low=0, high=1e9)
+    carry: bool = flag(False, 'rows follow each other in the text, and the state is carried on (Schlag 2021)')
     eval_every: int = flag(500, 'steps between evaluations, which also save', low=1, high=10 ** 9)
     log_every: int = flag(50, 'steps between lines', low=1, high=10 ** 9)
-    val_tokens: int = flag(0, 'how much of the validation data the closing figures are over; 0: all', low=0,
+    val_tokens: int = flag(0, 'how many validation tokens are used; 0: all', low=0,
                            high=10 ** 12)
-    seed: int = flag(0, 'of weights, data order and dropout', low=0, high=2 ** 32 - 1)
+    seed: int = flag(0, 'seed of weights, data order and dropout', low=0, high=2 ** 32 - 1)
     device: str = flag('auto', 'auto, cpu, cuda, cuda:1, mps')
-    threads: int = flag(None, 'of the CPU; if not given, as many as are fastest at the start', low=1,
+    threads: int = flag(None, 'CPU threads; if not given, as many as are fastest at the start', low=1,
                         high=1024)
-    dtype: str = flag('auto', 'of the matrix products; S is always fp32', ['auto', 'float32', 'bfloat16'])
+    dtype: str = flag('auto', 'type of matrix products; S is always fp32', ['auto', 'float32', 'bfloat16'])
     impl: str = flag('auto', 'form of the recurrence; loop: the definition, fastweight.recurrent',
                      ['auto', 'loop', 'chunk', 'fused'])
     compile: bool = flag(False, 'torch.compile, where it works')
@@ -84,7 +84,7 @@ class Args:
 
 @dataclass
 class Stopped:
-    """What a checkpoint says of the run that --resume goes on with."""
+    """What a checkpoint says about the run that --resume continues."""
     args: dict
     step: int = known(0, 0, 10 ** 9)
     best: float = known(0.0, 0, 1e300)
@@ -94,7 +94,7 @@ class Stopped:
 # ---- the machine -------------------------------------------------------------------------------------------
 
 def machine(args):
-    """-> rank, world, device, dtype. Processes are those of torchrun; without it there is one."""
+    """-> rank, world, device, dtype. torchrun says which processes there are; without it there is one."""
     check_threads(args.threads)
     given = [os.environ.get('RANK', '0'), os.environ.get('WORLD_SIZE', '1')]
     if not all(text.isdecimal() for text in given) or not int(given[0]) < int(given[1]) <= 4096:
@@ -119,7 +119,7 @@ def machine(args):
 
 
 def memory(device):
-    """Peak bytes: of the GPU, or of the process; 0 on Windows, which does not tell."""
+    """Peak bytes of the GPU or of the process; 0 on Windows, which does not tell."""
     if device.type == 'cuda':
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == 'win32':
@@ -130,7 +130,7 @@ def memory(device):
 
 
 def commit():
-    """Of the code that runs; '' where git cannot tell."""
+    """The git commit of the code that runs; '' if git cannot tell."""
     here = os.path.dirname(os.path.abspath(__file__))
     found = subprocess.run('git rev-parse HEAD', shell=True, cwd=here, capture_output=True, text=True)
     return found.stdout.strip()
@@ -150,14 +150,14 @@ def cores():
 
 
 def check_threads(threads):
-    """ValueError for more threads than cores; None, for the fastest, is fine."""
+    """ValueError for more threads than cores. None is allowed: the fastest number is then found."""
     if threads is not None and threads > cores():
         raise ValueError(f'--threads={threads}: this process may use {cores()} cores; give at most that')
 
 
 class Threads:
-    """The number of threads with which run(n), work on n of a step's `tokens`, is fastest: of 1, 2, 4, ..
-    `most`. say: prints a line"""
+    """Finds the number of threads (1, 2, 4, ..., `most`) with which run(n) is fastest, where n is a part of a
+    step's `tokens`. say: prints a line"""
     def __init__(self, run, tokens, say, most=None):
         self.run = run
         self.tokens = tokens
@@ -177,9 +177,10 @@ class Threads:
         return seconds
 
     def choose(self, limit=2.0):
-        """Time them, in about `limit` seconds, and set the fastest: by a tenth of a step, or all of it if
-        there is time. They take turns, so that a neighbour who comes and goes disturbs all alike, and the
-        median of their turns counts. The first turn, in which the threads are made, does not."""
+        """Time all numbers of threads, in about `limit` seconds, and set the fastest. A tenth of a step is
+        timed, or a whole step if there is time. The numbers take turns, so a neighbour who comes and goes
+        disturbs all of them alike, and the median of the turns counts. The first turn, in which threads are
+        created, does not."""
         if len(self.counts) == 1:
             return
         before = torch.get_num_threads()
@@ -202,8 +203,8 @@ class Threads:
         self.ms = math.nan                                  # the next steps will tell
 
     def again(self, ms, seconds):
-        """Steps took `ms` on the way, in all so many seconds: time again if they are clearly faster or slower
-        than they were, or if some cores are left to a neighbour, who may have gone."""
+        """Steps took `ms` milliseconds since the last call, `seconds` in all. Time again if they have become
+        clearly faster or slower, or if some cores are left to a neighbour who may have gone."""
         if math.isnan(self.ms):
             self.ms = ms
         if max(ms / self.ms, self.ms / ms) > CLEARLY:
@@ -214,9 +215,9 @@ class Threads:
 
 
 def threads_of(args, meta, model, data):
-    """Set the threads: as given, as in the run that is resumed (meta), or the fastest. -> Threads, to be
-    asked at evaluations; None where they are given, where torchrun sees to them, and with a GPU, which does
-    not wait for them"""
+    """Set the number of threads: as given, as in the run that is resumed (meta), or the fastest. -> Threads,
+    to be asked again at evaluations. None if the number is given, under torchrun, and with a GPU, which does
+    not wait for threads"""
     known = meta.get('threads') if data.world == 1 else None
     if args.threads or known:                               # results depend on them in the last bits
         torch.set_num_threads(args.threads or min(known, cores()))
@@ -231,8 +232,8 @@ def threads_of(args, meta, model, data):
 # ---- a model in parts: FSDP2, Zhao 2023, arXiv:2304.11277 --------------------------------------------------
 
 def shard(model, device, world):
-    """Each process keeps a part of every parameter and, as the optimiser is made of these, of what that knows
-    of it. A block is put together for as long as it is computed; gradients come averaged."""
+    """Each process keeps a part of every parameter, and so of what the optimiser remembers about it. A block
+    is gathered for as long as it is computed. Gradients arrive averaged."""
     from torch.distributed.fsdp import fully_shard          # here, for it takes half a second
     warnings.filterwarnings('ignore', 'FSDP2-wrapped module')       # nothing is changed in place
     mesh = dist.init_device_mesh(device.type, (world,))
@@ -242,21 +243,22 @@ def shard(model, device, world):
 
 
 def in_parts(x):
-    """Whether each process has a part of tensor x: a DTensor, in torch."""
+    """Whether tensor x is sharded over the processes: a DTensor."""
     return hasattr(x, 'full_tensor')
 
 
 def gathered(x):
-    """A tensor from its parts, for which all processes must ask; others are whole."""
+    """The whole tensor, from its shards; all processes must call this together. Other tensors are whole
+    already."""
     return x.full_tensor() if in_parts(x) else x
 
 
 # ---- data --------------------------------------------------------------------------------------------------
 
 def rows(data, begin, T, meta, device):
-    """-> x, y (B, T): inputs, and the token that should follow each; -1 where it does not count. Of a task
-    what is behind the last target of all is left out, but patches are read whole.
-    data: the flat array of token ids, maybe a map of a file; begin (B,): where in it the rows start."""
+    """-> x, y (B, T): inputs, and the token that should follow each; -1 where it does not count. For a task,
+    what lies behind the last target is cut off, but patches are read whole. data: the flat array of token
+    ids, maybe memory-mapped   begin (B,): where in it the rows start"""
     at = np.add.outer(begin, np.arange(T))
     ahead = at + (T if 'row' in meta else 1)                # a task's targets lie behind the inputs
     x = data.take(at, mode='clip').astype(np.int64)
@@ -271,8 +273,9 @@ def rows(data, begin, T, meta, device):
 
 
 def answers(model, x, y, state, meta, dtype=torch.float32):
-    """Read x from a state, or None -> logits (N, vocab) in fp32, targets (N,), where these count; the state.
-    In a task few places count: only for these are logits computed. dtype: of the matrix products"""
+    """Read x from a state, or None -> logits (N, vocab) in fp32 and targets (N,), where these count; the
+    state. In a task few positions count, so logits are computed for these only. dtype: of the matrix
+    products"""
     with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
         if 'row' in meta:
             at = y >= 0
@@ -283,9 +286,9 @@ def answers(model, x, y, state, meta, dtype=torch.float32):
 
 
 def blocks(n, T, meta, count=None):
-    """The rule `blocks`: rows of T that make each of n tokens but the first a target once; the last row of a
-    text may be shorter. A task has its rows. count: no more than so many of them, evenly spaced.
-    -> where they begin"""
+    """The rule `blocks`: rows of T in which each of n tokens but the first is a target once. The last row of
+    a text may be shorter. A task has its own rows. count: at most so many of them, evenly spaced. -> where
+    they begin"""
     begin = np.arange(0, n - 1, T)
     if 'row' in meta:
         begin = np.arange(0, n - 2 * T + 1, 2 * T)          # inputs and targets
@@ -295,7 +298,7 @@ def blocks(n, T, meta, count=None):
 
 
 def told_of(items, what):
-    """The items; every QUIET seconds a line says how many of them are done. what: '' for silence"""
+    """The items. Every QUIET seconds a line says how many of them are done. what: '' for silence"""
     begin = last = time.perf_counter()
     for i, item in enumerate(items, 1):
         yield item
@@ -308,9 +311,9 @@ def told_of(items, what):
 
 @dataclass
 class Rows:
-    """What is learned from and judged by: rows of T tokens of a text or a task. Row i of step s depends on
-    (seed, s, i) alone, so resuming and more processes change nothing; of pairs, and with carry, also on the
-    number of rows in a step."""
+    """The data for training and for evaluation: rows of T tokens of a text or a task. Row i of step s depends
+    on (seed, s, i) only, so resuming and more processes change nothing. For pairs, and with carry, it also
+    depends on the number of rows per step."""
     train: np.ndarray
     val: np.ndarray
     meta: dict                      # of the data
@@ -326,13 +329,13 @@ class Rows:
 
     @property
     def is_pairs(self):
-        """Whether a row is of two texts."""
+        """Whether a row consists of two texts."""
         return 'pad' in self.meta and 'classes' not in self.meta
 
     def starts(self, step):
-        """Where the rows of a step, of all its batches and processes, begin in the training data.
-        They are drawn by a generator whose state is a counter, so they need none of the steps before. carry:
-        nothing is drawn; every row has a track of the text, and reads on in it from step to step."""
+        """Where the rows of a step, of all its batches and processes, begin in the training data. The
+        generator's state is a counter, so no earlier step is needed. carry: nothing is drawn; every row has
+        its own track through the text and reads on from step to step."""
         T = self.T
         n = len(self.train)
         count = self.accum * self.batch_size
@@ -357,8 +360,8 @@ class Rows:
         return rows(self.train, begin, self.T, self.meta, self.device)
 
     def learn(self, model, states, step):
-        """Forward and backward of all batches of a step -> its loss (1,). states: what each batch begins
-        with, None unless carry; what it ends with takes its place."""
+        """Forward and backward of all batches of a step -> its loss (1,). states: what each batch begins with
+        (None without carry). What it ends with is put in its place."""
         total = torch.zeros(1, device=self.device)
         for i, state in enumerate(states):
             x, y = self.batch(step, i)
@@ -371,9 +374,9 @@ class Rows:
         return total
 
     def rehearse(self, model, tokens):
-        """Forward and backward of a part of a batch: as many rows as have so many tokens, or of a text a part
-        of one. Rows of a task stay whole: a part may have no target. Nothing that is learned or drawn later
-        changes."""
+        """Forward and backward of a part of a batch: as many rows as have so many tokens, or a part of one
+        row of a text. Rows of a task stay whole, since a part may have no target. Nothing that is learned or
+        drawn later changes."""
         x, y = self.batch(0)
         many = -(-tokens // self.T)
         most = self.T if 'row' in self.meta else tokens
@@ -386,9 +389,10 @@ class Rows:
 
     @torch.no_grad()
     def evaluate(self, model, begin=None, carried=False, told=''):
-        """Rows of the validation data that start at `begin`, if not all by the rule `blocks`, each read from
-        an empty state; the processes share them. carried: one by one, each from the state that the last one
-        left. told: what lines of progress begin with  ->  nats a target, share guessed right"""
+        """Evaluate on rows of the validation data that start at `begin` (None: all of them, by the rule
+        `blocks`), each from an empty state. The processes share the rows. carried: one by one, each from the
+        state that the last one left. told: how lines of progress begin  ->  nats per target, share that was
+        right"""
         if begin is None:
             begin = blocks(len(self.val), self.T, self.meta)
         many = min(32, 2 ** 28 // (self.T * self.meta['vocab_size']))           # 1 GB of logits
@@ -421,19 +425,19 @@ class Rows:
         return loss / count, right / count
 
     def of_start(self):
-        """Where the rows begin that are looked at on the way."""
+        """Where the rows begin that are evaluated during training."""
         begin = blocks(len(self.val), self.T, self.meta)
         at_least = TASK_ROWS if 'row' in self.meta else 1
         return begin[:max(at_least, np.count_nonzero(begin + self.T < PART))]
 
 
 def bits_a_nat(meta):
-    """Bits per byte of a validation text, for a nat a token."""
+    """Bits per byte of a validation text for one nat per token."""
     return meta['val']['tokens'] / meta['val']['bytes'] / math.log(2)
 
 
 def score(meta, loss, right=0):
-    """What to print of nats a target and the share that is right; of a text bits per byte, too."""
+    """How to print nats per target and the share that was right; for a text, bits per byte, too."""
     perplexity = f'perplexity {math.exp(min(loss, 50)):.3f} a token'
     accuracy = f'accuracy {100 * right:.1f} %'
     if 'source' in meta:
@@ -444,7 +448,7 @@ def score(meta, loss, right=0):
 
 
 def table(rows):
-    """Print a list of dicts with the same keys; None is a dash."""
+    """Print a list of dicts with the same keys as a table. None is a dash."""
     def show(x):
         if x is None:
             return '-'
@@ -466,9 +470,9 @@ def table(rows):
 # ---- the optimiser and its loop ----------------------------------------------------------------------------
 
 def adamw(model, lr, weight_decay, device, fast=(), times=1.0, without=()):
-    """AdamW over what requires gradients; only matrices decay, no gains, no biases of gates (H, 1, K) and no
-    feature maps (H, m, d). Parameters whose names are in `fast` learn `times` as fast as the others; those
-    `without` are left out."""
+    """AdamW over all parameters that require gradients. Only matrices have weight decay: no gains, no biases
+    of gates (H, 1, K), no feature maps (H, m, d). Parameters named in `fast` learn `times` as fast as the
+    others. Those in `without` are left out."""
     groups = {}
     for name, p in model.named_parameters():
         if p.requires_grad and name not in without:
@@ -481,8 +485,8 @@ def adamw(model, lr, weight_decay, device, fast=(), times=1.0, without=()):
 
 
 def orthogonal(G):
-    """The matrix with the singular vectors of G (m, n) and all singular values near 1: five steps of a
-    polynomial in X X^T that drives them there, of which none begins above 1. Jordan 2024."""
+    """The matrix that has the singular vectors of G (m, n) and singular values near 1: five steps of a
+    polynomial in X X^T. G is first scaled so that no singular value is above 1. Jordan 2024."""
     X = G / G.norm().clamp(min=1e-7)
     rows, columns = G.shape
     tall = rows > columns
@@ -495,9 +499,9 @@ def orthogonal(G):
 
 
 class Muon(torch.optim.Optimizer):
-    """A matrix's step is its momentum made orthogonal, so that no direction is left behind. Jordan 2024; Liu
-    2025, arXiv:2502.16982. What torch.optim.Muon does in bfloat16, in fp32: a CPU without instructions for
-    bfloat16 takes 15 times as long for its step."""
+    """The step of a matrix is its momentum, made orthogonal, so that no direction is left behind. Jordan
+    2024; Liu 2025, arXiv:2502.16982. torch.optim.Muon does the same in bfloat16; here it is fp32, because a
+    CPU without instructions for bfloat16 takes 15 times as long."""
     def __init__(self, groups, lr, weight_decay, momentum=0.95):
         super().__init__(groups, {'lr': lr, 'weight_decay': weight_decay, 'momentum': momentum})
 
@@ -516,8 +520,8 @@ class Muon(torch.optim.Optimizer):
 
 
 class WithMuon:
-    """Muon for the matrices of the blocks, which learn MUON times as fast, AdamW for all else, as one
-    optimiser."""
+    """One optimiser out of two: Muon for the matrices of the blocks, which learn MUON times as fast, and
+    AdamW for everything else."""
     def __init__(self, model, lr, weight_decay, device):
         matrices = {}
         for name, module in model.blocks.named_modules():
@@ -538,7 +542,7 @@ OPTIMISERS = {'adamw': adamw, 'muon': WithMuon}
 
 
 def pack_optimiser(model, opt):
-    """What the optimiser remembers of each parameter, as a flat dict of tensors, for `save`."""
+    """What the optimiser remembers about each parameter, as a flat dict of tensors, for `save`."""
     flat = {}
     for name, p in model.named_parameters():
         for key, x in opt.state.get(p, {}).items():
@@ -552,7 +556,7 @@ SIGNED = 'momentum_buffer', 'exp_avg'
 
 def unpack_optimiser(model, opt, tensors, whole=True):
     """The inverse of `pack_optimiser`, into opt. ValueError for a tensor that is missing or does not fit its
-    parameter. whole: every parameter has learned, so none may lack"""
+    parameter. whole: every parameter has been trained, so none may be missing"""
     parameters = dict(model.named_parameters())
     memories = {name: {} for name in parameters}
     for key, x in tensors.items():
@@ -588,8 +592,8 @@ def lr_at(step, steps, peak):
 
 
 def average(model, loss, world):
-    """Gradients and loss (1,) become, in place, their means over the processes, which have as many rows.
-    Gradients of a model in parts are means already."""
+    """Gradients and loss (1,) become, in place, their averages over the processes, all of which have the same
+    number of rows. Gradients of a sharded model are averages already."""
     parts = [loss]
     for p in model.parameters():
         if p.grad is not None and not in_parts(p):
@@ -600,13 +604,13 @@ def average(model, loss, world):
 
 
 def optimise(model, opt, loss, steps, lr, seed, done=0, clip=1.0, rank=0, world=1):
-    """The loop of all training here: steps done + 1 to `steps`, with warm-up and cosine. After each of them
-    it yields: steps done, loss (1,), norm of the gradient before clipping, and whether both are finite. Where
-    they are not, the step changes no weights; the caller goes on or stops.
+    """The loop of all training here: steps done + 1 to `steps`, with warm-up and cosine. After each step it
+    yields: steps done, loss (1,), norm of the gradient before clipping, and whether both are finite. If they
+    are not, the step changes no weights, and the caller decides whether to go on.
 
-    loss(step), counted from 0, goes forward and backward itself and returns its value (1,), detached. What it
-    draws, dropout too, is a function of (seed, step, rank), so a run can go on where another one stopped.
-    Gradients, clipped, stay until the next step begins."""
+    loss(step), counted from 0, runs forward and backward itself and returns its value (1,), detached.
+    Everything random, including dropout, is a function of (seed, step, rank), so a run can continue where
+    another one stopped. Clipped gradients stay until the next step begins."""
     for step in range(done, steps):
         for group in opt.param_groups:
             group['lr'] = group['times'] * lr_at(step, steps, lr)
@@ -627,7 +631,7 @@ def optimise(model, opt, loss, steps, lr, seed, done=0, clip=1.0, rank=0, world=
 
 def settings(argv):
     """-> args, config, and the weights and metadata of the file that --init or --resume names; {}, {} without
-    one."""
+    one"""
     given, given_model = parse(argv, __doc__, Args, Config)
     args = Args(**given)
     if args.init and args.resume:
@@ -659,7 +663,7 @@ def settings(argv):
 
 
 def mistakes(args, config, data, model):
-    """Where flags, data and model do not go together, for `refuse`."""
+    """For `refuse`: flags, data and model that do not go together."""
     meta = data.meta
     of = f'--data={args.data}'
     yield config.encoder and 'source' not in meta, (
@@ -699,7 +703,7 @@ def mistakes(args, config, data, model):
 
 
 def lies_in(path, folder):
-    """Whether a file, or a folder, is in a folder, or is it."""
+    """Whether a file or folder lies in a folder, or is that folder."""
     if os.path.isfile(path):
         path = os.path.dirname(os.path.realpath(path))
     return os.path.realpath(path) == os.path.realpath(folder)
@@ -716,8 +720,8 @@ def too_many_rows(data, config):
 
 
 def taken_up(args, header, data, model, opt):
-    """Put what a stopped run remembers into the optimiser -> the states of --carry, one a batch. ValueError
-    where the data are not what it began with."""
+    """Restore the optimiser of a stopped run -> the states of --carry, one per batch. ValueError if the data
+    have changed since."""
     tensors = header['tensors']
     for side in prepare.SIDES:
         if header['data'].get(side) != data.meta[side] and args.data == header['args']['data']:
@@ -733,8 +737,9 @@ def taken_up(args, header, data, model, opt):
 
 
 def log_of(args):
-    """Make a run's folder, its own as long as the log is open -> that log. ValueError where something lies
-    there that could not be written at the end, or another run is at work."""
+    """Create the folder of a run and open its log. As long as the log is open, the folder belongs to this
+    run. ValueError if another run is at work there, or if a file lies there that could not be written over at
+    the end."""
     os.makedirs(args.out, exist_ok=True)
     for name in 'ckpt', 'best':
         refuse_target(f'{args.out}/{name}.safetensors', 'a model')
@@ -754,14 +759,15 @@ def log_of(args):
 
 
 def run_of(meta, where):
-    """What the metadata of a checkpoint say of its run, a `Stopped`; ValueError where they say less."""
+    """What the metadata of a checkpoint say about its run, as `Stopped`. ValueError if something is
+    missing."""
     run = picked(Stopped, meta, where)
     typed(Args, run.args, where)
     return run
 
 
 def steps_left(meta):
-    """What a run that was stopped still had to do, by the metadata of its checkpoint; 0 of a mere model."""
+    """How many steps a stopped run still had to do, by the metadata of its checkpoint; 0 for a mere model."""
     if 'best' not in meta:
         return 0
     run = run_of(meta, 'its header')
@@ -769,8 +775,8 @@ def steps_left(meta):
 
 
 def built(args, config, data, weights):
-    """The model for these data, with weights if there are any. ValueError where these, the data and flags do
-    not go together"""
+    """The model for these data, with weights if there are any. ValueError if weights, data and flags do not
+    go together"""
     of_data = {name: data.meta.get(name, absent) for name, absent in OF_DATA.items()}
     longest = max(data.T, config.block_size) if weights else data.T     # weights keep the positions they know
     model = GPT(dataclasses.replace(config, block_size=longest, **of_data)).to(data.device)
@@ -800,8 +806,8 @@ def line(steps, step, loss, lr, norm, ms, memory, tok_s):
 
 
 def tell_step(log, data, steps, peak, step, loss, norm, ms, stage=''):
-    """Print and log one of so many steps, which took about `ms`, by its loss (1,) and the norm of its
-    gradient. peak: learning rate; stage: what the line begins with"""
+    """Print and log one of `steps` steps, which took about `ms`, with its loss (1,) and the norm of its
+    gradient. peak: learning rate   stage: how the line begins"""
     tok_s = 1e3 * data.T * data.batch_size * data.accum / ms
     row = dict(step=step, loss=loss.item(), lr=lr_at(step - 1, steps, peak), norm=norm.item(), ms=ms,
                memory=memory(data.device), tok_s=tok_s)
@@ -827,15 +833,15 @@ def opening(model, data, args, run, log):
 
 
 def keep(path, model, header, extra, rank):
-    """Write a checkpoint, from one of the processes."""
+    """Write a checkpoint. Only one of the processes does."""
     whole = {key: gathered(x) for key, x in model.state_dict().items()}
     if rank == 0:
         save(path, model, header, extra, whole)
 
 
 def report(model, data, args, log, **found):
-    """The closing figures, over the whole validation data by both rules, which join those in `found`: all of
-    them go to result.json, in one flat dict."""
+    """The closing figures, over the whole validation data by both rules. Together with those in `found` they
+    go to result.json, as one flat dict."""
     meta = data.meta
     loss, right = data.evaluate(model, told='validation')
     tell(log, f'validation, blocks of {data.T}: {score(meta, loss, right)}', rule='blocks', val_loss=loss,
@@ -857,7 +863,8 @@ def report(model, data, args, log, **found):
 
 
 def show(model, data, args):
-    """Print what the model says: of pairs the translation of the first one, of a text how it may go on."""
+    """Print what the model says: for pairs, the translation of the first one; for a text, how it may
+    continue."""
     meta = data.meta
     more = f'next: python sample.py --init={args.out}/ckpt.safetensors'
     model.eval()

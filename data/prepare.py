@@ -73,9 +73,9 @@ OF_TEXTS = f'{", ".join(TOKENIZERS)} or bpe:N, N from {LEARNED[0]} to {LEARNED[-
 # ---- texts: each returns the bytes to train on and the bytes to validate on --------------------------------
 
 def stdlib(_):
-    """The .py files of the Python that runs this. The bytes are fixed by rule, so figures can be compared:
-    regular *.py files outside the folders in `skip`; relative paths with "/", sorted by code point; number i
-    is for validation when i % 10 == 9; raw bytes, joined without a separator."""
+    """The .py files of the Python that runs this. A fixed rule decides the bytes, so that figures can be
+    compared: regular *.py files outside the folders in `skip`; relative paths with "/", sorted by code point;
+    number i is for validation if i % 10 == 9; raw bytes, joined without a separator."""
     root = sysconfig.get_paths()['stdlib']
     skip = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}
     paths = []
@@ -90,14 +90,15 @@ def stdlib(_):
 
 
 def shakespeare(path):
-    """The first 90 % of the characters train, as in nanoGPT (all ASCII: characters are bytes)."""
+    """The first 90 % of the characters are for training, as in nanoGPT (all ASCII: characters are bytes)."""
     text = read(path)
     cut = int(len(text) * .9)
     return text[:cut], text[cut:]
 
 
 def local_text(path):
-    """The last 10 % validate, cut at a line end (where lines are very long, between two characters)."""
+    """The last 10 % are for validation, cut at a line end or, if lines are very long, between two
+    characters."""
     text = read(path)
     text.decode()                                               # refuses what is not UTF-8
     latest = int(len(text) * .9)
@@ -149,8 +150,8 @@ OWN = {     # files of your own; how names of folders begin, so that no two kind
 
 
 def find(name):
-    """The row of a set by its name, or None if it is none. Rows of another length, and pictures in patches,
-    are sets of their own: listops-2048, mnist-patch7."""
+    """The entry of a data set by its name, or None. Rows of another length, and pictures in patches, are data
+    sets of their own: listops-2048, mnist-patch7."""
     if name in DATASETS:
         return DATASETS[name]
     said = re.fullmatch(r'(.+)-(patch)?([1-9]\d{0,4})', name)
@@ -169,17 +170,17 @@ def find(name):
 
 
 def having(key):
-    """Names of the sets whose rows say something of key, for messages."""
+    """Names of the data sets whose entries have this key, for messages."""
     return ', '.join(name for name, row in DATASETS.items() if key in row)
 
 
 def files_of(name):
-    """The paths of your own in a name: one, or two with a colon between them."""
+    """The paths of your own files in a name: one, or two with a colon between them."""
     return [name] if os.path.exists(name) else name.split(':', 1)
 
 
 def row_of(name, like=None):
-    """The row of a set by its name, or the one for files of your own. like: as for `place`"""
+    """The entry of a data set by its name, or the one for your own files. like: as for `place`"""
     kind = 'lines' if name.endswith('.tsv') else 'text'
     if len(files_of(name)) == 2:
         kind = 'pairs'
@@ -195,7 +196,7 @@ def row_of(name, like=None):
 # ---- tokenizers --------------------------------------------------------------------------------------------
 
 def gpt2():
-    """GPT-2's tokenizer; ValueError where it can neither be fetched (1.5 MB, once) nor is in a cache."""
+    """GPT-2's tokenizer. ValueError if it is not cached and cannot be downloaded (1.5 MB, once)."""
     try:
         import tiktoken
         return watched(functools.partial(tiktoken.get_encoding, 'gpt2'), patience=50)
@@ -206,7 +207,7 @@ def gpt2():
 
 
 def package(remedy=''):
-    """`tokenizers`, which only subwords need; ValueError where it is not installed."""
+    """The package `tokenizers`, which only subwords need. ValueError if it is not installed."""
     try:
         import tokenizers
         return tokenizers
@@ -217,8 +218,8 @@ def package(remedy=''):
 
 @contextlib.contextmanager
 def of_package(what):
-    """A ValueError, which begins with `what`, for what the package raises: a plain Exception, or a panic,
-    which is none, and writes lines of its own to standard error, past Python."""
+    """Turn what the package raises into a ValueError that begins with `what`: a plain Exception, or a panic,
+    which is not an Exception and writes lines of its own to standard error, past Python."""
     kept = os.dup(2)
     with open(os.devnull, 'w') as nowhere:
         os.dup2(nowhere.fileno(), 2)
@@ -234,8 +235,8 @@ def of_package(what):
 
 
 def growth(step):
-    """How many times as long a text may become by a step of a tokenizer.json that rewrites it, those within
-    the step included."""
+    """How many times as long a text may become in a step of a tokenizer.json that rewrites it, including the
+    steps inside that step."""
     if not isinstance(step, dict):
         return 1
     times = {'ByteLevel': 2}.get(step.get('type'), 1)
@@ -248,8 +249,8 @@ def growth(step):
 
 @functools.lru_cache(4)
 def subwords(text):
-    """The tokenizer that the text of a tokenizer.json describes; ValueError if it describes none, or one that
-    makes much of little."""
+    """The tokenizer that the text of a tokenizer.json describes. ValueError if it describes none, or one that
+    makes a text much longer."""
     from_str = package().Tokenizer.from_str
     with of_package('no description of a tokenizer'):
         frame = json.loads(text)
@@ -264,8 +265,8 @@ def subwords(text):
 
 
 def learn(data, size):
-    """The text of a tokenizer.json: GPT-2's way to write bytes and to split, and `size` tokens (fewer if no
-    more repeat) learned from UTF-8 data by byte pair encoding (Sennrich 2016, arXiv:1508.07909)."""
+    """The text of a tokenizer.json: bytes and splits as in GPT-2, and `size` tokens (fewer if nothing repeats
+    any more) learned from UTF-8 data by byte pair encoding (Sennrich 2016, arXiv:1508.07909)."""
     tokenizers = package('; --tokenizer=byte does without it')
     found = tokenizers.Tokenizer(tokenizers.models.BPE())
     found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -278,7 +279,7 @@ def learn(data, size):
 
 
 def units(meta):
-    """What each token id of a char, words or ids tokenizer is written as."""
+    """What each token id of a char, words or ids tokenizer looks like as text."""
     kind = meta.get('tokenizer')
     if kind in ('char', 'words'):
         return meta['chars']
@@ -288,8 +289,8 @@ def units(meta):
 
 
 def encode(text, meta):
-    """Token ids of a text, by the meta of a data set or of a checkpoint. ids are numbers between blanks,
-    words are what else stands between them."""
+    """Token ids of a text, by the meta of a data set or of a checkpoint. For ids, a text is numbers between
+    blanks; for words, it is anything else between them."""
     kind = meta.get('tokenizer')
     if kind == 'byte':
         return list(text.encode('utf-8', 'surrogateescape'))    # stray bytes of a terminal stay as they are
@@ -313,14 +314,14 @@ def encode(text, meta):
 
 
 def remedy(meta):
-    """What a message says where tokens stand for no text, as a model's tokenizer was not there."""
+    """What a message says if tokens stand for no text, because a model's tokenizer was missing."""
     if 'missing' in meta:
         return f'; {meta["missing"]} is missing: put it there, and texts can be read'
     return ''
 
 
 def ends(meta):
-    """The tokens that tokenizer.json puts before a text, and behind it: [BOS] and [], [CLS] and [SEP]."""
+    """The tokens that tokenizer.json puts before and after a text: [BOS] and [], [CLS] and [SEP]."""
     if 'json' not in meta:
         return [], []
     with of_package('its tokenizer cannot read a letter'):
@@ -331,8 +332,8 @@ def ends(meta):
 
 
 def whole_text(text, meta, most=None):
-    """Token ids of a text as a model that classifies it is to read it, from its first token to its last. Of a
-    longer one than `most` tokens the rest is cut off, but not what stands behind it."""
+    """Token ids of a text for a model that classifies it, from its first token to its last. If there are more
+    than `most` tokens, the text is cut off, but not the tokens that stand after it."""
     before, behind = ends(meta)
     tokens = encode(text, meta)
     if most is not None:
@@ -341,8 +342,8 @@ def whole_text(text, meta, most=None):
 
 
 def begun(tokens, meta):
-    """The tokens of a prompt, as those that a text begins with: BOS before them, where tokenizer.json puts
-    it. If there are none at all: a line end, where the set has one, else token 0."""
+    """The tokens of a prompt, as a text begins: after BOS, if tokenizer.json puts it there. If there are none
+    at all: a line end, or token 0 if the data set has none."""
     tokens = ends(meta)[0] + tokens
     if tokens:
         return tokens
@@ -353,8 +354,8 @@ def begun(tokens, meta):
 
 
 def source_rows(texts, meta):
-    """The rows of tokens that an encoder of sources reads: a list of N str -> (N, longest), filled up with
-    pad. ValueError for a text that is empty, or has more than meta['source'] tokens."""
+    """The rows of tokens that an encoder of sources reads: a list of N str -> (N, longest), padded.
+    ValueError for a text that is empty, or has more than meta['source'] tokens."""
     most = meta['source']
     rows = []
     for number, text in enumerate(texts, 1):
@@ -369,7 +370,7 @@ def source_rows(texts, meta):
 
 
 def decode(tokens, meta):
-    """The text of token ids but for pad; where bytes are not UTF-8 it has replacement characters."""
+    """The text of token ids, without padding. Bytes that are not UTF-8 become replacement characters."""
     tokens = [int(t) for t in tokens if t != meta.get('pad')]
     wrong = [t for t in tokens if t not in range(meta['vocab_size'])]
     if wrong:
@@ -404,8 +405,8 @@ def pieces(data, size=1 << 20):
 
 
 def tokenize(data, meta, size=1 << 20):
-    """Arrays of token ids which together are the tokens of data. Some tokenizers put a blank in front of what
-    they read, so a piece is read behind the letter before it."""
+    """Arrays of token ids that together are the tokens of data. Some tokenizers put a blank in front of what
+    they read, so a piece is read after the letter before it."""
     if meta['tokenizer'] == 'byte':                             # as it is: the stdlib need not be UTF-8
         yield np.frombuffer(data, np.uint8)
         return
@@ -432,16 +433,16 @@ def read(path):
 
 
 def refuse_irregular(path):
-    """ValueError where a file would take the place of a pipe, a device or a folder."""
+    """ValueError if a file would replace a pipe, a device or a folder."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(f'{path}: no regular file, so it is not replaced; give another name')
 
 
 @contextlib.contextmanager
 def whole(path):
-    """`with whole(path) as temp:` write a file named temp, and it becomes path, in one step. Who reads path
-    meanwhile, or after a crash at any moment, finds the old file or the new one; a failure leaves the old one
-    and nothing else. What was written is on the disk before it is renamed."""
+    """`with whole(path) as temp:` write a file named temp, and it becomes path in one step. Whoever reads
+    path meanwhile, or after a crash at any moment, finds the old file or the new one. A failure leaves the
+    old file and nothing else. What was written is on the disk before it is renamed."""
     refuse_irregular(path)
     temp = f'{path}.{os.getpid()}.part'
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
@@ -466,18 +467,18 @@ def put(path, blocks):
 
 
 def write(path, blocks):
-    """The same: whole under that name, or not there at all."""
+    """The same: the whole file under that name, or nothing."""
     with whole(path) as temp:
         put(temp, blocks)
 
 
 def write_json(path, found):
-    """The same of what JSON can say."""
+    """The same for what JSON can say."""
     write(path, [json.dumps(found, indent=1).encode()])
 
 
 def flaw(path, size=None, sha256=None):
-    """What is wrong with a fetched file, in words, or None. A size or sha256 of None is not known."""
+    """What is wrong with a downloaded file, in words, or None. A size or sha256 of None is not known."""
     found = os.path.getsize(path)
     if size and found != size:
         return f'{found:,} bytes, not {size:,}'
@@ -492,9 +493,9 @@ BLOCK = 1 << 14
 
 
 def watched(work, path='', patience=None):
-    """work(), in a thread of its own -> what it returns. requests.Timeout where it takes so many seconds
-    while the file at path does not grow: to a socket, a server that sends a byte now and then is alive. The
-    thread is then left alone."""
+    """Call work() in a thread -> what it returns. requests.Timeout if it runs for so many seconds while the
+    file at path does not grow: for a socket, a server that sends one byte now and then is alive. The thread
+    is then abandoned."""
     import requests
     future = concurrent.futures.Future()
 
@@ -516,10 +517,9 @@ def watched(work, path='', patience=None):
 
 
 def download(links, path, size=None, sha256=None, headers=None, look=None):
-    """Fetch path from the first of the links that has what is wanted: whole, or ValueError where none has, or
-    what came has another size or sha256, or is refused by look(file, link). Where the connection breaks it
-    begins anew, three times; a server that sends nothing any more is not asked again. requests honours
-    HTTPS_PROXY."""
+    """Fetch path from the first of the links that has what is wanted. It arrives whole, or ValueError: if no
+    link has it, if it has another size or sha256, or if look(file, link) refuses it. A broken connection is
+    tried again, three times; a server that stops sending is not. requests honours HTTPS_PROXY."""
     import requests
     problems = []
     for link in links:
@@ -547,7 +547,7 @@ def download(links, path, size=None, sha256=None, headers=None, look=None):
 
 
 def receive(url, path, headers):
-    """Write what comes from url to a file; requests.RequestException where fewer bytes come than said."""
+    """Write what comes from url to a file. requests.RequestException if fewer bytes come than announced."""
     import requests
     from tqdm import tqdm
     headers = {**(headers or {}), 'Accept-Encoding': 'identity'}        # compressed, sizes are of other bytes
@@ -560,13 +560,14 @@ def receive(url, path, headers):
 
 
 def endpoint():
-    """Address of the hub, without a slash at its end."""
+    """The address of the hub, without a slash at its end."""
     return (os.environ.get('HF_ENDPOINT') or HUB).rstrip('/')
 
 
 def fetch(name, root=None, url=None, file=None):
-    """The paths of what a set is made from: its files, or a folder in place of an archive. They are --file,
-    or in it, or in the set's folder (also put there by hand), or fetched."""
+    """The paths of the files that a data set is made from, or of a folder instead of an archive. They are
+    --file, or in it, or in the data set's folder (also if someone put them there by hand), or they are
+    downloaded."""
     row = find(name)
     several = len(row['files']) > 1
     if file and os.path.isdir(file):                            # whoever reads it sees what it lacks
@@ -594,9 +595,8 @@ def fetch(name, root=None, url=None, file=None):
 def place(name, root=None, like=None):
     """The folder of a data set: by its name, by the content of a text file, or a prepared folder as it is.
 
-    like: what is known of the tokens wanted, if they are not the set's own. The usual folder is taken only if
-    it is in these tokens already; else one beside it, named after the tokens as well.
-    """
+    like: what is known of the tokens that are wanted, if they are not the data set's own. The usual folder is
+    taken only if it is in these tokens already; otherwise one beside it, named after the tokens as well."""
     row = row_of(name, like)
     tokens = like or row
     kind = tokens['tokenizer']
@@ -625,7 +625,7 @@ def place(name, root=None, like=None):
 
 
 def own_folder(name, begin, tokenizer):
-    """The name of the folder for files of your own, by their content."""
+    """The name of the folder for your own files, by their content."""
     paths = files_of(name)
     for path in paths:
         if not os.path.isfile(path):
@@ -638,13 +638,13 @@ def own_folder(name, begin, tokenizer):
 
 
 def short_hash(data):
-    """Eight hexadecimal digits that depend on all the bytes: enough for the name of a folder."""
+    """Eight hexadecimal digits that depend on all the bytes: enough to name a folder."""
     return hashlib.sha256(data).hexdigest()[:8]
 
 
 def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
-    """Make a set anew; returns its folder. tokenizer says in which tokens, in the usual folder, or like, what
-    is known of them. meta.json comes last: while it is missing, all is unfinished."""
+    """Prepare a data set anew; returns its folder. tokenizer says which tokens, in the usual folder; or like,
+    what is known of them. meta.json is written last: as long as it is missing, the folder is unfinished."""
     row = row_of(name, like)
     wish = like or {'tokenizer': tokenizer or row['tokenizer']}
     kind = wish['tokenizer']
@@ -691,8 +691,9 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
 
 
 def labels(sides, most, meta, wish):
-    """Texts and their labels -> the same in tokens, in random order, always the same, as files have one class
-    after the other. meta gets all there is to say of tokens and rows, here and below."""
+    """Texts and their labels -> the same in tokens, in an order that is random but always the same, because
+    files have one class after the other. meta gets everything there is to say about tokens and rows, here and
+    below."""
     texts, classes = zip(*sides)
     learn_with_pad(texts, meta, wish)
     meta['classes'] = tasks.classes(classes)
@@ -705,8 +706,8 @@ def labels(sides, most, meta, wish):
 
 
 def pairs(sides, most, meta, wish):
-    """Sentences and their translations -> the same: a row is a source, filled up with pad, then pad, as
-    nothing is said yet, and the translation; behind that, pad is the last target."""
+    """Sentences and their translations -> the same in tokens. A row is a padded source, then pad, since
+    nothing is said yet, and the translation. Behind that, pad is the last target."""
     sources, texts = zip(*sides)
     learn_with_pad([a + b for a, b in sides], meta, wish)
     given = wish.get('source', 0)
@@ -723,9 +724,9 @@ def pairs(sides, most, meta, wish):
 
 
 def told(sides, most, meta, _):
-    """The same for a model of texts, which reads one behind the other: a row is a source, a line end, the
-    translation (or summary) and a line end, its targets what is behind the first line end. What is too long
-    for a row is cut off, of a translation only what is longer than half of it."""
+    """The same for a model of texts, which reads one after the other. A row is a source, a line end, the
+    translation (or summary) and a line end. Its targets are what comes after the first line end. What is too
+    long for a row is cut off; of a translation, only what is longer than half of the row."""
     before, _ = ends(meta)
     end = encode('\n', meta)[-1:]
     if not end:
@@ -748,8 +749,8 @@ ANSWERS = {'labels': labels, 'pairs': pairs, 'told': told}
 
 
 def fitted(sides, meta, most, given, step, before=0):
-    """UTF-8 texts of each side -> an array of tokens of each, and the length of rows they fit in with
-    `before` more tokens: that of a model's rows, `given`, if there is one. What is behind is cut off."""
+    """UTF-8 texts of each side -> an array of tokens for each text, and the length of rows that hold them and
+    `before` more tokens: that of a model's rows, `given`, if there is one. Anything longer is cut off."""
     from tqdm import tqdm
     room = (given or most) - before
     found = []
@@ -772,14 +773,15 @@ def fitted(sides, meta, most, given, step, before=0):
 
 
 def length_of(sides, most, step, before=0):
-    """As many tokens as the longest of some lists needs, and `before` more, in multiples of step; `most`."""
+    """How many tokens the longest of some lists needs, with `before` more, in multiples of step; at most
+    `most`."""
     longest = before + max(len(tokens) for side in sides for tokens in side)
     return min(most, step * math.ceil(longest / step))
 
 
 def learn_tokens(sides, meta):
-    """meta gets the number of tokens, and the table of characters, or the subwords, unless it has them; by
-    the text of each side."""
+    """Put into meta the number of tokens and the table of characters, or the subwords, unless it has them.
+    They come from the text of each side."""
     if not all(sides):
         raise ValueError('too short to be split into training and validation')
     kind = meta['tokenizer']
@@ -797,7 +799,7 @@ def learn_tokens(sides, meta):
 
 
 def learn_with_pad(sides, meta, wish):
-    """The same by the texts of each side, and pad: one token more than there are, or a model's."""
+    """The same from the texts of each side, and pad: one token more than there are, or a model's."""
     learn_tokens([b'\n'.join(texts) for texts in sides], meta)
     meta['pad'] = wish.get('pad', meta['vocab_size'])
     if meta['pad'] == meta['vocab_size']:
@@ -807,7 +809,8 @@ def learn_with_pad(sides, meta, wish):
 
 
 def save(folder, meta, sides):
-    """Write each side's arrays of tokens, and meta with their type, number and sha256: all, or nothing."""
+    """Write the arrays of tokens of each side, and meta with their type, number and sha256: all or
+    nothing."""
     dtype = np.min_scalar_type(meta.get('ignore', meta['vocab_size'] - 1))
     meta['dtype'] = dtype.name
     path = os.path.join(folder, 'meta.json')
@@ -826,13 +829,12 @@ def save(folder, meta, sides):
 # ---- load --------------------------------------------------------------------------------------------------
 
 def load(name, root=None, tokenizer=None, like=None):
-    """(train, val, meta) of a data set by name, of a local text file or of a prepared folder by path.
+    """(train, val, meta) of a data set by name, of a local text file, or of a prepared folder by its path.
 
-    train and val are read-only memory maps. What is not there is prepared, by `tokenizer` or, if `like` is
-    given, in the tokens of that meta (a model's, or another set's); what is broken or in other tokens raises
-    ValueError, as both that contradict each other do. root: the folder with a folder for each set; None: the
-    one this file is in.
-    """
+    train and val are read-only memory maps. What is missing is prepared, with `tokenizer` or, if `like` is
+    given, in the tokens of that meta (a model's, or another data set's). ValueError for what is broken or in
+    other tokens, and if tokenizer and like contradict each other. root: the folder that has a folder for each
+    data set; None: the folder of this file"""
     if like and tokenizer and like['tokenizer'] != tokenizer:
         raise ValueError(f'--tokenizer={tokenizer}: the tokens are those of the model ({described(like)}); '
                          'leave it out')
@@ -862,7 +864,7 @@ def load(name, root=None, tokenizer=None, like=None):
 
 
 def test_side(name, root=None, like=None):
-    """(test, meta) of a data set with a third side: as load() has it, the rows to report on at the end."""
+    """(test, meta) of a data set with a third side, like load(): the rows to report on at the end."""
     _, _, meta = load(name, root, like=like)
     if 'test' not in meta:
         raise ValueError(f'--data={name}: there is no test side, only {" and ".join(SIDES)}; take another '
@@ -876,7 +878,7 @@ LIMITS = {      # whole numbers: the least they can be, which entry they are bel
 
 
 def check_tokens(meta):
-    """ValueError if what meta.json, or the header of a checkpoint, says of tokens lacks something, or
+    """ValueError if what meta.json, or the header of a checkpoint, says about tokens is incomplete or
     contradicts itself."""
     for key, (low, other, below) in LIMITS.items():
         high = meta.get(other, 2 ** 32) - below
@@ -898,7 +900,7 @@ def check_tokens(meta):
 
 
 def check(meta):
-    """ValueError, KeyError or TypeError if a meta.json lacks something, or contradicts itself."""
+    """ValueError, KeyError or TypeError if a meta.json is incomplete or contradicts itself."""
     check_tokens(meta)
     vocab = meta['vocab_size']
     if meta['dtype'] not in ('uint8', 'uint16', 'uint32'):
@@ -924,7 +926,7 @@ def check(meta):
 
 
 def mapped(folder, meta, side):
-    """A memory map of one side's tokens, every one of which has been looked at once."""
+    """A memory map of one side's tokens, each of which has been checked once."""
     path = os.path.join(folder, side + '.bin')
     dtype = np.dtype(meta['dtype'])
     wrong = flaw(path, meta[side]['tokens'] * dtype.itemsize, meta[side]['sha256'])
@@ -952,22 +954,21 @@ TOKEN_KEYS = 'tokenizer', 'vocab_size', *TABLES, 'row', 'source', 'patch'
 
 
 def same_tokens(a, b):
-    """Whether two meta.json speak of the same tokens, in rows of the same length if they are tasks'."""
+    """Whether two meta.json describe the same tokens and, for tasks, rows of the same length."""
     return all(a.get(key) == b.get(key) for key in TOKEN_KEYS)
 
 
 def described(meta):
-    """What a message says of the tokens of a meta."""
+    """How a message describes the tokens of a meta."""
     return ', '.join(f'{key} {meta[key]}' for key in TOKEN_KEYS if key in meta and key not in TABLES)
 
 
 def for_model(source, meta, name, row, root=None):
     """The data to recover or measure a trained model with, in its own tokens -> train, val, data meta, name.
 
-    source: the model's file or name, for messages; meta: its metadata. name: a text, a task or a folder; if
-    empty, what the model was trained on. Of a text there is more than one row of `row` tokens on either side;
-    rows of a task (meta has row) are not longer.
-    """
+    source: the model's file or name, for messages   meta: its metadata   name: a text, a task or a folder; if
+    empty, what the model was trained on. A text has more than one row of `row` tokens on either side; rows of
+    a task (meta has row) are not longer."""
     name = name or (meta.get('args') or {}).get('data')
     if not name or not isinstance(name, str):
         raise ValueError(f'{source} does not say what it was trained on: give --data')
@@ -983,8 +984,8 @@ def for_model(source, meta, name, row, root=None):
 # ---- how a command ends ------------------------------------------------------------------------------------
 
 def keep_memory():
-    """Tell glibc to keep what is freed (up to 32 MB a piece). It else returns megabytes to the system and
-    takes them again, with a page fault every 4 KB: half the time of a layer at T = 4,096."""
+    """Tell glibc to keep freed memory (up to 32 MB per piece). Otherwise it returns megabytes to the system
+    and takes them again, with a page fault every 4 KB: half the time of a layer at T = 4,096."""
     with contextlib.suppress(OSError, AttributeError, TypeError):       # no glibc, no need
         libc = ctypes.CDLL(None)
         libc.mallopt(-1, 2 ** 31 - 1)               # M_TRIM_THRESHOLD
@@ -992,7 +993,7 @@ def keep_memory():
 
 
 def script(main):
-    """Run a script's main(argv). -> exit code: 0, or for what a user can cause 2 and one line on stderr."""
+    """Run a script's main(argv). -> exit code: 0; or, for what a user can cause, 2 and one line on stderr"""
     def run(argv=None):
         keep_memory()
         for name in 'stdout', 'stderr':

@@ -32,14 +32,13 @@ import numpy as np
 def recall(rows, rng, vocab, training, length=128, keep=False):
     """Associative recall (Zhang et al. 2024, arXiv:2402.04347, Sec. 3.2): key value ... key -> value.
 
-    A row is a window of such a stream: value, (key, value) x 63, key. The last key was seen before, and the
-    value it had last is what validation counts; in training that of every key seen before counts: the same
-    task, learned from 44 targets a row instead of one. Keys are the lower half of the vocabulary, values the
-    upper. `recall`: a value is drawn anew each time, so memory must be overwritten, as in Schlag et al. 2021,
-    Sec. 6.1.2; `recall-kept`: a row draws one map from keys to values and keeps to it. The text at hand says
-    neither which nor the sizes: vocabulary 40 and length 128 are from memory; 10,000 and 2,000 rows are the
-    paper's.
-    """
+    A row is a window of such a stream: value, (key, value) x 63, key. The last key was seen before, and
+    validation counts the value that it had last. In training the value of every key seen before counts: the
+    same task, learned from 44 targets per row instead of one. Keys are the lower half of the vocabulary,
+    values the upper. In `recall` a value is drawn anew each time, so memory must be overwritten, as in Schlag
+    et al. 2021, Sec. 6.1.2. In `recall-kept` each row draws one map from keys to values and keeps it. The
+    text of the paper at hand says neither which it is nor the sizes: vocabulary 40 and length 128 are from
+    memory; 10,000 and 2,000 rows are the paper's."""
     half = vocab // 2
     n = length // 2
     each = np.arange(rows)[:, None]
@@ -66,13 +65,14 @@ def recall(rows, rng, vocab, training, length=128, keep=False):
 
 
 def mqar(rows, rng, vocab, training, length=128, pairs=8, a=0.01):
-    """Multi-query associative recall (Arora et al. 2023, arXiv:2312.04927): pairs, then their keys asked for.
+    """Multi-query associative recall (Arora et al. 2023, arXiv:2312.04927): pairs, then questions for their
+    keys.
 
-    Keys from 1..V/2-1, values from V/2..V-1, none twice within a row. Each key comes again once, 2i tokens
-    after the pairs' end, the i = 0, 1, ... drawn without replacement with p(i) ~ a (i+1)^(a-1); the target
-    there is its value. All other inputs are 0, as in the settings of the paper's figure 2 (the default of its
-    code: random tokens). The paper trains on 100,000 rows, here are 20,000; it, too, tests on 3,000.
-    """
+    Keys are from 1..V/2-1, values from V/2..V-1, none twice within a row. Each key comes again once, 2i
+    tokens after the end of the pairs, with i = 0, 1, ... drawn without replacement, p(i) ~ a (i+1)^(a-1). The
+    target there is its value. All other inputs are 0, as in the settings of the paper's figure 2 (the default
+    of its code: random tokens). The paper trains on 100,000 rows, here there are 20,000; both test on
+    3,000."""
     keys = distinct(rng, 1, vocab // 2, (rows, pairs))
     values = distinct(rng, vocab // 2, vocab, (rows, pairs))
     places = length // 2 - pairs
@@ -91,7 +91,8 @@ def mqar(rows, rng, vocab, training, length=128, pairs=8, a=0.01):
 
 
 def distinct(rng, low, high, shape):
-    """Whole numbers from low to high - 1, none twice in a row of shape: rows with a repeat are drawn anew."""
+    """Whole numbers from low to high - 1, none twice in a row, of this shape. Rows with a repeat are drawn
+    anew."""
     drawn = rng.integers(low, high, shape)
     while True:
         repeats = (np.diff(np.sort(drawn, 1), axis=1) == 0).any(1)
@@ -116,10 +117,10 @@ GROUPS = {'Z2': permutations(2), 'S3': permutations(3), 'A5': permutations(5, ev
 
 
 def group(rows, rng, vocab, training, length, elements):
-    """State tracking (Grazzi et al. 2024, arXiv:2411.12537): inputs are random elements of a group, targets
-    their products so far; of Z2, that is parity. One element is all that has to be remembered, whatever the
-    length, but each input may change it. Rows of 40 have products of 1 to 40 elements, to learn from; those
-    of group:S3-256 are to be asked whether what was learned goes on."""
+    """State tracking (Grazzi et al. 2024, arXiv:2411.12537). Inputs are random elements of a group, targets
+    their products so far; for Z2 this is parity. Whatever the length, only one element has to be remembered,
+    but each input may change it. Rows of 40, for training, have products of 1 to 40 elements. Rows of
+    group:S3-256 show whether what was learned goes on."""
     if rows * length > 2 ** 26:                                 # 1 GB of inputs and targets
         raise ValueError(f'{rows:,} rows of {length:,} tokens are too much; take at most {2 ** 26 // rows:,}')
     place = {p: i for i, p in enumerate(elements)}
@@ -149,12 +150,11 @@ def facts(rows, rng, vocab, training, text, length=2048, every=False):
     """Question answering in a running text, after the long texts of Oren et al. 2024 (arXiv:2401.06104).
 
     A row is a window of `text`, an array of tokens as in_words makes them, with length/128 facts in it, `the
-    colour of Ada is self .`, of 50 kinds about 20 names, none twice. A fact is anywhere, each place as likely
-    as another. The row ends with `the colour of Ada is`, and the target there is the answer. In training
-    length/16 facts come again, anywhere behind where they came first, and the answers of all of them count:
-    the same task, learned from more targets a row, of which some are near. every: in training each next token
-    is a target, as in a text.
-    """
+    colour of Ada is self .`, of 50 kinds about 20 names, none twice. A fact can be anywhere, and all places
+    are equally likely. The row ends with `the colour of Ada is`, and the target there is the answer. In
+    training length/16 facts are repeated, anywhere after their first place, and all of their answers count:
+    the same task, learned from more targets per row, some of them near. every: in training each next token is
+    a target, as in a text."""
     n = length // 128
     m = 1
     if training:
@@ -201,14 +201,14 @@ def facts(rows, rng, vocab, training, text, length=2048, every=False):
 
 
 def asked_fact(x):
-    """Where in rows of facts (rows, length) the fact first begins with whose beginning they end (rows,)"""
+    """Where in rows of facts (rows, length) the fact begins that the end of the row asks for (rows,)"""
     here = np.lib.stride_tricks.sliding_window_view(x, ANSWER_AT, axis=1) == x[:, None, -ANSWER_AT:]
     return here.all(2).argmax(1)
 
 
 def in_words(texts, meta, most):
-    """Texts in UTF-8 -> an array of tokens of each: words and signs. meta gets the vocabulary, at most so
-    many: OWN, the answers, then the commonest of the first text."""
+    """Texts in UTF-8 -> an array of tokens for each: words and signs. meta gets a vocabulary of at most this
+    size: OWN, the answers, then the most frequent words of the first text."""
     found = [re.findall(r'\w+|[^\w\s]', text.decode('utf-8', 'replace')) for text in texts]
     counted = collections.Counter(found[0])
     common = [word for word, _ in counted.most_common() if word not in OWN]
@@ -234,11 +234,10 @@ def listops(rows, rng, vocab, training, length=512):
     """ListOps (Nangia and Bowman 2018, arXiv:1804.06028), as in the Long Range Arena (Tay et al. 2021,
     arXiv:2011.04006): `[MAX 4 [MIN 2 3 ] 1 0 ]` is 4, and the answer is one of ten classes.
 
-    Rows are drawn as the arena's are, but have length/4 to length tokens (theirs: 500 to 2,000, as by
-    --length=2000). The arena validates on 2,000 rows and tests on 2,000 others; here 12,000 validate: tune on
-    the first 2,000, report on the last 10,000. It looks for rows drawn twice; among rows so long there are
-    none.
-    """
+    Rows are drawn as in the arena, but have length/4 to length tokens (there: 500 to 2,000, as with
+    --length=2000). The arena validates on 2,000 rows and tests on 2,000 others. Here 12,000 validate: tune on
+    the first 2,000, report on the last 10,000. The arena looks for rows that are drawn twice; among rows this
+    long there are none."""
     if not 64 <= length <= 8192:
         raise ValueError(f'rows of {length} tokens: ListOps can have 64 to 8,192')
     levels = expressions(2000, rng)
@@ -256,13 +255,12 @@ def opens(words):
 
 
 def expressions(n, rng, depth=10, most=10):
-    """n random expressions -> a list of levels: of which expression each word is, and the words. Behind the
-    arguments of an operator, which stand side by side, stands its bracket.
+    """n random expressions -> a list of levels: to which expression each word belongs, and the words. The
+    arguments of an operator stand side by side, and its bracket comes after them.
 
-    As in the arena's code: an argument is an operator with probability 1/4, but for the deepest, and an
-    operator has 2 to `most` arguments. Here the first word always is one: a number alone is too short for any
-    row.
-    """
+    As in the arena's code, an argument is an operator with probability 1/4, except at the deepest level, and
+    an operator has 2 to `most` arguments. Here the first word always is an operator: a number alone is too
+    short for any row."""
     number = np.arange(n, dtype=np.int32)
     words = rng.integers(FIRST_OPERATOR, CLOSE, n).astype(np.uint8)
     levels = [(number, words)]
@@ -282,7 +280,7 @@ def expressions(n, rng, depth=10, most=10):
 
 
 def spelled(levels):
-    """The words of expressions as one writes them: behind each operator come its arguments and bracket."""
+    """The words of expressions as one writes them: after each operator come its arguments and its bracket."""
     text, *deeper = levels
     at = np.arange(len(text))                                   # where in the text the last level stands
     for words in deeper:
@@ -295,8 +293,8 @@ def spelled(levels):
 
 
 def values(levels):
-    """What each expression is equal to, from the deepest level up: its numbers, then those that take the
-    operators' places."""
+    """The value of each expression, from the deepest level up: its numbers, then those that replace
+    operators."""
     *upper, value = levels
     for words in reversed(upper):
         bracket = value == CLOSE
@@ -308,7 +306,8 @@ def values(levels):
 
 
 def applied(operator, parent, value):
-    """The value of each operator, by its arguments' values; parent says which arguments belong together."""
+    """The value of each operator, from the values of its arguments. parent says which arguments belong
+    together."""
     if not len(operator):
         return operator
     value = np.sort(10 * parent + value) % 10                   # ascending among those of one operator
@@ -333,14 +332,13 @@ DOT = 255                                                       # and of dots ar
 
 def pathfinder(rows, rng, vocab, training):
     """Pathfinder (Linsley et al. 2018, arXiv:1805.08315), as in the Long Range Arena: 32 x 32 pixels with two
-    dots and dashed curves; class 1 if a curve joins the dots, else 0, as many of each.
+    dots and dashed curves. Class 1 if a curve joins the dots, otherwise 0; both classes are equally frequent.
 
-    Every picture has two long curves. The dots are at both ends of one, or at an end of each. Simpler than
-    the published pictures: curves keep APART, so that who walks from dash to nearest dash never ends up on
-    another curve (there, only the direction tells which dash comes next); dots are brighter than dashes; all
-    dashes are equally bright and wide. Distances between the dots have the same distribution in both
-    classes.
-    """
+    Every picture has two long curves. The dots are at both ends of one of them, or at one end of each. It is
+    simpler than the published pictures: curves keep APART, so that walking from dash to nearest dash never
+    leads to another curve (there, only the direction tells which dash comes next); dots are brighter than
+    dashes; all dashes are equally bright and wide. Distances between the dots have the same distribution in
+    both classes."""
     pixels, ends = curves(500, rng)
     n = len(ends)
     label = rng.permutation(n) % 2
@@ -357,8 +355,8 @@ def pathfinder(rows, rng, vocab, training):
 
 
 def paired(label, apart, rng):
-    """Which pictures to keep so that for each distance (of `apart`, rounded) there are as many of one class
-    as of the other: places of both in turn, pairs in random order."""
+    """Which pictures to keep so that for each distance (of `apart`, rounded) both classes are equally
+    frequent: both in turn, pairs in random order."""
     distance = np.linalg.norm(apart, axis=1).round()
     pairs = []
     for d in np.unique(distance):
@@ -369,12 +367,11 @@ def paired(label, apart, rng):
 
 
 def curves(n, rng, tries=30):
-    """Up to n pictures with two long curves and up to five short ones -> the pictures (picture, row,
-    column), and where the long ones begin and end (picture, curve, which end, row and column).
+    """Up to n pictures with two long curves and up to five short ones -> the pictures (picture, row, column),
+    and where the long curves begin and end (picture, curve, which end, row and column).
 
-    A curve that cannot be placed is drawn anew. After `tries` a short one is left out, and of a long one the
-    whole picture is: where the dots will be is not known yet, so this tells nothing of the class.
-    """
+    A curve that does not fit is drawn anew. After `tries` a short one is left out; for a long one the whole
+    picture is. Where the dots will be is not known yet, so this says nothing about the class."""
     pixels = np.zeros((n, SIDE, SIDE), np.uint8)
     taken = np.zeros((n, SIDE, SIDE), bool)
     ends = np.zeros((n, 2, 2, 2), int)
@@ -397,8 +394,8 @@ def curves(n, rng, tries=30):
 
 
 def walks(taken, dashes, rng):
-    """A random curve for each picture -> its points (picture, step, row and column), and whether it fits:
-    all of it inside, and nowhere where `taken`. A step is as long as a pixel."""
+    """A random curve for each picture -> its points (picture, step, row and column), and whether it fits: all
+    of it inside, and nowhere where `taken`. A step is one pixel long."""
     n = len(taken)
     steps = dashes * (DASH + GAP) - GAP
     bend = rng.normal(0, .08, (n, 1))                           # of the whole curve
@@ -416,8 +413,8 @@ def walks(taken, dashes, rng):
 
 
 def stamp(pixels, where, points, beside, value):
-    """Set squares, so many pixels to each side of points (picture, point, row and column), in pictures
-    `where`; beyond the edges they are cut off."""
+    """Set squares in pictures `where`, this many pixels to each side of points (picture, point, row and
+    column). They are cut off at the edges."""
     row, column = points.transpose(2, 0, 1)
     near = range(-beside, beside + 1)
     rows = [(row + i).clip(0, SIDE - 1) for i in near]
@@ -429,8 +426,8 @@ def stamp(pixels, where, points, beside, value):
 # ---- pictures ----------------------------------------------------------------------------------------------
 
 def idx(*paths):
-    """MNIST, 28 x 28: pictures and labels, first to train on; the test side validates. Where that side is
-    alone, its last 3,000 do."""
+    """MNIST, 28 x 28: pictures and labels. The test side is for validation. If that side is all there is, its
+    last 3,000 are."""
     if not os.path.exists(paths[0]):
         paths = paths[2:]
     sides = []
@@ -445,7 +442,7 @@ def idx(*paths):
 
 def numbers(path, shape):
     """The items of an idx file, each of `shape`, as rows: bytes 0, 0, 8 and the number of axes; the length of
-    each axis in 4 bytes; the numbers, a byte each (http://yann.lecun.com/exdb/mnist)."""
+    each axis in 4 bytes; the numbers, one byte each (http://yann.lecun.com/exdb/mnist)."""
     data = content(path)
     axes = 1 + len(shape)
     begin = 4 * (1 + axes)
@@ -461,10 +458,10 @@ def numbers(path, shape):
 
 
 def cifar10(path):
-    """CIFAR-10 (Krizhevsky 2009) in grey, as in the Long Range Arena; the test side validates.
+    """CIFAR-10 (Krizhevsky 2009) in grey, as in the Long Range Arena. The test side is for validation.
 
-    From the binary version: a label, then 32 x 32 bytes each of red, green and blue, 10,000 times a file.
-    """
+    From the binary version: a label, then 32 x 32 bytes each of red, green and blue, 10,000 times per
+    file."""
     batches = [f'data_batch_{i}.bin' for i in range(1, 6)]
     *train, test = named(path, *batches, 'test_batch.bin').values()
     sides = []
@@ -484,9 +481,8 @@ LUMA = np.array([.299, .587, .114], np.float32)                 # of red, green,
 # ---- sentences ---------------------------------------------------------------------------------------------
 
 def parsed(data, name, form, encoding='utf-8'):
-    """Texts and labels of the lines in data: what is no line end in ASCII is none. form: a regular expression
-    whose groups are a label and a text, or the text alone, and in words what it stands for. name: of the
-    file."""
+    """Texts and labels of the lines in data; only ASCII line ends count. form: a regular expression whose
+    groups are a label and a text, or the text alone, and a description of it in words. name: of the file"""
     pattern, words = form
     texts = []
     labels = []
@@ -507,36 +503,36 @@ COLA = r'[^\t]*\t([01])\t[^\t]*\t\s*(\S.*)', 'source, label 0 or 1, mark and tex
 
 
 def every_tenth(inputs, targets):
-    """Both sides, of lines of which number 10, 20, ... validate."""
+    """Both sides; lines 10, 20, ... are for validation."""
     val = inputs[9::10], targets[9::10]
     del inputs[9::10], targets[9::10]
     return (inputs, targets), val
 
 
 def lines(path, form=TABS, encoding='utf-8'):
-    """Lines with a label each, your own or of `polarity`: 10,662 sentences of film reviews, 0: bad, 1: good
+    """Lines with a label each: your own, or `polarity`, 10,662 sentences of film reviews, 0: bad, 1: good
     (Pang and Lee 2005, arXiv:cs/0506075), lower case, signs between blanks, in Windows' code page 1252. Every
-    tenth validates."""
+    tenth line is for validation."""
     return every_tenth(*parsed(content(path), path, form, encoding))
 
 
 def trec(*paths):
-    """5,452 questions for one of six kinds of things (Li and Roth 2002); the 500 published to test on
-    validate. In Latin-1, of which code page 1252 is an extension."""
+    """5,452 questions for one of six kinds of things (Li and Roth 2002). The 500 published for testing are
+    for validation. In Latin-1, of which code page 1252 is an extension."""
     return [parsed(content(path), path, BLANKS, 'cp1252') for path in paths]
 
 
 def cola(path):
     """8,551 sentences, 1: acceptable English, 0: not (Warstadt et al. 2018, arXiv:1805.12471), from the zip
-    or from a folder with the files of raw/. 1,043 validate: both dev files, as in GLUE."""
+    or from a folder with the files of raw/. 1,043 are for validation: both dev files, as in GLUE."""
     found = named(path, 'in_domain_train.tsv', 'in_domain_dev.tsv', 'out_of_domain_dev.tsv', folder='raw')
     train, near, far = [parsed(data, name, COLA) for name, data in found.items()]
     return train, (near[0] + far[0], near[1] + far[1])
 
 
 def imdb(path):
-    """Whole film reviews, 0: bad, 1: good (Maas et al. 2011), 25,000 to train on; the 25,000 published to
-    test on validate. Read from the tar; 50,000 reviews without a label in it are passed over."""
+    """Whole film reviews, 0: bad, 1: good (Maas et al. 2011), 25,000 for training. The 25,000 published for
+    testing are for validation. Read from the tar; 50,000 reviews without a label in it are skipped."""
     sides = {'train': ([], []), 'test': ([], [])}
     for name, text in members(path, r'aclImdb/((?:train|test)/(?:neg|pos)/[^/]*\.txt)'):
         side, label, _ = name.split('/')
@@ -552,21 +548,21 @@ def imdb(path):
 # ---- pairs of sentences ------------------------------------------------------------------------------------
 
 def aligned(path, other):
-    """The sentences of a file, and those of another with their translations, line by line."""
+    """The sentences of a file and their translations in another file, line by line."""
     sources, _ = parsed(content(path), path, LINE)
     texts, _ = parsed(content(other), other, LINE)
     return matched(sources, path, texts, other)
 
 
 def parallel(source, target):
-    """Two files of your own, sources and translations; every tenth line validates."""
+    """Two files of your own, sources and translations. Every tenth line is for validation."""
     return every_tenth(*aligned(source, target))
 
 
 def multi30k(*paths, source=0):
     """29,000 descriptions of the pictures of Flickr30k, and their translations (Elliott et al. 2016,
-    arXiv:1605.00459): an English file, then a German one, of each side. 1,014 validate; test_2016_flickr,
-    1,000 more, is the third side."""
+    arXiv:1605.00459): an English file, then a German one, for each side. 1,014 are for validation;
+    test_2016_flickr, 1,000 more, is the third side."""
     return [aligned(*pair) for pair in zip(paths[source::2], paths[1 - source::2])]
 
 
@@ -576,8 +572,8 @@ UNPACKED = 2 ** 30      # bytes at most that a file or archive unpacks to: one o
 
 @contextlib.contextmanager
 def readable(path):
-    """A ValueError for what goes wrong while a file is read or unpacked, and for what is no regular file: a
-    pipe would be waited for. RuntimeError: of zipfile, for flags that no zip here has."""
+    """Turn what goes wrong while a file is read or unpacked into a ValueError; also refuse what is not a
+    regular file, since a pipe would be waited for. RuntimeError: zipfile raises it for encrypted files."""
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         raise ValueError(f'cannot read {path}: no regular file')
     try:
@@ -589,14 +585,14 @@ def readable(path):
 
 
 def content(path):
-    """The bytes of a file, or those that are packed in a .gz."""
+    """The bytes of a file, unpacked if it is a .gz."""
     opened = gzip.open if path.endswith('.gz') else open
     with readable(path), opened(path, 'rb') as f:
         return limited(f, path, 0)
 
 
 def limited(f, path, before):
-    """The bytes of an unpacked file. ValueError where these and those before are more than UNPACKED."""
+    """The bytes of an unpacked file. ValueError if these and those before are more than UNPACKED."""
     found = f.read(UNPACKED + 1 - before)
     if before + len(found) > UNPACKED:
         raise ValueError(f'{path} unpacks to more than {UNPACKED:,} bytes, which no set here does; if it is '
@@ -605,8 +601,8 @@ def limited(f, path, before):
 
 
 def members(path, form):
-    """(name, bytes) of the files in a zip or a tar that are named like form, a regular expression; name is
-    its first group. Nothing is unpacked to the disk."""
+    """(name, bytes) of the files in a zip or a tar whose names match form, a regular expression; name is its
+    first group. Nothing is unpacked to the disk."""
     from tqdm import tqdm
     with readable(path), contextlib.ExitStack() as stack:
         if zipfile.is_zipfile(path):
@@ -628,7 +624,7 @@ def members(path, form):
 
 
 def named(path, *names, folder=''):
-    """{name: bytes} of these files in a folder, or in the archive of one, where they are in `folder`."""
+    """{name: bytes} of these files in a folder, or in an archive of one, where they are in `folder`."""
     if os.path.isdir(path):
         return {name: content(os.path.join(path, name)) for name in names}
     found = dict(members(path, f'(?:.*{folder}/)?({"|".join(names)})'))
@@ -639,7 +635,7 @@ def named(path, *names, folder=''):
 
 
 def matched(inputs, path, targets, other):
-    """A side of a set from two files; ValueError unless both have as much."""
+    """A side of a data set from two files. ValueError unless both have equally many items."""
     if len(inputs) != len(targets):
         raise ValueError(f'{path} has {len(inputs):,} rows or lines and {other} {len(targets):,}, expected '
                          'as many: those of one belong to those of the other')
@@ -649,8 +645,8 @@ def matched(inputs, path, targets, other):
 # ---- rows as they are written: inputs, then targets --------------------------------------------------------
 
 def generate(row, meta, texts=None):
-    """Draw a task's rows, the same ones each time -> both sides. row: of SETS. texts: the bytes of both
-    sides, where rows are made from a text. meta gets what there is to say of the tokens."""
+    """Draw the rows of a task, always the same ones -> both sides. row: of SETS   texts: the bytes of both
+    sides, if rows are made from a text. meta gets what there is to say about the tokens."""
     from tqdm import tqdm
     vocab = row['vocab']
     given = {}
@@ -679,8 +675,8 @@ def generate(row, meta, texts=None):
 
 
 def packed(sides, row, meta):
-    """Sides of tokens -> arrays (N, 2, meta['row']) as they are written: inputs, filled up with pad, and
-    targets. row: of SETS. meta gets what it does not say yet of rows."""
+    """Sides of tokens -> arrays (N, 2, meta['row']) as they are written: padded inputs, and targets. row: of
+    SETS. meta gets what it does not say yet about rows."""
     meta.setdefault('vocab_size', 256)                          # of pictures; all others have one
     meta.update(row.get('meta', {}))
     patch = row.get('patch')
@@ -713,7 +709,7 @@ def packed(sides, row, meta):
 
 
 def classes(sides):
-    """How many classes the labels on the training side are of; all others must be among them."""
+    """How many classes the labels of the training side have; the other labels must be among them."""
     labels, others = sides
     [highest] = max(labels + others)
     if highest == 0:

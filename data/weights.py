@@ -1,8 +1,8 @@
-"""Files of weights that others wrote: GPT-2, Llama, BERT and ViT as the hub keeps them.
+"""Pretrained weights: GPT-2, Llama, BERT and ViT as the hub stores them.
 
     folder = Folder(hub('gpt2', 'main'), 'gpt2')        # fetched once, then kept in data/hub
     model = GPT(Config(**folder.config))
-    folder.tensors(model.state_dict())                  # in our names, of the shapes that these have
+    folder.tensors(model.state_dict())                  # under our names, with the shapes of the model
     to_folder('out/export', tensors, config, data)      # the way back
 
 All files are safetensors: a header in JSON, then bare numbers. Nothing is pickled, so a file cannot run code.
@@ -12,9 +12,9 @@ them by `replace`.
 
 BERT and ViT are encoders. They come with the classes that they were trained for, if the folder has any (named
 ForSequenceClassification or ForImageClassification), and without BERT's other heads, which guess masked words
-and next sentences. BERT reads one text: what it adds to each place of a first of two texts is added to its
-positions here, what it adds to the second is left out. A ViT's pixels are scaled as preprocessor_config.json
-says, which has to be as published; ViT is not written.
+and next sentences. BERT reads one text here: its embedding for the first of two texts is added to the
+positions, the one for the second is left out. A ViT's pixels are scaled as its preprocessor_config.json says,
+which must be the published one. ViT is not exported.
 """
 import contextlib
 import functools
@@ -33,7 +33,7 @@ from data import prepare
 
 
 def replace(path, tensors, notes):
-    """A safetensors file in the place of what was there; notes: strings for its header."""
+    """Put a safetensors file in the place of the old one. notes: strings for its header"""
     tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     with prepare.whole(path) as temp:
         try:
@@ -45,9 +45,9 @@ def replace(path, tensors, notes):
 # ---- GPT-2, Llama, BERT, ViT: a table of each, read in both directions -------------------------------------
 
 class Family(NamedTuple):
-    """How a kind of model is kept on the hub. In names {i} is the number of a layer, {next} that of the one
-    behind it, {p} weight or bias. (a|b) are two of theirs, whose rows ours has one below the other; a .T at
-    the end: theirs is transposed. What a model does not have, biases or a head, is passed over."""
+    """How the hub stores a kind of model. In names {i} is the number of a layer, {next} that of the next one,
+    {p} weight or bias. (a|b) are two tensors of theirs, whose rows ours has one below the other. A .T at the
+    end: theirs is transposed. What a model does not have, such as biases or a head, is skipped."""
     names: dict     # ours -> theirs
     entries: dict   # field of Config -> entry of config.json
     usual: dict     # field whose entry may be missing -> what it is then
@@ -167,8 +167,8 @@ def parts(theirs, x, width):
 
 
 def parsed(path, name, use):
-    """What `use` makes of a file of JSON. ValueError for what is broken or another thing than it takes; name:
-    what a message calls the file."""
+    """What `use` makes of a JSON file. ValueError if it is broken, or something else than `use` expects.
+    name: how messages call the file"""
     try:
         return use(json.loads(prepare.read(path)))
     except ValueError as e:
@@ -178,8 +178,8 @@ def parsed(path, name, use):
 
 
 def described(raw):
-    """A config.json -> the kind of model, and a dict of fields of Config. ValueError if it tells of what this
-    project cannot compute exactly, or if an entry lacks or does not fit the others."""
+    """A config.json -> the kind of model, and a dict of fields of Config. ValueError if it asks for something
+    that this project cannot compute exactly, or if an entry is missing or does not fit the others."""
     kind = raw.pop('model_type', None)
     if kind == OURS:
         if not isinstance(raw.get('data'), dict):
@@ -218,7 +218,7 @@ def described(raw):
 
 
 def entry(raw, key, usual):
-    """An entry of a config.json, or what it usually is where it is missing; None: it has to be there."""
+    """An entry of a config.json, or its usual value if it is missing; None: it must be there."""
     types, above, expected = EXPECTED[type(usual)]
     value = raw.get(key)
     if value is None:
@@ -231,7 +231,8 @@ def entry(raw, key, usual):
 
 
 def scaling_of(rope):
-    """The four numbers of Llama 3.1's rope, see model.speeds; of a plain one none. ValueError for others."""
+    """The four numbers of Llama 3.1's rope, see model.speeds; none for plain rope. ValueError for other
+    kinds."""
     way = rope.get('rope_type', rope.get('type', 'default'))
     if way == 'default' and 'factor' not in rope:
         return []
@@ -246,12 +247,11 @@ def scaling_of(rope):
 # ---- folders in the hub's layout ---------------------------------------------------------------------------
 
 class Folder:
-    """A folder with config.json and *.safetensors; source: what messages call it. ValueError for what is
+    """A folder with config.json and *.safetensors. source: how messages call it. ValueError for what is
     missing, broken or does not fit.
 
-    config: a dict of fields of Config. data: what a checkpoint says of the tokens, by tokenizer.json; where
-    that is missing they are but numbers.
-    """
+    config: a dict of fields of Config   data: what a checkpoint says about the tokens, from tokenizer.json;
+    without that file they are only numbers"""
     def __init__(self, path, source):
         file = os.path.join(path, 'config.json')
         self.kind, self.config = parsed(file, file, described)
@@ -278,7 +278,7 @@ class Folder:
                                  'at least 2 classes')
 
     def tensors(self, like):
-        """All tensors by our names, in fp32, of the shapes that they have in like: a softmax model's."""
+        """All tensors under our names, in fp32, with the shapes that they have in like: a softmax model's."""
         if self.kind == OURS:
             return {name: self.tensor(name) for name in self.where}
         ours = {}
@@ -304,8 +304,8 @@ class Folder:
         return self.tensor(name, (*rows, self.config['n_embd']))
 
     def tensor(self, name, shape=None):
-        """One tensor, of this shape (None: any). A private map of its file, opened anew for each: what is
-        only copied from does not stay in memory."""
+        """One tensor of this shape (None: any), from a private memory map of its file that is opened anew
+        each time, so that memory for what is only copied is freed."""
         if called(name) not in self.where:
             raise ValueError(f'{self.source}: tensor {name} is missing')
         path, stored = self.where[called(name)]
@@ -324,7 +324,7 @@ class Folder:
 
 @contextlib.contextmanager
 def opened(path, name):
-    """A safetensors file. ValueError for what is none, or broken; name: what a message calls it."""
+    """An opened safetensors file. ValueError if it is none, or broken. name: how messages call it"""
     if not os.path.isfile(path):
         raise ValueError(f'{name}: missing, or no regular file')
     try:
@@ -335,21 +335,21 @@ def opened(path, name):
 
 
 def names_in(path, name):
-    """The names of the tensors in a safetensors file; name: what a message calls it."""
+    """The names of the tensors in a safetensors file. name: how messages call it"""
     with opened(path, name) as f:
         return list(f.keys())
 
 
 def called(name):
-    """A tensor's name as all others are: older files do without the first word, and a LayerNorm has gamma and
-    beta there (bert-base-uncased)."""
+    """A tensor's name as it is today. Older files leave out the first word, and their LayerNorm has gamma and
+    beta (bert-base-uncased)."""
     name = re.sub(r'^(transformer|model|bert|vit)\.', '', name)
     name = re.sub(r'LayerNorm\.gamma$', 'LayerNorm.weight', name)
     return re.sub(r'LayerNorm\.beta$', 'LayerNorm.bias', name)
 
 
 def data_of(folder, kind, config):
-    """What data says of the tokens; a ViT reads but pictures of its size."""
+    """What a checkpoint says about the tokens. A ViT reads pictures of its own size only."""
     if kind == OURS:
         data = config.pop('data')
         path = os.path.join(folder, TOKENIZER)
@@ -368,7 +368,7 @@ def data_of(folder, kind, config):
 
 
 def refuse_pixels(raw):
-    """ValueError where a ViT's preprocessor_config.json wants other pixels than from -1 to 1."""
+    """ValueError if a ViT's preprocessor_config.json wants pixels in another range than -1 to 1."""
     half = [0.5] * 3
     for key, value in {'do_normalize': True, 'image_mean': half, 'image_std': half}.items():
         if raw.get(key, value) != value:
@@ -376,8 +376,8 @@ def refuse_pixels(raw):
 
 
 def tokenizer_of(folder, vocab):
-    """What data says of the tokens of a model with so many. ValueError for a tokenizer.json of other tokens;
-    as vocabularies are rounded up, a tenth of them need not be there."""
+    """What a checkpoint says about the tokens of a model that has this many. ValueError for a tokenizer.json
+    with other tokens. Vocabularies are rounded up, so a tenth of the tokens may be missing."""
     path = os.path.join(folder, TOKENIZER)
     there = os.path.exists(path)
     if vocab == 50257 and (not there or parsed(path, path, is_gpt2)):
@@ -397,17 +397,18 @@ def tokenizer_of(folder, vocab):
 
 
 def is_gpt2(raw):
-    """Whether a tokenizer.json has GPT-2's tokens, in its order: these tiktoken reads, which is faster."""
+    """Whether a tokenizer.json has GPT-2's tokens in its order: tiktoken reads these, which is faster."""
     ids = dict(raw['model']['vocab'])
     tokens = sorted(ids, key=ids.get)[:50256]
     return prepare.short_hash('\n'.join(tokens).encode()) == '3a1f1c01'
 
 
 def to_folder(folder, tensors, config, data):
-    """Tensors in our names -> model.safetensors and config.json: as the hub keeps GPT-2, Llama or BERT, if
-    that is what they are (softmax in every layer); else in our own names, with our config and data, what a
-    checkpoint says of the tokens. And tokenizer.json, if data has it. All are made beside the folder's files,
-    and take their places together: config.json goes first and comes last, so no two models are mixed."""
+    """Tensors under our names -> model.safetensors and config.json: as the hub stores GPT-2, Llama or BERT,
+    if this is one of them (softmax in every layer); otherwise under our names, with our config and data, what
+    a checkpoint says about the tokens. Also tokenizer.json, if data has it. All files are written beside the
+    old ones and take their places together: config.json is removed first and comes last, so two models are
+    never mixed."""
     kind = family_of(config)
     if kind:
         raw = published(kind, config)
@@ -457,7 +458,7 @@ def published(kind, config):
 
 
 def family_of(config):
-    """The family that has a model of this config, and is written, or None."""
+    """The family that has a model of this config and can be written, or None."""
     rules = config['layers'] or config['rule']
     for kind in WRITTEN:
         same = [config[field] == value for field, value in FAMILIES[kind].config.items()]
@@ -482,13 +483,12 @@ PIXELS = 'preprocessor_config.json'
 
 
 def hub(name, revision='main', root=None):
-    """config.json, weights and, if there is one, tokenizer.json of a hub repository, or what a ViT says of
-    pixels -> their folder; what is not there yet is fetched.
+    """Fetch config.json, weights and, if there is one, tokenizer.json of a hub repository, or what a ViT says
+    about pixels -> their folder. Files that are there already are not fetched again.
 
-    name: OWNER/NAME, or one of `HUB`. root: where such folders lie; None: data/hub. The environment's
-    HF_ENDPOINT is another address of the hub, HF_TOKEN opens private models. What comes is looked at before
-    it is kept: after a ValueError nothing that is wrong is left, and the next call tries again.
-    """
+    name: OWNER/NAME, or one of `HUB`   root: where such folders lie; None: data/hub. The environment's
+    HF_ENDPOINT is another address of the hub; HF_TOKEN opens private models. Files are checked before they
+    are kept: after a ValueError nothing wrong is left, and the next call tries again."""
     repo, pinned = HUB.get(name, (name, 'main'))
     if revision == 'main':
         revision = pinned
@@ -514,7 +514,7 @@ def hub(name, revision='main', root=None):
 
 
 def get(base, folder, file):
-    """Have one file of a repository in its folder -> whether there is such a file."""
+    """Fetch one file of a repository into its folder -> whether there is such a file"""
     import requests
     path = os.path.join(folder, file)
     url = f'{base}/{file}'
