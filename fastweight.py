@@ -1,9 +1,10 @@
-"""Fast weights: every update rule, feature map and cache policy of this project, each as its definition.
+"""Fast weights: the definition of every update rule, feature map and cache policy of this project.
 
-A network has slow weights, which training changes. It can also have fast weights, which it writes itself
-while it reads (Schmidhuber 1991, 1992). Here each head keeps a matrix S. At each step the slow weights turn a
-token into a key (where to write), a value (what to write) and a query (where to read). Writing adds v k^T to
-S. Reading is S q. Below, one head makes three writes. The third one goes to the first key again:
+A network has slow weights, which training changes. It may also have fast weights, which it changes itself
+while it reads (Schmidhuber 1991, 1992). Here each head keeps a matrix S of fast weights. At each step the
+slow weights turn the token into a key (where to write), a value (what to write) and a query (where to read).
+To write, the head adds v k^T to S. To read, it computes S q. Here one head writes three times, and the third
+key is the same as the first. The printed matrix is the final S:
 
 >>> k = torch.tensor([[[[1., 0.], [0., 1.], [1., 0.]]]])
 >>> v = torch.tensor([[[[1., 2.], [3., 4.], [5., 6.]]]])
@@ -15,23 +16,23 @@ tensor([[[[6., 3.],
 tensor([[[[5., 3.],
           [6., 4.]]]])
 
-The columns of S are what the two keys find. A sum piles up: the first key finds (6, 8), the sum of both its
-values. The delta rule first takes out what the key already finds, so the first key finds (5, 6), its last
-value. The other key finds what it found before. All rules of this project are settings of one equation:
+Each column of S is what one of the two keys finds. The sum rule piles up: the first key finds (6, 8), its two
+values added. The delta rule first erases what the key finds, so the first key finds only its last value,
+(5, 6). The other key is not disturbed. All rules of this project are settings of one equation:
 
     D_t = (z_t f_t^T) * S_{t-1}                             forget   (* elementwise, z f^T an outer product)
     S_t = D_t + (w_t * v_t - D_t (e_t * k_t)) k_t^T         write, erase what the key already finds
     o_t = S_t q_t                                           read, after the write
 
-S has the same size after any number of steps, so a model of such layers is an RNN. This file has, from top to
-bottom: the equation (`recurrent`, the definition; `chunked`, the same in matrix products); attention, whose
-state is a list of keys and values instead (`softmax`; `bounded` keeps only some of them); what is done to q
-and k before (`FEATURE_MAPS`, `NORMALISERS`); and the gates f, z, w, e of each known model (`RULES`). The
-layer around it is in model.py.
+S keeps its size however many steps are read, so a model of such layers is an RNN. This file has the equation
+(`recurrent` is the definition, `chunked` computes the same with matrix products), softmax attention with a
+cache that grows (`softmax`) or is limited (`bounded`), the feature maps and normalisers for q and k
+(`FEATURE_MAPS`, `NORMALISERS`), and the gates f, z, w, e of each known model (`RULES`). Read it from top to
+bottom. The layer around it is in model.py.
 
 name          shape           meaning                         the papers' letter
 B H T         sizes           batch, heads, time steps
-K V C         sizes           features of q, k; of v; chunk   d_dot, d_value (Schlag), k (Kasai), 2m (FAVOR+)
+K V C         sizes           channels of q, k; of v; chunk   d_dot, d_value (Schlag), k (Kasai), 2m (FAVOR+)
 q k           (B, H, T, K)    query, key, after the map phi   phi(q), phi(k)
 v             (B, H, T, V)    value
 S             (B, H, V, K)    fast weights: the state         W (Schlag), S (Katharopoulos, Mao, Kasai)
@@ -40,9 +41,9 @@ log_f         (B, H, T, K|1)  log decay along the keys, <= 0  log of sigma(f_key
 log_z         (B, H, T, V|1)  log decay along the values      log sigma(f) (Mao)
 write         (B, H, T, V|1)  w_t, along the values           beta (Schlag), 1 - g (Peng), w (GDN-2)
 erase         (B, H, T, K|1)  e_t, along the keys             beta (Schlag), b (GDN-2)
-o             (B, H, T, V)    what is read                    y
+o             (B, H, T, V)    output: what the query reads    y
 u             (B, H, T, V)    pseudo-value: what S receives   beta (v - v_bar) (Schlag)
-K|1, V|1: one number per channel, or one per head. In the second case write and erase may be (B, H, T).
+K|1, V|1: one number per channel, or one per head. In that case write and erase may also be (B, H, T).
 
 Sources: Katharopoulos 2020 (arXiv:2006.16236), Peng 2021 RFA (2103.02143), Schlag 2021 (2102.11174), Kasai
 2021 T2R (2103.13076), Choromanski 2021 FAVOR+ (2009.14794), Mao 2022 (2210.04243), Zhang 2024 Hedgehog
@@ -60,14 +61,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-LOG_MIN = -5.0  # smallest log-decay per step: 0.7 % is left. Factors of a chunk could overflow below it
-FLOOR = 1e-6    # smallest denominator. Maps whose features can all be 0 ask for 1e-2
+LOG_MIN = -5.0  # smallest log-decay per step, in every form: 0.7 % is left; below it, factors could overflow
+FLOOR = 1e-6    # smallest denominator; a map whose features can all be 0 sets 1e-2
 
 
 # ---- the equation ------------------------------------------------------------------------------------------
 def refuse_mean(write, erase, log_z):
-    """ValueError if dividing by n.q would not give a weighted average of the values; n: sum of keys.
-    (For the delta rule --norm=attn means something else: FastWeights.divided_by_keys in model.py.)"""
+    """ValueError where o / (n.q), n the sum of the keys, would not be a weighted average of the values. (For
+    the delta rule --norm=attn means something else, see FastWeights.divided_by_keys in model.py.)"""
     if erase is not None:
         raise ValueError('normalise with erase: erasing makes weights negative, so their sum n.q may be <= 0')
     vectors = {'write': write, 'log_z': log_z}
@@ -77,9 +78,9 @@ def refuse_mean(write, erase, log_z):
                              'own')
 
 def start(q, k, v, write, erase, log_f, log_z, S, normalise):
-    """What every form does first: cast to fp32 (fp64 stays), clamp log-decays, begin with S_0 = 0. Absent
-    gates stay None. normalise: v gets a channel that is always 1. The last row of S is then n, the sum of the
-    keys, weighted and decayed as their values are.  ->  q, k, v; w, e, log_f, log_z (B, H, T, .); S"""
+    """The first lines of every form: convert to fp32 (fp64 stays), clamp log-decays, set S_0 = 0. Absent
+    gates stay None. normalise appends a value channel that is always 1, so the last row of S is n, the sum
+    of the keys, written and decayed like the values.  ->  q, k, v; w, e, log_f, log_z (B, H, T, .); S"""
     if normalise:
         refuse_mean(write, erase, log_z)
         v = F.pad(v, (0, 1), value=1.0)
@@ -103,7 +104,7 @@ def start(q, k, v, write, erase, log_f, log_z, S, normalise):
     return tensors
 
 def filled(*given):
-    """`start`, but absent gates become constants that change nothing."""
+    """`start`, but each absent gate becomes a constant that changes nothing."""
     q, k, v, *gates, S = start(*given)
     for i, neutral in enumerate((1.0, 0.0, 0.0, 0.0)):
         if gates[i] is None:
@@ -122,25 +123,27 @@ def outer(a, b):
     return a[..., :, None] * b[..., None, :]
 
 def find(S, x):
-    """S x: what the key or query x finds. S (B, H, V, K)  x (B, H, K)  ->  (B, H, V)"""
+    """S x: what the key or query x finds in S. S (B, H, V, K)  x (B, H, K)  ->  (B, H, V)"""
     return (S @ x[..., None]).squeeze(-1)
 
 def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
-    """The definition: one step after the other, O(T V K). Only S is carried from step to step.
+    """The definition: one step after the other, in O(T V K). Only S is passed on from step to step.
 
         D_t = (z_t f_t^T) * S_{t-1}    S_t = D_t + (w_t * v_t - D_t (e_t * k_t)) k_t^T    o_t = S_t q_t
 
     q, k (B, H, T, K)   v (B, H, T, V)   log_f, erase (B, H, T, K|1)   log_z, write (B, H, T, V|1)
     write, erase may be (B, H, T)   S (B, H, V, K), with `normalise` (B, H, V + 1, K)
     ->  o (B, H, T, V), last S (fp32; fp64 for fp64 inputs)
-    A gate that is None is left out: w = 1, e = 0, f = z = 1, S = 0. Log-decays are clamped at LOG_MIN = -5.
-    normalise: o_t is divided by max(n_t . q_t, floor), which makes it a weighted average of values
-    (Katharopoulos 2020 sec. 3.2). ValueError for normalise with erase, or with a vector write or log_z:
-    `refuse_mean` says why. From Schlag 2021 sec. 4.2 (w = e = beta), Mao 2022 (f, z), Peng 2021 (f = g,
-    w = 1-g), KDA (f, w = e), Gated DeltaNet-2 (f, w, e).
+    A gate that is None has no effect: w = 1, e = 0, f = z = 1. S = None starts from 0.
+    Log-decays are clamped at LOG_MIN = -5 per step.
+    normalise: o_t is divided by max(n_t . q_t, floor), so it is a weighted average of the values.
+    Katharopoulos 2020 sec. 3.2. ValueError for normalise with erase, or with a vector write or log_z:
+    `refuse_mean` says why.
+    From Schlag 2021 sec. 4.2 (w = e = beta), Mao 2022 (f, z), Peng 2021 (f = g, w = 1-g), KDA (f, w = e),
+    Gated DeltaNet-2 (f, w, e).
 
-    If you change it, test_recurrent_is_the_equation fails, and scripts still run the faster forms: give them
-    --impl=loop to run yours."""
+    If you change it, test_recurrent_is_the_equation fails. The scripts run faster forms, so your change has
+    no effect there without --impl=loop."""
     dtype = v.dtype
     q, k, v, w, e, log_f, log_z, S = filled(q, k, v, write, erase, log_f, log_z, S, normalise)
     f = log_f.exp()
@@ -155,10 +158,11 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
 
 
 # ---- the same in matrix products ---------------------------------------------------------------------------
-# A chunk is C steps at once. Q, K, V have one row per step. S is the state before the chunk, S' after it.
+# A chunk is C steps that are computed together. Q, K, V have one row per step. S is the state before the
+# chunk, S' the state after it.
 #
-# 1. sum. A query finds what S gives it, and what the steps of the chunk up to its own have written. Their
-#    weights are a C x C tile: q_t . k_s in row t and column s. The causal mask, tril(), takes out the future:
+# 1. sum. Query t reads S and what steps 1..t of the chunk wrote. The weights q_t . k_s are a C x C tile with
+#    row t and column s. The causal mask hides the future:
 #
 #           s = 1  2  3  4          O  = tril(Q K^T) V + Q S^T
 #     t = 1     x  .  .  .          S' = S + V^T K
@@ -166,47 +170,46 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
 #         3     x  x  x  .          x is kept, . is masked
 #         4     x  x  x  x
 #
-# 2. delta. Step t writes u_t k_t^T. It looks for e_t * k_t in S and in what the chunk has written so far, and
-#    takes off what it finds there:
-#        u_t = w_t * v_t - S (e_t * k_t) - sum_{s<t} u_s (k_s . (e_t * k_t))
-#    So u_t depends on earlier u_s. For all steps together this is a linear system, with R = e * K:
-#        (I + L) U = w * V - R S^T,    L = tril(R K^T, -1)
-#    L is strictly lower triangular: it is solved from the first row to the last. U then replaces V in 1.
+# 2. delta. Step t writes its value less what its key already finds, in S and in the earlier writes u_s:
+#        u_t = w_t v_t - e_t (S k_t + sum_{s<t} u_s (k_s . k_t))
+#    Move the sum to the left, and this is a linear system for all u_t. With r = e * K:
+#        (I + L) U = w * V - r S^T       L = tril(r K^T, -1)
+#    L is strictly lower triangular, so U is solved from the first row to the last. Then U takes V's place:
+#        O = tril(Q K^T) U + Q S^T       S' = S + U^T K
+# 3. one decay per head. Let a be the running sum of log f. What s wrote has shrunk by exp(a_t - a_s) when t
+#    reads it. That is one factor for t and one for s, so we multiply them into the rows of Q and K. Both
+#    count from m, the value of a at the middle step, which keeps them small:
+#        y = exp(a - m) Q        x = exp(m - a) K        r = exp(a - m) (e * K)
+#        A = tril(y x^T)         L = tril(r x^T, -1)     S_m = exp(m) S, the state as the middle step sees it
+#        O = A U + y S_m^T       S' = exp(a_C - m) (S_m + U^T x)
+#        (I + L) U = w * V - r S_m^T
+# 4. one decay per channel, for keys and values. For the keys, the factors become vectors and nothing else
+#    changes. The values get the same kind of factors. Let c be the running sum of log z, and c_m its middle:
+#        (I + L) U = exp(c_m - c) (w * V) - r S_m^T      O = exp(c - c_m) (A U + y S_m^T)
+#    The rows of S_m get exp(c_m), those of S' get exp(c_C - c_m). The term r S_m^T needs no factor: what the
+#    key finds gets exp(c - c_m) when it is read and exp(c_m - c) when it is written, and these cancel.
 #
-# 3. one decay per head. What step s wrote has shrunk by exp(a_t - a_s) when step t reads it; a is the running
-#    sum of log f. This is a factor for t times a factor for s, so each goes into its own row. Both start
-#    from the middle step, where a = m, so that neither becomes large:
-#        y = exp(a - m) Q        x = exp(m - a) K        S_m = exp(m) S, the state as the middle sees it
-#        A = tril(y x^T)         O = A V + y S_m^T       S' = exp(a_C - m) (S_m + V^T x)
-#
-# 4. one decay per channel, of keys and of values. For keys the factors become vectors, and nothing else
-#    changes. Values get factors of the same kind; c is the running sum of log z, c_m its value at the middle:
-#        U = exp(c_m - c) V      O = exp(c - c_m) (A U + y S_m^T)        the rows of S_m and S' alike
-#
-# 5. delta with decays. Keys look for what to erase as queries do: r = exp(a - m) (e * K). What is found gets
-#    exp(c - c_m) when it is read and exp(c_m - c) when it is written, and these cancel:
-#        (I + L) U = exp(c_m - c) (w * V) - r S_m^T,    L = tril(r x^T, -1)
-#
-# Why has a decaying chunk 16 steps here, and up to 32 in kernels.py? At -5 per step, 8 steps from the middle,
-# a factor is within exp(+-40). Where keys and values both decay, autograd multiplies the gradient of one
-# factor by another factor: exp(80), and fp32 ends at exp(88). The backward by hand in kernels.py needs no
-# gradient of a factor: that of log f_t is what is read less what is written, from step t on. (With decays on
-# one side only, 32 steps would work here, too.)
-# A trap: above the diagonal, a longer chunk's tile holds inf. Masked too late, its gradient is inf * 0.
+# Why at most 16 steps in a decaying chunk here, but 32 in kernels.py? A step is at most 8 steps away from the
+# middle. At -5 per step its factors stay within exp(+-40). If keys and values both decay, autograd multiplies
+# the gradient of a key factor by value factors: up to exp(80), and fp32 ends at exp(88). The hand-written
+# backward of kernels.py needs no gradient of a factor: the gradient of log f_t is reads minus writes, summed
+# from t on. (With decay on one side only, 32 steps would be safe here, too.)
+# A trap: in a longer chunk the tile holds inf above the diagonal. If it is masked too late, its gradient is
+# inf * 0 = NaN.
 DECAYING = 16
 
 def factors(log_decay):
-    """Log-decays of a chunk (B, H, C, d), a their running sum, m = a at the middle step  ->  exp(a - m) and
-    exp(m - a) of that shape, exp(m) and exp(a_C - m) (B, H, 1, d)"""
+    """log_decay (B, H, C, d) of a chunk  ->  exp(a - m), exp(m - a) of that shape; exp(m), exp(a_C - m)
+    (B, H, 1, d). a is the running sum, m its value at the middle step."""
     a = log_decay.cumsum(2)
-    m = a[:, :, a.shape[2] // 2, None].detach()             # no result depends on m
+    m = a[:, :, a.shape[2] // 2, None].detach()             # m cancels in every result
     return (a - m).exp(), (m - a).exp(), m.exp(), (a[:, :, -1:] - m).exp()
 
 def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR,
             chunk=64):
-    """`recurrent` in matrix products, with a state between chunks. Same arguments, same results, any T >= 1.
-    O(T (C (K + V) + K V)): short chunks cost less arithmetic, long chunks make fewer and larger products.
-    Letters as above and in kernels.py: y reads, x is written, r is the key as it looks for what to erase."""
+    """`recurrent` in matrix products, chunk after chunk. Same arguments and results, any T >= 1.
+    O(T (C (K + V) + K V)): short chunks need less arithmetic, long chunks make fewer and larger products.
+    Letters as above and in kernels.py: y reads, x is written, r looks up what the key already finds."""
     dtype = v.dtype
     if log_f is not None or log_z is not None:
         chunk = min(chunk, DECAYING)
@@ -232,29 +235,29 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
 
 
 # ---- write all, then read ----------------------------------------------------------------------------------
-# The equation, cut in two: first S after all steps, then o_t = S q_t with the same S for every query. If the
-# queries come from the same text, this is an encoder, in which each step sees the whole text. If they come
-# from another text, it is cross attention, and what a decoder reads from has the same size at every step.
+# First write all steps into S, then let every query read the same S: o_t = S q_t. If the queries come from
+# the text that was written, this is an encoder: each step sees the whole text. If they come from another
+# text, it is cross attention. The decoder then reads from a state of fixed size.
 
 def in_any_order(erase, log_f, log_z):
-    """Whether nothing is forgotten or erased. The order of the steps does not matter then."""
+    """Whether nothing is forgotten or erased. S is then a plain sum, in which the order does not matter."""
     return erase is None and log_f is None and log_z is None
 
 def write_all(k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, form=chunked):
-    """S after all steps, (B, H, V, K). Arguments as for `recurrent`; `form` is one of its forms. If the order
-    of the steps does not matter, it is S + sum_t w_t v_t k_t^T: one product."""
+    """S after all steps, (B, H, V, K). Arguments as for `recurrent`; `form` computes the recurrence. If the
+    order of the steps does not matter, S + sum_t w_t v_t k_t^T is one product."""
     if in_any_order(erase, log_f, log_z):
         _, k, v, w, _, _, _, S = filled(k, k, v, write, erase, log_f, log_z, S, normalise)
         return S + (w * v).mT @ k
     return form(k, k, v, write, erase, log_f, log_z, S, normalise)[1]
 
 def read_all(q, S, normalise=False, floor=FLOOR):
-    """o_t = S q_t, of any number of queries q (B, H, T, K)  ->  (B, H, T, V)"""
+    """o_t = S q_t for any number of queries. q (B, H, T, K)  ->  (B, H, T, V)"""
     return finish(q.to(S.dtype) @ S.mT, normalise, floor, q.dtype)
 
 def where_there(there, v, gates):
-    """Gates with which padding changes nothing: it writes and erases with strength 0 and forgets nothing, so
-    S stays as it is. there (B, T) is false for padding   v (B, H, T, V)"""
+    """Gates for a text with padding. there (B, T) is false where a step is padding. Such a step writes and
+    erases with strength 0 and forgets nothing, so it leaves S alone. v (B, H, T, V)"""
     there = there[:, None].to(v.dtype)
     found = {'write': there.expand(v.shape[:3])}
     for name, x in gates.items():
@@ -264,12 +267,12 @@ def where_there(there, v, gates):
 
 def encoded(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR,
             there=None, form=chunked):
-    """`recurrent` for an encoder. Same arguments, but each step reads what all steps have written. there
-    (B, T) says which steps are not padding (None: all). `form` is the form of the recurrence.
+    """`recurrent` for an encoder: same arguments, but each step reads what all steps have written. there
+    (B, T) says which steps are real (None: all). `form` computes the recurrence.
 
-    If steps are forgotten or erased, their order matters, and the text is read in both directions. S_t q_t
-    finds the steps up to t. D_t q_t in the reversed text, read before step t is written there, finds the
-    others. So each step counts once. Numerators and denominators are added separately."""
+    If steps are forgotten or erased, their order matters, so the text is read in both directions. The output
+    is S_t q_t, from the steps up to t, plus D_t q_t of the reversed text. D_t is read before step t is
+    written, so each step counts once. Numerators and denominators are added separately, then divided."""
     dtype = v.dtype
     gates = {'write': write, 'erase': erase, 'log_f': log_f, 'log_z': log_z}
     if there is not None:
@@ -283,13 +286,13 @@ def encoded(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
     reversed_text = {name: x.flip(2) for name, x in {'k': k, 'v': v, **gates}.items() if x is not None}
     next_q = (log_f.exp() * q).flip(2).roll(-1, 2)          # D_t q_t = z_t * (S_{t+1} (f_t * q_t))
     later, _ = form(next_q, **reversed_text)
-    later = F.pad(later.flip(2)[:, :, 1:], (0, 0, 0, 1))    # behind the last step there is nothing
+    later = F.pad(later.flip(2)[:, :, 1:], (0, 0, 0, 1))    # nothing follows the last step
     return finish(o + log_z.exp() * later, normalise, floor, dtype), S
 
 
-# ---- the other kind of state: a list of rows ---------------------------------------------------------------
+# ---- the other kind of state: a cache of key/value pairs ---------------------------------------------------
 def softmax(q, k, v, rows=None):
-    """Softmax attention under the same interface. Its state is the key and value of every step, so it grows.
+    """Softmax attention with the same interface. Its state is the cache of all keys and values, and it grows.
     q, k, v (B, H, T, d)   rows None or dict(k, v) (B, H, T0, d)  ->  o (B, H, T, d), dict(k, v) of T0 + T"""
     if rows is not None:
         k = torch.cat([rows['k'], k], 2)
@@ -299,22 +302,23 @@ def softmax(q, k, v, rows=None):
     mask = None
     if 1 < T < T_all:
         mask = q.new_ones(T, T_all, dtype=torch.bool).tril(T_all - T)
-    causal = bool(T == T_all > 1)                               # a bool also where sizes are traced
+    causal = bool(T == T_all > 1)                               # torch.jit.trace needs a bool, too
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal), dict(k=k, v=v)
 
 def softmax_of_all(q, k, v, there=None):
-    """`softmax` of an encoder: each step sees all steps except padding. there (B, T) or None"""
+    """`softmax` for an encoder: each step sees all steps except padding. there (B, T) or None"""
     mask = None
     if there is not None:
         mask = there[:, None, None]
     return F.scaled_dot_product_attention(q, k, v, mask), dict(k=k, v=v)
 
-# A transformer is an RNN whose state is a growing list of keys and values; here a row is one such pair. If at
-# most `cache` rows are kept, the state is finite (Oren 2024 sec. 3). A step sees the rows kept so far and its
-# own. When there are too many, the row with the lowest score is evicted; ties evict the oldest. A policy has
-# the scores, (B, H, rows), from: a, the attention that this step pays to each row; total, the attention since
-# the row came; pos, positions; t, the position of this step. a and total are per head. `tova` averages over
-# heads; `random` is a fixed hash of position and time, the same everywhere.
+# A transformer is an RNN whose state, the cache of key/value pairs, grows. Limit the cache to `cache` tokens
+# and the state is finite (Oren 2024 sec. 3). A step sees the cached tokens and its own. If these are too
+# many, the token with the lowest score is evicted; ties evict the oldest. A policy gives the scores
+# (B, H, tokens). Its inputs: a is the attention of this step, total its sum over all steps since a token
+# came, both per head; pos are the tokens' positions and t is this step's. `tova` averages over heads.
+# `random` is a fixed hash, the same on every machine. In the code, `rows` is the cache, a dict of tensors
+# with one entry per cached token.
 POLICIES = {
     'window': lambda a, total, pos, t, cache, sinks: pos.float(),
     'sink': lambda a, total, pos, t, cache, sinks: pos.float().masked_fill(pos < sinks, math.inf),
@@ -323,11 +327,11 @@ POLICIES = {
     'tova-head': lambda a, total, pos, t, cache, sinks: a,
     'random': lambda a, total, pos, t, cache, sinks: ((pos * 40503 + t * 30011) % 65537).float(),
 }
-NEVER = -1e30   # a score that counts nothing beside others. With -inf, no rows at all would make NaN
+NEVER = -1e30   # the score of a masked token; -inf would give NaN where all are masked
 
 def compressed(pos):
-    """Positions (B, H, rows) in any order. Each gap g > 10 counts as ceil(10 + ln ln(g - 10 + e)): 11 to
-    13. Oren 2024, appendix, and its authors' code."""
+    """Shorten each gap g > 10 between positions to ceil(10 + ln ln(g - 10 + e)), which is 11 to 13. The
+    positions (B, H, tokens) come in any order. Oren 2024, appendix, and the authors' code."""
     in_order, order = pos.sort()
     gap = in_order.diff(dim=-1, prepend=in_order[..., :1]).float()
     beyond = (gap - 10).clamp(min=0)
@@ -335,26 +339,26 @@ def compressed(pos):
     return torch.zeros_like(near).scatter(-1, order, near)
 
 def empty_rows(k, cache):
-    """Room for `cache` rows, all empty: pos is -1. k (B, H, T, d)"""
+    """A cache with `cache` empty slots, marked by pos = -1. k (B, H, T, d)"""
     B, H, _, d = k.shape
     empty = k.new_zeros(B, H, cache, d)
     total = torch.zeros(B, H, cache, dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
     return dict(k=empty, v=empty, pos=total.long() - 1, total=total)
 
 def append(rows, k, v, t):
-    """The rows, and behind them those of the steps t, t + 1, ... with keys and values k, v (B, H, T, d)."""
+    """Append the steps t, t + 1, ... to the cache. Their keys and values are k, v (B, H, T, d)."""
     steps = t + torch.arange(k.shape[2], device=k.device)
     pos = steps.expand(k.shape[:3])
     new = dict(k=k, v=v, pos=pos, total=torch.zeros_like(pos, dtype=rows['total'].dtype))
     return {name: torch.cat([rows[name], new[name]], 2) for name in new}
 
 def pick(rows, index):
-    """The rows at index (B, H, n)."""
+    """The cached tokens at index (B, H, n)."""
     wide = index[..., None]
     return {name: x.take_along_dim(wide if x.dim() == 4 else index, 2) for name, x in rows.items()}
 
 def replaced(rows, index):
-    """The rows without the one at index (B, H, 1). The last row takes its place."""
+    """The cache without the token at index (B, H, 1). The last token moves into its slot."""
     kept = {}
     for name, x in rows.items():
         place = index
@@ -364,8 +368,8 @@ def replaced(rows, index):
     return kept
 
 def attend(q, rows, seen, turn=None):
-    """Softmax attention of q (B, H, T, d) to the rows that are `seen` (B, H, 1|T, rows). q's own come last.
-    ->  o (B, H, T, d), weights (B, H, T, rows), log of their denominator (B, H, T, 1)"""
+    """Softmax attention of q (B, H, T, d) under the mask `seen` (B, H, 1|T, tokens). The last T cached tokens
+    are q's own.  ->  o (B, H, T, d), weights (B, H, T, tokens), log of their denominator (B, H, T, 1)"""
     k = rows['k']
     if turn is not None:
         pos = compressed(rows['pos'])
@@ -374,21 +378,21 @@ def attend(q, rows, seen, turn=None):
     scores = (q @ k.mT).to(rows['total'].dtype) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(~seen, NEVER)
     weights = scores.softmax(-1)
-    top = scores.argmax(-1, keepdim=True)                           # logsumexp's exp is slow where NEVER is
+    top = scores.argmax(-1, keepdim=True)                           # torch.logsumexp is slow with NEVER
     log_sum = scores.gather(-1, top) - weights.gather(-1, top).log()
     return weights.to(q.dtype) @ rows['v'], weights, log_sum
 
 def bounded_step(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
-    """`bounded` for one step: append, attend, score the rows, evict the lowest."""
+    """`bounded` for one step: append the step, attend, score the cached tokens, evict one."""
     rows = append(rows, k, v, t)
     real = rows['pos'] >= 0
     o, a, log_mass = attend(q, rows, real[:, :, None], turn)
     total = rows['total'] + a[:, :, 0]
     worth = POLICIES[policy](a[:, :, 0], total, rows['pos'], t, cache, sinks)
-    worth = worth.masked_fill(~real, -math.inf)                     # empty ones are evicted first
+    worth = worth.masked_fill(~real, -math.inf)                     # evict empty slots first
     worst = worth == worth.amin(-1, keepdim=True)
     gone = torch.where(worst, rows['pos'], t + 1).argmin(-1, keepdim=True)
-    if spill:                                                       # the first time was for the scores only
+    if spill:                                                       # the first read only gave the scores
         place = torch.arange(cache + 1, device=q.device)
         stays = real & (place != gone)
         o, a, log_mass = attend(q, rows, stays[:, :, None], turn)
@@ -397,20 +401,21 @@ def bounded_step(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=Non
     return o, log_mass, pick(rows, gone), replaced(rows, gone)
 
 def joined(parts):
-    """What `bounded` returns for a text, joined from its parts."""
+    """The results of `bounded` for a text, from its results for the parts."""
     o, log_mass, went, rows = zip(*parts)
     went = {name: torch.cat([part[name] for part in went], 2) for name in went[0]}
     return torch.cat(o, 2), torch.cat(log_mass, 2), went, rows[-1]
 
 def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
-    """Softmax attention that keeps at most `cache` rows, by one of POLICIES: the definition, step by step.
-    q, k, v (B, H, T, d)   t position of the first step   sinks < cache: how many first rows `sink` protects
-    rows None, or what was returned before: k, v (B, H, cache, d), pos, total (B, H, cache), in any order; pos
-    is -1 for empty ones
-    spill: evict before reading. The evicted row is then in a matrix that is read, too, and must not count
-    twice (FastWeights.keep_rows in model.py)
-    turn(x, pos): rope, for keys that come without it and are rotated by `compressed` positions
-    ->  o (B, H, T, d), log of the denominators (B, H, T, 1), the row evicted at each step (T rows), rows"""
+    """Softmax attention with at most `cache` cached tokens: the definition, step by step.
+    q, k, v (B, H, T, d)   t position of the first step   policy from POLICIES
+    sinks < cache: how many first tokens `sink` never evicts
+    rows None, or the cache that the last call returned: k, v (B, H, cache, d), pos, total (B, H, cache), in
+    any order. pos is -1 in an empty slot.
+    spill: evict before the step reads. The evicted token then goes into a matrix and must not count twice.
+    FastWeights.keep_rows in model.py averages cache and matrix by their denominators.
+    turn(x, pos): rope. Keys then come without it and are rotated by their `compressed` positions.
+    ->  o (B, H, T, d), log of the denominators (B, H, T, 1), the T evicted tokens, one per step, the cache"""
     if rows is None:
         rows = empty_rows(k, cache)
     steps = []
@@ -423,12 +428,13 @@ def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
 
 # ---- feature maps phi: (B, H, T, head_dim) -> (B, H, T, feature_dim) ---------------------------------------
 class FeatureMap(nn.Module):
-    """phi(x, side, t): x (B, H, T, head_dim), side 'q' or 'k', t position of its first row. Here f, by entry.
-    positive      no feature is ever negative, so norm `sum` may divide by their sum
-    mean          phi(q).phi(k) >= 0, at least on average over random draws, so `attn` may divide by n.q
-    floor         the smallest number that `attn` divides by
-    like_softmax  phi(q).phi(k) stands for softmax's exp(q.k / sqrt(head_dim)), or can learn to
-    max_len       how many positions are known; None: no limit"""
+    """phi(x, side, t): x (B, H, T, head_dim), side 'q' or 'k', t the position of the first step. This class
+    applies f to each entry; others override forward.
+    positive      no feature is ever negative, so the normaliser `sum` may divide by their sum
+    mean          phi(q).phi(k) >= 0, exactly or on average over draws, so `attn` may divide by n.q
+    floor         the smallest denominator of `attn`
+    like_softmax  phi(q).phi(k) approximates softmax's exp(q.k / sqrt(head_dim)), or can learn to
+    max_len       the number of positions that the map knows; None: no limit"""
     positive, mean, floor, like_softmax, max_len = True, True, FLOOR, False, None
 
     def __init__(self, n_head, head_dim, arg=None, **traits):
@@ -443,7 +449,7 @@ class FeatureMap(nn.Module):
         return self.f(x)
 
 def number(arg, default):
-    """What follows the colon of --phi=dpfp:3: a number above 0, whole if the default is whole."""
+    """The number after the colon of --phi=dpfp:3: positive, and an integer if the default is one."""
     if arg is None:
         return default
     kind = type(default)
@@ -457,7 +463,7 @@ def number(arg, default):
     return value
 
 class Exp(FeatureMap):
-    """exp(s x), s = 1 unless given. In Zhang 2024 sec. 3, s = 2 is spiky enough to recall, s = 1 is not."""
+    """exp(s x), s = 1 unless given. Zhang 2024 sec. 3: s = 2 is spiky enough for recall, s = 1 is not."""
     def __init__(self, n_head, head_dim, s=None):
         super().__init__(n_head, head_dim, s=number(s, 1.0))
 
@@ -465,7 +471,7 @@ class Exp(FeatureMap):
         return (self.s * x).exp()
 
 class DPFP(FeatureMap):
-    """r_i r_{i+j}, r = relu([x; -x]), i cyclic, j = 1..nu, nu = 1 unless given. Schlag 2021 sec. 5.4.
+    """r_i r_{i+j}, r = relu([x; -x]), i cyclic, j = 1..nu. nu = 1 unless given. Schlag 2021 sec. 5.4.
 
     >>> DPFP(1, 2)(torch.tensor([1., -2.]))         # r = (1, 0, 0, 2), times its neighbours (0, 0, 2, 1)
     tensor([0., 0., 0., 2.])
@@ -483,8 +489,9 @@ class DPFP(FeatureMap):
         return torch.cat([r * r.roll(-j, -1) for j in range(1, self.nu + 1)], -1)
 
 class Taylor(FeatureMap):
-    """[1, x / d^(1/4), x_i x_j / sqrt(d) (i < j), x_i^2 / sqrt(2d)]: phi(q).phi(k) = 1 + s + s^2/2 >= 1/2,
-    s = q.k / sqrt(d), the series of softmax's e^s. Zhang 2024 sec. 3; compact as in Arora 2024: m ~ d^2/2."""
+    """[1, x / d^(1/4), x_i x_j / sqrt(d) (i < j), x_i^2 / sqrt(2d)]. phi(q).phi(k) = 1 + s + s^2/2 >= 1/2,
+    s = q.k / sqrt(d): the Taylor series of softmax's e^s. Zhang 2024 sec. 3. Each pair i, j appears once, as
+    in Arora 2024, so there are about d^2/2 features."""
     positive, like_softmax = False, True
 
     def __init__(self, n_head, head_dim, arg=None):
@@ -499,7 +506,7 @@ class Taylor(FeatureMap):
 
 class CosFormer(FeatureMap):
     """[r cos a_t, r sin a_t], r = relu(x), a_t = pi t / 2M: phi(q_t).phi(k_s) = r.r' cos(a_t - a_s). Qin 2022
-    sec. 3.2. M is how many positions are known. It is chosen before training; more positions are an error."""
+    sec. 3.2. Choose M, the number of positions, before training: a text beyond it is a ValueError."""
     floor = 1e-2
 
     def __init__(self, n_head, head_dim, M=None):
@@ -515,9 +522,9 @@ class CosFormer(FeatureMap):
         return torch.cat([r * a.cos(), r * a.sin()], -1)
 
 class T2R(FeatureMap):
-    """relu(W x + b), with W (H, m, d) learned in each layer and shared by q and k. Kasai 2021 sec. 3.1. m = d
-    unless given. The authors' code first divides q by sqrt(d): that is t2r-scaled."""
-    floor = 1e-2    # if all features are zero, so is n.q; the authors' code clamps here, too
+    """relu(W x + b). Each layer learns its own W (H, m, d), shared by q and k. m = d unless given. Kasai 2021
+    sec. 3.1. The authors' code first divides q by sqrt(d): that is t2r-scaled."""
+    floor = 1e-2    # all features can be zero, which makes n.q zero; the authors' code clamps here
 
     def __init__(self, n_head, head_dim, m=None, scaled=False):
         m = number(m, head_dim)
@@ -533,13 +540,13 @@ class T2R(FeatureMap):
         return (x @ self.weight.mT.to(x.dtype) + self.bias).relu()
 
 class Hedgehog(FeatureMap):
-    """[softmax(y), softmax(-y)], y = W x, with W (H, d, d) in each layer, at first the identity. Zhang 2024
-    sec. 4, with the softmax over features of its appendix A. Other forms:
-    exp      [e^(y - max y), e^(min y - y)]: cannot overflow either, but large keys lose their advantage
-    paper    e^(W x + b), the paper's equation 3, d features
-    listing  [e^y, e^-y], y = W x + b, with separate W and b for q and for k: the appendix's listing
-    4        softmax [y, -y], one softmax over all 8d features, W (H, 4d, d): at first the identity and 3
-             random rotations, twice as large"""
+    """[softmax(y), softmax(-y)], y = W x. Each layer learns its own W (H, d, d), at first the identity.
+    Zhang 2024 sec. 4, with the softmax over features of its appendix A. The other forms:
+    exp      [e^(y - max y), e^(min y - y)]: cannot overflow either, but keys lose their size beside others
+    paper    e^(W x + b), equation 3 of the paper, d features
+    listing  [e^y, e^-y], y = W x + b, the listing of the appendix: q and k have separate W and b
+    4        one softmax over all 8d features of [y, -y], W (H, 4d, d). W starts as the identity and 3 random
+             rotations, each times 2; any number of maps is possible"""
     like_softmax = True
 
     def __init__(self, n_head, head_dim, form=None):
@@ -580,10 +587,10 @@ class Hedgehog(FeatureMap):
         return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1)
 
 class Favor(FeatureMap):
-    """FAVOR+: e^(-|x|^2/2) [e^Rx, e^-Rx] / sqrt(2m); E[phi(q).phi(k)] = e^(q.k). Choromanski 2021 sec. 2.3.
-    x is first divided by d^(1/4), which makes it softmax's e^(q.k / sqrt(d)). R (m, d), m = d unless given,
-    has rows like N(0, I), in orthogonal groups of d. It is redrawn for each training batch and kept in the
-    checkpoint."""
+    """FAVOR+: e^(-|x|^2/2) [e^Rx, e^-Rx] / sqrt(2m). E[phi(q).phi(k)] = e^(q.k). Choromanski 2021 sec. 2.3.
+    x is first divided by d^(1/4), which gives softmax's e^(q.k / sqrt(d)). R (m, d) has rows like N(0, I),
+    orthogonal in each block of d; m = d unless given. It is redrawn for each training batch, and it is saved
+    in the checkpoint."""
     like_softmax = True
 
     def __init__(self, n_head, head_dim, m=None):
@@ -597,8 +604,8 @@ class Favor(FeatureMap):
         m, d = self.R.shape
         squares = torch.randn(math.ceil(m / d), d, d, device=self.R.device)
         directions = torch.linalg.qr(squares)[0].mT.reshape(-1, d)[:m]
-        # a random direction times the length of a Gaussian vector is a Gaussian vector. QR prefers some
-        # signs, so these directions are not quite uniform, but phi has both R and -R, so signs do not matter
+        # A random direction times the length of a Gaussian vector is a Gaussian vector. QR prefers some
+        # signs, so the directions are not quite uniform. phi uses both R and -R, so signs do not matter.
         self.R.copy_(directions * torch.randn(m, d, device=self.R.device).norm(dim=-1, keepdim=True))
 
     def forward(self, x, side='q', t=0):
@@ -609,8 +616,8 @@ class Favor(FeatureMap):
 
 class RFA(Favor):
     """[sin(Wx), cos(Wx)] / sqrt(m), |x| = 1, W = R * sigma, sigma (H, d) learned. Peng 2021 sec. 3.1.
-    E[phi(q).phi(k)] = exp(-|sigma (q - k)|^2 / 2), a Gaussian; for a single draw it may be negative. R has
-    orthogonal rows, as in FAVOR+; the paper's are independent."""
+    E[phi(q).phi(k)] = exp(-|sigma (q - k)|^2 / 2), a Gaussian. A single draw may be negative. R is that of
+    FAVOR+, with orthogonal rows; in the paper they are independent."""
     positive, like_softmax, floor = False, False, 1e-2
 
     def __init__(self, n_head, head_dim, m=None):
@@ -625,11 +632,11 @@ def itself(x):
     return x
 
 def elu1(x):
-    """elu(x) + 1, with a single exp: the sum would round to 0 for x < -17 in fp32 and for x < -6 in bf16."""
+    """elu(x) + 1 as a single exp: with a sum it would round to 0 for x < -17 in fp32, for x < -6 in bf16."""
     return x.relu() + x.clamp(max=0).exp()
 
 FEATURE_MAPS = {  # name: constructor (n_head, head_dim, [arg]) -> module with .feature_dim
-    'identity': partial(FeatureMap, f=itself, positive=False, mean=False),      # Mao 2022: no map at all
+    'identity': partial(FeatureMap, f=itself, positive=False, mean=False),      # Mao 2022: no map
     'elu': partial(FeatureMap, f=elu1),                                         # Katharopoulos 2020 eq. 7
     'relu': partial(FeatureMap, f=torch.relu, floor=1e-2),
     'silu': partial(FeatureMap, f=F.silu, positive=False, mean=False),          # DeltaNet 2024
@@ -638,7 +645,7 @@ FEATURE_MAPS = {  # name: constructor (n_head, head_dim, [arg]) -> module with .
 }
 
 def feature_map(spec, n_head, head_dim):
-    """'dpfp:3' -> FEATURE_MAPS['dpfp'](n_head, head_dim, '3'). Raises ValueError that names the choices."""
+    """'dpfp:3' -> FEATURE_MAPS['dpfp'](n_head, head_dim, '3'). ValueError lists the choices."""
     name, _, arg = spec.partition(':')
     if name not in FEATURE_MAPS:
         raise ValueError(f'--phi={spec}: no such feature map; choose from {", ".join(FEATURE_MAPS)}')
@@ -667,20 +674,20 @@ NORMALISERS = {
 
 # ---- rules: which gates there are --------------------------------------------------------------------------
 class Rule(NamedTuple):
-    """A line of the table below. Gates come from the layer's input x: beta = beta_max sigmoid(x W), log f =
-    -rate dt, dt = softplus(x W + b), and log z likewise. A rate of 1 is f = sigmoid(-(x W + b)). Gates in
-    model.py says where they start."""
+    """A row of the table `RULES`. Gates are computed from the layer's input x: beta = sigmoid(x W),
+    log f = -rate dt, dt = softplus(x W + b); log z likewise. rate 1 gives f = sigmoid(-(x W + b)). Their
+    initial values: Gates in model.py."""
     about: str                  # the known model
-    phi: str = 'identity'       # feature map, if --phi does not name another
-    norm: str = 'none'          # normaliser, if --norm does not
-    f: str | None = None        # decay along the keys: 'fixed' (by head), 'head' or 'channel' (both learned)
+    phi: str = 'identity'       # feature map, unless the user gives another
+    norm: str = 'none'          # normaliser, likewise
+    f: str | None = None        # decay along the keys: 'fixed' per head; learned per 'head' or 'channel'
     z: str | None = None        # decay along the values: 'channel'
-    write: str | None = None    # None is 1; 'beta', one per head; 'channel'; '1-f'; 'dt', the softplus of f
-    erase: str | None = None    # 'write': e = w; 'channel': a beta of its own for each channel
+    write: str | None = None    # None: 1; 'beta': one per head; 'channel'; '1-f'; 'dt': the softplus of f
+    erase: str | None = None    # 'write': e = w; 'channel': a beta of its own per channel
     rate: float | None = 1.0    # None: learned, one per head
-    keeps: str | None = None    # the state is rows (k, v) instead of S: 'all', or a policy's name
+    keeps: str | None = None    # for softmax: 'all' key/value pairs, or the policy that limits the cache
     form: Callable | None = None    # for a rule that the equation does not cover: a function with recurrent's
-                                # signature, which is then always used instead of recurrent
+                                # signature, which is always used in its place
 
     @property
     def matrix(self):
@@ -689,7 +696,7 @@ class Rule(NamedTuple):
 
     @property
     def bounded(self):
-        """Whether the state is a list of keys and values that does not grow."""
+        """Whether the state is a cache of limited size."""
         return self.keeps not in (None, 'all')
 
 RULES = {

@@ -1,4 +1,4 @@
-"""The fast forms, and nothing else. Each has its definition elsewhere; test_all.py compares the two.
+"""The fast forms, and nothing else. Each is defined elsewhere, and test_all.py compares the two.
 
     o, S = chunked(q, k, v, write, erase, log_f, log_z, S, normalise, floor)     fastweight.chunked, recurrent
     o, S = step(...)                                                             the same for a single step
@@ -6,7 +6,7 @@
     y = shifted_sum(x, w)                                                        model.shifted_sum
     step = recorded(model, token, state, choose)                                 model.step
 
-model.pick_forms imports this file. Without it everything but bench.py works, more slowly.
+Without this file everything but bench.py still works, more slowly. model.pick_forms imports it.
 """
 import collections
 import contextlib
@@ -26,28 +26,31 @@ import fastweight
 from fastweight import (FLOOR, LOG_MIN, append, attend, empty_rows, factors, finish, joined, l2, pick,
                         refuse_mean, start)
 
-triton = None                       # everything works without it; only GPUs are slower
+triton = None                       # only GPUs need it, to be fast
 tl = types.SimpleNamespace(constexpr=None)
-if torch.cuda.is_available() or 'TRITON_INTERPRET' in os.environ:       # its import takes as long as ours
+if torch.cuda.is_available() or 'TRITON_INTERPRET' in os.environ:       # importing it takes as long as ours
     with contextlib.suppress(ImportError):
         import triton
         import triton.language as tl
 
 
-# ---- CPU: chunks with a backward by hand -------------------------------------------------------------------
+# ---- CPU: chunks with a hand-written backward --------------------------------------------------------------
 # The four steps of fastweight.chunked, in its letters. A tensor is (N, n, C, .): N = B H sequences of n
-# chunks of C steps. f and e scale channels of keys, f the columns of S; z and w those of values, z its rows.
+# chunks of C steps. f and e scale the channels of keys: f the columns of S. z and w scale those of values: z
+# the rows of S.
 #
-#   y = f_up q     r = f_up e k     x = f_down k        rows of keys, decays counted from the chunk's middle
+#   y = f_up q     r = f_up e k     x = f_down k        rows; decays count from the chunk's middle
 #   A = tril(y x^T)    L = tril(r x^T, -1)    M = (I + L)^-1
-#   U = M (z_down w v)    W = -M (f_in r)               what is written if S = 0, and what S changes about it:
-#                                                       U = M Y in the end, Y = z_down w v - z_in (r S_in^T)
+#   U = M (z_down w v)    W = -M (f_in r)               what is written if S = 0, and how it depends on S: in
+#                                                       the end U = M Y, Y = z_down w v - z_in (r S_in^T)
 #   S' = f_all z_all S + z_all (S W^T) (f_out x) + (z_out U)^T (f_out x)    the chunks one after the other
 #   U <- U + z_in (W S^T)                               what is written
-#   o = z_up (A U + z_in (y S_in^T))                    S_in = f_in S, what keys meet at the middle
+#   o = z_up (A U + z_in (y S_in^T))                    S_in = f_in S, the state as the middle step sees it
 #
-# In S' the state is multiplied by P = diag(f_all) + W^T (f_out x), which no state is needed for. The backward
-# reads this from bottom to top. dX is the gradient of X; do and dS' are given.
+# S' is z_all S times P = diag(f_all) + W^T (f_out x), plus a term without S. P needs no state, so the loop
+# over the chunks has little to do. The backward goes through these lines from bottom to top. A product A U
+# has the gradients dA = g U^T and dU = A^T g, if g is that of the result. From (I + L) U = Y follow
+# dY = M^T dU and dL = -dY U^T. dX is the gradient of X; do and dS' are given:
 #
 #   gradient   shape          equation
 #   g          (C, V)         z_up do                              of what is summed up in o
@@ -67,23 +70,27 @@ if torch.cuda.is_available() or 'TRITON_INTERPRET' in os.environ:       # its im
 #   dlog z     (C, V)         o * do - v * dv, the same, plus dS' * S', summed over keys
 #
 # A gate that is one number for all channels gets the sum of their gradients.
-# Gates need no chain through the factors: log f_t scales all that a step from t on reads of what was written
-# before t, hence reads minus writes, from t to the end (GLA 2023, appendix C). So no factor of the keys meets
-# one of the values uncancelled, and a chunk may have 32 steps: at -5 each, f_up and its like are in e^+-80.
-# Above the diagonal y x^T, r x^T and g U^T may be infinite then; they are masked before anything is summed.
-# Nothing else overflows while q, k, v are below 10^3.
 #
-# Chunks are worked on a segment at a time: all chunks of a long text at once would leave every cache, and be
-# kept for the backward. What it needs of a segment, `forward_of` returns last. Only the last few segments
-# keep it; for those before, the state they begin with is kept, and their forward is computed once more.
-CHUNK = 32              # steps; `on_cpu` says where more or fewer pay
-NUMBERS = 2 ** 18       # of a tensor in a segment: 1 MB in fp32
+# dlog f comes without the gradients of f_up and f_down. Let a be the running sum of log f. It occurs only in
+# exp(a_s) q_s, exp(a_s) e_s k_s, exp(-a_s) k_s and, at the chunk's end, in S'. So its gradient is q * dq plus
+# the k terms of the table, and for the end dS' * S'. log f_t is part of a_s for all s >= t: sum from t on
+# (GLA 2023, appendix C). In short, reads minus writes.
+# So no factor of keys meets one of values without cancelling, and a chunk may have 32 steps. At -5 per step,
+# f_up and the others stay within e^+-80. Above the diagonal y x^T, r x^T and g U^T may then be infinite, so
+# they are masked before anything is summed. Nothing else overflows while q, k, v are below 10^3.
+#
+# Chunks are processed one segment at a time. All chunks of a long text together would not fit into the CPU's
+# caches, and the backward would keep them all. `forward_of` returns last what the backward needs of a
+# segment. Only the last few segments keep it. The others keep just the state they begin with, and their
+# forward is computed again.
+CHUNK = 32              # steps; `on_cpu` says where more or fewer are better
+NUMBERS = 2 ** 18       # numbers per tensor in a segment: 1 MB in fp32
 KEPT = 8                # segments that keep what the backward needs
-NO_DECAY = None, None, None, None       # in place of `factors`, so that nothing is computed for them
+NO_DECAY = None, None, None, None       # instead of `factors`, to compute nothing for absent decays
 
 
 def times(x, *gates):
-    """x, multiplied by each gate that is there."""
+    """x * each gate that is not None."""
     for y in gates:
         if y is not None:
             x = x * y
@@ -91,15 +98,15 @@ def times(x, *gates):
 
 
 def if_given(f, x):
-    """f(x), and None for an absent gate."""
+    """f(x), or None for an absent gate."""
     if x is None:
         return None
     return f(x)
 
 
 def inverted(L):
-    """(I + L)^-1, L (.., C, C) strictly lower triangular; entries above the diagonal are ignored. By halves,
-    which are inverted together, because products are faster than a solver that walks through long rows.
+    """(I + L)^-1 for strictly lower triangular L (.., C, C). Entries on and above the diagonal are ignored.
+    The two halves are inverted together, because products are faster than a solver for long rows.
 
         (I + A    0  )^-1  =  (  A'      0 )          A' = (I + A)^-1,   B' = (I + B)^-1
         (  E    I + B)        (-B' E A'  B')"""
@@ -116,10 +123,11 @@ def inverted(L):
 
 
 def walk(S, own, f_all, z_all, W, x_out, back=False):
-    """S' = z_all (f_all S + (S W^T) x_out) + own, the chunks one after the other. S (N, V, K)
-    own (N, n, V, K)   f_all (N, n, 1, K|1)   z_all (N, n, V|1, 1)   W (N, n, C, K), None where nothing is
-    erased   x_out = f_out x (N, n, C, K)   back: the gradients of the states, from the last chunk to the
-    first ->  the S that each chunk meets (N, n, V, K), and the one behind the last"""
+    """S' = z_all (f_all S + (S W^T) x_out) + own, one chunk after the other.
+    S (N, V, K)   own (N, n, V, K)   f_all (N, n, 1, K|1)   z_all (N, n, V|1, 1)
+    x_out = f_out x (N, n, C, K)   W (N, n, C, K), or None if nothing is erased
+    back: the same for gradients of the states, from the last chunk to the first
+    ->  the S before each chunk (N, n, V, K) (with back, after it), and the last S'"""
     _, n, V, K = own.shape
     erases = W is not None
     order = range(n)
@@ -127,7 +135,7 @@ def walk(S, own, f_all, z_all, W, x_out, back=False):
         order = reversed(order)
         W, x_out = x_out, W
     P = None
-    if erases and K <= V:    # leaves one product per chunk to the loop; of more features P is too large
+    if erases and K <= V:    # then the loop has one product per chunk; with more features P is too large
         P = W.mT @ x_out
         P.diagonal(dim1=2, dim2=3).add_(1.0 if f_all is None else f_all.squeeze(2))
     states = torch.empty_like(own)
@@ -148,8 +156,8 @@ def walk(S, own, f_all, z_all, W, x_out, back=False):
 
 
 def forward_of(S, q, k, v, w, e, log_f, log_z):
-    """A segment: q, k, v, gates (N, n, C, .), S (N, V, K) before it  ->  o (N, n, C, V), S after it, and what
-    else the backward needs, in the letters above"""
+    """A segment: q, k, v, gates (N, n, C, .), the state S (N, V, K) before it  ->  o (N, n, C, V), the state
+    after it, and what else the backward needs, in the letters above"""
     f = z = NO_DECAY
     if log_f is not None:
         f = factors(log_f)
@@ -165,7 +173,7 @@ def forward_of(S, q, k, v, w, e, log_f, log_z):
     if e is not None:
         r = times(k, e, f_up)
         M = inverted(r @ x.mT)
-        U = M @ U                                       # still without what keys find in the state
+        U = M @ U                                       # still without what the keys find in S
         W = -(M @ times(r, f_in))
     x_out = times(x, f_out)
     own = times(U, z_out).mT @ x_out
@@ -178,8 +186,8 @@ def forward_of(S, q, k, v, w, e, log_f, log_z):
 
 
 def backward_of(do, dS, inside, q, k, v, w, e, log_f, log_z):
-    """do (N, n, C, V), dS (N, V, K) of the state after the segment  ->  the gradients of everything that
-    forward_of took"""
+    """do (N, n, C, V), dS (N, V, K) of the state after the segment  ->  gradients of all that
+    forward_of takes"""
     f, z, A, M, W, U, states, S, o = inside
     f_up, f_down, f_in, f_out = f
     z_up, z_down, z_in, z_out = z
@@ -191,10 +199,10 @@ def backward_of(do, dS, inside, q, k, v, w, e, log_f, log_z):
     g_in = times(g, z_in)
     dA = (g @ U.mT).tril_()
     dU = A.mT @ g
-    read = times(g_in.mT @ y, f_in)                     # dS but for what comes from later chunks
+    read = times(g_in.mT @ y, f_in)                     # the chunk's own part of dS
     if e is not None:
         read += times(dU, z_in).mT @ W
-    after, dS = walk(dS, read, times(f_in, f_out), times(z_in, z_out), W, x_out, back=True)     # dS' of each
+    after, dS = walk(dS, read, times(f_in, f_out), times(z_in, z_out), W, x_out, back=True)     # each dS'
     dU += times(x_out @ after.mT, z_out)
     dq = times(dA @ x + g_in @ S_in, f_up)
     dx = dA.mT @ y + times(times(U, z_out) @ after, f_out)
@@ -207,10 +215,10 @@ def backward_of(do, dS, inside, q, k, v, w, e, log_f, log_z):
         dx += dL.mT @ times(k, e, f_up)
         looked = times(dr, f_up)
         de = of_gate(k * looked, e)
-        looked = looked * e                             # the gradient of k where it looks for what is there
-    written = times(dx, f_down)                         # and where it is written
+        looked = looked * e                             # gradient of k where it looks up
+    written = times(dx, f_down)                         # gradient of k where it is written
     dk = written
-    balance = written                                   # less what is read
+    balance = written                                   # writes minus reads
     if e is not None:
         dk = written + looked
         balance = written - looked
@@ -219,7 +227,7 @@ def backward_of(do, dS, inside, q, k, v, w, e, log_f, log_z):
         dw = of_gate(dv * v, w)
         dv = dv * w
     if f_up is not None or z_up is not None:
-        kept = after                                    # becomes dS' S'
+        kept = after                                    # becomes dS' * S'
         kept[:, :-1] *= states[:, 1:]
         kept[:, -1] *= S
     if f_up is not None:
@@ -230,20 +238,20 @@ def backward_of(do, dS, inside, q, k, v, w, e, log_f, log_z):
 
 
 def of_gate(dx, gate):
-    """The gradient dx (N, n, C, d) of a gate per channel; summed if the gate is one for all channels."""
+    """The gradient of a gate, from dx (N, n, C, d) per channel. The sum if all channels share it."""
     if gate.shape[-1] == 1:
         dx = dx.sum(-1, keepdim=True)
     return dx
 
 
 def of_decay(reads, kept, gate):
-    """The gradient of log-decays from reads (N, n, C, d) per step and kept (N, n, 1, d) per chunk."""
+    """The gradient of log-decays, from reads (N, n, C, d) per step and kept (N, n, 1, d) per chunk."""
     return of_gate(reads, gate).flip(2).cumsum(2).flip(2) + of_gate(kept, gate)
 
 
 def cut(x, segment, C):
-    """The steps of a segment, a slice, of x (B, H, T, d) as chunks (N, n, C, d). After the last step come
-    zeros, which write and erase nothing. None stays None"""
+    """The segment (a slice of steps) of x (B, H, T, d), as chunks (N, n, C, d). The last chunk is filled with
+    zeros, which write and erase nothing. None stays None."""
     if x is None:
         return None
     x = x[:, :, segment]
@@ -254,8 +262,8 @@ def cut(x, segment, C):
 
 
 def put(chunks, x, segment, like):
-    """The inverse of `cut`: put chunks into the segment of x, which is None at first and then has the shape
-    of `like`. If there is only one segment, it becomes x itself."""
+    """The inverse of `cut`: write chunks into the segment of x. At first x is None and is made like `like`.
+    If there is only one segment, the chunks themselves become x."""
     if chunks is None:
         return None
     part = chunks.flatten(1, 2).unflatten(0, like.shape[:2])
@@ -268,22 +276,22 @@ def put(chunks, x, segment, like):
 
 
 class Chunks(torch.autograd.Function):
-    """C: steps per chunk   S (N, V, K)   q, k, v, w, e, log_f, log_z as `start` gives them  ->  o, S. If
-    values decay, the backward reads o, which must not be overwritten."""
+    """C: steps per chunk   S (N, V, K)   q, k, v, w, e, log_f, log_z from `start`  ->  o, S
+    If values decay, the backward reads o, so it must not be changed in place."""
     @staticmethod
     def forward(ctx, C, S, *steps):
         v = steps[2]
         T = v.shape[2]
         N, V, K = S.shape
-        length = 2 ** max(6, (NUMBERS // (N * max(K, V))).bit_length() - 1)             # 64 at the least
+        length = 2 ** max(6, (NUMBERS // (N * max(K, V))).bit_length() - 1)             # at least 64
         ctx.segments = [slice(i, i + length) for i in range(0, T, length)]
         if len(ctx.segments) == 1:
-            steps = [if_given(torch.Tensor.contiguous, x) for x in steps]               # then nothing to cut
+            steps = [if_given(torch.Tensor.contiguous, x) for x in steps]               # nothing is cut
         ctx.insides = collections.deque(maxlen=KEPT if any(ctx.needs_input_grad) else 0)
         ctx.C = C
         o = None
-        S = S.clone()                                   # one from inference mode cannot be saved
-        begins = []                                     # the state at the begin of each segment
+        S = S.clone()                                   # a tensor of inference mode cannot be saved
+        begins = []                                     # the state before each segment
         for segment in ctx.segments:
             begins.append(S)
             of_segment = [cut(x, segment, C) for x in steps]
@@ -291,7 +299,7 @@ class Chunks(torch.autograd.Function):
             o = put(o_segment, o, segment, v)
             ctx.insides.append(inside)
         ctx.save_for_backward(*steps, *begins)
-        return o, S.view_as(S)                          # S itself would hold ctx, which holds it
+        return o, S.view_as(S)                          # else a cycle: S holds ctx, ctx holds S
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -311,8 +319,8 @@ class Chunks(torch.autograd.Function):
 
 
 def form(f):
-    """f(q, k, v, w, e, log_f, log_z, S) -> o, S, which takes what `start` gives, becomes a form: a function
-    with the arguments of fastweight.recurrent."""
+    """Turn f(q, k, v, w, e, log_f, log_z, S) -> o, S, whose arguments come from `start`, into a form: a
+    function with the arguments of fastweight.recurrent."""
     @functools.wraps(f)
     def whole(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
         o, S = f(*start(q, k, v, write, erase, log_f, log_z, S, normalise))
@@ -322,9 +330,9 @@ def form(f):
 
 @form
 def on_cpu(q, k, v, w, e, log_f, log_z, S):
-    """fastweight.chunked with `Chunks`. A chunk has CHUNK steps. It has twice as many if there are many
-    features, since a state costs K V numbers per chunk, and half as many if there are few and the rule
-    erases, since an inverse costs C numbers per step. If something decays it has at most CHUNK."""
+    """fastweight.chunked through `Chunks`. A chunk has CHUNK steps. With many features it has twice as many,
+    because a state costs K V numbers per chunk. With few features and a rule that erases it has half as many,
+    because the inverse costs C numbers per step. With a decay it has at most CHUNK."""
     C = CHUNK
     if k.shape[-1] <= 16 and e is not None:
         C = CHUNK // 2
@@ -336,8 +344,8 @@ def on_cpu(q, k, v, w, e, log_f, log_z, S):
 
 @form
 def step_over(q, k, v, w, e, log_f, log_z, S):
-    """fastweight.recurrent for a single step, without gradients, and computing nothing for absent gates. S is
-    overwritten in place, which takes half the time if it is large."""
+    """fastweight.recurrent for a single step without gradients. Absent gates cost nothing. S is changed in
+    place, which halves the time if it is large."""
     B, H, V, K = S.shape
     S = S.flatten(0, 1)                                 # (N, V, K), and rows (N, 1, .)
     N = len(S)
@@ -360,7 +368,7 @@ def step_over(q, k, v, w, e, log_f, log_z, S):
 
 
 def steps_over(q, k, v, S=None, normalise=False, floor=FLOOR, **gates):
-    """`step_over` for the steps of one token: as many as it writes."""
+    """`step_over` for all steps of a token: one, or as many as it writes."""
     rows = dict(q=q, k=k, v=v, **gates)
     if q.shape[2] == 1:
         return step_over(**rows, S=S, normalise=normalise, floor=floor)
@@ -373,15 +381,15 @@ def steps_over(q, k, v, S=None, normalise=False, floor=FLOOR, **gates):
 
 
 def step_on_cpu(S=None, **given):
-    """`step_over`, but S stays as it is."""
+    """`step_over`, but S is not changed."""
     return step_over(**given, S=if_given(torch.clone, S))
 
 
-# ---- rows: what fastweight.bounded does step by step, at once where it is known what goes ------------------
+# ---- caches: fastweight.bounded, many steps together where the evictions are known -------------------------
 def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
-    """As fastweight.bounded. For window and sink, positions alone decide who is evicted, and with any policy
-    empty places go first. Steps for which this is known are taken all at once, the others one by one, as in
-    the definition."""
+    """As fastweight.bounded. For window and sink, positions alone say which tokens are evicted. With any
+    policy, empty slots are evicted first. Steps whose evictions are known are computed together, the others
+    one by one."""
     T = q.shape[2]
     if rows is None:
         rows = empty_rows(k, cache)
@@ -401,10 +409,10 @@ def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
     rows = append(rows, k, v, t)
     pos = rows['pos'][:, :, None]                       # (B, H, 1, cache + T)
     now = t + torch.arange(T, device=q.device)[:, None]
-    stays = sinks if policy == 'sink' else 0            # positions below never go
+    stays = sinks if policy == 'sink' else 0            # positions below are never evicted
     seen = (pos >= 0) & (pos <= now)
     if foreseen:
-        near = now - pos <= cache - stays - int(spill)  # of the rows that may go, those that have not
+        near = now - pos <= cache - stays - int(spill)  # not yet evicted
         seen = seen & (near | (pos < stays))
     o, weights, log_mass = attend(q, rows, seen, turn)
     rows['total'] = rows['total'] + weights.sum(2)
@@ -415,21 +423,21 @@ def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
 
 
 # ---- GPU: the same letters, in four Triton kernels ---------------------------------------------------------
-# A tile is one chunk of C steps of one sequence. `inverse` and `tokens` have one program a tile; `forward`
-# and `states` one a sequence and block of BV value channels: it walks through the chunks, its part of S in
-# registers.
+# A tile is one chunk of C steps of one sequence. `inverse` and `tokens` run one program per tile. `forward`
+# and `states` run one program per sequence and block of BV value channels. This program goes through the
+# chunks and keeps its part of S in registers.
 #
 #   inverse     all tiles at once             reads k e f               writes N
 #   forward     chunk after chunk             q k v w e f z N           o, S before each chunk, U
-#   states      from the last chunk back      q k e f z N do            dS behind each chunk, dY
+#   states      from the last chunk back      q k e f z N do            dS after each chunk, dY
 #   tokens      all tiles at once             all of these              the gradients
 #
-# A fifth, `one_step`, is the definition for a single step. f, w and e are numbers or vectors, of FD, WD, ED
-# channels, z is a vector; n, the sum of the keys, is one more value channel.
-# What a step says to itself stands apart, in fp32: of A the diagonal, D = q.k; of M = I + N the ones.
-# Operands of a product are DT (bf16 or fp32), but in the inverse; sums and states in registers are fp32.
+# A fifth, `one_step`, is the definition for a single step. f, w and e have FD, WD and ED channels (1: one
+# number for all), z has V. n, the sum of the keys, is one more value channel.
+# Diagonals are kept apart, in fp32: D = q.k of A, and the ones of M = I + N.
+# Operands of a product have type DT (bf16 or fp32), except in the inverse. Sums and states are fp32.
 def jit(f):
-    """triton.jit, if there is Triton; one compiled kernel for all lengths T."""
+    """triton.jit, if there is Triton. One compiled kernel serves all lengths T."""
     if triton is None:
         return f
     return triton.jit(f, do_not_specialize=['T'])
@@ -437,27 +445,27 @@ def jit(f):
 
 @jit
 def steps_of(seq, j, T, C: tl.constexpr):
-    """Chunk j of a sequence: its rows of a (B H T, .) tensor, and which of them lie within the text."""
+    """Chunk j of a sequence: its rows in a (B H T, .) tensor, and which of them lie inside the text."""
     t = j * C + tl.arange(0, C)
     return seq * T + t, t < T
 
 
 @jit
 def operand(x, DT: tl.constexpr):
-    """x, cast for a product."""
+    """x in the type of a product's operands."""
     return x.to(DT)
 
 
 @jit
 def dot(a, b, DT: tl.constexpr):
-    """a b with operands of type DT and sums in fp32. For fp32, by three products of tf32."""
+    """a b with operands of type DT and sums in fp32. For fp32, three products of tf32 are used."""
     precision: tl.constexpr = 'tf32x3' if DT == tl.float32 else None
     return tl.dot(operand(a, DT), operand(b, DT), input_precision=precision)
 
 
 @jit
 def load(p, row, col, ok, D: tl.constexpr):
-    """Tile [rows, cols] of a (..., D) tensor, in fp32, 0 outside."""
+    """Tile [row, col] of a (..., D) tensor, in fp32; 0 outside."""
     inside = ok[:, None] & (col < D)[None, :]
     return tl.load(p + row[:, None] * D + col[None, :], inside, 0.0).to(tl.float32)
 
@@ -471,7 +479,7 @@ def store(p, x, row, col, ok, D: tl.constexpr):
 
 @jit
 def gate(p, row, col, ok, D: tl.constexpr):
-    """A gate of D channels, [C, d]; if D is 1, one number per step, [C, 1]; ones [1, 1] for None."""
+    """A gate of D channels, [C, d]. If D is 1, one number per step, [C, 1]; for None, ones [1, 1]."""
     if p is None:
         return tl.full([1, 1], 1.0, tl.float32)
     else:
@@ -491,16 +499,15 @@ def of_channels(x, D: tl.constexpr):
 
 @jit
 def lower(x, C: tl.constexpr):
-    """x [C, C] below the diagonal, 0 elsewhere. Entries above the diagonal may be infinite."""
+    """x [C, C] below the diagonal, else 0. Entries above may be infinite."""
     i = tl.arange(0, C)
     return tl.where(i[:, None] > i[None, :], x, 0.0)
 
 
 @jit
 def decays(p, row, col, ok, D: tl.constexpr, C: tl.constexpr):
-    """fastweight.factors for one tile: e^(a - m), e^(m - a) [C, d]; e^m, e^(a_C - m), e^(a_C) [1, d]. d is 1
-    for a decay that all channels share. None gives ones [1, 1], for which the compiler leaves out the
-    products."""
+    """fastweight.factors of one tile: e^(a - m), e^(m - a) [C, d]; e^m, e^(a_C - m), e^(a_C) [1, d]. d is 1
+    for a decay that all channels share. None gives ones [1, 1]; the compiler removes such products."""
     if p is None:
         one = tl.full([1, 1], 1.0, tl.float32)
         return one, one, one, one, one
@@ -516,8 +523,8 @@ def decays(p, row, col, ok, D: tl.constexpr, C: tl.constexpr):
 @jit
 def letters(q, k, e, f, row, kk, ok, K: tl.constexpr, ED: tl.constexpr, FD: tl.constexpr, C: tl.constexpr,
             DT: tl.constexpr):
-    """For one tile: y, r, x [C, BK]; of A the part below the diagonal [C, C] and the diagonal [C, 1]; and the
-    factors of the state on the side of the keys."""
+    """The letters of one tile: y, r, x [C, BK]; A below the diagonal [C, C]; its diagonal [C, 1]; and the
+    factors f_in, f_out, f_all for the state"""
     f_up, f_down, f_in, f_out, f_all = decays(f, row, kk, ok, FD, C)
     q_ = load(q, row, kk, ok, K)
     k_ = load(k, row, kk, ok, K)
@@ -533,9 +540,9 @@ def letters(q, k, e, f, row, kk, ok, K: tl.constexpr, ED: tl.constexpr, FD: tl.c
 @jit
 def inverse(k, e, f, N, T, K: tl.constexpr, V: tl.constexpr, WD: tl.constexpr, ED: tl.constexpr,
             FD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DT: tl.constexpr):
-    """N = (I + L)^-1 - I, L = tril(r x^T, -1). First the blocks of 16 on the diagonal by substitution, all at
-    once: row s of X is row s of I - L X, which needs the rows above s. Then pairs of blocks, see
-    kernels.inverted."""
+    """N = (I + L)^-1 - I, L = tril(r x^T, -1). First the blocks of 16 on the diagonal, all together, by
+    substitution: row s of X is row s of I - L X, which needs only the rows above s. Then two blocks are
+    joined as in kernels.inverted."""
     tile = tl.program_id(0).to(tl.int64)
     n = tl.cdiv(T, C)
     row, ok = steps_of(tile // n, tile % n, T, C)
@@ -569,7 +576,7 @@ def inverse(k, e, f, N, T, K: tl.constexpr, V: tl.constexpr, WD: tl.constexpr, E
 def forward(q, k, v, w, e, f, z, N, S_0, o, written, before, S_T, T, K: tl.constexpr, V: tl.constexpr,
             WD: tl.constexpr, ED: tl.constexpr, FD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
             BV: tl.constexpr, DT: tl.constexpr):
-    """o of all steps of a sequence, and the state before each chunk and after the last one."""
+    """o for all steps of a sequence, the state before each chunk, and the last state."""
     n = tl.cdiv(T, C)
     seq = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, C)
@@ -603,7 +610,7 @@ def forward(q, k, v, w, e, f, z, N, S_0, o, written, before, S_T, T, K: tl.const
 def states(q, k, e, f, z, N, do, dS_T, d_written, after, dS_0, T, K: tl.constexpr, V: tl.constexpr,
            WD: tl.constexpr, ED: tl.constexpr, FD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
            BV: tl.constexpr, DT: tl.constexpr):
-    """The gradient of the state that each chunk hands on, from the last chunk to the first."""
+    """The gradient of the state after each chunk, from the last chunk to the first."""
     n = tl.cdiv(T, C)
     seq = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, C)
@@ -630,20 +637,20 @@ def states(q, k, e, f, z, N, do, dS_T, d_written, after, dS_0, T, K: tl.constexp
 
 @jit
 def passing(inside, out):
-    """What passes the decay of step t: what is read less what is written inside the chunk from t on, and what
-    was written before t and leaves the chunk. Both [C, d]"""
+    """What passes the decay of step t: reads minus writes inside the chunk from t on, plus what was written
+    before t and leaves the chunk. Both are [C, d]."""
     return tl.cumsum(inside, 0, reverse=True) + tl.cumsum(out, 0) - out
 
 
 # for each tile, in parallel:                                   the table of gradients, row by row
-#     for each block of BV value channels:                      reads all, S before and dS behind the chunk
-#         dA, dL, dy, dr, dx, dw, de += what these channels say; dv and dz are theirs alone
+#     for each block of BV value channels:                      reads all, S before and dS after the chunk
+#         dA, dL, dy, dr, dx, dw += the parts of these channels; dv and dz belong to them alone
 #     dq, dk, de, dlog f from the sums                          writes each gradient once
 @jit
 def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, dv, dw, de, df, dz, T,
            K: tl.constexpr, V: tl.constexpr, WD: tl.constexpr, ED: tl.constexpr, FD: tl.constexpr,
            C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DT: tl.constexpr):
-    """All gradients of the steps of one tile, summed over blocks of value channels; see the table above."""
+    """All gradients of the steps of one tile, as in the table above, summed over blocks of value channels."""
     tile = tl.program_id(0).to(tl.int64)
     n = tl.cdiv(T, C)
     row, ok = steps_of(tile // n, tile % n, T, C)
@@ -668,7 +675,7 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
         kept += tl.sum(stays, 0)[None, :]
         G = load(do, row, vv, ok, V) * z_up
         w_ = gate(w, row, vv, ok, WD)
-        Y = v_ * w_ * z_down                                    # of Y what is not erased
+        Y = v_ * w_ * z_down                                    # Y without what is erased
         out = dot(x * f_out, tl.trans(dS), DT) * z_out
         U = Y
         dY = D * G + dot(tl.trans(A), G, DT) + out
@@ -681,7 +688,7 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
         dD += tl.sum(G * U, 1)[:, None]
         dy += dot(G * z_in, S_in, DT)
         dx_out += dot(U * z_out, dS, DT)
-        d_given = dY * z_down                                   # of w * v
+        d_given = dY * z_down                                   # gradient of w * v
         if WD > 1:
             store(dw, d_given * v_, row, vv, ok, V)
         else:
@@ -693,8 +700,8 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
             later = tl.sum((U - Y) * out, 0) + tl.sum(stays, 1)
             store(dz, passing(inside, Y * out) + later[None, :], row, vv, ok, V)
     f_up, f_down, _, _, _ = decays(f, row, kk, ok, FD, C)
-    q_ = load(q, row, kk, ok, K)                                # again: held all the time, they would press
-    k_ = load(k, row, kk, ok, K)                                # others out of the registers
+    q_ = load(q, row, kk, ok, K)                                # loaded again: kept all the time, they would
+    k_ = load(k, row, kk, ok, K)                                # use up the registers
     dA = lower(dA, C)
     dy += dot(dA, x, DT)
     dx = dot(tl.trans(dA), y, DT)
@@ -726,8 +733,8 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
 def one_step(q, k, v, w, e, f, z, S, floor, o, S_new, K: tl.constexpr, V: tl.constexpr, WD: tl.constexpr,
              ED: tl.constexpr, FD: tl.constexpr, ZD: tl.constexpr, NORM: tl.constexpr, BK: tl.constexpr,
              BV: tl.constexpr, LEAST: tl.constexpr):
-    """q, k, v and gates as `recurrent` takes them. S_new is another tensor, because every program reads n."""
-    seq = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)               # a tile of one row
+    """Arguments as for `recurrent`. S_new is a separate tensor, because every program reads n."""
+    seq = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)               # a tile with one row
     ok = seq >= 0
     kk = tl.arange(0, BK)
     vv = tl.program_id(1) * BV + tl.arange(0, BV)
@@ -754,11 +761,11 @@ def one_step(q, k, v, w, e, f, z, S, floor, o, S_new, K: tl.constexpr, V: tl.con
     store(o, o_, seq, vv, ok, V)
 
 
-MAX_K = 256     # features of a key that kernels take: with more, a tile or S no longer fits
+MAX_K = 256     # features per key: with more, a tile or S no longer fits
 
 
 def block(K):
-    """How many features a tile of keys has. Raises if there can be no kernel."""
+    """The number of features in a tile of keys. Raises if there can be no kernel."""
     if triton is None:
         raise ImportError('there is no triton')
     if K > MAX_K:
@@ -767,29 +774,29 @@ def block(K):
 
 
 def channels(*gates):
-    """How many channels each gate has; 0 if it is absent."""
+    """The number of channels of each gate, 0 if it is absent."""
     sizes = []
     for x in gates:
         if x is None:
             sizes.append(0)
         else:
-            sizes.append(x[0, 0, 0].numel())            # (B, H, T) has one, too
+            sizes.append(x[0, 0, 0].numel())            # also for (B, H, T)
     return sizes
 
 
 def tiles(q, v, w, e, f):
-    """The sizes of a kernel. They are never tuned at run time. In fp32 a chunk is shorter."""
+    """The sizes of a kernel. They are not tuned at run time. Chunks are shorter in fp32."""
     BK = block(q.shape[-1])
     C = 16 if v.dtype == torch.float32 else 32
     DT = tl.float32
     if v.dtype != torch.float32 and not triton.knobs.runtime.interpret:
-        DT = tl.bfloat16                                # the interpreter computes with the bits of bf16
+        DT = tl.bfloat16                                # the interpreter would compute with the bits of bf16
     WD, ED, FD = channels(w, e, f)
     return dict(K=q.shape[-1], V=v.shape[-1], WD=WD, ED=ED, FD=FD, C=C, BK=BK, BV=C, DT=DT)
 
 
 class Tiles(torch.autograd.Function):
-    """`Chunks` on a GPU: any T; q, k, v in any of fp32, fp16, bf16; all tensors contiguous."""
+    """`Chunks` on a GPU, for any T. q, k, v are fp32, fp16 or bf16. All tensors are contiguous."""
     @staticmethod
     def forward(ctx, q, k, v, w, e, f, z, S):
         B, H, T, K = q.shape
@@ -831,19 +838,19 @@ class Tiles(torch.autograd.Function):
 
 
 def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
-    """fastweight.chunked with `Tiles`. A decay of values that all channels share becomes one of keys, or one
-    per channel."""
+    """fastweight.chunked through `Tiles`. A value decay that all channels share becomes the key decay, if
+    there is none, or is expanded to every channel."""
     dtype = v.dtype
     q, k, v, write, erase, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise)
     if log_z is not None and log_z.shape[-1] == 1:
         if log_f is None:
             log_f, log_z = log_z, None
-        else:                               # their sum may be below LOG_MIN
+        else:                               # their sum could be below LOG_MIN
             log_z = log_z.expand(v.shape)
-    low = torch.bfloat16                    # also of fp16, which ends at 65,504: e^80 is beyond
+    low = torch.bfloat16                    # for fp16, too: it ends at 65,504, and e^80 is larger
     if normalise or dtype == torch.float32:
         low = torch.float32
-    if log_f is None:                       # else they meet decays before they are rounded
+    if log_f is None:                       # otherwise they are rounded after the decays
         q = q.to(low)
         k = k.to(low)
     given = q, k, v.to(low), write, erase, log_f, log_z, S
@@ -853,7 +860,7 @@ def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, norm
 
 def step_on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False,
                 floor=FLOOR):
-    """fastweight.recurrent for a single step, without gradients. The state is fp32, whatever came in."""
+    """fastweight.recurrent for a single step without gradients. The state is fp32 for inputs of any type."""
     B, H, _, K = q.shape
     V = v.shape[-1]
     if S is None:
@@ -862,18 +869,18 @@ def step_on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None,
     tensors = [if_given(torch.Tensor.contiguous, x) for x in tensors]
     o = v.new_empty(v.shape)
     S_new = S.new_empty(S.shape, dtype=torch.float32)
-    BV = 8 if B * H <= 64 else 16                       # 96 programs for one text of GPT-2's
+    BV = 8 if B * H <= 64 else 16                       # 96 programs for one text in GPT-2
     sizes = K, V, *channels(write, erase, log_f, log_z), int(normalise), block(K), BV, math.exp(LOG_MIN)
     with torch.cuda.device_of(q):
         one_step[B * H, triton.cdiv(V, BV)](*tensors, floor, o, S_new, *sizes, num_warps=1)
     return o, S_new
 
 
-# ---- one entrance for all machines -------------------------------------------------------------------------
-# `chunked` asks: a single step? an Nvidia GPU? It takes Triton only where a small case of the same kind,
-# compared with fastweight.recurrent on this machine, was right; the answer is kept by kind of arguments.
+# ---- the same function on every machine --------------------------------------------------------------------
+# `chunked` picks a form: is it a single step, is there an Nvidia GPU? A Triton form must first reproduce
+# fastweight.recurrent in a small test on this machine. The verdict is stored per kind of arguments.
 def results(form, case, normalise, trained):
-    """o, S and, if the form can be trained, the gradients of each tensor for some number made from both."""
+    """o and S of a form. If the form can be trained, also the gradients of a scalar made from both."""
     case = {name: x.detach().requires_grad_(trained) for name, x in case.items()}
     o, S = form(**case, normalise=normalise)
     if not trained:
@@ -883,21 +890,21 @@ def results(form, case, normalise, trained):
 
 @torch.inference_mode(False)
 def compare(form, device, normalise, kinds):
-    """Raises if form and the definition in fp64 disagree on a small random case of these kinds, (name, dtype,
-    channels) of q, k, v and gates. Settings of the caller, such as autocast, change nothing."""
+    """Raise if the form differs from the definition in fp64 on a small random case. kinds: (name, dtype,
+    channels) of q, k, v and the gates. The caller's settings, such as autocast, do not matter."""
     trained = form is not step_on_gpu
-    heads = 144 if device.type == 'cuda' else 2         # all of a GPU is busy: some faults show only then
+    heads = 144 if device.type == 'cuda' else 2         # fill the GPU: some faults show only then
     draw = torch.Generator().manual_seed(0)
     case = {}
     for name, dtype, *channels in kinds:
         x = torch.rand(1, heads, 67 if trained else 1, *channels, generator=draw)
         if name.startswith('log'):
             x[:, ::2] *= -0.1
-            x[:, 1::2] *= -5                            # every other head forgets fast
-        elif name in 'qkv' and not normalise:           # which takes features that are not negative
+            x[:, 1::2] *= -5                            # half of the heads forget fast
+        elif name in 'qkv' and not normalise:           # normalise needs features >= 0
             x -= 0.5
         case[name] = x.to(device, dtype)
-    case['k'] = l2(case['k'])                           # of longer keys the delta rule grows without end
+    case['k'] = l2(case['k'])                           # with longer keys, delta's state explodes
     S = torch.rand(1, heads, case['v'].shape[-1] + normalise, case['k'].shape[-1], generator=draw)
     case['S'] = S.to(device)
     with torch.set_grad_enabled(trained), torch.autocast(device.type, enabled=False):
@@ -907,20 +914,20 @@ def compare(form, device, normalise, kinds):
     limit = 1e-3 if case['v'].dtype == torch.float32 else 3e-2
     for x, y in zip(found, right):
         off = (x - y).flatten(2).norm(dim=-1) / (y.flatten(2).norm(dim=-1) + 1e-6)
-        if not off.max() < limit:                       # of the worst head; nor NaN
+        if not off.max() < limit:                       # of the worst head; false for NaN
             raise ArithmeticError(f'results differ from the definition by {off.max():.1e}')
 
 
 @functools.cache
 def passes(form, device, normalise, kinds):
-    """Whether `compare` finds no fault. If it finds one, it is printed once."""
+    """Whether `compare` finds no fault. Prints the fault, once."""
     debug_mode = torch.get_deterministic_debug_mode()
     try:
-        torch.use_deterministic_algorithms(True, warn_only=True)    # fills fresh memory with NaN, so what a
-        compare(form, device, normalise, kinds)                     # kernel does not write shows
+        torch.use_deterministic_algorithms(True, warn_only=True)    # fills new memory with NaN, which
+        compare(form, device, normalise, kinds)                     # shows what a kernel left unwritten
     except torch.OutOfMemoryError:
         raise
-    except Exception as e:          # noqa: BLE001  whatever a compiler may raise
+    except Exception as e:          # noqa: BLE001  a compiler may raise anything
         why = str(e).partition('\n')[0]
         print(f'kernels.py: plain torch instead of Triton: {type(e).__name__}: {why}', file=sys.stderr)
         return False
@@ -930,11 +937,11 @@ def passes(form, device, normalise, kinds):
 
 
 def trusted(form, given, normalise):
-    """Whether a Triton form may be used: compilers have silently made wrong kernels."""
+    """Whether a Triton form may be used. Compilers have silently made wrong kernels."""
     kinds = [(name, x.dtype, *x.shape[3:]) for name, x in given.items() if x is not None and name != 'S']
     try:
         return passes(form, given['q'].device, normalise, tuple(kinds))
-    except torch.OutOfMemoryError:                      # no verdict: the next call asks again
+    except torch.OutOfMemoryError:                      # no verdict: the next call tries again
         return False
 
 
@@ -943,8 +950,8 @@ GATES = 'write', 'erase', 'log_f', 'log_z'
 
 
 def check(given, normalise):
-    """ValueError unless all shapes fit together, all tensors are floating-point and on one device, and
-    `normalise` is possible."""
+    """ValueError unless all shapes fit together, all tensors are floating point and on one device, and
+    normalise gives a weighted average."""
     q = given['q']
     if q.dim() != 4 or 0 in q.shape:
         raise ValueError(f'q: expected a tensor (B, H, T, K) that is not empty, not {tuple(q.shape)}')
@@ -955,7 +962,7 @@ def check(given, normalise):
         shape = [sizes[letter] for letter in SHAPES[name]]
         if name == 'S':
             shape[2] += normalise
-        if name in ('write', 'erase') and x.dim() == 3:                 # a number for all channels
+        if name in ('write', 'erase') and x.dim() == 3:                 # one number for all channels
             shape.pop()
         elif name in GATES and x.shape[-1:] == (1,):
             shape[-1] = 1
@@ -967,7 +974,7 @@ def check(given, normalise):
 
 
 def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
-    """As fastweight.chunked, with the fastest form that works here. ValueError for shapes that do not fit."""
+    """As fastweight.chunked, in the fastest form that works here. ValueError for shapes that do not fit."""
     given = dict(q=q, k=k, v=v, write=write, erase=erase, log_f=log_f, log_z=log_z, S=S)
     check(given, normalise)
     one = q.shape[2] == 1 and not torch.is_grad_enabled()
@@ -979,14 +986,14 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
     return fastest(**given, normalise=normalise, floor=floor)
 
 
-step = chunked      # of a single step, T = 1, without gradients: `chunked` has forms of its own for that
+step = chunked      # for a single step, T = 1, without gradients, `chunked` uses forms of its own
 
 
-# ---- the convolution of a block, with a backward by hand ---------------------------------------------------
+# ---- the convolution of a block, with a hand-written backward ----------------------------------------------
 class ShiftedSum(torch.autograd.Function):
-    """Each weight multiplies the whole input at once, shifted: y[s:] += w_s x[:-s]. The backward is the same
-    with the shift reversed. It is written by hand because autograd's takes three times as long: for each
-    slice it makes a tensor as large as the input."""
+    """Each weight multiplies the whole input, shifted: y[s:] += w_s x[:-s]. The backward shifts the other
+    way. It is written by hand because autograd's takes three times as long: it makes a tensor of the input's
+    size for each slice."""
     @staticmethod
     def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
@@ -1008,17 +1015,17 @@ class ShiftedSum(torch.autograd.Function):
 
 
 def shifted_sum(x, w):
-    """y_t = sum_s w_s x_{t-s}, s = 0..n, zeros before x. x (B, T, D), w (n + 1, D), its last row for s = 0 ->
-    y (B, T, D)"""
+    """y_t = sum_s w_s x_{t-s}, s = 0..n, with zeros before x. x (B, T, D), w (n + 1, D)  ->  y (B, T, D)
+    The last row of w is that of s = 0."""
     return ShiftedSum.apply(x, w)
 
 
-# ---- a step as a list of operations, without Python --------------------------------------------------------
+# ---- decoding: a step recorded as a list of operations, without Python -------------------------------------
 def recorded(model, token, state, choose):
-    """A function (token (B, 1), state) -> token, state that does what model.step does with this
-    choose(logits), but without Python, which is most of the time at this size. On a CPU it is a trace of the
-    model. If steps cannot be recorded it is model.step itself. It uses the weights that the model has now, in
-    torch.inference_mode(), as GPT.generate does."""
+    """model.step with this choose(logits), recorded: a function (token (B, 1), state) -> next token, state.
+    It skips Python, which takes most of the time in a small model. On a CPU it is a trace of the model.
+    Elsewhere, or if recording fails, it is model.step itself. It uses the weights that the model has now. Run
+    it in torch.inference_mode(), as GPT.generate does."""
     plain = partial(model.step, choose=choose)
     if state is None or token.device.type != 'cpu' or model.training:
         return plain
@@ -1026,31 +1033,30 @@ def recorded(model, token, state, choose):
     if not any(getattr(m, 'max_len', None) for m in model.blocks.modules()):
         try:
             return Traced(model, token, state, choose).step
-        except RuntimeError as e:                       # what torch.jit raises
+        except RuntimeError as e:                       # torch.jit raises this
             why = str(e).splitlines()[0]
     print(f'steps are not recorded: {why}', file=sys.stderr)
     return plain
 
 
 class Traced(nn.Module):
-    """The operations of one step, recorded by torch.jit.trace and run without Python; weights are constants
-    in it. It has its own copy of the state and overwrites it at each step. So what it returns is valid until
-    the next step, and what it is given stays as it is. Keys and values that grow get room for more, and again
-    when the room is full."""
+    """The operations of one step, recorded by torch.jit.trace and run without Python. The weights are
+    constants of the trace. It copies the state it is given and changes its own copy in place: what it returns
+    is good until the next step. A growing cache gets room for more tokens, and more when that is full."""
     def __init__(self, model, token, state, choose):
         super().__init__()
         self.model = model
         self.choose = choose
         self.names = [list(layer) for layer in state]
-        # the last step's state, which is written over, the tensors that it consists of, and how many rows
-        # there is room for. Beside the module, whose own names are slow to set
+        # The last step's state, changed in place; its tensors; how many tokens the cache has room for. Not
+        # attributes of the module, because setting those is slow.
         self.last = types.SimpleNamespace(state=None, tensors=None, room=0)
         if 'all' in model.config.keeps():
             self.last.room = room(state[0]['t'])
         given = token, *self.flat(of_its_own(state, self.last.room))
         forms = model.forms
         with warnings.catch_warnings():
-            warnings.simplefilter('ignore')             # torch.jit is frozen in time, and says so
+            warnings.simplefilter('ignore')             # torch.jit warns that it is deprecated
             softmax = partial(softmax_over, torch.jit.script(one_more))
             model.use(forms._replace(recurrence=steps_over, softmax=softmax))
             try:
@@ -1060,12 +1066,12 @@ class Traced(nn.Module):
             self.play = player(torch.jit.freeze(trace), given)
 
     def forward(self, token, *tensors):
-        """As a trace needs it: tensors in, tensors out, those of the state layer by layer."""
+        """A trace takes and returns tensors only. Those of the state come layer by layer."""
         logits, state = self.model(token, self.layers(tensors))
         return logits, *self.flat(state)
 
     def flat(self, state):
-        """The tensors of a state, a list of dicts."""
+        """The tensors of a state (the list of the layers' dicts)."""
         return [layer[name] for layer, names in zip(state, self.names) for name in names]
 
     def layers(self, tensors):
@@ -1074,8 +1080,7 @@ class Traced(nn.Module):
         return [{name: next(each) for name in names} for names in self.names]
 
     def step(self, token, state):
-        """token (B, 1), state -> token, state. The state is copied, unless it is the one that the last step
-        returned."""
+        """token (B, 1), state -> token, state. The state is copied unless it is that of the last step."""
         last = self.last
         if last.room and state[0]['t'] >= last.room:
             last.room = room(state[0]['t'])
@@ -1088,10 +1093,10 @@ class Traced(nn.Module):
 
 
 def player(frozen, given):
-    """What runs a frozen trace: torch's Static Runtime, which keeps the memory of its results from step to
-    step and looks up kernels beforehand, a fifth less time. It is not a documented part of torch. If a
-    version lacks it, or if a first step with what is `given` fails, the trace's own interpreter runs it. A
-    trace holds numbers as fp64 tensors; as fp32 they save a conversion whenever they meet an fp32 tensor."""
+    """A function that runs a frozen trace: torch's Static Runtime, which takes a fifth less time. It reuses
+    the memory of results from step to step and picks its kernels beforehand. It is undocumented. If this
+    torch lacks it, or if a first step with `given` fails, the trace's own interpreter is used.
+    A trace holds numbers as fp64 tensors. We make them fp32, so that fp32 tensors need no conversion."""
     double = any(x.dtype == torch.float64 for x in given)
     for node in frozen.graph.findAllNodes('prim::Constant'):
         if not double and node.hasAttribute('value') and node.kindOf('value') == 't':
@@ -1107,18 +1112,18 @@ def player(frozen, given):
 
 
 def room(t):
-    """How many keys and values to make room for: the power of two above 2 t, at least 256."""
+    """How many cached tokens to make room for: the power of two above 2 t, at least 256."""
     return max(256, 2 ** (2 * int(t)).bit_length())
 
 
 def of_its_own(state, rows=0, last=None):
-    """A state, a list of dicts, with copied matrices. Their columns, not their rows, are contiguous: what q
-    and k find is a sum of columns, which is faster than a product with each row. Keys and values that grow
-    get this much room, unless they lie where those of the last state do."""
+    """A copy of a state (the list of the layers' dicts). Matrices are stored with contiguous columns: what q
+    and k find is then a sum of columns, which is faster than a product with each row. A growing cache gets
+    room for `rows` tokens, unless it already lies in the memory of the last state."""
     mine = []
     for i, layer in enumerate(state):
         copies = {name: layer[name].mT.clone(memory_format=torch.contiguous_format).mT
-                  for name in ('S', 'n') if name in layer}      # n: of --overflow, mass
+                  for name in ('S', 'n') if name in layer}      # n: the mass of --overflow
         if 'k' in layer and 'pos' not in layer:
             for name in 'k', 'v':
                 x = layer[name]
@@ -1130,8 +1135,8 @@ def of_its_own(state, rows=0, last=None):
 
 
 def one_more(x: torch.Tensor, new: torch.Tensor):
-    """x (B, H, T, d), which has room, with `new` (B, H, 1, d) appended in place, not copied. A script, since
-    a trace would take the strides for constants."""
+    """Append `new` (B, H, 1, d) to x (B, H, T, d), which has room for it: in place, without a copy. It is a
+    script, because a trace would treat the strides as constants."""
     B, H, T, d = x.shape
     longer = x.as_strided([B, H, T + 1, d], x.stride())
     longer[:, :, T:].copy_(new)
@@ -1139,7 +1144,7 @@ def one_more(x: torch.Tensor, new: torch.Tensor):
 
 
 def softmax_over(one_more, q, k, v, rows):
-    """fastweight.softmax for one step, with keys and values that have room."""
+    """fastweight.softmax for one step, with a cache that has room."""
     k = one_more(rows['k'], k)
     v = one_more(rows['v'], v)
     return F.scaled_dot_product_attention(q, k, v), dict(k=k, v=v)

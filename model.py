@@ -1,12 +1,12 @@
-"""The model around the rules: its Config, layers, the GPT, sampling, files of models, and command-line flags.
+"""The model around the rules: its config, layers, the GPT, sampling, files, and command line flags.
 
     model = GPT(Config(rule='delta', vocab_size=256))
-    logits, state = model(tokens)               # tokens (B, T) -> logits (B, T, vocab), state
-    logits, state = model(more_tokens, state)   # goes on where the first call stopped; cut anywhere, any T
+    logits, state = model(tokens)               # (B, T) -> logits (B, T, vocab), state: one dict per layer
+    logits, state = model(more_tokens, state)   # continues where the first call stopped, with any T
 
-The scripts import this file; it has no command of its own. What a layer computes is in fastweight.py. Where
-its keys, values, gates and queries come from is here. Only `pick_forms` imports kernels.py. Without that file
-everything but bench.py works, more slowly.
+The scripts import this file; it has no command of its own. fastweight.py defines what a layer computes. This
+file makes the keys, values, gates and queries for it. Only `pick_forms` imports kernels.py: without that
+file everything but bench.py still works, more slowly.
 """
 import argparse
 import collections
@@ -36,96 +36,95 @@ from fastweight import FEATURE_MAPS, FLOOR, LOG_MIN, NORMALISERS, RULES, feature
 
 # ---- what a model is ---------------------------------------------------------------------------------------
 def flag(default, help, choices=None, low=-math.inf, high=math.inf):
-    """A dataclass field that is also a command-line flag, see `parse`. low, high: the range of a number,
-    inclusive."""
+    """A dataclass field that is also a command line flag, see `parse`. low and high are the smallest and the
+    largest number allowed."""
     metadata = {'help': help, 'choices': choices, 'range': (low, high)}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def known(default, low=-math.inf, high=math.inf):
-    """A field that is not a flag but has a range: it comes from data or files, see `typed`."""
+    """A field with a range that is no flag: its value comes from the data or a file, see `typed`."""
     return flag(default, '', None, low, high)
 
 
 def refuse(mistakes):
-    """ValueError for the first mistake among pairs (whether it was made, a sentence that explains it). A pair
-    may assume that none of the earlier mistakes was made."""
+    """Raise ValueError for the first mistake. mistakes yields pairs: whether the mistake was made, and a
+    sentence that explains it. A later test may assume that the earlier mistakes were not made."""
     for made, why in mistakes:
         if made:
             raise ValueError(why)
 
 
-OF_DATA = {'vocab_size': 256, 'classes': 0, 'pad': None, 'source': 0, 'patch': 0}     # fields that data say
+OF_DATA = {'vocab_size': 256, 'classes': 0, 'pad': None, 'source': 0, 'patch': 0}     # fields set by the data
 SOURCE_RULES = [name for name, rule in RULES.items() if not (rule.bounded or rule.form)]    # see a whole text
 
 
 @dataclass
 class Config:
-    """Everything that defines a model. ValueError, with the flags' names, for combinations that make no
-    sense."""
+    """Everything that defines a model. ValueError, with the names of the flags, for what is impossible."""
     rule: str = flag('delta', 'update rule of every layer', list(RULES))
-    layers: str = flag('', 'a rule per layer instead, tiled over depth: delta,delta,softmax')
-    phi: str = flag('', f'feature map, if not the rule\'s; with an option: dpfp:3 [{"|".join(FEATURE_MAPS)}]')
-    norm: str = flag('', f'normaliser, instead of the rule\'s own [{"|".join(NORMALISERS)}]')
+    layers: str = flag('', 'one rule per layer instead, repeated over the depth: delta,delta,softmax')
+    phi: str = flag('', f'feature map, if not the rule\'s; with option: dpfp:3 [{"|".join(FEATURE_MAPS)}]')
+    norm: str = flag('', f'normaliser, if not the rule\'s [{"|".join(NORMALISERS)}]')
     beta_max: float = flag(2.0, 'delta rules: beta lies in (0, beta_max); 1 in Schlag 2021', low=0, high=2)
-    writes: int = flag(1, 'delta rules: keys, values and betas per token (DeltaProduct)', low=1, high=16)
-    out_norm: bool = flag(True, 'LayerNorm per head, except with norm attn; Schlag has none')
-    conv: int = flag(4, 'width of the convolution before each mixer and MLP; 0: none',
+    writes: int = flag(1, 'delta rules: writes per token (DeltaProduct)', low=1, high=16)
+    out_norm: bool = flag(True, 'LayerNorm after the heads, except with --norm=attn; Schlag has none')
+    conv: int = flag(4, 'width of the convolution before mixer and MLP (causal, except in encoders); 0: none',
                      low=0, high=64)
-    cache: int = flag(256, 'rules that keep keys and values: how many tokens', low=0, high=2 ** 20)
-    sinks: int = flag(4, 'sink: how many first tokens are never evicted', low=0, high=2 ** 24)
-    overflow: str = flag('', 'window, sink: rule and map for what is evicted: sum:hedgehog, delta:taylor')
-    positions: str = flag('true', 'of kept rows; compress: gaps g > 10 count ceil(10 + ln ln(g - 10 + e))',
+    cache: int = flag(256, 'rules with a limited cache: number of cached tokens', low=0, high=2 ** 20)
+    sinks: int = flag(4, 'sink: first tokens, which are never evicted', low=0, high=2 ** 24)
+    overflow: str = flag('', 'window, sink: rule and map for evicted tokens: sum:hedgehog, delta:taylor')
+    positions: str = flag('true', 'of cached tokens; compress: gaps g > 10 are ceil(10 + ln ln(g - 10 + e))',
                           ['true', 'compress'])
-    pos: str = flag('auto', 'auto: rope if keys and values are kept, learned with an encoder, else none',
+    pos: str = flag('auto', 'auto: rope in layers with a cache; learned if there is an encoder',
                     ['auto', 'none', 'learned', 'rope'])
-    causal: bool = flag(True, 'false: an encoder, each step sees the whole text; needs data with classes')
-    pool: str = flag('mean', 'of an encoder: the class is read from the average of positions, or the first',
+    causal: bool = flag(True, 'false: an encoder, each step sees all of the text; needs data with classes')
+    pool: str = flag('mean', 'encoder: read the class from the mean of all positions, or the first',
                      ['mean', 'first'])
     n_layer: int = flag(4, 'layers', low=1, high=1024)
-    encoder: int = flag(0, 'layers of an encoder, which reads the source of data with pairs; n_layer others '
-                           'are its decoder; 0: none', low=0, high=1024)
-    encoder_rule: str = flag('', 'the rule of the encoder, if not --rule', SOURCE_RULES)
-    cross: str = flag('', 'rule by which the decoder reads the source, if not --rule', SOURCE_RULES)
+    encoder: int = flag(0, 'layers of an encoder for the source (data of pairs); n_layer then counts '
+                           'those of the decoder; 0: none', low=0, high=1024)
+    encoder_rule: str = flag('', 'rule of the encoder, if not --rule', SOURCE_RULES)
+    cross: str = flag('', 'rule of the cross attention to the source, if not --rule', SOURCE_RULES)
     n_head: int = flag(8, 'heads', low=1, high=1024)
     n_embd: int = flag(128, 'width', low=1, high=2 ** 17)
     block_size: int = flag(128, 'tokens in a training row', low=1, high=2 ** 24)
     dropout: float = flag(0.0, 'dropout', low=0, high=0.99)
-    vocab_size: int = known(256, 1, 2 ** 32)        # from here on: what the data say
-    classes: int = known(0, 0, 2 ** 32)     # of rows, where these are what is learned; 0: tokens are
-    pad: int = known(None, 0, 2 ** 32)      # the token of steps that are not there
-    source: int = known(0, 0, 2 ** 24)      # so many tokens, from a row's first, are the encoder's
-    patch: int = known(0, 0, 2 ** 24)       # so many numbers 0..255 are one input; 0: tokens are
-    # from here on: what pretrained models have, and train.py leaves alone
-    cls: bool = False           # an encoder has one place more, the first, whose input is learned (ViT)
-    pooler: bool = False        # classes are read from tanh(W x + b) of the pooled x (BERT)
-    post_norm: bool = False     # what a block adds to is behind the norm, not before it (BERT), see `Block`
+    vocab_size: int = known(256, 1, 2 ** 32)        # from here on: set by the data
+    classes: int = known(0, 0, 2 ** 32)     # how many, if a class is predicted; 0: tokens are
+    pad: int = known(None, 0, 2 ** 32)      # the token that marks padding
+    source: int = known(0, 0, 2 ** 24)      # the first so many tokens of a row are the encoder's
+    patch: int = known(0, 0, 2 ** 24)       # so many numbers 0..255 are one input; 0: inputs are tokens
+    # from here on: only pretrained models set these, train.py does not
+    cls: bool = False           # the encoder gets one more position, first, with a learned input (ViT)
+    pooler: bool = False        # read classes from tanh(W x + b) of the pooled x (BERT)
+    post_norm: bool = False     # the residual starts after the norm, not before it (BERT), see `Block`
     act: str = flag('relu2', '', ['relu2', 'gelu', 'gelu-erf', 'swiglu'])
     bias: bool = False
-    rms: bool = False           # RMSNorm for LayerNorm
+    rms: bool = False           # RMSNorm instead of LayerNorm
     eps: float = known(1e-5, 0, 1)
-    theta: float = known(1e4, 1, 1e12)      # of rope
-    rope_scaling: list = ()     # of a rope that is scaled, see `speeds`
+    theta: float = known(1e4, 1, 1e12)      # base of rope
+    rope_scaling: list = ()     # for a scaled rope, see `speeds`
     n_kv_head: int = known(0, 0, 1024)      # fewer heads for k and v than for q; 0: as many
-    key_dim: int = known(0, 0, 2 ** 17)     # channels of q and k in a head of fast weights; 0: as of v
+    key_dim: int = known(0, 0, 2 ** 17)     # channels of q and k per head of fast weights; 0: as many as v
     n_inner: int = known(0, 0, 2 ** 20)     # width of the MLP; 0: 4 n_embd
-    tied: bool = True           # the output layer is the embedding
+    tied: bool = True           # weight tying: the output layer is the embedding
 
     def __post_init__(self):
         self.rope_scaling = [float(x) for x in self.rope_scaling]       # a list, as JSON has it
         if self.pos == 'auto' and (self.encoder or not self.causal):
-            self.pos = 'learned'                    # a state that has read everything knows no order
+            self.pos = 'learned'                    # a state that has read all knows no order
         refuse(self.mistakes())
 
     def mistakes(self):
-        """What cannot be, for `refuse`."""
+        """All that is impossible, for `refuse`."""
         pattern = self.pattern()
         for rule in pattern:
             yield rule not in RULES, (
                 f'--{"layers" if self.layers else "rule"}={self.layers or self.rule}: {rule!r} is no rule; '
                 f'choose from {", ".join(RULES)}')
         width = self.n_inner or 4 * self.n_embd
-        layer = 4 * self.n_embd + 2 * width + 2 * self.cache            # times n_embd; cache: one text's rows
+        layer = 4 * self.n_embd + 2 * width + 2 * self.cache            # times n_embd; one text's cache
         numbers = self.n_embd * ((self.n_layer + self.encoder) * layer + self.vocab_size + self.places())
         yield beyond_memory(4 * numbers, f'--n_layer={self.n_layer} --n_embd={self.n_embd} '
                                          f'--cache={self.cache} --block_size={self.block_size}: its numbers')
@@ -178,7 +177,7 @@ class Config:
             f'--pool={self.pool} says how the class of a row is read: it goes with --causal=false')
 
     def pattern(self):
-        """The rules that take turns over depth."""
+        """The rules that are repeated over the depth."""
         return (self.layers or self.rule).replace(' ', '').split(',')
 
     def rules(self):
@@ -186,8 +185,8 @@ class Config:
         return (self.pattern() * self.n_layer)[:self.n_layer]
 
     def source_rules(self):
-        """Of a translator, the rule of its encoder and that of cross attention. Where none was given it is
-        that of the first layer or, as a source is read whole, softmax for one that keeps some rows."""
+        """The rules of a translator's encoder and of its cross attention; [] without an encoder. The default
+        is the first layer's rule, or softmax if that has a limited cache: a source is read whole."""
         if not self.encoder:
             return []
         first = self.pattern()[0]
@@ -200,28 +199,28 @@ class Config:
         return [*self.rules(), *self.source_rules()]
 
     def keeps(self):
-        """What the layers' rules keep: a set of 'all' rows, policies, and None for fast weights."""
+        """What layers keep, as a set: 'all' for softmax, a policy for a limited cache, None for a matrix."""
         return {RULES[rule].keeps for rule in self.pattern()}
 
     def can_become_an_rnn(self):
-        """Whether there are softmax layers, and beside them at most layers with a matrix."""
+        """Whether it has softmax layers, and otherwise only layers with a matrix."""
         return {'all'} <= self.keeps() <= {'all', None}
 
     def uses_rope(self, rule):
-        """Whether rope turns the keys of a layer with this rule."""
+        """Whether a layer with this rule rotates its keys by rope."""
         return self.pos == 'rope' or (self.pos == 'auto' and not RULES[rule].matrix)
 
     def turns(self):
-        """Whether it does in some layer."""
+        """Whether any layer uses rope."""
         return any(map(self.uses_rope, self.pattern()))
 
     def places(self):
-        """How many inputs a row of block_size tokens is: they themselves, or patches and what is before."""
+        """The number of inputs for block_size tokens: one per token or patch, and cls."""
         return self.block_size // (self.patch or 1) + self.cls
 
 
 def subset(*names, **own):
-    """A dataclass with some of Config's flags, and more fields, for scripts that change a trained model."""
+    """A dataclass with some of Config's flags and some of its own, for scripts that change a model."""
     fields = [(name, str, field) for name, field in own.items()]
     for field in dataclasses.fields(Config):
         if field.name in names:
@@ -229,44 +228,44 @@ def subset(*names, **own):
     return dataclasses.make_dataclass('Subset', fields)
 
 
-# What may be changed of a trained model without training: softmax keeps its weights, whatever rows it keeps.
+# A trained model can change these without further training: softmax keeps its weights with any cache policy.
 ROWS = [name for name in RULES if RULES[name].keeps]
 Swap = subset('cache', 'sinks', 'overflow', 'positions', rule=flag('', 'what softmax layers become', ROWS))
 
 
 # ---- which form of the recurrence runs ---------------------------------------------------------------------
 def shifted_sum(x, w):
-    """y_t = sum_j w_j x_{t-n+j}, j = 0..n, in each channel, zeros before x. x (B, T, D), w (n + 1, D) -> y
-    (B, T, D). kernels.shifted_sum is the same, with a backward by hand."""
+    """y_t = sum_j w_j x_{t-n+j}, j = 0..n, per channel, with zeros before x. x (B, T, D), w (n + 1, D) -> y
+    (B, T, D). kernels.shifted_sum computes the same with a hand-written backward."""
     padded = F.pad(x, (0, 0, len(w) - 1, 0))
     return (padded.unfold(1, len(w), 1) * w.T).sum(-1)
 
 
 def unrecorded(model, token, state, choose):
-    """A function (token (B, 1), state) -> next token, state: one step of the model, then choose(logits (B,
-    vocab)) -> (B, 1). kernels.recorded is the faster form; it is told where it will begin."""
+    """A function (token (B, 1), state) -> next token, state. It runs one step of the model and then
+    choose(logits (B, vocab)) -> (B, 1). kernels.recorded is faster; it needs the first token and state."""
     return functools.partial(model.step, choose=choose)
 
 
 class Forms(NamedTuple):
-    """The functions that a model computes with. Each has a definition and a fast form in kernels.py, except
-    softmax, which PyTorch has already."""
+    """The functions that a model computes with. Each has a definition, and a fast form in kernels.py. (For
+    softmax PyTorch has one already.)"""
     recurrence: Callable = fastweight.chunked
     rows: Callable = fastweight.bounded
     shift: Callable = shifted_sum
     record: Callable = unrecorded
     softmax: Callable = fastweight.softmax
-    impl: str = 'auto'                                  # what was asked for
-    why: str = 'chunk (plain torch and autograd)'       # one line to print: which forms, and why
+    impl: str = 'auto'                                  # what the user asked for
+    why: str = 'chunk (plain torch and autograd)'       # one line to print: which forms are used, and why
 
 
-PLAIN = Forms()         # of a module on its own; GPT.use sets others
+PLAIN = Forms()         # for a module on its own; GPT.use sets others
 
 
 def pick_forms(impl='auto'):
-    """'loop', 'chunk', 'fused' or 'auto' -> Forms. This is the only place that chooses a form and, beside
-    bench.py, the only one that imports kernels.py. ValueError for 'fused' if that file is missing. Any other
-    error in it is raised as it is."""
+    """'loop', 'chunk', 'fused' or 'auto' -> Forms. The choice is made here only, and besides bench.py only
+    this function imports kernels.py. ValueError for 'fused' without that file. Other errors of the import are
+    raised as they are."""
     definition = '--impl=loop runs fastweight.recurrent, the definition'
     why = 'chunk (plain torch and autograd)'
     if impl == 'loop':
@@ -288,10 +287,10 @@ def pick_forms(impl='auto'):
 
 # ---- a layer's memory: gates from x, a map and a normaliser on q and k, then the recurrence ----------------
 def speeds(half, theta=1e4, scaling=(), device=None):
-    """How fast rope rotates pair i: w_i = theta^(-i / half) per position -> (half,), fp32. Llama 3.1 scales
-    this so that a model of n positions can read more, by scaling = factor, low, high, n: a pair with more
-    than `high` rotations in n positions keeps its w, one with fewer than `low` gets w / factor, and pairs in
-    between get a mixture."""
+    """The angle by which rope rotates pair i per step: w_i = theta^(-i / half) -> (half,), fp32. Llama 3.1
+    scales it, so that a model trained on n positions can read more. scaling is (factor, low, high, n): a pair
+    with more than `high` turns in n steps keeps its w, one with fewer than `low` gets w / factor. The pairs
+    between get a weighted mean of both."""
     w = theta ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
     if scaling:
         factor, low, high, n = scaling
@@ -302,9 +301,9 @@ def speeds(half, theta=1e4, scaling=(), device=None):
 
 
 def rope(x, pos, theta=1e4, scaling=()):
-    """Rotate pairs (x_i, x_{i+d/2}) by pos theta^(-2i/d). Su 2021, arXiv:2104.09864. The product of q and k
-    then depends on the distance of their positions only. x (B, H, T, d), d even   pos (.., T)  ->  like x
-    theta, scaling: as in `speeds`"""
+    """Rotate the pairs (x_i, x_{i+d/2}) by the angle pos theta^(-2i/d). Su 2021, arXiv:2104.09864. What q
+    finds at k then depends only on the distance of their positions.
+    x (B, H, T, d), d even   pos (.., T)   theta, scaling: as in `speeds`  ->  like x"""
     angle = pos[..., None] * speeds(x.shape[-1] // 2, theta, scaling, x.device)
     cos = angle.cos().to(x.dtype)
     sin = angle.sin().to(x.dtype)
@@ -313,31 +312,30 @@ def rope(x, pos, theta=1e4, scaling=()):
 
 
 def start_bias(n_head, n, rate):
-    """(n_head, 1, n): biases b with exp(-rate softplus(b)) = 1 - 1/tau, for memory lengths tau from 4 to 512
-    steps, spaced evenly in log over n channels, or over heads if n = 1. Nobody knows which distances will
-    matter, so cover them all."""
-    spread = n if n > 1 else n_head
-    tau = torch.tensor([45.0])                      # their middle, for one alone
-    if spread > 1:
-        tau = torch.logspace(math.log10(4), math.log10(512), spread)
+    """Biases b (n_head, 1, n) with exp(-rate softplus(b)) = 1 - 1/tau, for memory lengths tau of 4 to 512
+    steps. We do not know which distances matter, so we cover them all: tau is spaced evenly in log over the n
+    channels or, if n = 1, over the heads."""
+    count = n if n > 1 else n_head
+    tau = torch.tensor([45.0])                      # a single one gets the middle
+    if count > 1:
+        tau = torch.logspace(math.log10(4), math.log10(512), count)
     return bias_of(tau, rate).view(-1, 1, n).expand(n_head, 1, n).clone()
 
 
 def bias_of(tau, rate):
-    """The bias b that gives a memory of tau > 1 steps: exp(-rate softplus(b)) = 1 - 1/tau."""
+    """The bias b for a memory of tau > 1 steps: exp(-rate softplus(b)) = 1 - 1/tau."""
     softplus_b = -(1 - 1 / tau).log() / rate
     return softplus_b.expm1().log()                 # softplus(b) = log(1 + e^b)
 
 
 class Gates(nn.Module):
-    """x (B, T, n_embd) -> dict of write, erase, log_f, log_z for `recurrent` and its other forms; only those
-    that the rule has, in fp32: write (B, H, T, V|1)   erase, log_f (B, H, T, K|1)   log_z (B, H, T, V)
+    """x (B, T, n_embd) -> dict of the gates that the rule has, for `recurrent` and its other forms. In fp32:
+    write (B, H, T, V|1)   erase, log_f (B, H, T, K|1)   log_z (B, H, T, V)
 
-    beta = beta_max sigmoid(x W), log f = -rate softplus(x W + b), and log z likewise. At the start, where x W
-    = 0, f is 1 - 1/tau, see `start_bias`. With beta up to 2, I - beta k k^T can have an eigenvalue of -1, so
-    a state can alternate (Grazzi 2024, arXiv:2411.12537). GLA and KDA give W a low rank to save parameters;
-    here it has full rank, as in Mao 2022. With n writes per token, T is n times as long, and the first write
-    of a token forgets."""
+    beta = beta_max sigmoid(x W)   log f = -rate softplus(x W + b)   log z likewise. Where x W = 0, f starts
+    as 1 - 1/tau, see `start_bias`. With beta up to 2, I - beta k k^T can have the eigenvalue -1, so a state
+    can alternate (Grazzi 2024, arXiv:2411.12537). GLA and KDA make W low-rank to save parameters. Here it is
+    full, as in Mao 2022. n writes per token make n T steps; only a token's first step forgets."""
     def __init__(self, rule, n_embd, n_head, K, V, beta_max=1.0, n=1):
         super().__init__()
         self.rule = rule
@@ -352,7 +350,7 @@ class Gates(nn.Module):
         if any(self.sizes):
             self.proj = nn.Linear(n_embd, n_head * sum(self.sizes), bias=False)
         rate = rule.rate or 1.0
-        if rule.rate is None:       # Mamba-2's exp(A): log f gets a scale beside its bias, 1 at the start
+        if rule.rate is None:       # exp(A) of Mamba-2: log f also has a learned scale, at first 1
             self.log_rate = nn.Parameter(torch.zeros(n_head, 1, 1))
         if rule.f == 'fixed':       # RetNet: 1 - 2^-5, 1 - 2^-6, ...
             fixed = torch.log1p(-2.0 ** (-5 - torch.arange(n_head)))
@@ -394,7 +392,7 @@ class Gates(nn.Module):
         return gates
 
     def beta(self, y):
-        """y (B, H, T, n d) -> beta of each write (B, H, n T, d)"""
+        """y (B, H, T, n d) -> the beta of each write (B, H, n T, d)"""
         beta = each_write(y, self.n).sigmoid()
         if self.beta_max != 1:
             beta = self.beta_max * beta
@@ -402,44 +400,43 @@ class Gates(nn.Module):
 
 
 def each_write(x, n):
-    """The n writes of a token, side by side (B, H, T, n d), as n steps (B, H, n T, d). DeltaProduct, Siems
-    2025 (arXiv:2502.10297): writing n times, forgetting once and reading once is `recurrent` with n steps per
-    token."""
+    """The n writes of a token, side by side (B, H, T, n d), become steps (B, H, n T, d). DeltaProduct, Siems
+    2025 (arXiv:2502.10297): n writes, one forget, one read per token: `recurrent` with n steps per token."""
     if n == 1:
         return x
     return x.unflatten(-1, (n, -1)).flatten(2, 3)
 
 
 def spread(x, n, i):
-    """What a token has once, x (B, H, T, d), becomes step i of its n steps (B, H, n T, d). The other steps
-    are zero."""
+    """x (B, H, T, d) has one entry per token. Put it at step i of the token's n steps (B, H, n T, d), with
+    zeros at the others."""
     if n == 1:
         return x
     return F.pad(x[:, :, :, None], (0, 0, i, n - 1 - i)).flatten(2, 3)
 
 
 def wide(x):
-    """x in fp32 (fp64 stays), contiguous: the gradient of silu is slow for transposed heads."""
+    """x in fp32; fp64 stays. Made contiguous: the gradient of silu is slow for transposed heads."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    if x.dtype != dtype or not x.is_contiguous():       # else nothing to do, nor to record
+    if x.dtype != dtype or not x.is_contiguous():       # otherwise nothing to do or to record
         x = x.to(dtype).contiguous()
     return x
 
 
 def rows_of(state):
-    """The keys, values, positions and totals in a layer's state; None at a fresh start."""
+    """The cache in a layer's state: keys, values, positions, totals. None at a fresh start."""
     rows = {name: state[name] for name in ('k', 'v', 'pos', 'total') if name in state}
     return rows or None
 
 
 def without_autocast(x):
-    """A context for what must be fp32 even if the layers around it are bf16: a running sum in bf16 stops
-    growing at 256, because adding 1 is less than half of its last digit."""
+    """A context for what must be fp32 even if the layers around it are bf16. A running sum in bf16 stops at
+    256, where adding 1 is less than half of the last digit."""
     return torch.autocast(x.device.type, enabled=False)
 
 
 def mistakes_at_once(name, norm):
-    """For `refuse`: a rule that works step by step, in a place where all steps are seen at once."""
+    """For `refuse`: rules that must go step by step cannot be used where all steps are seen at once."""
     rule = RULES[name]
     yield rule.form, (
         f'--rule={name}: its form goes step by step, but encoder and cross attention see all at once; take '
@@ -453,7 +450,7 @@ def mistakes_at_once(name, norm):
 
 
 def mistakes_together(name, phi, norm, n):
-    """For `refuse`: rule, map (a module), normaliser and writes per token that make no sense together."""
+    """For `refuse`: a rule, map (a module), normaliser and number of writes that do not go together."""
     rule = RULES[name]
     mean = norm == 'attn'
     yield n > 1 and (mean or phi.max_len), (
@@ -472,22 +469,23 @@ def mistakes_together(name, phi, norm, n):
         f'--rule={name} with --norm=none diverges: the delta rule needs normalised keys, --norm=l2 or sum')
 
 
-SEGMENT = 512       # steps whose features are in memory at a time, where nothing is trained
+SEGMENT = 512       # steps whose features are in memory at a time, without gradients
 
 
 class FastWeights(nn.Module):
-    """The heart of a layer: a writer (`writes`) and a reader (`reads`) around a form of the recurrence, or a
-    cache of keys and values.
+    """The heart of a layer: a writer (`writes`), a form of the recurrence and a reader (`reads`), or a cache.
 
-    forward(x, q, k, v, state, t, there): x (B, T, n_embd)   q, k, v (B, H, T, head_dim)   state None at a
-    fresh start, or the dict that the last call returned   t the position of the first step, an int or tensor
-    (cosformer and bounded caches need it)   there (B, T) which steps of an encoder are not padding, None: all
-    ->  o (B, H, T, head_dim), dict: S (B, H, V, K), with norm 'attn' n in a last row; or k, v, and pos, total
-    of the cache (fastweight.bounded), and S, n of what it evicted
+    forward(x, q, k, v, state, t, there):
+    x (B, T, n_embd)   q, k, v (B, H, T, head_dim)
+    state   None at a fresh start, or the dict that the last call returned
+    t       position of the first step, an int or a tensor (only cosformer and limited caches need it)
+    there   (B, T), in an encoder: which steps are not padding; None: all
+    ->  o (B, H, T, head_dim), dict. The dict has S (B, H, V, K), with n as last row for norm 'attn'; or the
+    cache k, v, and if it is limited pos, total (fastweight.bounded), and S, n of the tokens that it evicted
 
-    rule, phi, norm, overflow: as the flags of Config; phi and norm '' for the rule's own   cache, sinks,
-    turn: as in fastweight.bounded   key_dim: channels of q and k, if not head_dim   causal: false if each
-    step reads what all steps write   n: writes per token; k and v are then those of n writes side by side,
+    rule, phi, norm, overflow: as the flags of Config, phi and norm '' for the rule's own   cache, sinks,
+    turn: as in fastweight.bounded   key_dim: channels of q and k, if not head_dim   causal: if false, each
+    step reads what all steps write   n: writes per token; k and v then hold those of n writes side by side,
     (B, H, T, n head_dim). ValueError for what does not go together."""
     forms = PLAIN
 
@@ -510,7 +508,7 @@ class FastWeights(nn.Module):
             if not self.overflow.phi.like_softmax:
                 raise ValueError(f'--overflow={overflow}: rows and matrix share a denominator, so the map '
                                  'must stand for exp(q.k / sqrt(d)), as favor, hedgehog and taylor do')
-            self.log_mass = nn.Linear(n_embd, n_head)   # a map's scale may not be exp's, nor q's the same
+            self.log_mass = nn.Linear(n_embd, n_head)   # scales of map and q may not fit exp's
             nn.init.zeros_(self.log_mass.weight)
             nn.init.zeros_(self.log_mass.bias)
         self.norm = norm or self.rule.norm
@@ -523,29 +521,28 @@ class FastWeights(nn.Module):
         refuse(mistakes_together(rule, self.phi, self.norm, n))
         self.gates = Gates(self.rule, n_embd, n_head, self.phi.feature_dim, head_dim, beta_max, n)
         self.normalise = self.norm == 'attn'
-        self.by_keys = self.normalise and self.rule.erase               # divided by the plain sum of keys
+        self.by_keys = self.normalise and self.rule.erase               # divide by the plain sum of keys
         self.normaliser = NORMALISERS['sum' if self.by_keys else self.norm]
 
     def writes(self, x, k, v, t=0):
-        """The writer: what the recurrence is given of the text that is written. x (B, T, n_embd), k, v (B, H,
-        T, n head_dim) -> dict of k (B, H, n T, K), v (B, H, n T, V), and the gates that the rule has"""
+        """The writer: what the recurrence needs of the text that is written. x (B, T, n_embd), k, v
+        (B, H, T, n head_dim) -> dict of k (B, H, n T, K), v (B, H, n T, V), and the rule's gates"""
         features = self.phi(each_write(wide(k), self.n), 'k', t)
         return {'k': self.normaliser(features), 'v': each_write(v, self.n), **self.gates(x)}
 
     def reads(self, q, t=0):
-        """The reader: q (B, H, T, head_dim) -> what reads from S, (B, H, T, K)"""
+        """The reader: q (B, H, T, head_dim) -> the queries that read S, (B, H, T, K)"""
         features = self.phi(wide(q), 'q', t)
         return self.normaliser(features)
 
     def redraw(self, state=()):
-        """Random features are redrawn for each training batch (Peng 2021, Choromanski 2021)."""
+        """Draw new random features for each training batch (Peng 2021, Choromanski 2021)."""
         if self.training and 'S' not in state and hasattr(self.phi, 'redraw'):
             self.phi.redraw()
 
     def write_all(self, x, k, v, there=None):
-        """Write a source, so that any number of queries can read it. x (B, T, n_embd), k, v (B, H, T,
-        head_dim), there (B, T) or None as for an encoder -> dict: S (B, H, V, K), or k, v, there for
-        softmax"""
+        """Write a source that any number of queries can then read. x (B, T, n_embd), k, v (B, H, T,
+        head_dim), there as for an encoder -> dict: S (B, H, V, K), or k, v, there for softmax"""
         if self.rule.keeps:
             state = {'k': k, 'v': v}
             if there is not None:
@@ -561,8 +558,7 @@ class FastWeights(nn.Module):
         return {'S': S}
 
     def read_all(self, q, state, t=0):
-        """What queries q (B, H, T, head_dim), the first at position t, find in what `write_all` returned ->
-        like q"""
+        """Read what `write_all` returned. q (B, H, T, head_dim), t position of the first step -> like q"""
         if self.rule.keeps:
             return fastweight.softmax_of_all(q, **state)[0]
         with without_autocast(q):
@@ -570,14 +566,14 @@ class FastWeights(nn.Module):
         return o.to(q.dtype)
 
     def recurrence(self, q, k, v, there=None, **gates):
-        """The form of the equation that this layer computes. Arguments as for fastweight.recurrent, and
-        `there` for an encoder."""
+        """Compute the equation in this layer's form. Arguments as for fastweight.recurrent, and `there` for
+        an encoder."""
         form = self.rule.form or self.forms.recurrence
         if not self.causal:
             return fastweight.encoded(q, k, v, **gates, there=there, form=form)
         if self.n == 1:
             return form(q, k, v, **gates)
-        last = self.n - 1                   # of the writes of a token, after which it reads
+        last = self.n - 1                   # a token reads after its last write
         o, S = form(spread(q, self.n, last), k, v, **gates)
         return o[:, :, last::self.n], S
 
@@ -603,8 +599,8 @@ class FastWeights(nn.Module):
             return o, {'S': S}
 
     def by_segments(self, x, q, k, v, state, t):
-        """`forward` for a long text when nothing is trained, SEGMENT steps at a time. The features of all
-        steps at once would take several times the memory of the outputs."""
+        """`forward` for a long text without gradients, SEGMENT steps at a time. The features of the whole
+        text would take several times the memory of the outputs."""
         o = v.new_empty(*v.shape[:3], v.shape[3] // self.n)
         for i in range(0, x.shape[1], SEGMENT):
             steps = slice(i, i + SEGMENT)
@@ -613,9 +609,9 @@ class FastWeights(nn.Module):
         return o, state
 
     def divided_by_keys(self, q, k, v, write, erase, S):
-        """The delta rule with attention normalisation, the ablation of Schlag 2021: what k_t finds is divided
-        by n_{t-1}.k_t, and what q_t finds by n_t.q_t, where n is the plain sum of the keys, each of which
-        sums to 1. The state is S with n as its last row."""
+        """The delta rule with attention normalisation, an ablation of Schlag 2021. What k_t finds is divided
+        by n_{t-1}.k_t, what q_t finds by n_t.q_t. n is the plain sum of the keys, each normalised to sum 1.
+        The state is S with n as its last row."""
         n = k.cumsum(2)                                         # (B, H, T, K): the keys up to t
         if S is not None:
             n = n + S[:, :, -1:]
@@ -627,10 +623,11 @@ class FastWeights(nn.Module):
         return o.to(v.dtype), {'S': torch.cat([S, n[:, :, -1:]], 2)}
 
     def keep_rows(self, x, q, k, v, state, t):
-        """A bounded cache. With `overflow` (LoLCATs, Zhang 2024, arXiv:2410.10254, for the window), an
-        evicted row is written into fast weights, with gates that look at its value. Both are read under one
-        denominator: o = (sum e^s v + m o') / (sum e^s + m), summed over the rows; o' is what the fast weights
-        return, and m the mass of the keys that they hold, times a learned factor e^(x W + b)."""
+        """A cache of limited size. With `overflow`, an evicted token is written into fast weights, by gates
+        computed from its value. Cache and fast weights share one denominator:
+        o = (sum e^s v + m o') / (sum e^s + m). The sums are over the cache. o' is the output of the fast
+        weights and m the mass of their keys, times a learned factor e^(x W + b). As in LoLCATs for the window
+        (Zhang 2024, arXiv:2410.10254)."""
         spill = self.overflow is not None
         o, log_rows, went, new = self.forms.rows(q, k, v, rows_of(state), t, self.rule.keeps, self.cache,
                                                  self.sinks, spill, self.turn)
@@ -643,20 +640,20 @@ class FastWeights(nn.Module):
         return o.to(v.dtype), {**new, **matrix}
 
     def take(self, q, went, state):
-        """For rows that another layer let go, as fastweight.bounded returns them: write them, then read.
-        Rules that erase are read as they are, the others as a mean: divided by what they would say if all
-        values were 1. -> o (B, H, T, d), mass of the keys held (B, H, T, 1), or by value channel, and S, n"""
+        """Write the tokens that another layer evicted, as fastweight.bounded returns them, then read. Rules
+        that erase are read as they are. The others are read as a mean: o is divided by the mass, the output
+        if all values were 1. -> o (B, H, T, d), mass of the keys (B, H, T, 1), or per value channel, S, n"""
         self.redraw(state)
         q = self.phi(wide(q), 'q')
         k = self.phi(wide(went['k']), 'k')
         v = wide(went['v'])
         there = (went['pos'] >= 0).to(q.dtype)[..., None]
-        gates = self.gates(v.transpose(1, 2).flatten(2))        # as many channels as a layer's input
+        gates = self.gates(v.transpose(1, 2).flatten(2))        # n_embd channels, like a layer's input
         gates['write'] = there * gates.get('write', 1)
         masses = gates
-        if self.rule.erase:              # while no row has gone there is nothing to erase
+        if self.rule.erase:              # a sum of evicted keys: 0 until one is evicted
             masses = {'write': there, 'log_f': gates.get('log_f')}
-        channels = v if self.rule.z else v[..., :1]             # those that decay apart have a mass each
+        channels = v if self.rule.z else v[..., :1]             # with z each channel has its own mass
         mass, n = self.recurrence(q, k, torch.ones_like(channels), **masses, S=state.get('n'))
         o, S = self.recurrence(self.normaliser(q), self.normaliser(k), v, **gates, S=state.get('S'))
         if not self.rule.erase:
@@ -666,9 +663,9 @@ class FastWeights(nn.Module):
 
 # ---- layers ------------------------------------------------------------------------------------------------
 class Conv(nn.Module):
-    """y_t = sum_j w_j x_{t-n+j}, j = 0..n, in each channel. The state is the last n inputs, n = width - 1.
-    Weights begin at random, so every channel is another view of the last tokens; identities learn more
-    slowly. Without `causal`, in an encoder, it is centred; if the width is even, one more input lies before t
+    """y_t = sum_j w_j x_{t-n+j}, j = 0..n, per channel. Its state is the last n inputs, n = width - 1.
+    Weights start random, so each channel sees the last tokens in its own way; starting as the identity learns
+    slower. In an encoder (`causal` false) it is centred. With an even width, it sees one more input before t
     than after."""
     forms = PLAIN
 
@@ -679,8 +676,8 @@ class Conv(nn.Module):
         nn.init.uniform_(self.weight, -width ** -0.5, width ** -0.5)
 
     def forward(self, x, last=None, there=None):
-        """x (B, T, D), last None or the n inputs before it (B, n, D) -> y (B, T, D), the last n inputs.
-        there (B, T): which places of an encoder's text are no padding; the others are seen as zeros"""
+        """x (B, T, D), last None or the n inputs before x (B, n, D) -> y (B, T, D), the last n inputs.
+        there (B, T), in an encoder: which inputs are not padding. Padding is replaced by zeros."""
         T = x.shape[1]
         n = len(self.weight) - 1
         shift = self.forms.shift
@@ -689,7 +686,7 @@ class Conv(nn.Module):
                 x = x * there[..., None]
             after = n // 2
             return shift(F.pad(x, (0, 0, 0, after)), self.weight)[:, after:], x[:, :0]
-        if last is None:                            # a negative pad cuts off
+        if last is None:                            # a negative pad removes steps
             return shift(x, self.weight), F.pad(x, (0, 0, n - T, 0))
         x = torch.cat([last, x], 1)
         if T == 1:
@@ -697,7 +694,7 @@ class Conv(nn.Module):
         return shift(x, self.weight)[:, n:], x[:, T:]
 
 
-ZERO = torch.zeros((), dtype=torch.long)    # steps so far, at a fresh start: counted on the CPU
+ZERO = torch.zeros((), dtype=torch.long)    # steps read at a fresh start, counted on the CPU
 
 
 def by_head(x, size):
@@ -706,8 +703,8 @@ def by_head(x, size):
 
 
 class Mixer(nn.Module):
-    """What attention was: projections, positions, and fast weights or a cache. State in, state out. causal:
-    false in an encoder"""
+    """What attention is in a transformer: projections, positions, and fast weights or a cache. It takes a
+    state and returns one. causal is false in an encoder."""
     def __init__(self, c, rule, causal=True):
         super().__init__()
         self.n_head = c.n_head
@@ -717,12 +714,12 @@ class Mixer(nn.Module):
         self.key_dim = self.head_dim
         if c.key_dim and kind.matrix:
             self.key_dim = c.key_dim
-        self.n = c.writes if kind.erase else 1          # keys and values of a token, in each head
+        self.n = c.writes if kind.erase else 1          # keys and values per token, in each head
         n_kv = self.n * self.n_kv_head
         self.sizes = [c.n_head * self.key_dim, n_kv * self.key_dim, n_kv * self.head_dim]
         self.turn = functools.partial(rope, theta=c.theta, scaling=c.rope_scaling)
         self.rope = c.uses_rope(rule)
-        flags = {'key_dim': self.key_dim, 'causal': causal}     # a layer takes those that it can follow
+        flags = {'key_dim': self.key_dim, 'causal': causal}     # flags that this layer can use
         if kind.matrix:
             flags.update(phi=c.phi, norm=c.norm)
         if kind.erase:
@@ -731,11 +728,11 @@ class Mixer(nn.Module):
             flags.update(cache=c.cache, sinks=c.sinks, overflow=c.overflow)
         if kind.bounded and c.positions == 'compress':
             flags.update(turn=self.turn)
-            self.rope = False                       # `bounded` turns the keys
+            self.rope = False                       # `bounded` rotates the keys
         self.qkv = nn.Linear(c.n_embd, sum(self.sizes), bias=c.bias)
         self.memory = FastWeights(rule, c.n_embd, c.n_head, self.head_dim, **flags)
         self.out_norm = None
-        if c.out_norm and kind.matrix and self.memory.norm != 'attn':   # these are divided already
+        if c.out_norm and kind.matrix and self.memory.norm != 'attn':   # outputs are normalised already
             self.out_norm = nn.LayerNorm(self.head_dim, bias=False)
         self.proj = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
         self.dropout = nn.Dropout(c.dropout)
@@ -753,7 +750,7 @@ class Mixer(nn.Module):
         return q, self.shared(k), self.shared(by_head(v, self.n * self.head_dim))
 
     def shared(self, k):
-        """Keys or values (B, n_kv_head, T, head_dim), each of which serves several heads -> (B, H, ..)"""
+        """Repeat keys or values (B, n_kv_head, T, head_dim) for the heads that share them -> (B, H, ..)"""
         if self.n_kv_head < self.n_head:
             k = k.repeat_interleave(self.n_head // self.n_kv_head, 1)
         return k
@@ -773,21 +770,18 @@ class Mixer(nn.Module):
 
     @property
     def has_weights(self):
-        """Whether the outputs of the fast weights are weighted averages of values, so that the weights can be
-        compared."""
+        """Whether outputs are weighted averages of values, whose weights can be compared to softmax's."""
         rule = self.memory.rule
         return rule.matrix and self.memory.norm == 'attn' and not rule.erase
 
     def attend(self, u, q, k, v, there=None):
-        """What the heads read from a fresh start (B, H, T, head_dim), given the layer's input u (B, T,
-        n_embd) and its q, k, v (B, H, T, head_dim). there (B, T): which positions of u are not padding; None:
-        all"""
+        """The heads' outputs from a fresh start (B, H, T, head_dim), given the input u (B, T, n_embd) and its
+        q, k, v (B, H, T, head_dim). there (B, T): which steps of u are not padding; None: all"""
         return self.memory(u, q, k, v, there=there)[0]
 
     def weights(self, u, q, k, there=None):
-        """How much of each value is in each output, (B, H, T, T of the values). Outputs are linear in v, so v
-        = I gives the weights. Not for channels of v that decay separately, and not for a cache. Arguments as
-        for `attend`."""
+        """The weight of each value in each output, (B, H, T, T of the values). Outputs are linear in v, so we
+        take v = I. Not for a decay per value channel, nor a limited cache. Arguments as for `attend`."""
         T = k.shape[2]
         eye = torch.eye(T, dtype=q.dtype, device=q.device).expand(*k.shape[:3], T)
         return self.attend(u, q, k, eye, there)
@@ -797,51 +791,50 @@ SOURCE = 'source_'
 
 
 class Cross(Mixer):
-    """Cross attention: keys and values come from an encoder, queries from the decoder. The source is written
-    once, and every step reads the same S, so a step costs the same whatever the source's length. Vaswani 2017
-    sec. 3.2.3 with softmax, Kasai 2021 sec. 3 with fast weights."""
+    """Cross attention: queries come from the decoder, keys and values from the encoder. The source is written
+    once and every step reads the same S, so a step after a thousand words costs what a step after one word
+    does. Vaswani 2017 sec. 3.2.3 with softmax, Kasai 2021 sec. 3 with fast weights."""
     def __init__(self, c, rule):
-        super().__init__(c, rule, causal=False)     # each step reads what all of the source wrote
-        self.rope = False                           # places of two texts have no distance
-        self.begin = c.source                       # the place of a row where the decoder's text begins
+        super().__init__(c, rule, causal=False)     # each step reads the whole source
+        self.rope = False                           # positions in two texts have no distance
+        self.begin = c.source                       # where the decoder's text begins in a row of data
 
     def project(self, x, channels):
-        """Some of the channels of q, k and v: x (B, T, n_embd) -> (B, T, so many)"""
+        """Some channels of the projection to q, k and v: x (B, T, n_embd) -> (B, T, number of channels)"""
         bias = None
         if self.qkv.bias is not None:
             bias = self.qkv.bias[channels]
         return F.linear(x, self.qkv.weight[channels], bias)
 
     def keys_values(self, x):
-        """x (B, T, n_embd), what an encoder says -> k (B, H, T, key_dim), v (B, H, T, head_dim)"""
+        """The encoder's output x (B, T, n_embd) -> k (B, H, T, key_dim), v (B, H, T, head_dim)"""
         k, v = self.project(x, slice(self.sizes[0], None)).split(self.sizes[1:], -1)
         return self.shared(by_head(k, self.key_dim)), self.shared(by_head(v, self.head_dim))
 
     def queries(self, x):
-        """x (B, T, n_embd), the decoder's -> q (B, H, T, key_dim)"""
+        """The decoder's x (B, T, n_embd) -> q (B, H, T, key_dim)"""
         return by_head(self.project(x, slice(self.sizes[0])), self.key_dim)
 
     def write(self, x, there=None):
-        """x (B, T, n_embd), there (B, T) -> a layer's part of the state, under names that begin with
-        SOURCE"""
+        """x (B, T, n_embd), there (B, T) -> the source's part of a layer's state, named SOURCE..."""
         k, v = self.keys_values(x)
         written = self.memory.write_all(x, k, v, there)
         return {SOURCE + name: y for name, y in written.items()}
 
     def forward(self, x, state):
-        """x (B, T, n_embd) -> what is found for it in the source, and the source's part of the state"""
+        """x (B, T, n_embd) -> what it finds in the source, and the source's part of the state"""
         kept = {name: y for name, y in state.items() if name.startswith(SOURCE)}
         found = {name.removeprefix(SOURCE): y for name, y in kept.items()}
         o = self.memory.read_all(self.queries(x), found, state['t'] - self.begin)
         return self.merge(o), kept
 
     def attend(self, u, q, k, v, there=None):
-        """As of Mixer: u, k and v are of the source."""
+        """As in Mixer, but u, k and v come from the source."""
         return self.memory.read_all(q, self.memory.write_all(u, k, v, there))
 
 
 def layer_norm(c):
-    """LayerNorm, or RMSNorm if the Config says so."""
+    """LayerNorm or RMSNorm, as the Config says."""
     if c.rms:
         return nn.RMSNorm(c.n_embd, c.eps)
     return nn.LayerNorm(c.n_embd, c.eps, bias=c.bias)
@@ -854,7 +847,7 @@ def swiglu(x):
 
 
 def relu_squared(x):
-    """max(x, 0)^2 in each entry, kept once for the backward. So 2021 (Primer), arXiv:2109.08668, sec. 3"""
+    """max(x, 0)^2 per entry. The backward keeps only the relu. So 2021 (Primer), arXiv:2109.08668, sec. 3"""
     r = x.relu()
     return r * r
 
@@ -865,11 +858,11 @@ ACTS = {'gelu': functools.partial(F.gelu, approximate='tanh'), 'gelu-erf': F.gel
 
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + MLP(norm(x)). With --conv, each branch first applies a short convolution.
-    A decoder (cross: a rule) has x + cross(norm(x)) in between.
+    A decoder (cross is a rule) has x + cross(norm(x)) between the two.
 
-    With post_norm (BERT) it is u + mixer(u), u = norm(x). As published, a norm ends each line: norm(x +
-    mixer(x)). Here the same norm begins the next line. So BERT's norm of the embeddings is norm1 of the first
-    block, and the last norm of its last block is the norm of the model."""
+    With post_norm (BERT), it is u + mixer(u), u = norm(x). In the published form norm(x + mixer(x)), a norm
+    ends each line; here the same norm begins the next line. So BERT's norm of the embeddings is norm1 of the
+    first block, and the last norm of its last block is the norm of the model."""
 
     def __init__(self, c, rule, cross=None, causal=True):
         super().__init__()
@@ -891,15 +884,15 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
 
     def branch(self, norm, x):
-        """x -> what a half of the block adds to, and what it reads"""
+        """x -> where the branch's output is added, and the branch's input"""
         u = norm(x)
         if self.post_norm:
             return u, u
         return x, u
 
     def convolve(self, i, x, state, there=None):
-        """x (B, T, n_embd) and its convolution, if there is one (i = 0: before the mixer, 1: before the MLP);
-        and what of it goes into the state."""
+        """x (B, T, n_embd) -> its convolution, if the model has any, and its part of the new state. i is 0
+        before the mixer, 1 before the MLP."""
         if not self.convs:
             return x, {}
         name = f'conv{i}'
@@ -907,8 +900,7 @@ class Block(nn.Module):
         return x, {name: last}
 
     def forward(self, x, state=None, there=None):
-        """x (B, T, n_embd), state what the last call returned, None at a fresh start, there as for Mixer
-        -> x, state"""
+        """x (B, T, n_embd), state of the last call or None at first, there as for Mixer -> x, state"""
         state = state or {}
         x, u = self.branch(self.norm1, x)
         u, seen = self.convolve(0, u, state, there)
@@ -926,20 +918,20 @@ class Block(nn.Module):
 
 
 class Seen(NamedTuple):
-    """A mixer at work, as `GPT.through` shows it."""
-    name: str                       # in the model: blocks.0.mixer
-    layer: str                      # the same of the block that it is in: blocks.0
+    """A mixer with its inputs and its block's output, as yielded by `GPT.through`."""
+    name: str                       # name in the model: blocks.0.mixer
+    layer: str                      # name of its block: blocks.0
     mixer: Mixer
     block: Block
     x: torch.Tensor                 # the block's input (B, T, n_embd)
-    u: torch.Tensor                 # what keys, values and gates are made from
+    u: torch.Tensor                 # input for keys, values and gates
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    real: torch.Tensor | None       # which places of x are no padding (B, T); None: all
-    there: torch.Tensor | None      # the same of what an encoder reads
-    source: torch.Tensor | None     # of a decoder: what its encoder says
-    y: torch.Tensor                 # what the block makes of x
+    real: torch.Tensor | None       # which steps of x are not padding (B, T); None: all
+    there: torch.Tensor | None      # likewise for the encoder's text
+    source: torch.Tensor | None     # in a decoder: the output of the encoder
+    y: torch.Tensor                 # output of the block
 
     @property
     def crosses(self):
@@ -947,28 +939,27 @@ class Seen(NamedTuple):
         return isinstance(self.mixer, Cross)
 
     def attend(self, mixer):
-        """What the heads of this or of another mixer read here (B, H, T, head_dim)"""
+        """The heads' outputs of this or another mixer for these inputs (B, H, T, head_dim)"""
         return mixer.attend(self.u, self.q, self.k, self.v, self.there)
 
     def weights(self, mixer):
-        """Its attention weights (B, H, T, T)"""
+        """The attention weights of this or another mixer (B, H, T, T)"""
         return mixer.weights(self.u, self.q, self.k, self.there)
 
 
 # ---- the model ---------------------------------------------------------------------------------------------
 def kl(a, w):
-    """KL divergence of attention weights w from a, both (B, H, T, T): sum_s a log(a / w), averaged over
+    """The divergence of attention weights w from a, both (B, H, T, T): sum_s a log(a / w), averaged over
     queries, in nats."""
     return (a * (a.clamp(min=1e-12).log() - w.clamp(min=1e-12).log())).sum(-1).mean()
 
 
 class GPT(nn.Module):
-    """Embedding, blocks, norm, output. It computes with the fastest forms that there are, until `use` sets
-    others.
+    """Embedding, blocks, norm, output. It computes with the fastest forms available, until `use` sets others.
 
-    The state of a model is a list with a flat dict of tensors per layer: t; S, or k and v, or a bounded
-    cache; conv0 and conv1; for a decoder also source_S, or source_k, source_v and source_there. t counts
-    tokens and lies on the CPU. None is a fresh start."""
+    A state is a list with one flat dict of tensors per layer: t, the number of tokens read (on the CPU); S,
+    or the cache k, v and perhaps pos, total; conv0, conv1. A decoder also has source_S, or source_k,
+    source_v, source_there. None is a fresh start."""
     forms = PLAIN
 
     def __init__(self, config):
@@ -995,23 +986,22 @@ class GPT(nn.Module):
             self.head = nn.Linear(c.n_embd, c.classes)
         self.use(pick_forms())
         for name, p in self.named_parameters():
-            std = p.shape[-1] ** -0.5               # sums of so many keep their size
+            std = p.shape[-1] ** -0.5               # a sum over so many inputs keeps their size
             if name.endswith(('qkv.weight', 'up.weight', 'gates.proj.weight')):
                 nn.init.normal_(p, std=std)
             elif name.endswith(('mixer.proj.weight', 'cross.proj.weight', 'down.weight')):
-                # and so does x: GPT-2, sec. 2.3
+                # and so does the sum over the layers: GPT-2, sec. 2.3
                 depth = c.encoder if name.startswith('encoder.') else c.n_layer
                 nn.init.normal_(p, std=std / (2 * depth) ** 0.5)
             elif name in ('embed.weight', 'positions.weight', 'cls.weight'):
                 nn.init.normal_(p, std=0.3)
         if self.head is None:
-            # logits begin near 0, so the loss begins at ln(vocab_size), that of guessing; with a gain of 1
-            # it begins at 10 to 25, and the default training ends 0.006 bits per byte higher
+            # logits start near 0, the loss near ln(vocab_size), that of guessing; a gain of 1 gives 10 to 25
             nn.init.constant_(self.norm.weight, 0.1)
 
     def use(self, forms):
-        """Compute with these Forms from now on, in all modules. self.why says so in one line to print.
-        ValueError for fast forms if a rule has a form of its own."""
+        """Compute with these Forms from now on, in all modules. self.why is one line about them to print.
+        ValueError for --impl=chunk or fused if a rule has a form of its own."""
         rules = dict.fromkeys(self.config.all_rules())
         own = {name: RULES[name].form.__name__ for name in rules if RULES[name].form}
         for name, form in own.items():
@@ -1027,14 +1017,14 @@ class GPT(nn.Module):
                 module.forms = forms
 
     def embedded(self, tokens, state=None):
-        """tokens (B, T) -> what the first layer gets (B, T, n_embd); for patches (B, T / patch, n_embd), with
-        cls one position more"""
+        """tokens (B, T) -> the input of the first layer (B, T, n_embd). Patches give (B, T / patch, n_embd).
+        cls adds one position."""
         if self.config.patch:
             tokens = tokens.unflatten(1, (-1, self.config.patch)) / 255
         x = self.embed(tokens)
         if self.cls is not None:
             x = torch.cat([self.cls.weight.expand(len(x), 1, -1), x], 1)
-        if self.positions is not None:              # beyond block_size the last position is repeated
+        if self.positions is not None:              # beyond block_size, the last position is repeated
             t = torch.arange(x.shape[1], device=x.device)
             if state is not None:
                 t = t + state[0]['t']
@@ -1048,16 +1038,16 @@ class GPT(nn.Module):
         return tokens != self.config.pad
 
     def hidden(self, tokens, state=None):
-        """tokens (B, T) -> the last layer's output for each (B, T, n_embd), state"""
+        """tokens (B, T) -> the hidden state of the last layer (B, T, n_embd), state"""
         if state is not None and not self.config.causal:
             raise ValueError('an encoder reads a whole text at once: it cannot go on from a state')
-        if self.encoder and state is None:          # the source comes first
+        if self.encoder and state is None:          # the source stands first
             n = self.config.source
             state = self.encode(tokens[:, :n])
             tokens = tokens[:, n:]
         there = None if self.config.causal else self.there(tokens)
         x = self.embedded(tokens, state)
-        if not x.shape[1]:                          # a source, and nothing was said yet
+        if not x.shape[1]:                          # only a source, no decoder text yet
             return x, state
         new = []
         for block, layer in zip(self.blocks, state or itertools.repeat(None)):
@@ -1066,9 +1056,9 @@ class GPT(nn.Module):
         return self.norm(x), new
 
     def encode(self, tokens):
-        """Read the source, tokens (B, T) with padding at the end, T <= config.source, with the encoder, and
-        write it for each layer -> the state with which the decoder begins. Without an encoder the decoder
-        itself reads it."""
+        """Read a source, tokens (B, T) with padding at the end, T <= config.source -> the state with which
+        the decoder begins. The encoder reads it. Each decoder layer writes the encoder's output into
+        its state. Without an encoder, the decoder itself reads the source."""
         missing = self.config.source - tokens.shape[1]
         if missing < 0:
             raise ValueError(f'a source of {tokens.shape[1]} tokens, this model reads {self.config.source}')
@@ -1079,20 +1069,20 @@ class GPT(nn.Module):
         for block in self.encoder:
             x, _ = block(x, None, there)
         x = self.encoder_norm(x)
-        t = torch.tensor(self.config.source)        # of the row, whatever is padding
+        t = torch.tensor(self.config.source)        # position in the row, padding included
         return [{'t': t, **block.cross.write(x, there)} for block in self.blocks]
 
     def without_padding(self, tokens, begins=False):
-        """tokens (B, T) -> those up to the end of the longest row, and which of them are not padding. begins:
-        the first token is not padding either, as in a translation"""
+        """Cut tokens (B, T) at the end of the longest text -> tokens, and which of them are not padding.
+        begins: the first token is not padding either, as in a translation."""
         there = self.there(tokens)
         there[:, 0] |= begins
         longest = there.sum(1).max()
         return tokens[:, :longest], there[:, :longest]
 
     def pooled(self, x, tokens):
-        """x (B, T, n_embd) -> (B, n_embd): the first position, or the average of all but padding, then the
-        pooler if there is one"""
+        """x (B, T, n_embd) -> (B, n_embd): the first position or the mean of all but padding, then the pooler
+        if there is one"""
         there = self.there(tokens)
         if self.config.pool == 'first':
             x = x[:, 0]
@@ -1106,10 +1096,11 @@ class GPT(nn.Module):
         return self.pooler(x).tanh()
 
     def forward(self, tokens, state=None, at=None):
-        """tokens (B, T) -> logits (B, T, vocab), state. With a state it goes on from there. at (B, T): logits
-        only where this is true (N, vocab). With classes the logits are (.., classes); an encoder has one for
-        each row (B, classes). For a pair, which begins with config.source tokens for the encoder, they are
-        the decoder's (B, T - source, vocab)."""
+        """tokens (B, T) -> logits (B, T, vocab), state. A given state is continued.
+        at (B, T): return logits only where it is true, (N, vocab)
+        With classes, logits are (.., classes). An encoder gives one vector per text, (B, classes). A row of a
+        translator begins with config.source tokens for the encoder; logits are those of the others,
+        (B, T - source, vocab)."""
         c = self.config
         if not (c.causal or c.classes):
             raise ValueError('an encoder without classes says nothing: python train.py --init=MODEL '
@@ -1120,19 +1111,18 @@ class GPT(nn.Module):
         if at is not None and c.patch:
             at = at.unflatten(1, (-1, c.patch)).any(-1)
         if at is not None:
-            x = x[at[:, at.shape[1] - x.shape[1]:]]         # of a pair: x is the decoder's part
+            x = x[at[:, at.shape[1] - x.shape[1]:]]         # a translator's x has only the decoder's part
         if c.classes:
             return self.head(x), state
         return F.linear(x, (self.head or self.embed).weight), state
 
     def mixers(self):
-        """All mixers, by their names in the model: encoder.0.mixer, blocks.0.mixer, blocks.0.cross, ..."""
+        """All mixers by name: encoder.0.mixer, blocks.0.mixer, blocks.0.cross, ..."""
         return {name: module for name, module in self.named_modules() if isinstance(module, Mixer)}
 
     def through(self, tokens):
-        """What each mixer sees when it reads tokens (B, T) from a fresh start: a `Seen` for each, in the
-        order of computation. The inputs of all blocks and their outputs are kept, but q, k and v of one mixer
-        at a time."""
+        """Run the model on tokens (B, T) from a fresh start and yield a `Seen` per mixer, in the order of
+        computation. Inputs and outputs of all blocks stay in memory, but q, k and v of only one mixer."""
         real = None if self.config.patch else self.there(tokens)
         if self.encoder:
             begin = self.config.source
@@ -1153,7 +1143,7 @@ class GPT(nn.Module):
         with nn.modules.module.register_module_forward_hook(remember):
             self.hidden(tokens)
         first = [*self.encoder, *self.blocks][0]
-        _, _, there = inputs[first]                 # as it was called: x, state, there
+        _, _, there = inputs[first]                 # its arguments: x, state, there
         for name, mixer in self.mixers().items():
             layer = name.rpartition('.')[0]
             block = self.get_submodule(layer)
@@ -1170,8 +1160,7 @@ class GPT(nn.Module):
 
     @property
     def max_len(self):
-        """How many positions this model knows; None without a limit. Learned positions and cosformer have
-        one."""
+        """How many positions the model knows. Learned positions and cosformer set a limit; None: no limit."""
         ends = [mixer.memory.phi.max_len for mixer in self.mixers().values()]
         if self.positions is not None:
             ends.append(self.config.block_size)
@@ -1179,9 +1168,9 @@ class GPT(nn.Module):
 
     @torch.inference_mode()
     def read(self, tokens, state=None, segment=2048):
-        """Only the state after tokens (B, T), for any T, one `segment` at a time, so that memory does not
-        grow with T."""
-        segment = max(segment, self.config.source)  # which is read whole
+        """Prefill: the state after tokens (B, T), for any T. It reads a `segment` at a time, so memory does
+        not grow with T."""
+        segment = max(segment, self.config.source)  # a source is read whole
         for i in range(0, tokens.shape[1], segment):
             _, state = self.hidden(tokens[:, i:i + segment], state)
         return state
@@ -1193,41 +1182,41 @@ class GPT(nn.Module):
 
     @torch.inference_mode()
     def generate(self, tokens, state=None, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-        """Yield (token (B, 1), state) without end. tokens (B, T), T >= 1, are read in chunks, then one step
-        per token. The state includes all tokens but the one it comes with. temperature 0 takes the likeliest
-        token.
+        """Yield (token (B, 1), state) without end. First the prompt, tokens (B, T), T >= 1, is read in
+        chunks, then there is one step per token. The state does not yet include the token it comes with.
+        temperature 0 is greedy.
 
-        A state that is given is not changed. A state that is yielded is valid until the next token is asked
-        for; then it is overwritten, so clone its tensors to keep it. A token may be kept."""
+        A state that you pass in is not changed. A state that is yielded is overwritten when you ask for the
+        next token: clone its tensors to keep it. Tokens may be kept."""
         state = self.read(tokens[:, :-1], state)
         token = tokens[:, -1:]
         choose = functools.partial(sample, temperature=temperature, top_k=top_k, top_p=top_p,
                                    generator=generator)
         step = unrecorded(self, token, state, choose)
         for i in itertools.count():
-            if i == 32:                             # recording takes a tenth of a second: now it is worth it
+            if i == 32:                             # recording takes 0.1 s, which now pays off
                 step = self.forms.record(self, token, state, choose)
             token, state = step(token, state)
             yield token, state
 
     @torch.inference_mode()
     def translate(self, tokens, beam=1, penalty=0.6, most=None):
-        """Translate sources, tokens (B, T) -> tokens (B, n) that end in padding unless they are cut off, n <=
-        most (if None, as many as a row has). For each source the `beam` likeliest texts so far are followed.
-        Once that many have ended, the one with the greatest log p / ((5 + n) / 6)^penalty wins (Vaswani 2017
-        sec. 6.1, Wu 2016 arXiv:1609.08144 eq. 14). A beam of 1 is greedy."""
+        """Translate sources, tokens (B, T) -> tokens (B, n), padded at the end. n <= most, by default what
+        fits into a row. Beam search follows the `beam` likeliest texts per source. Once as many have ended,
+        it returns the one with the largest log p / ((5 + n) / 6)^penalty (Vaswani 2017 sec. 6.1, Wu 2016
+        arXiv:1609.08144 eq. 14). A beam of 1 is greedy."""
         pad = self.config.pad
         B = len(tokens)
-        first = beam * torch.arange(B, device=tokens.device)[:, None]       # of the texts of each source
+        first = beam * torch.arange(B, device=tokens.device)[:, None]       # first text of each source
         state = chosen_texts(self.encode(tokens), torch.arange(B).repeat_interleave(beam), everything=True)
         token = tokens.new_full((B * beam, 1), pad)
         texts = tokens.new_empty(B, beam, 0)
         scores = torch.full((B, beam), -math.inf, device=tokens.device)
-        best = texts[:, :1]                                 # of those that ended, and its score
+        best = texts[:, :1]                                 # best finished text, and its score
         best_score = scores[:, :1].clone()
-        scores[:, 0] = 0                                    # all begin alike: one of them is enough
+        scores[:, 0] = 0                                    # all texts begin alike, so follow only one
         most = most or self.config.block_size - self.config.source
-        ends = 0                                            # (B, 1), how many texts have ended
+        ends = 0                                            # (B, 1): how many texts have ended
         for n in range(1, most + 1):
             logits, state = self(token, state)
             refuse_broken(logits[:, -1])
@@ -1236,7 +1225,7 @@ class GPT(nn.Module):
             parent = index // log_p.shape[-1]
             said = index % log_p.shape[-1]
             texts = torch.cat([texts.take_along_dim(parent[..., None], 1), said[..., None]], 2)
-            ended = (said == pad) | (n == most)             # at the last step all do
+            ended = (said == pad) | (n == most)             # at the last step, all end
             final = (scores / ((5 + n) / 6) ** penalty).masked_fill(~ended, -math.inf)
             best_score, i = torch.cat([best_score, final], 1).max(1, keepdim=True)
             best = F.pad(best, (0, 1), value=pad)
@@ -1252,8 +1241,8 @@ class GPT(nn.Module):
 
 # ---- sampling ----------------------------------------------------------------------------------------------
 def chosen_texts(state, index, everything=False):
-    """The state of some texts of a batch, at index (N,), which may repeat. The part that belongs to a source
-    stays as it is, because the texts of one source share it, unless `everything` is to be chosen."""
+    """The state of some texts of a batch. index (N,) may repeat a text. The tensors of a source stay as they
+    are, because texts of one source share them, unless `everything` is true."""
     found = []
     for layer in state:
         own = [name for name in layer if name != 't' and (everything or not name.startswith(SOURCE))]
@@ -1262,24 +1251,24 @@ def chosen_texts(state, index, everything=False):
 
 
 def refuse_broken(logits):
-    """ValueError if there is nothing to choose from in logits (B, vocab): argmax would choose without a
-    word."""
-    for top in logits.amax(-1).tolist():            # NaN where there is one
+    """ValueError if logits (B, vocab) are not finite: argmax would choose without an error."""
+    for top in logits.amax(-1).tolist():            # NaN if any of them is
         if not math.isfinite(top):
             raise ValueError(f'logits of at most {top}, expected finite ones: the weights are broken, or too '
                              'large for their --dtype; see the losses in log.jsonl')
 
 
 def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-    """Draw one token per row from logits (B, vocab) -> (B, 1). top_k keeps the k likeliest tokens, top_p
-    those that have mass p together.
+    """Draw one token per text from logits (B, vocab) -> (B, 1). top_k keeps the k likeliest tokens, top_p the
+    likeliest with a mass of p.
 
-    With r_i ~ Exp(1), the largest p_i / r_i is i with probability p_i: it is the first of exponential times
-    with rates p_i. torch.multinomial does the same but looks at p first, for which one would have to wait for
-    a GPU. So logits are looked at on a CPU only: ValueError if they are NaN or infinite."""
+    The largest p_i / r_i, r_i ~ Exp(1), is that of i with probability p_i, because r_i / p_i is an
+    exponential time with rate p_i and the first of these wins. torch.multinomial does the same but first
+    checks p, which would make us wait for a GPU. On a CPU the logits are checked: ValueError if they are NaN
+    or infinite."""
     if logits.device.type == 'cpu':
         refuse_broken(logits)
-    if temperature < 1e-4 or top_k == 1:                                # else logits divided by it overflow
+    if temperature < 1e-4 or top_k == 1:                                # dividing by so little would overflow
         return logits.argmax(-1, keepdim=True)
     logits = logits.float()
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature      # <= 0: a tiny one cannot overflow
@@ -1288,18 +1277,18 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     p = logits.softmax(-1)
     if top_p < 1:
         p_sorted, order = p.sort(descending=True)
-        beyond = p_sorted.cumsum(-1) - p_sorted >= top_p                 # the token that crosses top_p stays
+        beyond = p_sorted.cumsum(-1) - p_sorted >= top_p                 # keep the token that crosses top_p
         p = torch.zeros_like(p).scatter(-1, order, p_sorted.masked_fill(beyond, 0))
     r = torch.empty_like(p).exponential_(generator=generator)
     return (p / r).argmax(-1, keepdim=True)
 
 
 # ---- states as flat dicts of tensors -----------------------------------------------------------------------
-GROWING = 'k', 'v', 'source_k', 'source_v', 'source_there'      # of a layer of softmax: a row for each token
+GROWING = 'k', 'v', 'source_k', 'source_v', 'source_there'      # softmax: one entry per token
 
 
 def pack(state, prefix='state'):
-    """A state, or None, as a flat dict of tensors, <prefix>.<layer>.<name>, for `write` and `save`."""
+    """A state, or None, as a flat dict of tensors named <prefix>.<layer>.<name>, for `write` and `save`."""
     flat = {}
     for i, layer in enumerate(state or []):
         flat.update({f'{prefix}.{i}.{name}': x for name, x in layer.items()})
@@ -1307,36 +1296,36 @@ def pack(state, prefix='state'):
 
 
 def unpack(tensors, prefix='state', device=None):
-    """The inverse of `pack`; None if there is none. Other tensors are left alone."""
+    """The inverse of `pack`; None if there is no state. Ignores other tensors."""
     layers = collections.defaultdict(dict)
     for name, x in tensors.items():
         if name.startswith(prefix + '.'):
             found = re.fullmatch(r'\.(\d{1,4})\.(\w+)', name.removeprefix(prefix))
             if not found or x.dim() > 4:
                 raise ValueError(f'{name}: of another version of this project; read the text again')
-            if found[2] != 't':                     # which counts on the CPU
+            if found[2] != 't':                     # t counts on the CPU
                 x = x.to(device)
             layers[int(found[1])][found[2]] = x
     return [layers[i] for i in sorted(layers)] or None
 
 
 def state_for(model, tensors, last, why, prefix='state'):
-    """The same, checked against a model, with as many texts as last (B, 1) has tokens. ValueError, `why`, if
-    this model would leave another kind of state, or if its count of tokens makes no sense."""
+    """`unpack`, with a check that the state is of this model and of as many texts as last (B, 1) has tokens.
+    ValueError, beginning with `why`, if the model's own states look different or its token count is wrong."""
     state = unpack(tensors, prefix, last.device)
-    source = model.read(torch.zeros_like(last))             # of a model without an encoder, any text
+    source = model.read(torch.zeros_like(last))             # without an encoder, any text
     if not any(alike(state, known) for known in (source, model.read(last, source))):
         raise ValueError(why)
     t = {int(layer['t']) for layer in state}
-    latest = max((int(layer['pos'].max()) for layer in state if 'pos' in layer), default=0)     # kept row
+    latest = max((int(layer['pos'].max()) for layer in state if 'pos' in layer), default=0)     # cached
     if len(t) > 1 or not max(0, latest) < min(t) < 2 ** 53:
         raise ValueError(f'{why} (it counts {sorted(t)} tokens)')
     return state
 
 
 def alike(state, other):
-    """Whether two states belong to the same kind of model and as many texts: by names, types and shapes,
-    except for the number of tokens that softmax keeps."""
+    """Whether two states have the same names, types and shapes, so that one model could have made both. Only
+    the length of softmax's cache may differ."""
     mine = pack(state)
     others = pack(other)
     if mine.keys() != others.keys():
@@ -1352,15 +1341,15 @@ def alike(state, other):
 
 
 def state_bytes(state):
-    """Bytes of all tensors of a state; 0 for None."""
+    """The bytes of all tensors of a state; 0 for None."""
     return sum(x.nbytes for x in pack(state).values())
 
 
 # ---- files of our own --------------------------------------------------------------------------------------
-# One safetensors file: a header in JSON, then bare numbers. Nothing is pickled, so a file cannot run code.
-# The header has two strings of ours: meta, as JSON, and digest, a sha256 over meta and all tensors.
+# One safetensors file: a header in JSON, then numbers. Nothing is pickled, so a file cannot run code. We put
+# two strings into the header: meta, as JSON, and digest, a sha256 over meta and all tensors.
 def digest(meta, tensors):
-    """sha256 over the metadata (a string) and every tensor's name, type, shape and bytes."""
+    """sha256 over the metadata (a string) and each tensor's name, type, shape and bytes."""
     found = hashlib.sha256(meta.encode())
     for name in sorted(tensors):
         x = tensors[name].detach().cpu().contiguous()
@@ -1371,7 +1360,7 @@ def digest(meta, tensors):
 
 
 def weights_digest(model, meta):
-    """A digest of a model's weights: what its file says or, for a folder, computed."""
+    """The digest of a loaded model: from its file or, for a folder, computed from its weights."""
     return meta.get('digest') or digest('', model.state_dict())
 
 
@@ -1381,7 +1370,7 @@ KINDS = {'made_with': 'a state', 'config': 'a model', 'made_from': STAGE, 'expor
 
 
 def kind_of(meta):
-    """What a file of ours with this metadata holds."""
+    """What one of our files holds, by its metadata."""
     for key, kind in KINDS.items():
         if key in meta:
             return kind
@@ -1389,7 +1378,7 @@ def kind_of(meta):
 
 
 def kind_in(path):
-    """What a file holds, by its header alone."""
+    """What a file holds. Reads only its header."""
     prepare.refuse_irregular(path)
     try:
         with weights.opened(path, path) as f:
@@ -1399,7 +1388,7 @@ def kind_in(path):
 
 
 def refuse_target(path, kind):
-    """ValueError if writing here would destroy something: a file of another kind, or not a regular file."""
+    """ValueError if writing would lose something: a file of another kind, or one that is not regular."""
     if not os.path.exists(path):
         return
     found = kind_in(path)
@@ -1410,14 +1399,14 @@ def refuse_target(path, kind):
 
 def write(path, tensors, meta):
     """Write tensors and a JSON-able dict into a file, with a digest of both. OSError if it cannot be written,
-    ValueError if that would destroy a file of another kind."""
+    ValueError if that would replace a file of another kind."""
     refuse_target(path, kind_of(meta))
     text = json.dumps(meta)
     weights.replace(path, tensors, {'meta': text, 'digest': digest(text, tensors)})
 
 
 def read(path):
-    """-> tensors, meta (and digest in it). ValueError for a file that is missing, foreign, cut or changed."""
+    """-> tensors, meta (with digest). ValueError if the file is missing, foreign, truncated or changed."""
     if not os.path.isfile(path):
         raise ValueError(f'{path}: no such file; python train.py writes out/ckpt.safetensors')
     with weights.opened(path, path) as f:
@@ -1436,8 +1425,8 @@ def read(path):
 
 # ---- models in files: ours, and those of the hub -----------------------------------------------------------
 def save(path, model, meta, extra=None, state=None):
-    """Write a model, metadata (data: its tokenizer, step, ...) and further tensors into one file that `load`
-    reads. state: the model's state_dict, if it is sharded."""
+    """Write a model, metadata (data: its tokenizer, step, ...) and extra tensors into one file for `load`.
+    state: the state_dict, if the model's own is sharded."""
     tensors = {f'model.{name}': x for name, x in (state or model.state_dict()).items()}
     for name, x in tensors.items():
         if not x.isfinite().all():
@@ -1448,7 +1437,7 @@ def save(path, model, meta, extra=None, state=None):
 
 @dataclass
 class Header:
-    """What a file says about its model, whoever wrote it. step and args are there if train.py did."""
+    """What a file says about its model, whoever wrote it. step and args come from train.py."""
     config: dict
     data: dict
     step: int = known(None, 0, 10 ** 9)
@@ -1456,8 +1445,8 @@ class Header:
 
 
 def config_of(source, meta):
-    """-> the Config that the metadata of a checkpoint or a folder describe. ValueError, with the source, if
-    they describe none, or if they contradict what is said about the data."""
+    """The Config in the meta of a checkpoint or folder. ValueError, with the source, if there is none or if
+    it contradicts what meta says of the data."""
     if not {'config', 'data'} <= meta.keys():
         raise ValueError(f'{source}: holds no model (a state saved by sample.py?)')
     why = f'{source}: cannot be built here, maybe of another version'
@@ -1476,8 +1465,8 @@ def config_of(source, meta):
 
 
 class Undrawn(TorchFunctionMode):
-    """A context in which a model's parameters are not initialised. They are about to come from a file, so
-    they need no random numbers, and no memory: the system gives memory only to what is written."""
+    """Inside this context, a model's parameters are not initialised. Weights that come from a file soon need
+    no random numbers, and the system gives memory only to what is written."""
     def __torch_function__(self, f, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if getattr(f, '__module__', '') == 'torch.nn.init':
@@ -1486,7 +1475,7 @@ class Undrawn(TorchFunctionMode):
 
 
 def folder_of(source, revision):
-    """The folder itself, or the folder into which a model was fetched from the hub."""
+    """The folder itself, or the one into which the hub's model was downloaded."""
     ours = os.path.join(source, 'ckpt.safetensors')
     if os.path.exists(ours) and not os.path.exists(os.path.join(source, 'config.json')):
         raise ValueError(f'{source}: a folder of train.py or convert.py; give the file, {ours}')
@@ -1501,9 +1490,9 @@ def folder_of(source, revision):
 
 
 def load(source, device='cpu', revision='main', **changes):
-    """Load a checkpoint, a folder in the hub's layout, or a model of the hub by name -> model, meta. meta:
-    data (name, tokenizer, ...), step, config, and in tensors what `save` was given as extra. changes: flags
-    of `Swap`. ValueError, with the source, for what is missing, damaged or foreign."""
+    """Load a checkpoint, a folder in the hub's layout, or a model on the hub, by name -> model, meta.
+    meta: data (name, tokenizer, ...), step, config, and tensors, which `save` got as extra. changes: flags of
+    `Swap`. ValueError, with the source, if something is missing, damaged or of another kind."""
     source = str(source)
     extra = {}
     folder = None
@@ -1511,8 +1500,8 @@ def load(source, device='cpu', revision='main', **changes):
         extra, meta = read(source)
         state = {}
         for name in [*extra]:
-            if name.startswith('model.'):   # copied: products repeat bit for bit only where memory is aligned
-                state[name.removeprefix('model.')] = extra.pop(name).clone()    # and that of a file is not
+            if name.startswith('model.'):   # copied: a file's memory is not aligned, and then
+                state[name.removeprefix('model.')] = extra.pop(name).clone()    # products round otherwise
     else:
         folder = weights.Folder(folder_of(source, revision), source)
         usual = {} if folder.kind == weights.OURS else dataclasses.asdict(Config())
@@ -1520,7 +1509,7 @@ def load(source, device='cpu', revision='main', **changes):
     saved = config_of(source, meta)
     config = swapped(saved, source, **changes)
     how = Undrawn()
-    if config != saved:                     # then some weights may be new
+    if config != saved:                     # some weights may be new
         how = contextlib.nullcontext()
     try:
         with how:
@@ -1535,13 +1524,13 @@ def load(source, device='cpu', revision='main', **changes):
     others = fill(model, state, f'{source}: holds the weights of another model',
                   strict=config == saved, assign=True)
     for name in others.missing_keys + others.unexpected_keys:
-        if '.overflow.' not in name and '.log_mass.' not in name:       # which alone may come and go
+        if '.overflow.' not in name and '.log_mass.' not in name:       # only these may be missing or extra
             raise ValueError(f'{source}: holds the weights of another model, see {name}')
     return model.to(device), {'step': 0, **meta, 'tensors': extra}
 
 
 def fill(model, state, why, **how):
-    """load_state_dict. ValueError, which begins with `why`, for tensors with other names or shapes."""
+    """load_state_dict. ValueError, beginning with `why`, for tensors with other names or shapes."""
     try:
         return model.load_state_dict(state, **how)
     except RuntimeError as e:
@@ -1549,8 +1538,8 @@ def fill(model, state, why, **how):
 
 
 def swapped(config, source, rule='', **changes):
-    """A Config with other flags of `Swap`. A new rule replaces softmax, or another rule with a cache.
-    ValueError, with the source, if there is none."""
+    """A Config with other flags of `Swap`. A new rule replaces softmax and every rule with a cache.
+    ValueError, with the source, if it has neither."""
     if rule:
         if config.keeps() == {None}:
             rules = ','.join(config.rules())
@@ -1574,14 +1563,14 @@ BOOLEANS = {'true': True, '1': True, 'yes': True, 'false': False, '0': False, 'n
 
 
 def hint(word, words):
-    """'; did you mean this?' with the word most like it, or nothing."""
+    """'; did you mean this?' with the most similar word, or nothing: a spelling suggestion."""
     for near in difflib.get_close_matches(word, words, 1):
         return f'; did you mean {near}?'
     return ''
 
 
 def expected(field):
-    """What a field of a dataclass takes, in words."""
+    """What a dataclass field accepts, in words."""
     choices = field.metadata.get('choices')
     if choices:
         return f'one of {", ".join(choices)}'
@@ -1595,8 +1584,7 @@ def expected(field):
 
 
 def fits(field, value):
-    """Whether a value is allowed for this field: by its type, choices and range. Infinite numbers and NaN
-    never are."""
+    """Whether a value fits the type, choices and range of a field. Infinite and NaN never do."""
     choices = field.metadata.get('choices')
     if choices:
         return value in choices or value == field.default
@@ -1613,8 +1601,8 @@ def fits(field, value):
 
 
 def typed(cls, raw, where):
-    """A dataclass from a dict that a file has for it. ValueError, which begins with `where`, for a field that
-    is missing or unknown, of another type, out of range, not finite, or inconsistent with the others."""
+    """Make a dataclass from a dict that was read from a file. ValueError, beginning with `where`, if a field
+    is missing, unknown, of another type, out of range or not finite, or if fields contradict each other."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
     if not isinstance(raw, dict):
         raise ValueError(f'{where}: {raw!r:.60} says nothing of {", ".join(fields)}')       # noqa: TRY004
@@ -1632,12 +1620,12 @@ def typed(cls, raw, where):
 
 
 def picked(cls, raw, where):
-    """The same from a dict that has more. Fields that may be None may be missing."""
+    """Like `typed`, but raw may have more keys, and a field that may be None may be missing."""
     return typed(cls, {field.name: raw.get(field.name) for field in dataclasses.fields(cls)}, where)
 
 
 def idle(given, config):
-    """For `refuse`: flags that were given but mean nothing for such a model."""
+    """For `refuse`: flags that were given but have no effect on this model."""
     kept = config.keeps() - {'all', None}
     rules = ','.join(config.pattern())
     yield given.get('layers') and 'rule' in given, (
@@ -1649,13 +1637,12 @@ def idle(given, config):
 
 
 def value_of(flag, text, field):
-    """The text after a flag, as the flag's type. ValueError, with what is expected, if it is something
-    else."""
+    """The text after a flag, converted to its type. ValueError says what is expected."""
     choices = field.metadata['choices']
     if choices and text not in choices:
         raise ValueError(f'{flag}={text}: choose from {", ".join(choices)}{hint(text, choices)}')
     if field.type is str:
-        if field.default and not text:              # where empty means something, it is the default
+        if field.default and not text:              # if empty has a meaning, it is the default
             raise ValueError(f'{flag}=: expected some text, such as {field.default}')
         return text
     with contextlib.suppress(KeyError, ValueError):
@@ -1668,8 +1655,8 @@ def value_of(flag, text, field):
 
 
 def print_help(doc, fields):
-    """Print a script's docstring and one line per flag: default, help, choices."""
-    print((doc or '').strip(), '\n')                # python -OO leaves none
+    """Print a script's docstring, then one line per flag: default, help, choices."""
+    print((doc or '').strip(), '\n')                # python -OO removes docstrings
     for flag, field in fields.items():
         default = '' if field.default is None else field.default
         about = field.metadata['help']
@@ -1679,8 +1666,8 @@ def print_help(doc, fields):
 
 
 def parse(argv, doc, *classes):
-    """--key=value, --key value, or --key for true -> for each dataclass a dict of the flags that were given.
-    ValueError for a flag that is unknown or given twice, or a value that does not fit. --help exits."""
+    """Read --key=value, --key value, or --key for true -> per dataclass, a dict of the flags that were given.
+    ValueError if a flag is unknown, given twice, or its value does not fit. --help exits."""
     fields = {}
     for field in itertools.chain(*map(dataclasses.fields, classes)):
         if field.metadata.get('help'):
@@ -1710,7 +1697,7 @@ def parse(argv, doc, *classes):
 
 
 def pick_device(name):
-    """'auto' or a name -> a torch.device that works, or a ValueError that says why it does not."""
+    """'auto' or a name -> a torch.device that works. ValueError says why it does not."""
     if name == 'auto':
         name = 'cpu'
         if torch.accelerator.is_available():
@@ -1724,16 +1711,16 @@ def pick_device(name):
 
 
 def machine_memory():
-    """Bytes of main memory; 2^40 if the system does not say (Windows)."""
+    """Bytes of main memory; 2^40 where the system does not say (Windows)."""
     if 'SC_PHYS_PAGES' in getattr(os, 'sysconf_names', ()):
         return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
     return 2 ** 40
 
 
 def beyond_memory(need, what):
-    """For `refuse`: whether this is more memory than there is, and a sentence that begins with `what`."""
+    """For `refuse`: whether `need` bytes are more than there are, and a sentence that begins with `what`."""
     found = f'{what} take {need / 1e9:,.0f} GB, more than this machine has; take fewer'
     return need > machine_memory(), found
 
 
-script = prepare.script     # around the main of each command: how it ends
+script = prepare.script     # wraps the main function of each command
