@@ -1,12 +1,12 @@
-"""Measure, on this machine. A suite is a row of SUITES, at the end of this file. It prints a table, writes
-out/bench/SUITE.csv and, if there is something to draw, SUITE.png, and ends with a line of JSON.
+"""Run measurements on this machine. A suite is an entry of SUITES, at the end of this file. It prints a
+table, writes out/bench/SUITE.csv and, if there is something to plot, SUITE.png. Its last line is JSON.
 
     python bench.py                    decode --quick: what the next token costs
     python bench.py all --quick        every suite, most in one or two minutes; --full takes hours
 
-There are three kinds of suites: runs of train.py and convert.py, each of which gives one figure (`runs`);
-looks at a trained softmax model; and timings (`timed`). Runs are kept in --out and done once, so a long suite
-that was stopped goes on. The suites:
+There are three kinds of suites. Some run train.py and convert.py, and report one figure of each run (`runs`).
+Some study a trained softmax model. Some measure time (`timed`). Finished runs are kept in --out, so a stopped
+suite continues where it was. The suites:
 """
 import contextlib
 import csv
@@ -45,59 +45,59 @@ from fastweight import RULES, l2
 from model import (GPT, Config, FastWeights, Gates, beyond_memory, chosen_texts, flag, kl, load,
                    machine_memory, parse, pick_device, pick_forms, refuse, sample, script, state_bytes)
 
-os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # torch.profiler, of which memory is asked, is talkative
+os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # silences torch.profiler; we ask it for memory
 HERE = os.path.dirname(os.path.abspath(__file__))
 MB = 10 ** 6
 
 
-# ---- what a row of SUITES says -----------------------------------------------------------------------------
+# ---- the parts of an entry of SUITES -----------------------------------------------------------------------
 class Panel(NamedTuple):
-    """One line per form over x or, if y is `form`, the median and the range of each form along x."""
-    x: str                          # columns of the table
+    """One plot: a line per form over x. If y is `form`, the median and range of each form along x."""
+    x: str                          # a column of the table; so is y
     y: str
-    title: str = ''                 # flags in braces: {heads}
-    part: str = ''                  # of the table
+    title: str = ''                 # may contain flags: {heads}
+    part: str = ''                  # which rows of the table
 
     def rows(self, table):
-        """The rows of a table that it shows: no dashes, and no 0 on a logarithmic axis."""
+        """The rows of a table that it shows, without missing values, and without x = 0 on a log axis."""
         unseen = (None, 0) if self.x in LOGARITHMIC else (None,)
         mine = [row for row in table if row.get('part', '') == self.part and row.get(self.y) is not None]
         return [row for row in mine if row.get(self.x) not in unseen]
 
 
 class Way(NamedTuple):
-    """The data, the model and the training time with which the lines of a suite of commands are tried."""
+    """How a suite of commands runs its lines: the data, the model, the number of steps."""
     data: str                       # '': the text of --data
     train: str = ''                 # flags of train.py
-    steps: int = 0                  # where --steps says nothing
-    times: int = 1                  # so often as many
-    how: str = ''                   # flags of what goes on from the line `softmax`: training on, conversions
-    convert: str = ''               # further flags of convert.py; '': no line is a conversion
-    more: float = 0.0               # steps of what goes on, as a share of those before
-    first: str = ''                 # the way whose softmax model this one's is made from
-    full: bool | None = None        # with --full alone, or without it alone
+    steps: int = 0                  # if --steps is not given
+    times: int = 1                  # multiplies the steps
+    how: str = ''                   # flags of lines that start from the trained line `softmax`
+    convert: str = ''               # more flags of convert.py; '': no line is a conversion
+    more: float = 0.0               # their steps, as a share of the steps of `softmax`
+    first: str = ''                 # the way whose softmax model it begins with
+    full: bool | None = None        # True: only with --full; False: only without
 
 
 @dataclass
 class Suite:
-    """What is measured, which flags it takes, what is drawn, and what a paper found."""
+    """What to measure, the flags, the plots, and what a paper found."""
     name: str
     about: str                      # for --help
-    measure: Callable               # (args, suite): yields rows of the table; what else is said: args.said
-    flags: str                      # that mean something to it, beside ALWAYS
-    quick: dict = field(default_factory=dict)       # what they are in a quick run, where they are not given
-    full: dict = field(default_factory=dict)        # and in a full one
-    lines: dict = field(default_factory=dict)       # form: flags of its command, or what else makes it
-    always: tuple = ()              # those that are there whatever --only says
-    ways: dict = field(default_factory=dict)        # of commands: a name: Way
-    figure: str = ''                # of commands: the key of what they leave that is called `ours`
-    beside: tuple = ()              # and those that are columns, too
-    look: Callable | None = None    # (args, run) -> more keys of a run, from its checkpoint
-    one: bool = False               # it takes one of --lengths
+    measure: Callable               # (args, suite): yields rows of the table; adds remarks to args.said
+    flags: str                      # flags that it takes, besides ALWAYS
+    quick: dict = field(default_factory=dict)       # their defaults in a quick run
+    full: dict = field(default_factory=dict)        # and in a full run
+    lines: dict = field(default_factory=dict)       # form: flags of its command, or what measures it
+    always: tuple = ()              # lines that run whatever --only says
+    ways: dict = field(default_factory=dict)        # for commands: name: Way
+    figure: str = ''                # for commands: the key of their results that becomes `ours`
+    beside: tuple = ()              # more keys that become columns
+    look: Callable | None = None    # (args, run) -> more results, from the run's checkpoint
+    one: bool = False               # it takes only one of --lengths
     panels: tuple = ()
     note: str = ''
-    source: str = ''                # paper, table or figure, and what was measured there
-    paper: dict = field(default_factory=dict)       # form: its figure, or a dict of them by size or part
+    source: str = ''                # paper, its table or figure, what it measured
+    paper: dict = field(default_factory=dict)       # form: the paper's figure, or a dict by size or part
 
 
 ALWAYS = 'quick full out device seed'
@@ -106,15 +106,15 @@ IN_PERCENT = 'accuracy', 'before', 'swapped', 'stage 1', 'recovered', 'recovered
 
 # ---- measuring ---------------------------------------------------------------------------------------------
 def finish(device):
-    """Wait until the device is done: a GPU works asynchronously."""
+    """Wait until the device has finished, since GPU calls return at once."""
     if device.type == 'cuda':
         torch.cuda.synchronize(device)
 
 
 def seconds(calls, device, least=0.3, repeats=5):
-    """Median time of each function in a list, after a warm-up: of `repeats` calls that take at least `least`
-    seconds together, but slow functions take no more than ten times that. They take turns, so that a busy
-    moment of the machine meets all of them."""
+    """The median time of each function in a list, after a warm-up. Each is called at least `repeats` times
+    and for `least` seconds, but a slow one for at most ten times that. They take turns, so that a busy moment
+    of the machine affects them all."""
     times = [[] for _ in calls]
     for call in calls:
         call()
@@ -132,13 +132,13 @@ def seconds(calls, device, least=0.3, repeats=5):
 
 
 def timed(cells, device, least=0.3, repeats=5):
-    """cells: rows of a table, each with its function -> both, and the seconds that it takes"""
+    """cells: (row of a table, function) pairs -> (row, function, median seconds) triples"""
     times = seconds([call for _, call in cells], device, least, repeats)
     return [(*cell, took) for cell, took in zip(cells, times)]
 
 
 def peak_bytes(run, device):
-    """The most memory that run() holds at a time, beyond what there was before."""
+    """The peak memory of run(), in bytes, beyond what was in use before."""
     if device.type == 'cuda':
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -152,7 +152,7 @@ def peak_bytes(run, device):
 
 
 def room(device):
-    """Bytes of free memory."""
+    """The memory that the device has, in bytes."""
     if device.type == 'cuda':
         return torch.cuda.mem_get_info(device)[0]
     return machine_memory()
@@ -160,19 +160,19 @@ def room(device):
 
 # ---- flags as lists ----------------------------------------------------------------------------------------
 def chosen(args, quick, full):
-    """The quick or the full choice."""
+    """-> the value for a quick run or for a full one."""
     return full if args.full else quick
 
 
 def numbers(text):
-    """--lengths as sorted numbers."""
+    """--lengths as a sorted list of numbers."""
     if not re.fullmatch('([1-9][0-9]{0,6}(,[1-9][0-9]{0,6})*)?', text):
         raise ValueError(f'--lengths={text}: expected numbers below ten million with commas, as 256,1024')
     return sorted({int(n) for n in re.findall('[0-9]+', text)})
 
 
 def only(args, table):
-    """The entries of a table that --only names, or all of them."""
+    """The lines that --only names; all without --only."""
     names = list(table)
     if args.only:
         names = [name.strip() for name in args.only.split(',')]
@@ -183,14 +183,14 @@ def only(args, table):
 
 
 # ---- reporting ---------------------------------------------------------------------------------------------
-FOR_THE_PICTURE = 'curve', 'query'          # parts of a table that are too long to be read
+FOR_THE_PICTURE = 'curve', 'query'          # parts of a table that are too long to print
 LOGARITHMIC = ('T', 'us a token', 'state bytes', 'ms', 'MB', 'rows', 'tokens/s', 'target', 'position',
-               'share', 'step', 'tokens a row', 'KL to teacher', 'weight')        # columns, along an axis
+               'share', 'step', 'tokens a row', 'KL to teacher', 'weight')        # columns with a log axis
 
 
 def report(args, suite, rows):
-    """Print the table, one part for each kind of rows, and write it as CSV; say what there is to say, as
-    lines and as one line of JSON; draw the suite's picture."""
+    """Print the table, split where its columns change, and write it as CSV. Print the remarks, as lines and
+    as one line of JSON. Draw the picture of the suite."""
     if rows:
         columns = dict.fromkeys(itertools.chain.from_iterable(rows))
         with open(f'{args.out}/{suite.name}.csv', 'w', newline='') as f:
@@ -198,7 +198,7 @@ def report(args, suite, rows):
             writer.writeheader()
             writer.writerows(rows)
         read = [row for row in rows if row.get('part') not in FOR_THE_PICTURE]
-        for _, alike in itertools.groupby(read, list):                  # neighbours with the same columns
+        for _, alike in itertools.groupby(read, list):                  # adjacent rows with equal columns
             recipe.table(list(alike))
         print(suite.note.format_map(vars(args)))
         for name, value in args.said.items():
@@ -213,7 +213,7 @@ def report(args, suite, rows):
 
 
 def canvas(down, across, width, height):
-    """An empty picture with this many panels of this size in inches -> the figure, an array of axes"""
+    """An empty picture, down x across panels of this size in inches -> figure, array of axes"""
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
@@ -226,7 +226,7 @@ def canvas(down, across, width, height):
 
 
 def draw(args, suite, table):
-    """The suite's picture, if there is something to draw: its panels or, for commands, one panel per way."""
+    """Draw the suite's picture, if there is something to plot: its panels or, for commands, one per way."""
     panels = suite.panels or [Panel('ours', 'form', way, way) for way in suite.ways]
     shown = [(panel, panel.rows(table)) for panel in panels if panel.rows(table)]
     if not shown:
@@ -247,8 +247,8 @@ def draw(args, suite, table):
 
 
 def draw_lines(axes, panel, rows, forms):
-    """One line per form, in colours that colour-blind readers can tell apart. The paper's figures are hollow.
-    forms: those of all panels, so that each looks the same everywhere."""
+    """Plot a line per form, in colours for colour-blind readers. Hollow points are the paper's. forms: those
+    of all panels, so that a form looks the same in each panel"""
     if panel.x in LOGARITHMIC:
         axes.set_xscale('log')
     if panel.y in LOGARITHMIC:
@@ -268,7 +268,7 @@ def draw_lines(axes, panel, rows, forms):
 
 
 def draw_ranges(axes, rows):
-    """One line per form: the median over seeds, and the range."""
+    """Plot a bar per form: the range over seeds, with a point at the median."""
     forms = [row['form'] for row in rows]
     axes.hlines(forms, [row['least'] for row in rows], [row['most'] for row in rows])
     axes.plot([row['ours'] for row in rows], forms, 'o')
@@ -278,8 +278,8 @@ def draw_ranges(axes, rows):
 
 # ---- suites of commands: a line of the table is a run of train.py or convert.py ----------------------------
 def code():
-    """A digest of the code files as they are now: editing one while a suite runs would mix old results with
-    new ones."""
+    """A digest of the code files as they are now. Do not edit them while a suite runs, or old and new results
+    mix."""
     digest = hashlib.sha256()
     for path in sorted(glob.glob(f'{HERE}/*.py') + glob.glob(f'{HERE}/data/*.py')):
         with open(path, 'rb') as f:
@@ -288,14 +288,14 @@ def code():
 
 
 def once(args, suite, form, run, **key):
-    """run(out, **key), a dict, and its minutes; or what the same code returned before, from a file in --out.
-    out: a folder of its own, if it needs one"""
+    """-> the dict that run(out, **key) returns, with its minutes. It is kept in --out and reused as long as
+    code and key are the same. out: a folder for this run alone"""
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
     out = os.path.join(args.out, suite.name, re.sub('[^a-z0-9]+', '-', f'{form}-{digest}'))
     mark = {'code': code(), **key}
     if os.path.exists(f'{out}.json'):
         known = {}
-        with contextlib.suppress(ValueError):               # what is broken is done anew
+        with contextlib.suppress(ValueError):               # a broken file is made again
             known = json.loads(prepare.read(f'{out}.json'))
         if isinstance(known, dict) and known.pop('key', None) == mark:
             return known
@@ -307,8 +307,8 @@ def once(args, suite, form, run, **key):
 
 
 def command(out, file, flags, seed, teacher):
-    """python FILE FLAGS --seed --out -> what it left there and, as `path`, its checkpoint. ValueError with
-    its last line if it fails."""
+    """Run python FILE FLAGS --seed --out -> its results and, as `path`, its checkpoint. If it fails,
+    ValueError with its last line."""
     print(f'python {file} {flags} --seed={seed} --out={out}', file=sys.stderr, flush=True)
     words = [*shlex.split(flags), f'--seed={seed}', f'--out={out}']
     if '--norm=none' in words:
@@ -319,20 +319,20 @@ def command(out, file, flags, seed, teacher):
         said = done.stderr.strip() or 'stopped'
         raise ValueError(f'{file} {flags}: {said.splitlines()[-1]}')
     found = {}
-    for path in sorted(glob.glob(f'{glob.escape(out)}/*.json'), reverse=True):    # result, convert: that wins
+    for path in sorted(glob.glob(f'{glob.escape(out)}/*.json'), reverse=True):    # convert.json last: it wins
         with open(path) as f:
             found |= json.load(f)
     return in_percent(found) | {'path': os.path.join(out, 'ckpt.safetensors')}
 
 
 def in_percent(found):
-    """The figures of a run, or of a line of convert.json's table, with shares in %."""
+    """The figures of a run, or a line of convert.json's table, with shares in %."""
     return {name: 100 * x if name in IN_PERCENT and x is not None else x for name, x in found.items()}
 
 
 def unrefused(out, words):
-    """train.py in this process, with a normaliser that model.py refuses. -> the first step that was not
-    finite. ValueError if all are"""
+    """Run train.py in this process, with a normaliser that model.py would refuse -> its first step that was
+    not finite. ValueError if all were finite"""
     threads = torch.get_num_threads()
     with mock.patch('model.mistakes_together'), contextlib.redirect_stdout(sys.stderr):
         recipe.main([*words, '--threads=1'])
@@ -345,8 +345,8 @@ def unrefused(out, words):
 
 
 def a_run(args, suite, form, file, flags, seed, teacher=''):
-    """One run of a command -> what it left, and what the suite looks for in its checkpoint. teacher: the
-    digest of the model it starts from, since another model may lie under the same path later"""
+    """Run one command -> its results, and those of `look` for its checkpoint. teacher: the digest of the
+    model that it begins with, since the path may hold another model later"""
     key = {'file': file, 'flags': f'{flags} --device={args.device}', 'seed': seed, 'teacher': teacher}
     found = once(args, suite, form, command, **key)
     if suite.look:
@@ -358,22 +358,22 @@ def a_run(args, suite, form, file, flags, seed, teacher=''):
 
 
 def trained(args, suite, form, flags, steps, seed):
-    """python train.py -> its result.json"""
+    """Run train.py -> its result.json"""
     return a_run(args, suite, form, 'train.py', f'{flags} --steps={steps} --eval_every={steps}', seed)
 
 
 def converted(args, suite, form, source, flags, first, steps, seed, digest='', controls='false'):
-    """Convert a model in a file with this many steps of stage 1 and stage 2 -> its result.json and
-    convert.json"""
+    """Run convert.py on a model file, with `first` steps of stage 1 and `steps` of stage 2 -> its result.json
+    and convert.json"""
     flags = (f'--from={shlex.quote(source)} {flags} --distil_steps={first} --steps={steps} '
              f'--eval_every={max(1, first + steps)} --controls={controls}')
     return a_run(args, suite, form, 'convert.py', flags, seed, digest)
 
 
 def a_line(args, suite, way, form, seed):
-    """A run of one line in one way. If the line names a recipe, or the way does, it is a conversion of the
-    line `softmax` with the same seed; maps that are distilled use a third of the steps for that. A line
-    without flags is the control: softmax itself is trained further."""
+    """Run one line in one way. If the line or the way names a recipe, it converts the line `softmax` of the
+    same seed. Maps that are distilled spend a third of the steps on stage 1. A line without flags is the
+    control: the softmax model itself is trained on."""
     flags = suite.lines[form]
     steps = way.times * (args.steps or way.steps)
     name = f'{form} {way.data}'
@@ -397,8 +397,8 @@ def a_line(args, suite, way, form, seed):
 
 
 def ways_of(args, suite):
-    """The ways that are tried: among those that name their data, the ones in --data, if given, whose data can
-    be had. The others are reported."""
+    """The ways to run. --data selects among those that name their data. Data that cannot be prepared are
+    skipped, with a message."""
     sets = [way.data for way in suite.ways.values()]
     if args.data and all(sets) and args.data not in sets:
         raise ValueError(f'--data={args.data}: choose from {", ".join(sets)}')
@@ -422,18 +422,18 @@ def ways_of(args, suite):
 
 
 def seeds(args):
-    """Those of a line's runs."""
+    """The seeds of the runs of a line."""
     return range(args.seed, args.seed + args.seeds)
 
 
 def of_seeds(args, suite, way, form):
-    """The runs of one line in one way."""
+    """The runs of one line in one way, over all seeds."""
     return [a_line(args, suite, way, form, seed) for seed in seeds(args)]
 
 
 def over_seeds(found, key, *beside):
-    """Columns of a table: the median over the runs of a line, its range, the minutes, and medians of other
-    keys, for the runs that have them."""
+    """Columns of the table for the runs of a line: median and range of a figure, the minutes, and the medians
+    of the keys `beside`, if the runs have them."""
     values = [f[key] for f in found]
     row = {'ours': statistics.median(values), 'least': min(values), 'most': max(values),
            'minutes': sum(f['minutes'] for f in found)}
@@ -444,7 +444,7 @@ def over_seeds(found, key, *beside):
 
 
 def a_row(suite, form, part, found):
-    """A line of the table, from its runs."""
+    """A line of the table, made from its runs."""
     theirs = suite.paper.get(form)
     if isinstance(theirs, dict):
         theirs = theirs.get(part)
@@ -452,7 +452,7 @@ def a_row(suite, form, part, found):
 
 
 def runs(args, suite):
-    """The table of a suite of commands: each line in each way, one run per seed."""
+    """The table of a suite of commands: each line in each way, with one run per seed."""
     for name, way in ways_of(args, suite).items():
         for form in dict.fromkeys(suite.always) | only(args, suite.lines):
             found = of_seeds(args, suite, way, form)
@@ -460,27 +460,27 @@ def runs(args, suite):
 
 
 def batches(val, data, many, count=None):
-    """Where the rows of a task begin, `many` at a time. count: only the first so many"""
+    """Where the rows of a task begin, in batches of `many`. count: only the first so many rows"""
     begin = recipe.blocks(len(val), data['row'], data)[:count]
     return np.split(begin, range(many, len(begin), many))
 
 
 def model_in(path, device, **changes):
-    """The model in a file, with other flags of `Swap`."""
+    """Load the model of a file. changes: flags of `Swap`, such as rule and cache"""
     return load(path, device, **changes)[0].eval()
 
 
-# ---- what suites look for in the models that commands leave ------------------------------------------------
+# ---- what suites measure on the checkpoints of their runs --------------------------------------------------
 def size_of_state(args, found):
-    """Bytes that a model keeps for one row."""
+    """The size of the state for one row, in bytes."""
     model = model_in(found['path'], args.device)
     tokens = torch.zeros(1, model.config.block_size, dtype=torch.long, device=args.device)
     return {'state bytes': state_bytes(model.read(tokens))}
 
 
 def of_classes(args, found):
-    """In %, on the validation rows of a data set: the share of the most frequent class, and Matthews'
-    correlation of answers with truth, which is 0 for always saying one class. For more than two classes R_K,
+    """On the validation rows, in %: the share of the most frequent class, and Matthews' correlation of
+    answers with labels. It is 0 for a model that always says one class. For more than two classes it is R_K,
     Gorodkin 2004."""
     model, meta = load(found['path'], args.device)
     model.eval()
@@ -500,8 +500,8 @@ def of_classes(args, found):
 
 
 def bits(args, found, T, many=None, carried=False, **changes):
-    """Bits per byte of a run's model, with other flags of `Swap`, on rows of T tokens of the validation text:
-    the part that train.py evaluated on, or `many` rows spread over all of it."""
+    """Bits per byte of a run's model on rows of T tokens of the validation text. They are those that train.py
+    evaluated, or `many` rows spaced over the whole text. changes: as for `model_in`"""
     _, val, meta = prepare.load(found['data'])
     if many is None:
         val = val[:found['val_tokens']]
@@ -511,31 +511,31 @@ def bits(args, found, T, many=None, carried=False, **changes):
     return recipe.bits_a_nat(meta) * loss
 
 
-WINDOWS = 8, 64, 128        # rows: 1, 8 and 16 times as many numbers as the state of delta elu has
+WINDOWS = 8, 64, 128        # cached tokens: 1, 8, 16 times the size of the state of delta elu
 
 
 def windows(args, found):
-    """Bits per byte of a window that is carried over the whole validation text, like the memory of
-    Transformer-XL, by size. As in the paper, it is trained with a large window and read with smaller ones."""
+    """Bits per byte with windows of WINDOWS cached tokens, carried over the validation text like
+    Transformer-XL's memory. As in the paper, the model was trained with a long window."""
     if found.get('rule') != 'window':
         return {}
     return {f'with {cache}': bits(args, found, 512, carried=True, cache=cache) for cache in WINDOWS}
 
 
-GRID_ROWS = 256             # of the validation text, on which all of the grid are compared
+GRID_ROWS = 256             # rows of the validation text on which the grid is compared
 
 
 def on_grid_rows(args, found):
-    """Bits per byte on evenly spaced rows, those that convert.py evaluates on."""
+    """Bits per byte on evenly spaced rows, the same that convert.py evaluates."""
     return {'bits per byte': bits(args, found, found['block_size'], GRID_ROWS)}
 
 
-# ---- suites of commands that are more than their lines -----------------------------------------------------
-RATES = '3e-3', '1e-2', '3e-2'         # of learning
+# ---- suites of commands that need more than a table --------------------------------------------------------
+RATES = '3e-3', '1e-2', '3e-2'         # learning rates
 
 
 def mqar(args, suite):
-    """Every rule at every width. --full: at the best of RATES, which the first seed chooses."""
+    """Train every rule in every width. --full: at the best of RATES, which the first seed chooses"""
     [way] = ways_of(args, suite).values()
     for form, width in itertools.product(only(args, suite.lines), args.lengths):
         ways = [way._replace(train=f'{way.train} --n_embd={width} --lr={rate}')
@@ -547,10 +547,10 @@ def mqar(args, suite):
 
 
 def products(args, found):
-    """The share of right products of 1, 2, ... elements in 256 new rows, and the average beyond the rows of
-    training, in %."""
+    """Accuracy in % on 256 new rows, for products of 1, 2, ... elements, and its mean beyond the lengths of
+    training."""
     row = prepare.find(found['data'])
-    rng = np.random.Generator(np.random.Philox(2))              # 0 and 1 made the set
+    rng = np.random.Generator(np.random.Philox(2))              # seeds 0 and 1 made the data set
     x, y = row['make'](256, rng, row['vocab'], False, length=256)
     x = torch.from_numpy(x).to(args.device)
     with torch.inference_mode():
@@ -561,8 +561,8 @@ def products(args, found):
 
 
 def tracking(args, suite):
-    """Does a state that was trained on up to 40 steps follow 256? Yes if the median over seeds is 95 % or
-    more; no if it is within 5 % of the best rule whose state only grows or decays; otherwise partly."""
+    """Can a state that was trained on up to 40 steps track 256? Yes, if the median over seeds is 95 % or
+    more. No, if it is within 5 % of the best rule whose state only grows or decays. Otherwise partly."""
     for name, way in ways_of(args, suite).items():
         rows = []
         for form in only(args, suite.lines):
@@ -581,7 +581,7 @@ def tracking(args, suite):
 
 
 def glue(args, suite):
-    """With --init, a pretrained model is trained further instead, at a learning rate for such models."""
+    """Like `runs`. --init: fine-tune this pretrained model instead, at a rate for such models"""
     if args.init:
         fine = '--lr=5e-5'
         start = f'{CLASSIFIER} --init={shlex.quote(args.init)} --batch_size=16 {fine}'
@@ -592,17 +592,17 @@ def glue(args, suite):
 
 
 # ---- suites capacity, update: how much a matrix of fast weights holds. Schlag 2021 section 6.1 -------------
-GOOD = 0.001        # up to this loss associations count as held, in the paper, too
-OVERFULL = 0.1      # a matrix with a loss above this is not tried with more
+GOOD = 0.001        # with at most this loss, associations count as held (as in the paper)
+OVERFULL = 0.1      # above this loss, a matrix is not tried with more associations
 
 
 class FastWeightMemory(nn.Module):
-    """Schlag 2021b (arXiv:2011.07831): the delta rule with keys as they are. After each write a matrix longer
-    than 1 is scaled to length 1, and what is read goes through a LayerNorm without weights.
+    """Schlag 2021b (arXiv:2011.07831): the delta rule with unnormalised keys. After each write, a matrix with
+    a norm above 1 is scaled to norm 1. What is read goes through a LayerNorm without weights.
 
         W_t = S_{t-1} + beta_t (v_t - S_{t-1} k_t) k_t^T      S_t = W_t / max(|W_t|, 1)      o = norm(S_T q)
 
-    Its map was tanh; Schlag 2021 tries others, too. Called as model.FastWeights is."""
+    Its map was tanh; Schlag 2021 also tries others. It is called like model.FastWeights."""
     def __init__(self, n_embd, d, phi):
         super().__init__()
         self.phi = torch.tanh
@@ -627,9 +627,9 @@ class FastWeightMemory(nn.Module):
 
 
 class Associative(nn.Module):
-    """Read S keys with their values, then say the value of each. d = 64. x = [embed(key); one-hot of value],
-    k = W_k x, q = W_q embed(key), v is the one-hot itself. The answer is what is read: there is no output
-    layer."""
+    """Read pairs of keys and values, then answer with the value of each of S keys. d = 64. x = [embed(key);
+    one-hot of value], k = W_k x, q = W_q embed(key), and v is the one-hot itself. There is no output layer:
+    the answer is what the memory returns."""
     def __init__(self, S, rule, phi, norm, d=64):
         super().__init__()
         e = int(1.1 * 2 * S)
@@ -646,7 +646,7 @@ class Associative(nn.Module):
             self.memory.forms = pick_forms()
 
     def forward(self, keys, values):
-        """keys, values (B, L), all written, then all keys asked for -> answers (B, L, S)"""
+        """Write all keys, values (B, L), then read with all keys -> answers (B, L, S)"""
         v = F.one_hot(values, len(self.embed)).to(self.embed.dtype)
         x = torch.cat([self.embed[keys], v], -1)
         q = self.q(self.embed)[keys]
@@ -655,8 +655,7 @@ class Associative(nn.Module):
 
 
 def associations(S, L, rows, replace, draw, device):
-    """keys, values (rows, L): L are drawn independently; without `replace`, each of S once, in random
-    order."""
+    """-> random keys, values (rows, L). replace: draw with replacement; else each of S once, shuffled"""
     if replace:
         x = torch.randint(S, (2, rows, L), generator=draw)
     else:
@@ -665,10 +664,10 @@ def associations(S, L, rows, replace, draw, device):
 
 
 def miss(model, keys, values, by_key):
-    """Average of 1/2 |v - answer|^2 over the last value of each key. by_key: each key counts once, otherwise
-    as often as it comes, because the authors train on a random position."""
+    """Mean of 1/2 |v - answer|^2 over keys; v is the last value of a key. by_key: each key counts once; else
+    as often as it occurs, since the authors train on a random position"""
     same = keys[:, :, None] == keys[:, None, :]
-    weight = (~same.triu(1).any(-1)).float()                    # values that come again are overwritten
+    weight = (~same.triu(1).any(-1)).float()                    # 0 if the key comes again later
     if not by_key:
         weight = weight * same.sum(-1)
     o = model(keys, values)
@@ -678,15 +677,15 @@ def miss(model, keys, values, by_key):
 
 
 def associate(_, S, rule, phi, norm, replace, seed, most, device):
-    """The smallest loss 1/2 |v - answer|^2 on new sequences; 0.5 means nothing was learned. As in the
-    authors' code: Adam, 1e-3, an evaluation every 100 steps on 20 sequences, and the end at 0.001 or after 11
-    evaluations without improvement. Unlike theirs, a step has 4 sequences and all their keys as queries, not
-    32 with one each."""
+    """Train -> the lowest loss 1/2 |v - answer|^2 on new sequences; 0.5 means nothing was learned. As in the
+    authors' code: Adam, 1e-3, an evaluation on 20 sequences every 100 steps, a stop at 0.001 or after 11
+    evaluations without progress. Unlike theirs, a step has 4 sequences with all their keys as queries, not 32
+    with one query each."""
     torch.manual_seed(seed)
     draw = torch.Generator().manual_seed(seed)
     model = Associative(S, rule, phi, norm).to(device)
     opt = torch.optim.Adam(model.parameters(), 1e-3, fused=True)
-    looks = []                                                  # step and loss
+    looks = []                                                  # (step, loss)
     for step in range(1, most + 1):
         keys, values = associations(S, 2 * S, 4, replace, draw, device)
         miss(model, keys, values, by_key=False).backward()
@@ -695,7 +694,7 @@ def associate(_, S, rule, phi, norm, replace, seed, most, device):
         if step % 100 != 0 and step != most:
             continue
         model.eval()
-        with torch.no_grad():           # of S pairs, also where it trains on 2 S, as their code does
+        with torch.no_grad():           # always S pairs, even if it trains on 2 S, as in their code
             keys, values = associations(S, S, 20, replace, draw, device)
             looks.append([step, miss(model, keys, values, by_key=True).item()])
         model.train()
@@ -707,8 +706,8 @@ def associate(_, S, rule, phi, norm, replace, seed, most, device):
 
 
 def associative(args, suite):
-    """Losses against the number of associations S, and learning curves for the smallest S: Schlag 2021 figure
-    3 and, with --lengths=600 for capacity, figure 4."""
+    """Losses over the number of associations S, and learning curves for the smallest S. These are figure 3 of
+    Schlag 2021 and, with `capacity --lengths=600`, figure 4."""
     broken = {}
     args.said[f'first S above a loss of {GOOD}, here and in the paper'] = broken
     for form, (rule, phi, norm) in only(args, suite.lines).items():
@@ -730,8 +729,8 @@ def associative(args, suite):
 
 
 def curve(form, found):
-    """Rows of a learning curve: the median over seeds, as long as all of them were trained."""
-    for points in zip(*[f['curve'] for f in found]):            # those of a step, by seed
+    """Rows of a learning curve: the median over seeds, up to the shortest run."""
+    for points in zip(*[f['curve'] for f in found]):            # the points of one step, per seed
         steps, losses = zip(*points)
         yield {'form': form, 'part': 'curve', 'step': steps[0], 'loss': statistics.median(losses)}
 
@@ -741,7 +740,7 @@ FOUND_AT = 'out/ckpt.safetensors', 'out/teacher/ckpt.safetensors'
 
 
 def softmax_model(args, tasks=False):
-    """--init, or the first suitable model in out/ -> its path, the model, its metadata. tasks: it may be a
+    """The model of --init, or the first suitable one in out/ -> path, model, metadata. tasks: also accept a
     model of a task"""
     paths = [args.init] if args.init else filter(os.path.exists, FOUND_AT)
     for path in paths:
@@ -757,14 +756,14 @@ def softmax_model(args, tasks=False):
 
 
 def spaced(val, T, count, data, device):
-    """x, y (count, T) of evenly spaced rows of a validation text."""
+    """-> x, y (count, T): evenly spaced rows of a validation text."""
     begin = torch.linspace(0, len(val) - T - 1, count).long().tolist()
     return recipe.rows(val, begin, T, data, device)
 
 
 def a_text(args, path, meta, T, count, name):
-    """A text of this name, or what a model was trained on, in the model's tokens -> x, y (count, T) of its
-    validation side, its metadata, its name"""
+    """Load a text in a model's tokens; '' is the model's training text -> x, y (count, T) of its validation
+    side, its metadata, its name"""
     _, val, data, name = prepare.for_model(path, meta, name, T)
     if 'row' in data:
         raise ValueError(f'--data={name}: a task; this suite wants a text')
@@ -773,23 +772,23 @@ def a_text(args, path, meta, T, count, name):
 
 
 def pieces(args, count):
-    """A softmax model and the text it is measured on -> its path, the model, `count` evenly spaced pieces of
-    its validation text, as long as a training row (count, T), and metadata of that text"""
+    """A softmax model and rows to measure it on -> path, model, x (count, T), metadata of the text. x are
+    evenly spaced rows of its validation text, as long as training rows."""
     path, model, meta = softmax_model(args)
     x, _, data, _ = a_text(args, path, meta, model.config.block_size, count, args.data)
     return path, model, x, data
 
 
 def bounded(path, teacher, rule, cache, **changes):
-    """The softmax model in a file, with at most `cache` keys and values per layer."""
+    """Load a softmax model from a file, with at most `cache` cached tokens per layer."""
     sinks = max(0, min(4, cache - 1))
     return model_in(path, teacher.embed.weight.device, rule=rule, cache=cache, sinks=sinks, **changes)
 
 
 @torch.inference_mode()
 def nats_along(model, x, y, segment):
-    """Read rows x (B, T) from an empty state, in segments, with the state carried; memory for a segment
-    hardly grows with T. y (B, T): what should follow each token -> nats for each (B, T)"""
+    """Read rows x (B, T) from an empty state -> nats (B, T) of the targets y (B, T). We read in segments of
+    so many tokens and carry the state, so memory hardly grows with T."""
     found = []
     state = None
     for some, targets in zip(x.split(segment, 1), y.split(segment, 1)):
@@ -799,8 +798,8 @@ def nats_along(model, x, y, segment):
 
 
 def by_position(form, nats, first):
-    """Rows of perplexity over positions up to `first` of nats (.., T), from there up to twice that, and so
-    on: each range is as long as all before it."""
+    """Perplexity by ranges of positions of nats (.., T), as rows of the table: up to `first`, from there to
+    twice that, and so on. Each range is as long as all before it."""
     T = nats.shape[-1]
     start = 0
     end = first
@@ -818,24 +817,24 @@ def along(models, x, y, segment, first):
         yield from by_position(form, nats_along(model, x, y, segment), first)
 
 
-# ---- suite convert: what is recovered of that model, by recipe, tokens spent and length --------------------
-BY_TOKENS = 'pure', 'hybrid'                # also with fewer steps
-BY_LENGTH = 'pure', 'hybrid', 'window'      # also read beyond the rows they were trained on
+# ---- suite convert: what is recovered of that model, by recipe, training tokens and length -----------------
+BY_TOKENS = 'pure', 'hybrid'                # recipes that also run with fewer steps
+BY_LENGTH = 'pure', 'hybrid', 'window'      # recipes that also read longer rows than in training
 
 
 def convert(args, suite):
-    """All recipes with the same number of tokens, some with fewer, and, for a text, beyond the rows of
-    training. Learned positions end there: the last one is repeated, in all models alike, and perplexity then
-    says more about that than about memory."""
+    """Run all recipes with equally many tokens, and some with fewer. For a text, also read longer rows than
+    in training. Learned positions end there, so all models repeat the last one. Perplexity then says more
+    about that than about memory."""
     path, teacher, meta = softmax_model(args, tasks=True)
     _, val, data, _ = prepare.for_model(path, meta, args.data, teacher.config.block_size)
     args.said['in % of'] = path
-    judged = 2000 if 'row' in data else 64          # a row of a task has few answers, or one
+    judged = 2000 if 'row' in data else 64          # a row of a task has few targets, or one
     flags = f'--data={shlex.quote(args.data)} --eval_rows={judged}'
 
     def one(form, steps, seed, controls='false'):
-        """A run of a line: `steps` of stage 2, after 3/8 of them of stage 1; all in stage 2 if there is no
-        stage 1."""
+        """Run a line with `steps` of stage 2, after 3/8 as many of stage 1. Without a stage 1, all go to
+        stage 2."""
         line, stage_1 = suite.lines[form]
         total = steps + max(1, round(3 * steps / 8))
         first = round(stage_1 * total)
@@ -845,9 +844,9 @@ def convert(args, suite):
             raise ValueError('the softmax model knows no answer: there is nothing to recover')
         return found
 
-    firsts = {}                                     # of the first seed
+    firsts = {}                                     # the results of the first seed
     for form in only(args, suite.lines):
-        controls = 'false' if firsts else 'true'    # once: they cost as much as two lines
+        controls = 'false' if firsts else 'true'    # only once: they cost as much as two lines
         firsts[form] = one(form, args.steps, args.seed, controls)
         others = [one(form, args.steps, seed) for seed in seeds(args)[1:]]
         yield a_row(suite, form, '', [firsts[form]] + others)
@@ -855,7 +854,7 @@ def convert(args, suite):
     for form, line in ('teacher trained on', found['tuned']), (f'{anew}, from scratch', found['table'][-1]):
         yield a_row(suite, form, '', [in_percent(line)])
     for form, whole in firsts.items():
-        if form in BY_TOKENS:                       # by runs with schedules of their own
+        if form in BY_TOKENS:                       # each is a run with its own schedule
             found = [{'tokens': 0, 'recovered': whole['swapped']}]
             found += [one(form, max(1, args.steps // share), args.seed) for share in (8, 4, 2)]
             for some in found + [whole]:
@@ -867,7 +866,7 @@ def convert(args, suite):
 
 
 def by_length(args, models, val, data):
-    """Perplexity by position, in evenly spaced rows of a text, several times as long as those of training."""
+    """Perplexity by position, in evenly spaced rows that are several times as long as in training."""
     segment = max(1, models['teacher'].config.block_size // 4)
     length = segment * chosen(args, 16, 64)
     if len(val) <= length:
@@ -879,13 +878,13 @@ def by_length(args, models, val, data):
 
 
 # ---- suites monotone, transfer: maps that imitate that model's attention -----------------------------------
-DRAWN = 'softmax', 'elu', 'exp:2', 'taylor', 'hedgehog, distilled'          # whose weights are in the picture
-FIDELITY = 'order kept', 'entropy', 'KL to teacher'                         # in convert.json, by layer
+DRAWN = 'softmax', 'elu', 'exp:2', 'taylor', 'hedgehog, distilled'          # forms whose weights are plotted
+FIDELITY = 'order kept', 'entropy', 'KL to teacher'                         # in convert.json, per layer
 
 
 def monotone(args, suite):
-    """The attention of a trained softmax model with other maps: do weights grow with q.k, and how spiky are
-    they? Learned maps before and after distillation."""
+    """Replace softmax in a trained model by other maps. Do weights grow with q.k, and how spiky are they? The
+    learned maps are measured before and after distilling."""
     path, model, meta = softmax_model(args)
     row = min(model.config.block_size, 256)
     flags = f'--recipe=hedgehog --row={row} --eval_rows=4 --data={shlex.quote(args.data)}'
@@ -907,14 +906,14 @@ def monotone(args, suite):
 
 
 def random_tokens(args, data):
-    """A data set of random tokens of the kind that data has, in --out -> its folder"""
+    """Write a data set of random tokens, of the kind that data has, into --out -> its folder"""
     folder = f'{args.out}/random-{args.seed}'
     os.makedirs(folder, exist_ok=True)
     draw = np.random.default_rng(args.seed)
     meta = {name: data[name] for name in prepare.TOKEN_KEYS if name in data}
     sides = []
     for side, n in ('train', 200_000), ('val', 20_000):
-        meta[side] = {'bytes': n}                               # nobody asks how many they are
+        meta[side] = {'bytes': n}                               # a placeholder; it is never used
         sides.append([draw.integers(data['vocab_size'], size=n)])
     prepare.save(folder, {'name': 'random', **meta}, sides)
     return folder
@@ -922,8 +921,8 @@ def random_tokens(args, data):
 
 @torch.inference_mode()
 def divergence(teacher, student, x):
-    """From the teacher's attention weights to the student's, on the teacher's inputs, for each row of x (B,
-    T): KL, averaged over layers, heads and queries, in nats."""
+    """KL(teacher || student) of the attention weights, on the teacher's inputs: the mean over layers, heads
+    and queries, in nats. We read x (B, T) row by row."""
     twins = student.mixers()
     found = []
     for row in x.split(1):
@@ -955,24 +954,24 @@ def transfer(args, suite):
         found = converted(args, suite, form, path, flags, args.steps, 0, args.seed, meta.get('digest'))
         models[form] = model_in(found['path'], args.device)
     for text, n in itertools.product(names, times):
-        count = chosen(args, 2, 8) * max(times) // n            # as many tokens at all lengths
+        count = chosen(args, 2, 8) * max(times) // n            # equally many tokens at all lengths
         x, _, _, _ = a_text(args, path, meta, n * T, count, names[text])
         for form, model in models.items():
             yield {'form': form, 'part': text, 'tokens a row': n * T,
                    'KL to teacher': divergence(teacher, model, x)}
 
 
-# ---- suites cache, far, kept, stories: that model as an RNN that keeps few rows. Oren 2024 -----------------
+# ---- suites cache, far, kept, stories: that model with few cached tokens. Oren 2024 ------------------------
 POLICIES = 'random', 'window', 'sink', 'h2o', 'tova-head', 'tova'
 
 
 def cache(args, suite):
-    """Perplexity of a softmax model whose layers keep few rows, without training."""
+    """Perplexity of a softmax model whose layers cache few tokens, without further training."""
     path, teacher, x, _ = pieces(args, chosen(args, 16, 64))
     T = x.shape[1]
     args.said.update({'pieces': len(x), 'tokens of a piece': T})
     sizes = args.lengths or sorted({T // n for n in chosen(args, (32, 16, 8, 4, 1), SHARES)} - {0})
-    cells = [('softmax', T, {})]                    # form, rows, flags
+    cells = [('softmax', T, {})]                    # form, cached tokens, flags
     cells += [(rule, size, {'rule': rule}) for size in sizes for rule in POLICIES]
     if args.overflow:
         over = {'overflow': args.overflow}
@@ -992,10 +991,9 @@ def cache(args, suite):
 
 
 def far(args, suite):
-    """One long text, read from beginning to end: how well is the next token predicted, by position? With 1/8
-    of the keys and values that the model was trained on; by models of other rules that --beside names; and by
-    the model itself, once with all keys and values and once as it was trained: in rows, each from an empty
-    state."""
+    """Read one long text from beginning to end, and measure the nats per token by position. The cache holds
+    1/8 of the length of a training row. We compare with the models of --beside, and with the model as it is:
+    once with all tokens cached, and once in training rows, each from an empty state."""
     path, teacher, meta = softmax_model(args)
     length, = args.lengths
     block = teacher.config.block_size
@@ -1022,13 +1020,13 @@ def far(args, suite):
 
 
 def kind_of(token, data):
-    """The kind of a token by its first character and, for tokens that may be words, by a list of common words
-    and by the ending: a guess at the part of speech."""
+    """The kind of a token, by its first character. For tokens that may be words, we guess the part of speech
+    from a list of common words and from the ending."""
     alone = prepare.decode([token], data)
-    text = prepare.decode([token, token], data)[len(alone):]     # some decoders drop the first word's blank
+    text = prepare.decode([token, token], data)[len(alone):]     # some decoders drop the first word's space
     word = text.strip(' ')
     of_words = data['tokenizer'] not in ('byte', 'char')
-    begins = word != text or not word[:1].islower()             # else it goes on with a word
+    begins = word != text or not word[:1].islower()             # otherwise it continues a word
     if of_words and begins and len(text) > 1:
         for kind, words in SPEECH.items():
             if word.lower() in words.split():
@@ -1043,8 +1041,8 @@ def kind_of(token, data):
 
 
 def watch(model, x):
-    """Which keys and values a model keeps while it reads x (B, T) token by token, in each of its n layers
-    with a bounded cache -> (n, B, T, T): whether token s is still there after step t"""
+    """Watch the caches while a model reads x (B, T) token by token -> (n, B, T, T) for its n layers with a
+    cache: whether token s is cached after step t"""
     B, T = x.shape
     layers = [i for i, rule in enumerate(model.config.rules()) if RULES[rule].keeps]
     seen = torch.zeros(len(layers), B, T, T, dtype=torch.bool)
@@ -1052,26 +1050,26 @@ def watch(model, x):
     for t in range(T):
         _, state = model(x[:, t:t + 1], state)
         for n, i in enumerate(layers):
-            pos = state[i]['pos'][:, 0].cpu()                   # TOVA's are the same for all heads; -1: empty
+            pos = state[i]['pos'][:, 0].cpu()                   # equal for all heads of TOVA; -1: empty
             seen[n, :, t] = F.one_hot(pos + 1, T + 1).any(1)[:, 1:]
     return seen
 
 
 @torch.inference_mode()
 def kept(args, suite):
-    """What TOVA keeps: how recent it is, the first token, and how long each kind of token stays."""
+    """Which tokens TOVA caches: how recent they are, the first token, and how long each kind stays."""
     path, teacher, x, data = pieces(args, chosen(args, 4, 16))
     T = x.shape[1]
     size, = args.lengths or [max(1, T // 8)]
     if 2 * size >= T:
         raise ValueError(f'--lengths={size}: rows must be fewer than half of the {T} tokens of a piece')
     seen = watch(bounded(path, teacher, 'tova', size), x)
-    late = seen[:, :, 2 * size:].float()                        # steps by which the rows are long full
+    late = seen[:, :, 2 * size:].float()                        # steps at which the cache is long full
     recent = late.triu(size + 1).sum() / late.sum()
     stayed = seen.sum(2).float().mean(0)                        # steps (B, T), mean over layers
     args.said[f'rows among the last {size} tokens, %'] = 100 * recent.item()
     args.said['steps in which the first token is kept, %'] = 100 * late[..., 0].mean().item()
-    steps = {'all': []}                 # without the first token, and those that had no time to show
+    steps = {'all': []}                 # not the first token, nor those that came too late
     for token, n in zip(x[:, 1:T - size].flatten().tolist(), stayed[:, 1:T - size].flatten().tolist()):
         steps['all'].append(n)
         steps.setdefault(kind_of(token, data), []).append(n)
@@ -1080,21 +1078,21 @@ def kept(args, suite):
 
 
 def continued(model, prompts, n, seed):
-    """The n tokens (B, n) that a model draws behind prompts (B, T)."""
+    """Continue prompts (B, T) with a model -> the n drawn tokens (B, n)."""
     draw = torch.Generator(prompts.device).manual_seed(seed)
     steps = model.generate(prompts, generator=draw)
     return torch.cat([token for token, _ in itertools.islice(steps, n)], 1)
 
 
 def likelihood(judge, prompts, said):
-    """Average nats per token of continuations (B, n) after prompts (B, T) -> (B,)"""
+    """Mean nats per token of the continuations (B, n) of prompts (B, T), by the model `judge` -> (B,)"""
     rows = torch.cat([prompts, said], 1)
     nats = nats_along(judge, rows[:, :-1], rows[:, 1:], 64)
     return nats[:, -said.shape[1]:].mean(1)
 
 
 def of_binomial(count, n):
-    """The 95 % interval of a share, if `count` of n were seen, in %. Wilson 1927."""
+    """The 95 % interval of a share, in %, if `count` of n were seen. Wilson 1927."""
     z = 1.96
     share = count / n
     middle = share + z ** 2 / (2 * n)
@@ -1104,7 +1102,7 @@ def of_binomial(count, n):
 
 
 def verdicts(form, gain, tie, paper):
-    """Rows of the table: how often a gain (B,) in nats is above `tie`, within it, or below."""
+    """Rows of the table: how often a gain (B,), in nats, is a win, a tie (within `tie`) or a loss."""
     for verdict, shown in {'won': gain > tie, 'tied': gain.abs() <= tie, 'lost': gain < -tie}.items():
         count = shown.sum().item()
         least, most = of_binomial(count, len(gain))
@@ -1113,10 +1111,9 @@ def verdicts(form, gain, tie, paper):
 
 
 def stories(args, suite):
-    """A softmax model continues prompts with few keys and values, and as it is, with the same random draws.
-    Which of the two is likelier to the model as it is? Within a threshold it is a tie; the threshold comes
-    from two continuations of the model itself. In the paper GPT-4 was the judge; this judge cannot tell good
-    from dull."""
+    """A softmax model with a small cache and the full model continue the same prompts, with the same random
+    numbers. Which story does the full model find more likely? The threshold for a tie comes from two other
+    stories of the full model. The paper's judge is GPT-4; ours cannot tell good stories from dull ones."""
     path, teacher, x, _ = pieces(args, chosen(args, 24, 200))
     T = x.shape[1]
     prompts = x[:, :max(1, T // 8)]
@@ -1130,7 +1127,7 @@ def stories(args, suite):
     tie = (third - fourth).std().item()
     yield from verdicts('full, other draws', nats - another, tie, {})
     means = {'full': nats.mean().item()}
-    same = {}                                       # how many are the full model's
+    same = {}                                       # how many equal the full model's
     args.said.update({'prompts': len(x), 'tie': tie, 'nats': means, 'identical': same})
     for form, (rule, share) in only(args, suite.lines).items():
         said = continued(bounded(path, teacher, rule, max(1, T // share)), prompts, n, args.seed)
@@ -1140,23 +1137,23 @@ def stories(args, suite):
         same[form] = (said == told[0]).all(1).sum().item()
 
 
-# ---- suite answers: what such models answer to questions, where the answer may stand far back --------------
-ONE_IN = 4          # one row in so many is kept where answers are told apart by the distance of the fact
+# ---- suite answers: the accuracy of such models on questions about distant tokens --------------------------
+ONE_IN = 4          # the cache is 1/4 of a row where we split answers by the fact's distance
 
 
 def rows_left(state, at):
-    """Among the first four positions that can hold the tokens at (B,), their own and, because of a
-    convolution, the next three: the share that layers and heads still keep (B,)"""
+    """-> (B,): the share of four cached tokens that is still cached, over layers and heads. They are the
+    tokens at (B,) and the next three, into which a convolution mixes it."""
     wanted = at[:, None, None, None] + torch.arange(4, device=at.device)
-    kept = [(layer['pos'].unsqueeze(3) == wanted).any(2) for layer in state]        # (B, heads, 4) each
+    kept = [(layer['pos'].unsqueeze(3) == wanted).any(2) for layer in state]        # (B, heads, 4) per layer
     return torch.stack([each.float().mean((1, 2)) for each in kept]).mean(0)
 
 
 @torch.inference_mode()
 def answered(_, rule, one_in, task, count, path, device):
-    """What share of the questions in the first `count` rows the softmax model in a file answers while it
-    keeps 1/one_in of a row's keys and values; for facts also by the quarter of the row where the fact stands,
-    and how much of the answer's rows is left. All in %"""
+    """Accuracy of a softmax model on the questions in the first `count` rows, with a cache of 1/one_in of the
+    row length. For facts, also per quarter of the row in which the fact is stated, and the share of the
+    answer's tokens that is still cached. All in %"""
     model = model_in(path, device)
     _, val, data = prepare.load(task)
     T = data['row']
@@ -1170,7 +1167,7 @@ def answered(_, rule, one_in, task, count, path, device):
         if data['name'].startswith('facts'):
             places.append(prepare.tasks.asked_fact(x.cpu().numpy()))
         state = None
-        for some, wanted in zip(x.split(64, 1), y.split(64, 1)):        # the rows of 64 steps fit in memory
+        for some, wanted in zip(x.split(64, 1), y.split(64, 1)):        # the caches of 64 steps fit in memory
             logits, state = model(some, state, wanted >= 0)
             right.append(logits.argmax(-1) == wanted[wanted >= 0])
         if places and rule != 'softmax':
@@ -1187,8 +1184,8 @@ def answered(_, rule, one_in, task, count, path, device):
 
 
 def answers(args, suite):
-    """Accuracy of softmax models on questions about what stands far back, by how much they keep."""
-    cells = [('softmax', 1), *itertools.product(POLICIES, (8, 4, 2))]       # one row in so many is kept
+    """Accuracy of softmax models on questions about distant tokens, by the size of the cache."""
+    cells = [('softmax', 1), *itertools.product(POLICIES, (8, 4, 2))]       # cache: 1 / this of a row
     forms = only(args, dict(cells))
     cells = [cell for cell in cells if cell[0] in forms]
     by_distance = []
@@ -1206,14 +1203,14 @@ def answers(args, suite):
 
 
 # ---- what the suites train, decode and layer compute -------------------------------------------------------
-GATES = {               # what a recurrence gets beside q, k, v
+GATES = {               # the gates of a recurrence, besides q, k, v
     'delta': 'write', 'gated_delta': 'write log_f', 'kda': 'write log_f', 'decay': 'log_f log_z',
     'two-sided delta': 'write log_f log_z'}
 
 
 def inputs(kind, args, T):
-    """Random q, k, v (B, H, T, head_dim), as non-negative features, and gates as GATES has them, under their
-    names in `recurrent`; a decay is per channel, for gated_delta per head."""
+    """Random q, k, v (B, H, T, head_dim), and the gates of GATES by their names in `recurrent`. Features are
+    not negative. A decay has one number per channel; for gated_delta, one per head."""
     draw = torch.Generator(args.device).manual_seed(args.seed)
 
     def random(*channels):
@@ -1230,9 +1227,9 @@ def inputs(kind, args, T):
     return x
 
 
-# ---- suites layer, train: what a layer costs over T --------------------------------------------------------
+# ---- suites layer, train: the cost of a layer over T -------------------------------------------------------
 def a_layer(rule, phi, args, T):
-    """A function: the forward of one layer, with its map, from q, k, v."""
+    """-> a function that runs one layer forward, from q, k, v, with its feature map."""
     given = inputs(rule, args, T)
     x = torch.randn(args.batch, T, 16, device=args.device, dtype=args.dtype)
     memory = FastWeights(rule, 16, args.heads, args.head_dim, phi).to(args.device, args.dtype).eval()
@@ -1245,8 +1242,7 @@ def a_layer(rule, phi, args, T):
 
 
 def a_training_step(kind, form, args, T):
-    """A function: forward and backward through one form of a recurrence, with the gates that GATES has for
-    its kind."""
+    """-> a function that runs one form of a recurrence forward and backward, with the gates of kind."""
     given = inputs(kind, args, T)
     cotangent = torch.randn_like(given['v'])
     wanted = [x.requires_grad_() for name, x in given.items() if name != 'erase']       # which is `write`
@@ -1257,7 +1253,7 @@ def a_training_step(kind, form, args, T):
 
 
 def peer(module, name, time_first, q, k, v, write=None, erase=None, log_f=None):
-    """A form of flash-linear-attention in plain torch, called as ours are. time_first: it wants (B, T, H, d).
+    """Call a plain torch form of flash-linear-attention like one of ours. time_first: it takes (B, T, H, d)
     """
     f = getattr(importlib.import_module(f'fla.ops.{module}'), name)
     xs = [x for x in (q, k, v, log_f, write) if x is not None]
@@ -1270,11 +1266,11 @@ def peer(module, name, time_first, q, k, v, write=None, erase=None, log_f=None):
 
 
 def over_lengths(args, suite):
-    """Time and memory of attention and of every line, (args, T) -> a function, over T. A line that fails is
-    reported, and left out from there on."""
+    """Time and memory over T, for attention and every line; a line is (args, T) -> a function. A line that
+    fails is reported, and left out from there on."""
     T = max(args.lengths)
     numbers_each = args.batch * args.heads * T * args.head_dim
-    need = 6 * numbers_each * args.dtype.itemsize           # of q, k, v, and of what comes of them
+    need = 6 * numbers_each * args.dtype.itemsize           # for q, k, v and their results
     refuse([beyond_memory(need, f'--lengths={T} --batch={args.batch} --heads={args.heads}: so many steps')])
     n = 8192 if args.device.type == 'cuda' else 1024
     a = torch.randn(n, n, device=args.device, dtype=args.dtype)
@@ -1297,7 +1293,7 @@ def over_lengths(args, suite):
         for row, call, took in times:
             with FlopCounterMode(display=False) as count:
                 call()
-            least = count.get_total_flops() / peak          # seconds; 0 where kernels do what it cannot see
+            least = count.get_total_flops() / peak          # seconds; 0 if it cannot see into a kernel
             row |= {'ms': 1e3 * took, 'of attention': took / times[0][2]}
             row['of ceiling'] = least / took if least else None
             yield {**row, 'MB': peak_bytes(call, args.device) / MB}
@@ -1305,17 +1301,17 @@ def over_lengths(args, suite):
 
 # ---- suite decode: what the next token costs ---------------------------------------------------------------
 DECODED = 'softmax', 'sum', 'delta', 'decay'
-GENERATED = 64      # tokens of `generate`, more than come before its steps are recorded
+GENERATED = 64      # tokens of `generate`; more than it draws before it records steps
 
 
 def grown(rows, T):
-    """The keys and values of T tokens, all equal to the one in rows."""
+    """A cache of T tokens: copies of the only one in `rows`."""
     return {name: rows[name].repeat(1, 1, T, 1) for name in ('k', 'v')}
 
 
 def layer_step(rule, args, T):
-    """A layer's step after T tokens, and the state that it starts from. Fast weights have really read that
-    many tokens or more, 1,024 at a time; a cache is one token's, T times."""
+    """-> a function for one step of a layer after T tokens, and its initial state. Fast weights have really
+    read T tokens or more, 1,024 at a time. A cache holds one token T times."""
     one = inputs(rule, args, 1)
     if rule == 'softmax':
         rows = grown(one, T)
@@ -1326,19 +1322,19 @@ def layer_step(rule, args, T):
         _, S = kernels.chunked(**many, S=S)
     if S.is_cuda:
         return partial(kernels.chunked, **one, S=S), [{'S': S}]
-    state = kernels.of_its_own([{'S': S}])          # recorded: each call writes over the same memory
+    state = kernels.of_its_own([{'S': S}])          # recorded: all calls write to the same memory
     return partial(kernels.step_over, **one, **state[0]), state
 
 
 @lru_cache(1)
 def random_model(device, dtype, **config):
-    """A model with random weights, one for all lengths: their steps take turns, and find these in the cache.
-    """
+    """A model with random weights, the same for all lengths. Their steps take turns, so the CPU cache holds
+    them."""
     return GPT(Config(**config)).to(device, dtype).eval()
 
 
 def model_step(rule, args, T, **size):
-    """The same for a model with random weights, recorded as in sample.py."""
+    """Like `layer_step`, but for a model with random weights, recorded as in sample.py."""
     model = random_model(args.device, args.dtype, rule=rule, **size)
     if rule == 'softmax':
         token, state = far_along(model, args.batch, 0, T)
@@ -1349,13 +1345,13 @@ def model_step(rule, args, T, **size):
     return recorded(model, token, state), state
 
 
-LEVELS = {'layer': layer_step, 'model': model_step,             # GPT-2's size is for --full
+LEVELS = {'layer': layer_step, 'model': model_step,             # GPT-2's size only with --full
           'model, GPT-2 size': partial(model_step, n_layer=12, n_head=12, n_embd=768, vocab_size=50257)}
 
 
 def recorded(model, token, state):
-    """A function that takes the next step at each call and hands the state on; or the same step again, if the
-    state would grow."""
+    """-> a function that runs the next step at each call and carries the state. If the state would grow, it
+    runs the same step again, so that the cache keeps its size."""
     step = kernels.recorded(model, token, state, partial(sample, temperature=0))
     token, state = step(token, state)
     if 'k' in state[0]:
@@ -1368,9 +1364,8 @@ def recorded(model, token, state):
 
 
 def far_along(model, batch, source, target):
-    """The last token (B, 1) and the state of a model after this many tokens of sources and of texts. Their
-    content does not change the time: all rows of the batch are alike, and so is all of a cache, which is
-    full."""
+    """The last token (B, 1) and the state of a model after `source` and `target` tokens. Values do not change
+    the time, so all rows of the batch are equal, and so are all entries of the full cache."""
     words = torch.zeros(1, source or 1, dtype=torch.long, device=model.embed.weight.device)
     token = words[:, :1]
     state = model.read(token, model.encode(words) if source else None)
@@ -1386,8 +1381,8 @@ def far_along(model, batch, source, target):
 
 
 def crossing(rows, key, base, x='T', times=1):
-    """From which x on `base` costs so many `times` what each other form does -> form: x, interpolated on
-    logarithmic scales; the smallest x if it is so from the start, None if never."""
+    """From which x on `base` costs `times` as much as each other form -> {form: x}. We interpolate on log
+    scales. x is the smallest one if this is so from the start, and None if it never is."""
     costs = {}
     for row in rows:
         costs.setdefault(row['form'], {})[row[x]] = row[key]
@@ -1396,7 +1391,7 @@ def crossing(rows, key, base, x='T', times=1):
     for form, theirs in costs.items():
         sizes = [at for at in theirs if at in mine]
         gaps = np.log([mine[at] / times / theirs[at] for at in sizes])
-        gaps = np.maximum.accumulate(gaps)                  # at the first size that it passes 0 it has passed
+        gaps = np.maximum.accumulate(gaps)                  # once above 0, it stays above
         found[form] = None
         if gaps.max(initial=-1) >= 0:
             found[form] = round(np.exp(np.interp(0, gaps, np.log(sizes))))
@@ -1404,7 +1399,7 @@ def crossing(rows, key, base, x='T', times=1):
 
 
 def repeated(call, n):
-    """A function that calls another n times."""
+    """-> a function that calls `call` n times."""
     def run():
         for _ in range(n):
             call()
@@ -1412,10 +1407,9 @@ def repeated(call, n):
 
 
 def beside_transformers(args):
-    """A token of `generate`, greedy, for one text of the first of --lengths: transformers' GPT-2, which keeps
-    keys and values and in which no token ends a text, and our models of that size, with random weights, in
-    turns. Reading the text and writing a first token is subtracted from GPT-2's time, and is no part of
-    ours."""
+    """The time per token of greedy `generate`, after one prompt of the first of --lengths. GPT-2 of
+    transformers, with its cache and no end token, takes turns with our models of that size. All have random
+    weights. For GPT-2 we subtract the time for the prompt and the first token; ours do not include it."""
     import transformers
     c = Config()
     T = args.lengths[0]
@@ -1427,7 +1421,7 @@ def beside_transformers(args):
     theirs = partial(gpt2.generate, tokens, attention_mask=torch.ones_like(tokens), do_sample=False)
     more, first = (partial(theirs, max_new_tokens=n, min_new_tokens=n) for n in (GENERATED + 1, 1))
     flat = [rule for rule in DECODED if not RULES[rule].keeps]
-    ours = []                                       # at their first call steps are recorded
+    ours = []                                       # the first call records steps
     for rule in flat:
         model = GPT(Config(rule=rule)).to(args.device, args.dtype).eval()
         ours.append(repeated(partial(next, model.generate(tokens, temperature=0)), GENERATED))
@@ -1440,8 +1434,9 @@ def beside_transformers(args):
 
 @torch.inference_mode()
 def decode(args, suite):
-    """The next token after T tokens, by a layer and by a model with random weights, for --batch texts side by
-    side, and beside transformers, if it is installed. The contents of a cache do not change its time."""
+    """The cost of the next token after T tokens, for a layer and a model with random weights, with --batch
+    texts in parallel. We compare with transformers, if installed. The contents of a cache do not
+    change its time."""
     cross = {}
     for level in list(LEVELS)[:chosen(args, 2, 3)]:
         found = []
@@ -1449,12 +1444,12 @@ def decode(args, suite):
             cells = []
             for T in args.lengths:
                 _, first = LEVELS[level](rule, args, 1)
-                if RULES[rule].keeps and 2 * T * state_bytes(first) > room(args.device):        # and a copy
+                if RULES[rule].keeps and 2 * T * state_bytes(first) > room(args.device):        # with a copy
                     print(f'{level} of {rule} after {T:,} is left out: no room', file=sys.stderr)
                     continue
                 step, state = LEVELS[level](rule, args, T)
                 cells.append(({'form': rule, 'part': level, 'T': T, 'state bytes': state_bytes(state)}, step))
-            for row, _, took in timed(cells, args.device, 0.3, 30):         # the lengths of a form take turns
+            for row, _, took in timed(cells, args.device, 0.3, 30):         # the lengths take turns
                 found.append({**row, 'us a token': 1e6 * took})
         cross[level] = crossing(found, 'us a token', 'softmax')
         yield from found
@@ -1468,7 +1463,7 @@ def decode(args, suite):
 
 @torch.inference_mode()
 def batch(args, suite):
-    """The largest batch within a budget for states, and its throughput, after T tokens. Oren 2024, table 1"""
+    """The largest batch whose states fit a budget, and its throughput after T tokens. Oren 2024, table 1."""
     T, = args.lengths
     paper = suite.paper['tova']
     if T < max(paper):
@@ -1485,34 +1480,34 @@ def batch(args, suite):
         token, state = far_along(model, n, 0, T)
         cells.append((row, partial(model, token, state)))
     rows = [{**row, 'tokens/s': row['batch'] / took} for row, _, took in timed(cells, args.device, 1.0)]
-    for row in rows:                                # full: TOVA with all rows
+    for row in rows:                                # full: TOVA with all tokens cached
         row['of softmax'] = row['tokens/s'] / rows[0]['tokens/s']
         row['of full'] = row['tokens/s'] / rows[1]['tokens/s']
     return rows
 
 
-# ---- suite translate: BLEU of commands, and how fast such models write -------------------------------------
-WRITERS = 'softmax', 'elu', 'rfa', 'dpfp', 'delta'      # whose tokens a second are measured
-SHORT = 16              # tokens of a source, where translations of many lengths are written,
-SAID = 64               # and tokens of a translation, where sources of many lengths are read
-WORDS = 4096            # of models with random weights, beside pad
-TURN = 64               # steps: after the first few of them weights are in the cache, as in a long text
+# ---- suite translate: BLEU of the runs, and tokens per second ----------------------------------------------
+WRITERS = 'softmax', 'elu', 'rfa', 'dpfp', 'delta'      # forms whose tokens per second are measured
+SHORT = 16              # tokens of a source, when the length of the translation varies
+SAID = 64               # tokens of a translation, when the length of the source varies
+WORDS = 4096            # vocabulary of models with random weights, without pad
+TURN = 64               # steps per turn: after a few, the weights are in the CPU cache, as in a long text
 
 
 def bleu_metric():
-    """BLEU by sacrebleu, Post 2018, arXiv:1804.08771. ValueError if that is not installed."""
+    """BLEU of sacrebleu, Post 2018, arXiv:1804.08771. ValueError if it is not installed."""
     try:
         from sacrebleu.metrics import BLEU
     except ImportError:
         raise ValueError('BLEU needs a package that is not here: pip install sacrebleu') from None
     metric = BLEU()
-    metric.corpus_score([''], [['']])                           # else it does not know its signature
+    metric.corpus_score([''], [['']])                           # without a call it has no signature
     return metric
 
 
 @torch.inference_mode()
 def bleu(args, found):
-    """BLEU of a run's model on the first sources of a data set's test side; with --full, by a beam of 4."""
+    """BLEU of a run's model on the first sources of the test side. --full: with a beam of 4"""
     beam, count = chosen(args, (1, 100), (4, 1000))
     metric = bleu_metric()
     model, meta = load(found['path'], args.device)
@@ -1530,7 +1525,7 @@ def bleu(args, found):
 
 
 def writer(form, longest, args):
-    """A model with random weights, for sources and translations of so many tokens."""
+    """A translator with random weights, for sources and translations of up to `longest` tokens."""
     flags = f'{TRANSLATOR} {SUITES["translate"].lines[form]}'
     _, given = parse(flags.split(), __doc__, recipe.Args, Config)
     config = Config(**given, vocab_size=WORDS + 1, pad=WORDS, source=longest, block_size=2 * longest)
@@ -1539,8 +1534,8 @@ def writer(form, longest, args):
 
 @torch.inference_mode()
 def writing_speeds(args, forms):
-    """The table of tokens per second, and for each part and form the length from which on it is twice as fast
-    as softmax. All cells of a part take turns, so that a busy moment of the machine meets all of them."""
+    """The table of tokens per second. Also, per part and form, the length from which on it is twice as fast
+    as softmax. All cells of a part take turns, so that a busy moment of the machine affects them all."""
     sizes = args.lengths
     twice = {}
     args.said['twice as fast as softmax from so many tokens on (None: never)'] = twice
@@ -1564,10 +1559,10 @@ def writing_speeds(args, forms):
 
 
 def translate(args, suite):
-    """BLEU on the test side of a data set, and tokens per second of models of that size. Only the decoder's
-    attention is exchanged: to itself and to the source, as in Kasai 2021, and only to itself with `delta`.
-    The encoder keeps softmax, except in `all converted`."""
-    args.said['BLEU'] = str(bleu_metric().get_signature())      # what is missing is said now, not in hours
+    """BLEU on the test side, and tokens per second of models of that size. As in Kasai 2021, we replace the
+    decoder's self-attention and cross-attention; `delta` replaces only self-attention. The encoder keeps
+    softmax, except in the lines with `all`."""
+    args.said['BLEU'] = str(bleu_metric().get_signature())      # fails now if sacrebleu is missing
     yield from runs(args, suite)
     forms = {'softmax': ''} | only(args, suite.lines)
     yield from writing_speeds(args, [form for form in WRITERS if form in forms])
@@ -1619,7 +1614,7 @@ def idea(args, suite):
 
 
 def every(args, suite):
-    """Every suite. If one cannot run here, it says why, and the next one begins."""
+    """Run every suite. If one cannot run here, print why and go on with the next."""
     left_out = {}
     args.said['left_out'] = left_out
     for other in ROWS[:-1]:
@@ -1632,24 +1627,24 @@ def every(args, suite):
     return []
 
 
-# ---- the suites, what they take, and what the papers found -------------------------------------------------
+# ---- the suites, their flags, and what the papers found ----------------------------------------------------
 def over(sizes, *figures):
-    """Figures by size, from the first size on."""
+    """{size: figure}, from the first size on."""
     return dict(zip(sizes, figures))
 
 
 CEILING = 'of ceiling: counts the products a form really does'
-PEERS = {               # rule: module of flash-linear-attention, function, with (B, T, H, d)?
+PEERS = {               # rule: module of flash-linear-attention, function, whether it takes (B, T, H, d)
     'sum': ('linear_attn.naive', 'naive_chunk_linear_attn', True),
     'delta': ('delta_rule.naive', 'delta_rule_chunkwise', False),
     'kda': ('kda.naive', 'naive_chunk_kda', True)}
 TO_600 = 20, 40, 60, 80, 100, 120, 140, 160, 200, 240, 260, 300, 340, 360, 400, 500, 600
 TO_200 = 20, 40, 60, 80, 100, 120, 140, 160, 180, 200
-SHARES = 64, 32, 16, 8, 4, 2, 1         # one row in so many is kept
-KINDS = {               # of tokens, by the first character
+SHARES = 64, 32, 16, 8, 4, 2, 1         # the cache is 1 / this of a row
+KINDS = {               # kinds of tokens, by the first character
     'newline': '\n', 'punctuation': string.punctuation, 'capital': string.ascii_uppercase,
     'digit': string.digits}
-SPEECH = {              # kinds of whole words and possessive endings: tokens that are more than a character
+SPEECH = {              # kinds of whole words and of the possessive ending
     "possessive 's": "'s \u2019s", 'article': 'a an the',
     'preposition': 'about above across after against along among around at before behind below beneath '
                    'beside between beyond by down during for from in into near of off on onto out over past '
@@ -1660,7 +1655,7 @@ SPEECH = {              # kinds of whole words and possessive endings: tokens th
     'conjunction': 'although and as because but if nor or so than though unless when where whether while yet',
     'auxiliary verb': 'am are be been being can could did do does had has have is may might must shall '
                       'should was were will would'}
-ENDINGS = 'ing', 'ed', 'ly'             # of other words, and tokens of their own where a word is in pieces
+ENDINGS = 'ing', 'ed', 'ly'             # of other words; also tokens that end a split word
 
 ASSOCIATIONS = (
     Panel('S', 'ours', '1/2 |v - answer|^2; hollow: the paper'),
@@ -1670,7 +1665,7 @@ TRACKER = '--n_embd=64 --n_head=16 --conv=0 --batch_size=64 --lr=3e-3'
 READER = '--causal=false --n_layer=2 --n_embd=64 --n_head=4 --batch_size=32 --lr=2e-3'
 CLASSIFIER = '--causal=false --conv=0'
 SMALL = f'{CLASSIFIER} --n_layer=2 --n_embd=64 --n_head=4 --batch_size=32 --lr=1e-3'
-WORDED = f'{SMALL} --tokenizer=bpe:4096 --dropout=0.3'         # of bytes it learns next to nothing
+WORDED = f'{SMALL} --tokenizer=bpe:4096 --dropout=0.3'         # from bytes it learns almost nothing
 GOES_ON = {'how': '--batch_size=32 --lr=1e-3', 'convert': '--eval_rows=100000', 'more': 0.3}
 CLASSIFIERS = {
     'flags': 'init data seeds steps only', 'quick': {'steps': 100, 'only': 'hedgehog,t2r-hh,t2r'},
@@ -1686,7 +1681,7 @@ CLASSIFIERS = {
             'recovered: of the accuracy of the teacher of the same seed; matthews: correlation of answers '
             'with truth'}
 GRID = ('sum elu', 'sum rfa', 'sum dpfp', 'sum t2r', 'sum hedgehog',
-        *[f'sum t2r:{m}' for m in (4, 8, 16, 32, 64)],                  # sizes of its map: Kasai 2021
+        *[f'sum t2r:{m}' for m in (4, 8, 16, 32, 64)],                  # sizes of the map, as in Kasai 2021
         'gated elu', 'gated rfa', 'gated dpfp', 'gated t2r', 'gated hedgehog',
         *[f'{rule} {phi}' for rule in ('delta', 'decay')
           for phi in ('identity', 'elu', 'rfa', 'dpfp', 't2r', 'hedgehog')])
@@ -1701,8 +1696,8 @@ FACTS = f'{ASKED} --batch_size=8 --lr=3e-3'
 
 ROWS = [
     Suite(
-        'decode', 'the next token after 128 .. 65,536: time and state of a layer, of a model, and beside '
-        'transformers, where it is installed', decode, 'lengths heads head_dim batch dtype',
+        'decode', 'time and state of the next token after 128 .. 65,536, for a layer, a model and, if '
+        'installed, transformers', decode, 'lengths heads head_dim batch dtype',
         {'lengths': '128,1024,8192,65536', 'heads': 12}, {'lengths': '128,1024,8192,65536', 'heads': 12},
         panels=(Panel('T', 'us a token', 'one layer, {heads} heads of {head_dim}', 'layer'),
                 Panel('T', 'state bytes', 'what it keeps', 'layer'),
@@ -1719,8 +1714,8 @@ ROWS = [
                 Panel('T', 'MB', 'and its memory')), note=CEILING,
         source='Zhang 2024, figure 6: nearly 6 times as fast at 32,768, on a GPU, in as little memory'),
     Suite(
-        'train', 'a layer forward and backward over T: our forms, attention, and flash-linear-attention, '
-        'where it is installed', over_lengths, 'lengths heads head_dim batch dtype',
+        'train', 'a layer forward and backward over T: our forms, attention and, if installed, '
+        'flash-linear-attention', over_lengths, 'lengths heads head_dim batch dtype',
         {'lengths': '256,1024,4096', 'heads': 4}, {'lengths': '256,1024,4096,16384', 'heads': 4},
         {'attention': partial(a_training_step, 'softmax', fastweight.softmax),
          'sum / n': partial(a_training_step, 'sum / n', partial(kernels.chunked, normalise=True)),
@@ -1733,7 +1728,7 @@ ROWS = [
         panels=(Panel('T', 'ms', 'forward and backward, {heads} heads of {head_dim}'),), note=CEILING,
         source='Schlag 2021, section 6.3: words a second: sum 66,000, delta 63,000, softmax 33,000'),
     Suite(
-        'batch', 'throughput at a memory budget against the rows kept', batch, 'lengths budget dtype',
+        'batch', 'throughput at a memory budget, by cached tokens', batch, 'lengths budget dtype',
         {'lengths': '4096'}, {'lengths': '4096'}, one=True,
         panels=(Panel('rows', 'tokens/s', '{budget} MB of states'),),
         note='all with {budget} MB of states; full: TOVA with all rows',
@@ -1782,18 +1777,18 @@ ROWS = [
             'fwm': over(TO_200, .04, .492, .499, .5, .526, .556, .743, 1.97, 2.5, 1.09),
             'fwm tanh': over(TO_200, 1.5, 4.83, 9.02, 30.3, 42.4, 56, 59.8, 74.8, 85.3, 95.5)}),
     Suite(
-        'recall', 'accuracy by feature map, from nothing and from softmax', runs, 'seeds steps only',
+        'recall', 'accuracy by feature map, from scratch and converted', runs, 'seeds steps only',
         {'steps': 300},
         lines={
             'softmax': '--rule=softmax', 'delta': DELTA, 'delta dpfp:2': f'{DELTA} --phi=dpfp:2',
             **{phi: f'--rule=sum --phi={phi}' for phi in (
                 'taylor', 'hedgehog', 'exp:2', 'exp:1', 'relu', 'elu', 'favor')},
             'cosformer': '--rule=sum --phi=cosformer:128'},
-        ways={                  # each value must be brought its key: by a convolution or by a first layer,
+        ways={                  # a convolution or a first layer must bring keys to values
             'one layer': Way(
                 'recall-kept', '--n_layer=1 --n_head=1 --n_embd=16 --lr=1e-2 --batch_size=64', 2000),
             'two, no conv': Way('recall-kept', f'{NO_CONV} --n_head=4', 3000, full=True),
-            'from softmax': Way(            # which is taken from softmax, all weights trained on
+            'from softmax': Way(            # converts softmax, then trains all weights
                 'recall-kept', f'{NO_CONV} --n_head=1', 3000, how='--batch_size=32 --lr=1e-3',
                 convert='--recipe=hedgehog --distil=auto --eval_rows=2000', more=0.1, full=True)},
         figure='accuracy', beside=('before',),
@@ -1801,7 +1796,7 @@ ROWS = [
         source='Zhang 2024, tables 2, 3 and figure 4; in its text exp:2 solves it, exp:1 does not',
         paper={'softmax': 100, 'taylor': 100, 'hedgehog': 100, 'elu': 17, 'favor': 17, 'cosformer': 17}),
     Suite(
-        'mqar', 'multi-query recall against the bytes of the state; with --full by the best of three rates',
+        'mqar', 'multi-query recall by the bytes of the state; --full: at the best of three rates',
         mqar, 'lengths seeds steps only',
         {'steps': 300, 'lengths': '32,64', 'only': 'softmax,sum,delta'},
         {'steps': 1000, 'lengths': '16,32,64,128'},
@@ -1811,7 +1806,7 @@ ROWS = [
         panels=(Panel('state bytes', 'ours', 'MQAR, 8 pairs'),), note='accuracy in % of 512 new rows',
         source='Arora 2023, figure 2, which is a picture'),
     Suite(
-        'tracking', 'parity and products in groups, beyond the lengths of training; --full: two layers, A5',
+        'tracking', 'parity and products in groups, beyond the training lengths; --full: two layers, A5',
         tracking, 'seeds steps only',
         lines={'softmax': '--rule=softmax', 'sum': '--rule=sum', 'mamba2': '--rule=mamba2',
                'gated_delta': '--rule=gated_delta --beta_max=1', 'delta': DELTA,
@@ -1845,19 +1840,19 @@ ROWS = [
         paper={'softmax': {'listops': 36.37, 'imdb': 64.27, 'pathfinder': 71.40},
                'hedgehog': {'listops': 37.15, 'imdb': 64.60, 'pathfinder': 74.16}}),
     Suite(
-        'glue', 'classifiers of sentences with softmax, converted by each map', glue,
+        'glue', 'sentence classifiers with softmax, converted to each feature map', glue,
         ways={'polarity': Way('polarity', WORDED, 1500, **GOES_ON),
               'trec': Way('trec', SMALL, 1500, **GOES_ON), 'cola': Way('cola', SMALL, 1500, **GOES_ON)},
         source='Zhang 2024, tables 1 and 8, BERT on CoLA by Matthews: 58.8; 1 + ELU 28.1, ReLU 39.5, '
                'Performer 24.7, cosFormer 39.9, exp:1 45.9, exp:2 50.0, Hedgehog 59.2; GLUE 99.3 %',
         **CLASSIFIERS),
     Suite(
-        'vit', 'the same of pictures', glue,
+        'vit', 'the same for pictures', glue,
         ways={'mnist-patch7': Way('mnist-patch7', SMALL, 1500, **GOES_ON),
               'cifar10-patch4': Way('cifar10-patch4', SMALL, 3000, **GOES_ON)},
         source='Zhang 2024, table 9, ViT-B/16 on ImageNet: 80.3, Hedgehog 79.5, T2R-HH 77.0', **CLASSIFIERS),
     Suite(
-        'grid', 'rules x feature maps, from nothing and from softmax, and T2R by the size of its map', runs,
+        'grid', 'rules x feature maps, from scratch and converted, and T2R by the size of its map', runs,
         'data seeds steps only',
         {'steps': 40, 'only': 'sum elu,sum t2r,delta elu,delta t2r'}, {'steps': 400},
         lines={'softmax': '--rule=softmax',
@@ -1874,7 +1869,7 @@ ROWS = [
         'language', 'rules, positions, normalisation, carried states and windows', runs,
         'data seeds steps only',
         {'steps': 100, 'only': 'softmax,sum,delta elu,delta elu no-norm,window carry,delta'}, {'steps': 2000},
-        lines={                                     # convolutions only where they say so
+        lines={                                     # convolutions only where the name says so
             'softmax': f'--rule=softmax {PLACES}', 'softmax rope': '--rule=softmax --n_head=4 --conv=0',
             'sum': f'--rule=sum {PLACES}', 'sum hedgehog': f'--rule=sum --phi=hedgehog {PLACES}',
             'gated': f'--rule=gated --phi=elu {PLACES}', 'delta elu': f'{DELTA_ELU} --norm=sum {PLACES}',
@@ -1895,7 +1890,7 @@ ROWS = [
             'decay': '--rule=decay --conv=0', 'gated_delta': '--rule=gated_delta --beta_max=1 --conv=0',
             'delta convolutions': f'{DELTA} --conv=4',
             'delta convolutions carry': f'{DELTA} --conv=4 --carry'},
-        ways={'quick': Way('', '--val_tokens=16384', full=False),         # all by the same part of the text
+        ways={'quick': Way('', '--val_tokens=16384', full=False),         # all on the same part of the text
               'full': Way('', '--val_tokens=262144', full=True)}, figure='bits per byte',
         beside=('bits per byte carried', *[f'with {cache}' for cache in WINDOWS], 'not finite'), look=windows,
         note='bits per byte after {steps} steps of 4 rows of 128; carried: with the state handed on; with 8, '
@@ -1913,11 +1908,11 @@ ROWS = [
                'delta elu no-positions carry': 'medium 29.4',
                'window carry': 'medium, with 8: 65.5, 64: 30.1, 128: 27.4'}),
     Suite(
-        'translate', 'BLEU of translators, trained and converted, and how fast they write', translate,
+        'translate', 'BLEU of translators, trained and converted, and their speed', translate,
         'data lengths seeds steps only',
         {'steps': 60, 'lengths': '16,256', 'only': 'softmax,elu,t2r converted'},
         {'lengths': '16,64,256,1024'},
-        lines={                 # of convert.py where it is converted, `all` of it or the decoder
+        lines={                 # flags of convert.py for `converted`; `all`: the encoder, too
             'softmax': '--rule=softmax', 'elu': '--rule=sum --phi=elu', 'favor': '--rule=sum --phi=favor',
             'rfa': '--rule=sum --phi=rfa', 'rfa-gate': '--rule=gated --phi=rfa --cross=sum',
             'dpfp': '--rule=sum --phi=dpfp', 't2r': '--rule=sum --phi=t2r',
@@ -1939,7 +1934,7 @@ ROWS = [
                'converted: Kasai 2021, table 2, beside a better softmax',
         paper={'softmax': 27.7, 'elu': 26.8, 'favor': 24.4, 'dpfp': 26.9, 't2r converted': 28.7}),
     Suite(
-        'monotone', 'attention weights against q.k by feature map, also distilled', monotone,
+        'monotone', 'attention weights over q.k for each feature map, also distilled', monotone,
         'init data steps only', {'steps': 30}, {'steps': 300},
         dict.fromkeys(['elu', 'relu', 'favor', 'exp:1', 'exp:2', 'taylor', 't2r', 'hedgehog']),
         panels=(Panel('q.k / sqrt(d)', 'weight', 'one query: weights should grow with q.k', 'query'),
@@ -1947,9 +1942,9 @@ ROWS = [
         note='means over layers; distilled: {steps} steps of 4 rows; entropy in nats; order kept: share of '
              'pairs in the order of q.k', source='Zhang 2024, figures 2, 3 and 7, which are pictures'),
     Suite(
-        'transfer', 'such a map on another text and on longer rows', transfer, 'init data steps only',
+        'transfer', 'distilled maps on another text and on longer rows', transfer, 'init data steps only',
         {'steps': 40, 'only': 'hedgehog,hedgehog other,hedgehog untrained,elu'}, {'steps': 300},
-        {'hedgehog': ('--phi=hedgehog --distil=ce', 'own'),                 # and what it is distilled on
+        {'hedgehog': ('--phi=hedgehog --distil=ce', 'own'),                 # flags, and the text to distil on
          'hedgehog other': ('--phi=hedgehog --distil=ce', 'other'),
          'hedgehog random': ('--phi=hedgehog --distil=ce', 'random'),
          'hedgehog untrained': ('--phi=hedgehog --distil=none', 'own'),
@@ -1962,10 +1957,10 @@ ROWS = [
         source='Zhang 2024, tables 4 and 5: KL on three other tasks is lower than that of other linear '
                'attention, and alike from 256 to 4,096 tokens'),
     Suite(
-        'convert', 'what RNNs made of a softmax model recover, by tokens spent, and beyond its rows', convert,
+        'convert', 'what converted RNNs recover of softmax, by training tokens and on longer rows', convert,
         'init data seeds steps only',
         {'steps': 48, 'only': 'pure,hybrid,window'}, {'steps': 240},
-        lines={                 # flags, and the share of stage 1 in all steps, where there is one
+        lines={                 # flags, and the share of stage 1 in all steps
             'pure': ('--recipe=pure', 3 / 11), 'hybrid': ('--recipe=hybrid', 3 / 11),
             'window': ('--recipe=hybrid --overflow=', 0), 'hedgehog': ('--recipe=hedgehog', 3 / 11),
             't2r': ('--recipe=t2r', 0), 'decay': ('--recipe=decay', 0)},
@@ -1977,7 +1972,7 @@ ROWS = [
         source='Zhang 2024, table 10, GPT-2: perplexity 15.8, of Hedgehog 16.7, of T2R 19.4; Mao 2022: 99 %',
         paper={'hedgehog': 94.6, 't2r': 81, 'decay': 99}),
     Suite(
-        'cache', 'perplexity of a softmax model as an RNN that keeps few rows', cache,
+        'cache', 'perplexity of a softmax model with few cached tokens, no training', cache,
         'init data lengths overflow',
         panels=(Panel('rows', 'perplexity', 'a softmax model as an RNN, no training'),),
         source='Oren 2024, table 3: LLaMA-2-7B on PG-19, at the same share of its 4,096 rows',
@@ -1987,7 +1982,7 @@ ROWS = [
                'tova': over(SHARES, 9.53, 8.32, 7.71, 7.41, 7.25, 7.17, 7.16),
                'tova-head': over(SHARES, 11.13, 9.55, 8.69, 7.90, 7.52, 7.27, 7.16)}),
     Suite(
-        'answers', 'questions to such models, where the answer may stand far back', answers,
+        'answers', 'accuracy of such models on questions about distant tokens', answers,
         'data seeds steps only', {'steps': 500},
         lines={'softmax': ''}, figure='accuracy',
         ways={'recall-kept': Way('recall-kept', f'{ASKED} --batch_size=32 --lr=3e-3', 1000, full=True),
@@ -2005,16 +2000,16 @@ ROWS = [
              'the answer, % that are there when it is asked for',
         source='Oren 2024, models of 7B: with TOVA QASPER needs about 1/2 of the rows, SQuALITY 1/4 to 1/8'),
     Suite(
-        'kept', 'which tokens TOVA keeps in it, and for how long', kept, 'init data lengths', one=True,
+        'kept', 'which tokens TOVA keeps cached, and for how long', kept, 'init data lengths', one=True,
         panels=(Panel('share of text', 'steps kept', 'how long, by kind of token'),),
         source='Oren 2024, section 5: 73 to 76 % of the rows are recent, the first token stays practically '
                'always; of 512 rows of 4,096 a token stays 481 steps, a possessive ending 1,393, a quotation '
                'mark 1,101, a full stop 645, a plural proper noun 578, a line end 550'),
     Suite(
-        'far', 'and how well it reads 4,096 tokens, with --full 70,000, by position', far,
+        'far', 'nats of such models by position, over 4,096 tokens; --full: 70,000', far,
         'init data lengths only beside',
         {'lengths': '4096', 'only': 'window,sink,sink compressed,tova,tova compressed'}, {'lengths': '70000'},
-        {'window': ('window', 'true'),              # what is kept, and its positions; a window has no gaps
+        {'window': ('window', 'true'),              # cache policy, positions; a window has no gaps
          'sink': ('sink', 'true'), 'sink compressed': ('sink', 'compress'),
          'h2o': ('h2o', 'true'), 'h2o compressed': ('h2o', 'compress'), 'tova': ('tova', 'true'),
          'tova compressed': ('tova', 'compress'), 'tova-head': ('tova-head', 'true'),
@@ -2023,9 +2018,9 @@ ROWS = [
         note='position: up to there, from that of the line above on; in rows: each from an empty state',
         source='Oren 2024, appendix: up to 70,000 tokens TOVA loses less than 0.5, compressed, 512 rows'),
     Suite(
-        'stories', 'and how likely is what it writes', stories, 'init data lengths only',
+        'stories', 'how likely are the stories that such models write', stories, 'init data lengths only',
         {'only': 'tova 1/8,window 1/8'}, one=True,
-        lines={'tova 1/4': ('tova', 4), 'tova 1/8': ('tova', 8), 'tova 1/16': ('tova', 16),     # rows: one in
+        lines={'tova 1/4': ('tova', 4), 'tova 1/8': ('tova', 8), 'tova 1/16': ('tova', 16),     # 1 / cache
                'window 1/8': ('window', 8)},
         note='in %, with intervals of 95 %; tied: within `tie` nats a token, the standard deviation between '
              'two stories of the full model',
@@ -2039,38 +2034,38 @@ SUITES = {suite.name: suite for suite in ROWS}
 
 # ---- the command -------------------------------------------------------------------------------------------
 def of(name):
-    """The suites to which a flag means something, for --help."""
+    """For --help: the suites that take a flag."""
     return ', '.join(suite.name for suite in ROWS if name in suite.flags.split())
 
 
 @dataclass
 class Args:
     quick: bool = flag(False, 'the default: about two minutes per suite on two cores')
-    full: bool = flag(False, 'all sizes, more steps and repeats')
-    out: str = flag('out/bench', 'folder for tables, pictures and what was trained')
+    full: bool = flag(False, 'all sizes, more steps and more seeds')
+    out: str = flag('out/bench', 'folder for tables, pictures and trained models')
     device: str = flag('auto', 'auto, cpu, cuda')
-    seed: int = flag(0, 'the first seed, of inputs and trainings', low=0, high=2 ** 32 - 1)
-    seeds: int = flag(0, f'{of("seeds")}: how often to train; 0: once, with --full three times', low=0)
-    steps: int = flag(0, f'{of("steps")}: how long, if not as the suite has it', low=0)
-    only: str = flag('', f'{of("only")}: lines of the table, as softmax,delta')
-    lengths: str = flag('', f'{of("lengths")}: sequence lengths, associations, widths or rows, if not the '
-                            'suite\'s: 256,1024')
-    heads: int = flag(0, f'{of("heads")}: heads, if not 12, train 4', low=0)
+    seed: int = flag(0, 'first seed of inputs and trainings', low=0, high=2 ** 32 - 1)
+    seeds: int = flag(0, f'{of("seeds")}: number of trainings; 0: one, or three with --full', low=0)
+    steps: int = flag(0, f'{of("steps")}: training steps; 0: the default of the suite', low=0)
+    only: str = flag('', f'{of("only")}: only these lines, such as softmax,delta')
+    lengths: str = flag('', f'{of("lengths")}: numbers of tokens, associations or widths, such as '
+                            '256,1024; default: those of the suite')
+    heads: int = flag(0, f'{of("heads")}: heads; default: 12, for train 4', low=0)
     head_dim: int = flag(64, f'{of("head_dim")}: features of q, k and v', low=1)
-    batch: int = flag(1, f'{of("batch")}: rows', low=1)
-    dtype: str = flag('auto', f'{of("dtype")}: type; auto: bfloat16 on a GPU',
+    batch: int = flag(1, f'{of("batch")}: rows per batch', low=1)
+    dtype: str = flag('auto', f'{of("dtype")}: number type; auto: bfloat16 on a GPU',
                       ['auto', 'float32', 'bfloat16'])
-    init: str = flag('', f'{of("init")}: a softmax model, if not that in out/ or out/teacher/ or, for '
-                     'glue and vit, one from nothing')
-    data: str = flag('', f'{of("data")}: one of their sets, or a text, if not what the model was trained on')
-    overflow: str = flag('', f'{of("overflow")}: also with fast weights for what goes, as sum:hedgehog; to '
-                             'be compared by the bytes of the state')
-    beside: str = flag('', f'{of("beside")}: models of other rules on the same data, with commas: '
-                           'out/delta/ckpt.safetensors')
-    budget: int = flag(74, f'{of("budget")}: MB for all states', low=1)
-    given: object = None        # no flags: these as they were given,
-    began: float = 0.0          # when the suite did,
-    said: dict = field(default_factory=dict)        # and what it says beside its table
+    init: str = flag('', f'{of("init")}: a softmax model; default: the one in out/ or out/teacher/; '
+                     'glue and vit train one')
+    data: str = flag('', f'{of("data")}: a data set of the suite, or a text; default: the model\'s')
+    overflow: str = flag('', f'{of("overflow")}: also put evicted tokens into fast weights, such as '
+                             'sum:hedgehog; compare at equal bytes of state')
+    beside: str = flag('', f'{of("beside")}: models of other rules on the same data, separated by '
+                           'commas: out/delta/ckpt.safetensors')
+    budget: int = flag(74, f'{of("budget")}: memory for all states, in MB', low=1)
+    given: object = None        # no flags: the Args as given,
+    began: float = 0.0          # when the suite began,
+    said: dict = field(default_factory=dict)        # and remarks beside the table
 
 
 def settings(argv):
@@ -2096,7 +2091,7 @@ def settings(argv):
 
 
 def run_suite(suite, args):
-    """One suite, from the same seed whatever ran before it, with its own flags if none are given."""
+    """Run one suite, from its own seed, with its defaults for the flags that were not given."""
     device = pick_device(args.device)
     dtype = torch.bfloat16 if device.type == 'cuda' else torch.float32
     if args.dtype != 'auto':

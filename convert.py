@@ -1,32 +1,31 @@
-"""Turn a pretrained transformer into an RNN: swap its attention, recover what that cost, and say how much.
+"""Turn a pretrained transformer into an RNN: swap its attention, train to recover, report what was recovered.
 
-    python convert.py                       --recipe=pure: one matrix per head; converts out/ckpt.safetensors,
-                                            or a model that is trained first
-    python convert.py --recipe=hybrid       and a window of 64 tokens beside it (LoLCATs, arXiv:2410.10254)
-    python convert.py --recipe=hedgehog     as in Zhang 2024; t2r: Kasai 2021; decay: Mao 2022
-    python convert.py --from=gpt2 --data=wikitext2          weights from the hub, GPT-2 or Llama
-    python convert.py --from=FOLDER --data=my.txt           a text of your own, in the teacher's tokens
+    python convert.py                       --recipe=pure: one matrix per head. Converts out/ckpt.safetensors,
+                                            or first trains a softmax model
+    python convert.py --recipe=hybrid       a matrix and 64 cached tokens (LoLCATs, arXiv:2410.10254)
+    python convert.py --recipe=hedgehog     Zhang 2024; also t2r: Kasai 2021; decay: Mao 2022
+    python convert.py --from=gpt2 --data=wikitext2          GPT-2 or Llama weights from the hub
+    python convert.py --from=FOLDER --data=my.txt           your own text, in the teacher's tokens
     python convert.py --from=OWNER/NAME --recipe=hedgehog --lora=8 --data=dialogues.txt:summaries.txt
-                                            pairs: a line of one file, then the matching line of the other
-    python convert.py --from=out/softmax-on-recall/ckpt.safetensors         a task: accuracy beside perplexity
+                                            pairs: a line of one file, then of the other
+    python convert.py --from=out/softmax-on-recall/ckpt.safetensors         a task: reports accuracy, too
     python sample.py --init=out/convert/ckpt.safetensors
 
-A model of train.py's default size takes six minutes of one core, including controls. The pretrained model is
-the teacher, the RNN is the student. What happens, in this order:
+A model of train.py's default size takes six minutes on one core, controls included. The steps, in order:
 
-    swap         the student gets the teacher's weights, but other rules instead of softmax. What these need
-                 beyond W_q, W_k, W_v (feature maps, gates) is new. Gates begin with memories as long as the
-                 teacher's heads look back
-    distil       stage 1 trains what is new, or the whole mixer: each layer imitates the teacher's layer, on
-                 the teacher's inputs
-    fine-tune    stage 2 trains everything, or LoRA, on the teacher's distribution or on the next token
-    fold         (--fold) T2R's map, a matrix after W_q and W_k, is multiplied into them
-    controls     the teacher trained for as long, at two learning rates, and the student from scratch. They
-                 tell what was recovered from what was learned anew
+    swap         Make a student: the teacher's weights, but other rules in place of softmax. Feature maps and
+                 gates are new parameters. The gates begin with memories as long as the teacher's heads look
+                 back.
+    distil       Stage 1 trains the new parameters, or the whole mixers. Each layer learns to imitate the
+                 teacher's layer on the teacher's inputs.
+    fine-tune    Stage 2 trains all weights, or LoRA, on the teacher's distribution or on the next token.
+    fold         (--fold) Multiply T2R's feature map into W_q and W_k.
+    controls     Train the teacher for as many more steps, at two learning rates, and train the student from
+                 scratch. This separates what was recovered from what was simply learned from the data.
 
-A recipe is a row of flags (RECIPES); flags given beside it win. Into --out go ckpt.safetensors, log.jsonl,
-result.json (the student's figures) and convert.json: the tables, and one query's attention weights for a
-picture.
+A recipe is a list of flags (RECIPES). Flags that you give override it. Writes ckpt.safetensors, log.jsonl,
+result.json (the student's figures) and convert.json into --out. convert.json has the tables, and the
+attention weights of one query for a picture.
 """
 import copy
 import dataclasses
@@ -55,7 +54,7 @@ from train import (QUIET, Rows, adamw, answers, bits_a_nat, blocks, check_thread
                    optimise, pack_optimiser, rows, say, steps_left, table, tell_step, threads_of,
                    too_many_rows, unpack_optimiser)
 
-# Flags by recipe. Those of the papers have their map, order and losses.
+# Flags per recipe. The papers' recipes use their feature map, order of stages and losses.
 RECIPES = {
     'pure': '--rule=gla-beta --distil=hidden --learn=mixer --distil_lr=1e-2 --faster=5',
     'hybrid': '--rule=window --cache=64 --overflow=gla-beta:hedgehog:4 --distil=hidden --distil_lr=1e-3 '
@@ -63,74 +62,74 @@ RECIPES = {
     'hedgehog': '--rule=sum --phi=hedgehog --distil=ce --loss=next',
     't2r': '--rule=sum --phi=t2r --distil=none --loss=next',
     'decay': '--rule=decay --distil=none --loss=next'}
-PLACES = 'self', 'cross', 'encoder'     # where attention is in a translator: in its decoder, ...
-PROJECTIONS = 'q', 'k', 'v', 'o'        # of a layer of attention: in Mixer.qkv, and Mixer.proj
-TEACHER = '--rule=softmax --n_head=4 --steps=2500'      # what is trained where there is no teacher
-LONG = 1024                                             # tokens a row without --row: some tensors are T x T
-SCRATCH_LR = 4e-3                                       # of the student without the teacher's weights
-TEACHER_LRS = 1e-3, 1e-4                                # of the teacher that is trained on
+PLACES = 'self', 'cross', 'encoder'     # the attention layers of a translator; self: its decoder's
+PROJECTIONS = 'q', 'k', 'v', 'o'        # of an attention layer: Mixer.qkv (3) and Mixer.proj
+TEACHER = '--rule=softmax --n_head=4 --steps=2500'      # train.py's flags for a teacher, if there is none
+LONG = 1024                                             # most tokens per row without --row: T x T tensors
+SCRATCH_LR = 4e-3                                       # learning rate of the student from scratch
+TEACHER_LRS = 1e-3, 1e-4                                # learning rates of the teacher that trains on
 T2R_MAPS = 't2r', 't2r-scaled'
 
 
 @dataclass
 class Args:
-    recipe: str = flag('pure', 'what softmax becomes, and how: a row of flags, each of which can be given '
-                               'beside it', list(RECIPES))
+    recipe: str = flag('pure', 'what replaces softmax, and how it is trained: a list of flags; flags that '
+                               'you give override it', list(RECIPES))
     from_: str = flag('out/ckpt.safetensors', 'checkpoint; gpt2, -medium, -large, -xl; OWNER/NAME; folder')
     revision: str = flag('main', 'branch, tag or commit on the hub')
-    data: str = flag('', 'text, task or pairs to train on, if not the teacher\'s own')
-    out: str = flag('out/convert', 'folder for checkpoint, table and log')
-    swap: str = flag(','.join(PLACES), 'for a translator: which attention is swapped')
+    data: str = flag('', 'text, task or pairs to train on; default: what the teacher was trained on')
+    out: str = flag('out/convert', 'folder for the checkpoint, tables and log')
+    swap: str = flag(','.join(PLACES), 'in a translator: which attention to swap')
     distil: str = flag('auto', 'stage 1, layer by layer: match attention weights (ce), outputs (mse) or '
-                               'hidden states; auto: ce where there are weights, else mse',
+                               'hidden states; auto: ce if the rule has weights, else mse',
                        ['auto', 'ce', 'mse', 'hidden', 'none'])
-    learn: str = flag('new', 'what stage 1 trains: new parameters or, with --distil=hidden, the whole mixer',
+    learn: str = flag('new', 'stage 1 trains the new parameters or, with --distil=hidden, whole mixers',
                       ['new', 'mixer'])
     distil_steps: int = flag(300, 'steps of stage 1', low=0, high=10 ** 9)
-    distil_lr: float = flag(1e-2, 'its peak learning rate', low=0, high=100)
+    distil_lr: float = flag(1e-2, 'peak learning rate of stage 1', low=0, high=100)
     steps: int = flag(1000, 'steps of stage 2, fine-tuning', low=0, high=10 ** 9)
-    lr: float = flag(None, 'its peak learning rate; if not given, 0.25 / width', low=0, high=100)
-    faster: float = flag(1.0, 'stage 2: how many times as fast new parameters learn', low=0, high=1000)
-    loss: str = flag('kl', 'of stage 2: the next token, or KL divergence from the teacher', ['next', 'kl'])
+    lr: float = flag(None, 'peak learning rate of stage 2; default: 0.25 / width', low=0, high=100)
+    faster: float = flag(1.0, 'stage 2: new parameters get this times the learning rate', low=0, high=1000)
+    loss: str = flag('kl', 'stage 2: predict the next token, or match the teacher (KL)', ['next', 'kl'])
     lora: int = flag(0, 'rank of LoRA in stage 2; 0: all weights', low=0, high=2 ** 17)
-    lora_of: str = flag(','.join(PROJECTIONS), 'the projections that LoRA adapts, o the output')
+    lora_of: str = flag(','.join(PROJECTIONS), 'projections that LoRA adapts; o: the output')
     batch_size: int = flag(4, 'rows per step', low=1, high=2 ** 20)
-    row: int = flag(0, 'tokens per row; 0: as many as the teacher was trained on, at most 1,024', low=0,
+    row: int = flag(0, 'tokens per row; 0: as in the teacher\'s training, at most 1,024', low=0,
                     high=2 ** 24)
-    eval_rows: int = flag(64, 'rows of validation data for each figure', low=1, high=10 ** 9)
-    fold: bool = flag(False, 'with --phi=t2r, without rope: put phi into W_q and W_k at the end')
-    export: str = flag('', 'folder for weights, config.json, tokenizer.json, which sample.py reads, too')
-    controls: bool = flag(True, 'also train the teacher for as long, and the student from scratch: '
-                                'three more trainings')
-    eval_every: int = flag(250, 'steps between evaluations, which also save, for --resume', low=1,
+    eval_rows: int = flag(64, 'validation rows for each evaluation', low=1, high=10 ** 9)
+    fold: bool = flag(False, 'multiply phi into W_q and W_k at the end; needs --phi=t2r, no rope')
+    export: str = flag('', 'also export a folder in the hub\'s layout; sample.py reads it, too')
+    controls: bool = flag(True, 'also train the teacher for as many steps, at two rates, and the student '
+                                'from scratch')
+    eval_every: int = flag(250, 'steps between evaluations; each also saves, for --resume', low=1,
                            high=10 ** 9)
-    resume: bool = flag(False, 'go on with the conversion that was stopped in --out')
-    seed: int = flag(0, 'seed of new weights and data order', low=0, high=2 ** 32 - 1)
+    resume: bool = flag(False, 'continue the stopped conversion in --out')
+    seed: int = flag(0, 'seed of new weights and the data order', low=0, high=2 ** 32 - 1)
     device: str = flag('auto', 'auto, cpu, cuda')
-    threads: int = flag(None, 'CPU threads; if not given, as many as are fastest at the start', low=1,
+    threads: int = flag(None, 'CPU threads; default: try them out and take the fastest', low=1,
                         high=1024)
 
 
 Student = subset('layers', 'phi', 'norm', 'out_norm', 'beta_max', 'cache', 'sinks', 'overflow',
-                 rule=flag('sum', 'what softmax becomes', list(RULES)))
+                 rule=flag('sum', 'what replaces softmax', list(RULES)))
 HELP = '\n'.join([
     __doc__ or '',
-    'Recipes. Their flags replace the defaults below; with another --rule, those of training only:',
+    'Recipes. Their flags replace the defaults below. With another --rule, only their training flags do:',
     *(f'    {name:<12} {row}' for name, row in RECIPES.items())])
 
 
 # ---- the swap ----------------------------------------------------------------------------------------------
 def listed(text):
-    """The names in a flag, separated by commas."""
+    """The names in a comma-separated flag."""
     return text.replace(' ', '').split(',')
 
 
 def swap(teacher, changes, places=PLACES):
-    """A GPT with other rules and the teacher's weights. They are the same tensors, not copies, until they are
-    trained. -> the student, and the names of its parameters that the teacher does not have. changes: flags of
-    `Student`   places: for a translator, where rules are exchanged"""
+    """Make a GPT with other rules and the teacher's weights -> the student, the names of its new parameters.
+    The weights are shared with the teacher, not copied, until they are trained. changes: flags of `Student`;
+    places: which attention of a translator to swap"""
     old = teacher.config
-    pos = 'rope' if old.turns() else old.pos                # W_q and W_k were learned with rope: it stays
+    pos = 'rope' if old.turns() else old.pos                # W_q and W_k were learned with rope: keep it
     student = GPT(dataclasses.replace(old, pos=pos, **rules_after(old, changes, places)))
     twins = student.mixers()
     for name, mixer in teacher.mixers().items():
@@ -153,9 +152,9 @@ def swap(teacher, changes, places=PLACES):
 
 
 def rules_after(old, changes, places):
-    """The changes, and the rule of every layer after them: in these places --rule replaces softmax. Layers
-    that are not softmax stay as they are. So does softmax where --rule keeps few rows, because a source is
-    read whole."""
+    """-> the changes, with the rule of every layer added. --rule replaces softmax in the given places; other
+    rules stay. Softmax over a source also stays if --rule caches few tokens, since a source is read as a
+    whole."""
     rule = changes.get('rule', old.rule)
     if not old.encoder and set(places) != set(PLACES):
         raise ValueError(f'--swap={",".join(places)}: the teacher has no encoder, so there is but one place')
@@ -177,15 +176,14 @@ def rules_after(old, changes, places):
 
 
 def out_of_reach(memory):
-    """From which distance on a key is in the matrix: at once, or when the window beside it has evicted it."""
+    """The distance from which on a key is in the matrix: 0, or where the cache beside it evicts the key."""
     if memory.overflow is None:
         return 0
     return memory.cache - memory.sinks * (memory.rule.keeps == 'sink')
 
 
 def held(memory, T, device):
-    """Whether query t finds key s in the matrix -> (T, T). In an encoder, which evicts nothing, it always
-    does."""
+    """-> (T, T): whether query t finds key s in the matrix. Without a cache, as in an encoder, always."""
     if memory.overflow is None:
         return torch.ones(T, T, dtype=torch.bool, device=device)
     t = torch.arange(T, device=device)
@@ -197,13 +195,13 @@ def held(memory, T, device):
 
 @torch.no_grad()
 def begin_as(teacher, student, x):
-    """New parameters begin as the teacher's heads are, measured on tokens x (B, T): how far back they look
-    (`remember`) and, if a matrix stands beside a window, how much weight they give to keys that only the
-    matrix has (`balance`). Rows that are no longer than the window say nothing about that."""
+    """Initialise new parameters from the teacher's attention on the tokens x (B, T). `remember` sets the
+    gates by how far back the heads look. Beside a cache, `balance` sets the weight of the keys that only the
+    matrix has. Rows no longer than the cache say nothing about that, so these layers are left as they are."""
     for seen in teacher.through(x):
         memory = student.get_submodule(seen.name).memory
-        kept = not seen.mixer.memory.rule.keeps             # no softmax: what is here is the teacher's own
-        if kept or seen.crosses:                            # places of two texts have no distance
+        kept = not seen.mixer.memory.rule.keeps             # not softmax: this layer is not swapped
+        if kept or seen.crosses:                            # positions of two texts have no distance
             continue
         T = seen.q.shape[2]
         if out_of_reach(memory) < T:
@@ -214,10 +212,10 @@ def begin_as(teacher, student, x):
 
 
 def remember(seen, memory, found):
-    """Gates begin with the memory of the head that they replace: of n channels, channel i remembers tau_i
-    steps, so that (i + 1/2) / n of the attention goes no farther back. At first this is so for every token,
-    because W, which makes gates depend on the token, begins as 0. What a window evicts is remembered from
-    then on. seen: what GPT.through yields for the teacher   found: of `held`"""
+    """Set the gates to remember as far back as the teacher's head looks. Channel i of n remembers tau_i
+    steps: the share (i + 1/2) / n of the attention to keys in the matrix looks no farther back than tau_i. W,
+    which makes gates depend on the token, begins as 0. Beside a cache, tau counts from the eviction of a key.
+    seen: what GPT.through yields for the teacher; found: the result of `held`"""
     gates = (memory.overflow or memory).gates
     biases = [getattr(gates, name) for name in ('bias_f', 'bias_z') if hasattr(gates, name)]    # (H, 1, n)
     if not biases:
@@ -227,7 +225,7 @@ def remember(seen, memory, found):
         a = a * seen.real[:, None, :, None]
     t = torch.arange(len(found), device=a.device)
     distance = (t[:, None] - t).abs()
-    weight = a.new_zeros(a.shape[1], len(t))                # that a head gives to keys at each distance
+    weight = a.new_zeros(a.shape[1], len(t))                # (H, T): attention per distance
     weight.index_add_(1, distance.flatten(), (a.sum(0) * found).flatten(1))
     total = weight.sum(1, keepdim=True).clamp(min=1e-30)
     nearer = weight.cumsum(1) / total
@@ -241,9 +239,9 @@ def remember(seen, memory, found):
 
 
 def balance(seen, memory, found):
-    """A matrix beside a window begins with the weight that the teacher gives to what it holds: the bias of
-    log_mass, per head, becomes the average of log sum_s e^(q.k_s / sqrt(d)) over the keys out of reach, minus
-    the log of the mass that the matrix itself finds there. seen, found: as for `remember`"""
+    """Give the matrix beside a cache the weight that the teacher gives to the keys in the matrix. Per head,
+    the bias of log_mass becomes the mean of log sum_s e^(q.k_s / sqrt(d)) over these keys, minus the log of
+    the mass that the matrix itself computes. seen, found: as for `remember`"""
     q = seen.q
     k = seen.k
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~found, -math.inf)
@@ -251,21 +249,21 @@ def balance(seen, memory, found):
     _, _, went, _ = memory.forms.rows(q, k, seen.v, None, 0, memory.rule.keeps, memory.cache, memory.sinks,
                                       True, memory.turn)
     _, mass, _ = memory.overflow.take(q, went, {})
-    there = found.any(-1)                                   # steps that have such keys
+    there = found.any(-1)                                   # steps with keys in the matrix
     log_mass = mass[:, :, there].clamp(min=1e-30).log()
     memory.log_mass.bias.copy_((wanted[:, :, there] - log_mass).mean((0, 2, 3)))
 
 
 # ---- stage 1: layer by layer -------------------------------------------------------------------------------
 def changed(student, new):
-    """The mixers of the student, by name, that have new parameters."""
+    """The student's mixers that have new parameters, by name."""
     return {name: mixer for name, mixer in student.mixers().items()
             if any(parameter.startswith(f'{name}.') for parameter in new)}
 
 
 def what_to_match(wish, student, new):
-    """--distil, or what `auto` means for this student: ce if everything new is maps and gates that make
-    attention weights; none if nothing is new."""
+    """-> the kind of stage 1. `auto` becomes ce if all new mixers have attention weights, else mse. Without
+    new parameters it is `none`."""
     if not new:
         return 'none'
     comparable = all(mixer.has_weights for mixer in changed(student, new).values())
@@ -286,8 +284,8 @@ def learners(student, new, which):
 
 
 def unshare(student, names):
-    """Copy parameters of these names, which will be trained, and random features, which are redrawn, so that
-    the teacher keeps its own. With LoRA all others stay shared: memory for one model is enough."""
+    """Copy what training will change, so that the teacher keeps its own: the parameters of these names, and
+    random features, which are redrawn. With LoRA the other weights stay shared and need no memory."""
     for name, p in student.named_parameters():
         if name in names:
             p.data = p.data.clone()
@@ -296,11 +294,11 @@ def unshare(student, names):
 
 
 def mismatch(kind, seen, student):
-    """How far a mixer of the student is from the teacher's, given the teacher's input: a scalar, the average
-    over positions that are not padding.
-        hidden    mean square between what the whole layers return (MOHAWK, arXiv:2408.10189)
+    """The loss of stage 1: a scalar that compares a mixer of the student with the teacher's, on the teacher's
+    input. It is the mean over the positions without padding.
+        hidden    mean square error of the layer's output (MOHAWK, arXiv:2408.10189)
         ce        cross entropy of the attention weights, -sum_s a_ts log w_ts (Zhang 2024, eq. 4)
-        mse       mean square between what the mixers read, over its variance (LoLCATs, arXiv:2410.10254)
+        mse       mean square error of the attention output, over its variance (LoLCATs, arXiv:2410.10254)
     seen: what GPT.through yields for the teacher"""
     twin = student.get_submodule(seen.name)
     real = slice(None)
@@ -308,7 +306,7 @@ def mismatch(kind, seen, student):
         real = seen.real
     if kind == 'hidden':
         block = student.get_submodule(seen.layer)
-        state = {}                                          # a fresh start
+        state = {}                                          # starts empty
         if block.cross is not None:
             state = block.cross.write(seen.source, seen.there)
             state['t'] = torch.tensor(block.cross.begin)
@@ -328,23 +326,23 @@ def mismatch(kind, seen, student):
 
 
 def distil(run, teacher, student, names, kind, steps, lr):
-    """Stage 1: train the parameters of these names by this kind of `mismatch`. Every layer gets the teacher's
-    input, not the student's, so layers do not depend on each other. The backward goes through one layer at a
-    time, so only its (T, T) matrices are held."""
+    """Stage 1: train the parameters of these names on `mismatch` of this kind. Every layer gets the teacher's
+    input, so the layers are independent. We run backward one layer at a time, and so hold the (T, T) matrices
+    of only one layer."""
     def loss(step):
         x, _ = run.data.batch(step)
         total = 0.0
         many = 0
         with torch.no_grad():
             for seen in teacher.through(x):
-                if kind == 'hidden' and seen.crosses:       # its layer was asked already
+                if kind == 'hidden' and seen.crosses:       # its layer has been compared already
                     continue
                 many += 1
                 if not any(p.requires_grad for p in student.get_submodule(seen.layer).parameters()):
                     continue
                 with torch.enable_grad():
                     far = mismatch(kind, seen, student)
-                if far.requires_grad:                       # not all that is new is asked by all kinds
+                if far.requires_grad:                       # some kinds of loss do not use all parameters
                     far.backward()
                 total = total + far.detach()
         return (total / many).reshape(1)
@@ -358,9 +356,8 @@ def distil(run, teacher, student, names, kind, steps, lr):
 
 # ---- stage 2: the whole model ------------------------------------------------------------------------------
 class LoRA(nn.Module):
-    """W + B A / r * 16 for each projection that is adapted: A (r, in) random, B (out, r) zero at first. Hu
-    2021, arXiv:2106.09685. W (all out, in) may be several projections, one below the other; rows: one slice
-    for each"""
+    """Replaces W by W + B A * 16 / r. A (r, in) begins random, B (out, r) begins as zero. Hu 2021,
+    arXiv:2106.09685. W may stack several projections; rows: the slice of each one to adapt"""
     def __init__(self, W, rank, rows):
         super().__init__()
         self.scale = 16 / rank
@@ -379,8 +376,8 @@ class LoRA(nn.Module):
 
 
 def adapt(model, rank, names, new):
-    """Put LoRA on those of q, k, v and the output o that are named, in every mixer. Only these and the
-    parameters in `new` will learn. -> the linear layers that have it"""
+    """Put LoRA on the named projections (of q, k, v, o) of every mixer -> the linear layers that have it. Of
+    the other parameters, only those in `new` will learn."""
     for name, p in model.named_parameters():
         p.requires_grad_(name in new)
     adapted = []
@@ -396,15 +393,15 @@ def adapt(model, rank, names, new):
 
 
 def merge(adapted):
-    """W becomes W + B A."""
+    """Merge LoRA into the weights: W becomes W + B A * 16 / r."""
     for linear in adapted:
         parametrize.remove_parametrizations(linear, 'weight')
 
 
 def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()):
-    """Stage 2, and the controls. Towards the targets y where they count or, with a teacher, towards its
-    distribution at these positions, KL(teacher || model). All weights learn or, with lora > 0, matrices of
-    that rank and what is in `new`. after: the steps of an earlier stage, whose rows were others"""
+    """Stage 2 and the controls: train on the targets or, with a teacher, on its distribution at the same
+    positions, KL(teacher || model). All weights learn. With lora > 0, only LoRA of that rank and the
+    parameters in `new` learn. after: steps of the stage before, so that the rows are new ones"""
     def loss(step):
         if teacher is None:
             return run.data.learn(model, [None], after + step)
@@ -416,7 +413,7 @@ def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()
         value.backward()
         return value.detach().reshape(1)
 
-    torch.manual_seed(run.args.seed)                        # LoRA's A
+    torch.manual_seed(run.args.seed)                        # for LoRA's A
     adapted = []
     if lora:
         adapted = adapt(model, lora, listed(run.args.lora_of), new)
@@ -427,10 +424,10 @@ def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()
 
 # ---- fold --------------------------------------------------------------------------------------------------
 def can_fold(model):
-    """ValueError unless every layer has a T2R map right behind W_q and W_k. -> its features per head"""
+    """-> the features per head. ValueError unless a T2R map directly follows W_q and W_k in every layer."""
     c = model.config
     memories = [mixer.memory for mixer in model.mixers().values()]
-    folding = [memory for memory in memories if memory.rule.keeps != 'all']     # softmax stays as it is
+    folding = [memory for memory in memories if memory.rule.keeps != 'all']     # softmax is not folded
     known = c.phi.split(':')[0] in T2R_MAPS
     if not known or c.turns() or {memory.rule.keeps for memory in folding} != {None}:
         raise ValueError('--fold needs --phi=t2r where softmax was, and no rope between W_q and phi')
@@ -442,7 +439,7 @@ def can_fold(model):
 
 def composed(phi, linear):
     """A linear layer followed by T2R's W x + b, as one linear layer. phi has W (H, m, d) and b (H, 1, m).
-    linear (H d, n_embd + 1), its bias in the last column  ->  (H m, n_embd + 1)"""
+    linear (H d, n_embd + 1), with its bias as the last column  ->  (H m, n_embd + 1)"""
     found = phi.weight @ linear.unflatten(0, (len(phi.weight), -1))
     found[..., -1:] += phi.bias.mT
     return found.flatten(0, 1)
@@ -450,10 +447,10 @@ def composed(phi, linear):
 
 @torch.no_grad()
 def fold(model):
-    """Put phi(x) = relu(W x + b) into the projections: relu((W W_q) x + (W b_q + b)), and likewise for k.
-    This is exact, and q and k are never computed: a head has m channels of both, its features, and d of v.
-    Kasai 2021, sec. 3.1. t2r-scaled has q / sqrt(d) instead of q, so its W_q and b_q are multiplied by
-    d^(-1/2), too. ->  a GPT with phi = relu"""
+    """Multiply T2R's map phi(x) = relu(W x + b) into the projections -> a GPT with phi = relu. The features
+    of q are relu((W W_q) x + (W b_q + b)), those of k likewise. This is exact. A head then has m channels of
+    q and k, its features, and d of v. Kasai 2021, sec. 3.1. t2r-scaled reads q / sqrt(d), so we also scale
+    W_q and b_q by d^(-1/2)."""
     m = can_fold(model)
     tensors = model.state_dict()
     for name, mixer in model.mixers().items():
@@ -472,7 +469,7 @@ def fold(model):
         tensors[f'{name}.qkv.bias'] = linear[:, -1]
     changes = {'phi': 'relu', 'bias': True, 'key_dim': m}
     folded = GPT(dataclasses.replace(model.config, **changes)).to(model.embed.weight).eval()
-    for name, x in folded.state_dict().items():             # the same memory as the parameters'
+    for name, x in folded.state_dict().items():             # shares memory with the parameters
         if name.endswith('.bias'):
             x.zero_()
     folded.load_state_dict(tensors, strict=False)
@@ -481,8 +478,9 @@ def fold(model):
 
 # ---- a conversion: its stages, its table -------------------------------------------------------------------
 def share(row, base):
-    """How much of `base`, a teacher's line of the table, a model's line recovers: for a text, teacher's
-    perplexity / model's, per token; otherwise accuracy / accuracy. None if there is nothing to recover."""
+    """The share of a teacher that a model has recovered; row, base: their lines of the table. For a text it
+    is the teacher's perplexity per token / the model's; else the model's accuracy / the teacher's. None if
+    the teacher's accuracy is 0."""
     if 'bits per byte' in row:
         return base['perplexity'] / row['perplexity']
     if base['accuracy'] == 0:
@@ -501,7 +499,7 @@ class Stage:
 
 
 def read_stage(path):
-    """-> tensors, `Stage`; ValueError for a broken file"""
+    """-> tensors, `Stage`. ValueError for a broken file."""
     try:
         tensors, meta = read(path)
         said = picked(Stage, meta, path)
@@ -513,34 +511,34 @@ def read_stage(path):
 
 
 def stages(out):
-    """The files of a stopped conversion."""
+    """The stage files of a stopped conversion in folder `out`."""
     paths = glob.glob(os.path.join(glob.escape(out), 'stage-*.safetensors'))
     return sorted(path for path in paths if kind_in(path) == STAGE)
 
 
 def forget(out):
-    """Remove everything that a stopped conversion left, except the log."""
+    """Delete the stage files of a stopped conversion."""
     for path in stages(out):
         os.remove(path)
 
 
 def learned(model):
-    """The part of the state_dict that a stage changes. The rest is the teacher's."""
+    """The part of its state_dict that a stage changes. The rest is still the teacher's."""
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     return {name: x for name, x in model.state_dict().items() if name not in frozen}
 
 
 class Conversion:
-    """The data of a conversion, the lines of its table, log.jsonl, and one file per stage, from which
-    --resume continues. about: the run's flags and what it was made from, for these files"""
+    """One conversion: its data, the lines of its table, log.jsonl, and a file per stage for --resume. about:
+    goes into these files: the flags, and the digests of teacher and data"""
     def __init__(self, args, data, about):
         self.args = args
         self.data = data
         self.about = about
-        self.seconds = {}                                   # by stage, those of earlier calls included
+        self.seconds = {}                                   # per stage, including those before --resume
         self.table = []
         self.begin = blocks(len(data.val), data.T, data.meta, args.eval_rows)
-        if args.export:                                     # what cannot be written is known now
+        if args.export:                                     # fail now if it cannot be written later
             os.makedirs(args.export, exist_ok=True)
             kept = f'{args.export}/model.safetensors'
             refuse_target(kept, EXPORT)
@@ -553,9 +551,9 @@ class Conversion:
             forget(args.out)
 
     def score(self, model, what):
-        """-> the columns of the table for a model, over --eval_rows rows, each read from an empty state. The
-        teacher comes first. A share per byte is a share per token to the power tokens / bytes, so for the
-        same model it looks better; papers give it per GPT-2 token. what: the model's name"""
+        """Evaluate a model on --eval_rows rows, each from an empty state -> columns of the table. The teacher
+        comes first. The share per byte is the share per token to the power tokens / bytes, so it looks better
+        for the same model. Papers report it for GPT-2's tokens. what: the model's name"""
         loss, right = self.data.evaluate(model, self.begin, told=f'{what}, validation')
         meta = self.data.meta
         found = {'perplexity': math.exp(min(loss, 80)), 'accuracy': right}
@@ -568,8 +566,7 @@ class Conversion:
         return found
 
     def note(self, name, model, *stages, steps=0):
-        """Add a line to the table, and print it: how good a model is after these stages, and its steps in
-        all."""
+        """Add a line to the table and print it: how good a model is after these stages and steps."""
         found = self.score(model, name)
         seconds = sum(self.seconds[stage] for stage in stages)
         self.table.append({'model': name, **found, 'tokens': self.tokens(steps),
@@ -581,7 +578,7 @@ class Conversion:
         say(f'{name}: {text}')
 
     def closing(self, distilled, state):
-        """The last line of the table and, as keys of their own, what was recovered by the swap and by stage
+        """-> the last line of the table, with more keys: the shares recovered after the swap and after stage
         1, the accuracy before the last stage, and the size of the state."""
         found = dict(self.table[-1])
         found['swapped'] = self.table[1]['recovered']
@@ -593,13 +590,13 @@ class Conversion:
         return found
 
     def tokens(self, steps):
-        """How many tokens so many steps read."""
+        """The number of tokens in so many steps."""
         return steps * self.args.batch_size * self.data.T
 
     def learn(self, stage, model, loss, steps, lr, new=()):
-        """train.py's loop over one stage or control, from where a stopped conversion left it. Parameters in
-        `new` learn --faster. Everything random is a function of seed and step, so resuming is exact on a
-        CPU."""
+        """Run train.py's loop for one stage or control, from where a stopped conversion left it. Parameters
+        in `new` learn --faster. Random numbers depend only on seed and step, so resuming is exact on a CPU.
+        """
         args = self.args
         opt = adamw(model, lr, 0.0, self.data.device, new, args.faster)
         model.train()
@@ -623,12 +620,12 @@ class Conversion:
         model.eval()
 
     def path(self, stage):
-        """Where the file of a stage lies."""
+        """The path of the file of a stage."""
         name = re.sub('[^a-z0-9]+', '-', stage)
         return f'{self.args.out}/stage-{name}.safetensors'
 
     def load(self, stage, model, opt):
-        """-> the steps that are done already. Their results are put into model and optimiser."""
+        """Load a stopped stage into model and optimiser -> the steps already done."""
         if not (self.args.resume and os.path.exists(self.path(stage))):
             refuse_target(self.path(stage), STAGE)
             return 0
@@ -645,7 +642,7 @@ class Conversion:
         return said.step
 
     def save(self, stage, model, opt, step):
-        """Everything that `load` needs, and a line of the log."""
+        """Save what `load` needs, and write a line of the log."""
         kept = {f'model.{k}': x for k, x in learned(model).items()}
         kept |= pack_optimiser(model, opt)
         write(self.path(stage), kept, self.about | {'step': step, 'seconds': self.seconds[stage]})
@@ -654,11 +651,10 @@ class Conversion:
 
 
 def controls(run, teacher, config, distilled):
-    """With as many steps as the student had, and on the same rows: the teacher, on the next token, at two
-    learning rates (if it has converged, the larger one does harm), and a student of this config from scratch,
-    without the teacher's weights or distribution. Students are compared with the better teacher, because a
-    teacher that can still learn flatters its students. distilled: the steps of stage 1. -> the line of the
-    table for the better teacher"""
+    """Run the controls, with as many steps as the student had in all and on the same rows. First we train the
+    teacher on the next token, at two learning rates; the larger one harms a converged teacher. The student is
+    compared with the better one, since a teacher that can still learn flatters its student. Then we train a
+    student from scratch. distilled: the steps of stage 1  ->  the better teacher's line of the table"""
     steps = distilled + run.args.steps
     for lr in TEACHER_LRS:
         twin = copy.deepcopy(teacher)
@@ -676,32 +672,32 @@ def controls(run, teacher, config, distilled):
     return tuned
 
 
-# ---- proof -------------------------------------------------------------------------------------------------
+# ---- measurements ------------------------------------------------------------------------------------------
 def order_kept(scores, w):
-    """Among pairs of keys that one query sees, the share whose order by q.k the weights keep. One pair is
-    drawn for each query but the first. Softmax keeps all of them, and a map should, too (Zhang 2024, sec. 3).
+    """How often the weights w order two keys as q.k does, as a share. One random pair of keys is drawn per
+    query but the first. Softmax keeps every order, and so should a map (Zhang 2024, sec. 3).
     scores, w (B, H, T, T)"""
     draw = torch.Generator().manual_seed(0)
     queries = scores.shape[-1] - 1
     t = torch.arange(1, queries + 1)
     i = (torch.rand(queries, generator=draw) * (t + 1)).long()
-    j = (i + 1 + (torch.rand(queries, generator=draw) * t).long()) % (t + 1)        # another than i
+    j = (i + 1 + (torch.rand(queries, generator=draw) * t).long()) % (t + 1)        # different from i
     by_scores = (scores[:, :, t, i] - scores[:, :, t, j]).sign()
     by_weights = (w[:, :, t, i] - w[:, :, t, j]).sign()
     return (by_scores == by_weights).float().mean().item()
 
 
 def entropy(w):
-    """Average of -sum_s w log w over queries, in nats. 0 means that each looks at one key."""
+    """Mean of -sum_s w log w over queries, in nats. 0: each query looks at one key."""
     return -(w * w.clamp(min=1e-12).log()).sum(-1).mean().item()
 
 
 @torch.no_grad()
 def look(name, teacher, student, x):
-    """Compare the attention of the swapped layers with the teacher's, on the teacher's inputs; x (1, T). ->
-    a line for each layer that has weights to compare: divergence, entropies, order kept; and for the last of
-    these, the first head and the last query: scores q.k / sqrt(d) in order, softmax of them, and the
-    student's weights under `name`; {} if there is no such layer"""
+    """Compare the attention of the swapped layers with the teacher's, on the teacher's inputs; x (1, T).
+    ->  a line per layer that has attention weights: divergence, entropies, share of order kept;
+        one query: the last one of the last such layer's first head, with keys sorted by q.k / sqrt(d): these
+        scores, their softmax, and the student's weights under `name`. {} if there is no such layer"""
     lines = []
     query = {}
     for seen in teacher.through(x):
@@ -723,13 +719,13 @@ def look(name, teacher, student, x):
 
 @torch.no_grad()
 def sizes(student, teacher):
-    """Bytes of the student's state beside those of the teacher's keys and values, after n tokens, in fp32."""
+    """Compare the student's state with the teacher's key/value cache after n tokens: bytes, in fp32."""
     c = teacher.config
-    if not c.causal or c.source:                            # no next token to keep one for, or not many
+    if not c.causal or c.source:                            # an encoder never decodes, a translator little
         return []
     heads = c.n_kv_head or c.n_head
     a_token = 2 * 4 * c.n_layer * heads * (c.n_embd // c.n_head)
-    size = None                                             # where a layer keeps all rows, it grows, too
+    size = None                                             # None: a layer caches all tokens, so it grows
     if 'all' not in student.config.keeps():
         token = torch.zeros(1, 1, dtype=torch.long, device=student.embed.weight.device)
         size = state_bytes(student(token)[1])
@@ -739,8 +735,8 @@ def sizes(student, teacher):
 
 # ---- the run -----------------------------------------------------------------------------------------------
 def a_teacher():
-    """out/ckpt.safetensors if it can be a teacher of texts; otherwise out/teacher/ckpt.safetensors, which is
-    trained first, or trained on, if need be."""
+    """-> out/ckpt.safetensors if it can be a teacher for texts, else out/teacher/ckpt.safetensors. The latter
+    is trained first, or resumed, if necessary."""
     usual = Args.from_
     if os.path.exists(usual):
         model, meta = load(usual)
@@ -763,8 +759,8 @@ def a_teacher():
 
 
 def settings(argv):
-    """The given flags, and those of the recipe or, with --resume, of the stopped conversion. -> args, the
-    student's flags"""
+    """Merge the given flags with those of the recipe or, with --resume, of the stopped conversion -> args,
+    the student's flags"""
     given, changes = parse(argv, HELP, Args, Student)
     if given.get('resume'):
         way, kind = stopped(given, changes)
@@ -773,13 +769,13 @@ def settings(argv):
         way['from_'] = ''
         rule = changes.get('rule', kind['rule'])
         alike = rule == kind['rule'] or {rule, kind['rule']} == {'window', 'sink'}
-        if 'layers' in changes or not alike:                # another rule comes with its own map, norm, rows
+        if 'layers' in changes or not alike:                # another rule: drop the recipe's map, norm, cache
             kind = {'rule': Student.rule}
     return Args(**{**way, **given}), {**kind, **changes}
 
 
 def stopped(given, changes):
-    """The flags of the conversion in --out, as two dicts. Flags that are given again must be the same."""
+    """The flags of the stopped conversion in --out, as two dicts. A flag given again must be equal."""
     out = given.get('out', Args.out)
     files = stages(out)
     if not files:
@@ -795,7 +791,7 @@ def stopped(given, changes):
 
 
 def cannot_teach(args, config):
-    """For `refuse`: flags that do not go with a teacher of this config."""
+    """For `refuse`: what is wrong with the flags or with a teacher of this config."""
     for name, text, choices in ('swap', args.swap, PLACES), ('lora_of', args.lora_of, PROJECTIONS):
         yield set(listed(text)) - set(choices), f'--{name}={text}: choose from {", ".join(choices)}'
     rules = ','.join(config.all_rules())
@@ -818,8 +814,8 @@ def cannot_teach(args, config):
 
 
 def cannot_learn(student, data):
-    """For `refuse`: rows that are too many, or so short that nothing leaves the window and the matrix beside
-    it gets nothing."""
+    """For `refuse`: what is wrong with the student's rows. They need too much memory, or they fit into the
+    cache, so that nothing is evicted into the matrix beside it."""
     T = data.T
     yield too_many_rows(data, student.config)
     for mixer in student.mixers().values():
@@ -830,7 +826,7 @@ def cannot_learn(student, data):
 
 
 def opening(args, name, data, student, new):
-    """Say what is converted, and which `new` parameters it has. name: of the data"""
+    """Print what is converted, and how many parameters are new. name: of the data"""
     counts = {name: p.numel() for name, p in student.named_parameters()}
     say(f'{args.from_} -> {",".join(student.config.all_rules())}; {name}, rows of {data.T}; '
         f'{number(args.threads, "thread")}; of {sum(counts.values()):,} parameters '
@@ -840,7 +836,7 @@ def opening(args, name, data, student, new):
 @script
 def main(argv):
     args, changes = settings(argv)
-    if not args.resume:                                     # a run from a larger machine may go on here
+    if not args.resume:                                     # a run may resume on a machine with fewer cores
         check_threads(args.threads)
     device = pick_device(args.device)
     args.from_ = args.from_ or a_teacher()
@@ -853,15 +849,15 @@ def main(argv):
     torch.manual_seed(args.seed)
     student, new = swap(teacher, changes, listed(args.swap))
     refuse(cannot_learn(student, data))
-    refuse(idle({**changes, 'layers': ''}, student.config))     # with these, --rule is that of other places
+    refuse(idle({**changes, 'layers': ''}, student.config))     # --layers and --rule may both be given here
     begin_as(teacher, student, data.batch(0)[0])
     if args.lr is None:
-        args.lr = 0.25 / student.config.n_embd              # 5e-3 is good at a width of 64, 1e-3 at 192
+        args.lr = 0.25 / student.config.n_embd              # about 5e-3 is good at width 64, 1e-3 at 192
     if args.fold:
         can_fold(student)
     kind = what_to_match(args.distil, student, new)
     threads_of(args, {}, student, data)
-    args.threads = torch.get_num_threads()                  # the last bits depend on it: --resume keeps it
+    args.threads = torch.get_num_threads()                  # the last bits depend on it; --resume keeps it
 
     made_from = {'teacher': weights_digest(teacher, meta), 'data': of_data['train'].get('sha256')}
     about = {'args': dataclasses.asdict(args), 'changes': changes, 'made_from': made_from}
@@ -871,7 +867,7 @@ def main(argv):
     run.note('teacher', teacher)
     run.note('swapped', student)
     layers, query = look('swapped', teacher, student, first_row)
-    done = []                                               # stages
+    done = []                                               # names of finished stages
     distilled = args.distil_steps if kind != 'none' else 0  # steps of stage 1
     if distilled:
         distil(run, teacher, student, learners(student, new, args.learn), kind, distilled, args.distil_lr)

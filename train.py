@@ -1,17 +1,17 @@
-"""Train a fast-weight model, from scratch or from where it stopped. Other scripts use this recipe, too.
+"""Train a fast-weight model from scratch, or resume a run. The other scripts use this training loop, too.
 
-    python train.py --rule=delta                   five to seven minutes on two CPU cores, nothing to download
-    python train.py --data=recall --rule=sum --steps=1000     recall: sum fails, --rule=delta solves it
-    python train.py --resume --steps=8000          goes on from out/ckpt.safetensors, bit for bit on a CPU
-    python train.py --init=bert-base-uncased --data=FOLDER --lr=5e-5     pretrained weights, new output
-    torchrun --nproc_per_node=2 train.py --rule=delta         the same training in two processes; with --fsdp
-                                                              each of them keeps half of the model
+    python train.py --rule=delta                   3 to 5 minutes on two CPU cores, no download
+    python train.py --data=recall --rule=sum --steps=1000     sum fails at recall; --rule=delta solves it
+    python train.py --resume --steps=8000          resumes out/ckpt.safetensors, bit for bit on a CPU
+    python train.py --init=bert-base-uncased --data=FOLDER --lr=5e-5     fine-tune, with a new classifier head
+    torchrun --nproc_per_node=2 train.py --rule=delta         the same training in two processes; add --fsdp
+                                                              to keep only half of the model in each
 
-Writes out/ckpt.safetensors (weights, optimiser, step), out/best.safetensors (weights), out/log.jsonl and, at
-the end, out/result.json with all closing figures. Everything random in a step is a function of seed and step,
-so a run that was stopped and resumed ends in the same bits if the number of threads stays the same
-(--threads=N fixes it). More steps at resuming stretch the cosine.
-This file, in order: machine, threads, sharding, rows of data, optimisers and the loop, a run.
+Writes out/ckpt.safetensors (weights, optimiser, step), out/best.safetensors (weights) and out/log.jsonl. The
+final figures go to out/result.json. All random numbers of a step depend only on the seed and the step. So a
+resumed run ends in the same bits if the number of threads stays the same (--threads=N pins it). If you resume
+with more --steps, the cosine is stretched over them.
+This file, in order: machine, threads, sharding, batches of data, the optimiser and its loop, a run.
 """
 import dataclasses
 import functools
@@ -36,17 +36,17 @@ from data import prepare
 from model import (GPT, OF_DATA, Config, beyond_memory, fill, flag, idle, known, load, number, pack, parse,
                    pick_device, pick_forms, picked, refuse, refuse_target, save, script, state_for, typed)
 
-BAD_STEPS = 10      # so many non-finite steps in a row end the run
-MUON = 4.0          # times --lr: a matrix's step has singular values near 1, not entries
-WARMUP = 0.05       # of all steps; then a cosine to 0
-PART = 65536        # tokens of the validation file that are looked at on the way,
-TASK_ROWS = 500     # and rows of a task, at the least: some have one answer each
-QUIET = 4           # seconds after which what takes long says how far it is
-POOL = 32           # steps that divide what is drawn for them, so that pairs of like length come together
-SAMPLE = 400        # tokens of the sample at the end
-CLEARLY = 1.5       # times as fast or as slow as before: then the threads are timed again
+BAD_STEPS = 10      # the run ends after this many non-finite steps in a row
+MUON = 4.0          # Muon's rate is this times --lr: its steps have singular values near 1, not entries
+WARMUP = 0.05       # share of the steps; after the warm-up, a cosine to 0
+PART = 65536        # evaluations during training read this many tokens of a validation text,
+TASK_ROWS = 500     # and at least this many rows of a task, since a row may have only one target
+QUIET = 4           # seconds between the progress lines of slow work
+POOL = 32           # pairs are drawn for this many steps at once, then sorted: similar lengths share a step
+SAMPLE = 400        # tokens in the sample at the end
+CLEARLY = 1.5       # retime the threads when steps become this many times faster or slower
 DEFAULT_THREADS = torch.get_num_threads()       # torch's own choice: all cores, or OMP_NUM_THREADS
-PROMPTS = {'stdlib': 'class '}                  # by data set: with what the sample at the end begins
+PROMPTS = {'stdlib': 'class '}                  # how the sample at the end begins, per data set
 say = functools.partial(print, flush=True)
 
 
@@ -54,32 +54,32 @@ say = functools.partial(print, flush=True)
 class Args:
     data: str = flag('stdlib', f'{", ".join(prepare.DATASETS)}, any text file, labelled lines (mine.tsv), or '
                                'sentences and their translations (a.en:a.de)')
-    tokenizer: str = flag('', f'of a text: {prepare.OF_TEXTS}; if not given, its own or the checkpoint\'s')
+    tokenizer: str = flag('', f'for texts: {prepare.OF_TEXTS}; default: that of the data or the checkpoint')
     out: str = flag('out', 'folder for checkpoints and the log')
-    resume: bool = flag(False, 'go on from the checkpoint in --out')
-    init: str = flag('', 'start with the weights of a checkpoint or a model of the hub')
+    resume: bool = flag(False, 'continue the run whose checkpoint is in --out')
+    init: str = flag('', 'start from the weights of a checkpoint or hub model; flags may adapt it')
     steps: int = flag(6400, 'optimiser steps', low=1, high=10 ** 9)
     batch_size: int = flag(4, 'rows per step, over all processes', low=1, high=2 ** 20)
     accum: int = flag(1, 'batches per step, for more rows than fit into memory', low=1, high=2 ** 12)
     lr: float = flag(4e-3, 'peak learning rate', low=0, high=100)
-    weight_decay: float = flag(0.1, 'weight decay, of matrices only', low=0, high=100)
-    optimizer: str = flag('adamw', 'muon: for the matrices of the blocks; it pays with 16 rows per step',
+    weight_decay: float = flag(0.1, 'applies to matrices only', low=0, high=100)
+    optimizer: str = flag('adamw', 'muon trains the matrices of the blocks; it pays from 16 rows per step',
                           ['adamw', 'muon'])
-    clip: float = flag(1.0, 'gradients are clipped to this norm; 0: never', low=0, high=1e9)
-    carry: bool = flag(False, 'rows follow each other in the text, and the state is carried on (Schlag 2021)')
-    eval_every: int = flag(500, 'steps between evaluations, which also save', low=1, high=10 ** 9)
-    log_every: int = flag(50, 'steps between lines', low=1, high=10 ** 9)
-    val_tokens: int = flag(0, 'how many validation tokens are used; 0: all', low=0,
+    clip: float = flag(1.0, 'gradient clipping: largest norm; 0: no clipping', low=0, high=1e9)
+    carry: bool = flag(False, 'read the text in order and carry S from step to step (Schlag 2021, table 4)')
+    eval_every: int = flag(500, 'steps between evaluations; each one also saves', low=1, high=10 ** 9)
+    log_every: int = flag(50, 'steps between printed lines', low=1, high=10 ** 9)
+    val_tokens: int = flag(0, 'evaluate on this many validation tokens; 0: all', low=0,
                            high=10 ** 12)
-    seed: int = flag(0, 'seed of weights, data order and dropout', low=0, high=2 ** 32 - 1)
+    seed: int = flag(0, 'seed of the weights, the data order and dropout', low=0, high=2 ** 32 - 1)
     device: str = flag('auto', 'auto, cpu, cuda, cuda:1, mps')
-    threads: int = flag(None, 'CPU threads; if not given, as many as are fastest at the start', low=1,
+    threads: int = flag(None, 'CPU threads; default: try them out and take the fastest', low=1,
                         high=1024)
-    dtype: str = flag('auto', 'type of matrix products; S is always fp32', ['auto', 'float32', 'bfloat16'])
+    dtype: str = flag('auto', 'in matrix products; S is always fp32', ['auto', 'float32', 'bfloat16'])
     impl: str = flag('auto', 'form of the recurrence; loop: the definition, fastweight.recurrent',
                      ['auto', 'loop', 'chunk', 'fused'])
-    compile: bool = flag(False, 'torch.compile, where it works')
-    fsdp: bool = flag(False, 'with torchrun: each process keeps a part of the model, not all of it')
+    compile: bool = flag(False, 'use torch.compile')
+    fsdp: bool = flag(False, 'with torchrun: each process keeps only its shard of the model')
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Stopped:
 # ---- the machine -------------------------------------------------------------------------------------------
 
 def machine(args):
-    """-> rank, world, device, dtype. torchrun says which processes there are; without it there is one."""
+    """-> rank, world, device, dtype. torchrun starts several processes; without it there is one."""
     check_threads(args.threads)
     given = [os.environ.get('RANK', '0'), os.environ.get('WORLD_SIZE', '1')]
     if not all(text.isdecimal() for text in given) or not int(given[0]) < int(given[1]) <= 4096:
@@ -107,19 +107,19 @@ def machine(args):
         device = torch.device(f'cuda:{os.environ.get("LOCAL_RANK", "0")}')
         torch.cuda.set_device(device)
     if world > 1:
-        dist.init_process_group()                           # gloo for what is on a CPU, nccl on a GPU
-    if rank > 0:                                            # all that is printed is printed once
+        dist.init_process_group()                           # gloo for CPU tensors, nccl for GPU tensors
+    if rank > 0:                                            # only the first process prints
         sys.stdout = open(os.devnull, 'w')                  # noqa: SIM115
     dtype = torch.float32
     if args.dtype != 'auto':
         dtype = getattr(torch, args.dtype)
     elif cuda and torch.cuda.get_device_capability(device)[0] >= 8:
-        dtype = torch.bfloat16                              # which these multiply fast
+        dtype = torch.bfloat16                              # these GPUs multiply it fast
     return rank, world, device, dtype
 
 
 def memory(device):
-    """Peak bytes of the GPU or of the process; 0 on Windows, which does not tell."""
+    """Peak memory in bytes, of the GPU or of the process; 0 on Windows, which does not report it."""
     if device.type == 'cuda':
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == 'win32':
@@ -130,44 +130,44 @@ def memory(device):
 
 
 def commit():
-    """The git commit of the code that runs; '' if git cannot tell."""
+    """-> the git commit of this code; '' if git cannot tell."""
     here = os.path.dirname(os.path.abspath(__file__))
     found = subprocess.run('git rev-parse HEAD', shell=True, cwd=here, capture_output=True, text=True)
     return found.stdout.strip()
 
 
 # ---- threads -----------------------------------------------------------------------------------------------
-# A step of a small model is a thousand small parallel regions, and each ends when its last thread does. Where
-# a neighbour keeps a core busy, one thread often waits for its turn, and all the others wait for it: with 2
-# threads on 2 cores the default training then takes three times as long as with 1. So it is tried out. The
-# last bits of all results depend on the number: it is kept in the checkpoint, and --resume goes on with it.
+# A step of a small model runs about a thousand small parallel regions. Each one ends when its slowest thread
+# ends. If another program keeps a core busy, one thread waits for that core and all the others wait for it.
+# The default training then takes three times as long with 2 threads on 2 cores as with 1. So we measure. The
+# last bits of all results depend on the number of threads, so the checkpoint keeps it for --resume.
 
 def cores():
-    """CPU cores that this process may use."""
+    """The number of CPU cores that this process may use."""
     if hasattr(os, 'sched_getaffinity'):
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
 
 
 def check_threads(threads):
-    """ValueError for more threads than cores. None is allowed: the fastest number is then found."""
+    """ValueError for more threads than cores. None (take the fastest) is fine."""
     if threads is not None and threads > cores():
         raise ValueError(f'--threads={threads}: this process may use {cores()} cores; give at most that')
 
 
 class Threads:
-    """Finds the number of threads (1, 2, 4, ..., `most`) with which run(n) is fastest, where n is a part of a
-    step's `tokens`. say: prints a line"""
+    """Finds the fastest number of threads among 1, 2, 4, ... and `most`. It times run(n), which works on n of
+    the `tokens` of a step. say(text) prints a line."""
     def __init__(self, run, tokens, say, most=None):
         self.run = run
         self.tokens = tokens
         self.say = say
         most = most or DEFAULT_THREADS
         self.counts = [n for n in range(1, most + 1) if n == most or n.bit_count() == 1]
-        self.ms = math.nan                                  # of a step since they were chosen
+        self.ms = math.nan                                  # time per step since the last choice
 
     def turn(self, n):
-        """-> seconds of run(n) by number of threads"""
+        """Run run(n) once per number of threads -> {number of threads: seconds}"""
         seconds = {}
         for count in self.counts:
             torch.set_num_threads(count)
@@ -177,10 +177,9 @@ class Threads:
         return seconds
 
     def choose(self, limit=2.0):
-        """Time all numbers of threads, in about `limit` seconds, and set the fastest. A tenth of a step is
-        timed, or a whole step if there is time. The numbers take turns, so a neighbour who comes and goes
-        disturbs all of them alike, and the median of the turns counts. The first turn, in which threads are
-        created, does not."""
+        """Spend about `limit` seconds on timing, then set the fastest number of threads. We time a tenth of a
+        step, and whole steps if there is time. The numbers take turns, so that another program disturbs them
+        all alike, and the median counts. The first turn does not count: it also creates the threads."""
         if len(self.counts) == 1:
             return
         before = torch.get_num_threads()
@@ -188,23 +187,23 @@ class Threads:
             self.turn(n)
             end = time.perf_counter() + 0.4 * limit
             turns = [self.turn(n)]
-            if sum(turns[0].values()) > limit / 40:         # a whole step takes a quarter of it, or more
+            if sum(turns[0].values()) > limit / 40:         # a whole step would take limit / 4 or more
                 break
         while len(turns) < 5 and time.perf_counter() < end:
             turns.append(self.turn(n))
         medians = {count: statistics.median(turn[count] for turn in turns) for count in self.counts}
         best = min(medians, key=medians.get)
-        if n == self.tokens and medians[1] < 0.005:         # too little work to be shared
+        if n == self.tokens and medians[1] < 0.005:         # too little work to share
             best = 1
         torch.set_num_threads(best)
         if best != before or math.isnan(self.ms):
             shown = ', '.join(f'{1e3 * took:.0f} ms with {count}' for count, took in medians.items())
             self.say(f'threads: {best}, the fastest (a part of {n} tokens: {shown})')
-        self.ms = math.nan                                  # the next steps will tell
+        self.ms = math.nan                                  # `again` takes it from the next steps
 
     def again(self, ms, seconds):
-        """Steps took `ms` milliseconds since the last call, `seconds` in all. Time again if they have become
-        clearly faster or slower, or if some cores are left to a neighbour who may have gone."""
+        """Training went on for so many seconds, at `ms` per step. Time again if steps became clearly faster
+        or slower. Time briefly if some cores are unused: the program that disturbed us may have ended."""
         if math.isnan(self.ms):
             self.ms = ms
         if max(ms / self.ms, self.ms / ms) > CLEARLY:
@@ -215,11 +214,11 @@ class Threads:
 
 
 def threads_of(args, meta, model, data):
-    """Set the number of threads: as given, as in the run that is resumed (meta), or the fastest. -> Threads,
-    to be asked again at evaluations. None if the number is given, under torchrun, and with a GPU, which does
-    not wait for threads"""
+    """Set the number of threads: the given one, that of the resumed run (meta), or the fastest.
+    -> Threads, for timing again at evaluations. None if --threads is given, if torchrun sets the number, or
+    on a GPU, where it does not matter"""
     known = meta.get('threads') if data.world == 1 else None
-    if args.threads or known:                               # results depend on them in the last bits
+    if args.threads or known:                               # the last bits of results depend on it
         torch.set_num_threads(args.threads or min(known, cores()))
     if args.threads or data.world > 1 or data.device.type != 'cpu' or DEFAULT_THREADS == 1:
         return None
@@ -229,13 +228,13 @@ def threads_of(args, meta, model, data):
     return threads
 
 
-# ---- a model in parts: FSDP2, Zhao 2023, arXiv:2304.11277 --------------------------------------------------
+# ---- sharding: FSDP2, Zhao 2023, arXiv:2304.11277 ----------------------------------------------------------
 
 def shard(model, device, world):
-    """Each process keeps a part of every parameter, and so of what the optimiser remembers about it. A block
-    is gathered for as long as it is computed. Gradients arrive averaged."""
-    from torch.distributed.fsdp import fully_shard          # here, for it takes half a second
-    warnings.filterwarnings('ignore', 'FSDP2-wrapped module')       # nothing is changed in place
+    """Each process keeps a shard of every parameter, and so a shard of the optimiser's memory, too. A block
+    is gathered only while it is computed. Its gradients arrive already averaged."""
+    from torch.distributed.fsdp import fully_shard          # here because the import takes half a second
+    warnings.filterwarnings('ignore', 'FSDP2-wrapped module')       # about in-place changes: we make none
     mesh = dist.init_device_mesh(device.type, (world,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -243,28 +242,27 @@ def shard(model, device, world):
 
 
 def in_parts(x):
-    """Whether tensor x is sharded over the processes: a DTensor."""
+    """Whether tensor x is sharded over the processes (a DTensor)."""
     return hasattr(x, 'full_tensor')
 
 
 def gathered(x):
-    """The whole tensor, from its shards; all processes must call this together. Other tensors are whole
-    already."""
+    """The whole tensor from its shards. All processes must call this. Other tensors come back unchanged."""
     return x.full_tensor() if in_parts(x) else x
 
 
 # ---- data --------------------------------------------------------------------------------------------------
 
 def rows(data, begin, T, meta, device):
-    """-> x, y (B, T): inputs, and the token that should follow each; -1 where it does not count. For a task,
-    what lies behind the last target is cut off, but patches are read whole. data: the flat array of token
-    ids, maybe memory-mapped   begin (B,): where in it the rows start"""
+    """-> x, y (B, T): inputs, and the target of each: the next token, or -1 where no target counts. Rows of a
+    task are cut behind the last target of the batch; pictures (patches) are read whole.
+    data: the flat array of token ids, possibly memory-mapped; begin (B,): where the rows start in it."""
     at = np.add.outer(begin, np.arange(T))
-    ahead = at + (T if 'row' in meta else 1)                # a task's targets lie behind the inputs
+    ahead = at + (T if 'row' in meta else 1)                # in a task's row, the targets follow the inputs
     x = data.take(at, mode='clip').astype(np.int64)
     y = data.take(ahead, mode='clip').astype(np.int64)
     y[y == meta.get('ignore', -1)] = -1
-    y[ahead >= len(data)] = -1                              # the text has ended
+    y[ahead >= len(data)] = -1                              # beyond the end of the text
     if 'row' in meta and 'patch' not in meta:
         end = np.flatnonzero((y >= 0).any(0)).max() + 1
         x = x[:, :end]
@@ -273,22 +271,21 @@ def rows(data, begin, T, meta, device):
 
 
 def answers(model, x, y, state, meta, dtype=torch.float32):
-    """Read x from a state, or None -> logits (N, vocab) in fp32 and targets (N,), where these count; the
-    state. In a task few positions count, so logits are computed for these only. dtype: of the matrix
-    products"""
+    """Run the model on x, starting from `state` (None: empty) -> fp32 logits (N, vocab), targets (N,), state.
+    In a task few positions have a target, so logits are computed only there. dtype: of the matrix products"""
     with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
         if 'row' in meta:
             at = y >= 0
             logits, state = model(x, state, at)
             return logits.float(), y[at], state
-        logits, state = model(x, state)                     # in a text all count, but behind its end (-1)
+        logits, state = model(x, state)                     # a text has targets everywhere, up to its end
         return logits.flatten(0, 1).float(), y.flatten(), state
 
 
 def blocks(n, T, meta, count=None):
-    """The rule `blocks`: rows of T in which each of n tokens but the first is a target once. The last row of
-    a text may be shorter. A task has its own rows. count: at most so many of them, evenly spaced. -> where
-    they begin"""
+    """Where the rows of the evaluation rule `blocks` begin. A text of n tokens is cut into rows of T, so that
+    each token but the first is a target once. The last row of a text may be shorter. A task has its own rows.
+    count: take at most this many rows, evenly spaced"""
     begin = np.arange(0, n - 1, T)
     if 'row' in meta:
         begin = np.arange(0, n - 2 * T + 1, 2 * T)          # inputs and targets
@@ -297,8 +294,8 @@ def blocks(n, T, meta, count=None):
     return begin
 
 
-def told_of(items, what):
-    """The items. Every QUIET seconds a line says how many of them are done. what: '' for silence"""
+def with_progress(items, what):
+    """Yield the items, and print the progress every QUIET seconds. what: begins the line; '' prints none"""
     begin = last = time.perf_counter()
     for i, item in enumerate(items, 1):
         yield item
@@ -311,17 +308,17 @@ def told_of(items, what):
 
 @dataclass
 class Rows:
-    """The data for training and for evaluation: rows of T tokens of a text or a task. Row i of step s depends
-    on (seed, s, i) only, so resuming and more processes change nothing. For pairs, and with carry, it also
+    """Training and validation data, as rows of T tokens of a text or a task. Row i of step s depends only on
+    (seed, s, i), so resuming or using more processes changes nothing. For pairs, and with carry, it also
     depends on the number of rows per step."""
     train: np.ndarray
     val: np.ndarray
-    meta: dict                      # of the data
+    meta: dict                      # meta.json of the data
     T: int
     device: torch.device
     batch_size: int = 1             # rows, over all processes
     seed: int = 0
-    accum: int = 1                  # batches of a step
+    accum: int = 1                  # batches per step
     carry: bool = False
     rank: int = 0
     world: int = 1
@@ -329,13 +326,13 @@ class Rows:
 
     @property
     def is_pairs(self):
-        """Whether a row consists of two texts."""
+        """Whether each row is a source and its translation."""
         return 'pad' in self.meta and 'classes' not in self.meta
 
     def starts(self, step):
-        """Where the rows of a step, of all its batches and processes, begin in the training data. The
-        generator's state is a counter, so no earlier step is needed. carry: nothing is drawn; every row has
-        its own track through the text and reads on from step to step."""
+        """Where the rows of a step begin in the training data, for all its batches and processes. The random
+        generator starts from the step as its counter, so it needs no earlier steps. With carry nothing is
+        drawn: each row has its own stretch of the text and continues in it at each step."""
         T = self.T
         n = len(self.train)
         count = self.accum * self.batch_size
@@ -346,22 +343,22 @@ class Rows:
         if 'row' not in self.meta:
             return rng.integers(n - T, size=count)
         begin = rng.integers(n // (2 * T), size=pool * count) * 2 * T
-        if self.is_pairs:                                   # half the padding, and so half the work
+        if self.is_pairs:                                   # similar lengths together: half the padding
             there = self.train.take(np.add.outer(begin, np.arange(T))) != self.meta['pad']
-            source = self.meta.get('source', 0)             # a model of texts reads both sides as one
+            source = self.meta.get('source', 0)             # without a source length, both sides are one text
             longer = np.maximum(there[:, :source].sum(1), there[:, source:].sum(1))
             by_length = begin[np.argsort(longer, kind='stable')].reshape(pool, count)
             begin = by_length[rng.permutation(pool)[step % pool]]
         return begin
 
     def batch(self, step, i=0):
-        """This process's rows of a step's i-th batch -> x, y (B, T)"""
+        """This process's rows of the i-th batch of a step -> x, y (B, T)"""
         begin = self.starts(step).reshape(self.accum, -1)[i, self.rank::self.world]
         return rows(self.train, begin, self.T, self.meta, self.device)
 
     def learn(self, model, states, step):
-        """Forward and backward of all batches of a step -> its loss (1,). states: what each batch begins with
-        (None without carry). What it ends with is put in its place."""
+        """Forward and backward of all batches of a step -> its loss (1,). states: the initial state of each
+        batch; None without carry. With carry, each is replaced by its final state."""
         total = torch.zeros(1, device=self.device)
         for i, state in enumerate(states):
             x, y = self.batch(step, i)
@@ -369,19 +366,19 @@ class Rows:
             loss = F.cross_entropy(logits, y) / self.accum
             loss.backward()
             total += loss.detach()
-            if self.carry:                                  # but gradients end with the row
+            if self.carry:                                  # gradients do not flow into earlier steps
                 states[i] = [{name: x.detach() for name, x in layer.items()} for layer in end]
         return total
 
     def rehearse(self, model, tokens):
-        """Forward and backward of a part of a batch: as many rows as have so many tokens, or a part of one
-        row of a text. Rows of a task stay whole, since a part may have no target. Nothing that is learned or
-        drawn later changes."""
+        """Forward and backward on about this many tokens of a batch, for timing. A row of a text may be cut,
+        but a row of a task stays whole: a part of it may have no target. Training is not affected: weights
+        and later random numbers stay the same."""
         x, y = self.batch(0)
         many = -(-tokens // self.T)
         most = self.T if 'row' in self.meta else tokens
         training = model.training
-        model.eval()                                        # without dropout, nor features drawn anew
+        model.eval()                                        # no dropout, and no new random features
         logits, y, _ = answers(model, x[:many, :most], y[:many, :most], None, self.meta, self.dtype)
         F.cross_entropy(logits, y).backward()
         model.train(training)
@@ -389,25 +386,24 @@ class Rows:
 
     @torch.no_grad()
     def evaluate(self, model, begin=None, carried=False, told=''):
-        """Evaluate on rows of the validation data that start at `begin` (None: all of them, by the rule
-        `blocks`), each from an empty state. The processes share the rows. carried: one by one, each from the
-        state that the last one left. told: how lines of progress begin  ->  nats per target, share that was
-        right"""
+        """-> nats per target, accuracy (0 to 1) on the validation rows that start at `begin`; None: all rows
+        of the rule `blocks`. Each row starts from an empty state, and the processes share the rows.
+        carried: read row by row, each from the final state of the last. told: begins the progress lines"""
         if begin is None:
             begin = blocks(len(self.val), self.T, self.meta)
-        many = min(32, 2 ** 28 // (self.T * self.meta['vocab_size']))           # 1 GB of logits
+        many = min(32, 2 ** 28 // (self.T * self.meta['vocab_size']))           # at most 1 GB of logits
         if carried or many == 0:
             many = 1
         if self.world > 1:
-            for b in model.buffers():                       # random features: everybody's are the first one's
+            for b in model.buffers():                       # all use the first process's random features
                 dist.broadcast(b, 0)
         training = model.training
         model.eval()
         state = None
-        total = torch.zeros(3, dtype=torch.float64)         # of nats, targets, right guesses
-        for i in told_of(range(0, len(begin), self.world * many), told):
+        total = torch.zeros(3, dtype=torch.float64)         # nats, targets, right guesses
+        for i in with_progress(range(0, len(begin), self.world * many), told):
             mine = begin[i + self.rank * many:][:many]
-            idle = len(mine) == 0                           # others may wait for its part of the model
+            idle = len(mine) == 0                           # it still runs: others may need its shard
             if idle:
                 mine = begin[:1]
             x, y = rows(self.val, mine, self.T, self.meta, self.device)
@@ -425,19 +421,19 @@ class Rows:
         return loss / count, right / count
 
     def of_start(self):
-        """Where the rows begin that are evaluated during training."""
+        """Where the rows begin that evaluations during training read."""
         begin = blocks(len(self.val), self.T, self.meta)
         at_least = TASK_ROWS if 'row' in self.meta else 1
         return begin[:max(at_least, np.count_nonzero(begin + self.T < PART))]
 
 
 def bits_a_nat(meta):
-    """Bits per byte of a validation text for one nat per token."""
+    """The factor from nats per token to bits per byte of a validation text."""
     return meta['val']['tokens'] / meta['val']['bytes'] / math.log(2)
 
 
 def score(meta, loss, right=0):
-    """How to print nats per target and the share that was right; for a text, bits per byte, too."""
+    """The text to print for a loss (nats per target) and an accuracy; for a text, also bits per byte."""
     perplexity = f'perplexity {math.exp(min(loss, 50)):.3f} a token'
     accuracy = f'accuracy {100 * right:.1f} %'
     if 'source' in meta:
@@ -448,7 +444,7 @@ def score(meta, loss, right=0):
 
 
 def table(rows):
-    """Print a list of dicts with the same keys as a table. None is a dash."""
+    """Print a list of dicts with the same keys as a table. None is shown as a dash."""
     def show(x):
         if x is None:
             return '-'
@@ -470,9 +466,9 @@ def table(rows):
 # ---- the optimiser and its loop ----------------------------------------------------------------------------
 
 def adamw(model, lr, weight_decay, device, fast=(), times=1.0, without=()):
-    """AdamW over all parameters that require gradients. Only matrices have weight decay: no gains, no biases
-    of gates (H, 1, K), no feature maps (H, m, d). Parameters named in `fast` learn `times` as fast as the
-    others. Those in `without` are left out."""
+    """AdamW over all parameters that require gradients. Weight decay applies to matrices only: not to gains,
+    gate biases (H, 1, K) or feature maps (H, m, d). Parameters named in `fast` get `times` the learning rate.
+    Those named in `without` are left out."""
     groups = {}
     for name, p in model.named_parameters():
         if p.requires_grad and name not in without:
@@ -485,12 +481,12 @@ def adamw(model, lr, weight_decay, device, fast=(), times=1.0, without=()):
 
 
 def orthogonal(G):
-    """The matrix that has the singular vectors of G (m, n) and singular values near 1: five steps of a
-    polynomial in X X^T. G is first scaled so that no singular value is above 1. Jordan 2024."""
+    """-> a matrix with the singular vectors of G (m, n), but with all singular values near 1. Dividing by the
+    norm makes them at most 1. Five steps of a polynomial in X X^T then drive them towards 1. Jordan 2024."""
     X = G / G.norm().clamp(min=1e-7)
     rows, columns = G.shape
     tall = rows > columns
-    if tall:                                                # then X^T X is the smaller product
+    if tall:                                                # transposed, X X^T is the smaller product
         X = X.mT
     for _ in range(5):
         A = X @ X.mT
@@ -499,9 +495,9 @@ def orthogonal(G):
 
 
 class Muon(torch.optim.Optimizer):
-    """The step of a matrix is its momentum, made orthogonal, so that no direction is left behind. Jordan
-    2024; Liu 2025, arXiv:2502.16982. torch.optim.Muon does the same in bfloat16; here it is fp32, because a
-    CPU without instructions for bfloat16 takes 15 times as long."""
+    """Steps each matrix by its momentum, made orthogonal, so that all directions learn equally fast. Jordan
+    2024; Liu 2025, arXiv:2502.16982. torch.optim.Muon multiplies in bfloat16, we in fp32: a CPU without
+    bfloat16 instructions takes 15 times as long for torch's step."""
     def __init__(self, groups, lr, weight_decay, momentum=0.95):
         super().__init__(groups, {'lr': lr, 'weight_decay': weight_decay, 'momentum': momentum})
 
@@ -512,7 +508,7 @@ class Muon(torch.optim.Optimizer):
             for p in group['params']:
                 average = self.state[p].setdefault('momentum_buffer', torch.zeros_like(p))
                 average.lerp_(p.grad, 1 - keeps)
-                ahead = p.grad.lerp(average, keeps)         # Nesterov's
+                ahead = p.grad.lerp(average, keeps)         # Nesterov momentum
                 rows, columns = p.shape
                 longer = max(1, rows / columns) ** 0.5
                 p.mul_(1 - group['lr'] * group['weight_decay'])
@@ -520,7 +516,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class WithMuon:
-    """One optimiser out of two: Muon for the matrices of the blocks, which learn MUON times as fast, and
+    """One optimiser made of two: Muon for the matrices of the blocks, at MUON times the learning rate, and
     AdamW for everything else."""
     def __init__(self, model, lr, weight_decay, device):
         matrices = {}
@@ -531,7 +527,7 @@ class WithMuon:
         self.adamw = adamw(model, lr, weight_decay, device, without=matrices)
         self.param_groups = self.muon.param_groups + self.adamw.param_groups
         self.defaults = self.adamw.defaults
-        self.state = self.muon.state = self.adamw.state     # by parameter, of which none is in both
+        self.state = self.muon.state = self.adamw.state     # no parameter is in both, so they can share it
 
     def step(self):
         self.muon.step()
@@ -542,7 +538,7 @@ OPTIMISERS = {'adamw': adamw, 'muon': WithMuon}
 
 
 def pack_optimiser(model, opt):
-    """What the optimiser remembers about each parameter, as a flat dict of tensors, for `save`."""
+    """The optimiser's memory of each parameter, as a flat dict of tensors, for `save`."""
     flat = {}
     for name, p in model.named_parameters():
         for key, x in opt.state.get(p, {}).items():
@@ -550,13 +546,13 @@ def pack_optimiser(model, opt):
     return flat
 
 
-MEMORIES = ({'momentum_buffer'}, {'step', 'exp_avg', 'exp_avg_sq'})      # of a parameter, by Muon; by AdamW
+MEMORIES = ({'momentum_buffer'}, {'step', 'exp_avg', 'exp_avg_sq'})      # per parameter: Muon's, AdamW's
 SIGNED = 'momentum_buffer', 'exp_avg'
 
 
 def unpack_optimiser(model, opt, tensors, whole=True):
-    """The inverse of `pack_optimiser`, into opt. ValueError for a tensor that is missing or does not fit its
-    parameter. whole: every parameter has been trained, so none may be missing"""
+    """The inverse of `pack_optimiser`: put the tensors into opt. ValueError for a tensor that is missing or
+    does not fit its parameter. whole: every parameter must have a memory"""
     parameters = dict(model.named_parameters())
     memories = {name: {} for name in parameters}
     for key, x in tensors.items():
@@ -577,7 +573,7 @@ def unpack_optimiser(model, opt, tensors, whole=True):
                                  f'expected float32 of {tuple(shape)}; start anew')
             if not x.isfinite().all() or key not in SIGNED and x.min() < 0:
                 raise ValueError(f'the optimiser\'s {key} of {name} is no memory of a run; start anew')
-            if key != 'step' or opt.defaults['fused']:      # else the count of steps stays on the CPU
+            if key != 'step' or opt.defaults['fused']:      # unfused, the step count stays on the CPU
                 x = x.to(p.device)
             if key != 'step' and in_parts(p):
                 from torch.distributed.tensor import distribute_tensor
@@ -586,31 +582,31 @@ def unpack_optimiser(model, opt, tensors, whole=True):
 
 
 def lr_at(step, steps, peak):
-    """The learning rate of a step, counted from 0: a linear warm-up, then a cosine to 0."""
+    """The learning rate of a step (the first is 0): a linear warm-up, then a cosine to 0."""
     warm = (step + 1) / max(1, WARMUP * steps)
     return peak * min(warm, 0.5 + 0.5 * math.cos(math.pi * step / steps))
 
 
 def average(model, loss, world):
-    """Gradients and loss (1,) become, in place, their averages over the processes, all of which have the same
-    number of rows. Gradients of a sharded model are averages already."""
+    """Average the gradients and the loss (1,) over the processes, in place. All processes have equally many
+    rows. Gradients of a sharded model are averaged already."""
     parts = [loss]
     for p in model.parameters():
         if p.grad is not None and not in_parts(p):
             parts.append(p.grad)
-    flat = parameters_to_vector(parts)                      # one message, not one for each of them
+    flat = parameters_to_vector(parts)                      # one message for all of them
     dist.all_reduce(flat)
     vector_to_parameters(flat / world, parts)
 
 
 def optimise(model, opt, loss, steps, lr, seed, done=0, clip=1.0, rank=0, world=1):
-    """The loop of all training here: steps done + 1 to `steps`, with warm-up and cosine. After each step it
-    yields: steps done, loss (1,), norm of the gradient before clipping, and whether both are finite. If they
-    are not, the step changes no weights, and the caller decides whether to go on.
+    """The training loop, from step `done` to `steps`, with warm-up and cosine. After each step it yields the
+    steps done, the loss (1,), the gradient's norm before clipping, and whether both are finite. If they are
+    not, the step changes no weights, and the caller decides whether to go on.
 
-    loss(step), counted from 0, runs forward and backward itself and returns its value (1,), detached.
-    Everything random, including dropout, is a function of (seed, step, rank), so a run can continue where
-    another one stopped. Clipped gradients stay until the next step begins."""
+    loss(step) runs forward and backward and returns the detached loss (1,); its first step is 0. Its random
+    numbers, dropout included, depend only on (seed, step, rank), so a stopped run can be resumed exactly.
+    The clipped gradients stay until the next step begins."""
     for step in range(done, steps):
         for group in opt.param_groups:
             group['lr'] = group['times'] * lr_at(step, steps, lr)
@@ -630,8 +626,8 @@ def optimise(model, opt, loss, steps, lr, seed, done=0, clip=1.0, rank=0, world=
 # ---- a run -------------------------------------------------------------------------------------------------
 
 def settings(argv):
-    """-> args, config, and the weights and metadata of the file that --init or --resume names; {}, {} without
-    one"""
+    """-> args, config, weights, metadata. The last two come from the model of --init or the checkpoint of
+    --resume; without one they are {}, {}."""
     given, given_model = parse(argv, __doc__, Args, Config)
     args = Args(**given)
     if args.init and args.resume:
@@ -639,7 +635,7 @@ def settings(argv):
     if args.init:
         model, meta = load(args.init, **given_model)
         data = dict(meta['data'])
-        if data['tokenizer'] in prepare.FIXED:              # rows may be longer: facts-256, then facts
+        if data['tokenizer'] in prepare.FIXED:              # allow longer rows: facts-256 first, then facts
             data.pop('row', None)
         return args, model.config, model.state_dict(), {'data': data}
     if not args.resume:
@@ -656,14 +652,14 @@ def settings(argv):
         if was != value:
             raise ValueError(f'--{name}={value}: {path} was made with {was!r}; drop the flag, or start anew '
                              'with another --out')
-    args = Args(**{**run_of(meta, path).args, **given, 'out': args.out})        # the run's, but for these
+    args = Args(**{**run_of(meta, path).args, **given, 'out': args.out})        # new flags override the run's
     if args.steps <= meta['step']:
         raise ValueError(f'{path}: at step {meta["step"]} of {args.steps} already; give more steps')
     return args, model.config, model.state_dict(), meta
 
 
 def mistakes(args, config, data, model):
-    """For `refuse`: flags, data and model that do not go together."""
+    """Pairs (is it wrong?, message) for `refuse`: flags, data and model that do not fit together."""
     meta = data.meta
     of = f'--data={args.data}'
     yield config.encoder and 'source' not in meta, (
@@ -676,7 +672,7 @@ def mistakes(args, config, data, model):
         f'--batch_size={args.batch_size} does not divide among {data.world} processes')
     least = data.T + 2
     if 'row' in meta:
-        least = 2 * data.T                                      # a task's row has its targets behind it
+        least = 2 * data.T                                      # inputs, then targets
     yield min(len(data.train), len(data.val)) < least, (
         f'{of} --val_tokens={args.val_tokens}: {len(data.train)} training and {len(data.val)} validation '
         f'tokens, but a row takes {least}; give a longer text, a smaller --block_size or more --val_tokens')
@@ -703,25 +699,25 @@ def mistakes(args, config, data, model):
 
 
 def lies_in(path, folder):
-    """Whether a file or folder lies in a folder, or is that folder."""
+    """Whether `path` is a file directly in `folder`, or is `folder` itself."""
     if os.path.isfile(path):
         path = os.path.dirname(os.path.realpath(path))
     return os.path.realpath(path) == os.path.realpath(folder)
 
 
 def too_many_rows(data, config):
-    """For `refuse`: whether the rows of a step take more memory than there is."""
+    """For `refuse`: whether the rows of a step need more memory than there is."""
     rows = data.batch_size // data.world
-    a_token = 4 * config.n_layer * 8 * config.n_embd + 8 * data.meta['vocab_size']      # bytes, at the least
-    drawn = 9 * data.T * POOL if data.is_pairs else 8       # for a row, of all batches and processes
+    a_token = 4 * config.n_layer * 8 * config.n_embd + 8 * data.meta['vocab_size']      # at least; bytes
+    drawn = 9 * data.T * POOL if data.is_pairs else 8       # per row, over all batches and processes
     need = rows * data.T * a_token + data.accum * data.batch_size * drawn
     flags = f'--batch_size={data.batch_size} --accum={data.accum}'
     return beyond_memory(need, f'{flags}: so many rows of {data.T} tokens')
 
 
-def taken_up(args, header, data, model, opt):
+def restore(args, header, data, model, opt):
     """Restore the optimiser of a stopped run -> the states of --carry, one per batch. ValueError if the data
-    have changed since."""
+    have changed since the run began."""
     tensors = header['tensors']
     for side in prepare.SIDES:
         if header['data'].get(side) != data.meta[side] and args.data == header['args']['data']:
@@ -737,9 +733,8 @@ def taken_up(args, header, data, model, opt):
 
 
 def log_of(args):
-    """Create the folder of a run and open its log. As long as the log is open, the folder belongs to this
-    run. ValueError if another run is at work there, or if a file lies there that could not be written over at
-    the end."""
+    """Make the run's folder and open its log -> the log. The open log locks the folder. ValueError if another
+    run uses the folder, or if something in it could not be overwritten at the end."""
     os.makedirs(args.out, exist_ok=True)
     for name in 'ckpt', 'best':
         refuse_target(f'{args.out}/{name}.safetensors', 'a model')
@@ -759,15 +754,14 @@ def log_of(args):
 
 
 def run_of(meta, where):
-    """What the metadata of a checkpoint say about its run, as `Stopped`. ValueError if something is
-    missing."""
+    """The `Stopped` run in a checkpoint's metadata. ValueError if the metadata are incomplete."""
     run = picked(Stopped, meta, where)
     typed(Args, run.args, where)
     return run
 
 
 def steps_left(meta):
-    """How many steps a stopped run still had to do, by the metadata of its checkpoint; 0 for a mere model."""
+    """How many steps a run has left, by its checkpoint's metadata; 0 for a model without a run."""
     if 'best' not in meta:
         return 0
     run = run_of(meta, 'its header')
@@ -775,14 +769,14 @@ def steps_left(meta):
 
 
 def built(args, config, data, weights):
-    """The model for these data, with weights if there are any. ValueError if weights, data and flags do not
-    go together"""
+    """The model for these data, with the given weights if there are any. ValueError if weights, data and
+    flags do not fit together"""
     of_data = {name: data.meta.get(name, absent) for name, absent in OF_DATA.items()}
-    longest = max(data.T, config.block_size) if weights else data.T     # weights keep the positions they know
+    longest = max(data.T, config.block_size) if weights else data.T     # keep all learned positions
     model = GPT(dataclasses.replace(config, block_size=longest, **of_data)).to(data.device)
     refuse(mistakes(args, config, data, model))
     model.use(pick_forms(args.impl))
-    if weights and model.config.classes and not config.classes:         # then their head is new
+    if weights and model.config.classes and not config.classes:         # then it gets a new head
         new = model.state_dict()
         weights = {**weights, 'head.weight': new['head.weight'], 'head.bias': new['head.bias']}
     if weights:
@@ -794,20 +788,20 @@ def built(args, config, data, weights):
 
 
 def tell(log, text, **figures):
-    """Print a line, and write its figures as a line of log.jsonl."""
+    """Print a text, and write its figures as one line of log.jsonl."""
     say(text)
     print(json.dumps(figures), file=log, flush=True)
 
 
 def line(steps, step, loss, lr, norm, ms, memory, tok_s):
-    """What is printed of a step."""
+    """The text to print for a step."""
     return (f'step {step:5d}/{steps} | loss {loss:.3f} | lr {lr:.1e} | norm {norm:5.2f} | {ms:5.0f} ms | '
             f'{tok_s / 1e3:6.1f}k tok/s | {memory / 1e6:.0f} MB | eta {(steps - step) * ms / 6e4:.1f} min')
 
 
 def tell_step(log, data, steps, peak, step, loss, norm, ms, stage=''):
-    """Print and log one of `steps` steps, which took about `ms`, with its loss (1,) and the norm of its
-    gradient. peak: learning rate   stage: how the line begins"""
+    """Print and log a step: its loss (1,), its gradient's norm, and its time in ms. steps: of the whole run;
+    peak: the peak learning rate; stage: begins the line"""
     tok_s = 1e3 * data.T * data.batch_size * data.accum / ms
     row = dict(step=step, loss=loss.item(), lr=lr_at(step - 1, steps, peak), norm=norm.item(), ms=ms,
                memory=memory(data.device), tok_s=tok_s)
@@ -815,15 +809,15 @@ def tell_step(log, data, steps, peak, step, loss, norm, ms, stage=''):
 
 
 def opening(model, data, args, run, log):
-    """Say what is trained, and begin the log with it."""
+    """Print what is trained, and begin the log with it."""
     config = model.config
     size = sum(p.numel() for p in model.parameters())
     threads = torch.get_num_threads()
-    can = getattr(torch.cpu, 'get_capabilities', dict)()    # as far as this torch knows
+    can = getattr(torch.cpu, 'get_capabilities', dict)()    # older versions of torch do not have it
     fast = any(can.get(name) for name in ('avx512_bf16', 'amx_bf16'))
     if fast and data.device.type == 'cpu' and args.dtype == 'auto':
         say('this CPU multiplies bfloat16: --dtype=bfloat16 may make steps shorter')
-    about = {key: value for key, value in data.meta.items() if key != 'json'}       # of megabytes
+    about = {key: value for key, value in data.meta.items() if key != 'json'}       # that one takes megabytes
     said = (f'{",".join(config.rules())} | {size / 1e6:.2f} M parameters | '
             f'{args.data}: {len(data.train):,} + {len(data.val):,} tokens of {config.vocab_size} | '
             f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {number(threads, "thread")}\n'
@@ -833,21 +827,21 @@ def opening(model, data, args, run, log):
 
 
 def keep(path, model, header, extra, rank):
-    """Write a checkpoint. Only one of the processes does."""
+    """Write a checkpoint. All processes call this; the first one writes."""
     whole = {key: gathered(x) for key, x in model.state_dict().items()}
     if rank == 0:
         save(path, model, header, extra, whole)
 
 
 def report(model, data, args, log, **found):
-    """The closing figures, over the whole validation data by both rules. Together with those in `found` they
-    go to result.json, as one flat dict."""
+    """Compute the final figures on the validation data, by the rules `blocks` and `carried`. They are added
+    to `found`, and all go to result.json as one flat dict."""
     meta = data.meta
     loss, right = data.evaluate(model, told='validation')
     tell(log, f'validation, blocks of {data.T}: {score(meta, loss, right)}', rule='blocks', val_loss=loss,
          accuracy=right)
     found.update(val_loss=loss, accuracy=right)
-    if data.rank > 0:                                       # the rest is done by one process
+    if data.rank > 0:                                       # one process does the rest
         return
     if 'row' not in meta:
         found['bits per byte'] = loss * bits_a_nat(meta)
@@ -863,8 +857,7 @@ def report(model, data, args, log, **found):
 
 
 def show(model, data, args):
-    """Print what the model says: for pairs, the translation of the first one; for a text, how it may
-    continue."""
+    """Print a sample: the translation of the first pair, or a continuation of a text."""
     meta = data.meta
     more = f'next: python sample.py --init={args.out}/ckpt.safetensors'
     model.eval()
@@ -880,7 +873,7 @@ def show(model, data, args):
     prompt = torch.tensor([prepare.begun(said, meta)], device=data.device)
     draw = torch.Generator(data.device).manual_seed(0)
     many = min(SAMPLE, (model.max_len or SAMPLE + 1) - prompt.shape[1])
-    texts = model.generate(prompt, temperature=0.7, generator=draw)     # in fp32, as sample.py writes
+    texts = model.generate(prompt, temperature=0.7, generator=draw)     # in fp32, as in sample.py
     tokens = [token.item() for token, _ in itertools.islice(texts, many)]
     say(f'--- a sample ---\n{prepare.decode(said + tokens, meta)}\n---\n{more} --tokens=1000')
 
@@ -897,9 +890,9 @@ def main(argv):
     torch.manual_seed(args.seed)
     model = built(args, config, data, weights)
     opt = OPTIMISERS[args.optimizer](model, args.lr, args.weight_decay, device)
-    states = [None] * args.accum                            # of --carry, one a batch
+    states = [None] * args.accum                            # of --carry, one per batch
     if args.resume:
-        states = taken_up(args, header, data, model, opt)
+        states = restore(args, header, data, model, opt)
     log = open(os.devnull, 'w') if rank > 0 else log_of(args)           # noqa: SIM115
     threads = threads_of(args, header, model, data)
     run = {'args': dataclasses.asdict(args), 'torch': torch.__version__}
@@ -907,14 +900,14 @@ def main(argv):
     forward = torch.compile(model) if args.compile else model
     learn = functools.partial(data.learn, forward, states)
 
-    first = header.get('step', 0)                           # steps of the run that is resumed
+    first = header.get('step', 0)                           # steps done before resuming
     best = header.get('best', math.inf)
-    bad = 0                                                 # steps in a row that were not finite
-    good_states = [*states]                                 # those that the last finite step ended with
-    times = []                                              # seconds of the steps since the last line
-    seconds = 0.0                                           # of all steps
+    bad = 0                                                 # non-finite steps in a row
+    good_states = [*states]                                 # the states after the last finite step
+    times = []                                              # seconds of each step since the last line
+    seconds = 0.0                                           # of all steps together
     since = time.perf_counter()
-    # forward and backward are data.learn, clip and step are in optimise; here one logs, evaluates, saves
+    # data.learn does forward and backward, `optimise` clips and steps; this loop logs, evaluates and saves
     steps = optimise(model, opt, learn, args.steps, args.lr, args.seed, first, args.clip, rank, world)
     for done, loss, norm, good in steps:
         times.append(time.perf_counter() - since)
@@ -955,7 +948,7 @@ def main(argv):
     say(f'\n{args.steps - first} steps in {seconds / 60:.1f} minutes')
     report(model, data, args, log, steps=args.steps, ms=ms, minutes=seconds / 60)
     if world > 1:
-        dist.barrier()                                      # nobody leaves while the first one still writes
+        dist.barrier()                                      # wait until the first process has written
         dist.destroy_process_group()
 
 

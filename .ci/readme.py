@@ -5,11 +5,11 @@
     FOLDER/clone                    what is committed here
     FOLDER/01.log, 01.err, ...      what each command printed
 
-A command is a line of a code block, or what stands between backquotes, that begins with pip, python, torchrun
-or pytest. It runs as README has it, but for two tables: CUT, flags that make it short, and MADE, what stands for
-a reader's own files and for what others would have to fetch. Only packages are fetched: models of the hub come
-from a server in this process, whose address is in HF_ENDPOINT for the commands that name one. The two commands
-that install what all others need come first. A command that does not end as expected makes the exit code 1.
+A command is a line of a code block, or a text in backquotes, that begins with pip, python, torchrun or
+pytest. Commands run as README has them, with two exceptions. CUT has flags that make them short. MADE makes
+stand-ins for a reader's own files and for downloads. Only packages are really downloaded. Hub models come
+from a server in this process; HF_ENDPOINT has its address for the commands that name one. The two commands
+that install packages run first. The exit code is 1 if any command does not end as expected.
 """
 import functools
 import gzip
@@ -24,18 +24,18 @@ import threading
 import time
 import zipfile
 
-LIMIT = 3600                        # seconds, after which a command is stopped
+LIMIT = 3600                        # seconds until a command is stopped
 
-# What a command has in it: flags that make it short, in the place of README's. Later lines win.
+# pattern in a command: flags that make it short and replace README's. Later lines win.
 CUT = {
-    r'^pip .* pytest': '-vv',       # its log then names the tests that want more packages, for .ci/run
+    r'^pip .* pytest': '-vv',       # .ci/run reads in its log which tests need more packages
     r'train\.py': '--steps=3 --val_tokens=4096',
-    r'(train|convert)\.py --(data|from|init|rule=softmax)': '--threads=1',   # the others time how many are best
-    r'=listops': '--data=listops-64',                                   # rows of 64 are made faster
+    r'(train|convert)\.py --(data|from|init|rule=softmax)': '--threads=1',   # the others time the threads
+    r'=listops': '--data=listops-64',                                   # rows of 64 are generated faster
     r'train\.py --resume': '--steps=5',
     r'train\.py .*--out=out/plain': '--n_embd=48 --block_size=64',
     r'convert\.py': '--steps=2 --distil_steps=2 --eval_rows=2',
-    r'convert\.py$': '--from=out/softmax/ckpt.safetensors',             # else it trains one
+    r'convert\.py$': '--from=out/softmax/ckpt.safetensors',             # else it would train one
     r'convert\.py --from=gpt2': '--revision=tiny',
     r'bench\.py (lra|capacity|update|recall|language|translate|convert)': '--steps=2 --seeds=1',
     r'bench\.py lra': '--data=mnist --only=hedgehog',
@@ -53,9 +53,9 @@ if not os.path.exists('/dev/nvidia0'):
     CUT[r'--device=cuda'] = '--device=cpu'
 
 
-# ---- what is made up: each function makes one thing in the clone ------------------------------------------
+# ---- stand-ins: each function makes one thing in the clone -------------------------------------------------
 def prose(n, seed=0):
-    """n lines, sentences of words that do not exist."""
+    """-> n lines: sentences of invented words."""
     draw = random.Random(seed)
     words = [''.join(draw.choices(('ba', 'de', 'fi', 'go', 'hu', 'ka', 'le'), k=draw.randint(1, 4)))
              for _ in range(400)]
@@ -63,7 +63,7 @@ def prose(n, seed=0):
 
 
 def write(path, content):
-    """A file of bytes, or of lines, packed where its name says so; its folder is made."""
+    """Write bytes or lines to a file, gzipped if it ends in .gz. Make its folder first."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     if not isinstance(content, bytes):
         content = '\n'.join([*content, '']).encode()
@@ -73,18 +73,18 @@ def write(path, content):
 
 
 def prepare(clone, *words):
-    """python data/prepare.py WORDS"""
+    """Run python data/prepare.py WORDS in the clone."""
     subprocess.run([sys.executable, 'data/prepare.py', *words], cwd=clone, check=True, stdout=subprocess.DEVNULL)
 
 
 def texts(clone):
-    """Files that a reader has."""
+    """A reader's own text files."""
     write(f'{clone}/my.txt', prose(1000))
     write(f'{clone}/novels.txt', prose(3000))
 
 
 def shakespeare(clone):
-    """A text of any other name, as the file of this one has a known checksum."""
+    """Invented text. It is prepared under another name, since the real file has a known checksum."""
     write(f'{clone}/play.txt', prose(1000))
     prepare(clone, 'play.txt', '--tokenizer=char')
     made, = [name for name in os.listdir(f'{clone}/data') if name.startswith('text-play-')]
@@ -93,21 +93,21 @@ def shakespeare(clone):
 
 @functools.cache
 def wikitext2(clone):
-    """In the tokens of the made-up models, whose tokenizer.json is returned."""
+    """Invented text, in the tokens of the invented models -> the text of their tokenizer.json."""
     write(f'{clone}/made/wiki/wiki.train.raw', prose(2000))
     write(f'{clone}/made/wiki/wiki.valid.raw', prose(200, seed=1))
     prepare(clone, 'wikitext2', '--file=made/wiki', '--tokenizer=bpe:512')
     path = f'{clone}/data/wikitext2/meta.json'
     with open(path) as f:
         meta = json.load(f)
-    meta['tokenizer'] = 'json'                              # what the scripts call a tokenizer.json, in one line
+    meta['tokenizer'] = 'json'                              # in one line, as a hub model's is kept
     meta['json'] = json.dumps(json.loads(meta['json']), ensure_ascii=False, separators=(',', ':'))
     write(path, [json.dumps(meta)])
     return meta['json']
 
 
 def cola(clone):
-    """The zip where a reader would put it by hand."""
+    """The zip, where a reader would put it by hand."""
     lines = [f'x\t{i % 2}\t\t{text}' for i, text in enumerate(prose(200))]
     path = f'{clone}/data/cola/cola_public_1.1.zip'
     os.makedirs(os.path.dirname(path))
@@ -117,7 +117,7 @@ def cola(clone):
 
 
 def multi30k(clone):
-    """Its files, from a folder: these are not compared with a checksum."""
+    """Its files, given as a folder, since those are not checked by a checksum."""
     for side in 'train', 'val', 'test_2016_flickr':
         for seed, language in enumerate(('en', 'de')):
             write(f'{clone}/made/pairs/{side}.{language}.gz', prose(300, seed))
@@ -125,7 +125,7 @@ def multi30k(clone):
 
 
 def mnist(clone):
-    """100 pictures of noise on either side, ten of each class."""
+    """100 pictures of noise per side, ten of each class."""
     for side in 'train', 't10k':
         pixels = random.Random(side).randbytes(100 * 28 * 28)
         sizes = b''.join(n.to_bytes(4, 'big') for n in (100, 28, 28))
@@ -135,8 +135,8 @@ def mnist(clone):
 
 
 def model(folder, tokens, config, shapes):
-    """A folder as on the hub: two layers, their number is * in the names, of width 16."""
-    import numpy as np                                      # README's first command has brought both
+    """Make a folder in the hub's layout: two layers of width 16; * in names is the number of the layer."""
+    import numpy as np                                      # README's first command installs both
     from safetensors.numpy import save_file
     draw = np.random.default_rng(0)
     tensors = {}
@@ -150,13 +150,13 @@ def model(folder, tokens, config, shapes):
 
 
 def shaped(names, *shape):
-    """name.weight, and name.bias, which has the length of the last side."""
+    """{name.weight: shape, name.bias: the last axis of shape} for all names."""
     weights = {f'{name}.weight': shape for name in names.split()}
     return weights | {f'{name}.bias': shape[-1:] for name in names.split()}
 
 
 def gpt2(clone):
-    """Of a revision that nobody published: that of the usual one has a known checksum."""
+    """A GPT-2 at an invented revision, since the files of the real one have known checksums."""
     config = {'model_type': 'gpt2', 'n_layer': 2, 'n_head': 2, 'n_embd': 16, 'n_inner': 16, 'vocab_size': 512,
               'n_positions': 512}
     shapes = {'wte.weight': (512, 16), 'wpe.weight': (512, 16), **shaped('ln_f h.*.ln_1 h.*.ln_2', 16),
@@ -165,13 +165,13 @@ def gpt2(clone):
 
 
 def sizes(kind):
-    """What a config.json says of Llama and of BERT alike."""
+    """The entries that the config.json of Llama and of BERT share."""
     return {'model_type': kind, 'num_hidden_layers': 2, 'num_attention_heads': 2, 'hidden_size': 16,
             'intermediate_size': 16, 'vocab_size': 512, 'max_position_embeddings': 512}
 
 
 def bert(clone):
-    """As it was pretrained: without classes."""
+    """A pretrained BERT, without a classifier head."""
     shapes = {f'embeddings.{name}_embeddings.weight': (n, 16)
               for name, n in (('word', 512), ('position', 512), ('token_type', 2))}
     layer = 'encoder.layer.*.'
@@ -184,7 +184,7 @@ def bert(clone):
 
 
 def llama(clone):
-    """In a reader's own folder."""
+    """A Llama in a reader's own folder."""
     shapes = {name: (16,) for name in ('model.norm.weight', 'model.layers.*.input_layernorm.weight',
                                        'model.layers.*.post_attention_layernorm.weight')}
     for name in 'self_attn.q self_attn.k self_attn.v self_attn.o mlp.gate mlp.up mlp.down'.split():
@@ -193,7 +193,7 @@ def llama(clone):
     model(f'{clone}/FOLDER', wikitext2(clone), sizes('llama'), shapes)
 
 
-MADE = {    # what a command names: who makes it, before the first command that does
+MADE = {    # part of a command: the function that makes it, before the first such command
     '=shakespeare': shakespeare, '=wikitext2': wikitext2, '=cola': cola, '=multi30k': multi30k,
     'translate': multi30k, '=mnist': mnist, '=my.txt': texts, '=novels.txt': texts, '=FOLDER': llama,
     '=gpt2': gpt2, '=bert-base-uncased': bert}
@@ -201,7 +201,7 @@ MADE = {    # what a command names: who makes it, before the first command that 
 
 # ---- the run -----------------------------------------------------------------------------------------------
 def commands(text):
-    """Those of a README, in order; the two that install what the others need are before them."""
+    """The commands of a README, in order, except that the two that install packages come first."""
     found = []
     for block, inline in re.findall(r'```\n(.*?)```|`([^`]+)`', text, re.S):
         for line in block.splitlines() or [' '.join(inline.split())]:
@@ -211,7 +211,7 @@ def commands(text):
 
 
 def cut(command):
-    """The command with the flags of CUT."""
+    """The command, with the flags of CUT."""
     typed = command
     for pattern, flags in CUT.items():
         if re.search(pattern, command):
@@ -222,7 +222,7 @@ def cut(command):
 
 
 def serve(folder):
-    """The address of a server of a folder."""
+    """Serve a folder over HTTP -> the address."""
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_):
             pass
@@ -233,7 +233,7 @@ def serve(folder):
 
 
 def ended(command, clone, env, log):
-    """Run it. -> exit code, seconds"""
+    """Run a command -> exit code, seconds"""
     began = time.perf_counter()
     typed = ['timeout', str(LIMIT), 'bash', '-c', command]
     with open(f'{log}.log', 'w') as out, open(f'{log}.err', 'w') as err:
@@ -242,10 +242,10 @@ def ended(command, clone, env, log):
 
 
 def expected(command, code, log):
-    """Whether it ended as it should."""
+    """Whether a command ended as it should."""
     if not command.startswith('EXERCISE=1'):
         return code == 0
-    with open(f'{log}.log') as f:                           # nobody has done them here: nothing else is red
+    with open(f'{log}.log') as f:                           # the exercises are undone: only they may fail
         red = re.findall(r'^(?:FAILED|ERROR) (.*)', f.read(), re.M)
     return code == 1 and all(line.startswith('test_all.py::test_exercise_') for line in red)
 
@@ -283,7 +283,7 @@ def main(folder):
         if not expected(command, code, log):
             failed += 1
             print('    NOT AS EXPECTED. It ended with:')
-            for name in f'{log}.log', f'{log}.err':         # pytest says on standard output what failed
+            for name in f'{log}.log', f'{log}.err':         # pytest prints failures on standard output
                 with open(name) as f:
                     print(f.read()[-3000:], flush=True)
     print(f'{len(found)} commands, {failed} did not end as expected')

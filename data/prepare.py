@@ -1,42 +1,41 @@
-"""All data sets: makes data/<name>/{train,val}.bin and meta.json, and reads them back for every script.
+"""Data sets: make data/<name>/{train,val}.bin and meta.json, and load them for every script.
 
-    python data/prepare.py stdlib                        # the default set, 1 s, nothing to download
+    python data/prepare.py stdlib                        # the default set; takes 1 s, no download
     python data/prepare.py shakespeare                   # 1.1 MB to download
     python data/prepare.py wikitext2 --tokenizer=byte    # also --url=MIRROR and --file=LOCAL_COPY
     python data/prepare.py notes.txt --tokenizer=char    # any UTF-8 text of your own
-    python data/prepare.py novels.txt --tokenizer=bpe:4096      # 4,096 subwords, learned from it
+    python data/prepare.py novels.txt --tokenizer=bpe:4096      # 4,096 subwords, learned from this text
     python data/prepare.py listops --length=2048         # longer rows: train.py --data=listops-2048
-    python data/prepare.py facts --file=notes.txt        # the text around the facts; else that of stdlib
+    python data/prepare.py facts --file=notes.txt        # the text around the facts; default: stdlib
     python data/prepare.py mnist --patch=7               # squares of 7 x 7 pixels: --data=mnist-patch7
-    python data/prepare.py mine.tsv                      # lines of your own: a label from 0, a tab, a text
-    python data/prepare.py a.en:a.de                     # sentences, and line by line their translations
+    python data/prepare.py mine.tsv                      # your own lines: a label from 0, a tab, a text
+    python data/prepare.py a.en:a.de                     # sentences, and their translations line by line
 
-train.py needs none of these: `load(name)` prepares what is not there yet. The format:
+You need not run these commands first: `load(name)` in train.py prepares a missing set. The format:
 
-    {train,val}.bin   flat array of token ids, uint8, uint16 or uint32, no header; of some sets test.bin, too
-    meta.json         name, dtype, vocab_size, tokenizer: byte, char (table: chars), gpt2, bpe:N or json (of a
-                      model of the hub), both with the text of a tokenizer.json: json, words (between blanks;
-                      table: chars), or ids (numbers that stand for no text here); of train, val (and
-                      test): tokens, sha256 of the .bin, and, of a text, bytes in UTF-8 (for bits per byte)
+    {train,val}.bin   flat array of token ids: uint8, uint16 or uint32, no header; some sets have test.bin
+    meta.json         name, dtype, vocab_size and tokenizer. Per side (train, val, test): tokens, sha256 of
+                      the .bin and, for a text, bytes in UTF-8 (for bits per byte). Tokenizers: byte; gpt2;
+                      char and words (separated by spaces) list their tokens in `chars`; bpe:N and json (of a
+                      hub model) keep a tokenizer.json in `json`; ids are numbers that stand for no text
 
-A task (data/tasks.py: generated, pictures, labelled texts, pairs) has row and ignore in its meta, too: the
-file is rows of 2 * row tokens, the inputs, then the targets. target[t] is what to predict after reading
-inputs[..t], so nothing is shifted; a target equal to ignore (= vocab_size) does not count in the loss. A task
+A task (data/tasks.py: generated rows, pictures, labelled texts, pairs) also has row and ignore in its meta.
+Its file is rows of 2 * row tokens: the inputs, then the targets. target[t] is what to predict after reading
+inputs[..t], so nothing is shifted. A target equal to ignore (= vocab_size) does not count in the loss. A task
 may also have
 
-    pad       the token of steps that are not there: rows that are shorter than `row` end in it
-    classes   how many classes a row can be of; the target at its last real place is one of them, 0..classes-1
-    source    how many tokens, from the first, an encoder reads; the others are the decoder's
-    patch     p: the tokens are numbers 0..255, and p of them side by side are one input, x / 255
+    pad       the padding token, at the end of inputs that are shorter than `row`
+    classes   the number of classes of a row; the target at the last real position is 0..classes-1
+    source    an encoder reads the first `source` tokens; the others are the decoder's
+    patch     p: the tokens are numbers 0..255, and p neighbouring ones are one input, x / 255
 
-Labelled texts are bytes, or by --tokenizer what texts can be, and pad is one token more. Where nobody
-published what to validate on, it is every tenth line. A text longer than 1,024 tokens (or --length) is cut
-off there.
+Labelled texts are in bytes, or in the tokens of --tokenizer; pad is one more token. If a set has no published
+validation side, every tenth line validates. Texts are cut off after 1,024 tokens (or --length).
 
-Pairs, for translation, are in bpe:4096, learned from both languages, or by --tokenizer. The first `source`
-tokens of a row are a sentence; the others are what a decoder reads: pad, as nothing is said yet, then the
-translation. Both parts are filled up with pad, and cut off behind 256 tokens (or --length). The targets are
-the tokens of the translation, then pad once: the end. Row i is line i.
+Pairs, for translation, are in bpe:4096, learned from both languages, or in the tokens of --tokenizer. The
+first `source` tokens of a row are a sentence. The others are read by the decoder: a pad token to start with,
+then the translation. Both parts are filled up with pad, and cut off after 256 tokens (or --length). The
+targets are the tokens of the translation, then one pad that marks the end. Row i is line i.
 """
 import argparse
 import concurrent.futures
@@ -57,30 +56,30 @@ import time
 
 import numpy as np
 
-if not __package__:                                             # python data/prepare.py: find data/ itself
+if not __package__:                                             # run as a script: make `data` importable
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from data import tasks
 
-HERE = os.path.dirname(os.path.abspath(__file__))               # where sets lie, unless told otherwise
-SIDES = ('train', 'val')                                        # every set has them; some have test, too
-FIXED = ('ids', 'words')                                        # of sets that can be in no other
-TOKENIZERS = ('byte', 'char', 'gpt2')                           # and bpe:N, for these N:
-LEARNED = range(257, 65537)                                     # 256 bytes, and what is learned
-LONG_WORD = r'(\S{1000})'                                       # is split there: its pairs would take hours
+HERE = os.path.dirname(os.path.abspath(__file__))               # the default folder of the data sets
+SIDES = ('train', 'val')                                        # every set has these two; some also have test
+FIXED = ('ids', 'words')                                        # a set in one of these has no other tokenizer
+TOKENIZERS = ('byte', 'char', 'gpt2')                           # and bpe:N, for N in LEARNED
+LEARNED = range(257, 65537)                                     # 256 bytes and the learned tokens
+LONG_WORD = r'(\S{1000})'                                       # longer words are split: they take hours
 OF_TEXTS = f'{", ".join(TOKENIZERS)} or bpe:N, N from {LEARNED[0]} to {LEARNED[-1]:,}'
 
 
-# ---- texts: each returns the bytes to train on and the bytes to validate on --------------------------------
+# ---- texts: each function returns the training bytes and the validation bytes ------------------------------
 
 def stdlib(_):
-    """The .py files of the Python that runs this. A fixed rule decides the bytes, so that figures can be
-    compared: regular *.py files outside the folders in `skip`; relative paths with "/", sorted by code point;
-    number i is for validation if i % 10 == 9; raw bytes, joined without a separator."""
+    """The .py files of the running Python. Fixed rules make figures comparable: take all regular *.py files
+    outside the folders in `skip`; sort their relative paths (with "/") by code point; file i validates if
+    i % 10 == 9; join the raw bytes without a separator."""
     root = sysconfig.get_paths()['stdlib']
     skip = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}
     paths = []
     for folder, dirs, names in os.walk(root):                   # does not follow links to folders
-        dirs[:] = set(dirs) - skip                              # in place: os.walk goes on with these
+        dirs[:] = set(dirs) - skip                              # in place: os.walk goes on with this list
         for path in [os.path.join(folder, n) for n in names if n.endswith('.py')]:
             if os.path.isfile(path) and not os.path.islink(path):
                 paths.append(os.path.relpath(path, root).replace(os.sep, '/'))
@@ -90,17 +89,16 @@ def stdlib(_):
 
 
 def shakespeare(path):
-    """The first 90 % of the characters are for training, as in nanoGPT (all ASCII: characters are bytes)."""
+    """The first 90 % of the characters train, as in nanoGPT. All are ASCII, so characters are bytes."""
     text = read(path)
     cut = int(len(text) * .9)
     return text[:cut], text[cut:]
 
 
 def local_text(path):
-    """The last 10 % are for validation, cut at a line end or, if lines are very long, between two
-    characters."""
+    """The last 10 % validate. We cut at a line end or, if lines are very long, between two characters."""
     text = read(path)
-    text.decode()                                               # refuses what is not UTF-8
+    text.decode()                                               # raises ValueError if it is not UTF-8
     latest = int(len(text) * .9)
     cut = text.rfind(b'\n', int(len(text) * .8), latest) + 1 or latest
     while cut < len(text) and text[cut] & 0xC0 == 0x80:         # inside a UTF-8 character
@@ -109,15 +107,15 @@ def local_text(path):
 
 
 def wikitext(path):
-    """From the zip as published, or a folder with wiki.train.raw and wiki.valid.raw."""
+    """Reads the published zip, or a folder with wiki.train.raw and wiki.valid.raw."""
     return list(tasks.named(path, 'wiki.train.raw', 'wiki.valid.raw').values())
 
 
 # ---- the sets ----------------------------------------------------------------------------------------------
 
-HUB = 'https://huggingface.co'                                  # the environment's HF_ENDPOINT replaces it
+HUB = 'https://huggingface.co'                                  # the variable HF_ENDPOINT replaces it
 WIKI = {'tokenizer': 'gpt2', 'make': wikitext}
-DATASETS = {    # files: name and sha256, or None where not known; urls: folders that have them, in turn
+DATASETS = {    # files: name and sha256, or None if unknown; urls: folders to try, in this order
     'stdlib': {'help': "the .py files of Python's standard library, 12 MB", 'tokenizer': 'byte',
                'make': stdlib},
     'shakespeare': {
@@ -137,11 +135,11 @@ DATASETS = {    # files: name and sha256, or None where not known; urls: folders
 }
 FLAGS = {
     '--tokenizer': OF_TEXTS,
-    '--length': 'tokens of a row, or of a part of a pair, at most: another set, as listops-2048',
-    '--patch': 'side of the squares of a picture: another set, as mnist-patch7',
-    '--url': 'fetch from this mirror; of several files: the folder',
-    '--file': 'a local copy of what would be fetched; of several files: the folder'}
-OWN = {     # files of your own; how names of folders begin, so that no two kinds share one
+    '--length': 'most tokens per row, or per part of a pair; makes a set of its own: listops-2048',
+    '--patch': 'side of the square patches of a picture; makes a set of its own: mnist-patch7',
+    '--url': 'download from this mirror; for several files, give their folder',
+    '--file': 'use this local copy, no download; for several files, give their folder'}
+OWN = {     # your own files; a folder's name begins with its kind, so kinds never collide
     'text': {'help': 'a text of your own', 'tokenizer': 'byte', 'make': local_text},
     'lines': {**tasks.SENTENCES, 'help': 'labelled lines of your own', 'make': tasks.lines},
     'pairs': {**tasks.PAIRS, 'help': 'translations of your own', 'make': tasks.parallel},
@@ -150,8 +148,8 @@ OWN = {     # files of your own; how names of folders begin, so that no two kind
 
 
 def find(name):
-    """The entry of a data set by its name, or None. Rows of another length, and pictures in patches, are data
-    sets of their own: listops-2048, mnist-patch7."""
+    """The entry of a data set in DATASETS; None if there is no such set. Other row lengths and picture
+    patches make sets of their own: listops-2048, mnist-patch7."""
     if name in DATASETS:
         return DATASETS[name]
     said = re.fullmatch(r'(.+)-(patch)?([1-9]\d{0,4})', name)
@@ -166,21 +164,21 @@ def find(name):
     if key == 'patch' and row['side'] % n:
         raise ValueError(f'{name}: patches of {n} x {n} pixels do not divide pictures of {row["side"]} x '
                          f'{row["side"]}; take a divisor of {row["side"]}')
-    return {'base': base, **row, key: n}                        # base: where its files lie
+    return {'base': base, **row, key: n}                        # base: the set whose folder has the files
 
 
-def having(key):
-    """Names of the data sets whose entries have this key, for messages."""
+def sets_with(key):
+    """For messages: the names of the sets whose entries have this key."""
     return ', '.join(name for name, row in DATASETS.items() if key in row)
 
 
 def files_of(name):
-    """The paths of your own files in a name: one, or two with a colon between them."""
+    """The paths in a name for your own files: one path, or two separated by a colon."""
     return [name] if os.path.exists(name) else name.split(':', 1)
 
 
 def row_of(name, like=None):
-    """The entry of a data set by its name, or the one for your own files. like: as for `place`"""
+    """The entry of a data set in DATASETS or, for your own files, in OWN. like: as for `place`"""
     kind = 'lines' if name.endswith('.tsv') else 'text'
     if len(files_of(name)) == 2:
         kind = 'pairs'
@@ -196,7 +194,7 @@ def row_of(name, like=None):
 # ---- tokenizers --------------------------------------------------------------------------------------------
 
 def gpt2():
-    """GPT-2's tokenizer. ValueError if it is not cached and cannot be downloaded (1.5 MB, once)."""
+    """GPT-2's tokenizer, downloaded once (1.5 MB). ValueError if it is neither cached nor can be fetched."""
     try:
         import tiktoken
         return watched(functools.partial(tiktoken.get_encoding, 'gpt2'), patience=50)
@@ -207,7 +205,7 @@ def gpt2():
 
 
 def package(remedy=''):
-    """The package `tokenizers`, which only subwords need. ValueError if it is not installed."""
+    """The package `tokenizers`, needed only for subwords. ValueError if it is not installed."""
     try:
         import tokenizers
         return tokenizers
@@ -218,8 +216,8 @@ def package(remedy=''):
 
 @contextlib.contextmanager
 def of_package(what):
-    """Turn what the package raises into a ValueError that begins with `what`: a plain Exception, or a panic,
-    which is not an Exception and writes lines of its own to standard error, past Python."""
+    """Turn what the package raises into a ValueError that begins with `what`. The package raises a plain
+    Exception, or panics in Rust. A panic is no Exception, and writes to standard error, past Python."""
     kept = os.dup(2)
     with open(os.devnull, 'w') as nowhere:
         os.dup2(nowhere.fileno(), 2)
@@ -235,8 +233,8 @@ def of_package(what):
 
 
 def growth(step):
-    """How many times as long a text may become in a step of a tokenizer.json that rewrites it, including the
-    steps inside that step."""
+    """The largest factor by which a rewriting step of a tokenizer.json, with its nested steps, can lengthen a
+    text."""
     if not isinstance(step, dict):
         return 1
     times = {'ByteLevel': 2}.get(step.get('type'), 1)
@@ -249,8 +247,8 @@ def growth(step):
 
 @functools.lru_cache(4)
 def subwords(text):
-    """The tokenizer that the text of a tokenizer.json describes. ValueError if it describes none, or one that
-    makes a text much longer."""
+    """The tokenizer that the text of a tokenizer.json describes. ValueError if it describes none, or if it
+    can make a short text more than 1,000 times as long."""
     from_str = package().Tokenizer.from_str
     with of_package('no description of a tokenizer'):
         frame = json.loads(text)
@@ -258,15 +256,16 @@ def subwords(text):
         times = max(growth(frame.get(name)) for name in ('normalizer', 'decoder'))
     if times > 1000:
         raise ValueError(f'this tokenizer makes a text up to {times:,} times as long, expected at most 1,000')
-    found.encode_special_tokens = True                          # "<s>" in a text is three characters
+    found.encode_special_tokens = True                          # "<s>" in a text is read as three characters
     found.no_truncation()
     found.no_padding()
     return found
 
 
 def learn(data, size):
-    """The text of a tokenizer.json: bytes and splits as in GPT-2, and `size` tokens (fewer if nothing repeats
-    any more) learned from UTF-8 data by byte pair encoding (Sennrich 2016, arXiv:1508.07909)."""
+    """Learn `size` tokens from UTF-8 data by byte pair encoding (Sennrich 2016, arXiv:1508.07909), or fewer
+    if no more pairs repeat -> the text of a tokenizer.json. It writes bytes and splits words as GPT-2 does.
+    """
     tokenizers = package('; --tokenizer=byte does without it')
     found = tokenizers.Tokenizer(tokenizers.models.BPE())
     found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -279,7 +278,7 @@ def learn(data, size):
 
 
 def units(meta):
-    """What each token id of a char, words or ids tokenizer looks like as text."""
+    """The text of each token id of a char, words or ids tokenizer."""
     kind = meta.get('tokenizer')
     if kind in ('char', 'words'):
         return meta['chars']
@@ -289,15 +288,15 @@ def units(meta):
 
 
 def encode(text, meta):
-    """Token ids of a text, by the meta of a data set or of a checkpoint. For ids, a text is numbers between
-    blanks; for words, it is anything else between them."""
+    """Text -> token ids, by the meta of a data set or a checkpoint. A text of ids is numbers separated by
+    spaces; a text of words is anything separated by spaces."""
     kind = meta.get('tokenizer')
     if kind == 'byte':
-        return list(text.encode('utf-8', 'surrogateescape'))    # stray bytes of a terminal stay as they are
+        return list(text.encode('utf-8', 'surrogateescape'))    # keeps stray bytes from a terminal
     if kind == 'gpt2':
         return gpt2().encode_ordinary(text)
     if 'json' in meta:
-        text = text.encode('utf-8', 'replace').decode()         # here stray bytes are question marks
+        text = text.encode('utf-8', 'replace').decode()         # stray bytes become question marks
         with of_package('its tokenizer cannot read this text'):
             ids = subwords(meta['json']).encode(text, add_special_tokens=False).ids
         if max(ids, default=0) >= meta['vocab_size']:
@@ -314,14 +313,14 @@ def encode(text, meta):
 
 
 def remedy(meta):
-    """What a message says if tokens stand for no text, because a model's tokenizer was missing."""
+    """For messages: what to do if tokens have no text because a model's tokenizer is missing; else ''."""
     if 'missing' in meta:
         return f'; {meta["missing"]} is missing: put it there, and texts can be read'
     return ''
 
 
 def ends(meta):
-    """The tokens that tokenizer.json puts before and after a text: [BOS] and [], [CLS] and [SEP]."""
+    """The tokens that tokenizer.json puts before and after a text: [BOS] and [], or [CLS] and [SEP]."""
     if 'json' not in meta:
         return [], []
     with of_package('its tokenizer cannot read a letter'):
@@ -332,8 +331,8 @@ def ends(meta):
 
 
 def whole_text(text, meta, most=None):
-    """Token ids of a text for a model that classifies it, from its first token to its last. If there are more
-    than `most` tokens, the text is cut off, but not the tokens that stand after it."""
+    """Token ids of a text with the special tokens around it, as a classifier reads it. A text of more than
+    `most` tokens is cut off, but keeps the special tokens after it."""
     before, behind = ends(meta)
     tokens = encode(text, meta)
     if most is not None:
@@ -342,8 +341,8 @@ def whole_text(text, meta, most=None):
 
 
 def begun(tokens, meta):
-    """The tokens of a prompt, as a text begins: after BOS, if tokenizer.json puts it there. If there are none
-    at all: a line end, or token 0 if the data set has none."""
+    """The tokens of a prompt, made into the beginning of a text: with BOS, if tokenizer.json puts it there.
+    An empty prompt becomes a line end or, if the set has none, token 0."""
     tokens = ends(meta)[0] + tokens
     if tokens:
         return tokens
@@ -354,8 +353,8 @@ def begun(tokens, meta):
 
 
 def source_rows(texts, meta):
-    """The rows of tokens that an encoder of sources reads: a list of N str -> (N, longest), padded.
-    ValueError for a text that is empty, or has more than meta['source'] tokens."""
+    """N source texts -> token ids (N, longest) for the encoder, filled up with pad. ValueError for a text
+    that is empty or has more than meta['source'] tokens."""
     most = meta['source']
     rows = []
     for number, text in enumerate(texts, 1):
@@ -370,7 +369,7 @@ def source_rows(texts, meta):
 
 
 def decode(tokens, meta):
-    """The text of token ids, without padding. Bytes that are not UTF-8 become replacement characters."""
+    """Token ids -> text, without pad. Bytes that are not UTF-8 become replacement characters."""
     tokens = [int(t) for t in tokens if t != meta.get('pad')]
     wrong = [t for t in tokens if t not in range(meta['vocab_size'])]
     if wrong:
@@ -388,14 +387,14 @@ def decode(tokens, meta):
     return (' ' if kind in FIXED else '').join(words)
 
 
-# A blank between two letters, both ASCII or both of two bytes, as in Greek and Cyrillic. Tokenizers split in
-# front of it, whatever stands around; of line ends and punctuation some make one token.
+# A space between two letters, both ASCII or both of two bytes, as in Greek and Cyrillic. Tokenizers always
+# split before such a space. They may join line ends and punctuation, so those are no safe place to cut.
 BETWEEN = re.compile(rb'(?<=[A-Za-z]) (?=[A-Za-z])|(?<=[\xc3-\xdf].) (?=[\xc3-\xdf])', re.S)
-PHRASE = re.compile('[A-Za-z][ \u0120\u2581]')                  # in a token: it goes on behind such a blank
+PHRASE = re.compile('[A-Za-z][ \u0120\u2581]')                  # a token with this in it spans such a space
 
 
 def pieces(data, size=1 << 20):
-    """UTF-8 data as strings of about a megabyte, so that memory stays bounded, cut at BETWEEN."""
+    """Cut UTF-8 data at BETWEEN into strings of about a megabyte, so that memory stays bounded."""
     start = 0
     while start < len(data):
         cut = BETWEEN.search(data, start + size)
@@ -405,16 +404,16 @@ def pieces(data, size=1 << 20):
 
 
 def tokenize(data, meta, size=1 << 20):
-    """Arrays of token ids that together are the tokens of data. Some tokenizers put a blank in front of what
-    they read, so a piece is read after the letter before it."""
-    if meta['tokenizer'] == 'byte':                             # as it is: the stdlib need not be UTF-8
+    """Yield arrays of token ids; joined, they are the tokens of data. Some tokenizers add a space before what
+    they read, so each piece is read together with the letter before it."""
+    if meta['tokenizer'] == 'byte':                             # no decoding: the stdlib need not be UTF-8
         yield np.frombuffer(data, np.uint8)
         return
     from tqdm import tqdm
     if 'json' in meta and any(map(PHRASE.search, subwords(meta['json']).get_vocab())):
-        size = len(data)                                        # there is no place to cut at
+        size = len(data)                                        # no place is safe to cut at
     letter = ''
-    # disable=None: a bar on a terminal only
+    # disable=None: show a bar only on a terminal
     for text in tqdm(pieces(data, size), total=len(data) // size + 1, unit='MB', disable=None):
         before = encode(letter, meta)
         tokens = encode(letter + text, meta)
@@ -440,9 +439,9 @@ def refuse_irregular(path):
 
 @contextlib.contextmanager
 def whole(path):
-    """`with whole(path) as temp:` write a file named temp, and it becomes path in one step. Whoever reads
-    path meanwhile, or after a crash at any moment, finds the old file or the new one. A failure leaves the
-    old file and nothing else. What was written is on the disk before it is renamed."""
+    """`with whole(path) as temp:` write the file temp, and it becomes path in one step. A reader finds either
+    the old file or the new one, even after a crash. A failure leaves only the old file. The new file is
+    synced to disk before it is renamed."""
     refuse_irregular(path)
     temp = f'{path}.{os.getpid()}.part'
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
@@ -457,7 +456,7 @@ def whole(path):
 
 
 def put(path, blocks):
-    """Write blocks of bytes to a file -> their sha256."""
+    """Write blocks of bytes to a file -> its sha256."""
     digest = hashlib.sha256()
     with open(path, 'wb') as f:
         for block in blocks:
@@ -467,42 +466,42 @@ def put(path, blocks):
 
 
 def write(path, blocks):
-    """The same: the whole file under that name, or nothing."""
+    """Write blocks of bytes to a file, through `whole`: all of them, or none."""
     with whole(path) as temp:
         put(temp, blocks)
 
 
 def write_json(path, found):
-    """The same for what JSON can say."""
+    """Write an object as JSON, through `whole`."""
     write(path, [json.dumps(found, indent=1).encode()])
 
 
 def flaw(path, size=None, sha256=None):
-    """What is wrong with a downloaded file, in words, or None. A size or sha256 of None is not known."""
+    """What is wrong with a file, in words; None if nothing is. size, sha256: expected; None: not known."""
     found = os.path.getsize(path)
     if size and found != size:
         return f'{found:,} bytes, not {size:,}'
     if sha256:
-        digest = hashlib.sha256(np.memmap(path, mode='r')).hexdigest()      # of a map: files are gigabytes
+        digest = hashlib.sha256(np.memmap(path, mode='r')).hexdigest()      # mapped: files may be gigabytes
         if digest != sha256:
             return f'sha256 is {digest}, not {sha256}'
 
 
-STALL = 20      # seconds without a block of BLOCK bytes after which nothing more is waited for
+STALL = 20      # give up after this many seconds without a block of BLOCK bytes
 BLOCK = 1 << 14
 
 
 def watched(work, path='', patience=None):
-    """Call work() in a thread -> what it returns. requests.Timeout if it runs for so many seconds while the
-    file at path does not grow: for a socket, a server that sends one byte now and then is alive. The thread
-    is then abandoned."""
+    """Run work() in a thread -> its result. requests.Timeout if the file at path has not grown for `patience`
+    seconds. A socket's own timeout is not enough: it accepts a server that sends a byte now and then. After a
+    timeout the thread is left alone."""
     import requests
     future = concurrent.futures.Future()
 
     def run():
         try:
             future.set_result(work())
-        except BaseException as e:      # noqa: BLE001  which is raised where it is waited for
+        except BaseException as e:      # noqa: BLE001  future.result() raises it
             future.set_exception(e)
     threading.Thread(target=run, daemon=True).start()
     patience = patience or STALL
@@ -517,9 +516,9 @@ def watched(work, path='', patience=None):
 
 
 def download(links, path, size=None, sha256=None, headers=None, look=None):
-    """Fetch path from the first of the links that has what is wanted. It arrives whole, or ValueError: if no
-    link has it, if it has another size or sha256, or if look(file, link) refuses it. A broken connection is
-    tried again, three times; a server that stops sending is not. requests honours HTTPS_PROXY."""
+    """Download path from the first link that has the right file. ValueError if none has: each is missing, has
+    another size or sha256, or is refused by look(file, link). A broken connection is tried three times more,
+    from the start. A server that stops sending is not asked again. requests honours HTTPS_PROXY."""
     import requests
     problems = []
     for link in links:
@@ -547,10 +546,10 @@ def download(links, path, size=None, sha256=None, headers=None, look=None):
 
 
 def receive(url, path, headers):
-    """Write what comes from url to a file. requests.RequestException if fewer bytes come than announced."""
+    """Download url to a file. requests.RequestException if fewer bytes come than announced."""
     import requests
     from tqdm import tqdm
-    headers = {**(headers or {}), 'Accept-Encoding': 'identity'}        # compressed, sizes are of other bytes
+    headers = {**(headers or {}), 'Accept-Encoding': 'identity'}        # uncompressed, or sizes do not match
     with requests.get(url, headers=headers, stream=True, timeout=(10, 30)) as reply, open(path, 'wb') as f:
         reply.raise_for_status()
         total = int(reply.headers.get('Content-Length', 0))
@@ -560,17 +559,16 @@ def receive(url, path, headers):
 
 
 def endpoint():
-    """The address of the hub, without a slash at its end."""
+    """The address of the hub, without a final slash."""
     return (os.environ.get('HF_ENDPOINT') or HUB).rstrip('/')
 
 
 def fetch(name, root=None, url=None, file=None):
-    """The paths of the files that a data set is made from, or of a folder instead of an archive. They are
-    --file, or in it, or in the data set's folder (also if someone put them there by hand), or they are
-    downloaded."""
+    """The paths of the files that a set is made from, or a folder in place of an archive. They are --file
+    itself, or lie in it, or lie in the set's folder (also if put there by hand); else they are downloaded."""
     row = find(name)
     several = len(row['files']) > 1
-    if file and os.path.isdir(file):                            # whoever reads it sees what it lacks
+    if file and os.path.isdir(file):                            # `make` reports missing files
         return [os.path.join(file, base) for base in row['files']] if several else [file]
     folder = place(row.get('base', name), root)
     if file and several:
@@ -593,15 +591,17 @@ def fetch(name, root=None, url=None, file=None):
 # ---- prepare -----------------------------------------------------------------------------------------------
 
 def place(name, root=None, like=None):
-    """The folder of a data set: by its name, by the content of a text file, or a prepared folder as it is.
+    """The folder of a data set. It depends on the set's name, or on the content of your own files. A path to
+    a prepared folder is that folder.
 
-    like: what is known of the tokens that are wanted, if they are not the data set's own. The usual folder is
-    taken only if it is in these tokens already; otherwise one beside it, named after the tokens as well."""
+    like: a meta of the tokens wanted, if they are not the set's own. If the usual folder is not in these
+    tokens, we take one beside it, whose name also names the tokens.
+    """
     row = row_of(name, like)
     tokens = like or row
     kind = tokens['tokenizer']
     table = tokens.get('json') or ''.join(tokens.get('chars', []))
-    says_all = not like or row['tokenizer'] in FIXED            # the name does
+    says_all = not like or row['tokenizer'] in FIXED            # then the name determines the tokens
     folder = name.replace(':', '-')
     if 'own' in row:
         if os.path.isdir(name):
@@ -615,7 +615,7 @@ def place(name, root=None, like=None):
     if table:
         names.append(f'{names[1]}-{short_hash(table.encode())}')
     for found in names:
-        with contextlib.suppress(ValueError, AttributeError, TypeError):        # not there, or of no use
+        with contextlib.suppress(ValueError, AttributeError, TypeError):        # missing or unusable
             meta = json.loads(read(os.path.join(found, 'meta.json')))
             if same_tokens(meta, {**meta, **like}):
                 return found
@@ -625,7 +625,7 @@ def place(name, root=None, like=None):
 
 
 def own_folder(name, begin, tokenizer):
-    """The name of the folder for your own files, by their content."""
+    """The name of the folder for your own files; it depends on their content."""
     paths = files_of(name)
     for path in paths:
         if not os.path.isfile(path):
@@ -638,13 +638,14 @@ def own_folder(name, begin, tokenizer):
 
 
 def short_hash(data):
-    """Eight hexadecimal digits that depend on all the bytes: enough to name a folder."""
+    """Eight hexadecimal digits of a hash of data, for the name of a folder."""
     return hashlib.sha256(data).hexdigest()[:8]
 
 
 def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
-    """Prepare a data set anew; returns its folder. tokenizer says which tokens, in the usual folder; or like,
-    what is known of them. meta.json is written last: as long as it is missing, the folder is unfinished."""
+    """Make a data set, even if it exists -> its folder. Either `tokenizer` names the tokens, and the set goes
+    to the usual folder, or `like` is a meta that describes them. meta.json is written last: without it, a set
+    is unfinished."""
     row = row_of(name, like)
     wish = like or {'tokenizer': tokenizer or row['tokenizer']}
     kind = wish['tokenizer']
@@ -685,15 +686,14 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
             meta.update({side: {'bytes': len(text)} for side, text in zip(SIDES, sides)})
             arrays = [tokenize(text, meta) for text in sides]
         save(folder, meta, arrays)
-    except (OSError, ValueError) as e:                          # OSError: not allowed, disk full
+    except (OSError, ValueError) as e:                          # OSError: no permission, disk full
         raise ValueError(f'cannot prepare {name}: {e}') from None
     return folder
 
 
 def labels(sides, most, meta, wish):
-    """Texts and their labels -> the same in tokens, in an order that is random but always the same, because
-    files have one class after the other. meta gets everything there is to say about tokens and rows, here and
-    below."""
+    """Texts and their labels -> tokens and labels. They are shuffled, always in the same way, because files
+    may be sorted by class. Here and in `pairs` and `told`, meta gets the entries about tokens and rows."""
     texts, classes = zip(*sides)
     learn_with_pad(texts, meta, wish)
     meta['classes'] = tasks.classes(classes)
@@ -706,8 +706,8 @@ def labels(sides, most, meta, wish):
 
 
 def pairs(sides, most, meta, wish):
-    """Sentences and their translations -> the same in tokens. A row is a padded source, then pad, since
-    nothing is said yet, and the translation. Behind that, pad is the last target."""
+    """Sentences and their translations -> rows of tokens, targets. A row is the source filled up with pad,
+    one more pad to start with, and the translation. The last target is the pad after the translation."""
     sources, texts = zip(*sides)
     learn_with_pad([a + b for a, b in sides], meta, wish)
     given = wish.get('source', 0)
@@ -724,9 +724,9 @@ def pairs(sides, most, meta, wish):
 
 
 def told(sides, most, meta, _):
-    """The same for a model of texts, which reads one after the other. A row is a source, a line end, the
-    translation (or summary) and a line end. Its targets are what comes after the first line end. What is too
-    long for a row is cut off; of a translation, only what is longer than half of the row."""
+    """Like `pairs`, but for a model that reads both texts as one. A row is a source, a line end, its
+    translation (or summary) and a line end. The targets are everything after the first line end. Sources that
+    are too long are cut off; translations only where they are longer than half a row."""
     before, _ = ends(meta)
     end = encode('\n', meta)[-1:]
     if not end:
@@ -741,7 +741,7 @@ def told(sides, most, meta, _):
             tokens = before + encode(source.decode(), meta)
             inputs.append(tokens[:most - len(text) - 1] + end + text)
         found.append((inputs, [text + end for text in said]))
-    meta['row'] = length_of([x for x, _ in found], most, 8)
+    meta['row'] = row_length([x for x, _ in found], most, 8)
     return found
 
 
@@ -749,8 +749,8 @@ ANSWERS = {'labels': labels, 'pairs': pairs, 'told': told}
 
 
 def fitted(sides, meta, most, given, step, before=0):
-    """UTF-8 texts of each side -> an array of tokens for each text, and the length of rows that hold them and
-    `before` more tokens: that of a model's rows, `given`, if there is one. Anything longer is cut off."""
+    """UTF-8 texts per side -> a token array per text, and the row length. The row length is `given` if a
+    model sets it. Otherwise the longest text fits in, with `before` more tokens. Longer texts are cut off."""
     from tqdm import tqdm
     room = (given or most) - before
     found = []
@@ -769,37 +769,36 @@ def fitted(sides, meta, most, given, step, before=0):
         if cut:
             print(f'{cut:,} of {len(texts):,} texts have more than {room} tokens: the rest is cut off')
         found.append(tokens)
-    return found, given or length_of(found, most, step, before)
+    return found, given or row_length(found, most, step, before)
 
 
-def length_of(sides, most, step, before=0):
-    """How many tokens the longest of some lists needs, with `before` more, in multiples of step; at most
-    `most`."""
+def row_length(sides, most, step, before=0):
+    """The row length for these lists of tokens, with `before` more: a multiple of step, at most `most`."""
     longest = before + max(len(tokens) for side in sides for tokens in side)
     return min(most, step * math.ceil(longest / step))
 
 
 def learn_tokens(sides, meta):
-    """Put into meta the number of tokens and the table of characters, or the subwords, unless it has them.
-    They come from the text of each side."""
+    """Put the vocabulary of these texts (one per side) into meta: vocab_size and, if they are not there yet,
+    the characters or the subwords."""
     if not all(sides):
         raise ValueError('too short to be split into training and validation')
     kind = meta['tokenizer']
     if kind == 'byte':
         meta['vocab_size'] = 256
     if kind == 'gpt2':
-        meta['vocab_size'] = gpt2().n_vocab                     # fails, if it must, before files are replaced
+        meta['vocab_size'] = gpt2().n_vocab                     # may fail, so before files are replaced
     if kind == 'char':
         if 'chars' not in meta:
             meta['chars'] = sorted({c for text in sides for piece in pieces(text) for c in piece})
         meta['vocab_size'] = len(meta['chars'])
-    if kind.startswith('bpe:') and 'json' not in meta:          # a model may have room for more tokens
+    if kind.startswith('bpe:') and 'json' not in meta:          # a model's vocab_size may be larger: keep it
         meta['json'] = learn(sides[0], int(kind.removeprefix('bpe:')))
         meta['vocab_size'] = subwords(meta['json']).get_vocab_size()
 
 
 def learn_with_pad(sides, meta, wish):
-    """The same from the texts of each side, and pad: one token more than there are, or a model's."""
+    """Like `learn_tokens` for lists of texts; also sets pad: a new token, or the model's."""
     learn_tokens([b'\n'.join(texts) for texts in sides], meta)
     meta['pad'] = wish.get('pad', meta['vocab_size'])
     if meta['pad'] == meta['vocab_size']:
@@ -809,13 +808,12 @@ def learn_with_pad(sides, meta, wish):
 
 
 def save(folder, meta, sides):
-    """Write the arrays of tokens of each side, and meta with their type, number and sha256: all or
-    nothing."""
+    """Write the token arrays of each side, and meta with dtype, counts and sha256: all files, or none."""
     dtype = np.min_scalar_type(meta.get('ignore', meta['vocab_size'] - 1))
     meta['dtype'] = dtype.name
     path = os.path.join(folder, 'meta.json')
     with contextlib.ExitStack() as files:
-        about = files.enter_context(whole(path))                # the first in is the last out
+        about = files.enter_context(whole(path))                # entered first, so it is renamed last
         for side, arrays in zip((*SIDES, 'test'), sides):
             data = files.enter_context(whole(os.path.join(folder, side + '.bin')))
             said = meta.setdefault(side, {})
@@ -823,18 +821,18 @@ def save(folder, meta, sides):
             said['tokens'] = os.path.getsize(data) // dtype.itemsize
         put(about, [json.dumps(meta, indent=1).encode()])
         if os.path.exists(path):
-            os.remove(path)                                     # nobody reads the new beside the old
+            os.remove(path)                                     # so nobody combines old and new files
 
 
 # ---- load --------------------------------------------------------------------------------------------------
 
 def load(name, root=None, tokenizer=None, like=None):
-    """(train, val, meta) of a data set by name, of a local text file, or of a prepared folder by its path.
+    """-> train, val, meta of a data set. name: a set, a local text file or a prepared folder.
 
-    train and val are read-only memory maps. What is missing is prepared, with `tokenizer` or, if `like` is
-    given, in the tokens of that meta (a model's, or another data set's). ValueError for what is broken or in
-    other tokens, and if tokenizer and like contradict each other. root: the folder that has a folder for each
-    data set; None: the folder of this file"""
+    train and val are read-only memory maps. A missing set is prepared, with `tokenizer` or, if `like` is
+    given, in the tokens of that meta (of a model or another set). ValueError if the set is broken or in other
+    tokens, or if `tokenizer` contradicts `like`. root: the folder of all sets; None: this file's folder
+    """
     if like and tokenizer and like['tokenizer'] != tokenizer:
         raise ValueError(f'--tokenizer={tokenizer}: the tokens are those of the model ({described(like)}); '
                          'leave it out')
@@ -851,7 +849,7 @@ def load(name, root=None, tokenizer=None, like=None):
         check(meta)
         train, val = (mapped(folder, meta, side) for side in SIDES)
         if 'test' in meta:
-            mapped(folder, meta, 'test')                        # nothing in the folder is broken
+            mapped(folder, meta, 'test')                        # checks that it is not broken, either
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
         remedy = 'prepare it anew' if folder == name else f'delete {folder} to have it made anew'
         raise ValueError(f'{path} or its .bin files are broken ({type(e).__name__}: {e}); {remedy}') from None
@@ -859,12 +857,12 @@ def load(name, root=None, tokenizer=None, like=None):
         raise ValueError(f'--data={name}: not in the tokens wanted ({described(like)}), but in others '
                          f'({described(meta)}); make it anew with data/prepare.py, or give the text itself')
     if 'json' in meta:
-        subwords(meta['json'])                                  # fails, if it must, before a model is trained
+        subwords(meta['json'])                                  # may fail, so before training
     return train, val, meta
 
 
 def test_side(name, root=None, like=None):
-    """(test, meta) of a data set with a third side, like load(): the rows to report on at the end."""
+    """-> test, meta of a data set with a test side, for the final report. Prepared as in `load`."""
     _, _, meta = load(name, root, like=like)
     if 'test' not in meta:
         raise ValueError(f'--data={name}: there is no test side, only {" and ".join(SIDES)}; take another '
@@ -872,18 +870,18 @@ def test_side(name, root=None, like=None):
     return mapped(place(name, root, like), meta, 'test'), meta
 
 
-LIMITS = {      # whole numbers: the least they can be, which entry they are below, and by how much at least
+LIMITS = {      # whole numbers: the lowest value; the entry that bounds it; how far below that it must be
     'vocab_size': (1, None, 0), 'row': (1, None, 0), 'ignore': (0, None, 0), 'pad': (0, 'vocab_size', 1),
     'classes': (2, 'vocab_size', 0), 'source': (1, 'row', 1), 'patch': (1, 'row', 0)}
 
 
 def check_tokens(meta):
-    """ValueError if what meta.json, or the header of a checkpoint, says about tokens is incomplete or
-    contradicts itself."""
+    """ValueError if the tokens of a meta (of a data set or a checkpoint) are described incompletely or with
+    contradictions."""
     for key, (low, other, below) in LIMITS.items():
         high = meta.get(other, 2 ** 32) - below
         found = meta.get(key)
-        wrong = type(found) is not int or not low <= found <= high              # isinstance would take True
+        wrong = type(found) is not int or not low <= found <= high              # isinstance would accept True
         if wrong and (key in meta or key == 'vocab_size'):
             raise ValueError(f'{key} is {found!r:.60}, expected a whole number from {low} to {high}')
     kind = meta.get('tokenizer')
@@ -926,7 +924,7 @@ def check(meta):
 
 
 def mapped(folder, meta, side):
-    """A memory map of one side's tokens, each of which has been checked once."""
+    """A memory map of the tokens of one side. Checksum and token ranges are verified here."""
     path = os.path.join(folder, side + '.bin')
     dtype = np.dtype(meta['dtype'])
     wrong = flaw(path, meta[side]['tokens'] * dtype.itemsize, meta[side]['sha256'])
@@ -954,21 +952,23 @@ TOKEN_KEYS = 'tokenizer', 'vocab_size', *TABLES, 'row', 'source', 'patch'
 
 
 def same_tokens(a, b):
-    """Whether two meta.json describe the same tokens and, for tasks, rows of the same length."""
+    """Whether two metas describe the same tokens and, for tasks, rows of the same length."""
     return all(a.get(key) == b.get(key) for key in TOKEN_KEYS)
 
 
 def described(meta):
-    """How a message describes the tokens of a meta."""
+    """For messages: the tokens of a meta, in words."""
     return ', '.join(f'{key} {meta[key]}' for key in TOKEN_KEYS if key in meta and key not in TABLES)
 
 
 def for_model(source, meta, name, row, root=None):
-    """The data to recover or measure a trained model with, in its own tokens -> train, val, data meta, name.
+    """Load data in the tokens of a trained model -> train, val, meta of the data, name. They are for training
+    it further or measuring it.
 
-    source: the model's file or name, for messages   meta: its metadata   name: a text, a task or a folder; if
-    empty, what the model was trained on. A text has more than one row of `row` tokens on either side; rows of
-    a task (meta has row) are not longer."""
+    source: the model's file or name, for messages; meta: its metadata. name: a text, a task or a folder; if
+    empty, the model's training data. ValueError if a side of a text has no more than one row of `row` tokens,
+    or if the rows of a task are longer than `row`.
+    """
     name = name or (meta.get('args') or {}).get('data')
     if not name or not isinstance(name, str):
         raise ValueError(f'{source} does not say what it was trained on: give --data')
@@ -984,33 +984,33 @@ def for_model(source, meta, name, row, root=None):
 # ---- how a command ends ------------------------------------------------------------------------------------
 
 def keep_memory():
-    """Tell glibc to keep freed memory (up to 32 MB per piece). Otherwise it returns megabytes to the system
-    and takes them again, with a page fault every 4 KB: half the time of a layer at T = 4,096."""
-    with contextlib.suppress(OSError, AttributeError, TypeError):       # no glibc, no need
+    """Tell glibc to keep freed memory, in pieces of up to 32 MB. Otherwise it returns megabytes to the system
+    and fetches them again, with a page fault every 4 KB. That costs half the time of a layer at T = 4,096."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):       # other systems have no glibc
         libc = ctypes.CDLL(None)
         libc.mallopt(-1, 2 ** 31 - 1)               # M_TRIM_THRESHOLD
         libc.mallopt(-3, 2 ** 25)                   # M_MMAP_THRESHOLD
 
 
 def script(main):
-    """Run a script's main(argv). -> exit code: 0; or, for what a user can cause, 2 and one line on stderr"""
+    """Run a script's main(argv) -> exit code: 0; or 2 and one line on stderr for a mistake of the user."""
     def run(argv=None):
         keep_memory()
         for name in 'stdout', 'stderr':
-            if getattr(sys, name) is None:                      # closed: its number is another file's next
+            if getattr(sys, name) is None:                      # closed: the next file would get its number
                 setattr(sys, name, open(os.devnull, 'w'))       # noqa: SIM115
             if isinstance(getattr(sys, name), io.TextIOWrapper):
-                getattr(sys, name).reconfigure(errors='replace')        # of an output that knows but ASCII
+                getattr(sys, name).reconfigure(errors='replace')        # an output may be ASCII only
         try:
             try:
                 main(sys.argv[1:] if argv is None else argv)
             finally:
-                print(end='', flush=True)                       # now, where a closed pipe can be told
+                print(end='', flush=True)                       # here, so that a closed pipe is caught
             return 0
         except KeyboardInterrupt:
             print('\nstopped', file=sys.stderr)
             return 130
-        except BrokenPipeError:                                 # who read what is printed has gone: | head
+        except BrokenPipeError:                                 # the reader has gone, as with | head
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141
         except ModuleNotFoundError as e:
@@ -1032,18 +1032,18 @@ def script(main):
 
 @script
 def main(argv):
-    def error(message):                                         # one line, as for every other mistake
+    def error(message):                                         # one line, as for every mistake
         raise ValueError(message)
 
     sets = [f'{name}: {row["help"]} ({row["tokenizer"]})' for name, row in DATASETS.items()]
     parser = argparse.ArgumentParser(description='Make a data set for train.py.', allow_abbrev=False)
     parser.error = error
-    parser.add_argument('name', help='the path of a UTF-8 text file, those of two of parallel lines, '
-                        f'a.en:a.de, or one of {"; ".join(sets)}')
+    parser.add_argument('name', help='a UTF-8 text file, two files of parallel lines (a.en:a.de), '
+                        f'or one of {"; ".join(sets)}')
     for flag, about in FLAGS.items():
         parser.add_argument(flag, help=about)
-    parser.add_argument('--unpacked', type=int, default=tasks.UNPACKED, help='bytes that an archive unpacks '
-                        f'to at most, if not {tasks.UNPACKED:,}')
+    parser.add_argument('--unpacked', type=int, default=tasks.UNPACKED, help='most bytes that an archive may '
+                        f'unpack to; default: {tasks.UNPACKED:,}')
     args = parser.parse_args(argv)
     tasks.UNPACKED = max(1, args.unpacked)
     name = args.name
@@ -1052,8 +1052,8 @@ def main(argv):
     if args.patch:
         name += f'-patch{args.patch}'
     if name != args.name and not find(name):
-        raise ValueError(f'there is no set {name}; --length is for {having("length")}, --patch for '
-                         f'{having("patch")}; both are whole numbers from 1')
+        raise ValueError(f'there is no set {name}; --length is for {sets_with("length")}, --patch for '
+                         f'{sets_with("patch")}; both are whole numbers from 1')
     if find(name) or not os.path.isdir(name):
         prepare(name, None, args.tokenizer, args.url, args.file)
     train, val, meta = load(name, tokenizer=args.tokenizer)

@@ -1,16 +1,16 @@
-"""Tasks: rows of inputs with an answer, drawn by rule or read from files as they are published.
+"""Tasks: rows of inputs with targets, generated here or read from published files.
 
-A side of a set is (inputs, targets): N rows of tokens, or N texts in UTF-8, and what is to be said of each.
-Targets of tokens are those of the last of the row's inputs, as many as there are: of all, or of one, a class.
+A side of a data set (train, val or test) is (inputs, targets): N rows of tokens, or N texts in UTF-8, and
+their targets. The targets of a row belong to its last inputs: to all of them, or to the last one (a class).
 
-Generated (recall, mqar, group, facts, listops, pathfinder): `make(rows, rng, vocab, training)` returns at
-most so many rows of a side, and is asked for more until there are enough; a target is `vocab` where nothing
-counts. facts also gets the text around them. All others: `make(*paths)` returns the side to train on, the one
-to validate on, and maybe a third, to test. Pictures are rows of numbers. Of sentences the targets are labels,
-of pairs they are texts, the translations.
+Generated sets (recall, mqar, group, facts, listops, pathfinder): `make(rows, rng, vocab, training)` returns
+at most `rows` rows of a side, and is called until there are enough. A target of `vocab` does not count. facts
+also gets the text that surrounds them. All other sets: `make(*paths)` returns the training side, the
+validation side, and maybe a test side. Pictures are rows of numbers. The targets of sentences are labels;
+those of pairs are texts, the translations.
 
-SETS says where files come from and what else there is to know; prepare.py fetches them, makes tokens of texts
-and writes what `packed` returns. Nothing of ours is imported here.
+SETS lists all sets and their files. prepare.py downloads the files, tokenizes texts and writes what `packed`
+returns. This file imports nothing of ours.
 """
 import collections
 import contextlib
@@ -32,29 +32,29 @@ import numpy as np
 def recall(rows, rng, vocab, training, length=128, keep=False):
     """Associative recall (Zhang et al. 2024, arXiv:2402.04347, Sec. 3.2): key value ... key -> value.
 
-    A row is a window of such a stream: value, (key, value) x 63, key. The last key was seen before, and
-    validation counts the value that it had last. In training the value of every key seen before counts: the
-    same task, learned from 44 targets per row instead of one. Keys are the lower half of the vocabulary,
-    values the upper. In `recall` a value is drawn anew each time, so memory must be overwritten, as in Schlag
-    et al. 2021, Sec. 6.1.2. In `recall-kept` each row draws one map from keys to values and keeps it. The
-    text of the paper at hand says neither which it is nor the sizes: vocabulary 40 and length 128 are from
-    memory; 10,000 and 2,000 rows are the paper's."""
+    A row is a window of such a stream: value, (key, value) x 63, key. The last key was seen before. The
+    target is the value that it had last. In training every key that was seen before has a target: the same
+    task, learned from 44 targets per row instead of one. Keys are the lower half of the vocabulary, values
+    the upper. `recall`: values are drawn anew each time, so memory must be overwritten (Schlag et al. 2021,
+    Sec. 6.1.2). `recall-kept`: each row has one fixed map from keys to values. The paper's text does not say
+    which of the two it uses, nor the sizes: vocabulary 40 and length 128 are from memory. It has 10,000 and
+    2,000 rows."""
     half = vocab // 2
     n = length // 2
     each = np.arange(rows)[:, None]
     keys = rng.integers(0, half, (rows, n))
     values = rng.integers(half, vocab, (rows, n))
     asked = rng.integers(0, n - 1, (rows, 1))
-    keys[:, -1:] = keys[each, asked]                            # the query: key of an earlier pair
+    keys[:, -1:] = keys[each, asked]                            # the query: the key of an earlier pair
     if keep:
         values = values[each, keys]
-    last = np.full((rows, n), -1)                               # where each key was seen last, -1: nowhere
+    last = np.full((rows, n), -1)                               # where each key was last seen; -1: nowhere
     for i in range(n):
         later = last[:, i + 1:]
         later[keys[:, i + 1:] == keys[:, i, None]] = i
 
     x = np.empty((rows, length), int)
-    x[:, 0] = rng.integers(half, vocab, rows)                   # its key lies before the window
+    x[:, 0] = rng.integers(half, vocab, rows)                   # its key comes before the window
     x[:, 1::2] = keys
     x[:, 2::2] = values[:, :-1]
     y = np.full_like(x, vocab)
@@ -65,14 +65,13 @@ def recall(rows, rng, vocab, training, length=128, keep=False):
 
 
 def mqar(rows, rng, vocab, training, length=128, pairs=8, a=0.01):
-    """Multi-query associative recall (Arora et al. 2023, arXiv:2312.04927): pairs, then questions for their
-    keys.
+    """Multi-query associative recall (Arora et al. 2023, arXiv:2312.04927): pairs, then each key again.
 
-    Keys are from 1..V/2-1, values from V/2..V-1, none twice within a row. Each key comes again once, 2i
-    tokens after the end of the pairs, with i = 0, 1, ... drawn without replacement, p(i) ~ a (i+1)^(a-1). The
-    target there is its value. All other inputs are 0, as in the settings of the paper's figure 2 (the default
-    of its code: random tokens). The paper trains on 100,000 rows, here there are 20,000; both test on
-    3,000."""
+    Keys are from 1..V/2-1 and values from V/2..V-1, none twice in a row. Each key comes again once, 2i tokens
+    after the end of the pairs; the target there is its value. The i = 0, 1, ... are drawn without replacement
+    with p(i) ~ a (i+1)^(a-1). All other inputs are 0, as in the paper's figure 2 (the default of its code is
+    random tokens). The paper trains on 100,000 rows, we on 20,000. Both test on 3,000.
+    """
     keys = distinct(rng, 1, vocab // 2, (rows, pairs))
     values = distinct(rng, vocab // 2, vocab, (rows, pairs))
     places = length // 2 - pairs
@@ -91,8 +90,7 @@ def mqar(rows, rng, vocab, training, length=128, pairs=8, a=0.01):
 
 
 def distinct(rng, low, high, shape):
-    """Whole numbers from low to high - 1, none twice in a row, of this shape. Rows with a repeat are drawn
-    anew."""
+    """Random integers from low to high - 1, none twice in a row: rows with a repeat are drawn again."""
     drawn = rng.integers(low, high, shape)
     while True:
         repeats = (np.diff(np.sort(drawn, 1), axis=1) == 0).any(1)
@@ -104,7 +102,7 @@ def distinct(rng, low, high, shape):
 # ---- groups ------------------------------------------------------------------------------------------------
 
 def permutations(n, even=False):
-    """All permutations of n things, or the even ones: those with an even number of pairs out of order."""
+    """All permutations of n things. even: only those with an even number of pairs out of order."""
     found = []
     for p in itertools.permutations(range(n)):
         out_of_order = sum(a > b for a, b in itertools.combinations(p, 2))
@@ -117,10 +115,10 @@ GROUPS = {'Z2': permutations(2), 'S3': permutations(3), 'A5': permutations(5, ev
 
 
 def group(rows, rng, vocab, training, length, elements):
-    """State tracking (Grazzi et al. 2024, arXiv:2411.12537). Inputs are random elements of a group, targets
-    their products so far; for Z2 this is parity. Whatever the length, only one element has to be remembered,
-    but each input may change it. Rows of 40, for training, have products of 1 to 40 elements. Rows of
-    group:S3-256 show whether what was learned goes on."""
+    """State tracking (Grazzi et al. 2024, arXiv:2411.12537): inputs are random elements of a group, targets
+    are the products so far. For Z2, that is parity. The state is only one element, but every input may change
+    it. Training rows have products of 1 to 40 elements. The rows of group:S3-256 test whether a model
+    generalises to longer ones."""
     if rows * length > 2 ** 26:                                 # 1 GB of inputs and targets
         raise ValueError(f'{rows:,} rows of {length:,} tokens are too much; take at most {2 ** 26 // rows:,}')
     place = {p: i for i, p in enumerate(elements)}
@@ -128,7 +126,7 @@ def group(rows, rng, vocab, training, length, elements):
     x = rng.integers(0, vocab, (rows, length))
     y = x.copy()
     for t in range(1, length):
-        y[:, t] = product[x[:, t], y[:, t - 1]]                 # first what was so far, then x_t
+        y[:, t] = product[x[:, t], y[:, t - 1]]                 # the product so far, then x_t
     return x, y
 
 
@@ -139,27 +137,27 @@ THINGS = (
     'door dream drink fear flag fish flower friend game garden gift guitar hobby horse house job king lamp '
     'language luck meal nurse phone ring river school ship sister song street').split()
 NAMES = 'Ada Ben Cleo Dan Emma Finn Gwen Hugo Ida Jack Kate Leo Mia Ned Olga Paul Rosa Sam Tess Will'.split()
-OTHER = '<other>'                                               # all words that are not in the vocabulary
-OWN = [OTHER, 'the', 'of', 'is', '.', *THINGS, *NAMES]          # its first words
+OTHER = '<other>'                                               # stands for all words outside the vocabulary
+OWN = [OTHER, 'the', 'of', 'is', '.', *THINGS, *NAMES]          # first in the vocabulary
 SENTENCE = [OWN.index(word) for word in ('the', THINGS[0], 'of', NAMES[0], 'is', OTHER, '.')]
 ANSWER_AT = SENTENCE.index(OWN.index(OTHER))
-ANSWERS = range(len(OWN), len(OWN) + 64)                        # the next ones: the text's commonest
+ANSWERS = range(len(OWN), len(OWN) + 64)                        # next: the text's most frequent words
 
 
 def facts(rows, rng, vocab, training, text, length=2048, every=False):
     """Question answering in a running text, after the long texts of Oren et al. 2024 (arXiv:2401.06104).
 
-    A row is a window of `text`, an array of tokens as in_words makes them, with length/128 facts in it, `the
-    colour of Ada is self .`, of 50 kinds about 20 names, none twice. A fact can be anywhere, and all places
-    are equally likely. The row ends with `the colour of Ada is`, and the target there is the answer. In
-    training length/16 facts are repeated, anywhere after their first place, and all of their answers count:
-    the same task, learned from more targets per row, some of them near. every: in training each next token is
-    a target, as in a text."""
+    A row is a window of `text` (tokens of `in_words`) with length/128 facts inserted at uniformly random
+    positions. A fact is `the colour of Ada is self .`, with 50 things and 20 names, no pair twice. The row
+    ends with `the colour of Ada is`, and the target there is the answer. In training length/16 facts are
+    repeated at random later positions, and all these answers are targets: the same task, learned from more
+    targets per row, some of them near. every: in training each next token is a target, as in a text.
+    """
     n = length // 128
     m = 1
     if training:
         m = length // 16
-    beyond = len(SENTENCE) - ANSWER_AT                          # of the last sentence, from its answer on
+    beyond = len(SENTENCE) - ANSWER_AT                          # tokens from the last answer on
     room = length + beyond - (n + m) * len(SENTENCE)            # tokens of the text in a row
     if n == 0 or len(text) <= room:
         raise ValueError(f'rows of {length} tokens: facts can have 128 or more, and on each side the text '
@@ -167,9 +165,9 @@ def facts(rows, rng, vocab, training, text, length=2048, every=False):
                          'longer text')
     pair = distinct(rng, 0, len(THINGS) * len(NAMES), (rows, n))
     answer = rng.integers(ANSWERS.start, ANSWERS.stop, (rows, n))
-    first = rng.random((rows, n))                               # where, as a share of the text
+    first = rng.random((rows, n))                               # position, as a share of the text
     each = np.arange(rows)[:, None]
-    again = rng.integers(0, n, (rows, m))                       # the facts that come again, and where:
+    again = rng.integers(0, n, (rows, m))                       # the repeated facts, and their positions
     later = first[each, again]
     later += (1 - later) * rng.random((rows, m))
     later[:, -1] = 1
@@ -186,7 +184,7 @@ def facts(rows, rng, vocab, training, text, length=2048, every=False):
     said[:, :, ANSWER_AT] = answer
     wanted = np.full_like(said, vocab)
     wanted[:, :, ANSWER_AT - 1] = np.where(order < n, vocab, answer)
-    nothing = np.full(room, vocab)                              # is wanted of the text around
+    nothing = np.full(room, vocab)                              # the text around has no targets
     begin = rng.integers(0, len(text) - room, rows)
     x = np.empty((rows, length), np.min_scalar_type(vocab))
     y = np.empty_like(x)
@@ -201,14 +199,14 @@ def facts(rows, rng, vocab, training, text, length=2048, every=False):
 
 
 def asked_fact(x):
-    """Where in rows of facts (rows, length) the fact begins that the end of the row asks for (rows,)"""
+    """Where each row of facts (rows, length) first states the fact that it asks for at its end -> (rows,)"""
     here = np.lib.stride_tricks.sliding_window_view(x, ANSWER_AT, axis=1) == x[:, None, -ANSWER_AT:]
     return here.all(2).argmax(1)
 
 
 def in_words(texts, meta, most):
-    """Texts in UTF-8 -> an array of tokens for each: words and signs. meta gets a vocabulary of at most this
-    size: OWN, the answers, then the most frequent words of the first text."""
+    """UTF-8 texts -> a token array for each; tokens are words and punctuation. meta gets the vocabulary, of
+    at most `most` words: OWN, the answers, then the most frequent words of the first text."""
     found = [re.findall(r'\w+|[^\w\s]', text.decode('utf-8', 'replace')) for text in texts]
     counted = collections.Counter(found[0])
     common = [word for word, _ in counted.most_common() if word not in OWN]
@@ -216,7 +214,7 @@ def in_words(texts, meta, most):
     if len(likely) < len(ANSWERS):
         raise ValueError(f'the text has {len(likely)} different words of letters, expected {len(ANSWERS)} or '
                          'more; take a longer one')
-    meta['chars'] = list(dict.fromkeys(OWN + likely + common))[:most]           # each once, in this order
+    meta['chars'] = list(dict.fromkeys(OWN + likely + common))[:most]           # no duplicates, in this order
     number = {word: i for i, word in enumerate(meta['chars'])}
     return [np.array([number.get(word, 0) for word in words]) for words in found]
 
@@ -234,10 +232,11 @@ def listops(rows, rng, vocab, training, length=512):
     """ListOps (Nangia and Bowman 2018, arXiv:1804.06028), as in the Long Range Arena (Tay et al. 2021,
     arXiv:2011.04006): `[MAX 4 [MIN 2 3 ] 1 0 ]` is 4, and the answer is one of ten classes.
 
-    Rows are drawn as in the arena, but have length/4 to length tokens (there: 500 to 2,000, as with
-    --length=2000). The arena validates on 2,000 rows and tests on 2,000 others. Here 12,000 validate: tune on
-    the first 2,000, report on the last 10,000. The arena looks for rows that are drawn twice; among rows this
-    long there are none."""
+    Rows are drawn as in the arena, but have length/4 to length tokens. Theirs have 500 to 2,000, which is
+    --length=2000. The arena validates on 2,000 rows and tests on 2,000 others. Here 12,000 validate: tune on
+    the first 2,000, and report on the last 10,000. The arena also removes duplicates, but rows this long have
+    none.
+    """
     if not 64 <= length <= 8192:
         raise ValueError(f'rows of {length} tokens: ListOps can have 64 to 8,192')
     levels = expressions(2000, rng)
@@ -250,17 +249,18 @@ def listops(rows, rng, vocab, training, length=512):
 
 
 def opens(words):
-    """Which words are operators."""
+    """Mask of the words that are operators."""
     return (words >= FIRST_OPERATOR) & (words < CLOSE)
 
 
 def expressions(n, rng, depth=10, most=10):
-    """n random expressions -> a list of levels: to which expression each word belongs, and the words. The
-    arguments of an operator stand side by side, and its bracket comes after them.
+    """Draw n random expressions -> a list of levels of depth, each (expression of each word, words). In a
+    level, the arguments of an operator are followed by its closing bracket.
 
-    As in the arena's code, an argument is an operator with probability 1/4, except at the deepest level, and
-    an operator has 2 to `most` arguments. Here the first word always is an operator: a number alone is too
-    short for any row."""
+    As in the arena's code, an argument is an operator with probability 1/4, except at the deepest level. An
+    operator has 2 to `most` arguments. Here the first word is always an operator, since a single number is
+    too short for any row.
+    """
     number = np.arange(n, dtype=np.int32)
     words = rng.integers(FIRST_OPERATOR, CLOSE, n).astype(np.uint8)
     levels = [(number, words)]
@@ -280,9 +280,9 @@ def expressions(n, rng, depth=10, most=10):
 
 
 def spelled(levels):
-    """The words of expressions as one writes them: after each operator come its arguments and its bracket."""
+    """The words of expressions in written order: each operator, its arguments, its bracket."""
     text, *deeper = levels
-    at = np.arange(len(text))                                   # where in the text the last level stands
+    at = np.arange(len(text))                                   # positions of the last level in the text
     for words in deeper:
         at = at[opens(text[at])]
         length = np.diff(np.flatnonzero(words == CLOSE), prepend=-1)
@@ -293,12 +293,11 @@ def spelled(levels):
 
 
 def values(levels):
-    """The value of each expression, from the deepest level up: its numbers, then those that replace
-    operators."""
+    """The value of each expression. From the deepest level up, each operator is replaced by its value."""
     *upper, value = levels
     for words in reversed(upper):
         bracket = value == CLOSE
-        parent = np.cumsum(bracket, dtype=np.int32)[~bracket]   # of which operator each argument is
+        parent = np.cumsum(bracket, dtype=np.int32)[~bracket]   # the operator of each argument
         found = applied(words[opens(words)], parent, value[~bracket])
         value = words.copy()
         value[opens(words)] = found
@@ -306,16 +305,15 @@ def values(levels):
 
 
 def applied(operator, parent, value):
-    """The value of each operator, from the values of its arguments. parent says which arguments belong
-    together."""
+    """The value of each operator from its arguments' values. parent: the operator of each argument."""
     if not len(operator):
         return operator
-    value = np.sort(10 * parent + value) % 10                   # ascending among those of one operator
+    value = np.sort(10 * parent + value) % 10                   # sorted within each operator
     first = np.flatnonzero(np.diff(parent, prepend=-1))
     last = np.append(first[1:], len(parent)) - 1
     low = value[(first + last) // 2]
     high = value[(first + last + 1) // 2]
-    median = (low + high) // 2                                  # rounded down where it is a half, as theirs
+    median = (low + high) // 2                                  # halves are rounded down, as in the arena
     total = np.add.reduceat(value, first)
     return np.choose(operator - FIRST_OPERATOR, [value[first], value[last], median, total % 10])
 
@@ -323,30 +321,31 @@ def applied(operator, parent, value):
 # ---- Pathfinder --------------------------------------------------------------------------------------------
 
 SIDE = 32
-DASH = 3                                                        # steps of a curve that are seen, before each
-GAP = 1                                                         # that is not
-APART = 5                                                       # pixels between curves, in rows or in columns
-CURVE = 128                                                     # how bright the pixels of curves
-DOT = 255                                                       # and of dots are
+DASH = 3                                                        # curves are dashed: so many visible steps,
+GAP = 1                                                         # then so many invisible ones
+APART = 5                                                       # pixels between curves, in rows or columns
+CURVE = 128                                                     # brightness of the pixels of curves
+DOT = 255                                                       # and of dots
 
 
 def pathfinder(rows, rng, vocab, training):
     """Pathfinder (Linsley et al. 2018, arXiv:1805.08315), as in the Long Range Arena: 32 x 32 pixels with two
-    dots and dashed curves. Class 1 if a curve joins the dots, otherwise 0; both classes are equally frequent.
+    dots and dashed curves. The class is 1 if a curve joins the dots, else 0; both are equally frequent.
 
-    Every picture has two long curves. The dots are at both ends of one of them, or at one end of each. It is
-    simpler than the published pictures: curves keep APART, so that walking from dash to nearest dash never
-    leads to another curve (there, only the direction tells which dash comes next); dots are brighter than
-    dashes; all dashes are equally bright and wide. Distances between the dots have the same distribution in
-    both classes."""
+    Every picture has two long curves. The dots are at both ends of one curve, or at one end of each. This is
+    simpler than the published pictures. Our curves keep APART, so the nearest dash always continues the same
+    curve; there, only the direction tells which dash comes next. Our dots are brighter than dashes, and all
+    dashes are equally bright and wide. The distance between the dots has the same distribution in both
+    classes.
+    """
     pixels, ends = curves(500, rng)
     n = len(ends)
     label = rng.permutation(n) % 2
     each = np.arange(n)
-    which = rng.permutation(n) % 2                              # curves placed first lie differently
+    which = rng.permutation(n) % 2                              # the first curve tends to lie differently
     first = ends[each, which, 0]
     other = np.where(label == 1, which, 1 - which)
-    second = ends[each, other, label]                           # end of the same, beginning of the other
+    second = ends[each, other, label]                           # its end, or the other's beginning
     for at in first, second:
         stamp(pixels, each, at[:, None], 1, DOT)                # 3 x 3 pixels
     keep = paired(label, first - second, rng)[:rows]
@@ -355,23 +354,24 @@ def pathfinder(rows, rng, vocab, training):
 
 
 def paired(label, apart, rng):
-    """Which pictures to keep so that for each distance (of `apart`, rounded) both classes are equally
-    frequent: both in turn, pairs in random order."""
+    """Choose pictures so that both classes are equally frequent at each distance (of `apart`, rounded) ->
+    their indices. The classes take turns, and the pairs are in random order."""
     distance = np.linalg.norm(apart, axis=1).round()
     pairs = []
     for d in np.unique(distance):
         ones = np.flatnonzero((distance == d) & (label == 1))
         zeros = np.flatnonzero((distance == d) & (label == 0))
-        pairs += zip(ones, zeros)                               # as many as the fewer are
+        pairs += zip(ones, zeros)                               # as many pairs as the rarer class has
     return rng.permutation(pairs).reshape(-1)
 
 
 def curves(n, rng, tries=30):
-    """Up to n pictures with two long curves and up to five short ones -> the pictures (picture, row, column),
-    and where the long curves begin and end (picture, curve, which end, row and column).
+    """Draw up to n pictures with two long curves and up to five short ones -> pixels (picture, row, column),
+    and the ends of the long curves (picture, curve, which end, row and column).
 
-    A curve that does not fit is drawn anew. After `tries` a short one is left out; for a long one the whole
-    picture is. Where the dots will be is not known yet, so this says nothing about the class."""
+    A curve that does not fit is drawn again. After `tries` a short curve is left out. If a long curve does
+    not fit, the whole picture is left out. The dots are placed later, so this reveals nothing about the
+    class."""
     pixels = np.zeros((n, SIDE, SIDE), np.uint8)
     taken = np.zeros((n, SIDE, SIDE), bool)
     ends = np.zeros((n, 2, 2, 2), int)
@@ -384,7 +384,7 @@ def curves(n, rng, tries=30):
             points = points[free]
             seen = np.arange(points.shape[1]) % (DASH + GAP) < DASH
             stamp(pixels, placed, points[:, seen], 0, CURVE)
-            stamp(taken, placed, points, APART - 1, True)       # nothing else comes near
+            stamp(taken, placed, points, APART - 1, True)       # keeps other curves away
             missing = missing[~free]
             if i < 2:
                 ends[placed, i] = points[:, [0, -1]]
@@ -394,18 +394,18 @@ def curves(n, rng, tries=30):
 
 
 def walks(taken, dashes, rng):
-    """A random curve for each picture -> its points (picture, step, row and column), and whether it fits: all
-    of it inside, and nowhere where `taken`. A step is one pixel long."""
+    """Draw a random curve per picture -> its points (picture, step, row and column), and whether it fits: it
+    stays inside and avoids `taken` pixels. A step is as long as a pixel."""
     n = len(taken)
     steps = dashes * (DASH + GAP) - GAP
-    bend = rng.normal(0, .08, (n, 1))                           # of the whole curve
-    bends = bend + rng.normal(0, .16, (n, steps))               # and of each step
-    bends[:, 0] = rng.uniform(0, 2 * np.pi, n)                  # where it heads first
+    bend = rng.normal(0, .08, (n, 1))                           # bend of the whole curve
+    bends = bend + rng.normal(0, .16, (n, steps))               # and noise per step
+    bends[:, 0] = rng.uniform(0, 2 * np.pi, n)                  # the first direction
     angle = np.cumsum(bends, axis=1)
     moves = np.stack([np.sin(angle), np.cos(angle)], axis=2)
-    moves[:, 0] = rng.uniform(2, SIDE - 3, (n, 2))              # where it begins
+    moves[:, 0] = rng.uniform(2, SIDE - 3, (n, 2))              # the first point
     points = np.cumsum(moves, axis=1).round().astype(int)
-    inside = (points > 0) & (points < SIDE - 1)                 # a dot, 3 pixels wide, is inside as well
+    inside = (points > 0) & (points < SIDE - 1)                 # so that a dot, 3 pixels wide, fits, too
     row, column = points.clip(0, SIDE - 1).transpose(2, 0, 1)
     each = np.arange(n)[:, None]
     crosses = taken[each, row, column].any(1)
@@ -413,8 +413,8 @@ def walks(taken, dashes, rng):
 
 
 def stamp(pixels, where, points, beside, value):
-    """Set squares in pictures `where`, this many pixels to each side of points (picture, point, row and
-    column). They are cut off at the edges."""
+    """Set squares of pixels around points (picture, point, row and column), in the pictures `where`. A square
+    reaches `beside` pixels to each side; it is cut off at the edges."""
     row, column = points.transpose(2, 0, 1)
     near = range(-beside, beside + 1)
     rows = [(row + i).clip(0, SIDE - 1) for i in near]
@@ -426,8 +426,8 @@ def stamp(pixels, where, points, beside, value):
 # ---- pictures ----------------------------------------------------------------------------------------------
 
 def idx(*paths):
-    """MNIST, 28 x 28: pictures and labels. The test side is for validation. If that side is all there is, its
-    last 3,000 are."""
+    """MNIST, 28 x 28: pictures and labels to train on, then to validate on (the published test side). If only
+    the test side is there, its last 3,000 validate."""
     if not os.path.exists(paths[0]):
         paths = paths[2:]
     sides = []
@@ -441,8 +441,8 @@ def idx(*paths):
 
 
 def numbers(path, shape):
-    """The items of an idx file, each of `shape`, as rows: bytes 0, 0, 8 and the number of axes; the length of
-    each axis in 4 bytes; the numbers, one byte each (http://yann.lecun.com/exdb/mnist)."""
+    """The items of an idx file, each of `shape`, as rows. The format: bytes 0, 0, 8 and the number of axes;
+    the length of each axis in 4 bytes; the numbers, one byte each (http://yann.lecun.com/exdb/mnist)."""
     data = content(path)
     axes = 1 + len(shape)
     begin = 4 * (1 + axes)
@@ -458,10 +458,10 @@ def numbers(path, shape):
 
 
 def cifar10(path):
-    """CIFAR-10 (Krizhevsky 2009) in grey, as in the Long Range Arena. The test side is for validation.
+    """CIFAR-10 (Krizhevsky 2009) in grey, as in the Long Range Arena. The test side validates.
 
-    From the binary version: a label, then 32 x 32 bytes each of red, green and blue, 10,000 times per
-    file."""
+    Reads the binary version. A file has 10,000 rows: a label, then 32 x 32 bytes each of red, green and blue.
+    """
     batches = [f'data_batch_{i}.bin' for i in range(1, 6)]
     *train, test = named(path, *batches, 'test_batch.bin').values()
     sides = []
@@ -475,14 +475,14 @@ def cifar10(path):
     return sides
 
 
-LUMA = np.array([.299, .587, .114], np.float32)                 # of red, green, blue: Recommendation BT.601
+LUMA = np.array([.299, .587, .114], np.float32)                 # weights of red, green, blue: BT.601
 
 
 # ---- sentences ---------------------------------------------------------------------------------------------
 
 def parsed(data, name, form, encoding='utf-8'):
-    """Texts and labels of the lines in data; only ASCII line ends count. form: a regular expression whose
-    groups are a label and a text, or the text alone, and a description of it in words. name: of the file"""
+    """The lines in data -> texts, labels. Only ASCII line ends end a line. form: a regular expression, and
+    what it means in words. Its groups are a label and a text, or only a text. name: of the file"""
     pattern, words = form
     texts = []
     labels = []
@@ -503,36 +503,36 @@ COLA = r'[^\t]*\t([01])\t[^\t]*\t\s*(\S.*)', 'source, label 0 or 1, mark and tex
 
 
 def every_tenth(inputs, targets):
-    """Both sides; lines 10, 20, ... are for validation."""
+    """Split lines into both sides: lines 10, 20, ... validate."""
     val = inputs[9::10], targets[9::10]
     del inputs[9::10], targets[9::10]
     return (inputs, targets), val
 
 
 def lines(path, form=TABS, encoding='utf-8'):
-    """Lines with a label each: your own, or `polarity`, 10,662 sentences of film reviews, 0: bad, 1: good
-    (Pang and Lee 2005, arXiv:cs/0506075), lower case, signs between blanks, in Windows' code page 1252. Every
-    tenth line is for validation."""
+    """Labelled lines: your own, or those of `polarity`. That set has 10,662 sentences of film reviews, 0:
+    bad, 1: good (Pang and Lee 2005, arXiv:cs/0506075). They are in lower case, with spaces around
+    punctuation, in Windows code page 1252. Every tenth line validates."""
     return every_tenth(*parsed(content(path), path, form, encoding))
 
 
 def trec(*paths):
-    """5,452 questions for one of six kinds of things (Li and Roth 2002). The 500 published for testing are
-    for validation. In Latin-1, of which code page 1252 is an extension."""
+    """5,452 questions, each asking for one of six kinds of things (Li and Roth 2002). The 500 published test
+    questions validate. The files are in Latin-1; code page 1252 extends it."""
     return [parsed(content(path), path, BLANKS, 'cp1252') for path in paths]
 
 
 def cola(path):
-    """8,551 sentences, 1: acceptable English, 0: not (Warstadt et al. 2018, arXiv:1805.12471), from the zip
-    or from a folder with the files of raw/. 1,043 are for validation: both dev files, as in GLUE."""
+    """8,551 sentences, 1: acceptable English, 0: not (Warstadt et al. 2018, arXiv:1805.12471). Reads the zip,
+    or a folder with the files of raw/. 1,043 sentences validate: both dev files, as in GLUE."""
     found = named(path, 'in_domain_train.tsv', 'in_domain_dev.tsv', 'out_of_domain_dev.tsv', folder='raw')
     train, near, far = [parsed(data, name, COLA) for name, data in found.items()]
     return train, (near[0] + far[0], near[1] + far[1])
 
 
 def imdb(path):
-    """Whole film reviews, 0: bad, 1: good (Maas et al. 2011), 25,000 for training. The 25,000 published for
-    testing are for validation. Read from the tar; 50,000 reviews without a label in it are skipped."""
+    """Whole film reviews, 0: bad, 1: good (Maas et al. 2011). 25,000 train, and the 25,000 published test
+    reviews validate. Reads the tar, and skips its 50,000 reviews without a label."""
     sides = {'train': ([], []), 'test': ([], [])}
     for name, text in members(path, r'aclImdb/((?:train|test)/(?:neg|pos)/[^/]*\.txt)'):
         side, label, _ = name.split('/')
@@ -548,32 +548,32 @@ def imdb(path):
 # ---- pairs of sentences ------------------------------------------------------------------------------------
 
 def aligned(path, other):
-    """The sentences of a file and their translations in another file, line by line."""
+    """The sentences of a file, and their translations from another file, line by line."""
     sources, _ = parsed(content(path), path, LINE)
     texts, _ = parsed(content(other), other, LINE)
     return matched(sources, path, texts, other)
 
 
 def parallel(source, target):
-    """Two files of your own, sources and translations. Every tenth line is for validation."""
+    """Your own two files, sources and translations. Every tenth line validates."""
     return every_tenth(*aligned(source, target))
 
 
 def multi30k(*paths, source=0):
     """29,000 descriptions of the pictures of Flickr30k, and their translations (Elliott et al. 2016,
-    arXiv:1605.00459): an English file, then a German one, for each side. 1,014 are for validation;
-    test_2016_flickr, 1,000 more, is the third side."""
+    arXiv:1605.00459). Each side has an English file, then a German one. 1,014 pairs validate. The 1,000 of
+    test_2016_flickr are the test side."""
     return [aligned(*pair) for pair in zip(paths[source::2], paths[1 - source::2])]
 
 
 # ---- files -------------------------------------------------------------------------------------------------
-UNPACKED = 2 ** 30      # bytes at most that a file or archive unpacks to: one of kilobytes may go on for ever
+UNPACKED = 2 ** 30      # most bytes that a file may unpack to: an archive bomb has no other end
 
 
 @contextlib.contextmanager
 def readable(path):
-    """Turn what goes wrong while a file is read or unpacked into a ValueError; also refuse what is not a
-    regular file, since a pipe would be waited for. RuntimeError: zipfile raises it for encrypted files."""
+    """Raise ValueError for whatever goes wrong while a file is read or unpacked. Refuse what is not a regular
+    file, too: reading a pipe would wait. zipfile raises RuntimeError for flags that no zip here has."""
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         raise ValueError(f'cannot read {path}: no regular file')
     try:
@@ -585,14 +585,14 @@ def readable(path):
 
 
 def content(path):
-    """The bytes of a file, unpacked if it is a .gz."""
+    """The bytes of a file; a .gz is unpacked."""
     opened = gzip.open if path.endswith('.gz') else open
     with readable(path), opened(path, 'rb') as f:
         return limited(f, path, 0)
 
 
 def limited(f, path, before):
-    """The bytes of an unpacked file. ValueError if these and those before are more than UNPACKED."""
+    """The bytes of an unpacked file. ValueError if they and those `before` are more than UNPACKED."""
     found = f.read(UNPACKED + 1 - before)
     if before + len(found) > UNPACKED:
         raise ValueError(f'{path} unpacks to more than {UNPACKED:,} bytes, which no set here does; if it is '
@@ -601,8 +601,8 @@ def limited(f, path, before):
 
 
 def members(path, form):
-    """(name, bytes) of the files in a zip or a tar whose names match form, a regular expression; name is its
-    first group. Nothing is unpacked to the disk."""
+    """Yield (name, bytes) of the files in a zip or tar whose names match the regular expression `form`. name
+    is its first group. Nothing is unpacked to disk."""
     from tqdm import tqdm
     with readable(path), contextlib.ExitStack() as stack:
         if zipfile.is_zipfile(path):
@@ -624,7 +624,7 @@ def members(path, form):
 
 
 def named(path, *names, folder=''):
-    """{name: bytes} of these files in a folder, or in an archive of one, where they are in `folder`."""
+    """{name: bytes} of these files: in the folder at path, or inside `folder` of the archive at path."""
     if os.path.isdir(path):
         return {name: content(os.path.join(path, name)) for name in names}
     found = dict(members(path, f'(?:.*{folder}/)?({"|".join(names)})'))
@@ -635,18 +635,18 @@ def named(path, *names, folder=''):
 
 
 def matched(inputs, path, targets, other):
-    """A side of a data set from two files. ValueError unless both have equally many items."""
+    """-> inputs, targets: a side made from two files. ValueError unless both are equally long."""
     if len(inputs) != len(targets):
         raise ValueError(f'{path} has {len(inputs):,} rows or lines and {other} {len(targets):,}, expected '
                          'as many: those of one belong to those of the other')
     return inputs, targets
 
 
-# ---- rows as they are written: inputs, then targets --------------------------------------------------------
+# ---- rows in the format of the .bin files: inputs, then targets --------------------------------------------
 
 def generate(row, meta, texts=None):
-    """Draw the rows of a task, always the same ones -> both sides. row: of SETS   texts: the bytes of both
-    sides, if rows are made from a text. meta gets what there is to say about the tokens."""
+    """Draw the rows of a task, always the same ones -> both sides. row: an entry of SETS. texts: the bytes of
+    both sides, if rows are made from a text. meta gets the entries about tokens."""
     from tqdm import tqdm
     vocab = row['vocab']
     given = {}
@@ -664,7 +664,7 @@ def generate(row, meta, texts=None):
         training = seed == 0
         inputs = []
         targets = []
-        with tqdm(total=rows, disable=None) as bar:             # None: a bar on a terminal only
+        with tqdm(total=rows, disable=None) as bar:             # None: show a bar only on a terminal
             while len(inputs) < rows:
                 x, y = row['make'](rows - len(inputs), rng, vocab, training, **given)
                 inputs.extend(x)
@@ -675,9 +675,9 @@ def generate(row, meta, texts=None):
 
 
 def packed(sides, row, meta):
-    """Sides of tokens -> arrays (N, 2, meta['row']) as they are written: padded inputs, and targets. row: of
-    SETS. meta gets what it does not say yet about rows."""
-    meta.setdefault('vocab_size', 256)                          # of pictures; all others have one
+    """Sides of tokens -> arrays (N, 2, meta['row']) in the format of the .bin files: inputs, filled up with
+    pad, and targets. row: an entry of SETS. meta gets the missing entries about rows."""
+    meta.setdefault('vocab_size', 256)                          # pictures; all others have one already
     meta.update(row.get('meta', {}))
     patch = row.get('patch')
     if patch:
@@ -696,7 +696,7 @@ def packed(sides, row, meta):
             n = len(tokens)
             x[:n] = tokens
             y[n - len(answers):n] = answers
-        if patch:                                               # numbers of each square, squares as one reads
+        if patch:                                               # square by square, in reading order
             across = row['side'] // patch
             squares = rows[:, 0].reshape(-1, across, patch, across, patch).swapaxes(2, 3)
             rows[:, 0] = squares.reshape(len(rows), -1)
@@ -709,7 +709,7 @@ def packed(sides, row, meta):
 
 
 def classes(sides):
-    """How many classes the labels of the training side have; the other labels must be among them."""
+    """The number of classes. ValueError for fewer than 2, or if one of them has no line to train on."""
     labels, others = sides
     [highest] = max(labels + others)
     if highest == 0:
@@ -723,10 +723,9 @@ def classes(sides):
 
 # ---- the sets ----------------------------------------------------------------------------------------------
 
-# generated; length: how long rows are by default; text: they are made from one
-# pictures; side: of the square, in pixels
-# sentences; length: longer ones are cut off behind it
-# pairs of sentences; length: of each part of a row, at most; base: the set in whose folder the files are
+# length: of rows if generated; of sentences, before they are cut off; of each part of a pair, at most
+# text: the rows are made from a text; side: of a square picture, in pixels
+# base: the set whose folder has the files
 PICTURES = {'tokenizer': 'ids', 'patch': None}
 SENTENCES = {'tokenizer': 'byte', 'answers': 'labels', 'length': 1024}
 PAIRS = {'tokenizer': 'bpe:4096', 'answers': 'pairs', 'length': 256}
@@ -740,7 +739,7 @@ MULTI30K = {
         'test_2016_flickr.en.gz': '611d361c6334bc7246101d48097c13cf5c4413c5befc793cc629934359d532d9',
         'test_2016_flickr.de.gz': '9204244e408ccb38d2a55cfcd344df15005fc42a07a6e55ca6c52b6ababb8cc8'},
     'urls': ['https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw']}
-SETS = {    # files, as `make` gets them: name and sha256, or None where not known; urls: folders with them
+SETS = {    # files, in make's order: name and sha256, or None if unknown; urls: folders to try
     'recall': {'help': 'generated: recall the last value of a key', 'tokenizer': 'ids', 'vocab': 40,
                'make': recall, 'rows': (10_000, 2_000)},
     'recall-kept': {'help': 'generated: keys keep their value', 'tokenizer': 'ids', 'vocab': 40,
@@ -750,10 +749,10 @@ SETS = {    # files, as `make` gets them: name and sha256, or None where not kno
     **{f'group:{name}': {'help': f'generated: products in the group {name}', 'tokenizer': 'ids',
                          'vocab': len(elements), 'make': functools.partial(group, elements=elements),
                          'rows': (50_000, 1_000), 'length': 40} for name, elements in GROUPS.items()},
-    'facts': {'help': "generated: facts strewn into a text, stdlib's or --file, one asked for at its end",
+    'facts': {'help': "generated: facts scattered in a text (stdlib's or --file), a question at its end",
               'tokenizer': 'words', 'vocab': 2048, 'make': facts, 'rows': (10_000, 1_000), 'length': 2048,
               'text': True},
-    'facts-text': {'help': 'generated: the same, and in training each next word counts', 'tokenizer': 'words',
+    'facts-text': {'help': 'generated: the same, but every next word trains', 'tokenizer': 'words',
                    'vocab': 2048, 'make': functools.partial(facts, every=True), 'rows': (10_000, 1_000),
                    'length': 2048, 'text': True},
     'listops': {'help': 'generated: nested lists, 10 classes', 'tokenizer': 'words', 'vocab': 16,

@@ -1,20 +1,20 @@
-"""Pretrained weights: GPT-2, Llama, BERT and ViT as the hub stores them.
+"""Read and write the weights of others: GPT-2, Llama, BERT and ViT in the hub's layout.
 
-    folder = Folder(hub('gpt2', 'main'), 'gpt2')        # fetched once, then kept in data/hub
+    folder = Folder(hub('gpt2', 'main'), 'gpt2')        # downloaded once, then kept in data/hub
     model = GPT(Config(**folder.config))
-    folder.tensors(model.state_dict())                  # under our names, with the shapes of the model
-    to_folder('out/export', tensors, config, data)      # the way back
+    folder.tensors(model.state_dict())                  # -> tensors in our names and these shapes
+    to_folder('out/export', tensors, config, data)      # and back
 
-All files are safetensors: a header in JSON, then bare numbers. Nothing is pickled, so a file cannot run code.
-Every file is written whole or not at all (`prepare.whole`). No nn.Module is built here: model.py does that,
-from a config, which is a dict of the fields of model.Config; it also reads our own checkpoints, and writes
-them by `replace`.
+All files are safetensors: a JSON header, then raw numbers. Nothing is pickled, so a file cannot run code.
+Files are written completely or not at all (`prepare.whole`). This file builds no nn.Module. model.py does
+that, from a config: a dict of the fields of model.Config. model.py also reads our own checkpoints, and writes
+them with `replace`.
 
-BERT and ViT are encoders. They come with the classes that they were trained for, if the folder has any (named
-ForSequenceClassification or ForImageClassification), and without BERT's other heads, which guess masked words
-and next sentences. BERT reads one text here: its embedding for the first of two texts is added to the
-positions, the one for the second is left out. A ViT's pixels are scaled as its preprocessor_config.json says,
-which must be the published one. ViT is not exported.
+BERT and ViT are encoders. We read their classifier head, if the folder has one (ForSequenceClassification or
+ForImageClassification), but not BERT's heads for masked words and next sentences. Our BERT reads one text.
+BERT adds one vector to all positions of a first text and another to those of a second. We add the first
+vector to the position embeddings and drop the second. preprocessor_config.json of a ViT must scale pixels as
+published. We cannot write ViT.
 """
 import contextlib
 import functools
@@ -33,7 +33,7 @@ from data import prepare
 
 
 def replace(path, tensors, notes):
-    """Put a safetensors file in the place of the old one. notes: strings for its header"""
+    """Write a safetensors file, which replaces the old one in one step. notes: strings for its header"""
     tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     with prepare.whole(path) as temp:
         try:
@@ -42,20 +42,20 @@ def replace(path, tensors, notes):
             raise OSError(f'{path}: cannot be written ({e})') from None
 
 
-# ---- GPT-2, Llama, BERT, ViT: a table of each, read in both directions -------------------------------------
+# ---- GPT-2, Llama, BERT, ViT: a table for each, used in both directions ------------------------------------
 
 class Family(NamedTuple):
-    """How the hub stores a kind of model. In names {i} is the number of a layer, {next} that of the next one,
-    {p} weight or bias. (a|b) are two tensors of theirs, whose rows ours has one below the other. A .T at the
-    end: theirs is transposed. What a model does not have, such as biases or a head, is skipped."""
+    """How the hub stores one kind of model. In names, {i} is the number of a layer, {next} that of the next
+    layer, {p} is weight or bias. (a|b) are two of their tensors, whose rows we stack in one. A final .T means
+    that theirs is transposed. Tensors that a model does not have, such as biases or a head, are skipped."""
     names: dict     # ours -> theirs
     entries: dict   # field of Config -> entry of config.json
-    usual: dict     # field whose entry may be missing -> what it is then
-    config: dict    # fields of Config that are the same in all of the kind
-    known: dict     # entry of config.json -> what it may be here; the first is its default, and is written
+    usual: dict     # field whose entry may be missing -> its default
+    config: dict    # fields of Config that all models of this kind share
+    known: dict     # entry of config.json -> values we accept; the first is the default, and is written
 
 
-OURS = 'nanofwp'        # model_type of a folder in names of ours, with a Config in its config.json
+OURS = 'nanofwp'        # model_type of a folder in our names; its config.json holds our Config
 DECODER = {'conv': 0, 'causal': True, 'encoder': 0, 'classes': 0, 'patch': 0, 'post_norm': False}
 ENCODER = {'conv': 0, 'causal': False, 'pool': 'first', 'pos': 'learned', 'act': 'gelu-erf', 'bias': True,
            'rms': False, 'n_kv_head': 0, 'tied': True}
@@ -97,7 +97,7 @@ FAMILIES = {
         usual={'n_kv_head': 0, 'eps': 1e-6, 'theta': 1e4, 'tied': False},
         config={**DECODER, 'pos': 'rope', 'act': 'swiglu', 'bias': False, 'rms': True},
         known={'hidden_act': ('silu',), 'attention_bias': NO, 'mlp_bias': NO}),
-    'bert': Family(     # ours begin with the norm that in theirs ends the layer before
+    'bert': Family(     # our layer begins with the norm that ends their previous layer
         names={'embed.weight': 'bert.embeddings.word_embeddings.weight',
                'positions.weight': 'bert.embeddings.position_embeddings.weight',
                'blocks.0.norm1.{p}': 'bert.embeddings.LayerNorm.{p}',
@@ -132,16 +132,16 @@ FAMILIES = {
         known={'hidden_act': ('gelu',), 'qkv_bias': (True,), 'num_channels': (3,),
                'problem_type': (None, 'single_label_classification')})}
 WRITTEN = {'gpt2': 'GPT2LMHeadModel', 'llama': 'LlamaForCausalLM', 'bert': 'BertModel'}
-EXPECTED = {    # of an entry, by what it usually is: its types, what it is above, in words
+EXPECTED = {    # by the default of an entry: allowed types, bound below, in words
     type(None): ((int,), 0, 'a whole number of at least 1'),
     int: ((int,), -1, 'a whole number of at least 0'),
     float: ((int, float), 0, 'a number above 0'), bool: ((bool,), -1, 'true or false')}
-TYPES = 'bert.embeddings.token_type_embeddings.weight'          # added to all places of a text
-LLAMA3 = 'factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'   # of its rope
+TYPES = 'bert.embeddings.token_type_embeddings.weight'          # added to all positions of a text
+LLAMA3 = 'factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'   # for rope
 
 
 def names(kind, config, ours):
-    """The table of a family for one model, which has the tensors `ours`: {our name: theirs}."""
+    """{our name: theirs} of one model of a family. ours: the names of its tensors"""
     layers = config['n_layer']
     found = {}
     for name, theirs in FAMILIES[kind].names.items():
@@ -154,10 +154,10 @@ def names(kind, config, ours):
 
 
 def parts(theirs, x, width):
-    """{their name: the part of our tensor x that it is, a view}. width: of the model, and so of its queries;
-    keys and values may have fewer rows."""
+    """Split our tensor x into theirs -> {their name: a view of x}. width: of the model, and so the rows of
+    its queries; keys and values may have fewer."""
     if theirs.endswith('.T'):
-        return {theirs.removesuffix('.T'): x.t()}           # of a bias, the bias itself
+        return {theirs.removesuffix('.T'): x.t()}           # t() leaves a bias as it is
     front, _, rest = theirs.partition('(')
     middle, _, end = rest.partition(')')
     found = [front + part + end for part in middle.split('|')]
@@ -167,8 +167,8 @@ def parts(theirs, x, width):
 
 
 def parsed(path, name, use):
-    """What `use` makes of a JSON file. ValueError if it is broken, or something else than `use` expects.
-    name: how messages call the file"""
+    """Read a JSON file -> use(its content). ValueError if it is broken, or has content that `use` cannot
+    read. name: of the file, for messages"""
     try:
         return use(json.loads(prepare.read(path)))
     except ValueError as e:
@@ -178,8 +178,8 @@ def parsed(path, name, use):
 
 
 def described(raw):
-    """A config.json -> the kind of model, and a dict of fields of Config. ValueError if it asks for something
-    that this project cannot compute exactly, or if an entry is missing or does not fit the others."""
+    """The content of a config.json -> kind of model, dict of fields of Config. ValueError for a model that we
+    cannot compute exactly, and if an entry is missing or contradicts another."""
     kind = raw.pop('model_type', None)
     if kind == OURS:
         if not isinstance(raw.get('data'), dict):
@@ -196,14 +196,14 @@ def described(raw):
             raise ValueError(f'{name} has a class for something else than a whole text')
     config = {'rule': 'softmax', **family.config}
     rope = {}
-    for key in 'rope_scaling', 'rope_parameters':           # in older files, in newer ones
+    for key in 'rope_scaling', 'rope_parameters':           # older files, newer files
         if raw.get(key) is not None:
             rope = {**rope, **raw[key]}
         config['rope_scaling'] = scaling_of(rope)
-    raw = {**raw, **rope}                                   # in newer files rope_theta is there
+    raw = {**raw, **rope}                                   # newer files have rope_theta in there
     for field, key in family.entries.items():
         config[field] = entry(raw, key, family.usual.get(field))
-    if 'patch' in family.entries:                   # of pictures; ours count numbers, of three colours
+    if 'patch' in family.entries:                   # a picture model: ours counts numbers, 3 per pixel
         side = config['block_size']
         if side % config['patch']:
             raise ValueError(f'patch_size {config["patch"]} does not divide image_size {side}')
@@ -218,7 +218,7 @@ def described(raw):
 
 
 def entry(raw, key, usual):
-    """An entry of a config.json, or its usual value if it is missing; None: it must be there."""
+    """An entry of a config.json. usual: the default for a missing entry; None: it must be there"""
     types, above, expected = EXPECTED[type(usual)]
     value = raw.get(key)
     if value is None:
@@ -226,19 +226,18 @@ def entry(raw, key, usual):
     if type(value) not in types or not above < value < math.inf:
         raise ValueError(f'{key} is {raw.get(key)!r}, expected {expected}')
     if type(usual) is float:
-        return float(value)                         # rope_theta is often written as 10000
+        return float(value)                         # rope_theta is often the integer 10000
     return value
 
 
 def scaling_of(rope):
-    """The four numbers of Llama 3.1's rope, see model.speeds; none for plain rope. ValueError for other
-    kinds."""
+    """The four numbers of Llama 3.1's rope (see model.speeds); [] for plain rope. ValueError for others."""
     way = rope.get('rope_type', rope.get('type', 'default'))
     if way == 'default' and 'factor' not in rope:
         return []
     if way != 'llama3':
         raise ValueError(f'rope of type {way}, expected default or llama3')
-    found = [entry(rope, key, math.nan) for key in LLAMA3]          # which no entry may be
+    found = [entry(rope, key, math.nan) for key in LLAMA3]          # nan is refused, so all must be there
     if found[1] >= found[2]:
         raise ValueError(f'low_freq_factor {found[1]}, high_freq_factor {found[2]}: expected high above low')
     return found
@@ -247,19 +246,20 @@ def scaling_of(rope):
 # ---- folders in the hub's layout ---------------------------------------------------------------------------
 
 class Folder:
-    """A folder with config.json and *.safetensors. source: how messages call it. ValueError for what is
-    missing, broken or does not fit.
+    """A folder with config.json and *.safetensors. ValueError for files that are missing, broken or do not
+    fit together. source: its name in messages.
 
-    config: a dict of fields of Config   data: what a checkpoint says about the tokens, from tokenizer.json;
-    without that file they are only numbers"""
+    config: a dict of fields of Config. data: the description of the tokens, as in our checkpoints. It is made
+    from tokenizer.json; without that file, tokens are only numbers.
+    """
     def __init__(self, path, source):
         file = os.path.join(path, 'config.json')
         self.kind, self.config = parsed(file, file, described)
         self.source = source
-        self.where = {}                     # a tensor's name as all others are -> its file, its name there
+        self.where = {}                     # name by `called` -> file, name in the file
         files = [file for file in sorted(os.listdir(path)) if file.endswith('.safetensors')]
         index = os.path.join(path, INDEX)
-        if os.path.exists(index):           # a file beside those that it names is none of the model's
+        if os.path.exists(index):           # other files are not part of the model
             files = parsed(index, index, shards)
         for file in files:
             file = os.path.join(path, file)
@@ -278,7 +278,7 @@ class Folder:
                                  'at least 2 classes')
 
     def tensors(self, like):
-        """All tensors under our names, in fp32, with the shapes that they have in like: a softmax model's."""
+        """All tensors, in our names and in fp32. like: {our name: tensor of that shape} of a softmax model"""
         if self.kind == OURS:
             return {name: self.tensor(name) for name in self.where}
         ours = {}
@@ -290,22 +290,22 @@ class Folder:
                 x = torch.cat(found)
             if theirs.endswith('.T'):
                 x = x.t()
-            ours[name] = x.contiguous().float()             # a copy only where it has to be
+            ours[name] = x.contiguous().float()             # copies only if necessary
         if self.kind == 'bert':
             ours['positions.weight'] += self.matrix(TYPES)[:1]
-        if self.kind == 'vit':                              # its pixels are x / 127.5 - 1, ours x / 255
+        if self.kind == 'vit':                              # its pixels: x / 127.5 - 1; ours: x / 255
             ours['embed.bias'] -= ours['embed.weight'].sum(1)
             ours['embed.weight'] *= 2
         return ours
 
     def matrix(self, name):
-        """A tensor with as many columns as the model is wide, and some rows."""
+        """A tensor of any number of rows, as wide as the model."""
         rows = self.tensor(name).shape[:1]
         return self.tensor(name, (*rows, self.config['n_embd']))
 
     def tensor(self, name, shape=None):
-        """One tensor of this shape (None: any), from a private memory map of its file that is opened anew
-        each time, so that memory for what is only copied is freed."""
+        """One tensor, of this shape (None: any). The file is mapped privately and opened again for each
+        tensor. So what has been copied does not stay in memory."""
         if called(name) not in self.where:
             raise ValueError(f'{self.source}: tensor {name} is missing')
         path, stored = self.where[called(name)]
@@ -313,9 +313,9 @@ class Folder:
             x = f.get_tensor(stored)
         if shape is None:
             return x
-        if x.dim() == 3:                    # a ViT's places: those of one picture
+        if x.dim() == 3:                    # a ViT's positions have a batch axis of 1
             x = x.squeeze(0)
-        if x.dim() == 4:                    # its convolution, which looks at a patch at a time
+        if x.dim() == 4:                    # its convolution reads one patch at a time
             x = x.flatten(1)
         if x.shape != shape:
             raise ValueError(f'{self.source}: {stored} has shape {tuple(x.shape)}, expected {tuple(shape)}')
@@ -324,7 +324,7 @@ class Folder:
 
 @contextlib.contextmanager
 def opened(path, name):
-    """An opened safetensors file. ValueError if it is none, or broken. name: how messages call it"""
+    """Open a safetensors file. ValueError if it is broken or not one. name: of the file, for messages"""
     if not os.path.isfile(path):
         raise ValueError(f'{name}: missing, or no regular file')
     try:
@@ -335,21 +335,21 @@ def opened(path, name):
 
 
 def names_in(path, name):
-    """The names of the tensors in a safetensors file. name: how messages call it"""
+    """The names of the tensors in a safetensors file. name: of the file, for messages"""
     with opened(path, name) as f:
         return list(f.keys())
 
 
 def called(name):
-    """A tensor's name as it is today. Older files leave out the first word, and their LayerNorm has gamma and
-    beta (bert-base-uncased)."""
+    """The uniform name of a tensor. Some files leave out the first word. Older ones, such as
+    bert-base-uncased, call a LayerNorm's weight and bias gamma and beta."""
     name = re.sub(r'^(transformer|model|bert|vit)\.', '', name)
     name = re.sub(r'LayerNorm\.gamma$', 'LayerNorm.weight', name)
     return re.sub(r'LayerNorm\.beta$', 'LayerNorm.bias', name)
 
 
 def data_of(folder, kind, config):
-    """What a checkpoint says about the tokens. A ViT reads pictures of its own size only."""
+    """The description of a model's tokens. A ViT reads only pictures of its own size."""
     if kind == OURS:
         data = config.pop('data')
         path = os.path.join(folder, TOKENIZER)
@@ -368,7 +368,7 @@ def data_of(folder, kind, config):
 
 
 def refuse_pixels(raw):
-    """ValueError if a ViT's preprocessor_config.json wants pixels in another range than -1 to 1."""
+    """ValueError if a ViT's preprocessor_config.json does not scale pixels to -1 .. 1."""
     half = [0.5] * 3
     for key, value in {'do_normalize': True, 'image_mean': half, 'image_std': half}.items():
         if raw.get(key, value) != value:
@@ -376,15 +376,15 @@ def refuse_pixels(raw):
 
 
 def tokenizer_of(folder, vocab):
-    """What a checkpoint says about the tokens of a model that has this many. ValueError for a tokenizer.json
-    with other tokens. Vocabularies are rounded up, so a tenth of the tokens may be missing."""
+    """The description of the tokens of a model with `vocab` tokens. ValueError if tokenizer.json does not
+    fit. Vocabularies are often rounded up, so it may have up to a tenth fewer tokens."""
     path = os.path.join(folder, TOKENIZER)
     there = os.path.exists(path)
     if vocab == 50257 and (not there or parsed(path, path, is_gpt2)):
         return {'tokenizer': 'gpt2'}
     if not there:
         return {'tokenizer': 'ids', 'missing': path}
-    prepare.package()                                       # not here: the file is not to blame
+    prepare.package()                                       # outside try: the file is not to blame
     try:
         text = json.dumps(json.loads(prepare.read(path)), ensure_ascii=False, separators=(',', ':'))
         most = max(prepare.subwords(text).get_vocab().values()) + 1
@@ -397,18 +397,17 @@ def tokenizer_of(folder, vocab):
 
 
 def is_gpt2(raw):
-    """Whether a tokenizer.json has GPT-2's tokens in its order: tiktoken reads these, which is faster."""
+    """Whether a tokenizer.json has GPT-2's tokens in its order. Then tiktoken reads them, which is faster."""
     ids = dict(raw['model']['vocab'])
     tokens = sorted(ids, key=ids.get)[:50256]
     return prepare.short_hash('\n'.join(tokens).encode()) == '3a1f1c01'
 
 
 def to_folder(folder, tensors, config, data):
-    """Tensors under our names -> model.safetensors and config.json: as the hub stores GPT-2, Llama or BERT,
-    if this is one of them (softmax in every layer); otherwise under our names, with our config and data, what
-    a checkpoint says about the tokens. Also tokenizer.json, if data has it. All files are written beside the
-    old ones and take their places together: config.json is removed first and comes last, so two models are
-    never mixed."""
+    """Write tensors in our names as model.safetensors, config.json and, if data has it, tokenizer.json. A
+    GPT-2, Llama or BERT with softmax in every layer is written in the hub's layout. Other models keep our
+    names, our config and data, the description of the tokens. New files are made aside. The old config.json
+    is removed first and the new one moved in last, so that two models are never mixed."""
     kind = family_of(config)
     if kind:
         raw = published(kind, config)
@@ -431,7 +430,7 @@ def to_folder(folder, tensors, config, data):
         if 'json' in data:
             prepare.write(os.path.join(made, TOKENIZER), [data['json'].encode()])
         prepare.write_json(os.path.join(made, 'config.json'), raw)
-        for name in 'config.json', TOKENIZER:           # of the model that was there
+        for name in 'config.json', TOKENIZER:           # of the old model
             with contextlib.suppress(FileNotFoundError):
                 os.remove(os.path.join(folder, name))
         for name in 'model.safetensors', TOKENIZER, 'config.json':
@@ -440,11 +439,11 @@ def to_folder(folder, tensors, config, data):
 
 
 def published(kind, config):
-    """The inverse of `described`."""
+    """The inverse of `described`: a config -> the content of a config.json."""
     family = FAMILIES[kind]
     raw = {'model_type': kind, 'architectures': [WRITTEN[kind]]}
     raw.update({key: values[0] for key, values in family.known.items()})
-    as_many = {'n_inner': 4 * config['n_embd'], 'n_kv_head': config['n_head'], 'pad': 0}    # where ours has 0
+    as_many = {'n_inner': 4 * config['n_embd'], 'n_kv_head': config['n_head'], 'pad': 0}    # if ours is 0
     for field, key in family.entries.items():
         raw[key] = config[field]
         if not config[field] and field in as_many:
@@ -458,7 +457,7 @@ def published(kind, config):
 
 
 def family_of(config):
-    """The family that has a model of this config and can be written, or None."""
+    """The family of a model of this config, if we can write it; else None."""
     rules = config['layers'] or config['rule']
     for kind in WRITTEN:
         same = [config[field] == value for field, value in FAMILIES[kind].config.items()]
@@ -474,7 +473,7 @@ HUB = {     # short name: repository, revision
     'gpt2-large': ('openai-community/gpt2-large', 'main'),
     'gpt2-xl': ('openai-community/gpt2-xl', 'main'),
     'bert-base-uncased': ('google-bert/bert-base-uncased', 'main')}
-PINNED = {  # revision/file: bytes, sha256; of the others the hub itself says them
+PINNED = {  # revision/file: bytes, sha256; for other files we ask the hub
     '607a30d783dfa663caf39e06633721c8d4cfcd7e/model.safetensors':
     (548105171, '248dfc3911869ec493c76e65bf2fcf7f615828b0254c12b473182f0f81d3a707')}
 INDEX = 'model.safetensors.index.json'
@@ -483,12 +482,13 @@ PIXELS = 'preprocessor_config.json'
 
 
 def hub(name, revision='main', root=None):
-    """Fetch config.json, weights and, if there is one, tokenizer.json of a hub repository, or what a ViT says
-    about pixels -> their folder. Files that are there already are not fetched again.
+    """Download a hub repository, as far as it is not there yet -> its folder. We fetch config.json, the
+    weights and, if it exists, tokenizer.json (for a ViT: preprocessor_config.json).
 
-    name: OWNER/NAME, or one of `HUB`   root: where such folders lie; None: data/hub. The environment's
-    HF_ENDPOINT is another address of the hub; HF_TOKEN opens private models. Files are checked before they
-    are kept: after a ValueError nothing wrong is left, and the next call tries again."""
+    name: OWNER/NAME, or one of `HUB`. root: the parent of such folders; None: data/hub. The variable
+    HF_ENDPOINT sets another address of the hub, HF_TOKEN opens private models. Files are checked before they
+    are kept. After a ValueError no wrong file is left, and the next call tries again.
+    """
     repo, pinned = HUB.get(name, (name, 'main'))
     if revision == 'main':
         revision = pinned
@@ -501,7 +501,7 @@ def hub(name, revision='main', root=None):
     index = os.path.join(folder, INDEX)
     if not any(os.path.exists(path) for path in (index, os.path.join(folder, 'model.safetensors'))):
         kind, _ = parsed(os.path.join(folder, 'config.json'), site, described)
-        get(base, folder, PIXELS if kind == 'vit' else TOKENIZER)       # later it was asked for already
+        get(base, folder, PIXELS if kind == 'vit' else TOKENIZER)       # only on the first call
     if not os.path.exists(index) and get(base, folder, 'model.safetensors'):
         return folder
     if not get(base, folder, INDEX):
@@ -514,7 +514,7 @@ def hub(name, revision='main', root=None):
 
 
 def get(base, folder, file):
-    """Fetch one file of a repository into its folder -> whether there is such a file"""
+    """Download one file of a repository, if it is not there yet -> whether such a file exists."""
     import requests
     path = os.path.join(folder, file)
     url = f'{base}/{file}'
@@ -536,9 +536,9 @@ def get(base, folder, file):
         raise ValueError(f'{url}: HTTP {reply.status_code}; a private or gated model needs HF_TOKEN')
     if reply.status_code == 404:
         return False
-    size = int(reply.headers.get('X-Linked-Size', 0))       # what the hub promises of a large file
+    size = int(reply.headers.get('X-Linked-Size', 0))       # the hub sends these two for large files
     sha256 = reply.headers.get('X-Linked-Etag', '').strip('"')
-    if len(sha256) != 64:                                   # of a small one it is git's
+    if len(sha256) != 64:                                   # for small files it is a git hash
         sha256 = None
     size, sha256 = PINNED.get(url.partition('/resolve/')[2], (size, sha256))
     look = functools.partial(parsed, use=USES[file]) if file in USES else names_in
@@ -547,7 +547,7 @@ def get(base, folder, file):
 
 
 def shards(raw):
-    """The files that an index of weights names."""
+    """The files that are named in an index of weights."""
     return sorted({os.path.basename(file) for file in raw['weight_map'].values()})
 
 
