@@ -25,6 +25,7 @@ import time
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from data import prepare
 from model import (Config, Swap, beyond_memory, chosen_texts, flag, idle, load, number, pack, parse,
@@ -232,8 +233,9 @@ def recorded(model, tokens):
         results = forms.rows(q, k, v, *more)
         steps = torch.arange(k.shape[2], device=k.device).expand(k.shape[:3])
         evicted = results[2]['pos']             # at each step, the position of the one that goes; -1: none
-        gone = steps.new_full((*steps.shape[:2], 1 + k.shape[2]), k.shape[2])
-        layers[-1].update(q=q, k=k, v=v, gone=gone.scatter(2, evicted + 1, steps)[:, :, 1:])
+        gone = F.pad(torch.full_like(steps, k.shape[2]), (1, 0))
+        gone = gone.scatter(2, evicted + 1, steps)[:, :, 1:]
+        layers[-1].update(q=q, k=k, v=v, gone=gone)
         return results
 
     def softmax(q, k, v, rows=None):
@@ -264,9 +266,10 @@ def write_page(args, model, meta, tokens):
     layers = []
     row = torch.tensor([tokens], device=model.embed.weight.device)
     for rule, found in zip(model.config.rules(), recorded(model, row)):
-        layer = {'rule': rule, 'heads': found['k'].shape[1], 'n': found['n'], 'floor': found.get('floor'),
-                 'normalise': found.get('normalise', False),
-                 'arrays': {name: packed(found[name]) for name in 'qkvwefz' if found.get(name) is not None}}
+        arrays = {name: packed(found[name]) for name in 'qkvwefz' if found.get(name) is not None}
+        layer = {'rule': rule, 'heads': found['k'].shape[1], 'n': found['n'], 'arrays': arrays}
+        layer['normalise'] = found.get('normalise', False)
+        layer['floor'] = found.get('floor')
         if 'gone' in found:
             layer['gone'] = found['gone'][0].tolist()
         layers.append(layer)
