@@ -1,6 +1,6 @@
 """All claims of this project that can be checked without a GPU and a network; a test's name is the claim.
 
-    pytest test_all.py                              under two minutes on two cores
+    pytest test_all.py                              two to three minutes on two cores
     SLOW=1 pytest test_all.py -k soak               100,000 tokens, kill -9, resuming from every step
     EXERCISE=1 pytest test_all.py -k exercise       the README's exercises: red until they are solved
 
