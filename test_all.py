@@ -4473,6 +4473,7 @@ def test_readme_is_true_of_the_code():
     assert {*bench.SUITES} == {*SUITES, 'all'}
     results = (HERE / 'assets' / 'RESULTS.md').read_text()
     docs = [text, results, train.__doc__, sample.__doc__, bench.__doc__, convert.__doc__]
+    docs += {command for _, command, _ in figures()}
     found = commands('\n'.join(docs))
     assert {script for script, *_ in found} == {'train', 'sample', 'bench', 'convert'}
     classes = dict(train=(train.Args, Config), sample=(sample.Args, model_py.Swap), bench=(bench.Args,),
@@ -4499,40 +4500,80 @@ def test_readme_is_true_of_the_code():
     pinned = (HERE / 'requirements.txt').read_text()
     assert all(re.search(rf'^{re.escape(w)}\b', pinned, re.M) for w in wanted)
 
-VERDICTS = 'holds|order holds|fails|not comparable|not run'
+@functools.cache
+def figures():
+    """Line, command and value of assets/figures.csv."""
+    with open(HERE / 'assets' / 'figures.csv', newline='') as f:
+        return [(row['line'], row['command'], float(row['value'])) for row in csv.DictReader(f)]
 
-def cells_of(text, n):
-    """The lines of a page's tables that have n cells, the last but one of which is a verdict."""
-    lines = [line.strip('| ').split(' | ') for line in text.splitlines() if line.startswith('| ')]
-    return [line for line in lines if len(line) == n and re.match(rf'({VERDICTS})\b', line[-2])]
+@functools.cache
+def words(command):
+    return {*shlex.split(command)}
 
-def figures_in(cell):
-    """The numbers of a cell, as they are printed."""
-    return re.findall(r'-?\d+(?:\.\d+)?', cell.replace(',', ' '))
+def tables(text):
+    """Each table of a text: what is said since the one before, its head, its rows."""
+    said = ''
+    for part in re.split(r'((?:^\|.*\n)+)', text, flags=re.M):
+        if part.startswith('|'):
+            cells = [line.strip('|').split('|') for line in part.splitlines()]
+            head, _, *rows = [[cell.strip() for cell in line] for line in cells]
+            yield said, head, rows
+        said = part
 
-def printed_as(shown, exact):
-    """Whether a number is printed so, rounded."""
-    decimals = len(shown.partition('.')[2])
-    return float(shown) == pytest.approx(round(float(exact), decimals), abs=1e-9)
+def named(text):
+    """The last command between backquotes, in a list; [] without one."""
+    return re.findall('`((?:python|pytest)[^`]+)`', ' '.join(text.split()))[-1:]
 
-def test_each_figure_has_a_source_a_command_a_verdict_and_a_commit():
-    """Of RESULTS.md: what is ours is in figures.csv, rounded as it is printed. README has nothing else."""
-    kept = list(csv.DictReader((HERE / 'assets' / 'figures.csv').open()))
-    known = {row['claim']: row for row in kept}
-    assert len(known) == len(kept) and all(row['commit'] and int(row['seeds']) for row in kept)
-    claims = cells_of((HERE / 'assets' / 'RESULTS.md').read_text(), 6)
-    for claim, source, _, ours, verdict, command in claims:
-        assert source, claim
-        assert command.startswith('`python') or verdict.startswith('not '), claim
-        assert (ours == '-') == (claim not in known), claim
-        if ours != '-':
-            exact = known[claim]['ours'].split()
-            assert len(figures_in(ours)) == len(figures_in(known[claim]['ours'])), claim
-            assert all(map(printed_as, figures_in(ours), exact)), claim
-    assert known.keys() <= {claim for claim, *_ in claims}
-    exact = [x for row in kept for x in figures_in(row['ours'])]
-    for claim, _, ours, *_ in cells_of((HERE / 'README.md').read_text(), 5):
-        assert all(any(printed_as(x, y) for y in exact) for x in figures_in(ours)), claim
+def unknown(name, cells, commands, anywhere=False):
+    """Numbers of a line of a table that figures.csv does not have, rounded as they are: under the line's name
+    or, where it has no such line, under the command; anywhere: or, where it has neither, under any."""
+    mine = [value for line, _, value in figures() if line == name]
+    mine = mine or [value for _, given, value in figures() if any(words(c) <= words(given) for c in commands)]
+    if anywhere and not mine:
+        mine = [value for _, _, value in figures()]
+    found = []
+    printed = re.sub('`[^`]*`', '', ' '.join(cells))
+    for number in re.findall(r'(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d*\.?\d+)', printed):
+        digits = number.replace(',', '')
+        half = 0.501 * 10 ** -len(digits.partition('.')[2])
+        if not any(abs(value - float(digits)) <= half for value in mine):
+            found.append(number)
+    return found
+
+def test_figures_are_recorded_and_claims_have_sources_and_verdicts():
+    """What bench.py and train.py --record keep is what RESULTS.md and README print."""
+    results = (HERE / 'assets' / 'RESULTS.md').read_text()
+    for said, head, rows in tables(results.partition('## 7. Deviations')[0]):
+        for row in rows:
+            claim = dict(zip(head, row, strict=True))
+            commands = named(claim.get('command', '')) or named(said)
+            others = 'paper|source|verdict|command'
+            ours = [x for name, x in zip(head[1:], row[1:]) if not re.match(others, name)]
+            assert not unknown(row[0], ours, commands), (row[0], unknown(row[0], ours, commands))
+            if 'verdict' in claim:
+                assert claim['source'].strip('-'), row
+                verdict = re.match(r'\*(holds|order holds|fails|not comparable|not run)\*', claim['verdict'])
+                assert verdict and (commands or verdict[1] == 'not run'), row
+    for _, head, rows in tables((HERE / 'README.md').read_text()):
+        for row in rows:
+            ours = [x for name, x in zip(head[1:], row[1:]) if name not in ('paper', 'minutes')]
+            ours = [x for x in ours if re.fullmatch(r'[\d.,;:%() to-]+', x)]
+            assert not unknown(row[0], ours, named(' '.join(row)), True), row
+
+def test_record_replaces_what_the_same_command_gave(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, 'FIGURES', tmp_path / 'figures.csv')
+    train.FIGURES.write_text('command,line,column,value,seeds,commit\npython bench.py batch,a,b,1,0,c\n')
+    asked = ['capacity', '--lengths=4', '--steps=1', '--seeds=2', '--only=elu']
+    for _ in range(2):
+        assert bench.main([*asked, f'--out={tmp_path}', '--record']) == 0
+    trained(text, tmp_path / 'run', '--record')
+    rows = list(csv.reader(train.FIGURES.open()))[1:]
+    assert rows[0] == ['python bench.py batch', 'a', 'b', '1', '0', 'c']
+    measured = [row for row in rows if 'capacity' in row[0]]
+    assert words(measured[0][0]) == {'python', 'bench.py', *asked}
+    assert [row[1:3] for row in measured if row[2] == 'ours'] == [['elu, 4', 'ours']]
+    assert {row[4] for row in measured} == {'0 1'} and {row[5] for row in measured} == {train.commit()[:7]}
+    assert ['', 'bits per byte'] in [row[1:3] for row in rows if row[0].startswith('python train.py')]
 
 def test_readme_has_the_equation_of_fastweight():
     equation = re.search(r'    (D_t = .*\n)    (S_t = .*\n)    (o_t = .*\n)', fastweight.__doc__)

@@ -13,12 +13,14 @@ resumed run ends in the same bits if the number of threads stays the same (--thr
 with more --steps, the cosine is stretched over them.
 This file, in order: machine, threads, sharding, batches of data, the optimiser and its loop, a run.
 """
+import csv
 import dataclasses
 import functools
 import itertools
 import json
 import math
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -80,6 +82,7 @@ class Args:
                      ['auto', 'loop', 'chunk', 'fused'])
     compile: bool = flag(False, 'use torch.compile')
     fsdp: bool = flag(False, 'with torchrun: each process keeps only its shard of the model')
+    record: bool = flag(False, 'put the closing figures into assets/figures.csv')
 
 
 @dataclass
@@ -463,6 +466,21 @@ def table(rows):
         print('  '.join(cells))
 
 
+FIGURES = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'assets', 'figures.csv')
+
+
+def record(script, flags, seeds, figures):
+    """Put figures, (line, column, value) each, into assets/figures.csv, in the place of those that the same
+    command gave before."""
+    command = shlex.join(['python', script, *(word for word in flags if word != '--record')])
+    with open(FIGURES, newline='') as f:
+        head, *rows = csv.reader(f)
+    kept = [row for row in rows if row[0] != command]
+    kept += [[command, *figure, ' '.join(map(str, seeds)), commit()[:7]] for figure in figures]
+    with open(FIGURES, 'w', newline='') as f:
+        csv.writer(f, lineterminator='\n').writerows([head, *kept])
+
+
 # ---- the optimiser and its loop ----------------------------------------------------------------------------
 
 def adamw(model, lr, weight_decay, device, fast=(), times=1.0, without=()):
@@ -835,14 +853,14 @@ def keep(path, model, header, extra, rank):
 
 def report(model, data, args, log, **found):
     """Compute the final figures on the validation data, by the rules `blocks` and `carried`. They are added
-    to `found`, and all go to result.json as one flat dict."""
+    to `found`, and all go to result.json as one flat dict. -> those that are numbers"""
     meta = data.meta
     loss, right = data.evaluate(model, told='validation')
     tell(log, f'validation, blocks of {data.T}: {score(meta, loss, right)}', rule='blocks', val_loss=loss,
          accuracy=right)
     found.update(val_loss=loss, accuracy=right)
     if data.rank > 0:                                       # one process does the rest
-        return
+        return {}
     if 'row' not in meta:
         found['bits per byte'] = loss * bits_a_nat(meta)
         if not args.fsdp and model.max_len is None and model.config.keeps() == {None}:
@@ -850,10 +868,11 @@ def report(model, data, args, log, **found):
             loss, _ = along.evaluate(model, carried=True, told='validation, carried')
             tell(log, f'validation, carried: {score(meta, loss)}', rule='carried', val_loss=loss)
             found.update({'val_loss carried': loss, 'bits per byte carried': loss * bits_a_nat(meta)})
-    found.update(commit=commit(), **dataclasses.asdict(args), **dataclasses.asdict(model.config))
-    prepare.write_json(f'{args.out}/result.json', found)
+    settings = {**dataclasses.asdict(args), **dataclasses.asdict(model.config)}
+    prepare.write_json(f'{args.out}/result.json', {**found, 'commit': commit(), **settings})
     if not args.fsdp:
         show(model, data, args)
+    return found
 
 
 def show(model, data, args):
@@ -946,7 +965,9 @@ def main(argv):
             keep(f'{args.out}/ckpt.safetensors', model, last, memories, rank)
         since = time.perf_counter()
     say(f'\n{args.steps - first} steps in {seconds / 60:.1f} minutes')
-    report(model, data, args, log, steps=args.steps, ms=ms, minutes=seconds / 60)
+    found = report(model, data, args, log, steps=args.steps, ms=ms, minutes=seconds / 60)
+    if args.record:
+        record('train.py', argv, [args.seed], [('', *figure) for figure in found.items() if rank == 0])
     if world > 1:
         dist.barrier()                                      # wait until the first process has written
         dist.destroy_process_group()

@@ -264,8 +264,8 @@ def main(folder):
     with open(f'{clone}/README.md') as f:
         text = f.read()
     with open(f'{clone}/assets/RESULTS.md') as f:
-        text += f.read().partition('\n## How to\n')[2]
-    found = commands(text)
+        text += f.read().partition('## 8. How to')[2].partition('**Models that')[0]     # those would take hours
+    found = list(dict.fromkeys(commands(text)))
     made = set()
     failed = 0
     for number, command in enumerate(found, 1):
