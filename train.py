@@ -966,8 +966,8 @@ def main(argv):
         since = time.perf_counter()
     say(f'\n{args.steps - first} steps in {seconds / 60:.1f} minutes')
     found = report(model, data, args, log, steps=args.steps, ms=ms, minutes=seconds / 60)
-    if args.record:
-        record('train.py', argv, [args.seed], [('', *figure) for figure in found.items() if rank == 0])
+    if args.record and rank == 0:
+        record('train.py', argv, [args.seed], [('', *figure) for figure in found.items()])
     if world > 1:
         dist.barrier()                                      # wait until the first process has written
         dist.destroy_process_group()
