@@ -62,6 +62,7 @@ PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'assets', 'memor
 EMPTY = '>null</script>'                                    # where the page has no recording yet
 ON_A_PAGE = 2048    # tokens at most
 HEAVY = 2 ** 26     # bytes of a page at most
+RECORDED = 'q k v w e log_f log_z'.split()      # logs, as 16 bits cannot tell a decay near 1 from 1
 
 
 def say(text):
@@ -213,9 +214,9 @@ def refuse_page(path):
 
 def recorded(model, tokens):
     """What the memory of each layer is given while a text is read, tokens (1, T) -> one dict per layer: q, k,
-    v and the gates w, e, f, z that it has, as `recurrent` takes them (1, H, n T, channels), with n writes per
-    token. A layer that keeps keys and values has gone (1, H, T) instead of gates: the token at which each of
-    them is evicted, T if none. ValueError for a rule that the equation does not cover."""
+    v and the gates w, e, log_f, log_z that it has, as `recurrent` takes them (1, H, n T, .), with n writes
+    per token. A layer that keeps keys and values has gone (1, H, T) instead of gates: the token at which each
+    of them is evicted, T if none. ValueError for a rule that the equation does not cover."""
     layers = []
     forms = model.forms
 
@@ -223,10 +224,8 @@ def recorded(model, tokens):
         layers.append({'n': memory.n})
 
     def equation(q, k, v, write=None, erase=None, log_f=None, log_z=None, **more):
-        f = None if log_f is None else log_f.exp()
-        z = None if log_z is None else log_z.exp()
         if 'q' not in layers[-1]:               # else this matrix only holds what a policy has evicted
-            layers[-1].update(q=q, k=k, v=v, w=write, e=erase, f=f, z=z, **more)
+            layers[-1].update(q=q, k=k, v=v, w=write, e=erase, log_f=log_f, log_z=log_z, **more)
         return forms.recurrence(q, k, v, write, erase, log_f, log_z, **more)
 
     def policy(q, k, v, *more):
@@ -266,7 +265,7 @@ def write_page(args, model, meta, tokens):
     layers = []
     row = torch.tensor([tokens], device=model.embed.weight.device)
     for rule, found in zip(model.config.rules(), recorded(model, row)):
-        arrays = {name: packed(found[name]) for name in 'qkvwefz' if found.get(name) is not None}
+        arrays = {name: packed(found[name]) for name in RECORDED if found.get(name) is not None}
         layer = {'rule': rule, 'heads': found['k'].shape[1], 'n': found['n'], 'arrays': arrays}
         layer['normalise'] = found.get('normalise', False)
         layer['floor'] = found.get('floor')

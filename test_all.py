@@ -3471,7 +3471,7 @@ def test_a_page_holds_what_each_memory_was_given(flags, a_model, tmp_path, capsy
                     expected = torch.zeros_like(kept).scatter(1, state['pos'][0], True)
                 assert torch.equal(kept, expected)
                 continue
-            gates = [x.get(name) for name in 'we'] + [x[name].log() if name in x else None for name in 'fz']
+            gates = [x.get(name) for name in ('w', 'e', 'log_f', 'log_z')]
             found, _ = recurrent(x['q'], x['k'], x['v'], *gates, normalise=layer['normalise'],
                                  floor=layer['floor'] or 0)
             if 'norm=attn' in flags and 'delta' in flags:        # divided behind the recurrence
