@@ -212,7 +212,7 @@ def refuse_page(path):
                 raise ValueError(f'--html={path}: this file is no page; give another name')
 
 
-def recorded(model, tokens):
+def given_to_memories(model, tokens):
     """What the memory of each layer is given while a text is read, tokens (1, T) -> one dict per layer: q, k,
     v and the gates w, e, log_f, log_z that it has, as `recurrent` takes them (1, H, n T, .), with n writes
     per token. A layer that keeps keys and values has gone (1, H, T) instead of gates: the token at which each
@@ -264,7 +264,7 @@ def write_page(args, model, meta, tokens):
     large."""
     layers = []
     row = torch.tensor([tokens], device=model.embed.weight.device)
-    for rule, found in zip(model.config.rules(), recorded(model, row)):
+    for rule, found in zip(model.config.rules(), given_to_memories(model, row)):
         arrays = {name: packed(found[name]) for name in RECORDED if found.get(name) is not None}
         layer = {'rule': rule, 'heads': found['k'].shape[1], 'n': found['n'], 'arrays': arrays}
         layer['normalise'] = found.get('normalise', False)
