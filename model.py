@@ -147,8 +147,6 @@ class Config:
             f'--phi={self.phi} --norm={self.norm}: {", ".join(pattern)} has its own kernel and normaliser; '
             'leave them out (a matrix beside rows has its map from --overflow)')
         erases = any(rule.erase for rule in rules)
-        yield self.beta_max != 2 and not erases, (
-            f'--beta_max={self.beta_max:g} with --rule={self.rule}: only rules that erase have a beta')
         yield self.writes > 1 and not erases, (
             f'--writes={self.writes} with --rule={self.rule}: it erases nothing, so several writes are one '
             'sum; take delta, gated_delta, kda or gdn2')
@@ -1624,6 +1622,13 @@ def picked(cls, raw, where):
     return typed(cls, {field.name: raw.get(field.name) for field in dataclasses.fields(cls)}, where)
 
 
+def without_beta(given, config):
+    """For `refuse`: --beta_max was given, but no rule here has a beta. A file's config may say anything."""
+    rules = ','.join(config.pattern())
+    yield 'beta_max' in given and not any(RULES[name].erase for name in config.all_rules()), (
+        f'--beta_max={config.beta_max:g} with {rules}: only rules that erase have a beta')
+
+
 def idle(given, config):
     """For `refuse`: flags that were given but have no effect on this model."""
     kept = config.keeps() - {'all', None}
@@ -1634,6 +1639,7 @@ def idle(given, config):
         f'--cache={config.cache}: {rules} keeps no such rows; leave it out')
     yield 'sinks' in given and 'sink' not in kept, (
         f'--sinks={config.sinks}: they are of --rule=sink, not of {rules}; leave it out')
+    yield from without_beta(given, config)
 
 
 def value_of(flag, text, field):

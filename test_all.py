@@ -1520,6 +1520,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression
         '--rule=decay --norm=attn': 'denominator of its own', '--rule=kda --phi=elu --norm=attn': 'negative',
         '--rule=sum --phi=identity --norm=attn': 'zero or negative', '--norm=sum': 'sum of the features',
         '--phi=elu --norm=none': 'diverges', '--beta_max=1 --rule=sum': 'only rules that erase',
+        '--beta_max=2 --rule=sum': 'only rules that erase',
         '--rule=softmax --phi=elu': 'own kernel', '--phi=nope': 'no such feature map; choose',
         '--phi=elu:3': 'takes nothing', '--norm=nope': 'no such normaliser; choose',
         '--phi=dpfp:16': r'1\.\.15', '--phi=t2r:0': 'above 0', '--phi=favor:many': 'a whole number above 0',
@@ -2855,7 +2856,7 @@ def test_files_of_other_versions_load_or_are_refused_in_one_sentence(a_model, tm
     """What is missing, unknown or gone cannot be built, nor states with other names."""
     path = tmp_path / 'old.safetensors'
     for rule, changes, why in (
-            ('softmax', {}, ''), ('softmax', dict(rule='full'), 'full'),
+            ('softmax', {}, ''), ('softmax', dict(beta_max=1.0), ''), ('softmax', dict(rule='full'), 'full'),
             ('tova', dict(overflow='sum:favor'), '--overflow'), ('delta', dict(rule='nope'), 'nope'),
             ('delta', dict(newer=1), 'newer is unknown'),
             ('delta', dict(out_norm=...), 'out_norm is missing')):

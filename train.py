@@ -1,6 +1,6 @@
 """Train a fast-weight model from scratch, or resume a run. The other scripts use this training loop, too.
 
-    python train.py --rule=delta                   3 to 5 minutes on two CPU cores, no download
+    python train.py --rule=delta                   5 to 7 minutes on two CPU cores, no download
     python train.py --data=recall --rule=sum --steps=1000     sum fails at recall; --rule=delta solves it
     python train.py --resume --steps=8000          resumes out/ckpt.safetensors, bit for bit on a CPU
     python train.py --init=bert-base-uncased --data=FOLDER --lr=5e-5     fine-tune, with a new classifier head
@@ -16,6 +16,7 @@ This file, in order: machine, threads, sharding, batches of data, the optimiser 
 import csv
 import dataclasses
 import functools
+import io
 import itertools
 import json
 import math
@@ -36,7 +37,8 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 
 from data import prepare
 from model import (GPT, OF_DATA, Config, beyond_memory, fill, flag, idle, known, load, number, pack, parse,
-                   pick_device, pick_forms, picked, refuse, refuse_target, save, script, state_for, typed)
+                   pick_device, pick_forms, picked, refuse, refuse_target, save, script, state_for, typed,
+                   without_beta)
 
 BAD_STEPS = 10      # the run ends after this many non-finite steps in a row
 MUON = 4.0          # Muon's rate is this times --lr: its steps have singular values near 1, not entries
@@ -477,8 +479,9 @@ def record(script, flags, seeds, figures):
         head, *rows = csv.reader(f)
     kept = [row for row in rows if row[0] != command]
     kept += [[command, *figure, ' '.join(map(str, seeds)), commit()[:7]] for figure in figures]
-    with open(FIGURES, 'w', newline='') as f:
-        csv.writer(f, lineterminator='\n').writerows([head, *kept])
+    text = io.StringIO()
+    csv.writer(text, lineterminator='\n').writerows([head, *kept])
+    prepare.write(FIGURES, [text.getvalue().encode()])
 
 
 # ---- the optimiser and its loop ----------------------------------------------------------------------------
@@ -652,12 +655,14 @@ def settings(argv):
         raise ValueError('--init starts a run, --resume goes on with one: give one of them')
     if args.init:
         model, meta = load(args.init, **given_model)
+        refuse(without_beta(given_model, model.config))
         data = dict(meta['data'])
         if data['tokenizer'] in prepare.FIXED:              # allow longer rows: facts-256 first, then facts
             data.pop('row', None)
         return args, model.config, model.state_dict(), {'data': data}
     if not args.resume:
         config = Config(**given_model)
+        refuse(without_beta(given_model, config))
         if config.layers:
             refuse(idle(given_model, config))
         return args, config, {}, {}
