@@ -18,7 +18,8 @@ tensor([[[[5., 3.],
 
 Each column of S is what one of the two keys finds. The sum rule piles up: the first key finds (6, 8), its two
 values added. The delta rule first erases what the key finds, so the first key finds only its last value,
-(5, 6). The other key is not disturbed. All rules of this project are settings of one equation:
+(5, 6). The other key, at a right angle, is not disturbed. All rules that keep a matrix are settings of one
+equation:
 
     D_t = (z_t f_t^T) * S_{t-1}                             forget   (* elementwise, z f^T an outer product)
     S_t = D_t + (w_t * v_t - D_t (e_t * k_t)) k_t^T         write, erase what the key already finds
@@ -675,7 +676,7 @@ NORMALISERS = {
 # ---- rules: which gates there are --------------------------------------------------------------------------
 class Rule(NamedTuple):
     """A row of the table `RULES`. Gates are computed from the layer's input x: beta = sigmoid(x W),
-    log f = -rate dt, dt = softplus(x W + b); log z likewise. rate 1 gives f = sigmoid(-(x W + b)). Their
+    times --beta_max in rules that erase; log f = -rate dt, dt = softplus(x W + b); log z likewise. rate 1 gives f = sigmoid(-(x W + b)). Their
     initial values: Gates in model.py."""
     about: str                  # the known model
     phi: str = 'identity'       # feature map, unless the user gives another

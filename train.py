@@ -8,8 +8,8 @@
                                                               to keep only half of the model in each
 
 Writes out/ckpt.safetensors (weights, optimiser, step), out/best.safetensors (weights) and out/log.jsonl. The
-final figures go to out/result.json. All random numbers of a step depend only on the seed and the step. So a
-resumed run ends in the same bits if the number of threads stays the same (--threads=N pins it). If you resume
+final figures go to out/result.json. All random numbers depend only on the seed, the step and the process. So
+a resumed run ends in the same bits if the number of threads stays the same (--threads=N pins it). If you resume
 with more --steps, the cosine is stretched over them.
 This file, in order: machine, threads, sharding, batches of data, the optimiser and its loop, a run.
 """
