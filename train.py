@@ -1,6 +1,6 @@
 """Train a fast-weight model from scratch, or resume a run. The other scripts use this training loop, too.
 
-    python train.py --rule=delta                   5 to 7 minutes on two CPU cores, no download
+    python train.py --rule=delta                   5 to 10 minutes on two CPU cores, no download
     python train.py --data=recall --rule=sum --steps=1000     sum fails at recall; --rule=delta solves it
     python train.py --resume --steps=8000          resumes out/ckpt.safetensors, bit for bit on a CPU
     python train.py --init=bert-base-uncased --data=FOLDER --lr=5e-5     fine-tune, with a new classifier head
