@@ -212,9 +212,11 @@ def begin_as(teacher, student, x):
 
 
 def remember(seen, memory, found):
-    """Set the gates to remember as far back as the teacher's head looks. Channel i of n remembers tau_i
-    steps: the share (i + 1/2) / n of the attention to keys in the matrix looks no farther back than tau_i. W,
-    which makes gates depend on the token, begins as 0. Beside a cache, tau counts from the eviction of a key.
+    """Set the gates so that the matrix remembers as far back as the teacher's head looks. A channel with
+    f = 1 - 1/tau remembers about tau steps. The n channels of a head get different tau: for channel i it is
+    the distance within which a share (i + 1/2) / n of the head's attention falls. Only attention to keys that
+    are in the matrix counts, and beside a cache tau counts from the eviction of a key. W, which makes gates
+    depend on the token, begins as 0.
     seen: what GPT.through yields for the teacher; found: the result of `held`"""
     gates = (memory.overflow or memory).gates
     biases = [getattr(gates, name) for name in ('bias_f', 'bias_z') if hasattr(gates, name)]    # (H, 1, n)
@@ -239,9 +241,9 @@ def remember(seen, memory, found):
 
 
 def balance(seen, memory, found):
-    """Give the matrix beside a cache the weight that the teacher gives to the keys in the matrix. Per head,
-    the bias of log_mass becomes the mean of log sum_s e^(q.k_s / sqrt(d)) over these keys, minus the log of
-    the mass that the matrix itself computes. seen, found: as for `remember`"""
+    """Give the matrix beside a cache the weight that the teacher gives to the keys in it: the sum of their
+    e^(q.k_s / sqrt(d)). The matrix itself computes another mass for them. Per head, the bias of log_mass
+    becomes the log of the ratio, averaged over steps. seen, found: as for `remember`"""
     q = seen.q
     k = seen.k
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~found, -math.inf)

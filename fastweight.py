@@ -67,6 +67,44 @@ FLOOR = 1e-6    # smallest denominator; a map whose features can all be 0 sets 1
 
 
 # ---- the equation ------------------------------------------------------------------------------------------
+def outer(a, b):
+    """a b^T. a (B, H, V)  b (B, H, K)  ->  (B, H, V, K)"""
+    return a[..., :, None] * b[..., None, :]
+
+def find(S, x):
+    """S x: what the key or query x finds in S. S (B, H, V, K)  x (B, H, K)  ->  (B, H, V)"""
+    return (S @ x[..., None]).squeeze(-1)
+
+def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
+    """The definition: one step after the other, in O(T V K). Only S is passed on from step to step.
+
+        D_t = (z_t f_t^T) * S_{t-1}    S_t = D_t + (w_t * v_t - D_t (e_t * k_t)) k_t^T    o_t = S_t q_t
+
+    q, k (B, H, T, K)   v (B, H, T, V)   log_f, erase (B, H, T, K|1)   log_z, write (B, H, T, V|1)
+    write, erase may be (B, H, T)   S (B, H, V, K), with `normalise` (B, H, V + 1, K)
+    ->  o (B, H, T, V), last S (fp32; fp64 for fp64 inputs)
+    A gate that is None has no effect: w = 1, e = 0, f = z = 1. S = None starts from 0.
+    Log-decays are clamped at LOG_MIN = -5 per step.
+    normalise: o_t is divided by max(n_t . q_t, floor), so it is a weighted average of the values.
+    Katharopoulos 2020 sec. 3.2. ValueError for normalise with erase, or with a vector write or log_z:
+    `refuse_mean` says why.
+    From Schlag 2021 sec. 4.2 (w = e = beta), Mao 2022 (f, z), Peng 2021 (f = g, w = 1-g), KDA (f, w = e),
+    Gated DeltaNet-2 (f, w, e).
+
+    If you change it, test_recurrent_is_the_equation fails. The scripts run faster forms, so your change has
+    no effect there without --impl=loop."""
+    dtype = v.dtype
+    q, k, v, w, e, log_f, log_z, S = filled(q, k, v, write, erase, log_f, log_z, S, normalise)
+    f = log_f.exp()
+    z = log_z.exp()
+    o = []
+    for t in range(q.shape[2]):
+        q_t, k_t, v_t, w_t, e_t, f_t, z_t = (x[:, :, t] for x in (q, k, v, w, e, f, z))
+        D = outer(z_t, f_t) * S                                             # forget
+        S = D + outer(w_t * v_t - find(D, e_t * k_t), k_t)                  # write, erase
+        o.append(find(S, q_t))                                              # read
+    return finish(torch.stack(o, 2), normalise, floor, dtype), S
+
 def refuse_mean(write, erase, log_z):
     """ValueError where o / (n.q), n the sum of the keys, would not be a weighted average of the values. (For
     the delta rule --norm=attn means something else, see FastWeights.divided_by_keys in model.py.)"""
@@ -119,44 +157,6 @@ def finish(o, normalise, floor, dtype):
         o = o[..., :-1] / n_q
     return o.to(dtype)
 
-def outer(a, b):
-    """a b^T. a (B, H, V)  b (B, H, K)  ->  (B, H, V, K)"""
-    return a[..., :, None] * b[..., None, :]
-
-def find(S, x):
-    """S x: what the key or query x finds in S. S (B, H, V, K)  x (B, H, K)  ->  (B, H, V)"""
-    return (S @ x[..., None]).squeeze(-1)
-
-def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
-    """The definition: one step after the other, in O(T V K). Only S is passed on from step to step.
-
-        D_t = (z_t f_t^T) * S_{t-1}    S_t = D_t + (w_t * v_t - D_t (e_t * k_t)) k_t^T    o_t = S_t q_t
-
-    q, k (B, H, T, K)   v (B, H, T, V)   log_f, erase (B, H, T, K|1)   log_z, write (B, H, T, V|1)
-    write, erase may be (B, H, T)   S (B, H, V, K), with `normalise` (B, H, V + 1, K)
-    ->  o (B, H, T, V), last S (fp32; fp64 for fp64 inputs)
-    A gate that is None has no effect: w = 1, e = 0, f = z = 1. S = None starts from 0.
-    Log-decays are clamped at LOG_MIN = -5 per step.
-    normalise: o_t is divided by max(n_t . q_t, floor), so it is a weighted average of the values.
-    Katharopoulos 2020 sec. 3.2. ValueError for normalise with erase, or with a vector write or log_z:
-    `refuse_mean` says why.
-    From Schlag 2021 sec. 4.2 (w = e = beta), Mao 2022 (f, z), Peng 2021 (f = g, w = 1-g), KDA (f, w = e),
-    Gated DeltaNet-2 (f, w, e).
-
-    If you change it, test_recurrent_is_the_equation fails. The scripts run faster forms, so your change has
-    no effect there without --impl=loop."""
-    dtype = v.dtype
-    q, k, v, w, e, log_f, log_z, S = filled(q, k, v, write, erase, log_f, log_z, S, normalise)
-    f = log_f.exp()
-    z = log_z.exp()
-    o = []
-    for t in range(q.shape[2]):
-        q_t, k_t, v_t, w_t, e_t, f_t, z_t = (x[:, :, t] for x in (q, k, v, w, e, f, z))
-        D = outer(z_t, f_t) * S                                             # forget
-        S = D + outer(w_t * v_t - find(D, e_t * k_t), k_t)                  # write, erase
-        o.append(find(S, q_t))                                              # read
-    return finish(torch.stack(o, 2), normalise, floor, dtype), S
-
 
 # ---- the same in matrix products ---------------------------------------------------------------------------
 # A chunk is C steps that are computed together. Q, K, V have one row per step. S is the state before the
@@ -172,14 +172,15 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
 #         4     x  x  x  x
 #
 # 2. delta. Step t writes its value less what its key already finds, in S and in the earlier writes u_s:
-#        u_t = w_t v_t - e_t (S k_t + sum_{s<t} u_s (k_s . k_t))
-#    Move the sum to the left, and this is a linear system for all u_t. With r = e * K:
-#        (I + L) U = w * V - r S^T       L = tril(r K^T, -1)
-#    L is strictly lower triangular, so U is solved from the first row to the last. Then U takes V's place:
+#        u_t = w_t v_t - S r_t - sum_{s<t} (r_t . k_s) u_s       r_t = e_t * k_t
+#    Move the sum to the left. Row t of L has r_t . k_s at each s < t, so all steps together are
+#        (I + L) U = w * V - r S^T       L = tril(r K^T, -1)     r = e * K
+#    a linear system. Row t has only earlier u_s beside u_t, so U is solved from the first row to the last.
+#    Then U takes V's place:
 #        O = tril(Q K^T) U + Q S^T       S' = S + U^T K
 # 3. one decay per head. Let a be the running sum of log f. What s wrote has shrunk by exp(a_t - a_s) when t
-#    reads it. That is one factor for t and one for s, so we multiply them into the rows of Q and K. Both
-#    count from m, the value of a at the middle step, which keeps them small:
+#    reads it. We split this into exp(a_t - m) for t and exp(m - a_s) for s, and multiply these into the rows
+#    of Q and K. Any m will do; the value of a at the middle step keeps both factors small:
 #        y = exp(a - m) Q        x = exp(m - a) K        r = exp(a - m) (e * K)
 #        A = tril(y x^T)         L = tril(r x^T, -1)     S_m = exp(m) S, the state as the middle step sees it
 #        O = A U + y S_m^T       S' = exp(a_C - m) (S_m + U^T x)

@@ -330,10 +330,12 @@ class Gates(nn.Module):
     """x (B, T, n_embd) -> dict of the gates that the rule has, for `recurrent` and its other forms. In fp32:
     write (B, H, T, V|1)   erase, log_f (B, H, T, K|1)   log_z (B, H, T, V)
 
-    beta = beta_max sigmoid(x W)   log f = -rate softplus(x W + b)   log z likewise. Where x W = 0, f starts
-    as 1 - 1/tau, see `start_bias`. With beta up to 2, I - beta k k^T can have the eigenvalue -1, so a state
-    can alternate (Grazzi 2024, arXiv:2411.12537). GLA and KDA make W low-rank to save parameters. Here it is
-    full, as in Mao 2022. n writes per token make n T steps; only a token's first step forgets."""
+    beta = beta_max sigmoid(x W)   log f = -rate softplus(x W + b)   log z likewise
+
+    b starts so that f is 1 - 1/tau where x W = 0: a memory of about tau steps, see `start_bias`. With beta up
+    to 2, I - beta k k^T can have the eigenvalue -1, so a state can alternate (Grazzi 2024, arXiv:2411.12537).
+    GLA and KDA make W low-rank to save parameters. Here it is full, as in Mao 2022. With n writes per token,
+    `recurrent` runs n T steps; only a token's first step forgets."""
     def __init__(self, rule, n_embd, n_head, K, V, beta_max=1.0, n=1):
         super().__init__()
         self.rule = rule

@@ -1,11 +1,12 @@
 """All claims of this project that can be checked without a GPU and a network; a test's name is the claim.
 
-    pytest test_all.py                              two to three minutes on two cores
+    pytest test_all.py                              two to five minutes on two cores
     SLOW=1 pytest test_all.py -k soak               100,000 tokens, kill -9, resuming from every step
     EXERCISE=1 pytest test_all.py -k exercise       the README's exercises: red until they are solved
 
-Part one: what must be true of the definitions; the tutorial's second chapter, to be read after fastweight.py.
-Then the exercises; then part two, whatever else there is. Models of the hub, a server and soaks come last.
+Part one is what must be true of the definitions. The README's path has its sections 1 and 2 right after
+`recurrent`; read the others when you know what they use. Then come the exercises, and part two with all else.
+Models of the hub, a server and soaks are last.
 """
 import doctest
 import math
