@@ -1880,11 +1880,11 @@ ROWS = [
         {'steps': 40, 'only': 'sum elu,sum t2r,delta elu,delta t2r'}, {'steps': 400},
         lines={'softmax': '--rule=softmax',
                **{form: '--rule={} --phi={}'.format(*form.split()) for form in GRID}}, always=('softmax',),
-        ways={'from nothing': Way('', GRID_MODEL),
+        ways={'from scratch': Way('', GRID_MODEL),
               'converted': Way('', GRID_MODEL, times=4, more=1 / 16,
                                convert=f'--recipe=t2r --distil=auto --eval_rows={GRID_ROWS}')},
         figure='bits per byte', beside=('recovered',), look=on_grid_rows,
-        note='bits per byte on 256 rows, evenly spaced over the validation text; from nothing: {steps} steps '
+        note='bits per byte on 256 rows, evenly spaced over the validation text; from scratch: {steps} steps '
              'of 4 rows; converted: in a quarter of these from softmax after four times as many, whose '
              'perplexity is recovered, in %',
         source='Mao 2022 compares rules and maps, Kasai 2021 sizes of a map: figures that are not at hand'),

@@ -4077,7 +4077,7 @@ def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, thre
         kind = 'gif' if suite == 'idea' else 'png'
         assert (tmp_path / f'{suite}.{kind}').stat().st_size > 5000
     if suite == 'grid':
-        forms = itertools.product(('from nothing', 'converted'), ('softmax', 'sum t2r:4', 'delta rfa'))
+        forms = itertools.product(('from scratch', 'converted'), ('softmax', 'sum t2r:4', 'delta rfa'))
         assert [(row['part'], row['form']) for row in found] == list(forms)
         assert [bool(row['recovered']) for row in found] == [False] * 4 + [True] * 2
     if suite in ('monotone', 'transfer'):                   # a map alone learns, by Hedgehog's recipe
