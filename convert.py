@@ -1,4 +1,4 @@
-"""Turn a pretrained transformer into an RNN: swap its attention, train to recover, report what was recovered.
+"""Turn a pretrained transformer into an RNN: swap its attention, train, report what was recovered of it.
 
     python convert.py                       --recipe=pure: one matrix per head. Converts out/ckpt.safetensors,
                                             or first trains a softmax model
@@ -14,18 +14,19 @@
 A model of train.py's default size takes six minutes on one core, controls included. The steps, in order:
 
     swap         Make a student: the teacher's weights, but other rules in place of softmax. Feature maps and
-                 gates are new parameters. The gates begin with memories as long as the teacher's heads look
-                 back.
-    distil       Stage 1 trains the new parameters, or the whole mixers. Each layer learns to imitate the
-                 teacher's layer on the teacher's inputs.
+                 gates are new parameters. The decays begin so slow that a head remembers as far back as the
+                 teacher's looks.
+    distil       Stage 1 trains the new parameters, or whole mixers (attention layers). Each layer learns to
+                 imitate the teacher's layer on the teacher's inputs.
     fine-tune    Stage 2 trains all weights, or LoRA, on the teacher's distribution or on the next token.
     fold         (--fold) Multiply T2R's feature map into W_q and W_k.
     controls     Train the teacher for as many more steps, at two learning rates, and train the student from
-                 scratch. This separates what was recovered from what was simply learned from the data.
+                 scratch: what these steps give without a teacher to imitate.
 
-A recipe is a list of flags (RECIPES). Flags that you give override it. Writes ckpt.safetensors, log.jsonl,
-result.json (the student's figures) and convert.json into --out. convert.json has the tables, and the
-attention weights of one query for a picture.
+What is recovered is the teacher's perplexity over the student's (of a task: the student's accuracy over the
+teacher's). A recipe is a list of flags (RECIPES). Flags that you give override it. Writes ckpt.safetensors,
+log.jsonl, result.json (the student's figures) and convert.json into --out. convert.json has the tables, and
+the attention weights of one query for a picture.
 """
 import copy
 import dataclasses
@@ -54,7 +55,8 @@ from train import (QUIET, Rows, adamw, answers, bits_a_nat, blocks, check_thread
                    optimise, pack_optimiser, rows, say, steps_left, table, tell_step, threads_of,
                    too_many_rows, unpack_optimiser)
 
-# Flags per recipe. The papers' recipes use their feature map, order of stages and losses.
+# Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
+# kind of feature map (README, Limits). pure and hybrid first copy the teacher's hidden states layer by layer.
 RECIPES = {
     'pure': '--rule=gla-beta --distil=hidden --learn=mixer --distil_lr=1e-2 --faster=5',
     'hybrid': '--rule=window --cache=64 --overflow=gla-beta:hedgehog:4 --distil=hidden --distil_lr=1e-3 '
@@ -81,7 +83,7 @@ class Args:
     out: str = flag('out/convert', 'folder for the checkpoint, tables and log')
     swap: str = flag(','.join(PLACES), 'in a translator: which attention to swap')
     distil: str = flag('auto', 'stage 1, layer by layer: match attention weights (ce), outputs (mse) or '
-                               'hidden states; auto: ce if the rule has weights, else mse',
+                               'hidden states; auto: ce if the student has weights, else mse',
                        ['auto', 'ce', 'mse', 'hidden', 'none'])
     learn: str = flag('new', 'stage 1 trains the new parameters or, with --distil=hidden, whole mixers',
                       ['new', 'mixer'])
@@ -89,7 +91,7 @@ class Args:
     distil_lr: float = flag(1e-2, 'peak learning rate of stage 1', low=0, high=100)
     steps: int = flag(1000, 'steps of stage 2, fine-tuning', low=0, high=10 ** 9)
     lr: float = flag(None, 'peak learning rate of stage 2; default: 0.25 / width', low=0, high=100)
-    faster: float = flag(1.0, 'stage 2: new parameters get this times the learning rate', low=0, high=1000)
+    faster: float = flag(1.0, 'stage 2: a factor on the learning rate of new parameters', low=0, high=1000)
     loss: str = flag('kl', 'stage 2: predict the next token, or match the teacher (KL)', ['next', 'kl'])
     lora: int = flag(0, 'rank of LoRA in stage 2; 0: all weights', low=0, high=2 ** 17)
     lora_of: str = flag(','.join(PROJECTIONS), 'projections that LoRA adapts; o: the output')
@@ -176,7 +178,7 @@ def rules_after(old, changes, places):
 
 
 def out_of_reach(memory):
-    """The distance from which on a key is in the matrix: 0, or where the cache beside it evicts the key."""
+    """How old a key is when it enters the matrix: 0, or where the cache beside the matrix evicts it."""
     if memory.overflow is None:
         return 0
     return memory.cache - memory.sinks * (memory.rule.keeps == 'sink')
@@ -300,7 +302,8 @@ def mismatch(kind, seen, student):
     input. It is the mean over the positions without padding.
         hidden    mean square error of the layer's output (MOHAWK, arXiv:2408.10189)
         ce        cross entropy of the attention weights, -sum_s a_ts log w_ts (Zhang 2024, eq. 4)
-        mse       mean square error of the attention output, over its variance (LoLCATs, arXiv:2410.10254)
+        mse       mean square error of the attention output, over the teacher's variance (LoLCATs,
+                  arXiv:2410.10254)
     seen: what GPT.through yields for the teacher"""
     twin = student.get_submodule(seen.name)
     real = slice(None)
@@ -403,7 +406,7 @@ def merge(adapted):
 def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()):
     """Stage 2 and the controls: train on the targets or, with a teacher, on its distribution at the same
     positions, KL(teacher || model). All weights learn. With lora > 0, only LoRA of that rank and the
-    parameters in `new` learn. after: steps of the stage before, so that the rows are new ones"""
+    parameters in `new` learn. after: steps of the stage before, so that other rows are drawn"""
     def loss(step):
         if teacher is None:
             return run.data.learn(model, [None], after + step)
@@ -655,8 +658,8 @@ class Conversion:
 def controls(run, teacher, config, distilled):
     """Run the controls, with as many steps as the student had in all and on the same rows. First we train the
     teacher on the next token, at two learning rates; the larger one harms a converged teacher. The student is
-    compared with the better one, since a teacher that can still learn flatters its student. Then we train a
-    student from scratch. distilled: the steps of stage 1  ->  the better teacher's line of the table"""
+    compared with the better one, since an undertrained teacher is easy to match. Then we train a student from
+    scratch. distilled: the steps of stage 1  ->  the better teacher's line of the table"""
     steps = distilled + run.args.steps
     for lr in TEACHER_LRS:
         twin = copy.deepcopy(teacher)

@@ -1,10 +1,11 @@
 """Fast weights: the definition of every update rule, feature map and cache policy of this project.
 
-A network has slow weights, which training changes. It may also have fast weights, which it changes itself
-while it reads (Schmidhuber 1991, 1992). Here each head keeps a matrix S of fast weights. At each step the
-slow weights turn the token into a key (where to write), a value (what to write) and a query (where to read).
-To write, the head adds v k^T to S. To read, it computes S q. Here one head writes three times, and the third
-key is the same as the first. The printed matrix is the final S:
+A network has slow weights, which training changes. It may also have fast weights, which it writes itself
+while it reads a text (Schmidhuber 1991, 1992). Here each head keeps a matrix S of fast weights. At each step
+the slow weights turn the token into a key (where to write), a value (what to write) and a query (where to
+read). To write, the head adds v k^T to S. To read, it computes S q: after one write S k = v (k.k), which is v
+if k has length 1. Here one head writes three times, and the third key is the same as the first. `recurrent`
+takes q, k, v and returns what the queries read and the final S, which is printed:
 
 >>> k = torch.tensor([[[[1., 0.], [0., 1.], [1., 0.]]]])
 >>> v = torch.tensor([[[[1., 2.], [3., 4.], [5., 6.]]]])
@@ -16,35 +17,35 @@ tensor([[[[6., 3.],
 tensor([[[[5., 3.],
           [6., 4.]]]])
 
-Each column of S is what one of the two keys finds. The sum rule piles up: the first key finds (6, 8), its two
-values added. The delta rule first erases what the key finds, so the first key finds only its last value,
-(5, 6). The other key, at a right angle, is not disturbed. All rules that keep a matrix are settings of one
-equation:
+The keys are (1, 0) and (0, 1), so each column of S is what one of them finds. The sum rule piles up: the
+first key finds (6, 8), its two values added. The delta rule first subtracts what the key finds, so the first
+key finds only its last value, (5, 6). The other key, at a right angle, is not disturbed. All rules that keep
+a matrix are settings of one equation:
 
     D_t = (z_t f_t^T) * S_{t-1}                             forget   (* elementwise, z f^T an outer product)
     S_t = D_t + (w_t * v_t - D_t (e_t * k_t)) k_t^T         write, erase what the key already finds
     o_t = S_t q_t                                           read, after the write
 
-S keeps its size however many steps are read, so a model of such layers is an RNN. This file has the equation
+D is S after forgetting. f and e have an entry per channel of the key, z and w per channel of the value. S
+keeps its size however many steps are read, so a model of such layers is an RNN. This file has the equation
 (`recurrent` is the definition, `chunked` computes the same with matrix products), softmax attention with a
 cache that grows (`softmax`) or is limited (`bounded`), the feature maps and normalisers for q and k
-(`FEATURE_MAPS`, `NORMALISERS`), and the gates f, z, w, e of each known model (`RULES`). Read it from top to
-bottom. The layer around it is in model.py.
+(`FEATURE_MAPS`, `NORMALISERS`), and the gates f, z, w, e of each known model (`RULES`). The layer around it
+is in model.py.
 
 name          shape           meaning                         the papers' letter
 B H T         sizes           batch, heads, time steps
-K V C         sizes           channels of q, k; of v; chunk   d_dot, d_value (Schlag), k (Kasai), 2m (FAVOR+)
+K V           sizes           channels of q, k; of v          d_dot, d_value (Schlag), k (Kasai), 2m (FAVOR+)
 q k           (B, H, T, K)    query, key, after the map phi   phi(q), phi(k)
 v             (B, H, T, V)    value
 S             (B, H, V, K)    fast weights: the state         W (Schlag), S (Katharopoulos, Mao, Kasai)
 n             (B, H, K)       last row of S if `normalise`    z (Katharopoulos, Schlag, Kasai)
-log_f         (B, H, T, K|1)  log decay along the keys, <= 0  log of sigma(f_key) (Mao), g (Peng), alpha (GLA)
-log_z         (B, H, T, V|1)  log decay along the values      log sigma(f) (Mao)
+log_f         (B, H, T, K|1)  log of f_t, <= 0: key channels  log of sigma(f_key) (Mao), g (Peng), alpha (GLA)
+log_z         (B, H, T, V|1)  log of z_t: value channels      log sigma(f) (Mao)
 write         (B, H, T, V|1)  w_t, along the values           beta (Schlag), 1 - g (Peng), w (GDN-2)
 erase         (B, H, T, K|1)  e_t, along the keys             beta (Schlag), b (GDN-2)
 o             (B, H, T, V)    output: what the query reads    y
-u             (B, H, T, V)    pseudo-value: what S receives   beta (v - v_bar) (Schlag)
-K|1, V|1: one number per channel, or one per head. In that case write and erase may also be (B, H, T).
+K|1, V|1: one number per channel, or one per head. With one per head, write and erase may also be (B, H, T).
 
 Sources: Katharopoulos 2020 (arXiv:2006.16236), Peng 2021 RFA (2103.02143), Schlag 2021 (2102.11174), Kasai
 2021 T2R (2103.13076), Choromanski 2021 FAVOR+ (2009.14794), Mao 2022 (2210.04243), Zhang 2024 Hedgehog
@@ -62,8 +63,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-LOG_MIN = -5.0  # smallest log-decay per step, in every form: 0.7 % is left; below it, factors could overflow
-FLOOR = 1e-6    # smallest denominator; a map whose features can all be 0 sets 1e-2
+LOG_MIN = -5.0  # smallest log-decay per step: 0.7 % is left. Below it, the factors of a chunk could overflow
+FLOOR = 1e-6    # smallest n.q to divide by; maps that can make it 0 or negative set 1e-2
 
 
 # ---- the equation ------------------------------------------------------------------------------------------
@@ -85,14 +86,14 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
     ->  o (B, H, T, V), last S (fp32; fp64 for fp64 inputs)
     A gate that is None has no effect: w = 1, e = 0, f = z = 1. S = None starts from 0.
     Log-decays are clamped at LOG_MIN = -5 per step.
-    normalise: o_t is divided by max(n_t . q_t, floor), so it is a weighted average of the values.
-    Katharopoulos 2020 sec. 3.2. ValueError for normalise with erase, or with a vector write or log_z:
-    `refuse_mean` says why.
+    normalise: o_t is divided by max(n_t . q_t, floor), n the sum of the keys, written and decayed like the
+    values. With features >= 0, o_t is then an average of the values. Katharopoulos 2020 sec. 3.2. ValueError
+    for normalise with erase, or with a vector write or log_z: `refuse_mean` says why.
     From Schlag 2021 sec. 4.2 (w = e = beta), Mao 2022 (f, z), Peng 2021 (f = g, w = 1-g), KDA (f, w = e),
     Gated DeltaNet-2 (f, w, e).
 
-    If you change it, test_recurrent_is_the_equation fails. The scripts run faster forms, so your change has
-    no effect there without --impl=loop."""
+    If you change its results, test_recurrent_is_the_equation fails. The scripts run faster forms, so your
+    change has no effect there without --impl=loop."""
     dtype = v.dtype
     q, k, v, w, e, log_f, log_z, S = filled(q, k, v, write, erase, log_f, log_z, S, normalise)
     f = log_f.exp()
@@ -100,9 +101,9 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
     o = []
     for t in range(q.shape[2]):
         q_t, k_t, v_t, w_t, e_t, f_t, z_t = (x[:, :, t] for x in (q, k, v, w, e, f, z))
-        D = outer(z_t, f_t) * S                                             # forget
-        S = D + outer(w_t * v_t - find(D, e_t * k_t), k_t)                  # write, erase
-        o.append(find(S, q_t))                                              # read
+        D = outer(z_t, f_t) * S                             # forget: a gate per head broadcasts
+        S = D + outer(w_t * v_t - find(D, e_t * k_t), k_t)  # write, erase
+        o.append(find(S, q_t))                              # read
     return finish(torch.stack(o, 2), normalise, floor, dtype), S
 
 def refuse_mean(write, erase, log_z):
@@ -117,9 +118,9 @@ def refuse_mean(write, erase, log_z):
                              'own')
 
 def start(q, k, v, write, erase, log_f, log_z, S, normalise):
-    """The first lines of every form: convert to fp32 (fp64 stays), clamp log-decays, set S_0 = 0. Absent
-    gates stay None. normalise appends a value channel that is always 1, so the last row of S is n, the sum
-    of the keys, written and decayed like the values.  ->  q, k, v; w, e, log_f, log_z (B, H, T, .); S"""
+    """The first lines of every form of the recurrence: convert to fp32 (fp64 stays), clamp log-decays, set
+    S_0 = 0. Absent gates stay None. normalise appends a value channel that is always 1, so the last row of S
+    is n.  ->  q, k, v; w, e, log_f, log_z (B, H, T, .); S"""
     if normalise:
         refuse_mean(write, erase, log_z)
         v = F.pad(v, (0, 1), value=1.0)
@@ -151,7 +152,7 @@ def filled(*given):
     return q, k, v, *gates, S
 
 def finish(o, normalise, floor, dtype):
-    """Divide by n_t . q_t. It is clamped from below, not shifted: a shift would bias every output."""
+    """Divide by max(n_t . q_t, floor). Dividing by n_t . q_t + floor would bias every output."""
     if normalise:
         n_q = o[..., -1:].clamp(min=floor)
         o = o[..., :-1] / n_q
@@ -159,68 +160,70 @@ def finish(o, normalise, floor, dtype):
 
 
 # ---- the same in matrix products ---------------------------------------------------------------------------
-# A chunk is C steps that are computed together. Q, K, V have one row per step. S is the state before the
-# chunk, S' the state after it.
+# A chunk is C steps that are computed together. Here Q, K, V are its queries, keys and values, one row per
+# step (elsewhere K and V are sizes). S is the state before the chunk, S' the state after it.
 #
-# 1. sum. Query t reads S and what steps 1..t of the chunk wrote. The weights q_t . k_s are a C x C tile with
-#    row t and column s. The causal mask hides the future:
+# 1. sum (w = 1). Query t reads S and what steps 1..t of the chunk wrote. The weights q_t . k_s are a C x C
+#    tile with row t and column s. The causal mask hides the future:
 #
 #           s = 1  2  3  4          O  = tril(Q K^T) V + Q S^T
-#     t = 1     x  .  .  .          S' = S + V^T K
-#         2     x  x  .  .
-#         3     x  x  x  .          x is kept, . is masked
-#         4     x  x  x  x
+#     t = 1     #  .  .  .          S' = S + V^T K
+#         2     #  #  .  .
+#         3     #  #  #  .          # is kept, . is masked
+#         4     #  #  #  #
 #
-# 2. delta. Step t writes its value less what its key already finds, in S and in the earlier writes u_s:
+# 2. delta. S grows by u_t k_t^T at step t. What is added, u_t, is the value less what the key already finds,
+#    in S and in the earlier u_s:
 #        u_t = w_t v_t - S r_t - sum_{s<t} (r_t . k_s) u_s       r_t = e_t * k_t
 #    Move the sum to the left. Row t of L has r_t . k_s at each s < t, so all steps together are
 #        (I + L) U = w * V - r S^T       L = tril(r K^T, -1)     r = e * K
 #    a linear system. Row t has only earlier u_s beside u_t, so U is solved from the first row to the last.
 #    Then U takes V's place:
 #        O = tril(Q K^T) U + Q S^T       S' = S + U^T K
-# 3. one decay per head. Let a be the running sum of log f. What s wrote has shrunk by exp(a_t - a_s) when t
-#    reads it. We split this into exp(a_t - m) for t and exp(m - a_s) for s, and multiply these into the rows
-#    of Q and K. Any m will do; the value of a at the middle step keeps both factors small:
+# 3. one decay per head. Let a be the running sum of log f. What step s wrote has shrunk by exp(a_t - a_s)
+#    when t reads it. We split this into exp(a_t - m) for t and exp(m - a_s) for s, and multiply these into
+#    the rows of Q and K. Any m will do; the value of a at the middle step keeps both from overflowing. y
+#    reads, x is written, r looks up what the key already finds:
 #        y = exp(a - m) Q        x = exp(m - a) K        r = exp(a - m) (e * K)
-#        A = tril(y x^T)         L = tril(r x^T, -1)     S_m = exp(m) S, the state as the middle step sees it
-#        O = A U + y S_m^T       S' = exp(a_C - m) (S_m + U^T x)
+#        A = tril(y x^T)         L = tril(r x^T, -1)     S_m = exp(m) S, S decayed up to the middle step
 #        (I + L) U = w * V - r S_m^T
+#        O = A U + y S_m^T       S' = exp(a_C - m) (S_m + U^T x)
 # 4. one decay per channel, for keys and values. For the keys, the factors become vectors and nothing else
 #    changes. The values get the same kind of factors. Let c be the running sum of log z, and c_m its middle:
 #        (I + L) U = exp(c_m - c) (w * V) - r S_m^T      O = exp(c - c_m) (A U + y S_m^T)
 #    The rows of S_m get exp(c_m), those of S' get exp(c_C - c_m). The term r S_m^T needs no factor: what the
-#    key finds gets exp(c - c_m) when it is read and exp(c_m - c) when it is written, and these cancel.
+#    key finds is read with exp(c - c_m) and written with exp(c_m - c), and these cancel.
 #
 # Why at most 16 steps in a decaying chunk here, but 32 in kernels.py? A step is at most 8 steps away from the
 # middle. At -5 per step its factors stay within exp(+-40). If keys and values both decay, autograd multiplies
-# the gradient of a key factor by value factors: up to exp(80), and fp32 ends at exp(88). The hand-written
-# backward of kernels.py needs no gradient of a factor: the gradient of log f_t is reads minus writes, summed
-# from t on. (With decay on one side only, 32 steps would be safe here, too.)
-# A trap: in a longer chunk the tile holds inf above the diagonal. If it is masked too late, its gradient is
-# inf * 0 = NaN.
+# the gradient of a key factor by value factors: up to exp(80), and fp32 ends at exp(88). The backward that
+# kernels.py writes out needs no gradient of a factor. (With decay on one side only, 32 steps would be safe
+# here, too.) A trap: above the diagonal exp(a_t - a_s) has s after t, and in a longer chunk it is inf. If it
+# is masked too late, its gradient is inf * 0 = NaN.
 DECAYING = 16
 
 def factors(log_decay):
     """log_decay (B, H, C, d) of a chunk  ->  exp(a - m), exp(m - a) of that shape; exp(m), exp(a_C - m)
     (B, H, 1, d). a is the running sum, m its value at the middle step."""
     a = log_decay.cumsum(2)
-    m = a[:, :, a.shape[2] // 2, None].detach()             # m cancels in every result
+    m = a[:, :, a.shape[2] // 2, None].detach()             # it cancels in every result: no gradient
     return (a - m).exp(), (m - a).exp(), m.exp(), (a[:, :, -1:] - m).exp()
 
 def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR,
             chunk=64):
     """`recurrent` in matrix products, chunk after chunk. Same arguments and results, any T >= 1.
     O(T (C (K + V) + K V)): short chunks need less arithmetic, long chunks make fewer and larger products.
-    Letters as above and in kernels.py: y reads, x is written, r looks up what the key already finds."""
+    Letters as above and in kernels.py."""
     dtype = v.dtype
     if log_f is not None or log_z is not None:
         chunk = min(chunk, DECAYING)
     q, k, v, w, e, log_f, log_z, S = filled(q, k, v, write, erase, log_f, log_z, S, normalise)
     o = []
     for i in range(0, q.shape[2], chunk):
-        Q, K, V, w_i, e_i, f_i, z_i = (rows[:, :, i:i + chunk] for rows in (q, k, v, w, e, log_f, log_z))
-        f_up, f_down, f_in, f_out = factors(f_i)
-        z_up, z_down, z_in, z_out = factors(z_i)
+        steps = slice(i, i + chunk)
+        Q, K, V, w_i, e_i, log_f_i, log_z_i = (x[:, :, steps] for x in (q, k, v, w, e, log_f, log_z))
+        f_up, f_down, f_in, f_out = factors(log_f_i)        # for reads, writes, S before, S after
+        z_up, z_down, z_in, z_out = factors(log_z_i)
         y = Q * f_up
         x = K * f_down
         U = w_i * V * z_down
@@ -228,8 +231,8 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
         if erase is not None:
             r = e_i * K * f_up
             L = (r @ x.mT).tril(-1)
-            Y = U - r @ S.mT
-            U = torch.linalg.solve_triangular(L, Y, upper=False, unitriangular=True)        # (I + L) U = Y
+            right = U - r @ S.mT                            # the right-hand side
+            U = torch.linalg.solve_triangular(L, right, upper=False, unitriangular=True)    # (I + L) U
         A = (y @ x.mT).tril()
         o.append(z_up * (A @ U + y @ S.mT))
         S = (S + U.mT @ x) * f_out * z_out.mT
@@ -433,9 +436,9 @@ class FeatureMap(nn.Module):
     """phi(x, side, t): x (B, H, T, head_dim), side 'q' or 'k', t the position of the first step. This class
     applies f to each entry; others override forward.
     positive      no feature is ever negative, so the normaliser `sum` may divide by their sum
-    mean          phi(q).phi(k) >= 0, exactly or on average over draws, so `attn` may divide by n.q
-    floor         the smallest denominator of `attn`
-    like_softmax  phi(q).phi(k) approximates softmax's exp(q.k / sqrt(head_dim)), or can learn to
+    mean          phi(q).phi(k) >= 0 (random features: on average), so `attn` may divide by n.q
+    floor         the smallest n.q to divide by
+    like_softmax  phi(q).phi(k) approximates softmax's exp(q.k / sqrt(head_dim)), or is trained to
     max_len       the number of positions that the map knows; None: no limit"""
     positive, mean, floor, like_softmax, max_len = True, True, FLOOR, False, None
 
@@ -465,7 +468,8 @@ def number(arg, default):
     return value
 
 class Exp(FeatureMap):
-    """exp(s x), s = 1 unless given. Zhang 2024 sec. 3: s = 2 is spiky enough for recall, s = 1 is not."""
+    """exp(s x), s = 1 unless given. Zhang 2024 sec. 3: with s = 2, but not 1, weights are peaked enough for
+    recall."""
     def __init__(self, n_head, head_dim, s=None):
         super().__init__(n_head, head_dim, s=number(s, 1.0))
 
@@ -507,8 +511,8 @@ class Taylor(FeatureMap):
         return torch.cat([torch.ones_like(x[..., :1]), x / d ** 0.25, products], -1)
 
 class CosFormer(FeatureMap):
-    """[r cos a_t, r sin a_t], r = relu(x), a_t = pi t / 2M: phi(q_t).phi(k_s) = r.r' cos(a_t - a_s). Qin 2022
-    sec. 3.2. Choose M, the number of positions, before training: a text beyond it is a ValueError."""
+    """[r cos a_t, r sin a_t], r = relu(x), a_t = pi t / (2M): phi(q_t).phi(k_s) = r_q.r_k cos(a_t - a_s). Qin
+    2022 sec. 3.2. Choose M, the number of positions, before training: a text beyond it is a ValueError."""
     floor = 1e-2
 
     def __init__(self, n_head, head_dim, M=None):
@@ -544,11 +548,11 @@ class T2R(FeatureMap):
 class Hedgehog(FeatureMap):
     """[softmax(y), softmax(-y)], y = W x. Each layer learns its own W (H, d, d), at first the identity.
     Zhang 2024 sec. 4, with the softmax over features of its appendix A. The other forms:
-    exp      [e^(y - max y), e^(min y - y)]: cannot overflow either, but keys lose their size beside others
+    exp      [e^(y - max y), e^(min y - y)]: cannot overflow either, but each key is rescaled by its maximum
     paper    e^(W x + b), equation 3 of the paper, d features
     listing  [e^y, e^-y], y = W x + b, the listing of the appendix: q and k have separate W and b
-    4        one softmax over all 8d features of [y, -y], W (H, 4d, d). W starts as the identity and 3 random
-             rotations, each times 2; any number of maps is possible"""
+    4        one softmax over all 8d features of [y, -y], W (H, 4d, d). W starts as the identity and twice 3
+             random rotations; any number of maps is possible"""
     like_softmax = True
 
     def __init__(self, n_head, head_dim, form=None):
@@ -590,9 +594,9 @@ class Hedgehog(FeatureMap):
 
 class Favor(FeatureMap):
     """FAVOR+: e^(-|x|^2/2) [e^Rx, e^-Rx] / sqrt(2m). E[phi(q).phi(k)] = e^(q.k). Choromanski 2021 sec. 2.3.
-    x is first divided by d^(1/4), which gives softmax's e^(q.k / sqrt(d)). R (m, d) has rows like N(0, I),
-    orthogonal in each block of d; m = d unless given. It is redrawn for each training batch, and it is saved
-    in the checkpoint."""
+    x is first divided by d^(1/4), which gives softmax's e^(q.k / sqrt(d)). R (m, d) has Gaussian rows,
+    orthogonal within each d of them; m = d unless given. It is redrawn for each training batch, and it is
+    saved in the checkpoint."""
     like_softmax = True
 
     def __init__(self, n_head, head_dim, m=None):
@@ -634,7 +638,7 @@ def itself(x):
     return x
 
 def elu1(x):
-    """elu(x) + 1 as a single exp: with a sum it would round to 0 for x < -17 in fp32, for x < -6 in bf16."""
+    """elu(x) + 1 as exp(x) for x < 0: the sum would round to 0 for x < -17 in fp32, for x < -6 in bf16."""
     return x.relu() + x.clamp(max=0).exp()
 
 FEATURE_MAPS = {  # name: constructor (n_head, head_dim, [arg]) -> module with .feature_dim
@@ -676,20 +680,20 @@ NORMALISERS = {
 
 # ---- rules: which gates there are --------------------------------------------------------------------------
 class Rule(NamedTuple):
-    """A row of the table `RULES`. Gates are computed from the layer's input x: beta = sigmoid(x W),
-    times --beta_max in rules that erase; log f = -rate dt, dt = softplus(x W + b); log z likewise. rate 1 gives f = sigmoid(-(x W + b)). Their
-    initial values: Gates in model.py."""
+    """A row of the table `RULES`. Gates are computed from the layer's input x, see `Gates` in model.py:
+    beta = sigmoid(x W), times --beta_max in rules that erase; log f = -rate dt, dt = softplus(x W + b); log z
+    likewise. rate 1 gives f = sigmoid(-(x W + b))."""
     about: str                  # the known model
     phi: str = 'identity'       # feature map, unless the user gives another
     norm: str = 'none'          # normaliser, likewise
     f: str | None = None        # decay along the keys: 'fixed' per head; learned per 'head' or 'channel'
     z: str | None = None        # decay along the values: 'channel'
-    write: str | None = None    # None: 1; 'beta': one per head; 'channel'; '1-f'; 'dt': the softplus of f
+    write: str | None = None    # None: 1; 'beta': one per head; 'channel'; '1-f'; 'dt': that of f
     erase: str | None = None    # 'write': e = w; 'channel': a beta of its own per channel
     rate: float | None = 1.0    # None: learned, one per head
-    keeps: str | None = None    # for softmax: 'all' key/value pairs, or the policy that limits the cache
-    form: Callable | None = None    # for a rule that the equation does not cover: a function with recurrent's
-                                # signature, which is always used in its place
+    keeps: str | None = None    # what is cached: 'all', or by which policy; None: nothing, the state is S
+    form: Callable | None = None    # (none here) for a rule that the equation does not cover: a function with
+                                # recurrent's signature, which is always used in its place
 
     @property
     def matrix(self):

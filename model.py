@@ -6,7 +6,7 @@
 
 The scripts import this file; it has no command of its own. fastweight.py defines what a layer computes. This
 file makes the keys, values, gates and queries for it. Only `pick_forms` imports kernels.py: without that
-file everything but bench.py still works, more slowly.
+file everything but bench.py and the tests still works, more slowly.
 """
 import argparse
 import collections
@@ -350,7 +350,7 @@ class Gates(nn.Module):
         if any(self.sizes):
             self.proj = nn.Linear(n_embd, n_head * sum(self.sizes), bias=False)
         rate = rule.rate or 1.0
-        if rule.rate is None:       # exp(A) of Mamba-2: log f also has a learned scale, at first 1
+        if rule.rate is None:       # Mamba-2's A = exp(log_rate), at first 1
             self.log_rate = nn.Parameter(torch.zeros(n_head, 1, 1))
         if rule.f == 'fixed':       # RetNet: 1 - 2^-5, 1 - 2^-6, ...
             fixed = torch.log1p(-2.0 ** (-5 - torch.arange(n_head)))
@@ -473,7 +473,8 @@ SEGMENT = 512       # steps whose features are in memory at a time, without grad
 
 
 class FastWeights(nn.Module):
-    """The heart of a layer: a writer (`writes`), a form of the recurrence and a reader (`reads`), or a cache.
+    """The heart of a layer. A rule with a matrix has a writer (`writes`), a form of the recurrence and a
+    reader (`reads`). The other rules have a cache.
 
     forward(x, q, k, v, state, t, there):
     x (B, T, n_embd)   q, k, v (B, H, T, head_dim)
@@ -857,12 +858,12 @@ ACTS = {'gelu': functools.partial(F.gelu, approximate='tanh'), 'gelu-erf': F.gel
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then x + MLP(norm(x)). With --conv, each branch first applies a short convolution.
-    A decoder (cross is a rule) has x + cross(norm(x)) between the two.
+    """x + mixer(norm(x)), then x + MLP(norm(x)). After its norm, each of these two branches has a short
+    convolution (--conv=0: none). A decoder (`cross` names a rule) has x + cross(norm(x)) between them.
 
-    With post_norm (BERT), it is u + mixer(u), u = norm(x). In the published form norm(x + mixer(x)), a norm
-    ends each line; here the same norm begins the next line. So BERT's norm of the embeddings is norm1 of the
-    first block, and the last norm of its last block is the norm of the model."""
+    With post_norm (BERT), it is u + mixer(u), u = norm(x). BERT's paper has norm(x + mixer(x)): the norm that
+    ends a branch there begins the next one here. So BERT's norm of the embeddings is norm1 of the first
+    block, and the last norm of its last block is the norm of the model."""
 
     def __init__(self, c, rule, cross=None, causal=True):
         super().__init__()
@@ -884,7 +885,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
 
     def branch(self, norm, x):
-        """x -> where the branch's output is added, and the branch's input"""
+        """x -> base, input: the result will be base + branch(input)"""
         u = norm(x)
         if self.post_norm:
             return u, u

@@ -1,12 +1,11 @@
-"""All claims of this project that can be checked without a GPU and a network; a test's name is the claim.
+"""What must be true of the code, as far as no GPU and no network is needed; a test's name is the claim.
 
     pytest test_all.py                              two to five minutes on two cores
     SLOW=1 pytest test_all.py -k soak               100,000 tokens, kill -9, resuming from every step
-    EXERCISE=1 pytest test_all.py -k exercise       the README's exercises: red until they are solved
+    EXERCISE=1 pytest test_all.py -k exercise       the README's exercises: they fail until solved
 
-Part one is what must be true of the definitions. The README's path has its sections 1 and 2 right after
-`recurrent`; read the others when you know what they use. Then come the exercises, and part two with all else.
-Models of the hub, a server and soaks are last.
+Part one is what must be true of the definitions; the README says where on its path to read it. Then come the
+exercises, and part two with all else. Models of the hub, a server and soaks are last.
 """
 import doctest
 import math
@@ -31,7 +30,7 @@ def seeded():
     torch.manual_seed(0)
 
 def near(found, exact, tol=1e-10):
-    """Equal but for rounding: within tol * max(1, largest entry of exact). Lists: each with each."""
+    """Equal but for rounding: within tol * max(1, largest entry of exact). Lists: item by item."""
     if not torch.is_tensor(exact):
         assert len(found) == len(exact)
         for one, other in zip(found, exact):
@@ -43,7 +42,7 @@ def near(found, exact, tol=1e-10):
             assert error <= tol * max(1, exact.abs().max()), f'differ by {error:.1e}'
 
 def in_parts(step, cuts, T, state=None):
-    """step(start, end, state) -> o, state from cut to cut: all of o along time, and the last state"""
+    """Run step(start, end, state) -> o, state between the cuts -> all of o along time, and the last state"""
     o = []
     for start, end in zip([0, *cuts], [*cuts, T]):
         part, state = step(start, end, state)
@@ -63,20 +62,21 @@ def one_head(*steps):
 
 @every_form
 def test_sum_accumulates_where_delta_overwrites(form):
-    """k1 -> v1, k2 -> v2, then k2 -> v3. Keys are unit vectors, so the columns of S are what is stored."""
-    k = one_head([1, 0], [0, 1], [0, 1])
+    """k1 -> v1, k2 -> v2, then k1 -> v3. Keys are unit vectors along the axes, so column i of S is what key i
+    finds."""
+    k = one_head([1, 0], [0, 1], [1, 0])
     v = one_head([1, 2], [3, 4], [5, 6])
     one = one_head(1, 1, 1)
     o, S = form(k, k, v)
-    near(S, one_head([1, 3 + 5], [2, 4 + 6]))
+    near(S, one_head([1 + 5, 3], [2 + 6, 4]))
     o, S = form(k, k, v, write=one, erase=one)
-    near(S, one_head([1, 5], [2, 6]))
+    near(S, one_head([5, 3], [6, 4]))
     near(o, v)                                  # a step reads after it has written, so it finds its own value
 
 @every_form
 def test_delta_keeps_what_gated_shrinks(form):
-    """k2 -> (5, 6) with strength 1/2. Delta goes half the way there from what k2 had, and leaves k1 alone;
-    forgetting by 1/2 also shrinks what k1 has, which was not written. Schlag 2021, appendix B."""
+    """k2 -> (5, 6) with strength 1/2. Delta moves k2's value half the way to (5, 6) and leaves k1 alone. The
+    gated rule (w = f = 1/2) also shrinks what k1 finds, which was not written. Schlag 2021, appendix B."""
     S = one_head([1, 3], [2, 4])                # k1 -> (1, 2), k2 -> (3, 4)
     k, v, half = one_head([0, 1]), one_head([5, 6]), one_head(.5)
     near(form(k, k, v, write=half, erase=half, S=S)[1], one_head([1, 4], [2, 5]))
@@ -84,16 +84,16 @@ def test_delta_keeps_what_gated_shrinks(form):
 
 def test_delta_learns_keys_that_are_alike():
     """Two keys at 60 degrees: written once, they disturb each other. Shown again and again, delta gets both
-    right, since each write is a step down the gradient of |v - S k|^2 / 2."""
+    right: each write is a step of gradient descent on |v - S k|^2 / 2."""
     k, v, one = one_head([1, 0], [.5, .75 ** .5]), one_head([1, 2], [3, 4]), one_head(1, 1)
-    _, S = recurrent(k, k, v, one, one)
+    _, S = recurrent(k, k, v, write=one, erase=one)
     assert (k @ S.mT - v).abs().max() > 1
     for again in range(30):
-        _, S = recurrent(k, k, v, one, one, S=S)
+        _, S = recurrent(k, k, v, write=one, erase=one, S=S)
     near(k @ S.mT, v)
 
 def test_the_numbers_in_the_docstrings_are_true():
-    """fastweight.py's worked examples; `python fastweight.py` prints the first."""
+    """fastweight.py's worked examples."""
     failures, examples = doctest.testmod(fastweight)
     assert examples and not failures
 
@@ -101,7 +101,7 @@ def test_the_numbers_in_the_docstrings_are_true():
 # ---- 2. The equation, and its forms ------------------------------------------------------------------------
 
 K, V = 6, 5                 # features of keys, of values: odd sizes, and not the same, on purpose
-GATES = {           # channels of log_f, log_z, write, erase; does it erase by a number, does it normalise
+GATES = {           # channels of log_f, log_z, write, erase; erase: one number per head, beside that of write
     'sum': dict(), 'attn': dict(normalise=True), 'attn, decays': dict(f=K, z=1, normalise=True),
     'head': dict(f=1), 'values': dict(z=V), 'both': dict(f=K, z=V), 'delta': dict(erase=True),
     'delta, head': dict(f=1, erase=True), 'delta, values': dict(z=V, erase=True),
@@ -126,7 +126,7 @@ def inputs(f=0, z=0, w=0, e=0, erase=False, normalise=False, T=13, dtype=f64):
     return given, normalise
 
 def with_gradients(form, given, normalise, **options):
-    """o, S, and the gradients of one fixed mixture of both to everything that was given."""
+    """o, S, and the gradients of one fixed function of both with respect to every input."""
     given = {name: x.detach().requires_grad_() for name, x in given.items()}
     o, S = form(**given, normalise=normalise, **options)
     mixture = (o * torch.linspace(-1, 1, o.numel()).view_as(o)).sum() + S.square().sum() / 2

@@ -9,8 +9,9 @@
 
 Writes out/ckpt.safetensors (weights, optimiser, step), out/best.safetensors (weights) and out/log.jsonl. The
 final figures go to out/result.json. All random numbers depend only on the seed, the step and the process. So
-a resumed run ends in the same bits if the number of threads stays the same (--threads=N pins it). If you resume
-with more --steps, the cosine is stretched over them.
+a resumed run ends in the same bits if the number of threads stays the same (--threads=N pins it). If you
+resume with more --steps, the cosine is stretched over them.
+
 This file, in order: machine, threads, sharding, batches of data, the optimiser and its loop, a run.
 """
 import csv
@@ -41,7 +42,7 @@ from model import (GPT, OF_DATA, Config, beyond_memory, fill, flag, idle, known,
                    without_beta)
 
 BAD_STEPS = 10      # the run ends after this many non-finite steps in a row
-MUON = 4.0          # Muon's rate is this times --lr: its steps have singular values near 1, not entries
+MUON = 4.0          # Muon's rate is this times --lr: singular values of its steps, not entries, are near 1
 WARMUP = 0.05       # share of the steps; after the warm-up, a cosine to 0
 PART = 65536        # evaluations during training read this many tokens of a validation text,
 TASK_ROWS = 500     # and at least this many rows of a task, since a row may have only one target
@@ -487,9 +488,9 @@ def record(script, flags, seeds, figures):
 # ---- the optimiser and its loop ----------------------------------------------------------------------------
 
 def adamw(model, lr, weight_decay, device, fast=(), times=1.0, without=()):
-    """AdamW over all parameters that require gradients. Weight decay applies to matrices only: not to gains,
-    gate biases (H, 1, K) or feature maps (H, m, d). Parameters named in `fast` get `times` the learning rate.
-    Those named in `without` are left out."""
+    """AdamW over all parameters that require gradients. Weight decay applies to parameters with two axes: not
+    to gains, gate biases (H, 1, K) or feature maps (H, m, d). Parameters named in `fast` get `times` the
+    learning rate. Those named in `without` are left out."""
     groups = {}
     for name, p in model.named_parameters():
         if p.requires_grad and name not in without:
@@ -603,7 +604,7 @@ def unpack_optimiser(model, opt, tensors, whole=True):
 
 
 def lr_at(step, steps, peak):
-    """The learning rate of a step (the first is 0): a linear warm-up, then a cosine to 0."""
+    """The learning rate of a step (the first is 0): the smaller of a linear warm-up and a cosine to 0."""
     warm = (step + 1) / max(1, WARMUP * steps)
     return peak * min(warm, 0.5 + 0.5 * math.cos(math.pi * step / steps))
 
@@ -621,13 +622,13 @@ def average(model, loss, world):
 
 
 def optimise(model, opt, loss, steps, lr, seed, done=0, clip=1.0, rank=0, world=1):
-    """The training loop, from step `done` to `steps`, with warm-up and cosine. After each step it yields the
-    steps done, the loss (1,), the gradient's norm before clipping, and whether both are finite. If they are
-    not, the step changes no weights, and the caller decides whether to go on.
+    """The training loop, with warm-up and cosine. `done` steps are done already, and it ends after `steps`.
+    After each step it yields the steps done, the loss (1,), the gradient's norm before clipping, and whether
+    loss and norm are finite. If not, the step changes no weights, and the caller decides whether to go on.
 
-    loss(step) runs forward and backward and returns the detached loss (1,); its first step is 0. Its random
+    loss(step) runs forward and backward and returns the detached loss (1,); steps count from 0. Its random
     numbers, dropout included, depend only on (seed, step, rank), so a stopped run can be resumed exactly.
-    The clipped gradients stay until the next step begins."""
+    The clipped gradients stay until the next step begins, for the caller to look at."""
     for step in range(done, steps):
         for group in opt.param_groups:
             group['lr'] = group['times'] * lr_at(step, steps, lr)
@@ -914,7 +915,7 @@ def main(argv):
     torch.manual_seed(args.seed)
     model = built(args, config, data, weights)
     opt = OPTIMISERS[args.optimizer](model, args.lr, args.weight_decay, device)
-    states = [None] * args.accum                            # of --carry, one per batch
+    states = [None] * args.accum                            # of --carry, one per batch; data.learn fills them
     if args.resume:
         states = restore(args, header, data, model, opt)
     log = open(os.devnull, 'w') if rank > 0 else log_of(args)           # noqa: SIM115

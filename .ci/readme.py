@@ -211,6 +211,7 @@ def commands(text):
     found = []
     for block, inline in re.findall(r'```\n(.*?)```|`([^`]+)`', text, re.S):
         for line in block.splitlines() or [' '.join(inline.split())]:
+            line = line.partition('  #')[0].rstrip()        # a remark
             if re.match(r'(\w+=\w+ )?(pip|python|torchrun|pytest) ', line):
                 found.append(line)
     return sorted(found, key=lambda command: '&&' not in command)
