@@ -14,8 +14,8 @@
 A model of train.py's default size takes six minutes on one core, controls included. The steps, in order:
 
     swap         Make a student: the teacher's weights, but other rules in place of softmax. Feature maps and
-                 gates are new parameters. The decays begin so slow that a head remembers as far back as the
-                 teacher's looks.
+                 gates are new parameters. The decays begin so slow that a head remembers as far as its
+                 teacher sees.
     distil       Stage 1 trains the new parameters, or whole mixers (attention layers). Each layer learns to
                  imitate the teacher's layer on the teacher's inputs.
     fine-tune    Stage 2 trains all weights, or LoRA, on the teacher's distribution or on the next token.
@@ -26,7 +26,8 @@ A model of train.py's default size takes six minutes on one core, controls inclu
 What is recovered is the teacher's perplexity over the student's (of a task: the student's accuracy over the
 teacher's). A recipe is a list of flags (RECIPES). Flags that you give override it. Writes ckpt.safetensors,
 log.jsonl, result.json (the student's figures) and convert.json into --out. convert.json has the tables, and
-the attention weights of one query for a picture.
+the attention weights of one query for a picture. In the tables, `recovered a byte` is the same per byte of
+text, `of the tuned` beside the better control, `order kept` the share of pairs of keys in the order of q.k.
 """
 import copy
 import dataclasses
@@ -56,7 +57,7 @@ from train import (QUIET, Rows, adamw, answers, bits_a_nat, blocks, check_thread
                    too_many_rows, unpack_optimiser)
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
-# kind of feature map (README, Limits). pure and hybrid first copy the teacher's hidden states layer by layer.
+# kind of feature map (README, Limits). pure and hybrid first imitate its hidden states layer by layer.
 RECIPES = {
     'pure': '--rule=gla-beta --distil=hidden --learn=mixer --distil_lr=1e-2 --faster=5',
     'hybrid': '--rule=window --cache=64 --overflow=gla-beta:hedgehog:4 --distil=hidden --distil_lr=1e-3 '
@@ -142,7 +143,8 @@ def swap(teacher, changes, places=PLACES):
                              f'--norm={memory.norm}, which are flags of all layers: give these, not '
                              f'--phi={twin.map} --norm={twin.norm}')
     if student.config.all_rules() == old.all_rules():
-        raise ValueError(f'--rule={old.rule} --layers={old.layers}: nothing of the teacher would change')
+        flags = f'--layers={old.layers}' if old.layers else f'--rule={old.rule}'
+        raise ValueError(f'{flags}: nothing of the teacher would change')
     missing, extra = fill(student, teacher.state_dict(),
                           'the teacher\'s weights do not fit these rules and maps',
                           strict=False, assign=True)
@@ -298,10 +300,11 @@ def unshare(student, names):
 
 
 def mismatch(kind, seen, student):
-    """The loss of stage 1: a scalar that compares a mixer of the student with the teacher's, on the teacher's
-    input. It is the mean over the positions without padding.
-        hidden    mean square error of the layer's output (MOHAWK, arXiv:2408.10189)
-        ce        cross entropy of the attention weights, -sum_s a_ts log w_ts (Zhang 2024, eq. 4)
+    """The loss of stage 1: a scalar that compares a mixer (attention layer) of the student, or for `hidden` a
+    block, with the teacher's, on the teacher's input. Mean over the positions without padding.
+        hidden    mean square error of the block's output (MOHAWK, arXiv:2408.10189)
+        ce        cross entropy -sum_s a_ts log w_ts of the teacher's weights a, the student's w (Zhang 2024,
+                  eq. 4)
         mse       mean square error of the attention output, over the teacher's variance (LoLCATs,
                   arXiv:2410.10254)
     seen: what GPT.through yields for the teacher"""
@@ -784,8 +787,8 @@ def stopped(given, changes):
     out = given.get('out', Args.out)
     files = stages(out)
     if not files:
-        raise ValueError(f'--resume: no conversion was stopped in --out={out}, or none of its '
-                         'stage-*.safetensors is whole: then delete them, and start anew')
+        raise ValueError(f'--resume: no conversion was stopped in --out={out}. If one was finished there, '
+                         'there is nothing to resume; if its stage-*.safetensors are damaged, delete them')
     said = read_stage(files[0])[1]
     began = said.args | said.changes | {'resume': True}
     for name, value in (given | changes).items():
@@ -910,6 +913,8 @@ def main(argv):
         'args': dataclasses.asdict(args), 'config': dataclasses.asdict(student.config), 'distil': kind,
         'table': run.table, 'tuned': tuned, 'layers': layers, 'query': query, 'state': state})
     source = ' --source="..."' if student.config.source else ''
+    if args.export:
+        print(f'{args.export} is a folder for sample.py and convert.py; transformers does not know its rules')
     print(f'{args.out}/convert.json has these tables; python sample.py --init={args.out}/ckpt.safetensors'
           f'{source}')
     forget(args.out)

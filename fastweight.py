@@ -86,9 +86,10 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
     ->  o (B, H, T, V), last S (fp32; fp64 for fp64 inputs)
     A gate that is None has no effect: w = 1, e = 0, f = z = 1. S = None starts from 0.
     Log-decays are clamped at LOG_MIN = -5 per step.
-    normalise: o_t is divided by max(n_t . q_t, floor), n the sum of the keys, written and decayed like the
-    values. With features >= 0, o_t is then an average of the values. Katharopoulos 2020 sec. 3.2. ValueError
-    for normalise with erase, or with a vector write or log_z: `refuse_mean` says why.
+    normalise: o_t is divided by max(n_t . q_t, floor). n is the row of S that a value of always 1 would get:
+    the sum of the keys, written and decayed. With features >= 0, o_t is then an average of the values.
+    Katharopoulos 2020 sec. 3.2. ValueError for normalise with erase, or with a vector write or log_z:
+    `refuse_mean` says why.
     From Schlag 2021 sec. 4.2 (w = e = beta), Mao 2022 (f, z), Peng 2021 (f = g, w = 1-g), KDA (f, w = e),
     Gated DeltaNet-2 (f, w, e).
 
@@ -118,9 +119,9 @@ def refuse_mean(write, erase, log_z):
                              'own')
 
 def start(q, k, v, write, erase, log_f, log_z, S, normalise):
-    """The first lines of every form of the recurrence: convert to fp32 (fp64 stays), clamp log-decays, set
-    S_0 = 0. Absent gates stay None. normalise appends a value channel that is always 1, so the last row of S
-    is n.  ->  q, k, v; w, e, log_f, log_z (B, H, T, .); S"""
+    """The first lines of all that computes the recurrence: convert to fp32 (fp64 stays), clamp log-decays,
+    set S_0 = 0. Absent gates stay None. normalise appends a value channel that is always 1, so the last row
+    of S is n.  ->  q, k, v; w, e, log_f, log_z (B, H, T, .); S"""
     if normalise:
         refuse_mean(write, erase, log_z)
         v = F.pad(v, (0, 1), value=1.0)
@@ -188,8 +189,9 @@ def finish(o, normalise, floor, dtype):
 #        A = tril(y x^T)         L = tril(r x^T, -1)     S_m = exp(m) S, S decayed up to the middle step
 #        (I + L) U = w * V - r S_m^T
 #        O = A U + y S_m^T       S' = exp(a_C - m) (S_m + U^T x)
-# 4. one decay per channel, for keys and values. For the keys, the factors become vectors and nothing else
-#    changes. The values get the same kind of factors. Let c be the running sum of log z, and c_m its middle:
+# 4. one decay per channel, for keys and values. For the keys, the factors become vectors, exp(m) scales the
+#    columns of S, and nothing else changes. The values get the same kind of factors. Let c be the running sum
+#    of log z, and c_m its middle:
 #        (I + L) U = exp(c_m - c) (w * V) - r S_m^T      O = exp(c - c_m) (A U + y S_m^T)
 #    The rows of S_m get exp(c_m), those of S' get exp(c_C - c_m). The term r S_m^T needs no factor: what the
 #    key finds is read with exp(c - c_m) and written with exp(c_m - c), and these cancel.
@@ -198,8 +200,8 @@ def finish(o, normalise, floor, dtype):
 # middle. At -5 per step its factors stay within exp(+-40). If keys and values both decay, autograd multiplies
 # the gradient of a key factor by value factors: up to exp(80), and fp32 ends at exp(88). The backward that
 # kernels.py writes out needs no gradient of a factor. (With decay on one side only, 32 steps would be safe
-# here, too.) A trap: above the diagonal exp(a_t - a_s) has s after t, and in a longer chunk it is inf. If it
-# is masked too late, its gradient is inf * 0 = NaN.
+# here, too.) A trap: above the diagonal exp(a_t - a_s) has s after t, and in a longer chunk it is inf. Masked
+# after the product, as below, its gradient would be inf * 0 = NaN.
 DECAYING = 16
 
 def factors(log_decay):
@@ -551,8 +553,8 @@ class Hedgehog(FeatureMap):
     exp      [e^(y - max y), e^(min y - y)]: cannot overflow either, but each key is rescaled by its maximum
     paper    e^(W x + b), equation 3 of the paper, d features
     listing  [e^y, e^-y], y = W x + b, the listing of the appendix: q and k have separate W and b
-    4        one softmax over all 8d features of [y, -y], W (H, 4d, d). W starts as the identity and twice 3
-             random rotations; any number of maps is possible"""
+    4        one softmax over all 8d features of [y, -y], W (H, 4d, d). W starts as the identity and 3 random
+             rotations, these times 2; any number of maps is possible"""
     like_softmax = True
 
     def __init__(self, n_head, head_dim, form=None):
@@ -712,7 +714,7 @@ RULES = {
     'decay': Rule('decaying fast weights, Mao 2022', f='channel', z='channel'),
     'retention': Rule('RetNet, Sun 2023', f='fixed'),
     'gla': Rule('gated linear attention, Yang 2023', f='channel', rate=1 / 16),
-    'gla-beta': Rule('GLA as a weighted average, with a weight for each value', 'hedgehog', 'attn',
+    'gla-beta': Rule('GLA as a weighted average, its values written by beta', 'hedgehog', 'attn',
                      f='channel', write='beta', rate=1 / 16),
     'mamba2': Rule('Mamba-2, Dao 2024: a longer step dt writes more and forgets more', 'silu', f='head',
                    write='dt', rate=None),

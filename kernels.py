@@ -6,7 +6,7 @@
     y = shifted_sum(x, w)                                                        model.shifted_sum
     step = recorded(model, token, state, choose)                                 model.step
 
-Without this file everything but bench.py still works, more slowly. model.pick_forms imports it.
+Without this file everything but bench.py and the tests still works, more slowly. model.pick_forms imports it.
 """
 import collections
 import contextlib

@@ -143,9 +143,10 @@ class Config:
             'even; or --pos=none')
         yield len(pattern) > self.n_layer, (
             f'--layers={self.layers}: more rules than --n_layer={self.n_layer} layers')
-        yield (self.phi or self.norm) and not any(rule.matrix for rule in rules), (
-            f'--phi={self.phi} --norm={self.norm}: {", ".join(pattern)} has its own kernel and normaliser; '
-            'leave them out (a matrix beside rows has its map from --overflow)')
+        given = ' '.join(f'--{name}={getattr(self, name)}' for name in ('phi', 'norm') if getattr(self, name))
+        yield given and not any(rule.matrix for rule in rules), (
+            f'{given}: {", ".join(pattern)} has its own kernel and normaliser; leave it out (a matrix beside '
+            'a cache has its map from --overflow)')
         erases = any(rule.erase for rule in rules)
         yield self.writes > 1 and not erases, (
             f'--writes={self.writes} with --rule={self.rule}: it erases nothing, so several writes are one '
@@ -155,9 +156,9 @@ class Config:
             'that is read step by step; leave it out')
         yield self.writes > 1 and self.pos == 'rope', (
             f'--writes={self.writes} with --pos=rope: a place has several keys; take another --pos')
-        yield kept and not self.cache and not over, '--cache=0: at least 1 row, or --overflow takes them all'
+        yield kept and not self.cache and not over, '--cache=0: give at least 1, or --overflow takes them all'
         yield 'sink' in kept and self.sinks >= max(1, self.cache), (
-            f'--sinks={self.sinks}: fewer than --cache={self.cache}, or no new row is kept')
+            f'--sinks={self.sinks}: fewer than --cache={self.cache}, or no new token is kept')
         yield over and (not kept or kept - {'window', 'sink'}), (
             f'--overflow={self.overflow} takes the rows that --rule=window or sink evicts; leave it out with '
             f'{", ".join(pattern)}')
@@ -261,9 +262,9 @@ PLAIN = Forms()         # for a module on its own; GPT.use sets others
 
 
 def pick_forms(impl='auto'):
-    """'loop', 'chunk', 'fused' or 'auto' -> Forms. The choice is made here only, and besides bench.py only
-    this function imports kernels.py. ValueError for 'fused' without that file. Other errors of the import are
-    raised as they are."""
+    """'loop', 'chunk', 'fused' or 'auto' -> Forms. The choice is made here only, and besides bench.py and the
+    tests only this function imports kernels.py. ValueError for 'fused' without that file. Other errors of the
+    import are raised as they are."""
     definition = '--impl=loop runs fastweight.recurrent, the definition'
     why = 'chunk (plain torch and autograd)'
     if impl == 'loop':
@@ -271,7 +272,7 @@ def pick_forms(impl='auto'):
     if impl != 'chunk':
         try:
             import kernels
-            why = 'fused (kernels.py: Triton on a GPU, else batched products)'
+            why = 'fused (kernels.py: batched products, on a GPU Triton)'
             return Forms(kernels.chunked, kernels.bounded, kernels.shifted_sum, kernels.recorded,
                          impl=impl, why=f'{why}; {definition}')
         except ModuleNotFoundError as e:
@@ -332,10 +333,10 @@ class Gates(nn.Module):
 
     beta = beta_max sigmoid(x W)   log f = -rate softplus(x W + b)   log z likewise
 
-    b starts so that f is 1 - 1/tau where x W = 0: a memory of about tau steps, see `start_bias`. With beta up
-    to 2, I - beta k k^T can have the eigenvalue -1, so a state can alternate (Grazzi 2024, arXiv:2411.12537).
-    GLA and KDA make W low-rank to save parameters. Here it is full, as in Mao 2022. With n writes per token,
-    `recurrent` runs n T steps; only a token's first step forgets."""
+    b starts so that f is 1 - 1/tau where x W = 0: a memory of about tau steps, see `start_bias`. Delta
+    multiplies S by I - beta k k^T. With beta up to 2 it can have the eigenvalue -1, so a state can alternate
+    (Grazzi 2024, arXiv:2411.12537). GLA and KDA make W low-rank to save parameters. Here it is full, as in
+    Mao 2022. With n writes per token, `recurrent` runs n T steps; only a token's first step forgets."""
     def __init__(self, rule, n_embd, n_head, K, V, beta_max=1.0, n=1):
         super().__init__()
         self.rule = rule
@@ -442,7 +443,7 @@ def mistakes_at_once(name, norm):
         f'--rule={name}: its form goes step by step, but encoder and cross attention see all at once; take '
         'another --encoder_rule, --cross')
     yield rule.bounded, (
-        f'--causal=false --rule={name}: rows are evicted step by step, but an encoder sees all at once; take '
+        f'--causal=false --rule={name}: it evicts step by step, but an encoder sees all at once; take '
         'softmax, or fast weights')
     yield rule.erase and norm == 'attn', (
         f'--rule={name} --norm=attn divides by the keys so far, but an encoder sees all at once; take '
@@ -1491,7 +1492,8 @@ def folder_of(source, revision):
 
 
 def load(source, device='cpu', revision='main', **changes):
-    """Load a checkpoint, a folder in the hub's layout, or a model on the hub, by name -> model, meta.
+    """Load a checkpoint, a folder in the hub's layout, or a model on the hub, by name -> model, meta. Call
+    model.eval() before it writes: in training mode dropout acts, and random features are redrawn.
     meta: data (name, tokenizer, ...), step, config, and tensors, which `save` got as extra. changes: flags of
     `Swap`. ValueError, with the source, if something is missing, damaged or of another kind."""
     source = str(source)
@@ -1639,7 +1641,7 @@ def idle(given, config):
     yield given.get('layers') and 'rule' in given, (
         f'--rule={given.get("rule")} --layers={given.get("layers")}: give one of them')
     yield 'cache' in given and not kept, (
-        f'--cache={config.cache}: {rules} keeps no such rows; leave it out')
+        f'--cache={config.cache}: {rules} limits no cache; leave it out')
     yield 'sinks' in given and 'sink' not in kept, (
         f'--sinks={config.sinks}: they are of --rule=sink, not of {rules}; leave it out')
     yield from without_beta(given, config)

@@ -9,12 +9,12 @@
 
 If the model is a classifier, the prompt is classified: each class is printed with its probability.
 
-Only the text goes to standard output; messages go to standard error.
+Only what is written goes to standard output, without the prompt; messages go to standard error.
 
 A state is everything that a model keeps of what it has read: for each layer a matrix S of fast weights, or
 keys and values, and the last inputs of the convolutions. It does not grow with the text, except with softmax.
-The last token is not in it, since the next step reads that token; so the file has it beside the state. A
-state file belongs to one model, by the digest of its weights, and to the flags that changed the model.
+The file also keeps the last token, which the next step reads. A state file belongs to one model, by the
+digest of its weights, and to the flags that changed the model.
 """
 import base64
 import dataclasses
@@ -273,7 +273,7 @@ def write_page(args, model, meta, tokens):
             layer['gone'] = found['gone'][0].tolist()
         layers.append(layer)
     texts = [added(tokens[max(0, i - LOOK_BACK):i], [token], meta['data']) for i, token in enumerate(tokens)]
-    about = f'{args.init}, step {meta["step"]}, {number(len(tokens), "token")}'
+    about = f'{args.init}, {number(len(tokens), "token")}'
     run = json.dumps({'about': about, 'tokens': texts, 'layers': layers})
     run = run.replace('<', '\\u003c')           # no text ends the script in which it stands
     with open(PAGE, encoding='utf-8') as f:
@@ -379,7 +379,7 @@ def complete(args, model, meta):
     if args.html and read + args.tokens > ON_A_PAGE:
         raise ValueError(f'--html: {read:,} tokens of prompt and {args.tokens:,} to write, but a page shows '
                          f'at most {ON_A_PAGE:,}; give fewer')
-    say(f'{",".join(c.rules())} from {args.init}, step {meta["step"]}; {model.why}')
+    say(f'{",".join(c.rules())} from {args.init}; {model.why}')
     left = c.block_size - read - (int(state[0]['t']) if state else 0)
     if c.source:                                            # a row ends, with or without an end
         args.tokens = min(args.tokens, left + 1)
@@ -405,8 +405,8 @@ def complete(args, model, meta):
     ms = 1e3 * torch.tensor(times, dtype=torch.double).diff()
     if len(ms):
         tenth = max(1, len(ms) // 10)                       # do steps take longer as the text grows?
-        speed = (f', {1e3 * args.samples / ms.mean():,.0f} tokens/s: {ms.mean():.2f} ms a step with what is '
-                 f'done once, first tenth {ms[:tenth].mean():.2f}, last {ms[-tenth:].mean():.2f}')
+        speed = (f', {1e3 * args.samples / ms.mean():,.0f} tokens/s: {ms.mean():.2f} ms a step (the first '
+                 f'tenth of them {ms[:tenth].mean():.2f}, the last {ms[-tenth:].mean():.2f})')
     else:
         read -= 1                                           # the last one waits for a step
     growth = 'growing' if 'all' in c.keeps() else 'whatever the length'

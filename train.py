@@ -7,10 +7,11 @@
     torchrun --nproc_per_node=2 train.py --rule=delta         the same training in two processes; add --fsdp
                                                               to keep only half of the model in each
 
-Writes out/ckpt.safetensors (weights, optimiser, step), out/best.safetensors (weights) and out/log.jsonl. The
-final figures go to out/result.json. All random numbers depend only on the seed, the step and the process. So
-a resumed run ends in the same bits if the number of threads stays the same (--threads=N pins it). If you
-resume with more --steps, the cosine is stretched over them.
+Each evaluation writes out/ckpt.safetensors (weights, optimiser, step) and out/best.safetensors (the weights
+with the lowest validation loss so far); out/log.jsonl has the losses, out/result.json the final figures. All
+random numbers depend only on the seed, the step and the process. So a resumed run ends in the same bits if
+the number of threads stays the same (--threads=N pins it). If you resume with more --steps, the cosine is
+stretched over them.
 
 This file, in order: machine, threads, sharding, batches of data, the optimiser and its loop, a run.
 """
@@ -61,7 +62,8 @@ class Args:
                                'sentences and their translations (a.en:a.de)')
     tokenizer: str = flag('', f'for texts: {prepare.OF_TEXTS}; default: that of the data or the checkpoint')
     out: str = flag('out', 'folder for checkpoints and the log')
-    resume: bool = flag(False, 'continue the run whose checkpoint is in --out')
+    resume: bool = flag(False, 'continue the run whose checkpoint is in --out, from its last evaluation on; '
+                               'flags of training may be changed, those of the model not')
     init: str = flag('', 'start from the weights of a checkpoint or hub model; flags may adapt it')
     steps: int = flag(6400, 'optimiser steps', low=1, high=10 ** 9)
     batch_size: int = flag(4, 'rows per step, over all processes', low=1, high=2 ** 20)
@@ -363,8 +365,8 @@ class Rows:
         return rows(self.train, begin, self.T, self.meta, self.device)
 
     def learn(self, model, states, step):
-        """Forward and backward of all batches of a step -> its loss (1,). states: the initial state of each
-        batch; None without carry. With carry, each is replaced by its final state."""
+        """Forward and backward of all batches of a step -> its loss (1,). states: one initial state per
+        batch, each None without carry. With carry, each is replaced by its final state."""
         total = torch.zeros(1, device=self.device)
         for i, state in enumerate(states):
             x, y = self.batch(step, i)
@@ -622,9 +624,10 @@ def average(model, loss, world):
 
 
 def optimise(model, opt, loss, steps, lr, seed, done=0, clip=1.0, rank=0, world=1):
-    """The training loop, with warm-up and cosine. `done` steps are done already, and it ends after `steps`.
-    After each step it yields the steps done, the loss (1,), the gradient's norm before clipping, and whether
-    loss and norm are finite. If not, the step changes no weights, and the caller decides whether to go on.
+    """The training loop, with warm-up and cosine; lr is the peak. `done` steps are done already, and it ends
+    after `steps`. After each step it yields the steps done, the loss (1,), the gradient's norm before
+    clipping, and whether loss and norm are finite. If not, the step changes no weights, and the caller
+    decides whether to go on.
 
     loss(step) runs forward and backward and returns the detached loss (1,); steps count from 0. Its random
     numbers, dropout included, depend only on (seed, step, rank), so a stopped run can be resumed exactly.
@@ -663,11 +666,11 @@ def settings(argv):
         return args, model.config, model.state_dict(), {'data': data}
     if not args.resume:
         config = Config(**given_model)
-        refuse(without_beta(given_model, config))
-        if config.layers:
-            refuse(idle(given_model, config))
+        refuse(idle(given_model, config))
         return args, config, {}, {}
     path = f'{args.out}/ckpt.safetensors'
+    if not os.path.exists(path):
+        raise ValueError(f'--resume: {path}: no such file; a run saves every --eval_every steps')
     model, meta = load(path)
     if 'best' not in meta:
         raise ValueError(f'{path}: holds no training run, only a model')
@@ -678,7 +681,7 @@ def settings(argv):
                              'with another --out')
     args = Args(**{**run_of(meta, path).args, **given, 'out': args.out})        # new flags override the run's
     if args.steps <= meta['step']:
-        raise ValueError(f'{path}: at step {meta["step"]} of {args.steps} already; give more steps')
+        raise ValueError(f'{path}: has done {meta["step"]} steps; --steps={args.steps} is not more')
     return args, model.config, model.state_dict(), meta
 
 
@@ -697,9 +700,10 @@ def mistakes(args, config, data, model):
     least = data.T + 2
     if 'row' in meta:
         least = 2 * data.T                                      # inputs, then targets
+    or_more = ', or more --val_tokens' if args.val_tokens else ''
     yield min(len(data.train), len(data.val)) < least, (
-        f'{of} --val_tokens={args.val_tokens}: {len(data.train)} training and {len(data.val)} validation '
-        f'tokens, but a row takes {least}; give a longer text, a smaller --block_size or more --val_tokens')
+        f'{of} --block_size={data.T}: {len(data.train)} training and {len(data.val)} validation tokens, '
+        f'expected at least {least} each; give a longer text, a smaller --block_size{or_more}')
     yield args.init and lies_in(args.init, args.out), (
         f'--out={args.out}: there lies the model that --init names; take another folder')
     yield args.fsdp and data.world == 1, (
@@ -774,6 +778,8 @@ def log_of(args):
         pass
     if not args.resume:
         log.truncate(0)
+        if os.path.exists(f'{args.out}/ckpt.safetensors'):
+            say(f'--out={args.out} holds a model already, which the first evaluation replaces')
     return log
 
 
@@ -845,7 +851,9 @@ def opening(model, data, args, run, log):
     said = (f'{",".join(config.rules())} | {size / 1e6:.2f} M parameters | '
             f'{args.data}: {len(data.train):,} + {len(data.val):,} tokens of {config.vocab_size} | '
             f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {number(threads, "thread")}\n'
-            f'recurrence: {model.why}')
+            f'saved every {number(args.eval_every, "step")}')
+    if config.keeps() != {'all'}:
+        said += f'; recurrence: {model.why}'
     tell(log, said, config=dataclasses.asdict(config), **run, data=about, commit=commit(),
          device=str(data.device), params=size, threads=threads)
 
@@ -932,6 +940,8 @@ def main(argv):
     times = []                                              # seconds of each step since the last line
     seconds = 0.0                                           # of all steps together
     since = time.perf_counter()
+    start = data.of_start()                                 # of the validation rows that are read in training
+    told = 'validation' if len(start) == len(blocks(len(val), data.T, meta)) else 'start of validation'
     # data.learn does forward and backward, `optimise` clips and steps; this loop logs, evaluates and saves
     steps = optimise(model, opt, learn, args.steps, args.lr, args.seed, first, args.clip, rank, world)
     for done, loss, norm, good in steps:
@@ -957,9 +967,9 @@ def main(argv):
         if evaluates:
             if threads and done < args.steps:
                 threads.again(ms, 1e-3 * ms * args.eval_every)
-            judged, right = data.evaluate(model, data.of_start(), told='start of validation')
-            tell(log, f'step {done:5d} | start of validation: {score(meta, judged, right)}', step=done,
-                 val_loss=judged, accuracy=right)
+            judged, right = data.evaluate(model, start, told=told)
+            tell(log, f'step {done:5d} | {told}: {score(meta, judged, right)}', step=done, val_loss=judged,
+                 accuracy=right)
             run.update(step=done, data=meta)
             if judged < best:
                 best = judged

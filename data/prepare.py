@@ -656,8 +656,7 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
         choices = row['tokenizer']
         possible = kind == choices
     if not possible:
-        raise ValueError(f'{name} is not in the tokens wanted, {kind}: it can be in {choices} (ids are '
-                         f'numbers of which no text is known here){remedy(wish)}')
+        raise ValueError(f'{name}: its tokens can be {choices}, not {kind}{remedy(wish)}')
     if (url and 'files' not in row) or (file and not {'files', 'text'} & set(row)):
         raise ValueError(f'--url and --file mean nothing for {name}: it is not fetched')
     folder = place(name, root, wish)
