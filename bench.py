@@ -1801,7 +1801,7 @@ ROWS = [
             'fwm tanh': over(TO_200, 1.5, 4.83, 9.02, 30.3, 42.4, 56, 59.8, 74.8, 85.3, 95.5)}),
     Suite(
         'recall', 'accuracy by feature map, from scratch and converted', runs, 'seeds steps only',
-        {'steps': 300},
+        {'steps': 1000},
         lines={
             'softmax': '--rule=softmax', 'delta': DELTA, 'delta dpfp:2': f'{DELTA} --phi=dpfp:2',
             **{phi: f'--rule=sum --phi={phi}' for phi in (
@@ -1809,7 +1809,7 @@ ROWS = [
             'cosformer': '--rule=sum --phi=cosformer:128'},
         ways={                  # a convolution or a first layer must bring keys to values
             'one layer': Way(
-                'recall-kept', '--n_layer=1 --n_head=1 --n_embd=16 --lr=1e-2 --batch_size=64', 2000),
+                'recall-one', '--n_layer=1 --n_head=1 --n_embd=16 --lr=1e-2 --batch_size=64', 4000),
             'two, no conv': Way('recall-kept', f'{NO_CONV} --n_head=4', 3000, full=True),
             'from softmax': Way(            # converts softmax, then trains all weights
                 'recall-kept', f'{NO_CONV} --n_head=1', 3000, how='--batch_size=32 --lr=1e-3',

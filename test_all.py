@@ -2156,6 +2156,8 @@ def test_generated_tasks_are_what_the_papers_say():
             for t in range(128):
                 seen = dict(zip(row[1:t:2], row[2:t + 1:2]))
                 assert target[t] == (seen.get(row[t], 40) if t % 2 else 40)
+        x, y = tasks.recall(9, np.random.default_rng(0), 40, True, keep=keep, every=False)
+        assert [dict(zip(row[1:-1:2], row[2::2]))[row[-1]] for row in x] == y[:, 0].tolist()
     for row, target in zip(*tasks.mqar(50, np.random.default_rng(0), 8192, True)):
         keys, values = row[0:16:2], row[1:16:2]
         at = np.flatnonzero(target < 8192)

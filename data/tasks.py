@@ -29,16 +29,16 @@ import numpy as np
 
 # ---- recall ------------------------------------------------------------------------------------------------
 
-def recall(rows, rng, vocab, training, length=128, keep=False):
+def recall(rows, rng, vocab, training, length=128, keep=False, every=True):
     """Associative recall (Zhang et al. 2024, arXiv:2402.04347, Sec. 3.2): key value ... key -> value.
 
     A row is a window of such a stream: value, (key, value) x 63, key. The last key was seen before. The
-    target is the value that it had last. In training every key that was seen before has a target: the same
-    task, learned from 44 targets per row instead of one. Keys are the lower half of the vocabulary, values
-    the upper. `recall`: values are drawn anew each time, so memory must be overwritten (Schlag et al. 2021,
-    Sec. 6.1.2). `recall-kept`: each row has one fixed map from keys to values. The paper's text does not say
-    which of the two it uses, nor the sizes: vocabulary 40 and length 128 are from memory. It has 10,000 and
-    2,000 rows."""
+    target is the value that it had last. every: in training every key that was seen before has a target: the
+    same task, learned from 44 targets per row instead of one. Keys are the lower half of the vocabulary,
+    values the upper. `recall`: values are drawn anew each time, so memory must be overwritten (Schlag et al.
+    2021, Sec. 6.1.2). `recall-kept`: each row has one fixed map from keys to values. `recall-one` is that with
+    one target per row, as in the paper. Its text does not say whether values are kept, nor the sizes:
+    vocabulary 40 and length 128 are from memory. It has 10,000 and 2,000 rows."""
     half = vocab // 2
     n = length // 2
     each = np.arange(rows)[:, None]
@@ -59,7 +59,7 @@ def recall(rows, rng, vocab, training, length=128, keep=False):
     x[:, 2::2] = values[:, :-1]
     y = np.full_like(x, vocab)
     y[:, 1::2] = np.where(last < 0, vocab, values[each, last])
-    if not training:
+    if not (training and every):
         y = y[:, -1:]
     return x, y
 
@@ -744,6 +744,8 @@ SETS = {    # files, in make's order: name and sha256, or None if unknown; urls:
                'make': recall, 'rows': (10_000, 2_000)},
     'recall-kept': {'help': 'generated: keys keep their value', 'tokenizer': 'ids', 'vocab': 40,
                     'make': functools.partial(recall, keep=True), 'rows': (10_000, 2_000)},
+    'recall-one': {'help': 'generated: the same, one target a row', 'tokenizer': 'ids', 'vocab': 40,
+                   'make': functools.partial(recall, keep=True, every=False), 'rows': (10_000, 2_000)},
     'mqar': {'help': 'generated: multi-query recall', 'tokenizer': 'ids', 'vocab': 8192, 'make': mqar,
              'rows': (20_000, 3_000)},
     **{f'group:{name}': {'help': f'generated: products in the group {name}', 'tokenizer': 'ids',
