@@ -62,7 +62,7 @@ RECIPES = {
     'pure': '--rule=gla-beta --distil=hidden --learn=mixer --distil_lr=1e-2 --faster=5',
     'hybrid': '--rule=window --cache=64 --overflow=gla-beta:hedgehog:4 --distil=hidden --distil_lr=1e-3 '
               '--faster=5 --lr=2e-4',
-    'hedgehog': '--rule=sum --phi=hedgehog --distil=ce --loss=next',
+    'hedgehog': '--rule=sum --phi=hedgehog:listing --distil=ce --loss=next',
     't2r': '--rule=sum --phi=t2r --distil=none --loss=next',
     'decay': '--rule=decay --distil=none --loss=next'}
 PLACES = 'self', 'cross', 'encoder'     # the attention layers of a translator; self: its decoder's
