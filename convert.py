@@ -457,7 +457,7 @@ def composed(phi, linear):
 def fold(model):
     """Multiply T2R's map phi(x) = relu(W x + b) into the projections -> a GPT with phi = relu. The features
     of q are relu((W W_q) x + (W b_q + b)), those of k likewise. This is exact. A head then has m channels of
-    q and k, its features, and d of v. Kasai 2021, sec. 3.1. t2r-scaled reads q / sqrt(d), so we also scale
+    q and k, its features, and d of v. Kasai 2021. t2r-scaled reads q / sqrt(d), so we also scale
     W_q and b_q by d^(-1/2)."""
     m = can_fold(model)
     tensors = model.state_dict()

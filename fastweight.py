@@ -514,7 +514,7 @@ class Taylor(FeatureMap):
 
 class CosFormer(FeatureMap):
     """[r cos a_t, r sin a_t], r = relu(x), a_t = pi t / (2M): phi(q_t).phi(k_s) = r_q.r_k cos(a_t - a_s). Qin
-    2022 sec. 3.2. Choose M, the number of positions, before training: a text beyond it is a ValueError."""
+    2022. Choose M, the number of positions, before training: a text beyond it is a ValueError."""
     floor = 1e-2
 
     def __init__(self, n_head, head_dim, M=None):
@@ -530,8 +530,8 @@ class CosFormer(FeatureMap):
         return torch.cat([r * a.cos(), r * a.sin()], -1)
 
 class T2R(FeatureMap):
-    """relu(W x + b). Each layer learns its own W (H, m, d), shared by q and k. m = d unless given. Kasai 2021
-    sec. 3.1. The authors' code first divides q by sqrt(d): that is t2r-scaled."""
+    """relu(W x + b). Each layer learns its own W (H, m, d), shared by q and k. m = d unless given. Kasai 2021.
+    The authors' code first divides q by sqrt(d): that is t2r-scaled."""
     floor = 1e-2    # all features can be zero, which makes n.q zero; the authors' code clamps here
 
     def __init__(self, n_head, head_dim, m=None, scaled=False):

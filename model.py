@@ -795,7 +795,7 @@ SOURCE = 'source_'
 class Cross(Mixer):
     """Cross attention: queries come from the decoder, keys and values from the encoder. The source is written
     once and every step reads the same S, so a step after a thousand words costs what a step after one word
-    does. Vaswani 2017 sec. 3.2.3 with softmax, Kasai 2021 sec. 3 with fast weights."""
+    does. Vaswani 2017 sec. 3.2.3 with softmax, Kasai 2021 with fast weights."""
     def __init__(self, c, rule):
         super().__init__(c, rule, causal=False)     # each step reads the whole source
         self.rope = False                           # positions in two texts have no distance
