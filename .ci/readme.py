@@ -193,7 +193,7 @@ def llama(clone):
 
 
 def plain(clone):
-    """A softmax model of three steps instead of the one that RESULTS.md trains for 80 minutes."""
+    """A softmax model of three steps instead of the one that RESULTS.md trains for an hour."""
     texts(clone)
     flags = '--data=my.txt --rule=softmax --n_head=4 --conv=0 --steps=3 --val_tokens=4096 --threads=1 --out=out/plain'
     subprocess.run([sys.executable, 'train.py', *flags.split()], cwd=clone, check=True, stdout=subprocess.DEVNULL)
