@@ -57,7 +57,7 @@ from train import (QUIET, Rows, adamw, answers, bits_a_nat, blocks, check_thread
                    too_many_rows, unpack_optimiser)
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
-# kind of feature map (README, Limits). pure and hybrid first imitate its hidden states layer by layer.
+# kind of feature map (README, Limits). pure and hybrid first imitate the teacher's hidden states by layer.
 RECIPES = {
     'pure': '--rule=gla-beta --distil=hidden --learn=mixer --distil_lr=1e-2 --faster=5',
     'hybrid': '--rule=window --cache=64 --overflow=gla-beta:hedgehog:4 --distil=hidden --distil_lr=1e-3 '
@@ -787,8 +787,9 @@ def stopped(given, changes):
     out = given.get('out', Args.out)
     files = stages(out)
     if not files:
-        raise ValueError(f'--resume: no conversion was stopped in --out={out}. If one was finished there, '
-                         'there is nothing to resume; if its stage-*.safetensors are damaged, delete them')
+        raise ValueError(f'--resume: no conversion was stopped in --out={out} (one that was finished has '
+                         'nothing to resume), or none of its stage-*.safetensors is whole: then delete them, '
+                         'and start anew')
     said = read_stage(files[0])[1]
     began = said.args | said.changes | {'resume': True}
     for name, value in (given | changes).items():

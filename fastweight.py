@@ -93,8 +93,8 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
     From Schlag 2021 sec. 4.2 (w = e = beta), Mao 2022 (f, z), Peng 2021 (f = g, w = 1-g), KDA (f, w = e),
     Gated DeltaNet-2 (f, w, e).
 
-    If you change its results, test_recurrent_is_the_equation fails. The scripts run faster forms, so your
-    change has no effect there without --impl=loop."""
+    If you change its results, test_recurrent_is_the_equation fails. train.py and sample.py run faster forms,
+    so your change has no effect there without --impl=loop."""
     dtype = v.dtype
     q, k, v, w, e, log_f, log_z, S = filled(q, k, v, write, erase, log_f, log_z, S, normalise)
     f = log_f.exp()
@@ -530,8 +530,8 @@ class CosFormer(FeatureMap):
         return torch.cat([r * a.cos(), r * a.sin()], -1)
 
 class T2R(FeatureMap):
-    """relu(W x + b). Each layer learns its own W (H, m, d), shared by q and k. m = d unless given. Kasai 2021.
-    The authors' code first divides q by sqrt(d): that is t2r-scaled."""
+    """relu(W x + b). Each layer learns its own W (H, m, d), shared by q and k. m = d unless given. Kasai
+    2021. The authors' code first divides q by sqrt(d): that is t2r-scaled."""
     floor = 1e-2    # all features can be zero, which makes n.q zero; the authors' code clamps here
 
     def __init__(self, n_head, head_dim, m=None, scaled=False):

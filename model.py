@@ -1011,9 +1011,9 @@ class GPT(nn.Module):
                 raise ValueError(f'--impl={forms.impl}: --rule={name} is computed by {form} alone, its own '
                                  'form; leave the flag out')
         why = [f'{name}: form={form} of its own' for name, form in own.items()]
-        if len(own) < len(rules):
+        if any(RULES[name].keeps != 'all' and name not in own for name in rules):
             why.append(forms.why)
-        self.why = '; '.join(why)
+        self.why = '; '.join(why) or 'none (softmax is PyTorch\'s)'
         for module in self.modules():
             if hasattr(module, 'forms'):                # FastWeights, Conv, and the model itself
                 module.forms = forms
@@ -1410,7 +1410,7 @@ def write(path, tensors, meta):
 def read(path):
     """-> tensors, meta (with digest). ValueError if the file is missing, foreign, truncated or changed."""
     if not os.path.isfile(path):
-        raise ValueError(f'{path}: no such file; python train.py writes out/ckpt.safetensors')
+        raise ValueError(f'{path}: no such file; train.py writes ckpt.safetensors at each evaluation')
     with weights.opened(path, path) as f:
         header = f.metadata() or {}
         names = f.keys()

@@ -379,7 +379,7 @@ def complete(args, model, meta):
     if args.html and read + args.tokens > ON_A_PAGE:
         raise ValueError(f'--html: {read:,} tokens of prompt and {args.tokens:,} to write, but a page shows '
                          f'at most {ON_A_PAGE:,}; give fewer')
-    say(f'{",".join(c.rules())} from {args.init}; {model.why}')
+    say(f'{",".join(c.rules())} from {args.init}; recurrence: {model.why}')
     left = c.block_size - read - (int(state[0]['t']) if state else 0)
     if c.source:                                            # a row ends, with or without an end
         args.tokens = min(args.tokens, left + 1)

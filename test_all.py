@@ -1,4 +1,4 @@
-"""What must be true of the code, as far as no GPU and no network is needed; a test's name is the claim.
+"""What must be true of the code, without a GPU and a network; a test's name is the claim.
 
     pytest test_all.py                              two to five minutes on two cores
     SLOW=1 pytest test_all.py -k soak               100,000 tokens, kill -9, resuming from every step
@@ -517,6 +517,7 @@ import json
 import multiprocessing
 import random
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -1741,7 +1742,7 @@ def a_meta_json(kind, a_model, characters, folder):
         data = train.Rows(*sides, found, found.get('row', 8), torch.device('cpu'), 2)
         model = train.built(train.Args(batch_size=2), config, data, {})
         data.learn(model, [None], 0)
-        data.evaluate(model, data.of_start()[:1])
+        data.evaluate(model, data.of_start()[0][:1])
         prepare.decode(prepare.encode('text', found), found)
     return json.loads(path.read_text()), take
 
@@ -3119,8 +3120,10 @@ def test_a_task_is_judged_where_it_counts(a_model, monkeypatch):
     assert len(begin) == 20 and rows.evaluate(model, begin)[1] == pytest.approx(right)
     assert train.score(data, 1.0, 0.25) == 'accuracy 25.0 %'
     monkeypatch.setattr(train, 'PART', 700)
-    assert len(rows.of_start()) == train.TASK_ROWS
-    assert dataclasses.replace(rows, meta={}).of_start().tolist() == [0, 128, 256, 384, 512]
+    start, told = rows.of_start()
+    assert len(start) == train.TASK_ROWS and told == 'start of validation'
+    start, told = dataclasses.replace(rows, meta={}).of_start()
+    assert start.tolist() == [0, 128, 256, 384, 512]
 
 def test_carry_hands_the_state_on(text, tmp_path, monkeypatch):
     """Each row continues the last one, and the state it gets is the one the last one left."""
@@ -4589,8 +4592,8 @@ def test_the_python_of_how_to_runs(a_model, tmp_path, monkeypatch, capsys):
     shutil.copytree(Path(a_model()).parent, tmp_path / 'out')
     monkeypatch.chdir(tmp_path)
     block, = re.findall('```\n(import .*?)```', (HERE / 'assets' / 'RESULTS.md').read_text(), re.S)
-    found = {}
-    exec(block, found)                                         # noqa: S102
+    (tmp_path / 'example.py').write_text(block)
+    found = runpy.run_path(tmp_path / 'example.py')
     assert len(found['new']) == 20 and capsys.readouterr().out
     near(found['o'], recurrent(found['q'], l2(found['k']), found['v'], found['beta'], found['beta'])[0], 1e-5)
 

@@ -69,7 +69,7 @@ class Args:
     batch_size: int = flag(4, 'rows per step, over all processes', low=1, high=2 ** 20)
     accum: int = flag(1, 'batches per step, for more rows than fit into memory', low=1, high=2 ** 12)
     lr: float = flag(4e-3, 'peak learning rate', low=0, high=100)
-    weight_decay: float = flag(0.1, 'applies to matrices only', low=0, high=100)
+    weight_decay: float = flag(0.1, 'applies to parameters with two axes', low=0, high=100)
     optimizer: str = flag('adamw', 'muon trains the matrices of the blocks; it pays from 16 rows per step',
                           ['adamw', 'muon'])
     clip: float = flag(1.0, 'gradient clipping: largest norm; 0: no clipping', low=0, high=1e9)
@@ -429,10 +429,11 @@ class Rows:
         return loss / count, right / count
 
     def of_start(self):
-        """Where the rows begin that evaluations during training read."""
+        """-> where the rows begin that evaluations during training read, and what these rows are called"""
         begin = blocks(len(self.val), self.T, self.meta)
         at_least = TASK_ROWS if 'row' in self.meta else 1
-        return begin[:max(at_least, np.count_nonzero(begin + self.T < PART))]
+        count = max(at_least, np.count_nonzero(begin + self.T < PART))
+        return begin[:count], 'validation' if count >= len(begin) else 'start of validation'
 
 
 def bits_a_nat(meta):
@@ -669,8 +670,6 @@ def settings(argv):
         refuse(idle(given_model, config))
         return args, config, {}, {}
     path = f'{args.out}/ckpt.safetensors'
-    if not os.path.exists(path):
-        raise ValueError(f'--resume: {path}: no such file; a run saves every --eval_every steps')
     model, meta = load(path)
     if 'best' not in meta:
         raise ValueError(f'{path}: holds no training run, only a model')
@@ -851,9 +850,7 @@ def opening(model, data, args, run, log):
     said = (f'{",".join(config.rules())} | {size / 1e6:.2f} M parameters | '
             f'{args.data}: {len(data.train):,} + {len(data.val):,} tokens of {config.vocab_size} | '
             f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {number(threads, "thread")}\n'
-            f'saved every {number(args.eval_every, "step")}')
-    if config.keeps() != {'all'}:
-        said += f'; recurrence: {model.why}'
+            f'saved every {number(args.eval_every, "step")}; recurrence: {model.why}')
     tell(log, said, config=dataclasses.asdict(config), **run, data=about, commit=commit(),
          device=str(data.device), params=size, threads=threads)
 
@@ -940,8 +937,7 @@ def main(argv):
     times = []                                              # seconds of each step since the last line
     seconds = 0.0                                           # of all steps together
     since = time.perf_counter()
-    start = data.of_start()                                 # of the validation rows that are read in training
-    told = 'validation' if len(start) == len(blocks(len(val), data.T, meta)) else 'start of validation'
+    start, told = data.of_start()
     # data.learn does forward and backward, `optimise` clips and steps; this loop logs, evaluates and saves
     steps = optimise(model, opt, learn, args.steps, args.lr, args.seed, first, args.clip, rank, world)
     for done, loss, norm, good in steps:
