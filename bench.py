@@ -254,7 +254,7 @@ def draw(args, suite, table):
     shown = [(panel, panel.rows(table)) for panel in panels if panel.rows(table)]
     if not shown:
         return
-    forms = dict.fromkeys(row['form'] for row in table)
+    forms = dict.fromkeys(row['form'] for _, rows in shown for row in rows)
     labels = {'ours': suite.figure, 'form': '', 'T': 'tokens'}
     if suite.figure in IN_PERCENT:
         labels['ours'] += ', %'
