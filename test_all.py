@@ -4552,6 +4552,11 @@ def unknown(name, cells, commands, anywhere=False):
 def test_figures_are_recorded_and_claims_have_sources_and_verdicts():
     """What bench.py and train.py --record keep is what RESULTS.md and README print."""
     results = (HERE / 'assets' / 'RESULTS.md').read_text()
+    readme = (HERE / 'README.md').read_text()
+    printed = {row[0] for text in (results, readme) for *_, rows in tables(text) for row in rows}
+    with open(HERE / 'assets' / 'figures.csv', newline='') as f:
+        of_claims = {row['line'] for row in csv.DictReader(f) if row['column'].isdigit()}
+    assert of_claims <= printed                                 # no figure of a claim that went
     for said, head, rows in tables(results.partition('## 7. Deviations')[0]):
         for row in rows:
             claim = dict(zip(head, row, strict=True))
@@ -4563,7 +4568,7 @@ def test_figures_are_recorded_and_claims_have_sources_and_verdicts():
                 assert claim['source'].strip('-'), row
                 verdict = re.match(r'\*(holds|order holds|fails|not comparable|not run)\*', claim['verdict'])
                 assert verdict and (commands or verdict[1] == 'not run'), row
-    for _, head, rows in tables((HERE / 'README.md').read_text()):
+    for _, head, rows in tables(readme):
         for row in rows:
             ours = [x for name, x in zip(head[1:], row[1:]) if name not in ('paper', 'minutes')]
             ours = [x for x in ours if re.fullmatch(r'[\d.,;:%() to-]+', x)]
