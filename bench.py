@@ -4,9 +4,9 @@ table, writes out/bench/SUITE.csv and, if there is something to plot, SUITE.png.
     python bench.py                    decode --quick: what the next token costs
     python bench.py all --quick        every suite, most in one or two minutes; --full takes hours
 
-There are three kinds of suites. Some run train.py and convert.py, and report one figure of each run (`runs`).
-Some study a trained softmax model. Some measure time (`timed`). Finished runs are kept in --out, so a stopped
-suite continues where it was. The suites:
+Some suites run train.py and convert.py, and report one figure of each run (`runs`). Some study a trained
+softmax model, and some measure time (`timed`). `capacity` and `update` train a single layer. Finished runs
+are kept in --out, so a stopped suite continues where it was. The suites:
 """
 import contextlib
 import csv
@@ -152,7 +152,7 @@ def peak_bytes(run, device):
 
 
 def room(device):
-    """The memory that the device has, in bytes."""
+    """The free memory of a GPU, or all memory of this machine, in bytes."""
     if device.type == 'cuda':
         return torch.cuda.mem_get_info(device)[0]
     return machine_memory()
@@ -585,7 +585,7 @@ def products(args, found):
 
 def tracking(args, suite):
     """Can a state that was trained on up to 40 steps track 256? Yes, if the median over seeds is 95 % or
-    more. No, if it is within 5 % of the best rule whose state only grows or decays. Otherwise partly."""
+    more. No, if it is at most 5 points above the better of `sum` and `mamba2`. Otherwise partly."""
     for name, way in ways_of(args, suite).items():
         rows = []
         for form in only(args, suite.lines):
@@ -678,7 +678,7 @@ class Associative(nn.Module):
 
 
 def associations(S, L, rows, replace, draw, device):
-    """-> random keys, values (rows, L). replace: draw with replacement; else each of S once, shuffled"""
+    """-> random keys, values: (rows, L), drawn with replacement, or (rows, S), each of S once, shuffled"""
     if replace:
         x = torch.randint(S, (2, rows, L), generator=draw)
     else:
@@ -847,8 +847,8 @@ BY_LENGTH = 'pure', 'hybrid', 'window'      # recipes that also read longer rows
 
 def convert(args, suite):
     """Run all recipes with equally many tokens, and some with fewer. For a text, also read longer rows than
-    in training. Learned positions end there, so all models repeat the last one. Perplexity then says more
-    about that than about memory."""
+    in training. Models with learned positions know no later ones and repeat the last. Their perplexity there
+    says more about positions than about memory."""
     path, teacher, meta = softmax_model(args, tasks=True)
     _, val, data, _ = prepare.for_model(path, meta, args.data, teacher.config.block_size)
     args.said['in % of'] = path
@@ -1143,8 +1143,8 @@ def stories(args, suite):
     begin = prompts.shape[1]
     n, = args.lengths or [min(512, T - begin)]
     if begin + n > T:
-        raise ValueError(f'--lengths={n}: behind a prompt of {begin} they leave the {T} tokens of a training '
-                         f'row, beyond which the model is no judge; at most {T - begin}')
+        raise ValueError(f'--lengths={n}: the prompt ({begin}) and the story must fit into a training row '
+                         f'({T} tokens), beyond which the model cannot judge; take at most {T - begin}')
     told = [continued(teacher, prompts, n, args.seed + i) for i in range(4)]
     nats, another, third, fourth = (likelihood(teacher, prompts, said) for said in told)
     tie = (third - fourth).std().item()
@@ -1404,8 +1404,8 @@ def far_along(model, batch, source, target):
 
 
 def crossing(rows, key, base, x='T', times=1):
-    """From which x on `base` costs `times` as much as each other form -> {form: x}. We interpolate on log
-    scales. x is the smallest one if this is so from the start, and None if it never is."""
+    """-> {form: x}: from size x on, `base` costs at least `times` as much as that form. We interpolate on log
+    scales. x is the smallest size if this holds from the start, and None if it never does."""
     costs = {}
     for row in rows:
         costs.setdefault(row['form'], {})[row[x]] = row[key]
@@ -1497,7 +1497,7 @@ def batch(args, suite):
         size = state_bytes(far_along(model, 1, 0, T)[1])
         n = args.budget * MB // size
         if n == 0:
-            raise ValueError(f'--budget={args.budget}: one text of {T:,} rows needs {size / MB:.1f} MB')
+            raise ValueError(f'--budget={args.budget}: one text of {T:,} tokens needs {size / MB:.1f} MB')
         row = {'form': form, 'rows': T // share, 'batch': n, 'bytes a sequence': size,
                'paper, of full': paper[share] if form == 'tova' else None}
         token, state = far_along(model, n, 0, T)
@@ -1656,7 +1656,7 @@ def over(sizes, *figures):
     return dict(zip(sizes, figures))
 
 
-CEILING = 'of ceiling: counts the products a form really does'
+CEILING = 'of ceiling: how long its products take at the speed of one large product, over its time'
 PEERS = {               # rule: module of flash-linear-attention, function, whether it takes (B, T, H, d)
     'sum': ('linear_attn.naive', 'naive_chunk_linear_attn', True),
     'delta': ('delta_rule.naive', 'delta_rule_chunkwise', False),
@@ -1738,7 +1738,7 @@ ROWS = [
                 Panel('T', 'MB', 'and its memory')), note=CEILING,
         source='Zhang 2024, figure 6: nearly 6 times as fast at 32,768, on a GPU, in as little memory'),
     Suite(
-        'train', 'a layer forward and backward over T: our forms, attention and, if installed, '
+        'train', 'a recurrence forward and backward over T: our forms, attention and, if installed, '
         'flash-linear-attention', over_lengths, 'lengths heads head_dim batch dtype',
         {'lengths': '256,1024,4096', 'heads': 4}, {'lengths': '256,1024,4096,16384', 'heads': 4},
         {'attention': partial(a_training_step, 'softmax', fastweight.softmax),
@@ -1816,7 +1816,7 @@ ROWS = [
                 'recall-kept', f'{NO_CONV} --n_head=1', 3000, how='--batch_size=32 --lr=1e-3',
                 convert='--recipe=hedgehog --distil=auto --eval_rows=2000', more=0.1, full=True)},
         figure='accuracy', beside=('before',),
-        note='in % of 2,000 new rows; before: with maps that learn distilled and else nothing trained',
+        note='in % of 2,000 new rows; before: learned maps are distilled, the rest is not yet trained',
         source='Zhang 2024, tables 2, 3 and figure 4; in its text exp:2 solves it, exp:1 does not',
         paper={'softmax': 100, 'taylor': 100, 'hedgehog': 100, 'elu': 17, 'favor': 17, 'cosformer': 17}),
     Suite(
@@ -1886,8 +1886,8 @@ ROWS = [
                                convert=f'--recipe=t2r --distil=auto --eval_rows={GRID_ROWS}')},
         figure='bits per byte', beside=('recovered',), look=on_grid_rows,
         note='bits per byte on 256 rows, evenly spaced over the validation text; from scratch: {steps} steps '
-             'of 4 rows; converted: in a quarter of these from softmax after four times as many, whose '
-             'perplexity is recovered, in %',
+             'of 4 rows; converted: softmax is trained for four times as many, then converted in a quarter '
+             'as many; recovered: perplexity of softmax / of the converted, in %',
         source='Mao 2022 compares rules and maps, Kasai 2021 sizes of a map: figures that are not at hand'),
     Suite(
         'language', 'rules, positions, normalisation, carried states and windows', runs,
@@ -1976,8 +1976,8 @@ ROWS = [
          'elu': ('--phi=elu --distil=none', 'own')},
         panels=(Panel('tokens a row', 'KL to teacher', "on the teacher's own text", 'own'),
                 Panel('tokens a row', 'KL to teacher', 'on another text', 'other')),
-        note='maps are distilled by {steps} steps of 32 rows, on its own text unless they say another; KL to '
-             'teacher: of attention weights, nats',
+        note='maps are distilled in {steps} steps of 32 rows, on the text of the teacher unless their name '
+             'says another; KL to teacher: of attention weights, in nats',
         source='Zhang 2024, tables 4 and 5: KL on three other tasks is lower than that of other linear '
                'attention, and alike from 256 to 4,096 tokens'),
     Suite(
@@ -1992,7 +1992,7 @@ ROWS = [
         beside=('swapped', 'stage 1', 'recovered a byte', 'perplexity', 'tokens', 'state bytes'),
         panels=(Panel('1,000 tokens', 'ours', 'what is recovered of the teacher', 'tokens'),
                 Panel('position', 'perplexity', 'beyond the rows it was trained on', 'position')),
-        note='in %, of a text by the token',
+        note='in %; recovered, of a text: perplexity per token of the teacher / of the student',
         source='Zhang 2024, table 10, GPT-2: perplexity 15.8, of Hedgehog 16.7, of T2R 19.4; Mao 2022: 99 %',
         paper={'hedgehog': 94.6, 't2r': 81, 'decay': 99}),
     Suite(
@@ -2019,9 +2019,9 @@ ROWS = [
                   for name in ('recall-kept', 'mqar', 'facts-256', 'facts', 'facts-text-256')],
                 *[Panel('distance', 'ours', f'{name}, 1/{ONE_IN} of the rows', f'{name}, distance')
                   for name in ('facts-256', 'facts', 'facts-text-256')]),
-        note='accuracy in % of 128 new rows, with --full 256: of one seed right within 9, 6; distance: '
-             f'tokens since the fact, up to, with 1/{ONE_IN} of the rows; left: of the first rows that have '
-             'the answer, % that are there when it is asked for',
+        note='accuracy in % of 128 new rows (--full: 256), exact to 9 (6) points for one seed; distance: at '
+             f'most so many tokens since the fact, with 1/{ONE_IN} of the row cached; left: % of the '
+             'tokens at the answer that are still cached when it is asked for',
         source='Oren 2024, models of 7B: with TOVA QASPER needs about 1/2 of the rows, SQuALITY 1/4 to 1/8'),
     Suite(
         'kept', 'which tokens TOVA keeps cached, and for how long', kept, 'init data lengths', one=True,
@@ -2039,7 +2039,7 @@ ROWS = [
          'tova compressed': ('tova', 'compress'), 'tova-head': ('tova-head', 'true'),
          'tova-head compressed': ('tova-head', 'compress')}, one=True,
         panels=(Panel('position', 'nats', 'one long text', 'position'),),
-        note='position: up to there, from that of the line above on; in rows: each from an empty state',
+        note='position: the range from the line above up to here; in rows: each row from an empty state',
         source='Oren 2024, appendix: up to 70,000 tokens TOVA loses less than 0.5, compressed, 512 rows'),
     Suite(
         'stories', 'how likely are the stories that such models write', stories, 'init data lengths only',
@@ -2082,7 +2082,7 @@ class Args:
                       ['auto', 'float32', 'bfloat16'])
     init: str = flag('', f'{of("init")}: a softmax model; default: the one in out/ or out/teacher/; '
                      'glue and vit train one')
-    data: str = flag('', f'{of("data")}: a data set of the suite, or a text; default: the model\'s')
+    data: str = flag('', f'{of("data")}: a set of the suite, or a text; default: depends on the suite')
     overflow: str = flag('', f'{of("overflow")}: also put evicted tokens into fast weights, such as '
                              'sum:hedgehog; compare at equal bytes of state')
     beside: str = flag('', f'{of("beside")}: models of other rules on the same data, separated by '

@@ -26,8 +26,8 @@ A model of train.py's default size takes six minutes on one core, controls inclu
 What is recovered is the teacher's perplexity over the student's (of a task: the student's accuracy over the
 teacher's). A recipe is a list of flags (RECIPES). Flags that you give override it. Writes ckpt.safetensors,
 log.jsonl, result.json (the student's figures) and convert.json into --out. convert.json has the tables, and
-the attention weights of one query for a picture. In the tables, `recovered a byte` is the same per byte of
-text, `of the tuned` beside the better control, `order kept` the share of pairs of keys in the order of q.k.
+the attention weights of one query. Columns: `recovered a byte`, the same per byte of text; `of the tuned`,
+against the better of the two teachers trained on; `order kept`, how often weights rank two keys as q.k does.
 """
 import copy
 import dataclasses
@@ -180,7 +180,7 @@ def rules_after(old, changes, places):
 
 
 def out_of_reach(memory):
-    """How old a key is when it enters the matrix: 0, or where the cache beside the matrix evicts it."""
+    """How many steps old a key is when it enters the matrix: 0, or its age when the cache evicts it."""
     if memory.overflow is None:
         return 0
     return memory.cache - memory.sinks * (memory.rule.keeps == 'sink')
@@ -201,7 +201,7 @@ def held(memory, T, device):
 def begin_as(teacher, student, x):
     """Initialise new parameters from the teacher's attention on the tokens x (B, T). `remember` sets the
     gates by how far back the heads look. Beside a cache, `balance` sets the weight of the keys that only the
-    matrix has. Rows no longer than the cache say nothing about that, so these layers are left as they are."""
+    matrix has. If T is too short for the cache to evict any key, a layer is left as it is."""
     for seen in teacher.through(x):
         memory = student.get_submodule(seen.name).memory
         kept = not seen.mixer.memory.rule.keeps             # not softmax: this layer is not swapped
@@ -561,7 +561,7 @@ class Conversion:
     def score(self, model, what):
         """Evaluate a model on --eval_rows rows, each from an empty state -> columns of the table. The teacher
         comes first. The share per byte is the share per token to the power tokens / bytes, so it looks better
-        for the same model. Papers report it for GPT-2's tokens. what: the model's name"""
+        for the same model. Papers give it per GPT-2 token. what: the model's name"""
         loss, right = self.data.evaluate(model, self.begin, told=f'{what}, validation')
         meta = self.data.meta
         found = {'perplexity': math.exp(min(loss, 80)), 'accuracy': right}
@@ -603,8 +603,8 @@ class Conversion:
 
     def learn(self, stage, model, loss, steps, lr, new=()):
         """Run train.py's loop for one stage or control, from where a stopped conversion left it. Parameters
-        in `new` learn --faster. Random numbers depend only on seed and step, so resuming is exact on a CPU.
-        """
+        in `new` get --faster times this lr. Random numbers depend only on seed and step, so resuming is exact
+        on a CPU."""
         args = self.args
         opt = adamw(model, lr, 0.0, self.data.device, new, args.faster)
         model.train()
@@ -752,7 +752,7 @@ def a_teacher():
             return usual
     path = 'out/teacher/ckpt.safetensors'
     flags = f'{TEACHER} --out=out/teacher'
-    why = 'no softmax model in out/'
+    why = 'out/ has no softmax model of texts'
     if os.path.exists(path):
         left = steps_left(read(path)[1])
         if not left:
@@ -783,7 +783,7 @@ def settings(argv):
 
 
 def stopped(given, changes):
-    """The flags of the stopped conversion in --out, as two dicts. A flag given again must be equal."""
+    """The flags of the stopped conversion, as two dicts. Only --out, --device and --export may differ."""
     out = given.get('out', Args.out)
     files = stages(out)
     if not files:
@@ -813,9 +813,9 @@ def cannot_teach(args, config):
         f'{args.from_}: has no softmax layers, only {rules}; python train.py --rule=softmax makes a teacher')
     for name, folder in ('out', args.out), ('export', args.export):
         yield folder and lies_in(args.from_, folder), (
-            f'--{name}={folder}: there lies the teacher; take another folder')
+            f'--{name}={folder}: it holds the teacher; take another folder')
     yield args.export and lies_in(args.export, args.out), (
-        f'--export={args.export}: there lies what --out gets; take another folder')
+        f'--export={args.export}: --out writes into it; take another folder')
     yield args.lora > config.n_embd, (
         f'--lora={args.lora}: a matrix of width {config.n_embd} has no higher rank; take a lower one')
     yield args.row > config.block_size, (

@@ -320,10 +320,10 @@ def softmax_of_all(q, k, v, there=None):
     return F.scaled_dot_product_attention(q, k, v, mask), dict(k=k, v=v)
 
 # A transformer is an RNN whose state, the cache of key/value pairs, grows. Limit the cache to `cache` tokens
-# and the state is finite (Oren 2024 sec. 3). A step sees the cached tokens and its own. If these are too
-# many, the token with the lowest score is evicted; ties evict the oldest. A policy gives the scores
-# (B, H, tokens). Its inputs: a is the attention of this step, total its sum over all steps since a token
-# came, both per head; pos are the tokens' positions and t is this step's. `tova` averages over heads.
+# and the state has a fixed size (Oren 2024 sec. 3). A step sees the cached tokens and its own. If the cache
+# was full, the token of least worth is then evicted; in a tie, the oldest. A policy computes the worth
+# (B, H, tokens) from a, the attention weights of this step; total, the sum of a token's weights since it
+# entered the cache; pos, the tokens' positions; t, the position of this step. `tova` averages over heads.
 # `random` is a fixed hash, the same on every machine. In the code, `rows` is the cache, a dict of tensors
 # with one entry per cached token.
 POLICIES = {

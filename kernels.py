@@ -75,8 +75,8 @@ if torch.cuda.is_available() or 'TRITON_INTERPRET' in os.environ:       # import
 # exp(a_s) q_s, exp(a_s) e_s k_s, exp(-a_s) k_s and, at the chunk's end, in S'. So its gradient is q * dq plus
 # the k terms of the table, and for the end dS' * S'. log f_t is part of a_s for all s >= t: sum from t on
 # (GLA 2023, appendix C). In short, reads minus writes.
-# So no factor of keys meets one of values without cancelling, and a chunk may have 32 steps. At -5 per step,
-# f_up and the others stay within e^+-80. Above the diagonal y x^T, r x^T and g U^T may then be infinite, so
+# So no gradient of a key factor is multiplied by value factors, and a chunk may have 32 steps. At -5 per
+# step, f_up and f_down stay within e^+-80. Above the diagonal y x^T, r x^T, g U^T may then be infinite, so
 # they are masked before anything is summed. Nothing else overflows while q, k, v are below 10^3.
 #
 # Chunks are processed one segment at a time. All chunks of a long text together would not fit into the CPU's
@@ -263,7 +263,7 @@ def cut(x, segment, C):
 
 def put(chunks, x, segment, like):
     """The inverse of `cut`: write chunks into the segment of x. At first x is None and is made like `like`.
-    If there is only one segment, the chunks themselves become x."""
+    If there is only one segment, and no padding, the chunks themselves become x."""
     if chunks is None:
         return None
     part = chunks.flatten(1, 2).unflatten(0, like.shape[:2])
@@ -389,7 +389,7 @@ def step_on_cpu(S=None, **given):
 def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
     """As fastweight.bounded. For window and sink, positions alone say which tokens are evicted. With any
     policy, empty slots are evicted first. Steps whose evictions are known are computed together, the others
-    one by one."""
+    one by one. With `turn`, an eviction moves positions, so only steps that fill empty slots go together."""
     T = q.shape[2]
     if rows is None:
         rows = empty_rows(k, cache)
@@ -796,7 +796,7 @@ def tiles(q, v, w, e, f):
 
 
 class Tiles(torch.autograd.Function):
-    """`Chunks` on a GPU, for any T. q, k, v are fp32, fp16 or bf16. All tensors are contiguous."""
+    """`Chunks` on a GPU, for any T. q, k, v are fp32 or bf16. All tensors are contiguous."""
     @staticmethod
     def forward(ctx, q, k, v, w, e, f, z, S):
         B, H, T, K = q.shape

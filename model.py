@@ -91,11 +91,11 @@ class Config:
     block_size: int = flag(128, 'tokens in a training row', low=1, high=2 ** 24)
     dropout: float = flag(0.0, 'dropout', low=0, high=0.99)
     vocab_size: int = known(256, 1, 2 ** 32)        # from here on: set by the data
-    classes: int = known(0, 0, 2 ** 32)     # how many, if a class is predicted; 0: tokens are
+    classes: int = known(0, 0, 2 ** 32)     # number of classes; 0: the model predicts tokens
     pad: int = known(None, 0, 2 ** 32)      # the token that marks padding
-    source: int = known(0, 0, 2 ** 24)      # the first so many tokens of a row are the encoder's
-    patch: int = known(0, 0, 2 ** 24)       # so many numbers 0..255 are one input; 0: inputs are tokens
-    # from here on: only pretrained models set these, train.py does not
+    source: int = known(0, 0, 2 ** 24)      # length of the source, which begins each row; 0: no source
+    patch: int = known(0, 0, 2 ** 24)       # numbers 0..255 per input, a patch; 0: inputs are tokens
+    # from here on, no flags: set by pretrained models; bias and key_dim also by convert.py --fold
     cls: bool = False           # the encoder gets one more position, first, with a learned input (ViT)
     pooler: bool = False        # read classes from tanh(W x + b) of the pooled x (BERT)
     post_norm: bool = False     # the residual starts after the norm, not before it (BERT), see `Block`
@@ -113,7 +113,7 @@ class Config:
     def __post_init__(self):
         self.rope_scaling = [float(x) for x in self.rope_scaling]       # a list, as JSON has it
         if self.pos == 'auto' and (self.encoder or not self.causal):
-            self.pos = 'learned'                    # a state that has read all knows no order
+            self.pos = 'learned'                    # an encoder reads all steps at once: mark their order
         refuse(self.mistakes())
 
     def mistakes(self):
@@ -149,8 +149,8 @@ class Config:
             'a cache has its map from --overflow)')
         erases = any(rule.erase for rule in rules)
         yield self.writes > 1 and not erases, (
-            f'--writes={self.writes} with --rule={self.rule}: it erases nothing, so several writes are one '
-            'sum; take delta, gated_delta, kda or gdn2')
+            f'--writes={self.writes}: {", ".join(dict.fromkeys(pattern))} erases nothing, so several writes '
+            'only add up; take delta, gated_delta, kda or gdn2')
         yield self.writes > 1 and (self.encoder or not self.causal), (
             f'--writes={self.writes} with --encoder={self.encoder} --causal={self.causal}: it is for a text '
             'that is read step by step; leave it out')
@@ -171,7 +171,7 @@ class Config:
         for name in self.source_rules() if self.causal else self.rules():
             yield from mistakes_at_once(name, self.norm)
         yield self.causal and self.cls, (
-            '--causal=true: the first place of this model stands for the whole picture; leave the flag out')
+            '--causal=true: the first position (cls) of this model must see the whole picture; leave it out')
         yield self.causal and self.pool != 'mean', (
             f'--pool={self.pool} says how the class of a row is read: it goes with --causal=false')
 
@@ -432,7 +432,7 @@ def rows_of(state):
 
 def without_autocast(x):
     """A context for what must be fp32 even if the layers around it are bf16. A running sum in bf16 stops at
-    256, where adding 1 is less than half of the last digit."""
+    256: the next number is 258, so 257 is rounded back to 256."""
     return torch.autocast(x.device.type, enabled=False)
 
 
@@ -460,7 +460,7 @@ def mistakes_together(name, phi, norm, n):
         f'--norm=attn with --rule={name}: each value channel decays apart and needs a denominator of its own')
     yield mean and rule.erase and rule.f, (
         f'--norm=attn with --rule={name}: erasing makes weights negative, so their sum n.q may be 0 or '
-        'below, and the plain sum of keys that delta takes knows no decay')
+        'below; what delta divides by instead, the sum of keys, has no decay; use --norm=l2')
     yield mean and not phi.mean, (
         '--norm=attn divides by n.q, which this map can make zero or negative: use a map >= 0, as --phi=elu, '
         'or --norm=l2')
@@ -642,7 +642,7 @@ class FastWeights(nn.Module):
         return o.to(v.dtype), {**new, **matrix}
 
     def take(self, q, went, state):
-        """Write the tokens that another layer evicted, as fastweight.bounded returns them, then read. Rules
+        """Write the tokens that the cache beside this matrix evicts (see fastweight.bounded), and read. Rules
         that erase are read as they are. The others are read as a mean: o is divided by the mass, the output
         if all values were 1. -> o (B, H, T, d), mass of the keys (B, H, T, 1), or per value channel, S, n"""
         self.redraw(state)
@@ -794,8 +794,8 @@ SOURCE = 'source_'
 
 class Cross(Mixer):
     """Cross attention: queries come from the decoder, keys and values from the encoder. The source is written
-    once and every step reads the same S, so a step after a thousand words costs what a step after one word
-    does. Vaswani 2017 sec. 3.2.3 with softmax, Kasai 2021 with fast weights."""
+    once, into S or, with softmax, a cache. Every step of the decoder reads it, so a step costs the same at
+    any length of the translation. Vaswani 2017 sec. 3.2.3 with softmax, Kasai 2021 with fast weights."""
     def __init__(self, c, rule):
         super().__init__(c, rule, causal=False)     # each step reads the whole source
         self.rope = False                           # positions in two texts have no distance
@@ -1105,8 +1105,8 @@ class GPT(nn.Module):
         (B, T - source, vocab)."""
         c = self.config
         if not (c.causal or c.classes):
-            raise ValueError('an encoder without classes says nothing: python train.py --init=MODEL '
-                             '--data=DATA gives it those of the data; GPT.hidden has what it makes of a text')
+            raise ValueError('an encoder without classes has no output layer: python train.py --init=MODEL '
+                             '--data=DATA adds one for the classes of DATA; GPT.hidden needs none')
         x, state = self.hidden(tokens, state)
         if c.classes and not c.causal:
             return self.head(self.pooled(x, tokens)), state
@@ -1170,8 +1170,8 @@ class GPT(nn.Module):
 
     @torch.inference_mode()
     def read(self, tokens, state=None, segment=2048):
-        """Prefill: the state after tokens (B, T), for any T. It reads a `segment` at a time, so memory does
-        not grow with T."""
+        """Prefill: the state after tokens (B, T), for any T. It reads a `segment` at a time, so only the
+        cache of softmax grows with T."""
         segment = max(segment, self.config.source)  # a source is read whole
         for i in range(0, tokens.shape[1], segment):
             _, state = self.hidden(tokens[:, i:i + segment], state)
@@ -1256,24 +1256,24 @@ def refuse_broken(logits):
     """ValueError if logits (B, vocab) are not finite: argmax would choose without an error."""
     for top in logits.amax(-1).tolist():            # NaN if any of them is
         if not math.isfinite(top):
-            raise ValueError(f'logits of at most {top}, expected finite ones: the weights are broken, or too '
-                             'large for their --dtype; see the losses in log.jsonl')
+            raise ValueError(f'the largest of the logits is {top}, expected finite ones: the weights are '
+                             'broken or too large; see the losses in log.jsonl')
 
 
 def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     """Draw one token per text from logits (B, vocab) -> (B, 1). top_k keeps the k likeliest tokens, top_p the
     likeliest with a mass of p.
 
-    The largest p_i / r_i, r_i ~ Exp(1), is that of i with probability p_i, because r_i / p_i is an
-    exponential time with rate p_i and the first of these wins. torch.multinomial does the same but first
+    With r_i ~ Exp(1), r_i / p_i is a waiting time with rate p_i. The shortest is that of i with probability
+    p_i, so we return the argmax of p_i / r_i. torch.multinomial does the same but first
     checks p, which would make us wait for a GPU. On a CPU the logits are checked: ValueError if they are NaN
     or infinite."""
     if logits.device.type == 'cpu':
         refuse_broken(logits)
-    if temperature < 1e-4 or top_k == 1:                                # dividing by so little would overflow
+    if temperature < 1e-4 or top_k == 1:                                # 0 / 0 would be NaN
         return logits.argmax(-1, keepdim=True)
     logits = logits.float()
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature      # <= 0: a tiny one cannot overflow
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature      # all <= 0: exp cannot overflow
     if 0 < top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
     p = logits.softmax(-1)
@@ -1439,7 +1439,7 @@ def save(path, model, meta, extra=None, state=None):
 
 @dataclass
 class Header:
-    """What a file says about its model, whoever wrote it. step and args come from train.py."""
+    """What a file says about its model, whoever wrote it. Only train.py and convert.py give step and args."""
     config: dict
     data: dict
     step: int = known(None, 0, 10 ** 9)
@@ -1467,8 +1467,8 @@ def config_of(source, meta):
 
 
 class Undrawn(TorchFunctionMode):
-    """Inside this context, a model's parameters are not initialised. Weights that come from a file soon need
-    no random numbers, and the system gives memory only to what is written."""
+    """Inside this context, a model's parameters are not initialised. A file will
+    overwrite them anyway, and memory that is never written costs nothing."""
     def __torch_function__(self, f, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if getattr(f, '__module__', '') == 'torch.nn.init':
@@ -1628,10 +1628,10 @@ def picked(cls, raw, where):
 
 
 def without_beta(given, config):
-    """For `refuse`: --beta_max was given, but no rule here has a beta. A file's config may say anything."""
+    """For `refuse`: --beta_max was given, but no rule here erases. A value from a file is ignored."""
     rules = ','.join(config.pattern())
     yield 'beta_max' in given and not any(RULES[name].erase for name in config.all_rules()), (
-        f'--beta_max={config.beta_max:g} with {rules}: only rules that erase have a beta')
+        f'--beta_max={config.beta_max:g} with {rules}: only rules that erase scale their beta by it')
 
 
 def idle(given, config):

@@ -1,4 +1,4 @@
-"""Write text with a trained model: the prompt is read in chunks, then one step per token, in constant memory.
+"""Write text with a trained model: read the prompt in chunks, then take one step per token.
 
     python sample.py                                          256 tokens from out/ckpt.safetensors
     python sample.py --prompt="def main():" --tokens=1000 --temperature=0.7 --top_p=0.95
@@ -56,7 +56,7 @@ class Args:
     compile: bool = flag(False, 'torch.compile of a step, for a GPU and many tokens: half a minute at first')
 
 
-LOOK_BACK = 16      # tokens: so many wait to be printed at most, and so many of a prompt are looked at
+LOOK_BACK = 16      # at most this many tokens wait to be printed; this many before them help to decode
 LONG = 32768        # tokens of a prompt: a second's work, or two
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'assets', 'memory.html')
 EMPTY = '>null</script>'                                    # where the page has no recording yet
@@ -78,8 +78,8 @@ def check(given, args, config):
     if config.source and not (args.source or args.load_state):
         raise ValueError(f'{args.init} translates: give --source="...", or --load_state')
     if args.compile and 'all' in config.keeps():
-        raise ValueError('--compile: a compiled step has one shape, but the rows of softmax grow; take a '
-                         '--rule that keeps some of them, as --rule=tova, or leave it out')
+        raise ValueError('--compile: a compiled step needs fixed shapes, but the cache of softmax grows; '
+                         'take a limited cache, such as --rule=tova, or leave --compile out')
     if args.html and (args.samples > 1 or args.load_state):
         raise ValueError('--html shows one text from its beginning: leave --samples and --load_state out')
     of_steps = {'tokens', 'samples', 'temperature', 'top_k', 'top_p', 'seed', 'compile', 'load_state', 'html'}
@@ -120,7 +120,7 @@ def read_state(args, model, meta):
     last = tensors.get('last', torch.zeros(0))
     tokens = model.config.vocab_size
     if last.dtype != torch.long or last.dim() != 2 or not ((last >= 0) & (last < tokens)).all():
-        raise ValueError(f'--load_state={path}: its last tokens are none of {tokens}; read the prompt again')
+        raise ValueError(f'--load_state={path}: its last tokens are no ids < {tokens}; read the prompt again')
     made_with = typed(Config, about.get('made_with'), f'--load_state={path}: its flags')
     for key, value in dataclasses.asdict(made_with).items():
         mine = getattr(model.config, key)
@@ -215,8 +215,8 @@ def refuse_page(path):
 def given_to_memories(model, tokens):
     """What the memory of each layer is given while a text is read, tokens (1, T) -> one dict per layer: q, k,
     v and the gates w, e, log_f, log_z that it has, as `recurrent` takes them (1, H, n T, .), with n writes
-    per token. A layer that keeps keys and values has gone (1, H, T) instead of gates: the token at which each
-    of them is evicted, T if none. ValueError for a rule that the equation does not cover."""
+    per token. A layer with a cache has `gone` (1, H, T) instead of gates: for each token the step that
+    evicts it, T if none does. ValueError for a rule that the equation does not cover."""
     layers = []
     forms = model.forms
 
@@ -312,7 +312,7 @@ def read_all(model, tokens, state, threads):
         fastest.choose()
     for piece in tokens.split(LONG, 1):
         began = time.perf_counter()
-        state = model.read(piece, state)                    # in segments, so that memory does not grow
+        state = model.read(piece, state)                    # in segments: only softmax's cache grows
         seconds = time.perf_counter() - began
         if find:
             fastest.again(1e3 * seconds * 2048 / piece.shape[1], seconds)
@@ -381,14 +381,14 @@ def complete(args, model, meta):
                          f'at most {ON_A_PAGE:,}; give fewer')
     say(f'{",".join(c.rules())} from {args.init}; recurrence: {model.why}')
     left = c.block_size - read - (int(state[0]['t']) if state else 0)
-    if c.source:                                            # a row ends, with or without an end
+    if c.source:                                            # stop at the end of the row at the latest
         args.tokens = min(args.tokens, left + 1)
     elif model.positions is not None and args.tokens > left:
         say(f'past {c.block_size} tokens, the last learned position is repeated')
     if args.save_state and state is None and read == 1 and not args.tokens:
         raise ValueError('--save_state --tokens=0: nothing is read yet, as the next step reads a last token; '
                          'give a longer --prompt, or more --tokens')
-    many = read + args.tokens * (args.samples > 1)          # of one text, printed as it comes, who knows
+    many = read + args.tokens * (args.samples > 1)          # a single text is printed as it comes: no limit
     refuse_room(model, args.samples, many, f'--samples={args.samples}: texts of {number(many, "token")}')
     began = time.perf_counter()
     if args.load_state:
@@ -439,7 +439,7 @@ def main(argv):
         args.temperature = 0.0
     if args.source:
         translate(args, model, meta)
-    elif c.classes or not c.causal:                         # which says why, if it has none
+    elif c.classes or not c.causal:                         # without classes, the model raises ValueError
         row = prepare.whole_text(text_of(args.prompt), meta['data']) or prepare.begun([], meta['data'])
         classify(model, torch.tensor([row], device=device), meta)
     else:

@@ -102,7 +102,7 @@ def test_the_numbers_in_the_docstrings_are_true():
 # ---- 2. The equation, and its forms ------------------------------------------------------------------------
 
 K, V = 6, 5                 # features of keys, of values: odd sizes, and not the same, on purpose
-GATES = {           # channels of log_f, log_z, write, erase; erase: one number per head, beside that of write
+GATES = {           # f, z, w, e: channels of log_f, log_z, write, erase; erase=True: one number per head
     'sum': dict(), 'attn': dict(normalise=True), 'attn, decays': dict(f=K, z=1, normalise=True),
     'head': dict(f=1), 'values': dict(z=V), 'both': dict(f=K, z=V), 'delta': dict(erase=True),
     'delta, head': dict(f=1, erase=True), 'delta, values': dict(z=V, erase=True),
@@ -184,15 +184,15 @@ def test_cut_anywhere(gates, form):
     for cuts in [1], [6], [2, 3, 12], range(1, 13):
         near(with_gradients(cut, given, normalise, cuts=cuts), whole)
     start = given['S'].clone()
-    with torch.no_grad():                       # of a single step kernels.py then has a form of its own
+    with torch.no_grad():                       # then kernels.py uses another form for a single step
         near(cut(range(1, 13), **given, normalise=normalise), whole[:2], 1e-13)
     assert torch.equal(given['S'], start)       # the state that is given stays as it is
 
 @pytest.mark.parametrize('dtype, tol', [(torch.float32, 1e-5), (torch.bfloat16, 5e-3)])
 @pytest.mark.parametrize('log_decay', [0, -1e-6, -5, -20])
 def test_extremes_are_finite_and_accurate(log_decay, dtype, tol):
-    """Against fp64, with a zero key, and one that comes 60 times. Where beta is 2 such a key turns the state
-    around every step and nothing is forgotten, if nothing decays: then errors add up in any form."""
+    """Against fp64, with a zero key and a key that comes 60 times. With beta = 2 and no decay, each of its
+    writes turns S k into 2 v - S k. Nothing is forgotten, so rounding errors add up in any form."""
     for gates, beta in ('attn, decays', 1), ('delta, head', 1), ('delta, both', 0), ('delta, both', 2):
         given, normalise = inputs(**GATES[gates], T=100, dtype=torch.float32)
         given['k'][:, :, 40:] = given['k'][:, :, 40:41]
@@ -1573,7 +1573,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression
         '--threads=1000': 'cores', '--data=SCRAP': '--row', '--data=recall': 'recall',
         '--data=CHARS': 'tokens', '--phi=t2r --fold': '--fold',
         '--lora=2 --lora_of=q,qk': 'choose from q, k, v, o', '--from=WINDOW': 'keep few rows',
-        '--out=': '--out', '--out=FOLDER': 'there lies the teacher', '--rule=softmax': 'would change',
+        '--out=': '--out', '--out=FOLDER': 'it holds the teacher', '--rule=softmax': 'would change',
         '--recipe=hybrid --cache=16': 'never leave', '--row=17': 'rows of 16',
         '--from=FOLDER': 'give the file',
         '--export=TEXT': 'File exists', '--from=model.bin': 'pickled', '--from=a/b/c': 'no such file',
@@ -1843,7 +1843,7 @@ def test_processes_that_cannot_be_are_refused(env, monkeypatch, capsys):
 @pytest.mark.parametrize('script, flags, why', [
     (train, '--lr=inf', 'at most'), (train, '--weight_decay=1e99', 'at most'), (train, '--seed=-1', 'least'),
     (train, '--batch_size=1000000 --block_size=10000', 'GB'), (train, '--val_tokens=100', 'more --val_'),
-    (train, '--init=MODEL/ckpt.safetensors --out=MODEL', 'there lies'), (sample, '--samples=1e20', 'whole'),
+    (train, '--init=MODEL/ckpt.safetensors --out=MODEL', 'it holds the model'), (sample, '--samples=1e20', 'whole'),
     (sample, '--penalty=1e300', 'at most'), (sample, '--beam=100000', 'at most 1,024'),
     (train, '--accum=100000000', 'at most 4,096'), (convert, '--faster=inf', 'at most 1,000'),
     (convert, '--from=MODEL/ckpt.safetensors --lora=17', 'lower'), (bench, 'layer --lengths=99999999', 'low'),
@@ -1882,7 +1882,7 @@ def test_a_conversion_takes_no_other_file_away(teacher, tmp_path, capsys):
     shutil.copy(teacher, tmp_path / 'ckpt.safetensors')
     os.symlink(tmp_path / 'ckpt.safetensors', tmp_path / 'link.safetensors')
     run = [f'--from={tmp_path}/link.safetensors', *SHORT, '--controls=false']
-    assert 'there lies the teacher' in refused(capsys, convert.main, *run, f'--out={tmp_path}')
+    assert 'it holds the teacher' in refused(capsys, convert.main, *run, f'--out={tmp_path}')
     out, export = tmp_path / 'out', tmp_path / 'export'
     out.mkdir()
     export.mkdir()
@@ -3003,7 +3003,7 @@ def test_the_fastest_number_of_threads_is_found_in_time(monkeypatch):
     threads = train.Threads(run, 640, lines.append, most=3)
     threads.choose(limit=1.0)
     assert now < 1.2 and set(parts) == {64} and torch.get_num_threads() == 2
-    assert lines == [lines[0]] and 'threads: 2, the fastest (a part of 64 tokens' in lines[0]
+    assert lines == [lines[0]] and 'threads: 2 (timed on 64 tokens' in lines[0]
     slow[3] = .001                                              # a neighbour has gone
     threads.again(40, 30)
     assert torch.get_num_threads() == 3 and 'threads: 3' in lines[1]

@@ -7,8 +7,8 @@
     torchrun --nproc_per_node=2 train.py --rule=delta         the same training in two processes; add --fsdp
                                                               to keep only half of the model in each
 
-Each evaluation writes out/ckpt.safetensors (weights, optimiser, step) and out/best.safetensors (the weights
-with the lowest validation loss so far); out/log.jsonl has the losses, out/result.json the final figures. All
+Each evaluation writes out/ckpt.safetensors (weights, optimiser, step) and, if the validation loss is the
+lowest so far, out/best.safetensors. out/log.jsonl has the losses, out/result.json the final figures. All
 random numbers depend only on the seed, the step and the process. So a resumed run ends in the same bits if
 the number of threads stays the same (--threads=N pins it). If you resume with more --steps, the cosine is
 stretched over them.
@@ -66,11 +66,11 @@ class Args:
                                'flags of training may be changed, those of the model not')
     init: str = flag('', 'start from the weights of a checkpoint or hub model; flags may adapt it')
     steps: int = flag(6400, 'optimiser steps', low=1, high=10 ** 9)
-    batch_size: int = flag(4, 'rows per step, over all processes', low=1, high=2 ** 20)
+    batch_size: int = flag(4, 'rows per batch, over all processes', low=1, high=2 ** 20)
     accum: int = flag(1, 'batches per step, for more rows than fit into memory', low=1, high=2 ** 12)
     lr: float = flag(4e-3, 'peak learning rate', low=0, high=100)
     weight_decay: float = flag(0.1, 'applies to parameters with two axes', low=0, high=100)
-    optimizer: str = flag('adamw', 'muon trains the matrices of the blocks; it pays from 16 rows per step',
+    optimizer: str = flag('adamw', 'muon: for linear layers in the blocks; worth it from 16 rows per step',
                           ['adamw', 'muon'])
     clip: float = flag(1.0, 'gradient clipping: largest norm; 0: no clipping', low=0, high=1e9)
     carry: bool = flag(False, 'read the text in order and carry S from step to step (Schlag 2021, table 4)')
@@ -206,7 +206,7 @@ class Threads:
         torch.set_num_threads(best)
         if best != before or math.isnan(self.ms):
             shown = ', '.join(f'{1e3 * took:.0f} ms with {count}' for count, took in medians.items())
-            self.say(f'threads: {best}, the fastest (a part of {n} tokens: {shown})')
+            self.say(f'threads: {best} (timed on {n} tokens of a step: {shown})')
         self.ms = math.nan                                  # `again` takes it from the next steps
 
     def again(self, ms, seconds):
@@ -292,7 +292,7 @@ def answers(model, x, y, state, meta, dtype=torch.float32):
 
 def blocks(n, T, meta, count=None):
     """Where the rows of the evaluation rule `blocks` begin. A text of n tokens is cut into rows of T, so that
-    each token but the first is a target once. The last row of a text may be shorter. A task has its own rows.
+    each token but the first is a target once. The last row may have fewer targets. A task has its own rows.
     count: take at most this many rows, evenly spaced"""
     begin = np.arange(0, n - 1, T)
     if 'row' in meta:
@@ -541,8 +541,8 @@ class Muon(torch.optim.Optimizer):
 
 
 class WithMuon:
-    """One optimiser made of two: Muon for the matrices of the blocks, at MUON times the learning rate, and
-    AdamW for everything else."""
+    """Two optimisers in one: Muon for the linear layers in `model.blocks`, except those of the gates, at MUON
+    times the learning rate, and AdamW for everything else, an encoder included."""
     def __init__(self, model, lr, weight_decay, device):
         matrices = {}
         for name, module in model.blocks.named_modules():
@@ -704,12 +704,12 @@ def mistakes(args, config, data, model):
         f'{of} --block_size={data.T}: {len(data.train)} training and {len(data.val)} validation tokens, '
         f'expected at least {least} each; give a longer text, a smaller --block_size{or_more}')
     yield args.init and lies_in(args.init, args.out), (
-        f'--out={args.out}: there lies the model that --init names; take another folder')
+        f'--out={args.out}: it holds the model of --init; take another folder')
     yield args.fsdp and data.world == 1, (
         '--fsdp: one process has all of the model; start several, as torchrun --nproc_per_node=2 train.py '
         '--fsdp does')
     yield args.fsdp and config.encoder, (
-        '--fsdp: not with --encoder, whose decoder asks for weights out of turn')
+        '--fsdp: not with --encoder, which uses weights of a decoder block before its forward')
     yield args.fsdp and args.optimizer == 'muon', (
         '--fsdp --optimizer=muon: its step needs whole matrices; leave one of them out')
     yield too_many_rows(data, config)
@@ -778,7 +778,7 @@ def log_of(args):
     if not args.resume:
         log.truncate(0)
         if os.path.exists(f'{args.out}/ckpt.safetensors'):
-            say(f'--out={args.out} holds a model already, which the first evaluation replaces')
+            say(f'--out={args.out} holds a model already; this run will replace it')
     return log
 
 

@@ -11,7 +11,7 @@
     python data/prepare.py mine.tsv                      # your own lines: a label from 0, a tab, a text
     python data/prepare.py a.en:a.de                     # sentences, and their translations line by line
 
-You need not run these commands first: `load(name)` in train.py prepares a missing set. The format:
+You need not run these commands first: train.py prepares a missing set itself (`load`). The format:
 
     {train,val}.bin   flat array of token ids: uint8, uint16 or uint32, no header; some sets have test.bin
     meta.json         name, dtype, vocab_size and tokenizer. Per side (train, val, test): tokens, sha256 of
@@ -35,7 +35,7 @@ validation side, every tenth line validates. Texts are cut off after 1,024 token
 Pairs, for translation, are in bpe:4096, learned from both languages, or in the tokens of --tokenizer. The
 first `source` tokens of a row are a sentence. The others are read by the decoder: a pad token to start with,
 then the translation. Both parts are filled up with pad, and cut off after 256 tokens (or --length). The
-targets are the tokens of the translation, then one pad that marks the end. Row i is line i.
+targets are the tokens of the translation, then one pad that marks the end. Rows keep the order of the lines.
 """
 import argparse
 import concurrent.futures
@@ -387,8 +387,8 @@ def decode(tokens, meta):
     return (' ' if kind in FIXED else '').join(words)
 
 
-# A space between two letters, both ASCII or both of two bytes, as in Greek and Cyrillic. Tokenizers always
-# split before such a space. They may join line ends and punctuation, so those are no safe place to cut.
+# A space between two letters, both ASCII or both of two bytes, as in Greek and Cyrillic. Most tokenizers
+# split before it; PHRASE finds the others. Any may join line ends and punctuation, so we never cut there.
 BETWEEN = re.compile(rb'(?<=[A-Za-z]) (?=[A-Za-z])|(?<=[\xc3-\xdf].) (?=[\xc3-\xdf])', re.S)
 PHRASE = re.compile('[A-Za-z][ \u0120\u2581]')                  # a token with this in it spans such a space
 
@@ -729,8 +729,8 @@ def told(sides, most, meta, _):
     before, _ = ends(meta)
     end = encode('\n', meta)[-1:]
     if not end:
-        raise ValueError('the model\'s tokens know no line end, behind which a translation could stand; take '
-                         'a model of texts, or without --init and --from one of pairs')
+        raise ValueError('the model\'s tokens know no line end to put between a text and its translation; '
+                         'take a model of texts, or train one on pairs, without --init or --from')
     meta['pad'] = end[0]
     found = []
     for sources, texts in sides:
@@ -865,7 +865,7 @@ def test_side(name, root=None, like=None):
     _, _, meta = load(name, root, like=like)
     if 'test' not in meta:
         raise ValueError(f'--data={name}: there is no test side, only {" and ".join(SIDES)}; take another '
-                         'set, such as multi30k, or what load() has')
+                         'set, such as multi30k, or report on the validation side')
     return mapped(place(name, root, like), meta, 'test'), meta
 
 
@@ -914,7 +914,7 @@ def check(meta):
                 raise ValueError(f'{key} of a side is {found!r}, expected a whole number from 1')
     of_rows = {'ignore', 'pad', 'classes', 'source', 'patch'} & meta.keys()
     if of_rows and 'row' not in meta:
-        raise ValueError(f'{min(of_rows)} is there, but no row, of which it says something')
+        raise ValueError(f'{min(of_rows)} is there, but row is missing')
     beside = [key in meta for key in ('row', 'pad', 'classes', 'patch')]
     if 'source' in meta and beside != [True, True, False, False]:
         raise ValueError('source is there: expected row and pad, too, and neither classes nor patch')
@@ -992,7 +992,7 @@ def keep_memory():
 
 
 def script(main):
-    """Run a script's main(argv) -> exit code: 0; or 2 and one line on stderr for a mistake of the user."""
+    """A script's main(argv) -> exit code: 0; 2 and one line on stderr for an error; 130, 141 if stopped."""
     def run(argv=None):
         keep_memory()
         for name in 'stdout', 'stderr':

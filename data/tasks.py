@@ -9,8 +9,8 @@ also gets the text that surrounds them. All other sets: `make(*paths)` returns t
 validation side, and maybe a test side. Pictures are rows of numbers. The targets of sentences are labels;
 those of pairs are texts, the translations.
 
-SETS lists all sets and their files. prepare.py downloads the files, tokenizes texts and writes what `packed`
-returns. This file imports nothing of ours.
+SETS lists these sets and their files. prepare.py adds the plain texts, downloads the files, tokenizes texts
+and writes what `packed` returns. This file imports nothing of ours.
 """
 import collections
 import contextlib
@@ -34,7 +34,7 @@ def recall(rows, rng, vocab, training, length=128, keep=False, every=True):
 
     A row is a window of such a stream: value, (key, value) x 63, key. The last key was seen before. The
     target is the value that it had last. every: in training every key that was seen before has a target: the
-    same task, learned from 44 targets per row instead of one. Keys are the lower half of the vocabulary,
+    same task, learned from 45 targets per row instead of one. Keys are the lower half of the vocabulary,
     values the upper. `recall`: values are drawn anew each time, so memory must be overwritten (Schlag et al.
     2021, Sec. 6.1.2). `recall-kept`: each row has one fixed map from keys to values. `recall-one` is that with
     one target per row, as in the paper. Its text does not say whether values are kept, nor the sizes:
@@ -67,7 +67,7 @@ def recall(rows, rng, vocab, training, length=128, keep=False, every=True):
 def mqar(rows, rng, vocab, training, length=128, pairs=8, a=0.01):
     """Multi-query associative recall (Arora et al. 2023, arXiv:2312.04927): pairs, then each key again.
 
-    Keys are from 1..V/2-1 and values from V/2..V-1, none twice in a row. Each key comes again once, 2i tokens
+    Keys are from 1..V/2-1 and values from V/2..V-1, without repeats. Each key comes again once, 2i tokens
     after the end of the pairs; the target there is its value. The i = 0, 1, ... are drawn without replacement
     with p(i) ~ a (i+1)^(a-1). All other inputs are 0, as in the paper's figure 2 (the default of its code is
     random tokens). The paper trains on 100,000 rows, we on 20,000. Both test on 3,000.
@@ -90,7 +90,7 @@ def mqar(rows, rng, vocab, training, length=128, pairs=8, a=0.01):
 
 
 def distinct(rng, low, high, shape):
-    """Random integers from low to high - 1, none twice in a row: rows with a repeat are drawn again."""
+    """Random integers from low to high - 1, without repeats: rows with a repeat are drawn again."""
     drawn = rng.integers(low, high, shape)
     while True:
         repeats = (np.diff(np.sort(drawn, 1), axis=1) == 0).any(1)
@@ -160,9 +160,9 @@ def facts(rows, rng, vocab, training, text, length=2048, every=False):
     beyond = len(SENTENCE) - ANSWER_AT                          # tokens from the last answer on
     room = length + beyond - (n + m) * len(SENTENCE)            # tokens of the text in a row
     if n == 0 or len(text) <= room:
-        raise ValueError(f'rows of {length} tokens: facts can have 128 or more, and on each side the text '
-                         f'needs more words than that, one has {len(text):,}; take shorter rows, or a '
-                         'longer text')
+        raise ValueError(f'rows of {length} tokens: facts needs 128 or more, and each side of the text more '
+                         f'than {room:,} words, but one has {len(text):,}; take other rows, or a longer '
+                         'text')
     pair = distinct(rng, 0, len(THINGS) * len(NAMES), (rows, n))
     answer = rng.integers(ANSWERS.start, ANSWERS.stop, (rows, n))
     first = rng.random((rows, n))                               # position, as a share of the text

@@ -5,7 +5,7 @@
     folder.tensors(model.state_dict())                  # -> tensors in our names and these shapes
     to_folder('out/export', tensors, config, data)      # and back
 
-All files are safetensors: a JSON header, then raw numbers. Nothing is pickled, so a file cannot run code.
+All weights are safetensors: a JSON header, then raw numbers. Nothing is pickled, so a file cannot run code.
 Files are written completely or not at all (`prepare.whole`). This file builds no nn.Module. model.py does
 that, from a config: a dict of the fields of model.Config. model.py also reads our own checkpoints, and writes
 them with `replace`.
@@ -46,8 +46,8 @@ def replace(path, tensors, notes):
 
 class Family(NamedTuple):
     """How the hub stores one kind of model. In names, {i} is the number of a layer, {next} that of the next
-    layer, {p} is weight or bias. (a|b) are two of their tensors, whose rows we stack in one. A final .T means
-    that theirs is transposed. Tensors that a model does not have, such as biases or a head, are skipped."""
+    layer, {p} is weight or bias. (a|b) are several tensors of theirs, whose rows we stack in one. A final .T
+    means that theirs is transposed. Tensors that a model lacks, such as biases or a head, are skipped."""
     names: dict     # ours -> theirs
     entries: dict   # field of Config -> entry of config.json
     usual: dict     # field whose entry may be missing -> its default
@@ -249,8 +249,8 @@ class Folder:
     """A folder with config.json and *.safetensors. ValueError for files that are missing, broken or do not
     fit together. source: its name in messages.
 
-    config: a dict of fields of Config. data: the description of the tokens, as in our checkpoints. It is made
-    from tokenizer.json; without that file, tokens are only numbers.
+    config: a dict of fields of Config. data: the description of the tokens, as in our checkpoints, made from
+    tokenizer.json. Without that file, 50,257 tokens are taken for GPT-2's, and others are only numbers.
     """
     def __init__(self, path, source):
         file = os.path.join(path, 'config.json')
@@ -278,7 +278,7 @@ class Folder:
                                  'at least 2 classes')
 
     def tensors(self, like):
-        """All tensors, in our names and in fp32. like: {our name: tensor of that shape} of a softmax model"""
+        """All tensors in our names, others' in fp32. like: {our name: tensor of that shape}, of softmax"""
         if self.kind == OURS:
             return {name: self.tensor(name) for name in self.where}
         ours = {}
@@ -391,8 +391,8 @@ def tokenizer_of(folder, vocab):
         if not 0.9 * vocab <= most <= vocab:
             raise ValueError(f'{most:,} tokens, the model has {vocab:,}')
     except (ValueError, RecursionError) as e:
-        raise ValueError(f'{path}: {e}; put the one there that belongs to the model, or take it away: tokens '
-                         'are then but numbers') from None
+        raise ValueError(f'{path}: {e}; replace it by the file of this model, or take it away: then tokens '
+                         'are only numbers') from None
     return {'tokenizer': 'json', 'json': text}
 
 
