@@ -724,7 +724,7 @@ RULES = {
     'gdn2': Rule('gated DeltaNet-2, 2026: each gate by channel', 'silu', 'l2', f='channel', write='channel',
                  erase='channel', rate=None),
     'softmax': Rule('the transformer; its state grows with every token', keeps='all'),
-    'window': Rule('softmax over this token and the `cache` before it', keeps='window'),
+    'window': Rule('softmax over this token and the `--cache` before it', keeps='window'),
     'sink': Rule('window and the first tokens, Xiao 2023 (StreamingLLM)', keeps='sink'),
     'h2o': Rule('the most attended tokens so far and the last ones, half each, Zhang 2023', keeps='h2o'),
     'tova': Rule('keeps the tokens that the last one attends to most, Oren 2024', keeps='tova'),
