@@ -598,6 +598,9 @@ def test_feature_map_has_its_shape_and_traits_and_mixes_nothing(name):
     if phi.mean and name != 'rfa':              # whose estimate of a similarity >= 0 may be below
         assert (phi(x, 'q') @ phi(torch.randn_like(x), 'k').mT).min() >= 0
 
+def test_feature_map_has_its_shape_in_table_6_of_schlag():
+    assert [feature_map(name, 1, 64).feature_dim for name in ('favor:128', 'dpfp:2')] == [256, 256]
+
 def test_maps_that_care_for_the_side_and_for_heads():
     """T2R with q / sqrt(d), the two maps of Hedgehog's listing. What is learned is learned by head."""
     x = torch.randn(1, 2, 5, 4, dtype=f64)
