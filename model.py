@@ -149,8 +149,8 @@ class Config:
             'a cache has its map from --overflow)')
         erases = any(rule.erase for rule in rules)
         yield self.writes > 1 and not erases, (
-            f'--writes={self.writes}: {", ".join(dict.fromkeys(pattern))} erases nothing, so several writes '
-            'only add up; take delta, gated_delta, kda or gdn2')
+            f'--writes={self.writes}: a model of {", ".join(dict.fromkeys(pattern))} erases nothing, so '
+            'several writes only add up; take delta, gated_delta, kda or gdn2')
         yield self.writes > 1 and (self.encoder or not self.causal), (
             f'--writes={self.writes} with --encoder={self.encoder} --causal={self.causal}: it is for a text '
             'that is read step by step; leave it out')
