@@ -55,7 +55,6 @@ Sources: Katharopoulos 2020 (arXiv:2006.16236), Peng 2021 RFA (2103.02143), Schl
 (2605.22791), Zhang 2023 H2O (2306.14048), Xiao 2023 StreamingLLM (2309.17453).
 """
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -694,8 +693,6 @@ class Rule(NamedTuple):
     erase: str | None = None    # 'write': e = w; 'channel': a beta of its own per channel
     rate: float | None = 1.0    # None: learned, one per head
     keeps: str | None = None    # what is cached: 'all', or by which policy; None: nothing, the state is S
-    form: Callable | None = None    # (none here) for a rule that the equation does not cover: a function with
-                                # recurrent's signature, which is always used in its place
 
     @property
     def matrix(self):

@@ -35,16 +35,16 @@ from data import prepare, weights
 from fastweight import FEATURE_MAPS, FLOOR, LOG_MIN, NORMALISERS, RULES, feature_map
 
 # ---- what a model is ---------------------------------------------------------------------------------------
-def flag(default, help, choices=None, low=-math.inf, high=math.inf):
+def flag(default, help, choices=None, low=-math.inf, high=math.inf, of=()):
     """A dataclass field that is also a command line flag, see `parse`. low and high are the smallest and the
-    largest number allowed."""
-    metadata = {'help': help, 'choices': choices, 'range': (low, high)}
+    largest number allowed. of: the rules that use it, if not all do"""
+    metadata = {'help': help, 'choices': choices, 'range': (low, high), 'of': of}
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def known(default, low=-math.inf, high=math.inf):
+def known(default, low=-math.inf, high=math.inf, of=()):
     """A field with a range that is no flag: its value comes from the data or a file, see `typed`."""
-    return flag(default, '', None, low, high)
+    return flag(default, '', None, low, high, of)
 
 
 def refuse(mistakes):
@@ -56,7 +56,10 @@ def refuse(mistakes):
 
 
 OF_DATA = {'vocab_size': 256, 'classes': 0, 'pad': None, 'source': 0, 'patch': 0}     # fields set by the data
-SOURCE_RULES = [name for name, rule in RULES.items() if not (rule.bounded or rule.form)]    # see a whole text
+MATRIX = [name for name, rule in RULES.items() if rule.matrix]
+ERASING = [name for name, rule in RULES.items() if rule.erase]
+BOUNDED = [name for name, rule in RULES.items() if rule.bounded]
+SOURCE_RULES = [name for name in RULES if name not in BOUNDED]          # these see a whole text
 
 
 @dataclass
@@ -64,18 +67,22 @@ class Config:
     """Everything that defines a model. ValueError, with the names of the flags, for what is impossible."""
     rule: str = flag('delta', 'update rule of every layer', list(RULES))
     layers: str = flag('', 'one rule per layer instead, repeated over the depth: delta,delta,softmax')
-    phi: str = flag('', f'feature map, if not the rule\'s; with option: dpfp:3 [{"|".join(FEATURE_MAPS)}]')
-    norm: str = flag('', f'normaliser, if not the rule\'s [{"|".join(NORMALISERS)}]')
-    beta_max: float = flag(2.0, 'delta rules: beta lies in (0, beta_max); 1 in Schlag 2021', low=0, high=2)
-    writes: int = flag(1, 'delta rules: writes per token (DeltaProduct)', low=1, high=16)
+    phi: str = flag('', f'feature map, if not the rule\'s; with option: dpfp:3 [{"|".join(FEATURE_MAPS)}]',
+                    of=MATRIX)
+    norm: str = flag('', f'normaliser, if not the rule\'s [{"|".join(NORMALISERS)}]', of=MATRIX)
+    beta_max: float = flag(2.0, 'delta rules: beta lies in (0, beta_max); 1 in Schlag 2021', low=0, high=2,
+                           of=ERASING)
+    writes: int = flag(1, 'delta rules: writes per token (DeltaProduct)', low=1, high=16, of=ERASING)
     out_norm: bool = flag(True, 'LayerNorm after the heads, except with --norm=attn; Schlag has none')
     conv: int = flag(4, 'width of the convolution before mixer and MLP (causal, except in encoders); 0: none',
                      low=0, high=64)
-    cache: int = flag(256, 'rules with a limited cache: number of cached tokens', low=0, high=2 ** 20)
-    sinks: int = flag(4, 'sink: first tokens, which are never evicted', low=0, high=2 ** 24)
-    overflow: str = flag('', 'window, sink: rule and map for evicted tokens: sum:hedgehog, delta:taylor')
+    cache: int = flag(256, 'rules with a limited cache: number of cached tokens', low=0, high=2 ** 20,
+                      of=BOUNDED)
+    sinks: int = flag(4, 'sink: first tokens, which are never evicted', low=0, high=2 ** 24, of=['sink'])
+    overflow: str = flag('', 'window, sink: rule and map for evicted tokens: sum:hedgehog, delta:taylor',
+                         of=['window', 'sink'])
     positions: str = flag('true', 'of cached tokens; compress: gaps g > 10 are ceil(10 + ln ln(g - 10 + e))',
-                          ['true', 'compress'])
+                          ['true', 'compress'], of=BOUNDED)
     pos: str = flag('auto', 'auto: rope in layers with a cache; learned if there is an encoder',
                     ['auto', 'none', 'learned', 'rope'])
     causal: bool = flag(True, 'false: an encoder, each step sees all of the text; needs data with classes')
@@ -106,7 +113,7 @@ class Config:
     theta: float = known(1e4, 1, 1e12)      # base of rope
     rope_scaling: list = ()     # for a scaled rope, see `speeds`
     n_kv_head: int = known(0, 0, 1024)      # fewer heads for k and v than for q; 0: as many
-    key_dim: int = known(0, 0, 2 ** 17)     # channels of q and k per head of fast weights; 0: as many as v
+    key_dim: int = known(0, 0, 2 ** 17, MATRIX)     # channels of q and k per head; 0: as many as v
     n_inner: int = known(0, 0, 2 ** 20)     # width of the MLP; 0: 4 n_embd
     tied: bool = True           # weight tying: the output layer is the embedding
 
@@ -132,10 +139,8 @@ class Config:
             rule = getattr(self, name)
             yield rule and not self.encoder, f'--{name}={rule} reads a source: it needs --encoder=3, say'
             yield rule not in ('', *SOURCE_RULES), f'--{name}={rule}: choose from {", ".join(SOURCE_RULES)}'
-        rules = [RULES[name] for name in self.all_rules()]
-        kept = {rule.keeps for rule in rules if rule.bounded}
+        kept = self.keeps() - {'all', None}
         over = self.overflow.partition(':')[0]
-        matrices = [name for name, rule in RULES.items() if rule.matrix and not rule.form]
         head_dim, rest = divmod(self.n_embd, self.n_head)
         yield rest, f'--n_embd={self.n_embd} is not a multiple of --n_head={self.n_head}'
         yield self.turns() and head_dim % 2, (
@@ -143,14 +148,6 @@ class Config:
             'even; or --pos=none')
         yield len(pattern) > self.n_layer, (
             f'--layers={self.layers}: more rules than --n_layer={self.n_layer} layers')
-        given = ' '.join(f'--{name}={getattr(self, name)}' for name in ('phi', 'norm') if getattr(self, name))
-        yield given and not any(rule.matrix for rule in rules), (
-            f'{given}: {", ".join(pattern)} has its own kernel and normaliser; leave it out (a matrix beside '
-            'a cache has its map from --overflow)')
-        erases = any(rule.erase for rule in rules)
-        yield self.writes > 1 and not erases, (
-            f'--writes={self.writes}: a model of {", ".join(dict.fromkeys(pattern))} erases nothing, so '
-            'several writes only add up; take delta, gated_delta, kda or gdn2')
         yield self.writes > 1 and (self.encoder or not self.causal), (
             f'--writes={self.writes} with --encoder={self.encoder} --causal={self.causal}: it is for a text '
             'that is read step by step; leave it out')
@@ -162,7 +159,7 @@ class Config:
         yield over and (not kept or kept - {'window', 'sink'}), (
             f'--overflow={self.overflow} takes the rows that --rule=window or sink evicts; leave it out with '
             f'{", ".join(pattern)}')
-        yield over and over not in matrices, f'--overflow={self.overflow}: choose from {", ".join(matrices)}'
+        yield over and over not in MATRIX, f'--overflow={self.overflow}: choose from {", ".join(MATRIX)}'
         yield self.positions == 'compress' and (not kept or over or self.pos not in ('auto', 'rope')), (
             '--positions=compress needs a bounded cache with rope, and without --overflow')
         yield self.encoder and (not self.causal or self.classes), (
@@ -254,7 +251,6 @@ class Forms(NamedTuple):
     shift: Callable = shifted_sum
     record: Callable = unrecorded
     softmax: Callable = fastweight.softmax
-    impl: str = 'auto'                                  # what the user asked for
     why: str = 'chunk (plain torch and autograd)'       # one line to print: which forms are used, and why
 
 
@@ -268,20 +264,20 @@ def pick_forms(impl='auto'):
     definition = '--impl=loop runs fastweight.recurrent, the definition'
     why = 'chunk (plain torch and autograd)'
     if impl == 'loop':
-        return Forms(fastweight.recurrent, impl=impl, why='loop (fastweight.recurrent, the definition, slow)')
+        return Forms(fastweight.recurrent, why='loop (fastweight.recurrent, the definition, slow)')
     if impl != 'chunk':
         try:
             import kernels
             why = 'fused (kernels.py: batched products, on a GPU Triton)'
             return Forms(kernels.chunked, kernels.bounded, kernels.shifted_sum, kernels.recorded,
-                         impl=impl, why=f'{why}; {definition}')
+                         why=f'{why}; {definition}')
         except ModuleNotFoundError as e:
             if e.name != 'kernels':
                 raise
             if impl == 'fused':
                 raise ValueError('--impl=fused: there is no kernels.py; --impl=chunk does without') from None
             why += ', as there is no kernels.py'
-    return Forms(impl=impl, why=f'{why}; {definition}')
+    return Forms(why=f'{why}; {definition}')
 
 
 # ---- a layer's memory: gates from x, a map and a normaliser on q and k, then the recurrence ----------------
@@ -439,9 +435,6 @@ def without_autocast(x):
 def mistakes_at_once(name, norm):
     """For `refuse`: rules that must go step by step cannot be used where all steps are seen at once."""
     rule = RULES[name]
-    yield rule.form, (
-        f'--rule={name}: its form goes step by step, but encoder and cross attention see all at once; take '
-        'another --encoder_rule, --cross')
     yield rule.bounded, (
         f'--causal=false --rule={name}: it evicts step by step, but an encoder sees all at once; take '
         'softmax, or fast weights')
@@ -485,20 +478,20 @@ class FastWeights(nn.Module):
     ->  o (B, H, T, head_dim), dict. The dict has S (B, H, V, K), with n as last row for norm 'attn'; or the
     cache k, v, and if it is limited pos, total (fastweight.bounded), and S, n of the tokens that it evicted
 
-    rule, phi, norm, overflow: as the flags of Config, phi and norm '' for the rule's own   cache, sinks,
-    turn: as in fastweight.bounded   key_dim: channels of q and k, if not head_dim   causal: if false, each
-    step reads what all steps write   n: writes per token; k and v then hold those of n writes side by side,
-    (B, H, T, n head_dim). ValueError for what does not go together."""
+    phi to positions: as the flags of Config, phi and norm '' for the rule's own   key_dim: channels of q and
+    k, if not head_dim   causal: if false, each step reads what all steps write   turn(x, pos): rope, for
+    --positions=compress. With n writes per token, k and v hold those of n writes side by side, (B, H, T,
+    n head_dim). ValueError for what does not go together."""
     forms = PLAIN
 
-    def __init__(self, rule, n_embd, n_head, head_dim, phi='', norm='', beta_max=1.0, cache=256, sinks=4,
-                 turn=None, overflow='', key_dim=0, causal=True, n=1):
+    def __init__(self, rule, n_embd, n_head, head_dim, phi='', norm='', beta_max=1.0, writes=1, cache=256,
+                 sinks=4, overflow='', positions='true', key_dim=0, causal=True, turn=None):
         super().__init__()
         self.rule = RULES[rule]
-        self.n = n
+        self.n = writes
         self.cache = cache
         self.sinks = sinks
-        self.turn = turn
+        self.turn = turn if positions == 'compress' else None
         self.causal = causal
         self.overflow = None
         if overflow:
@@ -520,8 +513,8 @@ class FastWeights(nn.Module):
         self.phi = feature_map(self.map, n_head, key_dim or head_dim)
         if not causal:
             refuse(mistakes_at_once(rule, self.norm))
-        refuse(mistakes_together(rule, self.phi, self.norm, n))
-        self.gates = Gates(self.rule, n_embd, n_head, self.phi.feature_dim, head_dim, beta_max, n)
+        refuse(mistakes_together(rule, self.phi, self.norm, writes))
+        self.gates = Gates(self.rule, n_embd, n_head, self.phi.feature_dim, head_dim, beta_max, writes)
         self.normalise = self.norm == 'attn'
         self.by_keys = self.normalise and self.rule.erase               # divide by the plain sum of keys
         self.normaliser = NORMALISERS['sum' if self.by_keys else self.norm]
@@ -568,9 +561,8 @@ class FastWeights(nn.Module):
         return o.to(q.dtype)
 
     def recurrence(self, q, k, v, there=None, **gates):
-        """Compute the equation in this layer's form. Arguments as for fastweight.recurrent, and `there` for
-        an encoder."""
-        form = self.rule.form or self.forms.recurrence
+        """Compute the equation. Arguments as for fastweight.recurrent, and `there` for an encoder."""
+        form = self.forms.recurrence
         if not self.causal:
             return fastweight.encoded(q, k, v, **gates, there=there, form=form)
         if self.n == 1:
@@ -712,29 +704,19 @@ class Mixer(nn.Module):
         self.n_head = c.n_head
         self.n_kv_head = c.n_kv_head or c.n_head
         self.head_dim = c.n_embd // c.n_head
-        kind = RULES[rule]
-        self.key_dim = self.head_dim
-        if c.key_dim and kind.matrix:
-            self.key_dim = c.key_dim
-        self.n = c.writes if kind.erase else 1          # keys and values per token, in each head
+        flags = {field.name: getattr(c, field.name) for field in dataclasses.fields(c)
+                 if rule in field.metadata.get('of', ())}
+        self.key_dim = flags.get('key_dim') or self.head_dim
+        self.n = flags.get('writes', 1)                 # keys and values per token, in each head
         n_kv = self.n * self.n_kv_head
         self.sizes = [c.n_head * self.key_dim, n_kv * self.key_dim, n_kv * self.head_dim]
         self.turn = functools.partial(rope, theta=c.theta, scaling=c.rope_scaling)
-        self.rope = c.uses_rope(rule)
-        flags = {'key_dim': self.key_dim, 'causal': causal}     # flags that this layer can use
-        if kind.matrix:
-            flags.update(phi=c.phi, norm=c.norm)
-        if kind.erase:
-            flags.update(beta_max=c.beta_max, n=self.n)
-        if kind.bounded:
-            flags.update(cache=c.cache, sinks=c.sinks, overflow=c.overflow)
-        if kind.bounded and c.positions == 'compress':
-            flags.update(turn=self.turn)
-            self.rope = False                       # `bounded` rotates the keys
         self.qkv = nn.Linear(c.n_embd, sum(self.sizes), bias=c.bias)
-        self.memory = FastWeights(rule, c.n_embd, c.n_head, self.head_dim, **flags)
+        self.memory = FastWeights(rule, c.n_embd, c.n_head, self.head_dim, causal=causal, turn=self.turn,
+                                  **flags)
+        self.rope = c.uses_rope(rule) and self.memory.turn is None      # else `bounded` rotates the keys
         self.out_norm = None
-        if c.out_norm and kind.matrix and self.memory.norm != 'attn':   # outputs are normalised already
+        if c.out_norm and rule in MATRIX and self.memory.norm != 'attn':   # outputs are normalised already
             self.out_norm = nn.LayerNorm(self.head_dim, bias=False)
         self.proj = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
         self.dropout = nn.Dropout(c.dropout)
@@ -1002,18 +984,10 @@ class GPT(nn.Module):
             nn.init.constant_(self.norm.weight, 0.1)
 
     def use(self, forms):
-        """Compute with these Forms from now on, in all modules. self.why is one line about them to print.
-        ValueError for --impl=chunk or fused if a rule has a form of its own."""
-        rules = dict.fromkeys(self.config.all_rules())
-        own = {name: RULES[name].form.__name__ for name in rules if RULES[name].form}
-        for name, form in own.items():
-            if forms.impl in ('chunk', 'fused'):
-                raise ValueError(f'--impl={forms.impl}: --rule={name} is computed by {form} alone, its own '
-                                 'form; leave the flag out')
-        why = [f'{name}: form={form} of its own' for name, form in own.items()]
-        if any(RULES[name].keeps != 'all' and name not in own for name in rules):
-            why.append(forms.why)
-        self.why = '; '.join(why) or 'none (softmax is PyTorch\'s)'
+        """Compute with these Forms from now on, in all modules. self.why is one line about them to print."""
+        self.why = forms.why
+        if set(self.config.all_rules()) == {'softmax'}:
+            self.why = 'none (softmax is PyTorch\'s)'
         for module in self.modules():
             if hasattr(module, 'forms'):                # FastWeights, Conv, and the model itself
                 module.forms = forms
@@ -1627,24 +1601,17 @@ def picked(cls, raw, where):
     return typed(cls, {field.name: raw.get(field.name) for field in dataclasses.fields(cls)}, where)
 
 
-def without_beta(given, config):
-    """For `refuse`: --beta_max was given, but no rule here erases. A value from a file is ignored."""
-    rules = ','.join(config.pattern())
-    yield 'beta_max' in given and not any(RULES[name].erase for name in config.all_rules()), (
-        f'--beta_max={config.beta_max:g} with {rules}: only rules that erase scale their beta by it')
-
-
 def idle(given, config):
-    """For `refuse`: flags that were given but have no effect on this model."""
-    kept = config.keeps() - {'all', None}
-    rules = ','.join(config.pattern())
+    """For `refuse`: flags that were given but have no effect on this model. A value from a file is ignored."""
     yield given.get('layers') and 'rule' in given, (
         f'--rule={given.get("rule")} --layers={given.get("layers")}: give one of them')
-    yield 'cache' in given and not kept, (
-        f'--cache={config.cache}: {rules} limits no cache; leave it out')
-    yield 'sinks' in given and 'sink' not in kept, (
-        f'--sinks={config.sinks}: they are of --rule=sink, not of {rules}; leave it out')
-    yield from without_beta(given, config)
+    rules = dict.fromkeys(config.all_rules())
+    for field in dataclasses.fields(config):
+        of = field.metadata.get('of', ())
+        value = given.get(field.name, '')           # an empty text takes back what a model or recipe has
+        yield of and value != '' and rules.keys().isdisjoint(of), (
+            f'--{field.name}={value}: no layer of {",".join(rules)} uses it; leave it out, or take '
+            f'{", ".join(of)}')
 
 
 def value_of(flag, text, field):

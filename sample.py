@@ -216,7 +216,7 @@ def given_to_memories(model, tokens):
     """What the memory of each layer is given while a text is read, tokens (1, T) -> one dict per layer: q, k,
     v and the gates w, e, log_f, log_z that it has, as `recurrent` takes them (1, H, n T, .), with n writes
     per token. A layer with a cache has `gone` (1, H, T) instead of gates: for each token the step that
-    evicts it, T if none does. ValueError for a rule that the equation does not cover."""
+    evicts it, T if none does."""
     layers = []
     forms = model.forms
 
@@ -247,9 +247,6 @@ def given_to_memories(model, tokens):
     model.use(forms)
     for hook in hooks:
         hook.remove()
-    if not all('q' in layer for layer in layers):
-        raise ValueError('--html: a rule of this model has a form of its own, and the page knows only the '
-                         'equation')
     return layers
 
 

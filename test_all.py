@@ -948,7 +948,7 @@ def test_rules_have_the_gates_of_their_papers(rule):
 @pytest.mark.parametrize('rule, n', [('delta', 2), ('gated_delta', 3), ('gdn2', 2)])
 def test_n_writes_a_token_are_n_steps_of_which_the_first_forgets_and_the_last_is_read(rule, n):
     """DeltaProduct, token by token; by any form, cut anywhere, and while it generates."""
-    layer = FastWeights(rule, 8, 2, 4, n=n, beta_max=2).double().eval()
+    layer = FastWeights(rule, 8, 2, 4, writes=n, beta_max=2).double().eval()
     x, q = torch.randn(1, 7, 8, dtype=f64), torch.randn(1, 2, 7, 4, dtype=f64)
     k, v = torch.randn(2, 1, 2, 7, n * 4, dtype=f64)
     gates = layer.gates(x)
@@ -977,11 +977,10 @@ def test_n_writes_a_token_are_n_steps_of_which_the_first_forgets_and_the_last_is
         tokens = torch.cat([tokens, token], 1)
     assert torch.equal(model(tokens)[0][:, 8:-1].argmax(-1), tokens[:, 9:])
 
-def test_many_writes_are_for_rules_that_erase_and_a_text_read_step_by_step():
+def test_many_writes_are_for_a_text_read_step_by_step():
     for mistake, says in [
-            (dict(rule='sum'), 'erases nothing'), (dict(causal=False), 'causal=False: .* step by step'),
-            (dict(pos='rope'), 'rope'), (dict(phi='elu', norm='attn'), 'one key'),
-            (dict(phi='cosformer'), 'one key')]:
+            (dict(causal=False), 'causal=False: .* step by step'), (dict(pos='rope'), 'rope'),
+            (dict(phi='elu', norm='attn'), 'one key'), (dict(phi='cosformer'), 'one key')]:
         with pytest.raises(ValueError, match=rf'--writes=2.*{says}'):
             GPT(Config(**dict(writes=2, n_embd=16, n_head=2) | mistake))
 
@@ -1020,39 +1019,6 @@ def test_delta_attn_is_schlags_ablation():
     for impl in 'loop', 'chunk', 'fused':
         layer.forms = pick_forms(impl)
         near(layer(x, q, k, v)[0], torch.stack(o, 2))
-
-def loud(q, k, v, **gates):
-    """A sum that is read twice as loud."""
-    o, S = recurrent(q, k, v, **gates)
-    return 2 * o, S
-
-def test_a_rule_with_a_form_of_its_own_is_computed_by_it(text, tmp_path, capsys, monkeypatch):
-    """At any cut and in training; the first line says so. Other forms are refused, and what it cannot do."""
-    monkeypatch.setitem(RULES, 'loud', fastweight.Rule('a test', 'silu', 'l2', write='beta', form=loud))
-    trained(text, tmp_path, '--layers=loud,delta', steps=2)
-    said = capsys.readouterr().out
-    assert 'recurrence: loud: form=loud of its own' in said and '--impl=loop runs' in said
-    model, tokens = small(rule='loud'), torch.randint(256, (2, 9))
-    assert 'fused' not in model.why
-    whole, state = model(tokens)
-    parts, end = model_in_parts(model, tokens, [4])
-    near(parts, whole)
-    close(pack(end), pack(state))
-    memory = model.blocks[0].mixer.memory
-    x, (q, k, v) = torch.randn(1, 5, 16).double(), torch.randn(3, 1, 2, 5, 8).double()
-    near(memory(x, q, k, v)[0], loud(memory.reads(q), **memory.writes(x, k, v))[0])
-    encoder = dict(encoder=1, source=8)
-    reader = GPT(Config(rule='loud', **encoder, encoder_rule='sum', cross='softmax', pad=9))
-    for user, impl in itertools.product([model, reader], ['chunk', 'fused']):
-        with pytest.raises(ValueError, match=f'--impl={impl}: --rule=loud is computed by loud alone'):
-            user.use(pick_forms(impl))
-    by_step = '--rule=loud: its form goes step by step'
-    for flags, why in ((dict(rule='loud', causal=False, classes=2), by_step),
-                       (dict(rule='loud', **encoder), by_step),
-                       (dict(cross='loud', **encoder), '--cross=loud'),
-                       (dict(rule='window', overflow='loud'), '--overflow=loud: choose')):
-        with pytest.raises(ValueError, match=why):
-            GPT(Config(**flags))
 
 def small(**flags):
     """A model in fp64 whose weights are far from any special place: nothing hides behind a zero."""
@@ -1525,9 +1491,9 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression
         '--n_embd=33': 'n_head', '--layers=delta,nope': "'nope' is", '--rule=full': '--rule=full',
         '--rule=decay --norm=attn': 'denominator of its own', '--rule=kda --phi=elu --norm=attn': 'negative',
         '--rule=sum --phi=identity --norm=attn': 'zero or negative', '--norm=sum': 'sum of the features',
-        '--phi=elu --norm=none': 'diverges', '--beta_max=1 --rule=sum': 'only rules that erase',
-        '--beta_max=2 --rule=sum': 'only rules that erase',
-        '--rule=softmax --phi=elu': 'own kernel', '--phi=nope': 'no such feature map; choose',
+        '--phi=elu --norm=none': 'diverges', '--beta_max=2 --rule=sum': 'or take delta, ',
+        '--rule=sum --writes=2': 'no layer of sum uses it',
+        '--rule=softmax --phi=elu': '--phi=elu: no layer of softmax uses it', '--phi=nope': 'no such feature map; choose',
         '--phi=elu:3': 'takes nothing', '--norm=nope': 'no such normaliser; choose',
         '--phi=dpfp:16': r'1\.\.15', '--phi=t2r:0': 'above 0', '--phi=favor:many': 'a whole number above 0',
         '--phi=exp:nan': 'a number above 0', '--phi=hedgehog:x': 'forms', '--resume': 'no such file',
@@ -2005,12 +1971,12 @@ def test_a_stage_that_is_broken_is_named_and_what_a_stopped_run_left_is_told(a_m
 
 @pytest.mark.parametrize('script, flags, why', [
     (train, '--layers=:', "--layers=:: ':' is no rule"), (train, '--rule=nope', '--rule=nope'),
-    (train, '--layers=delta,sum --cache=9', '--cache=9: delta,sum limits no cache'),
-    (train, '--rule=delta --cache=9', '--cache=9: delta limits no cache'),
-    (train, '--layers=delta,window --sinks=2', '--sinks=2: they are of --rule=sink'),
+    (train, '--layers=delta,sum --cache=9', '--cache=9: no layer of delta,sum uses it'),
+    (train, '--rule=delta --cache=9', '--cache=9: no layer of delta uses it'),
+    (train, '--layers=delta,window --sinks=2', 'uses it; leave it out, or take sink'),
     (train, '--layers=delta,sum --rule=sum', '--rule=sum --layers=delta,sum: give one of them'),
     (sample, '--init=MODEL --rule=window --sinks=2', '--sinks=2'),
-    (sample, '--init=DELTA --cache=9', '--cache=9: delta limits no cache'),
+    (sample, '--init=DELTA --cache=9', '--cache=9: no layer of delta uses it'),
     (sample, '--init=MODEL --samples=65536 --tokens=100000', 'texts of 100,001 tokens take'),
     (sample, '--init=DELTA --tokens=0 --save_state=x', 'nothing is read yet'),
     (bench, 'layer --lengths=9999999 --heads=999', 'so many steps take'),
@@ -2025,6 +1991,9 @@ def test_flags_that_mean_nothing_or_too_much_are_named(script, flags, why, a_mod
     assert script.main(argv) == 2
     err = capsys.readouterr().err.splitlines()
     assert why in err[-1] and len(err) <= 2 and os.listdir(tmp_path) in ([], ['out'])
+
+def test_an_empty_flag_takes_back_what_a_model_or_a_recipe_has():
+    model_py.refuse(model_py.idle({'rule': 'tova', 'overflow': '', 'cache': 9}, Config(rule='tova', cache=9)))
 
 def test_of_many_texts_a_prompt_is_read_once(a_model, characters, capsys):
     """Greedy, all of them are the one text."""

@@ -39,8 +39,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 
 from data import prepare
 from model import (GPT, OF_DATA, Config, beyond_memory, fill, flag, idle, known, load, number, pack, parse,
-                   pick_device, pick_forms, picked, refuse, refuse_target, save, script, state_for, typed,
-                   without_beta)
+                   pick_device, pick_forms, picked, refuse, refuse_target, save, script, state_for, typed)
 
 BAD_STEPS = 10      # the run ends after this many non-finite steps in a row
 MUON = 4.0          # Muon's rate is this times --lr: singular values of its steps, not entries, are near 1
@@ -660,7 +659,7 @@ def settings(argv):
         raise ValueError('--init starts a run, --resume goes on with one: give one of them')
     if args.init:
         model, meta = load(args.init, **given_model)
-        refuse(without_beta(given_model, model.config))
+        refuse(idle(given_model, model.config))
         data = dict(meta['data'])
         if data['tokenizer'] in prepare.FIXED:              # allow longer rows: facts-256 first, then facts
             data.pop('row', None)
