@@ -1560,7 +1560,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression
         'far --lengths=70 --init=ROPE --beside=TALKER': 'are not those of',
         'far --lengths=70 --init=LEARNED': '16 positions'},
     prepare: {
-        'mnist --length=9': 'no set mnist-9; --length is for .*facts, .*--patch for pathfinder',
+        'mnist --length=9': 'no set mnist-9; --length is for .*facts, .*--patch for mnist',
         'mnist --patch=5': 'patches of 5 x 5', 'listops-63': '64 to 8,192',
         'mnist --file=WORDS': 'is no folder; mnist is made from train-images',
         'recall --tokenizer=byte': 'can be ids', 'WORDS --tokenizer=words': 'can be byte, ',
@@ -2226,21 +2226,6 @@ def test_the_answer_to_a_row_of_facts_stands_somewhere_in_its_text(few_facts, tm
     [plain_x, plain_y], asked = sides
     assert (x == plain_x).all() and (y[:, :-1] == x[:, 1:]).all() and (y[:, -1] == plain_y[:, -1]).all()
     assert np.array_equal(told, asked)
-
-def test_pathfinder_dots_are_joined_where_the_class_says_so():
-    """By walking over gaps of one pixel from a dot: it reaches the other dot, or does not."""
-    x, y = tasks.pathfinder(100, np.random.default_rng(0), 256, True)
-    assert (x == tasks.pathfinder(100, np.random.default_rng(0), 256, True)[0]).all()
-    assert y.shape == (100, 1) and y.sum() == 50                # a target of the last place alone
-    for row, joined in zip(x.reshape(-1, 32, 32), y[:, 0]):
-        dots = np.argwhere(row == 255)
-        reached, todo = set(), {tuple(dots[0])}
-        lit = set(map(tuple, np.argwhere(row)))
-        while todo:
-            reached |= todo
-            near = {(i + a, j + b) for i, j in todo for a in range(-2, 3) for b in range(-2, 3)}
-            todo = near & lit - reached
-        assert len(dots) == 18 and (tuple(dots[-1]) in reached) == joined
 
 def idx(x):
     return gzip.compress(bytes([0, 0, 8, x.ndim]) + np.array(x.shape, '>i4').tobytes() + x.tobytes())

@@ -3,7 +3,7 @@
 A side of a data set (train, val or test) is (inputs, targets): N rows of tokens, or N texts in UTF-8, and
 their targets. The targets of a row belong to its last inputs: to all of them, or to the last one (a class).
 
-Generated sets (recall, mqar, group, facts, listops, pathfinder): `make(rows, rng, vocab, training)` returns
+Generated sets (recall, mqar, group, facts, listops): `make(rows, rng, vocab, training)` returns
 at most `rows` rows of a side, and is called until there are enough. A target of `vocab` does not count. facts
 also gets the text that surrounds them. All other sets: `make(*paths)` returns the training side, the
 validation side, and maybe a test side. Pictures are rows of numbers. The targets of sentences are labels;
@@ -316,111 +316,6 @@ def applied(operator, parent, value):
     median = (low + high) // 2                                  # halves are rounded down, as in the arena
     total = np.add.reduceat(value, first)
     return np.choose(operator - FIRST_OPERATOR, [value[first], value[last], median, total % 10])
-
-
-# ---- Pathfinder --------------------------------------------------------------------------------------------
-
-SIDE = 32
-DASH = 3                                                        # curves are dashed: so many visible steps,
-GAP = 1                                                         # then so many invisible ones
-APART = 5                                                       # pixels between curves, in rows or columns
-CURVE = 128                                                     # brightness of the pixels of curves
-DOT = 255                                                       # and of dots
-
-
-def pathfinder(rows, rng, vocab, training):
-    """Pathfinder (Linsley et al. 2018, arXiv:1805.08315), as in the Long Range Arena: 32 x 32 pixels with two
-    dots and dashed curves. The class is 1 if a curve joins the dots, else 0; both are equally frequent.
-
-    Every picture has two long curves. The dots are at both ends of one curve, or at one end of each. This is
-    simpler than the published pictures. Our curves keep APART, so the nearest dash always continues the same
-    curve; there, only the direction tells which dash comes next. Our dots are brighter than dashes, and all
-    dashes are equally bright and wide. The distance between the dots has the same distribution in both
-    classes.
-    """
-    pixels, ends = curves(500, rng)
-    n = len(ends)
-    label = rng.permutation(n) % 2
-    each = np.arange(n)
-    which = rng.permutation(n) % 2                              # the first curve tends to lie differently
-    first = ends[each, which, 0]
-    other = np.where(label == 1, which, 1 - which)
-    second = ends[each, other, label]                           # its end, or the other's beginning
-    for at in first, second:
-        stamp(pixels, each, at[:, None], 1, DOT)                # 3 x 3 pixels
-    keep = paired(label, first - second, rng)[:rows]
-    inputs = pixels.reshape(n, SIDE * SIDE)
-    return inputs[keep], label[keep, None]
-
-
-def paired(label, apart, rng):
-    """Choose pictures so that both classes are equally frequent at each distance (of `apart`, rounded) ->
-    their indices. The classes take turns, and the pairs are in random order."""
-    distance = np.linalg.norm(apart, axis=1).round()
-    pairs = []
-    for d in np.unique(distance):
-        ones = np.flatnonzero((distance == d) & (label == 1))
-        zeros = np.flatnonzero((distance == d) & (label == 0))
-        pairs += zip(ones, zeros)                               # as many pairs as the rarer class has
-    return rng.permutation(pairs).reshape(-1)
-
-
-def curves(n, rng, tries=30):
-    """Draw up to n pictures with two long curves and up to five short ones -> pixels (picture, row, column),
-    and the ends of the long curves (picture, curve, which end, row and column).
-
-    A curve that does not fit is drawn again. After `tries` a short curve is left out. If a long curve does
-    not fit, the whole picture is left out. The dots are placed later, so this reveals nothing about the
-    class."""
-    pixels = np.zeros((n, SIDE, SIDE), np.uint8)
-    taken = np.zeros((n, SIDE, SIDE), bool)
-    ends = np.zeros((n, 2, 2, 2), int)
-    good = np.arange(n)
-    for i, dashes in enumerate([7, 7, 2, 2, 2, 2, 2]):
-        missing = good
-        for _ in range(tries):
-            points, free = walks(taken[missing], dashes, rng)
-            placed = missing[free]
-            points = points[free]
-            seen = np.arange(points.shape[1]) % (DASH + GAP) < DASH
-            stamp(pixels, placed, points[:, seen], 0, CURVE)
-            stamp(taken, placed, points, APART - 1, True)       # keeps other curves away
-            missing = missing[~free]
-            if i < 2:
-                ends[placed, i] = points[:, [0, -1]]
-        if i < 2:
-            good = np.setdiff1d(good, missing)
-    return pixels[good], ends[good]
-
-
-def walks(taken, dashes, rng):
-    """Draw a random curve per picture -> its points (picture, step, row and column), and whether it fits: it
-    stays inside and avoids `taken` pixels. A step is as long as a pixel."""
-    n = len(taken)
-    steps = dashes * (DASH + GAP) - GAP
-    bend = rng.normal(0, .08, (n, 1))                           # bend of the whole curve
-    bends = bend + rng.normal(0, .16, (n, steps))               # and noise per step
-    bends[:, 0] = rng.uniform(0, 2 * np.pi, n)                  # the first direction
-    angle = np.cumsum(bends, axis=1)
-    moves = np.stack([np.sin(angle), np.cos(angle)], axis=2)
-    moves[:, 0] = rng.uniform(2, SIDE - 3, (n, 2))              # the first point
-    points = np.cumsum(moves, axis=1).round().astype(int)
-    inside = (points > 0) & (points < SIDE - 1)                 # so that a dot, 3 pixels wide, fits, too
-    row, column = points.clip(0, SIDE - 1).transpose(2, 0, 1)
-    each = np.arange(n)[:, None]
-    crosses = taken[each, row, column].any(1)
-    return points, inside.all((1, 2)) & ~crosses
-
-
-def stamp(pixels, where, points, beside, value):
-    """Set squares of pixels around points (picture, point, row and column), in the pictures `where`. A square
-    reaches `beside` pixels to each side; it is cut off at the edges."""
-    row, column = points.transpose(2, 0, 1)
-    near = range(-beside, beside + 1)
-    rows = [(row + i).clip(0, SIDE - 1) for i in near]
-    columns = [(column + i).clip(0, SIDE - 1) for i in near]
-    for at in itertools.product(rows, columns):
-        pixels[(where[:, None], *at)] = value
 
 
 # ---- pictures ----------------------------------------------------------------------------------------------
@@ -760,8 +655,6 @@ SETS = {    # files, in make's order: name and sha256, or None if unknown; urls:
     'listops': {'help': 'generated: nested lists, 10 classes', 'tokenizer': 'words', 'vocab': 16,
                 'make': listops, 'rows': (96_000, 12_000), 'length': 512,
                 'meta': {'classes': 10, 'pad': PAD, 'chars': WORDS}},
-    'pathfinder': {**PICTURES, 'help': 'generated: does a path join two dots', 'vocab': 256, 'side': SIDE,
-                   'make': pathfinder, 'rows': (20_000, 4_000), 'meta': {'classes': 2}},
     'mnist': {
         **PICTURES, 'help': 'digits, 11 MB, CC BY-SA', 'make': idx, 'side': 28, 'meta': {'classes': 10},
         'files': {
