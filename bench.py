@@ -1870,8 +1870,7 @@ ROWS = [
         **CLASSIFIERS),
     Suite(
         'vit', 'the same for pictures', glue,
-        ways={'mnist-patch7': Way('mnist-patch7', SMALL, 1500, **GOES_ON),
-              'cifar10-patch4': Way('cifar10-patch4', SMALL, 3000, **GOES_ON)},
+        ways={'mnist-patch7': Way('mnist-patch7', SMALL, 1500, **GOES_ON)},
         source='Zhang 2024, table 9, ViT-B/16 on ImageNet: 80.3, Hedgehog 79.5, T2R-HH 77.0', **CLASSIFIERS),
     Suite(
         'grid', 'rules x feature maps, from scratch and converted, and T2R by the size of its map', runs,

