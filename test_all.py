@@ -524,7 +524,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tarfile
 import tempfile
 import threading
 import time
@@ -2230,15 +2229,6 @@ def test_the_answer_to_a_row_of_facts_stands_somewhere_in_its_text(few_facts, tm
 def idx(x):
     return gzip.compress(bytes([0, 0, 8, x.ndim]) + np.array(x.shape, '>i4').tobytes() + x.tobytes())
 
-def tarred(members):
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode='w:gz') as tar:
-        for name, body in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(body)
-            tar.addfile(info, io.BytesIO(body))
-    return packed.getvalue()
-
 def zipped(members):
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, 'w') as z:
@@ -2251,8 +2241,6 @@ def in_lines(texts):
 
 DIGITS = np.random.default_rng(0).integers(256, size=(17, 28, 28), dtype=np.uint8)
 KINDS_OF_DIGITS = np.arange(17, dtype=np.uint8) % 10
-REVIEWS = {f'aclImdb/{kind}/0_9.txt': kind.encode()
-           for kind in ('train/neg', 'train/pos', 'train/unsup', 'test/neg', 'test/pos')}
 COLA = {f'cola_public/raw/{name}.tsv': f'x\t{i % 2}\t\tof {i}\nx\t1\t*\tmore\n'.encode()
         for i, name in enumerate(['in_domain_train', 'in_domain_dev', 'out_of_domain_dev'])}
 ENGLISH = ['a man ' * (i % 7) + f'and {i} hats' for i in range(52)]
@@ -2264,7 +2252,6 @@ PUBLISHED = {       # small files as those of each set are; of users' own, in th
               'train-labels-idx1-ubyte.gz': idx(KINDS_OF_DIGITS[:12]),
               't10k-images-idx3-ubyte.gz': idx(DIGITS[12:]),
               't10k-labels-idx1-ubyte.gz': idx(KINDS_OF_DIGITS[12:])},
-    'imdb': {'aclImdb_v1.tar.gz': tarred(REVIEWS)},
     'cola': {'cola_public_1.1.zip': zipped({'cola_public/tokenized/in_domain_train.tsv': 'wrong', **COLA})},
     'polarity': {'rt-polarity.all': '0 no\n1 caf\u00e9\n'.encode('cp1252') * 10},
     'trec': {'TREC.train.all': b'0 Who ?\n1 What ?\n', 'TREC.test.all': '1 Which \u201c?\n'.encode('cp1252')},
@@ -2301,8 +2288,7 @@ def published(tmp_path, monkeypatch):
 
 CUT_OFF = 'damaged, or not packed as it should be'
 IMAGES, LABELS = 't10k-images-idx3-ubyte.gz', 't10k-labels-idx1-ubyte.gz'
-COLA_ZIP, IMDB = 'cola_public_1.1.zip', 'aclImdb_v1.tar.gz'
-WIKI_ZIP = 'wikitext-2-raw-v1.zip'
+COLA_ZIP, WIKI_ZIP = 'cola_public_1.1.zip', 'wikitext-2-raw-v1.zip'
 
 def without(members, name):
     return {key: body for key, body in members.items() if name not in key}
@@ -2319,8 +2305,6 @@ def half(data):
     ('mnist', IMAGES, gzip.compress(gzip.decompress(idx(DIGITS[12:]))[:-1]), '3,919 numbers.* have 3,920'),
     ('mnist', IMAGES, half, CUT_OFF),
     ('mnist', 'train-images-idx3-ubyte.gz', None, 'too few rows: one of the sides has none'),
-    ('imdb', IMDB, half, CUT_OFF),
-    ('imdb', IMDB, tarred(without(REVIEWS, 'test/pos')), 'no aclImdb/test/neg or pos'),
     ('cola', COLA_ZIP, half, CUT_OFF),
     ('cola', COLA_ZIP, zipped(without(COLA, 'in_domain_dev')), 'has no in_domain_dev.tsv'),
     ('cola', COLA_ZIP, zipped({key: b'x\t2\t\tof' for key in COLA}), 'train.tsv, line 1: .* label 0 or 1'),
@@ -2355,7 +2339,7 @@ def test_a_damaged_file_is_refused_in_a_line_and_what_was_there_stays(name, file
     assert len(before) >= 3 and before == {path: path.read_bytes() for path in before}
     assert set(Path(prepare.HERE).rglob('*.*')) == before.keys()
 
-@pytest.mark.parametrize('name, base', [('cola', COLA_ZIP), ('imdb', IMDB), ('multi30k', 'train.de.gz')])
+@pytest.mark.parametrize('name, base', [('cola', COLA_ZIP), ('multi30k', 'train.de.gz')])
 def test_what_unpacks_without_end_or_is_a_pipe_is_refused(name, base, published, monkeypatch, capsys):
     name, flags = published(name)
     run = name, *(f'--{key}={value}' for key, value in flags.items())
@@ -2368,7 +2352,7 @@ def test_what_unpacks_without_end_or_is_a_pipe_is_refused(name, base, published,
     assert 'no regular file' in refused(capsys, prepare.main, *run)
 
 @pytest.mark.parametrize('name, expected', [
-    ('imdb', [('test/neg', 0), ('test/pos', 1)]), ('trec', [('Which \u201c?', 1)]),
+    ('trec', [('Which \u201c?', 1)]),
     ('cola', [('of 1', 1), ('more', 1), ('of 2', 0), ('more', 1)]), ('polarity', 2 * [('caf\u00e9', 1)]),
     ('mine.tsv', [(f'caf\u00e9 {i}', i % 3) for i in range(9, 40, 10)])])
 @pytest.mark.parametrize('tokenizer', ['byte', 'char', 'bpe:300'])

@@ -17,11 +17,9 @@ import contextlib
 import functools
 import gzip
 import itertools
-import lzma
 import math
 import os
 import re
-import tarfile
 import zipfile
 import zlib
 
@@ -404,21 +402,6 @@ def cola(path):
     return train, (near[0] + far[0], near[1] + far[1])
 
 
-def imdb(path):
-    """Whole film reviews, 0: bad, 1: good (Maas et al. 2011). 25,000 train, and the 25,000 published test
-    reviews validate. Reads the tar, and skips its 50,000 reviews without a label."""
-    sides = {'train': ([], []), 'test': ([], [])}
-    for name, text in members(path, r'aclImdb/((?:train|test)/(?:neg|pos)/[^/]*\.txt)'):
-        side, label, _ = name.split('/')
-        texts, labels = sides[side]
-        texts.append(text)
-        labels.append([int(label == 'pos')])
-    for side, (_, labels) in sides.items():
-        if [0] not in labels or [1] not in labels:
-            raise ValueError(f'{path} has no aclImdb/{side}/neg or pos; it must be aclImdb_v1.tar.gz')
-    return list(sides.values())
-
-
 # ---- pairs of sentences ------------------------------------------------------------------------------------
 
 def aligned(path, other):
@@ -452,8 +435,7 @@ def readable(path):
         raise ValueError(f'cannot read {path}: no regular file')
     try:
         yield
-    except (OSError, EOFError, RuntimeError, zlib.error, lzma.LZMAError, tarfile.TarError,
-            zipfile.BadZipFile) as e:
+    except (OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile) as e:
         what = getattr(e, 'strerror', None) or 'damaged, or not packed as it should be; get it anew'
         raise ValueError(f'cannot read {path}: {what}') from None
 
@@ -474,38 +456,22 @@ def limited(f, path, before):
     return found
 
 
-def members(path, form):
-    """Yield (name, bytes) of the files in a zip or tar whose names match the regular expression `form`. name
-    is its first group. Nothing is unpacked to disk."""
-    from tqdm import tqdm
-    with readable(path), contextlib.ExitStack() as stack:
-        if zipfile.is_zipfile(path):
-            packed = stack.enter_context(zipfile.ZipFile(path))
-            files = [(name, name) for name in packed.namelist()]
-            opened = packed.open
-        else:
-            packed = stack.enter_context(tarfile.open(path))
-            files = ((member.name, member) for member in packed if member.isfile())
-            opened = packed.extractfile
-        total = 0
-        for name, file in tqdm(files, unit='files', disable=None):
-            found = re.fullmatch(form, name)
-            if found:
-                with opened(file) as f:
-                    unpacked = limited(f, path, total)
-                total += len(unpacked)
-                yield found[1], unpacked
-
-
 def named(path, *names, folder=''):
-    """{name: bytes} of these files: in the folder at path, or inside `folder` of the archive at path."""
+    """{name: bytes} of these files: in the folder at path, or inside `folder` of the zip at path. Nothing is
+    unpacked to disk."""
     if os.path.isdir(path):
         return {name: content(os.path.join(path, name)) for name in names}
-    found = dict(members(path, f'(?:.*{folder}/)?({"|".join(names)})'))
+    contents = {}
+    with readable(path), zipfile.ZipFile(path) as packed:
+        for member in packed.namelist():
+            inside, _, name = member.rpartition('/')
+            if name in names and (not inside or inside.endswith(folder)):
+                with packed.open(member) as f:
+                    contents[name] = limited(f, path, sum(map(len, contents.values())))
     for name in names:
-        if name not in found:
+        if name not in contents:
             raise ValueError(f'{path} has no {name}')
-    return {name: found[name] for name in names}
+    return {name: contents[name] for name in names}
 
 
 def matched(inputs, path, targets, other):
@@ -643,10 +609,6 @@ SETS = {    # files, in make's order: name and sha256, or None if unknown; urls:
             't10k-labels-idx1-ubyte.gz': 'f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6'},
         'urls': ['https://storage.googleapis.com/cvdf-datasets/mnist',
                  'https://ossci-datasets.s3.amazonaws.com/mnist']},
-    'imdb': {
-        **SENTENCES, 'help': 'film reviews, good or bad, 84 MB, no licence stated', 'make': imdb,
-        'files': {'aclImdb_v1.tar.gz': 'c40f74a18d3b61f90feba1e17730e0d38e8b97c05fde7008942e91923d1658fe'},
-        'urls': ['https://ai.stanford.edu/~amaas/data/sentiment']},
     'cola': {
         **SENTENCES, 'help': 'sentences, acceptable or not, 0.3 MB, no licence stated', 'make': cola,
         'files': {'cola_public_1.1.zip': None}, 'urls': ['https://nyu-mll.github.io/CoLA']},
