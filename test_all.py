@@ -2272,7 +2272,7 @@ def published(tmp_path, monkeypatch):
     def put(name, file='', content=None):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        files = PUBLISHED[name.removesuffix('-de-en')]
+        files = PUBLISHED[name]
         spoiled = {file: content(files[file]) if callable(content) else content}
         for base, data in {**files, **spoiled}.items():
             if data is not None:
@@ -2394,14 +2394,14 @@ def test_pictures_are_rows_of_numbers_or_of_patches(published, tmp_path):
     (old, (pixels, y)), _ = rows_of('mnist', tmp_path, **flags)
     assert len(old[0]) == 10 and (pixels == 1).all() and (y[:, -1] == 1).all()
 
-@pytest.mark.parametrize('name', ['multi30k', 'multi30k-de-en', 'a.en:a.de.gz'])
+@pytest.mark.parametrize('name', ['multi30k', 'a.en:a.de.gz'])
 @pytest.mark.parametrize('tokenizer', ['byte', 'bpe:300'])
 def test_a_pair_is_a_source_and_what_a_decoder_reads_and_says(name, tokenizer, published, tmp_path):
     """On all sides, line by line; no part is 8 tokens longer than it must be. Of files of your own every
     tenth line validates."""
     if tokenizer == 'bpe:300':
         pytest.importorskip('tokenizers')
-    lines = list(zip(GERMAN, ENGLISH) if name == 'multi30k-de-en' else zip(ENGLISH, GERMAN))
+    lines = list(zip(ENGLISH, GERMAN))
     parts = [lines[part] for part in SIDES.values()]
     if name == 'a.en:a.de.gz':
         parts = [pair for i, pair in enumerate(lines) if i % 10 != 9], lines[9::10]
@@ -2418,21 +2418,21 @@ def test_a_pair_is_a_source_and_what_a_decoder_reads_and_says(name, tokenizer, p
             assert (prepare.decode(x[:S], meta), prepare.decode(x[S:], meta)) == pair
             longest = np.maximum(longest, [len(read), 1 + len(said)])
     assert [S, T] == (-(-longest // 8) * 8).tolist() and pad == meta['vocab_size'] - 1
-    if tokenizer == 'bpe:300' and 'multi30k' in name:           # both directions have the same tokens
+    if tokenizer == 'bpe:300' and name == 'multi30k':
         assert meta['json'] == prepare.learn('\n'.join(ENGLISH[:40] + GERMAN[:40]).encode(), 300)
 
-def test_both_directions_are_made_from_the_files_of_one_folder(published, tmp_path, monkeypatch):
-    """Whose sha256 are known; rows may be shorter; a side that is gone is missed."""
+def test_shorter_rows_are_made_from_the_files_in_the_folder_of_a_set(published, tmp_path, monkeypatch):
+    """Whose sha256 are known; a side that is gone is missed."""
     published('multi30k')
     folder = shutil.copytree(tmp_path / 'files', tmp_path / 'multi30k')
     known = {base: hashlib.sha256((folder / base).read_bytes()).hexdigest() for base in PUBLISHED['multi30k']}
-    for name in 'multi30k', 'multi30k-de-en':
-        monkeypatch.setitem(prepare.DATASETS, name, {**prepare.DATASETS[name], 'files': known, 'urls': []})
-        *_, meta = prepare.load(f'{name}-16', str(tmp_path), 'byte')
-        assert meta['source'] == 16 and meta['row'] == 32
+    of_set = {**prepare.DATASETS['multi30k'], 'files': known, 'urls': []}
+    monkeypatch.setitem(prepare.DATASETS, 'multi30k', of_set)
+    *_, meta = prepare.load('multi30k-16', str(tmp_path), 'byte')
+    assert meta['source'] == 16 and meta['row'] == 32
     (folder / 'val.de.gz').write_bytes((folder / 'val.en.gz').read_bytes())
-    with pytest.raises(ValueError, match='val.de.gz is not the file of multi30k-de-en: sha256 is'):
-        prepare.load('multi30k-de-en', str(tmp_path), 'byte')
+    with pytest.raises(ValueError, match='val.de.gz is not the file of multi30k: sha256 is'):
+        prepare.load('multi30k', str(tmp_path), 'byte')
     (tmp_path / 'multi30k-16-byte' / 'test.bin').unlink()
     with pytest.raises(ValueError, match='test.bin'):
         prepare.load('multi30k-16', str(tmp_path), 'byte')

