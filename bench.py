@@ -984,7 +984,7 @@ def transfer(args, suite):
                    'KL to teacher': divergence(teacher, model, x)}
 
 
-# ---- suites cache, far, kept, stories: that model with few cached tokens. Oren 2024 ------------------------
+# ---- suites cache, far, kept: that model with few cached tokens. Oren 2024 ---------------------------------
 POLICIES = 'random', 'window', 'sink', 'h2o', 'tova-head', 'tova'
 
 
@@ -1098,66 +1098,6 @@ def kept(args, suite):
         steps.setdefault(kind_of(token, data), []).append(n)
     for kind, n in steps.items():
         yield {'form': kind, 'share of text': len(n) / len(steps['all']), 'steps kept': statistics.mean(n)}
-
-
-def continued(model, prompts, n, seed):
-    """Continue prompts (B, T) with a model -> the n drawn tokens (B, n)."""
-    draw = torch.Generator(prompts.device).manual_seed(seed)
-    steps = model.generate(prompts, generator=draw)
-    return torch.cat([token for token, _ in itertools.islice(steps, n)], 1)
-
-
-def likelihood(judge, prompts, said):
-    """Mean nats per token of the continuations (B, n) of prompts (B, T), by the model `judge` -> (B,)"""
-    rows = torch.cat([prompts, said], 1)
-    nats = nats_along(judge, rows[:, :-1], rows[:, 1:], 64)
-    return nats[:, -said.shape[1]:].mean(1)
-
-
-def of_binomial(count, n):
-    """The 95 % interval of a share, in %, if `count` of n were seen. Wilson 1927."""
-    z = 1.96
-    share = count / n
-    middle = share + z ** 2 / (2 * n)
-    half = z * math.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
-    whole = 1 + z ** 2 / n
-    return 100 * (middle - half) / whole, 100 * (middle + half) / whole
-
-
-def verdicts(form, gain, tie, paper):
-    """Rows of the table: how often a gain (B,), in nats, is a win, a tie (within `tie`) or a loss."""
-    for verdict, shown in {'won': gain > tie, 'tied': gain.abs() <= tie, 'lost': gain < -tie}.items():
-        count = shown.sum().item()
-        least, most = of_binomial(count, len(gain))
-        yield {'form': form, 'part': verdict, 'ours': 100 * count / len(gain), 'least': least, 'most': most,
-               'paper': paper.get(verdict)}
-
-
-def stories(args, suite):
-    """A softmax model with a small cache and the full model continue the same prompts, with the same random
-    numbers. Which story does the full model find more likely? The threshold for a tie comes from two other
-    stories of the full model. The paper's judge is GPT-4; ours cannot tell good stories from dull ones."""
-    path, teacher, x, _ = pieces(args, chosen(args, 24, 200))
-    T = x.shape[1]
-    prompts = x[:, :max(1, T // 8)]
-    begin = prompts.shape[1]
-    n, = args.lengths or [min(512, T - begin)]
-    if begin + n > T:
-        raise ValueError(f'--lengths={n}: the prompt ({begin}) and the story must fit into a training row '
-                         f'({T} tokens), beyond which the model cannot judge; take at most {T - begin}')
-    told = [continued(teacher, prompts, n, args.seed + i) for i in range(4)]
-    nats, another, third, fourth = (likelihood(teacher, prompts, said) for said in told)
-    tie = (third - fourth).std().item()
-    yield from verdicts('full, other draws', nats - another, tie, {})
-    means = {'full': nats.mean().item()}
-    same = {}                                       # how many equal the full model's
-    args.said.update({'prompts': len(x), 'tie': tie, 'nats': means, 'identical': same})
-    for form, (rule, share) in only(args, suite.lines).items():
-        said = continued(bounded(path, teacher, rule, max(1, T // share)), prompts, n, args.seed)
-        found = likelihood(teacher, prompts, said)
-        yield from verdicts(form, nats - found, tie, suite.paper.get(form, {}))
-        means[form] = found.mean().item()
-        same[form] = (said == told[0]).all(1).sum().item()
 
 
 # ---- suite answers: the accuracy of such models on questions about distant tokens --------------------------
@@ -2037,16 +1977,6 @@ ROWS = [
         panels=(Panel('position', 'nats', 'one long text', 'position'),),
         note='position: the range from the line above up to here; in rows: each row from an empty state',
         source='Oren 2024, appendix: up to 70,000 tokens TOVA loses less than 0.5, compressed, 512 rows'),
-    Suite(
-        'stories', 'how likely are the stories that such models write', stories, 'init data lengths only',
-        {'only': 'tova 1/8,window 1/8'}, one=True,
-        lines={'tova 1/4': ('tova', 4), 'tova 1/8': ('tova', 8), 'tova 1/16': ('tova', 16),     # 1 / cache
-               'window 1/8': ('window', 8)},
-        note='in %, with intervals of 95 %; tied: within `tie` nats a token, the standard deviation between '
-             'two stories of the full model',
-        source='Oren 2024: stories of a LLaMA-2-13B, judged by GPT-4; the same share of 4,096 rows',
-        paper={'tova 1/4': {'won': 5, 'tied': 88, 'lost': 6}, 'tova 1/8': {'won': 10, 'tied': 71, 'lost': 19},
-               'tova 1/16': {'won': 6, 'tied': 47, 'lost': 47}}),
     Suite('idea', 'no measurement: three writes by sum and by delta, as a moving picture', idea, ''),
     Suite('all', 'all of these', every, 'seeds init')]
 SUITES = {suite.name: suite for suite in ROWS}

@@ -1554,7 +1554,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression
         'tran': 'choose from', 'decode --lengths=4k': '--lengths', '--hedas=2': '--heads',
         'decode --out=': '--out', 'decode --device=cuda:99': '--device=cuda:99',
         'idea --lengths=8': 'means nothing', 'lra --data=nope': 'choose from listops',
-        'cache --init=GATED_DELTA': 'softmax layers', 'stories --init=ROPE --lengths=15': 'at most 14',
+        'cache --init=GATED_DELTA': 'softmax layers',
         'transfer --init=ROPE --steps=2 --data=TEXT': 'give another text',
         'far --lengths=70 --init=ROPE --beside=TALKER': 'are not those of',
         'far --lengths=70 --init=LEARNED': '16 positions'},
@@ -3907,7 +3907,7 @@ SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),        # flags;
               decode=('--heads=1 --head_dim=8 --lengths=8,40', 16), batch=('--lengths=16 --budget=1', 6),
               cache=('--lengths=4,8 --overflow=delta:favor:1', 18),
               answers=('--steps=1 --full --seeds=1 --data=facts --only=softmax,tova', 4 + 8),
-              kept=('--lengths=4', 4), far=('--lengths=40', 15), stories=('--lengths=9', 9),
+              kept=('--lengths=4', 4), far=('--lengths=40', 15),
               transfer=('--steps=1 --only="hedgehog other"', 6),
               layer=('--heads=1 --head_dim=8 --lengths=8,40 --dtype=bfloat16', 10),
               capacity=('--lengths=4 --steps=100 --only=elu,softmax', 4),
@@ -4000,16 +4000,15 @@ def test_bench_writes_table_picture_and_one_json_line(suite, a_model, text, thre
     if suite == 'transfer':
         (tmp_path / 'other.txt').write_text(TEXT[::-1])
         flags += f' --data={tmp_path / "other.txt"}'
-    if suite in ('cache', 'kept', 'far', 'stories', 'monotone', 'transfer', 'convert'):
+    if suite in ('cache', 'kept', 'far', 'monotone', 'transfer', 'convert'):
         flags += f' --init={a_model("--rule=softmax", "--pos=rope")}'
     if suite in ('grid', 'language'):
         flags += f' --data={text}'
     found = ran(tmp_path, suite, *shlex.split(flags))
     assert json.loads(capsys.readouterr().out.splitlines()[-1])['suite'] == suite
     assert len(found) >= rows
-    if suite != 'stories':
-        kind = 'gif' if suite == 'idea' else 'png'
-        assert (tmp_path / f'{suite}.{kind}').stat().st_size > 5000
+    kind = 'gif' if suite == 'idea' else 'png'
+    assert (tmp_path / f'{suite}.{kind}').stat().st_size > 5000
     if suite == 'grid':
         forms = itertools.product(('from scratch', 'converted'), ('softmax', 'sum t2r:4', 'delta rfa'))
         assert [(row['part'], row['form']) for row in found] == list(forms)
@@ -4089,24 +4088,6 @@ def test_bench_knows_words_from_pieces_of_words(kind, mark, monkeypatch):
     for word, wanted in ('ing', '-ing'), ('walked', '-ed'):
         monkeypatch.setattr(prepare, 'decode', lambda tokens, _, word=word: word * len(tokens))
         assert bench.kind_of(0, meta) == wanted
-
-def test_bench_judges_stories_by_what_the_full_model_makes_of_them(a_model, tmp_path, capsys, changed):
-    """Who has room for all rows writes the same; a loss, a tie and a win are what they are called."""
-    path = a_model('--rule=softmax', '--pos=rope', steps=40)
-    paper = bench.SUITES['stories'].paper['tova 1/4']
-    changed('stories', lines={'all': ('tova', 1), 'few': ('window', 16)})
-    rows = ran(tmp_path, 'stories', f'--init={path}', '--only=all,few')
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert said['identical']['all'] == 24 > said['identical']['few'] and said['tie'] > 0
-    assert said['nats']['all'] == said['nats']['full'] != said['nats']['few']
-    shares = {(row['form'], row['part']): float(row['ours']) for row in rows}
-    assert shares['all', 'tied'] == 100 and len(shares) == 9
-    rows = list(bench.verdicts('tova 1/4', torch.tensor([2., 1, .1, -.1, -.2, 0, .3, -3]), .5, paper))
-    assert [(row['ours'], row['paper']) for row in rows] == [(25, 5), (62.5, 88), (12.5, 6)]
-    assert bench.of_binomial(5, 100) == pytest.approx((2.154, 11.175), abs=1e-3)      # Wilson's, by R
-    model, tokens = load(path)[0].double().eval(), torch.randint(256, (5, 16))
-    wanted = costs(model, tokens)[:, 5:].mean(1)
-    near(bench.likelihood(model, tokens[:, :6], tokens[:, 6:]).double(), wanted, 1e-6)
 
 def test_bench_transfers_maps_to_another_text(a_model, text, tmp_path, in_process):
     """A map learns on the text that its form names; divergences are those of convert.json on the same row."""
