@@ -41,9 +41,10 @@ import fastweight
 import kernels
 import train as recipe
 from data import prepare
+from data.flags import flag, parse, refuse
 from fastweight import RULES, l2
-from model import (GPT, Config, FastWeights, Gates, beyond_memory, chosen_texts, flag, kl, load,
-                   machine_memory, parse, pick_device, pick_forms, refuse, sample, script, state_bytes)
+from model import (GPT, Config, FastWeights, Gates, beyond_memory, chosen_texts, kl, load, machine_memory,
+                   pick_device, pick_forms, sample, state_bytes)
 
 os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # silences torch.profiler; we ask it for memory
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -2057,7 +2058,7 @@ def run_suite(suite, args):
     report(args, suite, list(suite.measure(args, suite)))
 
 
-@script
+@prepare.script
 def main(argv):
     run_suite(*settings(argv))
 

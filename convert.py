@@ -48,10 +48,10 @@ import torch.nn.functional as F
 from torch.nn.utils import parametrize
 
 from data import prepare, weights
+from data.flags import flag, known, parse, picked, plural, refuse, typed
 from fastweight import RULES
-from model import (EXPORT, GPT, SOURCE_RULES, STAGE, bias_of, fill, flag, idle, kind_in, kl, known, load,
-                   number, parse, pick_device, picked, read, refuse, refuse_target, save, script,
-                   state_bytes, subset, typed, weights_digest, write)
+from model import (EXPORT, GPT, SOURCE_RULES, STAGE, bias_of, fill, idle, kind_in, kl, load, pick_device,
+                   read, refuse_target, save, state_bytes, subset, weights_digest, write)
 from train import (QUIET, Rows, adamw, answers, bits_a_nat, blocks, check_threads, commit, lies_in, log_of,
                    optimise, pack_optimiser, rows, say, steps_left, table, tell_step, threads_of,
                    too_many_rows, unpack_optimiser)
@@ -838,11 +838,11 @@ def opening(args, name, data, student, new):
     """Print what is converted, and how many parameters are new. name: of the data"""
     counts = {name: p.numel() for name, p in student.named_parameters()}
     say(f'{args.from_} -> {",".join(student.config.all_rules())}; {name}, rows of {data.T}; '
-        f'{number(args.threads, "thread")}; of {sum(counts.values()):,} parameters '
+        f'{plural(args.threads, "thread")}; of {sum(counts.values()):,} parameters '
         f'{sum(counts[name] for name in new):,} are new')
 
 
-@script
+@prepare.script
 def main(argv):
     args, changes = settings(argv)
     if not args.resume:                                     # a run may resume on a machine with fewer cores

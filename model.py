@@ -1,4 +1,4 @@
-"""The model around the rules: its config, layers, the GPT, sampling, files, and command line flags.
+"""The model around the rules: its config, layers, the GPT, sampling, files of models.
 
     model = GPT(Config(rule='delta', vocab_size=256))
     logits, state = model(tokens)               # (B, T) -> logits (B, T, vocab), state: one dict per layer
@@ -8,11 +8,9 @@ The scripts import this file; it has no command of its own. fastweight.py define
 file makes the keys, values, gates and queries for it. Only `pick_forms` imports kernels.py: without that
 file everything but bench.py and the tests still works, more slowly.
 """
-import argparse
 import collections
 import contextlib
 import dataclasses
-import difflib
 import functools
 import hashlib
 import itertools
@@ -20,7 +18,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -32,29 +29,10 @@ from torch.overrides import TorchFunctionMode
 
 import fastweight
 from data import prepare, weights
+from data.flags import flag, known, picked, refuse, typed
 from fastweight import FEATURE_MAPS, FLOOR, LOG_MIN, NORMALISERS, RULES, feature_map
 
 # ---- what a model is ---------------------------------------------------------------------------------------
-def flag(default, help, choices=None, low=-math.inf, high=math.inf, of=()):
-    """A dataclass field that is also a command line flag, see `parse`. low and high are the smallest and the
-    largest number allowed. of: the rules that use it, if not all do"""
-    metadata = {'help': help, 'choices': choices, 'range': (low, high), 'of': of}
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def known(default, low=-math.inf, high=math.inf, of=()):
-    """A field with a range that is no flag: its value comes from the data or a file, see `typed`."""
-    return flag(default, '', None, low, high, of)
-
-
-def refuse(mistakes):
-    """Raise ValueError for the first mistake. mistakes yields pairs: whether the mistake was made, and a
-    sentence that explains it. A later test may assume that the earlier mistakes were not made."""
-    for made, why in mistakes:
-        if made:
-            raise ValueError(why)
-
-
 OF_DATA = {'vocab_size': 256, 'classes': 0, 'pad': None, 'source': 0, 'patch': 0}     # fields set by the data
 MATRIX = [name for name, rule in RULES.items() if rule.matrix]
 ERASING = [name for name, rule in RULES.items() if rule.erase]
@@ -229,6 +207,19 @@ ROWS = [name for name in RULES if RULES[name].keeps]
 Swap = subset('cache', 'sinks', 'overflow', 'positions', rule=flag('', 'what softmax layers become', ROWS))
 
 
+def idle(given, config):
+    """For `refuse`: flags that were given but have no effect on this model. A value from a file is ignored."""
+    yield given.get('layers') and 'rule' in given, (
+        f'--rule={given.get("rule")} --layers={given.get("layers")}: give one of them')
+    rules = dict.fromkeys(config.all_rules())
+    for field in dataclasses.fields(config):
+        of = field.metadata.get('of', ())
+        value = given.get(field.name, '')           # an empty text takes back what a model or recipe has
+        yield of and value != '' and rules.keys().isdisjoint(of), (
+            f'--{field.name}={value}: no layer of {",".join(rules)} uses it; leave it out, or take '
+            f'{", ".join(of)}')
+
+
 # ---- which form of the recurrence runs ---------------------------------------------------------------------
 def shifted_sum(x, w):
     """y_t = sum_j w_j x_{t-n+j}, j = 0..n, per channel, with zeros before x. x (B, T, D), w (n + 1, D) -> y
@@ -255,6 +246,20 @@ class Forms(NamedTuple):
 
 
 PLAIN = Forms()         # for a module on its own; GPT.use sets others
+
+
+def pick_device(name):
+    """'auto' or a name -> a torch.device that works. ValueError says why it does not."""
+    if name == 'auto':
+        name = 'cpu'
+        if torch.accelerator.is_available():
+            name = torch.accelerator.current_accelerator()
+    try:
+        x = torch.zeros(1, device=name)
+        x.tolist()                                  # --device=meta has no numbers
+    except (RuntimeError, AssertionError) as e:
+        raise ValueError(f'--device={name}: {str(e).splitlines()[0]}') from None
+    return x.device
 
 
 def pick_forms(impl='auto'):
@@ -1528,166 +1533,6 @@ def swapped(config, source, rule='', **changes):
     return dataclasses.replace(config, **changes)
 
 
-def number(n, what):
-    """1 token, 2,000 tokens"""
-    return f'{n:,} {what}{"s" * (n != 1)}'
-
-
-# ---- flags: a dataclass field is the flag, its type, default, help, choices and range ----------------------
-EXPECTED = {int: 'a whole number', float: 'a number', bool: 'true or false', str: 'a text',
-            list: 'a list of numbers', dict: 'an object'}
-BOOLEANS = {'true': True, '1': True, 'yes': True, 'false': False, '0': False, 'no': False}
-
-
-def hint(word, words):
-    """'; did you mean this?' with the most similar word, or nothing: a spelling suggestion."""
-    for near in difflib.get_close_matches(word, words, 1):
-        return f'; did you mean {near}?'
-    return ''
-
-
-def expected(field):
-    """What a dataclass field accepts, in words."""
-    choices = field.metadata.get('choices')
-    if choices:
-        return f'one of {", ".join(choices)}'
-    found = f'expected {EXPECTED[field.type]}'
-    low, high = field.metadata.get('range', (-math.inf, math.inf))
-    if low > -math.inf:
-        found += f', at least {low:,}'
-    if high < math.inf:
-        found += f', at most {high:,}'
-    return found
-
-
-def fits(field, value):
-    """Whether a value fits the type, choices and range of a field. Infinite and NaN never do."""
-    choices = field.metadata.get('choices')
-    if choices:
-        return value in choices or value == field.default
-    if value is None:
-        return field.default is None
-    if field.type is list:
-        return type(value) is list and all(type(x) is float and math.isfinite(x) for x in value)
-    if type(value) is not field.type and (type(value), field.type) != (int, float):
-        return False
-    if field.type not in (int, float):
-        return True
-    low, high = field.metadata.get('range', (-math.inf, math.inf))
-    return low <= value <= high and value < 2 ** 1000
-
-
-def typed(cls, raw, where):
-    """Make a dataclass from a dict that was read from a file. ValueError, beginning with `where`, if a field
-    is missing, unknown, of another type, out of range or not finite, or if fields contradict each other."""
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    if not isinstance(raw, dict):
-        raise ValueError(f'{where}: {raw!r:.60} says nothing of {", ".join(fields)}')       # noqa: TRY004
-    for name in sorted(fields.keys() - raw.keys()):
-        raise ValueError(f'{where}: {name} is missing')
-    for name in sorted(raw.keys() - fields.keys()):
-        raise ValueError(f'{where}: {name} is unknown')
-    for name, value in raw.items():
-        if not fits(fields[name], value):
-            raise ValueError(f'{where}: {name} is {value!r:.60}, {expected(fields[name])}')
-    try:
-        return cls(**raw)
-    except ValueError as e:
-        raise ValueError(f'{where}: {e}') from None
-
-
-def picked(cls, raw, where):
-    """Like `typed`, but raw may have more keys, and a field that may be None may be missing."""
-    return typed(cls, {field.name: raw.get(field.name) for field in dataclasses.fields(cls)}, where)
-
-
-def idle(given, config):
-    """For `refuse`: flags that were given but have no effect on this model. A value from a file is ignored."""
-    yield given.get('layers') and 'rule' in given, (
-        f'--rule={given.get("rule")} --layers={given.get("layers")}: give one of them')
-    rules = dict.fromkeys(config.all_rules())
-    for field in dataclasses.fields(config):
-        of = field.metadata.get('of', ())
-        value = given.get(field.name, '')           # an empty text takes back what a model or recipe has
-        yield of and value != '' and rules.keys().isdisjoint(of), (
-            f'--{field.name}={value}: no layer of {",".join(rules)} uses it; leave it out, or take '
-            f'{", ".join(of)}')
-
-
-def value_of(flag, text, field):
-    """The text after a flag, converted to its type. ValueError says what is expected."""
-    choices = field.metadata['choices']
-    if choices and text not in choices:
-        raise ValueError(f'{flag}={text}: choose from {", ".join(choices)}{hint(text, choices)}')
-    if field.type is str:
-        if field.default and not text:              # if empty has a meaning, it is the default
-            raise ValueError(f'{flag}=: expected some text, such as {field.default}')
-        return text
-    with contextlib.suppress(KeyError, ValueError):
-        if field.type is bool:
-            return BOOLEANS[text.lower()]
-        value = field.type(text)
-        if fits(field, value):
-            return value
-    raise ValueError(f'{flag}={text}: {expected(field)}')
-
-
-def print_help(doc, fields):
-    """Print a script's docstring, then one line per flag: default, help, choices."""
-    print((doc or '').strip(), '\n')                # python -OO removes docstrings
-    for flag, field in fields.items():
-        default = '' if field.default is None else field.default
-        about = field.metadata['help']
-        if field.metadata['choices']:
-            about += f' [{"|".join(field.metadata["choices"])}]'
-        print(f'  {flag}={default}'.ljust(24), about)
-
-
-def parse(argv, doc, *classes):
-    """Read --key=value, --key value, or --key for true -> per dataclass, a dict of the flags that were given.
-    ValueError if a flag is unknown, given twice, or its value does not fit. --help exits."""
-    fields = {}
-    for field in itertools.chain(*map(dataclasses.fields, classes)):
-        if field.metadata.get('help'):
-            fields['--' + field.name.rstrip('_')] = field       # from_ is --from
-    if '--help' in argv or '-h' in argv:
-        print_help(doc, fields)
-        sys.exit(0)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for flag, field in fields.items():
-        alone = {'nargs': '?', 'const': 'true'} if field.type is bool else {}
-        parser.add_argument(flag, dest=field.name, action='append', **alone)
-
-    def error(why):
-        raise ValueError(why.removeprefix('argument '))
-    parser.error = error
-    texts, unknown = parser.parse_known_args(argv)
-    for word in unknown:
-        raise ValueError(f'{word}: no such flag{hint(word.partition("=")[0], fields)}; --help lists them')
-    given = {}
-    for flag, field in fields.items():
-        for text in getattr(texts, field.name, []):
-            if field.name in given:
-                raise ValueError(f'{flag} is given twice')
-            given[field.name] = value_of(flag, text, field)
-    return [{field.name: given[field.name] for field in dataclasses.fields(c) if field.name in given}
-            for c in classes]
-
-
-def pick_device(name):
-    """'auto' or a name -> a torch.device that works. ValueError says why it does not."""
-    if name == 'auto':
-        name = 'cpu'
-        if torch.accelerator.is_available():
-            name = torch.accelerator.current_accelerator()
-    try:
-        x = torch.zeros(1, device=name)
-        x.tolist()                                  # --device=meta has no numbers
-    except (RuntimeError, AssertionError) as e:
-        raise ValueError(f'--device={name}: {str(e).splitlines()[0]}') from None
-    return x.device
-
-
 def machine_memory():
     """Bytes of main memory; 2^40 where the system does not say (Windows)."""
     if 'SC_PHYS_PAGES' in getattr(os, 'sysconf_names', ()):
@@ -1699,6 +1544,3 @@ def beyond_memory(need, what):
     """For `refuse`: whether `need` bytes are more than there are, and a sentence that begins with `what`."""
     found = f'{what} take {need / 1e9:,.0f} GB, more than this machine has; take fewer'
     return need > machine_memory(), found
-
-
-script = prepare.script     # wraps the main function of each command

@@ -28,9 +28,9 @@ import torch
 import torch.nn.functional as F
 
 from data import prepare
-from model import (Config, Swap, beyond_memory, chosen_texts, flag, idle, load, number, pack, parse,
-                   pick_device, pick_forms, read, refuse, refuse_broken, refuse_target, script, state_bytes,
-                   state_for, typed, weights_digest, write)
+from data.flags import flag, parse, plural, refuse, typed
+from model import (Config, Swap, beyond_memory, chosen_texts, idle, load, pack, pick_device, pick_forms,
+                   read, refuse_broken, refuse_target, state_bytes, state_for, weights_digest, write)
 
 
 @dataclass
@@ -128,7 +128,7 @@ def read_state(args, model, meta):
             raise ValueError(f'--load_state={path}: made with {key}={value}; give that instead of {mine}')
     last = last.to(model.embed.weight.device)
     if len(last) != args.samples:
-        raise ValueError(f'--load_state={path} holds {number(len(last), "text")}: take --samples={len(last)}')
+        raise ValueError(f'--load_state={path} holds {plural(len(last), "text")}: take --samples={len(last)}')
     return last, state_for(model, tensors, last, f'--load_state={path}: no state of this model, maybe of an '
                            'older version; read the prompt again')
 
@@ -173,7 +173,7 @@ def classify(model, tokens, meta):
         raise ValueError(f'--prompt: {T} tokens, but this model knows rows of at most {c.block_size}')
     whole = meta['data'].get('row', T)
     if c.pad is None and T != whole:                        # half a picture is none
-        raise ValueError(f'--prompt: {number(T, "token")}, but a row of this model has {whole}')
+        raise ValueError(f'--prompt: {plural(T, "token")}, but a row of this model has {whole}')
     logits, _ = model(tokens)
     logits = logits.reshape(-1, c.classes)[-1:]             # the last token's, if there is one for each
     refuse_broken(logits)
@@ -188,7 +188,7 @@ def translate(args, model, meta):
     texts = text_of(args.source).removesuffix('\n').split('\n')
     sources = torch.from_numpy(prepare.source_rows(texts, meta['data'])).long().to(model.embed.weight.device)
     beams = args.beam * min(64, len(sources))
-    refuse_room(model, beams, model.config.block_size, f'--beam={args.beam}: {number(beams, "translation")}')
+    refuse_room(model, beams, model.config.block_size, f'--beam={args.beam}: {plural(beams, "translation")}')
     for some in sources.split(64):
         for row in model.translate(some, args.beam, args.penalty).tolist():
             print(prepare.decode(row, meta['data']).replace('\n', ' '), flush=True)
@@ -270,7 +270,7 @@ def write_page(args, model, meta, tokens):
             layer['gone'] = found['gone'][0].tolist()
         layers.append(layer)
     texts = [added(tokens[max(0, i - LOOK_BACK):i], [token], meta['data']) for i, token in enumerate(tokens)]
-    about = f'{args.init}, {number(len(tokens), "token")}'
+    about = f'{args.init}, {plural(len(tokens), "token")}'
     run = json.dumps({'about': about, 'tokens': texts, 'layers': layers})
     run = run.replace('<', '\\u003c')           # no text ends the script in which it stands
     with open(PAGE, encoding='utf-8') as f:
@@ -386,7 +386,7 @@ def complete(args, model, meta):
         raise ValueError('--save_state --tokens=0: nothing is read yet, as the next step reads a last token; '
                          'give a longer --prompt, or more --tokens')
     many = read + args.tokens * (args.samples > 1)          # a single text is printed as it comes: no limit
-    refuse_room(model, args.samples, many, f'--samples={args.samples}: texts of {number(many, "token")}')
+    refuse_room(model, args.samples, many, f'--samples={args.samples}: texts of {plural(many, "token")}')
     began = time.perf_counter()
     if args.load_state:
         state = read_all(model, tokens[:, :-1], state, args.threads)
@@ -407,11 +407,11 @@ def complete(args, model, meta):
     else:
         read -= 1                                           # the last one waits for a step
     growth = 'growing' if 'all' in c.keeps() else 'whatever the length'
-    say(f'{number(read, "token")} read in {times[0] - began:.2f} s, {len(ms):,} written{speed}; '
+    say(f'{plural(read, "token")} read in {times[0] - began:.2f} s, {len(ms):,} written{speed}; '
         f'state of {state_bytes(state):,} bytes, {growth}')
 
 
-@script
+@prepare.script
 def main(argv):
     given, swap = parse(argv, __doc__, Args, Swap)
     args = Args(**given)

@@ -539,6 +539,7 @@ import convert
 import model as model_py
 import sample
 import train
+from data import flags as flags_py
 from data import prepare, tasks
 from data import weights as files
 from fastweight import FEATURE_MAPS, NORMALISERS, RULES
@@ -1992,7 +1993,7 @@ def test_flags_that_mean_nothing_or_too_much_are_named(script, flags, why, a_mod
     assert why in err[-1] and len(err) <= 2 and os.listdir(tmp_path) in ([], ['out'])
 
 def test_an_empty_flag_takes_back_what_a_model_or_a_recipe_has():
-    model_py.refuse(model_py.idle({'rule': 'tova', 'overflow': '', 'cache': 9}, Config(rule='tova', cache=9)))
+    flags_py.refuse(model_py.idle({'rule': 'tova', 'overflow': '', 'cache': 9}, Config(rule='tova', cache=9)))
 
 def test_of_many_texts_a_prompt_is_read_once(a_model, characters, capsys):
     """Greedy, all of them are the one text."""
@@ -2892,7 +2893,7 @@ def test_muon_is_refused_where_each_process_has_a_part_of_a_matrix():
     text = np.zeros(99, np.uint8)
     data = train.Rows(text, text, {}, 16, torch.device('cpu'), world=2)
     with pytest.raises(ValueError, match='whole matrices'):
-        model_py.refuse(train.mistakes(train.Args(fsdp=True, optimizer='muon'), Config(), data, None))
+        flags_py.refuse(train.mistakes(train.Args(fsdp=True, optimizer='muon'), Config(), data, None))
 
 def test_resume_refuses_another_model(a_model, tmp_path, capsys):
     path, resume = shutil.copy(a_model(), tmp_path), ['--resume', f'--out={tmp_path}']
@@ -4315,7 +4316,7 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
 # ---- 14. The repository itself -----------------------------------------------------------------------------
 
 LAYER = dict(test_all=5, sample=4, convert=4, bench=4, train=3, model=2, kernels=1, fastweight=0)
-DATA = dict(weights=2, prepare=1, tasks=0)
+DATA = dict(weights=2, prepare=1, tasks=0, flags=0)
 BANNED = set('eval exec __import__ torch.load np.load os.system pickle marshal shelve dill'.split())
 
 @functools.cache
@@ -4399,7 +4400,7 @@ def test_readme_is_true_of_the_code():
         flags = shlex.split(flags)
         if suite:
             bench.settings([suite, *flags])             # which also refuses what means nothing to the suite
-        for given, c in zip(model_py.parse(flags, '', *classes[script]), classes[script]):
+        for given, c in zip(flags_py.parse(flags, '', *classes[script]), classes[script]):
             c(**given)
     for words in re.findall(r'pytest[^`\n]* -k (\w+)', '\n'.join(docs)):
         assert any(words in name for name in globals()), words

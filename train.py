@@ -38,8 +38,9 @@ import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 from data import prepare
-from model import (GPT, OF_DATA, Config, beyond_memory, fill, flag, idle, known, load, number, pack, parse,
-                   pick_device, pick_forms, picked, refuse, refuse_target, save, script, state_for, typed)
+from data.flags import flag, known, parse, picked, plural, refuse, typed
+from model import (GPT, OF_DATA, Config, beyond_memory, fill, idle, load, pack, pick_device, pick_forms,
+                   refuse_target, save, state_for)
 
 BAD_STEPS = 10      # the run ends after this many non-finite steps in a row
 MUON = 4.0          # Muon's rate is this times --lr: singular values of its steps, not entries, are near 1
@@ -848,8 +849,8 @@ def opening(model, data, args, run, log):
     about = {key: value for key, value in data.meta.items() if key != 'json'}       # that one takes megabytes
     said = (f'{",".join(config.rules())} | {size / 1e6:.2f} M parameters | '
             f'{args.data}: {len(data.train):,} + {len(data.val):,} tokens of {config.vocab_size} | '
-            f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {number(threads, "thread")}\n'
-            f'saved every {number(args.eval_every, "step")}; recurrence: {model.why}')
+            f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {plural(threads, "thread")}\n'
+            f'saved every {plural(args.eval_every, "step")}; recurrence: {model.why}')
     tell(log, said, config=dataclasses.asdict(config), **run, data=about, commit=commit(),
          device=str(data.device), params=size, threads=threads)
 
@@ -907,7 +908,7 @@ def show(model, data, args):
     say(f'--- a sample ---\n{prepare.decode(said + tokens, meta)}\n---\n{more} --tokens=1000')
 
 
-@script
+@prepare.script
 def main(argv):
     args, config, weights, header = settings(argv)
     rank, world, device, dtype = machine(args)

@@ -1,0 +1,173 @@
+"""The command line: a field of a dataclass is a flag, with its type, default, help, choices and range.
+
+    @dataclass
+    class Args:
+        steps: int = flag(100, 'optimiser steps', low=1)
+
+    given, = parse(['--steps=3'], 'the docstring', Args)        # {'steps': 3}: only what was given
+    args = Args(**given)
+
+What a file says is held against the same fields (`typed`). Every mistake is a ValueError that says what was
+given and what is expected; a script tells it in one line (`prepare.script`).
+"""
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import itertools
+import math
+import sys
+
+
+def flag(default, help, choices=None, low=-math.inf, high=math.inf, of=()):
+    """A dataclass field that is also a command line flag, see `parse`. low and high are the smallest and the
+    largest number allowed. of: the rules that use it, if not all do"""
+    metadata = {'help': help, 'choices': choices, 'range': (low, high), 'of': of}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def known(default, low=-math.inf, high=math.inf, of=()):
+    """A field with a range that is no flag: its value comes from the data or a file, see `typed`."""
+    return flag(default, '', None, low, high, of)
+
+
+def refuse(mistakes):
+    """Raise ValueError for the first mistake. mistakes yields pairs: whether the mistake was made, and a
+    sentence that explains it. A later test may assume that the earlier mistakes were not made."""
+    for made, why in mistakes:
+        if made:
+            raise ValueError(why)
+
+
+def plural(n, what):
+    """1 token, 2,000 tokens"""
+    return f'{n:,} {what}{"s" * (n != 1)}'
+
+
+# ---- what a field accepts ----------------------------------------------------------------------------------
+EXPECTED = {int: 'a whole number', float: 'a number', bool: 'true or false', str: 'a text',
+            list: 'a list of numbers', dict: 'an object'}
+BOOLEANS = {'true': True, '1': True, 'yes': True, 'false': False, '0': False, 'no': False}
+
+
+def hint(word, words):
+    """'; did you mean this?' with the most similar word, or nothing: a spelling suggestion."""
+    for near in difflib.get_close_matches(word, words, 1):
+        return f'; did you mean {near}?'
+    return ''
+
+
+def expected(field):
+    """What a dataclass field accepts, in words."""
+    choices = field.metadata.get('choices')
+    if choices:
+        return f'one of {", ".join(choices)}'
+    found = f'expected {EXPECTED[field.type]}'
+    low, high = field.metadata.get('range', (-math.inf, math.inf))
+    if low > -math.inf:
+        found += f', at least {low:,}'
+    if high < math.inf:
+        found += f', at most {high:,}'
+    return found
+
+
+def fits(field, value):
+    """Whether a value fits the type, choices and range of a field. Infinite and NaN never do."""
+    choices = field.metadata.get('choices')
+    if choices:
+        return value in choices or value == field.default
+    if value is None:
+        return field.default is None
+    if field.type is list:
+        return type(value) is list and all(type(x) is float and math.isfinite(x) for x in value)
+    if type(value) is not field.type and (type(value), field.type) != (int, float):
+        return False
+    if field.type not in (int, float):
+        return True
+    low, high = field.metadata.get('range', (-math.inf, math.inf))
+    return low <= value <= high and value < 2 ** 1000
+
+
+def typed(cls, raw, where):
+    """Make a dataclass from a dict that was read from a file. ValueError, beginning with `where`, if a field
+    is missing, unknown, of another type, out of range or not finite, or if fields contradict each other."""
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    if not isinstance(raw, dict):
+        raise ValueError(f'{where}: {raw!r:.60} says nothing of {", ".join(fields)}')       # noqa: TRY004
+    for name in sorted(fields.keys() - raw.keys()):
+        raise ValueError(f'{where}: {name} is missing')
+    for name in sorted(raw.keys() - fields.keys()):
+        raise ValueError(f'{where}: {name} is unknown')
+    for name, value in raw.items():
+        if not fits(fields[name], value):
+            raise ValueError(f'{where}: {name} is {value!r:.60}, {expected(fields[name])}')
+    try:
+        return cls(**raw)
+    except ValueError as e:
+        raise ValueError(f'{where}: {e}') from None
+
+
+def picked(cls, raw, where):
+    """Like `typed`, but raw may have more keys, and a field that may be None may be missing."""
+    return typed(cls, {field.name: raw.get(field.name) for field in dataclasses.fields(cls)}, where)
+
+
+# ---- a command line ----------------------------------------------------------------------------------------
+def value_of(flag, text, field):
+    """The text after a flag, converted to its type. ValueError says what is expected."""
+    choices = field.metadata['choices']
+    if choices and text not in choices:
+        raise ValueError(f'{flag}={text}: choose from {", ".join(choices)}{hint(text, choices)}')
+    if field.type is str:
+        if field.default and not text:              # if empty has a meaning, it is the default
+            raise ValueError(f'{flag}=: expected some text, such as {field.default}')
+        return text
+    with contextlib.suppress(KeyError, ValueError):
+        if field.type is bool:
+            return BOOLEANS[text.lower()]
+        value = field.type(text)
+        if fits(field, value):
+            return value
+    raise ValueError(f'{flag}={text}: {expected(field)}')
+
+
+def print_help(doc, fields):
+    """Print a script's docstring, then one line per flag: default, help, choices."""
+    print((doc or '').strip(), '\n')                # python -OO removes docstrings
+    for flag, field in fields.items():
+        default = '' if field.default is None else field.default
+        about = field.metadata['help']
+        if field.metadata['choices']:
+            about += f' [{"|".join(field.metadata["choices"])}]'
+        print(f'  {flag}={default}'.ljust(24), about)
+
+
+def parse(argv, doc, *classes):
+    """Read --key=value, --key value, or --key for true -> per dataclass, a dict of the flags that were given.
+    ValueError if a flag is unknown, given twice, or its value does not fit. --help exits."""
+    fields = {}
+    for field in itertools.chain(*map(dataclasses.fields, classes)):
+        if field.metadata.get('help'):
+            fields['--' + field.name.rstrip('_')] = field       # from_ is --from
+    if '--help' in argv or '-h' in argv:
+        print_help(doc, fields)
+        sys.exit(0)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for flag, field in fields.items():
+        alone = {'nargs': '?', 'const': 'true'} if field.type is bool else {}
+        parser.add_argument(flag, dest=field.name, action='append', **alone)
+
+    def error(why):
+        raise ValueError(why.removeprefix('argument '))
+    parser.error = error
+    texts, unknown = parser.parse_known_args(argv)
+    for word in unknown:
+        raise ValueError(f'{word}: no such flag{hint(word.partition("=")[0], fields)}; --help lists them')
+    given = {}
+    for flag, field in fields.items():
+        for text in getattr(texts, field.name, []):
+            if field.name in given:
+                raise ValueError(f'{flag} is given twice')
+            given[field.name] = value_of(flag, text, field)
+    return [{field.name: given[field.name] for field in dataclasses.fields(c) if field.name in given}
+            for c in classes]
