@@ -49,9 +49,9 @@ from torch.nn.utils import parametrize
 
 from data import prepare, weights
 from data.flags import flag, known, parse, picked, plural, refuse, typed
+from data.weights import EXPORT, STAGE, kind_in, read_tensors, refuse_target, weights_digest, write_tensors
 from fastweight import RULES
-from model import (EXPORT, GPT, SOURCE_RULES, STAGE, bias_of, fill, idle, kind_in, kl, load, pick_device,
-                   read, refuse_target, save, state_bytes, subset, weights_digest, write)
+from model import GPT, SOURCE_RULES, bias_of, fill, idle, kl, load, pick_device, save, state_bytes, subset
 from train import (QUIET, Rows, adamw, answers, bits_a_nat, blocks, check_threads, commit, lies_in, log_of,
                    optimise, pack_optimiser, rows, say, steps_left, table, tell_step, threads_of,
                    too_many_rows, unpack_optimiser)
@@ -509,7 +509,7 @@ class Stage:
 def read_stage(path):
     """-> tensors, `Stage`. ValueError for a broken file."""
     try:
-        tensors, meta = read(path)
+        tensors, meta = read_tensors(path)
         said = picked(Stage, meta, path)
         typed(Args, said.args, path)
         typed(Student, {**dataclasses.asdict(Student()), **said.changes}, path)
@@ -653,7 +653,7 @@ class Conversion:
         """Save what `load` needs, and write a line of the log."""
         kept = {f'model.{k}': x for k, x in learned(model).items()}
         kept |= pack_optimiser(model, opt)
-        write(self.path(stage), kept, self.about | {'step': step, 'seconds': self.seconds[stage]})
+        write_tensors(self.path(stage), kept, self.about | {'step': step, 'seconds': self.seconds[stage]})
         found = {'stage': stage, 'step': step, 'tokens': self.tokens(step), **self.score(model, stage)}
         print(json.dumps(found), file=self.log, flush=True)
 
@@ -754,7 +754,7 @@ def a_teacher():
     flags = f'{TEACHER} --out=out/teacher'
     why = 'out/ has no softmax model of texts'
     if os.path.exists(path):
-        left = steps_left(read(path)[1])
+        left = steps_left(read_tensors(path)[1])
         if not left:
             return path
         flags = '--resume --out=out/teacher'

@@ -12,9 +12,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import itertools
-import json
 import math
 import os
 import re
@@ -208,7 +206,7 @@ Swap = subset('cache', 'sinks', 'overflow', 'positions', rule=flag('', 'what sof
 
 
 def idle(given, config):
-    """For `refuse`: flags that were given but have no effect on this model. A value from a file is ignored."""
+    """For `refuse`: flags that were given but have no effect on this model. What a file says is ignored."""
     yield given.get('layers') and 'rule' in given, (
         f'--rule={given.get("rule")} --layers={given.get("layers")}: give one of them')
     rules = dict.fromkeys(config.all_rules())
@@ -1326,84 +1324,6 @@ def state_bytes(state):
     return sum(x.nbytes for x in pack(state).values())
 
 
-# ---- files of our own --------------------------------------------------------------------------------------
-# One safetensors file: a header in JSON, then numbers. Nothing is pickled, so a file cannot run code. We put
-# two strings into the header: meta, as JSON, and digest, a sha256 over meta and all tensors.
-def digest(meta, tensors):
-    """sha256 over the metadata (a string) and each tensor's name, type, shape and bytes."""
-    found = hashlib.sha256(meta.encode())
-    for name in sorted(tensors):
-        x = tensors[name].detach().cpu().contiguous()
-        found.update(f'{name} {x.dtype} {tuple(x.shape)}'.encode())
-        if x.numel():
-            found.update(x.flatten().view(torch.uint8).numpy())
-    return found.hexdigest()
-
-
-def weights_digest(model, meta):
-    """The digest of a loaded model: from its file or, for a folder, computed from its weights."""
-    return meta.get('digest') or digest('', model.state_dict())
-
-
-STAGE = 'a stage of convert.py'
-EXPORT = 'an export of convert.py'
-KINDS = {'made_with': 'a state', 'config': 'a model', 'made_from': STAGE, 'exported': EXPORT}
-
-
-def kind_of(meta):
-    """What one of our files holds, by its metadata."""
-    for key, kind in KINDS.items():
-        if key in meta:
-            return kind
-    return 'something else'
-
-
-def kind_in(path):
-    """What a file holds. Reads only its header."""
-    prepare.refuse_irregular(path)
-    try:
-        with weights.opened(path, path) as f:
-            return kind_of(json.loads(f.metadata()['meta']))
-    except (KeyError, TypeError, ValueError, RecursionError):
-        return 'something else'
-
-
-def refuse_target(path, kind):
-    """ValueError if writing would lose something: a file of another kind, or one that is not regular."""
-    if not os.path.exists(path):
-        return
-    found = kind_in(path)
-    if found != kind:
-        raise ValueError(f'{path}: holds {found} already, so {kind} is not written there; take it away, or '
-                         'give another name')
-
-
-def write(path, tensors, meta):
-    """Write tensors and a JSON-able dict into a file, with a digest of both. OSError if it cannot be written,
-    ValueError if that would replace a file of another kind."""
-    refuse_target(path, kind_of(meta))
-    text = json.dumps(meta)
-    weights.replace(path, tensors, {'meta': text, 'digest': digest(text, tensors)})
-
-
-def read(path):
-    """-> tensors, meta (with digest). ValueError if the file is missing, foreign, truncated or changed."""
-    if not os.path.isfile(path):
-        raise ValueError(f'{path}: no such file; train.py writes ckpt.safetensors at each evaluation')
-    with weights.opened(path, path) as f:
-        header = f.metadata() or {}
-        names = f.keys()
-        tensors = {name: f.get_tensor(name) for name in names}
-    if not {'meta', 'digest'} <= header.keys():
-        raise ValueError(f'{path}: a safetensors file, but not written by this project')
-    if digest(header['meta'], tensors) != header['digest']:
-        raise ValueError(f'{path}: its contents do not match its digest: the file was damaged or changed')
-    try:
-        return tensors, {**json.loads(header['meta']), 'digest': header['digest']}
-    except (ValueError, TypeError, RecursionError) as e:
-        raise ValueError(f'{path}: its header says nothing that this project writes ({e})') from None
-
-
 # ---- models in files: ours, and those of the hub -----------------------------------------------------------
 def save(path, model, meta, extra=None, state=None):
     """Write a model, metadata (data: its tokenizer, step, ...) and extra tensors into one file for `load`.
@@ -1413,7 +1333,7 @@ def save(path, model, meta, extra=None, state=None):
         if not x.isfinite().all():
             raise ValueError(f'{name} is not finite any more, so nothing was saved; try a smaller --lr')
     tensors.update(extra or {})
-    write(path, tensors, {**meta, 'config': dataclasses.asdict(model.config)})
+    weights.write_tensors(path, tensors, {**meta, 'config': dataclasses.asdict(model.config)})
 
 
 @dataclass
@@ -1455,21 +1375,6 @@ class Undrawn(TorchFunctionMode):
         return f(*args, **kwargs)
 
 
-def folder_of(source, revision):
-    """The folder itself, or the one into which the hub's model was downloaded."""
-    ours = os.path.join(source, 'ckpt.safetensors')
-    if os.path.exists(ours) and not os.path.exists(os.path.join(source, 'config.json')):
-        raise ValueError(f'{source}: a folder of train.py or convert.py; give the file, {ours}')
-    if os.path.isdir(source):
-        return source
-    if os.path.splitext(source)[1] in ('.bin', '.pt', '.pth', '.ckpt'):
-        raise ValueError(f'{source}: pickled weights are not read; take model.safetensors')
-    if not re.fullmatch(r'[\w.-]+(/[\w.-]+)?', source):
-        raise ValueError(f'{source}: no such file or folder, nor OWNER/NAME on the hub; python train.py '
-                         '--rule=softmax writes out/ckpt.safetensors')
-    return weights.hub(source, revision)
-
-
 def load(source, device='cpu', revision='main', **changes):
     """Load a checkpoint, a folder in the hub's layout, or a model on the hub, by name -> model, meta. Call
     model.eval() before it writes: in training mode dropout acts, and random features are redrawn.
@@ -1479,13 +1384,13 @@ def load(source, device='cpu', revision='main', **changes):
     extra = {}
     folder = None
     if os.path.isfile(source) or source.endswith('.safetensors'):
-        extra, meta = read(source)
+        extra, meta = weights.read_tensors(source)
         state = {}
         for name in [*extra]:
             if name.startswith('model.'):   # copied: a file's memory is not aligned, and then
                 state[name.removeprefix('model.')] = extra.pop(name).clone()    # products round otherwise
     else:
-        folder = weights.Folder(folder_of(source, revision), source)
+        folder = weights.Folder(weights.folder_of(source, revision), source)
         usual = {} if folder.kind == weights.OURS else dataclasses.asdict(Config())
         meta = {'config': {**usual, **folder.config}, 'data': folder.data}
     saved = config_of(source, meta)

@@ -29,8 +29,9 @@ import torch.nn.functional as F
 
 from data import prepare
 from data.flags import flag, parse, plural, refuse, typed
+from data.weights import read_tensors, refuse_target, weights_digest, write_tensors
 from model import (Config, Swap, beyond_memory, chosen_texts, idle, load, pack, pick_device, pick_forms,
-                   read, refuse_broken, refuse_target, state_bytes, state_for, weights_digest, write)
+                   refuse_broken, state_bytes, state_for)
 
 
 @dataclass
@@ -114,7 +115,7 @@ def read_state(args, model, meta):
     another model made it (by its digest), or the same model with other flags, or if it has another number of
     texts."""
     path = args.load_state
-    tensors, about = read(path)
+    tensors, about = read_tensors(path)
     if about.get('model') != weights_digest(model, meta):
         raise ValueError(f'--load_state={path}: not a state of the model in {args.init}')
     last = tensors.get('last', torch.zeros(0))
@@ -137,7 +138,7 @@ def keep_state(args, model, meta, last, state):
     """Write what `read_state` reads."""
     tensors = {name: x.clone() for name, x in pack(state).items()}          # layers may share some of them
     about = {'model': weights_digest(model, meta), 'made_with': dataclasses.asdict(model.config)}
-    write(args.save_state, {**tensors, 'last': last}, about)
+    write_tensors(args.save_state, {**tensors, 'last': last}, about)
 
 
 def refuse_room(model, n, T, what):

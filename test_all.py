@@ -1668,11 +1668,11 @@ def an_export(kind, a_model, characters, folder):
 def a_header(kind, a_model, characters, folder):
     """And what it says of the run that --resume goes on with."""
     path, run = folder / 'ckpt.safetensors', dict(out=str(folder), resume=True, steps=99)
-    tensors, meta = model_py.read(a_model('--rule=delta', data=characters))
+    tensors, meta = files.read_tensors(a_model('--rule=delta', data=characters))
 
     def take(changed):
         path.unlink(missing_ok=True)
-        model_py.write(path, tensors, changed)
+        files.write_tensors(path, tensors, changed)
         model, found = load(path)
         assert alike(dataclasses.asdict(model.config), changed['config'])
         args, _, _, found = train.settings(['--resume', f'--out={folder}', '--steps=99'])
@@ -1685,12 +1685,12 @@ def a_state(kind, a_model, characters, folder):
     """One step from what is taken ends in a token, or in a line."""
     ckpt, path = a_model('--layers=delta,window'), str(folder / 'state')
     assert sample.main([f'--init={ckpt}', '--prompt=line 1', f'--save_state={path}', '--tokens=3']) == 0
-    (tensors, about), (model, meta) = model_py.read(path), load(ckpt)
+    (tensors, about), (model, meta) = files.read_tensors(path), load(ckpt)
     args = sample.Args(init=ckpt, load_state=path)
 
     def take(changed):
         os.unlink(path)
-        model_py.write(path, changed['tensors'], changed['about'])
+        files.write_tensors(path, changed['tensors'], changed['about'])
         last, state = sample.read_state(args, model.eval(), meta)
         assert alike({**pack(state), 'last': last}, changed['tensors'])
         next(model.generate(last, state))
@@ -1767,11 +1767,11 @@ def test_mutations_are_taken_as_they_say_or_refused(what, kind, tries, a_model, 
 @pytest.mark.parametrize('part', [
     'model.norm.weight', 'opt.blocks.0.up.weight.exp_avg', 'opt.embed.weight.step'])
 def test_tensors_of_a_run_are_held_against_its_model(part, change, a_model, tmp_path, capsys):
-    tensors, meta = model_py.read(a_model('--rule=delta'))
+    tensors, meta = files.read_tensors(a_model('--rule=delta'))
     x = tensors.pop(part)
     wrong = dict(shape={part: torch.zeros(3, 1)}, type={part: x.half()}, name={f'{part}s': x}, gone={})
     tensors |= wrong[change]
-    model_py.write(tmp_path / 'ckpt.safetensors', tensors, meta)
+    files.write_tensors(tmp_path / 'ckpt.safetensors', tensors, meta)
     err = refused(capsys, train.main, '--resume', f'--out={tmp_path}', '--steps=99')
     assert part.split('.')[-2] in err
     assert os.listdir(tmp_path) == ['ckpt.safetensors']
@@ -1783,12 +1783,12 @@ def test_tensors_of_a_run_are_held_against_its_model(part, change, a_model, tmp_
 def test_a_state_is_held_against_its_model(change, a_model, tmp_path, capsys):
     path, state = a_model('--rule=delta'), str(tmp_path / 'state')
     written(capsys, f'--init={path}', f'--save_state={state}', '--tokens=3')
-    tensors, meta = model_py.read(state)
+    tensors, meta = files.read_tensors(state)
     assert written(capsys, f'--init={path}', f'--load_state={state}', '--tokens=3')
-    model_py.write(state, tensors | {f'state.0.{name}': x for name, x in change.items()}, meta)
+    files.write_tensors(state, tensors | {f'state.0.{name}': x for name, x in change.items()}, meta)
     assert 'no state of this model' in refused(capsys, sample.main, f'--init={path}', f'--load_state={state}')
     for last in torch.zeros(()), torch.full((1, 1), -5), torch.zeros(1, 1):
-        model_py.write(state, tensors | dict(last=last), meta)
+        files.write_tensors(state, tensors | dict(last=last), meta)
         assert 'last tokens' in refused(capsys, sample.main, f'--init={path}', f'--load_state={state}')
 
 def test_a_state_belongs_to_weights_not_to_a_path(tmp_path, capsys):
@@ -1921,11 +1921,11 @@ def test_a_folder_is_of_one_run_whose_files_can_be_written(a_model, text, tmp_pa
 @pytest.mark.parametrize('change', [dict(vocab_size=300), dict(pad=3), dict(source=4, row=9), dict(classes=2),
                                     dict(patch=2, row=16)])
 def test_what_a_file_says_of_its_data_is_so_of_its_model(change, a_model, tmp_path):
-    tensors, meta = model_py.read(a_model('--rule=delta'))
+    tensors, meta = files.read_tensors(a_model('--rule=delta'))
     path = str(tmp_path / 'x.safetensors')
     contradicts = pytest.raises(ValueError, match='of its data')
     for more, holds in ({}, contextlib.nullcontext()), (change, contradicts):
-        model_py.write(path, tensors, {**meta, 'data': {**meta['data'], **more}})
+        files.write_tensors(path, tensors, {**meta, 'data': {**meta['data'], **more}})
         with holds:
             load(path)
 
@@ -1952,19 +1952,19 @@ def test_a_stage_that_is_broken_is_named_and_what_a_stopped_run_left_is_told(a_m
     assert convert.main(run) == 0
     resume, stages = ['--resume', f'--out={tmp_path}'], sorted(tmp_path.glob('stage-*'))
     assert len(stages) == 2
-    tensors, meta = model_py.read(stages[0])
+    tensors, meta = files.read_tensors(stages[0])
     for change in (dict(changes=dict(rule=3)), dict(changes=[]), dict(changes=dict(nope=1)), dict(args={}),
                    dict(seconds=None), dict(step=-1), dict(made_from=dict(teacher='x'))):
-        model_py.write(stages[0], tensors, {**meta, **change})
+        files.write_tensors(stages[0], tensors, {**meta, **change})
         assert str(stages[0]) in refused(capsys, convert.main, *resume) or 'made_from' in change
     whole = stages[1].read_bytes()
-    model_py.write(stages[0], tensors, meta)
+    files.write_tensors(stages[0], tensors, meta)
     stages[1].write_bytes(whole[:999])
     assert 'delete it: --resume' in refused(capsys, convert.main, *resume)
     stages[0].write_bytes(b'')
     assert 'is whole' in refused(capsys, convert.main, *resume)
     assert 'holds something else' in refused(capsys, convert.main, *run)
-    model_py.write(stages[1].with_name('stage-1.safetensors'), tensors, meta)
+    files.write_tensors(stages[1].with_name('stage-1.safetensors'), tensors, meta)
     for stage in stages:
         stage.unlink()
     assert convert.main(run) == 0 and 'is replaced; --resume would' in capsys.readouterr().out
@@ -2794,9 +2794,9 @@ def test_files_of_other_versions_load_or_are_refused_in_one_sentence(a_model, tm
             ('tova', dict(overflow='sum:favor'), '--overflow'), ('delta', dict(rule='nope'), 'nope'),
             ('delta', dict(newer=1), 'newer is unknown'),
             ('delta', dict(out_norm=...), 'out_norm is missing')):
-        tensors, meta = model_py.read(a_model(f'--rule={rule}'))
+        tensors, meta = files.read_tensors(a_model(f'--rule={rule}'))
         config = {name: value for name, value in {**meta['config'], **changes}.items() if value is not ...}
-        model_py.write(path, tensors, {**meta, 'config': config})
+        files.write_tensors(path, tensors, {**meta, 'config': config})
         if why:
             err = refused(capsys, sample.main, f'--init={path}')
             assert why in err and 'old.safetensors' in err
@@ -2810,7 +2810,7 @@ def test_files_of_other_versions_load_or_are_refused_in_one_sentence(a_model, tm
 # ---- 10. Training ------------------------------------------------------------------------------------------
 
 def same(a, b):
-    a, b = model_py.read(a)[0], model_py.read(b)[0]
+    a, b = files.read_tensors(a)[0], files.read_tensors(b)[0]
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 def resume_from(text, tmp_path, monkeypatch, flags, steps):
@@ -2831,7 +2831,7 @@ def resume_from(text, tmp_path, monkeypatch, flags, steps):
         again = tmp_path / str(k)
         assert train.main(['--resume', f'--out={again}']) == 0
         assert same(end, again / end.name), f'{flags}: resumed at step {k}'
-        assert model_py.read(end)[1]['best'] == model_py.read(again / end.name)[1]['best']
+        assert files.read_tensors(end)[1]['best'] == files.read_tensors(again / end.name)[1]['best']
         assert min(row['step'] for row in log(again) if 'step' in row) == k + 1    # went on, not anew
 
 @pytest.mark.parametrize('flags', ['--rule=gated --optimizer=muon', '--rule=tova --carry'])
@@ -2900,7 +2900,7 @@ def test_resume_refuses_another_model(a_model, tmp_path, capsys):
     assert '--n_layer=3' in refused(capsys, train.main, *resume, '--n_layer=3')
     assert 'is not more' in refused(capsys, train.main, *resume)
     assert train.main([*resume, '--steps=6', '--lr=1e-3']) == 0
-    meta = model_py.read(path)[1]
+    meta = files.read_tensors(path)[1]
     assert meta['step'] == 6 and meta['args']['lr'] == 1e-3
     assert train.steps_left({**meta, 'step': 2}) == 4 and train.steps_left({'step': 2}) == 0    # a mere model
 
@@ -2968,7 +2968,7 @@ def test_threads_are_kept_and_timing_them_changes_nothing(text, tmp_path, monkey
     timed = trained(text, tmp_path / 'timed', *flags, eval_every=2)
     assert tried == 2 * [2, 1] and 'steps take' in capsys.readouterr().out
     assert same(timed, pinned)
-    assert model_py.read(timed)[1]['threads'] == model_py.read(pinned)[1]['threads'] == 1
+    assert files.read_tensors(timed)[1]['threads'] == files.read_tensors(pinned)[1]['threads'] == 1
     monkeypatch.setattr(train.Threads, 'again', Mock())
     monkeypatch.setattr(torch, 'set_num_threads', seen.append)
     for flags, threads in (['--steps=5'], 1), (['--steps=6', '--threads=2'], 2):
@@ -3147,7 +3147,7 @@ def test_not_finite_steps_are_skipped_and_end_the_run(a_model, tmp_path, capsys,
     assert train.main([*resume, '--steps=8']) == 0
     assert 'step 6: not finite' in capsys.readouterr().out
     assert [row['step'] for row in log(tmp_path) if 'not_finite' in row][-1] == 6
-    tensors, meta = model_py.read(path)
+    tensors, meta = files.read_tensors(path)
     assert meta['step'] == 8 and tensors['opt.embed.weight.step'] == 7
     assert all(x.isfinite().all() for x in tensors.values())
 
@@ -3180,7 +3180,7 @@ def test_two_processes_train_like_one(text, tmp_path, capfd):
         return [(row['step'], row.get('loss', 0), row.get('val_loss', 0)) for row in rows if 'step' in row]
     assert figures('2') == [pytest.approx(row, abs=1e-6) for row in figures('1')]
     assert {step for step, loss, _ in figures('2') if loss} == {1, 2, 3, 4, 5, 6, 7}
-    (a, meta), (b, _) = (model_py.read(tmp_path / x / 'ckpt.safetensors') for x in '12')
+    (a, meta), (b, _) = (files.read_tensors(tmp_path / x / 'ckpt.safetensors') for x in '12')
     assert meta['step'] == 7
     close(b, a, 1e-5)
 
@@ -3282,7 +3282,7 @@ def test_a_saved_state_goes_on_as_if_never_stopped(rule, a_model, characters, tm
 
 def by_position(path):
     """A state file's tensors, with rows in order."""
-    tensors = model_py.read(path)[0]
+    tensors = files.read_tensors(path)[0]
     return {**comparable(unpack(tensors)), 'last': tensors['last']}
 
 def test_softmax_becomes_an_rnn_without_training(a_model, characters, tmp_path, capsys):
@@ -3294,11 +3294,11 @@ def test_softmax_becomes_an_rnn_without_training(a_model, characters, tmp_path, 
     for tokens in 12, 20:
         few = f'--tokens={tokens}', f'--save_state={state}', '--rule=tova', '--cache=9'
         assert 'whatever the length' in written(capsys, *flags, *few)[1]
-        assert model_py.read(state)[0]['state.0.k'].shape == (1, 2, 9, 8)
+        assert files.read_tensors(state)[0]['state.0.k'].shape == (1, 2, 9, 8)
     assert 'made with' in refused(capsys, sample.main, *flags, f'--load_state={state}')
     how = f'--init={ckpt}', '--rule=window', '--cache=9', '--overflow=sum'
     tuned = trained(characters, tmp_path / 'tuned', *how, steps=1)
-    tensors, meta = model_py.read(tuned)
+    tensors, meta = files.read_tensors(tuned)
     assert meta['config']['layers'] == 'window,delta'
     assert any('0.mixer.memory.overflow.phi.R' in name for name in tensors)
     assert len(written(capsys, f'--init={tuned}', '--tokens=9')[0]) > 9
@@ -3688,13 +3688,13 @@ def test_only_what_can_be_a_teacher_is_taken_for_one_and_trained_to_its_end(teac
     ran = Mock(return_value=Mock(returncode=0))
     monkeypatch.setattr(convert.subprocess, 'run', ran)
     mine, own = 'out/ckpt.safetensors', 'out/teacher/ckpt.safetensors'
-    tensors, meta = model_py.read(teacher)
-    model_py.write(own, tensors, meta)
+    tensors, meta = files.read_tensors(teacher)
+    files.write_tensors(own, tensors, meta)
     for part, change, found in (('config', {}, mine), ('config', dict(layers='softmax,window'), own),
                                 ('data', dict(row=9), own)):
-        model_py.write(mine, tensors, {**meta, part: {**meta[part], **change}})
+        files.write_tensors(mine, tensors, {**meta, part: {**meta[part], **change}})
         assert convert.a_teacher() == found
-    model_py.write(own, tensors, meta | dict(step=7, best=1.0, args={**meta['args'], 'steps': 10}))
+    files.write_tensors(own, tensors, meta | dict(step=7, best=1.0, args={**meta['args'], 'steps': 10}))
     assert convert.a_teacher() == own and ran.call_count == 1
     assert ran.call_args[0][0][2:] == ['--resume', '--out=out/teacher']
     bench.softmax_model(bench.Args(device='cpu', init=''))

@@ -39,8 +39,9 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 
 from data import prepare
 from data.flags import flag, known, parse, picked, plural, refuse, typed
+from data.weights import refuse_target
 from model import (GPT, OF_DATA, Config, beyond_memory, fill, idle, load, pack, pick_device, pick_forms,
-                   refuse_target, save, state_for)
+                   save, state_for)
 
 BAD_STEPS = 10      # the run ends after this many non-finite steps in a row
 MUON = 4.0          # Muon's rate is this times --lr: singular values of its steps, not entries, are near 1

@@ -1,4 +1,7 @@
-"""Read and write the weights of others: GPT-2, Llama, BERT and ViT in the hub's layout.
+"""All files of weights: our own, and those of GPT-2, Llama, BERT and ViT in the hub's layout.
+
+    write_tensors('out/x.safetensors', tensors, meta)   # ours: a checkpoint, a state, a stage of a conversion
+    tensors, meta = read_tensors('out/x.safetensors')
 
     folder = Folder(hub('gpt2', 'main'), 'gpt2')        # downloaded once, then kept in data/hub
     model = GPT(Config(**folder.config))
@@ -6,9 +9,8 @@
     to_folder('out/export', tensors, config, data)      # and back
 
 All weights are safetensors: a JSON header, then raw numbers. Nothing is pickled, so a file cannot run code.
-Files are written completely or not at all (`prepare.whole`). This file builds no nn.Module. model.py does
-that, from a config: a dict of the fields of model.Config. model.py also reads our own checkpoints, and writes
-them with `replace`.
+Files are written completely or not at all (`prepare.whole`). This file builds no nn.Module: model.py does
+that, from a config, a dict of the fields of model.Config.
 
 BERT and ViT are encoders. We read their classifier head, if the folder has one (ForSequenceClassification or
 ForImageClassification), but not BERT's heads for masked words and next sentences. Our BERT reads one text.
@@ -18,6 +20,7 @@ published. We cannot write ViT.
 """
 import contextlib
 import functools
+import hashlib
 import json
 import math
 import os
@@ -31,7 +34,9 @@ from safetensors.torch import save_file
 
 from data import prepare
 
-
+# ---- files of our own --------------------------------------------------------------------------------------
+# One safetensors file: a header in JSON, then numbers. Nothing is pickled, so a file cannot run code. We put
+# two strings into the header: meta, as JSON, and digest, a sha256 over meta and all tensors.
 def replace(path, tensors, notes):
     """Write a safetensors file, which replaces the old one in one step. notes: strings for its header"""
     tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
@@ -40,6 +45,81 @@ def replace(path, tensors, notes):
             save_file(tensors, temp, notes)
         except SafetensorError as e:
             raise OSError(f'{path}: cannot be written ({e})') from None
+
+
+def digest(meta, tensors):
+    """sha256 over the metadata (a string) and each tensor's name, type, shape and bytes."""
+    found = hashlib.sha256(meta.encode())
+    for name in sorted(tensors):
+        x = tensors[name].detach().cpu().contiguous()
+        found.update(f'{name} {x.dtype} {tuple(x.shape)}'.encode())
+        if x.numel():
+            found.update(x.flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def weights_digest(model, meta):
+    """The digest of a loaded model: from its file or, for a folder, computed from its weights."""
+    return meta.get('digest') or digest('', model.state_dict())
+
+
+STAGE = 'a stage of convert.py'
+EXPORT = 'an export of convert.py'
+KINDS = {'made_with': 'a state', 'config': 'a model', 'made_from': STAGE, 'exported': EXPORT}
+
+
+def kind_of(meta):
+    """What one of our files holds, by its metadata."""
+    for key, kind in KINDS.items():
+        if key in meta:
+            return kind
+    return 'something else'
+
+
+def kind_in(path):
+    """What a file holds. Reads only its header."""
+    prepare.refuse_irregular(path)
+    try:
+        with opened(path, path) as f:
+            return kind_of(json.loads(f.metadata()['meta']))
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return 'something else'
+
+
+def refuse_target(path, kind):
+    """ValueError if writing would lose something: a file of another kind, or one that is not regular."""
+    if not os.path.exists(path):
+        return
+    found = kind_in(path)
+    if found != kind:
+        raise ValueError(f'{path}: holds {found} already, so {kind} is not written there; take it away, or '
+                         'give another name')
+
+
+def write_tensors(path, tensors, meta):
+    """Write tensors and a JSON-able dict into a file, with a digest of both. OSError if it cannot be written,
+    ValueError if that would replace a file of another kind."""
+    refuse_target(path, kind_of(meta))
+    text = json.dumps(meta)
+    replace(path, tensors, {'meta': text, 'digest': digest(text, tensors)})
+
+
+def read_tensors(path):
+    """-> tensors, meta (with digest). ValueError if the file is missing, foreign, truncated or changed."""
+    if not os.path.isfile(path):
+        raise ValueError(f'{path}: no such file; train.py writes ckpt.safetensors at each evaluation')
+    with opened(path, path) as f:
+        header = f.metadata() or {}
+        names = f.keys()
+        tensors = {name: f.get_tensor(name) for name in names}
+    if not {'meta', 'digest'} <= header.keys():
+        raise ValueError(f'{path}: a safetensors file, but not written by this project')
+    if digest(header['meta'], tensors) != header['digest']:
+        raise ValueError(f'{path}: its contents do not match its digest: the file was damaged or changed')
+    try:
+        return tensors, {**json.loads(header['meta']), 'digest': header['digest']}
+    except (ValueError, TypeError, RecursionError) as e:
+        raise ValueError(f'{path}: its header says nothing that this project writes ({e})') from None
 
 
 # ---- GPT-2, Llama, BERT, ViT: a table for each, used in both directions ------------------------------------
@@ -479,6 +559,21 @@ PINNED = {  # revision/file: bytes, sha256; for other files we ask the hub
 INDEX = 'model.safetensors.index.json'
 TOKENIZER = 'tokenizer.json'
 PIXELS = 'preprocessor_config.json'
+
+
+def folder_of(source, revision):
+    """The folder itself, or the one into which the hub's model was downloaded."""
+    ours = os.path.join(source, 'ckpt.safetensors')
+    if os.path.exists(ours) and not os.path.exists(os.path.join(source, 'config.json')):
+        raise ValueError(f'{source}: a folder of train.py or convert.py; give the file, {ours}')
+    if os.path.isdir(source):
+        return source
+    if os.path.splitext(source)[1] in ('.bin', '.pt', '.pth', '.ckpt'):
+        raise ValueError(f'{source}: pickled weights are not read; take model.safetensors')
+    if not re.fullmatch(r'[\w.-]+(/[\w.-]+)?', source):
+        raise ValueError(f'{source}: no such file or folder, nor OWNER/NAME on the hub; python train.py '
+                         '--rule=softmax writes out/ckpt.safetensors')
+    return hub(source, revision)
 
 
 def hub(name, revision='main', root=None):
