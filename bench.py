@@ -43,7 +43,7 @@ import train as recipe
 from data import prepare
 from data.flags import flag, parse, refuse
 from fastweight import RULES, l2
-from model import (GPT, Config, FastWeights, Gates, beyond_memory, chosen_texts, kl, load, machine_memory,
+from model import (GPT, Cache, Config, FastWeights, Gates, beyond_memory, chosen_texts, kl, load, machine_memory,
                    pick_device, pick_forms, sample, state_bytes)
 
 os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # silences torch.profiler; we ask it for memory
@@ -1196,7 +1196,10 @@ def a_layer(rule, phi, args, T):
     """-> a function that runs one layer forward, from q, k, v, with its feature map."""
     given = inputs(rule, args, T)
     x = torch.randn(args.batch, T, 16, device=args.device, dtype=args.dtype)
-    memory = FastWeights(rule, 16, args.heads, args.head_dim, phi).to(args.device, args.dtype).eval()
+    memory = Cache(rule, 16, args.heads, args.head_dim)
+    if RULES[rule].matrix:
+        memory = FastWeights(rule, 16, args.heads, args.head_dim, phi)
+    memory = memory.to(args.device, args.dtype).eval()
     memory.forms = pick_forms()
 
     @torch.inference_mode()

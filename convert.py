@@ -138,10 +138,10 @@ def swap(teacher, changes, places=PLACES):
     for name, mixer in teacher.mixers().items():
         memory = mixer.memory
         twin = twins[name].memory
-        if memory.rule.keeps is None and (memory.map, memory.norm) != (twin.map, twin.norm):
+        stays = twin.rule.matrix and memory.rule.matrix and (twin.map, twin.norm) == (memory.map, memory.norm)
+        if memory.rule.matrix and not stays:
             raise ValueError(f'{name} of the teacher has fast weights already, with --phi={memory.map} '
-                             f'--norm={memory.norm}, which are flags of all layers: give these, not '
-                             f'--phi={twin.map} --norm={twin.norm}')
+                             f'--norm={memory.norm}, which are flags of all layers: give these')
     if student.config.all_rules() == old.all_rules():
         flags = f'--layers={old.layers}' if old.layers else f'--rule={old.rule}'
         raise ValueError(f'{flags}: nothing of the teacher would change')
@@ -204,8 +204,9 @@ def begin_as(teacher, student, x):
     matrix has. If T is too short for the cache to evict any key, a layer is left as it is."""
     for seen in teacher.through(x):
         memory = student.get_submodule(seen.name).memory
-        kept = not seen.mixer.memory.rule.keeps             # not softmax: this layer is not swapped
-        if kept or seen.crosses:                            # positions of two texts have no distance
+        swapped = seen.mixer.memory.rule.keeps              # the teacher has softmax there
+        matrix = memory.rule.matrix or memory.overflow is not None
+        if seen.crosses or not (swapped and matrix):        # positions of two texts have no distance
             continue
         T = seen.q.shape[2]
         if out_of_reach(memory) < T:
@@ -462,9 +463,9 @@ def fold(model):
     m = can_fold(model)
     tensors = model.state_dict()
     for name, mixer in model.mixers().items():
-        phi = mixer.memory.phi
         if mixer.memory.rule.keeps:
             continue
+        phi = mixer.memory.phi
         W = mixer.qkv.weight
         bias = mixer.qkv.bias
         if bias is None:
@@ -829,7 +830,9 @@ def cannot_learn(student, data):
     yield too_many_rows(data, student.config)
     for mixer in student.mixers().values():
         memory = mixer.memory
-        yield memory.overflow is not None and out_of_reach(memory) >= T, (
+        if memory.overflow is None:
+            continue
+        yield out_of_reach(memory) >= T, (
             f'--overflow={student.config.overflow}: rows of {T} tokens never leave the {memory.cache} that '
             'are kept; take a smaller --cache, or a longer --row')
 

@@ -423,12 +423,6 @@ def wide(x):
     return x
 
 
-def rows_of(state):
-    """The cache in a layer's state: keys, values, positions, totals. None at a fresh start."""
-    rows = {name: state[name] for name in ('k', 'v', 'pos', 'total') if name in state}
-    return rows or None
-
-
 def without_autocast(x):
     """A context for what must be fp32 even if the layers around it are bf16. A running sum in bf16 stops at
     256: the next number is 258, so 257 is rounded back to 256."""
@@ -470,45 +464,28 @@ SEGMENT = 512       # steps whose features are in memory at a time, without grad
 
 
 class FastWeights(nn.Module):
-    """The heart of a layer. A rule with a matrix has a writer (`writes`), a form of the recurrence and a
-    reader (`reads`). The other rules have a cache.
+    """The heart of a layer whose rule has a matrix: a writer (`writes`), a form of the recurrence and a reader
+    (`reads`).
 
     forward(x, q, k, v, state, t, there):
     x (B, T, n_embd)   q, k, v (B, H, T, head_dim)
     state   None at a fresh start, or the dict that the last call returned
-    t       position of the first step, an int or a tensor (only cosformer and limited caches need it)
+    t       position of the first step, an int or a tensor (only cosformer needs it)
     there   (B, T), in an encoder: which steps are not padding; None: all
-    ->  o (B, H, T, head_dim), dict. The dict has S (B, H, V, K), with n as last row for norm 'attn'; or the
-    cache k, v, and if it is limited pos, total (fastweight.bounded), and S, n of the tokens that it evicted
+    ->  o (B, H, T, head_dim), dict: S (B, H, V, K), with n as last row for norm 'attn'
 
-    phi to positions: as the flags of Config, phi and norm '' for the rule's own   key_dim: channels of q and
-    k, if not head_dim   causal: if false, each step reads what all steps write   turn(x, pos): rope, for
-    --positions=compress. With n writes per token, k and v hold those of n writes side by side, (B, H, T,
-    n head_dim). ValueError for what does not go together."""
+    phi to writes: as the flags of Config, phi and norm '' for the rule's own   key_dim: channels of q and k,
+    if not head_dim   causal: if false, each step reads what all steps write. With n writes per token, k and v
+    hold those of n writes side by side, (B, H, T, n head_dim). ValueError for what does not go together."""
     forms = PLAIN
+    overflow = None         # only a Cache has fast weights beside it
 
-    def __init__(self, rule, n_embd, n_head, head_dim, phi='', norm='', beta_max=1.0, writes=1, cache=256,
-                 sinks=4, overflow='', positions='true', key_dim=0, causal=True, turn=None):
+    def __init__(self, rule, n_embd, n_head, head_dim, phi='', norm='', beta_max=1.0, writes=1, key_dim=0,
+                 causal=True):
         super().__init__()
         self.rule = RULES[rule]
         self.n = writes
-        self.cache = cache
-        self.sinks = sinks
-        self.turn = turn if positions == 'compress' else None
         self.causal = causal
-        self.overflow = None
-        if overflow:
-            name, _, spec = overflow.partition(':')
-            try:
-                self.overflow = FastWeights(name, n_embd, n_head, head_dim, spec or 'favor')
-            except ValueError as e:
-                raise ValueError(f'--overflow={overflow}: {e}') from None
-            if not self.overflow.phi.like_softmax:
-                raise ValueError(f'--overflow={overflow}: rows and matrix share a denominator, so the map '
-                                 'must stand for exp(q.k / sqrt(d)), as favor, hedgehog and taylor do')
-            self.log_mass = nn.Linear(n_embd, n_head)   # scales of map and q may not fit exp's
-            nn.init.zeros_(self.log_mass.weight)
-            nn.init.zeros_(self.log_mass.bias)
         self.norm = norm or self.rule.norm
         if self.norm not in NORMALISERS:
             raise ValueError(f'--norm={norm}: no such normaliser; choose from {", ".join(NORMALISERS)}')
@@ -540,12 +517,7 @@ class FastWeights(nn.Module):
 
     def write_all(self, x, k, v, there=None):
         """Write a source that any number of queries can then read. x (B, T, n_embd), k, v (B, H, T,
-        head_dim), there as for an encoder -> dict: S (B, H, V, K), or k, v, there for softmax"""
-        if self.rule.keeps:
-            state = {'k': k, 'v': v}
-            if there is not None:
-                state['there'] = there
-            return state
+        head_dim), there as for an encoder -> dict: S (B, H, V, K)"""
         with without_autocast(x):
             self.redraw()
             written = self.writes(x, k, v)
@@ -557,8 +529,6 @@ class FastWeights(nn.Module):
 
     def read_all(self, q, state, t=0):
         """Read what `write_all` returned. q (B, H, T, head_dim), t position of the first step -> like q"""
-        if self.rule.keeps:
-            return fastweight.softmax_of_all(q, **state)[0]
         with without_autocast(q):
             o = fastweight.read_all(self.reads(q, t), state['S'], self.normalise, self.phi.floor)
         return o.to(q.dtype)
@@ -576,13 +546,7 @@ class FastWeights(nn.Module):
 
     def forward(self, x, q, k, v, state=None, t=0, there=None):
         state = state or {}
-        if self.rule.keeps == 'all':
-            if self.causal:
-                return self.forms.softmax(q, k, v, rows_of(state))
-            return fastweight.softmax_of_all(q, k, v, there=there)
         with without_autocast(x):
-            if self.rule.bounded:
-                return self.keep_rows(x, q, k, v, state, t)
             if self.causal and x.shape[1] > SEGMENT and not torch.is_grad_enabled():
                 return self.by_segments(x, q, k, v, state, t)
             self.redraw(state)
@@ -619,23 +583,6 @@ class FastWeights(nn.Module):
         o = o / seen_by_q.clamp(min=FLOOR)
         return o.to(v.dtype), {'S': torch.cat([S, n[:, :, -1:]], 2)}
 
-    def keep_rows(self, x, q, k, v, state, t):
-        """A cache of limited size. With `overflow`, an evicted token is written into fast weights, by gates
-        computed from its value. Cache and fast weights share one denominator:
-        o = (sum e^s v + m o') / (sum e^s + m). The sums are over the cache. o' is the output of the fast
-        weights and m the mass of their keys, times a learned factor e^(x W + b). As in LoLCATs for the window
-        (Zhang 2024, arXiv:2410.10254)."""
-        spill = self.overflow is not None
-        o, log_rows, went, new = self.forms.rows(q, k, v, rows_of(state), t, self.rule.keeps, self.cache,
-                                                 self.sinks, spill, self.turn)
-        if not spill:
-            return o, new
-        said, mass, matrix = self.overflow.take(q, went, state)
-        log_matrix = mass.clamp(min=1e-30).log() + self.log_mass(x).mT[..., None]
-        share = (log_rows - log_matrix).sigmoid()
-        o = torch.lerp(said, o.to(said.dtype), share)
-        return o.to(v.dtype), {**new, **matrix}
-
     def take(self, q, went, state):
         """Write the tokens that the cache beside this matrix evicts (see fastweight.bounded), and read. Rules
         that erase are read as they are. The others are read as a mean: o is divided by the mass, the output
@@ -656,6 +603,74 @@ class FastWeights(nn.Module):
         if not self.rule.erase:
             o = o / mass.clamp(min=1e-30)
         return o, mass, {'S': S, 'n': n}
+
+
+class Cache(nn.Module):
+    """The heart of a layer that keeps keys and values: of all tokens (softmax), or of at most `cache`, by a
+    policy that evicts the others. forward, write_all, read_all take and return the same as FastWeights' do,
+    but the state is the cache: k, v and, if it is limited, pos, total (fastweight.bounded).
+
+    With `overflow`, an evicted token is written into fast weights, by gates computed from its value; the
+    state then has their S and n, too. Cache and fast weights share one denominator:
+    o = (sum e^s v + m o') / (sum e^s + m). The sums are over the cache. o' is the output of the fast weights
+    and m the mass of their keys, times a learned factor e^(x W + b). As in LoLCATs for the window (Zhang
+    2024, arXiv:2410.10254).
+
+    cache to positions: as the flags of Config   turn(x, pos): rope, for --positions=compress"""
+    forms = PLAIN
+
+    def __init__(self, rule, n_embd, n_head, head_dim, cache=256, sinks=4, overflow='', positions='true',
+                 causal=True, turn=None):
+        super().__init__()
+        self.rule = RULES[rule]
+        self.cache = cache
+        self.sinks = sinks
+        self.turn = turn if positions == 'compress' else None
+        self.causal = causal
+        if not causal:
+            refuse(mistakes_at_once(rule, ''))
+        self.overflow = None
+        if overflow:
+            name, _, spec = overflow.partition(':')
+            try:
+                self.overflow = FastWeights(name, n_embd, n_head, head_dim, spec or 'favor')
+            except ValueError as e:
+                raise ValueError(f'--overflow={overflow}: {e}') from None
+            if not self.overflow.phi.like_softmax:
+                raise ValueError(f'--overflow={overflow}: cache and matrix share a denominator, so the map '
+                                 'must stand for exp(q.k / sqrt(d)), as favor, hedgehog and taylor do')
+            self.log_mass = nn.Linear(n_embd, n_head)   # scales of map and q may not fit exp's
+            nn.init.zeros_(self.log_mass.weight)
+            nn.init.zeros_(self.log_mass.bias)
+
+    def forward(self, x, q, k, v, state=None, t=0, there=None):
+        if not self.causal:
+            return fastweight.softmax_of_all(q, k, v, there=there)
+        state = state or {}
+        cached = {name: state[name] for name in ('k', 'v', 'pos', 'total') if name in state} or None
+        if self.rule.keeps == 'all':
+            return self.forms.softmax(q, k, v, cached)
+        spill = self.overflow is not None
+        with without_autocast(x):
+            o, log_cache, went, new = self.forms.rows(q, k, v, cached, t, self.rule.keeps, self.cache,
+                                                      self.sinks, spill, self.turn)
+            if not spill:
+                return o, new
+            o_matrix, mass, matrix = self.overflow.take(q, went, state)
+            log_matrix = mass.clamp(min=1e-30).log() + self.log_mass(x).mT[..., None]
+            share = (log_cache - log_matrix).sigmoid()
+            o = torch.lerp(o_matrix, o.to(o_matrix.dtype), share)
+            return o.to(v.dtype), {**new, **matrix}
+
+    def write_all(self, x, k, v, there=None):
+        """Keep the keys and values of a source -> dict: k, v, and there, if some of it is padding"""
+        state = {'k': k, 'v': v}
+        if there is not None:
+            state['there'] = there
+        return state
+
+    def read_all(self, q, state, t=0):
+        return fastweight.softmax_of_all(q, **state)[0]
 
 
 # ---- layers ------------------------------------------------------------------------------------------------
@@ -715,11 +730,14 @@ class Mixer(nn.Module):
         self.sizes = [c.n_head * self.key_dim, n_kv * self.key_dim, n_kv * self.head_dim]
         self.turn = functools.partial(rope, theta=c.theta, scaling=c.rope_scaling)
         self.qkv = nn.Linear(c.n_embd, sum(self.sizes), bias=c.bias)
-        self.memory = FastWeights(rule, c.n_embd, c.n_head, self.head_dim, causal=causal, turn=self.turn,
-                                  **flags)
-        self.rope = c.uses_rope(rule) and self.memory.turn is None      # else `bounded` rotates the keys
+        self.rope = c.uses_rope(rule) and flags.get('positions') != 'compress'      # else Cache rotates them
+        sizes = c.n_embd, c.n_head, self.head_dim
+        if rule in MATRIX:
+            self.memory = FastWeights(rule, *sizes, causal=causal, **flags)
+        else:
+            self.memory = Cache(rule, *sizes, causal=causal, turn=self.turn, **flags)
         self.out_norm = None
-        if c.out_norm and rule in MATRIX and self.memory.norm != 'attn':   # outputs are normalised already
+        if c.out_norm and rule in MATRIX and not self.memory.normalise:   # else they are normalised already
             self.out_norm = nn.LayerNorm(self.head_dim, bias=False)
         self.proj = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
         self.dropout = nn.Dropout(c.dropout)
@@ -1140,7 +1158,7 @@ class GPT(nn.Module):
     @property
     def max_len(self):
         """How many positions the model knows. Learned positions and cosformer set a limit; None: no limit."""
-        ends = [mixer.memory.phi.max_len for mixer in self.mixers().values()]
+        ends = [phi.max_len for phi in self.modules() if isinstance(phi, fastweight.FeatureMap)]
         if self.positions is not None:
             ends.append(self.config.block_size)
         return min((end for end in ends if end), default=None)

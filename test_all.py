@@ -1206,7 +1206,7 @@ def test_rope_sees_distances_only():
 def test_overflow_lies_between_fast_weights_and_softmax(rule, policy, phi):
     """An empty cache leaves the fast-weight rule, one without end softmax."""
     x, (q, k, v) = torch.randn(2, 9, 8, dtype=f64), torch.randn(3, 2, 2, 9, 4, dtype=f64)
-    layer = FastWeights(policy, 8, 2, 4, cache=0, sinks=0, overflow=f'{rule}:{phi}').double().eval()
+    layer = model_py.Cache(policy, 8, 2, 4, cache=0, sinks=0, overflow=f'{rule}:{phi}').double().eval()
     seen = v.transpose(1, 2).flatten(2)                         # by the gates: who goes, not who comes
     expected = layer.overflow(seen, q, k, v)[0]
     if RULES[rule].norm == 'none':                              # here it is a mean
@@ -1303,7 +1303,8 @@ def test_rows_get_more_room_when_it_is_full(monkeypatch):
 def test_an_encoder_reads_a_text_at_once_whatever_its_length(rule, monkeypatch):
     """Also without gradients, where a causal layer takes a long text in segments. Padding is not seen."""
     monkeypatch.setattr(model_py, 'SEGMENT', 4)
-    layer = FastWeights(rule, 8, 2, 4, causal=False).double().eval()
+    kind = FastWeights if RULES[rule].matrix else model_py.Cache
+    layer = kind(rule, 8, 2, 4, causal=False).double().eval()
     x, qkv = torch.randn(2, 9, 8, dtype=f64), torch.randn(3, 2, 2, 9, 4, dtype=f64)
     there = torch.arange(9).expand(2, 9) < 7
     whole = layer(x, *qkv, there=there)[0]

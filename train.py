@@ -720,7 +720,8 @@ def mistakes(args, config, data, model):
         '--resume --carry: the file has the states of one process; resume without torchrun')
     yield args.carry and model.max_len, (
         '--carry: learned positions and cosformer end after a row; take other --pos, --phi')
-    redrawn = any(hasattr(mixer.memory.phi, 'redraw') for mixer in model.mixers().values())
+    redrawn = any(mixer.memory.rule.matrix and hasattr(mixer.memory.phi, 'redraw')
+                  for mixer in model.mixers().values())
     yield args.carry and redrawn, (
         '--carry: random features are redrawn for every batch, and a state in the old ones means nothing; '
         'take another --phi')
