@@ -38,7 +38,6 @@ then the translation. Both parts are filled up with pad, and cut off after 256 t
 targets are the tokens of the translation, then one pad that marks the end. Rows keep the order of the lines.
 """
 import argparse
-import concurrent.futures
 import contextlib
 import ctypes
 import functools
@@ -51,7 +50,6 @@ import os
 import re
 import sys
 import sysconfig
-import threading
 import time
 
 import numpy as np
@@ -197,7 +195,7 @@ def gpt2():
     """GPT-2's tokenizer, downloaded once (1.5 MB). ValueError if it is neither cached nor can be fetched."""
     try:
         import tiktoken
-        return watched(functools.partial(tiktoken.get_encoding, 'gpt2'), patience=50)
+        return tiktoken.get_encoding('gpt2')
     except (ImportError, OSError, ValueError) as e:
         raise ValueError(f"cannot get GPT-2's tokenizer ({type(e).__name__}: {str(e)[:60]}...); set "
                          'TIKTOKEN_CACHE_DIR to a folder where tiktoken cached it before, or take another '
@@ -487,38 +485,13 @@ def flaw(path, size=None, sha256=None):
             return f'sha256 is {digest}, not {sha256}'
 
 
-STALL = 20      # give up after this many seconds without a block of BLOCK bytes
-BLOCK = 1 << 14
-
-
-def watched(work, path='', patience=None):
-    """Run work() in a thread -> its result. requests.Timeout if the file at path has not grown for `patience`
-    seconds. A socket's own timeout is not enough: it accepts a server that sends a byte now and then. After a
-    timeout the thread is left alone."""
-    import requests
-    future = concurrent.futures.Future()
-
-    def run():
-        try:
-            future.set_result(work())
-        except BaseException as e:      # noqa: BLE001  future.result() raises it
-            future.set_exception(e)
-    threading.Thread(target=run, daemon=True).start()
-    patience = patience or STALL
-    grown = 0
-    while not future.done():
-        before = grown
-        concurrent.futures.wait([future], patience)
-        grown = os.path.getsize(path) if os.path.exists(path) else 0
-        if grown == before and not future.done():
-            raise requests.Timeout(f'nothing came, or little, in {patience} s')
-    return future.result()
+TIMEOUT = 10, 30        # seconds that requests waits for a connection, and for the next bytes
 
 
 def download(links, path, size=None, sha256=None, headers=None, look=None):
     """Download path from the first link that has the right file. ValueError if none has: each is missing, has
     another size or sha256, or is refused by look(file, link). A broken connection is tried three times more,
-    from the start. A server that stops sending is not asked again. requests honours HTTPS_PROXY."""
+    from the start. A server that does not answer is not asked again. requests honours HTTPS_PROXY."""
     import requests
     problems = []
     for link in links:
@@ -526,7 +499,7 @@ def download(links, path, size=None, sha256=None, headers=None, look=None):
             time.sleep(attempt / 2)
             try:
                 with whole(path) as temp:
-                    watched(functools.partial(receive, link, temp, headers), temp)
+                    receive(link, temp, headers)
                     wrong = flaw(temp, size, sha256)
                     if wrong:
                         raise ValueError(f'{link}: {wrong}')
@@ -550,11 +523,11 @@ def receive(url, path, headers):
     import requests
     from tqdm import tqdm
     headers = {**(headers or {}), 'Accept-Encoding': 'identity'}        # uncompressed, or sizes do not match
-    with requests.get(url, headers=headers, stream=True, timeout=(10, 30)) as reply, open(path, 'wb') as f:
+    with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as reply, open(path, 'wb') as f:
         reply.raise_for_status()
         total = int(reply.headers.get('Content-Length', 0))
         with tqdm(total=total, unit='B', unit_scale=True, disable=None) as bar:
-            for block in reply.iter_content(BLOCK):
+            for block in reply.iter_content(1 << 14):
                 bar.update(f.write(block))
 
 

@@ -622,8 +622,7 @@ def get(base, folder, file):
         if not (token.isascii() and token.isprintable()):
             raise ValueError('HF_TOKEN has characters that no token has; set it anew, or unset it')
     try:
-        asked = functools.partial(requests.head, url, headers=headers, timeout=(10, 30))
-        reply = prepare.watched(asked)
+        reply = requests.head(url, headers=headers, timeout=prepare.TIMEOUT)
     except requests.RequestException as e:
         raise ValueError(f'{url}: {type(e).__name__} (no file or folder here has that name, so the hub was '
                          f'asked); or put the file at {path} by hand') from None
