@@ -1014,10 +1014,7 @@ def main(argv):
                         f'or one of {"; ".join(sets)}')
     for flag, about in FLAGS.items():
         parser.add_argument(flag, help=about)
-    parser.add_argument('--unpacked', type=int, default=tasks.UNPACKED, help='most bytes that an archive may '
-                        f'unpack to; default: {tasks.UNPACKED:,}')
     args = parser.parse_args(argv)
-    tasks.UNPACKED = max(1, args.unpacked)
     name = args.name
     if args.length:
         name += f'-{args.length}'

@@ -442,18 +442,21 @@ def readable(path):
 
 def content(path):
     """The bytes of a file; a .gz is unpacked."""
-    opened = gzip.open if path.endswith('.gz') else open
-    with readable(path), opened(path, 'rb') as f:
-        return limited(f, path, 0)
+    with readable(path):
+        if path.endswith('.gz'):
+            with gzip.open(path) as f:
+                return limited(f, path, 0)
+        with open(path, 'rb') as f:
+            return f.read()
 
 
 def limited(f, path, before):
     """The bytes of an unpacked file. ValueError if they and those `before` are more than UNPACKED."""
-    found = f.read(UNPACKED + 1 - before)
-    if before + len(found) > UNPACKED:
+    data = f.read(UNPACKED + 1 - before)
+    if before + len(data) > UNPACKED:
         raise ValueError(f'{path} unpacks to more than {UNPACKED:,} bytes, which no set here does; if it is '
-                         'to: python data/prepare.py SET --unpacked=BYTES')
-    return found
+                         'to, unpack it yourself')
+    return data
 
 
 def named(path, *names, folder=''):
