@@ -215,19 +215,13 @@ def package(remedy=''):
 @contextlib.contextmanager
 def of_package(what):
     """Turn what the package raises into a ValueError that begins with `what`. The package raises a plain
-    Exception, or panics in Rust. A panic is no Exception, and writes to standard error, past Python."""
-    kept = os.dup(2)
-    with open(os.devnull, 'w') as nowhere:
-        os.dup2(nowhere.fileno(), 2)
+    Exception, or panics in Rust. A panic is no Exception, and writes lines of its own to standard error."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as e:      # noqa: BLE001  it raises nothing narrower
         raise ValueError(f'{what} ({e})') from None
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
 
 
 def growth(step):
