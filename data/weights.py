@@ -336,22 +336,24 @@ class Folder:
         file = os.path.join(path, 'config.json')
         self.kind, self.config = parsed(file, file, described)
         self.source = source
-        self.where = {}                     # name by `called` -> file, name in the file
+        self.stored = {}                    # name by `called` -> name in its file, tensor
         files = [file for file in sorted(os.listdir(path)) if file.endswith('.safetensors')]
         index = os.path.join(path, INDEX)
         if os.path.exists(index):           # other files are not part of the model
             files = parsed(index, index, shards)
         for file in files:
             file = os.path.join(path, file)
-            for name in names_in(file, file):
-                self.where[called(name)] = file, name
-        if not self.where:
+            with opened(file, file) as f:   # mapped: what is not used is not read
+                in_file = f.keys()
+                for name in in_file:
+                    self.stored[called(name)] = name, f.get_tensor(name)
+        if not self.stored:
             raise ValueError(f'{path}: no model.safetensors; pickled weights (.bin, .pt) are not read')
         self.data = {**data_of(path, self.kind, self.config), 'name': source}
         if self.kind in ('bert', 'vit'):
-            self.config['pooler'] = self.config['pooler'] and 'pooler.dense.weight' in self.where
+            self.config['pooler'] = self.config['pooler'] and 'pooler.dense.weight' in self.stored
             self.config['classes'] = 0
-            if 'classifier.weight' in self.where:
+            if 'classifier.weight' in self.stored:
                 self.config['classes'] = len(self.matrix('classifier.weight'))
             if self.config['classes'] == 1:
                 raise ValueError(f'{source}: classifier.weight has one row: it says a number, not which of '
@@ -360,17 +362,12 @@ class Folder:
     def tensors(self, like):
         """All tensors in our names, others' in fp32. like: {our name: tensor of that shape}, of softmax"""
         if self.kind == OURS:
-            return {name: self.tensor(name) for name in self.where}
+            return {name: x for name, (_, x) in self.stored.items()}
         ours = {}
         for name, theirs in names(self.kind, self.config, like).items():
-            wanted = parts(theirs, like[name], self.config['n_embd'])
-            found = [self.tensor(part, x.shape) for part, x in wanted.items()]
-            x = found[0]
-            if len(found) > 1:
-                x = torch.cat(found)
-            if theirs.endswith('.T'):
-                x = x.t()
-            ours[name] = x.contiguous().float()             # copies only if necessary
+            ours[name] = torch.empty(like[name].shape)
+            for part, view in parts(theirs, ours[name], self.config['n_embd']).items():
+                view.copy_(self.tensor(part, view.shape))
         if self.kind == 'bert':
             ours['positions.weight'] += self.matrix(TYPES)[:1]
         if self.kind == 'vit':                              # its pixels: x / 127.5 - 1; ours: x / 255
@@ -384,13 +381,10 @@ class Folder:
         return self.tensor(name, (*rows, self.config['n_embd']))
 
     def tensor(self, name, shape=None):
-        """One tensor, of this shape (None: any). The file is mapped privately and opened again for each
-        tensor. So what has been copied does not stay in memory."""
-        if called(name) not in self.where:
+        """One tensor, of this shape (None: any)."""
+        if called(name) not in self.stored:
             raise ValueError(f'{self.source}: tensor {name} is missing')
-        path, stored = self.where[called(name)]
-        with opened(path, path) as f:
-            x = f.get_tensor(stored)
+        stored, x = self.stored[called(name)]
         if shape is None:
             return x
         if x.dim() == 3:                    # a ViT's positions have a batch axis of 1
