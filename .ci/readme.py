@@ -133,63 +133,36 @@ def mnist(clone):
     prepare(clone, 'mnist', '--file=made/mnist')
 
 
-def model(folder, tokens, config, shapes):
-    """Make a folder in the hub's layout: two layers of width 16; * in names is the number of the layer."""
-    import numpy as np                                      # README's first command installs both
-    from safetensors.numpy import save_file
-    draw = np.random.default_rng(0)
-    tensors = {}
-    for name, shape in shapes.items():
-        for layer in '01':
-            tensors[name.replace('*', layer)] = draw.normal(0, 0.2, shape).astype(np.float32)
-    os.makedirs(folder)
-    save_file(tensors, f'{folder}/model.safetensors')
-    write(f'{folder}/config.json', [json.dumps(config)])
-    write(f'{folder}/tokenizer.json', [tokens])
+HUB_MODEL = """
+import dataclasses, sys
+from data.weights import FAMILIES, to_folder
+from model import GPT, Config
+folder, kind, tokens = sys.argv[1:]
+sizes = dict(n_layer=2, n_head=2, n_embd=16, n_inner=16, vocab_size=512, block_size=512)
+model = GPT(Config(rule='softmax', **sizes, **FAMILIES[kind].config))
+to_folder(folder, model.state_dict(), dataclasses.asdict(model.config), {'json': tokens})
+"""
 
 
-def shaped(names, *shape):
-    """{name.weight: shape, name.bias: the last axis of shape} for all names."""
-    weights = {f'{name}.weight': shape for name in names.split()}
-    return weights | {f'{name}.bias': shape[-1:] for name in names.split()}
+def hub_model(clone, kind, folder):
+    """A folder in the hub's layout with a model of two layers of width 16, as to_folder writes it."""
+    tokens = wikitext2(clone)
+    subprocess.run([sys.executable, '-c', HUB_MODEL, folder, kind, tokens], cwd=clone, check=True)
 
 
 def gpt2(clone):
     """A GPT-2 at an invented revision, since the files of the real one have known checksums."""
-    config = {'model_type': 'gpt2', 'n_layer': 2, 'n_head': 2, 'n_embd': 16, 'n_inner': 16, 'vocab_size': 512,
-              'n_positions': 512}
-    shapes = {'wte.weight': (512, 16), 'wpe.weight': (512, 16), **shaped('ln_f h.*.ln_1 h.*.ln_2', 16),
-              **shaped('h.*.attn.c_attn', 16, 48), **shaped('h.*.attn.c_proj h.*.mlp.c_fc h.*.mlp.c_proj', 16, 16)}
-    model(f'{clone}/made/hub/openai-community/gpt2/resolve/tiny', wikitext2(clone), config, shapes)
-
-
-def sizes(kind):
-    """The entries that the config.json of Llama and of BERT share."""
-    return {'model_type': kind, 'num_hidden_layers': 2, 'num_attention_heads': 2, 'hidden_size': 16,
-            'intermediate_size': 16, 'vocab_size': 512, 'max_position_embeddings': 512}
+    hub_model(clone, 'gpt2', 'made/hub/openai-community/gpt2/resolve/tiny')
 
 
 def bert(clone):
     """A pretrained BERT, without a classifier head."""
-    shapes = {f'embeddings.{name}_embeddings.weight': (n, 16)
-              for name, n in (('word', 512), ('position', 512), ('token_type', 2))}
-    layer = 'encoder.layer.*.'
-    attention = f'{layer}attention.'
-    shapes |= shaped(f'embeddings.LayerNorm {attention}output.LayerNorm {layer}output.LayerNorm', 16)
-    shapes |= shaped(f'{attention}self.query {attention}self.key {attention}self.value {attention}output.dense '
-                     f'{layer}intermediate.dense {layer}output.dense pooler.dense', 16, 16)
-    folder = f'{clone}/made/hub/google-bert/bert-base-uncased/resolve/main'
-    model(folder, wikitext2(clone), sizes('bert'), shapes)
+    hub_model(clone, 'bert', 'made/hub/google-bert/bert-base-uncased/resolve/main')
 
 
 def llama(clone):
     """A Llama in a reader's own folder."""
-    shapes = {name: (16,) for name in ('model.norm.weight', 'model.layers.*.input_layernorm.weight',
-                                       'model.layers.*.post_attention_layernorm.weight')}
-    for name in 'self_attn.q self_attn.k self_attn.v self_attn.o mlp.gate mlp.up mlp.down'.split():
-        shapes[f'model.layers.*.{name}_proj.weight'] = (16, 16)
-    shapes |= {'model.embed_tokens.weight': (512, 16), 'lm_head.weight': (512, 16)}
-    model(f'{clone}/FOLDER', wikitext2(clone), sizes('llama'), shapes)
+    hub_model(clone, 'llama', 'FOLDER')
 
 
 def plain(clone):
