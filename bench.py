@@ -320,7 +320,7 @@ def once(args, suite, form, run, **key):
     if os.path.exists(f'{out}.json'):
         known = {}
         with contextlib.suppress(ValueError):               # a broken file is made again
-            known = json.loads(prepare.read(f'{out}.json'))
+            known = json.loads(prepare.read_file(f'{out}.json'))
         if isinstance(known, dict) and known.pop('key', None) == mark:
             return known
     began = time.perf_counter()

@@ -279,7 +279,7 @@ def write_page(args, model, meta, tokens):
     if len(page) > HEAVY:
         raise ValueError(f'--html: a page of {len(page):,} bytes, but at most {HEAVY:,} open well; give a '
                          'shorter text')
-    prepare.write(args.html, [page])
+    prepare.write_file(args.html, [page])
     say(f'{args.html}: {len(page) / 1e6:.1f} MB, open it in a browser')
 
 

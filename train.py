@@ -486,7 +486,7 @@ def record(script, flags, seeds, figures):
     kept += [[command, *figure, ' '.join(map(str, seeds)), commit()[:7]] for figure in figures]
     text = io.StringIO()
     csv.writer(text, lineterminator='\n').writerows([head, *kept])
-    prepare.write(FIGURES, [text.getvalue().encode()])
+    prepare.write_file(FIGURES, [text.getvalue().encode()])
 
 
 # ---- the optimiser and its loop ----------------------------------------------------------------------------

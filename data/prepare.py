@@ -81,21 +81,21 @@ def stdlib(_):
         for path in [os.path.join(folder, n) for n in names if n.endswith('.py')]:
             if os.path.isfile(path) and not os.path.islink(path):
                 paths.append(os.path.relpath(path, root).replace(os.sep, '/'))
-    texts = [read(os.path.join(root, p)) for p in sorted(paths)]
+    texts = [read_file(os.path.join(root, p)) for p in sorted(paths)]
     (texts, _), (val, _) = tasks.every_tenth(texts, [])
     return b''.join(texts), b''.join(val)
 
 
 def shakespeare(path):
     """The first 90 % of the characters train, as in nanoGPT. All are ASCII, so characters are bytes."""
-    text = read(path)
+    text = read_file(path)
     cut = int(len(text) * .9)
     return text[:cut], text[cut:]
 
 
 def local_text(path):
     """The last 10 % validate. We cut at a line end or, if lines are very long, between two characters."""
-    text = read(path)
+    text = read_file(path)
     text.decode()                                               # raises ValueError if it is not UTF-8
     latest = int(len(text) * .9)
     cut = text.rfind(b'\n', int(len(text) * .8), latest) + 1 or latest
@@ -417,7 +417,7 @@ def tokenize(data, meta, size=1 << 20):
 
 # ---- files -------------------------------------------------------------------------------------------------
 
-def read(path):
+def read_file(path):
     """The bytes of a file."""
     with tasks.readable(path), open(path, 'rb') as f:
         return f.read()
@@ -457,7 +457,7 @@ def put(path, blocks):
     return digest.hexdigest()
 
 
-def write(path, blocks):
+def write_file(path, blocks):
     """Write blocks of bytes to a file, through `whole`: all of them, or none."""
     with whole(path) as temp:
         put(temp, blocks)
@@ -465,7 +465,7 @@ def write(path, blocks):
 
 def write_json(path, found):
     """Write an object as JSON, through `whole`."""
-    write(path, [json.dumps(found, indent=1).encode()])
+    write_file(path, [json.dumps(found, indent=1).encode()])
 
 
 def flaw(path, size=None, sha256=None):
@@ -583,7 +583,7 @@ def place(name, root=None, like=None):
         names.append(f'{names[1]}-{short_hash(table.encode())}')
     for found in names:
         with contextlib.suppress(ValueError, AttributeError, TypeError):        # missing or unusable
-            meta = json.loads(read(os.path.join(found, 'meta.json')))
+            meta = json.loads(read_file(os.path.join(found, 'meta.json')))
             if same_tokens(meta, {**meta, **like}):
                 return found
     if kind == row['tokenizer'] and not table and not os.path.exists(folder):
@@ -600,7 +600,7 @@ def own_folder(name, begin, tokenizer):
                              'path of a text file, two of parallel lines (a.en:a.de) or a prepared folder')
     stem = os.path.splitext(os.path.basename(paths[0]))[0]
     stem = re.sub('[^A-Za-z0-9_-]+', '_', stem)[:40]
-    content = b'\0'.join(read(path) for path in paths)
+    content = b'\0'.join(read_file(path) for path in paths)
     return f'{begin}-{stem}-{short_hash(content + tokenizer.encode())}'
 
 
@@ -811,7 +811,7 @@ def load(name, root=None, tokenizer=None, like=None):
             raise ValueError(f'{path} is missing: {name} is no prepared data set; give a name or a text file')
         prepare(name, root, like=like)
     try:
-        meta = json.loads(read(path))
+        meta = json.loads(read_file(path))
         check(meta)
         train, val = (mapped(folder, meta, side) for side in SIDES)
         if 'test' in meta:

@@ -250,7 +250,7 @@ def parsed(path, name, use):
     """Read a JSON file -> use(its content). ValueError if it is broken, or has content that `use` cannot
     read. name: of the file, for messages"""
     try:
-        return use(json.loads(prepare.read(path)))
+        return use(json.loads(prepare.read_file(path)))
     except ValueError as e:
         raise ValueError(f'{name}: {e}') from None
     except (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as e:
@@ -428,7 +428,7 @@ def data_of(folder, kind, config):
         data = config.pop('data')
         path = os.path.join(folder, TOKENIZER)
         if os.path.exists(path):
-            data['json'] = prepare.read(path).decode()
+            data['json'] = prepare.read_file(path).decode()
         return data
     data = {'vocab_size': config['vocab_size']}
     if kind == 'vit':
@@ -460,7 +460,7 @@ def tokenizer_of(folder, vocab):
         return {'tokenizer': 'ids', 'missing': path}
     prepare.package()                                       # outside try: the file is not to blame
     try:
-        text = json.dumps(json.loads(prepare.read(path)), ensure_ascii=False, separators=(',', ':'))
+        text = json.dumps(json.loads(prepare.read_file(path)), ensure_ascii=False, separators=(',', ':'))
         most = max(prepare.subwords(text).get_vocab().values()) + 1
         if not 0.9 * vocab <= most <= vocab:
             raise ValueError(f'{most:,} tokens, the model has {vocab:,}')
@@ -502,7 +502,7 @@ def to_folder(folder, tensors, config, data):
     with tempfile.TemporaryDirectory(dir=folder) as made:
         replace(os.path.join(made, 'model.safetensors'), tensors, notes)
         if 'json' in data:
-            prepare.write(os.path.join(made, TOKENIZER), [data['json'].encode()])
+            prepare.write_file(os.path.join(made, TOKENIZER), [data['json'].encode()])
         prepare.write_json(os.path.join(made, 'config.json'), raw)
         for name in 'config.json', TOKENIZER:           # of the old model
             with contextlib.suppress(FileNotFoundError):
