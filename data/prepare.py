@@ -142,7 +142,7 @@ OWN = {     # your own files; a folder's name begins with its kind, so kinds nev
     'lines': {**tasks.SENTENCES, 'help': 'labelled lines of your own', 'make': tasks.lines},
     'pairs': {**tasks.PAIRS, 'help': 'translations of your own', 'make': tasks.parallel},
     'told': {**tasks.SENTENCES, 'help': 'pairs of your own, for a model of texts', 'make': tasks.parallel,
-             'answers': 'told'}}
+             'answers': 'joined'}}
 
 
 def find(name):
@@ -150,10 +150,10 @@ def find(name):
     patches make sets of their own: listops-2048, mnist-patch7."""
     if name in DATASETS:
         return DATASETS[name]
-    said = re.fullmatch(r'(.+)-(patch)?([1-9]\d{0,4})', name)
-    if not said:
+    match = re.fullmatch(r'(.+)-(patch)?([1-9]\d{0,4})', name)
+    if not match:
         return None
-    base, key, number = said.groups()
+    base, key, number = match.groups()
     key = key or 'length'
     n = int(number)
     row = DATASETS.get(base, {})
@@ -244,14 +244,14 @@ def subwords(text):
     from_str = package().Tokenizer.from_str
     with of_package('no description of a tokenizer'):
         frame = json.loads(text)
-        found = from_str(text)
+        tokenizer = from_str(text)
         times = max(growth(frame.get(name)) for name in ('normalizer', 'decoder'))
     if times > 1000:
         raise ValueError(f'this tokenizer makes a text up to {times:,} times as long, expected at most 1,000')
-    found.encode_special_tokens = True                          # "<s>" in a text is read as three characters
-    found.no_truncation()
-    found.no_padding()
-    return found
+    tokenizer.encode_special_tokens = True                      # "<s>" in a text is read as three characters
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def learn(data, size):
@@ -259,14 +259,14 @@ def learn(data, size):
     if no more pairs repeat -> the text of a tokenizer.json. It writes bytes and splits words as GPT-2 does.
     """
     tokenizers = package('; --tokenizer=byte does without it')
-    found = tokenizers.Tokenizer(tokenizers.models.BPE())
-    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = found.pre_tokenizer.alphabet()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizer.pre_tokenizer.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
     parts = (part for text in pieces(data) for part in re.split(LONG_WORD, text))
-    found.train_from_iterator(parts, trainer)
-    return found.to_str()
+    tokenizer.train_from_iterator(parts, trainer)
+    return tokenizer.to_str()
 
 
 def units(meta):
@@ -316,10 +316,10 @@ def ends(meta):
     if 'json' not in meta:
         return [], []
     with of_package('its tokenizer cannot read a letter'):
-        found = subwords(meta['json']).encode('a')
-    before = found.special_tokens_mask.index(0)
-    behind = found.special_tokens_mask[::-1].index(0)
-    return found.ids[:before], found.ids[len(found.ids) - behind:]
+        letter = subwords(meta['json']).encode('a')
+    before = letter.special_tokens_mask.index(0)
+    behind = letter.special_tokens_mask[::-1].index(0)
+    return letter.ids[:before], letter.ids[len(letter.ids) - behind:]
 
 
 def whole_text(text, meta, most=None):
@@ -463,16 +463,16 @@ def write_file(path, blocks):
         put(temp, blocks)
 
 
-def write_json(path, found):
+def write_json(path, content):
     """Write an object as JSON, through `whole`."""
-    write_file(path, [json.dumps(found, indent=1).encode()])
+    write_file(path, [json.dumps(content, indent=1).encode()])
 
 
 def flaw(path, size=None, sha256=None):
     """What is wrong with a file, in words; None if nothing is. size, sha256: expected; None: not known."""
-    found = os.path.getsize(path)
-    if size and found != size:
-        return f'{found:,} bytes, not {size:,}'
+    length = os.path.getsize(path)
+    if size and length != size:
+        return f'{length:,} bytes, not {size:,}'
     if sha256:
         digest = hashlib.sha256(np.memmap(path, mode='r')).hexdigest()      # mapped: files may be gigabytes
         if digest != sha256:
@@ -581,11 +581,11 @@ def place(name, root=None, like=None):
     names = [folder, f'{folder}-{kind.replace(":", "-")}']
     if table:
         names.append(f'{names[1]}-{short_hash(table.encode())}')
-    for found in names:
+    for candidate in names:
         with contextlib.suppress(ValueError, AttributeError, TypeError):        # missing or unusable
-            meta = json.loads(read_file(os.path.join(found, 'meta.json')))
+            meta = json.loads(read_file(os.path.join(candidate, 'meta.json')))
             if same_tokens(meta, {**meta, **like}):
-                return found
+                return candidate
     if kind == row['tokenizer'] and not table and not os.path.exists(folder):
         return folder
     return names[-1]
@@ -659,16 +659,16 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
 
 def labels(sides, most, meta, wish):
     """Texts and their labels -> tokens and labels. They are shuffled, always in the same way, because files
-    may be sorted by class. Here and in `pairs` and `told`, meta gets the entries about tokens and rows."""
+    may be sorted by class. Here and in `pairs` and `joined`, meta gets the entries about tokens and rows."""
     texts, classes = zip(*sides)
     learn_with_pad(texts, meta, wish)
     meta['classes'] = tasks.classes(classes)
-    found = []
+    shuffled = []
     tokens, meta['row'] = fitted(texts, meta, most, wish.get('row'), 32)
     for x, y in zip(tokens, classes):
         order = np.random.Generator(np.random.Philox(0)).permutation(len(x))
-        found.append(([x[i] for i in order], [y[i] for i in order]))
-    return found
+        shuffled.append(([x[i] for i in order], [y[i] for i in order]))
+    return shuffled
 
 
 def pairs(sides, most, meta, wish):
@@ -677,19 +677,19 @@ def pairs(sides, most, meta, wish):
     sources, texts = zip(*sides)
     learn_with_pad([a + b for a, b in sides], meta, wish)
     given = wish.get('source', 0)
-    read, source = fitted(sources, meta, most, given, 8)
-    said, length = fitted(texts, meta, most, wish.get('row', 0) - given, 8, before=1)
+    source_tokens, source = fitted(sources, meta, most, given, 8)
+    text_tokens, length = fitted(texts, meta, most, wish.get('row', 0) - given, 8, before=1)
     meta['source'] = source
     meta['row'] = source + length
     pad = np.full(source + 1, meta['pad'])
-    found = []
-    for x, y in zip(read, said):
+    rows = []
+    for x, y in zip(source_tokens, text_tokens):
         inputs = [np.concatenate([a, pad[len(a):], b]) for a, b in zip(x, y)]
-        found.append((inputs, [np.append(b, pad[0]) for b in y]))
-    return found
+        rows.append((inputs, [np.append(b, pad[0]) for b in y]))
+    return rows
 
 
-def told(sides, most, meta, _):
+def joined(sides, most, meta, _):
     """Like `pairs`, but for a model that reads both texts as one. A row is a source, a line end, its
     translation (or summary) and a line end. The targets are everything after the first line end. Sources that
     are too long are cut off; translations only where they are longer than half a row."""
@@ -699,19 +699,19 @@ def told(sides, most, meta, _):
         raise ValueError('the model\'s tokens know no line end to put between a text and its translation; '
                          'take a model of texts, or train one on pairs, without --init or --from')
     meta['pad'] = end[0]
-    found = []
+    rows = []
     for sources, texts in sides:
-        said = [encode(text.decode(), meta)[:most // 2] for text in texts]
+        answers = [encode(text.decode(), meta)[:most // 2] for text in texts]
         inputs = []
-        for source, text in zip(sources, said):
+        for source, text in zip(sources, answers):
             tokens = before + encode(source.decode(), meta)
             inputs.append(tokens[:most - len(text) - 1] + end + text)
-        found.append((inputs, [text + end for text in said]))
-    meta['row'] = row_length([x for x, _ in found], most, 8)
-    return found
+        rows.append((inputs, [text + end for text in answers]))
+    meta['row'] = row_length([x for x, _ in rows], most, 8)
+    return rows
 
 
-ANSWERS = {'labels': labels, 'pairs': pairs, 'told': told}
+ANSWERS = {'labels': labels, 'pairs': pairs, 'joined': joined}
 
 
 def fitted(sides, meta, most, given, step, before=0):
@@ -719,7 +719,7 @@ def fitted(sides, meta, most, given, step, before=0):
     model sets it. Otherwise the longest text fits in, with `before` more tokens. Longer texts are cut off."""
     from tqdm import tqdm
     room = (given or most) - before
-    found = []
+    by_side = []
     for texts in sides:
         tokens = []
         cut = 0
@@ -734,8 +734,8 @@ def fitted(sides, meta, most, given, step, before=0):
             tokens.append(np.array(row, np.uint32))
         if cut:
             print(f'{cut:,} of {len(texts):,} texts have more than {room} tokens: the rest is cut off')
-        found.append(tokens)
-    return found, given or row_length(found, most, step, before)
+        by_side.append(tokens)
+    return by_side, given or row_length(by_side, most, step, before)
 
 
 def row_length(sides, most, step, before=0):
@@ -782,9 +782,9 @@ def save(folder, meta, sides):
         about = files.enter_context(whole(path))                # entered first, so it is renamed last
         for side, arrays in zip((*SIDES, 'test'), sides):
             data = files.enter_context(whole(os.path.join(folder, side + '.bin')))
-            said = meta.setdefault(side, {})
-            said['sha256'] = put(data, (a.astype(dtype, copy=False).tobytes() for a in arrays))
-            said['tokens'] = os.path.getsize(data) // dtype.itemsize
+            entry = meta.setdefault(side, {})
+            entry['sha256'] = put(data, (a.astype(dtype, copy=False).tobytes() for a in arrays))
+            entry['tokens'] = os.path.getsize(data) // dtype.itemsize
         put(about, [json.dumps(meta, indent=1).encode()])
         if os.path.exists(path):
             os.remove(path)                                     # so nobody combines old and new files
@@ -846,10 +846,10 @@ def check_tokens(meta):
     contradictions."""
     for key, (low, other, below) in LIMITS.items():
         high = meta.get(other, 2 ** 32) - below
-        found = meta.get(key)
-        wrong = type(found) is not int or not low <= found <= high              # isinstance would accept True
+        value = meta.get(key)
+        wrong = type(value) is not int or not low <= value <= high              # isinstance would accept True
         if wrong and (key in meta or key == 'vocab_size'):
-            raise ValueError(f'{key} is {found!r:.60}, expected a whole number from {low} to {high}')
+            raise ValueError(f'{key} is {value!r:.60}, expected a whole number from {low} to {high}')
     kind = meta.get('tokenizer')
     vocab = meta['vocab_size']
     described = isinstance(kind, str) and isinstance(meta.get('json'), str)
@@ -876,9 +876,9 @@ def check(meta):
         counts = {'tokens': side['tokens']}
         if 'row' not in meta:
             counts['bytes'] = side['bytes']
-        for key, found in counts.items():
-            if type(found) is not int or found < 1:
-                raise ValueError(f'{key} of a side is {found!r}, expected a whole number from 1')
+        for key, count in counts.items():
+            if type(count) is not int or count < 1:
+                raise ValueError(f'{key} of a side is {count!r}, expected a whole number from 1')
     of_rows = {'ignore', 'pad', 'classes', 'source', 'patch'} & meta.keys()
     if of_rows and 'row' not in meta:
         raise ValueError(f'{min(of_rows)} is there, but row is missing')
@@ -980,18 +980,18 @@ def script(main):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141
         except ModuleNotFoundError as e:
-            said = f'{e}: pip install -r requirements.txt brings it'
+            message = f'{e}: pip install -r requirements.txt brings it'
         except (MemoryError, RuntimeError) as e:
-            said = f'this takes more memory than there is: {str(e) or "MemoryError"}'
-            if isinstance(e, RuntimeError) and not re.search('out of memory|allocate memory', said):
+            message = f'this takes more memory than there is: {str(e) or "MemoryError"}'
+            if isinstance(e, RuntimeError) and not re.search('out of memory|allocate memory', message):
                 raise
         except FileExistsError as e:
-            said = f'{e.filename}: {e.strerror}, where a folder is to be made; give another name'
+            message = f'{e.filename}: {e.strerror}, where a folder is to be made; give another name'
         except (ValueError, OSError) as e:
-            said = str(e)
+            message = str(e)
             if getattr(e, 'filename', None):
-                said = f'{e.filename}: {e.strerror}'
-        print('error:', *said.split(), file=sys.stderr)
+                message = f'{e.filename}: {e.strerror}'
+        print('error:', *message.split(), file=sys.stderr)
         return 2
     return run
 

@@ -101,12 +101,12 @@ def distinct(rng, low, high, shape):
 
 def permutations(n, even=False):
     """All permutations of n things. even: only those with an even number of pairs out of order."""
-    found = []
+    chosen = []
     for p in itertools.permutations(range(n)):
         out_of_order = sum(a > b for a, b in itertools.combinations(p, 2))
         if not even or out_of_order % 2 == 0:
-            found.append(p)
-    return found
+            chosen.append(p)
+    return chosen
 
 
 GROUPS = {'Z2': permutations(2), 'S3': permutations(3), 'A5': permutations(5, even=True)}
@@ -176,11 +176,11 @@ def facts(rows, rng, vocab, training, text, length=2048, every=False):
     which = np.concatenate([np.tile(np.arange(n), (rows, 1)), again], axis=1)[each, order]
     pair = pair[each, which]
     answer = answer[each, which]
-    said = np.tile(SENTENCE, (rows, n + m, 1))
-    said[:, :, 1] += pair % len(THINGS)
-    said[:, :, 3] += pair // len(THINGS)
-    said[:, :, ANSWER_AT] = answer
-    wanted = np.full_like(said, vocab)
+    stated = np.tile(SENTENCE, (rows, n + m, 1))
+    stated[:, :, 1] += pair % len(THINGS)
+    stated[:, :, 3] += pair // len(THINGS)
+    stated[:, :, ANSWER_AT] = answer
+    wanted = np.full_like(stated, vocab)
     wanted[:, :, ANSWER_AT - 1] = np.where(order < n, vocab, answer)
     nothing = np.full(room, vocab)                              # the text around has no targets
     begin = rng.integers(0, len(text) - room, rows)
@@ -189,7 +189,7 @@ def facts(rows, rng, vocab, training, text, length=2048, every=False):
     for i in range(rows):
         at = np.repeat((room * share[i]).astype(int), len(SENTENCE))
         around = text[begin[i]:begin[i] + room]
-        x[i] = np.insert(around, at, said[i].ravel())[:length]
+        x[i] = np.insert(around, at, stated[i].ravel())[:length]
         y[i] = np.insert(nothing, at, wanted[i].ravel())[:length]
         if training and every:
             y[i, :-1] = x[i, 1:]
@@ -205,8 +205,8 @@ def asked_fact(x):
 def in_words(texts, meta, most):
     """UTF-8 texts -> a token array for each; tokens are words and punctuation. meta gets the vocabulary, of
     at most `most` words: OWN, the answers, then the most frequent words of the first text."""
-    found = [re.findall(r'\w+|[^\w\s]', text.decode('utf-8', 'replace')) for text in texts]
-    counted = collections.Counter(found[0])
+    split = [re.findall(r'\w+|[^\w\s]', text.decode('utf-8', 'replace')) for text in texts]
+    counted = collections.Counter(split[0])
     common = [word for word, _ in counted.most_common() if word not in OWN]
     likely = [word for word in common if word.isalpha()][:len(ANSWERS)]
     if len(likely) < len(ANSWERS):
@@ -214,7 +214,7 @@ def in_words(texts, meta, most):
                          'more; take a longer one')
     meta['chars'] = list(dict.fromkeys(OWN + likely + common))[:most]           # no duplicates, in this order
     number = {word: i for i, word in enumerate(meta['chars'])}
-    return [np.array([number.get(word, 0) for word in words]) for words in found]
+    return [np.array([number.get(word, 0) for word in words]) for words in split]
 
 
 # ---- ListOps -----------------------------------------------------------------------------------------------
@@ -296,9 +296,9 @@ def values(levels):
     for words in reversed(upper):
         bracket = value == CLOSE
         parent = np.cumsum(bracket, dtype=np.int32)[~bracket]   # the operator of each argument
-        found = applied(words[opens(words)], parent, value[~bracket])
+        results = applied(words[opens(words)], parent, value[~bracket])
         value = words.copy()
-        value[opens(words)] = found
+        value[opens(words)] = results
     return value
 
 
@@ -341,9 +341,9 @@ def numbers(path, shape):
     begin = 4 * (1 + axes)
     if data[:4] != bytes([0, 0, 8, axes]) or len(data) < begin:
         raise ValueError(f'{path} is no idx file of bytes with {axes} axes')
-    n, *found = np.frombuffer(data[4:begin], '>i4').tolist()
-    if found != shape:
-        raise ValueError(f'{path} has pictures of {found} pixels, expected {shape}')
+    n, *pixels = np.frombuffer(data[4:begin], '>i4').tolist()
+    if pixels != shape:
+        raise ValueError(f'{path} has pictures of {pixels} pixels, expected {shape}')
     size = math.prod(shape)
     if len(data) != begin + n * size:
         raise ValueError(f'{path} has {len(data) - begin:,} numbers, it should have {n * size:,}')
@@ -397,8 +397,8 @@ def trec(*paths):
 def cola(path):
     """8,551 sentences, 1: acceptable English, 0: not (Warstadt et al. 2018, arXiv:1805.12471). Reads the zip,
     or a folder with the files of raw/. 1,043 sentences validate: both dev files, as in GLUE."""
-    found = named(path, 'in_domain_train.tsv', 'in_domain_dev.tsv', 'out_of_domain_dev.tsv', folder='raw')
-    train, near, far = [parsed(data, name, COLA) for name, data in found.items()]
+    contents = named(path, 'in_domain_train.tsv', 'in_domain_dev.tsv', 'out_of_domain_dev.tsv', folder='raw')
+    train, near, far = [parsed(data, name, COLA) for name, data in contents.items()]
     return train, (near[0] + far[0], near[1] + far[1])
 
 
@@ -530,7 +530,7 @@ def packed(sides, row, meta):
     meta.setdefault('row', row.get('length') or len(sides[0][0][0]))
     ignore = meta['vocab_size']
     meta['ignore'] = ignore
-    found = []
+    arrays = []
     for inputs, targets in sides:
         rows = np.full((len(inputs), 2, meta['row']), ignore, np.min_scalar_type(ignore))
         if 'pad' in meta:
@@ -547,8 +547,8 @@ def packed(sides, row, meta):
             [highest] = max(targets)
             if highest >= meta['classes']:
                 raise ValueError(f'label {highest} is no class, they are 0 to {meta["classes"] - 1}')
-        found.append([rows])
-    return found
+        arrays.append([rows])
+    return arrays
 
 
 def classes(sides):

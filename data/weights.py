@@ -49,13 +49,13 @@ def replace(path, tensors, notes):
 
 def digest(meta, tensors):
     """sha256 over the metadata (a string) and each tensor's name, type, shape and bytes."""
-    found = hashlib.sha256(meta.encode())
+    total = hashlib.sha256(meta.encode())
     for name in sorted(tensors):
         x = tensors[name].detach().cpu().contiguous()
-        found.update(f'{name} {x.dtype} {tuple(x.shape)}'.encode())
+        total.update(f'{name} {x.dtype} {tuple(x.shape)}'.encode())
         if x.numel():
-            found.update(x.flatten().view(torch.uint8).numpy())
-    return found.hexdigest()
+            total.update(x.flatten().view(torch.uint8).numpy())
+    return total.hexdigest()
 
 
 def weights_digest(model, meta):
@@ -90,9 +90,9 @@ def refuse_target(path, kind):
     """ValueError if writing would lose something: a file of another kind, or one that is not regular."""
     if not os.path.exists(path):
         return
-    found = kind_in(path)
-    if found != kind:
-        raise ValueError(f'{path}: holds {found} already, so {kind} is not written there; take it away, or '
+    held = kind_in(path)
+    if held != kind:
+        raise ValueError(f'{path}: holds {held} already, so {kind} is not written there; take it away, or '
                          'give another name')
 
 
@@ -223,14 +223,14 @@ LLAMA3 = 'factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position
 def names(kind, config, ours):
     """{our name: theirs} of one model of a family. ours: the names of its tensors"""
     layers = config['n_layer']
-    found = {}
+    table = {}
     for name, theirs in FAMILIES[kind].names.items():
         for i in range(layers):
             for p in 'weight', 'bias':
                 one = name.format(i=i, next=i + 1, p=p).replace(f'blocks.{layers}.norm1', 'norm')
                 if one in ours:
-                    found[one] = theirs.format(i=i, p=p)
-    return found
+                    table[one] = theirs.format(i=i, p=p)
+    return table
 
 
 def parts(theirs, x, width):
@@ -240,10 +240,10 @@ def parts(theirs, x, width):
         return {theirs.removesuffix('.T'): x.t()}           # t() leaves a bias as it is
     front, _, rest = theirs.partition('(')
     middle, _, end = rest.partition(')')
-    found = [front + part + end for part in middle.split('|')]
+    their_names = [front + part + end for part in middle.split('|')]
     n = len(x)
-    cuts = {1: [], 2: [n // 2], 3: [width, (n + width) // 2]}[len(found)]
-    return dict(zip(found, x.tensor_split(cuts)))
+    cuts = {1: [], 2: [n // 2], 3: [width, (n + width) // 2]}[len(their_names)]
+    return dict(zip(their_names, x.tensor_split(cuts)))
 
 
 def parsed(path, name, use):
@@ -317,10 +317,11 @@ def scaling_of(rope):
         return []
     if way != 'llama3':
         raise ValueError(f'rope of type {way}, expected default or llama3')
-    found = [entry(rope, key, math.nan) for key in LLAMA3]          # nan is refused, so all must be there
-    if found[1] >= found[2]:
-        raise ValueError(f'low_freq_factor {found[1]}, high_freq_factor {found[2]}: expected high above low')
-    return found
+    numbers = [entry(rope, key, math.nan) for key in LLAMA3]        # nan is refused, so all must be there
+    _, low, high, _ = numbers
+    if low >= high:
+        raise ValueError(f'low_freq_factor {low}, high_freq_factor {high}: expected high above low')
+    return numbers
 
 
 # ---- folders in the hub's layout ---------------------------------------------------------------------------
