@@ -339,15 +339,17 @@ def numbers(path, shape):
     data = content(path)
     axes = 1 + len(shape)
     begin = 4 * (1 + axes)
-    if data[:4] != bytes([0, 0, 8, axes]) or len(data) < begin:
+    magic = bytes([0, 0, 8, axes])
+    if not data.startswith(magic) or len(data) < begin:
         raise ValueError(f'{path} is no idx file of bytes with {axes} axes')
     n, *pixels = np.frombuffer(data[4:begin], '>i4').tolist()
     if pixels != shape:
         raise ValueError(f'{path} has pictures of {pixels} pixels, expected {shape}')
     size = math.prod(shape)
-    if len(data) != begin + n * size:
-        raise ValueError(f'{path} has {len(data) - begin:,} numbers, it should have {n * size:,}')
-    return np.frombuffer(data, np.uint8, offset=begin).reshape(n, size)
+    values = np.frombuffer(data, np.uint8, offset=begin)
+    if len(values) != n * size:
+        raise ValueError(f'{path} has {len(values):,} numbers, it should have {n * size:,}')
+    return values.reshape(n, size)
 
 
 # ---- sentences ---------------------------------------------------------------------------------------------
@@ -399,7 +401,8 @@ def cola(path):
     or a folder with the files of raw/. 1,043 sentences validate: both dev files, as in GLUE."""
     contents = named(path, 'in_domain_train.tsv', 'in_domain_dev.tsv', 'out_of_domain_dev.tsv', folder='raw')
     train, near, far = [parsed(data, name, COLA) for name, data in contents.items()]
-    return train, (near[0] + far[0], near[1] + far[1])
+    val = [a + b for a, b in zip(near, far)]            # texts, labels
+    return train, val
 
 
 # ---- pairs of sentences ------------------------------------------------------------------------------------
@@ -420,7 +423,9 @@ def multi30k(*paths):
     """29,000 descriptions of the pictures of Flickr30k, and their translations (Elliott et al. 2016,
     arXiv:1605.00459). Each side has an English file, then a German one. 1,014 pairs validate. The 1,000 of
     test_2016_flickr are the test side."""
-    return [aligned(*pair) for pair in zip(paths[::2], paths[1::2])]
+    english = paths[::2]
+    german = paths[1::2]
+    return list(map(aligned, english, german))
 
 
 # ---- files -------------------------------------------------------------------------------------------------
@@ -465,12 +470,14 @@ def named(path, *names, folder=''):
     if os.path.isdir(path):
         return {name: content(os.path.join(path, name)) for name in names}
     contents = {}
+    total = 0
     with readable(path), zipfile.ZipFile(path) as packed:
         for member in packed.namelist():
             inside, _, name = member.rpartition('/')
             if name in names and (not inside or inside.endswith(folder)):
                 with packed.open(member) as f:
-                    contents[name] = limited(f, path, sum(map(len, contents.values())))
+                    contents[name] = limited(f, path, total)
+                total += len(contents[name])
     for name in names:
         if name not in contents:
             raise ValueError(f'{path} has no {name}')
