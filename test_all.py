@@ -2831,14 +2831,6 @@ def test_resume_refuses_another_model(a_model, tmp_path, capsys):
     assert meta['step'] == 6 and meta['args']['lr'] == 1e-3
     assert train.steps_left({**meta, 'step': 2}) == 4 and train.steps_left({'step': 2}) == 0    # a mere model
 
-@pytest.mark.parametrize('can, flags, said', [
-    ('avx512_bf16', [], True), ('amx_bf16', [], True), ('avx2', [], False),
-    ('avx512_bf16', ['--dtype=float32'], False)])
-def test_where_a_cpu_multiplies_bfloat16_it_is_said(can, flags, said, text, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: {can: True}, raising=False)
-    trained(text, tmp_path, *flags, steps=1, eval_every=1)
-    assert ('--dtype=bfloat16 may' in capsys.readouterr().out) == said
-
 def test_the_fastest_number_of_threads_is_found_in_time(monkeypatch):
     """Of 1, 2 and 3, on a machine where 2 are best, by a tenth of a step at the least; the first time that
     threads are used, which takes long, does not count. It is asked again where steps change, or cores are

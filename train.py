@@ -844,10 +844,6 @@ def opening(model, data, args, run, log):
     config = model.config
     size = sum(p.numel() for p in model.parameters())
     threads = torch.get_num_threads()
-    can = getattr(torch.cpu, 'get_capabilities', dict)()    # older versions of torch do not have it
-    fast = any(can.get(name) for name in ('avx512_bf16', 'amx_bf16'))
-    if fast and data.device.type == 'cpu' and args.dtype == 'auto':
-        say('this CPU multiplies bfloat16: --dtype=bfloat16 may make steps shorter')
     about = {key: value for key, value in data.meta.items() if key != 'json'}       # that one takes megabytes
     said = (f'{",".join(config.rules())} | {size / 1e6:.2f} M parameters | '
             f'{args.data}: {len(data.train):,} + {len(data.val):,} tokens of {config.vocab_size} | '
