@@ -53,7 +53,7 @@ from data.weights import EXPORT, STAGE, kind_in, read_tensors, refuse_target, we
 from fastweight import RULES
 from model import GPT, SOURCE_RULES, bias_of, fill, idle, kl, load, pick_device, save, state_bytes, subset
 from train import (QUIET, Rows, adamw, answers, bits_a_nat, blocks, check_threads, commit, lies_in, log_of,
-                   optimise, pack_optimiser, rows, say, steps_left, table, tell_step, threads_of,
+                   optimise, pack_optimiser, rows, say, set_threads, steps_left, table, tell_step,
                    too_many_rows, unpack_optimiser)
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
@@ -868,7 +868,7 @@ def main(argv):
     if args.fold:
         can_fold(student)
     kind = what_to_match(args.distil, student, new)
-    threads_of(args, {}, student, data)
+    set_threads(args, {}, student, data)
     args.threads = torch.get_num_threads()                  # the last bits depend on it; --resume keeps it
 
     made_from = {'teacher': weights_digest(teacher, meta), 'data': of_data['train'].get('sha256')}

@@ -18,6 +18,7 @@ digest of its weights, and to the flags that changed the model.
 """
 import base64
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -300,23 +301,6 @@ def compiled(model, token, state, choose):
     return step
 
 
-def read_all(model, tokens, state, threads):
-    """The state after tokens (B, T). The number of threads is the given one or, for a long text, the
-    fastest."""
-    find = threads is None and tokens.shape[1] > LONG and tokens.device.type == 'cpu'
-    if find:
-        from train import Threads                           # here, for it takes a while
-        fastest = Threads(lambda n: model.read(tokens[:, :n]), 2048, say)
-        fastest.choose()
-    for piece in tokens.split(LONG, 1):
-        began = time.perf_counter()
-        state = model.read(piece, state)                    # in segments: only softmax's cache grows
-        seconds = time.perf_counter() - began
-        if find:
-            fastest.again(1e3 * seconds * 2048 / piece.shape[1], seconds)
-    return state
-
-
 def added(before, tokens, data):
     """The text that tokens add to the text of those before. Some decoders drop the blank before the first
     word, so both are decoded together."""
@@ -388,11 +372,14 @@ def complete(args, model, meta):
                          'give a longer --prompt, or more --tokens')
     many = read + args.tokens * (args.samples > 1)          # a single text is printed as it comes: no limit
     refuse_room(model, args.samples, many, f'--samples={args.samples}: texts of {plural(many, "token")}')
+    if args.threads is None and read > LONG and tokens.device.type == 'cpu':
+        from train import fastest                           # here, for it takes a while
+        fastest(functools.partial(model.read, tokens[:1, :2048]), say)
     began = time.perf_counter()
     if args.load_state:
-        state = read_all(model, tokens[:, :-1], state, args.threads)
+        state = model.read(tokens[:, :-1], state)
     elif read > 1:                                          # all texts begin alike: that is read once
-        state = read_all(model, tokens[:1, :-1], state, args.threads)
+        state = model.read(tokens[:1, :-1], state)
         state = chosen_texts(state, torch.zeros(args.samples, dtype=torch.long), everything=True)
     last, state, times, rows = write_texts(args, model, meta['data'], tokens[:, -1:], state, said)
     if args.save_state:

@@ -51,7 +51,6 @@ TASK_ROWS = 500     # and at least this many rows of a task, since a row may hav
 QUIET = 4           # seconds between the progress lines of slow work
 POOL = 32           # pairs are drawn for this many steps at once, then sorted: similar lengths share a step
 SAMPLE = 400        # tokens in the sample at the end
-CLEARLY = 1.5       # retime the threads when steps become this many times faster or slower
 DEFAULT_THREADS = torch.get_num_threads()       # torch's own choice: all cores, or OMP_NUM_THREADS
 PROMPTS = {'stdlib': 'class '}                  # how the sample at the end begins, per data set
 say = functools.partial(print, flush=True)
@@ -164,77 +163,38 @@ def check_threads(threads):
         raise ValueError(f'--threads={threads}: this process may use {cores()} cores; give at most that')
 
 
-class Threads:
-    """Finds the fastest number of threads among 1, 2, 4, ... and `most`. It times run(n), which works on n of
-    the `tokens` of a step. say(text) prints a line."""
-    def __init__(self, run, tokens, say, most=None):
-        self.run = run
-        self.tokens = tokens
-        self.say = say
-        most = most or DEFAULT_THREADS
-        self.counts = [n for n in range(1, most + 1) if n == most or n.bit_count() == 1]
-        self.ms = math.nan                                  # time per step since the last choice
-
-    def turn(self, n):
-        """Run run(n) once per number of threads -> {number of threads: seconds}"""
-        seconds = {}
-        for count in self.counts:
-            torch.set_num_threads(count)
+def fastest(run, say=say):
+    """Set the number of threads, of 1, 2, 4, ... and DEFAULT_THREADS, with which run() takes least time. They
+    take turns, so that another program disturbs them all alike. The first turn does not count: it also
+    creates the threads. After two turns, no other begins once 2 seconds have passed."""
+    if DEFAULT_THREADS == 1:
+        return
+    counts = [n for n in range(1, DEFAULT_THREADS + 1) if n == DEFAULT_THREADS or n.bit_count() == 1]
+    seconds = {n: [] for n in counts}
+    end = time.perf_counter() + 2
+    for turn in range(6):
+        if turn > 1 and time.perf_counter() > end:
+            break
+        for n, times in seconds.items():
+            torch.set_num_threads(n)
             began = time.perf_counter()
-            self.run(n)
-            seconds[count] = time.perf_counter() - began
-        return seconds
-
-    def choose(self, limit=2.0):
-        """Spend about `limit` seconds on timing, then set the fastest number of threads. We time a tenth of a
-        step, and whole steps if there is time. The numbers take turns, so that another program disturbs them
-        all alike, and the median counts. The first turn does not count: it also creates the threads."""
-        if len(self.counts) == 1:
-            return
-        before = torch.get_num_threads()
-        for n in (max(1, self.tokens // 10), self.tokens):
-            self.turn(n)
-            end = time.perf_counter() + 0.4 * limit
-            turns = [self.turn(n)]
-            if sum(turns[0].values()) > limit / 40:         # a whole step would take limit / 4 or more
-                break
-        while len(turns) < 5 and time.perf_counter() < end:
-            turns.append(self.turn(n))
-        medians = {count: statistics.median(turn[count] for turn in turns) for count in self.counts}
-        best = min(medians, key=medians.get)
-        if n == self.tokens and medians[1] < 0.005:         # too little work to share
-            best = 1
-        torch.set_num_threads(best)
-        if best != before or math.isnan(self.ms):
-            shown = ', '.join(f'{1e3 * took:.0f} ms with {count}' for count, took in medians.items())
-            self.say(f'threads: {best} (timed on {n} tokens of a step: {shown})')
-        self.ms = math.nan                                  # `again` takes it from the next steps
-
-    def again(self, ms, seconds):
-        """Training went on for so many seconds, at `ms` per step. Time again if steps became clearly faster
-        or slower. Time briefly if some cores are unused: the program that disturbed us may have ended."""
-        if math.isnan(self.ms):
-            self.ms = ms
-        if max(ms / self.ms, self.ms / ms) > CLEARLY:
-            self.say(f'steps take {ms:.0f} ms, and took {self.ms:.0f}')
-            self.choose()
-        elif torch.get_num_threads() < self.counts[-1]:
-            self.choose(limit=0.02 * seconds)
+            run()
+            times.append(time.perf_counter() - began)
+    medians = {n: statistics.median(times[1:]) for n, times in seconds.items()}
+    best = min(medians, key=medians.get)
+    torch.set_num_threads(best)
+    shown = ', '.join(f'{1e3 * median:.0f} ms with {n}' for n, median in medians.items())
+    say(f'threads: {best} ({shown})')
 
 
-def threads_of(args, meta, model, data):
-    """Set the number of threads: the given one, that of the resumed run (meta), or the fastest.
-    -> Threads, for timing again at evaluations. None if --threads is given, if torchrun sets the number, or
-    on a GPU, where it does not matter"""
+def set_threads(args, meta, model, data):
+    """Set the number of threads: the given one, that of the resumed run (meta), or the fastest. torchrun sets
+    the number itself, and on a GPU it does not matter."""
     known = meta.get('threads') if data.world == 1 else None
     if args.threads or known:                               # the last bits of results depend on it
         torch.set_num_threads(args.threads or min(known, cores()))
-    if args.threads or data.world > 1 or data.device.type != 'cpu' or DEFAULT_THREADS == 1:
-        return None
-    threads = Threads(functools.partial(data.rehearse, model), data.batch_size * data.T, say)
-    if not known:
-        threads.choose()
-    return threads
+    elif data.world == 1 and data.device.type == 'cpu':
+        fastest(functools.partial(data.rehearse, model))
 
 
 # ---- sharding: FSDP2, Zhao 2023, arXiv:2304.11277 ----------------------------------------------------------
@@ -379,16 +339,13 @@ class Rows:
                 states[i] = [{name: x.detach() for name, x in layer.items()} for layer in end]
         return total
 
-    def rehearse(self, model, tokens):
-        """Forward and backward on about this many tokens of a batch, for timing. A row of a text may be cut,
-        but a row of a task stays whole: a part of it may have no target. Training is not affected: weights
-        and later random numbers stay the same."""
+    def rehearse(self, model):
+        """Forward and backward on a batch, for timing. Training is not affected: weights and later random
+        numbers stay the same."""
         x, y = self.batch(0)
-        many = -(-tokens // self.T)
-        most = self.T if 'row' in self.meta else tokens
         training = model.training
         model.eval()                                        # no dropout, and no new random features
-        logits, y, _ = answers(model, x[:many, :most], y[:many, :most], None, self.meta, self.dtype)
+        logits, y, _ = answers(model, x, y, None, self.meta, self.dtype)
         F.cross_entropy(logits, y).backward()
         model.train(training)
         model.zero_grad(set_to_none=True)
@@ -922,7 +879,7 @@ def main(argv):
     if args.resume:
         states = restore(args, header, data, model, opt)
     log = open(os.devnull, 'w') if rank > 0 else log_of(args)           # noqa: SIM115
-    threads = threads_of(args, header, model, data)
+    set_threads(args, header, model, data)
     run = {'args': dataclasses.asdict(args), 'torch': torch.__version__}
     opening(model, data, args, run, log)
     forward = torch.compile(model) if args.compile else model
@@ -959,8 +916,6 @@ def main(argv):
         if logs:
             tell_step(log, data, args.steps, args.lr, done, loss, norm, ms)
         if evaluates:
-            if threads and done < args.steps:
-                threads.again(ms, 1e-3 * ms * args.eval_every)
             judged, right = data.evaluate(model, start, told=told)
             tell(log, f'step {done:5d} | {told}: {score(meta, judged, right)}', step=done, val_loss=judged,
                  accuracy=right)
