@@ -101,7 +101,7 @@ class Suite:
     paper: dict = field(default_factory=dict)       # form: the paper's figure, or a dict by size or part
 
 
-ALWAYS = 'quick full out device seed record'
+ALWAYS = 'quick full out device seed'
 IN_PERCENT = 'accuracy', 'before', 'swapped', 'stage 1', 'recovered', 'recovered a byte'
 
 
@@ -206,34 +206,11 @@ def report(args, suite, rows):
             print(f'{name}: {value}')
         print(f'paper: {suite.source}')
         draw(args, suite, rows)
-        if args.record:
-            recorded_rows(args, suite, read)
     about = {'suite': suite.name, 'torch': torch.__version__, 'threads': torch.get_num_threads(),
              'minutes': round((time.perf_counter() - args.began) / 60, 2), **args.said}
     if 'seeds' in suite.flags:
         about['seeds'] = args.seeds
     print(json.dumps(about), flush=True)
-
-
-SIZES = ('S', 'T', 'rows', 'width', 'share', 'position', '1,000 tokens', 'tokens a row', 'source', 'target',
-         'distance')            # numbers that say which line it is
-
-
-def recorded_rows(args, suite, rows):
-    """Put a table into assets/figures.csv, a number a row."""
-    flags = [suite.name]
-    for name, default in vars(Args()).items():
-        value = getattr(args.given, name)
-        if value != default and name not in ('out', 'given'):
-            flags.append(f'--{name}' if value is True else f'--{name}={value}')
-    figures = []
-    for row in rows:
-        line = [str(x) for name, x in row.items() if name in SIZES or (isinstance(x, str) and x)]
-        for name, x in row.items():
-            if isinstance(x, (int, float)) and name not in SIZES and not name.startswith('paper'):
-                figures.append((', '.join(line), name, x))
-    drawn = seeds(args) if 'seeds' in suite.flags else [args.seed]
-    recipe.record('bench.py', flags, drawn, figures)
 
 
 def canvas(down, across, width, height):
@@ -1999,7 +1976,6 @@ class Args:
     out: str = flag('out/bench', 'folder for tables, pictures and trained models')
     device: str = flag('auto', 'auto, cpu, cuda')
     seed: int = flag(0, 'first seed of inputs and trainings', low=0, high=2 ** 32 - 1)
-    record: bool = flag(False, 'put the figures of the table into assets/figures.csv')
     seeds: int = flag(0, f'{of("seeds")}: number of trainings; 0: one, or three with --full', low=0)
     steps: int = flag(0, f'{of("steps")}: training steps; 0: the default of the suite', low=0)
     only: str = flag('', f'{of("only")}: only these lines, such as softmax,delta')

@@ -15,15 +15,12 @@ stretched over them.
 
 This file, in order: machine, threads, sharding, batches of data, the optimiser and its loop, a run.
 """
-import csv
 import dataclasses
 import functools
-import io
 import itertools
 import json
 import math
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -87,7 +84,6 @@ class Args:
                      ['auto', 'loop', 'chunk', 'fused'])
     compile: bool = flag(False, 'use torch.compile')
     fsdp: bool = flag(False, 'with torchrun: each process keeps only its shard of the model')
-    record: bool = flag(False, 'put the closing figures into assets/figures.csv')
 
 
 @dataclass
@@ -428,22 +424,6 @@ def table(rows):
         columns.append([f'{cell:{side}{width}}' for cell in cells])
     for cells in zip(*columns):
         print('  '.join(cells))
-
-
-FIGURES = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'assets', 'figures.csv')
-
-
-def record(script, flags, seeds, figures):
-    """Put figures, (line, column, value) each, into assets/figures.csv, in the place of those that the same
-    command gave before."""
-    command = shlex.join(['python', script, *(word for word in flags if word != '--record')])
-    with open(FIGURES, newline='') as f:
-        head, *rows = csv.reader(f)
-    kept = [row for row in rows if row[0] != command]
-    kept += [[command, *figure, ' '.join(map(str, seeds)), commit()[:7]] for figure in figures]
-    text = io.StringIO()
-    csv.writer(text, lineterminator='\n').writerows([head, *kept])
-    prepare.write_file(FIGURES, [text.getvalue().encode()])
 
 
 # ---- the optimiser and its loop ----------------------------------------------------------------------------
@@ -819,14 +799,14 @@ def keep(path, model, header, extra, rank):
 
 def report(model, data, args, log, **found):
     """Compute the final figures on the validation data, by the rules `blocks` and `carried`. They are added
-    to `found`, and all go to result.json as one flat dict. -> those that are numbers"""
+    to `found`, and all go to result.json as one flat dict."""
     meta = data.meta
     loss, right = data.evaluate(model, told='validation')
     tell(log, f'validation, blocks of {data.T}: {score(meta, loss, right)}', rule='blocks', val_loss=loss,
          accuracy=right)
     found.update(val_loss=loss, accuracy=right)
     if data.rank > 0:                                       # one process does the rest
-        return {}
+        return
     if 'row' not in meta:
         found['bits per byte'] = loss * bits_a_nat(meta)
         if not args.fsdp and model.max_len is None and model.config.keeps() == {None}:
@@ -838,7 +818,6 @@ def report(model, data, args, log, **found):
     prepare.write_json(f'{args.out}/result.json', {**found, 'commit': commit(), **settings})
     if not args.fsdp:
         show(model, data, args)
-    return found
 
 
 def show(model, data, args):
@@ -930,9 +909,7 @@ def main(argv):
             keep(f'{args.out}/ckpt.safetensors', model, last, memories, rank)
         since = time.perf_counter()
     say(f'\n{args.steps - first} steps in {seconds / 60:.1f} minutes')
-    found = report(model, data, args, log, steps=args.steps, ms=ms, minutes=seconds / 60)
-    if args.record and rank == 0:
-        record('train.py', argv, [args.seed], [('', *figure) for figure in found.items()])
+    report(model, data, args, log, steps=args.steps, ms=ms, minutes=seconds / 60)
     if world > 1:
         dist.barrier()                                      # wait until the first process has written
         dist.destroy_process_group()
