@@ -47,9 +47,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.utils import parametrize
 
-from data import prepare, weights
+from data import prepare
 from data.flags import flag, known, parse, picked, plural, refuse, typed
-from data.weights import EXPORT, STAGE, kind_in, read_tensors, refuse_target, weights_digest, write_tensors
+from data.weights import STAGE, kind_in, read_tensors, refuse_target, weights_digest, write_tensors
 from fastweight import RULES
 from model import GPT, SOURCE_RULES, bias_of, fill, idle, kl, load, pick_device, save, state_bytes, subset
 from train import (QUIET, Rows, adamw, answers, bits_a_nat, blocks, check_threads, commit, lies_in, log_of,
@@ -101,7 +101,6 @@ class Args:
                     high=2 ** 24)
     eval_rows: int = flag(64, 'validation rows for each evaluation', low=1, high=10 ** 9)
     fold: bool = flag(False, 'multiply phi into W_q and W_k at the end; needs --phi=t2r, no rope')
-    export: str = flag('', 'also export a folder in the hub\'s layout; sample.py reads it, too')
     controls: bool = flag(True, 'also train the teacher for as many steps, at two rates, and the student '
                                 'from scratch')
     eval_every: int = flag(250, 'steps between evaluations; each also saves, for --resume', low=1,
@@ -547,13 +546,6 @@ class Conversion:
         self.seconds = {}                                   # per stage, including those before --resume
         self.table = []
         self.begin = blocks(len(data.val), data.T, data.meta, args.eval_rows)
-        if args.export:                                     # fail now if it cannot be written later
-            os.makedirs(args.export, exist_ok=True)
-            kept = f'{args.export}/model.safetensors'
-            refuse_target(kept, EXPORT)
-            for name in 'config.json', weights.INDEX, weights.TOKENIZER:
-                if os.path.exists(f'{args.export}/{name}') and not os.path.exists(kept):
-                    raise ValueError(f'--export={args.export}: {name} of another model is there')
         self.log = log_of(args)
         if stages(args.out) and not args.resume:
             say(f'{args.out}: what a stopped conversion left there is replaced; --resume would go on with it')
@@ -784,7 +776,7 @@ def settings(argv):
 
 
 def stopped(given, changes):
-    """The flags of the stopped conversion, as two dicts. Only --out, --device and --export may differ."""
+    """The flags of the stopped conversion, as two dicts. Only --out and --device may differ."""
     out = given.get('out', Args.out)
     files = stages(out)
     if not files:
@@ -794,7 +786,7 @@ def stopped(given, changes):
     said = read_stage(files[0])[1]
     began = said.args | said.changes | {'resume': True}
     for name, value in (given | changes).items():
-        if began.get(name) != value and name not in ('out', 'device', 'export'):
+        if began.get(name) != value and name not in ('out', 'device'):
             raise ValueError(f'--{name.strip("_")}={value}: the run began with {began.get(name)!r}; drop the '
                              'flag, or --resume')
     return said.args, said.changes
@@ -812,11 +804,7 @@ def cannot_teach(args, config):
         'token: give a model without')
     yield 'all' not in keeps, (
         f'{args.from_}: has no softmax layers, only {rules}; python train.py --rule=softmax makes a teacher')
-    for name, folder in ('out', args.out), ('export', args.export):
-        yield folder and lies_in(args.from_, folder), (
-            f'--{name}={folder}: it holds the teacher; take another folder')
-    yield args.export and lies_in(args.export, args.out), (
-        f'--export={args.export}: --out writes into it; take another folder')
+    yield lies_in(args.from_, args.out), f'--out={args.out}: it holds the teacher; take another folder'
     yield args.lora > config.n_embd, (
         f'--lora={args.lora}: a matrix of width {config.n_embd} has no higher rank; take a lower one')
     yield args.row > config.block_size, (
@@ -899,8 +887,6 @@ def main(argv):
         student = fold(student)
     save(f'{args.out}/ckpt.safetensors', student,
          {'step': args.steps, 'data': meta['data'], 'args': {'data': name}, 'from': args.from_})
-    if args.export:
-        weights.to_folder(args.export, student.state_dict(), dataclasses.asdict(student.config), meta['data'])
     state = sizes(student, teacher)
     figures = {**run.closing(distilled, state), 'commit': commit(), **dataclasses.asdict(args)}
     prepare.write_json(f'{args.out}/result.json', {**figures, **dataclasses.asdict(student.config)})
@@ -917,8 +903,6 @@ def main(argv):
         'args': dataclasses.asdict(args), 'config': dataclasses.asdict(student.config), 'distil': kind,
         'table': run.table, 'tuned': tuned, 'layers': layers, 'query': query, 'state': state})
     source = ' --source="..."' if student.config.source else ''
-    if args.export:
-        print(f'{args.export} is a folder for sample.py and convert.py; transformers does not know its rules')
     print(f'{args.out}/convert.json has these tables; python sample.py --init={args.out}/ckpt.safetensors'
           f'{source}')
     forget(args.out)

@@ -64,8 +64,7 @@ def weights_digest(model, meta):
 
 
 STAGE = 'a stage of convert.py'
-EXPORT = 'an export of convert.py'
-KINDS = {'made_with': 'a state', 'config': 'a model', 'made_from': STAGE, 'exported': EXPORT}
+KINDS = {'made_with': 'a state', 'config': 'a model', 'made_from': STAGE}
 
 
 def kind_of(meta):
@@ -135,7 +134,6 @@ class Family(NamedTuple):
     known: dict     # entry of config.json -> values we accept; the first is the default, and is written
 
 
-OURS = 'nanofwp'        # model_type of a folder in our names; its config.json holds our Config
 DECODER = {'conv': 0, 'causal': True, 'encoder': 0, 'classes': 0, 'patch': 0, 'post_norm': False}
 ENCODER = {'conv': 0, 'causal': False, 'pool': 'first', 'pos': 'learned', 'act': 'gelu-erf', 'bias': True,
            'rms': False, 'n_kv_head': 0, 'tied': True}
@@ -261,10 +259,6 @@ def described(raw):
     """The content of a config.json -> kind of model, dict of fields of Config. ValueError for a model that we
     cannot compute exactly, and if an entry is missing or contradicts another."""
     kind = raw.pop('model_type', None)
-    if kind == OURS:
-        if not isinstance(raw.get('data'), dict):
-            raise ValueError(f'data is {raw.get("data")!r:.60}, expected what is said of its tokens')
-        return kind, raw
     if kind not in FAMILIES:
         raise ValueError(f'model_type {kind}; known are GPT-2, Llama, BERT and ViT')
     family = FAMILIES[kind]
@@ -361,9 +355,7 @@ class Folder:
                                  'at least 2 classes')
 
     def tensors(self, like):
-        """All tensors in our names, others' in fp32. like: {our name: tensor of that shape}, of softmax"""
-        if self.kind == OURS:
-            return {name: x for name, (_, x) in self.stored.items()}
+        """All tensors in our names, in fp32. like: {our name: tensor of that shape}, of softmax"""
         ours = {}
         for name, theirs in names(self.kind, self.config, like).items():
             ours[name] = torch.empty(like[name].shape)
@@ -425,12 +417,6 @@ def called(name):
 
 def data_of(folder, kind, config):
     """The description of a model's tokens. A ViT reads only pictures of its own size."""
-    if kind == OURS:
-        data = config.pop('data')
-        path = os.path.join(folder, TOKENIZER)
-        if os.path.exists(path):
-            data['json'] = prepare.read_file(path).decode()
-        return data
     data = {'vocab_size': config['vocab_size']}
     if kind == 'vit':
         path = os.path.join(folder, PIXELS)
@@ -479,29 +465,24 @@ def is_gpt2(raw):
 
 
 def to_folder(folder, tensors, config, data):
-    """Write tensors in our names as model.safetensors, config.json and, if data has it, tokenizer.json. A
-    GPT-2, Llama or BERT with softmax in every layer is written in the hub's layout. Other models keep our
-    names, our config and data, the description of the tokens. New files are made aside. The old config.json
-    is removed first and the new one moved in last, so that two models are never mixed."""
+    """Write tensors in our names as model.safetensors, config.json and, if data has it, tokenizer.json, in the
+    hub's layout. ValueError for other models than GPT-2, Llama and BERT with softmax in every layer. New files
+    are made aside. The old config.json is removed first and the new one moved in last, so that two models are
+    never mixed."""
     kind = family_of(config)
-    if kind:
-        raw = published(kind, config)
-        found = {}
-        for name, theirs in names(kind, config, tensors).items():
-            found.update(parts(theirs, tensors[name], config['n_embd']))
-        if kind == 'bert':
-            raw['type_vocab_size'] = 2
-            found[TYPES] = torch.zeros(2, config['n_embd'])
-        tensors = found
-    else:
-        known = ['tokenizer', 'vocab_size', 'chars', 'pad']
-        if 'source' in data:
-            known += ['source', 'row']
-        raw = {'model_type': OURS, 'data': {key: data[key] for key in known if key in data}, **config}
-    notes = {'format': 'pt', 'meta': '{"exported": true}'}
+    if kind is None:
+        raise ValueError('only GPT-2, Llama and BERT with softmax in every layer are written in the hub\'s '
+                         'layout')
+    raw = published(kind, config)
+    theirs = {}
+    for name, as_theirs in names(kind, config, tensors).items():
+        theirs.update(parts(as_theirs, tensors[name], config['n_embd']))
+    if kind == 'bert':
+        raw['type_vocab_size'] = 2
+        theirs[TYPES] = torch.zeros(2, config['n_embd'])
     os.makedirs(folder, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as made:
-        replace(os.path.join(made, 'model.safetensors'), tensors, notes)
+        replace(os.path.join(made, 'model.safetensors'), theirs, {'format': 'pt'})
         if 'json' in data:
             prepare.write_file(os.path.join(made, TOKENIZER), [data['json'].encode()])
         prepare.write_json(os.path.join(made, 'config.json'), raw)
