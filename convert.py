@@ -32,7 +32,6 @@ against the better of the two teachers trained on; `order kept`, how often weigh
 import copy
 import dataclasses
 import glob
-import itertools
 import json
 import math
 import os
@@ -66,7 +65,6 @@ RECIPES = {
     't2r': '--rule=sum --phi=t2r --distil=none --loss=next',
     'decay': '--rule=decay --distil=none --loss=next'}
 PLACES = 'self', 'cross', 'encoder'     # the attention layers of a translator; self: its decoder's
-PROJECTIONS = 'q', 'k', 'v', 'o'        # of an attention layer: Mixer.qkv (3) and Mixer.proj
 TEACHER = '--rule=softmax --n_head=4 --steps=2500'      # train.py's flags for a teacher, if there is none
 LONG = 1024                                             # most tokens per row without --row: T x T tensors
 SCRATCH_LR = 4e-3                                       # learning rate of the student from scratch
@@ -94,8 +92,7 @@ class Args:
     lr: float = flag(None, 'peak learning rate of stage 2; default: 0.25 / width', low=0, high=100)
     faster: float = flag(1.0, 'stage 2: a factor on the learning rate of new parameters', low=0, high=1000)
     loss: str = flag('kl', 'stage 2: predict the next token, or match the teacher (KL)', ['next', 'kl'])
-    lora: int = flag(0, 'rank of LoRA in stage 2; 0: all weights', low=0, high=2 ** 17)
-    lora_of: str = flag(','.join(PROJECTIONS), 'projections that LoRA adapts; o: the output')
+    lora: int = flag(0, 'rank of LoRA on W_q, W_k, W_v, W_o in stage 2; 0: all weights', low=0, high=2 ** 17)
     batch_size: int = flag(4, 'rows per step', low=1, high=2 ** 20)
     row: int = flag(0, 'tokens per row; 0: as in the teacher\'s training, at most 1,024', low=0,
                     high=2 ** 24)
@@ -365,38 +362,30 @@ def distil(run, teacher, student, names, kind, steps, lr):
 # ---- stage 2: the whole model ------------------------------------------------------------------------------
 class LoRA(nn.Module):
     """Replaces W by W + B A * 16 / r. A (r, in) begins random, B (out, r) begins as zero. Hu 2021,
-    arXiv:2106.09685. W may stack several projections; rows: the slice of each one to adapt"""
-    def __init__(self, W, rank, rows):
+    arXiv:2106.09685. W may stack several projections; sizes: the rows of each, which gets its own A and B"""
+    def __init__(self, W, rank, sizes):
         super().__init__()
         self.scale = 16 / rank
-        self.rows = rows
         self.A = nn.ParameterList()
         self.B = nn.ParameterList()
-        for at in rows:
+        for size in sizes:
             self.A.append(torch.randn(rank, W.shape[1], device=W.device) / W.shape[1] ** 0.5)
-            self.B.append(torch.zeros(at.stop - at.start, rank, device=W.device))
+            self.B.append(torch.zeros(size, rank, device=W.device))
 
     def forward(self, W):
-        W = W.clone()
-        for at, A, B in zip(self.rows, self.A, self.B):
-            W[at] += self.scale * B @ A
-        return W
+        return W + torch.cat([self.scale * B @ A for A, B in zip(self.A, self.B)])
 
 
-def adapt(model, rank, names, new):
-    """Put LoRA on the named projections (of q, k, v, o) of every mixer -> the linear layers that have it. Of
-    the other parameters, only those in `new` will learn."""
+def adapt(model, rank, new):
+    """Put LoRA on W_q, W_k, W_v and W_o of every mixer -> the linear layers that have it. Of the other
+    parameters, only those in `new` will learn."""
     for name, p in model.named_parameters():
         p.requires_grad_(name in new)
     adapted = []
     for mixer in model.mixers().values():
-        of_output = {'o': len(mixer.proj.weight)}
-        for linear, sizes in (mixer.qkv, dict(zip(PROJECTIONS, mixer.sizes))), (mixer.proj, of_output):
-            ends = itertools.accumulate(sizes.values())
-            rows = [slice(end - sizes[name], end) for name, end in zip(sizes, ends) if name in names]
-            if rows:
-                parametrize.register_parametrization(linear, 'weight', LoRA(linear.weight, rank, rows))
-                adapted.append(linear)
+        for linear, sizes in (mixer.qkv, mixer.sizes), (mixer.proj, [len(mixer.proj.weight)]):
+            parametrize.register_parametrization(linear, 'weight', LoRA(linear.weight, rank, sizes))
+            adapted.append(linear)
     return adapted
 
 
@@ -424,7 +413,7 @@ def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()
     torch.manual_seed(run.args.seed)                        # for LoRA's A
     adapted = []
     if lora:
-        adapted = adapt(model, lora, listed(run.args.lora_of), new)
+        adapted = adapt(model, lora, new)
     run.learn(stage, model, loss, steps, lr, new)
     merge(adapted)
     model.requires_grad_(True)
@@ -794,8 +783,7 @@ def stopped(given, changes):
 
 def cannot_teach(args, config):
     """For `refuse`: what is wrong with the flags or with a teacher of this config."""
-    for name, text, choices in ('swap', args.swap, PLACES), ('lora_of', args.lora_of, PROJECTIONS):
-        yield set(listed(text)) - set(choices), f'--{name}={text}: choose from {", ".join(choices)}'
+    yield set(listed(args.swap)) - set(PLACES), f'--swap={args.swap}: choose from {", ".join(PLACES)}'
     rules = ','.join(config.all_rules())
     keeps = {RULES[rule].keeps for rule in config.all_rules()}
     yield keeps - {None, 'all'}, f'{args.from_}: its layers keep few rows, {rules}; a teacher keeps all'

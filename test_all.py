@@ -1542,7 +1542,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression
         '--from=GATED_DELTA': 'no softmax layers', '--rule=delta --distil=ce': 'none: take mse',
         '--threads=1000': 'cores', '--data=SCRAP': '--row', '--data=recall': 'recall',
         '--data=CHARS': 'tokens', '--phi=t2r --fold': '--fold',
-        '--lora=2 --lora_of=q,qk': 'choose from q, k, v, o', '--from=WINDOW': 'keep few rows',
+        '--from=WINDOW': 'keep few rows',
         '--out=': '--out', '--out=FOLDER': 'it holds the teacher', '--rule=softmax': 'would change',
         '--recipe=hybrid --cache=16': 'never leave', '--row=17': 'rows of 16',
         '--from=FOLDER': 'give the file',
@@ -3519,13 +3519,12 @@ def test_folding_t2r_is_an_identity(phi, more, tmp_path):
 
 @pytest.mark.parametrize('more', [{}, dict(n_kv_head=1, pos='rope', bias=True),
                                   dict(encoder=1, source=4, pad=255)], ids=['plain', 'grouped', 'cross'])
-@pytest.mark.parametrize('names', ['qkvo', 'kv', 'o'])
-def test_lora_begins_as_nothing_and_ends_in_the_weights(names, more):
-    """Each projection that is named has an A and a B of its own; beside them only what is new learns."""
+def test_lora_begins_as_nothing_and_ends_in_the_weights(more):
+    """Each of q, k, v and o has an A and a B of its own; beside them only what is new learns."""
     model, tokens = small(rule='sum', phi='hedgehog', conv=0, **more), torch.randint(255, (2, 9))
     before, weights = model(tokens)[0], set(model.state_dict())
     new = {name for name in weights if 'phi.' in name}
-    adapted = convert.adapt(model, 3, list(names), new)
+    adapted = convert.adapt(model, 3, new)
     model.double()
     near(model(tokens)[0], before, 0)
     model(tokens)[0].square().sum().backward()
@@ -3533,8 +3532,7 @@ def test_lora_begins_as_nothing_and_ends_in_the_weights(names, more):
     adapters = {name: p for name, p in learn.items() if name.split('.')[-2] in 'AB'}
     assert learn.keys() - adapters.keys() == new
     shared = 16 if 'n_kv_head' not in more else 8
-    out = dict(q=16, k=shared, v=shared, o=16)
-    many = sum(3 * (16 + out[name]) for name in names) * len(model.mixers())
+    many = sum(3 * (16 + out) for out in (16, shared, shared, 16)) * len(model.mixers())
     assert sum(p.numel() for p in adapters.values()) == many
     for p in adapters.values():
         p.data.normal_()
