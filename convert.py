@@ -48,7 +48,7 @@ from torch.nn.utils import parametrize
 
 from data import prepare
 from data.flags import flag, known, parse, picked, plural, refuse, typed
-from data.weights import STAGE, kind_in, read_tensors, refuse_target, weights_digest, write_tensors
+from data.weights import kind_in, read_tensors, weights_digest
 from fastweight import RULES
 from model import GPT, SOURCE_RULES, bias_of, fill, idle, kl, load, pick_device, save, state_bytes, subset
 from train import (QUIET, Rows, adamw, answers, bits_a_nat, blocks, check_threads, commit, lies_in, log_of,
@@ -487,7 +487,7 @@ def share(row, base):
 
 @dataclass
 class Stage:
-    """What the file of a stage says about the conversion that --resume continues."""
+    """What the checkpoint of a stage says about the conversion that --resume continues."""
     args: dict
     changes: dict               # flags of `Student`
     made_from: dict
@@ -495,26 +495,14 @@ class Stage:
     seconds: float = known(0.0, 0, 1e12)
 
 
-def read_stage(path):
-    """-> tensors, `Stage`. ValueError for a broken file."""
-    try:
-        tensors, meta = read_tensors(path)
-        said = picked(Stage, meta, path)
-        typed(Args, said.args, path)
-        typed(Student, {**dataclasses.asdict(Student()), **said.changes}, path)
-        return tensors, said
-    except ValueError as e:
-        raise ValueError(f'{e}; delete it: --resume then does this stage anew') from None
-
-
 def stages(out):
-    """The stage files of a stopped conversion in folder `out`."""
+    """The checkpoints of a stopped conversion in folder `out`, one per stage."""
     paths = glob.glob(os.path.join(glob.escape(out), 'stage-*.safetensors'))
-    return sorted(path for path in paths if kind_in(path) == STAGE)
+    return sorted(path for path in paths if kind_in(path) == 'a model')
 
 
 def forget(out):
-    """Delete the stage files of a stopped conversion."""
+    """Delete the checkpoints of the stages."""
     for path in stages(out):
         os.remove(path)
 
@@ -526,8 +514,8 @@ def learned(model):
 
 
 class Conversion:
-    """One conversion: its data, the lines of its table, log.jsonl, and a file per stage for --resume. about:
-    goes into these files: the flags, and the digests of teacher and data"""
+    """One conversion: its data, the lines of its table, log.jsonl, and a checkpoint per stage for --resume.
+    about: what the checkpoints say: the flags, the digests of teacher and data, and the tokens"""
     def __init__(self, args, data, about):
         self.args = args
         self.data = data
@@ -588,9 +576,12 @@ class Conversion:
         in `new` get --faster times this lr. Random numbers depend only on seed and step, so resuming is exact
         on a CPU."""
         args = self.args
+        path = f'{args.out}/stage-{re.sub("[^a-z0-9]+", "-", stage)}.safetensors'
         opt = adamw(model, lr, 0.0, self.data.device, new, args.faster)
         model.train()
-        first = said = self.load(stage, model, opt)
+        first = said = 0
+        if args.resume and os.path.exists(path):
+            first = said = self.restore(stage, path, model, opt)
         began = last = time.perf_counter()
         before = self.seconds.get(stage, 0)
         for done, value, norm, good in optimise(model, opt, loss, steps, lr, args.seed, first):
@@ -605,39 +596,31 @@ class Conversion:
                 tell_step(self.log, self.data, steps, lr, done, value, norm, ms, f'{stage} | ')
                 said = done
                 if saves:
-                    self.save(stage, model, opt, done)
+                    self.save(stage, path, model, opt, done)
                 last = time.perf_counter()
         model.eval()
 
-    def path(self, stage):
-        """The path of the file of a stage."""
-        name = re.sub('[^a-z0-9]+', '-', stage)
-        return f'{self.args.out}/stage-{name}.safetensors'
+    def save(self, stage, path, model, opt, step):
+        """Write the checkpoint of a stage and a line of the log."""
+        header = {**self.about, 'step': step, 'seconds': self.seconds[stage]}
+        save(path, model, header, pack_optimiser(model, opt), learned(model))
+        row = {'stage': stage, 'step': step, 'tokens': self.tokens(step), **self.score(model, stage)}
+        print(json.dumps(row), file=self.log, flush=True)
 
-    def load(self, stage, model, opt):
-        """Load a stopped stage into model and optimiser -> the steps already done."""
-        if not (self.args.resume and os.path.exists(self.path(stage))):
-            refuse_target(self.path(stage), STAGE)
-            return 0
-        tensors, said = read_stage(self.path(stage))
-        for key, now in self.about['made_from'].items():
-            if said.made_from.get(key) != now:
+    def restore(self, stage, path, model, opt):
+        """Restore model and optimiser of a stopped stage -> the steps already done."""
+        tensors, meta = read_tensors(path)
+        stopped = picked(Stage, meta, path)
+        for key, digest in self.about['made_from'].items():
+            if stopped.made_from.get(key) != digest:
                 raise ValueError(f'--resume: the {key} is not what the run began with; start anew')
-        kept = {k.removeprefix('model.'): x for k, x in tensors.items() if k.startswith('model.')}
-        mine = learned(model)
-        others = {k: x for k, x in model.state_dict().items() if k not in mine}
-        fill(model, others | kept, f'{self.path(stage)}: holds the weights of another model')
+        weights = {name.removeprefix('model.'): x for name, x in tensors.items() if name.startswith('model.')}
+        changing = learned(model)
+        others = {name: x for name, x in model.state_dict().items() if name not in changing}
+        fill(model, others | weights, f'{path}: holds the weights of another model')
         unpack_optimiser(model, opt, tensors, whole=False)
-        self.seconds[stage] = said.seconds
-        return said.step
-
-    def save(self, stage, model, opt, step):
-        """Save what `load` needs, and write a line of the log."""
-        kept = {f'model.{k}': x for k, x in learned(model).items()}
-        kept |= pack_optimiser(model, opt)
-        write_tensors(self.path(stage), kept, self.about | {'step': step, 'seconds': self.seconds[stage]})
-        found = {'stage': stage, 'step': step, 'tokens': self.tokens(step), **self.score(model, stage)}
-        print(json.dumps(found), file=self.log, flush=True)
+        self.seconds[stage] = stopped.seconds
+        return stopped.step
 
 
 def controls(run, teacher, config, distilled):
@@ -767,18 +750,20 @@ def settings(argv):
 def stopped(given, changes):
     """The flags of the stopped conversion, as two dicts. Only --out and --device may differ."""
     out = given.get('out', Args.out)
-    files = stages(out)
-    if not files:
+    paths = stages(out)
+    if not paths:
         raise ValueError(f'--resume: no conversion was stopped in --out={out} (one that was finished has '
-                         'nothing to resume), or none of its stage-*.safetensors is whole: then delete them, '
-                         'and start anew')
-    said = read_stage(files[0])[1]
-    began = said.args | said.changes | {'resume': True}
+                         'nothing to resume), or none of its stage-*.safetensors is whole: then start anew')
+    path = paths[0]
+    stage = picked(Stage, read_tensors(path)[1], path)
+    typed(Args, stage.args, path)
+    typed(Student, {**dataclasses.asdict(Student()), **stage.changes}, path)
+    began = stage.args | stage.changes | {'resume': True}
     for name, value in (given | changes).items():
         if began.get(name) != value and name not in ('out', 'device'):
             raise ValueError(f'--{name.strip("_")}={value}: the run began with {began.get(name)!r}; drop the '
                              'flag, or --resume')
-    return said.args, said.changes
+    return stage.args, stage.changes
 
 
 def cannot_teach(args, config):
@@ -848,7 +833,8 @@ def main(argv):
     args.threads = torch.get_num_threads()                  # the last bits depend on it; --resume keeps it
 
     made_from = {'teacher': weights_digest(teacher, meta), 'data': of_data['train'].get('sha256')}
-    about = {'args': dataclasses.asdict(args), 'changes': changes, 'made_from': made_from}
+    about = {'args': dataclasses.asdict(args), 'changes': changes, 'made_from': made_from,
+             'data': meta['data']}
     run = Conversion(args, data, about)
     opening(args, name, data, student, new)
     first_row, _ = rows(val, run.begin[:1], data.T, of_data, device)

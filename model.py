@@ -1409,8 +1409,7 @@ def load(source, device='cpu', revision='main', **changes):
                 state[name.removeprefix('model.')] = extra.pop(name).clone()    # products round otherwise
     else:
         folder = weights.Folder(weights.folder_of(source, revision), source)
-        usual = {} if folder.kind == weights.OURS else dataclasses.asdict(Config())
-        meta = {'config': {**usual, **folder.config}, 'data': folder.data}
+        meta = {'config': {**dataclasses.asdict(Config()), **folder.config}, 'data': folder.data}
     saved = config_of(source, meta)
     config = swapped(saved, source, **changes)
     how = Undrawn()

@@ -1934,9 +1934,12 @@ def test_a_stage_that_is_broken_is_named_and_what_a_stopped_run_left_is_told(a_m
         files.write_tensors(stages[0], tensors, {**meta, **change})
         assert str(stages[0]) in refused(capsys, convert.main, *resume) or 'made_from' in change
     whole = stages[1].read_bytes()
+    lacking = {name: x for name, x in tensors.items() if not name.endswith('qkv.weight')}
+    files.write_tensors(stages[0], lacking, meta)
+    assert 'weights of another model' in refused(capsys, convert.main, *resume)
     files.write_tensors(stages[0], tensors, meta)
     stages[1].write_bytes(whole[:999])
-    assert 'delete it: --resume' in refused(capsys, convert.main, *resume)
+    assert str(stages[1]) in refused(capsys, convert.main, *resume)
     stages[0].write_bytes(b'')
     assert 'is whole' in refused(capsys, convert.main, *resume)
     assert 'holds something else' in refused(capsys, convert.main, *run)

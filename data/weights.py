@@ -63,8 +63,7 @@ def weights_digest(model, meta):
     return meta.get('digest') or digest('', model.state_dict())
 
 
-STAGE = 'a stage of convert.py'
-KINDS = {'made_with': 'a state', 'config': 'a model', 'made_from': STAGE}
+KINDS = {'made_with': 'a state', 'config': 'a model'}
 
 
 def kind_of(meta):
