@@ -164,15 +164,15 @@ def rules_after(old, changes, places):
     layers = old.rules()
     if 'self' in places:
         layers = [rule if name == 'softmax' else name for name in layers]
-    found = {'layers': ','.join(layers)}
+    rules = {'layers': ','.join(layers)}
     if len(set(layers)) == 1:
-        found = {'rule': layers[0], 'layers': ''}
+        rules = {'rule': layers[0], 'layers': ''}
     for place, field, name in zip(('encoder', 'cross'), ('encoder_rule', 'cross'), old.source_rules()):
         swaps = place in places and name == 'softmax' and rule in SOURCE_RULES
-        found[field] = rule if swaps else name
+        rules[field] = rule if swaps else name
     if 'self' not in places:
         changes = {**changes, 'rule': old.rule}
-    return {**found, **changes}
+    return {**rules, **changes}
 
 
 def out_of_reach(memory):
@@ -182,15 +182,15 @@ def out_of_reach(memory):
     return memory.cache - memory.sinks * (memory.rule.keeps == 'sink')
 
 
-def held(memory, T, device):
+def keys_in_matrix(memory, T, device):
     """-> (T, T): whether query t finds key s in the matrix. Without a cache, as in an encoder, always."""
     if memory.overflow is None:
         return torch.ones(T, T, dtype=torch.bool, device=device)
     t = torch.arange(T, device=device)
-    found = t[:, None] - t >= out_of_reach(memory)
+    in_matrix = t[:, None] - t >= out_of_reach(memory)
     if memory.rule.keeps == 'sink':
-        found = found & (t >= memory.sinks)
-    return found
+        in_matrix = in_matrix & (t >= memory.sinks)
+    return in_matrix
 
 
 @torch.no_grad()
@@ -206,19 +206,19 @@ def begin_as(teacher, student, x):
             continue
         T = seen.q.shape[2]
         if out_of_reach(memory) < T:
-            found = held(memory, T, x.device)
-            remember(seen, memory, found)
+            in_matrix = keys_in_matrix(memory, T, x.device)
+            remember(seen, memory, in_matrix)
             if memory.overflow is not None:
-                balance(seen, memory, found)
+                balance(seen, memory, in_matrix)
 
 
-def remember(seen, memory, found):
+def remember(seen, memory, in_matrix):
     """Set the gates so that the matrix remembers as far back as the teacher's head looks. A channel with
     f = 1 - 1/tau remembers about tau steps. The n channels of a head get different tau: for channel i it is
     the distance within which a share (i + 1/2) / n of the head's attention falls. Only attention to keys that
     are in the matrix counts, and beside a cache tau counts from the eviction of a key. W, which makes gates
     depend on the token, begins as 0.
-    seen: what GPT.through yields for the teacher; found: the result of `held`"""
+    seen: what GPT.through yields for the teacher; in_matrix: the result of `keys_in_matrix`"""
     gates = (memory.overflow or memory).gates
     biases = [getattr(gates, name) for name in ('bias_f', 'bias_z') if hasattr(gates, name)]    # (H, 1, n)
     if not biases:
@@ -226,10 +226,10 @@ def remember(seen, memory, found):
     a = seen.weights(seen.mixer)                            # (B, H, T, T)
     if seen.real is not None:
         a = a * seen.real[:, None, :, None]
-    t = torch.arange(len(found), device=a.device)
+    t = torch.arange(len(in_matrix), device=a.device)
     distance = (t[:, None] - t).abs()
     weight = a.new_zeros(a.shape[1], len(t))                # (H, T): attention per distance
-    weight.index_add_(1, distance.flatten(), (a.sum(0) * found).flatten(1))
+    weight.index_add_(1, distance.flatten(), (a.sum(0) * in_matrix).flatten(1))
     total = weight.sum(1, keepdim=True).clamp(min=1e-30)
     nearer = weight.cumsum(1) / total
     for bias in biases:
@@ -241,18 +241,18 @@ def remember(seen, memory, found):
     gates.proj.weight.zero_()
 
 
-def balance(seen, memory, found):
+def balance(seen, memory, in_matrix):
     """Give the matrix beside a cache the weight that the teacher gives to the keys in it: the sum of their
     e^(q.k_s / sqrt(d)). The matrix itself computes another mass for them. Per head, the bias of log_mass
-    becomes the log of the ratio, averaged over steps. seen, found: as for `remember`"""
+    becomes the log of the ratio, averaged over steps. seen, in_matrix: as for `remember`"""
     q = seen.q
     k = seen.k
-    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~found, -math.inf)
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~in_matrix, -math.inf)
     wanted = scores.logsumexp(-1, keepdim=True)             # (B, H, T, 1)
     _, _, went, _ = memory.forms.rows(q, k, seen.v, None, 0, memory.rule.keeps, memory.cache, memory.sinks,
                                       True, memory.turn)
     _, mass, _ = memory.overflow.take(q, went, {})
-    there = found.any(-1)                                   # steps with keys in the matrix
+    there = in_matrix.any(-1)                               # steps with keys in the matrix
     log_mass = mass[:, :, there].clamp(min=1e-30).log()
     memory.log_mass.bias.copy_((wanted[:, :, there] - log_mass).mean((0, 2, 3)))
 
@@ -323,10 +323,10 @@ def mismatch(kind, seen, student):
         return -(a * w.clamp(min=1e-8).log()).sum(-1).mean(1)[real].mean()
     with torch.no_grad():
         wanted = seen.attend(seen.mixer)                    # (B, H, T, head_dim)
-    found = seen.attend(twin)
+    output = seen.attend(twin)
     if twin.out_norm is not None:
-        found = twin.out_norm(found)
-    error = (found - wanted).square().mean((1, 3))
+        output = twin.out_norm(output)
+    error = (output - wanted).square().mean((1, 3))
     return error[real].mean() / wanted.transpose(1, 2)[real].var()
 
 
@@ -437,9 +437,9 @@ def can_fold(model):
 def composed(phi, linear):
     """A linear layer followed by T2R's W x + b, as one linear layer. phi has W (H, m, d) and b (H, 1, m).
     linear (H d, n_embd + 1), with its bias as the last column  ->  (H m, n_embd + 1)"""
-    found = phi.weight @ linear.unflatten(0, (len(phi.weight), -1))
-    found[..., -1:] += phi.bias.mT
-    return found.flatten(0, 1)
+    product = phi.weight @ linear.unflatten(0, (len(phi.weight), -1))
+    product[..., -1:] += phi.bias.mT
+    return product.flatten(0, 1)
 
 
 @torch.no_grad()
@@ -534,38 +534,38 @@ class Conversion:
         for the same model. Papers give it per GPT-2 token. what: the model's name"""
         loss, right = self.data.evaluate(model, self.begin, told=f'{what}, validation')
         meta = self.data.meta
-        found = {'perplexity': math.exp(min(loss, 80)), 'accuracy': right}
+        row = {'perplexity': math.exp(min(loss, 80)), 'accuracy': right}
         if 'row' not in meta:
-            found['bits per byte'] = bits_a_nat(meta) * loss
-        base = self.table[0] if self.table else found
-        found['recovered'] = share(found, base)
+            row['bits per byte'] = bits_a_nat(meta) * loss
+        base = self.table[0] if self.table else row
+        row['recovered'] = share(row, base)
         if 'row' not in meta:
-            found['recovered a byte'] = found['recovered'] ** (meta['val']['tokens'] / meta['val']['bytes'])
-        return found
+            row['recovered a byte'] = row['recovered'] ** (meta['val']['tokens'] / meta['val']['bytes'])
+        return row
 
     def note(self, name, model, *stages, steps=0):
         """Add a line to the table and print it: how good a model is after these stages and steps."""
-        found = self.score(model, name)
+        row = self.score(model, name)
         seconds = sum(self.seconds[stage] for stage in stages)
-        self.table.append({'model': name, **found, 'tokens': self.tokens(steps),
+        self.table.append({'model': name, **row, 'tokens': self.tokens(steps),
                            'minutes': round(seconds / 60, 2)})
-        text = f'accuracy {found["accuracy"]:.1%}'
-        if 'bits per byte' in found:
-            text = (f'perplexity {found["perplexity"]:.4g}, recovered {found["recovered"]:.1%} a token, '
-                    f'{found["recovered a byte"]:.1%} a byte')
+        text = f'accuracy {row["accuracy"]:.1%}'
+        if 'bits per byte' in row:
+            text = (f'perplexity {row["perplexity"]:.4g}, recovered {row["recovered"]:.1%} a token, '
+                    f'{row["recovered a byte"]:.1%} a byte')
         say(f'{name}: {text}')
 
     def closing(self, distilled, state):
         """-> the last line of the table, with more keys: the shares recovered after the swap and after stage
         1, the accuracy before the last stage, and the size of the state."""
-        found = dict(self.table[-1])
-        found['swapped'] = self.table[1]['recovered']
-        found['before'] = self.table[-2]['accuracy']
+        figures = dict(self.table[-1])
+        figures['swapped'] = self.table[1]['recovered']
+        figures['before'] = self.table[-2]['accuracy']
         if distilled:
-            found['stage 1'] = self.table[2]['recovered']
+            figures['stage 1'] = self.table[2]['recovered']
         if state:
-            found['state bytes'] = state[0]['state bytes']
-        return found
+            figures['state bytes'] = state[0]['state bytes']
+        return figures
 
     def tokens(self, steps):
         """The number of tokens in so many steps."""
@@ -579,9 +579,9 @@ class Conversion:
         path = f'{args.out}/stage-{re.sub("[^a-z0-9]+", "-", stage)}.safetensors'
         opt = adamw(model, lr, 0.0, self.data.device, new, args.faster)
         model.train()
-        first = said = 0
+        first = logged = 0
         if args.resume and os.path.exists(path):
-            first = said = self.restore(stage, path, model, opt)
+            first = logged = self.restore(stage, path, model, opt)
         began = last = time.perf_counter()
         before = self.seconds.get(stage, 0)
         for done, value, norm, good in optimise(model, opt, loss, steps, lr, args.seed, first):
@@ -592,9 +592,9 @@ class Conversion:
             self.seconds[stage] = before + now - began
             saves = done % args.eval_every == 0 or done == steps
             if saves or now - last > QUIET:
-                ms = 1e3 * (now - last) / (done - said)
+                ms = 1e3 * (now - last) / (done - logged)
                 tell_step(self.log, self.data, steps, lr, done, value, norm, ms, f'{stage} | ')
-                said = done
+                logged = done
                 if saves:
                     self.save(stage, path, model, opt, done)
                 last = time.perf_counter()

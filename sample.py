@@ -89,9 +89,9 @@ def check(given, args, config):
             (args.source, 'translates --source, and nothing else', of_steps | {'prompt'}),
             (config.classes, 'tells classes apart, and nothing else', of_steps | {'save_state'}),
             (not args.source, 'translates nothing without --source', {'beam', 'penalty'})]:
-        found = sorted(unused & given.keys())
-        if holds and found:
-            raise ValueError(f'--{found[0]} means nothing: {args.init} {does}; leave it out')
+        ignored = sorted(unused & given.keys())
+        if holds and ignored:
+            raise ValueError(f'--{ignored[0]} means nothing: {args.init} {does}; leave it out')
 
 
 def text_of(given):
@@ -125,9 +125,9 @@ def read_state(args, model, meta):
         raise ValueError(f'--load_state={path}: its last tokens are no ids < {tokens}; read the prompt again')
     made_with = typed(Config, about.get('made_with'), f'--load_state={path}: its flags')
     for key, value in dataclasses.asdict(made_with).items():
-        mine = getattr(model.config, key)
-        if mine != value:
-            raise ValueError(f'--load_state={path}: made with {key}={value}; give that instead of {mine}')
+        here = getattr(model.config, key)
+        if here != value:
+            raise ValueError(f'--load_state={path}: made with {key}={value}; give that instead of {here}')
     last = last.to(model.embed.weight.device)
     if len(last) != args.samples:
         raise ValueError(f'--load_state={path} holds {plural(len(last), "text")}: take --samples={len(last)}')
@@ -156,14 +156,14 @@ def refuse_room(model, n, T, what):
 
 def begin(args, model, meta):
     """-> the tokens to read (B, T), the state before them, and the tokens that the first text begins with"""
-    said = prepare.encode(text_of(args.prompt), meta['data'])
+    prompt = prepare.encode(text_of(args.prompt), meta['data'])
     state = None
-    rows = [prepare.begun(said, meta['data'])] * args.samples
+    rows = [prepare.begun(prompt, meta['data'])] * args.samples
     if args.load_state:
         last, state = read_state(args, model, meta)
-        rows = [row + said for row in last.tolist()]
-        said = rows[0]
-    return torch.tensor(rows, device=model.embed.weight.device), state, said
+        rows = [row + prompt for row in last.tolist()]
+        prompt = rows[0]
+    return torch.tensor(rows, device=model.embed.weight.device), state, prompt
 
 
 @torch.inference_mode()
@@ -186,7 +186,7 @@ def classify(model, tokens, meta):
 
 def translate(args, model, meta):
     """Print a translation of each line of --source, one per line. --save_state keeps what was read of the
-    sources, before anything is said."""
+    sources, before anything is written."""
     texts = text_of(args.source).removesuffix('\n').split('\n')
     sources = torch.from_numpy(prepare.source_rows(texts, meta['data'])).long().to(model.embed.weight.device)
     beams = args.beam * min(64, len(sources))
@@ -263,13 +263,13 @@ def write_page(args, model, meta, tokens):
     large."""
     layers = []
     row = torch.tensor([tokens], device=model.embed.weight.device)
-    for rule, found in zip(model.config.rules(), given_to_memories(model, row)):
-        arrays = {name: packed(found[name]) for name in RECORDED if found.get(name) is not None}
-        layer = {'rule': rule, 'heads': found['k'].shape[1], 'n': found['n'], 'arrays': arrays}
-        layer['normalise'] = found.get('normalise', False)
-        layer['floor'] = found.get('floor')
-        if 'gone' in found:
-            layer['gone'] = found['gone'][0].tolist()
+    for rule, given in zip(model.config.rules(), given_to_memories(model, row)):
+        arrays = {name: packed(given[name]) for name in RECORDED if given.get(name) is not None}
+        layer = {'rule': rule, 'heads': given['k'].shape[1], 'n': given['n'], 'arrays': arrays}
+        layer['normalise'] = given.get('normalise', False)
+        layer['floor'] = given.get('floor')
+        if 'gone' in given:
+            layer['gone'] = given['gone'][0].tolist()
         layers.append(layer)
     texts = [added(tokens[max(0, i - LOOK_BACK):i], [token], meta['data']) for i, token in enumerate(tokens)]
     about = f'{args.init}, {plural(len(tokens), "token")}'
@@ -321,12 +321,12 @@ def show(before, held, data):
     return held, []
 
 
-def write_texts(args, model, data, first, begun, said):
+def write_texts(args, model, data, first, begun, prompt):
     """Print what comes after the tokens `first` (B, 1) and the state `begun`: one text as it comes, several
     at the end. -> the last tokens, their state, the times at which steps began and ended, and all tokens of
     each text"""
-    said = said[-LOOK_BACK:]
-    before = said                                           # tokens that were printed, or given
+    prompt = prompt[-LOOK_BACK:]
+    before = prompt                                         # tokens that were printed, or given
     held = []                                               # those of an unfinished character
     rows = [[] for text in first]
     last = first
@@ -348,7 +348,7 @@ def write_texts(args, model, data, first, begun, said):
         for i, row in enumerate(rows):
             if data.get('pad') in row:                      # what comes after an end is nothing
                 del row[row.index(data['pad']):]
-            print(f'--- {i + 1} ---\n{added(said, row, data)}')
+            print(f'--- {i + 1} ---\n{added(prompt, row, data)}')
     print(flush=True)
     return last, state, times, rows
 
@@ -356,7 +356,7 @@ def write_texts(args, model, data, first, begun, said):
 def complete(args, model, meta):
     """Read the prompt, write what comes after it, keep the state, and say how long it took."""
     c = model.config
-    tokens, state, said = begin(args, model, meta)
+    tokens, state, prompt = begin(args, model, meta)
     read = tokens.shape[1]
     if args.html and read + args.tokens > ON_A_PAGE:
         raise ValueError(f'--html: {read:,} tokens of prompt and {args.tokens:,} to write, but a page shows '
@@ -381,7 +381,7 @@ def complete(args, model, meta):
     elif read > 1:                                          # all texts begin alike: that is read once
         state = model.read(tokens[:1, :-1], state)
         state = chosen_texts(state, torch.zeros(args.samples, dtype=torch.long), everything=True)
-    last, state, times, rows = write_texts(args, model, meta['data'], tokens[:, -1:], state, said)
+    last, state, times, rows = write_texts(args, model, meta['data'], tokens[:, -1:], state, prompt)
     if args.save_state:
         keep_state(args, model, meta, last, state)
     if args.html:
