@@ -185,8 +185,8 @@ def only(args, table):
 
 # ---- reporting ---------------------------------------------------------------------------------------------
 FOR_THE_PICTURE = 'curve', 'query'          # parts of a table that are too long to print
-LOGARITHMIC = ('T', 'us a token', 'state bytes', 'ms', 'MB', 'rows', 'tokens/s', 'target', 'position',
-               'share', 'step', 'tokens a row', 'KL to teacher', 'weight')        # columns with a log axis
+LOGARITHMIC = ('T', 'us a token', 'state bytes', 'ms', 'MB', 'rows', 'tokens/s', 'position', 'share',
+               'step', 'tokens a row', 'KL to teacher', 'weight')        # columns with a log axis
 
 
 def report(args, suite, rows):
@@ -1281,7 +1281,7 @@ def model_step(rule, args, T, **size):
     """Like `layer_step`, but for a model with random weights, recorded as in sample.py."""
     model = random_model(args.device, args.dtype, rule=rule, **size)
     if rule == 'softmax':
-        token, state = far_along(model, args.batch, 0, T)
+        token, state = far_along(model, args.batch, T)
     else:
         tokens = torch.randint(256, (args.batch, T), device=args.device)
         token = tokens[:, -1:]
@@ -1307,21 +1307,20 @@ def recorded(model, token, state):
     return run
 
 
-def far_along(model, batch, source, target):
-    """The last token (B, 1) and the state of a model after `source` and `target` tokens. Values do not change
-    the time, so all rows of the batch are equal, and so are all entries of the full cache."""
-    words = torch.zeros(1, source or 1, dtype=torch.long, device=model.embed.weight.device)
-    token = words[:, :1]
-    state = model.read(token, model.encode(words) if source else None)
+def far_along(model, batch, T):
+    """The last token (B, 1) and the state of a model after T tokens. Values do not change the time, so all
+    rows of the batch are equal, and so are all entries of the full cache."""
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.embed.weight.device)
+    state = model.read(token)
     for layer in state:
-        layer['t'] = layer['t'] + target - 1
+        layer['t'] = layer['t'] + T - 1
         if 'pos' in layer:
             places = torch.arange(layer['pos'].shape[-1], device=token.device)
             layer['pos'] = places.expand_as(layer['pos'])
         elif 'k' in layer:
-            layer.update(grown(layer, target))
+            layer.update(grown(layer, T))
     alike = torch.zeros(batch, dtype=torch.long, device=token.device)
-    return token[alike], chosen_texts(state, alike, everything=True)
+    return token[alike], chosen_texts(state, alike)
 
 
 def crossing(rows, key, base, x='T', times=1):
@@ -1415,13 +1414,13 @@ def batch(args, suite):
     cells = []
     for form, share in [('softmax', 1)] + [('tova', share) for share in sorted(paper)]:
         model = GPT(Config(rule=form, cache=T // share)).to(args.device, args.dtype).eval()
-        size = state_bytes(far_along(model, 1, 0, T)[1])
+        size = state_bytes(far_along(model, 1, T)[1])
         n = args.budget * MB // size
         if n == 0:
             raise ValueError(f'--budget={args.budget}: one text of {T:,} tokens needs {size / MB:.1f} MB')
         row = {'form': form, 'rows': T // share, 'batch': n, 'bytes a sequence': size,
                'paper, of full': paper[share] if form == 'tova' else None}
-        token, state = far_along(model, n, 0, T)
+        token, state = far_along(model, n, T)
         cells.append((row, partial(model, token, state)))
     rows = [{**row, 'tokens/s': row['batch'] / took} for row, _, took in timed(cells, args.device, 1.0)]
     for row in rows:                                # full: TOVA with all tokens cached
@@ -1430,12 +1429,7 @@ def batch(args, suite):
     return rows
 
 
-# ---- suite translate: BLEU of the runs, and tokens per second ----------------------------------------------
-WRITERS = 'softmax', 'elu', 'rfa', 'dpfp', 'delta'      # forms whose tokens per second are measured
-SHORT = 16              # tokens of a source, when the length of the translation varies
-SAID = 64               # tokens of a translation, when the length of the source varies
-WORDS = 4096            # vocabulary of models with random weights, without pad
-TURN = 64               # steps per turn: after a few, the weights are in the CPU cache, as in a long text
+# ---- suite translate: BLEU of the runs ---------------------------------------------------------------------
 
 
 def bleu_metric():
@@ -1468,48 +1462,11 @@ def bleu(args, found):
     return {'bleu': metric.corpus_score(said, [wanted]).score, 'sentences': len(said)}
 
 
-def writer(form, longest, args):
-    """A translator with random weights, for sources and translations of up to `longest` tokens."""
-    flags = f'{TRANSLATOR} {SUITES["translate"].lines[form]}'
-    _, given = parse(flags.split(), __doc__, recipe.Args, Config)
-    config = Config(**given, vocab_size=WORDS + 1, pad=WORDS, source=longest, block_size=2 * longest)
-    return GPT(config).to(args.device, args.dtype).eval()
-
-
-@torch.inference_mode()
-def writing_speeds(args, forms):
-    """The table of tokens per second. Also, per part and form, the length from which on it is twice as fast
-    as softmax. All cells of a part take turns, so that a busy moment of the machine affects them all."""
-    sizes = args.lengths
-    twice = {}
-    args.said['twice as fast as softmax from so many tokens on (None: never)'] = twice
-    models = {form: writer(form, max(sizes[-1], SAID), args) for form in forms}
-    ways = {'target': [(SHORT, T) for T in sizes], 'source': [(T, SAID) for T in sizes]}
-    texts = {'one': 1, 'many': chosen(args, 8, 64)}
-    for length, many in itertools.product(ways, texts):
-        cells = []
-        part = f'{length}, {many}'
-        for form, (source, target) in itertools.product(forms, ways[length]):
-            token, state = far_along(models[form], texts[many], source, target)
-            step = recorded(models[form], token, state)
-            cells.append(({'form': form, 'part': part, 'batch': texts[many], 'source': source,
-                           'target': target}, repeated(step, TURN)))
-        found = []
-        for row, _, took in timed(cells, args.device):
-            a_token = took / TURN / row['batch']
-            found.append({**row, 'us a token': 1e6 * a_token, 'tokens/s': 1 / a_token})
-        twice[part] = crossing(found, 'us a token', 'softmax', length, times=2)
-        yield from found
-
-
 def translate(args, suite):
-    """BLEU on the test side, and tokens per second of models of that size. As in Kasai 2021, we replace the
-    decoder's self-attention and cross-attention; `delta` replaces only self-attention. The encoder keeps
-    softmax, except in the lines with `all`."""
+    """BLEU on the test side. As in Kasai 2021, we replace the decoder's self-attention and cross-attention;
+    `delta` replaces only self-attention. The encoder keeps softmax, except in the lines with `all`."""
     args.said['BLEU'] = str(bleu_metric().get_signature())      # fails now if sacrebleu is missing
-    yield from runs(args, suite)
-    forms = {'softmax': ''} | only(args, suite.lines)
-    yield from writing_speeds(args, [form for form in WRITERS if form in forms])
+    return runs(args, suite)
 
 
 # ---- idea: three writes, as a moving picture ---------------------------------------------------------------
@@ -1849,10 +1806,8 @@ ROWS = [
                'delta elu no-positions carry': 'medium 29.4',
                'window carry': 'medium, with 8: 65.5, 64: 30.1, 128: 27.4'}),
     Suite(
-        'translate', 'BLEU of translators, trained and converted, and their speed', translate,
-        'data lengths seeds steps only',
-        {'steps': 60, 'lengths': '16,256', 'only': 'softmax,elu,t2r converted'},
-        {'lengths': '16,64,256,1024'},
+        'translate', 'BLEU of translators, trained and converted', translate, 'data seeds steps only',
+        {'steps': 60, 'only': 'softmax,elu,t2r converted'},
         lines={                 # flags of convert.py for `converted`; `all`: the encoder, too
             'softmax': '--rule=softmax', 'elu': '--rule=sum --phi=elu', 'favor': '--rule=sum --phi=favor',
             'rfa': '--rule=sum --phi=rfa', 'rfa-gate': '--rule=gated --phi=rfa --cross=sum',
@@ -1865,12 +1820,8 @@ ROWS = [
         ways={'multi30k': Way('multi30k', TRANSLATOR, 3000, how='--batch_size=64 --lr=3e-3',
                               convert='--eval_rows=100000', more=0.5)},
         figure='bleu', beside=('accuracy', 'sentences'), look=bleu,
-        panels=(Panel('ours', 'form', 'multi30k', 'multi30k'),
-                Panel('target', 'tokens/s', 'one translation at a time', 'target, one'),
-                Panel('target', 'tokens/s', 'many at a time', 'target, many')),
         note='BLEU of the test side, greedy, with --full by a beam of 4; accuracy: of the next token, in % '
-             'of the validation rows; softmax converted: the control, only trained on; tokens/s: of recorded '
-             'steps after so many tokens, of random weights, without reading the source',
+             'of the validation rows; softmax converted: the control, only trained on',
         source='BLEU of WMT14 En-De: Schlag 2021, table 1, 64 features a head as here, but DPFP 256; t2r '
                'converted: Kasai 2021, table 2, beside a better softmax',
         paper={'softmax': 27.7, 'elu': 26.8, 'favor': 24.4, 'dpfp': 26.9, 't2r converted': 28.7}),

@@ -42,7 +42,7 @@ CUT = {
     r'bench\.py recall': '--only=hedgehog',
     r'bench\.py tracking': '--steps=2 --only=delta',
     r'bench\.py language': '--only=delta --data=my.txt',
-    r'bench\.py translate': '--lengths=16 --only=softmax',
+    r'bench\.py translate': '--only=softmax',
     r'bench\.py convert': '--only=pure',
     r'bench\.py convert --full$': '--init=out/softmax/ckpt.safetensors --data=my.txt --only=hedgehog',
     r'bench\.py (decode|layer|train)': '--lengths=64 --heads=2',
