@@ -1323,24 +1323,6 @@ def far_along(model, batch, T):
     return token[alike], chosen_texts(state, alike)
 
 
-def crossing(rows, key, base, x='T', times=1):
-    """-> {form: x}: from size x on, `base` costs at least `times` as much as that form. We interpolate on log
-    scales. x is the smallest size if this holds from the start, and None if it never does."""
-    costs = {}
-    for row in rows:
-        costs.setdefault(row['form'], {})[row[x]] = row[key]
-    mine = costs.pop(base, {})
-    found = {}
-    for form, theirs in costs.items():
-        sizes = [at for at in theirs if at in mine]
-        gaps = np.log([mine[at] / times / theirs[at] for at in sizes])
-        gaps = np.maximum.accumulate(gaps)                  # once above 0, it stays above
-        found[form] = None
-        if gaps.max(initial=-1) >= 0:
-            found[form] = round(np.exp(np.interp(0, gaps, np.log(sizes))))
-    return found
-
-
 def repeated(call, n):
     """-> a function that calls `call` n times."""
     def run():
@@ -1380,9 +1362,7 @@ def decode(args, suite):
     """The cost of the next token after T tokens, for a layer and a model with random weights, with --batch
     texts in parallel. We compare with transformers, if installed. The contents of a cache do not
     change its time."""
-    cross = {}
     for level in list(LEVELS)[:chosen(args, 2, 3)]:
-        found = []
         for rule in DECODED:
             cells = []
             for T in args.lengths:
@@ -1393,15 +1373,12 @@ def decode(args, suite):
                 step, state = LEVELS[level](rule, args, T)
                 cells.append(({'form': rule, 'part': level, 'T': T, 'state bytes': state_bytes(state)}, step))
             for row, _, took in timed(cells, args.device, 0.3, 30):         # the lengths take turns
-                found.append({**row, 'us a token': 1e6 * took})
-        cross[level] = crossing(found, 'us a token', 'softmax')
-        yield from found
+                yield {**row, 'us a token': 1e6 * took}
     if importlib.util.find_spec('transformers'):
         yield from beside_transformers(args)
     S = torch.randn(args.batch, args.heads, args.head_dim, args.head_dim, device=args.device)
     [copy] = seconds([partial(torch.empty_like(S).copy_, S)], args.device, 0.3, 30)
-    args.said.update({'softmax becomes the slower one after so many tokens (None: never)': cross,
-                      'microseconds of a copy of the S of a layer': round(1e6 * copy, 1)})
+    args.said['microseconds of a copy of the S of a layer'] = round(1e6 * copy, 1)
 
 
 @torch.inference_mode()
