@@ -13,7 +13,7 @@ import csv
 import dataclasses
 import glob
 import hashlib
-import importlib.util
+import importlib
 import itertools
 import json
 import math
@@ -1245,7 +1245,6 @@ def over_lengths(args, suite):
 
 # ---- suite decode: what the next token costs ---------------------------------------------------------------
 DECODED = 'softmax', 'sum', 'delta', 'decay'
-GENERATED = 64      # tokens of `generate`; more than it draws before it records steps
 
 
 def grown(rows, T):
@@ -1323,45 +1322,10 @@ def far_along(model, batch, T):
     return token[alike], chosen_texts(state, alike)
 
 
-def repeated(call, n):
-    """-> a function that calls `call` n times."""
-    def run():
-        for _ in range(n):
-            call()
-    return run
-
-
-def beside_transformers(args):
-    """The time per token of greedy `generate`, after one prompt of the first of --lengths. GPT-2 of
-    transformers, with its cache and no end token, takes turns with our models of that size. All have random
-    weights. For GPT-2 we subtract the time for the prompt and the first token; ours do not include it."""
-    import transformers
-    c = Config()
-    T = args.lengths[0]
-    config = transformers.GPT2Config(
-        n_positions=T + GENERATED + 1, n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd,
-        vocab_size=c.vocab_size, bos_token_id=0, eos_token_id=None, pad_token_id=0)
-    gpt2 = transformers.GPT2LMHeadModel(config).to(args.device, args.dtype).eval()
-    tokens = torch.randint(c.vocab_size, (1, T), device=args.device)
-    theirs = partial(gpt2.generate, tokens, attention_mask=torch.ones_like(tokens), do_sample=False)
-    more, first = (partial(theirs, max_new_tokens=n, min_new_tokens=n) for n in (GENERATED + 1, 1))
-    flat = [rule for rule in DECODED if not RULES[rule].keeps]
-    ours = []                                       # the first call records steps
-    for rule in flat:
-        model = GPT(Config(rule=rule)).to(args.device, args.dtype).eval()
-        ours.append(repeated(partial(next, model.generate(tokens, temperature=0)), GENERATED))
-    times = seconds([more, first] + ours, args.device, 0.5, 15)
-    base = times[0] - times[1]
-    for form, took in ('GPT-2 of transformers', base), *zip(flat, times[2:]):
-        yield {'form': form, 'part': 'generate', 'T': T, 'us a token': 1e6 * took / GENERATED,
-               'of transformers': took / base}
-
-
 @torch.inference_mode()
 def decode(args, suite):
     """The cost of the next token after T tokens, for a layer and a model with random weights, with --batch
-    texts in parallel. We compare with transformers, if installed. The contents of a cache do not
-    change its time."""
+    texts in parallel. The contents of a cache do not change its time."""
     for level in list(LEVELS)[:chosen(args, 2, 3)]:
         for rule in DECODED:
             cells = []
@@ -1374,8 +1338,6 @@ def decode(args, suite):
                 cells.append(({'form': rule, 'part': level, 'T': T, 'state bytes': state_bytes(state)}, step))
             for row, _, took in timed(cells, args.device, 0.3, 30):         # the lengths take turns
                 yield {**row, 'us a token': 1e6 * took}
-    if importlib.util.find_spec('transformers'):
-        yield from beside_transformers(args)
     S = torch.randn(args.batch, args.heads, args.head_dim, args.head_dim, device=args.device)
     [copy] = seconds([partial(torch.empty_like(S).copy_, S)], args.device, 0.3, 30)
     args.said['microseconds of a copy of the S of a layer'] = round(1e6 * copy, 1)
@@ -1575,8 +1537,8 @@ FACTS = f'{ASKED} --batch_size=8 --lr=3e-3'
 
 ROWS = [
     Suite(
-        'decode', 'time and state of the next token after 128 .. 65,536, for a layer, a model and, if '
-        'installed, transformers', decode, 'lengths heads head_dim batch dtype',
+        'decode', 'time and state of the next token after 128 .. 65,536, for a layer and a model', decode,
+        'lengths heads head_dim batch dtype',
         {'lengths': '128,1024,8192,65536', 'heads': 12}, {'lengths': '128,1024,8192,65536', 'heads': 12},
         panels=(Panel('T', 'us a token', 'one layer, {heads} heads of {head_dim}', 'layer'),
                 Panel('T', 'state bytes', 'what it keeps', 'layer'),
