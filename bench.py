@@ -1244,7 +1244,11 @@ def over_lengths(args, suite):
 
 
 # ---- suite decode: what the next token costs ---------------------------------------------------------------
-DECODED = 'softmax', 'sum', 'delta', 'decay'
+LAYERS = {rule: {'rule': rule} for rule in ('softmax', 'sum', 'delta', 'decay')}        # form: flags
+MODELS = {              # `sum` by its map; T2R's has half of the features of ELU: 8 of 16, at GPT-2's size 32 of 64
+    'softmax': {'rule': 'softmax'}, 'elu': {'rule': 'sum', 'phi': 'elu'},
+    't2r:8': {'rule': 'sum', 'phi': 't2r:8'}, 't2r:32': {'rule': 'sum', 'phi': 't2r:32'},
+    'delta': {'rule': 'delta'}, 'decay': {'rule': 'decay'}}
 
 
 def grown(rows, T):
@@ -1288,8 +1292,9 @@ def model_step(rule, args, T, **size):
     return recorded(model, token, state), state
 
 
-LEVELS = {'layer': layer_step, 'model': model_step,             # GPT-2's size only with --full
-          'model, GPT-2 size': partial(model_step, n_layer=12, n_head=12, n_embd=768, vocab_size=50257)}
+GPT2 = {'n_layer': 12, 'n_head': 12, 'n_embd': 768, 'vocab_size': 50257}
+LEVELS = {'layer': (layer_step, LAYERS), 'model': (model_step, MODELS),
+          'model, GPT-2 size': (partial(model_step, **GPT2), MODELS)}               # only with --full
 
 
 def recorded(model, token, state):
@@ -1327,15 +1332,16 @@ def decode(args, suite):
     """The cost of the next token after T tokens, for a layer and a model with random weights, with --batch
     texts in parallel. The contents of a cache do not change its time."""
     for level in list(LEVELS)[:chosen(args, 2, 3)]:
-        for rule in DECODED:
+        after, forms = LEVELS[level]
+        for form, flags in forms.items():
             cells = []
             for T in args.lengths:
-                _, first = LEVELS[level](rule, args, 1)
-                if RULES[rule].keeps and 2 * T * state_bytes(first) > room(args.device):        # with a copy
-                    print(f'{level} of {rule} after {T:,} is left out: no room', file=sys.stderr)
+                _, first = after(**flags, args=args, T=1)
+                if RULES[flags['rule']].keeps and 2 * T * state_bytes(first) > room(args.device):   # with a copy
+                    print(f'{level} of {form} after {T:,} is left out: no room', file=sys.stderr)
                     continue
-                step, state = LEVELS[level](rule, args, T)
-                cells.append(({'form': rule, 'part': level, 'T': T, 'state bytes': state_bytes(state)}, step))
+                step, state = after(**flags, args=args, T=T)
+                cells.append(({'form': form, 'part': level, 'T': T, 'state bytes': state_bytes(state)}, step))
             for row, _, took in timed(cells, args.device, 0.3, 30):         # the lengths take turns
                 yield {**row, 'us a token': 1e6 * took}
     S = torch.randn(args.batch, args.heads, args.head_dim, args.head_dim, device=args.device)
@@ -1543,6 +1549,7 @@ ROWS = [
         panels=(Panel('T', 'us a token', 'one layer, {heads} heads of {head_dim}', 'layer'),
                 Panel('T', 'state bytes', 'what it keeps', 'layer'),
                 Panel('T', 'us a token', 'a model', 'model')),
+        note='of a layer: the step alone, after the feature map; elu, t2r:8, t2r:32: sum with these maps',
         source='Mao 2022, figure 1, which is a picture'),
     Suite(
         'layer', 'one forward pass over up to 4,096, with --full 32,768, and its memory', over_lengths,

@@ -3764,7 +3764,7 @@ def test_a_whole_text_stands_between_the_tokens_of_its_template(tmp_path, monkey
 # ---- 13. Benches -------------------------------------------------------------------------------------------
 
 SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),        # flags; at least so many rows
-              decode=('--heads=1 --head_dim=8 --lengths=8,40', 16), batch=('--lengths=16 --budget=1', 6),
+              decode=('--heads=1 --head_dim=8 --lengths=8,40', 20), batch=('--lengths=16 --budget=1', 6),
               cache=('--lengths=4,8 --overflow=delta:favor:1', 18),
               answers=('--steps=1 --full --seeds=1 --data=facts --only=softmax,tova', 4 + 8),
               kept=('--lengths=4', 4), far=('--lengths=40', 15),
