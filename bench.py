@@ -13,7 +13,6 @@ import csv
 import dataclasses
 import glob
 import hashlib
-import importlib
 import itertools
 import json
 import math
@@ -1196,19 +1195,6 @@ def a_training_step(kind, form, args, T):
     return step
 
 
-def peer(module, name, time_first, q, k, v, write=None, erase=None, log_f=None):
-    """Call a plain torch form of flash-linear-attention like one of ours. time_first: it takes (B, T, H, d)
-    """
-    f = getattr(importlib.import_module(f'fla.ops.{module}'), name)
-    xs = [x for x in (q, k, v, log_f, write) if x is not None]
-    if time_first:
-        xs = [x.transpose(1, 2) for x in xs]
-    o = f(*xs)
-    if isinstance(o, tuple):
-        o = o[0]
-    return (o.transpose(1, 2) if time_first else o,)
-
-
 def over_lengths(args, suite):
     """Time and memory over T, for attention and every line; a line is (args, T) -> a function. A line that
     fails is reported, and left out from there on."""
@@ -1227,7 +1213,7 @@ def over_lengths(args, suite):
             call = lines[form](args, T)
             try:
                 call()
-            except Exception as e:  # noqa: BLE001  a peer may be missing, or refuse a length; memory may end
+            except RuntimeError as e:               # memory may end
                 del lines[form]
                 why = ' '.join(str(e).split())[:160]
                 print(f'{form} is left out from T = {T} on: {type(e).__name__}: {why}', file=sys.stderr)
@@ -1480,10 +1466,6 @@ def over(sizes, *figures):
 
 
 CEILING = 'of ceiling: how long its products take at the speed of one large product, over its time'
-PEERS = {               # rule: module of flash-linear-attention, function, whether it takes (B, T, H, d)
-    'sum': ('linear_attn.naive', 'naive_chunk_linear_attn', True),
-    'delta': ('delta_rule.naive', 'delta_rule_chunkwise', False),
-    'kda': ('kda.naive', 'naive_chunk_kda', True)}
 TO_600 = 20, 40, 60, 80, 100, 120, 140, 160, 200, 240, 260, 300, 340, 360, 400, 500, 600
 TO_200 = 20, 40, 60, 80, 100, 120, 140, 160, 180, 200
 SHARES = 64, 32, 16, 8, 4, 2, 1         # the cache is 1 / this of a row
@@ -1562,17 +1544,15 @@ ROWS = [
                 Panel('T', 'MB', 'and its memory')), note=CEILING,
         source='Zhang 2024, figure 6: nearly 6 times as fast at 32,768, on a GPU, in as little memory'),
     Suite(
-        'train', 'a recurrence forward and backward over T: our forms, attention and, if installed, '
-        'flash-linear-attention', over_lengths, 'lengths heads head_dim batch dtype',
+        'train', 'a recurrence forward and backward over T: our forms and attention', over_lengths,
+        'lengths heads head_dim batch dtype',
         {'lengths': '256,1024,4096', 'heads': 4}, {'lengths': '256,1024,4096,16384', 'heads': 4},
         {'attention': partial(a_training_step, 'softmax', fastweight.softmax),
          'sum / n': partial(a_training_step, 'sum / n', partial(kernels.chunked, normalise=True)),
          **{rule: partial(a_training_step, rule, kernels.chunked)
             for rule in ('sum', 'decay', 'delta', 'gated_delta', 'kda', 'two-sided delta')},
          **{f'{rule}, plain torch': partial(a_training_step, rule, fastweight.chunked)
-            for rule in ('sum', 'delta')},
-         **{f'fla {rule}': partial(a_training_step, rule, partial(peer, *where))
-            for rule, where in PEERS.items()}},
+            for rule in ('sum', 'delta')}},
         panels=(Panel('T', 'ms', 'forward and backward, {heads} heads of {head_dim}'),), note=CEILING,
         source='Schlag 2021, section 6.3: words a second: sum 66,000, delta 63,000, softmax 33,000'),
     Suite(
