@@ -42,7 +42,7 @@ import train as recipe
 from data import prepare
 from data.flags import flag, parse, refuse
 from fastweight import RULES, l2
-from model import (GPT, Cache, Config, FastWeights, Gates, beyond_memory, chosen_texts, kl, load, machine_memory,
+from model import (GPT, Cache, Config, FastWeights, beyond_memory, chosen_texts, kl, load, machine_memory,
                    pick_device, pick_forms, sample, state_bytes)
 
 os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # silences torch.profiler; we ask it for memory
@@ -596,36 +596,6 @@ GOOD = 0.001        # with at most this loss, associations count as held (as in 
 OVERFULL = 0.1      # above this loss, a matrix is not tried with more associations
 
 
-class FastWeightMemory(nn.Module):
-    """Schlag 2021b (arXiv:2011.07831): the delta rule with unnormalised keys. After each write, a matrix with
-    a norm above 1 is scaled to norm 1. What is read goes through a LayerNorm without weights.
-
-        W_t = S_{t-1} + beta_t (v_t - S_{t-1} k_t) k_t^T      S_t = W_t / max(|W_t|, 1)      o = norm(S_T q)
-
-    Its map was tanh; Schlag 2021 also tries others. It is called like model.FastWeights."""
-    def __init__(self, n_embd, d, phi):
-        super().__init__()
-        self.phi = torch.tanh
-        if phi != 'tanh':
-            self.phi = fastweight.feature_map(phi, 1, d)
-        self.gates = Gates(RULES['delta'], n_embd, 1, d, d)
-
-    def write_all(self, x, k, v):
-        k = self.phi(k)
-        beta = self.gates(x)['write']
-        S = torch.zeros_like(fastweight.outer(v[:, :, 0], k[:, :, 0]))
-        for t in range(k.shape[2]):
-            k_t = k[:, :, t]
-            u = beta[:, :, t] * (v[:, :, t] - fastweight.find(S, k_t))
-            W = S + fastweight.outer(u, k_t)
-            S = W / torch.linalg.matrix_norm(W, keepdim=True).clamp(min=1)
-        return {'S': S}
-
-    def read_all(self, q, state):
-        o = self.phi(q) @ state['S'].mT
-        return F.layer_norm(o, o.shape[-1:])
-
-
 class Associative(nn.Module):
     """Read pairs of keys and values, then answer with the value of each of S keys. d = 64. x = [embed(key);
     one-hot of value], k = W_k x, q = W_q embed(key), and v is the one-hot itself. There is no output layer:
@@ -639,11 +609,8 @@ class Associative(nn.Module):
         bound = d ** -0.5
         for w in self.k.weight, self.q.weight:
             nn.init.uniform_(w, -bound, bound)
-        if rule == 'fwm':
-            self.memory = FastWeightMemory(e + S, d, phi)
-        else:
-            self.memory = FastWeights(rule, e + S, 1, d, phi, norm)
-            self.memory.forms = pick_forms()
+        self.memory = FastWeights(rule, e + S, 1, d, phi, norm)
+        self.memory.forms = pick_forms()
 
     def forward(self, keys, values):
         """Write all keys, values (B, L), then read with all keys -> answers (B, L, S)"""
@@ -714,7 +681,7 @@ def associative(args, suite):
         key = {'rule': rule, 'phi': phi, 'norm': norm, 'replace': suite.name == 'update', 'most': args.steps,
                'device': str(args.device)}
         theirs = suite.paper.get(form, {})
-        fills = rule in ('delta', 'fwm') or suite.name == 'capacity'
+        fills = rule == 'delta' or suite.name == 'capacity'
         ours = {}
         for S in args.lengths:
             found = [once(args, suite, form, associate, **key, S=S, seed=seed) for seed in seeds(args)]
@@ -1586,24 +1553,21 @@ ROWS = [
             'favor:128': over(TO_600, .074, .175, .484, .49, *[.5] * 13),
             'favor:512': over(TO_600, .024, .075, .407, .49, .5, .5, .492, *[.5] * 10)}),
     Suite(
-        'update', 'associations whose values change: sum, gated, delta, fast weight memory', associative,
+        'update', 'associations whose values change: sum, gated, delta', associative,
         'lengths seeds steps only',
-        {'steps': 1000, 'lengths': '20,60', 'only': 'sum,gated,delta,sum sum-norm,fwm'},
+        {'steps': 1000, 'lengths': '20,60', 'only': 'sum,gated,delta,sum sum-norm'},
         {'steps': 20000, 'lengths': '20,40,60,80,100,140,200'},
         {'sum': ('sum', 'dpfp:1', 'attn'), 'gated': ('gated', 'dpfp:1', 'attn'),
          'delta': ('delta', 'dpfp:1', 'sum'), 'delta dpfp:2': ('delta', 'dpfp:2', 'sum'),
          'delta elu': ('delta', 'elu', 'sum'), 'delta l2': ('delta', 'dpfp:1', 'l2'),
-         'sum sum-norm': ('sum', 'dpfp:1', 'sum'), 'fwm': ('fwm', 'dpfp:1', ''),
-         'fwm tanh': ('fwm', 'tanh', '')},
+         'sum sum-norm': ('sum', 'dpfp:1', 'sum')},
         figure='loss', panels=ASSOCIATIONS,
         source="Schlag 2021, figure 5: least evaluation loss of one run, from the authors' logs",
         paper={
             'sum': over(TO_200, .097, .104, .103, .113, .111, .128, .155, .18, .201, .231),
             'delta': over(TO_200, .0008, .001, .0049, .0063, .0001, .0141, .0475, .104, .133, .171),
             'delta dpfp:2': over(TO_200, .001, .0005, .0005, .0008, .0854, .0007, .0003, .0004, .0004, .0008),
-            'delta elu': over(TO_200, .0008, .0007, .0005, .094, .15, .215, .257, .276, .315, .342),
-            'fwm': over(TO_200, .04, .492, .499, .5, .526, .556, .743, 1.97, 2.5, 1.09),
-            'fwm tanh': over(TO_200, 1.5, 4.83, 9.02, 30.3, 42.4, 56, 59.8, 74.8, 85.3, 95.5)}),
+            'delta elu': over(TO_200, .0008, .0007, .0005, .094, .15, .215, .257, .276, .315, .342)}),
     Suite(
         'recall', 'accuracy by feature map, from scratch and converted', runs, 'seeds steps only',
         {'steps': 1000},
