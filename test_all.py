@@ -4072,20 +4072,6 @@ def test_bench_a_carried_window_reads_on(text, tmp_path, in_process):
         assert carried == pytest.approx(nats / math.log(2), rel=1e-4)
     assert found[8] != found[128]
 
-def test_bench_the_first_seed_chooses_the_learning_rate(changed, monkeypatch):
-    made = []
-
-    def trained(_args, _suite, _form, flags, _steps, seed):
-        made.append((flags.split('--lr=')[1].split()[0], seed))
-        return {'accuracy': {'3e-3': .5, '1e-2': .9, '3e-2': .2}[made[-1][0]] + seed, 'minutes': 1}
-    monkeypatch.setattr(bench, 'trained', trained)
-    changed('mqar', look=None)
-    args = bench.Args(full=True, seeds=3, steps=1, lengths=[8], only='sum')
-    [row] = bench.mqar(args, bench.SUITES['mqar'])
-    assert [row[name] for name in ('least', 'ours', 'most')] == [.9, 1.9, 2.9]
-    tried = [(rate, 0) for rate in bench.RATES]
-    assert made == [*tried, *(('1e-2', seed) for seed in range(3))]
-
 def test_bench_names_of_many_lines_stand_in_the_picture_beside_them():
     names = [f'line {n}' for n in range(16)]
     rows = [{'form': name, 'state bytes': b, 'ours': b} for name in names for b in (1, 10)]
