@@ -698,19 +698,14 @@ def softmax_model(args, tasks=False):
                      '--rule=softmax --n_head=4 --steps=2500 --out=out/teacher makes one')
 
 
-def spaced(val, T, count, data, device):
-    """-> x, y (count, T): evenly spaced rows of a validation text."""
-    begin = torch.linspace(0, len(val) - T - 1, count).long().tolist()
-    return recipe.rows(val, begin, T, data, device)
-
-
 def a_text(args, path, meta, T, count, name):
     """Load a text in a model's tokens; '' is the model's training text -> x, y (count, T) of its validation
     side, its metadata, its name"""
     _, val, data, name = prepare.for_model(path, meta, name, T)
     if 'row' in data:
         raise ValueError(f'--data={name}: a task; this suite wants a text')
-    x, y = spaced(val, T, count, data, args.device)
+    begin = torch.linspace(0, len(val) - T - 1, count).long().tolist()
+    x, y = recipe.rows(val, begin, T, data, args.device)
     return x, y, data, name
 
 
@@ -754,70 +749,31 @@ def by_position(form, nats, first):
         end *= 2
 
 
-def along(models, x, y, segment, first):
-    """The rows of `by_position` for several models."""
-    for form, model in models.items():
-        yield from by_position(form, nats_along(model, x, y, segment), first)
-
-
-# ---- suite convert: what is recovered of that model, by recipe, training tokens and length -----------------
-BY_TOKENS = 'pure', 'hybrid'                # recipes that also run with fewer steps
-BY_LENGTH = 'pure', 'hybrid', 'window'      # recipes that also read longer rows than in training
-
-
+# ---- suite convert: what is recovered of that model, by recipe ---------------------------------------------
 def convert(args, suite):
-    """Run all recipes with equally many tokens, and some with fewer. For a text, also read longer rows than
-    in training. Models with learned positions know no later ones and repeat the last. Their perplexity there
-    says more about positions than about memory."""
+    """Run all recipes with equally many tokens: --steps of stage 2, after 3/8 as many of stage 1. Recipes
+    without a stage 1 spend all of them on stage 2."""
     path, teacher, meta = softmax_model(args, tasks=True)
-    _, val, data, _ = prepare.for_model(path, meta, args.data, teacher.config.block_size)
+    _, _, data, _ = prepare.for_model(path, meta, args.data, teacher.config.block_size)
     args.said['in % of'] = path
     judged = 2000 if 'row' in data else 64          # a row of a task has few targets, or one
-    flags = f'--data={shlex.quote(args.data)} --eval_rows={judged}'
-
-    def one(form, steps, seed, controls='false'):
-        """Run a line with `steps` of stage 2, after 3/8 as many of stage 1. Without a stage 1, all go to
-        stage 2."""
-        line, stage_1 = suite.lines[form]
-        total = steps + max(1, round(3 * steps / 8))
-        first = round(stage_1 * total)
-        found = converted(args, suite, form, path, f'{line} {flags}', first, total - first, seed,
-                          meta.get('digest'), controls)
-        if found['recovered'] is None:
-            raise ValueError('the softmax model knows no answer: there is nothing to recover')
-        return found
-
-    firsts = {}                                     # the results of the first seed
-    for form in only(args, suite.lines):
-        controls = 'false' if firsts else 'true'    # only once: they cost as much as two lines
-        firsts[form] = one(form, args.steps, args.seed, controls)
-        others = [one(form, args.steps, seed) for seed in seeds(args)[1:]]
-        yield a_row(suite, form, '', [firsts[form]] + others)
-    anew, found = next(iter(firsts.items()))
-    for form, line in ('teacher trained on', found['tuned']), (f'{anew}, from scratch', found['table'][-1]):
-        yield a_row(suite, form, '', [in_percent(line)])
-    for form, whole in firsts.items():
-        if form in BY_TOKENS:                       # each is a run with its own schedule
-            found = [{'tokens': 0, 'recovered': whole['swapped']}]
-            found += [one(form, max(1, args.steps // share), args.seed) for share in (8, 4, 2)]
-            for some in found + [whole]:
-                yield {'form': form, 'part': 'tokens', '1,000 tokens': round(some['tokens'] / 1000),
-                       'ours': some['recovered']}
-    if 'row' not in data:
-        models = {form: model_in(firsts[form]['path'], args.device) for form in BY_LENGTH if form in firsts}
-        yield from by_length(args, {**models, 'teacher': teacher}, val, data)
-
-
-def by_length(args, models, val, data):
-    """Perplexity by position, in evenly spaced rows that are several times as long as in training."""
-    segment = max(1, models['teacher'].config.block_size // 4)
-    length = segment * chosen(args, 16, 64)
-    if len(val) <= length:
-        print(f'perplexity by position is left out: the text is shorter than {length:,}', file=sys.stderr)
-        return
-    count = min(chosen(args, 8, 16), (len(val) - 1) // length)
-    x, y = spaced(val, length, count, data, args.device)
-    yield from along(models, x, y, segment, segment)
+    steps = args.steps + max(1, round(3 * args.steps / 8))
+    anew = None                                     # the first run of all, which has the controls
+    for form, (line, stage_1) in only(args, suite.lines).items():
+        flags = f'{line} --data={shlex.quote(args.data)} --eval_rows={judged}'
+        first = round(stage_1 * steps)
+        found = []
+        for seed in seeds(args):
+            controls = 'false' if anew else 'true'  # only once: they cost as much as two lines
+            run = converted(args, suite, form, path, flags, first, steps - first, seed, meta.get('digest'),
+                            controls)
+            if run['recovered'] is None:
+                raise ValueError('the softmax model knows no answer: there is nothing to recover')
+            anew = anew or {**run, 'form': form}
+            found.append(run)
+        yield a_row(suite, form, '', found)
+    yield a_row(suite, 'teacher trained on', '', [in_percent(anew['tuned'])])
+    yield a_row(suite, f'{anew["form"]}, from scratch', '', [in_percent(anew['table'][-1])])
 
 
 # ---- suites monotone, transfer: maps that imitate that model's attention -----------------------------------
@@ -956,9 +912,11 @@ def far(args, suite):
                              f'those of {path}; train both on the same data')
         models[f'{",".join(dict.fromkeys(model.config.rules()))}: {source}'] = model.eval()
     in_rows = [nats_along(teacher, *row, block) for row in zip(x.split(block, 1), y.split(block, 1))]
-    alone = list(by_position('softmax, in rows', torch.cat(in_rows, 1), block))
-    base = {row['position']: row['perplexity'] for row in alone}
-    for row in itertools.chain(alone, along(models, x, y, block // 4, block)):
+    rows = list(by_position('softmax, in rows', torch.cat(in_rows, 1), block))
+    base = {row['position']: row['perplexity'] for row in rows}
+    for form, model in models.items():
+        rows += by_position(form, nats_along(model, x, y, block // 4), block)
+    for row in rows:
         yield {**row, 'more than in rows': row['perplexity'] - base[row['position']]}
 
 
@@ -1174,7 +1132,7 @@ def over_lengths(args, suite):
 
 # ---- suite decode: what the next token costs ---------------------------------------------------------------
 LAYERS = {rule: {'rule': rule} for rule in ('softmax', 'sum', 'delta', 'decay')}        # form: flags
-MODELS = {              # `sum` by its map; T2R's has half of the features of ELU: 8 of 16, at GPT-2's size 32 of 64
+MODELS = {              # sum with ELU's map, and with T2R's of half the features: 8 of 16, GPT-2's size 32 of 64
     'softmax': {'rule': 'softmax'}, 'elu': {'rule': 'sum', 'phi': 'elu'},
     't2r:8': {'rule': 'sum', 'phi': 't2r:8'}, 't2r:32': {'rule': 'sum', 'phi': 't2r:32'},
     'delta': {'rule': 'delta'}, 'decay': {'rule': 'decay'}}
@@ -1266,7 +1224,8 @@ def decode(args, suite):
             cells = []
             for T in args.lengths:
                 _, first = after(**flags, args=args, T=1)
-                if RULES[flags['rule']].keeps and 2 * T * state_bytes(first) > room(args.device):   # with a copy
+                keeps = RULES[flags['rule']].keeps
+                if keeps and 2 * T * state_bytes(first) > room(args.device):        # with a copy
                     print(f'{level} of {form} after {T:,} is left out: no room', file=sys.stderr)
                     continue
                 step, state = after(**flags, args=args, T=T)
@@ -1713,8 +1672,7 @@ ROWS = [
         source='Zhang 2024, tables 4 and 5: KL on three other tasks is lower than that of other linear '
                'attention, and alike from 256 to 4,096 tokens'),
     Suite(
-        'convert', 'what converted RNNs recover of softmax, by training tokens and on longer rows', convert,
-        'init data seeds steps only',
+        'convert', 'what converted RNNs recover of softmax', convert, 'init data seeds steps only',
         {'steps': 48, 'only': 'pure,hybrid,window'}, {'steps': 240},
         lines={                 # flags, and the share of stage 1 in all steps
             'pure': ('--recipe=pure', 3 / 11), 'hybrid': ('--recipe=hybrid', 3 / 11),
@@ -1722,8 +1680,7 @@ ROWS = [
             't2r': ('--recipe=t2r', 0), 'decay': ('--recipe=decay', 0)},
         figure='recovered',
         beside=('swapped', 'stage 1', 'recovered a byte', 'perplexity', 'tokens', 'state bytes'),
-        panels=(Panel('1,000 tokens', 'ours', 'what is recovered of the teacher', 'tokens'),
-                Panel('position', 'perplexity', 'beyond the rows it was trained on', 'position')),
+        panels=(Panel('ours', 'form', 'what is recovered of the teacher'),),
         note='in %; recovered, of a text: perplexity per token of the teacher / of the student',
         source='Zhang 2024, table 10, GPT-2: perplexity 15.8, of Hedgehog 16.7, of T2R 19.4; Mao 2022: 99 %',
         paper={'hedgehog': 94.6, 't2r': 81, 'decay': 99}),

@@ -3772,7 +3772,7 @@ SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),        # flags;
               layer=('--heads=1 --head_dim=8 --lengths=8,40 --dtype=bfloat16', 10),
               capacity=('--lengths=4 --steps=100 --only=elu,softmax', 4),
               update=('--lengths=4 --steps=100 --only=gated,delta', 4), monotone=('--steps=1', 10),
-              convert=('--steps=1 --only=window,pure', 24), recall=('--steps=1 --only=elu,delta', 2),
+              convert=('--steps=1 --only=window,pure', 4), recall=('--steps=1 --only=elu,delta', 2),
               grid=('--steps=4 --only="sum t2r:4,delta rfa"', 6),
               mqar=('--steps=1 --only=tova --lengths=8', 1), tracking=('--steps=1 --only=sum', 2 + 512),
               language=('--steps=1 --only=sum', 1),
@@ -3886,31 +3886,12 @@ def test_bench_recall_goes_on_from_softmax_as_the_papers_do(form):
 
 def test_bench_converts_a_model_of_a_task_by_as_many_tokens_in_all_lines(a_model, tmp_path, in_process):
     path = a_model('--rule=softmax', data='recall-kept', steps=40)
-    rows = ran(tmp_path, 'convert', f'--init={path}', '--steps=8', '--only=pure,window')
-    lines, parts = [row for row in rows if not row['part']], [row for row in rows if row['part']]
+    lines = ran(tmp_path, 'convert', f'--init={path}', '--steps=8', '--only=pure,window')
     assert [row['form'] for row in lines] == ['pure', 'window', 'teacher trained on', 'pure, from scratch']
     assert len({row['tokens'] for row in lines}) == 1 and not any(row['recovered a byte'] for row in lines)
     assert [bool(row['stage 1']) for row in lines] == [True, False, False, False]
     assert [bool(row['state bytes']) for row in lines] == [True, True, False, False]
-    assert {(row['form'], row['part']) for row in parts} == {('pure', 'tokens')}
-    tokens = [int(row['1,000 tokens']) for row in parts]
-    assert len(tokens) == 5 and tokens == sorted(tokens)
-    assert [parts[0]['ours'], parts[4]['ours']] == [lines[0]['swapped'], lines[0]['ours']]
-    assert len(list(tmp_path.glob('convert/*.json'))) == 5
-
-@pytest.mark.parametrize('flags', ['--rule=softmax', '--rule=window --cache=5 --overflow=gla:hedgehog'])
-def test_bench_perplexity_by_position_is_that_of_whole_rows(flags, a_model, text):
-    """In segments with the state carried, against all at once; a position counts where it belongs."""
-    _, val, data = prepare.load(text)
-    model = load(a_model(*flags.split()))[0].double().eval()
-    found = list(bench.by_length(bench.Args(device=torch.device('cpu')), {'teacher': model}, val, data))
-    begin = np.linspace(0, len(val) - 65, 8).astype(int)
-    tokens = torch.tensor([val[i:i + 65].tolist() for i in begin])
-    nats = costs(model, tokens).mean(0)
-    ranges = (0, 4), (4, 8), (8, 16), (16, 32), (32, 64)
-    assert [row['position'] for row in found] == [end for _, end in ranges]
-    wanted = torch.stack([nats[start:end].mean().exp() for start, end in ranges])
-    near(torch.tensor([row['perplexity'] for row in found]), wanted, 1e-5)
+    assert len(list(tmp_path.glob('convert/*.json'))) == 2
 
 def test_bench_reads_far_with_few_rows_and_says_what_that_costs(a_model, text, tmp_path):
     """Each form is the model it names, as it is read from the first token on, and against rows of 16."""
