@@ -211,8 +211,8 @@ def report(args, suite, rows):
     print(json.dumps(about), flush=True)
 
 
-def canvas(down, across, width, height):
-    """An empty picture, down x across panels of this size in inches -> figure, array of axes"""
+def canvas(panels):
+    """An empty picture with so many panels side by side -> figure, axes"""
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
@@ -220,8 +220,8 @@ def canvas(down, across, width, height):
     plt.style.use('tableau-colorblind10')
     looks = plt.cycler(linestyle=['-', '--', ':', '-.']) * plt.rcParams['axes.prop_cycle']
     plt.rcParams.update({'font.size': 12, 'axes.prop_cycle': looks, 'axes.formatter.min_exponent': 3})
-    return plt.subplots(down, across, figsize=(width * across, height * down), squeeze=False,
-                        layout='constrained')
+    figure, [axes] = plt.subplots(1, panels, figsize=(7.5 * panels, 4.5), squeeze=False, layout='constrained')
+    return figure, axes
 
 
 def draw(args, suite, table):
@@ -234,8 +234,8 @@ def draw(args, suite, table):
     labels = {'ours': suite.figure, 'form': '', 'T': 'tokens'}
     if suite.figure in IN_PERCENT:
         labels['ours'] += ', %'
-    figure, axes = canvas(1, len(shown), 7.5, 4.5)
-    for (panel, rows), ax in zip(shown, axes[0]):
+    figure, axes = canvas(len(shown))
+    for (panel, rows), ax in zip(shown, axes):
         if panel.y == 'form':
             draw_ranges(ax, rows)
         else:
@@ -1132,7 +1132,7 @@ def over_lengths(args, suite):
 
 # ---- suite decode: what the next token costs ---------------------------------------------------------------
 LAYERS = {rule: {'rule': rule} for rule in ('softmax', 'sum', 'delta', 'decay')}        # form: flags
-MODELS = {              # sum with ELU's map, and with T2R's of half the features: 8 of 16, GPT-2's size 32 of 64
+MODELS = {              # sum with ELU's map; with T2R's of half as many features, 8, in GPT-2's size 32
     'softmax': {'rule': 'softmax'}, 'elu': {'rule': 'sum', 'phi': 'elu'},
     't2r:8': {'rule': 'sum', 'phi': 't2r:8'}, 't2r:32': {'rule': 'sum', 'phi': 't2r:32'},
     'delta': {'rule': 'delta'}, 'decay': {'rule': 'decay'}}
@@ -1302,49 +1302,6 @@ def translate(args, suite):
     return runs(args, suite)
 
 
-# ---- idea: three writes, as a moving picture ---------------------------------------------------------------
-KEYS = {'k1': (1.0, 0.0), 'k2': (math.cos(math.radians(50)), math.sin(math.radians(50)))}
-WRITES = [('k1', (1, 2)), ('k2', (3, 4)), ('k1', (5, 6))]
-
-
-def idea(args, suite):
-    """S by `sum` above and by `delta` below, after each of WRITES, and what the keys find in it."""
-    from matplotlib.animation import FuncAnimation, PillowWriter
-    figure, axes = canvas(2, 2, 3.6, 2.1)
-    rules = {rule: row for rule, row in zip(('sum', 'delta'), axes)}
-    states = {rule: [torch.zeros(1, 1, 2, 2)] for rule in rules}
-    for rule, (name, value) in itertools.product(rules, WRITES):
-        erase = torch.full((1, 1, 1), float(RULES[rule].erase is not None))
-        k = torch.tensor([[[KEYS[name]]]])
-        v = torch.tensor([[[value]]], dtype=k.dtype)
-        states[rule].append(fastweight.recurrent(k, k, v, erase=erase, S=states[rule][-1])[1])
-
-    def draw(done):
-        title = 'S is empty'
-        if done:
-            name, value = WRITES[done - 1]
-            title = f'write {done} of {len(WRITES)}: the value {value} at the key {name}'
-        figure.suptitle(title, fontsize=13)
-        for rule, (left, right) in rules.items():
-            S = states[rule][done][0, 0]
-            left.clear()
-            left.imshow(S, cmap='Blues', vmin=0, vmax=12, aspect='auto')
-            left.set(xticks=[], yticks=[])
-            left.set_ylabel(rule, fontsize=15)
-            for i, j in itertools.product(range(2), repeat=2):
-                left.text(j, i, f'{S[i, j]:.1f}', ha='center', va='center', fontsize=15)
-            right.clear()
-            right.set(ylim=(0, 13), yticks=[], xticks=[0.5, 3.5], xticklabels=KEYS)
-            right.set_title('what the keys find; frames: what was written last', fontsize=9)
-            for at, name in zip((0, 3), KEYS):
-                wrote = [value for key, value in WRITES[:done] if key == name]
-                right.bar([at, at + 1], S @ torch.tensor(KEYS[name]), color='tab:blue')
-                if wrote:
-                    right.bar([at, at + 1], wrote[-1], fill=False, edgecolor='black', linewidth=2)
-    frames = [*range(len(WRITES) + 1), len(WRITES)]         # the last one stays twice as long
-    args.said['picture'] = f'{args.out}/idea.gif'
-    FuncAnimation(figure, draw, frames).save(args.said['picture'], PillowWriter(fps=0.6), dpi=110)
-    return []
 
 
 def every(args, suite):
@@ -1730,7 +1687,6 @@ ROWS = [
         panels=(Panel('position', 'nats', 'one long text', 'position'),),
         note='position: the range from the line above up to here; in rows: each row from an empty state',
         source='Oren 2024, appendix: up to 70,000 tokens TOVA loses less than 0.5, compressed, 512 rows'),
-    Suite('idea', 'no measurement: three writes by sum and by delta, as a moving picture', idea, ''),
     Suite('all', 'all of these', every, 'seeds init')]
 SUITES = {suite.name: suite for suite in ROWS}
 
