@@ -60,8 +60,8 @@ class Panel(NamedTuple):
     def rows(self, table):
         """The rows of a table that it shows, without missing values, and without x = 0 on a log axis."""
         unseen = (None, 0) if self.x in LOGARITHMIC else (None,)
-        mine = [row for row in table if row.get('part', '') == self.part and row.get(self.y) is not None]
-        return [row for row in mine if row.get(self.x) not in unseen]
+        shown = [row for row in table if row.get('part', '') == self.part and row.get(self.y) is not None]
+        return [row for row in shown if row.get(self.x) not in unseen]
 
 
 class Way(NamedTuple):
@@ -82,7 +82,7 @@ class Suite:
     """What to measure, the flags, the plots, and what a paper found."""
     name: str
     about: str                      # for --help
-    measure: Callable               # (args, suite): yields rows of the table; adds remarks to args.said
+    measure: Callable               # (args, suite): yields rows of the table; adds to args.remarks
     flags: str                      # flags that it takes, besides ALWAYS
     quick: dict = field(default_factory=dict)       # their defaults in a quick run
     full: dict = field(default_factory=dict)        # and in a full run
@@ -91,7 +91,7 @@ class Suite:
     ways: dict = field(default_factory=dict)        # for commands: name: Way
     figure: str = ''                # for commands: the key of their results that becomes `ours`
     beside: tuple = ()              # more keys that become columns
-    look: Callable | None = None    # (args, run) -> more results, from the run's checkpoint
+    look: Callable | None = None    # (args, result of a run) -> more results, from its checkpoint
     one: bool = False               # it takes only one of --lengths
     panels: tuple = ()
     note: str = ''
@@ -200,12 +200,12 @@ def report(args, suite, rows):
         for _, alike in itertools.groupby(read, list):                  # adjacent rows with equal columns
             recipe.table(list(alike))
         print(suite.note.format_map(vars(args)))
-        for name, value in args.said.items():
+        for name, value in args.remarks.items():
             print(f'{name}: {value}')
         print(f'paper: {suite.source}')
         draw(args, suite, rows)
     about = {'suite': suite.name, 'torch': torch.__version__, 'threads': torch.get_num_threads(),
-             'minutes': round((time.perf_counter() - args.began) / 60, 2), **args.said}
+             'minutes': round((time.perf_counter() - args.began) / 60, 2), **args.remarks}
     if 'seeds' in suite.flags:
         about['seeds'] = args.seeds
     print(json.dumps(about), flush=True)
@@ -253,12 +253,12 @@ def draw_lines(axes, panel, rows, forms):
     if panel.y in LOGARITHMIC:
         axes.set_yscale('log')
     for form in forms:
-        mine = [row for row in rows if row['form'] == form]
-        x = [row[panel.x] for row in mine]
-        label = form if mine else '_'                   # not in the legend
-        [line] = axes.plot(x, [row[panel.y] for row in mine], marker='o', label=label, markersize=5)
+        points = [row for row in rows if row['form'] == form]
+        x = [row[panel.x] for row in points]
+        label = form if points else '_'                 # not in the legend
+        [line] = axes.plot(x, [row[panel.y] for row in points], marker='o', label=label, markersize=5)
         if panel.x == 'S':
-            axes.plot(x, [row['paper'] for row in mine], 'o', color=line.get_color(), fillstyle='none')
+            axes.plot(x, [row['paper'] for row in points], 'o', color=line.get_color(), fillstyle='none')
     axes.legend(loc='center left', bbox_to_anchor=(1, 0.5), fontsize=9, frameon=False)
     ticks = sorted({row[panel.x] for row in rows})
     if panel.x in LOGARITHMIC and len(ticks) <= 8:
@@ -299,10 +299,10 @@ def once(args, suite, form, run, **key):
         if isinstance(known, dict) and known.pop('key', None) == mark:
             return known
     began = time.perf_counter()
-    found = run(out, **key)
-    found['minutes'] = (time.perf_counter() - began) / 60
-    prepare.write_json(f'{out}.json', {'key': mark, **found})
-    return found
+    result = run(out, **key)
+    result['minutes'] = (time.perf_counter() - began) / 60
+    prepare.write_json(f'{out}.json', {'key': mark, **result})
+    return result
 
 
 def command(out, file, flags, seed, teacher):
@@ -313,31 +313,31 @@ def command(out, file, flags, seed, teacher):
     done = subprocess.run([sys.executable, os.path.join(HERE, file), *words], capture_output=True, text=True,
                           check=False)
     if done.returncode:
-        said = done.stderr.strip() or 'stopped'
-        raise ValueError(f'{file} {flags}: {said.splitlines()[-1]}')
-    found = {}
+        error = done.stderr.strip() or 'stopped'
+        raise ValueError(f'{file} {flags}: {error.splitlines()[-1]}')
+    result = {}
     for path in sorted(glob.glob(f'{glob.escape(out)}/*.json'), reverse=True):    # convert.json last: it wins
         with open(path) as f:
-            found |= json.load(f)
-    return in_percent(found) | {'path': os.path.join(out, 'ckpt.safetensors')}
+            result |= json.load(f)
+    return in_percent(result) | {'path': os.path.join(out, 'ckpt.safetensors')}
 
 
-def in_percent(found):
+def in_percent(result):
     """The figures of a run, or a line of convert.json's table, with shares in %."""
-    return {name: 100 * x if name in IN_PERCENT and x is not None else x for name, x in found.items()}
+    return {name: 100 * x if name in IN_PERCENT and x is not None else x for name, x in result.items()}
 
 
 def a_run(args, suite, form, file, flags, seed, teacher=''):
     """Run one command -> its results, and those of `look` for its checkpoint. teacher: the digest of the
     model that it begins with, since the path may hold another model later"""
     key = {'file': file, 'flags': f'{flags} --device={args.device}', 'seed': seed, 'teacher': teacher}
-    found = once(args, suite, form, command, **key)
+    result = once(args, suite, form, command, **key)
     if suite.look:
         def look(*_, **same):
-            return suite.look(args, found)
+            return suite.look(args, result)
         seen = once(args, suite, f'{form} seen', look, **key, full=args.full)
-        found |= {**seen, 'minutes': found['minutes']}
-    return found
+        result |= {**seen, 'minutes': result['minutes']}
+    return result
 
 
 def trained(args, suite, form, flags, steps, seed):
@@ -375,8 +375,8 @@ def a_line(args, suite, way, form, seed):
         flags = f'{flags} {data} {way.how} {way.convert}'
         return converted(args, suite, name, teacher['path'], flags, first, more - first, seed)
     again = f'--init={shlex.quote(teacher["path"])} {data} {way.how}'
-    found = trained(args, suite, name, again, more, seed)
-    return {**found, 'recovered': 100 * found['accuracy'] / teacher['accuracy']}
+    result = trained(args, suite, name, again, more, seed)
+    return {**result, 'recovered': 100 * result['accuracy'] / teacher['accuracy']}
 
 
 def ways_of(args, suite):
@@ -385,7 +385,7 @@ def ways_of(args, suite):
     sets = [way.data for way in suite.ways.values()]
     if args.data and all(sets) and args.data not in sets:
         raise ValueError(f'--data={args.data}: choose from {", ".join(sets)}')
-    found = {}
+    to_run = {}
     for name, way in suite.ways.items():
         another = args.data and way.data and args.data != way.data
         if another or way.full not in (None, args.full):
@@ -400,8 +400,8 @@ def ways_of(args, suite):
             continue
         if 'row' in meta and not way.data:
             raise ValueError(f'--data={data}: a task; this suite wants a text')
-        found[name] = way._replace(data=data)
-    return found
+        to_run[name] = way._replace(data=data)
+    return to_run
 
 
 def seeds(args):
@@ -414,32 +414,32 @@ def of_seeds(args, suite, way, form):
     return [a_line(args, suite, way, form, seed) for seed in seeds(args)]
 
 
-def over_seeds(found, key, *beside):
+def over_seeds(results, key, *beside):
     """Columns of the table for the runs of a line: median and range of a figure, the minutes, and the medians
     of the keys `beside`, if the runs have them."""
-    values = [f[key] for f in found]
+    values = [result[key] for result in results]
     row = {'ours': statistics.median(values), 'least': min(values), 'most': max(values),
-           'minutes': sum(f['minutes'] for f in found)}
+           'minutes': sum(result['minutes'] for result in results)}
     for name in beside:
-        known = [f[name] for f in found if f.get(name) is not None]
+        known = [result[name] for result in results if result.get(name) is not None]
         row[name] = statistics.median(known) if known else None
     return row
 
 
-def a_row(suite, form, part, found):
+def a_row(suite, form, part, results):
     """A line of the table, made from its runs."""
     theirs = suite.paper.get(form)
     if isinstance(theirs, dict):
         theirs = theirs.get(part)
-    return {'form': form, 'part': part, **over_seeds(found, suite.figure, *suite.beside), 'paper': theirs}
+    return {'form': form, 'part': part, **over_seeds(results, suite.figure, *suite.beside), 'paper': theirs}
 
 
 def runs(args, suite):
     """The table of a suite of commands: each line in each way, with one run per seed."""
     for name, way in ways_of(args, suite).items():
         for form in dict.fromkeys(suite.always) | only(args, suite.lines):
-            found = of_seeds(args, suite, way, form)
-            yield a_row(suite, form, name, found)
+            results = of_seeds(args, suite, way, form)
+            yield a_row(suite, form, name, results)
 
 
 def batches(val, data, many, count=None):
@@ -454,41 +454,41 @@ def model_in(path, device, **changes):
 
 
 # ---- what suites measure on the checkpoints of their runs --------------------------------------------------
-def size_of_state(args, found):
+def size_of_state(args, result):
     """The size of the state for one row, in bytes."""
-    model = model_in(found['path'], args.device)
+    model = model_in(result['path'], args.device)
     tokens = torch.zeros(1, model.config.block_size, dtype=torch.long, device=args.device)
     return {'state bytes': state_bytes(model.read(tokens))}
 
 
-def of_classes(args, found):
+def of_classes(args, result):
     """On the validation rows, in %: the share of the most frequent class, and Matthews' correlation of
     answers with labels. It is 0 for a model that always says one class. For more than two classes it is R_K,
     Gorodkin 2004."""
-    model, meta = load(found['path'], args.device)
+    model, meta = load(result['path'], args.device)
     model.eval()
-    _, val, data = prepare.load(found['data'], like=meta['data'])
-    said = []
+    _, val, data = prepare.load(result['data'], like=meta['data'])
+    predicted = []
     true = []
     for begin in batches(val, data, 32):
         x, y = recipe.rows(val, begin, data['row'], data, args.device)
         with torch.inference_mode():
             logits, y, _ = recipe.answers(model, x, y, None, data)
-        said += logits.argmax(-1).tolist()
+        predicted += logits.argmax(-1).tolist()
         true += y.tolist()
-    both = F.one_hot(torch.tensor([said, true]), model.config.classes).double()       # (2, N, classes)
+    both = F.one_hot(torch.tensor([predicted, true]), model.config.classes).double()  # (2, N, classes)
     shares = both.mean(1, keepdim=True)
     matthews = F.cosine_similarity(*(both - shares).flatten(1), 0)
     return {'majority': 100 * shares[1].max().item(), 'matthews': 100 * matthews.item()}
 
 
-def bits(args, found, T, many=None, carried=False, **changes):
+def bits(args, result, T, many=None, carried=False, **changes):
     """Bits per byte of a run's model on rows of T tokens of the validation text. They are those that train.py
     evaluated, or `many` rows spaced over the whole text. changes: as for `model_in`"""
-    _, val, meta = prepare.load(found['data'])
+    _, val, meta = prepare.load(result['data'])
     if many is None:
-        val = val[:found['val_tokens']]
-    model = model_in(found['path'], args.device, **changes)
+        val = val[:result['val_tokens']]
+    model = model_in(result['path'], args.device, **changes)
     begin = recipe.blocks(len(val), T, meta, many)
     loss, _ = recipe.Rows(None, val, meta, T, args.device).evaluate(model, begin, carried)
     return recipe.bits_a_nat(meta) * loss
@@ -497,20 +497,20 @@ def bits(args, found, T, many=None, carried=False, **changes):
 WINDOWS = 8, 64, 128        # cached tokens: 1, 8, 16 times the size of the state of delta elu
 
 
-def windows(args, found):
+def windows(args, result):
     """Bits per byte with windows of WINDOWS cached tokens, carried over the validation text like
     Transformer-XL's memory. As in the paper, the model was trained with a long window."""
-    if found.get('rule') != 'window':
+    if result.get('rule') != 'window':
         return {}
-    return {f'with {cache}': bits(args, found, 512, carried=True, cache=cache) for cache in WINDOWS}
+    return {f'with {cache}': bits(args, result, 512, carried=True, cache=cache) for cache in WINDOWS}
 
 
 GRID_ROWS = 256             # rows of the validation text on which the grid is compared
 
 
-def on_grid_rows(args, found):
+def on_grid_rows(args, result):
     """Bits per byte on evenly spaced rows, the same that convert.py evaluates."""
-    return {'bits per byte': bits(args, found, found['block_size'], GRID_ROWS)}
+    return {'bits per byte': bits(args, result, result['block_size'], GRID_ROWS)}
 
 
 # ---- suites of commands that need more than a table --------------------------------------------------------
@@ -522,15 +522,15 @@ def mqar(args, suite):
         yield {'width': width, **a_row(suite, form, '', of_seeds(args, suite, wide, form))}
 
 
-def products(args, found):
+def products(args, result):
     """Accuracy in % on 256 new rows, for products of 1, 2, ... elements, and its mean beyond the lengths of
     training."""
-    row = prepare.find(found['data'])
+    row = prepare.find(result['data'])
     rng = np.random.Generator(np.random.Philox(2))              # seeds 0 and 1 made the data set
     x, y = row['make'](256, rng, row['vocab'], False, length=256)
     x = torch.from_numpy(x).to(args.device)
     with torch.inference_mode():
-        logits, _ = model_in(found['path'], args.device)(x)
+        logits, _ = model_in(result['path'], args.device)(x)
     right = logits.argmax(-1).cpu() == torch.from_numpy(y)
     right = 100 * right.float().mean(0)
     return {'right': right.tolist(), 'beyond': right[row['length']:].mean().item()}
@@ -542,9 +542,9 @@ def tracking(args, suite):
     for name, way in ways_of(args, suite).items():
         rows = []
         for form in only(args, suite.lines):
-            found = of_seeds(args, suite, way, form)
-            rows.append(a_row(suite, form, name, found))
-            for i, right in enumerate(zip(*[f['right'] for f in found])):
+            results = of_seeds(args, suite, way, form)
+            rows.append(a_row(suite, form, name, results))
+            for i, right in enumerate(zip(*[result['right'] for result in results])):
                 yield {'form': form, 'part': 'curve', 'length': i + 1, name: statistics.median(right)}
         diagonal = [row['ours'] for row in rows if row['form'] in ('sum', 'mamba2')]
         for row in rows:
@@ -652,7 +652,7 @@ def associative(args, suite):
     """Losses over the number of associations S, and learning curves for the smallest S. These are figure 3 of
     Schlag 2021 and, with `capacity --lengths=600`, figure 4."""
     broken = {}
-    args.said[f'first S above a loss of {GOOD}, here and in the paper'] = broken
+    args.remarks[f'first S above a loss of {GOOD}, here and in the paper'] = broken
     for form, (rule, phi, norm) in only(args, suite.lines).items():
         key = {'rule': rule, 'phi': phi, 'norm': norm, 'replace': suite.name == 'update', 'most': args.steps,
                'device': str(args.device)}
@@ -660,10 +660,10 @@ def associative(args, suite):
         fills = rule == 'delta' or suite.name == 'capacity'
         ours = {}
         for S in args.lengths:
-            found = [once(args, suite, form, associate, **key, S=S, seed=seed) for seed in seeds(args)]
+            results = [once(args, suite, form, associate, **key, S=S, seed=seed) for seed in seeds(args)]
             if not ours:
-                yield from curve(form, found)
-            row = {'form': form, 'S': S, **over_seeds(found, suite.figure), 'paper': theirs.get(S)}
+                yield from curve(form, results)
+            row = {'form': form, 'S': S, **over_seeds(results, suite.figure), 'paper': theirs.get(S)}
             yield row
             ours[S] = row['ours']
             if ours[S] > OVERFULL and fills:
@@ -671,9 +671,9 @@ def associative(args, suite):
         broken[form] = [next((S for S in losses if losses[S] > GOOD), None) for losses in (ours, theirs)]
 
 
-def curve(form, found):
+def curve(form, results):
     """Rows of a learning curve: the median over seeds, up to the shortest run."""
-    for points in zip(*[f['curve'] for f in found]):            # the points of one step, per seed
+    for points in zip(*[result['curve'] for result in results]):        # the points of one step, per seed
         steps, losses = zip(*points)
         yield {'form': form, 'part': 'curve', 'step': steps[0], 'loss': statistics.median(losses)}
 
@@ -727,12 +727,12 @@ def bounded(path, teacher, rule, cache, **changes):
 def nats_along(model, x, y, segment):
     """Read rows x (B, T) from an empty state -> nats (B, T) of the targets y (B, T). We read in segments of
     so many tokens and carry the state, so memory hardly grows with T."""
-    found = []
+    nats = []
     state = None
     for some, targets in zip(x.split(segment, 1), y.split(segment, 1)):
         logits, targets, state = recipe.answers(model, some, targets, state, {})
-        found.append(F.cross_entropy(logits, targets, reduction='none').view(len(x), -1))
-    return torch.cat(found, 1)
+        nats.append(F.cross_entropy(logits, targets, reduction='none').view(len(x), -1))
+    return torch.cat(nats, 1)
 
 
 def by_position(form, nats, first):
@@ -755,23 +755,23 @@ def convert(args, suite):
     without a stage 1 spend all of them on stage 2."""
     path, teacher, meta = softmax_model(args, tasks=True)
     _, _, data, _ = prepare.for_model(path, meta, args.data, teacher.config.block_size)
-    args.said['in % of'] = path
+    args.remarks['in % of'] = path
     judged = 2000 if 'row' in data else 64          # a row of a task has few targets, or one
     steps = args.steps + max(1, round(3 * args.steps / 8))
-    anew = None                                     # the first run of all, which has the controls
+    anew = None                                     # the first result of all, which has the controls
     for form, (line, stage_1) in only(args, suite.lines).items():
         flags = f'{line} --data={shlex.quote(args.data)} --eval_rows={judged}'
         first = round(stage_1 * steps)
-        found = []
+        results = []
         for seed in seeds(args):
             controls = 'false' if anew else 'true'  # only once: they cost as much as two lines
-            run = converted(args, suite, form, path, flags, first, steps - first, seed, meta.get('digest'),
-                            controls)
-            if run['recovered'] is None:
+            result = converted(args, suite, form, path, flags, first, steps - first, seed, meta.get('digest'),
+                               controls)
+            if result['recovered'] is None:
                 raise ValueError('the softmax model knows no answer: there is nothing to recover')
-            anew = anew or {**run, 'form': form}
-            found.append(run)
-        yield a_row(suite, form, '', found)
+            anew = anew or {**result, 'form': form}
+            results.append(result)
+        yield a_row(suite, form, '', results)
     yield a_row(suite, 'teacher trained on', '', [in_percent(anew['tuned'])])
     yield a_row(suite, f'{anew["form"]}, from scratch', '', [in_percent(anew['table'][-1])])
 
@@ -789,18 +789,18 @@ def monotone(args, suite):
     flags = f'--recipe=hedgehog --row={row} --eval_rows=4 --data={shlex.quote(args.data)}'
     weights = {}
     for phi in only(args, suite.lines):
-        found = converted(args, suite, phi, path, f'{flags} --phi={phi}', args.steps, 0, args.seed,
-                          meta.get('digest'))
-        for stage in dict.fromkeys(layer['model'] for layer in found['layers']):
+        result = converted(args, suite, phi, path, f'{flags} --phi={phi}', args.steps, 0, args.seed,
+                           meta.get('digest'))
+        for stage in dict.fromkeys(layer['model'] for layer in result['layers']):
             form = phi if stage == 'swapped' else f'{phi}, {stage}'
-            layers = [layer for layer in found['layers'] if layer['model'] == stage]
+            layers = [layer for layer in result['layers'] if layer['model'] == stage]
             yield {'form': form} | {x: statistics.mean(layer[x] for layer in layers) for x in FIDELITY}
-            weights[form] = found['query'][stage]
-    weights['softmax'] = found['query']['softmax']
+            weights[form] = result['query'][stage]
+    weights['softmax'] = result['query']['softmax']
     spiky = statistics.mean(layer['entropy of teacher'] for layer in layers)
     yield {'form': 'softmax', 'order kept': 1.0, 'entropy': spiky, 'KL to teacher': 0.0}
     for form in DRAWN:
-        for score, weight in zip(found['query']['scores'], weights.get(form, [])):
+        for score, weight in zip(result['query']['scores'], weights.get(form, [])):
             yield {'form': form, 'part': 'query', 'q.k / sqrt(d)': score, 'weight': max(weight, 1e-7)}
 
 
@@ -823,13 +823,13 @@ def divergence(teacher, student, x):
     """KL(teacher || student) of the attention weights, on the teacher's inputs: the mean over layers, heads
     and queries, in nats. We read x (B, T) row by row."""
     twins = student.mixers()
-    found = []
+    divergences = []
     for row in x.split(1):
         for seen in teacher.through(row):
             a = seen.weights(seen.mixer)
             w = seen.weights(twins[seen.name])
-            found.append(kl(a, w).item())
-    return statistics.mean(found)
+            divergences.append(kl(a, w).item())
+    return statistics.mean(divergences)
 
 
 def transfer(args, suite):
@@ -844,14 +844,14 @@ def transfer(args, suite):
         known.append(data['val'])
     if known[0] == known[1]:
         raise ValueError(f'--data={names["other"]}: what {path} was trained on; give another text')
-    args.said.update({**names, 'tokens of a row that maps learned on': T})
+    args.remarks.update({**names, 'tokens of a row that maps learned on': T})
     learned_on = {**names, 'random': random_tokens(args, meta['data'])}
     models = {}
     for form, (flags, text) in only(args, suite.lines).items():
         flags = (f'--recipe=hedgehog {flags} --row={T} --batch_size=32 --eval_rows=4 '
                  f'--data={shlex.quote(learned_on[text])}')
-        found = converted(args, suite, form, path, flags, args.steps, 0, args.seed, meta.get('digest'))
-        models[form] = model_in(found['path'], args.device)
+        result = converted(args, suite, form, path, flags, args.steps, 0, args.seed, meta.get('digest'))
+        models[form] = model_in(result['path'], args.device)
     for text, n in itertools.product(names, times):
         count = chosen(args, 2, 8) * max(times) // n            # equally many tokens at all lengths
         x, _, _, _ = a_text(args, path, meta, n * T, count, names[text])
@@ -868,7 +868,7 @@ def cache(args, suite):
     """Perplexity of a softmax model whose layers cache few tokens, without further training."""
     path, teacher, x, _ = pieces(args, chosen(args, 16, 64))
     T = x.shape[1]
-    args.said.update({'pieces': len(x), 'tokens of a piece': T})
+    args.remarks.update({'pieces': len(x), 'tokens of a piece': T})
     sizes = args.lengths or sorted({T // n for n in chosen(args, (32, 16, 8, 4, 1), SHARES)} - {0})
     cells = [('softmax', T, {})]                    # form, cached tokens, flags
     cells += [(rule, size, {'rule': rule}) for size in sizes for rule in POLICIES]
@@ -901,7 +901,7 @@ def far(args, suite):
                          'model with rope, as train.py makes without --pos')
     x, y, data, name = a_text(args, path, meta, length, 1, args.data)
     size = max(1, block // 8)
-    args.said.update({'the validation text of': name, 'rows kept': size, 'tokens in a row': block})
+    args.remarks.update({'the validation text of': name, 'rows kept': size, 'tokens in a row': block})
     models = {'softmax': teacher}
     for form, (policy, positions) in only(args, suite.lines).items():
         models[form] = bounded(path, teacher, policy, size, positions=positions)
@@ -968,8 +968,8 @@ def kept(args, suite):
     late = seen[:, :, 2 * size:].float()                        # steps at which the cache is long full
     recent = late.triu(size + 1).sum() / late.sum()
     stayed = seen.sum(2).float().mean(0)                        # steps (B, T), mean over layers
-    args.said[f'rows among the last {size} tokens, %'] = 100 * recent.item()
-    args.said['steps in which the first token is kept, %'] = 100 * late[..., 0].mean().item()
+    args.remarks[f'rows among the last {size} tokens, %'] = 100 * recent.item()
+    args.remarks['steps in which the first token is kept, %'] = 100 * late[..., 0].mean().item()
     steps = {'all': []}                 # not the first token, nor those that came too late
     for token, n in zip(x[:, 1:T - size].flatten().tolist(), stayed[:, 1:T - size].flatten().tolist()):
         steps['all'].append(n)
@@ -1015,13 +1015,13 @@ def answered(_, rule, one_in, task, count, path, device):
             answer = torch.from_numpy(places[-1] + prepare.tasks.ANSWER_AT).to(device)
             left.append(rows_left(state, answer))
     right = 100 * torch.cat(right).cpu().numpy()
-    found = {'accuracy': right.mean().item()}
+    result = {'accuracy': right.mean().item()}
     if left:
-        found['left'] = 100 * torch.cat(left).mean().item()
+        result['left'] = 100 * torch.cat(left).mean().item()
     if places:
         quarter = np.concatenate(places) * 4 // T
-        found |= {f'quarter {i}': right[quarter == i].mean().item() for i in range(4)}
-    return found
+        result |= {f'quarter {i}': right[quarter == i].mean().item() for i in range(4)}
+    return result
 
 
 def answers(args, suite):
@@ -1034,12 +1034,14 @@ def answers(args, suite):
         T = prepare.load(name)[2]['row']
         paths = [a_line(args, suite, way, 'softmax', seed)['path'] for seed in seeds(args)]
         for form, one_in in cells:
-            found = [once(args, suite, form, answered, rule=form, one_in=one_in, task=name,
-                          count=chosen(args, 128, 256), path=path, device=str(args.device)) for path in paths]
-            yield {'form': form, 'part': name, 'share': 1 / one_in, **over_seeds(found, suite.figure, 'left')}
-            if 'quarter 0' in found[0] and one_in in (1, ONE_IN):
+            results = [once(args, suite, form, answered, rule=form, one_in=one_in, task=name,
+                            count=chosen(args, 128, 256), path=path, device=str(args.device))
+                       for path in paths]
+            yield {'form': form, 'part': name, 'share': 1 / one_in,
+                   **over_seeds(results, suite.figure, 'left')}
+            if 'quarter 0' in results[0] and one_in in (1, ONE_IN):
                 by_distance += [{'form': form, 'part': f'{name}, distance', 'distance': T * (4 - i) // 4,
-                                 **over_seeds(found, f'quarter {i}')} for i in range(4)]
+                                 **over_seeds(results, f'quarter {i}')} for i in range(4)]
     yield from by_distance
 
 
@@ -1106,7 +1108,7 @@ def over_lengths(args, suite):
     n = 8192 if args.device.type == 'cuda' else 1024
     a = torch.randn(n, n, device=args.device, dtype=args.dtype)
     peak = 2 * n ** 3 / seconds([partial(torch.matmul, a, a)], args.device)[0]
-    args.said['GFLOP/s in one large product'] = round(peak / 1e9)
+    args.remarks['GFLOP/s in one large product'] = round(peak / 1e9)
     lines = dict(suite.lines)
     for T in args.lengths:
         cells = []
@@ -1234,7 +1236,7 @@ def decode(args, suite):
                 yield {**row, 'us a token': 1e6 * took}
     S = torch.randn(args.batch, args.heads, args.head_dim, args.head_dim, device=args.device)
     [copy] = seconds([partial(torch.empty_like(S).copy_, S)], args.device, 0.3, 30)
-    args.said['microseconds of a copy of the S of a layer'] = round(1e6 * copy, 1)
+    args.remarks['microseconds of a copy of the S of a layer'] = round(1e6 * copy, 1)
 
 
 @torch.inference_mode()
@@ -1277,28 +1279,28 @@ def bleu_metric():
 
 
 @torch.inference_mode()
-def bleu(args, found):
+def bleu(args, result):
     """BLEU of a run's model on the first sources of the test side. --full: with a beam of 4"""
     beam, count = chosen(args, (1, 100), (4, 1000))
     metric = bleu_metric()
-    model, meta = load(found['path'], args.device)
+    model, meta = load(result['path'], args.device)
     model.eval()
-    test, data = prepare.test_side(found['data'], like=meta['data'])
+    test, data = prepare.test_side(result['data'], like=meta['data'])
     T = data['row']
     begin = recipe.blocks(len(test), T, data)[:count]
     x, y = recipe.rows(test, begin, T, data, args.device)
-    said = []
+    translations = []
     for sources in x[:, :data['source']].split(64):
         for row in model.translate(sources, beam).tolist():
-            said.append(prepare.decode(row, data))
+            translations.append(prepare.decode(row, data))
     wanted = [prepare.decode(row[row >= 0].tolist(), data) for row in y]
-    return {'bleu': metric.corpus_score(said, [wanted]).score, 'sentences': len(said)}
+    return {'bleu': metric.corpus_score(translations, [wanted]).score, 'sentences': len(translations)}
 
 
 def translate(args, suite):
     """BLEU on the test side. As in Kasai 2021, we replace the decoder's self-attention and cross-attention;
     `delta` replaces only self-attention. The encoder keeps softmax, except in the lines with `all`."""
-    args.said['BLEU'] = str(bleu_metric().get_signature())      # fails now if sacrebleu is missing
+    args.remarks['BLEU'] = str(bleu_metric().get_signature())      # fails now if sacrebleu is missing
     return runs(args, suite)
 
 
@@ -1307,7 +1309,7 @@ def translate(args, suite):
 def every(args, suite):
     """Run every suite. If one cannot run here, print why and go on with the next."""
     left_out = {}
-    args.said['left_out'] = left_out
+    args.remarks['left_out'] = left_out
     for other in ROWS[:-1]:
         print(f'--- {other.name} ---', flush=True)
         try:
@@ -1724,7 +1726,7 @@ class Args:
     budget: int = flag(74, f'{of("budget")}: memory for all states, in MB', low=1)
     given: object = None        # no flags: the Args as given,
     began: float = 0.0          # when the suite began,
-    said: dict = field(default_factory=dict)        # and remarks beside the table
+    remarks: dict = field(default_factory=dict)     # and what else it says, beside the table
 
 
 def settings(argv):
@@ -1759,7 +1761,7 @@ def run_suite(suite, args):
     missing = {name: own[name] for name in own if not getattr(args, name)}
     sizes = missing.pop('lengths', args.lengths)
     args = dataclasses.replace(args, **missing, lengths=numbers(sizes), device=device, dtype=dtype,
-                               given=args, began=time.perf_counter(), said={})
+                               given=args, began=time.perf_counter(), remarks={})
     torch.manual_seed(args.seed)
     os.makedirs(args.out, exist_ok=True)
     report(args, suite, list(suite.measure(args, suite)))
