@@ -709,7 +709,7 @@ def a_text(args, path, meta, T, count, name):
     return x, y, data, name
 
 
-def pieces(args, count):
+def model_and_rows(args, count):
     """A softmax model and rows to measure it on -> path, model, x (count, T), metadata of the text. x are
     evenly spaced rows of its validation text, as long as training rows."""
     path, model, meta = softmax_model(args)
@@ -717,7 +717,7 @@ def pieces(args, count):
     return path, model, x, data
 
 
-def bounded(path, teacher, rule, cache, **changes):
+def with_cache(path, teacher, rule, cache, **changes):
     """Load a softmax model from a file, with at most `cache` cached tokens per layer."""
     sinks = max(0, min(4, cache - 1))
     return model_in(path, teacher.embed.weight.device, rule=rule, cache=cache, sinks=sinks, **changes)
@@ -866,7 +866,7 @@ POLICIES = 'random', 'window', 'sink', 'h2o', 'tova-head', 'tova'
 
 def cache(args, suite):
     """Perplexity of a softmax model whose layers cache few tokens, without further training."""
-    path, teacher, x, _ = pieces(args, chosen(args, 16, 64))
+    path, teacher, x, _ = model_and_rows(args, chosen(args, 16, 64))
     T = x.shape[1]
     args.remarks.update({'pieces': len(x), 'tokens of a piece': T})
     sizes = args.lengths or sorted({T // n for n in chosen(args, (32, 16, 8, 4, 1), SHARES)} - {0})
@@ -879,7 +879,7 @@ def cache(args, suite):
                   for size in sizes for rule in ('window', 'sink')]
     full = None
     for form, size, flags in cells:
-        model = bounded(path, teacher, cache=size, **flags) if flags else teacher
+        model = with_cache(path, teacher, cache=size, **flags) if flags else teacher
         perplexity = nats_along(model, x[:, :-1], x[:, 1:], T).mean().exp().item()
         full = full or perplexity
         theirs = suite.paper.get(form, {})
@@ -904,7 +904,7 @@ def far(args, suite):
     args.remarks.update({'the validation text of': name, 'rows kept': size, 'tokens in a row': block})
     models = {'softmax': teacher}
     for form, (policy, positions) in only(args, suite.lines).items():
-        models[form] = bounded(path, teacher, policy, size, positions=positions)
+        models[form] = with_cache(path, teacher, policy, size, positions=positions)
     for source in filter(None, args.beside.split(',')):
         model, meta = load(source, args.device)
         if not prepare.same_tokens(meta['data'], data):
@@ -920,7 +920,7 @@ def far(args, suite):
         yield {**row, 'more than in rows': row['perplexity'] - base[row['position']]}
 
 
-def kind_of(token, data):
+def kind_of_token(token, data):
     """The kind of a token, by its first character. For tokens that may be words, we guess the part of speech
     from a list of common words and from the ending."""
     alone = prepare.decode([token], data)
@@ -959,12 +959,12 @@ def watch(model, x):
 @torch.inference_mode()
 def kept(args, suite):
     """Which tokens TOVA caches: how recent they are, the first token, and how long each kind stays."""
-    path, teacher, x, data = pieces(args, chosen(args, 4, 16))
+    path, teacher, x, data = model_and_rows(args, chosen(args, 4, 16))
     T = x.shape[1]
     size, = args.lengths or [max(1, T // 8)]
     if 2 * size >= T:
         raise ValueError(f'--lengths={size}: rows must be fewer than half of the {T} tokens of a piece')
-    seen = watch(bounded(path, teacher, 'tova', size), x)
+    seen = watch(with_cache(path, teacher, 'tova', size), x)
     late = seen[:, :, 2 * size:].float()                        # steps at which the cache is long full
     recent = late.triu(size + 1).sum() / late.sum()
     stayed = seen.sum(2).float().mean(0)                        # steps (B, T), mean over layers
@@ -973,7 +973,7 @@ def kept(args, suite):
     steps = {'all': []}                 # not the first token, nor those that came too late
     for token, n in zip(x[:, 1:T - size].flatten().tolist(), stayed[:, 1:T - size].flatten().tolist()):
         steps['all'].append(n)
-        steps.setdefault(kind_of(token, data), []).append(n)
+        steps.setdefault(kind_of_token(token, data), []).append(n)
     for kind, n in steps.items():
         yield {'form': kind, 'share of text': len(n) / len(steps['all']), 'steps kept': statistics.mean(n)}
 
@@ -999,7 +999,7 @@ def answered(_, rule, one_in, task, count, path, device):
     _, val, data = prepare.load(task)
     T = data['row']
     if rule != 'softmax':
-        model = bounded(path, model, rule, T // one_in)
+        model = with_cache(path, model, rule, T // one_in)
     right = []
     places = []
     left = []
@@ -1217,7 +1217,7 @@ def far_along(model, batch, T):
 
 
 @torch.inference_mode()
-def decode(args, suite):
+def next_token(args, suite):
     """The cost of the next token after T tokens, for a layer and a model with random weights, with --batch
     texts in parallel. The contents of a cache do not change its time."""
     for level in list(LEVELS)[:chosen(args, 2, 3)]:
@@ -1240,7 +1240,7 @@ def decode(args, suite):
 
 
 @torch.inference_mode()
-def batch(args, suite):
+def throughput(args, suite):
     """The largest batch whose states fit a budget, and its throughput after T tokens. Oren 2024, table 1."""
     T, = args.lengths
     paper = suite.paper['tova']
@@ -1297,7 +1297,7 @@ def bleu(args, result):
     return {'bleu': metric.corpus_score(translations, [wanted]).score, 'sentences': len(translations)}
 
 
-def translate(args, suite):
+def translators(args, suite):
     """BLEU on the test side. As in Kasai 2021, we replace the decoder's self-attention and cross-attention;
     `delta` replaces only self-attention. The encoder keeps softmax, except in the lines with `all`."""
     args.remarks['BLEU'] = str(bleu_metric().get_signature())      # fails now if sacrebleu is missing
@@ -1386,7 +1386,7 @@ FACTS = f'{ASKED} --batch_size=8 --lr=3e-3'
 
 ROWS = [
     Suite(
-        'decode', 'time and state of the next token after 128 .. 65,536, for a layer and a model', decode,
+        'decode', 'time and state of the next token after 128 .. 65,536, for a layer and a model', next_token,
         'lengths heads head_dim batch dtype',
         {'lengths': '128,1024,8192,65536', 'heads': 12}, {'lengths': '128,1024,8192,65536', 'heads': 12},
         panels=(Panel('T', 'us a token', 'one layer, {heads} heads of {head_dim}', 'layer'),
@@ -1417,7 +1417,7 @@ ROWS = [
         panels=(Panel('T', 'ms', 'forward and backward, {heads} heads of {head_dim}'),), note=CEILING,
         source='Schlag 2021, section 6.3: words a second: sum 66,000, delta 63,000, softmax 33,000'),
     Suite(
-        'batch', 'throughput at a memory budget, by cached tokens', batch, 'lengths budget dtype',
+        'batch', 'throughput at a memory budget, by cached tokens', throughput, 'lengths budget dtype',
         {'lengths': '4096'}, {'lengths': '4096'}, one=True,
         panels=(Panel('rows', 'tokens/s', '{budget} MB of states'),),
         note='all with {budget} MB of states; full: TOVA with all rows',
@@ -1588,7 +1588,7 @@ ROWS = [
                'delta elu no-positions carry': 'medium 29.4',
                'window carry': 'medium, with 8: 65.5, 64: 30.1, 128: 27.4'}),
     Suite(
-        'translate', 'BLEU of translators, trained and converted', translate, 'data seeds steps only',
+        'translate', 'BLEU of translators, trained and converted', translators, 'data seeds steps only',
         {'steps': 60, 'only': 'softmax,elu,t2r converted'},
         lines={                 # flags of convert.py for `converted`; `all`: the encoder, too
             'softmax': '--rule=softmax', 'elu': '--rule=sum --phi=elu', 'favor': '--rule=sum --phi=favor',

@@ -3920,12 +3920,12 @@ def test_bench_knows_words_from_pieces_of_words(kind, mark, monkeypatch):
     for token, wanted in {mark + 'the': 'article', 'the': 'piece of a word', mark + 'he': 'pronoun',
                           'he': 'piece of a word', mark + 'over': 'preposition', mark + 'quick': 'rest',
                           mark + '25': 'digit', 'I': 'capital', 'a': 'piece of a word'}.items():
-        assert bench.kind_of(ids.token_to_id(token), meta) == wanted
+        assert bench.kind_of_token(ids.token_to_id(token), meta) == wanted
     for character, wanted in ('a', 'rest'), (' ', 'rest'), ('I', 'capital'), ('.', 'punctuation'):
-        assert bench.kind_of(ord(character), {'tokenizer': 'byte', 'vocab_size': 256}) == wanted
+        assert bench.kind_of_token(ord(character), {'tokenizer': 'byte', 'vocab_size': 256}) == wanted
     for word, wanted in ('ing', '-ing'), ('walked', '-ed'):
         monkeypatch.setattr(prepare, 'decode', lambda tokens, _, word=word: word * len(tokens))
-        assert bench.kind_of(0, meta) == wanted
+        assert bench.kind_of_token(0, meta) == wanted
 
 def test_bench_transfers_maps_to_another_text(a_model, text, tmp_path, in_process):
     """A map learns on the text that its form names; divergences are those of convert.json on the same row."""
@@ -4097,7 +4097,7 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
     vocab = meta['vocab_size']
     model, few = FromTheEnd(128, vocab), Mock(return_value=FromTheEnd(192, vocab))
     monkeypatch.setattr(bench, 'model_in', lambda *_: model)
-    monkeypatch.setattr(bench, 'bounded', few)
+    monkeypatch.setattr(bench, 'with_cache', few)
     half, most = (bench.answered('', rule, 4, folder, 100, 'out', 'cpu') for rule in ('softmax', 'tova'))
     assert [half[f'quarter {i}'] for i in range(4)] == [0, 0, 100, 100] and 35 < half['accuracy'] < 65
     assert [most[f'quarter {i}'] for i in range(4)] == [0, 100, 100, 100]
