@@ -1,5 +1,5 @@
 """Run measurements on this machine. A suite is an entry of SUITES, at the end of this file. It prints a
-table, writes out/bench/SUITE.csv and, if there is something to plot, SUITE.png. Its last line is JSON.
+table and writes out/bench/SUITE.csv and, if there is something to plot, SUITE.png.
 
     python bench.py                    decode --quick: what the next token costs
     python bench.py all --quick        every suite, most in one or two minutes; --full takes hours
@@ -188,8 +188,8 @@ LOGARITHMIC = ('T', 'us a token', 'state bytes', 'ms', 'MB', 'rows', 'tokens/s',
 
 
 def report(args, suite, rows):
-    """Print the table, split where its columns change, and write it as CSV. Print the remarks, as lines and
-    as one line of JSON. Draw the picture of the suite."""
+    """Print the table, split where its columns change, and write it as CSV. Draw the picture of the suite.
+    Print the remarks, and what the time depended on."""
     if rows:
         columns = dict.fromkeys(itertools.chain.from_iterable(rows))
         with open(f'{args.out}/{suite.name}.csv', 'w', newline='') as f:
@@ -200,15 +200,12 @@ def report(args, suite, rows):
         for _, alike in itertools.groupby(read, list):                  # adjacent rows with equal columns
             recipe.table(list(alike))
         print(suite.note.format_map(vars(args)))
-        for name, value in args.remarks.items():
-            print(f'{name}: {value}')
         print(f'paper: {suite.source}')
         draw(args, suite, rows)
-    about = {'suite': suite.name, 'torch': torch.__version__, 'threads': torch.get_num_threads(),
-             'minutes': round((time.perf_counter() - args.began) / 60, 2), **args.remarks}
-    if 'seeds' in suite.flags:
-        about['seeds'] = args.seeds
-    print(json.dumps(about), flush=True)
+    for name, value in args.remarks.items():
+        print(f'{name}: {value}')
+    minutes = (time.perf_counter() - args.began) / 60
+    print(f'{minutes:.1f} minutes, threads: {torch.get_num_threads()}, torch {torch.__version__}', flush=True)
 
 
 def canvas(panels):
@@ -242,7 +239,9 @@ def draw(args, suite, table):
             draw_lines(ax, panel, rows, forms)
         ax.set(title=panel.title.format_map(vars(args)), xlabel=labels.get(panel.x, panel.x),
                ylabel=labels.get(panel.y, panel.y))
-    figure.savefig(f'{args.out}/{suite.name}.png', dpi=110)
+    path = f'{args.out}/{suite.name}.png'
+    figure.savefig(path, dpi=110)
+    print(f'picture: {path}')
 
 
 def draw_lines(axes, panel, rows, forms):
@@ -1308,14 +1307,14 @@ def translators(args, suite):
 
 def every(args, suite):
     """Run every suite. If one cannot run here, print why and go on with the next."""
-    left_out = {}
-    args.remarks['left_out'] = left_out
+    left_out = []
+    args.remarks['left out'] = left_out
     for other in ROWS[:-1]:
         print(f'--- {other.name} ---', flush=True)
         try:
             run_suite(other, args.given)
         except (ValueError, OSError, RuntimeError) as e:
-            left_out[other.name] = str(e)
+            left_out.append(other.name)
             print(f'left out: {e}', flush=True)
     return []
 
