@@ -1155,10 +1155,7 @@ def layer_step(rule, args, T):
     S = None
     for _ in range(0, T, 1024):
         _, S = kernels.chunked(**many, S=S)
-    if S.is_cuda:
-        return partial(kernels.chunked, **one, S=S), [{'S': S}]
-    state = kernels.of_its_own([{'S': S}])          # recorded: all calls write to the same memory
-    return partial(kernels.step_over, **one, **state[0]), state
+    return partial(kernels.chunked, **one, S=S), [{'S': S}]
 
 
 @lru_cache(1)
@@ -1169,7 +1166,7 @@ def random_model(device, dtype, **config):
 
 
 def model_step(rule, args, T, **size):
-    """Like `layer_step`, but for a model with random weights, recorded as in sample.py."""
+    """Like `layer_step`, but for a model with random weights."""
     model = random_model(args.device, args.dtype, rule=rule, **size)
     if rule == 'softmax':
         token, state = far_along(model, args.batch, T)
@@ -1177,7 +1174,7 @@ def model_step(rule, args, T, **size):
         tokens = torch.randint(256, (args.batch, T), device=args.device)
         token = tokens[:, -1:]
         state = model.read(tokens)
-    return recorded(model, token, state), state
+    return next_step(model, token, state), state
 
 
 GPT2 = {'n_layer': 12, 'n_head': 12, 'n_embd': 768, 'vocab_size': 50257}
@@ -1185,17 +1182,15 @@ LEVELS = {'layer': (layer_step, LAYERS), 'model': (model_step, MODELS),
           'model, GPT-2 size': (partial(model_step, **GPT2), MODELS)}               # only with --full
 
 
-def recorded(model, token, state):
-    """-> a function that runs the next step at each call and carries the state. If the state would grow, it
-    runs the same step again, so that the cache keeps its size."""
-    step = kernels.recorded(model, token, state, partial(sample, temperature=0))
-    token, state = step(token, state)
-    if 'k' in state[0]:
-        return partial(step, token, [dict(layer, t=layer['t'].clone()) for layer in state])
-
+def next_step(model, token, state):
+    """-> a function that runs the next greedy step at each call and carries the state. If the state is a
+    cache, each step starts from the same one, so that it keeps its size."""
     def run():
         nonlocal token, state
-        token, state = step(token, state)
+        logits, new = model(token, state)
+        token = sample(logits[:, -1], temperature=0)
+        if 'k' not in new[0]:
+            state = new
     return run
 
 

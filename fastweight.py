@@ -308,7 +308,7 @@ def softmax(q, k, v, rows=None):
     mask = None
     if 1 < T < T_all:
         mask = q.new_ones(T, T_all, dtype=torch.bool).tril(T_all - T)
-    causal = bool(T == T_all > 1)                               # torch.jit.trace needs a bool, too
+    causal = T == T_all > 1
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal), dict(k=k, v=v)
 
 def softmax_of_all(q, k, v, there=None):

@@ -4,7 +4,6 @@
     o, S = step(...)                                                             the same for a single step
     o, log_mass, went, rows = bounded(q, k, v, rows, t, policy, cache, ...)      fastweight.bounded
     y = shifted_sum(x, w)                                                        model.shifted_sum
-    step = recorded(model, token, state, choose)                                 model.step
 
 Without this file everything but bench.py and the tests still works, more slowly. model.pick_forms imports it.
 """
@@ -15,12 +14,9 @@ import math
 import os
 import sys
 import types
-import warnings
-from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import fastweight
 from fastweight import (FLOOR, LOG_MIN, append, attend, empty_rows, factors, finish, joined, l2, pick,
@@ -344,8 +340,7 @@ def on_cpu(q, k, v, w, e, log_f, log_z, S):
 
 @form
 def step_over(q, k, v, w, e, log_f, log_z, S):
-    """fastweight.recurrent for a single step without gradients. Absent gates cost nothing. S is changed in
-    place, which halves the time if it is large."""
+    """fastweight.recurrent for a single step without gradients. Absent gates cost nothing."""
     B, H, V, K = S.shape
     S = S.flatten(0, 1)                                 # (N, V, K), and rows (N, 1, .)
     N = len(S)
@@ -355,34 +350,16 @@ def step_over(q, k, v, w, e, log_f, log_z, S):
     k = row(k)
     u = row(v)
     if log_f is not None:
-        S.mul_(row(log_f).exp())
+        S = S * row(log_f).exp()
     if log_z is not None:
-        S.mul_(row(log_z).mT.exp())
+        S = S * row(log_z).mT.exp()
     if w is not None:
         u = row(w) * u
     if e is not None:
         u = torch.baddbmm(u, row(e) * k, S.mT, alpha=-1)                        # u - S (e k)
-    S.addcmul_(u.mT, k)
+    S = torch.addcmul(S, u.mT, k)
     o = torch.bmm(row(q), S.mT)
     return o.view(B, H, 1, V), S.view(B, H, V, K)
-
-
-def steps_over(q, k, v, S=None, normalise=False, floor=FLOOR, **gates):
-    """`step_over` for all steps of a token: one, or as many as it writes."""
-    rows = dict(q=q, k=k, v=v, **gates)
-    if q.shape[2] == 1:
-        return step_over(**rows, S=S, normalise=normalise, floor=floor)
-    o = []
-    for t in range(q.shape[2]):
-        now = {name: x[:, :, t:t + 1] for name, x in rows.items()}
-        o_t, S = step_over(**now, S=S, normalise=normalise, floor=floor)
-        o.append(o_t)
-    return torch.cat(o, 2), S
-
-
-def step_on_cpu(S=None, **given):
-    """`step_over`, but S is not changed."""
-    return step_over(**given, S=if_given(torch.clone, S))
 
 
 # ---- caches: fastweight.bounded, many steps together where the evictions are known -------------------------
@@ -978,7 +955,7 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
     given = dict(q=q, k=k, v=v, write=write, erase=erase, log_f=log_f, log_z=log_z, S=S)
     check(given, normalise)
     one = q.shape[2] == 1 and not torch.is_grad_enabled()
-    fastest = step_on_cpu if one else on_cpu
+    fastest = step_over if one else on_cpu
     if q.device.type == 'cuda' and torch.float64 not in (q.dtype, k.dtype, v.dtype):
         on_this = step_on_gpu if one else on_gpu
         if trusted(on_this, given, normalise):
@@ -1018,133 +995,3 @@ def shifted_sum(x, w):
     """y_t = sum_s w_s x_{t-s}, s = 0..n, with zeros before x. x (B, T, D), w (n + 1, D)  ->  y (B, T, D)
     The last row of w is that of s = 0."""
     return ShiftedSum.apply(x, w)
-
-
-# ---- decoding: a step recorded as a list of operations, without Python -------------------------------------
-def recorded(model, token, state, choose):
-    """model.step with this choose(logits), recorded: a function (token (B, 1), state) -> next token, state.
-    It skips Python, which takes most of the time in a small model. On a CPU it is a trace of the model.
-    Elsewhere, or if recording fails, it is model.step itself. It uses the weights that the model has now. Run
-    it in torch.inference_mode(), as GPT.generate does."""
-    plain = partial(model.step, choose=choose)
-    if state is None or token.device.type != 'cpu' or model.training:
-        return plain
-    why = 'cosformer needs the position as a number'
-    if not any(getattr(m, 'max_len', None) for m in model.blocks.modules()):
-        try:
-            return Traced(model, token, state, choose).step
-        except RuntimeError as e:                       # torch.jit raises this
-            why = str(e).splitlines()[0]
-    print(f'steps are not recorded: {why}', file=sys.stderr)
-    return plain
-
-
-class Traced(nn.Module):
-    """The operations of one step, recorded by torch.jit.trace and run without Python. The weights are
-    constants of the trace. It copies the state it is given and changes its own copy in place: what it returns
-    is good until the next step. A growing cache gets room for more tokens, and more when that is full."""
-    def __init__(self, model, token, state, choose):
-        super().__init__()
-        self.model = model
-        self.choose = choose
-        self.names = [list(layer) for layer in state]
-        # The last step's state, changed in place; its tensors; how many tokens the cache has room for. Not
-        # attributes of the module, because setting those is slow.
-        self.last = types.SimpleNamespace(state=None, tensors=None, room=0)
-        if 'all' in model.config.keeps():
-            self.last.room = room(state[0]['t'])
-        given = token, *self.flat(of_its_own(state, self.last.room))
-        forms = model.forms
-        with warnings.catch_warnings():
-            warnings.simplefilter('ignore')             # torch.jit warns that it is deprecated
-            softmax = partial(softmax_over, torch.jit.script(one_more))
-            model.use(forms._replace(recurrence=steps_over, softmax=softmax))
-            try:
-                trace = torch.jit.trace(self.eval(), given, check_trace=False, strict=False)
-            finally:
-                model.use(forms)
-            self.play = player(torch.jit.freeze(trace), given)
-
-    def forward(self, token, *tensors):
-        """A trace takes and returns tensors only. Those of the state come layer by layer."""
-        logits, state = self.model(token, self.layers(tensors))
-        return logits, *self.flat(state)
-
-    def flat(self, state):
-        """The tensors of a state (the list of the layers' dicts)."""
-        return [layer[name] for layer, names in zip(state, self.names) for name in names]
-
-    def layers(self, tensors):
-        """The inverse of `flat`."""
-        each = iter(tensors)
-        return [{name: next(each) for name in names} for names in self.names]
-
-    def step(self, token, state):
-        """token (B, 1), state -> token, state. The state is copied unless it is that of the last step."""
-        last = self.last
-        if last.room and state[0]['t'] >= last.room:
-            last.room = room(state[0]['t'])
-            last.state = None
-        if state is not last.state:
-            last.tensors = self.flat(of_its_own(state, last.room, last.state))
-        logits, *last.tensors = self.play(token, *last.tensors)
-        last.state = self.layers(last.tensors)
-        return self.choose(logits[:, -1]), last.state
-
-
-def player(frozen, given):
-    """A function that runs a frozen trace: torch's Static Runtime, which takes a fifth less time. It reuses
-    the memory of results from step to step and picks its kernels beforehand. It is undocumented. If this
-    torch lacks it, or if a first step with `given` fails, the trace's own interpreter is used.
-    A trace holds numbers as fp64 tensors. We make them fp32, so that fp32 tensors need no conversion."""
-    double = any(x.dtype == torch.float64 for x in given)
-    for node in frozen.graph.findAllNodes('prim::Constant'):
-        if not double and node.hasAttribute('value') and node.kindOf('value') == 't':
-            x = node.t('value')
-            if x.dim() == 0 and x.dtype == torch.float64:
-                node.t_('value', x.float())
-    try:
-        play = torch._C._jit_to_static_module(frozen._c)
-        play(*given)
-    except (AttributeError, RuntimeError):
-        return frozen
-    return play
-
-
-def room(t):
-    """How many cached tokens to make room for: the power of two above 2 t, at least 256."""
-    return max(256, 2 ** (2 * int(t)).bit_length())
-
-
-def of_its_own(state, rows=0, last=None):
-    """A copy of a state (the list of the layers' dicts). Matrices are stored with contiguous columns: what q
-    and k find is then a sum of columns, which is faster than a product with each row. A growing cache gets
-    room for `rows` tokens, unless it already lies in the memory of the last state."""
-    mine = []
-    for i, layer in enumerate(state):
-        copies = {name: layer[name].mT.clone(memory_format=torch.contiguous_format).mT
-                  for name in ('S', 'n') if name in layer}      # n: the mass of --overflow
-        if 'k' in layer and 'pos' not in layer:
-            for name in 'k', 'v':
-                x = layer[name]
-                if last is None or x.data_ptr() != last[i][name].data_ptr():
-                    B, H, T, d = x.shape
-                    copies[name] = x.new_empty(B, H, rows, d)[:, :, :T].copy_(x)
-        mine.append({**layer, **copies})
-    return mine
-
-
-def one_more(x: torch.Tensor, new: torch.Tensor):
-    """Append `new` (B, H, 1, d) to x (B, H, T, d), which has room for it: in place, without a copy. It is a
-    script, because a trace would treat the strides as constants."""
-    B, H, T, d = x.shape
-    longer = x.as_strided([B, H, T + 1, d], x.stride())
-    longer[:, :, T:].copy_(new)
-    return longer
-
-
-def softmax_over(one_more, q, k, v, rows):
-    """fastweight.softmax for one step, with a cache that has room."""
-    k = one_more(rows['k'], k)
-    v = one_more(rows['v'], v)
-    return F.scaled_dot_product_attention(q, k, v), dict(k=k, v=v)

@@ -226,19 +226,12 @@ def shifted_sum(x, w):
     return (padded.unfold(1, len(w), 1) * w.T).sum(-1)
 
 
-def unrecorded(model, token, state, choose):
-    """A function (token (B, 1), state) -> next token, state. It runs one step of the model and then
-    choose(logits (B, vocab)) -> (B, 1). kernels.recorded is faster; it needs the first token and state."""
-    return functools.partial(model.step, choose=choose)
-
-
 class Forms(NamedTuple):
     """The functions that a model computes with. Each has a definition, and a fast form in kernels.py. (For
     softmax PyTorch has one already.)"""
     recurrence: Callable = fastweight.chunked
     rows: Callable = fastweight.bounded
     shift: Callable = shifted_sum
-    record: Callable = unrecorded
     softmax: Callable = fastweight.softmax
     why: str = 'chunk (plain torch and autograd)'       # one line to print: which forms are used, and why
 
@@ -272,7 +265,7 @@ def pick_forms(impl='auto'):
         try:
             import kernels
             why = 'fused (kernels.py: batched products, on a GPU Triton)'
-            return Forms(kernels.chunked, kernels.bounded, kernels.shifted_sum, kernels.recorded,
+            return Forms(kernels.chunked, kernels.bounded, kernels.shifted_sum,
                          why=f'{why}; {definition}')
         except ModuleNotFoundError as e:
             if e.name != 'kernels':
@@ -1172,28 +1165,18 @@ class GPT(nn.Module):
             _, state = self.hidden(tokens[:, i:i + segment], state)
         return state
 
-    def step(self, token, state, choose):
-        """token (B, 1), choose(logits (B, vocab)) -> (B, 1)  ->  the next token (B, 1), state"""
-        logits, state = self(token, state)
-        return choose(logits[:, -1]), state
-
     @torch.inference_mode()
     def generate(self, tokens, state=None, temperature=1.0, top_k=0, top_p=1.0, generator=None):
         """Yield (token (B, 1), state) without end. First the prompt, tokens (B, T), T >= 1, is read in
         chunks, then there is one step per token. The state does not yet include the token it comes with.
         temperature 0 is greedy.
 
-        A state that you pass in is not changed. A state that is yielded is overwritten when you ask for the
-        next token: clone its tensors to keep it. Tokens may be kept."""
+        No state is changed in place: you may keep those that are yielded."""
         state = self.read(tokens[:, :-1], state)
         token = tokens[:, -1:]
-        choose = functools.partial(sample, temperature=temperature, top_k=top_k, top_p=top_p,
-                                   generator=generator)
-        step = unrecorded(self, token, state, choose)
-        for i in itertools.count():
-            if i == 32:                             # recording takes 0.1 s, which now pays off
-                step = self.forms.record(self, token, state, choose)
-            token, state = step(token, state)
+        while True:
+            logits, state = self(token, state)
+            token = sample(logits[:, -1], temperature, top_k, top_p, generator)
             yield token, state
 
     @torch.inference_mode()

@@ -32,7 +32,7 @@ from data import prepare
 from data.flags import flag, parse, plural, refuse, typed
 from data.weights import read_tensors, refuse_target, weights_digest, write_tensors
 from model import (Config, Swap, beyond_memory, chosen_texts, idle, load, pack, pick_device, pick_forms,
-                   refuse_broken, state_bytes, state_for)
+                   refuse_broken, sample, state_bytes, state_for)
 
 
 @dataclass
@@ -284,21 +284,24 @@ def write_page(args, model, meta, tokens):
     say(f'{args.html}: {len(page) / 1e6:.1f} MB, open it in a browser')
 
 
-def compiled(model, token, state, choose):
-    """`model.unrecorded` with torch.compile: on a GPU, one launch per step. The next step overwrites what a
-    step returns, so it is copied."""
+@torch.inference_mode()
+def generate_compiled(model, token, state, *how):
+    """`model.generate` from one token, by torch.compile: on a GPU, one launch per step. The first step, which
+    may have no state, is not compiled. A compiled step overwrites what the last one returned, so states are
+    copied before they are yielded."""
+    logits, state = model(token, state)
+    token = sample(logits[:, -1], *how)
+    state = [{name: x.to(token.device) for name, x in layer.items()} for layer in state]
     forward = torch.compile(model, mode='reduce-overhead')
-
-    def step(token, state):
-        state = [{name: x.to(token.device) for name, x in layer.items()} for layer in state]
+    while True:
+        yield token, state
         torch.compiler.cudagraph_mark_step_begin()
-        logits, state = forward(token, state)
-        return choose(logits[:, -1]), [{name: x.clone() for name, x in layer.items()} for layer in state]
-    try:
-        step(token, state)
-    except RuntimeError as e:
-        raise ValueError(f'--compile: {str(e).strip().splitlines()[0]}; leave it out') from None
-    return step
+        try:
+            logits, state = forward(token, state)
+        except RuntimeError as e:
+            raise ValueError(f'--compile: {str(e).strip().splitlines()[0]}; leave it out') from None
+        token = sample(logits[:, -1], *how)
+        state = [{name: x.clone() for name, x in layer.items()} for layer in state]
 
 
 def added(before, tokens, data):
@@ -332,7 +335,11 @@ def write_texts(args, model, data, first, begun, prompt):
     last = first
     state = begun
     draw = torch.Generator(first.device).manual_seed(args.seed)
-    steps = model.generate(first, begun, args.temperature, args.top_k, args.top_p, draw)
+    how = args.temperature, args.top_k, args.top_p, draw
+    if args.compile:
+        steps = generate_compiled(model, first, begun, *how)
+    else:
+        steps = model.generate(first, begun, *how)
     times = [time.perf_counter()]
     for _, (last, state) in zip(range(args.tokens), steps):
         for row, token in zip(rows, last[:, 0].tolist()):   # which waits for a GPU
@@ -416,10 +423,7 @@ def main(argv):
         refuse_target(args.save_state, 'a state')           # known now, not after sampling
     if args.html:
         refuse_page(args.html)
-    forms = pick_forms(args.impl)
-    if args.compile:
-        forms = forms._replace(record=compiled)
-    model.eval().use(forms)
+    model.eval().use(pick_forms(args.impl))
     if c.source and 'temperature' not in given:             # a translation is no story
         args.temperature = 0.0
     if args.source:
