@@ -1,7 +1,6 @@
 """The fast forms, and nothing else. Each is defined elsewhere, and test_all.py compares the two.
 
     o, S = chunked(q, k, v, write, erase, log_f, log_z, S, normalise, floor)     fastweight.chunked, recurrent
-    o, S = step(...)                                                             the same for a single step
     o, log_mass, went, rows = bounded(q, k, v, rows, t, policy, cache, ...)      fastweight.bounded
     y = shifted_sum(x, w)                                                        model.shifted_sum
 
@@ -10,7 +9,6 @@ Without this file everything but bench.py and the tests still works, more slowly
 import collections
 import contextlib
 import functools
-import math
 import os
 import sys
 import types
@@ -19,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 import fastweight
-from fastweight import (FLOOR, LOG_MIN, append, attend, empty_rows, factors, finish, joined, l2, pick,
-                        refuse_mean, start)
+from fastweight import (FLOOR, append, attend, empty_rows, factors, finish, joined, l2, pick, refuse_mean,
+                        start)
 
 triton = None                       # only GPUs need it, to be fast
 tl = types.SimpleNamespace(constexpr=None)
@@ -409,8 +407,8 @@ def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
 #   states      from the last chunk back      q k e f z N do            dS after each chunk, dY
 #   tokens      all tiles at once             all of these              the gradients
 #
-# A fifth, `one_step`, is the definition for a single step. f, w and e have FD, WD and ED channels (1: one
-# number for all), z has V. n, the sum of the keys, is one more value channel.
+# f, w and e have FD, WD and ED channels (1: one number for all, 0: there is no such gate), z has V. n, the
+# sum of the keys, is one more value channel.
 # Diagonals are kept apart, in fp32: D = q.k of A, and the ones of M = I + N.
 # Operands of a product have type DT (bf16 or fp32), except in the inverse. Sums and states are fp32.
 def jit(f):
@@ -690,8 +688,8 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
     if f is not None:
         inside = operand(y, DT) * dy + operand(r, DT) * dr - operand(x, DT) * dx
         out = x * dx_out
-        passed = passing(of_channels(inside, FD), of_channels(out, FD)) + of_channels(kept, FD)
-        store(df, passed, row, kk, ok, FD)
+        passed = passing(inside, out) + kept
+        store(df, of_channels(passed, FD), row, kk, ok, FD)     # summed last: Triton 3.6 scans no [C, 1] sum
     if WD == 1:
         store(dw, dw_, row, tl.arange(0, 1), ok, 1)
     looked = dr * f_up
@@ -702,46 +700,10 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
     store(dk, (dx + dx_out) * f_down + looked + dD * q_, row, kk, ok, K)
 
 
-# for each sequence and each block of BV value channels, in parallel:      the definition, for one step
-#     S = (z f^T) * S                                           a [BV, BK] part, read and written once
-#     S = S + (w * v - S (e * k)) k^T
-#     o = S q                                                   with NORM divided by n.q, n the last row of S
-@jit
-def one_step(q, k, v, w, e, f, z, S, floor, o, S_new, K: tl.constexpr, V: tl.constexpr, WD: tl.constexpr,
-             ED: tl.constexpr, FD: tl.constexpr, ZD: tl.constexpr, NORM: tl.constexpr, BK: tl.constexpr,
-             BV: tl.constexpr, LEAST: tl.constexpr):
-    """Arguments as for `recurrent`. S_new is a separate tensor, because every program reads n."""
-    seq = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)               # a tile with one row
-    ok = seq >= 0
-    kk = tl.arange(0, BK)
-    vv = tl.program_id(1) * BV + tl.arange(0, BV)
-    q_ = load(q, seq, kk, ok, K)
-    k_ = load(k, seq, kk, ok, K)
-    w_ = gate(w, seq, vv, ok, WD)
-    _, _, _, _, f_ = decays(f, seq, kk, ok, FD, 1)
-    _, _, _, _, z_ = decays(z, seq, vv, ok, ZD, 1)
-    f_ = tl.maximum(f_, LEAST)
-    z_ = tl.maximum(z_, LEAST)
-    rows = seq * (V + NORM) + vv
-    S_ = load(S, rows, kk, vv < V, K) * f_ * tl.trans(z_)
-    u = w_ * load(v, seq, vv, ok, V)
-    if e is not None:
-        u -= tl.sum(S_ * gate(e, seq, kk, ok, ED) * k_, 1)[None, :]
-    S_ += tl.trans(u) * k_
-    o_ = tl.sum(S_ * q_, 1)[None, :]
-    store(S_new, S_, rows, kk, vv < V, K)
-    if NORM:
-        last = seq * (V + 1) + V
-        n = load(S, last, kk, ok, K) * f_ * z_ + w_ * k_
-        o_ = o_ / tl.maximum(tl.sum(n * q_, 1)[:, None], floor)
-        store(S_new, n, last, kk, ok & (tl.program_id(1) == 0), K)
-    store(o, o_, seq, vv, ok, V)
-
-
 MAX_K = 256     # features per key: with more, a tile or S no longer fits
 
 
-def block(K):
+def tile_width(K):
     """The number of features in a tile of keys. Raises if there can be no kernel."""
     if triton is None:
         raise ImportError('there is no triton')
@@ -750,25 +712,14 @@ def block(K):
     return max(16, triton.next_power_of_2(K))
 
 
-def channels(*gates):
-    """The number of channels of each gate, 0 if it is absent."""
-    sizes = []
-    for x in gates:
-        if x is None:
-            sizes.append(0)
-        else:
-            sizes.append(x[0, 0, 0].numel())            # also for (B, H, T)
-    return sizes
-
-
 def tiles(q, v, w, e, f):
     """The sizes of a kernel. They are not tuned at run time. Chunks are shorter in fp32."""
-    BK = block(q.shape[-1])
+    BK = tile_width(q.shape[-1])
     C = 16 if v.dtype == torch.float32 else 32
     DT = tl.float32
     if v.dtype != torch.float32 and not triton.knobs.runtime.interpret:
         DT = tl.bfloat16                                # the interpreter would compute with the bits of bf16
-    WD, ED, FD = channels(w, e, f)
+    WD, ED, FD = [0 if x is None else x.shape[-1] for x in (w, e, f)]
     return dict(K=q.shape[-1], V=v.shape[-1], WD=WD, ED=ED, FD=FD, C=C, BK=BK, BV=C, DT=DT)
 
 
@@ -803,13 +754,14 @@ class Tiles(torch.autograd.Function):
         grid, n, size = ctx.how
         T = q.shape[2]
         do = do.contiguous()
+        dS = dS.contiguous()                            # else dS_0, too, would have its strides
         dS_0 = torch.empty_like(dS)
         after = torch.empty_like(before)
         dY = if_given(torch.empty_like, U)
         given = q, k, v, w, e, f, z
         gradients = [if_given(torch.empty_like, x) for x in given]
         with torch.cuda.device_of(q):
-            states[grid](q, k, e, f, z, N, do, dS.contiguous(), dY, after, dS_0, T, **size)
+            states[grid](q, k, e, f, z, N, do, dS, dY, after, dS_0, T, **size)
             tokens[(grid[0] * n,)](*given, do, U, dY, before, after, *gradients, T, **size, num_warps=8)
         return *gradients, dS_0
 
@@ -835,91 +787,78 @@ def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, norm
     return finish(o, normalise, floor, dtype), S
 
 
-def step_on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False,
-                floor=FLOOR):
-    """fastweight.recurrent for a single step without gradients. The state is fp32 for inputs of any type."""
-    B, H, _, K = q.shape
-    V = v.shape[-1]
-    if S is None:
-        S = v.new_zeros(B, H, V + normalise, K, dtype=torch.float32)
-    tensors = q, k, v, write, erase, log_f, log_z, S
-    tensors = [if_given(torch.Tensor.contiguous, x) for x in tensors]
-    o = v.new_empty(v.shape)
-    S_new = S.new_empty(S.shape, dtype=torch.float32)
-    BV = 8 if B * H <= 64 else 16                       # 96 programs for one text in GPT-2
-    sizes = K, V, *channels(write, erase, log_f, log_z), int(normalise), block(K), BV, math.exp(LOG_MIN)
-    with torch.cuda.device_of(q):
-        one_step[B * H, triton.cdiv(V, BV)](*tensors, floor, o, S_new, *sizes, num_warps=1)
-    return o, S_new
-
-
 # ---- the same function on every machine --------------------------------------------------------------------
 # `chunked` picks a form: is it a single step, is there an Nvidia GPU? A Triton form must first reproduce
-# fastweight.recurrent in a small test on this machine. The verdict is stored per kind of arguments.
-def results(form, case, normalise, trained):
-    """o and S of a form. If the form can be trained, also the gradients of a scalar made from both."""
-    case = {name: x.detach().requires_grad_(trained) for name, x in case.items()}
-    o, S = form(**case, normalise=normalise)
-    if not trained:
-        return o, S
-    return o, S, *torch.autograd.grad((o * o).sum() + (S * S).sum(), list(case.values()))
+# fastweight.recurrent in a small test on this machine, for compilers have silently made wrong kernels.
+VERDICTS = {}           # of `trusted`, per form and kind of arguments
 
 
-@torch.inference_mode(False)
-def compare(form, device, normalise, kinds):
-    """Raise if the form differs from the definition in fp64 on a small random case. kinds: (name, dtype,
-    channels) of q, k, v and the gates. The caller's settings, such as autocast, do not matter."""
-    trained = form is not step_on_gpu
+def example(kinds, normalise, device):
+    """Random arguments for a recurrence. kinds: (name, dtype, channels) of q, k, v and the gates."""
     heads = 144 if device.type == 'cuda' else 2         # fill the GPU: some faults show only then
     draw = torch.Generator().manual_seed(0)
-    case = {}
+    given = {}
     for name, dtype, *channels in kinds:
-        x = torch.rand(1, heads, 67 if trained else 1, *channels, generator=draw)
+        x = torch.rand(1, heads, 67, *channels, generator=draw)
         if name.startswith('log'):
             x[:, ::2] *= -0.1
             x[:, 1::2] *= -5                            # half of the heads forget fast
         elif name in 'qkv' and not normalise:           # normalise needs features >= 0
             x -= 0.5
-        case[name] = x.to(device, dtype)
-    case['k'] = l2(case['k'])                           # with longer keys, delta's state explodes
-    S = torch.rand(1, heads, case['v'].shape[-1] + normalise, case['k'].shape[-1], generator=draw)
-    case['S'] = S.to(device)
-    with torch.set_grad_enabled(trained), torch.autocast(device.type, enabled=False):
-        found = results(form, case, normalise, trained)
-        exact = {name: x.double() for name, x in case.items()}
-        right = results(fastweight.recurrent, exact, normalise, trained)
-    limit = 1e-3 if case['v'].dtype == torch.float32 else 3e-2
-    for x, y in zip(found, right):
-        off = (x - y).flatten(2).norm(dim=-1) / (y.flatten(2).norm(dim=-1) + 1e-6)
-        if not off.max() < limit:                       # of the worst head; false for NaN
-            raise ArithmeticError(f'results differ from the definition by {off.max():.1e}')
+        given[name] = x.to(device, dtype)
+    given['k'] = l2(given['k'])                         # with longer keys, delta's state explodes
+    V = given['v'].shape[-1] + normalise
+    given['S'] = torch.rand(1, heads, V, given['k'].shape[-1], generator=draw).to(device)
+    return given
 
 
-@functools.cache
-def passes(form, device, normalise, kinds):
-    """Whether `compare` finds no fault. Prints the fault, once."""
+def largest_error(form, given, normalise):
+    """The relative error of a form's worst head against the definition in fp64, in o, S and the gradients of a
+    scalar made from both."""
+    results = []
+    for f, dtype in (form, None), (fastweight.recurrent, torch.float64):
+        leaves = {name: x.detach().to(dtype or x.dtype).requires_grad_() for name, x in given.items()}
+        o, S = f(**leaves, normalise=normalise)
+        S_T = S.mT.contiguous()                         # so the gradient of S arrives transposed
+        gradients = torch.autograd.grad((o * o).sum() + (S_T * S_T).sum(), list(leaves.values()))
+        results.append([o, S, *gradients])
+    errors = []
+    for x, y in zip(*results):
+        by_head = (x - y).flatten(2).norm(dim=-1) / (y.flatten(2).norm(dim=-1) + 1e-6)
+        errors.append(by_head.max())
+    return torch.stack(errors).max().item()             # NaN if one of them is
+
+
+@torch.inference_mode(False)
+def trusted(form, given, normalise):
+    """Whether a Triton form may be used: whether it agrees with the definition for arguments of this kind. If
+    not, the fault is printed, once. The caller's settings, such as autocast, do not matter."""
+    device = given['q'].device
+    kinds = [(name, x.dtype, *x.shape[3:]) for name, x in given.items() if x is not None and name != 'S']
+    case = form, device, normalise, *kinds
+    if case in VERDICTS:
+        return VERDICTS[case]
+    limit = 1e-3 if given['v'].dtype == torch.float32 else 3e-2
+    fault = ''
     debug_mode = torch.get_deterministic_debug_mode()
     try:
         torch.use_deterministic_algorithms(True, warn_only=True)    # fills new memory with NaN, which
-        compare(form, device, normalise, kinds)                     # shows what a kernel left unwritten
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as e:          # noqa: BLE001  a compiler may raise anything
-        why = str(e).partition('\n')[0]
-        print(f'kernels.py: plain torch instead of Triton: {type(e).__name__}: {why}', file=sys.stderr)
-        return False
-    finally:
-        torch.set_deterministic_debug_mode(debug_mode)
-    return True
-
-
-def trusted(form, given, normalise):
-    """Whether a Triton form may be used. Compilers have silently made wrong kernels."""
-    kinds = [(name, x.dtype, *x.shape[3:]) for name, x in given.items() if x is not None and name != 'S']
-    try:
-        return passes(form, given['q'].device, normalise, tuple(kinds))
+        given = example(kinds, normalise, device)                   # shows what a kernel left unwritten
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            error = largest_error(form, given, normalise)
+        if not error < limit:                           # false for NaN
+            fault = f'ArithmeticError: results differ from the definition by {error:.1e}'
     except torch.OutOfMemoryError:                      # no verdict: the next call tries again
         return False
+    except Exception as e:          # noqa: BLE001  a compiler may raise anything
+        why = str(e).partition('\n')[0]
+        fault = f'{type(e).__name__}: {why}'
+    finally:
+        torch.set_deterministic_debug_mode(debug_mode)
+    if fault:
+        print(f'kernels.py: plain torch instead of Triton: {fault}', file=sys.stderr)
+    VERDICTS[case] = not fault
+    return VERDICTS[case]
 
 
 SHAPES = dict(q='BHTK', k='BHTK', v='BHTV', write='BHTV', erase='BHTK', log_f='BHTK', log_z='BHTV', S='BHVK')
@@ -954,16 +893,13 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
     """As fastweight.chunked, in the fastest form that works here. ValueError for shapes that do not fit."""
     given = dict(q=q, k=k, v=v, write=write, erase=erase, log_f=log_f, log_z=log_z, S=S)
     check(given, normalise)
-    one = q.shape[2] == 1 and not torch.is_grad_enabled()
-    fastest = step_over if one else on_cpu
-    if q.device.type == 'cuda' and torch.float64 not in (q.dtype, k.dtype, v.dtype):
-        on_this = step_on_gpu if one else on_gpu
-        if trusted(on_this, given, normalise):
-            fastest = on_this
+    double = torch.float64 in (q.dtype, k.dtype, v.dtype)
+    fastest = on_cpu
+    if q.shape[2] == 1 and not torch.is_grad_enabled():
+        fastest = step_over
+    elif q.is_cuda and not double and trusted(on_gpu, given, normalise):
+        fastest = on_gpu
     return fastest(**given, normalise=normalise, floor=floor)
-
-
-step = chunked      # for a single step, T = 1, without gradients, `chunked` uses forms of its own
 
 
 # ---- the convolution of a block, with a hand-written backward ----------------------------------------------

@@ -716,7 +716,7 @@ def test_a_long_text_in_segments_is_the_same(gates, monkeypatch):
     assert [shape[1] * shape[2] for shape in shapes] == [64, 64, 32, 64, 64]
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'         # there, kernels run in Triton's interpreter
-KERNELS = 'inverse', 'forward', 'states', 'tokens', 'one_step'
+KERNELS = 'inverse', 'forward', 'states', 'tokens'
 
 def launch_by(monkeypatch, instead):
     """Each launch of a Triton kernel is instead(kernel, grid, *args, **fixed)."""
@@ -729,8 +729,8 @@ def launch_by(monkeypatch, instead):
 @pytest.mark.parametrize('gates', ['sum', 'attn, decays', 'both', 'delta, head', 'delta, heads',
                                    'delta, both', 'write', 'gdn2', 'all', 'ones'])
 def test_triton_kernels_equal_recurrent(gates, monkeypatch):
-    """Values and gradients over three chunks and two blocks of value channels, then a step of its own. All
-    on the device of the tensors: Triton takes the current one, which need not be that of --device=cuda:1."""
+    """Values and gradients over three chunks and two blocks of value channels. All on the device of the
+    tensors: Triton takes the current one, which need not be that of --device=cuda:1."""
     given, normalise = inputs(**GATES[gates], T=37)
     given = {name: x[:1] for name, x in given.items()}
     many = torch.arange(19) % V                                 # of the value channels some come again
@@ -752,8 +752,6 @@ def test_triton_kernels_equal_recurrent(gates, monkeypatch):
     launch_by(monkeypatch, watched)
     found = [x.cpu().double() for x in with_gradients(kernels.on_gpu, fp32, normalise)]
     near(found, with_gradients(recurrent, given, normalise), 1e-5)
-    one = {name: x if name == 'S' else x[:, :, :1] for name, x in fp32.items()}
-    near(kernels.step_on_gpu(**one, normalise=normalise), recurrent(**one, normalise=normalise), 1e-6)
     assert names == [name for name in KERNELS if name != 'inverse' or 'erase' in given]
 
 tl = kernels.tl             # by this name kernels look for it
@@ -848,7 +846,6 @@ def resources(cases):
         given, _ = inputs(**gates, erase=True, dtype=torch.float32)
         given.update({name: given[name].bfloat16() for name in 'qkv'})
         with_gradients(kernels.on_gpu, given, False)
-        kernels.step_on_gpu(**{name: x if name == 'S' else x[:, :, :1] for name, x in given.items()})
     return found
 
 @gpu
@@ -866,6 +863,28 @@ def test_triton_kernels_compile_for_gpus_that_are_not_here(monkeypatch):
         for name, registers, stack, shared in rows:
             print(rule, name, registers, stack, shared)
             assert registers <= 255 and stack <= most[rule] and shared <= 227 * 1024, name
+
+@kernels.jit
+def passing_of_all_channels(inside, out):
+    """kernels.passing, which no older Triton compiles for the sum over channels [C, 1]."""
+    tl.static_assert(inside.shape[1] > 1)
+    return tl.cumsum(inside, 0, reverse=True) + tl.cumsum(out, 0) - out
+
+@gpu
+@pytest.mark.parametrize('gates', ['delta', 'delta, head'])
+def test_triton_takes_a_transposed_gradient_of_the_last_state(gates, monkeypatch):
+    """And it scans no sum over channels: Triton 3.6 cannot."""
+    monkeypatch.setattr(kernels, 'passing', passing_of_all_channels)
+    given, normalise = inputs(**GATES[gates], T=20)
+    fp32 = {name: x.float().to(DEVICE) for name, x in given.items()}
+
+    def gradients(form, given):
+        given = {name: x.requires_grad_() for name, x in given.items()}
+        o, S = form(**given)
+        weights = torch.linspace(-1, 1, S.numel(), device=S.device).view(S.mT.shape)
+        return torch.autograd.grad(o.sum() + (S.mT.contiguous() * weights).sum(), list(given.values()))
+    found = [x.cpu().double() for x in gradients(kernels.on_gpu, fp32)]
+    near(found, gradients(recurrent, given), 1e-5)
 
 @gpu
 def test_triton_takes_both_decays_of_a_head_at_their_least():
@@ -895,18 +914,18 @@ def blind(gate, **given):
 def test_a_wrong_triton_kernel_is_found_out(capsys):
     """On every machine and for every kind of arguments, before it is used, and that is said once."""
     given, normalise = inputs(f=K, z=V, erase=True, dtype=torch.float32)
+    given = {name: x.to(DEVICE) for name, x in given.items()}
     faults = {wrong: 'differ', unwritten: 'differ', broken: 'ZeroDivisionError'}
     faults |= {partial(blind, gate): 'differ' for gate in ('log_f', 'log_z', 'erase', 'S')}
     for form, fault in faults.items():
         assert not kernels.trusted(form, given, normalise)
         assert fault in capsys.readouterr().err, form
         assert not kernels.trusted(form, given, normalise)
-    for form in chunked, kernels.step_on_gpu:
-        assert kernels.trusted(form, given, normalise)
+    assert kernels.trusted(chunked, given, normalise)
     with torch.autocast(DEVICE, torch.bfloat16), torch.inference_mode():
         assert kernels.trusted(kernels.on_gpu, given, normalise)
-    wide = {name: torch.empty(1, 1, 1, 64) for name in 'qkv'}       # with longer keys than 1 delta overflows
-    wide.update({name: torch.empty(1, 1, 1) for name in ('write', 'erase')})
+    wide = {name: torch.empty(1, 1, 1, 64, device=DEVICE) for name in 'qkv'}    # longer keys: delta overflows
+    wide.update({name: torch.empty(1, 1, 1, device=DEVICE) for name in ('write', 'erase')})
     assert kernels.trusted(chunked, wide, False)
     assert capsys.readouterr().err == ''
 
@@ -914,11 +933,11 @@ def test_a_wrong_triton_kernel_is_found_out(capsys):
 def test_what_no_triton_kernel_takes_is_said_once(monkeypatch, capsys):
     """More features than fit. A moment without memory is no such reason: the next call asks again."""
     given, normalise = inputs(dtype=torch.float32)
-    wide = {**given, **dict.fromkeys('qk', torch.randn(1, 1, 3, kernels.MAX_K + 1))}
-    for form in kernels.on_gpu, kernels.step_on_gpu:
-        for again in range(2):
-            assert not kernels.trusted(form, wide, normalise)
-        assert capsys.readouterr().err.count(f'{kernels.MAX_K + 1} features') == 1
+    given = {name: x.to(DEVICE) for name, x in given.items()}
+    wide = {**given, **dict.fromkeys('qk', torch.randn(1, 1, 3, kernels.MAX_K + 1, device=DEVICE))}
+    for again in range(2):
+        assert not kernels.trusted(kernels.on_gpu, wide, normalise)
+    assert capsys.readouterr().err.count(f'{kernels.MAX_K + 1} features') == 1
     with monkeypatch.context() as m:
         m.setattr(kernels, 'start', Mock(side_effect=torch.OutOfMemoryError('CUDA out of memory')))
         assert not kernels.trusted(kernels.on_gpu, given, normalise)
