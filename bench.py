@@ -909,7 +909,7 @@ def far(args, suite):
         if not prepare.same_tokens(meta['data'], data):
             raise ValueError(f'--beside={source}: its tokens ({prepare.described(meta["data"])}) are not '
                              f'those of {path}; train both on the same data')
-        models[f'{",".join(dict.fromkeys(model.config.rules()))}: {source}'] = model.eval()
+        models[f'{",".join(dict.fromkeys(model.config.rules))}: {source}'] = model.eval()
     in_rows = [nats_along(teacher, *row, block) for row in zip(x.split(block, 1), y.split(block, 1))]
     rows = list(by_position('softmax, in rows', torch.cat(in_rows, 1), block))
     base = {row['position']: row['perplexity'] for row in rows}
@@ -944,7 +944,7 @@ def watch(model, x):
     """Watch the caches while a model reads x (B, T) token by token -> (n, B, T, T) for its n layers with a
     cache: whether token s is cached after step t"""
     B, T = x.shape
-    layers = [i for i, rule in enumerate(model.config.rules()) if RULES[rule].keeps]
+    layers = [i for i, rule in enumerate(model.config.rules) if RULES[rule].keeps]
     seen = torch.zeros(len(layers), B, T, T, dtype=torch.bool)
     state = None
     for t in range(T):

@@ -138,7 +138,7 @@ def swap(teacher, changes, places=PLACES):
         if memory.rule.matrix and not stays:
             raise ValueError(f'{name} of the teacher has fast weights already, with --phi={memory.map} '
                              f'--norm={memory.norm}, which are flags of all layers: give these')
-    if student.config.all_rules() == old.all_rules():
+    if student.config.all_rules == old.all_rules:
         flags = f'--layers={old.layers}' if old.layers else f'--rule={old.rule}'
         raise ValueError(f'{flags}: nothing of the teacher would change')
     missing, extra = fill(student, teacher.state_dict(),
@@ -161,13 +161,13 @@ def rules_after(old, changes, places):
     if 'self' not in places and rule not in SOURCE_RULES:
         raise ValueError(f'--swap={",".join(places)}: {rule} keeps few rows, but a source is read whole; '
                          'take another rule, or self as well')
-    layers = old.rules()
+    layers = old.rules
     if 'self' in places:
         layers = [rule if name == 'softmax' else name for name in layers]
     rules = {'layers': ','.join(layers)}
     if len(set(layers)) == 1:
         rules = {'rule': layers[0], 'layers': ''}
-    for place, field, name in zip(('encoder', 'cross'), ('encoder_rule', 'cross'), old.source_rules()):
+    for place, field, name in zip(('encoder', 'cross'), ('encoder_rule', 'cross'), old.source_rules):
         swaps = place in places and name == 'softmax' and rule in SOURCE_RULES
         rules[field] = rule if swaps else name
     if 'self' not in places:
@@ -769,8 +769,8 @@ def stopped(given, changes):
 def cannot_teach(args, config):
     """For `refuse`: what is wrong with the flags or with a teacher of this config."""
     yield set(listed(args.swap)) - set(PLACES), f'--swap={args.swap}: choose from {", ".join(PLACES)}'
-    rules = ','.join(config.all_rules())
-    keeps = {RULES[rule].keeps for rule in config.all_rules()}
+    rules = ','.join(config.all_rules)
+    keeps = {RULES[rule].keeps for rule in config.all_rules}
     yield keeps - {None, 'all'}, f'{args.from_}: its layers keep few rows, {rules}; a teacher keeps all'
     yield config.writes > 1, (
         f'{args.from_}: trained with --writes={config.writes}; what its softmax layers become writes once a '
@@ -801,7 +801,7 @@ def cannot_learn(student, data):
 def opening(args, name, data, student, new):
     """Print what is converted, and how many parameters are new. name: of the data"""
     counts = {name: p.numel() for name, p in student.named_parameters()}
-    say(f'{args.from_} -> {",".join(student.config.all_rules())}; {name}, rows of {data.T}; '
+    say(f'{args.from_} -> {",".join(student.config.all_rules)}; {name}, rows of {data.T}; '
         f'{plural(args.threads, "thread")}; of {sum(counts.values()):,} parameters '
         f'{sum(counts[name] for name in new):,} are new')
 

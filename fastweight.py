@@ -419,7 +419,7 @@ def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
     rows None, or the cache that the last call returned: k, v (B, H, cache, d), pos, total (B, H, cache), in
     any order. pos is -1 in an empty slot.
     spill: evict before the step reads. The evicted token then goes into a matrix and must not count twice.
-    FastWeights.keep_rows in model.py averages cache and matrix by their denominators.
+    Cache in model.py averages cache and matrix by their denominators.
     turn(x, pos): rope. Keys then come without it and are rotated by their `compressed` positions.
     ->  o (B, H, T, d), log of the denominators (B, H, T, 1), the T evicted tokens, one per step, the cache"""
     if rows is None:

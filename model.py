@@ -97,12 +97,18 @@ class Config:
         self.rope_scaling = [float(x) for x in self.rope_scaling]       # a list, as JSON has it
         if self.pos == 'auto' and (self.encoder or not self.causal):
             self.pos = 'learned'                    # an encoder reads all steps at once: mark their order
+        pattern = (self.layers or self.rule).replace(' ', '').split(',')
+        self.rules = [pattern[i % len(pattern)] for i in range(self.n_layer)]       # of each layer
+        self.source_rules = []                      # of a translator's encoder, and of its cross attention
+        if self.encoder:
+            first = 'softmax' if pattern[0] in BOUNDED else pattern[0]      # a source is read whole
+            self.source_rules = [self.encoder_rule or first, self.cross or first]
+        self.all_rules = self.rules + self.source_rules
         refuse(self.mistakes())
 
     def mistakes(self):
         """All that is impossible, for `refuse`."""
-        pattern = self.pattern()
-        for rule in pattern:
+        for rule in self.rules:
             yield rule not in RULES, (
                 f'--{"layers" if self.layers else "rule"}={self.layers or self.rule}: {rule!r} is no rule; '
                 f'choose from {", ".join(RULES)}')
@@ -122,7 +128,7 @@ class Config:
         yield self.turns() and head_dim % 2, (
             f'--n_embd={self.n_embd} --n_head={self.n_head}: rope turns pairs, so n_embd / n_head must be '
             'even; or --pos=none')
-        yield len(pattern) > self.n_layer, (
+        yield self.layers.count(',') >= self.n_layer, (
             f'--layers={self.layers}: more rules than --n_layer={self.n_layer} layers')
         yield self.writes > 1 and (self.encoder or not self.causal), (
             f'--writes={self.writes} with --encoder={self.encoder} --causal={self.causal}: it is for a text '
@@ -134,45 +140,23 @@ class Config:
             f'--sinks={self.sinks}: fewer than --cache={self.cache}, or no new token is kept')
         yield over and (not kept or kept - {'window', 'sink'}), (
             f'--overflow={self.overflow} takes the rows that --rule=window or sink evicts; leave it out with '
-            f'{", ".join(pattern)}')
+            f'{", ".join(dict.fromkeys(self.rules))}')
         yield over and over not in MATRIX, f'--overflow={self.overflow}: choose from {", ".join(MATRIX)}'
         yield self.positions == 'compress' and (not kept or over or self.pos not in ('auto', 'rope')), (
             '--positions=compress needs a bounded cache with rope, and without --overflow')
         yield self.encoder and (not self.causal or self.classes), (
             f'--encoder={self.encoder} has a decoder, which writes a text: leave out --causal=false, and '
             'give data without classes')
-        for name in self.source_rules() if self.causal else self.rules():
+        for name in self.source_rules if self.causal else self.rules:
             yield from mistakes_at_once(name, self.norm)
         yield self.causal and self.cls, (
             '--causal=true: the first position (cls) of this model must see the whole picture; leave it out')
         yield self.causal and self.pool != 'mean', (
             f'--pool={self.pool} says how the class of a row is read: it goes with --causal=false')
 
-    def pattern(self):
-        """The rules that are repeated over the depth."""
-        return (self.layers or self.rule).replace(' ', '').split(',')
-
-    def rules(self):
-        """The rule of each layer."""
-        return (self.pattern() * self.n_layer)[:self.n_layer]
-
-    def source_rules(self):
-        """The rules of a translator's encoder and of its cross attention; [] without an encoder. The default
-        is the first layer's rule, or softmax if that has a limited cache: a source is read whole."""
-        if not self.encoder:
-            return []
-        first = self.pattern()[0]
-        if RULES[first].bounded:
-            first = 'softmax'
-        return [self.encoder_rule or first, self.cross or first]
-
-    def all_rules(self):
-        """The rules of all layers."""
-        return [*self.rules(), *self.source_rules()]
-
     def keeps(self):
         """What layers keep, as a set: 'all' for softmax, a policy for a limited cache, None for a matrix."""
-        return {RULES[rule].keeps for rule in self.pattern()}
+        return {RULES[rule].keeps for rule in self.rules}
 
     def can_become_an_rnn(self):
         """Whether it has softmax layers, and otherwise only layers with a matrix."""
@@ -184,7 +168,7 @@ class Config:
 
     def turns(self):
         """Whether any layer uses rope."""
-        return any(map(self.uses_rope, self.pattern()))
+        return any(map(self.uses_rope, self.rules))
 
     def places(self):
         """The number of inputs for block_size tokens: one per token or patch, and cls."""
@@ -209,7 +193,7 @@ def idle(given, config):
     """For `refuse`: flags that were given but have no effect on this model. What a file says is ignored."""
     yield given.get('layers') and 'rule' in given, (
         f'--rule={given.get("rule")} --layers={given.get("layers")}: give one of them')
-    rules = dict.fromkeys(config.all_rules())
+    rules = dict.fromkeys(config.all_rules)
     for field in dataclasses.fields(config):
         of = field.metadata.get('of', ())
         value = given.get(field.name, '')           # an empty text takes back what a model or recipe has
@@ -973,10 +957,10 @@ class GPT(nn.Module):
         self.encoder = nn.ModuleList()
         self.encoder_norm = None
         if c.encoder:
-            rule, cross = c.source_rules()
+            rule, cross = c.source_rules
             self.encoder.extend(Block(c, rule, causal=False) for _ in range(c.encoder))
             self.encoder_norm = layer_norm(c)
-        self.blocks = nn.ModuleList(Block(c, rule, cross, c.causal) for rule in c.rules())
+        self.blocks = nn.ModuleList(Block(c, rule, cross, c.causal) for rule in c.rules)
         self.norm = layer_norm(c)
         self.pooler = nn.Linear(c.n_embd, c.n_embd) if c.pooler else None
         self.head = None if c.tied else nn.Linear(c.n_embd, c.vocab_size, bias=False)
@@ -1000,7 +984,7 @@ class GPT(nn.Module):
     def use(self, forms):
         """Compute with these Forms from now on, in all modules. self.why is one line about them to print."""
         self.why = forms.why
-        if set(self.config.all_rules()) == {'softmax'}:
+        if set(self.config.all_rules) == {'softmax'}:
             self.why = 'none (softmax is PyTorch\'s)'
         for module in self.modules():
             if hasattr(module, 'forms'):                # FastWeights, Conv, and the model itself
@@ -1429,9 +1413,9 @@ def swapped(config, source, rule='', **changes):
     ValueError, with the source, if it has neither."""
     if rule:
         if config.keeps() == {None}:
-            rules = ','.join(config.rules())
+            rules = ','.join(config.rules)
             raise ValueError(f'--rule={rule}: {source} has no softmax layers, only {rules}')
-        layers = [rule if RULES[name].keeps else name for name in config.rules()]
+        layers = [rule if RULES[name].keeps else name for name in config.rules]
         changes.update(rule=rule, layers=','.join(layers))
         if RULES[rule].keeps == 'all':
             changes = {'overflow': '', 'positions': 'true', **changes}

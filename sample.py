@@ -26,13 +26,13 @@ import time
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from data import prepare
 from data.flags import flag, parse, plural, refuse, typed
 from data.weights import read_tensors, refuse_target, weights_digest, write_tensors
+from fastweight import FLOOR
 from model import (Config, Swap, beyond_memory, chosen_texts, idle, load, pack, pick_device, pick_forms,
-                   refuse_broken, sample, state_bytes, state_for)
+                   refuse_broken, sample, spread, state_bytes, state_for)
 
 
 @dataclass
@@ -64,7 +64,8 @@ PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'assets', 'memor
 EMPTY = '>null</script>'                                    # where the page has no recording yet
 ON_A_PAGE = 2048    # tokens at most
 HEAVY = 2 ** 26     # bytes of a page at most
-RECORDED = 'q k v w e log_f log_z'.split()      # logs, as 16 bits cannot tell a decay near 1 from 1
+RECORDED = {'q': 'q', 'k': 'k', 'v': 'v', 'write': 'w', 'erase': 'e',      # ours: the page's name
+            'log_f': 'log_f', 'log_z': 'log_z'}     # logs, as 16 bits cannot tell a decay near 1 from 1
 
 
 def say(text):
@@ -214,41 +215,43 @@ def refuse_page(path):
                 raise ValueError(f'--html={path}: this file is no page; give another name')
 
 
+def evicted_at(memory, q, k, v):
+    """For each token the step at which a layer's cache evicts it, T if none does. q, k, v (1, H, T, d) ->
+    (1, H, T)"""
+    T = k.shape[2]
+    gone = torch.full((*k.shape[:2], 1 + T), T, device=k.device)        # the first for steps that evict none
+    if memory.rule.bounded:
+        spill = memory.overflow is not None
+        _, _, went, _ = memory.forms.rows(q, k, v, None, 0, memory.rule.keeps, memory.cache, memory.sinks,
+                                          spill, memory.turn)
+        steps = torch.arange(T, device=k.device).expand(k.shape[:3])
+        gone.scatter_(2, went['pos'] + 1, steps)
+    return gone[:, :, 1:]
+
+
+@torch.no_grad()
 def given_to_memories(model, tokens):
     """What the memory of each layer is given while a text is read, tokens (1, T) -> one dict per layer: q, k,
-    v and the gates w, e, log_f, log_z that it has, as `recurrent` takes them (1, H, n T, .), with n writes
-    per token. A layer with a cache has `gone` (1, H, T) instead of gates: for each token the step that
-    evicts it, T if none does."""
+    v and the gates that it has, as `recurrent` takes them (1, H, n T, .), with n writes per token. A layer
+    with a cache has `gone` (1, H, T) instead of gates, see `evicted_at`."""
     layers = []
-    forms = model.forms
-
-    def begin(memory, _):
-        layers.append({'n': memory.n})
-
-    def equation(q, k, v, write=None, erase=None, log_f=None, log_z=None, **more):
-        if 'q' not in layers[-1]:               # else this matrix only holds what a policy has evicted
-            layers[-1].update(q=q, k=k, v=v, w=write, e=erase, log_f=log_f, log_z=log_z, **more)
-        return forms.recurrence(q, k, v, write, erase, log_f, log_z, **more)
-
-    def policy(q, k, v, *more):
-        results = forms.rows(q, k, v, *more)
-        steps = torch.arange(k.shape[2], device=k.device).expand(k.shape[:3])
-        evicted = results[2]['pos']             # at each step, the position of the one that goes; -1: none
-        gone = F.pad(torch.full_like(steps, k.shape[2]), (1, 0))
-        gone = gone.scatter(2, evicted + 1, steps)[:, :, 1:]
-        layers[-1].update(q=q, k=k, v=v, gone=gone)
-        return results
-
-    def softmax(q, k, v, rows=None):
-        layers[-1].update(q=q, k=k, v=v, gone=torch.full(k.shape[:3], k.shape[2]))
-        return forms.softmax(q, k, v, rows)
-
-    hooks = [block.mixer.memory.register_forward_pre_hook(begin) for block in model.blocks]
-    model.use(forms._replace(recurrence=equation, rows=policy, softmax=softmax))
-    model(tokens)                               # with gradients: it is then read in one piece
-    model.use(forms)
-    for hook in hooks:
-        hook.remove()
+    for seen in model.through(tokens):
+        memory = seen.mixer.memory
+        n = seen.mixer.n
+        layer = {'n': n, 'q': seen.q, 'k': seen.k, 'v': seen.v}
+        if memory.rule.keeps:
+            layer['gone'] = evicted_at(memory, seen.q, seen.k, seen.v)
+        else:
+            layer |= memory.writes(seen.u, seen.k, seen.v)
+            layer['q'] = spread(memory.reads(seen.q), n, n - 1)         # read after the last write
+            layer.update(normalise=memory.normalise, floor=memory.phi.floor)
+        if not memory.rule.keeps and memory.by_keys:        # as in FastWeights.divided_by_keys
+            k = layer['k']
+            seen_by_k = (k * (k.cumsum(2) - k)).sum(-1, keepdim=True)
+            erase = layer['erase'] / seen_by_k.clamp(min=FLOOR)
+            layer['erase'] = erase.where(seen_by_k > FLOOR, 0)          # at first S is empty; 16 bits end early
+            layer['normalise'] = False
+        layers.append(layer)
     return layers
 
 
@@ -263,8 +266,8 @@ def write_page(args, model, meta, tokens):
     large."""
     layers = []
     row = torch.tensor([tokens], device=model.embed.weight.device)
-    for rule, given in zip(model.config.rules(), given_to_memories(model, row)):
-        arrays = {name: packed(given[name]) for name in RECORDED if given.get(name) is not None}
+    for rule, given in zip(model.config.rules, given_to_memories(model, row)):
+        arrays = {name: packed(given[ours]) for ours, name in RECORDED.items() if ours in given}
         layer = {'rule': rule, 'heads': given['k'].shape[1], 'n': given['n'], 'arrays': arrays}
         layer['normalise'] = given.get('normalise', False)
         layer['floor'] = given.get('floor')
@@ -368,7 +371,7 @@ def complete(args, model, meta):
     if args.html and read + args.tokens > ON_A_PAGE:
         raise ValueError(f'--html: {read:,} tokens of prompt and {args.tokens:,} to write, but a page shows '
                          f'at most {ON_A_PAGE:,}; give fewer')
-    say(f'{",".join(c.rules())} from {args.init}; recurrence: {model.why}')
+    say(f'{",".join(c.rules)} from {args.init}; recurrence: {model.why}')
     left = c.block_size - read - (int(state[0]['t']) if state else 0)
     if c.source:                                            # stop at the end of the row at the latest
         args.tokens = min(args.tokens, left + 1)

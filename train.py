@@ -782,7 +782,7 @@ def opening(model, data, args, run, log):
     size = sum(p.numel() for p in model.parameters())
     threads = torch.get_num_threads()
     about = {key: value for key, value in data.meta.items() if key != 'json'}       # that one takes megabytes
-    said = (f'{",".join(config.rules())} | {size / 1e6:.2f} M parameters | '
+    said = (f'{",".join(config.rules)} | {size / 1e6:.2f} M parameters | '
             f'{args.data}: {len(data.train):,} + {len(data.val):,} tokens of {config.vocab_size} | '
             f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {plural(threads, "thread")}\n'
             f'saved every {plural(args.eval_every, "step")}; recurrence: {model.why}')
