@@ -1133,7 +1133,7 @@ def over_lengths(args, suite):
 
 # ---- suite decode: what the next token costs ---------------------------------------------------------------
 LAYERS = {rule: {'rule': rule} for rule in ('softmax', 'sum', 'delta', 'decay')}        # form: flags
-MODELS = {              # sum with ELU's map; with T2R's of half as many features, 8, in GPT-2's size 32
+MODELS = {              # t2r:8 has half of elu's features; in GPT-2's size t2r:32 has
     'softmax': {'rule': 'softmax'}, 'elu': {'rule': 'sum', 'phi': 'elu'},
     't2r:8': {'rule': 'sum', 'phi': 't2r:8'}, 't2r:32': {'rule': 'sum', 'phi': 't2r:32'},
     'delta': {'rule': 'delta'}, 'decay': {'rule': 'decay'}}
