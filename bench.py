@@ -39,10 +39,10 @@ import fastweight
 import kernels
 import train as recipe
 from data import prepare
-from data.flags import flag, parse, refuse
+from data.flags import flag, parse
 from fastweight import RULES, l2
-from model import (GPT, Cache, Config, FastWeights, beyond_memory, chosen_texts, kl, load, machine_memory,
-                   pick_device, pick_forms, sample, state_bytes)
+from model import (GPT, Cache, Config, FastWeights, chosen_texts, kl, load, pick_device, pick_forms, sample,
+                   state_bytes)
 
 os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # silences torch.profiler; we ask it for memory
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -148,13 +148,6 @@ def peak_bytes(run, device):
     events = [e for e in p.profiler.kineto_results.events() if e.name() == '[memory]']
     events.sort(key=lambda e: e.start_ns())
     return max(itertools.accumulate(e.nbytes() for e in events), default=0)
-
-
-def room(device):
-    """The free memory of a GPU, or all memory of this machine, in bytes."""
-    if device.type == 'cuda':
-        return torch.cuda.mem_get_info(device)[0]
-    return machine_memory()
 
 
 # ---- flags as lists ----------------------------------------------------------------------------------------
@@ -1100,10 +1093,6 @@ def a_training_step(kind, form, args, T):
 def over_lengths(args, suite):
     """Time and memory over T, for attention and every line; a line is (args, T) -> a function. A line that
     fails is reported, and left out from there on."""
-    T = max(args.lengths)
-    numbers_each = args.batch * args.heads * T * args.head_dim
-    need = 6 * numbers_each * args.dtype.itemsize           # for q, k, v and their results
-    refuse([beyond_memory(need, f'--lengths={T} --batch={args.batch} --heads={args.heads}: so many steps')])
     n = 8192 if args.device.type == 'cuda' else 1024
     a = torch.randn(n, n, device=args.device, dtype=args.dtype)
     peak = 2 * n ** 3 / seconds([partial(torch.matmul, a, a)], args.device)[0]
@@ -1219,11 +1208,6 @@ def next_token(args, suite):
         for form, flags in forms.items():
             cells = []
             for T in args.lengths:
-                _, first = after(**flags, args=args, T=1)
-                keeps = RULES[flags['rule']].keeps
-                if keeps and 2 * T * state_bytes(first) > room(args.device):        # with a copy
-                    print(f'{level} of {form} after {T:,} is left out: no room', file=sys.stderr)
-                    continue
                 step, state = after(**flags, args=args, T=T)
                 cells.append(({'form': form, 'part': level, 'T': T, 'state bytes': state_bytes(state)}, step))
             for row, _, took in timed(cells, args.device, 0.3, 30):         # the lengths take turns

@@ -48,12 +48,12 @@ from torch.nn.utils import parametrize
 
 from data import prepare
 from data.flags import flag, known, parse, picked, plural, refuse, typed
-from data.weights import kind_in, read_tensors, weights_digest
+from data.weights import is_state, read_tensors, weights_digest
 from fastweight import RULES
 from model import GPT, SOURCE_RULES, bias_of, fill, idle, kl, load, pick_device, save, state_bytes, subset
 from train import (QUIET, Rows, adamw, answers, bits_a_nat, blocks, check_threads, commit, lies_in, log_of,
                    optimise, pack_optimiser, rows, say, set_threads, steps_left, table, tell_step,
-                   too_many_rows, unpack_optimiser)
+                   unpack_optimiser)
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
 # kind of feature map (README, Limits). pure and hybrid first imitate the teacher's hidden states by layer.
@@ -498,7 +498,7 @@ class Stage:
 def stages(out):
     """The checkpoints of a stopped conversion in folder `out`, one per stage."""
     paths = glob.glob(os.path.join(glob.escape(out), 'stage-*.safetensors'))
-    return sorted(path for path in paths if kind_in(path) == 'a model')
+    return sorted(path for path in paths if not is_state(path))
 
 
 def forget(out):
@@ -753,7 +753,7 @@ def stopped(given, changes):
     paths = stages(out)
     if not paths:
         raise ValueError(f'--resume: no conversion was stopped in --out={out} (one that was finished has '
-                         'nothing to resume), or none of its stage-*.safetensors is whole: then start anew')
+                         'nothing to resume); start anew')
     path = paths[0]
     stage = picked(Stage, read_tensors(path)[1], path)
     typed(Args, stage.args, path)
@@ -785,10 +785,9 @@ def cannot_teach(args, config):
 
 
 def cannot_learn(student, data):
-    """For `refuse`: what is wrong with the student's rows. They need too much memory, or they fit into the
-    cache, so that nothing is evicted into the matrix beside it."""
+    """For `refuse`: the student's rows fit into the cache, so nothing is evicted into the matrix beside it.
+    """
     T = data.T
-    yield too_many_rows(data, student.config)
     for mixer in student.mixers().values():
         memory = mixer.memory
         if memory.overflow is None:

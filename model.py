@@ -112,11 +112,6 @@ class Config:
             yield rule not in RULES, (
                 f'--{"layers" if self.layers else "rule"}={self.layers or self.rule}: {rule!r} is no rule; '
                 f'choose from {", ".join(RULES)}')
-        width = self.n_inner or 4 * self.n_embd
-        layer = 4 * self.n_embd + 2 * width + 2 * self.cache            # times n_embd; one text's cache
-        numbers = self.n_embd * ((self.n_layer + self.encoder) * layer + self.vocab_size + self.places())
-        yield beyond_memory(4 * numbers, f'--n_layer={self.n_layer} --n_embd={self.n_embd} '
-                                         f'--cache={self.cache} --block_size={self.block_size}: its numbers')
         for name in 'encoder_rule', 'cross':
             rule = getattr(self, name)
             yield rule and not self.encoder, f'--{name}={rule} reads a source: it needs --encoder=3, say'
@@ -1420,16 +1415,3 @@ def swapped(config, source, rule='', **changes):
         if RULES[rule].keeps == 'all':
             changes = {'overflow': '', 'positions': 'true', **changes}
     return dataclasses.replace(config, **changes)
-
-
-def machine_memory():
-    """Bytes of main memory; 2^40 where the system does not say (Windows)."""
-    if 'SC_PHYS_PAGES' in getattr(os, 'sysconf_names', ()):
-        return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-    return 2 ** 40
-
-
-def beyond_memory(need, what):
-    """For `refuse`: whether `need` bytes are more than there are, and a sentence that begins with `what`."""
-    found = f'{what} take {need / 1e9:,.0f} GB, more than this machine has; take fewer'
-    return need > machine_memory(), found

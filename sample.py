@@ -31,8 +31,8 @@ from data import prepare
 from data.flags import flag, parse, plural, refuse, typed
 from data.weights import read_tensors, refuse_target, weights_digest, write_tensors
 from fastweight import FLOOR
-from model import (Config, Swap, beyond_memory, chosen_texts, idle, load, pack, pick_device, pick_forms,
-                   refuse_broken, sample, spread, state_bytes, state_for)
+from model import (Config, Swap, chosen_texts, idle, load, pack, pick_device, pick_forms, refuse_broken,
+                   sample, spread, state_bytes, state_for)
 
 
 @dataclass
@@ -143,18 +143,6 @@ def keep_state(args, model, meta, last, state):
     write_tensors(args.save_state, {**tensors, 'last': last}, about)
 
 
-def refuse_room(model, n, T, what):
-    """ValueError if n texts of T tokens take more memory than there is. This is a lower bound: states, whose
-    growth is measured with one more token, and logits."""
-    c = model.config
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.embed.weight.device)
-    state = model.read(token)
-    first = state_bytes(state)
-    state = model.read(token, state)
-    growth = state_bytes(model.read(token, state)) - state_bytes(state)
-    refuse([beyond_memory(n * (first + growth * T + 16 * c.vocab_size), what)])
-
-
 def begin(args, model, meta):
     """-> the tokens to read (B, T), the state before them, and the tokens that the first text begins with"""
     prompt = prepare.encode(text_of(args.prompt), meta['data'])
@@ -190,8 +178,6 @@ def translate(args, model, meta):
     sources, before anything is written."""
     texts = text_of(args.source).removesuffix('\n').split('\n')
     sources = torch.from_numpy(prepare.source_rows(texts, meta['data'])).long().to(model.embed.weight.device)
-    beams = args.beam * min(64, len(sources))
-    refuse_room(model, beams, model.config.block_size, f'--beam={args.beam}: {plural(beams, "translation")}')
     for some in sources.split(64):
         for row in model.translate(some, args.beam, args.penalty).tolist():
             print(prepare.decode(row, meta['data']).replace('\n', ' '), flush=True)
@@ -380,8 +366,6 @@ def complete(args, model, meta):
     if args.save_state and state is None and read == 1 and not args.tokens:
         raise ValueError('--save_state --tokens=0: nothing is read yet, as the next step reads a last token; '
                          'give a longer --prompt, or more --tokens')
-    many = read + args.tokens * (args.samples > 1)          # a single text is printed as it comes: no limit
-    refuse_room(model, args.samples, many, f'--samples={args.samples}: texts of {plural(many, "token")}')
     if args.threads is None and read > LONG and tokens.device.type == 'cpu':
         from train import fastest                           # here, for it takes a while
         fastest(functools.partial(model.read, tokens[:1, :2048]), say)
@@ -423,7 +407,7 @@ def main(argv):
     refuse(idle(swap, c))
     check(given, args, c)
     if args.save_state:
-        refuse_target(args.save_state, 'a state')           # known now, not after sampling
+        refuse_target(args.save_state, state=True)          # known now, not after sampling
     if args.html:
         refuse_page(args.html)
     model.eval().use(pick_forms(args.impl))

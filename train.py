@@ -37,8 +37,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from data import prepare
 from data.flags import flag, known, parse, picked, plural, refuse, typed
 from data.weights import refuse_target
-from model import (GPT, OF_DATA, Config, beyond_memory, fill, idle, load, pack, pick_device, pick_forms,
-                   save, state_for)
+from model import GPT, OF_DATA, Config, fill, idle, load, pack, pick_device, pick_forms, save, state_for
 
 BAD_STEPS = 10      # the run ends after this many non-finite steps in a row
 MUON = 4.0          # Muon's rate is this times --lr: singular values of its steps, not entries, are near 1
@@ -650,7 +649,6 @@ def mistakes(args, config, data, model):
         '--fsdp: not with --encoder, which uses weights of a decoder block before its forward')
     yield args.fsdp and args.optimizer == 'muon', (
         '--fsdp --optimizer=muon: its step needs whole matrices; leave one of them out')
-    yield too_many_rows(data, config)
     yield args.carry and 'row' in meta, (
         f'--carry: the rows of {args.data} have nothing to do with each other')
     yield args.carry and args.resume and data.world > 1, (
@@ -669,16 +667,6 @@ def lies_in(path, folder):
     if os.path.isfile(path):
         path = os.path.dirname(os.path.realpath(path))
     return os.path.realpath(path) == os.path.realpath(folder)
-
-
-def too_many_rows(data, config):
-    """For `refuse`: whether the rows of a step need more memory than there is."""
-    rows = data.batch_size // data.world
-    a_token = 4 * config.n_layer * 8 * config.n_embd + 8 * data.meta['vocab_size']      # at least; bytes
-    drawn = 9 * data.T * POOL if data.is_pairs else 8       # per row, over all batches and processes
-    need = rows * data.T * a_token + data.accum * data.batch_size * drawn
-    flags = f'--batch_size={data.batch_size} --accum={data.accum}'
-    return beyond_memory(need, f'{flags}: so many rows of {data.T} tokens')
 
 
 def restore(args, header, data, model, opt):
@@ -703,7 +691,7 @@ def log_of(args):
     run uses the folder, or if something in it could not be overwritten at the end."""
     os.makedirs(args.out, exist_ok=True)
     for name in 'ckpt', 'best':
-        refuse_target(f'{args.out}/{name}.safetensors', 'a model')
+        refuse_target(f'{args.out}/{name}.safetensors')
     for name in 'log.jsonl', 'result.json', 'convert.json':
         prepare.refuse_irregular(f'{args.out}/{name}')
     log = open(f'{args.out}/log.jsonl', 'a')                # noqa: SIM115

@@ -981,9 +981,9 @@ def script(main):
             return 141
         except ModuleNotFoundError as e:
             message = f'{e}: pip install -r requirements.txt brings it'
-        except (MemoryError, RuntimeError) as e:
-            message = f'this takes more memory than there is: {str(e) or "MemoryError"}'
-            if isinstance(e, RuntimeError) and not re.search('out of memory|allocate memory', message):
+        except (MemoryError, RuntimeError) as e:                # torch's allocators raise a RuntimeError
+            message = f'this takes more memory than there is; take fewer or shorter rows, or a smaller model ({e})'
+            if isinstance(e, RuntimeError) and not re.search('(out of|allocate|not enough) memory', str(e)):
                 raise
         except FileExistsError as e:
             message = f'{e.filename}: {e.strerror}, where a folder is to be made; give another name'

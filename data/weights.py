@@ -63,41 +63,28 @@ def weights_digest(model, meta):
     return meta.get('digest') or digest('', model.state_dict())
 
 
-KINDS = {'made_with': 'a state', 'config': 'a model'}
-
-
-def kind_of(meta):
-    """What one of our files holds, by its metadata."""
-    for key, kind in KINDS.items():
-        if key in meta:
-            return kind
-    return 'something else'
-
-
-def kind_in(path):
-    """What a file holds. Reads only its header."""
-    prepare.refuse_irregular(path)
+def is_state(path):
+    """Whether a file is a state of sample.py. Reads only its header."""
     try:
         with opened(path, path) as f:
-            return kind_of(json.loads(f.metadata()['meta']))
+            return 'made_with' in json.loads(f.metadata()['meta'])
     except (KeyError, TypeError, ValueError, RecursionError):
-        return 'something else'
+        return False
 
 
-def refuse_target(path, kind):
-    """ValueError if writing would lose something: a file of another kind, or one that is not regular."""
-    if not os.path.exists(path):
-        return
-    held = kind_in(path)
-    if held != kind:
-        raise ValueError(f'{path}: holds {held} already, so {kind} is not written there; take it away, or '
-                         'give another name')
+def refuse_target(path, state=False):
+    """ValueError if a state would replace something else, or something else a state; or what is not regular.
+    """
+    prepare.refuse_irregular(path)
+    if os.path.exists(path) and is_state(path) != state:
+        raise ValueError(f'{path}: a state is never written over something else, nor something else over a '
+                         'state; take it away, or give another name')
 
 
 def write_tensors(path, tensors, meta):
     """Write tensors and a JSON-able dict into a file, with a digest of both. OSError if it cannot be written,
-    ValueError if that would replace a file of another kind."""
-    refuse_target(path, kind_of(meta))
+    ValueError as for `refuse_target`."""
+    refuse_target(path, 'made_with' in meta)
     text = json.dumps(meta)
     replace(path, tensors, {'meta': text, 'digest': digest(text, tensors)})
 
