@@ -139,6 +139,8 @@ class Config:
         yield over and over not in MATRIX, f'--overflow={self.overflow}: choose from {", ".join(MATRIX)}'
         yield self.positions == 'compress' and (not kept or over or self.pos not in ('auto', 'rope')), (
             '--positions=compress needs a bounded cache with rope, and without --overflow')
+        yield self.source and not self.encoder, (
+            '--encoder=0: in data of pairs an encoder reads the source; give --encoder=3, say')
         yield self.encoder and (not self.causal or self.classes), (
             f'--encoder={self.encoder} has a decoder, which writes a text: leave out --causal=false, and '
             'give data without classes')
@@ -776,25 +778,9 @@ class Cross(Mixer):
         self.rope = False                           # positions in two texts have no distance
         self.begin = c.source                       # where the decoder's text begins in a row of data
 
-    def project(self, x, channels):
-        """Some channels of the projection to q, k and v: x (B, T, n_embd) -> (B, T, number of channels)"""
-        bias = None
-        if self.qkv.bias is not None:
-            bias = self.qkv.bias[channels]
-        return F.linear(x, self.qkv.weight[channels], bias)
-
-    def keys_values(self, x):
-        """The encoder's output x (B, T, n_embd) -> k (B, H, T, key_dim), v (B, H, T, head_dim)"""
-        k, v = self.project(x, slice(self.sizes[0], None)).split(self.sizes[1:], -1)
-        return self.shared(by_head(k, self.key_dim)), self.shared(by_head(v, self.head_dim))
-
-    def queries(self, x):
-        """The decoder's x (B, T, n_embd) -> q (B, H, T, key_dim)"""
-        return by_head(self.project(x, slice(self.sizes[0])), self.key_dim)
-
     def write(self, x, there=None):
         """x (B, T, n_embd), there (B, T) -> the source's part of a layer's state, named SOURCE..."""
-        k, v = self.keys_values(x)
+        _, k, v = self.heads(x)
         written = self.memory.write_all(x, k, v, there)
         return {SOURCE + name: y for name, y in written.items()}
 
@@ -802,7 +788,8 @@ class Cross(Mixer):
         """x (B, T, n_embd) -> what it finds in the source, and the source's part of the state"""
         kept = {name: y for name, y in state.items() if name.startswith(SOURCE)}
         found = {name.removeprefix(SOURCE): y for name, y in kept.items()}
-        o = self.memory.read_all(self.queries(x), found, state['t'] - self.begin)
+        q, _, _ = self.heads(x)
+        o = self.memory.read_all(q, found, state['t'] - self.begin)
         return self.merge(o), kept
 
     def attend(self, u, q, k, v, there=None):
@@ -1027,12 +1014,9 @@ class GPT(nn.Module):
     def encode(self, tokens):
         """Read a source, tokens (B, T) with padding at the end, T <= config.source -> the state with which
         the decoder begins. The encoder reads it. Each decoder layer writes the encoder's output into
-        its state. Without an encoder, the decoder itself reads the source."""
-        missing = self.config.source - tokens.shape[1]
-        if missing < 0:
+        its state."""
+        if tokens.shape[1] > self.config.source:
             raise ValueError(f'a source of {tokens.shape[1]} tokens, this model reads {self.config.source}')
-        if not self.encoder:
-            return self.read(F.pad(tokens, (0, missing), value=self.config.pad))
         tokens, there = self.without_padding(tokens)
         x = self.embedded(tokens)
         for block in self.encoder:
@@ -1119,9 +1103,9 @@ class GPT(nn.Module):
             x = inputs[block][0]
             u = inputs[mixer][0]
             if isinstance(mixer, Cross):
-                q = mixer.queries(u)
+                q, _, _ = mixer.heads(u)
                 u = source
-                k, v = mixer.keys_values(u)
+                _, k, v = mixer.heads(u)
             else:
                 q, k, v = mixer.heads(u)
             its_real = there if layer.startswith('encoder.') else real
@@ -1272,7 +1256,7 @@ def state_for(model, tensors, last, why, prefix='state'):
     """`unpack`, with a check that the state is of this model and of as many texts as last (B, 1) has tokens.
     ValueError, beginning with `why`, if the model's own states look different or its token count is wrong."""
     state = unpack(tensors, prefix, last.device)
-    source = model.read(torch.zeros_like(last))             # without an encoder, any text
+    source = model.read(torch.zeros_like(last))             # of a translator; of others, any text
     if not any(alike(state, known) for known in (source, model.read(last, source))):
         raise ValueError(why)
     t = {int(layer['t']) for layer in state}

@@ -1293,8 +1293,8 @@ def test_cross_attention_is_all_of_the_source_and_then_a_query(rule):
     c = Config(**PAIRS | dict(rule=rule, norm='' if rule == 'softmax' else 'l2'))
     cross = Cross(c, rule).double().eval()
     x, u = torch.randn(2, 1, 6, 32, dtype=f64)
-    k, v = cross.keys_values(x)
-    q = cross.queries(u)
+    _, k, v = cross.heads(x)
+    q, _, _ = cross.heads(u)
     if rule == 'softmax':
         expected = (q @ k.mT / 8 ** 0.5).softmax(-1) @ v
     else:
@@ -1347,16 +1347,15 @@ def test_softmax_alone_is_swapped():
 
 @pytest.mark.parametrize('config', TRANSLATORS, ids=str)
 def test_a_beam_of_one_is_greedy(config):
-    """translate is generate at temperature 0, up to the end. A decoder alone reads the source itself."""
+    """translate is generate at temperature 0, up to the end."""
     source, begin = torch.randint(19, (3, 7)), torch.full((3, 1), 19)
     source[1, 4:] = source[2, 6:] = 19
-    for more in {}, dict(encoder=0, encoder_rule='', cross=''):
-        model = small(**PAIRS | config | more)
-        steps = itertools.islice(model.generate(begin, model.encode(source), 0), 9)
-        greedy = torch.cat([token for token, _ in steps], 1)
-        ends = (greedy == 19).cumsum(1).cumsum(1) > 1               # behind the first end
-        found = model.translate(source)
-        assert torch.equal(found, greedy.masked_fill(ends, 19)[:, :found.shape[1]])
+    model = small(**PAIRS | config)
+    steps = itertools.islice(model.generate(begin, model.encode(source), 0), 9)
+    greedy = torch.cat([token for token, _ in steps], 1)
+    ends = (greedy == 19).cumsum(1).cumsum(1) > 1               # behind the first end
+    found = model.translate(source)
+    assert torch.equal(found, greedy.masked_fill(ends, 19)[:, :found.shape[1]])
     said = torch.cat([begin, greedy[:, :8]], 1)
     near(model(said, model.encode(source))[0], model(torch.cat([source, said], 1))[0][:, 7:])
 
@@ -1485,7 +1484,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression
         '--tokenizer=json': '257 to 65,536', ENCODER + '--rule=tova': 'step by step',
         ENCODER + '--rule=delta --norm=attn': 'keys so far', '--causal=false --data=recall': 'classes',
         '--encoder=1 --data=recall': 'such as multi30k',
-        '--data=PAIRS --encoder=1 --cross=tova': 'choose from',
+        '--data=PAIRS': '--encoder=0: in data of pairs', '--data=PAIRS --encoder=1 --cross=tova': 'choose from',
         '--data=PAIRS --encoder=1 --causal=false': '--causal=false',
         '--data=PAIRS --encoder=1 --rule=delta --norm=attn --phi=elu': 'keys so far'},
     sample: {
