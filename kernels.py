@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 import fastweight
-from fastweight import (FLOOR, append, attend, empty_rows, factors, finish, joined, l2, pick, refuse_mean,
-                        start)
+from fastweight import (FLOOR, LOG_MIN, append, attend, empty_rows, factors, finish, joined, l2, pick,
+                        refuse_mean, start)
 
 triton = None                       # only GPUs need it, to be fast
 tl = types.SimpleNamespace(constexpr=None)
@@ -277,7 +277,9 @@ class Chunks(torch.autograd.Function):
         v = steps[2]
         T = v.shape[2]
         N, V, K = S.shape
-        length = 2 ** max(6, (NUMBERS // (N * max(K, V))).bit_length() - 1)             # at least 64
+        length = T                                      # elsewhere, few operations matter more than caches
+        if v.device.type == 'cpu':
+            length = 2 ** max(6, (NUMBERS // (N * max(K, V))).bit_length() - 1)         # at least 64
         ctx.segments = [slice(i, i + length) for i in range(0, T, length)]
         if len(ctx.segments) == 1:
             steps = [if_given(torch.Tensor.contiguous, x) for x in steps]               # nothing is cut
@@ -720,7 +722,11 @@ def tiles(q, v, w, e, f):
     if v.dtype != torch.float32 and not triton.knobs.runtime.interpret:
         DT = tl.bfloat16                                # the interpreter would compute with the bits of bf16
     WD, ED, FD = [0 if x is None else x.shape[-1] for x in (w, e, f)]
-    return dict(K=q.shape[-1], V=v.shape[-1], WD=WD, ED=ED, FD=FD, C=C, BK=BK, BV=C, DT=DT)
+    # With wide keys, three chunks at once take more shared memory than there is, and four warps have too few
+    # registers.
+    stages, warps = (2, 8) if BK > 128 else (3, 4)
+    return dict(K=q.shape[-1], V=v.shape[-1], WD=WD, ED=ED, FD=FD, C=C, BK=BK, BV=C, DT=DT,
+                num_stages=stages, num_warps=warps)
 
 
 class Tiles(torch.autograd.Function):
@@ -762,27 +768,38 @@ class Tiles(torch.autograd.Function):
         gradients = [if_given(torch.empty_like, x) for x in given]
         with torch.cuda.device_of(q):
             states[grid](q, k, e, f, z, N, do, dS, dY, after, dS_0, T, **size)
-            tokens[(grid[0] * n,)](*given, do, U, dY, before, after, *gradients, T, **size, num_warps=8)
+            more_warps = dict(size, num_warps=8)
+            tokens[(grid[0] * n,)](*given, do, U, dY, before, after, *gradients, T, **more_warps)
         return *gradients, dS_0
 
 
 def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
-    """fastweight.chunked through `Tiles`. A value decay that all channels share becomes the key decay, if
-    there is none, or is expanded to every channel."""
+    """fastweight.chunked through `Tiles`. Kernels convert what they load to fp32, so bf16 inputs stay as they
+    are. A value decay that all channels share becomes the key decay, if there is none, or is expanded to
+    every channel."""
     dtype = v.dtype
-    q, k, v, write, erase, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise)
-    if log_z is not None and log_z.shape[-1] == 1:
-        if log_f is None:
+    if normalise:
+        v = F.pad(v.float(), (0, 1), value=1.0)         # o has the type of v, and n.q is one more channel of o
+    elif dtype != torch.float32:
+        v = v.bfloat16()                    # for fp16, too: it ends at 65,504, and e^80 is larger
+    if S is None:
+        S = v.new_zeros(*v.shape[:2], v.shape[-1], k.shape[-1])
+    if write is not None:
+        write = write.reshape(*v.shape[:3], -1)         # (B, H, T) becomes (B, H, T, 1)
+    if erase is not None:
+        erase = erase.reshape(*v.shape[:3], -1)
+    if log_f is not None:
+        log_f = log_f.clamp(min=LOG_MIN)
+    if log_z is not None:
+        log_z = log_z.clamp(min=LOG_MIN)
+        if log_z.shape[-1] == 1 and log_f is None:
             log_f, log_z = log_z, None
-        else:                               # their sum could be below LOG_MIN
+        elif log_z.shape[-1] == 1:          # their sum could be below LOG_MIN
             log_z = log_z.expand(v.shape)
-    low = torch.bfloat16                    # for fp16, too: it ends at 65,504, and e^80 is larger
-    if normalise or dtype == torch.float32:
-        low = torch.float32
-    if log_f is None:                       # otherwise they are rounded after the decays
-        q = q.to(low)
-        k = k.to(low)
-    given = q, k, v.to(low), write, erase, log_f, log_z, S
+    if log_f is None and v.dtype == torch.bfloat16:     # otherwise they are rounded after the decays
+        q = q.bfloat16()
+        k = k.bfloat16()
+    given = q, k, v, write, erase, log_f, log_z, S.float()
     o, S = Tiles.apply(*(if_given(torch.Tensor.contiguous, x) for x in given))
     return finish(o, normalise, floor, dtype), S
 

@@ -533,6 +533,7 @@ from unittest.mock import MagicMock, Mock
 
 import numpy as np
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import bench
 import convert
@@ -715,6 +716,28 @@ def test_a_long_text_in_segments_is_the_same(gates, monkeypatch):
     shapes = [call.args[1].shape for call in forward.call_args_list]
     assert [shape[1] * shape[2] for shape in shapes] == [64, 64, 32, 64, 64]
 
+class Operations(TorchDispatchMode):
+    """Counts those that really run, autograd's too."""
+    count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.count += 1
+        return operation(*args, **kwargs or {})
+
+@pytest.mark.parametrize('gates', [{}, dict(f=64, z=64), dict(f=1, erase=True)], ids=str)
+def test_plain_torch_takes_few_operations_where_there_is_no_cpu_cache(gates, monkeypatch):
+    """On a GPU that has no kernel each operation is a launch, so a text is one segment. (Tensors on the
+    device `meta` have shapes only.)"""
+    monkeypatch.setitem(globals(), 'K', 64)
+    monkeypatch.setitem(globals(), 'V', 64)
+    monkeypatch.setattr(kernels, 'NUMBERS', 1)          # on a CPU, 16 segments
+    given, _ = inputs(**gates, T=1024)
+    given = {name: x.to('meta').requires_grad_() for name, x in given.items()}
+    with Operations() as operations:
+        o, S = kernels.chunked(**given)
+        torch.autograd.grad(o.sum() + S.sum(), list(given.values()))
+    assert operations.count < 900
+
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'         # there, kernels run in Triton's interpreter
 KERNELS = 'inverse', 'forward', 'states', 'tokens'
 
@@ -822,9 +845,26 @@ def test_triton_sums_in_fp16_stay_finite(monkeypatch):
     monkeypatch.setattr(kernels.triton.knobs.runtime, 'interpret', False)
     assert kernels.tiles(q, v, None, None, None)['DT'] == kernels.tl.bfloat16
 
+@gpu
+@pytest.mark.parametrize('gates', ['delta', 'all', 'attn'])
+def test_triton_kernels_are_handed_bf16_as_it_is(gates, monkeypatch):
+    """They load it as fp32. A sum of values, for `normalise`, has one more channel."""
+    given, normalise = inputs(**GATES[gates], dtype=torch.bfloat16)
+    apply = Mock(side_effect=lambda *given: (given[2], given[-1]))
+    monkeypatch.setattr(kernels.Tiles, 'apply', apply)
+    kernels.on_gpu(**given, normalise=normalise)
+    *handed, S = apply.call_args.args
+    for name, x in zip(['q', 'k', 'v', 'write', 'erase', 'log_f', 'log_z'], handed):
+        if name == 'v' and normalise:
+            assert x.dtype == torch.float32 and x.shape[-1] == V + 1
+        elif x is not None:
+            assert x.dtype == torch.bfloat16
+            assert name.startswith('log') or x.data_ptr() == given[name].data_ptr()
+    assert S.dtype == torch.float32
+
 def resources(cases):
-    """What the compiler makes of each kernel for an H100, with heads of 64 in bf16: for each case of gates
-    rows of name, registers, bytes of stack, bytes of shared memory. Not where TRITON_INTERPRET is 1."""
+    """What the compiler makes of each kernel for an H100, in bf16: for each case, a width of the heads and
+    gates, rows of name, registers, bytes of stack, bytes of shared memory. Not where TRITON_INTERPRET is 1."""
     from triton.backends.compiler import GPUTarget
     driver = Mock(**{'get_current_target.return_value': GPUTarget('cuda', 90, 32)})
     kernels.triton.runtime.driver.set_active(driver)
@@ -836,12 +876,12 @@ def resources(cases):
             file.write(made.asm['cubin'])
             file.flush()
             tool = kernels.triton.knobs.nvidia.cuobjdump.path
-            said = subprocess.run([tool, '--dump-resource-usage', file.name], capture_output=True, text=True)
-        used = [int(re.search(fr'{what}:(\d+)', said.stdout)[1]) for what in ('REG', 'STACK')]
+            table = subprocess.run([tool, '--dump-resource-usage', file.name], capture_output=True, text=True)
+        used = [int(re.search(fr'{what}:(\d+)', table.stdout)[1]) for what in ('REG', 'STACK')]
         found[-1].append((kernel.fn.__name__, *used, made.metadata.shared))
     launch_by(pytest.MonkeyPatch(), compiled)
-    globals().update(K=64, V=64)
-    for gates in cases:
+    for width, gates in cases:
+        globals().update(K=width, V=width)
         found.append([])
         given, _ = inputs(**gates, erase=True, dtype=torch.float32)
         given.update({name: given[name].bfloat16() for name in 'qkv'})
@@ -855,9 +895,10 @@ def test_triton_kernels_compile_for_gpus_that_are_not_here(monkeypatch):
     if not Path(kernels.triton.__file__).with_name('backends').joinpath('nvidia/bin/cuobjdump').exists():
         pytest.skip("this Triton comes without NVIDIA's compiler")
     monkeypatch.setenv('TRITON_INTERPRET', '0')
-    most = dict(delta=48, kda=48, gated_delta=128)              # bytes of stack
+    most = {'delta': 48, 'kda': 48, 'gated_delta': 192, 'gdn2, 256': 2048}              # bytes of stack
+    cases = [(64, {}), (64, dict(f=64)), (64, dict(f=1)), (256, dict(f=256, w=256, e=256))]
     with multiprocessing.get_context('spawn').Pool(1) as pool:
-        found = pool.apply(resources, [[{}, dict(f=64), dict(f=1)]])
+        found = pool.apply(resources, [cases])
     for rule, rows in zip(most, found):
         assert [name for name, *_ in rows] == [*KERNELS]
         for name, registers, stack, shared in rows:
@@ -939,7 +980,7 @@ def test_what_no_triton_kernel_takes_is_said_once(monkeypatch, capsys):
         assert not kernels.trusted(kernels.on_gpu, wide, normalise)
     assert capsys.readouterr().err.count(f'{kernels.MAX_K + 1} features') == 1
     with monkeypatch.context() as m:
-        m.setattr(kernels, 'start', Mock(side_effect=torch.OutOfMemoryError('CUDA out of memory')))
+        m.setattr(kernels, 'tiles', Mock(side_effect=torch.OutOfMemoryError('CUDA out of memory')))
         assert not kernels.trusted(kernels.on_gpu, given, normalise)
     assert kernels.trusted(kernels.on_gpu, given, normalise)
     assert capsys.readouterr().err == ''
