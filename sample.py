@@ -31,7 +31,7 @@ from data import prepare
 from data.flags import flag, parse, plural, refuse, typed
 from data.weights import read_tensors, refuse_target, weights_digest, write_tensors
 from fastweight import FLOOR
-from model import (Config, Swap, chosen_texts, idle, load, pack, pick_device, pick_forms, refuse_broken,
+from model import (GPT, Config, Swap, chosen_texts, idle, load, pack, pick_device, pick_forms, refuse_broken,
                    sample, spread, state_bytes, state_for)
 
 
@@ -274,23 +274,22 @@ def write_page(args, model, meta, tokens):
 
 
 @torch.inference_mode()
-def generate_compiled(model, token, state, *how):
-    """`model.generate` from one token, by torch.compile: on a GPU, one launch per step. The first step, which
-    may have no state, is not compiled. A compiled step overwrites what the last one returned, so states are
-    copied before they are yielded."""
+def generate_compiled(model, token, state, temperature, top_k, top_p, generator):
+    """`GPT.generate` from one token (B, 1), by torch.compile: on a GPU, one launch per step. The first step,
+    which may have no state, is not compiled. A compiled step overwrites what the last one returned, so states
+    are copied before they are yielded."""
     logits, state = model(token, state)
-    token = sample(logits[:, -1], *how)
     state = [{name: x.to(token.device) for name, x in layer.items()} for layer in state]
     forward = torch.compile(model, mode='reduce-overhead')
     while True:
+        token = sample(logits[:, -1], temperature, top_k, top_p, generator)
+        state = [{name: x.clone() for name, x in layer.items()} for layer in state]
         yield token, state
         torch.compiler.cudagraph_mark_step_begin()
         try:
             logits, state = forward(token, state)
         except RuntimeError as e:
             raise ValueError(f'--compile: {str(e).strip().splitlines()[0]}; leave it out') from None
-        token = sample(logits[:, -1], *how)
-        state = [{name: x.clone() for name, x in layer.items()} for layer in state]
 
 
 def added(before, tokens, data):
@@ -323,12 +322,9 @@ def write_texts(args, model, data, first, begun, prompt):
     rows = [[] for text in first]
     last = first
     state = begun
+    generate = generate_compiled if args.compile else GPT.generate
     draw = torch.Generator(first.device).manual_seed(args.seed)
-    how = args.temperature, args.top_k, args.top_p, draw
-    if args.compile:
-        steps = generate_compiled(model, first, begun, *how)
-    else:
-        steps = model.generate(first, begun, *how)
+    steps = generate(model, first, begun, args.temperature, args.top_k, args.top_p, draw)
     times = [time.perf_counter()]
     for _, (last, state) in zip(range(args.tokens), steps):
         for row, token in zip(rows, last[:, 0].tolist()):   # which waits for a GPU
