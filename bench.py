@@ -943,7 +943,7 @@ def watch(model, x):
     for t in range(T):
         _, state = model(x[:, t:t + 1], state)
         for n, i in enumerate(layers):
-            pos = state[i]['pos'][:, 0].cpu()                   # equal for all heads of TOVA; -1: empty
+            pos = state['layers'][i]['mixer']['pos'][:, 0].cpu()                   # equal for all heads of TOVA; -1: empty
             seen[n, :, t] = F.one_hot(pos + 1, T + 1).any(1)[:, 1:]
     return seen
 
@@ -978,7 +978,8 @@ def rows_left(state, at):
     """-> (B,): the share of four cached tokens that is still cached, over layers and heads. They are the
     tokens at (B,) and the next three, into which a convolution mixes it."""
     wanted = at[:, None, None, None] + torch.arange(4, device=at.device)
-    kept = [(layer['pos'].unsqueeze(3) == wanted).any(2) for layer in state]        # (B, heads, 4) per layer
+    cached = [layer['mixer']['pos'].unsqueeze(3) for layer in state['layers']]
+    kept = [(pos == wanted).any(2) for pos in cached]           # (B, heads, 4) per layer
     return torch.stack([each.float().mean((1, 2)) for each in kept]).mean(0)
 
 
@@ -1134,17 +1135,18 @@ def grown(rows, T):
 
 
 def layer_step(rule, args, T):
-    """-> a function for one step of a layer after T tokens, and its initial state. Fast weights have really
-    read T tokens or more, 1,024 at a time. A cache holds one token T times."""
+    """-> a function for one step of a layer after T tokens, and the bytes of its state. Fast weights have
+    really read T tokens or more, 1,024 at a time. A cache holds one token T times."""
     one = inputs(rule, args, 1)
     if rule == 'softmax':
-        rows = grown(one, T)
-        return partial(F.scaled_dot_product_attention, one['q'], *rows.values()), [rows]
+        cached = grown(one, T)
+        step = partial(F.scaled_dot_product_attention, one['q'], *cached.values())
+        return step, sum(x.nbytes for x in cached.values())
     many = inputs(rule, args, 1024)
     S = None
     for _ in range(0, T, 1024):
         _, S = kernels.chunked(**many, S=S)
-    return partial(kernels.chunked, **one, S=S), [{'S': S}]
+    return partial(kernels.chunked, **one, S=S), S.nbytes
 
 
 @lru_cache(1)
@@ -1163,7 +1165,7 @@ def model_step(rule, args, T, **size):
         tokens = torch.randint(256, (args.batch, T), device=args.device)
         token = tokens[:, -1:]
         state = model.read(tokens)
-    return next_step(model, token, state), state
+    return next_step(model, token, state), state_bytes(state)
 
 
 GPT2 = {'n_layer': 12, 'n_head': 12, 'n_embd': 768, 'vocab_size': 50257}
@@ -1172,13 +1174,13 @@ LEVELS = {'layer': (layer_step, LAYERS), 'model': (model_step, MODELS),
 
 
 def next_step(model, token, state):
-    """-> a function that runs the next greedy step at each call and carries the state. If the state is a
-    cache, each step starts from the same one, so that it keeps its size."""
+    """-> a function that runs the next greedy step at each call and carries the state. If the state
+    would grow, each step starts from the same one."""
     def run():
         nonlocal token, state
         logits, new = model(token, state)
         token = sample(logits[:, -1], temperature=0)
-        if 'k' not in new[0]:
+        if 'all' not in model.config.keeps():
             state = new
     return run
 
@@ -1188,13 +1190,14 @@ def far_along(model, batch, T):
     rows of the batch are equal, and so are all entries of the full cache."""
     token = torch.zeros(1, 1, dtype=torch.long, device=model.embed.weight.device)
     state = model.read(token)
-    for layer in state:
-        layer['t'] = layer['t'] + T - 1
-        if 'pos' in layer:
-            places = torch.arange(layer['pos'].shape[-1], device=token.device)
-            layer['pos'] = places.expand_as(layer['pos'])
-        elif 'k' in layer:
-            layer.update(grown(layer, T))
+    state['t'] = state['t'] + T - 1
+    for layer in state['layers']:
+        cached = layer['mixer']
+        if 'pos' in cached:
+            places = torch.arange(cached['pos'].shape[-1], device=token.device)
+            cached['pos'] = places.expand_as(cached['pos'])
+        elif 'k' in cached:
+            cached.update(grown(cached, T))
     alike = torch.zeros(batch, dtype=torch.long, device=token.device)
     return token[alike], chosen_texts(state, alike)
 
@@ -1208,8 +1211,8 @@ def next_token(args, suite):
         for form, flags in forms.items():
             cells = []
             for T in args.lengths:
-                step, state = after(**flags, args=args, T=T)
-                cells.append(({'form': form, 'part': level, 'T': T, 'state bytes': state_bytes(state)}, step))
+                step, size = after(**flags, args=args, T=T)
+                cells.append(({'form': form, 'part': level, 'T': T, 'state bytes': size}, step))
             for row, _, took in timed(cells, args.device, 0.3, 30):         # the lengths take turns
                 yield {**row, 'us a token': 1e6 * took}
     S = torch.randn(args.batch, args.heads, args.head_dim, args.head_dim, device=args.device)

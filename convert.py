@@ -312,10 +312,11 @@ def mismatch(kind, seen, student):
     if kind == 'hidden':
         block = student.get_submodule(seen.layer)
         state = {}                                          # starts empty
+        t = 0
         if block.cross is not None:
-            state = block.cross.write(seen.source, seen.there)
-            state['t'] = torch.tensor(block.cross.begin)
-        error = block(seen.x, state, seen.there)[0] - seen.y
+            state['cross'] = block.cross.write(seen.source, seen.there)
+            t = block.cross.begin
+        error = block(seen.x, state, t, seen.there)[0] - seen.y
         return error.square().mean(-1)[real].mean()
     if kind == 'ce':
         a = seen.weights(seen.mixer)

@@ -1,7 +1,7 @@
 """The model around the rules: its config, layers, the GPT, sampling, files of models.
 
     model = GPT(Config(rule='delta', vocab_size=256))
-    logits, state = model(tokens)               # (B, T) -> logits (B, T, vocab), state: one dict per layer
+    logits, state = model(tokens)               # (B, T) -> logits (B, T, vocab), state: what it keeps
     logits, state = model(more_tokens, state)   # continues where the first call stopped, with any T
 
 The scripts import this file; it has no command of its own. fastweight.py defines what a layer computes. This
@@ -12,7 +12,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
 import os
 import re
@@ -680,9 +679,6 @@ class Conv(nn.Module):
         return shift(x, self.weight)[:, n:], x[:, T:]
 
 
-ZERO = torch.zeros((), dtype=torch.long)    # steps read at a fresh start, counted on the CPU
-
-
 def by_head(x, size):
     """Channels side by side (B, T, heads * size) -> (B, heads, T, size)"""
     return x.unflatten(-1, (-1, size)).transpose(1, 2)
@@ -740,12 +736,11 @@ class Mixer(nn.Module):
             o = self.out_norm(o)
         return self.dropout(self.proj(o.transpose(1, 2).flatten(2)))
 
-    def forward(self, x, state, there=None):
-        t = state.get('t', ZERO)
+    def forward(self, x, state=None, t=0, there=None):
+        """x (B, T, n_embd), state, t, there as for its memory -> like x, the new state of its memory"""
         q, k, v = self.heads(x, t)
-        o, new = self.memory(x, q, k, v, state, t, there)
-        new['t'] = t + x.shape[1]
-        return self.merge(o), new
+        o, state = self.memory(x, q, k, v, state, t, there)
+        return self.merge(o), state
 
     @property
     def has_weights(self):
@@ -766,9 +761,6 @@ class Mixer(nn.Module):
         return self.attend(u, q, k, eye, there)
 
 
-SOURCE = 'source_'
-
-
 class Cross(Mixer):
     """Cross attention: queries come from the decoder, keys and values from the encoder. The source is written
     once, into S or, with softmax, a cache. Every step of the decoder reads it, so a step costs the same at
@@ -779,18 +771,14 @@ class Cross(Mixer):
         self.begin = c.source                       # where the decoder's text begins in a row of data
 
     def write(self, x, there=None):
-        """x (B, T, n_embd), there (B, T) -> the source's part of a layer's state, named SOURCE..."""
+        """x (B, T, n_embd), there (B, T) -> its state: what `forward` reads at each step"""
         _, k, v = self.heads(x)
-        written = self.memory.write_all(x, k, v, there)
-        return {SOURCE + name: y for name, y in written.items()}
+        return self.memory.write_all(x, k, v, there)
 
-    def forward(self, x, state):
-        """x (B, T, n_embd) -> what it finds in the source, and the source's part of the state"""
-        kept = {name: y for name, y in state.items() if name.startswith(SOURCE)}
-        found = {name.removeprefix(SOURCE): y for name, y in kept.items()}
+    def forward(self, x, state, t):
+        """x (B, T, n_embd), t the position of the first step -> what it finds in the source, like x"""
         q, _, _ = self.heads(x)
-        o = self.memory.read_all(q, found, state['t'] - self.begin)
-        return self.merge(o), kept
+        return self.merge(self.memory.read_all(q, state, t - self.begin))
 
     def attend(self, u, q, k, v, there=None):
         """As in Mixer, but u, k and v come from the source."""
@@ -855,30 +843,29 @@ class Block(nn.Module):
         return x, u
 
     def convolve(self, i, x, state, there=None):
-        """x (B, T, n_embd) -> its convolution, if the model has any, and its part of the new state. i is 0
+        """x (B, T, n_embd) -> its convolution, if the model has any. Its part of `state` is replaced. i is 0
         before the mixer, 1 before the MLP."""
-        if not self.convs:
-            return x, {}
-        name = f'conv{i}'
-        x, last = self.convs[i](x, state.get(name), there)
-        return x, {name: last}
+        if self.convs:
+            part = state.get(f'conv{i}', {})
+            x, last = self.convs[i](x, part.get('last'), there)
+            state[f'conv{i}'] = {'last': last}
+        return x
 
-    def forward(self, x, state=None, there=None):
-        """x (B, T, n_embd), state of the last call or None at first, there as for Mixer -> x, state"""
-        state = state or {}
+    def forward(self, x, state=None, t=0, there=None):
+        """x (B, T, n_embd); state: None at first, or what the last call returned, a dict per part that has
+        one: mixer, conv0, conv1, cross; t, there as for Mixer  ->  x, state"""
+        state = {**(state or {})}                   # each part replaces its own; that of the caller stays
         x, u = self.branch(self.norm1, x)
-        u, seen = self.convolve(0, u, state, there)
-        y, new = self.mixer(u, state, there)
+        u = self.convolve(0, u, state, there)
+        y, state['mixer'] = self.mixer(u, state.get('mixer'), t, there)
         x = x + y
-        source = {}
         if self.cross is not None:
             x, u = self.branch(self.norm3, x)
-            y, source = self.cross(u, state)
-            x = x + y
+            x = x + self.cross(u, state['cross'], t)
         x, u = self.branch(self.norm2, x)
-        u, seen_by_mlp = self.convolve(1, u, state, there)
+        u = self.convolve(1, u, state, there)
         x = x + self.dropout(self.down(self.act(self.up(u))))
-        return x, {**new, **seen, **source, **seen_by_mlp}
+        return x, state
 
 
 class Seen(NamedTuple):
@@ -921,9 +908,9 @@ def kl(a, w):
 class GPT(nn.Module):
     """Embedding, blocks, norm, output. It computes with the fastest forms available, until `use` sets others.
 
-    A state is a list with one flat dict of tensors per layer: t, the number of tokens read (on the CPU); S,
-    or the cache k, v and perhaps pos, total; conv0, conv1. A decoder also has source_S, or source_k,
-    source_v, source_there. None is a fresh start."""
+    A state has t, the number of tokens read (on the CPU), and layers, a list. Each layer is a dict of parts,
+    each part a dict of tensors: mixer has S, or the cache k, v and perhaps pos, total; conv0 and conv1 have
+    last; in a decoder, cross has S, or k, v, there of the source. None is a fresh start."""
     forms = PLAIN
 
     def __init__(self, config):
@@ -972,19 +959,17 @@ class GPT(nn.Module):
             if hasattr(module, 'forms'):                # FastWeights, Conv, and the model itself
                 module.forms = forms
 
-    def embedded(self, tokens, state=None):
-        """tokens (B, T) -> the input of the first layer (B, T, n_embd). Patches give (B, T / patch, n_embd).
-        cls adds one position."""
+    def embedded(self, tokens, t=0):
+        """tokens (B, T), t the position of the first -> the input of the first layer (B, T, n_embd). Patches
+        give (B, T / patch, n_embd). cls adds one position."""
         if self.config.patch:
             tokens = tokens.unflatten(1, (-1, self.config.patch)) / 255
         x = self.embed(tokens)
         if self.cls is not None:
             x = torch.cat([self.cls.weight.expand(len(x), 1, -1), x], 1)
         if self.positions is not None:              # beyond block_size, the last position is repeated
-            t = torch.arange(x.shape[1], device=x.device)
-            if state is not None:
-                t = t + state[0]['t']
-            x = x + self.positions(t.clamp(max=self.config.places() - 1))
+            at = t + torch.arange(x.shape[1], device=x.device)
+            x = x + self.positions(at.clamp(max=self.config.places() - 1))
         return self.dropout(x)
 
     def there(self, tokens):
@@ -1001,15 +986,18 @@ class GPT(nn.Module):
             n = self.config.source
             state = self.encode(tokens[:, :n])
             tokens = tokens[:, n:]
+        if state is None:
+            state = {'t': torch.zeros((), dtype=torch.long), 'layers': [{} for _ in self.blocks]}
+        t = state['t']
         there = None if self.config.causal else self.there(tokens)
-        x = self.embedded(tokens, state)
+        x = self.embedded(tokens, t)
         if not x.shape[1]:                          # only a source, no decoder text yet
             return x, state
-        new = []
-        for block, layer in zip(self.blocks, state or itertools.repeat(None)):
-            x, layer = block(x, layer, there)
-            new.append(layer)
-        return self.norm(x), new
+        layers = []
+        for block, layer in zip(self.blocks, state['layers']):
+            x, layer = block(x, layer, t, there)
+            layers.append(layer)
+        return self.norm(x), {'t': t + x.shape[1], 'layers': layers}
 
     def encode(self, tokens):
         """Read a source, tokens (B, T) with padding at the end, T <= config.source -> the state with which
@@ -1020,10 +1008,10 @@ class GPT(nn.Module):
         tokens, there = self.without_padding(tokens)
         x = self.embedded(tokens)
         for block in self.encoder:
-            x, _ = block(x, None, there)
+            x, _ = block(x, None, 0, there)
         x = self.encoder_norm(x)
         t = torch.tensor(self.config.source)        # position in the row, padding included
-        return [{'t': t, **block.cross.write(x, there)} for block in self.blocks]
+        return {'t': t, 'layers': [{'cross': block.cross.write(x, there)} for block in self.blocks]}
 
     def without_padding(self, tokens, begins=False):
         """Cut tokens (B, T) at the end of the longest text -> tokens, and which of them are not padding.
@@ -1096,7 +1084,7 @@ class GPT(nn.Module):
         with nn.modules.module.register_module_forward_hook(remember):
             self.hidden(tokens)
         first = [*self.encoder, *self.blocks][0]
-        _, _, there = inputs[first]                 # its arguments: x, state, there
+        _, _, _, there = inputs[first]              # its arguments: x, state, t, there
         for name, mixer in self.mixers().items():
             layer = name.rpartition('.')[0]
             block = self.get_submodule(layer)
@@ -1184,13 +1172,16 @@ class GPT(nn.Module):
 
 # ---- sampling ----------------------------------------------------------------------------------------------
 def chosen_texts(state, index, everything=False):
-    """The state of some texts of a batch. index (N,) may repeat a text. The tensors of a source stay as they
-    are, because texts of one source share them, unless `everything` is true."""
-    found = []
-    for layer in state:
-        own = [name for name in layer if name != 't' and (everything or not name.startswith(SOURCE))]
-        found.append({**layer, **{name: layer[name][index] for name in own}})
-    return found
+    """The state of some texts of a batch. index (N,) may repeat a text. What cross attention has of a source
+    stays as it is, because texts of one source share it, unless `everything` is true."""
+    layers = []
+    for layer in state['layers']:
+        layer = {**layer}
+        for part in layer:
+            if everything or part != 'cross':
+                layer[part] = {name: x[index] for name, x in layer[part].items()}
+        layers.append(layer)
+    return {'t': state['t'], 'layers': layers}
 
 
 def refuse_broken(logits):
@@ -1227,29 +1218,41 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
 
 
 # ---- states as flat dicts of tensors -----------------------------------------------------------------------
-GROWING = 'k', 'v', 'source_k', 'source_v', 'source_there'      # softmax: one entry per token
+GROWING = 'k', 'v', 'there'         # softmax: one entry per token
+
+
+def map_state(f, state):
+    """The state with f(tensor) in place of each tensor."""
+    layers = [{part: {name: f(x) for name, x in tensors.items()} for part, tensors in layer.items()}
+              for layer in state['layers']]
+    return {'t': f(state['t']), 'layers': layers}
 
 
 def pack(state, prefix='state'):
-    """A state, or None, as a flat dict of tensors named <prefix>.<layer>.<name>, for `write` and `save`."""
-    flat = {}
-    for i, layer in enumerate(state or []):
-        flat.update({f'{prefix}.{i}.{name}': x for name, x in layer.items()})
+    """A state, or None, as a flat dict of tensors: <prefix>.t and <prefix>.<layer>.<part>.<name>"""
+    if state is None:
+        return {}
+    flat = {f'{prefix}.t': state['t']}
+    for i, layer in enumerate(state['layers']):
+        for part, tensors in layer.items():
+            flat.update({f'{prefix}.{i}.{part}.{name}': x for name, x in tensors.items()})
     return flat
 
 
 def unpack(tensors, prefix='state', device=None):
-    """The inverse of `pack`; None if there is no state. Ignores other tensors."""
-    layers = collections.defaultdict(dict)
-    for name, x in tensors.items():
-        if name.startswith(prefix + '.'):
-            found = re.fullmatch(r'\.(\d{1,4})\.(\w+)', name.removeprefix(prefix))
-            if not found or x.dim() > 4:
-                raise ValueError(f'{name}: of another version of this project; read the text again')
-            if found[2] != 't':                     # t counts on the CPU
-                x = x.to(device)
-            layers[int(found[1])][found[2]] = x
-    return [layers[i] for i in sorted(layers)] or None
+    """The inverse of `pack`; None if there is no state. Ignores other tensors. ValueError for other names"""
+    t = tensors.get(f'{prefix}.t')                  # it stays on the CPU
+    layers = collections.defaultdict(lambda: collections.defaultdict(dict))
+    for key, x in tensors.items():
+        if not key.startswith(prefix + '.') or key == f'{prefix}.t':
+            continue
+        names = re.fullmatch(r'\.(\d{1,4})\.(\w+)\.(\w+)', key.removeprefix(prefix))
+        if not names or t is None or x.dim() > 4:
+            raise ValueError(f'{key}: of another version of this project; read the text again')
+        layers[int(names[1])][names[2]][names[3]] = x.to(device)
+    if t is None:
+        return None
+    return {'t': t, 'layers': [dict(layers[i]) for i in sorted(layers)]}
 
 
 def state_for(model, tensors, last, why, prefix='state'):
@@ -1259,10 +1262,10 @@ def state_for(model, tensors, last, why, prefix='state'):
     source = model.read(torch.zeros_like(last))             # of a translator; of others, any text
     if not any(alike(state, known) for known in (source, model.read(last, source))):
         raise ValueError(why)
-    t = {int(layer['t']) for layer in state}
-    latest = max((int(layer['pos'].max()) for layer in state if 'pos' in layer), default=0)     # cached
-    if len(t) > 1 or not max(0, latest) < min(t) < 2 ** 53:
-        raise ValueError(f'{why} (it counts {sorted(t)} tokens)')
+    t = int(state['t'])
+    latest = [int(x.max()) for name, x in pack(state).items() if name.endswith('.pos')]     # cached positions
+    if not max([0, *latest]) < t < 2 ** 53:
+        raise ValueError(f'{why} (it counts {t} tokens)')
     return state
 
 

@@ -31,8 +31,8 @@ from data import prepare
 from data.flags import flag, parse, plural, refuse, typed
 from data.weights import read_tensors, refuse_target, weights_digest, write_tensors
 from fastweight import FLOOR
-from model import (GPT, Config, Swap, chosen_texts, idle, load, pack, pick_device, pick_forms, refuse_broken,
-                   sample, spread, state_bytes, state_for)
+from model import (GPT, Config, Swap, chosen_texts, idle, load, map_state, pack, pick_device, pick_forms,
+                   refuse_broken, sample, spread, state_bytes, state_for)
 
 
 @dataclass
@@ -279,11 +279,11 @@ def generate_compiled(model, token, state, temperature, top_k, top_p, generator)
     which may have no state, is not compiled. A compiled step overwrites what the last one returned, so states
     are copied before they are yielded."""
     logits, state = model(token, state)
-    state = [{name: x.to(token.device) for name, x in layer.items()} for layer in state]
+    state = map_state(lambda x: x.to(token.device), state)
     forward = torch.compile(model, mode='reduce-overhead')
     while True:
         token = sample(logits[:, -1], temperature, top_k, top_p, generator)
-        state = [{name: x.clone() for name, x in layer.items()} for layer in state]
+        state = map_state(torch.clone, state)
         yield token, state
         torch.compiler.cudagraph_mark_step_begin()
         try:
@@ -354,7 +354,7 @@ def complete(args, model, meta):
         raise ValueError(f'--html: {read:,} tokens of prompt and {args.tokens:,} to write, but a page shows '
                          f'at most {ON_A_PAGE:,}; give fewer')
     say(f'{",".join(c.rules)} from {args.init}; recurrence: {model.why}')
-    left = c.block_size - read - (int(state[0]['t']) if state else 0)
+    left = c.block_size - read - (int(state['t']) if state else 0)
     if c.source:                                            # stop at the end of the row at the latest
         args.tokens = min(args.tokens, left + 1)
     elif model.positions is not None and args.tokens > left:

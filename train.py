@@ -37,7 +37,8 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from data import prepare
 from data.flags import flag, known, parse, picked, plural, refuse, typed
 from data.weights import refuse_target
-from model import GPT, OF_DATA, Config, fill, idle, load, pack, pick_device, pick_forms, save, state_for
+from model import (GPT, OF_DATA, Config, fill, idle, load, map_state, pack, pick_device, pick_forms, save,
+                   state_for)
 
 BAD_STEPS = 10      # the run ends after this many non-finite steps in a row
 MUON = 4.0          # Muon's rate is this times --lr: singular values of its steps, not entries, are near 1
@@ -331,7 +332,7 @@ class Rows:
             loss.backward()
             total += loss.detach()
             if self.carry:                                  # gradients do not flow into earlier steps
-                states[i] = [{name: x.detach() for name, x in layer.items()} for layer in end]
+                states[i] = map_state(torch.Tensor.detach, end)
         return total
 
     def rehearse(self, model):
