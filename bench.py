@@ -465,7 +465,7 @@ def of_classes(args, result):
     for begin in batches(val, data, 32):
         x, y = recipe.rows(val, begin, data['row'], data, args.device)
         with torch.inference_mode():
-            logits, y, _ = recipe.answers(model, x, y, None, data)
+            logits, y, _ = recipe.predict(model, x, y, None, data)
         predicted += logits.argmax(-1).tolist()
         true += y.tolist()
     both = F.one_hot(torch.tensor([predicted, true]), model.config.classes).double()  # (2, N, classes)
@@ -722,7 +722,7 @@ def nats_along(model, x, y, segment):
     nats = []
     state = None
     for some, targets in zip(x.split(segment, 1), y.split(segment, 1)):
-        logits, targets, state = recipe.answers(model, some, targets, state, {})
+        logits, targets, state = recipe.predict(model, some, targets, state, {})
         nats.append(F.cross_entropy(logits, targets, reduction='none').view(len(x), -1))
     return torch.cat(nats, 1)
 

@@ -51,8 +51,8 @@ from data.flags import flag, known, parse, picked, plural, refuse, typed
 from data.weights import is_state, read_tensors, weights_digest
 from fastweight import RULES
 from model import GPT, SOURCE_RULES, bias_of, fill, idle, kl, load, pick_device, save, state_bytes, subset
-from train import (QUIET, Rows, adamw, answers, bits_a_nat, blocks, check_threads, commit, lies_in, log_of,
-                   optimise, pack_optimiser, rows, say, set_threads, steps_left, table, tell_step,
+from train import (QUIET, Rows, adamw, bits_a_nat, blocks, check_threads, commit, lies_in, log_of, optimise,
+                   pack_optimiser, predict, rows, say, set_threads, steps_left, table, tell_step,
                    unpack_optimiser)
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
@@ -404,9 +404,9 @@ def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()
         if teacher is None:
             return run.data.learn(model, [None], after + step)
         x, y = run.data.batch(after + step)
-        logits, _, _ = answers(model, x, y, None, run.data.meta)
+        logits, _, _ = predict(model, x, y, None, run.data.meta)
         with torch.no_grad():
-            wanted = answers(teacher, x, y, None, run.data.meta)[0].log_softmax(-1)
+            wanted = predict(teacher, x, y, None, run.data.meta)[0].log_softmax(-1)
         value = F.kl_div(logits.log_softmax(-1), wanted, reduction='batchmean', log_target=True)
         value.backward()
         return value.detach().reshape(1)
@@ -533,7 +533,7 @@ class Conversion:
         """Evaluate a model on --eval_rows rows, each from an empty state -> columns of the table. The teacher
         comes first. The share per byte is the share per token to the power tokens / bytes, so it looks better
         for the same model. Papers give it per GPT-2 token. what: the model's name"""
-        loss, right = self.data.evaluate(model, self.begin, told=f'{what}, validation')
+        loss, right = self.data.evaluate(model, self.begin, label=f'{what}, validation')
         meta = self.data.meta
         row = {'perplexity': math.exp(min(loss, 80)), 'accuracy': right}
         if 'row' not in meta:

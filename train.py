@@ -136,8 +136,8 @@ def memory(device):
 def commit():
     """-> the git commit of this code; '' if git cannot tell."""
     here = os.path.dirname(os.path.abspath(__file__))
-    found = subprocess.run('git rev-parse HEAD', shell=True, cwd=here, capture_output=True, text=True)
-    return found.stdout.strip()
+    git = subprocess.run('git rev-parse HEAD', shell=True, cwd=here, capture_output=True, text=True)
+    return git.stdout.strip()
 
 
 # ---- threads -----------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def rows(data, begin, T, meta, device):
     return torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)
 
 
-def answers(model, x, y, state, meta, dtype=torch.float32):
+def predict(model, x, y, state, meta, dtype=torch.float32):
     """Run the model on x, starting from `state` (None: empty) -> fp32 logits (N, vocab), targets (N,), state.
     In a task few positions have a target, so logits are computed only there. dtype: of the matrix products"""
     with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
@@ -327,7 +327,7 @@ class Rows:
         total = torch.zeros(1, device=self.device)
         for i, state in enumerate(states):
             x, y = self.batch(step, i)
-            logits, y, end = answers(model, x, y, state, self.meta, self.dtype)
+            logits, y, end = predict(model, x, y, state, self.meta, self.dtype)
             loss = F.cross_entropy(logits, y) / self.accum
             loss.backward()
             total += loss.detach()
@@ -341,16 +341,16 @@ class Rows:
         x, y = self.batch(0)
         training = model.training
         model.eval()                                        # no dropout, and no new random features
-        logits, y, _ = answers(model, x, y, None, self.meta, self.dtype)
+        logits, y, _ = predict(model, x, y, None, self.meta, self.dtype)
         F.cross_entropy(logits, y).backward()
         model.train(training)
         model.zero_grad(set_to_none=True)
 
     @torch.no_grad()
-    def evaluate(self, model, begin=None, carried=False, told=''):
+    def evaluate(self, model, begin=None, carried=False, label=''):
         """-> nats per target, accuracy (0 to 1) on the validation rows that start at `begin`; None: all rows
         of the rule `blocks`. Each row starts from an empty state, and the processes share the rows.
-        carried: read row by row, each from the final state of the last. told: begins the progress lines"""
+        carried: read row by row, each from the final state of the last. label: begins the progress lines"""
         if begin is None:
             begin = blocks(len(self.val), self.T, self.meta)
         many = min(32, 2 ** 28 // (self.T * self.meta['vocab_size']))           # at most 1 GB of logits
@@ -363,13 +363,13 @@ class Rows:
         model.eval()
         state = None
         total = torch.zeros(3, dtype=torch.float64)         # nats, targets, right guesses
-        for i in with_progress(range(0, len(begin), self.world * many), told):
-            mine = begin[i + self.rank * many:][:many]
-            idle = len(mine) == 0                           # it still runs: others may need its shard
+        for i in with_progress(range(0, len(begin), self.world * many), label):
+            share = begin[i + self.rank * many:][:many]
+            idle = len(share) == 0                          # it still runs: others may need its shard
             if idle:
-                mine = begin[:1]
-            x, y = rows(self.val, mine, self.T, self.meta, self.device)
-            logits, y, end = answers(model, x, y, state, self.meta, self.dtype)
+                share = begin[:1]
+            x, y = rows(self.val, share, self.T, self.meta, self.device)
+            logits, y, end = predict(model, x, y, state, self.meta, self.dtype)
             if carried:
                 state = end
             loss = F.cross_entropy(logits, y, reduction='sum', ignore_index=-1)
@@ -520,16 +520,16 @@ def unpack_optimiser(model, opt, tensors, whole=True):
     memories = {name: {} for name in parameters}
     for key, x in tensors.items():
         if key.startswith('opt.'):
-            name, _, memory = key.removeprefix('opt.').rpartition('.')
+            name, _, quantity = key.removeprefix('opt.').rpartition('.')
             if name not in memories:
                 raise ValueError(f'the optimiser has {key}, but the model no {name}; start anew')
-            memories[name][memory] = x
-    for name, found in memories.items():
+            memories[name][quantity] = x
+    for name, memory in memories.items():
         p = parameters[name]
-        if found.keys() not in MEMORIES and (found or whole):
-            raise ValueError(f'the optimiser has {sorted(found)} of {name}, expected one of {MEMORIES}; '
+        if memory.keys() not in MEMORIES and (memory or whole):
+            raise ValueError(f'the optimiser has {sorted(memory)} of {name}, expected one of {MEMORIES}; '
                              'start anew')
-        for key, x in found.items():
+        for key, x in memory.items():
             shape = () if key == 'step' else p.shape
             if x.shape != shape or x.dtype != torch.float32:
                 raise ValueError(f'the optimiser\'s {key} of {name} is {x.dtype} of shape {tuple(x.shape)}, '
@@ -771,11 +771,11 @@ def opening(model, data, args, run, log):
     size = sum(p.numel() for p in model.parameters())
     threads = torch.get_num_threads()
     about = {key: value for key, value in data.meta.items() if key != 'json'}       # that one takes megabytes
-    said = (f'{",".join(config.rules)} | {size / 1e6:.2f} M parameters | '
+    text = (f'{",".join(config.rules)} | {size / 1e6:.2f} M parameters | '
             f'{args.data}: {len(data.train):,} + {len(data.val):,} tokens of {config.vocab_size} | '
             f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {plural(threads, "thread")}\n'
             f'saved every {plural(args.eval_every, "step")}; recurrence: {model.why}')
-    tell(log, said, config=dataclasses.asdict(config), **run, data=about, commit=commit(),
+    tell(log, text, config=dataclasses.asdict(config), **run, data=about, commit=commit(),
          device=str(data.device), params=size, threads=threads)
 
 
@@ -786,25 +786,25 @@ def keep(path, model, header, extra, rank):
         save(path, model, header, extra, whole)
 
 
-def report(model, data, args, log, **found):
+def report(model, data, args, log, **figures):
     """Compute the final figures on the validation data, by the rules `blocks` and `carried`. They are added
-    to `found`, and all go to result.json as one flat dict."""
+    to `figures`, and all go to result.json as one flat dict."""
     meta = data.meta
-    loss, right = data.evaluate(model, told='validation')
+    loss, right = data.evaluate(model, label='validation')
     tell(log, f'validation, blocks of {data.T}: {score(meta, loss, right)}', rule='blocks', val_loss=loss,
          accuracy=right)
-    found.update(val_loss=loss, accuracy=right)
+    figures.update(val_loss=loss, accuracy=right)
     if data.rank > 0:                                       # one process does the rest
         return
     if 'row' not in meta:
-        found['bits per byte'] = loss * bits_a_nat(meta)
+        figures['bits per byte'] = loss * bits_a_nat(meta)
         if not args.fsdp and model.max_len is None and model.config.keeps() == {None}:
             along = dataclasses.replace(data, T=4096, world=1)
-            loss, _ = along.evaluate(model, carried=True, told='validation, carried')
+            loss, _ = along.evaluate(model, carried=True, label='validation, carried')
             tell(log, f'validation, carried: {score(meta, loss)}', rule='carried', val_loss=loss)
-            found.update({'val_loss carried': loss, 'bits per byte carried': loss * bits_a_nat(meta)})
+            figures.update({'val_loss carried': loss, 'bits per byte carried': loss * bits_a_nat(meta)})
     settings = {**dataclasses.asdict(args), **dataclasses.asdict(model.config)}
-    prepare.write_json(f'{args.out}/result.json', {**found, 'commit': commit(), **settings})
+    prepare.write_json(f'{args.out}/result.json', {**figures, 'commit': commit(), **settings})
     if not args.fsdp:
         show(model, data, args)
 
@@ -822,13 +822,13 @@ def show(model, data, args):
         say(f'{more} --source="..."')
     if 'row' in meta:
         return
-    said = prepare.encode(PROMPTS.get(args.data, ''), meta)
-    prompt = torch.tensor([prepare.begun(said, meta)], device=data.device)
+    beginning = prepare.encode(PROMPTS.get(args.data, ''), meta)
+    prompt = torch.tensor([prepare.begun(beginning, meta)], device=data.device)
     draw = torch.Generator(data.device).manual_seed(0)
     many = min(SAMPLE, (model.max_len or SAMPLE + 1) - prompt.shape[1])
     texts = model.generate(prompt, temperature=0.7, generator=draw)     # in fp32, as in sample.py
     tokens = [token.item() for token, _ in itertools.islice(texts, many)]
-    say(f'--- a sample ---\n{prepare.decode(said + tokens, meta)}\n---\n{more} --tokens=1000')
+    say(f'--- a sample ---\n{prepare.decode(beginning + tokens, meta)}\n---\n{more} --tokens=1000')
 
 
 @prepare.script
@@ -860,7 +860,7 @@ def main(argv):
     times = []                                              # seconds of each step since the last line
     seconds = 0.0                                           # of all steps together
     since = time.perf_counter()
-    start, told = data.of_start()
+    start, label = data.of_start()
     # data.learn does forward and backward, `optimise` clips and steps; this loop logs, evaluates and saves
     steps = optimise(model, opt, learn, args.steps, args.lr, args.seed, first, args.clip, rank, world)
     for done, loss, norm, good in steps:
@@ -884,8 +884,8 @@ def main(argv):
         if logs:
             tell_step(log, data, args.steps, args.lr, done, loss, norm, ms)
         if evaluates:
-            judged, right = data.evaluate(model, start, told=told)
-            tell(log, f'step {done:5d} | {told}: {score(meta, judged, right)}', step=done, val_loss=judged,
+            judged, right = data.evaluate(model, start, label=label)
+            tell(log, f'step {done:5d} | {label}: {score(meta, judged, right)}', step=done, val_loss=judged,
                  accuracy=right)
             run.update(step=done, data=meta)
             if judged < best:
