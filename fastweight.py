@@ -261,28 +261,28 @@ def read_all(q, S, normalise=False, floor=FLOOR):
     """o_t = S q_t for any number of queries. q (B, H, T, K)  ->  (B, H, T, V)"""
     return finish(q.to(S.dtype) @ S.mT, normalise, floor, q.dtype)
 
-def where_there(there, v, gates):
-    """Gates for a text with padding. there (B, T) is false where a step is padding. Such a step writes and
+def where_real(real, v, gates):
+    """Gates for a text with padding. real (B, T) is false where a step is padding. Such a step writes and
     erases with strength 0 and forgets nothing, so it leaves S alone. v (B, H, T, V)"""
-    there = there[:, None].to(v.dtype)
-    found = {'write': there.expand(v.shape[:3])}
+    real = real[:, None].to(v.dtype)
+    found = {'write': real.expand(v.shape[:3])}
     for name, x in gates.items():
         if x is not None:
-            found[name] = x * (there if x.dim() == 3 else there[..., None])
+            found[name] = x * (real if x.dim() == 3 else real[..., None])
     return found
 
 def encoded(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR,
-            there=None, form=chunked):
-    """`recurrent` for an encoder: same arguments, but each step reads what all steps have written. there
-    (B, T) says which steps are real (None: all). `form` computes the recurrence.
+            real=None, form=chunked):
+    """`recurrent` for an encoder: same arguments, but each step reads what all steps have written. real
+    (B, T) says which steps are not padding (None: all). `form` computes the recurrence.
 
     If steps are forgotten or erased, their order matters, so the text is read in both directions. The output
     is S_t q_t, from the steps up to t, plus D_t q_t of the reversed text. D_t is read before step t is
     written, so each step counts once. Numerators and denominators are added separately, then divided."""
     dtype = v.dtype
     gates = {'write': write, 'erase': erase, 'log_f': log_f, 'log_z': log_z}
-    if there is not None:
-        gates = where_there(there, v, gates)
+    if real is not None:
+        gates = where_real(real, v, gates)
     if in_any_order(erase, log_f, log_z):
         S = write_all(k, v, gates['write'], S=S, normalise=normalise)
         return read_all(q, S, normalise, floor), S
@@ -311,11 +311,11 @@ def softmax(q, k, v, rows=None):
     causal = T == T_all > 1
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal), dict(k=k, v=v)
 
-def softmax_of_all(q, k, v, there=None):
-    """`softmax` for an encoder: each step sees all steps except padding. there (B, T) or None"""
+def softmax_of_all(q, k, v, real=None):
+    """`softmax` for an encoder: each step sees all steps except padding. real (B, T) or None"""
     mask = None
-    if there is not None:
-        mask = there[:, None, None]
+    if real is not None:
+        mask = real[:, None, None]
     return F.scaled_dot_product_attention(q, k, v, mask), dict(k=k, v=v)
 
 # A transformer is an RNN whose state, the cache of key/value pairs, grows. Limit the cache to `cache` tokens

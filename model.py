@@ -440,11 +440,11 @@ class FastWeights(nn.Module):
     """The heart of a layer whose rule has a matrix: a writer (`writes`), a form of the recurrence and a reader
     (`reads`).
 
-    forward(x, q, k, v, state, t, there):
+    forward(x, q, k, v, state, t, real):
     x (B, T, n_embd)   q, k, v (B, H, T, head_dim)
     state   None at a fresh start, or the dict that the last call returned
     t       position of the first step, an int or a tensor (only cosformer needs it)
-    there   (B, T), in an encoder: which steps are not padding; None: all
+    real    (B, T), in an encoder: which steps are not padding; None: all
     ->  o (B, H, T, head_dim), dict: S (B, H, V, K), with n as last row for norm 'attn'
 
     phi to writes: as the flags of Config, phi and norm '' for the rule's own   key_dim: channels of q and k,
@@ -488,15 +488,15 @@ class FastWeights(nn.Module):
         if self.training and 'S' not in state and hasattr(self.phi, 'redraw'):
             self.phi.redraw()
 
-    def write_all(self, x, k, v, there=None):
+    def write_all(self, x, k, v, real=None):
         """Write a source that any number of queries can then read. x (B, T, n_embd), k, v (B, H, T,
-        head_dim), there as for an encoder -> dict: S (B, H, V, K)"""
+        head_dim), real as for an encoder -> dict: S (B, H, V, K)"""
         with without_autocast(x):
             self.redraw()
             written = self.writes(x, k, v)
-            if there is not None:
+            if real is not None:
                 gates = {name: written.get(name) for name in ('write', 'erase', 'log_f', 'log_z')}
-                written.update(fastweight.where_there(there, v, gates))
+                written.update(fastweight.where_real(real, v, gates))
             S = fastweight.write_all(**written, normalise=self.normalise, form=self.forms.recurrence)
         return {'S': S}
 
@@ -506,18 +506,18 @@ class FastWeights(nn.Module):
             o = fastweight.read_all(self.reads(q, t), state['S'], self.normalise, self.phi.floor)
         return o.to(q.dtype)
 
-    def recurrence(self, q, k, v, there=None, **gates):
-        """Compute the equation. Arguments as for fastweight.recurrent, and `there` for an encoder."""
+    def recurrence(self, q, k, v, real=None, **gates):
+        """Compute the equation. Arguments as for fastweight.recurrent, and `real` for an encoder."""
         form = self.forms.recurrence
         if not self.causal:
-            return fastweight.encoded(q, k, v, **gates, there=there, form=form)
+            return fastweight.encoded(q, k, v, **gates, real=real, form=form)
         if self.n == 1:
             return form(q, k, v, **gates)
         last = self.n - 1                   # a token reads after its last write
         o, S = form(spread(q, self.n, last), k, v, **gates)
         return o[:, :, last::self.n], S
 
-    def forward(self, x, q, k, v, state=None, t=0, there=None):
+    def forward(self, x, q, k, v, state=None, t=0, real=None):
         state = state or {}
         with without_autocast(x):
             if self.causal and x.shape[1] > SEGMENT and not torch.is_grad_enabled():
@@ -528,7 +528,7 @@ class FastWeights(nn.Module):
             S = state.get('S')
             if self.by_keys:
                 return self.divided_by_keys(q, S=S, **written)
-            o, S = self.recurrence(q, **written, there=there, S=S, normalise=self.normalise,
+            o, S = self.recurrence(q, **written, real=real, S=S, normalise=self.normalise,
                                    floor=self.phi.floor)
             return o, {'S': S}
 
@@ -564,12 +564,12 @@ class FastWeights(nn.Module):
         q = self.phi(wide(q), 'q')
         k = self.phi(wide(went['k']), 'k')
         v = wide(went['v'])
-        there = (went['pos'] >= 0).to(q.dtype)[..., None]
+        real = (went['pos'] >= 0).to(q.dtype)[..., None]
         gates = self.gates(v.transpose(1, 2).flatten(2))        # n_embd channels, like a layer's input
-        gates['write'] = there * gates.get('write', 1)
+        gates['write'] = real * gates.get('write', 1)
         masses = gates
         if self.rule.erase:              # a sum of evicted keys: 0 until one is evicted
-            masses = {'write': there, 'log_f': gates.get('log_f')}
+            masses = {'write': real, 'log_f': gates.get('log_f')}
         channels = v if self.rule.z else v[..., :1]             # with z each channel has its own mass
         mass, n = self.recurrence(q, k, torch.ones_like(channels), **masses, S=state.get('n'))
         o, S = self.recurrence(self.normaliser(q), self.normaliser(k), v, **gates, S=state.get('S'))
@@ -616,9 +616,9 @@ class Cache(nn.Module):
             nn.init.zeros_(self.log_mass.weight)
             nn.init.zeros_(self.log_mass.bias)
 
-    def forward(self, x, q, k, v, state=None, t=0, there=None):
+    def forward(self, x, q, k, v, state=None, t=0, real=None):
         if not self.causal:
-            return fastweight.softmax_of_all(q, k, v, there=there)
+            return fastweight.softmax_of_all(q, k, v, real=real)
         state = state or {}
         cached = {name: state[name] for name in ('k', 'v', 'pos', 'total') if name in state} or None
         if self.rule.keeps == 'all':
@@ -635,11 +635,11 @@ class Cache(nn.Module):
             o = torch.lerp(o_matrix, o.to(o_matrix.dtype), share)
             return o.to(v.dtype), {**new, **matrix}
 
-    def write_all(self, x, k, v, there=None):
-        """Keep the keys and values of a source -> dict: k, v, and there, if some of it is padding"""
+    def write_all(self, x, k, v, real=None):
+        """Keep the keys and values of a source -> dict: k, v, and real, if some of it is padding"""
         state = {'k': k, 'v': v}
-        if there is not None:
-            state['there'] = there
+        if real is not None:
+            state['real'] = real
         return state
 
     def read_all(self, q, state, t=0):
@@ -660,15 +660,15 @@ class Conv(nn.Module):
         self.weight = nn.Parameter(torch.empty(width, channels))
         nn.init.uniform_(self.weight, -width ** -0.5, width ** -0.5)
 
-    def forward(self, x, last=None, there=None):
+    def forward(self, x, last=None, real=None):
         """x (B, T, D), last None or the n inputs before x (B, n, D) -> y (B, T, D), the last n inputs.
-        there (B, T), in an encoder: which inputs are not padding. Padding is replaced by zeros."""
+        real (B, T), in an encoder: which inputs are not padding. Padding is replaced by zeros."""
         T = x.shape[1]
         n = len(self.weight) - 1
         shift = self.forms.shift
         if not self.causal:
-            if there is not None:
-                x = x * there[..., None]
+            if real is not None:
+                x = x * real[..., None]
             after = n // 2
             return shift(F.pad(x, (0, 0, 0, after)), self.weight)[:, after:], x[:, :0]
         if last is None:                            # a negative pad removes steps
@@ -736,10 +736,10 @@ class Mixer(nn.Module):
             o = self.out_norm(o)
         return self.dropout(self.proj(o.transpose(1, 2).flatten(2)))
 
-    def forward(self, x, state=None, t=0, there=None):
-        """x (B, T, n_embd), state, t, there as for its memory -> like x, the new state of its memory"""
+    def forward(self, x, state=None, t=0, real=None):
+        """x (B, T, n_embd), state, t, real as for its memory -> like x, the new state of its memory"""
         q, k, v = self.heads(x, t)
-        o, state = self.memory(x, q, k, v, state, t, there)
+        o, state = self.memory(x, q, k, v, state, t, real)
         return self.merge(o), state
 
     @property
@@ -748,17 +748,17 @@ class Mixer(nn.Module):
         rule = self.memory.rule
         return rule.matrix and self.memory.norm == 'attn' and not rule.erase
 
-    def attend(self, u, q, k, v, there=None):
+    def attend(self, u, q, k, v, real=None):
         """The heads' outputs from a fresh start (B, H, T, head_dim), given the input u (B, T, n_embd) and its
-        q, k, v (B, H, T, head_dim). there (B, T): which steps of u are not padding; None: all"""
-        return self.memory(u, q, k, v, there=there)[0]
+        q, k, v (B, H, T, head_dim). real (B, T): which steps of u are not padding; None: all"""
+        return self.memory(u, q, k, v, real=real)[0]
 
-    def weights(self, u, q, k, there=None):
+    def weights(self, u, q, k, real=None):
         """The weight of each value in each output, (B, H, T, T of the values). Outputs are linear in v, so we
         take v = I. Not for a decay per value channel, nor a limited cache. Arguments as for `attend`."""
         T = k.shape[2]
         eye = torch.eye(T, dtype=q.dtype, device=q.device).expand(*k.shape[:3], T)
-        return self.attend(u, q, k, eye, there)
+        return self.attend(u, q, k, eye, real)
 
 
 class Cross(Mixer):
@@ -770,19 +770,19 @@ class Cross(Mixer):
         self.rope = False                           # positions in two texts have no distance
         self.begin = c.source                       # where the decoder's text begins in a row of data
 
-    def write(self, x, there=None):
-        """x (B, T, n_embd), there (B, T) -> its state: what `forward` reads at each step"""
+    def write(self, x, real=None):
+        """x (B, T, n_embd), real (B, T) -> its state: what `forward` reads at each step"""
         _, k, v = self.heads(x)
-        return self.memory.write_all(x, k, v, there)
+        return self.memory.write_all(x, k, v, real)
 
     def forward(self, x, state, t):
         """x (B, T, n_embd), t the position of the first step -> what it finds in the source, like x"""
         q, _, _ = self.heads(x)
         return self.merge(self.memory.read_all(q, state, t - self.begin))
 
-    def attend(self, u, q, k, v, there=None):
+    def attend(self, u, q, k, v, real=None):
         """As in Mixer, but u, k and v come from the source."""
-        return self.memory.read_all(q, self.memory.write_all(u, k, v, there))
+        return self.memory.read_all(q, self.memory.write_all(u, k, v, real))
 
 
 def layer_norm(c):
@@ -842,28 +842,28 @@ class Block(nn.Module):
             return u, u
         return x, u
 
-    def convolve(self, i, x, state, there=None):
+    def convolve(self, i, x, state, real=None):
         """x (B, T, n_embd) -> its convolution, if the model has any. Its part of `state` is replaced. i is 0
         before the mixer, 1 before the MLP."""
         if self.convs:
             part = state.get(f'conv{i}', {})
-            x, last = self.convs[i](x, part.get('last'), there)
+            x, last = self.convs[i](x, part.get('last'), real)
             state[f'conv{i}'] = {'last': last}
         return x
 
-    def forward(self, x, state=None, t=0, there=None):
+    def forward(self, x, state=None, t=0, real=None):
         """x (B, T, n_embd); state: None at first, or what the last call returned, a dict per part that has
-        one: mixer, conv0, conv1, cross; t, there as for Mixer  ->  x, state"""
+        one: mixer, conv0, conv1, cross; t, real as for Mixer  ->  x, state"""
         state = {**(state or {})}                   # each part replaces its own; that of the caller stays
         x, u = self.branch(self.norm1, x)
-        u = self.convolve(0, u, state, there)
-        y, state['mixer'] = self.mixer(u, state.get('mixer'), t, there)
+        u = self.convolve(0, u, state, real)
+        y, state['mixer'] = self.mixer(u, state.get('mixer'), t, real)
         x = x + y
         if self.cross is not None:
             x, u = self.branch(self.norm3, x)
             x = x + self.cross(u, state['cross'], t)
         x, u = self.branch(self.norm2, x)
-        u = self.convolve(1, u, state, there)
+        u = self.convolve(1, u, state, real)
         x = x + self.dropout(self.down(self.act(self.up(u))))
         return x, state
 
@@ -880,7 +880,7 @@ class Seen(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     real: torch.Tensor | None       # which steps of x are not padding (B, T); None: all
-    there: torch.Tensor | None      # likewise for the encoder's text
+    encoder_real: torch.Tensor | None   # likewise for the encoder's text
     source: torch.Tensor | None     # in a decoder: the output of the encoder
     y: torch.Tensor                 # output of the block
 
@@ -891,11 +891,11 @@ class Seen(NamedTuple):
 
     def attend(self, mixer):
         """The heads' outputs of this or another mixer for these inputs (B, H, T, head_dim)"""
-        return mixer.attend(self.u, self.q, self.k, self.v, self.there)
+        return mixer.attend(self.u, self.q, self.k, self.v, self.encoder_real)
 
     def weights(self, mixer):
         """The attention weights of this or another mixer (B, H, T, T)"""
-        return mixer.weights(self.u, self.q, self.k, self.there)
+        return mixer.weights(self.u, self.q, self.k, self.encoder_real)
 
 
 # ---- the model ---------------------------------------------------------------------------------------------
@@ -910,7 +910,7 @@ class GPT(nn.Module):
 
     A state has t, the number of tokens read (on the CPU), and layers, a list. Each layer is a dict of parts,
     each part a dict of tensors: mixer has S, or the cache k, v and perhaps pos, total; conv0 and conv1 have
-    last; in a decoder, cross has S, or k, v, there of the source. None is a fresh start."""
+    last; in a decoder, cross has S, or k, v, real of the source. None is a fresh start."""
     forms = PLAIN
 
     def __init__(self, config):
@@ -972,7 +972,7 @@ class GPT(nn.Module):
             x = x + self.positions(at.clamp(max=self.config.places() - 1))
         return self.dropout(x)
 
-    def there(self, tokens):
+    def real(self, tokens):
         """tokens (B, T) -> which of them are not padding (B, T); None: all"""
         if self.config.pad is None:
             return None
@@ -989,13 +989,13 @@ class GPT(nn.Module):
         if state is None:
             state = {'t': torch.zeros((), dtype=torch.long), 'layers': [{} for _ in self.blocks]}
         t = state['t']
-        there = None if self.config.causal else self.there(tokens)
+        real = None if self.config.causal else self.real(tokens)
         x = self.embedded(tokens, t)
         if not x.shape[1]:                          # only a source, no decoder text yet
             return x, state
         layers = []
         for block, layer in zip(self.blocks, state['layers']):
-            x, layer = block(x, layer, t, there)
+            x, layer = block(x, layer, t, real)
             layers.append(layer)
         return self.norm(x), {'t': t + x.shape[1], 'layers': layers}
 
@@ -1005,33 +1005,33 @@ class GPT(nn.Module):
         its state."""
         if tokens.shape[1] > self.config.source:
             raise ValueError(f'a source of {tokens.shape[1]} tokens, this model reads {self.config.source}')
-        tokens, there = self.without_padding(tokens)
+        tokens, real = self.without_padding(tokens)
         x = self.embedded(tokens)
         for block in self.encoder:
-            x, _ = block(x, None, 0, there)
+            x, _ = block(x, None, 0, real)
         x = self.encoder_norm(x)
         t = torch.tensor(self.config.source)        # position in the row, padding included
-        return {'t': t, 'layers': [{'cross': block.cross.write(x, there)} for block in self.blocks]}
+        return {'t': t, 'layers': [{'cross': block.cross.write(x, real)} for block in self.blocks]}
 
     def without_padding(self, tokens, begins=False):
         """Cut tokens (B, T) at the end of the longest text -> tokens, and which of them are not padding.
         begins: the first token is not padding either, as in a translation."""
-        there = self.there(tokens)
-        there[:, 0] |= begins
-        longest = there.sum(1).max()
-        return tokens[:, :longest], there[:, :longest]
+        real = self.real(tokens)
+        real[:, 0] |= begins
+        longest = real.sum(1).max()
+        return tokens[:, :longest], real[:, :longest]
 
     def pooled(self, x, tokens):
         """x (B, T, n_embd) -> (B, n_embd): the first position or the mean of all but padding, then the pooler
         if there is one"""
-        there = self.there(tokens)
+        real = self.real(tokens)
         if self.config.pool == 'first':
             x = x[:, 0]
-        elif there is None:
+        elif real is None:
             x = x.mean(1)
         else:
-            there = there[..., None]
-            x = (x * there).sum(1) / there.sum(1)
+            real = real[..., None]
+            x = (x * real).sum(1) / real.sum(1)
         if self.pooler is None:
             return x
         return self.pooler(x).tanh()
@@ -1064,7 +1064,7 @@ class GPT(nn.Module):
     def through(self, tokens):
         """Run the model on tokens (B, T) from a fresh start and yield a `Seen` per mixer, in the order of
         computation. Inputs and outputs of all blocks stay in memory, but q, k and v of only one mixer."""
-        real = None if self.config.patch else self.there(tokens)
+        real = None if self.config.patch else self.real(tokens)
         if self.encoder:
             begin = self.config.source
             text, real = self.without_padding(tokens[:, begin:], begins=True)
@@ -1084,7 +1084,7 @@ class GPT(nn.Module):
         with nn.modules.module.register_module_forward_hook(remember):
             self.hidden(tokens)
         first = [*self.encoder, *self.blocks][0]
-        _, _, _, there = inputs[first]              # its arguments: x, state, t, there
+        _, _, _, encoder_real = inputs[first]       # its arguments: x, state, t, real
         for name, mixer in self.mixers().items():
             layer = name.rpartition('.')[0]
             block = self.get_submodule(layer)
@@ -1096,8 +1096,9 @@ class GPT(nn.Module):
                 _, k, v = mixer.heads(u)
             else:
                 q, k, v = mixer.heads(u)
-            its_real = there if layer.startswith('encoder.') else real
-            yield Seen(name, layer, mixer, block, x, u, q, k, v, its_real, there, source, results[block])
+            its_real = encoder_real if layer.startswith('encoder.') else real
+            yield Seen(name, layer, mixer, block, x, u, q, k, v, its_real, encoder_real, source,
+                       results[block])
 
     @property
     def max_len(self):
@@ -1218,7 +1219,7 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
 
 
 # ---- states as flat dicts of tensors -----------------------------------------------------------------------
-GROWING = 'k', 'v', 'there'         # softmax: one entry per token
+GROWING = 'k', 'v', 'real'         # softmax: one entry per token
 
 
 def map_state(f, state):

@@ -293,9 +293,9 @@ def test_an_encoder_reads_from_both_sides(gates, form):
         given, normalise = inputs(**gates, T=T)
         exact = with_gradients(read_from_both_sides, given, normalise)
         near(with_gradients(partial(fastweight.encoded, form=form), given, normalise), exact)
-    there = torch.ones(2, 13, dtype=torch.bool)
-    there[1, 9:] = False
-    o, S = fastweight.encoded(**given, normalise=normalise, there=there, form=form)
+    real = torch.ones(2, 13, dtype=torch.bool)
+    real[1, 9:] = False
+    o, S = fastweight.encoded(**given, normalise=normalise, real=real, form=form)
     cut = {name: x if name == 'S' else x[:, :, :9] for name, x in given.items()}
     o_cut, S_cut = fastweight.encoded(**cut, normalise=normalise, form=form)
     near([o[1, :, :9], S[1]], [o_cut[1], S_cut[1]])
@@ -1217,11 +1217,11 @@ def test_through_tells_what_forward_computes(flags):
     if 'pad' in flags:
         tokens[1, 6:] = 0
     for seen in m.through(tokens):
-        u = seen.block.convolve(0, seen.block.norm1(seen.x), {}, seen.there)
+        u = seen.block.convolve(0, seen.block.norm1(seen.x), {}, seen.encoder_real)
         near(seen.u, u)
         found = seen.mixer.merge(seen.attend(seen.mixer))
-        near(found, seen.mixer(u, there=seen.there)[0])
-        last = seen.block(seen.x, there=seen.there)[0]
+        near(found, seen.mixer(u, real=seen.encoder_real)[0])
+        last = seen.block(seen.x, real=seen.encoder_real)[0]
     near(m.norm(last), m.hidden(tokens)[0])
 
 @pytest.mark.parametrize('rule, phi, norm', [('softmax', '', ''), ('sum', 'hedgehog', ''),
@@ -1320,10 +1320,10 @@ def test_an_encoder_reads_a_text_at_once_whatever_its_length(rule, monkeypatch):
     kind = FastWeights if RULES[rule].matrix else model_py.Cache
     layer = kind(rule, 8, 2, 4, causal=False).double().eval()
     x, qkv = torch.randn(2, 9, 8, dtype=f64), torch.randn(3, 2, 2, 9, 4, dtype=f64)
-    there = torch.arange(9).expand(2, 9) < 7
-    whole = layer(x, *qkv, there=there)[0]
+    real = torch.arange(9).expand(2, 9) < 7
+    whole = layer(x, *qkv, real=real)[0]
     with torch.no_grad():
-        near(layer(x, *qkv, there=there)[0], whole)
+        near(layer(x, *qkv, real=real)[0], whole)
         near(layer(x[:, :7], *qkv[:, :, :, :7])[0], whole[:, :, :7])
 
 @pytest.mark.parametrize('rule', SOURCE_RULES)

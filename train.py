@@ -309,9 +309,9 @@ class Rows:
             return rng.integers(n - T, size=count)
         begin = rng.integers(n // (2 * T), size=pool * count) * 2 * T
         if self.is_pairs:                                   # similar lengths together: half the padding
-            there = self.train.take(np.add.outer(begin, np.arange(T))) != self.meta['pad']
+            real = self.train.take(np.add.outer(begin, np.arange(T))) != self.meta['pad']
             source = self.meta.get('source', 0)             # without a source length, both sides are one text
-            longer = np.maximum(there[:, :source].sum(1), there[:, source:].sum(1))
+            longer = np.maximum(real[:, :source].sum(1), real[:, source:].sum(1))
             by_length = begin[np.argsort(longer, kind='stable')].reshape(pool, count)
             begin = by_length[rng.permutation(pool)[step % pool]]
         return begin
