@@ -2224,7 +2224,7 @@ PUBLISHED = {       # small files as those of each set are; of users' own, in th
               'train-labels-idx1-ubyte.gz': idx(KINDS_OF_DIGITS[:12]),
               't10k-images-idx3-ubyte.gz': idx(DIGITS[12:]),
               't10k-labels-idx1-ubyte.gz': idx(KINDS_OF_DIGITS[12:])},
-    'cola': {'cola_public_1.1.zip': zipped({'cola_public/tokenized/in_domain_train.tsv': 'wrong', **COLA})},
+    'cola': {'cola_public_1.1.zip': zipped({**COLA, 'cola_public/tokenized/in_domain_train.tsv': 'wrong'})},
     'polarity': {'rt-polarity.all': '0 no\n1 caf\u00e9\n'.encode('cp1252') * 10},
     'trec': {'TREC.train.all': b'0 Who ?\n1 What ?\n', 'TREC.test.all': '1 Which \u201c?\n'.encode('cp1252')},
     'multi30k': {f'{side}.{language}.gz': gzip.compress('\n'.join(lines[part]).encode() + b' \r\n')
