@@ -181,13 +181,13 @@ MADE = {    # part of a command: the function that makes it, before the first su
 # ---- the run -----------------------------------------------------------------------------------------------
 def commands(text):
     """The commands of a README, in order, except that the two that install packages come first."""
-    found = []
+    lines = []
     for block, inline in re.findall(r'```\n(.*?)```|`([^`]+)`', text, re.S):
         for line in block.splitlines() or [' '.join(inline.split())]:
             line = line.partition('  #')[0].rstrip()        # a remark
             if re.match(r'(\w+=\w+ )?(pip|python|torchrun|pytest) ', line):
-                found.append(line)
-    return sorted(found, key=lambda command: '&&' not in command)
+                lines.append(line)
+    return sorted(lines, key=lambda command: '&&' not in command)
 
 
 def cut(command):
@@ -239,10 +239,10 @@ def main(folder):
         text = f.read()
     with open(f'{clone}/assets/RESULTS.md') as f:
         text += f.read().partition('## 8. How to')[2].partition('**Models that')[0]     # those would take hours
-    found = list(dict.fromkeys(commands(text)))
+    listed = list(dict.fromkeys(commands(text)))
     made = set()
     failed = 0
-    for number, command in enumerate(found, 1):
+    for number, command in enumerate(listed, 1):
         typed = cut(command)
         makers = [maker for name, maker in MADE.items() if name in typed]
         for maker in makers:
@@ -266,7 +266,7 @@ def main(folder):
             for name in f'{log}.log', f'{log}.err':         # pytest prints failures on standard output
                 with open(name) as f:
                     print(f.read()[-3000:], flush=True)
-    print(f'{len(found)} commands, {failed} did not end as expected')
+    print(f'{len(listed)} commands, {failed} did not end as expected')
     return min(failed, 1)
 
 

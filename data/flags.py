@@ -62,13 +62,13 @@ def expected(field):
     choices = field.metadata.get('choices')
     if choices:
         return f'one of {", ".join(choices)}'
-    found = f'expected {EXPECTED[field.type]}'
+    accepted = f'expected {EXPECTED[field.type]}'
     low, high = field.metadata.get('range', (-math.inf, math.inf))
     if low > -math.inf:
-        found += f', at least {low:,}'
+        accepted += f', at least {low:,}'
     if high < math.inf:
-        found += f', at most {high:,}'
-    return found
+        accepted += f', at most {high:,}'
+    return accepted
 
 
 def fits(field, value):
