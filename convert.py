@@ -44,14 +44,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.utils import parametrize
+from torch.nn.utils import clip_grad_norm_, parametrize
 
 from data import prepare
 from data.flags import flag, known, parse, picked, plural, refuse, typed
 from data.weights import is_state, read_tensors, weights_digest
 from fastweight import RULES
 from model import GPT, SOURCE_RULES, bias_of, fill, idle, kl, load, pick_device, save, state_bytes, subset
-from train import (QUIET, Rows, adamw, bits_a_nat, blocks, check_threads, commit, lies_in, log_of, optimise,
+from train import (QUIET, Rows, adamw, begin_step, bits_a_nat, blocks, check_threads, commit, lies_in, log_of,
                    pack_optimiser, predict, rows, say, set_threads, steps_left, table, tell_step,
                    unpack_optimiser)
 
@@ -573,9 +573,8 @@ class Conversion:
         return steps * self.args.batch_size * self.data.T
 
     def learn(self, stage, model, loss, steps, lr, new=()):
-        """Run train.py's loop for one stage or control, from where a stopped conversion left it. Parameters
-        in `new` get --faster times this lr. Random numbers depend only on seed and step, so resuming is exact
-        on a CPU."""
+        """Train one stage or control, from where a stopped conversion left it. Parameters in `new` get --faster
+        times this lr. loss(step) runs forward and backward -> the loss (1,). Resuming is exact on a CPU."""
         args = self.args
         path = f'{args.out}/stage-{re.sub("[^a-z0-9]+", "-", stage)}.safetensors'
         opt = adamw(model, lr, 0.0, self.data.device, new, args.faster)
@@ -585,10 +584,16 @@ class Conversion:
             first = logged = self.restore(stage, path, model, opt)
         began = last = time.perf_counter()
         before = self.seconds.get(stage, 0)
-        for done, value, norm, good in optimise(model, opt, loss, steps, lr, args.seed, first):
-            if not good:
+        for step in range(first, steps):
+            begin_step(opt, step, steps, lr, args.seed)
+            value = loss(step)                              # forward and backward
+            norm = clip_grad_norm_(model.parameters(), 1.0)
+            done = step + 1
+            if not (norm.isfinite() and value.isfinite()):
                 raise ValueError(f'{stage}: loss or gradient is not finite at step {done}; try a smaller '
                                  '--lr, or --distil_lr in stage 1')
+            opt.step()
+            model.zero_grad(set_to_none=True)
             now = time.perf_counter()
             self.seconds[stage] = before + now - began
             saves = done % args.eval_every == 0 or done == steps

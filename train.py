@@ -562,29 +562,13 @@ def average(model, loss, world):
     vector_to_parameters(flat / world, parts)
 
 
-def optimise(model, opt, loss, steps, lr, seed, done=0, clip=1.0, rank=0, world=1):
-    """The training loop, with warm-up and cosine; lr is the peak. `done` steps are done already, and it ends
-    after `steps`. After each step it yields the steps done, the loss (1,), the gradient's norm before
-    clipping, and whether loss and norm are finite. If not, the step changes no weights, and the caller
-    decides whether to go on.
-
-    loss(step) runs forward and backward and returns the detached loss (1,); steps count from 0. Its random
-    numbers, dropout included, depend only on (seed, step, rank), so a stopped run can be resumed exactly.
-    The clipped gradients stay until the next step begins, for the caller to look at."""
-    for step in range(done, steps):
-        for group in opt.param_groups:
-            group['lr'] = group['times'] * lr_at(step, steps, lr)
-        drawn = np.random.SeedSequence((seed, step, rank)).generate_state(1)[0]
-        torch.manual_seed(int(drawn))
-        value = loss(step)
-        if world > 1:
-            average(model, value, world)
-        norm = gathered(clip_grad_norm_(model.parameters(), clip or math.inf))
-        good = bool(norm.isfinite() and value.isfinite())
-        if good:
-            opt.step()
-        yield step + 1, value, norm, good
-        model.zero_grad(set_to_none=True)
+def begin_step(opt, step, steps, lr, seed, rank=0):
+    """Set the learning rate of a step (the first is 0; lr is the peak) and the seed of its random numbers,
+    dropout included. Both depend on nothing else, so a stopped run can be resumed exactly."""
+    for group in opt.param_groups:
+        group['lr'] = group['times'] * lr_at(step, steps, lr)
+    drawn = np.random.SeedSequence((seed, step, rank)).generate_state(1)[0]
+    torch.manual_seed(int(drawn))
 
 
 # ---- a run -------------------------------------------------------------------------------------------------
@@ -851,7 +835,6 @@ def main(argv):
     run = {'args': dataclasses.asdict(args), 'torch': torch.__version__}
     opening(model, data, args, run, log)
     forward = torch.compile(model) if args.compile else model
-    learn = functools.partial(data.learn, forward, states)
 
     first = header.get('step', 0)                           # steps done before resuming
     best = header.get('best', math.inf)
@@ -861,9 +844,17 @@ def main(argv):
     seconds = 0.0                                           # of all steps together
     since = time.perf_counter()
     start, label = data.of_start()
-    # data.learn does forward and backward, `optimise` clips and steps; this loop logs, evaluates and saves
-    steps = optimise(model, opt, learn, args.steps, args.lr, args.seed, first, args.clip, rank, world)
-    for done, loss, norm, good in steps:
+    for step in range(first, args.steps):
+        begin_step(opt, step, args.steps, args.lr, args.seed, rank)
+        loss = data.learn(forward, states, step)            # forward and backward of all batches
+        if world > 1:
+            average(model, loss, world)
+        norm = gathered(clip_grad_norm_(model.parameters(), args.clip or math.inf))
+        good = bool(norm.isfinite() and loss.isfinite())    # else weights and states stay as they were
+        if good:
+            opt.step()
+        model.zero_grad(set_to_none=True)
+        done = step + 1
         times.append(time.perf_counter() - since)
         if good:
             bad = 0
