@@ -671,23 +671,15 @@ def curve(form, results):
 
 
 # ---- a trained softmax model, for the suites that need one -------------------------------------------------
-FOUND_AT = 'out/ckpt.safetensors', 'out/teacher/ckpt.safetensors'
-
-
 def softmax_model(args, tasks=False):
-    """The model of --init, or the first suitable one in out/ -> path, model, metadata. tasks: also accept a
-    model of a task"""
-    paths = [args.init] if args.init else filter(os.path.exists, FOUND_AT)
-    for path in paths:
-        model, meta = load(path, args.device)
-        kept = model.config.can_become_an_rnn()
-        if kept and model.config.causal and (tasks or 'row' not in meta['data']):
-            left = recipe.steps_left(meta)
-            if left:
-                print(f'{path}: its training stopped {left:,} steps before its end', file=sys.stderr)
-            return path, model.eval(), meta
-    raise ValueError(f'{args.init or "out/"}: no softmax layers there in a model of texts; python train.py '
-                     '--rule=softmax --n_head=4 --steps=2500 --out=out/teacher makes one')
+    """The model of --init -> path, model, metadata. tasks: also accept a model of a task"""
+    path = args.init or 'out/ckpt.safetensors'
+    model, meta = load(path, args.device)
+    causal = model.config.causal and model.config.can_become_an_rnn()
+    if not causal or ('row' in meta['data'] and not tasks):
+        raise ValueError(f'--init={path}: no softmax layers in a model of texts; python train.py '
+                         '--rule=softmax --n_head=4 --out=out/softmax makes one')
+    return path, model.eval(), meta
 
 
 def a_text(args, path, meta, T, count, name):
@@ -1697,8 +1689,8 @@ class Args:
     batch: int = flag(1, f'{of("batch")}: rows per batch', low=1)
     dtype: str = flag('auto', f'{of("dtype")}: number type; auto: bfloat16 on a GPU',
                       ['auto', 'float32', 'bfloat16'])
-    init: str = flag('', f'{of("init")}: a softmax model; default: the one in out/ or out/teacher/; '
-                     'glue and vit train one')
+    init: str = flag('', f'{of("init")}: a softmax model; default: out/ckpt.safetensors; glue '
+                     'and vit train one')
     data: str = flag('', f'{of("data")}: a set of the suite, or a text; default: depends on the suite')
     overflow: str = flag('', f'{of("overflow")}: also put evicted tokens into fast weights, such as '
                              'sum:hedgehog; compare at equal bytes of state')

@@ -1,7 +1,7 @@
 """Turn a pretrained transformer into an RNN: swap its attention, train, report what was recovered of it.
 
     python convert.py                       --recipe=pure: one matrix per head. Converts out/ckpt.safetensors,
-                                            or first trains a softmax model
+                                            of train.py --rule=softmax --n_head=4
     python convert.py --recipe=hybrid       a matrix and 64 cached tokens (LoLCATs, arXiv:2410.10254)
     python convert.py --recipe=hedgehog     Zhang 2024; also t2r: Kasai 2021; decay: Mao 2022
     python convert.py --from=gpt2 --data=wikitext2          GPT-2 or Llama weights from the hub
@@ -36,7 +36,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -52,8 +51,7 @@ from data.weights import is_state, read_tensors, weights_digest
 from fastweight import RULES
 from model import GPT, SOURCE_RULES, bias_of, fill, idle, kl, load, pick_device, save, state_bytes, subset
 from train import (QUIET, Rows, adamw, begin_step, bits_a_nat, blocks, check_threads, commit, lies_in, log_of,
-                   pack_optimiser, predict, rows, say, set_threads, steps_left, table, tell_step,
-                   unpack_optimiser)
+                   pack_optimiser, predict, rows, say, set_threads, table, tell_step, unpack_optimiser)
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
 # kind of feature map (README, Limits). pure and hybrid first imitate the teacher's hidden states by layer.
@@ -65,7 +63,6 @@ RECIPES = {
     't2r': '--rule=sum --phi=t2r --distil=none --loss=next',
     'decay': '--rule=decay --distil=none --loss=next'}
 PLACES = 'self', 'cross', 'encoder'     # the attention layers of a translator; self: its decoder's
-TEACHER = '--rule=softmax --n_head=4 --steps=2500'      # train.py's flags for a teacher, if there is none
 LONG = 1024                                             # most tokens per row without --row: T x T tensors
 SCRATCH_LR = 4e-3                                       # learning rate of the student from scratch
 TEACHER_LRS = 1e-3, 1e-4                                # learning rates of the teacher that trains on
@@ -76,7 +73,7 @@ T2R_MAPS = 't2r', 't2r-scaled'
 class Args:
     recipe: str = flag('pure', 'what replaces softmax, and how it is trained: a list of flags; flags that '
                                'you give override it', list(RECIPES))
-    from_: str = flag('out/ckpt.safetensors', 'checkpoint; gpt2, -medium, -large, -xl; OWNER/NAME; folder')
+    from_: str = flag('out/ckpt.safetensors', 'the teacher: checkpoint; gpt2, -medium, ...; OWNER/NAME; folder')
     revision: str = flag('main', 'branch, tag or commit on the hub')
     data: str = flag('', 'text, task or pairs to train on; default: what the teacher was trained on')
     out: str = flag('out/convert', 'folder for the checkpoint, tables and log')
@@ -713,30 +710,6 @@ def sizes(student, teacher):
 
 
 # ---- the run -----------------------------------------------------------------------------------------------
-def a_teacher():
-    """-> out/ckpt.safetensors if it can be a teacher for texts, else out/teacher/ckpt.safetensors. The latter
-    is trained first, or resumed, if necessary."""
-    usual = Args.from_
-    if os.path.exists(usual):
-        model, meta = load(usual)
-        if model.config.can_become_an_rnn() and 'row' not in meta['data']:
-            return usual
-    path = 'out/teacher/ckpt.safetensors'
-    flags = f'{TEACHER} --out=out/teacher'
-    why = 'out/ has no softmax model of texts'
-    if os.path.exists(path):
-        left = steps_left(read_tensors(path)[1])
-        if not left:
-            return path
-        flags = '--resume --out=out/teacher'
-        why = f'{path} was stopped {left:,} steps before its end'
-    say(f'{why}: python train.py {flags}')
-    here = os.path.dirname(os.path.abspath(__file__))
-    if subprocess.run([sys.executable, os.path.join(here, 'train.py')] + flags.split()).returncode:
-        raise ValueError(f'python train.py {flags}: the teacher could not be trained; or give --from')
-    return path
-
-
 def settings(argv):
     """Merge the given flags with those of the recipe or, with --resume, of the stopped conversion -> args,
     the student's flags"""
@@ -745,7 +718,6 @@ def settings(argv):
         way, kind = stopped(given, changes)
     else:
         way, kind = parse(RECIPES[given.get('recipe', Args.recipe)].split(), HELP, Args, Student)
-        way['from_'] = ''
         rule = changes.get('rule', kind['rule'])
         alike = rule == kind['rule'] or {rule, kind['rule']} == {'window', 'sink'}
         if 'layers' in changes or not alike:                # another rule: drop the recipe's map, norm, cache
@@ -817,7 +789,6 @@ def main(argv):
     if not args.resume:                                     # a run may resume on a machine with fewer cores
         check_threads(args.threads)
     device = pick_device(args.device)
-    args.from_ = args.from_ or a_teacher()
     teacher, meta = load(args.from_, device, args.revision)
     teacher.eval()
     refuse(cannot_teach(args, teacher.config))

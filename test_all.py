@@ -2818,7 +2818,6 @@ def test_resume_refuses_another_model(a_model, tmp_path, capsys):
     assert train.main([*resume, '--steps=6', '--lr=1e-3']) == 0
     meta = files.read_tensors(path)[1]
     assert meta['step'] == 6 and meta['args']['lr'] == 1e-3
-    assert train.steps_left({**meta, 'step': 2}) == 4 and train.steps_left({'step': 2}) == 0    # a mere model
 
 @pytest.mark.parametrize('slower, turns', [(1, 6), (50, 2)])
 def test_the_fastest_number_of_threads_is_found_in_time(slower, turns, monkeypatch):
@@ -3555,26 +3554,6 @@ def test_lora_begins_as_nothing_and_ends_in_the_weights(more):
     convert.merge(adapted)
     near(model(tokens)[0], after, 1e-12)
     assert set(model.state_dict()) == weights
-
-def test_only_what_can_be_a_teacher_is_taken_for_one_and_trained_to_its_end(teacher, tmp_path, monkeypatch,
-                                                                           capsys):
-    """Of convert.py's own; bench.py, which finds it, too, says so."""
-    monkeypatch.chdir(tmp_path)
-    ran = Mock(return_value=Mock(returncode=0))
-    monkeypatch.setattr(convert.subprocess, 'run', ran)
-    mine, own = 'out/ckpt.safetensors', 'out/teacher/ckpt.safetensors'
-    tensors, meta = files.read_tensors(teacher)
-    files.write_tensors(own, tensors, meta)
-    for part, change, found in (('config', {}, mine), ('config', dict(layers='softmax,window'), own),
-                                ('data', dict(row=9), own)):
-        files.write_tensors(mine, tensors, {**meta, part: {**meta[part], **change}})
-        assert convert.a_teacher() == found
-    files.write_tensors(own, tensors, meta | dict(step=7, best=1.0, args={**meta['args'], 'steps': 10}))
-    assert convert.a_teacher() == own and ran.call_count == 1
-    assert ran.call_args[0][0][2:] == ['--resume', '--out=out/teacher']
-    bench.softmax_model(bench.Args(device='cpu', init=''))
-    said = capsys.readouterr()
-    assert 'stopped 3 steps before' in said.out and 'stopped 3 steps before' in said.err
 
 LLAMA31 = dict(rope_type='llama3', factor=8.0, low_freq_factor=.02, high_freq_factor=1.5,
                original_max_position_embeddings=10)

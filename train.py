@@ -600,7 +600,9 @@ def settings(argv):
         if was != value:
             raise ValueError(f'--{name}={value}: {path} was made with {was!r}; drop the flag, or start anew '
                              'with another --out')
-    args = Args(**{**run_of(meta, path).args, **given, 'out': args.out})        # new flags override the run's
+    run = picked(Stopped, meta, path)
+    typed(Args, run.args, path)
+    args = Args(**{**run.args, **given, 'out': args.out})   # new flags override the run's
     if args.steps <= meta['step']:
         raise ValueError(f'{path}: has done {meta["step"]} steps; --steps={args.steps} is not more')
     return args, model.config, model.state_dict(), meta
@@ -692,21 +694,6 @@ def log_of(args):
         if os.path.exists(f'{args.out}/ckpt.safetensors'):
             say(f'--out={args.out} holds a model already; this run will replace it')
     return log
-
-
-def run_of(meta, where):
-    """The `Stopped` run in a checkpoint's metadata. ValueError if the metadata are incomplete."""
-    run = picked(Stopped, meta, where)
-    typed(Args, run.args, where)
-    return run
-
-
-def steps_left(meta):
-    """How many steps a run has left, by its checkpoint's metadata; 0 for a model without a run."""
-    if 'best' not in meta:
-        return 0
-    run = run_of(meta, 'its header')
-    return run.args['steps'] - run.step
 
 
 def built(args, config, data, weights):
