@@ -265,11 +265,11 @@ def where_real(real, v, gates):
     """Gates for a text with padding. real (B, T) is false where a step is padding. Such a step writes and
     erases with strength 0 and forgets nothing, so it leaves S alone. v (B, H, T, V)"""
     real = real[:, None].to(v.dtype)
-    found = {'write': real.expand(v.shape[:3])}
+    masked = {'write': real.expand(v.shape[:3])}
     for name, x in gates.items():
         if x is not None:
-            found[name] = x * (real if x.dim() == 3 else real[..., None])
-    return found
+            masked[name] = x * (real if x.dim() == 3 else real[..., None])
+    return masked
 
 def encoded(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR,
             real=None, form=chunked):

@@ -1155,9 +1155,9 @@ class GPT(nn.Module):
             log_p = logits[:, -1].float().log_softmax(-1).view(B, beam, -1)
             scores, index = (scores[..., None] + log_p).flatten(1).topk(beam)
             parent = index // log_p.shape[-1]
-            said = index % log_p.shape[-1]
-            texts = torch.cat([texts.take_along_dim(parent[..., None], 1), said[..., None]], 2)
-            ended = (said == pad) | (n == most)             # at the last step, all end
+            chosen = index % log_p.shape[-1]
+            texts = torch.cat([texts.take_along_dim(parent[..., None], 1), chosen[..., None]], 2)
+            ended = (chosen == pad) | (n == most)             # at the last step, all end
             final = (scores / ((5 + n) / 6) ** penalty).masked_fill(~ended, -math.inf)
             best_score, i = torch.cat([best_score, final], 1).max(1, keepdim=True)
             best = F.pad(best, (0, 1), value=pad)
@@ -1167,7 +1167,7 @@ class GPT(nn.Module):
                 break
             scores = scores.masked_fill(ended | (ends >= beam), -math.inf)
             state = chosen_texts(state, (first + parent).flatten())
-            token = said.view(-1, 1)
+            token = chosen.view(-1, 1)
         return best[:, 0]
 
 
@@ -1273,11 +1273,11 @@ def state_for(model, tensors, last, why, prefix='state'):
 def alike(state, other):
     """Whether two states have the same names, types and shapes, so that one model could have made both. Only
     the length of softmax's cache may differ."""
-    mine = pack(state)
+    tensors = pack(state)
     others = pack(other)
-    if mine.keys() != others.keys():
+    if tensors.keys() != others.keys():
         return False
-    for name, x in mine.items():
+    for name, x in tensors.items():
         y = others[name]
         if x.dtype != y.dtype or x.dim() != y.dim():
             return False
@@ -1326,10 +1326,10 @@ def config_of(source, meta):
     except ValueError as e:
         raise ValueError(f'{why}: {e}') from None
     for name, absent in OF_DATA.items():
-        mine = getattr(config, name)
-        said = header.data.get(name, absent if name in ('vocab_size', 'pad', 'source') else mine)
-        if said != mine:
-            raise ValueError(f'{why}: {name} of its data is {said!r}, of the model {mine!r}')
+        of_model = getattr(config, name)
+        of_data = header.data.get(name, absent if name in ('vocab_size', 'pad', 'source') else of_model)
+        if of_data != of_model:
+            raise ValueError(f'{why}: {name} of its data is {of_data!r}, of the model {of_model!r}')
     return config
 
 

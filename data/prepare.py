@@ -141,7 +141,7 @@ OWN = {     # your own files; a folder's name begins with its kind, so kinds nev
     'text': {'help': 'a text of your own', 'tokenizer': 'byte', 'make': local_text},
     'lines': {**tasks.SENTENCES, 'help': 'labelled lines of your own', 'make': tasks.lines},
     'pairs': {**tasks.PAIRS, 'help': 'translations of your own', 'make': tasks.parallel},
-    'told': {**tasks.SENTENCES, 'help': 'pairs of your own, for a model of texts', 'make': tasks.parallel,
+    'joined': {**tasks.SENTENCES, 'help': 'pairs of your own, for a model of texts', 'make': tasks.parallel,
              'answers': 'joined'}}
 
 
@@ -181,7 +181,7 @@ def row_of(name, like=None):
     if len(files_of(name)) == 2:
         kind = 'pairs'
         if like and 'vocab_size' in like and 'source' not in like:      # a model that knows no pairs
-            kind = 'told'
+            kind = 'joined'
     row = find(name)
     if name.startswith('group:') and not row:
         raise ValueError(f'{name}: no such group; there are {", ".join(tasks.GROUPS)}, and with rows of '
