@@ -278,12 +278,11 @@ def generate_compiled(model, token, state, temperature, top_k, top_p, generator)
     """`GPT.generate` from one token (B, 1), by torch.compile: on a GPU, one launch per step. The first step,
     which may have no state, is not compiled. A compiled step overwrites what the last one returned, so states
     are copied before they are yielded."""
-    logits, state = model(token, state)
-    state = map_state(lambda x: x.to(token.device), state)
     forward = torch.compile(model, mode='reduce-overhead')
+    logits, state = model(token, state)
     while True:
         token = sample(logits[:, -1], temperature, top_k, top_p, generator)
-        state = map_state(torch.clone, state)
+        state = map_state(lambda x: x.to(token.device, copy=True), state)
         yield token, state
         torch.compiler.cudagraph_mark_step_begin()
         try:

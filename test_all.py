@@ -748,6 +748,14 @@ def launch_by(monkeypatch, instead):
         stand_in.__getitem__.side_effect = partial(partial, instead, getattr(kernels, name))
         monkeypatch.setattr(kernels, name, stand_in)
 
+tl = kernels.tl             # by this name kernels look for it
+
+@kernels.jit
+def passing_of_channels(inside, out):
+    """kernels.passing, but no sum over channels may be scanned: Triton 3.6 cannot."""
+    tl.static_assert(inside.shape[1] > 1)
+    return tl.cumsum(inside, 0, reverse=True) + tl.cumsum(out, 0) - out
+
 @gpu
 @pytest.mark.parametrize('gates', ['sum', 'attn, decays', 'both', 'delta, head', 'delta, heads',
                                    'delta, both', 'write', 'gdn2', 'all', 'ones'])
@@ -773,11 +781,10 @@ def test_triton_kernels_equal_recurrent(gates, monkeypatch):
         assert device_of.call_args.args[0].device.type == DEVICE
         return kernel[grid](*args, **fixed)
     launch_by(monkeypatch, watched)
+    monkeypatch.setattr(kernels, 'passing', passing_of_channels)
     found = [x.cpu().double() for x in with_gradients(kernels.on_gpu, fp32, normalise)]
     near(found, with_gradients(recurrent, given, normalise), 1e-5)
     assert names == [name for name in KERNELS if name != 'inverse' or 'erase' in given]
-
-tl = kernels.tl             # by this name kernels look for it
 
 @kernels.jit
 def rounded(x, DT: tl.constexpr):
@@ -905,28 +912,6 @@ def test_triton_kernels_compile_for_gpus_that_are_not_here(monkeypatch):
             print(rule, name, registers, stack, shared)
             assert registers <= 255 and stack <= most[rule] and shared <= 227 * 1024, name
 
-@kernels.jit
-def passing_of_all_channels(inside, out):
-    """kernels.passing, which no older Triton compiles for the sum over channels [C, 1]."""
-    tl.static_assert(inside.shape[1] > 1)
-    return tl.cumsum(inside, 0, reverse=True) + tl.cumsum(out, 0) - out
-
-@gpu
-@pytest.mark.parametrize('gates', ['delta', 'delta, head'])
-def test_triton_takes_a_transposed_gradient_of_the_last_state(gates, monkeypatch):
-    """And it scans no sum over channels: Triton 3.6 cannot."""
-    monkeypatch.setattr(kernels, 'passing', passing_of_all_channels)
-    given, normalise = inputs(**GATES[gates], T=20)
-    fp32 = {name: x.float().to(DEVICE) for name, x in given.items()}
-
-    def gradients(form, given):
-        given = {name: x.requires_grad_() for name, x in given.items()}
-        o, S = form(**given)
-        weights = torch.linspace(-1, 1, S.numel(), device=S.device).view(S.mT.shape)
-        return torch.autograd.grad(o.sum() + (S.mT.contiguous() * weights).sum(), list(given.values()))
-    found = [x.cpu().double() for x in gradients(kernels.on_gpu, fp32)]
-    near(found, gradients(recurrent, given), 1e-5)
-
 @gpu
 def test_triton_takes_both_decays_of_a_head_at_their_least():
     """Together e^-10 a step: as one decay of the keys, in bf16's chunks of 32, its factors would overflow."""
@@ -953,7 +938,8 @@ def blind(gate, **given):
 
 @gpu
 def test_a_wrong_triton_kernel_is_found_out(capsys):
-    """On every machine and for every kind of arguments, before it is used, and that is said once."""
+    """On every machine and for every kind of arguments, before it is used, and that is said once. The gradient
+    of S arrives transposed."""
     given, normalise = inputs(f=K, z=V, erase=True, dtype=torch.float32)
     given = {name: x.to(DEVICE) for name, x in given.items()}
     faults = {wrong: 'differ', unwritten: 'differ', broken: 'ZeroDivisionError'}
