@@ -279,10 +279,11 @@ def generate_compiled(model, token, state, temperature, top_k, top_p, generator)
     which may have no state, is not compiled. A compiled step overwrites what the last one returned, so states
     are copied before they are yielded."""
     forward = torch.compile(model, mode='reduce-overhead')
+    copied = functools.partial(torch.Tensor.to, device=token.device, copy=True)
     logits, state = model(token, state)
     while True:
         token = sample(logits[:, -1], temperature, top_k, top_p, generator)
-        state = map_state(lambda x: x.to(token.device, copy=True), state)
+        state = map_state(copied, state)
         yield token, state
         torch.compiler.cudagraph_mark_step_begin()
         try:
