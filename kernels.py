@@ -340,7 +340,8 @@ def on_cpu(q, k, v, w, e, log_f, log_z, S):
 
 @form
 def step_over(q, k, v, w, e, log_f, log_z, S):
-    """fastweight.recurrent for a single step without gradients. Absent gates cost nothing."""
+    """fastweight.recurrent for a single step without gradients. Absent gates cost nothing. The S that is given
+    is not changed, but one that has decayed is new, so the later lines may write to it."""
     B, H, V, K = S.shape
     S = S.flatten(0, 1)                                 # (N, V, K), and rows (N, 1, .)
     N = len(S)
@@ -349,15 +350,16 @@ def step_over(q, k, v, w, e, log_f, log_z, S):
         return x.reshape(N, 1, -1)
     k = row(k)
     u = row(v)
+    new = None
     if log_f is not None:
-        S = S * row(log_f).exp()
+        S = new = S * row(log_f).exp()
     if log_z is not None:
-        S = S * row(log_z).mT.exp()
+        S = new = torch.mul(S, row(log_z).mT.exp(), out=new)
     if w is not None:
         u = row(w) * u
     if e is not None:
         u = torch.baddbmm(u, row(e) * k, S.mT, alpha=-1)                        # u - S (e k)
-    S = torch.addcmul(S, u.mT, k)
+    S = torch.addcmul(S, u.mT, k, out=new)
     o = torch.bmm(row(q), S.mT)
     return o.view(B, H, 1, V), S.view(B, H, V, K)
 
