@@ -1,6 +1,6 @@
 """What must be true of the code, without a GPU and a network; a test's name is the claim.
 
-    pytest test_all.py                              two to five minutes on two cores
+    pytest test_all.py                              two minutes on two cores
     SLOW=1 pytest test_all.py -k soak               100,000 tokens, kill -9, resuming from every step
     EXERCISE=1 pytest test_all.py -k exercise       the README's exercises: they fail until solved
 
@@ -807,18 +807,19 @@ def store_rounded(p, x, row, col, ok, D: tl.constexpr):
 
 @gpu
 @pytest.mark.filterwarnings('ignore:.* encountered in matmul')       # above the diagonal: masked
-@pytest.mark.parametrize('gates', ['head', 'both', 'attn, decays', 'delta', 'delta, head', 'delta, both',
-                                   'all'])
+@pytest.mark.parametrize('gates', ['head', 'both', 'attn, decays', 'delta', 'delta, head', 'delta, heads',
+                                   'delta, both', 'all'])
 def test_triton_gradients_of_strong_decays_in_bf16(gates, monkeypatch):
     """Log-decays all over [-5, 0], where what is written and read in the same step is nearly everything, and
-    no gate sees it. In the interpreter the operands of products are rounded. pytest -s prints the table."""
+    no gate sees it; both decays of a head are together twice as strong. In the interpreter the operands of
+    products are rounded. pytest -s prints the table."""
     if DEVICE == 'cpu':
         monkeypatch.setattr(kernels, 'operand', rounded)
         monkeypatch.setattr(kernels, 'dot', dot_of_rounded)
         monkeypatch.setattr(kernels, 'store', store_rounded)
     monkeypatch.setitem(globals(), 'K', 64)
     monkeypatch.setitem(globals(), 'V', 64)
-    given, normalise = inputs(**{name: 64 if x in (5, 6) else x for name, x in GATES[gates].items()}, T=70)
+    given, normalise = inputs(**{name: 64 if x in (5, 6) else x for name, x in GATES[gates].items()}, T=40)
     times = dict(log_f=5, log_z=5, erase=1 / 2, q=3)
     given = {name: x[:1, :1] * times.get(name, 1) for name, x in given.items()}
     if normalise:                               # values around 0, as the others have: a mean of positive ones
@@ -911,15 +912,6 @@ def test_triton_kernels_compile_for_gpus_that_are_not_here(monkeypatch):
         for name, registers, stack, shared in rows:
             print(rule, name, registers, stack, shared)
             assert registers <= 255 and stack <= most[rule] and shared <= 227 * 1024, name
-
-@gpu
-def test_triton_takes_both_decays_of_a_head_at_their_least():
-    """Together e^-10 a step: as one decay of the keys, in bf16's chunks of 32, its factors would overflow."""
-    k, q, v = torch.rand(3, 1, 2, 70, 16)
-    decays = {name: torch.full((1, 2, 70, 1), LOG_MIN) for name in ('log_f', 'log_z')}
-    given = {'q': q, 'k': k, 'v': v.bfloat16(), **decays}
-    found = kernels.on_gpu(**{name: x.to(DEVICE) for name, x in given.items()})
-    near([x.cpu().float() for x in found], [x.float() for x in recurrent(**given)], 0.1)
 
 def wrong(q, **given):
     o, S = chunked(q, **given)
@@ -1023,13 +1015,6 @@ def test_n_writes_a_token_are_n_steps_of_which_the_first_forgets_and_the_last_is
         tokens = torch.cat([tokens, token], 1)
     assert torch.equal(model(tokens)[0][:, 8:-1].argmax(-1), tokens[:, 9:])
 
-def test_many_writes_are_for_a_text_read_step_by_step():
-    for mistake, says in [
-            (dict(causal=False), 'causal=False: .* step by step'), (dict(pos='rope'), 'rope'),
-            (dict(phi='elu', norm='attn'), 'one key'), (dict(phi='cosformer'), 'one key')]:
-        with pytest.raises(ValueError, match=rf'--writes=2.*{says}'):
-            GPT(Config(**dict(writes=2, n_embd=16, n_head=2) | mistake))
-
 def test_gates_start_where_the_docstring_says():
     """Memory lengths from 4 to 512 steps, log-uniform over heads or channels; RetNet's are 2^5, 2^6, ..."""
     spread = torch.tensor([4 * 128 ** (i / 7) for i in range(8)])
@@ -1096,9 +1081,8 @@ def combinations():
     assert set(sum(seen, ())) == {*PLAIN_STATE, *FEATURE_MAPS, *NORMALISERS}, 'something goes with nothing'
 
 @pytest.mark.parametrize('rule, phi, norm', list(combinations()))
-def test_layer_can_be_cut_and_leaks_nothing(rule, phi, norm, monkeypatch):
-    """Equal outputs, states and gradients at any cut and by any form; the past never sees the future. Without
-    gradients it is cut by itself."""
+def test_layer_can_be_cut_and_leaks_nothing(rule, phi, norm):
+    """Equal outputs, states and gradients at any cut and by any form; the past never sees the future."""
     layer = FastWeights(rule, 8, 2, 4, phi, norm).double().eval()
     x, (q, k, v) = torch.randn(2, 9, 8, dtype=f64), torch.randn(3, 2, 2, 9, 4, dtype=f64)
     given = [y.requires_grad_() for y in (q, k, v, x)]
@@ -1121,10 +1105,6 @@ def test_layer_can_be_cut_and_leaks_nothing(rule, phi, norm, monkeypatch):
     for g in of_qkv:
         assert g[:, :, 5:].abs().max() < 1e-12 and g[:, :, :5].abs().max() > 1e-3
     assert of_x is None or of_x[:, 5:].abs().max() < 1e-12
-    monkeypatch.setattr(model_py, 'SEGMENT', 4)
-    with torch.no_grad():
-        o, state = layer(x, q, k, v)
-    near([o, state['S']], whole[:2], 1e-9)
 
 PAIRS = dict(encoder=2, n_embd=32, n_head=4, vocab_size=20, pad=19, source=7, block_size=16)
 TRANSLATORS = [
@@ -1140,8 +1120,9 @@ TRANSLATORS = [
     dict(rule='sum', phi='cosformer'), dict(rule='kda', pos='rope', conv=0, out_norm=False),
     dict(rule='delta', norm='attn', phi='elu'), dict(rule='delta', beta_max=2.0, conv=1),
     *(PAIRS | flags for flags in TRANSLATORS)], ids=lambda flags: '-'.join(map(str, flags.values())))
-def test_model_can_be_cut_and_leaks_nothing(flags):
-    """By all forms. A source is read first and at once, all of it is seen, and its padding is as nothing."""
+def test_model_can_be_cut_and_leaks_nothing(flags, monkeypatch):
+    """By all forms. A source is read first and at once, all of it is seen, and its padding is as nothing.
+    Without gradients a layer is cut by itself, but not one of an encoder."""
     m = small(**{'vocab_size': 20, **flags})
     n = m.config.source
     tokens = torch.randint(19, (3, n + 15))
@@ -1164,8 +1145,11 @@ def test_model_can_be_cut_and_leaks_nothing(flags):
         close(comparable(m.read(tokens, segment=5)), comparable(state), 1e-9)
         if n:
             near(m(tokens[1:2, n:], m.encode(tokens[1:2, :4]))[0], whole[1:2])
+        monkeypatch.setattr(model_py, 'SEGMENT', 4)
         m.use(pick_forms('loop'))
-        near(m(tokens)[0], whole, 1e-9)
+        found, cut = m(tokens)
+        near(found, whole, 1e-9)
+        close(comparable(cut), comparable(state), 1e-9)
 
 def model_in_parts(step, tokens, cuts, state=None):
     """Logits (B, T, vocab) from cut to cut, and the last state."""
@@ -1189,12 +1173,7 @@ def test_a_seed_gives_the_weights_and_logits_it_has_always_given():
     m = GPT(Config(layers='delta,decay,softmax', n_layer=3, beta_max=1.0))
     found = m(torch.arange(20)[None])[0][0, -1, :4]
     near(10 * found, torch.tensor([-0.3310, -6.5162, 1.2637, -6.7830]), 1e-3)
-
-def test_out_norm_stands_where_nothing_else_normalises():
-    for flags, has in (dict(), True), (dict(out_norm=False), False), (dict(rule='sum'), False), \
-                      (dict(rule='softmax'), False), (dict(rule='sum', norm='sum'), True):
-        m = GPT(Config(**flags, n_layer=1, n_embd=16, n_head=2))
-        assert (m.blocks[0].mixer.out_norm is not None) == has
+    assert not [name for name in GPT(Config(out_norm=False)).state_dict() if 'out_norm' in name]
 
 @pytest.mark.parametrize('flags', [dict(), dict(post_norm=True), dict(causal=False, pad=0, conv=3)])
 def test_through_tells_what_forward_computes(flags):
@@ -1210,19 +1189,6 @@ def test_through_tells_what_forward_computes(flags):
         last = seen.block(seen.x, real=seen.encoder_real)[0]
     near(m.norm(last), m.hidden(tokens)[0])
 
-@pytest.mark.parametrize('rule, phi, norm', [('softmax', '', ''), ('sum', 'hedgehog', ''),
-                                             ('gated', 'elu', ''),
-                                             ('retention', 'elu', 'attn')])
-def test_weights_of_attention_are_those_that_make_the_output(rule, phi, norm):
-    """Of softmax and of rules that read means: they sum to 1, and times v they are the output."""
-    x = torch.randn(1, 7, 16)
-    mixer = model_py.Mixer(Config(rule=rule, phi=phi, norm=norm, n_embd=16, n_head=2, n_layer=1), rule)
-    q, k, v = mixer.heads(x)
-    a = mixer.weights(x, q, k)
-    near(a.sum(-1), torch.ones(1, 2, 7), 1e-5)
-    near(a @ v, mixer.memory(x, q, k, v)[0], 1e-5)
-    assert mixer.has_weights or rule == 'softmax'
-
 @pytest.mark.parametrize('impl', ['chunk', 'fused'])
 def test_convolution_equals_torch_conv1d(impl):
     """In values and gradients, which one form writes by hand."""
@@ -1236,18 +1202,11 @@ def test_convolution_equals_torch_conv1d(impl):
     near(found, exact)
     near(model_py.relu_squared(x), x.clamp(min=0) ** 2)
 
-def test_rope_sees_distances_only():
-    q, k = torch.randn(2, 1, 1, 1, 8, dtype=f64)
+OVERFLOWS = itertools.product(PLAIN_STATE, ['favor', 'taylor', 'hedgehog'])
 
-    def found(i, j):
-        return (rope(q, torch.tensor([i])) * rope(k, torch.tensor([j]))).sum()
-    near(torch.stack([found(7, 2), found(105, 100)]), found(5, 0).expand(2), 1e-5)      # angles are fp32
-    assert (found(5, 0) - found(4, 0)).abs() > 1e-3
-
-@pytest.mark.parametrize('policy', ['window', 'sink'])
-@pytest.mark.parametrize('rule', PLAIN_STATE)
-@pytest.mark.parametrize('phi', ['favor', 'taylor', 'hedgehog'])
-def test_overflow_lies_between_fast_weights_and_softmax(rule, policy, phi):
+@pytest.mark.parametrize('rule, phi, policy', [
+    (*overflow, policy) for overflow, policy in zip(OVERFLOWS, itertools.cycle(['window', 'sink']))])
+def test_overflow_lies_between_fast_weights_and_softmax(rule, phi, policy):
     """An empty cache leaves the fast-weight rule, one without end softmax."""
     x, (q, k, v) = torch.randn(2, 9, 8, dtype=f64), torch.randn(3, 2, 2, 9, 4, dtype=f64)
     layer = model_py.Cache(policy, 8, 2, 4, cache=0, sinks=0, overflow=f'{rule}:{phi}').double().eval()
@@ -1298,19 +1257,6 @@ def test_two_threads_write_with_one_model():
 
 
 # ---- An encoder writes, a decoder reads --------------------------------------------------------------------
-
-@pytest.mark.parametrize('rule', SOURCE_RULES)
-def test_an_encoder_reads_a_text_at_once_whatever_its_length(rule, monkeypatch):
-    """Also without gradients, where a causal layer takes a long text in segments. Padding is not seen."""
-    monkeypatch.setattr(model_py, 'SEGMENT', 4)
-    kind = FastWeights if RULES[rule].matrix else model_py.Cache
-    layer = kind(rule, 8, 2, 4, causal=False).double().eval()
-    x, qkv = torch.randn(2, 9, 8, dtype=f64), torch.randn(3, 2, 2, 9, 4, dtype=f64)
-    real = torch.arange(9).expand(2, 9) < 7
-    whole = layer(x, *qkv, real=real)[0]
-    with torch.no_grad():
-        near(layer(x, *qkv, real=real)[0], whole)
-        near(layer(x[:, :7], *qkv[:, :, :, :7])[0], whole[:, :, :7])
 
 @pytest.mark.parametrize('rule', SOURCE_RULES)
 def test_cross_attention_is_all_of_the_source_and_then_a_query(rule):
@@ -1465,92 +1411,76 @@ def written(capsys, *argv):
 @pytest.fixture(scope='session')
 def places(text, characters, threes, turned_around, few_words, a_model, tmp_path_factory):
     """What words in capitals stand for in the table below."""
-    mine = tmp_path_factory.mktemp('mine')
+    texts = tmp_path_factory.mktemp('texts')
     models = {rule.upper(): a_model(f'--rule={rule}') for rule in ('softmax', 'gated_delta', 'window')}
     models['READER'] = a_model('--causal=false', data=threes)
     models['TRANSLATOR'] = a_model('--encoder=1', '--rule=softmax', data=turned_around)
     models.update({pos.upper(): a_model('--rule=softmax', f'--pos={pos}') for pos in ('rope', 'learned')})
-    return dict(models, TEXT=text, CHARS=characters, THREES=threes, PAIRS=turned_around,
-                SCRAP=put(mine, 'a', 'few words\n' * 3),
-                WORDS=few_words, FEW_WORDS=put(mine, 'b', 'a b c d\n' * 999),
+    return dict(models, TEXT=text, THREES=threes, PAIRS=turned_around,
+                SCRAP=put(texts, 'a', 'few words\n' * 3),
+                WORDS=few_words, FEW_WORDS=put(texts, 'b', 'a b c d\n' * 999),
                 FOLDER=os.path.dirname(models['SOFTMAX']),
                 TALKER=a_model('--rule=softmax', data=characters))
 
 DEFAULTS = {train: ['--data=TEXT', '--out=out', *TINY, '--steps=1'], sample: ['--init=SOFTMAX'],
             convert: ['--from=SOFTMAX', '--out=out'], bench: [], prepare: []}
 ENCODER = '--causal=false --n_layer=1 --n_head=2 --n_embd=16 --data=THREES '
-REFUSED = {     # script: flags: what is said of them, as a regular expression
+REFUSED = {     # script: flags: what is said of them, as a regular expression; one row for each refusal
     train: {
         '--ruel=delta': '--rule', '--rule=dleta': r'mean delta\?', '--steps=1.5': 'whole number',
-        '--steps=many': 'whole number', '--steps=0': 'at least 1', '--lr=nan': 'a number',
-        '--lr=-1': 'at least 0', '--dropout=1': r'at most 0\.99', '--carry=maybe': 'true or false',
-        '--seed=1 --seed=2': 'twice', '--steps': '--steps: expected one', 'steps=3': '--steps',
-        '--n_embd=33': 'n_head', '--layers=delta,nope': "'nope' is", '--rule=full': '--rule=full',
+        '--steps=0': 'at least 1', '--lr=nan': 'a number', '--dropout=1': r'at most 0\.99',
+        '--carry=maybe': 'true or false', '--seed=1 --seed=2': 'twice', '--steps': '--steps: expected one',
+        '--': '--help', '--out=': '--out', '--device=tpu9': '--device', 'RANK=1': 'torchrun',
+        'RANK=a': 'torchrun', '--n_embd=33': 'n_head', '--n_embd=12 --n_head=4 --pos=rope': 'even',
+        '--layers=delta,nope': "'nope' is",
+        '--layers=delta,sum --rule=sum': '--rule=sum --layers=delta,sum: give one of them',
+        '--layers=delta,window --sinks=2': 'no layer of delta,window uses it; leave it out, or take sink',
         '--rule=decay --norm=attn': 'denominator of its own', '--rule=kda --phi=elu --norm=attn': 'negative',
         '--rule=sum --phi=identity --norm=attn': 'zero or negative', '--norm=sum': 'sum of the features',
-        '--phi=elu --norm=none': 'diverges', '--beta_max=2 --rule=sum': 'or take delta, ',
-        '--rule=sum --writes=2': 'no layer of sum uses it',
-        '--rule=softmax --phi=elu': '--phi=elu: no layer of softmax uses it', '--phi=nope': 'no such feature map; choose',
-        '--phi=elu:3': 'takes nothing', '--norm=nope': 'no such normaliser; choose',
-        '--phi=dpfp:16': r'1\.\.15', '--phi=t2r:0': 'above 0', '--phi=favor:many': 'a whole number above 0',
-        '--phi=exp:nan': 'a number above 0', '--phi=hedgehog:x': 'forms', '--resume': 'no such file',
-        '--device=tpu9': '--device', '--data=nowhere.txt': 'nowhere.txt',
+        '--phi=elu --norm=none': 'diverges', '--rule=h2o --overflow=sum': '--overflow',
+        '--norm=nope': 'no such normaliser; choose', '--phi=nope': 'no such feature map; choose',
+        '--phi=elu:3': 'takes nothing', '--phi=dpfp:16': r'1\.\.15', '--phi=hedgehog:x': 'forms',
+        '--phi=favor:many': 'a whole number above 0', '--phi=exp:nan': 'a number above 0',
+        '--resume': 'no such file', '--out=TEXT': 'File exists',
         '--carry --pos=learned': 'learned positions', '--carry --phi=favor --rule=sum': 'redrawn',
-        '--carry --data=recall': 'nothing to do with each other', '--n_embd=12 --n_head=4 --pos=rope': 'even',
-        '--block_size=100000': 'longer text', '--n_layer=1000000000000000000': '--n_layer',
-        '--n_embd=2000000000': '--n_embd', '--out=': '--out', '--threads=0': 'at least 1',
-        '--threads=100000': '--threads', '--rule=h2o --overflow=sum': '--overflow',
-        '--phi=\u00e9': 'no such feature map', '--': '--help', '': '--help',
-        '--data=recall --tokenizer=bpe:302': 'ids', '--tokenizer=bpe:256': '257 to 65,536',
-        '--tokenizer=bpe:65537': '257 to 65,536', '--tokenizer=bpe:many': '257 to 65,536',
-        '--tokenizer=json': '257 to 65,536', ENCODER + '--rule=tova': 'step by step',
-        ENCODER + '--rule=delta --norm=attn': 'keys so far', '--causal=false --data=recall': 'classes',
-        '--encoder=1 --data=recall': 'such as multi30k',
-        '--data=PAIRS': '--encoder=0: in data of pairs', '--data=PAIRS --encoder=1 --cross=tova': 'choose from',
+        '--carry --data=recall': 'nothing to do with each other', '--block_size=100000': 'longer text',
+        '--init=SOFTMAX --out=FOLDER': 'it holds the model',
+        '--data=recall --tokenizer=bpe:302': 'ids', '--tokenizer=bpe:65537': '257 to 65,536',
+        ENCODER + '--rule=tova': 'step by step', ENCODER + '--rule=delta --norm=attn': 'keys so far',
+        '--causal=false --data=recall': 'classes', '--encoder=1 --data=recall': 'such as multi30k',
+        '--data=PAIRS': '--encoder=0: in data of pairs',
         '--data=PAIRS --encoder=1 --causal=false': '--causal=false',
-        '--data=PAIRS --encoder=1 --rule=delta --norm=attn --phi=elu': 'keys so far'},
+        ENCODER + '--writes=2': 'causal=False: .* step by step', '--writes=2 --pos=rope': 'rope',
+        '--writes=2 --phi=elu --norm=attn': 'one key'},
     sample: {
         '--rule=tova --cache=0': 'at least 1', '--rule=sink --cache=4': '--sinks=4',
-        '--rule=window --overflow=sum:elu': 'hedgehog', '--phi=elu': 'no such flag',
-        '--overflow=sum': '--rule=window', '--rule=h2o --overflow=sum': '--overflow=sum',
-        '--rule=window --overflow=softmax': 'choose from', '--rule=delta': 'choose from softmax',
-        '--positions=compress': 'bounded cache',
-        '--rule=window --overflow=sum --positions=compress': 'without', '--top_p=0': '--top_p=0: expected',
-        '--temperature=-1': 'expected', '--tokens=-1': 'expected', '--top_k=x': 'expected',
-        '--samples=0': 'expected', '--samples=99999999999999999999': 'at most',
-        '--device=meta': '--device=meta', '--beam=2': '--beam means nothing', '--compile': 'softmax grow',
-        '--source=a': 'knows no pairs', '--init=none.safetensors': 'no such file', '--threads=999': 'cores',
+        '--rule=window --sinks=2': '--sinks=2: no layer of window uses it',
+        '--rule=window --overflow=sum:elu': 'hedgehog', '--rule=window --overflow=softmax': 'choose from',
+        '--positions=compress': 'bounded cache', '--device=meta': '--device=meta',
+        '--beam=2': '--beam means nothing', '--compile': 'softmax grow', '--source=a': 'knows no pairs',
         '--init=TALKER --prompt=\u20ac': '\u20ac', '--prompt=@nofile': 'nofile',
         '--init=GATED_DELTA --rule=tova': 'no softmax layers, only gated_delta',
         '--init=READER --prompt="1 2 3 4 1 2 3 4"': 'at most 7',
         '--init=READER --tokens=9': '--tokens means nothing',
-        '--init=READER --beam=9': '--beam means nothing',
-        '--init=READER --save_state=9': '--save_state means n',
-        '--init=TRANSLATOR --source="1 2 3 4 5 6 7"': '7', '--init=TRANSLATOR --source=x': 'no token',
         '--init=TRANSLATOR --source="1 2\n\n3"': 'text 2 has 0',
         '--init=TRANSLATOR --prompt=1': 'give --source',
         '--init=TRANSLATOR --source=1 --load_state=FOLDER': 'nothing else',
         '--html=no/x.html': 'there is no folder', '--html=x.txt': 'expected NAME.html',
-        '--html=x.html --samples=2': 'shows one text', '--init=READER --html=x.html': '--html means nothing',
-        '--init=TRANSLATOR --source=1 --html=x.html': '--html means nothing',
-        '--html=x.html --tokens=3000': 'at most 2,048'},
+        '--html=x.html --samples=2': 'shows one text', '--html=x.html --tokens=3000': 'at most 2,048'},
     convert: {
         '--from=GATED_DELTA': 'no softmax layers', '--rule=delta --distil=ce': 'none: take mse',
-        '--threads=1000': 'cores', '--data=SCRAP': '--row', '--data=recall': 'recall',
-        '--data=CHARS': 'tokens', '--phi=t2r --fold': '--fold',
+        '--threads=1000': 'cores', '--data=SCRAP': '--row', '--phi=t2r --fold': '--fold',
         '--from=WINDOW': 'keep few rows',
-        '--out=': '--out', '--out=FOLDER': 'it holds the teacher', '--rule=softmax': 'would change',
-        '--recipe=hybrid --cache=16': 'never leave', '--row=17': 'rows of 16',
-        '--from=FOLDER': 'give the file',
-        '--from=model.bin': 'pickled', '--from=a/b/c': 'no such file',
-        '--from=no.safetensors': 'no such', '--from=TRANSLATOR --swap=decoder': 'choose from self'},
+        '--out=FOLDER': 'it holds the teacher', '--rule=softmax': 'would change',
+        '--recipe=hybrid --cache=16': 'never leave', '--row=17': 'rows of 16', '--lora=17': 'lower',
+        '--from=FOLDER': 'give the file', '--from=model.bin': 'pickled', '--from=a/b/c': 'no such file',
+        '--from=TRANSLATOR --swap=decoder': 'choose from self'},
     bench: {
-        'kept --init=none.safetensors': r'train\.py', 'decode --only=sum': 'means nothing',
+        'decode --only=sum': 'means nothing',
         'batch --lengths=3,4': 'takes one', 'batch --lengths=8': '16 or more',
         'batch --budget=1 --lengths=8192': '--budget', 'language --data=recall': 'a task',
         '--quick --full': 'contradict', 'recall --only=elu,elo': 'choose from softmax',
-        'tran': 'choose from', 'decode --lengths=4k': '--lengths', '--hedas=2': '--heads',
-        'decode --out=': '--out', 'decode --device=cuda:99': '--device=cuda:99',
+        'tran': 'choose from', 'decode --lengths=4k': '--lengths',
         'lra --data=nope': 'choose from listops',
         'cache --init=GATED_DELTA': 'softmax layers',
         'transfer --init=ROPE --steps=2 --data=TEXT': 'give another text',
@@ -1560,20 +1490,18 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression
         'mnist --length=9': 'no set mnist-9; --length is for .*facts, .*--patch for mnist',
         'mnist --patch=5': 'patches of 5 x 5', 'listops-63': '64 to 8,192',
         'mnist --file=WORDS': 'is no folder; mnist is made from train-images',
-        'recall --tokenizer=byte': 'can be ids', 'WORDS --tokenizer=words': 'can be byte, ',
-        'WORDS --tokenizer=bpe:256': 'can be byte, .*257 to 65,536', 'WORDS --url=x': 'mean nothing',
-        'facts-127 --file=WORDS': '128 or more', 'facts-1024 --file=WORDS': 'one has',
-        'facts-128 --file=FEW_WORDS': '4 different words', 'no.txt': "no data set or file 'no.txt'",
-        'WORDS:no.de': "no data set or file 'no.de'", 'no.de:WORDS': "no data set or file 'no.de'",
-        'WORDS --tokeniser=byte': 'unrecognized', '': 'required'}}
+        'recall --tokenizer=byte': 'can be ids', 'WORDS --url=x': 'mean nothing',
+        'facts-127 --file=WORDS': '128 or more', 'facts-128 --file=FEW_WORDS': '4 different words',
+        'no.txt': "no data set or file 'no.txt'", 'WORDS:no.de': "no data set or file 'no.de'",
+        'WORDS --tokeniser=byte': 'unrecognized'}}
 
 @pytest.mark.parametrize('script, flags', [(script, flags) for script in REFUSED
                                            for flags in REFUSED[script]],
                          ids=lambda x: x if isinstance(x, str) else x.__name__)
 def test_what_cannot_be_is_refused_in_one_line(script, flags, places, tmp_path, monkeypatch, capsys):
     given = shlex.split(flags)
-    if not given and DEFAULTS[script]:                      # an empty flag
-        given = ['']
+    if given[0].startswith('RANK='):                        # no flag: torchrun sets it
+        monkeypatch.setenv(*given.pop().split('='))
     named = {flag.split('=')[0] for flag in given}
     argv = [flag for flag in DEFAULTS[script] if flag.split('=')[0] not in named]
     argv = [re.sub('[A-Z_]{4,}', lambda word: places[word[0]], flag) for flag in argv + given]
@@ -1598,6 +1526,7 @@ def test_memory_that_cannot_be_had_is_told_in_one_line(capsys):
         run(Mock(), RuntimeError('shapes do not match'))
 
 def test_help_lists_every_flag_with_its_default_and_choices(capsys):
+    """And no number of a flag is without bounds."""
     open_choices = dict(phi=FEATURE_MAPS, norm=NORMALISERS, data=prepare.DATASETS)
     for script, classes in (train, [train.Args, Config]), (sample, [sample.Args]), (convert, [convert.Args]):
         with pytest.raises(SystemExit) as e:
@@ -1608,6 +1537,7 @@ def test_help_lists_every_flag_with_its_default_and_choices(capsys):
             line = re.search(rf'^ *--{field.name.rstrip("_")}\b.*', out, re.M)[0]
             assert field.metadata['help'] in line
             assert not field.default or str(field.default) in line
+            assert field.type not in (int, float) or all(map(math.isfinite, field.metadata['range']))
             choices = field.metadata['choices']
             if script is train:
                 choices = choices or open_choices.get(field.name)
@@ -1623,25 +1553,39 @@ def said_of(config):
 
 WRONG = None, True, -1, 0, 3, 2.5, 10 ** 400, math.nan, math.inf, '32', 'x' * 99, [], [1], {}, ...
 
-def mutated(found, draw):
-    """A copy of what is nested, with one entry, at any depth, harmed: replaced by one of WRONG or, for ...,
-    gone; of a tensor its shape, its type or its numbers."""
-    names = sorted(found) if isinstance(found, dict) else range(len(found))
-    name = draw.choice(names)
-    was, now = found[name], draw.choice(WRONG)
-    if torch.is_tensor(was):
-        now = draw.choice([was[None], was.flatten()[:0], was.half(), was.double(), was.long() - 9, was / 0,
-                           ...])
-    elif isinstance(was, (dict, list)) and was and (name in ('tensors', 'about') or draw.random() < .8):
-        now = mutated(was, draw)
-    kept = {key: now if key == name else found[key] for key in names if key != name or now is not ...}
-    return kept if isinstance(found, dict) else list(kept.values())
+def size(x):
+    """About how many entries there are to harm."""
+    return min(40, 1 + len(x)) if isinstance(x, (dict, list)) else 1
 
-def alike(found, said):
+def harms(x):
+    """What comes in its place, ... for nothing: for a tensor, another shape, type or numbers."""
+    if torch.is_tensor(x):
+        longer, huge = x.repeat(x.dim() * [2]), torch.full_like(x, 2 ** 60)
+        return [x[None], longer, x.half(), x.double(), x.long() - 9, x / 0, huge, ...]
+    return WRONG
+
+def mutated(nested, draw):
+    """A copy with one entry, at any depth, harmed or gone, or a tensor of another name."""
+    names = sorted(nested) if isinstance(nested, dict) else range(len(nested))
+    name, = draw.choices(names, [size(nested[name]) for name in names])
+    was, key = nested[name], name
+    if isinstance(was, (dict, list)) and was and (name in ('tensors', 'about') or draw.random() < .8):
+        now = mutated(was, draw)
+    else:
+        now = draw.choice(harms(was))
+    if torch.is_tensor(was) and draw.random() < .2:
+        key, now = f'{name}s', was
+    kept = {other: nested[other] for other in names if other != name}
+    if now is not ...:
+        kept[key] = now
+    return kept if isinstance(nested, dict) else [kept[i] for i in sorted(kept)]
+
+def alike(*both):
     """Also where both have NaN, and are tensors."""
     def shown(x):
-        return f'{x.dtype} {x.tolist()}'
-    return json.dumps(found, sort_keys=True, default=shown) == json.dumps(said, sort_keys=True, default=shown)
+        return f'{x.dtype} {x.shape} {x.numpy().tobytes().hex()}'
+    one, other = (json.dumps(nested, sort_keys=True, default=shown) for nested in both)
+    return one == other
 
 def a_config_json(kind, a_model, characters, folder):
     in_hub_layout(folder, kind, **dict(rope_scaling=LLAMA31) if kind == 'llama' else {})
@@ -1651,10 +1595,10 @@ def a_config_json(kind, a_model, characters, folder):
         path.write_text(json.dumps(raw))
         config = load(folder)[0].config
         for field, key in family.entries.items():
-            said = family.usual.get(field) if raw.get(key) is None else raw[key]
+            expected = family.usual.get(field) if raw.get(key) is None else raw[key]
             if kind == 'vit' and field in ('block_size', 'patch'):
-                said = 3 * said ** 2
-            assert getattr(config, field) == said
+                expected = 3 * expected ** 2
+            assert getattr(config, field) == expected
         if kind == 'llama' and raw.get('rope_scaling'):
             assert config.rope_scaling == [raw['rope_scaling'][key] for key in files.LLAMA3]
     return json.loads(path.read_text()), take
@@ -1716,74 +1660,54 @@ def a_tokenizer_json(kind, a_model, characters, folder):
 
     def take(raw):
         path.write_text(json.dumps(raw))
-        found = load(folder)[1]['data']
-        said = package.Tokenizer.from_str(json.dumps(raw))
-        said.encode_special_tokens = True
-        said.no_truncation()
-        said.no_padding()
-        assert prepare.encode('the quick', found) == said.encode('the quick', add_special_tokens=False).ids
-        prepare.decode(prepare.begun(prepare.encode('the quick', found), found), found)
+        about = load(folder)[1]['data']
+        tokenizer = package.Tokenizer.from_str(json.dumps(raw))
+        tokenizer.encode_special_tokens = True
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokens = prepare.encode('the quick', about)
+        assert tokens == tokenizer.encode('the quick', add_special_tokens=False).ids
+        prepare.decode(prepare.begun(tokens, about), about)
     return json.loads(data['json']), take
 
-def an_optimiser(kind, a_model, characters, folder):
-    model, meta = load(a_model('--rule=delta'))
+def a_run(kind, a_model, characters, folder):
+    """Its weights and what its optimiser remembers."""
+    tensors, meta = files.read_tensors(a_model('--rule=delta', data=characters))
 
     def take(changed):
+        path = folder / 'ckpt.safetensors'
+        path.unlink(missing_ok=True)
+        files.write_tensors(path, changed['tensors'], meta)
+        model, about = load(path)
         opt = train.adamw(model, 1e-3, .1, torch.device('cpu'))
-        train.unpack_optimiser(model, opt, changed['tensors'])
-        assert alike(train.pack_optimiser(model, opt), changed['tensors'])
-        assert all(x.isfinite().all() for x in changed['tensors'].values())
-    return dict(tensors=meta['tensors']), take
+        train.unpack_optimiser(model, opt, about['tensors'])
+        packed = train.pack_optimiser(model, opt)
+        restored = packed | {f'model.{name}': x for name, x in model.state_dict().items()}
+        assert alike(restored, changed['tensors'])
+        assert all(x.shape == tensors[name].shape for name, x in restored.items())
+        assert all(x.dtype in (torch.float32, f64) for x in restored.values())
+        assert all(x.isfinite().all() for x in packed.values())
+    return dict(tensors=tensors), take
 
-@pytest.mark.parametrize('what, kind, tries', [
-    (a_config_json, 'gpt2', 300), (a_config_json, 'llama', 300), (a_config_json, 'bert', 300),
-    (a_config_json, 'vit', 300), (a_header, '', 200), (a_state, '', 300),
-    (a_meta_json, 'text', 300), (a_meta_json, 'labels', 300), (a_tokenizer_json, 'llama2', 300),
-    (a_tokenizer_json, 'llama3', 300), (an_optimiser, '', 300)])
-def test_mutations_are_taken_as_they_say_or_refused(what, kind, tries, a_model, characters, tmp_path,
-                                                    monkeypatch):
+@pytest.mark.parametrize('what, kind', [
+    (a_config_json, 'gpt2'), (a_config_json, 'llama'), (a_config_json, 'bert'), (a_config_json, 'vit'),
+    (a_header, ''), (a_state, ''), (a_meta_json, 'text'), (a_meta_json, 'labels'),
+    (a_tokenizer_json, 'llama2'), (a_tokenizer_json, 'llama3'), (a_run, '')])
+def test_mutations_are_taken_as_they_say_or_refused(what, kind, a_model, characters, tmp_path, monkeypatch):
     """What a file says, with one entry harmed: no other error comes than those that a script tells in a line.
-    pytest -s shows how many were taken."""
+    pytest -s shows how many of 100 were taken."""
     monkeypatch.setattr(os, 'fsync', lambda f: None)
-    found, take = what(kind, a_model, characters, tmp_path)
-    take(found)                                             # unharmed
+    whole, take = what(kind, a_model, characters, tmp_path)
+    take(whole)
     draw, taken = random.Random(0), 0
-    for _ in range(tries):
+    for _ in range(100):
         try:
-            take(mutated(found, draw))
+            take(mutated(whole, draw))
             taken += 1
         except (ValueError, OSError) as e:
             assert str(e)
-    print(f'{what.__name__[2:]} {kind}: {tries} tried, {taken} taken as they say, {tries - taken} refused')
-    assert taken < tries / 2
-
-@pytest.mark.parametrize('change', ['shape', 'type', 'name', 'gone'])
-@pytest.mark.parametrize('part', [
-    'model.norm.weight', 'opt.blocks.0.up.weight.exp_avg', 'opt.embed.weight.step'])
-def test_tensors_of_a_run_are_held_against_its_model(part, change, a_model, tmp_path, capsys):
-    tensors, meta = files.read_tensors(a_model('--rule=delta'))
-    x = tensors.pop(part)
-    wrong = dict(shape={part: torch.zeros(3, 1)}, type={part: x.half()}, name={f'{part}s': x}, gone={})
-    tensors |= wrong[change]
-    files.write_tensors(tmp_path / 'ckpt.safetensors', tensors, meta)
-    err = refused(capsys, train.main, '--resume', f'--out={tmp_path}', '--steps=99')
-    assert part.split('.')[-2] in err
-    assert os.listdir(tmp_path) == ['ckpt.safetensors']
-
-@pytest.mark.parametrize('change', [
-    {'0.mixer.S': torch.zeros(1, 2, 8, 9)}, {'0.mixer.S': torch.zeros(1, 2, 8, 8).half()},
-    {'0.conv0.last': torch.zeros(1, 4, 16)}, {'0.mixer.k': torch.zeros(1, 2, 3, 8)},
-    dict(t=torch.zeros(1).long()), dict(t=torch.tensor(-1)), dict(t=torch.tensor(2 ** 60))])
-def test_a_state_is_held_against_its_model(change, a_model, tmp_path, capsys):
-    path, state = a_model('--rule=delta'), str(tmp_path / 'state')
-    written(capsys, f'--init={path}', f'--save_state={state}', '--tokens=3')
-    tensors, meta = files.read_tensors(state)
-    assert written(capsys, f'--init={path}', f'--load_state={state}', '--tokens=3')
-    files.write_tensors(state, tensors | {f'state.{name}': x for name, x in change.items()}, meta)
-    assert 'no state of this model' in refused(capsys, sample.main, f'--init={path}', f'--load_state={state}')
-    for last in torch.zeros(()), torch.full((1, 1), -5), torch.zeros(1, 1):
-        files.write_tensors(state, tensors | dict(last=last), meta)
-        assert 'last tokens' in refused(capsys, sample.main, f'--init={path}', f'--load_state={state}')
+    print(f'{what.__name__[2:]} {kind}: {taken} taken as they say, {100 - taken} refused')
+    assert taken < 50
 
 def test_a_state_belongs_to_weights_not_to_a_path(tmp_path, capsys):
     """Of a folder: read from another place, but not after its weights have changed."""
@@ -1796,26 +1720,6 @@ def test_a_state_belongs_to_weights_not_to_a_path(tmp_path, capsys):
     save_file({name: 2 * x for name, x in load_file(weights).items()}, weights)
     err = refused(capsys, sample.main, f'--init={tmp_path}/b', f'--load_state={state}')
     assert 'not a state of the model' in err
-
-@pytest.mark.parametrize('env', ['RANK=1', 'WORLD_SIZE=0', 'RANK=5 WORLD_SIZE=2', 'RANK=a', 'WORLD_SIZE=1e9'])
-def test_processes_that_cannot_be_are_refused(env, monkeypatch, capsys):
-    for pair in env.split():
-        monkeypatch.setenv(*pair.split('='))
-    assert 'torchrun' in refused(capsys, train.main, '--steps=1')
-
-@pytest.mark.parametrize('script, flags, why', [
-    (train, '--lr=inf', 'at most'), (train, '--weight_decay=1e99', 'at most'), (train, '--seed=-1', 'least'),
-    (train, '--val_tokens=100', 'more --val_'),
-    (train, '--init=MODEL/ckpt.safetensors --out=MODEL', 'it holds the model'), (sample, '--samples=1e20', 'whole'),
-    (sample, '--penalty=1e300', 'at most'), (sample, '--beam=100000', 'at most 1,024'),
-    (train, '--accum=100000000', 'at most 4,096'), (convert, '--faster=inf', 'at most 1,000'),
-    (convert, '--from=MODEL/ckpt.safetensors --lora=17', 'lower'), (bench, 'layer --lengths=99999999', 'low')])
-def test_flags_that_cannot_be_are_refused_before_any_work(script, flags, why, a_model, tmp_path, monkeypatch,
-                                                          capsys):
-    model = Path(a_model('--rule=softmax')).parent
-    monkeypatch.chdir(tmp_path)
-    assert why in refused(capsys, script.main, *flags.replace('MODEL', str(model)).split())
-    assert os.listdir(tmp_path) == []
 
 def test_what_is_written_takes_no_other_file_away(a_model, text, tmp_path, monkeypatch, capsys):
     """A state no model, and a model no state. Nor does a model whose weights are lost, where it was good before.
@@ -1866,51 +1770,39 @@ def test_what_a_tokenizer_cannot_read_is_told_in_one_line(tmp_path, capsys):
         assert why in err
     assert 'a' * 64 in prepare.subwords(prepare.learn(b'a' * 10 ** 6, 300)).get_vocab()
 
-def test_a_pipe_that_closes_ends_a_script_in_silence():
-    command = f'{sys.executable} sample.py --help | true; exit ${{PIPESTATUS[0]}}'
-    done = subprocess.run(['bash', '-c', command], cwd=HERE, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (141, '')
-
-def test_an_output_without_utf8_gets_what_it_can_show(a_model):
-    run = [sys.executable, 'sample.py', f'--init={a_model("--rule=delta")}', '--prompt=ä', '--tokens=9']
-    ascii_only = {**os.environ, 'PYTHONIOENCODING': 'ascii'}
-    done = subprocess.run(run, cwd=HERE, capture_output=True, env=ascii_only)
-    assert done.returncode == 0 and done.stdout.isascii()
+def test_an_output_without_utf8_gets_what_it_can_show(a_model, monkeypatch):
+    """A new model's bytes are seldom characters."""
+    ascii_only = io.TextIOWrapper(io.BytesIO(), 'ascii')
+    monkeypatch.setattr(sys, 'stdout', ascii_only)
+    assert sample.main([f'--init={a_model("--rule=delta")}', '--prompt=the', '--tokens=30']) == 0
+    assert b'?' in ascii_only.buffer.getvalue()
 
 def test_a_folder_is_of_one_run_whose_files_can_be_written(a_model, text, tmp_path, capsys):
     """A pipe as the log would be waited for; a folder as result.json, found after training; two conversions
     would mix their stages. What was there stays."""
-    model = a_model('--rule=softmax')
-    for script, flags in (train, [f'--data={text}', '--steps=1', *TINY[:-1]]), (
-            convert, [f'--from={model}', *SHORT, '--controls=false']):
-        main, mine = script.main, tmp_path / f'my {script.__name__}'
-        for name, make in dict(a=Path.touch, b=Path.mkdir, c=os.mkfifo).items():
-            out = tmp_path / script.__name__ / name / 'log.jsonl'
-            out.parent.mkdir(parents=True, exist_ok=True)
-            make(out)
-            folder = out.parent if name != 'a' else out
-            err = refused(capsys, main, *flags, f'--out={folder}')
-            assert 'File exists' in err if name == 'a' else 'no regular file' in err
-            out.is_file() or out.rename(out.with_name('result.json'))
-            assert name != 'b' or 'no regular file' in refused(capsys, main, *flags, f'--out={folder}')
-            assert [*folder.rglob('*.safetensors')] == []
-        with train.log_of(train.Args(out=str(mine))) as log:
-            assert 'another run' in refused(capsys, main, *flags, f'--out={mine}')
-            assert os.listdir(mine) == ['log.jsonl']
+    for main, flags in (train.main, [f'--data={text}', '--steps=1', *TINY[:-1]]), (
+            convert.main, [f'--from={a_model("--rule=softmax")}', *SHORT, '--controls=false']):
+        for name, make in ('log.jsonl', Path.mkdir), ('log.jsonl', os.mkfifo), ('result.json', Path.mkdir):
+            folder = Path(tempfile.mkdtemp(dir=tmp_path))
+            make(folder / name)
+            assert 'no regular file' in refused(capsys, main, *flags, f'--out={folder}')
+            assert not [*folder.rglob('*.safetensors')]
+        folder = tempfile.mkdtemp(dir=tmp_path)
+        with train.log_of(train.Args(out=folder)) as log:
+            assert 'another run' in refused(capsys, main, *flags, f'--out={folder}')
+            assert os.listdir(folder) == ['log.jsonl']
             log.write('AN OLD LOG')
-        assert main([*flags, f'--out={mine}']) == 0
-        assert 'AN OLD LOG' not in (mine / 'log.jsonl').read_text()
+        assert main([*flags, f'--out={folder}']) == 0
+        assert 'AN OLD LOG' not in Path(folder, 'log.jsonl').read_text()
 
 @pytest.mark.parametrize('change', [dict(vocab_size=300), dict(pad=3), dict(source=4, row=9), dict(classes=2),
                                     dict(patch=2, row=16)])
 def test_what_a_file_says_of_its_data_is_so_of_its_model(change, a_model, tmp_path):
     tensors, meta = files.read_tensors(a_model('--rule=delta'))
     path = str(tmp_path / 'x.safetensors')
-    contradicts = pytest.raises(ValueError, match='of its data')
-    for more, holds in ({}, contextlib.nullcontext()), (change, contradicts):
-        files.write_tensors(path, tensors, {**meta, 'data': {**meta['data'], **more}})
-        with holds:
-            load(path)
+    files.write_tensors(path, tensors, {**meta, 'data': {**meta['data'], **change}})
+    with pytest.raises(ValueError, match='of its data'):
+        load(path)
 
 def test_a_run_goes_on_with_the_text_it_began_with(a_model, characters, tmp_path, capsys):
     """By sha256, not by name; another set of the same tokens may be given."""
@@ -1951,25 +1843,6 @@ def test_a_stage_that_is_broken_is_named_and_what_a_stopped_run_left_is_told(a_m
     for stage in stages:
         stage.unlink()
     assert convert.main(run) == 0 and 'is replaced; --resume would' in capsys.readouterr().out
-
-@pytest.mark.parametrize('script, flags, why', [
-    (train, '--layers=:', "--layers=:: ':' is no rule"), (train, '--rule=nope', '--rule=nope'),
-    (train, '--layers=delta,sum --cache=9', '--cache=9: no layer of delta,sum uses it'),
-    (train, '--rule=delta --cache=9', '--cache=9: no layer of delta uses it'),
-    (train, '--layers=delta,window --sinks=2', 'uses it; leave it out, or take sink'),
-    (train, '--layers=delta,sum --rule=sum', '--rule=sum --layers=delta,sum: give one of them'),
-    (sample, '--init=MODEL --rule=window --sinks=2', '--sinks=2'),
-    (sample, '--init=DELTA --cache=9', '--cache=9: no layer of delta uses it'),
-    (sample, '--init=DELTA --tokens=0 --save_state=x', 'nothing is read yet')])
-def test_flags_that_mean_nothing_are_named(script, flags, why, a_model, tmp_path, monkeypatch,
-                                                       capsys):
-    models = dict(MODEL=a_model('--rule=softmax'), DELTA=a_model('--rule=delta'))
-    monkeypatch.chdir(tmp_path)
-    argv = [re.sub('MODEL|DELTA', lambda found: models[found[0]], flag) for flag in flags.split()]
-    capsys.readouterr()
-    assert script.main(argv) == 2
-    err = capsys.readouterr().err.splitlines()
-    assert why in err[-1] and len(err) <= 2 and os.listdir(tmp_path) in ([], ['out'])
 
 def test_an_empty_flag_takes_back_what_a_model_or_a_recipe_has():
     flags_py.refuse(model_py.idle({'rule': 'tova', 'overflow': '', 'cache': 9}, Config(rule='tova', cache=9)))
@@ -2050,7 +1923,7 @@ def test_a_folder_that_cannot_be_written_keeps_the_model_that_was_there(tmp_path
     exported({name: x + 1 for name, x in weights.items()}, data=meta['data'])
     assert {path.name for path in tmp_path.iterdir()} == {'config.json', 'model.safetensors'}
 
-@pytest.mark.parametrize('kept', ['', '[]', '{}', '{"key": 3}', '3', '{"key": '])
+@pytest.mark.parametrize('kept', ['3', '{}', '{"key": '])
 def test_a_kept_run_that_is_broken_is_run_anew(kept, tmp_path):
     args, suite = Mock(out=str(tmp_path)), Mock()
     suite.name = 'maps'
@@ -2060,14 +1933,15 @@ def test_a_kept_run_that_is_broken_is_run_anew(kept, tmp_path):
     assert bench.once(args, suite, 'a', lambda _, n: dict(x=n + 1), n=3)['x'] == 4
     assert bench.once(args, suite, 'a', None, n=3)['x'] == 4
 
-@pytest.mark.parametrize('command, code, out', [
-    ('PYTHON sample.py --init=nowhere/x/y 2>&-', 2, ''), ('PYTHON data/prepare.py nowhere 2>&-', 2, ''),
-    ('{ sleep .5; PYTHON data/prepare.py SET; } | true', 141, ''), ('PYTHON sample.py --help >&-', 0, '')])
-def test_closed_streams_end_in_silence(command, code, out, characters):
-    command = command.replace('PYTHON', sys.executable).replace('SET', characters)
-    command += '; exit ${PIPESTATUS[0]}'
+@pytest.mark.parametrize('run, stream, code', [
+    ('data/prepare.py nowhere', '2>&-', 2), ('data/prepare.py --help', '>&-', 0),
+    ('data/prepare.py SET', '| true', 141), ('sample.py --help', '| true', 141)])
+def test_closed_streams_end_in_silence(run, stream, code, characters):
+    """A pipe's reader has gone before anything is written."""
+    run = f'{sys.executable} {run}'.replace('SET', characters)
+    command = f'{{ sleep .3; {run}; }} {stream}; exit ${{PIPESTATUS[0]}}'
     done = subprocess.run(['bash', '-c', command], cwd=HERE, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (code, out, '')
+    assert (done.returncode, done.stdout, done.stderr) == (code, '', '')
 
 
 # ---- 9. Data -----------------------------------------------------------------------------------------------
@@ -2742,15 +2616,6 @@ def test_resume_is_bitwise_identical(flags, text, tmp_path, monkeypatch):
     """gated: with random features, which are redrawn."""
     resume_from(text, tmp_path, monkeypatch, flags.split(), [3])
 
-@pytest.mark.parametrize('rule', ['delta', 'softmax'])
-def test_a_new_model_guesses(rule):
-    """Its loss is that of all tokens alike."""
-    torch.manual_seed(0)
-    x = torch.randint(256, (4, 65))
-    logits, _ = GPT(Config(rule=rule))(x[:, :-1])
-    loss = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten()).item()
-    assert loss == pytest.approx(math.log(256), abs=.2)
-
 def test_muon_moves_a_matrix_in_all_directions_alike_and_adamw_the_rest():
     device = torch.device('cpu')
     x = torch.randint(256, (8, 17))
@@ -2802,8 +2667,11 @@ def test_resume_refuses_another_model(a_model, tmp_path, capsys):
     assert '--n_layer=3' in refused(capsys, train.main, *resume, '--n_layer=3')
     assert 'is not more' in refused(capsys, train.main, *resume)
     assert train.main([*resume, '--steps=6', '--lr=1e-3']) == 0
-    meta = files.read_tensors(path)[1]
+    tensors, meta = files.read_tensors(path)
     assert meta['step'] == 6 and meta['args']['lr'] == 1e-3
+    del meta['best']
+    files.write_tensors(path, tensors, meta)
+    assert 'holds no training run' in refused(capsys, train.main, *resume)
 
 @pytest.mark.parametrize('slower, turns', [(1, 6), (50, 2)])
 def test_the_fastest_number_of_threads_is_found_in_time(slower, turns, monkeypatch):
@@ -2855,12 +2723,13 @@ def test_training_learns_and_logs(text, tmp_path, capsys, monkeypatch):
     assert {'commit', 'device'} <= first.keys()
     assert rows[0]['memory'] > 2 ** 26                 # bytes; torch alone has more
     losses = [row['loss'] for row in rows if 'loss' in row]
-    assert losses[0] > 5 and losses[-1] < 3, losses    # ln 256 = 5.5 at first, ln 36 = 3.6 by characters
+    assert losses[0] == pytest.approx(math.log(256), abs=.2)        # a new model guesses
+    assert losses[-1] < 3, losses                                   # ln 36 = 3.6 by characters
     printed = capsys.readouterr().out
     for word in 'tok/s', 'eta', 'MB', 'bits per byte', 'carried', 'next: python sample.py':
         assert word in printed
-    said = printed.partition('--- a sample ---\n')[2].rpartition('\n---\n')[0]
-    assert 40 <= len(said.encode()) and len(said) <= 40         # what is no character takes more bytes
+    sampled = printed.partition('--- a sample ---\n')[2].rpartition('\n---\n')[0]
+    assert 40 <= len(sampled.encode()) and len(sampled) <= 40   # what is no character takes more bytes
     assert load(tmp_path / 'best.safetensors')[1]['data']['tokenizer'] == 'byte'
 
 def test_bits_per_byte_count_every_token_but_the_first_once(tmp_path, capsys):
@@ -3065,7 +2934,6 @@ def test_sampling_repeats_streams_and_reports(a_model, capsys, monkeypatch):
     assert a == written(capsys, *flags)[0]
     pieces = [call for call in said.call_args_list if call.kwargs.get('flush')]
     assert len(pieces) > 36 / 4                                # a character has up to four bytes
-    assert '--- 3 ---' in written(capsys, *flags, '--samples=3')[0]
 
 def test_prompts_come_from_text_file_and_stdin(a_model, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, 'stdin', io.StringIO('the quick'))
@@ -3143,6 +3011,8 @@ def test_a_saved_state_goes_on_as_if_never_stopped(rule, a_model, characters, tm
     other, half = a_model(f'--rule={rule}', '--seed=1', data=characters), tmp_path / 'half'
     assert 'not a state' in refused(capsys, sample.main, f'--init={other}', f'--load_state={half}')
     assert 'holds no model' in refused(capsys, sample.main, f'--init={half}')
+    assert sample.main([f'--init={ckpt}', '--tokens=0', f'--save_state={tmp_path / "none"}']) == 2
+    assert 'nothing is read yet' in capsys.readouterr().err and not (tmp_path / 'none').exists()
 
 def by_position(path):
     """A state file's tensors, with rows in order."""
@@ -3380,7 +3250,7 @@ WINDOWED = dict(rule='window', cache=9, overflow='gla-beta:hedgehog:4')
     ('--layers=softmax,gla', {}, dict(rule='sum', layers='softmax,gla'))])
 def test_flags_beside_a_recipe_win_and_another_rule_keeps_its_way_of_training(given, way, changes):
     args, found = convert.settings(given.split())
-    expected = dict(distil='hidden', learn='mixer', faster=5, lr=None, from_='') | way
+    expected = dict(distil='hidden', learn='mixer', faster=5, lr=None) | way
     assert found == changes and {name: getattr(args, name) for name in expected} == expected
 
 WINDOW = dict(rule='window', cache=3, overflow='gla:hedgehog')
