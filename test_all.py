@@ -1444,6 +1444,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--resume': 'no such file', '--out=TEXT': 'File exists',
         '--carry --pos=learned': 'learned positions', '--carry --phi=favor --rule=sum': 'redrawn',
         '--carry --data=recall': 'nothing to do with each other', '--block_size=100000': 'longer text',
+        '--data=stdlib --val_tokens=9': 'more --val_tokens',
         '--init=SOFTMAX --out=FOLDER': 'it holds the model',
         '--data=recall --tokenizer=bpe:302': 'ids', '--tokenizer=bpe:65537': '257 to 65,536',
         ENCODER + '--rule=tova': 'step by step', ENCODER + '--rule=delta --norm=attn': 'keys so far',
@@ -1555,7 +1556,9 @@ WRONG = None, True, -1, 0, 3, 2.5, 10 ** 400, math.nan, math.inf, '32', 'x' * 99
 
 def size(x):
     """About how many entries there are to harm."""
-    return min(40, 1 + len(x)) if isinstance(x, (dict, list)) else 1
+    if isinstance(x, dict):
+        x = list(x.values())
+    return min(40, 1 + sum(map(size, x))) if isinstance(x, list) else 1
 
 def harms(x):
     """What comes in its place, ... for nothing: for a tensor, another shape, type or numbers."""
@@ -1574,7 +1577,7 @@ def mutated(nested, draw):
     else:
         now = draw.choice(harms(was))
     if torch.is_tensor(was) and draw.random() < .2:
-        key, now = f'{name}s', was
+        key, now = 's.'.join(name.rsplit('.', 1)), was
     kept = {other: nested[other] for other in names if other != name}
     if now is not ...:
         kept[key] = now
@@ -1695,19 +1698,19 @@ def a_run(kind, a_model, characters, folder):
     (a_tokenizer_json, 'llama2'), (a_tokenizer_json, 'llama3'), (a_run, '')])
 def test_mutations_are_taken_as_they_say_or_refused(what, kind, a_model, characters, tmp_path, monkeypatch):
     """What a file says, with one entry harmed: no other error comes than those that a script tells in a line.
-    pytest -s shows how many of 100 were taken."""
+    pytest -s shows how many of 200 were taken."""
     monkeypatch.setattr(os, 'fsync', lambda f: None)
     whole, take = what(kind, a_model, characters, tmp_path)
     take(whole)
     draw, taken = random.Random(0), 0
-    for _ in range(100):
+    for _ in range(200):
         try:
             take(mutated(whole, draw))
             taken += 1
         except (ValueError, OSError) as e:
             assert str(e)
-    print(f'{what.__name__[2:]} {kind}: {taken} taken as they say, {100 - taken} refused')
-    assert taken < 50
+    print(f'{what.__name__[2:]} {kind}: {taken} taken as they say, {200 - taken} refused')
+    assert taken < 100
 
 def test_a_state_belongs_to_weights_not_to_a_path(tmp_path, capsys):
     """Of a folder: read from another place, but not after its weights have changed."""
