@@ -297,12 +297,12 @@ def encoded(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
 
 
 # ---- the other kind of state: a cache of key/value pairs ---------------------------------------------------
-def softmax(q, k, v, rows=None):
+def softmax(q, k, v, cached=None):
     """Softmax attention with the same interface. Its state is the cache of all keys and values, and it grows.
-    q, k, v (B, H, T, d)   rows None or dict(k, v) (B, H, T0, d)  ->  o (B, H, T, d), dict(k, v) of T0 + T"""
-    if rows is not None:
-        k = torch.cat([rows['k'], k], 2)
-        v = torch.cat([rows['v'], v], 2)
+    q, k, v (B, H, T, d)   cached None or dict(k, v) (B, H, T0, d) -> o (B, H, T, d), dict(k, v) of T0 + T"""
+    if cached is not None:
+        k = torch.cat([cached['k'], k], 2)
+        v = torch.cat([cached['v'], v], 2)
     T = q.shape[2]
     T_all = k.shape[2]
     mask = None
@@ -323,7 +323,7 @@ def softmax_of_all(q, k, v, real=None):
 # was full, the token of least worth is then evicted; in a tie, the oldest. A policy computes the worth
 # (B, H, tokens) from a, the attention weights of this step; total, the sum of a token's weights since it
 # entered the cache; pos, the tokens' positions; t, the position of this step. `tova` averages over heads.
-# `random` is a fixed hash, the same on every machine. In the code, `rows` is the cache, a dict of tensors
+# `random` is a fixed hash, the same on every machine. In the code, `cached` is the cache, a dict of tensors
 # with one entry per cached token.
 POLICIES = {
     'window': lambda a, total, pos, t, cache, sinks: pos.float(),
@@ -344,91 +344,91 @@ def compressed(pos):
     near = (gap.clamp(max=10) + (beyond + math.e).log().log()).ceil().cumsum(-1)
     return torch.zeros_like(near).scatter(-1, order, near)
 
-def empty_rows(k, cache):
+def empty_slots(k, cache):
     """A cache with `cache` empty slots, marked by pos = -1. k (B, H, T, d)"""
     B, H, _, d = k.shape
     empty = k.new_zeros(B, H, cache, d)
     total = torch.zeros(B, H, cache, dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
     return dict(k=empty, v=empty, pos=total.long() - 1, total=total)
 
-def append(rows, k, v, t):
+def append(cached, k, v, t):
     """Append the steps t, t + 1, ... to the cache. Their keys and values are k, v (B, H, T, d)."""
     steps = t + torch.arange(k.shape[2], device=k.device)
     pos = steps.expand(k.shape[:3])
-    new = dict(k=k, v=v, pos=pos, total=torch.zeros_like(pos, dtype=rows['total'].dtype))
-    return {name: torch.cat([rows[name], new[name]], 2) for name in new}
+    new = dict(k=k, v=v, pos=pos, total=torch.zeros_like(pos, dtype=cached['total'].dtype))
+    return {name: torch.cat([cached[name], new[name]], 2) for name in new}
 
-def pick(rows, index):
+def pick(cached, index):
     """The cached tokens at index (B, H, n)."""
     wide = index[..., None]
-    return {name: x.take_along_dim(wide if x.dim() == 4 else index, 2) for name, x in rows.items()}
+    return {name: x.take_along_dim(wide if x.dim() == 4 else index, 2) for name, x in cached.items()}
 
-def replaced(rows, index):
+def replaced(cached, index):
     """The cache without the token at index (B, H, 1). The last token moves into its slot."""
     kept = {}
-    for name, x in rows.items():
+    for name, x in cached.items():
         place = index
         if x.dim() == 4:
             place = index[..., None].expand(-1, -1, -1, x.shape[-1])
         kept[name] = x.scatter(2, place, x[:, :, -1:])[:, :, :-1]
     return kept
 
-def attend(q, rows, seen, turn=None):
+def attend_cached(q, cached, seen, turn=None):
     """Softmax attention of q (B, H, T, d) under the mask `seen` (B, H, 1|T, tokens). The last T cached tokens
     are q's own.  ->  o (B, H, T, d), weights (B, H, T, tokens), log of their denominator (B, H, T, 1)"""
-    k = rows['k']
+    k = cached['k']
     if turn is not None:
-        pos = compressed(rows['pos'])
+        pos = compressed(cached['pos'])
         k = turn(k, pos)
         q = turn(q, pos[:, :, -q.shape[2]:])
-    scores = (q @ k.mT).to(rows['total'].dtype) * q.shape[-1] ** -0.5
+    scores = (q @ k.mT).to(cached['total'].dtype) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(~seen, NEVER)
     weights = scores.softmax(-1)
     top = scores.argmax(-1, keepdim=True)                           # torch.logsumexp is slow with NEVER
     log_sum = scores.gather(-1, top) - weights.gather(-1, top).log()
-    return weights.to(q.dtype) @ rows['v'], weights, log_sum
+    return weights.to(q.dtype) @ cached['v'], weights, log_sum
 
-def bounded_step(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
+def bounded_step(q, k, v, cached, t, policy, cache, sinks=0, spill=False, turn=None):
     """`bounded` for one step: append the step, attend, score the cached tokens, evict one."""
-    rows = append(rows, k, v, t)
-    real = rows['pos'] >= 0
-    o, a, log_mass = attend(q, rows, real[:, :, None], turn)
-    total = rows['total'] + a[:, :, 0]
-    worth = POLICIES[policy](a[:, :, 0], total, rows['pos'], t, cache, sinks)
+    cached = append(cached, k, v, t)
+    real = cached['pos'] >= 0
+    o, a, log_mass = attend_cached(q, cached, real[:, :, None], turn)
+    total = cached['total'] + a[:, :, 0]
+    worth = POLICIES[policy](a[:, :, 0], total, cached['pos'], t, cache, sinks)
     worth = worth.masked_fill(~real, -math.inf)                     # evict empty slots first
     worst = worth == worth.amin(-1, keepdim=True)
-    gone = torch.where(worst, rows['pos'], t + 1).argmin(-1, keepdim=True)
+    gone = torch.where(worst, cached['pos'], t + 1).argmin(-1, keepdim=True)
     if spill:                                                       # the first read only gave the scores
         place = torch.arange(cache + 1, device=q.device)
         stays = real & (place != gone)
-        o, a, log_mass = attend(q, rows, stays[:, :, None], turn)
-        total = rows['total'] + a[:, :, 0]
-    rows['total'] = total
-    return o, log_mass, pick(rows, gone), replaced(rows, gone)
+        o, a, log_mass = attend_cached(q, cached, stays[:, :, None], turn)
+        total = cached['total'] + a[:, :, 0]
+    cached['total'] = total
+    return o, log_mass, pick(cached, gone), replaced(cached, gone)
 
 def joined(parts):
     """The results of `bounded` for a text, from its results for the parts."""
-    o, log_mass, went, rows = zip(*parts)
+    o, log_mass, went, cached = zip(*parts)
     went = {name: torch.cat([part[name] for part in went], 2) for name in went[0]}
-    return torch.cat(o, 2), torch.cat(log_mass, 2), went, rows[-1]
+    return torch.cat(o, 2), torch.cat(log_mass, 2), went, cached[-1]
 
-def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
+def bounded(q, k, v, cached, t, policy, cache, sinks=0, spill=False, turn=None):
     """Softmax attention with at most `cache` cached tokens: the definition, step by step.
     q, k, v (B, H, T, d)   t position of the first step   policy from POLICIES
     sinks < cache: how many first tokens `sink` never evicts
-    rows None, or the cache that the last call returned: k, v (B, H, cache, d), pos, total (B, H, cache), in
-    any order. pos is -1 in an empty slot.
+    cached None, or the cache that the last call returned: k, v (B, H, cache, d), pos, total (B, H, cache),
+    in any order. pos is -1 in an empty slot.
     spill: evict before the step reads. The evicted token then goes into a matrix and must not count twice.
     Cache in model.py averages cache and matrix by their denominators.
     turn(x, pos): rope. Keys then come without it and are rotated by their `compressed` positions.
     ->  o (B, H, T, d), log of the denominators (B, H, T, 1), the T evicted tokens, one per step, the cache"""
-    if rows is None:
-        rows = empty_rows(k, cache)
+    if cached is None:
+        cached = empty_slots(k, cache)
     steps = []
     for i in range(q.shape[2]):
         q_t, k_t, v_t = (x[:, :, i:i + 1] for x in (q, k, v))
-        steps.append(bounded_step(q_t, k_t, v_t, rows, t + i, policy, cache, sinks, spill, turn))
-        rows = steps[-1][-1]
+        steps.append(bounded_step(q_t, k_t, v_t, cached, t + i, policy, cache, sinks, spill, turn))
+        cached = steps[-1][-1]
     return joined(steps)
 
 

@@ -1,7 +1,7 @@
 """The fast forms, and nothing else. Each is defined elsewhere, and test_all.py compares the two.
 
     o, S = chunked(q, k, v, write, erase, log_f, log_z, S, normalise, floor)     fastweight.chunked, recurrent
-    o, log_mass, went, rows = bounded(q, k, v, rows, t, policy, cache, ...)      fastweight.bounded
+    o, log_mass, went, cached = bounded(q, k, v, cached, t, policy, cache, ...)  fastweight.bounded
     y = shifted_sum(x, w)                                                        model.shifted_sum
 
 Without this file everything but bench.py and the tests still works, more slowly. model.pick_forms imports it.
@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 import fastweight
-from fastweight import (FLOOR, LOG_MIN, append, attend, empty_rows, factors, finish, joined, l2, pick,
-                        refuse_mean, start)
+from fastweight import (FLOOR, LOG_MIN, append, attend_cached, empty_slots, factors, finish, joined, l2,
+                        pick, refuse_mean, start)
 
 triton = None                       # only GPUs need it, to be fast
 tl = types.SimpleNamespace(constexpr=None)
@@ -365,40 +365,40 @@ def step_over(q, k, v, w, e, log_f, log_z, S):
 
 
 # ---- caches: fastweight.bounded, many steps together where the evictions are known -------------------------
-def bounded(q, k, v, rows, t, policy, cache, sinks=0, spill=False, turn=None):
+def bounded(q, k, v, cached, t, policy, cache, sinks=0, spill=False, turn=None):
     """As fastweight.bounded. For window and sink, positions alone say which tokens are evicted. With any
     policy, empty slots are evicted first. Steps whose evictions are known are computed together, the others
     one by one. With `turn`, an eviction moves positions, so only steps that fill empty slots go together."""
     T = q.shape[2]
-    if rows is None:
-        rows = empty_rows(k, cache)
+    if cached is None:
+        cached = empty_slots(k, cache)
     how = policy, cache, sinks, spill, turn
     if T == 1:
-        return fastweight.bounded_step(q, k, v, rows, t, *how)
+        return fastweight.bounded_step(q, k, v, cached, t, *how)
     foreseen = policy in ('window', 'sink')
     known = T
     if turn is not None or not foreseen:
-        known = min(T, int((rows['pos'][0, 0] < 0).sum()))
+        known = min(T, int((cached['pos'][0, 0] < 0).sum()))
     if known == 0:
-        return fastweight.bounded(q, k, v, rows, t, *how)
+        return fastweight.bounded(q, k, v, cached, t, *how)
     if known < T:
         now, later = zip(*(x.split([known, T - known], 2) for x in (q, k, v)))
-        first = bounded(*now, rows, t, *how)
+        first = bounded(*now, cached, t, *how)
         return joined([first, fastweight.bounded(*later, first[-1], t + known, *how)])
-    rows = append(rows, k, v, t)
-    pos = rows['pos'][:, :, None]                       # (B, H, 1, cache + T)
+    cached = append(cached, k, v, t)
+    pos = cached['pos'][:, :, None]                     # (B, H, 1, cache + T)
     now = t + torch.arange(T, device=q.device)[:, None]
     stays = sinks if policy == 'sink' else 0            # positions below are never evicted
     seen = (pos >= 0) & (pos <= now)
     if foreseen:
         near = now - pos <= cache - stays - int(spill)  # not yet evicted
         seen = seen & (near | (pos < stays))
-    o, weights, log_mass = attend(q, rows, seen, turn)
-    rows['total'] = rows['total'] + weights.sum(2)
-    first = (rows['pos'] >= 0) & (rows['pos'] < stays)
-    order = rows['pos'].masked_fill(first, t + T).sort(dim=-1, stable=True).indices
+    o, weights, log_mass = attend_cached(q, cached, seen, turn)
+    cached['total'] = cached['total'] + weights.sum(2)
+    first = (cached['pos'] >= 0) & (cached['pos'] < stays)
+    order = cached['pos'].masked_fill(first, t + T).sort(dim=-1, stable=True).indices
     gone, kept = order.split([T, cache], -1)
-    return o, log_mass, pick(rows, gone), pick(rows, kept)
+    return o, log_mass, pick(cached, gone), pick(cached, kept)
 
 
 # ---- GPU: the same letters, in four Triton kernels ---------------------------------------------------------
@@ -443,15 +443,15 @@ def dot(a, b, DT: tl.constexpr):
 
 
 @jit
-def load(p, row, col, ok, D: tl.constexpr):
+def load_tile(p, row, col, ok, D: tl.constexpr):
     """Tile [row, col] of a (..., D) tensor, in fp32; 0 outside."""
     inside = ok[:, None] & (col < D)[None, :]
     return tl.load(p + row[:, None] * D + col[None, :], inside, 0.0).to(tl.float32)
 
 
 @jit
-def store(p, x, row, col, ok, D: tl.constexpr):
-    """The inverse of `load`, in the type of p."""
+def store_tile(p, x, row, col, ok, D: tl.constexpr):
+    """The inverse of `load_tile`, in the type of p."""
     inside = ok[:, None] & (col < D)[None, :]
     tl.store(p + row[:, None] * D + col[None, :], x.to(p.dtype.element_ty), inside)
 
@@ -464,7 +464,7 @@ def gate(p, row, col, ok, D: tl.constexpr):
     else:
         if D == 1:
             col = tl.arange(0, 1)
-        return load(p, row, col, ok, D)
+        return load_tile(p, row, col, ok, D)
 
 
 @jit
@@ -505,8 +505,8 @@ def letters(q, k, e, f, row, kk, ok, K: tl.constexpr, ED: tl.constexpr, FD: tl.c
     """The letters of one tile: y, r, x [C, BK]; A below the diagonal [C, C]; its diagonal [C, 1]; and the
     factors f_in, f_out, f_all for the state"""
     f_up, f_down, f_in, f_out, f_all = decays(f, row, kk, ok, FD, C)
-    q_ = load(q, row, kk, ok, K)
-    k_ = load(k, row, kk, ok, K)
+    q_ = load_tile(q, row, kk, ok, K)
+    k_ = load_tile(k, row, kk, ok, K)
     x = k_ * f_down
     A = lower(dot(q_ * f_up, tl.trans(x), DT), C)
     r = k_ * f_up * gate(e, row, kk, ok, ED)
@@ -542,7 +542,7 @@ def inverse(k, e, f, N, T, K: tl.constexpr, V: tl.constexpr, WD: tl.constexpr, E
     if C > 16:
         between = tl.where((c // 16)[:, None] > (c // 16)[None, :], L, 0.0)
         M -= tl.dot(M, tl.dot(between, M, input_precision='ieee'), input_precision='ieee')
-    store(N, lower(M, C), tile * C + c, c, c < C, C)
+    store_tile(N, lower(M, C), tile * C + c, c, c < C, C)
 
 
 # for each sequence and each block of BV value channels, in parallel:
@@ -561,22 +561,22 @@ def forward(q, k, v, w, e, f, z, N, S_0, o, written, before, S_T, T, K: tl.const
     c = tl.arange(0, C)
     kk = tl.arange(0, BK)
     vv = tl.program_id(1) * BV + tl.arange(0, BV)
-    S = load(S_0, seq * V + vv, kk, vv < V, K)
+    S = load_tile(S_0, seq * V + vv, kk, vv < V, K)
     for j in range(n):
         row, ok = steps_of(seq, j, T, C)
         z_up, z_down, z_in, z_out, z_all = decays(z, row, vv, ok, V, C)
         y, r, x, A, D, f_in, f_out, f_all = letters(q, k, e, f, row, kk, ok, K, ED, FD, C, DT)
-        store(before, S, (seq * n + j) * V + vv, kk, vv < V, K)
+        store_tile(before, S, (seq * n + j) * V + vv, kk, vv < V, K)
         S_in = tl.trans(S * f_in)
-        U = load(v, row, vv, ok, V) * gate(w, row, vv, ok, WD) * z_down
+        U = load_tile(v, row, vv, ok, V) * gate(w, row, vv, ok, WD) * z_down
         if e is not None:
             U -= dot(r, S_in, DT) * z_in
-            U += dot(load(N, (seq * n + j) * C + c, c, c < C, C), U, DT)
-            store(written, U, row, vv, ok, V)
+            U += dot(load_tile(N, (seq * n + j) * C + c, c, c < C, C), U, DT)
+            store_tile(written, U, row, vv, ok, V)
         read = D * U + dot(A, U, DT) + dot(y, S_in, DT) * z_in
-        store(o, read * z_up, row, vv, ok, V)
+        store_tile(o, read * z_up, row, vv, ok, V)
         S = S * f_all * tl.trans(z_all) + dot(tl.trans(U * z_out), x * f_out, DT)
-    store(S_T, S, seq * V + vv, kk, vv < V, K)
+    store_tile(S_T, S, seq * V + vv, kk, vv < V, K)
 
 
 # for each sequence and each block of BV value channels, in parallel:
@@ -595,23 +595,23 @@ def states(q, k, e, f, z, N, do, dS_T, d_written, after, dS_0, T, K: tl.constexp
     c = tl.arange(0, C)
     kk = tl.arange(0, BK)
     vv = tl.program_id(1) * BV + tl.arange(0, BV)
-    dS = load(dS_T, seq * V + vv, kk, vv < V, K)
+    dS = load_tile(dS_T, seq * V + vv, kk, vv < V, K)
     for back in range(n):
         j = n - 1 - back
         row, ok = steps_of(seq, j, T, C)
         z_up, _, z_in, z_out, z_all = decays(z, row, vv, ok, V, C)
         y, r, x, A, D, f_in, f_out, f_all = letters(q, k, e, f, row, kk, ok, K, ED, FD, C, DT)
-        G = load(do, row, vv, ok, V) * z_up
-        store(after, dS, (seq * n + j) * V + vv, kk, vv < V, K)
+        G = load_tile(do, row, vv, ok, V) * z_up
+        store_tile(after, dS, (seq * n + j) * V + vv, kk, vv < V, K)
         read = dot(tl.trans(G * z_in), y, DT)
         if e is not None:
             dU = D * G + dot(tl.trans(A), G, DT) + dot(x * f_out, tl.trans(dS), DT) * z_out
-            N_j = load(N, (seq * n + j) * C + c, c, c < C, C)
+            N_j = load_tile(N, (seq * n + j) * C + c, c, c < C, C)
             dY = dU + dot(tl.trans(N_j), dU, DT)
-            store(d_written, dY, row, vv, ok, V)
+            store_tile(d_written, dY, row, vv, ok, V)
             read -= dot(tl.trans(dY * z_in), r, DT)
         dS = dS * f_all * tl.trans(z_all) + read * f_in
-    store(dS_0, dS, seq * V + vv, kk, vv < V, K)
+    store_tile(dS_0, dS, seq * V + vv, kk, vv < V, K)
 
 
 @jit
@@ -646,21 +646,21 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
     for v_0 in range(0, V, BV):
         vv = v_0 + tl.arange(0, BV)
         z_up, z_down, z_in, z_out, z_all = decays(z, row, vv, ok, V, C)
-        v_ = load(v, row, vv, ok, V)
-        S = load(before, tile * V + vv, kk, vv < V, K)
+        v_ = load_tile(v, row, vv, ok, V)
+        S = load_tile(before, tile * V + vv, kk, vv < V, K)
         S_in = S * f_in
-        dS = load(after, tile * V + vv, kk, vv < V, K)
+        dS = load_tile(after, tile * V + vv, kk, vv < V, K)
         stays = dS * S * f_all * tl.trans(z_all)
         kept += tl.sum(stays, 0)[None, :]
-        G = load(do, row, vv, ok, V) * z_up
+        G = load_tile(do, row, vv, ok, V) * z_up
         w_ = gate(w, row, vv, ok, WD)
         Y = v_ * w_ * z_down                                    # Y without what is erased
         out = dot(x * f_out, tl.trans(dS), DT) * z_out
         U = Y
         dY = D * G + dot(tl.trans(A), G, DT) + out
         if e is not None:
-            U = load(written, row, vv, ok, V)
-            dY = load(d_written, row, vv, ok, V)
+            U = load_tile(written, row, vv, ok, V)
+            dY = load_tile(d_written, row, vv, ok, V)
             dL -= dot(dY, tl.trans(U), DT)
             dr -= dot(dY * z_in, S_in, DT)
         dA += dot(G, tl.trans(U), DT)
@@ -669,18 +669,18 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
         dx_out += dot(U * z_out, dS, DT)
         d_given = dY * z_down                                   # gradient of w * v
         if WD > 1:
-            store(dw, d_given * v_, row, vv, ok, V)
+            store_tile(dw, d_given * v_, row, vv, ok, V)
         else:
             dw_ += tl.sum(d_given * v_, 1)[:, None]
-        store(dv, d_given * w_, row, vv, ok, V)
+        store_tile(dv, d_given * w_, row, vv, ok, V)
         if z is not None:
             o_ = D * (U - Y) + dot(A, U, DT) + dot(y, tl.trans(S_in), DT) * z_in
             inside = G * o_ - Y * (dY - D * G - out)
             later = tl.sum((U - Y) * out, 0) + tl.sum(stays, 1)
-            store(dz, passing(inside, Y * out) + later[None, :], row, vv, ok, V)
+            store_tile(dz, passing(inside, Y * out) + later[None, :], row, vv, ok, V)
     f_up, f_down, _, _, _ = decays(f, row, kk, ok, FD, C)
-    q_ = load(q, row, kk, ok, K)                                # loaded again: kept all the time, they would
-    k_ = load(k, row, kk, ok, K)                                # use up the registers
+    q_ = load_tile(q, row, kk, ok, K)                           # loaded again: kept all the time, they
+    k_ = load_tile(k, row, kk, ok, K)                           # would use up the registers
     dA = lower(dA, C)
     dy += dot(dA, x, DT)
     dx = dot(tl.trans(dA), y, DT)
@@ -693,15 +693,16 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
         inside = operand(y, DT) * dy + operand(r, DT) * dr - operand(x, DT) * dx
         out = x * dx_out
         passed = passing(inside, out) + kept
-        store(df, of_channels(passed, FD), row, kk, ok, FD)     # summed last: Triton 3.6 scans no [C, 1] sum
+        of_all = of_channels(passed, FD)                        # summed last: Triton 3.6 scans no [C, 1] sum
+        store_tile(df, of_all, row, kk, ok, FD)
     if WD == 1:
-        store(dw, dw_, row, tl.arange(0, 1), ok, 1)
+        store_tile(dw, dw_, row, tl.arange(0, 1), ok, 1)
     looked = dr * f_up
     if e is not None:
-        store(de, of_channels(k_ * looked, ED), row, kk, ok, ED)
+        store_tile(de, of_channels(k_ * looked, ED), row, kk, ok, ED)
         looked *= gate(e, row, kk, ok, ED)
-    store(dq, dy * f_up + dD * k_, row, kk, ok, K)
-    store(dk, (dx + dx_out) * f_down + looked + dD * q_, row, kk, ok, K)
+    store_tile(dq, dy * f_up + dD * k_, row, kk, ok, K)
+    store_tile(dk, (dx + dx_out) * f_down + looked + dD * q_, row, kk, ok, K)
 
 
 MAX_K = 256     # features per key: with more, a tile or S no longer fits
@@ -884,7 +885,7 @@ SHAPES = dict(q='BHTK', k='BHTK', v='BHTV', write='BHTV', erase='BHTK', log_f='B
 GATES = 'write', 'erase', 'log_f', 'log_z'
 
 
-def check(given, normalise):
+def check_shapes(given, normalise):
     """ValueError unless all shapes fit together, all tensors are floating point and on one device, and
     normalise gives a weighted average."""
     q = given['q']
@@ -911,7 +912,7 @@ def check(given, normalise):
 def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
     """As fastweight.chunked, in the fastest form that works here. ValueError for shapes that do not fit."""
     given = dict(q=q, k=k, v=v, write=write, erase=erase, log_f=log_f, log_z=log_z, S=S)
-    check(given, normalise)
+    check_shapes(given, normalise)
     double = torch.float64 in (q.dtype, k.dtype, v.dtype)
     fastest = on_cpu
     if q.shape[2] == 1 and not torch.is_grad_enabled():

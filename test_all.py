@@ -340,7 +340,7 @@ def test_taylor_is_the_second_order_series_of_softmax():
     near(phi(q) @ phi(k).mT, 1 + s + s ** 2 / 2)
 
 
-# ---- 5. The other kind of state: a set of rows -------------------------------------------------------------
+# ---- 5. The other kind of state: a cache ------------------------------------------------------------------
 
 def by_the_book(policy, q, k, v, cache, sinks):
     """Oren 2024, algorithm 1, and its like, in lists. q, k, v (H, T, d) -> o, what each head keeps"""
@@ -364,32 +364,32 @@ def by_the_book(policy, q, k, v, cache, sinks):
                 kept[h].remove(min(kept[h], key=worth.get))         # of several the first: the oldest
     return o, kept
 
-def rows_in_parts(bounded, cuts, q, k, v, *how):
-    """`bounded` from cut to cut -> o, the positions of the rows that went, the rows that are left"""
+def cached_in_parts(bounded, cuts, q, k, v, *how):
+    """`bounded` from cut to cut -> o, the positions of the evicted tokens, the cache"""
     gone = []
 
-    def step(start, end, rows):
+    def step(start, end, cached):
         qkv = [x[:, :, start:end] for x in (q, k, v)]
-        o, _, went, rows = bounded(*qkv, rows, start, *how)
+        o, _, went, cached = bounded(*qkv, cached, start, *how)
         gone.append(went['pos'])
-        return o, rows
-    o, rows = in_parts(step, cuts, q.shape[2])
-    return o, torch.cat(gone, 2), rows
+        return o, cached
+    o, cached = in_parts(step, cuts, q.shape[2])
+    return o, torch.cat(gone, 2), cached
 
 @pytest.mark.parametrize('bounded', [fastweight.bounded, kernels.bounded], ids=['definition', 'fast'])
 @pytest.mark.parametrize('policy', POLICIES)
-def test_policies_agree_with_the_book_row_for_row(policy, bounded):
-    """Cut anywhere, also where ties must be broken: a query of zeros looks at all rows alike. Every row is
+def test_policies_agree_with_the_book_token_for_token(policy, bounded):
+    """Cut anywhere, also where ties must be broken: a query of zeros looks at all tokens alike. Each is
     either still there or was handed out when it went. With room for all of them this is softmax."""
     q, k, v = torch.randn(3, 1, 3, 21, 4, dtype=f64)
     q[:, :, 9:15] = 0
     for cache, sinks in (1, 0), (5, 2), (40, 4):
         o, kept = by_the_book(policy, q[0], k[0], v[0], cache, sinks)
         for cuts in [], [3, 4, 15], range(1, 21):
-            found, gone, rows = rows_in_parts(bounded, cuts, q, k, v, policy, cache, sinks)
+            found, gone, cached = cached_in_parts(bounded, cuts, q, k, v, policy, cache, sinks)
             near(found[0], o)
-            assert [[i for i in sorted(head) if i >= 0] for head in rows['pos'][0].tolist()] == kept
-            everything = torch.cat([gone, rows['pos']], 2)[0].sort().values     # -1: no row, no place taken
+            assert [[i for i in sorted(head) if i >= 0] for head in cached['pos'][0].tolist()] == kept
+            everything = torch.cat([gone, cached['pos']], 2)[0].sort().values  # -1: an empty slot
             assert (everything[:, cache:] == torch.arange(21)).all()
     near(o, fastweight.softmax(q, k, v)[0][0])
 
@@ -652,34 +652,34 @@ def test_the_state_is_fp32_whatever_the_inputs(form):
     assert o.dtype == torch.bfloat16 and S.dtype == torch.float32
     assert S.item() == 300                      # a sum in bf16 stops at 256
 
-def in_order(rows, *more):
-    """Positions, keys and values by their position: rows lie where there was room."""
-    order = rows['pos'].argsort(-1)
-    taken = rows['pos'].take_along_dim(order, -1) >= 0
+def in_order(cached, *more):
+    """Positions, keys and values by their position: tokens lie where there was room."""
+    order = cached['pos'].argsort(-1)
+    taken = cached['pos'].take_along_dim(order, -1) >= 0
     found = []
     for name in ('pos', 'k', 'v', *more):
-        x = rows[name]
+        x = cached[name]
         found.append(x.take_along_dim(order if x.dim() == 3 else order[..., None], 2)[taken])
     return found
 
 @pytest.mark.parametrize('policy', POLICIES)
-def test_fast_rows_equal_the_definition_in_all_they_return(policy):
-    """With a prompt, then steps; with rows that go before a step reads, and keys that are turned."""
+def test_fast_caches_equal_the_definition_in_all_they_return(policy):
+    """With a prompt, then steps; with tokens evicted before a step reads, and keys that are turned."""
     q, k, v = torch.randn(3, 2, 3, 17, 4, dtype=f64)
     q[:, :, 6:9] = 0                            # ties
     totals = ['total'] if policy == 'h2o' else []               # which nobody else asks for
     for cache, spill, turn in (5, False, None), (5, True, None), (4, False, rope), (20, False, None):
-        rows = fast = None
+        cached = fast = None
         for start, end in (0, 1), (1, 9), (9, 10), (10, 17):
             qkv = [x[:, :, start:end] for x in (q, k, v)]
             how = start, policy, cache, 2, spill, turn
-            o, mass, went, rows = fastweight.bounded(*qkv, rows, *how)
+            o, mass, went, cached = fastweight.bounded(*qkv, cached, *how)
             o2, mass2, went2, fast = kernels.bounded(*qkv, fast, *how)
             there = went['pos'] >= 0
             assert torch.equal(went2['pos'], went['pos'])
             near([o2, mass2], [o, mass])
             near([went2[name][there] for name in 'kv'], [went[name][there] for name in 'kv'])
-            near(in_order(fast, *totals), in_order(rows, *totals))
+            near(in_order(fast, *totals), in_order(cached, *totals))
 
 @pytest.mark.parametrize('bounded', [fastweight.bounded, kernels.bounded], ids=['definition', 'fast'])
 def test_rows_that_go_first_are_a_shorter_window_and_turned_keys_are_those_of_rope(bounded):
@@ -799,7 +799,7 @@ def dot_of_rounded(a, b, DT: tl.constexpr):
 
 @kernels.jit
 def store_rounded(p, x, row, col, ok, D: tl.constexpr):
-    """kernels.store, to the nearest as a GPU does: the interpreter cuts off."""
+    """kernels.store_tile, to the nearest as a GPU does: the interpreter cuts off."""
     if p.dtype.element_ty == tl.bfloat16:
         x = rounded(x, tl.bfloat16)
     inside = ok[:, None] & (col < D)[None, :]
@@ -816,7 +816,7 @@ def test_triton_gradients_of_strong_decays_in_bf16(gates, monkeypatch):
     if DEVICE == 'cpu':
         monkeypatch.setattr(kernels, 'operand', rounded)
         monkeypatch.setattr(kernels, 'dot', dot_of_rounded)
-        monkeypatch.setattr(kernels, 'store', store_rounded)
+        monkeypatch.setattr(kernels, 'store_tile', store_rounded)
     monkeypatch.setitem(globals(), 'K', 64)
     monkeypatch.setitem(globals(), 'V', 64)
     given, normalise = inputs(**{name: 64 if x in (5, 6) else x for name, x in GATES[gates].items()}, T=40)
