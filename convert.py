@@ -353,7 +353,7 @@ def distil(run, teacher, student, names, kind, steps, lr):
     unshare(student, names)
     for name, p in student.named_parameters():
         p.requires_grad_(name in names)
-    run.learn(f'distil ({kind})', student, loss, steps, lr)
+    run.train_stage(f'distil ({kind})', student, loss, steps, lr)
     student.requires_grad_(True)
 
 
@@ -387,7 +387,7 @@ def adapt(model, rank, new):
     return adapted
 
 
-def merge(adapted):
+def merge_lora(adapted):
     """Merge LoRA into the weights: W becomes W + B A * 16 / r."""
     for linear in adapted:
         parametrize.remove_parametrizations(linear, 'weight')
@@ -412,8 +412,8 @@ def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()
     adapted = []
     if lora:
         adapted = adapt(model, lora, new)
-    run.learn(stage, model, loss, steps, lr, new)
-    merge(adapted)
+    run.train_stage(stage, model, loss, steps, lr, new)
+    merge_lora(adapted)
     model.requires_grad_(True)
 
 
@@ -526,7 +526,7 @@ class Conversion:
             say(f'{args.out}: what a stopped conversion left there is replaced; --resume would go on with it')
             forget(args.out)
 
-    def score(self, model, what):
+    def columns_of(self, model, what):
         """Evaluate a model on --eval_rows rows, each from an empty state -> columns of the table. The teacher
         comes first. The share per byte is the share per token to the power tokens / bytes, so it looks better
         for the same model. Papers give it per GPT-2 token. what: the model's name"""
@@ -543,9 +543,9 @@ class Conversion:
 
     def note(self, name, model, *stages, steps=0):
         """Add a line to the table and print it: how good a model is after these stages and steps."""
-        row = self.score(model, name)
+        row = self.columns_of(model, name)
         seconds = sum(self.seconds[stage] for stage in stages)
-        self.table.append({'model': name, **row, 'tokens': self.tokens(steps),
+        self.table.append({'model': name, **row, 'tokens': self.tokens_in(steps),
                            'minutes': round(seconds / 60, 2)})
         text = f'accuracy {row["accuracy"]:.1%}'
         if 'bits per byte' in row:
@@ -565,11 +565,11 @@ class Conversion:
             figures['state bytes'] = state[0]['state bytes']
         return figures
 
-    def tokens(self, steps):
+    def tokens_in(self, steps):
         """The number of tokens in so many steps."""
         return steps * self.args.batch_size * self.data.T
 
-    def learn(self, stage, model, loss, steps, lr, new=()):
+    def train_stage(self, stage, model, loss, steps, lr, new=()):
         """Train one stage or control, from where a stopped conversion left it. Parameters in `new` get --faster
         times this lr. loss(step) runs forward and backward -> the loss (1,). Resuming is exact on a CPU."""
         args = self.args
@@ -578,7 +578,7 @@ class Conversion:
         model.train()
         first = logged = 0
         if args.resume and os.path.exists(path):
-            first = logged = self.restore(stage, path, model, opt)
+            first = logged = self.restore_stage(stage, path, model, opt)
         began = last = time.perf_counter()
         before = self.seconds.get(stage, 0)
         for step in range(first, steps):
@@ -599,18 +599,18 @@ class Conversion:
                 tell_step(self.log, self.data, steps, lr, done, value, norm, ms, f'{stage} | ')
                 logged = done
                 if saves:
-                    self.save(stage, path, model, opt, done)
+                    self.save_stage(stage, path, model, opt, done)
                 last = time.perf_counter()
         model.eval()
 
-    def save(self, stage, path, model, opt, step):
+    def save_stage(self, stage, path, model, opt, step):
         """Write the checkpoint of a stage and a line of the log."""
         header = {**self.about, 'step': step, 'seconds': self.seconds[stage]}
         save(path, model, header, pack_optimiser(model, opt), learned(model))
-        row = {'stage': stage, 'step': step, 'tokens': self.tokens(step), **self.score(model, stage)}
+        row = {'stage': stage, 'step': step, 'tokens': self.tokens_in(step), **self.columns_of(model, stage)}
         print(json.dumps(row), file=self.log, flush=True)
 
-    def restore(self, stage, path, model, opt):
+    def restore_stage(self, stage, path, model, opt):
         """Restore model and optimiser of a stopped stage -> the steps already done."""
         tensors, meta = read_tensors(path)
         stopped = picked(Stage, meta, path)
@@ -775,7 +775,7 @@ def cannot_learn(student, data):
             'are kept; take a smaller --cache, or a longer --row')
 
 
-def opening(args, name, data, student, new):
+def tell_start(args, name, data, student, new):
     """Print what is converted, and how many parameters are new. name: of the data"""
     counts = {name: p.numel() for name, p in student.named_parameters()}
     say(f'{args.from_} -> {",".join(student.config.all_rules)}; {name}, rows of {data.T}; '
@@ -812,7 +812,7 @@ def main(argv):
     about = {'args': dataclasses.asdict(args), 'changes': changes, 'made_from': made_from,
              'data': meta['data']}
     run = Conversion(args, data, about)
-    opening(args, name, data, student, new)
+    tell_start(args, name, data, student, new)
     first_row, _ = rows(val, run.begin[:1], data.T, of_data, device)
     run.note('teacher', teacher)
     run.note('swapped', student)

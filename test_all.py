@@ -3410,7 +3410,7 @@ def test_lora_begins_as_nothing_and_ends_in_the_weights(more):
         p.data.normal_()
     after = model(tokens)[0].detach()
     assert (after - before).abs().max() > .1
-    convert.merge(adapted)
+    convert.merge_lora(adapted)
     near(model(tokens)[0], after, 1e-12)
     assert set(model.state_dict()) == weights
 

@@ -408,7 +408,7 @@ def score(meta, loss, right=0):
 
 def table(rows):
     """Print a list of dicts with the same keys as a table. None is shown as a dash."""
-    def show(x):
+    def as_text(x):
         if x is None:
             return '-'
         if isinstance(x, str):
@@ -418,7 +418,7 @@ def table(rows):
         return f'{x:.4g}'
     columns = []
     for name in rows[0]:
-        cells = [name] + [show(row[name]) for row in rows]
+        cells = [name] + [as_text(row[name]) for row in rows]
         width = max(map(len, cells))
         side = '>' if columns else '<'
         columns.append([f'{cell:{side}{width}}' for cell in cells])
