@@ -708,18 +708,15 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
 MAX_K = 256     # features per key: with more, a tile or S no longer fits
 
 
-def tile_width(K):
-    """The number of features in a tile of keys. Raises if there can be no kernel."""
+def tiles(q, v, w, e, f):
+    """The sizes of a kernel. They are not tuned at run time. Chunks are shorter in fp32. Raises if there can
+    be no kernel."""
+    K = q.shape[-1]
     if triton is None:
         raise ImportError('there is no triton')
     if K > MAX_K:
         raise ValueError(f'keys have {K} features, kernels take up to {MAX_K}')
-    return max(16, triton.next_power_of_2(K))
-
-
-def tiles(q, v, w, e, f):
-    """The sizes of a kernel. They are not tuned at run time. Chunks are shorter in fp32."""
-    BK = tile_width(q.shape[-1])
+    BK = max(16, triton.next_power_of_2(K))
     C = 16 if v.dtype == torch.float32 else 32
     DT = tl.float32
     if v.dtype != torch.float32 and not triton.knobs.runtime.interpret:
@@ -728,7 +725,7 @@ def tiles(q, v, w, e, f):
     # With wide keys, three chunks at once take more shared memory than there is, and four warps have too few
     # registers.
     stages, warps = (2, 8) if BK > 128 else (3, 4)
-    return dict(K=q.shape[-1], V=v.shape[-1], WD=WD, ED=ED, FD=FD, C=C, BK=BK, BV=C, DT=DT,
+    return dict(K=K, V=v.shape[-1], WD=WD, ED=ED, FD=FD, C=C, BK=BK, BV=C, DT=DT,
                 num_stages=stages, num_warps=warps)
 
 
@@ -778,8 +775,7 @@ class Tiles(torch.autograd.Function):
 
 def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
     """fastweight.chunked through `Tiles`. Kernels convert what they load to fp32, so bf16 inputs stay as they
-    are. A value decay that all channels share becomes the key decay, if there is none, or is expanded to
-    every channel."""
+    are. A value decay that all channels share, which no rule has, is expanded to every channel."""
     dtype = v.dtype
     if normalise:
         v = F.pad(v.float(), (0, 1), value=1.0)         # o has the type of v, and n.q is one more channel of o
@@ -794,11 +790,7 @@ def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, norm
     if log_f is not None:
         log_f = log_f.clamp(min=LOG_MIN)
     if log_z is not None:
-        log_z = log_z.clamp(min=LOG_MIN)
-        if log_z.shape[-1] == 1 and log_f is None:
-            log_f, log_z = log_z, None
-        elif log_z.shape[-1] == 1:          # their sum could be below LOG_MIN
-            log_z = log_z.expand(v.shape)
+        log_z = log_z.clamp(min=LOG_MIN).expand(v.shape)
     if log_f is None and v.dtype == torch.bfloat16:     # otherwise they are rounded after the decays
         q = q.bfloat16()
         k = k.bfloat16()
