@@ -411,7 +411,7 @@ def over_seeds(results, key, *beside):
     of the keys `beside`, if the runs have them."""
     values = [result[key] for result in results]
     row = {'ours': statistics.median(values), 'least': min(values), 'most': max(values),
-           'minutes': sum(result['minutes'] for result in results)}
+           'minutes': sum(result.get('minutes', 0) for result in results)}      # of controls, the run has them
     for name in beside:
         known = [result[name] for result in results if result.get(name) is not None]
         row[name] = statistics.median(known) if known else None

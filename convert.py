@@ -66,7 +66,6 @@ PLACES = 'self', 'cross', 'encoder'     # the attention layers of a translator; 
 LONG = 1024                                             # most tokens per row without --row: T x T tensors
 SCRATCH_LR = 4e-3                                       # learning rate of the student from scratch
 TEACHER_LRS = 1e-3, 1e-4                                # learning rates of the teacher that trains on
-T2R_MAPS = 't2r', 't2r-scaled'
 
 
 @dataclass
@@ -115,11 +114,6 @@ HELP = '\n'.join([
 
 
 # ---- the swap ----------------------------------------------------------------------------------------------
-def listed(text):
-    """The names in a comma-separated flag."""
-    return text.replace(' ', '').split(',')
-
-
 def swap(teacher, changes, places=PLACES):
     """Make a GPT with other rules and the teacher's weights -> the student, the names of its new parameters.
     The weights are shared with the teacher, not copied, until they are trained. changes: flags of `Student`;
@@ -423,8 +417,8 @@ def can_fold(model):
     c = model.config
     memories = [mixer.memory for mixer in model.mixers().values()]
     folding = [memory for memory in memories if memory.rule.keeps != 'all']     # softmax is not folded
-    known = c.phi.split(':')[0] in T2R_MAPS
-    if not known or c.turns() or {memory.rule.keeps for memory in folding} != {None}:
+    is_t2r = c.phi.partition(':')[0] in ('t2r', 't2r-scaled')
+    if not is_t2r or c.turns() or {memory.rule.keeps for memory in folding} != {None}:
         raise ValueError('--fold needs --phi=t2r where softmax was, and no rope between W_q and phi')
     if c.n_kv_head not in (0, c.n_head):
         raise ValueError(f'--fold: {c.n_head} heads share {c.n_kv_head} of k, but have a map each; leave it '
@@ -746,18 +740,12 @@ def stopped(given, changes):
 
 def cannot_teach(args, config):
     """For `refuse`: what is wrong with the flags or with a teacher of this config."""
-    yield set(listed(args.swap)) - set(PLACES), f'--swap={args.swap}: choose from {", ".join(PLACES)}'
-    rules = ','.join(config.all_rules)
+    yield set(args.swap.split(',')) - set(PLACES), f'--swap={args.swap}: choose from {", ".join(PLACES)}'
     keeps = {RULES[rule].keeps for rule in config.all_rules}
-    yield keeps - {None, 'all'}, f'{args.from_}: its layers keep few rows, {rules}; a teacher keeps all'
-    yield config.writes > 1, (
-        f'{args.from_}: trained with --writes={config.writes}; what its softmax layers become writes once a '
-        'token: give a model without')
-    yield 'all' not in keeps, (
-        f'{args.from_}: has no softmax layers, only {rules}; python train.py --rule=softmax makes a teacher')
+    yield not {'all'} <= keeps <= {'all', None}, (
+        f'{args.from_}: its layers are {",".join(config.all_rules)}; a teacher has softmax layers, and no other '
+        'cache: python train.py --rule=softmax makes one')
     yield lies_in(args.from_, args.out), f'--out={args.out}: it holds the teacher; take another folder'
-    yield args.lora > config.n_embd, (
-        f'--lora={args.lora}: a matrix of width {config.n_embd} has no higher rank; take a lower one')
     yield args.row > config.block_size, (
         f'--row={args.row}: the teacher was trained on rows of {config.block_size}; give at most that')
 
@@ -796,7 +784,7 @@ def main(argv):
     train, val, of_data, name = prepare.for_model(args.from_, meta, args.data, T)
     data = Rows(train, val, of_data, of_data.get('row', T), device, args.batch_size, args.seed)
     torch.manual_seed(args.seed)
-    student, new = swap(teacher, changes, listed(args.swap))
+    student, new = swap(teacher, changes, args.swap.split(','))
     refuse(cannot_learn(student, data))
     refuse(idle({**changes, 'layers': ''}, student.config))     # --layers and --rule may both be given here
     begin_as(teacher, student, data.batch(0)[0])

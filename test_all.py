@@ -1469,11 +1469,11 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--html=no/x.html': 'there is no folder', '--html=x.txt': 'expected NAME.html',
         '--html=x.html --samples=2': 'shows one text', '--html=x.html --tokens=3000': 'at most 2,048'},
     convert: {
-        '--from=GATED_DELTA': 'no softmax layers', '--rule=delta --distil=ce': 'none: take mse',
+        '--from=GATED_DELTA': 'has softmax layers', '--rule=delta --distil=ce': 'none: take mse',
         '--threads=1000': 'cores', '--data=SCRAP': '--row', '--phi=t2r --fold': '--fold',
-        '--from=WINDOW': 'keep few rows',
+        '--from=WINDOW': 'no other cache',
         '--out=FOLDER': 'it holds the teacher', '--rule=softmax': 'would change',
-        '--recipe=hybrid --cache=16': 'never leave', '--row=17': 'rows of 16', '--lora=17': 'lower',
+        '--recipe=hybrid --cache=16': 'never leave', '--row=17': 'rows of 16',
         '--from=FOLDER': 'give the file', '--from=model.bin': 'pickled', '--from=a/b/c': 'no such file',
         '--from=TRANSLATOR --swap=decoder': 'choose from self'},
     bench: {
