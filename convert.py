@@ -50,8 +50,8 @@ from data.flags import flag, known, parse, picked, plural, refuse, typed
 from data.weights import is_state, read_tensors, weights_digest
 from fastweight import RULES
 from model import GPT, SOURCE_RULES, bias_of, fill, idle, kl, load, pick_device, save, state_bytes, subset
-from train import (QUIET, Rows, adamw, begin_step, bits_a_nat, blocks, check_threads, commit, lies_in, log_of,
-                   pack_optimiser, predict, rows, say, set_threads, table, tell_step, unpack_optimiser)
+from train import (QUIET, Rows, adamw, begin_step, bits_a_nat, blocks, commit, lies_in, log_of, pack_optimiser,
+                   predict, rows, say, set_threads, table, tell_step, unpack_optimiser)
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
 # kind of feature map (README, Limits). pure and hybrid first imitate the teacher's hidden states by layer.
@@ -774,8 +774,6 @@ def tell_start(args, name, data, student, new):
 @prepare.script
 def main(argv):
     args, changes = settings(argv)
-    if not args.resume:                                     # a run may resume on a machine with fewer cores
-        check_threads(args.threads)
     device = pick_device(args.device)
     teacher, meta = load(args.from_, device, args.revision)
     teacher.eval()

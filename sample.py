@@ -395,8 +395,6 @@ def main(argv):
     args = Args(**given)
     device = pick_device(args.device)
     if args.threads:
-        from train import check_threads
-        check_threads(args.threads)
         torch.set_num_threads(args.threads)
     model, meta = load(args.init, device, **swap)
     c = model.config

@@ -99,12 +99,8 @@ class Stopped:
 
 def machine(args):
     """-> rank, world, device, dtype. torchrun starts several processes; without it there is one."""
-    check_threads(args.threads)
-    given = [os.environ.get('RANK', '0'), os.environ.get('WORLD_SIZE', '1')]
-    if not all(text.isdecimal() for text in given) or not int(given[0]) < int(given[1]) <= 4096:
-        raise ValueError(f'RANK={given[0]} WORLD_SIZE={given[1]}: torchrun sets these two, 0 <= RANK < '
-                         'WORLD_SIZE; without it, unset them')
-    rank, world = map(int, given)
+    world = int(os.environ.get('WORLD_SIZE', 1))
+    rank = int(os.environ['RANK']) if world > 1 else 0
     device = pick_device(args.device)
     cuda = device.type == 'cuda'
     if cuda and world > 1:
@@ -153,12 +149,6 @@ def cores():
     return os.cpu_count()
 
 
-def check_threads(threads):
-    """ValueError for more threads than cores. None (take the fastest) is fine."""
-    if threads is not None and threads > cores():
-        raise ValueError(f'--threads={threads}: this process may use {cores()} cores; give at most that')
-
-
 def fastest(run, say=say):
     """Set the number of threads, of 1, 2, 4, ... and DEFAULT_THREADS, with which run() takes least time. They
     take turns, so that another program disturbs them all alike. The first turn does not count: it also
@@ -186,9 +176,9 @@ def fastest(run, say=say):
 def set_threads(args, meta, model, data):
     """Set the number of threads: the given one, that of the resumed run (meta), or the fastest. torchrun sets
     the number itself, and on a GPU it does not matter."""
-    known = meta.get('threads') if data.world == 1 else None
-    if args.threads or known:                               # the last bits of results depend on it
-        torch.set_num_threads(args.threads or min(known, cores()))
+    kept = meta.get('threads') if data.world == 1 else None
+    if args.threads or kept:                                # the last bits of results depend on it
+        torch.set_num_threads(args.threads or min(kept, cores()))
     elif data.world == 1 and data.device.type == 'cpu':
         fastest(functools.partial(data.rehearse, model))
 
@@ -289,11 +279,6 @@ class Rows:
     world: int = 1
     dtype: torch.dtype = torch.float32      # of the matrix products
 
-    @property
-    def is_pairs(self):
-        """Whether each row is a source and its translation."""
-        return 'pad' in self.meta and 'classes' not in self.meta
-
     def starts(self, step):
         """Where the rows of a step begin in the training data, for all its batches and processes. The random
         generator starts from the step as its counter, so it needs no earlier steps. With carry nothing is
@@ -303,12 +288,13 @@ class Rows:
         count = self.accum * self.batch_size
         if self.carry:
             return (np.arange(count) * (n // count) + step * T) % (n - T)
-        pool = POOL if self.is_pairs else 1
+        pairs = 'pad' in self.meta and 'classes' not in self.meta      # rows are a source and its translation
+        pool = POOL if pairs else 1
         rng = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, 0, step // pool]))
         if 'row' not in self.meta:
             return rng.integers(n - T, size=count)
         begin = rng.integers(n // (2 * T), size=pool * count) * 2 * T
-        if self.is_pairs:                                   # similar lengths together: half the padding
+        if pairs:                                           # similar lengths together: half the padding
             real = self.train.take(np.add.outer(begin, np.arange(T))) != self.meta['pad']
             source = self.meta.get('source', 0)             # without a source length, both sides are one text
             longer = np.maximum(real[:, :source].sum(1), real[:, source:].sum(1))
@@ -338,11 +324,9 @@ class Rows:
     def rehearse(self, model):
         """Forward and backward on a batch, for timing. Training is not affected: weights and later random
         numbers stay the same."""
-        x, y = self.batch(0)
         training = model.training
         model.eval()                                        # no dropout, and no new random features
-        logits, y, _ = predict(model, x, y, None, self.meta, self.dtype)
-        F.cross_entropy(logits, y).backward()
+        self.learn(model, [None], 0)
         model.train(training)
         model.zero_grad(set_to_none=True)
 
@@ -721,19 +705,18 @@ def tell(log, text, **figures):
     print(json.dumps(figures), file=log, flush=True)
 
 
-def line(steps, step, loss, lr, norm, ms, memory, tok_s):
-    """The text to print for a step."""
-    return (f'step {step:5d}/{steps} | loss {loss:.3f} | lr {lr:.1e} | norm {norm:5.2f} | {ms:5.0f} ms | '
-            f'{tok_s / 1e3:6.1f}k tok/s | {memory / 1e6:.0f} MB | eta {(steps - step) * ms / 6e4:.1f} min')
-
-
 def tell_step(log, data, steps, peak, step, loss, norm, ms, stage=''):
     """Print and log a step: its loss (1,), its gradient's norm, and its time in ms. steps: of the whole run;
     peak: the peak learning rate; stage: begins the line"""
+    loss = loss.item()
+    norm = norm.item()
+    lr = lr_at(step - 1, steps, peak)
     tok_s = 1e3 * data.T * data.batch_size * data.accum / ms
-    row = dict(step=step, loss=loss.item(), lr=lr_at(step - 1, steps, peak), norm=norm.item(), ms=ms,
-               memory=memory(data.device), tok_s=tok_s)
-    tell(log, f'{stage}{line(steps, **row)}', **row)
+    peak_memory = memory(data.device)
+    text = (f'{stage}step {step:5d}/{steps} | loss {loss:.3f} | lr {lr:.1e} | norm {norm:5.2f} | '
+            f'{ms:5.0f} ms | {tok_s / 1e3:6.1f}k tok/s | {peak_memory / 1e6:.0f} MB | '
+            f'eta {(steps - step) * ms / 6e4:.1f} min')
+    tell(log, text, step=step, loss=loss, lr=lr, norm=norm, ms=ms, memory=peak_memory, tok_s=tok_s)
 
 
 def opening(model, data, args, run, log):
