@@ -2751,7 +2751,7 @@ def test_bits_per_byte_count_every_token_but_the_first_once(tmp_path, capsys):
     assert dataclasses.replace(data, T=100).evaluate(model, carried=True)[0] == nats(len(x), 1e-5)
     trained(folder, tmp_path / 'out')
     shown = re.search(r'blocks of 16: ([\d.]+) bits per byte, perplexity ([\d.]+)', capsys.readouterr().out)
-    nats = next(row['val_loss'] for row in log(tmp_path / 'out') if row.get('rule') == 'blocks')
+    nats = next(row['val_loss'] for row in log(tmp_path / 'out') if row.get('read') == 'blocks')
     bits = nats / math.log(2) * len(val) / len(prepare.decode(val, meta).encode())
     assert [float(s) for s in shown.groups()] == pytest.approx([bits, math.exp(nats)], abs=1e-3)
 
@@ -2913,7 +2913,7 @@ def test_two_processes_train_like_one(text, tmp_path, capfd):
     in_two_processes([*two, '--resume', '--steps=7', '--fsdp'])
 
     def figures(name):
-        rows = [row for row in log(tmp_path / name) if row.get('rule') != 'carried']
+        rows = [row for row in log(tmp_path / name) if row.get('read') != 'carried']
         return [(row['step'], row.get('loss', 0), row.get('val_loss', 0)) for row in rows if 'step' in row]
     assert figures('2') == [pytest.approx(row, abs=1e-6) for row in figures('1')]
     assert {step for step, loss, _ in figures('2') if loss} == {1, 2, 3, 4, 5, 6, 7}

@@ -238,7 +238,7 @@ def predict(model, x, y, state, meta, dtype=torch.float32):
 
 
 def blocks(n, T, meta, count=None):
-    """Where the rows of the evaluation rule `blocks` begin. A text of n tokens is cut into rows of T, so that
+    """Where the rows of the evaluation `blocks` begin. A text of n tokens is cut into rows of T, so that
     each token but the first is a target once. The last row may have fewer targets. A task has its own rows.
     count: take at most this many rows, evenly spaced"""
     begin = np.arange(0, n - 1, T)
@@ -333,7 +333,7 @@ class Rows:
     @torch.no_grad()
     def evaluate(self, model, begin=None, carried=False, label=''):
         """-> nats per target, accuracy (0 to 1) on the validation rows that start at `begin`; None: all rows
-        of the rule `blocks`. Each row starts from an empty state, and the processes share the rows.
+        of the evaluation `blocks`. Each row starts from an empty state, and the processes share the rows.
         carried: read row by row, each from the final state of the last. label: begins the progress lines"""
         if begin is None:
             begin = blocks(len(self.val), self.T, self.meta)
@@ -741,11 +741,11 @@ def keep(path, model, header, extra, rank):
 
 
 def report(model, data, args, log, **figures):
-    """Compute the final figures on the validation data, by the rules `blocks` and `carried`. They are added
+    """Compute the final figures on the validation data, read as `blocks` and `carried`. They are added
     to `figures`, and all go to result.json as one flat dict."""
     meta = data.meta
     loss, right = data.evaluate(model, label='validation')
-    tell(log, f'validation, blocks of {data.T}: {score(meta, loss, right)}', rule='blocks', val_loss=loss,
+    tell(log, f'validation, blocks of {data.T}: {score(meta, loss, right)}', read='blocks', val_loss=loss,
          accuracy=right)
     figures.update(val_loss=loss, accuracy=right)
     if data.rank > 0:                                       # one process does the rest
@@ -755,7 +755,7 @@ def report(model, data, args, log, **figures):
         if not args.fsdp and model.max_len is None and model.config.keeps() == {None}:
             along = dataclasses.replace(data, T=4096, world=1)
             loss, _ = along.evaluate(model, carried=True, label='validation, carried')
-            tell(log, f'validation, carried: {score(meta, loss)}', rule='carried', val_loss=loss)
+            tell(log, f'validation, carried: {score(meta, loss)}', read='carried', val_loss=loss)
             figures.update({'val_loss carried': loss, 'bits per byte carried': loss * bits_a_nat(meta)})
     settings = {**dataclasses.asdict(args), **dataclasses.asdict(model.config)}
     prepare.write_json(f'{args.out}/result.json', {**figures, 'commit': commit(), **settings})
@@ -820,19 +820,17 @@ def main(argv):
         if world > 1:
             average(model, loss, world)
         norm = gathered(clip_grad_norm_(model.parameters(), args.clip or math.inf))
-        good = bool(norm.isfinite() and loss.isfinite())    # else weights and states stay as they were
-        if good:
-            opt.step()
-        model.zero_grad(set_to_none=True)
         done = step + 1
-        times.append(time.perf_counter() - since)
-        if good:
+        if norm.isfinite() and loss.isfinite():
+            opt.step()
             bad = 0
             good_states = [*states]
-        else:
+        else:                                               # weights and states stay as they were
             bad += 1
             states[:] = good_states
             tell(log, f'step {done}: not finite, skipped, {bad} in a row', step=done, not_finite=bad)
+        model.zero_grad(set_to_none=True)
+        times.append(time.perf_counter() - since)
         if bad == BAD_STEPS:
             raise ValueError(f'{bad} steps in a row were not finite; stopped before saving. Try a smaller '
                              f'--lr than {args.lr:g}, or another --norm')
