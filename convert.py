@@ -243,9 +243,9 @@ def balance(seen, memory, in_matrix):
     _, _, went, _ = memory.forms.rows(q, k, seen.v, None, 0, memory.rule.keeps, memory.cache, memory.sinks,
                                       True, memory.turn)
     _, mass, _ = memory.overflow.take(q, went, {})
-    there = in_matrix.any(-1)                               # steps with keys in the matrix
-    log_mass = mass[:, :, there].clamp(min=1e-30).log()
-    memory.log_mass.bias.copy_((wanted[:, :, there] - log_mass).mean((0, 2, 3)))
+    steps = in_matrix.any(-1)                               # those with keys in the matrix
+    log_mass = mass[:, :, steps].clamp(min=1e-30).log()
+    memory.log_mass.bias.copy_((wanted[:, :, steps] - log_mass).mean((0, 2, 3)))
 
 
 # ---- stage 1: layer by layer -------------------------------------------------------------------------------

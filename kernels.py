@@ -63,12 +63,10 @@ if torch.cuda.is_available() or 'TRITON_INTERPRET' in os.environ:       # import
 #                             dS' * S', summed over values
 #   dlog z     (C, V)         o * do - v * dv, the same, plus dS' * S', summed over keys
 #
-# A gate that is one number for all channels gets the sum of their gradients.
-#
 # dlog f comes without the gradients of f_up and f_down. Let a be the running sum of log f. It occurs only in
 # exp(a_s) q_s, exp(a_s) e_s k_s, exp(-a_s) k_s and, at the chunk's end, in S'. So its gradient is q * dq plus
 # the k terms of the table, and for the end dS' * S'. log f_t is part of a_s for all s >= t: sum from t on
-# (GLA 2023, appendix C). In short, reads minus writes.
+# (GLA 2023, appendix C).
 # So no gradient of a key factor is multiplied by value factors, and a chunk may have 32 steps. At -5 per
 # step, f_up and f_down stay within e^+-80. Above the diagonal y x^T, r x^T, g U^T may then be infinite, so
 # they are masked before anything is summed. Nothing else overflows while q, k, v are below 10^3.
@@ -513,9 +511,6 @@ def letters(q, k, e, f, row, kk, ok, K: tl.constexpr, ED: tl.constexpr, FD: tl.c
     return q_ * f_up, r, x, A, tl.sum(q_ * k_, 1)[:, None], f_in, f_out, f_all
 
 
-# for each tile, in parallel:                                   reads k, e, f    writes N
-#     L = tril(r x^T, -1)
-#     N = (I + L)^-1 - I
 @jit
 def inverse(k, e, f, N, T, K: tl.constexpr, V: tl.constexpr, WD: tl.constexpr, ED: tl.constexpr,
             FD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DT: tl.constexpr):
@@ -617,7 +612,8 @@ def states(q, k, e, f, z, N, do, dS_T, d_written, after, dS_0, T, K: tl.constexp
 @jit
 def passing(inside, out):
     """What passes the decay of step t: reads minus writes inside the chunk from t on, plus what was written
-    before t and leaves the chunk. Both are [C, d]."""
+    before t and leaves the chunk. Both are [C, d]; channels are summed later, as Triton 3.6 scans no [C, 1]
+    sum."""
     return tl.cumsum(inside, 0, reverse=True) + tl.cumsum(out, 0) - out
 
 
@@ -693,8 +689,7 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
         inside = operand(y, DT) * dy + operand(r, DT) * dr - operand(x, DT) * dx
         out = x * dx_out
         passed = passing(inside, out) + kept
-        of_all = of_channels(passed, FD)                        # summed last: Triton 3.6 scans no [C, 1] sum
-        store_tile(df, of_all, row, kk, ok, FD)
+        store_tile(df, of_channels(passed, FD), row, kk, ok, FD)
     if WD == 1:
         store_tile(dw, dw_, row, tl.arange(0, 1), ok, 1)
     looked = dr * f_up
