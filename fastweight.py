@@ -117,10 +117,10 @@ def refuse_mean(write, erase, log_z):
             raise ValueError(f'normalise with a vector {name}: each value channel needs a denominator of its '
                              'own')
 
-def start(q, k, v, write, erase, log_f, log_z, S, normalise):
+def start(q, k, v, write, erase, log_f, log_z, S, normalise, converts=True):
     """The first lines of all that computes the recurrence: convert to fp32 (fp64 stays), clamp log-decays,
     set S_0 = 0. Absent gates stay None. normalise appends a value channel that is always 1, so the last row
-    of S is n.  ->  q, k, v; w, e, log_f, log_z (B, H, T, .); S"""
+    of S is n. converts: if false, types stay.  ->  q, k, v; w, e, log_f, log_z (B, H, T, .); S"""
     if normalise:
         refuse_mean(write, erase, log_z)
         v = F.pad(v, (0, 1), value=1.0)
@@ -138,7 +138,7 @@ def start(q, k, v, write, erase, log_f, log_z, S, normalise):
             continue
         if x.dim() == 3:
             x = x[..., None]
-        if x.dtype != dtype:
+        if converts and x.dtype != dtype:
             x = x.to(dtype)
         tensors[i] = x
     return tensors

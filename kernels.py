@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import fastweight
-from fastweight import (FLOOR, LOG_MIN, append, attend_cached, empty_slots, factors, finish, joined, l2,
-                        pick, refuse_mean, start)
+from fastweight import FLOOR, append, attend_cached, empty_slots, factors, finish, joined, l2, pick, start
 
 triton = None                       # only GPUs need it, to be fast
 tl = types.SimpleNamespace(constexpr=None)
@@ -772,24 +771,17 @@ def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, norm
     """fastweight.chunked through `Tiles`. Kernels convert what they load to fp32, so bf16 inputs stay as they
     are. A value decay that all channels share, which no rule has, is expanded to every channel."""
     dtype = v.dtype
+    q, k, v, w, e, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise, False)
     if normalise:
-        v = F.pad(v.float(), (0, 1), value=1.0)         # o has the type of v, and n.q is one more channel of o
+        v = v.float()                       # o has the type of v, and n.q is one more channel of o
     elif dtype != torch.float32:
         v = v.bfloat16()                    # for fp16, too: it ends at 65,504, and e^80 is larger
-    if S is None:
-        S = v.new_zeros(*v.shape[:2], v.shape[-1], k.shape[-1])
-    if write is not None:
-        write = write.reshape(*v.shape[:3], -1)         # (B, H, T) becomes (B, H, T, 1)
-    if erase is not None:
-        erase = erase.reshape(*v.shape[:3], -1)
-    if log_f is not None:
-        log_f = log_f.clamp(min=LOG_MIN)
     if log_z is not None:
-        log_z = log_z.clamp(min=LOG_MIN).expand(v.shape)
+        log_z = log_z.expand(v.shape)
     if log_f is None and v.dtype == torch.bfloat16:     # otherwise they are rounded after the decays
         q = q.bfloat16()
         k = k.bfloat16()
-    given = q, k, v, write, erase, log_f, log_z, S.float()
+    given = q, k, v, w, e, log_f, log_z, S.float()
     o, S = Tiles.apply(*(if_given(torch.Tensor.contiguous, x) for x in given))
     return finish(o, normalise, floor, dtype), S
 
@@ -873,8 +865,7 @@ GATES = 'write', 'erase', 'log_f', 'log_z'
 
 
 def check_shapes(given, normalise):
-    """ValueError unless all shapes fit together, all tensors are floating point and on one device, and
-    normalise gives a weighted average."""
+    """ValueError unless all shapes fit together and all tensors are floating point and on one device."""
     q = given['q']
     if q.dim() != 4 or 0 in q.shape:
         raise ValueError(f'q: expected a tensor (B, H, T, K) that is not empty, not {tuple(q.shape)}')
@@ -892,8 +883,6 @@ def check_shapes(given, normalise):
         if list(x.shape) != shape or x.device != q.device or not x.is_floating_point():
             raise ValueError(f'{name}: expected floating point {shape} on {q.device}, not {x.dtype} '
                              f'{list(x.shape)} on {x.device}')
-    if normalise:
-        refuse_mean(given['write'], given['erase'], given['log_z'])
 
 
 def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
