@@ -2701,7 +2701,6 @@ def test_threads_are_kept_and_timing_them_changes_nothing(text, tmp_path, monkey
     run that is resumed has those it had."""
     seen = []
     fastest = Mock(side_effect=lambda run: [run(), torch.set_num_threads(1)])
-    monkeypatch.setattr(train, 'cores', lambda: 2)
     monkeypatch.setattr(train, 'fastest', fastest)
     flags = '--dropout=0.1', '--rule=gated', '--pos=learned'    # which draw, and redraw features
     pinned = trained(text, tmp_path / 'pinned', *flags, eval_every=2)

@@ -100,7 +100,7 @@ class Stopped:
 def machine(args):
     """-> rank, world, device, dtype. torchrun starts several processes; without it there is one."""
     world = int(os.environ.get('WORLD_SIZE', 1))
-    rank = int(os.environ['RANK']) if world > 1 else 0
+    rank = int(os.environ.get('RANK', 0)) if world > 1 else 0
     device = pick_device(args.device)
     cuda = device.type == 'cuda'
     if cuda and world > 1:
@@ -142,13 +142,6 @@ def commit():
 # The default training then takes three times as long with 2 threads on 2 cores as with 1. So we measure. The
 # last bits of all results depend on the number of threads, so the checkpoint keeps it for --resume.
 
-def cores():
-    """The number of CPU cores that this process may use."""
-    if hasattr(os, 'sched_getaffinity'):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
-
-
 def fastest(run, say=say):
     """Set the number of threads, of 1, 2, 4, ... and DEFAULT_THREADS, with which run() takes least time. They
     take turns, so that another program disturbs them all alike. The first turn does not count: it also
@@ -177,8 +170,8 @@ def set_threads(args, meta, model, data):
     """Set the number of threads: the given one, that of the resumed run (meta), or the fastest. torchrun sets
     the number itself, and on a GPU it does not matter."""
     kept = meta.get('threads') if data.world == 1 else None
-    if args.threads or kept:                                # the last bits of results depend on it
-        torch.set_num_threads(args.threads or min(kept, cores()))
+    if args.threads or kept:
+        torch.set_num_threads(args.threads or kept)
     elif data.world == 1 and data.device.type == 'cpu':
         fastest(functools.partial(data.rehearse, model))
 
