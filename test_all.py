@@ -1430,8 +1430,8 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--ruel=delta': '--rule', '--rule=dleta': r'mean delta\?', '--steps=1.5': 'whole number',
         '--steps=0': 'at least 1', '--lr=nan': 'a number', '--dropout=1': r'at most 0\.99',
         '--carry=maybe': 'true or false', '--seed=1 --seed=2': 'twice', '--steps': '--steps: expected one',
-        '--': '--help', '--out=': '--out', '--device=tpu9': '--device',
-        '--n_embd=33': 'n_head', '--n_embd=12 --n_head=4 --pos=rope': 'even',
+        '--': '--help', '--out=': '--out', '--device=tpu9': '--device', 'RANK=1': 'torchrun',
+        'RANK=a': 'torchrun', '--n_embd=33': 'n_head', '--n_embd=12 --n_head=4 --pos=rope': 'even',
         '--layers=delta,nope': "'nope' is",
         '--layers=delta,sum --rule=sum': '--rule=sum --layers=delta,sum: give one of them',
         '--layers=delta,window --sinks=2': 'no layer of delta,window uses it; leave it out, or take sink',
@@ -1500,6 +1500,8 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
                          ids=lambda x: x if isinstance(x, str) else x.__name__)
 def test_what_cannot_be_is_refused_in_one_line(script, flags, places, tmp_path, monkeypatch, capsys):
     given = shlex.split(flags)
+    if given[0].startswith('RANK='):                        # no flag: torchrun sets it
+        monkeypatch.setenv(*given.pop().split('='))
     named = {flag.split('=')[0] for flag in given}
     argv = [flag for flag in DEFAULTS[script] if flag.split('=')[0] not in named]
     argv = [re.sub('[A-Z_]{4,}', lambda word: places[word[0]], flag) for flag in argv + given]

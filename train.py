@@ -99,8 +99,11 @@ class Stopped:
 
 def machine(args):
     """-> rank, world, device, dtype. torchrun starts several processes; without it there is one."""
-    world = int(os.environ.get('WORLD_SIZE', 1))
-    rank = int(os.environ.get('RANK', 0)) if world > 1 else 0
+    given = [os.environ.get('RANK', '0'), os.environ.get('WORLD_SIZE', '1')]
+    if not all(text.isdecimal() for text in given) or not int(given[0]) < int(given[1]) <= 4096:
+        raise ValueError(f'RANK={given[0]} WORLD_SIZE={given[1]}: torchrun sets these two, 0 <= RANK < '
+                         'WORLD_SIZE; without it, unset them')
+    rank, world = map(int, given)
     device = pick_device(args.device)
     cuda = device.type == 'cuda'
     if cuda and world > 1:
