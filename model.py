@@ -133,8 +133,8 @@ class Config:
         yield 'sink' in kept and self.sinks >= max(1, self.cache), (
             f'--sinks={self.sinks}: fewer than --cache={self.cache}, or no new token is kept')
         yield over and (not kept or kept - {'window', 'sink'}), (
-            f'--overflow={self.overflow} takes the rows that --rule=window or sink evicts; leave it out with '
-            f'{", ".join(dict.fromkeys(self.rules))}')
+            f'--overflow={self.overflow} takes the tokens that --rule=window or sink evicts; leave it out '
+            f'with {", ".join(dict.fromkeys(self.rules))}')
         yield over and over not in MATRIX, f'--overflow={self.overflow}: choose from {", ".join(MATRIX)}'
         yield self.positions == 'compress' and (not kept or over or self.pos not in ('auto', 'rope')), (
             '--positions=compress needs a bounded cache with rope, and without --overflow')
@@ -181,8 +181,8 @@ def subset(*names, **own):
 
 
 # A trained model can change these without further training: softmax keeps its weights with any cache policy.
-ROWS = [name for name in RULES if RULES[name].keeps]
-Swap = subset('cache', 'sinks', 'overflow', 'positions', rule=flag('', 'what softmax layers become', ROWS))
+CACHED = [name for name in RULES if RULES[name].keeps]
+Swap = subset('cache', 'sinks', 'overflow', 'positions', rule=flag('', 'what softmax layers become', CACHED))
 
 
 def idle(given, config):
@@ -210,7 +210,7 @@ class Forms(NamedTuple):
     """The functions that a model computes with. Each has a definition, and a fast form in kernels.py. (For
     softmax PyTorch has one already.)"""
     recurrence: Callable = fastweight.chunked
-    rows: Callable = fastweight.bounded
+    cache: Callable = fastweight.bounded
     shift: Callable = shifted_sum
     softmax: Callable = fastweight.softmax
     why: str = 'chunk (plain torch and autograd)'       # one line to print: which forms are used, and why
@@ -538,7 +538,7 @@ class FastWeights(nn.Module):
         o = v.new_empty(*v.shape[:3], v.shape[3] // self.n)
         for i in range(0, x.shape[1], SEGMENT):
             steps = slice(i, i + SEGMENT)
-            q_i, k_i, v_i = (rows[:, :, steps] for rows in (q, k, v))
+            q_i, k_i, v_i = (vectors[:, :, steps] for vectors in (q, k, v))
             o[:, :, steps], state = self.forward(x[:, steps], q_i, k_i, v_i, state, t + i)
         return o, state
 
@@ -625,8 +625,8 @@ class Cache(nn.Module):
             return self.forms.softmax(q, k, v, cached)
         spill = self.overflow is not None
         with without_autocast(x):
-            o, log_cache, went, new = self.forms.rows(q, k, v, cached, t, self.rule.keeps, self.cache,
-                                                      self.sinks, spill, self.turn)
+            o, log_cache, went, new = self.forms.cache(q, k, v, cached, t, self.rule.keeps, self.cache,
+                                                       self.sinks, spill, self.turn)
             if not spill:
                 return o, new
             o_matrix, mass, matrix = self.overflow.take(q, went, state)
@@ -1073,7 +1073,7 @@ class GPT(nn.Module):
         results = {}
         source = None
 
-        def remember(module, given, result):
+        def keep_results(module, given, result):
             nonlocal source
             if isinstance(module, (Block, Mixer)):
                 inputs[module] = given
@@ -1081,7 +1081,7 @@ class GPT(nn.Module):
                 results[module] = result[0]
             if module is self.encoder_norm:
                 source = result
-        with nn.modules.module.register_module_forward_hook(remember):
+        with nn.modules.module.register_module_forward_hook(keep_results):
             self.hidden(tokens)
         first = [*self.encoder, *self.blocks][0]
         _, _, _, encoder_real = inputs[first]       # its arguments: x, state, t, real

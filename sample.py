@@ -73,7 +73,7 @@ def say(text):
     print(text, file=sys.stderr)
 
 
-def check(given, args, config):
+def check_flags(given, args, config):
     """ValueError for a flag that would mean nothing, or one that is missing."""
     if args.source and not config.source:
         raise ValueError(f'--source: {args.init} knows no pairs; python train.py --data=multi30k --encoder=3 '
@@ -147,12 +147,12 @@ def begin(args, model, meta):
     """-> the tokens to read (B, T), the state before them, and the tokens that the first text begins with"""
     prompt = prepare.encode(text_of(args.prompt), meta['data'])
     state = None
-    rows = [prepare.begun(prompt, meta['data'])] * args.samples
+    texts = [prepare.begun(prompt, meta['data'])] * args.samples
     if args.load_state:
         last, state = read_state(args, model, meta)
-        rows = [row + prompt for row in last.tolist()]
-        prompt = rows[0]
-    return torch.tensor(rows, device=model.embed.weight.device), state, prompt
+        texts = [begun + prompt for begun in last.tolist()]
+        prompt = texts[0]
+    return torch.tensor(texts, device=model.embed.weight.device), state, prompt
 
 
 @torch.inference_mode()
@@ -208,7 +208,7 @@ def evicted_at(memory, q, k, v):
     gone = torch.full((*k.shape[:2], 1 + T), T, device=k.device)        # the first for steps that evict none
     if memory.rule.bounded:
         spill = memory.overflow is not None
-        _, _, went, _ = memory.forms.rows(q, k, v, None, 0, memory.rule.keeps, memory.cache, memory.sinks,
+        _, _, went, _ = memory.forms.cache(q, k, v, None, 0, memory.rule.keeps, memory.cache, memory.sinks,
                                           spill, memory.turn)
         steps = torch.arange(T, device=k.device).expand(k.shape[:3])
         gone.scatter_(2, went['pos'] + 1, steps)
@@ -241,7 +241,7 @@ def given_to_memories(model, tokens):
     return layers
 
 
-def packed(x):
+def as_base64(x):
     """x (1, H, T, d) -> d, and all numbers as 16-bit floats in base64."""
     data = x[0].detach().cpu().half().numpy().tobytes()
     return {'d': x.shape[-1], 'data': base64.b64encode(data).decode()}
@@ -253,7 +253,7 @@ def write_page(args, model, meta, tokens):
     layers = []
     row = torch.tensor([tokens], device=model.embed.weight.device)
     for rule, given in zip(model.config.rules, given_to_memories(model, row)):
-        arrays = {name: packed(given[ours]) for ours, name in RECORDED.items() if ours in given}
+        arrays = {name: as_base64(given[ours]) for ours, name in RECORDED.items() if ours in given}
         layer = {'rule': rule, 'heads': given['k'].shape[1], 'n': given['n'], 'arrays': arrays}
         layer['normalise'] = given.get('normalise', False)
         layer['floor'] = given.get('floor')
@@ -301,7 +301,7 @@ def added(before, tokens, data):
     return prepare.decode(before + tokens, data)[len(seen):]
 
 
-def show(before, held, data):
+def show_text(before, held, data):
     """Print the held tokens once they end with a whole character, which may take four of them, as bytes.
     Bytes that are still no character after LOOK_BACK tokens never will be; an untrained model writes such
     things. -> the printed tokens that matter to the next ones; the tokens that wait for more"""
@@ -319,7 +319,7 @@ def write_texts(args, model, data, first, begun, prompt):
     prompt = prompt[-LOOK_BACK:]
     before = prompt                                         # tokens that were printed, or given
     held = []                                               # those of an unfinished character
-    rows = [[] for text in first]
+    texts = [[] for _ in first]
     last = first
     state = begun
     generate = generate_compiled if args.compile else GPT.generate
@@ -327,22 +327,22 @@ def write_texts(args, model, data, first, begun, prompt):
     steps = generate(model, first, begun, args.temperature, args.top_k, args.top_p, draw)
     times = [time.perf_counter()]
     for _, (last, state) in zip(range(args.tokens), steps):
-        for row, token in zip(rows, last[:, 0].tolist()):   # which waits for a GPU
-            row.append(token)
+        for text, token in zip(texts, last[:, 0].tolist()):   # which waits for a GPU
+            text.append(token)
         times.append(time.perf_counter())
-        if len(rows) == 1:
-            before, held = show(before, held + [token], data)
-        if model.config.source and all(data['pad'] in row for row in rows):
+        if len(texts) == 1:
+            before, held = show_text(before, held + [token], data)
+        if model.config.source and all(data['pad'] in text for text in texts):
             break                                           # all translations have an end
     if held:
         print(added(before, held, data), end='')
     if args.samples > 1 and args.tokens:
-        for i, row in enumerate(rows):
-            if data.get('pad') in row:                      # what comes after an end is nothing
-                del row[row.index(data['pad']):]
-            print(f'--- {i + 1} ---\n{added(prompt, row, data)}')
+        for i, text in enumerate(texts):
+            if data.get('pad') in text:                     # what comes after an end is nothing
+                del text[text.index(data['pad']):]
+            print(f'--- {i + 1} ---\n{added(prompt, text, data)}')
     print(flush=True)
-    return last, state, times, rows
+    return last, state, times, texts
 
 
 def complete(args, model, meta):
@@ -371,11 +371,11 @@ def complete(args, model, meta):
     elif read > 1:                                          # all texts begin alike: that is read once
         state = model.read(tokens[:1, :-1], state)
         state = chosen_texts(state, torch.zeros(args.samples, dtype=torch.long), everything=True)
-    last, state, times, rows = write_texts(args, model, meta['data'], tokens[:, -1:], state, prompt)
+    last, state, times, texts = write_texts(args, model, meta['data'], tokens[:, -1:], state, prompt)
     if args.save_state:
         keep_state(args, model, meta, last, state)
     if args.html:
-        write_page(args, model, meta, tokens[0].tolist() + rows[0])
+        write_page(args, model, meta, tokens[0].tolist() + texts[0])
     speed = ''
     ms = 1e3 * torch.tensor(times, dtype=torch.double).diff()
     if len(ms):
@@ -399,7 +399,7 @@ def main(argv):
     model, meta = load(args.init, device, **swap)
     c = model.config
     refuse(idle(swap, c))
-    check(given, args, c)
+    check_flags(given, args, c)
     if args.save_state:
         refuse_target(args.save_state, state=True)          # known now, not after sampling
     if args.html:

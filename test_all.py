@@ -2956,7 +2956,7 @@ def test_text_is_printed_as_it_comes_and_nothing_is_lost(kind, capsys):
         said = prepare.decode(tokens[:cut], meta)
         before, held = tokens[:cut][-sample.LOOK_BACK:], []
         for token in tokens[cut:]:
-            before, held = sample.show(before, held + [token], meta)
+            before, held = sample.show_text(before, held + [token], meta)
             assert len(held) < 8
         shown = capsys.readouterr().out
         assert said + shown == text or said.endswith('\ufffd')

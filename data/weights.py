@@ -37,7 +37,7 @@ from data import prepare
 # ---- files of our own --------------------------------------------------------------------------------------
 # One safetensors file: a header in JSON, then numbers. Nothing is pickled, so a file cannot run code. We put
 # two strings into the header: meta, as JSON, and digest, a sha256 over meta and all tensors.
-def replace(path, tensors, notes):
+def write_safetensors(path, tensors, notes):
     """Write a safetensors file, which replaces the old one in one step. notes: strings for its header"""
     tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     with prepare.whole(path) as temp:
@@ -86,7 +86,7 @@ def write_tensors(path, tensors, meta):
     ValueError as for `refuse_target`."""
     refuse_target(path, 'made_with' in meta)
     text = json.dumps(meta)
-    replace(path, tensors, {'meta': text, 'digest': digest(text, tensors)})
+    write_safetensors(path, tensors, {'meta': text, 'digest': digest(text, tensors)})
 
 
 def read_tensors(path):
@@ -241,7 +241,7 @@ def parsed(path, name, use):
         raise ValueError(f'{name}: not as the hub has it ({type(e).__name__}: {e})') from None
 
 
-def described(raw):
+def kind_and_config(raw):
     """The content of a config.json -> kind of model, dict of fields of Config. ValueError for a model that we
     cannot compute exactly, and if an entry is missing or contradicts another."""
     kind = raw.pop('model_type', None)
@@ -315,9 +315,9 @@ class Folder:
     """
     def __init__(self, path, source):
         file = os.path.join(path, 'config.json')
-        self.kind, self.config = parsed(file, file, described)
+        self.kind, self.config = parsed(file, file, kind_and_config)
         self.source = source
-        self.stored = {}                    # name by `called` -> name in its file, tensor
+        self.stored = {}                    # name by `uniform_name` -> name in its file, tensor
         files = [file for file in sorted(os.listdir(path)) if file.endswith('.safetensors')]
         index = os.path.join(path, INDEX)
         if os.path.exists(index):           # other files are not part of the model
@@ -327,7 +327,7 @@ class Folder:
             with opened(file, file) as f:   # mapped: what is not used is not read
                 in_file = f.keys()
                 for name in in_file:
-                    self.stored[called(name)] = name, f.get_tensor(name)
+                    self.stored[uniform_name(name)] = name, f.get_tensor(name)
         if not self.stored:
             raise ValueError(f'{path}: no model.safetensors; pickled weights (.bin, .pt) are not read')
         self.data = {**data_of(path, self.kind, self.config), 'name': source}
@@ -361,9 +361,9 @@ class Folder:
 
     def tensor(self, name, shape=None):
         """One tensor, of this shape (None: any)."""
-        if called(name) not in self.stored:
+        if uniform_name(name) not in self.stored:
             raise ValueError(f'{self.source}: tensor {name} is missing')
-        stored, x = self.stored[called(name)]
+        stored, x = self.stored[uniform_name(name)]
         if shape is None:
             return x
         if x.dim() == 3:                    # a ViT's positions have a batch axis of 1
@@ -393,7 +393,7 @@ def names_in(path, name):
         return list(f.keys())
 
 
-def called(name):
+def uniform_name(name):
     """The uniform name of a tensor. Some files leave out the first word. Older ones, such as
     bert-base-uncased, call a LayerNorm's weight and bias gamma and beta."""
     name = re.sub(r'^(transformer|model|bert|vit)\.', '', name)
@@ -468,7 +468,7 @@ def to_folder(folder, tensors, config, data):
         theirs[TYPES] = torch.zeros(2, config['n_embd'])
     os.makedirs(folder, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as made:
-        replace(os.path.join(made, 'model.safetensors'), theirs, {'format': 'pt'})
+        write_safetensors(os.path.join(made, 'model.safetensors'), theirs, {'format': 'pt'})
         if 'json' in data:
             prepare.write_file(os.path.join(made, TOKENIZER), [data['json'].encode()])
         prepare.write_json(os.path.join(made, 'config.json'), raw)
@@ -481,7 +481,7 @@ def to_folder(folder, tensors, config, data):
 
 
 def published(kind, config):
-    """The inverse of `described`: a config -> the content of a config.json."""
+    """The inverse of `kind_and_config`: a config -> the content of a config.json."""
     family = FAMILIES[kind]
     raw = {'model_type': kind, 'architectures': [WRITTEN[kind]]}
     raw.update({key: values[0] for key, values in family.known.items()})
@@ -553,24 +553,24 @@ def hub(name, revision='main', root=None):
     base = f'{site}/resolve/{revision}'
     root = root or os.path.join(prepare.HERE, 'hub')
     folder = os.path.join(root, f'{repo}--{revision}'.replace('/', '--'))
-    if not get(base, folder, 'config.json'):
+    if not get_file(base, folder, 'config.json'):
         raise ValueError(f'{site}: no such model at revision {revision}')
     index = os.path.join(folder, INDEX)
     if not any(os.path.exists(path) for path in (index, os.path.join(folder, 'model.safetensors'))):
-        kind, _ = parsed(os.path.join(folder, 'config.json'), site, described)
-        get(base, folder, PIXELS if kind == 'vit' else TOKENIZER)       # only on the first call
-    if not os.path.exists(index) and get(base, folder, 'model.safetensors'):
+        kind, _ = parsed(os.path.join(folder, 'config.json'), site, kind_and_config)
+        get_file(base, folder, PIXELS if kind == 'vit' else TOKENIZER)       # only on the first call
+    if not os.path.exists(index) and get_file(base, folder, 'model.safetensors'):
         return folder
-    if not get(base, folder, INDEX):
+    if not get_file(base, folder, INDEX):
         raise ValueError(f'{site}: neither model.safetensors nor its index; pickled weights (.bin, .pt) are '
                          'not read')
     for shard in parsed(index, index, shards):
-        if not get(base, folder, shard):
+        if not get_file(base, folder, shard):
             raise ValueError(f'{site}: {shard} is missing')
     return folder
 
 
-def get(base, folder, file):
+def get_file(base, folder, file):
     """Download one file of a repository, if it is not there yet -> whether such a file exists."""
     import requests
     path = os.path.join(folder, file)
@@ -607,4 +607,4 @@ def shards(raw):
     return sorted({os.path.basename(file) for file in raw['weight_map'].values()})
 
 
-USES = {'config.json': described, INDEX: shards, TOKENIZER: is_gpt2, PIXELS: refuse_pixels}
+USES = {'config.json': kind_and_config, INDEX: shards, TOKENIZER: is_gpt2, PIXELS: refuse_pixels}
