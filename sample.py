@@ -78,17 +78,18 @@ def check_flags(given, args, config):
     if args.source and not config.source:
         raise ValueError(f'--source: {args.init} knows no pairs; python train.py --data=multi30k --encoder=3 '
                          'makes a model that does')
-    if config.source and not (args.source or args.load_state):
-        raise ValueError(f'{args.init} translates: give --source="...", or --load_state')
+    if config.source and not args.source:
+        raise ValueError(f'{args.init} translates: give --source="..."')
     if args.compile and 'all' in config.keeps():
         raise ValueError('--compile: a compiled step needs fixed shapes, but the cache of softmax grows; '
                          'take a limited cache, such as --rule=tova, or leave --compile out')
     if args.html and (args.samples > 1 or args.load_state):
         raise ValueError('--html shows one text from its beginning: leave --samples and --load_state out')
-    of_steps = {'tokens', 'samples', 'temperature', 'top_k', 'top_p', 'seed', 'compile', 'load_state', 'html'}
+    of_steps = {'tokens', 'samples', 'temperature', 'top_k', 'top_p', 'seed', 'compile', 'save_state',
+                'load_state', 'html'}
     for holds, does, unused in [
             (args.source, 'translates --source, and nothing else', of_steps | {'prompt'}),
-            (config.classes, 'tells classes apart, and nothing else', of_steps | {'save_state'}),
+            (config.classes, 'tells classes apart, and nothing else', of_steps),
             (not args.source, 'translates nothing without --source', {'beam', 'penalty'})]:
         ignored = sorted(unused & given.keys())
         if holds and ignored:
@@ -174,16 +175,12 @@ def classify(model, tokens, meta):
 
 
 def translate(args, model, meta):
-    """Print a translation of each line of --source, one per line. --save_state keeps what was read of the
-    sources, before anything is written."""
+    """Print a translation of each line of --source, one per line."""
     texts = text_of(args.source).removesuffix('\n').split('\n')
     sources = torch.from_numpy(prepare.source_rows(texts, meta['data'])).long().to(model.embed.weight.device)
     for some in sources.split(64):
         for row in model.translate(some, args.beam, args.penalty).tolist():
             print(prepare.decode(row, meta['data']).replace('\n', ' '), flush=True)
-    if args.save_state:
-        last = sources.new_full((len(sources), 1), model.config.pad)
-        keep_state(args, model, meta, last, model.encode(sources))
 
 
 # ---- the page: what each memory is given while a text is read, for assets/memory.html to compute with ---
@@ -332,14 +329,10 @@ def write_texts(args, model, data, first, begun, prompt):
         times.append(time.perf_counter())
         if len(texts) == 1:
             before, held = show_text(before, held + [token], data)
-        if model.config.source and all(data['pad'] in text for text in texts):
-            break                                           # all translations have an end
     if held:
         print(added(before, held, data), end='')
     if args.samples > 1 and args.tokens:
         for i, text in enumerate(texts):
-            if data.get('pad') in text:                     # what comes after an end is nothing
-                del text[text.index(data['pad']):]
             print(f'--- {i + 1} ---\n{added(prompt, text, data)}')
     print(flush=True)
     return last, state, times, texts
@@ -355,9 +348,7 @@ def complete(args, model, meta):
                          f'at most {ON_A_PAGE:,}; give fewer')
     say(f'{",".join(c.rules)} from {args.init}; recurrence: {model.why}')
     left = c.block_size - read - (int(state['t']) if state else 0)
-    if c.source:                                            # stop at the end of the row at the latest
-        args.tokens = min(args.tokens, left + 1)
-    elif model.positions is not None and args.tokens > left:
+    if model.positions is not None and args.tokens > left:
         say(f'past {c.block_size} tokens, the last learned position is repeated')
     if args.save_state and state is None and read == 1 and not args.tokens:
         raise ValueError('--save_state --tokens=0: nothing is read yet, as the next step reads a last token; '
@@ -405,8 +396,6 @@ def main(argv):
     if args.html:
         refuse_page(args.html)
     model.eval().use(pick_forms(args.impl))
-    if c.source and 'temperature' not in given:             # a translation is no story
-        args.temperature = 0.0
     if args.source:
         translate(args, model, meta)
     elif c.classes or not c.causal:                         # without classes, the model raises ValueError
