@@ -1140,7 +1140,7 @@ class GPT(nn.Module):
         pad = self.config.pad
         B = len(tokens)
         first = beam * torch.arange(B, device=tokens.device)[:, None]       # first text of each source
-        state = chosen_texts(self.encode(tokens), torch.arange(B).repeat_interleave(beam), everything=True)
+        state = chosen_texts(self.encode(tokens), torch.arange(B).repeat_interleave(beam))
         token = tokens.new_full((B * beam, 1), pad)
         texts = tokens.new_empty(B, beam, 0)
         scores = torch.full((B, beam), -math.inf, device=tokens.device)
@@ -1172,17 +1172,11 @@ class GPT(nn.Module):
 
 
 # ---- sampling ----------------------------------------------------------------------------------------------
-def chosen_texts(state, index, everything=False):
-    """The state of some texts of a batch. index (N,) may repeat a text. What cross attention has of a source
-    stays as it is, because texts of one source share it, unless `everything` is true."""
-    layers = []
-    for layer in state['layers']:
-        layer = {**layer}
-        for part in layer:
-            if everything or part != 'cross':
-                layer[part] = {name: x[index] for name, x in layer[part].items()}
-        layers.append(layer)
-    return {'t': state['t'], 'layers': layers}
+def chosen_texts(state, index):
+    """The state of some texts of a batch. index (N,) may repeat a text."""
+    def chosen(x):
+        return x[index] if x.dim() else x           # t is that of all texts
+    return map_state(chosen, state)
 
 
 def refuse_broken(logits):

@@ -361,7 +361,7 @@ def complete(args, model, meta):
         state = model.read(tokens[:, :-1], state)
     elif read > 1:                                          # all texts begin alike: that is read once
         state = model.read(tokens[:1, :-1], state)
-        state = chosen_texts(state, torch.zeros(args.samples, dtype=torch.long), everything=True)
+        state = chosen_texts(state, torch.zeros(args.samples, dtype=torch.long))
     last, state, times, texts = write_texts(args, model, meta['data'], tokens[:, -1:], state, prompt)
     if args.save_state:
         keep_state(args, model, meta, last, state)
