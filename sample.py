@@ -63,7 +63,6 @@ LONG = 32768        # tokens of a prompt: a second's work, or two
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'assets', 'memory.html')
 EMPTY = '>null</script>'                                    # where the page has no recording yet
 ON_A_PAGE = 2048    # tokens at most
-HEAVY = 2 ** 26     # bytes of a page at most
 RECORDED = {'q': 'q', 'k': 'k', 'v': 'v', 'write': 'w', 'erase': 'e',      # ours: the page's name
             'log_f': 'log_f', 'log_z': 'log_z'}     # logs, as 16 bits cannot tell a decay near 1 from 1
 
@@ -83,6 +82,8 @@ def check_flags(given, args, config):
     if args.compile and 'all' in config.keeps():
         raise ValueError('--compile: a compiled step needs fixed shapes, but the cache of softmax grows; '
                          'take a limited cache, such as --rule=tova, or leave --compile out')
+    if args.html and not args.html.endswith('.html'):
+        raise ValueError(f'--html={args.html}: expected NAME.html')
     if args.html and (args.samples > 1 or args.load_state):
         raise ValueError('--html shows one text from its beginning: leave --samples and --load_state out')
     of_steps = {'tokens', 'samples', 'temperature', 'top_k', 'top_p', 'seed', 'compile', 'save_state',
@@ -184,20 +185,6 @@ def translate(args, model, meta):
 
 
 # ---- the page: what each memory is given while a text is read, for assets/memory.html to compute with ---
-def refuse_page(path):
-    """ValueError if a page cannot be written here without destroying something."""
-    folder = os.path.dirname(os.path.abspath(path))
-    if not os.path.isdir(folder):
-        raise ValueError(f'--html={path}: there is no folder {folder}; make it, or give another name')
-    if not path.endswith('.html'):
-        raise ValueError(f'--html={path}: expected NAME.html')
-    prepare.refuse_irregular(path)
-    if os.path.exists(path):
-        with open(path, 'rb') as f:
-            if not f.read(15).lower().startswith(b'<!doctype html>'):
-                raise ValueError(f'--html={path}: this file is no page; give another name')
-
-
 def evicted_at(memory, q, k, v):
     """For each token the step at which a layer's cache evicts it, T if none does. q, k, v (1, H, T, d) ->
     (1, H, T)"""
@@ -245,8 +232,7 @@ def as_base64(x):
 
 
 def write_page(args, model, meta, tokens):
-    """Write assets/memory.html with this run of tokens, a list, inside. ValueError if it would be too
-    large."""
+    """Write assets/memory.html with this run of tokens, a list, inside."""
     layers = []
     row = torch.tensor([tokens], device=model.embed.weight.device)
     for rule, given in zip(model.config.rules, given_to_memories(model, row)):
@@ -263,9 +249,6 @@ def write_page(args, model, meta, tokens):
     run = run.replace('<', '\\u003c')           # no text ends the script in which it stands
     with open(PAGE, encoding='utf-8') as f:
         page = f.read().replace(EMPTY, f'>{run}</script>', 1).encode()
-    if len(page) > HEAVY:
-        raise ValueError(f'--html: a page of {len(page):,} bytes, but at most {HEAVY:,} open well; give a '
-                         'shorter text')
     prepare.write_file(args.html, [page])
     say(f'{args.html}: {len(page) / 1e6:.1f} MB, open it in a browser')
 
@@ -393,8 +376,6 @@ def main(argv):
     check_flags(given, args, c)
     if args.save_state:
         refuse_target(args.save_state, state=True)          # known now, not after sampling
-    if args.html:
-        refuse_page(args.html)
     model.eval().use(pick_forms(args.impl))
     if args.source:
         translate(args, model, meta)
