@@ -675,7 +675,7 @@ def softmax_model(args, tasks=False):
     """The model of --init -> path, model, metadata. tasks: also accept a model of a task"""
     path = args.init or 'out/ckpt.safetensors'
     model, meta = load(path, args.device)
-    causal = model.config.causal and model.config.can_become_an_rnn()
+    causal = model.config.causal and {'all'} <= model.config.keeps() <= {'all', None}
     if not causal or ('row' in meta['data'] and not tasks):
         raise ValueError(f'--init={path}: no softmax layers in a model of texts; python train.py '
                          '--rule=softmax --n_head=4 --out=out/softmax makes one')

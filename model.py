@@ -107,14 +107,13 @@ class Config:
 
     def mistakes(self):
         """All that is impossible, for `refuse`."""
-        for rule in self.rules:
+        for rule in self.all_rules:
             yield rule not in RULES, (
                 f'--{"layers" if self.layers else "rule"}={self.layers or self.rule}: {rule!r} is no rule; '
                 f'choose from {", ".join(RULES)}')
         for name in 'encoder_rule', 'cross':
             rule = getattr(self, name)
             yield rule and not self.encoder, f'--{name}={rule} reads a source: it needs --encoder=3, say'
-            yield rule not in ('', *SOURCE_RULES), f'--{name}={rule}: choose from {", ".join(SOURCE_RULES)}'
         kept = self.keeps() - {'all', None}
         over = self.overflow.partition(':')[0]
         head_dim, rest = divmod(self.n_embd, self.n_head)
@@ -143,8 +142,13 @@ class Config:
         yield self.encoder and (not self.causal or self.classes), (
             f'--encoder={self.encoder} has a decoder, which writes a text: leave out --causal=false, and '
             'give data without classes')
-        for name in self.source_rules if self.causal else self.rules:
-            yield from mistakes_at_once(name, self.norm)
+        for name in self.source_rules if self.causal else self.rules:       # those that see all steps at once
+            yield RULES[name].bounded, (
+                f'--causal=false --rule={name}: it evicts step by step, but an encoder sees all at once; take '
+                'softmax, or fast weights')
+            yield RULES[name].erase and self.norm == 'attn', (
+                f'--rule={name} --norm=attn divides by the keys so far, but an encoder sees all at once; take '
+                '--norm=sum or l2')
         yield self.causal and self.cls, (
             '--causal=true: the first position (cls) of this model must see the whole picture; leave it out')
         yield self.causal and self.pool != 'mean', (
@@ -153,10 +157,6 @@ class Config:
     def keeps(self):
         """What layers keep, as a set: 'all' for softmax, a policy for a limited cache, None for a matrix."""
         return {RULES[rule].keeps for rule in self.rules}
-
-    def can_become_an_rnn(self):
-        """Whether it has softmax layers, and otherwise only layers with a matrix."""
-        return {'all'} <= self.keeps() <= {'all', None}
 
     def uses_rope(self, rule):
         """Whether a layer with this rule rotates its keys by rope."""
@@ -366,10 +366,7 @@ class Gates(nn.Module):
 
     def beta(self, y):
         """y (B, H, T, n d) -> the beta of each write (B, H, n T, d)"""
-        beta = each_write(y, self.n).sigmoid()
-        if self.beta_max != 1:
-            beta = self.beta_max * beta
-        return beta
+        return self.beta_max * each_write(y, self.n).sigmoid()
 
 
 def each_write(x, n):
@@ -390,27 +387,13 @@ def spread(x, n, i):
 
 def wide(x):
     """x in fp32; fp64 stays. Made contiguous: the gradient of silu is slow for transposed heads."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    if x.dtype != dtype or not x.is_contiguous():       # otherwise nothing to do or to record
-        x = x.to(dtype).contiguous()
-    return x
+    return x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
 
 
 def without_autocast(x):
     """A context for what must be fp32 even if the layers around it are bf16. A running sum in bf16 stops at
     256: the next number is 258, so 257 is rounded back to 256."""
     return torch.autocast(x.device.type, enabled=False)
-
-
-def mistakes_at_once(name, norm):
-    """For `refuse`: rules that must go step by step cannot be used where all steps are seen at once."""
-    rule = RULES[name]
-    yield rule.bounded, (
-        f'--causal=false --rule={name}: it evicts step by step, but an encoder sees all at once; take '
-        'softmax, or fast weights')
-    yield rule.erase and norm == 'attn', (
-        f'--rule={name} --norm=attn divides by the keys so far, but an encoder sees all at once; take '
-        '--norm=sum or l2')
 
 
 def mistakes_together(name, phi, norm, n):
@@ -464,8 +447,6 @@ class FastWeights(nn.Module):
             raise ValueError(f'--norm={norm}: no such normaliser; choose from {", ".join(NORMALISERS)}')
         self.map = phi or self.rule.phi
         self.phi = feature_map(self.map, n_head, key_dim or head_dim)
-        if not causal:
-            refuse(mistakes_at_once(rule, self.norm))
         refuse(mistakes_together(rule, self.phi, self.norm, writes))
         self.gates = Gates(self.rule, n_embd, n_head, self.phi.feature_dim, head_dim, beta_max, writes)
         self.normalise = self.norm == 'attn'
@@ -511,8 +492,6 @@ class FastWeights(nn.Module):
         form = self.forms.recurrence
         if not self.causal:
             return fastweight.encoded(q, k, v, **gates, real=real, form=form)
-        if self.n == 1:
-            return form(q, k, v, **gates)
         last = self.n - 1                   # a token reads after its last write
         o, S = form(spread(q, self.n, last), k, v, **gates)
         return o[:, :, last::self.n], S
@@ -600,8 +579,6 @@ class Cache(nn.Module):
         self.sinks = sinks
         self.turn = turn if positions == 'compress' else None
         self.causal = causal
-        if not causal:
-            refuse(mistakes_at_once(rule, ''))
         self.overflow = None
         if overflow:
             name, _, spec = overflow.partition(':')
@@ -753,13 +730,6 @@ class Mixer(nn.Module):
         q, k, v (B, H, T, head_dim). real (B, T): which steps of u are not padding; None: all"""
         return self.memory(u, q, k, v, real=real)[0]
 
-    def weights(self, u, q, k, real=None):
-        """The weight of each value in each output, (B, H, T, T of the values). Outputs are linear in v, so we
-        take v = I. Not for a decay per value channel, nor a limited cache. Arguments as for `attend`."""
-        T = k.shape[2]
-        eye = torch.eye(T, dtype=q.dtype, device=q.device).expand(*k.shape[:3], T)
-        return self.attend(u, q, k, eye, real)
-
 
 class Cross(Mixer):
     """Cross attention: queries come from the decoder, keys and values from the encoder. The source is written
@@ -894,8 +864,11 @@ class Seen(NamedTuple):
         return mixer.attend(self.u, self.q, self.k, self.v, self.encoder_real)
 
     def weights(self, mixer):
-        """The attention weights of this or another mixer (B, H, T, T)"""
-        return mixer.weights(self.u, self.q, self.k, self.encoder_real)
+        """The weight of each value in each output of this or another mixer, (B, H, T, T of the values).
+        Outputs are linear in v, so we take v = I. Not for a decay per value channel, nor a limited cache."""
+        T = self.k.shape[2]
+        eye = torch.eye(T, dtype=self.q.dtype, device=self.q.device).expand(*self.k.shape[:3], T)
+        return mixer.attend(self.u, self.q, self.k, eye, self.encoder_real)
 
 
 # ---- the model ---------------------------------------------------------------------------------------------
