@@ -44,7 +44,7 @@ class Config:
     layers: str = flag('', 'one rule per layer instead, repeated over the depth: delta,delta,softmax')
     phi: str = flag('', f'feature map, if not the rule\'s; with option: dpfp:3 [{"|".join(FEATURE_MAPS)}]',
                     of=MATRIX)
-    norm: str = flag('', f'normaliser, if not the rule\'s [{"|".join(NORMALISERS)}]', of=MATRIX)
+    norm: str = flag('', 'normaliser, if not the rule\'s', list(NORMALISERS), of=MATRIX)
     beta_max: float = flag(2.0, 'delta rules: beta lies in (0, beta_max); 1 in Schlag 2021', low=0, high=2,
                            of=ERASING)
     writes: int = flag(1, 'delta rules: writes per token (DeltaProduct)', low=1, high=16, of=ERASING)
@@ -443,8 +443,6 @@ class FastWeights(nn.Module):
         self.n = writes
         self.causal = causal
         self.norm = norm or self.rule.norm
-        if self.norm not in NORMALISERS:
-            raise ValueError(f'--norm={norm}: no such normaliser; choose from {", ".join(NORMALISERS)}')
         self.map = phi or self.rule.phi
         self.phi = feature_map(self.map, n_head, key_dim or head_dim)
         refuse(mistakes_together(rule, self.phi, self.norm, writes))

@@ -1438,7 +1438,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--rule=decay --norm=attn': 'denominator of its own', '--rule=kda --phi=elu --norm=attn': 'negative',
         '--rule=sum --phi=identity --norm=attn': 'zero or negative', '--norm=sum': 'sum of the features',
         '--phi=elu --norm=none': 'diverges', '--rule=h2o --overflow=sum': '--overflow',
-        '--norm=nope': 'no such normaliser; choose', '--phi=nope': 'no such feature map; choose',
+        '--norm=nope': 'choose from attn, .* mean none', '--phi=nope': 'no such feature map; choose',
         '--phi=elu:3': 'takes nothing', '--phi=dpfp:16': r'1\.\.15', '--phi=hedgehog:x': 'forms',
         '--phi=favor:many': 'a whole number above 0', '--phi=exp:nan': 'a number above 0',
         '--resume': 'no such file', '--out=TEXT': 'File exists',
@@ -1527,7 +1527,7 @@ def test_memory_that_cannot_be_had_is_told_in_one_line(capsys):
 
 def test_help_lists_every_flag_with_its_default_and_choices(capsys):
     """And no number of a flag is without bounds."""
-    open_choices = dict(phi=FEATURE_MAPS, norm=NORMALISERS, data=prepare.DATASETS)
+    open_choices = dict(phi=FEATURE_MAPS, data=prepare.DATASETS)
     for script, classes in (train, [train.Args, Config]), (sample, [sample.Args]), (convert, [convert.Args]):
         with pytest.raises(SystemExit) as e:
             script.main(['--help'])
