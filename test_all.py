@@ -1885,10 +1885,8 @@ def test_a_server_that_stalls_ends_in_one_line(begins, asked, tmp_path, monkeypa
             prepare.download([address], str(tmp_path / 'x'))
         assert calls.call_count == asked
         monkeypatch.setenv('HF_ENDPOINT', address)
-        for token, why in ('', 'by hand'), ('\u20ac', 'HF_TOKEN has'), ('a\nb', 'HF_TOKEN has'):
-            monkeypatch.setenv('HF_TOKEN', token)
-            with pytest.raises(ValueError, match=why):
-                files.hub('me/one', 'main', str(tmp_path))
+        with pytest.raises(ValueError, match='by hand'):
+            files.hub('me/one', 'main', str(tmp_path))
         stop.set()
     assert not [*tmp_path.rglob('*.*')]
 
@@ -3547,7 +3545,7 @@ def test_with_an_index_the_files_that_it_names_are_the_models(tmp_path):
     save_file({'model.norm.weight': torch.zeros(16)}, tmp_path / 'zz.safetensors')
     near(load(tmp_path)[0].eval()(tokens)[0], logits(tokens), 1e-5)
     (tmp_path / 'model-1.safetensors').unlink()
-    with pytest.raises(ValueError, match='model-1.safetensors: missing'):
+    with pytest.raises(ValueError, match='model-1.safetensors.*No such file'):
         load(tmp_path)
 
 def test_names_that_are_no_models_are_refused(monkeypatch):
