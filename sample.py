@@ -52,14 +52,12 @@ class Args:
     beam: int = flag(1, 'with --source: width of the beam; 1: greedy', low=1, high=1024)
     penalty: float = flag(0.6, 'with --beam: above 0, longer ones are preferred', low=0, high=100)
     device: str = flag('auto', 'auto, cpu, cuda, mps')
-    threads: int = flag(None, 'CPU threads; if not given, as many as are fastest for a long prompt', low=1,
-                        high=1024)
+    threads: int = flag(None, 'CPU threads; if not given, as many as torch takes', low=1, high=1024)
     impl: str = flag('auto', 'form of the recurrence', ['auto', 'loop', 'chunk', 'fused'])
     compile: bool = flag(False, 'torch.compile of a step, for a GPU and many tokens: half a minute at first')
 
 
 LOOK_BACK = 16      # at most this many tokens wait to be printed; this many before them help to decode
-LONG = 32768        # tokens of a prompt: a second's work, or two
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'assets', 'memory.html')
 EMPTY = '>null</script>'                                    # where the page has no recording yet
 ON_A_PAGE = 2048    # tokens at most
@@ -208,7 +206,7 @@ def given_to_memories(model, tokens):
     for seen in model.through(tokens):
         memory = seen.mixer.memory
         n = seen.mixer.n
-        layer = {'n': n, 'q': seen.q, 'k': seen.k, 'v': seen.v}
+        layer = {'n': n, 'q': seen.q, 'k': seen.k, 'v': seen.v, 'normalise': False, 'floor': None}
         if memory.rule.keeps:
             layer['gone'] = evicted_at(memory, seen.q, seen.k, seen.v)
         else:
@@ -237,9 +235,8 @@ def write_page(args, model, meta, tokens):
     row = torch.tensor([tokens], device=model.embed.weight.device)
     for rule, given in zip(model.config.rules, given_to_memories(model, row)):
         arrays = {name: as_base64(given[ours]) for ours, name in RECORDED.items() if ours in given}
-        layer = {'rule': rule, 'heads': given['k'].shape[1], 'n': given['n'], 'arrays': arrays}
-        layer['normalise'] = given.get('normalise', False)
-        layer['floor'] = given.get('floor')
+        layer = {'rule': rule, 'heads': given['k'].shape[1], 'arrays': arrays}
+        layer.update({name: given[name] for name in ('n', 'normalise', 'floor')})
         if 'gone' in given:
             layer['gone'] = given['gone'][0].tolist()
         layers.append(layer)
@@ -336,9 +333,6 @@ def complete(args, model, meta):
     if args.save_state and state is None and read == 1 and not args.tokens:
         raise ValueError('--save_state --tokens=0: nothing is read yet, as the next step reads a last token; '
                          'give a longer --prompt, or more --tokens')
-    if args.threads is None and read > LONG and tokens.device.type == 'cpu':
-        from train import fastest                           # here, for it takes a while
-        fastest(functools.partial(model.read, tokens[:1, :2048]), say)
     began = time.perf_counter()
     if args.load_state:
         state = model.read(tokens[:, :-1], state)

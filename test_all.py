@@ -2974,20 +2974,6 @@ def test_a_compiled_step_writes_the_same_greedy_tokens(backend, a_model, capsys,
     assert sample.main([*flags, '--compile']) == 2
     assert 'error: --compile: no compiler; leave it out' in capsys.readouterr().err
 
-def test_a_long_prompt_is_read_with_the_fastest_number_of_threads(a_model, capsys, monkeypatch):
-    """--threads is taken as it is."""
-    flags = f'--init={a_model()}', '--tokens=9', '--temperature=0', f'--prompt={"the quick " * 9}'
-    text, err = written(capsys, *flags)
-    assert 'threads' not in err
-    fastest = Mock()
-    monkeypatch.setattr(sample, 'LONG', 40)
-    monkeypatch.setattr(train, 'fastest', fastest)
-    assert written(capsys, *flags)[0] == text
-    fastest.call_args.args[0]()                                 # what is timed
-    assert fastest.call_count == 1
-    assert written(capsys, *flags, '--threads=1')[0] == text
-    assert fastest.call_count == 1 and torch.get_num_threads() == 1
-
 @pytest.mark.parametrize('rule', VARIED)
 def test_a_saved_state_goes_on_as_if_never_stopped(rule, a_model, characters, tmp_path, capsys):
     """The same text, and, as a model this young may well say one thing whatever its state, the same state:
