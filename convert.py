@@ -240,8 +240,7 @@ def balance(seen, memory, in_matrix):
     k = seen.k
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~in_matrix, -math.inf)
     wanted = scores.logsumexp(-1, keepdim=True)             # (B, H, T, 1)
-    _, _, went, _ = memory.forms.cache(q, k, seen.v, None, 0, memory.rule.keeps, memory.cache, memory.sinks,
-                                      True, memory.turn)
+    _, _, went, _ = memory.bounded(q, k, seen.v)
     _, mass, _ = memory.overflow.take(q, went, {})
     steps = in_matrix.any(-1)                               # those with keys in the matrix
     log_mass = mass[:, :, steps].clamp(min=1e-30).log()

@@ -591,6 +591,11 @@ class Cache(nn.Module):
             nn.init.zeros_(self.log_mass.weight)
             nn.init.zeros_(self.log_mass.bias)
 
+    def bounded(self, q, k, v, cached=None, t=0):
+        """fastweight.bounded with the settings of this layer"""
+        return self.forms.cache(q, k, v, cached, t, self.rule.keeps, self.cache, self.sinks,
+                                self.overflow is not None, self.turn)
+
     def forward(self, x, q, k, v, state=None, t=0, real=None):
         if not self.causal:
             return fastweight.softmax_of_all(q, k, v, real=real)
@@ -598,11 +603,9 @@ class Cache(nn.Module):
         cached = {name: state[name] for name in ('k', 'v', 'pos', 'total') if name in state} or None
         if self.rule.keeps == 'all':
             return self.forms.softmax(q, k, v, cached)
-        spill = self.overflow is not None
         with without_autocast(x):
-            o, log_cache, went, new = self.forms.cache(q, k, v, cached, t, self.rule.keeps, self.cache,
-                                                       self.sinks, spill, self.turn)
-            if not spill:
+            o, log_cache, went, new = self.bounded(q, k, v, cached, t)
+            if self.overflow is None:
                 return o, new
             o_matrix, mass, matrix = self.overflow.take(q, went, state)
             log_matrix = mass.clamp(min=1e-30).log() + self.log_mass(x).mT[..., None]

@@ -189,9 +189,7 @@ def evicted_at(memory, q, k, v):
     T = k.shape[2]
     gone = torch.full((*k.shape[:2], 1 + T), T, device=k.device)        # the first for steps that evict none
     if memory.rule.bounded:
-        spill = memory.overflow is not None
-        _, _, went, _ = memory.forms.cache(q, k, v, None, 0, memory.rule.keeps, memory.cache, memory.sinks,
-                                          spill, memory.turn)
+        _, _, went, _ = memory.bounded(q, k, v)
         steps = torch.arange(T, device=k.device).expand(k.shape[:3])
         gone.scatter_(2, went['pos'] + 1, steps)
     return gone[:, :, 1:]
