@@ -240,7 +240,7 @@ def balance(seen, memory, in_matrix):
     k = seen.k
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~in_matrix, -math.inf)
     wanted = scores.logsumexp(-1, keepdim=True)             # (B, H, T, 1)
-    _, _, went, _ = memory.bounded(q, k, seen.v)
+    _, _, went, _ = memory.attend_and_evict(q, k, seen.v)
     _, mass, _ = memory.overflow.take(q, went, {})
     steps = in_matrix.any(-1)                               # those with keys in the matrix
     log_mass = mass[:, :, steps].clamp(min=1e-30).log()
@@ -313,8 +313,8 @@ def mismatch(kind, seen, student):
         w = seen.weights(twin)
         return -(a * w.clamp(min=1e-8).log()).sum(-1).mean(1)[real].mean()
     with torch.no_grad():
-        wanted = seen.attend(seen.mixer)                    # (B, H, T, head_dim)
-    output = seen.attend(twin)
+        wanted = seen.outputs(seen.mixer)                    # (B, H, T, head_dim)
+    output = seen.outputs(twin)
     if twin.out_norm is not None:
         output = twin.out_norm(output)
     error = (output - wanted).square().mean((1, 3))

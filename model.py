@@ -212,7 +212,6 @@ class Forms(NamedTuple):
     recurrence: Callable = fastweight.chunked
     cache: Callable = fastweight.bounded
     shift: Callable = shifted_sum
-    softmax: Callable = fastweight.softmax
     why: str = 'chunk (plain torch and autograd)'       # one line to print: which forms are used, and why
 
 
@@ -591,7 +590,7 @@ class Cache(nn.Module):
             nn.init.zeros_(self.log_mass.weight)
             nn.init.zeros_(self.log_mass.bias)
 
-    def bounded(self, q, k, v, cached=None, t=0):
+    def attend_and_evict(self, q, k, v, cached=None, t=0):
         """fastweight.bounded with the settings of this layer"""
         return self.forms.cache(q, k, v, cached, t, self.rule.keeps, self.cache, self.sinks,
                                 self.overflow is not None, self.turn)
@@ -602,9 +601,9 @@ class Cache(nn.Module):
         state = state or {}
         cached = {name: state[name] for name in ('k', 'v', 'pos', 'total') if name in state} or None
         if self.rule.keeps == 'all':
-            return self.forms.softmax(q, k, v, cached)
+            return fastweight.softmax(q, k, v, cached)
         with without_autocast(x):
-            o, log_cache, went, new = self.bounded(q, k, v, cached, t)
+            o, log_cache, went, new = self.attend_and_evict(q, k, v, cached, t)
             if self.overflow is None:
                 return o, new
             o_matrix, mass, matrix = self.overflow.take(q, went, state)
@@ -726,7 +725,7 @@ class Mixer(nn.Module):
         rule = self.memory.rule
         return rule.matrix and self.memory.norm == 'attn' and not rule.erase
 
-    def attend(self, u, q, k, v, real=None):
+    def outputs(self, u, q, k, v, real=None):
         """The heads' outputs from a fresh start (B, H, T, head_dim), given the input u (B, T, n_embd) and its
         q, k, v (B, H, T, head_dim). real (B, T): which steps of u are not padding; None: all"""
         return self.memory(u, q, k, v, real=real)[0]
@@ -751,7 +750,7 @@ class Cross(Mixer):
         q, _, _ = self.heads(x)
         return self.merge(self.memory.read_all(q, state, t - self.begin))
 
-    def attend(self, u, q, k, v, real=None):
+    def outputs(self, u, q, k, v, real=None):
         """As in Mixer, but u, k and v come from the source."""
         return self.memory.read_all(q, self.memory.write_all(u, k, v, real))
 
@@ -844,7 +843,6 @@ class Seen(NamedTuple):
     name: str                       # name in the model: blocks.0.mixer
     layer: str                      # name of its block: blocks.0
     mixer: Mixer
-    block: Block
     x: torch.Tensor                 # the block's input (B, T, n_embd)
     u: torch.Tensor                 # input for keys, values and gates
     q: torch.Tensor
@@ -860,16 +858,16 @@ class Seen(NamedTuple):
         """Whether it is cross attention."""
         return isinstance(self.mixer, Cross)
 
-    def attend(self, mixer):
+    def outputs(self, mixer):
         """The heads' outputs of this or another mixer for these inputs (B, H, T, head_dim)"""
-        return mixer.attend(self.u, self.q, self.k, self.v, self.encoder_real)
+        return mixer.outputs(self.u, self.q, self.k, self.v, self.encoder_real)
 
     def weights(self, mixer):
         """The weight of each value in each output of this or another mixer, (B, H, T, T of the values).
         Outputs are linear in v, so we take v = I. Not for a decay per value channel, nor a limited cache."""
         T = self.k.shape[2]
         eye = torch.eye(T, dtype=self.q.dtype, device=self.q.device).expand(*self.k.shape[:3], T)
-        return mixer.attend(self.u, self.q, self.k, eye, self.encoder_real)
+        return mixer.outputs(self.u, self.q, self.k, eye, self.encoder_real)
 
 
 # ---- the model ---------------------------------------------------------------------------------------------
@@ -885,7 +883,6 @@ class GPT(nn.Module):
     A state has t, the number of tokens read (on the CPU), and layers, a list. Each layer is a dict of parts,
     each part a dict of tensors: mixer has S, or the cache k, v and perhaps pos, total; conv0 and conv1 have
     last; in a decoder, cross has S, or k, v, real of the source. None is a fresh start."""
-    forms = PLAIN
 
     def __init__(self, config):
         super().__init__()
@@ -930,7 +927,7 @@ class GPT(nn.Module):
         if set(self.config.all_rules) == {'softmax'}:
             self.why = 'none (softmax is PyTorch\'s)'
         for module in self.modules():
-            if hasattr(module, 'forms'):                # FastWeights, Conv, and the model itself
+            if hasattr(module, 'forms'):                # FastWeights, Cache, Conv
                 module.forms = forms
 
     def embedded(self, tokens, t=0):
@@ -1071,8 +1068,7 @@ class GPT(nn.Module):
             else:
                 q, k, v = mixer.heads(u)
             its_real = encoder_real if layer.startswith('encoder.') else real
-            yield Seen(name, layer, mixer, block, x, u, q, k, v, its_real, encoder_real, source,
-                       results[block])
+            yield Seen(name, layer, mixer, x, u, q, k, v, its_real, encoder_real, source, results[block])
 
     @property
     def max_len(self):
@@ -1106,10 +1102,10 @@ class GPT(nn.Module):
             yield token, state
 
     @torch.inference_mode()
-    def translate(self, tokens, beam=1, penalty=0.6, most=None):
-        """Translate sources, tokens (B, T) -> tokens (B, n), padded at the end. n <= most, by default what
-        fits into a row. Beam search follows the `beam` likeliest texts per source. Once as many have ended,
-        it returns the one with the largest log p / ((5 + n) / 6)^penalty (Vaswani 2017 sec. 6.1, Wu 2016
+    def translate(self, tokens, beam=1, penalty=0.6):
+        """Translate sources, tokens (B, T) -> tokens (B, n), padded at the end, where n is at most what fits
+        into a row. Beam search follows the `beam` likeliest texts per source. Once as many have ended, it
+        returns the one with the largest log p / ((5 + n) / 6)^penalty (Vaswani 2017 sec. 6.1, Wu 2016
         arXiv:1609.08144 eq. 14). A beam of 1 is greedy."""
         pad = self.config.pad
         B = len(tokens)
@@ -1121,7 +1117,7 @@ class GPT(nn.Module):
         best = texts[:, :1]                                 # best finished text, and its score
         best_score = scores[:, :1].clone()
         scores[:, 0] = 0                                    # all texts begin alike, so follow only one
-        most = most or self.config.block_size - self.config.source
+        most = self.config.block_size - self.config.source
         ends = 0                                            # (B, 1): how many texts have ended
         for n in range(1, most + 1):
             logits, state = self(token, state)

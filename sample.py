@@ -189,7 +189,7 @@ def evicted_at(memory, q, k, v):
     T = k.shape[2]
     gone = torch.full((*k.shape[:2], 1 + T), T, device=k.device)        # the first for steps that evict none
     if memory.rule.bounded:
-        _, _, went, _ = memory.bounded(q, k, v)
+        _, _, went, _ = memory.attend_and_evict(q, k, v)
         steps = torch.arange(T, device=k.device).expand(k.shape[:3])
         gone.scatter_(2, went['pos'] + 1, steps)
     return gone[:, :, 1:]
@@ -302,7 +302,7 @@ def write_texts(args, model, data, first, begun, prompt):
     steps = generate(model, first, begun, args.temperature, args.top_k, args.top_p, draw)
     times = [time.perf_counter()]
     for _, (last, state) in zip(range(args.tokens), steps):
-        for text, token in zip(texts, last[:, 0].tolist()):   # which waits for a GPU
+        for text, token in zip(texts, last[:, 0].tolist()):     # which waits for a GPU
             text.append(token)
         times.append(time.perf_counter())
         if len(texts) == 1:

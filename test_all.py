@@ -1182,11 +1182,12 @@ def test_through_tells_what_forward_computes(flags):
     if 'pad' in flags:
         tokens[1, 6:] = 0
     for seen in m.through(tokens):
-        u = seen.block.convolve(0, seen.block.norm1(seen.x), {}, seen.encoder_real)
+        block = m.get_submodule(seen.layer)
+        u = block.convolve(0, block.norm1(seen.x), {}, seen.encoder_real)
         near(seen.u, u)
-        found = seen.mixer.merge(seen.attend(seen.mixer))
+        found = seen.mixer.merge(seen.outputs(seen.mixer))
         near(found, seen.mixer(u, real=seen.encoder_real)[0])
-        last = seen.block(seen.x, real=seen.encoder_real)[0]
+        last = block(seen.x, real=seen.encoder_real)[0]
     near(m.norm(last), m.hidden(tokens)[0])
 
 @pytest.mark.parametrize('impl', ['chunk', 'fused'])
@@ -1274,7 +1275,7 @@ def test_cross_attention_is_all_of_the_source_and_then_a_query(rule):
         expected = cross.memory.reads(q) @ S.mT
     near(cross(u, cross.write(x), 7), cross.merge(expected))
     if not RULES[rule].z and RULES[rule].write != 'channel':    # channels of v apart have weights each
-        near(cross.attend(x, q, k, torch.eye(6).to(q).expand(1, 4, 6, 6)) @ v, expected)
+        near(cross.outputs(x, q, k, torch.eye(6).to(q).expand(1, 4, 6, 6)) @ v, expected)
 
 @pytest.mark.parametrize('kind', ['ce', 'mse', 'hidden'])
 def test_stage_1_passes_over_padding(kind):
@@ -1332,13 +1333,14 @@ def test_a_wide_beam_finds_the_best_text_of_all(penalty):
     """Of all texts of up to 3 tokens and an end, or 4 tokens, each judged by itself, for 8 sources."""
     model = small(**PAIRS | dict(rule='delta', beta_max=1.0, vocab_size=4, pad=3, source=3,
                                   block_size=10))
+    model.config.block_size = 7                                 # 3 of the source, 4 to write
     for block in model.blocks:                                  # what was said before matters
         block.mixer.proj.weight.data *= 9
     model.norm.weight.data.fill_(1)                             # tokens are far from alike
     model.embed.weight.data *= 2
     model.embed.weight.data[3] = 0.3                            # an end is neither first nor never
     source = torch.randint(3, (8, 3))
-    said = model.translate(source, 64, penalty, most=4)
+    said = model.translate(source, 64, penalty)
     lengths = set()
     for row, found in zip(source, said.tolist()):
         scores = {}
@@ -3243,7 +3245,7 @@ def test_gates_begin_with_the_memory_of_their_heads(changes, memory, a_model, mo
     far[5:, :-5] = torch.eye(11)
     if 'sinks' in changes:                      # rows that stay are not what gates must remember
         far[:, 0] = 9
-    monkeypatch.setattr(model_py.Mixer, 'weights', lambda *_: far.expand(2, 2, 16, 16))
+    monkeypatch.setattr(model_py.Seen, 'weights', lambda *_: far.expand(2, 2, 16, 16))
     student, new = convert.swap(teacher, changes)
     before = student.state_dict()[next(name for name in new if 'bias_f' in name)].clone()
     convert.begin_as(teacher, student, x)

@@ -116,7 +116,7 @@ def picked(cls, raw, where):
 def value_of(flag, text, field):
     """The text after a flag, converted to its type. ValueError says what is expected."""
     choices = field.metadata['choices']
-    if choices and text not in (*choices, field.default):
+    if choices and not fits(field, text):
         raise ValueError(f'{flag}={text}: choose from {", ".join(choices)}{hint(text, choices)}')
     if field.type is str:
         if field.default and not text:              # if empty has a meaning, it is the default

@@ -192,7 +192,7 @@ FAMILIES = {
         known={'hidden_act': ('gelu',), 'qkv_bias': (True,), 'num_channels': (3,),
                'problem_type': (None, 'single_label_classification')})}
 WRITTEN = {'gpt2': 'GPT2LMHeadModel', 'llama': 'LlamaForCausalLM', 'bert': 'BertModel'}
-EXPECTED = {    # by the default of an entry: allowed types, bound below, in words
+ALLOWED = {    # by the default of an entry: allowed types, bound below, in words
     type(None): ((int,), 0, 'a whole number of at least 1'),
     int: ((int,), -1, 'a whole number of at least 0'),
     float: ((int, float), 0, 'a number above 0'), bool: ((bool,), -1, 'true or false')}
@@ -275,7 +275,7 @@ def kind_and_config(raw):
 
 def entry(raw, key, usual):
     """An entry of a config.json. usual: the default for a missing entry; None: it must be there"""
-    types, above, expected = EXPECTED[type(usual)]
+    types, above, expected = ALLOWED[type(usual)]
     value = raw.get(key)
     if value is None:
         value = usual
@@ -359,7 +359,9 @@ class Folder:
             x = x.squeeze(0)
         if x.dim() == 4:                    # its convolution reads one patch at a time
             x = x.flatten(1)
-        shape = (rows or len(torch.atleast_1d(x)), *columns)
+        if rows is None:
+            rows = len(torch.atleast_1d(x))
+        shape = rows, *columns
         if x.shape != shape:
             raise ValueError(f'{self.source}: {stored} has shape {tuple(x.shape)}, expected {shape}')
         return x
