@@ -8,13 +8,11 @@ The scripts import this file; it has no command of its own. fastweight.py define
 file makes the keys, values, gates and queries for it. Only `pick_forms` imports kernels.py: without that
 file everything but bench.py and the tests still works, more slowly.
 """
-import collections
 import contextlib
 import dataclasses
 import functools
 import math
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -1201,40 +1199,30 @@ def pack(state, prefix='state'):
     return flat
 
 
-def unpack(tensors, prefix='state', device=None):
-    """The inverse of `pack`; None if there is no state. Ignores other tensors. ValueError for other names"""
-    t = tensors.get(f'{prefix}.t')                  # it stays on the CPU
-    layers = collections.defaultdict(lambda: collections.defaultdict(dict))
-    for key, x in tensors.items():
-        if not key.startswith(prefix + '.') or key == f'{prefix}.t':
-            continue
-        names = re.fullmatch(r'\.(\d{1,4})\.(\w+)\.(\w+)', key.removeprefix(prefix))
-        if not names or t is None or x.dim() > 4:
-            raise ValueError(f'{key}: of another version of this project; read the text again')
-        layers[int(names[1])][names[2]][names[3]] = x.to(device)
-    if t is None:
-        return None
-    return {'t': t, 'layers': [dict(layers[i]) for i in sorted(layers)]}
-
-
-def state_for(model, tensors, last, why, prefix='state'):
-    """`unpack`, with a check that the state is of this model and of as many texts as last (B, 1) has tokens.
-    ValueError, beginning with `why`, if the model's own states look different or its token count is wrong.
-    Not for translators."""
-    state = unpack(tensors, prefix, last.device)
-    if layout(state) != layout(model.read(last)):
+def unpack(model, tensors, last, why, prefix='state'):
+    """The inverse of `pack`, for a state of this model and of as many texts as last (B, 1) has tokens. Other
+    tensors are ignored. ValueError, beginning with `why`, if the model's own states look different or the
+    token count is wrong. Not for translators."""
+    state = model.read(last)                        # any state of this model has its form
+    given = {name: x for name, x in tensors.items() if name.startswith(f'{prefix}.')}
+    if layout(given) != layout(pack(state, prefix)):
         raise ValueError(why)
+    for i, layer in enumerate(state['layers']):
+        for part, own in layer.items():
+            for name in own:
+                own[name] = given[f'{prefix}.{i}.{part}.{name}'].to(last.device)
+    state['t'] = given[f'{prefix}.t']               # it stays on the CPU
     t = int(state['t'])
-    latest = [int(x.max()) for name, x in pack(state).items() if name.endswith('.pos')]     # cached positions
+    latest = [int(x.max()) for name, x in given.items() if name.endswith('.pos')]       # cached positions
     if not max([0, *latest]) < t < 2 ** 53:
         raise ValueError(f'{why} (it counts {t} tokens)')
     return state
 
 
-def layout(state):
-    """The name, type and shape of each tensor of a state, without the length of softmax's cache."""
+def layout(flat):
+    """The name, type and shape of each tensor of a packed state, without the length of softmax's cache."""
     tensors = {}
-    for name, x in pack(state).items():
+    for name, x in flat.items():
         shape = list(x.shape)
         if name.endswith(('.k', '.v')):
             del shape[2:3]                          # (B, H, T, d)

@@ -32,7 +32,7 @@ from data.flags import flag, parse, plural, refuse, typed
 from data.weights import read_tensors, refuse_target, weights_digest, write_tensors
 from fastweight import FLOOR
 from model import (GPT, Config, Swap, chosen_texts, idle, load, map_state, pack, pick_device, pick_forms,
-                   refuse_broken, sample, spread, state_bytes, state_for)
+                   refuse_broken, sample, spread, state_bytes, unpack)
 
 
 @dataclass
@@ -132,7 +132,7 @@ def read_state(args, model, meta):
     last = last.to(model.embed.weight.device)
     if len(last) != args.samples:
         raise ValueError(f'--load_state={path} holds {plural(len(last), "text")}: take --samples={len(last)}')
-    return last, state_for(model, tensors, last, f'--load_state={path}: no state of this model, maybe of an '
+    return last, unpack(model, tensors, last, f'--load_state={path}: no state of this model, maybe of an '
                            'older version; read the prompt again')
 
 

@@ -2577,10 +2577,14 @@ def test_files_of_other_versions_load_or_are_refused_in_one_sentence(a_model, tm
             assert why in err and 'old.safetensors' in err
         else:
             load(path)
-    S = torch.randn(1, 2, 5, 4)
-    for old in {'state.0.S': S}, {'state.0.mixer.S': S}, {'state.0.mixer.S': S[None], 'state.t': S[0]}:
+    model, last = small(rule='delta', n_layer=1), torch.zeros(1, 1, dtype=torch.long)
+    state = pack(model.read(last))
+    S = state['state.0.mixer.S']
+    unpack(model, {**state, 'last': last}, last, 'another version')
+    changes = {'state.0.S': S}, {'state.0.mixer.S': S[None]}, {'state.0.mixer.S': S.half()}, {'state.t': S}
+    for other in {'state.0.mixer.S': S}, *[state | change for change in changes]:
         with pytest.raises(ValueError, match='another version'):
-            unpack(old)
+            unpack(model, other, last, 'another version')
 
 
 # ---- 10. Training ------------------------------------------------------------------------------------------
@@ -2991,17 +2995,17 @@ def test_a_saved_state_goes_on_as_if_never_stopped(rule, a_model, characters, tm
     half = go(9, 'half', f'--load_state={tmp_path / "start"}')
     assert half + go(5, 'second', f'--load_state={tmp_path / "half"}') == whole
     for to in 'plain', 'second':
-        close(by_position(tmp_path / to), by_position(tmp_path / 'whole'), 1e-5)
+        close(by_position(ckpt, tmp_path / to), by_position(ckpt, tmp_path / 'whole'), 1e-5)
     other, half = a_model(f'--rule={rule}', '--seed=1', data=characters), tmp_path / 'half'
     assert 'not a state' in refused(capsys, sample.main, f'--init={other}', f'--load_state={half}')
     assert 'holds no model' in refused(capsys, sample.main, f'--init={half}')
     assert sample.main([f'--init={ckpt}', '--tokens=0', f'--save_state={tmp_path / "none"}']) == 2
     assert 'nothing is read yet' in capsys.readouterr().err and not (tmp_path / 'none').exists()
 
-def by_position(path):
+def by_position(ckpt, path):
     """A state file's tensors, with rows in order."""
-    tensors = files.read_tensors(path)[0]
-    return {**comparable(unpack(tensors)), 'last': tensors['last']}
+    last, state = sample.read_state(sample.Args(init=ckpt, load_state=str(path)), *load(ckpt))
+    return {**comparable(state), 'last': last}
 
 def test_softmax_becomes_an_rnn_without_training(a_model, characters, tmp_path, capsys):
     """With room for all rows the same text; with less, a state of fixed size; and fine-tuning from there."""

@@ -38,7 +38,7 @@ from data import prepare
 from data.flags import flag, known, parse, picked, plural, refuse, typed
 from data.weights import refuse_target
 from model import (GPT, OF_DATA, Config, fill, idle, load, map_state, pack, pick_device, pick_forms, save,
-                   state_for)
+                   unpack)
 
 BAD_STEPS = 10      # the run ends after this many non-finite steps in a row
 MUON = 4.0          # Muon's rate is this times --lr: singular values of its steps, not entries, are near 1
@@ -650,7 +650,7 @@ def restore(args, header, data, model, opt):
         return [None] * args.accum
     last = torch.zeros(args.batch_size, 1, dtype=torch.long, device=data.device)
     why = f'--resume --carry: the file has no states for --batch_size={args.batch_size} --accum={args.accum}'
-    return [state_for(model, tensors, last, why, f'carry{i}') for i in range(args.accum)]
+    return [unpack(model, tensors, last, why, f'carry{i}') for i in range(args.accum)]
 
 
 def log_of(args):
