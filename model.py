@@ -235,15 +235,14 @@ def pick_forms(impl='auto'):
     tests only this function imports kernels.py. ValueError for 'fused' without that file. Other errors of the
     import are raised as they are."""
     definition = '--impl=loop runs fastweight.recurrent, the definition'
-    why = 'chunk (plain torch and autograd)'
+    why = PLAIN.why
     if impl == 'loop':
         return Forms(fastweight.recurrent, why='loop (fastweight.recurrent, the definition, slow)')
     if impl != 'chunk':
         try:
             import kernels
-            why = 'fused (kernels.py: batched products, on a GPU Triton)'
             return Forms(kernels.chunked, kernels.bounded, kernels.shifted_sum,
-                         why=f'{why}; {definition}')
+                         f'fused (kernels.py: batched products, on a GPU Triton); {definition}')
         except ModuleNotFoundError as e:
             if e.name != 'kernels':
                 raise
