@@ -1887,8 +1887,10 @@ def test_a_server_that_stalls_ends_in_one_line(begins, asked, tmp_path, monkeypa
             prepare.download([address], str(tmp_path / 'x'))
         assert calls.call_count == asked
         monkeypatch.setenv('HF_ENDPOINT', address)
-        with pytest.raises(ValueError, match='by hand'):
-            files.hub('me/one', 'main', str(tmp_path))
+        for token, why in ('', 'by hand'), ('a\nb', 'HF_TOKEN has'):
+            monkeypatch.setenv('HF_TOKEN', token)
+            with pytest.raises(ValueError, match=why):
+                files.hub('me/one', 'main', str(tmp_path))
         stop.set()
     assert not [*tmp_path.rglob('*.*')]
 
@@ -2577,6 +2579,8 @@ def test_files_of_other_versions_load_or_are_refused_in_one_sentence(a_model, tm
             assert why in err and 'old.safetensors' in err
         else:
             load(path)
+    files.write_safetensors(path, {}, {'meta': '[1]', 'digest': files.digest('[1]', {})})
+    assert 'says nothing that' in refused(capsys, sample.main, f'--init={path}')
     model, last = small(rule='delta', n_layer=1), torch.zeros(1, 1, dtype=torch.long)
     state = pack(model.read(last))
     S = state['state.0.mixer.S']

@@ -100,7 +100,10 @@ def read_tensors(path):
         raise ValueError(f'{path}: a safetensors file, but not written by this project')
     if digest(header['meta'], tensors) != header['digest']:
         raise ValueError(f'{path}: its contents do not match its digest: the file was damaged or changed')
-    return tensors, {**json.loads(header['meta']), 'digest': header['digest']}
+    try:
+        return tensors, {**json.loads(header['meta']), 'digest': header['digest']}
+    except (ValueError, TypeError, RecursionError) as e:
+        raise ValueError(f'{path}: its header says nothing that this project writes ({e})') from None
 
 
 # ---- GPT-2, Llama, BERT, ViT: a table for each, used in both directions ------------------------------------
@@ -570,6 +573,8 @@ def get_file(base, folder, file):
     headers = {}
     token = os.environ.get('HF_TOKEN')
     if token:
+        if not (token.isascii() and token.isprintable()):   # requests would print it in its error
+            raise ValueError('HF_TOKEN has characters that no token has; set it anew, or unset it')
         headers['Authorization'] = f'Bearer {token}'
     try:
         reply = requests.head(url, headers=headers, timeout=prepare.TIMEOUT)
