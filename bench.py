@@ -57,7 +57,7 @@ class Panel(NamedTuple):
     title: str = ''                 # may contain flags: {heads}
     part: str = ''                  # which rows of the table
 
-    def rows(self, table):
+    def shown(self, table):
         """The rows of a table that it shows, without missing values, and without x = 0 on a log axis."""
         unseen = (None, 0) if self.x in LOGARITHMIC else (None,)
         shown = [row for row in table if row.get('part', '') == self.part and row.get(self.y) is not None]
@@ -91,7 +91,7 @@ class Suite:
     ways: dict = field(default_factory=dict)        # for commands: name: Way
     figure: str = ''                # for commands: the key of their results that becomes `ours`
     beside: tuple = ()              # more keys that become columns
-    look: Callable | None = None    # (args, result of a run) -> more results, from its checkpoint
+    from_checkpoint: Callable | None = None         # (args, result of a run) -> more results
     one: bool = False               # it takes only one of --lengths
     panels: tuple = ()
     note: str = ''
@@ -104,7 +104,7 @@ IN_PERCENT = 'accuracy', 'before', 'swapped', 'stage 1', 'recovered', 'recovered
 
 
 # ---- measuring ---------------------------------------------------------------------------------------------
-def finish(device):
+def wait_for(device):
     """Wait until the device has finished, since GPU calls return at once."""
     if device.type == 'cuda':
         torch.cuda.synchronize(device)
@@ -120,10 +120,10 @@ def seconds(calls, device, least=0.3, repeats=5):
     unfinished = range(len(calls))
     while unfinished:
         for i in unfinished:
-            finish(device)
+            wait_for(device)
             begin = time.perf_counter()
             calls[i]()
-            finish(device)
+            wait_for(device)
             times[i].append(time.perf_counter() - begin)
         few = [i for i, t in enumerate(times) if len(t) <= repeats and sum(t) < 10 * least]
         unfinished = [i for i, t in enumerate(times) if i in few or len(t) < 2 or sum(t) < least]
@@ -180,7 +180,7 @@ LOGARITHMIC = ('T', 'us a token', 'state bytes', 'ms', 'MB', 'rows', 'tokens/s',
                'step', 'tokens a row', 'KL to teacher', 'weight')        # columns with a log axis
 
 
-def report(args, suite, rows):
+def report_suite(args, suite, rows):
     """Print the table, split where its columns change, and write it as CSV. Draw the picture of the suite.
     Print the remarks, and what the time depended on."""
     if rows:
@@ -217,7 +217,7 @@ def canvas(panels):
 def draw(args, suite, table):
     """Draw the suite's picture, if there is something to plot: its panels or, for commands, one per way."""
     panels = suite.panels or [Panel('ours', 'form', way, way) for way in suite.ways]
-    shown = [(panel, panel.rows(table)) for panel in panels if panel.rows(table)]
+    shown = [(panel, panel.shown(table)) for panel in panels if panel.shown(table)]
     if not shown:
         return
     forms = dict.fromkeys(row['form'] for _, rows in shown for row in rows)
@@ -320,15 +320,15 @@ def in_percent(result):
 
 
 def a_run(args, suite, form, file, flags, seed, teacher=''):
-    """Run one command -> its results, and those of `look` for its checkpoint. teacher: the digest of the
+    """Run one command -> its results, and those of the suite's `from_checkpoint`. teacher: the digest of the
     model that it begins with, since the path may hold another model later"""
     key = {'file': file, 'flags': f'{flags} --device={args.device}', 'seed': seed, 'teacher': teacher}
     result = once(args, suite, form, command, **key)
-    if suite.look:
-        def look(*_, **same):
-            return suite.look(args, result)
-        seen = once(args, suite, f'{form} seen', look, **key, full=args.full)
-        result |= {**seen, 'minutes': result['minutes']}
+    if suite.from_checkpoint:
+        def more_results(*_, **same):
+            return suite.from_checkpoint(args, result)
+        more = once(args, suite, f'{form} seen', more_results, **key, full=args.full)
+        result |= {**more, 'minutes': result['minutes']}
     return result
 
 
@@ -506,7 +506,7 @@ def on_grid_rows(args, result):
 
 
 # ---- suites of commands that need more than a table --------------------------------------------------------
-def mqar(args, suite):
+def over_widths(args, suite):
     """Train every rule in every width."""
     [way] = ways_of(args, suite).values()
     for form, width in itertools.product(only(args, suite.lines), args.lengths):
@@ -517,7 +517,7 @@ def mqar(args, suite):
 def products(args, result):
     """Accuracy in % on 256 new rows, for products of 1, 2, ... elements, and its mean beyond the lengths of
     training."""
-    row = prepare.find(result['data'])
+    row = prepare.find_set(result['data'])
     rng = np.random.Generator(np.random.Philox(2))              # seeds 0 and 1 made the data set
     x, y = row['make'](256, rng, row['vocab'], False, length=256)
     x = torch.from_numpy(x).to(args.device)
@@ -798,7 +798,7 @@ def random_tokens(args, data):
     for side, n in ('train', 200_000), ('val', 20_000):
         meta[side] = {'bytes': n}                               # a placeholder; it is never used
         sides.append([draw.integers(data['vocab_size'], size=n)])
-    prepare.save(folder, {'name': 'random', **meta}, sides)
+    prepare.save_set(folder, {'name': 'random', **meta}, sides)
     return folder
 
 
@@ -892,8 +892,8 @@ def far(args, suite):
     for source in filter(None, args.beside.split(',')):
         model, meta = load(source, args.device)
         if not prepare.same_tokens(meta['data'], data):
-            raise ValueError(f'--beside={source}: its tokens ({prepare.described(meta["data"])}) are not '
-                             f'those of {path}; train both on the same data')
+            raise ValueError(f'--beside={source}: its tokens ({prepare.describe_tokens(meta["data"])}) are '
+                             f'not those of {path}; train both on the same data')
         models[f'{",".join(dict.fromkeys(model.config.rules))}: {source}'] = model.eval()
     in_rows = [nats_along(teacher, *row, block) for row in zip(x.split(block, 1), y.split(block, 1))]
     rows = list(by_position('softmax, in rows', torch.cat(in_rows, 1), block))
@@ -1338,7 +1338,7 @@ CLASSIFIERS = {
         **{phi: f'--recipe=t2r --phi={phi}' for phi in (
             'taylor', 'exp:2', 'exp:1', 'favor', 'relu', 'elu')},
         'cosformer': '--recipe=t2r --phi=cosformer:1024'},
-    'always': ('softmax', 'trained on'), 'figure': 'accuracy', 'look': of_classes,
+    'always': ('softmax', 'trained on'), 'figure': 'accuracy', 'from_checkpoint': of_classes,
     'beside': ('recovered', 'matthews', 'majority'),
     'note': 'in %, of the validation rows; trained on: the control, softmax with as many steps more; '
             'recovered: of the accuracy of the teacher of the same seed; matthews: correlation of answers '
@@ -1455,12 +1455,12 @@ ROWS = [
         source='Zhang 2024, tables 2, 3 and figure 4; in its text exp:2 solves it, exp:1 does not',
         paper={'softmax': 100, 'taylor': 100, 'hedgehog': 100, 'elu': 17, 'favor': 17, 'cosformer': 17}),
     Suite(
-        'mqar', 'multi-query recall by the bytes of the state', mqar, 'lengths seeds steps only',
+        'mqar', 'multi-query recall by the bytes of the state', over_widths, 'lengths seeds steps only',
         {'steps': 300, 'lengths': '32,64', 'only': 'softmax,sum,delta'},
         {'steps': 1000, 'lengths': '16,32,64,128'},
         lines={name: f'--rule={name} {"--cache=16" if rule.bounded else ""}' for name, rule in RULES.items()},
         ways={'': Way('mqar', '--n_layer=2 --n_head=2 --batch_size=32 --val_tokens=131072 --lr=1e-2')},
-        figure='accuracy', beside=('state bytes',), look=size_of_state,
+        figure='accuracy', beside=('state bytes',), from_checkpoint=size_of_state,
         panels=(Panel('state bytes', 'ours', 'MQAR, 8 pairs'),), note='accuracy in % of 512 new rows',
         source='Arora 2023, figure 2, which is a picture'),
     Suite(
@@ -1474,7 +1474,7 @@ ROWS = [
               'S3': Way('group:S3', f'{TRACKER} --n_layer=1', 800),
               'S3, 2 layers': Way('group:S3', f'{TRACKER} --n_layer=2', 800, full=True),
               'A5': Way('group:A5', f'{TRACKER} --n_layer=1', 800, full=True)},
-        figure='beyond', look=products,
+        figure='beyond', from_checkpoint=products,
         panels=tuple(Panel('length', name, name, 'curve') for name in ('parity', 'S3', 'S3, 2 layers', 'A5')),
         note='accuracy in % of products of 41 to 256 elements; trained on 1 to 40',
         source='Grazzi 2024, parity: beta up to 1 fails, up to 2 solves it; Siems 2025, S3 by one layer: '
@@ -1490,7 +1490,7 @@ ROWS = [
                't2r': '--rule=sum --phi=t2r', 'favor': '--rule=sum --phi=favor',
                'gated_delta': '--rule=gated_delta --beta_max=1'},
         ways={'listops': Way('listops', READER, 1500), 'mnist': Way('mnist', READER, 2000)},
-        figure='accuracy', beside=('majority',), look=of_classes,
+        figure='accuracy', beside=('majority',), from_checkpoint=of_classes,
         note='in % of the validation rows; majority: of whoever always says the commonest class',
         source='Zhang 2024, table 6: longer rows, images of CIFAR-10',
         paper={'softmax': {'listops': 36.37}, 'hedgehog': {'listops': 37.15}}),
@@ -1514,7 +1514,7 @@ ROWS = [
         ways={'from scratch': Way('', GRID_MODEL),
               'converted': Way('', GRID_MODEL, times=4, more=1 / 16,
                                convert=f'--recipe=t2r --distil=auto --eval_rows={GRID_ROWS}')},
-        figure='bits per byte', beside=('recovered',), look=on_grid_rows,
+        figure='bits per byte', beside=('recovered',), from_checkpoint=on_grid_rows,
         note='bits per byte on 256 rows, evenly spaced over the validation text; from scratch: {steps} steps '
              'of 4 rows; converted: softmax is trained for four times as many, then converted in a quarter '
              'as many; recovered: perplexity of softmax / of the converted, in %',
@@ -1545,7 +1545,7 @@ ROWS = [
             'delta convolutions carry': f'{DELTA} --conv=4 --carry'},
         ways={'quick': Way('', '--val_tokens=16384', full=False),         # all on the same part of the text
               'full': Way('', '--val_tokens=262144', full=True)}, figure='bits per byte',
-        beside=('bits per byte carried', *[f'with {cache}' for cache in WINDOWS]), look=windows,
+        beside=('bits per byte carried', *[f'with {cache}' for cache in WINDOWS]), from_checkpoint=windows,
         note='bits per byte after {steps} steps of 4 rows of 128; carried: with the state handed on; with 8, '
              '64, 128: rows of a window that is carried',
         source='Schlag 2021, tables 2 to 5: test perplexity of WikiText-103, small models (40 M parameters) '
@@ -1574,7 +1574,7 @@ ROWS = [
             'softmax converted': ''},
         ways={'multi30k': Way('multi30k', TRANSLATOR, 3000, how='--batch_size=64 --lr=3e-3',
                               convert='--eval_rows=100000', more=0.5)},
-        figure='bleu', beside=('accuracy', 'sentences'), look=bleu,
+        figure='bleu', beside=('accuracy', 'sentences'), from_checkpoint=bleu,
         note='BLEU of the test side, greedy, with --full by a beam of 4; accuracy: of the next token, in % '
              'of the validation rows; softmax converted: the control, only trained on',
         source='BLEU of WMT14 En-De: Schlag 2021, table 1, 64 features a head as here, but DPFP 256; t2r '
@@ -1737,7 +1737,7 @@ def run_suite(suite, args):
                                given=args, began=time.perf_counter(), remarks={})
     torch.manual_seed(args.seed)
     os.makedirs(args.out, exist_ok=True)
-    report(args, suite, list(suite.measure(args, suite)))
+    report_suite(args, suite, list(suite.measure(args, suite)))
 
 
 @prepare.script

@@ -1772,7 +1772,7 @@ def test_what_a_tokenizer_cannot_read_is_told_in_one_line(tmp_path, capsys):
         (tmp_path / 'a').write_text('w1 w2\nw3\n' * 30)
         err = refused(capsys, train.main, f'--init={tmp_path}', f'--data={tmp_path}/a:{tmp_path}/a')
         assert why in err
-    assert 'a' * 64 in prepare.subwords(prepare.learn(b'a' * 10 ** 6, 300)).get_vocab()
+    assert 'a' * 64 in prepare.subwords(prepare.learn_tokenizer(b'a' * 10 ** 6, 300)).get_vocab()
 
 def test_an_output_without_utf8_gets_what_it_can_show(a_model, monkeypatch):
     """A new model's bytes are seldom characters."""
@@ -2234,7 +2234,7 @@ def test_a_pair_is_a_source_and_what_a_decoder_reads_and_says(name, tokenizer, p
             longest = np.maximum(longest, [len(read), 1 + len(said)])
     assert [S, T] == (-(-longest // 8) * 8).tolist() and pad == meta['vocab_size'] - 1
     if tokenizer == 'bpe:300' and name == 'multi30k':
-        assert meta['json'] == prepare.learn('\n'.join(ENGLISH[:40] + GERMAN[:40]).encode(), 300)
+        assert meta['json'] == prepare.learn_tokenizer('\n'.join(ENGLISH[:40] + GERMAN[:40]).encode(), 300)
 
 def test_shorter_rows_are_made_from_the_files_in_the_folder_of_a_set(published, tmp_path, monkeypatch):
     """Whose sha256 are known; a side that is gone is missed."""
@@ -2376,10 +2376,10 @@ def test_subwords_are_learned_from_the_training_side_in_a_folder_of_their_own(tm
         *sides, meta = prepare.load('stdlib', root, tokenizer)
         assert meta['name'] == folder and meta['tokenizer'] == (tokenizer or 'byte')
         assert [prepare.decode(side, meta).encode() for side in sides] == [train_side, val]
-    assert meta['json'] == prepare.learn(train_side, 300) and meta['vocab_size'] == 300
+    assert meta['json'] == prepare.learn_tokenizer(train_side, 300) and meta['vocab_size'] == 300
     assert len(sides[0]) < len(train_side) / 1.5
     assert prepare.load('stdlib', root, like=meta)[2]['name'] == folder
-    other = dict(meta, json=prepare.learn(val, 300))            # another model's
+    other = dict(meta, json=prepare.learn_tokenizer(val, 300))      # another model's
     beside = prepare.load('stdlib', root, like=other)[2]['name']
     assert beside.startswith('stdlib-bpe-300-') and len(os.listdir(root)) == 3
     monkeypatch.setitem(prepare.DATASETS['stdlib'], 'make', lambda _: (train_side, b'\xff' + val))

@@ -145,7 +145,7 @@ OWN = {     # your own files; a folder's name begins with its kind, so kinds nev
              'answers': 'joined'}}
 
 
-def find(name):
+def find_set(name):
     """The entry of a data set in DATASETS; None if there is no such set. Other row lengths and picture
     patches make sets of their own: listops-2048, mnist-patch7."""
     if name in DATASETS:
@@ -182,7 +182,7 @@ def row_of(name, like=None):
         kind = 'pairs'
         if like and 'vocab_size' in like and 'source' not in like:      # a model that knows no pairs
             kind = 'joined'
-    row = find(name)
+    row = find_set(name)
     if name.startswith('group:') and not row:
         raise ValueError(f'{name}: no such group; there are {", ".join(tasks.GROUPS)}, and with rows of '
                          'another length group:S3-256')
@@ -254,7 +254,7 @@ def subwords(text):
     return tokenizer
 
 
-def learn(data, size):
+def learn_tokenizer(data, size):
     """Learn `size` tokens from UTF-8 data by byte pair encoding (Sennrich 2016, arXiv:1508.07909), or fewer
     if no more pairs repeat -> the text of a tokenizer.json. It writes bytes and splits words as GPT-2 does.
     """
@@ -430,10 +430,10 @@ def refuse_irregular(path):
 
 
 @contextlib.contextmanager
-def whole(path):
-    """`with whole(path) as temp:` write the file temp, and it becomes path in one step. A reader finds either
-    the old file or the new one, even after a crash. A failure leaves only the old file. The new file is
-    synced to disk before it is renamed."""
+def atomic(path):
+    """`with atomic(path) as temp:` write the file temp, and it becomes path in one step. A reader finds
+    either the old file or the new one, even after a crash. A failure leaves only the old file. The new file
+    is synced to disk before it is renamed."""
     refuse_irregular(path)
     temp = f'{path}.{os.getpid()}.part'
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
@@ -447,7 +447,7 @@ def whole(path):
             os.remove(temp)
 
 
-def put(path, blocks):
+def write_blocks(path, blocks):
     """Write blocks of bytes to a file -> its sha256."""
     digest = hashlib.sha256()
     with open(path, 'wb') as f:
@@ -458,13 +458,13 @@ def put(path, blocks):
 
 
 def write_file(path, blocks):
-    """Write blocks of bytes to a file, through `whole`: all of them, or none."""
-    with whole(path) as temp:
-        put(temp, blocks)
+    """Write blocks of bytes to a file, through `atomic`: all of them, or none."""
+    with atomic(path) as temp:
+        write_blocks(temp, blocks)
 
 
 def write_json(path, content):
-    """Write an object as JSON, through `whole`."""
+    """Write an object as JSON, through `atomic`."""
     write_file(path, [json.dumps(content, indent=1).encode()])
 
 
@@ -492,7 +492,7 @@ def download(links, path, size=None, sha256=None, headers=None, look=None):
         for attempt in range(4):
             time.sleep(attempt / 2)
             try:
-                with whole(path) as temp:
+                with atomic(path) as temp:
                     receive(link, temp, headers)
                     wrong = flaw(temp, size, sha256)
                     if wrong:
@@ -533,7 +533,7 @@ def endpoint():
 def fetch(name, root=None, url=None, file=None):
     """The paths of the files that a set is made from, or a folder in place of an archive. They are --file
     itself, or lie in it, or lie in the set's folder (also if put there by hand); else they are downloaded."""
-    row = find(name)
+    row = find_set(name)
     several = len(row['files']) > 1
     if file and os.path.isdir(file):                            # `make` reports missing files
         return [os.path.join(file, base) for base in row['files']] if several else [file]
@@ -627,7 +627,7 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
     if (url and 'files' not in row) or (file and not {'files', 'text'} & set(row)):
         raise ValueError(f'--url and --file mean nothing for {name}: it is not fetched')
     folder = place(name, root, wish)
-    if find(name) and not like:
+    if find_set(name) and not like:
         folder = place(name, root)
     print(f'preparing {folder} ({row["help"]}; tokenizer {kind})', flush=True)
     try:
@@ -638,20 +638,20 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
             paths = fetch(name, root, url, file)
         if 'text' in row:
             texts = local_text(file) if file else stdlib(None)
-            sides = tasks.generate(row, meta, texts)
+            sides = tasks.generate_rows(row, meta, texts)
         elif 'rows' in row:
-            sides = tasks.generate(row, meta)
+            sides = tasks.generate_rows(row, meta)
         else:
             sides = row['make'](*paths)
         if 'answers' in row:
             sides = ANSWERS[row['answers']](sides, row['length'], meta, wish)
         if 'answers' in row or row['tokenizer'] in FIXED:
-            arrays = tasks.packed(sides, row, meta)
+            arrays = tasks.to_rows(sides, row, meta)
         else:
             learn_tokens(sides, meta)
             meta.update({side: {'bytes': len(text)} for side, text in zip(SIDES, sides)})
             arrays = [tokenize(text, meta) for text in sides]
-        save(folder, meta, arrays)
+        save_set(folder, meta, arrays)
     except (OSError, ValueError) as e:                          # OSError: no permission, disk full
         raise ValueError(f'cannot prepare {name}: {e}') from None
     return folder
@@ -659,7 +659,8 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
 
 def labels(sides, most, meta, wish):
     """Texts and their labels -> tokens and labels. They are shuffled, always in the same way, because files
-    may be sorted by class. Here and in `pairs` and `joined`, meta gets the entries about tokens and rows."""
+    may be sorted by class. Here and in `pairs` and `joined_pairs`, meta gets the entries about tokens and
+    rows."""
     texts, classes = zip(*sides)
     learn_with_pad(texts, meta, wish)
     meta['classes'] = tasks.classes(classes)
@@ -689,7 +690,7 @@ def pairs(sides, most, meta, wish):
     return rows
 
 
-def joined(sides, most, meta, _):
+def joined_pairs(sides, most, meta, _):
     """Like `pairs`, but for a model that reads both texts as one. A row is a source, a line end, its
     translation (or summary) and a line end. The targets are everything after the first line end. Sources that
     are too long are cut off; translations only where they are longer than half a row."""
@@ -711,7 +712,7 @@ def joined(sides, most, meta, _):
     return rows
 
 
-ANSWERS = {'labels': labels, 'pairs': pairs, 'joined': joined}
+ANSWERS = {'labels': labels, 'pairs': pairs, 'joined': joined_pairs}
 
 
 def fitted(sides, meta, most, given, step, before=0):
@@ -759,7 +760,7 @@ def learn_tokens(sides, meta):
             meta['chars'] = sorted({c for text in sides for piece in pieces(text) for c in piece})
         meta['vocab_size'] = len(meta['chars'])
     if kind.startswith('bpe:') and 'json' not in meta:          # a model's vocab_size may be larger: keep it
-        meta['json'] = learn(sides[0], int(kind.removeprefix('bpe:')))
+        meta['json'] = learn_tokenizer(sides[0], int(kind.removeprefix('bpe:')))
         meta['vocab_size'] = subwords(meta['json']).get_vocab_size()
 
 
@@ -773,19 +774,19 @@ def learn_with_pad(sides, meta, wish):
             meta['chars'] = [*meta['chars'], '<pad>']
 
 
-def save(folder, meta, sides):
+def save_set(folder, meta, sides):
     """Write the token arrays of each side, and meta with dtype, counts and sha256: all files, or none."""
     dtype = np.min_scalar_type(meta.get('ignore', meta['vocab_size'] - 1))
     meta['dtype'] = dtype.name
     path = os.path.join(folder, 'meta.json')
     with contextlib.ExitStack() as files:
-        about = files.enter_context(whole(path))                # entered first, so it is renamed last
+        about = files.enter_context(atomic(path))               # entered first, so it is renamed last
         for side, arrays in zip((*SIDES, 'test'), sides):
-            data = files.enter_context(whole(os.path.join(folder, side + '.bin')))
+            data = files.enter_context(atomic(os.path.join(folder, side + '.bin')))
             entry = meta.setdefault(side, {})
-            entry['sha256'] = put(data, (a.astype(dtype, copy=False).tobytes() for a in arrays))
+            entry['sha256'] = write_blocks(data, (a.astype(dtype, copy=False).tobytes() for a in arrays))
             entry['tokens'] = os.path.getsize(data) // dtype.itemsize
-        put(about, [json.dumps(meta, indent=1).encode()])
+        write_blocks(about, [json.dumps(meta, indent=1).encode()])
         if os.path.exists(path):
             os.remove(path)                                     # so nobody combines old and new files
 
@@ -800,8 +801,8 @@ def load(name, root=None, tokenizer=None, like=None):
     tokens, or if `tokenizer` contradicts `like`. root: the folder of all sets; None: this file's folder
     """
     if like and tokenizer and like['tokenizer'] != tokenizer:
-        raise ValueError(f'--tokenizer={tokenizer}: the tokens are those of the model ({described(like)}); '
-                         'leave it out')
+        raise ValueError(f'--tokenizer={tokenizer}: the tokens are those of the model '
+                         f'({describe_tokens(like)}); leave it out')
     if tokenizer:
         like = like or {'tokenizer': tokenizer}
     folder = place(name, root, like)
@@ -812,7 +813,7 @@ def load(name, root=None, tokenizer=None, like=None):
         prepare(name, root, like=like)
     try:
         meta = json.loads(read_file(path))
-        check(meta)
+        check_meta(meta)
         train, val = (mapped(folder, meta, side) for side in SIDES)
         if 'test' in meta:
             mapped(folder, meta, 'test')                        # checks that it is not broken, either
@@ -820,8 +821,9 @@ def load(name, root=None, tokenizer=None, like=None):
         remedy = 'prepare it anew' if folder == name else f'delete {folder} to have it made anew'
         raise ValueError(f'{path} or its .bin files are broken ({type(e).__name__}: {e}); {remedy}') from None
     if like and not same_tokens(meta, {**meta, **like}):
-        raise ValueError(f'--data={name}: not in the tokens wanted ({described(like)}), but in others '
-                         f'({described(meta)}); make it anew with data/prepare.py, or give the text itself')
+        raise ValueError(f'--data={name}: not in the tokens wanted ({describe_tokens(like)}), but in others '
+                         f'({describe_tokens(meta)}); make it anew with data/prepare.py, or give the text '
+                         'itself')
     if 'json' in meta:
         subwords(meta['json'])                                  # may fail, so before training
     return train, val, meta
@@ -863,7 +865,7 @@ def check_tokens(meta):
         raise ValueError(f'vocab_size {vocab} is not the number of chars, or these are no texts')
 
 
-def check(meta):
+def check_meta(meta):
     """ValueError, KeyError or TypeError if a meta.json is incomplete or contradicts itself."""
     check_tokens(meta)
     vocab = meta['vocab_size']
@@ -922,7 +924,7 @@ def same_tokens(a, b):
     return all(a.get(key) == b.get(key) for key in TOKEN_KEYS)
 
 
-def described(meta):
+def describe_tokens(meta):
     """For messages: the tokens of a meta, in words."""
     return ', '.join(f'{key} {meta[key]}' for key in TOKEN_KEYS if key in meta and key not in TABLES)
 
@@ -1014,10 +1016,10 @@ def main(argv):
         name += f'-{args.length}'
     if args.patch:
         name += f'-patch{args.patch}'
-    if name != args.name and not find(name):
+    if name != args.name and not find_set(name):
         raise ValueError(f'there is no set {name}; --length is for {sets_with("length")}, --patch for '
                          f'{sets_with("patch")}; both are whole numbers from 1')
-    if find(name) or not os.path.isdir(name):
+    if find_set(name) or not os.path.isdir(name):
         prepare(name, None, args.tokenizer, args.url, args.file)
     train, val, meta = load(name, tokenizer=args.tokenizer)
     unit = 'tokens'

@@ -10,7 +10,7 @@ validation side, and maybe a test side. Pictures are rows of numbers. The target
 those of pairs are texts, the translations.
 
 SETS lists these sets and their files. prepare.py adds the plain texts, downloads the files, tokenizes texts
-and writes what `packed` returns. This file imports nothing of ours.
+and writes what `to_rows` returns. This file imports nothing of ours.
 """
 import collections
 import contextlib
@@ -325,15 +325,15 @@ def idx(*paths):
         paths = paths[2:]
     sides = []
     for images, labels in zip(paths[::2], paths[1::2]):
-        x = numbers(images, [28, 28])
-        y = numbers(labels, [])
+        x = idx_items(images, [28, 28])
+        y = idx_items(labels, [])
         sides.append(matched(x, images, y, labels))
     if len(sides) == 1:
         sides = [(x[:-3000], y[:-3000]), (x[-3000:], y[-3000:])]
     return sides
 
 
-def numbers(path, shape):
+def idx_items(path, shape):
     """The items of an idx file, each of `shape`, as rows. The format: bytes 0, 0, 8 and the number of axes;
     the length of each axis in 4 bytes; the numbers, one byte each (http://yann.lecun.com/exdb/mnist)."""
     data = content(path)
@@ -354,7 +354,7 @@ def numbers(path, shape):
 
 # ---- sentences ---------------------------------------------------------------------------------------------
 
-def parsed(data, name, form, encoding='utf-8'):
+def labelled_texts(data, name, form, encoding='utf-8'):
     """The lines in data -> texts, labels. Only ASCII line ends end a line. form: a regular expression, and
     what it means in words. Its groups are a label and a text, or only a text. name: of the file"""
     pattern, words = form
@@ -387,20 +387,20 @@ def lines(path, form=TABS, encoding='utf-8'):
     """Labelled lines: your own, or those of `polarity`. That set has 10,662 sentences of film reviews, 0:
     bad, 1: good (Pang and Lee 2005, arXiv:cs/0506075). They are in lower case, with spaces around
     punctuation, in Windows code page 1252. Every tenth line validates."""
-    return every_tenth(*parsed(content(path), path, form, encoding))
+    return every_tenth(*labelled_texts(content(path), path, form, encoding))
 
 
 def trec(*paths):
     """5,452 questions, each asking for one of six kinds of things (Li and Roth 2002). The 500 published test
     questions validate. The files are in Latin-1; code page 1252 extends it."""
-    return [parsed(content(path), path, BLANKS, 'cp1252') for path in paths]
+    return [labelled_texts(content(path), path, BLANKS, 'cp1252') for path in paths]
 
 
 def cola(path):
     """8,551 sentences, 1: acceptable English, 0: not (Warstadt et al. 2018, arXiv:1805.12471). Reads the zip,
     or a folder with the files of raw/. 1,043 sentences validate: both dev files, as in GLUE."""
     contents = named(path, 'in_domain_train.tsv', 'in_domain_dev.tsv', 'out_of_domain_dev.tsv', folder='raw')
-    train, near, far = [parsed(data, name, COLA) for name, data in contents.items()]
+    train, near, far = [labelled_texts(data, name, COLA) for name, data in contents.items()]
     val = [a + b for a, b in zip(near, far)]            # texts, labels
     return train, val
 
@@ -409,8 +409,8 @@ def cola(path):
 
 def aligned(path, other):
     """The sentences of a file, and their translations from another file, line by line."""
-    sources, _ = parsed(content(path), path, LINE)
-    texts, _ = parsed(content(other), other, LINE)
+    sources, _ = labelled_texts(content(path), path, LINE)
+    texts, _ = labelled_texts(content(other), other, LINE)
     return matched(sources, path, texts, other)
 
 
@@ -494,7 +494,7 @@ def matched(inputs, path, targets, other):
 
 # ---- rows in the format of the .bin files: inputs, then targets --------------------------------------------
 
-def generate(row, meta, texts=None):
+def generate_rows(row, meta, texts=None):
     """Draw the rows of a task, always the same ones -> both sides. row: an entry of SETS. texts: the bytes of
     both sides, if rows are made from a text. meta gets the entries about tokens."""
     from tqdm import tqdm
@@ -524,7 +524,7 @@ def generate(row, meta, texts=None):
     return sides
 
 
-def packed(sides, row, meta):
+def to_rows(sides, row, meta):
     """Sides of tokens -> arrays (N, 2, meta['row']) in the format of the .bin files: inputs, filled up with
     pad, and targets. row: an entry of SETS. meta gets the missing entries about rows."""
     meta.setdefault('vocab_size', 256)                          # pictures; all others have one already

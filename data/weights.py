@@ -9,7 +9,7 @@
     to_folder('out/export', tensors, config, data)      # and back
 
 All weights are safetensors: a JSON header, then raw numbers. Nothing is pickled, so a file cannot run code.
-Files are written completely or not at all (`prepare.whole`). This file builds no nn.Module: model.py does
+Files are written completely or not at all (`prepare.atomic`). This file builds no nn.Module: model.py does
 that, from a config, a dict of the fields of model.Config.
 
 BERT and ViT are encoders. We read their classifier head, if the folder has one (ForSequenceClassification or
@@ -39,7 +39,7 @@ from data import prepare
 def write_safetensors(path, tensors, notes):
     """Write a safetensors file, which replaces the old one in one step. notes: strings for its header"""
     tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-    with prepare.whole(path) as temp:
+    with prepare.atomic(path) as temp:
         try:
             save_file(tensors, temp, notes)
         except SafetensorError as e:
