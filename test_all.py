@@ -1489,10 +1489,10 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         'far --lengths=70 --init=ROPE --beside=TALKER': 'are not those of',
         'far --lengths=70 --init=LEARNED': '16 positions'},
     prepare: {
-        'mnist --length=9': 'no set mnist-9; --length is for .*facts, .*--patch for mnist',
-        'mnist --patch=5': 'patches of 5 x 5', 'listops-63': '64 to 8,192',
+        'mnist-9': "no data set or file 'mnist-9'", 'mnist-patch5': 'patches of 5 x 5',
+        'listops-63': '64 to 8,192',
         'mnist --file=WORDS': 'is no folder; mnist is made from train-images',
-        'recall --tokenizer=byte': 'can be ids', 'WORDS --url=x': 'mean nothing',
+        'recall --tokenizer=byte': 'can be ids', 'WORDS --file=x': 'means nothing',
         'facts-127 --file=WORDS': '128 or more', 'facts-128 --file=FEW_WORDS': '4 different words',
         'no.txt': "no data set or file 'no.txt'", 'WORDS:no.de': "no data set or file 'no.de'",
         'WORDS --tokeniser=byte': 'unrecognized'}}

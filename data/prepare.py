@@ -2,12 +2,12 @@
 
     python data/prepare.py stdlib                        # the default set; takes 1 s, no download
     python data/prepare.py shakespeare                   # 1.1 MB to download
-    python data/prepare.py wikitext2 --tokenizer=byte    # also --url=MIRROR and --file=LOCAL_COPY
+    python data/prepare.py wikitext2 --tokenizer=byte    # also --file=LOCAL_COPY, without a download
     python data/prepare.py notes.txt --tokenizer=char    # any UTF-8 text of your own
     python data/prepare.py novels.txt --tokenizer=bpe:4096      # 4,096 subwords, learned from this text
-    python data/prepare.py listops --length=2048         # longer rows: train.py --data=listops-2048
+    python data/prepare.py listops-2048                  # longer rows; of sentences and pairs: cut off later
     python data/prepare.py facts --file=notes.txt        # the text around the facts; default: stdlib
-    python data/prepare.py mnist --patch=7               # squares of 7 x 7 pixels: --data=mnist-patch7
+    python data/prepare.py mnist-patch7                  # squares of 7 x 7 pixels
     python data/prepare.py mine.tsv                      # your own lines: a label from 0, a tab, a text
     python data/prepare.py a.en:a.de                     # sentences, and their translations line by line
 
@@ -30,12 +30,13 @@ may also have
     patch     p: the tokens are numbers 0..255, and p neighbouring ones are one input, x / 255
 
 Labelled texts are in bytes, or in the tokens of --tokenizer; pad is one more token. If a set has no published
-validation side, every tenth line validates. Texts are cut off after 1,024 tokens (or --length).
+validation side, every tenth line validates. Texts are cut off after 1,024 tokens (trec-64: after 64).
 
 Pairs, for translation, are in bpe:4096, learned from both languages, or in the tokens of --tokenizer. The
 first `source` tokens of a row are a sentence. The others are read by the decoder: a pad token to start with,
-then the translation. Both parts are filled up with pad, and cut off after 256 tokens (or --length). The
-targets are the tokens of the translation, then one pad that marks the end. Rows keep the order of the lines.
+then the translation. Both parts are filled up with pad, and cut off after 256 tokens (multi30k-64: after 64).
+The targets are the tokens of the translation, then one pad that marks the end. Rows keep the order of the
+lines.
 """
 import argparse
 import contextlib
@@ -131,12 +132,6 @@ DATASETS = {    # files: name and sha256, or None if unknown; urls: folders to t
                  f'{HUB}/datasets/mattdangerw/wikitext-103-raw/resolve/main']},
     **tasks.SETS,
 }
-FLAGS = {
-    '--tokenizer': OF_TEXTS,
-    '--length': 'most tokens per row, or per part of a pair; makes a set of its own: listops-2048',
-    '--patch': 'side of the square patches of a picture; makes a set of its own: mnist-patch7',
-    '--url': 'download from this mirror; for several files, give their folder',
-    '--file': 'use this local copy, no download; for several files, give their folder'}
 OWN = {     # your own files; a folder's name begins with its kind, so kinds never collide
     'text': {'help': 'a text of your own', 'tokenizer': 'byte', 'make': local_text},
     'lines': {**tasks.SENTENCES, 'help': 'labelled lines of your own', 'make': tasks.lines},
@@ -163,11 +158,6 @@ def find_set(name):
         raise ValueError(f'{name}: patches of {n} x {n} pixels do not divide pictures of {row["side"]} x '
                          f'{row["side"]}; take a divisor of {row["side"]}')
     return {**row, 'base': base, key: n}                        # base: the set whose folder has the files
-
-
-def sets_with(key):
-    """For messages: the names of the sets whose entries have this key."""
-    return ', '.join(name for name, row in DATASETS.items() if key in row)
 
 
 def files_of(name):
@@ -530,7 +520,7 @@ def endpoint():
     return (os.environ.get('HF_ENDPOINT') or HUB).rstrip('/')
 
 
-def fetch(name, root=None, url=None, file=None):
+def fetch(name, root=None, file=None):
     """The paths of the files that a set is made from, or a folder in place of an archive. They are --file
     itself, or lie in it, or lie in the set's folder (also if put there by hand); else they are downloaded."""
     row = find_set(name)
@@ -544,8 +534,6 @@ def fetch(name, root=None, url=None, file=None):
     for base, sha256 in row['files'].items():
         path = file or os.path.join(folder, base)
         links = [f'{site}/{base}'.replace(HUB, endpoint()) for site in row['urls']]
-        if url:
-            links = [f'{url}/{base}' if several else url]
         if not file and not os.path.exists(path):
             download(links, path, sha256=sha256)
         wrong = flaw(path, sha256=sha256)
@@ -609,7 +597,7 @@ def short_hash(data):
     return hashlib.sha256(data).hexdigest()[:8]
 
 
-def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
+def prepare(name, root=None, tokenizer=None, file=None, like=None):
     """Make a data set, even if it exists -> its folder. Either `tokenizer` names the tokens, and the set goes
     to the usual folder, or `like` is a meta that describes them. meta.json is written last: without it, a set
     is unfinished."""
@@ -624,8 +612,8 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
         possible = kind == choices
     if not possible:
         raise ValueError(f'{name}: its tokens can be {choices}, not {kind}{remedy(wish)}')
-    if (url and 'files' not in row) or (file and not {'files', 'text'} & set(row)):
-        raise ValueError(f'--url and --file mean nothing for {name}: it is not fetched')
+    if file and not {'files', 'text'} & set(row):
+        raise ValueError(f'--file means nothing for {name}: it is not fetched')
     folder = place(name, root, wish)
     if find_set(name) and not like:
         folder = place(name, root)
@@ -635,7 +623,7 @@ def prepare(name, root=None, tokenizer=None, url=None, file=None, like=None):
         meta['name'] = os.path.basename(folder)
         paths = files_of(name)
         if 'files' in row:
-            paths = fetch(name, root, url, file)
+            paths = fetch(name, root, file)
         if 'text' in row:
             texts = local_text(file) if file else stdlib(None)
             sides = tasks.generate_rows(row, meta, texts)
@@ -1006,22 +994,14 @@ def main(argv):
     sets = [f'{name}: {row["help"]} ({row["tokenizer"]})' for name, row in DATASETS.items()]
     parser = argparse.ArgumentParser(description='Make a data set for train.py.', allow_abbrev=False)
     parser.error = error
-    parser.add_argument('name', help='a UTF-8 text file, two files of parallel lines (a.en:a.de), '
-                        f'or one of {"; ".join(sets)}')
-    for flag, about in FLAGS.items():
-        parser.add_argument(flag, help=about)
+    parser.add_argument('name', help='a UTF-8 text file, two files of parallel lines (a.en:a.de), or one of '
+                        f'{"; ".join(sets)}; listops-2048: in rows of 2,048, mnist-patch7: in patches of 7 x 7')
+    parser.add_argument('--tokenizer', help=OF_TEXTS)
+    parser.add_argument('--file', help='use this local copy, no download; for several files, give their folder')
     args = parser.parse_args(argv)
-    name = args.name
-    if args.length:
-        name += f'-{args.length}'
-    if args.patch:
-        name += f'-patch{args.patch}'
-    if name != args.name and not find_set(name):
-        raise ValueError(f'there is no set {name}; --length is for {sets_with("length")}, --patch for '
-                         f'{sets_with("patch")}; both are whole numbers from 1')
-    if find_set(name) or not os.path.isdir(name):
-        prepare(name, None, args.tokenizer, args.url, args.file)
-    train, val, meta = load(name, tokenizer=args.tokenizer)
+    if find_set(args.name) or not os.path.isdir(args.name):
+        prepare(args.name, None, args.tokenizer, args.file)
+    train, val, meta = load(args.name, tokenizer=args.tokenizer)
     unit = 'tokens'
     n = 1
     if 'row' in meta:

@@ -231,7 +231,7 @@ def listops(rows, rng, vocab, training, length=512):
     arXiv:2011.04006): `[MAX 4 [MIN 2 3 ] 1 0 ]` is 4, and the answer is one of ten classes.
 
     Rows are drawn as in the arena, but have length/4 to length tokens. Theirs have 500 to 2,000, which is
-    --length=2000. The arena validates on 2,000 rows and tests on 2,000 others. Here 12,000 validate: tune on
+    listops-2000. The arena validates on 2,000 rows and tests on 2,000 others. Here 12,000 validate: tune on
     the first 2,000, and report on the last 10,000. The arena also removes duplicates, but rows this long have
     none.
     """
