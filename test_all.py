@@ -2012,8 +2012,8 @@ def test_listops_answers_are_those_of_its_text(tmp_path, monkeypatch):
         assert prepare.encode(text, meta) == row[:n].tolist() and 16 <= n <= 64
         assert answered(text) == target[n - 1] and (np.delete(target, n - 1) == meta['ignore']).all()
     assert meta['row'] == 64 and rows_of('listops-64', tmp_path)[1] == meta                  # and sha256
-    for name, why in ('group:Q8', 'no such group.* Z2, S3, A5'), ('group:S3-99999', 'at most 1,342'):
-        with pytest.raises(ValueError, match=f'{name}: .*{why}'):
+    for name, why in ('group:Q8', "no .*'group'.* group:Z2, group:S3, group:A5"), ('group:S3-99999', 'at most 1,342'):
+        with pytest.raises(ValueError, match=why):
             prepare.prepare(name, str(tmp_path))
 
 @pytest.fixture(scope='session')
@@ -2157,8 +2157,7 @@ def test_a_damaged_file_is_refused_in_a_line_and_what_was_there_stays(name, file
 
 @pytest.mark.parametrize('name, base', [('cola', COLA_ZIP), ('multi30k', 'train.de.gz')])
 def test_what_unpacks_without_end_or_is_a_pipe_is_refused(name, base, published, monkeypatch, capsys):
-    """All files of a zip count together, each .gz alone."""
-    size = sum(map(len, COLA.values()))
+    size = max(map(len, COLA.values()))
     if name == 'multi30k':
         size = max(len(gzip.decompress(data)) for data in PUBLISHED[name].values())
     name, flags = published(name)
@@ -2246,7 +2245,7 @@ def test_shorter_rows_are_made_from_the_files_in_the_folder_of_a_set(published, 
     *_, meta = prepare.load('multi30k-16', str(tmp_path), 'byte')
     assert meta['source'] == 16 and meta['row'] == 32
     (folder / 'val.de.gz').write_bytes((folder / 'val.en.gz').read_bytes())
-    with pytest.raises(ValueError, match='val.de.gz is not the file of multi30k: sha256 is'):
+    with pytest.raises(ValueError, match='val.de.gz, which is not the file of multi30k: sha256 is'):
         prepare.load('multi30k', str(tmp_path), 'byte')
     (tmp_path / 'multi30k-16-byte' / 'test.bin').unlink()
     with pytest.raises(ValueError, match='test.bin'):

@@ -44,7 +44,6 @@ import ctypes
 import functools
 import hashlib
 import io
-import itertools
 import json
 import math
 import os
@@ -167,16 +166,15 @@ def files_of(name):
 
 def row_of(name, like=None):
     """The entry of a data set in DATASETS or, for your own files, in OWN. like: as for `place`"""
+    row = find_set(name)
+    if row:
+        return row
     kind = 'lines' if name.endswith('.tsv') else 'text'
     if len(files_of(name)) == 2:
         kind = 'pairs'
         if like and 'vocab_size' in like and 'source' not in like:      # a model that knows no pairs
             kind = 'joined'
-    row = find_set(name)
-    if name.startswith('group:') and not row:
-        raise ValueError(f'{name}: no such group; there are {", ".join(tasks.GROUPS)}, and with rows of '
-                         'another length group:S3-256')
-    return row or {'own': kind, **OWN[kind]}
+    return {'own': kind, **OWN[kind]}
 
 
 # ---- tokenizers --------------------------------------------------------------------------------------------
@@ -222,8 +220,9 @@ def growth(step):
     times = {'ByteLevel': 2}.get(step.get('type'), 1)
     for text in step.get('content', ''), 'x' + step.get('prepend', ''):
         times *= max(1, len(text))
-    for part in itertools.chain(*(step.get(name) or [] for name in ('normalizers', 'decoders'))):
-        times *= growth(part)
+    for name in 'normalizers', 'decoders':
+        for part in step.get(name) or []:
+            times *= growth(part)
     return times
 
 
@@ -326,12 +325,10 @@ def begun(tokens, meta):
     """The tokens of a prompt, made into the beginning of a text: with BOS, if tokenizer.json puts it there.
     An empty prompt becomes a line end or, if the set has none, token 0."""
     tokens = ends(meta)[0] + tokens
-    if tokens:
-        return tokens
-    try:
-        return encode('\n', meta)[:1] or [0]
-    except ValueError:
-        return [0]
+    if not tokens:
+        with contextlib.suppress(ValueError):
+            tokens = encode('\n', meta)[:1]
+    return tokens or [0]
 
 
 def source_rows(texts, meta):
@@ -458,15 +455,15 @@ def write_json(path, content):
     write_file(path, [json.dumps(content, indent=1).encode()])
 
 
-def flaw(path, size=None, sha256=None):
-    """What is wrong with a file, in words; None if nothing is. size, sha256: expected; None: not known."""
+def check_file(path, name, size=None, sha256=None):
+    """ValueError, which begins with `name`, if a file has not this size and sha256. None: not known"""
     length = os.path.getsize(path)
     if size and length != size:
-        return f'{length:,} bytes, not {size:,}'
+        raise ValueError(f'{name}: {length:,} bytes, not {size:,}')
     if sha256:
         digest = hashlib.sha256(np.memmap(path, mode='r')).hexdigest()      # mapped: files may be gigabytes
         if digest != sha256:
-            return f'sha256 is {digest}, not {sha256}'
+            raise ValueError(f'{name}: sha256 is {digest}, not {sha256}')
 
 
 TIMEOUT = 10, 30        # seconds that requests waits for a connection, and for the next bytes
@@ -484,9 +481,7 @@ def download(links, path, size=None, sha256=None, headers=None, look=None):
             try:
                 with atomic(path) as temp:
                     receive(link, temp, headers)
-                    wrong = flaw(temp, size, sha256)
-                    if wrong:
-                        raise ValueError(f'{link}: {wrong}')
+                    check_file(temp, link, size, sha256)
                     if look:
                         look(temp, link)
                 return
@@ -536,9 +531,7 @@ def fetch(name, root=None, file=None):
         links = [f'{site}/{base}'.replace(HUB, endpoint()) for site in row['urls']]
         if not file and not os.path.exists(path):
             download(links, path, sha256=sha256)
-        wrong = flaw(path, sha256=sha256)
-        if wrong:
-            raise ValueError(f'{path} is not the file of {name}: {wrong}; delete it, or replace it')
+        check_file(path, f'delete or replace {path}, which is not the file of {name}', sha256=sha256)
         paths.append(path)
     return paths
 
@@ -862,13 +855,11 @@ def check_meta(meta):
     sides = [meta[side] for side in SIDES]
     if 'test' in meta:
         sides.append(meta['test'])
-    for side in sides:
-        counts = {'tokens': side['tokens']}
-        if 'row' not in meta:
-            counts['bytes'] = side['bytes']
-        for key, count in counts.items():
-            if type(count) is not int or count < 1:
-                raise ValueError(f'{key} of a side is {count!r}, expected a whole number from 1')
+    counted = ['tokens'] if 'row' in meta else ['tokens', 'bytes']
+    for key in counted:
+        for side in sides:
+            if type(side[key]) is not int or side[key] < 1:
+                raise ValueError(f'{key} of a side is {side[key]!r}, expected a whole number from 1')
     of_rows = {'ignore', 'pad', 'classes', 'source', 'patch'} & meta.keys()
     if of_rows and 'row' not in meta:
         raise ValueError(f'{min(of_rows)} is there, but row is missing')
@@ -883,9 +874,7 @@ def mapped(folder, meta, side):
     """A memory map of the tokens of one side. Checksum and token ranges are verified here."""
     path = os.path.join(folder, side + '.bin')
     dtype = np.dtype(meta['dtype'])
-    wrong = flaw(path, meta[side]['tokens'] * dtype.itemsize, meta[side]['sha256'])
-    if wrong:
-        raise ValueError(f'{path}: {wrong}')
+    check_file(path, path, meta[side]['tokens'] * dtype.itemsize, meta[side]['sha256'])
     inputs = data = np.memmap(path, dtype, 'r')
     vocab = meta['vocab_size']
     if 'row' in meta:

@@ -450,15 +450,15 @@ def content(path):
     with readable(path):
         if path.endswith('.gz'):
             with gzip.open(path) as f:
-                return limited(f, path, 0)
+                return limited(f, path)
         with open(path, 'rb') as f:
             return f.read()
 
 
-def limited(f, path, before):
-    """The bytes of an unpacked file. ValueError if they and those `before` are more than UNPACKED."""
-    data = f.read(UNPACKED + 1 - before)
-    if before + len(data) > UNPACKED:
+def limited(f, path):
+    """The bytes of an unpacked file. ValueError if they are more than UNPACKED."""
+    data = f.read(UNPACKED + 1)
+    if len(data) > UNPACKED:
         raise ValueError(f'{path} unpacks to more than {UNPACKED:,} bytes, which no set here does; if it is '
                          'to, unpack it yourself')
     return data
@@ -470,14 +470,12 @@ def named(path, *names, folder=''):
     if os.path.isdir(path):
         return {name: content(os.path.join(path, name)) for name in names}
     contents = {}
-    total = 0
     with readable(path), zipfile.ZipFile(path) as packed:
         for member in packed.namelist():
             inside, _, name = member.rpartition('/')
             if name in names and (not inside or inside.endswith(folder)):
                 with packed.open(member) as f:
-                    contents[name] = limited(f, path, total)
-                total += len(contents[name])
+                    contents[name] = limited(f, path)
     for name in names:
         if name not in contents:
             raise ValueError(f'{path} has no {name}')
