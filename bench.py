@@ -856,11 +856,6 @@ def cache(args, suite):
     sizes = args.lengths or sorted({T // n for n in chosen(args, (32, 16, 8, 4, 1), SHARES)} - {0})
     cells = [('softmax', T, {})]                    # form, cached tokens, flags
     cells += [(rule, size, {'rule': rule}) for size in sizes for rule in POLICIES]
-    if args.overflow:
-        over = {'overflow': args.overflow}
-        cells.append((f'{args.overflow} alone', 0, {'rule': 'window', **over}))
-        cells += [(f'{rule} + {args.overflow}', size, {'rule': rule, **over})
-                  for size in sizes for rule in ('window', 'sink')]
     full = None
     for form, size, flags in cells:
         model = with_cache(path, teacher, cache=size, **flags) if flags else teacher
@@ -905,24 +900,16 @@ def far(args, suite):
 
 
 def kind_of_token(token, data):
-    """The kind of a token, by its first character. For tokens that may be words, we guess the part of speech
-    from a list of common words and from the ending."""
+    """The kind of a token: a possessive ending, or the kind of its first character."""
     alone = prepare.decode([token], data)
     text = prepare.decode([token, token], data)[len(alone):]     # some decoders drop the first word's space
     word = text.strip(' ')
-    of_words = data['tokenizer'] not in ('byte', 'char')
-    begins = word != text or not word[:1].islower()             # otherwise it continues a word
-    if of_words and begins and len(text) > 1:
-        for kind, words in SPEECH.items():
-            if word.lower() in words.split():
-                return kind
+    if word.lower() in ("'s", '\u2019s'):
+        return "possessive 's"
     for kind, characters in KINDS.items():
         if word and word[0] in characters:
             return kind
-    for ending in ENDINGS:
-        if of_words and word.endswith(ending):
-            return f'-{ending}'
-    return 'rest' if begins or not of_words else 'piece of a word'
+    return 'rest'
 
 
 def watch(model, x):
@@ -1207,9 +1194,6 @@ def next_token(args, suite):
                 cells.append(({'form': form, 'part': level, 'T': T, 'state bytes': size}, step))
             for row, _, took in timed(cells, args.device, 0.3, 30):         # the lengths take turns
                 yield {**row, 'us a token': 1e6 * took}
-    S = torch.randn(args.batch, args.heads, args.head_dim, args.head_dim, device=args.device)
-    [copy] = seconds([partial(torch.empty_like(S).copy_, S)], args.device, 0.3, 30)
-    args.remarks['microseconds of a copy of the S of a layer'] = round(1e6 * copy, 1)
 
 
 @torch.inference_mode()
@@ -1238,8 +1222,6 @@ def throughput(args, suite):
 
 
 # ---- suite translate: BLEU of the runs ---------------------------------------------------------------------
-
-
 def bleu_metric():
     """BLEU of sacrebleu, Post 2018, arXiv:1804.08771. ValueError if it is not installed."""
     try:
@@ -1277,8 +1259,6 @@ def translators(args, suite):
     return runs(args, suite)
 
 
-
-
 def every(args, suite):
     """Run every suite. If one cannot run here, print why and go on with the next."""
     left_out = []
@@ -1303,21 +1283,8 @@ CEILING = 'of ceiling: how long its products take at the speed of one large prod
 TO_600 = 20, 40, 60, 80, 100, 120, 140, 160, 200, 240, 260, 300, 340, 360, 400, 500, 600
 TO_200 = 20, 40, 60, 80, 100, 120, 140, 160, 180, 200
 SHARES = 64, 32, 16, 8, 4, 2, 1         # the cache is 1 / this of a row
-KINDS = {               # kinds of tokens, by the first character
-    'newline': '\n', 'punctuation': string.punctuation, 'capital': string.ascii_uppercase,
-    'digit': string.digits}
-SPEECH = {              # kinds of whole words and of the possessive ending
-    "possessive 's": "'s \u2019s", 'article': 'a an the',
-    'preposition': 'about above across after against along among around at before behind below beneath '
-                   'beside between beyond by down during for from in into near of off on onto out over past '
-                   'since through to toward towards under until up upon with within without',
-    'pronoun': 'he her hers him his i it its me mine my our ours she that their theirs them these they this '
-               'those us we what which who whom whose you your yours himself herself itself myself '
-               'themselves',
-    'conjunction': 'although and as because but if nor or so than though unless when where whether while yet',
-    'auxiliary verb': 'am are be been being can could did do does had has have is may might must shall '
-                      'should was were will would'}
-ENDINGS = 'ing', 'ed', 'ly'             # of other words; also tokens that end a split word
+KINDS = {'newline': '\n', 'punctuation': string.punctuation, 'capital': string.ascii_uppercase,
+         'digit': string.digits}        # of tokens, by the first character
 
 ASSOCIATIONS = (
     Panel('S', 'ours', '1/2 |v - answer|^2; hollow: the paper'),
@@ -1618,7 +1585,7 @@ ROWS = [
         paper={'hedgehog': 94.6, 't2r': 81, 'decay': 99}),
     Suite(
         'cache', 'perplexity of a softmax model with few cached tokens, no training', cache,
-        'init data lengths overflow',
+        'init data lengths',
         panels=(Panel('rows', 'perplexity', 'a softmax model as an RNN, no training'),),
         source='Oren 2024, table 3: LLaMA-2-7B on PG-19, at the same share of its 4,096 rows',
         paper={'window': over(SHARES, 4812.27, 4025.01, 3275.58, 2184.62, 1001.29, 240.17, 7.16),
@@ -1692,8 +1659,6 @@ class Args:
     init: str = flag('', f'{of("init")}: a softmax model; default: out/ckpt.safetensors; glue '
                      'and vit train one')
     data: str = flag('', f'{of("data")}: a set of the suite, or a text; default: depends on the suite')
-    overflow: str = flag('', f'{of("overflow")}: also put evicted tokens into fast weights, such as '
-                             'sum:hedgehog; compare at equal bytes of state')
     beside: str = flag('', f'{of("beside")}: models of other rules on the same data, separated by '
                            'commas: out/delta/ckpt.safetensors')
     budget: int = flag(74, f'{of("budget")}: memory for all states, in MB', low=1)
