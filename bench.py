@@ -59,9 +59,12 @@ class Panel(NamedTuple):
 
     def shown(self, table):
         """The rows of a table that it shows, without missing values, and without x = 0 on a log axis."""
-        unseen = (None, 0) if self.x in LOGARITHMIC else (None,)
-        shown = [row for row in table if row.get('part', '') == self.part and row.get(self.y) is not None]
-        return [row for row in shown if row.get(self.x) not in unseen]
+        rows = [row for row in table if row.get('part', '') == self.part]
+        for name in self.x, self.y:
+            rows = [row for row in rows if row.get(name) is not None]
+        if self.x in LOGARITHMIC:
+            rows = [row for row in rows if row[self.x] != 0]
+        return rows
 
 
 class Way(NamedTuple):
@@ -114,20 +117,23 @@ def seconds(calls, device, least=0.3, repeats=5):
     """The median time of each function in a list, after a warm-up. Each is called at least `repeats` times
     and for `least` seconds, but a slow one for at most ten times that. They take turns, so that a busy moment
     of the machine affects them all."""
-    times = [[] for _ in calls]
-    for call in calls:
+    def is_enough(taken):
+        if len(taken) < repeats:
+            return sum(taken) > 10 * least
+        return sum(taken) > least
+
+    for call in calls * 2:
         call()
-    unfinished = range(len(calls))
-    while unfinished:
-        for i in unfinished:
-            wait_for(device)
-            begin = time.perf_counter()
-            calls[i]()
-            wait_for(device)
-            times[i].append(time.perf_counter() - begin)
-        few = [i for i, t in enumerate(times) if len(t) <= repeats and sum(t) < 10 * least]
-        unfinished = [i for i, t in enumerate(times) if i in few or len(t) < 2 or sum(t) < least]
-    return [statistics.median(t[1:]) for t in times]
+    times = [[] for _ in calls]
+    while not all(map(is_enough, times)):
+        for call, taken in zip(calls, times):
+            if not is_enough(taken):
+                wait_for(device)
+                begin = time.perf_counter()
+                call()
+                wait_for(device)
+                taken.append(time.perf_counter() - begin)
+    return [statistics.median(taken) for taken in times]
 
 
 def timed(cells, device, least=0.3, repeats=5):
@@ -175,6 +181,11 @@ def only(args, table):
 
 
 # ---- reporting ---------------------------------------------------------------------------------------------
+def column(rows, name):
+    """What each row of a table, or each result, has under a name."""
+    return [row[name] for row in rows]
+
+
 FOR_THE_PICTURE = 'curve', 'query'          # parts of a table that are too long to print
 LOGARITHMIC = ('T', 'us a token', 'state bytes', 'ms', 'MB', 'rows', 'tokens/s', 'position', 'share',
                'step', 'tokens a row', 'KL to teacher', 'weight')        # columns with a log axis
@@ -216,11 +227,15 @@ def canvas(panels):
 
 def draw(args, suite, table):
     """Draw the suite's picture, if there is something to plot: its panels or, for commands, one per way."""
-    panels = suite.panels or [Panel('ours', 'form', way, way) for way in suite.ways]
+    panels = suite.panels
+    if not panels:
+        panels = [Panel('ours', 'form', way, way) for way in suite.ways]
     shown = [(panel, panel.shown(table)) for panel in panels if panel.shown(table)]
     if not shown:
         return
-    forms = dict.fromkeys(row['form'] for _, rows in shown for row in rows)
+    forms = {}                      # in order
+    for _, rows in shown:
+        forms |= dict.fromkeys(column(rows, 'form'))
     labels = {'ours': suite.figure, 'form': '', 'T': 'tokens'}
     if suite.figure in IN_PERCENT:
         labels['ours'] += ', %'
@@ -246,13 +261,13 @@ def draw_lines(axes, panel, rows, forms):
         axes.set_yscale('log')
     for form in forms:
         points = [row for row in rows if row['form'] == form]
-        x = [row[panel.x] for row in points]
+        x = column(points, panel.x)
         label = form if points else '_'                 # not in the legend
-        [line] = axes.plot(x, [row[panel.y] for row in points], marker='o', label=label, markersize=5)
+        [line] = axes.plot(x, column(points, panel.y), marker='o', label=label, markersize=5)
         if panel.x == 'S':
-            axes.plot(x, [row['paper'] for row in points], 'o', color=line.get_color(), fillstyle='none')
+            axes.plot(x, column(points, 'paper'), 'o', color=line.get_color(), fillstyle='none')
     axes.legend(loc='center left', bbox_to_anchor=(1, 0.5), fontsize=9, frameon=False)
-    ticks = sorted({row[panel.x] for row in rows})
+    ticks = sorted(set(column(rows, panel.x)))
     if panel.x in LOGARITHMIC and len(ticks) <= 8:
         axes.set_xticks(ticks, [f'{t:,}' for t in ticks])
         axes.set_xticks([], minor=True)
@@ -260,9 +275,9 @@ def draw_lines(axes, panel, rows, forms):
 
 def draw_ranges(axes, rows):
     """Plot a bar per form: the range over seeds, with a point at the median."""
-    forms = [row['form'] for row in rows]
-    axes.hlines(forms, [row['least'] for row in rows], [row['most'] for row in rows])
-    axes.plot([row['ours'] for row in rows], forms, 'o')
+    forms = column(rows, 'form')
+    axes.hlines(forms, column(rows, 'least'), column(rows, 'most'))
+    axes.plot(column(rows, 'ours'), forms, 'o')
     axes.tick_params(axis='y', labelsize=9)
     axes.invert_yaxis()
 
@@ -280,7 +295,8 @@ def code():
 
 def once(args, suite, form, run, **key):
     """-> the dict that run(out, **key) returns, with its minutes. It is kept in --out and reused as long as
-    code and key are the same. out: a folder for this run alone"""
+    code and key are the same. out: a folder for this run alone. The key gets the device, too"""
+    key['device'] = str(args.device)
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
     out = os.path.join(args.out, suite.name, re.sub('[^a-z0-9]+', '-', f'{form}-{digest}'))
     mark = {'code': code(), **key}
@@ -297,13 +313,13 @@ def once(args, suite, form, run, **key):
     return result
 
 
-def command(out, file, flags, seed, teacher):
-    """Run python FILE FLAGS --seed --out -> its results and, as `path`, its checkpoint. If it fails,
+def command(out, file, flags, seed, teacher, device):
+    """Run python FILE FLAGS --seed --device --out -> its results and, as `path`, its checkpoint. If it fails,
     ValueError with its last line."""
-    print(f'python {file} {flags} --seed={seed} --out={out}', file=sys.stderr, flush=True)
-    words = [*shlex.split(flags), f'--seed={seed}', f'--out={out}']
-    done = subprocess.run([sys.executable, os.path.join(HERE, file), *words], capture_output=True, text=True,
-                          check=False)
+    typed = f'{flags} --device={device} --seed={seed} --out={shlex.quote(out)}'
+    print(f'python {file} {typed}', file=sys.stderr, flush=True)
+    words = [sys.executable, os.path.join(HERE, file), *shlex.split(typed)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         error = done.stderr.strip() or 'stopped'
         raise ValueError(f'{file} {flags}: {error.splitlines()[-1]}')
@@ -316,13 +332,17 @@ def command(out, file, flags, seed, teacher):
 
 def in_percent(result):
     """The figures of a run, or a line of convert.json's table, with shares in %."""
-    return {name: 100 * x if name in IN_PERCENT and x is not None else x for name, x in result.items()}
+    result = dict(result)
+    for name in IN_PERCENT:
+        if result.get(name) is not None:
+            result[name] *= 100
+    return result
 
 
 def a_run(args, suite, form, file, flags, seed, teacher=''):
     """Run one command -> its results, and those of the suite's `from_checkpoint`. teacher: the digest of the
     model that it begins with, since the path may hold another model later"""
-    key = {'file': file, 'flags': f'{flags} --device={args.device}', 'seed': seed, 'teacher': teacher}
+    key = {'file': file, 'flags': flags, 'seed': seed, 'teacher': teacher}
     result = once(args, suite, form, command, **key)
     if suite.from_checkpoint:
         def more_results(*_, **same):
@@ -337,12 +357,13 @@ def trained(args, suite, form, flags, steps, seed):
     return a_run(args, suite, form, 'train.py', f'{flags} --steps={steps} --eval_every={steps}', seed)
 
 
-def converted(args, suite, form, source, flags, first, steps, seed, digest='', controls='false'):
+def converted(args, suite, form, source, flags, first, steps, seed, controls='false'):
     """Run convert.py on a model file, with `first` steps of stage 1 and `steps` of stage 2 -> its result.json
     and convert.json"""
     flags = (f'--from={shlex.quote(source)} {flags} --distil_steps={first} --steps={steps} '
              f'--eval_every={max(1, first + steps)} --controls={controls}')
-    return a_run(args, suite, form, 'convert.py', flags, seed, digest)
+    _, meta = load(source, 'cpu')
+    return a_run(args, suite, form, 'convert.py', flags, seed, meta.get('digest', ''))
 
 
 def a_line(args, suite, way, form, seed):
@@ -409,7 +430,7 @@ def of_seeds(args, suite, way, form):
 def over_seeds(results, key, *beside):
     """Columns of the table for the runs of a line: median and range of a figure, the minutes, and the medians
     of the keys `beside`, if the runs have them."""
-    values = [result[key] for result in results]
+    values = column(results, key)
     row = {'ours': statistics.median(values), 'least': min(values), 'most': max(values),
            'minutes': sum(result.get('minutes', 0) for result in results)}      # of controls, the run has them
     for name in beside:
@@ -418,7 +439,7 @@ def over_seeds(results, key, *beside):
     return row
 
 
-def a_row(suite, form, part, results):
+def a_row(suite, form, results, part=''):
     """A line of the table, made from its runs."""
     theirs = suite.paper.get(form)
     if isinstance(theirs, dict):
@@ -431,7 +452,7 @@ def runs(args, suite):
     for name, way in ways_of(args, suite).items():
         for form in dict.fromkeys(suite.always) | only(args, suite.lines):
             results = of_seeds(args, suite, way, form)
-            yield a_row(suite, form, name, results)
+            yield a_row(suite, form, results, name)
 
 
 def batches(val, data, many, count=None):
@@ -511,7 +532,8 @@ def over_widths(args, suite):
     [way] = ways_of(args, suite).values()
     for form, width in itertools.product(only(args, suite.lines), args.lengths):
         wide = way._replace(train=f'{way.train} --n_embd={width}')
-        yield {'width': width, **a_row(suite, form, '', of_seeds(args, suite, wide, form))}
+        results = of_seeds(args, suite, wide, form)
+        yield {'width': width, **a_row(suite, form, results)}
 
 
 def products(args, result):
@@ -535,8 +557,8 @@ def tracking(args, suite):
         rows = []
         for form in only(args, suite.lines):
             results = of_seeds(args, suite, way, form)
-            rows.append(a_row(suite, form, name, results))
-            for i, right in enumerate(zip(*[result['right'] for result in results])):
+            rows.append(a_row(suite, form, results, name))
+            for i, right in enumerate(zip(*column(results, 'right'))):
                 yield {'form': form, 'part': 'curve', 'length': i + 1, name: statistics.median(right)}
         diagonal = [row['ours'] for row in rows if row['form'] in ('sum', 'mamba2')]
         for row in rows:
@@ -646,8 +668,7 @@ def associative(args, suite):
     broken = {}
     args.remarks[f'first S above a loss of {GOOD}, here and in the paper'] = broken
     for form, (rule, phi, norm) in only(args, suite.lines).items():
-        key = {'rule': rule, 'phi': phi, 'norm': norm, 'replace': suite.name == 'update', 'most': args.steps,
-               'device': str(args.device)}
+        key = {'rule': rule, 'phi': phi, 'norm': norm, 'replace': suite.name == 'update', 'most': args.steps}
         theirs = suite.paper.get(form, {})
         fills = rule == 'delta' or suite.name == 'capacity'
         ours = {}
@@ -660,12 +681,19 @@ def associative(args, suite):
             ours[S] = row['ours']
             if ours[S] > OVERFULL and fills:
                 break
-        broken[form] = [next((S for S in losses if losses[S] > GOOD), None) for losses in (ours, theirs)]
+        broken[form] = [first_above_good(ours), first_above_good(theirs)]
+
+
+def first_above_good(losses):
+    """The first S whose loss is above GOOD; None if there is none."""
+    for S, loss in losses.items():
+        if loss > GOOD:
+            return S
 
 
 def curve(form, results):
     """Rows of a learning curve: the median over seeds, up to the shortest run."""
-    for points in zip(*[result['curve'] for result in results]):        # the points of one step, per seed
+    for points in zip(*column(results, 'curve')):               # the points of one step, per seed
         steps, losses = zip(*points)
         yield {'form': form, 'part': 'curve', 'step': steps[0], 'loss': statistics.median(losses)}
 
@@ -742,22 +770,24 @@ def convert(args, suite):
     args.remarks['in % of'] = path
     judged = 2000 if 'row' in data else 64          # a row of a task has few targets, or one
     steps = args.steps + max(1, round(3 * args.steps / 8))
-    anew = None                                     # the first result of all, which has the controls
+    controls = 'true'                               # of the first run alone: they cost as much as two lines
     for form, (line, stage_1) in only(args, suite.lines).items():
         flags = f'{line} --data={shlex.quote(args.data)} --eval_rows={judged}'
         first = round(stage_1 * steps)
         results = []
         for seed in seeds(args):
-            controls = 'false' if anew else 'true'  # only once: they cost as much as two lines
-            result = converted(args, suite, form, path, flags, first, steps - first, seed, meta.get('digest'),
-                               controls)
+            result = converted(args, suite, form, path, flags, first, steps - first, seed, controls)
             if result['recovered'] is None:
                 raise ValueError('the softmax model knows no answer: there is nothing to recover')
-            anew = anew or {**result, 'form': form}
+            if controls == 'true':
+                tuned = in_percent(result['tuned'])
+                anew = in_percent(result['table'][-1])
+                from_scratch = f'{form}, from scratch'
+            controls = 'false'
             results.append(result)
-        yield a_row(suite, form, '', results)
-    yield a_row(suite, 'teacher trained on', '', [in_percent(anew['tuned'])])
-    yield a_row(suite, f'{anew["form"]}, from scratch', '', [in_percent(anew['table'][-1])])
+        yield a_row(suite, form, results)
+    yield a_row(suite, 'teacher trained on', [tuned])
+    yield a_row(suite, from_scratch, [anew])
 
 
 # ---- suites monotone, transfer: maps that imitate that model's attention -----------------------------------
@@ -768,20 +798,22 @@ FIDELITY = 'order kept', 'entropy', 'KL to teacher'                         # in
 def monotone(args, suite):
     """Replace softmax in a trained model by other maps. Do weights grow with q.k, and how spiky are they? The
     learned maps are measured before and after distilling."""
-    path, model, meta = softmax_model(args)
+    path, model, _ = softmax_model(args)
     row = min(model.config.block_size, 256)
     flags = f'--recipe=hedgehog --row={row} --eval_rows=4 --data={shlex.quote(args.data)}'
     weights = {}
     for phi in only(args, suite.lines):
-        result = converted(args, suite, phi, path, f'{flags} --phi={phi}', args.steps, 0, args.seed,
-                           meta.get('digest'))
-        for stage in dict.fromkeys(layer['model'] for layer in result['layers']):
+        result = converted(args, suite, phi, path, f'{flags} --phi={phi}', args.steps, 0, args.seed)
+        for stage in dict.fromkeys(column(result['layers'], 'model')):
             form = phi if stage == 'swapped' else f'{phi}, {stage}'
             layers = [layer for layer in result['layers'] if layer['model'] == stage]
-            yield {'form': form} | {x: statistics.mean(layer[x] for layer in layers) for x in FIDELITY}
+            row = {'form': form}
+            for name in FIDELITY:
+                row[name] = statistics.mean(column(layers, name))
+            yield row
             weights[form] = result['query'][stage]
     weights['softmax'] = result['query']['softmax']
-    spiky = statistics.mean(layer['entropy of teacher'] for layer in layers)
+    spiky = statistics.mean(column(layers, 'entropy of teacher'))
     yield {'form': 'softmax', 'order kept': 1.0, 'entropy': spiky, 'KL to teacher': 0.0}
     for form in DRAWN:
         for score, weight in zip(result['query']['scores'], weights.get(form, [])):
@@ -834,7 +866,7 @@ def transfer(args, suite):
     for form, (flags, text) in only(args, suite.lines).items():
         flags = (f'--recipe=hedgehog {flags} --row={T} --batch_size=32 --eval_rows=4 '
                  f'--data={shlex.quote(learned_on[text])}')
-        result = converted(args, suite, form, path, flags, args.steps, 0, args.seed, meta.get('digest'))
+        result = converted(args, suite, form, path, flags, args.steps, 0, args.seed)
         models[form] = model_in(result['path'], args.device)
     for text, n in itertools.product(names, times):
         count = chosen(args, 2, 8) * max(times) // n            # equally many tokens at all lengths
@@ -957,9 +989,12 @@ def rows_left(state, at):
     """-> (B,): the share of four cached tokens that is still cached, over layers and heads. They are the
     tokens at (B,) and the next three, into which a convolution mixes it."""
     wanted = at[:, None, None, None] + torch.arange(4, device=at.device)
-    cached = [layer['mixer']['pos'].unsqueeze(3) for layer in state['layers']]
-    kept = [(pos == wanted).any(2) for pos in cached]           # (B, heads, 4) per layer
-    return torch.stack([each.float().mean((1, 2)) for each in kept]).mean(0)
+    shares = []
+    for layer in state['layers']:
+        pos = layer['mixer']['pos'].unsqueeze(3)                # (B, heads, rows, 1)
+        is_cached = (pos == wanted).any(2)                      # (B, heads, 4)
+        shares.append(is_cached.float().mean((1, 2)))
+    return torch.stack(shares).mean(0)
 
 
 @torch.inference_mode()
@@ -1004,11 +1039,10 @@ def answers(args, suite):
     by_distance = []
     for name, way in ways_of(args, suite).items():
         T = prepare.load(name)[2]['row']
-        paths = [a_line(args, suite, way, 'softmax', seed)['path'] for seed in seeds(args)]
+        paths = column(of_seeds(args, suite, way, 'softmax'), 'path')
         for form, one_in in cells:
-            results = [once(args, suite, form, answered, rule=form, one_in=one_in, task=name,
-                            count=chosen(args, 128, 256), path=path, device=str(args.device))
-                       for path in paths]
+            key = {'rule': form, 'one_in': one_in, 'task': name, 'count': chosen(args, 128, 256)}
+            results = [once(args, suite, form, answered, **key, path=path) for path in paths]
             yield {'form': form, 'part': name, 'share': 1 / one_in,
                    **over_seeds(results, suite.figure, 'left')}
             if 'quarter 0' in results[0] and one_in in (1, ONE_IN):
@@ -1037,8 +1071,10 @@ def inputs(kind, args, T):
         if name == 'write':
             x['write'] = random()
             x['erase'] = x['write']
+        elif kind == 'gated_delta':
+            x[name] = -0.1 * random(1)
         else:
-            x[name] = -0.1 * random(1 if kind == 'gated_delta' else args.head_dim)
+            x[name] = -0.1 * random(args.head_dim)
     return x
 
 
@@ -1075,7 +1111,8 @@ def over_lengths(args, suite):
     fails is reported, and left out from there on."""
     n = 8192 if args.device.type == 'cuda' else 1024
     a = torch.randn(n, n, device=args.device, dtype=args.dtype)
-    peak = 2 * n ** 3 / seconds([partial(torch.matmul, a, a)], args.device)[0]
+    [took] = seconds([partial(torch.matmul, a, a)], args.device)
+    peak = 2 * n ** 3 / took
     args.remarks['GFLOP/s in one large product'] = round(peak / 1e9)
     lines = dict(suite.lines)
     for T in args.lengths:
@@ -1205,20 +1242,19 @@ def throughput(args, suite):
         raise ValueError(f'--lengths={T}: 1/{max(paper)} of it is no row; take {max(paper)} or more')
     cells = []
     for form, share in [('softmax', 1)] + [('tova', share) for share in sorted(paper)]:
-        model = GPT(Config(rule=form, cache=T // share)).to(args.device, args.dtype).eval()
+        model = random_model(args.device, args.dtype, rule=form, cache=T // share)
         size = state_bytes(far_along(model, 1, T)[1])
         n = args.budget * MB // size
         if n == 0:
             raise ValueError(f'--budget={args.budget}: one text of {T:,} tokens needs {size / MB:.1f} MB')
-        row = {'form': form, 'rows': T // share, 'batch': n, 'bytes a sequence': size,
-               'paper, of full': paper[share] if form == 'tova' else None}
+        theirs = suite.paper.get(form, {}).get(share)
+        row = {'form': form, 'rows': T // share, 'batch': n, 'bytes a sequence': size, 'paper, of full': theirs}
         token, state = far_along(model, n, T)
         cells.append((row, partial(model, token, state)))
-    rows = [{**row, 'tokens/s': row['batch'] / took} for row, _, took in timed(cells, args.device, 1.0)]
-    for row in rows:                                # full: TOVA with all tokens cached
-        row['of softmax'] = row['tokens/s'] / rows[0]['tokens/s']
-        row['of full'] = row['tokens/s'] / rows[1]['tokens/s']
-    return rows
+    times = timed(cells, args.device, 1.0)
+    speeds = [row['batch'] / took for row, _, took in times]
+    for speed, (row, _, _) in zip(speeds, times):               # full: TOVA with all tokens cached
+        yield {**row, 'tokens/s': speed, 'of softmax': speed / speeds[0], 'of full': speed / speeds[1]}
 
 
 # ---- suite translate: BLEU of the runs ---------------------------------------------------------------------
@@ -1675,8 +1711,8 @@ def settings(argv):
         argv = argv[1:]
     if name not in SUITES:
         raise ValueError(f'{name}: no such suite, --help has a line on each; choose from {", ".join(SUITES)}')
-    about = [f'    python bench.py {suite.name:10} {suite.about}' for suite in ROWS]
-    given = parse(argv, '\n'.join([__doc__ or '', *about]), Args)[0]
+    about = '\n'.join(f'    python bench.py {suite.name:10} {suite.about}' for suite in ROWS)
+    [given] = parse(argv, f'{__doc__}\n{about}', Args)
     takes = f'{ALWAYS} {SUITES[name].flags}'
     for flag_name in given:
         if flag_name not in takes.split():
