@@ -1,8 +1,8 @@
 """Run measurements on this machine. A suite is an entry of SUITES, at the end of this file. It prints a
 table and writes out/bench/SUITE.csv and, if there is something to plot, SUITE.png.
 
-    python bench.py                    decode --quick: what the next token costs
-    python bench.py all --quick        every suite, most in one or two minutes; --full takes hours
+    python bench.py                    decode: what the next token costs
+    python bench.py all                every suite, most in one or two minutes; --full takes hours
 
 Some suites run train.py and convert.py, and report one figure of each run (`runs`). Some study a trained
 softmax model, and some measure time (`timed`). `capacity` and `update` train a single layer. Finished runs
@@ -102,7 +102,7 @@ class Suite:
     paper: dict = field(default_factory=dict)       # form: the paper's figure, or a dict by size or part
 
 
-ALWAYS = 'quick full out device seed'
+ALWAYS = 'full out device seed'
 IN_PERCENT = 'accuracy', 'before', 'swapped', 'stage 1', 'recovered', 'recovered a byte'
 
 
@@ -300,11 +300,9 @@ def once(args, suite, form, run, **key):
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
     out = os.path.join(args.out, suite.name, re.sub('[^a-z0-9]+', '-', f'{form}-{digest}'))
     mark = {'code': code(), **key}
-    if os.path.exists(f'{out}.json'):
-        known = {}
-        with contextlib.suppress(ValueError):               # a broken file is made again
-            known = json.loads(prepare.read_file(f'{out}.json'))
-        if isinstance(known, dict) and known.pop('key', None) == mark:
+    with contextlib.suppress(ValueError, AttributeError):           # it is missing, or made again if broken
+        known = json.loads(prepare.read_file(f'{out}.json'))
+        if known.pop('key', None) == mark:
             return known
     began = time.perf_counter()
     result = run(out, **key)
@@ -681,14 +679,7 @@ def associative(args, suite):
             ours[S] = row['ours']
             if ours[S] > OVERFULL and fills:
                 break
-        broken[form] = [first_above_good(ours), first_above_good(theirs)]
-
-
-def first_above_good(losses):
-    """The first S whose loss is above GOOD; None if there is none."""
-    for S, loss in losses.items():
-        if loss > GOOD:
-            return S
+        broken[form] = [next((S for S in losses if losses[S] > GOOD), None) for losses in (ours, theirs)]
 
 
 def curve(form, results):
@@ -721,28 +712,30 @@ def a_text(args, path, meta, T, count, name):
     return x, y, data, name
 
 
-def model_and_rows(args, count):
-    """A softmax model and rows to measure it on -> path, model, x (count, T), metadata of the text. x are
-    evenly spaced rows of its validation text, as long as training rows."""
+def model_and_rows(args, quick, full):
+    """A softmax model, and evenly spaced rows of its validation text, as long as training rows. quick, full:
+    how many -> path, model, x (count, T), metadata of the text"""
     path, model, meta = softmax_model(args)
-    x, _, data, _ = a_text(args, path, meta, model.config.block_size, count, args.data)
+    x, _, data, _ = a_text(args, path, meta, model.config.block_size, chosen(args, quick, full), args.data)
     return path, model, x, data
 
 
-def with_cache(path, teacher, rule, cache, **changes):
+def with_cache(path, device, rule, cache, **changes):
     """Load a softmax model from a file, with at most `cache` cached tokens per layer."""
-    sinks = max(0, min(4, cache - 1))
-    return model_in(path, teacher.embed.weight.device, rule=rule, cache=cache, sinks=sinks, **changes)
+    return model_in(path, device, rule=rule, cache=cache, sinks=max(0, min(4, cache - 1)), **changes)
 
 
 @torch.inference_mode()
-def nats_along(model, x, y, segment):
-    """Read rows x (B, T) from an empty state -> nats (B, T) of the targets y (B, T). We read in segments of
-    so many tokens and carry the state, so memory hardly grows with T."""
+def nats_along(model, x, y, segment, carry=True):
+    """Read rows x (B, T) in segments of so many tokens -> nats (B, T) of the targets y (B, T). The state is
+    carried from one to the next, so memory hardly grows with T; without carry each begins with an empty one.
+    """
     nats = []
     state = None
     for some, targets in zip(x.split(segment, 1), y.split(segment, 1)):
-        logits, targets, state = recipe.predict(model, some, targets, state, {})
+        logits, targets, end = recipe.predict(model, some, targets, state, {})
+        if carry:
+            state = end
         nats.append(F.cross_entropy(logits, targets, reduction='none').view(len(x), -1))
     return torch.cat(nats, 1)
 
@@ -882,22 +875,25 @@ POLICIES = 'random', 'window', 'sink', 'h2o', 'tova-head', 'tova'
 
 def cache(args, suite):
     """Perplexity of a softmax model whose layers cache few tokens, without further training."""
-    path, teacher, x, _ = model_and_rows(args, chosen(args, 16, 64))
+    path, teacher, x, _ = model_and_rows(args, 16, 64)
     T = x.shape[1]
     args.remarks.update({'pieces': len(x), 'tokens of a piece': T})
-    sizes = args.lengths or sorted({T // n for n in chosen(args, (32, 16, 8, 4, 1), SHARES)} - {0})
-    cells = [('softmax', T, {})]                    # form, cached tokens, flags
-    cells += [(rule, size, {'rule': rule}) for size in sizes for rule in POLICIES]
-    full = None
-    for form, size, flags in cells:
-        model = with_cache(path, teacher, cache=size, **flags) if flags else teacher
-        perplexity = nats_along(model, x[:, :-1], x[:, 1:], T).mean().exp().item()
-        full = full or perplexity
+    shares = chosen(args, (32, 16, 8, 4, 1), SHARES)
+    sizes = args.lengths or sorted({T // n for n in shares if n <= T})
+    full = None                                     # the perplexity of the model as it is
+    cells = [(rule, size) for size in sizes for rule in POLICIES]
+    for form, size in [('softmax', T), *cells]:
+        model = teacher
+        if form != 'softmax':
+            model = with_cache(path, args.device, form, size)
+        nats = nats_along(model, x[:, :-1], x[:, 1:], T)
+        row = {'form': form, 'rows': size, 'perplexity': nats.mean().exp().item()}
+        row['state bytes'] = state_bytes(model.read(x[:1]))
         theirs = suite.paper.get(form, {})
         of_theirs = {T // one_in: figure / theirs[1] for one_in, figure in theirs.items()}
-        yield {'form': form, 'rows': size, 'perplexity': perplexity,
-               'state bytes': state_bytes(model.read(x[:1])), 'paper, of its full': of_theirs.get(size),
-               'of full': perplexity / full}
+        row['paper, of its full'] = of_theirs.get(size)
+        full = full or row['perplexity']
+        yield {**row, 'of full': row['perplexity'] / full}
 
 
 def far(args, suite):
@@ -915,15 +911,15 @@ def far(args, suite):
     args.remarks.update({'the validation text of': name, 'rows kept': size, 'tokens in a row': block})
     models = {'softmax': teacher}
     for form, (policy, positions) in only(args, suite.lines).items():
-        models[form] = with_cache(path, teacher, policy, size, positions=positions)
+        models[form] = with_cache(path, args.device, policy, size, positions=positions)
     for source in filter(None, args.beside.split(',')):
         model, meta = load(source, args.device)
         if not prepare.same_tokens(meta['data'], data):
             raise ValueError(f'--beside={source}: its tokens ({prepare.describe_tokens(meta["data"])}) are '
                              f'not those of {path}; train both on the same data')
         models[f'{",".join(dict.fromkeys(model.config.rules))}: {source}'] = model.eval()
-    in_rows = [nats_along(teacher, *row, block) for row in zip(x.split(block, 1), y.split(block, 1))]
-    rows = list(by_position('softmax, in rows', torch.cat(in_rows, 1), block))
+    in_rows = nats_along(teacher, x, y, block, carry=False)
+    rows = list(by_position('softmax, in rows', in_rows, block))
     base = {row['position']: row['perplexity'] for row in rows}
     for form, model in models.items():
         rows += by_position(form, nats_along(model, x, y, block // 4), block)
@@ -949,32 +945,34 @@ def watch(model, x):
     cache: whether token s is cached after step t"""
     B, T = x.shape
     layers = [i for i, rule in enumerate(model.config.rules) if RULES[rule].keeps]
-    seen = torch.zeros(len(layers), B, T, T, dtype=torch.bool)
+    seen = torch.zeros(len(layers), B, T, T + 1, dtype=torch.bool)      # the last column: an empty place, -1
     state = None
     for t in range(T):
         _, state = model(x[:, t:t + 1], state)
-        for n, i in enumerate(layers):
-            pos = state['layers'][i]['mixer']['pos'][:, 0].cpu()                   # equal for all heads of TOVA; -1: empty
-            seen[n, :, t] = F.one_hot(pos + 1, T + 1).any(1)[:, 1:]
-    return seen
+        caches = [state['layers'][i]['mixer'] for i in layers]
+        for n, cached in enumerate(caches):
+            pos = cached['pos'][:, 0].cpu()                             # equal for all heads of TOVA
+            seen[n, torch.arange(B)[:, None], t, pos] = True
+    return seen[..., :T]
 
 
 @torch.inference_mode()
 def kept(args, suite):
     """Which tokens TOVA caches: how recent they are, the first token, and how long each kind stays."""
-    path, teacher, x, data = model_and_rows(args, chosen(args, 4, 16))
+    path, _, x, data = model_and_rows(args, 4, 16)
     T = x.shape[1]
     size, = args.lengths or [max(1, T // 8)]
     if 2 * size >= T:
         raise ValueError(f'--lengths={size}: rows must be fewer than half of the {T} tokens of a piece')
-    seen = watch(with_cache(path, teacher, 'tova', size), x)
+    seen = watch(with_cache(path, args.device, 'tova', size), x)
     late = seen[:, :, 2 * size:].float()                        # steps at which the cache is long full
     recent = late.triu(size + 1).sum() / late.sum()
-    stayed = seen.sum(2).float().mean(0)                        # steps (B, T), mean over layers
+    middle = slice(1, T - size)         # not the first token, nor those that came too late
+    stayed = seen[..., middle].sum(2).float().mean(0)           # steps (B, ..), mean over layers
     args.remarks[f'rows among the last {size} tokens, %'] = 100 * recent.item()
     args.remarks['steps in which the first token is kept, %'] = 100 * late[..., 0].mean().item()
-    steps = {'all': []}                 # not the first token, nor those that came too late
-    for token, n in zip(x[:, 1:T - size].flatten().tolist(), stayed[:, 1:T - size].flatten().tolist()):
+    steps = {'all': []}
+    for token, n in zip(x[:, middle].flatten().tolist(), stayed.flatten().tolist()):
         steps['all'].append(n)
         steps.setdefault(kind_of_token(token, data), []).append(n)
     for kind, n in steps.items():
@@ -1006,7 +1004,7 @@ def answered(_, rule, one_in, task, count, path, device):
     _, val, data = prepare.load(task)
     T = data['row']
     if rule != 'softmax':
-        model = with_cache(path, model, rule, T // one_in)
+        model = with_cache(path, device, rule, T // one_in)
     right = []
     places = []
     left = []
@@ -1027,7 +1025,8 @@ def answered(_, rule, one_in, task, count, path, device):
         result['left'] = 100 * torch.cat(left).mean().item()
     if places:
         quarter = np.concatenate(places) * 4 // T
-        result |= {f'quarter {i}': right[quarter == i].mean().item() for i in range(4)}
+        for i in range(4):
+            result[f'quarter {i}'] = right[quarter == i].mean().item()
     return result
 
 
@@ -1181,7 +1180,7 @@ def model_step(rule, args, T, **size):
         tokens = torch.randint(256, (args.batch, T), device=args.device)
         token = tokens[:, -1:]
         state = model.read(tokens)
-    return next_step(model, token, state), state_bytes(state)
+    return partial(greedy_step, model, token, state), state_bytes(state)
 
 
 GPT2 = {'n_layer': 12, 'n_head': 12, 'n_embd': 768, 'vocab_size': 50257}
@@ -1189,16 +1188,10 @@ LEVELS = {'layer': (layer_step, LAYERS), 'model': (model_step, MODELS),
           'model, GPT-2 size': (partial(model_step, **GPT2), MODELS)}               # only with --full
 
 
-def next_step(model, token, state):
-    """-> a function that runs the next greedy step at each call and carries the state. If the state
-    would grow, each step starts from the same one."""
-    def run():
-        nonlocal token, state
-        logits, new = model(token, state)
-        token = sample(logits[:, -1], temperature=0)
-        if 'all' not in model.config.keeps():
-            state = new
-    return run
+def greedy_step(model, token, state):
+    """Choose the token after this one. The state stays as it is."""
+    logits, _ = model(token, state)
+    return sample(logits[:, -1], temperature=0)
 
 
 def far_along(model, batch, T):
@@ -1677,8 +1670,7 @@ def of(name):
 
 @dataclass
 class Args:
-    quick: bool = flag(False, 'the default: about two minutes per suite on two cores')
-    full: bool = flag(False, 'all sizes, more steps and more seeds')
+    full: bool = flag(False, 'all sizes, more steps and more seeds; without it most suites take two minutes')
     out: str = flag('out/bench', 'folder for tables, pictures and trained models')
     device: str = flag('auto', 'auto, cpu, cuda')
     seed: int = flag(0, 'first seed of inputs and trainings', low=0, high=2 ** 32 - 1)
@@ -1720,8 +1712,6 @@ def settings(argv):
     args = Args(**given)
     if len(numbers(args.lengths)) > 1 and SUITES[name].one:
         raise ValueError(f'--lengths={args.lengths}: this suite takes one')
-    if args.quick and args.full:
-        raise ValueError('--quick and --full contradict each other')
     return SUITES[name], args
 
 

@@ -1481,7 +1481,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         'decode --only=sum': 'means nothing',
         'batch --lengths=3,4': 'takes one', 'batch --lengths=8': '16 or more',
         'batch --budget=1 --lengths=8192': '--budget', 'language --data=recall': 'a task',
-        '--quick --full': 'contradict', 'recall --only=elu,elo': 'choose from softmax',
+        'recall --only=elu,elo': 'choose from softmax',
         'tran': 'choose from', 'decode --lengths=4k': '--lengths',
         'lra --data=nope': 'choose from listops',
         'cache --init=GATED_DELTA': 'softmax layers',
@@ -3905,7 +3905,7 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
     places = tasks.asked_fact(val.reshape(-1, 2, 256)[:100, 0])
     left = np.mean([places + 5 + n >= 256 - 192 for n in range(4)])      # the answer's row, three behind it
     assert 'left' not in half and abs(most['left'] - 100 * left) < 1e-4
-    assert few.call_args[0][1:] == (model, 'tova', 64)
+    assert few.call_args[0][1:] == ('cpu', 'tova', 64)
 
 
 # ---- 14. The repository itself -----------------------------------------------------------------------------
