@@ -212,8 +212,15 @@ def report_suite(args, suite, rows):
     print(f'{minutes:.1f} minutes, threads: {torch.get_num_threads()}, torch {torch.__version__}', flush=True)
 
 
-def canvas(panels):
-    """An empty picture with so many panels side by side -> figure, axes"""
+def draw(args, suite, table):
+    """Draw the suite's picture, if there is something to plot: its panels or, for commands, one per way."""
+    panels = suite.panels
+    if not panels:
+        panels = [Panel('ours', 'form', way, way) for way in suite.ways]
+    shown = [(panel, panel.shown(table)) for panel in panels if panel.shown(table)]
+    n = len(shown)
+    if n == 0:
+        return
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
@@ -221,25 +228,13 @@ def canvas(panels):
     plt.style.use('tableau-colorblind10')
     looks = plt.cycler(linestyle=['-', '--', ':', '-.']) * plt.rcParams['axes.prop_cycle']
     plt.rcParams.update({'font.size': 12, 'axes.prop_cycle': looks, 'axes.formatter.min_exponent': 3})
-    figure, [axes] = plt.subplots(1, panels, figsize=(7.5 * panels, 4.5), squeeze=False, layout='constrained')
-    return figure, axes
-
-
-def draw(args, suite, table):
-    """Draw the suite's picture, if there is something to plot: its panels or, for commands, one per way."""
-    panels = suite.panels
-    if not panels:
-        panels = [Panel('ours', 'form', way, way) for way in suite.ways]
-    shown = [(panel, panel.shown(table)) for panel in panels if panel.shown(table)]
-    if not shown:
-        return
+    figure, [axes] = plt.subplots(1, n, figsize=(7.5 * n, 4.5), squeeze=False, layout='constrained')
     forms = {}                      # in order
     for _, rows in shown:
         forms |= dict.fromkeys(column(rows, 'form'))
     labels = {'ours': suite.figure, 'form': '', 'T': 'tokens'}
     if suite.figure in IN_PERCENT:
         labels['ours'] += ', %'
-    figure, axes = canvas(len(shown))
     for (panel, rows), ax in zip(shown, axes):
         if panel.y == 'form':
             draw_ranges(ax, rows)
@@ -415,14 +410,9 @@ def ways_of(args, suite):
     return to_run
 
 
-def seeds(args):
-    """The seeds of the runs of a line."""
-    return range(args.seed, args.seed + args.seeds)
-
-
 def of_seeds(args, suite, way, form):
     """The runs of one line in one way, over all seeds."""
-    return [a_line(args, suite, way, form, seed) for seed in seeds(args)]
+    return [a_line(args, suite, way, form, seed) for seed in args.seeds]
 
 
 def over_seeds(results, key, *beside):
@@ -671,7 +661,7 @@ def associative(args, suite):
         fills = rule == 'delta' or suite.name == 'capacity'
         ours = {}
         for S in args.lengths:
-            results = [once(args, suite, form, associate, **key, S=S, seed=seed) for seed in seeds(args)]
+            results = [once(args, suite, form, associate, **key, S=S, seed=seed) for seed in args.seeds]
             if not ours:
                 yield from curve(form, results)
             row = {'form': form, 'S': S, **over_seeds(results, suite.figure), 'paper': theirs.get(S)}
@@ -768,7 +758,7 @@ def convert(args, suite):
         flags = f'{line} --data={shlex.quote(args.data)} --eval_rows={judged}'
         first = round(stage_1 * steps)
         results = []
-        for seed in seeds(args):
+        for seed in args.seeds:
             result = converted(args, suite, form, path, flags, first, steps - first, seed, controls)
             if result['recovered'] is None:
                 raise ValueError('the softmax model knows no answer: there is nothing to recover')
@@ -1723,9 +1713,10 @@ def run_suite(suite, args):
         dtype = getattr(torch, args.dtype)
     own = {'seeds': chosen(args, 1, 3), **chosen(args, suite.quick, suite.full)}
     missing = {name: own[name] for name in own if not getattr(args, name)}
-    sizes = missing.pop('lengths', args.lengths)
-    args = dataclasses.replace(args, **missing, lengths=numbers(sizes), device=device, dtype=dtype,
-                               given=args, began=time.perf_counter(), remarks={})
+    args = dataclasses.replace(args, **missing, device=device, dtype=dtype, given=args,
+                               began=time.perf_counter(), remarks={})
+    args.lengths = numbers(args.lengths)
+    args.seeds = range(args.seed, args.seed + args.seeds)
     torch.manual_seed(args.seed)
     os.makedirs(args.out, exist_ok=True)
     report_suite(args, suite, list(suite.measure(args, suite)))

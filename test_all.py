@@ -3844,7 +3844,7 @@ def test_bench_tracking_looks_beyond_the_rows_of_training(monkeypatch):
         right[:, 100:] ^= 1
         return F.one_hot(right, 2).float(), None
     monkeypatch.setattr(bench, 'model_in', lambda path, device: knows)
-    args = bench.Args(device='cpu', seeds=1)
+    args = bench.Args(device='cpu', seeds=[0])
     found = bench.products(args, {'path': '', 'data': 'group:Z2'})
     assert found['right'] == [100] * 100 + [0] * 156
     assert math.isclose(found['beyond'], 100 * 60 / 216, rel_tol=1e-6)
