@@ -33,7 +33,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import fastweight
 import kernels
@@ -1098,11 +1097,6 @@ def a_training_step(kind, form, args, T):
 def over_lengths(args, suite):
     """Time and memory over T, for attention and every line; a line is (args, T) -> a function. A line that
     fails is reported, and left out from there on."""
-    n = 8192 if args.device.type == 'cuda' else 1024
-    a = torch.randn(n, n, device=args.device, dtype=args.dtype)
-    [took] = seconds([partial(torch.matmul, a, a)], args.device)
-    peak = 2 * n ** 3 / took
-    args.remarks['GFLOP/s in one large product'] = round(peak / 1e9)
     lines = dict(suite.lines)
     for T in args.lengths:
         cells = []
@@ -1118,11 +1112,7 @@ def over_lengths(args, suite):
                 cells.append(({'form': form, 'T': T}, call))
         times = timed(cells, args.device, chosen(args, 0.3, 1.0))
         for row, call, took in times:
-            with FlopCounterMode(display=False) as count:
-                call()
-            least = count.get_total_flops() / peak          # seconds; 0 if it cannot see into a kernel
             row |= {'ms': 1e3 * took, 'of attention': took / times[0][2]}
-            row['of ceiling'] = least / took if least else None
             yield {**row, 'MB': peak_bytes(call, args.device) / MB}
 
 
@@ -1298,7 +1288,6 @@ def over(sizes, *figures):
     return dict(zip(sizes, figures))
 
 
-CEILING = 'of ceiling: how long its products take at the speed of one large product, over its time'
 TO_600 = 20, 40, 60, 80, 100, 120, 140, 160, 200, 240, 260, 300, 340, 360, 400, 500, 600
 TO_200 = 20, 40, 60, 80, 100, 120, 140, 160, 180, 200
 SHARES = 64, 32, 16, 8, 4, 2, 1         # the cache is 1 / this of a row
@@ -1361,7 +1350,7 @@ ROWS = [
          'sum hedgehog': partial(a_layer, 'sum', 'hedgehog'), 'delta': partial(a_layer, 'delta', ''),
          'sum taylor': partial(a_layer, 'sum', 'taylor')},
         panels=(Panel('T', 'ms', 'one layer forward, {heads} heads of {head_dim}'),
-                Panel('T', 'MB', 'and its memory')), note=CEILING,
+                Panel('T', 'MB', 'and its memory')),
         source='Zhang 2024, figure 6: nearly 6 times as fast at 32,768, on a GPU, in as little memory'),
     Suite(
         'train', 'a recurrence forward and backward over T: our forms and attention', over_lengths,
@@ -1373,7 +1362,7 @@ ROWS = [
             for rule in ('sum', 'decay', 'delta', 'gated_delta', 'kda', 'two-sided delta')},
          **{f'{rule}, plain torch': partial(a_training_step, rule, fastweight.chunked)
             for rule in ('sum', 'delta')}},
-        panels=(Panel('T', 'ms', 'forward and backward, {heads} heads of {head_dim}'),), note=CEILING,
+        panels=(Panel('T', 'ms', 'forward and backward, {heads} heads of {head_dim}'),),
         source='Schlag 2021, section 6.3: words a second: sum 66,000, delta 63,000, softmax 33,000'),
     Suite(
         'batch', 'throughput at a memory budget, by cached tokens', throughput, 'lengths budget dtype',
