@@ -282,8 +282,7 @@ def code():
     mix."""
     digest = hashlib.sha256()
     for path in sorted(glob.glob(f'{HERE}/*.py') + glob.glob(f'{HERE}/data/*.py')):
-        with open(path, 'rb') as f:
-            digest.update(f.read())
+        digest.update(prepare.read_file(path))
     return digest.hexdigest()[:12]
 
 
@@ -317,8 +316,7 @@ def command(out, file, flags, seed, teacher, device):
         raise ValueError(f'{file} {flags}: {error.splitlines()[-1]}')
     result = {}
     for path in sorted(glob.glob(f'{glob.escape(out)}/*.json'), reverse=True):    # convert.json last: it wins
-        with open(path) as f:
-            result |= json.load(f)
+        result |= json.loads(prepare.read_file(path))
     return in_percent(result) | {'path': os.path.join(out, 'ckpt.safetensors')}
 
 

@@ -404,10 +404,7 @@ def tokenize(data, meta, size=1 << 20):
 
 # ---- files -------------------------------------------------------------------------------------------------
 
-def read_file(path):
-    """The bytes of a file."""
-    with tasks.readable(path), open(path, 'rb') as f:
-        return f.read()
+read_file = tasks.read_file
 
 
 def refuse_irregular(path):

@@ -445,14 +445,18 @@ def readable(path):
         raise ValueError(f'cannot read {path}: {what}') from None
 
 
+def read_file(path):
+    """The bytes of a file."""
+    with readable(path), open(path, 'rb') as f:
+        return f.read()
+
+
 def content(path):
     """The bytes of a file; a .gz is unpacked."""
-    with readable(path):
-        if path.endswith('.gz'):
-            with gzip.open(path) as f:
-                return limited(f, path)
-        with open(path, 'rb') as f:
-            return f.read()
+    if not path.endswith('.gz'):
+        return read_file(path)
+    with readable(path), gzip.open(path) as f:
+        return limited(f, path)
 
 
 def limited(f, path):
