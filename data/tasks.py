@@ -342,9 +342,7 @@ def idx_items(path, shape):
     magic = bytes([0, 0, 8, axes])
     if not data.startswith(magic) or len(data) < begin:
         raise ValueError(f'{path} is no idx file of bytes with {axes} axes')
-    n, *pixels = np.frombuffer(data[4:begin], '>i4').tolist()
-    if pixels != shape:
-        raise ValueError(f'{path} has pictures of {pixels} pixels, expected {shape}')
+    n = int.from_bytes(data[4:8], 'big')
     size = math.prod(shape)
     values = np.frombuffer(data, np.uint8, offset=begin)
     if len(values) != n * size:
