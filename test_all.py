@@ -2417,7 +2417,7 @@ def task(folder, **more):
     (dict(source=4), None, 'source is there: expected row and pad'),
     (dict(patch=4), None, 'vocab_size is 300, not 256'),
     (dict(classes=5), None, 'val.bin.*target 7|train.bin.*target 7'),         # a class that is none
-    (dict(classes=8), lambda data: data[:-2] + b'\x2c\x01', 'row 5 has 0 targets'),
+    (dict(classes=8), lambda data: data[:-2] + b'\x2c\x01', 'more or fewer targets than one'),
     ({}, lambda data: b'\x2c\x01' + data[2:], 'holds token 300, the vocabulary ends at 299'),
     ({}, lambda data: data[:-5], 'val.bin: 187 bytes, not 192')])
 def test_what_a_prepared_set_says_and_holds_is_checked_before_a_model_is_built(more, spoil, words, tmp_path,

