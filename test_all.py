@@ -1931,10 +1931,10 @@ def test_a_folder_that_cannot_be_written_keeps_the_model_that_was_there(tmp_path
 def test_a_kept_run_that_is_broken_is_run_anew(kept, tmp_path):
     args, suite = Mock(out=str(tmp_path)), Mock()
     suite.name = 'maps'
-    assert bench.once(args, suite, 'a', lambda _, n: dict(x=n), n=3)['x'] == 3
+    assert bench.once(args, suite, 'a', lambda _, n, device: dict(x=n), n=3)['x'] == 3
     [path] = tmp_path.rglob('*.json')
     path.write_text(kept)
-    assert bench.once(args, suite, 'a', lambda _, n: dict(x=n + 1), n=3)['x'] == 4
+    assert bench.once(args, suite, 'a', lambda _, n, device: dict(x=n + 1), n=3)['x'] == 4
     assert bench.once(args, suite, 'a', None, n=3)['x'] == 4
 
 @pytest.mark.parametrize('run, stream, code', [

@@ -852,8 +852,7 @@ def check_meta(meta):
     sides = [meta[side] for side in SIDES]
     if 'test' in meta:
         sides.append(meta['test'])
-    counted = ['tokens'] if 'row' in meta else ['tokens', 'bytes']
-    for key in counted:
+    for key in ['tokens'] if 'row' in meta else ['tokens', 'bytes']:
         for side in sides:
             if type(side[key]) is not int or side[key] < 1:
                 raise ValueError(f'{key} of a side is {side[key]!r}, expected a whole number from 1')
@@ -888,7 +887,8 @@ def mapped(folder, meta, side):
     return data
 
 
-TOKEN_KEYS = 'tokenizer', 'vocab_size', 'chars', 'json', 'row', 'source', 'patch'
+TABLES = 'chars', 'json'
+TOKEN_KEYS = 'tokenizer', 'vocab_size', *TABLES, 'row', 'source', 'patch'
 
 
 def same_tokens(a, b):
@@ -897,9 +897,8 @@ def same_tokens(a, b):
 
 
 def describe_tokens(meta):
-    """For messages: the tokens of a meta, in words, without the tables."""
-    keys = [key for key in TOKEN_KEYS if key in meta and key not in ('chars', 'json')]
-    return ', '.join(f'{key} {meta[key]}' for key in keys)
+    """For messages: the tokens of a meta, in words."""
+    return ', '.join(f'{key} {meta[key]}' for key in TOKEN_KEYS if key in meta and key not in TABLES)
 
 
 def for_model(source, meta, name, row):

@@ -242,8 +242,7 @@ def listops(rows, rng, vocab, training, length=512):
     good = (size >= length / 4) & (size <= length)
     kept = [words[good[number]] for number, words in levels]
     *inputs, _ = np.split(spelled(kept), np.cumsum(size[good]))
-    targets = values(kept)[:, None]
-    return inputs[:rows], targets[:rows]
+    return inputs[:rows], values(kept)[:rows, None]
 
 
 def opens(words):
@@ -421,7 +420,9 @@ def multi30k(*paths):
     """29,000 descriptions of the pictures of Flickr30k, and their translations (Elliott et al. 2016,
     arXiv:1605.00459). Each side has an English file, then a German one. 1,014 pairs validate. The 1,000 of
     test_2016_flickr are the test side."""
-    return list(map(aligned, paths[::2], paths[1::2]))
+    english = paths[::2]
+    german = paths[1::2]
+    return list(map(aligned, english, german))
 
 
 # ---- files -------------------------------------------------------------------------------------------------
@@ -508,12 +509,11 @@ def generate_rows(row, meta, texts=None):
         rng = np.random.Generator(np.random.Philox(seed))
         if texts:
             given['text'] = texts[seed]
-        training = seed == 0
         inputs = []
         targets = []
         with tqdm(total=rows, disable=None) as bar:             # None: show a bar only on a terminal
             while len(inputs) < rows:
-                x, y = row['make'](rows - len(inputs), rng, vocab, training, **given)
+                x, y = row['make'](rows - len(inputs), rng, vocab, seed == 0, **given)
                 inputs.extend(x)
                 targets.extend(y)
                 bar.update(len(x))
