@@ -915,16 +915,24 @@ def far(args, suite):
 
 
 def kind_of_token(token, data):
-    """The kind of a token: a possessive ending, or the kind of its first character."""
+    """The kind of a token, by its first character. For tokens that may be words, we guess the part of speech
+    from a list of common words and from the ending."""
     alone = prepare.decode([token], data)
     text = prepare.decode([token, token], data)[len(alone):]     # some decoders drop the first word's space
     word = text.strip(' ')
-    if word.lower() in ("'s", '\u2019s'):
-        return "possessive 's"
+    of_words = data['tokenizer'] not in ('byte', 'char')
+    begins = word != text or not word[:1].islower()             # otherwise it continues a word
+    if of_words and begins and len(text) > 1:
+        for kind, words in SPEECH.items():
+            if word.lower() in words.split():
+                return kind
     for kind, characters in KINDS.items():
         if word and word[0] in characters:
             return kind
-    return 'rest'
+    for ending in ENDINGS:
+        if of_words and word.endswith(ending):
+            return f'-{ending}'
+    return 'rest' if begins or not of_words else 'piece of a word'
 
 
 def watch(model, x):
@@ -1289,8 +1297,21 @@ def over(sizes, *figures):
 TO_600 = 20, 40, 60, 80, 100, 120, 140, 160, 200, 240, 260, 300, 340, 360, 400, 500, 600
 TO_200 = 20, 40, 60, 80, 100, 120, 140, 160, 180, 200
 SHARES = 64, 32, 16, 8, 4, 2, 1         # the cache is 1 / this of a row
-KINDS = {'newline': '\n', 'punctuation': string.punctuation, 'capital': string.ascii_uppercase,
-         'digit': string.digits}        # of tokens, by the first character
+KINDS = {               # kinds of tokens, by the first character
+    'newline': '\n', 'punctuation': string.punctuation, 'capital': string.ascii_uppercase,
+    'digit': string.digits}
+SPEECH = {              # kinds of whole words and of the possessive ending
+    "possessive 's": "'s \u2019s", 'article': 'a an the',
+    'preposition': 'about above across after against along among around at before behind below beneath '
+                   'beside between beyond by down during for from in into near of off on onto out over past '
+                   'since through to toward towards under until up upon with within without',
+    'pronoun': 'he her hers him his i it its me mine my our ours she that their theirs them these they this '
+               'those us we what which who whom whose you your yours himself herself itself myself '
+               'themselves',
+    'conjunction': 'although and as because but if nor or so than though unless when where whether while yet',
+    'auxiliary verb': 'am are be been being can could did do does had has have is may might must shall '
+                      'should was were will would'}
+ENDINGS = 'ing', 'ed', 'ly'             # of other words; also tokens that end a split word
 
 ASSOCIATIONS = (
     Panel('S', 'ours', '1/2 |v - answer|^2; hollow: the paper'),
