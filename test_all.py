@@ -1764,17 +1764,19 @@ def test_a_conversion_takes_no_other_file_away(teacher, tmp_path, capsys):
     assert convert.main([*run, f'--out={out}']) == 0 and state.exists()
 
 def test_what_a_tokenizer_cannot_read_is_told_in_one_line(tmp_path, capsys):
-    """A BERT without [UNK]; one without line ends, on pairs; and a word of a million letters is learned."""
-    package = pytest.importorskip('tokenizers')
-    for unknown, why in ([], 'cannot read a letter'), (['[UNK]'], 'know no line end'):
-        in_hub_layout(tmp_path, 'bert')
-        ids = {word: i for i, word in enumerate([*unknown, *(f'w{i}' for i in range(290))])}
-        found = package.Tokenizer(package.models.WordPiece(ids, unk_token='[UNK]'))
-        found.pre_tokenizer = package.pre_tokenizers.BertPreTokenizer()
-        (tmp_path / 'tokenizer.json').write_text(found.to_str())
-        (tmp_path / 'a').write_text('w1 w2\nw3\n' * 30)
-        err = refused(capsys, train.main, f'--init={tmp_path}', f'--data={tmp_path}/a:{tmp_path}/a')
-        assert why in err
+    """A BERT's, which has no line ends, on pairs; one that panics, behind what Rust writes past Python. And a
+    word of a million letters is learned."""
+    in_hub_layout(tmp_path / 'bert', 'bert')
+    put(tmp_path / 'bert', 'tokenizer.json', word_pieces(['[UNK]']))
+    path = put(tmp_path, 'a', 'w1 w2\nw3\n' * 30)
+    err = refused(capsys, train.main, f'--init={tmp_path}/bert', f'--data={path}:{path}')
+    assert 'know no line end' in err
+    data = subwords('llama2')
+    raw = json.loads(data['json'])
+    raw['post_processor']['single'][0]['SpecialToken']['id'] = 'none of them'
+    in_hub_layout(tmp_path, 'llama', vocab=data['vocab_size'])
+    put(tmp_path, 'tokenizer.json', json.dumps(raw))
+    assert 'cannot read a letter' in refused(capsys, sample.main, f'--init={tmp_path}', '--tokens=1')
     assert 'a' * 64 in prepare.subwords(prepare.learn_tokenizer(b'a' * 10 ** 6, 300)).get_vocab()
 
 def test_an_output_without_utf8_gets_what_it_can_show(a_model, monkeypatch):
@@ -1905,13 +1907,6 @@ def test_a_tokenizer_that_makes_much_of_little_is_refused():
             with pytest.raises(ValueError, match='times as long') if many == 30 else contextlib.nullcontext():
                 prepare.subwords(json.dumps(changed))
 
-def test_a_panic_of_a_tokenizer_is_told_in_one_line(tmp_path, capsys):
-    """Behind what Rust writes past Python."""
-    raw = json.loads(tokenizer_json('llama2'))
-    raw['post_processor']['single'][0]['SpecialToken']['id'] = 'none of them'
-    in_hub_layout(tmp_path, 'llama', vocab=subwords('llama2')['vocab_size'])
-    (tmp_path / 'tokenizer.json').write_text(json.dumps(raw))
-    assert 'cannot read a letter' in refused(capsys, sample.main, f'--init={tmp_path}', '--tokens=1')
 
 def test_a_folder_that_cannot_be_written_keeps_the_model_that_was_there(tmp_path, monkeypatch):
     """And in the place of one nothing of it stays: here its tokenizer.json."""
@@ -2338,6 +2333,16 @@ def tokenizer_json(kind, size=400):
         raw['normalizer'] = dict(type='Sequence', normalizers=[front, blanks])
         raw['pre_tokenizer'] = None
     return json.dumps(raw)
+
+def word_pieces(words, single='$A', ends=()):
+    """A tokenizer.json as BERT's, of these words and 290 more. single, ends: what stands around a text"""
+    package = pytest.importorskip('tokenizers')
+    ids = {word: i for i, word in enumerate([*words, *(f'w{i}' for i in range(290))])}
+    found = package.Tokenizer(package.models.WordPiece(ids, unk_token='[UNK]'))
+    found.pre_tokenizer = package.pre_tokenizers.BertPreTokenizer()
+    found.decoder = package.decoders.WordPiece()
+    found.post_processor = package.processors.TemplateProcessing(single=single, special_tokens=[*ends])
+    return found.to_str()
 
 def subwords(kind):
     """The meta of a model with such a tokenizer, and room for some tokens more."""
@@ -3213,9 +3218,6 @@ def test_a_model_of_texts_is_converted_on_pairs(more, teacher, tmp_path, monkeyp
     adapted = 2 * len(model.blocks)                             # qkv and proj, into which LoRA is merged
     assert len(shared) == (len(loaded) - adapted if more else 0)
     assert row['model'] == 'fine-tuned' and 0 <= row['accuracy'] <= 1 and 'bits per byte' not in row
-    data, _, meta = prepare.load(pairs, like=load(teacher)[1]['data'])
-    x, y = train.Rows(data, data, meta, meta['row'], torch.device('cpu'), 4).batch(0)
-    assert x.shape[1] < 10 and (y[:, -1] >= 0).any()            # of rows of 16, without what is behind
 
 HYBRID = dict(learn='new', faster=5, lr=2e-4)
 WINDOWED = dict(rule='window', cache=9, overflow='gla-beta:hedgehog:4')
@@ -3327,25 +3329,17 @@ def test_stopped_conversion_goes_on_bit_for_bit(at, teacher, a_model, tmp_path, 
     assert found('cut') == found('whole')
     assert 'was stopped' in refused(capsys, convert.main, '--resume', cut)
 
-def test_distilling_lowers_the_divergence_and_leaves_the_rest_alone(teacher, tmp_path):
+def test_distilling_lowers_the_divergence_and_there_is_none_from_itself(teacher, tmp_path):
+    """Of attention in stage 1, of what is said in stage 2."""
+    found = converted(teacher, tmp_path, '--recipe=hedgehog', '--distil_steps=30', '--controls=false')
+    kl = {stage: [row['KL to teacher'] for row in found['layers'] if row['model'] == stage]
+          for stage in ('swapped', 'distilled')}
+    assert all(0 < b < .9 * a for a, b in zip(kl['swapped'], kl['distilled'], strict=True))
     model, meta = load(teacher)
-    before = {name: x.clone() for name, x in model.state_dict().items()}
-    student, new = convert.swap(model, dict(rule='sum', phi='hedgehog'))
-    assert all('phi.weight' in name for name in new) and len(new) == 2
-    args = convert.Args(from_=teacher, out=str(tmp_path), eval_rows=4)
     *sides, of_data = prepare.load(meta['args']['data'])
-    data = train.Rows(*sides, of_data, model.config.block_size, torch.device('cpu'), 4)
-    progress = convert.Conversion(args, data, {})
-    progress.note('teacher', model)
-    x, _ = data.batch(999)
-    first, _ = convert.look('swapped', model, student, x[:1])
-    convert.distil(progress, model, student, new, 'ce', 30, 1e-2)
-    last, _ = convert.look('distilled', model, student, x[:1])
-    for a, b in zip(first, last):
-        assert 0 < b['KL to teacher'] < .9 * a['KL to teacher']
-    close(dict(model.state_dict()), before, 0)
-    close({name: y for name, y in student.state_dict().items() if name not in new}, before, 0)
-    convert.finetune(progress, 'itself', student, 2, 0.0, teacher=student)      # no divergence from itself
+    data = train.Rows(*sides, of_data, 16, torch.device('cpu'), 4)
+    run = convert.Conversion(convert.Args(from_=teacher, out=str(tmp_path), eval_rows=4), data, {})
+    convert.finetune(run, 'itself', model, 2, 0.0, teacher=model)
     assert abs(log(tmp_path)[-2]['loss']) < 1e-6
 
 @pytest.mark.parametrize('phi, more', [
@@ -3418,9 +3412,11 @@ NAMES = dict(gpt2='GPT2LMHeadModel', llama='LlamaForCausalLM', bert='BertForSequ
     ('vit', {}), ('vit', dict(prefix=False, classes=0))])
 def test_hub_weights_give_what_another_implementation_gives(kind, how, tmp_path):
     """Each place and the logits; loaded, written and loaded again, with rows that are bounded, and one step
-    after the other; with fast weights an encoder runs."""
+    after the other."""
     last, logits = in_hub_layout(tmp_path, kind, **how)
     x, tokens, there = examples(kind)
+    if 'shards' in how:                     # an index names the files: one more is not the model's
+        save_file({'ln_f.weight': torch.zeros(16)}, tmp_path / 'zz.safetensors')
     model, meta = load(tmp_path)
     models = [model]
     write = partial(files.to_folder, tmp_path / 'again', model.state_dict(),
@@ -3444,12 +3440,6 @@ def test_hub_weights_give_what_another_implementation_gives(kind, how, tmp_path)
                 near(found(tokens)[0], logits(x), 1e-5)
         if kind in EMBEDS:
             near(model_in_parts(model, tokens, range(1, 11))[0], logits(x), 1e-5)
-        else:
-            student, _ = convert.swap(model, dict(rule='sum', phi='hedgehog'))
-            assert student.hidden(tokens)[0].isfinite().all()
-    if 'classes' in how:
-        with pytest.raises(ValueError, match='without classes'):
-            model(tokens)
     assert model.config.pooler == (kind == 'bert' and writable)
     assert model.config.pad == (3 if kind == 'bert' else None)
     assert meta['data']['vocab_size'] == dict(bert=300, vit=256).get(kind, 30)
@@ -3507,6 +3497,8 @@ DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; 
     ('llama', 'model.layers.1.mlp.up_proj.weight', None, 'model.layers.1.mlp.up_proj.weight is missing'),
     ('gpt2', 'transformer.h.0.mlp.c_fc.weight', (12, 16), 'shape (12, 16), expected (16, 12)'),
     ('bert', 'classifier.weight', (1, 16), 'one row'), ('llama', 'config.json', b'[]', 'not as the hub has it'),
+    ('llama', 'model.safetensors.index.json', b'{"weight_map": {"x": "other.safetensors"}}',
+     'other.safetensors: not a whole safetensors file (No such file'),
     ('llama', 'tokenizer.json', b'{}', 'no description of a tokenizer'),
     ('vit', 'preprocessor_config.json', b'{"image_mean": [0.485]}', 'image_mean is [0.485]'),
     ('gpt2', 'model.safetensors', None, 'pickled')]
@@ -3527,22 +3519,6 @@ def test_models_of_the_hub_that_are_damaged_or_others_are_refused(kind, what, va
         tensors = {name: x for name, x in load_file(path).items() if name != what}
         save_file(tensors if value is None else tensors | {what: torch.zeros(value)}, path)
     assert why in refused(capsys, convert.main, f'--from={tmp_path}')
-
-def test_with_an_index_the_files_that_it_names_are_the_models(tmp_path):
-    """A stray file beside them is not read; one that is not there is missed."""
-    logits, tokens = in_hub_layout(tmp_path, 'llama', shards=2)[-1], torch.randint(30, (1, 9))
-    save_file({'model.norm.weight': torch.zeros(16)}, tmp_path / 'zz.safetensors')
-    near(load(tmp_path)[0].eval()(tokens)[0], logits(tokens), 1e-5)
-    (tmp_path / 'model-1.safetensors').unlink()
-    with pytest.raises(ValueError, match='model-1.safetensors.*No such file'):
-        load(tmp_path)
-
-def test_names_that_are_no_models_are_refused(monkeypatch):
-    with pytest.raises(ValueError, match='--causal=true'):
-        Config(cls=True, patch=48)
-    monkeypatch.setattr(files, 'get_file', Mock(return_value=False))
-    with pytest.raises(ValueError, match='openai-community/gpt2: no such model at revision 607a30d7'):
-        files.hub('gpt2')
 
 def test_an_encoder_of_the_hub_learns_the_classes_of_a_task(tmp_path, capsys):
     """Shorter rows than its own; --lr=0 leaves all but the new head as it came."""
@@ -3566,16 +3542,9 @@ def test_an_encoder_of_the_hub_learns_the_classes_of_a_task(tmp_path, capsys):
 
 def test_a_whole_text_stands_between_the_tokens_of_its_template(tmp_path, monkeypatch):
     """[CLS] and [SEP] of a WordPiece tokenizer.json, also where the text is cut off."""
-    package = pytest.importorskip('tokenizers')
-    words = ['[UNK]', '[CLS]', '[SEP]', '[PAD]', 'quick', '##er', 'fox', *(f'w{i}' for i in range(290))]
-    ids = {word: i for i, word in enumerate(words)}
-    found = package.Tokenizer(package.models.WordPiece(ids, unk_token='[UNK]'))
-    found.pre_tokenizer = package.pre_tokenizers.BertPreTokenizer()
-    found.decoder = package.decoders.WordPiece()
-    found.post_processor = package.processors.TemplateProcessing(
-        single='[CLS] $A [SEP]', special_tokens=[('[CLS]', 1), ('[SEP]', 2)])
+    words = '[UNK] [CLS] [SEP] [PAD] quick ##er fox'.split()
     in_hub_layout(tmp_path, 'bert')
-    (tmp_path / 'tokenizer.json').write_text(found.to_str())
+    put(tmp_path, 'tokenizer.json', word_pieces(words, '[CLS] $A [SEP]', [('[CLS]', 1), ('[SEP]', 2)]))
     data = load(tmp_path)[1]['data']
     monkeypatch.setattr(sample, 'classify', Mock())
     assert sample.main([f'--init={tmp_path}', '--prompt=quicker fox']) == 0
