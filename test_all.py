@@ -1860,32 +1860,6 @@ def test_a_picture_is_classified_whole(tmp_path, capsys):
     err = refused(capsys, sample.main, run[0], run[1][:201])
     assert '96 tokens, but a row of this model has 192' in err
 
-@pytest.mark.parametrize('begins, asked', [(False, 1), (True, 4)])
-def test_a_server_that_stalls_ends_in_one_line(begins, asked, tmp_path, monkeypatch):
-    """Nothing is left. One that does not answer is not asked again."""
-    stop, calls = threading.Event(), Mock()
-
-    def answer(request, _):
-        calls()
-        request.send_response(200)
-        request.send_header('Content-Length', '40000')
-        if begins:
-            request.end_headers()
-        stop.wait(5)
-    monkeypatch.setattr(prepare.time, 'sleep', lambda s: None)
-    monkeypatch.setattr(prepare, 'TIMEOUT', .2)
-    with served(answer) as address:
-        with pytest.raises(ValueError, match='imed out'):
-            prepare.download([address], str(tmp_path / 'x'))
-        assert calls.call_count == asked
-        monkeypatch.setenv('HF_ENDPOINT', address)
-        for token, why in ('', 'by hand'), ('a\nb', 'HF_TOKEN has'):
-            monkeypatch.setenv('HF_TOKEN', token)
-            with pytest.raises(ValueError, match=why):
-                files.hub('me/one', 'main', str(tmp_path))
-        stop.set()
-    assert not [*tmp_path.rglob('*.*')]
-
 def test_a_tokenizer_that_makes_much_of_little_is_refused():
     raw = json.loads(tokenizer_json('llama2'))
     for step in dict(type='Replace', pattern=dict(String='a'), content='aa'), dict(type='ByteLevel'):
@@ -4129,46 +4103,43 @@ def turned(x, config):
     return torch.cat([y.real, y.imag], -1)
 
 @contextlib.contextmanager
-def served(answer):
-    """The address of a server that answers with answer(request, body: bool)."""
+def served(contents, at='', fault=None, times=99, token=None):
+    """A server of contents by path -> its address, and the list of paths it was asked for. Those that end in
+    `at` meet a fault so many times: a status, 'silent', 'stalls', 'cut', or a function of the content."""
+    asked, over = [], threading.Event()
+
     class Server(http.server.BaseHTTPRequestHandler):
         def log_message(self, *args):
             pass
 
-        def do_HEAD(self):
-            answer(self, False)
-
         def do_GET(self):
-            answer(self, True)
+            asked.append(self.path)
+            bad = fault if self.path.endswith(at) and len(asked) <= times else None
+            content = sent = contents.get(self.path)
+            if bad == 'silent':
+                return over.wait()
+            if content is None or isinstance(bad, int):
+                return self.send_error(bad or 404)
+            if token and self.headers.get('Authorization') != f'Bearer {token}':
+                return self.send_error(401)
+            if callable(bad):
+                sent = bad(content)
+            self.send_response(200)
+            if self.path.endswith('model.safetensors'):         # of parts a hub promises nothing
+                self.send_header('X-Linked-Etag', f'"{hashlib.sha256(content).hexdigest()}"')
+                self.send_header('X-Linked-Size', str(len(content)))
+            self.send_header('Content-Length', str(len(sent)))
+            self.end_headers()
+            if bad == 'stalls':
+                over.wait()
+            elif self.command == 'GET':
+                self.wfile.write(sent[:5] if bad == 'cut' else sent)
+        do_HEAD = do_GET
     with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Server) as server:
         threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
-        yield f'http://127.0.0.1:{server.server_port}'
+        yield f'http://127.0.0.1:{server.server_port}', asked
+        over.set()
         server.shutdown()
-
-def sending(contents, at='', fault=None, times=99, token=None):
-    """-> how a server of contents by path answers, and the list of paths it was asked for. Those that end in
-    `at` meet a fault so many times: a status, 'cut', or a function of the content."""
-    asked = []
-
-    def answer(request, body):
-        asked.append(request.path)
-        bad = fault if request.path.endswith(at) and len(asked) <= times else None
-        content = sent = contents.get(request.path)
-        if content is None or isinstance(bad, int):
-            return request.send_error(bad or 404)
-        if token and request.headers.get('Authorization') != f'Bearer {token}':
-            return request.send_error(401)
-        if callable(bad):
-            sent = bad(content)
-        request.send_response(200)
-        if request.path.endswith('model.safetensors'):          # of parts a hub promises nothing
-            request.send_header('X-Linked-Etag', f'"{hashlib.sha256(content).hexdigest()}"')
-            request.send_header('X-Linked-Size', str(len(content)))
-        request.send_header('Content-Length', str(len(sent)))
-        request.end_headers()
-        if body:
-            request.wfile.write(sent[:5] if bad == 'cut' else sent)
-    return answer, asked
 
 def page(_):
     return b'<html>sign in</html>'
@@ -4178,16 +4149,16 @@ def backwards(content):
 
 @pytest.mark.parametrize('fault, times, hits', [
     (None, 0, 1), ('cut', 1, 2), (503, 1, 2), ('cut', 99, 4), (404, 99, 4), (backwards, 99, 1),
-    (page, 99, 1)])
+    (page, 99, 1), ('silent', 99, 1), ('stalls', 99, 4)])
 @pytest.mark.parametrize('name', ['polarity', 'trec'])
 def test_downloads_end_whole_or_not_at_all(name, fault, times, hits, tmp_path, monkeypatch):
-    """One file or several, from a server that cuts, lies, fails, sends web pages. Nothing wrong is left. Other
-    rows are made of the same files, as long as they are those."""
+    """One file or several, from a server that cuts, lies, fails, sends web pages, stalls. Nothing wrong is
+    left. Other rows are made of the same files, as long as they are those."""
     bodies = PUBLISHED[name]
     known = {base: hashlib.sha256(body).hexdigest() for base, body in bodies.items()}
     monkeypatch.setattr(prepare.time, 'sleep', lambda s: None)
-    answer, asked = sending({'/' + base: body for base, body in bodies.items()}, '', fault, times)
-    with served(answer) as address:
+    monkeypatch.setattr(prepare, 'TIMEOUT', .2 if fault in ('silent', 'stalls') else 10)
+    with served({'/' + base: body for base, body in bodies.items()}, '', fault, times) as (address, asked):
         row = {**prepare.DATASETS[name], 'files': known, 'urls': [address]}
         monkeypatch.setitem(prepare.DATASETS, name, row)
         if times < 99:
@@ -4219,6 +4190,7 @@ SENT = {        # of a hub: which file it sends otherwise, and how; what is said
     'pixels': ('vit', 'preprocessor_config.json', lambda x: b'{"image_mean": 0}', 'json: image_mean is 0',
                ['config.json']),
     'half': ('many', 'model-1.safetensors', lambda x: x[:99], 'not a whole safetensors file', PARTS),
+    'silent': ('one', 'config.json', 'silent', 'ReadTimeout .* by hand', []),
     '401': ('one', 'config.json', 401, 'HF_TOKEN', []), '404': ('no', '', None, 'no such model', [])}
 
 def test_the_hub_is_read_over_http(tmp_path, monkeypatch):
@@ -4236,9 +4208,10 @@ def test_the_hub_is_read_over_http(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare.time, 'sleep', lambda s: None)
     monkeypatch.setenv('HF_TOKEN', 'secret')
     for mode, (repo, at, fault, why, kept) in SENT.items():
+        monkeypatch.setattr(prepare, 'TIMEOUT', .2 if fault == 'silent' else 10)
         root = tmp_path / mode
         fetch = partial(files.hub, f'me/{repo}', 'main', str(root))
-        with served(sending(contents, at, fault, token='secret')[0]) as address:
+        with served(contents, at, fault, token='secret') as (address, _):
             monkeypatch.setenv('HF_ENDPOINT', address)
             if why:
                 with pytest.raises(ValueError, match=why) as e:
@@ -4248,9 +4221,12 @@ def test_the_hub_is_read_over_http(tmp_path, monkeypatch):
                 near(load(fetch())[0].eval()(tokens)[0], logits(tokens), 1e-5)
             assert sorted(path.name for path in root.rglob('*.*')) == kept, mode
         if repo != 'no':
-            with served(sending(contents, token='secret')[0]) as address:
+            with served(contents, token='secret') as (address, _):
                 monkeypatch.setenv('HF_ENDPOINT', address)
                 assert set(os.listdir(fetch())) == set(os.listdir(source / 'me' / repo))
+    monkeypatch.setenv('HF_TOKEN', 'a\nb')
+    with pytest.raises(ValueError, match='HF_TOKEN has'):
+        files.hub('me/one', 'main', str(tmp_path / 'token'))
 
 @slow
 @pytest.mark.parametrize('rule', VARIED)
