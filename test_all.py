@@ -3137,6 +3137,7 @@ WINDOWED = dict(rule='window', cache=9, overflow='gla-beta:hedgehog:4')
 @pytest.mark.parametrize('given, way, changes', [
     ('', {}, dict(rule='gla-beta')), ('--phi=t2r --lr=1e-4', dict(lr=1e-4), dict(rule='gla-beta', phi='t2r')),
     ('--recipe=hybrid --cache=9', HYBRID, WINDOWED),
+    ('--recipe=t2r', dict(distil='none', learn='new', faster=1), dict(rule='sum', phi='t2r')),
     ('--recipe=hybrid --overflow=', HYBRID, WINDOWED | dict(cache=64, overflow='')),
     ('--rule=delta --learn=new', dict(learn='new'), dict(rule='delta')),
     ('--recipe=hybrid --rule=sink', HYBRID, WINDOWED | dict(rule='sink', cache=64)),
