@@ -1849,25 +1849,6 @@ def test_a_tokenizer_that_makes_much_of_little_is_refused():
             with pytest.raises(ValueError, match='times as long') if many == 30 else contextlib.nullcontext():
                 prepare.subwords(json.dumps(changed))
 
-
-def test_a_folder_that_cannot_be_written_keeps_the_model_that_was_there(tmp_path, monkeypatch):
-    """And in the place of one nothing of it stays: here its tokenizer.json."""
-    in_hub_layout(tmp_path, 'llama')
-    model, meta = load(tmp_path)
-    exported = partial(files.to_folder, tmp_path, config=dataclasses.asdict(model.config))
-    weights = model.state_dict()
-    exported(weights, data={**meta['data'], 'json': '{}'})
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert before.keys() == {'config.json', 'model.safetensors', 'tokenizer.json'}
-    with monkeypatch.context() as m:
-        m.setattr(prepare, 'write_json', Mock(side_effect=OSError('No space left on device')))
-        with pytest.raises(OSError, match='No space'):
-            exported({name: x + 1 for name, x in weights.items()}, data=meta['data'])
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    exported({name: x + 1 for name, x in weights.items()}, data=meta['data'])
-    assert {path.name for path in tmp_path.iterdir()} == {'config.json', 'model.safetensors'}
-
-
 @pytest.mark.parametrize('run, stream, code', [
     ('data/prepare.py nowhere', '2>&-', 2), ('data/prepare.py --help', '>&-', 0),
     ('data/prepare.py SET', '| true', 141), ('sample.py --help', '| true', 141)])
@@ -2313,7 +2294,6 @@ def made(folder, x, y, ends, **more):
     put(folder, 'meta.json', json.dumps(meta))
     return str(folder)
 
-
 @pytest.mark.parametrize('more, spoil, words', [
     (dict(pad=300), None, 'pad is 300, expected a whole number from 0 to 299'),
     (dict(source=4), None, 'source is there: expected row and pad'),
@@ -2423,15 +2403,24 @@ def greedily(model, source):
     text = [*row[7:], 10]
     return [str(digit) for digit in text[:text.index(10)]]
 
-def test_a_failed_write_leaves_the_old_file_or_a_set_to_be_made_anew(a_model, text, tmp_path, monkeypatch):
-    path = Path(shutil.copy(a_model(), tmp_path))
-    before, model = path.read_bytes(), load(path)[0]
-    full = OSError(28, 'No space left on device')
+def test_a_failed_write_leaves_the_old_files_or_a_set_to_be_made_anew(a_model, text, tmp_path, monkeypatch):
+    """Of a model in a folder nothing stays once another is there: here its tokenizer.json."""
+    path, hub = Path(shutil.copy(a_model(), tmp_path)), tmp_path / 'hub'
+    in_hub_layout(hub, 'llama')
+    model, meta = load(hub)
+    export = partial(files.to_folder, hub, config=dataclasses.asdict(model.config))
+    export(model.state_dict(), data={**meta['data'], 'json': '{}'})
+    before = {old: old.read_bytes() for old in tmp_path.rglob('*.*')}
+    assert {old.name for old in before} == {path.name, 'config.json', 'model.safetensors', 'tokenizer.json'}
+    weights, full = {name: x + 1 for name, x in model.state_dict().items()}, OSError(28, 'No space left')
     with monkeypatch.context() as faulty:
-        faulty.setattr(os, 'fsync', Mock(side_effect=full))
-        with pytest.raises(OSError, match='No space'):
-            save(path, model, {})
-    assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]
+        faulty.setattr(os, 'fsync', Mock(side_effect=[full, None, full]))       # config.json comes last
+        for write in partial(save, path, model, {}), partial(export, weights, data=meta['data']):
+            with pytest.raises(OSError, match='No space'):
+                write()
+    assert {old: old.read_bytes() for old in tmp_path.rglob('*.*')} == before
+    export(weights, data=meta['data'])
+    assert sorted(os.listdir(hub)) == ['config.json', 'model.safetensors']
     folder = prepare.prepare(text, str(tmp_path))
     with monkeypatch.context() as faulty:
         faulty.setattr(os, 'replace', Mock(side_effect=full))
@@ -3527,7 +3516,6 @@ def ran(folder, suite, *flags):
     assert bench.main([suite, *flags, f'--out={folder}']) == 0
     path = Path(folder) / f'{suite}.csv'
     return list(csv.DictReader(path.open())) if path.exists() else []
-
 
 @pytest.mark.parametrize('suite', SUITES)
 def test_bench_writes_table_and_picture(suite, places, small_pairs, few_facts, tmp_path, capsys, changed,
