@@ -1942,7 +1942,7 @@ def few_facts(few_words, tmp_path, monkeypatch):
 
 def test_the_answer_to_a_row_of_facts_stands_somewhere_in_its_text(few_facts, tmp_path):
     """In training the answers to others count, too; of facts-text each next word does."""
-    sides, meta = rows_of('facts-256', tmp_path, file=str(few_facts))
+    sides, meta = rows_of('facts-256', tmp_path, file=few_facts)
     texts = [text.decode().replace('\n', ' ') for text in prepare.local_text(few_facts)]
     form = r'the (\w+ of \w+) is(?: (\w+) \.| ?$)'
     for (x, y), text, last_only in zip(sides, texts, (False, True)):
@@ -1962,7 +1962,7 @@ def test_the_answer_to_a_row_of_facts_stands_somewhere_in_its_text(few_facts, tm
     for row, i, answer in zip(x, at, y[:, -1]):
         assert (row[i:i + 5] == row[-5:]).all() and row[i + 5] == answer
     assert abs(at.mean() - 125) < 15 and at.max() > 230 and at.min() < 20
-    [[x, y], told], _ = rows_of('facts-text-256', tmp_path, file=str(few_facts))
+    [[x, y], told], _ = rows_of('facts-text-256', tmp_path, file=few_facts)
     [plain_x, plain_y], asked = sides
     assert (x == plain_x).all() and (y[:, :-1] == x[:, 1:]).all() and (y[:, -1] == plain_y[:, -1]).all()
     assert np.array_equal(told, asked)
@@ -3532,7 +3532,7 @@ def test_bench_writes_table_and_picture(suite, places, small_pairs, few_facts, t
         short = {'length': 512, 'rows': (20, 16)}
         monkeypatch.setitem(prepare.DATASETS, 'facts', prepare.DATASETS['facts'] | short)
         for name in 'facts-256', 'facts':
-            prepare.prepare(name, file=str(few_facts))
+            prepare.prepare(name, file=few_facts)
     if suite == 'translate':
         pytest.importorskip('sacrebleu')
     found = ran(tmp_path, suite, *(filled(flag, places) for flag in shlex.split(flags)))
@@ -3749,7 +3749,7 @@ class FromTheEnd(torch.nn.Module):
 
 def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkeypatch):
     """Of a model of which it is known what it answers, read in segments, and of one with few rows."""
-    folder = prepare.prepare('facts-256', file=str(few_facts))
+    folder = prepare.prepare('facts-256', file=few_facts)
     _, val, meta = prepare.load(folder)
     vocab = meta['vocab_size']
     model, few = FromTheEnd(128, vocab), Mock(return_value=FromTheEnd(192, vocab))
