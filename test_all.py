@@ -3057,8 +3057,9 @@ def converted(teacher, out, *flags):
 @pytest.mark.parametrize('flags', [
     '--recipe=pure', '--recipe=hybrid --cache=6', '--recipe=hybrid --overflow=', '--recipe=t2r',
     '--recipe=decay', '--rule=delta --out_norm=false', '--layers=softmax,gla --distil=auto',
-    '--recipe=hedgehog --lora=2 --phi=hedgehog:listing'])
+    '--recipe=hedgehog --lora=2 --distil_steps=30'])
 def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, capsys):
+    """Also by how much stage 1 lowers the divergence of attention."""
     found = converted(teacher, tmp_path, *flags.split())
     names = [row['model'] for row in found['table']]
     assert names[:2] == ['teacher', 'swapped'] and names[-4] == 'fine-tuned' and names[-1].endswith('scratch')
@@ -3073,7 +3074,9 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, capsys)
     for line, n in zip(found['state'], (1024, 8192, 131072), strict=True):
         assert (line['tokens'], line['KV cache bytes']) == (n, n * 2 * 4 * 2 * 16)
     if found['distil'] == 'ce':
-        assert found['layers'] and all(row['KL to teacher'] > 0 for row in found['layers'])
+        first, last = ([row['KL to teacher'] for row in found['layers'] if row['model'] == stage]
+                       for stage in ('swapped', 'distilled'))
+        assert first and all(0 < b < .95 * a for a, b in zip(first, last, strict=True))
         query = found['query']
         assert query['scores'] == sorted(query['scores']) and len(query['scores']) == 16
         for name in 'softmax', 'swapped', 'distilled':
@@ -3222,12 +3225,8 @@ def test_stopped_conversion_goes_on_bit_for_bit(at, teacher, a_model, tmp_path, 
     assert found('cut') == found('whole')
     assert 'was stopped' in refused(capsys, convert.main, '--resume', cut)
 
-def test_distilling_lowers_the_divergence_and_there_is_none_from_itself(teacher, tmp_path):
-    """Of attention in stage 1, of what is said in stage 2."""
-    found = converted(teacher, tmp_path, '--recipe=hedgehog', '--distil_steps=30', '--controls=false')
-    kl = {stage: [row['KL to teacher'] for row in found['layers'] if row['model'] == stage]
-          for stage in ('swapped', 'distilled')}
-    assert all(0 < b < .9 * a for a, b in zip(kl['swapped'], kl['distilled'], strict=True))
+def test_a_model_does_not_diverge_from_itself(teacher, tmp_path):
+    """In what it says: --loss=kl."""
     model, meta = load(teacher)
     *sides, of_data = prepare.load(meta['args']['data'])
     data = train.Rows(*sides, of_data, 16, torch.device('cpu'), 4)
