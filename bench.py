@@ -417,7 +417,7 @@ def over_seeds(results, key, *beside):
     of the keys `beside`, if the runs have them."""
     values = column(results, key)
     row = {'ours': statistics.median(values), 'least': min(values), 'most': max(values),
-           'minutes': sum(result.get('minutes', 0) for result in results)}      # of controls, the run has them
+           'minutes': sum(column(results, 'minutes'))}
     for name in beside:
         known = [result[name] for result in results if result.get(name) is not None]
         row[name] = statistics.median(known) if known else None
@@ -1227,7 +1227,8 @@ def throughput(args, suite):
         if n == 0:
             raise ValueError(f'--budget={args.budget}: one text of {T:,} tokens needs {size / MB:.1f} MB')
         theirs = suite.paper.get(form, {}).get(share)
-        row = {'form': form, 'rows': T // share, 'batch': n, 'bytes a sequence': size, 'paper, of full': theirs}
+        row = {'form': form, 'rows': T // share, 'batch': n, 'bytes a sequence': size,
+               'paper, of full': theirs}
         token, state = far_along(model, n, T)
         cells.append((row, partial(model, token, state)))
     times = timed(cells, args.device, 1.0)

@@ -50,8 +50,8 @@ from data.flags import flag, known, parse, picked, plural, refuse, typed
 from data.weights import is_state, read_tensors, weights_digest
 from fastweight import RULES
 from model import GPT, SOURCE_RULES, bias_of, fill, idle, kl, load, pick_device, save, state_bytes, subset
-from train import (QUIET, Rows, adamw, begin_step, bits_a_nat, blocks, commit, lies_in, log_of, pack_optimiser,
-                   predict, rows, say, set_threads, table, tell_step, unpack_optimiser)
+from train import (QUIET, Rows, adamw, begin_step, bits_a_nat, blocks, commit, lies_in, log_of,
+                   pack_optimiser, predict, rows, say, set_threads, table, tell_step, unpack_optimiser)
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
 # kind of feature map (README, Limits). pure and hybrid first imitate the teacher's hidden states by layer.
@@ -72,7 +72,7 @@ TEACHER_LRS = 1e-3, 1e-4                                # learning rates of the 
 class Args:
     recipe: str = flag('pure', 'what replaces softmax, and how it is trained: a list of flags; flags that '
                                'you give override it', list(RECIPES))
-    from_: str = flag('out/ckpt.safetensors', 'the teacher: checkpoint; gpt2, -medium, ...; OWNER/NAME; folder')
+    from_: str = flag('out/ckpt.safetensors', 'checkpoint; gpt2, -medium, ...; OWNER/NAME; folder')
     revision: str = flag('main', 'branch, tag or commit on the hub')
     data: str = flag('', 'text, task or pairs to train on; default: what the teacher was trained on')
     out: str = flag('out/convert', 'folder for the checkpoint, tables and log')
@@ -563,8 +563,9 @@ class Conversion:
         return steps * self.args.batch_size * self.data.T
 
     def train_stage(self, stage, model, loss, steps, lr, new=()):
-        """Train one stage or control, from where a stopped conversion left it. Parameters in `new` get --faster
-        times this lr. loss(step) runs forward and backward -> the loss (1,). Resuming is exact on a CPU."""
+        """Train one stage or control, from where a stopped conversion left it. Parameters in `new` get
+        --faster times this lr. loss(step) runs forward and backward -> the loss (1,). Resuming is exact on a
+        CPU."""
         args = self.args
         path = f'{args.out}/stage-{re.sub("[^a-z0-9]+", "-", stage)}.safetensors'
         opt = adamw(model, lr, 0.0, self.data.device, new, args.faster)
@@ -742,8 +743,8 @@ def cannot_teach(args, config):
     yield set(args.swap.split(',')) - set(PLACES), f'--swap={args.swap}: choose from {", ".join(PLACES)}'
     keeps = {RULES[rule].keeps for rule in config.all_rules}
     yield not {'all'} <= keeps <= {'all', None}, (
-        f'{args.from_}: its layers are {",".join(config.all_rules)}; a teacher has softmax layers, and no other '
-        'cache: python train.py --rule=softmax makes one')
+        f'{args.from_}: its layers are {",".join(config.all_rules)}; a teacher has softmax layers, and no '
+        'other cache: python train.py --rule=softmax makes one')
     yield lies_in(args.from_, args.out), f'--out={args.out}: it holds the teacher; take another folder'
     yield args.row > config.block_size, (
         f'--row={args.row}: the teacher was trained on rows of {config.block_size}; give at most that')

@@ -68,7 +68,8 @@ if torch.cuda.is_available() or 'TRITON_INTERPRET' in os.environ:       # import
 # (GLA 2023, appendix C).
 # So no gradient of a key factor is multiplied by value factors, and a chunk may have 32 steps. At -5 per
 # step, f_up and f_down stay within e^+-80. Above the diagonal y x^T, r x^T, g U^T may then be infinite, so
-# they are masked before anything is summed. Nothing else overflows while q, k, v are below 10^3.
+# they are masked before anything is summed. What else carries such a factor until its inverse comes, as A U
+# does, must stay below e^8 = 3,000 without it, or fp32 ends.
 #
 # Chunks are processed one segment at a time. All chunks of a long text together would not fit into the CPU's
 # caches, and the backward would keep them all. `forward_of` returns last what the backward needs of a
@@ -115,7 +116,7 @@ def inverted(L):
 
 def walk(S, own, f_all, z_all, W, x_out, back=False):
     """S' = z_all (f_all S + (S W^T) x_out) + own, one chunk after the other.
-    S (N, V, K)   own (N, n, V, K)   f_all (N, n, 1, K|1)   z_all (N, n, V|1, 1)
+    S (N, V, K)   own (N, n, V, K)   f_all (N, n, 1, K|1)   z_all (N, n, 1, V|1)
     x_out = f_out x (N, n, C, K)   W (N, n, C, K), or None if nothing is erased
     back: the same for gradients of the states, from the last chunk to the first
     ->  the S before each chunk (N, n, V, K) (with back, after it), and the last S'"""
@@ -337,8 +338,8 @@ def on_cpu(q, k, v, w, e, log_f, log_z, S):
 
 @form
 def step_over(q, k, v, w, e, log_f, log_z, S):
-    """fastweight.recurrent for a single step without gradients. Absent gates cost nothing. The S that is given
-    is not changed, but one that has decayed is new, so the later lines may write to it."""
+    """fastweight.recurrent for a single step without gradients. Absent gates cost nothing. The S that is
+    given is not changed, but one that has decayed is new, so the later lines may write to it."""
     B, H, V, K = S.shape
     S = S.flatten(0, 1)                                 # (N, V, K), and rows (N, 1, .)
     N = len(S)
@@ -812,8 +813,8 @@ def example(kinds, normalise, device):
 
 
 def largest_error(form, given, normalise):
-    """The relative error of a form's worst head against the definition in fp64, in o, S and the gradients of a
-    scalar made from both."""
+    """The relative error of a form's worst head against the definition in fp64, in o, S and the gradients of
+    a scalar made from both."""
     results = []
     for f, dtype in (form, None), (fastweight.recurrent, torch.float64):
         leaves = {name: x.detach().to(dtype or x.dtype).requires_grad_() for name, x in given.items()}

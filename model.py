@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 import fastweight
 from data import prepare, weights
-from data.flags import flag, known, picked, refuse, typed
+from data.flags import expected, fits, flag, known, picked, refuse, typed
 from fastweight import FEATURE_MAPS, FLOOR, LOG_MIN, NORMALISERS, RULES, feature_map
 
 # ---- what a model is ---------------------------------------------------------------------------------------
@@ -109,6 +109,10 @@ class Config:
             yield rule not in RULES, (
                 f'--{"layers" if self.layers else "rule"}={self.layers or self.rule}: {rule!r} is no rule; '
                 f'choose from {", ".join(RULES)}')
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            yield field.metadata.get('choices') and not fits(field, value), (
+                f'--{field.name}={value}: {expected(field)}')
         for name in 'encoder_rule', 'cross':
             rule = getattr(self, name)
             yield rule and not self.encoder, f'--{name}={rule} reads a source: it needs --encoder=3, say'
@@ -142,11 +146,11 @@ class Config:
             'give data without classes')
         for name in self.source_rules if self.causal else self.rules:       # those that see all steps at once
             yield RULES[name].bounded, (
-                f'--causal=false --rule={name}: it evicts step by step, but an encoder sees all at once; take '
-                'softmax, or fast weights')
+                f'--causal=false --rule={name}: it evicts step by step, but an encoder sees all at once; '
+                'take softmax, or fast weights')
             yield RULES[name].erase and self.norm == 'attn', (
-                f'--rule={name} --norm=attn divides by the keys so far, but an encoder sees all at once; take '
-                '--norm=sum or l2')
+                f'--rule={name} --norm=attn divides by the keys so far, but an encoder sees all at once; '
+                'take --norm=sum or l2')
         yield self.causal and self.cls, (
             '--causal=true: the first position (cls) of this model must see the whole picture; leave it out')
         yield self.causal and self.pool != 'mean', (
@@ -178,7 +182,7 @@ def subset(*names, **own):
     return dataclasses.make_dataclass('Subset', fields)
 
 
-# A trained model can change these without further training: softmax keeps its weights with any cache policy.
+# A trained model can change these: softmax keeps its weights with any cache policy (--overflow adds some).
 CACHED = [name for name in RULES if RULES[name].keeps]
 Swap = subset('cache', 'sinks', 'overflow', 'positions', rule=flag('', 'what softmax layers become', CACHED))
 
@@ -205,8 +209,7 @@ def shifted_sum(x, w):
 
 
 class Forms(NamedTuple):
-    """The functions that a model computes with. Each has a definition, and a fast form in kernels.py. (For
-    softmax PyTorch has one already.)"""
+    """The functions that a model computes with; the defaults are plain torch, kernels.py has faster ones."""
     recurrence: Callable = fastweight.chunked
     cache: Callable = fastweight.bounded
     shift: Callable = shifted_sum
@@ -416,8 +419,7 @@ SEGMENT = 512       # steps whose features are in memory at a time, without grad
 
 
 class FastWeights(nn.Module):
-    """The heart of a layer whose rule has a matrix: a writer (`writes`), a form of the recurrence and a reader
-    (`reads`).
+    """The heart of a layer with a matrix: a writer (`writes`), a form of the recurrence, a reader (`reads`).
 
     forward(x, q, k, v, state, t, real):
     x (B, T, n_embd)   q, k, v (B, H, T, head_dim)
@@ -426,9 +428,10 @@ class FastWeights(nn.Module):
     real    (B, T), in an encoder: which steps are not padding; None: all
     ->  o (B, H, T, head_dim), dict: S (B, H, V, K), with n as last row for norm 'attn'
 
-    phi to writes: as the flags of Config, phi and norm '' for the rule's own   key_dim: channels of q and k,
-    if not head_dim   causal: if false, each step reads what all steps write. With n writes per token, k and v
-    hold those of n writes side by side, (B, H, T, n head_dim). ValueError for what does not go together."""
+    phi, norm, beta_max, writes: the flags of Config, phi and norm '' for the rule's own   key_dim: channels
+    of q and k, if not head_dim   causal: if false, each step reads what all steps write. With n writes per
+    token, k and v hold those of n writes side by side, (B, H, T, n head_dim). ValueError for what does not go
+    together."""
     forms = PLAIN
     overflow = None         # only a Cache has fast weights beside it
 
@@ -562,7 +565,7 @@ class Cache(nn.Module):
     and m the mass of their keys, times a learned factor e^(x W + b). As in LoLCATs for the window (Zhang
     2024, arXiv:2410.10254).
 
-    cache to positions: as the flags of Config   turn(x, pos): rope, for --positions=compress"""
+    cache, sinks, overflow, positions: the flags of Config   turn(x, pos): rope, for --positions=compress"""
     forms = PLAIN
 
     def __init__(self, rule, n_embd, n_head, head_dim, cache=256, sinks=4, overflow='', positions='true',
@@ -877,9 +880,10 @@ def kl(a, w):
 class GPT(nn.Module):
     """Embedding, blocks, norm, output. It computes with the fastest forms available, until `use` sets others.
 
-    A state has t, the number of tokens read (on the CPU), and layers, a list. Each layer is a dict of parts,
-    each part a dict of tensors: mixer has S, or the cache k, v and perhaps pos, total; conv0 and conv1 have
-    last; in a decoder, cross has S, or k, v, real of the source. None is a fresh start."""
+    A state has t, the next position (on the CPU), and layers, a list. Each layer is a dict of parts, each
+    part a dict of tensors: mixer has S, or a cache (k, v; if it is limited pos, total; with overflow S and n,
+    too); conv0 and conv1 have last; in a decoder, cross has S, or k, v, real of the source. None is a fresh
+    start."""
 
     def __init__(self, config):
         super().__init__()
@@ -1069,7 +1073,7 @@ class GPT(nn.Module):
 
     @property
     def max_len(self):
-        """How many positions the model knows. Learned positions and cosformer set a limit; None: no limit."""
+        """How many tokens the model has learned positions for, or cosformer takes; None: any number."""
         ends = [phi.max_len for phi in self.modules() if isinstance(phi, fastweight.FeatureMap)]
         if self.positions is not None:
             ends.append(self.config.block_size)
@@ -1107,7 +1111,7 @@ class GPT(nn.Module):
         pad = self.config.pad
         B = len(tokens)
         first = beam * torch.arange(B, device=tokens.device)[:, None]       # first text of each source
-        state = chosen_texts(self.encode(tokens), torch.arange(B).repeat_interleave(beam))
+        state = chosen_texts(self.encode(tokens), torch.arange(B).repeat_interleave(beam), everything=True)
         token = tokens.new_full((B * beam, 1), pad)
         texts = tokens.new_empty(B, beam, 0)
         scores = torch.full((B, beam), -math.inf, device=tokens.device)
@@ -1139,11 +1143,17 @@ class GPT(nn.Module):
 
 
 # ---- sampling ----------------------------------------------------------------------------------------------
-def chosen_texts(state, index):
-    """The state of some texts of a batch. index (N,) may repeat a text."""
-    def chosen(x):
-        return x[index] if x.dim() else x           # t is that of all texts
-    return map_state(chosen, state)
+def chosen_texts(state, index, everything=False):
+    """The state of some texts of a batch. index (N,) may repeat a text. What cross attention has of a source
+    stays as it is, because texts of one source share it, unless `everything` is true."""
+    layers = []
+    for layer in state['layers']:
+        layer = {**layer}
+        for part in layer:
+            if everything or part != 'cross':
+                layer[part] = {name: x[index] for name, x in layer[part].items()}
+        layers.append(layer)
+    return {'t': state['t'], 'layers': layers}
 
 
 def refuse_broken(logits):
@@ -1200,8 +1210,8 @@ def pack(state, prefix='state'):
 
 def unpack(model, tensors, last, why, prefix='state'):
     """The inverse of `pack`, for a state of this model and of as many texts as last (B, 1) has tokens. Other
-    tensors are ignored. ValueError, beginning with `why`, if the model's own states look different or the
-    token count is wrong. Not for translators."""
+    tensors are ignored. ValueError, beginning with `why`, if the model's own states look different or cached
+    positions are beyond the token count. Not for translators."""
     state = model.read(last)                        # any state of this model has its form
     given = {name: x for name, x in tensors.items() if name.startswith(f'{prefix}.')}
     if layout(given) != layout(pack(state, prefix)):
@@ -1219,7 +1229,7 @@ def unpack(model, tensors, last, why, prefix='state'):
 
 
 def layout(flat):
-    """The name, type and shape of each tensor of a packed state, without the length of softmax's cache."""
+    """The name, type and shape of each tensor of a packed state, without the length of a cache."""
     tensors = {}
     for name, x in flat.items():
         shape = list(x.shape)
@@ -1276,8 +1286,8 @@ def config_of(source, meta):
 
 
 class Undrawn(TorchFunctionMode):
-    """Inside this context, a model's parameters are not initialised. A file will
-    overwrite them anyway, and memory that is never written costs nothing."""
+    """Inside this context torch.nn.init does nothing. A file will overwrite the parameters anyway, and memory
+    that is never written costs nothing."""
     def __torch_function__(self, f, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if getattr(f, '__module__', '') == 'torch.nn.init':
@@ -1289,7 +1299,7 @@ def load(source, device='cpu', revision='main', **changes):
     """Load a checkpoint, a folder in the hub's layout, or a model on the hub, by name -> model, meta. Call
     model.eval() before it writes: in training mode dropout acts, and random features are redrawn.
     meta: data (name, tokenizer, ...), step, config, and tensors, which `save` got as extra. changes: flags of
-    `Swap`. ValueError, with the source, if something is missing, damaged or of another kind."""
+    Config. ValueError, with the source, if something is missing, damaged or of another kind."""
     source = str(source)
     extra = {}
     folder = None

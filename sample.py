@@ -215,7 +215,7 @@ def given_to_memories(model, tokens):
             k = layer['k']
             seen_by_k = (k * (k.cumsum(2) - k)).sum(-1, keepdim=True)
             erase = layer['erase'] / seen_by_k.clamp(min=FLOOR)
-            layer['erase'] = erase.where(seen_by_k > FLOOR, 0)          # at first S is empty; 16 bits end early
+            layer['erase'] = erase.where(seen_by_k > FLOOR, 0)      # at first S is empty; 16 bits end early
             layer['normalise'] = False
         layers.append(layer)
     return layers
@@ -336,7 +336,7 @@ def complete(args, model, meta):
         state = model.read(tokens[:, :-1], state)
     elif read > 1:                                          # all texts begin alike: that is read once
         state = model.read(tokens[:1, :-1], state)
-        state = chosen_texts(state, torch.zeros(args.samples, dtype=torch.long))
+        state = chosen_texts(state, torch.zeros(args.samples, dtype=torch.long), everything=True)
     last, state, times, texts = write_texts(args, model, meta['data'], tokens[:, -1:], state, prompt)
     if args.save_state:
         keep_state(args, model, meta, last, state)

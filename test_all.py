@@ -1823,6 +1823,8 @@ def test_a_stage_that_is_broken_is_named_and_what_a_stopped_run_left_is_told(a_m
 
 def test_an_empty_flag_takes_back_what_a_model_or_a_recipe_has():
     flags_py.refuse(model_py.idle({'rule': 'tova', 'overflow': '', 'cache': 9}, Config(rule='tova', cache=9)))
+    with pytest.raises(ValueError, match='--norm=zzz: one of attn, sum'):       # nor is it any text, in Python too
+        Config(norm='zzz')
 
 def test_of_many_texts_a_prompt_is_read_once(a_model, characters, capsys):
     """Greedy, all of them are the one text."""

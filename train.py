@@ -1,4 +1,4 @@
-"""Train a fast-weight model from scratch, or resume a run. The other scripts use this training loop, too.
+"""Train a fast-weight model from scratch, or resume a run. convert.py and bench.py use its parts, too.
 
     python train.py --rule=delta                   5 to 10 minutes on two CPU cores, no download
     python train.py --data=recall --rule=sum --steps=1000     sum fails at recall; --rule=delta solves it
@@ -13,7 +13,7 @@ random numbers depend only on the seed, the step and the process. So a resumed r
 the number of threads stays the same (--threads=N pins it). If you resume with more --steps, the cosine is
 stretched over them.
 
-This file, in order: machine, threads, sharding, batches of data, the optimiser and its loop, a run.
+This file, in order: machine, threads, sharding, batches of data, the optimiser, a run with the training loop.
 """
 import dataclasses
 import functools
@@ -406,7 +406,7 @@ def table(rows):
         print('  '.join(cells))
 
 
-# ---- the optimiser and its loop ----------------------------------------------------------------------------
+# ---- the optimiser -----------------------------------------------------------------------------------------
 
 def adamw(model, lr, weight_decay, device, fast=(), times=1.0, without=()):
     """AdamW over all parameters that require gradients. Weight decay applies to parameters with two axes: not

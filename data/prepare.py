@@ -956,7 +956,8 @@ def script(main):
         except ModuleNotFoundError as e:
             message = f'{e}: pip install -r requirements.txt brings it'
         except (MemoryError, RuntimeError) as e:                # torch's allocators raise a RuntimeError
-            message = f'this takes more memory than there is; take fewer or shorter rows, or a smaller model ({e})'
+            message = ('this takes more memory than there is; take fewer or shorter rows, or a smaller '
+                       f'model ({e})')
             if isinstance(e, RuntimeError) and not re.search('(out of|allocate|not enough) memory', str(e)):
                 raise
         except FileExistsError as e:
@@ -979,9 +980,10 @@ def main(argv):
     parser = argparse.ArgumentParser(description='Make a data set for train.py.', allow_abbrev=False)
     parser.error = error
     parser.add_argument('name', help='a UTF-8 text file, two files of parallel lines (a.en:a.de), or one of '
-                        f'{"; ".join(sets)}; listops-2048: in rows of 2,048, mnist-patch7: in patches of 7 x 7')
+                        f'{"; ".join(sets)}; listops-2048: in rows of 2,048, mnist-patch7: in patches '
+                        'of 7 x 7')
     parser.add_argument('--tokenizer', help=OF_TEXTS)
-    parser.add_argument('--file', help='use this local copy, no download; for several files, give their folder')
+    parser.add_argument('--file', help='use this local copy, no download; several files: their folder')
     args = parser.parse_args(argv)
     if find_set(args.name) or not os.path.isdir(args.name):
         prepare(args.name, None, args.tokenizer, args.file)

@@ -34,8 +34,8 @@ def recall(rows, rng, vocab, training, length=128, keep=False, every=True):
     target is the value that it had last. every: in training every key that was seen before has a target: the
     same task, learned from 45 targets per row instead of one. Keys are the lower half of the vocabulary,
     values the upper. `recall`: values are drawn anew each time, so memory must be overwritten (Schlag et al.
-    2021, Sec. 6.1.2). `recall-kept`: each row has one fixed map from keys to values. `recall-one` is that with
-    one target per row, as in the paper. Its text does not say whether values are kept, nor the sizes:
+    2021, Sec. 6.1.2). `recall-kept`: each row has one fixed map from keys to values. `recall-one` is that
+    with one target per row, as in the paper. Its text does not say whether values are kept, nor the sizes:
     vocabulary 40 and length 128 are from memory. It has 10,000 and 2,000 rows."""
     half = vocab // 2
     n = length // 2

@@ -444,10 +444,10 @@ def is_gpt2(raw):
 
 
 def to_folder(folder, tensors, config, data):
-    """Write tensors in our names as model.safetensors, config.json and, if data has it, tokenizer.json, in the
-    hub's layout. ValueError for other models than GPT-2, Llama and BERT with softmax in every layer. New files
-    are made aside. The old config.json is removed first and the new one moved in last, so that two models are
-    never mixed."""
+    """Write tensors in our names as model.safetensors, config.json and, if data has it, tokenizer.json, in
+    the hub's layout. ValueError for other models than GPT-2, Llama and BERT with softmax in every layer. New
+    files are made aside. The old config.json is removed first and the new one moved in last, so that two
+    models are never mixed."""
     kind = family_of(config)
     if kind is None:
         raise ValueError('only GPT-2, Llama and BERT with softmax in every layer are written in the hub\'s '
