@@ -308,7 +308,7 @@ class Gates(nn.Module):
     multiplies S by I - beta k k^T. With beta up to 2 it can have the eigenvalue -1, so a state can alternate
     (Grazzi 2024, arXiv:2411.12537). GLA and KDA make W low-rank to save parameters. Here it is full, as in
     Mao 2022. With n writes per token, `recurrent` runs n T steps; only a token's first step forgets."""
-    def __init__(self, rule, n_embd, n_head, K, V, beta_max=1.0, n=1):
+    def __init__(self, rule, n_embd, n_head, K, V, beta_max, n):
         super().__init__()
         self.rule = rule
         self.n_head = n_head

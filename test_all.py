@@ -1876,6 +1876,10 @@ def test_generated_tasks_are_what_the_papers_say():
             for t in range(128):
                 seen = dict(zip(row[1:t:2], row[2:t + 1:2]))
                 assert target[t] == (seen.get(row[t], 40) if t % 2 else 40)
+    for name, keep, one in ('recall', False, False), ('recall-kept', True, False), ('recall-one', True, True):
+        for row, target in zip(*tasks.SETS[name]['make'](50, np.random.default_rng(0), 40, True)):
+            pairs = list(zip(row[1:-1:2], row[2::2]))
+            assert keep == (len(set(pairs)) == len(dict(pairs))) and one == ((target < 40).sum() == 1)
     for row, target in zip(*tasks.mqar(50, np.random.default_rng(0), 8192, True)):
         keys, values = row[0:16:2], row[1:16:2]
         at = np.flatnonzero(target < 8192)
@@ -2624,8 +2628,13 @@ def test_training_learns_and_logs(text, tmp_path, capsys, monkeypatch):
     assert losses[0] == pytest.approx(math.log(256), abs=.2)        # a new model guesses
     assert losses[-1] < 3, losses                                   # ln 36 = 3.6 by characters
     printed = capsys.readouterr().out
-    for word in 'tok/s', 'eta', 'MB', 'bits per byte', 'carried', 'next: python sample.py':
+    size = f'{first["params"] / 1e6:.2f} M parameters'
+    for word in size, 'tok/s', 'eta', 'MB', 'bits per byte', 'carried', 'next: python sample.py':
         assert word in printed
+    steps = [row for row in rows if 'ms' in row]
+    last = [0] + [row['step'] for row in steps]
+    ms = sum(row['ms'] * (row['step'] - before) for row, before in zip(steps, last))
+    assert json.loads((tmp_path / 'result.json').read_text())['minutes'] == pytest.approx(ms / 6e4)
     sampled = printed.partition('--- a sample ---\n')[2].rpartition('\n---\n')[0]
     assert 40 <= len(sampled.encode()) and len(sampled) <= 40   # what is no character takes more bytes
     assert load(tmp_path / 'best.safetensors')[1]['data']['tokenizer'] == 'byte'
@@ -3554,6 +3563,21 @@ def test_bench_converts_a_model_of_a_task_by_as_many_tokens_in_all_lines(a_model
     assert [bool(row['stage 1']) for row in lines] == [True, False, False, False]
     assert [bool(row['state bytes']) for row in lines] == [True, True, False, False]
     assert len(list(tmp_path.glob('convert/*.json'))) == 2
+
+def test_bench_a_line_is_trained_or_converted_from_softmax_or_trains_it_on(monkeypatch):
+    suite, calls = bench.SUITES['glue'], []
+
+    def called(name, args, suite, line, *more):
+        calls.append((name, line, more[0]))
+        return {'path': 'P', 'accuracy': 1}
+    for name in 'trained', 'converted':
+        monkeypatch.setattr(bench, name, partial(called, name))
+    for form, last in ('trained on', 'trained'), ('hedgehog', 'converted'):
+        bench.a_line(bench.Args(), suite, suite.ways['trec'], form, 0)
+        (name, line, flags), (then, its_line, more) = calls[-2:]
+        assert (name, line, then, its_line) == ('trained', 'softmax trec', last, f'{form} trec')
+        assert '--init' not in flags and ('--init=P ' in more or more == 'P')
+    assert len(calls) == 4
 
 def test_bench_reads_far_with_few_rows_and_says_what_that_costs(a_model, text, tmp_path):
     """Each form is the model it names, as it is read from the first token on, and against rows of 16."""
