@@ -324,9 +324,10 @@ def form(f):
 
 @form
 def on_cpu(q, k, v, w, e, log_f, log_z, S):
-    """fastweight.chunked through `Chunks`. A chunk has CHUNK steps. With many features it has twice as many,
-    because a state costs K V numbers per chunk. With few features and a rule that erases it has half as many,
-    because the inverse costs C numbers per step. With a decay it has at most CHUNK."""
+    """fastweight.chunked through `Chunks`, also on a GPU where no kernel may run. A chunk has CHUNK steps.
+    With many features it has twice as many, because a state costs K V numbers per chunk. With few features
+    and a rule that erases it has half as many, because the inverse costs C numbers per step. With a decay it
+    has at most CHUNK."""
     C = CHUNK
     if k.shape[-1] <= 16 and e is not None:
         C = CHUNK // 2
@@ -409,10 +410,10 @@ def bounded(q, k, v, cached, t, policy, cache, sinks=0, spill=False, turn=None):
 #   states      from the last chunk back      q k e f z N do            dS after each chunk, dY
 #   tokens      all tiles at once             all of these              the gradients
 #
-# f, w and e have FD, WD and ED channels (1: one number for all, 0: there is no such gate), z has V. n, the
-# sum of the keys, is one more value channel.
+# f, w and e have FD, WD and ED channels (1: one number for all, 0: there is no such gate), z has V. The sum
+# of the keys is one more value channel; n is the number of chunks, N a matrix.
 # Diagonals are kept apart, in fp32: D = q.k of A, and the ones of M = I + N.
-# Operands of a product have type DT (bf16 or fp32), except in the inverse. Sums and states are fp32.
+# Operands of a product have type DT (bf16 or fp32), but fp32 where the inverse is made. Sums are fp32.
 def jit(f):
     """triton.jit, if there is Triton. One compiled kernel serves all lengths T."""
     if triton is None:

@@ -1245,10 +1245,10 @@ def state_bytes(state):
 
 
 # ---- models in files: ours, and those of the hub -----------------------------------------------------------
-def save(path, model, meta, extra=None, state=None):
+def save(path, model, meta, extra=None, own=None):
     """Write a model, metadata (data: its tokenizer, step, ...) and extra tensors into one file for `load`.
-    state: the state_dict, if the model's own is sharded."""
-    tensors = {f'model.{name}': x for name, x in (state or model.state_dict()).items()}
+    own: the model's tensors by name, if not those of its state_dict (sharded, or only what learns)"""
+    tensors = {f'model.{name}': x for name, x in (own or model.state_dict()).items()}
     for name, x in tensors.items():
         if not x.isfinite().all():
             raise ValueError(f'{name} is not finite any more, so nothing was saved; try a smaller --lr')
@@ -1305,29 +1305,29 @@ def load(source, device='cpu', revision='main', **changes):
     folder = None
     if os.path.isfile(source) or source.endswith('.safetensors'):
         extra, meta = weights.read_tensors(source)
-        state = {}
+        tensors = {}
         for name in [*extra]:
             if name.startswith('model.'):   # copied: a file's memory is not aligned, and then
-                state[name.removeprefix('model.')] = extra.pop(name).clone()    # products round otherwise
+                tensors[name.removeprefix('model.')] = extra.pop(name).clone()  # products round otherwise
     else:
         folder = weights.Folder(weights.folder_of(source, revision), source)
         meta = {'config': {**dataclasses.asdict(Config()), **folder.config}, 'data': folder.data}
     saved = config_of(source, meta)
     config = swapped(saved, source, **changes)
-    how = Undrawn()
+    undrawn = Undrawn()
     if config != saved:                     # some weights may be new
-        how = contextlib.nullcontext()
+        undrawn = contextlib.nullcontext()
     try:
-        with how:
+        with undrawn:
             model = GPT(config)
     except ValueError as e:
         raise ValueError(f'{source}: {e}') from None
     if folder:
-        state = folder.tensors(model.state_dict())
-    for name, x in state.items():
+        tensors = folder.tensors(model.state_dict())
+    for name, x in tensors.items():
         if x.dtype not in (torch.float32, torch.float64):
             raise ValueError(f'{source}: {name} is {x.dtype}, expected torch.float32')
-    others = fill(model, state, f'{source}: holds the weights of another model',
+    others = fill(model, tensors, f'{source}: holds the weights of another model',
                   strict=config == saved, assign=True)
     for name in others.missing_keys + others.unexpected_keys:
         if '.overflow.' not in name and '.log_mass.' not in name:       # only these may be missing or extra
@@ -1335,10 +1335,10 @@ def load(source, device='cpu', revision='main', **changes):
     return model.to(device), {'step': 0, **meta, 'tensors': extra}
 
 
-def fill(model, state, why, **how):
+def fill(model, tensors, why, **how):
     """load_state_dict. ValueError, beginning with `why`, for tensors with other names or shapes."""
     try:
-        return model.load_state_dict(state, **how)
+        return model.load_state_dict(tensors, **how)
     except RuntimeError as e:
         raise ValueError(f'{why} ({" ".join(str(e).split())[:200]})') from None
 

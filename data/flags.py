@@ -20,8 +20,9 @@ import sys
 
 
 def flag(default, help, choices=None, low=-math.inf, high=math.inf, of=()):
-    """A dataclass field that is also a command line flag, see `parse`. low and high are the smallest and the
-    largest number allowed. of: the rules that use it, if not all do"""
+    """A dataclass field that is also a command line flag, see `parse`; without a help it is none. low and
+    high are the smallest and the largest number allowed. of: the rules that use it, if not all do; the layers
+    of these rules are built with it (model.Mixer)"""
     metadata = {'help': help, 'choices': choices, 'range': (low, high), 'of': of}
     return dataclasses.field(default=default, metadata=metadata)
 
