@@ -733,8 +733,8 @@ def stopped(given, changes):
     began = stage.args | stage.changes | {'resume': True}
     for name, value in (given | changes).items():
         if began.get(name) != value and name not in ('out', 'device'):
-            raise ValueError(f'--{name.strip("_")}={value}: the run began with {began.get(name)!r}; drop the '
-                             'flag, or --resume')
+            raise ValueError(f'--{name.strip("_")}={value}: the run began with {began.get(name)!r}; leave '
+                             'the flag out, or start anew without --resume')
     return stage.args, stage.changes
 
 

@@ -3,6 +3,8 @@
     model = GPT(Config(rule='delta', vocab_size=256))
     logits, state = model(tokens)               # (B, T) -> logits (B, T, vocab), state: what it keeps
     logits, state = model(more_tokens, state)   # continues where the first call stopped, with any T
+    save('x.safetensors', model, {'data': {'tokenizer': 'byte', 'vocab_size': 256}})
+    model, meta = load('x.safetensors')         # meta: what was saved beside the weights
 
 The scripts import this file; it has no command of its own. fastweight.py defines what a layer computes. This
 file makes the keys, values, gates and queries for it. Only `pick_forms` imports kernels.py: without that
