@@ -40,8 +40,8 @@ import train as recipe
 from data import prepare
 from data.flags import flag, parse
 from fastweight import RULES, l2
-from model import (GPT, Cache, Config, FastWeights, chosen_texts, kl, load, pick_device, pick_forms, sample,
-                   state_bytes)
+from model import (GPT, Cache, Config, FastWeights, can_become_an_rnn, chosen_texts, kl, load, pick_device,
+                   pick_forms, sample, state_bytes)
 
 os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # silences torch.profiler; we ask it for memory
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -681,7 +681,7 @@ def softmax_model(args, tasks=False):
     """The model of --init -> path, model, metadata. tasks: also accept a model of a task"""
     path = args.init or 'out/ckpt.safetensors'
     model, meta = load(path, args.device)
-    causal = model.config.causal and {'all'} <= model.config.keeps() <= {'all', None}
+    causal = model.config.causal and can_become_an_rnn(model.config.rules)
     if not causal or ('row' in meta['data'] and not tasks):
         raise ValueError(f'--init={path}: no softmax layers in a model of texts; python train.py '
                          '--rule=softmax --n_head=4 --out=out/softmax makes one')
@@ -1077,9 +1077,10 @@ def a_layer(rule, phi, args, T):
     """-> a function that runs one layer forward, from q, k, v, with its feature map."""
     given = inputs(rule, args, T)
     x = torch.randn(args.batch, T, 16, device=args.device, dtype=args.dtype)
-    memory = Cache(rule, 16, args.heads, args.head_dim)
     if RULES[rule].matrix:
         memory = FastWeights(rule, 16, args.heads, args.head_dim, phi)
+    else:
+        memory = Cache(rule, 16, args.heads, args.head_dim)
     memory = memory.to(args.device, args.dtype).eval()
     memory.forms = pick_forms()
 

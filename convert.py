@@ -49,7 +49,8 @@ from data import prepare
 from data.flags import flag, known, parse, picked, plural, refuse, typed
 from data.weights import is_state, read_tensors, weights_digest
 from fastweight import RULES
-from model import GPT, SOURCE_RULES, bias_of, fill, idle, kl, load, pick_device, save, state_bytes, subset
+from model import (GPT, SOURCE_RULES, bias_of, can_become_an_rnn, fill, idle, kl, load, pick_device, save,
+                   state_bytes, subset)
 from train import (QUIET, Rows, adamw, begin_step, bits_a_nat, blocks, commit, lies_in, log_of,
                    pack_optimiser, predict, rows, say, set_threads, table, tell_step, unpack_optimiser)
 
@@ -741,8 +742,7 @@ def stopped(given, changes):
 def cannot_teach(args, config):
     """For `refuse`: what is wrong with the flags or with a teacher of this config."""
     yield set(args.swap.split(',')) - set(PLACES), f'--swap={args.swap}: choose from {", ".join(PLACES)}'
-    keeps = {RULES[rule].keeps for rule in config.all_rules}
-    yield not {'all'} <= keeps <= {'all', None}, (
+    yield not can_become_an_rnn(config.all_rules), (
         f'{args.from_}: its layers are {",".join(config.all_rules)}; a teacher has softmax layers, and no '
         'other cache: python train.py --rule=softmax makes one')
     yield lies_in(args.from_, args.out), f'--out={args.out}: it holds the teacher; take another folder'

@@ -175,6 +175,12 @@ class Config:
         return self.block_size // (self.patch or 1) + self.cls
 
 
+def can_become_an_rnn(rules):
+    """Whether there is softmax among these rules, and beside it only rules with a matrix."""
+    keeps = {RULES[rule].keeps for rule in rules}
+    return {'all'} <= keeps <= {'all', None}
+
+
 def subset(*names, **own):
     """A dataclass with some of Config's flags and some of its own, for scripts that change a model."""
     fields = [(name, str, field) for name, field in own.items()]
@@ -417,6 +423,11 @@ def mistakes_together(name, phi, norm, n):
         f'--rule={name} with --norm=none diverges: the delta rule needs normalised keys, --norm=l2 or sum')
 
 
+def seen_by_k(k, n):
+    """n_{t-1}.k_t (B, H, T, 1), from keys k and the sums n of the keys up to t (B, H, T, K)"""
+    return (k * (n - k)).sum(-1, keepdim=True)
+
+
 SEGMENT = 512       # steps whose features are in memory at a time, without gradients
 
 
@@ -528,9 +539,8 @@ class FastWeights(nn.Module):
         if S is not None:
             n = n + S[:, :, -1:]
             S = S[:, :, :-1]
-        seen_by_k = (k * (n - k)).sum(-1, keepdim=True)
         seen_by_q = (q * n).sum(-1, keepdim=True)
-        o, S = self.recurrence(q, k, v, write=write, erase=erase / seen_by_k.clamp(min=FLOOR), S=S)
+        o, S = self.recurrence(q, k, v, write=write, erase=erase / seen_by_k(k, n).clamp(min=FLOOR), S=S)
         o = o / seen_by_q.clamp(min=FLOOR)
         return o.to(v.dtype), {'S': torch.cat([S, n[:, :, -1:]], 2)}
 
@@ -1130,7 +1140,7 @@ class GPT(nn.Module):
             parent = index // log_p.shape[-1]
             chosen = index % log_p.shape[-1]
             texts = torch.cat([texts.take_along_dim(parent[..., None], 1), chosen[..., None]], 2)
-            ended = (chosen == pad) | (n == most)             # at the last step, all end
+            ended = (chosen == pad) | (n == most)           # at the last step, all end
             final = (scores / ((5 + n) / 6) ** penalty).masked_fill(~ended, -math.inf)
             best_score, i = torch.cat([best_score, final], 1).max(1, keepdim=True)
             best = F.pad(best, (0, 1), value=pad)
@@ -1148,14 +1158,9 @@ class GPT(nn.Module):
 def chosen_texts(state, index, everything=False):
     """The state of some texts of a batch. index (N,) may repeat a text. What cross attention has of a source
     stays as it is, because texts of one source share it, unless `everything` is true."""
-    layers = []
-    for layer in state['layers']:
-        layer = {**layer}
-        for part in layer:
-            if everything or part != 'cross':
-                layer[part] = {name: x[index] for name, x in layer[part].items()}
-        layers.append(layer)
-    return {'t': state['t'], 'layers': layers}
+    def chosen(x):
+        return x[index] if x.dim() else x           # t is that of all texts
+    return map_state(chosen, state, () if everything else ('cross',))
 
 
 def refuse_broken(logits):
@@ -1192,10 +1197,14 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
 
 
 # ---- states as flat dicts of tensors -----------------------------------------------------------------------
-def map_state(f, state):
-    """The state with f(tensor) in place of each tensor."""
-    layers = [{part: {name: f(x) for name, x in tensors.items()} for part, tensors in layer.items()}
-              for layer in state['layers']]
+def map_state(f, state, shared=()):
+    """The state with f(tensor) in place of each tensor, except in the parts that are named in `shared`."""
+    layers = []
+    for layer in state['layers']:
+        layer = {**layer}
+        for part in layer.keys() - set(shared):
+            layer[part] = {name: f(x) for name, x in layer[part].items()}
+        layers.append(layer)
     return {'t': f(state['t']), 'layers': layers}
 
 

@@ -32,7 +32,7 @@ from data.flags import flag, parse, plural, refuse, typed
 from data.weights import read_tensors, refuse_target, weights_digest, write_tensors
 from fastweight import FLOOR
 from model import (GPT, Config, Swap, chosen_texts, idle, load, map_state, pack, pick_device, pick_forms,
-                   refuse_broken, sample, spread, state_bytes, unpack)
+                   refuse_broken, sample, seen_by_k, spread, state_bytes, unpack)
 
 
 @dataclass
@@ -210,13 +210,11 @@ def given_to_memories(model, tokens):
         else:
             layer |= memory.writes(seen.u, seen.k, seen.v)
             layer['q'] = spread(memory.reads(seen.q), n, n - 1)         # read after the last write
-            layer.update(normalise=memory.normalise, floor=memory.phi.floor)
+            layer.update(normalise=memory.normalise and not memory.by_keys, floor=memory.phi.floor)
         if not memory.rule.keeps and memory.by_keys:        # as in FastWeights.divided_by_keys
-            k = layer['k']
-            seen_by_k = (k * (k.cumsum(2) - k)).sum(-1, keepdim=True)
-            erase = layer['erase'] / seen_by_k.clamp(min=FLOOR)
-            layer['erase'] = erase.where(seen_by_k > FLOOR, 0)      # at first S is empty; 16 bits end early
-            layer['normalise'] = False
+            seen = seen_by_k(layer['k'], layer['k'].cumsum(2))
+            erase = layer['erase'] / seen.clamp(min=FLOOR)
+            layer['erase'] = erase.where(seen > FLOOR, 0)   # at first S is empty; 16 bits end early
         layers.append(layer)
     return layers
 
@@ -336,7 +334,7 @@ def complete(args, model, meta):
         state = model.read(tokens[:, :-1], state)
     elif read > 1:                                          # all texts begin alike: that is read once
         state = model.read(tokens[:1, :-1], state)
-        state = chosen_texts(state, torch.zeros(args.samples, dtype=torch.long), everything=True)
+        state = chosen_texts(state, torch.zeros(args.samples, dtype=torch.long))
     last, state, times, texts = write_texts(args, model, meta['data'], tokens[:, -1:], state, prompt)
     if args.save_state:
         keep_state(args, model, meta, last, state)

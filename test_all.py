@@ -2593,7 +2593,8 @@ def test_the_fastest_number_of_threads_is_found_in_time(slower, turns, monkeypat
         now += slower * (slow[n] + first + accident)
     monkeypatch.setattr(train, 'time', Mock(perf_counter=lambda: now))
     monkeypatch.setattr(train, 'DEFAULT_THREADS', 3)
-    train.fastest(run, lines.append)
+    monkeypatch.setattr(train, 'say', lines.append)
+    train.fastest(run)
     assert used == turns * [1, 2, 3] and torch.get_num_threads() == 2
     shown = ', '.join(f'{1e3 * slower * seconds:.0f} ms with {n}' for n, seconds in slow.items())
     assert lines == [f'threads: 2 ({shown})']

@@ -145,7 +145,7 @@ def commit():
 # The default training then takes three times as long with 2 threads on 2 cores as with 1. So we measure. The
 # last bits of all results depend on the number of threads, so the checkpoint keeps it for --resume.
 
-def fastest(run, say=say):
+def fastest(run):
     """Set the number of threads, of 1, 2, 4, ... and DEFAULT_THREADS, with which run() takes least time. They
     take turns, so that another program disturbs them all alike. The first turn does not count: it also
     creates the threads. After two turns, no other begins once 2 seconds have passed."""
