@@ -130,7 +130,8 @@ def with_gradients(form, given, normalise, **options):
     """o, S, and the gradients of one fixed function of both with respect to every input."""
     given = {name: x.detach().requires_grad_() for name, x in given.items()}
     o, S = form(**given, normalise=normalise, **options)
-    mixture = (o * torch.linspace(-1, 1, o.numel()).view_as(o)).sum() + S.square().sum() / 2
+    weights = torch.linspace(-1, 1, o.numel()).view_as(o).to(o.device)
+    mixture = (o * weights).sum() + S.square().sum() / 2
     return [o, S, *torch.autograd.grad(mixture, list(given.values()))]
 
 def test_recurrent_is_the_equation():
