@@ -51,7 +51,7 @@ from data.weights import is_state, read_tensors, weights_digest
 from fastweight import RULES
 from model import (GPT, SOURCE_RULES, bias_of, can_become_an_rnn, fill, idle, kl, load, pick_device, save,
                    state_bytes, subset)
-from train import (QUIET, Rows, adamw, begin_step, bits_a_nat, blocks, commit, lies_in, log_of,
+from train import (QUIET, Rows, adamw, begin_step, bits_a_nat, blocks, commit, drop_old, lies_in, log_of,
                    pack_optimiser, predict, rows, say, set_threads, table, tell_step, unpack_optimiser)
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
@@ -73,10 +73,10 @@ TEACHER_LRS = 1e-3, 1e-4                                # learning rates of the 
 class Args:
     recipe: str = flag('pure', 'what replaces softmax, and how it is trained: a list of flags; flags that '
                                'you give override it', list(RECIPES))
-    from_: str = flag('out/ckpt.safetensors', 'checkpoint; gpt2, -medium, ...; OWNER/NAME; folder')
+    from_: str = flag('out/ckpt.safetensors', 'checkpoint; gpt2, -medium, ...; OWNER/NAME; folder', path=True)
     revision: str = flag('main', 'branch, tag or commit on the hub')
-    data: str = flag('', 'text, task or pairs to train on; default: what the teacher was trained on')
-    out: str = flag('out/convert', 'folder for the checkpoint, tables and log')
+    data: str = flag('', 'text, task or pairs to train on; default: those of the teacher', path=True)
+    out: str = flag('out/convert', 'folder for the checkpoint, tables and log', path=True)
     swap: str = flag(','.join(PLACES), 'in a translator: which attention to swap')
     distil: str = flag('auto', 'stage 1, layer by layer: match attention weights (ce), outputs (mse) or '
                                'hidden states; auto: ce if the student has weights, else mse',
@@ -515,7 +515,7 @@ class Conversion:
         self.seconds = {}                                   # per stage, including those before --resume
         self.table = []
         self.begin = blocks(len(data.val), data.T, data.meta, args.eval_rows)
-        self.log = log_of(args)
+        self.log, self.old = log_of(args)
         if stages(args.out) and not args.resume:
             say(f'{args.out}: what a stopped conversion left there is replaced; --resume would go on with it')
             forget(args.out)
@@ -602,6 +602,9 @@ class Conversion:
         """Write the checkpoint of a stage and a line of the log."""
         header = {**self.about, 'step': step, 'seconds': self.seconds[stage]}
         save(path, model, header, pack_optimiser(model, opt), learned(model))
+        self.old = drop_old(self.log, self.old)
+        prepare.saved.append(f'{path} has {step} steps; python convert.py --resume --out={self.args.out} '
+                             'goes on')
         row = {'stage': stage, 'step': step, 'tokens': self.tokens_in(step), **self.columns_of(model, stage)}
         print(json.dumps(row), file=self.log, flush=True)
 
@@ -616,7 +619,7 @@ class Conversion:
         changing = learned(model)
         others = {name: x for name, x in model.state_dict().items() if name not in changing}
         fill(model, others | weights, f'{path}: holds the weights of another model')
-        unpack_optimiser(model, opt, tensors, whole=False)
+        unpack_optimiser(model, opt, tensors, path)
         self.seconds[stage] = stopped.seconds
         return stopped.step
 
@@ -776,7 +779,6 @@ def main(argv):
     args, changes = settings(argv)
     device = pick_device(args.device)
     teacher, meta = load(args.from_, device, args.revision)
-    teacher.eval()
     refuse(cannot_teach(args, teacher.config))
     T = args.row or min(teacher.config.block_size, LONG)
     train, val, of_data, name = prepare.for_model(args.from_, meta, args.data, T)

@@ -38,7 +38,7 @@ from data import prepare
 from data.flags import flag, known, parse, picked, plural, refuse, typed
 from data.weights import refuse_target
 from model import (GPT, OF_DATA, Config, fill, idle, load, map_state, pack, pick_device, pick_forms, save,
-                   unpack)
+                   try_compiler, unpack, wide)
 
 BAD_STEPS = 10      # the run ends after this many non-finite steps in a row
 MUON = 4.0          # Muon's rate is this times --lr: singular values of its steps, not entries, are near 1
@@ -56,12 +56,12 @@ say = functools.partial(print, flush=True)
 @dataclass
 class Args:
     data: str = flag('stdlib', f'{", ".join(prepare.DATASETS)}, any text file, labelled lines (mine.tsv), or '
-                               'sentences and their translations (a.en:a.de)')
+                               'sentences and their translations (a.en:a.de)', path=True)
     tokenizer: str = flag('', f'for texts: {prepare.OF_TEXTS}; default: that of the data or the checkpoint')
-    out: str = flag('out', 'folder for checkpoints and the log')
+    out: str = flag('out', 'folder for checkpoints and the log', path=True)
     resume: bool = flag(False, 'continue the run whose checkpoint is in --out, from its last evaluation on; '
                                'flags of training may be changed, those of the model not')
-    init: str = flag('', 'start from the weights of a checkpoint or hub model; flags may adapt it')
+    init: str = flag('', 'start from the weights of a checkpoint or hub model; flags may adapt it', path=True)
     steps: int = flag(6400, 'optimiser steps', low=1, high=10 ** 9)
     batch_size: int = flag(4, 'rows per batch, over all processes', low=1, high=2 ** 20)
     accum: int = flag(1, 'batches per step, for more rows than fit into memory', low=1, high=2 ** 12)
@@ -222,15 +222,16 @@ def rows(data, begin, T, meta, device):
 
 
 def predict(model, x, y, state, meta, dtype=torch.float32):
-    """Run the model on x, starting from `state` (None: empty) -> fp32 logits (N, vocab), targets (N,), state.
-    In a task few positions have a target, so logits are computed only there. dtype: of the matrix products"""
+    """Run the model on x, starting from `state` (None: empty) -> logits (N, vocab), at least in fp32, targets
+    (N,), state. In a task few positions have a target, so logits are computed only there. dtype: of the
+    matrix products"""
     with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
         if 'row' in meta:
             at = y >= 0
             logits, state = model(x, state, at)
-            return logits.float(), y[at], state
+            return wide(logits), y[at], state
         logits, state = model(x, state)                     # a text has targets everywhere, up to its end
-        return logits.flatten(0, 1).float(), y.flatten(), state
+        return wide(logits.flatten(0, 1)), y.flatten(), state
 
 
 def blocks(n, T, meta, count=None):
@@ -303,14 +304,26 @@ class Rows:
         begin = self.starts(step).reshape(self.accum, -1)[i, self.rank::self.world]
         return rows(self.train, begin, self.T, self.meta, self.device)
 
+    def targets(self, begin):
+        """The number of targets in the training rows that begin there."""
+        if 'row' not in self.meta:
+            return len(begin) * self.T
+        targets = self.train.take(np.add.outer(begin, np.arange(self.T, 2 * self.T)))
+        return np.count_nonzero(targets != self.meta['ignore'])
+
     def learn(self, model, states, step):
         """Forward and backward of all batches of a step -> its loss (1,). states: one initial state per
-        batch, each None without carry. With carry, each is replaced by its final state."""
+        batch, each None without carry. With carry, each is replaced by its final state.
+
+        The loss of a step is the mean over the targets of all its batches and processes. Rows differ in their
+        number of targets, so a mean of the batches' means would be another loss. The processes' losses and
+        gradients are averaged later, so each divides by its share of the targets."""
+        share = self.targets(self.starts(step)) / self.world
         total = torch.zeros(1, device=self.device)
         for i, state in enumerate(states):
             x, y = self.batch(step, i)
             logits, y, end = predict(model, x, y, state, self.meta, self.dtype)
-            loss = F.cross_entropy(logits, y) / self.accum
+            loss = F.cross_entropy(logits, y, reduction='sum') / share
             loss.backward()
             total += loss.detach()
             if self.carry:                                  # gradients do not flow into earlier steps
@@ -493,29 +506,30 @@ MEMORIES = ({'momentum_buffer'}, {'step', 'exp_avg', 'exp_avg_sq'})      # per p
 SIGNED = 'momentum_buffer', 'exp_avg'
 
 
-def unpack_optimiser(model, opt, tensors, whole=True):
-    """The inverse of `pack_optimiser`: put the tensors into opt. ValueError for a tensor that is missing or
-    does not fit its parameter. whole: every parameter must have a memory"""
+def unpack_optimiser(model, opt, tensors, path):
+    """The inverse of `pack_optimiser`: put the tensors into opt. A parameter that has never had a step has no
+    memory. ValueError, beginning with the path of the file, for a tensor that is missing or does not fit."""
     parameters = dict(model.named_parameters())
     memories = {name: {} for name in parameters}
     for key, x in tensors.items():
         if key.startswith('opt.'):
             name, _, quantity = key.removeprefix('opt.').rpartition('.')
             if name not in memories:
-                raise ValueError(f'the optimiser has {key}, but the model no {name}; start anew')
+                raise ValueError(f'{path}: the optimiser has {key}, but the model no {name}; start anew')
             memories[name][quantity] = x
     for name, memory in memories.items():
         p = parameters[name]
-        if memory.keys() not in MEMORIES and (memory or whole):
-            raise ValueError(f'the optimiser has {sorted(memory)} of {name}, expected one of {MEMORIES}; '
-                             'start anew')
+        if memory and memory.keys() not in MEMORIES:
+            raise ValueError(f'{path}: the optimiser has {sorted(memory)} of {name}, expected one of '
+                             f'{MEMORIES}; start anew')
         for key, x in memory.items():
             shape = () if key == 'step' else p.shape
             if x.shape != shape or x.dtype != torch.float32:
-                raise ValueError(f'the optimiser\'s {key} of {name} is {x.dtype} of shape {tuple(x.shape)}, '
-                                 f'expected float32 of {tuple(shape)}; start anew')
+                raise ValueError(f'{path}: the optimiser\'s {key} of {name} is {x.dtype} of shape '
+                                 f'{tuple(x.shape)}, expected float32 of {tuple(shape)}; start anew')
             if not x.isfinite().all() or key not in SIGNED and x.min() < 0:
-                raise ValueError(f'the optimiser\'s {key} of {name} is no memory of a run; start anew')
+                raise ValueError(f'{path}: the optimiser\'s {key} of {name} is no memory of a run; start '
+                                 'anew')
             if key != 'step' or opt.defaults['fused']:      # unfused, the step count stays on the CPU
                 x = x.to(p.device)
             if key != 'step' and in_parts(p):
@@ -531,8 +545,8 @@ def lr_at(step, steps, peak):
 
 
 def average(model, loss, world):
-    """Average the gradients and the loss (1,) over the processes, in place. All processes have equally many
-    rows. Gradients of a sharded model are averaged already."""
+    """Average the gradients and the loss (1,) over the processes, in place (see Rows.learn). Gradients of a
+    sharded model are averaged already."""
     parts = [loss]
     for p in model.parameters():
         if p.grad is not None and not in_parts(p):
@@ -640,12 +654,17 @@ def restore(args, header, data, model, opt):
     """Restore the optimiser of a stopped run -> the states of --carry, one per batch. ValueError if the data
     have changed since the run began."""
     tensors = header['tensors']
+    was = header['args']
     for side in prepare.SIDES:
-        if header['data'].get(side) != data.meta[side] and args.data == header['args']['data']:
+        if header['data'].get(side) != data.meta[side] and args.data == was['data']:
             raise ValueError(
                 f'--resume --data={args.data}: {side}.bin is not what the run began with, by its sha256; '
                 f'bring it back, or begin anew with --init={args.out}/ckpt.safetensors and another --out')
-    unpack_optimiser(model, opt, tensors)
+    if args.optimizer == was['optimizer']:
+        unpack_optimiser(model, opt, tensors, f'{args.out}/ckpt.safetensors')
+    else:
+        say(f'--optimizer={args.optimizer}: the run had {was["optimizer"]}, so its averages of gradients '
+            'begin anew')
     if not args.carry:
         return [None] * args.accum
     last = torch.zeros(args.batch_size, 1, dtype=torch.long, device=data.device)
@@ -654,8 +673,9 @@ def restore(args, header, data, model, opt):
 
 
 def log_of(args):
-    """Make the run's folder and open its log -> the log. The open log locks the folder. ValueError if another
-    run uses the folder, or if something in it could not be overwritten at the end."""
+    """Make the run's folder and open its log -> the log, and how many of its bytes an earlier run wrote, for
+    `drop_old`. The open log locks the folder. ValueError if another run uses the folder, or if something in
+    it could not be overwritten at the end."""
     os.makedirs(args.out, exist_ok=True)
     for name in 'ckpt', 'best':
         refuse_target(f'{args.out}/{name}.safetensors')
@@ -669,11 +689,22 @@ def log_of(args):
         raise ValueError(f'--out={args.out}: another run is at work there; take another folder') from None
     except (ImportError, OSError):                          # Windows; a file system without locks
         pass
-    if not args.resume:
+    if args.resume:
+        return log, 0
+    if os.path.exists(f'{args.out}/ckpt.safetensors'):
+        say(f'--out={args.out} holds a model already; this run will replace it')
+    prepare.saved.append(f'nothing is saved yet, and what {args.out} held is as it was')
+    return log, os.path.getsize(log.name)
+
+
+def drop_old(log, old):
+    """Remove the first `old` bytes of a log -> 0. An earlier run wrote them; its log goes when its checkpoint
+    does, not before."""
+    if old:
+        own = prepare.read_file(log.name)[old:].decode()
         log.truncate(0)
-        if os.path.exists(f'{args.out}/ckpt.safetensors'):
-            say(f'--out={args.out} holds a model already; this run will replace it')
-    return log
+        print(own, end='', file=log, flush=True)
+    return 0
 
 
 def built(args, config, data, weights):
@@ -785,6 +816,8 @@ def show(model, data, args):
 def main(argv):
     args, config, weights, header = settings(argv)
     rank, world, device, dtype = machine(args)
+    if args.compile:
+        try_compiler(device)
     train, val, meta = prepare.load(args.data, tokenizer=args.tokenizer, like=header.get('data'))
     if args.val_tokens:
         val = val[:args.val_tokens]
@@ -796,7 +829,7 @@ def main(argv):
     states = [None] * args.accum                            # of --carry, one per batch; data.learn fills them
     if args.resume:
         states = restore(args, header, data, model, opt)
-    log = open(os.devnull, 'w') if rank > 0 else log_of(args)           # noqa: SIM115
+    log, old = (open(os.devnull, 'w'), 0) if rank > 0 else log_of(args)         # noqa: SIM115
     set_threads(args, header, model, data)
     run = {'args': dataclasses.asdict(args), 'torch': torch.__version__}
     opening(model, data, args, run, log)
@@ -849,8 +882,14 @@ def main(argv):
             memories = pack_optimiser(model, opt)
             for i, state in enumerate(states):
                 memories.update(pack(state, f'carry{i}'))
-            last = {**run, 'best': best, 'threads': torch.get_num_threads() if world == 1 else None}
-            keep(f'{args.out}/ckpt.safetensors', model, last, memories, rank)
+            last = {**run, 'best': min(best, 1e300), 'threads': None}
+            if world == 1:
+                last['threads'] = torch.get_num_threads()
+            path = f'{args.out}/ckpt.safetensors'
+            keep(path, model, last, memories, rank)
+            old = drop_old(log, old)
+            prepare.saved.append(f'{path} has {done} steps; python train.py --resume --out={args.out} goes '
+                                 'on')
         since = time.perf_counter()
     say(f'\n{args.steps - first} steps in {seconds / 60:.1f} minutes')
     report(model, data, args, log, steps=args.steps, ms=ms, minutes=seconds / 60)
