@@ -12,12 +12,15 @@ All weights are safetensors: a JSON header, then raw numbers. Nothing is pickled
 Files are written completely or not at all (`prepare.atomic`). This file builds no nn.Module: model.py does
 that, from a config, a dict of the fields of model.Config.
 
+What a folder has and we do not use is said in a line that begins with note:, or refused.
+
 BERT and ViT are encoders. We read their classifier head, if the folder has one (ForSequenceClassification or
 ForImageClassification), but not BERT's heads for masked words and next sentences. Our BERT reads one text.
 BERT adds one vector to all positions of a first text and another to those of a second. We add the first
 vector to the position embeddings and drop the second. preprocessor_config.json of a ViT must scale pixels as
 published. We cannot write ViT.
 """
+import collections
 import contextlib
 import functools
 import hashlib
@@ -33,6 +36,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from data import prepare
+from data.flags import plural
 
 # ---- files of our own --------------------------------------------------------------------------------------
 # Their header has two strings of ours: meta, as JSON, and digest, a sha256 over meta and all tensors.
@@ -126,6 +130,7 @@ SIZES = {'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads', 'n_emb
          'n_inner': 'intermediate_size'}
 OF_TEXTS = {**SIZES, 'vocab_size': 'vocab_size', 'block_size': 'max_position_embeddings'}
 NO = (False, None)
+QUANTISED = 'quantised weights are not read; take those in float32, float16 or bfloat16'
 FAMILIES = {
     'gpt2': Family(
         names={'embed.weight': 'transformer.wte.weight',
@@ -141,7 +146,7 @@ FAMILIES = {
         entries={'n_layer': 'n_layer', 'n_head': 'n_head', 'n_embd': 'n_embd', 'n_inner': 'n_inner',
                  'vocab_size': 'vocab_size', 'block_size': 'n_positions', 'eps': 'layer_norm_epsilon',
                  'tied': 'tie_word_embeddings'},
-        usual={'n_inner': 0, 'eps': 1e-5, 'tied': True},
+        usual={'n_inner': 0, 'block_size': 1024, 'eps': 1e-5, 'tied': True},
         config={**DECODER, 'pos': 'learned', 'act': 'gelu', 'bias': True, 'rms': False, 'n_kv_head': 0},
         known={'activation_function': ('gelu_new', 'gelu_pytorch_tanh'), 'scale_attn_weights': (True,),
                'scale_attn_by_inverse_layer_idx': NO}),
@@ -157,7 +162,7 @@ FAMILIES = {
                'head.weight': 'lm_head.weight'},
         entries={**OF_TEXTS, 'n_kv_head': 'num_key_value_heads', 'eps': 'rms_norm_eps', 'theta': 'rope_theta',
                  'tied': 'tie_word_embeddings'},
-        usual={'n_kv_head': 0, 'eps': 1e-6, 'theta': 1e4, 'tied': False},
+        usual={'block_size': 2048, 'n_kv_head': 0, 'eps': 1e-6, 'theta': 1e4, 'tied': False},
         config={**DECODER, 'pos': 'rope', 'act': 'swiglu', 'bias': False, 'rms': True},
         known={'hidden_act': ('silu',), 'attention_bias': NO, 'mlp_bias': NO}),
     'bert': Family(     # our layer begins with the norm that ends their previous layer
@@ -173,7 +178,7 @@ FAMILIES = {
                'pooler.{p}': 'bert.pooler.dense.{p}',
                'head.{p}': 'classifier.{p}'},
         entries={**OF_TEXTS, 'pad': 'pad_token_id', 'eps': 'layer_norm_eps'},
-        usual={'pad': 0, 'eps': 1e-12},
+        usual={'block_size': 512, 'pad': 0, 'eps': 1e-12},
         config={**ENCODER, 'post_norm': True, 'pooler': True, 'patch': 0, 'cls': False},
         known={'hidden_act': ('gelu',), 'position_embedding_type': ('absolute',), 'is_decoder': NO,
                'add_cross_attention': NO, 'problem_type': (None, 'single_label_classification')}),
@@ -250,10 +255,16 @@ def kind_and_config(raw):
     for key, values in family.known.items():
         if raw.get(key, values[0]) not in values:
             raise ValueError(f'{key} {raw[key]}, expected {" or ".join(map(str, values))}')
+    if raw.get('quantization_config'):
+        raise ValueError(f'quantization_config: {QUANTISED}')
+    config = {'rule': 'softmax', 'classes': 0, **family.config}
     for name in raw.get('architectures') or []:
         if name.endswith(('ForTokenClassification', 'ForMultipleChoice')):
             raise ValueError(f'{name} has a class for something else than a whole text')
-    config = {'rule': 'softmax', **family.config}
+        if name.endswith('Classification'):
+            if config['causal']:
+                raise ValueError(f'{name}: a classifier is read from BERT and ViT; take the language model')
+            config['classes'] = 1           # at least: the file says how many
     rope = {}
     for key in 'rope_scaling', 'rope_parameters':           # older files, newer files
         if raw.get(key) is not None:
@@ -291,8 +302,8 @@ def entry(raw, key, usual):
 
 def scaling_of(rope):
     """The four numbers of Llama 3.1's rope (see model.speeds); [] for plain rope. ValueError for others."""
-    way = rope.get('rope_type', rope.get('type', 'default'))
-    if way == 'default' and 'factor' not in rope:
+    way = rope.get('rope_type', rope.get('type'))
+    if way == 'default' or (way is None and 'factor' not in rope):
         return []
     if way != 'llama3':
         raise ValueError(f'rope of type {way}, expected default or llama3')
@@ -309,31 +320,31 @@ class Folder:
     """A folder with config.json and *.safetensors. ValueError for files that are missing, broken or do not
     fit together. source: its name in messages.
 
-    config: a dict of fields of Config. data: the description of the tokens, as in our checkpoints, made from
-    tokenizer.json. Without that file, 50,257 tokens are taken for GPT-2's, and others are only numbers.
+    config: a dict of fields of Config. data: the description of the tokens, as in our checkpoints.
     """
     def __init__(self, path, source):
         file = os.path.join(path, 'config.json')
         self.kind, self.config = parsed(file, file, kind_and_config)
         self.source = source
-        self.stored = {}                    # name by `uniform_name` -> name in its file, tensor
-        files = [file for file in sorted(os.listdir(path)) if file.endswith('.safetensors')]
-        index = os.path.join(path, INDEX)
-        if os.path.exists(index):           # other files are not part of the model
-            files = parsed(index, index, shards)
-        for file in files:
-            file = os.path.join(path, file)
+        self.stored = {}                    # name by `uniform_name` -> its file, name there, tensor
+        self.used = set()                   # of these names
+        for file in files_of_weights(path):
             with opened(file, file) as f:   # mapped: what is not used is not read
                 in_file = f.keys()
                 for name in in_file:
-                    self.stored[uniform_name(name)] = name, f.get_tensor(name)
-        if not self.stored:
-            raise ValueError(f'{path}: no model.safetensors; pickled weights (.bin, .pt) are not read')
+                    uniform = uniform_name(name)
+                    if uniform in self.stored:
+                        other, _, _ = self.stored[uniform]
+                        raise ValueError(f'{file}: {name} is also in {other}; keep that of the model alone')
+                    self.stored[uniform] = file, name, f.get_tensor(name)
         self.data = {**data_of(path, self.kind, self.config), 'name': source}
+        if self.config['tied'] and 'lm_head.weight' in self.stored:     # then the file is right
+            _, _, embedding = self.stored[uniform_name(FAMILIES[self.kind].names['embed.weight'])]
+            self.config['tied'] = torch.equal(embedding, self.stored['lm_head.weight'][2])
+            self.used.add('lm_head.weight')
         if self.kind in ('bert', 'vit'):
             self.config['pooler'] = self.config['pooler'] and 'pooler.dense.weight' in self.stored
-            self.config['classes'] = 0
-            if 'classifier.weight' in self.stored:
+            if self.config['classes'] or 'classifier.weight' in self.stored:
                 self.config['classes'] = len(self.tensor('classifier.weight', None, self.config['n_embd']))
             if self.config['classes'] == 1:
                 raise ValueError(f'{source}: classifier.weight has one row: it says a number, not which of '
@@ -351,13 +362,21 @@ class Folder:
         if self.kind == 'vit':                              # its pixels: x / 127.5 - 1; ours: x / 255
             ours['embed.bias'] -= ours['embed.weight'].sum(1)
             ours['embed.weight'] *= 2
+        unused = [name for uniform, (_, name, _) in self.stored.items() if uniform not in self.used]
+        if unused:
+            kinds = collections.Counter(re.sub(r'\d+', 'N', name) for name in unused)
+            names_of_kinds = ', '.join(f'{name} ({n})' for name, n in sorted(kinds.items()))
+            prepare.note(f'{self.source}: {plural(len(unused), "tensor")} not used: {names_of_kinds}')
         return ours
 
     def tensor(self, name, rows, *columns):
         """One tensor of this shape. rows None: of any number of rows"""
         if uniform_name(name) not in self.stored:
             raise ValueError(f'{self.source}: tensor {name} is missing')
-        stored, x = self.stored[uniform_name(name)]
+        self.used.add(uniform_name(name))
+        _, stored, x = self.stored[uniform_name(name)]
+        if not x.is_floating_point() or x.element_size() == 1:
+            raise ValueError(f'{self.source}: {stored} is {x.dtype}: {QUANTISED}')
         if x.dim() == 3:                    # a ViT's positions have a batch axis of 1
             x = x.squeeze(0)
         if x.dim() == 4:                    # its convolution reads one patch at a time
@@ -368,6 +387,28 @@ class Folder:
         if x.shape != shape:
             raise ValueError(f'{self.source}: {stored} has shape {tuple(x.shape)}, expected {shape}')
         return x
+
+
+def files_of_weights(folder):
+    """The paths of the files that hold a folder's model: model.safetensors; else those that the index names;
+    else the only one there is. Others are not read, which is said."""
+    there = [file for file in sorted(os.listdir(folder)) if file.endswith('.safetensors')]
+    index = os.path.join(folder, INDEX)
+    files = there
+    if WHOLE in there:
+        files = [WHOLE]
+    elif os.path.exists(index):
+        files = parsed(index, index, shards)
+    elif len(there) > 1:
+        raise ValueError(f'{folder}: {", ".join(there)}: which is the model? Keep one, or call it {WHOLE}')
+    if not files:
+        raise ValueError(f'{folder}: no {WHOLE}; pickled weights (.bin, .pt) are not read')
+    others = [file for file in there if file not in files]
+    if files == [WHOLE] and os.path.exists(index):
+        others.append(INDEX)
+    if others:
+        prepare.note(f'{folder}: the model is {", ".join(files)}; not read: {", ".join(others)}')
+    return [os.path.join(folder, file) for file in files]
 
 
 @contextlib.contextmanager
@@ -387,9 +428,10 @@ def names_in(path, name):
 
 
 def uniform_name(name):
-    """The uniform name of a tensor. Some files leave out the first word. Older ones, such as
-    bert-base-uncased, call a LayerNorm's weight and bias gamma and beta."""
-    name = re.sub(r'^(transformer|model|bert|vit)\.', '', name)
+    """The uniform name of a tensor. Some files leave out the first word; torch.compile and DataParallel put
+    their own in front. Older ones, such as bert-base-uncased, call a LayerNorm's weight and bias gamma and
+    beta."""
+    name = re.sub(r'^((_orig_mod|module)\.)*((transformer|model|bert|vit)\.)?', '', name)
     name = re.sub(r'LayerNorm\.gamma$', 'LayerNorm.weight', name)
     return re.sub(r'LayerNorm\.beta$', 'LayerNorm.bias', name)
 
@@ -416,31 +458,75 @@ def refuse_pixels(raw):
 
 
 def tokenizer_of(folder, vocab):
-    """The description of the tokens of a model with `vocab` tokens. ValueError if tokenizer.json does not
-    fit. Vocabularies are often rounded up, so it may have up to a tenth fewer tokens."""
-    path = os.path.join(folder, TOKENIZER)
-    there = os.path.exists(path)
-    if vocab == 50257 and (not there or parsed(path, path, is_gpt2)):
-        return {'tokenizer': 'gpt2'}
-    if not there:
+    """The description of the tokens of a model with `vocab` tokens, from the folder's own files. If there are
+    none, tokens are only numbers. ValueError for a tokenizer that does not work, or not with this model."""
+    path, words, merges = (os.path.join(folder, name) for name in (TOKENIZER, *OLDER))
+    if os.path.exists(path):
+        raw, of_gpt2 = parsed(path, path, looked_at)
+    elif os.path.exists(words) and os.path.exists(merges):
+        path = words
+        pairs = text_in(merges, merges)
+        raw, of_gpt2 = parsed(path, path, lambda words: looked_at(byte_level(words, pairs)))
+    else:
+        prepare.note(f'{path} is missing, and {" with ".join(OLDER)}, too: tokens are only numbers')
         return {'tokenizer': 'ids', 'missing': path}
+    if of_gpt2 and vocab == 50257:
+        return {'tokenizer': 'gpt2'}
     prepare.package()                                       # outside try: the file is not to blame
     try:
-        text = json.dumps(json.loads(prepare.read_file(path)), ensure_ascii=False, separators=(',', ':'))
-        most = max(prepare.subwords(text).get_vocab().values()) + 1
-        if not 0.9 * vocab <= most <= vocab:
-            raise ValueError(f'{most:,} tokens, the model has {vocab:,}')
+        text = json.dumps(raw, ensure_ascii=False, separators=(',', ':'))
+        ids = set(prepare.subwords(text).get_vocab().values())
+        surplus = sum(i >= vocab for i in ids)
+        if surplus:
+            prepare.note(f'{path}: no text has its {plural(surplus, "token")} beyond the model\'s {vocab:,}')
+            text = json.dumps(without_surplus(raw, vocab), ensure_ascii=False, separators=(',', ':'))
+        lacking = vocab - len(ids) + surplus
+        if lacking:
+            prepare.note(f'{path}: {plural(lacking, "token")} of the {vocab:,} of the model have no text')
+        before, behind = prepare.ends({'json': text})
+        highest = max(before + behind, default=0)
+        if highest >= vocab:
+            raise ValueError(f'it puts token {highest} around a text, the model has {vocab:,}')
     except (ValueError, RecursionError) as e:
         raise ValueError(f'{path}: {e}; replace it by the file of this model, or take it away: then tokens '
                          'are only numbers') from None
     return {'tokenizer': 'json', 'json': text}
 
 
-def is_gpt2(raw):
-    """Whether a tokenizer.json has GPT-2's tokens in its order. Then tiktoken reads them, which is faster."""
+def looked_at(raw):
+    """-> the content of a tokenizer.json, and whether it is GPT-2's. Then tiktoken reads the same tokens, and
+    needs no other package."""
     ids = dict(raw['model']['vocab'])
     tokens = sorted(ids, key=ids.get)[:50256]
-    return prepare.short_hash('\n'.join(tokens).encode()) == '3a1f1c01'
+    same = prepare.short_hash('\n'.join(tokens).encode()) == '3a1f1c01'
+    more = len(ids) > 50257 or len(raw.get('added_tokens', [])) > 1         # the one is <|endoftext|>
+    spaced = (raw.get('pre_tokenizer') or {}).get('add_prefix_space')
+    return raw, same and not (more or spaced or raw.get('normalizer'))
+
+
+def byte_level(words, merges):
+    """The content of a tokenizer.json from the two files that stood for it before: GPT-2's way to merge pairs
+    of bytes. words: {token: id}; merges: a text with a pair of tokens in each line, the first first"""
+    pairs = [line.split(' ') for line in merges.split('\n') if line and not line.startswith('#version')]
+    model = {'type': 'BPE', 'vocab': words, 'merges': pairs}
+    in_bytes = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True}
+    return {'model': model, 'pre_tokenizer': in_bytes, 'decoder': in_bytes}
+
+
+def without_surplus(raw, vocab):
+    """The content of a tokenizer.json without its tokens from id `vocab` on."""
+    model = {**raw['model']}
+    words = model['vocab']
+    if isinstance(words, list):                             # Unigram's: [word, score], by id
+        model['vocab'] = words[:vocab]
+    else:
+        model['vocab'] = {word: i for word, i in words.items() if i < vocab}
+    if 'merges' in model:
+        gone = words.keys() - model['vocab'].keys()
+        pairs = [pair.split(' ') if isinstance(pair, str) else pair for pair in model['merges']]
+        model['merges'] = [pair for pair in pairs if gone.isdisjoint([*pair, ''.join(pair)])]
+    added = [token for token in raw.get('added_tokens', []) if token['id'] < vocab]
+    return {**raw, 'model': model, 'added_tokens': added}
 
 
 def to_folder(folder, tensors, config, data):
@@ -511,8 +597,10 @@ HUB = {     # short name: repository, revision
 PINNED = {  # revision/file: bytes, sha256; for other files we ask the hub
     '607a30d783dfa663caf39e06633721c8d4cfcd7e/model.safetensors':
     (548105171, '248dfc3911869ec493c76e65bf2fcf7f615828b0254c12b473182f0f81d3a707')}
-INDEX = 'model.safetensors.index.json'
+WHOLE = 'model.safetensors'
+INDEX = f'{WHOLE}.index.json'
 TOKENIZER = 'tokenizer.json'
+OLDER = 'vocab.json', 'merges.txt'      # together in place of that
 PIXELS = 'preprocessor_config.json'
 
 
@@ -533,7 +621,7 @@ def folder_of(source, revision):
 
 def hub(name, revision='main', root=None):
     """Download a hub repository, as far as it is not there yet -> its folder. We fetch config.json, the
-    weights and, if it exists, tokenizer.json (for a ViT: preprocessor_config.json).
+    weights and, as far as they exist, tokenizer.json or OLDER (for a ViT: preprocessor_config.json).
 
     name: OWNER/NAME, or one of `HUB`. root: the parent of such folders; None: data/hub. The variable
     HF_ENDPOINT sets another address of the hub, HF_TOKEN opens private models. Files are checked before they
@@ -544,18 +632,23 @@ def hub(name, revision='main', root=None):
         revision = pinned
     site = f'{prepare.endpoint()}/{repo}'
     base = f'{site}/resolve/{revision}'
-    root = root or os.path.join(prepare.HERE, 'hub')
+    root = root or os.path.join(prepare.home(prepare.HERE), 'hub')
     folder = os.path.join(root, f'{repo}--{revision}'.replace('/', '--'))
     if not get_file(base, folder, 'config.json'):
         raise ValueError(f'{site}: no such model at revision {revision}')
+    whole = os.path.join(folder, WHOLE)
     index = os.path.join(folder, INDEX)
-    if not any(os.path.exists(path) for path in (index, os.path.join(folder, 'model.safetensors'))):
+    if not any(os.path.exists(path) for path in (index, whole)):            # only on the first call
         kind, _ = parsed(os.path.join(folder, 'config.json'), site, kind_and_config)
-        get_file(base, folder, PIXELS if kind == 'vit' else TOKENIZER)       # only on the first call
-    if not os.path.exists(index) and get_file(base, folder, 'model.safetensors'):
+        if kind == 'vit':
+            get_file(base, folder, PIXELS)
+        elif not get_file(base, folder, TOKENIZER):
+            for file in OLDER:
+                get_file(base, folder, file)
+    if os.path.exists(whole) or (not os.path.exists(index) and get_file(base, folder, WHOLE)):
         return folder
     if not get_file(base, folder, INDEX):
-        raise ValueError(f'{site}: neither model.safetensors nor its index; pickled weights (.bin, .pt) are '
+        raise ValueError(f'{site}: neither {WHOLE} nor its index; pickled weights (.bin, .pt) are '
                          'not read')
     for shard in parsed(index, index, shards):
         if not get_file(base, folder, shard):
@@ -590,7 +683,7 @@ def get_file(base, folder, file):
     if len(sha256) != 64:                                   # for small files it is a git hash
         sha256 = None
     size, sha256 = PINNED.get(url.partition('/resolve/')[2], (size, sha256))
-    look = functools.partial(parsed, use=USES[file]) if file in USES else names_in
+    look = LOOKS.get(file, names_in)
     prepare.download([url], path, size, sha256, headers, look)
     return True
 
@@ -600,4 +693,11 @@ def shards(raw):
     return sorted({os.path.basename(file) for file in raw['weight_map'].values()})
 
 
-USES = {'config.json': kind_and_config, INDEX: shards, TOKENIZER: is_gpt2, PIXELS: refuse_pixels}
+def text_in(path, name):
+    """The text of a file. name: of the file, for messages"""
+    return prepare.as_utf8(prepare.read_file(path), name)
+
+
+USES = {'config.json': kind_and_config, INDEX: shards, TOKENIZER: looked_at, OLDER[0]: dict,
+        PIXELS: refuse_pixels}
+LOOKS = {OLDER[1]: text_in, **{file: functools.partial(parsed, use=use) for file, use in USES.items()}}
