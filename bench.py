@@ -448,7 +448,7 @@ def batches(val, data, many, count=None):
 
 def model_in(path, device, **changes):
     """Load the model of a file. changes: flags of `Swap`, such as rule and cache"""
-    return load(path, device, **changes)[0].eval()
+    return load(path, device, **changes)[0]
 
 
 # ---- what suites measure on the checkpoints of their runs --------------------------------------------------
@@ -464,7 +464,6 @@ def of_classes(args, result):
     answers with labels. It is 0 for a model that always says one class. For more than two classes it is R_K,
     Gorodkin 2004."""
     model, meta = load(result['path'], args.device)
-    model.eval()
     _, val, data = prepare.load(result['data'], like=meta['data'])
     predicted = []
     true = []
@@ -685,7 +684,7 @@ def softmax_model(args, tasks=False):
     if not causal or ('row' in meta['data'] and not tasks):
         raise ValueError(f'--init={path}: no softmax layers in a model of texts; python train.py '
                          '--rule=softmax --n_head=4 --out=out/softmax makes one')
-    return path, model.eval(), meta
+    return path, model, meta
 
 
 def a_text(args, path, meta, T, count, name):
@@ -904,7 +903,7 @@ def far(args, suite):
         if not prepare.same_tokens(meta['data'], data):
             raise ValueError(f'--beside={source}: its tokens ({prepare.describe_tokens(meta["data"])}) are '
                              f'not those of {path}; train both on the same data')
-        models[f'{",".join(dict.fromkeys(model.config.rules))}: {source}'] = model.eval()
+        models[f'{",".join(dict.fromkeys(model.config.rules))}: {source}'] = model
     in_rows = nats_along(teacher, x, y, block, carry=False)
     rows = list(by_position('softmax, in rows', in_rows, block))
     base = {row['position']: row['perplexity'] for row in rows}
@@ -1256,7 +1255,6 @@ def bleu(args, result):
     beam, count = chosen(args, (1, 100), (4, 1000))
     metric = bleu_metric()
     model, meta = load(result['path'], args.device)
-    model.eval()
     test, data = prepare.test_side(result['data'], like=meta['data'])
     T = data['row']
     begin = recipe.blocks(len(test), T, data)[:count]
@@ -1671,25 +1669,26 @@ def of(name):
 @dataclass
 class Args:
     full: bool = flag(False, 'all sizes, more steps and more seeds; without it most suites take two minutes')
-    out: str = flag('out/bench', 'folder for tables, pictures and trained models')
+    out: str = flag('out/bench', 'folder for tables, pictures and trained models', path=True)
     device: str = flag('auto', 'auto, cpu, cuda')
     seed: int = flag(0, 'first seed of inputs and trainings', low=0, high=2 ** 32 - 1)
-    seeds: int = flag(0, f'{of("seeds")}: number of trainings; 0: one, or three with --full', low=0)
-    steps: int = flag(0, f'{of("steps")}: training steps; 0: the default of the suite', low=0)
+    seeds: int = flag(0, f'{of("seeds")}: trainings; 0: one, or three with --full', low=0, high=1000)
+    steps: int = flag(0, f'{of("steps")}: training steps; 0: the default of the suite', low=0, high=10 ** 9)
     only: str = flag('', f'{of("only")}: only these lines, such as softmax,delta')
     lengths: str = flag('', f'{of("lengths")}: numbers of tokens, associations or widths, such as '
                             '256,1024; default: those of the suite')
-    heads: int = flag(0, f'{of("heads")}: heads; default: 12, for train 4', low=0)
-    head_dim: int = flag(64, f'{of("head_dim")}: features of q, k and v', low=1)
-    batch: int = flag(1, f'{of("batch")}: rows per batch', low=1)
+    heads: int = flag(0, f'{of("heads")}: heads; default: 12, for train 4', low=0, high=1024)
+    head_dim: int = flag(64, f'{of("head_dim")}: features of q, k and v', low=1, high=2 ** 17)
+    batch: int = flag(1, f'{of("batch")}: rows per batch', low=1, high=2 ** 20)
     dtype: str = flag('auto', f'{of("dtype")}: number type; auto: bfloat16 on a GPU',
                       ['auto', 'float32', 'bfloat16'])
     init: str = flag('', f'{of("init")}: a softmax model; default: out/ckpt.safetensors; glue '
-                     'and vit train one')
-    data: str = flag('', f'{of("data")}: a set of the suite, or a text; default: depends on the suite')
+                     'and vit train one', path=True)
+
+    data: str = flag('', f'{of("data")}: a set of the suite, or a text; default: by suite', path=True)
     beside: str = flag('', f'{of("beside")}: models of other rules on the same data, separated by '
-                           'commas: out/delta/ckpt.safetensors')
-    budget: int = flag(74, f'{of("budget")}: memory for all states, in MB', low=1)
+                           'commas: out/delta/ckpt.safetensors', path=True)
+    budget: int = flag(74, f'{of("budget")}: memory for all states, in MB', low=1, high=2 ** 20)
     given: object = None        # no flags: the Args as given,
     began: float = 0.0          # when the suite began,
     remarks: dict = field(default_factory=dict)     # and what else it says, beside the table

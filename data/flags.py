@@ -16,14 +16,16 @@ import dataclasses
 import difflib
 import itertools
 import math
+import os
+import re
 import sys
 
 
-def flag(default, help, choices=None, low=-math.inf, high=math.inf, of=()):
+def flag(default, help, choices=None, low=-math.inf, high=math.inf, of=(), path=False):
     """A dataclass field that is also a command line flag, see `parse`; without a help it is none. low and
     high are the smallest and the largest number allowed. of: the rules that use it, if not all do; the layers
-    of these rules are built with it (model.Mixer)"""
-    metadata = {'help': help, 'choices': choices, 'range': (low, high), 'of': of}
+    of these rules are built with it (model.Mixer). path: ~ stands for the home folder"""
+    metadata = {'help': help, 'choices': choices, 'range': (low, high), 'of': of, 'path': path}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -122,6 +124,8 @@ def value_of(flag, text, field):
     if field.type is str:
         if field.default and not text:              # if empty has a meaning, it is the default
             raise ValueError(f'{flag}=: expected some text, such as {field.default}')
+        if field.metadata['path']:
+            return re.sub('(?<![^:,])~(?=/)', os.path.expanduser('~'), text)       # several, in a list
         return text
     with contextlib.suppress(KeyError, ValueError):
         if field.type is bool:

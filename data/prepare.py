@@ -21,8 +21,8 @@ You need not run these commands first: train.py prepares a missing set itself (`
 
 A task (data/tasks.py: generated rows, pictures, labelled texts, pairs) also has row and ignore in its meta.
 Its file is rows of 2 * row tokens: the inputs, then the targets. target[t] is what to predict after reading
-inputs[..t], so nothing is shifted. A target equal to ignore (= vocab_size) does not count in the loss. A task
-may also have
+inputs[..t], so nothing is shifted. A target equal to ignore (vocab_size, or classes if these are more) does
+not count in the loss. A task may also have
 
     pad       the padding token, at the end of inputs that are shorter than `row`
     classes   the number of classes of a row; the target at the last real position is 0..classes-1
@@ -96,7 +96,7 @@ def shakespeare(path):
 def local_text(path):
     """The last 10 % validate. We cut at a line end or, if lines are very long, between two characters."""
     text = read_file(path)
-    text.decode()                                               # raises ValueError if it is not UTF-8
+    as_utf8(text, path)
     latest = int(len(text) * .9)
     cut = text.rfind(b'\n', int(len(text) * .8), latest) + 1 or latest
     while cut < len(text) and text[cut] & 0xC0 == 0x80:         # inside a UTF-8 character
@@ -160,8 +160,14 @@ def find_set(name):
 
 
 def files_of(name):
-    """The paths in a name for your own files: one path, or two separated by a colon."""
-    return [name] if os.path.exists(name) else name.split(':', 1)
+    """The paths in a name for your own files: one, or two separated by a colon. Paths may have colons."""
+    if os.path.exists(name):
+        return [name]
+    for colon in re.finditer(':', name):
+        both = [name[:colon.start()], name[colon.end():]]
+        if all(map(os.path.exists, both)):
+            return both
+    return name.split(':', 1)
 
 
 def row_of(name, like=None):
@@ -304,11 +310,14 @@ def ends(meta):
     """The tokens that tokenizer.json puts before and after a text: [BOS] and [], or [CLS] and [SEP]."""
     if 'json' not in meta:
         return [], []
-    with of_package('its tokenizer cannot read a letter'):
-        letter = subwords(meta['json']).encode('a')
-    before = letter.special_tokens_mask.index(0)
-    behind = letter.special_tokens_mask[::-1].index(0)
-    return letter.ids[:before], letter.ids[len(letter.ids) - behind:]
+    tokenizer = subwords(meta['json'])
+    with of_package('its tokenizer cannot frame a text'):
+        token = tokenizer.encode('', add_special_tokens=False)
+        token.truncate(0)                                       # some tokenizers make a space of no text
+        token.pad(1)                                            # padding is told by its attention mask
+        framed = tokenizer.post_process(token)
+    at = framed.attention_mask.index(0)
+    return framed.ids[:at], framed.ids[at + 1:]
 
 
 def whole_text(text, meta, most=None):
@@ -394,17 +403,66 @@ def tokenize(data, meta, size=1 << 20):
     letter = ''
     # disable=None: show a bar only on a terminal
     for text in tqdm(pieces(data, size), total=len(data) // size + 1, unit='MB', disable=None):
-        before = encode(letter, meta)
-        tokens = encode(letter + text, meta)
-        if tokens[:len(before)] != before:
+        tokens = after(letter, text, meta)
+        if tokens is None:
             raise ValueError(f'this tokenizer reads {letter!r} in another way before {text[:20]!r}')
-        yield np.array(tokens[len(before):])
+        yield np.array(tokens)
         letter = text[-1]
+
+
+def after(before, text, meta):
+    """The token ids of a text that follows the text `before`. None if a token begins in one and ends in the
+    other."""
+    seen = encode(before, meta)
+    tokens = encode(before + text, meta)
+    if tokens[:len(seen)] == seen:
+        return tokens[len(seen):]
+    return None
+
+
+def continued(text, begun, meta):
+    """The token ids of a text that follows the tokens `begun`. Some tokenizers add a space before what they
+    read, and some read "'s" as one token only after a letter. So we read the text behind what stands there
+    or, if a token would span the border, behind something that no token joins to it."""
+    if meta['tokenizer'] not in FIXED:
+        for before in decode(begun, meta), '\n', 'a':
+            tokens = after(before, text, meta) if before else None
+            if tokens is not None:
+                return tokens
+    return encode(text, meta)
 
 
 # ---- files -------------------------------------------------------------------------------------------------
 
 read_file = tasks.read_file
+saved = []      # sentences: what the running script has saved, and how to go on; Ctrl-C prints the last one
+
+
+def as_utf8(data, name):
+    """Bytes -> text, each as it is, also CR and NUL. ValueError, with the name, if it is in another encoding.
+    """
+    try:
+        return data.decode()
+    except UnicodeDecodeError as e:
+        raise ValueError(f'{name}: not UTF-8 at byte {e.start:,}; convert it first, as with iconv -f '
+                         'WINDOWS-1252 -t UTF-8') from None
+
+
+def note(text):
+    """Say in one line what a user should know, but what is no error."""
+    print('note:', text, file=sys.stderr)
+
+
+@functools.cache
+def home(here):
+    """The folder of data sets and of models from the hub: data/ (here) or, if that is read-only, the user's
+    cache folder."""
+    if os.access(here, os.W_OK) or not os.path.exists(here):
+        return here
+    cache = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
+    folder = os.path.join(cache, 'nanofwp')
+    note(f'{here} is read-only: data sets and models of the hub are kept in {folder}')
+    return folder
 
 
 def refuse_irregular(path):
@@ -417,14 +475,17 @@ def refuse_irregular(path):
 def atomic(path):
     """`with atomic(path) as temp:` write the file temp, and it becomes path in one step. A reader finds
     either the old file or the new one, even after a crash. A failure leaves only the old file. The new file
-    is synced to disk before it is renamed."""
+    is synced to disk before it is renamed, and gets the old one's permissions."""
     refuse_irregular(path)
     temp = f'{path}.{os.getpid()}.part'
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     try:
+        open(temp, 'wb').close()                                # with the permissions of the umask
+        mode = os.stat(path if os.path.exists(path) else temp).st_mode
         yield temp
         with open(temp, 'rb+') as f:
             os.fsync(f.fileno())
+        os.chmod(temp, mode & 0o777)
         os.replace(temp, path)
     finally:
         if os.path.exists(temp):
@@ -553,7 +614,7 @@ def place(name, root=None, like=None):
             return name
         folder = own_folder(name, row['own'], kind)
         says_all = not table
-    folder = os.path.join(root or HERE, folder)
+    folder = os.path.join(root or home(HERE), folder)
     if says_all:
         return folder
     names = [folder, f'{folder}-{kind.replace(":", "-")}']
@@ -680,7 +741,7 @@ def joined_pairs(sides, most, meta, _):
     meta['pad'] = end[0]
     rows = []
     for sources, texts in sides:
-        answers = [encode(text.decode(), meta)[:most // 2] for text in texts]
+        answers = [continued(text.decode(), end, meta)[:most // 2] for text in texts]
         inputs = []
         for source, text in zip(sources, answers):
             tokens = before + encode(source.decode(), meta)
@@ -818,7 +879,7 @@ def test_side(name, like=None):
 
 LIMITS = {      # whole numbers: the lowest value; the entry that bounds it; how far below that it must be
     'vocab_size': (1, None, 0), 'row': (1, None, 0), 'ignore': (0, None, 0), 'pad': (0, 'vocab_size', 1),
-    'classes': (2, 'vocab_size', 0), 'source': (1, 'row', 1), 'patch': (1, 'row', 0)}
+    'classes': (2, 'ignore', 0), 'source': (1, 'row', 1), 'patch': (1, 'row', 0)}
 
 
 def check_tokens(meta):
@@ -854,8 +915,8 @@ def check_meta(meta):
         sides.append(meta['test'])
     for key in ['tokens'] if 'row' in meta else ['tokens', 'bytes']:
         for side in sides:
-            if type(side[key]) is not int or side[key] < 1:
-                raise ValueError(f'{key} of a side is {side[key]!r}, expected a whole number from 1')
+            if type(side[key]) is not int or not 1 <= side[key] < 2 ** 63:
+                raise ValueError(f'{key} of a side is {side[key]!r:.60}, expected a whole number from 1')
     of_rows = {'ignore', 'pad', 'classes', 'source', 'patch'} & meta.keys()
     if of_rows and 'row' not in meta:
         raise ValueError(f'{min(of_rows)} is there, but row is missing')
@@ -936,6 +997,7 @@ def script(main):
     """A script's main(argv) -> exit code: 0; 2 and one line on stderr for an error; 130, 141 if stopped."""
     def run(argv=None):
         keep_memory()
+        saved.clear()
         for name in 'stdout', 'stderr':
             if getattr(sys, name) is None:                      # closed: the next file would get its number
                 setattr(sys, name, open(os.devnull, 'w'))       # noqa: SIM115
@@ -948,7 +1010,7 @@ def script(main):
                 print(end='', flush=True)                       # here, so that a closed pipe is caught
             return 0
         except KeyboardInterrupt:
-            print('\nstopped', file=sys.stderr)
+            print('\nstopped', *saved[-1:], sep=': ', file=sys.stderr)
             return 130
         except BrokenPipeError:                                 # the reader has gone, as with | head
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -979,11 +1041,13 @@ def main(argv):
     sets = [f'{name}: {row["help"]} ({row["tokenizer"]})' for name, row in DATASETS.items()]
     parser = argparse.ArgumentParser(description='Make a data set for train.py.', allow_abbrev=False)
     parser.error = error
-    parser.add_argument('name', help='a UTF-8 text file, two files of parallel lines (a.en:a.de), or one of '
-                        f'{"; ".join(sets)}; listops-2048: in rows of 2,048, mnist-patch7: in patches '
-                        'of 7 x 7')
+    path = os.path.expanduser                                   # ~ is the home folder
+    parser.add_argument('name', type=path, help='a UTF-8 text file, two files of parallel lines (a.en:a.de), '
+                        f'or one of {"; ".join(sets)}; listops-2048: in rows of 2,048, mnist-patch7: in '
+                        'patches of 7 x 7')
     parser.add_argument('--tokenizer', help=OF_TEXTS)
-    parser.add_argument('--file', help='use this local copy, no download; several files: their folder')
+    parser.add_argument('--file', type=path, help='use this local copy, no download; several files: their '
+                        'folder')
     args = parser.parse_args(argv)
     if find_set(args.name) or not os.path.isdir(args.name):
         prepare(args.name, None, args.tokenizer, args.file)

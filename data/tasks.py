@@ -357,7 +357,7 @@ def labelled_texts(data, name, form, encoding='utf-8'):
     pattern, words = form
     texts = []
     labels = []
-    for number, line in enumerate(data.splitlines(), 1):
+    for number, line in enumerate(data.removeprefix(b'\xef\xbb\xbf').splitlines(), 1):       # without a BOM
         try:
             *label, text = re.fullmatch(pattern, line.decode(encoding)).groups()
         except (AttributeError, UnicodeDecodeError):            # AttributeError: None has no groups
@@ -532,7 +532,7 @@ def to_rows(sides, row, meta):
     if not all(len(inputs) for inputs, _ in sides):
         raise ValueError('too few rows: one of the sides has none')
     meta.setdefault('row', row.get('length') or len(sides[0][0][0]))
-    ignore = meta['vocab_size']
+    ignore = max(meta['vocab_size'], meta.get('classes', 0))    # beyond all that can be a target
     meta['ignore'] = ignore
     arrays = []
     for inputs, targets in sides:
