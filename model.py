@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import math
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -261,6 +262,15 @@ def pick_forms(impl='auto'):
                 raise ValueError('--impl=fused: there is no kernels.py; --impl=chunk does without') from None
             why += ', as there is no kernels.py'
     return Forms(why=f'{why}; {definition}')
+
+
+def try_compiler(device):
+    """ValueError if torch.compile does not work here, because a C++ compiler is missing, say."""
+    try:
+        torch.compile(torch.neg)(torch.zeros(8, device=device))
+    except RuntimeError as e:
+        raise ValueError(f'--compile: {str(e).strip().splitlines()[0]}; install a compiler, such as g++, or '
+                         'leave it out') from None
 
 
 # ---- a layer's memory: gates from x, a map and a normaliser on q and k, then the recurrence ----------------
@@ -555,13 +565,15 @@ class FastWeights(nn.Module):
         real = (went['pos'] >= 0).to(q.dtype)[..., None]
         gates = self.gates(v.transpose(1, 2).flatten(2))        # n_embd channels, like a layer's input
         gates['write'] = real * gates.get('write', 1)
-        masses = gates
-        if self.rule.erase:              # a sum of evicted keys: 0 until one is evicted
-            masses = {'write': real, 'log_f': gates.get('log_f')}
-        channels = v if self.rule.z else v[..., :1]             # with z each channel has its own mass
-        mass, n = self.recurrence(q, k, torch.ones_like(channels), **masses, S=state.get('n'))
-        o, S = self.recurrence(self.normaliser(q), self.normaliser(k), v, **gates, S=state.get('S'))
-        if not self.rule.erase:
+        normal_q = self.normaliser(q)
+        normal_k = self.normaliser(k)
+        o, S = self.recurrence(normal_q, normal_k, v, **gates, S=state.get('S'))
+        if self.rule.erase:
+            masses = {'write': real, 'log_f': gates.get('log_f')}       # of the keys as they are
+            mass, n = self.recurrence(q, k, torch.ones_like(v[..., :1]), **masses, S=state.get('n'))
+        else:
+            ones = torch.ones_like(v if self.rule.z else v[..., :1])    # with z each channel has its own mass
+            mass, n = self.recurrence(normal_q, normal_k, ones, **gates, S=state.get('n'))
             o = o / mass.clamp(min=1e-30)
         return o, mass, {'S': S, 'n': n}
 
@@ -1056,9 +1068,12 @@ class GPT(nn.Module):
         inputs = {}
         results = {}
         source = None
+        thread = threading.get_ident()
 
         def keep_results(module, given, result):
             nonlocal source
+            if threading.get_ident() != thread:     # another thread may run this model, too
+                return
             if isinstance(module, (Block, Mixer)):
                 inputs[module] = given
             if isinstance(module, Block):
@@ -1221,31 +1236,38 @@ def pack(state, prefix='state'):
 
 def unpack(model, tensors, last, why, prefix='state'):
     """The inverse of `pack`, for a state of this model and of as many texts as last (B, 1) has tokens. Other
-    tensors are ignored. ValueError, beginning with `why`, if the model's own states look different or cached
-    positions are beyond the token count. Not for translators."""
+    tensors are ignored. ValueError, beginning with `why`, if the model's own states look different, if a
+    number is not finite, or if cached positions are beyond the token count. Not for translators."""
     state = model.read(last)                        # any state of this model has its form
     given = {name: x for name, x in tensors.items() if name.startswith(f'{prefix}.')}
-    if layout(given) != layout(pack(state, prefix)):
+    if layout(given, prefix) != layout(pack(state, prefix), prefix):
         raise ValueError(why)
+    for name, x in given.items():
+        if not x.isfinite().all():
+            raise ValueError(f'{why} ({name} is not finite)')
     for i, layer in enumerate(state['layers']):
         for part, own in layer.items():
             for name in own:
                 own[name] = given[f'{prefix}.{i}.{part}.{name}'].to(last.device)
     state['t'] = given[f'{prefix}.t']               # it stays on the CPU
     t = int(state['t'])
-    latest = [int(x.max()) for name, x in given.items() if name.endswith('.pos')]       # cached positions
-    if not max([0, *latest]) < t < 2 ** 53:
+    places = [x.flatten() for name, x in given.items() if name.endswith('.pos')]        # -1: none is cached
+    places = torch.cat([torch.zeros(1), *places])
+    if not -1 <= places.min() <= places.max() < t < 2 ** 53:
         raise ValueError(f'{why} (it counts {t} tokens)')
     return state
 
 
-def layout(flat):
-    """The name, type and shape of each tensor of a packed state, without the length of a cache."""
+def layout(flat, prefix):
+    """The name, type and shape of each tensor of a packed state. A cache that grows has the length of the
+    text, which does not count."""
+    t = flat.get(f'{prefix}.t', torch.zeros(0)).tolist()
     tensors = {}
     for name, x in flat.items():
         shape = list(x.shape)
-        if name.endswith(('.k', '.v')):
-            del shape[2:3]                          # (B, H, T, d)
+        grows = name.endswith(('.k', '.v')) and f'{name[:-1]}pos' not in flat
+        if grows and shape[2:3] == [t]:             # (B, H, T, d)
+            del shape[2]
         tensors[name] = x.dtype, shape
     return tensors
 
@@ -1258,13 +1280,16 @@ def state_bytes(state):
 # ---- models in files: ours, and those of the hub -----------------------------------------------------------
 def save(path, model, meta, extra=None, own=None):
     """Write a model, metadata (data: its tokenizer, step, ...) and extra tensors into one file for `load`.
-    own: the model's tensors by name, if not those of its state_dict (sharded, or only what learns)"""
+    own: the model's tensors by name, if not those of its state_dict (sharded, or only what learns). What
+    `load` returned can be saved again: then the extra tensors are those in the metadata."""
+    meta = {**meta, 'config': dataclasses.asdict(model.config)}
+    others = meta.pop('tensors', {}) | (extra or {})
+    meta.pop('digest', None)                        # of the file that was loaded
     tensors = {f'model.{name}': x for name, x in (own or model.state_dict()).items()}
     for name, x in tensors.items():
         if not x.isfinite().all():
             raise ValueError(f'{name} is not finite any more, so nothing was saved; try a smaller --lr')
-    tensors.update(extra or {})
-    weights.write_tensors(path, tensors, {**meta, 'config': dataclasses.asdict(model.config)})
+    weights.write_tensors(path, tensors | others, meta)
 
 
 @dataclass
@@ -1307,8 +1332,8 @@ class Undrawn(TorchFunctionMode):
 
 
 def load(source, device='cpu', revision='main', **changes):
-    """Load a checkpoint, a folder in the hub's layout, or a model on the hub, by name -> model, meta. Call
-    model.eval() before it writes: in training mode dropout acts, and random features are redrawn.
+    """Load a checkpoint, a folder in the hub's layout, or a model on the hub, by name -> model, meta. The
+    model is in eval mode, and several threads may use it.
     meta: data (name, tokenizer, ...), step, config, and tensors, which `save` got as extra. changes: flags of
     Config. ValueError, with the source, if something is missing, damaged or of another kind."""
     source = str(source)
@@ -1343,7 +1368,7 @@ def load(source, device='cpu', revision='main', **changes):
     for name in others.missing_keys + others.unexpected_keys:
         if '.overflow.' not in name and '.log_mass.' not in name:       # only these may be missing or extra
             raise ValueError(f'{source}: holds the weights of another model, see {name}')
-    return model.to(device), {'step': 0, **meta, 'tensors': extra}
+    return model.to(device).eval(), {'step': 0, **meta, 'tensors': extra}
 
 
 def fill(model, tensors, why, **how):

@@ -32,22 +32,22 @@ from data.flags import flag, parse, plural, refuse, typed
 from data.weights import read_tensors, refuse_target, weights_digest, write_tensors
 from fastweight import FLOOR
 from model import (GPT, Config, Swap, chosen_texts, idle, load, map_state, pack, pick_device, pick_forms,
-                   refuse_broken, sample, seen_by_k, spread, state_bytes, unpack)
+                   refuse_broken, sample, seen_by_k, spread, state_bytes, try_compiler, unpack)
 
 
 @dataclass
 class Args:
-    init: str = flag('out/ckpt.safetensors', 'checkpoint, or gpt2, OWNER/NAME, a folder, as for convert.py')
-    prompt: str = flag('', 'text, @file, or - for standard input; empty: BOS, or a newline')
+    init: str = flag('out/ckpt.safetensors', 'checkpoint; gpt2; OWNER/NAME; a folder', path=True)
+    prompt: str = flag('', 'text, @file, - for standard input (@@ for a first @); empty: BOS, or a newline')
     tokens: int = flag(256, 'tokens to write', low=0, high=10 ** 12)
     samples: int = flag(1, 'texts written at once', low=1, high=2 ** 16)
     temperature: float = flag(0.8, '0, or less than 1e-4, takes the likeliest token', low=0, high=100)
     top_k: int = flag(0, 'only the k likeliest tokens; 0 for all', low=0, high=2 ** 32)
     top_p: float = flag(1.0, 'only the likeliest tokens, of this probability together', low=1e-6, high=1)
     seed: int = flag(0, 'seed of the draws', low=0, high=2 ** 32 - 1)
-    save_state: str = flag('', 'file to keep the state in, after prompt and sample')
-    load_state: str = flag('', 'go on from this state')
-    html: str = flag('', 'NAME.html: a page that shows what each memory did while this text was read')
+    save_state: str = flag('', 'file to keep the state in, after prompt and sample', path=True)
+    load_state: str = flag('', 'go on from this state', path=True)
+    html: str = flag('', 'NAME.html: a page of what each memory did while this text was read', path=True)
     source: str = flag('', 'for a translator: what to translate; @file: each of its lines')
     beam: int = flag(1, 'with --source: width of the beam; 1: greedy', low=1, high=1024)
     penalty: float = flag(0.6, 'with --beam: above 0, longer ones are preferred', low=0, high=100)
@@ -100,15 +100,14 @@ def text_of(given):
     if given == '-':
         if sys.stdin is None:
             raise ValueError('-: standard input is closed; give a text, or @FILE')
-        return sys.stdin.read()
+        return prepare.as_utf8(sys.stdin.buffer.read(), 'standard input')
+    if given.startswith('@@'):
+        return given[1:]
     if given.startswith('@'):
-        if not os.path.isfile(given[1:]):
-            raise ValueError(f'{given}: no such file, or no regular one; - stands for standard input')
-        try:
-            with open(given[1:], encoding='utf-8') as f:
-                return f.read()
-        except UnicodeDecodeError as e:
-            raise ValueError(f'{given}: not UTF-8 ({e}); save it as UTF-8') from None
+        path = os.path.expanduser(given[1:])
+        if not os.path.exists(path):
+            raise ValueError(f'{given[:60]}: no such file; - stands for standard input, @@ for a first @')
+        return prepare.as_utf8(prepare.read_file(path), path)
     return given
 
 
@@ -145,13 +144,17 @@ def keep_state(args, model, meta, last, state):
 
 def begin(args, model, meta):
     """-> the tokens to read (B, T), the state before them, and the tokens that the first text begins with"""
-    prompt = prepare.encode(text_of(args.prompt), meta['data'])
-    state = None
-    texts = [prepare.begun(prompt, meta['data'])] * args.samples
+    data = meta['data']
+    text = text_of(args.prompt)
     if args.load_state:
         last, state = read_state(args, model, meta)
+        prompt = prepare.continued(text, last[0].tolist(), data)        # the other texts go on alike
         texts = [begun + prompt for begun in last.tolist()]
         prompt = texts[0]
+    else:
+        state = None
+        prompt = prepare.encode(text, data)
+        texts = [prepare.begun(prompt, data)] * args.samples
     return torch.tensor(texts, device=model.embed.weight.device), state, prompt
 
 
@@ -259,10 +262,7 @@ def generate_compiled(model, token, state, temperature, top_k, top_p, generator)
         state = map_state(copied, state)
         yield token, state
         torch.compiler.cudagraph_mark_step_begin()
-        try:
-            logits, state = forward(token, state)
-        except RuntimeError as e:
-            raise ValueError(f'--compile: {str(e).strip().splitlines()[0]}; leave it out') from None
+        logits, state = forward(token, state)
 
 
 def added(before, tokens, data):
@@ -324,8 +324,10 @@ def complete(args, model, meta):
                          f'at most {ON_A_PAGE:,}; give fewer')
     say(f'{",".join(c.rules)} from {args.init}; recurrence: {model.why}')
     left = c.block_size - read - (int(state['t']) if state else 0)
-    if model.positions is not None and args.tokens > left:
-        say(f'past {c.block_size} tokens, the last learned position is repeated')
+    if args.tokens > left and model.positions is not None:
+        say(f'past {c.block_size:,} tokens, the last learned position is repeated')
+    elif args.tokens > left and c.turns() and c.keeps() != {'window'}:
+        say(f'past {c.block_size:,} tokens, rope meets distances that it did not meet in training')
     if args.save_state and state is None and read == 1 and not args.tokens:
         raise ValueError('--save_state --tokens=0: nothing is read yet, as the next step reads a last token; '
                          'give a longer --prompt, or more --tokens')
@@ -366,7 +368,10 @@ def main(argv):
     check_flags(given, args, c)
     if args.save_state:
         refuse_target(args.save_state, state=True)          # known now, not after sampling
-    model.eval().use(pick_forms(args.impl))
+        prepare.saved.append(f'{args.save_state} was not written')
+    if args.compile:
+        try_compiler(device)
+    model.use(pick_forms(args.impl))
     if args.source:
         translate(args, model, meta)
     elif c.classes or not c.causal:                         # without classes, the model raises ValueError
