@@ -1382,11 +1382,11 @@ def log(out):
     return [json.loads(line) for line in (Path(out) / 'log.jsonl').read_text().splitlines()]
 
 def refused(capsys, main, *argv):
-    """Run a script that must refuse; its one line of complaint."""
+    """Run a script that must refuse; its one line of complaint, after notes if any."""
     capsys.readouterr()
     assert main(list(argv)) == 2
-    err = capsys.readouterr().err
-    assert err.startswith('error: ') and err.count('\n') == 1, err
+    *notes, err = capsys.readouterr().err.splitlines()
+    assert err.startswith('error: ') and all(line.startswith('note: ') for line in notes), err
     return err
 
 def written(capsys, *argv):
@@ -1668,7 +1668,7 @@ def a_run(kind, a_model, characters, folder):
         files.write_tensors(path, changed['tensors'], meta)
         model, about = load(path)
         opt = train.adamw(model, 1e-3, .1, torch.device('cpu'))
-        train.unpack_optimiser(model, opt, about['tensors'])
+        train.unpack_optimiser(model, opt, about['tensors'], path)
         packed = train.pack_optimiser(model, opt)
         restored = packed | {f'model.{name}': x for name, x in model.state_dict().items()}
         assert alike(restored, changed['tensors'])
@@ -1771,7 +1771,7 @@ def test_a_folder_is_of_one_run_whose_files_can_be_written(a_model, text, tmp_pa
             assert 'no regular file' in refused(capsys, main, *flags, f'--out={folder}')
             assert not [*folder.rglob('*.safetensors')]
         folder = tempfile.mkdtemp(dir=tmp_path)
-        with train.log_of(train.Args(out=folder)) as log:
+        with train.log_of(train.Args(out=folder))[0] as log:
             assert 'another run' in refused(capsys, main, *flags, f'--out={folder}')
             assert os.listdir(folder) == ['log.jsonl']
             log.write('AN OLD LOG')
@@ -1862,6 +1862,331 @@ def test_closed_streams_end_in_silence(run, stream, code, characters):
     done = subprocess.run(['bash', '-c', command], cwd=HERE, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (code, '', '')
 
+
+# ---- What other people's bug reports were about ------------------------------------------------------------
+
+def test_a_run_goes_on_with_another_optimiser(text, tmp_path, monkeypatch, capsys):
+    """Its averages begin anew, which is said. What was saved can always go on, also if no step and no loss was
+    ever finite."""
+    with monkeypatch.context() as bad:
+        bad.setattr(train, 'clip_grad_norm_', lambda *_: torch.tensor(math.nan))
+        bad.setattr(train.Rows, 'evaluate', lambda *_, **__: (math.inf, 0.0))
+        trained(text, tmp_path)
+    go = '--resume', f'--out={tmp_path}'
+    for steps, optimizer in (5, 'muon'), (6, 'muon'), (7, 'adamw'):
+        capsys.readouterr()
+        assert train.main([*go, f'--steps={steps}', f'--optimizer={optimizer}', '--eval_every=1']) == 0
+        assert ('begin anew' in capsys.readouterr().out) == (steps != 6)
+    path = tmp_path / 'ckpt.safetensors'
+    tensors, meta = files.read_tensors(path)
+    wrong = {name: x[None] if name.endswith('.exp_avg') else x for name, x in tensors.items()}
+    files.write_tensors(path, wrong, meta)
+    assert f'{path}: the optimiser' in refused(capsys, train.main, *go, '--steps=9')
+
+@pytest.mark.parametrize('kind', ['texts', 'lines', 'tasks', 'pairs', 'pairs as one text'])
+def test_batches_and_processes_are_parts_of_one_larger_batch(kind, text, turned_around, tmp_path, monkeypatch):
+    """The gradients of 8 rows at once, whose numbers of targets differ."""
+    monkeypatch.setattr(train, 'POOL', 1)
+    name, more = text, {}
+    if kind == 'lines':
+        name = put(tmp_path, 'x.tsv', ''.join(f'{i % 3}\t{"a text" * (i % 7)} of {i}\n' for i in range(90)))
+    elif kind == 'tasks':
+        name = 'recall'
+    elif kind == 'pairs':
+        name, more = turned_around, dict(encoder=1)
+    like = None
+    if kind == 'pairs as one text':
+        both = [put(tmp_path, end, ''.join(f'{"word " * (1 + i % n)}\n' for i in range(90))) for end, n in
+                (('a', 5), ('b', 9))]
+        name, like = ':'.join(both), dict(tokenizer='byte', vocab_size=256)
+    train_side, val, meta = prepare.load(name, None, like=like)
+    T = meta.get('row', 16)
+    config = Config(rule='delta', n_layer=2, n_head=2, n_embd=16, block_size=T, **more)
+    made = train.built(train.Args(), config, train.Rows(train_side, val, meta, T, torch.device('cpu'), 4), {})
+    model = made.double()
+
+    def gradients(batch_size, accum, world=1):
+        total = 0
+        for rank in range(world):
+            data = train.Rows(train_side, val, meta, T, torch.device('cpu'), batch_size, 0, accum, rank=rank,
+                              world=world)
+            data.learn(model, [None] * accum, 3)
+            total = total + torch.cat([p.grad.flatten() for p in model.parameters()]) / world
+            model.zero_grad()
+        return total
+    whole = gradients(8, 1)
+    for split in (4, 2), (2, 4), (1, 8), (8, 1, 2), (8, 1, 4), (4, 2, 2):
+        near(gradients(*split), whole, 1e-12)
+
+@pytest.mark.parametrize('kind, entries, change, why', [
+    ('gpt2', dict(quantization_config=dict(quant_method='fp8')), {}, 'error: .*config.json: quantization_con'),
+    ('llama', {}, {'lm_head.weight': lambda x: torch.randn(30, 16)}, ''),
+    ('llama', {}, {'model.norm.weight': lambda x: x.to(torch.float8_e4m3fn)}, 'error: .*norm.weight is torch.flo'),
+    ('gpt2', {}, {'transformer.ln_f.weight': lambda x: x.to(torch.int8)}, 'error: .*ln_f.weight is torch.int8'),
+    ('gpt2', {}, {'score.weight': lambda x: torch.randn(2, 16)},
+     r'note: .*: 2 tensors not used: h.N.attn.bias \(1\), score.weight \(1\)'),
+    ('llama', {}, {f'model.layers.{i}.self_attn.q_proj.bias': lambda x: torch.randn(16) for i in (0, 1)},
+     r'note: .*: 2 tensors not used: model.layers.N.self_attn.q_proj.bias \(2\)'),
+    ('llama', dict(architectures=['LlamaForSequenceClassification']), {}, 'error: .*ForSequenceClassification'),
+    ('bert', dict(architectures=['BertForSequenceClassification']), {'classifier.weight': None},
+     'error: .*classifier.weight is missing')])
+def test_what_lies_in_a_folder_is_used_refused_or_said(kind, entries, change, why, tmp_path, capsys):
+    in_hub_layout(tmp_path, kind, **entries)
+    path = tmp_path / 'model.safetensors'
+    tensors = load_file(path)
+    tensors.update({name: make and make(tensors.get(name)) for name, make in change.items()})
+    save_file({name: x for name, x in tensors.items() if x is not None}, path)
+    flags = f'--init={tmp_path}', '--prompt=7 8', '--tokens=1'
+    code, err = sample.main(list(flags)), capsys.readouterr().err
+    assert re.search(why, err) and code == 2 * why.startswith('error')
+    if not why:                             # an output layer of its own beats what config.json says
+        assert torch.equal(load(tmp_path)[0].head.weight, tensors['lm_head.weight'])
+        assert 'not used' not in err
+
+def test_which_file_is_the_model(tmp_path, capsys):
+    """The whole one; else what the index names; else the only one. Never two that name one tensor."""
+    tokens = torch.randint(30, (1, 9))
+    one = in_hub_layout(tmp_path / 'a', 'gpt2', shards=2)[1]
+    two = in_hub_layout(tmp_path / 'b', 'gpt2')[1]
+
+    def is_from(logits):
+        found = load(tmp_path / 'a')[0](tokens)[0]
+        near(found, logits(tokens), 1e-5)
+        return capsys.readouterr().err
+    a, whole = tmp_path / 'a', tmp_path / 'b' / 'model.safetensors'
+    shutil.copy(whole, a / 'zz.safetensors')
+    assert 'not read: zz.safetensors' in is_from(one)
+    shutil.copy(whole, a)
+    assert 'the model is model.safetensors; not read: model-0.saf' in is_from(two)
+    (a / 'model.safetensors').unlink()
+    parts = [load_file(a / f'model-{i}.safetensors') for i in (0, 1)]
+    save_file(parts[1] | {'transformer.ln_f.weight': torch.zeros(16)}, a / 'model-1.safetensors')
+    save_file(parts[0] | {'transformer.ln_f.weight': torch.zeros(16)}, a / 'model-0.safetensors')
+    flags = f'--init={a}', '--prompt=7 8'
+    err = refused(capsys, sample.main, *flags)
+    assert 'model-1.safetensors: transformer.ln_f.weight is also in' in err and 'model-0.safetensors' in err
+    (a / 'model.safetensors.index.json').unlink()
+    assert 'which is the model?' in refused(capsys, sample.main, *flags)
+    for i in 0, 1:
+        (a / f'model-{i}.safetensors').unlink()
+    is_from(two)                                                # zz.safetensors, alone
+    weights = {f'_orig_mod.module.{name}': x for name, x in load_file(whole).items()}
+    save_file(weights, a / 'zz.safetensors')
+    is_from(two)
+
+def test_a_tokenizer_is_the_folders_own(tmp_path, monkeypatch, capsys):
+    """Never GPT-2's by a count of tokens; tiktoken's where the words are GPT-2's, and nothing else is said."""
+    assert files.tokenizer_of(tmp_path, 50257)['tokenizer'] == 'ids'
+    assert 'tokens are only numbers' in capsys.readouterr().err
+    pytest.importorskip('tokenizers')
+    words = {f'w{i}': i for i in range(50257)}
+    raw = dict(model=dict(type='WordLevel', vocab=words, unk_token='w0'), added_tokens=[])
+    path = tmp_path / 'tokenizer.json'
+    path.write_text(json.dumps(raw))
+    assert files.tokenizer_of(tmp_path, 50257)['tokenizer'] == 'json'
+    with monkeypatch.context() as gpt2s:                        # whose words these are
+        gpt2s.setattr(prepare, 'short_hash', lambda data: '3a1f1c01')
+        for change, kind in ({}, 'gpt2'), (dict(normalizer=dict(type='NFC')), 'json'), (
+                dict(pre_tokenizer=dict(type='ByteLevel', add_prefix_space=True, trim_offsets=True)), 'json'):
+            path.write_text(json.dumps(raw | change))
+            assert files.tokenizer_of(tmp_path, 50257)['tokenizer'] == kind
+    path.unlink()
+    data = subwords('gpt2')
+    model = json.loads(data['json'])['model']                   # the two files before tokenizer.json
+    (tmp_path / 'vocab.json').write_text(json.dumps(model['vocab']))
+    (tmp_path / 'merges.txt').write_text('#version: 0.2\n' + '\n'.join(map(' '.join, model['merges'])))
+    found = {**data, **files.tokenizer_of(tmp_path, data['vocab_size'])}
+    assert prepare.encode(STRANGE, found) == prepare.encode(STRANGE, data)
+    assert prepare.decode(prepare.encode(STRANGE, found), found) == STRANGE
+
+@pytest.mark.parametrize('kind', ['llama2', 'llama3', 'pieces'])
+def test_tokens_beyond_a_models_come_from_no_text(kind, tmp_path, capsys):
+    """Nor may a template put one around it; fewer tokens are no fault, either."""
+    text = word_pieces(['[UNK]', *'abcdefghij']) if kind == 'pieces' else tokenizer_json(kind)
+    most, more = prepare.subwords(text).get_vocab_size(), dict(id=999, content='<pad>', special=True)
+    more |= dict.fromkeys(('single_word', 'lstrip', 'rstrip', 'normalized'), False)
+    raw = json.loads(text)
+    raw['added_tokens'].append(more | dict(id=most))
+    (tmp_path / 'tokenizer.json').write_text(json.dumps(raw))
+    whole = dict(tokenizer='json', json=text, vocab_size=most)
+    said = 'w9 w200 w280' if kind == 'pieces' else TEXT[:400] + '<pad>'
+    for vocab in most + 9, most, most - 40:
+        found = dict(files.tokenizer_of(tmp_path, vocab), vocab_size=vocab)
+        ids = prepare.encode(said, found)
+        lacks = f'tokenizer.json: {vocab - most - 1} tokens of the {vocab:,} of the model have no text'
+        beyond = f'no text has its {flags_py.plural(most + 1 - vocab, "token")} beyond the model\'s {vocab:,}'
+        assert (lacks if vocab > most else beyond) in capsys.readouterr().err
+        assert max(ids) < vocab and (vocab < most or ids == prepare.encode(said, whole))
+        assert kind == 'pieces' or prepare.decode(ids, found) == said
+    put(tmp_path, 'tokenizer.json', word_pieces(['[UNK]'], '$A [SEP]', [('[SEP]', 291)]))
+    with pytest.raises(ValueError, match=r'tokenizer.json: it puts token 291 around a text, the model has 291'):
+        files.tokenizer_of(tmp_path, 291)
+    assert prepare.ends(dict(json=word_pieces(['[UNK]'], '$A [SEP]', [('[SEP]', 9)]))) == ([], [9])
+
+@pytest.mark.parametrize('kind', ['gpt2', 'llama2', 'llama3', 'metaspace', 'prefix'])
+def test_what_goes_on_has_the_tokens_of_the_whole_text(kind, tmp_path, capsys):
+    """Wherever the whole text's tokens have a border."""
+    raw = json.loads(tokenizer_json('gpt2' if kind == 'prefix' else kind))
+    if kind == 'prefix':
+        raw['pre_tokenizer']['add_prefix_space'] = True
+    data = dict(tokenizer='json', json=json.dumps(raw), vocab_size=700)
+    text, borders = TEXT[:99] + STRANGE.replace('\u2581', '') + "it's ..'s a\n\n b   d\te\n x", 0
+    whole = prepare.encode(text, data)
+    for i in range(1, len(whole)):
+        said = prepare.decode(whole[:i], data).removeprefix(' ')
+        if text.startswith(said):
+            borders += 1
+            assert prepare.continued(text[len(said):], whole[i - 1:i], data) == whole[i:]
+    assert borders > 60
+    in_hub_layout(tmp_path, 'llama', vocab=700)
+    put(tmp_path, 'tokenizer.json', data['json'])
+    flags, state = (f'--init={tmp_path}', '--temperature=0', '--tokens=5'), f'{tmp_path}/state'
+    written(capsys, *flags[:2], '--tokens=0', '--prompt=line 1:', f'--save_state={state}')
+    on = written(capsys, *flags, f'--load_state={state}', '--prompt= the quick fox')[0]
+    assert on == written(capsys, *flags, '--prompt=line 1: the quick fox')[0]
+
+def test_files_and_standard_input_are_bytes(tmp_path, a_model, monkeypatch, capsys):
+    """CR, a BOM and NUL come as they are, in prompts as in training texts; another encoding is named."""
+    raw = '\ufeffone\r\ntwo\rthree\n\0four\n'.encode()
+    for path in 'p.txt', 'a@b':
+        (tmp_path / path).write_bytes(raw)
+    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(raw)))
+    assert sample.text_of(f'@{tmp_path}/p.txt') == sample.text_of('-') == raw.decode()
+    monkeypatch.setenv('HOME', str(tmp_path))
+    assert sample.text_of('@~/a@b') == raw.decode() and sample.text_of('@@me') == '@me'
+    data = tmp_path / 'long.txt'
+    data.write_bytes(raw * 9)
+    *sides, meta = prepare.load(str(data), tokenizer='char')
+    assert prepare.decode(np.concatenate(sides), meta).encode() == raw * 9
+    (tmp_path / 'latin.txt').write_bytes('caf\u00e9'.encode('latin-1'))
+    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'caf\xe9')))
+    init = f'--init={a_model("--rule=gated_delta")}'
+    for prompt, name in ('-', 'standard input'), (f'@{tmp_path}/latin.txt', 'latin.txt'):
+        assert f'{name}: not UTF-8 at byte 3; convert' in refused(capsys, sample.main, init, f'--prompt={prompt}')
+    assert '@@ for a first @' in refused(capsys, sample.main, init, '--prompt=@me')
+    mine = tmp_path / 'mine.tsv'
+    mine.write_bytes(b'\xef\xbb\xbf0\tno\r\n1\tyes\r\n' * 1 + b'0\tno\r\n1\tyes\r\n' * 20)
+    assert tasks.lines(str(mine))[0][0][:2] == [b'no', b'yes']
+
+def test_files_are_readable_by_whom_the_umask_says(text, tmp_path, monkeypatch):
+    """Replacing keeps the old file's mode. ~ is the home folder, and data go elsewhere from where none may."""
+    monkeypatch.setenv('HOME', str(tmp_path))
+    monkeypatch.delenv('XDG_CACHE_HOME', raising=False)
+    before = os.umask(0o027)
+    try:
+        path = trained(text, '~/out')
+        path = tmp_path / path.removeprefix('~/')
+        assert {file.stat().st_mode & 0o777 for file in (tmp_path / 'out').iterdir()} == {0o640}
+        path.chmod(0o604)
+        assert train.main(['--resume', '--steps=5', f'--out={tmp_path}/out']) == 0
+        assert path.stat().st_mode & 0o777 == 0o604
+    finally:
+        os.umask(before)
+    here = tmp_path / 'checkout'
+    here.mkdir()
+    monkeypatch.setattr(prepare, 'HERE', str(here))
+    monkeypatch.setattr(os, 'access', lambda path, mode: False)
+    assert prepare.main([text, '--tokenizer=char']) == 0
+    assert not os.listdir(here) and list(tmp_path.glob('.cache/nanofwp/text-text-*/meta.json'))
+    names = [put(tmp_path, f'a:{end}', 'some words\n' * 30) for end in ('en', 'de')]
+    assert prepare.files_of(':'.join(names)) == names
+
+@pytest.mark.parametrize('rule', ['softmax', 'delta', 'tova'])
+def test_threads_share_a_model(rule, a_model):
+    """One generates, one reads layer by layer, one evaluates, each twice: as each alone."""
+    model, meta = load(a_model(f'--rule={rule}'))
+    _, val, data = prepare.load(meta['args']['data'], like=meta['data'])
+    rows = train.Rows(val, val, data, 16, torch.device('cpu'))
+    tokens = torch.from_numpy(val[:40].astype(int))[None]
+
+    def generate():
+        return [token.item() for token, _ in itertools.islice(model.generate(tokens, temperature=0), 40)]
+
+    def look():
+        return [[x.sum().item() for x in (seen.x, seen.k, seen.y)] for _ in range(9) for seen in model.through(tokens)]
+
+    def evaluate():
+        return rows.evaluate(model, np.arange(0, 640, 16))
+    jobs = [generate, look, evaluate] * 2
+    alone, together = [job() for job in jobs], [None] * 6
+
+    def work(i):
+        for _ in range(3):
+            together[i] = jobs[i]()
+    workers = [threading.Thread(target=work, args=[i]) for i in range(6)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert together == alone and not model.training
+
+def test_what_matters_is_said(text, a_model, tmp_path, monkeypatch, capsys):
+    """A rope beyond its rows; no compiler; what is saved when Ctrl-C comes; the old log until then."""
+    ckpt = a_model('--rule=softmax', '--pos=rope')
+    assert 'past 16 tokens, rope meets' in written(capsys, f'--init={ckpt}', '--tokens=20')[1]
+    assert 'rope' not in written(capsys, f'--init={ckpt}', '--tokens=15')[1]
+    monkeypatch.setenv('CXX', str(tmp_path / 'none'))
+    with monkeypatch.context() as broken:
+        broken.setattr(torch, 'compile', Mock(return_value=Mock(side_effect=RuntimeError('no compiler\nat all'))))
+        for main, flags in (train.main, [f'--data={text}', f'--out={tmp_path}/new']), (
+                sample.main, [f'--init={a_model("--rule=delta")}']):
+            assert '--compile: no compiler; install' in refused(capsys, main, *flags, '--compile')
+    assert not (tmp_path / 'new').exists()
+    out = tmp_path / 'out'
+    trained(text, out)
+    old = (out / 'log.jsonl').read_text()
+    plain = train.tell_step
+    for stop, why, keeps in (3, 'stopped: nothing is saved yet', True), (
+            5, f'{out}/ckpt.safetensors has 4 steps; python train.py --resume --out={out} goes on', False):
+        def stopping(log, data, steps, peak, step, *rest, stop=stop):
+            if step == stop:
+                raise KeyboardInterrupt
+            plain(log, data, steps, peak, step, *rest)
+        monkeypatch.setattr(train, 'tell_step', stopping)
+        run = f'--data={text}', f'--out={out}', *TINY, '--steps=9', '--eval_every=4', '--log_every=1'
+        assert train.main(list(run)) == 130 and why in capsys.readouterr().err
+        assert (out / 'log.jsonl').read_text().startswith(old) == keeps
+    assert [row['step'] for row in log(out) if 'lr' in row] == [1, 2, 3, 4]
+
+def test_hostile_files_are_refused_by_name(a_model, tmp_path, capsys):
+    """Of a state: cached keys without values, a number that is none, a place before the first."""
+    ckpt, path = a_model('--layers=tova,softmax'), tmp_path / 'state'
+    written(capsys, f'--init={ckpt}', '--prompt=line 1', '--tokens=3', f'--save_state={path}')
+    tensors, about = files.read_tensors(path)
+    changes = [{'state.mixer.S': torch.zeros(1)}]
+    for name, x in tensors.items():
+        if name.endswith('.k'):
+            changes += [{name: x[:, :, 1:].contiguous()}, {name: x / 0}]
+        if name.endswith('.pos'):
+            changes.append({name: x - 9})
+    for change in changes:
+        path.unlink()
+        files.write_tensors(path, tensors | change, about)
+        err = refused(capsys, sample.main, f'--init={ckpt}', f'--load_state={path}')
+        assert f'--load_state={path}' in err and 'read the prompt again' in err
+    many = put(tmp_path, 'x.tsv', ''.join(f'{i}\ttext {j}\n' for j in range(11) for i in range(301)))
+    *sides, meta = prepare.load(many)
+    assert meta['classes'] == 301 and meta['ignore'] == 301 and meta['vocab_size'] == 257
+    assert train.main([f'--data={many}', '--steps=1', *TINY, f'--out={tmp_path}/out']) == 0
+    place = Path(prepare.place(many))
+    meta = json.loads((place / 'meta.json').read_text())
+    (place / 'meta.json').write_text(json.dumps(meta | dict(val=meta['val'] | dict(tokens=10 ** 400))))
+    assert 'of a side is' in refused(capsys, train.main, f'--data={many}', f'--out={tmp_path}/out')
+
+def test_what_load_returns_can_be_saved(a_model, tmp_path):
+    """With all that the file had: a training goes on from it."""
+    path = a_model('--rule=kda')
+    copy = tmp_path / 'ckpt.safetensors'
+    save(copy, *load(path))
+    assert same(path, copy)
+    assert train.main(['--resume', '--steps=5', f'--out={tmp_path}']) == 0
+
+def test_evicted_values_of_1_are_read_as_1():
+    """Numerator and mass of the matrix beside a cache see the same keys."""
+    memory = FastWeights('sum', 16, 2, 8, 'hedgehog', 'l2')
+    q, k = torch.randn(2, 1, 2, 13, 8)
+    went = dict(k=k, v=torch.ones(1, 2, 13, 8), pos=torch.arange(13).expand(1, 2, 13))
+    near(memory.take(q, went, {})[0], torch.ones(1, 2, 13, 8), 1e-5)
 
 # ---- 9. Data -----------------------------------------------------------------------------------------------
 
@@ -2049,7 +2374,7 @@ COLA_ZIP, WIKI_ZIP = 'cola_public_1.1.zip', 'wikitext-2-raw-v1.zip'
     ('trec', 'TREC.test.all', b'1 \x81 ?', 'TREC.test.all, line 1: .* in cp1252'),
     ('wikitext2', WIKI_ZIP, zipped({key: body for key, body in WIKI.items() if 'valid' not in key}),
      'has no wiki.valid.raw'),
-    ('my.txt', 'my.txt', b'abc\xff', "'utf-8' codec can't decode byte 0xff in position 3"),
+    ('my.txt', 'my.txt', b'abc\xff', 'my.txt: not UTF-8 at byte 3; convert it'),
     ('my.txt', 'my.txt', b'', 'too short to be split'),
     ('mine.tsv', 'mine.tsv', b'0\tno\n1 no\n', 'mine.tsv, line 2: .* is not a label from 0, a tab'),
     ('mine.tsv', 'mine.tsv', b'0\tno\n3\tno\n' * 9, 'no line to train on has label 1'),
@@ -2177,10 +2502,11 @@ def test_a_model_of_texts_reads_one_file_behind_the_other(kind, tmp_path):
     assert len(targets) == 513 and x[511] == meta['pad'] == targets[-1]
     end = prepare.encode('\n', like)[-1:]
     for i, (x, y) in zip([9, 19], sides[1].swapaxes(0, 1)):
-        read, said = (prepare.encode(' '.join([word] * (1 + i % 3)), like) for word in ('what', 'yes'))
-        inputs = prepare.ends(like)[0] + read + end
-        begin, targets = len(inputs) - 1, said + end
-        assert x.tolist() == inputs + said + end * (1024 - len(inputs + said))
+        read, said = (' '.join([word] * (1 + i % 3)) for word in ('what', 'yes'))
+        inputs = prepare.ends(like)[0] + prepare.encode(f'{read}\n', like)
+        whole = prepare.ends(like)[0] + prepare.encode(f'{read}\n{said}', like)       # as one text
+        begin, targets = len(inputs) - 1, whole[len(inputs):] + end
+        assert x.tolist() == whole + end * (1024 - len(whole))
         assert y[begin:begin + len(targets)].tolist() == targets
         assert (y < meta['ignore']).sum() == len(targets)
 
@@ -2810,11 +3136,12 @@ def in_two_processes(argv):
     torch.multiprocessing.start_processes(as_one_of_two, (argv, port), 2, start_method='fork')
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='elsewhere a process that has torch in it may not fork')
-def test_two_processes_train_like_one(text, tmp_path, capfd):
-    """They see the same rows together, and lines come once. One goes on where two stopped, and two, each with
+def test_two_processes_train_like_one(tmp_path, capfd):
+    """They see the same rows together, whose numbers of targets differ, and lines come once. One goes on where two stopped, and two, each with
     a part of the model, where one did."""
-    one, two = ([f'--data={text}', *TINY, '--log_every=1', '--eval_every=2', f'--out={tmp_path / name}']
-                for name in '12')
+    tiny = [flag for flag in TINY if 'block_size' not in flag]
+    one, two = (['--data=recall', '--val_tokens=5120', *tiny, '--log_every=1', '--eval_every=2',
+                 f'--out={tmp_path / name}'] for name in '12')
     for more in ['--steps=3'], ['--resume', '--steps=5'], ['--resume', '--steps=7']:
         assert train.main(one + more) == 0
     in_two_processes([*two, '--steps=3'])
@@ -2846,7 +3173,7 @@ def test_sampling_repeats_streams_and_reports(a_model, capsys, monkeypatch):
     assert len(pieces) > 36 / 4                                # a character has up to four bytes
 
 def test_prompts_come_from_text_file_and_stdin(a_model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys, 'stdin', io.StringIO('the quick'))
+    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'the quick')))
     prompts = 'the quick', '@' + put(tmp_path, 'p.txt', 'the quick'), '-'
     init = f'--init={a_model("--rule=gated_delta")}'
     found = [written(capsys, init, '--tokens=9', f'--prompt={prompt}') for prompt in prompts]
@@ -2880,13 +3207,10 @@ def test_a_compiled_step_writes_the_same_greedy_tokens(backend, a_model, capsys,
     plain = torch.compile
     flags = f'--init={a_model()}', '--tokens=40', '--temperature=0', '--prompt=the '
     text, _ = written(capsys, *flags)
-    compiled = Mock(side_effect=lambda model, mode: plain(model, backend=backend))
+    compiled = Mock(side_effect=lambda model, mode='default': plain(model, backend=backend))
     monkeypatch.setattr(torch, 'compile', compiled)
     assert written(capsys, *flags, '--compile')[0] == text
-    assert compiled.call_count == 1
-    compiled.side_effect = lambda model, mode: Mock(side_effect=RuntimeError('no compiler'))
-    assert sample.main([*flags, '--compile']) == 2
-    assert 'error: --compile: no compiler; leave it out' in capsys.readouterr().err
+    assert compiled.call_count == 2                             # the first is a trial
 
 @pytest.mark.parametrize('rule', VARIED)
 def test_a_saved_state_goes_on_as_if_never_stopped(rule, a_model, characters, tmp_path, capsys):
@@ -3362,7 +3686,7 @@ def test_hub_weights_give_what_another_implementation_gives(kind, how, tmp_path)
 
 @pytest.mark.parametrize('kind', ['llama2', 'llama3'])
 def test_a_llama_reads_and_writes_text_by_its_tokenizer_json(kind, tmp_path, capsys):
-    """One command each; BOS before a prompt; the file comes along; one of other tokens is refused."""
+    """One command each; BOS before a prompt; the file comes along."""
     data, folder = subwords(kind), tmp_path / 'llama'
     path = folder / 'tokenizer.json'
     in_hub_layout(folder, 'llama', vocab=data['vocab_size'])
@@ -3371,8 +3695,6 @@ def test_a_llama_reads_and_writes_text_by_its_tokenizer_json(kind, tmp_path, cap
     sampled = f'--init={folder}', '--tokens=9', '--prompt=the quick'
     for main, argv in (convert.main, run), (sample.main, sampled):
         assert f'{path} is missing' in refused(capsys, main, *argv)
-    path.write_text(tokenizer_json(kind, 300))
-    assert 'the model has' in refused(capsys, convert.main, *run)
     path.write_text(json.dumps(json.loads(data['json']), indent=2))
     data['json'] = load(folder)[1]['data']['json']
     assert json.loads(data['json']) == json.loads(path.read_text()) and '\n' not in data['json']
@@ -3384,14 +3706,6 @@ def test_a_llama_reads_and_writes_text_by_its_tokenizer_json(kind, tmp_path, cap
     assert (tmp_path / 'again' / 'tokenizer.json').read_text() == data['json']
     for found in folder, tmp_path / 'rnn' / 'ckpt.safetensors', tmp_path / 'again':
         assert prepare.same_tokens(load(found)[1]['data'], data)
-
-def test_as_many_tokens_as_gpt2_need_not_be_gpt2s(tmp_path):
-    assert files.tokenizer_of(tmp_path, 50257) == dict(tokenizer='gpt2')
-    pytest.importorskip('tokenizers')
-    words = {f'w{i}': i for i in range(50257)}
-    model = dict(type='WordLevel', vocab=words, unk_token='w0')
-    (tmp_path / 'tokenizer.json').write_text(json.dumps(dict(model=model)))
-    assert files.tokenizer_of(tmp_path, 50257)['tokenizer'] == 'json'
 
 DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; what it is now; what is said
     ('llama', 'rope_scaling', dict(rope_type='yarn'), 'rope of type yarn'),
@@ -3405,13 +3719,12 @@ DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; 
     ('llama', 'model.layers.1.mlp.up_proj.weight', None, 'model.layers.1.mlp.up_proj.weight is missing'),
     ('gpt2', 'transformer.h.0.mlp.c_fc.weight', (12, 16), 'shape (12, 16), expected (16, 12)'),
     ('bert', 'classifier.weight', (1, 16), 'one row'), ('llama', 'config.json', b'[]', 'not as the hub has it'),
-    ('llama', 'model.safetensors.index.json', b'{"weight_map": {"x": "other.safetensors"}}',
-     'other.safetensors: not a whole safetensors file (No such file'),
-    ('llama', 'tokenizer.json', b'{}', 'no description of a tokenizer'),
+    ('llama', 'tokenizer.json', b'{}', "not as the hub has it (KeyError: 'model')"),
+    ('llama', 'tokenizer.json', b'{"model": {"vocab": {}}}', 'no description of a tokenizer'),
     ('vit', 'preprocessor_config.json', b'{"image_mean": [0.485]}', 'image_mean is [0.485]'),
     ('gpt2', 'model.safetensors', None, 'pickled')]
 
-@pytest.mark.parametrize('kind, what, value, why', DAMAGED, ids=[f'{row[0]} {row[1]}' for row in DAMAGED])
+@pytest.mark.parametrize('kind, what, value, why', DAMAGED, ids=[f'{row[0]} {row[3]}' for row in DAMAGED])
 def test_models_of_the_hub_that_are_damaged_or_others_are_refused(kind, what, value, why, tmp_path, capsys):
     if what == 'tokenizer.json':
         pytest.importorskip('tokenizers')
@@ -3823,7 +4136,7 @@ def test_imports_only_point_down():
                 kernel_users.append(name)
             if name in DATA:
                 assert first not in LAYER, other
-                assert first != 'data' or DATA[rest] < DATA[name], other
+                assert first != 'data' or DATA[rest.partition('.')[0]] < DATA[name], other
             elif name in LAYER and first in LAYER:
                 assert LAYER[first] < LAYER[name], f'{name} imports {first}'
     assert set(kernel_users) - {'test_all', 'bench', 'exercise'} == {'model'}
