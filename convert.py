@@ -52,7 +52,8 @@ from fastweight import RULES
 from model import (GPT, SOURCE_RULES, bias_of, can_become_an_rnn, fill, idle, kl, load, pick_device, save,
                    state_bytes, subset)
 from train import (QUIET, Rows, adamw, begin_step, bits_a_nat, blocks, commit, drop_old, lies_in, log_of,
-                   pack_optimiser, predict, rows, say, set_threads, table, tell_step, unpack_optimiser)
+                   pack_optimiser, predict, rows, say, set_threads, table, tell_saved, tell_step,
+                   unpack_optimiser)
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
 # kind of feature map (README, Limits). pure and hybrid first imitate the teacher's hidden states by layer.
@@ -603,8 +604,7 @@ class Conversion:
         header = {**self.about, 'step': step, 'seconds': self.seconds[stage]}
         save(path, model, header, pack_optimiser(model, opt), learned(model))
         self.old = drop_old(self.log, self.old)
-        prepare.saved.append(f'{path} has {step} steps; python convert.py --resume --out={self.args.out} '
-                             'goes on')
+        tell_saved('convert.py', self.args.out, path, step)
         row = {'stage': stage, 'step': step, 'tokens': self.tokens_in(step), **self.columns_of(model, stage)}
         print(json.dumps(row), file=self.log, flush=True)
 
@@ -620,6 +620,7 @@ class Conversion:
         others = {name: x for name, x in model.state_dict().items() if name not in changing}
         fill(model, others | weights, f'{path}: holds the weights of another model')
         unpack_optimiser(model, opt, tensors, path)
+        tell_saved('convert.py', self.args.out, path, stopped.step)
         self.seconds[stage] = stopped.seconds
         return stopped.step
 

@@ -693,8 +693,13 @@ def log_of(args):
         return log, 0
     if os.path.exists(f'{args.out}/ckpt.safetensors'):
         say(f'--out={args.out} holds a model already; this run will replace it')
-    prepare.saved.append(f'nothing is saved yet, and what {args.out} held is as it was')
+    prepare.saved.append(f'nothing is saved yet; what {args.out} held is as it was')
     return log, os.path.getsize(log.name)
+
+
+def tell_saved(script, out, path, step):
+    """Let Ctrl-C print from now on what is saved, and how to go on."""
+    prepare.saved.append(f'{path} has {step} steps; python {script} --resume --out={out} goes on')
 
 
 def drop_old(log, old):
@@ -829,6 +834,7 @@ def main(argv):
     states = [None] * args.accum                            # of --carry, one per batch; data.learn fills them
     if args.resume:
         states = restore(args, header, data, model, opt)
+        tell_saved('train.py', args.out, f'{args.out}/ckpt.safetensors', header['step'])
     log, old = (open(os.devnull, 'w'), 0) if rank > 0 else log_of(args)         # noqa: SIM115
     set_threads(args, header, model, data)
     run = {'args': dataclasses.asdict(args), 'torch': torch.__version__}
@@ -885,11 +891,9 @@ def main(argv):
             last = {**run, 'best': min(best, 1e300), 'threads': None}
             if world == 1:
                 last['threads'] = torch.get_num_threads()
-            path = f'{args.out}/ckpt.safetensors'
-            keep(path, model, last, memories, rank)
+            keep(f'{args.out}/ckpt.safetensors', model, last, memories, rank)
             old = drop_old(log, old)
-            prepare.saved.append(f'{path} has {done} steps; python train.py --resume --out={args.out} goes '
-                                 'on')
+            tell_saved('train.py', args.out, f'{args.out}/ckpt.safetensors', done)
         since = time.perf_counter()
     say(f'\n{args.steps - first} steps in {seconds / 60:.1f} minutes')
     report(model, data, args, log, steps=args.steps, ms=ms, minutes=seconds / 60)

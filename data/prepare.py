@@ -1041,13 +1041,12 @@ def main(argv):
     sets = [f'{name}: {row["help"]} ({row["tokenizer"]})' for name, row in DATASETS.items()]
     parser = argparse.ArgumentParser(description='Make a data set for train.py.', allow_abbrev=False)
     parser.error = error
-    path = os.path.expanduser                                   # ~ is the home folder
-    parser.add_argument('name', type=path, help='a UTF-8 text file, two files of parallel lines (a.en:a.de), '
-                        f'or one of {"; ".join(sets)}; listops-2048: in rows of 2,048, mnist-patch7: in '
-                        'patches of 7 x 7')
+    parser.add_argument('name', help='a UTF-8 text file, two files of parallel lines (a.en:a.de), or one of '
+                        f'{"; ".join(sets)}; listops-2048: in rows of 2,048, mnist-patch7: in patches '
+                        'of 7 x 7')
     parser.add_argument('--tokenizer', help=OF_TEXTS)
-    parser.add_argument('--file', type=path, help='use this local copy, no download; several files: their '
-                        'folder')
+    parser.add_argument('--file', type=os.path.expanduser,
+                        help='use this local copy, no download; several files: their folder')
     args = parser.parse_args(argv)
     if find_set(args.name) or not os.path.isdir(args.name):
         prepare(args.name, None, args.tokenizer, args.file)

@@ -338,10 +338,11 @@ class Folder:
                         raise ValueError(f'{file}: {name} is also in {other}; keep that of the model alone')
                     self.stored[uniform] = file, name, f.get_tensor(name)
         self.data = {**data_of(path, self.kind, self.config), 'name': source}
-        if self.config['tied'] and 'lm_head.weight' in self.stored:     # then the file is right
-            _, _, embedding = self.stored[uniform_name(FAMILIES[self.kind].names['embed.weight'])]
-            self.config['tied'] = torch.equal(embedding, self.stored['lm_head.weight'][2])
-            self.used.add('lm_head.weight')
+        if self.config['tied'] and 'lm_head.weight' in self.stored:     # the file is right, not config.json
+            theirs = FAMILIES[self.kind].names
+            embed, head = (self.tensor(theirs[ours], None, self.config['n_embd'])
+                           for ours in ('embed.weight', 'head.weight'))
+            self.config['tied'] = torch.equal(embed, head.to(embed.dtype))
         if self.kind in ('bert', 'vit'):
             self.config['pooler'] = self.config['pooler'] and 'pooler.dense.weight' in self.stored
             if self.config['classes'] or 'classifier.weight' in self.stored:
@@ -465,7 +466,7 @@ def tokenizer_of(folder, vocab):
         raw, of_gpt2 = parsed(path, path, looked_at)
     elif os.path.exists(words) and os.path.exists(merges):
         path = words
-        pairs = text_in(merges, merges)
+        pairs = prepare.as_utf8(prepare.read_file(merges), merges)
         raw, of_gpt2 = parsed(path, path, lambda words: looked_at(byte_level(words, pairs)))
     else:
         prepare.note(f'{path} is missing, and {" with ".join(OLDER)}, too: tokens are only numbers')
@@ -621,7 +622,7 @@ def folder_of(source, revision):
 
 def hub(name, revision='main', root=None):
     """Download a hub repository, as far as it is not there yet -> its folder. We fetch config.json, the
-    weights and, as far as they exist, tokenizer.json or OLDER (for a ViT: preprocessor_config.json).
+    weights and, as far as they exist, TOKENIZER and OLDER (for a ViT: PIXELS).
 
     name: OWNER/NAME, or one of `HUB`. root: the parent of such folders; None: data/hub. The variable
     HF_ENDPOINT sets another address of the hub, HF_TOKEN opens private models. Files are checked before they
@@ -638,13 +639,10 @@ def hub(name, revision='main', root=None):
         raise ValueError(f'{site}: no such model at revision {revision}')
     whole = os.path.join(folder, WHOLE)
     index = os.path.join(folder, INDEX)
-    if not any(os.path.exists(path) for path in (index, whole)):            # only on the first call
+    if not os.path.exists(index) and not os.path.exists(whole):             # only on the first call
         kind, _ = parsed(os.path.join(folder, 'config.json'), site, kind_and_config)
-        if kind == 'vit':
-            get_file(base, folder, PIXELS)
-        elif not get_file(base, folder, TOKENIZER):
-            for file in OLDER:
-                get_file(base, folder, file)
+        for file in [PIXELS] if kind == 'vit' else [TOKENIZER, *OLDER]:
+            get_file(base, folder, file)
     if os.path.exists(whole) or (not os.path.exists(index) and get_file(base, folder, WHOLE)):
         return folder
     if not get_file(base, folder, INDEX):
@@ -683,8 +681,10 @@ def get_file(base, folder, file):
     if len(sha256) != 64:                                   # for small files it is a git hash
         sha256 = None
     size, sha256 = PINNED.get(url.partition('/resolve/')[2], (size, sha256))
-    look = LOOKS.get(file, names_in)
-    prepare.download([url], path, size, sha256, headers, look)
+    look = names_in
+    if file in USES:
+        look = functools.partial(parsed, use=USES[file])
+    prepare.download([url], path, size, sha256, headers, None if file == OLDER[1] else look)
     return True
 
 
@@ -693,11 +693,5 @@ def shards(raw):
     return sorted({os.path.basename(file) for file in raw['weight_map'].values()})
 
 
-def text_in(path, name):
-    """The text of a file. name: of the file, for messages"""
-    return prepare.as_utf8(prepare.read_file(path), name)
-
-
 USES = {'config.json': kind_and_config, INDEX: shards, TOKENIZER: looked_at, OLDER[0]: dict,
         PIXELS: refuse_pixels}
-LOOKS = {OLDER[1]: text_in, **{file: functools.partial(parsed, use=use) for file, use in USES.items()}}
