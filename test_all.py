@@ -1881,36 +1881,27 @@ def test_a_run_goes_on_with_another_optimiser(text, tmp_path, monkeypatch, capsy
     tensors, meta = files.read_tensors(path)
     wrong = {name: x[None] if name.endswith('.exp_avg') else x for name, x in tensors.items()}
     files.write_tensors(path, wrong, meta)
-    assert f'{path}: the optimiser' in refused(capsys, train.main, *go, '--steps=9')
+    assert f'{path}: what the optimiser kept for' in refused(capsys, train.main, *go, '--steps=9')
 
 @pytest.mark.parametrize('kind', ['texts', 'lines', 'tasks', 'pairs', 'pairs as one text'])
 def test_batches_and_processes_are_parts_of_one_larger_batch(kind, text, turned_around, tmp_path, monkeypatch):
     """The gradients of 8 rows at once, whose numbers of targets differ."""
     monkeypatch.setattr(train, 'POOL', 1)
-    name, more = text, {}
-    if kind == 'lines':
-        name = put(tmp_path, 'x.tsv', ''.join(f'{i % 3}\t{"a text" * (i % 7)} of {i}\n' for i in range(90)))
-    elif kind == 'tasks':
-        name = 'recall'
-    elif kind == 'pairs':
-        name, more = turned_around, dict(encoder=1)
-    like = None
-    if kind == 'pairs as one text':
-        both = [put(tmp_path, end, ''.join(f'{"word " * (1 + i % n)}\n' for i in range(90))) for end, n in
-                (('a', 5), ('b', 9))]
-        name, like = ':'.join(both), dict(tokenizer='byte', vocab_size=256)
-    train_side, val, meta = prepare.load(name, None, like=like)
+    lines, *both = [put(tmp_path, name, ''.join(f'{i % 3}\t{"word " * (1 + i % n)}\n' for i in range(90)))
+                    for name, n in (('x.tsv', 7), ('a', 5), ('b', 9))]
+    name = {'texts': text, 'lines': lines, 'tasks': 'recall', 'pairs': turned_around}.get(kind, ':'.join(both))
+    like = dict(tokenizer='byte', vocab_size=256) if name not in (lines, 'recall', turned_around) else None
+    train_side, val, meta = prepare.load(name, like=like)
     T = meta.get('row', 16)
-    config = Config(rule='delta', n_layer=2, n_head=2, n_embd=16, block_size=T, **more)
-    made = train.built(train.Args(), config, train.Rows(train_side, val, meta, T, torch.device('cpu'), 4), {})
-    model = made.double()
+    data = train.Rows(train_side, val, meta, T, torch.device('cpu'), 8)
+    config = Config(n_layer=2, n_head=2, n_embd=16, encoder=int(kind == 'pairs'))
+    model = train.built(train.Args(), config, data, {}).double()
 
     def gradients(batch_size, accum, world=1):
         total = 0
         for rank in range(world):
-            data = train.Rows(train_side, val, meta, T, torch.device('cpu'), batch_size, 0, accum, rank=rank,
-                              world=world)
-            data.learn(model, [None] * accum, 3)
+            how = dict(batch_size=batch_size, accum=accum, rank=rank, world=world)
+            dataclasses.replace(data, **how).learn(model, [None] * accum, 3)
             total = total + torch.cat([p.grad.flatten() for p in model.parameters()]) / world
             model.zero_grad()
         return total
@@ -1921,7 +1912,7 @@ def test_batches_and_processes_are_parts_of_one_larger_batch(kind, text, turned_
 @pytest.mark.parametrize('kind, entries, change, why', [
     ('gpt2', dict(quantization_config=dict(quant_method='fp8')), {}, 'error: .*config.json: quantization_con'),
     ('llama', {}, {'lm_head.weight': lambda x: torch.randn(30, 16)}, ''),
-    ('llama', {}, {'model.norm.weight': lambda x: x.to(torch.float8_e4m3fn)}, 'error: .*norm.weight is torch.flo'),
+    ('llama', {}, {'model.norm.weight': lambda x: x.to(torch.float8_e4m3fn)}, 'error: .*norm.weight is torch'),
     ('gpt2', {}, {'transformer.ln_f.weight': lambda x: x.to(torch.int8)}, 'error: .*ln_f.weight is torch.int8'),
     ('gpt2', {}, {'score.weight': lambda x: torch.randn(2, 16)},
      r'note: .*: 2 tensors not used: h.N.attn.bias \(1\), score.weight \(1\)'),
@@ -2048,25 +2039,22 @@ def test_what_goes_on_has_the_tokens_of_the_whole_text(kind, tmp_path, capsys):
 def test_files_and_standard_input_are_bytes(tmp_path, a_model, monkeypatch, capsys):
     """CR, a BOM and NUL come as they are, in prompts as in training texts; another encoding is named."""
     raw = '\ufeffone\r\ntwo\rthree\n\0four\n'.encode()
-    for path in 'p.txt', 'a@b':
-        (tmp_path / path).write_bytes(raw)
+    (tmp_path / 'a@b').write_bytes(raw * 9)
     monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(raw)))
-    assert sample.text_of(f'@{tmp_path}/p.txt') == sample.text_of('-') == raw.decode()
     monkeypatch.setenv('HOME', str(tmp_path))
-    assert sample.text_of('@~/a@b') == raw.decode() and sample.text_of('@@me') == '@me'
-    data = tmp_path / 'long.txt'
-    data.write_bytes(raw * 9)
-    *sides, meta = prepare.load(str(data), tokenizer='char')
+    assert sample.text_of('@~/a@b') == sample.text_of('-') * 9 == raw.decode() * 9
+    assert sample.text_of('@@me') == '@me'
+    *sides, meta = prepare.load(str(tmp_path / 'a@b'), tokenizer='char')
     assert prepare.decode(np.concatenate(sides), meta).encode() == raw * 9
     (tmp_path / 'latin.txt').write_bytes('caf\u00e9'.encode('latin-1'))
     monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'caf\xe9')))
     init = f'--init={a_model("--rule=gated_delta")}'
     for prompt, name in ('-', 'standard input'), (f'@{tmp_path}/latin.txt', 'latin.txt'):
-        assert f'{name}: not UTF-8 at byte 3; convert' in refused(capsys, sample.main, init, f'--prompt={prompt}')
+        err = refused(capsys, sample.main, init, f'--prompt={prompt}')
+        assert f'{name}: not UTF-8 at byte 3; convert' in err
     assert '@@ for a first @' in refused(capsys, sample.main, init, '--prompt=@me')
-    mine = tmp_path / 'mine.tsv'
-    mine.write_bytes(b'\xef\xbb\xbf0\tno\r\n1\tyes\r\n' * 1 + b'0\tno\r\n1\tyes\r\n' * 20)
-    assert tasks.lines(str(mine))[0][0][:2] == [b'no', b'yes']
+    (tmp_path / 'mine.tsv').write_bytes(b'\xef\xbb\xbf0\tno\r\n1\tyes\r\n')
+    assert tasks.lines(str(tmp_path / 'mine.tsv'))[0] == ([b'no', b'yes'], [[0], [1]])
 
 def test_files_are_readable_by_whom_the_umask_says(text, tmp_path, monkeypatch):
     """Replacing keeps the old file's mode. ~ is the home folder, and data go elsewhere from where none may."""
@@ -2103,7 +2091,7 @@ def test_threads_share_a_model(rule, a_model):
         return [token.item() for token, _ in itertools.islice(model.generate(tokens, temperature=0), 40)]
 
     def look():
-        return [[x.sum().item() for x in (seen.x, seen.k, seen.y)] for _ in range(9) for seen in model.through(tokens)]
+        return [seen.y.sum().item() for _ in range(9) for seen in model.through(tokens)]
 
     def evaluate():
         return rows.evaluate(model, np.arange(0, 640, 16))
@@ -2127,7 +2115,7 @@ def test_what_matters_is_said(text, a_model, tmp_path, monkeypatch, capsys):
     assert 'rope' not in written(capsys, f'--init={ckpt}', '--tokens=15')[1]
     monkeypatch.setenv('CXX', str(tmp_path / 'none'))
     with monkeypatch.context() as broken:
-        broken.setattr(torch, 'compile', Mock(return_value=Mock(side_effect=RuntimeError('no compiler\nat all'))))
+        broken.setattr(torch, 'compile', Mock(return_value=Mock(side_effect=RuntimeError('no compiler\nhere'))))
         for main, flags in (train.main, [f'--data={text}', f'--out={tmp_path}/new']), (
                 sample.main, [f'--init={a_model("--rule=delta")}']):
             assert '--compile: no compiler; install' in refused(capsys, main, *flags, '--compile')
@@ -2153,7 +2141,7 @@ def test_hostile_files_are_refused_by_name(a_model, tmp_path, capsys):
     ckpt, path = a_model('--layers=tova,softmax'), tmp_path / 'state'
     written(capsys, f'--init={ckpt}', '--prompt=line 1', '--tokens=3', f'--save_state={path}')
     tensors, about = files.read_tensors(path)
-    changes = [{'state.mixer.S': torch.zeros(1)}]
+    changes = [{name: torch.zeros(2)} for name in ('state.mixer.S', 'state.t', 'state.0.conv0.last')]
     for name, x in tensors.items():
         if name.endswith('.k'):
             changes += [{name: x[:, :, 1:].contiguous()}, {name: x / 0}]
@@ -2804,14 +2792,6 @@ def test_files_of_other_versions_load_or_are_refused_in_one_sentence(a_model, tm
             load(path)
     files.write_safetensors(path, {}, {'meta': '[1]', 'digest': files.digest('[1]', {})})
     assert 'says nothing that' in refused(capsys, sample.main, f'--init={path}')
-    model, last = small(rule='delta', n_layer=1), torch.zeros(1, 1, dtype=torch.long)
-    state = pack(model.read(last))
-    S = state['state.0.mixer.S']
-    unpack(model, {**state, 'last': last}, last, 'another version')
-    changes = {'state.0.S': S}, {'state.0.mixer.S': S[None]}, {'state.0.mixer.S': S.half()}, {'state.t': S}
-    for other in {'state.0.mixer.S': S}, *[state | change for change in changes]:
-        with pytest.raises(ValueError, match='another version'):
-            unpack(model, other, last, 'another version')
 
 
 # ---- 10. Training ------------------------------------------------------------------------------------------
@@ -3137,8 +3117,8 @@ def in_two_processes(argv):
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='elsewhere a process that has torch in it may not fork')
 def test_two_processes_train_like_one(tmp_path, capfd):
-    """They see the same rows together, whose numbers of targets differ, and lines come once. One goes on where two stopped, and two, each with
-    a part of the model, where one did."""
+    """They see the same rows together, whose numbers of targets differ, and lines come once. One goes on where
+    two stopped, and two, each with a part of the model, where one did."""
     tiny = [flag for flag in TINY if 'block_size' not in flag]
     one, two = (['--data=recall', '--val_tokens=5120', *tiny, '--log_every=1', '--eval_every=2',
                  f'--out={tmp_path / name}'] for name in '12')
@@ -3171,13 +3151,6 @@ def test_sampling_repeats_streams_and_reports(a_model, capsys, monkeypatch):
     assert a == written(capsys, *flags)[0]
     pieces = [call for call in said.call_args_list if call.kwargs.get('flush')]
     assert len(pieces) > 36 / 4                                # a character has up to four bytes
-
-def test_prompts_come_from_text_file_and_stdin(a_model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'the quick')))
-    prompts = 'the quick', '@' + put(tmp_path, 'p.txt', 'the quick'), '-'
-    init = f'--init={a_model("--rule=gated_delta")}'
-    found = [written(capsys, init, '--tokens=9', f'--prompt={prompt}') for prompt in prompts]
-    assert len({out for out, _ in found}) == 1 and all('9 tokens' in err for _, err in found)
 
 @pytest.mark.parametrize('kind', [*KINDS, 'byte', 'ids'])
 def test_text_is_printed_as_it_comes_and_nothing_is_lost(kind, capsys):
@@ -3647,8 +3620,6 @@ def test_hub_weights_give_what_another_implementation_gives(kind, how, tmp_path)
     after the other."""
     last, logits = in_hub_layout(tmp_path, kind, **how)
     x, tokens, there = examples(kind)
-    if 'shards' in how:                     # an index names the files: one more is not the model's
-        save_file({'ln_f.weight': torch.zeros(16)}, tmp_path / 'zz.safetensors')
     model, meta = load(tmp_path)
     models = [model]
     write = partial(files.to_folder, tmp_path / 'again', model.state_dict(),
@@ -4506,7 +4477,8 @@ def test_the_hub_is_read_over_http(tmp_path, monkeypatch):
     for mode, (repo, at, fault, why, kept) in SENT.items():
         monkeypatch.setattr(prepare, 'TIMEOUT', .2 if fault == 'silent' else 10)
         root = tmp_path / mode
-        fetch = partial(files.hub, f'me/{repo}', 'main', str(root))
+        fetch = partial(files.hub, f'me/{repo}')
+        monkeypatch.setattr(prepare, 'HERE', str(root))
         with served(contents, at, fault, token='secret') as (address, _):
             monkeypatch.setenv('HF_ENDPOINT', address)
             if why:
@@ -4522,7 +4494,7 @@ def test_the_hub_is_read_over_http(tmp_path, monkeypatch):
                 assert set(os.listdir(fetch())) == set(os.listdir(source / 'me' / repo))
     monkeypatch.setenv('HF_TOKEN', 'a\nb')
     with pytest.raises(ValueError, match='HF_TOKEN has'):
-        files.hub('me/one', 'main', str(tmp_path / 'token'))
+        files.hub('me/one', 'other')
 
 @slow
 @pytest.mark.parametrize('rule', VARIED)

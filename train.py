@@ -4,14 +4,15 @@
     python train.py --data=recall --rule=sum --steps=1000     sum fails at recall; --rule=delta solves it
     python train.py --resume --steps=8000          resumes out/ckpt.safetensors, bit for bit on a CPU
     python train.py --init=bert-base-uncased --data=FOLDER --lr=5e-5     fine-tune, with a new classifier head
-    torchrun --nproc_per_node=2 train.py --rule=delta         the same training in two processes; add --fsdp
+    torchrun --nproc_per_node=2 train.py --rule=delta         the same steps by two processes; add --fsdp
                                                               to keep only half of the model in each
 
 Each evaluation writes out/ckpt.safetensors (weights, optimiser, step) and, if the validation loss is the
 lowest so far, out/best.safetensors. out/log.jsonl has the losses, out/result.json the final figures. All
 random numbers depend only on the seed, the step and the process. So a resumed run ends in the same bits if
-the number of threads stays the same (--threads=N pins it). If you resume with more --steps, the cosine is
-stretched over them.
+the number of threads stays the same (--threads=N pins it). Several processes, or batches (--accum), compute
+parts of one larger batch; only dropout and redrawn features differ. If you resume with more --steps, the
+cosine is stretched over them.
 
 This file, in order: machine, threads, sharding, batches of data, the optimiser, a run with the training loop.
 """
@@ -506,36 +507,34 @@ MEMORIES = ({'momentum_buffer'}, {'step', 'exp_avg', 'exp_avg_sq'})      # per p
 SIGNED = 'momentum_buffer', 'exp_avg'
 
 
+def is_memory(quantity, x, p):
+    """Whether tensor x can be this quantity of an optimiser for parameter p."""
+    shape = () if quantity == 'step' else p.shape
+    right = x.shape == shape and x.dtype == torch.float32 and x.isfinite().all()
+    return right and (quantity in SIGNED or x.min() >= 0)
+
+
 def unpack_optimiser(model, opt, tensors, path):
     """The inverse of `pack_optimiser`: put the tensors into opt. A parameter that has never had a step has no
-    memory. ValueError, beginning with the path of the file, for a tensor that is missing or does not fit."""
-    parameters = dict(model.named_parameters())
-    memories = {name: {} for name in parameters}
+    memory. ValueError, beginning with the path of the file, for tensors that fit no parameter."""
+    memories = {}
     for key, x in tensors.items():
         if key.startswith('opt.'):
             name, _, quantity = key.removeprefix('opt.').rpartition('.')
-            if name not in memories:
-                raise ValueError(f'{path}: the optimiser has {key}, but the model no {name}; start anew')
-            memories[name][quantity] = x
+            memories.setdefault(name, {})[quantity] = x
+    parameters = dict(model.named_parameters())
     for name, memory in memories.items():
-        p = parameters[name]
-        if memory and memory.keys() not in MEMORIES:
-            raise ValueError(f'{path}: the optimiser has {sorted(memory)} of {name}, expected one of '
-                             f'{MEMORIES}; start anew')
-        for key, x in memory.items():
-            shape = () if key == 'step' else p.shape
-            if x.shape != shape or x.dtype != torch.float32:
-                raise ValueError(f'{path}: the optimiser\'s {key} of {name} is {x.dtype} of shape '
-                                 f'{tuple(x.shape)}, expected float32 of {tuple(shape)}; start anew')
-            if not x.isfinite().all() or key not in SIGNED and x.min() < 0:
-                raise ValueError(f'{path}: the optimiser\'s {key} of {name} is no memory of a run; start '
-                                 'anew')
-            if key != 'step' or opt.defaults['fused']:      # unfused, the step count stays on the CPU
+        p = parameters.get(name)
+        whole = p is not None and memory.keys() in MEMORIES
+        if not (whole and all(is_memory(quantity, x, p) for quantity, x in memory.items())):
+            raise ValueError(f'{path}: what the optimiser kept for {name} does not fit it; start anew')
+        for quantity, x in memory.items():
+            if quantity != 'step' or opt.defaults['fused']:     # unfused, the step count stays on the CPU
                 x = x.to(p.device)
-            if key != 'step' and in_parts(p):
+            if quantity != 'step' and in_parts(p):
                 from torch.distributed.tensor import distribute_tensor
                 x = distribute_tensor(x, p.device_mesh, p.placements)
-            opt.state[p][key] = x
+            opt.state[p][quantity] = x
 
 
 def lr_at(step, steps, peak):
@@ -663,8 +662,7 @@ def restore(args, header, data, model, opt):
     if args.optimizer == was['optimizer']:
         unpack_optimiser(model, opt, tensors, f'{args.out}/ckpt.safetensors')
     else:
-        say(f'--optimizer={args.optimizer}: the run had {was["optimizer"]}, so its averages of gradients '
-            'begin anew')
+        say(f'--optimizer={args.optimizer}: the run had {was["optimizer"]}, so the averages begin anew')
     if not args.carry:
         return [None] * args.accum
     last = torch.zeros(args.batch_size, 1, dtype=torch.long, device=data.device)

@@ -620,21 +620,20 @@ def folder_of(source, revision):
     return hub(source, revision)
 
 
-def hub(name, revision='main', root=None):
+def hub(name, revision='main'):
     """Download a hub repository, as far as it is not there yet -> its folder. We fetch config.json, the
     weights and, as far as they exist, TOKENIZER and OLDER (for a ViT: PIXELS).
 
-    name: OWNER/NAME, or one of `HUB`. root: the parent of such folders; None: data/hub. The variable
-    HF_ENDPOINT sets another address of the hub, HF_TOKEN opens private models. Files are checked before they
-    are kept. After a ValueError no wrong file is left, and the next call tries again.
+    name: OWNER/NAME, or one of `HUB`. The variable HF_ENDPOINT sets another address of the hub, HF_TOKEN
+    opens private models. Files are checked before they are kept. After a ValueError no wrong file is left,
+    and the next call tries again.
     """
     repo, pinned = HUB.get(name, (name, 'main'))
     if revision == 'main':
         revision = pinned
     site = f'{prepare.endpoint()}/{repo}'
     base = f'{site}/resolve/{revision}'
-    root = root or os.path.join(prepare.home(prepare.HERE), 'hub')
-    folder = os.path.join(root, f'{repo}--{revision}'.replace('/', '--'))
+    folder = os.path.join(prepare.home(prepare.HERE), 'hub', f'{repo}--{revision}'.replace('/', '--'))
     if not get_file(base, folder, 'config.json'):
         raise ValueError(f'{site}: no such model at revision {revision}')
     whole = os.path.join(folder, WHOLE)
@@ -646,8 +645,7 @@ def hub(name, revision='main', root=None):
     if os.path.exists(whole) or (not os.path.exists(index) and get_file(base, folder, WHOLE)):
         return folder
     if not get_file(base, folder, INDEX):
-        raise ValueError(f'{site}: neither {WHOLE} nor its index; pickled weights (.bin, .pt) are '
-                         'not read')
+        raise ValueError(f'{site}: neither {WHOLE} nor its index; pickled weights (.bin) are not read')
     for shard in parsed(index, index, shards):
         if not get_file(base, folder, shard):
             raise ValueError(f'{site}: {shard} is missing')
