@@ -238,12 +238,10 @@ def balance(seen, memory, in_matrix):
     """Give the matrix beside a cache the weight that the teacher gives to the keys in it: the sum of their
     e^(q.k_s / sqrt(d)). The matrix itself computes another mass for them. Per head, the bias of log_mass
     becomes the log of the ratio, averaged over steps. seen, in_matrix: as for `remember`"""
-    q = seen.q
-    k = seen.k
-    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~in_matrix, -math.inf)
+    scores = seen.scores.masked_fill(~in_matrix, -math.inf)
     wanted = scores.logsumexp(-1, keepdim=True)             # (B, H, T, 1)
-    _, _, went, _ = memory.attend_and_evict(q, k, seen.v)
-    _, mass, _ = memory.overflow.take(q, went, {})
+    _, _, went, _ = memory.attend_and_evict(seen.q, seen.k, seen.v)
+    _, mass, _ = memory.overflow.take(seen.q, went, {})
     steps = in_matrix.any(-1)                               # those with keys in the matrix
     log_mass = mass[:, :, steps].clamp(min=1e-30).log()
     memory.log_mass.bias.copy_((wanted[:, :, steps] - log_mass).mean((0, 2, 3)))
@@ -677,12 +675,11 @@ def look(name, teacher, student, x):
     query = {}
     for seen in teacher.through(x):
         twin = student.get_submodule(seen.name)
-        q = seen.q
-        if twin.memory.rule.keeps or not twin.has_weights or seen.crosses or q.shape[2] < 2:
+        if twin.memory.rule.keeps or not twin.has_weights or seen.crosses or seen.q.shape[2] < 2:
             continue
         a = seen.weights(seen.mixer)
         w = seen.weights(twin)
-        scores = q @ seen.k.mT * q.shape[-1] ** -0.5
+        scores = seen.scores
         lines.append({'model': name, 'layer': seen.layer, 'KL to teacher': kl(a, w).item(),
                       'entropy of teacher': entropy(a), 'entropy': entropy(w),
                       'order kept': order_kept(scores, w)})

@@ -297,9 +297,15 @@ def encoded(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
 
 
 # ---- the other kind of state: a cache of key/value pairs ---------------------------------------------------
+# Heads may share keys and values (Ainslie 2023, arXiv:2305.13245): q has H heads, k and v have G, and each of
+# these serves H / G heads of q that stand side by side. A cache keeps G of them.
+def for_heads(x, H):
+    """Repeat what groups of heads share, x (B, G, ..), for each of their heads -> (B, H, ..)"""
+    return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], 1)
+
 def softmax(q, k, v, cached=None):
     """Softmax attention with the same interface. Its state is the cache of all keys and values, and it grows.
-    q, k, v (B, H, T, d)   cached None or dict(k, v) (B, H, T0, d) -> o (B, H, T, d), dict(k, v) of T0 + T"""
+    q (B, H, T, d)   k, v (B, G, T, d)   cached None or dict(k, v) of T0 tokens -> o, dict(k, v) of T0 + T"""
     if cached is not None:
         k = torch.cat([cached['k'], k], 2)
         v = torch.cat([cached['v'], v], 2)
@@ -309,22 +315,25 @@ def softmax(q, k, v, cached=None):
     if 1 < T < T_all:
         mask = q.new_ones(T, T_all, dtype=torch.bool).tril(T_all - T)
     causal = T == T_all > 1
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal), dict(k=k, v=v)
+    shared = q.shape[1] != k.shape[1]
+    o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=shared)
+    return o, dict(k=k, v=v)
 
 def softmax_of_all(q, k, v, real=None):
     """`softmax` for an encoder: each step sees all steps except padding. real (B, T) or None"""
     mask = None
     if real is not None:
         mask = real[:, None, None]
-    return F.scaled_dot_product_attention(q, k, v, mask), dict(k=k, v=v)
+    shared = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=shared), dict(k=k, v=v)
 
 # A transformer is an RNN whose state, the cache of key/value pairs, grows. Limit the cache to `cache` tokens
 # and the state has a fixed size (Oren 2024 sec. 3). A step sees the cached tokens and its own. If the cache
 # was full, the token of least worth is then evicted; in a tie, the oldest. A policy computes the worth
-# (B, H, tokens) from a, the attention weights of this step; total, the sum of a token's weights since it
-# entered the cache; pos, the tokens' positions; t, the position of this step. `tova` averages over heads.
-# `random` is a fixed hash, the same on every machine. In the code, `cached` is the cache, a dict of tensors
-# with one entry per cached token.
+# (B, G, tokens) from a, the attention weights of this step; total, the sum of a token's weights since it
+# entered the cache; pos, the tokens' positions; t, the position of this step. Heads that share keys decide
+# together: a is the sum of their weights. `tova` averages over all heads. `random` is a fixed hash, the same
+# on every machine. In the code, `cached` is the cache, a dict of tensors with one entry per cached token.
 POLICIES = {
     'window': lambda a, total, pos, t, cache, sinks: pos.float(),
     'sink': lambda a, total, pos, t, cache, sinks: pos.float().masked_fill(pos < sinks, math.inf),
@@ -337,7 +346,7 @@ NEVER = -1e30   # the score of a masked token; -inf would give NaN where all are
 
 def compressed(pos):
     """Shorten each gap g > 10 between positions to ceil(10 + ln ln(g - 10 + e)), which is 11 to 13. The
-    positions (B, H, tokens) come in any order. Oren 2024, appendix, and the authors' code."""
+    positions (B, G, tokens) come in any order. Oren 2024, appendix, and the authors' code."""
     in_order, order = pos.sort()
     gap = in_order.diff(dim=-1, prepend=in_order[..., :1]).float()
     beyond = (gap - 10).clamp(min=0)
@@ -345,26 +354,26 @@ def compressed(pos):
     return torch.zeros_like(near).scatter(-1, order, near)
 
 def empty_slots(k, cache):
-    """A cache with `cache` empty slots, marked by pos = -1. k (B, H, T, d)"""
-    B, H, _, d = k.shape
-    empty = k.new_zeros(B, H, cache, d)
-    total = torch.zeros(B, H, cache, dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
+    """A cache with `cache` empty slots, marked by pos = -1. k (B, G, T, d)"""
+    B, G, _, d = k.shape
+    empty = k.new_zeros(B, G, cache, d)
+    total = torch.zeros(B, G, cache, dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
     return dict(k=empty, v=empty, pos=total.long() - 1, total=total)
 
 def append(cached, k, v, t):
-    """Append the steps t, t + 1, ... to the cache. Their keys and values are k, v (B, H, T, d)."""
+    """Append the steps t, t + 1, ... to the cache. Their keys and values are k, v (B, G, T, d)."""
     steps = t + torch.arange(k.shape[2], device=k.device)
     pos = steps.expand(k.shape[:3])
     new = dict(k=k, v=v, pos=pos, total=torch.zeros_like(pos, dtype=cached['total'].dtype))
     return {name: torch.cat([cached[name], new[name]], 2) for name in new}
 
 def pick(cached, index):
-    """The cached tokens at index (B, H, n)."""
+    """The cached tokens at index (B, G, n)."""
     wide = index[..., None]
     return {name: x.take_along_dim(wide if x.dim() == 4 else index, 2) for name, x in cached.items()}
 
 def replaced(cached, index):
-    """The cache without the token at index (B, H, 1). The last token moves into its slot."""
+    """The cache without the token at index (B, G, 1). The last token moves into its slot."""
     kept = {}
     for name, x in cached.items():
         place = index
@@ -373,20 +382,28 @@ def replaced(cached, index):
         kept[name] = x.scatter(2, place, x[:, :, -1:])[:, :, :-1]
     return kept
 
+def cached_scores(q, k):
+    """q.k / sqrt(d): q (B, H, T, d), k (B, G, tokens, d) -> (B, G, H / G, T, tokens)"""
+    q = q.unflatten(1, (k.shape[1], -1))
+    scores = q.flatten(2, 3) @ k.mT                                 # heads that share k side by side
+    return scores.view(*q.shape[:4], -1) * q.shape[-1] ** -0.5
+
 def attend_cached(q, cached, seen, turn=None):
-    """Softmax attention of q (B, H, T, d) under the mask `seen` (B, H, 1|T, tokens). The last T cached tokens
-    are q's own.  ->  o (B, H, T, d), weights (B, H, T, tokens), log of their denominator (B, H, T, 1)"""
+    """Softmax attention of q (B, H, T, d) under the mask `seen` (B, G, 1|T, tokens). The last T cached tokens
+    are q's own.  ->  o (B, H, T, d), the weights, summed over the H / G heads that share keys, (B, G, T,
+    tokens), log of the denominators (B, H, T, 1)"""
     k = cached['k']
     if turn is not None:
         pos = compressed(cached['pos'])
         k = turn(k, pos)
-        q = turn(q, pos[:, :, -q.shape[2]:])
-    scores = (q @ k.mT).to(cached['total'].dtype) * q.shape[-1] ** -0.5
-    scores = scores.masked_fill(~seen, NEVER)
+        q = turn(q, for_heads(pos[:, :, -q.shape[2]:], q.shape[1]))
+    scores = cached_scores(q, k).to(cached['total'].dtype)
+    scores = scores.masked_fill(~seen[:, :, None], NEVER)
     weights = scores.softmax(-1)
     top = scores.argmax(-1, keepdim=True)                           # torch.logsumexp is slow with NEVER
     log_sum = scores.gather(-1, top) - weights.gather(-1, top).log()
-    return weights.to(q.dtype) @ cached['v'], weights, log_sum
+    o = weights.to(q.dtype).flatten(2, 3) @ cached['v']
+    return o.view_as(q), weights.sum(2), log_sum.flatten(1, 2)
 
 def bounded_step(q, k, v, cached, t, policy, cache, sinks=0, spill=False, turn=None):
     """`bounded` for one step: append the step, attend, score the cached tokens, evict one."""
@@ -408,15 +425,17 @@ def bounded_step(q, k, v, cached, t, policy, cache, sinks=0, spill=False, turn=N
 
 def joined(parts):
     """The results of `bounded` for a text, from its results for the parts."""
+    if len(parts) == 1:
+        return parts[0]
     o, log_mass, went, cached = zip(*parts)
     went = {name: torch.cat([part[name] for part in went], 2) for name in went[0]}
     return torch.cat(o, 2), torch.cat(log_mass, 2), went, cached[-1]
 
 def bounded(q, k, v, cached, t, policy, cache, sinks=0, spill=False, turn=None):
     """Softmax attention with at most `cache` cached tokens: the definition, step by step.
-    q, k, v (B, H, T, d)   t position of the first step   policy from POLICIES
+    q (B, H, T, d)   k, v (B, G, T, d)   t position of the first step   policy from POLICIES
     sinks < cache: how many first tokens `sink` never evicts
-    cached None, or the cache that the last call returned: k, v (B, H, cache, d), pos, total (B, H, cache),
+    cached None, or the cache that the last call returned: k, v (B, G, cache, d), pos, total (B, G, cache),
     in any order. pos is -1 in an empty slot.
     spill: evict before the step reads. The evicted token then goes into a matrix and must not count twice.
     Cache in model.py averages cache and matrix by their denominators.

@@ -9,6 +9,7 @@ Without this file everything but bench.py and the tests still works, more slowly
 import collections
 import contextlib
 import functools
+import math
 import os
 import sys
 import types
@@ -17,7 +18,8 @@ import torch
 import torch.nn.functional as F
 
 import fastweight
-from fastweight import FLOOR, append, attend_cached, empty_slots, factors, finish, joined, l2, pick, start
+from fastweight import (FLOOR, NEVER, POLICIES, append, attend_cached, cached_scores, empty_slots, factors,
+                        finish, joined, l2, pick, start)
 
 triton = None                       # only GPUs need it, to be fast
 tl = types.SimpleNamespace(constexpr=None)
@@ -363,33 +365,46 @@ def step_over(q, k, v, w, e, log_f, log_z, S):
     return o.view(B, H, 1, V), S.view(B, H, V, K)
 
 
-# ---- caches: fastweight.bounded, many steps together where the evictions are known -------------------------
+# ---- caches: fastweight.bounded, many steps together -------------------------------------------------------
+STEPS = 64      # of `by_worth` at a time: as many columns more than the cache has
+
 def bounded(q, k, v, cached, t, policy, cache, sinks=0, spill=False, turn=None):
     """As fastweight.bounded. For window and sink, positions alone say which tokens are evicted. With any
-    policy, empty slots are evicted first. Steps whose evictions are known are computed together, the others
-    one by one. With `turn`, an eviction moves positions, so only steps that fill empty slots go together."""
+    policy, empty slots are evicted first. Steps whose evictions are known are computed together. The others
+    share two products. With `turn`, an eviction moves positions: they go one by one, by the definition."""
     T = q.shape[2]
     if cached is None:
         cached = empty_slots(k, cache)
     how = policy, cache, sinks, spill, turn
     if T == 1:
         return fastweight.bounded_step(q, k, v, cached, t, *how)
-    foreseen = policy in ('window', 'sink')
-    known = T
-    if turn is not None or not foreseen:
-        known = min(T, int((cached['pos'][0, 0] < 0).sum()))
-    if known == 0:
-        return fastweight.bounded(q, k, v, cached, t, *how)
-    if known < T:
-        now, later = zip(*(x.split([known, T - known], 2) for x in (q, k, v)))
-        first = bounded(*now, cached, t, *how)
-        return joined([first, fastweight.bounded(*later, first[-1], t + known, *how)])
+    parts = []
+    i = 0
+    while i < T:
+        empty = int((cached['pos'][0, 0] < 0).sum())
+        n, form = T - i, fastweight.bounded
+        if policy in ('window', 'sink') and turn is None:
+            form = together
+        elif empty:
+            n, form = min(n, empty), together
+        elif turn is None and not spill:
+            n, form = min(n, STEPS), by_worth
+        some = [x[:, :, i:i + n] for x in (q, k, v)]
+        parts.append(form(*some, cached, t + i, *how))
+        cached = parts[-1][-1]
+        i += n
+    return joined(parts)
+
+
+def together(q, k, v, cached, t, policy, cache, sinks, spill, turn):
+    """`bounded` for steps whose evictions are known."""
+    T = q.shape[2]
     cached = append(cached, k, v, t)
-    pos = cached['pos'][:, :, None]                     # (B, H, 1, cache + T)
+    pos = cached['pos'][:, :, None]                     # (B, G, 1, cache + T)
     now = t + torch.arange(T, device=q.device)[:, None]
     stays = sinks if policy == 'sink' else 0            # positions below are never evicted
     seen = (pos >= 0) & (pos <= now)
-    if foreseen:
+    if policy in ('window', 'sink'):
         near = now - pos <= cache - stays - int(spill)  # not yet evicted
         seen = seen & (near | (pos < stays))
     o, weights, log_mass = attend_cached(q, cached, seen, turn)
@@ -397,6 +412,32 @@ def bounded(q, k, v, cached, t, policy, cache, sinks=0, spill=False, turn=None):
     first = (cached['pos'] >= 0) & (cached['pos'] < stays)
     order = cached['pos'].masked_fill(first, t + T).sort(dim=-1, stable=True).indices
     gone, kept = order.split([T, cache], -1)
+    return o, log_mass, pick(cached, gone), pick(cached, kept)
+
+
+def by_worth(q, k, v, cached, t, policy, cache, *_):
+    """`bounded` for steps with a full cache. All scores are one product, and so are all outputs. In between,
+    step by step: the weights of what is still there, and who goes."""
+    T = q.shape[2]
+    cached = append(cached, k, v, t)
+    pos = cached['pos']
+    scores = cached_scores(q, cached['k']).to(cached['total'].dtype)
+    there = (pos < t).expand_as(pos).clone()            # (B, G, cache + T)
+    seen = there.new_empty(*there.shape[:2], T, cache + T)
+    gone = pos.new_empty(*pos.shape[:2], T)
+    total = cached['total']
+    for i in range(T):
+        there[:, :, cache + i] = True
+        seen[:, :, i] = there
+        a = scores[:, :, :, i].masked_fill(~there[:, :, None], NEVER).softmax(-1).sum(2)
+        total = total + a
+        worth = POLICIES[policy](a, total, pos, t + i, cache, 0).masked_fill(~there, math.inf)
+        worst = worth == worth.amin(-1, keepdim=True)
+        gone[:, :, i:i + 1] = torch.where(worst, pos, t + T).argmin(-1, keepdim=True)      # the oldest of them
+        there.scatter_(2, gone[:, :, i:i + 1], False)
+    o, _, log_mass = attend_cached(q, cached, seen)
+    cached['total'] = total
+    kept = there.nonzero()[:, 2].view(*pos.shape[:2], cache)
     return o, log_mass, pick(cached, gone), pick(cached, kept)
 
 

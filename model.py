@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 import fastweight
 from data import prepare, weights
 from data.flags import expected, fits, flag, known, picked, refuse, typed
-from fastweight import FEATURE_MAPS, FLOOR, LOG_MIN, NORMALISERS, RULES, feature_map
+from fastweight import FEATURE_MAPS, FLOOR, LOG_MIN, NORMALISERS, RULES, feature_map, for_heads
 
 # ---- what a model is ---------------------------------------------------------------------------------------
 OF_DATA = {'vocab_size': 256, 'classes': 0, 'pad': None, 'source': 0, 'patch': 0}     # fields set by the data
@@ -475,7 +475,8 @@ class FastWeights(nn.Module):
 
     def writes(self, x, k, v, t=0):
         """The writer: what the recurrence needs of the text that is written. x (B, T, n_embd), k, v
-        (B, H, T, n head_dim) -> dict of k (B, H, n T, K), v (B, H, n T, V), and the rule's gates"""
+        (B, G, T, n head_dim) -> dict of k (B, H, n T, K), v (B, H, n T, V), and the rule's gates"""
+        k, v = (for_heads(kv, self.gates.n_head) for kv in (k, v))
         features = self.phi(each_write(wide(k), self.n), 'k', t)
         return {'k': self.normaliser(features), 'v': each_write(v, self.n), **self.gates(x)}
 
@@ -497,7 +498,7 @@ class FastWeights(nn.Module):
             written = self.writes(x, k, v)
             if real is not None:
                 gates = {name: written.get(name) for name in ('write', 'erase', 'log_f', 'log_z')}
-                written.update(fastweight.where_real(real, v, gates))
+                written.update(fastweight.where_real(real, written['v'], gates))
             S = fastweight.write_all(**written, normalise=self.normalise, form=self.forms.recurrence)
         return {'S': S}
 
@@ -534,7 +535,7 @@ class FastWeights(nn.Module):
     def by_segments(self, x, q, k, v, state, t):
         """`forward` for a long text without gradients, SEGMENT steps at a time. The features of the whole
         text would take several times the memory of the outputs."""
-        o = v.new_empty(*v.shape[:3], v.shape[3] // self.n)
+        o = v.new_empty(*q.shape[:3], v.shape[3] // self.n)
         for i in range(0, x.shape[1], SEGMENT):
             steps = slice(i, i + SEGMENT)
             q_i, k_i, v_i = (vectors[:, :, steps] for vectors in (q, k, v))
@@ -559,6 +560,7 @@ class FastWeights(nn.Module):
         that erase are read as they are. The others are read as a mean: o is divided by the mass, the output
         if all values were 1. -> o (B, H, T, d), mass of the keys (B, H, T, 1), or per value channel, S, n"""
         self.redraw(state)
+        went = {name: for_heads(x, q.shape[1]) for name, x in went.items()}
         q = self.phi(wide(q), 'q')
         k = self.phi(wide(went['k']), 'k')
         v = wide(went['v'])
@@ -690,14 +692,12 @@ class Mixer(nn.Module):
     state and returns one. causal is false in an encoder."""
     def __init__(self, c, rule, causal=True):
         super().__init__()
-        self.n_head = c.n_head
-        self.n_kv_head = c.n_kv_head or c.n_head
         self.head_dim = c.n_embd // c.n_head
         flags = {field.name: getattr(c, field.name) for field in dataclasses.fields(c)
                  if rule in field.metadata.get('of', ())}
         self.key_dim = flags.get('key_dim') or self.head_dim
         self.n = flags.get('writes', 1)                 # keys and values per token, in each head
-        n_kv = self.n * self.n_kv_head
+        n_kv = self.n * (c.n_kv_head or c.n_head)
         self.sizes = [c.n_head * self.key_dim, n_kv * self.key_dim, n_kv * self.head_dim]
         self.turn = functools.partial(rope, theta=c.theta, scaling=c.rope_scaling)
         self.qkv = nn.Linear(c.n_embd, sum(self.sizes), bias=c.bias)
@@ -714,8 +714,8 @@ class Mixer(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
 
     def heads(self, x, t=0):
-        """x (B, T, n_embd), t the position of the first step -> q (B, H, T, key_dim), k (.., n key_dim),
-        v (.., n head_dim)"""
+        """x (B, T, n_embd), t the position of the first step -> q (B, H, T, key_dim), k (B, G, T, n key_dim),
+        v (B, G, T, n head_dim). Heads may share keys and values: G = n_kv_head of H (fastweight.for_heads)"""
         q, k, v = self.qkv(x).split(self.sizes, -1)
         q = by_head(q, self.key_dim)
         k = by_head(k, self.n * self.key_dim)
@@ -723,13 +723,7 @@ class Mixer(nn.Module):
             steps = t + torch.arange(x.shape[1], device=x.device, dtype=torch.float32)
             q = self.turn(q, steps)
             k = self.turn(k, steps)
-        return q, self.shared(k), self.shared(by_head(v, self.n * self.head_dim))
-
-    def shared(self, k):
-        """Repeat keys or values (B, n_kv_head, T, head_dim) for the heads that share them -> (B, H, ..)"""
-        if self.n_kv_head < self.n_head:
-            k = k.repeat_interleave(self.n_head // self.n_kv_head, 1)
-        return k
+        return q, k, by_head(v, self.n * self.head_dim)
 
     def merge(self, o):
         """The heads' outputs o (B, H, T, head_dim) -> (B, T, n_embd)"""
@@ -881,6 +875,11 @@ class Seen(NamedTuple):
     def crosses(self):
         """Whether it is cross attention."""
         return isinstance(self.mixer, Cross)
+
+    @property
+    def scores(self):
+        """q.k / sqrt(d) of all steps and keys, (B, H, T, T of the keys)"""
+        return self.q @ for_heads(self.k, self.q.shape[1]).mT * self.q.shape[-1] ** -0.5
 
     def outputs(self, mixer):
         """The heads' outputs of this or another mixer for these inputs (B, H, T, head_dim)"""

@@ -30,7 +30,7 @@ import torch
 from data import prepare
 from data.flags import flag, parse, plural, refuse, typed
 from data.weights import read_tensors, refuse_target, weights_digest, write_tensors
-from fastweight import FLOOR
+from fastweight import FLOOR, for_heads
 from model import (GPT, Config, Swap, chosen_texts, idle, load, map_state, pack, pick_device, pick_forms,
                    refuse_broken, sample, seen_by_k, spread, state_bytes, try_compiler, unpack)
 
@@ -207,9 +207,11 @@ def given_to_memories(model, tokens):
     for seen in model.through(tokens):
         memory = seen.mixer.memory
         n = seen.mixer.n
-        layer = {'n': n, 'q': seen.q, 'k': seen.k, 'v': seen.v, 'normalise': False, 'floor': None}
+        H = seen.q.shape[1]
+        layer = {'n': n, 'q': seen.q, 'normalise': False, 'floor': None,
+                 'k': for_heads(seen.k, H), 'v': for_heads(seen.v, H)}
         if memory.rule.keeps:
-            layer['gone'] = evicted_at(memory, seen.q, seen.k, seen.v)
+            layer['gone'] = for_heads(evicted_at(memory, seen.q, seen.k, seen.v), H)
         else:
             layer |= memory.writes(seen.u, seen.k, seen.v)
             layer['q'] = spread(memory.reads(seen.q), n, n - 1)         # read after the last write

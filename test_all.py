@@ -545,7 +545,7 @@ from data import flags as flags_py
 from data import prepare, tasks
 from data import weights as files
 from fastweight import FEATURE_MAPS, NORMALISERS, RULES
-from model import SOURCE_RULES, GPT, Config, Cross, FastWeights, load, pack, pick_forms, rope, save, unpack
+from model import SOURCE_RULES, GPT, Config, Cross, FastWeights, load, pack, pick_forms, rope, save
 
 HERE = Path(__file__).resolve().parent
 PLAIN_STATE = [name for name in RULES if not RULES[name].keeps]
