@@ -344,17 +344,21 @@ def test_taylor_is_the_second_order_series_of_softmax():
 # ---- 5. The other kind of state: a cache ------------------------------------------------------------------
 
 def by_the_book(policy, q, k, v, cache, sinks):
-    """Oren 2024, algorithm 1, and its like, in lists. q, k, v (H, T, d) -> o, what each head keeps"""
-    H, T, d = q.shape
-    o, total, kept = torch.zeros_like(v), torch.zeros(H, T, dtype=f64), [[] for h in range(H)]
+    """Oren 2024, algorithm 1, and its like, in lists. q (H, T, d), k, v (G, T, d): of H / G heads each -> o,
+    what each of these groups keeps"""
+    (H, T, d), G = q.shape, len(k)
+    o, total, kept = torch.zeros_like(q), torch.zeros(G, T, dtype=f64), [[] for h in range(G)]
     for t in range(T):
-        a = torch.zeros(H, T, dtype=f64)                    # attention of this step; total: of all so far
-        for h in range(H):
+        a = torch.zeros(G, T, dtype=f64)                    # attention of this step; total: of all so far
+        for h in range(G):
             kept[h].append(t)
-            a[h, kept[h]] = (k[h, kept[h]] @ q[h, t] / d ** .5).softmax(0)
-            o[h, t] = a[h] @ v[h]
+        for head in range(H):
+            h = head * G // H
+            weights = (k[h, kept[h]] @ q[head, t] / d ** .5).softmax(0)
+            a[h, kept[h]] += weights
+            o[head, t] = weights @ v[h, kept[h]]
         total += a
-        for h in range(H):
+        for h in range(G):
             worth = {}
             for i in kept[h]:
                 worth[i] = {'window': i, 'sink': math.inf if i < sinks else i,
@@ -382,7 +386,7 @@ def cached_in_parts(bounded, cuts, q, k, v, *how):
 def test_policies_agree_with_the_book_token_for_token(policy, bounded):
     """Cut anywhere, also where ties must be broken: a query of zeros looks at all tokens alike. Each is
     either still there or was handed out when it went. With room for all of them this is softmax."""
-    q, k, v = torch.randn(3, 1, 3, 21, 4, dtype=f64)
+    q, k, v = torch.randn(1, 6, 21, 4, dtype=f64), *torch.randn(2, 1, 3, 21, 4, dtype=f64)
     q[:, :, 9:15] = 0
     for cache, sinks in (1, 0), (5, 2), (40, 4):
         o, kept = by_the_book(policy, q[0], k[0], v[0], cache, sinks)
@@ -666,7 +670,7 @@ def in_order(cached, *more):
 @pytest.mark.parametrize('policy', POLICIES)
 def test_fast_caches_equal_the_definition_in_all_they_return(policy):
     """With a prompt, then steps; with tokens evicted before a step reads, and keys that are turned."""
-    q, k, v = torch.randn(3, 2, 3, 17, 4, dtype=f64)
+    q, k, v = torch.randn(2, 6, 17, 4, dtype=f64), *torch.randn(2, 2, 3, 17, 4, dtype=f64)
     q[:, :, 6:9] = 0                            # ties
     totals = ['total'] if policy == 'h2o' else []               # which nobody else asks for
     for cache, spill, turn in (5, False, None), (5, True, None), (4, False, rope), (20, False, None):
