@@ -51,7 +51,7 @@ from data.weights import is_state, read_tensors, weights_digest
 from fastweight import RULES
 from model import (GPT, SOURCE_RULES, bias_of, can_become_an_rnn, fill, idle, kl, load, pick_device, save,
                    state_bytes, subset)
-from train import (QUIET, Rows, adamw, begin_step, bits_a_nat, blocks, commit, drop_old, lies_in, log_of,
+from train import (QUIET, Rows, adamw, begin_step, bits_a_nat, begin_log, blocks, commit, lies_in, log_of,
                    pack_optimiser, predict, rows, say, set_threads, table, tell_saved, tell_step,
                    unpack_optimiser)
 
@@ -514,10 +514,10 @@ class Conversion:
         self.seconds = {}                                   # per stage, including those before --resume
         self.table = []
         self.begin = blocks(len(data.val), data.T, data.meta, args.eval_rows)
-        self.log, self.old = log_of(args)
-        if stages(args.out) and not args.resume:
+        self.log, self.file = log_of(args)
+        self.left = [] if args.resume else stages(args.out)
+        if self.left:
             say(f'{args.out}: what a stopped conversion left there is replaced; --resume would go on with it')
-            forget(args.out)
 
     def columns_of(self, model, what):
         """Evaluate a model on --eval_rows rows, each from an empty state -> columns of the table. The teacher
@@ -601,7 +601,11 @@ class Conversion:
         """Write the checkpoint of a stage and a line of the log."""
         header = {**self.about, 'step': step, 'seconds': self.seconds[stage]}
         save(path, model, header, pack_optimiser(model, opt), learned(model))
-        self.old = drop_old(self.log, self.old)
+        for other in self.left:                             # now that there is something in their place
+            if other != path:
+                os.remove(other)
+        self.left = []
+        self.log = begin_log(self.log, self.file)
         tell_saved('convert.py', self.args.out, path, step)
         row = {'stage': stage, 'step': step, 'tokens': self.tokens_in(step), **self.columns_of(model, stage)}
         print(json.dumps(row), file=self.log, flush=True)
@@ -823,6 +827,7 @@ def main(argv):
         student = fold(student)
     save(f'{args.out}/ckpt.safetensors', student,
          {'step': args.steps, 'data': meta['data'], 'args': {'data': name}, 'from': args.from_})
+    run.log = begin_log(run.log, run.file)
     state = sizes(student, teacher)
     figures = {**run.closing(distilled, state), 'commit': commit(), **dataclasses.asdict(args)}
     prepare.write_json(f'{args.out}/result.json', {**figures, **dataclasses.asdict(student.config)})

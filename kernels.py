@@ -433,7 +433,7 @@ def by_worth(q, k, v, cached, t, policy, cache, *_):
         total = total + a
         worth = POLICIES[policy](a, total, pos, t + i, cache, 0).masked_fill(~there, math.inf)
         worst = worth == worth.amin(-1, keepdim=True)
-        gone[:, :, i:i + 1] = torch.where(worst, pos, t + T).argmin(-1, keepdim=True)      # the oldest of them
+        gone[:, :, i:i + 1] = torch.where(worst, pos, t + T).argmin(-1, keepdim=True)       # the oldest
         there.scatter_(2, gone[:, :, i:i + 1], False)
     o, _, log_mass = attend_cached(q, cached, seen)
     cached['total'] = total

@@ -1182,7 +1182,7 @@ def refuse_broken(logits):
     for top in logits.amax(-1).tolist():            # NaN if any of them is
         if not math.isfinite(top):
             raise ValueError(f'the largest of the logits is {top}, expected finite ones: the weights are '
-                             'broken or too large; see the losses in log.jsonl')
+                             'broken or too large; of a run, see the losses in log.jsonl')
 
 
 def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):

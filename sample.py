@@ -178,7 +178,8 @@ def classify(model, tokens, meta):
 
 def translate(args, model, meta):
     """Print a translation of each line of --source, one per line."""
-    texts = text_of(args.source).removesuffix('\n').split('\n')
+    data = text_of(args.source).removeprefix('\ufeff').encode('utf-8', 'surrogateescape')
+    texts = [line.decode('utf-8', 'surrogateescape') for line in data.splitlines()]      # as of training
     sources = torch.from_numpy(prepare.source_rows(texts, meta['data'])).long().to(model.embed.weight.device)
     for some in sources.split(64):
         for row in model.translate(some, args.beam, args.penalty).tolist():
@@ -328,11 +329,13 @@ def complete(args, model, meta):
     left = c.block_size - read - (int(state['t']) if state else 0)
     if args.tokens > left and model.positions is not None:
         say(f'past {c.block_size:,} tokens, the last learned position is repeated')
-    elif args.tokens > left and c.turns() and c.keeps() != {'window'}:
+    elif args.tokens > left and c.turns() and (c.keeps() != {'window'} or c.cache > c.block_size):
         say(f'past {c.block_size:,} tokens, rope meets distances that it did not meet in training')
     if args.save_state and state is None and read == 1 and not args.tokens:
         raise ValueError('--save_state --tokens=0: nothing is read yet, as the next step reads a last token; '
                          'give a longer --prompt, or more --tokens')
+    if args.save_state:
+        os.makedirs(os.path.dirname(os.path.abspath(args.save_state)), exist_ok=True)      # may fail: now
     began = time.perf_counter()
     if args.load_state:
         state = model.read(tokens[:, :-1], state)
@@ -377,7 +380,8 @@ def main(argv):
     if args.source:
         translate(args, model, meta)
     elif c.classes or not c.causal:                         # without classes, the model raises ValueError
-        row = prepare.whole_text(text_of(args.prompt), meta['data']) or prepare.begun([], meta['data'])
+        text = text_of(args.prompt).strip()                 # as the texts of training were
+        row = prepare.whole_text(text, meta['data']) or prepare.begun([], meta['data'])
         classify(model, torch.tensor([row], device=device), meta)
     else:
         complete(args, model, meta)

@@ -18,10 +18,12 @@ This file, in order: machine, threads, sharding, batches of data, the optimiser,
 """
 import dataclasses
 import functools
+import io
 import itertools
 import json
 import math
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -596,6 +598,9 @@ def settings(argv):
     run = picked(Stopped, meta, path)
     typed(Args, run.args, path)
     args = Args(**{**run.args, **given, 'out': args.out})   # new flags override the run's
+    if (args.data, args.val_tokens) != (run.args['data'], run.args['val_tokens']):
+        meta['best'] = math.inf                             # a loss on another text cannot be compared
+        say('other validation tokens: best.safetensors begins anew')
     if args.steps <= meta['step']:
         raise ValueError(f'{path}: has done {meta["step"]} steps; --steps={args.steps} is not more')
     return args, model.config, model.state_dict(), meta
@@ -631,8 +636,6 @@ def mistakes(args, config, data, model):
         '--fsdp --optimizer=muon: its step needs whole matrices; leave one of them out')
     yield args.carry and 'row' in meta, (
         f'--carry: the rows of {args.data} have nothing to do with each other')
-    yield args.carry and args.resume and data.world > 1, (
-        '--resume --carry: the file has the states of one process; resume without torchrun')
     yield args.carry and model.max_len, (
         '--carry: learned positions and cosformer end after a row; take other --pos, --phi')
     redrawn = any(mixer.memory.rule.matrix and hasattr(mixer.memory.phi, 'redraw')
@@ -665,15 +668,19 @@ def restore(args, header, data, model, opt):
         say(f'--optimizer={args.optimizer}: the run had {was["optimizer"]}, so the averages begin anew')
     if not args.carry:
         return [None] * args.accum
+    same = all(getattr(args, name) == was[name] for name in ('data', 'batch_size', 'accum'))
+    if not (same and data.world == 1 and 'carry0.t' in tensors):
+        say('--carry: the file has no states for these rows, so each begins with an empty one')
+        return [None] * args.accum
     last = torch.zeros(args.batch_size, 1, dtype=torch.long, device=data.device)
-    why = f'--resume --carry: the file has no states for --batch_size={args.batch_size} --accum={args.accum}'
+    why = f'{args.out}/ckpt.safetensors: no states of --carry for this model; resume with --carry=false'
     return [unpack(model, tensors, last, why, f'carry{i}') for i in range(args.accum)]
 
 
 def log_of(args):
-    """Make the run's folder and open its log -> the log, and how many of its bytes an earlier run wrote, for
-    `drop_old`. The open log locks the folder. ValueError if another run uses the folder, or if something in
-    it could not be overwritten at the end."""
+    """Make the run's folder and open its log -> where to write the log until there is a checkpoint, and the
+    open file, see `begin_log`. The open file locks the folder. ValueError if another run uses the folder, or
+    if something in it could not be overwritten at the end."""
     os.makedirs(args.out, exist_ok=True)
     for name in 'ckpt', 'best':
         refuse_target(f'{args.out}/{name}.safetensors')
@@ -688,26 +695,28 @@ def log_of(args):
     except (ImportError, OSError):                          # Windows; a file system without locks
         pass
     if args.resume:
-        return log, 0
+        return log, log
     if os.path.exists(f'{args.out}/ckpt.safetensors'):
         say(f'--out={args.out} holds a model already; this run will replace it')
     prepare.saved.append(f'nothing is saved yet; what {args.out} held is as it was')
-    return log, os.path.getsize(log.name)
+    return io.StringIO() if os.path.getsize(log.name) else log, log
+
+
+def begin_log(log, file):
+    """Let this run's log take the place of an earlier one's, now that its checkpoint did -> the open file."""
+    if log is not file:
+        file.truncate(0)
+        print(log.getvalue(), end='', file=file, flush=True)
+    return file
 
 
 def tell_saved(script, out, path, step):
     """Let Ctrl-C print from now on what is saved, and how to go on."""
-    prepare.saved.append(f'{path} has {step} steps; python {script} --resume --out={out} goes on')
-
-
-def drop_old(log, old):
-    """Remove the first `old` bytes of a log -> 0. An earlier run wrote them; its log goes when its checkpoint
-    does, not before."""
-    if old:
-        own = prepare.read_file(log.name)[old:].decode()
-        log.truncate(0)
-        print(own, end='', file=log, flush=True)
-    return 0
+    world = os.environ.get('WORLD_SIZE', '1')
+    start = 'python' if world == '1' else f'torchrun --nproc_per_node={world}'
+    if os.environ.get('RANK', '0') == '0':
+        prepare.saved.append(f'{path} has {step} steps; {start} {script} --resume --out={shlex.quote(out)} '
+                             'goes on')
 
 
 def built(args, config, data, weights):
@@ -724,6 +733,8 @@ def built(args, config, data, weights):
     if weights:
         fill(model, weights, f'--data={args.data}: classes and patches have to be those the model has, and '
              'rows no longer than the positions it has learned')
+    if weights and config.turns() and data.T > config.block_size:
+        say(f'--block_size={data.T}: rope was trained on rows of {config.block_size}')
     if args.fsdp:
         shard(model, data.device, data.world)
     return model
@@ -833,7 +844,7 @@ def main(argv):
     if args.resume:
         states = restore(args, header, data, model, opt)
         tell_saved('train.py', args.out, f'{args.out}/ckpt.safetensors', header['step'])
-    log, old = (open(os.devnull, 'w'), 0) if rank > 0 else log_of(args)         # noqa: SIM115
+    log, file = [open(os.devnull, 'w')] * 2 if rank > 0 else log_of(args)       # noqa: SIM115
     set_threads(args, header, model, data)
     run = {'args': dataclasses.asdict(args), 'torch': torch.__version__}
     opening(model, data, args, run, log)
@@ -884,15 +895,16 @@ def main(argv):
                 best = judged
                 keep(f'{args.out}/best.safetensors', model, run, {}, rank)
             memories = pack_optimiser(model, opt)
-            for i, state in enumerate(states):
+            for i, state in enumerate(states if world == 1 else []):        # other processes' are not here
                 memories.update(pack(state, f'carry{i}'))
             last = {**run, 'best': min(best, 1e300), 'threads': None}
             if world == 1:
                 last['threads'] = torch.get_num_threads()
             keep(f'{args.out}/ckpt.safetensors', model, last, memories, rank)
-            old = drop_old(log, old)
+            log = begin_log(log, file)
             tell_saved('train.py', args.out, f'{args.out}/ckpt.safetensors', done)
         since = time.perf_counter()
+    prepare.saved.append(f'{args.out}/ckpt.safetensors has all {args.steps} steps')
     say(f'\n{args.steps - first} steps in {seconds / 60:.1f} minutes')
     report(model, data, args, log, steps=args.steps, ms=ms, minutes=seconds / 60)
     if world > 1:

@@ -116,6 +116,11 @@ def picked(cls, raw, where):
 
 
 # ---- a command line ----------------------------------------------------------------------------------------
+def from_home(paths):
+    """A path, or several separated by : or , with the home folder in place of ~"""
+    return re.sub('(?<![^:,])~[^/:,]*', lambda home: os.path.expanduser(home[0]), paths)
+
+
 def value_of(flag, text, field):
     """The text after a flag, converted to its type. ValueError says what is expected."""
     choices = field.metadata['choices']
@@ -125,7 +130,7 @@ def value_of(flag, text, field):
         if field.default and not text:              # if empty has a meaning, it is the default
             raise ValueError(f'{flag}=: expected some text, such as {field.default}')
         if field.metadata['path']:
-            return re.sub('(?<![^:,])~(?=/)', os.path.expanduser('~'), text)       # several, in a list
+            return from_home(text)
         return text
     with contextlib.suppress(KeyError, ValueError):
         if field.type is bool:
@@ -171,6 +176,8 @@ def parse(argv, doc, *classes):
     given = {}
     for flag, field in fields.items():
         for text in getattr(texts, field.name, []):
+            if isinstance(text, list):              # what argparse makes of --prompt=--
+                text = '--'
             if field.name in given:
                 raise ValueError(f'{flag} is given twice')
             given[field.name] = value_of(flag, text, field)

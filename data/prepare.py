@@ -57,6 +57,7 @@ import numpy as np
 if not __package__:                                             # run as a script: make `data` importable
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from data import tasks
+from data.flags import from_home
 
 HERE = os.path.dirname(os.path.abspath(__file__))               # the default folder of the data sets
 SIDES = ('train', 'val')                                        # every set has these two; some also have test
@@ -175,7 +176,7 @@ def row_of(name, like=None):
     row = find_set(name)
     if row:
         return row
-    kind = 'lines' if name.endswith('.tsv') else 'text'
+    kind = 'lines' if name.lower().endswith('.tsv') else 'text'
     if len(files_of(name)) == 2:
         kind = 'pairs'
         if like and 'vocab_size' in like and 'source' not in like:      # a model that knows no pairs
@@ -438,14 +439,19 @@ read_file = tasks.read_file
 saved = []      # sentences: what the running script has saved, and how to go on; Ctrl-C prints the last one
 
 
+OTHERWISE = {       # the first two bytes of what is no UTF-8: what to do
+    b'\x1f\x8b': 'unpack it first, with gunzip', b'PK': 'unpack it first, with unzip',
+    **dict.fromkeys([b'\xff\xfe', b'\xfe\xff'], 'convert it first: iconv -f UTF-16 -t UTF-8')}
+
+
 def as_utf8(data, name):
     """Bytes -> text, each as it is, also CR and NUL. ValueError, with the name, if it is in another encoding.
     """
     try:
         return data.decode()
     except UnicodeDecodeError as e:
-        raise ValueError(f'{name}: not UTF-8 at byte {e.start:,}; convert it first, as with iconv -f '
-                         'WINDOWS-1252 -t UTF-8') from None
+        remedy = OTHERWISE.get(data[:2], 'convert it first, as with iconv -f WINDOWS-1252 -t UTF-8')
+        raise ValueError(f'{name}: not UTF-8 at byte {e.start:,}; {remedy}') from None
 
 
 def note(text):
@@ -894,13 +900,13 @@ def check_tokens(meta):
     kind = meta.get('tokenizer')
     vocab = meta['vocab_size']
     described = isinstance(kind, str) and isinstance(meta.get('json'), str)
-    if kind not in TOKENIZERS + FIXED and not described:
-        raise ValueError(f'tokenizer {kind!r:.60} is not known')
+    if not described and ('json' in meta or kind not in TOKENIZERS + FIXED):
+        raise ValueError(f'tokenizer {kind!r:.60} is not known, or its json is no text')
     if vocab < {'byte': 256, 'gpt2': 50257}.get(kind, 1):
         raise ValueError(f'vocab_size is {vocab}, too few for the tokenizer {kind}')
     chars = meta.get('chars')
     are_texts = isinstance(chars, list) and all(isinstance(text, str) for text in chars)
-    if kind in ('char', 'words') and not (are_texts and len(chars) == vocab):
+    if (kind in ('char', 'words') or chars is not None) and not (are_texts and len(chars) == vocab):
         raise ValueError(f'vocab_size {vocab} is not the number of chars, or these are no texts')
 
 
@@ -1041,11 +1047,11 @@ def main(argv):
     sets = [f'{name}: {row["help"]} ({row["tokenizer"]})' for name, row in DATASETS.items()]
     parser = argparse.ArgumentParser(description='Make a data set for train.py.', allow_abbrev=False)
     parser.error = error
-    parser.add_argument('name', help='a UTF-8 text file, two files of parallel lines (a.en:a.de), or one of '
-                        f'{"; ".join(sets)}; listops-2048: in rows of 2,048, mnist-patch7: in patches '
-                        'of 7 x 7')
+    about = ('a UTF-8 text file, two files of parallel lines (a.en:a.de), or one of '
+             f'{"; ".join(sets)}; listops-2048: in rows of 2,048, mnist-patch7: in patches of 7 x 7')
+    parser.add_argument('name', type=from_home, help=about)
     parser.add_argument('--tokenizer', help=OF_TEXTS)
-    parser.add_argument('--file', type=os.path.expanduser,
+    parser.add_argument('--file', type=from_home,
                         help='use this local copy, no download; several files: their folder')
     args = parser.parse_args(argv)
     if find_set(args.name) or not os.path.isdir(args.name):

@@ -258,7 +258,8 @@ def kind_and_config(raw):
     if raw.get('quantization_config'):
         raise ValueError(f'quantization_config: {QUANTISED}')
     config = {'rule': 'softmax', 'classes': 0, **family.config}
-    for name in raw.get('architectures') or []:
+    named = raw.get('architectures') or []
+    for name in [named] if isinstance(named, str) else named:
         if name.endswith(('ForTokenClassification', 'ForMultipleChoice')):
             raise ValueError(f'{name} has a class for something else than a whole text')
         if name.endswith('Classification'):
@@ -383,10 +384,12 @@ class Folder:
         if x.dim() == 4:                    # its convolution reads one patch at a time
             x = x.flatten(1)
         if rows is None:
-            rows = len(torch.atleast_1d(x))
+            rows = max(1, len(torch.atleast_1d(x)))
         shape = rows, *columns
         if x.shape != shape:
             raise ValueError(f'{self.source}: {stored} has shape {tuple(x.shape)}, expected {shape}')
+        if not x.isfinite().all():
+            raise ValueError(f'{self.source}: {stored} is not finite: the weights are broken')
         return x
 
 
@@ -415,6 +418,8 @@ def files_of_weights(folder):
 @contextlib.contextmanager
 def opened(path, name):
     """Open a safetensors file. ValueError if it is broken or not one. name: of the file, for messages"""
+    if not os.path.isfile(path):                            # a pipe would be waited for
+        raise ValueError(f'{name}: missing, or no regular file')
     try:
         with safe_open(path, 'pt') as f:
             yield f
@@ -465,9 +470,9 @@ def tokenizer_of(folder, vocab):
     if os.path.exists(path):
         raw, of_gpt2 = parsed(path, path, looked_at)
     elif os.path.exists(words) and os.path.exists(merges):
-        path = words
         pairs = prepare.as_utf8(prepare.read_file(merges), merges)
-        raw, of_gpt2 = parsed(path, path, lambda words: looked_at(byte_level(words, pairs)))
+        path = f'{words} with {OLDER[1]}'
+        raw, of_gpt2 = parsed(words, path, lambda words: looked_at(byte_level(words, pairs)))
     else:
         prepare.note(f'{path} is missing, and {" with ".join(OLDER)}, too: tokens are only numbers')
         return {'tokenizer': 'ids', 'missing': path}
@@ -508,7 +513,8 @@ def looked_at(raw):
 def byte_level(words, merges):
     """The content of a tokenizer.json from the two files that stood for it before: GPT-2's way to merge pairs
     of bytes. words: {token: id}; merges: a text with a pair of tokens in each line, the first first"""
-    pairs = [line.split(' ') for line in merges.split('\n') if line and not line.startswith('#version')]
+    lines = merges.removeprefix('\ufeff').split('\n')
+    pairs = [line.split() for line in lines if line.strip() and not line.startswith('#version')]
     model = {'type': 'BPE', 'vocab': words, 'merges': pairs}
     in_bytes = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True}
     return {'model': model, 'pre_tokenizer': in_bytes, 'decoder': in_bytes}
