@@ -5,9 +5,12 @@
     cat model.py | python sample.py --prompt=- --save_state=out/read.safetensors     read once ...
     python sample.py --load_state=out/read.safetensors --prompt="class "             ... and go on from there
     python sample.py --init=out/softmax/ckpt.safetensors --rule=tova --cache=64      an RNN without training
+    python sample.py --init=FOLDER --chat --rule=tova --cache=256          a conversation in constant memory
     python sample.py --source="A man sleeps." --beam=4         a translation; @file: one of each line
 
-If the model is a classifier, the prompt is classified: each class is printed with its probability.
+If the model is a classifier, the prompt is classified: each class is printed with its probability. With
+--chat the model's own template frames what is said: --prompt, or a line of standard input for each answer
+(/reset begins anew, /quit ends). A text also ends where the model ends it.
 
 Only what is written goes to standard output, without the prompt; messages go to standard error.
 
@@ -27,7 +30,7 @@ from dataclasses import dataclass
 
 import torch
 
-from data import prepare
+from data import chat, prepare
 from data.flags import flag, parse, plural, refuse, typed
 from data.weights import read_tensors, refuse_target, weights_digest, write_tensors
 from fastweight import FLOOR, for_heads
@@ -39,7 +42,9 @@ from model import (GPT, Config, Swap, chosen_texts, idle, load, map_state, pack,
 class Args:
     init: str = flag('out/ckpt.safetensors', 'checkpoint; gpt2; OWNER/NAME; a folder', path=True)
     prompt: str = flag('', 'text, @file, - for standard input (@@ for a first @); empty: BOS, or a newline')
-    tokens: int = flag(256, 'tokens to write', low=0, high=10 ** 12)
+    chat: bool = flag(False, 'a conversation, in the chat template that the model brought')
+    special: bool = flag(False, 'read special tokens in --prompt, such as <|im_end|>, not their letters')
+    tokens: int = flag(256, 'tokens to write; of each answer', low=0, high=10 ** 12)
     samples: int = flag(1, 'texts written at once', low=1, high=2 ** 16)
     temperature: float = flag(0.8, '0, or less than 1e-4, takes the likeliest token', low=0, high=100)
     top_k: int = flag(0, 'only the k likeliest tokens; 0 for all', low=0, high=2 ** 32)
@@ -85,10 +90,11 @@ def check_flags(given, args, config):
     if args.html and (args.samples > 1 or args.load_state):
         raise ValueError('--html shows one text from its beginning: leave --samples and --load_state out')
     of_steps = {'tokens', 'samples', 'temperature', 'top_k', 'top_p', 'seed', 'compile', 'save_state',
-                'load_state', 'html'}
+                'load_state', 'html', 'chat', 'special'}
     for holds, does, unused in [
             (args.source, 'translates --source, and nothing else', of_steps | {'prompt'}),
             (config.classes, 'tells classes apart, and nothing else', of_steps),
+            (args.chat, 'chats', {'samples', 'save_state', 'load_state', 'html', 'special'}),
             (not args.source, 'translates nothing without --source', {'beam', 'penalty'})]:
         ignored = sorted(unused & given.keys())
         if holds and ignored:
@@ -146,6 +152,10 @@ def begin(args, model, meta):
     """-> the tokens to read (B, T), the state before them, and the tokens that the first text begins with"""
     data = meta['data']
     text = text_of(args.prompt)
+    for word in data.get('special', {}):
+        if word in text and not args.special:
+            prepare.note(f'{word} in --prompt is read as letters; --special reads it as a token')
+            break
     if args.load_state:
         last, state = read_state(args, model, meta)
         prompt = prepare.continued(text, last[0].tolist(), data)        # the other texts go on alike
@@ -153,7 +163,7 @@ def begin(args, model, meta):
         prompt = texts[0]
     else:
         state = None
-        prompt = prepare.encode(text, data)
+        prompt = prepare.encode(text, data, args.special)
         texts = [prepare.begun(prompt, data)] * args.samples
     return torch.tensor(texts, device=model.embed.weight.device), state, prompt
 
@@ -290,12 +300,14 @@ def show_text(before, held, data):
 
 def write_texts(args, model, data, first, begun, prompt):
     """Print what comes after the tokens `first` (B, 1) and the state `begun`: one text as it comes, several
-    at the end. -> the last tokens, their state, the times at which steps began and ended, and all tokens of
-    each text"""
+    at the end. A text ends with a token that ends texts, which is not printed. -> the last tokens, their
+    state, the times at which steps began and ended, and all tokens of each text"""
     prompt = prompt[-LOOK_BACK:]
+    ends = data.get('ends', [])
     before = prompt                                         # tokens that were printed, or given
     held = []                                               # those of an unfinished character
     texts = [[] for _ in first]
+    ended = [False] * len(texts)
     last = first
     state = begun
     generate = generate_compiled if args.compile else GPT.generate
@@ -303,9 +315,13 @@ def write_texts(args, model, data, first, begun, prompt):
     steps = generate(model, first, begun, args.temperature, args.top_k, args.top_p, draw)
     times = [time.perf_counter()]
     for _, (last, state) in zip(range(args.tokens), steps):
-        for text, token in zip(texts, last[:, 0].tolist()):     # which waits for a GPU
-            text.append(token)
+        for i, token in enumerate(last[:, 0].tolist()):         # which waits for a GPU
+            ended[i] = ended[i] or token in ends
+            if not ended[i]:
+                texts[i].append(token)
         times.append(time.perf_counter())
+        if all(ended):
+            break
         if len(texts) == 1:
             before, held = show_text(before, held + [token], data)
     if held:
@@ -315,6 +331,50 @@ def write_texts(args, model, data, first, begun, prompt):
             print(f'--- {i + 1} ---\n{added(prompt, text, data)}')
     print(flush=True)
     return last, state, times, texts
+
+
+def spoken(args):
+    """What a user says: --prompt, then or without it each line of standard input."""
+    if args.prompt:
+        yield text_of(args.prompt)
+    while not args.prompt or (sys.stdin and sys.stdin.isatty()):
+        if sys.stdin.isatty():
+            print('> ', end='', file=sys.stderr, flush=True)
+        line = sys.stdin.buffer.readline()
+        if not line:
+            return
+        yield prepare.as_utf8(line, 'standard input').strip()
+
+
+def converse(args, model, meta):
+    """Answer what is said, in the model's chat template. The state is handed from answer to answer. If a
+    template changes what was said before, all is read again."""
+    data = meta['data']
+    messages = []
+    state = None
+    pending = []                                            # a token that was written, but not read
+    known = ''                                              # the text of the state and these tokens
+    for said in spoken(args):
+        if said == '/quit':
+            break
+        if said == '/reset':
+            messages, state, pending, known = [], None, [], ''
+        if said in ('', '/reset'):
+            continue
+        messages.append({'role': 'user', 'content': said})
+        text = chat.rendered(messages, data)
+        if not text.startswith(known):
+            state, pending, known = None, [], ''
+        ids = pending + chat.tokens(text[len(known):], data)
+        tokens = torch.tensor([ids], device=model.embed.weight.device)
+        state = model.read(tokens[:, :-1], state)
+        last, state, _, [answer] = write_texts(args, model, data, tokens[:, -1:], state, ids)
+        pending = [] if last.item() in data['ends'] else last[0].tolist()
+        answer = prepare.decode(answer, data)
+        messages.append({'role': 'assistant', 'content': answer})
+        known = text + chat.marked(answer, data)
+    if state:
+        say(f'{int(state["t"]):,} tokens read and written; state of {state_bytes(state):,} bytes')
 
 
 def complete(args, model, meta):
@@ -383,6 +443,8 @@ def main(argv):
         text = text_of(args.prompt).strip()                 # as the texts of training were
         row = prepare.whole_text(text, meta['data']) or prepare.begun([], meta['data'])
         classify(model, torch.tensor([row], device=device), meta)
+    elif args.chat:
+        converse(args, model, meta)
     else:
         complete(args, model, meta)
 

@@ -2031,7 +2031,8 @@ def test_tokens_beyond_a_models_come_from_no_text(kind, tmp_path, capsys):
     put(tmp_path, 'tokenizer.json', word_pieces(['[UNK]'], '$A [SEP]', [('[SEP]', 291)]))
     with pytest.raises(ValueError, match=r'tokenizer.json: it puts token 291 around a text, the model has 291'):
         files.tokenizer_of(tmp_path, 291)
-    assert prepare.ends(dict(json=word_pieces(['[UNK]'], '$A [SEP]', [('[SEP]', 9)]))) == ([], [9])
+    data = dict(json=word_pieces(['[UNK]'], '$A [SEP]', [('[SEP]', 9)]), vocab_size=300)
+    assert prepare.ends(data) == ([], [9])
 
 @pytest.mark.parametrize('kind', ['gpt2', 'llama2', 'llama3', 'metaspace', 'prefix'])
 def test_what_goes_on_has_the_tokens_of_the_whole_text(kind, tmp_path, capsys):
@@ -3694,7 +3695,7 @@ def test_a_llama_reads_and_writes_text_by_its_tokenizer_json(kind, tmp_path, cap
         assert f'{path} is missing' in refused(capsys, main, *argv)
     path.write_text(json.dumps(json.loads(data['json']), indent=2))
     data['json'] = load(folder)[1]['data']['json']
-    assert json.loads(data['json']) == json.loads(path.read_text()) and '\n' not in data['json']
+    assert data['json'] == path.read_text()
     assert f'{1 + len(prepare.encode("the quick", data))} tokens read' in written(capsys, *sampled)[1]
     assert '1 token read' in written(capsys, *sampled[:2])[1]
     converted(folder, tmp_path / 'rnn', mine, '--controls=false')

@@ -233,18 +233,37 @@ def growth(step):
     return times
 
 
+def without_surplus(raw, vocab):
+    """The content of a tokenizer.json without its tokens from id `vocab` on."""
+    model = {**raw['model']}
+    words = model['vocab']
+    if isinstance(words, list):                             # Unigram's: [word, score], by id
+        model['vocab'] = words[:vocab]
+    else:
+        model['vocab'] = {word: i for word, i in words.items() if i < vocab}
+    if 'merges' in model:
+        gone = words.keys() - model['vocab'].keys()
+        pairs = [pair.split(' ') if isinstance(pair, str) else pair for pair in model['merges']]
+        model['merges'] = [pair for pair in pairs if gone.isdisjoint([*pair, ''.join(pair)])]
+    added = [token for token in raw.get('added_tokens', []) if token['id'] < vocab]
+    return {**raw, 'model': model, 'added_tokens': added}
+
+
 @functools.lru_cache(4)
-def subwords(text):
-    """The tokenizer that the text of a tokenizer.json describes. ValueError if it describes none, or if it
-    can make a short text more than 1,000 times as long."""
+def subwords(text, vocab=None, special=False):
+    """The tokenizer that the text of a tokenizer.json describes, of at most `vocab` tokens. special: it reads
+    "<s>" as a special token, not as three characters. ValueError if the text describes no tokenizer, or one
+    that can make a short text more than 1,000 times as long."""
     from_str = package().Tokenizer.from_str
     with of_package('no description of a tokenizer'):
-        frame = json.loads(text)
+        raw = json.loads(text)
         tokenizer = from_str(text)
-        times = max(growth(frame.get(name)) for name in ('normalizer', 'decoder'))
+        times = max(growth(raw.get(name)) for name in ('normalizer', 'decoder'))
+        if vocab and max(tokenizer.get_vocab().values(), default=0) >= vocab:
+            tokenizer = from_str(json.dumps(without_surplus(raw, vocab)))
     if times > 1000:
         raise ValueError(f'this tokenizer makes a text up to {times:,} times as long, expected at most 1,000')
-    tokenizer.encode_special_tokens = True                      # "<s>" in a text is read as three characters
+    tokenizer.encode_special_tokens = not special
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -275,18 +294,19 @@ def units(meta):
     raise ValueError(f'unknown tokenizer {kind!r}, not {OF_TEXTS}, or ids')
 
 
-def encode(text, meta):
+def encode(text, meta, special=False):
     """Text -> token ids, by the meta of a data set or a checkpoint. A text of ids is numbers separated by
-    spaces; a text of words is anything separated by spaces."""
+    spaces; a text of words is anything separated by spaces. special: read special tokens as such"""
     kind = meta.get('tokenizer')
     if kind == 'byte':
         return list(text.encode('utf-8', 'surrogateescape'))    # keeps stray bytes from a terminal
     if kind == 'gpt2':
-        return gpt2().encode_ordinary(text)
+        return gpt2().encode(text, allowed_special='all' if special else set(), disallowed_special=())
     if 'json' in meta:
         text = text.encode('utf-8', 'replace').decode()         # stray bytes become question marks
         with of_package('its tokenizer cannot read this text'):
-            ids = subwords(meta['json']).encode(text, add_special_tokens=False).ids
+            tokenizer = subwords(meta['json'], meta['vocab_size'], special)
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
         if max(ids, default=0) >= meta['vocab_size']:
             raise ValueError(f'its tokenizer makes token {max(ids)} of this text, beyond the vocabulary')
         return ids
@@ -311,7 +331,7 @@ def ends(meta):
     """The tokens that tokenizer.json puts before and after a text: [BOS] and [], or [CLS] and [SEP]."""
     if 'json' not in meta:
         return [], []
-    tokenizer = subwords(meta['json'])
+    tokenizer = subwords(meta['json'], meta['vocab_size'])
     with of_package('its tokenizer cannot frame a text'):
         token = tokenizer.encode('', add_special_tokens=False)
         token.truncate(0)                                       # some tokenizers make a space of no text
@@ -370,7 +390,7 @@ def decode(tokens, meta):
         return gpt2().decode(tokens)
     if 'json' in meta:
         with of_package('its tokenizer cannot write these tokens'):
-            return subwords(meta['json']).decode(tokens, skip_special_tokens=False)
+            return subwords(meta['json'], meta['vocab_size']).decode(tokens, skip_special_tokens=False)
     table = units(meta)
     words = [table[t] for t in tokens]
     return (' ' if kind in FIXED else '').join(words)
@@ -399,7 +419,7 @@ def tokenize(data, meta, size=1 << 20):
         yield np.frombuffer(data, np.uint8)
         return
     from tqdm import tqdm
-    if 'json' in meta and any(map(PHRASE.search, subwords(meta['json']).get_vocab())):
+    if 'json' in meta and any(map(PHRASE.search, subwords(meta['json'], meta['vocab_size']).get_vocab())):
         size = len(data)                                        # no place is safe to cut at
     letter = ''
     # disable=None: show a bar only on a terminal

@@ -35,7 +35,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from data import prepare
+from data import chat, prepare
 from data.flags import plural
 
 # ---- files of our own --------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def kind_and_config(raw):
             raise ValueError(f'{key} {raw[key]}, expected {" or ".join(map(str, values))}')
     if raw.get('quantization_config'):
         raise ValueError(f'quantization_config: {QUANTISED}')
-    config = {'rule': 'softmax', 'classes': 0, **family.config}
+    config = {'rule': 'softmax', 'classes': 0, 'ends': raw.get('eos_token_id'), **family.config}
     named = raw.get('architectures') or []
     for name in [named] if isinstance(named, str) else named:
         if name.endswith(('ForTokenClassification', 'ForMultipleChoice')):
@@ -339,6 +339,7 @@ class Folder:
                         raise ValueError(f'{file}: {name} is also in {other}; keep that of the model alone')
                     self.stored[uniform] = file, name, f.get_tensor(name)
         self.data = {**data_of(path, self.kind, self.config), 'name': source}
+        self.data.update(chat.of_folder(path, self.data, self.config.pop('ends')))
         if self.config['tied'] and 'lm_head.weight' in self.stored:     # the file is right, not config.json
             theirs = FAMILIES[self.kind].names
             embed, head = (self.tensor(theirs[ours], None, self.config['n_embd'])
@@ -480,16 +481,17 @@ def tokenizer_of(folder, vocab):
         return {'tokenizer': 'gpt2'}
     prepare.package()                                       # outside try: the file is not to blame
     try:
-        text = json.dumps(raw, ensure_ascii=False, separators=(',', ':'))
+        text = json.dumps(raw)
+        if path.endswith(TOKENIZER):                        # as it is: an export gives it back
+            text = prepare.as_utf8(prepare.read_file(path), path)
         ids = set(prepare.subwords(text).get_vocab().values())
         surplus = sum(i >= vocab for i in ids)
         if surplus:
             prepare.note(f'{path}: no text has its {plural(surplus, "token")} beyond the model\'s {vocab:,}')
-            text = json.dumps(without_surplus(raw, vocab), ensure_ascii=False, separators=(',', ':'))
         lacking = vocab - len(ids) + surplus
         if lacking:
             prepare.note(f'{path}: {plural(lacking, "token")} of the {vocab:,} of the model have no text')
-        before, behind = prepare.ends({'json': text})
+        before, behind = prepare.ends({'json': text, 'vocab_size': vocab})
         highest = max(before + behind, default=0)
         if highest >= vocab:
             raise ValueError(f'it puts token {highest} around a text, the model has {vocab:,}')
@@ -518,22 +520,6 @@ def byte_level(words, merges):
     model = {'type': 'BPE', 'vocab': words, 'merges': pairs}
     in_bytes = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True}
     return {'model': model, 'pre_tokenizer': in_bytes, 'decoder': in_bytes}
-
-
-def without_surplus(raw, vocab):
-    """The content of a tokenizer.json without its tokens from id `vocab` on."""
-    model = {**raw['model']}
-    words = model['vocab']
-    if isinstance(words, list):                             # Unigram's: [word, score], by id
-        model['vocab'] = words[:vocab]
-    else:
-        model['vocab'] = {word: i for word, i in words.items() if i < vocab}
-    if 'merges' in model:
-        gone = words.keys() - model['vocab'].keys()
-        pairs = [pair.split(' ') if isinstance(pair, str) else pair for pair in model['merges']]
-        model['merges'] = [pair for pair in pairs if gone.isdisjoint([*pair, ''.join(pair)])]
-    added = [token for token in raw.get('added_tokens', []) if token['id'] < vocab]
-    return {**raw, 'model': model, 'added_tokens': added}
 
 
 def to_folder(folder, tensors, config, data):
@@ -646,7 +632,7 @@ def hub(name, revision='main'):
     index = os.path.join(folder, INDEX)
     if not os.path.exists(index) and not os.path.exists(whole):             # only on the first call
         kind, _ = parsed(os.path.join(folder, 'config.json'), site, kind_and_config)
-        for file in [PIXELS] if kind == 'vit' else [TOKENIZER, *OLDER]:
+        for file in [PIXELS] if kind == 'vit' else [TOKENIZER, *OLDER, *chat.FILES]:
             get_file(base, folder, file)
     if os.path.exists(whole) or (not os.path.exists(index) and get_file(base, folder, WHOLE)):
         return folder
@@ -685,10 +671,12 @@ def get_file(base, folder, file):
     if len(sha256) != 64:                                   # for small files it is a git hash
         sha256 = None
     size, sha256 = PINNED.get(url.partition('/resolve/')[2], (size, sha256))
-    look = names_in
-    if file in USES:
-        look = functools.partial(parsed, use=USES[file])
-    prepare.download([url], path, size, sha256, headers, None if file == OLDER[1] else look)
+    look = None
+    if file.endswith('.safetensors'):
+        look = names_in
+    elif file.endswith('.json'):
+        look = functools.partial(parsed, use=USES.get(file, dict))
+    prepare.download([url], path, size, sha256, headers, look)
     return True
 
 
@@ -697,5 +685,4 @@ def shards(raw):
     return sorted({os.path.basename(file) for file in raw['weight_map'].values()})
 
 
-USES = {'config.json': kind_and_config, INDEX: shards, TOKENIZER: looked_at, OLDER[0]: dict,
-        PIXELS: refuse_pixels}
+USES = {'config.json': kind_and_config, INDEX: shards, TOKENIZER: looked_at, PIXELS: refuse_pixels}
