@@ -47,7 +47,7 @@ from torch.nn.utils import clip_grad_norm_, parametrize
 
 from data import prepare
 from data.flags import flag, known, parse, picked, plural, refuse, typed
-from data.weights import is_state, read_tensors, weights_digest
+from data.weights import is_state, read_tensors, to_folder, weights_digest
 from fastweight import RULES
 from model import (GPT, SOURCE_RULES, bias_of, can_become_an_rnn, fill, idle, kl, load, pick_device, save,
                    state_bytes, subset)
@@ -95,6 +95,7 @@ class Args:
     row: int = flag(0, 'tokens per row; 0: as in the teacher\'s training, at most 1,024', low=0,
                     high=2 ** 24)
     eval_rows: int = flag(64, 'validation rows for each evaluation', low=1, high=10 ** 9)
+    export: str = flag('', 'only write the model of --from into this folder, for transformers', path=True)
     fold: bool = flag(False, 'multiply phi into W_q and W_k at the end; needs --phi=t2r, no rope')
     controls: bool = flag(True, 'also train the teacher for as many steps, at two rates, and the student '
                                 'from scratch')
@@ -781,6 +782,10 @@ def main(argv):
     args, changes = settings(argv)
     device = pick_device(args.device)
     teacher, meta = load(args.from_, device, args.revision)
+    if args.export:
+        to_folder(args.export, teacher.state_dict(), dataclasses.asdict(teacher.config), meta['data'])
+        say(f'{args.export}: transformers reads this folder, and so does --from')
+        return
     refuse(cannot_teach(args, teacher.config))
     T = args.row or min(teacher.config.block_size, LONG)
     train, val, of_data, name = prepare.for_model(args.from_, meta, args.data, T)

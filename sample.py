@@ -8,9 +8,9 @@
     python sample.py --init=FOLDER --chat --rule=tova --cache=256          a conversation in constant memory
     python sample.py --source="A man sleeps." --beam=4         a translation; @file: one of each line
 
-If the model is a classifier, the prompt is classified: each class is printed with its probability. With
---chat the model's own template frames what is said: --prompt, or a line of standard input for each answer
-(/reset begins anew, /quit ends). A text also ends where the model ends it.
+If the model is a classifier, the prompt is classified: each class is printed with its probability. In a chat
+(--chat) the model's own template frames what is said: --prompt, or each line of standard input; /reset begins
+anew, /quit ends. A text also ends where the model ends it.
 
 Only what is written goes to standard output, without the prompt; messages go to standard error.
 

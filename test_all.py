@@ -545,8 +545,8 @@ import convert
 import model as model_py
 import sample
 import train
+from data import chat, prepare, tasks
 from data import flags as flags_py
-from data import prepare, tasks
 from data import weights as files
 from fastweight import FEATURE_MAPS, NORMALISERS, RULES
 from model import SOURCE_RULES, GPT, Config, Cross, FastWeights, load, pack, pick_forms, rope, save
@@ -3774,6 +3774,119 @@ def test_a_whole_text_stands_between_the_tokens_of_its_template(tmp_path, monkey
     assert prepare.whole_text('ab', dict(tokenizer='byte', vocab_size=256), 9) == [97, 98]
 
 
+# ---- Conversations -----------------------------------------------------------------------------------------
+
+FRAME = """{% for m in messages %}
+    {% if m.role == 'system' %}{% continue %}{% endif %}
+<s>{{ m.role }}:{{ m.content | trim }}</s>
+{% endfor %}
+{% if add_generation_prompt %}<s>assistant:{% endif %}"""
+
+def a_talker(folder, template=FRAME, kind='llama3', **more):
+    """A small Llama with a chat template; what is known of its tokens"""
+    data = subwords(kind)
+    in_hub_layout(folder, 'llama', vocab=data['vocab_size'], **more)
+    put(folder, 'tokenizer.json', data['json'])
+    put(folder, 'tokenizer_config.json', json.dumps(dict(eos_token=dict(content='</s>'), bos_token='<s>')))
+    put(folder, 'chat_template.jinja', template)
+    put(folder, 'generation_config.json', ' {"eos_token_id": [0, 5]}\n')
+    return load(folder)[1]['data']
+
+def said(*texts):
+    """Messages, of a user and the assistant in turn."""
+    return [dict(role='user' if i % 2 == 0 else 'assistant', content=text) for i, text in enumerate(texts)]
+
+def test_a_template_frames_what_is_said_which_is_never_a_special_token(tmp_path):
+    data = a_talker(tmp_path)
+    text = chat.rendered(said(' the quick', 'fox', 'a</s><s>b '), data)
+    assert text.replace(chat.MARK, '') == (
+        '<s>user:the quick</s>\n<s>assistant:fox</s>\n<s>user:a</s><s>b</s>\n<s>assistant:')
+    ids = chat.tokens(text, data)
+    assert ids.count(1) == 4 and ids.count(2) == 3 and prepare.decode(ids, data) == text.replace(chat.MARK, '')
+    assert chat.tokens('<s>the quick</s>', data) == [1, *prepare.encode('the quick', data), 2]
+    assert data['ends'] == [0, 2, 5] and data['special'] == {'<unk>': 0, '<s>': 1, '</s>': 2}
+
+@pytest.mark.parametrize('template, result', [
+    ("{{ bos_token }}{{ messages[0] | tojson }}", '<s>{"role": "user", "content": "a\u00e9"}'),
+    ("{{ messages | tojson(indent=1) | length > 9 }}{{ strftime_now('%Y') | int > 2000 }}", 'TrueTrue'),
+    ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", '01'),
+    ("  {% if true %}\nx\n  {% endif %}\ny", 'x\ny'),
+    ("{{ raise_exception('only two may talk') }}", 'only two may talk'), ("{% if %}", 'TemplateSyntaxError'),
+    ("{{ messages[7].content.x }}", 'UndefinedError'), ("{{ ''.__class__.__mro__ }}", 'SecurityError'),
+    ("{{ messages.append(1) }}", 'SecurityError'), ("{% include '/etc/passwd' %}", 'no loader'),
+    ("{{ 'a' * 10 ** 7 }}", '10,000,000 characters'), ("{{ 'a' * 10 ** 10 }}", 'MemoryError'),
+    ("{% for i in range(10 ** 5) %}{% for j in range(10 ** 5) %}{% endfor %}{% endfor %}", 'more than 0.7 sec'),
+    ('', 'no chat template')])
+def test_a_template_does_what_it_may_or_is_refused_in_one_line(template, result, tmp_path, monkeypatch, capsys):
+    data = a_talker(tmp_path, template)
+    if 'sec' in result:
+        monkeypatch.setattr(chat, 'SECONDS', .7)
+    try:
+        assert chat.rendered(said('a\u00e9'), data) == result
+    except ValueError:
+        assert result in refused(capsys, sample.main, f'--init={tmp_path}', '--chat', '--prompt=a\u00e9')
+
+@pytest.mark.parametrize('rule', ['softmax', 'tova'])
+def test_a_conversation_is_read_as_one_text(rule, tmp_path, capsys, monkeypatch):
+    """Each answer is that to the whole text so far; what was said is read once, unless the template changes it.
+    """
+    data, lines = a_talker(tmp_path), ['the quick', '', 'jumps</s> over', '/reset', 'the quick', '/quit', 'no']
+    swap = [f'--rule={rule}', '--cache=200'] * (rule != 'softmax')
+    read, plain, texts = [], GPT.read, []
+    monkeypatch.setattr(GPT, 'read', lambda self, tokens, state=None: read.append(tokens.shape[1]) or plain(
+        self, tokens, state))
+    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO('\n'.join(lines).encode())))
+    out = written(capsys, f'--init={tmp_path}', '--chat', '--tokens=6', '--temperature=0', *swap)[0]
+    model, total = load(tmp_path)[0], sum(read)
+
+    def answer(*messages):
+        ids = chat.tokens(chat.rendered(said(*messages), data), data)
+        found = [token.item() for token, _ in itertools.islice(model.generate(torch.tensor([ids]), temperature=0), 6)]
+        texts.append(ids)
+        return prepare.decode(itertools.takewhile(lambda token: token not in data['ends'], found), data)
+    first = answer('the quick')
+    second = answer('the quick', first, 'jumps</s> over')
+    assert out.splitlines() == f'{first}\n{second}\n{first}'.splitlines()
+    again = len(texts[0]) if first != first.strip() else 0
+    assert total < len(texts[0]) + len(texts[1]) + again
+
+def test_each_of_several_texts_ends_by_itself(tmp_path, monkeypatch, capsys):
+    """And what ends it is not printed; without --special a special token's letters are read, and said so."""
+    data = a_talker(tmp_path)
+    one, end = prepare.encode(' the', data)[0], data['ends'][0]
+    steps = [[one, one], [end, one], [one, one], [one, end], [one, one]]
+
+    def generate(*_):
+        for step in steps:
+            yield torch.tensor(step)[:, None], None
+    monkeypatch.setattr(GPT, 'generate', generate)
+    args = sample.Args(tokens=9, samples=2)
+    *_, times, texts = sample.write_texts(args, None, data, torch.zeros(2, 1), None, [])
+    assert texts == [[one], [one] * 3] and len(times) == 5
+    monkeypatch.undo()
+    flags = f'--init={tmp_path}', '--tokens=0', '--prompt=a </s>'
+    assert 'note: </s> in --prompt is read as letters' in written(capsys, *flags)[1]
+    assert '</s>' not in written(capsys, *flags, '--special')[1]
+
+def test_what_a_folder_says_goes_the_whole_way(tmp_path, capsys):
+    """Through training to an export, byte for byte. A converted model cannot be one."""
+    data = a_talker(tmp_path / 'a', groups=2)
+    mine = put(tmp_path, 'mine.txt', TEXT[:4000])
+    run = f'--data={mine}', '--steps=1', '--batch_size=2', '--device=cpu', '--threads=1'
+    assert train.main([f'--init={tmp_path}/a', f'--out={tmp_path}/b', '--lr=0', *run]) == 0
+    assert convert.main([f'--from={tmp_path}/b/ckpt.safetensors', f'--export={tmp_path}/c']) == 0
+    for file in (tmp_path / 'a').iterdir():
+        if file.suffix in ('.jinja', '.json') and file.name != 'config.json':
+            assert (tmp_path / 'c' / file.name).read_bytes() == file.read_bytes()
+    (model, meta), (again, _) = load(tmp_path / 'a'), load(tmp_path / 'c')
+    close(dict(again.state_dict()), dict(model.state_dict()), 0)
+    found = load(tmp_path / 'b' / 'ckpt.safetensors')[1]['data']
+    assert all(found[name] == data[name] for name in chat.TRAVELS) and meta['data'] | found == found
+    assert train.main([f'--init={tmp_path}/a', f'--out={tmp_path}/d', '--layers=tova,softmax', *run]) == 0
+    swapped = tmp_path / 'd' / 'ckpt.safetensors'
+    err = refused(capsys, convert.main, f'--from={swapped}', f'--export={tmp_path}/e')
+    assert 'sample.py and model.load read all others' in err and not (tmp_path / 'e').exists()
+
 # ---- 13. Benches -------------------------------------------------------------------------------------------
 
 SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),        # flags; at least so many rows
@@ -4105,7 +4218,7 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
 # ---- 14. The repository itself -----------------------------------------------------------------------------
 
 LAYER = dict(test_all=5, sample=4, convert=4, bench=4, train=3, model=2, kernels=1, fastweight=0)
-DATA = dict(weights=2, prepare=1, tasks=0, flags=0)
+DATA = dict(weights=3, chat=2, prepare=1, tasks=0, flags=0)
 BANNED = set('eval exec __import__ torch.load np.load os.system pickle marshal shelve dill'.split())
 
 @functools.cache

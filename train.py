@@ -37,7 +37,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
-from data import prepare
+from data import chat, prepare
 from data.flags import flag, known, parse, picked, plural, refuse, typed
 from data.weights import refuse_target
 from model import (GPT, OF_DATA, Config, fill, idle, load, map_state, pack, pick_device, pick_forms, save,
@@ -765,7 +765,8 @@ def opening(model, data, args, run, log):
     config = model.config
     size = sum(p.numel() for p in model.parameters())
     threads = torch.get_num_threads()
-    about = {key: value for key, value in data.meta.items() if key != 'json'}       # that one takes megabytes
+    long = 'json', *chat.TRAVELS
+    about = {key: value for key, value in data.meta.items() if key not in long}
     text = (f'{",".join(config.rules)} | {size / 1e6:.2f} M parameters | '
             f'{args.data}: {len(data.train):,} + {len(data.val):,} tokens of {config.vocab_size} | '
             f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {plural(threads, "thread")}\n'
@@ -833,6 +834,7 @@ def main(argv):
     if args.compile:
         try_compiler(device)
     train, val, meta = prepare.load(args.data, tokenizer=args.tokenizer, like=header.get('data'))
+    meta.update({name: header['data'][name] for name in chat.TRAVELS if name in header.get('data', {})})
     if args.val_tokens:
         val = val[:args.val_tokens]
     data = Rows(train, val, meta, meta.get('row', config.block_size), device, args.batch_size, args.seed,

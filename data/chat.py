@@ -29,7 +29,8 @@ MARK = '\ue000'         # a private character: it means nothing in any text
 TOKENS = 'tokenizer_config.json'
 TEMPLATE = 'chat_template.jinja'
 ENDS = 'generation_config.json'
-FILES = TOKENS, TEMPLATE, ENDS          # an export gives them back as they were
+FILES = TOKENS, TEMPLATE, ENDS
+KEPT = 'tokenizer.json', 'vocab.json', 'merges.txt'     # with these, an export gives them back as they were
 TRAVELS = 'template', 'special', 'ends', 'files'        # what a checkpoint keeps, beside its tokens
 
 
@@ -37,7 +38,7 @@ def of_folder(folder, data, config_ends):
     """What a folder says of conversations. data: the description of its tokens; config_ends: eos_token_id of
     its config.json  ->  dict of template (text), special {text: id}, ends (ids), files {name: text}"""
     files = {}
-    for name in FILES:
+    for name in FILES + KEPT:
         path = os.path.join(folder, name)
         if os.path.exists(path):
             files[name] = prepare.as_utf8(prepare.read_file(path), path)
@@ -49,10 +50,13 @@ def of_folder(folder, data, config_ends):
             special[token['content']] = token['id']
     special = {word: i for word, i in special.items() if word and i < data['vocab_size']}
     about, generation = (as_object(files.get(name, '{}'), name) for name in (TOKENS, ENDS))
+    if 'json' in data:                                          # that one is kept there
+        files.pop(KEPT[0], None)
     template = files.get(TEMPLATE) or about.get('chat_template') or ''
     if isinstance(template, list):                              # several, by name
         template = {one.get('name'): one.get('template') for one in template}.get('default', '')
-    given = [config_ends, generation.get('eos_token_id'), special.get(named(about).get('eos_token'))]
+    by_name = special.get(named(about).get('eos_token'))
+    given = [config_ends, generation.get('eos_token_id'), by_name]
     ends = []
     for some in given:
         ends += some if isinstance(some, list) else [some]
@@ -88,11 +92,11 @@ def marked(text, data):
 
 def rendered(messages, data):
     """The text that the chat template makes of messages, a list of {'role', 'content'}, up to where the next
-    answer begins. ValueError if there is no template, or it is broken, refuses them, or takes too much."""
+    answer begins. ValueError if there is no template, or it is broken, refuses them, or takes too long."""
     if not data.get('template'):
-        raise ValueError('this model brings no chat template: take one that was trained to chat, whose folder '
-                         f'has {TEMPLATE} or a chat_template in {TOKENS}; or leave --chat out')
-    names = named(as_object(data['files'].get(TOKENS, '{}'), TOKENS))
+        raise ValueError('--chat: this model brings no chat template; take one that was trained to chat, whose '
+                         f'folder has {TEMPLATE}, or leave --chat out')
+    names = named(as_object(data.get('files', {}).get(TOKENS, '{}'), TOKENS))
     messages = [{**message, 'content': marked(message['content'], data)} for message in messages]
     given = {'template': data['template'], 'messages': messages, 'names': names}
     try:

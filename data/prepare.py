@@ -924,6 +924,14 @@ def check_tokens(meta):
         raise ValueError(f'tokenizer {kind!r:.60} is not known, or its json is no text')
     if vocab < {'byte': 256, 'gpt2': 50257}.get(kind, 1):
         raise ValueError(f'vocab_size is {vocab}, too few for the tokenizer {kind}')
+    kinds = {'template': '', 'special': {}, 'ends': [], 'files': {}}            # see data/chat.py
+    fits = all(type(meta.get(name, empty)) is type(empty) for name, empty in kinds.items())
+    if fits:
+        ids = [*meta.get('special', {}).values(), *meta.get('ends', [])]
+        fits = all(type(i) is int and 0 <= i < vocab for i in ids)
+        fits = fits and all(isinstance(text, str) for text in meta.get('files', {}).values())
+    if not fits:
+        raise ValueError(f'{", ".join(kinds)}: one of them is not as data/chat.py makes it')
     chars = meta.get('chars')
     are_texts = isinstance(chars, list) and all(isinstance(text, str) for text in chars)
     if (kind in ('char', 'words') or chars is not None) and not (are_texts and len(chars) == vocab):

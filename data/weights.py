@@ -523,15 +523,20 @@ def byte_level(words, merges):
 
 
 def to_folder(folder, tensors, config, data):
-    """Write tensors in our names as model.safetensors, config.json and, if data has it, tokenizer.json, in
-    the hub's layout. ValueError for other models than GPT-2, Llama and BERT with softmax in every layer. New
-    files are made aside. The old config.json is removed first and the new one moved in last, so that two
-    models are never mixed."""
+    """Write tensors in our names as model.safetensors and config.json in the hub's layout, and beside them
+    what data has of the folder that the model came from: tokenizer, chat template, ends of text. ValueError
+    for other models than GPT-2, Llama and BERT with softmax in every layer. New files are made aside. The old
+    config.json is removed first and the new one moved in last, so that two models are never mixed."""
     kind = family_of(config)
     if kind is None:
-        raise ValueError('only GPT-2, Llama and BERT with softmax in every layer are written in the hub\'s '
-                         'layout')
+        raise ValueError('only GPT-2, Llama and BERT with softmax in every layer have a place in the hub\'s '
+                         'layout; sample.py and model.load read all others')
     raw = published(kind, config)
+    texts = dict(data.get('files', {}))
+    if 'json' in data and OLDER[0] not in texts:
+        texts[TOKENIZER] = data['json']
+    if data.get('ends'):
+        raw['eos_token_id'] = data['ends'] if len(data['ends']) > 1 else data['ends'][0]
     theirs = {}
     for name, as_theirs in names(kind, config, tensors).items():
         theirs.update(parts(as_theirs, tensors[name], config['n_embd']))
@@ -541,15 +546,15 @@ def to_folder(folder, tensors, config, data):
     os.makedirs(folder, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as made:
         write_safetensors(os.path.join(made, 'model.safetensors'), theirs, {'format': 'pt'})
-        if 'json' in data:
-            prepare.write_file(os.path.join(made, TOKENIZER), [data['json'].encode()])
+        for name in chat.FILES + chat.KEPT:
+            if name in texts:
+                prepare.write_file(os.path.join(made, name), [texts[name].encode()])
         prepare.write_json(os.path.join(made, 'config.json'), raw)
-        for name in 'config.json', TOKENIZER:           # of the old model
+        for name in 'config.json', *chat.FILES, *chat.KEPT:     # of the old model
             with contextlib.suppress(FileNotFoundError):
                 os.remove(os.path.join(folder, name))
-        for name in 'model.safetensors', TOKENIZER, 'config.json':
-            if name in os.listdir(made):
-                os.replace(os.path.join(made, name), os.path.join(folder, name))
+        for name in sorted(os.listdir(made), key='config.json'.__eq__):         # that one last
+            os.replace(os.path.join(made, name), os.path.join(folder, name))
 
 
 def published(kind, config):
