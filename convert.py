@@ -46,7 +46,7 @@ import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_, parametrize
 
 from data import prepare
-from data.flags import flag, known, parse, picked, plural, refuse, typed
+from data.flags import briefly, flag, known, parse, picked, plural, refuse, typed
 from data.weights import is_state, read_tensors, to_folder, weights_digest
 from fastweight import RULES
 from model import (GPT, SOURCE_RULES, bias_of, can_become_an_rnn, fill, idle, kl, load, pick_device, save,
@@ -749,7 +749,7 @@ def cannot_teach(args, config):
     """For `refuse`: what is wrong with the flags or with a teacher of this config."""
     yield set(args.swap.split(',')) - set(PLACES), f'--swap={args.swap}: choose from {", ".join(PLACES)}'
     yield not can_become_an_rnn(config.all_rules), (
-        f'{args.from_}: its layers are {",".join(config.all_rules)}; a teacher has softmax layers, and no '
+        f'{args.from_}: its layers are {briefly(config.all_rules)}; a teacher has softmax layers, and no '
         'other cache: python train.py --rule=softmax makes one')
     yield lies_in(args.from_, args.out), f'--out={args.out}: it holds the teacher; take another folder'
     yield args.row > config.block_size, (
@@ -772,7 +772,7 @@ def cannot_learn(student, data):
 def tell_start(args, name, data, student, new):
     """Print what is converted, and how many parameters are new. name: of the data"""
     counts = {name: p.numel() for name, p in student.named_parameters()}
-    say(f'{args.from_} -> {",".join(student.config.all_rules)}; {name}, rows of {data.T}; '
+    say(f'{args.from_} -> {briefly(student.config.all_rules)}; {name}, rows of {data.T}; '
         f'{plural(args.threads, "thread")}; of {sum(counts.values()):,} parameters '
         f'{sum(counts[name] for name in new):,} are new')
 

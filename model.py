@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 import fastweight
 from data import prepare, weights
-from data.flags import expected, fits, flag, known, picked, refuse, typed
+from data.flags import briefly, expected, fits, flag, known, picked, refuse, typed
 from fastweight import FEATURE_MAPS, FLOOR, LOG_MIN, NORMALISERS, RULES, feature_map, for_heads
 
 # ---- what a model is ---------------------------------------------------------------------------------------
@@ -193,7 +193,8 @@ def subset(*names, **own):
 
 # A trained model can change these: softmax keeps its weights with any cache policy (--overflow adds some).
 CACHED = [name for name in RULES if RULES[name].keeps]
-Swap = subset('cache', 'sinks', 'overflow', 'positions', rule=flag('', 'what softmax layers become', CACHED))
+Swap = subset('cache', 'sinks', 'overflow', 'positions',
+              rule=flag('', f'what softmax layers become: {", ".join(CACHED)}', list(RULES)))
 
 
 def idle(given, config):
@@ -1383,8 +1384,10 @@ def swapped(config, source, rule='', **changes):
     ValueError, with the source, if it has neither."""
     if rule:
         if config.keeps() == {None}:
-            rules = ','.join(config.rules)
-            raise ValueError(f'--rule={rule}: {source} has no softmax layers, only {rules}')
+            raise ValueError(f'--rule={rule}: {source} has no softmax layers, only {briefly(config.rules)}')
+        if RULES[rule].matrix:
+            raise ValueError(f'--rule={rule}: what softmax learned does not suit a matrix without training; '
+                             f'python convert.py --from={source} --rule={rule}')
         layers = [rule if RULES[name].keeps else name for name in config.rules]
         changes.update(rule=rule, layers=','.join(layers))
         if RULES[rule].keeps == 'all':

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import torch
 
 from data import chat, prepare
-from data.flags import flag, parse, plural, refuse, typed
+from data.flags import briefly, flag, parse, plural, refuse, typed
 from data.weights import read_tensors, refuse_target, weights_digest, write_tensors
 from fastweight import FLOOR, for_heads
 from model import (GPT, Config, Swap, chosen_texts, idle, load, map_state, pack, pick_device, pick_forms,
@@ -385,7 +385,7 @@ def complete(args, model, meta):
     if args.html and read + args.tokens > ON_A_PAGE:
         raise ValueError(f'--html: {read:,} tokens of prompt and {args.tokens:,} to write, but a page shows '
                          f'at most {ON_A_PAGE:,}; give fewer')
-    say(f'{",".join(c.rules)} from {args.init}; recurrence: {model.why}')
+    say(f'{briefly(c.rules)} from {args.init}; recurrence: {model.why}')
     left = c.block_size - read - (int(state['t']) if state else 0)
     if args.tokens > left and model.positions is not None:
         say(f'past {c.block_size:,} tokens, the last learned position is repeated')

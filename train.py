@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 from data import chat, prepare
-from data.flags import flag, known, parse, picked, plural, refuse, typed
+from data.flags import briefly, flag, known, parse, picked, plural, refuse, typed
 from data.weights import refuse_target
 from model import (GPT, OF_DATA, Config, fill, idle, load, map_state, pack, pick_device, pick_forms, save,
                    try_compiler, unpack, wide)
@@ -49,7 +49,11 @@ WARMUP = 0.05       # share of the steps; after the warm-up, a cosine to 0
 PART = 65536        # evaluations during training read this many tokens of a validation text,
 TASK_ROWS = 500     # and at least this many rows of a task, since a row may have only one target
 QUIET = 4           # seconds between the progress lines of slow work
+LR = 4e-3           # of a model that begins from scratch
+PRETRAINED_LR = .02         # divided by the width, of one from the hub: larger rates destroy it
+PRETRAINED_ROW = 512        # at most, without --block_size: it may know many more positions
 POOL = 32           # pairs are drawn for this many steps at once, then sorted: similar lengths share a step
+LAST_SECONDS = 20   # the last validation takes at most so long, or as long as the training did
 SAMPLE = 400        # tokens in the sample at the end
 DEFAULT_THREADS = torch.get_num_threads()       # torch's own choice: all cores, or OMP_NUM_THREADS
 PROMPTS = {'stdlib': 'class '}                  # how the sample at the end begins, per data set
@@ -68,7 +72,8 @@ class Args:
     steps: int = flag(6400, 'optimiser steps', low=1, high=10 ** 9)
     batch_size: int = flag(4, 'rows per batch, over all processes', low=1, high=2 ** 20)
     accum: int = flag(1, 'batches per step, for more rows than fit into memory', low=1, high=2 ** 12)
-    lr: float = flag(4e-3, 'peak learning rate', low=0, high=100)
+    lr: float = flag(None, 'peak learning rate; default: 4e-3; for a pretrained model 0.02 / width', low=0,
+                     high=100)
     weight_decay: float = flag(0.1, 'applies to parameters with two axes', low=0, high=100)
     optimizer: str = flag('adamw', 'muon: for linear layers in the blocks; worth it from 16 rows per step',
                           ['adamw', 'muon'])
@@ -87,6 +92,7 @@ class Args:
                      ['auto', 'loop', 'chunk', 'fused'])
     compile: bool = flag(False, 'use torch.compile')
     fsdp: bool = flag(False, 'with torchrun: each process keeps only its shard of the model')
+    row: int = known(0, 0, 2 ** 24)         # tokens in a training row; a model may know more positions
 
 
 @dataclass
@@ -378,6 +384,15 @@ class Rows:
         loss, count, right = total.tolist()
         return loss / count, right / count
 
+    def readable(self, model, seconds):
+        """The part of the validation data, from its beginning, that `evaluate` reads in so many seconds."""
+        begin = blocks(len(self.val), self.T, self.meta, 8)
+        began = time.perf_counter()
+        self.evaluate(model, begin)
+        rows = int(seconds / (time.perf_counter() - began) * len(begin))
+        begin = blocks(len(self.val), self.T, self.meta)
+        return self.val[:begin[rows]] if rows < len(begin) else self.val
+
     def of_start(self):
         """-> where the rows begin that evaluations during training read, and what these rows are called"""
         begin = blocks(len(self.val), self.T, self.meta)
@@ -576,27 +591,35 @@ def settings(argv):
     if args.init and args.resume:
         raise ValueError('--init starts a run, --resume goes on with one: give one of them')
     if args.init:
+        row = given_model.pop('block_size', 0)
         model, meta = load(args.init, **given_model)
         refuse(idle(given_model, model.config))
         data = dict(meta['data'])
         if data['tokenizer'] in prepare.FIXED:              # allow longer rows: facts-256 first, then facts
             data.pop('row', None)
+        args.row = row or model.config.block_size
+        if 'files' in data:                                 # it comes from the hub
+            args.row = row or min(args.row, PRETRAINED_ROW)
+            args.lr = PRETRAINED_LR / model.config.n_embd if args.lr is None else args.lr
+        args.lr = LR if args.lr is None else args.lr
         return args, model.config, model.state_dict(), {'data': data}
     if not args.resume:
         config = Config(**given_model)
         refuse(idle(given_model, config))
+        args.row = config.block_size
+        args.lr = LR if args.lr is None else args.lr
         return args, config, {}, {}
     path = f'{args.out}/ckpt.safetensors'
     model, meta = load(path)
     if 'best' not in meta:
         raise ValueError(f'{path}: holds no training run, only a model')
+    run = picked(Stopped, meta, path)
+    typed(Args, run.args, path)
     for name, value in given_model.items():
-        was = getattr(model.config, name)
+        was = run.args['row'] if name == 'block_size' else getattr(model.config, name)
         if was != value:
             raise ValueError(f'--{name}={value}: {path} was made with {was!r}; drop the flag, or start anew '
                              'with another --out')
-    run = picked(Stopped, meta, path)
-    typed(Args, run.args, path)
     args = Args(**{**run.args, **given, 'out': args.out})   # new flags override the run's
     if (args.data, args.val_tokens) != (run.args['data'], run.args['val_tokens']):
         meta['best'] = math.inf                             # a loss on another text cannot be compared
@@ -754,8 +777,12 @@ def tell_step(log, data, steps, peak, step, loss, norm, ms, stage=''):
     lr = lr_at(step - 1, steps, peak)
     tok_s = 1e3 * data.T * data.batch_size * data.accum / ms
     peak_memory = memory(data.device)
-    text = (f'{stage}step {step:5d}/{steps} | loss {loss:.3f} | lr {lr:.1e} | norm {norm:5.2f} | '
-            f'{ms:5.0f} ms | {tok_s / 1e3:6.1f}k tok/s | {peak_memory / 1e6:.0f} MB | '
+    cost = f'loss {loss:.3f}'
+    if not stage and 'row' not in data.meta:                # in the unit of the validation
+        cost = f'{loss * bits_a_nat(data.meta):.4f} bits per byte'
+    speed = f'{tok_s / 1e3:.1f}k' if tok_s > 1e3 else f'{tok_s:.2g}'
+    text = (f'{stage}step {step:5d}/{steps} | {cost} | lr {lr:.1e} | norm {norm:5.2f} | '
+            f'{ms:5.0f} ms | {speed} tok/s | {peak_memory / 1e6:.0f} MB | '
             f'eta {(steps - step) * ms / 6e4:.1f} min')
     tell(log, text, step=step, loss=loss, lr=lr, norm=norm, ms=ms, memory=peak_memory, tok_s=tok_s)
 
@@ -764,13 +791,16 @@ def opening(model, data, args, run, log):
     """Print what is trained, and begin the log with it."""
     config = model.config
     size = sum(p.numel() for p in model.parameters())
+    logits = 12 * data.T * data.batch_size // data.world * config.vocab_size        # they, softmax, gradient
+    needs = (16 * size + logits) / 1e9      # weights, gradients, two averages
     threads = torch.get_num_threads()
     long = 'json', *chat.TRAVELS
     about = {key: value for key, value in data.meta.items() if key not in long}
-    text = (f'{",".join(config.rules)} | {size / 1e6:.2f} M parameters | '
+    text = (f'{briefly(config.rules)} | {size / 1e6:.2f} M parameters | '
             f'{args.data}: {len(data.train):,} + {len(data.val):,} tokens of {config.vocab_size} | '
             f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {plural(threads, "thread")}\n'
-            f'saved every {plural(args.eval_every, "step")}; recurrence: {model.why}')
+            f'rows of {data.T}, lr {args.lr:.2g}, saved every {plural(args.eval_every, "step")}; memory: at '
+            f'least {needs:.2g} GB; recurrence: {model.why}')
     tell(log, text, config=dataclasses.asdict(config), **run, data=about, commit=commit(),
          device=str(data.device), params=size, threads=threads)
 
@@ -786,9 +816,15 @@ def report(model, data, args, log, **figures):
     """Compute the final figures on the validation data, read as `blocks` and `carried`. They are added
     to `figures`, and all go to result.json as one flat dict."""
     meta = data.meta
+    what = f'blocks of {data.T}'
+    if data.world == 1 and not args.val_tokens:
+        seconds = max(LAST_SECONDS, 60 * figures['minutes'])
+        data = dataclasses.replace(data, val=data.readable(model, seconds))
+    n = len(data.val)
+    if n < meta['val']['tokens'] and not args.val_tokens:
+        what += f', the first {n:,} of {meta["val"]["tokens"]:,} tokens (--val_tokens reads more)'
     loss, right = data.evaluate(model, label='validation')
-    tell(log, f'validation, blocks of {data.T}: {score(meta, loss, right)}', read='blocks', val_loss=loss,
-         accuracy=right)
+    tell(log, f'validation, {what}: {score(meta, loss, right)}', read='blocks', val_loss=loss, accuracy=right)
     figures.update(val_loss=loss, accuracy=right)
     if data.rank > 0:                                       # one process does the rest
         return
@@ -837,7 +873,7 @@ def main(argv):
     meta.update({name: header['data'][name] for name in chat.TRAVELS if name in header.get('data', {})})
     if args.val_tokens:
         val = val[:args.val_tokens]
-    data = Rows(train, val, meta, meta.get('row', config.block_size), device, args.batch_size, args.seed,
+    data = Rows(train, val, meta, meta.get('row', args.row), device, args.batch_size, args.seed,
                 args.accum, args.carry, rank, world, dtype)
     torch.manual_seed(args.seed)
     model = built(args, config, data, weights)

@@ -94,8 +94,8 @@ def rendered(messages, data):
     """The text that the chat template makes of messages, a list of {'role', 'content'}, up to where the next
     answer begins. ValueError if there is no template, or it is broken, refuses them, or takes too long."""
     if not data.get('template'):
-        raise ValueError('--chat: this model brings no chat template; take one that was trained to chat, whose '
-                         f'folder has {TEMPLATE}, or leave --chat out')
+        raise ValueError('--chat: this model brings no chat template; take one that was trained to chat, '
+                         f'whose folder has {TEMPLATE}, or leave --chat out')
     names = named(as_object(data.get('files', {}).get(TOKENS, '{}'), TOKENS))
     messages = [{**message, 'content': marked(message['content'], data)} for message in messages]
     given = {'template': data['template'], 'messages': messages, 'names': names}

@@ -47,6 +47,12 @@ def plural(n, what):
     return f'{n:,} {what}{"s" * (n != 1)}'
 
 
+def briefly(words):
+    """delta, softmax; 30 x softmax: a list of words, without repeating what stands side by side"""
+    runs = [(word, len(list(run))) for word, run in itertools.groupby(words)]
+    return ', '.join(word if n == 1 else f'{n} x {word}' for word, n in runs)
+
+
 # ---- what a field accepts ----------------------------------------------------------------------------------
 EXPECTED = {int: 'a whole number', float: 'a number', bool: 'true or false', str: 'a text',
             list: 'a list of numbers', dict: 'an object'}
