@@ -698,11 +698,19 @@ def a_text(args, path, meta, T, count, name):
     return x, y, data, name
 
 
+def row_of(args, config):
+    """The tokens in a row: --row or, as in training, at most PRETRAINED_ROW. ValueError if the model knows
+    fewer positions"""
+    if args.row > config.block_size:
+        raise ValueError(f'--row={args.row}: the model knows rows of {config.block_size}; give at most that')
+    return args.row or min(config.block_size, recipe.PRETRAINED_ROW)
+
+
 def model_and_rows(args, quick, full):
-    """A softmax model, and evenly spaced rows of its validation text, as long as training rows. quick, full:
-    how many -> path, model, x (count, T), metadata of the text"""
+    """A softmax model, and evenly spaced rows of its validation text. quick, full: how many -> path, model, x
+    (count, T), metadata of the text"""
     path, model, meta = softmax_model(args)
-    x, _, data, _ = a_text(args, path, meta, model.config.block_size, chosen(args, quick, full), args.data)
+    x, _, data, _ = a_text(args, path, meta, row_of(args, model.config), chosen(args, quick, full), args.data)
     return path, model, x, data
 
 
@@ -711,19 +719,24 @@ def with_cache(path, device, rule, cache, **changes):
     return model_in(path, device, rule=rule, cache=cache, sinks=max(0, min(4, cache - 1)), **changes)
 
 
+LOGITS = 2 ** 26        # numbers in memory at a time, 256 MB
+
 @torch.inference_mode()
-def nats_along(model, x, y, segment, carry=True):
-    """Read rows x (B, T) in segments of so many tokens -> nats (B, T) of the targets y (B, T). The state is
-    carried from one to the next, so memory hardly grows with T; without carry each begins with an empty one.
-    """
-    nats = []
-    state = None
-    for some, targets in zip(x.split(segment, 1), y.split(segment, 1)):
-        logits, targets, end = recipe.predict(model, some, targets, state, {})
-        if carry:
-            state = end
-        nats.append(F.cross_entropy(logits, targets, reduction='none').view(len(x), -1))
-    return torch.cat(nats, 1)
+def nats_along(model, x, y, what):
+    """Read rows x (B, T), each from an empty state -> nats (B, T) of the targets y (B, T). We read in pieces,
+    so memory hardly grows with B and T. what: begins the progress lines"""
+    rows, T = x.shape
+    segment = max(1, min(T, 512, LOGITS // model.config.vocab_size))
+    at_once = max(1, LOGITS // (segment * model.config.vocab_size))
+    pieces = [(i, t) for i in range(0, rows, at_once) for t in range(0, T, segment)]
+    nats = torch.empty(rows, T)
+    for i, t in recipe.with_progress(pieces, what):
+        if t == 0:
+            state = None
+        piece = slice(i, i + at_once), slice(t, t + segment)
+        logits, targets, state = recipe.predict(model, x[piece], y[piece], state, {})
+        nats[piece] = F.cross_entropy(logits, targets, reduction='none').view_as(nats[piece])
+    return nats
 
 
 def by_position(form, nats, first):
@@ -745,13 +758,14 @@ def convert(args, suite):
     """Run all recipes with equally many tokens: --steps of stage 2, after 3/8 as many of stage 1. Recipes
     without a stage 1 spend all of them on stage 2."""
     path, teacher, meta = softmax_model(args, tasks=True)
-    _, _, data, _ = prepare.for_model(path, meta, args.data, teacher.config.block_size)
+    row = row_of(args, teacher.config)
+    _, _, data, _ = prepare.for_model(path, meta, args.data, row)
     args.remarks['in % of'] = path
     judged = 2000 if 'row' in data else 64          # a row of a task has few targets, or one
     steps = args.steps + max(1, round(3 * args.steps / 8))
     controls = 'true'                               # of the first run alone: they cost as much as two lines
     for form, (line, stage_1) in only(args, suite.lines).items():
-        flags = f'{line} --data={shlex.quote(args.data)} --eval_rows={judged}'
+        flags = f'{line} --data={shlex.quote(args.data)} --eval_rows={judged} --row={row}'
         first = round(stage_1 * steps)
         results = []
         for seed in args.seeds:
@@ -778,7 +792,7 @@ def monotone(args, suite):
     """Replace softmax in a trained model by other maps. Do weights grow with q.k, and how spiky are they? The
     learned maps are measured before and after distilling."""
     path, model, _ = softmax_model(args)
-    row = min(model.config.block_size, 256)
+    row = min(row_of(args, model.config), 256)
     flags = f'--recipe=hedgehog --row={row} --eval_rows=4 --data={shlex.quote(args.data)}'
     weights = {}
     for phi in only(args, suite.lines):
@@ -830,7 +844,7 @@ def divergence(teacher, student, x):
 def transfer(args, suite):
     """Does a map that imitates softmax on short rows of one text do so on another, and on longer rows?"""
     path, teacher, meta = softmax_model(args)
-    T = max(16, teacher.config.block_size // 8)
+    T = max(16, row_of(args, teacher.config) // 8)
     times = chosen(args, (1, 4, 16), (1, 2, 4, 8, 16))
     names = {}
     known = []
@@ -872,7 +886,7 @@ def cache(args, suite):
         model = teacher
         if form != 'softmax':
             model = with_cache(path, args.device, form, size)
-        nats = nats_along(model, x[:, :-1], x[:, 1:], T)
+        nats = nats_along(model, x[:, :-1], x[:, 1:], f'{form}, {size} cached')
         row = {'form': form, 'rows': size, 'perplexity': nats.mean().exp().item()}
         row['state bytes'] = state_bytes(model.read(x[:1]))
         theirs = suite.paper.get(form, {})
@@ -888,7 +902,7 @@ def far(args, suite):
     once with all tokens cached, and once in training rows, each from an empty state."""
     path, teacher, meta = softmax_model(args)
     length, = args.lengths
-    block = teacher.config.block_size
+    block = row_of(args, teacher.config)
     if teacher.max_len:
         raise ValueError(f'{path}: it knows {teacher.max_len:,} positions and no more; this suite wants a '
                          'model with rope, as train.py makes without --pos')
@@ -904,11 +918,12 @@ def far(args, suite):
             raise ValueError(f'--beside={source}: its tokens ({prepare.describe_tokens(meta["data"])}) are '
                              f'not those of {path}; train both on the same data')
         models[f'{",".join(dict.fromkeys(model.config.rules))}: {source}'] = model
-    in_rows = nats_along(teacher, x, y, block, carry=False)
+    some = list(zip(x.split(block, 1), y.split(block, 1)))
+    in_rows = torch.cat([nats_along(teacher, *row, f'softmax, row {i}') for i, row in enumerate(some)], 1)
     rows = list(by_position('softmax, in rows', in_rows, block))
     base = {row['position']: row['perplexity'] for row in rows}
     for form, model in models.items():
-        rows += by_position(form, nats_along(model, x, y, block // 4), block)
+        rows += by_position(form, nats_along(model, x, y, form), block)
     for row in rows:
         yield {**row, 'more than in rows': row['perplexity'] - base[row['position']]}
 
@@ -934,22 +949,6 @@ def kind_of_token(token, data):
     return 'rest' if begins or not of_words else 'piece of a word'
 
 
-def watch(model, x):
-    """Watch the caches while a model reads x (B, T) token by token -> (n, B, T, T) for its n layers with a
-    cache: whether token s is cached after step t"""
-    B, T = x.shape
-    layers = [i for i, rule in enumerate(model.config.rules) if RULES[rule].keeps]
-    seen = torch.zeros(len(layers), B, T, T + 1, dtype=torch.bool)      # the last column: an empty place, -1
-    state = None
-    for t in range(T):
-        _, state = model(x[:, t:t + 1], state)
-        caches = [state['layers'][i]['mixer'] for i in layers]
-        for n, cached in enumerate(caches):
-            pos = cached['pos'][:, 0].cpu()                             # equal for all heads of TOVA
-            seen[n, torch.arange(B)[:, None], t, pos] = True
-    return seen[..., :T]
-
-
 @torch.inference_mode()
 def kept(args, suite):
     """Which tokens TOVA caches: how recent they are, the first token, and how long each kind stays."""
@@ -958,17 +957,27 @@ def kept(args, suite):
     size, = args.lengths or [max(1, T // 8)]
     if 2 * size >= T:
         raise ValueError(f'--lengths={size}: rows must be fewer than half of the {T} tokens of a piece')
-    seen = watch(with_cache(path, args.device, 'tova', size), x)
-    late = seen[:, :, 2 * size:].float()                        # steps at which the cache is long full
-    recent = late.triu(size + 1).sum() / late.sum()
-    middle = slice(1, T - size)         # not the first token, nor those that came too late
-    stayed = seen[..., middle].sum(2).float().mean(0)           # steps (B, ..), mean over layers
-    args.remarks[f'rows among the last {size} tokens, %'] = 100 * recent.item()
-    args.remarks['steps in which the first token is kept, %'] = 100 * late[..., 0].mean().item()
+    model = with_cache(path, args.device, 'tova', size)
+    came = torch.arange(T, device=args.device)
+    full = came.clamp(min=2 * size)                             # steps at which the cache is long full
+    recent = first = 0
     steps = {'all': []}
-    for token, n in zip(x[:, middle].flatten().tolist(), stayed.flatten().tolist()):
-        steps['all'].append(n)
-        steps.setdefault(kind_of_token(token, data), []).append(n)
+    for row in recipe.with_progress(x.split(1), 'kept'):
+        gone = []                                               # per layer, when each token goes
+        for seen in model.through(row):
+            if seen.mixer.memory.rule.keeps:                    # all heads of TOVA agree
+                gone.append(seen.mixer.memory.evicted_at(seen.q, seen.k, seen.v)[0, 0])
+        gone = torch.stack(gone)
+        recent += (gone.minimum(came + size).clamp(max=T) - full).clamp(min=0).sum().item()
+        first += (gone[:, 0] - 2 * size).clamp(min=0).sum().item()
+        stayed = (gone - came).float().mean(0)
+        middle = slice(1, T - size)     # not the first token, nor those that came too late
+        for token, n in zip(row[0, middle].tolist(), stayed[middle].tolist()):
+            steps['all'].append(n)
+            steps.setdefault(kind_of_token(token, data), []).append(n)
+    late = len(x) * len(gone) * (T - 2 * size)                  # steps, of all rows and layers
+    args.remarks[f'rows among the last {size} tokens, %'] = 100 * recent / (late * size)
+    args.remarks['steps in which the first token is kept, %'] = 100 * first / late
     for kind, n in steps.items():
         yield {'form': kind, 'share of text': len(n) / len(steps['all']), 'steps kept': statistics.mean(n)}
 
@@ -1576,14 +1585,14 @@ ROWS = [
         paper={'softmax': 27.7, 'elu': 26.8, 'favor': 24.4, 'dpfp': 26.9, 't2r converted': 28.7}),
     Suite(
         'monotone', 'attention weights over q.k for each feature map, also distilled', monotone,
-        'init data steps only', {'steps': 30}, {'steps': 300},
+        'init data steps row only', {'steps': 30}, {'steps': 300},
         dict.fromkeys(['elu', 'relu', 'favor', 'exp:1', 'exp:2', 'taylor', 't2r', 'hedgehog']),
         panels=(Panel('q.k / sqrt(d)', 'weight', 'one query: weights should grow with q.k', 'query'),
                 Panel('entropy', 'order kept', 'spiky and monotone: upper left')),
         note='means over layers; distilled: {steps} steps of 4 rows; entropy in nats; order kept: share of '
              'pairs in the order of q.k', source='Zhang 2024, figures 2, 3 and 7, which are pictures'),
     Suite(
-        'transfer', 'distilled maps on another text and on longer rows', transfer, 'init data steps only',
+        'transfer', 'distilled maps on another text and on longer rows', transfer, 'init data steps row only',
         {'steps': 40, 'only': 'hedgehog,hedgehog other,hedgehog untrained,elu'}, {'steps': 300},
         {'hedgehog': ('--phi=hedgehog --distil=ce', 'own'),                 # flags, and the text to distil on
          'hedgehog other': ('--phi=hedgehog --distil=ce', 'other'),
@@ -1598,7 +1607,7 @@ ROWS = [
         source='Zhang 2024, tables 4 and 5: KL on three other tasks is lower than that of other linear '
                'attention, and alike from 256 to 4,096 tokens'),
     Suite(
-        'convert', 'what converted RNNs recover of softmax', convert, 'init data seeds steps only',
+        'convert', 'what converted RNNs recover of softmax', convert, 'init data seeds steps row only',
         {'steps': 48, 'only': 'pure,hybrid,window'}, {'steps': 240},
         lines={                 # flags, and the share of stage 1 in all steps
             'pure': ('--recipe=pure', 3 / 11), 'hybrid': ('--recipe=hybrid', 3 / 11),
@@ -1612,7 +1621,7 @@ ROWS = [
         paper={'hedgehog': 94.6, 't2r': 81, 'decay': 99}),
     Suite(
         'cache', 'perplexity of a softmax model with few cached tokens, no training', cache,
-        'init data lengths',
+        'init data lengths row',
         panels=(Panel('rows', 'perplexity', 'a softmax model as an RNN, no training'),),
         source='Oren 2024, table 3: LLaMA-2-7B on PG-19, at the same share of its 4,096 rows',
         paper={'window': over(SHARES, 4812.27, 4025.01, 3275.58, 2184.62, 1001.29, 240.17, 7.16),
@@ -1639,14 +1648,14 @@ ROWS = [
              'tokens at the answer that are still cached when it is asked for',
         source='Oren 2024, models of 7B: with TOVA QASPER needs about 1/2 of the rows, SQuALITY 1/4 to 1/8'),
     Suite(
-        'kept', 'which tokens TOVA keeps cached, and for how long', kept, 'init data lengths', one=True,
+        'kept', 'which tokens TOVA keeps cached, and for how long', kept, 'init data lengths row', one=True,
         panels=(Panel('share of text', 'steps kept', 'how long, by kind of token'),),
         source='Oren 2024, section 5: 73 to 76 % of the rows are recent, the first token stays practically '
                'always; of 512 rows of 4,096 a token stays 481 steps, a possessive ending 1,393, a quotation '
                'mark 1,101, a full stop 645, a plural proper noun 578, a line end 550'),
     Suite(
         'far', 'nats of such models by position, over 4,096 tokens; --full: 70,000', far,
-        'init data lengths only beside',
+        'init data lengths row only beside',
         {'lengths': '4096', 'only': 'window,sink,sink compressed,tova,tova compressed'}, {'lengths': '70000'},
         {'window': ('window', 'true'),              # cache policy, positions; a window has no gaps
          'sink': ('sink', 'true'), 'sink compressed': ('sink', 'compress'),
@@ -1684,10 +1693,10 @@ class Args:
                       ['auto', 'float32', 'bfloat16'])
     init: str = flag('', f'{of("init")}: a softmax model; default: out/ckpt.safetensors; glue '
                      'and vit train one', path=True)
-
     data: str = flag('', f'{of("data")}: a set of the suite, or a text; default: by suite', path=True)
     beside: str = flag('', f'{of("beside")}: models of other rules on the same data, separated by '
                            'commas: out/delta/ckpt.safetensors', path=True)
+    row: int = flag(0, f'{of("row")}: tokens in a row; 0: as in training, at most 512', low=0, high=2 ** 24)
     budget: int = flag(74, f'{of("budget")}: memory for all states, in MB', low=1, high=2 ** 20)
     given: object = None        # no flags: the Args as given,
     began: float = 0.0          # when the suite began,
@@ -1728,6 +1737,7 @@ def run_suite(suite, args):
     args.seeds = range(args.seed, args.seed + args.seeds)
     torch.manual_seed(args.seed)
     os.makedirs(args.out, exist_ok=True)
+    prepare.saved.append(f'trainings that are done are kept in {args.out}; the same command goes on')
     report_suite(args, suite, list(suite.measure(args, suite)))
 
 

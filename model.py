@@ -622,6 +622,17 @@ class Cache(nn.Module):
         return self.forms.cache(q, k, v, cached, t, self.rule.keeps, self.cache, self.sinks,
                                 self.overflow is not None, self.turn)
 
+    def evicted_at(self, q, k, v):
+        """For each token of a text the step after which it is no longer cached, T if it stays to the end.
+        q (B, H, T, d), k, v (B, G, T, d) -> (B, G, T)"""
+        T = k.shape[2]
+        gone = torch.full((*k.shape[:2], 1 + T), T, device=k.device)    # the first for steps that evict none
+        if self.rule.bounded:
+            _, _, went, _ = self.attend_and_evict(q, k, v)
+            steps = torch.arange(T, device=k.device).expand(k.shape[:3])
+            gone.scatter_(2, went['pos'] + 1, steps)
+        return gone[:, :, 1:]
+
     def forward(self, x, q, k, v, state=None, t=0, real=None):
         if not self.causal:
             return fastweight.softmax_of_all(q, k, v, real=real)

@@ -197,23 +197,11 @@ def translate(args, model, meta):
 
 
 # ---- the page: what each memory is given while a text is read, for assets/memory.html to compute with ---
-def evicted_at(memory, q, k, v):
-    """For each token the step at which a layer's cache evicts it, T if none does. q, k, v (1, H, T, d) ->
-    (1, H, T)"""
-    T = k.shape[2]
-    gone = torch.full((*k.shape[:2], 1 + T), T, device=k.device)        # the first for steps that evict none
-    if memory.rule.bounded:
-        _, _, went, _ = memory.attend_and_evict(q, k, v)
-        steps = torch.arange(T, device=k.device).expand(k.shape[:3])
-        gone.scatter_(2, went['pos'] + 1, steps)
-    return gone[:, :, 1:]
-
-
 @torch.no_grad()
 def given_to_memories(model, tokens):
     """What the memory of each layer is given while a text is read, tokens (1, T) -> one dict per layer: q, k,
     v and the gates that it has, as `recurrent` takes them (1, H, n T, .), with n writes per token. A layer
-    with a cache has `gone` (1, H, T) instead of gates, see `evicted_at`."""
+    with a cache has `gone` (1, H, T) instead of gates, see Cache.evicted_at."""
     layers = []
     for seen in model.through(tokens):
         memory = seen.mixer.memory
@@ -222,7 +210,7 @@ def given_to_memories(model, tokens):
         layer = {'n': n, 'q': seen.q, 'normalise': False, 'floor': None,
                  'k': for_heads(seen.k, H), 'v': for_heads(seen.v, H)}
         if memory.rule.keeps:
-            layer['gone'] = for_heads(evicted_at(memory, seen.q, seen.k, seen.v), H)
+            layer['gone'] = for_heads(memory.evicted_at(seen.q, seen.k, seen.v), H)
         else:
             layer |= memory.writes(seen.u, seen.k, seen.v)
             layer['q'] = spread(memory.reads(seen.q), n, n - 1)         # read after the last write
