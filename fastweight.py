@@ -539,11 +539,12 @@ class CosFormer(FeatureMap):
         super().__init__(n_head, head_dim, max_len=number(M, 1024), feature_dim=2 * head_dim)
 
     def forward(self, x, side='q', t=0):
-        end = t + x.shape[2]
+        steps = t + torch.arange(x.shape[2], device=x.device)       # t may differ from text to text
+        end = int(steps.max()) + 1
         if end > self.max_len:
             raise ValueError(f'cosformer knows positions up to {self.max_len}, not {end}: train with '
                              '--phi=cosformer:LENGTH')
-        a = torch.arange(t, end, device=x.device, dtype=x.dtype)[:, None] * (math.pi / 2 / self.max_len)
+        a = steps.to(x.dtype)[..., None] * (math.pi / 2 / self.max_len)
         r = x.relu()
         return torch.cat([r * a.cos(), r * a.sin()], -1)
 

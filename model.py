@@ -915,10 +915,10 @@ def kl(a, w):
 class GPT(nn.Module):
     """Embedding, blocks, norm, output. It computes with the fastest forms available, until `use` sets others.
 
-    A state has t, the next position (on the CPU), and layers, a list. Each layer is a dict of parts, each
-    part a dict of tensors: mixer has S, or a cache (k, v; if it is limited pos, total; with overflow S and n,
-    too); conv0 and conv1 have last; in a decoder, cross has S, or k, v, real of the source. None is a fresh
-    start."""
+    A state has t, the next position (on the CPU; one for each text if they were joined), and layers, a list.
+    Each layer is a dict of parts, each part a dict of tensors: mixer has S, or a cache (k, v; if it is
+    limited pos, total; with overflow S and n, too); conv0 and conv1 have last; in a decoder, cross has S, or
+    k, v, real of the source. None is a fresh start."""
 
     def __init__(self, config):
         super().__init__()
@@ -997,12 +997,14 @@ class GPT(nn.Module):
             state = {'t': torch.zeros((), dtype=torch.long), 'layers': [{} for _ in self.blocks]}
         t = state['t']
         real = None if self.config.causal else self.real(tokens)
-        x = self.embedded(tokens, t)
+        by_text = bool(t.dim())                     # the texts are of unequal length, see `join`
+        x = self.embedded(tokens, t[:, None].to(tokens.device) if by_text else t)
         if not x.shape[1]:                          # only a source, no decoder text yet
             return x, state
         layers = []
+        at = t[:, None, None].to(x.device) if by_text else t        # (B, 1, 1) goes with (B, G, tokens)
         for block, layer in zip(self.blocks, state['layers']):
-            x, layer = block(x, layer, t, real)
+            x, layer = block(x, layer, at, real)
             layers.append(layer)
         return self.norm(x), {'t': t + x.shape[1], 'layers': layers}
 
@@ -1187,6 +1189,21 @@ def chosen_texts(state, index, everything=False):
     def chosen(x):
         return x[index] if x.dim() else x           # t is that of all texts
     return map_state(chosen, state, () if everything else ('cross',))
+
+
+def join(states):
+    """The states of texts that were read one by one -> the state of all of them as a batch, which goes on
+    token by token. The texts may have unequal lengths, except with softmax, whose caches then differ."""
+    layers = []
+    for same in zip(*(state['layers'] for state in states)):
+        layer = {}
+        for part, tensors in same[0].items():
+            try:
+                layer[part] = {name: torch.cat([other[part][name] for other in same]) for name in tensors}
+            except RuntimeError:
+                raise ValueError('softmax caches all tokens of a text: join texts of one length') from None
+        layers.append(layer)
+    return {'t': torch.stack([state['t'] for state in states]), 'layers': layers}
 
 
 def refuse_broken(logits):

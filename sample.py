@@ -6,6 +6,7 @@
     python sample.py --load_state=out/read.safetensors --prompt="class "             ... and go on from there
     python sample.py --init=out/softmax/ckpt.safetensors --rule=tova --cache=64      an RNN without training
     python sample.py --init=FOLDER --chat --rule=tova --cache=256          a conversation in constant memory
+    python sample.py --prompt=@FILE --lines                    each line is a prompt, all at once
     python sample.py --source="A man sleeps." --beam=4         a translation; @file: one of each line
 
 If the model is a classifier, the prompt is classified: each class is printed with its probability. In a chat
@@ -35,7 +36,7 @@ from data.flags import briefly, flag, parse, plural, refuse, typed
 from data.weights import read_tensors, refuse_target, weights_digest, write_tensors
 from fastweight import FLOOR, for_heads
 from model import (GPT, Config, Swap, chosen_texts, idle, load, map_state, pack, pick_device, pick_forms,
-                   refuse_broken, sample, seen_by_k, spread, state_bytes, try_compiler, unpack)
+                   join, refuse_broken, sample, seen_by_k, spread, state_bytes, try_compiler, unpack)
 
 
 @dataclass
@@ -43,6 +44,7 @@ class Args:
     init: str = flag('out/ckpt.safetensors', 'checkpoint; gpt2; OWNER/NAME; a folder', path=True)
     prompt: str = flag('', 'text, @file, - for standard input (@@ for a first @); empty: BOS, or a newline')
     chat: bool = flag(False, 'a conversation, in the chat template that the model brought')
+    lines: bool = flag(False, 'each line of --prompt is a prompt of its own')
     special: bool = flag(False, 'read special tokens in --prompt, such as <|im_end|>, not their letters')
     tokens: int = flag(256, 'tokens to write; of each answer', low=0, high=10 ** 12)
     samples: int = flag(1, 'texts written at once', low=1, high=2 ** 16)
@@ -90,11 +92,12 @@ def check_flags(given, args, config):
     if args.html and (args.samples > 1 or args.load_state):
         raise ValueError('--html shows one text from its beginning: leave --samples and --load_state out')
     of_steps = {'tokens', 'samples', 'temperature', 'top_k', 'top_p', 'seed', 'compile', 'save_state',
-                'load_state', 'html', 'chat', 'special'}
+                'load_state', 'html', 'chat', 'special', 'lines'}
     for holds, does, unused in [
             (args.source, 'translates --source, and nothing else', of_steps | {'prompt'}),
             (config.classes, 'tells classes apart, and nothing else', of_steps),
-            (args.chat, 'chats', {'samples', 'save_state', 'load_state', 'html', 'special'}),
+            (args.chat, 'chats', {'samples', 'save_state', 'load_state', 'html', 'special', 'lines'}),
+            (args.lines, 'reads lines', {'samples', 'save_state', 'load_state', 'html'}),
             (not args.source, 'translates nothing without --source', {'beam', 'penalty'})]:
         ignored = sorted(unused & given.keys())
         if holds and ignored:
@@ -286,13 +289,12 @@ def show_text(before, held, data):
     return held, []
 
 
-def write_texts(args, model, data, first, begun, prompt):
-    """Print what comes after the tokens `first` (B, 1) and the state `begun`: one text as it comes, several
-    at the end. A text ends with a token that ends texts, which is not printed. -> the last tokens, their
-    state, the times at which steps began and ended, and all tokens of each text"""
-    prompt = prompt[-LOOK_BACK:]
+def write_texts(args, model, data, first, begun, prompt=None):
+    """Write what comes after the tokens `first` (B, 1) and the state `begun`. A text ends with a token that
+    ends texts, which does not count. prompt: the tokens before, if the one text is to be printed as it comes
+    -> the last tokens, their state, the times at which steps began and ended, and all tokens of each text"""
     ends = data.get('ends', [])
-    before = prompt                                         # tokens that were printed, or given
+    before = (prompt or [])[-LOOK_BACK:]                    # tokens that were printed, or given
     held = []                                               # those of an unfinished character
     texts = [[] for _ in first]
     ended = [False] * len(texts)
@@ -310,15 +312,36 @@ def write_texts(args, model, data, first, begun, prompt):
         times.append(time.perf_counter())
         if all(ended):
             break
-        if len(texts) == 1:
+        if prompt is not None:
             before, held = show_text(before, held + [token], data)
-    if held:
-        print(added(before, held, data), end='')
-    if args.samples > 1 and args.tokens:
-        for i, text in enumerate(texts):
-            print(f'--- {i + 1} ---\n{added(prompt, text, data)}')
-    print(flush=True)
+    if prompt is not None:
+        print(added(before, held, data) if held else '', flush=True)
     return last, state, times, texts
+
+
+def show_texts(prompts, texts, data):
+    """Print several texts, each with its number."""
+    for i, (prompt, text) in enumerate(zip(prompts, texts), 1):
+        print(f'--- {i} ---\n{added(prompt[-LOOK_BACK:], text, data)}', flush=True)
+
+
+def by_lines(args, model, meta):
+    """Go on from each line of --prompt: with all at once, or with one by one where caches grow."""
+    data = meta['data']
+    lines = text_of(args.prompt).splitlines()
+    prompts = [prepare.begun(prepare.encode(line, data, args.special), data) for line in lines]
+    apart = 'all' in model.config.keeps()
+    say(f'{plural(len(lines), "prompt")}, {"one by one, as caches grow apart" if apart else "all at once"}')
+    together = [i for i, prompt in enumerate(prompts) if len(prompt) > 1 and not apart]
+    groups = [[i] for i in range(len(prompts)) if i not in together] + [together] * bool(together)
+    written = {}
+    for group in groups:
+        rows = [torch.tensor([prompts[i]], device=model.embed.weight.device) for i in group]
+        states = [model.read(row[:, :-1]) for row in rows]
+        state = join(states) if len(group) > 1 else states[0]
+        *_, texts = write_texts(args, model, data, torch.cat([row[:, -1:] for row in rows]), state)
+        written.update(zip(group, texts))
+    show_texts(prompts, [written[i] for i in range(len(prompts))], data)
 
 
 def spoken(args):
@@ -390,7 +413,10 @@ def complete(args, model, meta):
     elif read > 1:                                          # all texts begin alike: that is read once
         state = model.read(tokens[:1, :-1], state)
         state = chosen_texts(state, torch.zeros(args.samples, dtype=torch.long))
-    last, state, times, texts = write_texts(args, model, meta['data'], tokens[:, -1:], state, prompt)
+    alone = prompt if args.samples == 1 else None
+    last, state, times, texts = write_texts(args, model, meta['data'], tokens[:, -1:], state, alone)
+    if args.samples > 1 and args.tokens:
+        show_texts([prompt] * args.samples, texts, meta['data'])
     if args.save_state:
         keep_state(args, model, meta, last, state)
     if args.html:
@@ -433,6 +459,8 @@ def main(argv):
         classify(model, torch.tensor([row], device=device), meta)
     elif args.chat:
         converse(args, model, meta)
+    elif args.lines:
+        by_lines(args, model, meta)
     else:
         complete(args, model, meta)
 

@@ -3862,7 +3862,7 @@ def test_each_of_several_texts_ends_by_itself(tmp_path, monkeypatch, capsys):
             yield torch.tensor(step)[:, None], None
     monkeypatch.setattr(GPT, 'generate', generate)
     args = sample.Args(tokens=9, samples=2)
-    *_, times, texts = sample.write_texts(args, None, data, torch.zeros(2, 1), None, [])
+    *_, times, texts = sample.write_texts(args, None, data, torch.zeros(2, 1), None)
     assert texts == [[one], [one] * 3] and len(times) == 5
     monkeypatch.undo()
     flags = f'--init={tmp_path}', '--tokens=0', '--prompt=a </s>'
@@ -3887,6 +3887,78 @@ def test_what_a_folder_says_goes_the_whole_way(tmp_path, capsys):
     swapped = tmp_path / 'd' / 'ckpt.safetensors'
     err = refused(capsys, convert.main, f'--from={swapped}', f'--export={tmp_path}/e')
     assert 'sample.py and model.load read all others' in err and not (tmp_path / 'e').exists()
+
+@pytest.mark.parametrize('flags', [
+    *[dict(rule=rule, cache=7, sinks=2) for rule in RULES if rule not in ('softmax', 'sum')],
+    dict(rule='sum', phi='cosformer:64', pos='learned'), dict(layers='window,delta', cache=5, overflow='sum:favor'),
+    dict(rule='tova', cache=7, n_kv_head=1), dict(rule='sink', cache=7, positions='compress')], ids=str)
+def test_texts_of_unequal_length_are_joined(flags):
+    """And go on as each does alone; the caches of softmax are of the length of the text."""
+    m = small(**flags, block_size=64).double()
+    prompts = [torch.randint(7, (1, n)) for n in (2, 13, 8)]
+    states = [m.read(prompt[:, :-1]) for prompt in prompts]
+    state, token = model_py.join(states), torch.cat([prompt[:, -1:] for prompt in prompts])
+    for _ in range(9):
+        logits, state = m(token, state)
+        for i, own in enumerate(states):
+            wanted, states[i] = m(token[i:i + 1], own)
+            near(logits[i], wanted[0], 1e-5)                    # angles of rope are fp32
+        token = logits.argmax(-1)
+
+def test_each_line_is_a_prompt(a_model, tmp_path, capsys):
+    lines = 'line 1', 'a', 'the quick brown fox'
+    path = put(tmp_path, 'lines', '\n'.join(lines))
+    for rule in 'delta', 'tova', 'softmax':
+        flags = f'--init={a_model(f"--rule={rule}")}', '--temperature=0', '--tokens=9'
+        alone = [written(capsys, *flags, f'--prompt={line}')[0] for line in lines]
+        out, err = written(capsys, *flags, f'--prompt=@{path}', '--lines')
+        assert out == ''.join(f'--- {i} ---\n{text}' for i, text in enumerate(alone, 1))
+        assert ('one by one, as' in err) == (rule == 'softmax')
+    one = load(a_model('--rule=softmax'))[0]
+    with pytest.raises(ValueError, match='join texts of one length'):
+        model_py.join([one.read(torch.zeros(1, n, dtype=torch.long)) for n in (2, 3)])
+
+# ---- Real pretrained models: REAL names the folder in which smollm2 and minilm lie ---------------------------
+
+REAL = os.environ.get('REAL', '')
+real = pytest.mark.skipif(not REAL, reason='REAL=FOLDER, with smollm2 and minilm in the layout of the hub')
+SAID = ('What is the capital of France?', '\n\nHello\n', '  two  blanks ', 'caf\u00e9 \u4f60\u597d \U0001f600', '1234567',
+        'def f(x):\n\treturn x', "it's 'll", 'Write a haiku.', 'a\u00a0b', 'A list of three colours:')
+
+@real
+def test_real_answers_are_those_of_transformers():
+    """The ids of ten prompts in the model's template, and greedy answers, token by token."""
+    hf = pytest.importorskip('transformers')
+    theirs = hf.AutoModelForCausalLM.from_pretrained(f'{REAL}/smollm2', dtype=torch.float32)
+    tokenizer = hf.AutoTokenizer.from_pretrained(f'{REAL}/smollm2')
+    model, meta = load(f'{REAL}/smollm2')
+    for text in SAID:
+        wanted = tokenizer.apply_chat_template(said(text), add_generation_prompt=True, return_dict=True)['input_ids']
+        assert chat.tokens(chat.rendered(said(text), meta['data']), meta['data']) == wanted
+        row = torch.tensor([wanted])
+        theirs_says = theirs.generate(row, do_sample=False, max_new_tokens=16)[0, len(wanted):].tolist()
+        says = [token.item() for token, _ in itertools.islice(model.generate(row, temperature=0), len(theirs_says))]
+        assert says == theirs_says
+
+@real
+def test_real_models_go_back_to_transformers(tmp_path):
+    """As they are, and a classifier of MiniLM: logits and greedy text."""
+    hf = pytest.importorskip('transformers')
+    assert convert.main([f'--from={REAL}/smollm2', f'--export={tmp_path}/s']) == 0
+    theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path / 's', dtype=torch.float32)
+    model, row = load(f'{REAL}/smollm2')[0], torch.randint(49152, (1, 256))
+    with torch.no_grad():
+        near(model(row)[0], theirs(row).logits, 1e-3)
+    for name in 'tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', 'generation_config.json':
+        assert (tmp_path / 's' / name).read_bytes() == Path(REAL, 'smollm2', name).read_bytes()
+    lines = put(tmp_path, 'x.tsv', ''.join(f'{i % 2}\tsentence {i} of {i * i}\n' for i in range(60)))
+    run = f'--data={lines}', '--steps=1', '--batch_size=2', f'--out={tmp_path}/b', '--device=cpu', '--threads=2'
+    assert train.main([f'--init={REAL}/minilm', *run]) == 0
+    assert convert.main([f'--from={tmp_path}/b/ckpt.safetensors', f'--export={tmp_path}/m']) == 0
+    theirs = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / 'm', dtype=torch.float32)
+    row = torch.randint(1000, 30000, (2, 20))
+    with torch.no_grad():
+        near(load(tmp_path / 'b' / 'ckpt.safetensors')[0](row)[0], theirs.eval()(row).logits, 1e-3)
 
 # ---- 13. Benches -------------------------------------------------------------------------------------------
 

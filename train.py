@@ -50,7 +50,7 @@ PART = 65536        # evaluations during training read this many tokens of a val
 TASK_ROWS = 500     # and at least this many rows of a task, since a row may have only one target
 QUIET = 4           # seconds between the progress lines of slow work
 LR = 4e-3           # of a model that begins from scratch
-PRETRAINED_LR = .02         # divided by the width, of one from the hub: larger rates destroy it
+PRETRAINED_LR = .03         # divided by the width, of one from the hub: LR would destroy it
 PRETRAINED_ROW = 512        # at most, without --block_size: it may know many more positions
 POOL = 32           # pairs are drawn for this many steps at once, then sorted: similar lengths share a step
 LAST_SECONDS = 20   # the last validation takes at most so long, or as long as the training did
@@ -72,7 +72,7 @@ class Args:
     steps: int = flag(6400, 'optimiser steps', low=1, high=10 ** 9)
     batch_size: int = flag(4, 'rows per batch, over all processes', low=1, high=2 ** 20)
     accum: int = flag(1, 'batches per step, for more rows than fit into memory', low=1, high=2 ** 12)
-    lr: float = flag(None, 'peak learning rate; default: 4e-3; for a pretrained model 0.02 / width', low=0,
+    lr: float = flag(None, 'peak learning rate; default: 4e-3; for a pretrained model 0.03 / width', low=0,
                      high=100)
     weight_decay: float = flag(0.1, 'applies to parameters with two axes', low=0, high=100)
     optimizer: str = flag('adamw', 'muon: for linear layers in the blocks; worth it from 16 rows per step',
