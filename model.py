@@ -966,6 +966,17 @@ class GPT(nn.Module):
             if hasattr(module, 'forms'):                # FastWeights, Cache, Conv
                 module.forms = forms
 
+    def in_bfloat16(self):
+        """Keep the weights in bfloat16, for reading and writing: half the memory, and a CPU that multiplies it
+        is faster. Gates, feature maps and the states of matrices stay fp32 -> the model"""
+        self.to(torch.bfloat16)
+        for module in self.modules():
+            if isinstance(module, FastWeights):
+                module.float()
+                if hasattr(module.gates, 'proj'):
+                    module.gates.proj.to(torch.bfloat16)
+        return self
+
     def embedded(self, tokens, t=0):
         """tokens (B, T), t the position of the first -> the input of the first layer (B, T, n_embd). Patches
         give (B, T / patch, n_embd). cls adds one position."""

@@ -60,6 +60,7 @@ class Args:
     penalty: float = flag(0.6, 'with --beam: above 0, longer ones are preferred', low=0, high=100)
     device: str = flag('auto', 'auto, cpu, cuda, mps')
     threads: int = flag(None, 'CPU threads; if not given, as many as torch takes', low=1, high=1024)
+    dtype: str = flag('float32', 'of the weights', ['float32', 'bfloat16'])
     impl: str = flag('auto', 'form of the recurrence', ['auto', 'loop', 'chunk', 'fused'])
     compile: bool = flag(False, 'torch.compile of a step, for a GPU and many tokens: half a minute at first')
 
@@ -451,6 +452,8 @@ def main(argv):
     if args.compile:
         try_compiler(device)
     model.use(pick_forms(args.impl))
+    if args.dtype == 'bfloat16':
+        model.in_bfloat16()
     if args.source:
         translate(args, model, meta)
     elif c.classes or not c.causal:                         # without classes, the model raises ValueError

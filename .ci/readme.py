@@ -47,6 +47,7 @@ CUT = {
     r'bench\.py convert --full$': '--init=out/softmax/ckpt.safetensors --data=my.txt --only=hedgehog',
     r'bench\.py (decode|layer|train)': '--lengths=64 --heads=2',
     r'bench\.py batch': '--lengths=256',
+    r'bench\.py cache --init=FOLDER': '--lengths=32',
 }
 if not os.path.exists('/dev/nvidia0'):
     CUT[r'--device=cuda'] = '--device=cpu'
@@ -140,7 +141,9 @@ from model import GPT, Config
 folder, kind, tokens = sys.argv[1:]
 sizes = dict(n_layer=2, n_head=2, n_embd=16, n_inner=16, vocab_size=512, block_size=512)
 model = GPT(Config(rule='softmax', **sizes, **FAMILIES[kind].config))
-to_folder(folder, model.state_dict(), dataclasses.asdict(model.config), {'json': tokens})
+template = '{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}assistant:'
+data = {'json': tokens, 'files': {'chat_template.jinja': template}}
+to_folder(folder, model.state_dict(), dataclasses.asdict(model.config), data)
 """
 
 

@@ -861,10 +861,14 @@ def save_set(folder, meta, sides):
 def load(name, root=None, tokenizer=None, like=None):
     """-> train, val, meta of a data set. name: a set, a local text file or a prepared folder.
 
-    train and val are read-only memory maps. A missing set is prepared, with `tokenizer` or, if `like` is
-    given, in the tokens of that meta (of a model or another set). ValueError if the set is broken or in other
+    train and val are read-only memory maps. A missing set is prepared (of cola:FILE from that file or folder,
+    without a download), with `tokenizer` or, if `like` is given, in the tokens of that meta (of a model or another set). ValueError if the set is broken or in other
     tokens, or if `tokenizer` contradicts `like`. root: the folder of all sets; None: this file's folder
     """
+    file = None
+    set_name, _, rest = name.partition(':')
+    if not find_set(name) and find_set(set_name) and os.path.exists(rest):
+        name, file = set_name, rest
     if like and tokenizer and like['tokenizer'] != tokenizer:
         raise ValueError(f'--tokenizer={tokenizer}: the tokens are those of the model '
                          f'({describe_tokens(like)}); leave it out')
@@ -875,7 +879,7 @@ def load(name, root=None, tokenizer=None, like=None):
     if not os.path.exists(path):
         if folder == name:
             raise ValueError(f'{path} is missing: {name} is no prepared data set; give a name or a text file')
-        prepare(name, root, like=like)
+        prepare(name, root, file=file, like=like)
     try:
         meta = json.loads(read_file(path))
         check_meta(meta)
