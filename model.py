@@ -967,8 +967,8 @@ class GPT(nn.Module):
                 module.forms = forms
 
     def in_bfloat16(self):
-        """Keep the weights in bfloat16, for reading and writing: half the memory, and a CPU that multiplies it
-        is faster. Gates, feature maps and the states of matrices stay fp32 -> the model"""
+        """Keep the weights in bfloat16, to read and write but not to train: half the memory, and faster where
+        the machine multiplies it. Gates, feature maps and S stay fp32 -> the model"""
         self.to(torch.bfloat16)
         for module in self.modules():
             if isinstance(module, FastWeights):

@@ -2502,6 +2502,8 @@ def test_files_of_your_own_fit_the_rows_of_a_model_or_are_cut_off(published, tmp
     assert '36 of 47 texts have more than 15 tokens' in capsys.readouterr().out
     with pytest.raises(ValueError, match='no test side'):
         prepare.test_side(name, like=like)
+    name, flags = published('polarity')                         # a set by name, its file at hand
+    assert prepare.load(f'{name}:{flags["file"]}')[2]['name'] == 'polarity'
 
 @pytest.mark.parametrize('kind', ['byte', 'llama2', 'llama3'])
 def test_a_model_of_texts_reads_one_file_behind_the_other(kind, tmp_path):

@@ -861,9 +861,10 @@ def save_set(folder, meta, sides):
 def load(name, root=None, tokenizer=None, like=None):
     """-> train, val, meta of a data set. name: a set, a local text file or a prepared folder.
 
-    train and val are read-only memory maps. A missing set is prepared (of cola:FILE from that file or folder,
-    without a download), with `tokenizer` or, if `like` is given, in the tokens of that meta (of a model or another set). ValueError if the set is broken or in other
-    tokens, or if `tokenizer` contradicts `like`. root: the folder of all sets; None: this file's folder
+    train and val are read-only memory maps. A missing set is prepared (cola:PATH from that file or folder,
+    without a download), with `tokenizer` or, if `like` is given, in the tokens of that meta (of a model or
+    another set). ValueError if the set is broken or in other tokens, or if `tokenizer` contradicts `like`.
+    root: the folder of all sets; None: this file's folder
     """
     file = None
     set_name, _, rest = name.partition(':')
