@@ -331,16 +331,21 @@ def by_lines(args, model, meta):
     data = meta['data']
     lines = text_of(args.prompt).splitlines()
     prompts = [prepare.begun(prepare.encode(line, data, args.special), data) for line in lines]
-    apart = 'all' in model.config.keeps()
-    say(f'{plural(len(lines), "prompt")}, {"one by one, as caches grow apart" if apart else "all at once"}')
-    together = [i for i, prompt in enumerate(prompts) if len(prompt) > 1 and not apart]
-    groups = [[i] for i in range(len(prompts)) if i not in together] + [together] * bool(together)
+    groups = [[]]                                           # numbers of prompts that are read at once
+    for i, prompt in enumerate(prompts):
+        if 'all' in model.config.keeps() or len(prompt) == 1:
+            groups.append([i])
+        else:
+            groups[0].append(i)
+    if not groups[0]:
+        say('one prompt after the other: the caches of softmax grow apart')
     written = {}
-    for group in groups:
+    for group in filter(None, groups):
         rows = [torch.tensor([prompts[i]], device=model.embed.weight.device) for i in group]
         states = [model.read(row[:, :-1]) for row in rows]
         state = join(states) if len(group) > 1 else states[0]
-        *_, texts = write_texts(args, model, data, torch.cat([row[:, -1:] for row in rows]), state)
+        last = torch.cat([row[:, -1:] for row in rows])
+        *_, texts = write_texts(args, model, data, last, state)
         written.update(zip(group, texts))
     show_texts(prompts, [written[i] for i in range(len(prompts))], data)
 

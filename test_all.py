@@ -3915,7 +3915,7 @@ def test_each_line_is_a_prompt(a_model, tmp_path, capsys):
         alone = [written(capsys, *flags, f'--prompt={line}')[0] for line in lines]
         out, err = written(capsys, *flags, f'--prompt=@{path}', '--lines')
         assert out == ''.join(f'--- {i} ---\n{text}' for i, text in enumerate(alone, 1))
-        assert ('one by one, as' in err) == (rule == 'softmax')
+        assert ('grow apart' in err) == (rule == 'softmax')
     one = load(a_model('--rule=softmax'))[0]
     with pytest.raises(ValueError, match='join texts of one length'):
         model_py.join([one.read(torch.zeros(1, n, dtype=torch.long)) for n in (2, 3)])

@@ -127,6 +127,8 @@ def machine(args):
         dtype = getattr(torch, args.dtype)
     elif cuda and torch.cuda.get_device_capability(device)[0] >= 8:
         dtype = torch.bfloat16                              # these GPUs multiply it fast
+    if args.compile:
+        try_compiler(device)
     return rank, world, device, dtype
 
 
@@ -186,6 +188,11 @@ def set_threads(args, meta, model, data):
         torch.set_num_threads(args.threads or kept)
     elif data.world == 1 and data.device.type == 'cpu':
         fastest(functools.partial(data.rehearse, model))
+
+
+def threads_used(world):
+    """What the checkpoint keeps of them: nothing if there are several processes."""
+    return torch.get_num_threads() if world == 1 else None
 
 
 # ---- sharding: FSDP2, Zhao 2023, arXiv:2304.11277 ----------------------------------------------------------
@@ -629,6 +636,16 @@ def settings(argv):
     return args, model.config, model.state_dict(), meta
 
 
+def texts_of(args, of_model):
+    """-> training and validation tokens, their meta. of_model: the description of the tokens of the model that
+    is trained on, if there is one; what it says of conversations stays"""
+    train, val, meta = prepare.load(args.data, tokenizer=args.tokenizer, like=of_model)
+    meta.update({name: of_model[name] for name in chat.TRAVELS if name in (of_model or {})})
+    if args.val_tokens:
+        val = val[:args.val_tokens]
+    return train, val, meta
+
+
 def mistakes(args, config, data, model):
     """Pairs (is it wrong?, message) for `refuse`: flags, data and model that do not fit together."""
     meta = data.meta
@@ -867,12 +884,7 @@ def show(model, data, args):
 def main(argv):
     args, config, weights, header = settings(argv)
     rank, world, device, dtype = machine(args)
-    if args.compile:
-        try_compiler(device)
-    train, val, meta = prepare.load(args.data, tokenizer=args.tokenizer, like=header.get('data'))
-    meta.update({name: header['data'][name] for name in chat.TRAVELS if name in header.get('data', {})})
-    if args.val_tokens:
-        val = val[:args.val_tokens]
+    train, val, meta = texts_of(args, header.get('data'))
     data = Rows(train, val, meta, meta.get('row', args.row), device, args.batch_size, args.seed,
                 args.accum, args.carry, rank, world, dtype)
     torch.manual_seed(args.seed)
@@ -935,9 +947,7 @@ def main(argv):
             memories = pack_optimiser(model, opt)
             for i, state in enumerate(states if world == 1 else []):        # other processes' are not here
                 memories.update(pack(state, f'carry{i}'))
-            last = {**run, 'best': min(best, 1e300), 'threads': None}
-            if world == 1:
-                last['threads'] = torch.get_num_threads()
+            last = {**run, 'best': min(best, 1e300), 'threads': threads_used(world)}
             keep(f'{args.out}/ckpt.safetensors', model, last, memories, rank)
             log = begin_log(log, file)
             tell_saved('train.py', args.out, f'{args.out}/ckpt.safetensors', done)
