@@ -4663,9 +4663,9 @@ def test_downloads_end_whole_or_not_at_all(name, fault, times, hits, tmp_path, m
 
 PARTS = ['config.json', 'model-0.safetensors', 'model.safetensors.index.json', 'tokenizer.json']
 SENT = {        # of a hub: which file it sends otherwise, and how; what is said; what is kept of the others
-    'good': ('one', '', None, '', ['config.json', 'model.safetensors']),
-    'sum': ('one', 'model.safetensors', backwards, 'sha256 is', ['config.json']),
-    'page': ('one', 'model.safetensors', page, '20 bytes', ['config.json']),
+    'good': ('one', '', None, '', ['chat_template.jinja', 'config.json', 'model.safetensors']),
+    'sum': ('one', 'model.safetensors', backwards, 'sha256 is', ['chat_template.jinja', 'config.json']),
+    'page': ('one', 'model.safetensors', page, '20 bytes', ['chat_template.jinja', 'config.json']),
     'cut': ('one', 'config.json', lambda x: x[:40], 'config.json', []),         # with a length that agrees
     'tokens': ('many', 'tokenizer.json', lambda x: x[:9], 'tokenizer.json', ['config.json']),
     'index': ('many', 'index.json', lambda x: b'{}', 'index.json', ['config.json', 'tokenizer.json']),
@@ -4683,6 +4683,7 @@ def test_the_hub_is_read_over_http(tmp_path, monkeypatch):
     in_hub_layout(source / 'me/many', 'gpt2', shards=2)
     in_hub_layout(source / 'me/vit', 'vit')
     (source / 'me/many/tokenizer.json').write_text('{"model": {"vocab": {}}}')
+    (source / 'me/one/chat_template.jinja').write_text('{{ messages }}')
     (source / 'me/vit/preprocessor_config.json').write_text('{}')
     contents = {}
     for path in source.glob('me/*/*'):
