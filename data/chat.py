@@ -18,9 +18,8 @@ import re
 import subprocess
 import sys
 
-if not __package__:                                             # run as a script: make `data` importable
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from data import prepare
+if __package__:             # not in the process that renders: on many cores, numpy alone would take MEMORY
+    from data import prepare
 
 SECONDS = 5
 MEMORY = 2 ** 30
