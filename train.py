@@ -190,11 +190,6 @@ def set_threads(args, meta, model, data):
         fastest(functools.partial(data.rehearse, model))
 
 
-def threads_used(world):
-    """What the checkpoint keeps of them: nothing if there are several processes."""
-    return torch.get_num_threads() if world == 1 else None
-
-
 # ---- sharding: FSDP2, Zhao 2023, arXiv:2304.11277 ----------------------------------------------------------
 
 def shard(model, device, world):
@@ -947,7 +942,9 @@ def main(argv):
             memories = pack_optimiser(model, opt)
             for i, state in enumerate(states if world == 1 else []):        # other processes' are not here
                 memories.update(pack(state, f'carry{i}'))
-            last = {**run, 'best': min(best, 1e300), 'threads': threads_used(world)}
+            last = {**run, 'best': min(best, 1e300)}
+            if world == 1:
+                last['threads'] = torch.get_num_threads()
             keep(f'{args.out}/ckpt.safetensors', model, last, memories, rank)
             log = begin_log(log, file)
             tell_saved('train.py', args.out, f'{args.out}/ckpt.safetensors', done)

@@ -316,15 +316,8 @@ def encode(text, meta, special=False):
     unknown = sorted(set(text) - set(ids))
     if unknown:
         words = ' or '.join(repr(u[:20]) for u in unknown[:10])
-        raise ValueError(f'there is no token for {words}{remedy(meta)}')
+        raise ValueError(f'there is no token for {words}')
     return [ids[unit] for unit in text]
-
-
-def remedy(meta):
-    """For messages: what to do if tokens have no text because a model's tokenizer is missing; else ''."""
-    if 'missing' in meta:
-        return f'; {meta["missing"]} is missing: put it there, and texts can be read'
-    return ''
 
 
 def ends(meta):
@@ -688,7 +681,7 @@ def prepare(name, root=None, tokenizer=None, file=None, like=None):
         choices = row['tokenizer']
         possible = kind == choices
     if not possible:
-        raise ValueError(f'{name}: its tokens can be {choices}, not {kind}{remedy(wish)}')
+        raise ValueError(f'{name}: its tokens can be {choices}, not {kind}')
     if file and not {'files', 'text'} & set(row):
         raise ValueError(f'--file means nothing for {name}: it is not fetched')
     folder = place(name, root, wish)

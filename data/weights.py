@@ -476,7 +476,7 @@ def tokenizer_of(folder, vocab):
         raw, of_gpt2 = parsed(words, path, lambda words: looked_at(byte_level(words, pairs)))
     else:
         prepare.note(f'{path} is missing, and {" with ".join(OLDER)}, too: tokens are only numbers')
-        return {'tokenizer': 'ids', 'missing': path}
+        return {'tokenizer': 'ids'}
     if of_gpt2 and vocab == 50257:
         return {'tokenizer': 'gpt2'}
     prepare.package()                                       # outside try: the file is not to blame
