@@ -699,7 +699,7 @@ def a_text(args, path, meta, T, count, name):
 
 
 def row_of(args, config):
-    """The tokens in a row: --row or, as in training, at most PRETRAINED_ROW. ValueError if the model knows
+    """The tokens in a row: --row or that of training, at most PRETRAINED_ROW. ValueError if the model knows
     fewer positions"""
     if args.row > config.block_size:
         raise ValueError(f'--row={args.row}: the model knows rows of {config.block_size}; give at most that')
@@ -758,7 +758,7 @@ def convert(args, suite):
     """Run all recipes with equally many tokens: --steps of stage 2, after 3/8 as many of stage 1. Recipes
     without a stage 1 spend all of them on stage 2."""
     path, teacher, meta = softmax_model(args, tasks=True)
-    row = row_of(args, teacher.config)
+    row = meta['data'].get('row') or row_of(args, teacher.config)       # a task has rows of its own
     _, _, data, _ = prepare.for_model(path, meta, args.data, row)
     args.remarks['in % of'] = path
     judged = 2000 if 'row' in data else 64          # a row of a task has few targets, or one

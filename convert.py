@@ -715,6 +715,9 @@ def settings(argv):
     """Merge the given flags with those of the recipe or, with --resume, of the stopped conversion -> args,
     the student's flags"""
     given, changes = parse(argv, HELP, Args, Student)
+    for name in given.keys() | changes.keys() if 'export' in given else ():
+        if name not in ('export', 'from_', 'revision', 'device'):
+            raise ValueError(f'--{name} means nothing: --export only writes the model of --from')
     if given.get('resume'):
         way, kind = stopped(given, changes)
     else:

@@ -315,17 +315,21 @@ def softmax(q, k, v, cached=None):
     if 1 < T < T_all:
         mask = q.new_ones(T, T_all, dtype=torch.bool).tril(T_all - T)
     causal = T == T_all > 1
-    shared = q.shape[1] != k.shape[1]
-    o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=shared)
-    return o, dict(k=k, v=v)
+    return attention(q, k, v, mask, is_causal=causal), dict(k=k, v=v)
+
+def attention(q, k, v, mask=None, **how):
+    """PyTorch's attention for shared heads. Its fast forms on a GPU take them only for one query."""
+    H, T = q.shape[1:3]
+    if T > 1:
+        k, v = for_heads(k, H), for_heads(v, H)
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=k.shape[1] < H, **how)
 
 def softmax_of_all(q, k, v, real=None):
     """`softmax` for an encoder: each step sees all steps except padding. real (B, T) or None"""
     mask = None
     if real is not None:
         mask = real[:, None, None]
-    shared = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=shared), dict(k=k, v=v)
+    return attention(q, k, v, mask), dict(k=k, v=v)
 
 # A transformer is an RNN whose state, the cache of key/value pairs, grows. Limit the cache to `cache` tokens
 # and the state has a fixed size (Oren 2024 sec. 3). A step sees the cached tokens and its own. If the cache

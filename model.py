@@ -967,21 +967,20 @@ class GPT(nn.Module):
                 module.forms = forms
 
     def in_bfloat16(self):
-        """Keep the weights in bfloat16, to read and write but not to train: half the memory, and faster where
-        the machine multiplies it. Gates, feature maps and S stay fp32 -> the model"""
+        """Round the weights to bfloat16, to read and write but not to train: half the memory, and faster where
+        the machine multiplies it. Gates, feature maps and S are computed in fp32."""
         self.to(torch.bfloat16)
         for module in self.modules():
             if isinstance(module, FastWeights):
                 module.float()
                 if hasattr(module.gates, 'proj'):
                     module.gates.proj.to(torch.bfloat16)
-        return self
 
     def embedded(self, tokens, t=0):
         """tokens (B, T), t the position of the first -> the input of the first layer (B, T, n_embd). Patches
         give (B, T / patch, n_embd). cls adds one position."""
         if self.config.patch:
-            tokens = tokens.unflatten(1, (-1, self.config.patch)) / 255
+            tokens = tokens.unflatten(1, (-1, self.config.patch)).to(self.embed.weight) / 255
         x = self.embed(tokens)
         if self.cls is not None:
             x = torch.cat([self.cls.weight.expand(len(x), 1, -1), x], 1)
@@ -1009,6 +1008,8 @@ class GPT(nn.Module):
         t = state['t']
         real = None if self.config.causal else self.real(tokens)
         by_text = bool(t.dim())                     # the texts are of unequal length, see `join`
+        if by_text and tokens.shape[1] > 1:
+            raise ValueError('joined texts go on one token at a time')
         x = self.embedded(tokens, t[:, None].to(tokens.device) if by_text else t)
         if not x.shape[1]:                          # only a source, no decoder text yet
             return x, state
@@ -1209,10 +1210,10 @@ def join(states):
     for same in zip(*(state['layers'] for state in states)):
         layer = {}
         for part, tensors in same[0].items():
-            try:
-                layer[part] = {name: torch.cat([other[part][name] for other in same]) for name in tensors}
-            except RuntimeError:
-                raise ValueError('softmax caches all tokens of a text: join texts of one length') from None
+            lengths = {other[part]['k'].shape[2] for other in same if 'k' in tensors}
+            if len(lengths) > 1:
+                raise ValueError('softmax caches all tokens of a text: join texts of one length')
+            layer[part] = {name: torch.cat([other[part][name] for other in same]) for name in tensors}
         layers.append(layer)
     return {'t': torch.stack([state['t'] for state in states]), 'layers': layers}
 

@@ -6,12 +6,12 @@
     python sample.py --load_state=out/read.safetensors --prompt="class "             ... and go on from there
     python sample.py --init=out/softmax/ckpt.safetensors --rule=tova --cache=64      an RNN without training
     python sample.py --init=FOLDER --chat --rule=tova --cache=256          a conversation in constant memory
-    python sample.py --prompt=@FILE --lines                    each line is a prompt, all at once
+    python sample.py --prompt=@FILE --lines                    each line is a prompt of its own
     python sample.py --source="A man sleeps." --beam=4         a translation; @file: one of each line
 
 If the model is a classifier, the prompt is classified: each class is printed with its probability. In a chat
-(--chat) the model's own template frames what is said: --prompt, or each line of standard input; /reset begins
-anew, /quit ends. A text also ends where the model ends it.
+(--chat) the model's own template frames what is said: --prompt or, without it and on a terminal, each line of
+standard input; /reset begins anew, /quit ends. A text also ends where the model ends it.
 
 Only what is written goes to standard output, without the prompt; messages go to standard error.
 
@@ -65,6 +65,7 @@ class Args:
     compile: bool = flag(False, 'torch.compile of a step, for a GPU and many tokens: half a minute at first')
 
 
+AT_ONCE = 64        # texts in a batch
 LOOK_BACK = 16      # at most this many tokens wait to be printed; this many before them help to decode
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'assets', 'memory.html')
 EMPTY = '>null</script>'                                    # where the page has no recording yet
@@ -119,6 +120,12 @@ def text_of(given):
             raise ValueError(f'{given[:60]}: no such file; - stands for standard input, @@ for a first @')
         return prepare.as_utf8(prepare.read_file(path), path)
     return given
+
+
+def lines_of(given):
+    """The lines of the text that a flag stands for, as in training: only ASCII line ends end a line."""
+    data = text_of(given).removeprefix('\ufeff').encode('utf-8', 'surrogateescape')
+    return [line.decode('utf-8', 'surrogateescape') for line in data.splitlines()]
 
 
 def read_state(args, model, meta):
@@ -192,10 +199,9 @@ def classify(model, tokens, meta):
 
 def translate(args, model, meta):
     """Print a translation of each line of --source, one per line."""
-    data = text_of(args.source).removeprefix('\ufeff').encode('utf-8', 'surrogateescape')
-    texts = [line.decode('utf-8', 'surrogateescape') for line in data.splitlines()]      # as of training
+    texts = lines_of(args.source)
     sources = torch.from_numpy(prepare.source_rows(texts, meta['data'])).long().to(model.embed.weight.device)
-    for some in sources.split(64):
+    for some in sources.split(AT_ONCE):
         for row in model.translate(some, args.beam, args.penalty).tolist():
             print(prepare.decode(row, meta['data']).replace('\n', ' '), flush=True)
 
@@ -293,8 +299,10 @@ def show_text(before, held, data):
 def write_texts(args, model, data, first, begun, prompt=None):
     """Write what comes after the tokens `first` (B, 1) and the state `begun`. A text ends with a token that
     ends texts, which does not count. prompt: the tokens before, if the one text is to be printed as it comes
-    -> the last tokens, their state, the times at which steps began and ended, and all tokens of each text"""
+    -> the last tokens, their state, the times at which steps began and ended, and the tokens of each text"""
     ends = data.get('ends', [])
+    if args.save_state and args.samples > 1:                # in the state, no text stops before the others
+        ends = []
     before = (prompt or [])[-LOOK_BACK:]                    # tokens that were printed, or given
     held = []                                               # those of an unfinished character
     texts = [[] for _ in first]
@@ -329,16 +337,20 @@ def show_texts(prompts, texts, data):
 def by_lines(args, model, meta):
     """Go on from each line of --prompt: with all at once, or with one by one where caches grow."""
     data = meta['data']
-    lines = text_of(args.prompt).splitlines()
-    prompts = [prepare.begun(prepare.encode(line, data, args.special), data) for line in lines]
+    prompts = []
+    for line in lines_of(args.prompt):
+        prompts.append(prepare.begun(prepare.encode(line, data, args.special), data))
+    grows = 'all' in model.config.keeps()
+    if grows:
+        say('one prompt after the other: the caches of softmax grow apart')
     groups = [[]]                                           # numbers of prompts that are read at once
     for i, prompt in enumerate(prompts):
-        if 'all' in model.config.keeps() or len(prompt) == 1:
+        if grows or len(prompt) == 1:                       # of one token, there is nothing to read before
             groups.append([i])
-        else:
-            groups[0].append(i)
-    if not groups[0]:
-        say('one prompt after the other: the caches of softmax grow apart')
+            continue
+        if len(groups[0]) == AT_ONCE:
+            groups.insert(0, [])
+        groups[0].append(i)
     written = {}
     for group in filter(None, groups):
         rows = [torch.tensor([prompts[i]], device=model.embed.weight.device) for i in group]
@@ -354,7 +366,7 @@ def spoken(args):
     """What a user says: --prompt, then or without it each line of standard input."""
     if args.prompt:
         yield text_of(args.prompt)
-    while not args.prompt or (sys.stdin and sys.stdin.isatty()):
+    while sys.stdin and (sys.stdin.isatty() or not args.prompt):
         if sys.stdin.isatty():
             print('> ', end='', file=sys.stderr, flush=True)
         line = sys.stdin.buffer.readline()

@@ -391,7 +391,7 @@ class Rows:
         begin = blocks(len(self.val), self.T, self.meta, 8)
         began = time.perf_counter()
         self.evaluate(model, begin)
-        rows = int(seconds / (time.perf_counter() - began) * len(begin))
+        rows = max(1, int(seconds / (time.perf_counter() - began) * len(begin)))
         begin = blocks(len(self.val), self.T, self.meta)
         return self.val[:begin[rows]] if rows < len(begin) else self.val
 
@@ -600,10 +600,11 @@ def settings(argv):
         if data['tokenizer'] in prepare.FIXED:              # allow longer rows: facts-256 first, then facts
             data.pop('row', None)
         args.row = row or model.config.block_size
+        rate = LR
         if 'files' in data:                                 # it comes from the hub
             args.row = row or min(args.row, PRETRAINED_ROW)
-            args.lr = PRETRAINED_LR / model.config.n_embd if args.lr is None else args.lr
-        args.lr = LR if args.lr is None else args.lr
+            rate = PRETRAINED_LR / model.config.n_embd
+        args.lr = rate if args.lr is None else args.lr
         return args, model.config, model.state_dict(), {'data': data}
     if not args.resume:
         config = Config(**given_model)
@@ -616,6 +617,7 @@ def settings(argv):
     if 'best' not in meta:
         raise ValueError(f'{path}: holds no training run, only a model')
     run = picked(Stopped, meta, path)
+    run.args.setdefault('row', model.config.block_size)     # as before there was --init with longer models
     typed(Args, run.args, path)
     for name, value in given_model.items():
         was = run.args['row'] if name == 'block_size' else getattr(model.config, name)
@@ -623,17 +625,14 @@ def settings(argv):
             raise ValueError(f'--{name}={value}: {path} was made with {was!r}; drop the flag, or start anew '
                              'with another --out')
     args = Args(**{**run.args, **given, 'out': args.out})   # new flags override the run's
-    if (args.data, args.val_tokens) != (run.args['data'], run.args['val_tokens']):
-        meta['best'] = math.inf                             # a loss on another text cannot be compared
-        say('other validation tokens: best.safetensors begins anew')
     if args.steps <= meta['step']:
         raise ValueError(f'{path}: has done {meta["step"]} steps; --steps={args.steps} is not more')
     return args, model.config, model.state_dict(), meta
 
 
 def texts_of(args, of_model):
-    """-> training and validation tokens, their meta. of_model: the description of the tokens of the model that
-    is trained on, if there is one; what it says of conversations stays"""
+    """-> training and validation tokens, their meta. of_model: the description of a pretrained model's tokens;
+    what it says of conversations stays"""
     train, val, meta = prepare.load(args.data, tokenizer=args.tokenizer, like=of_model)
     meta.update({name: of_model[name] for name in chat.TRAVELS if name in (of_model or {})})
     if args.val_tokens:
@@ -697,6 +696,9 @@ def restore(args, header, data, model, opt):
             raise ValueError(
                 f'--resume --data={args.data}: {side}.bin is not what the run began with, by its sha256; '
                 f'bring it back, or begin anew with --init={args.out}/ckpt.safetensors and another --out')
+    if (args.data, args.val_tokens) != (was['data'], was['val_tokens']):
+        header['best'] = math.inf                           # a loss on another text cannot be compared
+        say('other validation tokens: best.safetensors begins anew')
     if args.optimizer == was['optimizer']:
         unpack_optimiser(model, opt, tensors, f'{args.out}/ckpt.safetensors')
     else:
@@ -811,8 +813,8 @@ def opening(model, data, args, run, log):
     text = (f'{briefly(config.rules)} | {size / 1e6:.2f} M parameters | '
             f'{args.data}: {len(data.train):,} + {len(data.val):,} tokens of {config.vocab_size} | '
             f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {plural(threads, "thread")}\n'
-            f'rows of {data.T}, lr {args.lr:.2g}, saved every {plural(args.eval_every, "step")}; memory: at '
-            f'least {needs:.2g} GB; recurrence: {model.why}')
+            f'rows of {data.T}, lr {args.lr:.2g}, saved every {plural(args.eval_every, "step")}; '
+            f'memory: about {needs:.2g} GB; recurrence: {model.why}')
     tell(log, text, config=dataclasses.asdict(config), **run, data=about, commit=commit(),
          device=str(data.device), params=size, threads=threads)
 
@@ -837,7 +839,7 @@ def report(model, data, args, log, **figures):
         what += f', the first {n:,} of {meta["val"]["tokens"]:,} tokens (--val_tokens reads more)'
     loss, right = data.evaluate(model, label='validation')
     tell(log, f'validation, {what}: {score(meta, loss, right)}', read='blocks', val_loss=loss, accuracy=right)
-    figures.update(val_loss=loss, accuracy=right)
+    figures.update({'val_loss': loss, 'accuracy': right, 'validation tokens': n})
     if data.rank > 0:                                       # one process does the rest
         return
     if 'row' not in meta:

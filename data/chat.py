@@ -1,14 +1,15 @@
 """Conversations: a model's chat template, its special tokens, the tokens that end a text.
 
-    data.update(of_folder('FOLDER', data))              # they stay with the tokens' description
+    data.update(of_folder('FOLDER', data, 2))           # they stay with the tokens' description
     text = rendered([{'role': 'user', 'content': 'Hi'}], data)          # what the template makes of it
     ids = tokens(text, data)
 
 A template is a program in Jinja that comes with the model, and may be hostile. It runs in Jinja's sandbox,
-in a process of its own (this file, as a script), for SECONDS, in MEMORY, and makes a text of SIZE at most.
+in a process of its own (this file, as a script), for SECONDS, in MEMORY (on Linux), and makes a text of SIZE
+at most.
 
-What a user says never becomes a special token. MARK is put into every word of it that would be one, and taken
-out again when the text around has been cut at its special tokens.
+What a user says never becomes a special token: each word of it that would be one is replaced by its number
+between two MARKs, until the text around has been cut at its special tokens.
 """
 import contextlib
 import datetime
@@ -44,13 +45,13 @@ def of_folder(folder, data, config_ends):
     special = {}
     if data['tokenizer'] == 'gpt2':
         special = {'<|endoftext|>': 50256}
-    if 'json' in data:
-        for token in json.loads(data['json']).get('added_tokens') or []:
+    for token in added_tokens(data):
+        if token.get('special'):                                # others are words, which texts may have
             special[token['content']] = token['id']
     special = {word: i for word, i in special.items() if word and i < data['vocab_size']}
     about, generation = (as_object(files.get(name, '{}'), name) for name in (TOKENS, ENDS))
-    if 'json' in data:                                          # that one is kept there
-        files.pop(KEPT[0], None)
+    if 'json' in data and files.pop(KEPT[0], None):             # that one is kept there
+        files = {name: text for name, text in files.items() if name not in KEPT}
     template = files.get(TEMPLATE) or about.get('chat_template') or ''
     if isinstance(template, list):                              # several, by name
         template = {one.get('name'): one.get('template') for one in template}.get('default', '')
@@ -63,12 +64,17 @@ def of_folder(folder, data, config_ends):
     return {'template': str(template), 'special': special, 'ends': ends, 'files': files}
 
 
+def added_tokens(data):
+    """The entries of tokenizer.json about tokens beside the learned ones."""
+    return json.loads(data.get('json', '{}')).get('added_tokens') or []
+
+
 def as_object(text, name):
     """A JSON text -> a dict. ValueError, with the name of its file, if it is none"""
     try:
         return dict(json.loads(text))
     except (ValueError, TypeError, RecursionError) as e:
-        raise ValueError(f'{name}: {e}') from None
+        raise ValueError(f'{name}: {e}; get it anew') from None
 
 
 def named(about):
@@ -83,10 +89,15 @@ def named(about):
 
 
 def marked(text, data):
-    """The text with MARK in all that would be read as a special token."""
-    for word in data.get('special', {}):
-        text = text.replace(word, word[0] + MARK + word[1:])
+    """The text with a number between MARKs in place of each word that would be read as a special token."""
+    for i, word in enumerate(longest_first(data)):
+        text = text.replace(word, f'{MARK}{i}{MARK}')
     return text
+
+
+def longest_first(data):
+    """The special tokens' texts; one may be part of another."""
+    return sorted(data.get('special', {}), key=len, reverse=True)
 
 
 def rendered(messages, data):
@@ -104,22 +115,28 @@ def rendered(messages, data):
     except subprocess.TimeoutExpired:
         raise ValueError(f'the chat template takes more than {SECONDS} seconds') from None
     if done.returncode:
-        lines = done.stderr.decode('utf-8', 'replace').strip().splitlines() or ['it was stopped']
-        raise ValueError(f'the chat template does not take these messages: {lines[-1][:200]}')
+        why = done.stderr[-200:].decode('utf-8', 'replace').strip() or 'it was stopped'
+        raise ValueError(f'the chat template does not take these messages: {why!a}')
     return done.stdout.decode('utf-8', 'surrogatepass')
 
 
 def tokens(text, data):
     """Token ids of a rendered text."""
-    if MARK not in text:
+    words = longest_first(data)
+    if MARK not in text or not words:
         return prepare.encode(text, data, special=True)
-    words = sorted(data['special'], key=len, reverse=True)
+    about = {token['content']: token for token in added_tokens(data)}
+    patterns = []
+    for word in words:                                          # some take the blanks beside them
+        before, behind = (r'\s*' * bool(about.get(word, {}).get(side)) for side in ('lstrip', 'rstrip'))
+        patterns.append(before + re.escape(word) + behind)
     ids = []
-    for part in re.split(f'({"|".join(map(re.escape, words))})', text):
-        if part in data['special']:
-            ids.append(data['special'][part])
+    for i, part in enumerate(re.split(f'({"|".join(patterns)})', text)):
+        if i % 2:
+            ids.append(data['special'][part if part in words else part.strip()])
         else:
-            ids += prepare.encode(part.replace(MARK, ''), data)
+            part = re.sub(f'{MARK}(\\d+){MARK}', lambda number: words[int(number[1])], part)
+            ids += prepare.encode(part, data)
     return ids
 
 
@@ -147,7 +164,7 @@ def main():
         text = template.render(messages=given['messages'], add_generation_prompt=True, tools=None,
                                documents=None, **given['names'])
     except Exception as e:      # noqa: BLE001  a template may raise anything
-        sys.exit(f'{type(e).__name__}: {e}')
+        sys.exit(f'{type(e).__name__}: {e}'[:200])
     if len(text) > SIZE:
         sys.exit(f'its text has {len(text):,} characters, expected at most {SIZE:,}')
     sys.stdout.buffer.write(text.encode('utf-8', 'surrogatepass'))

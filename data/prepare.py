@@ -42,6 +42,7 @@ import argparse
 import contextlib
 import ctypes
 import functools
+import glob
 import hashlib
 import io
 import json
@@ -141,10 +142,13 @@ OWN = {     # your own files; a folder's name begins with its kind, so kinds nev
 
 
 def find_set(name):
-    """The entry of a data set in DATASETS; None if there is no such set. Other row lengths and picture
-    patches make sets of their own: listops-2048, mnist-patch7."""
+    """The entry of a data set in DATASETS; None if there is no such set. Other row lengths, picture patches
+    and files of yours make sets of their own: listops-2048, mnist-patch7, cola:FOLDER."""
     if name in DATASETS:
         return DATASETS[name]
+    base, _, path = name.partition(':')
+    if os.path.exists(path) and find_set(base):
+        return {**find_set(base), 'base': base, 'file': path}
     match = re.fullmatch(r'(.+)-(patch)?([1-9]\d{0,4})', name)
     if not match:
         return None
@@ -473,14 +477,15 @@ def note(text):
 
 
 @functools.cache
-def home(here):
-    """The folder of data sets and of models from the hub: data/ (here) or, if that is read-only, the user's
-    cache folder."""
-    if os.access(here, os.W_OK) or not os.path.exists(here):
-        return here
+def kept_in(here, name):
+    """The folder of a data set, or of a model from the hub: in data/ (here) or, where that is read-only and
+    has no such folder, in the user's cache."""
+    folder = os.path.join(here, name)
+    if os.path.exists(folder) or os.access(here, os.W_OK) or not os.path.exists(here):
+        return folder
     cache = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
-    folder = os.path.join(cache, 'nanofwp')
-    note(f'{here} is read-only: data sets and models of the hub are kept in {folder}')
+    folder = os.path.join(cache, 'nanofwp', name)
+    note(f'{here} is read-only: {folder} is used')
     return folder
 
 
@@ -628,12 +633,16 @@ def place(name, root=None, like=None):
     table = tokens.get('json') or ''.join(tokens.get('chars', []))
     says_all = not like or row['tokenizer'] in FIXED            # then the name determines the tokens
     folder = name.replace(':', '-')
+    if 'file' in row:
+        paths = sorted(filter(os.path.isfile, glob.glob(f'{row["file"]}/*'))) or [row['file']]
+        content = b''.join(map(read_file, paths))
+        folder = f'{row["base"]}-{short_hash(content)}'
     if 'own' in row:
         if os.path.isdir(name):
             return name
         folder = own_folder(name, row['own'], kind)
         says_all = not table
-    folder = os.path.join(root or home(HERE), folder)
+    folder = os.path.join(root, folder) if root else kept_in(HERE, folder)
     if says_all:
         return folder
     names = [folder, f'{folder}-{kind.replace(":", "-")}']
@@ -682,6 +691,7 @@ def prepare(name, root=None, tokenizer=None, file=None, like=None):
         possible = kind == choices
     if not possible:
         raise ValueError(f'{name}: its tokens can be {choices}, not {kind}')
+    file = file or row.get('file')
     if file and not {'files', 'text'} & set(row):
         raise ValueError(f'--file means nothing for {name}: it is not fetched')
     folder = place(name, root, wish)
@@ -854,15 +864,10 @@ def save_set(folder, meta, sides):
 def load(name, root=None, tokenizer=None, like=None):
     """-> train, val, meta of a data set. name: a set, a local text file or a prepared folder.
 
-    train and val are read-only memory maps. A missing set is prepared (cola:PATH from that file or folder,
-    without a download), with `tokenizer` or, if `like` is given, in the tokens of that meta (of a model or
-    another set). ValueError if the set is broken or in other tokens, or if `tokenizer` contradicts `like`.
-    root: the folder of all sets; None: this file's folder
+    train and val are read-only memory maps. A missing set is prepared, with `tokenizer` or, if `like` is
+    given, in the tokens of that meta (of a model or another set). ValueError if the set is broken or in other
+    tokens, or if `tokenizer` contradicts `like`. root: the folder of all sets; None: this file's folder
     """
-    file = None
-    set_name, _, rest = name.partition(':')
-    if not find_set(name) and find_set(set_name) and os.path.exists(rest):
-        name, file = set_name, rest
     if like and tokenizer and like['tokenizer'] != tokenizer:
         raise ValueError(f'--tokenizer={tokenizer}: the tokens are those of the model '
                          f'({describe_tokens(like)}); leave it out')
@@ -873,7 +878,7 @@ def load(name, root=None, tokenizer=None, like=None):
     if not os.path.exists(path):
         if folder == name:
             raise ValueError(f'{path} is missing: {name} is no prepared data set; give a name or a text file')
-        prepare(name, root, file=file, like=like)
+        prepare(name, root, like=like)
     try:
         meta = json.loads(read_file(path))
         check_meta(meta)
@@ -922,14 +927,13 @@ def check_tokens(meta):
         raise ValueError(f'tokenizer {kind!r:.60} is not known, or its json is no text')
     if vocab < {'byte': 256, 'gpt2': 50257}.get(kind, 1):
         raise ValueError(f'vocab_size is {vocab}, too few for the tokenizer {kind}')
-    kinds = {'template': '', 'special': {}, 'ends': [], 'files': {}}            # see data/chat.py
-    fits = all(type(meta.get(name, empty)) is type(empty) for name, empty in kinds.items())
-    if fits:
-        ids = [*meta.get('special', {}).values(), *meta.get('ends', [])]
-        fits = all(type(i) is int and 0 <= i < vocab for i in ids)
-        fits = fits and all(isinstance(text, str) for text in meta.get('files', {}).values())
-    if not fits:
-        raise ValueError(f'{", ".join(kinds)}: one of them is not as data/chat.py makes it')
+    kinds = {'template': str, 'special': dict, 'ends': list, 'files': dict}     # see data/chat.py
+    if kinds.keys() & meta.keys():
+        fits = all(isinstance(meta.get(name), kind_of) for name, kind_of in kinds.items())
+        ids = [*meta['special'].values(), *meta['ends']] if fits else [None]
+        texts = meta['files'].values() if fits else []
+        if not all(type(i) is int and 0 <= i < vocab for i in ids) or not all(type(x) is str for x in texts):
+            raise ValueError(f'{", ".join(kinds)}: one of them is not as data/chat.py makes it')
     chars = meta.get('chars')
     are_texts = isinstance(chars, list) and all(isinstance(text, str) for text in chars)
     if (kind in ('char', 'words') or chars is not None) and not (are_texts and len(chars) == vocab):

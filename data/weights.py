@@ -237,8 +237,15 @@ def parts(theirs, x, width):
 def parsed(path, name, use):
     """Read a JSON file -> use(its content). ValueError if it is broken, or has content that `use` cannot
     read. name: of the file, for messages"""
-    try:
+    with as_the_hub(name):
         return use(json.loads(prepare.read_file(path)))
+
+
+@contextlib.contextmanager
+def as_the_hub(name):
+    """ValueError, which begins with the name of a file or folder, if what it says cannot be used."""
+    try:
+        yield
     except ValueError as e:
         raise ValueError(f'{name}: {e}') from None
     except (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as e:
@@ -339,9 +346,11 @@ class Folder:
                         raise ValueError(f'{file}: {name} is also in {other}; keep that of the model alone')
                     self.stored[uniform] = file, name, f.get_tensor(name)
         self.data = {**data_of(path, self.kind, self.config), 'name': source}
-        self.data.update(chat.of_folder(path, self.data, self.config.pop('ends')))
-        if self.config['tied'] and 'lm_head.weight' in self.stored:     # the file is right, not config.json
-            theirs = FAMILIES[self.kind].names
+        with as_the_hub(path):
+            self.data.update(chat.of_folder(path, self.data, self.config.pop('ends')))
+        theirs = FAMILIES[self.kind].names
+        head = theirs.get('head.weight')
+        if self.config['tied'] and head in self.stored:         # the file is right, not config.json
             embed, head = (self.tensor(theirs[ours], None, self.config['n_embd'])
                            for ours in ('embed.weight', 'head.weight'))
             self.config['tied'] = torch.equal(embed, head.to(embed.dtype))
@@ -545,7 +554,7 @@ def to_folder(folder, tensors, config, data):
         theirs[TYPES] = torch.zeros(2, config['n_embd'])
     os.makedirs(folder, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as made:
-        write_safetensors(os.path.join(made, 'model.safetensors'), theirs, {'format': 'pt'})
+        write_safetensors(os.path.join(made, WHOLE), theirs, {'format': 'pt'})
         for name in chat.FILES + chat.KEPT:
             if name in texts:
                 prepare.write_file(os.path.join(made, name), [texts[name].encode()])
@@ -597,8 +606,7 @@ PINNED = {  # revision/file: bytes, sha256; for other files we ask the hub
     (548105171, '248dfc3911869ec493c76e65bf2fcf7f615828b0254c12b473182f0f81d3a707')}
 WHOLE = 'model.safetensors'
 INDEX = f'{WHOLE}.index.json'
-TOKENIZER = 'tokenizer.json'
-OLDER = 'vocab.json', 'merges.txt'      # together in place of that
+TOKENIZER, *OLDER = chat.KEPT            # the older two stood together for the first
 PIXELS = 'preprocessor_config.json'
 
 
@@ -630,7 +638,7 @@ def hub(name, revision='main'):
         revision = pinned
     site = f'{prepare.endpoint()}/{repo}'
     base = f'{site}/resolve/{revision}'
-    folder = os.path.join(prepare.home(prepare.HERE), 'hub', f'{repo}--{revision}'.replace('/', '--'))
+    folder = prepare.kept_in(prepare.HERE, os.path.join('hub', f'{repo}--{revision}'.replace('/', '--')))
     if not get_file(base, folder, 'config.json'):
         raise ValueError(f'{site}: no such model at revision {revision}')
     whole = os.path.join(folder, WHOLE)
