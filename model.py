@@ -967,8 +967,8 @@ class GPT(nn.Module):
                 module.forms = forms
 
     def in_bfloat16(self):
-        """Round the weights to bfloat16, to read and write but not to train: half the memory, and faster where
-        the machine multiplies it. Gates, feature maps and S are computed in fp32."""
+        """Round the weights to bfloat16, to read and write but not to train: half the memory, and faster
+        where the machine multiplies it. Gates, feature maps and S are computed in fp32."""
         self.to(torch.bfloat16)
         for module in self.modules():
             if isinstance(module, FastWeights):
