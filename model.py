@@ -1422,12 +1422,14 @@ def fill(model, tensors, why, **how):
 def swapped(config, source, rule='', **changes):
     """A Config with other flags of `Swap`. A new rule replaces softmax and every rule with a cache.
     ValueError, with the source, if it has neither."""
+    if rule and rule not in RULES:
+        raise ValueError(f'--rule={rule}: choose from {", ".join(RULES)}')
     if rule:
         if config.keeps() == {None}:
             raise ValueError(f'--rule={rule}: {source} has no softmax layers, only {briefly(config.rules)}')
         if RULES[rule].matrix:
             raise ValueError(f'--rule={rule}: what softmax learned does not suit a matrix without training; '
-                             f'python convert.py --from={source} --rule={rule}')
+                             f'python convert.py --from={source} --rule={rule} --data=TEXT trains it')
         layers = [rule if RULES[name].keeps else name for name in config.rules]
         changes.update(rule=rule, layers=','.join(layers))
         if RULES[rule].keeps == 'all':

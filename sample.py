@@ -97,7 +97,7 @@ def check_flags(given, args, config):
                 'load_state', 'html', 'chat', 'special', 'lines'}
     for holds, does, unused in [
             (args.source, 'translates --source, and nothing else', of_steps | {'prompt'}),
-            (config.classes, 'tells classes apart, and nothing else', of_steps),
+            (config.classes or not config.causal, 'tells classes apart, and nothing else', of_steps),
             (args.chat, 'chats', {'samples', 'save_state', 'load_state', 'html', 'special', 'lines'}),
             (args.lines, 'reads lines', {'samples', 'save_state', 'load_state', 'html'}),
             (not args.source, 'translates nothing without --source', {'beam', 'penalty'})]:
@@ -343,6 +343,8 @@ def by_lines(args, model, meta):
     grows = 'all' in model.config.keeps()
     if grows:
         say('one prompt after the other: the caches of softmax grow apart')
+    if not prompts:
+        raise ValueError(f'--lines --prompt={args.prompt:.60}: there are no lines')
     groups = [[]]                                           # numbers of prompts that are read at once
     for i, prompt in enumerate(prompts):
         if grows or len(prompt) == 1:                       # of one token, there is nothing to read before
@@ -402,7 +404,9 @@ def converse(args, model, meta):
         answer = prepare.decode(answer, data)
         messages.append({'role': 'assistant', 'content': answer})
         known = text + chat.marked(answer, data)
-    if state:
+    if state is None:
+        say('nothing was said')
+    else:
         say(f'{int(state["t"]):,} tokens read and written; state of {state_bytes(state):,} bytes')
 
 

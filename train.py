@@ -48,7 +48,9 @@ MUON = 4.0          # Muon's rate is this times --lr: singular values of its ste
 WARMUP = 0.05       # share of the steps; after the warm-up, a cosine to 0
 PART = 65536        # evaluations during training read this many tokens of a validation text,
 TASK_ROWS = 500     # and at least this many rows of a task, since a row may have only one target
-QUIET = 4           # seconds between the progress lines of slow work
+QUIET = 4           # seconds between the progress lines of slow work,
+SLOW = 20           # and of slow steps
+SMALL = 2 * 10 ** 7         # parameters of a model for which threads are timed
 LR = 4e-3           # of a model that begins from scratch
 PRETRAINED_LR = .03         # divided by the width, of one from the hub: LR would destroy it
 PRETRAINED_ROW = 512        # at most, without --block_size: it may know many more positions
@@ -187,7 +189,10 @@ def set_threads(args, meta, model, data):
     if args.threads or kept:
         torch.set_num_threads(args.threads or kept)
     elif data.world == 1 and data.device.type == 'cpu':
-        fastest(functools.partial(data.rehearse, model))
+        if sum(p.numel() for p in model.parameters()) < SMALL:
+            fastest(functools.partial(data.rehearse, model))
+        else:
+            torch.set_num_threads(DEFAULT_THREADS)          # a batch takes seconds, on all cores the fewest
 
 
 # ---- sharding: FSDP2, Zhao 2023, arXiv:2304.11277 ----------------------------------------------------------
@@ -631,8 +636,8 @@ def settings(argv):
 
 
 def texts_of(args, of_model):
-    """-> training and validation tokens, their meta. of_model: the description of a pretrained model's tokens;
-    what it says of conversations stays"""
+    """-> training and validation tokens, their meta. of_model: what the file of the model says of its data; it
+    is kept as far as it is about conversations"""
     train, val, meta = prepare.load(args.data, tokenizer=args.tokenizer, like=of_model)
     meta.update({name: of_model[name] for name in chat.TRAVELS if name in (of_model or {})})
     if args.val_tokens:
@@ -735,7 +740,7 @@ def log_of(args):
         return log, log
     if os.path.exists(f'{args.out}/ckpt.safetensors'):
         say(f'--out={args.out} holds a model already; this run will replace it')
-    prepare.saved.append(f'nothing is saved yet; what {args.out} held is as it was')
+    prepare.saved.append(f'nothing is saved yet (see --eval_every); what {args.out} held is as it was')
     return io.StringIO() if os.path.getsize(log.name) else log, log
 
 
@@ -752,8 +757,8 @@ def tell_saved(script, out, path, step):
     world = os.environ.get('WORLD_SIZE', '1')
     start = 'python' if world == '1' else f'torchrun --nproc_per_node={world}'
     if os.environ.get('RANK', '0') == '0':
-        prepare.saved.append(f'{path} has {step} steps; {start} {script} --resume --out={shlex.quote(out)} '
-                             'goes on')
+        prepare.saved.append(f'{path} has {plural(step, "step")}; {start} {script} --resume '
+                             f'--out={shlex.quote(out)} goes on')
 
 
 def built(args, config, data, weights):
@@ -794,7 +799,7 @@ def tell_step(log, data, steps, peak, step, loss, norm, ms, stage=''):
     cost = f'loss {loss:.3f}'
     if not stage and 'row' not in data.meta:                # in the unit of the validation
         cost = f'{loss * bits_a_nat(data.meta):.4f} bits per byte'
-    speed = f'{tok_s / 1e3:.1f}k' if tok_s > 1e3 else f'{tok_s:.2g}'
+    speed = f'{tok_s / 1e3:.1f}k' if tok_s > 1e3 else f'{tok_s:.0f}'
     text = (f'{stage}step {step:5d}/{steps} | {cost} | lr {lr:.1e} | norm {norm:5.2f} | '
             f'{ms:5.0f} ms | {speed} tok/s | {peak_memory / 1e6:.0f} MB | '
             f'eta {(steps - step) * ms / 6e4:.1f} min')
@@ -805,16 +810,19 @@ def opening(model, data, args, run, log):
     """Print what is trained, and begin the log with it."""
     config = model.config
     size = sum(p.numel() for p in model.parameters())
-    logits = 12 * data.T * data.batch_size // data.world * config.vocab_size        # they, softmax, gradient
-    needs = (16 * size + logits) / 1e9      # weights, gradients, two averages
+    tokens = data.T * data.batch_size // data.world
+    wide_by = config.n_embd + (config.n_inner or 4 * config.n_embd)
+    kept = 24 * config.n_layer * wide_by + 12 * config.vocab_size       # per token, in the layers, as logits
+    needs = (16 * size + kept * tokens) / 1e9       # 16: weights, gradients, two averages
     threads = torch.get_num_threads()
+    every = min(args.eval_every, args.steps)
     long = 'json', *chat.TRAVELS
     about = {key: value for key, value in data.meta.items() if key not in long}
     text = (f'{briefly(config.rules)} | {size / 1e6:.2f} M parameters | '
             f'{args.data}: {len(data.train):,} + {len(data.val):,} tokens of {config.vocab_size} | '
             f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {plural(threads, "thread")}\n'
-            f'rows of {data.T}, lr {args.lr:.2g}, saved every {plural(args.eval_every, "step")}; '
-            f'memory: about {needs:.2g} GB; recurrence: {model.why}')
+            f'rows of {data.T}, lr {args.lr:.2g}, saved every {plural(every, "step")}; memory: about '
+            f'{needs:.2g} GB; recurrence: {model.why}')
     tell(log, text, config=dataclasses.asdict(config), **run, data=about, commit=commit(),
          device=str(data.device), params=size, threads=threads)
 
@@ -869,11 +877,20 @@ def show(model, data, args):
     if 'row' in meta:
         return
     beginning = prepare.encode(PROMPTS.get(args.data, ''), meta)
+    if 'files' in meta:                                     # pretrained: an empty text would tell nothing
+        beginning = data.val[:16].tolist()
+    if meta.get('template'):
+        more += ' --chat'
     prompt = torch.tensor([prepare.begun(beginning, meta)], device=data.device)
     draw = torch.Generator(data.device).manual_seed(0)
-    many = min(SAMPLE, (model.max_len or SAMPLE + 1) - prompt.shape[1])
+    many = max(0, min(SAMPLE, (model.max_len or SAMPLE + 1) - prompt.shape[1]))
     texts = model.generate(prompt, temperature=0.7, generator=draw)     # in fp32, as in sample.py
-    tokens = [token.item() for token, _ in itertools.islice(texts, many)]
+    tokens = []
+    end = time.perf_counter() + SLOW
+    for token, _ in itertools.islice(texts, many):
+        tokens.append(token.item())
+        if tokens[-1] in meta.get('ends', []) or time.perf_counter() > end:
+            break
     say(f'--- a sample ---\n{prepare.decode(beginning + tokens, meta)}\n---\n{more} --tokens=1000')
 
 
@@ -926,7 +943,7 @@ def main(argv):
             raise ValueError(f'{bad} steps in a row were not finite; stopped before saving. Try a smaller '
                              f'--lr than {args.lr:g}, or another --norm')
         evaluates = done % args.eval_every == 0 or done == args.steps
-        logs = done % args.log_every == 0 or done in (first + 1, args.steps)
+        logs = done % args.log_every == 0 or done in (first + 1, args.steps) or sum(times) > SLOW
         if logs or evaluates:
             ms = 1e3 * statistics.mean(times)
             seconds += sum(times)
