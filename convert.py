@@ -716,7 +716,7 @@ def settings(argv):
     the student's flags"""
     given, changes = parse(argv, HELP, Args, Student)
     for name in given.keys() | changes.keys() if 'export' in given else ():
-        if name not in ('export', 'from_', 'revision', 'device'):
+        if name not in ('export', 'from_', 'revision', 'device', 'threads'):
             raise ValueError(f'--{name} means nothing: --export only writes the model of --from')
     if given.get('resume'):
         way, kind = stopped(given, changes)

@@ -636,8 +636,8 @@ def settings(argv):
 
 
 def texts_of(args, of_model):
-    """-> training and validation tokens, their meta. of_model: what the model's file says of its data, if there
-    is one. What it says of conversations stays."""
+    """-> training and validation tokens, their meta. of_model: what the model's file says of its data; None:
+    there is no model yet. What it says of conversations stays."""
     train, val, meta = prepare.load(args.data, tokenizer=args.tokenizer, like=of_model)
     meta.update({name: of_model[name] for name in chat.TRAVELS if name in (of_model or {})})
     if args.val_tokens:

@@ -34,7 +34,7 @@ CUT = {
     r'=listops': '--data=listops-64',                                   # rows of 64 are generated faster
     r'train\.py --resume': '--steps=5',
     r'train\.py .*--out=out/plain': '--n_embd=48 --block_size=64',
-    r'convert\.py': '--steps=2 --distil_steps=2 --eval_rows=2',
+    r'convert\.py (?!.*--export)': '--steps=2 --distil_steps=2 --eval_rows=2',
     r'convert\.py --from=gpt2': '--revision=tiny',
     r'bench\.py (lra|capacity|update|recall|language|translate|convert)': '--steps=2 --seeds=1',
     r'bench\.py lra': '--data=mnist --only=hedgehog',
