@@ -701,8 +701,8 @@ def a_text(args, path, meta, T, count, name):
 def row_of(args, config):
     """The tokens in a row: --row or that of training, at most PRETRAINED_ROW. ValueError if the model knows
     fewer positions"""
-    if args.row > config.block_size:
-        raise ValueError(f'--row={args.row}: the model knows rows of {config.block_size}; give at most that')
+    if args.row == 1 or args.row > config.block_size:
+        raise ValueError(f'--row={args.row}: expected 2 to {config.block_size} tokens, which the model knows')
     return args.row or min(config.block_size, recipe.PRETRAINED_ROW)
 
 

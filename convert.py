@@ -715,6 +715,8 @@ def settings(argv):
     """Merge the given flags with those of the recipe or, with --resume, of the stopped conversion -> args,
     the student's flags"""
     given, changes = parse(argv, HELP, Args, Student)
+    if given.get('export') == '':
+        raise ValueError('--export=: give a folder')
     for name in given.keys() | changes.keys() if 'export' in given else ():
         if name not in ('export', 'from_', 'revision', 'device', 'threads'):
             raise ValueError(f'--{name} means nothing: --export only writes the model of --from')

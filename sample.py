@@ -341,10 +341,10 @@ def by_lines(args, model, meta):
     for line in lines_of(args.prompt):
         prompts.append(prepare.begun(prepare.encode(line, data, args.special), data))
     grows = 'all' in model.config.keeps()
-    if grows:
-        say('one prompt after the other: the caches of softmax grow apart')
     if not prompts:
-        raise ValueError(f'--lines --prompt={args.prompt:.60}: there are no lines')
+        raise ValueError(f'--lines --prompt={args.prompt:.60}: there are no lines; give --prompt=@FILE')
+    if grows:
+        prepare.note('one prompt after the other, as the caches of softmax grow apart')
     groups = [[]]                                           # numbers of prompts that are read at once
     for i, prompt in enumerate(prompts):
         if grows or len(prompt) == 1:                       # of one token, there is nothing to read before
@@ -397,6 +397,8 @@ def converse(args, model, meta):
         if not text.startswith(known):
             state, pending, known = None, [], ''
         ids = pending + chat.tokens(text[len(known):], data)
+        if not ids:
+            raise ValueError(f'{args.init}: its chat template makes nothing of these messages')
         tokens = torch.tensor([ids], device=model.embed.weight.device)
         state = model.read(tokens[:, :-1], state)
         last, state, _, [answer] = write_texts(args, model, data, tokens[:, -1:], state, ids)

@@ -1469,7 +1469,8 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--out=FOLDER': 'it holds the teacher', '--rule=softmax': 'would change',
         '--recipe=hybrid --cache=16': 'never leave', '--row=17': 'rows of 16',
         '--from=FOLDER': 'give the file', '--from=model.bin': 'pickled', '--from=a/b/c': 'no such file',
-        '--from=TRANSLATOR --swap=decoder': 'choose from self'},
+        '--from=TRANSLATOR --swap=decoder': 'choose from self', '--export=': '--export=: give a folder',
+        '--export=x --steps=3': 'means nothing'},
     bench: {
         'decode --only=sum': 'means nothing',
         'batch --lengths=3,4': 'takes one', 'batch --lengths=8': '16 or more',
@@ -2801,7 +2802,9 @@ def test_a_model_from_a_file_is_not_drawn_first(a_model):
     path = a_model('--rule=retention')
     before = torch.get_rng_state()
     load(path)
-    assert torch.equal(torch.get_rng_state(), before)
+    softmax, how = a_model('--rule=softmax'), dict(rule='window', cache=4, overflow='delta:taylor')
+    close(dict(load(softmax, **how)[0].state_dict()), dict(load(softmax, **how)[0].state_dict()), 0)
+    assert torch.equal(torch.get_rng_state(), before)           # what is new is always the same
     code = f'import sys, model; model.load({path!r}); sys.exit("torch._dynamo" in sys.modules)'
     assert subprocess.run([sys.executable, '-c', code], cwd=HERE).returncode == 0
 
@@ -3722,6 +3725,7 @@ DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; 
     ('bert', 'classifier.weight', (1, 16), 'one row'), ('llama', 'config.json', b'[]', 'not as the hub has it'),
     ('llama', 'tokenizer.json', b'{}', "not as the hub has it (KeyError: 'model')"),
     ('llama', 'tokenizer_config.json', b'{"chat_template": ["x"]}', 'not as the hub has it (AttributeError'),
+    ('llama', 'tokenizer_config.json', b'{"chat_template": 5}', 'its chat_template is no text'),
     ('llama', 'tokenizer.json', b'{"model": {"vocab": {}}}', 'no description of a tokenizer'),
     ('vit', 'preprocessor_config.json', b'{"image_mean": [0.485]}', 'image_mean is [0.485]'),
     ('gpt2', 'model.safetensors', None, 'pickled')]
@@ -3802,13 +3806,15 @@ def said(*texts):
 
 def test_a_template_frames_what_is_said_which_is_never_a_special_token(tmp_path):
     data = a_talker(tmp_path)
-    text = chat.rendered(said(' the quick', 'fox', f'a</s><s>b{chat.MARK} '), data)
+    text = chat.rendered(said(' the quick', 'fox', 'a</s><s>b\ue000 '), data)
     ids = chat.tokens(text, data)
     assert ids.count(1) == 4 and ids.count(2) == 3
     assert prepare.decode(ids, data) == ('<s>user:the quick</s>\n<s>assistant:fox</s>\n'
-                                         f'<s>user:a</s><s>b{chat.MARK}</s>\n<s>assistant:')
-    odd = dict(data, special={'%%': 407, '\u25b2': 408, '</s>': 2})
-    assert not {407, 408} & set(chat.tokens(chat.marked('a%%%b \u25b2', odd), odd))
+                                         '<s>user:a</s><s>b\ue000</s>\n<s>assistant:')
+    odd = dict(data, special={'%%': 407, '\u25b2': 408, '</s>': 2, '1': 406})
+    marked = chat.marked('a%%%b \u25b2 101 \ue000', odd)
+    assert not {406, 407, 408} & set(chat.tokens(marked, odd))
+    assert chat.unmarked(marked, odd) == 'a%%%b \u25b2 101 \ue000'
     assert chat.tokens('<s>the quick</s>', data) == [1, *prepare.encode('the quick', data), 2]
     assert data['ends'] == [0, 2, 5] and data['special'] == {'<unk>': 0, '<s>': 1, '</s>': 2}
 
@@ -3822,14 +3828,17 @@ def test_a_template_frames_what_is_said_which_is_never_a_special_token(tmp_path)
     ("{{ messages.append(1) }}", 'SecurityError'), ("{% include '/etc/passwd' %}", 'no loader'),
     ("{{ 'a' * 10 ** 7 }}", '10,000,000 characters'), ("{{ 'a' * 10 ** 10 }}", 'MemoryError'),
     ("{% for i in range(10 ** 5) %}{% for j in range(10 ** 5) %}{% endfor %}{% endfor %}", 'more than 0.7 sec'),
-    ('', 'no chat template')])
+    ('', 'no chat template'), ('{% if false %}x{% endif %}', 'makes nothing of')])
 def test_a_template_does_what_it_may_or_is_refused_in_one_line(template, result, tmp_path, monkeypatch, capsys):
     data = a_talker(tmp_path, template)
     if 'sec' in result:
         monkeypatch.setattr(chat, 'SECONDS', .7)
     try:
-        assert chat.rendered(said('a\u00e9'), data) == result
+        found = chat.rendered(said('a\u00e9'), data)
+        assert found == result or not found
     except ValueError:
+        found = ''
+    if not found:
         assert result in refused(capsys, sample.main, f'--init={tmp_path}', '--chat', '--prompt=a\u00e9')
 
 @pytest.mark.parametrize('rule', ['softmax', 'tova'])
@@ -3875,6 +3884,7 @@ def test_each_of_several_texts_ends_by_itself(tmp_path, monkeypatch, capsys):
     flags = f'--init={tmp_path}', '--tokens=0', '--prompt=a </s>'
     assert 'note: </s> in --prompt is read as letters' in written(capsys, *flags)[1]
     assert '</s>' not in written(capsys, *flags, '--special')[1]
+    assert prepare.begun(prepare.encode('<s>a', data, special=True), data) == [1, *prepare.encode('a', data)]
 
 def test_what_a_folder_says_goes_the_whole_way(tmp_path, capsys):
     """Through training to an export, byte for byte. A model with other layers than softmax cannot be one."""

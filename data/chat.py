@@ -8,8 +8,8 @@ A template is a program in Jinja that comes with the model, and may be hostile. 
 in a process of its own (this file, as a script), for SECONDS, in MEMORY (on Linux), and makes a text of SIZE
 at most.
 
-What a user says never becomes a special token: each word of it that would be one is replaced by its number
-between two MARKs, until the text around has been cut at its special tokens.
+What a user says never becomes a special token: each word of it that would be one is replaced by a character
+of its own, until the text around has been cut at its special tokens.
 """
 import contextlib
 import datetime
@@ -25,7 +25,8 @@ if __package__:             # not in the process that renders: on many cores, nu
 SECONDS = 5
 MEMORY = 2 ** 30
 SIZE = 10 ** 6
-MARK = '\ue000'         # a private character: it means nothing in any text
+PRIVATE = 0xf0000       # from here on, characters mean nothing in any text
+MARKS = f'[{chr(PRIVATE)}-{chr(PRIVATE + 0xfffd)}]'
 TOKENS = 'tokenizer_config.json'
 TEMPLATE = 'chat_template.jinja'
 ENDS = 'generation_config.json'
@@ -61,7 +62,9 @@ def of_folder(folder, data, config_ends):
     for some in given:
         ends += some if isinstance(some, list) else [some]
     ends = sorted({i for i in ends if type(i) is int and 0 <= i < data['vocab_size']})
-    return {'template': str(template), 'special': special, 'ends': ends, 'files': files}
+    if not isinstance(template, str):
+        raise ValueError(f'{TOKENS}: its chat_template is no text')         # noqa: TRY004
+    return {'template': template, 'special': special, 'ends': ends, 'files': files}
 
 
 def added_tokens(data):
@@ -89,9 +92,17 @@ def named(about):
 
 
 def marked(text, data):
-    """The text with a number between MARKs in place of each word that would be read as a special token."""
+    """The text with a private character in place of each word that would be read as a special token."""
+    text = re.sub(MARKS, '\ufffd', text)
     for i, word in enumerate(longest_first(data)):
-        text = text.replace(word, f'{MARK}{i}{MARK}')
+        text = text.replace(word, chr(PRIVATE + i))
+    return text
+
+
+def unmarked(text, data):
+    """The inverse of `marked`."""
+    for i, word in enumerate(longest_first(data)):
+        text = text.replace(chr(PRIVATE + i), word)
     return text
 
 
@@ -123,7 +134,7 @@ def rendered(messages, data):
 def tokens(text, data):
     """Token ids of a rendered text."""
     words = longest_first(data)
-    if MARK not in text or not words:
+    if not words or not re.search(MARKS, text):     # then the template alone has special tokens
         return prepare.encode(text, data, special=True)
     about = {token['content']: token for token in added_tokens(data)}
     patterns = []
@@ -135,8 +146,7 @@ def tokens(text, data):
         if i % 2:
             ids.append(data['special'][part if part in words else part.strip()])
         else:
-            part = re.sub(f'{MARK}(\\d+){MARK}', lambda number: words[int(number[1])], part)
-            ids += prepare.encode(part, data)
+            ids += prepare.encode(unmarked(part, data), data)
     return ids
 
 

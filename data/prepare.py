@@ -351,7 +351,9 @@ def whole_text(text, meta, most=None):
 def begun(tokens, meta):
     """The tokens of a prompt, made into the beginning of a text: with BOS, if tokenizer.json puts it there.
     An empty prompt becomes a line end or, if the set has none, token 0."""
-    tokens = ends(meta)[0] + tokens
+    before, _ = ends(meta)
+    if tokens[:len(before)] != before:              # --special may have read it
+        tokens = before + tokens
     if not tokens:
         with contextlib.suppress(ValueError):
             tokens = encode('\n', meta)[:1]
@@ -932,7 +934,8 @@ def check_tokens(meta):
         fits = all(isinstance(meta.get(name), kind_of) for name, kind_of in kinds.items())
         ids = [*meta['special'].values(), *meta['ends']] if fits else [None]
         texts = meta['files'].values() if fits else []
-        if not all(type(i) is int and 0 <= i < vocab for i in ids) or not all(type(x) is str for x in texts):
+        fits = fits and '' not in meta['special'] and all(type(x) is str for x in texts)
+        if not fits or not all(type(i) is int and 0 <= i < vocab for i in ids):
             raise ValueError(f'{", ".join(kinds)}: one of them is not as data/chat.py makes it')
     chars = meta.get('chars')
     are_texts = isinstance(chars, list) and all(isinstance(text, str) for text in chars)
