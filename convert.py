@@ -104,7 +104,7 @@ class Args:
     resume: bool = flag(False, 'continue the stopped conversion in --out')
     seed: int = flag(0, 'seed of new weights and the data order', low=0, high=2 ** 32 - 1)
     device: str = flag('auto', 'auto, cpu, cuda')
-    threads: int = flag(None, 'CPU threads; default: try them out and take the fastest', low=1,
+    threads: int = flag(None, 'CPU threads; default: the fastest, by trial; for a large model all', low=1,
                         high=1024)
 
 
@@ -493,9 +493,9 @@ def stages(out):
     return sorted(path for path in paths if not is_state(path))
 
 
-def forget(out):
-    """Delete the checkpoints of the stages."""
-    for path in stages(out):
+def forget(paths):
+    """Delete these checkpoints of stages."""
+    for path in paths:
         os.remove(path)
 
 
@@ -602,9 +602,7 @@ class Conversion:
         """Write the checkpoint of a stage and a line of the log."""
         header = {**self.about, 'step': step, 'seconds': self.seconds[stage]}
         save(path, model, header, pack_optimiser(model, opt), learned(model))
-        for other in self.left:                             # now that there is something in their place
-            if other != path:
-                os.remove(other)
+        forget(set(self.left) - {path})                     # now that there is something in their place
         self.left = []
         self.log = begin_log(self.log, self.file)
         tell_saved('convert.py', self.args.out, path, step)
@@ -715,11 +713,8 @@ def settings(argv):
     """Merge the given flags with those of the recipe or, with --resume, of the stopped conversion -> args,
     the student's flags"""
     given, changes = parse(argv, HELP, Args, Student)
-    if given.get('export') == '':
-        raise ValueError('--export=: give a folder')
-    for name in given.keys() | changes.keys() if 'export' in given else ():
-        if name not in ('export', 'from_', 'revision', 'device', 'threads'):
-            raise ValueError(f'--{name} means nothing: --export only writes the model of --from')
+    if 'export' in given:
+        refuse(not_exporting(given, changes))
     if given.get('resume'):
         way, kind = stopped(given, changes)
     else:
@@ -729,6 +724,14 @@ def settings(argv):
         if 'layers' in changes or not alike:                # another rule: drop the recipe's map, norm, cache
             kind = {'rule': Student.rule}
     return Args(**{**way, **given}), {**kind, **changes}
+
+
+def not_exporting(given, changes):
+    """For `refuse`: flags that go beyond writing a folder."""
+    yield not given['export'], '--export=: give a folder'
+    for name in sorted(given.keys() | changes.keys()):
+        yield name not in ('export', 'from_', 'revision', 'device', 'threads'), (
+            f'--{name} means nothing: --export only writes the model of --from')
 
 
 def stopped(given, changes):
@@ -856,7 +859,7 @@ def main(argv):
     source = ' --source="..."' if student.config.source else ''
     print(f'{args.out}/convert.json has these tables; python sample.py --init={args.out}/ckpt.safetensors'
           f'{source}')
-    forget(args.out)
+    forget(stages(args.out))
 
 
 if __name__ == '__main__':

@@ -890,7 +890,7 @@ class Seen(NamedTuple):
     @property
     def scores(self):
         """q.k / sqrt(d) of all steps and keys, (B, H, T, T of the keys)"""
-        return self.q @ for_heads(self.k, self.q.shape[1]).mT * self.q.shape[-1] ** -0.5
+        return fastweight.cached_scores(self.q, self.k).flatten(1, 2)
 
     def outputs(self, mixer):
         """The heads' outputs of this or another mixer for these inputs (B, H, T, head_dim)"""

@@ -1812,7 +1812,7 @@ def test_a_stage_that_is_broken_is_named_and_what_a_stopped_run_left_is_told(a_m
                                                                              capsys):
     """And what the file of a stage says is held against the flags there are."""
     run = [f'--from={a_model("--rule=softmax")}', *SHORT, '--controls=false', f'--out={tmp_path}']
-    monkeypatch.setattr(convert, 'forget', lambda out: None)
+    monkeypatch.setattr(convert, 'forget', lambda paths: None)
     assert convert.main(run) == 0
     resume, stages = ['--resume', f'--out={tmp_path}'], sorted(tmp_path.glob('stage-*'))
     assert len(stages) == 2

@@ -83,11 +83,11 @@ class Args:
     carry: bool = flag(False, 'read the text in order and carry S from step to step (Schlag 2021, table 4)')
     eval_every: int = flag(500, 'steps between evaluations; each one also saves', low=1, high=10 ** 9)
     log_every: int = flag(50, 'steps between printed lines', low=1, high=10 ** 9)
-    val_tokens: int = flag(0, 'evaluate on this many validation tokens; 0: all', low=0,
-                           high=10 ** 12)
+    val_tokens: int = flag(0, 'evaluate on this many validation tokens; 0: all or, at the end, as many as '
+                           'the training\'s time allows', low=0, high=10 ** 12)
     seed: int = flag(0, 'seed of the weights, the data order and dropout', low=0, high=2 ** 32 - 1)
     device: str = flag('auto', 'auto, cpu, cuda, cuda:1, mps')
-    threads: int = flag(None, 'CPU threads; default: try them out and take the fastest', low=1,
+    threads: int = flag(None, 'CPU threads; default: the fastest, by trial; for a large model all', low=1,
                         high=1024)
     dtype: str = flag('auto', 'in matrix products; S is always fp32', ['auto', 'float32', 'bfloat16'])
     impl: str = flag('auto', 'form of the recurrence; loop: the definition, fastweight.recurrent',
@@ -315,10 +315,12 @@ class Rows:
             begin = by_length[rng.permutation(pool)[step % pool]]
         return begin
 
-    def batch(self, step, i=0):
-        """This process's rows of the i-th batch of a step -> x, y (B, T)"""
-        begin = self.starts(step).reshape(self.accum, -1)[i, self.rank::self.world]
-        return rows(self.train, begin, self.T, self.meta, self.device)
+    def batch(self, step, i=0, begin=None):
+        """This process's rows of the i-th batch of a step -> x, y (B, T). begin: what `starts` returned for
+        the step, if it is known"""
+        begin = self.starts(step) if begin is None else begin
+        mine = begin.reshape(self.accum, -1)[i, self.rank::self.world]
+        return rows(self.train, mine, self.T, self.meta, self.device)
 
     def targets(self, begin):
         """The number of targets in the training rows that begin there."""
@@ -334,10 +336,11 @@ class Rows:
         The loss of a step is the mean over the targets of all its batches and processes. Rows differ in their
         number of targets, so a mean of the batches' means would be another loss. The processes' losses and
         gradients are averaged later, so each divides by its share of the targets."""
-        share = self.targets(self.starts(step)) / self.world
+        begin = self.starts(step)
+        share = self.targets(begin) / self.world
         total = torch.zeros(1, device=self.device)
         for i, state in enumerate(states):
-            x, y = self.batch(step, i)
+            x, y = self.batch(step, i, begin)
             logits, y, end = predict(model, x, y, state, self.meta, self.dtype)
             loss = F.cross_entropy(logits, y, reduction='sum') / share
             loss.backward()

@@ -39,7 +39,8 @@ def of_folder(folder, data, config_ends):
     """What a folder says of conversations. data: the description of its tokens; config_ends: eos_token_id of
     its config.json  ->  dict of template (text), special {text: id}, ends (ids), files {name: text}"""
     files = {}
-    for name in FILES + KEPT:
+    own = 'json' in data and os.path.exists(os.path.join(folder, KEPT[0]))      # then it is kept there
+    for name in FILES if own else FILES + KEPT:
         path = os.path.join(folder, name)
         if os.path.exists(path):
             files[name] = prepare.as_utf8(prepare.read_file(path), path)
@@ -51,8 +52,6 @@ def of_folder(folder, data, config_ends):
             special[token['content']] = token['id']
     special = {word: i for word, i in special.items() if word and i < data['vocab_size']}
     about, generation = (as_object(files.get(name, '{}'), name) for name in (TOKENS, ENDS))
-    if 'json' in data and files.pop(KEPT[0], None):             # that one is kept there
-        files = {name: text for name, text in files.items() if name not in KEPT}
     template = files.get(TEMPLATE) or about.get('chat_template') or ''
     if isinstance(template, list):                              # several, by name
         template = {one.get('name'): one.get('template') for one in template}.get('default', '')

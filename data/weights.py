@@ -478,21 +478,20 @@ def tokenizer_of(folder, vocab):
     none, tokens are only numbers. ValueError for a tokenizer that does not work, or not with this model."""
     path, words, merges = (os.path.join(folder, name) for name in (TOKENIZER, *OLDER))
     if os.path.exists(path):
-        raw, of_gpt2 = parsed(path, path, looked_at)
+        text = prepare.as_utf8(prepare.read_file(path), path)
     elif os.path.exists(words) and os.path.exists(merges):
         pairs = prepare.as_utf8(prepare.read_file(merges), merges)
         path = f'{words} with {OLDER[1]}'
-        raw, of_gpt2 = parsed(words, path, lambda words: looked_at(byte_level(words, pairs)))
+        text = parsed(words, path, lambda words: json.dumps(byte_level(words, pairs)))
     else:
         prepare.note(f'{path} is missing, and {" with ".join(OLDER)}, too: tokens are only numbers')
         return {'tokenizer': 'ids'}
+    with as_the_hub(path):
+        of_gpt2 = is_gpt2(json.loads(text))
     if of_gpt2 and vocab == 50257:
         return {'tokenizer': 'gpt2'}
     prepare.package()                                       # outside try: the file is not to blame
     try:
-        text = json.dumps(raw)
-        if path.endswith(TOKENIZER):                        # as it is: an export gives it back
-            text = prepare.as_utf8(prepare.read_file(path), path)
         ids = set(prepare.subwords(text).get_vocab().values())
         surplus = sum(i >= vocab for i in ids)
         if surplus:
@@ -510,15 +509,15 @@ def tokenizer_of(folder, vocab):
     return {'tokenizer': 'json', 'json': text}
 
 
-def looked_at(raw):
-    """-> the content of a tokenizer.json, and whether it is GPT-2's. Then tiktoken reads the same tokens, and
-    needs no other package."""
+def is_gpt2(raw):
+    """Whether the content of a tokenizer.json is GPT-2's. Then tiktoken reads the same tokens, and needs no
+    other package."""
     ids = dict(raw['model']['vocab'])
     tokens = sorted(ids, key=ids.get)[:50256]
     same = prepare.short_hash('\n'.join(tokens).encode()) == '3a1f1c01'
     more = len(ids) > 50257 or len(raw.get('added_tokens', [])) > 1         # the one is <|endoftext|>
     spaced = (raw.get('pre_tokenizer') or {}).get('add_prefix_space')
-    return raw, same and not (more or spaced or raw.get('normalizer'))
+    return same and not (more or spaced or raw.get('normalizer'))
 
 
 def byte_level(words, merges):
@@ -629,7 +628,7 @@ def folder_of(source, revision):
 
 def hub(name, revision='main'):
     """Download a hub repository, as far as it is not there yet -> its folder. We fetch config.json, the
-    weights and, as far as they exist, TOKENIZER and OLDER (for a ViT: PIXELS).
+    weights and, as far as they exist, the files of a tokenizer and of conversations (for a ViT: PIXELS).
 
     name: OWNER/NAME, or one of `HUB`. The variable HF_ENDPOINT sets another address of the hub, HF_TOKEN
     opens private models. Files are checked before they are kept. After a ValueError no wrong file is left,
@@ -700,4 +699,4 @@ def shards(raw):
     return sorted({os.path.basename(file) for file in raw['weight_map'].values()})
 
 
-USES = {'config.json': kind_and_config, INDEX: shards, TOKENIZER: looked_at, PIXELS: refuse_pixels}
+USES = {'config.json': kind_and_config, INDEX: shards, TOKENIZER: is_gpt2, PIXELS: refuse_pixels}
