@@ -82,7 +82,8 @@ class Args:
     clip: float = flag(1.0, 'gradient clipping: largest norm; 0: no clipping', low=0, high=1e9)
     carry: bool = flag(False, 'read the text in order and carry S from step to step (Schlag 2021, table 4)')
     eval_every: int = flag(500, 'steps between evaluations; each one also saves', low=1, high=10 ** 9)
-    log_every: int = flag(50, 'steps between printed lines', low=1, high=10 ** 9)
+    log_every: int = flag(50, 'steps between printed lines; there is one every 20 seconds', low=1,
+                          high=10 ** 9)
     val_tokens: int = flag(0, 'evaluate on this many validation tokens; 0: all or, at the end, as many as '
                            'the training\'s time allows', low=0, high=10 ** 12)
     seed: int = flag(0, 'seed of the weights, the data order and dropout', low=0, high=2 ** 32 - 1)
