@@ -224,6 +224,7 @@ def remember(seen, memory, in_matrix):
     distance = (t[:, None] - t).abs()
     weight = a.new_zeros(a.shape[1], len(t))                # (H, T): attention per distance
     weight.index_add_(1, distance.flatten(), (a.sum(0) * in_matrix).flatten(1))
+    weight = weight.unflatten(0, (len(biases[0]), -1)).sum(1)           # heads that share a matrix: (G, T)
     total = weight.sum(1, keepdim=True).clamp(min=1e-30)
     nearer = weight.cumsum(1) / total
     for bias in biases:
@@ -313,8 +314,7 @@ def mismatch(kind, seen, student):
         a = seen.weights(seen.mixer)
         w = seen.weights(twin)
         return -(a * w.clamp(min=1e-8).log()).sum(-1).mean(1)[real].mean()
-    with torch.no_grad():
-        wanted = seen.outputs(seen.mixer)                    # (B, H, T, head_dim)
+    wanted = seen.o                                          # (B, H, T, head_dim)
     output = seen.outputs(twin)
     if twin.out_norm is not None:
         output = twin.out_norm(output)
@@ -420,17 +420,15 @@ def can_fold(model):
     is_t2r = c.phi.partition(':')[0] in ('t2r', 't2r-scaled')
     if not is_t2r or c.turns() or {memory.rule.keeps for memory in folding} != {None}:
         raise ValueError('--fold needs --phi=t2r where softmax was, and no rope between W_q and phi')
-    if c.n_kv_head not in (0, c.n_head):
-        raise ValueError(f'--fold: {c.n_head} heads share {c.n_kv_head} of k, but have a map each; leave it '
-                         'out')
     return folding[0].phi.feature_dim
 
 
 def composed(phi, linear):
-    """A linear layer followed by T2R's W x + b, as one linear layer. phi has W (H, m, d) and b (H, 1, m).
+    """A linear layer followed by T2R's W x + b, as one linear layer. phi has W (G, m, d) and b (G, 1, m).
     linear (H d, n_embd + 1), with its bias as the last column  ->  (H m, n_embd + 1)"""
-    product = phi.weight @ linear.unflatten(0, (len(phi.weight), -1))
-    product[..., -1:] += phi.bias.mT
+    heads = linear.unflatten(0, (-1, phi.head_dim))
+    product = phi.of_heads(phi.weight, heads[None]) @ heads
+    product[..., -1:] += phi.of_heads(phi.bias, heads[None]).mT
     return product.flatten(0, 1)
 
 

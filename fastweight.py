@@ -477,6 +477,11 @@ class FeatureMap(nn.Module):
     def forward(self, x, side='q', t=0):
         return self.f(x)
 
+    def of_heads(self, p, x):
+        """A parameter p (G, ..) for each head of x (B, H, T, d): H / G queries share a key head, and its map
+        """
+        return p.repeat_interleave(x.shape[1] // len(p), 0).to(x.dtype)
+
 def number(arg, default):
     """The number after the colon of --phi=dpfp:3: positive, and an integer if the default is one."""
     if arg is None:
@@ -568,7 +573,7 @@ class T2R(FeatureMap):
     def forward(self, x, side='q', t=0):
         if self.scaled and side == 'q':
             x = x / math.sqrt(self.head_dim)
-        return (x @ self.weight.mT.to(x.dtype) + self.bias).relu()
+        return (x @ self.of_heads(self.weight, x).mT + self.of_heads(self.bias, x)).relu()
 
 class Hedgehog(FeatureMap):
     """[softmax(y), softmax(-y)], y = W x. Each layer learns its own W (H, d, d), at first the identity.
@@ -599,18 +604,20 @@ class Hedgehog(FeatureMap):
                 rotation = torch.linalg.qr(torch.randn(n_head, head_dim, head_dim))[0]
                 W = torch.cat([W, 2 * rotation], 1)
         self.weight = nn.Parameter(W)
-        if form in ('paper', 'listing'):
-            self.bias = nn.Parameter(b)
+        self.bias = nn.Parameter(b) if form in ('paper', 'listing') else None
 
     def forward(self, x, side='q', t=0):
-        W = self.weight.mT.to(x.dtype)
-        if self.form == 'paper':
-            return (x @ W + self.bias).exp()
+        W = self.weight
+        b = self.bias
         if self.form == 'listing':
-            i = 'qk'.index(side)
-            y = x @ W[i] + self.bias[i]
+            W, b = W['qk'.index(side)], b['qk'.index(side)]
+        y = x @ self.of_heads(W, x).mT
+        if b is not None:
+            y = y + self.of_heads(b, x)
+        if self.form == 'paper':
+            return y.exp()
+        if self.form == 'listing':
             return torch.cat([y, -y], -1).exp()
-        y = x @ W
         if self.many:
             return torch.cat([y, -y], -1).softmax(-1)
         if self.form == 'exp':
@@ -656,7 +663,7 @@ class RFA(Favor):
         self.sigma = nn.Parameter(torch.ones(n_head, 1, head_dim))
 
     def forward(self, x, side='q', t=0):
-        y = (l2(x) * self.sigma) @ self.R.mT.to(x.dtype)
+        y = (l2(x) * self.of_heads(self.sigma, x)) @ self.R.mT.to(x.dtype)
         return torch.cat([y.sin(), y.cos()], -1) / math.sqrt(len(self.R))
 
 def itself(x):

@@ -366,7 +366,7 @@ def step_over(q, k, v, w, e, log_f, log_z, S):
 
 
 # ---- caches: fastweight.bounded, many steps together -------------------------------------------------------
-STEPS = 64      # of `by_worth` at a time: as many columns more than the cache has
+STEPS = 64      # at a time: as many columns more than the cache has
 
 def bounded(q, k, v, cached, t, policy, cache, sinks=0, spill=False, turn=None):
     """As fastweight.bounded. For window and sink, positions alone say which tokens are evicted. With any
@@ -382,13 +382,15 @@ def bounded(q, k, v, cached, t, policy, cache, sinks=0, spill=False, turn=None):
     i = 0
     while i < T:
         empty = int((cached['pos'][0, 0] < 0).sum())
-        n, form = T - i, fastweight.bounded
+        n = min(T - i, STEPS)
+        form = fastweight.bounded
         if policy in ('window', 'sink') and turn is None:
             form = together
         elif empty:
-            n, form = min(n, empty), together
-        elif turn is None and not spill:
-            n, form = min(n, STEPS), by_worth
+            n = min(n, empty)
+            form = together
+        elif turn is None:
+            form = by_worth
         some = [x[:, :, i:i + n] for x in (q, k, v)]
         parts.append(form(*some, cached, t + i, *how))
         cached = parts[-1][-1]
@@ -415,9 +417,11 @@ def together(q, k, v, cached, t, policy, cache, sinks, spill, turn):
     return o, log_mass, pick(cached, gone), pick(cached, kept)
 
 
-def by_worth(q, k, v, cached, t, policy, cache, *_):
+def by_worth(q, k, v, cached, t, policy, cache, sinks, spill, turn):
     """`bounded` for steps with a full cache. All scores are one product, and so are all outputs. In between,
     step by step: the weights of what is still there, and who goes."""
+    def weights(i):
+        return scores[:, :, :, i].masked_fill(~there[:, :, None], NEVER).softmax(-1).sum(2)
     T = q.shape[2]
     cached = append(cached, k, v, t)
     pos = cached['pos']
@@ -429,12 +433,15 @@ def by_worth(q, k, v, cached, t, policy, cache, *_):
     for i in range(T):
         there[:, :, cache + i] = True
         seen[:, :, i] = there
-        a = scores[:, :, :, i].masked_fill(~there[:, :, None], NEVER).softmax(-1).sum(2)
-        total = total + a
-        worth = POLICIES[policy](a, total, pos, t + i, cache, 0).masked_fill(~there, math.inf)
+        a = weights(i)
+        worth = POLICIES[policy](a, total + a, pos, t + i, cache, sinks).masked_fill(~there, math.inf)
         worst = worth == worth.amin(-1, keepdim=True)
         gone[:, :, i:i + 1] = torch.where(worst, pos, t + T).argmin(-1, keepdim=True)       # the oldest
         there.scatter_(2, gone[:, :, i:i + 1], False)
+        if spill:                                       # the first weights only said who goes
+            seen[:, :, i] = there
+            a = weights(i)
+        total = total + a
     o, _, log_mass = attend_cached(q, cached, seen)
     cached['total'] = total
     kept = there.nonzero()[:, 2].view(*pos.shape[:2], cache)

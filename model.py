@@ -33,6 +33,7 @@ from fastweight import FEATURE_MAPS, FLOOR, LOG_MIN, NORMALISERS, RULES, feature
 OF_DATA = {'vocab_size': 256, 'classes': 0, 'pad': None, 'source': 0, 'patch': 0}     # fields set by the data
 MATRIX = [name for name, rule in RULES.items() if rule.matrix]
 ERASING = [name for name, rule in RULES.items() if rule.erase]
+GATED = [name for name, rule in RULES.items() if rule.f not in (None, 'fixed') or rule.write or rule.bounded]
 BOUNDED = [name for name, rule in RULES.items() if rule.bounded]
 SOURCE_RULES = [name for name in RULES if name not in BOUNDED]          # these see a whole text
 
@@ -49,6 +50,7 @@ class Config:
                            of=ERASING)
     writes: int = flag(1, 'delta rules: writes per token (DeltaProduct)', low=1, high=16, of=ERASING)
     out_norm: bool = flag(True, 'LayerNorm after the heads, except with --norm=attn; Schlag has none')
+    gate_rank: int = flag(0, 'gates: rank of their W; 0: full', low=0, high=2 ** 17, of=GATED)
     conv: int = flag(4, 'width of the convolution before mixer and MLP (causal, except in encoders); 0: none',
                      low=0, high=64)
     cache: int = flag(256, 'rules with a limited cache: number of cached tokens', low=0, high=2 ** 20,
@@ -324,9 +326,10 @@ class Gates(nn.Module):
 
     b starts so that f is 1 - 1/tau where x W = 0: a memory of about tau steps, see `start_bias`. Delta
     multiplies S by I - beta k k^T. With beta up to 2 it can have the eigenvalue -1, so a state can alternate
-    (Grazzi 2024, arXiv:2411.12537). GLA and KDA make W low-rank to save parameters. Here it is full, as in
-    Mao 2022. With n writes per token, `recurrent` runs n T steps; only a token's first step forgets."""
-    def __init__(self, rule, n_embd, n_head, K, V, beta_max, n):
+    (Grazzi 2024, arXiv:2411.12537). W is full, as in Mao 2022, or a product of two matrices of a given rank,
+    as in GLA and KDA. With n writes per token, `recurrent` runs n T steps; only a token's first step forgets.
+    """
+    def __init__(self, rule, n_embd, n_head, K, V, beta_max, n, rank=0):
         super().__init__()
         self.rule = rule
         self.n_head = n_head
@@ -337,8 +340,9 @@ class Gates(nn.Module):
         n_f = {'head': 1, 'channel': K}.get(rule.f, 0)
         n_z = {'channel': V}.get(rule.z, 0)
         self.sizes = [n_w, n_e, n_f, n_z]
+        self.narrow = nn.Linear(n_embd, rank, bias=False) if rank and any(self.sizes) else None
         if any(self.sizes):
-            self.proj = nn.Linear(n_embd, n_head * sum(self.sizes), bias=False)
+            self.proj = nn.Linear(rank or n_embd, n_head * sum(self.sizes), bias=False)
         rate = rule.rate or 1.0
         if rule.rate is None:       # Mamba-2's A = exp(log_rate), at first 1
             self.log_rate = nn.Parameter(torch.zeros(n_head, 1, 1))
@@ -355,6 +359,8 @@ class Gates(nn.Module):
         rule = self.rule
         gates = {}
         if any(self.sizes):
+            if self.narrow is not None:
+                x = self.narrow(x)
             y = self.proj(x).view(B, T, self.n_head, -1).transpose(1, 2)
             w, e, f, z = wide(y).split(self.sizes, -1)
         rate = rule.rate
@@ -445,21 +451,22 @@ class FastWeights(nn.Module):
     """The heart of a layer with a matrix: a writer (`writes`), a form of the recurrence, a reader (`reads`).
 
     forward(x, q, k, v, state, t, real):
-    x (B, T, n_embd)   q, k, v (B, H, T, head_dim)
+    x (B, T, n_embd)   q (B, H, T, head_dim)   k, v (B, G, T, head_dim)
     state   None at a fresh start, or the dict that the last call returned
     t       position of the first step, an int or a tensor (only cosformer needs it)
     real    (B, T), in an encoder: which steps are not padding; None: all
-    ->  o (B, H, T, head_dim), dict: S (B, H, V, K), with n as last row for norm 'attn'
+    ->  o (B, H, T, head_dim), dict: S (B, G, V, K), with n as last row for norm 'attn'
 
-    phi, norm, beta_max, writes: the flags of Config, phi and norm '' for the rule's own   key_dim: channels
-    of q and k, if not head_dim   causal: if false, each step reads what all steps write. With n writes per
-    token, k and v hold those of n writes side by side, (B, H, T, n head_dim). ValueError for what does not go
-    together."""
+    Heads that share keys and values share a matrix, its map and its gates: H / G queries read each S.
+    n_head: G   phi, norm, beta_max, writes, gate_rank: the flags of Config, phi and norm '' for the rule's
+    own   key_dim: channels of q and k, if not head_dim   causal: if false, each step reads what all steps
+    write. With n writes per token, k and v hold those of n writes side by side, (B, G, T, n head_dim).
+    ValueError for what does not go together."""
     forms = PLAIN
     overflow = None         # only a Cache has fast weights beside it
 
-    def __init__(self, rule, n_embd, n_head, head_dim, phi='', norm='', beta_max=1.0, writes=1, key_dim=0,
-                 causal=True):
+    def __init__(self, rule, n_embd, n_head, head_dim, phi='', norm='', beta_max=1.0, writes=1, gate_rank=0,
+                 key_dim=0, causal=True):
         super().__init__()
         self.rule = RULES[rule]
         self.n = writes
@@ -468,15 +475,15 @@ class FastWeights(nn.Module):
         self.map = phi or self.rule.phi
         self.phi = feature_map(self.map, n_head, key_dim or head_dim)
         refuse(mistakes_together(rule, self.phi, self.norm, writes))
-        self.gates = Gates(self.rule, n_embd, n_head, self.phi.feature_dim, head_dim, beta_max, writes)
+        self.gates = Gates(self.rule, n_embd, n_head, self.phi.feature_dim, head_dim, beta_max, writes,
+                           gate_rank)
         self.normalise = self.norm == 'attn'
         self.by_keys = self.normalise and self.rule.erase               # divide by the plain sum of keys
         self.normaliser = NORMALISERS['sum' if self.by_keys else self.norm]
 
     def writes(self, x, k, v, t=0):
         """The writer: what the recurrence needs of the text that is written. x (B, T, n_embd), k, v
-        (B, G, T, n head_dim) -> dict of k (B, H, n T, K), v (B, H, n T, V), and the rule's gates"""
-        k, v = (for_heads(kv, self.gates.n_head) for kv in (k, v))
+        (B, G, T, n head_dim) -> dict of k (B, G, n T, K), v (B, G, n T, V), and the rule's gates"""
         features = self.phi(each_write(wide(k), self.n), 'k', t)
         return {'k': self.normaliser(features), 'v': each_write(v, self.n), **self.gates(x)}
 
@@ -505,17 +512,25 @@ class FastWeights(nn.Module):
     def read_all(self, q, state, t=0):
         """Read what `write_all` returned. q (B, H, T, head_dim), t position of the first step -> like q"""
         with without_autocast(q):
-            o = fastweight.read_all(self.reads(q, t), state['S'], self.normalise, self.phi.floor)
+            S = for_heads(state['S'], q.shape[1])
+            o = fastweight.read_all(self.reads(q, t), S, self.normalise, self.phi.floor)
         return o.to(q.dtype)
 
-    def recurrence(self, q, k, v, real=None, **gates):
-        """Compute the equation. Arguments as for fastweight.recurrent, and `real` for an encoder."""
+    def recurrence(self, q, k, v, real=None, normalise=False, floor=FLOOR, **gates):
+        """Compute the equation. Arguments as for fastweight.recurrent, and `real` for an encoder. q has H
+        heads, all others G. The forms know no groups, so we repeat what a group shares."""
         form = self.forms.recurrence
+        H = q.shape[1]
+        group = H // k.shape[1]
+        k, v = for_heads(k, H), for_heads(v, H)
+        gates = {name: x if x is None else for_heads(x, H) for name, x in gates.items()}
+        gates |= {'normalise': normalise, 'floor': floor}
         if not self.causal:
-            return fastweight.encoded(q, k, v, **gates, real=real, form=form)
+            o, S = fastweight.encoded(q, k, v, **gates, real=real, form=form)
+            return o, S[:, ::group]
         last = self.n - 1                   # a token reads after its last write
         o, S = form(spread(q, self.n, last), k, v, **gates)
-        return o[:, :, last::self.n], S
+        return o[:, :, last::self.n], S[:, ::group]
 
     def forward(self, x, q, k, v, state=None, t=0, real=None):
         state = state or {}
@@ -546,11 +561,11 @@ class FastWeights(nn.Module):
         """The delta rule with attention normalisation, an ablation of Schlag 2021. What k_t finds is divided
         by n_{t-1}.k_t, what q_t finds by n_t.q_t. n is the plain sum of the keys, each normalised to sum 1.
         The state is S with n as its last row."""
-        n = k.cumsum(2)                                         # (B, H, T, K): the keys up to t
+        n = k.cumsum(2)                                         # (B, G, T, K): the keys up to t
         if S is not None:
             n = n + S[:, :, -1:]
             S = S[:, :, :-1]
-        seen_by_q = (q * n).sum(-1, keepdim=True)
+        seen_by_q = (q * for_heads(n, q.shape[1])).sum(-1, keepdim=True)
         o, S = self.recurrence(q, k, v, write=write, erase=erase / seen_by_k(k, n).clamp(min=FLOOR), S=S)
         o = o / seen_by_q.clamp(min=FLOOR)
         return o.to(v.dtype), {'S': torch.cat([S, n[:, :, -1:]], 2)}
@@ -560,12 +575,11 @@ class FastWeights(nn.Module):
         that erase are read as they are. The others are read as a mean: o is divided by the mass, the output
         if all values were 1. -> o (B, H, T, d), mass of the keys (B, H, T, 1), or per value channel, S, n"""
         self.redraw(state)
-        went = {name: for_heads(x, q.shape[1]) for name, x in went.items()}
         q = self.phi(wide(q), 'q')
         k = self.phi(wide(went['k']), 'k')
         v = wide(went['v'])
         real = (went['pos'] >= 0).to(q.dtype)[..., None]
-        gates = self.gates(v.transpose(1, 2).flatten(2))        # n_embd channels, like a layer's input
+        gates = self.gates(v.transpose(1, 2).flatten(2))        # the channels of all heads, like an input
         gates['write'] = real * gates.get('write', 1)
         normal_q = self.normaliser(q)
         normal_k = self.normaliser(k)
@@ -591,11 +605,12 @@ class Cache(nn.Module):
     and m the mass of their keys, times a learned factor e^(x W + b). As in LoLCATs for the window (Zhang
     2024, arXiv:2410.10254).
 
-    cache, sinks, overflow, positions: the flags of Config   turn(x, pos): rope, for --positions=compress"""
+    n_head: H   n_kv: G; 0: H   cache, sinks, overflow, gate_rank, positions: the flags of Config
+    turn(x, pos): rope, for --positions=compress"""
     forms = PLAIN
 
-    def __init__(self, rule, n_embd, n_head, head_dim, cache=256, sinks=4, overflow='', positions='true',
-                 causal=True, turn=None):
+    def __init__(self, rule, n_embd, n_head, head_dim, cache=256, sinks=4, overflow='', gate_rank=0,
+                 positions='true', causal=True, turn=None, n_kv=0):
         super().__init__()
         self.rule = RULES[rule]
         self.cache = cache
@@ -605,8 +620,10 @@ class Cache(nn.Module):
         self.overflow = None
         if overflow:
             name, _, spec = overflow.partition(':')
+            n_kv = n_kv or n_head
             try:
-                self.overflow = FastWeights(name, n_embd, n_head, head_dim, spec or 'favor')
+                self.overflow = FastWeights(name, n_kv * head_dim, n_kv, head_dim, spec or 'favor',
+                                            gate_rank=gate_rank)
             except ValueError as e:
                 raise ValueError(f'--overflow={overflow}: {e}') from None
             if not self.overflow.phi.like_softmax:
@@ -708,16 +725,16 @@ class Mixer(nn.Module):
                  if rule in field.metadata.get('of', ())}
         self.key_dim = flags.get('key_dim') or self.head_dim
         self.n = flags.get('writes', 1)                 # keys and values per token, in each head
-        n_kv = self.n * (c.n_kv_head or c.n_head)
-        self.sizes = [c.n_head * self.key_dim, n_kv * self.key_dim, n_kv * self.head_dim]
+        n_kv = c.n_kv_head or c.n_head
+        self.sizes = [c.n_head * self.key_dim, n_kv * self.n * self.key_dim, n_kv * self.n * self.head_dim]
         self.turn = functools.partial(rope, theta=c.theta, scaling=c.rope_scaling)
         self.qkv = nn.Linear(c.n_embd, sum(self.sizes), bias=c.bias)
         self.rope = c.uses_rope(rule) and flags.get('positions') != 'compress'      # else Cache rotates them
-        sizes = c.n_embd, c.n_head, self.head_dim
         if rule in MATRIX:
-            self.memory = FastWeights(rule, *sizes, causal=causal, **flags)
+            self.memory = FastWeights(rule, c.n_embd, n_kv, self.head_dim, causal=causal, **flags)
         else:
-            self.memory = Cache(rule, *sizes, causal=causal, turn=self.turn, **flags)
+            self.memory = Cache(rule, c.n_embd, c.n_head, self.head_dim, n_kv=n_kv, causal=causal,
+                                turn=self.turn, **flags)
         self.out_norm = None
         if c.out_norm and rule in MATRIX and not self.memory.normalise:   # else they are normalised already
             self.out_norm = nn.LayerNorm(self.head_dim, bias=False)
@@ -877,6 +894,7 @@ class Seen(NamedTuple):
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    o: torch.Tensor                 # the heads' outputs, before `merge`
     real: torch.Tensor | None       # which steps of x are not padding (B, T); None: all
     encoder_real: torch.Tensor | None   # likewise for the encoder's text
     source: torch.Tensor | None     # in a decoder: the output of the encoder
@@ -893,7 +911,7 @@ class Seen(NamedTuple):
         return fastweight.cached_scores(self.q, self.k).flatten(1, 2)
 
     def outputs(self, mixer):
-        """The heads' outputs of this or another mixer for these inputs (B, H, T, head_dim)"""
+        """The heads' outputs of another mixer for these inputs (B, H, T, head_dim)"""
         return mixer.outputs(self.u, self.q, self.k, self.v, self.encoder_real)
 
     def weights(self, mixer):
@@ -1083,44 +1101,50 @@ class GPT(nn.Module):
 
     def through(self, tokens):
         """Run the model on tokens (B, T) from a fresh start and yield a `Seen` per mixer, in the order of
-        computation. Inputs and outputs of all blocks stay in memory, but q, k and v of only one mixer."""
+        computation, as soon as its block is computed. Only one block's tensors are in memory."""
         real = None if self.config.patch else self.real(tokens)
+        source = encoder_real = None
         if self.encoder:
             begin = self.config.source
-            text, real = self.without_padding(tokens[:, begin:], begins=True)
-            tokens = torch.cat([tokens[:, :begin], text], 1)
-        inputs = {}
+            encoder_tokens, encoder_real = self.without_padding(tokens[:, :begin])
+            tokens, real = self.without_padding(tokens[:, begin:], begins=True)
+            x = self.embedded(encoder_tokens)
+            for i, block in enumerate(self.encoder):
+                x = yield from self.watch(f'encoder.{i}', block, x, 0, encoder_real, encoder_real)
+            source = self.encoder_norm(x)
+        elif not self.config.causal:
+            encoder_real = real
+        t = self.config.source
+        x = self.embedded(tokens, t)
+        for i, block in enumerate(self.blocks):
+            x = yield from self.watch(f'blocks.{i}', block, x, t, real, encoder_real, source)
+
+    def watch(self, layer, block, x, t, real, encoder_real, source=None):
+        """Run the block of this name on x, at position t, and yield a `Seen` for each of its mixers -> its
+        output. The other arguments: as in `Seen`"""
+        given = {}
         results = {}
-        source = None
         thread = threading.get_ident()
 
-        def keep_results(module, given, result):
-            nonlocal source
-            if threading.get_ident() != thread:     # another thread may run this model, too
-                return
-            if isinstance(module, (Block, Mixer)):
-                inputs[module] = given
-            if isinstance(module, Block):
-                results[module] = result[0]
-            if module is self.encoder_norm:
-                source = result
-        with nn.modules.module.register_module_forward_hook(keep_results):
-            self.hidden(tokens)
-        first = [*self.encoder, *self.blocks][0]
-        _, _, _, encoder_real = inputs[first]       # its arguments: x, state, t, real
-        for name, mixer in self.mixers().items():
-            layer = name.rpartition('.')[0]
-            block = self.get_submodule(layer)
-            x = inputs[block][0]
-            u = inputs[mixer][0]
-            if isinstance(mixer, Cross):
-                q, _, _ = mixer.heads(u)
-                u = source
-                _, k, v = mixer.heads(u)
-            else:
-                q, k, v = mixer.heads(u)
-            its_real = encoder_real if layer.startswith('encoder.') else real
-            yield Seen(name, layer, mixer, x, u, q, k, v, its_real, encoder_real, source, results[block])
+        def keep(module, inputs, result):
+            if threading.get_ident() == thread:     # another thread may run this model, too
+                given[module] = inputs
+                results[module] = result
+        state = {}
+        if source is not None:
+            state['cross'] = block.cross.write(source, encoder_real)
+        with nn.modules.module.register_module_forward_hook(keep):
+            y, _ = block(x, state, t, None if block.mixer.memory.causal else encoder_real)
+        u, q, k, v, *_ = given[block.mixer.memory]
+        o, _ = results[block.mixer.memory]
+        yield Seen(f'{layer}.mixer', layer, block.mixer, x, u, q, k, v, o, real, encoder_real, source, y)
+        if block.cross is not None:
+            q, _, _ = block.cross.heads(given[block.cross][0])
+            _, k, v = block.cross.heads(source)
+            o = block.cross.outputs(source, q, k, v, encoder_real)
+            yield Seen(f'{layer}.cross', layer, block.cross, x, source, q, k, v, o, real, encoder_real,
+                       source, y)
+        return y
 
     @property
     def max_len(self):

@@ -217,10 +217,9 @@ def given_to_memories(model, tokens):
         memory = seen.mixer.memory
         n = seen.mixer.n
         H = seen.q.shape[1]
-        layer = {'n': n, 'q': seen.q, 'normalise': False, 'floor': None,
-                 'k': for_heads(seen.k, H), 'v': for_heads(seen.v, H)}
+        layer = {'n': n, 'q': seen.q, 'normalise': False, 'floor': None, 'k': seen.k, 'v': seen.v}
         if memory.rule.keeps:
-            layer['gone'] = for_heads(memory.evicted_at(seen.q, seen.k, seen.v), H)
+            layer['gone'] = memory.evicted_at(seen.q, seen.k, seen.v)
         else:
             layer |= memory.writes(seen.u, seen.k, seen.v)
             layer['q'] = spread(memory.reads(seen.q), n, n - 1)         # read after the last write
@@ -229,6 +228,9 @@ def given_to_memories(model, tokens):
             seen = seen_by_k(layer['k'], layer['k'].cumsum(2))
             erase = layer['erase'] / seen.clamp(min=FLOOR)
             layer['erase'] = erase.where(seen > FLOOR, 0)   # at first S is empty; 16 bits end early
+        for name, x in layer.items():
+            if torch.is_tensor(x):
+                layer[name] = for_heads(x, H)               # the page knows no groups
         layers.append(layer)
     return layers
 
