@@ -719,26 +719,6 @@ def with_cache(path, device, rule, cache, **changes):
     return model_in(path, device, rule=rule, cache=cache, sinks=max(0, min(4, cache - 1)), **changes)
 
 
-LOGITS = 2 ** 26        # numbers in memory at a time, 256 MB
-
-@torch.inference_mode()
-def nats_along(model, x, y, what):
-    """Read rows x (B, T), each from an empty state -> nats (B, T) of the targets y (B, T). We read in pieces,
-    so memory hardly grows with B and T. what: begins the progress lines"""
-    rows, T = x.shape
-    segment = max(1, min(T, 512, LOGITS // model.config.vocab_size))
-    at_once = max(1, LOGITS // (segment * model.config.vocab_size))
-    pieces = [(i, t) for i in range(0, rows, at_once) for t in range(0, T, segment)]
-    nats = torch.empty(rows, T)
-    for i, t in recipe.with_progress(pieces, what):
-        if t == 0:
-            state = None
-        piece = slice(i, i + at_once), slice(t, t + segment)
-        logits, targets, state = recipe.predict(model, x[piece], y[piece], state, {})
-        nats[piece] = F.cross_entropy(logits, targets, reduction='none').view_as(nats[piece])
-    return nats
-
-
 def by_position(form, nats, first):
     """Perplexity by ranges of positions of nats (.., T), as rows of the table: up to `first`, from there to
     twice that, and so on. Each range is as long as all before it."""
@@ -886,7 +866,7 @@ def cache(args, suite):
         model = teacher
         if form != 'softmax':
             model = with_cache(path, args.device, form, size)
-        nats = nats_along(model, x[:, :-1], x[:, 1:], f'{form}, {size} cached')
+        nats = recipe.nats_along(model, x[:, :-1], x[:, 1:], f'{form}, {size} cached')
         row = {'form': form, 'rows': size, 'perplexity': nats.mean().exp().item()}
         row['state bytes'] = state_bytes(model.read(x[:1]))
         theirs = suite.paper.get(form, {})
@@ -919,11 +899,11 @@ def far(args, suite):
                              f'not those of {path}; train both on the same data')
         models[f'{",".join(dict.fromkeys(model.config.rules))}: {source}'] = model
     some = list(zip(x.split(block, 1), y.split(block, 1)))
-    in_rows = torch.cat([nats_along(teacher, *row, f'softmax, row {i}') for i, row in enumerate(some)], 1)
+    in_rows = torch.cat([recipe.nats_along(teacher, *row, f'softmax, row {i}') for i, row in enumerate(some)], 1)
     rows = list(by_position('softmax, in rows', in_rows, block))
     base = {row['position']: row['perplexity'] for row in rows}
     for form, model in models.items():
-        rows += by_position(form, nats_along(model, x, y, form), block)
+        rows += by_position(form, recipe.nats_along(model, x, y, form), block)
     for row in rows:
         yield {**row, 'more than in rows': row['perplexity'] - base[row['position']]}
 

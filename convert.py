@@ -40,20 +40,21 @@ import sys
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.utils import clip_grad_norm_, parametrize
+from torch.nn.utils import clip_grad_norm_
 
 from data import prepare
 from data.flags import briefly, flag, known, parse, picked, plural, refuse, typed
 from data.weights import is_state, read_tensors, to_folder, weights_digest
 from fastweight import RULES
-from model import (GPT, SOURCE_RULES, bias_of, can_become_an_rnn, fill, idle, kl, load, pick_device, save,
+from model import (GPT, SOURCE_RULES, bias_of, can_become_an_rnn, cannot_train, fill, idle, kl, load, pick_device, save,
                    state_bytes, subset)
-from train import (QUIET, Rows, adamw, begin_step, bits_a_nat, begin_log, blocks, commit, lies_in, log_of,
-                   pack_optimiser, predict, rows, say, set_threads, table, tell_saved, tell_step,
-                   unpack_optimiser)
+from train import (LOGITS, QUIET, Rows, adamw, begin_log, begin_step, bits_a_nat, blocks, commit, lies_in,
+                   log_of, nats_along, pack_optimiser, predict, rows, say, set_threads, table, tell_saved,
+                   tell_step, unpack_optimiser)
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
 # kind of feature map (README, Limits). pure and hybrid first imitate the teacher's hidden states by layer.
@@ -66,8 +67,11 @@ RECIPES = {
     'decay': '--rule=decay --distil=none --loss=next'}
 PLACES = 'self', 'cross', 'encoder'     # the attention layers of a translator; self: its decoder's
 LONG = 1024                                             # most tokens per row without --row: T x T tensors
+BEGIN = 4096                                            # tokens at which new parameters begin, see `begin_as`
+FIRST = 256                                             # tokens of the first range of positions in the table
 SCRATCH_LR = 4e-3                                       # learning rate of the student from scratch
 TEACHER_LRS = 1e-3, 1e-4                                # learning rates of the teacher that trains on
+RIDGE = 1e-2                                            # share of the mean square, see `balance`
 
 
 @dataclass
@@ -85,6 +89,8 @@ class Args:
     learn: str = flag('new', 'stage 1 trains the new parameters or, with --distil=hidden, whole mixers',
                       ['new', 'mixer'])
     distil_steps: int = flag(300, 'steps of stage 1', low=0, high=10 ** 9)
+    repeat: int = flag(1, 'stage 1: times that a step changes the student; the teacher reads a batch once',
+                       low=1, high=1000)
     distil_lr: float = flag(1e-2, 'peak learning rate of stage 1', low=0, high=100)
     steps: int = flag(1000, 'steps of stage 2, fine-tuning', low=0, high=10 ** 9)
     lr: float = flag(None, 'peak learning rate of stage 2; default: 0.25 / width', low=0, high=100)
@@ -92,6 +98,8 @@ class Args:
     loss: str = flag('kl', 'stage 2: predict the next token, or match the teacher (KL)', ['next', 'kl'])
     lora: int = flag(0, 'rank of LoRA on W_q, W_k, W_v, W_o in stage 2; 0: all weights', low=0, high=2 ** 17)
     batch_size: int = flag(4, 'rows per step', low=1, high=2 ** 20)
+    keep: str = flag('', 'layers that stay softmax: costly:4, those whose swap costs most; first:4, last:4, '
+                         'spread:4')
     row: int = flag(0, 'tokens per row; 0: as in the teacher\'s training, at most 1,024', low=0,
                     high=2 ** 24)
     eval_rows: int = flag(64, 'validation rows for each evaluation', low=1, high=10 ** 9)
@@ -104,6 +112,7 @@ class Args:
     resume: bool = flag(False, 'continue the stopped conversion in --out')
     seed: int = flag(0, 'seed of new weights and the data order', low=0, high=2 ** 32 - 1)
     device: str = flag('auto', 'auto, cpu, cuda')
+    dtype: str = flag('float32', 'in matrix products; S is always fp32', ['float32', 'bfloat16'])
     threads: int = flag(None, 'CPU threads; default: the fastest, by trial; for a large model all', low=1,
                         high=1024)
 
@@ -189,8 +198,8 @@ def keys_in_matrix(memory, T, device):
 
 @torch.no_grad()
 def begin_as(teacher, student, x):
-    """Initialise new parameters from the teacher's attention on the tokens x (B, T). `remember` sets the
-    gates by how far back the heads look. Beside a cache, `balance` sets the weight of the keys that only the
+    """Initialise new parameters from the teacher's attention on the tokens x (B, T). The map `clusters` begins
+    with those of the keys. `remember` sets the gates by how far back the heads look. Beside a cache, `balance` sets the weight of the keys that only the
     matrix has. If T is too short for the cache to evict any key, a layer is left as it is."""
     for seen in teacher.through(x):
         memory = student.get_submodule(seen.name).memory
@@ -198,6 +207,9 @@ def begin_as(teacher, student, x):
         matrix = memory.rule.matrix or memory.overflow is not None
         if seen.crosses or not (swapped and matrix):        # positions of two texts have no distance
             continue
+        phi = (memory.overflow or memory).phi
+        if hasattr(phi, 'begin'):
+            phi.begin(seen.k)
         T = seen.q.shape[2]
         if out_of_reach(memory) < T:
             in_matrix = keys_in_matrix(memory, T, x.device)
@@ -238,15 +250,24 @@ def remember(seen, memory, in_matrix):
 
 def balance(seen, memory, in_matrix):
     """Give the matrix beside a cache the weight that the teacher gives to the keys in it: the sum of their
-    e^(q.k_s / sqrt(d)). The matrix itself computes another mass for them. Per head, the bias of log_mass
-    becomes the log of the ratio, averaged over steps. seen, in_matrix: as for `remember`"""
+    e^(q.k_s / sqrt(d)). The matrix itself computes another mass for them. log_mass, which is linear in the
+    layer's input, begins as the least-squares fit to the log of the ratio, with a small penalty (ridge).
+    seen, in_matrix: as for `remember`"""
     scores = seen.scores.masked_fill(~in_matrix, -math.inf)
-    wanted = scores.logsumexp(-1, keepdim=True)             # (B, H, T, 1)
+    wanted = scores.logsumexp(-1)                           # (B, H, T)
     _, _, went, _ = memory.attend_and_evict(seen.q, seen.k, seen.v)
     _, mass, _ = memory.overflow.take(seen.q, went, {})
     steps = in_matrix.any(-1)                               # those with keys in the matrix
-    log_mass = mass[:, :, steps].clamp(min=1e-30).log()
-    memory.log_mass.bias.copy_((wanted[:, :, steps] - log_mass).mean((0, 2, 3)))
+    log_mass = mass.mean(-1)[:, :, steps].clamp(min=1e-30).log()
+    ratio = (wanted[:, :, steps] - log_mass).mT.flatten(0, 1)           # (steps, H)
+    x = seen.u[:, steps].flatten(0, 1)                      # (steps, n_embd)
+    middle = x.mean(0)
+    x = x - middle
+    squares = x.mT @ x
+    squares.diagonal().add_(RIDGE * squares.diagonal().mean())
+    W = torch.linalg.solve(squares, x.mT @ ratio)           # (n_embd, H)
+    memory.log_mass.weight.copy_(W.mT)
+    memory.log_mass.bias.copy_(ratio.mean(0) - middle @ W)
 
 
 # ---- stage 1: layer by layer -------------------------------------------------------------------------------
@@ -325,35 +346,47 @@ def mismatch(kind, seen, student):
 def distil(run, teacher, student, names, kind, steps, lr):
     """Stage 1: train the parameters of these names on `mismatch` of this kind. Every layer gets the teacher's
     input, so the layers are independent. We run backward one layer at a time, and so hold the (T, T) matrices
-    of only one layer."""
+    of only one layer. With --repeat, what the teacher computed for a batch stays in memory for more steps."""
+    data = run.data
+    half = data.dtype != torch.float32
+    repeat = run.args.repeat
+    read = []                                   # what the teacher computed for each part of the batch
+
     def loss(step):
-        x, _ = run.data.batch(step)
-        total = 0.0
+        step, again = divmod(step, repeat)
+        if not again or not read:
+            read[:] = [teacher.through(data.batch(step, i)[0]) for i in range(data.accum)]
+        total = torch.zeros(1, device=data.device)
         many = 0
-        with torch.no_grad():
-            for seen in teacher.through(x):
-                if kind == 'hidden' and seen.crosses:       # its layer has been compared already
-                    continue
-                many += 1
-                if not any(p.requires_grad for p in student.get_submodule(seen.layer).parameters()):
-                    continue
-                with torch.enable_grad():
-                    far = mismatch(kind, seen, student)
-                if far.requires_grad:                       # some kinds of loss do not use all parameters
-                    far.backward()
-                total = total + far.detach()
-        return (total / many).reshape(1)
+        for i, layers in enumerate(read):
+            passed = []
+            with torch.no_grad(), torch.autocast(data.device.type, data.dtype, enabled=half):
+                for seen in layers:
+                    if repeat > 1:
+                        passed.append(seen)
+                    if kind == 'hidden' and seen.crosses:   # its layer has been compared already
+                        continue
+                    many += 1
+                    if not any(p.requires_grad for p in student.get_submodule(seen.layer).parameters()):
+                        continue
+                    with torch.enable_grad():
+                        far = mismatch(kind, seen, student) / data.accum
+                    if far.requires_grad:                   # some kinds of loss do not use all parameters
+                        far.backward()
+                    total += far.detach()
+            read[i] = passed
+        return total / many * data.accum
 
     unshare(student, names)
     for name, p in student.named_parameters():
         p.requires_grad_(name in names)
-    run.train_stage(f'distil ({kind})', student, loss, steps, lr)
+    run.train_stage(f'distil ({kind})', student, loss, steps * repeat, lr, repeat=repeat)
     student.requires_grad_(True)
 
 
 # ---- stage 2: the whole model ------------------------------------------------------------------------------
 class LoRA(nn.Module):
-    """Replaces W by W + B A * 16 / r. A (r, in) begins random, B (out, r) begins as zero. Hu 2021,
+    """What is added to W x: B A x * 16 / r. A (r, in) begins random, B (out, r) begins as zero. Hu 2021,
     arXiv:2106.09685. W may stack several projections; sizes: the rows of each, which gets its own A and B"""
     def __init__(self, W, rank, sizes):
         super().__init__()
@@ -364,43 +397,60 @@ class LoRA(nn.Module):
             self.A.append(torch.randn(rank, W.shape[1], device=W.device) / W.shape[1] ** 0.5)
             self.B.append(torch.zeros(size, rank, device=W.device))
 
-    def forward(self, W):
-        return W + torch.cat([self.scale * B @ A for A, B in zip(self.A, self.B)])
+    def forward(self, x):
+        return self.scale * torch.cat([x @ A.mT @ B.mT for A, B in zip(self.A, self.B)], -1)
+
+    def merged(self):
+        """What is added to W"""
+        return self.scale * torch.cat([B @ A for A, B in zip(self.A, self.B)])
 
 
 def adapt(model, rank, new):
-    """Put LoRA on W_q, W_k, W_v and W_o of every mixer -> the linear layers that have it. Of the other
-    parameters, only those in `new` will learn."""
+    """Put LoRA on W_q, W_k, W_v and W_o of every mixer -> the linear layers that have it, each with the hook
+    that adds it. Of the other parameters, only those in `new` will learn."""
+    def added(linear, given, y):
+        return y + linear.lora(*given)
     for name, p in model.named_parameters():
         p.requires_grad_(name in new)
     adapted = []
     for mixer in model.mixers().values():
         for linear, sizes in (mixer.qkv, mixer.sizes), (mixer.proj, [len(mixer.proj.weight)]):
-            parametrize.register_parametrization(linear, 'weight', LoRA(linear.weight, rank, sizes))
-            adapted.append(linear)
+            linear.lora = LoRA(linear.weight, rank, sizes)
+            adapted.append((linear, linear.register_forward_hook(added)))
     return adapted
 
 
 def merge_lora(adapted):
-    """Merge LoRA into the weights: W becomes W + B A * 16 / r."""
-    for linear in adapted:
-        parametrize.remove_parametrizations(linear, 'weight')
+    """Merge LoRA into the weights: W becomes W + B A * 16 / r, without changing the teacher's."""
+    for linear, hook in adapted:
+        hook.remove()
+        linear.weight.data = linear.weight.data + linear.lora.merged().data
+        del linear.lora
 
 
 def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()):
     """Stage 2 and the controls: train on the targets or, with a teacher, on its distribution at the same
     positions, KL(teacher || model). All weights learn. With lora > 0, only LoRA of that rank and the
     parameters in `new` learn. after: steps of the stage before, so that other rows are drawn"""
+    data = run.data
+    how = data.meta, data.dtype
+
     def loss(step):
+        step += after
         if teacher is None:
-            return run.data.learn(model, [None], after + step)
-        x, y = run.data.batch(after + step)
-        logits, _, _ = predict(model, x, y, None, run.data.meta)
-        with torch.no_grad():
-            wanted = predict(teacher, x, y, None, run.data.meta)[0].log_softmax(-1)
-        value = F.kl_div(logits.log_softmax(-1), wanted, reduction='batchmean', log_target=True)
-        value.backward()
-        return value.detach().reshape(1)
+            return data.learn(model, [None] * data.accum, step)
+        begin = data.starts(step)
+        total = torch.zeros(1, device=data.device)
+        for i in range(data.accum):
+            x, y = data.batch(step, i, begin)
+            logits, _, _ = predict(model, x, y, None, *how)
+            with torch.no_grad():
+                wanted = predict(teacher, x, y, None, *how)[0].log_softmax(-1)
+            value = F.kl_div(logits.log_softmax(-1), wanted, reduction='sum', log_target=True)
+            value = value / data.targets(begin)
+            value.backward()
+            total += value.detach()
+        return total
 
     torch.manual_seed(run.args.seed)                        # for LoRA's A
     adapted = []
@@ -475,6 +525,33 @@ def share(row, base):
     return row['accuracy'] / base['accuracy']
 
 
+def recovered(gain, meta):
+    """What a model has recovered of the teacher's perplexity -> columns of the table. gain (rows, T): nats of
+    the teacher less those of the model. `low` and `high` are a 95 % interval over rows. Then come the shares
+    among the first 256 tokens, from there to 512, to 1,024, ... The share per byte is the share per token to
+    the power tokens / bytes, so it looks better for the same model. Papers give it per token."""
+    by_row = gain.mean(1)
+    mean = by_row.mean()
+    half = 1.96 * by_row.std() / len(by_row) ** 0.5 if len(by_row) > 1 else math.inf
+    row = {'recovered': mean.exp().item(), 'low': (mean - half).exp().item(),
+           'high': (mean + half).exp().item()}
+    row['recovered a byte'] = row['recovered'] ** (meta['val']['tokens'] / meta['val']['bytes'])
+    start, end = 0, FIRST
+    while FIRST < gain.shape[1] > start:
+        end = min(end, gain.shape[1])
+        row[f'to {end:,}'] = gain[:, start:end].mean().exp().item()
+        start, end = end, 2 * end
+    return row
+
+
+def state_of(model, T):
+    """The bytes of a model's state after T tokens; None for an encoder or a translator"""
+    if not model.config.causal or model.config.source:
+        return None
+    token = torch.zeros(1, T, dtype=torch.long, device=model.embed.weight.device)
+    return state_bytes(model.read(token))
+
+
 @dataclass
 class Stage:
     """What the checkpoint of a stage says about the conversion that --resume continues."""
@@ -512,7 +589,9 @@ class Conversion:
         self.about = about
         self.seconds = {}                                   # per stage, including those before --resume
         self.table = []
-        self.begin = blocks(len(data.val), data.T, data.meta, args.eval_rows)
+        whole = data.val if 'row' in data.meta else data.val[:len(data.val) - (len(data.val) - 1) % data.T]
+        self.begin = blocks(len(whole), data.T, data.meta, args.eval_rows)
+        self.nats = None                                    # of the teacher, per token of the validation rows
         self.log, self.file = log_of(args)
         self.left = [] if args.resume else stages(args.out)
         if self.left:
@@ -520,51 +599,55 @@ class Conversion:
 
     def columns_of(self, model, what):
         """Evaluate a model on --eval_rows rows, each from an empty state -> columns of the table. The teacher
-        comes first. The share per byte is the share per token to the power tokens / bytes, so it looks better
-        for the same model. Papers give it per GPT-2 token. what: the model's name"""
-        loss, right = self.data.evaluate(model, self.begin, label=f'{what}, validation')
+        comes first. what: the model's name"""
         meta = self.data.meta
-        row = {'perplexity': math.exp(min(loss, 80)), 'accuracy': right}
-        if 'row' not in meta:
-            row['bits per byte'] = bits_a_nat(meta) * loss
-        base = self.table[0] if self.table else row
-        row['recovered'] = share(row, base)
-        if 'row' not in meta:
-            row['recovered a byte'] = row['recovered'] ** (meta['val']['tokens'] / meta['val']['bytes'])
-        return row
+        what = f'{what}, validation'
+        if 'row' in meta:
+            loss, right = self.data.evaluate(model, self.begin, label=what)
+            row = {'perplexity': math.exp(min(loss, 80)), 'accuracy': right}
+            return {**row, 'recovered': share(row, self.table[0] if self.table else row)}
+        x, y = rows(self.data.val, self.begin, self.data.T, meta, self.data.device)
+        training = model.training
+        nats = nats_along(model.eval(), x, y, what, self.data.dtype)
+        model.train(training)
+        if self.nats is None:                               # the teacher's
+            self.nats = nats
+        return {'perplexity': math.exp(min(nats.mean(), 80)), 'bits per byte': bits_a_nat(meta) * nats.mean().item(),
+                **recovered(self.nats - nats, meta)}
 
     def note(self, name, model, *stages, steps=0):
         """Add a line to the table and print it: how good a model is after these stages and steps."""
         row = self.columns_of(model, name)
         seconds = sum(self.seconds[stage] for stage in stages)
+        size = state_of(model, self.data.T)
         self.table.append({'model': name, **row, 'tokens': self.tokens_in(steps),
-                           'minutes': round(seconds / 60, 2)})
-        text = f'accuracy {row["accuracy"]:.1%}'
-        if 'bits per byte' in row:
-            text = (f'perplexity {row["perplexity"]:.4g}, recovered {row["recovered"]:.1%} a token, '
-                    f'{row["recovered a byte"]:.1%} a byte')
+                           'minutes': round(seconds / 60, 2), 'state bytes': size})
+        if 'accuracy' in row:
+            text = f'accuracy {row["accuracy"]:.1%}'
+        else:
+            text = (f'perplexity {row["perplexity"]:.4g}, recovered {row["recovered"]:.1%} a token '
+                    f'({row["low"]:.1%} to {row["high"]:.1%}), {row["recovered a byte"]:.1%} a byte')
         say(f'{name}: {text}')
 
-    def closing(self, distilled, state):
+    def closing(self):
         """-> the last line of the table, with more keys: the shares recovered after the swap and after stage
-        1, the accuracy before the last stage, and the size of the state."""
+        1, and the accuracy before the last stage."""
         figures = dict(self.table[-1])
-        figures['swapped'] = self.table[1]['recovered']
-        figures['before'] = self.table[-2]['accuracy']
-        if distilled:
-            figures['stage 1'] = self.table[2]['recovered']
-        if state:
-            figures['state bytes'] = state[0]['state bytes']
+        for line in self.table:
+            for key, begin in ('swapped', 'swapped'), ('stage 1', 'distilled'):
+                if line['model'].startswith(begin):
+                    figures[key] = line['recovered']
+        figures['before'] = self.table[-2].get('accuracy')
         return figures
 
-    def tokens_in(self, steps):
-        """The number of tokens in so many steps."""
-        return steps * self.args.batch_size * self.data.T
+    def tokens_in(self, batches):
+        """The number of tokens in so many batches."""
+        return batches * self.args.batch_size * self.data.T
 
-    def train_stage(self, stage, model, loss, steps, lr, new=()):
+    def train_stage(self, stage, model, loss, steps, lr, new=(), repeat=1):
         """Train one stage or control, from where a stopped conversion left it. Parameters in `new` get
-        --faster times this lr. loss(step) runs forward and backward -> the loss (1,). Resuming is exact on a
-        CPU."""
+        --faster times this lr. loss(step) runs forward and backward -> the loss (1,). repeat: steps per batch
+        of data. Resuming is exact on a CPU."""
         args = self.args
         path = f'{args.out}/stage-{re.sub("[^a-z0-9]+", "-", stage)}.safetensors'
         opt = adamw(model, lr, 0.0, self.data.device, new, args.faster)
@@ -592,11 +675,11 @@ class Conversion:
                 tell_step(self.log, self.data, steps, lr, done, value, norm, ms, f'{stage} | ')
                 logged = done
                 if saves:
-                    self.save_stage(stage, path, model, opt, done)
+                    self.save_stage(stage, path, model, opt, done, self.tokens_in(done // repeat))
                 last = time.perf_counter()
         model.eval()
 
-    def save_stage(self, stage, path, model, opt, step):
+    def save_stage(self, stage, path, model, opt, step, tokens):
         """Write the checkpoint of a stage and a line of the log."""
         header = {**self.about, 'step': step, 'seconds': self.seconds[stage]}
         save(path, model, header, pack_optimiser(model, opt), learned(model))
@@ -604,7 +687,7 @@ class Conversion:
         self.left = []
         self.log = begin_log(self.log, self.file)
         tell_saved('convert.py', self.args.out, path, step)
-        row = {'stage': stage, 'step': step, 'tokens': self.tokens_in(step), **self.columns_of(model, stage)}
+        row = {'stage': stage, 'step': step, 'tokens': tokens, **self.columns_of(model, stage)}
         print(json.dumps(row), file=self.log, flush=True)
 
     def restore_stage(self, stage, path, model, opt):
@@ -690,20 +773,56 @@ def look(name, teacher, student, x):
     return lines, query
 
 
-@torch.no_grad()
-def sizes(student, teacher):
-    """Compare the student's state with the teacher's key/value cache after n tokens: bytes, in fp32."""
-    c = teacher.config
-    if not c.causal or c.source:                            # an encoder never decodes, a translator little
-        return []
+# ---- caches to compare with, and layers that stay softmax ---------------------------------------------------
+def caches(teacher, student):
+    """Two students that have no matrix and need no training, to compare with -> names, models: the cache that
+    stands beside the student's matrix alone, and a cache of as many bytes as all that the student keeps."""
+    c = student.config
+    if not c.causal or c.source:
+        return
+    new = [rule != before for rule, before in zip(c.rules, teacher.config.rules)]
+    state = student.read(torch.zeros(1, 1, dtype=torch.long, device=student.embed.weight.device))
+    kept = [sum(x.nbytes for x in layer['mixer'].values()) for layer in state['layers']]
     heads = c.n_kv_head or c.n_head
-    a_token = 2 * 4 * c.n_layer * heads * (c.n_embd // c.n_head)
-    size = None                                             # None: a layer caches all tokens, so it grows
-    if 'all' not in student.config.keeps():
-        token = torch.zeros(1, 1, dtype=torch.long, device=student.embed.weight.device)
-        size = state_bytes(student(token)[1])
-    return [{'tokens': n, 'state bytes': size, 'KV cache bytes': a_token * n,
-             'times smaller': a_token * n / size if size else None} for n in (1024, 8192, 131072)]
+    a_token = heads * (2 * 4 * c.n_embd // c.n_head + 12)   # key, value, position, sum of weights
+    size = max(bytes for bytes, swapped in zip(kept, new) if swapped) // a_token
+    sinks = ['sink' if swapped else rule for rule, swapped in zip(c.rules, new)]
+    if c.overflow and c.cache:
+        yield f'{c.cache} cached, no matrix', alone(teacher, c.rules, c.cache, c.sinks)
+    if size > 0 and (size, sinks) != (c.cache, c.rules):
+        yield f'{size} cached: as many bytes', alone(teacher, sinks, size, min(4, size - 1))
+
+
+def alone(teacher, rules, cache, sinks):
+    """The teacher with these rules and caches, of which none has a matrix beside it"""
+    return swap(teacher, {'layers': ','.join(rules), 'cache': cache, 'sinks': sinks})[0]
+
+
+def stay(how, teacher, student, x, y, dtype):
+    """Which of the teacher's softmax layers stay. how: costly:4, first:4, last:4 or spread:4. costly: those
+    whose swap alone costs most nats on the rows x, y  ->  indices of layers"""
+    kind, _, count = how.partition(':')
+    layers = [i for i, rule in enumerate(teacher.config.rules) if rule == 'softmax']
+    n = int(count) if count.isdecimal() else 0
+    if kind not in KEEP or not 0 < n < len(layers):
+        raise ValueError(f'--keep={how}: expected {", ".join(KEEP)}, each as costly:4, with fewer than the '
+                         f'{len(layers)} softmax layers')
+    cost = {}
+    if kind == 'costly':
+        for i in layers:
+            block = teacher.blocks[i]
+            own = block.mixer
+            block.mixer = student.blocks[i].mixer
+            cost[i] = nats_along(teacher, x, y, f'layer {i}', dtype).mean().item()
+            block.mixer = own
+    return KEEP[kind](layers, n, cost)
+
+
+KEEP = {
+    'costly': lambda layers, n, cost: sorted(layers, key=cost.get)[-n:],
+    'first': lambda layers, n, cost: layers[:n],
+    'last': lambda layers, n, cost: layers[-n:],
+    'spread': lambda layers, n, cost: [layers[(2 * i + 1) * len(layers) // (2 * n)] for i in range(n)]}
 
 
 # ---- the run -----------------------------------------------------------------------------------------------
@@ -765,6 +884,7 @@ def cannot_teach(args, config):
 def cannot_learn(student, data):
     """For `refuse`: the student's rows fit into the cache, so nothing is evicted into the matrix beside it.
     """
+    yield from cannot_train(student.config)
     T = data.T
     for mixer in student.mixers().values():
         memory = mixer.memory
@@ -775,12 +895,37 @@ def cannot_learn(student, data):
             'are kept; take a smaller --cache, or a longer --row')
 
 
-def tell_start(args, name, data, student, new):
-    """Print what is converted, and how many parameters are new. name: of the data"""
+def tell_start(args, name, data, teacher, student, new):
+    """Print what is converted, how many parameters are new, and from how many tokens on the student's state
+    is smaller than the cache of the teacher. name: of the data"""
     counts = {name: p.numel() for name, p in student.named_parameters()}
-    say(f'{args.from_} -> {briefly(student.config.all_rules)}; {name}, rows of {data.T}; '
-        f'{plural(args.threads, "thread")}; of {sum(counts.values()):,} parameters '
-        f'{sum(counts[name] for name in new):,} are new')
+    added = sum(counts[name] for name in new)
+    text = (f'{args.from_} -> {briefly(student.config.all_rules)}; {name}, rows of {data.T}; '
+            f'{plural(args.threads, "thread")}; of {sum(counts.values()):,} parameters {added:,} are new')
+    size = state_of(student, 1)
+    if size:
+        a_token = state_of(teacher, 2) - state_of(teacher, 1)
+        grows = state_of(student, 2) - size
+        text += f'; a state of {size / 1e6:.3g} MB'
+        if grows < a_token:
+            text += f', smaller than the teacher\'s from {math.ceil((size - grows) / (a_token - grows)):,} tokens on'
+    say(text)
+
+
+def tell_time(run, teacher_seconds, distilled, lines):
+    """Print how long the conversion will take, from the time of the teacher's evaluation. Stage 1 also
+    computes the student's layers, once per step; stage 2 a forward, a backward of twice its cost (of half as
+    much with LoRA) and, for KL, the teacher."""
+    args = run.args
+    a_token = teacher_seconds / (len(run.begin) * run.data.T)
+    backward = 1 if args.lora else 2
+    passes = 1 + backward + (args.loss == 'kl')
+    tokens = run.tokens_in(distilled) * (1 + args.repeat) + run.tokens_in(args.steps) * passes
+    if args.controls:
+        tokens += 3 * (2 + backward) * run.tokens_in(distilled + args.steps)
+    evaluations = lines + (distilled * args.repeat + args.steps) // args.eval_every
+    tokens += evaluations * len(run.begin) * run.data.T
+    say(f'about {a_token * tokens / 60:.2g} minutes')
 
 
 @prepare.script
@@ -795,12 +940,28 @@ def main(argv):
     refuse(cannot_teach(args, teacher.config))
     T = args.row or min(teacher.config.block_size, LONG)
     train, val, of_data, name = prepare.for_model(args.from_, meta, args.data, T)
-    data = Rows(train, val, of_data, of_data.get('row', T), device, args.batch_size, args.seed)
+    T = of_data.get('row', T)
+    parts = 1
+    if args.batch_size * T * of_data['vocab_size'] > LOGITS:
+        parts = args.batch_size                             # row by row
+    data = Rows(train, val, of_data, T, device, args.batch_size // parts, args.seed, parts,
+                dtype=getattr(torch, args.dtype))
     torch.manual_seed(args.seed)
     student, new = swap(teacher, changes, args.swap.split(','))
     refuse(cannot_learn(student, data))
     refuse(idle({**changes, 'layers': ''}, student.config))     # --layers and --rule may both be given here
-    begin_as(teacher, student, data.batch(0)[0])
+    begin = data.starts(0)
+    while len(begin) * data.T < BEGIN:
+        begin = np.concatenate([begin, data.starts(len(begin))])
+    x, y = rows(train, begin[:-(-BEGIN // data.T)], data.T, of_data, device)
+    begin_as(teacher, student, x)
+    if args.keep:
+        kept = stay(args.keep, teacher, student, x, y, data.dtype)
+        say(f'--keep={args.keep}: layers {", ".join(map(str, sorted(kept)))} stay softmax')
+        rules = ['softmax' if i in kept else rule for i, rule in enumerate(student.config.rules)]
+        changes['layers'] = ','.join(rules)
+        student, new = swap(teacher, changes, args.swap.split(','))
+        begin_as(teacher, student, x)
     if args.lr is None:
         args.lr = 0.25 / student.config.n_embd              # about 5e-3 is good at width 64, 1e-3 at 192
     if args.fold:
@@ -813,13 +974,18 @@ def main(argv):
     about = {'args': dataclasses.asdict(args), 'changes': changes, 'made_from': made_from,
              'data': meta['data']}
     run = Conversion(args, data, about)
-    tell_start(args, name, data, student, new)
+    tell_start(args, name, data, teacher, student, new)
     first_row, _ = rows(val, run.begin[:1], data.T, of_data, device)
+    distilled = args.distil_steps if kind != 'none' else 0  # batches of stage 1
+    began = time.perf_counter()
     run.note('teacher', teacher)
+    beside = dict(caches(teacher, student))
+    tell_time(run, time.perf_counter() - began, distilled, len(beside) + 5)
+    for cached, model in beside.items():
+        run.note(cached, model)
     run.note('swapped', student)
     layers, query = look('swapped', teacher, student, first_row)
     done = []                                               # names of finished stages
-    distilled = args.distil_steps if kind != 'none' else 0  # steps of stage 1
     if distilled:
         distil(run, teacher, student, learners(student, new, args.learn), kind, distilled, args.distil_lr)
         done.append(f'distil ({kind})')
@@ -839,21 +1005,20 @@ def main(argv):
     save(f'{args.out}/ckpt.safetensors', student,
          {'step': args.steps, 'data': meta['data'], 'args': {'data': name}, 'from': args.from_})
     run.log = begin_log(run.log, run.file)
-    state = sizes(student, teacher)
-    figures = {**run.closing(distilled, state), 'commit': commit(), **dataclasses.asdict(args)}
+    figures = {**run.closing(), 'commit': commit(), **dataclasses.asdict(args)}
     prepare.write_json(f'{args.out}/result.json', {**figures, **dataclasses.asdict(student.config)})
     tuned = None
     if args.controls and args.steps:
         tuned = controls(run, teacher, plain, distilled)
 
     print()
-    for lines in run.table, layers, state:
+    for lines in run.table, layers:
         if lines:
             table(lines)
             print()
     prepare.write_json(f'{args.out}/convert.json', {
         'args': dataclasses.asdict(args), 'config': dataclasses.asdict(student.config), 'distil': kind,
-        'table': run.table, 'tuned': tuned, 'layers': layers, 'query': query, 'state': state})
+        'table': run.table, 'tuned': tuned, 'layers': layers, 'query': query})
     source = ' --source="..."' if student.config.source else ''
     print(f'{args.out}/convert.json has these tables; python sample.py --init={args.out}/ckpt.safetensors'
           f'{source}')

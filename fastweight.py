@@ -63,6 +63,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 LOG_MIN = -5.0  # smallest log-decay per step: 0.7 % is left. Below it, the factors of a chunk could overflow
+SHARPNESS = 0.3     # of clusters, at first
 FLOOR = 1e-6    # smallest n.q to divide by; maps that can make it 0 or negative set 1e-2
 
 
@@ -373,8 +374,13 @@ def append(cached, k, v, t):
 
 def pick(cached, index):
     """The cached tokens at index (B, G, n)."""
-    wide = index[..., None]
-    return {name: x.take_along_dim(wide if x.dim() == 4 else index, 2) for name, x in cached.items()}
+    picked = {}
+    for name, x in cached.items():
+        place = index.expand(*x.shape[:2], -1)
+        if x.dim() == 4:
+            place = place[..., None].expand(-1, -1, -1, x.shape[-1])
+        picked[name] = x.gather(2, place)
+    return picked
 
 def replaced(cached, index):
     """The cache without the token at index (B, G, 1). The last token moves into its slot."""
@@ -624,6 +630,48 @@ class Hedgehog(FeatureMap):
             return torch.cat([y - y.amax(-1, True), y.amin(-1, True) - y], -1).exp()
         return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1)
 
+class Clusters(FeatureMap):
+    """Of m clusters of keys, a key is written to those it is near, softmax(W k + b), and a query reads each by
+    softmax's weight for its centre, e^(q.c / sqrt(d)). So S is a cache of m fixed keys c whose values
+    add up: phi(q).phi(k) is e^(q.k / sqrt(d)) if k is a centre. m = 2d unless given. Every head learns its
+    own c, W (H, m, d) and b; convert.py begins with the clusters of the teacher's keys. Exponents are at
+    most 40, for fp32."""
+    like_softmax = True
+
+    def __init__(self, n_head, head_dim, m=None):
+        m = number(m, 2 * head_dim)
+        super().__init__(n_head, head_dim, feature_dim=m)
+        centres = torch.randn(n_head, m, head_dim)
+        self.centres = nn.Parameter(centres)
+        self.weight = nn.Parameter(centres / math.sqrt(head_dim))
+        self.bias = nn.Parameter(torch.zeros(n_head, 1, m))
+
+    def forward(self, x, side='q', t=0):
+        if side == 'q':
+            y = x @ self.of_heads(self.centres, x).mT / math.sqrt(self.head_dim)
+            return y.clamp(max=40).exp()
+        return (x @ self.of_heads(self.weight, x).mT + self.of_heads(self.bias, x)).softmax(-1)
+
+    @torch.no_grad()
+    def begin(self, k, rounds=8):
+        """Begin with the clusters of the keys k (B, G, T, d), by k-means. The first token's key, on which
+        softmax rests where nothing matters, is a centre. W k + b begins as -|k - c|^2 / (2 v), v a multiple of the
+        variance inside the clusters."""
+        for head, keys in enumerate(k.transpose(0, 1).flatten(1, 2)):
+            m = self.feature_dim
+            order = torch.randperm(len(keys), device=k.device)
+            order = torch.cat([order.new_zeros(1), order[order > 0]])
+            centres = keys[order[:m]]
+            for _ in range(rounds):
+                nearest = torch.cdist(keys, centres).argmin(1)
+                count = torch.bincount(nearest, minlength=m)[:, None]
+                total = torch.zeros_like(centres).index_add_(0, nearest, keys)
+                centres = torch.where(count > 0, total / count, centres)
+            v = (keys - centres[nearest]).square().mean() / SHARPNESS
+            self.centres[head, :len(centres)] = centres
+            self.weight[head, :len(centres)] = centres / v
+            self.bias[head, 0, :len(centres)] = -centres.square().sum(1) / (2 * v)
+
 class Favor(FeatureMap):
     """FAVOR+: e^(-|x|^2/2) [e^Rx, e^-Rx] / sqrt(2m). E[phi(q).phi(k)] = e^(q.k). Choromanski 2021 sec. 2.3.
     x is first divided by d^(1/4), which gives softmax's e^(q.k / sqrt(d)). R (m, d) has Gaussian rows,
@@ -679,7 +727,7 @@ FEATURE_MAPS = {  # name: constructor (n_head, head_dim, [arg]) -> module with .
     'relu': partial(FeatureMap, f=torch.relu, floor=1e-2),
     'silu': partial(FeatureMap, f=F.silu, positive=False, mean=False),          # DeltaNet 2024
     'exp': Exp, 't2r': T2R, 't2r-scaled': partial(T2R, scaled=True), 'dpfp': DPFP, 'favor': Favor, 'rfa': RFA,
-    'hedgehog': Hedgehog, 'taylor': Taylor, 'cosformer': CosFormer,
+    'hedgehog': Hedgehog, 'clusters': Clusters, 'taylor': Taylor, 'cosformer': CosFormer,
 }
 
 def feature_map(spec, n_head, head_dim):

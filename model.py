@@ -56,8 +56,8 @@ class Config:
     cache: int = flag(256, 'rules with a limited cache: number of cached tokens', low=0, high=2 ** 20,
                       of=BOUNDED)
     sinks: int = flag(4, 'sink: first tokens, which are never evicted', low=0, high=2 ** 24, of=['sink'])
-    overflow: str = flag('', 'window, sink: rule and map for evicted tokens: sum:hedgehog, delta:taylor',
-                         of=['window', 'sink'])
+    overflow: str = flag('', 'rule and map for evicted tokens: sum:hedgehog, delta:taylor; train with window or '
+                             'sink, run with any policy', of=BOUNDED)
     positions: str = flag('true', 'of cached tokens; compress: gaps g > 10 are ceil(10 + ln ln(g - 10 + e))',
                           ['true', 'compress'], of=BOUNDED)
     pos: str = flag('auto', 'auto: rope in layers with a cache; learned if there is an encoder',
@@ -138,9 +138,9 @@ class Config:
         yield kept and not self.cache and not over, '--cache=0: give at least 1, or --overflow takes them all'
         yield 'sink' in kept and self.sinks >= max(1, self.cache), (
             f'--sinks={self.sinks}: fewer than --cache={self.cache}, or no new token is kept')
-        yield over and (not kept or kept - {'window', 'sink'}), (
-            f'--overflow={self.overflow} takes the tokens that --rule=window or sink evicts; leave it out '
-            f'with {", ".join(dict.fromkeys(self.rules))}')
+        yield over and not kept, (
+            f'--overflow={self.overflow} takes the tokens that a limited cache evicts, as --rule=sink; leave it '
+            f'out with {", ".join(dict.fromkeys(self.rules))}')
         yield over and over not in MATRIX, f'--overflow={self.overflow}: choose from {", ".join(MATRIX)}'
         yield self.positions == 'compress' and (not kept or over or self.pos not in ('auto', 'rope')), (
             '--positions=compress needs a bounded cache with rope, and without --overflow')
@@ -176,6 +176,14 @@ class Config:
     def places(self):
         """The number of inputs for block_size tokens: one per token or patch, and cls."""
         return self.block_size // (self.patch or 1) + self.cls
+
+
+def cannot_train(config):
+    """For `refuse`: which token a policy evicts depends on weights, and no gradient says which it should."""
+    chooses = config.keeps() - {'all', None, 'window', 'sink'}
+    yield config.overflow and chooses, (
+        f'--rule={", ".join(chooses)} --overflow={config.overflow}: train with --rule=sink; the trained model '
+        'runs with any policy, as sample.py --rule=tova')
 
 
 def can_become_an_rnn(rules):
@@ -581,17 +589,24 @@ class FastWeights(nn.Module):
         real = (went['pos'] >= 0).to(q.dtype)[..., None]
         gates = self.gates(v.transpose(1, 2).flatten(2))        # the channels of all heads, like an input
         gates['write'] = real * gates.get('write', 1)
-        normal_q = self.normaliser(q)
-        normal_k = self.normaliser(k)
-        o, S = self.recurrence(normal_q, normal_k, v, **gates, S=state.get('S'))
+        S = state.get('S')
+        n = state.get('n')
+        ones = torch.ones_like(v if self.rule.z else v[..., :1])        # with z each channel has its own mass
         if self.rule.erase:
+            o, S = self.recurrence(self.normaliser(q), self.normaliser(k), v, **gates, S=S)
             masses = {'write': real, 'log_f': gates.get('log_f')}       # of the keys as they are
-            mass, n = self.recurrence(q, k, torch.ones_like(v[..., :1]), **masses, S=state.get('n'))
-        else:
-            ones = torch.ones_like(v if self.rule.z else v[..., :1])    # with z each channel has its own mass
-            mass, n = self.recurrence(normal_q, normal_k, ones, **gates, S=state.get('n'))
-            o = o / mass.clamp(min=1e-30)
-        return o, mass, {'S': S, 'n': n}
+            mass, n = self.recurrence(q, k, ones, **masses, S=n)
+            return o, mass, {'S': S, 'n': n}
+        if S is not None:
+            S = torch.cat([S, n], 2)
+        if self.rule.z:
+            gates['log_z'] = torch.cat([gates['log_z'], gates['log_z']], -1)
+        sizes = v.shape[-1], ones.shape[-1]
+        both, S = self.recurrence(self.normaliser(q), self.normaliser(k), torch.cat([v, ones], -1), **gates,
+                                  S=S)
+        o, mass = both.split(sizes, -1)
+        S, n = S.split(sizes, 2)
+        return o / mass.clamp(min=1e-30), mass, {'S': S, 'n': n}
 
 
 class Cache(nn.Module):

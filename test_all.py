@@ -3404,18 +3404,22 @@ def converted(teacher, out, *flags):
 def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, capsys):
     """Also by how much stage 1 lowers the divergence of attention."""
     found = converted(teacher, tmp_path, *flags.split())
-    names = [row['model'] for row in found['table']]
+    lines = {row['model']: row for row in found['table']}
+    names = [name for name in lines if 'cached' not in name]
     assert names[:2] == ['teacher', 'swapped'] and names[-4] == 'fine-tuned' and names[-1].endswith('scratch')
     tuned = min(row['perplexity'] for row in found['table'][-3:-1])
     assert found['tuned']['perplexity'] == tuned
     for row in found['table']:
         assert row['recovered'] == pytest.approx(found['table'][0]['perplexity'] / row['perplexity'])
         assert row['of the tuned'] == pytest.approx(tuned / row['perplexity'])
-    *student, first, second, anew = [row['tokens'] for row in found['table']]
+        assert row['low'] <= row['recovered'] <= row['high']
+    *student, first, second, anew = [lines[name]['tokens'] for name in names]
     assert student[-1] == first == second == anew and student == sorted(student)
     assert len(written(capsys, f'--init={tmp_path}/ckpt.safetensors', '--tokens=9')[1]) > 9
-    for line, n in zip(found['state'], (1024, 8192, 131072), strict=True):
-        assert (line['tokens'], line['KV cache bytes']) == (n, n * 2 * 4 * 2 * 16)
+    assert lines['teacher']['state bytes'] == 2 * (2 * 16 + 2 * 3) * 4 * 16 + 8      # and conv
+    size, = [row['state bytes'] for name, row in lines.items() if name.endswith('as many bytes')]
+    a_token = sum(rule != 'softmax' for rule in model_py.Config(**found['config']).rules) * 2 * (2 * 4 * 8 + 12)
+    assert 0 <= lines['swapped']['state bytes'] - size < a_token
     if found['distil'] == 'ce':
         first, last = ([row['KL to teacher'] for row in found['layers'] if row['model'] == stage]
                        for stage in ('swapped', 'distilled'))
@@ -3430,7 +3434,7 @@ def test_a_conversion_is_never_silent_for_long(teacher, tmp_path, monkeypatch, c
     """Steps of both stages and of controls, and evaluations, say how far they are; the log has the steps."""
     monkeypatch.setattr(convert, 'QUIET', 0)
     monkeypatch.setattr(train, 'QUIET', 0)
-    best = converted(teacher, tmp_path)['table'][3]
+    best = [row for row in converted(teacher, tmp_path)['table'] if row['model'] == 'fine-tuned'][0]
     said = capsys.readouterr().out
     for stage, steps in ('distil (hidden)', 4), ('fine-tune', 3), ('control: from scratch', 7):
         assert all(f'{stage} | step {i:5d}/{steps} | loss' in said for i in range(1, steps + 1))
@@ -3446,8 +3450,9 @@ def test_a_model_of_texts_is_converted_on_pairs(more, teacher, tmp_path, monkeyp
     found, swap, loaded = [], convert.swap, load(teacher)[0].state_dict()
 
     def watched(*given):
-        found.extend([given[0], *swap(*given)])
-        return found[1:]
+        given, swapped = given[0], swap(*given)
+        found.extend([] if found else [given, *swapped])        # not the caches to compare with
+        return swapped
     monkeypatch.setattr(convert, 'swap', watched)
     how = f'--data={pairs}', '--recipe=hedgehog', '--loss=kl', '--controls=false', *more
     row = converted(teacher, tmp_path / 'rnn', *how)['table'][-1]
@@ -3500,7 +3505,8 @@ def test_gates_begin_with_the_memory_of_their_heads(changes, memory, a_model, mo
 
 @pytest.mark.parametrize('rule, first, reach', [('window', 0, 4), ('sink', 1, 3)])
 def test_a_matrix_beside_rows_begins_with_the_weight_of_what_it_holds(rule, first, reach, a_model):
-    """4 rows, of which a sink keeps the first: by keys and features one by one, in the mean over steps."""
+    """4 rows, of which a sink keeps the first: by keys and features one by one; a ridge regression over steps, as
+    least squares with a row more per channel."""
     teacher, x = load(a_model('--rule=softmax'))[0].double(), torch.randint(256, (1, 9))
     changes = dict(rule=rule, cache=4, sinks=1, overflow='sum:hedgehog')
     student = convert.swap(teacher, changes)[0].double()
@@ -3514,7 +3520,11 @@ def test_a_matrix_beside_rows_begins_with_the_weight_of_what_it_holds(rule, firs
             wanted = (q[0, :, t, None] * held / q.shape[-1] ** .5).sum(-1).exp().sum(1)
             found = (features(q)[0, :, t, None] * features(held[None])[0]).sum(-1).sum(1)
             logs.append((wanted / found).log())
-        near(memory.log_mass.bias, torch.stack(logs).mean(0), 1e-6)
+        u, logs = seen.u[0, first + reach:], torch.stack(logs)
+        far, spread = u - u.mean(0), logs - logs.mean(0)
+        more = (convert.RIDGE * far.square().sum(0).mean()).sqrt() * torch.eye(16).double()
+        W = torch.linalg.lstsq(torch.cat([far, more]), torch.cat([spread, 0 * more[:, :2]])).solution
+        near(memory.log_mass(u), logs.mean(0) + far @ W, 1e-6)
 
 @pytest.mark.parametrize('learn', ['new', 'mixer'])
 def test_stage_1_trains_what_it_may_and_never_the_teacher(learn, a_model, tmp_path, monkeypatch):
@@ -3534,14 +3544,14 @@ def test_stage_1_trains_what_it_may_and_never_the_teacher(learn, a_model, tmp_pa
     monkeypatch.setattr(convert, 'distil', watched)
     converted(teacher, tmp_path, f'--learn={learn}', '--layers=gla,gla', '--controls=false')
 
-@pytest.mark.parametrize('at', [5, 10])
+@pytest.mark.parametrize('at', [4, 9])
 def test_stopped_conversion_goes_on_bit_for_bit(at, teacher, a_model, tmp_path, monkeypatch, capsys):
     """Stopped in stage 1, where all of the mixer learns, and in the controls, after a stage 2 with everything
     that is drawn. No step is saved twice: each stage goes on from its last save."""
     mine, cut, batch = tmp_path / 'teacher.safetensors', f'--out={tmp_path / "cut"}', train.Rows.batch
     shutil.copy(teacher, mine)
     flags = [f'--from={mine}', *'--steps=4 --distil_steps=6 --eval_rows=4 --eval_every=2 --seed=3'.split()]
-    flags += '--lora=2 --phi=favor --layers=softmax,sum'.split() if at == 10 else ['--controls=false']
+    flags += '--lora=2 --phi=favor --layers=softmax,sum'.split() if at == 9 else ['--controls=false']
 
     def found(name):
         told = json.loads((tmp_path / name / 'convert.json').read_text())
@@ -3559,7 +3569,7 @@ def test_stopped_conversion_goes_on_bit_for_bit(at, teacher, a_model, tmp_path, 
     with monkeypatch.context() as m:
         m.setattr(train.Rows, 'batch', stop)
         assert convert.main([*flags, cut]) == 130
-    assert len(convert.stages(tmp_path / 'cut')) == 1 + (at == 10)
+    assert len(convert.stages(tmp_path / 'cut')) == 1 + (at == 9)
     assert 'began' in refused(capsys, convert.main, '--resume', '--steps=5', cut)
     shutil.copy(a_model('--rule=softmax', '--pos=rope'), mine)
     assert 'the teacher is not' in refused(capsys, convert.main, '--resume', cut)
@@ -4099,7 +4109,7 @@ def test_bench_converts_a_model_of_a_task_by_as_many_tokens_in_all_lines(a_model
     assert [row['form'] for row in lines] == ['pure', 'window', 'teacher trained on', 'pure, from scratch']
     assert len({row['tokens'] for row in lines}) == 1 and not any(row['recovered a byte'] for row in lines)
     assert [bool(row['stage 1']) for row in lines] == [True, False, False, False]
-    assert [bool(row['state bytes']) for row in lines] == [True, True, False, False]
+    assert all(row['state bytes'] for row in lines)
     assert len(list(tmp_path.glob('convert/*.json'))) == 2
 
 def test_bench_a_line_is_trained_or_converted_from_softmax_or_trains_it_on(monkeypatch):

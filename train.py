@@ -40,7 +40,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from data import chat, prepare
 from data.flags import briefly, flag, known, parse, picked, plural, refuse, typed
 from data.weights import refuse_target
-from model import (GPT, OF_DATA, Config, fill, idle, load, map_state, pack, pick_device, pick_forms, save,
+from model import (GPT, OF_DATA, Config, cannot_train, fill, idle, load, map_state, pack, pick_device, pick_forms, save,
                    try_compiler, unpack, wide)
 
 BAD_STEPS = 10      # the run ends after this many non-finite steps in a row
@@ -54,6 +54,7 @@ SMALL = 2 * 10 ** 7         # parameters of a model for which threads are timed
 LR = 4e-3           # of a model that begins from scratch
 PRETRAINED_LR = .03         # divided by the width, of one from the hub: LR would destroy it
 PRETRAINED_ROW = 512        # at most, without --block_size: it may know many more positions
+LOGITS = 2 ** 26    # numbers in memory at a time, 256 MB
 POOL = 32           # pairs are drawn for this many steps at once, then sorted: similar lengths share a step
 LAST_SECONDS = 20   # the last validation takes at most so long, or as long as the training did
 SAMPLE = 400        # tokens in the sample at the end
@@ -412,6 +413,24 @@ class Rows:
         return begin[:count], 'validation' if count >= len(begin) else 'start of validation'
 
 
+@torch.inference_mode()
+def nats_along(model, x, y, what, dtype=torch.float32):
+    """Read rows x (B, T), each from an empty state -> nats (B, T) of the targets y (B, T). We read in pieces,
+    so memory hardly grows with B and T. what: begins the progress lines; dtype: of the matrix products"""
+    rows, T = x.shape
+    segment = max(1, min(T, 512, LOGITS // model.config.vocab_size))
+    at_once = max(1, LOGITS // (segment * model.config.vocab_size))
+    pieces = [(i, t) for i in range(0, rows, at_once) for t in range(0, T, segment)]
+    nats = torch.empty(rows, T)
+    for i, t in with_progress(pieces, what):
+        if t == 0:
+            state = None
+        piece = slice(i, i + at_once), slice(t, t + segment)
+        logits, targets, state = predict(model, x[piece], y[piece], state, {}, dtype)
+        nats[piece] = F.cross_entropy(logits, targets, reduction='none').view_as(nats[piece])
+    return nats
+
+
 def bits_a_nat(meta):
     """The factor from nats per token to bits per byte of a validation text."""
     return meta['val']['tokens'] / meta['val']['bytes'] / math.log(2)
@@ -659,6 +678,7 @@ def mistakes(args, config, data, model):
     yield not config.causal and 'classes' not in meta, (
         f'--causal=false {of}: each step would see the token that it should say; an encoder needs data with '
         'classes, such as listops (pairs: --encoder=3)')
+    yield from cannot_train(config)
     yield args.batch_size % data.world, (
         f'--batch_size={args.batch_size} does not divide among {data.world} processes')
     least = data.T + 2
