@@ -117,7 +117,7 @@ class Args:
                         high=1024)
 
 
-Student = subset('layers', 'phi', 'norm', 'out_norm', 'beta_max', 'cache', 'sinks', 'overflow',
+Student = subset('layers', 'phi', 'norm', 'out_norm', 'beta_max', 'gate_rank', 'cache', 'sinks', 'overflow',
                  rule=flag('sum', 'what replaces softmax', list(RULES)))
 HELP = '\n'.join([
     __doc__ or '',
@@ -591,6 +591,7 @@ class Conversion:
         self.table = []
         whole = data.val if 'row' in data.meta else data.val[:len(data.val) - (len(data.val) - 1) % data.T]
         self.begin = blocks(len(whole), data.T, data.meta, args.eval_rows)
+        self.judged = None                                  # the columns of the model that was just saved
         self.nats = None                                    # of the teacher, per token of the validation rows
         self.log, self.file = log_of(args)
         self.left = [] if args.resume else stages(args.out)
@@ -617,7 +618,8 @@ class Conversion:
 
     def note(self, name, model, *stages, steps=0):
         """Add a line to the table and print it: how good a model is after these stages and steps."""
-        row = self.columns_of(model, name)
+        row = self.judged or self.columns_of(model, name)
+        self.judged = None
         seconds = sum(self.seconds[stage] for stage in stages)
         size = state_of(model, self.data.T)
         self.table.append({'model': name, **row, 'tokens': self.tokens_in(steps),
@@ -687,7 +689,8 @@ class Conversion:
         self.left = []
         self.log = begin_log(self.log, self.file)
         tell_saved('convert.py', self.args.out, path, step)
-        row = {'stage': stage, 'step': step, 'tokens': tokens, **self.columns_of(model, stage)}
+        self.judged = self.columns_of(model, stage)
+        row = {'stage': stage, 'step': step, 'tokens': tokens, **self.judged}
         print(json.dumps(row), file=self.log, flush=True)
 
     def restore_stage(self, stage, path, model, opt):

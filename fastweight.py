@@ -469,8 +469,9 @@ class FeatureMap(nn.Module):
     mean          phi(q).phi(k) >= 0 (random features: on average), so `attn` may divide by n.q
     floor         the smallest n.q to divide by
     like_softmax  phi(q).phi(k) approximates softmax's exp(q.k / sqrt(head_dim)), or is trained to
-    max_len       the number of positions that the map knows; None: no limit"""
-    positive, mean, floor, like_softmax, max_len = True, True, FLOOR, False, None
+    max_len       the number of positions that the map knows; None: no limit
+    moves         the features of q depend on the keys so far"""
+    positive, mean, floor, like_softmax, max_len, moves = True, True, FLOOR, False, None, False
 
     def __init__(self, n_head, head_dim, arg=None, **traits):
         super().__init__()
@@ -631,46 +632,45 @@ class Hedgehog(FeatureMap):
         return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1)
 
 class Clusters(FeatureMap):
-    """Of m clusters of keys, a key is written to those it is near, softmax(W k + b), and a query reads each by
-    softmax's weight for its centre, e^(q.c / sqrt(d)). So S is a cache of m fixed keys c whose values
-    add up: phi(q).phi(k) is e^(q.k / sqrt(d)) if k is a centre. m = 2d unless given. Every head learns its
-    own c, W (H, m, d) and b; convert.py begins with the clusters of the teacher's keys. Exponents are at
-    most 40, for fp32."""
+    """Of m clusters, a key is written to those that it is near, softmax(W k + b), and a query reads each by
+    softmax's weight for its centre c, e^(q.c / sqrt(d)). So S is a cache of m fixed keys, and the values of all
+    keys near them add up. m = 3d unless given. Each head learns its own W, c (H, m, d) and b. `slots`: c is no
+    parameter but the mean of the keys written so far, see FastWeights.asks. Peng 2022 (ABC, arXiv:2110.02488),
+    Zhang 2024 (gated slot attention, 2409.07146)."""
     like_softmax = True
 
-    def __init__(self, n_head, head_dim, m=None):
-        m = number(m, 2 * head_dim)
-        super().__init__(n_head, head_dim, feature_dim=m)
-        centres = torch.randn(n_head, m, head_dim)
-        self.centres = nn.Parameter(centres)
-        self.weight = nn.Parameter(centres / math.sqrt(head_dim))
+    def __init__(self, n_head, head_dim, m=None, moves=False):
+        m = number(m, 3 * head_dim)
+        super().__init__(n_head, head_dim, feature_dim=m, moves=moves)
+        self.weight = nn.Parameter(torch.randn(n_head, m, head_dim) / math.sqrt(head_dim))
         self.bias = nn.Parameter(torch.zeros(n_head, 1, m))
+        if not moves:
+            self.centres = nn.Parameter(torch.randn(n_head, m, head_dim))
 
     def forward(self, x, side='q', t=0):
         if side == 'q':
-            y = x @ self.of_heads(self.centres, x).mT / math.sqrt(self.head_dim)
-            return y.clamp(max=40).exp()
+            return clamped_exp(x @ self.of_heads(self.centres, x).mT / math.sqrt(self.head_dim))
         return (x @ self.of_heads(self.weight, x).mT + self.of_heads(self.bias, x)).softmax(-1)
 
     @torch.no_grad()
-    def begin(self, k, rounds=8):
-        """Begin with the clusters of the keys k (B, G, T, d), by k-means. The first token's key, on which
-        softmax rests where nothing matters, is a centre. W k + b begins as -|k - c|^2 / (2 v), v a multiple of the
+    def begin(self, k):
+        """Begin with the clusters of the keys k (B, G, T, d), by k-means. The first token, which real models
+        look at where nothing else matters, is a centre. W k + b is at first -|k - c|^2 SHARPNESS / (2 v), v the
         variance inside the clusters."""
         for head, keys in enumerate(k.transpose(0, 1).flatten(1, 2)):
-            m = self.feature_dim
-            order = torch.randperm(len(keys), device=k.device)
-            order = torch.cat([order.new_zeros(1), order[order > 0]])
-            centres = keys[order[:m]]
-            for _ in range(rounds):
+            order = torch.randperm(len(keys) - 1, device=k.device) + 1
+            centres = keys[F.pad(order, (1, 0))[:self.feature_dim]]
+            for _ in range(8):
                 nearest = torch.cdist(keys, centres).argmin(1)
-                count = torch.bincount(nearest, minlength=m)[:, None]
+                count = torch.bincount(nearest, minlength=len(centres))[:, None]
                 total = torch.zeros_like(centres).index_add_(0, nearest, keys)
                 centres = torch.where(count > 0, total / count, centres)
-            v = (keys - centres[nearest]).square().mean() / SHARPNESS
-            self.centres[head, :len(centres)] = centres
-            self.weight[head, :len(centres)] = centres / v
-            self.bias[head, 0, :len(centres)] = -centres.square().sum(1) / (2 * v)
+                centres[0] = keys[0]
+            v = (keys - centres[nearest]).square().mean()
+            self.weight[head, :len(centres)] = SHARPNESS * centres / v
+            self.bias[head, 0, :len(centres)] = -SHARPNESS * centres.square().sum(1) / (2 * v)
+            if not self.moves:
+                self.centres[head, :len(centres)] = centres
 
 class Favor(FeatureMap):
     """FAVOR+: e^(-|x|^2/2) [e^Rx, e^-Rx] / sqrt(2m). E[phi(q).phi(k)] = e^(q.k). Choromanski 2021 sec. 2.3.
@@ -714,6 +714,10 @@ class RFA(Favor):
         y = (l2(x) * self.of_heads(self.sigma, x)) @ self.R.mT.to(x.dtype)
         return torch.cat([y.sin(), y.cos()], -1) / math.sqrt(len(self.R))
 
+def clamped_exp(x):
+    """e^x, at most e^40: sums of products of these stay far below fp32's e^88."""
+    return x.clamp(max=40).exp()
+
 def itself(x):
     return x
 
@@ -727,7 +731,8 @@ FEATURE_MAPS = {  # name: constructor (n_head, head_dim, [arg]) -> module with .
     'relu': partial(FeatureMap, f=torch.relu, floor=1e-2),
     'silu': partial(FeatureMap, f=F.silu, positive=False, mean=False),          # DeltaNet 2024
     'exp': Exp, 't2r': T2R, 't2r-scaled': partial(T2R, scaled=True), 'dpfp': DPFP, 'favor': Favor, 'rfa': RFA,
-    'hedgehog': Hedgehog, 'clusters': Clusters, 'taylor': Taylor, 'cosformer': CosFormer,
+    'hedgehog': Hedgehog, 'clusters': Clusters, 'slots': partial(Clusters, moves=True),
+    'taylor': Taylor, 'cosformer': CosFormer,
 }
 
 def feature_map(spec, n_head, head_dim):

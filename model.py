@@ -136,6 +136,7 @@ class Config:
         yield self.writes > 1 and self.pos == 'rope', (
             f'--writes={self.writes} with --pos=rope: a place has several keys; take another --pos')
         yield kept and not self.cache and not over, '--cache=0: give at least 1, or --overflow takes them all'
+        yield self.gate_rank > self.n_embd, f'--gate_rank={self.gate_rank}: at most --n_embd={self.n_embd}'
         yield 'sink' in kept and self.sinks >= max(1, self.cache), (
             f'--sinks={self.sinks}: fewer than --cache={self.cache}, or no new token is kept')
         yield over and not kept, (
@@ -433,6 +434,9 @@ def mistakes_together(name, phi, norm, n):
     mean = norm == 'attn'
     yield n > 1 and (mean or phi.max_len), (
         f'--writes={n}: leave out --norm=attn and --phi=cosformer, which count one key a token')
+    yield phi.moves and (not mean or rule.erase), (
+        f'--phi=slots with --rule={name} --norm={norm}: slots hold means; take a rule that does not erase, and '
+        '--norm=attn')
     yield mean and rule.z, (
         f'--norm=attn with --rule={name}: each value channel decays apart and needs a denominator of its own')
     yield mean and rule.erase and rule.f, (
@@ -483,6 +487,8 @@ class FastWeights(nn.Module):
         self.map = phi or self.rule.phi
         self.phi = feature_map(self.map, n_head, key_dim or head_dim)
         refuse(mistakes_together(rule, self.phi, self.norm, writes))
+        if self.phi.moves and not causal:
+            raise ValueError('--phi=slots: it is for a text that is read step by step')
         self.gates = Gates(self.rule, n_embd, n_head, self.phi.feature_dim, head_dim, beta_max, writes,
                            gate_rank)
         self.normalise = self.norm == 'attn'
@@ -499,6 +505,18 @@ class FastWeights(nn.Module):
         """The reader: q (B, H, T, head_dim) -> the queries that read S, (B, H, T, K)"""
         features = self.phi(wide(q), 'q', t)
         return self.normaliser(features)
+
+    def asks(self, q, k, features, gates, state):
+        """The reader of the map `slots`: q (B, H, T, d) -> e^(q.c / sqrt(d)) for each slot, (B, H, T, K), and
+        its part of the new state. c, the mean of the keys k (B, G, T, d) that have been written to a slot,
+        is read from fast weights M, whose keys are k and whose values are `features`, phi(k)."""
+        decays = {'write': gates.get('write'), 'log_z': gates.get('log_f')}
+        n = state.get('n')
+        ones = torch.ones_like(k[..., :1])
+        count, _ = self.recurrence(ones, ones, features, **decays, S=n if n is None else n.mT)
+        total, M = self.recurrence(q, k, features, **decays, S=state.get('M'))      # count times q.c
+        scores = total / for_heads(count, q.shape[1]).clamp(min=FLOOR) / math.sqrt(q.shape[-1])
+        return fastweight.clamped_exp(scores), {'M': M}
 
     def redraw(self, state=()):
         """Draw new random features for each training batch (Peng 2021, Choromanski 2021)."""
@@ -547,13 +565,18 @@ class FastWeights(nn.Module):
                 return self.by_segments(x, q, k, v, state, t)
             self.redraw(state)
             written = self.writes(x, k, v, t)
-            q = self.reads(q, t)
             S = state.get('S')
+            more = {}
+            if self.phi.moves:
+                n = {} if S is None else {'n': S[:, :, -1:]}
+                q, more = self.asks(wide(q), wide(k), written['k'], written, {**state, **n})
+            else:
+                q = self.reads(q, t)
             if self.by_keys:
                 return self.divided_by_keys(q, S=S, **written)
             o, S = self.recurrence(q, **written, real=real, S=S, normalise=self.normalise,
                                    floor=self.phi.floor)
-            return o, {'S': S}
+            return o, {'S': S, **more}
 
     def by_segments(self, x, q, k, v, state, t):
         """`forward` for a long text without gradients, SEGMENT steps at a time. The features of the whole
@@ -583,12 +606,17 @@ class FastWeights(nn.Module):
         that erase are read as they are. The others are read as a mean: o is divided by the mass, the output
         if all values were 1. -> o (B, H, T, d), mass of the keys (B, H, T, 1), or per value channel, S, n"""
         self.redraw(state)
-        q = self.phi(wide(q), 'q')
+        q = wide(q)
         k = self.phi(wide(went['k']), 'k')
         v = wide(went['v'])
         real = (went['pos'] >= 0).to(q.dtype)[..., None]
         gates = self.gates(v.transpose(1, 2).flatten(2))        # the channels of all heads, like an input
         gates['write'] = real * gates.get('write', 1)
+        more = {}
+        if self.phi.moves:
+            q, more = self.asks(q, wide(went['k']), k, gates, state)
+        else:
+            q = self.phi(q, 'q')
         S = state.get('S')
         n = state.get('n')
         ones = torch.ones_like(v if self.rule.z else v[..., :1])        # with z each channel has its own mass
@@ -606,7 +634,7 @@ class FastWeights(nn.Module):
                                   S=S)
         o, mass = both.split(sizes, -1)
         S, n = S.split(sizes, 2)
-        return o / mass.clamp(min=1e-30), mass, {'S': S, 'n': n}
+        return o / mass.clamp(min=1e-30), mass, {'S': S, 'n': n, **more}
 
 
 class Cache(nn.Module):

@@ -510,6 +510,7 @@ import ast
 import base64
 import contextlib
 import csv
+import copy
 import dataclasses
 import functools
 import gzip
@@ -595,13 +596,13 @@ def test_feature_map_has_its_shape_and_traits_and_mixes_nothing(name):
     x = torch.randn(3, 2, 5, 4, dtype=f64)
     other = x.clone()
     other[1, 0, 2] = torch.randn(4)
-    for side in 'q', 'k':
+    for side in 'k' if phi.moves else 'qk':
         y = phi(x, side)
         assert y.shape == (3, 2, 5, phi.feature_dim) and y.isfinite().all()
         assert not phi.positive or y.min() >= 0
         assert (phi(other, side) != y).any(-1).nonzero().tolist() == [[1, 0, 2]]
         assert torch.equal(phi(x, side), y)
-    if phi.mean and name != 'rfa':              # whose estimate of a similarity >= 0 may be below
+    if phi.mean and name not in ('rfa', 'slots'):             # whose estimate of a similarity >= 0 may be below
         assert (phi(x, 'q') @ phi(torch.randn_like(x), 'k').mT).min() >= 0
 
 def test_feature_map_has_its_shape_in_table_6_of_schlag():
@@ -1106,6 +1107,44 @@ def test_layer_can_be_cut_and_leaks_nothing(rule, phi, norm):
         assert g[:, :, 5:].abs().max() < 1e-12 and g[:, :, :5].abs().max() > 1e-3
     assert of_x is None or of_x[:, 5:].abs().max() < 1e-12
 
+@pytest.mark.parametrize('phi', ['slots:3', 'clusters:5', 't2r'])
+def test_heads_that_share_keys_share_a_matrix(phi):
+    """Its map and its gates; so each reads what it would read alone."""
+    layer = FastWeights('gla-beta', 8, 1, 4, phi, gate_rank=2).double().eval()
+    x, q, (k, v) = torch.randn(2, 9, 8, dtype=f64), torch.randn(2, 3, 9, 4, dtype=f64), torch.randn(
+        2, 2, 1, 9, 4, dtype=f64)
+    o, state = layer(x, q, k, v)
+    assert state['S'].shape == (2, 1, 5, layer.phi.feature_dim)
+    assert layer.gates.narrow.weight.shape == (2, 8)
+    near(o, torch.cat([layer(x, q[:, h:h + 1], k, v)[0] for h in range(3)], 1))
+
+def test_slots_are_read_by_the_mean_of_the_keys_in_them():
+    """Step by step: a key's weight is the sum, over slots, of its share times e^(q.c / sqrt(d))."""
+    layer = FastWeights('sum', 8, 2, 4, 'slots:3', 'attn').double().eval()
+    q, k, v = torch.randn(3, 1, 2, 7, 4, dtype=f64)
+    shares = layer.phi(k, 'k')
+    found = layer(torch.randn(1, 7, 8, dtype=f64), q, k, v)[0]
+    for t in range(7):
+        share = shares[:, :, :t + 1]
+        c = share.mT @ k[:, :, :t + 1] / share.sum(2)[..., None]
+        weights = share @ (c @ q[:, :, t, :, None] / 2).exp()
+        near(found[:, :, t], ((weights * v[:, :, :t + 1]).sum(2) / weights.sum(2)))
+
+def test_clusters_begin_as_those_of_the_keys():
+    """Three heaps of keys, the first token apart from them: all centres are found, and each key's own."""
+    heaps = 9 * torch.tensor([[1., 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])
+    which = torch.cat([torch.zeros(1), torch.randint(1, 4, (80,))]).long()
+    k = heaps[which][None, None] + .1 * torch.randn(1, 1, 81, 4)
+    phi = feature_map('clusters:4', 1, 4)
+    found = set()
+    for seed in range(9):                       # k-means may end in a poorer place
+        torch.manual_seed(seed)
+        phi.begin(k)
+        found.add(round(torch.cdist(heaps, phi.centres[0]).amin(1).max().item(), 0))
+        near(phi.centres[0, 0], k[0, 0, 0], 1e-5)
+        assert torch.equal(phi(k, 'k').argmax(-1), torch.cdist(k[0], phi.centres).argmin(-1)[None])
+    assert 0 in found
+
 PAIRS = dict(encoder=2, n_embd=32, n_head=4, vocab_size=20, pad=19, source=7, block_size=16)
 TRANSLATORS = [
     dict(rule='softmax'), dict(rule='sum', phi='hedgehog', conv=0), dict(rule='delta'), dict(rule='gated'),
@@ -1117,6 +1156,8 @@ TRANSLATORS = [
     dict(rule='tova', cache=6, positions='compress'), dict(rule='window', cache=0, overflow='sum'),
     dict(rule='window', cache=4, overflow='kda'),
     dict(rule='sink', cache=4, sinks=1, overflow='decay:taylor'),
+    dict(rule='h2o', cache=4, overflow='gla-beta:slots:3', n_kv_head=1, gate_rank=2),
+    dict(rule='gla-beta', phi='slots:3', n_kv_head=1, gate_rank=2),
     dict(rule='sum', phi='cosformer'), dict(rule='kda', pos='rope', conv=0, out_norm=False),
     dict(rule='delta', norm='attn', phi='elu'), dict(rule='delta', beta_max=2.0, conv=1, writes=2),
     *(PAIRS | flags for flags in TRANSLATORS)], ids=lambda flags: '-'.join(map(str, flags.values())))
@@ -1467,7 +1508,10 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--from=GATED_DELTA': 'has softmax layers', '--rule=delta --distil=ce': 'none: take mse',
         '--data=SCRAP': '--row', '--phi=t2r --fold': '--fold', '--from=WINDOW': 'no other cache',
         '--out=FOLDER': 'it holds the teacher', '--rule=softmax': 'would change',
-        '--recipe=hybrid --cache=16': 'never leave', '--row=17': 'rows of 16',
+        '--recipe=hybrid --cache=16': 'never leave',
+        '--rule=tova --cache=8 --overflow=sum:clusters': 'train with --rule=sink',
+        '--rule=gla --gate_rank=99': 'at most --n_embd', '--keep=first:2': 'fewer than the 2 softmax',
+        '--keep=some:1': 'costly, first',  '--row=17': 'rows of 16',
         '--from=FOLDER': 'give the file', '--from=model.bin': 'pickled', '--from=a/b/c': 'no such file',
         '--from=TRANSLATOR --swap=decoder': 'choose from self', '--export=': '--export=: give a folder',
         '--export=x --steps=3': 'means nothing'},
@@ -2812,7 +2856,7 @@ def test_files_of_other_versions_load_or_are_refused_in_one_sentence(a_model, tm
     """What is missing, unknown or gone cannot be built, nor states with other names."""
     path = tmp_path / 'old.safetensors'
     for rule, changes, why in (
-            ('softmax', dict(beta_max=1.0), ''), ('tova', dict(overflow='sum:favor'), '--overflow'),
+            ('softmax', dict(beta_max=1.0), ''), ('tova', dict(overflow='sum:favour'), '--overflow'),
             ('delta', dict(rule='full'), 'full'), ('delta', dict(newer=1), 'newer is unknown'),
             ('delta', dict(out_norm=...), 'out_norm is missing')):
         tensors, meta = files.read_tensors(a_model(f'--rule={rule}'))
@@ -3429,6 +3473,44 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, capsys)
         for name in 'softmax', 'swapped', 'distilled':
             assert sum(query[name]) == pytest.approx(1, abs=1e-4)
         near(torch.tensor(query['softmax']), torch.tensor(query['scores']).softmax(0), 1e-5)
+
+def test_what_is_recovered_is_told_by_position_with_an_interval():
+    gain = torch.linspace(-.1, 0, 3)[:, None].repeat(1, 600).double()
+    gain[:, 256:512] -= 1
+    row = convert.recovered(gain, {'val': {'tokens': 1, 'bytes': 4}})
+    means = gain.mean(1).numpy()
+    half = 1.96 * np.std(means, ddof=1) / 3 ** .5
+    assert row['high'] == pytest.approx(math.exp(means.mean() + half))
+    assert row['recovered'] ** .25 == pytest.approx(row['recovered a byte'])
+    assert row['low'] * row['high'] == pytest.approx(row['recovered'] ** 2)
+    found = [row[name] for name in ('to 256', 'to 512', 'to 600')]
+    assert found == pytest.approx(np.exp([-.05, -1.05, -.05]))
+
+def test_layers_that_stay_softmax(teacher, tmp_path):
+    """costly: those without which the teacher's loss is highest; the other layers are swapped."""
+    converted(teacher, tmp_path, '--keep=last:1', '--rule=retention', '--controls=false')
+    assert load(tmp_path / 'ckpt.safetensors')[0].config.rules == ['retention', 'softmax']
+    teacher = small(rule='softmax', n_layer=4)
+    student = convert.swap(teacher, {'rule': 'retention'})[0].double()
+    x = torch.randint(256, (4, 17))
+    losses = []
+    for i in range(4):
+        one = copy.deepcopy(teacher)
+        one.blocks[i] = student.blocks[i]
+        losses.append(F.cross_entropy(one(x[:, :-1])[0].flatten(0, 1), x[:, 1:].flatten()).item())
+    costly = np.argsort(losses)[2:].tolist()
+    for how, wanted in ('costly:2', costly), ('first:3', [0, 1, 2]), ('last:1', [3]), ('spread:2', [1, 3]):
+        found = convert.stay(how, teacher, student, x[:, :-1], x[:, 1:], torch.float32)
+        assert sorted(found) == sorted(wanted)
+
+def test_a_conversion_in_bfloat16_is_the_same_within_its_noise(teacher, tmp_path):
+    """Also if a batch is worked on often, or in parts."""
+    flags = '--recipe=hybrid', '--cache=6', '--controls=false', '--repeat=3'
+    exact, half = (converted(teacher, tmp_path / dtype, *flags, f'--dtype={dtype}')['table']
+                   for dtype in ('float32', 'bfloat16'))
+    for a, b in zip(exact, half, strict=True):
+        assert a['model'] == b['model'] and abs(math.log(a['perplexity'] / b['perplexity'])) < .01
+    assert [row['tokens'] for row in exact][-2:] == [4 * 2 * 16, 7 * 2 * 16]
 
 def test_a_conversion_is_never_silent_for_long(teacher, tmp_path, monkeypatch, capsys):
     """Steps of both stages and of controls, and evaluations, say how far they are; the log has the steps."""
