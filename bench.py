@@ -899,7 +899,8 @@ def far(args, suite):
                              f'not those of {path}; train both on the same data')
         models[f'{",".join(dict.fromkeys(model.config.rules))}: {source}'] = model
     some = list(zip(x.split(block, 1), y.split(block, 1)))
-    in_rows = torch.cat([recipe.nats_along(teacher, *row, f'softmax, row {i}') for i, row in enumerate(some)], 1)
+    in_rows = [recipe.nats_along(teacher, *row, f'softmax, row {i}') for i, row in enumerate(some)]
+    in_rows = torch.cat(in_rows, 1)
     rows = list(by_position('softmax, in rows', in_rows, block))
     base = {row['position']: row['perplexity'] for row in rows}
     for form, model in models.items():

@@ -2,10 +2,10 @@
 
     python convert.py                       --recipe=pure: one matrix per head. Converts out/ckpt.safetensors,
                                             of train.py --rule=softmax --n_head=4
-    python convert.py --recipe=hybrid       a matrix and 64 cached tokens (LoLCATs, arXiv:2410.10254)
+    python convert.py --recipe=hybrid       64 cached tokens, a matrix of slots for all others
     python convert.py --recipe=hedgehog     Zhang 2024; also t2r: Kasai 2021; decay: Mao 2022
     python convert.py --from=gpt2 --data=wikitext2          GPT-2 or Llama weights from the hub
-    python convert.py --from=FOLDER --data=my.txt           your own text, in the teacher's tokens
+    python convert.py --from=FOLDER --data=my.txt --recipe=hybrid       your own text, in the teacher's tokens
     python convert.py --from=OWNER/NAME --recipe=hedgehog --lora=8 --data=dialogues.txt:summaries.txt
                                             pairs: a line of one file, then of the other
     python convert.py --from=out/softmax-on-recall/ckpt.safetensors         a task: reports accuracy, too
@@ -14,8 +14,8 @@
 A model of train.py's default size takes six minutes on one core, controls included. The steps, in order:
 
     swap         Make a student: the teacher's weights, but other rules in place of softmax. Feature maps and
-                 gates are new parameters. The decays begin so slow that a head remembers as far as its
-                 teacher sees.
+                 gates are new parameters. They begin as the teacher's keys and looks on 4,096 tokens suggest:
+                 slots are clusters of the keys, and a head remembers as far as its teacher sees.
     distil       Stage 1 trains the new parameters, or whole mixers (attention layers). Each layer learns to
                  imitate the teacher's layer on the teacher's inputs.
     fine-tune    Stage 2 trains all weights, or LoRA, on the teacher's distribution or on the next token.
@@ -26,8 +26,10 @@ A model of train.py's default size takes six minutes on one core, controls inclu
 What is recovered is the teacher's perplexity over the student's (of a task: the student's accuracy over the
 teacher's). A recipe is a list of flags (RECIPES). Flags that you give override it. Writes ckpt.safetensors,
 log.jsonl, result.json (the student's figures) and convert.json into --out. convert.json has the tables, and
-the attention weights of one query. Columns: `recovered a byte`, the same per byte of text; `of the tuned`,
-against the better of the two teachers trained on; `order kept`, how often weights rank two keys as q.k does.
+the attention weights of one query. Columns: `low`, `high`, a 95 % interval over rows; `to 512`, what is
+recovered among the tokens up to there in a row; `recovered a byte`, the same per byte of text; `of the
+tuned`, against the better of the two teachers trained on; `order kept`, how often weights rank two keys as
+q.k does. Caches without a matrix stand beside: of the same tokens, and of as many bytes.
 """
 import copy
 import dataclasses
@@ -50,21 +52,22 @@ from data import prepare
 from data.flags import briefly, flag, known, parse, picked, plural, refuse, typed
 from data.weights import is_state, read_tensors, to_folder, weights_digest
 from fastweight import RULES
-from model import (GPT, SOURCE_RULES, bias_of, can_become_an_rnn, cannot_train, fill, idle, kl, load, pick_device, save,
-                   state_bytes, subset)
-from train import (LOGITS, QUIET, Rows, adamw, begin_log, begin_step, bits_a_nat, blocks, commit, lies_in,
-                   log_of, nats_along, pack_optimiser, predict, rows, say, set_threads, table, tell_saved,
-                   tell_step, unpack_optimiser)
+from model import (GPT, SOURCE_RULES, bias_of, can_become_an_rnn, cannot_train, fill, idle, kl, load,
+                   pick_device, save, state_bytes, subset)
+from train import (LOGITS, PRETRAINED_LR, PRETRAINED_ROW, QUIET, SMALL, Rows, adamw, begin_log, begin_step,
+                   bits_a_nat, blocks, commit, lies_in, log_of, nats_along, pack_optimiser, predict, rows,
+                   say, set_threads, table, tell_saved, tell_step, unpack_optimiser)
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
-# kind of feature map (README, Limits). pure and hybrid first imitate the teacher's hidden states by layer.
+# kind of feature map (README, Limits). pure first imitates the teacher's hidden states, hybrid its attention.
 RECIPES = {
     'pure': '--rule=gla-beta --distil=hidden --learn=mixer --distil_lr=1e-2 --faster=5',
-    'hybrid': '--rule=window --cache=64 --overflow=gla-beta:hedgehog:4 --distil=hidden --distil_lr=1e-3 '
-              '--faster=5 --lr=2e-4',
+    'hybrid': '--rule=sink --cache=64 --overflow=sum:slots --distil=mse --faster=5',
     'hedgehog': '--rule=sum --phi=hedgehog:listing --distil=ce --loss=next',
     't2r': '--rule=sum --phi=t2r --distil=none --loss=next',
     'decay': '--rule=decay --distil=none --loss=next'}
+# Defaults for a large teacher, which knows a lot, learns from little and would be destroyed by larger rates
+LARGE = '--batch_size=1 --distil_steps=8 --steps=480 --eval_rows=16'
 PLACES = 'self', 'cross', 'encoder'     # the attention layers of a translator; self: its decoder's
 LONG = 1024                                             # most tokens per row without --row: T x T tensors
 BEGIN = 4096                                            # tokens at which new parameters begin, see `begin_as`
@@ -89,19 +92,18 @@ class Args:
     learn: str = flag('new', 'stage 1 trains the new parameters or, with --distil=hidden, whole mixers',
                       ['new', 'mixer'])
     distil_steps: int = flag(300, 'steps of stage 1', low=0, high=10 ** 9)
-    repeat: int = flag(1, 'stage 1: times that a step changes the student; the teacher reads a batch once',
-                       low=1, high=1000)
     distil_lr: float = flag(1e-2, 'peak learning rate of stage 1', low=0, high=100)
     steps: int = flag(1000, 'steps of stage 2, fine-tuning', low=0, high=10 ** 9)
-    lr: float = flag(None, 'peak learning rate of stage 2; default: 0.25 / width', low=0, high=100)
+    lr: float = flag(None, 'peak learning rate of stage 2; default: 0.25 / width; of a large model, or with '
+                           '--overflow, 0.03 / width', low=0, high=100)
     faster: float = flag(1.0, 'stage 2: a factor on the learning rate of new parameters', low=0, high=1000)
     loss: str = flag('kl', 'stage 2: predict the next token, or match the teacher (KL)', ['next', 'kl'])
     lora: int = flag(0, 'rank of LoRA on W_q, W_k, W_v, W_o in stage 2; 0: all weights', low=0, high=2 ** 17)
     batch_size: int = flag(4, 'rows per step', low=1, high=2 ** 20)
     keep: str = flag('', 'layers that stay softmax: costly:4, those whose swap costs most; first:4, last:4, '
                          'spread:4')
-    row: int = flag(0, 'tokens per row; 0: as in the teacher\'s training, at most 1,024', low=0,
-                    high=2 ** 24)
+    row: int = flag(0, 'tokens per row; 0: as in the teacher\'s training, at most 1,024; of a large model '
+                       'at most 512', low=0, high=2 ** 24)
     eval_rows: int = flag(64, 'validation rows for each evaluation', low=1, high=10 ** 9)
     export: str = flag('', 'only write the model of --from into this folder, for transformers', path=True)
     fold: bool = flag(False, 'multiply phi into W_q and W_k at the end; needs --phi=t2r, no rope')
@@ -122,7 +124,8 @@ Student = subset('layers', 'phi', 'norm', 'out_norm', 'beta_max', 'gate_rank', '
 HELP = '\n'.join([
     __doc__ or '',
     'Recipes. Their flags replace the defaults below. With another --rule, only their training flags do:',
-    *(f'    {name:<12} {row}' for name, row in RECIPES.items())])
+    *(f'    {name:<12} {row}' for name, row in RECIPES.items()),
+    f'A model of {SMALL // 10 ** 6} million parameters or more has other defaults:\n    {LARGE}'])
 
 
 # ---- the swap ----------------------------------------------------------------------------------------------
@@ -198,9 +201,10 @@ def keys_in_matrix(memory, T, device):
 
 @torch.no_grad()
 def begin_as(teacher, student, x):
-    """Initialise new parameters from the teacher's attention on the tokens x (B, T). The map `clusters` begins
-    with those of the keys. `remember` sets the gates by how far back the heads look. Beside a cache, `balance` sets the weight of the keys that only the
-    matrix has. If T is too short for the cache to evict any key, a layer is left as it is."""
+    """Initialise new parameters from the teacher's attention on the tokens x (B, T). Slots are clusters of the
+    keys. `remember` sets the gates by how far back the heads look. Beside a cache, `balance` sets the
+    weight of the keys that only the matrix has. If T is too short for the cache to evict any key, a layer is
+    left as it is."""
     for seen in teacher.through(x):
         memory = student.get_submodule(seen.name).memory
         swapped = seen.mixer.memory.rule.keeps              # the teacher has softmax there
@@ -346,24 +350,17 @@ def mismatch(kind, seen, student):
 def distil(run, teacher, student, names, kind, steps, lr):
     """Stage 1: train the parameters of these names on `mismatch` of this kind. Every layer gets the teacher's
     input, so the layers are independent. We run backward one layer at a time, and so hold the (T, T) matrices
-    of only one layer. With --repeat, what the teacher computed for a batch stays in memory for more steps."""
+    of only one layer."""
     data = run.data
     half = data.dtype != torch.float32
-    repeat = run.args.repeat
-    read = []                                   # what the teacher computed for each part of the batch
 
     def loss(step):
-        step, again = divmod(step, repeat)
-        if not again or not read:
-            read[:] = [teacher.through(data.batch(step, i)[0]) for i in range(data.accum)]
         total = torch.zeros(1, device=data.device)
         many = 0
-        for i, layers in enumerate(read):
-            passed = []
+        for i in range(data.accum):
+            x, _ = data.batch(step, i)
             with torch.no_grad(), torch.autocast(data.device.type, data.dtype, enabled=half):
-                for seen in layers:
-                    if repeat > 1:
-                        passed.append(seen)
+                for seen in teacher.through(x):
                     if kind == 'hidden' and seen.crosses:   # its layer has been compared already
                         continue
                     many += 1
@@ -374,13 +371,12 @@ def distil(run, teacher, student, names, kind, steps, lr):
                     if far.requires_grad:                   # some kinds of loss do not use all parameters
                         far.backward()
                     total += far.detach()
-            read[i] = passed
         return total / many * data.accum
 
     unshare(student, names)
     for name, p in student.named_parameters():
         p.requires_grad_(name in names)
-    run.train_stage(f'distil ({kind})', student, loss, steps * repeat, lr, repeat=repeat)
+    run.train_stage(f'distil ({kind})', student, loss, steps, lr)
     student.requires_grad_(True)
 
 
@@ -457,7 +453,9 @@ def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()
     if lora:
         adapted = adapt(model, lora, new)
     run.train_stage(stage, model, loss, steps, lr, new)
-    merge_lora(adapted)
+    if lora:
+        merge_lora(adapted)
+        run.judged = None                                   # merged, sums round otherwise
     model.requires_grad_(True)
 
 
@@ -613,7 +611,8 @@ class Conversion:
         model.train(training)
         if self.nats is None:                               # the teacher's
             self.nats = nats
-        return {'perplexity': math.exp(min(nats.mean(), 80)), 'bits per byte': bits_a_nat(meta) * nats.mean().item(),
+        mean = nats.mean().item()
+        return {'perplexity': math.exp(min(mean, 80)), 'bits per byte': bits_a_nat(meta) * mean,
                 **recovered(self.nats - nats, meta)}
 
     def note(self, name, model, *stages, steps=0):
@@ -642,14 +641,14 @@ class Conversion:
         figures['before'] = self.table[-2].get('accuracy')
         return figures
 
-    def tokens_in(self, batches):
-        """The number of tokens in so many batches."""
-        return batches * self.args.batch_size * self.data.T
+    def tokens_in(self, steps):
+        """The number of tokens in so many steps."""
+        return steps * self.args.batch_size * self.data.T
 
-    def train_stage(self, stage, model, loss, steps, lr, new=(), repeat=1):
+    def train_stage(self, stage, model, loss, steps, lr, new=()):
         """Train one stage or control, from where a stopped conversion left it. Parameters in `new` get
-        --faster times this lr. loss(step) runs forward and backward -> the loss (1,). repeat: steps per batch
-        of data. Resuming is exact on a CPU."""
+        --faster times this lr. loss(step) runs forward and backward -> the loss (1,). Resuming is exact on a
+        CPU."""
         args = self.args
         path = f'{args.out}/stage-{re.sub("[^a-z0-9]+", "-", stage)}.safetensors'
         opt = adamw(model, lr, 0.0, self.data.device, new, args.faster)
@@ -677,11 +676,11 @@ class Conversion:
                 tell_step(self.log, self.data, steps, lr, done, value, norm, ms, f'{stage} | ')
                 logged = done
                 if saves:
-                    self.save_stage(stage, path, model, opt, done, self.tokens_in(done // repeat))
+                    self.save_stage(stage, path, model, opt, done)
                 last = time.perf_counter()
         model.eval()
 
-    def save_stage(self, stage, path, model, opt, step, tokens):
+    def save_stage(self, stage, path, model, opt, step):
         """Write the checkpoint of a stage and a line of the log."""
         header = {**self.about, 'step': step, 'seconds': self.seconds[stage]}
         save(path, model, header, pack_optimiser(model, opt), learned(model))
@@ -690,7 +689,7 @@ class Conversion:
         self.log = begin_log(self.log, self.file)
         tell_saved('convert.py', self.args.out, path, step)
         self.judged = self.columns_of(model, stage)
-        row = {'stage': stage, 'step': step, 'tokens': tokens, **self.judged}
+        row = {'stage': stage, 'step': step, 'tokens': self.tokens_in(step), **self.judged}
         print(json.dumps(row), file=self.log, flush=True)
 
     def restore_stage(self, stage, path, model, opt):
@@ -776,7 +775,7 @@ def look(name, teacher, student, x):
     return lines, query
 
 
-# ---- caches to compare with, and layers that stay softmax ---------------------------------------------------
+# ---- caches to compare with, and layers that stay softmax --------------------------------------------------
 def caches(teacher, student):
     """Two students that have no matrix and need no training, to compare with -> names, models: the cache that
     stands beside the student's matrix alone, and a cache of as many bytes as all that the student keeps."""
@@ -830,8 +829,8 @@ KEEP = {
 
 # ---- the run -----------------------------------------------------------------------------------------------
 def settings(argv):
-    """Merge the given flags with those of the recipe or, with --resume, of the stopped conversion -> args,
-    the student's flags"""
+    """Merge the given flags with those of the recipe or, with --resume, of the stopped conversion -> flags of
+    Args, of the student"""
     given, changes = parse(argv, HELP, Args, Student)
     if 'export' in given:
         refuse(not_exporting(given, changes))
@@ -843,7 +842,7 @@ def settings(argv):
         alike = rule == kind['rule'] or {rule, kind['rule']} == {'window', 'sink'}
         if 'layers' in changes or not alike:                # another rule: drop the recipe's map, norm, cache
             kind = {'rule': Student.rule}
-    return Args(**{**way, **given}), {**kind, **changes}
+    return {**way, **given}, {**kind, **changes}
 
 
 def not_exporting(given, changes):
@@ -911,37 +910,48 @@ def tell_start(args, name, data, teacher, student, new):
         grows = state_of(student, 2) - size
         text += f'; a state of {size / 1e6:.3g} MB'
         if grows < a_token:
-            text += f', smaller than the teacher\'s from {math.ceil((size - grows) / (a_token - grows)):,} tokens on'
+            first = math.ceil((size - grows) / (a_token - grows))
+            text += f', smaller than the teacher\'s from {first:,} tokens on'
     say(text)
 
 
 def tell_time(run, teacher_seconds, distilled, lines):
-    """Print how long the conversion will take, from the time of the teacher's evaluation. Stage 1 also
-    computes the student's layers, once per step; stage 2 a forward, a backward of twice its cost (of half as
-    much with LoRA) and, for KL, the teacher."""
+    """Print how long the conversion will take, from the time of the teacher's evaluation. Stage 1 computes
+    the teacher and the student's layers; stage 2 a forward, a backward of twice its cost (of half as much
+    with LoRA) and, for KL, the teacher."""
     args = run.args
     a_token = teacher_seconds / (len(run.begin) * run.data.T)
     backward = 1 if args.lora else 2
     passes = 1 + backward + (args.loss == 'kl')
-    tokens = run.tokens_in(distilled) * (1 + args.repeat) + run.tokens_in(args.steps) * passes
+    tokens = 2 * run.tokens_in(distilled) + run.tokens_in(args.steps) * passes
     if args.controls:
         tokens += 3 * (2 + backward) * run.tokens_in(distilled + args.steps)
-    evaluations = lines + (distilled * args.repeat + args.steps) // args.eval_every
+    evaluations = lines + (distilled + args.steps) // args.eval_every
     tokens += evaluations * len(run.begin) * run.data.T
     say(f'about {a_token * tokens / 60:.2g} minutes')
 
 
 @prepare.script
 def main(argv):
-    args, changes = settings(argv)
+    given, changes = settings(argv)
+    args = Args(**given)
     device = pick_device(args.device)
     teacher, meta = load(args.from_, device, args.revision)
+    rate = 0.25                                             # about 5e-3 is good at width 64, 1e-3 at 192
+    longest = LONG
+    if sum(p.numel() for p in teacher.parameters()) >= SMALL:
+        of_large, _ = parse(LARGE.split(), HELP, Args, Student)
+        args = Args(**{**of_large, **given})
+        rate = PRETRAINED_LR
+        longest = PRETRAINED_ROW
+    elif changes.get('overflow'):                           # it begins near its teacher
+        rate = PRETRAINED_LR
     if args.export:
         to_folder(args.export, teacher.state_dict(), dataclasses.asdict(teacher.config), meta['data'])
         say(f'{args.export}: transformers reads this folder, and so does --from')
         return
     refuse(cannot_teach(args, teacher.config))
-    T = args.row or min(teacher.config.block_size, LONG)
+    T = args.row or min(teacher.config.block_size, longest)
     train, val, of_data, name = prepare.for_model(args.from_, meta, args.data, T)
     T = of_data.get('row', T)
     parts = 1
@@ -966,7 +976,7 @@ def main(argv):
         student, new = swap(teacher, changes, args.swap.split(','))
         begin_as(teacher, student, x)
     if args.lr is None:
-        args.lr = 0.25 / student.config.n_embd              # about 5e-3 is good at width 64, 1e-3 at 192
+        args.lr = rate / student.config.n_embd
     if args.fold:
         can_fold(student)
     kind = what_to_match(args.distil, student, new)

@@ -63,7 +63,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 LOG_MIN = -5.0  # smallest log-decay per step: 0.7 % is left. Below it, the factors of a chunk could overflow
-SHARPNESS = 0.3     # of clusters, at first
+SHARPNESS = 0.3     # of slots, at first
 FLOOR = 1e-6    # smallest n.q to divide by; maps that can make it 0 or negative set 1e-2
 
 
@@ -631,46 +631,39 @@ class Hedgehog(FeatureMap):
             return torch.cat([y - y.amax(-1, True), y.amin(-1, True) - y], -1).exp()
         return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1)
 
-class Clusters(FeatureMap):
-    """Of m clusters, a key is written to those that it is near, softmax(W k + b), and a query reads each by
-    softmax's weight for its centre c, e^(q.c / sqrt(d)). So S is a cache of m fixed keys, and the values of all
-    keys near them add up. m = 3d unless given. Each head learns its own W, c (H, m, d) and b. `slots`: c is no
-    parameter but the mean of the keys written so far, see FastWeights.asks. Peng 2022 (ABC, arXiv:2110.02488),
-    Zhang 2024 (gated slot attention, 2409.07146)."""
-    like_softmax = True
+class Slots(FeatureMap):
+    """A key is written to those of m slots that it belongs to, softmax(W k + b). Their values add up in S. A
+    query reads each slot by softmax's weight for its mean key c, e^(q.c / sqrt(d)): see FastWeights.asks. So S
+    is a cache of m tokens, each the mean of similar ones. m = 3d unless given. Each head learns its own W
+    (H, m, d) and b. Peng 2022 (ABC, arXiv:2110.02488), Zhang 2024 (gated slot attention, 2409.07146)."""
+    like_softmax, moves = True, True
 
-    def __init__(self, n_head, head_dim, m=None, moves=False):
+    def __init__(self, n_head, head_dim, m=None):
         m = number(m, 3 * head_dim)
-        super().__init__(n_head, head_dim, feature_dim=m, moves=moves)
+        super().__init__(n_head, head_dim, feature_dim=m)
         self.weight = nn.Parameter(torch.randn(n_head, m, head_dim) / math.sqrt(head_dim))
         self.bias = nn.Parameter(torch.zeros(n_head, 1, m))
-        if not moves:
-            self.centres = nn.Parameter(torch.randn(n_head, m, head_dim))
 
-    def forward(self, x, side='q', t=0):
-        if side == 'q':
-            return clamped_exp(x @ self.of_heads(self.centres, x).mT / math.sqrt(self.head_dim))
+    def forward(self, x, side='k', t=0):
         return (x @ self.of_heads(self.weight, x).mT + self.of_heads(self.bias, x)).softmax(-1)
 
     @torch.no_grad()
     def begin(self, k):
-        """Begin with the clusters of the keys k (B, G, T, d), by k-means. The first token, which real models
-        look at where nothing else matters, is a centre. W k + b is at first -|k - c|^2 SHARPNESS / (2 v), v the
-        variance inside the clusters."""
+        """Begin with clusters of the keys k (B, G, T, d), by k-means. The first token, which real models look
+        at where nothing else matters, has a slot. W k + b is at first -SHARPNESS |k - c|^2 / (2 v), up to a
+        constant; c is a centre, v the variance inside the clusters."""
         for head, keys in enumerate(k.transpose(0, 1).flatten(1, 2)):
             order = torch.randperm(len(keys) - 1, device=k.device) + 1
-            centres = keys[F.pad(order, (1, 0))[:self.feature_dim]]
+            c = keys[F.pad(order, (1, 0))[:self.feature_dim]]
             for _ in range(8):
-                nearest = torch.cdist(keys, centres).argmin(1)
-                count = torch.bincount(nearest, minlength=len(centres))[:, None]
-                total = torch.zeros_like(centres).index_add_(0, nearest, keys)
-                centres = torch.where(count > 0, total / count, centres)
-                centres[0] = keys[0]
-            v = (keys - centres[nearest]).square().mean()
-            self.weight[head, :len(centres)] = SHARPNESS * centres / v
-            self.bias[head, 0, :len(centres)] = -SHARPNESS * centres.square().sum(1) / (2 * v)
-            if not self.moves:
-                self.centres[head, :len(centres)] = centres
+                nearest = torch.cdist(keys, c).argmin(1)
+                count = torch.bincount(nearest, minlength=len(c))[:, None]
+                total = torch.zeros_like(c).index_add_(0, nearest, keys)
+                c = torch.where(count > 0, total / count, c)
+                c[0] = keys[0]
+            v = (keys - c[nearest]).square().mean()
+            self.weight[head, :len(c)] = SHARPNESS * c / v
+            self.bias[head, 0, :len(c)] = -SHARPNESS * c.square().sum(1) / (2 * v)
 
 class Favor(FeatureMap):
     """FAVOR+: e^(-|x|^2/2) [e^Rx, e^-Rx] / sqrt(2m). E[phi(q).phi(k)] = e^(q.k). Choromanski 2021 sec. 2.3.
@@ -731,8 +724,7 @@ FEATURE_MAPS = {  # name: constructor (n_head, head_dim, [arg]) -> module with .
     'relu': partial(FeatureMap, f=torch.relu, floor=1e-2),
     'silu': partial(FeatureMap, f=F.silu, positive=False, mean=False),          # DeltaNet 2024
     'exp': Exp, 't2r': T2R, 't2r-scaled': partial(T2R, scaled=True), 'dpfp': DPFP, 'favor': Favor, 'rfa': RFA,
-    'hedgehog': Hedgehog, 'clusters': Clusters, 'slots': partial(Clusters, moves=True),
-    'taylor': Taylor, 'cosformer': CosFormer,
+    'hedgehog': Hedgehog, 'slots': Slots, 'taylor': Taylor, 'cosformer': CosFormer,
 }
 
 def feature_map(spec, n_head, head_dim):

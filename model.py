@@ -56,7 +56,7 @@ class Config:
     cache: int = flag(256, 'rules with a limited cache: number of cached tokens', low=0, high=2 ** 20,
                       of=BOUNDED)
     sinks: int = flag(4, 'sink: first tokens, which are never evicted', low=0, high=2 ** 24, of=['sink'])
-    overflow: str = flag('', 'rule and map for evicted tokens: sum:hedgehog, delta:taylor; train with window or '
+    overflow: str = flag('', 'rule and map for evicted tokens: sum:slots, delta:taylor; train with window or '
                              'sink, run with any policy', of=BOUNDED)
     positions: str = flag('true', 'of cached tokens; compress: gaps g > 10 are ceil(10 + ln ln(g - 10 + e))',
                           ['true', 'compress'], of=BOUNDED)
@@ -140,8 +140,8 @@ class Config:
         yield 'sink' in kept and self.sinks >= max(1, self.cache), (
             f'--sinks={self.sinks}: fewer than --cache={self.cache}, or no new token is kept')
         yield over and not kept, (
-            f'--overflow={self.overflow} takes the tokens that a limited cache evicts, as --rule=sink; leave it '
-            f'out with {", ".join(dict.fromkeys(self.rules))}')
+            f'--overflow={self.overflow} takes the tokens that a limited cache evicts, as --rule=sink; leave '
+            f'it out with {", ".join(dict.fromkeys(self.rules))}')
         yield over and over not in MATRIX, f'--overflow={self.overflow}: choose from {", ".join(MATRIX)}'
         yield self.positions == 'compress' and (not kept or over or self.pos not in ('auto', 'rope')), (
             '--positions=compress needs a bounded cache with rope, and without --overflow')
@@ -183,8 +183,8 @@ def cannot_train(config):
     """For `refuse`: which token a policy evicts depends on weights, and no gradient says which it should."""
     chooses = config.keeps() - {'all', None, 'window', 'sink'}
     yield config.overflow and chooses, (
-        f'--rule={", ".join(chooses)} --overflow={config.overflow}: train with --rule=sink; the trained model '
-        'runs with any policy, as sample.py --rule=tova')
+        f'--rule={", ".join(chooses)} --overflow={config.overflow}: train with --rule=sink; the trained '
+        'model runs with any policy, as sample.py --rule=tova')
 
 
 def can_become_an_rnn(rules):
@@ -435,8 +435,8 @@ def mistakes_together(name, phi, norm, n):
     yield n > 1 and (mean or phi.max_len), (
         f'--writes={n}: leave out --norm=attn and --phi=cosformer, which count one key a token')
     yield phi.moves and (not mean or rule.erase), (
-        f'--phi=slots with --rule={name} --norm={norm}: slots hold means; take a rule that does not erase, and '
-        '--norm=attn')
+        f'--phi=slots with --rule={name} --norm={norm}: slots hold means; take a rule that does not erase, '
+        'and --norm=attn')
     yield mean and rule.z, (
         f'--norm=attn with --rule={name}: each value channel decays apart and needs a denominator of its own')
     yield mean and rule.erase and rule.f, (

@@ -1107,7 +1107,7 @@ def test_layer_can_be_cut_and_leaks_nothing(rule, phi, norm):
         assert g[:, :, 5:].abs().max() < 1e-12 and g[:, :, :5].abs().max() > 1e-3
     assert of_x is None or of_x[:, 5:].abs().max() < 1e-12
 
-@pytest.mark.parametrize('phi', ['slots:3', 'clusters:5', 't2r'])
+@pytest.mark.parametrize('phi', ['slots:3', 't2r'])
 def test_heads_that_share_keys_share_a_matrix(phi):
     """Its map and its gates; so each reads what it would read alone."""
     layer = FastWeights('gla-beta', 8, 1, 4, phi, gate_rank=2).double().eval()
@@ -1130,20 +1130,20 @@ def test_slots_are_read_by_the_mean_of_the_keys_in_them():
         weights = share @ (c @ q[:, :, t, :, None] / 2).exp()
         near(found[:, :, t], ((weights * v[:, :, :t + 1]).sum(2) / weights.sum(2)))
 
-def test_clusters_begin_as_those_of_the_keys():
-    """Three heaps of keys, the first token apart from them: all centres are found, and each key's own."""
+def test_slots_begin_as_clusters_of_the_keys():
+    """Three heaps of keys, and the first token apart from them."""
     heaps = 9 * torch.tensor([[1., 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])
     which = torch.cat([torch.zeros(1), torch.randint(1, 4, (80,))]).long()
     k = heaps[which][None, None] + .1 * torch.randn(1, 1, 81, 4)
-    phi = feature_map('clusters:4', 1, 4)
-    found = set()
+    phi = feature_map('slots:4', 1, 4)
+    found = []
     for seed in range(9):                       # k-means may end in a poorer place
         torch.manual_seed(seed)
         phi.begin(k)
-        found.add(round(torch.cdist(heaps, phi.centres[0]).amin(1).max().item(), 0))
-        near(phi.centres[0, 0], k[0, 0, 0], 1e-5)
-        assert torch.equal(phi(k, 'k').argmax(-1), torch.cdist(k[0], phi.centres).argmin(-1)[None])
-    assert 0 in found
+        slots = phi(k)[0, 0].argmax(-1)
+        assert slots[0] == 0
+        found.append(len({*zip(which.tolist(), slots.tolist())}) == len(set(slots.tolist())) == 4)
+    assert any(found)
 
 PAIRS = dict(encoder=2, n_embd=32, n_head=4, vocab_size=20, pad=19, source=7, block_size=16)
 TRANSLATORS = [
@@ -1508,8 +1508,8 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--from=GATED_DELTA': 'has softmax layers', '--rule=delta --distil=ce': 'none: take mse',
         '--data=SCRAP': '--row', '--phi=t2r --fold': '--fold', '--from=WINDOW': 'no other cache',
         '--out=FOLDER': 'it holds the teacher', '--rule=softmax': 'would change',
-        '--recipe=hybrid --cache=16': 'never leave',
-        '--rule=tova --cache=8 --overflow=sum:clusters': 'train with --rule=sink',
+        '--recipe=hybrid --cache=20': 'never leave',
+        '--rule=tova --cache=8 --overflow=sum:slots': 'train with --rule=sink',
         '--rule=gla --gate_rank=99': 'at most --n_embd', '--keep=first:2': 'fewer than the 2 softmax',
         '--keep=some:1': 'costly, first',  '--row=17': 'rows of 16',
         '--from=FOLDER': 'give the file', '--from=model.bin': 'pickled', '--from=a/b/c': 'no such file',
@@ -3461,9 +3461,11 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, capsys)
     assert student[-1] == first == second == anew and student == sorted(student)
     assert len(written(capsys, f'--init={tmp_path}/ckpt.safetensors', '--tokens=9')[1]) > 9
     assert lines['teacher']['state bytes'] == 2 * (2 * 16 + 2 * 3) * 4 * 16 + 8      # and conv
-    size, = [row['state bytes'] for name, row in lines.items() if name.endswith('as many bytes')]
     a_token = sum(rule != 'softmax' for rule in model_py.Config(**found['config']).rules) * 2 * (2 * 4 * 8 + 12)
-    assert 0 <= lines['swapped']['state bytes'] - size < a_token
+    for name, row in lines.items():
+        if name.endswith('as many bytes'):
+            assert 0 <= lines['swapped']['state bytes'] - row['state bytes'] < a_token
+    assert ('--overflow=' in flags) == (len(lines) == len(names))
     if found['distil'] == 'ce':
         first, last = ([row['KL to teacher'] for row in found['layers'] if row['model'] == stage]
                        for stage in ('swapped', 'distilled'))
@@ -3504,8 +3506,8 @@ def test_layers_that_stay_softmax(teacher, tmp_path):
         assert sorted(found) == sorted(wanted)
 
 def test_a_conversion_in_bfloat16_is_the_same_within_its_noise(teacher, tmp_path):
-    """Also if a batch is worked on often, or in parts."""
-    flags = '--recipe=hybrid', '--cache=6', '--controls=false', '--repeat=3'
+    """Also if a batch is computed in parts."""
+    flags = '--recipe=hybrid', '--cache=6', '--controls=false'
     exact, half = (converted(teacher, tmp_path / dtype, *flags, f'--dtype={dtype}')['table']
                    for dtype in ('float32', 'bfloat16'))
     for a, b in zip(exact, half, strict=True):
@@ -3545,8 +3547,8 @@ def test_a_model_of_texts_is_converted_on_pairs(more, teacher, tmp_path, monkeyp
     assert len(shared) == (len(loaded) - adapted if more else 0)
     assert row['model'] == 'fine-tuned' and 0 <= row['accuracy'] <= 1 and 'bits per byte' not in row
 
-HYBRID = dict(learn='new', faster=5, lr=2e-4)
-WINDOWED = dict(rule='window', cache=9, overflow='gla-beta:hedgehog:4')
+HYBRID = dict(distil='mse', learn='new', faster=5)
+WINDOWED = dict(rule='sink', cache=9, overflow='sum:slots')
 
 @pytest.mark.parametrize('given, way, changes', [
     ('', {}, dict(rule='gla-beta')), ('--phi=t2r --lr=1e-4', dict(lr=1e-4), dict(rule='gla-beta', phi='t2r')),
@@ -3554,10 +3556,11 @@ WINDOWED = dict(rule='window', cache=9, overflow='gla-beta:hedgehog:4')
     ('--recipe=t2r', dict(distil='none', learn='new', faster=1), dict(rule='sum', phi='t2r')),
     ('--recipe=hybrid --overflow=', HYBRID, WINDOWED | dict(cache=64, overflow='')),
     ('--rule=delta --learn=new', dict(learn='new'), dict(rule='delta')),
-    ('--recipe=hybrid --rule=sink', HYBRID, WINDOWED | dict(rule='sink', cache=64)),
+    ('--recipe=hybrid --rule=window', HYBRID, WINDOWED | dict(rule='window', cache=64)),
     ('--layers=softmax,gla', {}, dict(rule='sum', layers='softmax,gla'))])
 def test_flags_beside_a_recipe_win_and_another_rule_keeps_its_way_of_training(given, way, changes):
-    args, found = convert.settings(given.split())
+    given, found = convert.settings(given.split())
+    args = convert.Args(**given)
     expected = dict(distil='hidden', learn='mixer', faster=5, lr=None) | way
     assert found == changes and {name: getattr(args, name) for name in expected} == expected
 

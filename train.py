@@ -40,8 +40,8 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from data import chat, prepare
 from data.flags import briefly, flag, known, parse, picked, plural, refuse, typed
 from data.weights import refuse_target
-from model import (GPT, OF_DATA, Config, cannot_train, fill, idle, load, map_state, pack, pick_device, pick_forms, save,
-                   try_compiler, unpack, wide)
+from model import (GPT, OF_DATA, Config, cannot_train, fill, idle, load, map_state, pack, pick_device,
+                   pick_forms, save, try_compiler, unpack, wide)
 
 BAD_STEPS = 10      # the run ends after this many non-finite steps in a row
 MUON = 4.0          # Muon's rate is this times --lr: singular values of its steps, not entries, are near 1
