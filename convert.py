@@ -125,7 +125,7 @@ HELP = '\n'.join([
     __doc__ or '',
     'Recipes. Their flags replace the defaults below. With another --rule, only their training flags do:',
     *(f'    {name:<12} {row}' for name, row in RECIPES.items()),
-    f'A model of {SMALL // 10 ** 6} million parameters or more has other defaults:\n    {LARGE}'])
+    f'A model of {SMALL // 10 ** 6} million parameters or more has other defaults:\n    ' + LARGE.replace('--', '')])
 
 
 # ---- the swap ----------------------------------------------------------------------------------------------
@@ -201,8 +201,8 @@ def keys_in_matrix(memory, T, device):
 
 @torch.no_grad()
 def begin_as(teacher, student, x):
-    """Initialise new parameters from the teacher's attention on the tokens x (B, T). Slots are clusters of the
-    keys. `remember` sets the gates by how far back the heads look. Beside a cache, `balance` sets the
+    """Initialise new parameters from the teacher's attention on the tokens x (B, T). Slots are clusters of
+    its keys. `remember` sets the gates by how far back the heads look. Beside a cache, `balance` sets the
     weight of the keys that only the matrix has. If T is too short for the cache to evict any key, a layer is
     left as it is."""
     for seen in teacher.through(x):

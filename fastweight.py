@@ -633,8 +633,8 @@ class Hedgehog(FeatureMap):
 
 class Slots(FeatureMap):
     """A key is written to those of m slots that it belongs to, softmax(W k + b). Their values add up in S. A
-    query reads each slot by softmax's weight for its mean key c, e^(q.c / sqrt(d)): see FastWeights.asks. So S
-    is a cache of m tokens, each the mean of similar ones. m = 3d unless given. Each head learns its own W
+    query reads each slot by softmax's weight for its mean key c, e^(q.c / sqrt(d)): see FastWeights.asks. So
+    S is a cache of m tokens, each the mean of similar ones. m = 3d unless given. Each head learns its own W
     (H, m, d) and b. Peng 2022 (ABC, arXiv:2110.02488), Zhang 2024 (gated slot attention, 2409.07146)."""
     like_softmax, moves = True, True
 

@@ -3518,7 +3518,7 @@ def test_a_conversion_is_never_silent_for_long(teacher, tmp_path, monkeypatch, c
     """Steps of both stages and of controls, and evaluations, say how far they are; the log has the steps."""
     monkeypatch.setattr(convert, 'QUIET', 0)
     monkeypatch.setattr(train, 'QUIET', 0)
-    best = [row for row in converted(teacher, tmp_path)['table'] if row['model'] == 'fine-tuned'][0]
+    best = next(row for row in converted(teacher, tmp_path)['table'] if row['model'] == 'fine-tuned')
     said = capsys.readouterr().out
     for stage, steps in ('distil (hidden)', 4), ('fine-tune', 3), ('control: from scratch', 7):
         assert all(f'{stage} | step {i:5d}/{steps} | loss' in said for i in range(1, steps + 1))
