@@ -29,7 +29,8 @@ log.jsonl, result.json (the student's figures) and convert.json into --out. conv
 the attention weights of one query. Columns: `low`, `high`, a 95 % interval over rows; `to 512`, what is
 recovered among the tokens up to there in a row; `recovered a byte`, the same per byte of text; `of the
 tuned`, against the better of the two teachers trained on; `order kept`, how often weights rank two keys as
-q.k does. Caches without a matrix stand beside: of the same tokens, and of as many bytes.
+q.k does. Caches without a matrix stand beside: of the same tokens, and of as many bytes. A trained student
+with a matrix beside its cache is also run with other policies.
 """
 import copy
 import dataclasses
@@ -52,7 +53,7 @@ from data import prepare
 from data.flags import briefly, flag, known, parse, picked, plural, refuse, typed
 from data.weights import is_state, read_tensors, to_folder, weights_digest
 from fastweight import RULES
-from model import (GPT, SOURCE_RULES, bias_of, can_become_an_rnn, cannot_train, fill, idle, kl, load,
+from model import (GPT, SOURCE_RULES, Undrawn, bias_of, can_become_an_rnn, cannot_train, fill, idle, kl, load,
                    pick_device, save, state_bytes, subset)
 from train import (LOGITS, PRETRAINED_LR, PRETRAINED_ROW, QUIET, SMALL, Rows, adamw, begin_log, begin_step,
                    bits_a_nat, blocks, commit, lies_in, log_of, nats_along, pack_optimiser, predict, rows,
@@ -71,7 +72,9 @@ LARGE = '--batch_size=1 --distil_steps=8 --steps=480 --eval_rows=16'
 PLACES = 'self', 'cross', 'encoder'     # the attention layers of a translator; self: its decoder's
 LONG = 1024                                             # most tokens per row without --row: T x T tensors
 BEGIN = 4096                                            # tokens at which new parameters begin, see `begin_as`
+POLICIES = 'sink', 'tova', 'h2o'                        # which decide what is cached, to compare with
 FIRST = 256                                             # tokens of the first range of positions in the table
+LR = 0.25                                               # times 1 / width: 4e-3 at width 64, 1e-3 at 256
 SCRATCH_LR = 4e-3                                       # learning rate of the student from scratch
 TEACHER_LRS = 1e-3, 1e-4                                # learning rates of the teacher that trains on
 RIDGE = 1e-2                                            # share of the mean square, see `balance`
@@ -125,7 +128,8 @@ HELP = '\n'.join([
     __doc__ or '',
     'Recipes. Their flags replace the defaults below. With another --rule, only their training flags do:',
     *(f'    {name:<12} {row}' for name, row in RECIPES.items()),
-    f'A model of {SMALL // 10 ** 6} million parameters or more has other defaults:\n    ' + LARGE.replace('--', '')])
+    f'A model of {SMALL // 10 ** 6} million parameters or more has other defaults:',
+    '    ' + LARGE.replace('--', '')])
 
 
 # ---- the swap ----------------------------------------------------------------------------------------------
@@ -777,8 +781,8 @@ def look(name, teacher, student, x):
 
 # ---- caches to compare with, and layers that stay softmax --------------------------------------------------
 def caches(teacher, student):
-    """Two students that have no matrix and need no training, to compare with -> names, models: the cache that
-    stands beside the student's matrix alone, and a cache of as many bytes as all that the student keeps."""
+    """The teacher with limited caches, to compare with -> names, models: the cache that stands beside the
+    student's matrix alone, and caches of as many bytes as all that the student keeps."""
     c = student.config
     if not c.causal or c.source:
         return
@@ -788,16 +792,22 @@ def caches(teacher, student):
     heads = c.n_kv_head or c.n_head
     a_token = heads * (2 * 4 * c.n_embd // c.n_head + 12)   # key, value, position, sum of weights
     size = max(bytes for bytes, swapped in zip(kept, new) if swapped) // a_token
-    sinks = ['sink' if swapped else rule for rule, swapped in zip(c.rules, new)]
     if c.overflow and c.cache:
-        yield f'{c.cache} cached, no matrix', alone(teacher, c.rules, c.cache, c.sinks)
-    if size > 0 and (size, sinks) != (c.cache, c.rules):
-        yield f'{size} cached: as many bytes', alone(teacher, sinks, size, min(4, size - 1))
+        yield f'{c.cache} cached, no matrix', cached_by(teacher, c.rules, cache=c.cache, sinks=c.sinks)
+    for policy in POLICIES if size > 0 else ():
+        rules = [policy if swapped else rule for rule, swapped in zip(c.rules, new)]
+        if (size, rules) != (c.cache, c.rules):
+            model = cached_by(teacher, rules, cache=size, sinks=min(4, size - 1))
+            yield f'{size} cached by {policy}: as many bytes', model
 
 
-def alone(teacher, rules, cache, sinks):
-    """The teacher with these rules and caches, of which none has a matrix beside it"""
-    return swap(teacher, {'layers': ','.join(rules), 'cache': cache, 'sinks': sinks})[0]
+def cached_by(model, rules, **changes):
+    """The same weights with other rules, which cache, and other flags of Config"""
+    config = dataclasses.replace(model.config, layers=','.join(rules), **changes)
+    with Undrawn():
+        other = GPT(config)
+    fill(other, model.state_dict(), 'other weights', assign=True)
+    return other.eval()
 
 
 def stay(how, teacher, student, x, y, dtype):
@@ -931,52 +941,56 @@ def tell_time(run, teacher_seconds, distilled, lines):
     say(f'about {a_token * tokens / 60:.2g} minutes')
 
 
+def begun(args, changes, teacher, data):
+    """The student before training -> student, names of its new parameters. With --keep, `changes` get a rule
+    for each layer."""
+    begin = data.starts(0)
+    while len(begin) * data.T < BEGIN:
+        begin = np.concatenate([begin, data.starts(len(begin))])
+    x, y = rows(data.train, begin[:-(-BEGIN // data.T)], data.T, data.meta, data.device)
+    places = args.swap.split(',')
+    student, new = swap(teacher, changes, places)
+    refuse(cannot_learn(student, data))
+    refuse(idle({**changes, 'layers': ''}, student.config))     # --layers and --rule may both be given here
+    begin_as(teacher, student, x)
+    if not args.keep:
+        return student, new
+    kept = stay(args.keep, teacher, student, x, y, data.dtype)
+    say(f'--keep={args.keep}: layers {", ".join(map(str, sorted(kept)))} stay softmax')
+    rules = ['softmax' if i in kept else rule for i, rule in enumerate(student.config.rules)]
+    changes['layers'] = ','.join(rules)
+    student, new = swap(teacher, changes, places)
+    begin_as(teacher, student, x)
+    return student, new
+
+
 @prepare.script
 def main(argv):
     given, changes = settings(argv)
     args = Args(**given)
     device = pick_device(args.device)
     teacher, meta = load(args.from_, device, args.revision)
-    rate = 0.25                                             # about 5e-3 is good at width 64, 1e-3 at 192
-    longest = LONG
-    if sum(p.numel() for p in teacher.parameters()) >= SMALL:
-        of_large, _ = parse(LARGE.split(), HELP, Args, Student)
-        args = Args(**{**of_large, **given})
-        rate = PRETRAINED_LR
-        longest = PRETRAINED_ROW
-    elif changes.get('overflow'):                           # it begins near its teacher
-        rate = PRETRAINED_LR
+    large = sum(p.numel() for p in teacher.parameters()) >= SMALL
+    if large:
+        args = Args(**{**parse(LARGE.split(), HELP, Args, Student)[0], **given})
+    if args.lr is None:
+        near = large or changes.get('overflow')             # what begins near its teacher may not leave it
+        args.lr = (PRETRAINED_LR if near else LR) / teacher.config.n_embd
     if args.export:
         to_folder(args.export, teacher.state_dict(), dataclasses.asdict(teacher.config), meta['data'])
         say(f'{args.export}: transformers reads this folder, and so does --from')
         return
     refuse(cannot_teach(args, teacher.config))
+    longest = PRETRAINED_ROW if large else LONG
     T = args.row or min(teacher.config.block_size, longest)
-    train, val, of_data, name = prepare.for_model(args.from_, meta, args.data, T)
+    *sides, of_data, name = prepare.for_model(args.from_, meta, args.data, T)
     T = of_data.get('row', T)
-    parts = 1
-    if args.batch_size * T * of_data['vocab_size'] > LOGITS:
-        parts = args.batch_size                             # row by row
-    data = Rows(train, val, of_data, T, device, args.batch_size // parts, args.seed, parts,
+    whole = args.batch_size * T * of_data['vocab_size'] <= LOGITS
+    parts = 1 if whole else args.batch_size                 # all rows of a step at once, or one by one
+    data = Rows(*sides, of_data, T, device, args.batch_size // parts, args.seed, parts,
                 dtype=getattr(torch, args.dtype))
     torch.manual_seed(args.seed)
-    student, new = swap(teacher, changes, args.swap.split(','))
-    refuse(cannot_learn(student, data))
-    refuse(idle({**changes, 'layers': ''}, student.config))     # --layers and --rule may both be given here
-    begin = data.starts(0)
-    while len(begin) * data.T < BEGIN:
-        begin = np.concatenate([begin, data.starts(len(begin))])
-    x, y = rows(train, begin[:-(-BEGIN // data.T)], data.T, of_data, device)
-    begin_as(teacher, student, x)
-    if args.keep:
-        kept = stay(args.keep, teacher, student, x, y, data.dtype)
-        say(f'--keep={args.keep}: layers {", ".join(map(str, sorted(kept)))} stay softmax')
-        rules = ['softmax' if i in kept else rule for i, rule in enumerate(student.config.rules)]
-        changes['layers'] = ','.join(rules)
-        student, new = swap(teacher, changes, args.swap.split(','))
-        begin_as(teacher, student, x)
-    if args.lr is None:
-        args.lr = rate / student.config.n_embd
+    student, new = begun(args, changes, teacher, data)
     if args.fold:
         can_fold(student)
     kind = what_to_match(args.distil, student, new)
@@ -988,7 +1002,7 @@ def main(argv):
              'data': meta['data']}
     run = Conversion(args, data, about)
     tell_start(args, name, data, teacher, student, new)
-    first_row, _ = rows(val, run.begin[:1], data.T, of_data, device)
+    first_row, _ = rows(data.val, run.begin[:1], data.T, of_data, device)
     distilled = args.distil_steps if kind != 'none' else 0  # batches of stage 1
     began = time.perf_counter()
     run.note('teacher', teacher)
@@ -1020,6 +1034,10 @@ def main(argv):
     run.log = begin_log(run.log, run.file)
     figures = {**run.closing(), 'commit': commit(), **dataclasses.asdict(args)}
     prepare.write_json(f'{args.out}/result.json', {**figures, **dataclasses.asdict(student.config)})
+    if student.config.overflow:
+        for policy in POLICIES[1:]:
+            rules = [policy if RULES[rule].bounded else rule for rule in student.config.rules]
+            run.note(f'the same, cached by {policy}', cached_by(student, rules), steps=distilled + args.steps)
     tuned = None
     if args.controls and args.steps:
         tuned = controls(run, teacher, plain, distilled)
