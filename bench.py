@@ -720,17 +720,10 @@ def with_cache(path, device, rule, cache, **changes):
 
 
 def by_position(form, nats, first):
-    """Perplexity by ranges of positions of nats (.., T), as rows of the table: up to `first`, from there to
-    twice that, and so on. Each range is as long as all before it."""
-    T = nats.shape[-1]
-    start = 0
-    end = first
-    while start < T:
+    """Perplexity by recipe.ranges of positions of nats (.., T), as rows of the table"""
+    for start, end in recipe.ranges(nats.shape[-1], first):
         mean = nats[..., start:end].mean().item()
-        yield {'form': form, 'part': 'position', 'position': min(end, T), 'nats': mean,
-               'perplexity': math.exp(mean)}
-        start = end
-        end *= 2
+        yield {'form': form, 'part': 'position', 'position': end, 'nats': mean, 'perplexity': math.exp(mean)}
 
 
 # ---- suite convert: what is recovered of that model, by recipe ---------------------------------------------

@@ -14,8 +14,8 @@
 A model of train.py's default size takes six minutes on one core, controls included. The steps, in order:
 
     swap         Make a student: the teacher's weights, but other rules in place of softmax. Feature maps and
-                 gates are new parameters. They begin as the teacher's keys and looks on 4,096 tokens suggest:
-                 slots are clusters of the keys, and a head remembers as far as its teacher sees.
+                 gates are new parameters. The teacher's attention on 4,096 tokens says how some begin: slots
+                 as clusters of its keys, gates so that a head remembers as far as its teacher sees.
     distil       Stage 1 trains the new parameters, or whole mixers (attention layers). Each layer learns to
                  imitate the teacher's layer on the teacher's inputs.
     fine-tune    Stage 2 trains all weights, or LoRA, on the teacher's distribution or on the next token.
@@ -56,8 +56,8 @@ from fastweight import RULES
 from model import (GPT, SOURCE_RULES, Undrawn, bias_of, can_become_an_rnn, cannot_train, fill, idle, kl, load,
                    pick_device, save, state_bytes, subset)
 from train import (LOGITS, PRETRAINED_LR, PRETRAINED_ROW, QUIET, SMALL, Rows, adamw, begin_log, begin_step,
-                   bits_a_nat, blocks, commit, lies_in, log_of, nats_along, pack_optimiser, predict, rows,
-                   say, set_threads, table, tell_saved, tell_step, unpack_optimiser)
+                   bits_a_nat, blocks, commit, lies_in, log_of, nats_along, pack_optimiser, predict, ranges,
+                   rows, say, set_threads, table, tell_saved, tell_step, unpack_optimiser)
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
 # kind of feature map (README, Limits). pure first imitates the teacher's hidden states, hybrid its attention.
@@ -74,7 +74,7 @@ LONG = 1024                                             # most tokens per row wi
 BEGIN = 4096                                            # tokens at which new parameters begin, see `begin_as`
 POLICIES = 'sink', 'tova', 'h2o'                        # which decide what is cached, to compare with
 FIRST = 256                                             # tokens of the first range of positions in the table
-LR = 0.25                                               # times 1 / width: 4e-3 at width 64, 1e-3 at 256
+SWAP_LR = 0.25                                          # divided by the width: 4e-3 at width 64, 1e-3 at 256
 SCRATCH_LR = 4e-3                                       # learning rate of the student from scratch
 TEACHER_LRS = 1e-3, 1e-4                                # learning rates of the teacher that trains on
 RIDGE = 1e-2                                            # share of the mean square, see `balance`
@@ -323,8 +323,8 @@ def mismatch(kind, seen, student):
         hidden    mean square error of the block's output (MOHAWK, arXiv:2408.10189)
         ce        cross entropy -sum_s a_ts log w_ts of the teacher's weights a, the student's w (Zhang 2024,
                   eq. 4)
-        mse       mean square error of the attention output, over the teacher's variance (LoLCATs,
-                  arXiv:2410.10254)
+        mse       mean square error of the attention output, over the teacher's variance in the rows that are
+                  computed together (LoLCATs, arXiv:2410.10254)
     seen: what GPT.through yields for the teacher"""
     twin = student.get_submodule(seen.name)
     real = slice(None)
@@ -359,10 +359,11 @@ def distil(run, teacher, student, names, kind, steps, lr):
     half = data.dtype != torch.float32
 
     def loss(step):
+        begin = data.starts(step)
         total = torch.zeros(1, device=data.device)
         many = 0
         for i in range(data.accum):
-            x, _ = data.batch(step, i)
+            x, _ = data.batch(step, i, begin)
             with torch.no_grad(), torch.autocast(data.device.type, data.dtype, enabled=half):
                 for seen in teacher.through(x):
                     if kind == 'hidden' and seen.crosses:   # its layer has been compared already
@@ -371,11 +372,11 @@ def distil(run, teacher, student, names, kind, steps, lr):
                     if not any(p.requires_grad for p in student.get_submodule(seen.layer).parameters()):
                         continue
                     with torch.enable_grad():
-                        far = mismatch(kind, seen, student) / data.accum
-                    if far.requires_grad:                   # some kinds of loss do not use all parameters
-                        far.backward()
+                        far = mismatch(kind, seen, student)
+                        if far.requires_grad:               # some kinds of loss do not use all parameters
+                            (far / data.accum).backward()
                     total += far.detach()
-        return total / many * data.accum
+        return total / many
 
     unshare(student, names)
     for name, p in student.named_parameters():
@@ -440,6 +441,7 @@ def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()
         if teacher is None:
             return data.learn(model, [None] * data.accum, step)
         begin = data.starts(step)
+        targets = data.targets(begin)
         total = torch.zeros(1, device=data.device)
         for i in range(data.accum):
             x, y = data.batch(step, i, begin)
@@ -447,7 +449,7 @@ def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()
             with torch.no_grad():
                 wanted = predict(teacher, x, y, None, *how)[0].log_softmax(-1)
             value = F.kl_div(logits.log_softmax(-1), wanted, reduction='sum', log_target=True)
-            value = value / data.targets(begin)
+            value = value / targets
             value.backward()
             total += value.detach()
         return total
@@ -538,20 +540,20 @@ def recovered(gain, meta):
     row = {'recovered': mean.exp().item(), 'low': (mean - half).exp().item(),
            'high': (mean + half).exp().item()}
     row['recovered a byte'] = row['recovered'] ** (meta['val']['tokens'] / meta['val']['bytes'])
-    start, end = 0, FIRST
-    while FIRST < gain.shape[1] > start:
-        end = min(end, gain.shape[1])
+    T = gain.shape[1]
+    for start, end in ranges(T, FIRST) if T > FIRST else ():
         row[f'to {end:,}'] = gain[:, start:end].mean().exp().item()
-        start, end = end, 2 * end
     return row
 
 
 def state_of(model, T):
-    """The bytes of a model's state after T tokens; None for an encoder or a translator"""
+    """The bytes of a model's state after T tokens; None for an encoder or a translator. A cache without a
+    limit grows by as much with every token."""
     if not model.config.causal or model.config.source:
         return None
-    token = torch.zeros(1, T, dtype=torch.long, device=model.embed.weight.device)
-    return state_bytes(model.read(token))
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=model.embed.weight.device)
+    one, two = (state_bytes(model.read(tokens[:, :n])) for n in (1, 2))
+    return one + (T - 1) * (two - one)
 
 
 @dataclass
@@ -807,7 +809,7 @@ def cached_by(model, rules, **changes):
     with Undrawn():
         other = GPT(config)
     fill(other, model.state_dict(), 'other weights', assign=True)
-    return other.eval()
+    return other.to(model.embed.weight.device).eval()       # buffers, too
 
 
 def stay(how, teacher, student, x, y, dtype):
@@ -975,7 +977,7 @@ def main(argv):
         args = Args(**{**parse(LARGE.split(), HELP, Args, Student)[0], **given})
     if args.lr is None:
         near = large or changes.get('overflow')             # what begins near its teacher may not leave it
-        args.lr = (PRETRAINED_LR if near else LR) / teacher.config.n_embd
+        args.lr = (PRETRAINED_LR if near else SWAP_LR) / teacher.config.n_embd
     if args.export:
         to_folder(args.export, teacher.state_dict(), dataclasses.asdict(teacher.config), meta['data'])
         say(f'{args.export}: transformers reads this folder, and so does --from')
@@ -1006,8 +1008,9 @@ def main(argv):
     distilled = args.distil_steps if kind != 'none' else 0  # batches of stage 1
     began = time.perf_counter()
     run.note('teacher', teacher)
+    took = time.perf_counter() - began
     beside = dict(caches(teacher, student))
-    tell_time(run, time.perf_counter() - began, distilled, len(beside) + 5)
+    tell_time(run, took, distilled, len(beside) + 5)
     for cached, model in beside.items():
         run.note(cached, model)
     run.note('swapped', student)

@@ -372,24 +372,21 @@ def append(cached, k, v, t):
     new = dict(k=k, v=v, pos=pos, total=torch.zeros_like(pos, dtype=cached['total'].dtype))
     return {name: torch.cat([cached[name], new[name]], 2) for name in new}
 
+def wide_index(index, x):
+    """index (B, G, n) in the shape in which gather and scatter take it for x (B, G, tokens) or (.., d)"""
+    if x.dim() == 4:
+        return index[..., None].expand(-1, -1, -1, x.shape[-1])
+    return index
+
 def pick(cached, index):
     """The cached tokens at index (B, G, n)."""
-    picked = {}
-    for name, x in cached.items():
-        place = index.expand(*x.shape[:2], -1)
-        if x.dim() == 4:
-            place = place[..., None].expand(-1, -1, -1, x.shape[-1])
-        picked[name] = x.gather(2, place)
-    return picked
+    return {name: x.gather(2, wide_index(index, x)) for name, x in cached.items()}
 
 def replaced(cached, index):
     """The cache without the token at index (B, G, 1). The last token moves into its slot."""
     kept = {}
     for name, x in cached.items():
-        place = index
-        if x.dim() == 4:
-            place = index[..., None].expand(-1, -1, -1, x.shape[-1])
-        kept[name] = x.scatter(2, place, x[:, :, -1:])[:, :, :-1]
+        kept[name] = x.scatter(2, wide_index(index, x), x[:, :, -1:])[:, :, :-1]
     return kept
 
 def cached_scores(q, k):
@@ -633,7 +630,7 @@ class Hedgehog(FeatureMap):
 
 class Slots(FeatureMap):
     """A key is written to those of m slots that it belongs to, softmax(W k + b). Their values add up in S. A
-    query reads each slot by softmax's weight for its mean key c, e^(q.c / sqrt(d)): see FastWeights.asks. So
+    query reads each slot by softmax's weight for its mean key c, e^(q.c / sqrt(d)): see FastWeights.asked. So
     S is a cache of m tokens, each the mean of similar ones. m = 3d unless given. Each head learns its own W
     (H, m, d) and b. Peng 2022 (ABC, arXiv:2110.02488), Zhang 2024 (gated slot attention, 2409.07146)."""
     like_softmax, moves = True, True

@@ -506,12 +506,20 @@ class FastWeights(nn.Module):
         features = self.phi(wide(q), 'q', t)
         return self.normaliser(features)
 
-    def asks(self, q, k, features, gates, state):
-        """The reader of the map `slots`: q (B, H, T, d) -> e^(q.c / sqrt(d)) for each slot, (B, H, T, K), and
-        its part of the new state. c, the mean of the keys k (B, G, T, d) that have been written to a slot,
-        is read from fast weights M, whose keys are k and whose values are `features`, phi(k)."""
-        decays = {'write': gates.get('write'), 'log_z': gates.get('log_f')}
+    def asked(self, q, k, written, state, t=0):
+        """The features of q (B, H, T, head_dim), not yet normalised, (B, H, T, K), and their part of the new
+        state. written: phi(k) as `k`, and the gates. With the map `slots` it is e^(q.c / sqrt(d)) for each
+        slot: c, the mean of the keys k (B, G, T, head_dim) that have been written there, is read from fast
+        weights M, whose keys are k and whose values are phi(k)."""
+        q = wide(q)
+        if not self.phi.moves:
+            return self.phi(q, 'q', t), {}
+        k = wide(k)
+        features = written['k']
+        decays = {'write': written.get('write'), 'log_z': written.get('log_f')}
         n = state.get('n')
+        if n is None and 'S' in state:
+            n = state['S'][:, :, -1:]
         ones = torch.ones_like(k[..., :1])
         count, _ = self.recurrence(ones, ones, features, **decays, S=n if n is None else n.mT)
         total, M = self.recurrence(q, k, features, **decays, S=state.get('M'))      # count times q.c
@@ -566,12 +574,8 @@ class FastWeights(nn.Module):
             self.redraw(state)
             written = self.writes(x, k, v, t)
             S = state.get('S')
-            more = {}
-            if self.phi.moves:
-                n = {} if S is None else {'n': S[:, :, -1:]}
-                q, more = self.asks(wide(q), wide(k), written['k'], written, {**state, **n})
-            else:
-                q = self.reads(q, t)
+            q, more = self.asked(q, k, written, state, t)
+            q = self.normaliser(q)
             if self.by_keys:
                 return self.divided_by_keys(q, S=S, **written)
             o, S = self.recurrence(q, **written, real=real, S=S, normalise=self.normalise,
@@ -606,17 +610,12 @@ class FastWeights(nn.Module):
         that erase are read as they are. The others are read as a mean: o is divided by the mass, the output
         if all values were 1. -> o (B, H, T, d), mass of the keys (B, H, T, 1), or per value channel, S, n"""
         self.redraw(state)
-        q = wide(q)
         k = self.phi(wide(went['k']), 'k')
         v = wide(went['v'])
         real = (went['pos'] >= 0).to(q.dtype)[..., None]
         gates = self.gates(v.transpose(1, 2).flatten(2))        # the channels of all heads, like an input
         gates['write'] = real * gates.get('write', 1)
-        more = {}
-        if self.phi.moves:
-            q, more = self.asks(q, wide(went['k']), k, gates, state)
-        else:
-            q = self.phi(q, 'q')
+        q, more = self.asked(q, went['k'], {'k': k, **gates}, state)
         S = state.get('S')
         n = state.get('n')
         ones = torch.ones_like(v if self.rule.z else v[..., :1])        # with z each channel has its own mass

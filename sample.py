@@ -222,10 +222,8 @@ def given_to_memories(model, tokens):
             layer['gone'] = memory.evicted_at(seen.q, seen.k, seen.v)
         else:
             layer |= memory.writes(seen.u, seen.k, seen.v)
-            if memory.phi.moves:
-                layer['q'], _ = memory.asks(seen.q, seen.k, layer['k'], layer, {})
-            else:
-                layer['q'] = spread(memory.reads(seen.q), n, n - 1)     # read after the last write
+            q, _ = memory.asked(seen.q, seen.k, layer, {})
+            layer['q'] = spread(memory.normaliser(q), n, n - 1)         # read after the last write
             layer.update(normalise=memory.normalise and not memory.by_keys, floor=memory.phi.floor)
         if not memory.rule.keeps and memory.by_keys:        # as in FastWeights.divided_by_keys
             seen = seen_by_k(layer['k'], layer['k'].cumsum(2))

@@ -431,6 +431,17 @@ def nats_along(model, x, y, what, dtype=torch.float32):
     return nats
 
 
+def ranges(T, first):
+    """Yield (start, end) of ranges of positions: up to `first`, from there to twice that, and so on to T.
+    Each is as long as all before it."""
+    start = 0
+    end = first
+    while start < T:
+        yield start, min(end, T)
+        start = end
+        end *= 2
+
+
 def bits_a_nat(meta):
     """The factor from nats per token to bits per byte of a validation text."""
     return meta['val']['tokens'] / meta['val']['bytes'] / math.log(2)
