@@ -55,9 +55,10 @@ from data.weights import is_state, read_tensors, to_folder, weights_digest
 from fastweight import RULES
 from model import (GPT, SOURCE_RULES, Undrawn, bias_of, can_become_an_rnn, cannot_train, fill, idle, kl, load,
                    pick_device, save, state_bytes, subset)
-from train import (LOGITS, PRETRAINED_LR, PRETRAINED_ROW, QUIET, SMALL, Rows, adamw, begin_log, begin_step,
-                   bits_a_nat, blocks, commit, lies_in, log_of, nats_along, pack_optimiser, predict, ranges,
-                   rows, say, set_threads, table, tell_saved, tell_step, unpack_optimiser)
+from train import (PRETRAINED_LR, PRETRAINED_ROW, QUIET, SMALL, Rows, adamw, begin_log, begin_step, bits_a_nat,
+                   blocks, commit, lies_in, log_of, logits_at_once, nats_along, pack_optimiser, predict,
+                   ranges, rows, say, set_threads, table, tell_saved, tell_step, unpack_optimiser)
+
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
 # kind of feature map (README, Limits). pure first imitates the teacher's hidden states, hybrid its attention.
@@ -987,7 +988,7 @@ def main(argv):
     T = args.row or min(teacher.config.block_size, longest)
     *sides, of_data, name = prepare.for_model(args.from_, meta, args.data, T)
     T = of_data.get('row', T)
-    whole = args.batch_size * T * of_data['vocab_size'] <= LOGITS
+    whole = args.batch_size * T * of_data['vocab_size'] <= logits_at_once(device)
     parts = 1 if whole else args.batch_size                 # all rows of a step at once, or one by one
     data = Rows(*sides, of_data, T, device, args.batch_size // parts, args.seed, parts,
                 dtype=getattr(torch, args.dtype))

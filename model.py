@@ -612,7 +612,7 @@ class FastWeights(nn.Module):
         self.redraw(state)
         k = self.phi(wide(went['k']), 'k')
         v = wide(went['v'])
-        real = (went['pos'] >= 0).to(q.dtype)[..., None]
+        real = (went['pos'] >= 0).to(v.dtype)[..., None]
         gates = self.gates(v.transpose(1, 2).flatten(2))        # the channels of all heads, like an input
         gates['write'] = real * gates.get('write', 1)
         q, more = self.asked(q, went['k'], {'k': k, **gates}, state)

@@ -3515,7 +3515,7 @@ def test_a_conversion_in_bfloat16_or_row_by_row_is_the_same(teacher, tmp_path, m
         assert a['model'] == b['model'] and abs(math.log(a['perplexity'] / b['perplexity'])) < .01
     found = []
     for limit in train.LOGITS, 0:
-        monkeypatch.setattr(convert, 'LOGITS', limit)
+        monkeypatch.setattr(train, 'LOGITS', limit)
         table = converted(teacher, tmp_path / str(limit), *flags, '--distil=none')['table']
         found.append([row['perplexity'] for row in table])
     assert found[1] == pytest.approx(found[0], rel=1e-5)

@@ -54,7 +54,7 @@ SMALL = 2 * 10 ** 7         # parameters of a model for which threads are timed
 LR = 4e-3           # of a model that begins from scratch
 PRETRAINED_LR = .03         # divided by the width, of one from the hub: LR would destroy it
 PRETRAINED_ROW = 512        # at most, without --block_size: it may know many more positions
-LOGITS = 2 ** 26    # numbers in memory at a time, 256 MB
+LOGITS = 2 ** 26    # that many in memory at a time, 256 MB; on a GPU more, see `logits_at_once`
 POOL = 32           # pairs are drawn for this many steps at once, then sorted: similar lengths share a step
 LAST_SECONDS = 20   # the last validation takes at most so long, or as long as the training did
 SAMPLE = 400        # tokens in the sample at the end
@@ -413,13 +413,22 @@ class Rows:
         return begin[:count], 'validation' if count >= len(begin) else 'start of validation'
 
 
+def logits_at_once(device):
+    """How many logits to hold at a time. A GPU needs many rows at once to be busy, and has room for them: a
+    logit takes 4 bytes, and training holds about eight tensors of their size."""
+    if device.type == 'cuda':
+        return torch.cuda.mem_get_info(device)[0] // 32
+    return LOGITS
+
+
 @torch.inference_mode()
 def nats_along(model, x, y, what, dtype=torch.float32):
     """Read rows x (B, T), each from an empty state -> nats (B, T) of the targets y (B, T). We read in pieces,
     so memory hardly grows with B and T. what: begins the progress lines; dtype: of the matrix products"""
     rows, T = x.shape
-    segment = max(1, min(T, 512, LOGITS // model.config.vocab_size))
-    at_once = max(1, LOGITS // (segment * model.config.vocab_size))
+    tokens = logits_at_once(x.device) // model.config.vocab_size
+    segment = max(1, min(T, 512, tokens))
+    at_once = max(1, tokens // segment)
     pieces = [(i, t) for i in range(0, rows, at_once) for t in range(0, T, segment)]
     nats = torch.empty(rows, T)
     for i, t in with_progress(pieces, what):
