@@ -747,7 +747,7 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
     store_tile(dk, (dx + dx_out) * f_down + looked + dD * q_, row, kk, ok, K)
 
 
-MAX_K = 256     # features per key: with more, a tile or S no longer fits
+MAX_K = 256     # features per key in bf16, half of it in fp32: with more, a tile no longer fits into registers
 
 
 def tiles(q, v, w, e, f):
@@ -756,12 +756,14 @@ def tiles(q, v, w, e, f):
     K = q.shape[-1]
     if triton is None:
         raise ImportError('there is no triton')
-    if K > MAX_K:
-        raise ValueError(f'keys have {K} features, kernels take up to {MAX_K}')
+    exact = v.dtype == torch.float32
+    most = MAX_K // 2 if exact else MAX_K
+    if K > most:
+        raise ValueError(f'keys have {K} features, kernels take up to {most} in {v.dtype}')
     BK = max(16, triton.next_power_of_2(K))
-    C = 16 if v.dtype == torch.float32 else 32
+    C = 16 if exact else 32
     DT = tl.float32
-    if v.dtype != torch.float32 and not triton.knobs.runtime.interpret:
+    if not exact and not triton.knobs.runtime.interpret:
         DT = tl.bfloat16                                # the interpreter would compute with the bits of bf16
     WD, ED, FD = [0 if x is None else x.shape[-1] for x in (w, e, f)]
     # With wide keys, three chunks at once take more shared memory than there is, and four warps have too few

@@ -414,10 +414,10 @@ class Rows:
 
 
 def logits_at_once(device):
-    """How many logits to hold at a time. A GPU needs many rows at once to be busy, and has room for them: a
-    logit takes 4 bytes, and training holds about eight tensors of their size."""
+    """How many logits to hold at a time. A GPU needs many rows at once to be busy: up to eight times as many,
+    if it has room for eight tensors of them."""
     if device.type == 'cuda':
-        return torch.cuda.mem_get_info(device)[0] // 32
+        return min(8 * LOGITS, torch.cuda.mem_get_info(device)[0] // 32)
     return LOGITS
 
 
