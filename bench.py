@@ -34,10 +34,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import convert as conversion
 import fastweight
 import kernels
 import train as recipe
-from data import prepare
+from data import chat, prepare
 from data.flags import flag, parse
 from fastweight import RULES, l2
 from model import (GPT, Cache, Config, FastWeights, can_become_an_rnn, chosen_texts, kl, load, pick_device,
@@ -1027,6 +1028,97 @@ def answers(args, suite):
     yield from by_distance
 
 
+# ---- suite real: a converted model beside caches of as many bytes ------------------------------------------
+TOPICS = 'the moon', 'rain', 'honey bees', 'a bicycle', 'bread', 'a lighthouse'
+REQUESTS = ('What is {}?', 'Write a poem about {}.', 'Tell me a long story about {}.',
+            'Explain {} to a child.', 'Write ten sentences about {}.')
+NAMES = 'Ada', 'Ben', 'Cora', 'Dan'
+COLOURS = 'red', 'blue', 'green', 'black', 'white', 'brown', 'pink', 'yellow'
+LONGEST = 512           # tokens of an answer
+
+
+def question(content, data, device, begun=''):
+    """A question by the chat template, and the beginning of an answer -> tokens (1, T)"""
+    text = chat.rendered([{'role': 'user', 'content': content}], data)
+    return torch.tensor([chat.tokens(text + begun, data)], device=device)
+
+
+def answered_by(model, x, data):
+    """x (1, T) and the model's greedy answer, up to its end or LONGEST tokens -> (1, T')"""
+    for n, (token, _) in enumerate(model.generate(x, temperature=0), 1):
+        x = torch.cat([x, token], 1)
+        if token.item() in data.get('ends', ()) or n == LONGEST:
+            return x
+
+
+def facts_before(texts, data, device):
+    """For each text, tokens (T,): four facts, the text, and a question for one fact -> tokens (1, T') up to
+    the answer, the index of the answer in COLOURS"""
+    draw = np.random.default_rng(0)
+    for text in texts.tolist():
+        colours = draw.permutation(COLOURS)[:len(NAMES)]
+        which = draw.integers(len(NAMES))
+        facts = ' '.join(f"{name}'s hat is {colour}." for name, colour in zip(NAMES, colours))
+        content = (f'{facts} Remember that. Here is a text:\n\n{prepare.decode(text, data)}\n\n'
+                   f"What is the colour of {NAMES[which]}'s hat?")
+        x = question(content, data, device, f"{NAMES[which]}'s hat is")
+        yield x, COLOURS.index(colours[which])
+
+
+def beside_caches(args, teacher):
+    """The teacher; for each model of --beside, caches of as many bytes, the model, and the model with other
+    policies -> dict by name"""
+    forms = {'softmax': teacher}
+    for source in filter(None, args.beside.split(',')):
+        student, _ = load(source, args.device)
+        forms |= dict(conversion.caches(teacher, student))
+        forms[source] = student
+        for policy in conversion.POLICIES[1:] if student.config.overflow else ():
+            rules = [policy if RULES[rule].bounded else rule for rule in student.config.rules]
+            forms[f'{source}, {policy}'] = conversion.cached_by(student, rules)
+    return forms
+
+
+@torch.inference_mode()
+def real(args, suite):
+    """What a converted model recovers of its teacher in rows of a text, by position. If the teacher talks:
+    the nats of the teacher's own answers, and facts that were told --lengths tokens before."""
+    path, teacher, meta = softmax_model(args)
+    data = meta['data']
+    x, y, of_text, _ = a_text(args, path, meta, max(args.lengths), chosen(args, 2, 16), args.data)
+    talks = []
+    facts = {}
+    if data.get('template'):
+        requests = [request.format(topic) for request in REQUESTS for topic in TOPICS]
+        for request in requests[::chosen(args, 6, 1)]:
+            begin = question(request, data, args.device)
+            talks.append((begin.shape[1] - 1, answered_by(teacher, begin, data)))
+        for T in args.lengths:
+            texts, _, _, _ = a_text(args, path, meta, T, chosen(args, 8, 32), args.data)
+            facts[T] = list(facts_before(texts, data, args.device))
+    candidates = [prepare.encode(f' {colour}', data)[0] for colour in COLOURS]
+    teachers = None                                     # nats, per token of the text
+
+    def logits(model, x):
+        return recipe.predict(model, x, x, None, {}, args.dtype)[0]
+    for form, model in beside_caches(args, teacher).items():
+        nats = recipe.nats_along(model, x, y, form, args.dtype)
+        teachers = nats if teachers is None else teachers
+        row = {'form': form, **conversion.recovered(teachers - nats, of_text)}
+        row['state bytes'] = conversion.state_of(model, x.shape[1])
+        if talks:
+            said = [(logits(model, x[:, :-1])[begin:], x[0, begin + 1:]) for begin, x in talks]
+            found, wanted = map(torch.cat, zip(*said))
+            row['nats of answers'] = F.cross_entropy(found, wanted).item()
+        yield row
+        for start, end in recipe.ranges(x.shape[1], 64):
+            share = (teachers - nats)[:, start:end].mean().exp().item()
+            yield {'form': form, 'part': 'position', 'position': end, 'ours': 100 * share}
+        for T, rows in facts.items():
+            known = [logits(model, x)[-1, candidates].argmax().item() == answer for x, answer in rows]
+            yield {'form': form, 'part': 'facts', 'distance': T, 'accuracy': 100 * statistics.mean(known)}
+
+
 # ---- what the suites train, decode and layer compute -------------------------------------------------------
 GATES = {               # the gates of a recurrence, besides q, k, v
     'delta': 'write', 'gated_delta': 'write log_f', 'kda': 'write log_f', 'decay': 'log_f log_z',
@@ -1639,6 +1731,13 @@ ROWS = [
         panels=(Panel('position', 'nats', 'one long text', 'position'),),
         note='position: the range from the line above up to here; in rows: each row from an empty state',
         source='Oren 2024, appendix: up to 70,000 tokens TOVA loses less than 0.5, compressed, 512 rows'),
+    Suite(
+        'real', 'a converted model beside caches of as many bytes', real, 'init data lengths dtype beside',
+        {'lengths': '256,1024'}, {'lengths': '256,512,1024,2048'},
+        panels=(Panel('position', 'ours', 'recovered of the teacher, %', 'position'),
+                Panel('distance', 'accuracy', 'facts told so many tokens before', 'facts')),
+        note="position: up to here; nats of answers: per token of the teacher's own answers to questions; "
+             'accuracy: in %, of which a guess knows 12.5'),
     Suite('all', 'all of these', every, 'seeds init')]
 SUITES = {suite.name: suite for suite in ROWS}
 

@@ -4136,7 +4136,7 @@ SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),        # flags;
               language=('--data=TEXT --steps=1 --only=sum', 1),
               lra=('--steps=1 --only=softmax,hedgehog', 2), glue=('--steps=2 --only=elu,hedgehog', 4),
               translate=('--steps=2 --only="elu,hedgehog converted"', 2),
-              vit=('--steps=2 --only=t2r', 3))
+              vit=('--steps=2 --only=t2r', 3), real=('--init=ROPE --lengths=40 --beside=GATED_DELTA', 3 + 6))
 
 @pytest.fixture
 def in_process(monkeypatch):
@@ -4210,6 +4210,25 @@ def test_bench_writes_table_and_picture(suite, places, small_pairs, few_facts, t
         forms = itertools.product(('from scratch', 'converted'), ('softmax', 'sum t2r:4', 'delta rfa'))
         assert [(row['part'], row['form']) for row in found] == list(forms)
         assert [bool(row['recovered']) for row in found] == [False] * 4 + [True] * 2
+
+def test_a_model_that_talks_is_judged_beside_caches_of_as_many_bytes(tmp_path, few_words, monkeypatch):
+    """By its rows of a text, its teacher's answers, and facts."""
+    a_talker(tmp_path / 'folder', max_position_embeddings=64)
+    flags = f'--from={tmp_path}/folder', f'--data={few_words}', f'--out={tmp_path}/out'
+    assert convert.main([*flags, *'--recipe=hybrid --cache=6 --row=32 --steps=2 --distil_steps=2 --controls=false '
+                                  '--eval_rows=2 --overflow=sum:slots:4 --threads=1'.split()]) == 0
+    monkeypatch.setattr(bench, 'LONGEST', 9)
+    path = f'{tmp_path}/out/ckpt.safetensors'
+    table = ran(tmp_path, 'real', f'--init={tmp_path}/folder', f'--data={few_words}', f'--beside={path}', '--lengths=20,40')
+    lines = [row for row in table if not row['part']]
+    forms = [row['form'] for row in lines]
+    assert forms[:2] == ['softmax', '6 cached, no matrix'] and forms[-3:] == [path, f'{path}, tova', f'{path}, h2o']
+    assert float(lines[0]['recovered']) == 1 and float(lines[1]['recovered']) != 1
+    answers = [float(row['nats of answers']) for row in lines]
+    assert len(set(answers)) == len(answers) and int(lines[1]['state bytes']) < int(lines[-1]['state bytes'])
+    facts = [row for row in table if row['part'] == 'facts']
+    assert [row['distance'] for row in facts] == ['20', '40'] * len(lines)
+    assert {round(8 * float(row['accuracy']) / 100, 9) for row in facts} <= set(range(9))
 
 def test_bench_converts_a_model_of_a_task_by_as_many_tokens_in_all_lines(a_model, tmp_path, in_process):
     path = a_model('--rule=softmax', data='recall-kept', steps=40)
