@@ -55,9 +55,9 @@ from data.weights import is_state, read_tensors, to_folder, weights_digest
 from fastweight import RULES
 from model import (GPT, SOURCE_RULES, Undrawn, bias_of, can_become_an_rnn, cannot_train, fill, idle, kl, load,
                    pick_device, save, state_bytes, subset)
-from train import (PRETRAINED_LR, PRETRAINED_ROW, QUIET, SMALL, Rows, adamw, begin_log, begin_step, bits_a_nat,
-                   blocks, commit, lies_in, log_of, logits_at_once, nats_along, pack_optimiser, predict,
-                   ranges, rows, say, set_threads, table, tell_saved, tell_step, unpack_optimiser)
+from train import (PRETRAINED_LR, PRETRAINED_ROW, QUIET, SMALL, Rows, adamw, begin_log, begin_step,
+                   bits_a_nat, blocks, commit, lies_in, log_of, logits_at_once, nats_along, pack_optimiser,
+                   predict, ranges, rows, say, set_threads, table, tell_saved, tell_step, unpack_optimiser)
 
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
@@ -68,8 +68,11 @@ RECIPES = {
     'hedgehog': '--rule=sum --phi=hedgehog:listing --distil=ce --loss=next',
     't2r': '--rule=sum --phi=t2r --distil=none --loss=next',
     'decay': '--rule=decay --distil=none --loss=next'}
-# Defaults for a large teacher, which knows a lot, learns from little and would be destroyed by larger rates
-LARGE = '--batch_size=1 --distil_steps=8 --steps=480 --eval_rows=16'
+# For a large teacher, which knows a lot, learns from little and would be destroyed by larger rates
+LARGE_RECIPES = RECIPES | {
+    'pure': '--rule=gla-beta --gate_rank=16 --distil=mse --faster=20 --distil_steps=80 --steps=408 --lr=1e-4',
+    'hybrid': '--rule=sink --cache=64 --overflow=sum:slots --distil=mse --faster=20'}
+LARGE = '--batch_size=1 --distil_steps=8 --steps=480 --eval_rows=16'        # defaults with all of these
 PLACES = 'self', 'cross', 'encoder'     # the attention layers of a translator; self: its decoder's
 LONG = 1024                                             # most tokens per row without --row: T x T tensors
 BEGIN = 4096                                            # tokens at which new parameters begin, see `begin_as`
@@ -129,8 +132,8 @@ HELP = '\n'.join([
     __doc__ or '',
     'Recipes. Their flags replace the defaults below. With another --rule, only their training flags do:',
     *(f'    {name:<12} {row}' for name, row in RECIPES.items()),
-    f'A model of {SMALL // 10 ** 6} million parameters or more has other defaults:',
-    '    ' + LARGE.replace('--', '')])
+    f'For a teacher of {SMALL // 10 ** 6} million parameters or more all have {LARGE}, and',
+    *(f'    {name:<12} {row}' for name, row in LARGE_RECIPES.items() if row != RECIPES[name])])
 
 
 # ---- the swap ----------------------------------------------------------------------------------------------
@@ -804,6 +807,13 @@ def caches(teacher, student):
             yield f'{size} cached by {policy}: as many bytes', model
 
 
+def other_policies(student):
+    """A student with a matrix beside its cache, cached by other policies -> their names, models"""
+    for policy in POLICIES[1:] if student.config.overflow else ():
+        rules = [policy if RULES[rule].bounded else rule for rule in student.config.rules]
+        yield policy, cached_by(student, rules)
+
+
 def cached_by(model, rules, **changes):
     """The same weights with other rules, which cache, and other flags of Config"""
     config = dataclasses.replace(model.config, layers=','.join(rules), **changes)
@@ -816,12 +826,8 @@ def cached_by(model, rules, **changes):
 def stay(how, teacher, student, x, y, dtype):
     """Which of the teacher's softmax layers stay. how: costly:4, first:4, last:4 or spread:4. costly: those
     whose swap alone costs most nats on the rows x, y  ->  indices of layers"""
-    kind, _, count = how.partition(':')
+    kind, _, n = how.partition(':')
     layers = [i for i, rule in enumerate(teacher.config.rules) if rule == 'softmax']
-    n = int(count) if count.isdecimal() else 0
-    if kind not in KEEP or not 0 < n < len(layers):
-        raise ValueError(f'--keep={how}: expected {", ".join(KEEP)}, each as costly:4, with fewer than the '
-                         f'{len(layers)} softmax layers')
     cost = {}
     if kind == 'costly':
         for i in layers:
@@ -830,7 +836,7 @@ def stay(how, teacher, student, x, y, dtype):
             block.mixer = student.blocks[i].mixer
             cost[i] = nats_along(teacher, x, y, f'layer {i}', dtype).mean().item()
             block.mixer = own
-    return KEEP[kind](layers, n, cost)
+    return KEEP[kind](layers, int(n), cost)
 
 
 KEEP = {
@@ -842,20 +848,35 @@ KEEP = {
 
 # ---- the run -----------------------------------------------------------------------------------------------
 def settings(argv):
-    """Merge the given flags with those of the recipe or, with --resume, of the stopped conversion -> flags of
-    Args, of the student"""
+    """The given flags; with --resume, merged with those of the stopped conversion -> flags of Args, of the
+    student"""
     given, changes = parse(argv, HELP, Args, Student)
     if 'export' in given:
         refuse(not_exporting(given, changes))
     if given.get('resume'):
-        way, kind = stopped(given, changes)
-    else:
-        way, kind = parse(RECIPES[given.get('recipe', Args.recipe)].split(), HELP, Args, Student)
-        rule = changes.get('rule', kind['rule'])
-        alike = rule == kind['rule'] or {rule, kind['rule']} == {'window', 'sink'}
-        if 'layers' in changes or not alike:                # another rule: drop the recipe's map, norm, cache
-            kind = {'rule': Student.rule}
-    return {**way, **given}, {**kind, **changes}
+        began, kind = stopped(given, changes)
+        return {**began, **given}, {**kind, **changes}
+    return given, changes
+
+
+def by_recipe(given, changes, teacher):
+    """Merge the given flags with those of the recipe for such a teacher -> flags of Args, of the student"""
+    large = sum(p.numel() for p in teacher.parameters()) >= SMALL
+    way = {}
+    recipes = RECIPES
+    if large:
+        way, _ = parse(LARGE.split(), HELP, Args, Student)
+        recipes = LARGE_RECIPES
+    own, kind = parse(recipes[given.get('recipe', Args.recipe)].split(), HELP, Args, Student)
+    rule = changes.get('rule', kind['rule'])
+    alike = rule == kind['rule'] or {rule, kind['rule']} == {'window', 'sink'}
+    if 'layers' in changes or not alike:                    # another rule: drop the recipe's map, norm, cache
+        kind = {'rule': Student.rule}
+    changes = {**kind, **changes}
+    near = large or changes.get('overflow')                 # what begins near its teacher may not leave it
+    lr = (PRETRAINED_LR if near else SWAP_LR) / teacher.config.n_embd
+    row = given.get('row') or min(teacher.config.block_size, PRETRAINED_ROW if large else LONG)
+    return {'lr': lr, **way, **own, **given, 'row': row}, changes
 
 
 def not_exporting(given, changes):
@@ -892,6 +913,11 @@ def cannot_teach(args, config):
         f'{args.from_}: its layers are {briefly(config.all_rules)}; a teacher has softmax layers, and no '
         'other cache: python train.py --rule=softmax makes one')
     yield lies_in(args.from_, args.out), f'--out={args.out}: it holds the teacher; take another folder'
+    kind, _, n = args.keep.partition(':')
+    layers = config.rules.count('softmax')
+    yield args.keep and not (kind in KEEP and n.isdecimal() and 0 < int(n) < layers), (
+        f'--keep={args.keep}: expected {", ".join(KEEP)}, each as costly:4, with fewer than the {layers} '
+        'softmax layers')
     yield args.row > config.block_size, (
         f'--row={args.row}: the teacher was trained on rows of {config.block_size}; give at most that')
 
@@ -967,61 +993,28 @@ def begun(args, changes, teacher, data):
     return student, new
 
 
-@prepare.script
-def main(argv):
-    given, changes = settings(argv)
-    args = Args(**given)
-    device = pick_device(args.device)
-    teacher, meta = load(args.from_, device, args.revision)
-    large = sum(p.numel() for p in teacher.parameters()) >= SMALL
-    if large:
-        args = Args(**{**parse(LARGE.split(), HELP, Args, Student)[0], **given})
-    if args.lr is None:
-        near = large or changes.get('overflow')             # what begins near its teacher may not leave it
-        args.lr = (PRETRAINED_LR if near else SWAP_LR) / teacher.config.n_embd
-    if args.export:
-        to_folder(args.export, teacher.state_dict(), dataclasses.asdict(teacher.config), meta['data'])
-        say(f'{args.export}: transformers reads this folder, and so does --from')
-        return
-    refuse(cannot_teach(args, teacher.config))
-    longest = PRETRAINED_ROW if large else LONG
-    T = args.row or min(teacher.config.block_size, longest)
-    *sides, of_data, name = prepare.for_model(args.from_, meta, args.data, T)
-    T = of_data.get('row', T)
+def rows_of(args, meta, device):
+    """-> the rows to train on and to judge by, and what the data is called"""
+    *sides, of_data, name = prepare.for_model(args.from_, meta, args.data, args.row)
+    T = of_data.get('row', args.row)
     whole = args.batch_size * T * of_data['vocab_size'] <= logits_at_once(device)
     parts = 1 if whole else args.batch_size                 # all rows of a step at once, or one by one
-    data = Rows(*sides, of_data, T, device, args.batch_size // parts, args.seed, parts,
-                dtype=getattr(torch, args.dtype))
-    torch.manual_seed(args.seed)
-    student, new = begun(args, changes, teacher, data)
-    if args.fold:
-        can_fold(student)
-    kind = what_to_match(args.distil, student, new)
-    set_threads(args, {}, student, data)
-    args.threads = torch.get_num_threads()                  # the last bits depend on it; --resume keeps it
+    return Rows(*sides, of_data, T, device, args.batch_size // parts, args.seed, parts,
+                dtype=getattr(torch, args.dtype)), name
 
-    made_from = {'teacher': weights_digest(teacher, meta), 'data': of_data['train'].get('sha256')}
-    about = {'args': dataclasses.asdict(args), 'changes': changes, 'made_from': made_from,
-             'data': meta['data']}
-    run = Conversion(args, data, about)
-    tell_start(args, name, data, teacher, student, new)
-    first_row, _ = rows(data.val, run.begin[:1], data.T, of_data, device)
-    distilled = args.distil_steps if kind != 'none' else 0  # batches of stage 1
-    began = time.perf_counter()
-    run.note('teacher', teacher)
-    took = time.perf_counter() - began
-    beside = dict(caches(teacher, student))
-    tell_time(run, took, distilled, len(beside) + 5)
-    for cached, model in beside.items():
-        run.note(cached, model)
+
+def trained(run, teacher, student, new, kind, distilled):
+    """Stages 1 and 2, a line of the table after each -> tables of attention weights, of one query (`look`)"""
+    args = run.args
+    row, _ = rows(run.data.val, run.begin[:1], run.data.T, run.data.meta, run.data.device)
     run.note('swapped', student)
-    layers, query = look('swapped', teacher, student, first_row)
+    layers, query = look('swapped', teacher, student, row)
     done = []                                               # names of finished stages
     if distilled:
         distil(run, teacher, student, learners(student, new, args.learn), kind, distilled, args.distil_lr)
         done.append(f'distil ({kind})')
         run.note(f'distilled ({kind})', student, *done, steps=distilled)
-        again, seen = look('distilled', teacher, student, first_row)
+        again, seen = look('distilled', teacher, student, row)
         layers += again
         query |= seen
     if args.steps:
@@ -1030,6 +1023,46 @@ def main(argv):
         finetune(run, 'fine-tune', student, args.steps, args.lr, distilled, guide, args.lora, new)
         done.append('fine-tune')
         run.note('fine-tuned', student, *done, steps=distilled + args.steps)
+    return layers, query
+
+
+@prepare.script
+def main(argv):
+    given, changes = settings(argv)
+    args = Args(**given)
+    device = pick_device(args.device)
+    teacher, meta = load(args.from_, device, args.revision)
+    if args.export:
+        to_folder(args.export, teacher.state_dict(), dataclasses.asdict(teacher.config), meta['data'])
+        say(f'{args.export}: transformers reads this folder, and so does --from')
+        return
+    if not args.resume:
+        given, changes = by_recipe(given, changes, teacher)
+        args = Args(**given)
+    refuse(cannot_teach(args, teacher.config))
+    data, name = rows_of(args, meta, device)
+    torch.manual_seed(args.seed)
+    student, new = begun(args, changes, teacher, data)
+    if args.fold:
+        can_fold(student)
+    kind = what_to_match(args.distil, student, new)
+    set_threads(args, {}, student, data)
+    args.threads = torch.get_num_threads()                  # the last bits depend on it; --resume keeps it
+
+    made_from = {'teacher': weights_digest(teacher, meta), 'data': data.meta['train'].get('sha256')}
+    about = {'args': dataclasses.asdict(args), 'changes': changes, 'made_from': made_from,
+             'data': meta['data']}
+    run = Conversion(args, data, about)
+    tell_start(args, name, data, teacher, student, new)
+    distilled = args.distil_steps if kind != 'none' else 0  # batches of stage 1
+    began = time.perf_counter()
+    run.note('teacher', teacher)
+    took = time.perf_counter() - began
+    beside = dict(caches(teacher, student))
+    tell_time(run, took, distilled, len(beside) + 5)
+    for cached, model in beside.items():
+        run.note(cached, model)
+    layers, query = trained(run, teacher, student, new, kind, distilled)
     plain = student.config
     if args.fold:
         student = fold(student)
@@ -1038,10 +1071,8 @@ def main(argv):
     run.log = begin_log(run.log, run.file)
     figures = {**run.closing(), 'commit': commit(), **dataclasses.asdict(args)}
     prepare.write_json(f'{args.out}/result.json', {**figures, **dataclasses.asdict(student.config)})
-    if student.config.overflow:
-        for policy in POLICIES[1:]:
-            rules = [policy if RULES[rule].bounded else rule for rule in student.config.rules]
-            run.note(f'the same, cached by {policy}', cached_by(student, rules), steps=distilled + args.steps)
+    for what, model in other_policies(student):
+        run.note(f'the same, cached by {what}', model, steps=distilled + args.steps)
     tuned = None
     if args.controls and args.steps:
         tuned = controls(run, teacher, plain, distilled)

@@ -747,7 +747,7 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
     store_tile(dk, (dx + dx_out) * f_down + looked + dD * q_, row, kk, ok, K)
 
 
-MAX_K = 256     # features per key in bf16, half of it in fp32: with more, a tile no longer fits into registers
+MAX_K = 256     # features per key in bf16, half of it in fp32: with more, a tile does not fit
 
 
 def tiles(q, v, w, e, f):
@@ -889,7 +889,7 @@ def trusted(form, given, normalise):
     case = form, device, normalise, *kinds
     if case in VERDICTS:
         return VERDICTS[case]
-    exact = {dtype for _, dtype, *_ in kinds} == {torch.float32}        # else some gradient is rounded to bf16
+    exact = {dtype for _, dtype, *_ in kinds} == {torch.float32}    # else a gradient is rounded to bf16
     limit = 1e-3 if exact else 3e-2
     fault = ''
     debug_mode = torch.get_deterministic_debug_mode()

@@ -3581,11 +3581,19 @@ WINDOWED = dict(rule='sink', cache=9, overflow='sum:slots')
     ('--rule=delta --learn=new', dict(learn='new'), dict(rule='delta')),
     ('--recipe=hybrid --rule=window', HYBRID, WINDOWED | dict(rule='window', cache=64)),
     ('--layers=softmax,gla', {}, dict(rule='sum', layers='softmax,gla'))])
-def test_flags_beside_a_recipe_win_and_another_rule_keeps_its_way_of_training(given, way, changes):
-    given, found = convert.settings(given.split())
+def test_flags_beside_a_recipe_win_and_another_rule_keeps_its_way_of_training(given, way, changes, a_model,
+                                                                               monkeypatch):
+    teacher = load(a_model('--rule=softmax'))[0]
+    given, found = convert.by_recipe(*convert.settings(given.split()), teacher)
     args = convert.Args(**given)
-    expected = dict(distil='hidden', learn='mixer', faster=5, lr=None) | way
+    lr = (.03 if found.get('overflow') else .25) / 16
+    expected = dict(distil='hidden', learn='mixer', faster=5, lr=lr, steps=1000, batch_size=4, row=16) | way
     assert found == changes and {name: getattr(args, name) for name in expected} == expected
+    monkeypatch.setattr(convert, 'SMALL', 0)
+    given, found = convert.by_recipe(dict(steps=7), dict(cache=3), teacher)
+    expected = dict(distil='mse', faster=20, lr=1e-4, steps=7, batch_size=1, eval_rows=16, row=16)
+    assert {name: given[name] for name in expected} == expected
+    assert found == dict(rule='gla-beta', gate_rank=16, cache=3)
 
 WINDOW = dict(rule='window', cache=3, overflow='gla:hedgehog')
 
