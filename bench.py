@@ -1082,6 +1082,8 @@ def real(args, suite):
     """What a converted model recovers of its teacher in rows of a text, by position. If the teacher talks:
     the nats of the teacher's own answers, and facts that were told --lengths tokens before."""
     path, teacher, meta = softmax_model(args)
+    if not args.beside:
+        raise ValueError(f'--beside= is missing: the models that convert.py made of {path}')
     data = meta['data']
     x, y, of_text, _ = a_text(args, path, meta, max(args.lengths), chosen(args, 2, 16), args.data)
     talks = []
