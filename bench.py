@@ -34,7 +34,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import convert as conversion
 import fastweight
 import kernels
 import train as recipe
@@ -42,7 +41,7 @@ from data import chat, prepare
 from data.flags import flag, parse
 from fastweight import RULES, l2
 from model import (GPT, Cache, Config, FastWeights, can_become_an_rnn, chosen_texts, kl, load, pick_device,
-                   pick_forms, sample, state_bytes)
+                   pick_forms, sample, state_bytes, state_of)
 
 os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # silences torch.profiler; we ask it for memory
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -1071,9 +1070,9 @@ def beside_caches(args, teacher):
     forms = {'softmax': teacher}
     for source in filter(None, args.beside.split(',')):
         student, _ = load(source, args.device)
-        forms |= dict(conversion.caches(teacher, student))
+        forms |= dict(recipe.caches(teacher, student))
         forms[source] = student
-        forms |= {f'{source}, {policy}': model for policy, model in conversion.other_policies(student)}
+        forms |= {f'{source}, {policy}': model for policy, model in recipe.other_policies(student)}
     return forms
 
 
@@ -1105,8 +1104,8 @@ def real(args, suite):
     for form, model in beside_caches(args, teacher).items():
         nats = recipe.nats_along(model, x, y, form, args.dtype)
         teachers = nats if teachers is None else teachers
-        row = {'form': form, **conversion.recovered(teachers - nats, of_text)}
-        row['state bytes'] = conversion.state_of(model, x.shape[1])
+        row = {'form': form, **recipe.recovered(teachers - nats, of_text)}
+        row['state bytes'] = state_of(model, x.shape[1])
         if talks:
             said = [(logits(model, x[:, :-1])[begin:], x[0, begin + 1:]) for begin, x in talks]
             found, wanted = map(torch.cat, zip(*said))

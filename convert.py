@@ -53,11 +53,12 @@ from data import prepare
 from data.flags import briefly, flag, known, parse, picked, plural, refuse, typed
 from data.weights import is_state, read_tensors, to_folder, weights_digest
 from fastweight import RULES
-from model import (GPT, SOURCE_RULES, Undrawn, bias_of, can_become_an_rnn, cannot_train, fill, idle, kl, load,
-                   pick_device, save, state_bytes, subset)
+from model import (GPT, SOURCE_RULES, bias_of, can_become_an_rnn, cannot_train, fill, idle, kl, load,
+                   pick_device, save, state_of, subset)
 from train import (PRETRAINED_LR, PRETRAINED_ROW, QUIET, SMALL, Rows, adamw, begin_log, begin_step,
-                   bits_a_nat, blocks, commit, lies_in, log_of, logits_at_once, nats_along, pack_optimiser,
-                   predict, ranges, rows, say, set_threads, table, tell_saved, tell_step, unpack_optimiser)
+                   bits_a_nat, blocks, caches, commit, lies_in, log_of, logits_at_once, nats_along,
+                   other_policies, pack_optimiser, predict, recovered, rows, say, set_threads, table,
+                   tell_saved, tell_step, unpack_optimiser)
 
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
@@ -76,8 +77,6 @@ LARGE = '--batch_size=1 --distil_steps=8 --steps=480 --eval_rows=16'        # de
 PLACES = 'self', 'cross', 'encoder'     # the attention layers of a translator; self: its decoder's
 LONG = 1024                                             # most tokens per row without --row: T x T tensors
 BEGIN = 4096                                            # tokens at which new parameters begin, see `begin_as`
-POLICIES = 'sink', 'tova', 'h2o'                        # which decide what is cached, to compare with
-FIRST = 256                                             # tokens of the first range of positions in the table
 SWAP_LR = 0.25                                          # divided by the width: 4e-3 at width 64, 1e-3 at 256
 SCRATCH_LR = 4e-3                                       # learning rate of the student from scratch
 TEACHER_LRS = 1e-3, 1e-4                                # learning rates of the teacher that trains on
@@ -533,33 +532,6 @@ def share(row, base):
     return row['accuracy'] / base['accuracy']
 
 
-def recovered(gain, meta):
-    """What a model has recovered of the teacher's perplexity -> columns of the table. gain (rows, T): nats of
-    the teacher less those of the model. `low` and `high` are a 95 % interval over rows. Then come the shares
-    among the first 256 tokens, from there to 512, to 1,024, ... The share per byte is the share per token to
-    the power tokens / bytes, so it looks better for the same model. Papers give it per token."""
-    by_row = gain.mean(1)
-    mean = by_row.mean()
-    half = 1.96 * by_row.std() / len(by_row) ** 0.5 if len(by_row) > 1 else math.inf
-    row = {'recovered': mean.exp().item(), 'low': (mean - half).exp().item(),
-           'high': (mean + half).exp().item()}
-    row['recovered a byte'] = row['recovered'] ** (meta['val']['tokens'] / meta['val']['bytes'])
-    T = gain.shape[1]
-    for start, end in ranges(T, FIRST) if T > FIRST else ():
-        row[f'to {end:,}'] = gain[:, start:end].mean().exp().item()
-    return row
-
-
-def state_of(model, T):
-    """The bytes of a model's state after T tokens; None for an encoder or a translator. A cache without a
-    limit grows by as much with every token."""
-    if not model.config.causal or model.config.source:
-        return None
-    tokens = torch.zeros(1, 2, dtype=torch.long, device=model.embed.weight.device)
-    one, two = (state_bytes(model.read(tokens[:, :n])) for n in (1, 2))
-    return one + (T - 1) * (two - one)
-
-
 @dataclass
 class Stage:
     """What the checkpoint of a stage says about the conversion that --resume continues."""
@@ -785,44 +757,7 @@ def look(name, teacher, student, x):
     return lines, query
 
 
-# ---- caches to compare with, and layers that stay softmax --------------------------------------------------
-def caches(teacher, student):
-    """The teacher with limited caches, to compare with -> names, models: the cache that stands beside the
-    student's matrix alone, and caches of as many bytes as all that the student keeps."""
-    c = student.config
-    if not c.causal or c.source:
-        return
-    new = [rule != before for rule, before in zip(c.rules, teacher.config.rules)]
-    state = student.read(torch.zeros(1, 1, dtype=torch.long, device=student.embed.weight.device))
-    kept = [sum(x.nbytes for x in layer['mixer'].values()) for layer in state['layers']]
-    heads = c.n_kv_head or c.n_head
-    a_token = heads * (2 * 4 * c.n_embd // c.n_head + 12)   # key, value, position, sum of weights
-    size = max(bytes for bytes, swapped in zip(kept, new) if swapped) // a_token
-    if c.overflow and c.cache:
-        yield f'{c.cache} cached, no matrix', cached_by(teacher, c.rules, cache=c.cache, sinks=c.sinks)
-    for policy in POLICIES if size > 0 else ():
-        rules = [policy if swapped else rule for rule, swapped in zip(c.rules, new)]
-        if (size, rules) != (c.cache, c.rules):
-            model = cached_by(teacher, rules, cache=size, sinks=min(4, size - 1))
-            yield f'{size} cached by {policy}: as many bytes', model
-
-
-def other_policies(student):
-    """A student with a matrix beside its cache, cached by other policies -> their names, models"""
-    for policy in POLICIES[1:] if student.config.overflow else ():
-        rules = [policy if RULES[rule].bounded else rule for rule in student.config.rules]
-        yield policy, cached_by(student, rules)
-
-
-def cached_by(model, rules, **changes):
-    """The same weights with other rules, which cache, and other flags of Config"""
-    config = dataclasses.replace(model.config, layers=','.join(rules), **changes)
-    with Undrawn():
-        other = GPT(config)
-    fill(other, model.state_dict(), 'other weights', assign=True)
-    return other.to(model.embed.weight.device).eval()       # buffers, too
-
-
+# ---- layers that stay softmax ------------------------------------------------------------------------------
 def stay(how, teacher, student, x, y, dtype):
     """Which of the teacher's softmax layers stay. how: costly:4, first:4, last:4 or spread:4. costly: those
     whose swap alone costs most nats on the rows x, y  ->  indices of layers"""

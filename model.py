@@ -1316,6 +1316,15 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     return (p / r).argmax(-1, keepdim=True)
 
 
+def cached_by(model, rules, **changes):
+    """The same weights with other rules, which cache, and other flags of Config"""
+    config = dataclasses.replace(model.config, layers=','.join(rules), **changes)
+    with Undrawn():
+        other = GPT(config)
+    fill(other, model.state_dict(), 'other weights', assign=True)
+    return other.to(model.embed.weight.device).eval()       # buffers, too
+
+
 # ---- states as flat dicts of tensors -----------------------------------------------------------------------
 def map_state(f, state, shared=()):
     """The state with f(tensor) in place of each tensor, except in the parts that are named in `shared`."""
@@ -1380,6 +1389,16 @@ def layout(flat, prefix):
 def state_bytes(state):
     """The bytes of all tensors of a state; 0 for None."""
     return sum(x.nbytes for x in pack(state).values())
+
+
+def state_of(model, T):
+    """The bytes of a model's state after T tokens; None for an encoder or a translator. A cache without a
+    limit grows by as much with every token."""
+    if not model.config.causal or model.config.source:
+        return None
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=model.embed.weight.device)
+    one, two = (state_bytes(model.read(tokens[:, :n])) for n in (1, 2))
+    return one + (T - 1) * (two - one)
 
 
 # ---- models in files: ours, and those of the hub -----------------------------------------------------------

@@ -3497,7 +3497,7 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, capsys)
 def test_what_is_recovered_is_told_by_position_with_an_interval():
     gain = torch.linspace(-.1, 0, 3)[:, None].repeat(1, 600).double()
     gain[:, 256:512] -= 1
-    row = convert.recovered(gain, {'val': {'tokens': 1, 'bytes': 4}})
+    row = train.recovered(gain, {'val': {'tokens': 1, 'bytes': 4}})
     means = gain.mean(1).numpy()
     half = 1.96 * np.std(means, ddof=1) / 3 ** .5
     assert row['high'] == pytest.approx(math.exp(means.mean() + half))
@@ -4474,7 +4474,7 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
 
 # ---- 14. The repository itself -----------------------------------------------------------------------------
 
-LAYER = dict(test_all=6, bench=5, sample=4, convert=4, train=3, model=2, kernels=1, fastweight=0)
+LAYER = dict(test_all=5, sample=4, convert=4, bench=4, train=3, model=2, kernels=1, fastweight=0)
 DATA = dict(weights=3, chat=2, prepare=1, tasks=0, flags=0)
 BANNED = set('eval exec __import__ torch.load np.load os.system pickle marshal shelve dill'.split())
 
@@ -4494,7 +4494,7 @@ def imported(node):
     return []
 
 def test_imports_only_point_down():
-    """A script imports none beside it or above, data/ none of ours; only one function of model.py imports kernels,
+    """Scripts never import each other, data/ none of ours; only one function of model.py imports kernels,
     apart from bench.py, which measures them."""
     kernel_users = []
     for name, tree in sources():

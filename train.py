@@ -40,8 +40,9 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from data import chat, prepare
 from data.flags import briefly, flag, known, parse, picked, plural, refuse, typed
 from data.weights import refuse_target
-from model import (GPT, OF_DATA, Config, cannot_train, fill, idle, load, map_state, pack, pick_device,
-                   pick_forms, save, try_compiler, unpack, wide)
+from fastweight import RULES
+from model import (GPT, OF_DATA, Config, cached_by, cannot_train, fill, idle, load, map_state, pack,
+                   pick_device, pick_forms, save, try_compiler, unpack, wide)
 
 BAD_STEPS = 10      # the run ends after this many non-finite steps in a row
 MUON = 4.0          # Muon's rate is this times --lr: singular values of its steps, not entries, are near 1
@@ -54,6 +55,8 @@ SMALL = 2 * 10 ** 7         # parameters of a model for which threads are timed
 LR = 4e-3           # of a model that begins from scratch
 PRETRAINED_LR = .03         # divided by the width, of one from the hub: LR would destroy it
 PRETRAINED_ROW = 512        # at most, without --block_size: it may know many more positions
+FIRST = 256         # tokens of the first range of positions where a conversion is judged
+COMPARED = 'sink', 'tova', 'h2o'        # policies that decide what is cached
 LOGITS = 2 ** 26    # that many in memory at a time, 256 MB; on a GPU more, see `logits_at_once`
 POOL = 32           # pairs are drawn for this many steps at once, then sorted: similar lengths share a step
 LAST_SECONDS = 20   # the last validation takes at most so long, or as long as the training did
@@ -449,6 +452,51 @@ def ranges(T, first):
         yield start, min(end, T)
         start = end
         end *= 2
+
+
+def recovered(gain, meta):
+    """What a model has recovered of the teacher's perplexity -> columns of the table. gain (rows, T): nats of
+    the teacher less those of the model. `low` and `high` are a 95 % interval over rows. Then come the shares
+    among the first 256 tokens, from there to 512, to 1,024, ... The share per byte is the share per token to
+    the power tokens / bytes, so it looks better for the same model. Papers give it per token."""
+    by_row = gain.mean(1)
+    mean = by_row.mean()
+    half = 1.96 * by_row.std() / len(by_row) ** 0.5 if len(by_row) > 1 else math.inf
+    row = {'recovered': mean.exp().item(), 'low': (mean - half).exp().item(),
+           'high': (mean + half).exp().item()}
+    row['recovered a byte'] = row['recovered'] ** (meta['val']['tokens'] / meta['val']['bytes'])
+    T = gain.shape[1]
+    for start, end in ranges(T, FIRST) if T > FIRST else ():
+        row[f'to {end:,}'] = gain[:, start:end].mean().exp().item()
+    return row
+
+
+def caches(teacher, student):
+    """The teacher with limited caches, to compare with -> names, models: the cache that stands beside the
+    student's matrix alone, and caches of as many bytes as all that the student keeps."""
+    c = student.config
+    if not c.causal or c.source:
+        return
+    new = [rule != before for rule, before in zip(c.rules, teacher.config.rules)]
+    state = student.read(torch.zeros(1, 1, dtype=torch.long, device=student.embed.weight.device))
+    kept = [sum(x.nbytes for x in layer['mixer'].values()) for layer in state['layers']]
+    heads = c.n_kv_head or c.n_head
+    a_token = heads * (2 * 4 * c.n_embd // c.n_head + 12)   # key, value, position, sum of weights
+    size = max(bytes for bytes, swapped in zip(kept, new) if swapped) // a_token
+    if c.overflow and c.cache:
+        yield f'{c.cache} cached, no matrix', cached_by(teacher, c.rules, cache=c.cache, sinks=c.sinks)
+    for policy in COMPARED if size > 0 else ():
+        rules = [policy if swapped else rule for rule, swapped in zip(c.rules, new)]
+        if (size, rules) != (c.cache, c.rules):
+            model = cached_by(teacher, rules, cache=size, sinks=min(4, size - 1))
+            yield f'{size} cached by {policy}: as many bytes', model
+
+
+def other_policies(student):
+    """A student with a matrix beside its cache, cached by other policies -> their names, models"""
+    for policy in COMPARED[1:] if student.config.overflow else ():
+        rules = [policy if RULES[rule].bounded else rule for rule in student.config.rules]
+        yield policy, cached_by(student, rules)
 
 
 def bits_a_nat(meta):
