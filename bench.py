@@ -719,6 +719,17 @@ def with_cache(path, device, rule, cache, **changes):
     return model_in(path, device, rule=rule, cache=cache, sinks=max(0, min(4, cache - 1)), **changes)
 
 
+def models_beside(args, path, data):
+    """Yield the path and the model of each of --beside. ValueError if its tokens are not those of `data`, the
+    tokens of the model in `path`."""
+    for source in filter(None, args.beside.split(',')):
+        model, meta = load(source, args.device)
+        if not prepare.same_tokens(meta['data'], data):
+            raise ValueError(f'--beside={source}: its tokens ({prepare.describe_tokens(meta["data"])}) are '
+                             f'not those of {path}; train both on the same data')
+        yield source, model
+
+
 def by_position(form, nats, first):
     """Perplexity by recipe.ranges of positions of nats (.., T), as rows of the table"""
     for start, end in recipe.ranges(nats.shape[-1], first):
@@ -885,11 +896,7 @@ def far(args, suite):
     models = {'softmax': teacher}
     for form, (policy, positions) in only(args, suite.lines).items():
         models[form] = with_cache(path, args.device, policy, size, positions=positions)
-    for source in filter(None, args.beside.split(',')):
-        model, meta = load(source, args.device)
-        if not prepare.same_tokens(meta['data'], data):
-            raise ValueError(f'--beside={source}: its tokens ({prepare.describe_tokens(meta["data"])}) are '
-                             f'not those of {path}; train both on the same data')
+    for source, model in models_beside(args, path, data):
         models[f'{",".join(dict.fromkeys(model.config.rules))}: {source}'] = model
     some = list(zip(x.split(block, 1), y.split(block, 1)))
     in_rows = [recipe.nats_along(teacher, *row, f'softmax, row {i}') for i, row in enumerate(some)]
@@ -1064,12 +1071,11 @@ def facts_before(texts, data, device):
         yield x, COLOURS.index(colours[which])
 
 
-def beside_caches(args, teacher):
+def beside_caches(args, path, teacher, data):
     """The teacher; for each model of --beside, caches of as many bytes, the model, and the model with other
     policies -> dict by name"""
     forms = {'softmax': teacher}
-    for source in filter(None, args.beside.split(',')):
-        student, _ = load(source, args.device)
+    for source, student in models_beside(args, path, data):
         forms |= dict(recipe.caches(teacher, student))
         forms[source] = student
         forms |= {f'{source}, {policy}': model for policy, model in recipe.other_policies(student)}
@@ -1101,7 +1107,7 @@ def real(args, suite):
 
     def logits(model, x):
         return recipe.predict(model, x, x, None, {}, args.dtype)[0]
-    for form, model in beside_caches(args, teacher).items():
+    for form, model in beside_caches(args, path, teacher, data).items():
         nats = recipe.nats_along(model, x, y, form, args.dtype)
         teachers = nats if teachers is None else teachers
         row = {'form': form, **recipe.recovered(teachers - nats, of_text)}
@@ -1770,7 +1776,7 @@ class Args:
     init: str = flag('', f'{of("init")}: a softmax model; default: out/ckpt.safetensors; glue '
                      'and vit train one', path=True)
     data: str = flag('', f'{of("data")}: a set of the suite, or a text; default: by suite', path=True)
-    beside: str = flag('', f'{of("beside")}: models of other rules on the same data, separated by '
+    beside: str = flag('', f'{of("beside")}: models to compare with, in the same tokens, separated by '
                            'commas: out/delta/ckpt.safetensors', path=True)
     row: int = flag(0, f'{of("row")}: tokens in a row; 0: as in training, at most 512', low=0, high=2 ** 24)
     budget: int = flag(74, f'{of("budget")}: memory for all states, in MB', low=1, high=2 ** 20)

@@ -379,16 +379,19 @@ def bounded(q, k, v, cached, t, policy, cache, sinks=0, spill=False, turn=None):
     how = policy, cache, sinks, spill, turn
     if T == 1:
         return fastweight.bounded_step(q, k, v, cached, t, *how)
+    by_position = policy in ('window', 'sink') and turn is None
+    most = ON_GPU * STEPS if q.is_cuda else STEPS
     parts = []
     i = 0
     while i < T:
-        n = min(T - i, ON_GPU * STEPS if q.is_cuda else STEPS)
+        n = min(T - i, most)
         form = together
-        if policy not in ('window', 'sink') or turn is not None:
+        if not by_position:
             empty = int((cached['pos'][0, 0] < 0).sum())
-            n = min(n, empty or n)
-            if not empty:
-                form = fastweight.bounded if turn is not None else by_worth
+            if empty:
+                n = min(n, empty)
+            else:
+                form = by_worth if turn is None else fastweight.bounded
         some = [x[:, :, i:i + n] for x in (q, k, v)]
         parts.append(form(*some, cached, t + i, *how))
         cached = parts[-1][-1]
@@ -874,7 +877,7 @@ def largest_error(form, given, normalise):
         results.append([o, S, *gradients])
     errors = []
     for x, y in zip(*results):
-        error, size = ((z.flatten(2).norm(dim=-1).unflatten(1, (-1, 2))) for z in (x - y, y))
+        error, size = (z.flatten(2).norm(dim=-1).unflatten(1, (-1, 2)) for z in (x - y, y))
         by_head = error / (size.mean(1, keepdim=True) + 1e-6)
         errors.append(by_head.max())
     return torch.stack(errors).max().item()             # NaN if one of them is

@@ -1316,15 +1316,6 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     return (p / r).argmax(-1, keepdim=True)
 
 
-def cached_by(model, rules, **changes):
-    """The same weights with other rules, which cache, and other flags of Config"""
-    config = dataclasses.replace(model.config, layers=','.join(rules), **changes)
-    with Undrawn():
-        other = GPT(config)
-    fill(other, model.state_dict(), 'other weights', assign=True)
-    return other.to(model.embed.weight.device).eval()       # buffers, too
-
-
 # ---- states as flat dicts of tensors -----------------------------------------------------------------------
 def map_state(f, state, shared=()):
     """The state with f(tensor) in place of each tensor, except in the parts that are named in `shared`."""
@@ -1503,6 +1494,15 @@ def fill(model, tensors, why, **how):
         return model.load_state_dict(tensors, **how)
     except RuntimeError as e:
         raise ValueError(f'{why} ({" ".join(str(e).split())[:200]})') from None
+
+
+def cached_by(model, rules, **changes):
+    """The same weights with other rules, which cache, and other flags of Config"""
+    config = dataclasses.replace(model.config, layers=','.join(rules), **changes)
+    with Undrawn():
+        other = GPT(config)
+    fill(other, model.state_dict(), 'other weights', assign=True)
+    return other.to(model.embed.weight.device).eval()       # buffers, too
 
 
 def swapped(config, source, rule='', **changes):

@@ -971,15 +971,15 @@ def test_the_check_of_a_kernel_knows_what_is_rounded_and_what_cancels():
 
 @gpu
 def test_what_no_triton_kernel_takes_is_said_once(monkeypatch, capsys):
-    """More features than fit, in fp32. A moment without memory is no such reason: the next call asks again.
-    """
+    """More features than fit. A moment without memory is no such reason: the next call asks again."""
     given, normalise = inputs(dtype=torch.float32)
     given = {name: x.to(DEVICE) for name, x in given.items()}
-    features = kernels.MAX_K // 2 + 1
-    wide = {**given, **dict.fromkeys('qk', torch.randn(1, 1, 3, features, device=DEVICE))}
-    for again in range(2):
-        assert not kernels.trusted(kernels.on_gpu, wide, normalise)
-    assert capsys.readouterr().err.count(f'{features} features') == 1
+    for features, dtype in (kernels.MAX_K // 2 + 1, torch.float32), (kernels.MAX_K + 1, torch.bfloat16):
+        wide = {**given, **dict.fromkeys('qk', torch.randn(1, 1, 3, features, device=DEVICE))}
+        wide['v'] = given['v'].to(dtype)
+        for again in range(2):
+            assert not kernels.trusted(kernels.on_gpu, wide, False)
+        assert capsys.readouterr().err.count(f'{features} features') == 1
     with monkeypatch.context() as m:
         m.setattr(kernels, 'tiles', Mock(side_effect=torch.OutOfMemoryError('CUDA out of memory')))
         assert not kernels.trusted(kernels.on_gpu, given, normalise)
@@ -1542,6 +1542,8 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         'cache --init=GATED_DELTA': 'softmax layers',
         'transfer --init=ROPE --steps=2 --data=TEXT': 'give another text',
         'far --lengths=70 --init=ROPE --beside=TALKER': 'are not those of',
+        'real --init=ROPE --lengths=9 --beside=TALKER': 'are not those of',
+        'real --init=ROPE': '--beside= is missing',
         'far --lengths=70 --init=LEARNED': '16 positions'},
     prepare: {
         'mnist-9': "no data set or file 'mnist-9'", 'mnist-patch5': 'patches of 5 x 5',
