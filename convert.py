@@ -78,6 +78,7 @@ PLACES = 'self', 'cross', 'encoder'     # the attention layers of a translator; 
 LONG = 1024                                             # most tokens per row without --row: T x T tensors
 BEGIN = 4096                                            # tokens at which new parameters begin, see `begin_as`
 SWAP_LR = 0.25                                          # divided by the width: 4e-3 at width 64, 1e-3 at 256
+LORA_FASTER = 10                                        # its small matrices bear more, and begin at zero
 SCRATCH_LR = 4e-3                                       # learning rate of the student from scratch
 TEACHER_LRS = 1e-3, 1e-4                                # learning rates of the teacher that trains on
 RIDGE = 1e-2                                            # share of the mean square, see `balance`
@@ -101,7 +102,7 @@ class Args:
     distil_lr: float = flag(1e-2, 'peak learning rate of stage 1', low=0, high=100)
     steps: int = flag(1000, 'steps of stage 2, fine-tuning', low=0, high=10 ** 9)
     lr: float = flag(None, 'peak learning rate of stage 2; default: 0.25 / width; of a large model, or with '
-                           '--overflow, 0.03 / width', low=0, high=100)
+                           '--overflow, 0.03 / width; with --lora ten times that', low=0, high=100)
     faster: float = flag(1.0, 'stage 2: a factor on the learning rate of new parameters', low=0, high=1000)
     loss: str = flag('kl', 'stage 2: predict the next token, or match the teacher (KL)', ['next', 'kl'])
     lora: int = flag(0, 'rank of LoRA on W_q, W_k, W_v, W_o in stage 2; 0: all weights', low=0, high=2 ** 17)
@@ -811,8 +812,12 @@ def by_recipe(given, changes, teacher):
     changes = {**kind, **changes}
     near = large or changes.get('overflow')                 # what begins near its teacher may not leave it
     lr = (PRETRAINED_LR if near else SWAP_LR) / teacher.config.n_embd
+    flags = {'lr': lr, 'faster': Args.faster, **way, **own}
+    if near and given.get('lora'):
+        flags['lr'] *= LORA_FASTER
+        flags['faster'] /= LORA_FASTER                      # new parameters learn as fast as without LoRA
     row = given.get('row') or min(teacher.config.block_size, PRETRAINED_ROW if large else LONG)
-    return {'lr': lr, **way, **own, **given, 'row': row}, changes
+    return {**flags, **given, 'row': row}, changes
 
 
 def not_exporting(given, changes):

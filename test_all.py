@@ -3596,6 +3596,8 @@ def test_flags_beside_a_recipe_win_and_another_rule_keeps_its_way_of_training(gi
     expected = dict(distil='mse', faster=20, lr=1e-4, steps=7, batch_size=1, eval_rows=16, row=16)
     assert {name: given[name] for name in expected} == expected
     assert found == dict(rule='gla-beta', gate_rank=16, cache=3)
+    given, _ = convert.by_recipe(dict(recipe='hybrid', lora=8), {}, teacher)        # new ones: as without LoRA
+    assert (given['lr'], given['faster']) == (pytest.approx(.3 / 16), 2)
 
 WINDOW = dict(rule='window', cache=3, overflow='gla:hedgehog')
 
