@@ -337,13 +337,19 @@ def softmax_of_all(q, k, v, real=None):
 # was full, the token of least worth is then evicted; in a tie, the oldest. A policy computes the worth
 # (B, G, tokens) from a, the attention weights of this step; total, the sum of a token's weights since it
 # entered the cache; pos, the tokens' positions; t, the position of this step. Heads that share keys decide
-# together: a is the sum of their weights. `tova` averages over all heads. `random` is a fixed hash, the same
-# on every machine. In the code, `cached` is the cache, a dict of tensors with one entry per cached token.
+# together: a is the sum of their weights. `tova` and `h2o-layer` average over all heads. `random` is a fixed
+# hash, the same on every machine. In the code, `cached` is the cache, a dict of tensors with one entry per cached token.
+def of_layer(a):
+    return a.mean(1, keepdim=True).expand_as(a)
+
 POLICIES = {
     'window': lambda a, total, pos, t, cache, sinks: pos.float(),
     'sink': lambda a, total, pos, t, cache, sinks: pos.float().masked_fill(pos < sinks, math.inf),
     'h2o': lambda a, total, pos, t, cache, sinks: total.masked_fill(pos > t - cache // 2, math.inf),
-    'tova': lambda a, total, pos, t, cache, sinks: a.mean(1, keepdim=True).expand_as(a),
+    'h2o-layer': lambda a, total, pos, t, cache, sinks: (
+        of_layer(total).masked_fill(pos > t - cache // 2, math.inf)),
+    'tova': lambda a, total, pos, t, cache, sinks: of_layer(a),
+    'tova-sink': lambda a, total, pos, t, cache, sinks: of_layer(a).masked_fill(pos < sinks, math.inf),
     'tova-head': lambda a, total, pos, t, cache, sinks: a,
     'random': lambda a, total, pos, t, cache, sinks: ((pos * 40503 + t * 30011) % 65537).float(),
 }
@@ -799,6 +805,8 @@ RULES = {
     'h2o': Rule('the most attended tokens so far and the last ones, half each, Zhang 2023', keeps='h2o'),
     'tova': Rule('keeps the tokens that the last one attends to most, Oren 2024', keeps='tova'),
     'tova-head': Rule('the same, each head for itself', keeps='tova-head'),
+    'tova-sink': Rule('tova and the first tokens', keeps='tova-sink'),
+    'h2o-layer': Rule('h2o, all heads of a layer together', keeps='h2o-layer'),
     'random': Rule('evicts by a fixed hash of position and time: the control', keeps='random'),
 }
 

@@ -35,6 +35,7 @@ MATRIX = [name for name, rule in RULES.items() if rule.matrix]
 ERASING = [name for name, rule in RULES.items() if rule.erase]
 GATED = [name for name, rule in RULES.items() if rule.f not in (None, 'fixed') or rule.write or rule.bounded]
 BOUNDED = [name for name, rule in RULES.items() if rule.bounded]
+SINKS = [name for name in BOUNDED if 'sink' in name]                    # these keep the first tokens
 SOURCE_RULES = [name for name in RULES if name not in BOUNDED]          # these see a whole text
 
 
@@ -55,7 +56,7 @@ class Config:
                      low=0, high=64)
     cache: int = flag(256, 'rules with a limited cache: number of cached tokens', low=0, high=2 ** 20,
                       of=BOUNDED)
-    sinks: int = flag(4, 'sink: first tokens, which are never evicted', low=0, high=2 ** 24, of=['sink'])
+    sinks: int = flag(4, 'first tokens, which are never evicted', low=0, high=2 ** 24, of=SINKS)
     overflow: str = flag('', 'rule and map for evicted tokens: sum:slots, delta:taylor; train with window or '
                              'sink, run with any policy', of=BOUNDED)
     positions: str = flag('true', 'of cached tokens; compress: gaps g > 10 are ceil(10 + ln ln(g - 10 + e))',
@@ -137,7 +138,7 @@ class Config:
             f'--writes={self.writes} with --pos=rope: a place has several keys; take another --pos')
         yield kept and not self.cache and not over, '--cache=0: give at least 1, or --overflow takes them all'
         yield self.gate_rank > self.n_embd, f'--gate_rank={self.gate_rank}: at most --n_embd={self.n_embd}'
-        yield 'sink' in kept and self.sinks >= max(1, self.cache), (
+        yield kept & {*SINKS} and self.sinks >= max(1, self.cache), (
             f'--sinks={self.sinks}: fewer than --cache={self.cache}, or no new token is kept')
         yield over and not kept, (
             f'--overflow={self.overflow} takes the tokens that a limited cache evicts, as --rule=sink; leave '

@@ -363,7 +363,9 @@ def by_the_book(policy, q, k, v, cache, sinks):
             for i in kept[h]:
                 worth[i] = {'window': i, 'sink': math.inf if i < sinks else i,
                             'h2o': math.inf if i > t - cache // 2 else total[h, i],
+                            'h2o-layer': math.inf if i > t - cache // 2 else total[:, i].mean(),
                             'tova': a[:, i].mean(), 'tova-head': a[h, i],
+                            'tova-sink': math.inf if i < sinks else a[:, i].mean(),
                             'random': (i * 40503 + t * 30011) % 65537}[policy]
             if len(kept[h]) > cache:
                 kept[h].remove(min(kept[h], key=worth.get))         # of several the first: the oldest
@@ -673,7 +675,7 @@ def test_fast_caches_equal_the_definition_in_all_they_return(policy):
     """With a prompt, then steps; with tokens evicted before a step reads, and keys that are turned."""
     q, k, v = torch.randn(2, 6, 17, 4, dtype=f64), *torch.randn(2, 2, 3, 17, 4, dtype=f64)
     q[:, :, 6:9] = 0                            # ties
-    totals = ['total'] if policy == 'h2o' else []               # which nobody else asks for
+    totals = ['total'] if 'h2o' in policy else []               # which nobody else asks for
     for cache, spill, turn in (5, False, None), (5, True, None), (4, False, rope), (20, False, None):
         cached = fast = None
         for start, end in (0, 1), (1, 9), (9, 10), (10, 17):
@@ -4436,12 +4438,24 @@ def test_bench_a_carried_window_reads_on(text, tmp_path, in_process):
 
 def test_bench_cache_counts_every_token_and_with_room_for_all_is_softmax(a_model, text, tmp_path):
     ckpt = a_model('--rule=softmax')
-    rows = ran(tmp_path, 'cache', f'--init={ckpt}', '--lengths=16')
+    lines = bench.SUITES['cache'].lines
+    rows = ran(tmp_path, 'cache', f'--init={ckpt}', '--lengths=5,16', f'--only={",".join(lines)}')
     val = torch.from_numpy(prepare.load(text)[1].astype('int64'))
     pieces = torch.stack([val[i:i + 16] for i in torch.linspace(0, len(val) - 17, 16).long().tolist()])
-    wanted = costs(load(ckpt)[0], pieces).mean().exp()
-    assert {row['form'] for row in rows} == {'softmax', *POLICIES}
-    near(torch.tensor([float(row['perplexity']) for row in rows]), wanted.expand(len(rows)), 1e-5)
+    model = load(ckpt)[0]
+    base = costs(model, pieces)
+    cut = torch.cat([costs(model, pieces[:, i:i + 6]) for i in (0, 5, 10)], 1)
+    found = {(row['form'], row['cached']): row for row in rows}
+    assert len(found) == 1 + 2 * len(lines) and {*POLICIES} < {*lines}
+    for (form, cached), row in found.items():
+        if cached == '16':
+            near(torch.tensor(float(row['perplexity'])), base.mean().exp(), 1e-5)
+    gain = (cut - base).mean(1)
+    half = 1.96 * gain.std() / len(gain) ** .5
+    wanted = torch.stack([gain.mean(), gain.mean() - half, gain.mean() + half]).exp()
+    row = found['cut', '5']
+    near(torch.tensor([float(row[name]) for name in ('of full', 'low', 'high')]), wanted, 1e-5)
+    assert found['cut', '5']['paper, of its full'] == ''
 
 class FromTheEnd(torch.nn.Module):
     """Answers a row of facts where the fact is among the last `near` tokens, else it says token 0."""
