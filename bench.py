@@ -186,8 +186,8 @@ def column(rows, name):
 
 
 FOR_THE_PICTURE = 'curve', 'query'          # parts of a table that are too long to print
-LOGARITHMIC = ('T', 'us a token', 'state bytes', 'ms', 'MB', 'rows', 'cached', 'of full', 'tokens/s', 'position',
-               'share', 'step', 'tokens a row', 'KL to teacher', 'weight')        # columns with a log axis
+LOGARITHMIC = ('T', 'us a token', 'state bytes', 'ms', 'MB', 'rows', 'cached', 'of full', 'tokens/s',
+               'position', 'share', 'step', 'tokens a row', 'KL to teacher', 'weight')        # columns with a log axis
 
 
 def report_suite(args, suite, rows):
@@ -707,8 +707,8 @@ def row_of(args, config):
 
 
 def model_and_rows(args, quick, full):
-    """A softmax model, and evenly spaced rows of its validation text. quick, full: how many, but at most 16 of
-    a large model -> path, model, x (count, T), metadata of the text"""
+    """A softmax model, and evenly spaced rows of its validation text. quick, full: how many, but at most 16
+    of a large model -> path, model, x (count, T), metadata of the text"""
     path, model, meta = softmax_model(args)
     large = sum(p.numel() for p in model.parameters()) >= recipe.SMALL
     count = min(chosen(args, quick, full), 16 if large else full)

@@ -338,7 +338,8 @@ def softmax_of_all(q, k, v, real=None):
 # (B, G, tokens) from a, the attention weights of this step; total, the sum of a token's weights since it
 # entered the cache; pos, the tokens' positions; t, the position of this step. Heads that share keys decide
 # together: a is the sum of their weights. `tova` and `h2o-layer` average over all heads. `random` is a fixed
-# hash, the same on every machine. In the code, `cached` is the cache, a dict of tensors with one entry per cached token.
+# hash, the same on every machine. In the code, `cached` is the cache, a dict of tensors with one entry per
+# cached token.
 def of_layer(a):
     return a.mean(1, keepdim=True).expand_as(a)
 
