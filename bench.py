@@ -1416,7 +1416,7 @@ CLASSIFIERS = {
     'flags': 'init data seeds steps only', 'quick': {'steps': 100, 'only': 'hedgehog,t2r-hh,t2r'},
     'lines': {
         'softmax': '--rule=softmax', 'trained on': '',
-        'hedgehog': '--recipe=hedgehog --phi=hedgehog', 't2r-hh': '--recipe=t2r --distil=ce',
+        'hedgehog': '--recipe=hedgehog', 't2r-hh': '--recipe=t2r --distil=ce',
         't2r': '--recipe=t2r',
         **{phi: f'--recipe=t2r --phi={phi}' for phi in (
             'taylor', 'exp:2', 'exp:1', 'favor', 'relu', 'elu')},

@@ -332,6 +332,9 @@ def softmax_of_all(q, k, v, real=None):
         mask = real[:, None, None]
     return attention(q, k, v, mask), dict(k=k, v=v)
 
+def of_layer(a):
+    return a.mean(1, keepdim=True).expand_as(a)
+
 # A transformer is an RNN whose state, the cache of key/value pairs, grows. Limit the cache to `cache` tokens
 # and the state has a fixed size (Oren 2024 sec. 3). A step sees the cached tokens and its own. If the cache
 # was full, the token of least worth is then evicted; in a tie, the oldest. A policy computes the worth
@@ -340,9 +343,6 @@ def softmax_of_all(q, k, v, real=None):
 # together: a is the sum of their weights. `tova` and `h2o-layer` average over all heads. `random` is a fixed
 # hash, the same on every machine. In the code, `cached` is the cache, a dict of tensors with one entry per
 # cached token.
-def of_layer(a):
-    return a.mean(1, keepdim=True).expand_as(a)
-
 POLICIES = {
     'window': lambda a, total, pos, t, cache, sinks: pos.float(),
     'sink': lambda a, total, pos, t, cache, sinks: pos.float().masked_fill(pos < sinks, math.inf),

@@ -163,6 +163,11 @@ def bert(clone):
     hub_model(clone, 'bert', 'made/hub/google-bert/bert-base-uncased/resolve/main')
 
 
+def smollm2(clone):
+    """A Llama by its name on the hub."""
+    hub_model(clone, 'llama', 'made/hub/HuggingFaceTB/SmolLM2-135M-Instruct/resolve/main')
+
+
 def llama(clone):
     """A Llama in a reader's own folder."""
     hub_model(clone, 'llama', 'FOLDER')
@@ -178,7 +183,7 @@ def plain(clone):
 MADE = {    # part of a command: the function that makes it, before the first such command
     '=shakespeare': shakespeare, '=wikitext2': wikitext2, '=cola': cola, '=multi30k': multi30k,
     'translate': multi30k, '=mnist': mnist, '=my.txt': texts, '=novels.txt': texts, '=FOLDER': llama,
-    '=gpt2': gpt2, '=bert-base-uncased': bert, '=out/plain/ckpt': plain}
+    '=gpt2': gpt2, '=bert-base-uncased': bert, '=HuggingFaceTB/': smollm2, '=out/plain/ckpt': plain}
 
 
 # ---- the run -----------------------------------------------------------------------------------------------
@@ -256,7 +261,7 @@ def main(folder):
         print(f'{number:2}  {command}')
         if makers:
             print(f'    made up: {", ".join(maker.__name__ for maker in makers)}')
-        if set(makers) & {gpt2, bert}:
+        if set(makers) & {gpt2, bert, smollm2}:
             env['HF_ENDPOINT'] = site
             print('    against the local server')
         print(f'    cut: {typed}' if typed != command else '    as it stands', flush=True)
