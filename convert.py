@@ -62,7 +62,7 @@ from train import (PRETRAINED_LR, PRETRAINED_ROW, QUIET, SMALL, Rows, adamw, beg
 
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
-# kind of feature map (README, Limits). pure first imitates the teacher's hidden states, hybrid its attention.
+# kind of feature map. pure first imitates the teacher's hidden states, hybrid its attention.
 RECIPES = {
     'pure': '--rule=gla-beta --distil=hidden --learn=mixer --distil_lr=1e-2 --faster=5',
     'hybrid': '--rule=sink --cache=64 --overflow=sum:slots --distil=mse --faster=5',
