@@ -677,11 +677,11 @@ def curve(form, results):
 
 # ---- a trained softmax model, for the suites that need one -------------------------------------------------
 def softmax_model(args, tasks=False):
-    """The model of --init -> path, model, metadata. tasks: also accept a model of a task"""
+    """The model of --init -> path, model, metadata. tasks: also accept an encoder, and a model of a task"""
     path = args.init or 'out/ckpt.safetensors'
     model, meta = load(path, args.device)
-    causal = model.config.causal and can_become_an_rnn(model.config.rules)
-    if not causal or ('row' in meta['data'] and not tasks):
+    of_texts = model.config.causal and 'row' not in meta['data']
+    if not can_become_an_rnn(model.config.rules) or not (of_texts or tasks):
         raise ValueError(f'--init={path}: no softmax layers in a model of texts; python train.py '
                          '--rule=softmax --n_head=4 --out=out/softmax makes one')
     return path, model, meta
@@ -689,12 +689,17 @@ def softmax_model(args, tasks=False):
 
 def a_text(args, path, meta, T, count, name):
     """Load a text in a model's tokens; '' is the model's training text -> x, y (count, T) of its validation
-    side, its metadata, its name"""
+    side, its metadata, its name. Labelled sentences are read one after the other."""
     _, val, data, name = prepare.for_model(path, meta, name, T)
-    if 'row' in data:
+    if 'classes' in data and 'pad' in data:
+        val = val.reshape(-1, 2, data['row'])[:, 0]
+        val = val[val != data['pad']]
+    elif 'row' in data:
         raise ValueError(f'--data={name}: a task; this suite wants a text')
+    if len(val) <= T:
+        raise ValueError(f'--data={name}: too short for rows of {T}')
     begin = torch.linspace(0, len(val) - T - 1, count).long().tolist()
-    x, y = recipe.rows(val, begin, T, data, args.device)
+    x, y = recipe.rows(val, begin, T, {}, args.device)
     return x, y, data, name
 
 
@@ -777,7 +782,7 @@ FIDELITY = 'order kept', 'entropy', 'KL to teacher'                         # in
 def monotone(args, suite):
     """Replace softmax in a trained model by other maps. Do weights grow with q.k, and how spiky are they? The
     learned maps are measured before and after distilling."""
-    path, model, _ = softmax_model(args)
+    path, model, _ = softmax_model(args, tasks=True)
     row = min(row_of(args, model.config), 256)
     flags = f'--recipe=hedgehog --row={row} --eval_rows=4 --data={shlex.quote(args.data)}'
     weights = {}
@@ -829,9 +834,11 @@ def divergence(teacher, student, x):
 
 def transfer(args, suite):
     """Does a map that imitates softmax on short rows of one text do so on another, and on longer rows?"""
-    path, teacher, meta = softmax_model(args)
-    T = max(16, row_of(args, teacher.config) // 8)
-    times = chosen(args, (1, 4, 16), (1, 2, 4, 8, 16))
+    path, teacher, meta = softmax_model(args, tasks=True)
+    T = meta['data'].get('row') or max(16, row_of(args, teacher.config) // 8)
+    row = teacher.config.block_size if 'row' in meta['data'] else T     # labelled sentences are not cut
+    most = teacher.max_len or math.inf
+    times = [n for n in chosen(args, (1, 4, 16), (1, 2, 4, 8, 16)) if n * T <= most]
     names = {}
     known = []
     for text, name in ('own', ''), ('other', args.data or 'stdlib'):
@@ -840,10 +847,14 @@ def transfer(args, suite):
     if known[0] == known[1]:
         raise ValueError(f'--data={names["other"]}: what {path} was trained on; give another text')
     args.remarks.update({**names, 'tokens of a row that maps learned on': T})
-    learned_on = {**names, 'random': random_tokens(args, meta['data'])}
+    learned_on = dict(names)
+    if 'row' not in meta['data']:                                       # random sentences have no label
+        learned_on['random'] = random_tokens(args, meta['data'])
     models = {}
     for form, (flags, text) in only(args, suite.lines).items():
-        flags = (f'--recipe=hedgehog {flags} --row={T} --batch_size=32 --eval_rows=4 '
+        if text not in learned_on:
+            continue
+        flags = (f'--recipe=hedgehog {flags} --row={row} --batch_size=32 --eval_rows=4 '
                  f'--data={shlex.quote(learned_on[text])}')
         result = converted(args, suite, form, path, flags, args.steps, 0, args.seed)
         models[form] = model_in(result['path'], args.device)

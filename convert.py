@@ -35,6 +35,7 @@ with a matrix beside its cache is also run with other policies.
 import copy
 import dataclasses
 import glob
+import itertools
 import json
 import math
 import os
@@ -77,6 +78,7 @@ LARGE = '--batch_size=1 --distil_steps=8 --steps=480 --eval_rows=16'        # de
 PLACES = 'self', 'cross', 'encoder'     # the attention layers of a translator; self: its decoder's
 LONG = 1024                                             # most tokens per row without --row: T x T tensors
 BEGIN = 4096                                            # tokens at which new parameters begin, see `begin_as`
+LOOK = 1024                                             # tokens whose attention weights are compared
 SWAP_LR = 0.25                                          # divided by the width: 4e-3 at width 64, 1e-3 at 256
 LORA_FASTER = 10                                        # its small matrices bear more, and begin at zero
 SCRATCH_LR = 4e-3                                       # learning rate of the student from scratch
@@ -736,26 +738,32 @@ def entropy(w):
 
 
 @torch.no_grad()
-def look(name, teacher, student, x):
-    """Compare the attention of the swapped layers with the teacher's, on the teacher's inputs; x (1, T).
-    ->  a line per layer that has attention weights: divergence, entropies, share of order kept;
+def look(name, teacher, student, texts):
+    """Compare the attention of the swapped layers with the teacher's, on the teacher's inputs; texts: tensors
+    (1, T).
+    ->  a line per layer that has attention weights, means over the texts: divergence, entropies, share of
+        order kept;
         one query: the last one of the last such layer's first head, with keys sorted by q.k / sqrt(d): these
         scores, their softmax, and the student's weights under `name`. {} if there is no such layer"""
-    lines = []
+    found = {}                                              # per layer, a row for each text
     query = {}
-    for seen in teacher.through(x):
+    for seen in itertools.chain.from_iterable(map(teacher.through, texts)):
         twin = student.get_submodule(seen.name)
         if twin.memory.rule.keeps or not twin.has_weights or seen.crosses or seen.q.shape[2] < 2:
             continue
         a = seen.weights(seen.mixer)
         w = seen.weights(twin)
         scores = seen.scores
-        lines.append({'model': name, 'layer': seen.layer, 'KL to teacher': kl(a, w).item(),
-                      'entropy of teacher': entropy(a), 'entropy': entropy(w),
-                      'order kept': order_kept(scores, w)})
+        found.setdefault(seen.layer, []).append({
+            'KL to teacher': kl(a, w).item(), 'entropy of teacher': entropy(a), 'entropy': entropy(w),
+            'order kept': order_kept(scores, w)})
         ordered, order = scores[0, 0, -1].sort()
         query = {'scores': ordered.tolist(), 'softmax': a[0, 0, -1, order].tolist(),
                  name: w[0, 0, -1, order].tolist()}
+    lines = []
+    for layer, seen in found.items():
+        means = {key: sum(row[key] for row in seen) / len(seen) for key in seen[0]}
+        lines.append({'model': name, 'layer': layer, **means})
     return lines, query
 
 
@@ -947,15 +955,16 @@ def rows_of(args, meta, device):
 def trained(run, teacher, student, new, kind, distilled):
     """Stages 1 and 2, a line of the table after each -> tables of attention weights, of one query (`look`)"""
     args = run.args
-    row, _ = rows(run.data.val, run.begin[:1], run.data.T, run.data.meta, run.data.device)
+    some = run.begin[:max(1, LOOK // run.data.T)]
+    texts = [rows(run.data.val, [begin], run.data.T, run.data.meta, run.data.device)[0] for begin in some]
     run.note('swapped', student)
-    layers, query = look('swapped', teacher, student, row)
+    layers, query = look('swapped', teacher, student, texts)
     done = []                                               # names of finished stages
     if distilled:
         distil(run, teacher, student, learners(student, new, args.learn), kind, distilled, args.distil_lr)
         done.append(f'distil ({kind})')
         run.note(f'distilled ({kind})', student, *done, steps=distilled)
-        again, seen = look('distilled', teacher, student, row)
+        again, seen = look('distilled', teacher, student, texts)
         layers += again
         query |= seen
     if args.steps:

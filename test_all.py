@@ -4305,7 +4305,7 @@ def test_bench_knows_words_from_pieces_of_words(kind, mark, monkeypatch):
 
 def test_bench_transfers_maps_to_another_text(a_model, text, tmp_path, in_process):
     """A map alone learns, by Hedgehog's recipe, on the text that its form names; divergences are those of
-    convert.json on the same row."""
+    convert.json on the same rows."""
     path = a_model('--rule=softmax', '--pos=rope', steps=40)
     lines = [f'{i ** 3} of the lazy dogs jump over the fox\n' for i in range(200)]
     other = put(tmp_path, 'other.txt', ''.join(lines))
@@ -4320,13 +4320,33 @@ def test_bench_transfers_maps_to_another_text(a_model, text, tmp_path, in_proces
         args = found['args']
         assert [args[name] for name in ('learn', 'loss', 'faster')] == ['new', 'next', 1]
         used.add(args['data'])
-        tokens = torch.from_numpy(prepare.load(args['data'])[1][:16].astype(int))[None]
+        val = torch.from_numpy(prepare.load(args['data'])[1].astype(int))
+        begin = train.blocks(len(val) - (len(val) - 1) % 16, 16, {}, 4)
+        tokens = torch.stack([val[i:i + 16] for i in begin])
         stage = found['layers'][-1]['model']
         wanted = [layer['KL to teacher'] for layer in found['layers'] if layer['model'] == stage]
         models = load(path)[0].eval(), load(Path(args['out']) / 'ckpt.safetensors')[0].eval()
         assert bench.divergence(*models, tokens) == pytest.approx(sum(wanted) / len(wanted), rel=1e-5)
         assert min(wanted) > 0
     assert used == {text, other, str(tmp_path / 'out' / 'random-0')}
+
+def test_bench_looks_at_the_maps_of_an_encoder(a_model, tmp_path, in_process):
+    """Labelled sentences are read one after the other, without padding; random ones have no label."""
+    def sentences(name, power):
+        lines = [f'{i % 3}\t{i ** power} and {i}\n' for i in range(300)]
+        return put(tmp_path, name, ''.join(lines))
+    path = a_model('--rule=softmax', '--causal=false', data=sentences('own.tsv', 2))
+    rows = ran(tmp_path, 'monotone', f'--init={path}', '--steps=2', '--only=hedgehog,elu')
+    forms = {row['form'] for row in rows if row['entropy']}
+    assert forms == {'softmax', 'elu', 'hedgehog', 'hedgehog, distilled'}
+    other = sentences('others.tsv', 3)
+    only = '--only=hedgehog,hedgehog random,elu'
+    rows = ran(tmp_path, 'transfer', f'--init={path}', '--steps=2', f'--data={other}', only)
+    assert {row['form'] for row in rows} == {'hedgehog', 'elu'}
+    x, _, data, _ = bench.a_text(bench.Args(device='cpu'), path, load(path)[1], 32, 2, other)
+    val = prepare.load(other, like=load(path)[1]['data'])[1].reshape(-1, 2, data['row'])[:, 0]
+    read = ''.join(prepare.decode(row[row != data['pad']].tolist(), data) for row in val)
+    assert prepare.decode(x[0].tolist(), data) == read[:32] and ' and ' in read[:32]
 
 def test_bench_bleu_is_that_of_what_sample_says_of_the_test_side(small_pairs, tmp_path, in_process, capsys):
     """By greedy and by beam search, of a model that was trained and of one that was converted."""
