@@ -186,8 +186,9 @@ def column(rows, name):
 
 
 FOR_THE_PICTURE = 'curve', 'query'          # parts of a table that are too long to print
-LOGARITHMIC = ('T', 'us a token', 'state bytes', 'ms', 'MB', 'rows', 'cached', 'of full', 'tokens/s',
-               'position', 'share', 'step', 'tokens a row', 'KL to teacher', 'weight')        # columns with a log axis
+LOGARITHMIC = (                             # columns with a log axis
+    'T', 'us a token', 'state bytes', 'ms', 'MB', 'rows', 'cached', 'of full', 'tokens/s', 'position', 'share',
+    'step', 'tokens a row', 'KL to teacher', 'weight')
 
 
 def report_suite(args, suite, rows):
