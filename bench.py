@@ -187,8 +187,8 @@ def column(rows, name):
 
 FOR_THE_PICTURE = 'curve', 'query'          # parts of a table that are too long to print
 LOGARITHMIC = (                             # columns with a log axis
-    'T', 'us a token', 'state bytes', 'ms', 'MB', 'rows', 'cached', 'of full', 'tokens/s', 'position', 'share',
-    'step', 'tokens a row', 'KL to teacher', 'weight')
+    'T', 'us a token', 'state bytes', 'ms', 'MB', 'rows', 'cached', 'of full', 'tokens/s', 'position',
+    'share', 'step', 'tokens a row', 'KL to teacher', 'weight')
 
 
 def report_suite(args, suite, rows):
