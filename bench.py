@@ -716,8 +716,7 @@ def model_and_rows(args, quick, full):
     """A softmax model, and evenly spaced rows of its validation text. quick, full: how many, but at most 16
     of a large model -> path, model, x (count, T), metadata of the text"""
     path, model, meta = softmax_model(args)
-    large = sum(p.numel() for p in model.parameters()) >= recipe.SMALL
-    count = min(chosen(args, quick, full), 16 if large else full)
+    count = min(chosen(args, quick, full), 16 if recipe.is_large(model) else full)
     x, _, data, _ = a_text(args, path, meta, row_of(args, model.config), count, args.data)
     return path, model, x, data
 

@@ -57,7 +57,7 @@ from fastweight import RULES
 from model import (GPT, SOURCE_RULES, bias_of, can_become_an_rnn, cannot_train, fill, idle, kl, load,
                    pick_device, save, state_of, subset)
 from train import (PRETRAINED_LR, PRETRAINED_ROW, QUIET, SMALL, Rows, adamw, begin_log, begin_step,
-                   bits_a_nat, blocks, caches, commit, lies_in, log_of, logits_at_once, nats_along,
+                   bits_a_nat, blocks, caches, commit, is_large, lies_in, log_of, logits_at_once, nats_along,
                    other_policies, pack_optimiser, predict, recovered, rows, say, set_threads, table,
                    tell_saved, tell_step, unpack_optimiser)
 
@@ -83,6 +83,7 @@ SWAP_LR = 0.25                                          # divided by the width: 
 LORA_FASTER = 10                                        # its small matrices bear more, and begin at zero
 SCRATCH_LR = 4e-3                                       # learning rate of the student from scratch
 TEACHER_LRS = 1e-3, 1e-4                                # learning rates of the teacher that trains on
+LARGE_TEACHER_LRS = 1e-4, 3e-5                          # of a large one, which 1e-3 would destroy
 RIDGE = 1e-2                                            # share of the mean square, see `balance`
 
 
@@ -701,12 +702,13 @@ def controls(run, teacher, config, distilled):
     compared with the better one, since an undertrained teacher is easy to match. Then we train a student from
     scratch. distilled: the steps of stage 1  ->  the better teacher's line of the table"""
     steps = distilled + run.args.steps
-    for lr in TEACHER_LRS:
+    rates = LARGE_TEACHER_LRS if is_large(teacher) else TEACHER_LRS
+    for lr in rates:
         twin = copy.deepcopy(teacher)
         stage = f'control: teacher, {lr:g}'
         finetune(run, stage, twin, steps, lr, lora=run.args.lora)
         run.note(stage, twin, stage, steps=steps)
-    tuned = max(run.table[-len(TEACHER_LRS):], key=lambda row: row['recovered'] or 0)
+    tuned = max(run.table[-len(rates):], key=lambda row: row['recovered'] or 0)
     torch.manual_seed(run.args.seed)
     anew = GPT(config).to(run.data.device)
     stage = 'control: from scratch'
@@ -806,7 +808,7 @@ def settings(argv):
 
 def by_recipe(given, changes, teacher):
     """Merge the given flags with those of the recipe for such a teacher -> flags of Args, of the student"""
-    large = sum(p.numel() for p in teacher.parameters()) >= SMALL
+    large = is_large(teacher)
     way = {}
     recipes = RECIPES
     if large:

@@ -3593,11 +3593,12 @@ def test_flags_beside_a_recipe_win_and_another_rule_keeps_its_way_of_training(gi
     lr = (.03 if found.get('overflow') else .25) / 16
     expected = dict(distil='hidden', learn='mixer', faster=5, lr=lr, steps=1000, batch_size=4, row=16) | way
     assert found == changes and {name: getattr(args, name) for name in expected} == expected
-    monkeypatch.setattr(convert, 'SMALL', 0)
+    monkeypatch.setattr(train, 'SMALL', 0)
     given, found = convert.by_recipe(dict(steps=7), dict(cache=3), teacher)
     expected = dict(distil='mse', faster=20, lr=1e-4, steps=7, batch_size=1, eval_rows=16, row=16)
     assert {name: given[name] for name in expected} == expected
     assert found == dict(rule='gla-beta', gate_rank=16, cache=3)
+    assert train.is_large(teacher)
     given, _ = convert.by_recipe(dict(recipe='hybrid', lora=8), {}, teacher)        # new ones: as without LoRA
     assert (given['lr'], given['faster']) == (pytest.approx(.3 / 16), 2)
 

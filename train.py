@@ -51,7 +51,7 @@ PART = 65536        # evaluations during training read this many tokens of a val
 TASK_ROWS = 500     # and at least this many rows of a task, since a row may have only one target
 QUIET = 4           # seconds between the progress lines of slow work,
 SLOW = 20           # and of slow steps
-SMALL = 2 * 10 ** 7         # parameters of a model for which threads are timed
+SMALL = 2 * 10 ** 7         # a model with fewer parameters is small, see `is_large`
 LR = 4e-3           # of a model that begins from scratch
 PRETRAINED_LR = .03         # divided by the width, of one from the hub: LR would destroy it
 PRETRAINED_ROW = 512        # at most, without --block_size: it may know many more positions
@@ -187,6 +187,11 @@ def fastest(run):
     say(f'threads: {best} ({shown})')
 
 
+def is_large(model):
+    """Whether it has so many parameters that we do not time the threads, and take other recipes."""
+    return sum(p.numel() for p in model.parameters()) >= SMALL
+
+
 def set_threads(args, meta, model, data):
     """Set the number of threads: the given one, that of the resumed run (meta), or the fastest. torchrun sets
     the number itself, and on a GPU it does not matter."""
@@ -194,7 +199,7 @@ def set_threads(args, meta, model, data):
     if args.threads or kept:
         torch.set_num_threads(args.threads or kept)
     elif data.world == 1 and data.device.type == 'cpu':
-        if sum(p.numel() for p in model.parameters()) < SMALL:
+        if not is_large(model):
             fastest(functools.partial(data.rehearse, model))
         else:
             torch.set_num_threads(DEFAULT_THREADS)          # a batch takes seconds, on all cores the fewest
