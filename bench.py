@@ -692,13 +692,13 @@ def a_text(args, path, meta, T, count, name):
     """Load a text in a model's tokens; '' is the model's training text -> x, y (count, T) of its validation
     side, its metadata, its name. Labelled sentences are read one after the other."""
     _, val, data, name = prepare.for_model(path, meta, name, T)
-    if 'classes' in data and 'pad' in data:
+    if 'classes' in meta['data'] and 'pad' in data:         # an encoder's
         val = val.reshape(-1, 2, data['row'])[:, 0]
         val = val[val != data['pad']]
+        if len(val) <= T:
+            raise ValueError(f'--data={name}: too short for rows of {T}')
     elif 'row' in data:
         raise ValueError(f'--data={name}: a task; this suite wants a text')
-    if len(val) <= T:
-        raise ValueError(f'--data={name}: too short for rows of {T}')
     begin = torch.linspace(0, len(val) - T - 1, count).long().tolist()
     x, y = recipe.rows(val, begin, T, {}, args.device)
     return x, y, data, name
@@ -835,8 +835,9 @@ def divergence(teacher, student, x):
 def transfer(args, suite):
     """Does a map that imitates softmax on short rows of one text do so on another, and on longer rows?"""
     path, teacher, meta = softmax_model(args, tasks=True)
-    T = meta['data'].get('row') or max(16, row_of(args, teacher.config) // 8)
-    row = teacher.config.block_size if 'row' in meta['data'] else T     # labelled sentences are not cut
+    sentences = 'row' in meta['data']
+    T = meta['data']['row'] if sentences else max(16, row_of(args, teacher.config) // 8)
+    row = teacher.config.block_size if sentences else T                 # sentences are not cut
     most = teacher.max_len or math.inf
     times = [n for n in chosen(args, (1, 4, 16), (1, 2, 4, 8, 16)) if n * T <= most]
     names = {}
@@ -848,7 +849,7 @@ def transfer(args, suite):
         raise ValueError(f'--data={names["other"]}: what {path} was trained on; give another text')
     args.remarks.update({**names, 'tokens of a row that maps learned on': T})
     learned_on = dict(names)
-    if 'row' not in meta['data']:                                       # random sentences have no label
+    if not sentences:                                                   # random ones have no label
         learned_on['random'] = random_tokens(args, meta['data'])
     models = {}
     for form, (flags, text) in only(args, suite.lines).items():
@@ -885,8 +886,9 @@ def cache(args, suite):
         if rule != 'softmax':
             model = with_cache(path, args.device, rule, size, sinks)
         what = f'{form}, {size} cached'
-        cut = zip(*(side.split(size if rule == 'softmax' else T, 1) for side in (x[:, :-1], x[:, 1:])))
-        nats = torch.cat([recipe.nats_along(model, *piece, what, args.dtype) for piece in cut], 1)
+        piece = size if rule == 'softmax' else T
+        pieces = zip(x[:, :-1].split(piece, 1), x[:, 1:].split(piece, 1))
+        nats = torch.cat([recipe.nats_along(model, *some, what, args.dtype) for some in pieces], 1)
         base = nats if base is None else base
         times = recipe.recovered(nats - base, data)         # of the student's nats less the teacher's
         row = {'form': form, 'cached': size, 'perplexity': nats.mean().exp().item(),
