@@ -106,7 +106,8 @@ class Args:
     steps: int = flag(1000, 'steps of stage 2, fine-tuning', low=0, high=10 ** 9)
     lr: float = flag(None, 'peak learning rate of stage 2; default: 0.25 / width; of a large model, or with '
                            '--overflow, 0.03 / width; with --lora ten times that', low=0, high=100)
-    faster: float = flag(1.0, 'stage 2: a factor on the learning rate of new parameters', low=0, high=1000)
+    faster: float = flag(1.0, 'stage 2: a factor on the learning rate of new parameters; where --lora has '
+                              'ten times the rate, a recipe\'s is divided by ten', low=0, high=1000)
     loss: str = flag('kl', 'stage 2: predict the next token, or match the teacher (KL)', ['next', 'kl'])
     lora: int = flag(0, 'rank of LoRA on W_q, W_k, W_v, W_o in stage 2; 0: all weights', low=0, high=2 ** 17)
     batch_size: int = flag(4, 'rows per step', low=1, high=2 ** 20)

@@ -56,7 +56,8 @@ class Config:
                      low=0, high=64)
     cache: int = flag(256, 'rules with a limited cache: number of cached tokens', low=0, high=2 ** 20,
                       of=BOUNDED)
-    sinks: int = flag(4, 'first tokens, which are never evicted', low=0, high=2 ** 24, of=SINKS)
+    sinks: int = flag(4, f'{", ".join(SINKS)}: first tokens, which are never evicted', low=0, high=2 ** 24,
+                      of=SINKS)
     overflow: str = flag('', 'rule and map for evicted tokens: sum:slots, delta:taylor; train with window or '
                              'sink, run with any policy', of=BOUNDED)
     positions: str = flag('true', 'of cached tokens; compress: gaps g > 10 are ceil(10 + ln ln(g - 10 + e))',
