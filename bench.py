@@ -387,14 +387,15 @@ def ways_of(args, suite):
     """The ways to run. --data selects among those that name their data. Data that cannot be prepared are
     skipped, with a message."""
     sets = [way.data for way in suite.ways.values()]
-    if args.data and all(sets) and args.data not in sets:
+    chosen_set, _, _ = args.data.partition(':')                 # cola:FOLDER is cola, read from there
+    if args.data and all(sets) and chosen_set not in sets:
         raise ValueError(f'--data={args.data}: choose from {", ".join(sets)}')
     to_run = {}
     for name, way in suite.ways.items():
-        another = args.data and way.data and args.data != way.data
+        another = args.data and way.data and chosen_set != way.data
         if another or way.full not in (None, args.full):
             continue
-        data = way.data or args.data or 'stdlib'
+        data = args.data or way.data or 'stdlib'
         try:
             _, _, meta = prepare.load(data)
         except ValueError as e:
@@ -556,14 +557,19 @@ def tracking(args, suite):
 
 
 def glue(args, suite):
-    """Like `runs`. --init: fine-tune this pretrained model instead, at a rate for such models"""
-    if args.init:
-        fine = '--lr=5e-5'
-        start = f'{CLASSIFIER} --init={shlex.quote(args.init)} --batch_size=16 {fine}'
-        ways = {name: way._replace(train=start, how=f'--batch_size=32 {fine}')
-                for name, way in suite.ways.items()}
-        suite = dataclasses.replace(suite, ways=ways)
-    return runs(args, suite)
+    """Like `runs`, in --dtype. --init: fine-tune this pretrained model instead, at a rate for such models.
+    CoLA alone is judged by Matthews' correlation, as in GLUE."""
+    if args.data.partition(':')[0] == 'cola':
+        suite = dataclasses.replace(suite, figure='matthews', beside=('accuracy', 'recovered', 'majority'))
+    in_type = f'--dtype={str(args.dtype).removeprefix("torch.")}'
+    ways = {}
+    for name, way in suite.ways.items():
+        train, how = way.train, way.how
+        if args.init:
+            train = f'{CLASSIFIER} --init={shlex.quote(args.init)} --batch_size=16 --lr=5e-5'
+            how = '--batch_size=32 --lr=5e-5'
+        ways[name] = way._replace(train=f'{train} {in_type}', how=f'{how} {in_type}')
+    return runs(args, dataclasses.replace(suite, ways=ways))
 
 
 # ---- suites capacity, update: how much a matrix of fast weights holds. Schlag 2021 section 6.1 -------------
@@ -782,9 +788,9 @@ FIDELITY = 'order kept', 'entropy', 'KL to teacher'                         # in
 def monotone(args, suite):
     """Replace softmax in a trained model by other maps. Do weights grow with q.k, and how spiky are they? The
     learned maps are measured before and after distilling."""
-    path, model, _ = softmax_model(args, tasks=True)
-    row = min(row_of(args, model.config), 256)
-    flags = f'--recipe=hedgehog --row={row} --eval_rows=4 --data={shlex.quote(args.data)}'
+    path, model, meta = softmax_model(args, tasks=True)
+    length = min(row_of(args, model.config), 256)
+    flags = f'--recipe=hedgehog --row={length} --eval_rows=4 --data={shlex.quote(args.data)}'
     weights = {}
     for phi in only(args, suite.lines):
         result = converted(args, suite, phi, path, f'{flags} --phi={phi}', args.steps, 0, args.seed)
@@ -798,7 +804,10 @@ def monotone(args, suite):
             weights[form] = result['query'][stage]
     weights['softmax'] = result['query']['softmax']
     spiky = statistics.mean(column(layers, 'entropy of teacher'))
-    yield {'form': 'softmax', 'order kept': 1.0, 'entropy': spiky, 'KL to teacher': 0.0}
+    x, _, _, _ = a_text(args, path, meta, length, 4, args.data)
+    grows = statistics.mean((seen.scores > -1).float().mean().item() for seen in model.through(x))
+    yield {'form': 'softmax', 'order kept': 1.0, 'entropy': spiky, 'KL to teacher': 0.0,
+           'where Taylor grows': grows}
     for form in DRAWN:
         for score, weight in zip(result['query']['scores'], weights.get(form, [])):
             yield {'form': form, 'part': 'query', 'q.k / sqrt(d)': score, 'weight': max(weight, 1e-7)}
@@ -867,6 +876,40 @@ def transfer(args, suite):
                    'KL to teacher': divergence(teacher, model, x)}
 
 
+def read_back(k, rule, phi, norm):
+    """Write keys k (B, H, S, d) with one-hot values and beta 1, then read with each -> (B, H, S, S)"""
+    v = torch.eye(k.shape[2], device=k.device).expand(*k.shape[:3], -1)
+    if rule == 'softmax':
+        return F.scaled_dot_product_attention(k, k, v)
+    memory = FastWeights(rule, 1, k.shape[1], k.shape[3], phi, norm).to(k.device)   # its gates are not used
+    written = memory.normaliser(memory.phi(k, 'k'))
+    erase = torch.ones_like(k[..., 0]) if memory.rule.erase else None
+    S = fastweight.write_all(written, v, erase=erase, normalise=memory.normalise)
+    return memory.read_all(k, {'S': S})
+
+
+@torch.inference_mode()
+def keys(args, suite):
+    """Schlag 2021, section 4.1: a matrix cannot tell more keys apart than it has features. Each head of a
+    trained model writes the first S keys of a row, and is asked for each. A key is found if its own value is
+    the largest in the answer. The error is 1/2 |v - answer|^2, so an answer of zeros has 0.5."""
+    _, teacher, x, _ = model_and_rows(args, 4, 16)
+    args.remarks['rows'] = len(x)
+    cells = {}                                      # per line and S: (2, rows) for each layer
+    for seen in teacher.through(x):
+        for (form, line), S in itertools.product(only(args, suite.lines).items(), args.lengths):
+            answers = read_back(seen.k[:, :, :S].float(), *line)
+            found = answers.argmax(-1) == torch.arange(S, device=x.device)
+            error = 0.5 * (answers - torch.eye(S, device=x.device)).square().sum(-1)
+            both = torch.stack([100 * found.float(), error])
+            cells.setdefault((form, S), []).append(both.mean((2, 3)))
+    for (form, S), of_layers in cells.items():
+        found, error = torch.stack(of_layers).mean(0)
+        half = 1.96 * found.std().item() / len(x) ** 0.5
+        yield {'form': form, 'keys': S, 'found': found.mean().item(), 'to either side': half,
+               'error': error.mean().item()}
+
+
 # ---- suites cache, far, kept: that model with few cached tokens. Oren 2024 ---------------------------------
 POLICIES = 'random', 'window', 'sink', 'h2o', 'tova-head', 'tova'
 
@@ -902,8 +945,8 @@ def cache(args, suite):
 
 def far(args, suite):
     """Read one long text from beginning to end, and measure the nats per token by position. The cache holds
-    1/8 of the length of a training row. We compare with the models of --beside, and with the model as it is:
-    once with all tokens cached, and once in training rows, each from an empty state."""
+    1/8 of the length of a training row. We compare with the models of --beside, and with the model as it is,
+    in training rows, each from an empty state. The line `softmax` caches all tokens."""
     path, teacher, meta = softmax_model(args)
     length, = args.lengths
     block = row_of(args, teacher.config)
@@ -913,18 +956,18 @@ def far(args, suite):
     x, y, data, name = a_text(args, path, meta, length, 1, args.data)
     size = max(1, block // 8)
     args.remarks.update({'the validation text of': name, 'rows kept': size, 'tokens in a row': block})
-    models = {'softmax': teacher}
+    models = {}
     for form, (policy, positions) in only(args, suite.lines).items():
         models[form] = with_cache(path, args.device, policy, size, positions=positions)
     for source, model in models_beside(args, path, data):
         models[f'{",".join(dict.fromkeys(model.config.rules))}: {source}'] = model
     some = list(zip(x.split(block, 1), y.split(block, 1)))
-    in_rows = [recipe.nats_along(teacher, *row, f'softmax, row {i}') for i, row in enumerate(some)]
+    in_rows = [recipe.nats_along(teacher, *row, f'row {i}', args.dtype) for i, row in enumerate(some)]
     in_rows = torch.cat(in_rows, 1)
     rows = list(by_position('softmax, in rows', in_rows, block))
     base = {row['position']: row['perplexity'] for row in rows}
     for form, model in models.items():
-        rows += by_position(form, recipe.nats_along(model, x, y, form), block)
+        rows += by_position(form, recipe.nats_along(model, x, y, form, args.dtype), block)
     for row in rows:
         yield {**row, 'more than in rows': row['perplexity'] - base[row['position']]}
 
@@ -1416,6 +1459,8 @@ SPEECH = {              # kinds of whole words and of the possessive ending
                       'should was were will would'}
 ENDINGS = 'ing', 'ed', 'ly'             # of other words; also tokens that end a split word
 
+OF_SIZES = 'elu', 'favor:32', 'dpfp:1', 'favor:64', 'dpfp:2', 'favor:128'        # d, d, 2d, 2d, 4d, 4d
+
 ASSOCIATIONS = (
     Panel('S', 'ours', '1/2 |v - answer|^2; hollow: the paper'),
     Panel('step', 'loss', 'learning curves of the least S', 'curve'))
@@ -1427,7 +1472,7 @@ SMALL = f'{CLASSIFIER} --n_layer=2 --n_embd=64 --n_head=4 --batch_size=32 --lr=1
 WORDED = f'{SMALL} --tokenizer=bpe:4096 --dropout=0.3'         # from bytes it learns almost nothing
 GOES_ON = {'how': '--batch_size=32 --lr=1e-3', 'convert': '--eval_rows=100000', 'more': 0.3}
 CLASSIFIERS = {
-    'flags': 'init data seeds steps only', 'quick': {'steps': 100, 'only': 'hedgehog,t2r-hh,t2r'},
+    'flags': 'init data seeds steps only dtype', 'quick': {'steps': 100, 'only': 'hedgehog,t2r-hh,t2r'},
     'lines': {
         'softmax': '--rule=softmax', 'trained on': '',
         'hedgehog': '--recipe=hedgehog', 't2r-hh': '--recipe=t2r --distil=ce',
@@ -1682,18 +1727,19 @@ ROWS = [
     Suite(
         'monotone', 'attention weights over q.k for each feature map, also distilled', monotone,
         'init data steps row only', {'steps': 30}, {'steps': 300},
-        dict.fromkeys(['elu', 'relu', 'favor', 'exp:1', 'exp:2', 'taylor', 't2r', 'hedgehog']),
+        dict.fromkeys(['elu', 'relu', 'favor', 'exp:1', 'exp:2', 'cosformer', 'taylor', 't2r', 'hedgehog',
+                       'hedgehog:listing']),
         panels=(Panel('q.k / sqrt(d)', 'weight', 'one query: weights should grow with q.k', 'query'),
                 Panel('entropy', 'order kept', 'spiky and monotone: upper left')),
         note='means over layers; distilled: {steps} steps of 4 rows; entropy in nats; order kept: share of '
-             'pairs in the order of q.k', source='Zhang 2024, figures 2, 3 and 7, which are pictures'),
+             'pairs in the order of q.k; where Taylor grows: share of q.k / sqrt(d) above -1',
+        source='Zhang 2024, figures 2, 3 and 7, which are pictures'),
     Suite(
         'transfer', 'distilled maps on another text and on longer rows', transfer, 'init data steps row only',
         {'steps': 40, 'only': 'hedgehog,hedgehog other,hedgehog untrained,elu'}, {'steps': 300},
-        {'hedgehog': ('--phi=hedgehog --distil=ce', 'own'),                 # flags, and the text to distil on
-         'hedgehog other': ('--phi=hedgehog --distil=ce', 'other'),
-         'hedgehog random': ('--phi=hedgehog --distil=ce', 'random'),
-         'hedgehog untrained': ('--phi=hedgehog --distil=none', 'own'),
+        {'hedgehog': ('--distil=ce', 'own'),                                # flags, and the text to distil on
+         'hedgehog other': ('--distil=ce', 'other'), 'hedgehog random': ('--distil=ce', 'random'),
+         'hedgehog untrained': ('--distil=none', 'own'),
          't2r-hh': ('--phi=t2r --distil=ce', 'own'), 't2r-hh other': ('--phi=t2r --distil=ce', 'other'),
          'elu': ('--phi=elu --distil=none', 'own')},
         panels=(Panel('tokens a row', 'KL to teacher', "on the teacher's own text", 'own'),
@@ -1702,6 +1748,17 @@ ROWS = [
              'says another; KL to teacher: of attention weights, in nats',
         source='Zhang 2024, tables 4 and 5: KL on three other tasks is lower than that of other linear '
                'attention, and alike from 256 to 4,096 tokens'),
+    Suite(
+        'keys', 'how many keys of a softmax model a matrix tells apart, no training', keys,
+        'init data lengths row only', {'lengths': '16,64,512'}, {'lengths': '16,32,64,128,256,512'},
+        {'softmax': ('softmax', '', ''),            # rule, phi, norm
+         **{f'sum {phi}': ('sum', phi, 'attn') for phi in OF_SIZES},
+         **{f'delta {phi}': ('delta', phi, 'sum') for phi in OF_SIZES},
+         **{f'delta {phi} l2': ('delta', phi, 'l2') for phi in ('silu', 'elu', 'dpfp:1', 'dpfp:2')}},
+        panels=(Panel('keys', 'found', 'keys found, %'), Panel('keys', 'error', '1/2 |v - answer|^2')),
+        note='found: % of the keys whose own value is the largest in the answer, with a 95 % interval over '
+             'rows; error: 1/2 |v - answer|^2',
+        source='Schlag 2021, section 4.1: at most as many keys as features can be orthogonal'),
     Suite(
         'convert', 'what converted RNNs recover of softmax', convert, 'init data seeds steps row only',
         {'steps': 48, 'only': 'pure,hybrid,window'}, {'steps': 240},
@@ -1759,9 +1816,10 @@ ROWS = [
                'mark 1,101, a full stop 645, a plural proper noun 578, a line end 550'),
     Suite(
         'far', 'nats of such models by position, over 4,096 tokens; --full: 70,000', far,
-        'init data lengths row only beside',
-        {'lengths': '4096', 'only': 'window,sink,sink compressed,tova,tova compressed'}, {'lengths': '70000'},
-        {'window': ('window', 'true'),              # cache policy, positions; a window has no gaps
+        'init data lengths row only beside dtype',
+        {'lengths': '4096', 'only': 'softmax,window,sink,sink compressed,tova,tova compressed'},
+        {'lengths': '70000'},
+        {'softmax': ('softmax', 'true'), 'window': ('window', 'true'),      # cache policy, positions
          'sink': ('sink', 'true'), 'sink compressed': ('sink', 'compress'),
          'h2o': ('h2o', 'true'), 'h2o compressed': ('h2o', 'compress'), 'tova': ('tova', 'true'),
          'tova compressed': ('tova', 'compress'), 'tova-head': ('tova-head', 'true'),

@@ -45,7 +45,6 @@ from model import (GPT, OF_DATA, Config, cached_by, cannot_train, fill, idle, lo
                    pick_device, pick_forms, save, try_compiler, unpack, wide)
 
 BAD_STEPS = 10      # the run ends after this many non-finite steps in a row
-MUON = 4.0          # Muon's rate is this times --lr: singular values of its steps, not entries, are near 1
 WARMUP = 0.05       # share of the steps; after the warm-up, a cosine to 0
 PART = 65536        # evaluations during training read this many tokens of a validation text,
 TASK_ROWS = 500     # and at least this many rows of a task, since a row may have only one target
@@ -81,8 +80,6 @@ class Args:
     lr: float = flag(None, 'peak learning rate; default: 4e-3; for a pretrained model 0.03 / width', low=0,
                      high=100)
     weight_decay: float = flag(0.1, 'applies to parameters with two axes', low=0, high=100)
-    optimizer: str = flag('adamw', 'muon: for linear layers in the blocks; worth it from 16 rows per step',
-                          ['adamw', 'muon'])
     clip: float = flag(1.0, 'gradient clipping: largest norm; 0: no clipping', low=0, high=1e9)
     carry: bool = flag(False, 'read the text in order and carry S from step to step (Schlag 2021, table 4)')
     eval_every: int = flag(500, 'steps between evaluations; each one also saves', low=1, high=10 ** 9)
@@ -542,76 +539,19 @@ def table(rows):
 
 # ---- the optimiser -----------------------------------------------------------------------------------------
 
-def adamw(model, lr, weight_decay, device, fast=(), times=1.0, without=()):
+def adamw(model, lr, weight_decay, device, fast=(), times=1.0):
     """AdamW over all parameters that require gradients. Weight decay applies to parameters with two axes: not
     to gains, gate biases (H, 1, K) or feature maps (H, m, d). Parameters named in `fast` get `times` the
-    learning rate. Those named in `without` are left out."""
+    learning rate."""
     groups = {}
     for name, p in model.named_parameters():
-        if p.requires_grad and name not in without:
+        if p.requires_grad:
             decay = weight_decay if p.dim() == 2 else 0.0
             speed = times if name in fast else 1.0
             group = {'params': [], 'weight_decay': decay, 'times': speed}
             groups.setdefault((decay, speed), group)['params'].append(p)
     fused = device.type in ('cpu', 'cuda')
     return torch.optim.AdamW(list(groups.values()), lr=lr, betas=(0.9, 0.99), fused=fused)
-
-
-def orthogonal(G):
-    """-> a matrix with the singular vectors of G (m, n), but with all singular values near 1. Dividing by the
-    norm makes them at most 1. Five steps of a polynomial in X X^T then drive them towards 1. Jordan 2024."""
-    X = G / G.norm().clamp(min=1e-7)
-    rows, columns = G.shape
-    tall = rows > columns
-    if tall:                                                # transposed, X X^T is the smaller product
-        X = X.mT
-    for _ in range(5):
-        A = X @ X.mT
-        X = 3.4445 * X + (2.0315 * A @ A - 4.7750 * A) @ X
-    return X.mT if tall else X
-
-
-class Muon(torch.optim.Optimizer):
-    """Steps each matrix by its momentum, made orthogonal, so that all directions learn equally fast. Jordan
-    2024; Liu 2025, arXiv:2502.16982. torch.optim.Muon multiplies in bfloat16, we in fp32: a CPU without
-    bfloat16 instructions takes 15 times as long for torch's step."""
-    def __init__(self, groups, lr, weight_decay, momentum=0.95):
-        super().__init__(groups, {'lr': lr, 'weight_decay': weight_decay, 'momentum': momentum})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            keeps = group['momentum']
-            for p in group['params']:
-                average = self.state[p].setdefault('momentum_buffer', torch.zeros_like(p))
-                average.lerp_(p.grad, 1 - keeps)
-                ahead = p.grad.lerp(average, keeps)         # Nesterov momentum
-                rows, columns = p.shape
-                longer = max(1, rows / columns) ** 0.5
-                p.mul_(1 - group['lr'] * group['weight_decay'])
-                p.add_(orthogonal(ahead), alpha=-group['lr'] * longer)
-
-
-class WithMuon:
-    """Two optimisers in one: Muon for the linear layers in `model.blocks`, except those of the gates, at MUON
-    times the learning rate, and AdamW for everything else, an encoder included."""
-    def __init__(self, model, lr, weight_decay, device):
-        matrices = {}
-        for name, module in model.blocks.named_modules():
-            if isinstance(module, torch.nn.Linear) and not name.endswith('gates.proj'):
-                matrices[f'blocks.{name}.weight'] = module.weight
-        self.muon = Muon([{'params': list(matrices.values()), 'times': MUON}], lr, weight_decay)
-        self.adamw = adamw(model, lr, weight_decay, device, without=matrices)
-        self.param_groups = self.muon.param_groups + self.adamw.param_groups
-        self.defaults = self.adamw.defaults
-        self.state = self.muon.state = self.adamw.state     # no parameter is in both, so they can share it
-
-    def step(self):
-        self.muon.step()
-        self.adamw.step()
-
-
-OPTIMISERS = {'adamw': adamw, 'muon': WithMuon}
 
 
 def pack_optimiser(model, opt):
@@ -623,15 +563,14 @@ def pack_optimiser(model, opt):
     return flat
 
 
-MEMORIES = ({'momentum_buffer'}, {'step', 'exp_avg', 'exp_avg_sq'})      # per parameter: Muon's, AdamW's
-SIGNED = 'momentum_buffer', 'exp_avg'
+MEMORY = {'step', 'exp_avg', 'exp_avg_sq'}                  # per parameter
 
 
 def is_memory(quantity, x, p):
     """Whether tensor x can be this quantity of an optimiser for parameter p."""
     shape = () if quantity == 'step' else p.shape
     right = x.shape == shape and x.dtype == torch.float32 and x.isfinite().all()
-    return right and (quantity in SIGNED or x.min() >= 0)
+    return right and (quantity == 'exp_avg' or x.min() >= 0)
 
 
 def unpack_optimiser(model, opt, tensors, path):
@@ -645,7 +584,7 @@ def unpack_optimiser(model, opt, tensors, path):
     parameters = dict(model.named_parameters())
     for name, memory in memories.items():
         p = parameters.get(name)
-        whole = p is not None and memory.keys() in MEMORIES
+        whole = p is not None and memory.keys() == MEMORY
         if not (whole and all(is_memory(quantity, x, p) for quantity, x in memory.items())):
             raise ValueError(f'{path}: what the optimiser kept for {name} does not fit it; start anew')
         for quantity, x in memory.items():
@@ -719,6 +658,7 @@ def settings(argv):
         raise ValueError(f'{path}: holds no training run, only a model')
     run = picked(Stopped, meta, path)
     run.args.setdefault('row', model.config.block_size)     # as before there was --init with longer models
+    run.args.pop('optimizer', None)                         # of runs from when there was a choice
     typed(Args, run.args, path)
     for name, value in given_model.items():
         was = run.args['row'] if name == 'block_size' else getattr(model.config, name)
@@ -768,8 +708,6 @@ def mistakes(args, config, data, model):
         '--fsdp does')
     yield args.fsdp and config.encoder, (
         '--fsdp: not with --encoder, which uses weights of a decoder block before its forward')
-    yield args.fsdp and args.optimizer == 'muon', (
-        '--fsdp --optimizer=muon: its step needs whole matrices; leave one of them out')
     yield args.carry and 'row' in meta, (
         f'--carry: the rows of {args.data} have nothing to do with each other')
     yield args.carry and model.max_len, (
@@ -801,10 +739,7 @@ def restore(args, header, data, model, opt):
     if (args.data, args.val_tokens) != (was['data'], was['val_tokens']):
         header['best'] = math.inf                           # a loss on another text cannot be compared
         say('other validation tokens: best.safetensors begins anew')
-    if args.optimizer == was['optimizer']:
-        unpack_optimiser(model, opt, tensors, f'{args.out}/ckpt.safetensors')
-    else:
-        say(f'--optimizer={args.optimizer}: the run had {was["optimizer"]}, so the averages begin anew')
+    unpack_optimiser(model, opt, tensors, f'{args.out}/ckpt.safetensors')
     if not args.carry:
         return [None] * args.accum
     same = all(getattr(args, name) == was[name] for name in ('data', 'batch_size', 'accum'))
@@ -1000,7 +935,7 @@ def main(argv):
                 args.accum, args.carry, rank, world, dtype)
     torch.manual_seed(args.seed)
     model = built(args, config, data, weights)
-    opt = OPTIMISERS[args.optimizer](model, args.lr, args.weight_decay, device)
+    opt = adamw(model, args.lr, args.weight_decay, device)
     states = [None] * args.accum                            # of --carry, one per batch; data.learn fills them
     if args.resume:
         states = restore(args, header, data, model, opt)

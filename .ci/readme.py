@@ -33,7 +33,6 @@ CUT = {
     r'(train|convert)\.py --(data|from|init|rule=softmax)': '--threads=1',   # the others time the threads
     r'=listops': '--data=listops-64',                                   # rows of 64 are generated faster
     r'train\.py --resume': '--steps=5',
-    r'train\.py .*--out=out/plain': '--n_embd=48 --block_size=64',
     r'convert\.py (?!.*--export)': '--steps=2 --distil_steps=2 --eval_rows=2',
     r'convert\.py --from=gpt2': '--revision=tiny',
     r'bench\.py (lra|capacity|update|recall|language|translate|convert)': '--steps=2 --seeds=1',
@@ -44,7 +43,6 @@ CUT = {
     r'bench\.py language': '--only=delta --data=my.txt',
     r'bench\.py translate': '--only=softmax',
     r'bench\.py convert': '--only=pure',
-    r'bench\.py convert --full$': '--init=out/softmax/ckpt.safetensors --data=my.txt --only=hedgehog',
     r'bench\.py (decode|layer|train)': '--lengths=64 --heads=2',
     r'bench\.py batch': '--lengths=256',
     r'bench\.py cache --init=FOLDER': '--lengths=32',
@@ -173,17 +171,10 @@ def llama(clone):
     hub_model(clone, 'llama', 'FOLDER')
 
 
-def plain(clone):
-    """A softmax model of three steps instead of the one that RESULTS.md trains for an hour."""
-    texts(clone)
-    flags = '--data=my.txt --rule=softmax --n_head=4 --conv=0 --steps=3 --val_tokens=4096 --threads=1 --out=out/plain'
-    subprocess.run([sys.executable, 'train.py', *flags.split()], cwd=clone, check=True, stdout=subprocess.DEVNULL)
-
-
 MADE = {    # part of a command: the function that makes it, before the first such command
     '=shakespeare': shakespeare, '=wikitext2': wikitext2, '=cola': cola, '=multi30k': multi30k,
     'translate': multi30k, '=mnist': mnist, '=my.txt': texts, '=novels.txt': texts, '=FOLDER': llama,
-    '=gpt2': gpt2, '=bert-base-uncased': bert, '=HuggingFaceTB/': smollm2, '=out/plain/ckpt': plain}
+    '=gpt2': gpt2, '=bert-base-uncased': bert, '=HuggingFaceTB/': smollm2}
 
 
 # ---- the run -----------------------------------------------------------------------------------------------
@@ -246,7 +237,7 @@ def main(folder):
     with open(f'{clone}/README.md') as f:
         text = f.read()
     with open(f'{clone}/assets/RESULTS.md') as f:
-        text += f.read().partition('## 8. How to')[2].partition('**Models that')[0]     # those would take hours
+        text += f.read().partition('## 8. How to')[2]
     listed = list(dict.fromkeys(commands(text)))
     made = set()
     failed = 0
