@@ -226,7 +226,8 @@ def draw(args, suite, table):
     import matplotlib.pyplot as plt
     plt.close('all')
     plt.style.use('tableau-colorblind10')
-    looks = plt.cycler(linestyle=['-', '--', ':', '-.']) * plt.rcParams['axes.prop_cycle']
+    marked = plt.rcParams['axes.prop_cycle'] + plt.cycler(marker=list('osD^vXP*<>'))   # for grey print
+    looks = plt.cycler(linestyle=['-', '--', ':', '-.']) * marked
     plt.rcParams.update({'font.size': 12, 'axes.prop_cycle': looks, 'axes.formatter.min_exponent': 3})
     figure, [axes] = plt.subplots(1, n, figsize=(7.5 * n, 4.5), squeeze=False, layout='constrained')
     forms = {}                      # in order
@@ -258,9 +259,10 @@ def draw_lines(axes, panel, rows, forms):
         points = [row for row in rows if row['form'] == form]
         x = column(points, panel.x)
         label = form if points else '_'                 # not in the legend
-        [line] = axes.plot(x, column(points, panel.y), marker='o', label=label, markersize=5)
+        apart = max(1, len(x) // 16)
+        [line] = axes.plot(x, column(points, panel.y), label=label, markersize=5, markevery=apart)
         if panel.x == 'S':
-            axes.plot(x, column(points, 'paper'), 'o', color=line.get_color(), fillstyle='none')
+            axes.plot(x, column(points, 'paper'), line.get_marker(), color=line.get_color(), fillstyle='none')
     axes.legend(loc='center left', bbox_to_anchor=(1, 0.5), fontsize=9, frameon=False)
     ticks = sorted(set(column(rows, panel.x)))
     if panel.x in LOGARITHMIC and len(ticks) <= 8:
@@ -1273,7 +1275,7 @@ LAYERS = {rule: {'rule': rule} for rule in ('softmax', 'sum', 'delta', 'decay')}
 MODELS = {              # t2r:8 has half of elu's features; in GPT-2's size t2r:32 has
     'softmax': {'rule': 'softmax'}, 'elu': {'rule': 'sum', 'phi': 'elu'},
     't2r:8': {'rule': 'sum', 'phi': 't2r:8'}, 't2r:32': {'rule': 'sum', 'phi': 't2r:32'},
-    'delta': {'rule': 'delta'}, 'decay': {'rule': 'decay'}}
+    'rfa': {'rule': 'sum', 'phi': 'rfa'}, 'delta': {'rule': 'delta'}, 'decay': {'rule': 'decay'}}
 
 
 def grown(rows, T):
@@ -1507,7 +1509,7 @@ ROWS = [
         panels=(Panel('T', 'us a token', 'one layer, {heads} heads of {head_dim}', 'layer'),
                 Panel('T', 'state bytes', 'what it keeps', 'layer'),
                 Panel('T', 'us a token', 'a model', 'model')),
-        note='of a layer: the step alone, after the feature map; elu, t2r:8, t2r:32: sum with these maps',
+        note='of a layer: the step alone, after the feature map; elu, t2r:8, t2r:32, rfa: sum with them',
         source='Mao 2022, figure 1, which is a picture'),
     Suite(
         'layer', 'one forward pass over up to 4,096, with --full 32,768, and its memory', over_lengths,
@@ -1609,9 +1611,10 @@ ROWS = [
         'tracking', 'parity and products in groups, beyond the training lengths; --full: two layers, A5',
         tracking, 'seeds steps only',
         lines={'softmax': '--rule=softmax', 'sum': '--rule=sum', 'mamba2': '--rule=mamba2',
-               'gated_delta': '--rule=gated_delta --beta_max=1', 'delta': DELTA,
-               'delta beta<2': '--rule=delta --beta_max=2', 'delta n=2': f'{DELTA} --writes=2',
-               'delta beta<2 n=2': '--rule=delta --beta_max=2 --writes=2'},
+               'gated_delta': '--rule=gated_delta --beta_max=1', 'delta beta_max=1': DELTA,
+               'delta beta_max=2': '--rule=delta --beta_max=2',
+               'delta beta_max=1 writes=2': f'{DELTA} --writes=2',
+               'delta beta_max=2 writes=2': '--rule=delta --beta_max=2 --writes=2'},
         ways={'parity': Way('group:Z2', f'{TRACKER} --n_layer=2', 400),
               'S3': Way('group:S3', f'{TRACKER} --n_layer=1', 800),
               'S3, 2 layers': Way('group:S3', f'{TRACKER} --n_layer=2', 800, full=True),
@@ -1620,11 +1623,12 @@ ROWS = [
         panels=tuple(Panel('length', name, name, 'curve') for name in ('parity', 'S3', 'S3, 2 layers', 'A5')),
         note='accuracy in % of products of 41 to 256 elements; trained on 1 to 40',
         source='Grazzi 2024, parity: beta up to 1 fails, up to 2 solves it; Siems 2025, S3 by one layer: '
-               'only by beta up to 2 and n = 2; by two layers n = 1 can in theory',
+               'only by beta up to 2 and two writes; by two layers one can in theory',
         paper={'mamba2': {'parity': 'no', 'S3': 'no'}, 'gated_delta': {'parity': 'no', 'S3': 'no'},
-               'delta': {'parity': 'no', 'S3': 'no'}, 'delta n=2': {'parity': 'no', 'S3': 'no'},
-               'delta beta<2': {'parity': 'yes', 'S3': 'no'},
-               'delta beta<2 n=2': {'parity': 'yes', 'S3': 'yes'}}),
+               'delta beta_max=1': {'parity': 'no', 'S3': 'no'},
+               'delta beta_max=1 writes=2': {'parity': 'no', 'S3': 'no'},
+               'delta beta_max=2': {'parity': 'yes', 'S3': 'no'},
+               'delta beta_max=2 writes=2': {'parity': 'yes', 'S3': 'yes'}}),
     Suite(
         'lra', 'encoders on tasks of the Long Range Arena (Tay 2021) and stand-ins for them', runs,
         'data seeds steps only', {'steps': 60, 'only': 'softmax,hedgehog,elu'},

@@ -4405,7 +4405,8 @@ def test_bench_tracking_looks_beyond_the_rows_of_training(monkeypatch):
     found = bench.products(args, {'path': '', 'data': 'group:Z2'})
     assert found['right'] == [100] * 100 + [0] * 156
     assert math.isclose(found['beyond'], 100 * 60 / 216, rel_tol=1e-6)
-    beyond = {'sum': 50, 'mamba2': 40, 'delta': 55, 'gated_delta': 56, 'softmax': 94, 'delta beta<2': 95}
+    beyond = {'sum': 50, 'mamba2': 40, 'delta beta_max=1': 55, 'gated_delta': 56, 'softmax': 94,
+              'delta beta_max=2': 95}
     suite = dataclasses.replace(bench.SUITES['tracking'], ways={'parity': bench.Way('group:Z2')})
     monkeypatch.setattr(bench, 'ways_of', lambda args, suite: suite.ways)
     monkeypatch.setattr(bench, 'a_line', lambda args, suite, way, form, seed: {

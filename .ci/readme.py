@@ -39,7 +39,7 @@ CUT = {
     r'bench\.py lra': '--data=mnist --only=hedgehog',
     r'bench\.py (capacity|update)': '--lengths=20',
     r'bench\.py recall': '--only=hedgehog',
-    r'bench\.py tracking': '--steps=2 --only=delta',
+    r'bench\.py tracking': '--steps=2 --only=sum',
     r'bench\.py language': '--only=delta --data=my.txt',
     r'bench\.py translate': '--only=softmax',
     r'bench\.py convert': '--only=pure',
