@@ -1844,6 +1844,9 @@ SUITES = {suite.name: suite for suite in ROWS}
 
 
 # ---- the command -------------------------------------------------------------------------------------------
+OFTEN = 'full init data only steps lengths out'     # first in --help
+
+
 def of(name):
     """For --help: the suites that take a flag."""
     return ', '.join(suite.name for suite in ROWS if name in suite.flags.split())
@@ -1886,7 +1889,7 @@ def settings(argv):
     if name not in SUITES:
         raise ValueError(f'{name}: no such suite, --help has a line on each; choose from {", ".join(SUITES)}')
     about = '\n'.join(f'    python bench.py {suite.name:10} {suite.about}' for suite in ROWS)
-    [given] = parse(argv, f'{__doc__}\n{about}', Args)
+    [given] = parse(argv, f'{__doc__}\n{about}', Args, first=OFTEN)
     takes = f'{ALWAYS} {SUITES[name].flags}'
     for flag_name in given:
         if flag_name not in takes.split():

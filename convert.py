@@ -84,6 +84,7 @@ LORA_FASTER = 10                                        # its small matrices bea
 SCRATCH_LR = 4e-3                                       # learning rate of the student from scratch
 TEACHER_LRS = 1e-3, 1e-4                                # learning rates of the teacher that trains on
 LARGE_TEACHER_LRS = 1e-4, 3e-5                          # of a large one, which 1e-3 would destroy
+OFTEN = 'from recipe data steps distil_steps lora row dtype controls out export resume'    # first in --help
 RIDGE = 1e-2                                            # share of the mean square, see `balance`
 
 
@@ -798,7 +799,7 @@ KEEP = {
 def settings(argv):
     """The given flags; with --resume, merged with those of the stopped conversion -> flags of Args, of the
     student"""
-    given, changes = parse(argv, HELP, Args, Student)
+    given, changes = parse(argv, HELP, Args, Student, first=OFTEN)
     if 'export' in given:
         refuse(not_exporting(given, changes))
     if given.get('resume'):

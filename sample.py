@@ -38,6 +38,8 @@ from fastweight import FLOOR, for_heads
 from model import (GPT, Config, Swap, chosen_texts, idle, load, map_state, pack, pick_device, pick_forms,
                    join, refuse_broken, sample, seen_by_k, spread, state_bytes, try_compiler, unpack)
 
+OFTEN = 'init prompt chat tokens temperature top_p rule cache dtype html'      # first in --help
+
 
 @dataclass
 class Args:
@@ -463,7 +465,7 @@ def complete(args, model, meta):
 
 @prepare.script
 def main(argv):
-    given, swap = parse(argv, __doc__, Args, Swap)
+    given, swap = parse(argv, __doc__, Args, Swap, first=OFTEN)
     args = Args(**given)
     device = pick_device(args.device)
     if args.threads:

@@ -1594,6 +1594,9 @@ def test_help_lists_every_flag_with_its_default_and_choices(capsys):
             script.main(['--help'])
         assert not e.value.code
         out = capsys.readouterr().out
+        listed = re.findall(r'^  --(\w+)', out, re.M)
+        often = script.OFTEN.split()
+        assert listed[:len(often)] == often and len(listed) == len({*listed})
         for field in [f for c in classes for f in dataclasses.fields(c) if f.metadata.get('help')]:
             line = re.search(rf'^ *--{field.name.rstrip("_")}\b.*', out, re.M)[0]
             assert field.metadata['help'] in line

@@ -55,6 +55,7 @@ LR = 4e-3           # of a model that begins from scratch
 PRETRAINED_LR = .03         # divided by the width, of one from the hub: LR would destroy it
 PRETRAINED_ROW = 512        # at most, without --block_size: it may know many more positions
 FIRST = 256         # tokens of the first range of positions where a conversion is judged
+OFTEN = 'data rule phi init steps batch_size lr n_layer n_head n_embd block_size out resume'   # in --help, first
 COMPARED = 'sink', 'tova', 'h2o'        # policies that decide what is cached
 LOGITS = 2 ** 26    # that many in memory at a time, 256 MB; on a GPU more, see `logits_at_once`
 POOL = 32           # pairs are drawn for this many steps at once, then sorted: similar lengths share a step
@@ -628,7 +629,7 @@ def begin_step(opt, step, steps, lr, seed, rank=0):
 def settings(argv):
     """-> args, config, weights, metadata. The last two come from the model of --init or the checkpoint of
     --resume; without one they are {}, {}."""
-    given, given_model = parse(argv, __doc__, Args, Config)
+    given, given_model = parse(argv, __doc__, Args, Config, first=OFTEN)
     args = Args(**given)
     if args.init and args.resume:
         raise ValueError('--init starts a run, --resume goes on with one: give one of them')

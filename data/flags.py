@@ -147,10 +147,13 @@ def value_of(flag, text, field):
     raise ValueError(f'{flag}={text}: {expected(field)}')
 
 
-def print_help(doc, fields):
-    """Print a script's docstring, then one line per flag: default, help, choices."""
-    print((doc or '').strip(), '\n')                # python -OO removes docstrings
-    for flag, field in fields.items():
+def print_help(doc, fields, first):
+    """Print a script's docstring, then a line per flag: default, help, choices. `first`: those on top"""
+    print((doc or '').strip())                      # python -OO removes docstrings
+    often = {f'--{name}': fields[f'--{name}'] for name in first.split()}
+    for i, (flag, field) in enumerate({**often, **fields}.items()):
+        if i in (0, len(often)):
+            print()
         default = '' if field.default is None else field.default
         about = field.metadata['help']
         if field.metadata['choices']:
@@ -158,15 +161,16 @@ def print_help(doc, fields):
         print(f'  {flag}={default}'.ljust(24), about)
 
 
-def parse(argv, doc, *classes):
+def parse(argv, doc, *classes, first=''):
     """Read --key=value, --key value, or --key for true -> per dataclass, a dict of the flags that were given.
-    ValueError if a flag is unknown, given twice, or its value does not fit. --help exits."""
+    ValueError if a flag is unknown, given twice, or its value does not fit. --help exits; it begins with the
+    flags in `first`."""
     fields = {}
     for field in itertools.chain(*map(dataclasses.fields, classes)):
         if field.metadata.get('help'):
             fields['--' + field.name.rstrip('_')] = field       # from_ is --from
     if '--help' in argv or '-h' in argv:
-        print_help(doc, fields)
+        print_help(doc, fields, first)
         sys.exit(0)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for flag, field in fields.items():
