@@ -1826,7 +1826,8 @@ ROWS = [
         {'softmax': ('softmax', 'true'), 'window': ('window', 'true'),      # cache policy, positions
          'sink': ('sink', 'true'), 'sink compressed': ('sink', 'compress'),
          'h2o': ('h2o', 'true'), 'h2o compressed': ('h2o', 'compress'), 'tova': ('tova', 'true'),
-         'tova compressed': ('tova', 'compress'), 'tova-head': ('tova-head', 'true'),
+         'tova compressed': ('tova', 'compress'), 'tova log': ('tova', 'log'), 'tova sqrt': ('tova', 'sqrt'),
+         'tova-head': ('tova-head', 'true'),
          'tova-head compressed': ('tova-head', 'compress')}, one=True,
         panels=(Panel('position', 'nats', 'one long text', 'position'),),
         note='position: the range from the line above up to here; in rows: each row from an empty state',

@@ -356,13 +356,16 @@ POLICIES = {
 }
 NEVER = -1e30   # the score of a masked token; -inf would give NaN where all are masked
 
-def compressed(pos):
-    """Shorten each gap g > 10 between positions to ceil(10 + ln ln(g - 10 + e)), which is 11 to 13. The
+GAPS = {        # --positions: what a gap between positions counts above 10. Oren 2024, appendix
+    'compress': lambda above: (above + math.e).log().log(), 'log': torch.log1p, 'sqrt': torch.sqrt}
+
+def compressed(pos, positions='compress'):
+    """Shorten each gap g > 10 between positions: by `compress` to ceil(10 + ln ln(g - 10 + e)), 11 to 13. The
     positions (B, G, tokens) come in any order. Oren 2024, appendix, and the authors' code."""
     in_order, order = pos.sort()
     gap = in_order.diff(dim=-1, prepend=in_order[..., :1]).float()
-    beyond = (gap - 10).clamp(min=0)
-    near = (gap.clamp(max=10) + (beyond + math.e).log().log()).ceil().cumsum(-1)
+    above = (gap - 10).clamp(min=0)
+    near = (gap.clamp(max=10) + GAPS[positions](above)).ceil().cumsum(-1)
     return torch.zeros_like(near).scatter(-1, order, near)
 
 def empty_slots(k, cache):
@@ -402,15 +405,19 @@ def cached_scores(q, k):
     scores = q.flatten(2, 3) @ k.mT                                 # heads that share k side by side
     return scores.view(*q.shape[:4], -1) * q.shape[-1] ** -0.5
 
+def turned(q, k, pos, rope, positions):
+    """Rotate q (B, H, T, d), of the last T tokens, and k (B, G, tokens, d) by `compressed` positions."""
+    pos = compressed(pos, positions)
+    own = for_heads(pos[:, :, -q.shape[2]:], q.shape[1])
+    return rope(q, own), rope(k, pos)
+
 def attend_cached(q, cached, seen, turn=None):
     """Softmax attention of q (B, H, T, d) under the mask `seen` (B, G, 1|T, tokens). The last T cached tokens
     are q's own.  ->  o (B, H, T, d), the weights, summed over the H / G heads that share keys, (B, G, T,
     tokens), log of the denominators (B, H, T, 1)"""
     k = cached['k']
     if turn is not None:
-        pos = compressed(cached['pos'])
-        k = turn(k, pos)
-        q = turn(q, for_heads(pos[:, :, -q.shape[2]:], q.shape[1]))
+        q, k = turn(q, k, cached['pos'])
     scores = cached_scores(q, k).to(cached['total'].dtype)
     scores = scores.masked_fill(~seen[:, :, None], NEVER)
     weights = scores.softmax(-1)
@@ -453,7 +460,7 @@ def bounded(q, k, v, cached, t, policy, cache, sinks=0, spill=False, turn=None):
     in any order. pos is -1 in an empty slot.
     spill: evict before the step reads. The evicted token then goes into a matrix and must not count twice.
     Cache in model.py averages cache and matrix by their denominators.
-    turn(x, pos): rope. Keys then come without it and are rotated by their `compressed` positions.
+    turn(q, k, pos): `turned`, with rope. Keys then come without it.
     ->  o (B, H, T, d), log of the denominators (B, H, T, 1), the T evicted tokens, one per step, the cache"""
     if cached is None:
         cached = empty_slots(k, cache)

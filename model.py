@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 import fastweight
 from data import prepare, weights
 from data.flags import briefly, expected, fits, flag, known, picked, refuse, typed
-from fastweight import FEATURE_MAPS, FLOOR, LOG_MIN, NORMALISERS, RULES, feature_map, for_heads
+from fastweight import FEATURE_MAPS, FLOOR, GAPS, LOG_MIN, NORMALISERS, RULES, feature_map, for_heads
 
 # ---- what a model is ---------------------------------------------------------------------------------------
 OF_DATA = {'vocab_size': 256, 'classes': 0, 'pad': None, 'source': 0, 'patch': 0}     # fields set by the data
@@ -60,8 +60,9 @@ class Config:
                       of=SINKS)
     overflow: str = flag('', 'rule and map for evicted tokens: sum:slots, delta:taylor; train with window or '
                              'sink, run with any policy', of=BOUNDED)
-    positions: str = flag('true', 'of cached tokens; compress: gaps g > 10 are ceil(10 + ln ln(g - 10 + e))',
-                          ['true', 'compress'], of=BOUNDED)
+    positions: str = flag('true', 'of cached tokens; compress: gaps g > 10 are ceil(10 + ln ln(g - 10 + e)); '
+                                   'log, sqrt: ceil(10 + ln(g - 9)), ceil(10 + sqrt(g - 10))',
+                          ['true', *GAPS], of=BOUNDED)
     pos: str = flag('auto', 'auto: rope in layers with a cache; learned if there is an encoder',
                     ['auto', 'none', 'learned', 'rope'])
     causal: bool = flag(True, 'false: an encoder, each step sees all of the text; needs data with classes')
@@ -145,8 +146,8 @@ class Config:
             f'--overflow={self.overflow} takes the tokens that a limited cache evicts, as --rule=sink; leave '
             f'it out with {", ".join(dict.fromkeys(self.rules))}')
         yield over and over not in MATRIX, f'--overflow={self.overflow}: choose from {", ".join(MATRIX)}'
-        yield self.positions == 'compress' and (not kept or over or self.pos not in ('auto', 'rope')), (
-            '--positions=compress needs a bounded cache with rope, and without --overflow')
+        yield self.positions != 'true' and (not kept or over or self.pos not in ('auto', 'rope')), (
+            f'--positions={self.positions} needs a bounded cache with rope, and without --overflow')
         yield self.source and not self.encoder, (
             '--encoder=0: in data of pairs an encoder reads the source; give --encoder=3, say')
         yield self.encoder and (not self.causal or self.classes), (
@@ -650,16 +651,18 @@ class Cache(nn.Module):
     2024, arXiv:2410.10254).
 
     n_head: H   n_kv: G; 0: H   cache, sinks, overflow, gate_rank, positions: the flags of Config
-    turn(x, pos): rope, for --positions=compress"""
+    rope(x, pos): for --positions=compress, log, sqrt"""
     forms = PLAIN
 
     def __init__(self, rule, n_embd, n_head, head_dim, cache=256, sinks=4, overflow='', gate_rank=0,
-                 positions='true', causal=True, turn=None, n_kv=0):
+                 positions='true', causal=True, rope=None, n_kv=0):
         super().__init__()
         self.rule = RULES[rule]
         self.cache = cache
         self.sinks = sinks
-        self.turn = turn if positions == 'compress' else None
+        self.turn = None
+        if positions != 'true':
+            self.turn = functools.partial(fastweight.turned, rope=rope, positions=positions)
         self.causal = causal
         self.overflow = None
         if overflow:
@@ -773,12 +776,12 @@ class Mixer(nn.Module):
         self.sizes = [c.n_head * self.key_dim, n_kv * self.n * self.key_dim, n_kv * self.n * self.head_dim]
         self.turn = functools.partial(rope, theta=c.theta, scaling=c.rope_scaling)
         self.qkv = nn.Linear(c.n_embd, sum(self.sizes), bias=c.bias)
-        self.rope = c.uses_rope(rule) and flags.get('positions') != 'compress'      # else Cache rotates them
+        self.rope = c.uses_rope(rule) and flags.get('positions', 'true') == 'true'  # else Cache rotates them
         if rule in MATRIX:
             self.memory = FastWeights(rule, c.n_embd, n_kv, self.head_dim, causal=causal, **flags)
         else:
             self.memory = Cache(rule, c.n_embd, c.n_head, self.head_dim, n_kv=n_kv, causal=causal,
-                                turn=self.turn, **flags)
+                                rope=self.turn, **flags)
         self.out_norm = None
         if c.out_norm and rule in MATRIX and not self.memory.normalise:   # else they are normalised already
             self.out_norm = nn.LayerNorm(self.head_dim, bias=False)

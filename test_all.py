@@ -408,6 +408,8 @@ def test_compressed_positions_shrink_long_gaps():
     mixed = fastweight.compressed(pos[None, None, [3, 0, 4, 2, 1]])
     near(mixed, torch.tensor([[[33, 0, 46, 21, 10]]]), 1e-6)
     assert math.ceil(10 + math.log(math.log(34 - 10 + math.e))) == 12
+    near(fastweight.compressed(pos[None, None], 'log'), torch.tensor([[[0, 10, 21, 35, 59]]]), 1e-6)
+    near(fastweight.compressed(pos[None, None], 'sqrt'), torch.tensor([[[0, 10, 21, 36, 1046]]]), 1e-6)
 
 
 # ==== Exercises: skipped unless EXERCISE=1, red until solved; answers: assets/ANSWERS.md ====================
@@ -676,7 +678,8 @@ def test_fast_caches_equal_the_definition_in_all_they_return(policy):
     q, k, v = torch.randn(2, 6, 17, 4, dtype=f64), *torch.randn(2, 2, 3, 17, 4, dtype=f64)
     q[:, :, 6:9] = 0                            # ties
     totals = ['total'] if 'h2o' in policy else []               # which nobody else asks for
-    for cache, spill, turn in (5, False, None), (5, True, None), (4, False, rope), (20, False, None):
+    turned = partial(fastweight.turned, rope=rope, positions='compress')
+    for cache, spill, turn in (5, False, None), (5, True, None), (4, False, turned), (20, False, None):
         cached = fast = None
         for start, end in (0, 1), (1, 9), (9, 10), (10, 17):
             qkv = [x[:, :, start:end] for x in (q, k, v)]
@@ -697,7 +700,8 @@ def test_rows_that_go_first_are_a_shorter_window_and_turned_keys_are_those_of_ro
     near(first[1][:, :, 10:], (q[:, :, 10:] @ k[:, :, 7:].mT / 2).logsumexp(-1, keepdim=True))
     t = torch.arange(11)
     wanted = fastweight.softmax(rope(q, t), rope(k, t), v)[0]
-    near(bounded(q, k, v, None, 0, 'sink', 11, 2, turn=rope)[0], wanted, 1e-5)         # angles are fp32
+    turned = partial(fastweight.turned, rope=rope, positions='compress')
+    near(bounded(q, k, v, None, 0, 'sink', 11, 2, turn=turned)[0], wanted, 1e-5)       # angles are fp32
 
 # kernels.py
 
