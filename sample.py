@@ -34,7 +34,7 @@ import torch
 from data import chat, prepare
 from data.flags import briefly, flag, parse, plural, refuse, typed
 from data.weights import read_tensors, refuse_target, weights_digest, write_tensors
-from fastweight import FLOOR, for_heads
+from fastweight import FLOOR
 from model import (GPT, Config, Swap, chosen_texts, idle, load, map_state, pack, pick_device, pick_forms,
                    join, refuse_broken, sample, seen_by_k, spread, state_bytes, try_compiler, unpack)
 
@@ -100,7 +100,7 @@ def check_flags(given, args, config):
     for holds, does, unused in [
             (args.source, 'translates --source, and nothing else', of_steps | {'prompt'}),
             (config.classes or not config.causal, 'tells classes apart, and nothing else', of_steps),
-            (args.chat, 'chats', {'samples', 'save_state', 'load_state', 'html', 'special', 'lines'}),
+            (args.chat, 'chats', {'samples', 'save_state', 'load_state', 'special', 'lines'}),
             (args.lines, 'reads lines', {'samples', 'save_state', 'load_state', 'html'}),
             (not args.source, 'translates nothing without --source', {'beam', 'penalty'})]:
         ignored = sorted(unused & given.keys())
@@ -212,16 +212,15 @@ def translate(args, model, meta):
 @torch.no_grad()
 def given_to_memories(model, tokens):
     """What the memory of each layer is given while a text is read, tokens (1, T) -> one dict per layer: q, k,
-    v and the gates that it has, as `recurrent` takes them (1, H, n T, .), with n writes per token. A layer
-    with a cache has `gone` (1, H, T) instead of gates, see Cache.evicted_at."""
+    v and the gates that it has, as `recurrent` takes them (1, H or G, n T, .), with n writes per token. A
+    layer with a cache has `gone` (1, G, T) instead of v and gates, see Cache.evicted_at."""
     layers = []
     for seen in model.through(tokens):
         memory = seen.mixer.memory
         n = seen.mixer.n
-        H = seen.q.shape[1]
-        layer = {'n': n, 'q': seen.q, 'normalise': False, 'floor': None, 'k': seen.k, 'v': seen.v}
+        layer = {'n': n, 'q': seen.q, 'normalise': False, 'floor': None}
         if memory.rule.keeps:
-            layer['gone'] = memory.evicted_at(seen.q, seen.k, seen.v)
+            layer.update(k=seen.k, gone=memory.evicted_at(seen.q, seen.k, seen.v))
         else:
             layer |= memory.writes(seen.u, seen.k, seen.v)
             q, _ = memory.asked(seen.q, seen.k, layer, {})
@@ -231,9 +230,6 @@ def given_to_memories(model, tokens):
             seen = seen_by_k(layer['k'], layer['k'].cumsum(2))
             erase = layer['erase'] / seen.clamp(min=FLOOR)
             layer['erase'] = erase.where(seen > FLOOR, 0)   # at first S is empty; 16 bits end early
-        for name, x in layer.items():
-            if torch.is_tensor(x):
-                layer[name] = for_heads(x, H)               # the page knows no groups
         layers.append(layer)
     return layers
 
@@ -250,7 +246,7 @@ def write_page(args, model, meta, tokens):
     row = torch.tensor([tokens], device=model.embed.weight.device)
     for rule, given in zip(model.config.rules, given_to_memories(model, row)):
         arrays = {name: as_base64(given[ours]) for ours, name in RECORDED.items() if ours in given}
-        layer = {'rule': rule, 'heads': given['k'].shape[1], 'arrays': arrays}
+        layer = {'rule': rule, 'heads': given['q'].shape[1], 'arrays': arrays}
         layer.update({name: given[name] for name in ('n', 'normalise', 'floor')})
         if 'gone' in given:
             layer['gone'] = given['gone'][0].tolist()
@@ -390,17 +386,18 @@ def converse(args, model, meta):
     state = None
     pending = []                                            # a token that was written, but not read
     known = ''                                              # the text of the state and these tokens
+    heard = []                                              # the tokens of the state, for --html
     for said in spoken(args):
         if said == '/quit':
             break
         if said == '/reset':
-            messages, state, pending, known = [], None, [], ''
+            messages, state, pending, known, heard = [], None, [], '', []
         if said in ('', '/reset'):
             continue
         messages.append({'role': 'user', 'content': said})
         text = chat.rendered(messages, data)
         if not text.startswith(known):
-            state, pending, known = None, [], ''
+            state, pending, known, heard = None, [], '', []
         ids = pending + chat.tokens(text[len(known):], data)
         if not ids:
             raise ValueError(f'{args.init}: its chat template makes nothing of these messages')
@@ -408,6 +405,7 @@ def converse(args, model, meta):
         state = model.read(tokens[:, :-1], state)
         last, state, _, [answer] = write_texts(args, model, data, tokens[:, -1:], state, ids)
         pending = [] if last.item() in data['ends'] else last[0].tolist()
+        heard += ids + answer[:len(answer) - len(pending)]
         answer = prepare.decode(answer, data)
         messages.append({'role': 'assistant', 'content': answer})
         known = text + chat.marked(answer, data)
@@ -415,6 +413,8 @@ def converse(args, model, meta):
         say('nothing was said')
     else:
         say(f'{int(state["t"]):,} tokens read and written; state of {state_bytes(state):,} bytes')
+    if args.html and heard:
+        write_page(args, model, meta, (heard + pending)[:ON_A_PAGE])
 
 
 def complete(args, model, meta):

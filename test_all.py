@@ -3363,7 +3363,8 @@ def run_in(path):
     for layer in run['layers']:
         for name, x in layer['arrays'].items():
             flat = np.frombuffer(base64.b64decode(x['data']), np.float16).astype(np.float32)
-            layer['arrays'][name] = torch.from_numpy(flat).view(1, layer['heads'], -1, x['d'])
+            steps = layer['n'] * len(run['tokens'])
+            layer['arrays'][name] = torch.from_numpy(flat).view(1, -1, steps, x['d'])      # heads may share keys
     return run
 
 @pytest.mark.parametrize('flags', [
@@ -3938,26 +3939,31 @@ def test_a_template_does_what_it_may_or_is_refused_in_one_line(template, result,
 @pytest.mark.parametrize('rule', ['softmax', 'tova'])
 def test_a_conversation_is_read_as_one_text(rule, tmp_path, capsys, monkeypatch):
     """Each answer is that to the whole text so far; what was said is read once, unless the template changes it.
-    """
+    The page of --html has all of it since the last /reset."""
     data, lines = a_talker(tmp_path), ['the quick', '', 'jumps</s> over', '/reset', 'the quick', '/quit', 'no']
     swap = [f'--rule={rule}', '--cache=200'] * (rule != 'softmax')
     read, plain, texts = [], GPT.read, []
     monkeypatch.setattr(GPT, 'read', lambda self, tokens, state=None: read.append(tokens.shape[1]) or plain(
         self, tokens, state))
     monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO('\n'.join(lines).encode())))
-    out = written(capsys, f'--init={tmp_path}', '--chat', '--tokens=6', '--temperature=0', *swap)[0]
+    heard = []
+    monkeypatch.setattr(sample, 'write_page', lambda *given: heard.extend(given[-1]))
+    flags = '--chat', '--tokens=6', '--temperature=0', '--html=a.html', *swap
+    out = written(capsys, f'--init={tmp_path}', *flags)[0]
     monkeypatch.setattr(sys, 'stdin', None)                     # closed: nobody speaks
     assert not written(capsys, f'--init={tmp_path}', '--chat')[0]
-    model, total = load(tmp_path)[0], sum(read)
+    model, total, answers = load(tmp_path)[0], sum(read), []
 
     def answer(*messages):
         ids = chat.tokens(chat.rendered(said(*messages), data), data)
         found = [token.item() for token, _ in itertools.islice(model.generate(torch.tensor([ids]), temperature=0), 6)]
+        found = list(itertools.takewhile(lambda token: token not in data['ends'], found))
         texts.append(ids)
-        return prepare.decode(itertools.takewhile(lambda token: token not in data['ends'], found), data)
+        answers.append(found)
+        return prepare.decode(found, data)
     first = answer('the quick')
     second = answer('the quick', first, 'jumps</s> over')
-    assert out.splitlines() == f'{first}\n{second}\n{first}'.splitlines()
+    assert out.splitlines() == f'{first}\n{second}\n{first}'.splitlines() and heard == texts[0] + answers[0]
     again = len(texts[0]) if first != first.strip() else 0
     assert total < len(texts[0]) + len(texts[1]) + again
 
