@@ -18,7 +18,7 @@ A model of train.py's default size takes six minutes on one core, controls inclu
                  as clusters of its keys, gates so that a head remembers as far as its teacher sees.
     distil       Stage 1 trains the new parameters, or whole mixers (attention layers). Each layer learns to
                  imitate the teacher's layer on the teacher's inputs.
-    fine-tune    Stage 2 trains all weights, or LoRA, on the teacher's distribution or on the next token.
+    fine-tune    Stage 2 trains all weights (or LoRA's) to predict what the teacher predicts, or the text.
     fold         (--fold) Multiply T2R's feature map into W_q and W_k.
     controls     Train the teacher for as many more steps, at two learning rates, and train the student from
                  scratch: what these steps give without a teacher to imitate.
@@ -63,7 +63,7 @@ from train import (PRETRAINED_LR, PRETRAINED_ROW, QUIET, SMALL, Rows, adamw, beg
 
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
-# kind of feature map. pure first imitates the teacher's hidden states, hybrid its attention.
+# kind of feature map. hybrid first imitates the teacher's attention; pure its hidden states, of a small one.
 RECIPES = {
     'pure': '--rule=gla-beta --distil=hidden --learn=mixer --distil_lr=1e-2 --faster=5',
     'hybrid': '--rule=sink --cache=64 --overflow=sum:slots --distil=mse --faster=5',
@@ -333,8 +333,8 @@ def mismatch(kind, seen, student):
         hidden    mean square error of the block's output (MOHAWK, arXiv:2408.10189)
         ce        cross entropy -sum_s a_ts log w_ts of the teacher's weights a, the student's w (Zhang 2024,
                   eq. 4)
-        mse       mean square error of the attention output, over the teacher's variance in the rows that are
-                  computed together (LoLCATs, arXiv:2410.10254)
+        mse       mean square error of the attention output, divided by the teacher's variance in these rows
+                  (LoLCATs, arXiv:2410.10254)
     seen: what GPT.through yields for the teacher"""
     twin = student.get_submodule(seen.name)
     real = slice(None)

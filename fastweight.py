@@ -86,8 +86,8 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
     ->  o (B, H, T, V), last S (fp32; fp64 for fp64 inputs)
     A gate that is None has no effect: w = 1, e = 0, f = z = 1. S = None starts from 0.
     Log-decays are clamped at LOG_MIN = -5 per step.
-    normalise: o_t is divided by max(n_t . q_t, floor). n is the row of S that a value of always 1 would get:
-    the sum of the keys, written and decayed. With features >= 0, o_t is then an average of the values.
+    normalise: o_t is divided by max(n_t . q_t, floor). n is the sum of the keys, written and decayed like the
+    values: one more row of S, for a value that is always 1. With features >= 0, o_t averages the values.
     Katharopoulos 2020 sec. 3.2. ValueError for normalise with erase, or with a vector write or log_z:
     `refuse_mean` says why.
     From Schlag 2021 sec. 4.2 (w = e = beta), Mao 2022 (f, z), Peng 2021 (f = g, w = 1-g), KDA (f, w = e),
@@ -197,11 +197,11 @@ def finish(o, normalise, floor, dtype):
 #    key finds is read with exp(c - c_m) and written with exp(c_m - c), and these cancel.
 #
 # Why at most 16 steps in a decaying chunk here, but 32 in kernels.py? A step is at most 8 steps away from the
-# middle. At -5 per step its factors stay within exp(+-40). If keys and values both decay, autograd multiplies
-# the gradient of a key factor by value factors: up to exp(80), and fp32 ends at exp(88). The backward that
-# kernels.py writes out needs no gradient of a factor. (With decay on one side only, 32 steps would be safe
-# here, too.) A trap: above the diagonal exp(a_t - a_s) has s after t, and in a longer chunk it is inf. Masked
-# after the product, as below, its gradient would be inf * 0 = NaN.
+# middle. At -5 per step its factors stay within exp(+-40). If keys and values both decay, a gradient that
+# autograd computes has a key's factor times a value's: up to exp(80), and fp32 ends at exp(88). The backward
+# that kernels.py writes out has no gradient of a factor. (With decay on one side only, 32 steps would be safe
+# here, too.) A trap: above the diagonal s comes after t, and in a longer chunk exp(a_t - a_s) is inf there.
+# It is masked after the product, as below, so its gradient would be inf * 0 = NaN.
 DECAYING = 16
 
 def factors(log_decay):
@@ -213,7 +213,7 @@ def factors(log_decay):
 
 def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR,
             chunk=64):
-    """`recurrent` in matrix products, chunk after chunk. Same arguments and results, any T >= 1.
+    """`recurrent` in matrix products, chunk after chunk: same results, any T >= 1. With decays C is at most 16.
     O(T (C (K + V) + K V)): short chunks need less arithmetic, long chunks make fewer and larger products.
     Letters as above and in kernels.py."""
     dtype = v.dtype
@@ -596,7 +596,7 @@ class T2R(FeatureMap):
 class Hedgehog(FeatureMap):
     """[softmax(y), softmax(-y)], y = W x. Each layer learns its own W (H, d, d), at first the identity.
     Zhang 2024 sec. 4, with the softmax over features of its appendix A. The other forms:
-    exp      [e^(y - max y), e^(min y - y)]: cannot overflow either, but each key is rescaled by its maximum
+    exp      [e^(y - max y), e^(min y - y)]: cannot overflow either, but each key has a scale of its own
     paper    e^(W x + b), equation 3 of the paper, d features
     listing  [e^y, e^-y], y = W x + b, the listing of the appendix: q and k have separate W and b
     4        one softmax over all 8d features of [y, -y], W (H, 4d, d). W starts as the identity and 3 random
@@ -726,7 +726,7 @@ def itself(x):
     return x
 
 def elu1(x):
-    """elu(x) + 1 as exp(x) for x < 0: the sum would round to 0 for x < -17 in fp32, for x < -6 in bf16."""
+    """elu(x) + 1. Where x < 0 that is exp(x); e^x - 1 + 1 would round to 0 below -17 in fp32, -6 in bf16."""
     return x.relu() + x.clamp(max=0).exp()
 
 FEATURE_MAPS = {  # name: constructor (n_head, head_dim, [arg]) -> module with .feature_dim

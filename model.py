@@ -463,7 +463,8 @@ SEGMENT = 512       # steps whose features are in memory at a time, without grad
 
 
 class FastWeights(nn.Module):
-    """The heart of a layer with a matrix: a writer (`writes`), a form of the recurrence, a reader (`reads`).
+    """The heart of a layer with a matrix: what is written (`writes`), what is asked (`asked`, `reads`), and a
+    form of the recurrence between them.
 
     forward(x, q, k, v, state, t, real):
     x (B, T, n_embd)   q (B, H, T, head_dim)   k, v (B, G, T, head_dim)
