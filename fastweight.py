@@ -213,7 +213,7 @@ def factors(log_decay):
 
 def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR,
             chunk=64):
-    """`recurrent` in matrix products, chunk after chunk: same results, any T >= 1. With decays C is at most 16.
+    """`recurrent` in matrix products, chunk after chunk: same results, any T >= 1. With decays C <= 16.
     O(T (C (K + V) + K V)): short chunks need less arithmetic, long chunks make fewer and larger products.
     Letters as above and in kernels.py."""
     dtype = v.dtype
