@@ -414,6 +414,8 @@ def converse(args, model, meta):
     else:
         say(f'{int(state["t"]):,} tokens read and written; state of {state_bytes(state):,} bytes')
     if args.html and heard:
+        if len(heard) > ON_A_PAGE:
+            say(f'--html: a page shows {ON_A_PAGE:,} tokens, so the end of this chat is not on it')
         write_page(args, model, meta, (heard + pending)[:ON_A_PAGE])
 
 
