@@ -2932,6 +2932,20 @@ def test_weights_decay_in_matrices_alone():
     for group in train.adamw(model, 1e-2, .1, torch.device('cpu')).param_groups:
         assert all((p.dim() == 2) == (group['weight_decay'] == .1) for p in group['params'])
 
+def test_a_compiled_model_leaves_the_recurrence_alone(text, tmp_path, monkeypatch):
+    plain, seen = torch.compile, []
+
+    def recurrence(*given, **how):
+        seen.append(torch.compiler.is_compiling())
+        return fastweight.chunked(*given, **how)
+    monkeypatch.setattr(train, 'pick_forms', lambda impl: model_py.PLAIN._replace(recurrence=recurrence))
+    monkeypatch.setattr(torch, 'compile', lambda model: plain(model, backend='eager'))
+    for flags in [], ['--compile']:
+        trained(text, tmp_path / str(flags), *flags, steps=2)
+    assert len(seen) > 4 and not any(seen)
+    losses = [[row['loss'] for row in log(tmp_path / str(flags)) if 'loss' in row] for flags in ([], ['--compile'])]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
 def test_resume_refuses_another_model(a_model, tmp_path, capsys):
     path, resume = shutil.copy(a_model(), tmp_path), ['--resume', f'--out={tmp_path}']
     assert '--n_layer=3' in refused(capsys, train.main, *resume, '--n_layer=3')

@@ -801,7 +801,10 @@ def built(args, config, data, weights):
     longest = max(data.T, config.block_size) if weights else data.T     # keep all learned positions
     model = GPT(dataclasses.replace(config, block_size=longest, **of_data)).to(data.device)
     refuse(mistakes(args, config, data, model))
-    model.use(pick_forms(args.impl))
+    forms = pick_forms(args.impl)
+    if args.compile:                    # TorchDynamo cannot trace Triton's launches, nor how kernels are tried
+        forms = forms._replace(recurrence=torch.compiler.disable(forms.recurrence))
+    model.use(forms)
     if weights and model.config.classes and not config.classes:         # then it gets a new head
         new = model.state_dict()
         weights = {**weights, 'head.weight': new['head.weight'], 'head.bias': new['head.bias']}
