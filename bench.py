@@ -844,7 +844,8 @@ def divergence(teacher, student, x):
 
 
 def transfer(args, suite):
-    """Does a map that imitates softmax on short rows of one text do so on another, and on longer rows?"""
+    """Does a map that imitates softmax on short rows of one text do so on another, and on longer rows? Lines
+    that would learn from labels that the teacher does not know are left out."""
     path, teacher, meta = softmax_model(args, tasks=True)
     sentences = 'row' in meta['data']
     T = meta['data']['row'] if sentences else max(16, row_of(args, teacher.config) // 8)
@@ -855,11 +856,13 @@ def transfer(args, suite):
     known = []
     for text, name in ('own', ''), ('other', args.data or 'stdlib'):
         _, _, data, names[text] = a_text(args, path, meta, max(times) * T, 1, name)
-        known.append(data['val'])
-    if known[0] == known[1]:
+        known.append(data)
+    if known[0]['val'] == known[1]['val']:
         raise ValueError(f'--data={names["other"]}: what {path} was trained on; give another text')
     args.remarks.update({**names, 'tokens of a row that maps learned on': T})
     learned_on = dict(names)
+    if known[1].get('classes', 0) > known[0].get('classes', 0):         # the teacher knows no such labels
+        del learned_on['other']
     if not sentences:                                                   # random ones have no label
         learned_on['random'] = random_tokens(args, meta['data'])
     models = {}

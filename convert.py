@@ -949,6 +949,9 @@ def begun(args, changes, teacher, data):
 def rows_of(args, meta, device):
     """-> the rows to train on and to judge by, and what the data is called"""
     *sides, of_data, name = prepare.for_model(args.from_, meta, args.data, args.row)
+    known, found = (data.get('classes', 0) for data in (meta['data'], of_data))
+    if 0 < known < found:
+        raise ValueError(f'--data={name}: {found} classes, but {args.from_} knows {known}')
     T = of_data.get('row', args.row)
     whole = args.batch_size * T * of_data['vocab_size'] <= logits_at_once(device)
     parts = 1 if whole else args.batch_size                 # all rows of a step at once, or one by one

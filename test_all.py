@@ -4324,19 +4324,22 @@ def test_bench_transfers_maps_to_another_text(a_model, text, tmp_path, in_proces
         assert min(wanted) > 0
     assert used == {text, other, str(tmp_path / 'out' / 'random-0')}
 
-def test_bench_looks_at_the_maps_of_an_encoder(a_model, tmp_path, in_process):
-    """Labelled sentences are read one after the other, without padding; random ones have no label."""
+def test_bench_looks_at_the_maps_of_an_encoder(a_model, tmp_path, in_process, capsys):
+    """Labelled sentences are read one after the other, without padding. Random ones have no label, and those of
+    the others have one that the teacher does not know."""
     def sentences(name, power):
-        lines = [f'{i % 3}\t{i ** power} and {i}\n' for i in range(300)]
+        lines = [f'{i % (power + 1)}\t{i ** power} and {i}\n' for i in range(300)]
         return put(tmp_path, name, ''.join(lines))
     path = a_model('--rule=softmax', '--causal=false', data=sentences('own.tsv', 2))
     rows = ran(tmp_path, 'monotone', f'--init={path}', '--steps=2', '--only=hedgehog,elu')
     forms = {row['form'] for row in rows if row['entropy']}
     assert forms == {'softmax', 'elu', 'hedgehog', 'hedgehog, distilled'}
     other = sentences('others.tsv', 3)
-    only = '--only=hedgehog,hedgehog random,elu'
+    only = '--only=hedgehog,hedgehog random,hedgehog other,elu'
     rows = ran(tmp_path, 'transfer', f'--init={path}', '--steps=2', f'--data={other}', only)
     assert {row['form'] for row in rows} == {'hedgehog', 'elu'}
+    refusal = refused(capsys, convert.main, f'--from={path}', f'--data={other}')
+    assert f'--data={other}: 4 classes, but {path} knows 3' in refusal
     x, _, data, _ = bench.a_text(bench.Args(device='cpu'), path, load(path)[1], 32, 2, other)
     val = prepare.load(other, like=load(path)[1]['data'])[1].reshape(-1, 2, data['row'])[:, 0]
     read = ''.join(prepare.decode(row[row != data['pad']].tolist(), data) for row in val)
