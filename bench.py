@@ -227,7 +227,8 @@ def draw(args, suite, table):
     plt.close('all')
     plt.style.use('tableau-colorblind10')
     marked = plt.rcParams['axes.prop_cycle'] + plt.cycler(marker=list('osD^vXP*<>'))   # for grey print
-    looks = plt.cycler(linestyle=['-', '--', ':', '-.']) * marked
+    rounds = plt.cycler(linestyle=['-', '--', ':', '-.'], fillstyle=['full', 'none', 'left', 'right'])
+    looks = rounds * marked
     plt.rcParams.update({'font.size': 12, 'axes.prop_cycle': looks, 'axes.formatter.min_exponent': 3})
     figure, [axes] = plt.subplots(1, n, figsize=(7.5 * n, 4.5), squeeze=False, layout='constrained')
     forms = {}                      # in order
