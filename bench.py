@@ -386,16 +386,20 @@ def a_line(args, suite, way, form, seed):
     return {**result, 'recovered': 100 * result['accuracy'] / teacher['accuracy']}
 
 
+def set_named(data):
+    """The name of the set that --data names: cola of cola:FOLDER, which is cola, read from there."""
+    return data.partition(':')[0]
+
+
 def ways_of(args, suite):
     """The ways to run. --data selects among those that name their data. Data that cannot be prepared are
     skipped, with a message."""
     sets = [way.data for way in suite.ways.values()]
-    chosen_set, _, _ = args.data.partition(':')                 # cola:FOLDER is cola, read from there
-    if args.data and all(sets) and chosen_set not in sets:
+    if args.data and all(sets) and set_named(args.data) not in sets:
         raise ValueError(f'--data={args.data}: choose from {", ".join(sets)}')
     to_run = {}
     for name, way in suite.ways.items():
-        another = args.data and way.data and chosen_set != way.data
+        another = args.data and way.data and set_named(args.data) != way.data
         if another or way.full not in (None, args.full):
             continue
         data = args.data or way.data or 'stdlib'
@@ -562,7 +566,7 @@ def tracking(args, suite):
 def glue(args, suite):
     """Like `runs`, in --dtype. --init: fine-tune this pretrained model instead, at a rate for such models.
     CoLA alone is judged by Matthews' correlation, as in GLUE."""
-    if args.data.partition(':')[0] == 'cola':
+    if set_named(args.data) == 'cola':
         suite = dataclasses.replace(suite, figure='matthews', beside=('accuracy', 'recovered', 'majority'))
     in_type = f'--dtype={str(args.dtype).removeprefix("torch.")}'
     ways = {}
@@ -808,7 +812,8 @@ def monotone(args, suite):
     weights['softmax'] = result['query']['softmax']
     spiky = statistics.mean(column(layers, 'entropy of teacher'))
     x, _, _, _ = a_text(args, path, meta, length, 4, args.data)
-    grows = statistics.mean((seen.scores > -1).float().mean().item() for seen in model.through(x))
+    with torch.inference_mode():
+        grows = statistics.mean((seen.scores > -1).float().mean().item() for seen in model.through(x))
     yield {'form': 'softmax', 'order kept': 1.0, 'entropy': spiky, 'KL to teacher': 0.0,
            'where Taylor grows': grows}
     for form in DRAWN:

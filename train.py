@@ -802,7 +802,7 @@ def built(args, config, data, weights):
     model = GPT(dataclasses.replace(config, block_size=longest, **of_data)).to(data.device)
     refuse(mistakes(args, config, data, model))
     forms = pick_forms(args.impl)
-    if args.compile:                    # TorchDynamo cannot trace Triton's launches, nor how kernels are tried
+    if args.compile:                    # TorchDynamo cannot trace Triton, nor how its kernels are tried
         forms = forms._replace(recurrence=torch.compiler.disable(forms.recurrence))
     model.use(forms)
     if weights and model.config.classes and not config.classes:         # then it gets a new head

@@ -35,20 +35,8 @@ CUT = {
     r'train\.py --resume': '--steps=5',
     r'convert\.py (?!.*--export)': '--steps=2 --distil_steps=2 --eval_rows=2',
     r'convert\.py --from=gpt2': '--revision=tiny',
-    r'bench\.py (lra|capacity|update|recall|language|translate|convert)': '--steps=2 --seeds=1',
-    r'bench\.py lra': '--data=mnist --only=hedgehog',
-    r'bench\.py (capacity|update)': '--lengths=20',
-    r'bench\.py recall': '--only=hedgehog',
-    r'bench\.py tracking': '--steps=2 --only=sum',
-    r'bench\.py language': '--only=delta --data=my.txt',
-    r'bench\.py translate': '--only=softmax',
-    r'bench\.py convert': '--only=pure',
-    r'bench\.py (decode|layer|train)': '--lengths=64 --heads=2',
-    r'bench\.py batch': '--lengths=256',
-    r'bench\.py cache --init=FOLDER': '--lengths=32',
+    r'bench\.py decode': '--lengths=64 --heads=2',
 }
-if not os.path.exists('/dev/nvidia0'):
-    CUT[r'--device=cuda'] = '--device=cpu'
 
 
 # ---- stand-ins: each function makes one thing in the clone -------------------------------------------------
@@ -122,16 +110,6 @@ def multi30k(clone):
     prepare(clone, 'multi30k', '--file=made/pairs')
 
 
-def mnist(clone):
-    """100 pictures of noise per side, ten of each class."""
-    for side in 'train', 't10k':
-        pixels = random.Random(side).randbytes(100 * 28 * 28)
-        sizes = b''.join(n.to_bytes(4, 'big') for n in (100, 28, 28))
-        write(f'{clone}/made/mnist/{side}-images-idx3-ubyte.gz', b'\0\0\x08\x03' + sizes + pixels)
-        write(f'{clone}/made/mnist/{side}-labels-idx1-ubyte.gz', b'\0\0\x08\x01' + sizes[:4] + bytes(range(10)) * 10)
-    prepare(clone, 'mnist', '--file=made/mnist')
-
-
 HUB_MODEL = """
 import dataclasses, sys
 from data.weights import FAMILIES, to_folder
@@ -173,7 +151,7 @@ def llama(clone):
 
 MADE = {    # part of a command: the function that makes it, before the first such command
     '=shakespeare': shakespeare, '=wikitext2': wikitext2, '=cola': cola, '=multi30k': multi30k,
-    'translate': multi30k, '=mnist': mnist, '=my.txt': texts, '=novels.txt': texts, '=FOLDER': llama,
+    '=my.txt': texts, '=novels.txt': texts, '=FOLDER': llama,
     '=gpt2': gpt2, '=bert-base-uncased': bert, '=HuggingFaceTB/': smollm2}
 
 

@@ -150,15 +150,17 @@ def value_of(flag, text, field):
 def print_help(doc, fields, first):
     """Print a script's docstring, then a line per flag: default, help, choices. `first`: those on top"""
     print((doc or '').strip())                      # python -OO removes docstrings
-    often = {f'--{name}': fields[f'--{name}'] for name in first.split()}
-    for i, (flag, field) in enumerate({**often, **fields}.items()):
-        if i in (0, len(often)):
-            print()
-        default = '' if field.default is None else field.default
-        about = field.metadata['help']
-        if field.metadata['choices']:
-            about += f' [{"|".join(field.metadata["choices"])}]'
-        print(f'  {flag}={default}'.ljust(24), about)
+    often = [f'--{name}' for name in first.split()]
+    rest = [flag for flag in fields if flag not in often]
+    for flags in filter(None, (often, rest)):
+        print()
+        for flag in flags:
+            field = fields[flag]
+            default = '' if field.default is None else field.default
+            about = field.metadata['help']
+            if field.metadata['choices']:
+                about += f' [{"|".join(field.metadata["choices"])}]'
+            print(f'  {flag}={default}'.ljust(24), about)
 
 
 def parse(argv, doc, *classes, first=''):
