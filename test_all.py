@@ -4591,7 +4591,7 @@ def test_readme_is_true_of_the_code():
     text = (HERE / 'README.md').read_text()
     results = (HERE / 'assets' / 'RESULTS.md').read_text()
     for name, rule in RULES.items():
-        assert f'`{name}`' in text if rule.matrix else f'| `{name}` | {rule.about} |' in results, name
+        assert f'`{name}`' in (text if rule.matrix else results), name
     for name in (*FEATURE_MAPS, *NORMALISERS):
         assert re.search(rf'`{name}[`:]', results), name
     assert {*bench.SUITES} == {*SUITES, 'all'}
