@@ -1,12 +1,10 @@
-"""Run measurements on this machine. A suite is an entry of SUITES, at the end of this file. It prints a
-table and writes out/bench/SUITE.csv and, if there is something to plot, SUITE.png.
-
-    python bench.py                    decode: what the next token costs
-    python bench.py all                every suite, most in one or two minutes; --full takes hours
+"""Run measurements on this machine: `python bench.py decode` and so on. A suite is an entry of SUITES, at the
+end of this file. It prints a table and writes out/bench/SUITE.csv and, if there is something to plot,
+SUITE.png. Most suites take one or two minutes; --full takes hours.
 
 Some suites run train.py and convert.py, and report one figure of each run (`runs`). Some study a trained
 softmax model, and some measure time (`timed`). `capacity` and `update` train a single layer. Finished runs
-are kept in --out, so a stopped suite continues where it was. The suites:
+are kept in --out, so a stopped suite continues where it was.
 """
 import contextlib
 import csv
@@ -1899,7 +1897,8 @@ def settings(argv):
     if name not in SUITES:
         raise ValueError(f'{name}: no such suite, --help has a line on each; choose from {", ".join(SUITES)}')
     about = '\n'.join(f'    python bench.py {suite.name:10} {suite.about}' for suite in ROWS)
-    [given] = parse(argv, f'{__doc__}\n{about}', Args, first=OFTEN)
+    what, _, how = (__doc__ or '').partition('\n\n')
+    [given] = parse(argv, f'{what}\n\n{about}\n\n{how}', Args, first=OFTEN)
     takes = f'{ALWAYS} {SUITES[name].flags}'
     for flag_name in given:
         if flag_name not in takes.split():

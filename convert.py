@@ -137,7 +137,8 @@ HELP = '\n'.join([
     __doc__ or '',
     'Recipes. Their flags replace the defaults below. With another --rule, only their training flags do:',
     *(f'    {name:<12} {row}' for name, row in RECIPES.items()),
-    f'For a teacher of {SMALL // 10 ** 6} million parameters or more the defaults are {LARGE},',
+    f'For a teacher of {SMALL // 10 ** 6} million parameters or more the defaults are',
+    f'    {LARGE}',
     'and the recipes',
     *(f'    {name:<12} {row}' for name, row in LARGE_RECIPES.items() if row != RECIPES[name])])
 

@@ -44,7 +44,7 @@ class Config:
     """Everything that defines a model. ValueError, with the names of the flags, for what is impossible."""
     rule: str = flag('delta', 'update rule of every layer', list(RULES))
     layers: str = flag('', 'one rule per layer instead, repeated over the depth: delta,delta,softmax')
-    phi: str = flag('', f'feature map, if not the rule\'s; with option: dpfp:3 [{"|".join(FEATURE_MAPS)}]',
+    phi: str = flag('', f'feature map, if not the rule\'s; with option: dpfp:3 [{", ".join(FEATURE_MAPS)}]',
                     of=MATRIX)
     norm: str = flag('', 'normaliser, if not the rule\'s', list(NORMALISERS), of=MATRIX)
     beta_max: float = flag(2.0, 'delta rules: beta lies in (0, beta_max); 1 in Schlag 2021', low=0, high=2,

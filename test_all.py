@@ -1602,7 +1602,8 @@ def test_help_lists_every_flag_with_its_default_and_choices(capsys):
         often = script.OFTEN.split()
         assert listed[:len(often)] == often and len(listed) == len({*listed})
         for field in [f for c in classes for f in dataclasses.fields(c) if f.metadata.get('help')]:
-            line = re.search(rf'^ *--{field.name.rstrip("_")}\b.*', out, re.M)[0]
+            entry = re.search(rf'^  --{field.name.rstrip("_")}\b.*(\n {{25}}.*)*', out, re.M)[0]
+            line = ' '.join(entry.split())
             assert field.metadata['help'] in line
             assert not field.default or str(field.default) in line
             assert field.type not in (int, float) or all(map(math.isfinite, field.metadata['range']))

@@ -19,6 +19,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 
 
 def flag(default, help, choices=None, low=-math.inf, high=math.inf, of=(), path=False):
@@ -148,19 +149,26 @@ def value_of(flag, text, field):
 
 
 def print_help(doc, fields, first):
-    """Print a script's docstring, then a line per flag: default, help, choices. `first`: those on top"""
-    print((doc or '').strip())                      # python -OO removes docstrings
+    """Print a screen: what a script does, its commands, the flags in `first`. Then the rest of its docstring,
+    and the other flags."""
+    paragraphs = (doc or '').strip('\n').split('\n\n')      # python -OO removes docstrings
     often = [f'--{name}' for name in first.split()]
-    rest = [flag for flag in fields if flag not in often]
-    for flags in filter(None, (often, rest)):
-        print()
-        for flag in flags:
-            field = fields[flag]
-            default = '' if field.default is None else field.default
-            about = field.metadata['help']
-            if field.metadata['choices']:
-                about += f' [{"|".join(field.metadata["choices"])}]'
-            print(f'  {flag}={default}'.ljust(24), about)
+    print_parts(paragraphs[:2], {flag: fields[flag] for flag in often})
+    print()
+    print_parts(paragraphs[2:], {flag: field for flag, field in fields.items() if flag not in often})
+
+
+def print_parts(paragraphs, fields):
+    """Print paragraphs, then each flag: default, help, choices."""
+    print('\n\n'.join([*paragraphs, '']), end='')
+    for flag, field in fields.items():
+        default = '' if field.default is None else field.default
+        about = field.metadata['help']
+        if field.metadata['choices']:
+            about += f' [{", ".join(field.metadata["choices"])}]'
+        name = f'  {flag}={default}'.ljust(24)
+        print(textwrap.fill(f'{name} {about}', 110, subsequent_indent=' ' * 25, break_on_hyphens=False,
+                            break_long_words=False))
 
 
 def parse(argv, doc, *classes, first=''):
