@@ -899,11 +899,12 @@ def tell_start(args, name, data, teacher, student, new):
             f'{plural(args.threads, "thread")}; of {sum(counts.values()):,} parameters {added:,} are new')
     size = state_of(student, 1)
     if size:
-        a_token = state_of(teacher, 2) - state_of(teacher, 1)
+        at_first = state_of(teacher, 1)
+        a_token = state_of(teacher, 2) - at_first
         grows = state_of(student, 2) - size
         text += f'; a state of {size / 1e6:.3g} MB'
         if grows < a_token:
-            first = math.ceil((size - grows) / (a_token - grows))
+            first = max(1, 2 + (size - at_first) // (a_token - grows))
             text += f', smaller than the teacher\'s from {first:,} tokens on'
     say(text)
 

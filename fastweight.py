@@ -200,8 +200,8 @@ def finish(o, normalise, floor, dtype):
 # middle. At -5 per step its factors stay within exp(+-40). If keys and values both decay, a gradient that
 # autograd computes has a key's factor times a value's: up to exp(80), and fp32 ends at exp(88). The backward
 # that kernels.py writes out has no gradient of a factor. (With decay on one side only, 32 steps would be safe
-# here, too.) A trap: above the diagonal s comes after t, and in a longer chunk exp(a_t - a_s) is inf there.
-# It is masked after the product, as below, so its gradient would be inf * 0 = NaN.
+# here, too.) A trap: above the diagonal s comes after t, so y_t . x_s has a factor exp(a_t - a_s) above 1. In a
+# longer chunk it is inf. The mask below comes after the product, so the gradient would be inf * 0 = NaN.
 DECAYING = 16
 
 def factors(log_decay):
@@ -224,7 +224,7 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
     for i in range(0, q.shape[2], chunk):
         steps = slice(i, i + chunk)
         Q, K, V, w_i, e_i, log_f_i, log_z_i = (x[:, :, steps] for x in (q, k, v, w, e, log_f, log_z))
-        f_up, f_down, f_in, f_out = factors(log_f_i)        # for reads, writes, S before, S after
+        f_up, f_down, f_in, f_out = factors(log_f_i)        # exp(a - m), exp(m - a), exp(m), exp(a_C - m)
         z_up, z_down, z_in, z_out = factors(log_z_i)
         y = Q * f_up
         x = K * f_down
@@ -233,8 +233,8 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
         if erase is not None:
             r = e_i * K * f_up
             L = (r @ x.mT).tril(-1)
-            right = U - r @ S.mT                            # the right-hand side
-            U = torch.linalg.solve_triangular(L, right, upper=False, unitriangular=True)    # (I + L) U
+            right = U - r @ S.mT                            # of (I + L) U = right; unitriangular adds I
+            U = torch.linalg.solve_triangular(L, right, upper=False, unitriangular=True)
         A = (y @ x.mT).tril()
         o.append(z_up * (A @ U + y @ S.mT))
         S = (S + U.mT @ x) * f_out * z_out.mT

@@ -103,7 +103,7 @@ def test_the_numbers_in_the_docstrings_are_true():
 
 K, V = 6, 5                 # features of keys, of values: odd sizes, and not the same, on purpose
 GATES = {           # f, z, w, e: channels of log_f, log_z, write, erase; erase=True: one number per head
-    'sum': dict(), 'attn': dict(normalise=True), 'attn, decays': dict(f=K, z=1, normalise=True),
+    'sum': dict(w=None), 'attn': dict(normalise=True), 'attn, decays': dict(f=K, z=1, normalise=True),
     'head': dict(f=1), 'values': dict(z=V), 'both': dict(f=K, z=V), 'delta': dict(erase=True),
     'delta, head': dict(f=1, erase=True), 'delta, values': dict(z=V, erase=True),
     'delta, both': dict(f=K, z=V, erase=True), 'delta, heads': dict(f=1, z=1, erase=True),
@@ -117,7 +117,9 @@ def inputs(f=0, z=0, w=0, e=0, erase=False, normalise=False, T=13, dtype=f64):
         return torch.rand(2, 2, *size, dtype=dtype)
     shift = 0 if normalise else 1 / 2
     given = dict(q=random(T, K) - shift, k=l2(random(T, K) - shift), v=random(T, V) - shift,
-                 S=random(V + normalise, K), write=random(T, w) if w else random(T))
+                 S=random(V + normalise, K))
+    if w is not None:
+        given['write'] = random(T, w) if w else random(T)
     if erase or e:
         given['erase'] = 2 * random(T, e) if e else 2 * random(T)
     if f:
@@ -3447,6 +3449,11 @@ def converted(teacher, out, *flags):
 def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, capsys):
     """Also by how much stage 1 lowers the divergence of attention."""
     found = converted(teacher, tmp_path, *flags.split())
+    models = [load(path, 'cpu')[0] for path in (tmp_path / 'ckpt.safetensors', teacher)]
+    first = int(re.search(r"smaller than the teacher's from (\d+) tokens", capsys.readouterr().out)[1])
+    for n in first - 1, first:
+        smaller, larger = (model_py.state_of(model, n) for model in models)
+        assert (smaller < larger) == (n == first)
     lines = {row['model']: row for row in found['table']}
     names = [name for name in lines if 'cached' not in name]
     assert names[:2] == ['teacher', 'swapped'] and names[-4] == 'fine-tuned' and names[-1].endswith('scratch')

@@ -59,7 +59,7 @@ OFTEN = 'data rule phi init steps batch_size lr n_layer n_head n_embd block_size
 COMPARED = 'sink', 'tova', 'h2o'        # policies that decide what is cached
 LOGITS = 2 ** 26    # that many in memory at a time, 256 MB; on a GPU more, see `logits_at_once`
 POOL = 32           # pairs are drawn for this many steps at once, then sorted: similar lengths share a step
-LAST_SECONDS = 20   # the last validation takes at most so long, or as long as the training did
+LAST_SECONDS = 20   # the last validation takes at most so long, or half as long as the training
 SAMPLE = 400        # tokens in the sample at the end
 DEFAULT_THREADS = torch.get_num_threads()       # torch's own choice: all cores, or OMP_NUM_THREADS
 PROMPTS = {'stdlib': 'class '}                  # how the sample at the end begins, per data set
@@ -854,8 +854,11 @@ def opening(model, data, args, run, log):
     every = min(args.eval_every, args.steps)
     long = 'json', *chat.TRAVELS
     about = {key: value for key, value in data.meta.items() if key not in long}
+    counts = f'{len(data.train):,} + {len(data.val):,} tokens'
+    if 'row' in data.meta:                          # inputs and targets
+        counts = f'{len(data.train) // (2 * data.T):,} + {len(data.val) // (2 * data.T):,} rows'
     text = (f'{briefly(config.rules)} | {size / 1e6:.2f} M parameters | '
-            f'{args.data}: {len(data.train):,} + {len(data.val):,} tokens of {config.vocab_size} | '
+            f'{args.data}: {counts}, a vocabulary of {config.vocab_size} | '
             f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {plural(threads, "thread")}\n'
             f'rows of {data.T}, lr {args.lr:.2g}, saved every {plural(every, "step")}; memory: about '
             f'{needs:.2g} GB; recurrence: {model.why}')
@@ -876,7 +879,7 @@ def report(model, data, args, log, **figures):
     meta = data.meta
     what = f'blocks of {data.T}'
     if data.world == 1 and not args.val_tokens:
-        seconds = max(LAST_SECONDS, 60 * figures['minutes'])
+        seconds = max(LAST_SECONDS, 30 * figures['minutes'])
         data = dataclasses.replace(data, val=data.readable(model, seconds))
     n = len(data.val)
     if n < meta['val']['tokens'] and not args.val_tokens:
