@@ -34,7 +34,7 @@ import torch
 from data import chat, prepare
 from data.flags import briefly, flag, parse, plural, refuse, typed
 from data.weights import read_tensors, refuse_target, weights_digest, write_tensors
-from fastweight import FLOOR
+from fastweight import FLOOR, RULES
 from model import (GPT, Config, Swap, chosen_texts, idle, load, map_state, pack, pick_device, pick_forms,
                    join, refuse_broken, sample, seen_by_k, spread, state_bytes, try_compiler, unpack)
 
@@ -246,13 +246,15 @@ def write_page(args, model, meta, tokens):
     row = torch.tensor([tokens], device=model.embed.weight.device)
     for rule, given in zip(model.config.rules, given_to_memories(model, row)):
         arrays = {name: as_base64(given[ours]) for ours, name in RECORDED.items() if ours in given}
-        layer = {'rule': rule, 'heads': given['q'].shape[1], 'arrays': arrays}
+        layer = {'rule': rule, 'what': RULES[rule].about, 'heads': given['q'].shape[1], 'arrays': arrays}
         layer.update({name: given[name] for name in ('n', 'normalise', 'floor')})
         if 'gone' in given:
             layer['gone'] = given['gone'][0].tolist()
         layers.append(layer)
     texts = [added(tokens[max(0, i - LOOK_BACK):i], [token], meta['data']) for i, token in enumerate(tokens)]
-    about = f'{args.init}, {plural(len(tokens), "token")}'
+    about = args.init
+    if model.config.keeps() - {None, 'all'}:
+        about += f', --cache={model.config.cache}'
     run = json.dumps({'about': about, 'tokens': texts, 'layers': layers})
     run = run.replace('<', '\\u003c')           # no text ends the script in which it stands
     with open(PAGE, encoding='utf-8') as f:
