@@ -229,9 +229,8 @@ def begin_as(teacher, student, x):
         phi = (memory.overflow or memory).phi
         if hasattr(phi, 'begin'):
             phi.begin(seen.k)
-        T = seen.q.shape[2]
-        if out_of_reach(memory) < T:
-            in_matrix = keys_in_matrix(memory, T, x.device)
+        in_matrix = keys_in_matrix(memory, seen.q.shape[2], x.device)
+        if in_matrix.any():
             remember(seen, memory, in_matrix)
             if memory.overflow is not None:
                 balance(seen, memory, in_matrix)
@@ -885,7 +884,7 @@ def cannot_learn(student, data):
         memory = mixer.memory
         if memory.overflow is None:
             continue
-        yield out_of_reach(memory) >= T, (
+        yield memory.cache >= T, (
             f'--overflow={student.config.overflow}: rows of {T} tokens never leave the {memory.cache} that '
             'are kept; take a smaller --cache, or a longer --row')
 

@@ -431,9 +431,10 @@ def complete(args, model, meta):
                          f'at most {ON_A_PAGE:,}; give fewer')
     say(f'{briefly(c.rules)} from {args.init}; recurrence: {model.why}')
     left = c.block_size - read - (int(state['t']) if state else 0)
+    near = c.positions != 'true' or (c.keeps() == {'window'} and c.cache <= c.block_size)
     if args.tokens > left and model.positions is not None:
         say(f'past {c.block_size:,} tokens, the last learned position is repeated')
-    elif args.tokens > left and c.turns() and (c.keeps() != {'window'} or c.cache > c.block_size):
+    elif args.tokens > left and c.turns() and not near:
         say(f'past {c.block_size:,} tokens, rope meets distances that it did not meet in training')
     if args.save_state and state is None and read == 1 and not args.tokens:
         raise ValueError('--save_state --tokens=0: nothing is read yet, as the next step reads a last token; '

@@ -1487,7 +1487,7 @@ DEFAULTS = {train: ['--data=TEXT', '--out=out', *TINY, '--steps=1'], sample: ['-
 ENCODER = '--causal=false --n_layer=1 --n_head=2 --n_embd=16 --data=THREES '
 REFUSED = {     # script: flags: what is said of them, as a regular expression; one row for each refusal
     train: {
-        '--ruel=delta': '--rule', '--rule=dleta': r'mean delta\?', '--steps=1.5': 'whole number',
+        '--ruel=delta': '--rule', '--learning_rate=1': r'mean --lr\?', '--rule=dleta': r'mean delta\?', '--steps=1.5': 'whole number',
         '--steps=0': 'at least 1', '--lr=nan': 'a number', '--dropout=1': r'at most 0\.99',
         '--carry=maybe': 'true or false', '--seed=1 --seed=2': 'twice', '--steps': '--steps: expected one',
         '--': '--help', '--out=': '--out', '--device=tpu9': '--device', 'RANK=1': 'torchrun',
@@ -1514,7 +1514,8 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         ENCODER + '--writes=2': 'causal=False: .* step by step', '--writes=2 --pos=rope': 'rope',
         '--writes=2 --phi=elu --norm=attn': 'one key'},
     sample: {
-        '--rule=tova --cache=0': 'at least 1', '--rule=sink --cache=4': '--sinks=4',
+        '--rule=tova --cache=0': 'at least 1', '--chat --system="be brief"': '--system=be brief: no such',
+        '--model=x': r'mean --init\?', '--temp=1': r'mean --temperature\?', '--rule=sink --cache=4': '--sinks=4',
         '--rule=window --sinks=2': '--sinks=2: no layer of window uses it',
         '--rule=window --overflow=sum:elu': 'hedgehog', '--rule=window --overflow=softmax': 'choose from',
         '--positions=compress': 'bounded cache', '--device=meta': '--device=meta',
@@ -1533,7 +1534,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--from=GATED_DELTA': 'has softmax layers', '--rule=delta --distil=ce': 'none: take mse',
         '--data=SCRAP': '--row', '--phi=t2r --fold': '--fold', '--from=WINDOW': 'no other cache',
         '--out=FOLDER': 'it holds the teacher', '--rule=softmax': 'would change',
-        '--recipe=hybrid --cache=20': 'never leave',
+        '--recipe=hybrid --cache=16': 'never leave',
         '--rule=tova --cache=8 --overflow=sum:slots': 'train with --rule=sink',
         '--rule=gla --gate_rank=99': 'at most --n_embd', '--keep=first:2': 'fewer than the 2 softmax',
         '--keep=some:1': 'costly, first', '--row=17': 'rows of 16',
@@ -2210,6 +2211,8 @@ def test_what_matters_is_said(text, a_model, tmp_path, monkeypatch, capsys):
     """A rope beyond its rows; no compiler; what is saved when Ctrl-C comes; the old log until then."""
     ckpt = a_model('--rule=softmax', '--pos=rope')
     assert 'past 16 tokens, rope meets' in written(capsys, f'--init={ckpt}', '--tokens=20')[1]
+    bounded = '--rule=tova', '--cache=8', '--positions=compress'
+    assert 'rope meets' not in written(capsys, f'--init={ckpt}', '--tokens=20', *bounded)[1]
     assert 'rope' not in written(capsys, f'--init={ckpt}', '--tokens=15')[1]
     monkeypatch.setenv('CXX', str(tmp_path / 'none'))
     with monkeypatch.context() as broken:

@@ -60,9 +60,17 @@ EXPECTED = {int: 'a whole number', float: 'a number', bool: 'true or false', str
 BOOLEANS = {'true': True, '1': True, 'yes': True, 'false': False, '0': False, 'no': False}
 
 
+ELSEWHERE = {           # flags of other tools: ours
+    '--model': '--init --from', '--init': '--from', '--from': '--init', '--epochs': '--steps',
+    '--learning_rate': '--lr', '--max_new_tokens': '--tokens', '--text': '--prompt', '--device_map': '--device'}
+
+
 def hint(word, words):
-    """'; did you mean this?' with the most similar word, or nothing: a spelling suggestion."""
-    for near in difflib.get_close_matches(word, words, 1):
+    """'; did you mean this?' with what the word begins, another tool's name for it, or the most similar word;
+    or nothing."""
+    begun = [name for name in words if word and name.startswith(word)]
+    known = [name for name in ELSEWHERE.get(word, '').split() if name in words]
+    for near in [*begun, *known, *difflib.get_close_matches(word, words, 1)]:
         return f'; did you mean {near}?'
     return ''
 
@@ -191,8 +199,10 @@ def parse(argv, doc, *classes, first=''):
         raise ValueError(why.removeprefix('argument '))
     parser.error = error
     texts, unknown = parser.parse_known_args(argv)
-    for word in unknown:
-        raise ValueError(f'{word}: no such flag{hint(word.partition("=")[0], fields)}; --help lists them')
+    for word in argv:           # argparse takes a flag with blanks in its text for the text of the one before
+        name = word.partition('=')[0]
+        if word in unknown or (re.match(r'--\w+=', word) and name not in fields):
+            raise ValueError(f'{word}: no such flag{hint(name, fields)}; --help lists them')
     given = {}
     for flag, field in fields.items():
         for text in getattr(texts, field.name, []):
