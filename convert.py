@@ -1,14 +1,15 @@
 """Turn a pretrained transformer into an RNN: swap its attention, train, report what was recovered of it.
 
+    python convert.py --from=FOLDER --data=my.txt --recipe=hybrid --dtype=bfloat16 --controls=false
+                                            a real model, your own text: SmolLM2-135M in 24 minutes on two cores
     python convert.py                       --recipe=pure: one matrix per head. Converts out/ckpt.safetensors,
                                             of train.py --rule=softmax --n_head=4
     python convert.py --recipe=hybrid       64 cached tokens, a matrix of slots for all others
     python convert.py --recipe=hedgehog     Zhang 2024; also t2r: Kasai 2021; decay: Mao 2022
     python convert.py --from=gpt2 --data=wikitext2          GPT-2 or Llama weights from the hub
-    python convert.py --from=FOLDER --data=my.txt --recipe=hybrid       your own text, in the teacher's tokens
     python convert.py --from=OWNER/NAME --recipe=hedgehog --lora=8 --data=dialogues.txt:summaries.txt
                                             pairs: a line of one file, then of the other
-    python convert.py --from=out/softmax-on-recall/ckpt.safetensors         a task: reports accuracy, too
+    python convert.py --from=out/tuned/ckpt.safetensors --export=out/exported       a folder for transformers
     python sample.py --init=out/convert/ckpt.safetensors
 
 A model of train.py's default size takes six minutes on one core, controls included. The steps, in order:
@@ -1043,9 +1044,10 @@ def main(argv):
     prepare.write_json(f'{args.out}/convert.json', {
         'args': dataclasses.asdict(args), 'config': dataclasses.asdict(student.config), 'distil': kind,
         'table': run.table, 'tuned': tuned, 'layers': layers, 'query': query})
-    source = ' --source="..."' if student.config.source else ''
+    more = ' --source="..."' if student.config.source else ''
+    more += ' --chat' if run.data.meta.get('template') else ''
     print(f'{args.out}/convert.json has these tables; python sample.py --init={args.out}/ckpt.safetensors'
-          f'{source}')
+          f'{more}')
     forget(stages(args.out))
 
 

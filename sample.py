@@ -4,8 +4,8 @@
     python sample.py --prompt="def main():" --tokens=1000 --temperature=0.7 --top_p=0.95
     cat model.py | python sample.py --prompt=- --save_state=out/read.safetensors     read once ...
     python sample.py --load_state=out/read.safetensors --prompt="class "             ... and go on from there
+    python sample.py --init=FOLDER --chat --rule=h2o --cache=256           a conversation in constant memory
     python sample.py --init=out/softmax/ckpt.safetensors --rule=tova --cache=64      an RNN without training
-    python sample.py --init=FOLDER --chat --rule=tova --cache=256          a conversation in constant memory
     python sample.py --prompt=@FILE --lines                    each line is a prompt of its own
     python sample.py --source="A man sleeps." --beam=4         a translation; @file: one of each line
 

@@ -3,7 +3,8 @@
     python train.py --rule=delta                   5 to 10 minutes on two CPU cores, no download
     python train.py --data=recall --rule=sum --steps=1000     sum fails at recall; --rule=delta solves it
     python train.py --resume --steps=8000          resumes out/ckpt.safetensors, bit for bit on a CPU
-    python train.py --init=bert-base-uncased --data=FOLDER --lr=5e-5     fine-tune, with a new classifier head
+    python train.py --init=FOLDER --data=my.txt --steps=50 --out=out/tuned     fine-tune a pretrained model
+    python train.py --init=bert-base-uncased --data=cola --lr=5e-5             with a new head, for classes
     torchrun --nproc_per_node=2 train.py --rule=delta         the same steps by two processes; add --fsdp
                                                               to keep only half of the model in each
 

@@ -61,8 +61,8 @@ BOOLEANS = {'true': True, '1': True, 'yes': True, 'false': False, '0': False, 'n
 
 
 ELSEWHERE = {           # flags of other tools: ours
-    '--model': '--init --from', '--init': '--from', '--from': '--init', '--epochs': '--steps',
-    '--learning_rate': '--lr', '--max_new_tokens': '--tokens', '--text': '--prompt', '--device_map': '--device'}
+    '--model': '--init --from', '--init': '--from', '--from': '--init', '--text': '--prompt',
+    '--epochs': '--steps', '--learning_rate': '--lr', '--max_new_tokens': '--tokens'}
 
 
 def hint(word, words):

@@ -1011,7 +1011,7 @@ def for_model(source, meta, name, row):
     """
     name = name or (meta.get('args') or {}).get('data')
     if not name or not isinstance(name, str):
-        raise ValueError(f'{source} does not say what it was trained on: give --data')
+        raise ValueError(f'{source} does not say what it was trained on: give --data, such as a text file')
     train, val, data = load(name, like=meta['data'])
     if data.get('row', 0) > row:
         raise ValueError(f'--data={name}: its rows have {data["row"]} tokens, more than {row}, which is what '

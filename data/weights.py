@@ -101,7 +101,8 @@ def read_tensors(path):
         names = f.keys()
         tensors = {name: f.get_tensor(name) for name in names}
     if not {'meta', 'digest'} <= header.keys():
-        raise ValueError(f'{path}: a safetensors file, but not written by this project')
+        raise ValueError(f'{path}: a safetensors file, but not written by this project; give the folder of a '
+                         'model of the hub')
     if digest(header['meta'], tensors) != header['digest']:
         raise ValueError(f'{path}: its contents do not match its digest: the file was damaged or changed')
     try:
@@ -617,12 +618,14 @@ def folder_of(source, revision):
     if os.path.exists(ours) and not os.path.exists(os.path.join(source, 'config.json')):
         raise ValueError(f'{source}: a folder of train.py or convert.py; give the file, {ours}')
     if os.path.isdir(source):
+        if not os.path.exists(os.path.join(source, 'config.json')):
+            raise ValueError(f'{source}: no config.json in it; a model\'s folder has config.json, '
+                             'model.safetensors and tokenizer.json')
         return source
     if os.path.splitext(source)[1] in ('.bin', '.pt', '.pth', '.ckpt'):
         raise ValueError(f'{source}: pickled weights are not read; take model.safetensors')
     if not re.fullmatch(r'[\w.-]+(/[\w.-]+)?', source):
-        raise ValueError(f'{source}: no such file or folder, nor OWNER/NAME on the hub; python train.py '
-                         '--rule=softmax writes out/ckpt.safetensors')
+        raise ValueError(f'{source}: no such file or folder, nor a name on the hub, as OWNER/NAME')
     return hub(source, revision)
 
 
