@@ -848,8 +848,10 @@ def opening(model, data, args, run, log):
     config = model.config
     size = sum(p.numel() for p in model.parameters())
     tokens = data.T * data.batch_size // data.world
-    wide_by = config.n_embd + (config.n_inner or 4 * config.n_embd)
-    kept = 24 * config.n_layer * wide_by + 12 * config.vocab_size       # per token, in the layers, as logits
+    inner = config.n_inner or 4 * config.n_embd
+    if config.act == 'swiglu':                      # has two factors
+        inner *= 1.5
+    kept = 24 * config.n_layer * (config.n_embd + inner) + 12 * config.vocab_size   # a token: layers, logits
     needs = (16 * size + kept * tokens) / 1e9       # 16: weights, gradients, two averages
     threads = torch.get_num_threads()
     every = min(args.eval_every, args.steps)
