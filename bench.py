@@ -441,10 +441,11 @@ def a_row(suite, form, results, part=''):
 
 def runs(args, suite):
     """The table of a suite of commands: each line in each way, with one run per seed."""
-    for name, way in ways_of(args, suite).items():
-        for form in dict.fromkeys(suite.always) | only(args, suite.lines):
-            results = of_seeds(args, suite, way, form)
-            yield a_row(suite, form, results, name)
+    forms = dict.fromkeys(suite.always) | only(args, suite.lines)
+    cells = list(itertools.product(ways_of(args, suite).items(), forms))
+    for (name, way), form in recipe.with_progress(cells, suite.name):
+        results = of_seeds(args, suite, way, form)
+        yield a_row(suite, form, results, name)
 
 
 def batches(val, data, many, count=None):
@@ -521,7 +522,8 @@ def on_grid_rows(args, result):
 def over_widths(args, suite):
     """Train every rule in every width."""
     [way] = ways_of(args, suite).values()
-    for form, width in itertools.product(only(args, suite.lines), args.lengths):
+    cells = list(itertools.product(only(args, suite.lines), args.lengths))
+    for form, width in recipe.with_progress(cells, suite.name):
         wide = way._replace(train=f'{way.train} --n_embd={width}')
         results = of_seeds(args, suite, wide, form)
         yield {'width': width, **a_row(suite, form, results)}
@@ -546,7 +548,7 @@ def tracking(args, suite):
     more. No, if it is at most 5 points above the better of `sum` and `mamba2`. Otherwise partly."""
     for name, way in ways_of(args, suite).items():
         rows = []
-        for form in only(args, suite.lines):
+        for form in recipe.with_progress(only(args, suite.lines), name):
             results = of_seeds(args, suite, way, form)
             rows.append(a_row(suite, form, results, name))
             for i, right in enumerate(zip(*column(results, 'right'))):
