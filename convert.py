@@ -1,7 +1,7 @@
 """Turn a pretrained transformer into an RNN: swap its attention, train, report what was recovered of it.
 
     python convert.py --from=FOLDER --data=my.txt --recipe=hybrid --dtype=bfloat16 --controls=false
-                                            a real model, your own text: SmolLM2-135M in 24 minutes on two cores
+                                            a real model, your text: SmolLM2-135M in 24 minutes, two cores
     python convert.py                       --recipe=pure: one matrix per head. Converts out/ckpt.safetensors,
                                             of train.py --rule=softmax --n_head=4
     python convert.py --recipe=hybrid       64 cached tokens, a matrix of slots for all others

@@ -200,8 +200,8 @@ def finish(o, normalise, floor, dtype):
 # middle. At -5 per step its factors stay within exp(+-40). If keys and values both decay, a gradient that
 # autograd computes has a key's factor times a value's: up to exp(80), and fp32 ends at exp(88). The backward
 # that kernels.py writes out has no gradient of a factor. (With decay on one side only, 32 steps would be safe
-# here, too.) A trap: above the diagonal s comes after t, so y_t . x_s has a factor exp(a_t - a_s) above 1. In a
-# longer chunk it is inf. The mask below comes after the product, so the gradient would be inf * 0 = NaN.
+# here, too.) A trap: above the diagonal s comes after t, so y_t . x_s has a factor exp(a_t - a_s) above 1. In
+# a longer chunk it is inf. The mask below comes after the product, so the gradient would be inf * 0 = NaN.
 DECAYING = 16
 
 def factors(log_decay):

@@ -56,7 +56,7 @@ class Args:
     seed: int = flag(0, 'seed of the draws', low=0, high=2 ** 32 - 1)
     save_state: str = flag('', 'file to keep the state in, after prompt and sample', path=True)
     load_state: str = flag('', 'go on from this state', path=True)
-    html: str = flag('', 'NAME.html: a page of what each memory did while this text was read', path=True)
+    html: str = flag('', 'NAME.html: a page that shows what each memory kept of this text', path=True)
     source: str = flag('', 'for a translator: what to translate; @file: each of its lines')
     beam: int = flag(1, 'with --source: width of the beam; 1: greedy', low=1, high=1024)
     penalty: float = flag(0.6, 'with --beam: above 0, longer ones are preferred', low=0, high=100)
