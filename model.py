@@ -1473,11 +1473,12 @@ def load(source, device='cpu', revision='main', **changes):
     saved = config_of(source, meta)
     config = swapped(saved, source, **changes)
     undrawn = Undrawn()
-    if config != saved:                     # some weights may be new, but always the same
+    anew = config.overflow != saved.overflow        # some weights are new, but always the same
+    if anew:
         undrawn = torch.random.fork_rng(devices=[])
     try:
         with undrawn:
-            if config != saved:
+            if anew:
                 torch.manual_seed(0)
             model = GPT(config)
     except ValueError as e:
