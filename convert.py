@@ -59,8 +59,8 @@ from model import (GPT, SOURCE_RULES, bias_of, can_become_an_rnn, cannot_train, 
                    pick_device, save, state_of, subset)
 from train import (PRETRAINED_LR, PRETRAINED_ROW, QUIET, SMALL, Rows, adamw, begin_log, begin_step,
                    bits_a_nat, blocks, caches, commit, is_large, lies_in, log_of, logits_at_once, nats_along,
-                   other_policies, pack_optimiser, predict, recovered, rows, say, set_threads, table,
-                   tell_saved, tell_step, unpack_optimiser)
+                   other_policies, pack_optimiser, predict, recovered, rows, sampling, say, set_threads,
+                   table, tell_saved, tell_step, unpack_optimiser)
 
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
@@ -1044,10 +1044,7 @@ def main(argv):
     prepare.write_json(f'{args.out}/convert.json', {
         'args': dataclasses.asdict(args), 'config': dataclasses.asdict(student.config), 'distil': kind,
         'table': run.table, 'tuned': tuned, 'layers': layers, 'query': query})
-    more = ' --source="..."' if student.config.source else ''
-    more += ' --chat' if run.data.meta.get('template') else ''
-    print(f'{args.out}/convert.json has these tables; python sample.py --init={args.out}/ckpt.safetensors'
-          f'{more}')
+    print(f'{args.out}/convert.json has these tables; {sampling(args.out, run.data.meta)}')
     forget(stages(args.out))
 
 

@@ -207,8 +207,8 @@ def subset(*names, **own):
 
 # A trained model can change these: softmax keeps its weights with any cache policy (--overflow adds some).
 Swap = subset('cache', 'sinks', 'overflow', 'positions',
-              rule=flag('', 'what softmax layers become: h2o, tova, sink, window keep --cache tokens; of a '
-                        'matrix, see convert.py', list(RULES)))
+              rule=flag('', 'what softmax layers become: h2o, tova, sink, window keep --cache tokens; a '
+                        'matrix needs convert.py', list(RULES)))
 
 
 def idle(given, config):

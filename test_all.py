@@ -4601,8 +4601,9 @@ def test_readme_is_true_of_the_code():
     """Its tables are those of the dicts, its commands are accepted, the files it names exist."""
     text = (HERE / 'README.md').read_text()
     results = (HERE / 'assets' / 'RESULTS.md').read_text()
+    caches = re.search(r'\*\*Caches\.\*\*.*?\n\n', results, re.S)[0]
     for name, rule in RULES.items():
-        assert f'`{name}`' in (text if rule.matrix else results), name
+        assert f'`{name}`' in (text if rule.matrix else caches), name
     for name in (*FEATURE_MAPS, *NORMALISERS):
         assert re.search(rf'`{name}[`:]', results), name
     assert {*bench.SUITES} == {*SUITES, 'all'}

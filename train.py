@@ -857,11 +857,12 @@ def opening(model, data, args, run, log):
     every = min(args.eval_every, args.steps)
     long = 'json', *chat.TRAVELS
     about = {key: value for key, value in data.meta.items() if key not in long}
-    counts = f'{len(data.train):,} + {len(data.val):,} tokens'
-    if 'row' in data.meta:                          # inputs and targets
-        counts = f'{len(data.train) // (2 * data.T):,} + {len(data.val) // (2 * data.T):,} rows'
+    train, val, what = len(data.train), len(data.val), 'tokens'
+    if 'row' in data.meta:                          # their inputs and targets stand in the file
+        train, val = (len(blocks(n, data.T, data.meta)) for n in (train, val))
+        what = 'rows'
     text = (f'{briefly(config.rules)} | {size / 1e6:.2f} M parameters | '
-            f'{args.data}: {counts}, a vocabulary of {config.vocab_size} | '
+            f'{args.data}: {train:,} + {val:,} {what}, a vocabulary of {config.vocab_size} | '
             f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {plural(threads, "thread")}\n'
             f'rows of {data.T}, lr {args.lr:.2g}, saved every {plural(every, "step")}; memory: about '
             f'{needs:.2g} GB; recurrence: {model.why}')
@@ -905,24 +906,32 @@ def report(model, data, args, log, **figures):
         show(model, data, args)
 
 
+def sampling(out, meta):
+    """The command that runs the model in the folder `out`. meta: of its data"""
+    command = f'python sample.py --init={out}/ckpt.safetensors'
+    if 'source' in meta:
+        command += ' --source="..."'
+    if meta.get('template'):
+        command += ' --chat'
+    return command
+
+
 def show(model, data, args):
     """Print a sample: the translation of the first pair, or a continuation of a text."""
     meta = data.meta
-    more = f'next: python sample.py --init={args.out}/ckpt.safetensors'
+    more = f'next: {sampling(args.out, meta)}'
     model.eval()
     if 'source' in meta:
         x, _ = rows(data.val, [0], data.T, meta, data.device)
         source = x[:, :meta['source']]
         for tokens in source, model.translate(source):
             say(f'> {prepare.decode(tokens[0].tolist(), meta)}')
-        say(f'{more} --source="..."')
+        say(more)
     if 'row' in meta:
         return
     beginning = prepare.encode(PROMPTS.get(args.data, ''), meta)
     if 'files' in meta:                                     # pretrained: an empty text would tell nothing
         beginning = data.val[:16].tolist()
-    if meta.get('template'):
-        more += ' --chat'
     prompt = torch.tensor([prepare.begun(beginning, meta)], device=data.device)
     draw = torch.Generator(data.device).manual_seed(0)
     many = max(0, min(SAMPLE, (model.max_len or SAMPLE + 1) - prompt.shape[1]))

@@ -238,8 +238,9 @@ def parts(theirs, x, width):
 def parsed(path, name, use):
     """Read a JSON file -> use(its content). ValueError if it is broken, or has content that `use` cannot
     read. name: of the file, for messages"""
+    content = prepare.read_file(path)
     with as_the_hub(name):
-        return use(json.loads(prepare.read_file(path)))
+        return use(json.loads(content))
 
 
 @contextlib.contextmanager
@@ -614,14 +615,14 @@ PIXELS = 'preprocessor_config.json'
 
 def folder_of(source, revision):
     """The folder itself, or the one into which the hub's model was downloaded."""
-    ours = os.path.join(source, 'ckpt.safetensors')
-    if os.path.exists(ours) and not os.path.exists(os.path.join(source, 'config.json')):
-        raise ValueError(f'{source}: a folder of train.py or convert.py; give the file, {ours}')
     if os.path.isdir(source):
-        if not os.path.exists(os.path.join(source, 'config.json')):
-            raise ValueError(f'{source}: no config.json in it; a model\'s folder has config.json, '
-                             'model.safetensors and tokenizer.json')
-        return source
+        ours = os.path.join(source, 'ckpt.safetensors')
+        if os.path.exists(os.path.join(source, 'config.json')):
+            return source
+        if os.path.exists(ours):
+            raise ValueError(f'{source}: a folder of train.py or convert.py; give the file, {ours}')
+        raise ValueError(f'{source}: no config.json in it; a model\'s folder has config.json, '
+                         'model.safetensors and tokenizer.json')
     if os.path.splitext(source)[1] in ('.bin', '.pt', '.pth', '.ckpt'):
         raise ValueError(f'{source}: pickled weights are not read; take model.safetensors')
     if not re.fullmatch(r'[\w.-]+(/[\w.-]+)?', source):
