@@ -1044,7 +1044,7 @@ def main(argv):
     prepare.write_json(f'{args.out}/convert.json', {
         'args': dataclasses.asdict(args), 'config': dataclasses.asdict(student.config), 'distil': kind,
         'table': run.table, 'tuned': tuned, 'layers': layers, 'query': query})
-    print(f'{args.out}/convert.json has these tables; {sampling(args.out, run.data.meta)}')
+    print(f'{args.out}/convert.json has these tables; {sampling(args.out, meta["data"])}')
     forget(stages(args.out))
 
 

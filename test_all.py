@@ -2817,6 +2817,7 @@ def test_a_translator_learns_translates_and_is_converted(flags, turned_around, t
         found = converted(path, tmp_path / 'rnn', *short, *more.split())
         torch.set_num_threads(1)
         assert found['args']['threads'] in (1, 2) and found['table'][-1]['model'] == 'fine-tuned'
+        assert 'rnn/ckpt.safetensors --source="..."\n' in capsys.readouterr().out
 
 @torch.no_grad()
 def greedily(model, source):
@@ -4032,6 +4033,8 @@ def test_what_a_folder_says_goes_the_whole_way(tmp_path, capsys):
     swapped = tmp_path / 'd' / 'ckpt.safetensors'
     err = refused(capsys, convert.main, f'--from={swapped}', f'--export={tmp_path}/e')
     assert 'sample.py and model.load read others' in err and not (tmp_path / 'e').exists()
+    converted(tmp_path / 'a', tmp_path / 'f', f'--data={mine}', '--recipe=t2r', '--controls=false')
+    assert f'python sample.py --init={tmp_path}/f/ckpt.safetensors --chat\n' in capsys.readouterr().out
     tensors, about = files.read_tensors(swapped)
     for change in dict(ends=[999]), dict(special=3), dict(files={'x': 1}), dict(template=None):
         files.write_tensors(swapped, tensors, about | dict(data=about['data'] | change))
