@@ -586,7 +586,7 @@ def inverse(k, e, f, N, T, K: tl.constexpr, V: tl.constexpr, WD: tl.constexpr, E
     M = tl.reshape(tl.where(diagonal, X[:, :, None, :], 0.0), [C, C])
     if C > 16:
         between = tl.where((c // 16)[:, None] > (c // 16)[None, :], L, 0.0)
-        M -= tl.dot(M, tl.dot(between, M, input_precision='ieee'), input_precision='ieee')
+        M -= dot(M, dot(between, M, tl.float32), tl.float32)
     store_tile(N, lower(M, C), tile * C + c, c, c < C, C)
 
 
@@ -777,9 +777,10 @@ def tiles(q, v, w, e, f):
 
 
 class Tiles(torch.autograd.Function):
-    """`Chunks` on a GPU, for any T. q, k, v are fp32 or bf16. All tensors are contiguous."""
+    """`Chunks` on a GPU, for any T. q, k, v are fp32 or bf16. All tensors are contiguous. mean: o is still to
+    be divided, so it is fp32."""
     @staticmethod
-    def forward(ctx, q, k, v, w, e, f, z, S):
+    def forward(ctx, mean, q, k, v, w, e, f, z, S):
         B, H, T, K = q.shape
         V = v.shape[-1]
         size = tiles(q, v, w, e, f)
@@ -791,8 +792,9 @@ class Tiles(torch.autograd.Function):
             if e is not None:
                 N = v.new_empty(B * H * n, C, C)
                 U = v.new_empty(v.shape, dtype=torch.float32)
-                inverse[(B * H * n,)](k, e, f, N, T, **size)
-            o = torch.empty_like(v)
+                fewer_warps = dict(size, num_warps=size['num_warps'] // 4)      # of short rows, one by one
+                inverse[(B * H * n,)](k, e, f, N, T, **fewer_warps)
+            o = torch.empty_like(v, dtype=torch.float32 if mean else v.dtype)
             before = v.new_empty(B * H, n, V, K)
             S_T = torch.empty_like(S)
             forward[grid](q, k, v, w, e, f, z, N, S, o, U, before, S_T, T, **size)
@@ -817,7 +819,7 @@ class Tiles(torch.autograd.Function):
             states[grid](q, k, e, f, z, N, do, dS, dY, after, dS_0, T, **size)
             more_warps = dict(size, num_warps=8)
             tokens[(grid[0] * n,)](*given, do, U, dY, before, after, *gradients, T, **more_warps)
-        return *gradients, dS_0
+        return None, *gradients, dS_0
 
 
 def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
@@ -825,9 +827,7 @@ def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, norm
     are. A value decay that all channels share, which no rule has, is expanded to every channel."""
     dtype = v.dtype
     q, k, v, w, e, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise, False)
-    if normalise:
-        v = v.float()                       # o has the type of v, and n.q is one more channel of o
-    elif dtype != torch.float32:
+    if dtype != torch.float32:
         v = v.bfloat16()                    # for fp16, too: it ends at 65,504, and e^80 is larger
     if log_z is not None:
         log_z = log_z.expand(v.shape)
@@ -835,7 +835,7 @@ def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, norm
         q = q.bfloat16()
         k = k.bfloat16()
     given = q, k, v, w, e, log_f, log_z, S.float()
-    o, S = Tiles.apply(*(if_given(torch.Tensor.contiguous, x) for x in given))
+    o, S = Tiles.apply(normalise, *(if_given(torch.Tensor.contiguous, x) for x in given))
     return finish(o, normalise, floor, dtype), S
 
 
@@ -855,19 +855,21 @@ def example(kinds, normalise, device):
         if name.startswith('log'):
             x[:, ::2] *= -0.1
             x[:, 1::2] *= -5                            # half of the heads forget fast
-        elif name in 'qkv' and not normalise:           # normalise needs features >= 0
+        elif name == 'v' or name in 'qk' and not normalise:     # a mean needs features >= 0
             x -= 0.5
         given[name] = x.to(device, dtype)
     given['k'] = l2(given['k'])                         # with longer keys, delta's state explodes
-    V = given['v'].shape[-1] + normalise
-    given['S'] = torch.rand(1, heads, V, given['k'].shape[-1], generator=draw).to(device)
+    V, K = (given[name].shape[-1] for name in 'vk')
+    S = torch.rand(1, heads, V + normalise, K, generator=draw)
+    S[:, :, :V] -= 0.5                                  # a mean of positive values hardly depends on q
+    given['S'] = S.to(device)
     return given
 
 
 def largest_error(form, given, normalise):
     """The relative error of a form's worst head against the definition in fp64, in o, S and the gradients of
-    a scalar made from both. It is relative to the mean size over heads of its kind, those that forget fast or
-    the others: in a single head, a gradient may cancel to nearly nothing."""
+    a scalar made from both. It is relative to that head's size, but at least to the mean size over heads of
+    its kind, those that forget fast or the others: in a single head, a gradient may cancel to nearly nothing."""
     results = []
     for f, dtype in (form, None), (fastweight.recurrent, torch.float64):
         leaves = {name: x.detach().to(dtype or x.dtype).requires_grad_() for name, x in given.items()}
@@ -878,7 +880,7 @@ def largest_error(form, given, normalise):
     errors = []
     for x, y in zip(*results):
         error, size = (z.flatten(2).norm(dim=-1).unflatten(1, (-1, 2)) for z in (x - y, y))
-        by_head = error / (size.mean(1, keepdim=True) + 1e-6)
+        by_head = error / (size.maximum(size.mean(1, keepdim=True)) + 1e-6)
         errors.append(by_head.max())
     return torch.stack(errors).max().item()             # NaN if one of them is
 

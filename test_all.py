@@ -862,25 +862,28 @@ def test_triton_sums_in_fp16_stay_finite(monkeypatch):
     apply = Mock(return_value=(ones, S))
     monkeypatch.setattr(kernels.Tiles, 'apply', apply)
     kernels.on_gpu(ones, ones, ones)
-    q, k, v, *_ = apply.call_args.args
+    _, q, k, v, *_ = apply.call_args.args
     assert q.dtype == k.dtype == v.dtype == torch.bfloat16
     monkeypatch.setattr(kernels.triton.knobs.runtime, 'interpret', False)
     assert kernels.tiles(q, v, None, None, None)['DT'] == kernels.tl.bfloat16
 
 @gpu
-@pytest.mark.parametrize('gates', ['delta', 'all', 'attn'])
+@pytest.mark.parametrize('gates', ['delta', 'all', 'attn, decays'])
 def test_triton_kernels_are_handed_bf16_as_it_is(gates, monkeypatch):
-    """They load it as fp32. A sum of values, for `normalise`, has one more channel."""
+    """They load it as fp32. For a mean, `normalise`, v has one more channel, and o is fp32 till it is divided."""
     given, normalise = inputs(**GATES[gates], dtype=torch.bfloat16)
-    apply = Mock(side_effect=lambda *given: (given[2], given[-1]))
+    apply = Mock(side_effect=lambda mean, *given: (given[2], given[-1]))
     monkeypatch.setattr(kernels.Tiles, 'apply', apply)
     kernels.on_gpu(**given, normalise=normalise)
-    *handed, S = apply.call_args.args
+    mean, *handed, S = apply.call_args.args
+    assert mean == normalise
     for name, x in zip(['q', 'k', 'v', 'write', 'erase', 'log_f', 'log_z'], handed):
+        if x is None:
+            continue
+        assert x.dtype == torch.bfloat16
         if name == 'v' and normalise:
-            assert x.dtype == torch.float32 and x.shape[-1] == V + 1
-        elif x is not None:
-            assert x.dtype == torch.bfloat16
+            assert x.shape[-1] == V + 1
+        else:
             assert name.startswith('log') or x.data_ptr() == given[name].data_ptr()
     assert S.dtype == torch.float32
 
@@ -963,7 +966,8 @@ def test_a_wrong_triton_kernel_is_found_out(capsys):
     assert capsys.readouterr().err == ''
 
 def test_the_check_of_a_kernel_knows_what_is_rounded_and_what_cancels():
-    """The gradient of a gate in bf16 is in bf16, whatever the others are. In one head all may be near 0."""
+    """The gradient of a gate in bf16 is in bf16, whatever the others are. In one head all may be near 0, or
+    large."""
     given, _ = inputs(dtype=torch.float32)
     given['write'] = given['write'].bfloat16()
     assert kernels.trusted(chunked, given, False)
@@ -976,6 +980,12 @@ def test_the_check_of_a_kernel_knows_what_is_rounded_and_what_cancels():
         for name in 'vS':
             x[name][:, quiet] *= 1e-6
         assert (kernels.largest_error(off, x, False) < 1e-2) == small
+    def scaled(**given):
+        o, S = recurrent(**given)
+        return 1.001 * o, S
+    x = {name: torch.rand(1, 16, 5, 3) for name in 'qkv'}
+    x['v'][:, 0] *= 1e6                             # as far off as the others, for its size
+    assert kernels.largest_error(scaled, x, False) < 3e-3
 
 @gpu
 def test_what_no_triton_kernel_takes_is_said_once(monkeypatch, capsys):
