@@ -868,8 +868,8 @@ def example(kinds, normalise, device):
 
 def largest_error(form, given, normalise):
     """The relative error of a form's worst head against the definition in fp64, in o, S and the gradients of
-    a scalar made from both. It is relative to that head's size, but at least to the mean size over heads of
-    its kind, those that forget fast or the others: in a single head, a gradient may cancel to nearly nothing."""
+    a scalar made from both. It is relative to that head's size, or to the mean size of its kind where that is
+    larger, heads that forget fast or the others: in a single head, a gradient may cancel to nearly nothing."""
     results = []
     for f, dtype in (form, None), (fastweight.recurrent, torch.float64):
         leaves = {name: x.detach().to(dtype or x.dtype).requires_grad_() for name, x in given.items()}
