@@ -99,7 +99,7 @@ class Suite:
     paper: dict = field(default_factory=dict)       # form: the paper's figure, or a dict by size or part
 
 
-ALWAYS = 'full out device seed'
+ALWAYS = 'full out device threads seed'
 IN_PERCENT = 'accuracy', 'before', 'swapped', 'stage 1', 'recovered', 'recovered a byte'
 
 
@@ -1867,6 +1867,7 @@ class Args:
     full: bool = flag(False, 'all sizes, more steps and more seeds; without it most suites take two minutes')
     out: str = flag('out/bench', 'folder for tables, pictures and trained models', path=True)
     device: str = flag('auto', 'auto, cpu, cuda')
+    threads: int = flag(None, 'CPU threads; if not given, as many as torch takes', low=1, high=1024)
     seed: int = flag(0, 'first seed of inputs and trainings', low=0, high=2 ** 32 - 1)
     seeds: int = flag(0, f'{of("seeds")}: trainings; 0: one, or three with --full', low=0, high=1000)
     steps: int = flag(0, f'{of("steps")}: training steps; 0: the default of the suite', low=0, high=10 ** 9)
@@ -1914,6 +1915,9 @@ def settings(argv):
 def run_suite(suite, args):
     """Run one suite, from its own seed, with its defaults for the flags that were not given."""
     device = pick_device(args.device)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+        os.environ['OMP_NUM_THREADS'] = str(args.threads)       # of the trainings that it starts
     dtype = torch.bfloat16 if device.type == 'cuda' else torch.float32
     if args.dtype != 'auto':
         dtype = getattr(torch, args.dtype)

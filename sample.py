@@ -240,8 +240,10 @@ def as_base64(x):
     return {'d': x.shape[-1], 'data': base64.b64encode(data).decode()}
 
 
-def write_page(args, model, meta, tokens):
-    """Write assets/memory.html with this run of tokens, a list, inside."""
+def write_page(args, model, meta, heard):
+    """Write assets/memory.html with this run inside. heard: for each token, its number and whether the model
+    wrote it"""
+    tokens, written = zip(*heard)
     layers = []
     row = torch.tensor([tokens], device=model.embed.weight.device)
     for rule, given in zip(model.config.rules, given_to_memories(model, row)):
@@ -251,11 +253,12 @@ def write_page(args, model, meta, tokens):
         if 'gone' in given:
             layer['gone'] = given['gone'][0].tolist()
         layers.append(layer)
-    texts = [added(tokens[max(0, i - LOOK_BACK):i], [token], meta['data']) for i, token in enumerate(tokens)]
+    texts = [added(list(tokens[max(0, i - LOOK_BACK):i]), [token], meta['data'])
+             for i, token in enumerate(tokens)]
     about = args.init
     if model.config.keeps() - {None, 'all'}:
         about += f', --cache={model.config.cache}'
-    run = json.dumps({'about': about, 'tokens': texts, 'layers': layers})
+    run = json.dumps({'about': about, 'tokens': texts, 'written': written, 'layers': layers})
     run = run.replace('<', '\\u003c')           # no text ends the script in which it stands
     with open(PAGE, encoding='utf-8') as f:
         page = f.read().replace(EMPTY, f'>{run}</script>', 1).encode()
@@ -388,7 +391,7 @@ def converse(args, model, meta):
     state = None
     pending = []                                            # a token that was written, but not read
     known = ''                                              # the text of the state and these tokens
-    heard = []                                              # the tokens of the state, for --html
+    heard = []                                              # for --html: tokens, and whether they are its own
     for said in spoken(args):
         if said == '/quit':
             break
@@ -400,14 +403,15 @@ def converse(args, model, meta):
         text = chat.rendered(messages, data)
         if not text.startswith(known):
             state, pending, known, heard = None, [], '', []
-        ids = pending + chat.tokens(text[len(known):], data)
+        new = chat.tokens(text[len(known):], data)
+        ids = pending + new
         if not ids:
             raise ValueError(f'{args.init}: its chat template makes nothing of these messages')
         tokens = torch.tensor([ids], device=model.embed.weight.device)
         state = model.read(tokens[:, :-1], state)
         last, state, _, [answer] = write_texts(args, model, data, tokens[:, -1:], state, ids)
         pending = [] if last.item() in data['ends'] else last[0].tolist()
-        heard += ids + answer[:len(answer) - len(pending)]
+        heard += [(token, False) for token in new] + [(token, True) for token in answer]
         answer = prepare.decode(answer, data)
         messages.append({'role': 'assistant', 'content': answer})
         known = text + chat.marked(answer, data)
@@ -418,7 +422,7 @@ def converse(args, model, meta):
     if args.html and heard:
         if len(heard) > ON_A_PAGE:
             say(f'--html: a page shows {ON_A_PAGE:,} tokens, so the end of this chat is not on it')
-        write_page(args, model, meta, (heard + pending)[:ON_A_PAGE])
+        write_page(args, model, meta, heard[:ON_A_PAGE])
 
 
 def complete(args, model, meta):
@@ -454,7 +458,8 @@ def complete(args, model, meta):
     if args.save_state:
         keep_state(args, model, meta, last, state)
     if args.html:
-        write_page(args, model, meta, tokens[0].tolist() + texts[0])
+        heard = [(token, False) for token in tokens[0].tolist()] + [(token, True) for token in texts[0]]
+        write_page(args, model, meta, heard)
     speed = ''
     ms = 1e3 * torch.tensor(times, dtype=torch.double).diff()
     if len(ms):

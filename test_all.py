@@ -3409,6 +3409,7 @@ def test_a_page_holds_what_each_memory_was_given(flags, a_model, tmp_path, capsy
     run = run_in(tmp_path / 'run.html')
     model, meta = load(ckpt)
     assert len(run['tokens']) == 11 + 12 and 'run.html' in err
+    assert run['written'] == [False] * 11 + [True] * 12
     tokens = torch.tensor([[*(b'line 7: the')] + [0] * 12])
     with torch.no_grad():
         steps = itertools.islice(model.generate(tokens[:, :11], temperature=0), 12)
@@ -3999,7 +4000,8 @@ def test_a_conversation_is_read_as_one_text(rule, tmp_path, capsys, monkeypatch)
         return prepare.decode(found, data)
     first = answer('the quick')
     second = answer('the quick', first, 'jumps</s> over')
-    assert out.splitlines() == f'{first}\n{second}\n{first}'.splitlines() and heard == texts[0] + answers[0]
+    assert out.splitlines() == f'{first}\n{second}\n{first}'.splitlines() 
+    assert heard == [(token, False) for token in texts[0]] + [(token, True) for token in answers[0]]
     again = len(texts[0]) if first != first.strip() else 0
     assert total < len(texts[0]) + len(texts[1]) + again
 
