@@ -265,7 +265,8 @@ def draw_lines(axes, panel, rows, forms):
     axes.legend(loc='center left', bbox_to_anchor=(1, 0.5), fontsize=9, frameon=False)
     ticks = sorted(set(column(rows, panel.x)))
     if panel.x in LOGARITHMIC and len(ticks) <= 8:
-        axes.set_xticks(ticks, [f'{t:,}' for t in ticks])
+        shown = [x for x, after in itertools.pairwise([*ticks, math.inf]) if after > 1.2 * x]
+        axes.set_xticks(shown, [f'{t:,}' for t in shown])                   # closer labels overlap
         axes.set_xticks([], minor=True)
 
 
