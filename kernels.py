@@ -459,10 +459,10 @@ def by_worth(q, k, v, cached, t, policy, cache, sinks, spill, turn):
 #   states      from the last chunk back      q k e f z N do            dS after each chunk, dY
 #   tokens      all tiles at once             all of these              the gradients
 #
-# f, w and e have FD, WD and ED channels (1: one number for all, 0: there is no such gate), z has V. The sum
-# of the keys is one more value channel; n is the number of chunks, N a matrix.
+# f, z, w and e have FD, ZD, WD and ED channels. 1: one number for all, but not for f; 0: there is no such
+# gate. The sum of the keys is one more value channel; n is the number of chunks, N a matrix.
 # Diagonals are kept apart, in fp32: D = q.k of A, and the ones of M = I + N.
-# Operands of a product have type DT (bf16 or fp32), but fp32 where the inverse is made. Sums are fp32.
+# Operands of a product have type DT (bf16 or fp32), but fp32 where I + L is inverted. Sums are fp32.
 def jit(f):
     """triton.jit, if there is Triton. One compiled kernel serves all lengths T."""
     if triton is None:
@@ -563,7 +563,8 @@ def letters(q, k, e, f, row, kk, ok, K: tl.constexpr, ED: tl.constexpr, FD: tl.c
 
 @jit
 def inverse(k, e, f, N, T, K: tl.constexpr, V: tl.constexpr, WD: tl.constexpr, ED: tl.constexpr,
-            FD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DT: tl.constexpr):
+            FD: tl.constexpr, ZD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+            DT: tl.constexpr):
     """N = (I + L)^-1 - I, L = tril(r x^T, -1). First the blocks of 16 on the diagonal, all together, by
     substitution: row s of X is row s of I - L X, which needs only the rows above s. Then two blocks are
     joined as in kernels.inverted."""
@@ -598,8 +599,8 @@ def inverse(k, e, f, N, T, K: tl.constexpr, V: tl.constexpr, WD: tl.constexpr, E
 #         S = f_all z_all S + (z_out U)^T (f_out x)
 @jit
 def forward(q, k, v, w, e, f, z, N, S_0, o, written, before, S_T, T, K: tl.constexpr, V: tl.constexpr,
-            WD: tl.constexpr, ED: tl.constexpr, FD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-            BV: tl.constexpr, DT: tl.constexpr):
+            WD: tl.constexpr, ED: tl.constexpr, FD: tl.constexpr, ZD: tl.constexpr, C: tl.constexpr,
+            BK: tl.constexpr, BV: tl.constexpr, DT: tl.constexpr):
     """o for all steps of a sequence, the state before each chunk, and the last state."""
     n = tl.cdiv(T, C)
     seq = tl.program_id(0).to(tl.int64)
@@ -609,7 +610,7 @@ def forward(q, k, v, w, e, f, z, N, S_0, o, written, before, S_T, T, K: tl.const
     S = load_tile(S_0, seq * V + vv, kk, vv < V, K)
     for j in range(n):
         row, ok = steps_of(seq, j, T, C)
-        z_up, z_down, z_in, z_out, z_all = decays(z, row, vv, ok, V, C)
+        z_up, z_down, z_in, z_out, z_all = decays(z, row, vv, ok, ZD, C)
         y, r, x, A, D, f_in, f_out, f_all = letters(q, k, e, f, row, kk, ok, K, ED, FD, C, DT)
         store_tile(before, S, (seq * n + j) * V + vv, kk, vv < V, K)
         S_in = tl.trans(S * f_in)
@@ -632,8 +633,8 @@ def forward(q, k, v, w, e, f, z, N, S_0, o, written, before, S_T, T, K: tl.const
 #         dS = f_all z_all dS + f_in ((z_in G)^T y - (z_in dY)^T r)
 @jit
 def states(q, k, e, f, z, N, do, dS_T, d_written, after, dS_0, T, K: tl.constexpr, V: tl.constexpr,
-           WD: tl.constexpr, ED: tl.constexpr, FD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-           BV: tl.constexpr, DT: tl.constexpr):
+           WD: tl.constexpr, ED: tl.constexpr, FD: tl.constexpr, ZD: tl.constexpr, C: tl.constexpr,
+           BK: tl.constexpr, BV: tl.constexpr, DT: tl.constexpr):
     """The gradient of the state after each chunk, from the last chunk to the first."""
     n = tl.cdiv(T, C)
     seq = tl.program_id(0).to(tl.int64)
@@ -644,7 +645,7 @@ def states(q, k, e, f, z, N, do, dS_T, d_written, after, dS_0, T, K: tl.constexp
     for back in range(n):
         j = n - 1 - back
         row, ok = steps_of(seq, j, T, C)
-        z_up, _, z_in, z_out, z_all = decays(z, row, vv, ok, V, C)
+        z_up, _, z_in, z_out, z_all = decays(z, row, vv, ok, ZD, C)
         y, r, x, A, D, f_in, f_out, f_all = letters(q, k, e, f, row, kk, ok, K, ED, FD, C, DT)
         G = load_tile(do, row, vv, ok, V) * z_up
         store_tile(after, dS, (seq * n + j) * V + vv, kk, vv < V, K)
@@ -674,7 +675,7 @@ def passing(inside, out):
 @jit
 def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, dv, dw, de, df, dz, T,
            K: tl.constexpr, V: tl.constexpr, WD: tl.constexpr, ED: tl.constexpr, FD: tl.constexpr,
-           C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DT: tl.constexpr):
+           ZD: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DT: tl.constexpr):
     """All gradients of the steps of one tile, as in the table above, summed over blocks of value channels."""
     tile = tl.program_id(0).to(tl.int64)
     n = tl.cdiv(T, C)
@@ -689,9 +690,12 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
     dD = tl.zeros([C, 1], tl.float32)
     dw_ = tl.zeros([C, 1], tl.float32)
     kept = tl.zeros([1, BK], tl.float32)
+    if ZD <= 1:                                                 # the same for all value channels
+        z_up, z_down, z_in, z_out, z_all = decays(z, row, kk, ok, ZD, C)
     for v_0 in range(0, V, BV):
         vv = v_0 + tl.arange(0, BV)
-        z_up, z_down, z_in, z_out, z_all = decays(z, row, vv, ok, V, C)
+        if ZD > 1:
+            z_up, z_down, z_in, z_out, z_all = decays(z, row, vv, ok, ZD, C)
         v_ = load_tile(v, row, vv, ok, V)
         S = load_tile(before, tile * V + vv, kk, vv < V, K)
         S_in = S * f_in
@@ -719,7 +723,7 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
         else:
             dw_ += tl.sum(d_given * v_, 1)[:, None]
         store_tile(dv, d_given * w_, row, vv, ok, V)
-        if z is not None:
+        if ZD > 1:
             o_ = D * (U - Y) + dot(A, U, DT) + dot(y, tl.trans(S_in), DT) * z_in
             inside = G * o_ - Y * (dY - D * G - out)
             later = tl.sum((U - Y) * out, 0) + tl.sum(stays, 1)
@@ -735,11 +739,14 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
         dr += dot(dL, x, DT)
         dx += dot(tl.trans(dL), r, DT)
     dx_out = dx_out * f_out
-    if f is not None:
+    if f is not None or ZD == 1:
         inside = operand(y, DT) * dy + operand(r, DT) * dr - operand(x, DT) * dx
         out = x * dx_out
         passed = passing(inside, out) + kept
-        store_tile(df, of_channels(passed, FD), row, kk, ok, FD)
+        if f is not None:
+            store_tile(df, passed, row, kk, ok, K)
+        if ZD == 1:
+            store_tile(dz, of_channels(passed, 1), row, kk, ok, 1)
     if WD == 1:
         store_tile(dw, dw_, row, tl.arange(0, 1), ok, 1)
     looked = dr * f_up
@@ -753,7 +760,7 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
 MAX_K = 256     # features per key in bf16, half of it in fp32: with more, a tile does not fit
 
 
-def tiles(q, v, w, e, f):
+def tiles(q, v, w, e, f, z):
     """The sizes of a kernel. They are not tuned at run time. Chunks are shorter in fp32. Raises if there can
     be no kernel."""
     K = q.shape[-1]
@@ -768,11 +775,11 @@ def tiles(q, v, w, e, f):
     DT = tl.float32
     if not exact and not triton.knobs.runtime.interpret:
         DT = tl.bfloat16                                # the interpreter would compute with the bits of bf16
-    WD, ED, FD = [0 if x is None else x.shape[-1] for x in (w, e, f)]
+    WD, ED, FD, ZD = [0 if x is None else x.shape[-1] for x in (w, e, f, z)]
     # With wide keys, three chunks at once take more shared memory than there is, and four warps have too few
     # registers.
     stages, warps = (2, 8) if BK > 128 else (3, 4)
-    return dict(K=K, V=v.shape[-1], WD=WD, ED=ED, FD=FD, C=C, BK=BK, BV=C, DT=DT,
+    return dict(K=K, V=v.shape[-1], WD=WD, ED=ED, FD=FD, ZD=ZD, C=C, BK=BK, BV=C, DT=DT,
                 num_stages=stages, num_warps=warps)
 
 
@@ -783,7 +790,7 @@ class Tiles(torch.autograd.Function):
     def forward(ctx, mean, q, k, v, w, e, f, z, S):
         B, H, T, K = q.shape
         V = v.shape[-1]
-        size = tiles(q, v, w, e, f)
+        size = tiles(q, v, w, e, f, z)
         C = size['C']
         n = triton.cdiv(T, C)
         grid = B * H, triton.cdiv(V, size['BV'])
@@ -818,24 +825,38 @@ class Tiles(torch.autograd.Function):
         with torch.cuda.device_of(q):
             states[grid](q, k, e, f, z, N, do, dS, dY, after, dS_0, T, **size)
             more_warps = dict(size, num_warps=8)
+            if size['ZD'] > 1:                          # else the compiler gives 32 registers, and spills
+                more_warps['maxnreg'] = 255
             tokens[(grid[0] * n,)](*given, do, U, dY, before, after, *gradients, T, **more_warps)
         return None, *gradients, dS_0
 
 
 def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
     """fastweight.chunked through `Tiles`. Kernels convert what they load to fp32, so bf16 inputs stay as they
-    are. A value decay that all channels share, which no rule has, is expanded to every channel."""
+    are. A head's decay is one of its values: that multiplies what a product gives, not its operands."""
     dtype = v.dtype
     q, k, v, w, e, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise, False)
+    S = S.float()
+    if normalise:
+        c = v.detach().float().mean(2, keepdim=True)    # a mean moves with its values. Were they far from 0,
+        c[..., -1] = 0                                  # gradients of q would cancel to noise in bf16
+        v = v - c
+        S = S - c.mT * S[:, :, -1:]
     if dtype != torch.float32:
         v = v.bfloat16()                    # for fp16, too: it ends at 65,504, and e^80 is larger
-    if log_z is not None:
-        log_z = log_z.expand(v.shape)
+    if log_f is not None and log_f.shape[-1] == 1:
+        if log_z is None:
+            log_z, log_f = log_f, None                  # a head's decay
+        else:
+            log_f = log_f.expand(q.shape)               # no rule has such a pair
     if log_f is None and v.dtype == torch.bfloat16:     # otherwise they are rounded after the decays
         q = q.bfloat16()
         k = k.bfloat16()
-    given = q, k, v, w, e, log_f, log_z, S.float()
+    given = q, k, v, w, e, log_f, log_z, S
     o, S = Tiles.apply(normalise, *(if_given(torch.Tensor.contiguous, x) for x in given))
+    if normalise:
+        o = o + c * o[..., -1:]
+        S = S + c.mT * S[:, :, -1:]
     return finish(o, normalise, floor, dtype), S
 
 
@@ -847,7 +868,10 @@ VERDICTS = {}           # of `trusted`, per form and kind of arguments
 
 def example(kinds, normalise, device):
     """Random arguments for a recurrence. kinds: (name, dtype, channels) of q, k, v and the gates."""
-    heads = 144 if device.type == 'cuda' else 2         # fill the GPU: some faults show only then
+    V = next(channels[0] for name, _, *channels in kinds if name == 'v')
+    heads = 2
+    if device.type == 'cuda':                           # fill the GPU: some faults show only then
+        heads = 2 * (72 // max(1, V // 64))
     draw = torch.Generator().manual_seed(0)
     given = {}
     for name, dtype, *channels in kinds:
@@ -855,13 +879,11 @@ def example(kinds, normalise, device):
         if name.startswith('log'):
             x[:, ::2] *= -0.1
             x[:, 1::2] *= -5                            # half of the heads forget fast
-        elif name == 'v' or name in 'qk' and not normalise:     # a mean needs features >= 0
+        elif name in 'qkv' and not normalise:           # normalise needs features >= 0
             x -= 0.5
         given[name] = x.to(device, dtype)
     given['k'] = l2(given['k'])                         # with longer keys, delta's state explodes
-    V, K = (given[name].shape[-1] for name in 'vk')
-    S = torch.rand(1, heads, V + normalise, K, generator=draw)
-    S[:, :, :V] -= 0.5                                  # a mean of positive values hardly depends on q
+    S = torch.rand(1, heads, V + normalise, given['k'].shape[-1], generator=draw)
     given['S'] = S.to(device)
     return given
 
@@ -869,7 +891,7 @@ def example(kinds, normalise, device):
 def largest_error(form, given, normalise):
     """The relative error of a form's worst head against the definition in fp64, in o, S and the gradients of
     a scalar made from both. It is relative to that head's size, or to the mean size of its kind where that is
-    larger, heads that forget fast or the others: in a single head, a gradient may cancel to nearly nothing."""
+    larger, heads that forget fast or the others: in one head, a gradient may cancel to nearly nothing."""
     results = []
     for f, dtype in (form, None), (fastweight.recurrent, torch.float64):
         leaves = {name: x.detach().to(dtype or x.dtype).requires_grad_() for name, x in given.items()}

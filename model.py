@@ -616,9 +616,10 @@ class FastWeights(nn.Module):
         if all values were 1. -> o (B, H, T, d), mass of the keys (B, H, T, 1), or per value channel, S, n"""
         self.redraw(state)
         k = self.phi(wide(went['k']), 'k')
-        v = wide(went['v'])
-        real = (went['pos'] >= 0).to(v.dtype)[..., None]
-        gates = self.gates(v.transpose(1, 2).flatten(2))        # the channels of all heads, like an input
+        v = went['v']
+        x = wide(v).transpose(1, 2).flatten(2)                  # the channels of all heads, like an input
+        real = (went['pos'] >= 0).to(x.dtype)[..., None]
+        gates = self.gates(x)
         gates['write'] = real * gates.get('write', 1)
         q, more = self.asked(q, went['k'], {'k': k, **gates}, state)
         S = state.get('S')
@@ -628,7 +629,7 @@ class FastWeights(nn.Module):
             o, S = self.recurrence(self.normaliser(q), self.normaliser(k), v, **gates, S=S)
             masses = {'write': real, 'log_f': gates.get('log_f')}       # of the keys as they are
             mass, n = self.recurrence(q, k, ones, **masses, S=n)
-            return o, mass, {'S': S, 'n': n}
+            return wide(o), wide(mass), {'S': S, 'n': n}
         if S is not None:
             S = torch.cat([S, n], 2)
         if self.rule.z:
@@ -636,7 +637,7 @@ class FastWeights(nn.Module):
         sizes = v.shape[-1], ones.shape[-1]
         both, S = self.recurrence(self.normaliser(q), self.normaliser(k), torch.cat([v, ones], -1), **gates,
                                   S=S)
-        o, mass = both.split(sizes, -1)
+        o, mass = wide(both).split(sizes, -1)
         S, n = S.split(sizes, 2)
         return o / mass.clamp(min=1e-30), mass, {'S': S, 'n': n, **more}
 
