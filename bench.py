@@ -307,7 +307,7 @@ def once(args, suite, form, run, **key):
     return result
 
 
-def command(out, file, flags, seed, teacher, device):
+def command(out, file, flags, seed, reads, device):
     """Run python FILE FLAGS --seed --device --out -> its results and, as `path`, its checkpoint. If it fails,
     ValueError with its last line."""
     typed = f'{flags} --device={device} --seed={seed} --out={shlex.quote(out)}'
@@ -334,8 +334,13 @@ def in_percent(result):
 
 def a_run(args, suite, form, file, flags, seed, teacher=''):
     """Run one command -> its results, and those of the suite's `from_checkpoint`. teacher: the digest of the
-    model that it begins with, since the path may hold another model later"""
-    key = {'file': file, 'flags': flags, 'seed': seed, 'teacher': teacher}
+    model that it begins with. Its path may hold another model later, and that of a text another text"""
+    reads = [teacher]
+    for word in shlex.split(flags):
+        name, _, data = word.partition('=')
+        if name == '--data' and data:
+            reads.append(os.path.basename(prepare.place(data)))
+    key = {'file': file, 'flags': flags, 'seed': seed, 'reads': reads}
     result = once(args, suite, form, command, **key)
     if suite.from_checkpoint:
         def more_results(*_, **same):

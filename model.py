@@ -58,8 +58,8 @@ class Config:
                       of=BOUNDED)
     sinks: int = flag(4, f'{", ".join(SINKS)}: first tokens, which are never evicted', low=0, high=2 ** 24,
                       of=SINKS)
-    overflow: str = flag('', 'rule and map for evicted tokens: sum:slots, delta:taylor; train with window or '
-                             'sink, run with any policy', of=BOUNDED)
+    overflow: str = flag('', 'rule and map for evicted tokens: sum:slots, delta:taylor; convert.py trains '
+                             'it beside window or sink; then any policy runs', of=BOUNDED)
     positions: str = flag('true', 'of cached tokens; compress: gaps g > 10 are ceil(10 + ln ln(g - 10 + e)); '
                                    'log, sqrt: ceil(10 + ln(g - 9)), ceil(10 + sqrt(g - 10))',
                           ['true', *GAPS], of=BOUNDED)
@@ -1485,15 +1485,19 @@ def load(source, device='cpu', revision='main', **changes):
     except ValueError as e:
         raise ValueError(f'{source}: {e}') from None
     if folder:
-        tensors = folder.tensors(model.state_dict())
+        with Undrawn():                 # all of the folder's, whatever the flags say
+            tensors = folder.tensors(GPT(saved).state_dict())
     for name, x in tensors.items():
         if x.dtype not in (torch.float32, torch.float64):
             raise ValueError(f'{source}: {name} is {x.dtype}, expected torch.float32')
-    others = fill(model, tensors, f'{source}: holds the weights of another model',
-                  strict=config == saved, assign=True)
+    why = f'{source}: holds the weights of another model'
+    other = [f'--{name}={value}' for name, value in changes.items() if getattr(saved, name) != value]
+    if other:
+        why = f'{" ".join(other)}: not what the weights of {source} are for'
+    others = fill(model, tensors, why, strict=config == saved, assign=True)
     for name in others.missing_keys + others.unexpected_keys:
         if '.overflow.' not in name and '.log_mass.' not in name:       # only these may be missing or extra
-            raise ValueError(f'{source}: holds the weights of another model, see {name}')
+            raise ValueError(f'{why}, see {name}')
     return model.to(device).eval(), {'step': 0, **meta, 'tensors': extra}
 
 

@@ -384,25 +384,41 @@ def spoken(args):
 
 
 def converse(args, model, meta):
+    """A conversation, and its page, however it ends."""
+    if args.html:
+        prepare.refuse_unwritable(args.html)
+    heard = []
+    try:
+        answer_all(args, model, meta, heard)
+    finally:
+        if len(heard) > ON_A_PAGE:
+            say(f'--html: a page shows {ON_A_PAGE:,} tokens, so the end of this chat is not on it')
+        if args.html and heard:
+            write_page(args, model, meta, heard[:ON_A_PAGE])
+
+
+def answer_all(args, model, meta, heard):
     """Answer what is said, in the model's chat template. The state is handed from answer to answer. If a
-    template changes what was said before, all is read again."""
+    template changes what was said before, all is read again. heard: a list to which the tokens are added, and
+    whether the model wrote them"""
     data = meta['data']
     messages = []
     state = None
     pending = []                                            # a token that was written, but not read
     known = ''                                              # the text of the state and these tokens
-    heard = []                                              # for --html: tokens, and whether they are its own
     for said in spoken(args):
         if said == '/quit':
             break
         if said == '/reset':
-            messages, state, pending, known, heard = [], None, [], '', []
+            messages, state, pending, known = [], None, [], ''
+            heard.clear()
         if said in ('', '/reset'):
             continue
         messages.append({'role': 'user', 'content': said})
         text = chat.rendered(messages, data)
         if not text.startswith(known):
-            state, pending, known, heard = None, [], '', []
+            state, pending, known = None, [], ''
+            heard.clear()
         new = chat.tokens(text[len(known):], data)
         ids = pending + new
         if not ids:
@@ -419,10 +435,6 @@ def converse(args, model, meta):
         say('nothing was said')
     else:
         say(f'{int(state["t"]):,} tokens read and written; state of {state_bytes(state):,} bytes')
-    if args.html and heard:
-        if len(heard) > ON_A_PAGE:
-            say(f'--html: a page shows {ON_A_PAGE:,} tokens, so the end of this chat is not on it')
-        write_page(args, model, meta, heard[:ON_A_PAGE])
 
 
 def complete(args, model, meta):
@@ -433,6 +445,11 @@ def complete(args, model, meta):
     if args.html and read + args.tokens > ON_A_PAGE:
         raise ValueError(f'--html: {read:,} tokens of prompt and {args.tokens:,} to write, but a page shows '
                          f'at most {ON_A_PAGE:,}; give fewer')
+    if args.save_state and state is None and read == 1 and not args.tokens:
+        raise ValueError('--save_state --tokens=0: nothing is read yet, as the next step reads a last token; '
+                         'give a longer --prompt, or more --tokens')
+    for path in filter(None, (args.save_state, args.html)):
+        prepare.refuse_unwritable(path)                     # now, not after sampling
     say(f'{briefly(c.rules)} from {args.init}; recurrence: {model.why}')
     left = c.block_size - read - (int(state['t']) if state else 0)
     near = c.positions != 'true' or (c.keeps() == {'window'} and c.cache <= c.block_size)
@@ -440,11 +457,6 @@ def complete(args, model, meta):
         say(f'past {c.block_size:,} tokens, the last learned position is repeated')
     elif args.tokens > left and c.turns() and not near:
         say(f'past {c.block_size:,} tokens, rope meets distances that it did not meet in training')
-    if args.save_state and state is None and read == 1 and not args.tokens:
-        raise ValueError('--save_state --tokens=0: nothing is read yet, as the next step reads a last token; '
-                         'give a longer --prompt, or more --tokens')
-    if args.save_state:
-        os.makedirs(os.path.dirname(os.path.abspath(args.save_state)), exist_ok=True)      # may fail: now
     began = time.perf_counter()
     if args.load_state:
         state = model.read(tokens[:, :-1], state)
@@ -484,6 +496,8 @@ def main(argv):
     c = model.config
     refuse(idle(swap, c))
     check_flags(given, args, c)
+    if c.overflow and c.overflow != meta['config']['overflow']:
+        say(f'--overflow={c.overflow}: untrained, new weights; convert.py --recipe=hybrid trains some')
     if args.save_state:
         refuse_target(args.save_state, state=True)          # known now, not after sampling
         prepare.saved.append(f'{args.save_state} was not written')

@@ -1516,6 +1516,8 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--carry --data=recall': 'nothing to do with each other', '--block_size=100000': 'longer text',
         '--data=stdlib --val_tokens=9': 'more --val_tokens',
         '--init=SOFTMAX --out=FOLDER': 'it holds the model',
+        '--init=SOFTMAX --conv=0': '--conv=0: not what the weights of .* are for',
+        '--init=TALKER --data=THREES': 'its rows are padded',
         '--data=recall --tokenizer=bpe:302': 'ids', '--tokenizer=bpe:65537': '257 to 65,536',
         ENCODER + '--rule=tova': 'step by step', ENCODER + '--rule=delta --norm=attn': 'keys so far',
         '--causal=false --data=recall': 'classes', '--encoder=1 --data=recall': 'such as multi30k',
@@ -1539,7 +1541,8 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--init=TRANSLATOR --prompt=1': 'give --source',
         '--init=TRANSLATOR --source=1 --save_state=x': '--save_state means nothing',
         '--html=x.txt': 'expected NAME.html', '--html=x.html --samples=2': 'shows one text',
-        '--html=x.html --tokens=3000': 'at most 2,048'},
+        '--html=x.html --tokens=3000': 'at most 2,048', '--html=TEXT/x.html --tokens=9': 'x.html cannot be written',
+        '--save_state=TEXT/x.st': 'x.st cannot be written'},
     convert: {
         '--from=GATED_DELTA': 'has softmax layers', '--rule=delta --distil=ce': 'none: take mse',
         '--data=SCRAP': '--row', '--phi=t2r --fold': '--fold', '--from=WINDOW': 'no other cache',
@@ -2041,6 +2044,8 @@ def test_which_file_is_the_model(tmp_path, capsys):
     """The whole one; else what the index names; else the only one. Never two that name one tensor."""
     tokens = torch.randint(30, (1, 9))
     one = in_hub_layout(tmp_path / 'a', 'gpt2', shards=2)[1]
+    with pytest.raises(ValueError, match='--n_layer=1: not what'):      # not the first layer alone
+        load(tmp_path / 'a', n_layer=1)
     two = in_hub_layout(tmp_path / 'b', 'gpt2')[1]
 
     def is_from(logits):
@@ -2828,6 +2833,7 @@ def test_a_translator_learns_translates_and_is_converted(flags, turned_around, t
         torch.set_num_threads(1)
         assert found['args']['threads'] in (1, 2) and found['table'][-1]['model'] == 'fine-tuned'
         assert 'rnn/ckpt.safetensors --source="..."\n' in capsys.readouterr().out
+    assert train.sampling('a b', {}) == "python sample.py --init='a b'/ckpt.safetensors"
 
 @torch.no_grad()
 def greedily(model, source):
@@ -3432,6 +3438,11 @@ def test_a_page_holds_what_each_memory_was_given(flags, a_model, tmp_path, capsy
                 found = found / (x['q'] * x['k'].cumsum(2)).sum(-1, keepdim=True)
             near(found[:, :, layer['n'] - 1::layer['n']], o, 1e-2)
 
+def test_of_weights_that_nobody_trained_that_is_said(a_model, capsys):
+    flags = f'--init={a_model("--rule=softmax")}', '--rule=window', '--cache=4', '--tokens=1'
+    assert 'untrained' not in written(capsys, *flags)[1]
+    assert '--overflow=sum:favor: untrained' in written(capsys, *flags, '--overflow=sum:favor')[1]
+
 def test_a_page_takes_any_text_as_text(a_model, tmp_path, monkeypatch, capsys):
     """As subwords would have it; bytes are letters of their own."""
     hostile = '</script><!-- "\'&<b>\u2028\U0001f600 \\u003c ${x}'
@@ -4004,6 +4015,9 @@ def test_a_conversation_is_read_as_one_text(rule, tmp_path, capsys, monkeypatch)
     assert heard == [(token, False) for token in texts[0]] + [(token, True) for token in answers[0]]
     again = len(texts[0]) if first != first.strip() else 0
     assert total < len(texts[0]) + len(texts[1]) + again
+    page, heard[:] = [*heard], []
+    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'the quick\n\xff\n')))
+    assert sample.main([f'--init={tmp_path}', *flags]) == 2 and heard == page       # whatever ends it
 
 def test_each_of_several_texts_ends_by_itself(tmp_path, monkeypatch, capsys):
     """And what ends it is not printed; without --special a special token's letters are read, and said so."""
@@ -4430,6 +4444,11 @@ def test_bench_runs_are_remembered(tmp_path, in_process):
     assert len(list(tmp_path.glob('recall/*.json'))) == 2
     with pytest.raises(ValueError, match='no such flag'):
         run(flags + ' --nope=1', 0)
+    figures = []
+    for content in TEXT, TEXT[::-1]:                        # another text in the same file
+        path = put(tmp_path, 'text', content)
+        figures.append(run(f'{flags} --block_size=16 --data={path}'.replace('--data=recall-kept ', ''), 0)['val_loss'])
+    assert figures[0] != figures[1]
 
 def test_bench_draws_the_learning_curve_of_all_seeds():
     runs = [{'curve': [(1, 3.0), (2, 2.0)]}, {'curve': [(1, 5.0)]}]

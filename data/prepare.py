@@ -51,6 +51,7 @@ import os
 import re
 import sys
 import sysconfig
+import tempfile
 import time
 
 import numpy as np
@@ -518,6 +519,16 @@ def atomic(path):
             os.remove(temp)
 
 
+def refuse_unwritable(path):
+    """Make the folder of a file. ValueError if no file can be written there."""
+    folder = os.path.dirname(os.path.abspath(path))
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as e:
+        raise ValueError(f'{path} cannot be written: {e.strerror}') from None
+
+
 def write_blocks(path, blocks):
     """Write blocks of bytes to a file -> its sha256."""
     digest = hashlib.sha256()
@@ -891,6 +902,9 @@ def load(name, root=None, tokenizer=None, like=None):
         remedy = 'prepare it anew' if folder == name else f'delete {folder} to have it made anew'
         raise ValueError(f'{path} or its .bin files are broken ({type(e).__name__}: {e}); {remedy}') from None
     if like and not same_tokens(meta, {**meta, **like}):
+        if 'pad' in meta and 'pad' not in like:
+            raise ValueError(f'--data={name}: its rows are padded; a model of texts has no token for that; '
+                             'take an encoder, such as MiniLM, or leave --init out')
         raise ValueError(f'--data={name}: not in the tokens wanted ({describe_tokens(like)}), but in others '
                          f'({describe_tokens(meta)}); make it anew with data/prepare.py, or give the text '
                          'itself')
