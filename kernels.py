@@ -459,8 +459,8 @@ def by_worth(q, k, v, cached, t, policy, cache, sinks, spill, turn):
 #   states      from the last chunk back      q k e f z N do            dS after each chunk, dY
 #   tokens      all tiles at once             all of these              the gradients
 #
-# f, z, w and e have FD, ZD, WD and ED channels. 1: one number for all, but not for f; 0: there is no such
-# gate. The sum of the keys is one more value channel; n is the number of chunks, N a matrix.
+# f, z, w and e have FD, ZD, WD and ED channels (1: one number for all, 0: there is no such gate). The sum of
+# the keys is one more value channel; n is the number of chunks, N a matrix.
 # Diagonals are kept apart, in fp32: D = q.k of A, and the ones of M = I + N.
 # Operands of a product have type DT (bf16 or fp32), but fp32 where I + L is inverted. Sums are fp32.
 def jit(f):
@@ -744,7 +744,7 @@ def tokens(q, k, v, w, e, f, z, do, written, d_written, before, after, dq, dk, d
         out = x * dx_out
         passed = passing(inside, out) + kept
         if f is not None:
-            store_tile(df, passed, row, kk, ok, K)
+            store_tile(df, of_channels(passed, FD), row, kk, ok, FD)
         if ZD == 1:
             store_tile(dz, of_channels(passed, 1), row, kk, ok, 1)
     if WD == 1:
@@ -787,7 +787,7 @@ class Tiles(torch.autograd.Function):
     """`Chunks` on a GPU, for any T. q, k, v are fp32 or bf16. All tensors are contiguous. mean: o is still to
     be divided, so it is fp32."""
     @staticmethod
-    def forward(ctx, mean, q, k, v, w, e, f, z, S):
+    def forward(ctx, q, k, v, w, e, f, z, S, mean=False):
         B, H, T, K = q.shape
         V = v.shape[-1]
         size = tiles(q, v, w, e, f, z)
@@ -828,7 +828,7 @@ class Tiles(torch.autograd.Function):
             if size['ZD'] > 1:                          # else the compiler gives 32 registers, and spills
                 more_warps['maxnreg'] = 255
             tokens[(grid[0] * n,)](*given, do, U, dY, before, after, *gradients, T, **more_warps)
-        return None, *gradients, dS_0
+        return *gradients, dS_0, None
 
 
 def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
@@ -844,16 +844,13 @@ def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, norm
         S = S - c.mT * S[:, :, -1:]
     if dtype != torch.float32:
         v = v.bfloat16()                    # for fp16, too: it ends at 65,504, and e^80 is larger
-    if log_f is not None and log_f.shape[-1] == 1:
-        if log_z is None:
-            log_z, log_f = log_f, None                  # a head's decay
-        else:
-            log_f = log_f.expand(q.shape)               # no rule has such a pair
+    if log_z is None and log_f is not None and log_f.shape[-1] == 1:
+        log_z, log_f = log_f, None                      # a head's decay
     if log_f is None and v.dtype == torch.bfloat16:     # otherwise they are rounded after the decays
         q = q.bfloat16()
         k = k.bfloat16()
     given = q, k, v, w, e, log_f, log_z, S
-    o, S = Tiles.apply(normalise, *(if_given(torch.Tensor.contiguous, x) for x in given))
+    o, S = Tiles.apply(*(if_given(torch.Tensor.contiguous, x) for x in given), normalise)
     if normalise:
         o = o + c * o[..., -1:]
         S = S + c.mT * S[:, :, -1:]
