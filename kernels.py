@@ -799,7 +799,7 @@ class Tiles(torch.autograd.Function):
             if e is not None:
                 N = v.new_empty(B * H * n, C, C)
                 U = v.new_empty(v.shape, dtype=torch.float32)
-                fewer_warps = dict(size, num_warps=size['num_warps'] // 4)      # its rows are short, and one by one
+                fewer_warps = dict(size, num_warps=size['num_warps'] // 4)      # for short rows, one by one
                 inverse[(B * H * n,)](k, e, f, N, T, **fewer_warps)
             o = torch.empty_like(v, dtype=torch.float32 if mean else v.dtype)
             before = v.new_empty(B * H, n, V, K)
