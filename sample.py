@@ -391,7 +391,7 @@ def converse(args, model, meta):
     try:
         answer_all(args, model, meta, heard)
     finally:
-        if len(heard) > ON_A_PAGE:
+        if args.html and len(heard) > ON_A_PAGE:
             say(f'--html: a page shows {ON_A_PAGE:,} tokens, so the end of this chat is not on it')
         if args.html and heard:
             write_page(args, model, meta, heard[:ON_A_PAGE])
@@ -496,7 +496,7 @@ def main(argv):
     c = model.config
     refuse(idle(swap, c))
     check_flags(given, args, c)
-    if c.overflow and c.overflow != meta['config']['overflow']:
+    if c.overflow and c.overflow != meta['config'].get('overflow'):
         say(f'--overflow={c.overflow}: untrained, new weights; convert.py --recipe=hybrid trains some')
     if args.save_state:
         refuse_target(args.save_state, state=True)          # known now, not after sampling
