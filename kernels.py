@@ -824,10 +824,10 @@ class Tiles(torch.autograd.Function):
         gradients = [if_given(torch.empty_like, x) for x in given]
         with torch.cuda.device_of(q):
             states[grid](q, k, e, f, z, N, do, dS, dY, after, dS_0, T, **size)
-            more_warps = dict(size, num_warps=8)
+            larger = dict(size, num_warps=8)
             if size['ZD'] > 1:                          # else the compiler gives 32 registers, and spills
-                more_warps['maxnreg'] = 255
-            tokens[(grid[0] * n,)](*given, do, U, dY, before, after, *gradients, T, **more_warps)
+                larger.update(maxnreg=255, BV=2 * size['BV'])
+            tokens[(grid[0] * n,)](*given, do, U, dY, before, after, *gradients, T, **larger)
         return *gradients, dS_0, None
 
 
