@@ -147,6 +147,9 @@ def read_state(args, model, meta):
         here = getattr(model.config, key)
         if here != value:
             raise ValueError(f'--load_state={path}: made with {key}={value}; give that instead of {here}')
+    dtype = about.get('dtype', args.dtype)
+    if dtype != args.dtype:
+        raise ValueError(f'--load_state={path}: made with --dtype={dtype}; give that instead of {args.dtype}')
     last = last.to(model.embed.weight.device)
     if len(last) != args.samples:
         raise ValueError(f'--load_state={path} holds {plural(len(last), "text")}: take --samples={len(last)}')
@@ -157,7 +160,8 @@ def read_state(args, model, meta):
 def keep_state(args, model, meta, last, state):
     """Write what `read_state` reads."""
     tensors = {name: x.clone() for name, x in pack(state).items()}          # layers may share some of them
-    about = {'model': weights_digest(model, meta), 'made_with': dataclasses.asdict(model.config)}
+    about = {'model': weights_digest(model, meta), 'made_with': dataclasses.asdict(model.config),
+             'dtype': args.dtype}
     write_tensors(args.save_state, {**tensors, 'last': last}, about)
 
 

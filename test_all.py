@@ -1486,7 +1486,7 @@ def places(text, characters, threes, turned_around, few_words, a_model, tmp_path
     return dict(models, TEXT=text, THREES=threes, PAIRS=turned_around,
                 SCRAP=put(texts, 'a', 'few words\n' * 3),
                 WORDS=few_words, FEW_WORDS=put(texts, 'b', 'a b c d\n' * 999),
-                FOLDER=os.path.dirname(models['SOFTMAX']),
+                FOLDER=os.path.dirname(models['SOFTMAX']), EMPTY=put(texts, 'c', ''),
                 TALKER=a_model('--rule=softmax', data=characters))
 
 def filled(flag, places):
@@ -1537,7 +1537,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--rule=delta': 'python convert.py --from=.* --rule=delta',
         '--init=READER --prompt="1 2 3 4 1 2 3 4"': 'at most 7',
         '--init=READER --tokens=9': '--tokens means nothing',
-        '--init=TRANSLATOR --source="1 2\n\n3"': 'text 2 has 0',
+        '--init=TRANSLATOR --source="1 2\n\n3"': 'text 2 has 0', '--init=TRANSLATOR --source=@EMPTY': 'there is no text',
         '--init=TRANSLATOR --prompt=1': 'give --source',
         '--init=TRANSLATOR --source=1 --save_state=x': '--save_state means nothing',
         '--html=x.txt': 'expected NAME.html', '--html=x.html --samples=2': 'shows one text',
@@ -1555,7 +1555,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--from=TRANSLATOR --swap=decoder': 'choose from self', '--export=': '--export=: give a folder',
         '--export=x --steps=3': 'means nothing'},
     bench: {
-        'decode --only=sum': 'means nothing',
+        'decode --only=sum': 'means nothing', '--seed=1 decode': 'comes first',
         'batch --lengths=3,4': 'takes one', 'batch --lengths=8': '16 or more',
         'batch --budget=1 --lengths=8192': '--budget', 'language --data=recall': 'a task',
         'recall --only=elu,elo': 'choose from softmax',
@@ -1965,11 +1965,13 @@ def test_closed_streams_end_in_silence(run, stream, code, characters):
 # ---- What other people's bug reports were about ------------------------------------------------------------
 
 def test_a_run_goes_on_though_nothing_in_it_was_ever_finite(text, tmp_path, monkeypatch, capsys):
-    """No step and no loss; then the memory of its optimiser must fit."""
+    """No step, no loss and no result; then the memory of its optimiser must fit."""
     with monkeypatch.context() as bad:
         bad.setattr(train, 'clip_grad_norm_', lambda *_: torch.tensor(math.nan))
         bad.setattr(train.Rows, 'evaluate', lambda *_, **__: (math.inf, 0.0))
-        trained(text, tmp_path)
+        run = f'--data={text}', f'--out={tmp_path}', *TINY, '--steps=4', '--eval_every=4'
+        assert train.main([*run]) == 2 and not (tmp_path / 'result.json').exists()
+        assert 'a smaller --lr' in capsys.readouterr().err
     go = '--resume', f'--out={tmp_path}'
     assert train.main([*go, '--steps=5', '--eval_every=1']) == 0
     path = tmp_path / 'ckpt.safetensors'
@@ -3320,6 +3322,8 @@ def test_softmax_becomes_an_rnn_without_training(a_model, characters, tmp_path, 
         assert 'whatever the length' in written(capsys, *flags, *few)[1]
         assert files.read_tensors(state)[0]['state.0.mixer.k'].shape == (1, 2, 9, 8)
     assert 'made with' in refused(capsys, sample.main, *flags, f'--load_state={state}')
+    other = '--rule=tova', '--cache=9', '--dtype=bfloat16', f'--load_state={state}'
+    assert 'made with --dtype=float32' in refused(capsys, sample.main, flags[0], *other)
     how = f'--init={ckpt}', '--rule=window', '--cache=9', '--overflow=sum'
     tuned = trained(characters, tmp_path / 'tuned', *how, steps=1)
     tensors, meta = files.read_tensors(tuned)

@@ -890,6 +890,9 @@ def report(model, data, args, log, **figures):
         what += f', the first {n:,} of {meta["val"]["tokens"]:,} tokens (--val_tokens reads more)'
     loss, right = data.evaluate(model, label='validation')
     tell(log, f'validation, {what}: {score(meta, loss, right)}', read='blocks', val_loss=loss, accuracy=right)
+    if not math.isfinite(loss):
+        raise ValueError(f'the weights in {args.out} are broken or too large, see the losses in log.jsonl; '
+                         'take a smaller --lr')
     figures.update({'val_loss': loss, 'accuracy': right, 'validation tokens': n})
     if data.rank > 0:                                       # one process does the rest
         return

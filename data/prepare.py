@@ -373,6 +373,8 @@ def source_rows(texts, meta):
             raise ValueError(f'text {number} has {len(tokens)} tokens, expected 1 to {most}: {text[:30]!r}; '
                              'leave it out, or cut it into sentences')
         rows.append(tokens)
+    if not rows:
+        raise ValueError('there is no text to translate')
     longest = max(map(len, rows))
     return np.array([row + [meta['pad']] * (longest - len(row)) for row in rows])
 
