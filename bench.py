@@ -1904,7 +1904,7 @@ def settings(argv):
         name = argv[0]
         argv = argv[1:]
     for late in SUITES.keys() & set(argv):
-        raise ValueError(f'{late}: the suite comes first, python bench.py {late} {argv[0]} ...')
+        raise ValueError(f'{late}: one suite at a time, and it comes first: python bench.py {late}')
     if name not in SUITES:
         raise ValueError(f'{name}: no such suite, --help has a line on each; choose from {", ".join(SUITES)}')
     about = '\n'.join(f'    python bench.py {suite.name:10} {suite.about}' for suite in ROWS)

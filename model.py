@@ -58,8 +58,8 @@ class Config:
                       of=BOUNDED)
     sinks: int = flag(4, f'{", ".join(SINKS)}: first tokens, which are never evicted', low=0, high=2 ** 24,
                       of=SINKS)
-    overflow: str = flag('', 'rule and map for evicted tokens: sum:slots, delta:taylor; convert.py trains '
-                             'it beside window or sink; then any policy runs', of=BOUNDED)
+    overflow: str = flag('', 'rule and map for evicted tokens: sum:slots, delta:taylor; to be '
+                             'trained beside window or sink, then any policy runs', of=BOUNDED)
     positions: str = flag('true', 'of cached tokens; compress: gaps g > 10 are ceil(10 + ln ln(g - 10 + e)); '
                                    'log, sqrt: ceil(10 + ln(g - 9)), ceil(10 + sqrt(g - 10))',
                           ['true', *GAPS], of=BOUNDED)

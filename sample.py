@@ -244,10 +244,14 @@ def as_base64(x):
     return {'d': x.shape[-1], 'data': base64.b64encode(data).decode()}
 
 
+def by_whom(read, written):
+    """Two lists of tokens -> one of pairs: a token, and whether the model wrote it."""
+    return [(token, False) for token in read] + [(token, True) for token in written]
+
+
 def write_page(args, model, meta, heard):
-    """Write assets/memory.html with this run inside. heard: for each token, its number and whether the model
-    wrote it"""
-    tokens, written = zip(*heard)
+    """Write assets/memory.html with this run inside. heard: pairs as of `by_whom`"""
+    tokens, written = map(list, zip(*heard))
     layers = []
     row = torch.tensor([tokens], device=model.embed.weight.device)
     for rule, given in zip(model.config.rules, given_to_memories(model, row)):
@@ -257,8 +261,7 @@ def write_page(args, model, meta, heard):
         if 'gone' in given:
             layer['gone'] = given['gone'][0].tolist()
         layers.append(layer)
-    texts = [added(list(tokens[max(0, i - LOOK_BACK):i]), [token], meta['data'])
-             for i, token in enumerate(tokens)]
+    texts = [added(tokens[max(0, i - LOOK_BACK):i], [token], meta['data']) for i, token in enumerate(tokens)]
     about = args.init
     if model.config.keeps() - {None, 'all'}:
         about += f', --cache={model.config.cache}'
@@ -395,16 +398,16 @@ def converse(args, model, meta):
     try:
         answer_all(args, model, meta, heard)
     finally:
-        if args.html and len(heard) > ON_A_PAGE:
-            say(f'--html: a page shows {ON_A_PAGE:,} tokens, so the end of this chat is not on it')
         if args.html and heard:
+            if len(heard) > ON_A_PAGE:
+                say(f'--html: a page shows {ON_A_PAGE:,} tokens, so the end of this chat is not on it')
             write_page(args, model, meta, heard[:ON_A_PAGE])
 
 
 def answer_all(args, model, meta, heard):
     """Answer what is said, in the model's chat template. The state is handed from answer to answer. If a
-    template changes what was said before, all is read again. heard: a list to which the tokens are added, and
-    whether the model wrote them"""
+    template changes what was said before, all is read again. heard: a list to which tokens are added, with
+    `by_whom`"""
     data = meta['data']
     messages = []
     state = None
@@ -431,7 +434,7 @@ def answer_all(args, model, meta, heard):
         state = model.read(tokens[:, :-1], state)
         last, state, _, [answer] = write_texts(args, model, data, tokens[:, -1:], state, ids)
         pending = [] if last.item() in data['ends'] else last[0].tolist()
-        heard += [(token, False) for token in new] + [(token, True) for token in answer]
+        heard += by_whom(new, answer)
         answer = prepare.decode(answer, data)
         messages.append({'role': 'assistant', 'content': answer})
         known = text + chat.marked(answer, data)
@@ -474,8 +477,7 @@ def complete(args, model, meta):
     if args.save_state:
         keep_state(args, model, meta, last, state)
     if args.html:
-        heard = [(token, False) for token in tokens[0].tolist()] + [(token, True) for token in texts[0]]
-        write_page(args, model, meta, heard)
+        write_page(args, model, meta, by_whom(tokens[0].tolist(), texts[0]))
     speed = ''
     ms = 1e3 * torch.tensor(times, dtype=torch.double).diff()
     if len(ms):

@@ -4015,7 +4015,7 @@ def test_a_conversation_is_read_as_one_text(rule, tmp_path, capsys, monkeypatch)
         return prepare.decode(found, data)
     first = answer('the quick')
     second = answer('the quick', first, 'jumps</s> over')
-    assert out.splitlines() == f'{first}\n{second}\n{first}'.splitlines() 
+    assert out.splitlines() == f'{first}\n{second}\n{first}'.splitlines()
     assert heard == [(token, False) for token in texts[0]] + [(token, True) for token in answers[0]]
     again = len(texts[0]) if first != first.strip() else 0
     assert total < len(texts[0]) + len(texts[1]) + again
@@ -4436,7 +4436,8 @@ def test_bench_runs_are_remembered(tmp_path, in_process):
     """A long suite that was stopped goes on; another seed or flag is another run, and so is one whose file is
     broken."""
     args, suite = bench.Args(out=str(tmp_path)), bench.SUITES['recall']
-    flags = '--data=recall-kept --n_layer=1 --n_head=1 --n_embd=8 --steps=1 --eval_every=1'
+    small = '--n_layer=1 --n_head=1 --n_embd=8 --steps=1 --eval_every=1'
+    flags = f'--data=recall-kept {small}'
     run = partial(bench.a_run, args, suite, 'softmax', 'train.py')
     first = run(flags, 0)
     assert run(flags, 0) == first
@@ -4451,7 +4452,7 @@ def test_bench_runs_are_remembered(tmp_path, in_process):
     figures = []
     for content in TEXT, TEXT[::-1]:                        # another text in the same file
         path = put(tmp_path, 'text', content)
-        figures.append(run(f'{flags} --block_size=16 --data={path}'.replace('--data=recall-kept ', ''), 0)['val_loss'])
+        figures.append(run(f'{small} --block_size=16 --data={path}', 0)['val_loss'])
     assert figures[0] != figures[1]
 
 def test_bench_draws_the_learning_curve_of_all_seeds():

@@ -864,8 +864,8 @@ def opening(model, data, args, run, log):
     text = (f'{briefly(config.rules)} | {size / 1e6:.2f} M parameters | '
             f'{args.data}: {train:,} + {val:,} {what}, a vocabulary of {config.vocab_size} | '
             f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {plural(threads, "thread")}\n'
-            f'rows of {data.T}, lr {args.lr:.2g}, saved every {plural(every, "step")}; weights and a batch: '
-            f'about {needs:.2g} GB; recurrence: {model.why}')
+            f'rows of {data.T}, lr {args.lr:.2g}, saved every {plural(every, "step")}; weights, optimiser '
+            f'and a batch: about {needs:.2g} GB; recurrence: {model.why}')
     tell(log, text, config=dataclasses.asdict(config), **run, data=about, commit=commit(),
          device=str(data.device), params=size, threads=threads)
 

@@ -522,7 +522,8 @@ def atomic(path):
 
 
 def refuse_unwritable(path):
-    """Make the folder of a file. ValueError if no file can be written there."""
+    """Make the folder of a file that `atomic` will write. ValueError if it could not."""
+    refuse_irregular(path)
     folder = os.path.dirname(os.path.abspath(path))
     try:
         os.makedirs(folder, exist_ok=True)
@@ -906,7 +907,7 @@ def load(name, root=None, tokenizer=None, like=None):
     if like and not same_tokens(meta, {**meta, **like}):
         if 'pad' in meta and 'pad' not in like:
             raise ValueError(f'--data={name}: its rows are padded; a model of texts has no token for that; '
-                             'take an encoder, such as MiniLM, or leave --init out')
+                             'take an encoder, such as MiniLM, or train a new model on them')
         raise ValueError(f'--data={name}: not in the tokens wanted ({describe_tokens(like)}), but in others '
                          f'({describe_tokens(meta)}); make it anew with data/prepare.py, or give the text '
                          'itself')
