@@ -100,6 +100,10 @@ class Config:
 
     def __post_init__(self):
         self.rope_scaling = [float(x) for x in self.rope_scaling]       # a list, as JSON has it
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not fits(field, value):
+                raise ValueError(f'--{field.name}={value}: {expected(field)}')
         if self.pos == 'auto' and (self.encoder or not self.causal):
             self.pos = 'learned'                    # an encoder reads all steps at once: mark their order
         pattern = (self.layers or self.rule).replace(' ', '').split(',')
@@ -115,12 +119,7 @@ class Config:
         """All that is impossible, for `refuse`."""
         for rule in self.all_rules:
             yield rule not in RULES, (
-                f'--{"layers" if self.layers else "rule"}={self.layers or self.rule}: {rule!r} is no rule; '
-                f'choose from {", ".join(RULES)}')
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            yield field.metadata.get('choices') and not fits(field, value), (
-                f'--{field.name}={value}: {expected(field)}')
+                f'--layers={self.layers}: {rule!r} is no rule; choose from {", ".join(RULES)}')
         for name in 'encoder_rule', 'cross':
             rule = getattr(self, name)
             yield rule and not self.encoder, f'--{name}={rule} reads a source: it needs --encoder=3, say'

@@ -1925,6 +1925,8 @@ def test_an_empty_flag_takes_back_what_a_model_or_a_recipe_has():
     flags_py.refuse(model_py.idle({'rule': 'tova', 'overflow': '', 'cache': 9}, Config(rule='tova', cache=9)))
     with pytest.raises(ValueError, match='--norm=zzz: one of attn, sum'):       # nor is it any text, in Python too
         Config(norm='zzz')
+    with pytest.raises(ValueError, match='--n_head=0: expected a whole number, at least 1'):
+        Config(n_head=0)
 
 def test_of_many_texts_a_prompt_is_read_once(a_model, characters, capsys):
     """Greedy, all of them are the one text."""
@@ -2586,7 +2588,8 @@ def test_files_of_your_own_fit_the_rows_of_a_model_or_are_cut_off(published, tmp
     assert meta['row'] == 1024 and meta['name'].startswith('lines-mine-')
     assert '1 of 18 texts have more than 1024' in capsys.readouterr().out
     put(tmp_path, 'mine.tsv', '0\tno 1\n1\tno 2\n' * 10)
-    assert prepare.load(mine, str(tmp_path), like=meta)[2]['row'] == 1024
+    for row in 1024, 32, 64, 1024:                              # of models of other rows
+        assert prepare.load(mine, str(tmp_path), like={**meta, 'row': row})[2]['row'] == row
     name, _ = published('a.en:a.de.gz')
     like = dict(tokenizer='byte', vocab_size=257, pad=256, source=16, row=32)
     *_, meta = prepare.load(name, like=like)

@@ -647,6 +647,8 @@ def place(name, root=None, like=None):
     tokens = like or row
     kind = tokens['tokenizer']
     table = tokens.get('json') or ''.join(tokens.get('chars', []))
+    lengths = [str(like[key]) for key in ('row', 'source') if key in (like or {})]      # of a model's rows
+    exact = ' '.join([table, *lengths]).strip()
     says_all = not like or row['tokenizer'] in FIXED            # then the name determines the tokens
     folder = name.replace(':', '-')
     if 'file' in row:
@@ -657,13 +659,13 @@ def place(name, root=None, like=None):
         if os.path.isdir(name):
             return name
         folder = own_folder(name, row['own'], kind)
-        says_all = not table
+        says_all = not exact
     folder = os.path.join(root, folder) if root else kept_in(HERE, folder)
     if says_all:
         return folder
     names = [folder, f'{folder}-{kind.replace(":", "-")}']
-    if table:
-        names.append(f'{names[1]}-{short_hash(table.encode())}')
+    if exact:
+        names.append(f'{names[1]}-{short_hash(exact.encode())}')
     for candidate in names:
         with contextlib.suppress(ValueError, AttributeError, TypeError):        # missing or unusable
             meta = json.loads(read_file(os.path.join(candidate, 'meta.json')))
