@@ -1710,8 +1710,8 @@ ROWS = [
         note='bits per byte after {steps} steps of 4 rows of 128; carried: with the state handed on; with 8, '
              '64, 128: rows of a window that is carried',
         source='Schlag 2021, tables 2 to 5: test perplexity of WikiText-103, small models (40 M parameters) '
-               'and medium ones (90 M); small ones with attn-norm from lines that are not printed; without '
-               "positions and attn-norm their log has 32.2; window: Transformer-XL of 1, 8, 16 times delta's "
+               'and medium ones (90 M); small ones with attn-norm from lines that are not printed; for '
+               "attn-norm without positions their log has 32.2; window: Transformer-XL of 1, 8, 16 times delta's "
                'state; sum with a carried state is above 260; delta without sum normalisation diverges',
         paper={'softmax': 'small 34.1, medium 29.6', 'sum': 'small 38.3, medium 33.0',
                'delta elu': 'small 35.5, medium 31.5', 'sum favor:8': 'small 39.6, medium 33.8',
