@@ -773,18 +773,19 @@ def look(name, teacher, student, texts):
 
 
 # ---- layers that stay softmax ------------------------------------------------------------------------------
-def stay(how, teacher, student, x, y, dtype):
+def stay(how, teacher, student, data, begin):
     """Which of the teacher's softmax layers stay. how: costly:4, first:4, last:4 or spread:4. costly: those
-    whose swap alone costs most nats on the rows x, y  ->  indices of layers"""
+    whose swap alone costs most nats on the training rows that start at `begin`  ->  indices of layers"""
     kind, _, n = how.partition(':')
     layers = [i for i, rule in enumerate(teacher.config.rules) if rule == 'softmax']
     cost = {}
     if kind == 'costly':
+        data = dataclasses.replace(data, val=data.train)
         for i in layers:
             block = teacher.blocks[i]
             own = block.mixer
             block.mixer = student.blocks[i].mixer
-            cost[i] = nats_along(teacher, x, y, f'layer {i}', dtype).mean().item()
+            cost[i], _ = data.evaluate(teacher, begin, label=f'layer {i}')
             block.mixer = own
     return KEEP[kind](layers, int(n), cost)
 
@@ -931,7 +932,8 @@ def begun(args, changes, teacher, data):
     begin = data.starts(0)
     while len(begin) * data.T < BEGIN:
         begin = np.concatenate([begin, data.starts(len(begin))])
-    x, y = rows(data.train, begin[:-(-BEGIN // data.T)], data.T, data.meta, data.device)
+    begin = begin[:-(-BEGIN // data.T)]
+    x, _ = rows(data.train, begin, data.T, data.meta, data.device)
     places = args.swap.split(',')
     student, new = swap(teacher, changes, places)
     refuse(cannot_learn(student, data))
@@ -939,7 +941,7 @@ def begun(args, changes, teacher, data):
     begin_as(teacher, student, x)
     if not args.keep:
         return student, new
-    kept = stay(args.keep, teacher, student, x, y, data.dtype)
+    kept = stay(args.keep, teacher, student, data, begin)
     say(f'--keep={args.keep}: layers {", ".join(map(str, sorted(kept)))} stay softmax')
     rules = ['softmax' if i in kept else rule for i, rule in enumerate(student.config.rules)]
     changes['layers'] = ','.join(rules)
