@@ -9,6 +9,7 @@ Without this file everything but bench.py and the tests still works, more slowly
 import collections
 import contextlib
 import functools
+import itertools
 import math
 import os
 import sys
@@ -79,7 +80,8 @@ if torch.cuda.is_available() or 'TRITON_INTERPRET' in os.environ:       # import
 # forward is computed again.
 CHUNK = 32              # steps; `on_cpu` says where more or fewer are better
 NUMBERS = 2 ** 18       # numbers per tensor in a segment: 1 MB in fp32
-KEPT = 8                # segments that keep what the backward needs
+KEPT = 8                # segments that keep what the backward needs,
+INSIDE = 15             # tensors, or None for what is absent
 NO_DECAY = None, None, None, None       # instead of `factors`, to compute nothing for absent decays
 
 
@@ -176,15 +178,13 @@ def forward_of(S, q, k, v, w, e, log_f, log_z):
         U += times(W @ states.mT, z_in)
     S_in = times(states, f_in)
     o = times(A @ U + times(y @ S_in.mT, z_in), z_up)
-    return o, S, (f, z, A, M, W, U, states, S, None if log_z is None else o)
+    return o, S, (*f, *z, A, M, W, U, states, S, None if log_z is None else o)
 
 
 def backward_of(do, dS, inside, q, k, v, w, e, log_f, log_z):
     """do (N, n, C, V), dS (N, V, K) of the state after the segment  ->  gradients of all that
     forward_of takes"""
-    f, z, A, M, W, U, states, S, o = inside
-    f_up, f_down, f_in, f_out = f
-    z_up, z_down, z_in, z_out = z
+    f_up, f_down, f_in, f_out, z_up, z_down, z_in, z_out, A, M, W, U, states, S, o = inside
     y = times(q, f_up)
     x = times(k, f_down)
     S_in = times(states, f_in)
@@ -283,7 +283,7 @@ class Chunks(torch.autograd.Function):
         ctx.segments = [slice(i, i + length) for i in range(0, T, length)]
         if len(ctx.segments) == 1:
             steps = [if_given(torch.Tensor.contiguous, x) for x in steps]               # nothing is cut
-        ctx.insides = collections.deque(maxlen=KEPT if any(ctx.needs_input_grad) else 0)
+        insides = collections.deque(maxlen=KEPT if any(ctx.needs_input_grad) else 0)
         ctx.C = C
         o = None
         S = S.clone()                                   # a tensor of inference mode cannot be saved
@@ -293,20 +293,21 @@ class Chunks(torch.autograd.Function):
             of_segment = [cut(x, segment, C) for x in steps]
             o_segment, S, inside = forward_of(S, *of_segment)
             o = put(o_segment, o, segment, v)
-            ctx.insides.append(inside)
-        ctx.save_for_backward(*steps, *begins)
+            insides.append(inside)
+        ctx.save_for_backward(*steps, *begins, *itertools.chain(*insides))
         return o, S.view_as(S)                          # else a cycle: S holds ctx, ctx holds S
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dS):
-        steps = ctx.saved_tensors[:7]
-        begins = ctx.saved_tensors[7:]
+        saved = list(ctx.saved_tensors)                 # once: checkpointing allows no second look
+        steps, saved = saved[:7], saved[7:]
+        begins, saved = saved[:len(ctx.segments)], saved[len(ctx.segments):]
         gradients = [None] * 7
         for segment, S in zip(reversed(ctx.segments), reversed(begins)):
             of_segment = [cut(x, segment, ctx.C) for x in steps]
-            if ctx.insides:
-                inside = ctx.insides.pop()
+            if saved:
+                saved, inside = saved[:-INSIDE], saved[-INSIDE:]
             else:
                 _, _, inside = forward_of(S, *of_segment)
             *parts, dS = backward_of(cut(do, segment, ctx.C), dS, inside, *of_segment)
