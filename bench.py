@@ -502,7 +502,8 @@ def bits(args, result, T, many=None, carried=False, **changes):
     model = model_in(result['path'], args.device, **changes)
     begin = recipe.blocks(len(val), T, meta, many)
     loss, _ = recipe.Rows(None, val, meta, T, args.device).evaluate(model, begin, carried)
-    return recipe.bits_a_nat(meta) * loss
+    x, _ = recipe.rows(val, begin, T, meta, args.device)
+    return recipe.bits_a_nat(recipe.of_part(meta, x.flatten().tolist())) * loss
 
 
 WINDOWS = 8, 64, 128        # cached tokens: 1, 8, 16 times the size of the state of delta elu

@@ -59,8 +59,8 @@ from model import (GPT, SOURCE_RULES, bias_of, can_become_an_rnn, cannot_train, 
                    pick_device, save, state_of, subset)
 from train import (PRETRAINED_LR, PRETRAINED_ROW, QUIET, SMALL, Rows, adamw, begin_log, begin_step,
                    bits_a_nat, blocks, caches, commit, is_large, lies_in, log_of, logits_at_once, nats_along,
-                   other_policies, pack_optimiser, predict, recovered, rows, sampling, say, set_threads,
-                   table, tell_saved, tell_step, unpack_optimiser)
+                   of_part, other_policies, pack_optimiser, predict, recovered, rows, sampling, say,
+                   set_threads, table, tell_saved, tell_step, unpack_optimiser)
 
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
@@ -602,6 +602,7 @@ class Conversion:
         if self.nats is None:                               # the teacher's
             self.nats = nats
         mean = nats.mean().item()
+        meta = of_part(meta, x.flatten().tolist())
         return {'perplexity': math.exp(min(mean, 80)), 'bits per byte': bits_a_nat(meta) * mean,
                 **recovered(self.nats - nats, meta)}
 

@@ -3095,6 +3095,18 @@ def test_subwords_without_their_package_are_refused_before_any_work(text, tmp_pa
     assert '--tokenizer=byte does without it' in refused(capsys, train.main, *pairs)
     assert not os.listdir(tmp_path)
 
+def test_bits_per_byte_are_those_of_the_tokens_that_are_read(tmp_path, capsys, monkeypatch):
+    """A text whose tokens grow longer: of one byte each at first, then of three."""
+    text = put(tmp_path, 'x.txt', 'a b\n' * 950 + '\u6f22 \u5b57\n' * 40)
+    monkeypatch.setattr(prepare, 'HERE', str(tmp_path))
+    flags = '--tokenizer=char --steps=1 --n_layer=1 --n_head=1 --n_embd=8 --block_size=8 --device=cpu'.split()
+    for n, size in (64, 64), (200, 200 + 2 * 2 * 27):           # 23 lines of three letters and a line end come first
+        assert train.main([f'--data={text}', *flags, f'--val_tokens={n}', f'--out={tmp_path / str(n)}']) == 0
+        result = json.loads((tmp_path / str(n) / 'result.json').read_text())
+        assert result['bits per byte'] == pytest.approx(result['val_loss'] * n / size / math.log(2))
+        said = re.search('start of validation: ([0-9.]+)|validation: ([0-9.]+)', capsys.readouterr().out)
+        assert float(said[1] or said[2]) == pytest.approx(result['bits per byte'], abs=1e-4)
+
 def test_a_task_is_judged_where_it_counts(a_model, monkeypatch):
     """Accuracy over the targets that are not `ignore`, which are one a row in validation, so that more rows
     are looked at on the way than of a text."""

@@ -503,9 +503,18 @@ def other_policies(student):
         yield policy, cached_by(student, rules)
 
 
-def bits_a_nat(meta):
-    """The factor from nats per token to bits per byte of a validation text."""
-    return meta['val']['tokens'] / meta['val']['bytes'] / math.log(2)
+def of_part(meta, tokens):
+    """meta with the counts of these validation tokens alone. Tokens of another part are longer or shorter."""
+    if 'row' in meta or meta['tokenizer'] in ('byte', 'ids') or len(tokens) == meta['val']['tokens']:
+        return meta
+    text = prepare.decode(tokens, meta)
+    part = {'tokens': len(tokens), 'bytes': len(text.encode('utf-8', 'surrogateescape'))}
+    return {**meta, 'val': {**meta['val'], **part}}
+
+
+def bits_a_nat(meta, side='val'):
+    """The factor from nats per token to bits per byte of a side of a text, or of a part, see `of_part`."""
+    return meta[side]['tokens'] / meta[side]['bytes'] / math.log(2)
 
 
 def score(meta, loss, right=0):
@@ -835,7 +844,7 @@ def tell_step(log, data, steps, peak, step, loss, norm, ms, stage=''):
     peak_memory = memory(data.device)
     cost = f'loss {loss:.3f}'
     if not stage and 'row' not in data.meta:                # in the unit of the validation
-        cost = f'{loss * bits_a_nat(data.meta):.4f} bits per byte'
+        cost = f'{loss * bits_a_nat(data.meta, "train"):.4f} bits per byte'
     speed = f'{tok_s / 1e3:.1f}k' if tok_s > 1e3 else f'{tok_s:.0f}'
     text = (f'{stage}step {step:5d}/{steps} | {cost} | lr {lr:.1e} | norm {norm:5.2f} | '
             f'{ms:5.0f} ms | {speed} tok/s | {peak_memory / 1e6:.0f} MB | '
@@ -889,6 +898,7 @@ def report(model, data, args, log, **figures):
     if n < meta['val']['tokens'] and not args.val_tokens:
         what += f', the first {n:,} of {meta["val"]["tokens"]:,} tokens (--val_tokens reads more)'
     loss, right = data.evaluate(model, label='validation')
+    meta = of_part(meta, data.val)
     tell(log, f'validation, {what}: {score(meta, loss, right)}', read='blocks', val_loss=loss, accuracy=right)
     if not math.isfinite(loss):
         raise ValueError(f'the weights in {args.out} are broken or too large, see the losses in log.jsonl; '
@@ -976,6 +986,7 @@ def main(argv):
     seconds = 0.0                                           # of all steps together
     since = time.perf_counter()
     start, label = data.of_start()
+    part = of_part(meta, val[:start[-1] + data.T + 1])
     for step in range(first, args.steps):
         begin_step(opt, step, args.steps, args.lr, args.seed, rank)
         loss = data.learn(forward, states, step)            # forward and backward of all batches
@@ -1006,7 +1017,7 @@ def main(argv):
             tell_step(log, data, args.steps, args.lr, done, loss, norm, ms)
         if evaluates:
             judged, right = data.evaluate(model, start, label=label)
-            tell(log, f'step {done:5d} | {label}: {score(meta, judged, right)}', step=done, val_loss=judged,
+            tell(log, f'step {done:5d} | {label}: {score(part, judged, right)}', step=done, val_loss=judged,
                  accuracy=right)
             run.update(step=done, data=meta)
             if judged < best:
