@@ -1989,7 +1989,7 @@ def test_what_a_resumed_run_cannot_go_on_with_begins_anew(text, characters, tmp_
     go = partial(written, capsys, main=train.main)
     for flags, states, best in ('--steps=3', 0, 0), ('--steps=4 --accum=1', 1, 0), (
             f'--steps=5 --data={other}', 1, 1), ('--steps=6 --carry=false --val_tokens=100', 0, 1), (
-            '--steps=7 --carry', 1, 0):
+            '--steps=7 --carry', 1, 0), ('--steps=8 --dtype=bfloat16', 1, 0), ('--steps=9', 0, 0):
         said = go('--resume', f'--out={tmp_path}/out', *flags.split())[0]
         assert ('begins with an empty one' in said) == states and ('begins anew' in said) == best
 
@@ -2950,7 +2950,7 @@ def resume_from(text, tmp_path, monkeypatch, flags, steps):
         assert files.read_tensors(end)[1]['best'] == files.read_tensors(again / end.name)[1]['best']
         assert min(row['step'] for row in log(again) if 'step' in row) == k + 1    # went on, not anew
 
-@pytest.mark.parametrize('flags', ['--rule=gated', '--rule=tova --carry'])
+@pytest.mark.parametrize('flags', ['--rule=gated', '--rule=tova --carry', '--rule=tova --carry --dtype=bfloat16'])
 def test_resume_is_bitwise_identical(flags, text, tmp_path, monkeypatch):
     """gated: with random features, which are redrawn."""
     resume_from(text, tmp_path, monkeypatch, flags.split(), [3])

@@ -753,13 +753,14 @@ def restore(args, header, data, model, opt):
     unpack_optimiser(model, opt, tensors, f'{args.out}/ckpt.safetensors')
     if not args.carry:
         return [None] * args.accum
-    same = all(getattr(args, name) == was[name] for name in ('data', 'batch_size', 'accum'))
+    same = all(getattr(args, name) == was[name] for name in ('data', 'batch_size', 'accum', 'dtype'))
     if not (same and data.world == 1 and 'carry0.t' in tensors):
-        say('--carry: the file has no states for these rows, so each begins with an empty one')
+        say('--carry: the file has no states of these rows and --dtype, so each row begins with an empty one')
         return [None] * args.accum
     last = torch.zeros(args.batch_size, 1, dtype=torch.long, device=data.device)
     why = f'{args.out}/ckpt.safetensors: no states of --carry for this model; resume with --carry=false'
-    return [unpack(model, tensors, last, why, f'carry{i}') for i in range(args.accum)]
+    with torch.autocast(data.device.type, data.dtype, enabled=data.dtype != torch.float32):     # as in training
+        return [unpack(model, tensors, last, why, f'carry{i}') for i in range(args.accum)]
 
 
 def log_of(args):
