@@ -117,7 +117,7 @@ class Args:
                          'spread:4')
     row: int = flag(0, 'tokens per row; 0: as in the teacher\'s training, at most 1,024; of a large model '
                        'at most 512', low=0, high=2 ** 24)
-    eval_rows: int = flag(64, 'validation rows for each evaluation', low=1, high=10 ** 9)
+    eval_rows: int = flag(64, 'validation rows for each evaluation', low=2, high=10 ** 9)
     export: str = flag('', 'only write the model of --from into this folder, for transformers', path=True)
     fold: bool = flag(False, 'multiply phi into W_q and W_k at the end; needs --phi=t2r, no rope')
     controls: bool = flag(True, 'also train the teacher for as many steps, at two rates, and the student '
@@ -838,6 +838,8 @@ def by_recipe(given, changes, teacher):
 def not_exporting(given, changes):
     """For `refuse`: flags that go beyond writing a folder."""
     yield not given['export'], '--export=: give a folder'
+    yield lies_in(given.get('from_', Args.from_), given['export']), (
+        f'--export={given["export"]}: it holds the model of --from; take another folder')
     for name in sorted(given.keys() | changes.keys()):
         yield name not in ('export', 'from_', 'revision', 'device', 'threads'), (
             f'--{name} means nothing: --export only writes the model of --from')

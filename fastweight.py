@@ -85,7 +85,7 @@ def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, n
     write, erase may be (B, H, T)   S (B, H, V, K), with `normalise` (B, H, V + 1, K)
     ->  o (B, H, T, V), last S (fp32; fp64 for fp64 inputs)
     A gate that is None has no effect: w = 1, e = 0, f = z = 1. S = None starts from 0.
-    Log-decays are clamped at LOG_MIN = -5 per step.
+    Log-decays are clamped at LOG_MIN = -5 per step, and have no gradient below.
     normalise: o_t is divided by max(n_t . q_t, floor). n is the sum of the keys, written and decayed like the
     values: one more row of S, for a value that is always 1. With features >= 0, o_t averages the values.
     Katharopoulos 2020 sec. 3.2. ValueError for normalise with erase, or with a vector write or log_z:
@@ -672,7 +672,7 @@ class Slots(FeatureMap):
                 total = torch.zeros_like(c).index_add_(0, nearest, keys)
                 c = torch.where(count > 0, total / count, c)
                 c[0] = keys[0]
-            v = (keys - c[nearest]).square().mean()
+            v = (keys - c[nearest]).square().mean().clamp(min=1e-6)
             self.weight[head, :len(c)] = SHARPNESS * c / v
             self.bias[head, 0, :len(c)] = -SHARPNESS * c.square().sum(1) / (2 * v)
 
@@ -680,7 +680,7 @@ class Favor(FeatureMap):
     """FAVOR+: e^(-|x|^2/2) [e^Rx, e^-Rx] / sqrt(2m). E[phi(q).phi(k)] = e^(q.k). Choromanski 2021 sec. 2.3.
     x is first divided by d^(1/4), which gives softmax's e^(q.k / sqrt(d)). R (m, d) has Gaussian rows,
     orthogonal within each d of them; m = d unless given. It is redrawn for each training batch, and it is
-    saved in the checkpoint."""
+    saved in the checkpoint. Long q and k have tiny features: then n.q is below the floor, and o near 0."""
     like_softmax = True
 
     def __init__(self, n_head, head_dim, m=None):

@@ -130,6 +130,10 @@ class Config:
         yield self.turns() and head_dim % 2, (
             f'--n_embd={self.n_embd} --n_head={self.n_head}: rope turns pairs, so n_embd / n_head must be '
             'even; or --pos=none')
+        norms = {self.norm or RULES[rule].norm for rule in self.all_rules if RULES[rule].matrix}
+        yield self.out_norm and head_dim == 1 and norms - {'attn'}, (
+            f'--n_embd={self.n_embd} --n_head={self.n_head}: LayerNorm makes the one channel of a head 0; '
+            'take fewer heads, or --out_norm=false')
         yield self.layers.count(',') >= self.n_layer, (
             f'--layers={self.layers}: more rules than --n_layer={self.n_layer} layers')
         yield self.writes > 1 and (self.encoder or not self.causal), (
@@ -1313,13 +1317,14 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     logits = logits.float()
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature      # all <= 0: exp cannot overflow
     if 0 < top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+        top = logits.topk(top_k)
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, top.indices, top.values)
     p = logits.softmax(-1)
     if top_p < 1:
         p_sorted, order = p.sort(descending=True)
         beyond = p_sorted.cumsum(-1) - p_sorted >= top_p                 # keep the token that crosses top_p
         p = torch.zeros_like(p).scatter(-1, order, p_sorted.masked_fill(beyond, 0))
-    r = torch.empty_like(p).exponential_(generator=generator)
+    r = torch.empty_like(p).exponential_(generator=generator).clamp(min=1e-30)       # some devices draw 0
     return (p / r).argmax(-1, keepdim=True)
 
 

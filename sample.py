@@ -136,6 +136,9 @@ def read_state(args, model, meta):
     texts."""
     path = args.load_state
     tensors, about = read_tensors(path)
+    dtype = about.get('dtype', args.dtype)
+    if dtype != args.dtype:
+        raise ValueError(f'--load_state={path}: made with --dtype={dtype}; give that instead of {args.dtype}')
     if about.get('model') != weights_digest(model, meta):
         raise ValueError(f'--load_state={path}: not a state of the model in {args.init}')
     last = tensors.get('last', torch.zeros(0))
@@ -147,9 +150,6 @@ def read_state(args, model, meta):
         here = getattr(model.config, key)
         if here != value:
             raise ValueError(f'--load_state={path}: made with {key}={value}; give that instead of {here}')
-    dtype = about.get('dtype', args.dtype)
-    if dtype != args.dtype:
-        raise ValueError(f'--load_state={path}: made with --dtype={dtype}; give that instead of {args.dtype}')
     last = last.to(model.embed.weight.device)
     if len(last) != args.samples:
         raise ValueError(f'--load_state={path} holds {plural(len(last), "text")}: take --samples={len(last)}')

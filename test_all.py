@@ -1510,7 +1510,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--phi=elu --norm=none': 'diverges', '--rule=h2o --overflow=sum': '--overflow',
         '--norm=nope': 'choose from attn, .* mean none', '--phi=nope': 'no such feature map; choose',
         '--phi=elu:3': 'takes nothing', '--phi=dpfp:16': r'1\.\.15', '--phi=hedgehog:x': 'forms',
-        '--phi=favor:many': 'a whole number above 0', '--phi=exp:nan': 'a number above 0',
+        '--n_embd=2 --n_head=2': 'the one channel of a head', '--phi=favor:many': 'a whole number above 0', '--phi=exp:nan': 'a number above 0',
         '--resume': 'no such file', '--out=TEXT': 'File exists',
         '--carry --pos=learned': 'learned positions', '--carry --phi=favor --rule=sum': 'redrawn',
         '--carry --data=recall': 'nothing to do with each other', '--block_size=100000': 'longer text',
@@ -1553,7 +1553,8 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--keep=some:1': 'costly, first', '--row=17': 'rows of 16',
         '--from=FOLDER': 'give the file', '--from=model.bin': 'pickled', '--from=a/b/c': 'no such file',
         '--from=TRANSLATOR --swap=decoder': 'choose from self', '--export=': '--export=: give a folder',
-        '--export=x --steps=3': 'means nothing'},
+        '--export=x --steps=3': 'means nothing', '--export=FOLDER': 'holds the model of --from',
+        '--eval_rows=1': 'at least 2'},
     bench: {
         'decode --only=sum': 'means nothing', '--seed=1 decode': 'comes first',
         'batch --lengths=3,4': 'takes one', 'batch --lengths=8': '16 or more',
@@ -1797,6 +1798,8 @@ def test_a_state_belongs_to_weights_not_to_a_path(tmp_path, capsys):
     in_hub_layout(tmp_path / 'a', 'llama')
     state = f'{tmp_path}/state'
     written(capsys, f'--init={tmp_path}/a', '--prompt=7 8', f'--save_state={state}', '--tokens=2')
+    other = f'--init={tmp_path}/a', f'--load_state={state}', '--dtype=bfloat16'
+    assert 'made with --dtype=float32' in refused(capsys, sample.main, *other)
     shutil.move(tmp_path / 'a', tmp_path / 'b')
     written(capsys, f'--init={tmp_path}/b', f'--load_state={state}', '--tokens=2')
     weights = tmp_path / 'b' / 'model.safetensors'
@@ -3346,7 +3349,7 @@ def test_softmax_becomes_an_rnn_without_training(a_model, characters, tmp_path, 
     assert any('0.mixer.memory.overflow.phi.R' in name for name in tensors)
     assert len(written(capsys, f'--init={tuned}', '--tokens=9')[0]) > 9
 
-def test_draws_are_those_of_multinomial():
+def test_draws_are_those_of_multinomial(monkeypatch):
     """Bit for bit, of the tokens that are left: a seed says what it has always said. No value breaks it."""
     logits = torch.tensor([2., 1., 0., -1., -torch.inf])
     for kw, kept in (({}, 4), (dict(top_k=2), 2), (dict(top_p=.8), 2), (dict(temperature=.5), 4),
@@ -3358,6 +3361,10 @@ def test_draws_are_those_of_multinomial():
     for kw in dict(temperature=0), dict(temperature=1e-9), dict(top_k=1), dict(top_p=1e-6):
         assert (model_py.sample(logits.expand(50, -1), **kw) == 0).all()
     assert model_py.sample(logits[None], temperature=1e9, top_k=99).item() < 4
+    assert len(set(model_py.sample(torch.zeros(99, 9), top_k=3).flatten().tolist())) <= 3       # level ones, too
+    with monkeypatch.context() as patched:                      # some devices draw -0.0 now and then
+        patched.setattr(torch.Tensor, 'exponential_', lambda r, generator: r.zero_().neg_())
+        assert (model_py.sample(logits.expand(50, -1)) == 0).all()
 
 @pytest.mark.parametrize('broken', [[-torch.inf, -torch.inf], [1., torch.nan], [torch.inf, 1.]])
 def test_nothing_is_drawn_from_broken_logits(broken):
@@ -3988,6 +3995,7 @@ def test_a_template_frames_what_is_said_which_is_never_a_special_token(tmp_path)
     ("{{ messages | tojson(indent=1) | length > 9 }}{{ strftime_now('%Y') | int > 2000 }}", 'TrueTrue'),
     ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", '01'),
     ("  {% if true %}\nx\n  {% endif %}\ny", 'x\ny'),
+    ("{% for m in messages %}{% generation %}{{ m['role'] }} {% endgeneration %}{% endfor %}", 'user '),
     ("{{ raise_exception('only two may talk') }}", 'only two may talk'), ("{% if %}", 'TemplateSyntaxError'),
     ("{{ messages[7].content.x }}", 'UndefinedError'), ("{{ ''.__class__.__mro__ }}", 'SecurityError'),
     ("{{ messages.append(1) }}", 'SecurityError'), ("{% include '/etc/passwd' %}", 'no loader'),

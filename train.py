@@ -832,6 +832,9 @@ def built(args, config, data, weights):
 def tell(log, text, **figures):
     """Print a text, and write its figures as one line of log.jsonl."""
     say(text)
+    for name, x in figures.items():
+        if isinstance(x, float) and not math.isfinite(x):   # JSON has no NaN
+            figures[name] = None
     print(json.dumps(figures), file=log, flush=True)
 
 

@@ -151,6 +151,7 @@ def tokens(text, data):
 
 def main():
     """Render what comes on standard input, as transformers would."""
+    import jinja2.ext
     import jinja2.sandbox
     with contextlib.suppress(ImportError, ValueError, OSError):         # there is none on Windows
         import resource
@@ -163,8 +164,16 @@ def main():
         return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
                           sort_keys=sort_keys)
     given = json.load(sys.stdin)
-    env = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                       extensions=['jinja2.ext.loopcontrols'])
+
+    class Generation(jinja2.ext.Extension):
+        """{% generation %} marks what a model says, for training. Here it stands for what is inside."""
+        tags = {'generation'}                           # noqa: RUF012
+
+        def parse(self, parser):
+            next(parser.stream)
+            return parser.parse_statements(('name:endgeneration',), drop_needle=True)
+    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols', Generation])
     env.filters['tojson'] = tojson
     env.globals['raise_exception'] = raise_exception
     env.globals['strftime_now'] = datetime.datetime.now().strftime
