@@ -300,6 +300,7 @@ def once(args, suite, form, run, **key):
         known = json.loads(prepare.read_file(f'{out}.json'))
         if known.pop('key', None) == mark:
             return known
+    prepare.saved.append(f'trainings that are done are kept in {args.out}; the same command goes on')
     began = time.perf_counter()
     result = run(out, **key)
     result['minutes'] = (time.perf_counter() - began) / 60
@@ -1172,6 +1173,7 @@ def real(args, suite):
         raise ValueError(f'--beside= is missing: the models that convert.py made of {path}')
     data = meta['data']
     x, y, of_text, _ = a_text(args, path, meta, max(args.lengths), chosen(args, 2, 16), args.data)
+    models = beside_caches(args, path, teacher, data)
     talks = []
     facts = {}
     if data.get('template'):
@@ -1188,7 +1190,7 @@ def real(args, suite):
 
     def logits(model, x):
         return recipe.predict(model, x, x, None, {}, args.dtype)[0]
-    for form, model in beside_caches(args, path, teacher, data).items():
+    for form, model in models.items():
         nats = recipe.nats_along(model, x, y, form, args.dtype)
         teachers = nats if teachers is None else teachers
         row = {'form': form, **recipe.recovered(teachers - nats, of_text)}
@@ -1938,7 +1940,6 @@ def run_suite(suite, args):
     args.seeds = range(args.seed, args.seed + args.seeds)
     torch.manual_seed(args.seed)
     os.makedirs(args.out, exist_ok=True)
-    prepare.saved.append(f'trainings that are done are kept in {args.out}; the same command goes on')
     report_suite(args, suite, list(suite.measure(args, suite)))
 
 

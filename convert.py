@@ -941,6 +941,8 @@ def begun(args, changes, teacher, data):
     student, new = swap(teacher, changes, places)
     refuse(cannot_learn(student, data))
     refuse(idle({**changes, 'layers': ''}, student.config))     # --layers and --rule may both be given here
+    if is_large(teacher):                                   # then it takes a minute
+        say(f'new parameters begin by how the teacher looks at {x.numel():,} tokens')
     begin_as(teacher, student, x)
     if not args.keep:
         return student, new

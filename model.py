@@ -442,8 +442,8 @@ def mistakes_together(name, phi, norm, n):
     yield n > 1 and (mean or phi.max_len), (
         f'--writes={n}: leave out --norm=attn and --phi=cosformer, which count one key a token')
     yield phi.moves and (not mean or rule.erase), (
-        f'--phi=slots with --rule={name} --norm={norm}: slots hold means; take a rule that does not erase, '
-        'and --norm=attn')
+        f'--phi=slots with --rule={name} --norm={norm}: slots hold means; take --rule=sum, gated or gla-beta, '
+        'or another that does not erase and --norm=attn')
     yield mean and rule.z, (
         f'--norm=attn with --rule={name}: each value channel decays apart and needs a denominator of its own')
     yield mean and rule.erase and rule.f, (

@@ -46,6 +46,7 @@ class Args:
     init: str = flag('out/ckpt.safetensors', 'checkpoint; gpt2; OWNER/NAME; a folder', path=True)
     prompt: str = flag('', 'text, @file, - for standard input (@@ for a first @); empty: BOS, or a newline')
     chat: bool = flag(False, 'a conversation, in the chat template that the model brought')
+    system: str = flag('', 'how a chat begins: what the template calls the system says, or @file')
     lines: bool = flag(False, 'each line of --prompt is a prompt of its own')
     special: bool = flag(False, 'read special tokens in --prompt, such as <|im_end|>, not their letters')
     tokens: int = flag(256, 'tokens to write; of each answer', low=0, high=10 ** 12)
@@ -101,6 +102,7 @@ def check_flags(given, args, config):
             (args.source, 'translates --source, and nothing else', of_steps | {'prompt'}),
             (config.classes or not config.causal, 'tells classes apart, and nothing else', of_steps),
             (args.chat, 'chats', {'samples', 'save_state', 'load_state', 'special', 'lines'}),
+            (not args.chat, 'chats only with --chat', {'system'}),
             (args.lines, 'reads lines', {'samples', 'save_state', 'load_state', 'html'}),
             (not args.source, 'translates nothing without --source', {'beam', 'penalty'})]:
         ignored = sorted(unused & given.keys())
@@ -409,7 +411,8 @@ def answer_all(args, model, meta, heard):
     template changes what was said before, all is read again. heard: a list to which tokens are added, with
     `by_whom`"""
     data = meta['data']
-    messages = []
+    begin = [{'role': 'system', 'content': text_of(args.system)}] if args.system else []
+    messages = [*begin]
     state = None
     pending = []                                            # a token that was written, but not read
     known = ''                                              # the text of the state and these tokens
@@ -417,7 +420,7 @@ def answer_all(args, model, meta, heard):
         if said == '/quit':
             break
         if said == '/reset':
-            messages, state, pending, known = [], None, [], ''
+            messages, state, pending, known = [*begin], None, [], ''
             heard.clear()
         if said in ('', '/reset'):
             continue
@@ -430,11 +433,12 @@ def answer_all(args, model, meta, heard):
         ids = pending + new
         if not ids:
             raise ValueError(f'{args.init}: its chat template makes nothing of these messages')
+        heard += by_whom(new, [])
         tokens = torch.tensor([ids], device=model.embed.weight.device)
         state = model.read(tokens[:, :-1], state)
         last, state, _, [answer] = write_texts(args, model, data, tokens[:, -1:], state, ids)
         pending = [] if last.item() in data['ends'] else last[0].tolist()
-        heard += by_whom(new, answer)
+        heard += by_whom([], answer)
         answer = prepare.decode(answer, data)
         messages.append({'role': 'assistant', 'content': answer})
         known = text + chat.marked(answer, data)

@@ -1526,8 +1526,8 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         ENCODER + '--writes=2': 'causal=False: .* step by step', '--writes=2 --pos=rope': 'rope',
         '--writes=2 --phi=elu --norm=attn': 'one key'},
     sample: {
-        '--rule=tova --cache=0': 'at least 1', '--chat --system="be brief"': '--system=be brief: no such',
-        '--model=x': r'mean --init\?', '--temp=1': r'mean --temperature\?', '--rule=sink --cache=4': '--sinks=4',
+        '--rule=tova --cache=0': 'at least 1', '--chat --sistem="be brief"': '--sistem=be brief: no such',
+        '--system=x': 'means nothing', '--model=x': r'mean --init\?', '--temp=1': r'mean --temperature\?', '--rule=sink --cache=4': '--sinks=4',
         '--rule=window --sinks=2': '--sinks=2: no layer of window uses it',
         '--rule=window --overflow=sum:elu': 'hedgehog', '--rule=window --overflow=softmax': 'choose from',
         '--positions=compress': 'bounded cache', '--device=meta': '--device=meta',
@@ -4048,6 +4048,17 @@ def test_a_conversation_is_read_as_one_text(rule, tmp_path, capsys, monkeypatch)
     page, heard[:] = [*heard], []
     monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'the quick\n\xff\n')))
     assert sample.main([f'--init={tmp_path}', *flags]) == 2 and heard == page       # whatever ends it
+    heard[:] = []
+    with monkeypatch.context() as stopped:
+        stopped.setattr(sample, 'write_texts', Mock(side_effect=KeyboardInterrupt))
+        assert sample.main([f'--init={tmp_path}', *flags, '--prompt=the quick']) == 130
+    assert heard == page[:len(texts[0])]
+    roles, render = [], chat.rendered
+    monkeypatch.setattr(chat, 'rendered', lambda messages, data: roles.append(
+        [message['role'] for message in messages]) or render(messages, data))
+    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'the quick\n/reset\nthe quick\nfox')))
+    written(capsys, f'--init={tmp_path}', *flags, '--system=Be brief.')
+    assert roles == [['system', 'user']] * 2 + [['system', 'user', 'assistant', 'user']]
 
 def test_each_of_several_texts_ends_by_itself(tmp_path, monkeypatch, capsys):
     """And what ends it is not printed; without --special a special token's letters are read, and said so."""

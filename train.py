@@ -740,7 +740,7 @@ def lies_in(path, folder):
 def restore(args, header, data, model, opt):
     """Restore the optimiser of a stopped run -> the states of --carry, one per batch. ValueError if the data
     have changed since the run began."""
-    tensors = header['tensors']
+    tensors = header.pop('tensors')                         # as large as three models
     was = header['args']
     for side in prepare.SIDES:
         if header['data'].get(side) != data.meta[side] and args.data == was['data']:
@@ -971,6 +971,7 @@ def main(argv):
                 args.accum, args.carry, rank, world, dtype)
     torch.manual_seed(args.seed)
     model = built(args, config, data, weights)
+    del weights                                             # the model has a copy
     opt = adamw(model, args.lr, args.weight_decay, device)
     states = [None] * args.accum                            # of --carry, one per batch; data.learn fills them
     if args.resume:

@@ -910,6 +910,9 @@ def load(name, root=None, tokenizer=None, like=None):
         if 'pad' in meta and 'pad' not in like:
             raise ValueError(f'--data={name}: its rows are padded; a model of texts has no token for that; '
                              'take an encoder, such as MiniLM, or train a new model on them')
+        if 'row' in like and 'row' not in meta:
+            raise ValueError(f'--data={name}: a text, but this model was trained on rows; give it such rows, as '
+                             'labelled lines, or pairs')
         raise ValueError(f'--data={name}: not in the tokens wanted ({describe_tokens(like)}), but in others '
                          f'({describe_tokens(meta)}); make it anew with data/prepare.py, or give the text '
                          'itself')
@@ -1036,7 +1039,8 @@ def for_model(source, meta, name, row):
         raise ValueError(f'--data={name}: its rows have {data["row"]} tokens, more than {row}, which is what '
                          f'{source} or --row allows')
     if 'row' not in data and min(len(train), len(val)) <= row + 1:
-        raise ValueError(f'--data={name}: too short for rows of {row} (convert.py: see --row)')
+        raise ValueError(f'--data={name}: too short for rows of {row}; give a longer text, or shorter rows '
+                         '(convert.py: --row; bench.py: --row or --lengths)')
     return train, val, data, name
 
 

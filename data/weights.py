@@ -95,7 +95,8 @@ def write_tensors(path, tensors, meta):
 def read_tensors(path):
     """-> tensors, meta (with digest). ValueError if the file is missing, foreign, truncated or changed."""
     if not os.path.isfile(path):
-        raise ValueError(f'{path}: no such file; train.py writes ckpt.safetensors at each evaluation')
+        raise ValueError(f'{path}: no such file; train.py and convert.py write ckpt.safetensors, sample.py '
+                         '--save_state writes a state')
     with opened(path, path) as f:
         header = f.metadata() or {}
         names = f.keys()
