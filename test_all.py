@@ -15,6 +15,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch.cuda.is_available():   # before kernels is imported: its GPU kernels then run in plain numpy
     os.environ.setdefault('TRITON_INTERPRET', '1')
@@ -441,13 +442,13 @@ def test_exercise_2_a_new_feature_map():
     o, _ = layer(torch.randn(1, 5, 8), ones, torch.rand(1, 2, 5, 4), ones)
     near(o, ones, 1e-6)                         # the mean of ones
 
-class Calls(torch.overrides.TorchFunctionMode):
-    """Counts the calls of torch's functions inside `with`."""
+class Operations(TorchDispatchMode):
+    """Counts those that really run inside `with`, autograd's too."""
     count = 0
 
-    def __torch_function__(self, f, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         self.count += 1
-        return f(*args, **(kwargs or {}))
+        return operation(*args, **kwargs or {})
 
 @exercise
 def test_exercise_3_chunked_for_delta_with_one_decay_a_head():
@@ -468,10 +469,10 @@ def test_exercise_3_chunked_for_delta_with_one_decay_a_head():
          with_gradients(definition, {**given, 'beta': beta}, False))
     counts = []
     for chunk in 5, 10:
-        with Calls() as calls:
+        with Operations() as operations:
             chunked_delta(given['q'][:, :, :chunk], given['k'][:, :, :chunk], given['v'][:, :, :chunk],
                           beta[:, :, :chunk], given['log_f'][:, :, :chunk], chunk=chunk)
-        counts.append(calls.count)
+        counts.append(operations.count)
     assert counts[0] == counts[1]
 
 @exercise
@@ -545,7 +546,6 @@ from unittest.mock import MagicMock, Mock
 
 import numpy as np
 from safetensors.torch import load_file, save_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import bench
 import convert
@@ -729,14 +729,6 @@ def test_a_long_text_in_segments_is_the_same(gates, monkeypatch):
     near(with_gradients(kernels.chunked, given, normalise), with_gradients(chunked, given, normalise), 1e-9)
     shapes = [call.args[1].shape for call in forward.call_args_list]
     assert [shape[1] * shape[2] for shape in shapes] == [64, 64, 32, 64, 64]
-
-class Operations(TorchDispatchMode):
-    """Counts those that really run, autograd's too."""
-    count = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.count += 1
-        return operation(*args, **kwargs or {})
 
 @pytest.mark.parametrize('gates', [{}, dict(f=64, z=64), dict(f=1, erase=True)], ids=str)
 def test_plain_torch_takes_few_operations_where_there_is_no_cpu_cache(gates, monkeypatch):
@@ -3354,17 +3346,6 @@ def test_nothing_is_drawn_from_broken_logits(broken):
 
 BROWSER = next(filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None)
 
-def read_weights(q, k, w, e, f, z):
-    """How much of the value of each write is in each output, the mean over value channels, (T, T): outputs
-    are linear in the values, so these are the identity. q, k (T, K)   w, z (T, V)   e, f (T, K)"""
-    T = len(q)
-    shares = []
-    for w_i, z_i in zip(w.T, z.T):                              # channels of the values, each by itself
-        gates = w_i[:, None], e, f.log(), z_i[:, None].log()
-        q_, k_, v_, *gates = (x[None, None] for x in (q, k, torch.eye(T).to(q), *gates))
-        shares.append(recurrent(q_, k_, v_, *gates)[0][0, 0])
-    return torch.stack(shares).mean(0)
-
 @pytest.mark.skipif(not BROWSER, reason='no browser here: chromium or google-chrome')
 def test_the_page_computes_the_equation(tmp_path):
     """With each gate absent, a number, or one per channel: S, what is read, and its weights."""
@@ -3378,10 +3359,12 @@ def test_the_page_computes_the_equation(tmp_path):
         absent = dict(w=1, e=0, f=1, z=1)
         rows.append([{**absent, **{name: x[t].tolist() for name, x in given.items()}} for t in range(T)])
         gates = [given.get(name, torch.full((T, 1), float(name != 'e')).double()) for name in 'wefz']
-        wide = [x.expand(T, d) for x, d in zip(gates, (V, K, K, V))]
         q, k, v, w, e, f, z = (x[None, None] for x in (given['q'], given['k'], given['v'], *gates))
         o, S = recurrent(q, k, v, w, e, f.log(), z.log())
-        expected.append([S[0, 0], o[0, 0], read_weights(given['q'], given['k'], *wide)[-1]])
+        q, k, e, f = (x.expand(V, 1, T, K) for x in (q, k, e, f))       # each channel of the values by itself
+        w, z = (x.expand(1, 1, T, V).permute(3, 0, 2, 1) for x in (w, z))
+        A = weights(q, k, write=w, erase=e, log_f=f.log(), log_z=z.log()).mean(0)
+        expected.append([S[0, 0], o[0, 0], A[0, -1]])
     code = f'''const found = {json.dumps(rows)}.map(row => {{
         let S = zeros({V}, {K});
         const o = row.map(x => {{ S = step(S, x); return read(S, x.q); }});
