@@ -1623,7 +1623,7 @@ def size(x):
 def harms(x):
     """What comes in its place, ... for nothing: for a tensor, another shape, type or numbers."""
     if torch.is_tensor(x):
-        longer, huge = x.repeat(x.dim() * [2]), torch.full_like(x, 2 ** 60)
+        longer, huge = torch.cat([torch.atleast_2d(x)] * 2, -2), torch.full_like(x, 2 ** 60)
         return [x[None], longer, x.half(), x.double(), x.long() - 9, x / 0, huge, ...]
     return WRONG
 
@@ -1684,7 +1684,7 @@ def a_header(kind, a_model, characters, folder):
 
 def a_state(kind, a_model, characters, folder):
     """One step from what is taken ends in a token, or in a line."""
-    ckpt, path = a_model('--layers=delta,window'), str(folder / 'state')
+    ckpt, path = a_model(f'--layers={kind}'), str(folder / 'state')
     assert sample.main([f'--init={ckpt}', '--prompt=line 1', f'--save_state={path}', '--tokens=3']) == 0
     (tensors, about), (model, meta) = files.read_tensors(path), load(ckpt)
     args = sample.Args(init=ckpt, load_state=path)
@@ -1694,6 +1694,9 @@ def a_state(kind, a_model, characters, folder):
         files.write_tensors(path, changed['tensors'], changed['about'])
         last, state = sample.read_state(args, model.eval(), meta)
         assert alike({**pack(state), 'last': last}, changed['tensors'])
+        for name, x in changed['tensors'].items():
+            assert x.isfinite().all() and x.shape == tensors[name].shape
+            assert not name.endswith('.pos') or -1 <= x.min() <= x.max() < state['t']
         next(model.generate(last, state))
     return dict(tensors=tensors, about=about), take
 
@@ -1754,7 +1757,7 @@ def a_run(kind, a_model, characters, folder):
 
 @pytest.mark.parametrize('what, kind', [
     (a_config_json, 'gpt2'), (a_config_json, 'llama'), (a_config_json, 'bert'), (a_config_json, 'vit'),
-    (a_header, ''), (a_state, ''), (a_meta_json, 'text'), (a_meta_json, 'labels'),
+    (a_header, ''), (a_state, 'delta,window'), (a_state, 'tova,softmax'), (a_meta_json, 'text'), (a_meta_json, 'labels'),
     (a_tokenizer_json, 'llama2'), (a_tokenizer_json, 'llama3'), (a_run, '')])
 def test_mutations_are_taken_as_they_say_or_refused(what, kind, a_model, characters, tmp_path, monkeypatch):
     """What a file says, with one entry harmed: no other error comes than those that a script tells in a line.
@@ -1926,20 +1929,14 @@ def test_closed_streams_end_in_silence(run, stream, code, characters):
 # ---- What other people's bug reports were about ------------------------------------------------------------
 
 def test_a_run_goes_on_though_nothing_in_it_was_ever_finite(text, tmp_path, monkeypatch, capsys):
-    """No step, no loss and no result; then the memory of its optimiser must fit."""
+    """No step, no loss and no result."""
     with monkeypatch.context() as bad:
         bad.setattr(train, 'clip_grad_norm_', lambda *_: torch.tensor(math.nan))
         bad.setattr(train.Rows, 'evaluate', lambda *_, **__: (math.inf, 0.0))
         run = f'--data={text}', f'--out={tmp_path}', *TINY, '--steps=4', '--eval_every=4'
         assert train.main([*run]) == 2 and not (tmp_path / 'result.json').exists()
         assert 'a smaller --lr' in capsys.readouterr().err
-    go = '--resume', f'--out={tmp_path}'
-    assert train.main([*go, '--steps=5', '--eval_every=1']) == 0
-    path = tmp_path / 'ckpt.safetensors'
-    tensors, meta = files.read_tensors(path)
-    wrong = {name: x[None] if name.endswith('.exp_avg') else x for name, x in tensors.items()}
-    files.write_tensors(path, wrong, meta)
-    assert f'{path}: what the optimiser kept for' in refused(capsys, train.main, *go, '--steps=9')
+    assert train.main(['--resume', f'--out={tmp_path}', '--steps=5', '--eval_every=1']) == 0
 
 def test_what_a_resumed_run_cannot_go_on_with_begins_anew(text, characters, tmp_path, capsys):
     """The states of other rows or another text, the best loss on other validation tokens."""
@@ -2215,40 +2212,13 @@ def test_what_matters_is_said(text, a_model, tmp_path, monkeypatch, capsys):
         assert (out / 'log.jsonl').read_text() == old or not keeps
     assert [row['step'] for row in log(out) if 'lr' in row] == [1, 2, 3, 4]
 
-def test_hostile_files_are_refused_by_name(a_model, tmp_path, capsys):
-    """Of a state: cached keys without values, a number that is none, a place before the first."""
-    ckpt, path = a_model('--layers=tova,softmax'), tmp_path / 'state'
-    written(capsys, f'--init={ckpt}', '--prompt=line 1', '--tokens=3', f'--save_state={path}')
-    tensors, about = files.read_tensors(path)
-    changes = [{name: torch.zeros(2)} for name in ('state.mixer.S', 'state.t', 'state.0.conv0.last')]
-    for name, x in tensors.items():
-        if name.endswith('.k'):
-            changes += [{name: x[:, :, 1:].contiguous()}, {name: x / 0}]
-        if name.endswith('.pos'):
-            changes.append({name: x - 9})
-    for change in changes:
-        path.unlink()
-        files.write_tensors(path, tensors | change, about)
-        err = refused(capsys, sample.main, f'--init={ckpt}', f'--load_state={path}')
-        assert f'--load_state={path}' in err and 'read the prompt again' in err
+def test_classes_may_be_more_than_tokens(tmp_path, capsys):
     many = put(tmp_path, 'x.tsv', ''.join(f'{i}\ttext {j}\n' for j in range(11) for i in range(301)))
     *sides, meta = prepare.load(many)
     assert meta['classes'] == 301 and meta['ignore'] == 301 and meta['vocab_size'] == 257
     init = f'--init={trained(many, tmp_path / "out", steps=1)}'
     one, two = (written(capsys, init, f'--prompt={prompt}') for prompt in ('text 1', ' text 1\n'))
     assert one == two                                           # lines of training have no ends
-    place = Path(prepare.place(many))
-    meta = json.loads((place / 'meta.json').read_text())
-    (place / 'meta.json').write_text(json.dumps(meta | dict(val=meta['val'] | dict(tokens=10 ** 400))))
-    assert 'of a side is' in refused(capsys, train.main, f'--data={many}', f'--out={tmp_path}/out')
-
-def test_what_load_returns_can_be_saved(a_model, tmp_path):
-    """With all that the file had: a training goes on from it."""
-    path = a_model('--rule=kda')
-    copy = tmp_path / 'ckpt.safetensors'
-    save(copy, *load(path))
-    assert same(path, copy)
-    assert train.main(['--resume', '--steps=5', f'--out={tmp_path}']) == 0
 
 def test_evicted_values_of_1_are_read_as_1():
     """Numerator and mass of the matrix beside a cache see the same keys."""
@@ -2927,8 +2897,10 @@ def test_a_compiled_model_leaves_the_recurrence_alone(text, tmp_path, monkeypatc
     losses = [[row['loss'] for row in log(tmp_path / str(flags)) if 'loss' in row] for flags in ([], ['--compile'])]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
-def test_resume_refuses_another_model(a_model, tmp_path, capsys):
-    path, resume = shutil.copy(a_model(), tmp_path), ['--resume', f'--out={tmp_path}']
+def test_what_load_returns_is_saved_whole_and_resumed_but_as_no_other_model(a_model, tmp_path, capsys):
+    path, resume = tmp_path / 'ckpt.safetensors', ['--resume', f'--out={tmp_path}']
+    save(path, *load(a_model()))
+    assert same(path, a_model())
     assert '--n_layer=3' in refused(capsys, train.main, *resume, '--n_layer=3')
     assert 'is not more' in refused(capsys, train.main, *resume)
     assert train.main([*resume, '--steps=6', '--lr=1e-3']) == 0
@@ -3275,8 +3247,10 @@ def test_softmax_becomes_an_rnn_without_training(a_model, characters, tmp_path, 
     assert whole == written(capsys, *flags, '--tokens=20', '--rule=tova', '--cache=60')[0]
     for tokens in 12, 20:
         few = f'--tokens={tokens}', f'--save_state={state}', '--rule=tova', '--cache=9'
-        assert 'whatever the length' in written(capsys, *flags, *few)[1]
+        said = written(capsys, *flags, *few)[1]
+        assert 'whatever the length' in said and 'untrained' not in said
         assert files.read_tensors(state)[0]['state.0.mixer.k'].shape == (1, 2, 9, 8)
+    assert '--overflow=sum:favor: untrained' in written(capsys, *flags, '--rule=window', '--overflow=sum:favor')[1]
     assert 'made with' in refused(capsys, sample.main, *flags, f'--load_state={state}')
     other = '--rule=tova', '--cache=9', '--dtype=bfloat16', f'--load_state={state}'
     assert 'made with --dtype=float32' in refused(capsys, sample.main, flags[0], *other)
@@ -3288,7 +3262,8 @@ def test_softmax_becomes_an_rnn_without_training(a_model, characters, tmp_path, 
     assert len(written(capsys, f'--init={tuned}', '--tokens=9')[0]) > 9
 
 def test_draws_are_those_of_multinomial():
-    """Bit for bit, of the tokens that are left: a seed says what it has always said. No value breaks it."""
+    """Bit for bit, of the tokens that are left: a seed says what it has always said. No value breaks it, and
+    nothing is drawn from broken logits."""
     logits = torch.tensor([2., 1., 0., -1., -torch.inf])
     for kw, kept in (({}, 4), (dict(top_k=2), 2), (dict(top_p=.8), 2), (dict(temperature=.5), 4),
                      (dict(top_k=3, top_p=.999, temperature=2.), 3)):
@@ -3299,12 +3274,10 @@ def test_draws_are_those_of_multinomial():
     for kw in dict(temperature=0), dict(temperature=1e-9), dict(top_k=1), dict(top_p=1e-6):
         assert (model_py.sample(logits.expand(50, -1), **kw) == 0).all()
     assert model_py.sample(logits[None], temperature=1e9, top_k=99).item() < 4
-
-@pytest.mark.parametrize('broken', [[-torch.inf, -torch.inf], [1., torch.nan], [torch.inf, 1.]])
-def test_nothing_is_drawn_from_broken_logits(broken):
-    for temperature in 0, 1:
-        with pytest.raises(ValueError, match='logits.*expected finite'):
-            model_py.sample(torch.tensor([broken]), temperature)
+    for broken in [-torch.inf, -torch.inf], [1., torch.nan], [torch.inf, 1.]:
+        for temperature in 0, 1:
+            with pytest.raises(ValueError, match='logits.*expected finite'):
+                model_py.sample(torch.tensor([broken]), temperature)
 
 # The page: assets/memory.html, and a run in it
 
@@ -3389,11 +3362,6 @@ def test_a_page_holds_what_each_memory_was_given(flags, a_model, tmp_path, capsy
                 found = found / (x['q'] * x['k'].cumsum(2)).sum(-1, keepdim=True)
             near(found[:, :, layer['n'] - 1::layer['n']], o, 1e-2)
 
-def test_of_weights_that_nobody_trained_that_is_said(a_model, capsys):
-    flags = f'--init={a_model("--rule=softmax")}', '--rule=window', '--cache=4', '--tokens=1'
-    assert 'untrained' not in written(capsys, *flags)[1]
-    assert '--overflow=sum:favor: untrained' in written(capsys, *flags, '--overflow=sum:favor')[1]
-
 def test_a_page_takes_any_text_as_text(a_model, tmp_path, monkeypatch, capsys):
     """As subwords would have it; bytes are letters of their own."""
     hostile = '</script><!-- "\'&<b>\u2028\U0001f600 \\u003c ${x}'
@@ -3423,17 +3391,25 @@ def converted(teacher, out, *flags):
     '--recipe=pure', '--recipe=hybrid --cache=6', '--recipe=hybrid --overflow=', '--recipe=t2r',
     '--recipe=decay', '--rule=delta --out_norm=false', '--layers=softmax,gla --distil=auto',
     '--recipe=hedgehog --lora=2 --distil_steps=30'])
-def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, capsys):
-    """Also by how much stage 1 lowers the divergence of attention."""
+def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, monkeypatch, capsys):
+    """Also by how much stage 1 lowers the divergence of attention. It is never silent for long."""
+    monkeypatch.setattr(convert, 'QUIET', 0)
+    monkeypatch.setattr(train, 'QUIET', 0)
     found = converted(teacher, tmp_path, *flags.split())
+    said = capsys.readouterr().out
+    for step in 1, 2, 3:
+        assert f'fine-tune | step {step:5d}/3 | loss' in said
+    assert 'fine-tune, validation: 100% | eta' in said
     models = [load(path, 'cpu')[0] for path in (tmp_path / 'ckpt.safetensors', teacher)]
-    first = int(re.search(r"smaller than the teacher's from (\d+) tokens", capsys.readouterr().out)[1])
+    first = int(re.search(r"smaller than the teacher's from (\d+) tokens", said)[1])
     for n in first - 1, first:
         smaller, larger = (model_py.state_of(model, n) for model in models)
         assert (smaller < larger) == (n == first)
     lines = {row['model']: row for row in found['table']}
     names = [name for name in lines if 'cached' not in name]
     assert names[:2] == ['teacher', 'swapped'] and names[-4] == 'fine-tuned' and names[-1].endswith('scratch')
+    result = json.loads((tmp_path / 'result.json').read_text())
+    assert result['recovered'] == lines['fine-tuned']['recovered'] and result['steps'] == 3
     tuned = min(row['perplexity'] for row in found['table'][-3:-1])
     assert found['tuned']['perplexity'] == tuned
     for row in found['table']:
@@ -3503,19 +3479,6 @@ def test_a_conversion_in_bfloat16_or_row_by_row_is_the_same(teacher, tmp_path, m
         found.append([row['perplexity'] for row in table])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert [row['tokens'] for row in exact][-4:-2] == [4 * 2 * 16, 7 * 2 * 16]
-
-def test_a_conversion_is_never_silent_for_long(teacher, tmp_path, monkeypatch, capsys):
-    """Steps of both stages and of controls, and evaluations, say how far they are; the log has the steps."""
-    monkeypatch.setattr(convert, 'QUIET', 0)
-    monkeypatch.setattr(train, 'QUIET', 0)
-    best = next(row for row in converted(teacher, tmp_path)['table'] if row['model'] == 'fine-tuned')
-    said = capsys.readouterr().out
-    for stage, steps in ('distil (hidden)', 4), ('fine-tune', 3), ('control: from scratch', 7):
-        assert all(f'{stage} | step {i:5d}/{steps} | loss' in said for i in range(1, steps + 1))
-        assert f'{stage}, validation: 100% | eta' in said
-    assert sum('tok_s' in row for row in log(tmp_path)) == 4 + 3 + 3 * 7
-    found = json.loads((tmp_path / 'result.json').read_text())
-    assert found['recovered'] == best['recovered'] and (found['steps'], found['rule']) == (3, 'gla-beta')
 
 @pytest.mark.parametrize('more', [[], ['--lora=2']], ids=['all', 'lora'])
 def test_a_model_of_texts_is_converted_on_pairs(more, teacher, tmp_path, monkeypatch):
@@ -3782,29 +3745,6 @@ def test_hub_weights_give_what_another_implementation_gives(kind, how, tmp_path)
     assert raw.get('num_key_value_heads') == (how.get('groups', 1) if kind == 'llama' else None)
     assert meta_again['data'].get('pad') == model.config.pad
 
-@pytest.mark.parametrize('kind', ['llama2', 'llama3'])
-def test_a_llama_reads_and_writes_text_by_its_tokenizer_json(kind, tmp_path, capsys):
-    """One command each; BOS before a prompt; the file comes along."""
-    data, folder = subwords(kind), tmp_path / 'llama'
-    path = folder / 'tokenizer.json'
-    in_hub_layout(folder, 'llama', vocab=data['vocab_size'])
-    mine = f'--data={put(tmp_path, "mine.txt", TEXT[:4000])}'
-    run = f'--from={folder}', mine, f'--out={tmp_path / "rnn"}'
-    sampled = f'--init={folder}', '--tokens=9', '--prompt=the quick'
-    for main, argv in (convert.main, run), (sample.main, sampled):      # its tokens are only numbers
-        assert re.search("no token for 'quick'|not ids", refused(capsys, main, *argv))
-    path.write_text(json.dumps(json.loads(data['json']), indent=2))
-    data['json'] = load(folder)[1]['data']['json']
-    assert data['json'] == path.read_text()
-    assert f'{1 + len(prepare.encode("the quick", data))} tokens read' in written(capsys, *sampled)[1]
-    assert '1 token read' in written(capsys, *sampled[:2])[1]
-    converted(folder, tmp_path / 'rnn', mine, '--controls=false')
-    model, meta = load(folder)
-    files.to_folder(tmp_path / 'again', model.state_dict(), dataclasses.asdict(model.config), meta['data'])
-    assert (tmp_path / 'again' / 'tokenizer.json').read_text() == data['json']
-    for found in folder, tmp_path / 'rnn' / 'ckpt.safetensors', tmp_path / 'again':
-        assert prepare.same_tokens(load(found)[1]['data'], data)
-
 DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; what it is now; what is said
     ('llama', 'rope_scaling', dict(rope_type='yarn'), 'rope of type yarn'),
     ('llama', 'rope_scaling', dict(LLAMA31, high_freq_factor=.001), 'high_freq_factor 0.001'),
@@ -3991,11 +3931,18 @@ def test_each_of_several_texts_ends_by_itself(tmp_path, monkeypatch, capsys):
 
 def test_what_a_folder_says_goes_the_whole_way(tmp_path, capsys):
     """Through training to an export, byte for byte. A model with other layers than softmax cannot be one."""
+    mine = put(tmp_path, 'mine.txt', TEXT[:4000])
+    converts = f'--from={tmp_path}/a', f'--data={mine}', f'--out={tmp_path}/f'
+    samples = f'--init={tmp_path}/a', '--prompt=the quick', '--tokens=1'
+    in_hub_layout(tmp_path / 'a', 'llama')                      # without a tokenizer tokens are only numbers
+    for main, argv in (convert.main, converts), (sample.main, samples):
+        assert re.search("no token for 'quick'|not ids", refused(capsys, main, *argv))
     a_talker(tmp_path / 'a', groups=2)
     for name in 'vocab.json', 'merges.txt':                     # beside tokenizer.json, as many have them
         put(tmp_path / 'a', name, '{}')
     data = load(tmp_path / 'a')[1]['data']
-    mine = put(tmp_path, 'mine.txt', TEXT[:4000])
+    said = written(capsys, *samples)[1]
+    assert f'{1 + len(prepare.encode("the quick", data))} tokens read' in said         # BOS, too
     run = f'--data={mine}', '--steps=1', '--batch_size=2', '--device=cpu', '--threads=1'
     assert train.main([f'--init={tmp_path}/a', f'--out={tmp_path}/b', '--lr=0', *run]) == 0
     assert convert.main([f'--from={tmp_path}/b/ckpt.safetensors', f'--export={tmp_path}/c']) == 0
@@ -4012,6 +3959,7 @@ def test_what_a_folder_says_goes_the_whole_way(tmp_path, capsys):
     assert 'sample.py and model.load read others' in err and not (tmp_path / 'e').exists()
     converted(tmp_path / 'a', tmp_path / 'f', f'--data={mine}', '--recipe=t2r', '--controls=false')
     assert f'python sample.py --init={tmp_path}/f/ckpt.safetensors --chat\n' in capsys.readouterr().out
+    assert prepare.same_tokens(load(tmp_path / 'f' / 'ckpt.safetensors')[1]['data'], data)
     tensors, about = files.read_tensors(swapped)
     for change in dict(ends=[999]), dict(special=3), dict(files={'x': 1}), dict(template=None):
         files.write_tensors(swapped, tensors, about | dict(data=about['data'] | change))
@@ -4588,8 +4536,11 @@ def commands(text):
     return re.findall(command, '```'.join(parts))
 
 def test_readme_is_true_of_the_code():
-    """Its tables are those of the dicts, its commands are accepted, the files it names exist."""
+    """Its equation is fastweight's, its tables are those of the dicts, its commands are accepted, the files it
+    names exist."""
     text = (HERE / 'README.md').read_text()
+    equation = re.search(r'    (D_t = .*\n)    (S_t = .*\n)    (o_t = .*\n)', fastweight.__doc__)
+    assert ''.join(equation.groups()) in text
     results = (HERE / 'assets' / 'RESULTS.md').read_text()
     caches = re.search(r'\*\*Caches\.\*\*.*?\n\n', results, re.S)[0]
     for name, rule in RULES.items():
@@ -4633,10 +4584,6 @@ def test_claims_have_sources_verdicts_and_commands():
             known = re.match(r'\*(agrees|similar|differs|undecided|not comparable|not run)\*', verdict)
             assert known and source.strip('-'), row
             assert re.search('`(python|pytest) [^`]+`', command) or known[1] == 'not run', row
-
-def test_readme_has_the_equation_of_fastweight():
-    equation = re.search(r'    (D_t = .*\n)    (S_t = .*\n)    (o_t = .*\n)', fastweight.__doc__)
-    assert ''.join(equation.groups()) in (HERE / 'README.md').read_text()
 
 def test_the_python_of_readme_and_how_to_runs(a_model, tmp_path, monkeypatch, capsys):
     shutil.copytree(Path(a_model()).parent, tmp_path / 'out')
