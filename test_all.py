@@ -2159,7 +2159,7 @@ def test_threads_share_a_model(rule, a_model):
         return [token.item() for token, _ in itertools.islice(model.generate(tokens, temperature=0), 40)]
 
     def look():
-        return [seen.y.sum().item() for _ in range(9) for seen in model.through(tokens)]
+        return [seen.o.sum().item() for _ in range(9) for seen in model.through(tokens)]
 
     def evaluate():
         return rows.evaluate(model, np.arange(0, 640, 16))
