@@ -2687,13 +2687,11 @@ def threes(tmp_path_factory):
     return made(tmp_path_factory.mktemp('threes'), x, y, [1000, 1200], vocab_size=10, ignore=10, pad=9,
                 classes=2)
 
-SMALL_ENCODER = '--causal=false --n_layer=1 --n_head=2 --n_embd=16 --device=cpu --threads=1'.split()
-
 @pytest.mark.parametrize('flags', ['--rule=sum', '--rule=softmax --pool=first', '--rule=gated_delta'])
 def test_an_encoder_learns_classes_says_them_and_is_converted(flags, threes, tmp_path, capsys):
-    learn = (f'--data={threes}', f'--out={tmp_path}', '--steps=30', '--lr=1e-2', '--batch_size=32',
-             *SMALL_ENCODER)
-    assert train.main([*flags.split(), *learn]) == 0
+    learn = ('--causal=false --n_layer=1 --n_head=2 --n_embd=16 --steps=30 --lr=1e-2 --batch_size=32 '
+             '--device=cpu --threads=1 ')
+    assert train.main([f'--data={threes}', f'--out={tmp_path}', *(learn + flags).split()]) == 0
     path = tmp_path / 'ckpt.safetensors'
     model = load(path)[0].eval()
     _, val, _ = prepare.load(threes)
@@ -2724,14 +2722,12 @@ def turned_around(tmp_path_factory):
     return made(tmp_path_factory.mktemp('turned'), x, y, [1800, 2000], vocab_size=11, ignore=11, pad=10,
                 source=6)
 
-SMALL_PAIRS = '--encoder=1 --n_head=2 --n_embd=32 --device=cpu --threads=1 --lr=1e-2'.split()
-
 @pytest.mark.parametrize('flags', ['--rule=softmax --n_layer=1', '--rule=delta --cross=sum --n_layer=2'])
 def test_a_translator_learns_translates_and_is_converted(flags, turned_around, tmp_path, monkeypatch, capsys):
     """To write digits in reverse; what it says, good or bad, is what GPT.translate makes of each source.
     Conversion finds its own number of threads, as for who gives none."""
-    learn = [*SMALL_PAIRS, f'--data={turned_around}', f'--out={tmp_path}', '--steps=80', '--batch_size=64']
-    assert train.main([*learn, *flags.split()]) == 0
+    learn = '--encoder=1 --n_head=2 --n_embd=32 --steps=80 --lr=1e-2 --batch_size=64 --device=cpu --threads=1 '
+    assert train.main([f'--data={turned_around}', f'--out={tmp_path}', *(learn + flags).split()]) == 0
     losses = [row['loss'] for row in log(tmp_path) if 'loss' in row]
     assert losses[-1] < .7 * losses[0]                      # at first that of guessing
     path = tmp_path / 'ckpt.safetensors'
@@ -2799,15 +2795,12 @@ def test_broken_checkpoints_are_refused(a_model, tmp_path, capsys):
     assert 'not written by this project' in refused(capsys, sample.main, f'--init={bad}')
 
 def test_a_model_from_a_file_is_not_drawn_first(a_model):
-    """Nor is a second spent on imports for shapes without numbers."""
-    path = a_model('--rule=retention')
+    path, softmax = a_model('--rule=retention'), a_model('--rule=softmax')
     before = torch.get_rng_state()
     load(path)
-    softmax, how = a_model('--rule=softmax'), dict(rule='window', cache=4, overflow='delta:taylor')
+    how = dict(rule='window', cache=4, overflow='delta:taylor')
     close(dict(load(softmax, **how)[0].state_dict()), dict(load(softmax, **how)[0].state_dict()), 0)
     assert torch.equal(torch.get_rng_state(), before)           # what is new is always the same
-    code = f'import sys, model; model.load({path!r}); sys.exit("torch._dynamo" in sys.modules)'
-    assert subprocess.run([sys.executable, '-c', code], cwd=HERE).returncode == 0
 
 def test_files_of_other_versions_load_or_are_refused_in_one_sentence(a_model, tmp_path, capsys):
     """What is missing, unknown or gone cannot be built; what the file says of its data is so of its model."""
@@ -2839,8 +2832,12 @@ def same(a, b):
     a, b = files.read_tensors(a)[0], files.read_tensors(b)[0]
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
-def resume_from(text, tmp_path, monkeypatch, flags, steps):
-    """Train 5 steps and keep every checkpoint; going on from any of `steps` must end in the same bits."""
+@pytest.mark.parametrize('flags, steps', [
+    ('--rule=gated', [3]), ('--rule=tova --carry', [3]),
+    *(pytest.param(f'--rule={rule}', [1, 2, 3, 4], marks=slow, id=f'soak-{rule}') for rule in VARIED)])
+def test_resume_is_bitwise_identical(flags, steps, text, tmp_path, monkeypatch):
+    """Train 5 steps and keep every checkpoint; going on from any of `steps` must end in the same bits. gated: with
+    random features, which are redrawn."""
     end, plain = tmp_path / 'out' / 'ckpt.safetensors', train.save
 
     def save_and_keep(path, model, meta, extra, state):
@@ -2850,7 +2847,7 @@ def resume_from(text, tmp_path, monkeypatch, flags, steps):
             kept.mkdir()
             shutil.copy(path, kept)
     monkeypatch.setattr(train, 'save', save_and_keep)
-    trained(text, tmp_path / 'out', *flags, '--accum=2', '--dropout=0.2', steps=5, eval_every=1)
+    trained(text, tmp_path / 'out', *flags.split(), '--accum=2', '--dropout=0.2', steps=5, eval_every=1)
     monkeypatch.setattr(train, 'save', plain)
     assert not same(end, tmp_path / '4' / end.name)
     for k in steps:
@@ -2859,11 +2856,6 @@ def resume_from(text, tmp_path, monkeypatch, flags, steps):
         assert same(end, again / end.name), f'{flags}: resumed at step {k}'
         assert files.read_tensors(end)[1]['best'] == files.read_tensors(again / end.name)[1]['best']
         assert min(row['step'] for row in log(again) if 'step' in row) == k + 1    # went on, not anew
-
-@pytest.mark.parametrize('flags', ['--rule=gated', '--rule=tova --carry'])
-def test_resume_is_bitwise_identical(flags, text, tmp_path, monkeypatch):
-    """gated: with random features, which are redrawn."""
-    resume_from(text, tmp_path, monkeypatch, flags.split(), [3])
 
 def test_weights_decay_in_matrices_alone():
     model = GPT(Config(rule='gated', n_layer=1, n_head=2, n_embd=16, block_size=16))
@@ -2996,10 +2988,13 @@ def test_a_model_of_subwords_keeps_them(text, tmp_path, capsys):
     said = written(capsys, f'--init={ckpt}', '--prompt=the quick', '--tokens=9')
     assert f'{len(prepare.encode("the quick", data))} tokens read' in said[1]
 
-def test_subwords_without_their_package_are_refused_before_any_work(text, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, 'tokenizers', None)        # as if it were not installed
+def test_a_package_that_is_missing_is_named_before_any_work(text, tmp_path, capsys, monkeypatch):
+    for package in 'tokenizers', 'sacrebleu.metrics':
+        monkeypatch.setitem(sys.modules, package, None)         # as if it were not installed
     for main, argv in (train.main, [f'--data={text}', f'--out={tmp_path}/no']), (prepare.main, [text]):
         assert 'pip install tokenizers' in refused(capsys, main, *argv, '--tokenizer=bpe:302')
+    err = refused(capsys, bench.main, 'translate', '--only=elu', f'--out={tmp_path}')
+    assert 'pip install sacrebleu' in err
     pairs = [f'--data={text}:{text}', f'--out={tmp_path}/no', '--encoder=1']
     assert '--tokenizer=byte does without it' in refused(capsys, train.main, *pairs)
     assert not os.listdir(tmp_path)
@@ -3043,12 +3038,21 @@ def test_carry_hands_the_state_on(text, tmp_path, monkeypatch):
         left = new
     assert len(seen) == 4 and seen[0][1] is None
 
-def test_rows_are_a_function_of_seed_step_and_index():
+def test_rows_and_draws_are_functions_of_seed_and_step():
+    """And of the index of a row, or of a process's rank."""
     def starts(seed, step):
         return train.Rows(np.zeros(1000), None, {}, 16, torch.device('cpu'), 8, seed).starts(step)
     a = starts(3, 7)
     assert len(set(a)) > 4 and a.max() < 1000 - 16 and (a == starts(3, 7)).all()
     assert (a != starts(3, 8)).any() and (a != starts(4, 7)).any()
+    opt = train.adamw(torch.nn.Linear(1, 1), 1e-3, 0.0, torch.device('cpu'))
+
+    def drawn(step, seed, rank):
+        train.begin_step(opt, step, 4, 1e-3, seed, rank)
+        return torch.rand(1).item()
+    cases = [(step, *more) for step in range(4) for more in [(0, 0), (1, 0), (0, 1)]]
+    numbers = [drawn(*case) for case in cases]
+    assert len(set(numbers)) == 12 and numbers[::-1] == [drawn(*case) for case in cases[::-1]]
 
 def test_rows_end_with_the_last_target_of_all():
     """Of a task, unless its inputs are patches; a text's last row has targets up to the text's end."""
@@ -3081,16 +3085,6 @@ def test_pairs_of_like_length_come_together(more):
         assert least[1] <= most[0]
     means = [side.mean() for side in first]
     assert means != sorted(means) and means != [sides[b // (2 * T)].mean() for b in begin[train.POOL:]]
-
-def test_what_a_step_draws_is_a_function_of_seed_step_and_rank():
-    opt = train.adamw(torch.nn.Linear(1, 1), 1e-3, 0.0, torch.device('cpu'))
-
-    def drawn(step, seed=0, rank=0):
-        train.begin_step(opt, step, 4, 1e-3, seed, rank)
-        return torch.rand(1).item()
-    cases = [(step, *more) for step in range(4) for more in [(0, 0), (1, 0), (0, 1)]]
-    numbers = [drawn(*case) for case in cases]
-    assert len(set(numbers)) == 12 and numbers[::-1] == [drawn(*case) for case in cases[::-1]]
 
 def test_not_finite_steps_are_skipped_and_end_the_run(a_model, tmp_path, capsys, monkeypatch):
     path, plain = shutil.copy(a_model(), tmp_path), F.cross_entropy
@@ -4289,17 +4283,10 @@ def test_bench_bleu_is_that_of_what_sample_says_of_the_test_side(small_pairs, tm
             score = package.corpus_bleu(said, [wanted]).score
             assert float(row['ours']) == pytest.approx(score) and score > 5
 
-def test_bench_bleu_without_its_package_or_pairs(tmp_path, small_pairs, capsys, changed, in_process,
-                                                 monkeypatch):
-    """The package is named before anything is trained; without pairs there is no table."""
-    run = 'translate', '--only=elu'
-    with monkeypatch.context() as without:
-        without.setitem(sys.modules, 'sacrebleu.metrics', None)
-        assert 'pip install sacrebleu' in refused(capsys, bench.main, *run, f'--out={tmp_path}')
-    assert not list(tmp_path.iterdir())
+def test_bench_bleu_without_pairs_has_no_table(tmp_path, capsys, changed, monkeypatch):
     monkeypatch.setattr(bench, 'bleu_metric', Mock())
     changed('translate', ways={'none': bench.Way(str(tmp_path / 'none'))})
-    assert ran(tmp_path, *run) == []
+    assert ran(tmp_path, 'translate', '--only=elu') == []
     assert 'none is left out' in capsys.readouterr().err
 
 @pytest.mark.parametrize('rule', ['softmax', 'tova', 'delta'])
@@ -4868,11 +4855,6 @@ def test_the_hub_is_read_over_http(tmp_path, monkeypatch):
     monkeypatch.setenv('HF_TOKEN', 'a\nb')
     with pytest.raises(ValueError, match='HF_TOKEN has'):
         files.hub('me/one', 'other')
-
-@slow
-@pytest.mark.parametrize('rule', VARIED)
-def test_soak_resume_is_bitwise_identical_from_any_step(rule, text, tmp_path, monkeypatch):
-    resume_from(text, tmp_path, monkeypatch, [f'--rule={rule}'], [1, 2, 3, 4])
 
 @slow
 def test_soak_kill_9_leaves_a_checkpoint_that_loads(tmp_path):
