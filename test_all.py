@@ -15,6 +15,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch.cuda.is_available():   # before kernels is imported: its GPU kernels then run in plain numpy
     os.environ.setdefault('TRITON_INTERPRET', '1')
@@ -62,8 +63,7 @@ def one_head(*steps):
 
 @every_form
 def test_sum_accumulates_where_delta_overwrites(form):
-    """k1 -> v1, k2 -> v2, then k1 -> v3. Keys are unit vectors along the axes, so column i of S is what key i
-    finds."""
+    """k1 -> v1, k2 -> v2, then k1 -> v3. Keys are unit vectors: column i of S is what key i finds."""
     k = one_head([1, 0], [0, 1], [1, 0])
     v = one_head([1, 2], [3, 4], [5, 6])
     one = one_head(1, 1, 1)
@@ -76,8 +76,7 @@ def test_sum_accumulates_where_delta_overwrites(form):
 @every_form
 def test_delta_keeps_what_gated_shrinks(form):
     """k2 -> (5, 6) with strength 1/2. Delta moves k2's value half the way to (5, 6) and leaves k1 alone. The
-    gated rule (f = 1/2, w = 1 - f) also shrinks what k1 finds, which was not written. Schlag 2021, appendix
-    B."""
+    gated rule (f = 1/2, w = 1 - f) also shrinks what k1 finds. Schlag 2021, appendix B."""
     S = one_head([1, 3], [2, 4])                # k1 -> (1, 2), k2 -> (3, 4)
     k, v, half = one_head([0, 1]), one_head([5, 6]), one_head(.5)
     near(form(k, k, v, write=half, erase=half, S=S)[1], one_head([1, 4], [2, 5]))
@@ -409,7 +408,6 @@ def test_compressed_positions_shrink_long_gaps():
     near(fastweight.compressed(pos[None, None]), torch.tensor([[[0, 10, 21, 33, 46]]]), 1e-6)
     mixed = fastweight.compressed(pos[None, None, [3, 0, 4, 2, 1]])
     near(mixed, torch.tensor([[[33, 0, 46, 21, 10]]]), 1e-6)
-    assert math.ceil(10 + math.log(math.log(34 - 10 + math.e))) == 12
     near(fastweight.compressed(pos[None, None], 'log'), torch.tensor([[[0, 10, 21, 35, 59]]]), 1e-6)
     near(fastweight.compressed(pos[None, None], 'sqrt'), torch.tensor([[[0, 10, 21, 36, 1046]]]), 1e-6)
 
@@ -441,13 +439,13 @@ def test_exercise_2_a_new_feature_map():
     o, _ = layer(torch.randn(1, 5, 8), ones, torch.rand(1, 2, 5, 4), ones)
     near(o, ones, 1e-6)                         # the mean of ones
 
-class Calls(torch.overrides.TorchFunctionMode):
-    """Counts the calls of torch's functions inside `with`."""
+class Operations(TorchDispatchMode):
+    """Counts those that really run inside `with`, autograd's too."""
     count = 0
 
-    def __torch_function__(self, f, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         self.count += 1
-        return f(*args, **(kwargs or {}))
+        return operation(*args, **kwargs or {})
 
 @exercise
 def test_exercise_3_chunked_for_delta_with_one_decay_a_head():
@@ -468,10 +466,10 @@ def test_exercise_3_chunked_for_delta_with_one_decay_a_head():
          with_gradients(definition, {**given, 'beta': beta}, False))
     counts = []
     for chunk in 5, 10:
-        with Calls() as calls:
+        with Operations() as operations:
             chunked_delta(given['q'][:, :, :chunk], given['k'][:, :, :chunk], given['v'][:, :, :chunk],
                           beta[:, :, :chunk], given['log_f'][:, :, :chunk], chunk=chunk)
-        counts.append(calls.count)
+        counts.append(operations.count)
     assert counts[0] == counts[1]
 
 @exercise
@@ -540,12 +538,12 @@ import tempfile
 import threading
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import MagicMock, Mock
 
 import numpy as np
 from safetensors.torch import load_file, save_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import bench
 import convert
@@ -729,14 +727,6 @@ def test_a_long_text_in_segments_is_the_same(gates, monkeypatch):
     near(with_gradients(kernels.chunked, given, normalise), with_gradients(chunked, given, normalise), 1e-9)
     shapes = [call.args[1].shape for call in forward.call_args_list]
     assert [shape[1] * shape[2] for shape in shapes] == [64, 64, 32, 64, 64]
-
-class Operations(TorchDispatchMode):
-    """Counts those that really run, autograd's too."""
-    count = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.count += 1
-        return operation(*args, **kwargs or {})
 
 @pytest.mark.parametrize('gates', [{}, dict(f=64, z=64), dict(f=1, erase=True)], ids=str)
 def test_plain_torch_takes_few_operations_where_there_is_no_cpu_cache(gates, monkeypatch):
@@ -966,8 +956,7 @@ def test_a_wrong_triton_kernel_is_found_out(capsys):
     assert capsys.readouterr().err == ''
 
 def test_the_check_of_a_kernel_knows_what_is_rounded_and_what_cancels():
-    """The gradient of a gate in bf16 is in bf16, whatever the others are. In one head all may be near 0, or
-    large."""
+    """The gradient of a gate in bf16 is in bf16. In one head all numbers may be near 0, or large."""
     given, _ = inputs(dtype=torch.float32)
     given['write'] = given['write'].bfloat16()
     assert kernels.trusted(chunked, given, False)
@@ -1218,6 +1207,11 @@ def test_model_can_be_cut_and_leaks_nothing(flags, monkeypatch):
             near(found[:, :first], whole[:, :first], 1e-12)
             assert ((found - whole)[:, first:].abs().amax((1, 2)) > 1e-6).all()
         near(m(tokens[:1])[0], whole[:1], 1e-12)               # a row alone is a row in a batch
+        kept = [m.read(tokens[:, :n + 6])]
+        for t in range(n + 6, n + 15):
+            kept.append(m(tokens[:, t:t + 1], kept[-1])[1])
+        for t, s in enumerate(kept, n + 6):                    # no later step has changed a state
+            close(comparable(s), comparable(m.read(tokens[:, :t])), 1e-9)
         close(comparable(m.read(tokens, segment=5)), comparable(state), 1e-9)
         if n:
             near(m(tokens[1:2, n:], m.encode(tokens[1:2, :4]))[0], whole[1:2])
@@ -1305,23 +1299,6 @@ def test_overflow_lies_between_fast_weights_and_softmax(rule, phi, policy):
     found = layer(x, q, k, v)[0]
     near(found[:, :, 1::2], rows_alone[:, :, 1::2], 1e-9)
     assert (found - rows_alone).abs().max() > 1e-3
-
-@pytest.mark.parametrize('flags', [
-    *(dict(rule=rule, cache=5, sinks=2) for rule in RULES), dict(rule='delta', writes=2),
-    dict(rule='window', cache=5, overflow='kda'), dict(encoder=1, source=4, pad=9)],
-    ids=lambda flags: '-'.join(map(str, flags.values())))
-def test_states_that_generate_yields_may_be_kept(flags):
-    """After the last step each is still the state of the tokens that were read up to it."""
-    m = small(**flags)
-    tokens = torch.randint(256, (2, 6))
-    begin = m.encode(tokens[:, :4]) if m.config.source else None
-    kept = []
-    for token, state in itertools.islice(m.generate(tokens, begin, temperature=0), 9):
-        kept.append((tokens, state))
-        tokens = torch.cat([tokens, token], 1)
-    for read, state in kept:
-        close(comparable(state), comparable(m.read(read, begin)), 1e-9)
-
 
 
 # ---- An encoder writes, a decoder reads --------------------------------------------------------------------
@@ -1483,7 +1460,9 @@ def places(text, characters, threes, turned_around, few_words, a_model, tmp_path
     models['READER'] = a_model('--causal=false', data=threes)
     models['TRANSLATOR'] = a_model('--encoder=1', '--rule=softmax', data=turned_around)
     models.update({pos.upper(): a_model('--rule=softmax', f'--pos={pos}') for pos in ('rope', 'learned')})
-    return dict(models, TEXT=text, THREES=threes, PAIRS=turned_around,
+    link = texts / 'link.safetensors'
+    link.symlink_to(models['SOFTMAX'])
+    return dict(models, TEXT=text, THREES=threes, PAIRS=turned_around, LINK=str(link),
                 SCRAP=put(texts, 'a', 'few words\n' * 3),
                 WORDS=few_words, FEW_WORDS=put(texts, 'b', 'a b c d\n' * 999),
                 FOLDER=os.path.dirname(models['SOFTMAX']), EMPTY=put(texts, 'c', ''),
@@ -1527,12 +1506,14 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--writes=2 --phi=elu --norm=attn': 'one key'},
     sample: {
         '--rule=tova --cache=0': 'at least 1', '--chat --sistem="be brief"': '--sistem=be brief: no such',
-        '--system=x': 'means nothing', '--model=x': r'mean --init\?', '--temp=1': r'mean --temperature\?', '--rule=sink --cache=4': '--sinks=4',
+        '--system=x': 'means nothing', '--model=x': r'mean --init\?', '--temp=1': r'mean --temperature\?',
+        '--rule=sink --cache=4': '--sinks=4',
         '--rule=window --sinks=2': '--sinks=2: no layer of window uses it',
         '--rule=window --overflow=sum:elu': 'hedgehog', '--rule=window --overflow=softmax': 'choose from',
         '--positions=compress': 'bounded cache', '--device=meta': '--device=meta',
         '--beam=2': '--beam means nothing', '--compile': 'softmax grow', '--source=a': 'knows no pairs',
-        '--init=TALKER --prompt=\u20ac': '\u20ac', '--prompt=@nofile': 'nofile',
+        '--init=TALKER --prompt=\u20ac': '\u20ac', '--prompt=@nofile': 'nofile: no such .* @@ for a first @',
+        '--tokens=0 --save_state=x.st': 'nothing is read yet',
         '--init=GATED_DELTA --rule=tova': 'no softmax layers, only 2 x gated_delta',
         '--rule=delta': 'python convert.py --from=.* --rule=delta',
         '--init=READER --prompt="1 2 3 4 1 2 3 4"': 'at most 7',
@@ -1546,7 +1527,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
     convert: {
         '--from=GATED_DELTA': 'has softmax layers', '--rule=delta --distil=ce': 'none: take mse',
         '--data=SCRAP': '--row', '--phi=t2r --fold': '--fold', '--from=WINDOW': 'no other cache',
-        '--out=FOLDER': 'it holds the teacher', '--rule=softmax': 'would change',
+        '--from=LINK --out=FOLDER': 'it holds the teacher', '--rule=softmax': 'would change',
         '--recipe=hybrid --cache=16': 'never leave',
         '--rule=tova --cache=8 --overflow=sum:slots': 'train with --rule=sink',
         '--rule=gla --gate_rank=99': 'at most --n_embd', '--keep=first:2': 'fewer than the 2 softmax',
@@ -1632,7 +1613,6 @@ def test_help_lists_every_flag_with_its_default_and_choices(capsys):
 
 # ---- What hurts: each is told in one line, or does what it says --------------------------------------------
 
-
 WRONG = None, True, -1, 0, 3, 2.5, 10 ** 400, math.nan, math.inf, '32', 'x' * 99, [], [1], {}, ...
 
 def size(x):
@@ -1644,7 +1624,7 @@ def size(x):
 def harms(x):
     """What comes in its place, ... for nothing: for a tensor, another shape, type or numbers."""
     if torch.is_tensor(x):
-        longer, huge = x.repeat(x.dim() * [2]), torch.full_like(x, 2 ** 60)
+        longer, huge = torch.cat([torch.atleast_2d(x)] * 2, -2), torch.full_like(x, 2 ** 60)
         return [x[None], longer, x.half(), x.double(), x.long() - 9, x / 0, huge, ...]
     return WRONG
 
@@ -1705,7 +1685,7 @@ def a_header(kind, a_model, characters, folder):
 
 def a_state(kind, a_model, characters, folder):
     """One step from what is taken ends in a token, or in a line."""
-    ckpt, path = a_model('--layers=delta,window'), str(folder / 'state')
+    ckpt, path = a_model(f'--layers={kind}'), str(folder / 'state')
     assert sample.main([f'--init={ckpt}', '--prompt=line 1', f'--save_state={path}', '--tokens=3']) == 0
     (tensors, about), (model, meta) = files.read_tensors(path), load(ckpt)
     args = sample.Args(init=ckpt, load_state=path)
@@ -1715,6 +1695,9 @@ def a_state(kind, a_model, characters, folder):
         files.write_tensors(path, changed['tensors'], changed['about'])
         last, state = sample.read_state(args, model.eval(), meta)
         assert alike({**pack(state), 'last': last}, changed['tensors'])
+        for name, x in changed['tensors'].items():
+            assert x.isfinite().all() and x.shape == tensors[name].shape
+            assert not name.endswith('.pos') or -1 <= x.min() <= x.max() < state['t']
         next(model.generate(last, state))
     return dict(tensors=tensors, about=about), take
 
@@ -1775,7 +1758,7 @@ def a_run(kind, a_model, characters, folder):
 
 @pytest.mark.parametrize('what, kind', [
     (a_config_json, 'gpt2'), (a_config_json, 'llama'), (a_config_json, 'bert'), (a_config_json, 'vit'),
-    (a_header, ''), (a_state, ''), (a_meta_json, 'text'), (a_meta_json, 'labels'),
+    (a_header, ''), (a_state, 'delta,window'), (a_state, 'tova,softmax'), (a_meta_json, 'text'), (a_meta_json, 'labels'),
     (a_tokenizer_json, 'llama2'), (a_tokenizer_json, 'llama3'), (a_run, '')])
 def test_mutations_are_taken_as_they_say_or_refused(what, kind, a_model, characters, tmp_path, monkeypatch):
     """What a file says, with one entry harmed: no other error comes than those that a script tells in a line.
@@ -1808,8 +1791,7 @@ def test_a_state_belongs_to_weights_not_to_a_path(tmp_path, capsys):
     assert 'not a state of the model' in err
 
 def test_what_is_written_takes_no_other_file_away(a_model, text, tmp_path, monkeypatch, capsys):
-    """A state no model, and a model no state. Nor does a model whose weights are lost, where it was good before.
-    """
+    """A state no model, a model no state, and a model whose weights are lost not the good one from before."""
     path, mine = a_model('--rule=delta'), tmp_path / 'ckpt.safetensors'
     shutil.copy(path, mine)
     os.mkfifo(tmp_path / 'fifo')
@@ -1829,18 +1811,12 @@ def test_what_is_written_takes_no_other_file_away(a_model, text, tmp_path, monke
     assert 'embed.weight is not finite' in err
     assert before == {name: (tmp_path / name).read_bytes() for name in before}
 
-def test_a_conversion_takes_no_other_file_away(teacher, tmp_path, capsys):
-    """A teacher behind a link; a state that is named as a stage."""
-    shutil.copy(teacher, tmp_path / 'ckpt.safetensors')
-    os.symlink(tmp_path / 'ckpt.safetensors', tmp_path / 'link.safetensors')
-    run = [f'--from={tmp_path}/link.safetensors', *SHORT, '--controls=false']
-    assert 'it holds the teacher' in refused(capsys, convert.main, *run, f'--out={tmp_path}')
-    out = tmp_path / 'out'
-    out.mkdir()
-    state = out / 'stage-one.safetensors'
+def test_a_state_that_is_named_as_a_stage_is_none(teacher, tmp_path, capsys):
+    state = tmp_path / 'stage-one.safetensors'
     written(capsys, f'--init={teacher}', '--tokens=1', f'--save_state={state}')
-    assert 'no conversion was stopped' in refused(capsys, convert.main, '--resume', f'--out={out}')
-    assert convert.main([*run, f'--out={out}']) == 0 and state.exists()
+    assert 'no conversion was stopped' in refused(capsys, convert.main, '--resume', f'--out={tmp_path}')
+    converted(teacher, tmp_path, '--controls=false')
+    assert state.exists()
 
 def test_what_a_tokenizer_cannot_read_is_told_in_one_line(tmp_path, capsys):
     """A BERT's, which has no line ends, on pairs. And a word of a million letters is learned."""
@@ -1876,29 +1852,19 @@ def test_a_folder_is_of_one_run_whose_files_can_be_written(a_model, text, tmp_pa
         assert main([*flags, f'--out={folder}']) == 0
         assert 'AN OLD LOG' not in Path(folder, 'log.jsonl').read_text()
 
-@pytest.mark.parametrize('change', [dict(vocab_size=300), dict(pad=3), dict(source=4, row=9), dict(classes=2),
-                                    dict(patch=2, row=16)])
-def test_what_a_file_says_of_its_data_is_so_of_its_model(change, a_model, tmp_path):
-    tensors, meta = files.read_tensors(a_model('--rule=delta'))
-    path = str(tmp_path / 'x.safetensors')
-    files.write_tensors(path, tensors, {**meta, 'data': {**meta['data'], **change}})
-    with pytest.raises(ValueError, match='of its data'):
-        load(path)
-
 def test_a_run_goes_on_with_the_text_it_began_with(a_model, characters, tmp_path, capsys):
-    """By sha256, not by name; another set of the same tokens may be given."""
+    """By sha256, not by name."""
     data = shutil.copytree(characters, tmp_path / 'set')
     shutil.copy(a_model('--rule=delta', data=str(data)), tmp_path)
     resume = '--resume', f'--out={tmp_path}', '--steps=5'
-    other = shutil.copytree(characters, tmp_path / 'other')
     for side in 'train', 'val':
         meta = json.loads((data / 'meta.json').read_text())
         meta[side]['sha256'] = hashlib.sha256((data / f'{side}.bin').read_bytes()[::-1]).hexdigest()
         (data / f'{side}.bin').write_bytes((data / f'{side}.bin').read_bytes()[::-1])
         (data / 'meta.json').write_text(json.dumps(meta))
         assert f'{side}.bin is not what' in refused(capsys, train.main, *resume)
-        shutil.copytree(other, data, dirs_exist_ok=True)
-    assert train.main([*resume, f'--data={other}']) == 0
+        shutil.copytree(characters, data, dirs_exist_ok=True)
+    assert train.main(list(resume)) == 0
 
 def test_a_stage_that_is_broken_is_named_and_what_a_stopped_run_left_is_told(a_model, tmp_path, monkeypatch,
                                                                              capsys):
@@ -1931,16 +1897,6 @@ def test_an_empty_flag_takes_back_what_a_model_or_a_recipe_has():
     with pytest.raises(ValueError, match='--n_head=0: expected a whole number, at least 1'):
         Config(n_head=0)
 
-def test_of_many_texts_a_prompt_is_read_once(a_model, characters, capsys):
-    """Greedy, all of them are the one text."""
-    for rule in 'delta', 'softmax', 'window':
-        ckpt = a_model(f'--rule={rule}', data=characters)
-        run = f'--init={ckpt}', '--temperature=0', '--prompt=line 1: the', '--tokens=20'
-        one = written(capsys, *run)[0]
-        several, said = written(capsys, *run, '--samples=3')
-        expected = ''.join(f'--- {i} ---{one}' for i in (1, 2, 3))
-        assert several.replace('\n', '') == expected.replace('\n', '') and '11 tokens read' in said
-
 def test_a_picture_is_classified_whole(tmp_path, capsys):
     in_hub_layout(tmp_path, 'vit')
     run = f'--init={tmp_path}', '--prompt=' + '7 ' * 192
@@ -1970,20 +1926,14 @@ def test_closed_streams_end_in_silence(run, stream, code, characters):
 # ---- What other people's bug reports were about ------------------------------------------------------------
 
 def test_a_run_goes_on_though_nothing_in_it_was_ever_finite(text, tmp_path, monkeypatch, capsys):
-    """No step, no loss and no result; then the memory of its optimiser must fit."""
+    """No step, no loss and no result."""
     with monkeypatch.context() as bad:
         bad.setattr(train, 'clip_grad_norm_', lambda *_: torch.tensor(math.nan))
         bad.setattr(train.Rows, 'evaluate', lambda *_, **__: (math.inf, 0.0))
         run = f'--data={text}', f'--out={tmp_path}', *TINY, '--steps=4', '--eval_every=4'
         assert train.main([*run]) == 2 and not (tmp_path / 'result.json').exists()
         assert 'a smaller --lr' in capsys.readouterr().err
-    go = '--resume', f'--out={tmp_path}'
-    assert train.main([*go, '--steps=5', '--eval_every=1']) == 0
-    path = tmp_path / 'ckpt.safetensors'
-    tensors, meta = files.read_tensors(path)
-    wrong = {name: x[None] if name.endswith('.exp_avg') else x for name, x in tensors.items()}
-    files.write_tensors(path, wrong, meta)
-    assert f'{path}: what the optimiser kept for' in refused(capsys, train.main, *go, '--steps=9')
+    assert train.main(['--resume', f'--out={tmp_path}', '--steps=5', '--eval_every=1']) == 0
 
 def test_what_a_resumed_run_cannot_go_on_with_begins_anew(text, characters, tmp_path, capsys):
     """The states of other rows or another text, the best loss on other validation tokens."""
@@ -1995,32 +1945,6 @@ def test_what_a_resumed_run_cannot_go_on_with_begins_anew(text, characters, tmp_
             '--steps=7 --carry', 1, 0), ('--steps=8 --dtype=bfloat16', 1, 0), ('--steps=9', 0, 0):
         said = go('--resume', f'--out={tmp_path}/out', *flags.split())[0]
         assert ('begins with an empty one' in said) == states and ('begins anew' in said) == best
-
-@pytest.mark.parametrize('kind', ['texts', 'lines', 'tasks', 'pairs', 'pairs as one text'])
-def test_batches_and_processes_are_parts_of_one_larger_batch(kind, text, turned_around, tmp_path, monkeypatch):
-    """The gradients of 8 rows at once, whose numbers of targets differ."""
-    monkeypatch.setattr(train, 'POOL', 1)
-    lines, *both = [put(tmp_path, name, ''.join(f'{i % 3}\t{"word " * (1 + i % n)}\n' for i in range(90)))
-                    for name, n in (('x.tsv', 7), ('a', 5), ('b', 9))]
-    name = {'texts': text, 'lines': lines, 'tasks': 'recall', 'pairs': turned_around}.get(kind, ':'.join(both))
-    like = dict(tokenizer='byte', vocab_size=256) if name not in (lines, 'recall', turned_around) else None
-    train_side, val, meta = prepare.load(name, like=like)
-    T = meta.get('row', 16)
-    data = train.Rows(train_side, val, meta, T, torch.device('cpu'), 8)
-    config = Config(n_layer=2, n_head=2, n_embd=16, encoder=int(kind == 'pairs'))
-    model = train.built(train.Args(), config, data, {}).double()
-
-    def gradients(batch_size, accum, world=1):
-        total = 0
-        for rank in range(world):
-            how = dict(batch_size=batch_size, accum=accum, rank=rank, world=world)
-            dataclasses.replace(data, **how).learn(model, [None] * accum, 3)
-            total = total + torch.cat([p.grad.flatten() for p in model.parameters()]) / world
-            model.zero_grad()
-        return total
-    whole = gradients(8, 1)
-    for split in (4, 2), (2, 4), (1, 8), (8, 1, 2), (8, 1, 4), (4, 2, 2):
-        near(gradients(*split), whole, 1e-12)
 
 @pytest.mark.parametrize('kind, entries, change, why', [
     ('gpt2', dict(quantization_config=dict(quant_method='fp8')), {}, 'error: .*config.json: quantization_con'),
@@ -2173,7 +2097,6 @@ def test_files_and_standard_input_are_bytes(tmp_path, a_model, monkeypatch, caps
     for prompt, name in ('-', 'standard input'), (f'@{tmp_path}/latin.txt', 'latin.txt'):
         err = refused(capsys, sample.main, init, f'--prompt={prompt}')
         assert f'{name}: not UTF-8 at byte 3; convert' in err
-    assert '@@ for a first @' in refused(capsys, sample.main, init, '--prompt=@me')
     (tmp_path / 'mine.tsv').write_bytes(b'\xef\xbb\xbf0\tno\r\n1\tyes\r\n')
     assert tasks.lines(str(tmp_path / 'mine.tsv'))[0] == ([b'no', b'yes'], [[0], [1]])
 
@@ -2202,7 +2125,7 @@ def test_files_are_readable_by_whom_the_umask_says(text, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('rule', ['softmax', 'delta', 'tova'])
 def test_threads_share_a_model(rule, a_model):
-    """One generates, one reads layer by layer, one evaluates, each twice: as each alone."""
+    """One generates, one reads layer by layer, one evaluates, each six times: as each alone."""
     model, meta = load(a_model(f'--rule={rule}'))
     _, val, data = prepare.load(meta['args']['data'], like=meta['data'])
     rows = train.Rows(val, val, data, 16, torch.device('cpu'))
@@ -2212,22 +2135,15 @@ def test_threads_share_a_model(rule, a_model):
         return [token.item() for token, _ in itertools.islice(model.generate(tokens, temperature=0), 40)]
 
     def look():
-        return [seen.y.sum().item() for _ in range(9) for seen in model.through(tokens)]
+        return [seen.o.sum().item() for _ in range(9) for seen in model.through(tokens)]
 
     def evaluate():
         return rows.evaluate(model, np.arange(0, 640, 16))
-    jobs = [generate, look, evaluate] * 2
-    alone, together = [job() for job in jobs], [None] * 6
-
-    def work(i):
-        for _ in range(3):
-            together[i] = jobs[i]()
-    workers = [threading.Thread(target=work, args=[i]) for i in range(6)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert together == alone and not model.training
+    jobs = [generate, look, evaluate] * 6
+    alone = [job() for job in jobs]
+    with ThreadPoolExecutor(6) as pool:
+        together = [pool.submit(job) for job in jobs]
+    assert [job.result() for job in together] == alone and not model.training
 
 def test_what_matters_is_said(text, a_model, tmp_path, monkeypatch, capsys):
     """A rope beyond its rows; no compiler; what is saved when Ctrl-C comes; the old log until then."""
@@ -2259,40 +2175,13 @@ def test_what_matters_is_said(text, a_model, tmp_path, monkeypatch, capsys):
         assert (out / 'log.jsonl').read_text() == old or not keeps
     assert [row['step'] for row in log(out) if 'lr' in row] == [1, 2, 3, 4]
 
-def test_hostile_files_are_refused_by_name(a_model, tmp_path, capsys):
-    """Of a state: cached keys without values, a number that is none, a place before the first."""
-    ckpt, path = a_model('--layers=tova,softmax'), tmp_path / 'state'
-    written(capsys, f'--init={ckpt}', '--prompt=line 1', '--tokens=3', f'--save_state={path}')
-    tensors, about = files.read_tensors(path)
-    changes = [{name: torch.zeros(2)} for name in ('state.mixer.S', 'state.t', 'state.0.conv0.last')]
-    for name, x in tensors.items():
-        if name.endswith('.k'):
-            changes += [{name: x[:, :, 1:].contiguous()}, {name: x / 0}]
-        if name.endswith('.pos'):
-            changes.append({name: x - 9})
-    for change in changes:
-        path.unlink()
-        files.write_tensors(path, tensors | change, about)
-        err = refused(capsys, sample.main, f'--init={ckpt}', f'--load_state={path}')
-        assert f'--load_state={path}' in err and 'read the prompt again' in err
+def test_classes_may_be_more_than_tokens(tmp_path, capsys):
     many = put(tmp_path, 'x.tsv', ''.join(f'{i}\ttext {j}\n' for j in range(11) for i in range(301)))
     *sides, meta = prepare.load(many)
     assert meta['classes'] == 301 and meta['ignore'] == 301 and meta['vocab_size'] == 257
     init = f'--init={trained(many, tmp_path / "out", steps=1)}'
     one, two = (written(capsys, init, f'--prompt={prompt}') for prompt in ('text 1', ' text 1\n'))
     assert one == two                                           # lines of training have no ends
-    place = Path(prepare.place(many))
-    meta = json.loads((place / 'meta.json').read_text())
-    (place / 'meta.json').write_text(json.dumps(meta | dict(val=meta['val'] | dict(tokens=10 ** 400))))
-    assert 'of a side is' in refused(capsys, train.main, f'--data={many}', f'--out={tmp_path}/out')
-
-def test_what_load_returns_can_be_saved(a_model, tmp_path):
-    """With all that the file had: a training goes on from it."""
-    path = a_model('--rule=kda')
-    copy = tmp_path / 'ckpt.safetensors'
-    save(copy, *load(path))
-    assert same(path, copy)
-    assert train.main(['--resume', '--steps=5', f'--out={tmp_path}']) == 0
 
 def test_evicted_values_of_1_are_read_as_1():
     """Numerator and mass of the matrix beside a cache see the same keys."""
@@ -2304,21 +2193,18 @@ def test_evicted_values_of_1_are_read_as_1():
 # ---- 9. Data -----------------------------------------------------------------------------------------------
 
 def test_generated_tasks_are_what_the_papers_say():
-    for keep in False, True:
+    for name, keep, every in ('recall', False, True), ('recall-kept', True, True), ('recall-one', True, False):
         for training in False, True:
-            rng = np.random.default_rng(0)
-            for row, target in zip(*tasks.recall(50, rng, 40, training, keep=keep, every=not training)):
+            for row, target in zip(*tasks.SETS[name]['make'](50, np.random.default_rng(0), 40, training)):
                 pairs = list(zip(row[1:-1:2], row[2::2]))
-                assert dict(pairs)[row[-1]] == target[0]        # of the last place; a dict keeps the last
+                assert dict(pairs)[row[-1]] == target[-1]       # a dict keeps the last
                 assert keep == (len(set(pairs)) == len(dict(pairs)))
-        for row, target in zip(*tasks.recall(50, np.random.default_rng(0), 40, True, keep=keep)):
-            for t in range(128):
-                seen = dict(zip(row[1:t:2], row[2:t + 1:2]))
-                assert target[t] == (seen.get(row[t], 40) if t % 2 else 40)
-    for name, keep, one in ('recall', False, False), ('recall-kept', True, False), ('recall-one', True, True):
-        for row, target in zip(*tasks.SETS[name]['make'](50, np.random.default_rng(0), 40, True)):
-            pairs = list(zip(row[1:-1:2], row[2::2]))
-            assert keep == (len(set(pairs)) == len(dict(pairs))) and one == ((target < 40).sum() == 1)
+                if not (training and every):
+                    assert len(target) == 1
+                    continue
+                for t in range(128):
+                    seen = dict(zip(row[1:t:2], row[2:t + 1:2]))
+                    assert target[t] == (seen.get(row[t], 40) if t % 2 else 40)
     for row, target in zip(*tasks.mqar(50, np.random.default_rng(0), 8192, True)):
         keys, values = row[0:16:2], row[1:16:2]
         at = np.flatnonzero(target < 8192)
@@ -2775,19 +2661,19 @@ def threes(tmp_path_factory):
     return made(tmp_path_factory.mktemp('threes'), x, y, [1000, 1200], vocab_size=10, ignore=10, pad=9,
                 classes=2)
 
-SMALL_ENCODER = '--causal=false --n_layer=1 --n_head=2 --n_embd=16 --device=cpu --threads=1'.split()
-
 @pytest.mark.parametrize('flags', ['--rule=sum', '--rule=softmax --pool=first', '--rule=gated_delta'])
 def test_an_encoder_learns_classes_says_them_and_is_converted(flags, threes, tmp_path, capsys):
-    learn = (f'--data={threes}', f'--out={tmp_path}', '--steps=30', '--lr=1e-2', '--batch_size=32',
-             *SMALL_ENCODER)
-    assert train.main([*flags.split(), *learn]) == 0
+    learn = ('--causal=false --n_layer=1 --n_head=2 --n_embd=16 --steps=30 --lr=1e-2 --batch_size=32 '
+             '--device=cpu --threads=1 ')
+    assert train.main([f'--data={threes}', f'--out={tmp_path}', *(learn + flags).split()]) == 0
     path = tmp_path / 'ckpt.safetensors'
     model = load(path)[0].eval()
     _, val, _ = prepare.load(threes)
     x, y = torch.from_numpy(val.astype(int)).view(-1, 2, 7).unbind(1)
-    right = [model(row[None])[0].argmax() == targets.min() for row, targets in zip(x, y)]    # others are 10
-    assert log(tmp_path)[-1]['accuracy'] == pytest.approx(np.mean(right))
+    alone = torch.cat([model(row[row != 9][None])[0] for row in x])         # without padding
+    near(model(x)[0], alone, 1e-5)
+    right = alone.argmax(1) == y.min(1).values                              # other targets are 10
+    assert log(tmp_path)[-1]['accuracy'] == pytest.approx(right.float().mean().item())
     p = model(torch.tensor([[1, 2, 3, 4]]))[0].softmax(-1)[0]
     likelier = p.argmax().item()
     said = [f'class {i}: {p[i]:.1%}' for i in (likelier, 1 - likelier)]
@@ -2812,23 +2698,22 @@ def turned_around(tmp_path_factory):
     return made(tmp_path_factory.mktemp('turned'), x, y, [1800, 2000], vocab_size=11, ignore=11, pad=10,
                 source=6)
 
-SMALL_PAIRS = '--encoder=1 --n_head=2 --n_embd=32 --device=cpu --threads=1 --lr=1e-2'.split()
-
 @pytest.mark.parametrize('flags', ['--rule=softmax --n_layer=1', '--rule=delta --cross=sum --n_layer=2'])
 def test_a_translator_learns_translates_and_is_converted(flags, turned_around, tmp_path, monkeypatch, capsys):
-    """To write digits in reverse; what it says, good or bad, is what the model makes of whole rows.
+    """To write digits in reverse; what it says, good or bad, is what GPT.translate makes of each source.
     Conversion finds its own number of threads, as for who gives none."""
-    learn = [*SMALL_PAIRS, f'--data={turned_around}', f'--out={tmp_path}', '--steps=80', '--batch_size=64']
-    assert train.main([*learn, *flags.split()]) == 0
+    learn = '--encoder=1 --n_head=2 --n_embd=32 --steps=80 --lr=1e-2 --batch_size=64 --device=cpu --threads=1 '
+    assert train.main([f'--data={turned_around}', f'--out={tmp_path}', *(learn + flags).split()]) == 0
     losses = [row['loss'] for row in log(tmp_path) if 'loss' in row]
     assert losses[-1] < .7 * losses[0]                      # at first that of guessing
     path = tmp_path / 'ckpt.safetensors'
     say = partial(written, capsys, f'--init={path}')
     sources = '1 2 3', '4 5', '9 8 7 6 5 4'
     lines = '--source=@' + put(tmp_path, 'lines', '\ufeff' + '\r\n'.join(sources))
-    model = load(path)[0]
+    model, meta = load(path)
     for source, text in zip(sources, say(lines)[0].splitlines(), strict=True):
-        assert text.split() == greedily(model, source)
+        row = torch.tensor([[int(digit) for digit in source.split()]])
+        assert text == prepare.decode(model.translate(row)[0].tolist(), meta['data'])
         assert say(f'--source={source}')[0] == text + '\n'
     assert len(say(lines, '--beam=3')[0].splitlines()) == 3
     if 'softmax' not in flags:
@@ -2842,17 +2727,6 @@ def test_a_translator_learns_translates_and_is_converted(flags, turned_around, t
         assert found['args']['threads'] in (1, 2) and found['table'][-1]['model'] == 'fine-tuned'
         assert 'rnn/ckpt.safetensors --source="..."\n' in capsys.readouterr().out
     assert train.sampling('a b', {}) == "python sample.py --init='a b'/ckpt.safetensors"
-
-@torch.no_grad()
-def greedily(model, source):
-    """What a model of `turned_around` says of the digits of a source: each next one from the whole row so
-    far, without a state."""
-    source = [int(digit) for digit in source.split()]
-    row = [*source, *[10] * (7 - len(source))]
-    for _ in range(7):
-        row.append(model.eval()(torch.tensor([row]))[0][0, -1].argmax().item())
-    text = [*row[7:], 10]
-    return [str(digit) for digit in text[:text.index(10)]]
 
 def test_a_failed_write_leaves_the_old_files_or_a_set_to_be_made_anew(a_model, text, tmp_path, monkeypatch):
     """Of a model in a folder nothing stays once another is there: here its tokenizer.json."""
@@ -2897,26 +2771,28 @@ def test_broken_checkpoints_are_refused(a_model, tmp_path, capsys):
     assert 'not written by this project' in refused(capsys, sample.main, f'--init={bad}')
 
 def test_a_model_from_a_file_is_not_drawn_first(a_model):
-    """Nor is a second spent on imports for shapes without numbers."""
-    path = a_model('--rule=retention')
+    path, softmax = a_model('--rule=retention'), a_model('--rule=softmax')
     before = torch.get_rng_state()
     load(path)
-    softmax, how = a_model('--rule=softmax'), dict(rule='window', cache=4, overflow='delta:taylor')
+    how = dict(rule='window', cache=4, overflow='delta:taylor')
     close(dict(load(softmax, **how)[0].state_dict()), dict(load(softmax, **how)[0].state_dict()), 0)
     assert torch.equal(torch.get_rng_state(), before)           # what is new is always the same
-    code = f'import sys, model; model.load({path!r}); sys.exit("torch._dynamo" in sys.modules)'
-    assert subprocess.run([sys.executable, '-c', code], cwd=HERE).returncode == 0
 
 def test_files_of_other_versions_load_or_are_refused_in_one_sentence(a_model, tmp_path, capsys):
-    """What is missing, unknown or gone cannot be built, nor states with other names."""
+    """What is missing, unknown or gone cannot be built; what the file says of its data is so of its model."""
     path = tmp_path / 'old.safetensors'
-    for rule, changes, why in (
-            ('softmax', dict(beta_max=1.0), ''), ('tova', dict(overflow='sum:favour'), '--overflow'),
-            ('delta', dict(rule='full'), 'full'), ('delta', dict(newer=1), 'newer is unknown'),
-            ('delta', dict(out_norm=...), 'out_norm is missing')):
+    for rule, part, change, why in (
+            ('softmax', 'config', dict(beta_max=1.0), ''), ('delta', 'config', dict(rule='full'), 'full'),
+            ('tova', 'config', dict(overflow='sum:favour'), '--overflow'),
+            ('delta', 'config', dict(newer=1), 'newer is unknown'),
+            ('delta', 'config', dict(out_norm=...), 'out_norm is missing'),
+            ('delta', 'data', dict(vocab_size=300), 'of its data'), ('delta', 'data', dict(pad=3), 'of its data'),
+            ('delta', 'data', dict(source=4, row=9), 'of its data'),
+            ('delta', 'data', dict(classes=2), 'of its data'),
+            ('delta', 'data', dict(patch=2, row=16), 'of its data')):
         tensors, meta = files.read_tensors(a_model(f'--rule={rule}'))
-        config = {name: value for name, value in {**meta['config'], **changes}.items() if value is not ...}
-        files.write_tensors(path, tensors, {**meta, 'config': config})
+        said = {name: value for name, value in {**meta[part], **change}.items() if value is not ...}
+        files.write_tensors(path, tensors, {**meta, part: said})
         if why:
             err = refused(capsys, sample.main, f'--init={path}')
             assert why in err and 'old.safetensors' in err
@@ -2932,8 +2808,11 @@ def same(a, b):
     a, b = files.read_tensors(a)[0], files.read_tensors(b)[0]
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
-def resume_from(text, tmp_path, monkeypatch, flags, steps):
-    """Train 5 steps and keep every checkpoint; going on from any of `steps` must end in the same bits."""
+@pytest.mark.parametrize('flags, steps', [
+    ('--rule=gated', [3]), ('--rule=tova --carry', [3]), ('--rule=tova --carry --dtype=bfloat16', [3]),
+    *(pytest.param(f'--rule={rule}', [1, 2, 3, 4], marks=slow, id=f'soak-{rule}') for rule in VARIED)])
+def test_resume_is_bitwise_identical(flags, steps, text, tmp_path, monkeypatch):
+    """Of 5 steps every checkpoint is kept; going on from it ends in the same bits. gated redraws features."""
     end, plain = tmp_path / 'out' / 'ckpt.safetensors', train.save
 
     def save_and_keep(path, model, meta, extra, state):
@@ -2943,7 +2822,7 @@ def resume_from(text, tmp_path, monkeypatch, flags, steps):
             kept.mkdir()
             shutil.copy(path, kept)
     monkeypatch.setattr(train, 'save', save_and_keep)
-    trained(text, tmp_path / 'out', *flags, '--accum=2', '--dropout=0.2', steps=5, eval_every=1)
+    trained(text, tmp_path / 'out', *flags.split(), '--accum=2', '--dropout=0.2', steps=5, eval_every=1)
     monkeypatch.setattr(train, 'save', plain)
     assert not same(end, tmp_path / '4' / end.name)
     for k in steps:
@@ -2952,11 +2831,6 @@ def resume_from(text, tmp_path, monkeypatch, flags, steps):
         assert same(end, again / end.name), f'{flags}: resumed at step {k}'
         assert files.read_tensors(end)[1]['best'] == files.read_tensors(again / end.name)[1]['best']
         assert min(row['step'] for row in log(again) if 'step' in row) == k + 1    # went on, not anew
-
-@pytest.mark.parametrize('flags', ['--rule=gated', '--rule=tova --carry', '--rule=tova --carry --dtype=bfloat16'])
-def test_resume_is_bitwise_identical(flags, text, tmp_path, monkeypatch):
-    """gated: with random features, which are redrawn."""
-    resume_from(text, tmp_path, monkeypatch, flags.split(), [3])
 
 def test_weights_decay_in_matrices_alone():
     model = GPT(Config(rule='gated', n_layer=1, n_head=2, n_embd=16, block_size=16))
@@ -2977,8 +2851,10 @@ def test_a_compiled_model_leaves_the_recurrence_alone(text, tmp_path, monkeypatc
     losses = [[row['loss'] for row in log(tmp_path / str(flags)) if 'loss' in row] for flags in ([], ['--compile'])]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
-def test_resume_refuses_another_model(a_model, tmp_path, capsys):
-    path, resume = shutil.copy(a_model(), tmp_path), ['--resume', f'--out={tmp_path}']
+def test_what_load_returns_is_saved_whole_and_resumed_but_as_no_other_model(a_model, tmp_path, capsys):
+    path, resume = tmp_path / 'ckpt.safetensors', ['--resume', f'--out={tmp_path}']
+    save(path, *load(a_model()))
+    assert same(path, a_model())
     assert '--n_layer=3' in refused(capsys, train.main, *resume, '--n_layer=3')
     assert 'is not more' in refused(capsys, train.main, *resume)
     assert train.main([*resume, '--steps=6', '--lr=1e-3']) == 0
@@ -2994,7 +2870,7 @@ def test_the_fastest_number_of_threads_is_found_in_time(slower, turns, monkeypat
     are used, which takes long, does not count."""
     slow = {1: .012, 2: .01, 3: .017}
     now = 0
-    used, lines = [], []
+    used = []
 
     def run():
         nonlocal now
@@ -3005,11 +2881,8 @@ def test_the_fastest_number_of_threads_is_found_in_time(slower, turns, monkeypat
         now += slower * (slow[n] + first + accident)
     monkeypatch.setattr(train, 'time', Mock(perf_counter=lambda: now))
     monkeypatch.setattr(train, 'DEFAULT_THREADS', 3)
-    monkeypatch.setattr(train, 'say', lines.append)
     train.fastest(run)
     assert used == turns * [1, 2, 3] and torch.get_num_threads() == 2
-    shown = ', '.join(f'{1e3 * slower * seconds:.0f} ms with {n}' for n, seconds in slow.items())
-    assert lines == [f'threads: 2 ({shown})']
     torch.set_num_threads(1)
 
 def test_threads_are_kept_and_timing_them_changes_nothing(text, tmp_path, monkeypatch):
@@ -3090,10 +2963,13 @@ def test_a_model_of_subwords_keeps_them(text, tmp_path, capsys):
     said = written(capsys, f'--init={ckpt}', '--prompt=the quick', '--tokens=9')
     assert f'{len(prepare.encode("the quick", data))} tokens read' in said[1]
 
-def test_subwords_without_their_package_are_refused_before_any_work(text, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, 'tokenizers', None)        # as if it were not installed
+def test_a_package_that_is_missing_is_named_before_any_work(text, tmp_path, capsys, monkeypatch):
+    for package in 'tokenizers', 'sacrebleu.metrics':
+        monkeypatch.setitem(sys.modules, package, None)         # as if it were not installed
     for main, argv in (train.main, [f'--data={text}', f'--out={tmp_path}/no']), (prepare.main, [text]):
         assert 'pip install tokenizers' in refused(capsys, main, *argv, '--tokenizer=bpe:302')
+    err = refused(capsys, bench.main, 'translate', '--only=elu', f'--out={tmp_path}')
+    assert 'pip install sacrebleu' in err
     pairs = [f'--data={text}:{text}', f'--out={tmp_path}/no', '--encoder=1']
     assert '--tokenizer=byte does without it' in refused(capsys, train.main, *pairs)
     assert not os.listdir(tmp_path)
@@ -3110,51 +2986,43 @@ def test_bits_per_byte_are_those_of_the_tokens_that_are_read(tmp_path, capsys, m
         said = re.search('start of validation: ([0-9.]+)|validation: ([0-9.]+)', capsys.readouterr().out)
         assert float(said[1] or said[2]) == pytest.approx(result['bits per byte'], abs=1e-4)
 
-def test_a_task_is_judged_where_it_counts(a_model, monkeypatch):
-    """Accuracy over the targets that are not `ignore`, which are one a row in validation, so that more rows
-    are looked at on the way than of a text."""
-    model, _ = load(a_model('--rule=softmax', data='recall-kept'))
+def test_a_task_is_judged_by_its_rows(monkeypatch):
+    """On the way by more of them than a text, as each has one target."""
     _, val, data = prepare.load('recall-kept')
-    rows = torch.from_numpy(val[:20 * 256].astype(np.int64)).view(20, 2, 128)
-    right = (model.eval()(rows[:, 0])[0][:, -1].argmax(-1) == rows[:, 1, -1]).float().mean().item()
-    begin = train.blocks(20 * 256, 128, data)
-    rows = train.Rows(None, val, data, 128, torch.device('cpu'))
-    assert len(begin) == 20 and rows.evaluate(model, begin)[1] == pytest.approx(right)
+    assert len(train.blocks(20 * 256, 128, data)) == 20
     assert train.score(data, 1.0, 0.25) == 'accuracy 25.0 %'
     monkeypatch.setattr(train, 'PART', 700)
+    rows = train.Rows(None, val, data, 128, torch.device('cpu'))
     start, told = rows.of_start()
     assert len(start) == train.TASK_ROWS and told == 'start of validation'
     start, told = dataclasses.replace(rows, meta={}).of_start()
     assert start.tolist() == [0, 128, 256, 384, 512]
 
-def test_carry_hands_the_state_on(text, tmp_path, monkeypatch):
-    """Each row continues the last one, and the state it gets is the one the last one left."""
-    seen, plain = [], GPT.forward
-
-    def watch(self, tokens, state=None, at=None):
-        logits, new = plain(self, tokens, state, at)
-        if self.training:
-            seen.append((tokens, state, new))
-        return logits, new
-    monkeypatch.setattr(GPT, 'forward', watch)
-    trained(text, tmp_path / 'out', '--carry')
+def test_carry_hands_the_state_on(text, tmp_path):
+    """Each row continues the last one of its place in the step: the losses are those of one long row each."""
+    path = trained(text, tmp_path, '--carry', '--accum=2', '--lr=0', '--log_every=1')
     stream = torch.from_numpy(prepare.load(text)[0].astype(np.int64))
-    starts = torch.arange(4) * (len(stream) // 4)
-    left = None
-    for step, (tokens, got, new) in enumerate(seen):
-        assert torch.equal(tokens, stream[starts[:, None] + step * 16 + torch.arange(16)])
-        if step:
-            close(pack(got), pack(left), 0)
-            assert not any(x.requires_grad for x in pack(got).values())
-        left = new
-    assert len(seen) == 4 and seen[0][1] is None
+    starts = torch.arange(8) * (len(stream) // 8)
+    rows = stream[starts[:, None] + torch.arange(4 * 16 + 1)]
+    expected = costs(load(path)[0], rows).view(8, 4, 16).mean((0, 2))
+    losses = [row['loss'] for row in log(tmp_path) if 'lr' in row]
+    assert losses == pytest.approx(expected.tolist(), rel=1e-6)
 
-def test_rows_are_a_function_of_seed_step_and_index():
+def test_rows_and_draws_are_functions_of_seed_and_step():
+    """And of the index of a row, or of a process's rank."""
     def starts(seed, step):
         return train.Rows(np.zeros(1000), None, {}, 16, torch.device('cpu'), 8, seed).starts(step)
     a = starts(3, 7)
     assert len(set(a)) > 4 and a.max() < 1000 - 16 and (a == starts(3, 7)).all()
     assert (a != starts(3, 8)).any() and (a != starts(4, 7)).any()
+    opt = train.adamw(torch.nn.Linear(1, 1), 1e-3, 0.0, torch.device('cpu'))
+
+    def drawn(step, seed, rank):
+        train.begin_step(opt, step, 4, 1e-3, seed, rank)
+        return torch.rand(1).item()
+    cases = [(step, *more) for step in range(4) for more in [(0, 0), (1, 0), (0, 1)]]
+    numbers = [drawn(*case) for case in cases]
+    assert len(set(numbers)) == 12 and numbers[::-1] == [drawn(*case) for case in cases[::-1]]
 
 def test_rows_end_with_the_last_target_of_all():
     """Of a task, unless its inputs are patches; a text's last row has targets up to the text's end."""
@@ -3187,16 +3055,6 @@ def test_pairs_of_like_length_come_together(more):
         assert least[1] <= most[0]
     means = [side.mean() for side in first]
     assert means != sorted(means) and means != [sides[b // (2 * T)].mean() for b in begin[train.POOL:]]
-
-def test_what_a_step_draws_is_a_function_of_seed_step_and_rank():
-    opt = train.adamw(torch.nn.Linear(1, 1), 1e-3, 0.0, torch.device('cpu'))
-
-    def drawn(step, seed=0, rank=0):
-        train.begin_step(opt, step, 4, 1e-3, seed, rank)
-        return torch.rand(1).item()
-    cases = [(step, *more) for step in range(4) for more in [(0, 0), (1, 0), (0, 1)]]
-    numbers = [drawn(*case) for case in cases]
-    assert len(set(numbers)) == 12 and numbers[::-1] == [drawn(*case) for case in cases[::-1]]
 
 def test_not_finite_steps_are_skipped_and_end_the_run(a_model, tmp_path, capsys, monkeypatch):
     path, plain = shutil.copy(a_model(), tmp_path), F.cross_entropy
@@ -3234,11 +3092,13 @@ def in_two_processes(argv):
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='elsewhere a process that has torch in it may not fork')
 def test_two_processes_train_like_one(tmp_path, capfd):
-    """They see the same rows together, whose numbers of targets differ, and lines come once. One goes on where
-    two stopped, and two, each with a part of the model, where one did."""
-    tiny = [flag for flag in TINY if 'block_size' not in flag]
+    """They see the same rows together, in two batches, whose numbers of targets differ, and lines come once. One
+    goes on where two stopped, and two, each with a part of the model, where one did."""
+    tiny = [flag for flag in TINY if flag.split('=')[0] not in ('--block_size', '--batch_size')]
     one, two = (['--data=recall', '--val_tokens=5120', *tiny, '--log_every=1', '--eval_every=2',
                  f'--out={tmp_path / name}'] for name in '12')
+    one += ['--batch_size=4']
+    two += ['--batch_size=2', '--accum=2']
     for more in ['--steps=3'], ['--resume', '--steps=5'], ['--resume', '--steps=7']:
         assert train.main(one + more) == 0
     in_two_processes([*two, '--steps=3'])
@@ -3321,8 +3181,6 @@ def test_a_saved_state_goes_on_as_if_never_stopped(rule, a_model, characters, tm
     other, half = a_model(f'--rule={rule}', '--seed=1', data=characters), tmp_path / 'half'
     assert 'not a state' in refused(capsys, sample.main, f'--init={other}', f'--load_state={half}')
     assert 'holds no model' in refused(capsys, sample.main, f'--init={half}')
-    assert sample.main([f'--init={ckpt}', '--tokens=0', f'--save_state={tmp_path / "none"}']) == 2
-    assert 'nothing is read yet' in capsys.readouterr().err and not (tmp_path / 'none').exists()
 
 def by_position(ckpt, path):
     """A state file's tensors, with rows in order."""
@@ -3337,8 +3195,10 @@ def test_softmax_becomes_an_rnn_without_training(a_model, characters, tmp_path, 
     assert whole == written(capsys, *flags, '--tokens=20', '--rule=tova', '--cache=60')[0]
     for tokens in 12, 20:
         few = f'--tokens={tokens}', f'--save_state={state}', '--rule=tova', '--cache=9'
-        assert 'whatever the length' in written(capsys, *flags, *few)[1]
+        said = written(capsys, *flags, *few)[1]
+        assert 'whatever the length' in said and 'untrained' not in said
         assert files.read_tensors(state)[0]['state.0.mixer.k'].shape == (1, 2, 9, 8)
+    assert '--overflow=sum:favor: untrained' in written(capsys, *flags, '--rule=window', '--overflow=sum:favor')[1]
     assert 'made with' in refused(capsys, sample.main, *flags, f'--load_state={state}')
     other = '--rule=tova', '--cache=9', '--dtype=bfloat16', f'--load_state={state}'
     assert 'made with --dtype=float32' in refused(capsys, sample.main, flags[0], *other)
@@ -3365,27 +3225,14 @@ def test_draws_are_those_of_multinomial(monkeypatch):
     with monkeypatch.context() as patched:                      # some devices draw -0.0 now and then
         patched.setattr(torch.Tensor, 'exponential_', lambda r, generator: r.zero_().neg_())
         assert (model_py.sample(logits.expand(50, -1)) == 0).all()
-
-@pytest.mark.parametrize('broken', [[-torch.inf, -torch.inf], [1., torch.nan], [torch.inf, 1.]])
-def test_nothing_is_drawn_from_broken_logits(broken):
-    for temperature in 0, 1:
-        with pytest.raises(ValueError, match='logits.*expected finite'):
-            model_py.sample(torch.tensor([broken]), temperature)
+    for broken in [-torch.inf, -torch.inf], [1., torch.nan], [torch.inf, 1.]:
+        for temperature in 0, 1:
+            with pytest.raises(ValueError, match='logits.*expected finite'):
+                model_py.sample(torch.tensor([broken]), temperature)
 
 # The page: assets/memory.html, and a run in it
 
 BROWSER = next(filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None)
-
-def read_weights(q, k, w, e, f, z):
-    """How much of the value of each write is in each output, the mean over value channels, (T, T): outputs
-    are linear in the values, so these are the identity. q, k (T, K)   w, z (T, V)   e, f (T, K)"""
-    T = len(q)
-    shares = []
-    for w_i, z_i in zip(w.T, z.T):                              # channels of the values, each by itself
-        gates = w_i[:, None], e, f.log(), z_i[:, None].log()
-        q_, k_, v_, *gates = (x[None, None] for x in (q, k, torch.eye(T).to(q), *gates))
-        shares.append(recurrent(q_, k_, v_, *gates)[0][0, 0])
-    return torch.stack(shares).mean(0)
 
 @pytest.mark.skipif(not BROWSER, reason='no browser here: chromium or google-chrome')
 def test_the_page_computes_the_equation(tmp_path):
@@ -3400,10 +3247,12 @@ def test_the_page_computes_the_equation(tmp_path):
         absent = dict(w=1, e=0, f=1, z=1)
         rows.append([{**absent, **{name: x[t].tolist() for name, x in given.items()}} for t in range(T)])
         gates = [given.get(name, torch.full((T, 1), float(name != 'e')).double()) for name in 'wefz']
-        wide = [x.expand(T, d) for x, d in zip(gates, (V, K, K, V))]
         q, k, v, w, e, f, z = (x[None, None] for x in (given['q'], given['k'], given['v'], *gates))
         o, S = recurrent(q, k, v, w, e, f.log(), z.log())
-        expected.append([S[0, 0], o[0, 0], read_weights(given['q'], given['k'], *wide)[-1]])
+        q, k, e, f = (x.expand(V, 1, T, K) for x in (q, k, e, f))       # each channel of the values by itself
+        w, z = (x.expand(1, 1, T, V).permute(3, 0, 2, 1) for x in (w, z))
+        A = weights(q, k, write=w, erase=e, log_f=f.log(), log_z=z.log()).mean(0)
+        expected.append([S[0, 0], o[0, 0], A[0, -1]])
     code = f'''const found = {json.dumps(rows)}.map(row => {{
         let S = zeros({V}, {K});
         const o = row.map(x => {{ S = step(S, x); return read(S, x.q); }});
@@ -3464,11 +3313,6 @@ def test_a_page_holds_what_each_memory_was_given(flags, a_model, tmp_path, capsy
                 found = found / (x['q'] * x['k'].cumsum(2)).sum(-1, keepdim=True)
             near(found[:, :, layer['n'] - 1::layer['n']], o, 1e-2)
 
-def test_of_weights_that_nobody_trained_that_is_said(a_model, capsys):
-    flags = f'--init={a_model("--rule=softmax")}', '--rule=window', '--cache=4', '--tokens=1'
-    assert 'untrained' not in written(capsys, *flags)[1]
-    assert '--overflow=sum:favor: untrained' in written(capsys, *flags, '--overflow=sum:favor')[1]
-
 def test_a_page_takes_any_text_as_text(a_model, tmp_path, monkeypatch, capsys):
     """As subwords would have it; bytes are letters of their own."""
     hostile = '</script><!-- "\'&<b>\u2028\U0001f600 \\u003c ${x}'
@@ -3498,17 +3342,25 @@ def converted(teacher, out, *flags):
     '--recipe=pure', '--recipe=hybrid --cache=6', '--recipe=hybrid --overflow=', '--recipe=t2r',
     '--recipe=decay', '--rule=delta --out_norm=false', '--layers=softmax,gla --distil=auto',
     '--recipe=hedgehog --lora=2 --distil_steps=30'])
-def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, capsys):
-    """Also by how much stage 1 lowers the divergence of attention."""
+def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, monkeypatch, capsys):
+    """Also by how much stage 1 lowers the divergence of attention. It is never silent for long."""
+    monkeypatch.setattr(convert, 'QUIET', 0)
+    monkeypatch.setattr(train, 'QUIET', 0)
     found = converted(teacher, tmp_path, *flags.split())
+    said = capsys.readouterr().out
+    for step in 1, 2, 3:
+        assert f'fine-tune | step {step:5d}/3 | loss' in said
+    assert 'fine-tune, validation: 100% | eta' in said
     models = [load(path, 'cpu')[0] for path in (tmp_path / 'ckpt.safetensors', teacher)]
-    first = int(re.search(r"smaller than the teacher's from (\d+) tokens", capsys.readouterr().out)[1])
+    first = int(re.search(r"smaller than the teacher's from (\d+) tokens", said)[1])
     for n in first - 1, first:
         smaller, larger = (model_py.state_of(model, n) for model in models)
         assert (smaller < larger) == (n == first)
     lines = {row['model']: row for row in found['table']}
     names = [name for name in lines if 'cached' not in name]
     assert names[:2] == ['teacher', 'swapped'] and names[-4] == 'fine-tuned' and names[-1].endswith('scratch')
+    result = json.loads((tmp_path / 'result.json').read_text())
+    assert result['recovered'] == lines['fine-tuned']['recovered'] and result['steps'] == 3
     tuned = min(row['perplexity'] for row in found['table'][-3:-1])
     assert found['tuned']['perplexity'] == tuned
     for row in found['table']:
@@ -3581,19 +3433,6 @@ def test_a_conversion_in_bfloat16_or_row_by_row_is_the_same(teacher, tmp_path, m
         found.append([row['perplexity'] for row in table])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert [row['tokens'] for row in exact][-4:-2] == [4 * 2 * 16, 7 * 2 * 16]
-
-def test_a_conversion_is_never_silent_for_long(teacher, tmp_path, monkeypatch, capsys):
-    """Steps of both stages and of controls, and evaluations, say how far they are; the log has the steps."""
-    monkeypatch.setattr(convert, 'QUIET', 0)
-    monkeypatch.setattr(train, 'QUIET', 0)
-    best = next(row for row in converted(teacher, tmp_path)['table'] if row['model'] == 'fine-tuned')
-    said = capsys.readouterr().out
-    for stage, steps in ('distil (hidden)', 4), ('fine-tune', 3), ('control: from scratch', 7):
-        assert all(f'{stage} | step {i:5d}/{steps} | loss' in said for i in range(1, steps + 1))
-        assert f'{stage}, validation: 100% | eta' in said
-    assert sum('tok_s' in row for row in log(tmp_path)) == 4 + 3 + 3 * 7
-    found = json.loads((tmp_path / 'result.json').read_text())
-    assert found['recovered'] == best['recovered'] and (found['steps'], found['rule']) == (3, 'gla-beta')
 
 @pytest.mark.parametrize('more', [[], ['--lora=2']], ids=['all', 'lora'])
 def test_a_model_of_texts_is_converted_on_pairs(more, teacher, tmp_path, monkeypatch):
@@ -3821,8 +3660,7 @@ NAMES = dict(gpt2='GPT2LMHeadModel', llama='LlamaForCausalLM', bert='BertForSequ
     ('bert', {}), ('bert', dict(prefix=False, classes=0, old=True)),
     ('vit', {}), ('vit', dict(prefix=False, classes=0))])
 def test_hub_weights_give_what_another_implementation_gives(kind, how, tmp_path):
-    """Each place and the logits; loaded, written and loaded again, with rows that are bounded, and one step
-    after the other."""
+    """Each place and the logits: loaded, written and loaded again, with bounded rows, and step by step."""
     last, logits = in_hub_layout(tmp_path, kind, **how)
     x, tokens, there = examples(kind)
     model, meta = load(tmp_path)
@@ -3859,29 +3697,6 @@ def test_hub_weights_give_what_another_implementation_gives(kind, how, tmp_path)
     assert kind not in EMBEDS or all(raw.get(key) == value for key, value in given.items() if key in raw)
     assert raw.get('num_key_value_heads') == (how.get('groups', 1) if kind == 'llama' else None)
     assert meta_again['data'].get('pad') == model.config.pad
-
-@pytest.mark.parametrize('kind', ['llama2', 'llama3'])
-def test_a_llama_reads_and_writes_text_by_its_tokenizer_json(kind, tmp_path, capsys):
-    """One command each; BOS before a prompt; the file comes along."""
-    data, folder = subwords(kind), tmp_path / 'llama'
-    path = folder / 'tokenizer.json'
-    in_hub_layout(folder, 'llama', vocab=data['vocab_size'])
-    mine = f'--data={put(tmp_path, "mine.txt", TEXT[:4000])}'
-    run = f'--from={folder}', mine, f'--out={tmp_path / "rnn"}'
-    sampled = f'--init={folder}', '--tokens=9', '--prompt=the quick'
-    for main, argv in (convert.main, run), (sample.main, sampled):      # its tokens are only numbers
-        assert re.search("no token for 'quick'|not ids", refused(capsys, main, *argv))
-    path.write_text(json.dumps(json.loads(data['json']), indent=2))
-    data['json'] = load(folder)[1]['data']['json']
-    assert data['json'] == path.read_text()
-    assert f'{1 + len(prepare.encode("the quick", data))} tokens read' in written(capsys, *sampled)[1]
-    assert '1 token read' in written(capsys, *sampled[:2])[1]
-    converted(folder, tmp_path / 'rnn', mine, '--controls=false')
-    model, meta = load(folder)
-    files.to_folder(tmp_path / 'again', model.state_dict(), dataclasses.asdict(model.config), meta['data'])
-    assert (tmp_path / 'again' / 'tokenizer.json').read_text() == data['json']
-    for found in folder, tmp_path / 'rnn' / 'ckpt.safetensors', tmp_path / 'again':
-        assert prepare.same_tokens(load(found)[1]['data'], data)
 
 DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; what it is now; what is said
     ('llama', 'rope_scaling', dict(rope_type='yarn'), 'rope of type yarn'),
@@ -4081,11 +3896,18 @@ def test_each_of_several_texts_ends_by_itself(tmp_path, monkeypatch, capsys):
 
 def test_what_a_folder_says_goes_the_whole_way(tmp_path, capsys):
     """Through training to an export, byte for byte. A model with other layers than softmax cannot be one."""
+    mine = put(tmp_path, 'mine.txt', TEXT[:4000])
+    converts = f'--from={tmp_path}/a', f'--data={mine}', f'--out={tmp_path}/f'
+    samples = f'--init={tmp_path}/a', '--prompt=the quick', '--tokens=1'
+    in_hub_layout(tmp_path / 'a', 'llama')                      # without a tokenizer tokens are only numbers
+    for main, argv in (convert.main, converts), (sample.main, samples):
+        assert re.search("no token for 'quick'|not ids", refused(capsys, main, *argv))
     a_talker(tmp_path / 'a', groups=2)
     for name in 'vocab.json', 'merges.txt':                     # beside tokenizer.json, as many have them
         put(tmp_path / 'a', name, '{}')
     data = load(tmp_path / 'a')[1]['data']
-    mine = put(tmp_path, 'mine.txt', TEXT[:4000])
+    said = written(capsys, *samples)[1]
+    assert f'{1 + len(prepare.encode("the quick", data))} tokens read' in said         # BOS, too
     run = f'--data={mine}', '--steps=1', '--batch_size=2', '--device=cpu', '--threads=1'
     assert train.main([f'--init={tmp_path}/a', f'--out={tmp_path}/b', '--lr=0', *run]) == 0
     assert convert.main([f'--from={tmp_path}/b/ckpt.safetensors', f'--export={tmp_path}/c']) == 0
@@ -4102,6 +3924,7 @@ def test_what_a_folder_says_goes_the_whole_way(tmp_path, capsys):
     assert 'sample.py and model.load read others' in err and not (tmp_path / 'e').exists()
     converted(tmp_path / 'a', tmp_path / 'f', f'--data={mine}', '--recipe=t2r', '--controls=false')
     assert f'python sample.py --init={tmp_path}/f/ckpt.safetensors --chat\n' in capsys.readouterr().out
+    assert prepare.same_tokens(load(tmp_path / 'f' / 'ckpt.safetensors')[1]['data'], data)
     tensors, about = files.read_tensors(swapped)
     for change in dict(ends=[999]), dict(special=3), dict(files={'x': 1}), dict(template=None):
         files.write_tensors(swapped, tensors, about | dict(data=about['data'] | change))
@@ -4140,7 +3963,8 @@ def test_texts_of_unequal_length_are_joined(flags):
             near(logits[i], wanted[0], 1e-5)                    # angles of rope are fp32
         token = logits.argmax(-1)
 
-def test_each_line_is_a_prompt(a_model, tmp_path, capsys):
+def test_each_line_is_a_prompt_and_of_many_texts_one_is_read_once(a_model, tmp_path, capsys):
+    """Greedy, each is what it is alone."""
     lines = 'line 1', 'a', 'the quick brown fox'
     path = put(tmp_path, 'lines', '\n'.join(lines))
     for rule in 'delta', 'tova', 'softmax':
@@ -4149,6 +3973,9 @@ def test_each_line_is_a_prompt(a_model, tmp_path, capsys):
         out, err = written(capsys, *flags, f'--prompt=@{path}', '--lines')
         assert out == ''.join(f'--- {i} ---\n{text}' for i, text in enumerate(alone, 1))
         assert ('grow apart' in err) == (rule == 'softmax')
+        out, err = written(capsys, *flags, f'--prompt={lines[0]}', '--samples=3')
+        assert out == ''.join(f'--- {i} ---\n{alone[0]}' for i in (1, 2, 3))
+        assert '6 tokens read' in err
     one = load(a_model('--rule=softmax'))[0]
     with pytest.raises(ValueError, match='join texts of one length'):
         model_py.join([one.read(torch.zeros(1, n, dtype=torch.long)) for n in (2, 3)])
@@ -4445,17 +4272,10 @@ def test_bench_bleu_is_that_of_what_sample_says_of_the_test_side(small_pairs, tm
             score = package.corpus_bleu(said, [wanted]).score
             assert float(row['ours']) == pytest.approx(score) and score > 5
 
-def test_bench_bleu_without_its_package_or_pairs(tmp_path, small_pairs, capsys, changed, in_process,
-                                                 monkeypatch):
-    """The package is named before anything is trained; without pairs there is no table."""
-    run = 'translate', '--only=elu'
-    with monkeypatch.context() as without:
-        without.setitem(sys.modules, 'sacrebleu.metrics', None)
-        assert 'pip install sacrebleu' in refused(capsys, bench.main, *run, f'--out={tmp_path}')
-    assert not list(tmp_path.iterdir())
+def test_bench_bleu_without_pairs_has_no_table(tmp_path, capsys, changed, monkeypatch):
     monkeypatch.setattr(bench, 'bleu_metric', Mock())
     changed('translate', ways={'none': bench.Way(str(tmp_path / 'none'))})
-    assert ran(tmp_path, *run) == []
+    assert ran(tmp_path, 'translate', '--only=elu') == []
     assert 'none is left out' in capsys.readouterr().err
 
 @pytest.mark.parametrize('rule', ['softmax', 'tova', 'delta'])
@@ -4470,8 +4290,7 @@ def test_bench_goes_on_from_states_of_their_true_size(rule):
     assert found['state.t'] == true['state.t'] == 9
 
 def test_bench_runs_are_remembered(tmp_path, in_process):
-    """A long suite that was stopped goes on; another seed or flag is another run, and so is one whose file is
-    broken."""
+    """A long suite that was stopped goes on. Another seed or flag is another run; a broken file is none."""
     args, suite = bench.Args(out=str(tmp_path)), bench.SUITES['recall']
     small = '--n_layer=1 --n_head=1 --n_embd=8 --steps=1 --eval_every=1'
     flags = f'--data=recall-kept {small}'
@@ -4491,10 +4310,6 @@ def test_bench_runs_are_remembered(tmp_path, in_process):
         path = put(tmp_path, 'text', content)
         figures.append(run(f'{small} --block_size=16 --data={path}', 0)['val_loss'])
     assert figures[0] != figures[1]
-
-def test_bench_draws_the_learning_curve_of_all_seeds():
-    runs = [{'curve': [(1, 3.0), (2, 2.0)]}, {'curve': [(1, 5.0)]}]
-    assert list(bench.curve('a', runs)) == [dict(form='a', part='curve', step=1, loss=4.0)]
 
 @pytest.mark.parametrize('rule, phi, norm', [
     ('sum', 'elu', 'attn'), ('sum', 'dpfp:1', 'sum'), ('gated', 'elu', 'attn'), ('delta', 'dpfp:2', 'sum')])
@@ -4560,7 +4375,6 @@ def test_bench_cache_counts_every_token_and_with_room_for_all_is_softmax(a_model
     wanted = torch.stack([gain.mean(), gain.mean() - half, gain.mean() + half]).exp()
     row = found['cut', '5']
     near(torch.tensor([float(row[name]) for name in ('of full', 'low', 'high')]), wanted, 1e-5)
-    assert found['cut', '5']['paper, of its full'] == ''
 
 def test_bench_reads_keys_back_by_the_equation():
     k = torch.randn(2, 3, 5, 8)
@@ -4664,8 +4478,7 @@ def test_without_kernels_all_but_speed_works(text, tmp_path, monkeypatch, capsys
     assert 'there is no kernels.py' in refused(capsys, sample.main, f'--init={delta}', '--impl=fused')
 
 def commands(text):
-    """Script, suite and flags of every command in a text: up to two blanks, # or |. Between backquotes a line
-    end is a blank."""
+    """Script, suite and flags of every command in a text. In backquotes a line end is a blank."""
     parts = text.split('```')
     parts[::2] = [re.sub('`[^`]+`', lambda found: ' '.join(found[0].split()), part) for part in parts[::2]]
     suites = '|'.join(bench.SUITES)
@@ -4674,8 +4487,10 @@ def commands(text):
     return re.findall(command, '```'.join(parts))
 
 def test_readme_is_true_of_the_code():
-    """Its tables are those of the dicts, its commands are accepted, the files it names exist."""
+    """Its equation and tables are those of the code, its commands are accepted, the files it names exist."""
     text = (HERE / 'README.md').read_text()
+    equation = re.search(r'    (D_t = .*\n)    (S_t = .*\n)    (o_t = .*\n)', fastweight.__doc__)
+    assert ''.join(equation.groups()) in text
     results = (HERE / 'assets' / 'RESULTS.md').read_text()
     caches = re.search(r'\*\*Caches\.\*\*.*?\n\n', results, re.S)[0]
     for name, rule in RULES.items():
@@ -4719,10 +4534,6 @@ def test_claims_have_sources_verdicts_and_commands():
             known = re.match(r'\*(agrees|similar|differs|undecided|not comparable|not run)\*', verdict)
             assert known and source.strip('-'), row
             assert re.search('`(python|pytest) [^`]+`', command) or known[1] == 'not run', row
-
-def test_readme_has_the_equation_of_fastweight():
-    equation = re.search(r'    (D_t = .*\n)    (S_t = .*\n)    (o_t = .*\n)', fastweight.__doc__)
-    assert ''.join(equation.groups()) in (HERE / 'README.md').read_text()
 
 def test_the_python_of_readme_and_how_to_runs(a_model, tmp_path, monkeypatch, capsys):
     shutil.copytree(Path(a_model()).parent, tmp_path / 'out')
@@ -4886,8 +4697,7 @@ def by_hand(kind, w, config):
     return last, logits
 
 def turned(x, config):
-    """rope of a Llama: x (B, heads, T, 4), each head's pairs as complex numbers. Llama 3.1's goes by the wave
-    length of a pair."""
+    """rope of a Llama, by complex numbers: x (B, heads, T, 4). Llama 3.1's goes by a pair's wave length."""
     rope = config.get('rope_scaling') or config.get('rope_parameters') or {}
     theta = config.get('rope_theta') or rope.get('rope_theta', 1e4)
     speeds = []
@@ -4994,8 +4804,7 @@ SENT = {        # of a hub: which file it sends otherwise, and how; what is said
     '401': ('one', 'config.json', 401, 'HF_TOKEN', []), '404': ('no', '', None, 'no such model', [])}
 
 def test_the_hub_is_read_over_http(tmp_path, monkeypatch):
-    """Single and sharded; what is another thing than it says is not kept, and a later run does not stumble
-    over what was sent before."""
+    """Single and sharded. What is not what it says is not kept, and a later run does not stumble over it."""
     source, tokens = tmp_path / 'hub', torch.randint(30, (1, 9))
     logits = in_hub_layout(source / 'me/one', 'gpt2')[1]
     in_hub_layout(source / 'me/many', 'gpt2', shards=2)
@@ -5031,11 +4840,6 @@ def test_the_hub_is_read_over_http(tmp_path, monkeypatch):
         files.hub('me/one', 'other')
 
 @slow
-@pytest.mark.parametrize('rule', VARIED)
-def test_soak_resume_is_bitwise_identical_from_any_step(rule, text, tmp_path, monkeypatch):
-    resume_from(text, tmp_path, monkeypatch, [f'--rule={rule}'], [1, 2, 3, 4])
-
-@slow
 def test_soak_kill_9_leaves_a_checkpoint_that_loads(tmp_path):
     """A process that does nothing but save is killed 200 times, most of them in the middle of it."""
     path, models = str(tmp_path / 'ckpt.safetensors'), [GPT(Config(n_layer=2, n_embd=64)) for _ in range(2)]
@@ -5061,8 +4865,7 @@ def test_soak_kill_9_leaves_a_checkpoint_that_loads(tmp_path):
 @slow
 @pytest.mark.parametrize('rule, last', [('gated_delta', 0), ('sink', 124), ('h2o', 64), ('tova', 0)])
 def test_soak_20000_tokens_in_constant_memory(rule, last):
-    """Of each kind of state: its bytes and resident memory stay as they are; rows know their true positions,
-    and those of the last tokens are there."""
+    """Of each kind of state. Rows know their true positions, and those of the last tokens are there."""
     m = GPT(Config(rule=rule, n_layer=1, n_head=2, n_embd=16, cache=128)).eval()
     sizes, memory = set(), []
     texts = itertools.islice(m.generate(torch.zeros(1, 1, dtype=torch.long)), 20_000)
