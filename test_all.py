@@ -1946,6 +1946,32 @@ def test_what_a_resumed_run_cannot_go_on_with_begins_anew(text, characters, tmp_
         said = go('--resume', f'--out={tmp_path}/out', *flags.split())[0]
         assert ('begins with an empty one' in said) == states and ('begins anew' in said) == best
 
+@pytest.mark.parametrize('kind', ['texts', 'lines', 'tasks', 'pairs', 'pairs as one text'])
+def test_batches_and_processes_are_parts_of_one_larger_batch(kind, text, turned_around, tmp_path, monkeypatch):
+    """The gradients of 8 rows at once, whose numbers of targets differ."""
+    monkeypatch.setattr(train, 'POOL', 1)
+    lines, *both = [put(tmp_path, name, ''.join(f'{i % 3}\t{"word " * (1 + i % n)}\n' for i in range(90)))
+                    for name, n in (('x.tsv', 7), ('a', 5), ('b', 9))]
+    name = {'texts': text, 'lines': lines, 'tasks': 'recall', 'pairs': turned_around}.get(kind, ':'.join(both))
+    like = dict(tokenizer='byte', vocab_size=256) if name not in (lines, 'recall', turned_around) else None
+    train_side, val, meta = prepare.load(name, like=like)
+    T = meta.get('row', 16)
+    data = train.Rows(train_side, val, meta, T, torch.device('cpu'), 8)
+    config = Config(n_layer=2, n_head=2, n_embd=16, encoder=int(kind == 'pairs'))
+    model = train.built(train.Args(), config, data, {}).double()
+
+    def gradients(batch_size, accum, world=1):
+        total = 0
+        for rank in range(world):
+            how = dict(batch_size=batch_size, accum=accum, rank=rank, world=world)
+            dataclasses.replace(data, **how).learn(model, [None] * accum, 3)
+            total = total + torch.cat([p.grad.flatten() for p in model.parameters()]) / world
+            model.zero_grad()
+        return total
+    whole = gradients(8, 1)
+    for split in (4, 2), (2, 4), (1, 8), (8, 1, 2), (8, 1, 4), (4, 2, 2):
+        near(gradients(*split), whole, 1e-12)
+
 @pytest.mark.parametrize('kind, entries, change, why', [
     ('gpt2', dict(quantization_config=dict(quant_method='fp8')), {}, 'error: .*config.json: quantization_con'),
     ('llama', {}, {'lm_head.weight': lambda x: torch.randn(30, 16)}, ''),
@@ -3092,13 +3118,11 @@ def in_two_processes(argv):
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='elsewhere a process that has torch in it may not fork')
 def test_two_processes_train_like_one(tmp_path, capfd):
-    """They see the same rows together, in two batches, whose numbers of targets differ, and lines come once. One
-    goes on where two stopped, and two, each with a part of the model, where one did."""
-    tiny = [flag for flag in TINY if flag.split('=')[0] not in ('--block_size', '--batch_size')]
+    """They see the same rows together, whose numbers of targets differ, and lines come once. One goes on where
+    two stopped, and two, each with a part of the model, where one did."""
+    tiny = [flag for flag in TINY if 'block_size' not in flag]
     one, two = (['--data=recall', '--val_tokens=5120', *tiny, '--log_every=1', '--eval_every=2',
                  f'--out={tmp_path / name}'] for name in '12')
-    one += ['--batch_size=4']
-    two += ['--batch_size=2', '--accum=2']
     for more in ['--steps=3'], ['--resume', '--steps=5'], ['--resume', '--steps=7']:
         assert train.main(one + more) == 0
     in_two_processes([*two, '--steps=3'])
