@@ -1366,7 +1366,7 @@ def unpack(model, tensors, last, why, prefix='state'):
     state['t'] = given[f'{prefix}.t']               # it stays on the CPU
     t = int(state['t'])
     places = [x.flatten() for name, x in given.items() if name.endswith('.pos')]        # -1: none is cached
-    places = torch.cat([torch.zeros(1), *places])
+    places = torch.cat([torch.zeros(1, dtype=torch.long), *places])
     if not -1 <= places.min() <= places.max() < t < 2 ** 53:
         raise ValueError(f'{why} (it counts {t} tokens)')
     return state
