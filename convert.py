@@ -876,18 +876,12 @@ def cannot_teach(args, config):
         f'--row={args.row}: the teacher was trained on rows of {config.block_size}; give at most that')
 
 
-def cannot_learn(student, data):
-    """For `refuse`: the student's rows fit into the cache, so nothing is evicted into the matrix beside it.
-    """
-    yield from cannot_train(student.config)
-    T = data.T
-    for mixer in student.mixers().values():
-        memory = mixer.memory
-        if memory.overflow is None:
-            continue
-        yield memory.cache >= T, (
-            f'--overflow={student.config.overflow}: rows of {T} tokens never leave the {memory.cache} that '
-            'are kept; take a smaller --cache, or a longer --row')
+def cannot_learn(config, T):
+    """For `refuse`: rows of T tokens fit into the cache, so nothing is evicted into the matrix beside it."""
+    yield from cannot_train(config)
+    yield config.overflow and config.cache >= T, (
+        f'--overflow={config.overflow}: rows of {T} tokens never leave the {config.cache} that are kept; take '
+        'a smaller --cache, or a longer --row')
 
 
 def tell_start(args, name, data, teacher, student, new):
@@ -934,7 +928,7 @@ def begun(args, changes, teacher, data):
     x, y = rows(data.train, begin[:-(-BEGIN // data.T)], data.T, data.meta, data.device)
     places = args.swap.split(',')
     student, new = swap(teacher, changes, places)
-    refuse(cannot_learn(student, data))
+    refuse(cannot_learn(student.config, data.T))
     refuse(idle({**changes, 'layers': ''}, student.config))     # --layers and --rule may both be given here
     begin_as(teacher, student, x)
     if not args.keep:

@@ -41,7 +41,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from data import chat, prepare
 from data.flags import briefly, flag, known, parse, picked, plural, refuse, typed
 from data.weights import refuse_target
-from fastweight import RULES
+from fastweight import RULES, Favor
 from model import (GPT, OF_DATA, Config, cached_by, cannot_train, fill, idle, load, map_state, pack,
                    pick_device, pick_forms, save, try_compiler, unpack, wide)
 
@@ -714,11 +714,9 @@ def mistakes(args, config, data, model):
         f'--carry: the rows of {args.data} have nothing to do with each other')
     yield args.carry and model.max_len, (
         '--carry: learned positions and cosformer end after a row; take other --pos, --phi')
-    redrawn = any(mixer.memory.rule.matrix and hasattr(mixer.memory.phi, 'redraw')
-                  for mixer in model.mixers().values())
-    yield args.carry and redrawn, (
+    yield args.carry and any(isinstance(module, Favor) for module in model.modules()), (
         '--carry: random features are redrawn for every batch, and a state in the old ones means nothing; '
-        'take another --phi')
+        'take another --phi, or map of --overflow')
 
 
 def lies_in(path, folder):
