@@ -374,7 +374,7 @@ def distil(run, teacher, student, names, kind, steps, lr):
         total = torch.zeros(1, device=data.device)
         many = 0
         for i in range(data.accum):
-            x, _ = data.batch(step, i, begin)
+            x, _ = data.batch(begin, i)
             with torch.no_grad(), torch.autocast(data.device.type, data.dtype, enabled=half):
                 for seen in teacher.through(x):
                     if kind == 'hidden' and seen.crosses:   # its layer has been compared already
@@ -455,7 +455,7 @@ def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()
         targets = data.targets(begin)
         total = torch.zeros(1, device=data.device)
         for i in range(data.accum):
-            x, y = data.batch(step, i, begin)
+            x, y = data.batch(begin, i)
             logits, _, _ = predict(model, x, y, None, *how)
             with torch.no_grad():
                 wanted = predict(teacher, x, y, None, *how)[0].log_softmax(-1)

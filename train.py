@@ -324,10 +324,9 @@ class Rows:
             begin = by_length[rng.permutation(pool)[step % pool]]
         return begin
 
-    def batch(self, step, i=0, begin=None):
-        """This process's rows of the i-th batch of a step -> x, y (B, T). begin: what `starts` returned for
-        the step, if it is known"""
-        begin = self.starts(step) if begin is None else begin
+    def batch(self, begin, i):
+        """This process's rows of the i-th batch of a step -> x, y (B, T). begin: what `starts` returned for it
+        """
         mine = begin.reshape(self.accum, -1)[i, self.rank::self.world]
         return rows(self.train, mine, self.T, self.meta, self.device)
 
@@ -349,7 +348,7 @@ class Rows:
         share = self.targets(begin) / self.world
         total = torch.zeros(1, device=self.device)
         for i, state in enumerate(states):
-            x, y = self.batch(step, i, begin)
+            x, y = self.batch(begin, i)
             logits, y, end = predict(model, x, y, state, self.meta, self.dtype)
             loss = F.cross_entropy(logits, y, reduction='sum') / share
             loss.backward()
