@@ -1006,7 +1006,7 @@ def kept(args, suite):
     T = x.shape[1]
     size, = args.lengths or [max(1, T // 8)]
     if 2 * size >= T:
-        raise ValueError(f'--lengths={size}: rows must be fewer than half of the {T} tokens of a piece')
+        raise ValueError(f'--lengths={size}: expected fewer cached tokens than half of the {T} of a row')
     model = with_cache(path, args.device, 'tova', size)
     came = torch.arange(T, device=args.device)
     full = came.clamp(min=2 * size)                             # steps at which the cache is long full

@@ -181,7 +181,7 @@ def rules_after(old, changes, places):
     if not old.encoder and set(places) != set(PLACES):
         raise ValueError(f'--swap={",".join(places)}: the teacher has no encoder, so there is but one place')
     if 'self' not in places and rule not in SOURCE_RULES:
-        raise ValueError(f'--swap={",".join(places)}: {rule} keeps few rows, but a source is read whole; '
+        raise ValueError(f'--swap={",".join(places)}: {rule} caches few tokens, a source is read whole; '
                          'take another rule, or self as well')
     layers = old.rules
     if 'self' in places:
