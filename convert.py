@@ -880,8 +880,8 @@ def cannot_learn(config, T):
     """For `refuse`: rows of T tokens fit into the cache, so nothing is evicted into the matrix beside it."""
     yield from cannot_train(config)
     yield config.overflow and config.cache >= T, (
-        f'--overflow={config.overflow}: rows of {T} tokens never leave the {config.cache} that are kept; take '
-        'a smaller --cache, or a longer --row')
+        f'--overflow={config.overflow}: rows of {T} tokens never leave the {config.cache} that are kept; '
+        'take a smaller --cache, or a longer --row')
 
 
 def tell_start(args, name, data, teacher, student, new):

@@ -141,8 +141,8 @@ class Config:
         yield kept and not self.cache and not over, '--cache=0: give at least 1, or --overflow takes them all'
         yield self.gate_rank > self.n_embd, f'--gate_rank={self.gate_rank}: at most --n_embd={self.n_embd}'
         yield kept & {*SINKS} and self.sinks >= max(1, self.cache), (
-            f'--sinks={self.sinks}: at most {max(0, self.cache - 1)} with --cache={self.cache}, or no new token '
-            'is kept')
+            f'--sinks={self.sinks}: at most {max(0, self.cache - 1)} with --cache={self.cache}, or no new '
+            'token is kept')
         yield over and not kept, (
             f'--overflow={self.overflow} takes the tokens that a limited cache evicts, as --rule=sink; leave '
             f'it out with {", ".join(dict.fromkeys(self.rules))}')

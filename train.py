@@ -325,8 +325,7 @@ class Rows:
         return begin
 
     def batch(self, begin, i):
-        """This process's rows of the i-th batch of a step -> x, y (B, T). begin: what `starts` returned for it
-        """
+        """This process's rows of the i-th batch of a step -> x, y (B, T). begin: the result of `starts`"""
         mine = begin.reshape(self.accum, -1)[i, self.rank::self.world]
         return rows(self.train, mine, self.T, self.meta, self.device)
 
