@@ -502,7 +502,7 @@ def main(argv):
     c = model.config
     refuse(idle(swap, c))
     check_flags(given, args, c)
-    if c.overflow and c.overflow != meta['config'].get('overflow'):
+    if c.overflow and c.overflow != meta['config']['overflow']:
         say(f'--overflow={c.overflow}: untrained, new weights; convert.py --recipe=hybrid trains some')
     if args.save_state:
         refuse_target(args.save_state, state=True)          # known now, not after sampling

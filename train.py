@@ -657,7 +657,6 @@ def settings(argv):
     if 'best' not in meta:
         raise ValueError(f'{path}: holds no training run, only a model')
     run = picked(Stopped, meta, path)
-    run.args.setdefault('row', model.config.block_size)     # as before there was --init with longer models
     run.args.pop('optimizer', None)                         # of runs from when there was a choice
     typed(Args, run.args, path)
     for name, value in given_model.items():
