@@ -110,33 +110,27 @@ def wait_for(device):
         torch.cuda.synchronize(device)
 
 
-def seconds(calls, device, least=0.3, repeats=5):
-    """The median time of each function in a list, after a warm-up. Each is called at least `repeats` times
-    and for `least` seconds, but a slow one for at most ten times that. They take turns, so that a busy moment
-    of the machine affects them all."""
+def timed(cells, device, least=0.3, repeats=5):
+    """cells: (row of a table, function) pairs -> (row, function, median seconds) triples, after a warm-up.
+    Each function is called at least `repeats` times and for `least` seconds, but a slow one for at most ten
+    times that. They take turns, so that a busy moment of the machine affects them all."""
     def is_enough(taken):
         if len(taken) < repeats:
             return sum(taken) > 10 * least
         return sum(taken) > least
 
-    for call in calls * 2:
+    for _, call in cells * 2:
         call()
-    times = [[] for _ in calls]
+    times = [[] for _ in cells]
     while not all(map(is_enough, times)):
-        for call, taken in zip(calls, times):
+        for (_, call), taken in zip(cells, times):
             if not is_enough(taken):
                 wait_for(device)
                 begin = time.perf_counter()
                 call()
                 wait_for(device)
                 taken.append(time.perf_counter() - begin)
-    return [statistics.median(taken) for taken in times]
-
-
-def timed(cells, device, least=0.3, repeats=5):
-    """cells: (row of a table, function) pairs -> (row, function, median seconds) triples"""
-    times = seconds([call for _, call in cells], device, least, repeats)
-    return [(*cell, took) for cell, took in zip(cells, times)]
+    return [(*cell, statistics.median(taken)) for cell, taken in zip(cells, times)]
 
 
 def peak_bytes(run, device):
@@ -391,20 +385,16 @@ def a_line(args, suite, way, form, seed):
     return {**result, 'recovered': 100 * result['accuracy'] / teacher['accuracy']}
 
 
-def set_named(data):
-    """The name of the set that --data names: cola of cola:FOLDER, which is cola, read from there."""
-    return data.partition(':')[0]
-
-
 def ways_of(args, suite):
     """The ways to run. --data selects among those that name their data. Data that cannot be prepared are
     skipped, with a message."""
     sets = [way.data for way in suite.ways.values()]
-    if args.data and all(sets) and set_named(args.data) not in sets:
+    named, _, _ = args.data.partition(':')              # cola:FOLDER is cola, read from there
+    if args.data and all(sets) and named not in sets:
         raise ValueError(f'--data={args.data}: choose from {", ".join(sets)}')
     to_run = {}
     for name, way in suite.ways.items():
-        another = args.data and way.data and set_named(args.data) != way.data
+        another = args.data and way.data and named != way.data
         if another or way.full not in (None, args.full):
             continue
         data = args.data or way.data or 'stdlib'
@@ -470,8 +460,7 @@ def model_in(path, device, **changes):
 def size_of_state(args, result):
     """The size of the state for one row, in bytes."""
     model = model_in(result['path'], args.device)
-    tokens = torch.zeros(1, model.config.block_size, dtype=torch.long, device=args.device)
-    return {'state bytes': state_bytes(model.read(tokens))}
+    return {'state bytes': state_of(model, model.config.block_size)}
 
 
 def of_classes(args, result):
@@ -574,7 +563,7 @@ def tracking(args, suite):
 def glue(args, suite):
     """Like `runs`, in --dtype. --init: fine-tune this pretrained model instead, at a rate for such models.
     CoLA alone is judged by Matthews' correlation, as in GLUE."""
-    if set_named(args.data) == 'cola':
+    if args.data.partition(':')[0] == 'cola':
         suite = dataclasses.replace(suite, figure='matthews', beside=('accuracy', 'recovered', 'majority'))
     in_type = f'--dtype={str(args.dtype).removeprefix("torch.")}'
     ways = {}
@@ -1019,7 +1008,7 @@ def kept(args, suite):
     T = x.shape[1]
     size, = args.lengths or [max(1, T // 8)]
     if 2 * size >= T:
-        raise ValueError(f'--lengths={size}: rows must be fewer than half of the {T} tokens of a piece')
+        raise ValueError(f'--lengths={size}: expected fewer cached tokens than half of the {T} of a row')
     model = with_cache(path, args.device, 'tova', size)
     came = torch.arange(T, device=args.device)
     full = came.clamp(min=2 * size)                             # steps at which the cache is long full

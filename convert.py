@@ -181,7 +181,7 @@ def rules_after(old, changes, places):
     if not old.encoder and set(places) != set(PLACES):
         raise ValueError(f'--swap={",".join(places)}: the teacher has no encoder, so there is but one place')
     if 'self' not in places and rule not in SOURCE_RULES:
-        raise ValueError(f'--swap={",".join(places)}: {rule} keeps few rows, but a source is read whole; '
+        raise ValueError(f'--swap={",".join(places)}: {rule} caches few tokens, a source is read whole; '
                          'take another rule, or self as well')
     layers = old.rules
     if 'self' in places:
@@ -374,7 +374,7 @@ def distil(run, teacher, student, names, kind, steps, lr):
         total = torch.zeros(1, device=data.device)
         many = 0
         for i in range(data.accum):
-            x, _ = data.batch(step, i, begin)
+            x, _ = data.batch(begin, i)
             with torch.no_grad(), torch.autocast(data.device.type, data.dtype, enabled=half):
                 for seen in teacher.through(x):
                     if kind == 'hidden' and seen.crosses:   # its layer has been compared already
@@ -455,7 +455,7 @@ def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()
         targets = data.targets(begin)
         total = torch.zeros(1, device=data.device)
         for i in range(data.accum):
-            x, y = data.batch(step, i, begin)
+            x, y = data.batch(begin, i)
             logits, _, _ = predict(model, x, y, None, *how)
             with torch.no_grad():
                 wanted = predict(teacher, x, y, None, *how)[0].log_softmax(-1)
@@ -880,18 +880,12 @@ def cannot_teach(args, config):
         f'--row={args.row}: the teacher was trained on rows of {config.block_size}; give at most that')
 
 
-def cannot_learn(student, data):
-    """For `refuse`: the student's rows fit into the cache, so nothing is evicted into the matrix beside it.
-    """
-    yield from cannot_train(student.config)
-    T = data.T
-    for mixer in student.mixers().values():
-        memory = mixer.memory
-        if memory.overflow is None:
-            continue
-        yield memory.cache >= T, (
-            f'--overflow={student.config.overflow}: rows of {T} tokens never leave the {memory.cache} that '
-            'are kept; take a smaller --cache, or a longer --row')
+def cannot_learn(config, T):
+    """For `refuse`: rows of T tokens fit into the cache, so nothing is evicted into the matrix beside it."""
+    yield from cannot_train(config)
+    yield config.overflow and config.cache >= T, (
+        f'--overflow={config.overflow}: rows of {T} tokens never leave the {config.cache} that are kept; '
+        'take a smaller --cache, or a longer --row')
 
 
 def tell_start(args, name, data, teacher, student, new):
@@ -939,7 +933,7 @@ def begun(args, changes, teacher, data):
     x, _ = rows(data.train, begin, data.T, data.meta, data.device)
     places = args.swap.split(',')
     student, new = swap(teacher, changes, places)
-    refuse(cannot_learn(student, data))
+    refuse(cannot_learn(student.config, data.T))
     refuse(idle({**changes, 'layers': ''}, student.config))     # --layers and --rule may both be given here
     if is_large(teacher):                                   # then it takes a minute
         say(f'new parameters begin by how the teacher looks at {x.numel():,} tokens')

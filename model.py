@@ -144,7 +144,8 @@ class Config:
         yield kept and not self.cache and not over, '--cache=0: give at least 1, or --overflow takes them all'
         yield self.gate_rank > self.n_embd, f'--gate_rank={self.gate_rank}: at most --n_embd={self.n_embd}'
         yield kept & {*SINKS} and self.sinks >= max(1, self.cache), (
-            f'--sinks={self.sinks}: fewer than --cache={self.cache}, or no new token is kept')
+            f'--sinks={self.sinks}: at most {max(0, self.cache - 1)} with --cache={self.cache}, or no new '
+            'token is kept')
         yield over and not kept, (
             f'--overflow={self.overflow} takes the tokens that a limited cache evicts, as --rule=sink; leave '
             f'it out with {", ".join(dict.fromkeys(self.rules))}')
@@ -532,7 +533,8 @@ class FastWeights(nn.Module):
         count, _ = self.recurrence(ones, ones, features, **decays, S=n if n is None else n.mT)
         total, M = self.recurrence(q, k, features, **decays, S=state.get('M'))      # count times q.c
         scores = total / for_heads(count, q.shape[1]).clamp(min=FLOOR) / math.sqrt(q.shape[-1])
-        return fastweight.clamped_exp(scores), {'M': M}
+        at_most_e40 = scores.clamp(max=40)      # sums of products of e^40 stay far below fp32's e^88
+        return at_most_e40.exp(), {'M': M}
 
     def redraw(self, state=()):
         """Draw new random features for each training batch (Peng 2021, Choromanski 2021)."""
@@ -1369,7 +1371,7 @@ def unpack(model, tensors, last, why, prefix='state'):
     state['t'] = given[f'{prefix}.t']               # it stays on the CPU
     t = int(state['t'])
     places = [x.flatten() for name, x in given.items() if name.endswith('.pos')]        # -1: none is cached
-    places = torch.cat([torch.zeros(1), *places])
+    places = torch.cat([torch.zeros(1, dtype=torch.long), *places])
     if not -1 <= places.min() <= places.max() < t < 2 ** 53:
         raise ValueError(f'{why} (it counts {t} tokens)')
     return state

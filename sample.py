@@ -360,16 +360,16 @@ def by_lines(args, model, meta):
         raise ValueError(f'--lines --prompt={args.prompt:.60}: there are no lines; give --prompt=@FILE')
     if grows:
         prepare.note('one prompt after the other, as the caches of softmax grow apart')
-    groups = [[]]                                           # numbers of prompts that are read at once
+    groups = []                                             # numbers of prompts that are read at once
+    together = []
     for i, prompt in enumerate(prompts):
         if grows or len(prompt) == 1:                       # of one token, there is nothing to read before
             groups.append([i])
-            continue
-        if len(groups[0]) == AT_ONCE:
-            groups.insert(0, [])
-        groups[0].append(i)
+        else:
+            together.append(i)
+    groups += [together[i:i + AT_ONCE] for i in range(0, len(together), AT_ONCE)]
     written = {}
-    for group in filter(None, groups):
+    for group in groups:
         rows = [torch.tensor([prompts[i]], device=model.embed.weight.device) for i in group]
         states = [model.read(row[:, :-1]) for row in rows]
         state = join(states) if len(group) > 1 else states[0]
@@ -506,7 +506,7 @@ def main(argv):
     c = model.config
     refuse(idle(swap, c))
     check_flags(given, args, c)
-    if c.overflow and c.overflow != meta['config'].get('overflow'):
+    if c.overflow and c.overflow != meta['config']['overflow']:
         say(f'--overflow={c.overflow}: untrained, new weights; convert.py --recipe=hybrid trains some')
     if args.save_state:
         refuse_target(args.save_state, state=True)          # known now, not after sampling

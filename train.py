@@ -41,7 +41,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from data import chat, prepare
 from data.flags import briefly, flag, known, parse, picked, plural, refuse, typed
 from data.weights import refuse_target
-from fastweight import RULES
+from fastweight import RULES, Favor
 from model import (GPT, OF_DATA, Config, cached_by, cannot_train, fill, idle, load, map_state, pack,
                    pick_device, pick_forms, save, try_compiler, unpack, wide)
 
@@ -324,10 +324,8 @@ class Rows:
             begin = by_length[rng.permutation(pool)[step % pool]]
         return begin
 
-    def batch(self, step, i=0, begin=None):
-        """This process's rows of the i-th batch of a step -> x, y (B, T). begin: what `starts` returned for
-        the step, if it is known"""
-        begin = self.starts(step) if begin is None else begin
+    def batch(self, begin, i):
+        """This process's rows of the i-th batch of a step -> x, y (B, T). begin: the result of `starts`"""
         mine = begin.reshape(self.accum, -1)[i, self.rank::self.world]
         return rows(self.train, mine, self.T, self.meta, self.device)
 
@@ -349,7 +347,7 @@ class Rows:
         share = self.targets(begin) / self.world
         total = torch.zeros(1, device=self.device)
         for i, state in enumerate(states):
-            x, y = self.batch(step, i, begin)
+            x, y = self.batch(begin, i)
             logits, y, end = predict(model, x, y, state, self.meta, self.dtype)
             loss = F.cross_entropy(logits, y, reduction='sum') / share
             loss.backward()
@@ -668,7 +666,6 @@ def settings(argv):
     if 'best' not in meta:
         raise ValueError(f'{path}: holds no training run, only a model')
     run = picked(Stopped, meta, path)
-    run.args.setdefault('row', model.config.block_size)     # as before there was --init with longer models
     run.args.pop('optimizer', None)                         # of runs from when there was a choice
     typed(Args, run.args, path)
     for name, value in given_model.items():
@@ -723,11 +720,9 @@ def mistakes(args, config, data, model):
         f'--carry: the rows of {args.data} have nothing to do with each other')
     yield args.carry and model.max_len, (
         '--carry: learned positions and cosformer end after a row; take other --pos, --phi')
-    redrawn = any(mixer.memory.rule.matrix and hasattr(mixer.memory.phi, 'redraw')
-                  for mixer in model.mixers().values())
-    yield args.carry and redrawn, (
+    yield args.carry and any(isinstance(module, Favor) for module in model.modules()), (
         '--carry: random features are redrawn for every batch, and a state in the old ones means nothing; '
-        'take another --phi')
+        'take another --phi, or map of --overflow')
 
 
 def lies_in(path, folder):

@@ -291,12 +291,9 @@ def learn_tokenizer(data, size):
 
 def units(meta):
     """The text of each token id of a char, words or ids tokenizer."""
-    kind = meta.get('tokenizer')
-    if kind in ('char', 'words'):
-        return meta['chars']
-    if kind == 'ids':
+    if meta['tokenizer'] == 'ids':
         return [str(i) for i in range(meta['vocab_size'])]
-    raise ValueError(f'unknown tokenizer {kind!r}, not {OF_TEXTS}, or ids')
+    return meta['chars']
 
 
 def encode(text, meta, special=False):
