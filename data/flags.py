@@ -10,6 +10,7 @@
 What a file says is held against the same fields (`typed`). Every mistake is a ValueError that says what was
 given and what is expected; a script tells it in one line (`prepare.script`).
 """
+import argparse
 import contextlib
 import dataclasses
 import difflib
@@ -189,23 +190,26 @@ def parse(argv, doc, *classes, first=''):
     if '--help' in argv or '-h' in argv:
         print_help(doc, fields, first)
         sys.exit(0)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for flag, field in fields.items():
+        alone = {'nargs': '?', 'const': 'true'} if field.type is bool else {}
+        parser.add_argument(flag, dest=field.name, action='append', **alone)
+
+    def error(why):
+        raise ValueError(why.removeprefix('argument '))
+    parser.error = error
+    texts, unknown = parser.parse_known_args(argv)
+    for word in argv:           # argparse takes a flag with blanks in its text for the text of the one before
+        name = word.partition('=')[0]
+        if word in unknown or (re.match(r'--\w+=', word) and name not in fields):
+            raise ValueError(f'{word}: no such flag{hint(name, fields)}; --help lists them')
     given = {}
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        flag, equals, text = word.partition('=')
-        if flag not in fields:
-            raise ValueError(f'{word}: no such flag{hint(flag, fields)}; --help lists them')
-        field = fields[flag]
-        if field.name in given:
-            raise ValueError(f'{flag} is given twice')
-        alone = not words or re.match(r'--\S*(=|$)', words[0])      # a text may have blanks: "-- and so on"
-        if not equals and not alone:
-            text = words.pop(0)
-        elif not equals and field.type is bool:
-            text = 'true'
-        elif not equals:
-            raise ValueError(f'{flag}: expected one argument')
-        given[field.name] = value_of(flag, text, field)
+    for flag, field in fields.items():
+        for text in getattr(texts, field.name, []):
+            if isinstance(text, list):              # what argparse makes of --prompt=--
+                text = '--'
+            if field.name in given:
+                raise ValueError(f'{flag} is given twice')
+            given[field.name] = value_of(flag, text, field)
     return [{field.name: given[field.name] for field in dataclasses.fields(c) if field.name in given}
             for c in classes]
