@@ -1702,9 +1702,9 @@ ROWS = [
         note='bits per byte after {steps} steps of 4 rows of 128; carried: with the state handed on; with 8, '
              '64, 128: rows of a window that is carried',
         source='Schlag 2021, tables 2 to 5: test perplexity of WikiText-103, small models (40 M parameters) '
-               'and medium ones (90 M); small ones with attn-norm from lines that are not printed; for '
-               "attn-norm without positions their log has 32.2; window: Transformer-XL of 1, 8, 16 times its "
-               'state (delta); sum with a carried state is above 260; delta without sum normalisation diverges',
+               'and medium ones (90 M); small ones with attn-norm from lines that are not printed; attn-norm '
+               "without positions has 32.2 in their log; window: Transformer-XL of 1, 8, 16 times delta's "
+               'state; sum with a carried state is above 260; delta without sum normalisation diverges',
         paper={'softmax': 'small 34.1, medium 29.6', 'sum': 'small 38.3, medium 33.0',
                'delta elu': 'small 35.5, medium 31.5', 'sum favor:8': 'small 39.6, medium 33.8',
                'delta favor:8': 'small 37.2, medium 31.8', 'sum dpfp:1': 'small 38.8',
@@ -1847,7 +1847,7 @@ ROWS = [
         note="position: up to here; nats of answers: per token of the teacher's own answers to questions; "
              'accuracy: in %, of which a guess knows 12.5',
         source='no paper has such a table'),
-    Suite('all', 'all of these', every, 'seeds init')]
+    Suite('all', 'all of these', every, 'seeds')]
 SUITES = {suite.name: suite for suite in ROWS}
 
 

@@ -582,6 +582,8 @@ class Conversion:
         self.judged = None                                  # the columns of the model that was just saved
         self.nats = None                                    # of the teacher, per token of the validation rows
         self.log, self.file = log_of(args)
+        if args.resume:
+            prepare.saved.append(f'what {args.out} holds is as it was; the same command goes on')
         self.left = [] if args.resume else stages(args.out)
         if self.left:
             say(f'{args.out}: what a stopped conversion left there is replaced; --resume would go on with it')
@@ -917,7 +919,7 @@ def tell_time(run, teacher_seconds, distilled, lines):
     passes = 1 + backward + (args.loss == 'kl')
     tokens = 2 * run.tokens_in(distilled) + run.tokens_in(args.steps) * passes
     if args.controls:
-        tokens += 3 * (2 + backward) * run.tokens_in(distilled + args.steps)
+        tokens += (2 * (1 + backward) + 3) * run.tokens_in(distilled + args.steps)
     evaluations = lines + (distilled + args.steps) // args.eval_every
     tokens += evaluations * len(run.begin) * run.data.T
     say(f'about {a_token * tokens / 60:.2g} minutes')

@@ -443,8 +443,8 @@ def mistakes_together(name, phi, norm, n):
     yield n > 1 and (mean or phi.max_len), (
         f'--writes={n}: leave out --norm=attn and --phi=cosformer, which count one key a token')
     yield phi.moves and (not mean or rule.erase), (
-        f'--phi=slots with --rule={name} --norm={norm}: slots hold means; take --rule=sum, gated or gla-beta, '
-        'or another that does not erase and --norm=attn')
+        f'--phi=slots with --rule={name} --norm={norm}: slots hold means; take --rule=sum or gla-beta, or '
+        'another that does not erase, with --norm=attn')
     yield mean and rule.z, (
         f'--norm=attn with --rule={name}: each value channel decays apart and needs a denominator of its own')
     yield mean and rule.erase and rule.f, (
@@ -479,10 +479,10 @@ class FastWeights(nn.Module):
     ->  o (B, H, T, head_dim), dict: S (B, G, V, K), with n as last row for norm 'attn'
 
     Heads that share keys and values share a matrix, its map and its gates: H / G queries read each S.
-    n_head: G   phi, norm, beta_max, writes, gate_rank: the flags of Config, phi and norm '' for the rule's
-    own   key_dim: channels of q and k, if not head_dim   causal: if false, each step reads what all steps
-    write. With n writes per token, k and v hold those of n writes side by side, (B, G, T, n head_dim).
-    ValueError for what does not go together."""
+    n_head: G   phi, norm, beta_max, writes, gate_rank: flags of Config (whose beta_max is 2); phi, norm '':
+    the rule's own   key_dim: channels of q and k, if not head_dim   causal: if false, each step reads what
+    all steps write. With n writes per token, k and v hold those of n writes side by side, (B, G, T,
+    n head_dim). ValueError for what does not go together."""
     forms = PLAIN
     overflow = None         # only a Cache has fast weights beside it
 

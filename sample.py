@@ -10,8 +10,8 @@
     python sample.py --source="A man sleeps." --beam=4         a translation; @file: one of each line
 
 If the model is a classifier, the prompt is classified: each class is printed with its probability. In a chat
-(--chat) the model's own template frames what is said: --prompt or, without it and on a terminal, each line of
-standard input; /reset begins anew, /quit ends. A text also ends where the model ends it.
+(--chat) the model's own template frames what is said: --prompt, and each line of standard input if that is a
+terminal or there is no --prompt; /reset begins anew, /quit ends. A text also ends where the model ends it.
 
 Only what is written goes to standard output, without the prompt; messages go to standard error.
 

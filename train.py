@@ -754,7 +754,7 @@ def restore(args, header, data, model, opt):
         return [None] * args.accum
     last = torch.zeros(args.batch_size, 1, dtype=torch.long, device=data.device)
     why = f'{args.out}/ckpt.safetensors: no states of --carry for this model; resume with --carry=false'
-    with torch.autocast(data.device.type, data.dtype, enabled=data.dtype != torch.float32):     # as in training
+    with torch.autocast(data.device.type, data.dtype, enabled=data.dtype != torch.float32):  # as in training
         return [unpack(model, tensors, last, why, f'carry{i}') for i in range(args.accum)]
 
 

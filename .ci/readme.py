@@ -59,7 +59,8 @@ def write(path, content):
 
 def prepare(clone, *words):
     """Run python data/prepare.py WORDS in the clone."""
-    subprocess.run([sys.executable, 'data/prepare.py', *words], cwd=clone, check=True, stdout=subprocess.DEVNULL)
+    command = [sys.executable, 'data/prepare.py', *words]
+    subprocess.run(command, cwd=clone, check=True, stdout=subprocess.DEVNULL)
 
 
 def texts(clone):

@@ -908,7 +908,7 @@ def load(name, root=None, tokenizer=None, like=None):
             raise ValueError(f'--data={name}: its rows are padded; a model of texts has no token for that; '
                              'take an encoder, such as MiniLM, or train a new model on them')
         if 'row' in like and 'row' not in meta:
-            raise ValueError(f'--data={name}: a text, but this model was trained on rows; give it such rows, as '
+            raise ValueError(f'--data={name}: a text, but this model was trained on rows; give it such rows: '
                              'labelled lines, or pairs')
         raise ValueError(f'--data={name}: not in the tokens wanted ({describe_tokens(like)}), but in others '
                          f'({describe_tokens(meta)}); make it anew with data/prepare.py, or give the text '

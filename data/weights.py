@@ -280,7 +280,7 @@ def kind_and_config(raw):
     for key in 'rope_scaling', 'rope_parameters':           # older files, newer files
         if raw.get(key) is not None:
             rope = {**rope, **raw[key]}
-        config['rope_scaling'] = scaling_of(rope)
+    config['rope_scaling'] = scaling_of(rope)
     raw = {**raw, **rope}                                   # newer files have rope_theta in there
     for field, key in family.entries.items():
         config[field] = entry(raw, key, family.usual.get(field))
