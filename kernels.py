@@ -777,11 +777,12 @@ def tiles(q, v, w, e, f, z):
     if not exact and not triton.knobs.runtime.interpret:
         DT = tl.bfloat16                                # the interpreter would compute with the bits of bf16
     WD, ED, FD, ZD = [0 if x is None else x.shape[-1] for x in (w, e, f, z)]
-    # With wide keys, three chunks at once take more shared memory than there is, and four warps have too few
-    # registers.
-    stages, warps = (2, 8) if BK > 128 else (3, 4)
-    return dict(K=K, V=v.shape[-1], WD=WD, ED=ED, FD=FD, ZD=ZD, C=C, BK=BK, BV=C, DT=DT,
-                num_stages=stages, num_warps=warps)
+    how = dict(num_stages=3, num_warps=4)
+    if BK > 64:                                         # three chunks at once take more shared memory than an
+        how['num_stages'] = 2                           # RTX 4090 has
+    if BK > 128:                                        # four warps have too few registers; without a number
+        how.update(num_warps=8, maxnreg=255)            # the compiler for an A100 takes 32
+    return dict(K=K, V=v.shape[-1], WD=WD, ED=ED, FD=FD, ZD=ZD, C=C, BK=BK, BV=C, DT=DT, **how)
 
 
 class Tiles(torch.autograd.Function):
