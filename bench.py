@@ -492,8 +492,8 @@ def bits(args, result, T, many=None, carried=False, **changes):
     model = model_in(result['path'], args.device, **changes)
     begin = recipe.blocks(len(val), T, meta, many)
     loss, _ = recipe.Rows(None, val, meta, T, args.device).evaluate(model, begin, carried)
-    x, _ = recipe.rows(val, begin, T, meta, args.device)
-    return recipe.bits_a_nat(recipe.of_part(meta, x.flatten().tolist())) * loss
+    x, y = recipe.rows(val, begin, T, meta, args.device)
+    return recipe.bits_a_nat(recipe.of_part(meta, x[y >= 0].tolist())) * loss
 
 
 WINDOWS = 8, 64, 128        # cached tokens: 1, 8, 16 times the size of the state of delta elu
@@ -563,7 +563,8 @@ def tracking(args, suite):
 def glue(args, suite):
     """Like `runs`, in --dtype. --init: fine-tune this pretrained model instead, at a rate for such models.
     CoLA alone is judged by Matthews' correlation, as in GLUE."""
-    if args.data.partition(':')[0] == 'cola':
+    named, _, _ = args.data.partition(':')
+    if named == 'cola':
         suite = dataclasses.replace(suite, figure='matthews', beside=('accuracy', 'recovered', 'majority'))
     in_type = f'--dtype={str(args.dtype).removeprefix("torch.")}'
     ways = {}

@@ -80,8 +80,8 @@ if torch.cuda.is_available() or 'TRITON_INTERPRET' in os.environ:       # import
 # forward is computed again.
 CHUNK = 32              # steps; `on_cpu` says where more or fewer are better
 NUMBERS = 2 ** 18       # numbers per tensor in a segment: 1 MB in fp32
-KEPT = 8                # segments that keep what the backward needs,
-INSIDE = 15             # tensors, or None for what is absent
+KEPT = 8                # segments that keep what the backward needs
+INSIDE = 15             # so many tensors each, see `forward_of`; None for what is absent
 NO_DECAY = None, None, None, None       # instead of `factors`, to compute nothing for absent decays
 
 
@@ -300,14 +300,16 @@ class Chunks(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dS):
-        saved = list(ctx.saved_tensors)                 # once: checkpointing allows no second look
-        steps, saved = saved[:7], saved[7:]
-        begins, saved = saved[:len(ctx.segments)], saved[len(ctx.segments):]
+        saved = ctx.saved_tensors                       # once: checkpointing allows no second look
+        n = len(ctx.segments)
+        steps = saved[:7]
+        begins = saved[7:7 + n]
+        insides = [saved[i:i + INSIDE] for i in range(7 + n, len(saved), INSIDE)]
         gradients = [None] * 7
         for segment, S in zip(reversed(ctx.segments), reversed(begins)):
             of_segment = [cut(x, segment, ctx.C) for x in steps]
-            if saved:
-                saved, inside = saved[:-INSIDE], saved[-INSIDE:]
+            if insides:
+                inside = insides.pop()
             else:
                 _, _, inside = forward_of(S, *of_segment)
             *parts, dS = backward_of(cut(do, segment, ctx.C), dS, inside, *of_segment)

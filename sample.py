@@ -46,7 +46,7 @@ class Args:
     init: str = flag('out/ckpt.safetensors', 'checkpoint; gpt2; OWNER/NAME; a folder', path=True)
     prompt: str = flag('', 'text, @file, - for standard input (@@ for a first @); empty: BOS, or a newline')
     chat: bool = flag(False, 'a conversation, in the chat template that the model brought')
-    system: str = flag('', 'how a chat begins: what the template calls the system says, or @file')
+    system: str = flag('', 'with --chat: a system prompt, or @file')
     lines: bool = flag(False, 'each line of --prompt is a prompt of its own')
     special: bool = flag(False, 'read special tokens in --prompt, such as <|im_end|>, not their letters')
     tokens: int = flag(256, 'tokens to write; of each answer', low=0, high=10 ** 12)
@@ -111,7 +111,7 @@ def check_flags(given, args, config):
 
 
 def text_of(given):
-    """The text that --prompt or --source stands for."""
+    """The text that --prompt, --source or --system stands for."""
     if given == '-':
         if sys.stdin is None:
             raise ValueError('-: standard input is closed; give a text, or @FILE')
@@ -406,12 +406,25 @@ def converse(args, model, meta):
             write_page(args, model, meta, heard[:ON_A_PAGE])
 
 
+def system_prompt(args, data):
+    """The messages with which a chat begins: none, or --system. ValueError if the template leaves it out."""
+    if not args.system:
+        return []
+    if args.system == '-':
+        raise ValueError('--system=-: standard input is what the user says; give a text, or @FILE')
+    begin = [{'role': 'system', 'content': text_of(args.system)}]
+    asked = [{'role': 'user', 'content': 'Hello'}]
+    if chat.rendered(begin + asked, data) == chat.rendered(asked, data):
+        raise ValueError(f'--system: the chat template of {args.init} has no place for it; leave it out')
+    return begin
+
+
 def answer_all(args, model, meta, heard):
     """Answer what is said, in the model's chat template. The state is handed from answer to answer. If a
     template changes what was said before, all is read again. heard: a list to which tokens are added, with
     `by_whom`"""
     data = meta['data']
-    begin = [{'role': 'system', 'content': text_of(args.system)}] if args.system else []
+    begin = system_prompt(args, data)
     messages = [*begin]
     state = None
     pending = []                                            # a token that was written, but not read

@@ -3899,8 +3899,13 @@ def test_a_conversation_is_read_as_one_text(rule, tmp_path, capsys, monkeypatch)
     monkeypatch.setattr(chat, 'rendered', lambda messages, data: roles.append(
         [message['role'] for message in messages]) or render(messages, data))
     monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'the quick\n/reset\nthe quick\nfox')))
-    written(capsys, f'--init={tmp_path}', *flags, '--system=Be brief.')
-    assert roles == [['system', 'user']] * 2 + [['system', 'user', 'assistant', 'user']]
+    flags = f'--init={tmp_path}', *flags
+    assert 'no place for it' in refused(capsys, sample.main, *flags, '--system=Be brief.')
+    assert '@FILE' in refused(capsys, sample.main, *flags, '--system=-')
+    put(tmp_path, 'chat_template.jinja', FRAME.replace("{% if m.role == 'system' %}{% continue %}{% endif %}", ''))
+    roles.clear()
+    written(capsys, *flags, '--system=Be brief.')
+    assert roles[2:] == [['system', 'user']] * 2 + [['system', 'user', 'assistant', 'user']]
 
 def test_each_of_several_texts_ends_by_itself(tmp_path, monkeypatch, capsys):
     """And what ends it is not printed; without --special a special token's letters are read, and said so."""
