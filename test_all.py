@@ -544,6 +544,7 @@ from unittest.mock import MagicMock, Mock
 
 import numpy as np
 from safetensors.torch import load_file, save_file
+from torch.utils.checkpoint import checkpoint
 
 import bench
 import convert
@@ -727,6 +728,19 @@ def test_a_long_text_in_segments_is_the_same(gates, monkeypatch):
     near(with_gradients(kernels.chunked, given, normalise), with_gradients(chunked, given, normalise), 1e-9)
     shapes = [call.args[1].shape for call in forward.call_args_list]
     assert [shape[1] * shape[2] for shape in shapes] == [64, 64, 32, 64, 64]
+
+@every_gate
+def test_gradients_through_a_checkpoint_are_the_same(gates, monkeypatch):
+    """Bit for bit. The backward keeps tensors nowhere else than autograd does, or a checkpoint would save nothing."""
+    monkeypatch.setattr(kernels, 'NUMBERS', 1)
+    given, normalise = inputs(**gates, T=150)
+
+    def again(**given):
+        return checkpoint(kernels.chunked, use_reentrant=False, **given)
+    near(with_gradients(again, given, normalise), with_gradients(kernels.chunked, given, normalise), 0)
+    _, S = kernels.chunked(**{name: x.requires_grad_() for name, x in given.items()}, normalise=normalise)
+    node, _ = S.grad_fn.next_functions[0]
+    assert vars(node).keys() == {'segments', 'C'}
 
 @pytest.mark.parametrize('gates', [{}, dict(f=64, z=64), dict(f=1, erase=True)], ids=str)
 def test_plain_torch_takes_few_operations_where_there_is_no_cpu_cache(gates, monkeypatch):
@@ -1171,6 +1185,8 @@ def test_slots_begin_as_clusters_of_the_keys():
         assert slots[0] == 0
         found.append(len({*zip(which.tolist(), slots.tolist())}) == len(set(slots.tolist())) == 4)
     assert any(found)
+    phi.begin(k[:, :, :3])                      # fewer keys than slots
+    assert phi(k).isfinite().all()
 
 PAIRS = dict(encoder=2, n_embd=32, n_head=4, vocab_size=20, pad=19, source=7, block_size=16)
 TRANSLATORS = [
@@ -1482,8 +1498,8 @@ DEFAULTS = {train: ['--data=TEXT', '--out=out', *TINY, '--steps=1'], sample: ['-
 ENCODER = '--causal=false --n_layer=1 --n_head=2 --n_embd=16 --data=THREES '
 REFUSED = {     # script: flags: what is said of them, as a regular expression; one row for each refusal
     train: {
-        '--ruel=delta': '--rule', '--learning_rate=1': r'mean --lr\?', '--rule=dleta': r'mean delta\?', '--steps=1.5': 'whole number',
-        '--steps=0': 'at least 1', '--lr=nan': 'a number', '--dropout=1': r'at most 0\.99',
+        '--ruel=delta': '--rule', '--learning_rate=1': r'mean --lr\?', '--rule=dleta': r'mean delta\?',
+        '--steps=1.5': 'whole number', '--steps=0': 'at least 1', '--lr=nan': 'a number', '--dropout=1': r'at most 0\.99',
         '--carry=maybe': 'true or false', '--seed=1 --seed=2': 'twice', '--steps': '--steps: expected one',
         '--': '--help', '--out=': '--out', '--device=tpu9': '--device', 'RANK=1': 'torchrun',
         'RANK=a': 'torchrun', '--n_embd=33': 'n_head', '--n_embd=12 --n_head=4 --pos=rope': 'even',
@@ -1495,7 +1511,8 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--phi=elu --norm=none': 'diverges', '--rule=h2o --overflow=sum': '--overflow',
         '--norm=nope': 'choose from attn, .* mean none', '--phi=nope': 'no such feature map; choose',
         '--phi=elu:3': 'takes nothing', '--phi=dpfp:16': r'1\.\.15', '--phi=hedgehog:x': 'forms',
-        '--n_embd=2 --n_head=2': 'the one channel of a head', '--phi=favor:many': 'a whole number above 0', '--phi=exp:nan': 'a number above 0',
+        '--n_embd=2 --n_head=2': 'the one channel of a head', '--phi=favor:many': 'a whole number above 0',
+        '--phi=exp:nan': 'a number above 0',
         '--resume': 'no such file', '--out=TEXT': 'File exists',
         '--carry --pos=learned': 'learned positions', '--carry --phi=favor --rule=sum': 'redrawn',
         '--carry --data=recall': 'nothing to do with each other', '--block_size=100000': 'longer text',
@@ -1939,6 +1956,8 @@ def test_a_run_goes_on_though_nothing_in_it_was_ever_finite(text, tmp_path, monk
         run = f'--data={text}', f'--out={tmp_path}', *TINY, '--steps=4', '--eval_every=4'
         assert train.main([*run]) == 2 and not (tmp_path / 'result.json').exists()
         assert 'a smaller --lr' in capsys.readouterr().err
+        text = (tmp_path / 'log.jsonl').read_text()             # JSON has no words for such numbers
+        assert 'null' in text and 'NaN' not in text and 'Infinity' not in text
     assert train.main(['--resume', f'--out={tmp_path}', '--steps=5', '--eval_every=1']) == 0
 
 def test_what_a_resumed_run_cannot_go_on_with_begins_anew(text, characters, tmp_path, capsys):
@@ -3390,9 +3409,13 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, monkeyp
     monkeypatch.setattr(train, 'QUIET', 0)
     found = converted(teacher, tmp_path, *flags.split())
     said = capsys.readouterr().out
-    for step in 1, 2, 3:
-        assert f'fine-tune | step {step:5d}/3 | loss' in said
-    assert 'fine-tune, validation: 100% | eta' in said
+    done = [('fine-tune', 3)]
+    if 'pure' in flags:
+        done += [('distil (hidden)', 4), ('control: from scratch', 7)]
+        assert sum('tok_s' in row for row in log(tmp_path)) == 4 + 3 + 3 * 7
+    for stage, steps in done:
+        assert all(f'{stage} | step {i:5d}/{steps} | loss' in said for i in range(1, steps + 1))
+        assert f'{stage}, validation: 100% | eta' in said
     models = [load(path, 'cpu')[0] for path in (tmp_path / 'ckpt.safetensors', teacher)]
     first = int(re.search(r"smaller than the teacher's from (\d+) tokens", said)[1])
     for n in first - 1, first:
