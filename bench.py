@@ -385,11 +385,16 @@ def a_line(args, suite, way, form, seed):
     return {**result, 'recovered': 100 * result['accuracy'] / teacher['accuracy']}
 
 
+def set_named(data):
+    """The name of the set that --data names: cola of cola:FOLDER, which is cola, read from there."""
+    return data.partition(':')[0]
+
+
 def ways_of(args, suite):
     """The ways to run. --data selects among those that name their data. Data that cannot be prepared are
     skipped, with a message."""
     sets = [way.data for way in suite.ways.values()]
-    named, _, _ = args.data.partition(':')              # cola:FOLDER is cola, read from there
+    named = set_named(args.data)
     if args.data and all(sets) and named not in sets:
         raise ValueError(f'--data={args.data}: choose from {", ".join(sets)}')
     to_run = {}
@@ -563,8 +568,7 @@ def tracking(args, suite):
 def glue(args, suite):
     """Like `runs`, in --dtype. --init: fine-tune this pretrained model instead, at a rate for such models.
     CoLA alone is judged by Matthews' correlation, as in GLUE."""
-    named, _, _ = args.data.partition(':')
-    if named == 'cola':
+    if set_named(args.data) == 'cola':
         suite = dataclasses.replace(suite, figure='matthews', beside=('accuracy', 'recovered', 'majority'))
     in_type = f'--dtype={str(args.dtype).removeprefix("torch.")}'
     ways = {}

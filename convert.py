@@ -59,8 +59,8 @@ from model import (GPT, SOURCE_RULES, bias_of, can_become_an_rnn, cannot_train, 
                    pick_device, save, state_of, subset)
 from train import (PRETRAINED_LR, PRETRAINED_ROW, QUIET, SMALL, Rows, adamw, begin_log, begin_step,
                    bits_a_nat, blocks, caches, commit, is_large, lies_in, log_of, logits_at_once, nats_along,
-                   of_part, other_policies, pack_optimiser, predict, recovered, rows, sampling, say,
-                   set_threads, table, tell_saved, tell_step, unpack_optimiser)
+                   of_part, other_policies, pack_optimiser, predict, products_in, recovered, rows,
+                   sampling, say, set_threads, table, tell_saved, tell_step, unpack_optimiser)
 
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
@@ -367,7 +367,6 @@ def distil(run, teacher, student, names, kind, steps, lr):
     input, so the layers are independent. We run backward one layer at a time, and so hold the (T, T) matrices
     of only one layer."""
     data = run.data
-    half = data.dtype != torch.float32
 
     def loss(step):
         begin = data.starts(step)
@@ -375,7 +374,7 @@ def distil(run, teacher, student, names, kind, steps, lr):
         many = 0
         for i in range(data.accum):
             x, _ = data.batch(begin, i)
-            with torch.no_grad(), torch.autocast(data.device.type, data.dtype, enabled=half):
+            with torch.no_grad(), products_in(data.dtype, data.device):
                 for seen in teacher.through(x):
                     if kind == 'hidden' and seen.crosses:   # its layer has been compared already
                         continue
@@ -581,6 +580,7 @@ class Conversion:
         self.begin = blocks(len(whole), data.T, data.meta, args.eval_rows)
         self.judged = None                                  # the columns of the model that was just saved
         self.nats = None                                    # of the teacher, per token of the validation rows
+        self.part = None                                    # the meta of these rows alone
         self.log, self.file = log_of(args)
         if args.resume:
             prepare.saved.append(f'what {args.out} holds is as it was; the same command goes on')
@@ -603,10 +603,10 @@ class Conversion:
         model.train(training)
         if self.nats is None:                               # the teacher's
             self.nats = nats
+            self.part = of_part(meta, x.flatten().tolist())
         mean = nats.mean().item()
-        meta = of_part(meta, x.flatten().tolist())
-        return {'perplexity': math.exp(min(mean, 80)), 'bits per byte': bits_a_nat(meta) * mean,
-                **recovered(self.nats - nats, meta)}
+        return {'perplexity': math.exp(min(mean, 80)), 'bits per byte': bits_a_nat(self.part) * mean,
+                **recovered(self.nats - nats, self.part)}
 
     def note(self, name, model, *stages, steps=0):
         """Add a line to the table and print it: how good a model is after these stages and steps."""

@@ -780,10 +780,12 @@ def tiles(q, v, w, e, f, z):
         DT = tl.bfloat16                                # the interpreter would compute with the bits of bf16
     WD, ED, FD, ZD = [0 if x is None else x.shape[-1] for x in (w, e, f, z)]
     how = dict(num_stages=3, num_warps=4)
-    if BK > 64:                                         # three chunks at once take more shared memory than an
-        how['num_stages'] = 2                           # RTX 4090 has
-    if BK > 128:                                        # four warps have too few registers; without a number
-        how.update(num_warps=8, maxnreg=255)            # the compiler for an A100 takes 32
+    if BK > 64:
+        # three chunks at once take more shared memory than an RTX 4090 has
+        how['num_stages'] = 2
+    if BK > 128:
+        # four warps have too few registers; of eight, the compiler for an A100 uses 32 if we give no number
+        how.update(num_warps=8, maxnreg=255)
     return dict(K=K, V=v.shape[-1], WD=WD, ED=ED, FD=FD, ZD=ZD, C=C, BK=BK, BV=C, DT=DT, **how)
 
 

@@ -246,11 +246,16 @@ def rows(data, begin, T, meta, device):
     return torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)
 
 
+def products_in(dtype, device):
+    """A context in which matrix products have this type."""
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
 def predict(model, x, y, state, meta, dtype=torch.float32):
     """Run the model on x, starting from `state` (None: empty) -> logits (N, vocab), at least in fp32, targets
     (N,), state. In a task few positions have a target, so logits are computed only there. dtype: of the
     matrix products"""
-    with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
+    with products_in(dtype, x.device):
         if 'row' in meta:
             at = y >= 0
             logits, state = model(x, state, at)
@@ -754,7 +759,7 @@ def restore(args, header, data, model, opt):
         return [None] * args.accum
     last = torch.zeros(args.batch_size, 1, dtype=torch.long, device=data.device)
     why = f'{args.out}/ckpt.safetensors: no states of --carry for this model; resume with --carry=false'
-    with torch.autocast(data.device.type, data.dtype, enabled=data.dtype != torch.float32):  # as in training
+    with products_in(data.dtype, data.device):              # as in training
         return [unpack(model, tensors, last, why, f'carry{i}') for i in range(args.accum)]
 
 

@@ -637,8 +637,8 @@ def place(name, root=None, like=None):
     """The folder of a data set. It depends on the set's name, or on the content of your own files. A path to
     a prepared folder is that folder.
 
-    like: a meta of the tokens wanted, if they are not the set's own. If the usual folder is not in these
-    tokens, we take one beside it, whose name also names the tokens.
+    like: a meta of the tokens and rows wanted, if they are not the set's own. If the usual folder does not
+    have these, we take one beside it, whose name also stands for them.
     """
     row = row_of(name, like)
     tokens = like or row
