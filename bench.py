@@ -100,7 +100,7 @@ class Suite:
 
 
 ALWAYS = 'full out device threads seed'
-IN_PERCENT = 'accuracy', 'before', 'swapped', 'stage 1', 'recovered', 'recovered a byte'
+IN_PERCENT = 'accuracy', 'before', 'recovered'
 
 
 # ---- measuring ---------------------------------------------------------------------------------------------
@@ -315,16 +315,10 @@ def command(out, file, flags, seed, reads, device):
     result = {}
     for path in sorted(glob.glob(f'{glob.escape(out)}/*.json'), reverse=True):    # convert.json last: it wins
         result |= json.loads(prepare.read_file(path))
-    return in_percent(result) | {'path': os.path.join(out, 'ckpt.safetensors')}
-
-
-def in_percent(result):
-    """The figures of a run, or a line of convert.json's table, with shares in %."""
-    result = dict(result)
     for name in IN_PERCENT:
         if result.get(name) is not None:
             result[name] *= 100
-    return result
+    return {**result, 'path': os.path.join(out, 'ckpt.safetensors')}
 
 
 def a_run(args, suite, form, file, flags, seed, teacher=''):
@@ -350,11 +344,11 @@ def trained(args, suite, form, flags, steps, seed):
     return a_run(args, suite, form, 'train.py', f'{flags} --steps={steps} --eval_every={steps}', seed)
 
 
-def converted(args, suite, form, source, flags, first, steps, seed, controls='false'):
+def converted(args, suite, form, source, flags, first, steps, seed):
     """Run convert.py on a model file, with `first` steps of stage 1 and `steps` of stage 2 -> its result.json
     and convert.json"""
     flags = (f'--from={shlex.quote(source)} {flags} --distil_steps={first} --steps={steps} '
-             f'--eval_every={max(1, first + steps)} --controls={controls}')
+             f'--eval_every={max(1, first + steps)} --controls=false')
     _, meta = load(source, 'cpu')
     return a_run(args, suite, form, 'convert.py', flags, seed, meta.get('digest', ''))
 
@@ -757,36 +751,6 @@ def by_position(form, nats, first):
     for start, end in recipe.ranges(nats.shape[-1], first):
         mean = nats[..., start:end].mean().item()
         yield {'form': form, 'part': 'position', 'position': end, 'nats': mean, 'perplexity': math.exp(mean)}
-
-
-# ---- suite convert: what is recovered of that model, by recipe ---------------------------------------------
-def convert(args, suite):
-    """Run all recipes with equally many tokens: --steps of stage 2, after 3/8 as many of stage 1. Recipes
-    without a stage 1 spend all of them on stage 2."""
-    path, teacher, meta = softmax_model(args, tasks=True)
-    row = meta['data'].get('row') or row_of(args, teacher.config)       # a task has rows of its own
-    _, _, data, _ = prepare.for_model(path, meta, args.data, row)
-    args.remarks['in % of'] = path
-    judged = 2000 if 'row' in data else 64          # a row of a task has few targets, or one
-    steps = args.steps + max(1, round(3 * args.steps / 8))
-    controls = 'true'                               # of the first run alone: they cost as much as two lines
-    for form, (line, stage_1) in only(args, suite.lines).items():
-        flags = f'{line} --data={shlex.quote(args.data)} --eval_rows={judged} --row={row}'
-        first = round(stage_1 * steps)
-        results = []
-        for seed in args.seeds:
-            result = converted(args, suite, form, path, flags, first, steps - first, seed, controls)
-            if result['recovered'] is None:
-                raise ValueError('the softmax model knows no answer: there is nothing to recover')
-            if controls == 'true':
-                tuned = in_percent(result['tuned'])
-                anew = in_percent(result['table'][-1])
-                from_scratch = f'{form}, from scratch'
-            controls = 'false'
-            results.append(result)
-        yield a_row(suite, form, results)
-    yield a_row(suite, 'teacher trained on', [tuned])
-    yield a_row(suite, from_scratch, [anew])
 
 
 # ---- suites monotone, transfer: maps that imitate that model's attention -----------------------------------
@@ -1434,20 +1398,6 @@ def translators(args, suite):
     return runs(args, suite)
 
 
-def every(args, suite):
-    """Run every suite. If one cannot run here, print why and go on with the next."""
-    left_out = []
-    args.remarks['left out'] = left_out
-    for other in ROWS[:-1]:
-        print(f'--- {other.name} ---', flush=True)
-        try:
-            run_suite(other, args.given)
-        except (ValueError, OSError, RuntimeError) as e:
-            left_out.append(other.name)
-            print(f'left out: {e}', flush=True)
-    return []
-
-
 # ---- the suites, their flags, and what the papers found ----------------------------------------------------
 def over(sizes, *figures):
     """{size: figure}, from the first size on."""
@@ -1776,19 +1726,6 @@ ROWS = [
              'rows; error: 1/2 |v - answer|^2',
         source='Schlag 2021, section 4.1: at most as many keys as features can be orthogonal'),
     Suite(
-        'convert', 'what converted RNNs recover of softmax', convert, 'init data seeds steps row only',
-        {'steps': 48, 'only': 'pure,hybrid,window'}, {'steps': 240},
-        lines={                 # flags, and the share of stage 1 in all steps
-            'pure': ('--recipe=pure', 3 / 11), 'hybrid': ('--recipe=hybrid', 3 / 11),
-            'window': ('--recipe=hybrid --overflow=', 0), 'hedgehog': ('--recipe=hedgehog', 3 / 11),
-            't2r': ('--recipe=t2r', 0), 'decay': ('--recipe=decay', 0)},
-        figure='recovered',
-        beside=('swapped', 'stage 1', 'recovered a byte', 'perplexity', 'tokens', 'state bytes'),
-        panels=(Panel('ours', 'form', 'what is recovered of the teacher'),),
-        note='in %; recovered, of a text: perplexity per token of the teacher / of the student',
-        source='Zhang 2024, table 10, GPT-2: perplexity 15.8, of Hedgehog 16.7, of T2R 19.4; Mao 2022: 99 %',
-        paper={'hedgehog': 94.6, 't2r': 81, 'decay': 99}),
-    Suite(
         'cache', 'perplexity of a softmax model with few cached tokens, no training', cache,
         'init data lengths row only dtype', {'only': ','.join(POLICIES)},
         lines={**{policy: (policy, 4) for policy in (*POLICIES, 'tova-sink', 'h2o-layer')},     # rule, sinks
@@ -1851,8 +1788,7 @@ ROWS = [
                 Panel('distance', 'accuracy', 'facts told so many tokens before', 'facts')),
         note="position: up to here; nats of answers: per token of the teacher's own answers to questions; "
              'accuracy: in %, of which a guess knows 12.5',
-        source='no paper has such a table'),
-    Suite('all', 'all of these', every, 'seeds')]
+        source='no paper has such a table')]
 SUITES = {suite.name: suite for suite in ROWS}
 
 
@@ -1889,8 +1825,7 @@ class Args:
                            'commas: out/delta/ckpt.safetensors', path=True)
     row: int = flag(0, f'{of("row")}: tokens in a row; 0: as in training, at most 512', low=0, high=2 ** 24)
     budget: int = flag(74, f'{of("budget")}: memory for all states, in MB', low=1, high=2 ** 20)
-    given: object = None        # no flags: the Args as given,
-    began: float = 0.0          # when the suite began,
+    began: float = 0.0          # no flags: when the suite began,
     remarks: dict = field(default_factory=dict)     # and what else it says, beside the table
 
 
@@ -1928,8 +1863,7 @@ def run_suite(suite, args):
         dtype = getattr(torch, args.dtype)
     own = {'seeds': chosen(args, 1, 3), **chosen(args, suite.quick, suite.full)}
     missing = {name: own[name] for name in own if not getattr(args, name)}
-    args = dataclasses.replace(args, **missing, device=device, dtype=dtype, given=args,
-                               began=time.perf_counter(), remarks={})
+    args = dataclasses.replace(args, **missing, device=device, dtype=dtype, began=time.perf_counter())
     args.lengths = numbers(args.lengths)
     args.seeds = range(args.seed, args.seed + args.seeds)
     torch.manual_seed(args.seed)

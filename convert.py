@@ -624,15 +624,8 @@ class Conversion:
         say(f'{name}: {text}')
 
     def closing(self):
-        """-> the last line of the table, with more keys: the shares recovered after the swap and after stage
-        1, and the accuracy before the last stage."""
-        figures = dict(self.table[-1])
-        for line in self.table:
-            for key, begin in ('swapped', 'swapped'), ('stage 1', 'distilled'):
-                if line['model'].startswith(begin):
-                    figures[key] = line['recovered']
-        figures['before'] = self.table[-2].get('accuracy')
-        return figures
+        """-> the last line of the table, and the accuracy before the last stage"""
+        return {**self.table[-1], 'before': self.table[-2].get('accuracy')}
 
     def tokens_in(self, steps):
         """The number of tokens in so many steps."""
@@ -706,7 +699,7 @@ def controls(run, teacher, config, distilled):
     """Run the controls, with as many steps as the student had in all and on the same rows. First we train the
     teacher on the next token, at two learning rates; the larger one harms a converged teacher. The student is
     compared with the better one, since an undertrained teacher is easy to match. Then we train a student from
-    scratch. distilled: the steps of stage 1  ->  the better teacher's line of the table"""
+    scratch. distilled: the steps of stage 1"""
     steps = distilled + run.args.steps
     rates = LARGE_TEACHER_LRS if is_large(teacher) else TEACHER_LRS
     for lr in rates:
@@ -722,7 +715,6 @@ def controls(run, teacher, config, distilled):
     run.note('control: student from scratch', anew, stage, steps=steps)
     for row in run.table:
         row['of the tuned'] = share(row, tuned)
-    return tuned
 
 
 # ---- measurements ------------------------------------------------------------------------------------------
@@ -1035,9 +1027,8 @@ def main(argv):
     prepare.write_json(f'{args.out}/result.json', {**figures, **dataclasses.asdict(student.config)})
     for what, model in other_policies(student):
         run.note(f'the same, cached by {what}', model, steps=distilled + args.steps)
-    tuned = None
     if args.controls and args.steps:
-        tuned = controls(run, teacher, plain, distilled)
+        controls(run, teacher, plain, distilled)
 
     print()
     for lines in run.table, layers:
@@ -1046,7 +1037,7 @@ def main(argv):
             print()
     prepare.write_json(f'{args.out}/convert.json', {
         'args': dataclasses.asdict(args), 'config': dataclasses.asdict(student.config), 'distil': kind,
-        'table': run.table, 'tuned': tuned, 'layers': layers, 'query': query})
+        'table': run.table, 'layers': layers, 'query': query})
     print(f'{args.out}/convert.json has these tables; {sampling(args.out, meta["data"])}')
     forget(stages(args.out))
 
