@@ -38,8 +38,8 @@ import train as recipe
 from data import chat, prepare
 from data.flags import flag, parse
 from fastweight import RULES, l2
-from model import (GPT, Cache, Config, FastWeights, can_become_an_rnn, chosen_texts, kl, load, pick_device,
-                   pick_forms, sample, state_bytes, state_of)
+from model import (GPT, Cache, Config, FastWeights, cached_by, can_become_an_rnn, chosen_texts, kl, load,
+                   pick_device, pick_forms, sample, state_bytes, state_of)
 
 os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # silences torch.profiler; we ask it for memory
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -730,9 +730,10 @@ def model_and_rows(args, quick, full):
     return path, model, x, data
 
 
-def with_cache(path, device, rule, cache, sinks=4, **changes):
-    """Load a softmax model from a file, with at most `cache` cached tokens per layer."""
-    return model_in(path, device, rule=rule, cache=cache, sinks=min(sinks, cache - 1), **changes)
+def with_cache(model, policy, cache, sinks=4, **changes):
+    """The same softmax model with at most `cache` cached tokens per layer. changes: other flags of `Swap`"""
+    rules = [policy if rule == 'softmax' else rule for rule in model.config.rules]
+    return cached_by(model, rules, cache=cache, sinks=min(sinks, cache - 1), **changes)
 
 
 def models_beside(args, path, data):
@@ -894,7 +895,7 @@ POLICIES = 'random', 'window', 'sink', 'h2o', 'tova-head', 'tova'
 def cache(args, suite):
     """Perplexity of a softmax model whose layers cache few tokens, without further training. `cut`: rows as
     short as the cache, each from an empty state."""
-    path, teacher, x, data = model_and_rows(args, 16, 64)
+    _, teacher, x, data = model_and_rows(args, 16, 64)
     T = x.shape[1]
     args.remarks.update({'rows': len(x), 'tokens in a row': T})
     shares = chosen(args, (32, 16, 8, 4, 1), SHARES)
@@ -904,7 +905,7 @@ def cache(args, suite):
     for size, (form, (rule, sinks)) in [(T, ('softmax', ('softmax', 0))), *cells]:
         model = teacher
         if rule != 'softmax':
-            model = with_cache(path, args.device, rule, size, sinks)
+            model = with_cache(teacher, rule, size, sinks)
         what = f'{form}, {size} cached'
         piece = size if rule == 'softmax' else T
         pieces = zip(x[:, :-1].split(piece, 1), x[:, 1:].split(piece, 1))
@@ -935,7 +936,7 @@ def far(args, suite):
     args.remarks.update({'the validation text of': name, 'rows kept': size, 'tokens in a row': block})
     models = {}
     for form, (policy, positions) in only(args, suite.lines).items():
-        models[form] = with_cache(path, args.device, policy, size, positions=positions)
+        models[form] = with_cache(teacher, policy, size, positions=positions)
     for source, model in models_beside(args, path, data):
         models[f'{",".join(dict.fromkeys(model.config.rules))}: {source}'] = model
     some = list(zip(x.split(block, 1), y.split(block, 1)))
@@ -973,12 +974,12 @@ def kind_of_token(token, data):
 @torch.inference_mode()
 def kept(args, suite):
     """Which tokens TOVA caches: how recent they are, the first token, and how long each kind stays."""
-    path, _, x, data = model_and_rows(args, 4, 16)
+    _, teacher, x, data = model_and_rows(args, 4, 16)
     T = x.shape[1]
     size, = args.lengths or [max(1, T // 8)]
     if 2 * size >= T:
         raise ValueError(f'--lengths={size}: expected fewer cached tokens than half of the {T} of a row')
-    model = with_cache(path, args.device, 'tova', size)
+    model = with_cache(teacher, 'tova', size)
     came = torch.arange(T, device=args.device)
     full = came.clamp(min=2 * size)                             # steps at which the cache is long full
     recent = first = 0
@@ -1028,7 +1029,7 @@ def answered(_, rule, one_in, task, count, path, device):
     _, val, data = prepare.load(task)
     T = data['row']
     if rule != 'softmax':
-        model = with_cache(path, device, rule, T // one_in)
+        model = with_cache(model, rule, T // one_in)
     right = []
     places = []
     left = []

@@ -4475,7 +4475,7 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
     places = tasks.asked_fact(val.reshape(-1, 2, 256)[:100, 0])
     left = np.mean([places + 5 + n >= 256 - 192 for n in range(4)])      # the answer's row, three behind it
     assert 'left' not in half and abs(most['left'] - 100 * left) < 1e-4
-    assert few.call_args[0][1:] == ('cpu', 'tova', 64)
+    assert few.call_args[0] == (model, 'tova', 64)
 
 
 # ---- 14. The repository itself -----------------------------------------------------------------------------
