@@ -179,7 +179,7 @@ def column(rows, name):
 
 FOR_THE_PICTURE = 'curve', 'query'          # parts of a table that are too long to print
 LOGARITHMIC = (                             # columns with a log axis
-    'T', 'us a token', 'state bytes', 'ms', 'MB', 'rows', 'cached', 'more than full, %', 'tokens/s',
+    'T', 'us a token', 'state bytes', 'ms', 'MB', 'cached', 'more than full, %', 'tokens/s',
     'position', 'share', 'step', 'tokens a row', 'KL to teacher', 'weight')
 
 
@@ -933,7 +933,7 @@ def far(args, suite):
                          'model with rope, as train.py makes without --pos')
     x, y, data, name = a_text(args, path, meta, length, 1, args.data)
     size = max(1, block // 8)
-    args.remarks.update({'the validation text of': name, 'rows kept': size, 'tokens in a row': block})
+    args.remarks.update({'the validation text of': name, 'cached tokens': size, 'tokens in a row': block})
     models = {}
     for form, (policy, positions) in only(args, suite.lines).items():
         models[form] = with_cache(teacher, policy, size, positions=positions)
@@ -998,7 +998,7 @@ def kept(args, suite):
             steps['all'].append(n)
             steps.setdefault(kind_of_token(token, data), []).append(n)
     late = len(x) * len(gone) * (T - 2 * size)                  # steps, of all rows and layers
-    args.remarks[f'rows among the last {size} tokens, %'] = 100 * recent / (late * size)
+    args.remarks[f'cached tokens among the last {size} tokens, %'] = 100 * recent / (late * size)
     args.remarks['steps in which the first token is kept, %'] = 100 * first / late
     for kind, n in steps.items():
         yield {'form': kind, 'share of text': len(n) / len(steps['all']), 'steps kept': statistics.mean(n)}
@@ -1008,13 +1008,13 @@ def kept(args, suite):
 ONE_IN = 4          # the cache is 1/4 of a row where we split answers by the fact's distance
 
 
-def rows_left(state, at):
-    """-> (B,): the share of four cached tokens that is still cached, over layers and heads. They are the
+def still_cached(state, at):
+    """-> (B,): the share of four tokens that is still cached, over layers and heads. They are the
     tokens at (B,) and the next three, into which a convolution mixes it."""
     wanted = at[:, None, None, None] + torch.arange(4, device=at.device)
     shares = []
     for layer in state['layers']:
-        pos = layer['mixer']['pos'].unsqueeze(3)                # (B, heads, rows, 1)
+        pos = layer['mixer']['pos'].unsqueeze(3)                # (B, heads, cached, 1)
         is_cached = (pos == wanted).any(2)                      # (B, heads, 4)
         shares.append(is_cached.float().mean((1, 2)))
     return torch.stack(shares).mean(0)
@@ -1043,7 +1043,7 @@ def answered(_, rule, one_in, task, count, path, device):
             right.append(logits.argmax(-1) == wanted[wanted >= 0])
         if places and rule != 'softmax':
             answer = torch.from_numpy(places[-1] + prepare.tasks.ANSWER_AT).to(device)
-            left.append(rows_left(state, answer))
+            left.append(still_cached(state, answer))
     right = 100 * torch.cat(right).cpu().numpy()
     result = {'accuracy': right.mean().item()}
     if left:
@@ -1255,9 +1255,9 @@ MODELS = {              # t2r:8 has half of elu's features; in GPT-2's size t2r:
     'rfa': {'rule': 'sum', 'phi': 'rfa'}, 'delta': {'rule': 'delta'}, 'decay': {'rule': 'decay'}}
 
 
-def grown(rows, T):
-    """A cache of T tokens: copies of the only one in `rows`."""
-    return {name: rows[name].repeat(1, 1, T, 1) for name in ('k', 'v')}
+def grown(cached, T):
+    """A cache of T tokens: copies of the only one in `cached`."""
+    return {name: cached[name].repeat(1, 1, T, 1) for name in ('k', 'v')}
 
 
 def layer_step(rule, args, T):
@@ -1352,7 +1352,7 @@ def throughput(args, suite):
         if n == 0:
             raise ValueError(f'--budget={args.budget}: one text of {T:,} tokens needs {size / MB:.1f} MB')
         theirs = suite.paper.get(form, {}).get(share)
-        row = {'form': form, 'rows': T // share, 'batch': n, 'bytes a sequence': size,
+        row = {'form': form, 'cached': T // share, 'batch': n, 'bytes a sequence': size,
                'paper, of full': theirs}
         token, state = far_along(model, n, T)
         cells.append((row, partial(model, token, state)))
@@ -1499,9 +1499,9 @@ ROWS = [
     Suite(
         'batch', 'throughput at a memory budget, by cached tokens', throughput, 'lengths budget dtype',
         {'lengths': '4096'}, {'lengths': '4096'}, one=True,
-        panels=(Panel('rows', 'tokens/s', '{budget} MB of states'),),
-        note='all with {budget} MB of states; full: TOVA with all rows',
-        source='Oren 2024, table 1: LLaMA-2-7B on a V100 at its largest batch, over that with 4,096 rows',
+        panels=(Panel('cached', 'tokens/s', '{budget} MB of states'),),
+        note='all with {budget} MB of states; full: TOVA with all tokens cached',
+        source='Oren 2024, table 1: LLaMA-2-7B on a V100 at its largest batch, over that with all 4,096 cached',
         paper={'tova': over(SHARES[2:], 8.5, 4.8, 3.1, 1.7, 1)}),
     Suite(
         'capacity', 'how many associations a matrix holds', associative, 'lengths seeds steps only',
@@ -1656,7 +1656,7 @@ ROWS = [
               'full': Way('', '--val_tokens=262144', full=True)}, figure='bits per byte',
         beside=('bits per byte carried', *[f'with {cache}' for cache in WINDOWS]), from_checkpoint=windows,
         note='bits per byte after {steps} steps of 4 rows of 128; carried: with the state handed on; with 8, '
-             '64, 128: rows of a window that is carried',
+             '64, 128: tokens of a window that is carried',
         source='Schlag 2021, tables 2 to 5: test perplexity of WikiText-103, small models (40 M parameters) '
                'and medium ones (90 M); small ones with attn-norm from lines that are not printed; attn-norm '
                "without positions has 32.2 in their log; window: Transformer-XL of 1, 8, 16 times delta's "
@@ -1756,17 +1756,17 @@ ROWS = [
                                     full=True)},
         panels=(*[Panel('share', 'ours', name, name)
                   for name in ('recall-kept', 'mqar', 'facts-256', 'facts', 'facts-text-256')],
-                *[Panel('distance', 'ours', f'{name}, 1/{ONE_IN} of the rows', f'{name}, distance')
+                *[Panel('distance', 'ours', f'{name}, 1/{ONE_IN} cached', f'{name}, distance')
                   for name in ('facts-256', 'facts', 'facts-text-256')]),
         note='accuracy in % of 128 new rows (--full: 256), exact to 9 (6) points for one seed; distance: at '
              f'most so many tokens since the fact, with 1/{ONE_IN} of the row cached; left: % of the '
              'tokens at the answer that are still cached when it is asked for',
-        source='Oren 2024, models of 7B: with TOVA QASPER needs about 1/2 of the rows, SQuALITY 1/4 to 1/8'),
+        source='Oren 2024, models of 7B: with TOVA QASPER needs about 1/2 of the cache, SQuALITY 1/4 to 1/8'),
     Suite(
         'kept', 'which tokens TOVA keeps cached, and for how long', kept, 'init data lengths row', one=True,
         panels=(Panel('share of text', 'steps kept', 'how long, by kind of token'),),
-        source='Oren 2024, section 5: 73 to 76 % of the rows are recent, the first token stays practically '
-               'always; of 512 rows of 4,096 a token stays 481 steps, a possessive ending 1,393, a quotation '
+        source='Oren 2024, section 5: 73 to 76 % of what is cached is recent, the first token stays practically '
+               'always; of 512 cached of 4,096 a token stays 481 steps, a possessive ending 1,393, a quotation '
                'mark 1,101, a full stop 645, a plural proper noun 578, a line end 550'),
     Suite(
         'far', 'nats of such models by position, over 4,096 tokens; --full: 70,000', far,
@@ -1781,7 +1781,7 @@ ROWS = [
          'tova-head compressed': ('tova-head', 'compress')}, one=True,
         panels=(Panel('position', 'nats', 'one long text', 'position'),),
         note='position: the range from the line above up to here; in rows: each row from an empty state',
-        source='Oren 2024, appendix: up to 70,000 tokens TOVA loses less than 0.5, compressed, 512 rows'),
+        source='Oren 2024, appendix: up to 70,000 tokens TOVA loses less than 0.5, compressed, 512 cached'),
     Suite(
         'real', 'a converted model beside caches of as many bytes', real, 'init data lengths dtype beside',
         {'lengths': '256,1024'}, {'lengths': '256,512,1024,2048'},
