@@ -1501,7 +1501,7 @@ ROWS = [
         {'lengths': '4096'}, {'lengths': '4096'}, one=True,
         panels=(Panel('cached', 'tokens/s', '{budget} MB of states'),),
         note='all with {budget} MB of states; full: TOVA with all tokens cached',
-        source='Oren 2024, table 1: LLaMA-2-7B on a V100 at its largest batch, over that with all 4,096 cached',
+        source='Oren 2024, table 1: LLaMA-2-7B on a V100 at its largest batch, over all 4,096 cached',
         paper={'tova': over(SHARES[2:], 8.5, 4.8, 3.1, 1.7, 1)}),
     Suite(
         'capacity', 'how many associations a matrix holds', associative, 'lengths seeds steps only',
@@ -1765,9 +1765,9 @@ ROWS = [
     Suite(
         'kept', 'which tokens TOVA keeps cached, and for how long', kept, 'init data lengths row', one=True,
         panels=(Panel('share of text', 'steps kept', 'how long, by kind of token'),),
-        source='Oren 2024, section 5: 73 to 76 % of what is cached is recent, the first token stays practically '
-               'always; of 512 cached of 4,096 a token stays 481 steps, a possessive ending 1,393, a quotation '
-               'mark 1,101, a full stop 645, a plural proper noun 578, a line end 550'),
+        source='Oren 2024, section 5: 73 to 76 % of what is cached is recent, the first token stays '
+               'practically always; of 512 cached of 4,096 a token stays 481 steps, a possessive ending '
+               '1,393, a quotation mark 1,101, a full stop 645, a plural proper noun 578, a line end 550'),
     Suite(
         'far', 'nats of such models by position, over 4,096 tokens; --full: 70,000', far,
         'init data lengths row only beside dtype',
