@@ -890,6 +890,17 @@ def keep(path, model, header, extra, rank):
         save(path, model, header, extra, whole)
 
 
+def keep_run(args, data, model, opt, states, run):
+    """Write all that --resume needs. run: what the file says of it; states: those of --carry, which only a
+    run of one process keeps"""
+    extra = pack_optimiser(model, opt)
+    if data.world == 1:
+        run = {**run, 'threads': torch.get_num_threads()}
+        for i, state in enumerate(states):
+            extra.update(pack(state, f'carry{i}'))
+    keep(f'{args.out}/ckpt.safetensors', model, run, extra, data.rank)
+
+
 def report(model, data, args, log, **figures):
     """Compute the final figures on the validation data, read as `blocks` and `carried`. They are added
     to `figures`, and all go to result.json as one flat dict."""
@@ -1028,13 +1039,7 @@ def main(argv):
             if judged < best:
                 best = judged
                 keep(f'{args.out}/best.safetensors', model, run, {}, rank)
-            memories = pack_optimiser(model, opt)
-            for i, state in enumerate(states if world == 1 else []):        # other processes' are not here
-                memories.update(pack(state, f'carry{i}'))
-            last = {**run, 'best': min(best, 1e300)}
-            if world == 1:
-                last['threads'] = torch.get_num_threads()
-            keep(f'{args.out}/ckpt.safetensors', model, last, memories, rank)
+            keep_run(args, data, model, opt, states, {**run, 'best': min(best, 1e300)})
             log = begin_log(log, file)
             tell_saved('train.py', args.out, f'{args.out}/ckpt.safetensors', done)
         since = time.perf_counter()
