@@ -1211,7 +1211,7 @@ class GPT(nn.Module):
             ends.append(self.config.block_size)
         return min((end for end in ends if end), default=None)
 
-    @torch.inference_mode()
+    @torch.no_grad()                                # not inference_mode: training may go on from the state
     def read(self, tokens, state=None, segment=2048):
         """Prefill: the state after tokens (B, T), for any T. It reads a `segment` at a time, so only the
         cache of softmax grows with T."""

@@ -1242,6 +1242,11 @@ def test_model_can_be_cut_and_leaks_nothing(flags, monkeypatch):
         found, cut = m(tokens)
         near(found, whole, 1e-9)
         close(comparable(cut), comparable(state), 1e-9)
+    for form in 'loop', 'fused':                               # training may go on from what `read` returned
+        m.use(pick_forms(form))
+        found, _ = m(tokens[:, n + 6:], kept[0])
+        near(found, whole[:, 6:], 1e-9)
+        found.sum().backward()
 
 def model_in_parts(model, tokens, cuts):
     """Logits (B, T, vocab) from cut to cut, and the last state."""
