@@ -2562,6 +2562,20 @@ def test_a_model_of_texts_reads_one_file_behind_the_other(kind, tmp_path):
         assert x.tolist() == whole + end * (1024 - len(whole))
         assert y[begin:begin + len(targets)].tolist() == targets
         assert (y < meta['ignore']).sum() == len(targets)
+        assert prepare.decode(x, meta) == prepare.decode(x, like)               # with its line ends
+
+def test_two_processes_may_prepare_the_same_text(tmp_path, monkeypatch):
+    """As torchrun's do: what one has written is there while the other writes the same once more."""
+    mine = put(tmp_path, 'mine.txt', TEXT)
+    meta = Path(prepare.prepare(mine, str(tmp_path))) / 'meta.json'
+    there, replace = [], os.replace
+
+    def watched(*paths):
+        there.append(meta.exists())
+        replace(*paths)
+    monkeypatch.setattr(os, 'replace', watched)
+    prepare.prepare(mine, str(tmp_path))
+    assert there == [True] * 3
 
 def test_a_text_is_prepared_in_tokens_that_say_it_again_or_in_those_of_another(text, characters, tmp_path):
     """As a model needs it: bytes, or characters by its own table, beside what the text itself would make."""

@@ -377,8 +377,9 @@ def source_rows(texts, meta):
 
 
 def decode(tokens, meta):
-    """Token ids -> text, without pad. Bytes that are not UTF-8 become replacement characters."""
-    tokens = [int(t) for t in tokens if t != meta.get('pad')]
+    """Token ids -> text, without padding. Bytes that are not UTF-8 become replacement characters."""
+    pad = meta.get('pad') if {'source', 'classes'} & meta.keys() else None     # a line end in joined pairs
+    tokens = [int(t) for t in tokens if t != pad]
     wrong = [t for t in tokens if t not in range(meta['vocab_size'])]
     if wrong:
         raise ValueError(f'token {wrong[0]} is outside the vocabulary of {meta["vocab_size"]}')
@@ -869,8 +870,9 @@ def save_set(folder, meta, sides):
             entry = meta.setdefault(side, {})
             entry['sha256'] = write_blocks(data, (a.astype(dtype, copy=False).tobytes() for a in arrays))
             entry['tokens'] = os.path.getsize(data) // dtype.itemsize
-        write_blocks(about, [json.dumps(meta, indent=1).encode()])
-        if os.path.exists(path):
+        text = json.dumps(meta, indent=1).encode()
+        write_blocks(about, [text])
+        if os.path.exists(path) and read_file(path) != text:    # others may read the same set just now
             os.remove(path)                                     # so nobody combines old and new files
 
 
