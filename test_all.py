@@ -3773,7 +3773,8 @@ def test_hub_weights_give_what_another_implementation_gives(kind, how, tmp_path)
     given, raw = (json.loads((path / 'config.json').read_text()) for path in (tmp_path, tmp_path / 'again'))
     assert raw['model_type'] == kind and raw['architectures'] == [NAMES[kind]]
     assert kind != 'gpt2' or raw['activation_function'] == 'gelu_new'
-    assert kind not in EMBEDS or all(raw.get(key) == value for key, value in given.items() if key in raw)
+    if kind in EMBEDS:                                          # 10 positions are not 10.0, says transformers
+        assert all(repr(raw[key]) == repr(value) for key, value in given.items() if key in raw)
     assert raw.get('num_key_value_heads') == (how.get('groups', 1) if kind == 'llama' else None)
     assert meta_again['data'].get('pad') == model.config.pad
 
