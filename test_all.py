@@ -1961,13 +1961,16 @@ def test_a_run_goes_on_though_nothing_in_it_was_ever_finite(text, tmp_path, monk
     assert train.main(['--resume', f'--out={tmp_path}', '--steps=5', '--eval_every=1']) == 0
 
 def test_what_a_resumed_run_cannot_go_on_with_begins_anew(text, characters, tmp_path, capsys):
-    """The states of other rows or another text, the best loss on other validation tokens."""
-    other = shutil.copytree(characters, tmp_path / 'other')
+    """The states of other rows or another text, the best loss on other validation tokens. The same text in
+    another place is none."""
+    moved = shutil.copytree(characters, tmp_path / 'moved')
+    other = put(tmp_path, 'other', TEXT[::-1])
     trained(characters, tmp_path / 'out', '--carry', '--accum=2', steps=2, eval_every=1)
     go = partial(written, capsys, main=train.main)
     for flags, states, best in ('--steps=3', 0, 0), ('--steps=4 --accum=1', 1, 0), (
-            f'--steps=5 --data={other}', 1, 1), ('--steps=6 --carry=false --val_tokens=100', 0, 1), (
-            '--steps=7 --carry', 1, 0), ('--steps=8 --dtype=bfloat16', 1, 0), ('--steps=9', 0, 0):
+            f'--steps=5 --data={moved}', 0, 0), (f'--steps=6 --data={other}', 1, 1), (
+            '--steps=7 --carry=false --val_tokens=100', 0, 1), ('--steps=8 --carry', 1, 0), (
+            '--steps=9 --dtype=bfloat16', 1, 0), ('--steps=10', 0, 0):
         said = go('--resume', f'--out={tmp_path}/out', *flags.split())[0]
         assert ('begins with an empty one' in said) == states and ('begins anew' in said) == best
 
