@@ -397,9 +397,12 @@ def decode(tokens, meta):
 
 
 # A space between two letters, both ASCII or both of two bytes, as in Greek and Cyrillic. Most tokenizers
-# split before it; PHRASE finds the others. Any may join line ends and punctuation, so we never cut there.
-BETWEEN = re.compile(rb'(?<=[A-Za-z]) (?=[A-Za-z])|(?<=[\xc3-\xdf].) (?=[\xc3-\xdf])', re.S)
-PHRASE = re.compile('[A-Za-z][ \u0120\u2581]')                  # a token with this in it spans such a space
+# split before it. Any may join line ends and punctuation, so we never cut there, except between two lines of
+# Chinese or Japanese, which have no spaces. PHRASE finds tokenizers with a token that spans such a place.
+HAN = rb'(?:\xe3[\x81-\x83].|[\xe4-\xe9]..)'
+LINES = rb'(?<=(?:%b|\xe3\x80\x82)\n)(?=%b)' % (HAN, HAN)         # the first may end with a full stop
+BETWEEN = re.compile(rb'(?<=[A-Za-z]) (?=[A-Za-z])|(?<=[\xc3-\xdf].) (?=[\xc3-\xdf])|' + LINES, re.S)
+PHRASE = re.compile('[A-Za-z][ \u0120\u2581]|[\n\u010a][\u00e3-\u00e9\u3041-\u9fff]')
 
 
 def pieces(data, size=1 << 20):
@@ -419,8 +422,11 @@ def tokenize(data, meta, size=1 << 20):
         yield np.frombuffer(data, np.uint8)
         return
     from tqdm import tqdm
-    if 'json' in meta and any(map(PHRASE.search, subwords(meta['json'], meta['vocab_size']).get_vocab())):
-        size = len(data)                                        # no place is safe to cut at
+    if 'json' in meta:
+        spans = any(map(PHRASE.search, subwords(meta['json'], meta['vocab_size']).get_vocab()))
+        strips = after('x\n', 'x', meta) != after('\n', 'x', meta)      # line ends at the ends of a text
+        if spans or strips:
+            size = len(data)                                    # no place is safe to cut at
     letter = ''
     # disable=None: show a bar only on a terminal
     for text in tqdm(pieces(data, size), total=len(data) // size + 1, unit='MB', disable=None):
