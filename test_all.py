@@ -2822,6 +2822,7 @@ def test_a_failed_write_leaves_the_old_files_or_a_set_to_be_made_anew(a_model, t
     export(weights, data=meta['data'])
     assert sorted(os.listdir(hub)) == ['config.json', 'model.safetensors']
     folder = prepare.prepare(text, str(tmp_path))
+    put(Path(folder), 'meta.json', '{}')                        # of other files
     with monkeypatch.context() as faulty:
         faulty.setattr(os, 'replace', Mock(side_effect=full))
         with pytest.raises(ValueError, match='No space'):
