@@ -1966,13 +1966,16 @@ def test_a_run_goes_on_though_nothing_in_it_was_ever_finite(text, tmp_path, monk
     assert train.main(['--resume', f'--out={tmp_path}', '--steps=5', '--eval_every=1']) == 0
 
 def test_what_a_resumed_run_cannot_go_on_with_begins_anew(text, characters, tmp_path, capsys):
-    """The states of other rows or another text, the best loss on other validation tokens."""
-    other = shutil.copytree(characters, tmp_path / 'other')
+    """The states of other rows or another text, the best loss on other validation tokens. The same text in
+    another place is none."""
+    moved = shutil.copytree(characters, tmp_path / 'moved')
+    other = put(tmp_path, 'other', TEXT[::-1])
     trained(characters, tmp_path / 'out', '--carry', '--accum=2', steps=2, eval_every=1)
     go = partial(written, capsys, main=train.main)
     for flags, states, best in ('--steps=3', 0, 0), ('--steps=4 --accum=1', 1, 0), (
-            f'--steps=5 --data={other}', 1, 1), ('--steps=6 --carry=false --val_tokens=100', 0, 1), (
-            '--steps=7 --carry', 1, 0), ('--steps=8 --dtype=bfloat16', 1, 0), ('--steps=9', 0, 0):
+            f'--steps=5 --data={moved}', 0, 0), (f'--steps=6 --data={other}', 1, 1), (
+            '--steps=7 --carry=false --val_tokens=100', 0, 1), ('--steps=8 --carry', 1, 0), (
+            '--steps=9 --dtype=bfloat16', 1, 0), ('--steps=10', 0, 0):
         said = go('--resume', f'--out={tmp_path}/out', *flags.split())[0]
         assert ('begins with an empty one' in said) == states and ('begins anew' in said) == best
 
@@ -2567,6 +2570,20 @@ def test_a_model_of_texts_reads_one_file_behind_the_other(kind, tmp_path):
         assert x.tolist() == whole + end * (1024 - len(whole))
         assert y[begin:begin + len(targets)].tolist() == targets
         assert (y < meta['ignore']).sum() == len(targets)
+        assert prepare.decode(x, meta) == prepare.decode(x, like)               # with its line ends
+
+def test_two_processes_may_prepare_the_same_text(tmp_path, monkeypatch):
+    """As torchrun's do: what one has written is there while the other writes the same once more."""
+    mine = put(tmp_path, 'mine.txt', TEXT)
+    meta = Path(prepare.prepare(mine, str(tmp_path))) / 'meta.json'
+    there, replace = [], os.replace
+
+    def watched(*paths):
+        there.append(meta.exists())
+        replace(*paths)
+    monkeypatch.setattr(os, 'replace', watched)
+    prepare.prepare(mine, str(tmp_path))
+    assert there == [True] * 3
 
 def test_a_text_is_prepared_in_tokens_that_say_it_again_or_in_those_of_another(text, characters, tmp_path):
     """As a model needs it: bytes, or characters by its own table, beside what the text itself would make."""
@@ -2585,6 +2602,8 @@ def test_a_text_is_prepared_in_tokens_that_say_it_again_or_in_those_of_another(t
 STRANGE = ("It's so.\n\n  Then he...\nwent\ton, 1234567 \u2581 or\u3000so a\u0300 b; <s> not </s> a <|end|> "
            'caf\u00e9 \u0431\u044b\u043b \u0431\u044b \u4f60\u597d\u4e16\u754c\U0001f600 end \u00a0 x  y '
            'z?!\nNo, no: "yes" he said')
+HAN = ('\u4f60\u597d\n\u4e16\u754c\u3002\n\u306f\u3044\n\n\u4f60\u300d\n\u597d\r\n\u4e16 \u754c\u3000\n\u4f60\n'
+       '\u3000\u597d\n\U0001f600\n\u4f60')
 
 @functools.cache
 def tokenizer_json(kind, size=400):
@@ -2645,11 +2664,16 @@ KINDS = 'gpt2', 'llama2', 'llama3', 'metaspace', 'phrases'
 def test_pieces_of_a_text_have_the_tokens_of_the_whole(kind):
     """Cut wherever it may be: as often as not in front of a blank."""
     meta = subwords(kind)
-    data = (TEXT[:3000] + STRANGE + TEXT[:99] + STRANGE).encode()
+    data = (TEXT[:3000] + STRANGE + TEXT[:99] + STRANGE + HAN).encode()
     found = list(prepare.tokenize(data, meta, 1))
     tokens = np.concatenate(found).tolist()
     assert tokens == prepare.encode(data.decode(), meta) and not {1, 2} & set(tokens)       # "<s>" is text
     assert len(found) == 1 if kind == 'phrases' else len(found) > 50
+    assert kind == 'phrases' or len(list(prepare.tokenize(HAN.encode(), meta, 1))) == 3
+    raw = json.loads(meta['json'])
+    raw['normalizer'] = raw['normalizer'] or dict(type='Strip', strip_left=True, strip_right=True)
+    meta['json'] = json.dumps(raw)
+    assert np.concatenate([*prepare.tokenize(HAN.encode(), meta, 1)]).tolist() == prepare.encode(HAN, meta)
     said = prepare.encode('x', meta)
     assert prepare.begun(said, meta) == [1, *said] and prepare.begun([], meta) == [1]
 
@@ -2803,6 +2827,7 @@ def test_a_failed_write_leaves_the_old_files_or_a_set_to_be_made_anew(a_model, t
     export(weights, data=meta['data'])
     assert sorted(os.listdir(hub)) == ['config.json', 'model.safetensors']
     folder = prepare.prepare(text, str(tmp_path))
+    put(Path(folder), 'meta.json', '{}')                        # of other files
     with monkeypatch.context() as faulty:
         faulty.setattr(os, 'replace', Mock(side_effect=full))
         with pytest.raises(ValueError, match='No space'):
@@ -3763,7 +3788,8 @@ def test_hub_weights_give_what_another_implementation_gives(kind, how, tmp_path)
     given, raw = (json.loads((path / 'config.json').read_text()) for path in (tmp_path, tmp_path / 'again'))
     assert raw['model_type'] == kind and raw['architectures'] == [NAMES[kind]]
     assert kind != 'gpt2' or raw['activation_function'] == 'gelu_new'
-    assert kind not in EMBEDS or all(raw.get(key) == value for key, value in given.items() if key in raw)
+    if kind in EMBEDS:                                          # 10 positions are not 10.0, says transformers
+        assert all(repr(raw[key]) == repr(value) for key, value in given.items() if key in raw)
     assert raw.get('num_key_value_heads') == (how.get('groups', 1) if kind == 'llama' else None)
     assert meta_again['data'].get('pad') == model.config.pad
 

@@ -742,18 +742,20 @@ def restore(args, header, data, model, opt):
     have changed since the run began."""
     tensors = header.pop('tensors')                         # as large as three models
     was = header['args']
+    kept = {side: header['data'].get(side) == data.meta[side] for side in prepare.SIDES}
     for side in prepare.SIDES:
-        if header['data'].get(side) != data.meta[side] and args.data == was['data']:
+        if not kept[side] and args.data == was['data']:
             raise ValueError(
                 f'--resume --data={args.data}: {side}.bin is not what the run began with, by its sha256; '
                 f'bring it back, or begin anew with --init={args.out}/ckpt.safetensors and another --out')
-    if (args.data, args.val_tokens) != (was['data'], was['val_tokens']):
+    if not kept['val'] or args.val_tokens != was['val_tokens']:
         header['best'] = math.inf                           # a loss on another text cannot be compared
         say('other validation tokens: best.safetensors begins anew')
     unpack_optimiser(model, opt, tensors, f'{args.out}/ckpt.safetensors')
     if not args.carry:
         return [None] * args.accum
-    same = all(getattr(args, name) == was[name] for name in ('data', 'batch_size', 'accum', 'dtype'))
+    same = kept['train'] and all(getattr(args, name) == was[name]
+                                 for name in ('batch_size', 'accum', 'dtype'))
     if not (same and data.world == 1 and 'carry0.t' in tensors):
         say('--carry: the file has no states of these rows and --dtype, so each row begins with an empty one')
         return [None] * args.accum

@@ -377,8 +377,9 @@ def source_rows(texts, meta):
 
 
 def decode(tokens, meta):
-    """Token ids -> text, without pad. Bytes that are not UTF-8 become replacement characters."""
-    tokens = [int(t) for t in tokens if t != meta.get('pad')]
+    """Token ids -> text, without padding. Bytes that are not UTF-8 become replacement characters."""
+    pad = meta.get('pad') if {'source', 'classes'} & meta.keys() else None     # a line end in joined pairs
+    tokens = [int(t) for t in tokens if t != pad]
     wrong = [t for t in tokens if t not in range(meta['vocab_size'])]
     if wrong:
         raise ValueError(f'token {wrong[0]} is outside the vocabulary of {meta["vocab_size"]}')
@@ -396,9 +397,12 @@ def decode(tokens, meta):
 
 
 # A space between two letters, both ASCII or both of two bytes, as in Greek and Cyrillic. Most tokenizers
-# split before it; PHRASE finds the others. Any may join line ends and punctuation, so we never cut there.
-BETWEEN = re.compile(rb'(?<=[A-Za-z]) (?=[A-Za-z])|(?<=[\xc3-\xdf].) (?=[\xc3-\xdf])', re.S)
-PHRASE = re.compile('[A-Za-z][ \u0120\u2581]')                  # a token with this in it spans such a space
+# split before it. Any may join line ends and punctuation, so we never cut there, except between two lines of
+# Chinese or Japanese, which have no spaces. PHRASE finds tokenizers with a token that spans such a place.
+HAN = rb'(?:\xe3[\x81-\x83].|[\xe4-\xe9]..)'
+LINES = rb'(?<=(?:%b|\xe3\x80\x82)\n)(?=%b)' % (HAN, HAN)         # the first may end with a full stop
+BETWEEN = re.compile(rb'(?<=[A-Za-z]) (?=[A-Za-z])|(?<=[\xc3-\xdf].) (?=[\xc3-\xdf])|' + LINES, re.S)
+PHRASE = re.compile('[A-Za-z][ \u0120\u2581]|[\n\u010a][\u00e3-\u00e9\u3041-\u9fff]')
 
 
 def pieces(data, size=1 << 20):
@@ -418,8 +422,11 @@ def tokenize(data, meta, size=1 << 20):
         yield np.frombuffer(data, np.uint8)
         return
     from tqdm import tqdm
-    if 'json' in meta and any(map(PHRASE.search, subwords(meta['json'], meta['vocab_size']).get_vocab())):
-        size = len(data)                                        # no place is safe to cut at
+    if 'json' in meta:
+        spans = any(map(PHRASE.search, subwords(meta['json'], meta['vocab_size']).get_vocab()))
+        strips = after('x\n', 'x', meta) != after('\n', 'x', meta)      # line ends at the ends of a text
+        if spans or strips:
+            size = len(data)                                    # no place is safe to cut at
     letter = ''
     # disable=None: show a bar only on a terminal
     for text in tqdm(pieces(data, size), total=len(data) // size + 1, unit='MB', disable=None):
@@ -869,8 +876,9 @@ def save_set(folder, meta, sides):
             entry = meta.setdefault(side, {})
             entry['sha256'] = write_blocks(data, (a.astype(dtype, copy=False).tobytes() for a in arrays))
             entry['tokens'] = os.path.getsize(data) // dtype.itemsize
-        write_blocks(about, [json.dumps(meta, indent=1).encode()])
-        if os.path.exists(path):
+        text = json.dumps(meta, indent=1).encode()
+        write_blocks(about, [text])
+        if os.path.exists(path) and read_file(path) != text:    # others may read the same set just now
             os.remove(path)                                     # so nobody combines old and new files
 
 

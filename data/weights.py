@@ -581,7 +581,8 @@ def published(kind, config):
         if not config[field] and field in as_many:
             raw[key] = as_many[field]
     if config['rope_scaling']:
-        raw['rope_scaling'] = {'rope_type': 'llama3', **dict(zip(LLAMA3, config['rope_scaling']))}
+        *factors, known = config['rope_scaling']
+        raw['rope_scaling'] = {'rope_type': 'llama3', **dict(zip(LLAMA3, [*factors, int(known)]))}
     if config['classes']:
         raw['architectures'] = ['BertForSequenceClassification']
         raw['id2label'] = {str(i): f'LABEL_{i}' for i in range(config['classes'])}
