@@ -226,8 +226,8 @@ def draw(args, suite, table):
     forms = {}                      # in order
     for _, rows in shown:
         forms |= dict.fromkeys(column(rows, 'form'))
-    labels = {'ours': suite.figure, 'form': '', 'T': 'tokens'}
-    if suite.figure in IN_PERCENT:
+    labels = {'ours': args.remarks.get('ours', suite.figure), 'form': '', 'T': 'tokens'}
+    if labels['ours'] in IN_PERCENT:
         labels['ours'] += ', %'
     for (panel, rows), ax in zip(shown, axes):
         if panel.y == 'form':
@@ -387,7 +387,7 @@ def set_named(data):
 def ways_of(args, suite):
     """The ways to run. --data selects among those that name their data. Data that cannot be prepared are
     skipped, with a message."""
-    sets = [way.data for way in suite.ways.values()]
+    sets = [way.data for way in suite.ways.values() if way.full in (None, args.full)]
     named = set_named(args.data)
     if args.data and all(sets) and named not in sets:
         raise ValueError(f'--data={args.data}: choose from {", ".join(sets)}')
@@ -563,6 +563,7 @@ def glue(args, suite):
     """Like `runs`, in --dtype. --init: fine-tune this pretrained model instead, at a rate for such models.
     CoLA alone is judged by Matthews' correlation, as in GLUE."""
     if set_named(args.data) == 'cola':
+        args.remarks['ours'] = 'matthews, %'
         suite = dataclasses.replace(suite, figure='matthews', beside=('accuracy', 'recovered', 'majority'))
     in_type = f'--dtype={str(args.dtype).removeprefix("torch.")}'
     ways = {}
@@ -998,8 +999,8 @@ def kept(args, suite):
             steps['all'].append(n)
             steps.setdefault(kind_of_token(token, data), []).append(n)
     late = len(x) * len(gone) * (T - 2 * size)                  # steps, of all rows and layers
-    args.remarks[f'cached tokens among the last {size} tokens, %'] = 100 * recent / (late * size)
-    args.remarks['steps in which the first token is kept, %'] = 100 * first / late
+    args.remarks[f'cached tokens among the last {size} tokens, %'] = round(100 * recent / (late * size), 1)
+    args.remarks['steps in which the first token is kept, %'] = round(100 * first / late, 1)
     for kind, n in steps.items():
         yield {'form': kind, 'share of text': len(n) / len(steps['all']), 'steps kept': statistics.mean(n)}
 
@@ -1729,7 +1730,7 @@ ROWS = [
     Suite(
         'cache', 'perplexity of a softmax model with few cached tokens, no training', cache,
         'init data lengths row only dtype', {'only': ','.join(POLICIES)},
-        lines={**{policy: (policy, 4) for policy in (*POLICIES, 'tova-sink', 'h2o-layer')},     # rule, sinks
+        lines={**{policy: (policy, 4) for policy in fastweight.POLICIES},     # rule, sinks
                'sink 1': ('sink', 1), 'tova-sink 1': ('tova-sink', 1), 'cut': ('softmax', 0)},
         panels=(Panel('cached', 'more than full, %', 'perplexity with few cached tokens, no training'),),
         note='of full: perplexity over that with all tokens cached; low, high: a 95 % interval over rows',
@@ -1819,8 +1820,8 @@ class Args:
     batch: int = flag(1, f'{of("batch")}: rows per batch', low=1, high=2 ** 20)
     dtype: str = flag('auto', f'{of("dtype")}: number type; auto: bfloat16 on a GPU',
                       ['auto', 'float32', 'bfloat16'])
-    init: str = flag('', f'{of("init")}: a softmax model; default: out/ckpt.safetensors; glue '
-                     'and vit train one', path=True)
+    init: str = flag('', f'{of("init")}: a softmax model, as train.py --rule=softmax makes; '
+                     'default: out/ckpt.safetensors; glue and vit train one', path=True)
     data: str = flag('', f'{of("data")}: a set of the suite, or a text; default: by suite', path=True)
     beside: str = flag('', f'{of("beside")}: models to compare with, in the same tokens, separated by '
                            'commas: out/delta/ckpt.safetensors', path=True)

@@ -1327,6 +1327,14 @@ def test_overflow_lies_between_fast_weights_and_softmax(rule, phi, policy):
     near(found[:, :, 1::2], rows_alone[:, :, 1::2], 1e-9)
     assert (found - rows_alone).abs().max() > 1e-3
 
+@pytest.mark.parametrize('gates, why', [
+    (dict(f='channel', write='1-f'), 'needs f=head'), (dict(f='channel', write='dt', rate=None), 'needs f=head'),
+    (dict(phi='elu', norm='attn', write='channel'), 'denominator of its own')])
+def test_a_rule_whose_gates_do_not_fit_is_refused(gates, why, monkeypatch):
+    monkeypatch.setitem(RULES, 'mine', fastweight.Rule('', **gates))
+    with pytest.raises(ValueError, match=why):
+        FastWeights('mine', 8, 2, 4)
+
 
 # ---- An encoder writes, a decoder reads --------------------------------------------------------------------
 
@@ -4223,14 +4231,17 @@ def test_bench_a_line_is_trained_or_converted_from_softmax_or_trains_it_on(monke
         assert '--init' not in flags and ('--init=P ' in more or more == 'P')
     assert len(calls) == 4
 
-def test_bench_fine_tunes_a_pretrained_model_on_a_set_from_a_folder(monkeypatch):
+def test_bench_fine_tunes_a_pretrained_model_on_a_set_from_a_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, 'runs', lambda args, suite: (suite, bench.ways_of(args, suite)))
     monkeypatch.setattr(prepare, 'load', lambda name: (None, None, {'row': 8}))
     flags = dict(data='cola:there', init='M', dtype=torch.bfloat16)
-    suite, ways = bench.glue(bench.Args(**flags), bench.SUITES['glue'])
+    args = bench.Args(**flags, out=str(tmp_path))
+    suite, ways = bench.glue(args, bench.SUITES['glue'])
     assert suite.figure == 'matthews' and list(ways) == ['cola'] and ways['cola'].data == 'cola:there'
     assert '--init=M ' in ways['cola'].train
     assert all('--lr=5e-5 --dtype=bfloat16' in how for how in (ways['cola'].train, ways['cola'].how))
+    bench.draw(args, bench.SUITES['glue'], [dict(form='a', part='cola', ours=3, least=3, most=3)])
+    assert sys.modules['matplotlib.pyplot'].gca().get_xlabel() == 'matthews, %'
     with pytest.raises(ValueError, match='choose from polarity, trec, cola'):
         bench.glue(bench.Args(**{**flags, 'data': 'mnist'}), bench.SUITES['glue'])
 
