@@ -631,7 +631,8 @@ class FastWeights(nn.Module):
         q, more = self.asked(q, went['k'], {'k': k, **gates}, state)
         S = state.get('S')
         n = state.get('n')
-        ones = torch.ones_like(v if self.rule.z else v[..., :1])        # with z each channel has its own mass
+        apart = self.rule.z or self.rule.write == 'channel'             # each value channel has its own mass
+        ones = torch.ones_like(v if apart else v[..., :1])
         if self.rule.erase:
             o, S = self.recurrence(self.normaliser(q), self.normaliser(k), v, **gates, S=S)
             masses = {'write': real, 'log_f': gates.get('log_f')}       # of the keys as they are
@@ -639,8 +640,9 @@ class FastWeights(nn.Module):
             return wide(o), wide(mass), {'S': S, 'n': n}
         if S is not None:
             S = torch.cat([S, n], 2)
-        if self.rule.z:
-            gates['log_z'] = torch.cat([gates['log_z'], gates['log_z']], -1)
+        for name in ('write', 'log_z'):
+            if name in gates and gates[name].shape[-1] > 1:
+                gates[name] = torch.cat([gates[name], gates[name]], -1)
         sizes = v.shape[-1], ones.shape[-1]
         both, S = self.recurrence(self.normaliser(q), self.normaliser(k), torch.cat([v, ones], -1), **gates,
                                   S=S)
