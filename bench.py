@@ -1584,7 +1584,8 @@ ROWS = [
               'S3, 2 layers': Way('group:S3', f'{TRACKER} --n_layer=2', 800, full=True),
               'A5': Way('group:A5', f'{TRACKER} --n_layer=1', 800, full=True)},
         figure='beyond', from_checkpoint=products,
-        panels=tuple(Panel('length', name, name, 'curve') for name in ('parity', 'S3', 'S3, 2 layers', 'A5')),
+        panels=tuple(Panel('length', name, f'accuracy, %: {name}', 'curve')
+                     for name in ('parity', 'S3', 'S3, 2 layers', 'A5')),
         note='accuracy in % of products of 41 to 256 elements; trained on 1 to 40',
         source='Grazzi 2024, parity: beta up to 1 fails, up to 2 solves it; Siems 2025, S3 by one layer: '
                'only by beta up to 2 and two writes; by two layers one can in theory',

@@ -1073,8 +1073,8 @@ class GPT(nn.Module):
 
     def hidden(self, tokens, state=None):
         """tokens (B, T) -> the hidden state of the last layer (B, T, n_embd), state"""
-        if not tokens.numel():
-            raise ValueError(f'tokens {tuple(tokens.shape)}: expected at least one text of one token')
+        if tokens.dim() != 2 or not tokens.numel():
+            raise ValueError(f'tokens {tuple(tokens.shape)}: expected (B, T), at least one text of one token')
         if state is not None and not self.config.causal:
             raise ValueError('an encoder reads a whole text at once: it cannot go on from a state')
         if self.encoder and state is None:          # the source stands first

@@ -1215,7 +1215,7 @@ def test_model_can_be_cut_and_leaks_nothing(flags, monkeypatch):
     with torch.no_grad():
         whole, state = m(tokens)
         assert whole.shape == (3, 15, 20)
-        for nothing in tokens[:0], tokens[:, :0]:
+        for nothing in tokens[0], tokens[:0], tokens[:, :0]:
             with pytest.raises(ValueError, match='at least one text'):
                 m(nothing)
         for cuts in [7], [2, 3, 14], range(1, 15):
