@@ -870,13 +870,14 @@ def read_back(k, rule, phi, norm):
 @torch.inference_mode()
 def keys(args, suite):
     """Schlag 2021, section 4.1: a matrix cannot tell more keys apart than it has features. Each head of a
-    trained model writes the first S keys of a row, and is asked for each. A key is found if its own value is
-    the largest in the answer. The error is 1/2 |v - answer|^2, so an answer of zeros has 0.5."""
+    trained model writes the first S keys of a row, or all, and is asked for each. A key is found if its own
+    value is the largest in the answer. The error is 1/2 |v - answer|^2, so an answer of zeros has 0.5."""
     _, teacher, x, _ = model_and_rows(args, 4, 16)
     args.remarks['rows'] = len(x)
+    sizes = sorted({min(S, x.shape[1]) for S in args.lengths})
     cells = {}                                      # per line and S: (2, rows) for each layer
     for seen in teacher.through(x):
-        for (form, line), S in itertools.product(only(args, suite.lines).items(), args.lengths):
+        for (form, line), S in itertools.product(only(args, suite.lines).items(), sizes):
             answers = read_back(seen.k[:, :, :S].float(), *line)
             found = answers.argmax(-1) == torch.arange(S, device=x.device)
             error = 0.5 * (answers - torch.eye(S, device=x.device)).square().sum(-1)

@@ -4108,7 +4108,7 @@ def test_real_models_go_back_to_transformers(tmp_path):
 
 SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),        # flags; at least so many rows
               decode=('--heads=1 --head_dim=8 --lengths=8,40', 20), batch=('--lengths=16 --budget=1', 6),
-              cache=('--init=ROPE --lengths=4,8', 13), keys=('--init=ROPE --lengths=4,8', 34),
+              cache=('--init=ROPE --lengths=4,8', 13), keys=('--init=ROPE --lengths=4,800', 34),
               answers=('--steps=1 --full --seeds=1 --data=facts --only=softmax,tova', 4 + 8),
               kept=('--init=ROPE --lengths=4', 4), far=('--init=ROPE --lengths=40', 15),
               transfer=('--init=ROPE --steps=1 --only="hedgehog other" --data=WORDS', 6),
