@@ -55,12 +55,12 @@ class Panel(NamedTuple):
     part: str = ''                  # which rows of the table
 
     def shown(self, table):
-        """The rows of a table that it shows, without missing values, and without x = 0 on a log axis."""
+        """The rows of a table that it shows, without missing values, and without 0 on a log axis."""
         rows = [row for row in table if row.get('part', '') == self.part]
         for name in self.x, self.y:
             rows = [row for row in rows if row.get(name) is not None]
-        if self.x in LOGARITHMIC:
-            rows = [row for row in rows if row[self.x] != 0]
+            if name in LOGARITHMIC:
+                rows = [row for row in rows if row[name] > 0]
         return rows
 
 
@@ -226,8 +226,8 @@ def draw(args, suite, table):
     forms = {}                      # in order
     for _, rows in shown:
         forms |= dict.fromkeys(column(rows, 'form'))
-    labels = {'ours': suite.figure, 'form': '', 'T': 'tokens'}
-    if suite.figure in IN_PERCENT:
+    labels = {'ours': args.remarks.get('ours', suite.figure), 'form': '', 'T': 'tokens'}
+    if labels['ours'] in IN_PERCENT:
         labels['ours'] += ', %'
     for (panel, rows), ax in zip(shown, axes):
         if panel.y == 'form':
@@ -387,7 +387,7 @@ def set_named(data):
 def ways_of(args, suite):
     """The ways to run. --data selects among those that name their data. Data that cannot be prepared are
     skipped, with a message."""
-    sets = [way.data for way in suite.ways.values()]
+    sets = [way.data for way in suite.ways.values() if way.full in (None, args.full)]
     named = set_named(args.data)
     if args.data and all(sets) and named not in sets:
         raise ValueError(f'--data={args.data}: choose from {", ".join(sets)}')
@@ -563,6 +563,7 @@ def glue(args, suite):
     """Like `runs`, in --dtype. --init: fine-tune this pretrained model instead, at a rate for such models.
     CoLA alone is judged by Matthews' correlation, as in GLUE."""
     if set_named(args.data) == 'cola':
+        args.remarks['ours'] = 'matthews, %'
         suite = dataclasses.replace(suite, figure='matthews', beside=('accuracy', 'recovered', 'majority'))
     in_type = f'--dtype={str(args.dtype).removeprefix("torch.")}'
     ways = {}
@@ -869,13 +870,14 @@ def read_back(k, rule, phi, norm):
 @torch.inference_mode()
 def keys(args, suite):
     """Schlag 2021, section 4.1: a matrix cannot tell more keys apart than it has features. Each head of a
-    trained model writes the first S keys of a row, and is asked for each. A key is found if its own value is
-    the largest in the answer. The error is 1/2 |v - answer|^2, so an answer of zeros has 0.5."""
+    trained model writes the first S keys of a row, or all, and is asked for each. A key is found if its own
+    value is the largest in the answer. The error is 1/2 |v - answer|^2, so an answer of zeros has 0.5."""
     _, teacher, x, _ = model_and_rows(args, 4, 16)
     args.remarks['rows'] = len(x)
+    sizes = sorted({min(S, x.shape[1]) for S in args.lengths})
     cells = {}                                      # per line and S: (2, rows) for each layer
     for seen in teacher.through(x):
-        for (form, line), S in itertools.product(only(args, suite.lines).items(), args.lengths):
+        for (form, line), S in itertools.product(only(args, suite.lines).items(), sizes):
             answers = read_back(seen.k[:, :, :S].float(), *line)
             found = answers.argmax(-1) == torch.arange(S, device=x.device)
             error = 0.5 * (answers - torch.eye(S, device=x.device)).square().sum(-1)
@@ -998,8 +1000,8 @@ def kept(args, suite):
             steps['all'].append(n)
             steps.setdefault(kind_of_token(token, data), []).append(n)
     late = len(x) * len(gone) * (T - 2 * size)                  # steps, of all rows and layers
-    args.remarks[f'cached tokens among the last {size} tokens, %'] = 100 * recent / (late * size)
-    args.remarks['steps in which the first token is kept, %'] = 100 * first / late
+    args.remarks[f'cached tokens among the last {size} tokens, %'] = round(100 * recent / (late * size), 1)
+    args.remarks['steps in which the first token is kept, %'] = round(100 * first / late, 1)
     for kind, n in steps.items():
         yield {'form': kind, 'share of text': len(n) / len(steps['all']), 'steps kept': statistics.mean(n)}
 
@@ -1583,7 +1585,8 @@ ROWS = [
               'S3, 2 layers': Way('group:S3', f'{TRACKER} --n_layer=2', 800, full=True),
               'A5': Way('group:A5', f'{TRACKER} --n_layer=1', 800, full=True)},
         figure='beyond', from_checkpoint=products,
-        panels=tuple(Panel('length', name, name, 'curve') for name in ('parity', 'S3', 'S3, 2 layers', 'A5')),
+        panels=tuple(Panel('length', name, f'accuracy, %: {name}', 'curve')
+                     for name in ('parity', 'S3', 'S3, 2 layers', 'A5')),
         note='accuracy in % of products of 41 to 256 elements; trained on 1 to 40',
         source='Grazzi 2024, parity: beta up to 1 fails, up to 2 solves it; Siems 2025, S3 by one layer: '
                'only by beta up to 2 and two writes; by two layers one can in theory',
@@ -1729,7 +1732,7 @@ ROWS = [
     Suite(
         'cache', 'perplexity of a softmax model with few cached tokens, no training', cache,
         'init data lengths row only dtype', {'only': ','.join(POLICIES)},
-        lines={**{policy: (policy, 4) for policy in (*POLICIES, 'tova-sink', 'h2o-layer')},     # rule, sinks
+        lines={**{policy: (policy, 4) for policy in fastweight.POLICIES},     # rule, sinks
                'sink 1': ('sink', 1), 'tova-sink 1': ('tova-sink', 1), 'cut': ('softmax', 0)},
         panels=(Panel('cached', 'more than full, %', 'perplexity with few cached tokens, no training'),),
         note='of full: perplexity over that with all tokens cached; low, high: a 95 % interval over rows',
@@ -1787,7 +1790,8 @@ ROWS = [
         {'lengths': '256,1024'}, {'lengths': '256,512,1024,2048'},
         panels=(Panel('position', 'ours', 'recovered of the teacher, %', 'position'),
                 Panel('distance', 'accuracy', 'facts told so many tokens before', 'facts')),
-        note="position: up to here; nats of answers: per token of the teacher's own answers to questions; "
+        note='recovered: perplexity of softmax / of the line; low, high: a 95 % interval over rows; '
+             "position: up to here; nats of answers: per token of the teacher's own answers to questions; "
              'accuracy: in %, of which a guess knows 12.5',
         source='no paper has such a table')]
 SUITES = {suite.name: suite for suite in ROWS}
@@ -1819,8 +1823,8 @@ class Args:
     batch: int = flag(1, f'{of("batch")}: rows per batch', low=1, high=2 ** 20)
     dtype: str = flag('auto', f'{of("dtype")}: number type; auto: bfloat16 on a GPU',
                       ['auto', 'float32', 'bfloat16'])
-    init: str = flag('', f'{of("init")}: a softmax model; default: out/ckpt.safetensors; glue '
-                     'and vit train one', path=True)
+    init: str = flag('', f'{of("init")}: a softmax model, as train.py --rule=softmax makes; '
+                     'default: out/ckpt.safetensors; glue and vit train one', path=True)
     data: str = flag('', f'{of("data")}: a set of the suite, or a text; default: by suite', path=True)
     beside: str = flag('', f'{of("beside")}: models to compare with, in the same tokens, separated by '
                            'commas: out/delta/ckpt.safetensors', path=True)

@@ -342,7 +342,7 @@ def of_layer(a):
 # entered the cache; pos, the tokens' positions; t, the position of this step. Heads that share keys decide
 # together: a is the sum of their weights. `tova` and `h2o-layer` average over all heads. `random` is a fixed
 # hash, the same on every machine. In the code, `cached` is the cache, a dict of tensors with one entry per
-# cached token.
+# cached token. A new policy needs a line here and one in RULES.
 POLICIES = {
     'window': lambda a, total, pos, t, cache, sinks: pos.float(),
     'sink': lambda a, total, pos, t, cache, sinks: pos.float().masked_fill(pos < sinks, math.inf),

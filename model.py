@@ -352,10 +352,10 @@ class Gates(nn.Module):
         self.n_head = n_head
         self.beta_max = beta_max
         self.n = n
-        n_w = {'beta': n, 'channel': n * V}.get(rule.write, 0)
-        n_e = {'channel': n * K}.get(rule.erase, 0)
-        n_f = {'head': 1, 'channel': K}.get(rule.f, 0)
-        n_z = {'channel': V}.get(rule.z, 0)
+        n_w = {None: 0, '1-f': 0, 'dt': 0, 'beta': n, 'channel': n * V}[rule.write]
+        n_e = {None: 0, 'write': 0, 'channel': n * K}[rule.erase]
+        n_f = {None: 0, 'fixed': 0, 'head': 1, 'channel': K}[rule.f]
+        n_z = {None: 0, 'channel': V}[rule.z]
         self.sizes = [n_w, n_e, n_f, n_z]
         self.narrow = nn.Linear(n_embd, rank, bias=False) if rank and any(self.sizes) else None
         if any(self.sizes):
@@ -445,8 +445,10 @@ def mistakes_together(name, phi, norm, n):
     yield phi.moves and (not mean or rule.erase), (
         f'--phi=slots with --rule={name} --norm={norm}: slots hold means; take --rule=sum or gla-beta, or '
         'another that does not erase, with --norm=attn')
-    yield mean and rule.z, (
-        f'--norm=attn with --rule={name}: each value channel decays apart and needs a denominator of its own')
+    yield rule.f == 'channel' and rule.write in ('1-f', 'dt'), (
+        f'--rule={name}: f is along the keys, w along the values: write={rule.write} needs f=head')
+    yield mean and (rule.z or rule.write == 'channel'), (
+        f'--norm=attn with --rule={name}: each value channel is apart and needs a denominator of its own')
     yield mean and rule.erase and rule.f, (
         f'--norm=attn with --rule={name}: erasing makes weights negative, so their sum n.q may be 0 or '
         'below; what delta divides by instead, the sum of keys, has no decay; use --norm=l2')
@@ -629,7 +631,8 @@ class FastWeights(nn.Module):
         q, more = self.asked(q, went['k'], {'k': k, **gates}, state)
         S = state.get('S')
         n = state.get('n')
-        ones = torch.ones_like(v if self.rule.z else v[..., :1])        # with z each channel has its own mass
+        apart = self.rule.z or self.rule.write == 'channel'             # each value channel has its own mass
+        ones = torch.ones_like(v if apart else v[..., :1])
         if self.rule.erase:
             o, S = self.recurrence(self.normaliser(q), self.normaliser(k), v, **gates, S=S)
             masses = {'write': real, 'log_f': gates.get('log_f')}       # of the keys as they are
@@ -637,8 +640,9 @@ class FastWeights(nn.Module):
             return wide(o), wide(mass), {'S': S, 'n': n}
         if S is not None:
             S = torch.cat([S, n], 2)
-        if self.rule.z:
-            gates['log_z'] = torch.cat([gates['log_z'], gates['log_z']], -1)
+        for name in ('write', 'log_z'):
+            if name in gates and gates[name].shape[-1] > 1:
+                gates[name] = torch.cat([gates[name], gates[name]], -1)
         sizes = v.shape[-1], ones.shape[-1]
         both, S = self.recurrence(self.normaliser(q), self.normaliser(k), torch.cat([v, ones], -1), **gates,
                                   S=S)
@@ -1069,8 +1073,8 @@ class GPT(nn.Module):
 
     def hidden(self, tokens, state=None):
         """tokens (B, T) -> the hidden state of the last layer (B, T, n_embd), state"""
-        if not tokens.numel():
-            raise ValueError(f'tokens {tuple(tokens.shape)}: expected at least one text of one token')
+        if tokens.dim() != 2 or not tokens.numel():
+            raise ValueError(f'tokens {tuple(tokens.shape)}: expected (B, T), at least one text of one token')
         if state is not None and not self.config.causal:
             raise ValueError('an encoder reads a whole text at once: it cannot go on from a state')
         if self.encoder and state is None:          # the source stands first

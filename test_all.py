@@ -1215,7 +1215,7 @@ def test_model_can_be_cut_and_leaks_nothing(flags, monkeypatch):
     with torch.no_grad():
         whole, state = m(tokens)
         assert whole.shape == (3, 15, 20)
-        for nothing in tokens[:0], tokens[:, :0]:
+        for nothing in tokens[0], tokens[:0], tokens[:, :0]:
             with pytest.raises(ValueError, match='at least one text'):
                 m(nothing)
         for cuts in [7], [2, 3, 14], range(1, 15):
@@ -1310,7 +1310,7 @@ def test_overflow_lies_between_fast_weights_and_softmax(rule, phi, policy):
     layer = model_py.Cache(policy, 8, 2, 4, cache=0, sinks=0, overflow=f'{rule}:{phi}').double().eval()
     seen = v.transpose(1, 2).flatten(2)                         # by the gates: who goes, not who comes
     expected = layer.overflow(seen, q, k, v)[0]
-    if RULES[rule].norm == 'none':                              # here it is a mean
+    if RULES[rule].norm != 'attn' and not RULES[rule].erase:    # here it is a mean
         expected = expected / layer.overflow(seen, q, k, torch.ones_like(v))[0]
     near(layer(x, q, k, v)[0], expected, 1e-9)
     layer.cache = 9
@@ -1326,6 +1326,14 @@ def test_overflow_lies_between_fast_weights_and_softmax(rule, phi, policy):
     found = layer(x, q, k, v)[0]
     near(found[:, :, 1::2], rows_alone[:, :, 1::2], 1e-9)
     assert (found - rows_alone).abs().max() > 1e-3
+
+@pytest.mark.parametrize('gates, why', [
+    (dict(f='channel', write='1-f'), 'needs f=head'), (dict(f='channel', write='dt', rate=None), 'needs f=head'),
+    (dict(phi='elu', norm='attn', write='channel'), 'denominator of its own')])
+def test_a_rule_whose_gates_do_not_fit_is_refused(gates, why, monkeypatch):
+    monkeypatch.setitem(RULES, 'mine', fastweight.Rule('', **gates))
+    with pytest.raises(ValueError, match=why):
+        FastWeights('mine', 8, 2, 4)
 
 
 # ---- An encoder writes, a decoder reads --------------------------------------------------------------------
@@ -4126,7 +4134,7 @@ def test_real_models_go_back_to_transformers(tmp_path):
 
 SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),        # flags; at least so many rows
               decode=('--heads=1 --head_dim=8 --lengths=8,40', 20), batch=('--lengths=16 --budget=1', 6),
-              cache=('--init=ROPE --lengths=4,8', 13), keys=('--init=ROPE --lengths=4,8', 34),
+              cache=('--init=ROPE --lengths=4,8', 13), keys=('--init=ROPE --lengths=4,800', 34),
               answers=('--steps=1 --full --seeds=1 --data=facts --only=softmax,tova', 4 + 8),
               kept=('--init=ROPE --lengths=4', 4), far=('--init=ROPE --lengths=40', 15),
               transfer=('--init=ROPE --steps=1 --only="hedgehog other" --data=WORDS', 6),
@@ -4249,14 +4257,17 @@ def test_bench_a_line_is_trained_or_converted_from_softmax_or_trains_it_on(monke
         assert '--init' not in flags and ('--init=P ' in more or more == 'P')
     assert len(calls) == 4
 
-def test_bench_fine_tunes_a_pretrained_model_on_a_set_from_a_folder(monkeypatch):
+def test_bench_fine_tunes_a_pretrained_model_on_a_set_from_a_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, 'runs', lambda args, suite: (suite, bench.ways_of(args, suite)))
     monkeypatch.setattr(prepare, 'load', lambda name: (None, None, {'row': 8}))
     flags = dict(data='cola:there', init='M', dtype=torch.bfloat16)
-    suite, ways = bench.glue(bench.Args(**flags), bench.SUITES['glue'])
+    args = bench.Args(**flags, out=str(tmp_path))
+    suite, ways = bench.glue(args, bench.SUITES['glue'])
     assert suite.figure == 'matthews' and list(ways) == ['cola'] and ways['cola'].data == 'cola:there'
     assert '--init=M ' in ways['cola'].train
     assert all('--lr=5e-5 --dtype=bfloat16' in how for how in (ways['cola'].train, ways['cola'].how))
+    bench.draw(args, bench.SUITES['glue'], [dict(form='a', part='cola', ours=3, least=3, most=3)])
+    assert sys.modules['matplotlib.pyplot'].gca().get_xlabel() == 'matthews, %'
     with pytest.raises(ValueError, match='choose from polarity, trec, cola'):
         bench.glue(bench.Args(**{**flags, 'data': 'mnist'}), bench.SUITES['glue'])
 

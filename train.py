@@ -489,7 +489,7 @@ def caches(teacher, student):
     kept = [sum(x.nbytes for x in layer['mixer'].values()) for layer in state['layers']]
     heads = c.n_kv_head or c.n_head
     a_token = heads * (2 * 4 * c.n_embd // c.n_head + 12)   # key, value, position, sum of weights
-    size = max(bytes for bytes, swapped in zip(kept, new) if swapped) // a_token
+    size = max((bytes for bytes, swapped in zip(kept, new) if swapped), default=0) // a_token
     if c.overflow and c.cache:
         yield f'{c.cache} cached, no matrix', cached_by(teacher, c.rules, cache=c.cache, sinks=c.sinks)
     for policy in COMPARED if size > 0 else ():
