@@ -196,7 +196,7 @@ def gpt2():
     try:
         import tiktoken
         return tiktoken.get_encoding('gpt2')
-    except (ImportError, OSError, ValueError) as e:
+    except (OSError, ValueError) as e:
         raise ValueError(f"cannot get GPT-2's tokenizer ({type(e).__name__}: {str(e)[:60]}...); set "
                          'TIKTOKEN_CACHE_DIR to a folder where tiktoken cached it before, or take another '
                          'tokenizer') from None
