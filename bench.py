@@ -1012,7 +1012,7 @@ ONE_IN = 4          # the cache is 1/4 of a row where we split answers by the fa
 
 def still_cached(state, at):
     """-> (B,): the share of four tokens that is still cached, over layers and heads. They are the
-    tokens at (B,) and the next three, into which a convolution mixes it."""
+    one at position `at` and the next three, into which a convolution mixes it."""
     wanted = at[:, None, None, None] + torch.arange(4, device=at.device)
     shares = []
     for layer in state['layers']:
@@ -1808,7 +1808,7 @@ def of(name):
 
 @dataclass
 class Args:
-    full: bool = flag(False, 'all sizes, more steps and more seeds; without it most suites take two minutes')
+    full: bool = flag(False, 'all sizes, more steps and more seeds')
     out: str = flag('out/bench', 'folder for tables, pictures and trained models', path=True)
     device: str = flag('auto', 'auto, cpu, cuda')
     threads: int = flag(None, 'CPU threads; if not given, as many as torch takes', low=1, high=1024)

@@ -64,7 +64,7 @@ from train import (PRETRAINED_LR, PRETRAINED_ROW, QUIET, SMALL, Rows, adamw, beg
 
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
-# kind of feature map. hybrid first imitates the teacher's attention; pure its hidden states, of a small one.
+# kind of feature map.
 RECIPES = {
     'pure': '--rule=gla-beta --distil=hidden --learn=mixer --distil_lr=1e-2 --faster=5',
     'hybrid': '--rule=sink --cache=64 --overflow=sum:slots --distil=mse --faster=5',
@@ -93,7 +93,7 @@ RIDGE = 1e-2                                            # share of the mean squa
 class Args:
     recipe: str = flag('pure', 'what replaces softmax, and how it is trained: a list of flags; flags that '
                                'you give override it', list(RECIPES))
-    from_: str = flag('out/ckpt.safetensors', 'checkpoint; gpt2, -medium, ...; OWNER/NAME; folder', path=True)
+    from_: str = flag('out/ckpt.safetensors', 'checkpoint; gpt2; OWNER/NAME; a folder', path=True)
     revision: str = flag('main', 'branch, tag or commit on the hub')
     data: str = flag('', 'text, task or pairs to train on; default: those of the teacher', path=True)
     out: str = flag('out/convert', 'folder for the checkpoint, tables and log', path=True)
@@ -477,7 +477,8 @@ def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()
 
 # ---- fold --------------------------------------------------------------------------------------------------
 def can_fold(model):
-    """-> the features per head. ValueError unless a T2R map directly follows W_q and W_k in every layer."""
+    """-> the features per head. ValueError unless a T2R map directly follows W_q and W_k in every layer
+    without softmax."""
     c = model.config
     memories = [mixer.memory for mixer in model.mixers().values()]
     folding = [memory for memory in memories if memory.rule.keeps != 'all']     # softmax is not folded

@@ -340,9 +340,9 @@ def of_layer(a):
 # was full, the token of least worth is then evicted; in a tie, the oldest. A policy computes the worth
 # (B, G, tokens) from a, the attention weights of this step; total, the sum of a token's weights since it
 # entered the cache; pos, the tokens' positions; t, the position of this step. Heads that share keys decide
-# together: a is the sum of their weights. `tova` and `h2o-layer` average over all heads. `random` is a fixed
-# hash, the same on every machine. In the code, `cached` is the cache, a dict of tensors with one entry per
-# cached token. A new policy needs a line here and one in RULES.
+# together: a is the sum of their weights. `of_layer` averages over all heads. `random` is a fixed hash, the
+# same on every machine. In the code, `cached` is the cache, a dict of tensors with one entry per cached
+# token. A new policy needs a line here and one in RULES.
 POLICIES = {
     'window': lambda a, total, pos, t, cache, sinks: pos.float(),
     'sink': lambda a, total, pos, t, cache, sinks: pos.float().masked_fill(pos < sinks, math.inf),

@@ -24,7 +24,7 @@ from fastweight import (FLOOR, NEVER, POLICIES, append, attend_cached, cached_sc
 
 triton = None                       # only GPUs need it, to be fast
 tl = types.SimpleNamespace(constexpr=None)
-if torch.cuda.is_available() or 'TRITON_INTERPRET' in os.environ:       # importing it takes as long as ours
+if torch.cuda.is_available() or 'TRITON_INTERPRET' in os.environ:       # its import is slow
     with contextlib.suppress(ImportError):
         import triton
         import triton.language as tl

@@ -7,8 +7,7 @@
     model, meta = load('x.safetensors')         # meta: what was saved beside the weights
 
 The scripts import this file; it has no command of its own. fastweight.py defines what a layer computes. This
-file makes the keys, values, gates and queries for it. Only `pick_forms` imports kernels.py: without that
-file everything but bench.py and the tests still works, more slowly.
+file makes the keys, values, gates and queries for it.
 """
 import dataclasses
 import functools
@@ -50,13 +49,13 @@ class Config:
     beta_max: float = flag(2.0, 'delta rules: beta lies in (0, beta_max); 1 in Schlag 2021', low=0, high=2,
                            of=ERASING)
     writes: int = flag(1, 'delta rules: writes per token (DeltaProduct)', low=1, high=16, of=ERASING)
-    out_norm: bool = flag(True, 'LayerNorm after the heads, except with --norm=attn; Schlag has none')
+    out_norm: bool = flag(True, 'LayerNorm after each matrix, except with --norm=attn; Schlag has none')
     gate_rank: int = flag(0, 'gates: rank of their W; 0: full', low=0, high=2 ** 17, of=GATED)
     conv: int = flag(4, 'width of the convolution before mixer and MLP (causal, except in encoders); 0: none',
                      low=0, high=64)
     cache: int = flag(256, 'rules with a limited cache: number of cached tokens', low=0, high=2 ** 20,
                       of=BOUNDED)
-    sinks: int = flag(4, f'{", ".join(SINKS)}: first tokens, which are never evicted', low=0, high=2 ** 24,
+    sinks: int = flag(4, f'{", ".join(SINKS)}: how many first tokens are never evicted', low=0, high=2 ** 24,
                       of=SINKS)
     overflow: str = flag('', 'rule and map for evicted tokens: sum:slots, delta:taylor; to be '
                              'trained beside window or sink, then any policy runs', of=BOUNDED)
@@ -75,8 +74,8 @@ class Config:
     cross: str = flag('', 'rule of the cross attention to the source, if not --rule', SOURCE_RULES)
     n_head: int = flag(8, 'heads', low=1, high=1024)
     n_embd: int = flag(128, 'width', low=1, high=2 ** 17)
-    block_size: int = flag(128, 'tokens in a training row of a text (a task has its own); of a pretrained '
-                           'model at most 512', low=1, high=2 ** 24)
+    block_size: int = flag(128, 'tokens in a training row of a text (a task has its own); default with '
+                           '--init: those of the model, if from the hub at most 512', low=1, high=2 ** 24)
     dropout: float = flag(0.0, 'dropout', low=0, high=0.99)
     vocab_size: int = known(256, 1, 2 ** 32)        # from here on: set by the data
     classes: int = known(0, 0, 2 ** 32)     # number of classes; 0: the model predicts tokens
@@ -187,7 +186,8 @@ class Config:
 
 
 def cannot_train(config):
-    """For `refuse`: which token a policy evicts depends on weights, and no gradient says which it should."""
+    """For `refuse`: with --overflow, which token a policy evicts depends on weights, and no gradient says
+    which it should."""
     chooses = config.keeps() - {'all', None, 'window', 'sink'}
     yield config.overflow and chooses, (
         f'--rule={", ".join(chooses)} --overflow={config.overflow}: train with --rule=sink; the trained '
@@ -478,7 +478,7 @@ class FastWeights(nn.Module):
     state   None at a fresh start, or the dict that the last call returned
     t       position of the first step, an int or a tensor (only cosformer needs it)
     real    (B, T), in an encoder: which steps are not padding; None: all
-    ->  o (B, H, T, head_dim), dict: S (B, G, V, K), with n as last row for norm 'attn'
+    ->  o (B, H, T, head_dim), dict: S (B, G, V, K), with n as last row for norm 'attn'; with slots also M
 
     Heads that share keys and values share a matrix, its map and its gates: H / G queries read each S.
     n_head: G   phi, norm, beta_max, writes, gate_rank: flags of Config (whose beta_max is 2); phi, norm '':
@@ -544,8 +544,8 @@ class FastWeights(nn.Module):
             self.phi.redraw()
 
     def write_all(self, x, k, v, real=None):
-        """Write a source that any number of queries can then read. x (B, T, n_embd), k, v (B, H, T,
-        head_dim), real as for an encoder -> dict: S (B, H, V, K)"""
+        """Write a source that any number of queries can then read. x (B, T, n_embd), k, v (B, G, T,
+        head_dim), real as for an encoder -> dict: S (B, G, V, K)"""
         with without_autocast(x):
             self.redraw()
             written = self.writes(x, k, v)
@@ -620,7 +620,8 @@ class FastWeights(nn.Module):
     def take(self, q, went, state):
         """Write the tokens that the cache beside this matrix evicts (see fastweight.bounded), and read. Rules
         that erase are read as they are. The others are read as a mean: o is divided by the mass, the output
-        if all values were 1. -> o (B, H, T, d), mass of the keys (B, H, T, 1), or per value channel, S, n"""
+        if all values were 1. -> o (B, H, T, d), mass of the keys (B, H, T, 1), or per value channel; dict:
+        S, n"""
         self.redraw(state)
         k = self.phi(wide(went['k']), 'k')
         v = went['v']
@@ -992,9 +993,9 @@ class GPT(nn.Module):
     """Embedding, blocks, norm, output. It computes with the fastest forms available, until `use` sets others.
 
     A state has t, the next position (on the CPU; one for each text if they were joined), and layers, a list.
-    Each layer is a dict of parts, each part a dict of tensors: mixer has S, or a cache (k, v; if it is
-    limited pos, total; with overflow S and n, too); conv0 and conv1 have last; in a decoder, cross has S, or
-    k, v, real of the source. None is a fresh start."""
+    Each layer is a dict of parts, each part a dict of tensors: mixer has S (with slots M, too), or a cache
+    (k, v; if it is limited pos, total; with overflow S and n); conv0 and conv1 have last; in a decoder, cross
+    has S, or k, v, real of the source. None is a fresh start."""
 
     def __init__(self, config):
         super().__init__()

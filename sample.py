@@ -60,7 +60,7 @@ class Args:
     html: str = flag('', 'NAME.html: a page that shows what each memory kept of this text', path=True)
     source: str = flag('', 'for a translator: what to translate; @file: each of its lines')
     beam: int = flag(1, 'with --source: width of the beam; 1: greedy', low=1, high=1024)
-    penalty: float = flag(0.6, 'with --beam: above 0, longer ones are preferred', low=0, high=100)
+    penalty: float = flag(0.6, 'with --beam: above 0, longer translations are preferred', low=0, high=100)
     device: str = flag('auto', 'auto, cpu, cuda, mps')
     threads: int = flag(None, 'CPU threads; if not given, as many as torch takes', low=1, high=1024)
     dtype: str = flag('float32', 'of the weights', ['float32', 'bfloat16'])
@@ -252,7 +252,7 @@ def by_whom(read, written):
 
 
 def write_page(args, model, meta, heard):
-    """Write assets/memory.html with this run inside. heard: pairs as of `by_whom`"""
+    """Write a copy of assets/memory.html with this run inside. heard: pairs as of `by_whom`"""
     tokens, written = map(list, zip(*heard))
     layers = []
     row = torch.tensor([tokens], device=model.embed.weight.device)
@@ -350,7 +350,7 @@ def show_texts(prompts, texts, data):
 
 
 def by_lines(args, model, meta):
-    """Go on from each line of --prompt: with all at once, or with one by one where caches grow."""
+    """Go on from each line of --prompt: AT_ONCE at a time, or one by one where caches grow."""
     data = meta['data']
     prompts = []
     for line in lines_of(args.prompt):

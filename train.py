@@ -52,12 +52,12 @@ TASK_ROWS = 500     # and at least this many rows of a task, since a row may hav
 QUIET = 4           # seconds between the progress lines of slow work,
 SLOW = 20           # and of slow steps
 SMALL = 2 * 10 ** 7         # a model with fewer parameters is small, see `is_large`
-LR = 4e-3           # of a model that begins from scratch
+LR = 4e-3           # of our own models
 PRETRAINED_LR = .03         # divided by the width, of one from the hub: LR would destroy it
 PRETRAINED_ROW = 512        # at most, without --block_size: it may know many more positions
 FIRST = 256         # tokens of the first range of positions where a conversion is judged
 OFTEN = 'data rule phi init steps batch_size lr n_layer n_head n_embd block_size out resume'  # in --help
-COMPARED = 'sink', 'tova', 'h2o'        # policies that decide what is cached
+COMPARED = 'sink', 'tova', 'h2o'        # policies to compare with, see `caches`
 LOGITS = 2 ** 26    # that many in memory at a time, 256 MB; on a GPU more, see `logits_at_once`
 POOL = 32           # pairs are drawn for this many steps at once, then sorted: similar lengths share a step
 LAST_SECONDS = 20   # the last validation takes at most so long, or half as long as the training
@@ -85,15 +85,16 @@ class Args:
     clip: float = flag(1.0, 'gradient clipping: largest norm; 0: no clipping', low=0, high=1e9)
     carry: bool = flag(False, 'read the text in order and carry S from step to step (Schlag 2021, table 4)')
     eval_every: int = flag(500, 'steps between evaluations; each one also saves', low=1, high=10 ** 9)
-    log_every: int = flag(50, 'steps between printed lines; there is one every 20 seconds', low=1,
+    log_every: int = flag(50, 'steps between printed lines; at least one every 20 seconds', low=1,
                           high=10 ** 9)
-    val_tokens: int = flag(0, 'evaluate on this many validation tokens; 0: all or, at the end, as many as '
-                           'the training\'s time allows', low=0, high=10 ** 12)
+    val_tokens: int = flag(0, 'evaluate on this many validation tokens; 0: at the end all, or as many as '
+                           'half the training\'s time allows', low=0, high=10 ** 12)
     seed: int = flag(0, 'seed of the weights, the data order and dropout', low=0, high=2 ** 32 - 1)
     device: str = flag('auto', 'auto, cpu, cuda, cuda:1, mps')
     threads: int = flag(None, 'CPU threads; default: the fastest, by trial; for a large model all', low=1,
                         high=1024)
-    dtype: str = flag('auto', 'in matrix products; S is always fp32', ['auto', 'float32', 'bfloat16'])
+    dtype: str = flag('auto', 'in matrix products; auto: bfloat16 on a recent GPU; S is always fp32',
+                      ['auto', 'float32', 'bfloat16'])
     impl: str = flag('auto', 'form of the recurrence; loop: the definition, fastweight.recurrent',
                      ['auto', 'loop', 'chunk', 'fused'])
     compile: bool = flag(False, 'use torch.compile')
@@ -738,8 +739,8 @@ def lies_in(path, folder):
 
 
 def restore(args, header, data, model, opt):
-    """Restore the optimiser of a stopped run -> the states of --carry, one per batch. ValueError if the data
-    have changed since the run began."""
+    """Restore the optimiser of a stopped run -> the states of --carry, one per batch. ValueError if
+    --data is the same, but its files have changed."""
     tensors = header.pop('tensors')                         # as large as three models
     was = header['args']
     kept = {side: header['data'].get(side) == data.meta[side] for side in prepare.SIDES}

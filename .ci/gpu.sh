@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What to run on a GPU, in twenty minutes at most. The lines that matter are printed, all of them go to $OUT.
-#   bash .ci/gpu.sh                 kernels, training, decoding; RESULTS 6.4 has what to expect
+# What to run on a GPU. The lines that matter are printed, all of them go to $OUT.
+#   bash .ci/gpu.sh                 at most twenty minutes: kernels, training, decoding; see RESULTS 6.4
 #   bash .ci/gpu.sh FOLDER TEXT     then a model such as SmolLM2-135M becomes an RNN, on a long text
 # CPU=1 tries the script itself, with tiny models and without a GPU.
 set -u

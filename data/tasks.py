@@ -3,9 +3,9 @@
 A side of a data set (train, val or test) is (inputs, targets): N rows of tokens, or N texts in UTF-8, and
 their targets. The targets of a row belong to its last inputs: to all of them, or to the last one (a class).
 
-Generated sets (recall, mqar, group, facts, listops): `make(rows, rng, vocab, training)` returns
-at most `rows` rows of a side, and is called until there are enough. A target of `vocab` does not count. facts
-also gets the text that surrounds them. All other sets: `make(*paths)` returns the training side, the
+Generated sets (recall, mqar, group, facts, listops): `make(rows, rng, vocab, training)` returns at most
+`rows` rows of a side, and is called until there are enough. A target of `vocab` does not count. facts also
+gets the text that surrounds them. All other sets: `make(*paths)` returns the training side, the
 validation side, and maybe a test side. Pictures are rows of numbers. The targets of sentences are labels;
 those of pairs are texts, the translations.
 
@@ -36,7 +36,7 @@ def recall(rows, rng, vocab, training, length=128, keep=False, every=True):
     values the upper. `recall`: values are drawn anew each time, so memory must be overwritten (Schlag et al.
     2021, Sec. 6.1.2). `recall-kept`: each row has one fixed map from keys to values. `recall-one` is that
     with one target per row, as in the paper. Its text does not say whether values are kept, nor the sizes:
-    vocabulary 40 and length 128 are from memory. It has 10,000 and 2,000 rows."""
+    vocabulary 40 and length 128 are from memory. All three have 10,000 and 2,000 rows."""
     half = vocab // 2
     n = length // 2
     each = np.arange(rows)[:, None]

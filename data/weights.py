@@ -366,7 +366,7 @@ class Folder:
                                  'at least 2 classes')
 
     def tensors(self, like):
-        """All tensors in our names, in fp32. like: {our name: tensor of that shape}, of softmax"""
+        """All tensors in our names, in fp32. like: the state_dict of a softmax model"""
         ours = {}
         for name, theirs in names(self.kind, self.config, like).items():
             ours[name] = torch.empty(like[name].shape)
