@@ -66,7 +66,7 @@ from train import (PRETRAINED_LR, PRETRAINED_ROW, QUIET, SMALL, Rows, adamw, beg
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
 # kind of feature map.
 RECIPES = {
-    'pure': '--rule=gla-beta --distil=hidden --learn=mixer --distil_lr=1e-2 --faster=5',
+    'pure': '--rule=gla-beta --distil=hidden --learn=mixer --faster=5',
     'hybrid': '--rule=sink --cache=64 --overflow=sum:slots --distil=mse --faster=5',
     'hedgehog': '--rule=sum --phi=hedgehog:listing --distil=ce --loss=next',
     't2r': '--rule=sum --phi=t2r --distil=none --loss=next',
