@@ -57,7 +57,7 @@ from data.weights import is_state, read_tensors, to_folder, weights_digest
 from fastweight import RULES
 from model import (GPT, SOURCE_RULES, bias_of, can_become_an_rnn, cannot_train, fill, idle, kl, load,
                    pick_device, save, state_of, subset)
-from train import (PRETRAINED_LR, PRETRAINED_ROW, QUIET, SMALL, Rows, adamw, begin_log, begin_step,
+from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, QUIET, SMALL, Rows, adamw, begin_log, begin_step,
                    bits_a_nat, blocks, caches, commit, is_large, lies_in, log_of, logits_at_once, nats_along,
                    of_part, other_policies, pack_optimiser, predict, products_in, recovered, rows,
                    sampling, say, set_threads, table, tell_saved, tell_step, unpack_optimiser)
@@ -82,7 +82,6 @@ BEGIN = 4096                                            # tokens at which new pa
 LOOK = 1024                                             # tokens whose attention weights are compared
 SWAP_LR = 0.25                                          # divided by the width: 4e-3 at width 64, 1e-3 at 256
 LORA_FASTER = 10                                        # its small matrices bear more, and begin at zero
-SCRATCH_LR = 4e-3                                       # learning rate of the student from scratch
 TEACHER_LRS = 1e-3, 1e-4                                # learning rates of the teacher that trains on
 LARGE_TEACHER_LRS = 1e-4, 3e-5                          # of a large one, which 1e-3 would destroy
 OFTEN = 'from recipe data steps distil_steps lora row dtype controls out export resume'    # first in --help
@@ -106,8 +105,9 @@ class Args:
     distil_steps: int = flag(300, 'steps of stage 1', low=0, high=10 ** 9)
     distil_lr: float = flag(1e-2, 'peak learning rate of stage 1', low=0, high=100)
     steps: int = flag(1000, 'steps of stage 2, fine-tuning', low=0, high=10 ** 9)
-    lr: float = flag(None, 'peak learning rate of stage 2; default: 0.25 / width; of a large model, or with '
-                           '--overflow, 0.03 / width; with --lora ten times that', low=0, high=100)
+    lr: float = flag(None, f'peak learning rate of stage 2; default: {SWAP_LR:g} / width; of a large model, '
+                     f'or with --overflow, {PRETRAINED_LR:g} / width; with --lora ten times that', low=0,
+                     high=100)
     faster: float = flag(1.0, 'stage 2: a factor on the learning rate of new parameters; where --lora has '
                               'ten times the rate, a recipe\'s is divided by ten', low=0, high=1000)
     loss: str = flag('kl', 'stage 2: predict the next token, or match the teacher (KL)', ['next', 'kl'])
@@ -712,7 +712,7 @@ def controls(run, teacher, config, distilled):
     torch.manual_seed(run.args.seed)
     anew = GPT(config).to(run.data.device)
     stage = 'control: from scratch'
-    finetune(run, stage, anew, steps, SCRATCH_LR)
+    finetune(run, stage, anew, steps, LR)
     run.note('control: student from scratch', anew, stage, steps=steps)
     for row in run.table:
         row['of the tuned'] = share(row, tuned)

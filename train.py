@@ -79,8 +79,8 @@ class Args:
     steps: int = flag(6400, 'optimiser steps', low=1, high=10 ** 9)
     batch_size: int = flag(4, 'rows per batch, over all processes', low=1, high=2 ** 20)
     accum: int = flag(1, 'batches per step, for more rows than fit into memory', low=1, high=2 ** 12)
-    lr: float = flag(None, 'peak learning rate; default: 4e-3; for a pretrained model 0.03 / width', low=0,
-                     high=100)
+    lr: float = flag(None, f'peak learning rate; default: {LR:g}; for a pretrained model {PRETRAINED_LR:g} / '
+                     'width', low=0, high=100)
     weight_decay: float = flag(0.1, 'applies to parameters with two axes', low=0, high=100)
     clip: float = flag(1.0, 'gradient clipping: largest norm; 0: no clipping', low=0, high=1e9)
     carry: bool = flag(False, 'read the text in order and carry S from step to step (Schlag 2021, table 4)')
