@@ -880,7 +880,7 @@ def save_set(folder, meta, sides):
         for side, arrays in zip((*SIDES, 'test'), sides):
             data = files.enter_context(atomic(os.path.join(folder, side + '.bin')))
             entry = meta.setdefault(side, {})
-            entry['sha256'] = write_blocks(data, (a.astype(dtype, copy=False).tobytes() for a in arrays))
+            entry['sha256'] = write_blocks(data, (a.astype(dtype, copy=False).ravel() for a in arrays))
             entry['tokens'] = os.path.getsize(data) // dtype.itemsize
         text = json.dumps(meta, indent=1).encode()
         write_blocks(about, [text])
