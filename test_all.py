@@ -3022,6 +3022,10 @@ def test_an_evaluation_has_few_tokens_and_logits_in_memory(monkeypatch):
         rows.evaluate(torch.nn.Identity())
         assert seen[0] == (many, T) and sum(map(math.prod, seen)) == 33 * T, (T, vocab)
         seen.clear()
+    x = torch.zeros(300, 512, dtype=torch.long)
+    model = GPT(Config(n_layer=1, n_head=1, n_embd=8))
+    assert train.nats_along(model, x, x, '').shape == x.shape
+    assert seen[0] == (64, 512) and sum(map(math.prod, seen)) == x.numel()
 
 def test_bits_per_byte_count_every_token_but_the_first_once(tmp_path, capsys):
     """In blocks, and with the state carried; what is printed is of bytes, two to some characters."""

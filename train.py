@@ -436,7 +436,7 @@ def nats_along(model, x, y, what, dtype=torch.float32):
     """Read rows x (B, T), each from an empty state -> nats (B, T) of the targets y (B, T). We read in pieces,
     so memory hardly grows with B and T. what: begins the progress lines; dtype: of the matrix products"""
     rows, T = x.shape
-    tokens = logits_at_once(x.device) // model.config.vocab_size
+    tokens = min(TOKENS, logits_at_once(x.device) // model.config.vocab_size)
     segment = max(1, min(T, 512, tokens))
     at_once = max(1, tokens // segment)
     pieces = [(i, t) for i in range(0, rows, at_once) for t in range(0, T, segment)]
