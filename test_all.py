@@ -3019,6 +3019,22 @@ def costs(model, tokens):
     """Nats of each next token (B, T - 1), of whole rows at once."""
     return F.cross_entropy(model.eval()(tokens[:, :-1])[0].mT, tokens[:, 1:], reduction='none')
 
+def test_an_evaluation_has_few_tokens_and_logits_in_memory(monkeypatch):
+    """Fewer than a gigabyte, whatever the rows and the vocabulary; a row is never split."""
+    seen = []
+    monkeypatch.setattr(train, 'predict', lambda model, x, y, *_: (
+        seen.append(x.shape) or torch.zeros(y.numel(), 2), y.flatten().clamp(max=1), None))
+    for T, vocab, many in (128, 256, 32), (8192, 256, 4), (65536, 256, 1), (128, 150_000, 3):
+        data = np.zeros(33 * T + 1, np.uint8)
+        rows = train.Rows(data, data, {'vocab_size': vocab}, T, torch.device('cpu'))
+        rows.evaluate(torch.nn.Identity())
+        assert seen[0] == (many, T) and sum(map(math.prod, seen)) == 33 * T, (T, vocab)
+        seen.clear()
+    x = torch.zeros(300, 512, dtype=torch.long)
+    model = GPT(Config(n_layer=1, n_head=1, n_embd=8))
+    assert train.nats_along(model, x, x, '').shape == x.shape
+    assert seen[0] == (64, 512) and sum(map(math.prod, seen)) == x.numel()
+
 def test_bits_per_byte_count_every_token_but_the_first_once(tmp_path, capsys):
     """In blocks, and with the state carried; what is printed is of bytes, two to some characters."""
     folder = prepare.prepare(put(tmp_path, 'text.txt', TEXT[:2500].replace('o', '\u00f6')), tokenizer='char')

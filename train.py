@@ -59,6 +59,7 @@ FIRST = 256         # tokens of the first range of positions where a conversion 
 OFTEN = 'data rule phi init steps batch_size lr n_layer n_head n_embd block_size out resume'  # in --help
 COMPARED = 'sink', 'tova', 'h2o'        # policies to compare with, see `caches`
 LOGITS = 2 ** 26    # that many in memory at a time, 256 MB; on a GPU more, see `logits_at_once`
+TOKENS = 2 ** 15    # an evaluation reads at most so many at a time
 POOL = 32           # pairs are drawn for this many steps at once, then sorted: similar lengths share a step
 LAST_SECONDS = 20   # the last validation takes at most so long, or half as long as the training
 SAMPLE = 400        # tokens in the sample at the end
@@ -378,9 +379,8 @@ class Rows:
         carried: read row by row, each from the final state of the last. label: begins the progress lines"""
         if begin is None:
             begin = blocks(len(self.val), self.T, self.meta)
-        many = min(32, 2 ** 28 // (self.T * self.meta['vocab_size']))           # at most 1 GB of logits
-        if carried or many == 0:
-            many = 1
+        tokens = min(TOKENS, LOGITS // self.meta['vocab_size'])
+        many = 1 if carried else max(1, min(32, tokens // self.T))              # rows at a time
         if self.world > 1:
             for b in model.buffers():                       # all use the first process's random features
                 dist.broadcast(b, 0)
@@ -437,7 +437,7 @@ def nats_along(model, x, y, what, dtype=torch.float32):
     """Read rows x (B, T), each from an empty state -> nats (B, T) of the targets y (B, T). We read in pieces,
     so memory hardly grows with B and T. what: begins the progress lines; dtype: of the matrix products"""
     rows, T = x.shape
-    tokens = logits_at_once(x.device) // model.config.vocab_size
+    tokens = min(TOKENS, logits_at_once(x.device) // model.config.vocab_size)
     segment = max(1, min(T, 512, tokens))
     at_once = max(1, tokens // segment)
     pieces = [(i, t) for i in range(0, rows, at_once) for t in range(0, T, segment)]
@@ -927,7 +927,7 @@ def report(model, data, args, log, **figures):
     if 'row' not in meta:
         figures['bits per byte'] = loss * bits_a_nat(meta)
         if not args.fsdp and model.max_len is None and model.config.keeps() == {None}:
-            along = dataclasses.replace(data, T=4096, world=1)
+            along = dataclasses.replace(data, T=min(4096, LOGITS // meta['vocab_size'] + 1), world=1)
             loss, _ = along.evaluate(model, carried=True, label='validation, carried')
             tell(log, f'validation, carried: {score(meta, loss)}', read='carried', val_loss=loss)
             figures.update({'val_loss carried': loss, 'bits per byte carried': loss * bits_a_nat(meta)})

@@ -296,6 +296,12 @@ def units(meta):
     return meta['chars']
 
 
+@functools.lru_cache(4)
+def numbers(units):
+    """{text of a token: its id}. Kept, as a set may have thousands of tokens, and encode a text a line."""
+    return {unit: i for i, unit in enumerate(units)}
+
+
 def encode(text, meta, special=False):
     """Text -> token ids, by the meta of a data set or a checkpoint. A text of ids is numbers separated by
     spaces; a text of words is anything separated by spaces. special: read special tokens as such"""
@@ -312,10 +318,10 @@ def encode(text, meta, special=False):
         if max(ids, default=0) >= meta['vocab_size']:
             raise ValueError(f'its tokenizer makes token {max(ids)} of this text, beyond the vocabulary')
         return ids
-    ids = {unit: i for i, unit in enumerate(units(meta))}
+    ids = numbers(tuple(units(meta)))
     if kind in FIXED:
         text = text.split()
-    unknown = sorted(set(text) - set(ids))
+    unknown = sorted({unit for unit in text if unit not in ids})
     if unknown:
         words = ' or '.join(repr(u[:20]) for u in unknown[:10])
         raise ValueError(f'there is no token for {words}')
@@ -874,7 +880,7 @@ def save_set(folder, meta, sides):
         for side, arrays in zip((*SIDES, 'test'), sides):
             data = files.enter_context(atomic(os.path.join(folder, side + '.bin')))
             entry = meta.setdefault(side, {})
-            entry['sha256'] = write_blocks(data, (a.astype(dtype, copy=False).tobytes() for a in arrays))
+            entry['sha256'] = write_blocks(data, (a.astype(dtype, copy=False).ravel() for a in arrays))
             entry['tokens'] = os.path.getsize(data) // dtype.itemsize
         text = json.dumps(meta, indent=1).encode()
         write_blocks(about, [text])
