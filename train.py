@@ -379,8 +379,8 @@ class Rows:
         carried: read row by row, each from the final state of the last. label: begins the progress lines"""
         if begin is None:
             begin = blocks(len(self.val), self.T, self.meta)
-        logits = logits_at_once(self.device) if self.world == 1 else LOGITS     # alike in all processes
-        tokens = min(TOKENS, logits // self.meta['vocab_size'])
+        room = logits_at_once(self.device) if self.world == 1 else LOGITS       # alike in all processes
+        tokens = min(TOKENS, room // self.meta['vocab_size'])
         many = 1 if carried else max(1, min(32, tokens // self.T))              # rows at a time
         if self.world > 1:
             for b in model.buffers():                       # all use the first process's random features
