@@ -343,10 +343,9 @@ def write_texts(args, model, data, first, begun, prompt=None):
     return last, state, times, texts
 
 
-def show_texts(prompts, texts, data):
-    """Print several texts, each with its number."""
-    for i, (prompt, text) in enumerate(zip(prompts, texts), 1):
-        print(f'--- {i} ---\n{added(prompt[-LOOK_BACK:], text, data)}', flush=True)
+def show_numbered(i, prompt, text, data):
+    """Print one of several texts."""
+    print(f'--- {i + 1} ---\n{added(prompt[-LOOK_BACK:], text, data)}', flush=True)
 
 
 def by_lines(args, model, meta):
@@ -369,6 +368,7 @@ def by_lines(args, model, meta):
             together.append(i)
     groups += [together[i:i + AT_ONCE] for i in range(0, len(together), AT_ONCE)]
     written = {}
+    shown = 0
     for group in groups:
         rows = [torch.tensor([prompts[i]], device=model.embed.weight.device) for i in group]
         states = [model.read(row[:, :-1]) for row in rows]
@@ -376,7 +376,9 @@ def by_lines(args, model, meta):
         last = torch.cat([row[:, -1:] for row in rows])
         *_, texts = write_texts(args, model, data, last, state)
         written.update(zip(group, texts))
-    show_texts(prompts, [written[i] for i in range(len(prompts))], data)
+        while shown in written:                             # in order, as soon as may be
+            show_numbered(shown, prompts[shown], written[shown], data)
+            shown += 1
 
 
 def spoken(args):
@@ -490,7 +492,8 @@ def complete(args, model, meta):
     alone = prompt if args.samples == 1 else None
     last, state, times, texts = write_texts(args, model, meta['data'], tokens[:, -1:], state, alone)
     if args.samples > 1 and args.tokens:
-        show_texts([prompt] * args.samples, texts, meta['data'])
+        for i, text in enumerate(texts):
+            show_numbered(i, prompt, text, meta['data'])
     if args.save_state:
         keep_state(args, model, meta, last, state)
     if args.html:

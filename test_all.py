@@ -4096,8 +4096,8 @@ def test_texts_of_unequal_length_are_joined(flags):
             near(logits[i], wanted[0], 1e-5)                    # angles of rope are fp32
         token = logits.argmax(-1)
 
-def test_each_line_is_a_prompt_and_of_many_texts_one_is_read_once(a_model, tmp_path, capsys):
-    """Greedy, each is what it is alone."""
+def test_each_line_is_a_prompt_and_of_many_texts_one_is_read_once(a_model, tmp_path, capsys, monkeypatch):
+    """Greedy, each is what it is alone. Those before a stop are shown."""
     lines = 'line 1', 'a', 'the quick brown fox'
     path = put(tmp_path, 'lines', '\n'.join(lines))
     for rule in 'delta', 'tova', 'softmax':
@@ -4109,6 +4109,17 @@ def test_each_line_is_a_prompt_and_of_many_texts_one_is_read_once(a_model, tmp_p
         out, err = written(capsys, *flags, f'--prompt={lines[0]}', '--samples=3')
         assert out == ''.join(f'--- {i} ---\n{alone[0]}' for i in (1, 2, 3))
         assert '6 tokens read' in err
+    monkeypatch.setattr(sample, 'AT_ONCE', 1)
+    write = sample.write_texts
+
+    def stopped(args, model, data, last, *more):
+        if last.item() == ord('x'):                             # of the third line
+            raise KeyboardInterrupt
+        return write(args, model, data, last, *more)
+    monkeypatch.setattr(sample, 'write_texts', stopped)
+    flags = f'--init={a_model("--rule=delta")}', '--temperature=0', '--tokens=9'
+    assert sample.main([*flags, f'--prompt=@{path}', '--lines']) == 130
+    assert re.findall('--- (.) ---', capsys.readouterr().out) == ['1', '2']
     one = load(a_model('--rule=softmax'))[0]
     with pytest.raises(ValueError, match='join texts of one length'):
         model_py.join([one.read(torch.zeros(1, n, dtype=torch.long)) for n in (2, 3)])
