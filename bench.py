@@ -37,6 +37,7 @@ import kernels
 import train as recipe
 from data import chat, prepare
 from data.flags import flag, parse
+from data.weights import weights_digest
 from fastweight import RULES, l2
 from model import (GPT, Cache, Config, FastWeights, cached_by, can_become_an_rnn, chosen_texts, kl, load,
                    pick_device, pick_forms, sample, state_bytes, state_of)
@@ -321,14 +322,16 @@ def command(out, file, flags, seed, reads, device):
     return {**result, 'path': os.path.join(out, 'ckpt.safetensors')}
 
 
-def a_run(args, suite, form, file, flags, seed, teacher=''):
-    """Run one command -> its results, and those of the suite's `from_checkpoint`. teacher: the digest of the
-    model that it begins with. Its path may hold another model later, and that of a text another text"""
-    reads = [teacher]
+def a_run(args, suite, form, file, flags, seed):
+    """Run one command -> its results, and those of the suite's `from_checkpoint`. The key says which text and
+    which model it reads, since their paths may hold others later."""
+    reads = []
     for word in shlex.split(flags):
-        name, _, data = word.partition('=')
-        if name == '--data' and data:
-            reads.append(os.path.basename(prepare.place(data)))
+        name, _, value = word.partition('=')
+        if name == '--data' and value:
+            reads.append(os.path.basename(prepare.place(value)))
+        elif name in ('--init', '--from'):
+            reads.append(weights_digest(*load(value)))
     key = {'file': file, 'flags': flags, 'seed': seed, 'reads': reads}
     result = once(args, suite, form, command, **key)
     if suite.from_checkpoint:
@@ -349,8 +352,7 @@ def converted(args, suite, form, source, flags, first, steps, seed):
     and convert.json"""
     flags = (f'--from={shlex.quote(source)} {flags} --distil_steps={first} --steps={steps} '
              f'--eval_every={max(1, first + steps)} --controls=false')
-    _, meta = load(source, 'cpu')
-    return a_run(args, suite, form, 'convert.py', flags, seed, meta.get('digest', ''))
+    return a_run(args, suite, form, 'convert.py', flags, seed)
 
 
 def a_line(args, suite, way, form, seed):
@@ -1234,8 +1236,8 @@ def over_lengths(args, suite):
     for T in args.lengths:
         cells = []
         for form in list(lines):
-            call = lines[form](args, T)
             try:
+                call = lines[form](args, T)
                 call()
             except RuntimeError as e:               # memory may end
                 del lines[form]
