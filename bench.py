@@ -1013,8 +1013,8 @@ ONE_IN = 4          # the cache is 1/4 of a row where we split answers by the fa
 
 
 def still_cached(state, at):
-    """-> (B,): the share of four tokens that is still cached, over layers and heads. They are the
-    one at position `at` and the next three, into which a convolution mixes it."""
+    """-> (B,): the share of four tokens that is still cached, over layers and heads: the one at position `at`
+    (B,) and the next three, into which a convolution mixes it."""
     wanted = at[:, None, None, None] + torch.arange(4, device=at.device)
     shares = []
     for layer in state['layers']:

@@ -1485,8 +1485,8 @@ def load(source, device='cpu', revision='main', **changes):
         folder = weights.Folder(weights.folder_of(source, revision), source)
         meta = {'config': {**dataclasses.asdict(Config()), **folder.config}, 'data': folder.data}
     saved = config_of(source, meta)
-    if 'pad' in meta['data'] and not {'classes', 'source'} & meta['data'].keys():
-        meta['data'].pop('row', None)   # of pairs that were joined into texts: it reads any text
+    if prepare.are_joined(meta['data']):
+        meta['data'].pop('row', None)   # the rows were those of the pairs: the model reads any text
     config = swapped(saved, source, **changes)
     undrawn = Undrawn()
     anew = config.overflow != saved.overflow        # some weights are new, but always the same

@@ -297,7 +297,7 @@ def units(meta):
 
 
 @functools.lru_cache(4)
-def numbers(units):
+def ids_of(units):
     """{text of a token: its id}. Kept, as a set may have thousands of tokens, and encode a text a line."""
     return {unit: i for i, unit in enumerate(units)}
 
@@ -318,7 +318,7 @@ def encode(text, meta, special=False):
         if max(ids, default=0) >= meta['vocab_size']:
             raise ValueError(f'its tokenizer makes token {max(ids)} of this text, beyond the vocabulary')
         return ids
-    ids = numbers(tuple(units(meta)))
+    ids = ids_of(tuple(units(meta)))
     if kind in FIXED:
         text = text.split()
     unknown = sorted({unit for unit in text if unit not in ids})
@@ -382,9 +382,14 @@ def source_rows(texts, meta):
     return np.array([row + [meta['pad']] * (longest - len(row)) for row in rows])
 
 
+def are_joined(meta):
+    """Whether these are the tokens of pairs that were joined into texts: their padding is a line end."""
+    return 'pad' in meta and not {'classes', 'source'} & meta.keys()
+
+
 def decode(tokens, meta):
     """Token ids -> text, without padding. Bytes that are not UTF-8 become replacement characters."""
-    pad = meta.get('pad') if {'source', 'classes'} & meta.keys() else None     # a line end in joined pairs
+    pad = None if are_joined(meta) else meta.get('pad')
     tokens = [int(t) for t in tokens if t != pad]
     wrong = [t for t in tokens if t not in range(meta['vocab_size'])]
     if wrong:
@@ -430,7 +435,7 @@ def tokenize(data, meta, size=1 << 20):
     from tqdm import tqdm
     if 'json' in meta:
         spans = any(map(PHRASE.search, subwords(meta['json'], meta['vocab_size']).get_vocab()))
-        strips = after('x\n', 'x', meta) != after('\n', 'x', meta)      # line ends at the ends of a text
+        strips = after('x\n', 'x', meta) != after('\n', 'x', meta)      # it drops line ends around a text
         if spans or strips:
             size = len(data)                                    # no place is safe to cut at
     letter = ''
