@@ -1,6 +1,6 @@
 """Run measurements on this machine, `decode` if no suite is named. A suite is an entry of SUITES, at the end
 of this file. It prints a table and writes out/bench/SUITE.csv and, if there is something to plot,
-SUITE.png. Most suites take one or two minutes; --full takes hours.
+SUITE.png. Most suites take a few minutes; --full takes hours.
 
 Some suites run train.py and convert.py, and report one figure of each run (`runs`). Some study a trained
 softmax model, and some measure time (`timed`). `capacity` and `update` train a single layer. Finished runs
