@@ -540,8 +540,8 @@ def to_folder(folder, tensors, config, data):
     config.json is removed first and the new one moved in last, so that two models are never mixed."""
     kind = family_of(config)
     if kind is None:
-        raise ValueError('the hub has room for GPT-2, Llama and BERT alone: softmax in every layer, no '
-                         'convolutions; sample.py and model.load read others')
+        raise ValueError('the hub has room for GPT-2, Llama and BERT with its pooler alone: softmax in every '
+                         'layer, no convolutions; sample.py and model.load read others')
     raw = published(kind, config)
     texts = dict(data.get('files', {}))
     if 'json' in data and OLDER[0] not in texts:
