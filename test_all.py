@@ -3800,7 +3800,7 @@ def test_hub_weights_give_what_another_implementation_gives(kind, how, tmp_path)
         again, meta_again = load(tmp_path / 'again')
         models.append(again)
     else:
-        with pytest.raises(ValueError, match='GPT-2, Llama and BERT alone'):
+        with pytest.raises(ValueError, match='GPT-2, Llama and BERT with its pooler alone'):
             write()
     if kind in EMBEDS:
         positions = 'compress' if kind == 'llama' else 'true'       # no gap is long enough
