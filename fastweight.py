@@ -288,7 +288,7 @@ def encoded(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
         S = write_all(k, v, gates['write'], S=S, normalise=normalise)
         return read_all(q, S, normalise, floor), S
     decays = gates.get('log_f'), gates.get('log_z')
-    _, _, v, _, _, log_f, log_z, S = filled(q, k, v, None, erase, *decays, S, normalise)
+    _, _, v, _, _, log_f, log_z, S = filled(q, k, v, write, erase, *decays, S, normalise)
     o, S = form(q, k, v, **gates, S=S)
     reversed_text = {name: x.flip(2) for name, x in {'k': k, 'v': v, **gates}.items() if x is not None}
     next_q = (log_f.exp() * q).flip(2).roll(-1, 2)          # D_t q_t = z_t * (S_{t+1} (f_t * q_t))

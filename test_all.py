@@ -256,12 +256,12 @@ def test_normalise_is_refused_with_erase_as_erasing_makes_weights_negative():
     near(A, one_head(-2 / 9, -2 / 9, 1 / 3)[0, 0])
     n_q = recurrent(q, k, one[..., None], one, one)[0][0, 0, 2, 0]
     near(n_q, A.sum())                          # value channels do share a denominator: it is -1/9
-    for form in recurrent, chunked, kernels.chunked:
+    for form in recurrent, chunked, kernels.chunked, fastweight.encoded:
         with pytest.raises(ValueError, match='erase'):
             form(q, k, k, write=one, erase=one, normalise=True)
         for gate in 'log_z', 'write':                           # where channels differ, none is shared
             with pytest.raises(ValueError, match=f'vector {gate}'):
-                form(q, k, k, **{gate: -k}, normalise=True)
+                form(q, k, k, **{gate: -k}, log_f=-one[..., None], normalise=True)
 
 
 # ---- Write all, then read: each step sees the whole text ---------------------------------------------------
