@@ -319,7 +319,7 @@ def softmax(q, k, v, cached=None):
     return attention(q, k, v, mask, is_causal=causal), dict(k=k, v=v)
 
 def attention(q, k, v, mask=None, **how):
-    """PyTorch's attention for shared heads. Its fast forms on a GPU take them only for one query."""
+    """PyTorch's attention. On a GPU, its fast forms take shared heads only for a single query."""
     H, T = q.shape[1:3]
     if T > 1:
         k, v = for_heads(k, H), for_heads(v, H)
@@ -356,7 +356,7 @@ POLICIES = {
 }
 NEVER = -1e30   # the score of a masked token; -inf would give NaN where all are masked
 
-GAPS = {        # --positions: what a gap between positions counts above 10. Oren 2024, appendix
+GAPS = {        # --positions: what is left of the part of a gap above 10. Oren 2024, appendix
     'compress': lambda above: (above + math.e).log().log(), 'log': torch.log1p, 'sqrt': torch.sqrt}
 
 def compressed(pos, positions='compress'):
@@ -455,7 +455,7 @@ def joined(parts):
 def bounded(q, k, v, cached, t, policy, cache, sinks=0, spill=False, turn=None):
     """Softmax attention with at most `cache` cached tokens: the definition, step by step.
     q (B, H, T, d)   k, v (B, G, T, d)   t position of the first step   policy from POLICIES
-    sinks < cache: how many first tokens `sink` never evicts
+    sinks < cache: how many first tokens `sink` and `tova-sink` never evict
     cached None, or the cache that the last call returned: k, v (B, G, cache, d), pos, total (B, G, cache),
     in any order. pos is -1 in an empty slot.
     spill: evict before the step reads. The evicted token then goes into a matrix and must not count twice.
@@ -496,8 +496,7 @@ class FeatureMap(nn.Module):
         return self.f(x)
 
     def of_heads(self, p, x):
-        """A parameter p (G, ..) for each head of x (B, H, T, d): H / G queries share a key head, and its map
-        """
+        """A parameter p (G, ..) for each head of x (B, H, T, d): heads of q that share keys share its map."""
         return p.repeat_interleave(x.shape[1] // len(p), 0).to(x.dtype)
 
 def number(arg, default):
