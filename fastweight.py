@@ -426,7 +426,7 @@ def attend_cached(q, cached, seen, turn=None):
     o = weights.to(q.dtype).flatten(2, 3) @ cached['v']
     return o.view_as(q), weights.sum(2), log_sum.flatten(1, 2)
 
-def bounded_step(q, k, v, cached, t, policy, cache, sinks=0, spill=False, turn=None):
+def bounded_step(q, k, v, cached, t, policy, cache, sinks, spill, turn):
     """`bounded` for one step: append the step, attend, score the cached tokens, evict one."""
     cached = append(cached, k, v, t)
     real = cached['pos'] >= 0

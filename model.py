@@ -293,7 +293,7 @@ def try_compiler(device):
 
 
 # ---- a layer's memory: gates from x, a map and a normaliser on q and k, then the recurrence ----------------
-def speeds(half, theta=1e4, scaling=(), device=None):
+def speeds(half, theta, scaling, device):
     """The angle by which rope rotates pair i per step: w_i = theta^(-i / half) -> (half,), fp32. Llama 3.1
     scales it, so that a model trained on n positions can read more. scaling is (factor, low, high, n): a pair
     with more than `high` turns in n steps keeps its w, one with fewer than `low` gets w / factor. The pairs
