@@ -33,7 +33,7 @@ if torch.cuda.is_available() or 'TRITON_INTERPRET' in os.environ:       # its im
 # ---- CPU: chunks with a hand-written backward --------------------------------------------------------------
 # The four steps of fastweight.chunked, in its letters. A tensor is (N, n, C, .): N = B H sequences of n
 # chunks of C steps. f and e scale the channels of keys: f the columns of S. z and w scale those of values: z
-# the rows of S.
+# the rows of S. f_all = f_in f_out is what is left after the whole chunk, z_all likewise.
 #
 #   y = f_up q     r = f_up e k     x = f_down k        rows; decays count from the chunk's middle
 #   A = tril(y x^T)    L = tril(r x^T, -1)    M = (I + L)^-1
