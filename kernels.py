@@ -983,9 +983,9 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
 
 # ---- the convolution of a block, with a hand-written backward ----------------------------------------------
 class ShiftedSum(torch.autograd.Function):
-    """Each weight multiplies the whole input, shifted: y[s:] += w_s x[:-s]. The backward shifts the other
-    way. It is written by hand because autograd's takes three times as long: it makes a tensor of the input's
-    size for each slice."""
+    """Each weight multiplies the whole input, shifted: y[s:] += w_{n-s} x[:-s]. The backward shifts the other
+    way. It is written by hand because autograd's takes two to three times as long: it makes a tensor of the
+    input's size for each slice."""
     @staticmethod
     def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
@@ -1007,6 +1007,5 @@ class ShiftedSum(torch.autograd.Function):
 
 
 def shifted_sum(x, w):
-    """y_t = sum_s w_s x_{t-s}, s = 0..n, with zeros before x. x (B, T, D), w (n + 1, D)  ->  y (B, T, D)
-    The last row of w is that of s = 0."""
+    """As model.shifted_sum: y_t = sum_s w_{n-s} x_{t-s}. x (B, T, D), w (n + 1, D)  ->  y (B, T, D)"""
     return ShiftedSum.apply(x, w)
