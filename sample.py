@@ -232,10 +232,10 @@ def given_to_memories(model, tokens):
             q, _ = memory.asked(seen.q, seen.k, layer, {})
             layer['q'] = spread(memory.normaliser(q), n, n - 1)         # read after the last write
             layer.update(normalise=memory.normalise and not memory.by_keys, floor=memory.phi.floor)
-        if not memory.rule.keeps and memory.by_keys:        # as in FastWeights.divided_by_keys
-            seen = seen_by_k(layer['k'], layer['k'].cumsum(2))
-            erase = layer['erase'] / seen.clamp(min=FLOOR)
-            layer['erase'] = erase.where(seen > FLOOR, 0)   # at first S is empty; 16 bits end early
+            if memory.by_keys:                              # as in FastWeights.divided_by_keys
+                before = seen_by_k(layer['k'], layer['k'].cumsum(2))
+                erase = layer['erase'] / before.clamp(min=FLOOR)
+                layer['erase'] = erase.where(before > FLOOR, 0)     # at first S is empty; 16 bits end early
         layers.append(layer)
     return layers
 
