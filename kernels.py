@@ -841,7 +841,8 @@ def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, norm
     """fastweight.chunked through `Tiles`. Kernels convert what they load to fp32, so bf16 inputs stay as they
     are. A head's decay is one of its values: that multiplies what a product gives, not its operands."""
     dtype = v.dtype
-    q, k, v, w, e, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise, False)
+    q, k, v, w, e, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise,
+                                           converts=False)
     S = S.float()
     if normalise:
         c = v.detach().float().mean(2, keepdim=True)    # a mean moves with its values. Were they far from 0,
