@@ -391,8 +391,8 @@ class Rows:
         total = torch.zeros(3, dtype=torch.float64)         # nats, targets, right guesses
         for i in with_progress(range(0, len(begin), self.world * many), label):
             share = begin[i + self.rank * many:][:many]
-            idle = len(share) == 0                          # it still runs: others may need its shard
-            if idle:
+            none_left = len(share) == 0                     # it still runs: others may need its shard
+            if none_left:
                 share = begin[:1]
             x, y = rows(self.val, share, self.T, self.meta, self.device)
             logits, y, end = predict(model, x, y, state, self.meta, self.dtype)
@@ -400,7 +400,7 @@ class Rows:
                 state = end
             loss = F.cross_entropy(logits, y, reduction='sum', ignore_index=-1)
             right = (logits.argmax(-1) == y).sum()
-            if not idle:
+            if not none_left:
                 total += torch.tensor([loss.item(), (y >= 0).sum().item(), right.item()])
         if self.world > 1:
             dist.all_reduce(total)
@@ -413,9 +413,9 @@ class Rows:
         begin = blocks(len(self.val), self.T, self.meta, 8)
         began = time.perf_counter()
         self.evaluate(model, begin)
-        rows = max(1, int(seconds / (time.perf_counter() - began) * len(begin)))
+        count = max(1, int(seconds / (time.perf_counter() - began) * len(begin)))
         begin = blocks(len(self.val), self.T, self.meta)
-        return self.val[:begin[rows]] if rows < len(begin) else self.val
+        return self.val[:begin[count]] if count < len(begin) else self.val
 
     def of_start(self):
         """-> where the rows begin that evaluations during training read, and what these rows are called"""
@@ -437,12 +437,12 @@ def logits_at_once(device):
 def nats_along(model, x, y, what, dtype=torch.float32):
     """Read rows x (B, T), each from an empty state -> nats (B, T) of the targets y (B, T). We read in pieces,
     so memory hardly grows with B and T. what: begins the progress lines; dtype: of the matrix products"""
-    rows, T = x.shape
+    B, T = x.shape
     tokens = min(TOKENS, logits_at_once(x.device) // model.config.vocab_size)
     segment = max(1, min(T, 512, tokens))
     at_once = max(1, tokens // segment)
-    pieces = [(i, t) for i in range(0, rows, at_once) for t in range(0, T, segment)]
-    nats = torch.empty(rows, T)
+    pieces = [(i, t) for i in range(0, B, at_once) for t in range(0, T, segment)]
+    nats = torch.empty(B, T)
     for i, t in with_progress(pieces, what):
         if t == 0:
             state = None
