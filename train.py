@@ -502,7 +502,7 @@ def caches(teacher, student):
 
 
 def other_policies(student):
-    """A student with a matrix beside its cache, cached by other policies -> their names, models"""
+    """A student with a matrix beside its cache, under the policies it cannot train with -> names, models"""
     for policy in COMPARED[1:] if student.config.overflow else ():
         rules = [policy if RULES[rule].bounded else rule for rule in student.config.rules]
         yield policy, cached_by(student, rules)
