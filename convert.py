@@ -55,8 +55,8 @@ from data import prepare
 from data.flags import briefly, flag, known, parse, picked, plural, refuse, typed
 from data.weights import is_state, read_tensors, to_folder, weights_digest
 from fastweight import RULES
-from model import (GPT, SOURCE_RULES, bias_of, can_become_an_rnn, cannot_train, fill, idle, kl, load,
-                   pick_device, save, state_of, subset)
+from model import (GPT, SOURCE_RULES, bias_of, bytes_after, can_become_an_rnn, cannot_train, fill, idle, kl,
+                   load, pick_device, save, subset)
 from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, QUIET, SMALL, Rows, adamw, begin_log, begin_step,
                    bits_a_nat, blocks, caches, commit, is_large, lies_in, log_of, logits_at_once, nats_along,
                    of_part, other_policies, pack_optimiser, predict, products_in, recovered, rows,
@@ -614,7 +614,7 @@ class Conversion:
         row = self.judged or self.columns_of(model, name)
         self.judged = None
         seconds = sum(self.seconds[stage] for stage in stages)
-        size = state_of(model, self.data.T)
+        size = bytes_after(model, self.data.T)
         self.table.append({'model': name, **row, 'tokens': self.tokens_in(steps),
                            'minutes': round(seconds / 60, 2), 'state bytes': size})
         if 'accuracy' in row:
@@ -890,11 +890,11 @@ def tell_start(args, name, data, teacher, student, new):
     added = sum(counts[name] for name in new)
     text = (f'{args.from_} -> {briefly(student.config.all_rules)}; {name}, rows of {data.T}; '
             f'{plural(args.threads, "thread")}; of {sum(counts.values()):,} parameters {added:,} are new')
-    size = state_of(student, 1)
+    size = bytes_after(student, 1)
     if size:
-        at_first = state_of(teacher, 1)
-        a_token = state_of(teacher, 2) - at_first
-        grows = state_of(student, 2) - size
+        at_first = bytes_after(teacher, 1)
+        a_token = bytes_after(teacher, 2) - at_first
+        grows = bytes_after(student, 2) - size
         text += f'; a state of {size / 1e6:.3g} MB'
         if grows < a_token:
             first = max(1, 2 + (size - at_first) // (a_token - grows))

@@ -1403,7 +1403,7 @@ def state_bytes(state):
     return sum(x.nbytes for x in pack(state).values())
 
 
-def state_of(model, T):
+def bytes_after(model, T):
     """The bytes of a model's state after T tokens; None for an encoder or a translator. A cache without a
     limit grows by as much with every token."""
     if not model.config.causal or model.config.source:

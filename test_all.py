@@ -3482,7 +3482,7 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, monkeyp
     models = [load(path, 'cpu')[0] for path in (tmp_path / 'ckpt.safetensors', teacher)]
     first = int(re.search(r"smaller than the teacher's from (\d+) tokens", said)[1])
     for n in first - 1, first:
-        smaller, larger = (model_py.state_of(model, n) for model in models)
+        smaller, larger = (model_py.bytes_after(model, n) for model in models)
         assert (smaller < larger) == (n == first)
     lines = {row['model']: row for row in found['table']}
     names = [name for name in lines if 'cached' not in name]
