@@ -624,10 +624,6 @@ class Conversion:
                     f'({row["low"]:.1%} to {row["high"]:.1%}), {row["recovered a byte"]:.1%} a byte')
         say(f'{name}: {text}')
 
-    def closing(self):
-        """-> the last line of the table, and the accuracy before the last stage"""
-        return {**self.table[-1], 'before': self.table[-2].get('accuracy')}
-
     def tokens_in(self, steps):
         """The number of tokens in so many steps."""
         return steps * self.args.batch_size * self.data.T
@@ -1024,7 +1020,8 @@ def main(argv):
     save(f'{args.out}/ckpt.safetensors', student,
          {'step': args.steps, 'data': meta['data'], 'args': {'data': name}, 'from': args.from_})
     run.log = begin_log(run.log, run.file)
-    figures = {**run.closing(), 'commit': commit(), **dataclasses.asdict(args)}
+    figures = {**run.table[-1], 'commit': commit(), **dataclasses.asdict(args)}
+    figures['before'] = run.table[-2].get('accuracy')       # the last stage
     prepare.write_json(f'{args.out}/result.json', {**figures, **dataclasses.asdict(student.config)})
     for what, model in other_policies(student):
         run.note(f'the same, cached by {what}', model, steps=distilled + args.steps)
