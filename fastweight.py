@@ -63,7 +63,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 LOG_MIN = -5.0  # smallest log-decay per step: 0.7 % is left. Below it, the factors of a chunk could overflow
-SHARPNESS = 0.3     # of slots, at first
 FLOOR = 1e-6    # smallest n.q to divide by; maps that can make it 0 or negative set 1e-2
 
 
@@ -640,6 +639,8 @@ class Hedgehog(FeatureMap):
         if self.form == 'exp':
             return torch.cat([y - y.amax(-1, True), y.amin(-1, True) - y], -1).exp()
         return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1)
+
+SHARPNESS = 0.3         # of slots, at first
 
 class Slots(FeatureMap):
     """A key is written to those of m slots that it belongs to, softmax(W k + b). Their values add up in S. A
