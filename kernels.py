@@ -317,7 +317,7 @@ class Chunks(torch.autograd.Function):
         return None, dS, *gradients
 
 
-def form(f):
+def as_form(f):
     """Turn f(q, k, v, w, e, log_f, log_z, S) -> o, S, whose arguments come from `start`, into a form: a
     function with the arguments of fastweight.recurrent."""
     @functools.wraps(f)
@@ -327,7 +327,7 @@ def form(f):
     return whole
 
 
-@form
+@as_form
 def on_cpu(q, k, v, w, e, log_f, log_z, S):
     """fastweight.chunked through `Chunks`, also on a GPU where no kernel may run. A chunk has CHUNK steps.
     With many features it has twice as many, because a state costs K V numbers per chunk. With few features
@@ -342,7 +342,7 @@ def on_cpu(q, k, v, w, e, log_f, log_z, S):
     return o, S_T.view(S.shape)
 
 
-@form
+@as_form
 def step_over(q, k, v, w, e, log_f, log_z, S):
     """fastweight.recurrent for a single step without gradients. Absent gates cost nothing. The S that is
     given is not changed, but one that has decayed is new, so the later lines may write to it."""
@@ -790,10 +790,10 @@ def tiles(q, v, w, e, f, z):
 
 
 class Tiles(torch.autograd.Function):
-    """`Chunks` on a GPU, for any T. q, k, v are fp32 or bf16. All tensors are contiguous. mean: o is still to
-    be divided, so it is fp32."""
+    """`Chunks` on a GPU, for any T. q, k, v are fp32 or bf16. All tensors are contiguous. normalise: o is
+    still to be divided, so it is fp32."""
     @staticmethod
-    def forward(ctx, q, k, v, w, e, f, z, S, mean=False):
+    def forward(ctx, q, k, v, w, e, f, z, S, normalise):
         B, H, T, K = q.shape
         V = v.shape[-1]
         size = tiles(q, v, w, e, f, z)
@@ -807,7 +807,7 @@ class Tiles(torch.autograd.Function):
                 U = v.new_empty(v.shape, dtype=torch.float32)
                 fewer_warps = dict(size, num_warps=size['num_warps'] // 4)      # for short rows, one by one
                 inverse[(B * H * n,)](k, e, f, N, T, **fewer_warps)
-            o = torch.empty_like(v, dtype=torch.float32 if mean else v.dtype)
+            o = torch.empty_like(v, dtype=torch.float32 if normalise else v.dtype)
             before = v.new_empty(B * H, n, V, K)
             S_T = torch.empty_like(S)
             forward[grid](q, k, v, w, e, f, z, N, S, o, U, before, S_T, T, **size)
