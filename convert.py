@@ -609,11 +609,11 @@ class Conversion:
         return {'perplexity': math.exp(min(mean, 80)), 'bits per byte': bits_a_nat(self.part) * mean,
                 **recovered(self.nats - nats, self.part)}
 
-    def note(self, name, model, *stages, steps=0):
+    def note(self, name, model, *done, steps=0):
         """Add a line to the table and print it: how good a model is after these stages and steps."""
         row = self.judged or self.columns_of(model, name)
         self.judged = None
-        seconds = sum(self.seconds[stage] for stage in stages)
+        seconds = sum(self.seconds[stage] for stage in done)
         size = bytes_after(model, self.data.T)
         self.table.append({'model': name, **row, 'tokens': self.tokens_in(steps),
                            'minutes': round(seconds / 60, 2), 'state bytes': size})
@@ -678,18 +678,18 @@ class Conversion:
     def restore_stage(self, stage, path, model, opt):
         """Restore model and optimiser of a stopped stage -> the steps already done."""
         tensors, meta = read_tensors(path)
-        stopped = picked(Stage, meta, path)
+        kept = picked(Stage, meta, path)
         for key, digest in self.about['made_from'].items():
-            if stopped.made_from.get(key) != digest:
+            if kept.made_from.get(key) != digest:
                 raise ValueError(f'--resume: the {key} is not what the run began with; start anew')
         weights = {name.removeprefix('model.'): x for name, x in tensors.items() if name.startswith('model.')}
         changing = learned(model)
         others = {name: x for name, x in model.state_dict().items() if name not in changing}
         fill(model, others | weights, f'{path}: holds the weights of another model')
         unpack_optimiser(model, opt, tensors, path)
-        tell_saved('convert.py', self.args.out, path, stopped.step)
-        self.seconds[stage] = stopped.seconds
-        return stopped.step
+        tell_saved('convert.py', self.args.out, path, kept.step)
+        self.seconds[stage] = kept.seconds
+        return kept.step
 
 
 def controls(run, teacher, config, distilled):
@@ -943,9 +943,9 @@ def begun(args, changes, teacher, data):
 def rows_of(args, meta, device):
     """-> the rows to train on and to judge by, and what the data is called"""
     *sides, of_data, name = prepare.for_model(args.from_, meta, args.data, args.row)
-    known, found = (data.get('classes', 0) for data in (meta['data'], of_data))
-    if 0 < known < found:
-        raise ValueError(f'--data={name}: {found} classes, but {args.from_} knows {known}')
+    classes, found = (data.get('classes', 0) for data in (meta['data'], of_data))
+    if 0 < classes < found:
+        raise ValueError(f'--data={name}: {found} classes, but {args.from_} knows {classes}')
     T = of_data.get('row', args.row)
     whole = args.batch_size * T * of_data['vocab_size'] <= logits_at_once(device)
     parts = 1 if whole else args.batch_size                 # all rows of a step at once, or one by one

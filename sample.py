@@ -414,11 +414,11 @@ def system_prompt(args, data):
         return []
     if args.system == '-':
         raise ValueError('--system=-: standard input is what the user says; give a text, or @FILE')
-    begin = [{'role': 'system', 'content': text_of(args.system)}]
+    system = [{'role': 'system', 'content': text_of(args.system)}]
     asked = [{'role': 'user', 'content': 'Hello'}]
-    if chat.rendered(begin + asked, data) == chat.rendered(asked, data):
+    if chat.rendered(system + asked, data) == chat.rendered(asked, data):
         raise ValueError(f'--system: the chat template of {args.init} has no place for it; leave it out')
-    return begin
+    return system
 
 
 def answer_all(args, model, meta, heard):
@@ -426,8 +426,8 @@ def answer_all(args, model, meta, heard):
     template changes what was said before, all is read again. heard: a list to which tokens are added, with
     `by_whom`"""
     data = meta['data']
-    begin = system_prompt(args, data)
-    messages = [*begin]
+    system = system_prompt(args, data)
+    messages = [*system]
     state = None
     pending = []                                            # a token that was written, but not read
     known = ''                                              # the text of the state and these tokens
@@ -435,7 +435,7 @@ def answer_all(args, model, meta, heard):
         if said == '/quit':
             break
         if said == '/reset':
-            messages, state, pending, known = [*begin], None, [], ''
+            messages, state, pending, known = [*system], None, [], ''
             heard.clear()
         if said in ('', '/reset'):
             continue

@@ -533,7 +533,7 @@ def score(meta, loss, right=0):
     return f'{loss * bits_a_nat(meta):.4f} bits per byte, {perplexity}'
 
 
-def table(rows):
+def table(lines):
     """Print a list of dicts with the same keys as a table. None is shown as a dash."""
     def as_text(x):
         if x is None:
@@ -544,8 +544,8 @@ def table(rows):
             return f'{x:,.0f}'
         return f'{x:.4g}'
     columns = []
-    for name in rows[0]:
-        cells = [name] + [as_text(row[name]) for row in rows]
+    for name in lines[0]:
+        cells = [name] + [as_text(line[name]) for line in lines]
         width = max(map(len, cells))
         side = '>' if columns else '<'
         columns.append([f'{cell:{side}{width}}' for cell in cells])
@@ -598,12 +598,12 @@ def unpack_optimiser(model, opt, tensors, path):
             name, _, quantity = key.removeprefix('opt.').rpartition('.')
             memories.setdefault(name, {})[quantity] = x
     parameters = dict(model.named_parameters())
-    for name, memory in memories.items():
+    for name, kept in memories.items():
         p = parameters.get(name)
-        whole = p is not None and memory.keys() == MEMORY
-        if not (whole and all(is_memory(quantity, x, p) for quantity, x in memory.items())):
+        whole = p is not None and kept.keys() == MEMORY
+        if not (whole and all(is_memory(quantity, x, p) for quantity, x in kept.items())):
             raise ValueError(f'{path}: what the optimiser kept for {name} does not fit it; start anew')
-        for quantity, x in memory.items():
+        for quantity, x in kept.items():
             if quantity != 'step' or opt.defaults['fused']:     # unfused, the step count stays on the CPU
                 x = x.to(p.device)
             if quantity != 'step' and in_parts(p):
@@ -932,8 +932,8 @@ def report(model, data, args, log, **figures):
             loss, _ = along.evaluate(model, carried=True, label='validation, carried')
             tell(log, f'validation, carried: {score(meta, loss)}', read='carried', val_loss=loss)
             figures.update({'val_loss carried': loss, 'bits per byte carried': loss * bits_a_nat(meta)})
-    settings = {**dataclasses.asdict(args), **dataclasses.asdict(model.config)}
-    prepare.write_json(f'{args.out}/result.json', {**figures, 'commit': commit(), **settings})
+    prepare.write_json(f'{args.out}/result.json', {
+        **figures, 'commit': commit(), **dataclasses.asdict(args), **dataclasses.asdict(model.config)})
     if not args.fsdp:
         show(model, data, args)
 
