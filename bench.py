@@ -39,8 +39,8 @@ from data import chat, prepare
 from data.flags import flag, parse
 from data.weights import weights_digest
 from fastweight import RULES, l2
-from model import (GPT, Cache, Config, FastWeights, cached_by, can_become_an_rnn, chosen_texts, kl, load,
-                   pick_device, pick_forms, sample, state_bytes, state_of)
+from model import (GPT, Cache, Config, FastWeights, bytes_after, cached_by, can_become_an_rnn, chosen_texts,
+                   kl, load, pick_device, pick_forms, sample, state_bytes)
 
 os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # silences torch.profiler; we ask it for memory
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -461,7 +461,7 @@ def model_in(path, device, **changes):
 def size_of_state(args, result):
     """The size of the state for one row, in bytes."""
     model = model_in(result['path'], args.device)
-    return {'state bytes': state_of(model, model.config.block_size)}
+    return {'state bytes': bytes_after(model, model.config.block_size)}
 
 
 def of_classes(args, result):
@@ -1157,7 +1157,7 @@ def real(args, suite):
         nats = recipe.nats_along(model, x, y, form, args.dtype)
         teachers = nats if teachers is None else teachers
         row = {'form': form, **recipe.recovered(teachers - nats, of_text)}
-        row['state bytes'] = state_of(model, x.shape[1])
+        row['state bytes'] = bytes_after(model, x.shape[1])
         if talks:
             said = [(logits(model, x[:, :-1])[begin:], x[0, begin + 1:]) for begin, x in talks]
             found, wanted = map(torch.cat, zip(*said))

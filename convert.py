@@ -55,8 +55,8 @@ from data import prepare
 from data.flags import briefly, flag, known, parse, picked, plural, refuse, typed
 from data.weights import is_state, read_tensors, to_folder, weights_digest
 from fastweight import RULES
-from model import (GPT, SOURCE_RULES, bias_of, can_become_an_rnn, cannot_train, fill, idle, kl, load,
-                   pick_device, save, state_of, subset)
+from model import (GPT, SOURCE_RULES, bias_of, bytes_after, can_become_an_rnn, cannot_train, fill, idle, kl,
+                   load, pick_device, save, subset)
 from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, QUIET, SMALL, Rows, adamw, begin_log, begin_step,
                    bits_a_nat, blocks, caches, commit, is_large, lies_in, log_of, logits_at_once, nats_along,
                    of_part, other_policies, pack_optimiser, predict, products_in, recovered, rows,
@@ -609,12 +609,12 @@ class Conversion:
         return {'perplexity': math.exp(min(mean, 80)), 'bits per byte': bits_a_nat(self.part) * mean,
                 **recovered(self.nats - nats, self.part)}
 
-    def note(self, name, model, *stages, steps=0):
+    def note(self, name, model, *done, steps=0):
         """Add a line to the table and print it: how good a model is after these stages and steps."""
         row = self.judged or self.columns_of(model, name)
         self.judged = None
-        seconds = sum(self.seconds[stage] for stage in stages)
-        size = state_of(model, self.data.T)
+        seconds = sum(self.seconds[stage] for stage in done)
+        size = bytes_after(model, self.data.T)
         self.table.append({'model': name, **row, 'tokens': self.tokens_in(steps),
                            'minutes': round(seconds / 60, 2), 'state bytes': size})
         if 'accuracy' in row:
@@ -623,10 +623,6 @@ class Conversion:
             text = (f'perplexity {row["perplexity"]:.4g}, recovered {row["recovered"]:.1%} a token '
                     f'({row["low"]:.1%} to {row["high"]:.1%}), {row["recovered a byte"]:.1%} a byte')
         say(f'{name}: {text}')
-
-    def closing(self):
-        """-> the last line of the table, and the accuracy before the last stage"""
-        return {**self.table[-1], 'before': self.table[-2].get('accuracy')}
 
     def tokens_in(self, steps):
         """The number of tokens in so many steps."""
@@ -682,18 +678,18 @@ class Conversion:
     def restore_stage(self, stage, path, model, opt):
         """Restore model and optimiser of a stopped stage -> the steps already done."""
         tensors, meta = read_tensors(path)
-        stopped = picked(Stage, meta, path)
+        kept = picked(Stage, meta, path)
         for key, digest in self.about['made_from'].items():
-            if stopped.made_from.get(key) != digest:
+            if kept.made_from.get(key) != digest:
                 raise ValueError(f'--resume: the {key} is not what the run began with; start anew')
         weights = {name.removeprefix('model.'): x for name, x in tensors.items() if name.startswith('model.')}
         changing = learned(model)
         others = {name: x for name, x in model.state_dict().items() if name not in changing}
         fill(model, others | weights, f'{path}: holds the weights of another model')
         unpack_optimiser(model, opt, tensors, path)
-        tell_saved('convert.py', self.args.out, path, stopped.step)
-        self.seconds[stage] = stopped.seconds
-        return stopped.step
+        tell_saved('convert.py', self.args.out, path, kept.step)
+        self.seconds[stage] = kept.seconds
+        return kept.step
 
 
 def controls(run, teacher, config, distilled):
@@ -890,11 +886,11 @@ def tell_start(args, name, data, teacher, student, new):
     added = sum(counts[name] for name in new)
     text = (f'{args.from_} -> {briefly(student.config.all_rules)}; {name}, rows of {data.T}; '
             f'{plural(args.threads, "thread")}; of {sum(counts.values()):,} parameters {added:,} are new')
-    size = state_of(student, 1)
+    size = bytes_after(student, 1)
     if size:
-        at_first = state_of(teacher, 1)
-        a_token = state_of(teacher, 2) - at_first
-        grows = state_of(student, 2) - size
+        at_first = bytes_after(teacher, 1)
+        a_token = bytes_after(teacher, 2) - at_first
+        grows = bytes_after(student, 2) - size
         text += f'; a state of {size / 1e6:.3g} MB'
         if grows < a_token:
             first = max(1, 2 + (size - at_first) // (a_token - grows))
@@ -947,9 +943,9 @@ def begun(args, changes, teacher, data):
 def rows_of(args, meta, device):
     """-> the rows to train on and to judge by, and what the data is called"""
     *sides, of_data, name = prepare.for_model(args.from_, meta, args.data, args.row)
-    known, found = (data.get('classes', 0) for data in (meta['data'], of_data))
-    if 0 < known < found:
-        raise ValueError(f'--data={name}: {found} classes, but {args.from_} knows {known}')
+    classes, found = (data.get('classes', 0) for data in (meta['data'], of_data))
+    if 0 < classes < found:
+        raise ValueError(f'--data={name}: {found} classes, but {args.from_} knows {classes}')
     T = of_data.get('row', args.row)
     whole = args.batch_size * T * of_data['vocab_size'] <= logits_at_once(device)
     parts = 1 if whole else args.batch_size                 # all rows of a step at once, or one by one
@@ -1024,7 +1020,8 @@ def main(argv):
     save(f'{args.out}/ckpt.safetensors', student,
          {'step': args.steps, 'data': meta['data'], 'args': {'data': name}, 'from': args.from_})
     run.log = begin_log(run.log, run.file)
-    figures = {**run.closing(), 'commit': commit(), **dataclasses.asdict(args)}
+    figures = {**run.table[-1], 'commit': commit(), **dataclasses.asdict(args)}
+    figures['before'] = run.table[-2].get('accuracy')       # the last stage
     prepare.write_json(f'{args.out}/result.json', {**figures, **dataclasses.asdict(student.config)})
     for what, model in other_policies(student):
         run.note(f'the same, cached by {what}', model, steps=distilled + args.steps)

@@ -63,7 +63,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 LOG_MIN = -5.0  # smallest log-decay per step: 0.7 % is left. Below it, the factors of a chunk could overflow
-SHARPNESS = 0.3     # of slots, at first
 FLOOR = 1e-6    # smallest n.q to divide by; maps that can make it 0 or negative set 1e-2
 
 
@@ -288,7 +287,7 @@ def encoded(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
         S = write_all(k, v, gates['write'], S=S, normalise=normalise)
         return read_all(q, S, normalise, floor), S
     decays = gates.get('log_f'), gates.get('log_z')
-    _, _, v, _, _, log_f, log_z, S = filled(q, k, v, None, erase, *decays, S, normalise)
+    _, _, v, _, _, log_f, log_z, S = filled(q, k, v, write, erase, *decays, S, normalise)
     o, S = form(q, k, v, **gates, S=S)
     reversed_text = {name: x.flip(2) for name, x in {'k': k, 'v': v, **gates}.items() if x is not None}
     next_q = (log_f.exp() * q).flip(2).roll(-1, 2)          # D_t q_t = z_t * (S_{t+1} (f_t * q_t))
@@ -319,7 +318,7 @@ def softmax(q, k, v, cached=None):
     return attention(q, k, v, mask, is_causal=causal), dict(k=k, v=v)
 
 def attention(q, k, v, mask=None, **how):
-    """PyTorch's attention for shared heads. Its fast forms on a GPU take them only for one query."""
+    """PyTorch's attention. On a GPU, its fast forms take shared heads only for a single query."""
     H, T = q.shape[1:3]
     if T > 1:
         k, v = for_heads(k, H), for_heads(v, H)
@@ -356,7 +355,7 @@ POLICIES = {
 }
 NEVER = -1e30   # the score of a masked token; -inf would give NaN where all are masked
 
-GAPS = {        # --positions: what a gap between positions counts above 10. Oren 2024, appendix
+GAPS = {        # --positions: what is left of the part of a gap above 10. Oren 2024, appendix
     'compress': lambda above: (above + math.e).log().log(), 'log': torch.log1p, 'sqrt': torch.sqrt}
 
 def compressed(pos, positions='compress'):
@@ -426,7 +425,7 @@ def attend_cached(q, cached, seen, turn=None):
     o = weights.to(q.dtype).flatten(2, 3) @ cached['v']
     return o.view_as(q), weights.sum(2), log_sum.flatten(1, 2)
 
-def bounded_step(q, k, v, cached, t, policy, cache, sinks=0, spill=False, turn=None):
+def bounded_step(q, k, v, cached, t, policy, cache, sinks, spill, turn):
     """`bounded` for one step: append the step, attend, score the cached tokens, evict one."""
     cached = append(cached, k, v, t)
     real = cached['pos'] >= 0
@@ -455,7 +454,7 @@ def joined(parts):
 def bounded(q, k, v, cached, t, policy, cache, sinks=0, spill=False, turn=None):
     """Softmax attention with at most `cache` cached tokens: the definition, step by step.
     q (B, H, T, d)   k, v (B, G, T, d)   t position of the first step   policy from POLICIES
-    sinks < cache: how many first tokens `sink` never evicts
+    sinks < cache: how many first tokens `sink` and `tova-sink` never evict
     cached None, or the cache that the last call returned: k, v (B, G, cache, d), pos, total (B, G, cache),
     in any order. pos is -1 in an empty slot.
     spill: evict before the step reads. The evicted token then goes into a matrix and must not count twice.
@@ -496,8 +495,7 @@ class FeatureMap(nn.Module):
         return self.f(x)
 
     def of_heads(self, p, x):
-        """A parameter p (G, ..) for each head of x (B, H, T, d): H / G queries share a key head, and its map
-        """
+        """A parameter p (G, ..) for each head of x (B, H, T, d): heads of q that share keys share its map."""
         return p.repeat_interleave(x.shape[1] // len(p), 0).to(x.dtype)
 
 def number(arg, default):
@@ -641,6 +639,8 @@ class Hedgehog(FeatureMap):
         if self.form == 'exp':
             return torch.cat([y - y.amax(-1, True), y.amin(-1, True) - y], -1).exp()
         return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1)
+
+SHARPNESS = 0.3         # of slots, at first
 
 class Slots(FeatureMap):
     """A key is written to those of m slots that it belongs to, softmax(W k + b). Their values add up in S. A

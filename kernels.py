@@ -33,7 +33,7 @@ if torch.cuda.is_available() or 'TRITON_INTERPRET' in os.environ:       # its im
 # ---- CPU: chunks with a hand-written backward --------------------------------------------------------------
 # The four steps of fastweight.chunked, in its letters. A tensor is (N, n, C, .): N = B H sequences of n
 # chunks of C steps. f and e scale the channels of keys: f the columns of S. z and w scale those of values: z
-# the rows of S.
+# the rows of S. f_all = f_in f_out is what is left after the whole chunk, z_all likewise.
 #
 #   y = f_up q     r = f_up e k     x = f_down k        rows; decays count from the chunk's middle
 #   A = tril(y x^T)    L = tril(r x^T, -1)    M = (I + L)^-1
@@ -317,7 +317,7 @@ class Chunks(torch.autograd.Function):
         return None, dS, *gradients
 
 
-def form(f):
+def as_form(f):
     """Turn f(q, k, v, w, e, log_f, log_z, S) -> o, S, whose arguments come from `start`, into a form: a
     function with the arguments of fastweight.recurrent."""
     @functools.wraps(f)
@@ -327,7 +327,7 @@ def form(f):
     return whole
 
 
-@form
+@as_form
 def on_cpu(q, k, v, w, e, log_f, log_z, S):
     """fastweight.chunked through `Chunks`, also on a GPU where no kernel may run. A chunk has CHUNK steps.
     With many features it has twice as many, because a state costs K V numbers per chunk. With few features
@@ -342,7 +342,7 @@ def on_cpu(q, k, v, w, e, log_f, log_z, S):
     return o, S_T.view(S.shape)
 
 
-@form
+@as_form
 def step_over(q, k, v, w, e, log_f, log_z, S):
     """fastweight.recurrent for a single step without gradients. Absent gates cost nothing. The S that is
     given is not changed, but one that has decayed is new, so the later lines may write to it."""
@@ -790,10 +790,10 @@ def tiles(q, v, w, e, f, z):
 
 
 class Tiles(torch.autograd.Function):
-    """`Chunks` on a GPU, for any T. q, k, v are fp32 or bf16. All tensors are contiguous. mean: o is still to
-    be divided, so it is fp32."""
+    """`Chunks` on a GPU, for any T. q, k, v are fp32 or bf16. All tensors are contiguous. normalise: o is
+    still to be divided, so it is fp32."""
     @staticmethod
-    def forward(ctx, q, k, v, w, e, f, z, S, mean=False):
+    def forward(ctx, q, k, v, w, e, f, z, S, normalise):
         B, H, T, K = q.shape
         V = v.shape[-1]
         size = tiles(q, v, w, e, f, z)
@@ -807,7 +807,7 @@ class Tiles(torch.autograd.Function):
                 U = v.new_empty(v.shape, dtype=torch.float32)
                 fewer_warps = dict(size, num_warps=size['num_warps'] // 4)      # for short rows, one by one
                 inverse[(B * H * n,)](k, e, f, N, T, **fewer_warps)
-            o = torch.empty_like(v, dtype=torch.float32 if mean else v.dtype)
+            o = torch.empty_like(v, dtype=torch.float32 if normalise else v.dtype)
             before = v.new_empty(B * H, n, V, K)
             S_T = torch.empty_like(S)
             forward[grid](q, k, v, w, e, f, z, N, S, o, U, before, S_T, T, **size)
@@ -841,7 +841,8 @@ def on_gpu(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, norm
     """fastweight.chunked through `Tiles`. Kernels convert what they load to fp32, so bf16 inputs stay as they
     are. A head's decay is one of its values: that multiplies what a product gives, not its operands."""
     dtype = v.dtype
-    q, k, v, w, e, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise, False)
+    q, k, v, w, e, log_f, log_z, S = start(q, k, v, write, erase, log_f, log_z, S, normalise,
+                                           converts=False)
     S = S.float()
     if normalise:
         c = v.detach().float().mean(2, keepdim=True)    # a mean moves with its values. Were they far from 0,
@@ -983,9 +984,9 @@ def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, nor
 
 # ---- the convolution of a block, with a hand-written backward ----------------------------------------------
 class ShiftedSum(torch.autograd.Function):
-    """Each weight multiplies the whole input, shifted: y[s:] += w_s x[:-s]. The backward shifts the other
-    way. It is written by hand because autograd's takes three times as long: it makes a tensor of the input's
-    size for each slice."""
+    """Each weight multiplies the whole input, shifted: y[s:] += w_{n-s} x[:-s]. The backward shifts the other
+    way. It is written by hand because autograd's takes two to three times as long: it makes a tensor of the
+    input's size for each slice."""
     @staticmethod
     def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
@@ -1007,6 +1008,5 @@ class ShiftedSum(torch.autograd.Function):
 
 
 def shifted_sum(x, w):
-    """y_t = sum_s w_s x_{t-s}, s = 0..n, with zeros before x. x (B, T, D), w (n + 1, D)  ->  y (B, T, D)
-    The last row of w is that of s = 0."""
+    """As model.shifted_sum: y_t = sum_s w_{n-s} x_{t-s}. x (B, T, D), w (n + 1, D)  ->  y (B, T, D)"""
     return ShiftedSum.apply(x, w)

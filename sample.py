@@ -232,10 +232,10 @@ def given_to_memories(model, tokens):
             q, _ = memory.asked(seen.q, seen.k, layer, {})
             layer['q'] = spread(memory.normaliser(q), n, n - 1)         # read after the last write
             layer.update(normalise=memory.normalise and not memory.by_keys, floor=memory.phi.floor)
-        if not memory.rule.keeps and memory.by_keys:        # as in FastWeights.divided_by_keys
-            seen = seen_by_k(layer['k'], layer['k'].cumsum(2))
-            erase = layer['erase'] / seen.clamp(min=FLOOR)
-            layer['erase'] = erase.where(seen > FLOOR, 0)   # at first S is empty; 16 bits end early
+            if memory.by_keys:                              # as in FastWeights.divided_by_keys
+                before = seen_by_k(layer['k'], layer['k'].cumsum(2))
+                erase = layer['erase'] / before.clamp(min=FLOOR)
+                layer['erase'] = erase.where(before > FLOOR, 0)     # at first S is empty; 16 bits end early
         layers.append(layer)
     return layers
 
@@ -414,11 +414,11 @@ def system_prompt(args, data):
         return []
     if args.system == '-':
         raise ValueError('--system=-: standard input is what the user says; give a text, or @FILE')
-    begin = [{'role': 'system', 'content': text_of(args.system)}]
+    system = [{'role': 'system', 'content': text_of(args.system)}]
     asked = [{'role': 'user', 'content': 'Hello'}]
-    if chat.rendered(begin + asked, data) == chat.rendered(asked, data):
+    if chat.rendered(system + asked, data) == chat.rendered(asked, data):
         raise ValueError(f'--system: the chat template of {args.init} has no place for it; leave it out')
-    return begin
+    return system
 
 
 def answer_all(args, model, meta, heard):
@@ -426,8 +426,8 @@ def answer_all(args, model, meta, heard):
     template changes what was said before, all is read again. heard: a list to which tokens are added, with
     `by_whom`"""
     data = meta['data']
-    begin = system_prompt(args, data)
-    messages = [*begin]
+    system = system_prompt(args, data)
+    messages = [*system]
     state = None
     pending = []                                            # a token that was written, but not read
     known = ''                                              # the text of the state and these tokens
@@ -435,7 +435,7 @@ def answer_all(args, model, meta, heard):
         if said == '/quit':
             break
         if said == '/reset':
-            messages, state, pending, known = [*begin], None, [], ''
+            messages, state, pending, known = [*system], None, [], ''
             heard.clear()
         if said in ('', '/reset'):
             continue

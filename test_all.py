@@ -256,12 +256,12 @@ def test_normalise_is_refused_with_erase_as_erasing_makes_weights_negative():
     near(A, one_head(-2 / 9, -2 / 9, 1 / 3)[0, 0])
     n_q = recurrent(q, k, one[..., None], one, one)[0][0, 0, 2, 0]
     near(n_q, A.sum())                          # value channels do share a denominator: it is -1/9
-    for form in recurrent, chunked, kernels.chunked:
+    for form in recurrent, chunked, kernels.chunked, fastweight.encoded:
         with pytest.raises(ValueError, match='erase'):
             form(q, k, k, write=one, erase=one, normalise=True)
         for gate in 'log_z', 'write':                           # where channels differ, none is shared
             with pytest.raises(ValueError, match=f'vector {gate}'):
-                form(q, k, k, **{gate: -k}, normalise=True)
+                form(q, k, k, **{gate: -k}, log_f=-one[..., None], normalise=True)
 
 
 # ---- Write all, then read: each step sees the whole text ---------------------------------------------------
@@ -3482,7 +3482,7 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, monkeyp
     models = [load(path, 'cpu')[0] for path in (tmp_path / 'ckpt.safetensors', teacher)]
     first = int(re.search(r"smaller than the teacher's from (\d+) tokens", said)[1])
     for n in first - 1, first:
-        smaller, larger = (model_py.state_of(model, n) for model in models)
+        smaller, larger = (model_py.bytes_after(model, n) for model in models)
         assert (smaller < larger) == (n == first)
     lines = {row['model']: row for row in found['table']}
     names = [name for name in lines if 'cached' not in name]

@@ -391,8 +391,8 @@ class Rows:
         total = torch.zeros(3, dtype=torch.float64)         # nats, targets, right guesses
         for i in with_progress(range(0, len(begin), self.world * many), label):
             share = begin[i + self.rank * many:][:many]
-            idle = len(share) == 0                          # it still runs: others may need its shard
-            if idle:
+            none_left = len(share) == 0                     # it still runs: others may need its shard
+            if none_left:
                 share = begin[:1]
             x, y = rows(self.val, share, self.T, self.meta, self.device)
             logits, y, end = predict(model, x, y, state, self.meta, self.dtype)
@@ -400,7 +400,7 @@ class Rows:
                 state = end
             loss = F.cross_entropy(logits, y, reduction='sum', ignore_index=-1)
             right = (logits.argmax(-1) == y).sum()
-            if not idle:
+            if not none_left:
                 total += torch.tensor([loss.item(), (y >= 0).sum().item(), right.item()])
         if self.world > 1:
             dist.all_reduce(total)
@@ -413,9 +413,9 @@ class Rows:
         begin = blocks(len(self.val), self.T, self.meta, 8)
         began = time.perf_counter()
         self.evaluate(model, begin)
-        rows = max(1, int(seconds / (time.perf_counter() - began) * len(begin)))
+        count = max(1, int(seconds / (time.perf_counter() - began) * len(begin)))
         begin = blocks(len(self.val), self.T, self.meta)
-        return self.val[:begin[rows]] if rows < len(begin) else self.val
+        return self.val[:begin[count]] if count < len(begin) else self.val
 
     def of_start(self):
         """-> where the rows begin that evaluations during training read, and what these rows are called"""
@@ -437,12 +437,12 @@ def logits_at_once(device):
 def nats_along(model, x, y, what, dtype=torch.float32):
     """Read rows x (B, T), each from an empty state -> nats (B, T) of the targets y (B, T). We read in pieces,
     so memory hardly grows with B and T. what: begins the progress lines; dtype: of the matrix products"""
-    rows, T = x.shape
+    B, T = x.shape
     tokens = min(TOKENS, logits_at_once(x.device) // model.config.vocab_size)
     segment = max(1, min(T, 512, tokens))
     at_once = max(1, tokens // segment)
-    pieces = [(i, t) for i in range(0, rows, at_once) for t in range(0, T, segment)]
-    nats = torch.empty(rows, T)
+    pieces = [(i, t) for i in range(0, B, at_once) for t in range(0, T, segment)]
+    nats = torch.empty(B, T)
     for i, t in with_progress(pieces, what):
         if t == 0:
             state = None
@@ -502,7 +502,7 @@ def caches(teacher, student):
 
 
 def other_policies(student):
-    """A student with a matrix beside its cache, cached by other policies -> their names, models"""
+    """A student with a matrix beside its cache, under the policies it cannot train with -> names, models"""
     for policy in COMPARED[1:] if student.config.overflow else ():
         rules = [policy if RULES[rule].bounded else rule for rule in student.config.rules]
         yield policy, cached_by(student, rules)
@@ -533,7 +533,7 @@ def score(meta, loss, right=0):
     return f'{loss * bits_a_nat(meta):.4f} bits per byte, {perplexity}'
 
 
-def table(rows):
+def table(lines):
     """Print a list of dicts with the same keys as a table. None is shown as a dash."""
     def as_text(x):
         if x is None:
@@ -544,8 +544,8 @@ def table(rows):
             return f'{x:,.0f}'
         return f'{x:.4g}'
     columns = []
-    for name in rows[0]:
-        cells = [name] + [as_text(row[name]) for row in rows]
+    for name in lines[0]:
+        cells = [name] + [as_text(line[name]) for line in lines]
         width = max(map(len, cells))
         side = '>' if columns else '<'
         columns.append([f'{cell:{side}{width}}' for cell in cells])
@@ -598,12 +598,12 @@ def unpack_optimiser(model, opt, tensors, path):
             name, _, quantity = key.removeprefix('opt.').rpartition('.')
             memories.setdefault(name, {})[quantity] = x
     parameters = dict(model.named_parameters())
-    for name, memory in memories.items():
+    for name, kept in memories.items():
         p = parameters.get(name)
-        whole = p is not None and memory.keys() == MEMORY
-        if not (whole and all(is_memory(quantity, x, p) for quantity, x in memory.items())):
+        whole = p is not None and kept.keys() == MEMORY
+        if not (whole and all(is_memory(quantity, x, p) for quantity, x in kept.items())):
             raise ValueError(f'{path}: what the optimiser kept for {name} does not fit it; start anew')
-        for quantity, x in memory.items():
+        for quantity, x in kept.items():
             if quantity != 'step' or opt.defaults['fused']:     # unfused, the step count stays on the CPU
                 x = x.to(p.device)
             if quantity != 'step' and in_parts(p):
@@ -932,8 +932,8 @@ def report(model, data, args, log, **figures):
             loss, _ = along.evaluate(model, carried=True, label='validation, carried')
             tell(log, f'validation, carried: {score(meta, loss)}', read='carried', val_loss=loss)
             figures.update({'val_loss carried': loss, 'bits per byte carried': loss * bits_a_nat(meta)})
-    settings = {**dataclasses.asdict(args), **dataclasses.asdict(model.config)}
-    prepare.write_json(f'{args.out}/result.json', {**figures, 'commit': commit(), **settings})
+    prepare.write_json(f'{args.out}/result.json', {
+        **figures, 'commit': commit(), **dataclasses.asdict(args), **dataclasses.asdict(model.config)})
     if not args.fsdp:
         show(model, data, args)
 

@@ -1064,7 +1064,7 @@ def for_model(source, meta, name, row):
 
 def keep_memory():
     """Tell glibc to keep freed memory, in pieces of up to 32 MB. Otherwise it returns megabytes to the system
-    and fetches them again, with a page fault every 4 KB. That costs half the time of a layer at T = 4,096."""
+    and fetches them again, with a page fault every 4 KB. That costs up to a third of a layer's time."""
     with contextlib.suppress(OSError, AttributeError, TypeError):       # other systems have no glibc
         libc = ctypes.CDLL(None)
         libc.mallopt(-1, 2 ** 31 - 1)               # M_TRIM_THRESHOLD

@@ -99,8 +99,8 @@ def read_tensors(path):
                          '--save_state writes a state')
     with opened(path, path) as f:
         header = f.metadata() or {}
-        names = f.keys()
-        tensors = {name: f.get_tensor(name) for name in names}
+        in_file = f.keys()
+        tensors = {name: f.get_tensor(name) for name in in_file}
     if not {'meta', 'digest'} <= header.keys():
         raise ValueError(f'{path}: a safetensors file, but not written by this project; give the folder of a '
                          'model of the hub')
