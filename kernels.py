@@ -793,7 +793,7 @@ class Tiles(torch.autograd.Function):
     """`Chunks` on a GPU, for any T. q, k, v are fp32 or bf16. All tensors are contiguous. normalise: o is
     still to be divided, so it is fp32."""
     @staticmethod
-    def forward(ctx, q, k, v, w, e, f, z, S, normalise):
+    def forward(ctx, q, k, v, w, e, f, z, S, normalise=False):
         B, H, T, K = q.shape
         V = v.shape[-1]
         size = tiles(q, v, w, e, f, z)
