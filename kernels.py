@@ -31,7 +31,7 @@ if torch.cuda.is_available() or 'TRITON_INTERPRET' in os.environ:       # its im
 
 
 # ---- CPU: chunks with a hand-written backward --------------------------------------------------------------
-# The four steps of fastweight.chunked, in its letters. A tensor is (N, n, C, .): N = B H sequences of n
+# The four steps of fastweight.chunked, in its letters. A tensor is (BH, n, C, .): B H sequences of n
 # chunks of C steps. f and e scale the channels of keys: f the columns of S. z and w scale those of values: z
 # the rows of S. f_all = f_in f_out is what is left after the whole chunk, z_all likewise.
 #
@@ -120,10 +120,10 @@ def inverted(L):
 
 def walk(S, own, f_all, z_all, W, x_out, back=False):
     """S' = z_all (f_all S + (S W^T) x_out) + own, one chunk after the other.
-    S (N, V, K)   own (N, n, V, K)   f_all (N, n, 1, K|1)   z_all (N, n, 1, V|1)
-    x_out = f_out x (N, n, C, K)   W (N, n, C, K), or None if nothing is erased
+    S (BH, V, K)   own (BH, n, V, K)   f_all (BH, n, 1, K|1)   z_all (BH, n, 1, V|1)
+    x_out = f_out x (BH, n, C, K)   W (BH, n, C, K), or None if nothing is erased
     back: the same for gradients of the states, from the last chunk to the first
-    ->  the S before each chunk (N, n, V, K) (with back, after it), and the last S'"""
+    ->  the S before each chunk (BH, n, V, K) (with back, after it), and the last S'"""
     _, n, V, K = own.shape
     erases = W is not None
     order = range(n)
@@ -152,8 +152,8 @@ def walk(S, own, f_all, z_all, W, x_out, back=False):
 
 
 def forward_of(S, q, k, v, w, e, log_f, log_z):
-    """A segment: q, k, v, gates (N, n, C, .), the state S (N, V, K) before it  ->  o (N, n, C, V), the state
-    after it, and what else the backward needs, in the letters above"""
+    """A segment: q, k, v, gates (BH, n, C, .), the state S (BH, V, K) before it  ->  o (BH, n, C, V), the
+    state after it, and what else the backward needs, in the letters above"""
     f = z = NO_DECAY
     if log_f is not None:
         f = factors(log_f)
@@ -182,7 +182,7 @@ def forward_of(S, q, k, v, w, e, log_f, log_z):
 
 
 def backward_of(do, dS, inside, q, k, v, w, e, log_f, log_z):
-    """do (N, n, C, V), dS (N, V, K) of the state after the segment  ->  gradients of all that
+    """do (BH, n, C, V), dS (BH, V, K) of the state after the segment  ->  gradients of all that
     forward_of takes"""
     f_up, f_down, f_in, f_out, z_up, z_down, z_in, z_out, A, M, W, U, states, S, o = inside
     y = times(q, f_up)
@@ -232,19 +232,19 @@ def backward_of(do, dS, inside, q, k, v, w, e, log_f, log_z):
 
 
 def of_gate(dx, gate):
-    """The gradient of a gate, from dx (N, n, C, d) per channel. The sum if all channels share it."""
+    """The gradient of a gate, from dx (BH, n, C, d) per channel. The sum if all channels share it."""
     if gate.shape[-1] == 1:
         dx = dx.sum(-1, keepdim=True)
     return dx
 
 
 def of_decay(reads, kept, gate):
-    """The gradient of log-decays, from reads (N, n, C, d) per step and kept (N, n, 1, d) per chunk."""
+    """The gradient of log-decays, from reads (BH, n, C, d) per step and kept (BH, n, 1, d) per chunk."""
     return of_gate(reads, gate).flip(2).cumsum(2).flip(2) + of_gate(kept, gate)
 
 
 def cut(x, segment, C):
-    """The segment (a slice of steps) of x (B, H, T, d), as chunks (N, n, C, d). The last chunk is filled with
+    """The segment (a slice of steps) of x (B, H, T, d), as chunks (BH, n, C, d). The last is filled with
     zeros, which write and erase nothing. None stays None."""
     if x is None:
         return None
@@ -270,16 +270,16 @@ def put(chunks, x, segment, like):
 
 
 class Chunks(torch.autograd.Function):
-    """C: steps per chunk   S (N, V, K)   q, k, v, w, e, log_f, log_z from `start`  ->  o, S
+    """C: steps per chunk   S (BH, V, K)   q, k, v, w, e, log_f, log_z from `start`  ->  o, S
     If values decay, the backward reads o, so it must not be changed in place."""
     @staticmethod
     def forward(ctx, C, S, *steps):
         v = steps[2]
         T = v.shape[2]
-        N, V, K = S.shape
+        BH, V, K = S.shape
         length = T                                      # elsewhere, few operations matter more than caches
         if v.device.type == 'cpu':
-            length = 2 ** max(6, (NUMBERS // (N * max(K, V))).bit_length() - 1)         # at least 64
+            length = 2 ** max(6, (NUMBERS // (BH * max(K, V))).bit_length() - 1)        # at least 64
         ctx.segments = [slice(i, i + length) for i in range(0, T, length)]
         if len(ctx.segments) == 1:
             steps = [if_given(torch.Tensor.contiguous, x) for x in steps]               # nothing is cut
@@ -347,11 +347,11 @@ def step_over(q, k, v, w, e, log_f, log_z, S):
     """fastweight.recurrent for a single step without gradients. Absent gates cost nothing. The S that is
     given is not changed, but one that has decayed is new, so the later lines may write to it."""
     B, H, V, K = S.shape
-    S = S.flatten(0, 1)                                 # (N, V, K), and rows (N, 1, .)
-    N = len(S)
+    S = S.flatten(0, 1)                                 # (BH, V, K), and rows (BH, 1, .)
+    BH = len(S)
 
     def row(x):
-        return x.reshape(N, 1, -1)
+        return x.reshape(BH, 1, -1)
     k = row(k)
     u = row(v)
     new = None
