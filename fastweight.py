@@ -655,7 +655,7 @@ class Slots(FeatureMap):
         self.weight = nn.Parameter(torch.randn(n_head, m, head_dim) / math.sqrt(head_dim))
         self.bias = nn.Parameter(torch.zeros(n_head, 1, m))
 
-    def forward(self, x, side='k', t=0):
+    def forward(self, x, side='q', t=0):
         return (x @ self.of_heads(self.weight, x).mT + self.of_heads(self.bias, x)).softmax(-1)
 
     @torch.no_grad()

@@ -337,15 +337,15 @@ def bias_of(tau, rate):
 
 class Gates(nn.Module):
     """x (B, T, n_embd) -> dict of the gates that the rule has, for `recurrent` and its other forms. In fp32:
-    write (B, H, T, V|1)   erase, log_f (B, H, T, K|1)   log_z (B, H, T, V)
+    write (B, G, n T, V|1)   erase, log_f (B, G, n T, K|1)   log_z (B, G, n T, V)
+    n_head: G, the heads of keys   n: writes per token; only the first of them forgets
 
     beta = beta_max sigmoid(x W)   log f = -rate softplus(x W + b)   log z likewise
 
     b starts so that f is 1 - 1/tau where x W = 0: a memory of about tau steps, see `start_bias`. Delta
     multiplies S by I - beta k k^T. With beta up to 2 it can have the eigenvalue -1, so a state can alternate
     (Grazzi 2024, arXiv:2411.12537). W is full, as in Mao 2022, or a product of two matrices of a given rank,
-    as in GLA and KDA. With n writes per token, `recurrent` runs n T steps; only a token's first step forgets.
-    """
+    as in GLA and KDA."""
     def __init__(self, rule, n_embd, n_head, K, V, beta_max, n, rank=0):
         super().__init__()
         self.rule = rule
@@ -474,7 +474,7 @@ class FastWeights(nn.Module):
     form of the recurrence between them.
 
     forward(x, q, k, v, state, t, real):
-    x (B, T, n_embd)   q (B, H, T, head_dim)   k, v (B, G, T, head_dim)
+    x (B, T, n_embd)   q (B, H, T, key_dim)   k (B, G, T, n key_dim)   v (B, G, T, n head_dim)
     state   None at a fresh start, or the dict that the last call returned
     t       position of the first step, an int or a tensor (only cosformer needs it)
     real    (B, T), in an encoder: which steps are not padding; None: all
@@ -482,9 +482,9 @@ class FastWeights(nn.Module):
 
     Heads that share keys and values share a matrix, its map and its gates: H / G queries read each S.
     n_head: G   phi, norm, beta_max, writes, gate_rank: flags of Config (whose beta_max is 2); phi, norm '':
-    the rule's own   key_dim: channels of q and k, if not head_dim   causal: if false, each step reads what
-    all steps write. With n writes per token, k and v hold those of n writes side by side, (B, G, T,
-    n head_dim). ValueError for what does not go together."""
+    the rule's own   key_dim: 0 is head_dim   causal: if false, each step reads what all steps write. With n
+    writes per token, k and v hold those of n writes side by side. ValueError for what does not go together.
+    """
     forms = PLAIN
     overflow = None         # only a Cache has fast weights beside it
 
@@ -782,7 +782,7 @@ class Mixer(nn.Module):
         super().__init__()
         self.head_dim = c.n_embd // c.n_head
         flags = {field.name: getattr(c, field.name) for field in dataclasses.fields(c)
-                 if rule in field.metadata.get('of', ())}
+                 if rule in field.metadata.get('of', ())}       # what Config says for this kind of rule
         self.key_dim = flags.get('key_dim') or self.head_dim
         self.n = flags.get('writes', 1)                 # keys and values per token, in each head
         n_kv = c.n_kv_head or c.n_head

@@ -1752,7 +1752,7 @@ def a_meta_json(kind, a_model, characters, folder):
         data = train.Rows(*sides, found, found.get('row', 8), torch.device('cpu'), 2)
         model = train.built(train.Args(batch_size=2), config, data, {})
         data.learn(model, [None], 0)
-        data.evaluate(model, data.of_start()[0][:1])
+        data.evaluate(model, data.judged()[0][:1])
         prepare.decode(prepare.encode('text', found), found)
     return json.loads(path.read_text()), take
 
@@ -3107,9 +3107,9 @@ def test_a_task_is_judged_by_its_rows(monkeypatch):
     assert train.score(data, 1.0, 0.25) == 'accuracy 25.0 %'
     monkeypatch.setattr(train, 'PART', 700)
     rows = train.Rows(None, val, data, 128, torch.device('cpu'))
-    start, told = rows.of_start()
+    start, told = rows.judged()
     assert len(start) == train.TASK_ROWS and told == 'start of validation'
-    start, told = dataclasses.replace(rows, meta={}).of_start()
+    start, told = dataclasses.replace(rows, meta={}).judged()
     assert start.tolist() == [0, 128, 256, 384, 512]
 
 def test_carry_hands_the_state_on(text, tmp_path, monkeypatch):

@@ -417,7 +417,7 @@ class Rows:
         begin = blocks(len(self.val), self.T, self.meta)
         return self.val[:begin[count]] if count < len(begin) else self.val
 
-    def of_start(self):
+    def judged(self):
         """-> where the rows begin that evaluations during training read, and what these rows are called"""
         begin = blocks(len(self.val), self.T, self.meta)
         at_least = TASK_ROWS if 'row' in self.meta else 1
@@ -767,10 +767,13 @@ def restore(args, header, data, model, opt):
         return [unpack(model, tensors, last, why, f'carry{i}') for i in range(args.accum)]
 
 
-def log_of(args):
+def log_of(args, rank=0):
     """Make the run's folder and open its log -> where to write the log until there is a checkpoint, and the
-    open file, see `begin_log`. The open file locks the folder. ValueError if another run uses the folder, or
-    if something in it could not be overwritten at the end."""
+    open file, see `begin_log`. It locks the folder. Processes of other ranks than 0 write nothing. ValueError
+    if another run uses the folder, or if something in it could not be overwritten at the end."""
+    if rank > 0:
+        nothing = open(os.devnull, 'w')                     # noqa: SIM115
+        return nothing, nothing
     os.makedirs(args.out, exist_ok=True)
     for name in 'ckpt', 'best':
         refuse_target(f'{args.out}/{name}.safetensors')
@@ -882,7 +885,7 @@ def opening(model, data, args, run, log):
             f'{args.data}: {train:,} + {val:,} {what}, a vocabulary of {config.vocab_size} | '
             f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {plural(threads, "thread")}\n'
             f'rows of {data.T}, lr {args.lr:.2g}, saved every {plural(every, "step")}; weights, optimiser '
-            f'and a batch: about {needs:.2g} GB; recurrence: {model.why}')
+            f'and a batch: about {needs:.2g} GB besides torch; recurrence: {model.why}')
     tell(log, text, config=dataclasses.asdict(config), **run, data=about, commit=commit(),
          device=str(data.device), params=size, threads=threads)
 
@@ -992,7 +995,7 @@ def main(argv):
     if args.resume:
         states = restore(args, header, data, model, opt)
         tell_saved('train.py', args.out, f'{args.out}/ckpt.safetensors', header['step'])
-    log, file = [open(os.devnull, 'w')] * 2 if rank > 0 else log_of(args)       # noqa: SIM115
+    log, file = log_of(args, rank)
     set_threads(args, header, model, data)
     run = {'args': dataclasses.asdict(args), 'torch': torch.__version__}
     opening(model, data, args, run, log)
@@ -1005,7 +1008,7 @@ def main(argv):
     times = []                                              # seconds of each step since the last line
     seconds = 0.0                                           # of all steps together
     since = time.perf_counter()
-    start, label = data.of_start()
+    start, label = data.judged()
     part = of_part(meta, val[:start[-1] + data.T + 1])
     for step in range(first, args.steps):
         begin_step(opt, step, args.steps, args.lr, args.seed, rank)

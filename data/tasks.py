@@ -374,7 +374,7 @@ COLA = r'[^\t]*\t([01])\t[^\t]*\t\s*(\S.*)', 'source, label 0 or 1, mark and tex
 
 
 def every_tenth(inputs, targets):
-    """Split lines into both sides: lines 10, 20, ... validate."""
+    """Split lines into both sides, in place: lines 10, 20, ... validate."""
     val = inputs[9::10], targets[9::10]
     del inputs[9::10], targets[9::10]
     return (inputs, targets), val
