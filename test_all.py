@@ -2826,7 +2826,8 @@ def test_a_translator_learns_translates_and_is_converted(flags, turned_around, t
     assert train.sampling('a b', {}) == "python sample.py --init='a b'/ckpt.safetensors"
 
 def test_a_failed_write_leaves_the_old_files_or_a_set_to_be_made_anew(a_model, text, tmp_path, monkeypatch):
-    """Of a model in a folder nothing stays once another is there: here its tokenizer.json."""
+    """Of a model in a folder nothing stays once another is there: here its tokenizer.json. The error names the
+    file, which that of an open file does not by itself."""
     path, hub = Path(shutil.copy(a_model(), tmp_path)), tmp_path / 'hub'
     in_hub_layout(hub, 'llama')
     model, meta = load(hub)
@@ -2836,10 +2837,16 @@ def test_a_failed_write_leaves_the_old_files_or_a_set_to_be_made_anew(a_model, t
     assert {old.name for old in before} == {path.name, 'config.json', 'model.safetensors', 'tokenizer.json'}
     weights, full = {name: x + 1 for name, x in model.state_dict().items()}, OSError(28, 'No space left')
     with monkeypatch.context() as faulty:
-        faulty.setattr(os, 'fsync', Mock(side_effect=[full, None, full]))       # config.json comes last
-        for write in partial(save, path, model, {}), partial(export, weights, data=meta['data']):
-            with pytest.raises(OSError, match='No space'):
+        faults = full, None, OSError(28, 'No space left')                       # config.json comes last
+        faulty.setattr(os, 'fsync', Mock(side_effect=faults))
+        for name, write in ('ckpt.safetensors', partial(save, path, model, {})), (
+                'config.json', partial(export, weights, data=meta['data'])):
+            with pytest.raises(OSError, match=f'No space.*{name}'):
                 write()
+    log = Mock(write=Mock(side_effect=OSError(28, 'No space left')))
+    log.name = 'log.jsonl'
+    with pytest.raises(OSError, match='No space.*log.jsonl'):
+        train.tell(log, 'a step', loss=1.0)
     assert {old: old.read_bytes() for old in tmp_path.rglob('*.*')} == before
     export(weights, data=meta['data'])
     assert sorted(os.listdir(hub)) == ['config.json', 'model.safetensors']

@@ -796,8 +796,15 @@ def begin_log(log, file):
     """Let this run's log take the place of an earlier one's, now that its checkpoint did -> the open file."""
     if log is not file:
         file.truncate(0)
-        print(log.getvalue(), end='', file=file, flush=True)
+        with prepare.writing(file.name):
+            print(log.getvalue(), end='', file=file, flush=True)
     return file
+
+
+def write_row(log, row):
+    """Write a line of log.jsonl, or of the text that is kept until there is a checkpoint, see `log_of`."""
+    with prepare.writing(getattr(log, 'name', '')):
+        print(json.dumps(row), file=log, flush=True)
 
 
 def tell_saved(script, out, path, step):
@@ -839,7 +846,7 @@ def tell(log, text, **figures):
     for name, x in figures.items():
         if isinstance(x, float) and not math.isfinite(x):   # JSON has no NaN
             figures[name] = None
-    print(json.dumps(figures), file=log, flush=True)
+    write_row(log, figures)
 
 
 def tell_step(log, data, steps, peak, step, loss, norm, ms, stage=''):
