@@ -1872,7 +1872,7 @@ def test_an_output_without_utf8_gets_what_it_can_show(a_model, monkeypatch):
 
 def test_a_folder_is_of_one_run_whose_files_can_be_written(a_model, text, tmp_path, capsys):
     """A pipe as the log would be waited for; a folder as result.json, found after training; two conversions
-    would mix their stages. What was there stays."""
+    would mix their stages. What was there stays, but for the halves of files that killed runs left."""
     for main, flags in (train.main, [f'--data={text}', '--steps=1', *TINY[:-1]]), (
             convert.main, [f'--from={a_model("--rule=softmax")}', *SHORT, '--controls=false']):
         for name, make in ('log.jsonl', Path.mkdir), ('log.jsonl', os.mkfifo), ('result.json', Path.mkdir):
@@ -1880,13 +1880,15 @@ def test_a_folder_is_of_one_run_whose_files_can_be_written(a_model, text, tmp_pa
             make(folder / name)
             assert 'no regular file' in refused(capsys, main, *flags, f'--out={folder}')
             assert not [*folder.rglob('*.safetensors')]
-        folder = tempfile.mkdtemp(dir=tmp_path)
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
         with train.log_of(train.Args(out=folder))[0] as log:
+            parts = {put(folder, f'{name}.safetensors.7.part', 'half') for name in ('ckpt', 'stage-1', 'state')}
             assert 'another run' in refused(capsys, main, *flags, f'--out={folder}')
-            assert os.listdir(folder) == ['log.jsonl']
+            assert set(map(str, folder.iterdir())) == {log.name, *parts}
             log.write('AN OLD LOG')
         assert main([*flags, f'--out={folder}']) == 0
-        assert 'AN OLD LOG' not in Path(folder, 'log.jsonl').read_text()
+        assert 'AN OLD LOG' not in (folder / 'log.jsonl').read_text()
+        assert [part.name for part in folder.glob('*.part')] == ['state.safetensors.7.part']
 
 def test_a_run_goes_on_with_the_text_it_began_with(a_model, characters, tmp_path, capsys):
     """By sha256, not by name."""

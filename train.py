@@ -19,6 +19,7 @@ This file, in order: machine, threads, sharding, batches of data, the optimiser,
 """
 import dataclasses
 import functools
+import glob
 import io
 import itertools
 import json
@@ -780,6 +781,9 @@ def log_of(args):
     try:
         import fcntl
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for name in 'ckpt', 'best', 'stage-*':              # a run that was killed in a save left them
+            for part in glob.glob(f'{glob.escape(args.out)}/{name}.safetensors.*.part'):
+                os.remove(part)
     except BlockingIOError:
         raise ValueError(f'--out={args.out}: another run is at work there; take another folder') from None
     except (ImportError, OSError):                          # Windows; a file system without locks
