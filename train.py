@@ -934,7 +934,10 @@ def report(model, data, args, log, **figures):
         raise ValueError(f'the weights in {args.out} are broken or too large, see the losses in log.jsonl; '
                          'take a smaller --lr')
     figures.update({'val_loss': loss, 'accuracy': right, 'validation tokens': n})
-    if data.rank > 0:                                       # one process does the rest
+    if data.world > 1:                                      # one process does the rest. It may take longer
+        dist.barrier()                                      # than the others would wait for it
+        dist.destroy_process_group()
+    if data.rank > 0:
         return
     if 'row' not in meta:
         figures['bits per byte'] = loss * bits_a_nat(meta)
@@ -1061,9 +1064,6 @@ def main(argv):
     prepare.saved.append(f'{args.out}/ckpt.safetensors has all {args.steps} steps')
     say(f'\n{args.steps - first} steps in {seconds / 60:.1f} minutes')
     report(model, data, args, log, steps=args.steps, ms=ms, minutes=seconds / 60)
-    if world > 1:
-        dist.barrier()                                      # wait until the first process has written
-        dist.destroy_process_group()
 
 
 if __name__ == '__main__':
