@@ -3121,6 +3121,14 @@ def test_a_task_is_judged_by_its_rows(monkeypatch):
     start, told = dataclasses.replace(rows, meta={}).of_start()
     assert start.tolist() == [0, 128, 256, 384, 512]
 
+def test_the_last_validation_reads_as_much_in_all_processes(monkeypatch):
+    """As much as the first one's clock allows. They read together, so another number would hang them."""
+    monkeypatch.setattr(train.Rows, 'evaluate', Mock())
+    monkeypatch.setattr(train.dist, 'broadcast', lambda x, of: x.fill_(3))
+    one = train.Rows(None, np.zeros(1000, np.uint8), {}, 10, torch.device('cpu'))
+    assert len(one.readable(None, 1e6)) == 1000
+    assert len(dataclasses.replace(one, world=2).readable(None, 1e6)) == 30
+
 def test_carry_hands_the_state_on(text, tmp_path, monkeypatch):
     """Each row continues the last one, and the state it gets is the one the last one left."""
     seen, plain = [], GPT.forward

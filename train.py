@@ -415,6 +415,10 @@ class Rows:
         began = time.perf_counter()
         self.evaluate(model, begin)
         rows = max(1, int(seconds / (time.perf_counter() - began) * len(begin)))
+        if self.world > 1:                                  # their clocks differ: as many as the first says
+            of_first = torch.tensor(rows, device=self.device)
+            dist.broadcast(of_first, 0)
+            rows = of_first.item()
         begin = blocks(len(self.val), self.T, self.meta)
         return self.val[:begin[rows]] if rows < len(begin) else self.val
 
@@ -921,7 +925,7 @@ def report(model, data, args, log, **figures):
     to `figures`, and all go to result.json as one flat dict."""
     meta = data.meta
     what = f'blocks of {data.T}'
-    if data.world == 1 and not args.val_tokens:
+    if not args.val_tokens:
         seconds = max(LAST_SECONDS, 30 * figures['minutes'])
         data = dataclasses.replace(data, val=data.readable(model, seconds))
     n = len(data.val)
