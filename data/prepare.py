@@ -554,7 +554,8 @@ def refuse_unwritable(path):
     folder = os.path.dirname(os.path.abspath(path))
     try:
         os.makedirs(folder, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        name = os.path.basename(path)                           # with .part, as long as that of `atomic`
+        tempfile.NamedTemporaryFile(dir=folder, prefix=name, suffix='.part').close()
     except OSError as e:
         raise ValueError(f'{path} cannot be written: {e.strerror}') from None
 
