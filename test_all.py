@@ -1884,6 +1884,7 @@ def test_a_folder_is_of_one_run_whose_files_can_be_written(a_model, text, tmp_pa
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
         with train.log_of(train.Args(out=folder))[0] as log:
             parts = {put(folder, f'{name}.safetensors.7.part', 'half') for name in ('ckpt', 'stage-1', 'state')}
+            parts.add(tempfile.mkdtemp('.part', 'best.safetensors.', folder))
             assert 'another run' in refused(capsys, main, *flags, f'--out={folder}')
             assert set(map(str, folder.iterdir())) == {log.name, *parts}
             log.write('AN OLD LOG')
@@ -2846,6 +2847,13 @@ def test_a_failed_write_leaves_the_old_files_or_a_set_to_be_made_anew(a_model, t
                 'config.json', partial(export, weights, data=meta['data'])):
             with pytest.raises(OSError, match=f'No space.*{name}'):
                 write()
+    with monkeypatch.context() as watched:
+        saved = Mock(side_effect=files.save_file)               # it writes a hidden file beside its own
+        watched.setattr(files, 'save_file', saved)
+        save(path, model, meta)
+        assert Path(saved.call_args.args[1]).parent.match('ckpt.safetensors.*.part')
+    assert not [*tmp_path.glob('*.part')]
+    path.write_bytes(before[path])
     log = Mock(write=Mock(side_effect=OSError(28, 'No space left')))
     log.name = 'log.jsonl'
     with pytest.raises(OSError, match='No space.*log.jsonl'):
@@ -5017,10 +5025,11 @@ def test_soak_kill_9_leaves_a_checkpoint_that_loads(tmp_path):
         time.sleep(rng.uniform(.002, .05))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        left = list(tmp_path.glob('*.part'))
+        left = {*tmp_path.iterdir()} - {Path(path)}
         middle += bool(left)
+        assert all(part.match('ckpt.safetensors.*.part') for part in left)
         for part in left:
-            part.unlink()
+            shutil.rmtree(part) if part.is_dir() else part.unlink()
         loaded, meta = load(path)
         assert torch.equal(loaded.embed.weight, models[meta['step'] % 2].embed.weight)
     assert middle > 20

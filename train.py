@@ -26,6 +26,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -787,7 +788,10 @@ def log_of(args):
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for name in 'ckpt', 'best', 'stage-*':              # a run that was killed in a save left them
             for part in glob.glob(f'{glob.escape(args.out)}/{name}.safetensors.*.part'):
-                os.remove(part)
+                if os.path.isdir(part):
+                    shutil.rmtree(part)
+                else:
+                    os.remove(part)
     except BlockingIOError:
         raise ValueError(f'--out={args.out}: another run is at work there; take another folder') from None
     except (ImportError, OSError):                          # Windows; a file system without locks
