@@ -37,7 +37,6 @@ import copy
 import dataclasses
 import glob
 import itertools
-import json
 import math
 import os
 import re
@@ -60,7 +59,7 @@ from model import (GPT, SOURCE_RULES, bias_of, bytes_after, can_become_an_rnn, c
 from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, QUIET, SMALL, Rows, adamw, begin_log, begin_step,
                    bits_a_nat, blocks, caches, commit, is_large, lies_in, log_of, logits_at_once, nats_along,
                    of_part, other_policies, pack_optimiser, predict, products_in, recovered, rows,
-                   sampling, say, set_threads, table, tell_saved, tell_step, unpack_optimiser)
+                   sampling, say, set_threads, table, tell_saved, tell_step, unpack_optimiser, write_row)
 
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
@@ -673,7 +672,7 @@ class Conversion:
         tell_saved('convert.py', self.args.out, path, step)
         self.judged = self.columns_of(model, stage)
         row = {'stage': stage, 'step': step, 'tokens': self.tokens_in(step), **self.judged}
-        print(json.dumps(row), file=self.log, flush=True)
+        write_row(self.log, row)
 
     def restore_stage(self, stage, path, model, opt):
         """Restore model and optimiser of a stopped stage -> the steps already done."""

@@ -1559,7 +1559,8 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--init=TRANSLATOR --source=1 --save_state=x': '--save_state means nothing',
         '--html=x.txt': 'expected NAME.html', '--html=x.html --samples=2': 'shows one text',
         '--html=x.html --tokens=3000': 'at most 2,048', '--html=TEXT/x.html --tokens=9': 'x.html cannot be written',
-        '--save_state=TEXT/x.st': 'x.st cannot be written'},
+        '--save_state=TEXT/x.st': 'x.st cannot be written',
+        f'--save_state={"x" * 250}': 'x cannot be written: .*too long'},
     convert: {
         '--from=GATED_DELTA': 'has softmax layers', '--rule=delta --distil=ce': 'none: take mse',
         '--data=SCRAP': '--row', '--phi=t2r --fold': '--fold', '--from=WINDOW': 'no other cache',
@@ -1872,7 +1873,7 @@ def test_an_output_without_utf8_gets_what_it_can_show(a_model, monkeypatch):
 
 def test_a_folder_is_of_one_run_whose_files_can_be_written(a_model, text, tmp_path, capsys):
     """A pipe as the log would be waited for; a folder as result.json, found after training; two conversions
-    would mix their stages. What was there stays."""
+    would mix their stages. What was there stays, but for the halves of files that killed runs left."""
     for main, flags in (train.main, [f'--data={text}', '--steps=1', *TINY[:-1]]), (
             convert.main, [f'--from={a_model("--rule=softmax")}', *SHORT, '--controls=false']):
         for name, make in ('log.jsonl', Path.mkdir), ('log.jsonl', os.mkfifo), ('result.json', Path.mkdir):
@@ -1880,13 +1881,16 @@ def test_a_folder_is_of_one_run_whose_files_can_be_written(a_model, text, tmp_pa
             make(folder / name)
             assert 'no regular file' in refused(capsys, main, *flags, f'--out={folder}')
             assert not [*folder.rglob('*.safetensors')]
-        folder = tempfile.mkdtemp(dir=tmp_path)
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
         with train.log_of(train.Args(out=folder))[0] as log:
+            parts = {put(folder, f'{name}.safetensors.7.part', 'half') for name in ('ckpt', 'stage-1', 'state')}
+            parts.add(tempfile.mkdtemp('.part', 'best.safetensors.', folder))
             assert 'another run' in refused(capsys, main, *flags, f'--out={folder}')
-            assert os.listdir(folder) == ['log.jsonl']
+            assert set(map(str, folder.iterdir())) == {log.name, *parts}
             log.write('AN OLD LOG')
         assert main([*flags, f'--out={folder}']) == 0
-        assert 'AN OLD LOG' not in Path(folder, 'log.jsonl').read_text()
+        assert 'AN OLD LOG' not in (folder / 'log.jsonl').read_text()
+        assert [part.name for part in folder.glob('*.part')] == ['state.safetensors.7.part']
 
 def test_a_run_goes_on_with_the_text_it_began_with(a_model, characters, tmp_path, capsys):
     """By sha256, not by name."""
@@ -2826,7 +2830,8 @@ def test_a_translator_learns_translates_and_is_converted(flags, turned_around, t
     assert train.sampling('a b', {}) == "python sample.py --init='a b'/ckpt.safetensors"
 
 def test_a_failed_write_leaves_the_old_files_or_a_set_to_be_made_anew(a_model, text, tmp_path, monkeypatch):
-    """Of a model in a folder nothing stays once another is there: here its tokenizer.json."""
+    """Of a model in a folder nothing stays once another is there: here its tokenizer.json. The error names the
+    file, which that of an open file does not by itself."""
     path, hub = Path(shutil.copy(a_model(), tmp_path)), tmp_path / 'hub'
     in_hub_layout(hub, 'llama')
     model, meta = load(hub)
@@ -2836,10 +2841,23 @@ def test_a_failed_write_leaves_the_old_files_or_a_set_to_be_made_anew(a_model, t
     assert {old.name for old in before} == {path.name, 'config.json', 'model.safetensors', 'tokenizer.json'}
     weights, full = {name: x + 1 for name, x in model.state_dict().items()}, OSError(28, 'No space left')
     with monkeypatch.context() as faulty:
-        faulty.setattr(os, 'fsync', Mock(side_effect=[full, None, full]))       # config.json comes last
-        for write in partial(save, path, model, {}), partial(export, weights, data=meta['data']):
-            with pytest.raises(OSError, match='No space'):
+        faults = full, None, OSError(28, 'No space left')                       # config.json comes last
+        faulty.setattr(os, 'fsync', Mock(side_effect=faults))
+        for name, write in ('ckpt.safetensors', partial(save, path, model, {})), (
+                'config.json', partial(export, weights, data=meta['data'])):
+            with pytest.raises(OSError, match=f'No space.*{name}'):
                 write()
+    with monkeypatch.context() as watched:
+        saved = Mock(side_effect=files.save_file)               # it writes a hidden file beside its own
+        watched.setattr(files, 'save_file', saved)
+        save(path, model, meta)
+        assert Path(saved.call_args.args[1]).parent.match('ckpt.safetensors.*.part')
+    assert not [*tmp_path.glob('*.part')]
+    path.write_bytes(before[path])
+    log = Mock(write=Mock(side_effect=OSError(28, 'No space left')))
+    log.name = 'log.jsonl'
+    with pytest.raises(OSError, match='No space.*log.jsonl'):
+        train.tell(log, 'a step', loss=1.0)
     assert {old: old.read_bytes() for old in tmp_path.rglob('*.*')} == before
     export(weights, data=meta['data'])
     assert sorted(os.listdir(hub)) == ['config.json', 'model.safetensors']
@@ -3112,6 +3130,14 @@ def test_a_task_is_judged_by_its_rows(monkeypatch):
     start, told = dataclasses.replace(rows, meta={}).judged()
     assert start.tolist() == [0, 128, 256, 384, 512]
 
+def test_the_last_validation_reads_as_much_in_all_processes(monkeypatch):
+    """As much as the first one's clock allows. They read together, so another number would hang them."""
+    monkeypatch.setattr(train.Rows, 'evaluate', Mock())
+    monkeypatch.setattr(train.dist, 'broadcast', lambda x, of: x.fill_(3))
+    one = train.Rows(None, np.zeros(1000, np.uint8), {}, 10, torch.device('cpu'))
+    assert len(one.readable(None, 1e6)) == 1000
+    assert len(dataclasses.replace(one, world=2).readable(None, 1e6)) == 30
+
 def test_carry_hands_the_state_on(text, tmp_path, monkeypatch):
     """Each row continues the last one, and the state it gets is the one the last one left."""
     seen, plain = [], GPT.forward
@@ -3217,9 +3243,13 @@ def in_two_processes(argv):
     torch.multiprocessing.start_processes(as_one_of_two, (argv, port), 2, start_method='fork')
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='elsewhere a process that has torch in it may not fork')
-def test_two_processes_train_like_one(tmp_path, capfd):
+def test_two_processes_train_like_one(tmp_path, capfd, monkeypatch):
     """They see the same rows together, whose numbers of targets differ, and lines come once. One goes on where
-    two stopped, and two, each with a part of the model, where one did."""
+    two stopped, and two, each with a part of the model, where one did. What the first one does alone at the
+    end may take longer than the other would wait."""
+    def alone(*_):
+        assert not train.dist.is_initialized()
+    monkeypatch.setattr(train, 'show', alone)
     tiny = [flag for flag in TINY if 'block_size' not in flag]
     one, two = (['--data=recall', '--val_tokens=5120', *tiny, '--log_every=1', '--eval_every=2',
                  f'--out={tmp_path / name}'] for name in '12')
@@ -4995,10 +5025,11 @@ def test_soak_kill_9_leaves_a_checkpoint_that_loads(tmp_path):
         time.sleep(rng.uniform(.002, .05))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        left = list(tmp_path.glob('*.part'))
+        left = {*tmp_path.iterdir()} - {Path(path)}
         middle += bool(left)
+        assert all(part.match('ckpt.safetensors.*.part') for part in left)
         for part in left:
-            part.unlink()
+            shutil.rmtree(part) if part.is_dir() else part.unlink()
         loaded, meta = load(path)
         assert torch.equal(loaded.embed.weight, models[meta['step'] % 2].embed.weight)
     assert middle > 20

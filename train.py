@@ -19,12 +19,14 @@ This file, in order: machine, threads, sharding, batches of data, the optimiser,
 """
 import dataclasses
 import functools
+import glob
 import io
 import itertools
 import json
 import math
 import os
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -414,6 +416,10 @@ class Rows:
         began = time.perf_counter()
         self.evaluate(model, begin)
         count = max(1, int(seconds / (time.perf_counter() - began) * len(begin)))
+        if self.world > 1:                                  # their clocks differ: as many as the first says
+            of_first = torch.tensor(count, device=self.device)
+            dist.broadcast(of_first, 0)
+            count = of_first.item()
         begin = blocks(len(self.val), self.T, self.meta)
         return self.val[:begin[count]] if count < len(begin) else self.val
 
@@ -783,6 +789,12 @@ def log_of(args, rank=0):
     try:
         import fcntl
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for name in 'ckpt', 'best', 'stage-*':              # a run that was killed in a save left them
+            for part in glob.glob(f'{glob.escape(args.out)}/{name}.safetensors.*.part'):
+                if os.path.isdir(part):
+                    shutil.rmtree(part)
+                else:
+                    os.remove(part)
     except BlockingIOError:
         raise ValueError(f'--out={args.out}: another run is at work there; take another folder') from None
     except (ImportError, OSError):                          # Windows; a file system without locks
@@ -799,8 +811,15 @@ def begin_log(log, file):
     """Let this run's log take the place of an earlier one's, now that its checkpoint did -> the open file."""
     if log is not file:
         file.truncate(0)
-        print(log.getvalue(), end='', file=file, flush=True)
+        with prepare.writing(file.name):
+            print(log.getvalue(), end='', file=file, flush=True)
     return file
+
+
+def write_row(log, row):
+    """Write a line of log.jsonl, or of the text that is kept until there is a checkpoint, see `log_of`."""
+    with prepare.writing(getattr(log, 'name', '')):
+        print(json.dumps(row), file=log, flush=True)
 
 
 def tell_saved(script, out, path, step):
@@ -842,7 +861,7 @@ def tell(log, text, **figures):
     for name, x in figures.items():
         if isinstance(x, float) and not math.isfinite(x):   # JSON has no NaN
             figures[name] = None
-    print(json.dumps(figures), file=log, flush=True)
+    write_row(log, figures)
 
 
 def tell_step(log, data, steps, peak, step, loss, norm, ms, stage=''):
@@ -913,7 +932,7 @@ def report(model, data, args, log, **figures):
     to `figures`, and all go to result.json as one flat dict."""
     meta = data.meta
     what = f'blocks of {data.T}'
-    if data.world == 1 and not args.val_tokens:
+    if not args.val_tokens:
         seconds = max(LAST_SECONDS, 30 * figures['minutes'])
         data = dataclasses.replace(data, val=data.readable(model, seconds))
     n = len(data.val)
@@ -926,7 +945,10 @@ def report(model, data, args, log, **figures):
         raise ValueError(f'the weights in {args.out} are broken or too large, see the losses in log.jsonl; '
                          'take a smaller --lr')
     figures.update({'val_loss': loss, 'accuracy': right, 'validation tokens': n})
-    if data.rank > 0:                                       # one process does the rest
+    if data.world > 1:                                      # one process does the rest. It may take longer
+        dist.barrier()                                      # than the others would wait for it
+        dist.destroy_process_group()
+    if data.rank > 0:
         return
     if 'row' not in meta:
         figures['bits per byte'] = loss * bits_a_nat(meta)
@@ -1053,9 +1075,6 @@ def main(argv):
     prepare.saved.append(f'{args.out}/ckpt.safetensors has all {args.steps} steps')
     say(f'\n{args.steps - first} steps in {seconds / 60:.1f} minutes')
     report(model, data, args, log, steps=args.steps, ms=ms, minutes=seconds / 60)
-    if world > 1:
-        dist.barrier()                                      # wait until the first process has written
-        dist.destroy_process_group()
 
 
 if __name__ == '__main__':

@@ -516,6 +516,17 @@ def refuse_irregular(path):
 
 
 @contextlib.contextmanager
+def writing(path):
+    """An OSError in here names this file: that of a write to an open file, as on a full disk, names none."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno and not e.filename:
+            e.filename = path
+        raise
+
+
+@contextlib.contextmanager
 def atomic(path):
     """`with atomic(path) as temp:` write the file temp, and it becomes path in one step. A reader finds
     either the old file or the new one, even after a crash. A failure leaves only the old file. The new file
@@ -526,9 +537,10 @@ def atomic(path):
     try:
         open(temp, 'wb').close()                                # with the permissions of the umask
         mode = os.stat(path if os.path.exists(path) else temp).st_mode
-        yield temp
-        with open(temp, 'rb+') as f:
-            os.fsync(f.fileno())
+        with writing(path):
+            yield temp
+            with open(temp, 'rb+') as f:
+                os.fsync(f.fileno())
         os.chmod(temp, mode & 0o777)
         os.replace(temp, path)
     finally:
@@ -542,7 +554,8 @@ def refuse_unwritable(path):
     folder = os.path.dirname(os.path.abspath(path))
     try:
         os.makedirs(folder, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        name = os.path.basename(path)                           # with .part, as long as that of `atomic`
+        tempfile.NamedTemporaryFile(dir=folder, prefix=name, suffix='.part').close()
     except OSError as e:
         raise ValueError(f'{path} cannot be written: {e.strerror}') from None
 

@@ -43,9 +43,13 @@ from data.flags import plural
 def write_safetensors(path, tensors, notes):
     """Write a safetensors file, which replaces the old one in one step. notes: strings for its header"""
     tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-    with prepare.atomic(path) as temp:
+    folder, name = os.path.split(os.path.abspath(path))
+    # safetensors first writes a hidden file beside the one it is given. In a folder of its own, whose name
+    # says what it is, that can be found if this process is killed meanwhile (train.log_of does).
+    with prepare.atomic(path) as temp, tempfile.TemporaryDirectory('.part', f'{name}.', folder) as own:
         try:
-            save_file(tensors, temp, notes)
+            save_file(tensors, f'{own}/new', notes)
+            os.replace(f'{own}/new', temp)
         except SafetensorError as e:
             raise OSError(f'{path}: cannot be written ({e})') from None
 
