@@ -97,9 +97,9 @@ def check_flags(given, args, config):
     if args.html and (args.samples > 1 or args.load_state):
         raise ValueError('--html shows one text from its beginning: leave --samples and --load_state out')
     of_steps = {'tokens', 'samples', 'temperature', 'top_k', 'top_p', 'seed', 'compile', 'save_state',
-                'load_state', 'html', 'chat', 'special', 'lines'}
+                'load_state', 'html', 'chat', 'special'}
     for holds, does, unused in [
-            (args.source, 'translates --source, and nothing else', of_steps | {'prompt'}),
+            (args.source, 'translates --source, and nothing else', of_steps | {'prompt', 'lines'}),
             (config.classes or not config.causal, 'tells classes apart, and nothing else', of_steps),
             (args.chat, 'chats', {'samples', 'save_state', 'load_state', 'special', 'lines'}),
             (not args.chat, 'chats only with --chat', {'system'}),
@@ -187,14 +187,25 @@ def begin(args, model, meta):
     return torch.tensor(texts, device=model.embed.weight.device), state, prompt
 
 
+def classify(args, model, meta):
+    """Print the classes of the prompt or, with --lines, of each of its lines."""
+    texts = lines_of(args.prompt) if args.lines else [text_of(args.prompt)]
+    for number, text in enumerate(texts, 1):
+        if args.lines:
+            print(f'--- {number} ---')
+        row = prepare.whole_text(text.strip(), meta['data'])            # as the texts of training were
+        show_classes(model, row or prepare.begun([], meta['data']), meta['data'])
+
+
 @torch.inference_mode()
-def classify(model, tokens, meta):
-    """Print how likely each class of a text is, tokens (1, T), the likeliest first."""
+def show_classes(model, row, data):
+    """Print how likely each class of a text is, a list of tokens, the likeliest first."""
     c = model.config
+    tokens = torch.tensor([row], device=model.embed.weight.device)
     T = tokens.shape[1]
     if T > c.block_size:
         raise ValueError(f'--prompt: {T} tokens, but this model knows rows of at most {c.block_size}')
-    whole = meta['data'].get('row', T)
+    whole = data.get('row', T)
     if c.pad is None and T != whole:                        # half a picture is none
         raise ValueError(f'--prompt: {plural(T, "token")}, but a row of this model has {whole}')
     logits, _ = model(tokens)
@@ -202,7 +213,7 @@ def classify(model, tokens, meta):
     refuse_broken(logits)
     p, order = logits[0].softmax(-1).sort(descending=True)
     for i, share in zip(order.tolist(), p.tolist()):
-        print(f'class {i}: {share:.1%}')
+        print(f'class {i}: {share:.1%}', flush=True)
 
 
 def translate(args, model, meta):
@@ -535,9 +546,7 @@ def main(argv):
     if args.source:
         translate(args, model, meta)
     elif c.classes or not c.causal:                         # without classes, the model raises ValueError
-        text = text_of(args.prompt).strip()                 # as the texts of training were
-        row = prepare.whole_text(text, meta['data']) or prepare.begun([], meta['data'])
-        classify(model, torch.tensor([row], device=device), meta)
+        classify(args, model, meta)
     elif args.chat:
         converse(args, model, meta)
     elif args.lines:

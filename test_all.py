@@ -3888,9 +3888,11 @@ def test_a_whole_text_stands_between_the_tokens_of_its_template(tmp_path, monkey
     in_hub_layout(tmp_path, 'bert')
     put(tmp_path, 'tokenizer.json', word_pieces(words, '[CLS] $A [SEP]', [('[CLS]', 1), ('[SEP]', 2)]))
     data = load(tmp_path)[1]['data']
-    monkeypatch.setattr(sample, 'classify', Mock())
-    assert sample.main([f'--init={tmp_path}', '--prompt=quicker fox']) == 0
-    assert sample.classify.call_args.args[1].tolist() == [[1, 4, 5, 6, 2]]
+    monkeypatch.setattr(sample, 'show_classes', Mock())
+    for given, rows in ('quicker fox', [[1, 4, 5, 6, 2]]), ('quick\n fox\n', [[1, 4, 2], [1, 6, 2]]):
+        sample.show_classes.reset_mock()
+        assert sample.main([f'--init={tmp_path}', f'--prompt={given}', *['--lines'] * (len(rows) > 1)]) == 0
+        assert [call.args[1] for call in sample.show_classes.call_args_list] == rows
     assert prepare.whole_text('quicker fox', data) == [1, 4, 5, 6, 2]
     assert prepare.whole_text('quicker fox', data, 4) == [1, 4, 5, 2] and prepare.begun([6], data) == [1, 6]
     assert prepare.decode([4, 5, 6], data) == 'quicker fox'
