@@ -212,8 +212,11 @@ def show_classes(model, row, data):
     logits = logits.reshape(-1, c.classes)[-1:]             # the last token's, if there is one for each
     refuse_broken(logits)
     p, order = logits[0].softmax(-1).sort(descending=True)
+    names = dict(enumerate(data.get('labels', [])))
     for i, share in zip(order.tolist(), p.tolist()):
-        print(f'class {i}: {share:.1%}', flush=True)
+        name = names.get(i, f'LABEL_{i}')
+        named = '' if name == f'LABEL_{i}' else f' ({name})'
+        print(f'class {i}{named}: {share:.1%}', flush=True)
 
 
 def translate(args, model, meta):

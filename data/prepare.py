@@ -975,6 +975,9 @@ def check_tokens(meta):
         fits = fits and '' not in meta['special'] and all(type(x) is str for x in texts)
         if not fits or not all(type(i) is int and 0 <= i < vocab for i in ids):
             raise ValueError(f'{", ".join(kinds)}: one of them is not as data/chat.py makes it')
+    labels = meta.get('labels', [])
+    if not (isinstance(labels, list) and all(isinstance(name, str) for name in labels)):
+        raise ValueError('labels: expected a list of the names of the classes')
     chars = meta.get('chars')
     are_texts = isinstance(chars, list) and all(isinstance(text, str) for text in chars)
     if (kind in ('char', 'words') or chars is not None) and not (are_texts and len(chars) == vocab):
