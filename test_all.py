@@ -3605,6 +3605,8 @@ def test_flags_beside_a_recipe_win_and_another_rule_keeps_its_way_of_training(gi
     assert {name: given[name] for name in expected} == expected
     assert found == dict(rule='gla-beta', gate_rank=16, cache=3)
     assert train.is_large(teacher)
+    teacher.config.classes = 3
+    assert convert.by_recipe({}, {}, teacher)[0]['eval_rows'] == 500                # one target a row
     given, _ = convert.by_recipe(dict(recipe='hybrid', lora=8), {}, teacher)        # new ones: as without LoRA
     assert (given['lr'], given['faster']) == (pytest.approx(.3 / 16), 2)
 
