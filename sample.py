@@ -69,6 +69,8 @@ class Args:
 
 
 AT_ONCE = 64        # texts in a batch
+PIECE = 2048        # tokens of a prompt, as many as GPT.read takes at a time
+QUIET = 4           # seconds before it is said how far a prompt is read
 LOOK_BACK = 16      # at most this many tokens wait to be printed; this many before them help to decode
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'assets', 'memory.html')
 EMPTY = '>null</script>'                                    # where the page has no recording yet
@@ -325,6 +327,19 @@ def show_text(before, held, data):
     return held, []
 
 
+def read_prompt(model, tokens, state=None):
+    """`GPT.read`, but it says how far it is: a long prompt takes minutes."""
+    T = tokens.shape[1]
+    began = time.perf_counter()
+    for i in range(0, T, PIECE):
+        state = model.read(tokens[:, i:i + PIECE], state)
+        took = time.perf_counter() - began
+        if i + PIECE < T and took > QUIET:
+            left = took * (T / (i + PIECE) - 1) / 60
+            say(f'{i + PIECE:,} of {T:,} tokens read | eta {left:.1f} min')
+    return state
+
+
 def write_texts(args, model, data, first, begun, prompt=None):
     """Write what comes after the tokens `first` (B, 1) and the state `begun`. A text ends with a token that
     ends texts, which does not count. prompt: the tokens before, if the one text is to be printed as it comes
@@ -464,7 +479,7 @@ def answer_all(args, model, meta, heard):
             raise ValueError(f'{args.init}: its chat template makes nothing of these messages')
         heard += by_whom(new, [])
         tokens = torch.tensor([ids], device=model.embed.weight.device)
-        state = model.read(tokens[:, :-1], state)
+        state = read_prompt(model, tokens[:, :-1], state)
         last, state, _, [answer] = write_texts(args, model, data, tokens[:, -1:], state, ids)
         pending = [] if last.item() in data['ends'] else last[0].tolist()
         heard += by_whom([], answer)
@@ -499,9 +514,9 @@ def complete(args, model, meta):
         say(f'past {c.block_size:,} tokens, rope meets distances that it did not meet in training')
     began = time.perf_counter()
     if args.load_state:
-        state = model.read(tokens[:, :-1], state)
+        state = read_prompt(model, tokens[:, :-1], state)
     elif read > 1:                                          # all texts begin alike: that is read once
-        state = model.read(tokens[:1, :-1], state)
+        state = read_prompt(model, tokens[:1, :-1], state)
         state = chosen_texts(state, torch.zeros(args.samples, dtype=torch.long))
     alone = prompt if args.samples == 1 else None
     last, state, times, texts = write_texts(args, model, meta['data'], tokens[:, -1:], state, alone)

@@ -4109,6 +4109,11 @@ def test_texts_of_unequal_length_are_joined(flags):
             near(logits[i], wanted[0], 1e-5)                    # angles of rope are fp32
         token = logits.argmax(-1)
 
+def test_a_long_prompt_says_how_far_it_is_read(a_model, capsys, monkeypatch):
+    monkeypatch.setattr(sample, 'QUIET', 0)
+    said = written(capsys, f'--init={a_model("--rule=delta")}', '--prompt=' + 'ab' * 2100, '--tokens=1')[1]
+    assert said.count(' tokens read | eta ') == 2 and '4,096 of 4,199 tokens read' in said
+
 def test_each_line_is_a_prompt_and_of_many_texts_one_is_read_once(a_model, tmp_path, capsys, monkeypatch):
     """Greedy, each is what it is alone. Those before a stop are shown."""
     lines = 'line 1', 'a', 'the quick brown fox'
