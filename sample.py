@@ -179,7 +179,7 @@ def begin(args, model, meta):
             break
     if args.load_state:
         last, state = read_state(args, model, meta)
-        prompt = prepare.continued(text, last[0].tolist(), data)        # the other texts go on alike
+        prompt = prepare.continued(text, last[0].tolist(), data, args.special)      # the others go on alike
         texts = [begun + prompt for begun in last.tolist()]
         prompt = texts[0]
     else:

@@ -4040,6 +4040,10 @@ def test_each_of_several_texts_ends_by_itself(tmp_path, monkeypatch, capsys):
     assert 'note: </s> in --prompt is read as letters' in written(capsys, *flags)[1]
     assert '</s>' not in written(capsys, *flags, '--special')[1]
     assert prepare.begun(prepare.encode('<s>a', data, special=True), data) == [1, *prepare.encode('a', data)]
+    flags, state = flags[:2], f'{tmp_path}/x.st'            # nor is it where a text goes on
+    written(capsys, *flags, '--prompt=the quick', f'--save_state={state}')
+    said = written(capsys, *flags, '--prompt=</s><s>', '--special', f'--load_state={state}')[1]
+    assert '\n2 tokens read' in said
 
 def test_what_a_folder_says_goes_the_whole_way(tmp_path, capsys):
     """Through training to an export, byte for byte. A model with other layers than softmax cannot be one."""

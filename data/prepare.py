@@ -448,26 +448,27 @@ def tokenize(data, meta, size=1 << 20):
         letter = text[-1]
 
 
-def after(before, text, meta):
+def after(before, text, meta, special=False):
     """The token ids of a text that follows the text `before`. None if a token begins in one and ends in the
-    other."""
-    seen = encode(before, meta)
-    tokens = encode(before + text, meta)
+    other. special: as for `encode`"""
+    seen = encode(before, meta, special)
+    tokens = encode(before + text, meta, special)
     if tokens[:len(seen)] == seen:
         return tokens[len(seen):]
     return None
 
 
-def continued(text, begun, meta):
+def continued(text, begun, meta, special=False):
     """The token ids of a text that follows the tokens `begun`. Some tokenizers add a space before what they
     read, and some read "'s" as one token only after a letter. So we read the text behind what stands there
-    or, if a token would span the border, behind something that no token joins to it."""
+    or, if a token would span the border, behind something that no token joins to it. special: as for `encode`
+    """
     if meta['tokenizer'] not in FIXED:
         for before in decode(begun, meta), '\n', 'a':
-            tokens = after(before, text, meta) if before else None
+            tokens = after(before, text, meta, special) if before else None
             if tokens is not None:
                 return tokens
-    return encode(text, meta)
+    return encode(text, meta, special)
 
 
 # ---- files -------------------------------------------------------------------------------------------------
