@@ -9,9 +9,10 @@
     python sample.py --prompt=@FILE --lines                    each line is a prompt of its own
     python sample.py --source="A man sleeps." --beam=4         a translation; @file: one of each line
 
-If the model is a classifier, the prompt is classified: each class is printed with its probability. In a chat
-(--chat) the model's own template frames what is said: --prompt, and each line of standard input if that is a
-terminal or there is no --prompt; /reset begins anew, /quit ends. A text also ends where the model ends it.
+If the model is a classifier, the prompt (with --lines: each line) is classified: each class is printed with
+its probability. In a chat (--chat) the model's own template frames what is said: --prompt, and each line of
+standard input if that is a terminal or there is no --prompt; /reset begins anew, /quit ends. A text also ends
+where the model ends it.
 
 Only what is written goes to standard output, without the prompt; messages go to standard error.
 
