@@ -56,9 +56,9 @@ from data.weights import is_state, read_tensors, to_folder, weights_digest
 from fastweight import RULES
 from model import (GPT, SOURCE_RULES, bias_of, bytes_after, can_become_an_rnn, cannot_train, fill, idle, kl,
                    load, pick_device, save, subset)
-from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, QUIET, SMALL, Rows, adamw, begin_log, begin_step,
-                   bits_a_nat, blocks, caches, commit, is_large, lies_in, log_of, logits_at_once, nats_along,
-                   of_part, other_policies, pack_optimiser, predict, products_in, recovered, rows,
+from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, QUIET, SMALL, TASK_ROWS, Rows, adamw, begin_log,
+                   begin_step, bits_a_nat, blocks, caches, commit, is_large, lies_in, log_of, logits_at_once,
+                   nats_along, of_part, other_policies, pack_optimiser, predict, products_in, recovered, rows,
                    sampling, say, set_threads, table, tell_saved, tell_step, unpack_optimiser, write_row)
 
 
@@ -116,7 +116,8 @@ class Args:
                          'spread:4')
     row: int = flag(0, 'tokens per row; 0: as in the teacher\'s training, at most 1,024; of a large model '
                        'at most 512', low=0, high=2 ** 24)
-    eval_rows: int = flag(64, 'validation rows for each evaluation', low=2, high=10 ** 9)
+    eval_rows: int = flag(64, f'validation rows for each evaluation; of a classifier {TASK_ROWS}', low=2,
+                          high=10 ** 9)
     export: str = flag('', 'only write the model of --from into this folder, for transformers', path=True)
     fold: bool = flag(False, 'multiply phi into W_q and W_k at the end; needs --phi=t2r, no rope')
     controls: bool = flag(True, 'also train the teacher for as many steps, at two rates, and the student '
@@ -818,6 +819,8 @@ def by_recipe(given, changes, teacher):
     near = large or changes.get('overflow')                 # what begins near its teacher may not leave it
     lr = (PRETRAINED_LR if near else SWAP_LR) / teacher.config.n_embd
     flags = {'lr': lr, 'faster': Args.faster, **way, **own}
+    if teacher.config.classes:
+        flags['eval_rows'] = TASK_ROWS                      # each row has one target alone
     if near and given.get('lora'):
         flags['lr'] *= LORA_FASTER
         flags['faster'] /= LORA_FASTER                      # new parameters learn as fast as without LoRA

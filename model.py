@@ -1542,10 +1542,18 @@ def swapped(config, source, rule='', **changes):
         if config.keeps() == {None}:
             raise ValueError(f'--rule={rule}: {source} has no softmax layers, only {briefly(config.rules)}')
         if RULES[rule].matrix:
-            raise ValueError(f'--rule={rule}: what softmax learned does not suit a matrix without training; '
-                             f'python convert.py --from={source} --rule={rule} --data=TEXT trains it')
+            raise ValueError(untrained(f'--rule={rule}', source))
         layers = [rule if RULES[name].keeps else name for name in config.rules]
         changes.update(rule=rule, layers=','.join(layers))
         if RULES[rule].keeps == 'all':
             changes = {'overflow': '', 'positions': 'true', **changes}
-    return dataclasses.replace(config, **changes)
+    new = dataclasses.replace(config, **changes)
+    if any(RULES[then].matrix and RULES[was].keeps for then, was in zip(new.rules, config.rules)):
+        raise ValueError(untrained(f'--layers={new.layers}', source))
+    return new
+
+
+def untrained(flag, source):
+    """What to say of a flag that would put a matrix in the place of softmax."""
+    return (f'{flag}: what softmax learned does not suit a matrix without training; '
+            f'python convert.py --from={source} {flag} --data=TEXT trains it')

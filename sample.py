@@ -9,9 +9,10 @@
     python sample.py --prompt=@FILE --lines                    each line is a prompt of its own
     python sample.py --source="A man sleeps." --beam=4         a translation; @file: one of each line
 
-If the model is a classifier, the prompt is classified: each class is printed with its probability. In a chat
-(--chat) the model's own template frames what is said: --prompt, and each line of standard input if that is a
-terminal or there is no --prompt; /reset begins anew, /quit ends. A text also ends where the model ends it.
+If the model is a classifier, the prompt (with --lines: each line) is classified: each class is printed with
+its probability. In a chat (--chat) the model's own template frames what is said: --prompt, and each line of
+standard input if that is a terminal or there is no --prompt; /reset begins anew, /quit ends. A text also ends
+where the model ends it.
 
 Only what is written goes to standard output, without the prompt; messages go to standard error.
 
@@ -69,6 +70,8 @@ class Args:
 
 
 AT_ONCE = 64        # texts in a batch
+PIECE = 2048        # tokens of a prompt, as many as GPT.read takes at a time
+QUIET = 4           # seconds before it is said how far a prompt is read
 LOOK_BACK = 16      # at most this many tokens wait to be printed; this many before them help to decode
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'assets', 'memory.html')
 EMPTY = '>null</script>'                                    # where the page has no recording yet
@@ -97,9 +100,9 @@ def check_flags(given, args, config):
     if args.html and (args.samples > 1 or args.load_state):
         raise ValueError('--html shows one text from its beginning: leave --samples and --load_state out')
     of_steps = {'tokens', 'samples', 'temperature', 'top_k', 'top_p', 'seed', 'compile', 'save_state',
-                'load_state', 'html', 'chat', 'special', 'lines'}
+                'load_state', 'html', 'chat', 'special'}
     for holds, does, unused in [
-            (args.source, 'translates --source, and nothing else', of_steps | {'prompt'}),
+            (args.source, 'translates --source, and nothing else', of_steps | {'prompt', 'lines'}),
             (config.classes or not config.causal, 'tells classes apart, and nothing else', of_steps),
             (args.chat, 'chats', {'samples', 'save_state', 'load_state', 'special', 'lines'}),
             (not args.chat, 'chats only with --chat', {'system'}),
@@ -177,7 +180,7 @@ def begin(args, model, meta):
             break
     if args.load_state:
         last, state = read_state(args, model, meta)
-        prompt = prepare.continued(text, last[0].tolist(), data)        # the other texts go on alike
+        prompt = prepare.continued(text, last[0].tolist(), data, args.special)      # the others go on alike
         texts = [begun + prompt for begun in last.tolist()]
         prompt = texts[0]
     else:
@@ -187,22 +190,35 @@ def begin(args, model, meta):
     return torch.tensor(texts, device=model.embed.weight.device), state, prompt
 
 
+def classify(args, model, meta):
+    """Print the classes of the prompt or, with --lines, of each of its lines."""
+    texts = lines_of(args.prompt) if args.lines else [text_of(args.prompt)]
+    for number, text in enumerate(texts, 1):
+        if args.lines:
+            print(f'--- {number} ---')
+        row = prepare.whole_text(text.strip(), meta['data'])            # as the texts of training were
+        show_classes(model, row or prepare.begun([], meta['data']), meta['data'])
+
+
 @torch.inference_mode()
-def classify(model, tokens, meta):
-    """Print how likely each class of a text is, tokens (1, T), the likeliest first."""
+def show_classes(model, row, data):
+    """Print how likely each class of a text is, a list of tokens, the likeliest first."""
     c = model.config
+    tokens = torch.tensor([row], device=model.embed.weight.device)
     T = tokens.shape[1]
     if T > c.block_size:
         raise ValueError(f'--prompt: {T} tokens, but this model knows rows of at most {c.block_size}')
-    whole = meta['data'].get('row', T)
+    whole = data.get('row', T)
     if c.pad is None and T != whole:                        # half a picture is none
         raise ValueError(f'--prompt: {plural(T, "token")}, but a row of this model has {whole}')
     logits, _ = model(tokens)
     logits = logits.reshape(-1, c.classes)[-1:]             # the last token's, if there is one for each
     refuse_broken(logits)
     p, order = logits[0].softmax(-1).sort(descending=True)
+    names = dict(enumerate(data.get('labels', [])))
     for i, share in zip(order.tolist(), p.tolist()):
-        print(f'class {i}: {share:.1%}')
+        named = f' ({names[i]})' if i in names else ''
+        print(f'class {i}{named}: {share:.1%}', flush=True)
 
 
 def translate(args, model, meta):
@@ -309,6 +325,19 @@ def show_text(before, held, data):
         return before, held
     print(text, end='', flush=True)
     return held, []
+
+
+def read_prompt(model, tokens, state=None):
+    """`GPT.read`, but it says how far it is: a long prompt takes minutes."""
+    T = tokens.shape[1]
+    began = time.perf_counter()
+    for i in range(0, T, PIECE):
+        state = model.read(tokens[:, i:i + PIECE], state)
+        took = time.perf_counter() - began
+        if i + PIECE < T and took > QUIET:
+            left = took * (T / (i + PIECE) - 1) / 60
+            say(f'{i + PIECE:,} of {T:,} tokens read | eta {left:.1f} min')
+    return state
 
 
 def write_texts(args, model, data, first, begun, prompt=None):
@@ -450,7 +479,7 @@ def answer_all(args, model, meta, heard):
             raise ValueError(f'{args.init}: its chat template makes nothing of these messages')
         heard += by_whom(new, [])
         tokens = torch.tensor([ids], device=model.embed.weight.device)
-        state = model.read(tokens[:, :-1], state)
+        state = read_prompt(model, tokens[:, :-1], state)
         last, state, _, [answer] = write_texts(args, model, data, tokens[:, -1:], state, ids)
         pending = [] if last.item() in data['ends'] else last[0].tolist()
         heard += by_whom([], answer)
@@ -485,9 +514,9 @@ def complete(args, model, meta):
         say(f'past {c.block_size:,} tokens, rope meets distances that it did not meet in training')
     began = time.perf_counter()
     if args.load_state:
-        state = model.read(tokens[:, :-1], state)
+        state = read_prompt(model, tokens[:, :-1], state)
     elif read > 1:                                          # all texts begin alike: that is read once
-        state = model.read(tokens[:1, :-1], state)
+        state = read_prompt(model, tokens[:1, :-1], state)
         state = chosen_texts(state, torch.zeros(args.samples, dtype=torch.long))
     alone = prompt if args.samples == 1 else None
     last, state, times, texts = write_texts(args, model, meta['data'], tokens[:, -1:], state, alone)
@@ -535,9 +564,7 @@ def main(argv):
     if args.source:
         translate(args, model, meta)
     elif c.classes or not c.causal:                         # without classes, the model raises ValueError
-        text = text_of(args.prompt).strip()                 # as the texts of training were
-        row = prepare.whole_text(text, meta['data']) or prepare.begun([], meta['data'])
-        classify(model, torch.tensor([row], device=device), meta)
+        classify(args, model, meta)
     elif args.chat:
         converse(args, model, meta)
     elif args.lines:

@@ -1531,6 +1531,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--carry --data=recall': 'nothing to do with each other', '--block_size=100000': 'longer text',
         '--data=stdlib --val_tokens=9': 'more --val_tokens',
         '--init=SOFTMAX --out=FOLDER': 'it holds the model',
+        '--init=SOFTMAX --layers=sum,softmax': 'convert.py --from=.* --layers=sum,softmax',
         '--init=SOFTMAX --conv=0': '--conv=0: not what the weights of .* are for',
         '--init=TALKER --data=THREES': 'its rows are padded',
         '--data=recall --tokenizer=bpe:302': 'ids', '--tokenizer=bpe:65537': '257 to 65,536',
@@ -2446,7 +2447,7 @@ COLA_ZIP, WIKI_ZIP = 'cola_public_1.1.zip', 'wikitext-2-raw-v1.zip'
      'has no wiki.valid.raw'),
     ('my.txt', 'my.txt', b'abc\xff', 'my.txt: not UTF-8 at byte 3; convert it'),
     ('my.txt', 'my.txt', b'', 'too short to be split'),
-    ('mine.tsv', 'mine.tsv', b'0\tno\n1 no\n', 'mine.tsv, line 2: .* is not a label from 0, a tab'),
+    ('mine.tsv', 'mine.tsv', b'0\tno\n1 no\n', 'line 2: .* is not a label .number the classes from 0., a tab'),
     ('mine.tsv', 'mine.tsv', b'0\tno\n3\tno\n' * 9, 'no line to train on has label 1'),
     ('mine.tsv', 'mine.tsv', b'0\tno\n' * 40, 'all lines have label 0: nothing is told apart'),
     ('a.en:a.de.gz', 'a.en', b'one\n' * 51, 'a.en has 51 .*a.de.gz 52')],
@@ -3635,6 +3636,8 @@ def test_flags_beside_a_recipe_win_and_another_rule_keeps_its_way_of_training(gi
     assert {name: given[name] for name in expected} == expected
     assert found == dict(rule='gla-beta', gate_rank=16, cache=3)
     assert train.is_large(teacher)
+    teacher.config.classes = 3
+    assert convert.by_recipe({}, {}, teacher)[0]['eval_rows'] == 500                # one target a row
     given, _ = convert.by_recipe(dict(recipe='hybrid', lora=8), {}, teacher)        # new ones: as without LoRA
     assert (given['lr'], given['faster']) == (pytest.approx(.3 / 16), 2)
 
@@ -3860,6 +3863,7 @@ DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; 
     ('llama', 'rope_scaling', dict(rope_type='yarn'), 'rope of type yarn'),
     ('llama', 'rope_scaling', dict(LLAMA31, high_freq_factor=.001), 'high_freq_factor 0.001'),
     ('llama', 'num_key_value_heads', 3, '3 does not divide 4 heads'),
+    ('bert', 'id2label', 'rain', 'not as the hub has it'),
     ('llama', 'head_dim', 3, 'head_dim is not'), ('llama', 'model_type', 'mamba', 'model_type mamba'),
     ('gpt2', 'scale_attn_weights', False, 'attn_weights False'),
     ('gpt2', 'n_layer', 0, 'n_layer is 0, expected a whole number of at least 1'),
@@ -3908,6 +3912,14 @@ def test_an_encoder_of_the_hub_learns_the_classes_of_a_task(tmp_path, capsys):
     close({n: x for n, x in found.state_dict().items() if 'head' not in n}, dict(given.state_dict()), 0)
     assert train.main(['--resume', '--steps=3', f'--out={tmp_path / "out"}']) == 0
     assert 'class 3' in written(capsys, f'--init={path}', '--prompt=7 8 9')[0]
+    in_hub_layout(tmp_path / 'four', 'bert', classes=4, id2label={'1': 'rain', '3': 'snow'})
+    assert train.main([f'--init={tmp_path / "four"}', f'--data={data}', '--lr=0', *run]) == 0
+    for model in 'four', 'out/ckpt.safetensors':            # names of classes stay
+        said = written(capsys, f'--init={tmp_path}/{model}', '--prompt=7 8')[0]
+        assert all(name in said for name in ('class 0 (LABEL_0):', '(rain):', 'class 2', '(snow):'))
+    assert convert.main([f'--from={path}', f'--export={tmp_path / "e"}']) == 0
+    raw = json.loads((tmp_path / 'e' / 'config.json').read_text())
+    assert list(raw['id2label'].values()) == list(raw['label2id']) == ['LABEL_0', 'rain', 'LABEL_2', 'snow']
     for model, name, why in ('three', data, 'head.weight'), ('bert', 'recall', 'the tokens'):
         assert why in refused(capsys, train.main, f'--init={tmp_path / model}', f'--data={name}', *run)
     assert 'without classes' in refused(capsys, sample.main, f'--init={tmp_path / "bert"}', '--prompt=7 8')
@@ -3918,9 +3930,11 @@ def test_a_whole_text_stands_between_the_tokens_of_its_template(tmp_path, monkey
     in_hub_layout(tmp_path, 'bert')
     put(tmp_path, 'tokenizer.json', word_pieces(words, '[CLS] $A [SEP]', [('[CLS]', 1), ('[SEP]', 2)]))
     data = load(tmp_path)[1]['data']
-    monkeypatch.setattr(sample, 'classify', Mock())
-    assert sample.main([f'--init={tmp_path}', '--prompt=quicker fox']) == 0
-    assert sample.classify.call_args.args[1].tolist() == [[1, 4, 5, 6, 2]]
+    monkeypatch.setattr(sample, 'show_classes', Mock())
+    for given, rows in ('quicker fox', [[1, 4, 5, 6, 2]]), ('quick\n fox\n', [[1, 4, 2], [1, 6, 2]]):
+        sample.show_classes.reset_mock()
+        assert sample.main([f'--init={tmp_path}', f'--prompt={given}', *['--lines'] * (len(rows) > 1)]) == 0
+        assert [call.args[1] for call in sample.show_classes.call_args_list] == rows
     assert prepare.whole_text('quicker fox', data) == [1, 4, 5, 6, 2]
     assert prepare.whole_text('quicker fox', data, 4) == [1, 4, 5, 2] and prepare.begun([6], data) == [1, 6]
     assert prepare.decode([4, 5, 6], data) == 'quicker fox'
@@ -4056,6 +4070,10 @@ def test_each_of_several_texts_ends_by_itself(tmp_path, monkeypatch, capsys):
     assert 'note: </s> in --prompt is read as letters' in written(capsys, *flags)[1]
     assert '</s>' not in written(capsys, *flags, '--special')[1]
     assert prepare.begun(prepare.encode('<s>a', data, special=True), data) == [1, *prepare.encode('a', data)]
+    flags, state = flags[:2], f'{tmp_path}/x.st'            # nor is it where a text goes on
+    written(capsys, *flags, '--prompt=the quick', f'--save_state={state}')
+    said = written(capsys, *flags, '--prompt=</s><s>', '--special', f'--load_state={state}')[1]
+    assert '\n2 tokens read' in said
 
 def test_what_a_folder_says_goes_the_whole_way(tmp_path, capsys):
     """Through training to an export, byte for byte. A model with other layers than softmax cannot be one."""
@@ -4080,7 +4098,7 @@ def test_what_a_folder_says_goes_the_whole_way(tmp_path, capsys):
     (model, meta), (again, _) = load(tmp_path / 'a'), load(tmp_path / 'c')
     close(dict(again.state_dict()), dict(model.state_dict()), 0)
     found = load(tmp_path / 'b' / 'ckpt.safetensors')[1]['data']
-    assert all(found[name] == data[name] for name in chat.TRAVELS) and meta['data'] | found == found
+    assert all(found.get(name) == data.get(name) for name in chat.TRAVELS) and meta['data'] | found == found
     assert train.main([f'--init={tmp_path}/a', f'--out={tmp_path}/d', '--layers=tova,softmax', *run]) == 0
     swapped = tmp_path / 'd' / 'ckpt.safetensors'
     err = refused(capsys, convert.main, f'--from={swapped}', f'--export={tmp_path}/e')
@@ -4125,6 +4143,11 @@ def test_texts_of_unequal_length_are_joined(flags):
             wanted, states[i] = m(token[i:i + 1], own)
             near(logits[i], wanted[0], 1e-5)                    # angles of rope are fp32
         token = logits.argmax(-1)
+
+def test_a_long_prompt_says_how_far_it_is_read(a_model, capsys, monkeypatch):
+    monkeypatch.setattr(sample, 'QUIET', 0)
+    said = written(capsys, f'--init={a_model("--rule=delta")}', '--prompt=' + 'ab' * 2100, '--tokens=1')[1]
+    assert said.count(' tokens read | eta ') == 2 and '4,096 of 4,199 tokens read' in said
 
 def test_each_line_is_a_prompt_and_of_many_texts_one_is_read_once(a_model, tmp_path, capsys, monkeypatch):
     """Greedy, each is what it is alone. Those before a stop are shown."""

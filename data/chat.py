@@ -32,7 +32,7 @@ TEMPLATE = 'chat_template.jinja'
 ENDS = 'generation_config.json'
 FILES = TOKENS, TEMPLATE, ENDS
 KEPT = 'tokenizer.json', 'vocab.json', 'merges.txt'     # with these, an export gives them back as they were
-TRAVELS = 'template', 'special', 'ends', 'files'        # what a checkpoint keeps, beside its tokens
+TRAVELS = 'template', 'special', 'ends', 'files', 'labels'      # what a checkpoint keeps, beside its tokens
 
 
 def of_folder(folder, data, config_ends):

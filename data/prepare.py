@@ -448,26 +448,27 @@ def tokenize(data, meta, size=1 << 20):
         letter = text[-1]
 
 
-def after(before, text, meta):
+def after(before, text, meta, special=False):
     """The token ids of a text that follows the text `before`. None if a token begins in one and ends in the
-    other."""
-    seen = encode(before, meta)
-    tokens = encode(before + text, meta)
+    other. special: as for `encode`"""
+    seen = encode(before, meta, special)
+    tokens = encode(before + text, meta, special)
     if tokens[:len(seen)] == seen:
         return tokens[len(seen):]
     return None
 
 
-def continued(text, begun, meta):
+def continued(text, begun, meta, special=False):
     """The token ids of a text that follows the tokens `begun`. Some tokenizers add a space before what they
     read, and some read "'s" as one token only after a letter. So we read the text behind what stands there
-    or, if a token would span the border, behind something that no token joins to it."""
+    or, if a token would span the border, behind something that no token joins to it. special: as for `encode`
+    """
     if meta['tokenizer'] not in FIXED:
         for before in decode(begun, meta), '\n', 'a':
-            tokens = after(before, text, meta) if before else None
+            tokens = after(before, text, meta, special) if before else None
             if tokens is not None:
                 return tokens
-    return encode(text, meta)
+    return encode(text, meta, special)
 
 
 # ---- files -------------------------------------------------------------------------------------------------
@@ -988,6 +989,9 @@ def check_tokens(meta):
         fits = fits and '' not in meta['special'] and all(type(x) is str for x in texts)
         if not fits or not all(type(i) is int and 0 <= i < vocab for i in ids):
             raise ValueError(f'{", ".join(kinds)}: one of them is not as data/chat.py makes it')
+    labels = meta.get('labels', [])
+    if not (isinstance(labels, list) and all(isinstance(name, str) for name in labels)):
+        raise ValueError('labels: expected a list of the names of the classes')
     chars = meta.get('chars')
     are_texts = isinstance(chars, list) and all(isinstance(text, str) for text in chars)
     if (kind in ('char', 'words') or chars is not None) and not (are_texts and len(chars) == vocab):

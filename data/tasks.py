@@ -368,7 +368,7 @@ def labelled_texts(data, name, form, encoding='utf-8'):
 
 
 LINE = r'\s*(\S.*)', 'a sentence'
-TABS = r'(\d{1,6})\t\s*(\S.*)', 'a label from 0, a tab and a text'
+TABS = r'(\d{1,6})\t\s*(\S.*)', 'a label (number the classes from 0), a tab and a text'
 BLANKS = r'(\d{1,6}) \s*(\S.*)', 'a label from 0, a blank and a text'
 COLA = r'[^\t]*\t([01])\t[^\t]*\t\s*(\S.*)', 'source, label 0 or 1, mark and text, by tabs'
 

@@ -271,7 +271,8 @@ def kind_and_config(raw):
             raise ValueError(f'{key} {raw[key]}, expected {" or ".join(map(str, values))}')
     if raw.get('quantization_config'):
         raise ValueError(f'quantization_config: {QUANTISED}')
-    config = {'rule': 'softmax', 'classes': 0, 'ends': raw.get('eos_token_id'), **family.config}
+    config = {'rule': 'softmax', 'classes': 0, 'ends': raw.get('eos_token_id'), 'labels': raw.get('id2label'),
+              **family.config}
     named = raw.get('architectures') or []
     for name in [named] if isinstance(named, str) else named:
         if name.endswith(('ForTokenClassification', 'ForMultipleChoice')):
@@ -353,6 +354,7 @@ class Folder:
                         raise ValueError(f'{file}: {name} is also in {other}; keep that of the model alone')
                     self.stored[uniform] = file, name, f.get_tensor(name)
         self.data = {**data_of(path, self.kind, self.config), 'name': source}
+        named = self.config.pop('labels')
         with as_the_hub(path):
             self.data.update(chat.of_folder(path, self.data, self.config.pop('ends')))
         theirs = FAMILIES[self.kind].names
@@ -368,6 +370,10 @@ class Folder:
             if self.config['classes'] == 1:
                 raise ValueError(f'{source}: classifier.weight has one row: it says a number, not which of '
                                  'at least 2 classes')
+            classes = self.config['classes']
+            with as_the_hub(path):
+                labels = labels_of(named or {}, classes)
+            self.data['labels'] = [] if labels == labels_of({}, classes) else labels
 
     def tensors(self, like):
         """All tensors in our names, in fp32. like: the state_dict of a softmax model"""
@@ -408,6 +414,11 @@ class Folder:
         if not x.isfinite().all():
             raise ValueError(f'{self.source}: {stored} is not finite: the weights are broken')
         return x
+
+
+def labels_of(named, classes):
+    """The names of the classes. named: the entry id2label of a config.json, which may leave some out"""
+    return [str(named.get(str(i), f'LABEL_{i}')) for i in range(classes)]
 
 
 def files_of_weights(folder):
@@ -552,6 +563,10 @@ def to_folder(folder, tensors, config, data):
         texts[TOKENIZER] = data['json']
     if data.get('ends'):
         raw['eos_token_id'] = data['ends'] if len(data['ends']) > 1 else data['ends'][0]
+    if config['classes']:
+        labels = data.get('labels') or labels_of({}, config['classes'])
+        raw['id2label'] = dict(enumerate(labels))
+        raw['label2id'] = {name: i for i, name in enumerate(labels)}
     theirs = {}
     for name, as_theirs in names(kind, config, tensors).items():
         theirs.update(parts(as_theirs, tensors[name], config['n_embd']))
@@ -589,7 +604,6 @@ def published(kind, config):
         raw['rope_scaling'] = {'rope_type': 'llama3', **dict(zip(LLAMA3, [*factors, int(known)]))}
     if config['classes']:
         raw['architectures'] = ['BertForSequenceClassification']
-        raw['id2label'] = {str(i): f'LABEL_{i}' for i in range(config['classes'])}
     return raw
 
 
