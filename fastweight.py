@@ -432,7 +432,7 @@ def bounded_step(q, k, v, cached, t, policy, cache, sinks, spill, turn):
     o, a, log_mass = attend_cached(q, cached, real[:, :, None], turn)
     total = cached['total'] + a[:, :, 0]
     worth = POLICIES[policy](a[:, :, 0], total, cached['pos'], t, cache, sinks)
-    worth = worth.masked_fill(~real, -math.inf)                     # evict empty slots first
+    worth = worth.nan_to_num(0).masked_fill(~real, -math.inf)       # evict empty slots first
     worst = worth == worth.amin(-1, keepdim=True)
     gone = torch.where(worst, cached['pos'], t + 1).argmin(-1, keepdim=True)
     if spill:                                                       # the first read only gave the scores
