@@ -696,7 +696,8 @@ class Favor(FeatureMap):
         directions = torch.linalg.qr(squares)[0].mT.reshape(-1, d)[:m]
         # A random direction times the length of a Gaussian vector is a Gaussian vector. QR prefers some
         # signs, so the directions are not quite uniform. phi uses both R and -R, so signs do not matter.
-        self.R.copy_(directions * torch.randn(m, d, device=self.R.device).norm(dim=-1, keepdim=True))
+        lengths = torch.randn(m, d, device=self.R.device).norm(dim=-1, keepdim=True)
+        self.R = (directions * lengths).to(self.R)          # a new tensor: a backward may need the old one
 
     def forward(self, x, side='q', t=0):
         x = x / self.head_dim ** 0.25

@@ -1119,6 +1119,16 @@ def test_random_features_are_redrawn_in_training_only():
         layer.train(training)
         assert torch.equal(layer(x, q, k, v)[0], layer(x, q, k, v)[0]) != training
 
+@pytest.mark.parametrize('rule, phi', [('sum', 'favor'), ('gated', 'rfa')])
+def test_batches_with_other_random_features_may_share_a_backward(rule, phi):
+    layer = FastWeights(rule, 8, 2, 4, phi)
+    x, q, *kv = torch.randn(1, 5, 8), torch.randn(1, 2, 5, 4, requires_grad=True), *torch.randn(2, 1, 2, 5, 4)
+    torch.manual_seed(0)
+    one_by_one = sum(torch.autograd.grad(layer(x, q, *kv)[0].sum(), q)[0] for _ in range(2))
+    torch.manual_seed(0)
+    together = layer(x, q, *kv)[0].sum() + layer(x, q, *kv)[0].sum()
+    near(torch.autograd.grad(together, q)[0], one_by_one, 1e-5)                 # fp32
+
 def combinations():
     """One case for every rule, map and normaliser that goes together, thinned to each pair once."""
     seen = set()
