@@ -129,6 +129,13 @@ class Config:
         yield self.turns() and head_dim % 2, (
             f'--n_embd={self.n_embd} --n_head={self.n_head}: rope turns pairs, so n_embd / n_head must be '
             'even; or --pos=none')
+        yield self.pos == 'rope' and self.key_dim % 2, (
+            f'--pos=rope with key_dim={self.key_dim}: rope turns pairs, so it must be even')
+        yield self.n_head % (self.n_kv_head or 1), (
+            f'n_kv_head={self.n_kv_head} does not divide --n_head={self.n_head}')
+        scaling = self.rope_scaling
+        yield scaling and (len(scaling) != 4 or min(scaling) <= 0 or scaling[1] >= scaling[2]), (
+            f'rope_scaling={scaling}: expected factor, low, high, n, all above 0, low below high')
         norms = {self.norm or RULES[rule].norm for rule in self.all_rules if RULES[rule].matrix}
         yield self.out_norm and head_dim == 1 and norms - {'attn'}, (
             f'--n_embd={self.n_embd} --n_head={self.n_head}: LayerNorm makes the one channel of a head 0; '
@@ -148,11 +155,16 @@ class Config:
         yield over and not kept, (
             f'--overflow={self.overflow} takes the tokens that a limited cache evicts, as --rule=sink; leave '
             f'it out with {", ".join(dict.fromkeys(self.rules))}')
-        yield over and over not in MATRIX, f'--overflow={self.overflow}: choose from {", ".join(MATRIX)}'
+        yield self.overflow and over not in MATRIX, (
+            f'--overflow={self.overflow}: choose from {", ".join(MATRIX)}')
         yield self.positions != 'true' and (not kept or over or self.pos not in ('auto', 'rope')), (
             f'--positions={self.positions} needs a bounded cache with rope, and without --overflow')
         yield self.source and not self.encoder, (
             '--encoder=0: in data of pairs an encoder reads the source; give --encoder=3, say')
+        yield self.patch and self.causal and not self.classes, (
+            f'patch={self.patch}: a picture has no next token to say; it needs data with classes')
+        yield (self.patch or self.cls) and self.pad is not None, (
+            f'patch={self.patch} cls={self.cls} pad={self.pad}: a picture has no padding')
         yield self.encoder and (not self.causal or self.classes), (
             f'--encoder={self.encoder} has a decoder, which writes a text: leave out --causal=false, and '
             'give data without classes')
@@ -1000,6 +1012,9 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = c = config
+        if c.encoder and (not c.source or c.pad is None):
+            raise ValueError(f'--encoder={c.encoder}: an encoder reads the first part of a pair; give data with '
+                             'pairs, such as multi30k (in Python: source and pad)')
         self.embed = nn.Embedding(c.vocab_size, c.n_embd)
         if c.patch:
             self.embed = nn.Linear(c.patch, c.n_embd)

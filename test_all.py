@@ -1348,6 +1348,16 @@ def test_overflow_lies_between_fast_weights_and_softmax(rule, phi, policy):
     near(found[:, :, 1::2], rows_alone[:, :, 1::2], 1e-9)
     assert (found - rows_alone).abs().max() > 1e-3
 
+@pytest.mark.parametrize('given, why', [
+    (dict(n_kv_head=3), 'n_kv_head=3'), (dict(n_kv_head=16), 'n_kv_head=16'), (dict(pos='rope', key_dim=3), 'even'),
+    (dict(rope_scaling=[8]), 'rope_scaling'), (dict(rope_scaling=[0, 1, 4, 32]), 'rope_scaling'),
+    (dict(rope_scaling=[8, 4, 4, 32]), 'rope_scaling'), (dict(rule='sink', overflow=':favor'), '--overflow=:favor'),
+    (dict(patch=7), 'classes'), (dict(patch=7, classes=3, pad=0), 'padding'), (dict(encoder=1), 'source'),
+    (dict(cls=True, causal=False, classes=3, pad=0), 'padding'), (dict(encoder=1, source=5), 'source')], ids=str)
+def test_what_no_flag_says_is_refused_in_python_too(given, why):
+    with pytest.raises(ValueError, match=why):
+        GPT(Config(n_layer=1, n_embd=16, n_head=4, **given))
+
 @pytest.mark.parametrize('gates, why', [
     (dict(f='channel', write='1-f'), 'needs f=head'), (dict(f='channel', write='dt', rate=None), 'needs f=head'),
     (dict(phi='elu', norm='attn', write='channel'), 'denominator of its own')])
