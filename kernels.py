@@ -410,12 +410,13 @@ def together(q, k, v, cached, t, policy, cache, sinks, spill, turn):
     now = t + torch.arange(T, device=q.device)[:, None]
     stays = sinks if policy == 'sink' else 0            # positions below are never evicted
     seen = (pos >= 0) & (pos <= now)
+    first = (cached['pos'] >= 0) & (cached['pos'] < stays)
     if policy in ('window', 'sink'):
-        near = now - pos <= cache - stays - int(spill)  # not yet evicted
+        room = cache - first.sum(-1)[:, :, None, None] - int(spill)
+        near = now - pos <= room                        # not yet evicted
         seen = seen & (near | (pos < stays))
     o, weights, log_mass = attend_cached(q, cached, seen, turn)
     cached['total'] = cached['total'] + weights.sum(2)
-    first = (cached['pos'] >= 0) & (cached['pos'] < stays)
     order = cached['pos'].masked_fill(first, t + T).sort(dim=-1, stable=True).indices
     gone, kept = order.split([T, cache], -1)
     return o, log_mass, pick(cached, gone), pick(cached, kept)

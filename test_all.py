@@ -680,11 +680,12 @@ def test_fast_caches_equal_the_definition_in_all_they_return(policy):
     q[:, :, 6:9] = 0                            # ties
     totals = ['total'] if 'h2o' in policy else []               # which nobody else asks for
     turned = partial(fastweight.turned, rope=rope, positions='compress')
-    for cache, spill, turn in (5, False, None), (5, True, None), (4, False, turned), (20, False, None):
+    for cache, spill, turn, t in (5, False, None, 0), (5, True, None, 0), (4, False, turned, 0), (20, False, None, 0), (
+            5, False, None, 1), (5, True, None, 9):
         cached = fast = None
         for start, end in (0, 1), (1, 9), (9, 10), (10, 17):
             qkv = [x[:, :, start:end] for x in (q, k, v)]
-            how = start, policy, cache, 2, spill, turn
+            how = t + start, policy, cache, 2, spill, turn
             o, mass, went, cached = fastweight.bounded(*qkv, cached, *how)
             o2, mass2, went2, fast = kernels.bounded(*qkv, fast, *how)
             there = went['pos'] >= 0
@@ -1368,6 +1369,18 @@ def test_a_rule_whose_gates_do_not_fit_is_refused(gates, why, monkeypatch):
 
 
 # ---- An encoder writes, a decoder reads --------------------------------------------------------------------
+
+@pytest.mark.parametrize('rule', ['sink', 'tova-sink'])
+def test_a_decoder_keeps_its_own_first_tokens(rule):
+    model = GPT(Config(rule=rule, encoder=1, source=6, pad=0, n_layer=1, n_embd=16, n_head=2, cache=4, sinks=2)).eval()
+    tokens = torch.randint(1, 9, (2, 18))
+    whole, state = model(tokens)
+    assert (state['layers'][0]['mixer']['pos'].sort().values[:, :, :2] == torch.arange(2)).all()
+    state, logits = None, []
+    for piece in tokens[:, :7], *tokens[:, 7:].split(1, 1):
+        one, state = model(piece, state)
+        logits.append(one)
+    near(torch.cat(logits, 1), whole, 1e-4)                         # fp32
 
 @pytest.mark.parametrize('rule', SOURCE_RULES)
 def test_cross_attention_is_all_of_the_source_and_then_a_query(rule):
