@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 import fastweight
 from fastweight import (FLOOR, NEVER, POLICIES, append, attend_cached, cached_scores, empty_slots, factors,
-                        finish, joined, l2, pick, start)
+                        finish, full_precision, joined, l2, pick, start)
 
 triton = None                       # only GPUs need it, to be fast
 tl = types.SimpleNamespace(constexpr=None)
@@ -320,6 +320,7 @@ class Chunks(torch.autograd.Function):
 def as_form(f):
     """Turn f(q, k, v, w, e, log_f, log_z, S) -> o, S, whose arguments come from `start`, into a form: a
     function with the arguments of fastweight.recurrent."""
+    @full_precision
     @functools.wraps(f)
     def whole(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
         o, S = f(*start(q, k, v, write, erase, log_f, log_z, S, normalise))
@@ -372,6 +373,7 @@ def step_over(q, k, v, w, e, log_f, log_z, S):
 STEPS = 64      # at a time: as many columns more than the cache has
 ON_GPU = 4      # times as many on a GPU, where each piece waits for the launches of its operations
 
+@full_precision
 def bounded(q, k, v, cached, t, policy, cache, sinks=0, spill=False, turn=None):
     """As fastweight.bounded. For window and sink, positions alone say which tokens are evicted. With any
     policy, empty slots are evicted first. Steps whose evictions are known are computed together. The others

@@ -663,6 +663,30 @@ def test_the_state_is_fp32_whatever_the_inputs(form):
     assert o.dtype == torch.bfloat16 and S.dtype == torch.float32
     assert S.item() == 300                      # a sum in bf16 stops at 256
 
+@every_form
+def test_autocast_leaves_the_recurrence_alone(form):
+    """As in a model of one's own: forward inside, backward outside."""
+    q, k, v, write, erase = torch.randn(5, 1, 2, 40, 8).sigmoid() / 8
+    grads = []
+    for on in False, True:
+        leaf = k.clone().requires_grad_()
+        with torch.autocast('cpu', dtype=torch.bfloat16, enabled=on):
+            o, S = form(q, leaf, v, write=write, erase=erase)
+        assert S.dtype == o.dtype == torch.float32
+        grads.append([o, S, *torch.autograd.grad(o.sum() + S.sum(), leaf)])
+    near(*grads, 1e-6)
+
+@pytest.mark.parametrize('rule', ['window', 'h2o'])
+def test_a_cache_read_without_autocast_goes_on_with_it_and_back(rule):
+    model = GPT(Config(rule=rule, n_layer=1, n_embd=16, n_head=2, cache=4)).eval()
+    tokens = torch.randint(256, (1, 21))
+    state, logits = None, []
+    for i in range(0, 21, 3):
+        with torch.autocast('cpu', dtype=torch.bfloat16, enabled=i % 2 == 0):
+            one, state = model(tokens[:, i:i + 3], state)
+        logits.append(one.float())
+    near(torch.cat(logits, 1), model(tokens)[0], .1)
+
 def in_order(cached, *more):
     """Positions, keys and values by their position: tokens lie where there was room."""
     order = cached['pos'].argsort(-1)
