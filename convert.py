@@ -344,11 +344,9 @@ def mismatch(kind, seen, student):
     if kind == 'hidden':
         block = student.get_submodule(seen.layer)
         state = {}                                          # starts empty
-        t = 0
         if block.cross is not None:
             state['cross'] = block.cross.write(seen.source, seen.encoder_real)
-            t = block.cross.begin
-        error = block(seen.x, state, t, seen.encoder_real)[0] - seen.y
+        error = block(seen.x, state, 0, seen.encoder_real)[0] - seen.y
         return error.square().mean(-1)[real].mean()
     if kind == 'ce':
         a = seen.weights(seen.mixer)

@@ -54,6 +54,7 @@ Sources: Katharopoulos 2020 (arXiv:2006.16236), Peng 2021 RFA (2103.02143), Schl
 (2412.06464), Kimi 2025 KDA (2510.26692), Dao 2024 Mamba-2 (2405.21060), Hatamizadeh 2026 gated DeltaNet-2
 (2605.22791), Zhang 2023 H2O (2306.14048), Xiao 2023 StreamingLLM (2309.17453).
 """
+import functools
 import math
 from functools import partial
 from typing import NamedTuple
@@ -75,6 +76,18 @@ def find(S, x):
     """S x: what the key or query x finds in S. S (B, H, V, K)  x (B, H, K)  ->  (B, H, V)"""
     return (S @ x[..., None]).squeeze(-1)
 
+def full_precision(f):
+    """f, whose products autocast does not round to bf16. What S returns would lose 16 of 24 bits."""
+    @functools.wraps(f)
+    def whole(*args, **given):
+        x = args[0] if args else given['q' if 'q' in given else 'k']
+        if x.is_meta:                               # a tensor without numbers has no autocast
+            return f(*args, **given)
+        with torch.autocast(x.device.type, enabled=False):
+            return f(*args, **given)
+    return whole
+
+@full_precision
 def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
     """The definition: one step after the other, in O(T V K). Only S is passed on from step to step.
 
@@ -210,6 +223,7 @@ def factors(log_decay):
     m = a[:, :, a.shape[2] // 2, None].detach()             # it cancels in every result: no gradient
     return (a - m).exp(), (m - a).exp(), m.exp(), (a[:, :, -1:] - m).exp()
 
+@full_precision
 def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR,
             chunk=64):
     """`recurrent` in matrix products, chunk after chunk: same results, any T >= 1. With decays C <= 16.
@@ -249,6 +263,7 @@ def in_any_order(erase, log_f, log_z):
     """Whether nothing is forgotten or erased. S is then a plain sum, in which the order does not matter."""
     return erase is None and log_f is None and log_z is None
 
+@full_precision
 def write_all(k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, form=chunked):
     """S after all steps, (B, H, V, K). Arguments as for `recurrent`; `form` computes the recurrence. If the
     order of the steps does not matter, S + sum_t w_t v_t k_t^T is one product."""
@@ -257,6 +272,7 @@ def write_all(k, v, write=None, erase=None, log_f=None, log_z=None, S=None, norm
         return S + (w * v).mT @ k
     return form(k, k, v, write, erase, log_f, log_z, S, normalise)[1]
 
+@full_precision
 def read_all(q, S, normalise=False, floor=FLOOR):
     """o_t = S q_t for any number of queries. q (B, H, T, K)  ->  (B, H, T, V)"""
     return finish(q.to(S.dtype) @ S.mT, normalise, floor, q.dtype)
@@ -271,6 +287,7 @@ def where_real(real, v, gates):
             masked[name] = x * (real if x.dim() == 3 else real[..., None])
     return masked
 
+@full_precision
 def encoded(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR,
             real=None, form=chunked):
     """`recurrent` for an encoder: same arguments, but each step reads what all steps have written. real
@@ -400,7 +417,7 @@ def replaced(cached, index):
 
 def cached_scores(q, k):
     """q.k / sqrt(d): q (B, H, T, d), k (B, G, tokens, d) -> (B, G, H / G, T, tokens)"""
-    q = q.unflatten(1, (k.shape[1], -1))
+    q = q.to(k.dtype).unflatten(1, (k.shape[1], -1))
     scores = q.flatten(2, 3) @ k.mT                                 # heads that share k side by side
     return scores.view(*q.shape[:4], -1) * q.shape[-1] ** -0.5
 
@@ -422,8 +439,8 @@ def attend_cached(q, cached, seen, turn=None):
     weights = scores.softmax(-1)
     top = scores.argmax(-1, keepdim=True)                           # torch.logsumexp is slow with NEVER
     log_sum = scores.gather(-1, top) - weights.gather(-1, top).log()
-    o = weights.to(q.dtype).flatten(2, 3) @ cached['v']
-    return o.view_as(q), weights.sum(2), log_sum.flatten(1, 2)
+    o = weights.to(k.dtype).flatten(2, 3) @ cached['v']
+    return o.view_as(q).to(q.dtype), weights.sum(2), log_sum.flatten(1, 2)
 
 def bounded_step(q, k, v, cached, t, policy, cache, sinks, spill, turn):
     """`bounded` for one step: append the step, attend, score the cached tokens, evict one."""
@@ -432,7 +449,7 @@ def bounded_step(q, k, v, cached, t, policy, cache, sinks, spill, turn):
     o, a, log_mass = attend_cached(q, cached, real[:, :, None], turn)
     total = cached['total'] + a[:, :, 0]
     worth = POLICIES[policy](a[:, :, 0], total, cached['pos'], t, cache, sinks)
-    worth = worth.masked_fill(~real, -math.inf)                     # evict empty slots first
+    worth = worth.nan_to_num(0).masked_fill(~real, -math.inf)       # evict empty slots first
     worst = worth == worth.amin(-1, keepdim=True)
     gone = torch.where(worst, cached['pos'], t + 1).argmin(-1, keepdim=True)
     if spill:                                                       # the first read only gave the scores
@@ -451,6 +468,7 @@ def joined(parts):
     went = {name: torch.cat([part[name] for part in went], 2) for name in went[0]}
     return torch.cat(o, 2), torch.cat(log_mass, 2), went, cached[-1]
 
+@full_precision
 def bounded(q, k, v, cached, t, policy, cache, sinks=0, spill=False, turn=None):
     """Softmax attention with at most `cache` cached tokens: the definition, step by step.
     q (B, H, T, d)   k, v (B, G, T, d)   t position of the first step   policy from POLICIES
@@ -696,7 +714,8 @@ class Favor(FeatureMap):
         directions = torch.linalg.qr(squares)[0].mT.reshape(-1, d)[:m]
         # A random direction times the length of a Gaussian vector is a Gaussian vector. QR prefers some
         # signs, so the directions are not quite uniform. phi uses both R and -R, so signs do not matter.
-        self.R.copy_(directions * torch.randn(m, d, device=self.R.device).norm(dim=-1, keepdim=True))
+        lengths = torch.randn(m, d, device=self.R.device).norm(dim=-1, keepdim=True)
+        self.R = (directions * lengths).to(self.R)          # a new tensor: a backward may need the old one
 
     def forward(self, x, side='q', t=0):
         x = x / self.head_dim ** 0.25

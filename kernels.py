@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 import fastweight
 from fastweight import (FLOOR, NEVER, POLICIES, append, attend_cached, cached_scores, empty_slots, factors,
-                        finish, joined, l2, pick, start)
+                        finish, full_precision, joined, l2, pick, start)
 
 triton = None                       # only GPUs need it, to be fast
 tl = types.SimpleNamespace(constexpr=None)
@@ -320,6 +320,7 @@ class Chunks(torch.autograd.Function):
 def as_form(f):
     """Turn f(q, k, v, w, e, log_f, log_z, S) -> o, S, whose arguments come from `start`, into a form: a
     function with the arguments of fastweight.recurrent."""
+    @full_precision
     @functools.wraps(f)
     def whole(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
         o, S = f(*start(q, k, v, write, erase, log_f, log_z, S, normalise))
@@ -372,6 +373,7 @@ def step_over(q, k, v, w, e, log_f, log_z, S):
 STEPS = 64      # at a time: as many columns more than the cache has
 ON_GPU = 4      # times as many on a GPU, where each piece waits for the launches of its operations
 
+@full_precision
 def bounded(q, k, v, cached, t, policy, cache, sinks=0, spill=False, turn=None):
     """As fastweight.bounded. For window and sink, positions alone say which tokens are evicted. With any
     policy, empty slots are evicted first. Steps whose evictions are known are computed together. The others
@@ -410,12 +412,13 @@ def together(q, k, v, cached, t, policy, cache, sinks, spill, turn):
     now = t + torch.arange(T, device=q.device)[:, None]
     stays = sinks if policy == 'sink' else 0            # positions below are never evicted
     seen = (pos >= 0) & (pos <= now)
+    first = (cached['pos'] >= 0) & (cached['pos'] < stays)
     if policy in ('window', 'sink'):
-        near = now - pos <= cache - stays - int(spill)  # not yet evicted
+        room = cache - first.sum(-1)[:, :, None, None] - int(spill)
+        near = now - pos <= room                        # not yet evicted
         seen = seen & (near | (pos < stays))
     o, weights, log_mass = attend_cached(q, cached, seen, turn)
     cached['total'] = cached['total'] + weights.sum(2)
-    first = (cached['pos'] >= 0) & (cached['pos'] < stays)
     order = cached['pos'].masked_fill(first, t + T).sort(dim=-1, stable=True).indices
     gone, kept = order.split([T, cache], -1)
     return o, log_mass, pick(cached, gone), pick(cached, kept)
@@ -438,7 +441,8 @@ def by_worth(q, k, v, cached, t, policy, cache, sinks, spill, turn):
         there[:, :, cache + i] = True
         seen[:, :, i] = there
         a = weights(i)
-        worth = POLICIES[policy](a, total + a, pos, t + i, cache, sinks).masked_fill(~there, math.inf)
+        worth = POLICIES[policy](a, total + a, pos, t + i, cache, sinks).nan_to_num(0)      # NaN evicts, too
+        worth = worth.masked_fill(~there, math.inf)
         worst = worth == worth.amin(-1, keepdim=True)
         gone[:, :, i:i + 1] = torch.where(worst, pos, t + T).argmin(-1, keepdim=True)       # the oldest
         there.scatter_(2, gone[:, :, i:i + 1], False)

@@ -129,6 +129,13 @@ class Config:
         yield self.turns() and head_dim % 2, (
             f'--n_embd={self.n_embd} --n_head={self.n_head}: rope turns pairs, so n_embd / n_head must be '
             'even; or --pos=none')
+        yield self.pos == 'rope' and self.key_dim % 2, (
+            f'--pos=rope with key_dim={self.key_dim}: rope turns pairs, so it must be even')
+        yield self.n_head % (self.n_kv_head or 1), (
+            f'n_kv_head={self.n_kv_head} does not divide --n_head={self.n_head}')
+        scaling = self.rope_scaling
+        yield scaling and (len(scaling) != 4 or min(scaling) <= 0 or scaling[1] >= scaling[2]), (
+            f'rope_scaling={scaling}: expected factor, low, high, n, all above 0, low below high')
         norms = {self.norm or RULES[rule].norm for rule in self.all_rules if RULES[rule].matrix}
         yield self.out_norm and head_dim == 1 and norms - {'attn'}, (
             f'--n_embd={self.n_embd} --n_head={self.n_head}: LayerNorm makes the one channel of a head 0; '
@@ -148,11 +155,16 @@ class Config:
         yield over and not kept, (
             f'--overflow={self.overflow} takes the tokens that a limited cache evicts, as --rule=sink; leave '
             f'it out with {", ".join(dict.fromkeys(self.rules))}')
-        yield over and over not in MATRIX, f'--overflow={self.overflow}: choose from {", ".join(MATRIX)}'
+        yield self.overflow and over not in MATRIX, (
+            f'--overflow={self.overflow}: choose from {", ".join(MATRIX)}')
         yield self.positions != 'true' and (not kept or over or self.pos not in ('auto', 'rope')), (
             f'--positions={self.positions} needs a bounded cache with rope, and without --overflow')
         yield self.source and not self.encoder, (
             '--encoder=0: in data of pairs an encoder reads the source; give --encoder=3, say')
+        yield self.patch and self.causal and not self.classes, (
+            f'patch={self.patch}: a picture has no next token to say; it needs data with classes')
+        yield (self.patch or self.cls) and self.pad is not None, (
+            f'patch={self.patch} cls={self.cls} pad={self.pad}: a picture has no padding')
         yield self.encoder and (not self.causal or self.classes), (
             f'--encoder={self.encoder} has a decoder, which writes a text: leave out --causal=false, and '
             'give data without classes')
@@ -844,7 +856,6 @@ class Cross(Mixer):
     def __init__(self, c, rule):
         super().__init__(c, rule, causal=False)     # each step reads the whole source
         self.rope = False                           # positions in two texts have no distance
-        self.begin = c.source                       # where the decoder's text begins in a row of data
 
     def write(self, x, real=None):
         """x (B, T, n_embd), real (B, T) -> its state: what `forward` reads at each step"""
@@ -854,7 +865,7 @@ class Cross(Mixer):
     def forward(self, x, state, t):
         """x (B, T, n_embd), t the position of the first step -> what it finds in the source, like x"""
         q, _, _ = self.heads(x)
-        return self.merge(self.memory.read_all(q, state, t - self.begin))
+        return self.merge(self.memory.read_all(q, state, t))
 
     def outputs(self, u, q, k, v, real=None):
         """As in Mixer, but u, k and v come from the source."""
@@ -1000,6 +1011,9 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = c = config
+        if c.encoder and (not c.source or c.pad is None):
+            raise ValueError(f'--encoder={c.encoder}: an encoder reads the first part of a pair; give data '
+                             'with pairs, such as multi30k (in Python: source and pad)')
         self.embed = nn.Embedding(c.vocab_size, c.n_embd)
         if c.patch:
             self.embed = nn.Linear(c.patch, c.n_embd)
@@ -1093,7 +1107,9 @@ class GPT(nn.Module):
         if not x.shape[1]:                          # only a source, no decoder text yet
             return x, state
         layers = []
-        at = t[:, None, None].to(x.device) if by_text else t        # (B, 1, 1) goes with (B, G, tokens)
+        at = t - self.config.source                 # layers count the decoder's own tokens, as `sink` must
+        if by_text:
+            at = at[:, None, None].to(x.device)     # (B, 1, 1) goes with (B, G, tokens)
         for block, layer in zip(self.blocks, state['layers']):
             x, layer = block(x, layer, at, real)
             layers.append(layer)
@@ -1172,18 +1188,17 @@ class GPT(nn.Module):
             tokens, real = self.without_padding(tokens[:, begin:], begins=True)
             x = self.embedded(encoder_tokens)
             for i, block in enumerate(self.encoder):
-                x = yield from self.watch(f'encoder.{i}', block, x, 0, encoder_real, encoder_real)
+                x = yield from self.watch(f'encoder.{i}', block, x, encoder_real, encoder_real)
             source = self.encoder_norm(x)
         elif not self.config.causal:
             encoder_real = real
-        t = self.config.source
-        x = self.embedded(tokens, t)
+        x = self.embedded(tokens, self.config.source)
         for i, block in enumerate(self.blocks):
-            x = yield from self.watch(f'blocks.{i}', block, x, t, real, encoder_real, source)
+            x = yield from self.watch(f'blocks.{i}', block, x, real, encoder_real, source)
 
-    def watch(self, layer, block, x, t, real, encoder_real, source=None):
-        """Run the block of this name on x, at position t, and yield a `Seen` for each of its mixers -> its
-        output. The other arguments: as in `Seen`"""
+    def watch(self, layer, block, x, real, encoder_real, source=None):
+        """Run the block of this name on x and yield a `Seen` for each of its mixers -> its output. The other
+        arguments: as in `Seen`"""
         given = {}
         results = {}
         thread = threading.get_ident()
@@ -1196,7 +1211,7 @@ class GPT(nn.Module):
         if source is not None:
             state['cross'] = block.cross.write(source, encoder_real)
         with nn.modules.module.register_module_forward_hook(keep):
-            y, _ = block(x, state, t, None if block.mixer.memory.causal else encoder_real)
+            y, _ = block(x, state, 0, None if block.mixer.memory.causal else encoder_real)
         u, q, k, v, *_ = given[block.mixer.memory]
         o, _ = results[block.mixer.memory]
         yield Seen(f'{layer}.mixer', layer, block.mixer, x, u, q, k, v, o, real, encoder_real, source, y)

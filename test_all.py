@@ -663,6 +663,30 @@ def test_the_state_is_fp32_whatever_the_inputs(form):
     assert o.dtype == torch.bfloat16 and S.dtype == torch.float32
     assert S.item() == 300                      # a sum in bf16 stops at 256
 
+@every_form
+def test_autocast_leaves_the_recurrence_alone(form):
+    """As in a model of one's own: forward inside, backward outside."""
+    q, k, v, write, erase = torch.randn(5, 1, 2, 40, 8).sigmoid() / 8
+    grads = []
+    for on in False, True:
+        leaf = k.clone().requires_grad_()
+        with torch.autocast('cpu', dtype=torch.bfloat16, enabled=on):
+            o, S = form(q, leaf, v, write=write, erase=erase)
+        assert S.dtype == o.dtype == torch.float32
+        grads.append([o, S, *torch.autograd.grad(o.sum() + S.sum(), leaf)])
+    near(*grads, 1e-6)
+
+@pytest.mark.parametrize('rule', ['window', 'h2o'])
+def test_a_cache_read_without_autocast_goes_on_with_it_and_back(rule):
+    model = GPT(Config(rule=rule, n_layer=1, n_embd=16, n_head=2, cache=4)).eval()
+    tokens = torch.randint(256, (1, 21))
+    state, logits = None, []
+    for i in range(0, 21, 3):
+        with torch.autocast('cpu', dtype=torch.bfloat16, enabled=i % 2 == 0):
+            one, state = model(tokens[:, i:i + 3], state)
+        logits.append(one.float())
+    near(torch.cat(logits, 1), model(tokens)[0], .1)
+
 def in_order(cached, *more):
     """Positions, keys and values by their position: tokens lie where there was room."""
     order = cached['pos'].argsort(-1)
@@ -680,11 +704,12 @@ def test_fast_caches_equal_the_definition_in_all_they_return(policy):
     q[:, :, 6:9] = 0                            # ties
     totals = ['total'] if 'h2o' in policy else []               # which nobody else asks for
     turned = partial(fastweight.turned, rope=rope, positions='compress')
-    for cache, spill, turn in (5, False, None), (5, True, None), (4, False, turned), (20, False, None):
+    for cache, spill, turn, t in (5, False, None, 0), (5, True, None, 0), (4, False, turned, 0), (20, False, None, 0), (
+            5, False, None, 1), (5, True, None, 9):
         cached = fast = None
         for start, end in (0, 1), (1, 9), (9, 10), (10, 17):
             qkv = [x[:, :, start:end] for x in (q, k, v)]
-            how = start, policy, cache, 2, spill, turn
+            how = t + start, policy, cache, 2, spill, turn
             o, mass, went, cached = fastweight.bounded(*qkv, cached, *how)
             o2, mass2, went2, fast = kernels.bounded(*qkv, fast, *how)
             there = went['pos'] >= 0
@@ -692,6 +717,17 @@ def test_fast_caches_equal_the_definition_in_all_they_return(policy):
             near([o2, mass2], [o, mass])
             near([went2[name][there] for name in 'kv'], [went[name][there] for name in 'kv'])
             near(in_order(fast, *totals), in_order(cached, *totals))
+
+@pytest.mark.parametrize('policy', POLICIES)
+def test_a_text_that_is_nan_leaves_the_others_of_its_batch_alone(policy):
+    q, k, v = torch.randn(3, 2, 1, 17, 4, dtype=f64)
+    broken = k.clone()
+    broken[0, 0, 7] = math.nan
+    o, _, went, _ = fastweight.bounded(q, broken, v, None, 0, policy, 5, 2)
+    o2, _, went2, _ = kernels.bounded(q, broken, v, None, 0, policy, 5, 2)
+    assert torch.equal(went2['pos'], went['pos'])
+    whole, *_ = fastweight.bounded(q, k, v, None, 0, policy, 5, 2)
+    near([o[1], o2[1]], [whole[1], whole[1]])
 
 @pytest.mark.parametrize('bounded', [fastweight.bounded, kernels.bounded], ids=['definition', 'fast'])
 def test_rows_that_go_first_are_a_shorter_window_and_turned_keys_are_those_of_rope(bounded):
@@ -1108,6 +1144,16 @@ def test_random_features_are_redrawn_in_training_only():
         layer.train(training)
         assert torch.equal(layer(x, q, k, v)[0], layer(x, q, k, v)[0]) != training
 
+@pytest.mark.parametrize('rule, phi', [('sum', 'favor'), ('gated', 'rfa')])
+def test_batches_with_other_random_features_may_share_a_backward(rule, phi):
+    layer = FastWeights(rule, 8, 2, 4, phi)
+    x, q, *kv = torch.randn(1, 5, 8), torch.randn(1, 2, 5, 4, requires_grad=True), *torch.randn(2, 1, 2, 5, 4)
+    torch.manual_seed(0)
+    one_by_one = sum(torch.autograd.grad(layer(x, q, *kv)[0].sum(), q)[0] for _ in range(2))
+    torch.manual_seed(0)
+    together = layer(x, q, *kv)[0].sum() + layer(x, q, *kv)[0].sum()
+    near(torch.autograd.grad(together, q)[0], one_by_one, 1e-5)                 # fp32
+
 def combinations():
     """One case for every rule, map and normaliser that goes together, thinned to each pair once."""
     seen = set()
@@ -1327,6 +1373,16 @@ def test_overflow_lies_between_fast_weights_and_softmax(rule, phi, policy):
     near(found[:, :, 1::2], rows_alone[:, :, 1::2], 1e-9)
     assert (found - rows_alone).abs().max() > 1e-3
 
+@pytest.mark.parametrize('given, why', [
+    (dict(n_kv_head=3), 'n_kv_head=3'), (dict(n_kv_head=16), 'n_kv_head=16'), (dict(pos='rope', key_dim=3), 'even'),
+    (dict(rope_scaling=[8]), 'rope_scaling'), (dict(rope_scaling=[0, 1, 4, 32]), 'rope_scaling'),
+    (dict(rope_scaling=[8, 4, 4, 32]), 'rope_scaling'), (dict(rule='sink', overflow=':favor'), '--overflow=:favor'),
+    (dict(patch=7), 'classes'), (dict(patch=7, classes=3, pad=0), 'padding'), (dict(encoder=1), 'source'),
+    (dict(cls=True, causal=False, classes=3, pad=0), 'padding'), (dict(encoder=1, source=5), 'source')], ids=str)
+def test_what_no_flag_says_is_refused_in_python_too(given, why):
+    with pytest.raises(ValueError, match=why):
+        GPT(Config(n_layer=1, n_embd=16, n_head=4, **given))
+
 @pytest.mark.parametrize('gates, why', [
     (dict(f='channel', write='1-f'), 'needs f=head'), (dict(f='channel', write='dt', rate=None), 'needs f=head'),
     (dict(phi='elu', norm='attn', write='channel'), 'denominator of its own')])
@@ -1337,6 +1393,18 @@ def test_a_rule_whose_gates_do_not_fit_is_refused(gates, why, monkeypatch):
 
 
 # ---- An encoder writes, a decoder reads --------------------------------------------------------------------
+
+@pytest.mark.parametrize('rule', ['sink', 'tova-sink'])
+def test_a_decoder_keeps_its_own_first_tokens(rule):
+    model = GPT(Config(rule=rule, encoder=1, source=6, pad=0, n_layer=1, n_embd=16, n_head=2, cache=4, sinks=2)).eval()
+    tokens = torch.randint(1, 9, (2, 18))
+    whole, state = model(tokens)
+    assert (state['layers'][0]['mixer']['pos'].sort().values[:, :, :2] == torch.arange(2)).all()
+    state, logits = None, []
+    for piece in tokens[:, :7], *tokens[:, 7:].split(1, 1):
+        one, state = model(piece, state)
+        logits.append(one)
+    near(torch.cat(logits, 1), whole, 1e-4)                         # fp32
 
 @pytest.mark.parametrize('rule', SOURCE_RULES)
 def test_cross_attention_is_all_of_the_source_and_then_a_query(rule):

@@ -706,9 +706,6 @@ def mistakes(args, config, data, model):
     """Pairs (is it wrong?, message) for `refuse`: flags, data and model that do not fit together."""
     meta = data.meta
     of = f'--data={args.data}'
-    yield config.encoder and 'source' not in meta, (
-        f'--encoder={config.encoder} {of}: an encoder reads the first part of a pair; give data with pairs, '
-        'such as multi30k')
     yield not config.causal and 'classes' not in meta, (
         f'--causal=false {of}: each step would see the token that it should say; an encoder needs data with '
         'classes, such as listops (pairs: --encoder=3)')
