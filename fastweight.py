@@ -54,9 +54,9 @@ Sources: Katharopoulos 2020 (arXiv:2006.16236), Peng 2021 RFA (2103.02143), Schl
 (2412.06464), Kimi 2025 KDA (2510.26692), Dao 2024 Mamba-2 (2405.21060), Hatamizadeh 2026 gated DeltaNet-2
 (2605.22791), Zhang 2023 H2O (2306.14048), Xiao 2023 StreamingLLM (2309.17453).
 """
-import functools
+import contextlib
 import math
-from functools import partial
+from functools import partial, wraps
 from typing import NamedTuple
 
 import torch
@@ -67,6 +67,22 @@ LOG_MIN = -5.0  # smallest log-decay per step: 0.7 % is left. Below it, the fact
 FLOOR = 1e-6    # smallest n.q to divide by; maps that can make it 0 or negative set 1e-2
 
 
+def without_autocast(x):
+    """A context for what must be fp32 even if the layers around it are bf16. A running sum in bf16 stops at
+    256: the next number is 258, so 257 is rounded back to 256."""
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):       # as a rule; a context takes a while
+        return contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
+
+def full_precision(f):
+    """f, whose first argument is q or k, without autocast."""
+    @wraps(f)
+    def whole(*args, **given):
+        x = args[0] if args else given['q' if 'q' in given else 'k']
+        with without_autocast(x):
+            return f(*args, **given)
+    return whole
+
 # ---- the equation ------------------------------------------------------------------------------------------
 def outer(a, b):
     """a b^T. a (B, H, V)  b (B, H, K)  ->  (B, H, V, K)"""
@@ -75,17 +91,6 @@ def outer(a, b):
 def find(S, x):
     """S x: what the key or query x finds in S. S (B, H, V, K)  x (B, H, K)  ->  (B, H, V)"""
     return (S @ x[..., None]).squeeze(-1)
-
-def full_precision(f):
-    """f, whose products autocast does not round to bf16. What S returns would lose 16 of 24 bits."""
-    @functools.wraps(f)
-    def whole(*args, **given):
-        x = args[0] if args else given['q' if 'q' in given else 'k']
-        if x.is_meta:                               # a tensor without numbers has no autocast
-            return f(*args, **given)
-        with torch.autocast(x.device.type, enabled=False):
-            return f(*args, **given)
-    return whole
 
 @full_precision
 def recurrent(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):

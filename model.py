@@ -26,7 +26,8 @@ from torch.overrides import TorchFunctionMode
 import fastweight
 from data import prepare, weights
 from data.flags import briefly, expected, fits, flag, known, picked, refuse, typed
-from fastweight import FEATURE_MAPS, FLOOR, GAPS, LOG_MIN, NORMALISERS, RULES, feature_map, for_heads
+from fastweight import (FEATURE_MAPS, FLOOR, GAPS, LOG_MIN, NORMALISERS, RULES, feature_map, for_heads,
+                        without_autocast)
 
 # ---- what a model is ---------------------------------------------------------------------------------------
 OF_DATA = {'vocab_size': 256, 'classes': 0, 'pad': None, 'source': 0, 'patch': 0}     # fields set by the data
@@ -440,12 +441,6 @@ def spread(x, n, i):
 def wide(x):
     """x in fp32; fp64 stays. Made contiguous: the gradient of silu is slow for transposed heads."""
     return x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
-
-
-def without_autocast(x):
-    """A context for what must be fp32 even if the layers around it are bf16. A running sum in bf16 stops at
-    256: the next number is 258, so 257 is rounded back to 256."""
-    return torch.autocast(x.device.type, enabled=False)
 
 
 def mistakes_together(name, phi, norm, n):
