@@ -704,8 +704,9 @@ def test_fast_caches_equal_the_definition_in_all_they_return(policy):
     q[:, :, 6:9] = 0                            # ties
     totals = ['total'] if 'h2o' in policy else []               # which nobody else asks for
     turned = partial(fastweight.turned, rope=rope, positions='compress')
-    for cache, spill, turn, t in (5, False, None, 0), (5, True, None, 0), (4, False, turned, 0), (20, False, None, 0), (
-            5, False, None, 1), (5, True, None, 9):
+    for cache, spill, turn, t in [
+            (5, False, None, 0), (5, True, None, 0), (4, False, turned, 0), (20, False, None, 0), (5, False, None, 1),
+            (5, True, None, 9)]:
         cached = fast = None
         for start, end in (0, 1), (1, 9), (9, 10), (10, 17):
             qkv = [x[:, :, start:end] for x in (q, k, v)]
