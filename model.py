@@ -1227,12 +1227,14 @@ class GPT(nn.Module):
         return min((end for end in ends if end), default=None)
 
     @torch.no_grad()                                # not inference_mode: training may go on from the state
-    def read(self, tokens, state=None, segment=2048):
+    def read(self, tokens, state=None, segment=2048, tell=None):
         """Prefill: the state after tokens (B, T), for any T. It reads a `segment` at a time, so only the
-        cache of softmax grows with T."""
+        cache of softmax grows with T. tell: a function that then gets the number of tokens read so far"""
         segment = max(segment, self.config.source)  # a source is read whole
         for i in range(0, tokens.shape[1], segment):
             _, state = self.hidden(tokens[:, i:i + segment], state)
+            if tell is not None:
+                tell(i + segment)
         return state
 
     @torch.inference_mode()

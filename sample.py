@@ -70,7 +70,6 @@ class Args:
 
 
 AT_ONCE = 64        # texts in a batch
-PIECE = 2048        # tokens of a prompt, as many as GPT.read takes at a time
 QUIET = 4           # seconds before it is said how far a prompt is read
 LOOK_BACK = 16      # at most this many tokens wait to be printed; this many before them help to decode
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'assets', 'memory.html')
@@ -331,13 +330,13 @@ def read_prompt(model, tokens, state=None):
     """`GPT.read`, but it says how far it is: a long prompt takes minutes."""
     T = tokens.shape[1]
     began = time.perf_counter()
-    for i in range(0, T, PIECE):
-        state = model.read(tokens[:, i:i + PIECE], state)
+
+    def tell(n):
         took = time.perf_counter() - began
-        if i + PIECE < T and took > QUIET:
-            left = took * (T / (i + PIECE) - 1) / 60
-            say(f'{i + PIECE:,} of {T:,} tokens read | eta {left:.1f} min')
-    return state
+        if n < T and took > QUIET:
+            left = took * (T / n - 1) / 60
+            say(f'{n:,} of {T:,} tokens read | eta {left:.1f} min')
+    return model.read(tokens, state, tell=tell)
 
 
 def write_texts(args, model, data, first, begun, prompt=None):

@@ -4077,8 +4077,8 @@ def test_a_conversation_is_read_as_one_text(rule, tmp_path, capsys, monkeypatch)
     data, lines = a_talker(tmp_path), ['the quick', '', 'jumps</s> over', '/reset', 'the quick', '/quit', 'no']
     swap = [f'--rule={rule}', '--cache=200'] * (rule != 'softmax')
     read, plain, texts = [], GPT.read, []
-    monkeypatch.setattr(GPT, 'read', lambda self, tokens, state=None: read.append(tokens.shape[1]) or plain(
-        self, tokens, state))
+    monkeypatch.setattr(GPT, 'read', lambda self, tokens, state=None, **how: read.append(tokens.shape[1]) or plain(
+        self, tokens, state, **how))
     monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO('\n'.join(lines).encode())))
     heard = []
     monkeypatch.setattr(sample, 'write_page', lambda *given: heard.extend(given[-1]))
