@@ -401,6 +401,25 @@ def test_policies_agree_with_the_book_token_for_token(policy, bounded):
             assert (everything[:, cache:] == torch.arange(21)).all()
     near(o, fastweight.softmax(q, k, v)[0][0])
 
+def test_a_cache_grows_as_by_cat_and_texts_that_share_a_beginning_do_not_meet():
+    """Nothing that was returned changes, though later steps lie behind it, in one buffer."""
+    kept = [[torch.randn(2, 3, 5, 4)] * 2]
+    for i, T in enumerate([1, 1, 7, 1, 200, 1, 1]):
+        mode = torch.inference_mode if i in (2, 5) else torch.no_grad
+        found, exact = kept[-1]
+        for new in torch.randn(3, 2, 3, T, 4):              # three texts go on from here
+            with mode():
+                kept.append((fastweight.longer(found, new), torch.cat([exact, new], 2)))
+    assert all(torch.equal(found, exact) for found, exact in kept)
+    with torch.no_grad():
+        many = fastweight.longer(found, new)
+        assert fastweight.longer(many, new).data_ptr() == many.data_ptr()       # not copied
+    new.requires_grad_()
+    one = fastweight.longer(many, new)
+    loss = one.square().sum()
+    (loss + fastweight.longer(one, new).square().sum()).backward()      # what was kept for this is as it was
+    near(new.grad, 6 * new.detach())
+
 def test_compressed_positions_shrink_long_gaps():
     """A gap g > 10 counts ceil(10 + ln ln(g - 10 + e)) (Oren 2024, the authors' code), rows in any order."""
     gaps = 1, 10, 11, 34, 10 ** 6
