@@ -1600,7 +1600,7 @@ ENCODER = '--causal=false --n_layer=1 --n_head=2 --n_embd=16 --data=THREES '
 REFUSED = {     # script: flags: what is said of them, as a regular expression; one row for each refusal
     train: {
         '--ruel=delta': '--rule', '--learning_rate=1': r'mean --lr\?', '--rule=dleta': r'mean delta\?',
-        '--steps=1.5': 'whole number', '--steps=0': 'at least 1', '--lr=nan': 'a number', '--dropout=1': r'at most 0\.99',
+        '--steps=1.5': 'whole number', '--steps=-1': 'at least 0', '--lr=nan': 'a number', '--dropout=1': r'at most 0\.99',
         '--carry=maybe': 'true or false', '--seed=1 --seed=2': 'twice', '--steps': '--steps: expected one',
         '--': '--help', '--out=': '--out', '--device=tpu9': '--device', 'RANK=1': 'torchrun',
         'RANK=a': 'torchrun', '--n_embd=33': 'n_head', '--n_embd=12 --n_head=4 --pos=rope': 'even',
@@ -3171,6 +3171,9 @@ def test_bits_per_byte_count_every_token_but_the_first_once(tmp_path, capsys):
     nats = next(row['val_loss'] for row in log(tmp_path / 'out') if row.get('read') == 'blocks')
     bits = nats / math.log(2) * len(val) / len(prepare.decode(val, meta).encode())
     assert [float(s) for s in shown.groups()] == pytest.approx([bits, math.exp(nats)], abs=1e-3)
+    again = f'--init={tmp_path}/out/ckpt.safetensors', f'--data={folder}', '--steps=0', '--device=cpu'
+    assert shown[0] in written(capsys, *again, f'--out={tmp_path}/no', main=train.main)[0]       # only evaluates
+    assert not (tmp_path / 'no').exists()
 
 def test_a_model_of_subwords_keeps_them(text, tmp_path, capsys):
     """One command learns them; resumed and sampled. A log stays short."""

@@ -5,6 +5,7 @@
     python train.py --resume --steps=8000          resumes out/ckpt.safetensors, bit for bit on a CPU
     python train.py --init=FOLDER --data=my.txt --steps=50 --out=out/tuned     fine-tune a pretrained model
     python train.py --init=bert-base-uncased --data=cola --lr=5e-5             with a new head, for classes
+    python train.py --init=FOLDER --data=my.txt --steps=0 --rule=h2o           only evaluate, here with a cache
     torchrun --nproc_per_node=2 train.py --rule=delta         the same steps by two processes; add --fsdp
                                                               to keep only half of the model in each
 
@@ -79,7 +80,7 @@ class Args:
     resume: bool = flag(False, 'continue the run whose checkpoint is in --out, from its last evaluation on; '
                                'flags of training may be changed, those of the model not')
     init: str = flag('', 'start from the weights of a checkpoint or hub model; flags may adapt it', path=True)
-    steps: int = flag(6400, 'optimiser steps', low=1, high=10 ** 9)
+    steps: int = flag(6400, 'optimiser steps; 0: only evaluate, and write nothing', low=0, high=10 ** 9)
     batch_size: int = flag(4, 'rows per batch, over all processes', low=1, high=2 ** 20)
     accum: int = flag(1, 'batches per step, for more rows than fit into memory', low=1, high=2 ** 12)
     lr: float = flag(None, f'peak learning rate; default: {LR:g}; for a pretrained model {PRETRAINED_LR:g} / '
@@ -772,9 +773,10 @@ def restore(args, header, data, model, opt):
 
 def log_of(args, rank=0):
     """Make the run's folder and open its log -> where to write the log until there is a checkpoint, and the
-    open file, see `begin_log`. It locks the folder. Processes of other ranks than 0 write nothing. ValueError
-    if another run uses the folder, or if something in it could not be overwritten at the end."""
-    if rank > 0:
+    open file, see `begin_log`. It locks the folder. Processes of other ranks than 0 write nothing, nor does a
+    run of no steps. ValueError if another run uses the folder, or if something in it could not be overwritten
+    at the end."""
+    if rank > 0 or args.steps == 0:
         nothing = open(os.devnull, 'w')                     # noqa: SIM115
         return nothing, nothing
     os.makedirs(args.out, exist_ok=True)
@@ -899,9 +901,10 @@ def opening(model, data, args, run, log):
         what = 'rows'
     text = (f'{briefly(config.rules)} | {size / 1e6:.2f} M parameters | '
             f'{args.data}: {train:,} + {val:,} {what}, a vocabulary of {config.vocab_size} | '
-            f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {plural(threads, "thread")}\n'
-            f'rows of {data.T}, lr {args.lr:.2g}, saved every {plural(every, "step")}; weights, optimiser '
-            f'and a batch: about {needs:.2g} GB besides torch; recurrence: {model.why}')
+            f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {plural(threads, "thread")}')
+    if args.steps:
+        text += (f'\nrows of {data.T}, lr {args.lr:.2g}, saved every {plural(every, "step")}; weights, '
+                 f'optimiser and a batch: about {needs:.2g} GB besides torch; recurrence: {model.why}')
     tell(log, text, config=dataclasses.asdict(config), **run, data=about, commit=commit(),
          device=str(data.device), params=size, threads=threads)
 
@@ -954,6 +957,8 @@ def report(model, data, args, log, **figures):
             loss, _ = along.evaluate(model, carried=True, label='validation, carried')
             tell(log, f'validation, carried: {score(meta, loss)}', read='carried', val_loss=loss)
             figures.update({'val_loss carried': loss, 'bits per byte carried': loss * bits_a_nat(meta)})
+    if args.steps == 0:
+        return
     prepare.write_json(f'{args.out}/result.json', {
         **figures, 'commit': commit(), **dataclasses.asdict(args), **dataclasses.asdict(model.config)})
     if not args.fsdp:
@@ -1025,7 +1030,7 @@ def main(argv):
     bad = 0                                                 # non-finite steps in a row
     good_states = [*states]                                 # the states after the last finite step
     times = []                                              # seconds of each step since the last line
-    seconds = 0.0                                           # of all steps together
+    seconds = ms = 0.0                                      # of all steps together; of one
     since = time.perf_counter()
     start, label = data.judged()
     part = of_part(meta, val[:start[-1] + data.T + 1])
@@ -1069,8 +1074,9 @@ def main(argv):
             log = begin_log(log, file)
             tell_saved('train.py', args.out, f'{args.out}/ckpt.safetensors', done)
         since = time.perf_counter()
-    prepare.saved.append(f'{args.out}/ckpt.safetensors has all {args.steps} steps')
-    say(f'\n{args.steps - first} steps in {seconds / 60:.1f} minutes')
+    if args.steps:
+        prepare.saved.append(f'{args.out}/ckpt.safetensors has all {args.steps} steps')
+        say(f'\n{args.steps - first} steps in {seconds / 60:.1f} minutes')
     report(model, data, args, log, steps=args.steps, ms=ms, minutes=seconds / 60)
 
 
