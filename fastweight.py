@@ -326,28 +326,13 @@ def for_heads(x, H):
     return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], 1)
 
 def longer(x, new):
-    """torch.cat([x, new], 2) for a cache: x (B, G, T0, d), new (B, G, T, d) -> (B, G, T0 + T, d). To copy a
-    long cache takes longer than to read it. So without gradients the result is the beginning of a buffer with
-    room for an eighth more, and later steps are written behind it. x itself stays as it is: if another text
-    has gone on from x, its room is taken, and x is copied."""
-    if torch.is_grad_enabled() or x.dtype != new.dtype:
-        return torch.cat([x, new], 2)
-    T0 = x.shape[2]
-    T = T0 + new.shape[2]
-    room = getattr(x, 'room', None)                         # (B, G, n, d), of which `used` steps are taken
-    writable = room is not None and (torch.is_inference_mode_enabled() or not room.is_inference())
-    if not (writable and room.used == T0 and T <= room.shape[2]):
-        room = x.new_empty(*x.shape[:2], T + T // 8 + 64, x.shape[3])
-        room[:, :, :T0] = x
-    room.used = T
-    room[:, :, T0:T] = new
-    longer_x = room[:, :, :T]
-    longer_x.room = room
-    return longer_x
+    """A cache x (B, G, T0, d) and the steps behind it, new (B, G, T, d) -> (B, G, T0 + T, d)"""
+    return torch.cat([x, new], 2)
 
-def softmax(q, k, v, cached=None):
+def softmax(q, k, v, cached=None, longer=longer):
     """Softmax attention with the same interface. Its state is the cache of all keys and values, and it grows.
-    q (B, H, T, d)   k, v (B, G, T, d)   cached None or dict(k, v) of T0 tokens -> o, dict(k, v) of T0 + T"""
+    q (B, H, T, d)   k, v (B, G, T, d)   cached None or dict(k, v) of T0 tokens -> o, dict(k, v) of T0 + T
+    longer: kernels.longer does the same without copying"""
     if cached is not None:
         k = longer(cached['k'], k)
         v = longer(cached['v'], v)

@@ -2,6 +2,7 @@
 
     o, S = chunked(q, k, v, write, erase, log_f, log_z, S, normalise, floor)     fastweight.chunked, recurrent
     o, log_mass, went, cached = bounded(q, k, v, cached, t, policy, cache, ...)  fastweight.bounded
+    longer_x = longer(x, new)                                                    fastweight.longer
     y = shifted_sum(x, w)                                                        model.shifted_sum
 
 Without this file everything but bench.py and the tests still works, more slowly. model.pick_forms imports it.
@@ -369,7 +370,7 @@ def step_over(q, k, v, w, e, log_f, log_z, S):
     return o.view(B, H, 1, V), S.view(B, H, V, K)
 
 
-# ---- caches: fastweight.bounded, many steps together -------------------------------------------------------
+# ---- caches: many steps of fastweight.bounded together; one that grows -------------------------------------
 STEPS = 64      # at a time: as many columns more than the cache has
 ON_GPU = 4      # times as many on a GPU, where each piece waits for the launches of its operations
 
@@ -454,6 +455,27 @@ def by_worth(q, k, v, cached, t, policy, cache, sinks, spill, turn):
     cached['total'] = total
     kept = there.nonzero()[:, 2].view(*pos.shape[:2], cache)
     return o, log_mass, pick(cached, gone), pick(cached, kept)
+
+
+def longer(x, new):
+    """fastweight.longer, for one step after another. To copy a long cache takes longer than to read it. So
+    without gradients the result is the beginning of a buffer with room for an eighth more, and later steps
+    are written behind it. x itself stays as it is: if another text has gone on from x, its room is taken, and
+    x is copied."""
+    if torch.is_grad_enabled() or x.dtype != new.dtype:
+        return fastweight.longer(x, new)
+    T0 = x.shape[2]
+    T = T0 + new.shape[2]
+    room = getattr(x, 'room', None)                         # (B, G, n, d), of which `used` steps are taken
+    writable = room is not None and (torch.is_inference_mode_enabled() or not room.is_inference())
+    if not (writable and room.used == T0 and T <= room.shape[2]):
+        room = x.new_empty(*x.shape[:2], T + T // 8 + 64, x.shape[3])
+        room[:, :, :T0] = x
+    room.used = T
+    room[:, :, T0:T] = new
+    longer_x = room[:, :, :T]
+    longer_x.room = room
+    return longer_x
 
 
 # ---- GPU: the same letters, in four Triton kernels ---------------------------------------------------------

@@ -253,6 +253,7 @@ class Forms(NamedTuple):
     """The functions that a model computes with; the defaults are plain torch, kernels.py has faster ones."""
     recurrence: Callable = fastweight.chunked
     cache: Callable = fastweight.bounded
+    longer: Callable = fastweight.longer
     shift: Callable = shifted_sum
     why: str = 'chunk (plain torch and autograd)'       # one line to print: which forms are used, and why
 
@@ -285,7 +286,7 @@ def pick_forms(impl='auto'):
     if impl != 'chunk':
         try:
             import kernels
-            return Forms(kernels.chunked, kernels.bounded, kernels.shifted_sum,
+            return Forms(kernels.chunked, kernels.bounded, kernels.longer, kernels.shifted_sum,
                          f'fused (kernels.py: batched products, on a GPU Triton); {definition}')
         except ModuleNotFoundError as e:
             if e.name != 'kernels':
@@ -722,7 +723,7 @@ class Cache(nn.Module):
         state = state or {}
         cached = {name: state[name] for name in ('k', 'v', 'pos', 'total') if name in state} or None
         if self.rule.keeps == 'all':
-            return fastweight.softmax(q, k, v, cached)
+            return fastweight.softmax(q, k, v, cached, self.forms.longer)
         with without_autocast(x):
             o, log_cache, went, new = self.attend_and_evict(q, k, v, cached, t)
             if self.overflow is None:
