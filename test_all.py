@@ -3171,7 +3171,7 @@ def test_bits_per_byte_count_every_token_but_the_first_once(tmp_path, capsys):
     nats = next(row['val_loss'] for row in log(tmp_path / 'out') if row.get('read') == 'blocks')
     bits = nats / math.log(2) * len(val) / len(prepare.decode(val, meta).encode())
     assert [float(s) for s in shown.groups()] == pytest.approx([bits, math.exp(nats)], abs=1e-3)
-    again = f'--init={tmp_path}/out/ckpt.safetensors', f'--data={folder}', '--steps=0', '--device=cpu'
+    again = f'--init={tmp_path}/out/ckpt.safetensors', '--steps=0', '--device=cpu'
     assert shown[0] in written(capsys, *again, f'--out={tmp_path}/no', main=train.main)[0]       # only evaluates
     assert not (tmp_path / 'no').exists()
 

@@ -74,7 +74,8 @@ say = functools.partial(print, flush=True)
 @dataclass
 class Args:
     data: str = flag('stdlib', f'{", ".join(prepare.DATASETS)}, any text file, labelled lines (mine.tsv), or '
-                               'sentences and their translations (a.en:a.de)', path=True)
+                               'sentences and their translations (a.en:a.de); default with --init: that of '
+                               'the checkpoint', path=True)
     tokenizer: str = flag('', f'for texts: {prepare.OF_TEXTS}; default: that of the data or the checkpoint')
     out: str = flag('out', 'folder for checkpoints and the log', path=True)
     resume: bool = flag(False, 'continue the run whose checkpoint is in --out, from its last evaluation on; '
@@ -662,6 +663,7 @@ def settings(argv):
         data = dict(meta['data'])
         if data['tokenizer'] in prepare.FIXED:              # allow longer rows: facts-256 first, then facts
             data.pop('row', None)
+        args.data = given.get('data') or prepare.trained_on(meta) or args.data
         args.row = row or model.config.block_size
         rate = LR
         if 'files' in data:                                 # it comes from the hub

@@ -1056,6 +1056,12 @@ def describe_tokens(meta):
     return ', '.join(f'{key} {meta[key]}' for key in TOKEN_KEYS if key in meta and key not in TABLES)
 
 
+def trained_on(meta):
+    """--data of the run that made a model; '' if its file does not say"""
+    name = (meta.get('args') or {}).get('data')
+    return name if isinstance(name, str) else ''
+
+
 def for_model(source, meta, name, row):
     """Load data in the tokens of a trained model -> train, val, meta of the data, name. They are for training
     it further or measuring it.
@@ -1064,8 +1070,8 @@ def for_model(source, meta, name, row):
     empty, the model's training data. ValueError if a side of a text has no more than one row of `row` tokens,
     or if the rows of a task are longer than `row`.
     """
-    name = name or (meta.get('args') or {}).get('data')
-    if not name or not isinstance(name, str):
+    name = name or trained_on(meta)
+    if not name:
         raise ValueError(f'{source} does not say what it was trained on: give --data, such as a text file')
     train, val, data = load(name, like=meta['data'])
     if data.get('row', 0) > row:
