@@ -972,6 +972,8 @@ def sampling(out, meta):
     command = f'python sample.py --init={shlex.quote(out)}/ckpt.safetensors'
     if 'source' in meta:
         command += ' --source="..."'
+    if 'classes' in meta:
+        command += ' --prompt="..."'
     if meta.get('template'):
         command += ' --chat'
     return command
@@ -987,6 +989,7 @@ def show(model, data, args):
         source = x[:, :meta['source']]
         for tokens in source, model.translate(source):
             say(f'> {prepare.decode(tokens[0].tolist(), meta)}')
+    if 'source' in meta or 'classes' in meta:
         say(more)
     if 'row' in meta:
         return
