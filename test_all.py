@@ -1962,9 +1962,12 @@ def test_an_output_without_utf8_gets_what_it_can_show(a_model, monkeypatch):
 
 def test_a_folder_is_of_one_run_whose_files_can_be_written(a_model, text, tmp_path, capsys):
     """A pipe as the log would be waited for; a folder as result.json, found after training; two conversions
-    would mix their stages. What was there stays, but for the halves of files that killed runs left."""
+    would mix their stages. What was there stays, but for the halves of files that killed runs left. A conversion
+    of no steps writes its files, too."""
+    source = f'--from={a_model("--rule=softmax")}', '--controls=false'
     for main, flags in (train.main, [f'--data={text}', '--steps=1', *TINY[:-1]]), (
-            convert.main, [f'--from={a_model("--rule=softmax")}', *SHORT, '--controls=false']):
+            convert.main, [*source, *SHORT]), (
+            convert.main, [*source, '--steps=0', '--distil_steps=0', '--eval_rows=4']):
         for name, make in ('log.jsonl', Path.mkdir), ('log.jsonl', os.mkfifo), ('result.json', Path.mkdir):
             folder = Path(tempfile.mkdtemp(dir=tmp_path))
             make(folder / name)
