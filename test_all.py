@@ -2338,6 +2338,26 @@ def test_what_matters_is_said(text, a_model, tmp_path, monkeypatch, capsys):
         assert (out / 'log.jsonl').read_text() == old or not keeps
     assert [row['step'] for row in log(out) if 'lr' in row] == [1, 2, 3, 4]
 
+def test_what_is_written_before_ctrl_c_is_said_to_be(a_model, tmp_path, monkeypatch, capsys):
+    """A state, while its page is made; a student that needed no training, while it is judged."""
+    monkeypatch.setattr(sample, 'write_page', Mock(side_effect=KeyboardInterrupt))
+    flags = f'--init={a_model("--rule=delta")}', '--tokens=2', f'--save_state={tmp_path}/x.st', '--html=x.html'
+    assert sample.main([*flags]) == 130 and 'x.st is written' in capsys.readouterr().err
+    monkeypatch.setattr(convert, 'other_policies', Mock(side_effect=KeyboardInterrupt))
+    flags = f'--from={a_model("--rule=softmax")}', '--steps=0', '--distil_steps=0', '--eval_rows=2'
+    assert convert.main([*flags, f'--out={tmp_path}']) == 130
+    assert f'{tmp_path}/ckpt.safetensors is the student;' in capsys.readouterr().err
+
+def test_a_large_teacher_is_looked_at_only_for_new_parameters(a_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, 'SMALL', 0)
+    for overflow, begins in ('', 0), ('sum:slots', 2):          # --keep swaps twice, and says it once
+        begin = Mock()
+        monkeypatch.setattr(convert, 'begin_as', begin)
+        run = f'--from={a_model("--rule=softmax")}', '--recipe=hybrid', '--cache=6', f'--overflow={overflow}'
+        how = '--keep=first:1', '--steps=0', '--distil_steps=0', '--eval_rows=2', f'--out={tmp_path}'
+        assert convert.main([*run, *how]) == 0 and begin.call_count == begins
+        assert ('new parameters begin' in capsys.readouterr().out) == (begins > 0)
+
 def test_classes_may_be_more_than_tokens(tmp_path, capsys):
     many = put(tmp_path, 'x.tsv', ''.join(f'{i}\ttext {j}\n' for j in range(11) for i in range(301)))
     *sides, meta = prepare.load(many)
