@@ -2358,6 +2358,20 @@ def test_a_large_teacher_is_looked_at_only_for_new_parameters(a_model, tmp_path,
         assert convert.main([*run, *how]) == 0 and begin.call_count == begins
         assert ('new parameters begin' in capsys.readouterr().out) == (begins > 0)
 
+@pytest.mark.skipif(os.name == 'nt', reason='no signals')
+def test_a_suite_that_is_terminated_ends_its_training(characters, tmp_path):
+    """As with Ctrl-C. Otherwise it would train on, and hold the folder that the next suite needs."""
+    words = 'bench.py', 'language', '--only=delta', f'--data={characters}', '--steps=1000000', f'--out={tmp_path}'
+    suite = subprocess.Popen([sys.executable, *words], cwd=HERE, stderr=subprocess.PIPE, text=True,
+                             start_new_session=True)
+    try:
+        assert 'train.py' in suite.stderr.readline()
+        suite.terminate()
+        assert 'the same command goes on' in suite.communicate()[1] and suite.returncode == 130
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(suite.pid, signal.SIGKILL)
+
 def test_classes_may_be_more_than_tokens(tmp_path, capsys):
     many = put(tmp_path, 'x.tsv', ''.join(f'{i}\ttext {j}\n' for j in range(11) for i in range(301)))
     *sides, meta = prepare.load(many)
