@@ -17,6 +17,7 @@ import math
 import os
 import re
 import shlex
+import signal
 import statistics
 import string
 import subprocess
@@ -1887,4 +1888,5 @@ def main(argv):
 
 
 if __name__ == '__main__':
+    signal.signal(signal.SIGTERM, signal.default_int_handler)       # as Ctrl-C: also ends the run it started
     sys.exit(main())

@@ -926,9 +926,10 @@ def begun(args, changes, teacher, data):
     student, new = swap(teacher, changes, places)
     refuse(cannot_learn(student.config, data.T))
     refuse(idle({**changes, 'layers': ''}, student.config))     # --layers and --rule may both be given here
-    if is_large(teacher):                                   # then it takes a minute
+    if new and is_large(teacher):                           # then it takes a minute
         say(f'new parameters begin by how the teacher looks at {x.numel():,} tokens')
-    begin_as(teacher, student, x)
+    if new:
+        begin_as(teacher, student, x)
     if not args.keep:
         return student, new
     kept = stay(args.keep, teacher, student, data, begin)
@@ -936,7 +937,8 @@ def begun(args, changes, teacher, data):
     rules = ['softmax' if i in kept else rule for i, rule in enumerate(student.config.rules)]
     changes['layers'] = ','.join(rules)
     student, new = swap(teacher, changes, places)
-    begin_as(teacher, student, x)
+    if new:
+        begin_as(teacher, student, x)
     return student, new
 
 
@@ -1020,6 +1022,9 @@ def main(argv):
     save(f'{args.out}/ckpt.safetensors', student,
          {'step': args.steps, 'data': meta['data'], 'args': {'data': name}, 'from': args.from_})
     run.log = begin_log(run.log, run.file)
+    if not (distilled or args.steps):                       # otherwise the last stage says how to go on
+        prepare.saved.append(f'{args.out}/ckpt.safetensors is the student; the same command makes it anew, '
+                             'with all tables')
     figures = {**run.table[-1], 'commit': commit(), **dataclasses.asdict(args)}
     figures['before'] = run.table[-2].get('accuracy')       # the last stage
     prepare.write_json(f'{args.out}/result.json', {**figures, **dataclasses.asdict(student.config)})

@@ -167,6 +167,7 @@ def keep_state(args, model, meta, last, state):
     about = {'model': weights_digest(model, meta), 'made_with': dataclasses.asdict(model.config),
              'dtype': args.dtype}
     write_tensors(args.save_state, {**tensors, 'last': last}, about)
+    prepare.saved.append(f'{args.save_state} is written')
 
 
 def begin(args, model, meta):

@@ -1962,9 +1962,12 @@ def test_an_output_without_utf8_gets_what_it_can_show(a_model, monkeypatch):
 
 def test_a_folder_is_of_one_run_whose_files_can_be_written(a_model, text, tmp_path, capsys):
     """A pipe as the log would be waited for; a folder as result.json, found after training; two conversions
-    would mix their stages. What was there stays, but for the halves of files that killed runs left."""
+    would mix their stages. What was there stays, but for the halves of files that killed runs left. A conversion
+    of no steps writes its files, too."""
+    source = f'--from={a_model("--rule=softmax")}', '--controls=false'
     for main, flags in (train.main, [f'--data={text}', '--steps=1', *TINY[:-1]]), (
-            convert.main, [f'--from={a_model("--rule=softmax")}', *SHORT, '--controls=false']):
+            convert.main, [*source, *SHORT]), (
+            convert.main, [*source, '--steps=0', '--distil_steps=0', '--eval_rows=4']):
         for name, make in ('log.jsonl', Path.mkdir), ('log.jsonl', os.mkfifo), ('result.json', Path.mkdir):
             folder = Path(tempfile.mkdtemp(dir=tmp_path))
             make(folder / name)
@@ -2334,6 +2337,40 @@ def test_what_matters_is_said(text, a_model, tmp_path, monkeypatch, capsys):
         assert train.main(list(run)) == 130 and why in capsys.readouterr().err
         assert (out / 'log.jsonl').read_text() == old or not keeps
     assert [row['step'] for row in log(out) if 'lr' in row] == [1, 2, 3, 4]
+
+def test_what_is_written_before_ctrl_c_is_said_to_be(a_model, tmp_path, monkeypatch, capsys):
+    """A state, while its page is made; a student that needed no training, while it is judged."""
+    monkeypatch.setattr(sample, 'write_page', Mock(side_effect=KeyboardInterrupt))
+    flags = f'--init={a_model("--rule=delta")}', '--tokens=2', f'--save_state={tmp_path}/x.st', '--html=x.html'
+    assert sample.main([*flags]) == 130 and 'x.st is written' in capsys.readouterr().err
+    monkeypatch.setattr(convert, 'other_policies', Mock(side_effect=KeyboardInterrupt))
+    flags = f'--from={a_model("--rule=softmax")}', '--steps=0', '--distil_steps=0', '--eval_rows=2'
+    assert convert.main([*flags, f'--out={tmp_path}']) == 130
+    assert f'{tmp_path}/ckpt.safetensors is the student;' in capsys.readouterr().err
+
+def test_a_large_teacher_is_looked_at_only_for_new_parameters(a_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, 'SMALL', 0)
+    for overflow, begins in ('', 0), ('sum:slots', 2):          # --keep swaps twice, and says it once
+        begin = Mock()
+        monkeypatch.setattr(convert, 'begin_as', begin)
+        run = f'--from={a_model("--rule=softmax")}', '--recipe=hybrid', '--cache=6', f'--overflow={overflow}'
+        how = '--keep=first:1', '--steps=0', '--distil_steps=0', '--eval_rows=2', f'--out={tmp_path}'
+        assert convert.main([*run, *how]) == 0 and begin.call_count == begins
+        assert ('new parameters begin' in capsys.readouterr().out) == (begins > 0)
+
+@pytest.mark.skipif(os.name == 'nt', reason='no signals')
+def test_a_suite_that_is_terminated_ends_its_training(characters, tmp_path):
+    """As with Ctrl-C. Otherwise it would train on, and hold the folder that the next suite needs."""
+    words = 'bench.py', 'language', '--only=delta', f'--data={characters}', '--steps=1000000', f'--out={tmp_path}'
+    suite = subprocess.Popen([sys.executable, *words], cwd=HERE, stderr=subprocess.PIPE, text=True,
+                             start_new_session=True)
+    try:
+        assert 'train.py' in suite.stderr.readline()
+        suite.terminate()
+        assert 'the same command goes on' in suite.communicate()[1] and suite.returncode == 130
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(suite.pid, signal.SIGKILL)
 
 def test_classes_may_be_more_than_tokens(tmp_path, capsys):
     many = put(tmp_path, 'x.tsv', ''.join(f'{i}\ttext {j}\n' for j in range(11) for i in range(301)))

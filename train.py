@@ -5,7 +5,7 @@
     python train.py --resume --steps=8000          resumes out/ckpt.safetensors, bit for bit on a CPU
     python train.py --init=FOLDER --data=my.txt --steps=50 --out=out/tuned     fine-tune a pretrained model
     python train.py --init=bert-base-uncased --data=cola --lr=5e-5             with a new head, for classes
-    python train.py --init=FOLDER --data=my.txt --steps=0 --rule=h2o           only evaluate, here with a cache
+    python train.py --init=FOLDER --data=my.txt --steps=0 --rule=h2o           only evaluate, with a cache
     torchrun --nproc_per_node=2 train.py --rule=delta         the same steps by two processes; add --fsdp
                                                               to keep only half of the model in each
 
@@ -773,12 +773,11 @@ def restore(args, header, data, model, opt):
         return [unpack(model, tensors, last, why, f'carry{i}') for i in range(args.accum)]
 
 
-def log_of(args, rank=0):
+def log_of(args, writes=True):
     """Make the run's folder and open its log -> where to write the log until there is a checkpoint, and the
-    open file, see `begin_log`. It locks the folder. Processes of other ranks than 0 write nothing, nor does a
-    run of no steps. ValueError if another run uses the folder, or if something in it could not be overwritten
-    at the end."""
-    if rank > 0 or args.steps == 0:
+    open file, see `begin_log`. It locks the folder. ValueError if another run uses it, or if something in it
+    could not be overwritten at the end. writes: whether this process writes anything at all"""
+    if not writes:
         nothing = open(os.devnull, 'w')                     # noqa: SIM115
         return nothing, nothing
     os.makedirs(args.out, exist_ok=True)
@@ -1024,7 +1023,7 @@ def main(argv):
     if args.resume:
         states = restore(args, header, data, model, opt)
         tell_saved('train.py', args.out, f'{args.out}/ckpt.safetensors', header['step'])
-    log, file = log_of(args, rank)
+    log, file = log_of(args, rank == 0 and args.steps > 0)
     set_threads(args, header, model, data)
     run = {'args': dataclasses.asdict(args), 'torch': torch.__version__}
     opening(model, data, args, run, log)
