@@ -414,6 +414,9 @@ def test_a_cache_grows_as_by_cat_and_texts_that_share_a_beginning_do_not_meet():
     with torch.no_grad():
         many = kernels.longer(found, new)
         assert kernels.longer(many, new).data_ptr() == many.data_ptr()       # not copied
+        for x in many, many.clone():                            # neither is repeated for two texts
+            with pytest.raises(RuntimeError, match='match except in dimension 2'):
+                kernels.longer(x, new[:1])
     new.requires_grad_()
     one = kernels.longer(many, new)
     loss = one.square().sum()
