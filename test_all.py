@@ -414,6 +414,9 @@ def test_a_cache_grows_as_by_cat_and_texts_that_share_a_beginning_do_not_meet():
     with torch.no_grad():
         many = kernels.longer(found, new)
         assert kernels.longer(many, new).data_ptr() == many.data_ptr()       # not copied
+        for x in many, many.clone():                            # neither is repeated for two texts
+            with pytest.raises(RuntimeError, match='match except in dimension 2'):
+                kernels.longer(x, new[:1])
     new.requires_grad_()
     one = kernels.longer(many, new)
     loss = one.square().sum()
@@ -3211,6 +3214,14 @@ def test_bits_per_byte_count_every_token_but_the_first_once(tmp_path, capsys):
     again = f'--init={tmp_path}/out/ckpt.safetensors', '--steps=0', '--device=cpu'
     assert shown[0] in written(capsys, *again, f'--out={tmp_path}/no', main=train.main)[0]       # only evaluates
     assert not (tmp_path / 'no').exists()
+    before = {path.name: path.read_bytes() for path in (tmp_path / 'out').iterdir()}
+    assert shown[0] in written(capsys, *again, f'--out={tmp_path}/out', main=train.main)[0]
+    assert {path.name: path.read_bytes() for path in (tmp_path / 'out').iterdir()} == before
+    both = GPT(Config(rule='sink', cache=8, overflow='sum:favor', n_layer=1, n_head=1, n_embd=8, block_size=16,
+                      vocab_size=meta['vocab_size']))
+    save(tmp_path / 'both.safetensors', both, {'data': meta})
+    flags = f'--init={tmp_path}/both.safetensors', *again[1:], '--rule=tova', f'--out={tmp_path}/no'
+    assert 'validation, blocks of 16' in written(capsys, *flags, main=train.main)[0]    # though it cannot train so
 
 def test_a_model_of_subwords_keeps_them(text, tmp_path, capsys):
     """One command learns them; resumed and sampled. A log stays short."""

@@ -712,7 +712,8 @@ def mistakes(args, config, data, model):
     yield not config.causal and 'classes' not in meta, (
         f'--causal=false {of}: each step would see the token that it should say; an encoder needs data with '
         'classes, such as listops (pairs: --encoder=3)')
-    yield from cannot_train(config)
+    if args.steps:                                              # without, nothing is trained
+        yield from cannot_train(config)
     yield args.batch_size % data.world, (
         f'--batch_size={args.batch_size} does not divide among {data.world} processes')
     least = data.T + 2
@@ -722,7 +723,7 @@ def mistakes(args, config, data, model):
     yield min(len(data.train), len(data.val)) < least, (
         f'{of} --block_size={data.T}: {len(data.train)} training and {len(data.val)} validation tokens, '
         f'expected at least {least} each; give a longer text, a smaller --block_size{or_more}')
-    yield args.init and lies_in(args.init, args.out), (
+    yield args.steps and args.init and lies_in(args.init, args.out), (
         f'--out={args.out}: it holds the model of --init; take another folder')
     yield args.fsdp and data.world == 1, (
         '--fsdp: one process has all of the model; start several, as torchrun --nproc_per_node=2 train.py '
