@@ -3219,7 +3219,7 @@ def test_bits_per_byte_count_every_token_but_the_first_once(tmp_path, capsys):
     assert {path.name: path.read_bytes() for path in (tmp_path / 'out').iterdir()} == before
     both = GPT(Config(rule='sink', cache=8, overflow='sum:favor', n_layer=1, n_head=1, n_embd=8, block_size=16,
                       vocab_size=meta['vocab_size']))
-    save(tmp_path / 'both.safetensors', both, {'data': meta})
+    save(tmp_path / 'both.safetensors', both, {'data': meta, 'args': {'data': folder}})
     flags = f'--init={tmp_path}/both.safetensors', *again[1:], '--rule=tova', f'--out={tmp_path}/no'
     assert 'validation, blocks of 16' in written(capsys, *flags, main=train.main)[0]    # though it cannot train so
 
