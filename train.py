@@ -81,7 +81,7 @@ class Args:
     resume: bool = flag(False, 'continue the run whose checkpoint is in --out, from its last evaluation on; '
                                'flags of training may be changed, those of the model not')
     init: str = flag('', 'start from the weights of a checkpoint or hub model; flags may adapt it', path=True)
-    steps: int = flag(6400, 'optimiser steps; 0: only evaluate, and write nothing', low=0, high=10 ** 9)
+    steps: int = flag(6400, 'optimiser steps; 0: only evaluate, and save nothing', low=0, high=10 ** 9)
     batch_size: int = flag(4, 'rows per batch, over all processes', low=1, high=2 ** 20)
     accum: int = flag(1, 'batches per step, for more rows than fit into memory', low=1, high=2 ** 12)
     lr: float = flag(None, f'peak learning rate; default: {LR:g}; for a pretrained model {PRETRAINED_LR:g} / '
@@ -1028,6 +1028,9 @@ def main(argv):
     set_threads(args, header, model, data)
     run = {'args': dataclasses.asdict(args), 'torch': torch.__version__}
     opening(model, data, args, run, log)
+    if args.steps == 0:
+        report(model, data, args, log, minutes=0)
+        return
     forward = torch.compile(model) if args.compile else model
 
     first = header.get('step', 0)                           # steps done before resuming
@@ -1035,7 +1038,7 @@ def main(argv):
     bad = 0                                                 # non-finite steps in a row
     good_states = [*states]                                 # the states after the last finite step
     times = []                                              # seconds of each step since the last line
-    seconds = ms = 0.0                                      # of all steps together; of one
+    seconds = 0.0                                           # of all steps together
     since = time.perf_counter()
     start, label = data.judged()
     part = of_part(meta, val[:start[-1] + data.T + 1])
@@ -1079,9 +1082,8 @@ def main(argv):
             log = begin_log(log, file)
             tell_saved('train.py', args.out, f'{args.out}/ckpt.safetensors', done)
         since = time.perf_counter()
-    if args.steps:
-        prepare.saved.append(f'{args.out}/ckpt.safetensors has all {args.steps} steps')
-        say(f'\n{args.steps - first} steps in {seconds / 60:.1f} minutes')
+    prepare.saved.append(f'{args.out}/ckpt.safetensors has all {args.steps} steps')
+    say(f'\n{args.steps - first} steps in {seconds / 60:.1f} minutes')
     report(model, data, args, log, steps=args.steps, ms=ms, minutes=seconds / 60)
 
 
