@@ -419,10 +419,13 @@ def pick(cached, index):
     return {name: x.gather(2, wide_index(index, x)) for name, x in cached.items()}
 
 def replaced(cached, index):
-    """The cache without the token at index (B, G, 1). The last token moves into its slot."""
+    """The cache without the token at index (B, G, 1). The last token moves into its slot. `cached` comes from
+    `append`, which copies, so where no backward needs it, it is changed in place."""
     kept = {}
     for name, x in cached.items():
-        kept[name] = x.scatter(2, wide_index(index, x), x[:, :, -1:])[:, :, :-1]
+        scatter = x.scatter if torch.is_grad_enabled() else x.scatter_
+        last = x[:, :, -1:].clone()
+        kept[name] = scatter(2, wide_index(index, x), last)[:, :, :-1]
     return kept
 
 def cached_scores(q, k):
