@@ -57,9 +57,10 @@ from fastweight import RULES
 from model import (GPT, SOURCE_RULES, bias_of, bytes_after, can_become_an_rnn, cannot_train, fill, idle, kl,
                    load, pick_device, save, subset)
 from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, QUIET, SMALL, TASK_ROWS, Rows, adamw, begin_log,
-                   begin_step, bits_a_nat, blocks, caches, commit, is_large, lies_in, log_of, logits_at_once,
-                   nats_along, of_part, other_policies, pack_optimiser, predict, products_in, recovered, rows,
-                   sampling, say, set_threads, table, tell_saved, tell_step, unpack_optimiser, write_row)
+                   begin_step, bits_a_nat, blocks, caches, commit, gigabytes, is_large, lies_in, log_of,
+                   logits_at_once, nats_along, of_part, other_policies, pack_optimiser, predict, products_in,
+                   recovered, rows, sampling, say, set_threads, table, tell_saved, tell_step,
+                   unpack_optimiser, write_row)
 
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
@@ -880,8 +881,8 @@ def cannot_learn(config, T):
 
 
 def tell_start(args, name, data, teacher, student, new):
-    """Print what is converted, how many parameters are new, and from how many tokens on the student's state
-    is smaller than the cache of the teacher. name: of the data"""
+    """Print what is converted, how many parameters are new, from how many tokens on the student's state is
+    smaller than the cache of the teacher, and the memory it takes. name: of the data"""
     counts = {name: p.numel() for name, p in student.named_parameters()}
     added = sum(counts[name] for name in new)
     text = (f'{args.from_} -> {briefly(student.config.all_rules)}; {name}, rows of {data.T}; '
@@ -895,6 +896,11 @@ def tell_start(args, name, data, teacher, student, new):
         if grows < a_token:
             first = max(1, 2 + (size - at_first) // (a_token - grows))
             text += f', smaller than the teacher\'s from {first:,} tokens on'
+    if args.steps:
+        memory = gigabytes(student, data, not args.lora)
+        if not args.lora:                                   # else they share their weights
+            memory += 4e-9 * sum(p.numel() for p in teacher.parameters())
+        text += f'; stage 2 takes at least {memory:.2g} GB besides torch'
     say(text)
 
 

@@ -1703,6 +1703,24 @@ def test_what_cannot_be_is_refused_in_one_line(script, flags, places, tmp_path, 
     assert re.search(REFUSED[script][flags], refused(capsys, script.main, *argv))
     assert not list(tmp_path.rglob('*' if script is train else '*.*'))
 
+@pytest.mark.parametrize('flags', [dict(rule='softmax', act='swiglu', n_inner=300), dict(rule='delta', n_layer=1)], ids=str)
+def test_the_memory_that_training_is_said_to_take(flags):
+    """16 bytes a parameter, 4 of a frozen one, and about what autograd keeps of the tokens and of their logits."""
+    m = GPT(Config(**flags))
+    x = torch.randint(m.config.vocab_size, (4, 128))
+    kept = {}                               # by storage; the tensors, too, or their memory would be used again
+    def keep(x):
+        kept[x.untyped_storage().data_ptr()] = x
+    with torch.autograd.graph.saved_tensors_hooks(keep, keep):
+        F.cross_entropy(m(x)[0].flatten(0, 1), x.flatten())
+    for p in m.parameters():
+        kept.pop(p.untyped_storage().data_ptr(), None)
+    size = sum(p.numel() for p in m.parameters())
+    of_tokens = sum(x.untyped_storage().nbytes() for x in kept.values())
+    data = Mock(T=128, batch_size=4, world=1)
+    for whole, a_parameter in (True, 16), (False, 4):
+        assert .5 < (1e9 * train.gigabytes(m, data, whole) - a_parameter * size) / of_tokens < 2
+
 def test_memory_that_cannot_be_had_is_told_in_one_line(capsys):
     """2^50 bytes and more: no machine has as many addresses. Another RuntimeError is a fault, and stays one."""
     def run(allocate, fault=None):
@@ -3654,6 +3672,7 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, monkeyp
     for n in first - 1, first:
         smaller, larger = (model_py.bytes_after(model, n) for model in models)
         assert (smaller < larger) == (n == first)
+    assert re.search(r'stage 2 takes at least 0\.\d+ GB', said)
     lines = {row['model']: row for row in found['table']}
     names = [name for name in lines if 'cached' not in name]
     assert names[:2] == ['teacher', 'swapped'] and names[-4] == 'fine-tuned' and names[-1].endswith('scratch')

@@ -883,16 +883,23 @@ def tell_step(log, data, steps, peak, step, loss, norm, ms, stage=''):
     tell(log, text, step=step, loss=loss, lr=lr, norm=norm, ms=ms, memory=peak_memory, tok_s=tok_s)
 
 
-def opening(model, data, args, run, log):
-    """Print what is trained, and begin the log with it."""
+def gigabytes(model, data, whole=True):
+    """The memory that training takes, besides torch: weights, their gradients and two averages (if they learn
+    as a whole), and what a backward needs of a batch. Caches and long rows take more."""
     config = model.config
     size = sum(p.numel() for p in model.parameters())
-    tokens = data.T * data.batch_size // data.world
     inner = config.n_inner or 4 * config.n_embd
     if config.act == 'swiglu':                      # has two factors
         inner *= 1.5
     kept = 24 * config.n_layer * (config.n_embd + inner) + 12 * config.vocab_size   # a token: layers, logits
-    needs = (16 * size + kept * tokens) / 1e9       # 16: weights, gradients, two averages
+    tokens = data.T * data.batch_size // data.world
+    return ((16 if whole else 4) * size + kept * tokens) / 1e9
+
+
+def opening(model, data, args, run, log):
+    """Print what is trained, and begin the log with it."""
+    config = model.config
+    size = sum(p.numel() for p in model.parameters())
     threads = torch.get_num_threads()
     every = min(args.eval_every, args.steps)
     long = 'json', *chat.TRAVELS
@@ -906,7 +913,8 @@ def opening(model, data, args, run, log):
             f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {plural(threads, "thread")}')
     if args.steps:
         text += (f'\nrows of {data.T}, lr {args.lr:.2g}, saved every {plural(every, "step")}; weights, '
-                 f'optimiser and a batch: about {needs:.2g} GB besides torch; recurrence: {model.why}')
+                 f'optimiser and a batch: about {gigabytes(model, data):.2g} GB besides torch; '
+                 f'recurrence: {model.why}')
     tell(log, text, config=dataclasses.asdict(config), **run, data=about, commit=commit(),
          device=str(data.device), params=size, threads=threads)
 
