@@ -673,23 +673,18 @@ def place(name, root=None, like=None):
     have these, we take one beside it, whose name also stands for them.
     """
     row = row_of(name, like)
+    if 'own' in row and os.path.isdir(name):
+        return name
     tokens = like or row
     kind = tokens['tokenizer']
     table = tokens.get('json') or ''.join(tokens.get('chars', []))
     lengths = [str(like[key]) for key in ('row', 'source') if key in (like or {})]      # of a model's rows
     exact = ' '.join([table, *lengths]).strip()
-    says_all = not like or row['tokenizer'] in FIXED            # then the name determines the tokens
-    folder = name.replace(':', '-')
-    if 'file' in row:
-        paths = sorted(filter(os.path.isfile, glob.glob(f'{row["file"]}/*'))) or [row['file']]
-        content = b''.join(map(read_file, paths))
-        folder = f'{row["base"]}-{short_hash(content)}'
-    if 'own' in row:
-        if os.path.isdir(name):
-            return name
-        folder = own_folder(name, row['own'], kind)
-        says_all = not exact
+    folder = usual_folder(name, row, kind)
     folder = os.path.join(root, folder) if root else kept_in(HERE, folder)
+    says_all = not like or row['tokenizer'] in FIXED            # then the name determines the tokens
+    if 'own' in row:
+        says_all = not exact
     if says_all:
         return folder
     names = [folder, f'{folder}-{kind.replace(":", "-")}']
@@ -703,6 +698,16 @@ def place(name, root=None, like=None):
     if kind == row['tokenizer'] and not table and not os.path.exists(folder):
         return folder
     return names[-1]
+
+
+def usual_folder(name, row, tokenizer):
+    """The name of a data set's folder."""
+    if 'own' in row:
+        return own_folder(name, row['own'], tokenizer)
+    if 'file' in row:
+        paths = sorted(filter(os.path.isfile, glob.glob(f'{row["file"]}/*'))) or [row['file']]
+        return f'{row["base"]}-{short_hash(b"".join(map(read_file, paths)))}'
+    return name.replace(':', '-')
 
 
 def own_folder(name, begin, tokenizer):
