@@ -233,6 +233,9 @@ def idle(given, config):
     yield given.get('layers') and 'rule' in given, (
         f'--rule={given.get("rule")} --layers={given.get("layers")}: give one of them')
     rules = dict.fromkeys(config.all_rules)
+    within = [*rules, *filter(None, [config.overflow.partition(':')[0]])]       # a cache has no gates
+    yield 'gate_rank' in given and not {*within} & {*GATED} - {*BOUNDED}, (
+        f'--gate_rank={given.get("gate_rank")}: none of {", ".join(within)} has gates; leave it out')
     for field in dataclasses.fields(config):
         of = field.metadata.get('of', ())
         value = given.get(field.name, '')           # an empty text takes back what a model or recipe has
