@@ -1626,6 +1626,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--init=SOFTMAX --layers=sum,softmax': 'convert.py --from=.* --layers=sum,softmax',
         '--init=SOFTMAX --conv=0': '--conv=0: not what the weights of .* are for',
         '--init=TALKER --data=THREES': 'its rows are padded',
+        '--init=SOFTMAX --data=recall': 'tokenizer ids.* take other data',
         '--data=recall --tokenizer=bpe:302': 'ids', '--tokenizer=bpe:65537': '257 to 65,536',
         ENCODER + '--rule=tova': 'step by step', ENCODER + '--rule=delta --norm=attn': 'keys so far',
         '--causal=false --data=recall': 'classes', '--encoder=1 --data=recall': 'such as multi30k',

@@ -943,9 +943,11 @@ def load(name, root=None, tokenizer=None, like=None):
         if 'row' in like and 'row' not in meta:
             raise ValueError(f'--data={name}: a text, but this model was trained on rows; give it such rows: '
                              'labelled lines, or pairs')
+        remedy = 'make it anew with data/prepare.py, or give the text itself'
+        if meta['tokenizer'] in FIXED:
+            remedy = 'it has no others: take other data'
         raise ValueError(f'--data={name}: not in the tokens wanted ({describe_tokens(like)}), but in others '
-                         f'({describe_tokens(meta)}); make it anew with data/prepare.py, or give the text '
-                         'itself')
+                         f'({describe_tokens(meta)}); {remedy}')
     if 'json' in meta:
         subwords(meta['json'])                                  # may fail, so before training
     return train, val, meta
