@@ -1320,7 +1320,7 @@ def join(states):
 
 
 def refuse_broken(logits):
-    """ValueError if logits (B, vocab) are not finite: argmax would choose without an error."""
+    """ValueError if the largest of a row of logits (B, vocab) is NaN or infinite: argmax would not say so."""
     for top in logits.amax(-1).tolist():            # NaN if any of them is
         if not math.isfinite(top):
             raise ValueError(f'the largest of the logits is {top}, expected finite ones: the weights are '
@@ -1333,8 +1333,7 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
 
     With r_i ~ Exp(1), r_i / p_i is a waiting time with rate p_i. The shortest is that of i with probability
     p_i, so we return the argmax of p_i / r_i. torch.multinomial does the same but first
-    checks p, which would make us wait for a GPU. On a CPU the logits are checked: ValueError if they are NaN
-    or infinite."""
+    checks p, which would make us wait for a GPU. On a CPU the logits are checked by `refuse_broken`."""
     if logits.device.type == 'cpu':
         refuse_broken(logits)
     if temperature < 1e-4 or top_k == 1:                                # 0 / 0 would be NaN
