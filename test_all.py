@@ -3734,7 +3734,7 @@ def test_a_conversion_in_bfloat16_or_row_by_row_is_the_same(teacher, tmp_path, m
     assert [row['tokens'] for row in exact][-4:-2] == [4 * 2 * 16, 7 * 2 * 16]
 
 @pytest.mark.parametrize('more', [[], ['--lora=2']], ids=['all', 'lora'])
-def test_a_model_of_texts_is_converted_on_pairs(more, teacher, tmp_path, monkeypatch):
+def test_a_model_of_texts_is_converted_on_pairs(more, teacher, tmp_path, monkeypatch, capsys):
     """The teacher stays as it is; with LoRA the student has no weights of its own but what learns."""
     pairs = ':'.join(put(tmp_path, x, '\n'.join(x * (1 + i % 4) for i in range(40))) for x in 'ab')
     found, swap, loaded = [], convert.swap, load(teacher)[0].state_dict()
@@ -3744,6 +3744,8 @@ def test_a_model_of_texts_is_converted_on_pairs(more, teacher, tmp_path, monkeyp
         return found[1:]
     monkeypatch.setattr(convert, 'swap', watched)
     how = f'--data={pairs}', '--recipe=hedgehog', '--loss=kl', '--controls=false', *more
+    why = refused(capsys, convert.main, f'--from={teacher}', *how, '--row=8', f'--out={tmp_path / "no"}')
+    assert 'rows have 16 tokens, more than 8; give --row=16 if' in why
     row = converted(teacher, tmp_path / 'rnn', *how)['table'][-1]
     model, student, _ = found
     close(dict(model.state_dict()), dict(loaded), 0)

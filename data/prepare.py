@@ -1077,8 +1077,8 @@ def for_model(source, meta, name, row):
         raise ValueError(f'{source} does not say what it was trained on: give --data, such as a text file')
     train, val, data = load(name, like=meta['data'])
     if data.get('row', 0) > row:
-        raise ValueError(f'--data={name}: its rows have {data["row"]} tokens, more than {row}, which is what '
-                         f'{source} or --row allows')
+        raise ValueError(f'--data={name}: its rows have {data["row"]} tokens, more than {row}; give '
+                         f'--row={data["row"]} if {source} knows as many, or shorter texts')
     if 'row' not in data and min(len(train), len(val)) <= row + 1:
         raise ValueError(f'--data={name}: too short for rows of {row}; give a longer text, or shorter rows '
                          '(convert.py: --row; bench.py: --row or --lengths)')
