@@ -233,6 +233,9 @@ def idle(given, config):
     yield given.get('layers') and 'rule' in given, (
         f'--rule={given.get("rule")} --layers={given.get("layers")}: give one of them')
     rules = dict.fromkeys(config.all_rules)
+    within = [*rules, *filter(None, [config.overflow.partition(':')[0]])]       # a cache has no gates
+    yield 'gate_rank' in given and not {*within} & {*GATED} - {*BOUNDED}, (
+        f'--gate_rank={given.get("gate_rank")}: none of {", ".join(within)} has gates; leave it out')
     for field in dataclasses.fields(config):
         of = field.metadata.get('of', ())
         value = given.get(field.name, '')           # an empty text takes back what a model or recipe has
@@ -1317,7 +1320,7 @@ def join(states):
 
 
 def refuse_broken(logits):
-    """ValueError if logits (B, vocab) are not finite: argmax would choose without an error."""
+    """ValueError if the largest of a row of logits (B, vocab) is NaN or infinite: argmax would not say so."""
     for top in logits.amax(-1).tolist():            # NaN if any of them is
         if not math.isfinite(top):
             raise ValueError(f'the largest of the logits is {top}, expected finite ones: the weights are '
@@ -1330,8 +1333,7 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
 
     With r_i ~ Exp(1), r_i / p_i is a waiting time with rate p_i. The shortest is that of i with probability
     p_i, so we return the argmax of p_i / r_i. torch.multinomial does the same but first
-    checks p, which would make us wait for a GPU. On a CPU the logits are checked: ValueError if they are NaN
-    or infinite."""
+    checks p, which would make us wait for a GPU. On a CPU the logits are checked by `refuse_broken`."""
     if logits.device.type == 'cpu':
         refuse_broken(logits)
     if temperature < 1e-4 or top_k == 1:                                # 0 / 0 would be NaN

@@ -498,8 +498,8 @@ def complete(args, model, meta):
     tokens, state, prompt = begin(args, model, meta)
     read = tokens.shape[1]
     if args.html and read + args.tokens > ON_A_PAGE:
-        raise ValueError(f'--html: {read:,} tokens of prompt and {args.tokens:,} to write, but a page shows '
-                         f'at most {ON_A_PAGE:,}; give fewer')
+        raise ValueError(f'--html: {plural(read, "token")} of prompt and {args.tokens:,} to write, but a '
+                         f'page shows at most {ON_A_PAGE:,}; give fewer')
     if args.save_state and state is None and read == 1 and not args.tokens:
         raise ValueError('--save_state --tokens=0: nothing is read yet, as the next step reads a last token; '
                          'give a longer --prompt, or more --tokens')

@@ -1610,6 +1610,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--layers=delta,nope': "'nope' is",
         '--layers=delta,sum --rule=sum': '--rule=sum --layers=delta,sum: give one of them',
         '--layers=delta,window --sinks=2': 'no layer of delta,window uses it; leave it out, or take sink',
+        '--rule=window --gate_rank=2': 'of window has', '--rule=sink --overflow=sum:slots --gate_rank=2': 'sink, sum has',
         '--rule=decay --norm=attn': 'denominator of its own', '--rule=kda --phi=elu --norm=attn': 'negative',
         '--rule=sum --phi=identity --norm=attn': 'zero or negative', '--norm=sum': 'sum of the features',
         '--phi=elu --norm=none': 'diverges', '--rule=h2o --overflow=sum': '--overflow',
@@ -1625,6 +1626,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--init=SOFTMAX --layers=sum,softmax': 'convert.py --from=.* --layers=sum,softmax',
         '--init=SOFTMAX --conv=0': '--conv=0: not what the weights of .* are for',
         '--init=TALKER --data=THREES': 'its rows are padded',
+        '--init=SOFTMAX --data=recall': 'tokenizer ids.* take other data',
         '--data=recall --tokenizer=bpe:302': 'ids', '--tokenizer=bpe:65537': '257 to 65,536',
         ENCODER + '--rule=tova': 'step by step', ENCODER + '--rule=delta --norm=attn': 'keys so far',
         '--causal=false --data=recall': 'classes', '--encoder=1 --data=recall': 'such as multi30k',
@@ -3751,7 +3753,7 @@ def test_a_conversion_in_bfloat16_or_row_by_row_is_the_same(teacher, tmp_path, m
     assert [row['tokens'] for row in exact][-4:-2] == [4 * 2 * 16, 7 * 2 * 16]
 
 @pytest.mark.parametrize('more', [[], ['--lora=2']], ids=['all', 'lora'])
-def test_a_model_of_texts_is_converted_on_pairs(more, teacher, tmp_path, monkeypatch):
+def test_a_model_of_texts_is_converted_on_pairs(more, teacher, tmp_path, monkeypatch, capsys):
     """The teacher stays as it is; with LoRA the student has no weights of its own but what learns."""
     pairs = ':'.join(put(tmp_path, x, '\n'.join(x * (1 + i % 4) for i in range(40))) for x in 'ab')
     found, swap, loaded = [], convert.swap, load(teacher)[0].state_dict()
@@ -3761,6 +3763,8 @@ def test_a_model_of_texts_is_converted_on_pairs(more, teacher, tmp_path, monkeyp
         return found[1:]
     monkeypatch.setattr(convert, 'swap', watched)
     how = f'--data={pairs}', '--recipe=hedgehog', '--loss=kl', '--controls=false', *more
+    why = refused(capsys, convert.main, f'--from={teacher}', *how, '--row=8', f'--out={tmp_path / "no"}')
+    assert 'rows have 16 tokens, more than 8; give --row=16 if' in why
     row = converted(teacher, tmp_path / 'rnn', *how)['table'][-1]
     model, student, _ = found
     close(dict(model.state_dict()), dict(loaded), 0)

@@ -948,9 +948,11 @@ def load(name, root=None, tokenizer=None, like=None):
         if 'row' in like and 'row' not in meta:
             raise ValueError(f'--data={name}: a text, but this model was trained on rows; give it such rows: '
                              'labelled lines, or pairs')
+        remedy = 'make it anew with data/prepare.py, or give the text itself'
+        if meta['tokenizer'] in FIXED:
+            remedy = 'it has no others: take other data'
         raise ValueError(f'--data={name}: not in the tokens wanted ({describe_tokens(like)}), but in others '
-                         f'({describe_tokens(meta)}); make it anew with data/prepare.py, or give the text '
-                         'itself')
+                         f'({describe_tokens(meta)}); {remedy}')
     if 'json' in meta:
         subwords(meta['json'])                                  # may fail, so before training
     return train, val, meta
@@ -1080,8 +1082,8 @@ def for_model(source, meta, name, row):
         raise ValueError(f'{source} does not say what it was trained on: give --data, such as a text file')
     train, val, data = load(name, like=meta['data'])
     if data.get('row', 0) > row:
-        raise ValueError(f'--data={name}: its rows have {data["row"]} tokens, more than {row}, which is what '
-                         f'{source} or --row allows')
+        raise ValueError(f'--data={name}: its rows have {data["row"]} tokens, more than {row}; give '
+                         f'--row={data["row"]} if {source} knows as many, or shorter texts')
     if 'row' not in data and min(len(train), len(val)) <= row + 1:
         raise ValueError(f'--data={name}: too short for rows of {row}; give a longer text, or shorter rows '
                          '(convert.py: --row; bench.py: --row or --lengths)')
