@@ -33,7 +33,7 @@ from fastweight import (FEATURE_MAPS, FLOOR, GAPS, LOG_MIN, NORMALISERS, RULES, 
 OF_DATA = {'vocab_size': 256, 'classes': 0, 'pad': None, 'source': 0, 'patch': 0}     # fields set by the data
 MATRIX = [name for name, rule in RULES.items() if rule.matrix]
 ERASING = [name for name, rule in RULES.items() if rule.erase]
-GATED = [name for name, rule in RULES.items() if rule.f not in (None, 'fixed') or rule.write or rule.bounded]
+GATED = [name for name, rule in RULES.items() if rule.f not in (None, 'fixed') or rule.write]
 BOUNDED = [name for name, rule in RULES.items() if rule.bounded]
 SINKS = [name for name in BOUNDED if 'sink' in name]                    # these keep the first tokens
 SOURCE_RULES = [name for name in RULES if name not in BOUNDED]          # these see a whole text
@@ -233,13 +233,13 @@ def idle(given, config):
     yield given.get('layers') and 'rule' in given, (
         f'--rule={given.get("rule")} --layers={given.get("layers")}: give one of them')
     rules = dict.fromkeys(config.all_rules)
-    within = [*rules, *filter(None, [config.overflow.partition(':')[0]])]       # a cache has no gates
-    yield 'gate_rank' in given and not {*within} & {*GATED} - {*BOUNDED}, (
-        f'--gate_rank={given.get("gate_rank")}: none of {", ".join(within)} has gates; leave it out')
     for field in dataclasses.fields(config):
         of = field.metadata.get('of', ())
         value = given.get(field.name, '')           # an empty text takes back what a model or recipe has
-        yield of and value != '' and rules.keys().isdisjoint(of), (
+        using = set(rules)
+        if field.name == 'gate_rank':               # --overflow names its map itself, but its gates have this
+            using.add(config.overflow.partition(':')[0])
+        yield of and value != '' and using.isdisjoint(of), (
             f'--{field.name}={value}: no layer of {",".join(rules)} uses it; leave it out, or take '
             f'{", ".join(of)}')
 

@@ -1610,7 +1610,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--layers=delta,nope': "'nope' is",
         '--layers=delta,sum --rule=sum': '--rule=sum --layers=delta,sum: give one of them',
         '--layers=delta,window --sinks=2': 'no layer of delta,window uses it; leave it out, or take sink',
-        '--rule=window --gate_rank=2': 'of window has', '--rule=sink --overflow=sum:slots --gate_rank=2': 'sink, sum has',
+        '--rule=window --gate_rank=2': 'of window uses it', '--rule=sink --overflow=sum:slots --gate_rank=2': 'uses it',
         '--rule=decay --norm=attn': 'denominator of its own', '--rule=kda --phi=elu --norm=attn': 'negative',
         '--rule=sum --phi=identity --norm=attn': 'zero or negative', '--norm=sum': 'sum of the features',
         '--phi=elu --norm=none': 'diverges', '--rule=h2o --overflow=sum': '--overflow',
