@@ -1627,6 +1627,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--init=SOFTMAX --conv=0': '--conv=0: not what the weights of .* are for',
         '--init=TALKER --data=THREES': 'its rows are padded',
         '--init=SOFTMAX --data=recall': 'tokenizer ids.* take other data',
+        '--init=LEARNED --block_size=17': 'rows of 17 .* learned 16 positions; take a smaller --block_size',
         '--data=recall --tokenizer=bpe:302': 'ids', '--tokenizer=bpe:65537': '257 to 65,536',
         ENCODER + '--rule=tova': 'step by step', ENCODER + '--rule=delta --norm=attn': 'keys so far',
         '--causal=false --data=recall': 'classes', '--encoder=1 --data=recall': 'such as multi30k',
@@ -1685,7 +1686,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         'listops-63': '64 to 8,192',
         'mnist --file=WORDS': 'is no folder; mnist is made from train-images',
         'recall --tokenizer=byte': 'can be ids', 'WORDS --file=x': 'means nothing',
-        'facts-127 --file=WORDS': '128 or more', 'facts-128 --file=FEW_WORDS': '4 different words',
+        'facts-127 --file=WORDS': '127 tokens: facts needs 128 or more$', 'facts-128 --file=FEW_WORDS': '4 different words',
         'group:Q8': "no .*'group'.* group:Z2, group:S3, group:A5", 'group:S3-99999': 'at most 1,342',
         'WORDS:no.de': "no data set or file 'no.de'", 'WORDS --tokeniser=byte': 'unrecognized'}}
 

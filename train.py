@@ -846,9 +846,11 @@ def built(args, config, data, weights):
     if weights and model.config.classes and not config.classes:         # then it gets a new head
         new = model.state_dict()
         weights = {**weights, 'head.weight': new['head.weight'], 'head.bias': new['head.bias']}
+    if weights and 'positions.weight' in weights and data.T > config.block_size:
+        raise ValueError(f'--data={args.data}: rows of {data.T} tokens, and the model has learned '
+                         f'{config.block_size} positions; take a smaller --block_size, or data of shorter rows')
     if weights:
-        fill(model, weights, f'--data={args.data}: classes and patches have to be those the model has, and '
-             'rows no longer than the positions it has learned')
+        fill(model, weights, f'--data={args.data}: classes and patches have to be those the model has')
     if weights and config.turns() and data.T > config.block_size:
         say(f'--block_size={data.T}: rope was trained on rows of {config.block_size}')
     if args.fsdp:

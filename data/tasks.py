@@ -157,10 +157,11 @@ def facts(rows, rng, vocab, training, text, length=2048, every=False):
         m = length // 16
     beyond = len(SENTENCE) - ANSWER_AT                          # tokens from the last answer on
     room = length + beyond - (n + m) * len(SENTENCE)            # tokens of the text in a row
-    if n == 0 or len(text) <= room:
-        raise ValueError(f'rows of {length} tokens: facts needs 128 or more, and each side of the text more '
-                         f'than {room:,} words, but one has {len(text):,}; take other rows, or a longer '
-                         'text')
+    if n == 0:
+        raise ValueError(f'rows of {length} tokens: facts needs 128 or more')
+    if len(text) <= room:
+        raise ValueError(f'rows of {length} tokens: each side of the text needs more than {room:,} words, but '
+                         f'one has {len(text):,}; take shorter rows, or a longer text')
     pair = distinct(rng, 0, len(THINGS) * len(NAMES), (rows, n))
     answer = rng.integers(ANSWERS.start, ANSWERS.stop, (rows, n))
     first = rng.random((rows, n))                               # position, as a share of the text
