@@ -698,6 +698,8 @@ def controls(run, teacher, config, distilled):
     scratch. distilled: the steps of stage 1"""
     steps = distilled + run.args.steps
     rates = LARGE_TEACHER_LRS if is_large(teacher) else TEACHER_LRS
+    if run.args.lora:                                       # as for the student
+        rates = [LORA_FASTER * lr for lr in rates]
     for lr in rates:
         twin = copy.deepcopy(teacher)
         stage = f'control: teacher, {lr:g}'

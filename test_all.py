@@ -2068,15 +2068,17 @@ def test_a_tokenizer_that_makes_much_of_little_is_refused():
             with pytest.raises(ValueError, match='times as long') if many == 30 else contextlib.nullcontext():
                 prepare.subwords(json.dumps(changed))
 
-@pytest.mark.parametrize('run, stream, code', [
-    ('data/prepare.py nowhere', '2>&-', 2), ('data/prepare.py --help', '>&-', 0),
-    ('data/prepare.py SET', '| true', 141), ('sample.py --help', '| true', 141)])
-def test_closed_streams_end_in_silence(run, stream, code, characters):
+@pytest.mark.parametrize('run, stream, code, lost', [
+    ('data/prepare.py nowhere', '2>&-', 2, []), ('data/prepare.py --help', '>&-', 0, []),
+    ('data/prepare.py SET', '| true', 141, []), ('sample.py --help', '| true', 141, []),
+    ('sample.py --init=MODEL --save_state=x.st', '| true', 141, ['stopped: x.st was not written']),
+    ('sample.py --init=MODEL --save_state=x.st', '2>&1 | true', 141, [])])
+def test_closed_streams_end_in_silence_if_nothing_is_lost(run, stream, code, lost, characters, a_model):
     """A pipe's reader has gone before anything is written."""
-    run = f'{sys.executable} {run}'.replace('SET', characters)
+    run = f'{sys.executable} {run}'.replace('SET', characters).replace('MODEL', a_model('--rule=delta'))
     command = f'{{ sleep .3; {run}; }} {stream}; exit ${{PIPESTATUS[0]}}'
     done = subprocess.run(['bash', '-c', command], cwd=HERE, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (code, '', '')
+    assert (done.returncode, done.stdout, done.stderr.splitlines()[-1:]) == (code, '', lost)
 
 
 # ---- What other people's bug reports were about ------------------------------------------------------------
@@ -3679,6 +3681,8 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, monkeyp
     lines = {row['model']: row for row in found['table']}
     names = [name for name in lines if 'cached' not in name]
     assert names[:2] == ['teacher', 'swapped'] and names[-4] == 'fine-tuned' and names[-1].endswith('scratch')
+    rates = ('0.01', '0.001') if 'lora' in flags else ('0.001', '0.0001')      # LoRA bears ten times as much
+    assert names[-3:-1] == [f'control: teacher, {lr}' for lr in rates]
     result = json.loads((tmp_path / 'result.json').read_text())
     assert result['recovered'] == lines['fine-tuned']['recovered'] and result['steps'] == 3
     tuned = min(row['perplexity'] for row in found['table'][-3:-1])

@@ -1122,6 +1122,9 @@ def script(main):
             return 130
         except BrokenPipeError:                                 # the reader has gone, as with | head
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            with contextlib.suppress(BrokenPipeError):          # stderr may be the same pipe
+                if saved:
+                    print('stopped', saved[-1], sep=': ', file=sys.stderr)
             return 141
         except ModuleNotFoundError as e:
             message = f'{e}: pip install -r requirements.txt brings it'
