@@ -2052,8 +2052,16 @@ def test_a_stage_that_is_broken_is_named_and_what_a_stopped_run_left_is_told(a_m
         stage.unlink()
     assert convert.main(run) == 0 and 'is replaced; --resume would' in capsys.readouterr().out
 
+def test_what_cannot_be_made_in_other_tokens_is_not_to_be_made_anew(tmp_path):
+    folder = prepare.prepare(put(tmp_path, 'a', 'ab' * 99), tmp_path)
+    for like, remedy in {'ids': 'take other data', 'char': 'make it anew'}.items():
+        with pytest.raises(ValueError, match=f'not in the tokens wanted .*{remedy}'):
+            prepare.load(folder, like={'tokenizer': like, 'vocab_size': 40})
+
 def test_an_empty_flag_takes_back_what_a_model_or_a_recipe_has():
     flags_py.refuse(model_py.idle({'rule': 'tova', 'overflow': '', 'cache': 9}, Config(rule='tova', cache=9)))
+    gated = Config(rule='sink', overflow='gla-beta:slots', gate_rank=2)
+    flags_py.refuse(model_py.idle({'gate_rank': 2}, gated))
     with pytest.raises(ValueError, match='--norm=zzz: one of attn, sum'):       # nor is it any text, in Python too
         Config(norm='zzz')
     with pytest.raises(ValueError, match='--n_head=0: expected a whole number, at least 1'):
