@@ -848,7 +848,8 @@ def built(args, config, data, weights):
         weights = {**weights, 'head.weight': new['head.weight'], 'head.bias': new['head.bias']}
     if weights and 'positions.weight' in weights and data.T > config.block_size:
         raise ValueError(f'--data={args.data}: rows of {data.T} tokens, and the model has learned '
-                         f'{config.block_size} positions; take a smaller --block_size, or data of shorter rows')
+                         f'{config.block_size} positions; take a smaller --block_size, or data of shorter '
+                         'rows')
     if weights:
         fill(model, weights, f'--data={args.data}: classes and patches have to be those the model has')
     if weights and config.turns() and data.T > config.block_size:
@@ -893,8 +894,10 @@ def gigabytes(model, data, whole=True):
     inner = config.n_inner or 4 * config.n_embd
     if config.act == 'swiglu':                      # has two factors
         inner *= 1.5
-    kept = 24 * config.n_layer * (config.n_embd + inner) + 12 * config.vocab_size   # a token: layers, logits
-    tokens = data.T * data.batch_size // data.world
+    kept = 24 * config.n_layer * (config.n_embd + inner)                # a token: its layers
+    if not config.classes:                          # a class is said once a row
+        kept += 12 * config.vocab_size              # its logits
+    tokens = data.T // (config.patch or 1) * data.batch_size // data.world
     return ((16 if whole else 4) * size + kept * tokens) / 1e9
 
 

@@ -949,8 +949,8 @@ def load(name, root=None, tokenizer=None, like=None):
             raise ValueError(f'--data={name}: a text, but this model was trained on rows; give it such rows: '
                              'labelled lines, or pairs')
         remedy = 'make it anew with data/prepare.py, or give the text itself'
-        if meta['tokenizer'] in FIXED:
-            remedy = 'it has no others: take other data'
+        if meta['tokenizer'] in FIXED or like['tokenizer'] in FIXED:
+            remedy = 'these cannot be made anew: take other data'
         raise ValueError(f'--data={name}: not in the tokens wanted ({describe_tokens(like)}), but in others '
                          f'({describe_tokens(meta)}); {remedy}')
     if 'json' in meta:

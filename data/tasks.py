@@ -160,8 +160,8 @@ def facts(rows, rng, vocab, training, text, length=2048, every=False):
     if n == 0:
         raise ValueError(f'rows of {length} tokens: facts needs 128 or more')
     if len(text) <= room:
-        raise ValueError(f'rows of {length} tokens: each side of the text needs more than {room:,} words, but '
-                         f'one has {len(text):,}; take shorter rows, or a longer text')
+        raise ValueError(f'rows of {length} tokens: each side of the text needs more than {room:,} words, '
+                         f'but one has {len(text):,}; take shorter rows, or a longer text')
     pair = distinct(rng, 0, len(THINGS) * len(NAMES), (rows, n))
     answer = rng.integers(ANSWERS.start, ANSWERS.stop, (rows, n))
     first = rng.random((rows, n))                               # position, as a share of the text
