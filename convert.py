@@ -902,7 +902,7 @@ def tell_start(args, name, data, teacher, student, new):
         memory = gigabytes(student, data, not args.lora)
         if not args.lora:                                   # else they share their weights
             memory += 4e-9 * sum(p.numel() for p in teacher.parameters())
-        text += f'; stage 2 takes about {memory:.2g} GB besides torch'
+        text += f'; stage 2 takes about {memory:.2g} GB besides torch, with caches more'
     say(text)
 
 
