@@ -385,7 +385,8 @@ def by_lines(args, model, meta):
         prompts.append(prepare.begun(prepare.encode(line, data, args.special), data))
     grows = 'all' in model.config.keeps()
     if not prompts:
-        raise ValueError(f'--lines --prompt={args.prompt:.60}: there are no lines; give --prompt=@FILE')
+        raise ValueError(f'--lines --prompt={args.prompt:.60}: there are no lines; give a file that has '
+                         'some, as --prompt=@FILE')
     if grows:
         prepare.note('one prompt after the other, as the caches of softmax grow apart')
     groups = []                                             # numbers of prompts that are read at once

@@ -701,7 +701,7 @@ def place(name, root=None, like=None):
 
 
 def usual_folder(name, row, tokenizer):
-    """The name of a data set's folder."""
+    """The name of a data set's folder, if its tokens are the usual ones."""
     if 'own' in row:
         return own_folder(name, row['own'], tokenizer)
     if 'file' in row:
