@@ -906,8 +906,7 @@ def cache(args, suite):
     shares = chosen(args, (32, 16, 8, 4, 1), SHARES)
     sizes = args.lengths or sorted({T // n for n in shares if n <= T})
     cells = [(size, line) for size in sizes for line in only(args, suite.lines).items()]
-    base = None                                     # nats of the model as it is
-    first = {}                                      # by size: nats of the first line
+    first = {}                      # by size: nats of the first line; with all cached, of the model as it is
     for size, (form, (rule, sinks)) in [(T, ('softmax', ('softmax', 0))), *cells]:
         model = teacher
         if rule != 'softmax':
@@ -916,9 +915,8 @@ def cache(args, suite):
         piece = size if rule == 'softmax' else T
         pieces = zip(x[:, :-1].split(piece, 1), x[:, 1:].split(piece, 1))
         nats = torch.cat([recipe.nats_along(model, *some, what, args.dtype) for some in pieces], 1)
-        base = nats if base is None else base
-        times = recipe.recovered(nats - base, data)         # of the student's nats less the teacher's
         pair = recipe.recovered(nats - first.setdefault(size, nats), data)
+        times = recipe.recovered(nats - first[T], data)     # of the student's nats less the teacher's
         row = {'form': form, 'cached': size, 'perplexity': nats.mean().exp().item(),
                'of full': times['recovered'], 'low': times['low'], 'high': times['high'],
                'of first': pair['recovered'], 'from': pair['low'], 'to': pair['high'],
