@@ -698,7 +698,7 @@ def controls(run, teacher, config, distilled):
     scratch. distilled: the steps of stage 1"""
     steps = distilled + run.args.steps
     rates = LARGE_TEACHER_LRS if is_large(teacher) else TEACHER_LRS
-    if run.args.lora:                                       # as for the student
+    if run.args.lora:                                       # which bears more
         rates = [LORA_FASTER * lr for lr in rates]
     for lr in rates:
         twin = copy.deepcopy(teacher)
@@ -899,9 +899,8 @@ def tell_start(args, name, data, teacher, student, new):
             first = max(1, 2 + (size - at_first) // (a_token - grows))
             text += f', smaller than the teacher\'s from {first:,} tokens on'
     if args.steps:
-        memory = gigabytes(student, data, not args.lora)
-        if not args.lora:                                   # else they share their weights
-            memory += 4e-9 * sum(p.numel() for p in teacher.parameters())
+        a_parameter = 4 if args.lora else 16 + 4            # the teacher's, which LoRA shares
+        memory = gigabytes(student, data, a_parameter)
         text += f'; stage 2 takes about {memory:.2g} GB besides torch, with caches more'
     say(text)
 

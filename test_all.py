@@ -1727,8 +1727,8 @@ def test_the_memory_that_training_is_said_to_take(flags):
     size = sum(p.numel() for p in m.parameters())
     of_tokens = sum(x.untyped_storage().nbytes() for x in kept.values())
     data = Mock(T=T, batch_size=4, world=1)
-    for whole, a_parameter in (True, 16), (False, 4):
-        assert .5 < (1e9 * train.gigabytes(m, data, whole) - a_parameter * size) / of_tokens < 2
+    for a_parameter in 16, 4:
+        assert .5 < (1e9 * train.gigabytes(m, data, a_parameter) - a_parameter * size) / of_tokens < 2
 
 def test_memory_that_cannot_be_had_is_told_in_one_line(capsys):
     """2^50 bytes and more: no machine has as many addresses. Another RuntimeError is a fault, and stays one."""
@@ -3677,6 +3677,7 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, monkeyp
     """Also by how much stage 1 lowers the divergence of attention. It is never silent for long."""
     monkeypatch.setattr(convert, 'QUIET', 0)
     monkeypatch.setattr(train, 'QUIET', 0)
+    monkeypatch.setattr(convert, 'gigabytes', Mock(wraps=train.gigabytes))
     found = converted(teacher, tmp_path, *flags.split())
     said = capsys.readouterr().out
     done = [('fine-tune', 3)]
@@ -3692,6 +3693,8 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, monkeyp
         smaller, larger = (model_py.bytes_after(model, n) for model in models)
         assert (smaller < larger) == (n == first)
     assert re.search(r'stage 2 takes about 0\.\d+ GB', said)
+    _, _, a_parameter = convert.gigabytes.call_args.args        # the teacher's, too, but where it is shared
+    assert a_parameter == (4 if 'lora' in flags else 20)
     lines = {row['model']: row for row in found['table']}
     names = [name for name in lines if 'cached' not in name]
     assert names[:2] == ['teacher', 'swapped'] and names[-4] == 'fine-tuned' and names[-1].endswith('scratch')

@@ -886,9 +886,9 @@ def tell_step(log, data, steps, peak, step, loss, norm, ms, stage=''):
     tell(log, text, step=step, loss=loss, lr=lr, norm=norm, ms=ms, memory=peak_memory, tok_s=tok_s)
 
 
-def gigabytes(model, data, whole=True):
-    """The memory that training takes, besides torch: weights, their gradients and two averages (if they learn
-    as a whole), and what a backward needs of a batch. Caches and long rows take more."""
+def gigabytes(model, data, a_parameter=16):
+    """The memory that training takes, besides torch: so many bytes a parameter (of fp32: its weight, gradient
+    and two averages), and what a backward needs of a batch. Caches and long rows take more."""
     config = model.config
     size = sum(p.numel() for p in model.parameters())
     inner = config.n_inner or 4 * config.n_embd
@@ -898,7 +898,7 @@ def gigabytes(model, data, whole=True):
     if not config.classes:                          # a class is said once a row
         kept += 12 * config.vocab_size              # its logits
     tokens = data.T // (config.patch or 1) * data.batch_size // data.world
-    return ((16 if whole else 4) * size + kept * tokens) / 1e9
+    return (a_parameter * size + kept * tokens) / 1e9
 
 
 def opening(model, data, args, run, log):
