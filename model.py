@@ -71,8 +71,9 @@ class Config:
     n_layer: int = flag(4, 'layers', low=1, high=1024)
     encoder: int = flag(0, 'layers of an encoder for the source (data of pairs); n_layer then counts '
                            'those of the decoder; 0: none', low=0, high=1024)
-    encoder_rule: str = flag('', 'rule of the encoder, if not --rule', SOURCE_RULES)
-    cross: str = flag('', 'rule of the cross attention to the source, if not --rule', SOURCE_RULES)
+    encoder_rule: str = flag('', 'rule of the encoder, if not --rule; for caches softmax', SOURCE_RULES)
+    cross: str = flag('', 'rule of the cross attention to the source, if not --rule; for caches softmax',
+                     SOURCE_RULES)
     n_head: int = flag(8, 'heads', low=1, high=1024)
     n_embd: int = flag(128, 'width', low=1, high=2 ** 17)
     block_size: int = flag(128, 'tokens in a training row of a text (a task has its own); default with '

@@ -14,7 +14,8 @@ its probability. In a chat (--chat) the model's own template frames what is said
 standard input if that is a terminal or there is no --prompt; /reset begins anew, /quit ends. A text also ends
 where the model ends it.
 
-Only what is written goes to standard output, without the prompt; messages go to standard error.
+What is written goes to standard output without the prompt: several texts below headings, translations one a
+line. Messages go to standard error.
 
 A state is everything that a model keeps of what it has read: for each layer a matrix S of fast weights, or
 keys and values, and the last inputs of the convolutions. It does not grow with the text, except with softmax.
