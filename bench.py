@@ -792,20 +792,6 @@ def monotone(args, suite):
             yield {'form': form, 'part': 'query', 'q.k / sqrt(d)': score, 'weight': max(weight, 1e-7)}
 
 
-def random_tokens(args, data):
-    """Write a data set of random tokens, of the kind that data has, into --out -> its folder"""
-    folder = f'{args.out}/random-{args.seed}'
-    os.makedirs(folder, exist_ok=True)
-    draw = np.random.default_rng(args.seed)
-    meta = {name: data[name] for name in prepare.TOKEN_KEYS if name in data}
-    sides = []
-    for side, n in ('train', 200_000), ('val', 20_000):
-        meta[side] = {'bytes': n}                               # a placeholder; it is never used
-        sides.append([draw.integers(data['vocab_size'], size=n)])
-    prepare.save_set(folder, {'name': 'random', **meta}, sides)
-    return folder
-
-
 @torch.inference_mode()
 def divergence(teacher, student, x):
     """KL(teacher || student) of the attention weights, on the teacher's inputs: the mean over layers, heads
@@ -837,17 +823,13 @@ def transfer(args, suite):
     if known[0]['val'] == known[1]['val']:
         raise ValueError(f'--data={names["other"]}: what {path} was trained on; give another text')
     args.remarks.update({**names, 'tokens of a row that maps learned on': T})
-    learned_on = dict(names)
-    if known[1].get('classes', 0) > known[0].get('classes', 0):         # the teacher knows no such labels
-        del learned_on['other']
-    if not sentences:                                                   # random ones have no label
-        learned_on['random'] = random_tokens(args, meta['data'])
+    own, other = [data.get('classes', 0) for data in known]
     models = {}
     for form, (flags, text) in only(args, suite.lines).items():
-        if text not in learned_on:
+        if text == 'other' and other > own:                             # the teacher knows no such labels
             continue
         flags = (f'--recipe=hedgehog {flags} --row={row} --batch_size=32 --eval_rows=4 '
-                 f'--data={shlex.quote(learned_on[text])}')
+                 f'--data={shlex.quote(names[text])}')
         result = converted(args, suite, form, path, flags, args.steps, 0, args.seed)
         models[form] = model_in(result['path'], args.device)
     for text, n in itertools.product(names, times):
@@ -1715,8 +1697,7 @@ ROWS = [
         'transfer', 'distilled maps on another text and on longer rows', transfer, 'init data steps row only',
         {'steps': 40, 'only': 'hedgehog,hedgehog other,hedgehog untrained,elu'}, {'steps': 300},
         {'hedgehog': ('--distil=ce', 'own'),                                # flags, and the text to distil on
-         'hedgehog other': ('--distil=ce', 'other'), 'hedgehog random': ('--distil=ce', 'random'),
-         'hedgehog untrained': ('--distil=none', 'own'),
+         'hedgehog other': ('--distil=ce', 'other'), 'hedgehog untrained': ('--distil=none', 'own'),
          't2r-hh': ('--phi=t2r --distil=ce', 'own'), 't2r-hh other': ('--phi=t2r --distil=ce', 'other'),
          'elu': ('--phi=elu --distil=none', 'own')},
         panels=(Panel('tokens a row', 'KL to teacher', "on the teacher's own text", 'own'),

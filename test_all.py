@@ -4587,9 +4587,9 @@ def test_bench_transfers_maps_to_another_text(a_model, text, tmp_path, in_proces
     lines = [f'{i ** 3} of the lazy dogs jump over the fox\n' for i in range(200)]
     other = put(tmp_path, 'other.txt', ''.join(lines))
     run = 'transfer', f'--init={path}', '--steps=2'
-    only = '--only=hedgehog,hedgehog other,hedgehog random,elu'
+    only = '--only=hedgehog,hedgehog other,elu'
     rows = ran(tmp_path / 'out', *run, f'--data={other}', only)
-    assert [(row['part'], row['tokens a row']) for row in rows[::4]] == [
+    assert [(row['part'], row['tokens a row']) for row in rows[::3]] == [
         (text, str(16 * n)) for text in ('own', 'other') for n in (1, 4, 16)]
     used = set()
     for found in tmp_path.glob('out/transfer/*/convert.json'):
@@ -4605,11 +4605,11 @@ def test_bench_transfers_maps_to_another_text(a_model, text, tmp_path, in_proces
         models = load(path)[0].eval(), load(Path(args['out']) / 'ckpt.safetensors')[0].eval()
         assert bench.divergence(*models, tokens) == pytest.approx(sum(wanted) / len(wanted), rel=1e-5)
         assert min(wanted) > 0
-    assert used == {text, other, str(tmp_path / 'out' / 'random-0')}
+    assert used == {text, other}
 
 def test_bench_looks_at_the_maps_of_an_encoder(a_model, tmp_path, in_process, capsys):
-    """Labelled sentences are read one after the other, without padding. Random ones have no label, and those of
-    the others have one that the teacher does not know."""
+    """Labelled sentences are read one after the other, without padding. Those of the others have a label that the
+    teacher does not know."""
     def sentences(name, power):
         lines = [f'{i % (power + 1)}\t{i ** power} and {i}\n' for i in range(300)]
         return put(tmp_path, name, ''.join(lines))
@@ -4618,7 +4618,7 @@ def test_bench_looks_at_the_maps_of_an_encoder(a_model, tmp_path, in_process, ca
     forms = {row['form'] for row in rows if row['entropy']}
     assert forms == {'softmax', 'elu', 'hedgehog', 'hedgehog, distilled'}
     other = sentences('others.tsv', 3)
-    only = '--only=hedgehog,hedgehog random,hedgehog other,elu'
+    only = '--only=hedgehog,hedgehog other,elu'
     rows = ran(tmp_path, 'transfer', f'--init={path}', '--steps=2', f'--data={other}', only)
     assert {row['form'] for row in rows} == {'hedgehog', 'elu'}
     refusal = refused(capsys, convert.main, f'--from={path}', f'--data={other}')
