@@ -453,15 +453,10 @@ def batches(val, data, many, count=None):
     return np.split(begin, range(many, len(begin), many))
 
 
-def model_in(path, device, **changes):
-    """Load the model of a file. changes: flags of `Swap`, such as rule and cache"""
-    return load(path, device, **changes)[0]
-
-
 # ---- what suites measure on the checkpoints of their runs --------------------------------------------------
 def size_of_state(args, result):
     """The size of the state for one row, in bytes."""
-    model = model_in(result['path'], args.device)
+    model, _ = load(result['path'], args.device)
     return {'state bytes': bytes_after(model, model.config.block_size)}
 
 
@@ -487,11 +482,11 @@ def of_classes(args, result):
 
 def bits(args, result, T, many=None, carried=False, **changes):
     """Bits per byte of a run's model on rows of T tokens of the validation text. They are those that train.py
-    evaluated, or `many` rows spaced over the whole text. changes: as for `model_in`"""
+    evaluated, or `many` rows spaced over the whole text. changes: flags of `Swap`, such as cache"""
     _, val, meta = prepare.load(result['data'])
     if many is None:
         val = val[:result['val_tokens']]
-    model = model_in(result['path'], args.device, **changes)
+    model, _ = load(result['path'], args.device, **changes)
     begin = recipe.blocks(len(val), T, meta, many)
     loss, _ = recipe.Rows(None, val, meta, T, args.device).evaluate(model, begin, carried)
     x, y = recipe.rows(val, begin, T, meta, args.device)
@@ -535,8 +530,9 @@ def products(args, result):
     rng = np.random.Generator(np.random.Philox(2))              # seeds 0 and 1 made the data set
     x, y = row['make'](256, rng, row['vocab'], False, length=256)
     x = torch.from_numpy(x).to(args.device)
+    model, _ = load(result['path'], args.device)
     with torch.inference_mode():
-        logits, _ = model_in(result['path'], args.device)(x)
+        logits, _ = model(x)
     right = logits.argmax(-1).cpu() == torch.from_numpy(y)
     right = 100 * right.float().mean(0)
     return {'right': right.tolist(), 'beyond': right[row['length']:].mean().item()}
@@ -735,7 +731,8 @@ def model_and_rows(args, quick, full):
 
 
 def with_cache(model, policy, cache, sinks=4, **changes):
-    """The same softmax model with at most `cache` cached tokens per layer. changes: other flags of `Swap`"""
+    """The same softmax model with at most `cache` cached tokens per layer; `softmax` is the model as it is.
+    changes: other flags of `Swap`"""
     rules = [policy if rule == 'softmax' else rule for rule in model.config.rules]
     return cached_by(model, rules, cache=cache, sinks=min(sinks, cache - 1), **changes)
 
@@ -831,7 +828,7 @@ def transfer(args, suite):
         flags = (f'--recipe=hedgehog {flags} --row={row} --batch_size=32 --eval_rows=4 '
                  f'--data={shlex.quote(names[text])}')
         result = converted(args, suite, form, path, flags, args.steps, 0, args.seed)
-        models[form] = model_in(result['path'], args.device)
+        models[form], _ = load(result['path'], args.device)
     for text, n in itertools.product(names, times):
         count = chosen(args, 2, 8) * max(times) // n            # equally many tokens at all lengths
         x, _, _, _ = a_text(args, path, meta, n * T, count, names[text])
@@ -890,9 +887,7 @@ def cache(args, suite):
     cells = [(size, line) for size in sizes for line in only(args, suite.lines).items()]
     first = {}                      # by size: nats of the first line; with all cached, of the model as it is
     for size, (form, (rule, sinks)) in [(T, ('softmax', ('softmax', 0))), *cells]:
-        model = teacher
-        if rule != 'softmax':
-            model = with_cache(teacher, rule, size, sinks)
+        model = with_cache(teacher, rule, size, sinks)
         what = f'{form}, {size} cached'
         piece = size if rule == 'softmax' else T
         pieces = zip(x[:, :-1].split(piece, 1), x[:, 1:].split(piece, 1))
@@ -1013,11 +1008,10 @@ def answered(_, rule, one_in, task, count, path, device):
     """Accuracy of a softmax model on the questions in the first `count` rows, with a cache of 1/one_in of the
     row length. For facts, also per quarter of the row in which the fact is stated, and the share of the
     answer's tokens that is still cached. All in %"""
-    model = model_in(path, device)
     _, val, data = prepare.load(task)
     T = data['row']
-    if rule != 'softmax':
-        model = with_cache(model, rule, T // one_in)
+    model, _ = load(path, device)
+    model = with_cache(model, rule, T // one_in)
     right = []
     places = []
     left = []

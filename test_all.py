@@ -4711,7 +4711,7 @@ def test_bench_tracking_looks_beyond_the_rows_of_training(monkeypatch):
         right = x.cumsum(1) % 2
         right[:, 100:] ^= 1
         return F.one_hot(right, 2).float(), None
-    monkeypatch.setattr(bench, 'model_in', lambda path, device: knows)
+    monkeypatch.setattr(bench, 'load', lambda path, device: (knows, {}))
     args = bench.Args(device='cpu', seeds=[0])
     found = bench.products(args, {'path': '', 'data': 'group:Z2'})
     assert found['right'] == [100] * 100 + [0] * 156
@@ -4787,8 +4787,8 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
     folder = prepare.prepare('facts-256', file=few_facts)
     _, val, meta = prepare.load(folder)
     vocab = meta['vocab_size']
-    model, few = FromTheEnd(128, vocab), Mock(return_value=FromTheEnd(192, vocab))
-    monkeypatch.setattr(bench, 'model_in', lambda *_: model)
+    model, few = FromTheEnd(128, vocab), Mock(side_effect=[FromTheEnd(128, vocab), FromTheEnd(192, vocab)])
+    monkeypatch.setattr(bench, 'load', lambda *_: (model, {}))
     monkeypatch.setattr(bench, 'with_cache', few)
     half, most = (bench.answered('', rule, 4, folder, 100, 'out', 'cpu') for rule in ('softmax', 'tova'))
     assert [half[f'quarter {i}'] for i in range(4)] == [0, 0, 100, 100] and 35 < half['accuracy'] < 65
