@@ -10,7 +10,6 @@ import contextlib
 import csv
 import dataclasses
 import glob
-import hashlib
 import itertools
 import json
 import math
@@ -186,8 +185,7 @@ LOGARITHMIC = (                             # columns with a log axis
 
 
 def report_suite(args, suite, rows):
-    """Print the table, split where its columns change, and write it as CSV. Draw the picture of the suite.
-    Print the remarks, and what the time depended on."""
+    """Print the table, split where its columns change, and the remarks. Write it as CSV, and draw the picture."""
     if rows:
         columns = dict.fromkeys(itertools.chain.from_iterable(rows))
         with open(f'{args.out}/{suite.name}.csv', 'w', newline='') as f:
@@ -202,8 +200,6 @@ def report_suite(args, suite, rows):
         draw(args, suite, rows)
     for name, value in args.remarks.items():
         print(f'{name}: {value}')
-    minutes = (time.perf_counter() - args.began) / 60
-    print(f'{minutes:.1f} minutes, threads: {torch.get_num_threads()}, torch {torch.__version__}', flush=True)
 
 
 def draw(args, suite, table):
@@ -279,17 +275,15 @@ def draw_ranges(axes, rows):
 def code():
     """A digest of the code files as they are now. Do not edit them while a suite runs, or old and new results
     mix."""
-    digest = hashlib.sha256()
-    for path in sorted(glob.glob(f'{HERE}/*.py') + glob.glob(f'{HERE}/data/*.py')):
-        digest.update(prepare.read_file(path))
-    return digest.hexdigest()[:12]
+    paths = sorted(glob.glob(f'{HERE}/*.py') + glob.glob(f'{HERE}/data/*.py'))
+    return prepare.short_hash(b''.join(map(prepare.read_file, paths)))
 
 
 def once(args, suite, form, run, **key):
     """-> the dict that run(out, **key) returns, with its minutes. It is kept in --out and reused as long as
     code and key are the same. out: a folder for this run alone. The key gets the device, too"""
     key['device'] = str(args.device)
-    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
+    digest = prepare.short_hash(json.dumps(key).encode())
     out = os.path.join(args.out, suite.name, re.sub('[^a-z0-9]+', '-', f'{form}-{digest}'))
     mark = {'code': code(), **key}
     with contextlib.suppress(ValueError, AttributeError):           # it is missing, or made again if broken
@@ -1813,8 +1807,7 @@ class Args:
                            'commas: out/delta/ckpt.safetensors', path=True)
     row: int = flag(0, f'{of("row")}: tokens in a row; 0: as in training, at most 512', low=0, high=2 ** 24)
     budget: int = flag(74, f'{of("budget")}: memory for all states, in MB', low=1, high=2 ** 20)
-    began: float = 0.0          # no flags: when the suite began,
-    remarks: dict = field(default_factory=dict)     # and what else it says, beside the table
+    remarks: dict = field(default_factory=dict)     # no flag: what a suite says beside its table
 
 
 def settings(argv):
@@ -1840,8 +1833,11 @@ def settings(argv):
     return SUITES[name], args
 
 
-def run_suite(suite, args):
-    """Run one suite, from its own seed, with its defaults for the flags that were not given."""
+@prepare.script
+def main(argv):
+    """Run one suite, with its defaults for the flags that were not given."""
+    began = time.perf_counter()
+    suite, args = settings(argv)
     device = pick_device(args.device)
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -1851,17 +1847,14 @@ def run_suite(suite, args):
         dtype = getattr(torch, args.dtype)
     own = {'seeds': chosen(args, 1, 3), **chosen(args, suite.quick, suite.full)}
     missing = {name: own[name] for name in own if not getattr(args, name)}
-    args = dataclasses.replace(args, **missing, device=device, dtype=dtype, began=time.perf_counter())
+    args = dataclasses.replace(args, **missing, device=device, dtype=dtype)
     args.lengths = numbers(args.lengths)
     args.seeds = range(args.seed, args.seed + args.seeds)
     torch.manual_seed(args.seed)
     os.makedirs(args.out, exist_ok=True)
     report_suite(args, suite, list(suite.measure(args, suite)))
-
-
-@prepare.script
-def main(argv):
-    run_suite(*settings(argv))
+    minutes = (time.perf_counter() - began) / 60
+    print(f'{minutes:.1f} minutes, threads: {torch.get_num_threads()}, torch {torch.__version__}', flush=True)
 
 
 if __name__ == '__main__':
