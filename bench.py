@@ -766,10 +766,7 @@ def monotone(args, suite):
         for stage in dict.fromkeys(column(result['layers'], 'model')):
             form = phi if stage == 'swapped' else f'{phi}, {stage}'
             layers = [layer for layer in result['layers'] if layer['model'] == stage]
-            row = {'form': form}
-            for name in FIDELITY:
-                row[name] = statistics.mean(column(layers, name))
-            yield row
+            yield {'form': form, **{name: statistics.mean(column(layers, name)) for name in FIDELITY}}
             weights[form] = result['query'][stage]
     weights['softmax'] = result['query']['softmax']
     spiky = statistics.mean(column(layers, 'entropy of teacher'))
@@ -916,9 +913,8 @@ def far(args, suite):
         models[form] = with_cache(teacher, policy, size, positions=positions)
     for source, model in models_beside(args, path, data):
         models[f'{",".join(dict.fromkeys(model.config.rules))}: {source}'] = model
-    some = list(zip(x.split(block, 1), y.split(block, 1)))
-    in_rows = [recipe.nats_along(teacher, *row, f'row {i}', args.dtype) for i, row in enumerate(some)]
-    in_rows = torch.cat(in_rows, 1)
+    pieces = zip(x.split(block, 1), y.split(block, 1))
+    in_rows = torch.cat([recipe.nats_along(teacher, *piece, 'in rows', args.dtype) for piece in pieces], 1)
     rows = list(by_position('softmax, in rows', in_rows, block))
     base = {row['position']: row['perplexity'] for row in rows}
     for form, model in models.items():
