@@ -1029,9 +1029,8 @@ def answered(_, rule, one_in, task, count, path, device):
 
 def answers(args, suite):
     """Accuracy of softmax models on questions about distant tokens, by the size of the cache."""
-    cells = [('softmax', 1), *itertools.product(POLICIES, (8, 4, 2))]       # cache: 1 / this of a row
-    forms = only(args, dict(cells))
-    cells = [cell for cell in cells if cell[0] in forms]
+    shares = {'softmax': (1,), **dict.fromkeys(POLICIES, (8, 4, 2))}        # cache: 1 / this of a row
+    cells = [(form, one_in) for form, of_row in only(args, shares).items() for one_in in of_row]
     by_distance = []
     for name, way in ways_of(args, suite).items():
         T = prepare.load(name)[2]['row']
@@ -1439,7 +1438,7 @@ TRANSLATOR = ('--encoder=3 --n_layer=3 --n_head=4 --n_embd=128 --dropout=0.1 --b
 ASKED = '--rule=softmax --n_layer=2 --n_head=2 --n_embd=64'
 FACTS = f'{ASKED} --batch_size=8 --lr=3e-3'
 
-ROWS = [
+SUITES = {suite.name: suite for suite in [
     Suite(
         'decode', 'time and state of the next token after 128 .. 65,536, for a layer and a model', next_token,
         'lengths heads head_dim batch dtype',
@@ -1766,8 +1765,7 @@ ROWS = [
         note='recovered: perplexity of softmax / of the line; low, high: a 95 % interval over rows; '
              "position: up to here; nats of answers: per token of the teacher's own answers to questions; "
              'accuracy: in %, of which a guess knows 12.5',
-        source='no paper has such a table')]
-SUITES = {suite.name: suite for suite in ROWS}
+        source='no paper has such a table')]}
 
 
 # ---- the command -------------------------------------------------------------------------------------------
@@ -1776,7 +1774,7 @@ OFTEN = 'full init data only steps lengths out'     # first in --help
 
 def of(name):
     """For --help: the suites that take a flag."""
-    return ', '.join(suite.name for suite in ROWS if name in suite.flags.split())
+    return ', '.join(suite.name for suite in SUITES.values() if name in suite.flags.split())
 
 
 @dataclass
@@ -1816,7 +1814,7 @@ def settings(argv):
         raise ValueError(f'{late}: one suite at a time, and it comes first: python bench.py {late}')
     if name not in SUITES:
         raise ValueError(f'{name}: no such suite, --help has a line on each; choose from {", ".join(SUITES)}')
-    about = '\n'.join(f'    python bench.py {suite.name:10} {suite.about}' for suite in ROWS)
+    about = '\n'.join(f'    python bench.py {suite.name:10} {suite.about}' for suite in SUITES.values())
     what, _, how = (__doc__ or '').partition('\n\n')
     [given] = parse(argv, f'{what}\n\n{about}\n\n{how}', Args, first=OFTEN)
     takes = f'{ALWAYS} {SUITES[name].flags}'
