@@ -384,14 +384,14 @@ def set_named(data):
 def ways_of(args, suite):
     """The ways to run. --data selects among those that name their data. Data that cannot be prepared are
     skipped, with a message."""
-    sets = [way.data for way in suite.ways.values() if way.full in (None, args.full)]
+    ways = {name: way for name, way in suite.ways.items() if way.full in (None, args.full)}
+    sets = [way.data for way in ways.values()]
     named = set_named(args.data)
     if args.data and all(sets) and named not in sets:
         raise ValueError(f'--data={args.data}: choose from {", ".join(sets)}')
     to_run = {}
-    for name, way in suite.ways.items():
-        another = args.data and way.data and named != way.data
-        if another or way.full not in (None, args.full):
+    for name, way in ways.items():
+        if args.data and way.data and named != way.data:
             continue
         data = args.data or way.data or 'stdlib'
         try:
@@ -488,6 +488,7 @@ def bits(args, result, T, many=None, carried=False, **changes):
 
 
 WINDOWS = 8, 64, 128        # cached tokens: 1, 8, 16 times the size of the state of delta elu
+GRID_ROWS = 256             # rows of the validation text on which the grid is compared
 
 
 def windows(args, result):
@@ -496,9 +497,6 @@ def windows(args, result):
     if result.get('rule') != 'window':
         return {}
     return {f'with {cache}': bits(args, result, 512, carried=True, cache=cache) for cache in WINDOWS}
-
-
-GRID_ROWS = 256             # rows of the validation text on which the grid is compared
 
 
 def on_grid_rows(args, result):
@@ -1116,14 +1114,13 @@ def real(args, suite):
             facts[T] = list(facts_before(texts, data, args.device))
     candidates = [prepare.encode(f' {colour}', data)[0] for colour in COLOURS]
     lines, positions, told = [], [], []
-    teachers = None                                     # nats, per token of the text
+    nats = {form: recipe.nats_along(model, x, y, form, args.dtype) for form, model in models.items()}
 
     def logits(model, x):
         return recipe.predict(model, x, x, None, {}, args.dtype)[0]
     for form, model in models.items():
-        nats = recipe.nats_along(model, x, y, form, args.dtype)
-        teachers = nats if teachers is None else teachers
-        row = {'form': form, **recipe.recovered(teachers - nats, of_text)}
+        gain = nats['softmax'] - nats[form]
+        row = {'form': form, **recipe.recovered(gain, of_text)}
         row['state bytes'] = bytes_after(model, x.shape[1])
         if talks:
             said = [(logits(model, x[:, :-1])[begin:], x[0, begin + 1:]) for begin, x in talks]
@@ -1131,7 +1128,7 @@ def real(args, suite):
             row['nats of answers'] = F.cross_entropy(found, wanted).item()
         lines.append(row)
         for start, end in recipe.ranges(x.shape[1], 64):
-            share = (teachers - nats)[:, start:end].mean().exp().item()
+            share = gain[:, start:end].mean().exp().item()
             positions.append({'form': form, 'part': 'position', 'position': end, 'ours': 100 * share})
         for T, rows in facts.items():
             known = [logits(model, x)[-1, candidates].argmax().item() == answer for x, answer in rows]
@@ -1325,9 +1322,8 @@ def throughput(args, suite):
         n = args.budget * MB // size
         if n == 0:
             raise ValueError(f'--budget={args.budget}: one text of {T:,} tokens needs {size / MB:.1f} MB')
-        theirs = suite.paper.get(form, {}).get(share)
         row = {'form': form, 'cached': T // share, 'batch': n, 'bytes a sequence': size,
-               'paper, of full': theirs}
+               'paper, of full': suite.paper.get(form, {}).get(share)}
         token, state = far_along(model, n, T)
         cells.append((row, partial(next, greedy_steps(model, token, state))))
     times = timed(cells, args.device, 1.0)
