@@ -1223,19 +1223,14 @@ MODELS = {              # t2r:8 has half of elu's features; in GPT-2's size t2r:
     'rfa': {'rule': 'sum', 'phi': 'rfa'}, 'delta': {'rule': 'delta'}, 'decay': {'rule': 'decay'}}
 
 
-def grown(cached, T):
-    """A cache of T tokens: copies of the only one in `cached`."""
-    return {name: cached[name].repeat(1, 1, T, 1) for name in ('k', 'v')}
-
-
 def layer_step(rule, args, T):
     """-> a function for one step of a layer after T tokens, and the bytes of its state. Fast weights have
     really read T tokens or more, 1,024 at a time. A cache holds one token T times."""
     one = inputs(rule, args, 1)
     if rule == 'softmax':
-        cached = grown(one, T)
-        step = partial(F.scaled_dot_product_attention, one['q'], *cached.values())
-        return step, sum(x.nbytes for x in cached.values())
+        k = one['k'].repeat(1, 1, T, 1)
+        v = one['v'].repeat(1, 1, T, 1)
+        return partial(F.scaled_dot_product_attention, one['q'], k, v), k.nbytes + v.nbytes
     many = inputs(rule, args, 1024)
     S = None
     for _ in range(0, T, 1024):
@@ -1288,7 +1283,8 @@ def far_along(model, batch, T):
             places = torch.arange(cached['pos'].shape[-1], device=token.device)
             cached['pos'] = places.expand_as(cached['pos'])
         elif 'k' in cached:
-            cached.update(grown(cached, T))
+            for name in 'k', 'v':
+                cached[name] = cached[name].repeat(1, 1, T, 1)
     alike = torch.zeros(batch, dtype=torch.long, device=token.device)
     return token[alike], chosen_texts(state, alike)
 
@@ -1409,11 +1405,9 @@ GOES_ON = {'how': '--batch_size=32 --lr=1e-3', 'convert': '--eval_rows=100000', 
 CLASSIFIERS = {
     'flags': 'init data seeds steps only dtype', 'quick': {'steps': 100, 'only': 'hedgehog,t2r-hh,t2r'},
     'lines': {
-        'softmax': '--rule=softmax', 'trained on': '',
-        'hedgehog': '--recipe=hedgehog', 't2r-hh': '--recipe=t2r --distil=ce',
-        't2r': '--recipe=t2r',
-        **{phi: f'--recipe=t2r --phi={phi}' for phi in (
-            'taylor', 'exp:2', 'exp:1', 'favor', 'relu', 'elu')},
+        'softmax': '--rule=softmax', 'trained on': '', 'hedgehog': '--recipe=hedgehog',
+        't2r-hh': '--recipe=t2r --distil=ce', 't2r': '--recipe=t2r',
+        **{phi: f'--recipe=t2r --phi={phi}' for phi in ('taylor', 'exp:2', 'exp:1', 'favor', 'relu', 'elu')},
         'cosformer': '--recipe=t2r --phi=cosformer:1024'},
     'always': ('softmax', 'trained on'), 'figure': 'accuracy', 'from_checkpoint': of_classes,
     'beside': ('recovered', 'matthews', 'majority'),
@@ -1802,10 +1796,9 @@ class Args:
 
 def settings(argv):
     """-> the suite, Args"""
-    name = 'decode'
-    if argv and not argv[0].startswith('-'):
-        name = argv[0]
-        argv = argv[1:]
+    if not argv or argv[0].startswith('-'):
+        argv = ['decode', *argv]
+    name, *argv = argv
     for late in SUITES.keys() & set(argv):
         raise ValueError(f'{late}: one suite at a time, and it comes first: python bench.py {late}')
     if name not in SUITES:
