@@ -715,11 +715,11 @@ def row_of(args, config):
 
 def model_and_rows(args, quick, full):
     """A softmax model, and evenly spaced rows of its validation text. quick, full: how many, but at most 16
-    of a large model -> path, model, x (count, T), metadata of the text"""
+    of a large model -> model, x (count, T), metadata of the text"""
     path, model, meta = softmax_model(args)
     count = min(chosen(args, quick, full), 16 if recipe.is_large(model) else full)
     x, _, data, _ = a_text(args, path, meta, row_of(args, model.config), count, args.data)
-    return path, model, x, data
+    return model, x, data
 
 
 def with_cache(model, policy, cache, sinks=4, **changes):
@@ -801,25 +801,23 @@ def transfer(args, suite):
     row = teacher.config.block_size if sentences else T                 # sentences are not cut
     most = teacher.max_len or math.inf
     times = [n for n in chosen(args, (1, 4, 16), (1, 2, 4, 8, 16)) if n * T <= most]
-    names = {}
-    known = []
-    for text, name in ('own', ''), ('other', args.data or 'stdlib'):
-        _, _, data, names[text] = a_text(args, path, meta, max(times) * T, 1, name)
-        known.append(data)
-    if known[0]['val'] == known[1]['val']:
-        raise ValueError(f'--data={names["other"]}: what {path} was trained on; give another text')
+    longest = max(times) * T
+    _, _, own, name = a_text(args, path, meta, longest, 1, '')
+    _, _, other, other_name = a_text(args, path, meta, longest, 1, args.data or 'stdlib')
+    if own['val'] == other['val']:
+        raise ValueError(f'--data={other_name}: what {path} was trained on; give another text')
+    names = {'own': name, 'other': other_name}
     args.remarks.update({**names, 'tokens of a row that maps learned on': T})
-    own, other = [data.get('classes', 0) for data in known]
     models = {}
     for form, (flags, text) in only(args, suite.lines).items():
-        if text == 'other' and other > own:                             # the teacher knows no such labels
-            continue
+        if text == 'other' and other.get('classes', 0) > own.get('classes', 0):
+            continue                                                    # the teacher knows no such labels
         flags = (f'--recipe=hedgehog {flags} --row={row} --batch_size=32 --eval_rows=4 '
                  f'--data={shlex.quote(names[text])}')
         result = converted(args, suite, form, path, flags, args.steps, 0, args.seed)
         models[form], _ = load(result['path'], args.device)
     for text, n in itertools.product(names, times):
-        count = chosen(args, 2, 8) * max(times) // n            # equally many tokens at all lengths
+        count = chosen(args, 2, 8) * longest // (n * T)         # equally many tokens at all lengths
         x, _, _, _ = a_text(args, path, meta, n * T, count, names[text])
         for form, model in models.items():
             yield {'form': form, 'part': text, 'tokens a row': n * T,
@@ -843,7 +841,7 @@ def keys(args, suite):
     """Schlag 2021, section 4.1: a matrix cannot tell more keys apart than it has features. Each head of a
     trained model writes the first S keys of a row, or all, and is asked for each. A key is found if its own
     value is the largest in the answer. The error is 1/2 |v - answer|^2, so an answer of zeros has 0.5."""
-    _, teacher, x, _ = model_and_rows(args, 4, 16)
+    teacher, x, _ = model_and_rows(args, 4, 16)
     args.remarks['rows'] = len(x)
     sizes = sorted({min(S, x.shape[1]) for S in args.lengths})
     cells = {}                                      # per line and S: (2, rows) for each layer
@@ -868,7 +866,7 @@ POLICIES = 'random', 'window', 'sink', 'h2o', 'tova-head', 'tova'
 def cache(args, suite):
     """Perplexity of a softmax model whose layers cache few tokens, without further training. `cut`: rows as
     short as the cache, each from an empty state."""
-    _, teacher, x, data = model_and_rows(args, 16, 64)
+    teacher, x, data = model_and_rows(args, 16, 64)
     T = x.shape[1]
     args.remarks.update({'rows': len(x), 'tokens in a row': T})
     shares = chosen(args, (32, 16, 8, 4, 1), SHARES)
@@ -945,7 +943,7 @@ def kind_of_token(token, data):
 @torch.inference_mode()
 def kept(args, suite):
     """Which tokens TOVA caches: how recent they are, the first token, and how long each kind stays."""
-    _, teacher, x, data = model_and_rows(args, 4, 16)
+    teacher, x, data = model_and_rows(args, 4, 16)
     T = x.shape[1]
     size, = args.lengths or [max(1, T // 8)]
     if 2 * size >= T:
@@ -1205,8 +1203,7 @@ def over_lengths(args, suite):
                 call()
             except RuntimeError as e:               # memory may end
                 del lines[form]
-                why = ' '.join(str(e).split())[:160]
-                print(f'{form} is left out from T = {T} on: {type(e).__name__}: {why}', file=sys.stderr)
+                print(f'{form} is left out from T = {T} on: {e}', file=sys.stderr)
             else:
                 cells.append(({'form': form, 'T': T}, call))
         times = timed(cells, args.device, chosen(args, 0.3, 1.0))
