@@ -92,7 +92,7 @@ class Suite:
     ways: dict = field(default_factory=dict)        # for commands: name: Way
     figure: str = ''                # for commands: the key of their results that becomes `ours`
     beside: tuple = ()              # more keys that become columns
-    from_checkpoint: Callable | None = None         # (args, result of a run) -> more results
+    from_checkpoint: Callable | None = None         # (args, result of a run, its model, meta) -> more results
     one: bool = False               # it takes only one of --lengths
     panels: tuple = ()
     note: str = ''
@@ -331,7 +331,7 @@ def a_run(args, suite, form, file, flags, seed):
     result = once(args, suite, form, command, **key)
     if suite.from_checkpoint:
         def more_results(*_, **same):
-            return suite.from_checkpoint(args, result)
+            return suite.from_checkpoint(args, result, *load(result['path'], args.device))
         more = once(args, suite, f'{form} seen', more_results, **key, full=args.full)
         result |= {**more, 'minutes': result['minutes']}
     return result
@@ -448,17 +448,15 @@ def batches(val, data, many, count=None):
 
 
 # ---- what suites measure on the checkpoints of their runs --------------------------------------------------
-def size_of_state(args, result):
+def size_of_state(args, result, model, meta):
     """The size of the state for one row, in bytes."""
-    model, _ = load(result['path'], args.device)
     return {'state bytes': bytes_after(model, model.config.block_size)}
 
 
-def of_classes(args, result):
+def of_classes(args, result, model, meta):
     """On the validation rows, in %: the share of the most frequent class, and Matthews' correlation of
     answers with labels. It is 0 for a model that always says one class. For more than two classes it is R_K,
     Gorodkin 2004."""
-    model, meta = load(result['path'], args.device)
     _, val, data = prepare.load(result['data'], like=meta['data'])
     predicted = []
     true = []
@@ -474,13 +472,12 @@ def of_classes(args, result):
     return {'majority': 100 * shares[1].max().item(), 'matthews': 100 * matthews.item()}
 
 
-def bits(args, result, T, many=None, carried=False, **changes):
-    """Bits per byte of a run's model on rows of T tokens of the validation text. They are those that train.py
-    evaluated, or `many` rows spaced over the whole text. changes: flags of `Swap`, such as cache"""
+def bits(args, result, model, T, many=None, carried=False):
+    """Bits per byte of a model on rows of T tokens of a run's validation text. They are those that train.py
+    evaluated, or `many` rows spaced over the whole text."""
     _, val, meta = prepare.load(result['data'])
     if many is None:
         val = val[:result['val_tokens']]
-    model, _ = load(result['path'], args.device, **changes)
     begin = recipe.blocks(len(val), T, meta, many)
     loss, _ = recipe.Rows(None, val, meta, T, args.device).evaluate(model, begin, carried)
     x, y = recipe.rows(val, begin, T, meta, args.device)
@@ -491,17 +488,21 @@ WINDOWS = 8, 64, 128        # cached tokens: 1, 8, 16 times the size of the stat
 GRID_ROWS = 256             # rows of the validation text on which the grid is compared
 
 
-def windows(args, result):
+def windows(args, result, model, meta):
     """Bits per byte with windows of WINDOWS cached tokens, carried over the validation text like
     Transformer-XL's memory. As in the paper, the model was trained with a long window."""
     if result.get('rule') != 'window':
         return {}
-    return {f'with {cache}': bits(args, result, 512, carried=True, cache=cache) for cache in WINDOWS}
+    found = {}
+    for cache in WINDOWS:
+        shorter = cached_by(model, model.config.rules, cache=cache)
+        found[f'with {cache}'] = bits(args, result, shorter, 512, carried=True)
+    return found
 
 
-def on_grid_rows(args, result):
+def on_grid_rows(args, result, model, meta):
     """Bits per byte on evenly spaced rows, the same that convert.py evaluates."""
-    return {'bits per byte': bits(args, result, result['block_size'], GRID_ROWS)}
+    return {'bits per byte': bits(args, result, model, result['block_size'], GRID_ROWS)}
 
 
 # ---- suites of commands that need more than a table --------------------------------------------------------
@@ -515,14 +516,13 @@ def over_widths(args, suite):
         yield {'width': width, **a_row(suite, form, results)}
 
 
-def products(args, result):
+def products(args, result, model, meta):
     """Accuracy in % on 256 new rows, for products of 1, 2, ... elements, and its mean beyond the lengths of
     training."""
     row = prepare.find_set(result['data'])
     rng = np.random.Generator(np.random.Philox(2))              # seeds 0 and 1 made the data set
     x, y = row['make'](256, rng, row['vocab'], False, length=256)
     x = torch.from_numpy(x).to(args.device)
-    model, _ = load(result['path'], args.device)
     with torch.inference_mode():
         logits, _ = model(x)
     right = logits.argmax(-1).cpu() == torch.from_numpy(y)
@@ -1338,11 +1338,10 @@ def bleu_metric():
 
 
 @torch.inference_mode()
-def bleu(args, result):
+def bleu(args, result, model, meta):
     """BLEU of a run's model on the first sources of the test side. --full: with a beam of 4"""
     beam, count = chosen(args, (1, 100), (4, 1000))
     metric = bleu_metric()
-    model, meta = load(result['path'], args.device)
     test, data = prepare.test_side(result['data'], like=meta['data'])
     T = data['row']
     begin = recipe.blocks(len(test), T, data)[:count]

@@ -4711,9 +4711,8 @@ def test_bench_tracking_looks_beyond_the_rows_of_training(monkeypatch):
         right = x.cumsum(1) % 2
         right[:, 100:] ^= 1
         return F.one_hot(right, 2).float(), None
-    monkeypatch.setattr(bench, 'load', lambda path, device: (knows, {}))
     args = bench.Args(device='cpu', seeds=[0])
-    found = bench.products(args, {'path': '', 'data': 'group:Z2'})
+    found = bench.products(args, {'data': 'group:Z2'}, knows, {})
     assert found['right'] == [100] * 100 + [0] * 156
     assert math.isclose(found['beyond'], 100 * 60 / 216, rel_tol=1e-6)
     beyond = {'sum': 50, 'mamba2': 40, 'delta beta_max=1': 55, 'gated_delta': 56, 'softmax': 94,
