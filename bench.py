@@ -1118,8 +1118,8 @@ def real(args, suite):
         return recipe.predict(model, x, x, None, {}, args.dtype)[0]
     for form, model in models.items():
         gain = nats['softmax'] - nats[form]
-        row = {'form': form, **recipe.recovered(gain, of_text)}
-        row['state bytes'] = bytes_after(model, x.shape[1])
+        size = bytes_after(model, x.shape[1])
+        row = {'form': form, **recipe.recovered(gain, of_text), 'state bytes': size}
         if talks:
             said = [(logits(model, x[:, :-1])[begin:], x[0, begin + 1:]) for begin, x in talks]
             found, wanted = map(torch.cat, zip(*said))
