@@ -717,7 +717,9 @@ def model_and_rows(args, quick, full):
     """A softmax model, and evenly spaced rows of its validation text. quick, full: how many, but at most 16
     of a large model -> model, x (count, T), metadata of the text"""
     path, model, meta = softmax_model(args)
-    count = min(chosen(args, quick, full), 16 if recipe.is_large(model) else full)
+    count = chosen(args, quick, full)
+    if recipe.is_large(model):
+        count = min(count, 16)
     x, _, data, _ = a_text(args, path, meta, row_of(args, model.config), count, args.data)
     return model, x, data
 
@@ -1792,9 +1794,10 @@ class Args:
 
 def settings(argv):
     """-> the suite, Args"""
-    if not argv or argv[0].startswith('-'):
-        argv = ['decode', *argv]
-    name, *argv = argv
+    name = 'decode'
+    if argv and not argv[0].startswith('-'):
+        name = argv[0]
+        argv = argv[1:]
     for late in SUITES.keys() & set(argv):
         raise ValueError(f'{late}: one suite at a time, and it comes first: python bench.py {late}')
     if name not in SUITES:
