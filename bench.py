@@ -185,7 +185,7 @@ LOGARITHMIC = (                             # columns with a log axis
 
 
 def report_suite(args, suite, rows):
-    """Print the table, split where its columns change, and the remarks. Write it as CSV, and draw the picture."""
+    """Print the table, split where its columns change, write and draw it, and print the remarks."""
     if rows:
         columns = dict.fromkeys(itertools.chain.from_iterable(rows))
         with open(f'{args.out}/{suite.name}.csv', 'w', newline='') as f:
