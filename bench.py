@@ -107,8 +107,8 @@ IN_PERCENT = 'accuracy', 'before', 'recovered'
 # ---- measuring ---------------------------------------------------------------------------------------------
 def wait_for(device):
     """Wait until the device has finished, since GPU calls return at once."""
-    if device.type == 'cuda':
-        torch.cuda.synchronize(device)
+    if device.type != 'cpu':
+        torch.accelerator.synchronize(device)
 
 
 def timed(cells, device, least=0.3, repeats=5):
@@ -1209,8 +1209,10 @@ def over_lengths(args, suite):
             else:
                 cells.append(({'form': form, 'T': T}, call))
         times = timed(cells, args.device, chosen(args, 0.3, 1.0))
+        by_form = {row['form']: took for row, _, took in times}
+        attention = by_form.get('attention', math.nan)          # which may be left out, too
         for row, call, took in times:
-            row |= {'ms': 1e3 * took, 'of attention': took / times[0][2]}
+            row |= {'ms': 1e3 * took, 'of attention': took / attention}
             yield {**row, 'MB': peak_bytes(call, args.device) / MB}
 
 

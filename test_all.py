@@ -4653,6 +4653,17 @@ def test_bench_bleu_without_pairs_has_no_table(tmp_path, capsys, changed, monkey
     assert ran(tmp_path, 'translate', '--only=elu') == []
     assert 'none is left out' in capsys.readouterr().err
 
+def test_bench_leaves_out_what_fails_and_compares_with_attention_alone(capsys):
+    """If attention itself fails, the others are not compared with the next line."""
+    def fails(args, T):
+        raise RuntimeError('no memory')
+    args = bench.Args(device=torch.device('cpu'))
+    args.lengths = [2]
+    suite = Mock(lines={'attention': fails, 'sum': lambda args, T: time.perf_counter})
+    row, = bench.over_lengths(args, suite)
+    assert row['form'] == 'sum' and math.isnan(row['of attention'])
+    assert 'attention is left out from T = 2 on: no memory' in capsys.readouterr().err
+
 @pytest.mark.parametrize('rule', ['softmax', 'tova', 'delta'])
 def test_bench_goes_on_from_states_of_their_true_size(rule):
     """As if it had read all these tokens."""
