@@ -73,8 +73,8 @@ def weights_digest(model, meta):
 def is_state(path):
     """Whether a file is a state of sample.py. Reads only its header."""
     try:
-        with opened(path, path) as f:
-            return 'made_with' in json.loads(f.metadata()['meta'])
+        _, header = mapped_tensors(path, path)
+        return 'made_with' in json.loads(header['meta'])
     except (KeyError, TypeError, ValueError, RecursionError):
         return False
 
@@ -96,15 +96,23 @@ def write_tensors(path, tensors, meta):
     write_safetensors(path, tensors, {'meta': text, 'digest': digest(text, tensors)})
 
 
+def mapped_tensors(path, name):
+    """-> the tensors of a safetensors file, mapped, so that what is not used is not read; the strings of its
+    header. ValueError if it is broken or not one. name: of the file, for messages"""
+    if not os.path.isfile(path):                            # a pipe would be waited for
+        raise ValueError(f'{name}: no such file; train.py and convert.py write ckpt.safetensors, sample.py '
+                         '--save_state writes a state')
+    try:
+        with safe_open(path, 'pt') as f:
+            in_file = f.keys()
+            return {key: f.get_tensor(key) for key in in_file}, f.metadata() or {}
+    except (SafetensorError, OSError, RuntimeError) as e:
+        raise ValueError(f'{name}: not a whole safetensors file ({e})') from None
+
+
 def read_tensors(path):
     """-> tensors, meta (with digest). ValueError if the file is missing, foreign, truncated or changed."""
-    if not os.path.isfile(path):
-        raise ValueError(f'{path}: no such file; train.py and convert.py write ckpt.safetensors, sample.py '
-                         '--save_state writes a state')
-    with opened(path, path) as f:
-        header = f.metadata() or {}
-        in_file = f.keys()
-        tensors = {name: f.get_tensor(name) for name in in_file}
+    tensors, header = mapped_tensors(path, path)
     if not {'meta', 'digest'} <= header.keys():
         raise ValueError(f'{path}: a safetensors file, but not written by this project; give the folder of a '
                          'model of the hub')
@@ -345,14 +353,13 @@ class Folder:
         self.stored = {}                    # name by `uniform_name` -> its file, name there, tensor
         self.used = set()                   # of these names
         for file in files_of_weights(path):
-            with opened(file, file) as f:   # mapped: what is not used is not read
-                in_file = f.keys()
-                for name in in_file:
-                    uniform = uniform_name(name)
-                    if uniform in self.stored:
-                        other, _, _ = self.stored[uniform]
-                        raise ValueError(f'{file}: {name} is also in {other}; keep that of the model alone')
-                    self.stored[uniform] = file, name, f.get_tensor(name)
+            tensors, _ = mapped_tensors(file, file)
+            for name, x in tensors.items():
+                uniform = uniform_name(name)
+                if uniform in self.stored:
+                    other, _, _ = self.stored[uniform]
+                    raise ValueError(f'{file}: {name} is also in {other}; keep that of the model alone')
+                self.stored[uniform] = file, name, x
         self.data = {**data_of(path, self.kind, self.config), 'name': source}
         named = self.config.pop('labels')
         with as_the_hub(path):
@@ -441,24 +448,6 @@ def files_of_weights(folder):
     if others:
         prepare.note(f'{folder}: the model is {", ".join(files)}; not read: {", ".join(others)}')
     return [os.path.join(folder, file) for file in files]
-
-
-@contextlib.contextmanager
-def opened(path, name):
-    """Open a safetensors file. ValueError if it is broken or not one. name: of the file, for messages"""
-    if not os.path.isfile(path):                            # a pipe would be waited for
-        raise ValueError(f'{name}: missing, or no regular file')
-    try:
-        with safe_open(path, 'pt') as f:
-            yield f
-    except (SafetensorError, OSError, RuntimeError) as e:
-        raise ValueError(f'{name}: not a whole safetensors file ({e})') from None
-
-
-def names_in(path, name):
-    """The names of the tensors in a safetensors file. name: of the file, for messages"""
-    with opened(path, name) as f:
-        return list(f.keys())
 
 
 def uniform_name(name):
@@ -711,7 +700,7 @@ def get_file(base, folder, file):
     size, sha256 = PINNED.get(url.partition('/resolve/')[2], (size, sha256))
     look = None
     if file.endswith('.safetensors'):
-        look = names_in
+        look = mapped_tensors
     elif file.endswith('.json'):
         look = functools.partial(parsed, use=USES.get(file, dict))
     prepare.download([url], path, size, sha256, headers, look)
