@@ -4045,8 +4045,8 @@ def test_hub_weights_give_what_another_implementation_gives(kind, how, tmp_path)
 
 DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; what it is now; what is said
     ('llama', 'rope_scaling', dict(rope_type='yarn'), 'rope of type yarn'),
-    ('llama', 'rope_scaling', dict(LLAMA31, high_freq_factor=.001), 'high_freq_factor 0.001'),
-    ('llama', 'num_key_value_heads', 3, '3 does not divide 4 heads'),
+    ('llama', 'rope_scaling', dict(LLAMA31, high_freq_factor=.001), 'low below high'),
+    ('llama', 'num_key_value_heads', 3, 'n_kv_head=3 does not divide'),
     ('bert', 'id2label', 'rain', 'not as the hub has it'),
     ('llama', 'head_dim', 3, 'head_dim is not'), ('llama', 'model_type', 'mamba', 'model_type mamba'),
     ('gpt2', 'scale_attn_weights', False, 'attn_weights False'),

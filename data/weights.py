@@ -306,8 +306,6 @@ def kind_and_config(raw):
     heads = config['n_head']
     if raw.get('head_dim') not in (None, config['n_embd'] / heads):
         raise ValueError(f'head_dim is not the width {config["n_embd"]} / {heads} heads')
-    if heads % (config['n_kv_head'] or heads):
-        raise ValueError(f'num_key_value_heads {config["n_kv_head"]} does not divide {heads} heads')
     return kind, config
 
 
@@ -331,11 +329,7 @@ def scaling_of(rope):
         return []
     if way != 'llama3':
         raise ValueError(f'rope of type {way}, expected default or llama3')
-    numbers = [entry(rope, key, math.nan) for key in LLAMA3]        # nan is refused, so all must be there
-    _, low, high, _ = numbers
-    if low >= high:
-        raise ValueError(f'low_freq_factor {low}, high_freq_factor {high}: expected high above low')
-    return numbers
+    return [entry(rope, key, math.nan) for key in LLAMA3]           # nan is refused, so all must be there
 
 
 # ---- folders in the hub's layout ---------------------------------------------------------------------------
