@@ -1664,7 +1664,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--rule=tova --cache=8 --overflow=sum:slots': 'train with --rule=sink',
         '--rule=gla --gate_rank=99': 'at most --n_embd', '--keep=first:2': 'fewer than the 2 softmax',
         '--keep=some:1': 'costly, first', '--row=17': 'rows of 16',
-        '--from=FOLDER': 'give the file', '--from=model.bin': 'pickled', '--from=a/b/c': 'no such file',
+        '--from=FOLDER': 'give the file', '--from=a/b/c': 'no such file',
         '--from=TRANSLATOR --swap=decoder': 'choose from self', '--export=': '--export=: give a folder',
         '--export=x --steps=3': 'means nothing', '--export=FOLDER': 'holds the model of --from',
         '--eval_rows=1': 'at least 2'},

@@ -619,15 +619,10 @@ PIXELS = 'preprocessor_config.json'
 def folder_of(source, revision):
     """The folder itself, or the one into which the hub's model was downloaded."""
     if os.path.isdir(source):
-        ours = os.path.join(source, 'ckpt.safetensors')
         if os.path.exists(os.path.join(source, 'config.json')):
             return source
-        if os.path.exists(ours):
-            raise ValueError(f'{source}: a folder of train.py or convert.py; give the file, {ours}')
-        raise ValueError(f'{source}: no config.json in it; a model\'s folder has config.json, '
-                         'model.safetensors and tokenizer.json')
-    if os.path.splitext(source)[1] in ('.bin', '.pt', '.pth', '.ckpt'):
-        raise ValueError(f'{source}: pickled weights are not read; take model.safetensors')
+        raise ValueError(f'{source}: no config.json in it, which the folder of a model of the hub has; if '
+                         'train.py or convert.py made it, give the file ckpt.safetensors')
     if not re.fullmatch(r'[\w.-]+(/[\w.-]+)?', source):
         raise ValueError(f'{source}: no such file or folder, nor a name on the hub, as OWNER/NAME')
     return hub(source, revision)
