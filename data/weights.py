@@ -493,12 +493,9 @@ def tokenizer_of(folder, vocab):
     prepare.package()                                       # outside try: the file is not to blame
     try:
         ids = set(prepare.subwords(text).get_vocab().values())
-        surplus = sum(i >= vocab for i in ids)
-        if surplus:
-            prepare.note(f'{path}: no text has its {plural(surplus, "token")} beyond the model\'s {vocab:,}')
-        lacking = vocab - len(ids) + surplus
-        if lacking:
-            prepare.note(f'{path}: {plural(lacking, "token")} of the {vocab:,} of the model have no text')
+        if len(ids) != vocab or max(ids) >= vocab:
+            prepare.note(f'{path} has {plural(len(ids), "token")}, the model {vocab:,}; those that only one '
+                         'of them has are never used')
         before, behind = prepare.ends({'json': text, 'vocab_size': vocab})
         highest = max(before + behind, default=0)
         if highest >= vocab:
