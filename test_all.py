@@ -4056,7 +4056,7 @@ DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; 
     ('bert', 'classifier.weight', (1, 16), 'one row'), ('llama', 'config.json', b'[]', 'not as the hub has it'),
     ('llama', 'tokenizer.json', b'{}', "not as the hub has it (KeyError: 'model')"),
     ('llama', 'tokenizer_config.json', b'{"chat_template": ["x"]}', 'not as the hub has it (AttributeError'),
-    ('llama', 'tokenizer_config.json', b'{"chat_template": 5}', 'its chat_template is no text'),
+    ('llama', 'tokenizer_config.json', b'{"chat_template": 5}', 'one of them is not as data/chat.py'),
     ('llama', 'tokenizer.json', b'{"model": {"vocab": {}}}', 'no description of a tokenizer'),
     ('vit', 'preprocessor_config.json', b'{"image_mean": [0.485]}', 'image_mean is [0.485]'),
     ('gpt2', 'model.safetensors', None, 'pickled')]

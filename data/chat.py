@@ -61,8 +61,6 @@ def of_folder(folder, data, config_ends):
     for some in given:
         ends += some if isinstance(some, list) else [some]
     ends = sorted({i for i in ends if type(i) is int and 0 <= i < data['vocab_size']})
-    if not isinstance(template, str):
-        raise ValueError(f'{TOKENS}: its chat_template is no text')         # noqa: TRY004
     return {'template': template, 'special': special, 'ends': ends, 'files': files}
 
 
