@@ -423,8 +423,6 @@ def spoken(args):
 
 def converse(args, model, meta):
     """A conversation, and its page, however it ends."""
-    if args.html:
-        prepare.refuse_unwritable(args.html)
     heard = []
     try:
         answer_all(args, model, meta, heard)
@@ -501,8 +499,6 @@ def complete(args, model, meta):
     if args.save_state and state is None and read == 1 and not args.tokens:
         raise ValueError('--save_state --tokens=0: nothing is read yet, as the next step reads a last token; '
                          'give a longer --prompt, or more --tokens')
-    for path in filter(None, (args.save_state, args.html)):
-        prepare.refuse_unwritable(path)                     # now, not after sampling
     say(f'{briefly(c.rules)} from {args.init}; recurrence: {model.why}')
     left = c.block_size - read - (int(state['t']) if state else 0)
     near = c.positions != 'true' or (c.keeps() == {'window'} and c.cache <= c.block_size)
@@ -551,8 +547,10 @@ def main(argv):
     check_flags(given, args, c)
     if c.overflow and c.overflow != meta['config']['overflow']:
         say(f'--overflow={c.overflow}: untrained, new weights; convert.py --recipe=hybrid trains some')
+    for path in filter(None, (args.save_state, args.html)):
+        prepare.refuse_unwritable(path)                     # now, not after sampling
     if args.save_state:
-        refuse_target(args.save_state, state=True)          # known now, not after sampling
+        refuse_target(args.save_state, state=True)
         prepare.saved.append(f'{args.save_state} was not written')
     if args.compile:
         try_compiler(device)
