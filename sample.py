@@ -372,7 +372,7 @@ def write_texts(args, model, data, first, begun, prompt=None):
         if prompt is not None:
             before, held = show_text(before, held + [token], data)
     if prompt is not None:
-        print(added(before, held, data) if held else '', flush=True)
+        print(added(before, held, data), flush=True)
     return last, state, times, texts
 
 
