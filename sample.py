@@ -482,9 +482,7 @@ def answer_all(args, model, meta, heard):
         answer = prepare.decode(answer, data)
         messages.append({'role': 'assistant', 'content': answer})
         known = text + chat.marked(answer, data)
-    if state is None:
-        say('nothing was said')
-    else:
+    if state:
         say(f'{int(state["t"]):,} tokens read and written; state of {state_bytes(state):,} bytes')
 
 
