@@ -39,8 +39,10 @@ def of_folder(folder, data, config_ends):
     """What a folder says of conversations. data: the description of its tokens; config_ends: eos_token_id of
     its config.json  ->  dict of template (text), special {text: id}, ends (ids), files {name: text}"""
     files = {}
-    own = 'json' in data and os.path.exists(os.path.join(folder, KEPT[0]))      # then it is kept there
-    for name in FILES if own else FILES + KEPT:
+    names = FILES + KEPT
+    if 'json' in data and os.path.exists(os.path.join(folder, KEPT[0])):
+        names = FILES                                           # data has the content of that one
+    for name in names:
         path = os.path.join(folder, name)
         if os.path.exists(path):
             files[name] = prepare.as_utf8(prepare.read_file(path), path)
@@ -55,10 +57,8 @@ def of_folder(folder, data, config_ends):
     template = files.get(TEMPLATE) or about.get('chat_template') or ''
     if isinstance(template, list):                              # several, by name
         template = {one.get('name'): one.get('template') for one in template}.get('default', '')
-    by_name = special.get(named(about).get('eos_token'))
-    given = [config_ends, generation.get('eos_token_id'), by_name]
     ends = []
-    for some in given:
+    for some in config_ends, generation.get('eos_token_id'), special.get(named(about).get('eos_token')):
         ends += some if isinstance(some, list) else [some]
     ends = sorted({i for i in ends if type(i) is int and 0 <= i < data['vocab_size']})
     return {'template': template, 'special': special, 'ends': ends, 'files': files}
