@@ -646,13 +646,11 @@ def hub(name, revision='main'):
         kind, _ = parsed(os.path.join(folder, 'config.json'), site, kind_and_config)
         for file in [PIXELS] if kind == 'vit' else [TOKENIZER, *OLDER, *chat.FILES]:
             get_file(base, folder, file)
-    if os.path.exists(whole) or (not os.path.exists(index) and get_file(base, folder, WHOLE)):
-        return folder
-    if not get_file(base, folder, INDEX):
-        raise ValueError(f'{site}: neither {WHOLE} nor its index; pickled weights (.bin) are not read')
-    for shard in parsed(index, index, shards):
-        if not get_file(base, folder, shard):
-            raise ValueError(f'{site}: {shard} is missing')
+        if not get_file(base, folder, WHOLE) and not get_file(base, folder, INDEX):
+            raise ValueError(f'{site}: neither {WHOLE} nor its index; pickled weights (.bin) are not read')
+    if not os.path.exists(whole):
+        for shard in parsed(index, index, shards):
+            get_file(base, folder, shard)
     return folder
 
 
