@@ -436,8 +436,6 @@ def files_of_weights(folder):
     if not files:
         raise ValueError(f'{folder}: no {WHOLE}; pickled weights (.bin, .pt) are not read')
     others = [file for file in there if file not in files]
-    if files == [WHOLE] and os.path.exists(index):
-        others.append(INDEX)
     if others:
         prepare.note(f'{folder}: the model is {", ".join(files)}; not read: {", ".join(others)}')
     return [os.path.join(folder, file) for file in files]
