@@ -290,8 +290,7 @@ def kind_and_config(raw):
             config['classes'] = 1           # at least: the file says how many
     rope = {}
     for key in 'rope_scaling', 'rope_parameters':           # older files, newer files
-        if raw.get(key) is not None:
-            rope = {**rope, **raw[key]}
+        rope.update(raw.get(key) or {})
     config['rope_scaling'] = scaling_of(rope)
     raw = {**raw, **rope}                                   # newer files have rope_theta in there
     for field, key in family.entries.items():
