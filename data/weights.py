@@ -484,9 +484,8 @@ def tokenizer_of(folder, vocab):
         prepare.note(f'{path} is missing, and {" with ".join(OLDER)}, too: tokens are only numbers')
         return {'tokenizer': 'ids'}
     with as_the_hub(path):
-        of_gpt2 = is_gpt2(json.loads(text))
-    if of_gpt2 and vocab == 50257:
-        return {'tokenizer': 'gpt2'}
+        if is_gpt2(json.loads(text)) and vocab == 50257:
+            return {'tokenizer': 'gpt2'}
     prepare.package()                                       # outside try: the file is not to blame
     try:
         ids = set(prepare.subwords(text).get_vocab().values())
