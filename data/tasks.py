@@ -304,11 +304,9 @@ def values(levels):
 
 def applied(operator, parent, value):
     """The value of each operator from its arguments' values. parent: the operator of each argument."""
-    if not len(operator):
-        return operator
     value = np.sort(10 * parent + value) % 10                   # sorted within each operator
     first = np.flatnonzero(np.diff(parent, prepend=-1))
-    last = np.append(first[1:], len(parent)) - 1
+    last = np.flatnonzero(np.diff(parent, append=-1))
     low = value[(first + last) // 2]
     high = value[(first + last + 1) // 2]
     median = (low + high) // 2                                  # halves are rounded down, as in the arena
