@@ -335,17 +335,12 @@ def idx_items(path, shape):
     """The items of an idx file, each of `shape`, as rows. The format: bytes 0, 0, 8 and the number of axes;
     the length of each axis in 4 bytes; the numbers, one byte each (http://yann.lecun.com/exdb/mnist)."""
     data = content(path)
-    axes = 1 + len(shape)
-    begin = 4 * (1 + axes)
-    magic = bytes([0, 0, 8, axes])
-    if not data.startswith(magic) or len(data) < begin:
-        raise ValueError(f'{path} is no idx file of bytes with {axes} axes')
     n = int.from_bytes(data[4:8], 'big')
     size = math.prod(shape)
-    values = np.frombuffer(data, np.uint8, offset=begin)
-    if len(values) != n * size:
-        raise ValueError(f'{path} has {len(values):,} numbers, it should have {n * size:,}')
-    return values.reshape(n, size)
+    header = np.array([0x800 + 1 + len(shape), n, *shape], '>u4').tobytes()
+    if not data.startswith(header) or len(data) != len(header) + n * size:
+        raise ValueError(f'{path}: no idx file of items of {size} bytes, or not a whole one; get it anew')
+    return np.frombuffer(data, np.uint8, offset=len(header)).reshape(n, size)
 
 
 # ---- sentences ---------------------------------------------------------------------------------------------
