@@ -109,7 +109,7 @@ def local_text(path):
 
 def wikitext(path):
     """Reads the published zip, or a folder with wiki.train.raw and wiki.valid.raw."""
-    return list(tasks.named(path, 'wiki.train.raw', 'wiki.valid.raw').values())
+    return tasks.named(path, ['wiki.train.raw', 'wiki.valid.raw'])
 
 
 # ---- the sets ----------------------------------------------------------------------------------------------

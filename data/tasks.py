@@ -337,7 +337,7 @@ def idx_items(path, shape):
     data = content(path)
     n = int.from_bytes(data[4:8], 'big')
     size = math.prod(shape)
-    header = np.array([0x800 + 1 + len(shape), n, *shape], '>u4').tobytes()
+    header = np.array([0x801 + len(shape), n] + shape, '>u4').tobytes()
     if not data.startswith(header) or len(data) != len(header) + n * size:
         raise ValueError(f'{path}: no idx file of items of {size} bytes, or not a whole one; get it anew')
     return np.frombuffer(data, np.uint8, offset=len(header)).reshape(n, size)
@@ -390,8 +390,9 @@ def trec(*paths):
 def cola(path):
     """8,551 sentences, 1: acceptable English, 0: not (Warstadt et al. 2018, arXiv:1805.12471). Reads the zip,
     or a folder with the files of raw/. 1,043 sentences validate: both dev files, as in GLUE."""
-    contents = named(path, 'in_domain_train.tsv', 'in_domain_dev.tsv', 'out_of_domain_dev.tsv', folder='raw')
-    train, near, far = [labelled_texts(data, name, COLA) for name, data in contents.items()]
+    names = 'in_domain_train.tsv', 'in_domain_dev.tsv', 'out_of_domain_dev.tsv'
+    contents = named(path, names, 'raw')
+    train, near, far = [labelled_texts(data, name, COLA) for name, data in zip(names, contents)]
     val = [a + b for a, b in zip(near, far)]            # texts, labels
     return train, val
 
@@ -458,22 +459,20 @@ def limited(f, path):
     return data
 
 
-def named(path, *names, folder=''):
-    """{name: bytes} of these files: in the folder at path, or inside `folder` of the zip at path. Nothing is
-    unpacked to disk."""
+def named(path, names, folder=''):
+    """The bytes of each of these files: in the folder at path, or inside `folder` of the zip at path. Nothing
+    is unpacked to disk."""
     if os.path.isdir(path):
-        return {name: content(os.path.join(path, name)) for name in names}
-    contents = {}
+        return [content(os.path.join(path, name)) for name in names]
+    contents = []
     with readable(path), zipfile.ZipFile(path) as packed:
-        for member in packed.namelist():
-            inside, _, name = member.rpartition('/')
-            if name in names and (not inside or inside.endswith(folder)):
-                with packed.open(member) as f:
-                    contents[name] = limited(f, path)
-    for name in names:
-        if name not in contents:
-            raise ValueError(f'{path} has no {name}')
-    return {name: contents[name] for name in names}
+        for name in names:
+            members = [m for m in packed.namelist() if f'/{m}'.endswith(f'{folder}/{name}')]
+            if not members:
+                raise ValueError(f'{path} has no {name}')
+            with packed.open(members[0]) as f:
+                contents.append(limited(f, path))
+    return contents
 
 
 def matched(inputs, path, targets, other):
