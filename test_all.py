@@ -2287,8 +2287,8 @@ def test_files_and_standard_input_are_bytes(tmp_path, a_model, monkeypatch, caps
     assert sample.text_of('@@me') == '@me'
     assert flags_py.parse(['--prompt=--'], '', sample.Args)[0]['prompt'] == '--'
     assert flags_py.from_home('~/a:~/b~,~') == f'{tmp_path}/a:{tmp_path}/b~,{tmp_path}'
-    for data, remedy in (b'\xff\xfea\0', 'UTF-16'), (b'\x1f\x8b\x08', 'gunzip'), (b'\xe9', '1252'):
-        with pytest.raises(ValueError, match=remedy):
+    for data in b'\xff\xfea\0', b'\x1f\x8b\x08', b'\xe9':
+        with pytest.raises(ValueError, match='x: not UTF-8 at byte .*; convert it first, .* or unpack it'):
             prepare.as_utf8(data, 'x')
     *sides, meta = prepare.load(str(tmp_path / 'a@b'), tokenizer='char')
     assert prepare.decode(np.concatenate(sides), meta).encode() == raw * 9

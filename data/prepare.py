@@ -477,19 +477,14 @@ read_file = tasks.read_file
 saved = []      # sentences: what the running script has saved, and how to go on; Ctrl-C prints the last one
 
 
-OTHERWISE = {       # the first two bytes of what is no UTF-8: what to do
-    b'\x1f\x8b': 'unpack it first, with gunzip', b'PK': 'unpack it first, with unzip',
-    **dict.fromkeys([b'\xff\xfe', b'\xfe\xff'], 'convert it first: iconv -f UTF-16 -t UTF-8')}
-
-
 def as_utf8(data, name):
     """Bytes -> text, each as it is, also CR and NUL. ValueError, with the name, if it is in another encoding.
     """
     try:
         return data.decode()
     except UnicodeDecodeError as e:
-        remedy = OTHERWISE.get(data[:2], 'convert it first, as with iconv -f WINDOWS-1252 -t UTF-8')
-        raise ValueError(f'{name}: not UTF-8 at byte {e.start:,}; {remedy}') from None
+        raise ValueError(f'{name}: not UTF-8 at byte {e.start:,}; convert it first, as with iconv -f '
+                         'WINDOWS-1252 -t UTF-8 (or -f UTF-16), or unpack it') from None
 
 
 def note(text):
