@@ -696,17 +696,13 @@ def place(name, root=None, like=None):
 
 
 def usual_folder(name, row, tokenizer):
-    """The name of a data set's folder, if its tokens are the usual ones."""
-    if 'own' in row:
-        return own_folder(name, row['own'], tokenizer)
+    """The name of a data set's folder, if its tokens are the usual ones. That for your own files depends on
+    their content."""
     if 'file' in row:
         paths = sorted(filter(os.path.isfile, glob.glob(f'{row["file"]}/*'))) or [row['file']]
         return f'{row["base"]}-{short_hash(b"".join(map(read_file, paths)))}'
-    return name.replace(':', '-')
-
-
-def own_folder(name, begin, tokenizer):
-    """The name of the folder for your own files; it depends on their content."""
+    if 'own' not in row:
+        return name.replace(':', '-')
     paths = files_of(name)
     for path in paths:
         if not os.path.isfile(path):
@@ -715,7 +711,7 @@ def own_folder(name, begin, tokenizer):
     stem = os.path.splitext(os.path.basename(paths[0]))[0]
     stem = re.sub('[^A-Za-z0-9_-]+', '_', stem)[:40]
     content = b'\0'.join(read_file(path) for path in paths)
-    return f'{begin}-{stem}-{short_hash(content + tokenizer.encode())}'
+    return f'{row["own"]}-{stem}-{short_hash(content + tokenizer.encode())}'
 
 
 def short_hash(data):
