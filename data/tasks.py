@@ -20,6 +20,7 @@ import itertools
 import math
 import os
 import re
+import statistics
 import zipfile
 import zlib
 
@@ -220,7 +221,7 @@ def in_words(texts, meta, most):
 
 # ---- ListOps -----------------------------------------------------------------------------------------------
 
-OPERATORS = '[MIN', '[MAX', '[MED', '[SM'                       # [SM: the sum modulo 10
+OPERATORS = {'[MIN': min, '[MAX': max, '[MED': statistics.median, '[SM': sum}             # and see `value`
 WORDS = [*'0123456789', *OPERATORS, ']', '<pad>']
 FIRST_OPERATOR = WORDS.index('[MIN')
 CLOSE = WORDS.index(']')
@@ -243,7 +244,8 @@ def listops(rows, rng, vocab, training, length=512):
     good = (size >= length / 4) & (size <= length)
     kept = [words[good[number]] for number, words in levels]
     *inputs, _ = np.split(spelled(kept), np.cumsum(size[good]))
-    return inputs[:rows], values(kept)[:rows, None]
+    inputs = inputs[:rows]
+    return inputs, [[value(words.tolist())] for words in inputs]
 
 
 def opens(words):
@@ -290,28 +292,18 @@ def spelled(levels):
     return text
 
 
-def values(levels):
-    """The value of each expression. From the deepest level up, each operator is replaced by its value."""
-    *upper, value = levels
-    for words in reversed(upper):
-        bracket = value == CLOSE
-        parent = np.cumsum(bracket, dtype=np.int32)[~bracket]   # the operator of each argument
-        results = applied(words[opens(words)], parent, value[~bracket])
-        value = words.copy()
-        value[opens(words)] = results
-    return value
-
-
-def applied(operator, parent, value):
-    """The value of each operator from its arguments' values. parent: the operator of each argument."""
-    value = np.sort(10 * parent + value) % 10                   # sorted within each operator
-    first = np.flatnonzero(np.diff(parent, prepend=-1))
-    last = np.flatnonzero(np.diff(parent, append=-1))
-    low = value[(first + last) // 2]
-    high = value[(first + last + 1) // 2]
-    median = (low + high) // 2                                  # halves are rounded down, as in the arena
-    total = np.add.reduceat(value, first)
-    return np.choose(operator - FIRST_OPERATOR, [value[first], value[last], median, total % 10])
+def value(words):
+    """The value of an expression in written order: sums modulo 10, half a number is rounded down, as in the
+    arena."""
+    nested = [[]]                       # the numbers so far, in each of the brackets that are open
+    for word in words:
+        if word == CLOSE:
+            operator, *numbers = nested.pop()
+            word = int(OPERATORS[WORDS[operator]](numbers)) % 10
+        elif word >= FIRST_OPERATOR:
+            nested.append([])
+        nested[-1].append(word)
+    return nested[0][0]
 
 
 # ---- pictures ----------------------------------------------------------------------------------------------
