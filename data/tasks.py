@@ -330,9 +330,10 @@ def idx_items(path, shape):
     n = int.from_bytes(data[4:8], 'big')
     size = math.prod(shape)
     header = np.array([0x801 + len(shape), n] + shape, '>u4').tobytes()
-    if not data.startswith(header) or len(data) != len(header) + n * size:
+    items = data[len(header):]
+    if not data.startswith(header) or len(items) != n * size:
         raise ValueError(f'{path}: no idx file of items of {size} bytes, or not a whole one; get it anew')
-    return np.frombuffer(data, np.uint8, offset=len(header)).reshape(n, size)
+    return np.frombuffer(items, np.uint8).reshape(n, size)
 
 
 # ---- sentences ---------------------------------------------------------------------------------------------
