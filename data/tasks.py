@@ -408,9 +408,7 @@ def multi30k(*paths):
     """29,000 descriptions of the pictures of Flickr30k, and their translations (Elliott et al. 2016,
     arXiv:1605.00459). Each side has an English file, then a German one. 1,014 pairs validate. The 1,000 of
     test_2016_flickr are the test side."""
-    english = paths[::2]
-    german = paths[1::2]
-    return list(map(aligned, english, german))
+    return list(map(aligned, paths[::2], paths[1::2]))
 
 
 # ---- files -------------------------------------------------------------------------------------------------
