@@ -986,13 +986,12 @@ def check_tokens(meta):
         fits = fits and '' not in meta['special'] and all(type(x) is str for x in texts)
         if not fits or not all(type(i) is int and 0 <= i < vocab for i in ids):
             raise ValueError(f'{", ".join(kinds)}: one of them is not as data/chat.py makes it')
-    labels = meta.get('labels', [])
-    if not (isinstance(labels, list) and all(isinstance(name, str) for name in labels)):
-        raise ValueError('labels: expected a list of the names of the classes')
-    chars = meta.get('chars')
-    are_texts = isinstance(chars, list) and all(isinstance(text, str) for text in chars)
-    if (kind in ('char', 'words') or chars is not None) and not (are_texts and len(chars) == vocab):
-        raise ValueError(f'vocab_size {vocab} is not the number of chars, or these are no texts')
+    for key in 'labels', 'chars':
+        texts = meta.get(key, [])
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f'{key}: expected a list of texts')
+    if (kind in ('char', 'words') or 'chars' in meta) and len(meta.get('chars', [])) != vocab:
+        raise ValueError(f'vocab_size {vocab} is not the number of chars')
 
 
 def check_meta(meta):
