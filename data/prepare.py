@@ -225,8 +225,7 @@ def of_package(what):
 
 
 def growth(step):
-    """The largest factor by which a rewriting step of a tokenizer.json, with its nested steps, can lengthen a
-    text."""
+    """How many times as long a rewriting step of a tokenizer.json, with its nested steps, can make a text."""
     if not isinstance(step, dict):
         return 1
     times = {'ByteLevel': 2}.get(step.get('type'), 1)
@@ -276,8 +275,7 @@ def subwords(text, vocab=None, special=False):
 
 def learn_tokenizer(data, size):
     """Learn `size` tokens from UTF-8 data by byte pair encoding (Sennrich 2016, arXiv:1508.07909), or fewer
-    if no more pairs repeat -> the text of a tokenizer.json. It writes bytes and splits words as GPT-2 does.
-    """
+    if no more pairs repeat -> the text of a tokenizer.json. Bytes and words are treated as in GPT-2."""
     tokenizers = package('; --tokenizer=byte does without it')
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -439,7 +437,6 @@ def tokenize(data, meta, size=1 << 20):
         if spans or strips:
             size = len(data)                                    # no place is safe to cut at
     letter = ''
-    # disable=None: show a bar only on a terminal
     for text in tqdm(pieces(data, size), total=len(data) // size + 1, unit='MB', disable=None):
         tokens = after(letter, text, meta)
         if tokens is None:
@@ -461,8 +458,7 @@ def after(before, text, meta, special=False):
 def continued(text, begun, meta, special=False):
     """The token ids of a text that follows the tokens `begun`. Some tokenizers add a space before what they
     read, and some read "'s" as one token only after a letter. So we read the text behind what stands there
-    or, if a token would span the border, behind something that no token joins to it. special: as for `encode`
-    """
+    or, if a token would span the border, behind what no token joins to it. special: as for `encode`"""
     if meta['tokenizer'] not in FIXED:
         for before in decode(begun, meta), '\n', 'a':
             tokens = after(before, text, meta, special) if before else None
@@ -478,8 +474,7 @@ saved = []      # sentences: what the running script has saved, and how to go on
 
 
 def as_utf8(data, name):
-    """Bytes -> text, each as it is, also CR and NUL. ValueError, with the name, if it is in another encoding.
-    """
+    """Bytes -> text as it is, also CR and NUL. ValueError, with the name, if it is in another encoding."""
     try:
         return data.decode()
     except UnicodeDecodeError as e:
@@ -783,8 +778,7 @@ def labels(sides, most, meta, wish):
 
 
 def pairs(sides, most, meta, wish):
-    """Sentences and their translations -> rows of tokens, targets. A row is the source filled up with pad,
-    one more pad to start with, and the translation. The last target is the pad after the translation."""
+    """Sentences and their translations -> rows of tokens, targets, as this file's docstring says."""
     sources, texts = zip(*sides)
     learn_with_pad([a + b for a, b in sides], meta, wish)
     given = wish.get('source', 0)

@@ -234,8 +234,7 @@ def listops(rows, rng, vocab, training, length=512):
 
     Rows are drawn as in the arena, but have length/4 to length tokens. Theirs have 500 to 2,000, which is
     listops-2000. The arena validates on 2,000 rows and tests on 2,000 others. Here 12,000 validate: tune on
-    the first 2,000, and report on the last 10,000. The arena also removes duplicates, but rows this long have
-    none.
+    the first 2,000, and report on the last 10,000. Rows this long have no duplicates; the arena removes them.
     """
     if not 64 <= length <= 8192:
         raise ValueError(f'rows of {length} tokens: ListOps can have 64 to 8,192')
@@ -258,8 +257,7 @@ def expressions(n, rng, depth=10, most=10):
     level, the arguments of an operator are followed by its closing bracket.
 
     As in the arena's code, an argument is an operator with probability 1/4, except at the deepest level. An
-    operator has 2 to `most` arguments. Here the first word is always an operator, since a single number is
-    too short for any row.
+    operator has 2 to `most` arguments. Here the first word is always one, as no row is a single number.
     """
     number = np.arange(n, dtype=np.int32)
     words = rng.integers(FIRST_OPERATOR, CLOSE, n).astype(np.uint8)
