@@ -926,15 +926,13 @@ def load(name, root=None, tokenizer=None, like=None):
         remedy = 'prepare it anew' if folder == name else f'delete {folder} to have it made anew'
         raise ValueError(f'{path} or its .bin files are broken ({type(e).__name__}: {e}); {remedy}') from None
     if like and not same_tokens(meta, {**meta, **like}):
-        if 'pad' in meta and 'pad' not in like:
-            raise ValueError(f'--data={name}: its rows are padded; a model of texts has no token for that; '
-                             'take an encoder, such as MiniLM, or train a new model on them')
-        if 'row' in like and 'row' not in meta:
-            raise ValueError(f'--data={name}: a text, but this model was trained on rows; give it such rows: '
-                             'labelled lines, or pairs')
         remedy = 'make it anew with data/prepare.py, or give the text itself'
         if meta['tokenizer'] in FIXED or like['tokenizer'] in FIXED:
             remedy = 'these cannot be made anew: take other data'
+        if 'row' in like and 'row' not in meta:
+            remedy = 'this model was trained on rows, so give it labelled lines, or pairs'
+        if 'pad' in meta and 'pad' not in like:
+            remedy = 'its rows are padded: take an encoder, such as MiniLM, or train a new model on them'
         raise ValueError(f'--data={name}: not in the tokens wanted ({describe_tokens(like)}), but in others '
                          f'({describe_tokens(meta)}); {remedy}')
     if 'json' in meta:
