@@ -100,17 +100,13 @@ def distinct(rng, low, high, shape):
 
 # ---- groups ------------------------------------------------------------------------------------------------
 
-def permutations(n, even=False):
-    """All permutations of n things. even: only those with an even number of pairs out of order."""
-    chosen = []
-    for p in itertools.permutations(range(n)):
-        out_of_order = sum(a > b for a, b in itertools.combinations(p, 2))
-        if not even or out_of_order % 2 == 0:
-            chosen.append(p)
-    return chosen
+def even(permutation):
+    """Whether an even number of pairs are out of order."""
+    return sum(a > b for a, b in itertools.combinations(permutation, 2)) % 2 == 0
 
 
-GROUPS = {'Z2': permutations(2), 'S3': permutations(3), 'A5': permutations(5, even=True)}
+GROUPS = {'Z2': [(0, 1), (1, 0)], 'S3': list(itertools.permutations(range(3))),
+          'A5': list(filter(even, itertools.permutations(range(5))))}
 
 
 def group(rows, rng, vocab, training, length, elements):
