@@ -667,7 +667,7 @@ def place(name, root=None, like=None):
     tokens = like or row
     kind = tokens['tokenizer']
     table = tokens.get('json') or ''.join(tokens.get('chars', []))
-    lengths = [str(like[key]) for key in ('row', 'source') if key in (like or {})]      # of a model's rows
+    lengths = [str(tokens[key]) for key in ('row', 'source') if key in tokens]      # of a model's rows
     exact = ' '.join([table, *lengths]).strip()
     folder = usual_folder(name, row, kind)
     folder = os.path.join(root, folder) if root else kept_in(HERE, folder)
@@ -731,9 +731,7 @@ def prepare(name, root=None, tokenizer=None, file=None, like=None):
     file = file or row.get('file')
     if file and not {'files', 'text'} & set(row):
         raise ValueError(f'--file means nothing for {name}: it is not fetched')
-    folder = place(name, root, wish)
-    if find_set(name) and not like:
-        folder = place(name, root)
+    folder = place(name, root, like if find_set(name) else wish)
     print(f'preparing {folder} ({row["help"]}; tokenizer {kind})', flush=True)
     try:
         meta = {key: wish[key] for key in ('tokenizer', 'vocab_size', 'chars', 'json') if key in wish}
