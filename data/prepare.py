@@ -85,7 +85,7 @@ def stdlib(_):
             if os.path.isfile(path) and not os.path.islink(path):
                 paths.append(os.path.relpath(path, root).replace(os.sep, '/'))
     texts = [read_file(os.path.join(root, p)) for p in sorted(paths)]
-    (texts, _), (val, _) = tasks.every_tenth(texts, [])
+    [texts], [val] = tasks.every_tenth([texts])
     return b''.join(texts), b''.join(val)
 
 

@@ -73,11 +73,11 @@ def mqar(rows, rng, vocab, training, length=128, pairs=8, a=0.01):
     """
     keys = distinct(rng, 1, vocab // 2, (rows, pairs))
     values = distinct(rng, vocab // 2, vocab, (rows, pairs))
-    places = length // 2 - pairs
-    p = a * np.arange(1, places + 1) ** (a - 1)
+    i = np.arange(length // 2 - pairs)
+    p = a * (i + 1) ** (a - 1)
     # Exponential(1) / p in ascending order is a draw from p without replacement, for all rows at once
     waits = rng.exponential(size=(rows, len(p))) / p
-    at = 2 * pairs + 2 * np.argsort(waits, axis=1)[:, :pairs]
+    at = 2 * (pairs + np.argsort(waits, axis=1)[:, :pairs])
 
     x = np.zeros((rows, length), int)
     x[:, 0:2 * pairs:2] = keys
@@ -293,7 +293,8 @@ def value(words):
     for word in words:
         if word == CLOSE:
             operator, *numbers = nested.pop()
-            word = int(OPERATORS[WORDS[operator]](numbers)) % 10
+            operate = OPERATORS[WORDS[operator]]
+            word = int(operate(numbers)) % 10
         elif word >= FIRST_OPERATOR:
             nested.append([])
         nested[-1].append(word)
@@ -313,7 +314,7 @@ def idx(*paths):
         y = idx_items(labels, [])
         sides.append(matched(x, images, y, labels))
     if len(sides) == 1:
-        sides = [(x[:-3000], y[:-3000]), (x[-3000:], y[-3000:])]
+        sides = list(zip(np.split(x, [-3000]), np.split(y, [-3000])))
     return sides
 
 
@@ -354,18 +355,19 @@ BLANKS = r'(\d{1,6}) \s*(\S.*)', 'a label from 0, a blank and a text'
 COLA = r'[^\t]*\t([01])\t[^\t]*\t\s*(\S.*)', 'source, label 0 or 1, mark and text, by tabs'
 
 
-def every_tenth(inputs, targets):
-    """Split lines into both sides, in place: lines 10, 20, ... validate."""
-    val = inputs[9::10], targets[9::10]
-    del inputs[9::10], targets[9::10]
-    return (inputs, targets), val
+def every_tenth(side):
+    """Split inputs and targets into both sides, in place: lines 10, 20, ... validate."""
+    val = [items[9::10] for items in side]
+    for items in side:
+        del items[9::10]
+    return side, val
 
 
 def lines(path, form=TABS, encoding='utf-8'):
     """Labelled lines: your own, or those of `polarity`. That set has 10,662 sentences of film reviews, 0:
     bad, 1: good (Pang and Lee 2005, arXiv:cs/0506075). They are in lower case, with spaces around
     punctuation, in Windows code page 1252. Every tenth line validates."""
-    return every_tenth(*labelled_texts(content(path), path, form, encoding))
+    return every_tenth(labelled_texts(content(path), path, form, encoding))
 
 
 def trec(*paths):
@@ -395,7 +397,7 @@ def aligned(path, other):
 
 def parallel(source, target):
     """Your own two files, sources and translations. Every tenth line validates."""
-    return every_tenth(*aligned(source, target))
+    return every_tenth(aligned(source, target))
 
 
 def multi30k(*paths):
@@ -509,7 +511,8 @@ def to_rows(sides, row, meta):
         meta['patch'] = patch * patch
     if not all(len(inputs) for inputs, _ in sides):
         raise ValueError('too few rows: one of the sides has none')
-    meta.setdefault('row', row.get('length') or len(sides[0][0][0]))
+    inputs, _ = sides[0]
+    meta.setdefault('row', row.get('length', len(inputs[0])))
     ignore = max(meta['vocab_size'], meta.get('classes', 0))    # beyond all that can be a target
     meta['ignore'] = ignore
     arrays = []
