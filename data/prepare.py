@@ -1143,8 +1143,6 @@ def main(argv):
     if 'row' in meta:
         unit = f'rows of {meta["row"]:,} tokens'
         n = 2 * meta['row']
-    if 'test' in meta:
-        unit += f' ({meta["test"]["tokens"] // n:,} more to test)'
     print(f'{len(train) // n:,} training and {len(val) // n:,} validation {unit}, vocabulary '
           f'{meta["vocab_size"]:,}')
 
