@@ -107,15 +107,11 @@ def local_text(path):
     return text[:cut], text[cut:]
 
 
-def wikitext(path):
-    """Reads the published zip, or a folder with wiki.train.raw and wiki.valid.raw."""
-    return tasks.named(path, ['wiki.train.raw', 'wiki.valid.raw'])
-
-
 # ---- the sets ----------------------------------------------------------------------------------------------
 
 HUB = 'https://huggingface.co'                                  # the variable HF_ENDPOINT replaces it
-WIKI = {'tokenizer': 'gpt2', 'make': wikitext}
+WIKI = {'tokenizer': 'gpt2',
+        'make': functools.partial(tasks.named, names=['wiki.train.raw', 'wiki.valid.raw'])}
 DATASETS = {    # files: name and sha256, or None if unknown; urls: folders to try, in this order
     'stdlib': {'help': "the .py files of Python's standard library, 12 MB", 'tokenizer': 'byte',
                'make': stdlib},
