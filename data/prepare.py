@@ -717,8 +717,7 @@ def prepare(name, root=None, tokenizer=None, file=None, like=None):
     wish = like or {'tokenizer': tokenizer or row['tokenizer']}
     kind = wish['tokenizer']
     choices = OF_TEXTS
-    learns = re.fullmatch(r'bpe:\d{3,5}', kind) and int(kind[4:]) in LEARNED
-    possible = kind in TOKENIZERS or 'json' in wish or learns
+    possible = kind in TOKENIZERS or 'json' in wish or kind in [f'bpe:{n}' for n in LEARNED]
     if row['tokenizer'] in FIXED:
         choices = row['tokenizer']
         possible = kind == choices

@@ -221,7 +221,6 @@ OPERATORS = {'[MIN': min, '[MAX': max, '[MED': statistics.median, '[SM': sum}   
 WORDS = [*'0123456789', *OPERATORS, ']', '<pad>']
 FIRST_OPERATOR = WORDS.index('[MIN')
 CLOSE = WORDS.index(']')
-PAD = WORDS.index('<pad>')
 
 
 def listops(rows, rng, vocab, training, length=512):
@@ -575,7 +574,7 @@ SETS = {    # files, in make's order: name and sha256, or None if unknown; urls:
                    'make': functools.partial(facts, every=True)},
     'listops': {'help': 'generated: nested lists, 10 classes', 'tokenizer': 'words', 'vocab': 16,
                 'make': listops, 'rows': (96_000, 12_000), 'length': 512,
-                'meta': {'classes': 10, 'pad': PAD, 'chars': WORDS}},
+                'meta': {'classes': 10, 'pad': WORDS.index('<pad>'), 'chars': WORDS}},
     'mnist': {
         'help': 'digits, 11 MB, CC BY-SA', 'tokenizer': 'ids', 'make': idx, 'side': 28, 'patch': None,
         'meta': {'classes': 10},
