@@ -4119,9 +4119,10 @@ def test_a_whole_text_stands_between_the_tokens_of_its_template(tmp_path, monkey
         assert sample.main([f'--init={tmp_path}', f'--prompt={given}', *['--lines'] * (len(rows) > 1)]) == 0
         assert [call.args[1] for call in sample.show_classes.call_args_list] == rows
     assert prepare.whole_text('quicker fox', data) == [1, 4, 5, 6, 2]
-    assert prepare.whole_text('quicker fox', data, 4) == [1, 4, 5, 2] and prepare.begun([6], data) == [1, 6]
+    assert prepare.fitted([[b'quicker fox']], data, 4, None, 8)[0][0][0].tolist() == [1, 4, 5, 2]
+    assert prepare.begun([6], data) == [1, 6]
     assert prepare.decode([4, 5, 6], data) == 'quicker fox'
-    assert prepare.whole_text('ab', dict(tokenizer='byte', vocab_size=256), 9) == [97, 98]
+    assert prepare.whole_text('ab', dict(tokenizer='byte', vocab_size=256)) == [97, 98]
 
 
 # ---- Conversations -----------------------------------------------------------------------------------------

@@ -336,14 +336,10 @@ def ends(meta):
     return framed.ids[:at], framed.ids[at + 1:]
 
 
-def whole_text(text, meta, most=None):
-    """Token ids of a text with the special tokens around it, as a classifier reads it. A text of more than
-    `most` tokens is cut off, but keeps the special tokens after it."""
+def whole_text(text, meta):
+    """Token ids of a text with the special tokens around it, as a classifier reads it."""
     before, behind = ends(meta)
-    tokens = encode(text, meta)
-    if most is not None:
-        tokens = tokens[:most - len(before) - len(behind)]
-    return before + tokens + behind
+    return before + encode(text, meta) + behind
 
 
 def begun(tokens, meta):
@@ -776,7 +772,7 @@ def pairs(sides, most, meta, wish):
     learn_with_pad([a + b for a, b in sides], meta, wish)
     given = wish.get('source', 0)
     source_tokens, source = fitted(sources, meta, most, given, 8)
-    text_tokens, length = fitted(texts, meta, most, wish.get('row', 0) - given, 8, before=1)
+    text_tokens, length = fitted(texts, meta, most, wish.get('row', 0) - given, 8, more=1)
     meta['source'] = source
     meta['row'] = source + length
     pad = np.full(source + 1, meta['pad'])
@@ -812,33 +808,35 @@ def joined_pairs(sides, most, meta, _):
 ANSWERS = {'labels': labels, 'pairs': pairs, 'joined': joined_pairs}
 
 
-def fitted(sides, meta, most, given, step, before=0):
+def fitted(sides, meta, most, given, step, more=0):
     """UTF-8 texts per side -> a token array per text, and the row length. The row length is `given` if a
-    model sets it. Otherwise the longest text fits in, with `before` more tokens. Longer texts are cut off."""
+    model sets it. Otherwise the longest text fits in, with `more` tokens. Longer texts are cut off, but keep
+    the special tokens behind them."""
     from tqdm import tqdm
-    room = (given or most) - before
+    before, behind = ends(meta)
+    room = (given or most) - more
     by_side = []
     for texts in sides:
-        tokens = []
+        rows = []
         cut = 0
         for number, text in enumerate(tqdm(texts, unit='texts', disable=None), 1):
             text = text.decode()
-            row = whole_text(text, meta)
+            tokens = encode(text, meta)
+            kept = tokens[:room - len(before) - len(behind)]
+            cut += len(kept) < len(tokens)
+            row = before + kept + behind
             if not row:
                 raise ValueError(f'text {number} has no tokens: {text[:30]!r}')
-            if len(row) > room:
-                row = whole_text(text, meta, room)
-                cut += 1
-            tokens.append(np.array(row, np.uint32))
+            rows.append(np.array(row, np.uint32))
         if cut:
             print(f'{cut:,} of {len(texts):,} texts have more than {room} tokens: the rest is cut off')
-        by_side.append(tokens)
-    return by_side, given or row_length(by_side, most, step, before)
+        by_side.append(rows)
+    return by_side, given or row_length(by_side, most, step, more)
 
 
-def row_length(sides, most, step, before=0):
-    """The row length for these lists of tokens, with `before` more: a multiple of step, at most `most`."""
-    longest = before + max(len(tokens) for side in sides for tokens in side)
+def row_length(sides, most, step, more=0):
+    """The row length for these lists of tokens, with `more` tokens: a multiple of step, at most `most`."""
+    longest = more + max(len(tokens) for side in sides for tokens in side)
     return min(most, step * math.ceil(longest / step))
 
 
