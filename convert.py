@@ -47,7 +47,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_
 
 from data import prepare
@@ -58,9 +57,8 @@ from model import (GPT, SOURCE_RULES, bias_of, bytes_after, can_become_an_rnn, c
                    load, pick_device, save, subset)
 from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, QUIET, SMALL, TASK_ROWS, Rows, adamw, begin_log,
                    begin_step, bits_a_nat, blocks, caches, commit, gigabytes, is_large, lies_in, log_of,
-                   logits_at_once, nats_along, of_part, other_policies, pack_optimiser, predict, products_in,
-                   recovered, rows, sampling, say, set_threads, table, tell_saved, tell_step,
-                   unpack_optimiser, write_row)
+                   logits_at_once, nats_along, of_part, other_policies, pack_optimiser, products_in, recovered,
+                   rows, sampling, say, set_threads, table, tell_saved, tell_step, unpack_optimiser, write_row)
 
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
@@ -442,26 +440,8 @@ def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()
     """Stage 2 and the controls: train on the targets or, with a teacher, on its distribution at the same
     positions, KL(teacher || model). All weights learn. With lora > 0, only LoRA of that rank and the
     parameters in `new` learn. after: steps of the stage before, so that other rows are drawn"""
-    data = run.data
-    how = data.meta, data.dtype
-
     def loss(step):
-        step += after
-        if teacher is None:
-            return data.learn(model, [None] * data.accum, step)
-        begin = data.starts(step)
-        targets = data.targets(begin)
-        total = torch.zeros(1, device=data.device)
-        for i in range(data.accum):
-            x, y = data.batch(begin, i)
-            logits, _, _ = predict(model, x, y, None, *how)
-            with torch.no_grad():
-                wanted = predict(teacher, x, y, None, *how)[0].log_softmax(-1)
-            value = F.kl_div(logits.log_softmax(-1), wanted, reduction='sum', log_target=True)
-            value = value / targets
-            value.backward()
-            total += value.detach()
-        return total
+        return run.data.learn(model, [None] * run.data.accum, after + step, teacher)
 
     torch.manual_seed(run.args.seed)                        # for LoRA's A
     adapted = []

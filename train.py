@@ -347,9 +347,10 @@ class Rows:
         targets = self.train.take(np.add.outer(begin, np.arange(self.T, 2 * self.T)))
         return np.count_nonzero(targets != self.meta['ignore'])
 
-    def learn(self, model, states, step):
-        """Forward and backward of all batches of a step -> its loss (1,). states: one initial state per
-        batch, each None without carry. With carry, each is replaced by its final state.
+    def learn(self, model, states, step, teacher=None):
+        """Forward and backward of all batches of a step -> its loss (1,): cross entropy or, with a teacher,
+        KL(teacher || model) where there are targets. states: one initial state per batch, each None without
+        carry. With carry, each is replaced by its final state.
 
         The loss of a step is the mean over the targets of all its batches and processes. Rows differ in their
         number of targets, so a mean of the batches' means would be another loss. The processes' losses and
@@ -359,8 +360,14 @@ class Rows:
         total = torch.zeros(1, device=self.device)
         for i, state in enumerate(states):
             x, y = self.batch(begin, i)
-            logits, y, end = predict(model, x, y, state, self.meta, self.dtype)
-            loss = F.cross_entropy(logits, y, reduction='sum') / share
+            logits, targets, end = predict(model, x, y, state, self.meta, self.dtype)
+            if teacher is None:
+                loss = F.cross_entropy(logits, targets, reduction='sum') / share
+            else:
+                with torch.no_grad():
+                    wanted, _, _ = predict(teacher, x, y, None, self.meta, self.dtype)
+                    wanted = wanted.log_softmax(-1)
+                loss = F.kl_div(logits.log_softmax(-1), wanted, reduction='sum', log_target=True) / share
             loss.backward()
             total += loss.detach()
             if self.carry:                                  # gradients do not flow into earlier steps
