@@ -167,9 +167,8 @@ def swap(teacher, changes, places=PLACES):
                           strict=False, assign=True)
     if extra:
         raise ValueError(f'the teacher has {extra[0]}, which no rule of the student has room for')
-    parameters = dict(student.named_parameters())
     student.to(teacher.embed.weight.device).eval()
-    return student, parameters.keys() & set(missing)
+    return student, dict(student.named_parameters()).keys() & set(missing)
 
 
 def rules_after(old, changes, places):
@@ -854,14 +853,6 @@ def cannot_teach(args, config):
         f'--row={args.row}: the teacher was trained on rows of {config.block_size}; give at most that')
 
 
-def cannot_learn(config, T):
-    """For `refuse`: rows of T tokens fit into the cache, so nothing is evicted into the matrix beside it."""
-    yield from cannot_train(config)
-    yield config.overflow and config.cache >= T, (
-        f'--overflow={config.overflow}: rows of {T} tokens never leave the {config.cache} that are kept; '
-        'take a smaller --cache, or a longer --row')
-
-
 def tell_start(args, name, data, teacher, student, new):
     """Print what is converted, how many parameters are new, from how many tokens on the student's state is
     smaller than the cache of the teacher, and the memory it takes. name: of the data"""
@@ -904,28 +895,28 @@ def tell_time(run, teacher_seconds, distilled, lines):
 def begun(args, changes, teacher, data):
     """The student before training -> student, names of its new parameters. With --keep, `changes` get a rule
     for each layer."""
-    begin = data.starts(0)
-    while len(begin) * data.T < BEGIN:
-        begin = np.concatenate([begin, data.starts(len(begin))])
-    begin = begin[:-(-BEGIN // data.T)]
+    many = math.ceil(BEGIN / data.T)
+    begin = np.concatenate([data.starts(step) for step in range(0, many, args.batch_size)])[:many]
     x, _ = rows(data.train, begin, data.T, data.meta, data.device)
     places = args.swap.split(',')
     student, new = swap(teacher, changes, places)
-    refuse(cannot_learn(student.config, data.T))
-    refuse(idle({**changes, 'layers': ''}, student.config))     # --layers and --rule may both be given here
+    config = student.config
+    refuse(cannot_train(config))
+    if config.overflow and config.cache >= data.T:
+        raise ValueError(f'--overflow={config.overflow}: rows of {data.T} tokens never leave the '
+                         f'{config.cache} that are kept; take a smaller --cache, or a longer --row')
+    refuse(idle({**changes, 'layers': ''}, config))         # --layers and --rule may both be given here
     if new and is_large(teacher):                           # then it takes a minute
         say(f'new parameters begin by how the teacher looks at {x.numel():,} tokens')
     if new:
         begin_as(teacher, student, x)
-    if not args.keep:
-        return student, new
-    kept = stay(args.keep, teacher, student, data, begin)
-    say(f'--keep={args.keep}: layers {", ".join(map(str, sorted(kept)))} stay softmax')
-    rules = ['softmax' if i in kept else rule for i, rule in enumerate(student.config.rules)]
-    changes['layers'] = ','.join(rules)
-    student, new = swap(teacher, changes, places)
-    if new:
-        begin_as(teacher, student, x)
+    if args.keep:
+        kept = stay(args.keep, teacher, student, data, begin)
+        say(f'--keep={args.keep}: layers {", ".join(map(str, sorted(kept)))} stay softmax')
+        changes['layers'] = ','.join('softmax' if i in kept else rule for i, rule in enumerate(config.rules))
+        student, new = swap(teacher, changes, places)
+        if new:
+            begin_as(teacher, student, x)
     return student, new
 
 
