@@ -15,8 +15,6 @@ random numbers depend only on the seed, the step and the process. So a resumed r
 the number of threads stays the same (--threads=N pins it). Several processes, or batches (--accum), compute
 parts of one larger batch; only dropout and redrawn features differ. If you resume with more --steps, the
 cosine is stretched over them.
-
-This file, in order: machine, threads, sharding, batches of data, the optimiser, a run with the training loop.
 """
 import dataclasses
 import functools
@@ -204,10 +202,9 @@ def set_threads(args, meta, model, data):
     if args.threads or kept:
         torch.set_num_threads(args.threads or kept)
     elif data.world == 1 and data.device.type == 'cpu':
+        torch.set_num_threads(DEFAULT_THREADS)              # best for a large model, whose batch takes seconds
         if not is_large(model):
             fastest(functools.partial(data.rehearse, model))
-        else:
-            torch.set_num_threads(DEFAULT_THREADS)          # a batch takes seconds, on all cores the fewest
 
 
 # ---- sharding: FSDP2, Zhao 2023, arXiv:2304.11277 ----------------------------------------------------------
@@ -850,17 +847,16 @@ def built(args, config, data, weights):
     if args.compile:                    # TorchDynamo cannot trace Triton, nor how its kernels are tried
         forms = forms._replace(recurrence=torch.compiler.disable(forms.recurrence))
     model.use(forms)
-    if weights and model.config.classes and not config.classes:         # then it gets a new head
-        new = model.state_dict()
-        weights = {**weights, 'head.weight': new['head.weight'], 'head.bias': new['head.bias']}
-    if weights and 'positions.weight' in weights and data.T > config.block_size:
-        raise ValueError(f'--data={args.data}: rows of {data.T} tokens, and the model has learned '
-                         f'{config.block_size} positions; take a smaller --block_size, or data of shorter '
-                         'rows')
     if weights:
+        if model.config.classes and not config.classes:                 # then it gets a new head
+            weights = {**weights, 'head.weight': model.head.weight, 'head.bias': model.head.bias}
+        if 'positions.weight' in weights and data.T > config.block_size:
+            raise ValueError(f'--data={args.data}: rows of {data.T} tokens, and the model has learned '
+                             f'{config.block_size} positions; take a smaller --block_size, or data of '
+                             'shorter rows')
         fill(model, weights, f'--data={args.data}: classes and patches have to be those the model has')
-    if weights and config.turns() and data.T > config.block_size:
-        say(f'--block_size={data.T}: rope was trained on rows of {config.block_size}')
+        if config.turns() and data.T > config.block_size:
+            say(f'--block_size={data.T}: rope was trained on rows of {config.block_size}')
     if args.fsdp:
         shard(model, data.device, data.world)
     return model
