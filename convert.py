@@ -184,14 +184,14 @@ def rules_after(old, changes, places):
     layers = old.rules
     if 'self' in places:
         layers = [rule if name == 'softmax' else name for name in layers]
+    else:
+        changes = {**changes, 'rule': old.rule}
     rules = {'layers': ','.join(layers)}
     if len(set(layers)) == 1:
         rules = {'rule': layers[0], 'layers': ''}
     for place, field, name in zip(('encoder', 'cross'), ('encoder_rule', 'cross'), old.source_rules):
         swaps = place in places and name == 'softmax' and rule in SOURCE_RULES
         rules[field] = rule if swaps else name
-    if 'self' not in places:
-        changes = {**changes, 'rule': old.rule}
     return {**rules, **changes}
 
 
@@ -458,8 +458,7 @@ def can_fold(model):
     """-> the features per head. ValueError unless a T2R map directly follows W_q and W_k in every layer
     without softmax."""
     c = model.config
-    memories = [mixer.memory for mixer in model.mixers().values()]
-    folding = [memory for memory in memories if memory.rule.keeps != 'all']     # softmax is not folded
+    folding = [mixer.memory for mixer in model.mixers().values() if mixer.memory.rule.keeps != 'all']
     is_t2r = c.phi.partition(':')[0] in ('t2r', 't2r-scaled')
     if not is_t2r or c.turns() or {memory.rule.keeps for memory in folding} != {None}:
         raise ValueError('--fold needs --phi=t2r where softmax was, and no rope between W_q and phi')
@@ -561,8 +560,6 @@ class Conversion:
         self.nats = None                                    # of the teacher, per token of the validation rows
         self.part = None                                    # the meta of these rows alone
         self.log, self.file = log_of(args)
-        if args.resume:
-            prepare.saved.append(f'what {args.out} holds is as it was; the same command goes on')
         self.left = [] if args.resume else stages(args.out)
         if self.left:
             say(f'{args.out}: what a stopped conversion left there is replaced; --resume would go on with it')

@@ -168,8 +168,8 @@ def commit():
 
 def fastest(run):
     """Set the number of threads, of 1, 2, 4, ... and DEFAULT_THREADS, with which run() takes least time. They
-    take turns, so that another program disturbs them all alike. The first turn does not count: it also
-    creates the threads. After two turns, no other begins once 2 seconds have passed."""
+    take turns, so that another program disturbs them all alike. The first turn creates threads, too, and does
+    not count."""
     if DEFAULT_THREADS == 1:
         return
     counts = [n for n in range(1, DEFAULT_THREADS + 1) if n == DEFAULT_THREADS or n.bit_count() == 1]
@@ -372,8 +372,7 @@ class Rows:
         return total
 
     def rehearse(self, model):
-        """Forward and backward on a batch, for timing. Training is not affected: weights and later random
-        numbers stay the same."""
+        """Forward and backward on a batch, for timing. Weights and later random numbers stay the same."""
         training = model.training
         model.eval()                                        # no dropout, and no new random features
         self.learn(model, [None], 0)
@@ -805,6 +804,7 @@ def log_of(args, writes=True):
     except (ImportError, OSError):                          # Windows; a file system without locks
         pass
     if args.resume:
+        prepare.saved.append(f'what {args.out} holds is as it was; the same command goes on')
         return log, log
     if os.path.exists(f'{args.out}/ckpt.safetensors'):
         say(f'--out={args.out} holds a model already; this run will replace it')
@@ -1039,7 +1039,6 @@ def main(argv):
     states = [None] * args.accum                            # of --carry, one per batch; data.learn fills them
     if args.resume:
         states = restore(args, header, data, model, opt)
-        tell_saved('train.py', args.out, f'{args.out}/ckpt.safetensors', header['step'])
     log, file = log_of(args, rank == 0 and args.steps > 0)
     set_threads(args, header, model, data)
     run = {'args': dataclasses.asdict(args), 'torch': torch.__version__}
