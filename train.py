@@ -82,8 +82,8 @@ class Args:
     steps: int = flag(6400, 'optimiser steps; 0: only evaluate, and save nothing', low=0, high=10 ** 9)
     batch_size: int = flag(4, 'rows per batch, over all processes', low=1, high=2 ** 20)
     accum: int = flag(1, 'batches per step, for more rows than fit into memory', low=1, high=2 ** 12)
-    lr: float = flag(None, f'peak learning rate; default: {LR:g}; for a pretrained model {PRETRAINED_LR:g} / '
-                     'width', low=0, high=100)
+    lr: float = flag(LR, f'peak learning rate; default of a model from the hub: {PRETRAINED_LR:g} / width',
+                     low=0, high=100)
     weight_decay: float = flag(0.1, 'applies to parameters with two axes', low=0, high=100)
     clip: float = flag(1.0, 'gradient clipping: largest norm; 0: no clipping', low=0, high=1e9)
     carry: bool = flag(False, 'read the text in order and carry S from step to step (Schlag 2021, table 4)')
@@ -668,17 +668,14 @@ def settings(argv):
             data.pop('row', None)
         args.data = given.get('data') or prepare.trained_on(meta) or args.data
         args.row = row or model.config.block_size
-        rate = LR
         if 'files' in data:                                 # it comes from the hub
             args.row = row or min(args.row, PRETRAINED_ROW)
-            rate = PRETRAINED_LR / model.config.n_embd
-        args.lr = rate if args.lr is None else args.lr
+            args.lr = given.get('lr', PRETRAINED_LR / model.config.n_embd)
         return args, model.config, model.state_dict(), {'data': data}
     if not args.resume:
         config = Config(**given_model)
         refuse(idle(given_model, config))
         args.row = config.block_size
-        args.lr = LR if args.lr is None else args.lr
         return args, config, {}, {}
     path = f'{args.out}/ckpt.safetensors'
     model, meta = load(path)
