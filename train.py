@@ -590,14 +590,13 @@ def pack_optimiser(model, opt):
     return flat
 
 
-MEMORY = {'step', 'exp_avg', 'exp_avg_sq'}                  # per parameter
-
-
-def is_memory(quantity, x, p):
-    """Whether tensor x can be this quantity of an optimiser for parameter p."""
-    shape = () if quantity == 'step' else p.shape
-    right = x.shape == shape and x.dtype == torch.float32 and x.isfinite().all()
-    return right and (quantity == 'exp_avg' or x.min() >= 0)
+def is_memory(kept, p):
+    """Whether these tensors can be what AdamW remembers of parameter p."""
+    shapes = {'step': (), 'exp_avg': p.shape, 'exp_avg_sq': p.shape}
+    if {quantity: x.shape for quantity, x in kept.items()} != shapes:
+        return False
+    finite = all(x.dtype == torch.float32 and x.isfinite().all() for x in kept.values())
+    return finite and kept['step'] >= 0 and kept['exp_avg_sq'].min() >= 0
 
 
 def unpack_optimiser(model, opt, tensors, path):
@@ -611,8 +610,7 @@ def unpack_optimiser(model, opt, tensors, path):
     parameters = dict(model.named_parameters())
     for name, kept in memories.items():
         p = parameters.get(name)
-        whole = p is not None and kept.keys() == MEMORY
-        if not (whole and all(is_memory(quantity, x, p) for quantity, x in kept.items())):
+        if p is None or not is_memory(kept, p):
             raise ValueError(f'{path}: what the optimiser kept for {name} does not fit it; start anew')
         for quantity, x in kept.items():
             if quantity != 'step' or opt.defaults['fused']:     # unfused, the step count stays on the CPU
