@@ -1000,9 +1000,8 @@ def show(model, data, args):
         source = x[:, :meta['source']]
         for tokens in source, model.translate(source):
             say(f'> {prepare.decode(tokens[0].tolist(), meta)}')
-    if 'source' in meta or 'classes' in meta:
-        say(more)
     if 'row' in meta:
+        say(more)
         return
     beginning = prepare.encode(PROMPTS.get(args.data, ''), meta)
     if 'files' in meta:                                     # pretrained: an empty text would tell nothing
