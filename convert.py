@@ -160,8 +160,7 @@ def swap(teacher, changes, places=PLACES):
             raise ValueError(f'{name} of the teacher has fast weights already, with --phi={memory.map} '
                              f'--norm={memory.norm}, which are flags of all layers: give these')
     if student.config.all_rules == old.all_rules:
-        flags = f'--layers={old.layers}' if old.layers else f'--rule={old.rule}'
-        raise ValueError(f'{flags}: nothing of the teacher would change')
+        raise ValueError(f'all layers stay {briefly(old.all_rules)}, so nothing would change; take another --rule')
     missing, extra = fill(student, teacher.state_dict(),
                           'the teacher\'s weights do not fit these rules and maps',
                           strict=False, assign=True)
