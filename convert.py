@@ -57,8 +57,9 @@ from model import (GPT, SOURCE_RULES, bias_of, bytes_after, can_become_an_rnn, c
                    load, pick_device, save, subset)
 from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, QUIET, SMALL, TASK_ROWS, Rows, adamw, begin_log,
                    begin_step, bits_a_nat, blocks, caches, commit, gigabytes, is_large, lies_in, log_of,
-                   logits_at_once, nats_along, of_part, other_policies, pack_optimiser, products_in, recovered,
-                   rows, sampling, say, set_threads, table, tell_saved, tell_step, unpack_optimiser, write_row)
+                   logits_at_once, nats_along, of_part, other_policies, pack_optimiser, products_in,
+                   recovered, rows, sampling, say, set_threads, table, tell_saved, tell_step,
+                   unpack_optimiser, write_row)
 
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
@@ -160,7 +161,7 @@ def swap(teacher, changes, places=PLACES):
             raise ValueError(f'{name} of the teacher has fast weights already, with --phi={memory.map} '
                              f'--norm={memory.norm}, which are flags of all layers: give these')
     if student.config.all_rules == old.all_rules:
-        raise ValueError(f'all layers stay {briefly(old.all_rules)}, so nothing would change; take another --rule')
+        raise ValueError(f'layers stay {briefly(old.all_rules)}: nothing would change; take another --rule')
     missing, extra = fill(student, teacher.state_dict(),
                           'the teacher\'s weights do not fit these rules and maps',
                           strict=False, assign=True)

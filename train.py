@@ -202,7 +202,7 @@ def set_threads(args, meta, model, data):
     if args.threads or kept:
         torch.set_num_threads(args.threads or kept)
     elif data.world == 1 and data.device.type == 'cpu':
-        torch.set_num_threads(DEFAULT_THREADS)              # best for a large model, whose batch takes seconds
+        torch.set_num_threads(DEFAULT_THREADS)              # best for large models, whose batch takes seconds
         if not is_large(model):
             fastest(functools.partial(data.rehearse, model))
 
