@@ -146,9 +146,8 @@ HELP = '\n'.join([
 
 # ---- the swap ----------------------------------------------------------------------------------------------
 def swap(teacher, changes, places=PLACES):
-    """Make a GPT with other rules and the teacher's weights -> the student, the names of its new parameters.
-    The weights are shared with the teacher, not copied, until they are trained. changes: flags of `Student`;
-    places: which attention of a translator to swap"""
+    """Make a GPT with other rules, which shares the teacher's weights until they are trained -> the student,
+    names of its new parameters. changes: flags of `Student`; places: of a translator, which to swap"""
     old = teacher.config
     pos = 'rope' if old.turns() else old.pos                # W_q and W_k were learned with rope: keep it
     student = GPT(dataclasses.replace(old, pos=pos, **rules_after(old, changes, places)))
@@ -215,10 +214,9 @@ def keys_in_matrix(memory, T, device):
 
 @torch.no_grad()
 def begin_as(teacher, student, x):
-    """Initialise new parameters from the teacher's attention on the tokens x (B, T). Slots are clusters of
-    its keys. `remember` sets the gates by how far back the heads look. Beside a cache, `balance` sets the
-    weight of the keys that only the matrix has. If T is too short for the cache to evict any key, a layer is
-    left as it is."""
+    """Initialise new parameters from the teacher's attention on the tokens x (B, T): slots as clusters of its
+    keys, gates by how far back the heads look (`remember`) and, beside a cache, the weight of the keys that
+    only the matrix has (`balance`). If T is too short for the cache to evict any, a layer stays as it is."""
     for seen in teacher.through(x):
         memory = student.get_submodule(seen.name).memory
         swapped = seen.mixer.memory.rule.keeps              # the teacher has softmax there
@@ -308,8 +306,7 @@ def what_to_match(wish, student, new):
 
 
 def learners(student, new, which):
-    """The names of the parameters that stage 1 trains: the new ones or, with `mixer`, all parameters of
-    mixers that have new ones."""
+    """Names of what stage 1 trains: the new parameters or, with `mixer`, all of mixers that have new ones."""
     if which == 'new':
         return new
     mixers = tuple(f'{name}.' for name in changed(student, new))
@@ -360,8 +357,7 @@ def mismatch(kind, seen, student):
 
 def distil(run, teacher, student, names, kind, steps, lr):
     """Stage 1: train the parameters of these names on `mismatch` of this kind. Every layer gets the teacher's
-    input, so the layers are independent. We run backward one layer at a time, and so hold the (T, T) matrices
-    of only one layer."""
+    input, so layers are independent, and backward holds the (T, T) matrices of only one at a time."""
     data = run.data
 
     def loss(step):
@@ -604,9 +600,8 @@ class Conversion:
         return steps * self.args.batch_size * self.data.T
 
     def train_stage(self, stage, model, loss, steps, lr, new=()):
-        """Train one stage or control, from where a stopped conversion left it. Parameters in `new` get
-        --faster times this lr. loss(step) runs forward and backward -> the loss (1,). Resuming is exact on a
-        CPU."""
+        """Train one stage or control, from where a stopped conversion left it, on a CPU exactly. Parameters
+        in `new` get --faster times this lr. loss(step) runs forward and backward -> the loss (1,)"""
         args = self.args
         path = f'{args.out}/stage-{re.sub("[^a-z0-9]+", "-", stage)}.safetensors'
         opt = adamw(model, lr, 0.0, self.data.device, new, args.faster)
@@ -768,8 +763,7 @@ KEEP = {
 
 # ---- the run -----------------------------------------------------------------------------------------------
 def settings(argv):
-    """The given flags; with --resume, merged with those of the stopped conversion -> flags of Args, of the
-    student"""
+    """The given flags, with --resume also those of the stopped conversion -> flags of Args, of the student"""
     given, changes = parse(argv, HELP, Args, Student, first=OFTEN)
     if 'export' in given:
         refuse(not_exporting(given, changes))

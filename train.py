@@ -168,8 +168,7 @@ def commit():
 
 def fastest(run):
     """Set the number of threads, of 1, 2, 4, ... and DEFAULT_THREADS, with which run() takes least time. They
-    take turns, so that another program disturbs them all alike. The first turn creates threads, too, and does
-    not count."""
+    take turns: another program disturbs them all alike. The first, which creates threads, does not count."""
     if DEFAULT_THREADS == 1:
         return
     counts = [n for n in range(1, DEFAULT_THREADS + 1) if n == DEFAULT_THREADS or n.bit_count() == 1]
@@ -256,8 +255,7 @@ def products_in(dtype, device):
 
 def predict(model, x, y, state, meta, dtype=torch.float32):
     """Run the model on x, starting from `state` (None: empty) -> logits (N, vocab), at least in fp32, targets
-    (N,), state. In a task few positions have a target, so logits are computed only there. dtype: of the
-    matrix products"""
+    (N,), state. In a task, logits are computed only at targets, which are few. dtype: of matrix products"""
     with products_in(dtype, x.device):
         if 'row' in meta:
             at = y >= 0
@@ -464,8 +462,7 @@ def nats_along(model, x, y, what, dtype=torch.float32):
 
 
 def ranges(T, first):
-    """Yield (start, end) of ranges of positions: up to `first`, from there to twice that, and so on to T.
-    Each is as long as all before it."""
+    """Yield (start, end) of ranges of positions: up to `first`, from there to twice that, and so on to T."""
     start = 0
     end = first
     while start < T:
@@ -567,9 +564,8 @@ def table(lines):
 # ---- the optimiser -----------------------------------------------------------------------------------------
 
 def adamw(model, lr, weight_decay, device, fast=(), times=1.0):
-    """AdamW over all parameters that require gradients. Weight decay applies to parameters with two axes: not
-    to gains, gate biases (H, 1, K) or feature maps (H, m, d). Parameters named in `fast` get `times` the
-    learning rate."""
+    """AdamW over all parameters that require gradients, with `times` the rate for those named in `fast`.
+    Weight decay is for parameters with two axes: not gains, gate biases (H, 1, K), feature maps (H, m, d)."""
     groups = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
