@@ -585,9 +585,8 @@ class Conversion:
         row = self.judged or self.columns_of(model, name)
         self.judged = None
         seconds = sum(self.seconds[stage] for stage in done)
-        size = bytes_after(model, self.data.T)
         self.table.append({'model': name, **row, 'tokens': self.tokens_in(steps),
-                           'minutes': round(seconds / 60, 2), 'state bytes': size})
+                           'minutes': round(seconds / 60, 2), 'state bytes': bytes_after(model, self.data.T)})
         if 'accuracy' in row:
             text = f'accuracy {row["accuracy"]:.1%}'
         else:

@@ -901,8 +901,7 @@ def opening(model, data, args, run, log):
     size = sum(p.numel() for p in model.parameters())
     threads = torch.get_num_threads()
     every = min(args.eval_every, args.steps)
-    long = 'json', *chat.TRAVELS
-    about = {key: value for key, value in data.meta.items() if key not in long}
+    about = {key: value for key, value in data.meta.items() if key not in ('json', *chat.TRAVELS)}
     train, val, what = len(data.train), len(data.val), 'tokens'
     if 'row' in data.meta:                          # their inputs and targets stand in the file
         train, val = (len(blocks(n, data.T, data.meta)) for n in (train, val))
