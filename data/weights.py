@@ -100,8 +100,7 @@ def mapped_tensors(path, name):
     """-> the tensors of a safetensors file, mapped, so that what is not used is not read; the strings of its
     header. ValueError if it is broken or not one. name: of the file, for messages"""
     if not os.path.isfile(path):                            # a pipe would be waited for
-        raise ValueError(f'{name}: no such file; train.py and convert.py write ckpt.safetensors, sample.py '
-                         '--save_state writes a state')
+        raise ValueError(f'{name}: missing, or no regular file')
     try:
         with safe_open(path, 'pt') as f:
             in_file = f.keys()
@@ -112,6 +111,9 @@ def mapped_tensors(path, name):
 
 def read_tensors(path):
     """-> tensors, meta (with digest). ValueError if the file is missing, foreign, truncated or changed."""
+    if not os.path.exists(path):
+        raise ValueError(f'{path}: no such file; train.py and convert.py write ckpt.safetensors, sample.py '
+                         '--save_state writes a state')
     tensors, header = mapped_tensors(path, path)
     if not {'meta', 'digest'} <= header.keys():
         raise ValueError(f'{path}: a safetensors file, but not written by this project; give the folder of a '
