@@ -3049,6 +3049,8 @@ def test_broken_checkpoints_are_refused(a_model, tmp_path, capsys):
             load(bad)
     save_file({'x': torch.zeros(3)}, bad)
     assert 'not written by this project' in refused(capsys, sample.main, f'--init={bad}')
+    files.write_safetensors(bad, {}, {'meta': '[1]', 'digest': files.digest('[1]', {})})
+    assert 'says nothing that' in refused(capsys, sample.main, f'--init={bad}')
 
 def test_a_model_from_a_file_is_not_drawn_first(a_model):
     path, softmax = a_model('--rule=retention'), a_model('--rule=softmax')
@@ -3058,28 +3060,26 @@ def test_a_model_from_a_file_is_not_drawn_first(a_model):
     close(dict(load(softmax, **how)[0].state_dict()), dict(load(softmax, **how)[0].state_dict()), 0)
     assert torch.equal(torch.get_rng_state(), before)           # what is new is always the same
 
-def test_files_of_other_versions_load_or_are_refused_in_one_sentence(a_model, tmp_path, capsys):
+@pytest.mark.parametrize('rule, part, change, why', [
+    ('softmax', 'config', dict(beta_max=1.0), ''), ('delta', 'config', dict(rule='full'), 'full'),
+    ('tova', 'config', dict(overflow='sum:favour'), '--overflow'),
+    ('delta', 'config', dict(newer=1), 'newer is unknown'),
+    ('delta', 'config', dict(out_norm=...), 'out_norm is missing'),
+    ('delta', 'data', dict(vocab_size=300), 'of its data'), ('delta', 'data', dict(pad=3), 'of its data'),
+    ('delta', 'data', dict(source=4, row=9), 'of its data'), ('delta', 'data', dict(classes=2), 'of its data'),
+    ('delta', 'data', dict(patch=2, row=16), 'of its data')], ids=str)
+def test_files_of_other_versions_load_or_are_refused_in_one_sentence(rule, part, change, why, a_model, tmp_path,
+                                                                     capsys):
     """What is missing, unknown or gone cannot be built; what the file says of its data is so of its model."""
     path = tmp_path / 'old.safetensors'
-    for rule, part, change, why in (
-            ('softmax', 'config', dict(beta_max=1.0), ''), ('delta', 'config', dict(rule='full'), 'full'),
-            ('tova', 'config', dict(overflow='sum:favour'), '--overflow'),
-            ('delta', 'config', dict(newer=1), 'newer is unknown'),
-            ('delta', 'config', dict(out_norm=...), 'out_norm is missing'),
-            ('delta', 'data', dict(vocab_size=300), 'of its data'), ('delta', 'data', dict(pad=3), 'of its data'),
-            ('delta', 'data', dict(source=4, row=9), 'of its data'),
-            ('delta', 'data', dict(classes=2), 'of its data'),
-            ('delta', 'data', dict(patch=2, row=16), 'of its data')):
-        tensors, meta = files.read_tensors(a_model(f'--rule={rule}'))
-        said = {name: value for name, value in {**meta[part], **change}.items() if value is not ...}
-        files.write_tensors(path, tensors, {**meta, part: said})
-        if why:
-            err = refused(capsys, sample.main, f'--init={path}')
-            assert why in err and 'old.safetensors' in err
-        else:
-            load(path)
-    files.write_safetensors(path, {}, {'meta': '[1]', 'digest': files.digest('[1]', {})})
-    assert 'says nothing that' in refused(capsys, sample.main, f'--init={path}')
+    tensors, meta = files.read_tensors(a_model(f'--rule={rule}'))
+    said = {name: value for name, value in (meta[part] | change).items() if value is not ...}
+    files.write_tensors(path, tensors, meta | {part: said})
+    if not why:
+        load(path)
+        return
+    err = refused(capsys, sample.main, f'--init={path}')
+    assert why in err and 'old.safetensors' in err
 
 
 # ---- 10. Training ------------------------------------------------------------------------------------------
