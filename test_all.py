@@ -4403,7 +4403,8 @@ SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),        # flags;
               grid=('--data=TEXT --steps=4 --only="sum t2r:4,delta rfa"', 6),
               mqar=('--steps=1 --only=tova --lengths=8', 1), tracking=('--steps=1 --only=sum', 2 + 512),
               language=('--data=TEXT --steps=1 --only=sum', 1),
-              lra=('--steps=1 --only=softmax,hedgehog', 2), glue=('--steps=2 --only=elu,hedgehog', 4),
+              lra=('--steps=1 --only=softmax,hedgehog', 2),
+              glue=('--steps=2 --only="elu,hedgehog,trained on"', 4),
               translate=('--steps=2 --only="elu,hedgehog converted"', 2),
               vit=('--steps=2 --only=t2r', 3), real=('--init=ROPE --lengths=40 --beside=GATED_DELTA', 3 + 6))
 
@@ -4479,6 +4480,10 @@ def test_bench_writes_table_and_picture(suite, places, small_pairs, few_facts, t
         forms = itertools.product(('from scratch', 'converted'), ('softmax', 'sum t2r:4', 'delta rfa'))
         assert [(row['part'], row['form']) for row in found] == list(forms)
         assert [bool(row['recovered']) for row in found] == [False] * 4 + [True] * 2
+    if suite == 'glue':                                 # the control goes on from the softmax model
+        softmax, = tmp_path.glob('glue/softmax-*/ckpt.safetensors')
+        control, = tmp_path.glob('glue/trained-on-*/log.jsonl')
+        assert log(control.parent)[0]['args']['init'] == str(softmax)
 
 def test_a_model_that_talks_is_judged_beside_caches_of_as_many_bytes(tmp_path, few_words, monkeypatch):
     """By its rows of a text, its teacher's answers, and facts."""
@@ -4498,21 +4503,6 @@ def test_a_model_that_talks_is_judged_beside_caches_of_as_many_bytes(tmp_path, f
     facts = [row for row in table if row['part'] == 'facts']
     assert [row['distance'] for row in facts] == ['20', '40'] * len(lines)
     assert {round(8 * float(row['accuracy']) / 100, 9) for row in facts} <= set(range(9))
-
-def test_bench_a_line_is_trained_or_converted_from_softmax_or_trains_it_on(monkeypatch):
-    suite, calls = bench.SUITES['glue'], []
-
-    def called(name, args, suite, line, *more):
-        calls.append((name, line, more[0]))
-        return {'path': 'P', 'accuracy': 1}
-    for name in 'trained', 'converted':
-        monkeypatch.setattr(bench, name, partial(called, name))
-    for form, last in ('trained on', 'trained'), ('hedgehog', 'converted'):
-        bench.a_line(bench.Args(), suite, suite.ways['trec'], form, 0)
-        (name, line, flags), (then, its_line, more) = calls[-2:]
-        assert (name, line, then, its_line) == ('trained', 'softmax trec', last, f'{form} trec')
-        assert '--init' not in flags and ('--init=P ' in more or more == 'P')
-    assert len(calls) == 4
 
 def test_bench_fine_tunes_a_pretrained_model_on_a_set_from_a_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, 'runs', lambda args, suite: (suite, bench.ways_of(args, suite)))
