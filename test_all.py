@@ -2763,17 +2763,31 @@ def test_two_processes_may_prepare_the_same_text(tmp_path, monkeypatch):
     prepare.prepare(mine, str(tmp_path))
     assert there == [True] * 3
 
-def test_a_text_is_prepared_in_tokens_that_say_it_again_or_in_those_of_another(text, characters, tmp_path):
-    """As a model needs it: bytes, or characters by its own table, beside what the text itself would make."""
-    assert prepare.load(text)[2]['tokenizer'] == 'byte'
-    new = put(tmp_path, 'new.txt', 'the quick lazy fox jumps\n' * 20)
-    for like in text, characters:
-        train_set, val_set, wanted = prepare.load(like)
-        assert prepare.decode(np.concatenate([train_set, val_set]), wanted) == TEXT
-        assert prepare.encode(TEXT[:50], wanted) == train_set[:50].tolist()
-        data, _, meta = prepare.load(new, like=wanted)
-        assert prepare.same_tokens(meta, wanted)
-        assert prepare.decode(data[:24], meta) == 'the quick lazy fox jumps'
+@pytest.mark.parametrize('tokenizer, folder', [
+    ('byte', 'stdlib'), ('char', 'stdlib-char'), ('bpe:300', 'stdlib-bpe-300')])
+def test_a_text_is_prepared_in_tokens_that_say_it_again_or_in_those_of_another(tokenizer, folder, tmp_path,
+                                                                               monkeypatch):
+    """Each in a folder of its own, beside what the text itself would make. Subwords are learned from the training
+    side, and what is no UTF-8 is refused."""
+    if tokenizer == 'bpe:300':
+        pytest.importorskip('tokenizers')
+    train_side, val = TEXT[:6000].encode(), '\u00e9 quick brown line'.encode() * 40
+    monkeypatch.setitem(prepare.DATASETS['stdlib'], 'make', lambda _: (train_side, val))
+    root, new = str(tmp_path), put(tmp_path, 'new.txt', 'the quick lazy fox jumps\n' * 20)
+    *sides, meta = prepare.load('stdlib', root, tokenizer)
+    assert meta['name'] == folder and meta['tokenizer'] == tokenizer
+    assert [prepare.decode(side, meta).encode() for side in sides] == [train_side, val]
+    assert prepare.load('stdlib', root, like=meta)[2] == meta
+    data, _, found = prepare.load(new, root, like=meta)
+    assert prepare.same_tokens(found, meta) and 'the quick lazy fox jumps\n' in prepare.decode(data, found)
+    if tokenizer == 'bpe:300':
+        assert meta['json'] == prepare.learn_tokenizer(train_side, 300) and meta['vocab_size'] == 300
+        assert len(sides[0]) < len(train_side) / 1.5
+        other = dict(meta, json=prepare.learn_tokenizer(val, 300))      # another model's
+        assert prepare.load('stdlib', root, like=other)[2]['name'].startswith('stdlib-bpe-300-')
+        monkeypatch.setitem(prepare.DATASETS['stdlib'], 'make', lambda _: (train_side, b'\xff' + val))
+        with pytest.raises(ValueError, match='utf-8'):
+            prepare.load('stdlib', root, 'bpe:301')
 
 STRANGE = ("It's so.\n\n  Then he...\nwent\ton, 1234567 \u2581 or\u3000so a\u0300 b; <s> not </s> a <|end|> "
            'caf\u00e9 \u0431\u044b\u043b \u0431\u044b \u4f60\u597d\u4e16\u754c\U0001f600 end \u00a0 x  y '
@@ -2852,26 +2866,6 @@ def test_pieces_of_a_text_have_the_tokens_of_the_whole(kind):
     assert np.concatenate([*prepare.tokenize(HAN.encode(), meta, 1)]).tolist() == prepare.encode(HAN, meta)
     said = prepare.encode('x', meta)
     assert prepare.begun(said, meta) == [1, *said] and prepare.begun([], meta) == [1]
-
-def test_subwords_are_learned_from_the_training_side_in_a_folder_of_their_own(tmp_path, monkeypatch):
-    """Beside the set in its own tokens; lossless; what is no UTF-8 is refused."""
-    pytest.importorskip('tokenizers')
-    train_side, val = TEXT[:6000].encode(), '\u00e9 quick brown line'.encode() * 40
-    monkeypatch.setitem(prepare.DATASETS['stdlib'], 'make', lambda _: (train_side, val))
-    root = str(tmp_path)
-    for tokenizer, folder in ('', 'stdlib'), ('bpe:300', 'stdlib-bpe-300'), ('bpe:300', 'stdlib-bpe-300'):
-        *sides, meta = prepare.load('stdlib', root, tokenizer)
-        assert meta['name'] == folder and meta['tokenizer'] == (tokenizer or 'byte')
-        assert [prepare.decode(side, meta).encode() for side in sides] == [train_side, val]
-    assert meta['json'] == prepare.learn_tokenizer(train_side, 300) and meta['vocab_size'] == 300
-    assert len(sides[0]) < len(train_side) / 1.5
-    assert prepare.load('stdlib', root, like=meta)[2]['name'] == folder
-    other = dict(meta, json=prepare.learn_tokenizer(val, 300))      # another model's
-    beside = prepare.load('stdlib', root, like=other)[2]['name']
-    assert beside.startswith('stdlib-bpe-300-') and len(os.listdir(root)) == 3
-    monkeypatch.setitem(prepare.DATASETS['stdlib'], 'make', lambda _: (train_side, b'\xff' + val))
-    with pytest.raises(ValueError, match='utf-8'):
-        prepare.load('stdlib', root, 'bpe:301')
 
 def made(folder, x, y, ends, **more):
     """The path of a set of these rows, whose sides end at `ends`, with more in its meta.json."""
