@@ -3530,16 +3530,14 @@ BROWSER = next(filter(None, map(shutil.which, ('chromium', 'chromium-browser', '
 def test_the_page_computes_the_equation(tmp_path):
     """With each gate absent, a number, or one per channel: S, what is read, and its weights."""
     T, K, V = 7, 4, 3
+    absent = dict(w=1, e=0, f=1, z=1)
     rows, expected = [], []
-    for w_d, e_d, f_d, z_d in [(0, 0, 0, 0), (V, K, K, V), (1, 1, 1, 1), (1, K, 0, V), (V, 1, K, 0)]:
-        q, k, v = torch.randn(T, K), torch.randn(T, K), torch.randn(T, V)
-        given = {'w': torch.rand(T, w_d), 'e': torch.rand(T, e_d), 'f': .5 + torch.rand(T, f_d) / 2,
-                 'z': .5 + torch.rand(T, z_d) / 2}
-        given = {name: x.double() for name, x in dict(given, q=q, k=k, v=v).items() if x.shape[1]}
-        absent = dict(w=1, e=0, f=1, z=1)
-        rows.append([{**absent, **{name: x[t].tolist() for name, x in given.items()}} for t in range(T)])
-        gates = [given.get(name, torch.full((T, 1), float(name != 'e')).double()) for name in 'wefz']
-        q, k, v, w, e, f, z = (x[None, None] for x in (given['q'], given['k'], given['v'], *gates))
+    for widths in (0, 0, 0, 0), (V, K, K, V), (1, 1, 1, 1), (1, K, 0, V), (V, 1, K, 0):
+        given = dict(q=torch.randn(T, K), k=torch.randn(T, K), v=torch.randn(T, V))
+        given.update({name: 1 - torch.rand(T, d) / 2 for name, d in zip('wefz', widths) if d})
+        rows.append([absent | {name: x[t].tolist() for name, x in given.items()} for t in range(T)])
+        whole = {name: torch.full((T, 1), value) for name, value in absent.items()} | given
+        q, k, v, w, e, f, z = (whole[name].double()[None, None] for name in 'qkvwefz')
         o, S = recurrent(q, k, v, w, e, f.log(), z.log())
         q, k, e, f = (x.expand(V, 1, T, K) for x in (q, k, e, f))       # each channel of the values by itself
         w, z = (x.expand(1, 1, T, V).permute(3, 0, 2, 1) for x in (w, z))
