@@ -5051,7 +5051,7 @@ def turned(x, config):
 @contextlib.contextmanager
 def served(contents, at='', fault=None, times=99, token=None):
     """A server of contents by path -> its address, and the list of paths it was asked for. Those that end in
-    `at` meet a fault so many times: a status, 'silent', 'stalls', 'cut', or a function of the content."""
+    `at` meet a fault so many times: a status, 'silent', 'stalls', 'cut', 'backwards', or another content."""
     asked, over = [], threading.Event()
 
     class Server(http.server.BaseHTTPRequestHandler):
@@ -5068,8 +5068,10 @@ def served(contents, at='', fault=None, times=99, token=None):
                 return self.send_error(bad or 404)
             if token and self.headers.get('Authorization') != f'Bearer {token}':
                 return self.send_error(401)
-            if callable(bad):
-                sent = bad(content)
+            if isinstance(bad, bytes):
+                sent = bad
+            if bad == 'backwards':
+                sent = content[::-1]
             self.send_response(200)
             if self.path.endswith('model.safetensors'):         # of parts a hub promises nothing
                 self.send_header('X-Linked-Etag', f'"{hashlib.sha256(content).hexdigest()}"')
@@ -5087,15 +5089,9 @@ def served(contents, at='', fault=None, times=99, token=None):
         over.set()
         server.shutdown()
 
-def page(_):
-    return b'<html>sign in</html>'
-
-def backwards(content):
-    return content[::-1]
-
 @pytest.mark.parametrize('fault, times, hits', [
-    (None, 0, 1), ('cut', 1, 2), (503, 1, 2), ('cut', 99, 4), (404, 99, 4), (backwards, 99, 1),
-    (page, 99, 1), ('silent', 99, 1), ('stalls', 99, 4)])
+    (None, 0, 1), ('cut', 1, 2), (503, 1, 2), ('cut', 99, 4), (404, 99, 4), ('backwards', 99, 1),
+    (b'<html>sign in</html>', 99, 1), ('silent', 99, 1), ('stalls', 99, 4)])
 @pytest.mark.parametrize('name', ['polarity', 'trec'])
 def test_downloads_end_whole_or_not_at_all(name, fault, times, hits, tmp_path, monkeypatch):
     """One file or several, from a server that cuts, lies, fails, sends web pages, stalls. Nothing wrong is
@@ -5128,14 +5124,13 @@ def test_downloads_end_whole_or_not_at_all(name, fault, times, hits, tmp_path, m
 PARTS = ['config.json', 'model-0.safetensors', 'model.safetensors.index.json', 'tokenizer.json']
 SENT = {        # of a hub: which file it sends otherwise, and how; what is said; what is kept of the others
     'good': ('one', '', None, '', ['chat_template.jinja', 'config.json', 'model.safetensors']),
-    'sum': ('one', 'model.safetensors', backwards, 'sha256 is', ['chat_template.jinja', 'config.json']),
-    'page': ('one', 'model.safetensors', page, '20 bytes', ['chat_template.jinja', 'config.json']),
-    'cut': ('one', 'config.json', lambda x: x[:40], 'config.json', []),         # with a length that agrees
-    'tokens': ('many', 'tokenizer.json', lambda x: x[:9], 'tokenizer.json', ['config.json']),
-    'index': ('many', 'index.json', lambda x: b'{}', 'index.json', ['config.json', 'tokenizer.json']),
-    'pixels': ('vit', 'preprocessor_config.json', lambda x: b'{"image_mean": 0}', 'json: image_mean is 0',
-               ['config.json']),
-    'half': ('many', 'model-1.safetensors', lambda x: x[:99], 'not a whole safetensors file', PARTS),
+    'sum': ('one', 'model.safetensors', 'backwards', 'sha256 is', ['chat_template.jinja', 'config.json']),
+    'page': ('one', 'model.safetensors', b'<html>sign in</html>', '20 bytes', ['chat_template.jinja', 'config.json']),
+    'cut': ('one', 'config.json', b'{"model_type": ', 'config.json', []),       # with a length that agrees
+    'tokens': ('many', 'tokenizer.json', b'{"model":', 'tokenizer.json', ['config.json']),
+    'index': ('many', 'index.json', b'{}', 'index.json', ['config.json', 'tokenizer.json']),
+    'pixels': ('vit', 'preprocessor_config.json', b'{"image_mean": 0}', 'json: image_mean is 0', ['config.json']),
+    'half': ('many', 'model-1.safetensors', b'half of it', 'not a whole safetensors file', PARTS),
     'silent': ('one', 'config.json', 'silent', 'ReadTimeout .* by hand', []),
     '401': ('one', 'config.json', 401, 'HF_TOKEN', []), '404': ('no', '', None, 'no such model', [])}
 
