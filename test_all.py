@@ -2447,9 +2447,9 @@ def test_generated_tasks_are_what_the_papers_say():
         assert all(target[i] == values[list(keys).index(row[i])] for i in at)
         assert at.min() >= 16 and (np.flatnonzero(row[16:]) + 16 == at).all()                  # all else is 0
 
-@pytest.mark.parametrize('name, order', [('Z2', 2), ('S3', 6), ('A5', 60)])
+@pytest.mark.parametrize('name, order', [('S3', 6), ('A5', 60)])
 def test_targets_of_a_group_are_its_products(name, order):
-    """By composing permutations; of Z2 it is parity. Each set of elements is closed, with an inverse."""
+    """By composing permutations. Each set of elements is closed, with an inverse."""
     elements = tasks.GROUPS[name]
     assert len(set(elements)) == order
     make = tasks.SETS[f'group:{name}']['make']
@@ -2458,8 +2458,6 @@ def test_targets_of_a_group_are_its_products(name, order):
         for x, y in zip(row, target):
             so_far = [elements[x][i] for i in so_far]
             assert list(elements[y]) == so_far
-        if name == 'Z2':
-            assert target.tolist() == (row.cumsum() % 2).tolist()
 
 def rows_of(name, root, **how):
     """A set prepared anew: each side's inputs and targets, the third one's too, and its meta."""
