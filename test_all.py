@@ -4379,20 +4379,19 @@ SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),        # flags;
 @pytest.fixture
 def in_process(monkeypatch):
     """Commands that bench.py runs are run here, with fewer tokens to evaluate."""
-    elsewhere = subprocess.run
+    elsewhere, scripts = subprocess.run, dict(train=train, convert=convert)
 
     def run(command, **how):
-        name = Path(command[1]).stem
-        if name not in ('train', 'convert'):
+        script = scripts.get(Path(command[1]).stem)
+        if script is None:
             return elsewhere(command, **how)
         flags = command[2:]
-        if name == 'train':
-            flags = [flag for flag in flags if 'val_tokens' not in flag]
-            flags += ['--val_tokens=2048', '--threads=1']
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = dict(train=train, convert=convert)[name].main(flags)
-        return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
+        if script is train:
+            flags = [flag for flag in flags if 'val_tokens' not in flag] + ['--val_tokens=2048', '--threads=1']
+        err = io.StringIO()
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
+            code = script.main(flags)
+        return subprocess.CompletedProcess(command, code, '', err.getvalue())
     monkeypatch.setattr(subprocess, 'run', run)
 
     def once_each(cells, *_):
