@@ -4141,46 +4141,42 @@ def test_a_template_does_what_it_may_or_is_refused_in_one_line(template, result,
 def test_a_conversation_is_read_as_one_text(rule, tmp_path, capsys, monkeypatch):
     """Each answer is that to the whole text so far; what was said is read once, unless the template changes it.
     The page of --html has all of it since the last /reset."""
-    data, lines = a_talker(tmp_path), ['the quick', '', 'jumps</s> over', '/reset', 'the quick', '/quit', 'no']
-    swap = [f'--rule={rule}', '--cache=200'] * (rule != 'softmax')
-    read, plain, texts = [], GPT.read, []
+    data, read, pages, roles = a_talker(tmp_path), [], [], []
+    plain, render = GPT.read, chat.rendered
     monkeypatch.setattr(GPT, 'read', lambda self, tokens, state=None, **how: read.append(tokens.shape[1]) or plain(
         self, tokens, state, **how))
-    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO('\n'.join(lines).encode())))
-    heard = []
-    monkeypatch.setattr(sample, 'write_page', lambda *given: heard.extend(given[-1]))
-    flags = '--chat', '--tokens=6', '--temperature=0', '--html=a.html', *swap
-    out = written(capsys, f'--init={tmp_path}', *flags)[0]
-    monkeypatch.setattr(sys, 'stdin', None)                     # closed: nobody speaks
-    assert not written(capsys, f'--init={tmp_path}', '--chat')[0]
-    model, total, answers = load(tmp_path)[0], sum(read), []
-
-    def answer(*messages):
-        ids = chat.tokens(chat.rendered(said(*messages), data), data)
-        found = [token.item() for token, _ in itertools.islice(model.generate(torch.tensor([ids]), temperature=0), 6)]
-        found = list(itertools.takewhile(lambda token: token not in data['ends'], found))
-        texts.append(ids)
-        answers.append(found)
-        return prepare.decode(found, data)
-    first = answer('the quick')
-    second = answer('the quick', first, 'jumps</s> over')
-    assert out.splitlines() == f'{first}\n{second}\n{first}'.splitlines()
-    assert heard == [(token, False) for token in texts[0]] + [(token, True) for token in answers[0]]
-    again = len(texts[0]) if first != first.strip() else 0
-    assert total < len(texts[0]) + len(texts[1]) + again
-    page, heard[:] = [*heard], []
-    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'the quick\n\xff\n')))
-    assert sample.main([f'--init={tmp_path}', *flags]) == 2 and heard == page       # whatever ends it
-    heard[:] = []
-    with monkeypatch.context() as stopped:
-        stopped.setattr(sample, 'write_texts', Mock(side_effect=KeyboardInterrupt))
-        assert sample.main([f'--init={tmp_path}', *flags, '--prompt=the quick']) == 130
-    assert heard == page[:len(texts[0])]
-    roles, render = [], chat.rendered
     monkeypatch.setattr(chat, 'rendered', lambda messages, data: roles.append(
         [message['role'] for message in messages]) or render(messages, data))
-    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'the quick\n/reset\nthe quick\nfox')))
-    flags = f'--init={tmp_path}', *flags
+    monkeypatch.setattr(sample, 'write_page', lambda *given: pages.append([*given[-1]]))
+
+    def type_in(text):
+        monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(text)))
+    flags = [f'--init={tmp_path}', '--chat', '--tokens=6', '--temperature=0', '--html=a.html']
+    flags += [f'--rule={rule}', '--cache=200'] * (rule != 'softmax')
+    type_in(b'the quick\n\njumps</s> over\n/reset\nthe quick\n/quit\nno')
+    out = written(capsys, *flags)[0]
+    model, total = load(tmp_path)[0], sum(read)
+
+    def answer(*messages):
+        ids = chat.tokens(render(said(*messages), data), data)
+        steps = itertools.islice(model.generate(torch.tensor([ids]), temperature=0), 6)
+        found = itertools.takewhile(lambda token: token not in data['ends'], [token.item() for token, _ in steps])
+        return ids, [*found]
+    ids, found = answer('the quick')
+    first = prepare.decode(found, data)
+    longer, found_then = answer('the quick', first, 'jumps</s> over')
+    assert out.splitlines() == f'{first}\n{prepare.decode(found_then, data)}\n{first}'.splitlines()
+    assert total < len(ids) + len(longer) + len(ids) * (first != first.strip())
+    type_in(b'the quick\n\xff\n')
+    assert sample.main(flags) == 2
+    with monkeypatch.context() as stopped:
+        stopped.setattr(sample, 'write_texts', Mock(side_effect=KeyboardInterrupt))
+        assert sample.main([*flags, '--prompt=the quick']) == 130
+    page = [(token, False) for token in ids] + [(token, True) for token in found]
+    assert pages == [page, page, page[:len(ids)]]               # whatever ends it
+    monkeypatch.setattr(sys, 'stdin', None)                     # closed: nobody speaks
+    assert not written(capsys, *flags[:2])[0]
+    type_in(b'the quick\n/reset\nthe quick\nfox')
     assert 'no place for it' in refused(capsys, sample.main, *flags, '--system=Be brief.')
     assert '@FILE' in refused(capsys, sample.main, *flags, '--system=-')
     put(tmp_path, 'chat_template.jinja', FRAME.replace("{% if m.role == 'system' %}{% continue %}{% endif %}", ''))
