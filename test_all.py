@@ -2794,17 +2794,17 @@ HAN = ('\u4f60\u597d\n\u4e16\u754c\u3002\n\u306f\u3044\n\n\u4f60\u300d\n\u597d\r
        '\u3000\u597d\n\U0001f600\n\u4f60')
 
 @functools.cache
-def tokenizer_json(kind, size=400):
+def tokenizer_json(kind):
     """A small tokenizer.json of a kind that there is, learned from TEXT."""
     package = pytest.importorskip('tokenizers')
     models, pre, decoders = package.models, package.pre_tokenizers, package.decoders
     specials = ['<unk>', '<s>', '</s>']
-    words = dict(vocab_size=size, special_tokens=specials, show_progress=False)
+    words = dict(vocab_size=400, special_tokens=specials, show_progress=False)
     found = package.Tokenizer(models.BPE(unk_token='<unk>', fuse_unk=True, byte_fallback=True))
     found.pre_tokenizer = pre.Metaspace()
     if kind in ('llama2', 'metaspace'):
         specials += [f'<0x{i:02X}>' for i in range(256)]
-        words.update(vocab_size=size + 256, special_tokens=specials)
+        words.update(vocab_size=656, special_tokens=specials)
         found.decoder = decoders.Sequence([decoders.Replace('\u2581', ' '), decoders.ByteFallback(),
                                            decoders.Fuse(), decoders.Strip(' ', 1, 0)])
     else:
@@ -4012,16 +4012,15 @@ DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; 
 def test_models_of_the_hub_that_are_damaged_or_others_are_refused(kind, what, value, why, tmp_path, capsys):
     if what == 'tokenizer.json':
         pytest.importorskip('tokenizers')
-    path, entries, tensors = tmp_path / 'model.safetensors', {}, {}
-    if '.' not in what:
-        entries[what] = value
-    in_hub_layout(tmp_path, kind, **entries)
-    if what == path.name and value is None:
-        path.unlink()
-    elif isinstance(value, bytes):
+    path = tmp_path / 'model.safetensors'
+    in_hub_layout(tmp_path, kind, **{} if '.' in what else {what: value})
+    if isinstance(value, bytes):
         (tmp_path / what).write_bytes(value)
+    elif what == path.name:
+        path.unlink()
     elif '.' in what:
-        tensors = {name: x for name, x in load_file(path).items() if name != what}
+        tensors = load_file(path)
+        del tensors[what]
         save_file(tensors if value is None else tensors | {what: torch.zeros(value)}, path)
     assert why in refused(capsys, convert.main, f'--from={tmp_path}')
 
@@ -5130,9 +5129,8 @@ def test_the_hub_is_read_over_http(tmp_path, monkeypatch):
     (source / 'me/many/tokenizer.json').write_text('{"model": {"vocab": {}}}')
     (source / 'me/one/chat_template.jinja').write_text('{{ messages }}')
     (source / 'me/vit/preprocessor_config.json').write_text('{}')
-    contents = {}
-    for path in source.glob('me/*/*'):
-        contents[f'/me/{path.parent.name}/resolve/main/{path.name}'] = path.read_bytes()
+    contents = {f'/me/{path.parent.name}/resolve/main/{path.name}': path.read_bytes()
+                for path in source.glob('me/*/*')}
     monkeypatch.setattr(prepare.time, 'sleep', lambda s: None)
     monkeypatch.setenv('HF_TOKEN', 'secret')
     for mode, (repo, at, fault, why, kept) in SENT.items():
