@@ -5022,15 +5022,13 @@ def turned(x, config):
     """rope of a Llama, by complex numbers: x (B, heads, T, 4). Llama 3.1's goes by a pair's wave length."""
     rope = config.get('rope_scaling') or config.get('rope_parameters') or {}
     theta = config.get('rope_theta') or rope.get('rope_theta', 1e4)
-    speeds = []
-    for w in 1, theta ** -.5:
-        if 'factor' in rope:
-            waves = rope['original_max_position_embeddings'] * w / (2 * math.pi)
-            low, high = rope['low_freq_factor'], rope['high_freq_factor']
-            s = min(1, max(0, (waves - low) / (high - low)))
-            w = (1 - s) * w / rope['factor'] + s * w
-        speeds.append(w)
-    angle = torch.arange(x.shape[2])[:, None] * torch.tensor(speeds)
+    speeds = torch.tensor([1, theta ** -.5])
+    if 'factor' in rope:
+        waves = rope['original_max_position_embeddings'] * speeds / (2 * math.pi)
+        low, high = rope['low_freq_factor'], rope['high_freq_factor']
+        s = ((waves - low) / (high - low)).clamp(0, 1)
+        speeds = (1 - s) * speeds / rope['factor'] + s * speeds
+    angle = torch.arange(x.shape[2])[:, None] * speeds
     y = torch.complex(*x.split(2, -1)) * torch.polar(torch.ones(()), angle)
     return torch.cat([y.real, y.imag], -1)
 
