@@ -3505,13 +3505,12 @@ def test_draws_are_those_of_multinomial(monkeypatch):
         assert (model_py.sample(logits.expand(50, -1), **kw) == 0).all()
     assert model_py.sample(logits[None], temperature=1e9, top_k=99).item() < 4
     assert len(set(model_py.sample(torch.zeros(99, 9), top_k=3).flatten().tolist())) <= 3       # level ones, too
-    with monkeypatch.context() as patched:                      # some devices draw -0.0 now and then
-        patched.setattr(torch.Tensor, 'exponential_', lambda r, generator: r.zero_().neg_())
-        assert (model_py.sample(logits.expand(50, -1)) == 0).all()
     for broken in [-torch.inf, -torch.inf], [1., torch.nan], [torch.inf, 1.]:
         for temperature in 0, 1:
             with pytest.raises(ValueError, match='logits.*expected finite'):
                 model_py.sample(torch.tensor([broken]), temperature)
+    monkeypatch.setattr(torch.Tensor, 'exponential_', lambda r, generator: r.zero_().neg_())
+    assert (model_py.sample(logits.expand(50, -1)) == 0).all()             # some devices draw -0.0 now and then
 
 # The page: assets/memory.html, and a run in it
 
@@ -3595,10 +3594,9 @@ def test_a_page_holds_what_each_memory_was_given(flags, a_model, characters, tmp
 def test_a_page_takes_any_text_as_text(a_model, tmp_path, monkeypatch, capsys):
     """As subwords would have it; bytes are letters of their own."""
     hostile = '</script><!-- "\'&<b>\u2028\U0001f600 \\u003c ${x}'
-    with monkeypatch.context() as m:
-        m.setattr(sample, 'added', lambda before, tokens, data: hostile)
-        written(capsys, f'--init={a_model("--rule=delta")}', '--prompt=line', '--tokens=0',
-                f'--html={tmp_path / "run.html"}')
+    monkeypatch.setattr(sample, 'added', lambda before, tokens, data: hostile)
+    flags = f'--init={a_model("--rule=delta")}', '--prompt=line', '--tokens=0'
+    written(capsys, *flags, f'--html={tmp_path / "run.html"}')
     page = (tmp_path / 'run.html').read_text()
     empty = Path(sample.PAGE).read_text()
     assert run_in(tmp_path / 'run.html')['tokens'] == 4 * [hostile]
@@ -5039,8 +5037,7 @@ def served(contents, at='', fault=None, times=99, token=None):
     asked, over = [], threading.Event()
 
     class Server(http.server.BaseHTTPRequestHandler):
-        def log_message(self, *args):
-            pass
+        log_message = Mock()
 
         def do_GET(self):
             asked.append(self.path)
