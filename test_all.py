@@ -3071,12 +3071,11 @@ def test_resume_is_bitwise_identical(flags, steps, text, tmp_path, monkeypatch):
     """Of 5 steps every checkpoint is kept; going on from it ends in the same bits. gated redraws features."""
     end, plain = tmp_path / 'out' / 'ckpt.safetensors', train.save
 
-    def save_and_keep(path, model, meta, extra, state):
-        plain(path, model, meta, extra, state)
-        if extra:
-            kept = tmp_path / str(meta['step'])
-            kept.mkdir()
-            shutil.copy(path, kept)
+    def save_and_keep(path, model, meta, *more):
+        plain(path, model, meta, *more)
+        kept = tmp_path / str(meta['step'])
+        kept.mkdir(exist_ok=True)
+        shutil.copy(path, kept)
     monkeypatch.setattr(train, 'save', save_and_keep)
     trained(text, tmp_path / 'out', *flags.split(), '--accum=2', '--dropout=0.2', steps=5, eval_every=1)
     monkeypatch.setattr(train, 'save', plain)
@@ -4180,12 +4179,8 @@ def test_each_of_several_texts_ends_by_itself(tmp_path, monkeypatch, capsys):
     """And what ends it is not printed; without --special a special token's letters are read, and said so."""
     data = a_talker(tmp_path)
     one, end = prepare.encode(' the', data)[0], data['ends'][0]
-    steps = [[one, one], [end, one], [one, one], [one, end], [one, one]]
-
-    def generate(*_):
-        for step in steps:
-            yield torch.tensor(step)[:, None], None
-    monkeypatch.setattr(GPT, 'generate', generate)
+    steps = torch.tensor([[one, one], [end, one], [one, one], [one, end], [one, one]])
+    monkeypatch.setattr(GPT, 'generate', lambda *_: ((step[:, None], None) for step in steps))
     args = sample.Args(tokens=9, samples=2)
     *_, times, texts = sample.write_texts(args, None, data, torch.zeros(2, 1), None)
     assert texts == [[one], [one] * 3] and len(times) == 5
