@@ -349,8 +349,21 @@ def by_the_book(policy, q, k, v, cache, sinks):
     what each of these groups keeps"""
     (H, T, d), G = q.shape, len(k)
     o, total, kept = torch.zeros_like(q), torch.zeros(G, T, dtype=f64), [[] for h in range(G)]
+
+    def worth(i, h, t, a):
+        """Of token i to group h, behind step t, whose attention is a; total: of all steps so far."""
+        if 'sink' in policy and i < sinks:
+            return math.inf
+        if 'h2o' in policy and i > t - cache // 2:
+            return math.inf
+        if policy in ('window', 'sink'):
+            return i
+        if policy == 'random':
+            return (i * 40503 + t * 30011) % 65537
+        seen = total if 'h2o' in policy else a
+        return seen[h, i] if policy in ('h2o', 'tova-head') else seen[:, i].mean()
     for t in range(T):
-        a = torch.zeros(G, T, dtype=f64)                    # attention of this step; total: of all so far
+        a = torch.zeros(G, T, dtype=f64)
         for h in range(G):
             kept[h].append(t)
         for head in range(H):
@@ -360,16 +373,9 @@ def by_the_book(policy, q, k, v, cache, sinks):
             o[head, t] = weights @ v[h, kept[h]]
         total += a
         for h in range(G):
-            worth = {}
-            for i in kept[h]:
-                worth[i] = {'window': i, 'sink': math.inf if i < sinks else i,
-                            'h2o': math.inf if i > t - cache // 2 else total[h, i],
-                            'h2o-layer': math.inf if i > t - cache // 2 else total[:, i].mean(),
-                            'tova': a[:, i].mean(), 'tova-head': a[h, i],
-                            'tova-sink': math.inf if i < sinks else a[:, i].mean(),
-                            'random': (i * 40503 + t * 30011) % 65537}[policy]
-            if len(kept[h]) > cache:
-                kept[h].remove(min(kept[h], key=worth.get))         # of several the first: the oldest
+            worths = [worth(i, h, t, a) for i in kept[h]]
+            if len(worths) > cache:
+                kept[h].pop(worths.index(min(worths)))              # of several the first: the oldest
     return o, kept
 
 def cached_in_parts(bounded, cuts, q, k, v, *how):
