@@ -115,8 +115,8 @@ def inputs(f=0, z=0, w=0, e=0, erase=False, normalise=False, T=13, dtype=f64):
     def random(*size):
         return torch.rand(2, 2, *size, dtype=dtype)
     shift = 0 if normalise else 1 / 2
-    given = dict(q=random(T, K) - shift, k=l2(random(T, K) - shift), v=random(T, V) - shift,
-                 S=random(V + normalise, K))
+    given = dict(q=random(T, K) - shift, k=l2(random(T, K) - shift), v=random(T, V) - shift)
+    given['S'] = random(V + normalise, K)
     if w is not None:
         given['write'] = random(T, w) if w else random(T)
     if erase or e:
@@ -220,10 +220,10 @@ def test_rules_contain_each_other(form):
     near(o(erase=None, log_f=none, log_z=none), o(erase=None, log_f=None))      # decay with f = z = 1: sum
     near(o(log_f=none), o(log_f=None))                          # gated_delta with f = 1: delta
     near(o(log_f=same), o())                                    # kda with equal channels: gated_delta
-    equal = {'write': given['write'][..., None].expand(-1, -1, -1, V),
-             'erase': given['erase'][..., None].expand(-1, -1, -1, K)}
+    write, erase = given['write'][..., None], given['erase'][..., None]
+    equal = dict(write=write.expand(-1, -1, -1, V), erase=erase.expand(-1, -1, -1, K))
     near(o(log_f=same, **equal), o(log_f=same))                 # gdn2 with equal channels: kda
-    near(o(write=given['write'][..., None], erase=given['erase'][..., None]), o())
+    near(o(write=write, erase=erase), o())
 
 def weights(q, k, **gates):
     """How much of each value is in each output (B, H, T, T): outputs are linear in values, so let v be I."""
@@ -482,7 +482,7 @@ def test_exercise_3_chunked_for_delta_with_one_decay_a_head():
     from exercise import chunked_delta
     given, _ = inputs(f=1, erase=True, T=37)
     given['log_f'][:, :, 9] = 2 * LOG_MIN                                   # counts as LOG_MIN
-    beta = given.pop('erase') / 2
+    given['beta'] = given.pop('erase') / 2
     del given['write']
 
     def definition(q, k, v, S, log_f, beta, normalise):
@@ -490,13 +490,12 @@ def test_exercise_3_chunked_for_delta_with_one_decay_a_head():
 
     def yours(q, k, v, S, log_f, beta, normalise):
         return chunked_delta(q, k, v, beta, log_f, S)
-    near(with_gradients(yours, {**given, 'beta': beta}, False),
-         with_gradients(definition, {**given, 'beta': beta}, False))
+    near(with_gradients(yours, given, False), with_gradients(definition, given, False))
     counts = []
     for chunk in 5, 10:
+        first = {name: x[:, :, :chunk] for name, x in given.items() if name != 'S'}
         with Operations() as operations:
-            chunked_delta(given['q'][:, :, :chunk], given['k'][:, :, :chunk], given['v'][:, :, :chunk],
-                          beta[:, :, :chunk], given['log_f'][:, :, :chunk], chunk=chunk)
+            chunked_delta(**first, chunk=chunk)
         counts.append(operations.count)
     assert counts[0] == counts[1]
 
@@ -679,7 +678,8 @@ def test_cosformer_weighs_by_the_cosine_of_the_distance():
     q, k = torch.randn(2, 1, 1, 8, 4, dtype=f64)
     phi = feature_map('cosformer:8', 1, 4)
     t = torch.arange(8, dtype=f64)
-    near(phi(q, 'q') @ phi(k, 'k').mT, q.relu() @ k.relu().mT * torch.cos(math.pi / 16 * (t[:, None] - t)))
+    cosine = torch.cos(math.pi / 16 * (t[:, None] - t))
+    near(phi(q, 'q') @ phi(k, 'k').mT, q.relu() @ k.relu().mT * cosine)
     near(phi(q[:, :, 3:], 'q', 3), phi(q, 'q')[:, :, 3:])
     with pytest.raises(ValueError, match='up to 8'):
         phi(q, 'q', 1)
@@ -982,25 +982,27 @@ def resources(cases):
         with_gradients(kernels.on_gpu, given, False)
     return found
 
+KILOBYTES = {80: 163, 89: 99, 90: 227}      # of shared memory: of an A100, an RTX 4090 and an H100
+COMPILED = {        # rule: bytes of stack at most; the GPU, the width of the heads, gates
+    'delta': (48, 90, 64, {}), 'kda': (48, 90, 64, dict(f=64)), 'gated_delta': (48, 90, 64, dict(f=1)),
+    'both decays': (256, 90, 64, dict(f=64, z=64)), 'gdn2, 256': (2048, 90, 256, dict(f=256, w=256, e=256)),
+    'delta, 256': (2048, 80, 256, {}), 'gdn2, 128': (512, 89, 128, dict(f=128, w=128, e=128))}
+
 @gpu
 def test_triton_kernels_compile_for_gpus_that_are_not_here(monkeypatch):
-    """For an A100, an RTX 4090 and an H100, in a process that does not interpret them: registers, stack and
-    shared memory stay within what there is. pytest -s prints the table."""
+    """In a process that does not interpret them: registers, stack and shared memory stay within what there is.
+    pytest -s prints the table."""
     if not Path(kernels.triton.__file__).with_name('backends').joinpath('nvidia/bin/cuobjdump').exists():
         pytest.skip("this Triton comes without NVIDIA's compiler")
     monkeypatch.setenv('TRITON_INTERPRET', '0')
-    kilobytes = {80: 163, 89: 99, 90: 227}                      # of shared memory
-    most = {'delta': 48, 'kda': 48, 'gated_delta': 48, 'both decays': 256, 'gdn2, 256': 2048,
-            'delta, 256': 2048, 'gdn2, 128': 512}               # bytes of stack
-    cases = [(90, 64, {}), (90, 64, dict(f=64)), (90, 64, dict(f=1)), (90, 64, dict(f=64, z=64)),
-             (90, 256, dict(f=256, w=256, e=256)), (80, 256, {}), (89, 128, dict(f=128, w=128, e=128))]
     with multiprocessing.get_context('spawn').Pool(1) as pool:
-        found = pool.apply(resources, [cases])
-    for rule, rows, (target, _, _) in zip(most, found, cases):
+        found = pool.apply(resources, [[case for _, *case in COMPILED.values()]])
+    for rule, rows in zip(COMPILED, found):
+        most, target, *_ = COMPILED[rule]
         assert [name for name, *_ in rows] == [*KERNELS]
         for name, registers, stack, shared in rows:
             print(rule, name, registers, stack, shared)
-            assert registers <= 255 and stack <= most[rule] and shared <= 1024 * kilobytes[target], name
+            assert registers <= 255 and stack <= most and shared <= 1024 * KILOBYTES[target], name
 
 def wrong(q, **given):
     o, S = chunked(q, **given)
@@ -1588,17 +1590,18 @@ def written(capsys, *argv, main=sample.main):
 def places(text, characters, threes, turned_around, few_words, a_model, tmp_path_factory):
     """What words in capitals stand for in tables of flags."""
     texts = tmp_path_factory.mktemp('texts')
-    models = {rule.upper(): a_model(f'--rule={rule}') for rule in ('softmax', 'gated_delta', 'window')}
-    models['READER'] = a_model('--causal=false', data=threes)
-    models['TRANSLATOR'] = a_model('--encoder=1', '--rule=softmax', data=turned_around)
-    models.update({pos.upper(): a_model('--rule=softmax', f'--pos={pos}') for pos in ('rope', 'learned')})
-    link = texts / 'link.safetensors'
-    link.symlink_to(models['SOFTMAX'])
-    return dict(models, TEXT=text, THREES=threes, PAIRS=turned_around, LINK=str(link),
-                SCRAP=put(texts, 'a', 'few words\n' * 3),
-                WORDS=few_words, FEW_WORDS=put(texts, 'b', 'a b c d\n' * 999),
-                FOLDER=os.path.dirname(models['SOFTMAX']), EMPTY=put(texts, 'c', ''),
-                TALKER=a_model('--rule=softmax', data=characters))
+    found = dict(TEXT=text, THREES=threes, PAIRS=turned_around, WORDS=few_words)
+    found.update({rule.upper(): a_model(f'--rule={rule}') for rule in ('softmax', 'gated_delta', 'window')})
+    found.update({pos.upper(): a_model('--rule=softmax', f'--pos={pos}') for pos in ('rope', 'learned')})
+    found['READER'] = a_model('--causal=false', data=threes)
+    found['TRANSLATOR'] = a_model('--encoder=1', '--rule=softmax', data=turned_around)
+    found['TALKER'] = a_model('--rule=softmax', data=characters)
+    for name, content in dict(SCRAP='few words\n' * 3, FEW_WORDS='a b c d\n' * 999, EMPTY='').items():
+        found[name] = put(texts, name, content)
+    found['FOLDER'] = os.path.dirname(found['SOFTMAX'])
+    found['LINK'] = str(texts / 'link.safetensors')
+    os.symlink(found['SOFTMAX'], found['LINK'])
+    return found
 
 def filled(flag, places):
     return re.sub('[A-Z_]{4,}', lambda word: places[word[0]], flag)
@@ -2133,9 +2136,11 @@ def test_what_a_resumed_run_cannot_go_on_with_begins_anew(text, characters, tmp_
 def test_batches_and_processes_are_parts_of_one_larger_batch(kind, text, turned_around, tmp_path, monkeypatch):
     """The gradients of 8 rows at once, whose numbers of targets differ."""
     monkeypatch.setattr(train, 'POOL', 1)
-    lines, *both = [put(tmp_path, name, ''.join(f'{i % 3}\t{"word " * (1 + i % n)}\n' for i in range(90)))
-                    for name, n in (('x.tsv', 7), ('a', 5), ('b', 9))]
-    name = {'texts': text, 'lines': lines, 'tasks': 'recall', 'pairs': turned_around}.get(kind, ':'.join(both))
+
+    def lines_of(name, words):
+        return put(tmp_path, name, ''.join(f'{i % 3}\t{"word " * (1 + i % words)}\n' for i in range(90)))
+    lines, both = lines_of('x.tsv', 7), f'{lines_of("a", 5)}:{lines_of("b", 9)}'
+    name = {'texts': text, 'lines': lines, 'tasks': 'recall', 'pairs': turned_around}.get(kind, both)
     like = dict(tokenizer='byte', vocab_size=256) if name not in (lines, 'recall', turned_around) else None
     train_side, val, meta = prepare.load(name, like=like)
     T = meta.get('row', 16)
