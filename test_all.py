@@ -102,18 +102,20 @@ def test_the_numbers_in_the_docstrings_are_true():
 
 K, V = 6, 5                 # features of keys, of values: odd sizes, and not the same, on purpose
 GATES = {           # f, z, w, e: channels of log_f, log_z, write, erase; erase=True: one number per head
-    'sum': dict(w=None), 'attn': dict(normalise=True), 'attn, decays': dict(f=K, z=1, normalise=True),
-    'head': dict(f=1), 'values': dict(z=V), 'both': dict(f=K, z=V), 'delta': dict(erase=True),
-    'delta, head': dict(f=1, erase=True), 'delta, values': dict(z=V, erase=True),
-    'delta, both': dict(f=K, z=V, erase=True), 'delta, heads': dict(f=1, z=1, erase=True),
-    'write': dict(w=V), 'gdn2': dict(f=K, w=V, e=K), 'all': dict(f=K, z=V, w=V, e=K),
+    'sum': dict(w=None), 'attn': dict(normalise=True), 'attn, decays': dict(f='K', z=1, normalise=True),
+    'head': dict(f=1), 'values': dict(z='V'), 'both': dict(f='K', z='V'), 'delta': dict(erase=True),
+    'delta, head': dict(f=1, erase=True), 'delta, values': dict(z='V', erase=True),
+    'delta, both': dict(f='K', z='V', erase=True), 'delta, heads': dict(f=1, z=1, erase=True),
+    'write': dict(w='V'), 'gdn2': dict(f='K', w='V', e='K'), 'all': dict(f='K', z='V', w='V', e='K'),
     'ones': dict(f=1, w=1, e=1)}
 every_gate = pytest.mark.parametrize('gates', GATES.values(), ids=GATES)
 
-def inputs(f=0, z=0, w=0, e=0, erase=False, normalise=False, T=13, dtype=f64):
+def inputs(f=0, z=0, w=0, e=0, erase=False, normalise=False, T=13, K=K, V=V, dtype=f64):
     """-> arguments of a form at B = H = 2, with a state to start from; normalise: features are then >= 0"""
-    def random(*size):
-        return torch.rand(2, 2, *size, dtype=dtype)
+    sizes = {'K': K, 'V': V}
+
+    def random(*shape):
+        return torch.rand(2, 2, *[sizes.get(n, n) for n in shape], dtype=dtype)
     shift = 0 if normalise else 1 / 2
     given = dict(q=random(T, K) - shift, k=l2(random(T, K) - shift), v=random(T, V) - shift)
     given['S'] = random(V + normalise, K)
@@ -154,20 +156,11 @@ def test_recurrent_is_the_equation():
             near(o[0, 0, t, i], sum(S[i, j] * q[t, j] for j in range(K)))
     near(last[0, 0], S)
 
-def fewer_features(given, n):
-    """The same arguments with only the first n features."""
-    fewer = dict(given)
-    for name in {'q', 'k', 'S', 'log_f', 'erase'} & given.keys():
-        if given[name].dim() == 4:                          # erase may be a number a step
-            fewer[name] = given[name][..., :n]
-    return fewer
-
 @every_gate
 @pytest.mark.parametrize('features', [K, V - 1])        # more than channels of values, and fewer
 def test_chunked_equals_recurrent_in_values_and_gradients(gates, features):
     for T, chunk in (1, 64), (13, 5), (75, 64):
-        given, normalise = inputs(**gates, T=T)
-        given = fewer_features(given, features)
+        given, normalise = inputs(**gates, T=T, K=features)
         exact = with_gradients(recurrent, given, normalise)
         near(with_gradients(chunked, given, normalise, chunk=chunk), exact)
         near(with_gradients(kernels.chunked, given, normalise), exact)
@@ -668,6 +661,7 @@ def test_random_features_are_unbiased(name, sigma):
     draws = torch.stack(draws)
     z = (draws.mean(0) - kernel) / (draws.std(0) / len(draws) ** .5)
     assert z.abs().max() < 4.5 and draws.std(0).min() > 0
+    assert phi.feature_dim == 32                            # two a draw, as in table 6 of Schlag
     R = phi.R[:8]
     near(R @ R.mT, torch.diag((R ** 2).sum(-1)), 1e-5)      # orthogonal
 
@@ -804,14 +798,12 @@ def test_gradients_through_a_checkpoint_are_the_same(gates, monkeypatch):
     node, _ = S.grad_fn.next_functions[0]
     assert vars(node).keys() == {'segments', 'C'}
 
-@pytest.mark.parametrize('gates', [{}, dict(f=64, z=64), dict(f=1, erase=True)], ids=str)
+@pytest.mark.parametrize('gates', [{}, dict(f='K', z='V'), dict(f=1, erase=True)], ids=str)
 def test_plain_torch_takes_few_operations_where_there_is_no_cpu_cache(gates, monkeypatch):
     """On a GPU that has no kernel each operation is a launch, so a text is one segment. (Tensors on the
     device `meta` have shapes only.)"""
-    monkeypatch.setitem(globals(), 'K', 64)
-    monkeypatch.setitem(globals(), 'V', 64)
     monkeypatch.setattr(kernels, 'NUMBERS', 1)          # on a CPU, 16 segments
-    given, _ = inputs(**gates, T=1024)
+    given, _ = inputs(**gates, T=1024, K=64, V=64)
     given = {name: x.to('meta').requires_grad_() for name, x in given.items()}
     with Operations() as operations:
         o, S = kernels.chunked(**given)
@@ -842,14 +834,8 @@ def passing_of_channels(inside, out):
 def test_triton_kernels_equal_recurrent(gates, monkeypatch):
     """Values and gradients over three chunks and several blocks of value channels. All on the device of the
     tensors: Triton takes the current one, which need not be that of --device=cuda:1."""
-    given, normalise = inputs(**GATES[gates], T=37)
+    given, normalise = inputs(**GATES[gates], T=37, V=35)
     given = {name: x[:1] for name, x in given.items()}
-    many = torch.arange(35) % V                                 # of the value channels some come again
-    given['v'] = given['v'][..., many]
-    given['S'] = given['S'][:, :, [*many, V] if normalise else many]
-    for name in {'log_z', 'write'} & given.keys():
-        if given[name].shape[3:] == (V,):
-            given[name] = given[name][..., many]
     fp32 = {name: x.float().to(DEVICE) for name, x in given.items()}
     device_of, names = MagicMock(), []
     monkeypatch.setattr(torch.cuda, 'device_of', device_of)
@@ -897,9 +883,7 @@ def test_triton_gradients_of_strong_decays_in_bf16(gates, monkeypatch):
         monkeypatch.setattr(kernels, 'operand', rounded)
         monkeypatch.setattr(kernels, 'dot', dot_of_rounded)
         monkeypatch.setattr(kernels, 'store_tile', store_rounded)
-    monkeypatch.setitem(globals(), 'K', 64)
-    monkeypatch.setitem(globals(), 'V', 64)
-    given, normalise = inputs(**{name: 64 if x in (5, 6) else x for name, x in GATES[gates].items()}, T=40)
+    given, normalise = inputs(**GATES[gates], T=40, K=64, V=64)
     times = dict(log_f=5, log_z=5, erase=1 / 2, q=3)
     given = {name: x[:1, :1] * times.get(name, 1) for name, x in given.items()}
     if normalise:
@@ -972,18 +956,17 @@ def resources(cases):
     for target, width, gates in cases:
         driver = Mock(**{'get_current_target.return_value': GPUTarget('cuda', target, 32)})
         kernels.triton.runtime.driver.set_active(driver)
-        globals().update(K=width, V=width)
         found.append([])
-        given, _ = inputs(**gates, erase=True, dtype=torch.float32)
+        given, _ = inputs(**gates, erase=True, K=width, V=width, dtype=torch.float32)
         given.update({name: given[name].bfloat16() for name in 'qkv'})
         with_gradients(kernels.on_gpu, given, False)
     return found
 
 KILOBYTES = {80: 163, 89: 99, 90: 227}      # of shared memory: of an A100, an RTX 4090 and an H100
 COMPILED = {        # rule: bytes of stack at most; the GPU, the width of the heads, gates
-    'delta': (48, 90, 64, {}), 'kda': (48, 90, 64, dict(f=64)), 'gated_delta': (48, 90, 64, dict(f=1)),
-    'both decays': (256, 90, 64, dict(f=64, z=64)), 'gdn2, 256': (2048, 90, 256, dict(f=256, w=256, e=256)),
-    'delta, 256': (2048, 80, 256, {}), 'gdn2, 128': (512, 89, 128, dict(f=128, w=128, e=128))}
+    'delta': (48, 90, 64, {}), 'kda': (48, 90, 64, dict(f='K')), 'gated_delta': (48, 90, 64, dict(f=1)),
+    'both decays': (256, 90, 64, dict(f='K', z='V')), 'gdn2, 256': (2048, 90, 256, dict(f='K', w='V', e='K')),
+    'delta, 256': (2048, 80, 256, {}), 'gdn2, 128': (512, 89, 128, dict(f='K', w='V', e='K'))}
 
 @gpu
 def test_triton_kernels_compile_for_gpus_that_are_not_here(monkeypatch):
