@@ -560,7 +560,7 @@ import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest.mock import MagicMock, Mock
+from unittest.mock import DEFAULT, MagicMock, Mock
 
 import numpy as np
 from safetensors.torch import load_file, save_file
@@ -1713,18 +1713,13 @@ def test_the_memory_that_training_is_said_to_take(flags):
         assert .5 < (1e9 * train.gigabytes(m, data, a_parameter) - a_parameter * size) / of_tokens < 2
 
 def test_memory_that_cannot_be_had_is_told_in_one_line(capsys):
-    """2^50 bytes and more: no machine has as many addresses. Another RuntimeError is a fault, and stays one."""
-    def run(allocate, fault=None):
-        def main(argv):
-            allocate()
-            raise fault
-        return refused(capsys, prepare.script(main))
-    for allocate in partial(torch.empty, 2 ** 50), partial(np.empty, 2 ** 50), partial(bytearray, 2 ** 60):
-        assert 'take fewer or shorter rows' in run(allocate)
+    """2^50 entries: no machine has as many addresses. Another RuntimeError is a fault, and stays one."""
+    for make in torch.empty, np.empty:
+        assert 'take fewer or shorter rows' in refused(capsys, prepare.script(make), 2 ** 50)
     for text in 'CUDA out of memory', "DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes":
-        assert text in run(Mock(), RuntimeError(text))
+        assert text in refused(capsys, prepare.script(Mock(side_effect=RuntimeError(text))))
     with pytest.raises(RuntimeError, match='shapes'):
-        run(Mock(), RuntimeError('shapes do not match'))
+        prepare.script(Mock(side_effect=RuntimeError('shapes do not match')))([])
 
 def test_help_lists_every_flag_with_its_default_and_choices(capsys):
     """And no number of a flag is without bounds."""
@@ -1805,21 +1800,29 @@ def a_config_json(kind, a_model, characters, folder):
             assert config.rope_scaling == [raw['rope_scaling'][key] for key in files.LLAMA3]
     return json.loads(path.read_text()), take
 
-def a_header(kind, a_model, characters, folder):
-    """And what it says of the run that --resume goes on with."""
-    path, run = folder / 'ckpt.safetensors', dict(out=str(folder), resume=True, steps=99)
-    tensors, meta = files.read_tensors(a_model('--rule=delta', data=characters))
+def a_run(kind, a_model, characters, folder):
+    """What --resume goes on with: flags, data, weights, and what the optimiser remembers."""
+    path, resumed = folder / 'ckpt.safetensors', dict(out=str(folder), resume=True, steps=99)
+    tensors, about = files.read_tensors(a_model(f'--rule={kind}', data=characters))
 
     def take(changed):
         path.unlink(missing_ok=True)
-        files.write_tensors(path, tensors, changed)
-        model, found = load(path)
-        assert alike(dataclasses.asdict(model.config), changed['config'])
+        files.write_tensors(path, changed['tensors'], changed['about'])
+        model, meta = load(path)
+        assert alike(dataclasses.asdict(model.config), changed['about']['config'])
         args, _, _, found = train.settings(['--resume', f'--out={folder}', '--steps=99'])
-        assert alike(dataclasses.asdict(args), {**changed['args'], **run})
-        assert alike(found['data'], changed['data'])
+        assert alike(dataclasses.asdict(args), {**changed['about']['args'], **resumed})
+        assert alike(found['data'], changed['about']['data'])
         prepare.for_model(path, found, '', 16)
-    return meta, take
+        opt = train.adamw(model, 1e-3, .1, torch.device('cpu'))
+        train.unpack_optimiser(model, opt, meta['tensors'], path)
+        packed = train.pack_optimiser(model, opt)
+        restored = packed | {f'model.{name}': x for name, x in model.state_dict().items()}
+        assert alike(restored, changed['tensors'])
+        assert all(x.shape == tensors[name].shape for name, x in restored.items())
+        assert all(x.dtype in (torch.float32, f64) for x in restored.values())
+        assert all(x.isfinite().all() for x in packed.values())
+    return dict(tensors=tensors, about=about), take
 
 def a_state(kind, a_model, characters, folder):
     """One step from what is taken ends in a token, or in a line."""
@@ -1875,29 +1878,10 @@ def a_tokenizer_json(kind, a_model, characters, folder):
         prepare.decode(prepare.begun(tokens, about), about)
     return json.loads(data['json']), take
 
-def a_run(kind, a_model, characters, folder):
-    """Its weights and what its optimiser remembers."""
-    tensors, meta = files.read_tensors(a_model('--rule=delta', data=characters))
-
-    def take(changed):
-        path = folder / 'ckpt.safetensors'
-        path.unlink(missing_ok=True)
-        files.write_tensors(path, changed['tensors'], meta)
-        model, about = load(path)
-        opt = train.adamw(model, 1e-3, .1, torch.device('cpu'))
-        train.unpack_optimiser(model, opt, about['tensors'], path)
-        packed = train.pack_optimiser(model, opt)
-        restored = packed | {f'model.{name}': x for name, x in model.state_dict().items()}
-        assert alike(restored, changed['tensors'])
-        assert all(x.shape == tensors[name].shape for name, x in restored.items())
-        assert all(x.dtype in (torch.float32, f64) for x in restored.values())
-        assert all(x.isfinite().all() for x in packed.values())
-    return dict(tensors=tensors), take
-
 @pytest.mark.parametrize('what, kind', [
     (a_config_json, 'gpt2'), (a_config_json, 'llama'), (a_config_json, 'bert'), (a_config_json, 'vit'),
-    (a_header, ''), (a_state, 'delta,window'), (a_state, 'tova,softmax'), (a_meta_json, 'text'), (a_meta_json, 'labels'),
-    (a_tokenizer_json, 'llama2'), (a_tokenizer_json, 'llama3'), (a_run, '')])
+    (a_run, 'delta'), (a_run, 'softmax'), (a_state, 'delta,window'), (a_state, 'tova,softmax'), (a_meta_json, 'text'),
+    (a_meta_json, 'labels'), (a_tokenizer_json, 'llama2'), (a_tokenizer_json, 'llama3')])
 def test_mutations_are_taken_as_they_say_or_refused(what, kind, a_model, characters, tmp_path, monkeypatch):
     """What a file says, with one entry harmed: no other error comes than those that a script tells in a line.
     pytest -s shows how many of 200 were taken."""
@@ -2210,11 +2194,10 @@ def test_a_tokenizer_is_the_folders_own(tmp_path, monkeypatch, capsys):
 def test_tokens_beyond_a_models_come_from_no_text(kind, tmp_path, capsys):
     """Nor may a template put one around it; fewer tokens are no fault, either."""
     text = word_pieces(['[UNK]', *'abcdefghij']) if kind == 'pieces' else tokenizer_json(kind)
-    most, more = prepare.subwords(text).get_vocab_size(), dict(id=999, content='<pad>', special=True)
-    more |= dict.fromkeys(('single_word', 'lstrip', 'rstrip', 'normalized'), False)
-    raw = json.loads(text)
-    raw['added_tokens'].append(more | dict(id=most))
-    (tmp_path / 'tokenizer.json').write_text(json.dumps(raw))
+    tokenizer = pytest.importorskip('tokenizers').Tokenizer.from_str(text)
+    most = tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens(['<pad>'])
+    tokenizer.save(str(tmp_path / 'tokenizer.json'))
     whole = dict(tokenizer='json', json=text, vocab_size=most)
     said = 'w9 w200 w280' if kind == 'pieces' else TEXT[:400] + '<pad>'
     for vocab in most + 9, most, most - 40:
@@ -2340,11 +2323,8 @@ def test_what_matters_is_said(text, a_model, tmp_path, monkeypatch, capsys):
     plain = train.tell_step
     for stop, why, keeps in (3, 'stopped: nothing is saved yet (', True), (
             5, f'{out}/ckpt.safetensors has 4 steps; python train.py --resume --out={out} goes on', False):
-        def stopping(log, data, steps, peak, step, *rest, stop=stop):
-            if step == stop:
-                raise KeyboardInterrupt
-            plain(log, data, steps, peak, step, *rest)
-        monkeypatch.setattr(train, 'tell_step', stopping)
+        steps = [DEFAULT] * (stop - 1) + [KeyboardInterrupt]
+        monkeypatch.setattr(train, 'tell_step', Mock(wraps=plain, side_effect=steps))
         run = f'--data={text}', f'--out={out}', *TINY, '--steps=9', '--eval_every=4', '--log_every=1'
         assert train.main(list(run)) == 130 and why in capsys.readouterr().err
         assert (out / 'log.jsonl').read_text() == old or not keeps
