@@ -1198,14 +1198,15 @@ def test_layer_can_be_cut_and_leaks_nothing(rule, phi, norm):
 
 @pytest.mark.parametrize('phi', ['slots:3', 't2r'])
 def test_heads_that_share_keys_share_a_matrix(phi):
-    """Its map and its gates; so each reads what it would read alone."""
-    layer = FastWeights('gla-beta', 8, 1, 4, phi, gate_rank=2).double().eval()
-    x, q, (k, v) = torch.randn(2, 9, 8, dtype=f64), torch.randn(2, 3, 9, 4, dtype=f64), torch.randn(
-        2, 2, 1, 9, 4, dtype=f64)
-    o, state = layer(x, q, k, v)
-    assert state['S'].shape == (2, 1, 5, layer.phi.feature_dim)
+    """Its map and its gates; so each reads what it would read alone. Heads 0, 1, 2 share one, 3, 4, 5 another."""
+    layer = FastWeights('gla-beta', 8, 2, 4, phi, gate_rank=2).double().eval()
     assert layer.gates.narrow.weight.shape == (2, 8)
-    near(o, torch.cat([layer(x, q[:, h:h + 1], k, v)[0] for h in range(3)], 1))
+    x, q = torch.randn(2, 9, 8, dtype=f64), torch.randn(2, 6, 9, 4, dtype=f64)
+    k, v = torch.randn(2, 2, 2, 9, 4, dtype=f64)
+    o, shared = layer(x, q, k, v)
+    for h in range(3):
+        alone, own = layer(x, q[:, h::3], k, v)
+        near([o[:, h::3], shared['S']], [alone, own['S']])
 
 def test_slots_are_read_by_the_mean_of_the_keys_in_them():
     """Step by step: a key's weight is the sum, over slots, of its share times e^(q.c / sqrt(d))."""
