@@ -1614,8 +1614,8 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--rule=delta': 'python convert.py --from=.* --rule=delta',
         '--init=READER --prompt="1 2 3 4 1 2 3 4"': 'at most 7',
         '--init=READER --tokens=9': '--tokens means nothing',
-        '--init=TRANSLATOR --source="1 2\n\n3"': 'text 2 has 0', '--init=TRANSLATOR --source=@EMPTY': 'there is no text',
-        '--init=TRANSLATOR --prompt=1': 'give --source',
+        '--init=TRANSLATOR --source="1 2\n\n3"': 'text 2 has 0',
+        '--init=TRANSLATOR --source=@EMPTY': 'there is no text', '--init=TRANSLATOR --prompt=1': 'give --source',
         '--init=TRANSLATOR --source=1 --save_state=x': '--save_state means nothing',
         '--html=x.txt': 'expected NAME.html', '--html=x.html --samples=2': 'shows one text',
         '--html=TEXT/x.html --tokens=9': 'x.html cannot be written',
@@ -1650,7 +1650,8 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         'listops-63': '64 to 8,192',
         'mnist --file=WORDS': 'cannot read .*/t10k-images-idx3-ubyte.gz: Not a directory',
         'recall --tokenizer=byte': 'can be ids', 'WORDS --file=x': 'means nothing',
-        'facts-127 --file=WORDS': '127 tokens: facts needs 128 or more$', 'facts-128 --file=FEW_WORDS': '4 different words',
+        'facts-127 --file=WORDS': '127 tokens: facts needs 128 or more$',
+        'facts-128 --file=FEW_WORDS': '4 different words',
         'group:Q8': "no .*'group'.* group:Z2, group:S3, group:A5", 'group:S3-99999': 'at most 1,342',
         'WORDS --tokeniser=byte': 'unrecognized'}}
 
@@ -4235,8 +4236,8 @@ def test_each_line_is_a_prompt_and_of_many_texts_one_is_read_once(a_model, tmp_p
 
 REAL = os.environ.get('REAL', '')
 real = pytest.mark.skipif(not REAL, reason='REAL=FOLDER, with smollm2 and minilm in the layout of the hub')
-SAID = ('What is the capital of France?', '\n\nHello\n', '  two  blanks ', 'caf\u00e9 \u4f60\u597d \U0001f600', '1234567',
-        'def f(x):\n\treturn x', "it's 'll", 'Write a haiku.', 'a\u00a0b', 'A list of three colours:')
+SAID = ('What is the capital of France?', '\n\nHello\n', '  two  blanks ', 'caf\u00e9 \u4f60\u597d \U0001f600',
+        '1234567', 'def f(x):\n\treturn x', "it's 'll", 'Write a haiku.', 'a\u00a0b', 'A list of three colours:')
 
 @real
 def test_real_answers_are_those_of_transformers():
@@ -4378,7 +4379,8 @@ def test_a_model_that_talks_is_judged_beside_caches_of_as_many_bytes(tmp_path, f
                                   '--eval_rows=2 --overflow=sum:slots:4 --threads=1'.split()]) == 0
     monkeypatch.setattr(bench, 'LONGEST', 9)
     path = f'{tmp_path}/out/ckpt.safetensors'
-    table = ran(tmp_path, 'real', f'--init={tmp_path}/folder', f'--data={few_words}', f'--beside={path}', '--lengths=20,40')
+    table = ran(tmp_path, 'real', f'--init={tmp_path}/folder', f'--data={few_words}', f'--beside={path}',
+                '--lengths=20,40')
     lines = [row for row in table if not row['part']]
     forms = [row['form'] for row in lines]
     assert forms[:2] == ['softmax', '6 cached, no matrix'] and forms[-3:] == [path, f'{path}, tova', f'{path}, h2o']
