@@ -25,7 +25,6 @@ digest of its weights, and to the flags that changed the model.
 import base64
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import sys
@@ -393,20 +392,25 @@ def by_lines(args, model, meta):
                          'some, as --prompt=@FILE')
     if grows:
         prepare.note('one prompt after the other, as the caches of softmax grow apart')
-    groups = []                                             # of prompts that are read at once
-    for short, same in itertools.groupby(prompts, lambda prompt: len(prompt) == 1):
-        n = 1 if grows or short else AT_ONCE                # of one token, there is nothing to read before
-        same = list(same)
-        groups += [same[i:i + n] for i in range(0, len(same), n)]
+    groups = []                                             # numbers of prompts that are read at once
+    together = []
+    for i, prompt in enumerate(prompts):
+        if grows or len(prompt) == 1:                       # of one token, there is nothing to read before
+            groups.append([i])
+        else:
+            together.append(i)
+    groups += [together[i:i + AT_ONCE] for i in range(0, len(together), AT_ONCE)]
+    written = {}
     shown = 0
     for group in groups:
-        rows = [torch.tensor([prompt], device=model.embed.weight.device) for prompt in group]
+        rows = [torch.tensor([prompts[i]], device=model.embed.weight.device) for i in group]
         states = [model.read(row[:, :-1]) for row in rows]
         state = join(states) if len(group) > 1 else states[0]
         last = torch.cat([row[:, -1:] for row in rows])
         *_, texts = write_texts(args, model, data, last, state)
-        for prompt, text in zip(group, texts):
-            show_numbered(shown, prompt, text, data)
+        written.update(zip(group, texts))
+        while shown in written:                             # in order, as soon as may be
+            show_numbered(shown, prompts[shown], written[shown], data)
             shown += 1
 
 
