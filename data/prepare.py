@@ -990,6 +990,9 @@ def check_meta(meta):
         for side in sides:
             if type(side[key]) is not int or not 1 <= side[key] < 2 ** 63:
                 raise ValueError(f'{key} of a side is {side[key]!r:.60}, expected a whole number from 1')
+    of_rows = {'ignore', 'pad', 'classes', 'source', 'patch'} & meta.keys()
+    if of_rows and 'row' not in meta:
+        raise ValueError(f'{min(of_rows)} is there, but row is missing')
     beside = [key in meta for key in ('row', 'pad', 'classes', 'patch')]
     if 'source' in meta and beside != [True, True, False, False]:
         raise ValueError('source is there: expected row and pad, too, and neither classes nor patch')
