@@ -283,7 +283,8 @@ def kind_and_config(raw):
         raise ValueError(f'quantization_config: {QUANTISED}')
     config = {'rule': 'softmax', 'classes': 0, 'ends': raw.get('eos_token_id'), 'labels': raw.get('id2label'),
               **family.config}
-    for name in raw.get('architectures') or []:
+    named = raw.get('architectures') or []
+    for name in [named] if isinstance(named, str) else named:
         if name.endswith(('ForTokenClassification', 'ForMultipleChoice')):
             raise ValueError(f'{name} has a class for something else than a whole text')
         if name.endswith('Classification'):
