@@ -458,20 +458,20 @@ def answer_all(args, model, meta, heard):
     system = system_prompt(args, data)
     messages = [*system]
     state = None
-    known = ''                                              # the text of the state and of pending tokens
+    pending = []                                            # a token that was written, but not read
+    known = ''                                              # the text of the state and these tokens
     for said in spoken(args):
         if said == '/quit':
             break
         if said == '/reset':
-            messages = [*system]
+            messages, state, pending, known = [*system], None, [], ''
+            heard.clear()
         if said in ('', '/reset'):
             continue
         messages.append({'role': 'user', 'content': said})
         text = chat.rendered(messages, data)
-        if len(messages) == len(system) + 1 or not text.startswith(known):
-            state = None
-            pending = []                                    # a token that was written, but not read
-            known = ''
+        if not text.startswith(known):
+            state, pending, known = None, [], ''
             heard.clear()
         new = chat.tokens(text[len(known):], data)
         ids = pending + new
