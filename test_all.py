@@ -1648,7 +1648,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
     prepare: {
         'mnist-9': "no data set or file 'mnist-9'", 'mnist-patch5': 'patches of 5 x 5',
         'listops-63': '64 to 8,192',
-        'mnist --file=WORDS': 'cannot read .*/t10k-images-idx3-ubyte.gz: Not a directory',
+        'mnist --file=WORDS': 'is no folder; mnist is made from train-images',
         'recall --tokenizer=byte': 'can be ids', 'WORDS --file=x': 'means nothing',
         'facts-127 --file=WORDS': '127 tokens: facts needs 128 or more$',
         'facts-128 --file=FEW_WORDS': '4 different words',

@@ -628,11 +628,12 @@ def fetch(name, root=None, file=None):
     """The paths of the files that a set is made from, or a folder in place of an archive. They are --file
     itself, or lie in it, or lie in the set's folder (also if put there by hand); else they are downloaded."""
     row = find_set(name)
-    if file and len(row['files']) > 1:                          # `make` reports missing files
-        return [os.path.join(file, base) for base in row['files']]
-    if file and os.path.isdir(file):
-        return [file]
+    several = len(row['files']) > 1
+    if file and os.path.isdir(file):                            # `make` reports missing files
+        return [os.path.join(file, base) for base in row['files']] if several else [file]
     folder = place(row.get('base', name), root)
+    if file and several:
+        raise ValueError(f'--file={file} is no folder; {name} is made from {" and ".join(row["files"])}')
     paths = []
     for base, sha256 in row['files'].items():
         path = file or os.path.join(folder, base)
