@@ -158,22 +158,25 @@ def value_of(flag, text, field):
 
 def print_help(doc, fields, first):
     """Print a screen: what a script does, its commands, the flags in `first`. Then the rest of its docstring,
-    and the other flags. Of each flag: default, help, choices."""
+    and the other flags."""
     paragraphs = (doc or '').strip('\n').split('\n\n')      # python -OO removes docstrings
     often = [f'--{name}' for name in first.split()]
-    others = [flag for flag in fields if flag not in often]
-    for part, flags in (paragraphs[:2], often), (paragraphs[2:], others):
-        print('\n\n'.join([*part, '']), end='')
-        for flag in flags:
-            field = fields[flag]
-            default = '' if field.default is None else field.default
-            about = field.metadata['help']
-            if field.metadata['choices']:
-                about += f' [{", ".join(field.metadata["choices"])}]'
-            name = f'  {flag}={default}'.ljust(24)
-            print(textwrap.fill(f'{name} {about}', 110, subsequent_indent=' ' * 25, break_on_hyphens=False,
-                                break_long_words=False))
-        print()
+    print_parts(paragraphs[:2], {flag: fields[flag] for flag in often})
+    print()
+    print_parts(paragraphs[2:], {flag: field for flag, field in fields.items() if flag not in often})
+
+
+def print_parts(paragraphs, fields):
+    """Print paragraphs, then each flag: default, help, choices."""
+    print('\n\n'.join([*paragraphs, '']), end='')
+    for flag, field in fields.items():
+        default = '' if field.default is None else field.default
+        about = field.metadata['help']
+        if field.metadata['choices']:
+            about += f' [{", ".join(field.metadata["choices"])}]'
+        name = f'  {flag}={default}'.ljust(24)
+        print(textwrap.fill(f'{name} {about}', 110, subsequent_indent=' ' * 25, break_on_hyphens=False,
+                            break_long_words=False))
 
 
 def parse(argv, doc, *classes, first=''):
