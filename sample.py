@@ -270,9 +270,7 @@ def by_whom(read, written):
 
 def write_page(args, model, meta, heard):
     """Write a copy of assets/memory.html with this run inside. heard: pairs as of `by_whom`"""
-    if len(heard) > ON_A_PAGE:
-        say(f'--html: a page shows {ON_A_PAGE:,} tokens, so the end of this text is not on it')
-    tokens, written = map(list, zip(*heard[:ON_A_PAGE]))
+    tokens, written = map(list, zip(*heard))
     layers = []
     row = torch.tensor([tokens], device=model.embed.weight.device)
     for rule, given in zip(model.config.rules, given_to_memories(model, row)):
@@ -434,7 +432,9 @@ def converse(args, model, meta):
         answer_all(args, model, meta, heard)
     finally:
         if args.html and heard:
-            write_page(args, model, meta, heard)
+            if len(heard) > ON_A_PAGE:
+                say(f'--html: a page shows {ON_A_PAGE:,} tokens, so the end of this chat is not on it')
+            write_page(args, model, meta, heard[:ON_A_PAGE])
 
 
 def system_prompt(args, data):
@@ -495,6 +495,9 @@ def complete(args, model, meta):
     c = model.config
     tokens, state, prompt = begin(args, model, meta)
     read = tokens.shape[1]
+    if args.html and read + args.tokens > ON_A_PAGE:
+        raise ValueError(f'--html: {plural(read, "token")} of prompt and {args.tokens:,} to write, but a '
+                         f'page shows at most {ON_A_PAGE:,}; give fewer')
     if args.save_state and state is None and read == 1 and not args.tokens:
         raise ValueError('--save_state --tokens=0: nothing is read yet, as the next step reads a last token; '
                          'give a longer --prompt, or more --tokens')

@@ -1618,7 +1618,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--init=TRANSLATOR --source=@EMPTY': 'there is no text', '--init=TRANSLATOR --prompt=1': 'give --source',
         '--init=TRANSLATOR --source=1 --save_state=x': '--save_state means nothing',
         '--html=x.txt': 'expected NAME.html', '--html=x.html --samples=2': 'shows one text',
-        '--html=TEXT/x.html --tokens=9': 'x.html cannot be written',
+        '--html=x.html --tokens=3000': 'at most 2,048', '--html=TEXT/x.html --tokens=9': 'x.html cannot be written',
         '--save_state=TEXT/x.st': 'x.st cannot be written',
         f'--save_state={"x" * 250}': 'x cannot be written: .*too long'},
     convert: {
