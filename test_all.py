@@ -2186,7 +2186,7 @@ def test_tokens_beyond_a_models_come_from_no_text(kind, tmp_path, capsys):
     for vocab in most + 9, most, most - 40:
         found = dict(files.tokenizer_of(tmp_path, vocab), vocab_size=vocab)
         ids = prepare.encode(said, found)
-        assert f'json has {most + 1} tokens, the model {vocab:,}; those' in capsys.readouterr().err
+        assert f'json has {most + 1} tokens, the model {vocab:,}: no text' in capsys.readouterr().err
         assert max(ids) < vocab and (vocab < most or ids == prepare.encode(said, whole))
         assert kind == 'pieces' or prepare.decode(ids, found) == said
     put(tmp_path, 'tokenizer.json', word_pieces(['[UNK]'], '$A [SEP]', [('[SEP]', 291)]))
@@ -2228,7 +2228,7 @@ def test_files_and_standard_input_are_bytes(tmp_path, a_model, monkeypatch, caps
     assert flags_py.parse(['--prompt=--'], '', sample.Args)[0]['prompt'] == '--'
     assert flags_py.from_home('~/a:~/b~,~') == f'{tmp_path}/a:{tmp_path}/b~,{tmp_path}'
     for data in b'\xff\xfea\0', b'\x1f\x8b\x08', b'\xe9':
-        with pytest.raises(ValueError, match='x: not UTF-8 at byte .*; convert it first, .* or unpack it'):
+        with pytest.raises(ValueError, match='x: not UTF-8 at byte .*; unpack it first or.* convert it'):
             prepare.as_utf8(data, 'x')
     *sides, meta = prepare.load(str(tmp_path / 'a@b'), tokenizer='char')
     assert prepare.decode(np.concatenate(sides), meta).encode() == raw * 9
@@ -2237,7 +2237,7 @@ def test_files_and_standard_input_are_bytes(tmp_path, a_model, monkeypatch, caps
     init = f'--init={a_model("--rule=gated_delta")}'
     for prompt, name in ('-', 'standard input'), (f'@{tmp_path}/latin.txt', 'latin.txt'):
         err = refused(capsys, sample.main, init, f'--prompt={prompt}')
-        assert f'{name}: not UTF-8 at byte 3; convert' in err
+        assert f'{name}: not UTF-8 at byte 3; unpack' in err
     (tmp_path / 'mine.tsv').write_bytes(b'\xef\xbb\xbf0\tno\r\n1\tyes\r\n')
     assert tasks.lines(str(tmp_path / 'mine.tsv'))[0] == ([b'no', b'yes'], [[0], [1]])
 
@@ -2527,6 +2527,14 @@ def published(tmp_path, monkeypatch):
         return name, {**flags, 'file': str(folder if len(files) > 1 else folder / base)}
     return put
 
+def test_a_zip_has_its_files_in_their_folder_or_at_the_top(tmp_path):
+    found = []
+    for i, members in enumerate((COLA, {name.rpartition('/')[2]: body for name, body in COLA.items()})):
+        path = tmp_path / f'{i}.zip'
+        path.write_bytes(zipped(members))
+        found.append(tasks.cola(str(path)))
+    assert found[0] == found[1]
+
 CUT_OFF = 'damaged, or not packed as it should be'
 IMAGES, LABELS = 't10k-images-idx3-ubyte.gz', 't10k-labels-idx1-ubyte.gz'
 COLA_ZIP, WIKI_ZIP = 'cola_public_1.1.zip', 'wikitext-2-raw-v1.zip'
@@ -2542,7 +2550,7 @@ COLA_ZIP, WIKI_ZIP = 'cola_public_1.1.zip', 'wikitext-2-raw-v1.zip'
     ('trec', 'TREC.test.all', b'1 \x81 ?', 'TREC.test.all, line 1: .* in cp1252'),
     ('wikitext2', WIKI_ZIP, zipped({key: body for key, body in WIKI.items() if 'valid' not in key}),
      'has no wiki.valid.raw'),
-    ('my.txt', 'my.txt', b'abc\xff', 'my.txt: not UTF-8 at byte 3; convert it'),
+    ('my.txt', 'my.txt', b'abc\xff', 'my.txt: not UTF-8 at byte 3; unpack it'),
     ('my.txt', 'my.txt', b'', 'too short to be split'),
     ('mine.tsv', 'mine.tsv', b'0\tno\n1 no\n', 'line 2: .* is not a label .number the classes from 0., a tab'),
     ('mine.tsv', 'mine.tsv', b'0\tno\n3\tno\n' * 9, 'no line to train on has label 1'),
@@ -2801,6 +2809,13 @@ def test_pieces_of_a_text_have_the_tokens_of_the_whole(kind):
     assert np.concatenate([*prepare.tokenize(HAN.encode(), meta, 1)]).tolist() == prepare.encode(HAN, meta)
     said = prepare.encode('x', meta)
     assert prepare.begun(said, meta) == [1, *said] and prepare.begun([], meta) == [1]
+
+def test_what_only_rows_have_is_refused_in_a_text():
+    side = dict(tokens=9, bytes=9)
+    meta = dict(tokenizer='byte', vocab_size=256, dtype='uint8', train=side, val=side)
+    prepare.check_meta(meta)
+    with pytest.raises(ValueError, match='classes is there, but row is missing'):
+        prepare.check_meta({**meta, 'classes': 3})
 
 def made(folder, x, y, ends, **more):
     """The path of a set of these rows, whose sides end at `ends`, with more in its meta.json."""

@@ -41,7 +41,7 @@ def of_folder(folder, data, config_ends):
     files = {}
     names = FILES + KEPT
     if 'json' in data and os.path.exists(os.path.join(folder, KEPT[0])):
-        names = FILES                                           # data has the content of that one
+        names = FILES                                           # data has the tokenizer already, as `json`
     for name in names:
         path = os.path.join(folder, name)
         if os.path.exists(path):

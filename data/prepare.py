@@ -470,8 +470,8 @@ def as_utf8(data, name):
     try:
         return data.decode()
     except UnicodeDecodeError as e:
-        raise ValueError(f'{name}: not UTF-8 at byte {e.start:,}; convert it first, as with iconv -f '
-                         'WINDOWS-1252 -t UTF-8 (or -f UTF-16), or unpack it') from None
+        raise ValueError(f'{name}: not UTF-8 at byte {e.start:,}; unpack it first or, if it is in another '
+                         'encoding, convert it: iconv -f WINDOWS-1252 -t UTF-8 (or -f UTF-16)') from None
 
 
 def note(text):
@@ -823,12 +823,11 @@ def fitted(sides, meta, most, given, step, more=0):
         for number, text in enumerate(tqdm(texts, unit='texts', disable=None), 1):
             text = text.decode()
             tokens = encode(text, meta)
+            if not (before or tokens or behind):
+                raise ValueError(f'text {number} has no tokens: {text[:30]!r}')
             kept = tokens[:room - len(before) - len(behind)]
             cut += len(kept) < len(tokens)
-            row = before + kept + behind
-            if not row:
-                raise ValueError(f'text {number} has no tokens: {text[:30]!r}')
-            rows.append(np.array(row, np.uint32))
+            rows.append(np.array(before + kept + behind, np.uint32))
         if cut:
             print(f'{cut:,} of {len(texts):,} texts have more than {room} tokens: the rest is cut off')
         by_side.append(rows)

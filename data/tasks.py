@@ -217,7 +217,7 @@ def in_words(texts, meta, most):
 
 # ---- ListOps -----------------------------------------------------------------------------------------------
 
-OPERATORS = {'[MIN': min, '[MAX': max, '[MED': statistics.median, '[SM': sum}             # and see `value`
+OPERATORS = {'[MIN': min, '[MAX': max, '[MED': statistics.median, '[SM': sum}     # [SM: modulo 10, in `value`
 WORDS = [*'0123456789', *OPERATORS, ']', '<pad>']
 FIRST_OPERATOR = WORDS.index('[MIN')
 CLOSE = WORDS.index(']')
@@ -229,7 +229,8 @@ def listops(rows, rng, vocab, training, length=512):
 
     Rows are drawn as in the arena, but have length/4 to length tokens. Theirs have 500 to 2,000, which is
     listops-2000. The arena validates on 2,000 rows and tests on 2,000 others. Here 12,000 validate: tune on
-    the first 2,000, and report on the last 10,000. Rows this long have no duplicates; the arena removes them.
+    the first 2,000, and report on the last 10,000. The arena also removes duplicates, but rows this long have
+    none.
     """
     if not 64 <= length <= 8192:
         raise ValueError(f'rows of {length} tokens: ListOps can have 64 to 8,192')
@@ -286,8 +287,8 @@ def spelled(levels):
 
 
 def value(words):
-    """The value of an expression in written order: sums modulo 10, half a number is rounded down, as in the
-    arena."""
+    """The value of an expression in written order. As in the arena, sums are modulo 10, and a median between
+    two numbers is rounded down."""
     nested = [[]]                       # the numbers so far, in each of the brackets that are open
     for word in words:
         if word == CLOSE:
@@ -446,14 +447,14 @@ def limited(f, path):
 
 
 def named(path, names, folder=''):
-    """The bytes of each of these files: in the folder at path, or inside `folder` of the zip at path. Nothing
-    is unpacked to disk."""
+    """The bytes of each of these files: in the folder at path, or of the zip at path, inside `folder` or at
+    the top. Nothing is unpacked to disk."""
     if os.path.isdir(path):
         return [content(os.path.join(path, name)) for name in names]
     contents = []
     with readable(path), zipfile.ZipFile(path) as packed:
         for name in names:
-            members = [m for m in packed.namelist() if f'/{m}'.endswith(f'{folder}/{name}')]
+            members = [m for m in packed.namelist() if m == name or m.endswith(f'{folder}/{name}')]
             if not members:
                 raise ValueError(f'{path} has no {name}')
             with packed.open(members[0]) as f:

@@ -73,9 +73,9 @@ def weights_digest(model, meta):
 def is_state(path):
     """Whether a file is a state of sample.py. Reads only its header."""
     try:
-        _, header = mapped_tensors(path, path)
-        return 'made_with' in json.loads(header['meta'])
-    except (KeyError, TypeError, ValueError, RecursionError):
+        with safe_open(path, 'pt') as f:
+            return 'made_with' in json.loads(f.metadata()['meta'])
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError):
         return False
 
 
@@ -97,7 +97,7 @@ def write_tensors(path, tensors, meta):
 
 
 def mapped_tensors(path, name):
-    """-> the tensors of a safetensors file, mapped, so that what is not used is not read; the strings of its
+    """-> the tensors of a safetensors file, mapped: what is not used takes no memory; and the strings of its
     header. ValueError if it is broken or not one. name: of the file, for messages"""
     if not os.path.isfile(path):                            # a pipe would be waited for
         raise ValueError(f'{name}: missing, or no regular file')
@@ -493,8 +493,8 @@ def tokenizer_of(folder, vocab):
     try:
         ids = set(prepare.subwords(text).get_vocab().values())
         if len(ids) != vocab or max(ids) >= vocab:
-            prepare.note(f'{path} has {plural(len(ids), "token")}, the model {vocab:,}; those that only one '
-                         'of them has are never used')
+            prepare.note(f'{path} has {plural(len(ids), "token")}, the model {vocab:,}: no text has those of '
+                         'one of them alone')
         before, behind = prepare.ends({'json': text, 'vocab_size': vocab})
         highest = max(before + behind, default=0)
         if highest >= vocab:
@@ -649,7 +649,8 @@ def hub(name, revision='main'):
             raise ValueError(f'{site}: neither {WHOLE} nor its index; pickled weights (.bin) are not read')
     if not os.path.exists(whole):
         for shard in parsed(index, index, shards):
-            get_file(base, folder, shard)
+            if not get_file(base, folder, shard):
+                raise ValueError(f'{site}: {shard} is missing')
     return folder
 
 
