@@ -1205,7 +1205,8 @@ def over_lengths(args, suite):
                 call()
             except RuntimeError as e:               # memory may end
                 del lines[form]
-                print(f'{form} is left out from T = {T} on: {e}', file=sys.stderr)
+                why = ' '.join(str(e).split())[:160]
+                print(f'{form} is left out from T = {T} on: {type(e).__name__}: {why}', file=sys.stderr)
             else:
                 cells.append(({'form': form, 'T': T}, call))
         times = timed(cells, args.device, chosen(args, 0.3, 1.0))

@@ -160,7 +160,8 @@ def swap(teacher, changes, places=PLACES):
             raise ValueError(f'{name} of the teacher has fast weights already, with --phi={memory.map} '
                              f'--norm={memory.norm}, which are flags of all layers: give these')
     if student.config.all_rules == old.all_rules:
-        raise ValueError(f'layers stay {briefly(old.all_rules)}: nothing would change; take another --rule')
+        raise ValueError(f'layers stay {briefly(old.all_rules)}: nothing would change; take another '
+                         '--rule, --layers or --swap')
     missing, extra = fill(student, teacher.state_dict(),
                           'the teacher\'s weights do not fit these rules and maps',
                           strict=False, assign=True)

@@ -2962,6 +2962,14 @@ def test_a_failed_write_leaves_the_old_files_or_a_set_to_be_made_anew(a_model, t
     assert sorted(os.listdir(folder)) == ['train.bin', 'val.bin']
     prepare.load(text, str(tmp_path))
 
+def test_what_a_killed_save_leaves_is_where_the_next_run_finds_it(a_model, tmp_path, monkeypatch):
+    """safetensors writes a hidden file beside its own, under a name that nobody knows."""
+    saved = Mock(side_effect=files.save_file)
+    monkeypatch.setattr(files, 'save_file', saved)
+    save(tmp_path / 'ckpt.safetensors', *load(a_model()))
+    assert Path(saved.call_args.args[1]).parent.match('ckpt.safetensors.*.part')
+    assert os.listdir(tmp_path) == ['ckpt.safetensors']
+
 def test_broken_checkpoints_are_refused(a_model, tmp_path, capsys):
     """Missing, cut, foreign, changed by one bit anywhere: never a wrong model, never another exception."""
     whole, rng = Path(a_model()).read_bytes(), np.random.default_rng(0)
@@ -3580,6 +3588,7 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, monkeyp
     done = [('fine-tune', 3)]
     if 'pure' in flags:
         done += [('distil (hidden)', 4), ('control: from scratch', 7)]
+        assert sum('tok_s' in row for row in log(tmp_path)) == 4 + 3 + 3 * 7
     for stage, steps in done:
         assert all(f'{stage} | step {i:5d}/{steps} | loss' in said for i in range(1, steps + 1))
         assert f'{stage}, validation: 100% | eta' in said
@@ -4539,7 +4548,7 @@ def test_bench_leaves_out_what_fails_and_compares_with_attention_alone(capsys):
     suite = Mock(lines={'attention': fails, 'sum': lambda args, T: time.perf_counter})
     row, = bench.over_lengths(args, suite)
     assert row['form'] == 'sum' and math.isnan(row['of attention'])
-    assert 'attention is left out from T = 2 on: no memory' in capsys.readouterr().err
+    assert 'attention is left out from T = 2 on: RuntimeError: no memory' in capsys.readouterr().err
 
 @pytest.mark.parametrize('rule', ['softmax', 'tova', 'delta'])
 def test_bench_goes_on_from_states_of_their_true_size(rule):
