@@ -85,9 +85,9 @@ class Suite:
     about: str                      # for --help
     measure: Callable               # (args, suite): yields rows of the table; adds to args.remarks
     flags: str                      # flags that it takes, besides ALWAYS
-    quick: dict = field(default_factory=dict)       # their defaults in a quick run
+    quick: dict = field(default_factory=dict)       # their defaults in a quick run; `only` names lines
     full: dict = field(default_factory=dict)        # and in a full run
-    lines: dict = field(default_factory=dict)       # form: flags of its command, or what measures it
+    lines: dict = field(default_factory=dict)       # form: flags of its command, or what `measure` takes
     always: tuple = ()              # lines that run whatever --only says
     ways: dict = field(default_factory=dict)        # for commands: name: Way
     figure: str = ''                # for commands: the key of their results that becomes `ours`

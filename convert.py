@@ -330,9 +330,9 @@ def mismatch(kind, seen, student):
         hidden    mean square error of the block's output (MOHAWK, arXiv:2408.10189)
         ce        cross entropy -sum_s a_ts log w_ts of the teacher's weights a, the student's w (Zhang 2024,
                   eq. 4)
-        mse       mean square error of the attention output, divided by the teacher's variance in these rows
-                  (LoLCATs, arXiv:2410.10254)
-    seen: what GPT.through yields for the teacher"""
+        mse       mean square error of the attention output, after the student's out_norm, divided by the
+                  teacher's variance in these rows (LoLCATs, arXiv:2410.10254)
+    seen: a `Seen` of model.py, which GPT.through yields for the teacher"""
     twin = student.get_submodule(seen.name)
     real = slice(None)
     if seen.real is not None:

@@ -214,11 +214,11 @@ def finish(o, normalise, floor, dtype):
 #    key finds is read with exp(c - c_m) and written with exp(c_m - c), and these cancel.
 #
 # Why at most 16 steps in a decaying chunk here, but 32 in kernels.py? A step is at most 8 steps away from the
-# middle. At -5 per step its factors stay within exp(+-40). If keys and values both decay, a gradient that
-# autograd computes has a key's factor times a value's: up to exp(80), and fp32 ends at exp(88). The backward
-# that kernels.py writes out has no gradient of a factor. (With decay on one side only, 32 steps would be safe
-# here, too.) A trap: above the diagonal s comes after t, so y_t . x_s has a factor exp(a_t - a_s) above 1. In
-# a longer chunk it is inf. The mask below comes after the product, so the gradient would be inf * 0 = NaN.
+# middle. At -5 per step its factors stay within exp(+-40). If keys and values both decay, U^T x has a key's
+# factor times a value's: up to exp(80), and fp32 ends at exp(88). kernels.py brings both to the chunk's end,
+# where they are at most 1, before it multiplies them, and its backward has no gradient of a factor. (With
+# decay on one side only, 32 steps are safe here, too: what is inf above the diagonal is masked. In 64, a
+# factor itself may be inf and its partner 0, and inf * 0 is NaN.)
 DECAYING = 16
 
 def factors(log_decay):

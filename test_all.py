@@ -1,10 +1,10 @@
 """What must be true of the code, without a GPU and a network; a test's name is the claim.
 
-    pytest test_all.py                              two minutes on two cores
+    pytest test_all.py                              two to four minutes on two cores
     SLOW=1 pytest test_all.py -k soak               20,000 tokens, kill -9, resuming from every step
     EXERCISE=1 pytest test_all.py -k exercise       the README's exercises: they fail until solved
 
-Part one is what must be true of the definitions: sections 1 and 2 are on the README's path. Then come the
+Part one is what must be true of the definitions: section 1 is on the README's path. Then come the
 exercises, and part two with all else. Models of the hub, a server and soaks are last.
 """
 import doctest
@@ -111,7 +111,8 @@ GATES = {           # f, z, w, e: channels of log_f, log_z, write, erase; erase=
 every_gate = pytest.mark.parametrize('gates', GATES.values(), ids=GATES)
 
 def inputs(f=0, z=0, w=0, e=0, erase=False, normalise=False, T=13, K=K, V=V, dtype=f64):
-    """-> arguments of a form at B = H = 2, with a state to start from; normalise: features are then >= 0"""
+    """-> arguments of a form at B = H = 2, with a state to start from; normalise: features are then >= 0. f, z,
+    w, e: channels of log_f, log_z, write, erase; 0: none, but write then has one number per head"""
     sizes = {'K': K, 'V': V}
 
     def random(*shape):
@@ -254,7 +255,7 @@ def test_normalise_is_refused_with_erase_as_erasing_makes_weights_negative():
             form(q, k, k, write=one, erase=one, normalise=True)
         for gate in 'log_z', 'write':                           # where channels differ, none is shared
             with pytest.raises(ValueError, match=f'vector {gate}'):
-                form(q, k, k, **{gate: -k}, log_f=-one[..., None], normalise=True)
+                form(q, k, k, **{gate: -k}, normalise=True)
 
 
 # ---- Write all, then read: each step sees the whole text ---------------------------------------------------
@@ -2540,7 +2541,7 @@ IMAGES, LABELS = 't10k-images-idx3-ubyte.gz', 't10k-labels-idx1-ubyte.gz'
 COLA_ZIP, WIKI_ZIP = 'cola_public_1.1.zip', 'wikitext-2-raw-v1.zip'
 
 @pytest.mark.parametrize('name, file, content, words', [
-    ('mnist', LABELS, idx(KINDS_OF_DIGITS[12:] + 8), 'label 1[0-4] is no class, they are 0 to 9'),
+    ('mnist', LABELS, idx(KINDS_OF_DIGITS[12:] + 8), 'target 1[0-4] is there, but vocab or classes end at 9'),
     ('mnist', LABELS, None, 'cannot read .*labels.*No such file'),
     ('mnist', IMAGES, idx(KINDS_OF_DIGITS), 'no idx file of items of 784 bytes'),
     ('mnist', IMAGES, idx(DIGITS[12:, :14]), 'no idx file of items of 784 bytes'),
@@ -2809,6 +2810,12 @@ def test_pieces_of_a_text_have_the_tokens_of_the_whole(kind):
     assert np.concatenate([*prepare.tokenize(HAN.encode(), meta, 1)]).tolist() == prepare.encode(HAN, meta)
     said = prepare.encode('x', meta)
     assert prepare.begun(said, meta) == [1, *said] and prepare.begun([], meta) == [1]
+
+def test_a_target_beyond_the_vocabulary_of_a_generated_set_is_refused_before_it_is_written():
+    side = [[3, 4]], [[18]]
+    with pytest.raises(ValueError, match='target 18 is there, but vocab or classes end at 9'):
+        tasks.to_rows([side, side], {}, {'vocab_size': 10})
+    tasks.to_rows([side, side], {}, {'vocab_size': 19})
 
 def test_what_only_rows_have_is_refused_in_a_text():
     side = dict(tokens=9, bytes=9)

@@ -60,9 +60,10 @@ EXPECTED = {int: 'a whole number', float: 'a number', bool: 'true or false', str
 BOOLEANS = {'true': True, '1': True, 'yes': True, 'false': False, '0': False, 'no': False}
 
 
-ELSEWHERE = {           # flags of other tools: ours
+ELSEWHERE = {           # flags of other tools, or of our other scripts: ours
     '--model': '--init --from', '--init': '--from', '--from': '--init', '--text': '--prompt',
-    '--epochs': '--steps', '--learning_rate': '--lr', '--max_new_tokens': '--tokens'}
+    '--epochs': '--steps', '--learning_rate': '--lr', '--max_new_tokens': '--tokens',
+    '--row': '--block_size', '--block_size': '--row'}
 
 
 def hint(word, words):

@@ -4,10 +4,12 @@ A side of a data set (train, val or test) is (inputs, targets): N rows of tokens
 their targets. The targets of a row belong to its last inputs: to all of them, or to the last one (a class).
 
 Generated sets (recall, mqar, group, facts, listops): `make(rows, rng, vocab, training)` returns at most
-`rows` rows of a side, and is called until there are enough. A target of `vocab` does not count. facts also
-gets the text that surrounds them. All other sets: `make(*paths)` returns the training side, the
-validation side, and maybe a test side. Pictures are rows of numbers. The targets of sentences are labels;
-those of pairs are texts, the translations.
+`rows` rows of a side, inputs (N, T) and targets (N, n) of the last n inputs, and is called until there are
+enough. A target of `vocab` does not count. facts also gets the text around them. After a change of `make`,
+run prepare.py again: rows that are there are not made anew.
+
+All other sets: `make(*paths)` returns the training side, the validation side, and maybe a test side. Pictures
+are rows of numbers. The targets of sentences are labels; those of pairs are texts, the translations.
 
 SETS lists these sets and their files. prepare.py adds the plain texts, downloads the files, tokenizes texts
 and writes what `to_rows` returns. This file imports nothing of ours.
@@ -528,10 +530,11 @@ def to_rows(sides, row, meta):
             across = row['side'] // patch
             squares = rows[:, 0].reshape(-1, across, patch, across, patch).swapaxes(2, 3)
             rows[:, 0] = squares.reshape(len(rows), -1)
-        if 'classes' in meta:
-            [highest] = max(targets)
-            if highest >= meta['classes']:
-                raise ValueError(f'label {highest} is no class, they are 0 to {meta["classes"] - 1}')
+        wanted = rows[:, 1]
+        highest = wanted[wanted != ignore].max(initial=0)
+        possible = meta.get('classes', meta['vocab_size'])
+        if highest >= possible:
+            raise ValueError(f'target {highest} is there, but vocab or classes end at {possible - 1}')
         arrays.append([rows])
     return arrays
 
@@ -551,7 +554,8 @@ def classes(sides):
 
 # ---- the sets ----------------------------------------------------------------------------------------------
 
-# length: of rows if generated; of sentences, before they are cut off; of each part of a pair, at most
+# length: of rows if generated (`make` gets it); of sentences, before they are cut off; of each part of a pair
+# rows: of training, of validation; vocab: above all tokens and targets; meta: what prepare.py says of rows
 # text: the rows are made from a text; side: of a square picture, in pixels
 SENTENCES = {'tokenizer': 'byte', 'answers': 'labels', 'length': 1024}
 PAIRS = {'tokenizer': 'bpe:4096', 'answers': 'pairs', 'length': 256}
