@@ -1225,14 +1225,19 @@ MODELS = {              # t2r:8 has half of elu's features; in GPT-2's size t2r:
     'rfa': {'rule': 'sum', 'phi': 'rfa'}, 'delta': {'rule': 'delta'}, 'decay': {'rule': 'decay'}}
 
 
+def grown(cached, T):
+    """A cache of T tokens: copies of the only one in `cached`."""
+    return {name: cached[name].repeat(1, 1, T, 1) for name in ('k', 'v')}
+
+
 def layer_step(rule, args, T):
     """-> a function for one step of a layer after T tokens, and the bytes of its state. Fast weights have
     really read T tokens or more, 1,024 at a time. A cache holds one token T times."""
     one = inputs(rule, args, 1)
     if rule == 'softmax':
-        k = one['k'].repeat(1, 1, T, 1)
-        v = one['v'].repeat(1, 1, T, 1)
-        return partial(F.scaled_dot_product_attention, one['q'], k, v), k.nbytes + v.nbytes
+        cached = grown(one, T)
+        step = partial(F.scaled_dot_product_attention, one['q'], *cached.values())
+        return step, sum(x.nbytes for x in cached.values())
     many = inputs(rule, args, 1024)
     S = None
     for _ in range(0, T, 1024):
@@ -1285,8 +1290,7 @@ def far_along(model, batch, T):
             places = torch.arange(cached['pos'].shape[-1], device=token.device)
             cached['pos'] = places.expand_as(cached['pos'])
         elif 'k' in cached:
-            for name in 'k', 'v':
-                cached[name] = cached[name].repeat(1, 1, T, 1)
+            cached.update(grown(cached, T))
     alike = torch.zeros(batch, dtype=torch.long, device=token.device)
     return token[alike], chosen_texts(state, alike)
 

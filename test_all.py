@@ -1,6 +1,6 @@
 """What must be true of the code, without a GPU and a network; a test's name is the claim.
 
-    pytest test_all.py                              two to four minutes on two cores
+    pytest test_all.py                              two to six minutes on two cores
     SLOW=1 pytest test_all.py -k soak               20,000 tokens, kill -9, resuming from every step
     EXERCISE=1 pytest test_all.py -k exercise       the README's exercises: they fail until solved
 

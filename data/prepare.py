@@ -1009,9 +1009,7 @@ def mapped(folder, meta, side):
     vocab = meta['vocab_size']
     if 'row' in meta:
         inputs, targets = data.reshape(-1, 2, meta['row']).swapaxes(0, 1)
-        highest = targets[targets != meta['ignore']].max(initial=0)
-        if highest >= meta.get('classes', vocab):
-            raise ValueError(f'{path}: holds target {highest}, beyond the vocabulary or the classes')
+        tasks.check_targets(targets, meta, path)
         counts = (targets != meta['ignore']).sum(1)
         if 'classes' in meta and (counts != 1).any():
             raise ValueError(f'{path}: holds rows with more or fewer targets than one, their class')
