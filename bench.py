@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import convert
 import fastweight
 import kernels
 import train as recipe
@@ -194,7 +195,7 @@ def report_suite(args, suite, rows):
             writer.writerows(rows)
         read = [row for row in rows if row.get('part') not in FOR_THE_PICTURE]
         for _, alike in itertools.groupby(read, list):                  # adjacent rows with equal columns
-            recipe.table(list(alike))
+            convert.table(list(alike))
         print(suite.note.format_map(vars(args)))
         print(f'paper: {suite.source}')
         draw(args, suite, rows)
@@ -743,8 +744,8 @@ def models_beside(args, path, data):
 
 
 def by_position(form, nats, first):
-    """Perplexity by recipe.ranges of positions of nats (.., T), as rows of the table"""
-    for start, end in recipe.ranges(nats.shape[-1], first):
+    """Perplexity by convert.ranges of positions of nats (.., T), as rows of the table"""
+    for start, end in convert.ranges(nats.shape[-1], first):
         mean = nats[..., start:end].mean().item()
         yield {'form': form, 'part': 'position', 'position': end, 'nats': mean, 'perplexity': math.exp(mean)}
 
@@ -880,9 +881,9 @@ def cache(args, suite):
         what = f'{form}, {size} cached'
         piece = size if rule == 'softmax' else T
         pieces = zip(x[:, :-1].split(piece, 1), x[:, 1:].split(piece, 1))
-        nats = torch.cat([recipe.nats_along(model, *some, what, args.dtype) for some in pieces], 1)
-        pair = recipe.recovered(nats - first.setdefault(size, nats), data)
-        times = recipe.recovered(nats - first[T], data)     # of the student's nats less the teacher's
+        nats = torch.cat([convert.nats_along(model, *some, what, args.dtype) for some in pieces], 1)
+        pair = convert.recovered(nats - first.setdefault(size, nats), data)
+        times = convert.recovered(nats - first[T], data)     # of the student's nats less the teacher's
         row = {'form': form, 'cached': size, 'perplexity': nats.mean().exp().item(),
                'of full': times['recovered'], 'low': times['low'], 'high': times['high'],
                'of first': pair['recovered'], 'from': pair['low'], 'to': pair['high'],
@@ -912,11 +913,11 @@ def far(args, suite):
     for source, model in models_beside(args, path, data):
         models[f'{",".join(dict.fromkeys(model.config.rules))}: {source}'] = model
     pieces = zip(x.split(block, 1), y.split(block, 1))
-    in_rows = torch.cat([recipe.nats_along(teacher, *piece, 'in rows', args.dtype) for piece in pieces], 1)
+    in_rows = torch.cat([convert.nats_along(teacher, *piece, 'in rows', args.dtype) for piece in pieces], 1)
     rows = list(by_position('softmax, in rows', in_rows, block))
     base = {row['position']: row['perplexity'] for row in rows}
     for form, model in models.items():
-        rows += by_position(form, recipe.nats_along(model, x, y, form, args.dtype), block)
+        rows += by_position(form, convert.nats_along(model, x, y, form, args.dtype), block)
     for row in rows:
         yield {**row, 'more than in rows': row['perplexity'] - base[row['position']]}
 
@@ -1086,9 +1087,9 @@ def beside_caches(args, path, teacher, data):
     policies -> dict by name"""
     forms = {'softmax': teacher}
     for source, student in models_beside(args, path, data):
-        forms |= dict(recipe.caches(teacher, student))
+        forms |= dict(convert.caches(teacher, student))
         forms[source] = student
-        forms |= {f'{source}, {policy}': model for policy, model in recipe.other_policies(student)}
+        forms |= {f'{source}, {policy}': model for policy, model in convert.other_policies(student)}
     return forms
 
 
@@ -1114,20 +1115,20 @@ def real(args, suite):
             facts[T] = list(facts_before(texts, data, args.device))
     candidates = [prepare.encode(f' {colour}', data)[0] for colour in COLOURS]
     lines, positions, told = [], [], []
-    nats = {form: recipe.nats_along(model, x, y, form, args.dtype) for form, model in models.items()}
+    nats = {form: convert.nats_along(model, x, y, form, args.dtype) for form, model in models.items()}
 
     def logits(model, x):
         return recipe.predict(model, x, x, None, {}, args.dtype)[0]
     for form, model in models.items():
         gain = nats['softmax'] - nats[form]
         size = bytes_after(model, x.shape[1])
-        row = {'form': form, **recipe.recovered(gain, of_text), 'state bytes': size}
+        row = {'form': form, **convert.recovered(gain, of_text), 'state bytes': size}
         if talks:
             said = [(logits(model, x[:, :-1])[begin:], x[0, begin + 1:]) for begin, x in talks]
             found, wanted = map(torch.cat, zip(*said))
             row['nats of answers'] = F.cross_entropy(found, wanted).item()
         lines.append(row)
-        for start, end in recipe.ranges(x.shape[1], 64):
+        for start, end in convert.ranges(x.shape[1], 64):
             share = gain[:, start:end].mean().exp().item()
             positions.append({'form': form, 'part': 'position', 'position': end, 'ours': 100 * share})
         for T, rows in facts.items():

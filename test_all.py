@@ -3155,8 +3155,11 @@ def costs(model, tokens):
 def test_an_evaluation_has_few_tokens_and_logits_in_memory(monkeypatch):
     """Fewer than a gigabyte, whatever the rows and the vocabulary; a row is never split."""
     seen = []
-    monkeypatch.setattr(train, 'predict', lambda model, x, y, *_: (
-        seen.append(x.shape) or torch.zeros(y.numel(), 2), y.flatten().clamp(max=1), None))
+    def predict(model, x, y, *_):
+        seen.append(x.shape)
+        return torch.zeros(y.numel(), 2), y.flatten().clamp(max=1), None
+    for module in train, convert:
+        monkeypatch.setattr(module, 'predict', predict)
     for T, vocab, many in (128, 256, 32), (8192, 256, 4), (65536, 256, 1), (128, 150_000, 3):
         data = np.zeros(33 * T + 1, np.uint8)
         rows = train.Rows(data, data, {'vocab_size': vocab}, T, torch.device('cpu'))
@@ -3165,7 +3168,7 @@ def test_an_evaluation_has_few_tokens_and_logits_in_memory(monkeypatch):
         seen.clear()
     x = torch.zeros(300, 512, dtype=torch.long)
     model = GPT(Config(n_layer=1, n_head=1, n_embd=8))
-    assert train.nats_along(model, x, x, '').shape == x.shape
+    assert convert.nats_along(model, x, x, '').shape == x.shape
     assert seen[0] == (64, 512) and sum(map(math.prod, seen)) == x.numel()
 
 def test_bits_per_byte_count_every_token_but_the_first_once(tmp_path, capsys):
@@ -3641,7 +3644,7 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, monkeyp
 def test_what_is_recovered_is_told_by_position_with_an_interval():
     gain = torch.linspace(-.1, 0, 3)[:, None].repeat(1, 600).double()
     gain[:, 256:512] -= 1
-    row = train.recovered(gain, {'val': {'tokens': 1, 'bytes': 4}})
+    row = convert.recovered(gain, {'val': {'tokens': 1, 'bytes': 4}})
     means = gain.mean(1).numpy()
     half = 1.96 * np.std(means, ddof=1) / 3 ** .5
     assert row['high'] == pytest.approx(math.exp(means.mean() + half))
@@ -4704,7 +4707,7 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
 
 # ---- 14. The repository itself -----------------------------------------------------------------------------
 
-LAYER = dict(test_all=5, sample=4, convert=4, bench=4, train=3, model=2, kernels=1, fastweight=0)
+LAYER = dict(test_all=6, bench=5, sample=4, convert=4, train=3, model=2, kernels=1, fastweight=0)
 DATA = dict(weights=3, chat=2, prepare=1, tasks=0, flags=0)
 BANNED = set('eval exec __import__ torch.load np.load os.system pickle marshal shelve dill'.split())
 

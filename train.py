@@ -42,9 +42,9 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from data import chat, prepare
 from data.flags import briefly, flag, known, parse, picked, plural, refuse, typed
 from data.weights import refuse_target
-from fastweight import RULES, Favor
-from model import (GPT, OF_DATA, Config, cached_by, cannot_train, fill, idle, load, map_state, pack,
-                   pick_device, pick_forms, save, try_compiler, unpack, wide)
+from fastweight import Favor
+from model import (GPT, OF_DATA, Config, cannot_train, fill, idle, load, map_state, pack, pick_device,
+                   pick_forms, save, try_compiler, unpack, wide)
 
 BAD_STEPS = 10      # the run ends after this many non-finite steps in a row
 WARMUP = 0.05       # share of the steps; after the warm-up, a cosine to 0
@@ -56,9 +56,7 @@ SMALL = 2 * 10 ** 7         # a model with fewer parameters is small, see `is_la
 LR = 4e-3           # of our own models
 PRETRAINED_LR = .03         # divided by the width, of one from the hub: LR would destroy it
 PRETRAINED_ROW = 512        # at most, without --block_size: it may know many more positions
-FIRST = 256         # tokens of the first range of positions where a conversion is judged
 OFTEN = 'data rule phi init steps batch_size lr n_layer n_head n_embd block_size out resume'  # in --help
-COMPARED = 'sink', 'tova', 'h2o'        # policies to compare with, see `caches`
 LOGITS = 2 ** 26    # that many in memory at a time, 256 MB; on a GPU more, see `logits_at_once`
 TOKENS = 2 ** 15    # an evaluation reads at most so many at a time
 POOL = 32           # pairs are drawn for this many steps at once, then sorted: similar lengths share a step
@@ -442,80 +440,6 @@ def logits_at_once(device):
     return LOGITS
 
 
-@torch.inference_mode()
-def nats_along(model, x, y, what, dtype=torch.float32):
-    """Read rows x (B, T), each from an empty state -> nats (B, T) of the targets y (B, T). We read in pieces,
-    so memory hardly grows with B and T. what: begins the progress lines; dtype: of the matrix products"""
-    B, T = x.shape
-    tokens = min(TOKENS, logits_at_once(x.device) // model.config.vocab_size)
-    segment = max(1, min(T, 512, tokens))
-    at_once = max(1, tokens // segment)
-    pieces = [(i, t) for i in range(0, B, at_once) for t in range(0, T, segment)]
-    nats = torch.empty(B, T)
-    for i, t in with_progress(pieces, what):
-        if t == 0:
-            state = None
-        piece = slice(i, i + at_once), slice(t, t + segment)
-        logits, targets, state = predict(model, x[piece], y[piece], state, {}, dtype)
-        nats[piece] = F.cross_entropy(logits, targets, reduction='none').view_as(nats[piece])
-    return nats
-
-
-def ranges(T, first):
-    """Yield (start, end) of ranges of positions: up to `first`, from there to twice that, and so on to T."""
-    start = 0
-    end = first
-    while start < T:
-        yield start, min(end, T)
-        start = end
-        end *= 2
-
-
-def recovered(gain, meta):
-    """What a model has recovered of the teacher's perplexity -> columns of the table. gain (rows, T): nats of
-    the teacher less those of the model. `low` and `high` are a 95 % interval over rows. Then come the shares
-    among the first 256 tokens, from there to 512, to 1,024, ... The share per byte is the share per token to
-    the power tokens / bytes, so it looks better for the same model. Papers give it per token."""
-    by_row = gain.mean(1)
-    mean = by_row.mean()
-    half = 1.96 * by_row.std() / len(by_row) ** 0.5 if len(by_row) > 1 else math.inf
-    row = {'recovered': mean.exp().item(), 'low': (mean - half).exp().item(),
-           'high': (mean + half).exp().item()}
-    row['recovered a byte'] = row['recovered'] ** (meta['val']['tokens'] / meta['val']['bytes'])
-    T = gain.shape[1]
-    for start, end in ranges(T, FIRST) if T > FIRST else ():
-        row[f'to {end:,}'] = gain[:, start:end].mean().exp().item()
-    return row
-
-
-def caches(teacher, student):
-    """The teacher with limited caches, to compare with -> names, models: the cache that stands beside the
-    student's matrix alone, and caches of as many bytes as all that the student keeps."""
-    c = student.config
-    if not c.causal or c.source:
-        return
-    new = [rule != before for rule, before in zip(c.rules, teacher.config.rules)]
-    state = student.read(torch.zeros(1, 1, dtype=torch.long, device=student.embed.weight.device))
-    kept = [sum(x.nbytes for x in layer['mixer'].values()) for layer in state['layers']]
-    heads = c.n_kv_head or c.n_head
-    a_token = heads * (2 * 4 * c.n_embd // c.n_head + 12)   # key, value, position, sum of weights
-    size = max((bytes for bytes, swapped in zip(kept, new) if swapped), default=0) // a_token
-    if c.overflow and c.cache:
-        yield f'{c.cache} cached, no matrix', cached_by(teacher, c.rules, cache=c.cache, sinks=c.sinks)
-    for policy in COMPARED if size > 0 else ():
-        rules = [policy if swapped else rule for rule, swapped in zip(c.rules, new)]
-        if (size, rules) != (c.cache, c.rules):
-            model = cached_by(teacher, rules, cache=size, sinks=min(4, size - 1))
-            yield f'{size} cached by {policy}: as many bytes', model
-
-
-def other_policies(student):
-    """A student with a matrix beside its cache, under the policies it cannot train with -> names, models"""
-    for policy in COMPARED[1:] if student.config.overflow else ():
-        rules = [policy if RULES[rule].bounded else rule for rule in student.config.rules]
-        yield policy, cached_by(student, rules)
-
-
 def of_part(meta, tokens):
     """meta with the counts of these validation tokens alone. Tokens of another part are longer or shorter."""
     if 'row' in meta or meta['tokenizer'] in ('byte', 'ids') or len(tokens) == meta['val']['tokens']:
@@ -539,26 +463,6 @@ def score(meta, loss, right=0):
     if 'row' in meta:
         return accuracy
     return f'{loss * bits_a_nat(meta):.4f} bits per byte, {perplexity}'
-
-
-def table(lines):
-    """Print a list of dicts with the same keys as a table. None is shown as a dash."""
-    def as_text(x):
-        if x is None:
-            return '-'
-        if isinstance(x, str):
-            return x
-        if isinstance(x, int) or abs(x) >= 1e4:
-            return f'{x:,.0f}'
-        return f'{x:.4g}'
-    columns = []
-    for name in lines[0]:
-        cells = [name] + [as_text(line[name]) for line in lines]
-        width = max(map(len, cells))
-        side = '>' if columns else '<'
-        columns.append([f'{cell:{side}{width}}' for cell in cells])
-    for cells in zip(*columns):
-        print('  '.join(cells))
 
 
 # ---- the optimiser -----------------------------------------------------------------------------------------
