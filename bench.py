@@ -31,6 +31,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from tqdm import tqdm
 
 import convert
 import fastweight
@@ -291,7 +292,6 @@ def once(args, suite, form, run, **key):
         known = json.loads(prepare.read_file(f'{out}.json'))
         if known.pop('key', None) == mark:
             return known
-    prepare.saved.append(f'trainings that are done are kept in {args.out}; the same command goes on')
     began = time.perf_counter()
     result = run(out, **key)
     result['minutes'] = (time.perf_counter() - began) / 60
@@ -437,7 +437,7 @@ def runs(args, suite):
     """The table of a suite of commands: each line in each way, with one run per seed."""
     forms = dict.fromkeys(suite.always) | only(args, suite.lines)
     cells = list(itertools.product(ways_of(args, suite).items(), forms))
-    for (name, way), form in recipe.with_progress(cells, suite.name):
+    for (name, way), form in tqdm(cells, suite.name, disable=None):
         results = of_seeds(args, suite, way, form)
         yield a_row(suite, form, results, name)
 
@@ -511,7 +511,7 @@ def over_widths(args, suite):
     """Train every rule in every width."""
     [way] = ways_of(args, suite).values()
     cells = list(itertools.product(only(args, suite.lines), args.lengths))
-    for form, width in recipe.with_progress(cells, suite.name):
+    for form, width in tqdm(cells, suite.name, disable=None):
         wide = way._replace(train=f'{way.train} --n_embd={width}')
         results = of_seeds(args, suite, wide, form)
         yield {'width': width, **a_row(suite, form, results)}
@@ -536,7 +536,7 @@ def tracking(args, suite):
     more. No, if it is at most 5 points above the better of `sum` and `mamba2`. Otherwise partly."""
     for name, way in ways_of(args, suite).items():
         rows = []
-        for form in recipe.with_progress(only(args, suite.lines), name):
+        for form in tqdm(only(args, suite.lines), name, disable=None):
             results = of_seeds(args, suite, way, form)
             rows.append(a_row(suite, form, results, name))
             for i, right in enumerate(zip(*column(results, 'right'))):
@@ -956,7 +956,7 @@ def kept(args, suite):
     full = came.clamp(min=2 * size)                             # steps at which the cache is long full
     recent = first = 0
     steps = {'all': []}
-    for row in recipe.with_progress(x.split(1), 'kept'):
+    for row in tqdm(x.split(1), 'kept', disable=None):
         gone = []                                               # per layer, when each token goes
         for seen in model.through(row):
             if seen.mixer.memory.rule.keeps:                    # all heads of TOVA agree

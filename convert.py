@@ -49,6 +49,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_
+from tqdm import tqdm
 
 from data import prepare
 from data.flags import briefly, flag, known, parse, picked, plural, refuse, typed
@@ -56,10 +57,10 @@ from data.weights import is_state, read_tensors, to_folder, weights_digest
 from fastweight import RULES
 from model import (GPT, SOURCE_RULES, bias_of, bytes_after, cached_by, can_become_an_rnn, cannot_train, fill,
                    idle, kl, load, pick_device, save, subset)
-from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, QUIET, SMALL, TASK_ROWS, TOKENS, Rows, adamw, begin_log,
-                   begin_step, bits_a_nat, blocks, commit, gigabytes, is_large, lies_in, log_of, logits_at_once,
-                   of_part, pack_optimiser, predict, products_in, rows, sampling, say, set_threads, tell_saved,
-                   tell_step, unpack_optimiser, with_progress, write_row)
+from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, SLOW, SMALL, TASK_ROWS, TOKENS, Rows, adamw, begin_step,
+                   bits_a_nat, blocks, commit, is_large, lies_in, log_of, logits_at_once, of_part,
+                   pack_optimiser, predict, products_in, rows, sampling, say, tell, tell_step,
+                   unpack_optimiser)
 
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
@@ -130,8 +131,7 @@ class Args:
     seed: int = flag(0, 'seed of new weights and the data order', low=0, high=2 ** 32 - 1)
     device: str = flag('auto', 'auto, cpu, cuda')
     dtype: str = flag('float32', 'in matrix products; S is always fp32', ['float32', 'bfloat16'])
-    threads: int = flag(None, 'CPU threads; default: the fastest, by trial; for a large model all', low=1,
-                        high=1024)
+    threads: int = flag(None, 'CPU threads; if not given, as many as torch takes', low=1, high=1024)
 
 
 Student = subset('layers', 'phi', 'norm', 'out_norm', 'beta_max', 'gate_rank', 'cache', 'sinks', 'overflow',
@@ -507,14 +507,14 @@ def fold(model):
 @torch.inference_mode()
 def nats_along(model, x, y, what, dtype=torch.float32):
     """Read rows x (B, T), each from an empty state -> nats (B, T) of the targets y (B, T). We read in pieces,
-    so memory hardly grows with B and T. what: begins the progress lines; dtype: of the matrix products"""
+    so memory hardly grows with B and T. what: begins the progress bar; dtype: of the matrix products"""
     B, T = x.shape
     tokens = min(TOKENS, logits_at_once(x.device) // model.config.vocab_size)
     segment = max(1, min(T, 512, tokens))
     at_once = max(1, tokens // segment)
     pieces = [(i, t) for i in range(0, B, at_once) for t in range(0, T, segment)]
     nats = torch.empty(B, T)
-    for i, t in with_progress(pieces, what):
+    for i, t in tqdm(pieces, what, disable=None if what else True):
         if t == 0:
             state = None
         piece = slice(i, i + at_once), slice(t, t + segment)
@@ -652,10 +652,9 @@ class Conversion:
         self.judged = None                                  # the columns of the model that was just saved
         self.nats = None                                    # of the teacher, per token of the validation rows
         self.part = None                                    # the meta of these rows alone
-        self.log, self.file = log_of(args)
-        self.left = [] if args.resume else stages(args.out)
-        if self.left:
-            say(f'{args.out}: what a stopped conversion left there is replaced; --resume would go on with it')
+        self.log = log_of(args)
+        if not args.resume:
+            forget(stages(args.out))                        # what a stopped conversion left
 
     def columns_of(self, model, what):
         """Evaluate a model on --eval_rows rows, each from an empty state -> columns of the table. The teacher
@@ -720,7 +719,7 @@ class Conversion:
             now = time.perf_counter()
             self.seconds[stage] = before + now - began
             saves = done % args.eval_every == 0 or done == steps
-            if saves or now - last > QUIET:
+            if saves or now - last > SLOW:
                 ms = 1e3 * (now - last) / (done - logged)
                 tell_step(self.log, self.data, steps, lr, done, value, norm, ms, f'{stage} | ')
                 logged = done
@@ -733,13 +732,8 @@ class Conversion:
         """Write the checkpoint of a stage and a line of the log."""
         header = {**self.about, 'step': step, 'seconds': self.seconds[stage]}
         save(path, model, header, pack_optimiser(model, opt), learned(model))
-        forget(set(self.left) - {path})                     # now that there is something in their place
-        self.left = []
-        self.log = begin_log(self.log, self.file)
-        tell_saved('convert.py', self.args.out, path, step)
         self.judged = self.columns_of(model, stage)
-        row = {'stage': stage, 'step': step, 'tokens': self.tokens_in(step), **self.judged}
-        write_row(self.log, row)
+        tell(self.log, stage=stage, step=step, tokens=self.tokens_in(step), **self.judged)
 
     def restore_stage(self, stage, path, model, opt):
         """Restore model and optimiser of a stopped stage -> the steps already done."""
@@ -752,8 +746,7 @@ class Conversion:
         changing = learned(model)
         others = {name: x for name, x in model.state_dict().items() if name not in changing}
         fill(model, others | weights, f'{path}: holds the weights of another model')
-        unpack_optimiser(model, opt, tensors, path)
-        tell_saved('convert.py', self.args.out, path, kept.step)
+        unpack_optimiser(model, opt, tensors)
         self.seconds[stage] = kept.seconds
         return kept.step
 
@@ -941,8 +934,8 @@ def cannot_teach(args, config):
 
 
 def tell_start(args, name, data, teacher, student, new):
-    """Print what is converted, how many parameters are new, from how many tokens on the student's state is
-    smaller than the cache of the teacher, and the memory it takes. name: of the data"""
+    """Print what is converted, how many parameters are new, and from how many tokens on the student's state
+    is smaller than the cache of the teacher. name: of the data"""
     counts = {name: p.numel() for name, p in student.named_parameters()}
     added = sum(counts[name] for name in new)
     text = (f'{args.from_} -> {briefly(student.config.all_rules)}; {name}, rows of {data.T}; '
@@ -956,10 +949,6 @@ def tell_start(args, name, data, teacher, student, new):
         if grows < a_token:
             first = max(1, 2 + (size - at_first) // (a_token - grows))
             text += f', smaller than the teacher\'s from {first:,} tokens on'
-    if args.steps:
-        a_parameter = 4 if args.lora else 16 + 4            # the teacher's, which LoRA shares
-        memory = gigabytes(student, data, a_parameter)
-        text += f'; stage 2 takes about {memory:.2g} GB besides torch, with caches more'
     say(text)
 
 
@@ -1064,7 +1053,8 @@ def main(argv):
     if args.fold:
         can_fold(student)
     kind = what_to_match(args.distil, student, new)
-    set_threads(args, {}, student, data)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     args.threads = torch.get_num_threads()                  # the last bits depend on it; --resume keeps it
 
     made_from = {'teacher': weights_digest(teacher, meta), 'data': data.meta['train'].get('sha256')}
@@ -1086,10 +1076,6 @@ def main(argv):
         student = fold(student)
     save(f'{args.out}/ckpt.safetensors', student,
          {'step': args.steps, 'data': meta['data'], 'args': {'data': name}, 'from': args.from_})
-    run.log = begin_log(run.log, run.file)
-    if not (distilled or args.steps):                       # otherwise the last stage says how to go on
-        prepare.saved.append(f'{args.out}/ckpt.safetensors is the student; the same command makes it anew, '
-                             'with all tables')
     figures = {**run.table[-1], 'commit': commit(), **dataclasses.asdict(args)}
     figures['before'] = run.table[-2].get('accuracy')       # the last stage
     prepare.write_json(f'{args.out}/result.json', {**figures, **dataclasses.asdict(student.config)})

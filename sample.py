@@ -168,7 +168,6 @@ def keep_state(args, model, meta, last, state):
     about = {'model': weights_digest(model, meta), 'made_with': dataclasses.asdict(model.config),
              'dtype': args.dtype}
     write_tensors(args.save_state, {**tensors, 'last': last}, about)
-    prepare.saved.append(f'{args.save_state} is written')
 
 
 def begin(args, model, meta):
@@ -553,7 +552,6 @@ def main(argv):
         prepare.refuse_unwritable(path)                     # now, not after sampling
     if args.save_state:
         refuse_target(args.save_state, state=True)
-        prepare.saved.append(f'{args.save_state} was not written')
     if args.compile:
         try_compiler(device)
     model.use(pick_forms(args.impl))

@@ -1,4 +1,4 @@
-"""Train a fast-weight model from scratch, or resume a run. convert.py and bench.py use its parts, too.
+"""Train a fast-weight model from scratch, fine-tune a pretrained one, or resume a run.
 
     python train.py --rule=delta                   5 to 10 minutes on two CPU cores, no download
     python train.py --data=recall --rule=sum --steps=1000     sum fails at recall; --rule=delta solves it
@@ -6,8 +6,7 @@
     python train.py --init=FOLDER --data=my.txt --steps=50 --out=out/tuned     fine-tune a pretrained model
     python train.py --init=bert-base-uncased --data=cola --lr=5e-5             with a new head, for classes
     python train.py --init=FOLDER --data=my.txt --steps=0 --rule=h2o           only evaluate, with a cache
-    torchrun --nproc_per_node=2 train.py --rule=delta         the same steps by two processes; add --fsdp
-                                                              to keep only half of the model in each
+    torchrun --nproc_per_node=2 train.py --rule=delta         the same steps by two processes
 
 Each evaluation writes out/ckpt.safetensors (weights, optimiser, step) and, if the validation loss is the
 lowest so far, out/best.safetensors. out/log.jsonl has the losses, out/result.json the final figures. All
@@ -16,21 +15,18 @@ the number of threads stays the same (--threads=N pins it). Several processes, o
 parts of one larger batch; only dropout and redrawn features differ. If you resume with more --steps, the
 cosine is stretched over them.
 """
+import contextlib
 import dataclasses
 import functools
-import glob
-import io
 import itertools
 import json
 import math
 import os
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
 import time
-import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,20 +34,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
+from tqdm import tqdm
 
 from data import chat, prepare
-from data.flags import briefly, flag, known, parse, picked, plural, refuse, typed
-from data.weights import refuse_target
+from data.flags import briefly, flag, known, parse, plural, refuse, typed
 from fastweight import Favor
 from model import (GPT, OF_DATA, Config, cannot_train, fill, idle, load, map_state, pack, pick_device,
                    pick_forms, save, try_compiler, unpack, wide)
 
-BAD_STEPS = 10      # the run ends after this many non-finite steps in a row
 WARMUP = 0.05       # share of the steps; after the warm-up, a cosine to 0
 PART = 65536        # evaluations during training read this many tokens of a validation text,
 TASK_ROWS = 500     # and at least this many rows of a task, since a row may have only one target
-QUIET = 4           # seconds between the progress lines of slow work,
-SLOW = 20           # and of slow steps
+SLOW = 20           # seconds: at least one line is printed in so many
 SMALL = 2 * 10 ** 7         # a model with fewer parameters is small, see `is_large`
 LR = 4e-3           # of our own models
 PRETRAINED_LR = .03         # divided by the width, of one from the hub: LR would destroy it
@@ -60,10 +54,10 @@ OFTEN = 'data rule phi init steps batch_size lr n_layer n_head n_embd block_size
 LOGITS = 2 ** 26    # that many in memory at a time, 256 MB; on a GPU more, see `logits_at_once`
 TOKENS = 2 ** 15    # an evaluation reads at most so many at a time
 POOL = 32           # pairs are drawn for this many steps at once, then sorted: similar lengths share a step
-LAST_SECONDS = 20   # the last validation takes at most so long, or half as long as the training
 SAMPLE = 400        # tokens in the sample at the end
-DEFAULT_THREADS = torch.get_num_threads()       # torch's own choice: all cores, or OMP_NUM_THREADS
 PROMPTS = {'stdlib': 'class '}                  # how the sample at the end begins, per data set
+MAY_CHANGE = {'steps', 'lr', 'weight_decay', 'clip', 'eval_every', 'log_every', 'out', 'resume', 'device',
+              'threads', 'impl', 'compile'}     # flags that --resume takes
 say = functools.partial(print, flush=True)
 
 
@@ -74,8 +68,7 @@ class Args:
                                'the checkpoint', path=True)
     tokenizer: str = flag('', f'for texts: {prepare.OF_TEXTS}; default: that of the data or the checkpoint')
     out: str = flag('out', 'folder for checkpoints and the log', path=True)
-    resume: bool = flag(False, 'continue the run whose checkpoint is in --out, from its last evaluation on; '
-                               'flags of training may be changed, those of the model not')
+    resume: bool = flag(False, 'continue the run whose checkpoint is in --out, from its last evaluation on')
     init: str = flag('', 'start from the weights of a checkpoint or hub model; flags may adapt it', path=True)
     steps: int = flag(6400, 'optimiser steps; 0: only evaluate, and save nothing', low=0, high=10 ** 9)
     batch_size: int = flag(4, 'rows per batch, over all processes', low=1, high=2 ** 20)
@@ -88,39 +81,24 @@ class Args:
     eval_every: int = flag(500, 'steps between evaluations; each one also saves', low=1, high=10 ** 9)
     log_every: int = flag(50, 'steps between printed lines; at least one every 20 seconds', low=1,
                           high=10 ** 9)
-    val_tokens: int = flag(0, 'evaluate on this many validation tokens; 0: at the end all, or as many as '
-                           'half the training\'s time allows', low=0, high=10 ** 12)
+    val_tokens: int = flag(0, f'evaluate on this many validation tokens; 0: on all; default of a model from '
+                           f'the hub: {PART:,}', low=0, high=10 ** 12)
     seed: int = flag(0, 'seed of the weights, the data order and dropout', low=0, high=2 ** 32 - 1)
     device: str = flag('auto', 'auto, cpu, cuda, cuda:1, mps')
-    threads: int = flag(None, 'CPU threads; default: the fastest, by trial; for a large model all', low=1,
-                        high=1024)
+    threads: int = flag(None, 'CPU threads; if not given, as many as torch takes', low=1, high=1024)
     dtype: str = flag('auto', 'in matrix products; auto: bfloat16 on a recent GPU; S is always fp32',
                       ['auto', 'float32', 'bfloat16'])
     impl: str = flag('auto', 'form of the recurrence; loop: the definition, fastweight.recurrent',
                      ['auto', 'loop', 'chunk', 'fused'])
     compile: bool = flag(False, 'use torch.compile')
-    fsdp: bool = flag(False, 'with torchrun: each process keeps only its shard of the model')
     row: int = known(0, 0, 2 ** 24)         # tokens in a training row; a model may know more positions
-
-
-@dataclass
-class Stopped:
-    """What a checkpoint says about the run that --resume continues."""
-    args: dict
-    step: int = known(0, 0, 10 ** 9)
-    best: float = known(0.0, 0, 1e300)
-    threads: int = known(None, 1, 1024)
 
 
 # ---- the machine -------------------------------------------------------------------------------------------
 
 def machine(args):
     """-> rank, world, device, dtype. torchrun starts several processes; without it there is one."""
-    given = [os.environ.get('RANK', '0'), os.environ.get('WORLD_SIZE', '1')]
-    if not all(text.isdecimal() for text in given) or not int(given[0]) < int(given[1]) <= 4096:
-        raise ValueError(f'RANK={given[0]} WORLD_SIZE={given[1]}: torchrun sets these two, 0 <= RANK < '
-                         'WORLD_SIZE; without it, unset them')
-    rank, world = map(int, given)
+    rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     device = pick_device(args.device)
     cuda = device.type == 'cuda'
     if cuda and world > 1:
@@ -137,6 +115,8 @@ def machine(args):
         dtype = torch.bfloat16                              # these GPUs multiply it fast
     if args.compile:
         try_compiler(device)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     return rank, world, device, dtype
 
 
@@ -156,75 +136,6 @@ def commit():
     here = os.path.dirname(os.path.abspath(__file__))
     git = subprocess.run('git rev-parse HEAD', shell=True, cwd=here, capture_output=True, text=True)
     return git.stdout.strip()
-
-
-# ---- threads -----------------------------------------------------------------------------------------------
-# A step of a small model runs about a thousand small parallel regions. Each one ends when its slowest thread
-# ends. If another program keeps a core busy, one thread waits for that core and all the others wait for it.
-# The default training then takes three times as long with 2 threads on 2 cores as with 1. So we measure. The
-# last bits of all results depend on the number of threads, so the checkpoint keeps it for --resume.
-
-def fastest(run):
-    """Set the number of threads, of 1, 2, 4, ... and DEFAULT_THREADS, with which run() takes least time. They
-    take turns: another program disturbs them all alike. The first, which creates threads, does not count."""
-    if DEFAULT_THREADS == 1:
-        return
-    counts = [n for n in range(1, DEFAULT_THREADS + 1) if n == DEFAULT_THREADS or n.bit_count() == 1]
-    seconds = {n: [] for n in counts}
-    end = time.perf_counter() + 2
-    for turn in range(6):
-        if turn > 1 and time.perf_counter() > end:
-            break
-        for n, times in seconds.items():
-            torch.set_num_threads(n)
-            began = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - began)
-    medians = {n: statistics.median(times[1:]) for n, times in seconds.items()}
-    best = min(medians, key=medians.get)
-    torch.set_num_threads(best)
-    shown = ', '.join(f'{1e3 * median:.0f} ms with {n}' for n, median in medians.items())
-    say(f'threads: {best} ({shown})')
-
-
-def is_large(model):
-    """Whether it has so many parameters that we do not time the threads, and take other recipes."""
-    return sum(p.numel() for p in model.parameters()) >= SMALL
-
-
-def set_threads(args, meta, model, data):
-    """Set the number of threads: the given one, that of the resumed run (meta), or the fastest. torchrun sets
-    the number itself, and on a GPU it does not matter."""
-    kept = meta.get('threads') if data.world == 1 else None
-    if args.threads or kept:
-        torch.set_num_threads(args.threads or kept)
-    elif data.world == 1 and data.device.type == 'cpu':
-        torch.set_num_threads(DEFAULT_THREADS)              # best for large models, whose batch takes seconds
-        if not is_large(model):
-            fastest(functools.partial(data.rehearse, model))
-
-
-# ---- sharding: FSDP2, Zhao 2023, arXiv:2304.11277 ----------------------------------------------------------
-
-def shard(model, device, world):
-    """Each process keeps a shard of every parameter, and so a shard of the optimiser's memory, too. A block
-    is gathered only while it is computed. Its gradients arrive already averaged."""
-    from torch.distributed.fsdp import fully_shard          # here because the import takes half a second
-    warnings.filterwarnings('ignore', 'FSDP2-wrapped module')       # about in-place changes: we make none
-    mesh = dist.init_device_mesh(device.type, (world,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-
-def in_parts(x):
-    """Whether tensor x is sharded over the processes (a DTensor)."""
-    return hasattr(x, 'full_tensor')
-
-
-def gathered(x):
-    """The whole tensor from its shards. All processes must call this. Other tensors come back unchanged."""
-    return x.full_tensor() if in_parts(x) else x
 
 
 # ---- data --------------------------------------------------------------------------------------------------
@@ -273,18 +184,6 @@ def blocks(n, T, meta, count=None):
     if count and count < len(begin):
         begin = begin[np.linspace(0, len(begin) - 1, count).astype(int)]
     return begin
-
-
-def with_progress(items, what):
-    """Yield the items, and print the progress every QUIET seconds. what: begins the line; '' prints none"""
-    begin = last = time.perf_counter()
-    for i, item in enumerate(items, 1):
-        yield item
-        now = time.perf_counter()
-        if what and now - last > QUIET:
-            last = now
-            left = (now - begin) / i * (len(items) - i)
-            say(f'{what}: {i / len(items):.0%} | eta {left / 60:.1f} min')
 
 
 @dataclass
@@ -367,23 +266,14 @@ class Rows:
                 states[i] = map_state(torch.Tensor.detach, end)
         return total
 
-    def rehearse(self, model):
-        """Forward and backward on a batch, for timing. Weights and later random numbers stay the same."""
-        training = model.training
-        model.eval()                                        # no dropout, and no new random features
-        self.learn(model, [None], 0)
-        model.train(training)
-        model.zero_grad(set_to_none=True)
-
     @torch.no_grad()
     def evaluate(self, model, begin=None, carried=False, label=''):
         """-> nats per target, accuracy (0 to 1) on the validation rows that start at `begin`; None: all rows
         of the evaluation `blocks`. Each row starts from an empty state, and the processes share the rows.
-        carried: read row by row, each from the final state of the last. label: begins the progress lines"""
+        carried: read row by row, each from the final state of the last. label: begins the progress bar"""
         if begin is None:
             begin = blocks(len(self.val), self.T, self.meta)
-        room = logits_at_once(self.device) if self.world == 1 else LOGITS       # alike in all processes
-        tokens = min(TOKENS, room // self.meta['vocab_size'])
+        tokens = min(TOKENS, logits_at_once(self.device) // self.meta['vocab_size'])
         many = 1 if carried else max(1, min(32, tokens // self.T))              # rows at a time
         if self.world > 1:
             for b in model.buffers():                       # all use the first process's random features
@@ -392,37 +282,19 @@ class Rows:
         model.eval()
         state = None
         total = torch.zeros(3, dtype=torch.float64)         # nats, targets, right guesses
-        for i in with_progress(range(0, len(begin), self.world * many), label):
-            share = begin[i + self.rank * many:][:many]
-            none_left = len(share) == 0                     # it still runs: others may need its shard
-            if none_left:
-                share = begin[:1]
-            x, y = rows(self.val, share, self.T, self.meta, self.device)
+        for i in tqdm(range(self.rank * many, len(begin), self.world * many), label, disable=None if label else True):
+            x, y = rows(self.val, begin[i:i + many], self.T, self.meta, self.device)
             logits, y, end = predict(model, x, y, state, self.meta, self.dtype)
             if carried:
                 state = end
             loss = F.cross_entropy(logits, y, reduction='sum', ignore_index=-1)
             right = (logits.argmax(-1) == y).sum()
-            if not none_left:
-                total += torch.tensor([loss.item(), (y >= 0).sum().item(), right.item()])
+            total += torch.tensor([loss.item(), (y >= 0).sum().item(), right.item()])
         if self.world > 1:
             dist.all_reduce(total)
         model.train(training)
         loss, count, right = total.tolist()
         return loss / count, right / count
-
-    def readable(self, model, seconds):
-        """The part of the validation data, from its beginning, that `evaluate` reads in so many seconds."""
-        begin = blocks(len(self.val), self.T, self.meta, 8)
-        began = time.perf_counter()
-        self.evaluate(model, begin)
-        count = max(1, int(seconds / (time.perf_counter() - began) * len(begin)))
-        if self.world > 1:                                  # their clocks differ: as many as the first says
-            of_first = torch.tensor(count, device=self.device)
-            dist.broadcast(of_first, 0)
-            count = of_first.item()
-        begin = blocks(len(self.val), self.T, self.meta)
-        return self.val[:begin[count]] if count < len(begin) else self.val
 
     def judged(self):
         """-> where the rows begin that evaluations during training read, and what these rows are called"""
@@ -430,6 +302,11 @@ class Rows:
         at_least = TASK_ROWS if 'row' in self.meta else 1
         count = max(at_least, np.count_nonzero(begin + self.T < PART))
         return begin[:count], 'validation' if count >= len(begin) else 'start of validation'
+
+
+def is_large(model):
+    """Whether it has so many parameters that other recipes suit it."""
+    return sum(p.numel() for p in model.parameters()) >= SMALL
 
 
 def logits_at_once(device):
@@ -482,43 +359,20 @@ def adamw(model, lr, weight_decay, device, fast=(), times=1.0):
 
 
 def pack_optimiser(model, opt):
-    """The optimiser's memory of each parameter, as a flat dict of tensors, for `save`."""
+    """What the optimiser remembers of each parameter, as a flat dict of tensors, for `save`."""
     flat = {}
     for name, p in model.named_parameters():
-        for key, x in opt.state.get(p, {}).items():
-            flat[f'opt.{name}.{key}'] = gathered(x)
+        flat.update({f'opt.{name}.{key}': x for key, x in opt.state.get(p, {}).items()})
     return flat
 
 
-def is_memory(kept, p):
-    """Whether these tensors can be what AdamW remembers of parameter p."""
-    shapes = {'step': (), 'exp_avg': p.shape, 'exp_avg_sq': p.shape}
-    if {quantity: x.shape for quantity, x in kept.items()} != shapes:
-        return False
-    finite = all(x.dtype == torch.float32 and x.isfinite().all() for x in kept.values())
-    return finite and kept['step'] >= 0 and kept['exp_avg_sq'].min() >= 0
-
-
-def unpack_optimiser(model, opt, tensors, path):
-    """The inverse of `pack_optimiser`: put the tensors into opt. A parameter that has never had a step has no
-    memory. ValueError, beginning with the path of the file, for tensors that fit no parameter."""
-    memories = {}
-    for key, x in tensors.items():
-        if key.startswith('opt.'):
-            name, _, quantity = key.removeprefix('opt.').rpartition('.')
-            memories.setdefault(name, {})[quantity] = x
-    parameters = dict(model.named_parameters())
-    for name, kept in memories.items():
-        p = parameters.get(name)
-        if p is None or not is_memory(kept, p):
-            raise ValueError(f'{path}: what the optimiser kept for {name} does not fit it; start anew')
-        for quantity, x in kept.items():
-            if quantity != 'step' or opt.defaults['fused']:     # unfused, the step count stays on the CPU
-                x = x.to(p.device)
-            if quantity != 'step' and in_parts(p):
-                from torch.distributed.tensor import distribute_tensor
-                x = distribute_tensor(x, p.device_mesh, p.placements)
-            opt.state[p][quantity] = x
+def unpack_optimiser(model, opt, tensors):
+    """The inverse of `pack_optimiser`. A parameter that has never had a step has no memory."""
+    for name, p in model.named_parameters():
+        own = f'opt.{name}.'
+        memory = {key.removeprefix(own): x for key, x in tensors.items() if key.startswith(own)}
+        for key, x in memory.items():                       # unfused, the step count stays on the CPU
+            opt.state[p][key] = x.to(p.device) if key != 'step' or opt.defaults['fused'] else x
 
 
 def lr_at(step, steps, peak):
@@ -528,12 +382,8 @@ def lr_at(step, steps, peak):
 
 
 def average(model, loss, world):
-    """Average the gradients and the loss (1,) over the processes, in place (see Rows.learn). Gradients of a
-    sharded model are averaged already."""
-    parts = [loss]
-    for p in model.parameters():
-        if p.grad is not None and not in_parts(p):
-            parts.append(p.grad)
+    """Average the gradients and the loss (1,) over the processes, in place (see Rows.learn)."""
+    parts = [loss, *(p.grad for p in model.parameters() if p.grad is not None)]
     flat = parameters_to_vector(parts)                      # one message for all of them
     dist.all_reduce(flat)
     vector_to_parameters(flat / world, parts)
@@ -548,7 +398,7 @@ def begin_step(opt, step, steps, lr, seed, rank=0):
     torch.manual_seed(int(drawn))
 
 
-# ---- a run -------------------------------------------------------------------------------------------------
+# ---- what a run begins with --------------------------------------------------------------------------------
 
 def settings(argv):
     """-> args, config, weights, metadata. The last two come from the model of --init or the checkpoint of
@@ -557,37 +407,44 @@ def settings(argv):
     args = Args(**given)
     if args.init and args.resume:
         raise ValueError('--init starts a run, --resume goes on with one: give one of them')
+    if args.resume:
+        return resumed(args.out, given, given_model)
     if args.init:
-        row = given_model.pop('block_size', 0)
-        model, meta = load(args.init, **given_model)
-        refuse(idle(given_model, model.config))
-        data = dict(meta['data'])
-        if data['tokenizer'] in prepare.FIXED:              # allow longer rows: facts-256 first, then facts
-            data.pop('row', None)
-        args.data = given.get('data') or prepare.trained_on(meta) or args.data
-        args.row = row or model.config.block_size
-        if 'files' in data:                                 # it comes from the hub
-            args.row = row or min(args.row, PRETRAINED_ROW)
-            args.lr = given.get('lr', PRETRAINED_LR / model.config.n_embd)
-        return args, model.config, model.state_dict(), {'data': data}
-    if not args.resume:
-        config = Config(**given_model)
-        refuse(idle(given_model, config))
-        args.row = config.block_size
-        return args, config, {}, {}
-    path = f'{args.out}/ckpt.safetensors'
+        return pretrained(args, given, given_model)
+    config = Config(**given_model)
+    refuse(idle(given_model, config))
+    args.row = config.block_size
+    return args, config, {}, {}
+
+
+def pretrained(args, given, given_model):
+    """`settings` for --init"""
+    row = given_model.pop('block_size', 0)
+    model, meta = load(args.init, **given_model)
+    refuse(idle(given_model, model.config))
+    data = dict(meta['data'])
+    if data['tokenizer'] in prepare.FIXED:                  # allow longer rows: facts-256 first, then facts
+        data.pop('row', None)
+    args.data = given.get('data') or prepare.trained_on(meta) or args.data
+    args.row = row or model.config.block_size
+    if 'files' in data:                                     # it comes from the hub
+        args.row = row or min(args.row, PRETRAINED_ROW)
+        args.lr = given.get('lr', PRETRAINED_LR / model.config.n_embd)
+        args.val_tokens = given.get('val_tokens', PART)
+    return args, model.config, model.state_dict(), {'data': data}
+
+
+def resumed(out, given, given_model):
+    """`settings` for --resume: the flags are those of the run, but for a few that may change."""
+    path = f'{out}/ckpt.safetensors'
     model, meta = load(path)
-    if 'best' not in meta:
-        raise ValueError(f'{path}: holds no training run, only a model')
-    run = picked(Stopped, meta, path)
-    run.args.pop('optimizer', None)                         # of runs from when there was a choice
-    typed(Args, run.args, path)
-    for name, value in given_model.items():
-        was = run.args['row'] if name == 'block_size' else getattr(model.config, name)
-        if was != value:
-            raise ValueError(f'--{name}={value}: {path} was made with {was!r}; drop the flag, or start anew '
-                             'with another --out')
-    args = Args(**{**run.args, **given, 'out': args.out})   # new flags override the run's
+    args = typed(Args, meta.get('args'), path)
+    began = {**dataclasses.asdict(model.config), **dataclasses.asdict(args), 'block_size': args.row}
+    for name, value in {**given, **given_model}.items():
+        if name not in MAY_CHANGE and value != began[name]:
+            raise ValueError(f'--{name}={value}: the run began with {began[name]!r}; leave the flag out, or '
+                             f'start anew with --init={path} and another --out')
+    args = dataclasses.replace(args, **{**given, 'out': out})
     if args.steps <= meta['step']:
         raise ValueError(f'{path}: has done {meta["step"]} steps; --steps={args.steps} is not more')
     return args, model.config, model.state_dict(), meta
@@ -623,11 +480,6 @@ def mistakes(args, config, data, model):
         f'expected at least {least} each; give a longer text, a smaller --block_size{or_more}')
     yield args.steps and args.init and lies_in(args.init, args.out), (
         f'--out={args.out}: it holds the model of --init; take another folder')
-    yield args.fsdp and data.world == 1, (
-        '--fsdp: one process has all of the model; start several, as torchrun --nproc_per_node=2 train.py '
-        '--fsdp does')
-    yield args.fsdp and config.encoder, (
-        '--fsdp: not with --encoder, which uses weights of a decoder block before its forward')
     yield args.carry and 'row' in meta, (
         f'--carry: the rows of {args.data} have nothing to do with each other')
     yield args.carry and model.max_len, (
@@ -642,93 +494,6 @@ def lies_in(path, folder):
     if os.path.isfile(path):
         path = os.path.dirname(os.path.realpath(path))
     return os.path.realpath(path) == os.path.realpath(folder)
-
-
-def restore(args, header, data, model, opt):
-    """Restore the optimiser of a stopped run -> the states of --carry, one per batch. ValueError if
-    --data is the same, but its files have changed."""
-    tensors = header.pop('tensors')                         # as large as three models
-    was = header['args']
-    kept = {side: header['data'].get(side) == data.meta[side] for side in prepare.SIDES}
-    for side in prepare.SIDES:
-        if not kept[side] and args.data == was['data']:
-            raise ValueError(
-                f'--resume --data={args.data}: {side}.bin is not what the run began with, by its sha256; '
-                f'bring it back, or begin anew with --init={args.out}/ckpt.safetensors and another --out')
-    if not kept['val'] or args.val_tokens != was['val_tokens']:
-        header['best'] = math.inf                           # a loss on another text cannot be compared
-        say('other validation tokens: best.safetensors begins anew')
-    unpack_optimiser(model, opt, tensors, f'{args.out}/ckpt.safetensors')
-    if not args.carry:
-        return [None] * args.accum
-    same = kept['train'] and all(getattr(args, name) == was[name]
-                                 for name in ('batch_size', 'accum', 'dtype'))
-    if not (same and data.world == 1 and 'carry0.t' in tensors):
-        say('--carry: the file has no states of these rows and --dtype, so each row begins with an empty one')
-        return [None] * args.accum
-    last = torch.zeros(args.batch_size, 1, dtype=torch.long, device=data.device)
-    why = f'{args.out}/ckpt.safetensors: no states of --carry for this model; resume with --carry=false'
-    with products_in(data.dtype, data.device):              # as in training
-        return [unpack(model, tensors, last, why, f'carry{i}') for i in range(args.accum)]
-
-
-def log_of(args, writes=True):
-    """Make the run's folder and open its log -> where to write the log until there is a checkpoint, and the
-    open file, see `begin_log`. It locks the folder. ValueError if another run uses it, or if something in it
-    could not be overwritten at the end. writes: whether this process writes anything at all"""
-    if not writes:
-        nothing = open(os.devnull, 'w')                     # noqa: SIM115
-        return nothing, nothing
-    os.makedirs(args.out, exist_ok=True)
-    for name in 'ckpt', 'best':
-        refuse_target(f'{args.out}/{name}.safetensors')
-    for name in 'log.jsonl', 'result.json', 'convert.json':
-        prepare.refuse_irregular(f'{args.out}/{name}')
-    log = open(f'{args.out}/log.jsonl', 'a')                # noqa: SIM115
-    try:
-        import fcntl
-        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for name in 'ckpt', 'best', 'stage-*':              # a run that was killed in a save left them
-            for part in glob.glob(f'{glob.escape(args.out)}/{name}.safetensors.*.part'):
-                if os.path.isdir(part):
-                    shutil.rmtree(part)
-                else:
-                    os.remove(part)
-    except BlockingIOError:
-        raise ValueError(f'--out={args.out}: another run is at work there; take another folder') from None
-    except (ImportError, OSError):                          # Windows; a file system without locks
-        pass
-    if args.resume:
-        prepare.saved.append(f'what {args.out} holds is as it was; the same command goes on')
-        return log, log
-    if os.path.exists(f'{args.out}/ckpt.safetensors'):
-        say(f'--out={args.out} holds a model already; this run will replace it')
-    prepare.saved.append(f'nothing is saved yet (see --eval_every); what {args.out} held is as it was')
-    return io.StringIO() if os.path.getsize(log.name) else log, log
-
-
-def begin_log(log, file):
-    """Let this run's log take the place of an earlier one's, now that its checkpoint did -> the open file."""
-    if log is not file:
-        file.truncate(0)
-        with prepare.writing(file.name):
-            print(log.getvalue(), end='', file=file, flush=True)
-    return file
-
-
-def write_row(log, row):
-    """Write a line of log.jsonl, or of the text that is kept until there is a checkpoint, see `log_of`."""
-    with prepare.writing(getattr(log, 'name', '')):
-        print(json.dumps(row), file=log, flush=True)
-
-
-def tell_saved(script, out, path, step):
-    """Let Ctrl-C print from now on what is saved, and how to go on."""
-    world = os.environ.get('WORLD_SIZE', '1')
-    start = 'python' if world == '1' else f'torchrun --nproc_per_node={world}'
-    if os.environ.get('RANK', '0') == '0':
-        prepare.saved.append(f'{path} has {plural(step, "step")}; {start} {script} --resume '
-                             f'--out={shlex.quote(out)} goes on')
 
 
 def built(args, config, data, weights):
@@ -752,18 +517,53 @@ def built(args, config, data, weights):
         fill(model, weights, f'--data={args.data}: classes and patches have to be those the model has')
         if config.turns() and data.T > config.block_size:
             say(f'--block_size={data.T}: rope was trained on rows of {config.block_size}')
-    if args.fsdp:
-        shard(model, data.device, data.world)
     return model
 
 
-def tell(log, text, **figures):
-    """Print a text, and write its figures as one line of log.jsonl."""
-    say(text)
+def restore(args, header, data, model, opt):
+    """Restore the optimiser of a stopped run -> the states of --carry, one per batch."""
+    tensors = header.pop('tensors')                         # as large as three models
+    for side in prepare.SIDES:
+        if header['data'].get(side) != data.meta[side]:
+            raise ValueError(f'--resume --data={args.data}: {side}.bin is not what the run began with; bring '
+                             f'it back, or begin anew with --init={args.out}/ckpt.safetensors')
+    unpack_optimiser(model, opt, tensors)
+    if 'carry0.t' not in tensors:
+        return [None] * args.accum
+    last = torch.zeros(args.batch_size, 1, dtype=torch.long, device=data.device)
+    why = f'{args.out}/ckpt.safetensors: no states of --carry for this model'
+    with products_in(data.dtype, data.device):              # as in training
+        return [unpack(model, tensors, last, why, f'carry{i}') for i in range(args.accum)]
+
+
+# ---- what a run says and leaves ----------------------------------------------------------------------------
+
+def log_of(args, writes=True):
+    """Make the run's folder and open its log, which locks it. ValueError if another run is at work there.
+    writes: whether this process writes anything at all"""
+    if not writes:
+        return open(os.devnull, 'w')                        # noqa: SIM115
+    os.makedirs(args.out, exist_ok=True)
+    log = open(f'{args.out}/log.jsonl', 'a')                # noqa: SIM115
+    with contextlib.suppress(ImportError):                  # on Windows nothing locks
+        import fcntl
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f'--out={args.out}: another run is at work there; take another folder') from None
+    if not args.resume:
+        log.truncate(0)
+    return log
+
+
+def tell(log, text='', **figures):
+    """Print a text, if there is one, and write its figures as one line of log.jsonl."""
+    if text:
+        say(text)
     for name, x in figures.items():
         if isinstance(x, float) and not math.isfinite(x):   # JSON has no NaN
             figures[name] = None
-    write_row(log, figures)
+    print(json.dumps(figures), file=log, flush=True)
 
 
 def tell_step(log, data, steps, peak, step, loss, norm, ms, stage=''):
@@ -784,48 +584,25 @@ def tell_step(log, data, steps, peak, step, loss, norm, ms, stage=''):
     tell(log, text, step=step, loss=loss, lr=lr, norm=norm, ms=ms, memory=peak_memory, tok_s=tok_s)
 
 
-def gigabytes(model, data, a_parameter=16):
-    """The memory that training takes, besides torch: so many bytes a parameter (of fp32: its weight, gradient
-    and two averages), and what a backward needs of a batch. Caches and long rows take more."""
-    config = model.config
-    size = sum(p.numel() for p in model.parameters())
-    inner = config.n_inner or 4 * config.n_embd
-    if config.act == 'swiglu':                      # has two factors
-        inner *= 1.5
-    kept = 24 * config.n_layer * (config.n_embd + inner)                # a token: its layers
-    if not config.classes:                          # a class is said once a row
-        kept += 12 * config.vocab_size              # its logits
-    tokens = data.T // (config.patch or 1) * data.batch_size // data.world
-    return (a_parameter * size + kept * tokens) / 1e9
-
-
 def opening(model, data, args, run, log):
     """Print what is trained, and begin the log with it."""
     config = model.config
     size = sum(p.numel() for p in model.parameters())
     threads = torch.get_num_threads()
-    every = min(args.eval_every, args.steps)
     about = {key: value for key, value in data.meta.items() if key not in ('json', *chat.TRAVELS)}
-    train, val, what = len(data.train), len(data.val), 'tokens'
+    what = 'tokens'
+    train, val = len(data.train), len(data.val)
     if 'row' in data.meta:                          # their inputs and targets stand in the file
-        train, val = (len(blocks(n, data.T, data.meta)) for n in (train, val))
         what = 'rows'
+        train, val = (len(blocks(n, data.T, data.meta)) for n in (train, val))
     text = (f'{briefly(config.rules)} | {size / 1e6:.2f} M parameters | '
             f'{args.data}: {train:,} + {val:,} {what}, a vocabulary of {config.vocab_size} | '
             f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {plural(threads, "thread")}')
     if args.steps:
-        text += (f'\nrows of {data.T}, lr {args.lr:.2g}, saved every {plural(every, "step")}; weights, '
-                 f'optimiser and a batch: about {gigabytes(model, data):.2g} GB besides torch; '
+        text += (f'\nrows of {data.T}, lr {args.lr:.2g}, saved every {plural(args.eval_every, "step")}; '
                  f'recurrence: {model.why}')
     tell(log, text, config=dataclasses.asdict(config), **run, data=about, commit=commit(),
          device=str(data.device), params=size, threads=threads)
-
-
-def keep(path, model, header, extra, rank):
-    """Write a checkpoint. All processes call this; the first one writes."""
-    whole = {key: gathered(x) for key, x in model.state_dict().items()}
-    if rank == 0:
-        save(path, model, header, extra, whole)
 
 
 def keep_run(args, data, model, opt, states, run):
@@ -833,48 +610,38 @@ def keep_run(args, data, model, opt, states, run):
     run of one process keeps"""
     extra = pack_optimiser(model, opt)
     if data.world == 1:
-        run = {**run, 'threads': torch.get_num_threads()}
         for i, state in enumerate(states):
             extra.update(pack(state, f'carry{i}'))
-    keep(f'{args.out}/ckpt.safetensors', model, run, extra, data.rank)
+    save(f'{args.out}/ckpt.safetensors', model, run, extra)
 
 
 def report(model, data, args, log, **figures):
     """Compute the final figures on the validation data, read as `blocks` and `carried`. They are added
     to `figures`, and all go to result.json as one flat dict."""
-    meta = data.meta
-    what = f'blocks of {data.T}'
-    if not args.val_tokens:
-        seconds = max(LAST_SECONDS, 30 * figures['minutes'])
-        data = dataclasses.replace(data, val=data.readable(model, seconds))
-    n = len(data.val)
-    if n < meta['val']['tokens'] and not args.val_tokens:
-        what += f', the first {n:,} of {meta["val"]["tokens"]:,} tokens (--val_tokens reads more)'
     loss, right = data.evaluate(model, label='validation')
-    meta = of_part(meta, data.val)
-    tell(log, f'validation, {what}: {score(meta, loss, right)}', read='blocks', val_loss=loss, accuracy=right)
-    if not math.isfinite(loss):
-        raise ValueError(f'the weights in {args.out} are broken or too large, see the losses in log.jsonl; '
-                         'take a smaller --lr')
-    figures.update({'val_loss': loss, 'accuracy': right, 'validation tokens': n})
     if data.world > 1:                                      # one process does the rest. It may take longer
         dist.barrier()                                      # than the others would wait for it
         dist.destroy_process_group()
     if data.rank > 0:
         return
+    what = f'blocks of {data.T}'
+    n = len(data.val)
+    if n < data.meta['val']['tokens']:
+        what += f', the first {n:,} of {data.meta["val"]["tokens"]:,} tokens'
+    meta = of_part(data.meta, data.val)
+    tell(log, f'validation, {what}: {score(meta, loss, right)}', read='blocks', val_loss=loss, accuracy=right)
+    figures.update({'val_loss': loss, 'accuracy': right, 'validation tokens': n})
     if 'row' not in meta:
         figures['bits per byte'] = loss * bits_a_nat(meta)
-        if not args.fsdp and model.max_len is None and model.config.keeps() == {None}:
+        if model.max_len is None and model.config.keeps() == {None}:
             along = dataclasses.replace(data, T=min(4096, LOGITS // meta['vocab_size'] + 1), world=1)
             loss, _ = along.evaluate(model, carried=True, label='validation, carried')
             tell(log, f'validation, carried: {score(meta, loss)}', read='carried', val_loss=loss)
             figures.update({'val_loss carried': loss, 'bits per byte carried': loss * bits_a_nat(meta)})
-    if args.steps == 0:
-        return
-    prepare.write_json(f'{args.out}/result.json', {
-        **figures, 'commit': commit(), **dataclasses.asdict(args), **dataclasses.asdict(model.config)})
-    if not args.fsdp:
-        show(model, data, args)
+    if args.steps:
+        prepare.write_json(f'{args.out}/result.json', {
+            **figures, 'commit': commit(), **dataclasses.asdict(args), **dataclasses.asdict(model.config)})
+        show(model.eval(), data, args)
 
 
 def sampling(out, meta):
@@ -892,30 +659,23 @@ def sampling(out, meta):
 def show(model, data, args):
     """Print a sample: the translation of the first pair, or a continuation of a text."""
     meta = data.meta
-    more = f'next: {sampling(args.out, meta)}'
-    model.eval()
     if 'source' in meta:
         x, _ = rows(data.val, [0], data.T, meta, data.device)
         source = x[:, :meta['source']]
         for tokens in source, model.translate(source):
             say(f'> {prepare.decode(tokens[0].tolist(), meta)}')
-    if 'row' in meta:
-        say(more)
-        return
-    beginning = prepare.encode(PROMPTS.get(args.data, ''), meta)
-    if 'files' in meta:                                     # pretrained: an empty text would tell nothing
-        beginning = data.val[:16].tolist()
-    prompt = torch.tensor([prepare.begun(beginning, meta)], device=data.device)
-    draw = torch.Generator(data.device).manual_seed(0)
-    many = max(0, min(SAMPLE, (model.max_len or SAMPLE + 1) - prompt.shape[1]))
-    texts = model.generate(prompt, temperature=0.7, generator=draw)     # in fp32, as in sample.py
-    tokens = []
-    end = time.perf_counter() + SLOW
-    for token, _ in itertools.islice(texts, many):
-        tokens.append(token.item())
-        if tokens[-1] in meta.get('ends', []) or time.perf_counter() > end:
-            break
-    say(f'--- a sample ---\n{prepare.decode(beginning + tokens, meta)}\n---\n{more} --tokens=1000')
+    if 'row' not in meta:
+        beginning = prepare.encode(PROMPTS.get(args.data, ''), meta)
+        if 'files' in meta:                                 # pretrained: an empty text would tell nothing
+            beginning = data.val[:16].tolist()
+        prompt = torch.tensor([prepare.begun(beginning, meta)], device=data.device)
+        draw = torch.Generator(data.device).manual_seed(0)
+        many = max(0, min(SAMPLE, (model.max_len or SAMPLE + 1) - prompt.shape[1]))
+        texts = model.generate(prompt, temperature=0.7, generator=draw)     # in fp32, as in sample.py
+        written = [token.item() for token, _ in itertools.islice(texts, many)]
+        written = itertools.takewhile(lambda token: token not in meta.get('ends', []), written)
+        say(f'--- a sample ---\n{prepare.decode([*beginning, *written], meta)}\n---')
+    say(f'next: {sampling(args.out, meta)}')
 
 
 @prepare.script
@@ -932,19 +692,16 @@ def main(argv):
     states = [None] * args.accum                            # of --carry, one per batch; data.learn fills them
     if args.resume:
         states = restore(args, header, data, model, opt)
-    log, file = log_of(args, rank == 0 and args.steps > 0)
-    set_threads(args, header, model, data)
+    log = log_of(args, rank == 0 and args.steps > 0)
     run = {'args': dataclasses.asdict(args), 'torch': torch.__version__}
     opening(model, data, args, run, log)
     if args.steps == 0:
-        report(model, data, args, log, minutes=0)
+        report(model, data, args, log)
         return
     forward = torch.compile(model) if args.compile else model
 
     first = header.get('step', 0)                           # steps done before resuming
     best = header.get('best', math.inf)
-    bad = 0                                                 # non-finite steps in a row
-    good_states = [*states]                                 # the states after the last finite step
     times = []                                              # seconds of each step since the last line
     seconds = 0.0                                           # of all steps together
     since = time.perf_counter()
@@ -955,21 +712,14 @@ def main(argv):
         loss = data.learn(forward, states, step)            # forward and backward of all batches
         if world > 1:
             average(model, loss, world)
-        norm = gathered(clip_grad_norm_(model.parameters(), args.clip or math.inf))
+        norm = clip_grad_norm_(model.parameters(), args.clip or math.inf)
         done = step + 1
-        if norm.isfinite() and loss.isfinite():
-            opt.step()
-            bad = 0
-            good_states = [*states]
-        else:                                               # weights and states stay as they were
-            bad += 1
-            states[:] = good_states
-            tell(log, f'step {done}: not finite, skipped, {bad} in a row', step=done, not_finite=bad)
+        if not (norm.isfinite() and loss.isfinite()):
+            raise ValueError(f'step {done}: loss or gradient is not finite; try a smaller --lr than '
+                             f'{args.lr:g}, or another --norm')
+        opt.step()
         model.zero_grad(set_to_none=True)
         times.append(time.perf_counter() - since)
-        if bad == BAD_STEPS:
-            raise ValueError(f'{bad} steps in a row were not finite; stopped before saving. Try a smaller '
-                             f'--lr than {args.lr:g}, or another --norm')
         evaluates = done % args.eval_every == 0 or done == args.steps
         logs = done % args.log_every == 0 or done in (first + 1, args.steps) or sum(times) > SLOW
         if logs or evaluates:
@@ -979,18 +729,16 @@ def main(argv):
         if logs:
             tell_step(log, data, args.steps, args.lr, done, loss, norm, ms)
         if evaluates:
-            judged, right = data.evaluate(model, start, label=label)
+            judged, right = data.evaluate(model, start)
             tell(log, f'step {done:5d} | {label}: {score(part, judged, right)}', step=done, val_loss=judged,
                  accuracy=right)
-            run.update(step=done, data=meta)
-            if judged < best:
-                best = judged
-                keep(f'{args.out}/best.safetensors', model, run, {}, rank)
-            keep_run(args, data, model, opt, states, {**run, 'best': min(best, 1e300)})
-            log = begin_log(log, file)
-            tell_saved('train.py', args.out, f'{args.out}/ckpt.safetensors', done)
+            if rank == 0:
+                run.update(step=done, data=meta, best=min(best, judged))
+                if judged < best:
+                    save(f'{args.out}/best.safetensors', model, run)
+                keep_run(args, data, model, opt, states, run)
+            best = min(best, judged)
         since = time.perf_counter()
-    prepare.saved.append(f'{args.out}/ckpt.safetensors has all {args.steps} steps')
     say(f'\n{args.steps - first} steps in {seconds / 60:.1f} minutes')
     report(model, data, args, log, steps=args.steps, ms=ms, minutes=seconds / 60)
 

@@ -462,7 +462,6 @@ def continued(text, begun, meta, special=False):
 # ---- files -------------------------------------------------------------------------------------------------
 
 read_file = tasks.read_file
-saved = []      # sentences: what the running script has saved, and how to go on; Ctrl-C prints the last one
 
 
 def as_utf8(data, name):
@@ -1075,7 +1074,6 @@ def script(main):
     """A script's main(argv) -> exit code: 0; 2 and one line on stderr for an error; 130, 141 if stopped."""
     def run(argv=None):
         keep_memory()
-        saved.clear()
         for name in 'stdout', 'stderr':
             if getattr(sys, name) is None:                      # closed: the next file would get its number
                 setattr(sys, name, open(os.devnull, 'w'))       # noqa: SIM115
@@ -1088,13 +1086,10 @@ def script(main):
                 print(end='', flush=True)                       # here, so that a closed pipe is caught
             return 0
         except KeyboardInterrupt:
-            print('\nstopped', *saved[-1:], sep=': ', file=sys.stderr)
+            print('\nstopped', file=sys.stderr)
             return 130
         except BrokenPipeError:                                 # the reader has gone, as with | head
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            with contextlib.suppress(BrokenPipeError):          # stderr may be the same pipe
-                if saved:
-                    print('stopped', saved[-1], sep=': ', file=sys.stderr)
             return 141
         except ModuleNotFoundError as e:
             message = f'{e}: pip install -r requirements.txt brings it'
