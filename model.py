@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 import fastweight
 from data import prepare, weights
-from data.flags import briefly, expected, fits, flag, known, picked, refuse, typed
+from data.flags import briefly, expected, fits, flag, known, refuse, typed
 from fastweight import (FEATURE_MAPS, FLOOR, GAPS, LOG_MIN, NORMALISERS, RULES, feature_map, for_heads,
                         without_autocast)
 
@@ -1376,42 +1376,14 @@ def pack(state, prefix='state'):
     return flat
 
 
-def unpack(model, tensors, last, why, prefix='state'):
-    """The inverse of `pack`, for a state of this model and of as many texts as last (B, 1) has tokens. Other
-    tensors are ignored. ValueError, beginning with `why`, if the model's own states look different, if a
-    number is not finite, or if cached positions are beyond the token count. Not for translators."""
-    state = model.read(last)                        # any state of this model has its form
-    given = {name: x for name, x in tensors.items() if name.startswith(f'{prefix}.')}
-    if layout(given, prefix) != layout(pack(state, prefix), prefix):
-        raise ValueError(why)
-    for name, x in given.items():
-        if not x.isfinite().all():
-            raise ValueError(f'{why} ({name} is not finite)')
-    for i, layer in enumerate(state['layers']):
-        for part, own in layer.items():
-            for name in own:
-                own[name] = given[f'{prefix}.{i}.{part}.{name}'].to(last.device)
-    state['t'] = given[f'{prefix}.t']               # it stays on the CPU
-    t = int(state['t'])
-    places = [x.flatten() for name, x in given.items() if name.endswith('.pos')]        # -1: none is cached
-    places = torch.cat([torch.zeros(1, dtype=torch.long), *places])
-    if not -1 <= places.min() <= places.max() < t < 2 ** 53:
-        raise ValueError(f'{why} (it counts {t} tokens)')
-    return state
-
-
-def layout(flat, prefix):
-    """The name, type and shape of each tensor of a packed state. A cache that grows has the length of the
-    text, which does not count."""
-    t = flat.get(f'{prefix}.t', torch.zeros(0)).tolist()
-    tensors = {}
-    for name, x in flat.items():
-        shape = list(x.shape)
-        grows = name.endswith(('.k', '.v')) and f'{name[:-1]}pos' not in flat
-        if grows and shape[2:3] == [t]:             # (B, H, T, d)
-            del shape[2]
-        tensors[name] = x.dtype, shape
-    return tensors
+def unpack(tensors, device, prefix='state'):
+    """The inverse of `pack`. Other tensors are ignored; t stays on the CPU."""
+    layers = {}
+    for name, x in tensors.items():
+        if name.startswith(f'{prefix}.') and name != f'{prefix}.t':
+            _, i, part, key = name.split('.')
+            layers.setdefault(int(i), {}).setdefault(part, {})[key] = x.to(device)
+    return {'t': tensors[f'{prefix}.t'], 'layers': [layers[i] for i in range(len(layers))]}
 
 
 def state_bytes(state):
@@ -1444,33 +1416,12 @@ def save(path, model, meta, extra=None, own=None):
     weights.write_tensors(path, tensors | others, meta)
 
 
-@dataclass
-class Header:
-    """What a file says about its model, whoever wrote it. Only train.py and convert.py give step and args."""
-    config: dict
-    data: dict
-    step: int = known(None, 0, 10 ** 9)
-    args: dict = None
-
-
 def config_of(source, meta):
-    """The Config in the meta of a checkpoint or folder. ValueError, with the source, if there is none or if
-    it contradicts what meta says of the data."""
+    """The Config in the meta of a checkpoint or folder. ValueError, with the source, if there is none, or if it is
+    of another version."""
     if not {'config', 'data'} <= meta.keys():
         raise ValueError(f'{source}: holds no model (a state saved by sample.py?)')
-    why = f'{source}: cannot be built here, maybe of another version'
-    header = picked(Header, meta, why)
-    config = typed(Config, header.config, why)
-    try:
-        prepare.check_tokens(header.data)
-    except ValueError as e:
-        raise ValueError(f'{why}: {e}') from None
-    for name, absent in OF_DATA.items():
-        of_model = getattr(config, name)
-        of_data = header.data.get(name, absent if name in ('vocab_size', 'pad', 'source') else of_model)
-        if of_data != of_model:
-            raise ValueError(f'{why}: {name} of its data is {of_data!r}, of the model {of_model!r}')
-    return config
+    return typed(Config, meta['config'], f'{source}: cannot be built here, maybe of another version')
 
 
 class Undrawn(TorchFunctionMode):

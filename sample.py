@@ -34,10 +34,10 @@ from dataclasses import dataclass
 import torch
 
 from data import chat, prepare
-from data.flags import briefly, flag, parse, plural, refuse, typed
+from data.flags import briefly, flag, parse, plural, refuse
 from data.weights import read_tensors, refuse_target, weights_digest, write_tensors
 from fastweight import FLOOR, RULES
-from model import (GPT, Config, Swap, chosen_texts, idle, load, map_state, pack, pick_device, pick_forms,
+from model import (GPT, Swap, chosen_texts, idle, load, map_state, pack, pick_device, pick_forms,
                    join, refuse_broken, sample, seen_by_k, spread, state_bytes, try_compiler, unpack)
 
 OFTEN = 'init prompt chat tokens temperature top_p rule cache dtype html'      # first in --help
@@ -146,20 +146,14 @@ def read_state(args, model, meta):
         raise ValueError(f'--load_state={path}: made with --dtype={dtype}; give that instead of {args.dtype}')
     if about.get('model') != weights_digest(model, meta):
         raise ValueError(f'--load_state={path}: not a state of the model in {args.init}')
-    last = tensors.get('last', torch.zeros(0))
-    tokens = model.config.vocab_size
-    if last.dtype != torch.long or last.dim() != 2 or not ((last >= 0) & (last < tokens)).all():
-        raise ValueError(f'--load_state={path}: its last tokens are no ids < {tokens}; read the prompt again')
-    made_with = typed(Config, about.get('made_with'), f'--load_state={path}: its flags')
-    for key, value in dataclasses.asdict(made_with).items():
-        here = getattr(model.config, key)
+    for key, here in dataclasses.asdict(model.config).items():
+        value = about['made_with'].get(key)
         if here != value:
             raise ValueError(f'--load_state={path}: made with {key}={value}; give that instead of {here}')
-    last = last.to(model.embed.weight.device)
+    last = tensors['last'].to(model.embed.weight.device)
     if len(last) != args.samples:
         raise ValueError(f'--load_state={path} holds {plural(len(last), "text")}: take --samples={len(last)}')
-    return last, unpack(model, tensors, last, f'--load_state={path}: no state of this model, maybe of an '
-                           'older version; read the prompt again')
+    return last, unpack(tensors, last.device)
 
 
 def keep_state(args, model, meta, last, state):

@@ -530,10 +530,7 @@ def restore(args, header, data, model, opt):
     unpack_optimiser(model, opt, tensors)
     if 'carry0.t' not in tensors:
         return [None] * args.accum
-    last = torch.zeros(args.batch_size, 1, dtype=torch.long, device=data.device)
-    why = f'{args.out}/ckpt.safetensors: no states of --carry for this model'
-    with products_in(data.dtype, data.device):              # as in training
-        return [unpack(model, tensors, last, why, f'carry{i}') for i in range(args.accum)]
+    return [unpack(tensors, data.device, f'carry{i}') for i in range(args.accum)]
 
 
 # ---- what a run says and leaves ----------------------------------------------------------------------------

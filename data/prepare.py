@@ -908,7 +908,6 @@ def load(name, root=None, tokenizer=None, like=None):
         prepare(name, root, like=like)
     try:
         meta = json.loads(read_file(path))
-        check_meta(meta)
         train, val = (mapped(folder, meta, side) for side in SIDES)
         if 'test' in meta:
             mapped(folder, meta, 'test')                        # checks that it is not broken, either
@@ -937,66 +936,6 @@ def test_side(name, like=None):
         raise ValueError(f'--data={name}: there is no test side, only {" and ".join(SIDES)}; take another '
                          'set, such as multi30k, or report on the validation side')
     return mapped(place(name, None, like), meta, 'test'), meta
-
-
-LIMITS = {      # whole numbers: the lowest value; the entry that bounds it; how far below that it must be
-    'vocab_size': (1, None, 0), 'row': (1, None, 0), 'ignore': (0, None, 0), 'pad': (0, 'vocab_size', 1),
-    'classes': (2, 'ignore', 0), 'source': (1, 'row', 1), 'patch': (1, 'row', 0)}
-
-
-def check_tokens(meta):
-    """ValueError if the tokens of a meta (of a data set or a checkpoint) are described incompletely or with
-    contradictions."""
-    for key, (low, other, below) in LIMITS.items():
-        high = meta.get(other, 2 ** 32) - below
-        value = meta.get(key)
-        wrong = type(value) is not int or not low <= value <= high              # isinstance would accept True
-        if wrong and (key in meta or key == 'vocab_size'):
-            raise ValueError(f'{key} is {value!r:.60}, expected a whole number from {low} to {high}')
-    kind = meta.get('tokenizer')
-    vocab = meta['vocab_size']
-    described = isinstance(kind, str) and isinstance(meta.get('json'), str)
-    if not described and ('json' in meta or kind not in TOKENIZERS + FIXED):
-        raise ValueError(f'tokenizer {kind!r:.60} is not known, or its json is no text')
-    if vocab < {'byte': 256, 'gpt2': 50257}.get(kind, 1):
-        raise ValueError(f'vocab_size is {vocab}, too few for the tokenizer {kind}')
-    kinds = {'template': str, 'special': dict, 'ends': list, 'files': dict}     # see data/chat.py
-    if kinds.keys() & meta.keys():
-        fits = all(isinstance(meta.get(name), kind_of) for name, kind_of in kinds.items())
-        ids = [*meta['special'].values(), *meta['ends']] if fits else [None]
-        texts = meta['files'].values() if fits else []
-        fits = fits and '' not in meta['special'] and all(type(x) is str for x in texts)
-        if not fits or not all(type(i) is int and 0 <= i < vocab for i in ids):
-            raise ValueError(f'{", ".join(kinds)}: one of them is not as data/chat.py makes it')
-    for key in 'labels', 'chars':
-        texts = meta.get(key, [])
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise ValueError(f'{key}: expected a list of texts')
-    if (kind in ('char', 'words') or 'chars' in meta) and len(meta.get('chars', [])) != vocab:
-        raise ValueError(f'vocab_size {vocab} is not the number of chars')
-
-
-def check_meta(meta):
-    """ValueError, KeyError or TypeError if a meta.json is incomplete or contradicts itself."""
-    check_tokens(meta)
-    vocab = meta['vocab_size']
-    if meta['dtype'] not in ('uint8', 'uint16', 'uint32'):
-        raise ValueError(f'dtype {meta["dtype"]!r:.60} is not known')
-    sides = [meta[side] for side in SIDES]
-    if 'test' in meta:
-        sides.append(meta['test'])
-    for key in ['tokens'] if 'row' in meta else ['tokens', 'bytes']:
-        for side in sides:
-            if type(side[key]) is not int or not 1 <= side[key] < 2 ** 63:
-                raise ValueError(f'{key} of a side is {side[key]!r:.60}, expected a whole number from 1')
-    of_rows = {'ignore', 'pad', 'classes', 'source', 'patch'} & meta.keys()
-    if of_rows and 'row' not in meta:
-        raise ValueError(f'{min(of_rows)} is there, but row is missing')
-    beside = [key in meta for key in ('row', 'pad', 'classes', 'patch')]
-    if 'source' in meta and beside != [True, True, False, False]:
-        raise ValueError('source is there: expected row and pad, too, and neither classes nor patch')
-    if 'patch' in meta and (vocab != 256 or meta['row'] % meta['patch']):
-        raise ValueError(f'patch does not divide row, or vocab_size is {vocab}, not 256')
 
 
 def mapped(folder, meta, side):
