@@ -52,7 +52,7 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
 from data import prepare
-from data.flags import briefly, flag, known, parse, picked, plural, refuse, typed
+from data.flags import briefly, flag, parse, plural, refuse, typed
 from data.weights import is_state, read_tensors, to_folder, weights_digest
 from fastweight import RULES
 from model import (GPT, SOURCE_RULES, bias_of, bytes_after, cached_by, can_become_an_rnn, cannot_train, fill,
@@ -610,16 +610,6 @@ def share(row, base):
     return row['accuracy'] / base['accuracy']
 
 
-@dataclass
-class Stage:
-    """What the checkpoint of a stage says about the conversion that --resume continues."""
-    args: dict
-    changes: dict               # flags of `Student`
-    made_from: dict
-    step: int = known(0, 0, 10 ** 9)
-    seconds: float = known(0.0, 0, 1e12)
-
-
 def stages(out):
     """The checkpoints of a stopped conversion in folder `out`, one per stage."""
     paths = glob.glob(os.path.join(glob.escape(out), 'stage-*.safetensors'))
@@ -738,17 +728,16 @@ class Conversion:
     def restore_stage(self, stage, path, model, opt):
         """Restore model and optimiser of a stopped stage -> the steps already done."""
         tensors, meta = read_tensors(path)
-        kept = picked(Stage, meta, path)
         for key, digest in self.about['made_from'].items():
-            if kept.made_from.get(key) != digest:
+            if meta['made_from'][key] != digest:
                 raise ValueError(f'--resume: the {key} is not what the run began with; start anew')
         weights = {name.removeprefix('model.'): x for name, x in tensors.items() if name.startswith('model.')}
         changing = learned(model)
         others = {name: x for name, x in model.state_dict().items() if name not in changing}
         fill(model, others | weights, f'{path}: holds the weights of another model')
         unpack_optimiser(model, opt, tensors)
-        self.seconds[stage] = kept.seconds
-        return kept.step
+        self.seconds[stage] = meta['seconds']
+        return meta['step']
 
 
 def controls(run, teacher, config, distilled):
@@ -905,16 +894,14 @@ def stopped(given, changes):
     if not paths:
         raise ValueError(f'--resume: no conversion was stopped in --out={out} (one that was finished has '
                          'nothing to resume); start anew')
-    path = paths[0]
-    stage = picked(Stage, read_tensors(path)[1], path)
-    typed(Args, stage.args, path)
-    typed(Student, {**dataclasses.asdict(Student()), **stage.changes}, path)
-    began = stage.args | stage.changes | {'resume': True}
+    _, meta = read_tensors(paths[0])
+    typed(Args, meta['args'], paths[0])                     # another version may have had others
+    began = meta['args'] | meta['changes'] | {'resume': True}
     for name, value in (given | changes).items():
         if began.get(name) != value and name not in ('out', 'device'):
             raise ValueError(f'--{name.strip("_")}={value}: the run began with {began.get(name)!r}; leave '
                              'the flag out, or start anew without --resume')
-    return stage.args, stage.changes
+    return meta['args'], meta['changes']
 
 
 def cannot_teach(args, config):

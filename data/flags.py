@@ -126,11 +126,6 @@ def typed(cls, raw, where):
         raise ValueError(f'{where}: {e}') from None
 
 
-def picked(cls, raw, where):
-    """Like `typed`, but raw may have more keys, and a field that may be None may be missing."""
-    return typed(cls, {field.name: raw.get(field.name) for field in dataclasses.fields(cls)}, where)
-
-
 # ---- a command line ----------------------------------------------------------------------------------------
 def from_home(paths):
     """A path, or several separated by : or , with the home folder in place of ~"""
