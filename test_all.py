@@ -3802,6 +3802,7 @@ FRAME = """{% for m in messages %}
 def a_talker(folder, template=FRAME, kind='llama3', **more):
     """A small Llama with a chat template; what is known of its tokens"""
     data = subwords(kind)
+    torch.manual_seed(1)
     in_hub_layout(folder, 'llama', vocab=data['vocab_size'], **more)
     put(folder, 'tokenizer.json', data['json'])
     put(folder, 'tokenizer_config.json', json.dumps(dict(eos_token=dict(content='</s>'), bos_token='<s>')))
@@ -4591,159 +4592,53 @@ def test_every_exercise_has_an_answer():
 # ==== Behind: models in the hub's layout, a server and its faults, soaks ====================================
 
 SIZES = dict(num_hidden_layers=2, hidden_size=16, num_attention_heads=4, intermediate_size=12)
-PATCHES, PLACES = 'embeddings.patch_embeddings.projection', 'embeddings.position_embeddings'
-WORDS, TYPES = 'embeddings.word_embeddings', 'embeddings.token_type_embeddings'
-FIRST = 'embeddings.cls_token'
-DENSE = 'attention.output.dense intermediate.dense output.dense'
-LAYOUTS = dict(     # first word of names, and of layers; norms, projection, up, down, q k v; outside; config
-    gpt2=('transformer.', 'h.', 'ln_1 ln_2 attn.c_proj mlp.c_fc mlp.c_proj attn.c_attn',
-          dict(wte=(30, 16), wpe=(16, 16), ln_f=(16,)),
-          dict(n_layer=2, n_head=4, n_embd=16, n_inner=12, vocab_size=30, n_positions=16)),
-    llama=('model.', 'layers.', 'input_layernorm post_attention_layernorm self_attn.o_proj mlp.gate_proj '
-           + 'mlp.down_proj self_attn.q_proj self_attn.k_proj self_attn.v_proj', dict(norm=(16,)),
-           dict(SIZES, max_position_embeddings=16, rms_norm_eps=1e-5)),
-    bert=('bert.', 'encoder.layer.', 'attention.output.LayerNorm output.LayerNorm ' + DENSE
-          + ' attention.self.query attention.self.key attention.self.value',
-          {WORDS: (300, 16), PLACES: (16, 16), TYPES: (2, 16), 'embeddings.LayerNorm': (16,),
-           'pooler.dense': (16, 16)},
-          dict(SIZES, vocab_size=300, max_position_embeddings=16, pad_token_id=3, layer_norm_eps=1e-12)),
-    vit=('vit.', 'encoder.layer.', 'layernorm_before layernorm_after ' + DENSE
-         + ' attention.attention.query attention.attention.key attention.attention.value',
-         {PATCHES: (16, 3, 4, 4), FIRST: (1, 1, 16), PLACES: (1, 5, 16), 'layernorm': (16,)},
-         dict(SIZES, image_size=8, patch_size=4, num_channels=3, qkv_bias=True, layer_norm_eps=1e-12)))
-EMBEDS = dict(gpt2='wte', llama='embed_tokens')
-NO_BIAS = re.compile('wte|wpe|lm_head|_embeddings$|cls_token')
+LAYOUTS = dict(     # names in transformers, sizes
+    gpt2=('GPT2', 'LMHeadModel', dict(n_layer=2, n_head=4, n_embd=16, n_inner=12, vocab_size=30, n_positions=16)),
+    llama=('Llama', 'ForCausalLM', dict(SIZES, max_position_embeddings=16, rms_norm_eps=1e-5)),
+    bert=('Bert', 'ForSequenceClassification', dict(SIZES, vocab_size=300, max_position_embeddings=16,
+                                                    pad_token_id=3)),
+    vit=('ViT', 'ForImageClassification', dict(SIZES, image_size=8, patch_size=4)))
+EMBEDS = 'gpt2', 'llama'
 
 def in_hub_layout(folder, kind, prefix=True, old=False, shards=1, dtype=torch.float32, tied=True, vocab=30,
                   groups=1, classes=3, **more):
-    """A model of two layers with random weights as the hub keeps it -> functions to its last norm and to its
-    logits, from tokens or from pictures of 8 x 8 pixels 0..255. old: names of 2018, and no pooler; more: for
-    config.json"""
-    front, layer, names, outside, config = LAYOUTS[kind]
-    norm1, norm2, proj, up, down, *qkv = names.split()
-    of_layer = {norm1: (16,), norm2: (16,), proj: (16, 16), up: (12, 16), down: (16, 12)}
-    sizes, raw = dict(outside), dict(config, model_type=kind)
+    """A model of transformers, of two layers with random weights, as the hub keeps it -> functions to its last
+    norm and to its logits, from tokens or from pictures of 8 x 8 pixels 0..255. old: names of 2018, and no
+    pooler; more: for config.json"""
+    hf = pytest.importorskip('transformers')
+    name, head, sizes = LAYOUTS[kind]
+    rope = {key: copy.copy(value) for key, value in more.items() if key.startswith('rope')}
+    given = sizes | ({} if 'yarn' in str(rope) else rope)
     if kind == 'llama':
-        of_layer |= {'mlp.up_proj': (12, 16), **dict.fromkeys(qkv, (4 * groups, 16)), qkv[0]: (16, 16)}
-        sizes['embed_tokens'] = vocab, 16
-        raw['vocab_size'] = vocab
-        if groups < 4:
-            raw['num_key_value_heads'] = groups
-    else:
-        of_layer |= dict.fromkeys(qkv, (48 // len(qkv), 16))
-    if tied == (kind == 'llama'):                       # the other is what is meant where nothing is said
-        raw['tie_word_embeddings'] = tied
-    for i in range(2):
-        sizes.update({f'{layer}{i}.{name}': size for name, size in of_layer.items()})
-    if kind not in EMBEDS and classes:
-        sizes['classifier'] = classes, 16
-    elif kind in EMBEDS and not tied:
-        sizes['lm_head'] = sizes[EMBEDS[kind]]
-    if old:
-        del sizes['pooler.dense']
-    w = {}
-    for name, size in sizes.items():
-        w[name + '.weight'] = (torch.randn(size) / size[-1] ** .5).to(dtype).float()
-        if kind != 'llama' and not NO_BIAS.search(name):
-            w[name + '.bias'] = torch.randn(size[0]).to(dtype).float()
+        given.update(vocab_size=vocab, num_key_value_heads=groups)
+    given.update(dict(tie_word_embeddings=tied) if kind in EMBEDS else dict(num_labels=classes))
+    config = getattr(hf, f'{name}Config')(**given)
+    model = getattr(hf, name + (head if classes or kind in EMBEDS else 'Model'))(config).eval()
+    for p in model.parameters():
+        p.data = (torch.randn(p.shape) / p.shape[-1] ** .5).to(dtype).float()
     kept = {'h.0.attn.bias': torch.ones(1, 1, 16, 16)} if kind == 'gpt2' else {}    # a mask, in older files
-    for name, x in w.items():
-        if '.c_' in name and x.dim() == 2:              # of GPT-2 alone
-            x = x.T
-        if x.dim() == 3:
-            name = name.removesuffix('.weight')
+    model.save_pretrained(folder)
+    for key, x in load_file(folder / 'model.safetensors').items():
         if old:
-            name = name.replace('m.weight', 'm.gamma').replace('m.bias', 'm.beta')
-        if prefix and 'classifier' not in name and 'lm_head' not in name:
-            name = front + name
-        kept[name] = x.contiguous().to(dtype)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / 'config.json').write_text(json.dumps(raw | more))
+            key = key.replace('m.weight', 'm.gamma').replace('m.bias', 'm.beta')
+        if not prefix:
+            key = key.removeprefix(f'{model.base_model_prefix}.')
+        if not (old and 'pooler' in key):
+            kept[key] = x.to(dtype)
+    (folder / 'model.safetensors').unlink()
+    (folder / 'generation_config.json').unlink(missing_ok=True)
+    put(folder, 'config.json', json.dumps({**given, 'model_type': kind, **more}))
     files = ['model.safetensors'] if shards == 1 else [f'model-{i}.safetensors' for i in range(shards)]
-    where = {name: files[i % shards] for i, name in enumerate(kept)}
+    where = {key: files[i % shards] for i, key in enumerate(kept)}
     for file in files:
-        save_file({name: x for name, x in kept.items() if where[name] == file}, folder / file)
+        save_file({key: x for key, x in kept.items() if where[key] == file}, folder / file)
     if shards > 1:
-        (folder / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': where}))
-    return by_hand(kind, w, more)
+        put(folder, 'model.safetensors.index.json', json.dumps({'weight_map': where}))
 
-def by_hand(kind, w, config):
-    """These functions, from the parts that torch has; w: weights, all as (out, in)."""
-    _, layer, names, *_ = LAYOUTS[kind]
-    norm1, norm2, proj, up, down, *qkv = names.split()
-
-    def of(x, name):
-        weight, bias = w[name + '.weight'], w.get(name + '.bias')
-        if weight.dim() == 2:
-            return F.linear(x, weight, bias)
-        if kind == 'llama':
-            return F.rms_norm(x, (16,), weight, 1e-5)
-        return F.layer_norm(x, (16,), weight, bias, 1e-5 if kind == 'gpt2' else 1e-12)
-
-    def attention(x, h, mask):
-        heads = torch.cat([of(x, h + name) for name in qkv], -1).unflatten(-1, (-1, 4)).transpose(1, 2)
-        groups = (heads.shape[1] - 4) // 2              # whose keys and values heads side by side share
-        q, k, v = heads.split([4, groups, groups], 1)
-        if kind == 'llama':
-            q, k = turned(q, config), turned(k, config)
-        o = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
-        return of(o.transpose(1, 2).flatten(2), h + proj)
-
-    def mlp(x, h):
-        y = of(x, h + up)
-        if kind == 'llama':
-            y = F.silu(y) * of(x, h + 'mlp.up_proj')
-        else:
-            y = F.gelu(y, approximate='tanh' if kind == 'gpt2' else 'none')
-        return of(y, h + down)
-
-    def embedded(x):
-        """-> what the first layer reads, and who may look at whom"""
-        if kind == 'vit':
-            x = F.conv2d((x / 255 - .5) / .5, w[PATCHES + '.weight'], w[PATCHES + '.bias'], stride=4)
-            first = w[FIRST + '.weight'].expand(len(x), 1, 16)
-            return torch.cat([first, x.flatten(2).mT], 1) + w[PLACES + '.weight'], None
-        T = x.shape[1]
-        if kind == 'bert':
-            there = (x != 3)[:, None, None]
-            x = w[WORDS + '.weight'][x] + w[TYPES + '.weight'][0]
-            return of(x + w[PLACES + '.weight'][:T], 'embeddings.LayerNorm'), there
-        x = w[EMBEDS[kind] + '.weight'][x]
-        if kind == 'gpt2':
-            x = x + w['wpe.weight'][:T]
-        return x, torch.ones(T, T, dtype=torch.bool).tril()
-
-    def last(x):
-        x, mask = embedded(x)
-        for h in layer + '0.', layer + '1.':
-            if kind == 'bert':
-                x = of(x + attention(x, h, mask), h + norm1)
-                x = of(x + mlp(x, h), h + norm2)
-            else:
-                x = x + attention(of(x, h + norm1), h, mask)
-                x = x + mlp(of(x, h + norm2), h)
-        return x if kind == 'bert' else of(x, dict(gpt2='ln_f', llama='norm', vit='layernorm')[kind])
-
-    def logits(x):
-        x = last(x)
-        if kind in EMBEDS:
-            return x @ w.get('lm_head.weight', w[EMBEDS[kind] + '.weight']).T
-        return of(of(x[:, 0], 'pooler.dense').tanh() if kind == 'bert' else x[:, 0], 'classifier')
-    return last, logits
-
-def turned(x, config):
-    """rope of a Llama, by complex numbers: x (B, heads, T, 4). Llama 3.1's goes by a pair's wave length."""
-    rope = config.get('rope_scaling') or config.get('rope_parameters') or {}
-    theta = config.get('rope_theta') or rope.get('rope_theta', 1e4)
-    speeds = torch.tensor([1, theta ** -.5])
-    if 'factor' in rope:
-        waves = rope['original_max_position_embeddings'] * speeds / (2 * math.pi)
-        low, high = rope['low_freq_factor'], rope['high_freq_factor']
-        s = ((waves - low) / (high - low)).clamp(0, 1)
-        speeds = (1 - s) * speeds / rope['factor'] + s * speeds
-    angle = torch.arange(x.shape[2])[:, None] * speeds
-    y = torch.complex(*x.split(2, -1)) * torch.polar(torch.ones(()), angle)
-    return torch.cat([y.real, y.imag], -1)
+    def of(model, x):
+        how = dict(pixel_values=(x / 255 - .5) / .5) if kind == 'vit' else dict(input_ids=x)
+        return model(**how, **dict(attention_mask=x != 3) if kind == 'bert' else {})
+    return lambda x: of(model.base_model, x).last_hidden_state, lambda x: of(model, x).logits
 
 @contextlib.contextmanager
 def served(contents, at='', fault=None, times=99, token=None):
