@@ -13,13 +13,10 @@ given and what is expected; a script tells it in one line (`prepare.script`).
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import itertools
 import math
 import os
-import re
-import sys
-import textwrap
+from functools import partial
 
 
 def flag(default, help, choices=None, low=-math.inf, high=math.inf, of=(), path=False):
@@ -58,22 +55,6 @@ def briefly(words):
 EXPECTED = {int: 'a whole number', float: 'a number', bool: 'true or false', str: 'a text',
             list: 'a list of numbers', dict: 'an object'}
 BOOLEANS = {'true': True, '1': True, 'yes': True, 'false': False, '0': False, 'no': False}
-
-
-ELSEWHERE = {           # flags of other tools, or of our other scripts: ours
-    '--model': '--init --from', '--init': '--from', '--from': '--init', '--text': '--prompt',
-    '--epochs': '--steps', '--learning_rate': '--lr', '--max_new_tokens': '--tokens',
-    '--row': '--block_size', '--block_size': '--row'}
-
-
-def hint(word, words):
-    """'; did you mean this?' with what the word begins, another tool's name for it, or the most similar word;
-    or nothing."""
-    begun = [name for name in words if word and name.startswith(word)]
-    known = [name for name in ELSEWHERE.get(word, '').split() if name in words]
-    for near in [*begun, *known, *difflib.get_close_matches(word, words, 1)]:
-        return f'; did you mean {near}?'
-    return ''
 
 
 def expected(field):
@@ -127,85 +108,34 @@ def typed(cls, raw, where):
 
 
 # ---- a command line ----------------------------------------------------------------------------------------
-def from_home(paths):
-    """A path, or several separated by : or , with the home folder in place of ~"""
-    return re.sub('(?<![^:,])~[^/:,]*', lambda home: os.path.expanduser(home[0]), paths)
-
-
-def value_of(flag, text, field):
-    """The text after a flag, converted to its type. ValueError says what is expected."""
-    choices = field.metadata['choices']
-    if choices and not fits(field, text):
-        raise ValueError(f'{flag}={text}: choose from {", ".join(choices)}{hint(text, choices)}')
-    if field.type is str:
-        if field.default and not text:              # if empty has a meaning, it is the default
-            raise ValueError(f'{flag}=: expected some text, such as {field.default}')
-        if field.metadata['path']:
-            return from_home(text)
-        return text
+def value_of(field, text):
+    """The text after a flag, converted to its type. An error, which argparse tells, says what is expected."""
+    if field.type is str and field.metadata['path']:
+        return ':'.join(map(os.path.expanduser, text.split(':')))
     with contextlib.suppress(KeyError, ValueError):
-        if field.type is bool:
-            return BOOLEANS[text.lower()]
-        value = field.type(text)
+        value = BOOLEANS[text.lower()] if field.type is bool else field.type(text)
         if fits(field, value):
             return value
-    raise ValueError(f'{flag}={text}: {expected(field)}')
-
-
-def print_help(doc, fields, first):
-    """Print a screen: what a script does, its commands, the flags in `first`. Then the rest of its docstring,
-    and the other flags."""
-    paragraphs = (doc or '').strip('\n').split('\n\n')      # python -OO removes docstrings
-    often = [f'--{name}' for name in first.split()]
-    print_parts(paragraphs[:2], {flag: fields[flag] for flag in often})
-    print()
-    print_parts(paragraphs[2:], {flag: field for flag, field in fields.items() if flag not in often})
-
-
-def print_parts(paragraphs, fields):
-    """Print paragraphs, then each flag: default, help, choices."""
-    print('\n\n'.join([*paragraphs, '']), end='')
-    for flag, field in fields.items():
-        default = '' if field.default is None else field.default
-        about = field.metadata['help']
-        if field.metadata['choices']:
-            about += f' [{", ".join(field.metadata["choices"])}]'
-        name = f'  {flag}={default}'.ljust(24)
-        print(textwrap.fill(f'{name} {about}', 110, subsequent_indent=' ' * 25, break_on_hyphens=False,
-                            break_long_words=False))
+    raise argparse.ArgumentTypeError(f'{text}: {expected(field)}')
 
 
 def parse(argv, doc, *classes, first=''):
     """Read --key=value, --key value, or --key for true -> per dataclass, a dict of the flags that were given.
-    ValueError if a flag is unknown, given twice, or its value does not fit. --help exits; it begins with the
-    flags in `first`."""
-    fields = {}
-    for field in itertools.chain(*map(dataclasses.fields, classes)):
-        if field.metadata.get('help'):
-            fields['--' + field.name.rstrip('_')] = field       # from_ is --from
-    if '--help' in argv or '-h' in argv:
-        print_help(doc, fields, first)
-        sys.exit(0)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for flag, field in fields.items():
-        alone = {'nargs': '?', 'const': 'true'} if field.type is bool else {}
-        parser.add_argument(flag, dest=field.name, action='append', **alone)
+    ValueError if a flag is unknown or its value does not fit. --help exits; the flags in `first` come first."""
+    parser = argparse.ArgumentParser(description=doc, allow_abbrev=False, argument_default=argparse.SUPPRESS,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    fields = [field for c in classes for field in dataclasses.fields(c) if field.metadata.get('help')]
+    order = first.split()
+    for field in sorted(fields, key=lambda field: field.name.rstrip('_') not in order):
+        alone = {'nargs': '?', 'const': True} if field.type is bool else {}
+        choices = field.metadata['choices']
+        about = field.metadata['help'] + (f' [{", ".join(choices)}]' if choices else '')
+        parser.add_argument(f'--{field.name.rstrip("_")}', dest=field.name, type=partial(value_of, field),
+                            metavar=field.default, help=about.replace('%', '%%'), **alone)
 
     def error(why):
         raise ValueError(why.removeprefix('argument '))
     parser.error = error
-    texts, unknown = parser.parse_known_args(argv)
-    for word in argv:           # argparse takes a flag with blanks in its text for the text of the one before
-        name = word.partition('=')[0]
-        if word in unknown or (re.match(r'--\w+=', word) and name not in fields):
-            raise ValueError(f'{word}: no such flag{hint(name, fields)}; --help lists them')
-    given = {}
-    for flag, field in fields.items():
-        for text in getattr(texts, field.name, []):
-            if isinstance(text, list):              # what argparse makes of --prompt=--
-                text = '--'
-            if field.name in given:
-                raise ValueError(f'{flag} is given twice')
-            given[field.name] = value_of(flag, text, field)
+    given = vars(parser.parse_args(argv))
     return [{field.name: given[field.name] for field in dataclasses.fields(c) if field.name in given}
             for c in classes]

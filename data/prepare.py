@@ -59,7 +59,6 @@ import numpy as np
 if not __package__:                                             # run as a script: make `data` importable
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from data import tasks
-from data.flags import from_home
 
 HERE = os.path.dirname(os.path.abspath(__file__))               # the default folder of the data sets
 SIDES = ('train', 'val')                                        # every set has these two; some also have test
@@ -1058,10 +1057,9 @@ def main(argv):
     parser.error = error
     about = ('a UTF-8 text file, two files of parallel lines (a.en:a.de), or one of '
              f'{"; ".join(sets)}; listops-2048: in rows of 2,048, mnist-patch7: in patches of 7 x 7')
-    parser.add_argument('name', type=from_home, help=about)
+    parser.add_argument('name', type=os.path.expanduser, help=about)
     parser.add_argument('--tokenizer', help=OF_TEXTS)
-    parser.add_argument('--file', type=from_home,
-                        help='use this local copy, no download; several files: their folder')
+    parser.add_argument('--file', type=os.path.expanduser, help='use this local copy, no download; several files: their folder')
     args = parser.parse_args(argv)
     if find_set(args.name) or not os.path.isdir(args.name):
         prepare(args.name, None, args.tokenizer, args.file)
