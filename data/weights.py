@@ -596,15 +596,7 @@ def family_of(config):
 
 # ---- the hub -----------------------------------------------------------------------------------------------
 
-HUB = {     # short name: repository, revision
-    'gpt2': ('openai-community/gpt2', '607a30d783dfa663caf39e06633721c8d4cfcd7e'),
-    'gpt2-medium': ('openai-community/gpt2-medium', 'main'),
-    'gpt2-large': ('openai-community/gpt2-large', 'main'),
-    'gpt2-xl': ('openai-community/gpt2-xl', 'main'),
-    'bert-base-uncased': ('google-bert/bert-base-uncased', 'main')}
-PINNED = {  # revision/file: bytes, sha256; for other files we ask the hub
-    '607a30d783dfa663caf39e06633721c8d4cfcd7e/model.safetensors':
-    (548105171, '248dfc3911869ec493c76e65bf2fcf7f615828b0254c12b473182f0f81d3a707')}
+HUB = {'gpt2': 'openai-community/gpt2', 'bert-base-uncased': 'google-bert/bert-base-uncased'}   # short names
 WHOLE = 'model.safetensors'
 INDEX = f'{WHOLE}.index.json'
 TOKENIZER, *OLDER = chat.KEPT            # the older two stood together for the first
@@ -624,75 +616,20 @@ def folder_of(source, revision):
 
 
 def hub(name, revision='main'):
-    """Download a hub repository, as far as it is not there yet -> its folder. We fetch config.json, the
-    weights and, as far as they exist, the files of a tokenizer and of conversations (for a ViT: PIXELS).
-
-    name: OWNER/NAME, or one of `HUB`. The variable HF_ENDPOINT sets another address of the hub, HF_TOKEN
-    opens private models. Files are checked before they are kept. After a ValueError no wrong file is left,
-    and the next call tries again.
-    """
-    repo, pinned = HUB.get(name, (name, 'main'))
-    if revision == 'main':
-        revision = pinned
-    site = f'{prepare.endpoint()}/{repo}'
-    base = f'{site}/resolve/{revision}'
-    folder = prepare.kept_in(prepare.HERE, os.path.join('hub', f'{repo}--{revision}'.replace('/', '--')))
-    if not get_file(base, folder, 'config.json'):
-        raise ValueError(f'{site}: no such model at revision {revision}')
-    whole = os.path.join(folder, WHOLE)
-    index = os.path.join(folder, INDEX)
-    if not os.path.exists(index) and not os.path.exists(whole):             # only on the first call
-        kind, _ = parsed(os.path.join(folder, 'config.json'), site, kind_and_config)
-        for file in [PIXELS] if kind == 'vit' else [TOKENIZER, *OLDER, *chat.FILES]:
-            get_file(base, folder, file)
-        if not get_file(base, folder, WHOLE) and not get_file(base, folder, INDEX):
-            raise ValueError(f'{site}: neither {WHOLE} nor its index; pickled weights (.bin) are not read')
-    if not os.path.exists(whole):
-        for shard in parsed(index, index, shards):
-            if not get_file(base, folder, shard):
-                raise ValueError(f'{site}: {shard} is missing')
-    return folder
-
-
-def get_file(base, folder, file):
-    """Download one file of a repository, if it is not there yet -> whether such a file exists."""
-    import requests
-    path = os.path.join(folder, file)
-    url = f'{base}/{file}'
-    if os.path.exists(path):
-        return True
-    headers = {}
-    token = os.environ.get('HF_TOKEN')
-    if token:
-        if not (token.isascii() and token.isprintable()):   # requests would print it in its error
-            raise ValueError('HF_TOKEN has characters that no token has; set it anew, or unset it')
-        headers['Authorization'] = f'Bearer {token}'
+    """The folder of a model on the hub, OWNER/NAME or one of `HUB`; it is downloaded once. The variables of
+    huggingface_hub hold: HF_HOME, HF_TOKEN, HF_ENDPOINT."""
     try:
-        reply = requests.head(url, headers=headers, timeout=prepare.TIMEOUT)
-    except requests.RequestException as e:
-        raise ValueError(f'{url}: {type(e).__name__} (no file or folder here has that name, so the hub was '
-                         f'asked); or put the file at {path} by hand') from None
-    if reply.status_code in (401, 403):
-        raise ValueError(f'{url}: HTTP {reply.status_code}; a private or gated model needs HF_TOKEN')
-    if reply.status_code == 404:
-        return False
-    size = int(reply.headers.get('X-Linked-Size', 0))       # the hub sends these two for large files
-    sha256 = reply.headers.get('X-Linked-Etag', '').strip('"')
-    if len(sha256) != 64:                                   # for small files it is a git hash
-        sha256 = None
-    size, sha256 = PINNED.get(url.partition('/resolve/')[2], (size, sha256))
-    look = None
-    if file.endswith('.safetensors'):
-        look = mapped_tensors
-    elif file.endswith('.json'):
-        look = functools.partial(parsed, use=USES.get(file, dict))
-    prepare.download([url], path, size, sha256, headers, look)
-    return True
+        import huggingface_hub                              # it comes with tokenizers
+    except ImportError:
+        raise ValueError(f'{name}: no such file or folder, and to ask the hub needs a package that is not '
+                         'here: pip install tokenizers') from None
+    wanted = ['config.json', '*.safetensors', INDEX, PIXELS, *chat.FILES, *chat.KEPT]
+    try:
+        return huggingface_hub.snapshot_download(HUB.get(name, name), revision=revision, allow_patterns=wanted)
+    except (huggingface_hub.errors.HfHubHTTPError, huggingface_hub.errors.LocalEntryNotFoundError, OSError) as e:
+        raise ValueError(f'{name}: {" ".join(str(e).split())[:200]}') from None
 
 
 def shards(raw):
     """The files that are named in an index of weights."""
     return sorted({os.path.basename(file) for file in raw['weight_map'].values()})
-
-
-USES = {'config.json': kind_and_config, INDEX: shards, TOKENIZER: is_gpt2, PIXELS: refuse_pixels}
