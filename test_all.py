@@ -2577,8 +2577,6 @@ def test_a_text_is_prepared_in_tokens_that_say_it_again_or_in_those_of_another(t
 STRANGE = ("It's so.\n\n  Then he...\nwent\ton, 1234567 \u2581 or\u3000so a\u0300 b; <s> not </s> a <|end|> "
            'caf\u00e9 \u0431\u044b\u043b \u0431\u044b \u4f60\u597d\u4e16\u754c\U0001f600 end \u00a0 x  y '
            'z?!\nNo, no: "yes" he said')
-HAN = ('\u4f60\u597d\n\u4e16\u754c\u3002\n\u306f\u3044\n\n\u4f60\u300d\n\u597d\r\n\u4e16 \u754c\u3000\n\u4f60\n'
-       '\u3000\u597d\n\U0001f600\n\u4f60')
 
 @functools.cache
 def tokenizer_json(kind):
@@ -2634,23 +2632,6 @@ def subwords(kind):
     return dict(name=kind, tokenizer='json', json=text, vocab_size=vocab)
 
 KINDS = 'gpt2', 'llama2', 'llama3', 'metaspace', 'phrases'
-
-@pytest.mark.parametrize('kind', KINDS)
-def test_pieces_of_a_text_have_the_tokens_of_the_whole(kind):
-    """Cut wherever it may be: as often as not in front of a blank."""
-    meta = subwords(kind)
-    data = (TEXT[:3000] + STRANGE + TEXT[:99] + STRANGE + HAN).encode()
-    found = list(prepare.tokenize(data, meta, 1))
-    tokens = np.concatenate(found).tolist()
-    assert tokens == prepare.encode(data.decode(), meta) and not {1, 2} & set(tokens)       # "<s>" is text
-    assert len(found) == 1 if kind == 'phrases' else len(found) > 50
-    assert kind == 'phrases' or len(list(prepare.tokenize(HAN.encode(), meta, 1))) == 3
-    raw = json.loads(meta['json'])
-    raw['normalizer'] = raw['normalizer'] or dict(type='Strip', strip_left=True, strip_right=True)
-    meta['json'] = json.dumps(raw)
-    assert np.concatenate([*prepare.tokenize(HAN.encode(), meta, 1)]).tolist() == prepare.encode(HAN, meta)
-    said = prepare.encode('x', meta)
-    assert prepare.begun(said, meta) == [1, *said] and prepare.begun([], meta) == [1]
 
 def test_a_target_beyond_the_vocabulary_of_a_generated_set_is_refused_before_it_is_written():
     side = [[3, 4]], [[18]]
@@ -3837,13 +3818,9 @@ def test_a_template_frames_what_is_said_which_is_never_a_special_token(tmp_path)
     ("{{ raise_exception('only two may talk') }}", 'only two may talk'), ("{% if %}", 'TemplateSyntaxError'),
     ("{{ messages[7].content.x }}", 'UndefinedError'), ("{{ ''.__class__.__mro__ }}", 'SecurityError'),
     ("{{ messages.append(1) }}", 'SecurityError'), ("{% include '/etc/passwd' %}", 'no loader'),
-    ("{{ 'a' * 10 ** 7 }}", '10,000,000 characters'), ("{{ 'a' * 10 ** 10 }}", 'MemoryError'),
-    ("{% for i in range(10 ** 5) %}{% for j in range(10 ** 5) %}{% endfor %}{% endfor %}", 'more than 0.7 sec'),
     ('', 'no chat template'), ('{% if false %}x{% endif %}', 'makes nothing of')])
 def test_a_template_does_what_it_may_or_is_refused_in_one_line(template, result, tmp_path, monkeypatch, capsys):
     data = a_talker(tmp_path, template)
-    if 'sec' in result:
-        monkeypatch.setattr(chat, 'SECONDS', .7)
     try:
         found = chat.rendered(said('a\u00e9'), data)
         assert found == result or not found

@@ -4,27 +4,18 @@
     text = rendered([{'role': 'user', 'content': 'Hi'}], data)          # what the template makes of it
     ids = tokens(text, data)
 
-A template is a program in Jinja that comes with the model, and may be hostile. It runs in Jinja's sandbox,
-in a process of its own (this file, as a script), for SECONDS, in MEMORY (on Linux), and makes a text of SIZE
-at most.
+A template is a program in Jinja that comes with the model. It runs in Jinja's sandbox.
 
 What a user says never becomes a special token: each word of it that would be one is replaced by a character
 of its own, until the text around has been cut at its special tokens.
 """
-import contextlib
 import datetime
 import json
 import os
 import re
-import subprocess
-import sys
 
-if __package__:             # not in the process that renders: on many cores, numpy alone would take MEMORY
-    from data import prepare
+from data import prepare
 
-SECONDS = 5
-MEMORY = 2 ** 30
-SIZE = 10 ** 6
 PRIVATE = 0xf0000       # from here on, characters mean nothing in any text
 MARKS = f'[{chr(PRIVATE)}-{chr(PRIVATE + 0xfffd)}]'
 TOKENS = 'tokenizer_config.json'
@@ -110,22 +101,37 @@ def longest_first(data):
 
 def rendered(messages, data):
     """The text that the chat template makes of messages, a list of {'role', 'content'}, up to where the next
-    answer begins. ValueError if there is no template, or it is broken, refuses them, or takes too long."""
+    answer begins, as transformers would. ValueError if there is no template, or it is broken or refuses them."""
+    import jinja2.ext
+    import jinja2.sandbox
     if not data.get('template'):
         raise ValueError('--chat: this model brings no chat template; take one that was trained to chat, '
                          f'whose folder has {TEMPLATE}, or leave --chat out')
+
+    def raise_exception(why):
+        raise jinja2.TemplateError(why)
+
+    def tojson(x, ensure_ascii=False, **how):
+        return json.dumps(x, ensure_ascii=ensure_ascii, **how)
+
+    class Generation(jinja2.ext.Extension):
+        """{% generation %} marks what a model says, for training. Here it stands for what is inside."""
+        tags = {'generation'}                           # noqa: RUF012
+
+        def parse(self, parser):
+            next(parser.stream)
+            return parser.parse_statements(('name:endgeneration',), drop_needle=True)
+    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols', Generation])
+    env.filters['tojson'] = tojson
+    env.globals.update(raise_exception=raise_exception, strftime_now=datetime.datetime.now().strftime)
     names = named(as_object(data.get('files', {}).get(TOKENS, '{}'), TOKENS))
     messages = [{**message, 'content': marked(message['content'], data)} for message in messages]
-    given = {'template': data['template'], 'messages': messages, 'names': names}
     try:
-        done = subprocess.run([sys.executable, os.path.abspath(__file__)], input=json.dumps(given).encode(),
-                              capture_output=True, timeout=SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        raise ValueError(f'the chat template takes more than {SECONDS} seconds') from None
-    if done.returncode:
-        why = done.stderr[-200:].decode('utf-8', 'replace').strip() or 'it was stopped'
-        raise ValueError(f'the chat template does not take these messages: {why!a}')
-    return done.stdout.decode('utf-8', 'surrogatepass')
+        template = env.from_string(data['template'])
+        return template.render(messages=messages, add_generation_prompt=True, tools=None, documents=None, **names)
+    except Exception as e:      # noqa: BLE001  a template may raise anything
+        raise ValueError(f'the chat template does not take these messages: {type(e).__name__}: {e}') from None
 
 
 def tokens(text, data):
@@ -145,46 +151,3 @@ def tokens(text, data):
         else:
             ids += prepare.encode(unmarked(part, data), data)
     return ids
-
-
-def main():
-    """Render what comes on standard input, as transformers would."""
-    import jinja2.ext
-    import jinja2.sandbox
-    with contextlib.suppress(ImportError, ValueError, OSError):         # there is none on Windows
-        import resource
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-
-    def raise_exception(why):
-        raise jinja2.TemplateError(why)
-
-    def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-                          sort_keys=sort_keys)
-    given = json.load(sys.stdin)
-
-    class Generation(jinja2.ext.Extension):
-        """{% generation %} marks what a model says, for training. Here it stands for what is inside."""
-        tags = {'generation'}                           # noqa: RUF012
-
-        def parse(self, parser):
-            next(parser.stream)
-            return parser.parse_statements(('name:endgeneration',), drop_needle=True)
-    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols', Generation])
-    env.filters['tojson'] = tojson
-    env.globals['raise_exception'] = raise_exception
-    env.globals['strftime_now'] = datetime.datetime.now().strftime
-    try:
-        template = env.from_string(given['template'])
-        text = template.render(messages=given['messages'], add_generation_prompt=True, tools=None,
-                               documents=None, **given['names'])
-    except Exception as e:      # noqa: BLE001  a template may raise anything
-        sys.exit(f'{type(e).__name__}: {e}'[:200])
-    if len(text) > SIZE:
-        sys.exit(f'its text has {len(text):,} characters, expected at most {SIZE:,}')
-    sys.stdout.buffer.write(text.encode('utf-8', 'surrogatepass'))
-
-
-if __name__ == '__main__':
-    main()

@@ -277,8 +277,7 @@ def learn_tokenizer(data, size):
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizer.pre_tokenizer.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
-    parts = (part for text in pieces(data) for part in re.split(LONG_WORD, text))
-    tokenizer.train_from_iterator(parts, trainer)
+    tokenizer.train_from_iterator(re.split(LONG_WORD, data.decode()), trainer)
     return tokenizer.to_str()
 
 
@@ -396,44 +395,11 @@ def decode(tokens, meta):
     return (' ' if kind in FIXED else '').join(words)
 
 
-# A space between two letters, both ASCII or both of two bytes, as in Greek and Cyrillic. Most tokenizers
-# split before it. Any may join line ends and punctuation, so we never cut there, except between two lines of
-# Chinese or Japanese, which have no spaces. PHRASE finds tokenizers with a token that spans such a place.
-HAN = rb'(?:\xe3[\x81-\x83].|[\xe4-\xe9]..)'
-LINES = rb'(?<=(?:%b|\xe3\x80\x82)\n)(?=%b)' % (HAN, HAN)         # the first may end with a full stop
-BETWEEN = re.compile(rb'(?<=[A-Za-z]) (?=[A-Za-z])|(?<=[\xc3-\xdf].) (?=[\xc3-\xdf])|' + LINES, re.S)
-PHRASE = re.compile('[A-Za-z][ \u0120\u2581]|[\n\u010a][\u00e3-\u00e9\u3041-\u9fff]')
-
-
-def pieces(data, size=1 << 20):
-    """Cut UTF-8 data at BETWEEN into strings of about a megabyte, so that memory stays bounded."""
-    start = 0
-    while start < len(data):
-        cut = BETWEEN.search(data, start + size)
-        end = cut.start() if cut else len(data)
-        yield data[start:end].decode()
-        start = end
-
-
-def tokenize(data, meta, size=1 << 20):
-    """Yield arrays of token ids; joined, they are the tokens of data. Some tokenizers add a space before what
-    they read, so each piece is read together with the letter before it."""
+def tokenize(data, meta):
+    """The token ids of UTF-8 data, as an array."""
     if meta['tokenizer'] == 'byte':                             # no decoding: the stdlib need not be UTF-8
-        yield np.frombuffer(data, np.uint8)
-        return
-    from tqdm import tqdm
-    if 'json' in meta:
-        spans = any(map(PHRASE.search, subwords(meta['json'], meta['vocab_size']).get_vocab()))
-        strips = after('x\n', 'x', meta) != after('\n', 'x', meta)      # it drops line ends around a text
-        if spans or strips:
-            size = len(data)                                    # no place is safe to cut at
-    letter = ''
-    for text in tqdm(pieces(data, size), total=len(data) // size + 1, unit='MB', disable=None):
-        tokens = after(letter, text, meta)
-        if tokens is None:
-            raise ValueError(f'this tokenizer reads {letter!r} in another way before {text[:20]!r}')
-        yield np.array(tokens)
-        letter = text[-1]
+        return np.frombuffer(data, np.uint8)
+    return np.array(encode(data.decode(), meta))
 
 
 def after(before, text, meta, special=False):
@@ -743,7 +709,7 @@ def prepare(name, root=None, tokenizer=None, file=None, like=None):
         else:
             learn_tokens(sides, meta)
             meta.update({side: {'bytes': len(text)} for side, text in zip(SIDES, sides)})
-            arrays = [tokenize(text, meta) for text in sides]
+            arrays = [[tokenize(text, meta)] for text in sides]
         save_set(folder, meta, arrays)
     except (OSError, ValueError) as e:                          # OSError: no permission, disk full
         raise ValueError(f'cannot prepare {name}: {e}') from None
@@ -850,7 +816,7 @@ def learn_tokens(sides, meta):
         meta['vocab_size'] = gpt2().n_vocab                     # may fail, so before files are replaced
     if kind == 'char':
         if 'chars' not in meta:
-            meta['chars'] = sorted({c for text in sides for piece in pieces(text) for c in piece})
+            meta['chars'] = sorted({c for text in sides for c in text.decode()})
         meta['vocab_size'] = len(meta['chars'])
     if kind.startswith('bpe:') and 'json' not in meta:          # a model's vocab_size may be larger: keep it
         meta['json'] = learn_tokenizer(sides[0], int(kind.removeprefix('bpe:')))
