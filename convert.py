@@ -939,22 +939,6 @@ def tell_start(args, name, data, teacher, student, new):
     say(text)
 
 
-def tell_time(run, teacher_seconds, distilled, lines):
-    """Print how long the conversion will take, from the time of the teacher's evaluation. Stage 1 computes
-    the teacher and the student's layers; stage 2 a forward, a backward of twice its cost (of half as much
-    with LoRA) and, for KL, the teacher."""
-    args = run.args
-    a_token = teacher_seconds / (len(run.begin) * run.data.T)
-    backward = 1 if args.lora else 2
-    passes = 1 + backward + (args.loss == 'kl')
-    tokens = 2 * run.tokens_in(distilled) + run.tokens_in(args.steps) * passes
-    if args.controls:
-        tokens += (2 * (1 + backward) + 3) * run.tokens_in(distilled + args.steps)
-    evaluations = lines + (distilled + args.steps) // args.eval_every
-    tokens += evaluations * len(run.begin) * run.data.T
-    say(f'about {a_token * tokens / 60:.2g} minutes')
-
-
 def begun(args, changes, teacher, data):
     """The student before training -> student, names of its new parameters. With --keep, `changes` get a rule
     for each layer."""
@@ -1050,12 +1034,8 @@ def main(argv):
     run = Conversion(args, data, about)
     tell_start(args, name, data, teacher, student, new)
     distilled = args.distil_steps if kind != 'none' else 0  # batches of stage 1
-    began = time.perf_counter()
     run.note('teacher', teacher)
-    took = time.perf_counter() - began
-    beside = dict(caches(teacher, student))
-    tell_time(run, took, distilled, len(beside) + 5)
-    for cached, model in beside.items():
+    for cached, model in caches(teacher, student):
         run.note(cached, model)
     layers, query = trained(run, teacher, student, new, kind, distilled)
     plain = student.config
