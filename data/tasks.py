@@ -15,7 +15,6 @@ SETS lists these sets and their files. prepare.py adds the plain texts, download
 and writes what `to_rows` returns. This file imports nothing of ours.
 """
 import collections
-import contextlib
 import functools
 import gzip
 import itertools
@@ -24,7 +23,6 @@ import os
 import re
 import statistics
 import zipfile
-import zlib
 
 import numpy as np
 
@@ -410,42 +408,16 @@ def multi30k(*paths):
 
 
 # ---- files -------------------------------------------------------------------------------------------------
-UNPACKED = 2 ** 30      # most bytes that a file may unpack to: an archive bomb has no other end
-
-
-@contextlib.contextmanager
-def readable(path):
-    """Raise ValueError for whatever goes wrong while a file is read or unpacked. Refuse what is not a regular
-    file, too: reading a pipe would wait. zipfile raises RuntimeError for flags that no zip here has."""
-    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
-        raise ValueError(f'cannot read {path}: no regular file')
-    try:
-        yield
-    except (OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile) as e:
-        what = getattr(e, 'strerror', None) or 'damaged, or not packed as it should be; get it anew'
-        raise ValueError(f'cannot read {path}: {what}') from None
-
-
 def read_file(path):
     """The bytes of a file."""
-    with readable(path), open(path, 'rb') as f:
+    with open(path, 'rb') as f:
         return f.read()
 
 
 def content(path):
     """The bytes of a file; a .gz is unpacked."""
-    if not path.endswith('.gz'):
-        return read_file(path)
-    with readable(path), gzip.open(path) as f:
-        return limited(f, path)
-
-
-def limited(f, path):
-    """The bytes of an unpacked file. ValueError if they are more than UNPACKED."""
-    data = f.read(UNPACKED + 1)
-    if len(data) > UNPACKED:
-        raise ValueError(f'{path} unpacks to more than {UNPACKED:,} bytes; unpack it yourself')
-    return data
+    with gzip.open(path) if path.endswith('.gz') else open(path, 'rb') as f:
+        return f.read()
 
 
 def named(path, names, folder=''):
@@ -454,13 +426,12 @@ def named(path, names, folder=''):
     if os.path.isdir(path):
         return [content(os.path.join(path, name)) for name in names]
     contents = []
-    with readable(path), zipfile.ZipFile(path) as packed:
+    with zipfile.ZipFile(path) as packed:
         for name in names:
             members = [m for m in packed.namelist() if m == name or m.endswith(f'{folder}/{name}')]
             if not members:
                 raise ValueError(f'{path} has no {name}')
-            with packed.open(members[0]) as f:
-                contents.append(limited(f, path))
+            contents.append(packed.read(members[0]))
     return contents
 
 
