@@ -288,7 +288,7 @@ def once(args, suite, form, run, **key):
     digest = prepare.short_hash(json.dumps(key).encode())
     out = os.path.join(args.out, suite.name, re.sub('[^a-z0-9]+', '-', f'{form}-{digest}'))
     mark = {'code': code(), **key}
-    with contextlib.suppress(ValueError, AttributeError):           # it is missing, or made again if broken
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # it is missing, or made again if broken
         known = json.loads(prepare.read_file(f'{out}.json'))
         if known.pop('key', None) == mark:
             return known

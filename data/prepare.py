@@ -639,7 +639,7 @@ def place(name, root=None, like=None):
     if exact:
         names.append(f'{names[1]}-{short_hash(exact.encode())}')
     for candidate in names:
-        with contextlib.suppress(ValueError, AttributeError, TypeError):        # missing or unusable
+        with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):       # missing or unusable
             meta = json.loads(read_file(os.path.join(candidate, 'meta.json')))
             if same_tokens(meta, {**meta, **like}):
                 return candidate
