@@ -37,10 +37,13 @@ import convert
 import fastweight
 import kernels
 import train as recipe
-from data import chat, prepare
-from data.flags import flag, parse
-from data.weights import weights_digest
+from cli import files
+from cli.errors import script
+from cli.flags import flag, parse
+from cli.weights import weights_digest
+from data import prepare, vocabulary
 from fastweight import RULES, l2
+from hub import chat
 from model import (GPT, Cache, Config, FastWeights, bytes_after, cached_by, can_become_an_rnn, chosen_texts,
                    kl, load, pick_device, pick_forms, sample, state_bytes)
 
@@ -277,25 +280,25 @@ def draw_ranges(axes, rows):
 def code():
     """A digest of the code files as they are now. Do not edit them while a suite runs, or old and new results
     mix."""
-    paths = sorted(glob.glob(f'{HERE}/*.py') + glob.glob(f'{HERE}/data/*.py'))
-    return prepare.short_hash(b''.join(map(prepare.read_file, paths)))
+    paths = sorted(glob.glob(f'{HERE}/*.py') + glob.glob(f'{HERE}/*/*.py'))
+    return files.short_hash(b''.join(map(files.read_file, paths)))
 
 
 def once(args, suite, form, run, **key):
     """-> the dict that run(out, **key) returns, with its minutes. It is kept in --out and reused as long as
     code and key are the same. out: a folder for this run alone. The key gets the device, too"""
     key['device'] = str(args.device)
-    digest = prepare.short_hash(json.dumps(key).encode())
+    digest = files.short_hash(json.dumps(key).encode())
     out = os.path.join(args.out, suite.name, re.sub('[^a-z0-9]+', '-', f'{form}-{digest}'))
     mark = {'code': code(), **key}
     with contextlib.suppress(OSError, ValueError, AttributeError):  # it is missing, or made again if broken
-        known = json.loads(prepare.read_file(f'{out}.json'))
+        known = json.loads(files.read_file(f'{out}.json'))
         if known.pop('key', None) == mark:
             return known
     began = time.perf_counter()
     result = run(out, **key)
     result['minutes'] = (time.perf_counter() - began) / 60
-    prepare.write_json(f'{out}.json', {'key': mark, **result})
+    files.write_json(f'{out}.json', {'key': mark, **result})
     return result
 
 
@@ -311,7 +314,7 @@ def command(out, file, flags, seed, reads, device):
         raise ValueError(f'{file} {flags}: {error.splitlines()[-1]}')
     result = {}
     for path in sorted(glob.glob(f'{glob.escape(out)}/*.json'), reverse=True):    # convert.json last: it wins
-        result |= json.loads(prepare.read_file(path))
+        result |= json.loads(files.read_file(path))
     for name in IN_PERCENT:
         if result.get(name) is not None:
             result[name] *= 100
@@ -737,8 +740,8 @@ def models_beside(args, path, data):
     tokens of the model in `path`."""
     for source in filter(None, args.beside.split(',')):
         model, meta = load(source, args.device)
-        if not prepare.same_tokens(meta['data'], data):
-            raise ValueError(f'--beside={source}: its tokens ({prepare.describe_tokens(meta["data"])}) are '
+        if not vocabulary.same_tokens(meta['data'], data):
+            raise ValueError(f'--beside={source}: its tokens ({vocabulary.describe_tokens(meta["data"])}) are '
                              f'not those of {path}; train both on the same data')
         yield source, model
 
@@ -925,8 +928,8 @@ def far(args, suite):
 def kind_of_token(token, data):
     """The kind of a token, by its first character. For tokens that may be words, we guess the part of speech
     from a list of common words and from the ending."""
-    alone = prepare.decode([token], data)
-    text = prepare.decode([token, token], data)[len(alone):]     # some decoders drop the first word's space
+    alone = vocabulary.decode([token], data)
+    text = vocabulary.decode([token, token], data)[len(alone):]     # some decoders drop the first word's space
     word = text.strip(' ')
     of_words = data['tokenizer'] not in ('byte', 'char')
     begins = word != text or not word[:1].islower()             # otherwise it continues a word
@@ -1076,7 +1079,7 @@ def facts_before(texts, data, device):
         colours = draw.permutation(COLOURS)[:len(NAMES)]
         which = draw.integers(len(NAMES))
         facts = ' '.join(f"{name}'s hat is {colour}." for name, colour in zip(NAMES, colours))
-        content = (f'{facts} Remember that. Here is a text:\n\n{prepare.decode(text, data)}\n\n'
+        content = (f'{facts} Remember that. Here is a text:\n\n{vocabulary.decode(text, data)}\n\n'
                    f"What is the colour of {NAMES[which]}'s hat?")
         x = question(content, data, device, f"{NAMES[which]}'s hat is")
         yield x, COLOURS.index(colours[which])
@@ -1113,7 +1116,7 @@ def real(args, suite):
         for T in args.lengths:
             texts, _, _, _ = a_text(args, path, meta, T, chosen(args, 8, 32), args.data)
             facts[T] = list(facts_before(texts, data, args.device))
-    candidates = [prepare.encode(f' {colour}', data)[0] for colour in COLOURS]
+    candidates = [vocabulary.encode(f' {colour}', data)[0] for colour in COLOURS]
     lines, positions, told = [], [], []
     nats = {form: convert.nats_along(model, x, y, form, args.dtype) for form, model in models.items()}
 
@@ -1359,8 +1362,8 @@ def bleu(args, result, model, meta):
     translations = []
     for sources in x[:, :data['source']].split(64):
         for row in model.translate(sources, beam).tolist():
-            translations.append(prepare.decode(row, data))
-    wanted = [prepare.decode(row[row >= 0].tolist(), data) for row in y]
+            translations.append(vocabulary.decode(row, data))
+    wanted = [vocabulary.decode(row[row >= 0].tolist(), data) for row in y]
     return {'bleu': metric.corpus_score(translations, [wanted]).score, 'sentences': len(translations)}
 
 
@@ -1823,7 +1826,7 @@ def settings(argv):
     return SUITES[name], args
 
 
-@prepare.script
+@script
 def main(argv):
     """Run one suite, with its defaults for the flags that were not given."""
     began = time.perf_counter()

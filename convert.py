@@ -51,9 +51,12 @@ import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
+from cli import files
+from cli.errors import script
+from cli.flags import briefly, flag, parse, plural, refuse, typed
+from cli.weights import is_state, read_tensors, weights_digest
 from data import prepare
-from data.flags import briefly, flag, parse, plural, refuse, typed
-from data.weights import is_state, read_tensors, to_folder, weights_digest
+from hub.folders import to_folder
 from fastweight import RULES
 from model import (GPT, SOURCE_RULES, bias_of, bytes_after, cached_by, can_become_an_rnn, cannot_train, fill,
                    idle, kl, load, pick_device, save, subset)
@@ -1004,7 +1007,7 @@ def trained(run, teacher, student, new, kind, distilled):
     return layers, query
 
 
-@prepare.script
+@script
 def main(argv):
     given, changes = settings(argv)
     args = Args(**given)
@@ -1045,7 +1048,7 @@ def main(argv):
          {'step': args.steps, 'data': meta['data'], 'args': {'data': name}, 'from': args.from_})
     figures = {**run.table[-1], 'commit': commit(), **dataclasses.asdict(args)}
     figures['before'] = run.table[-2].get('accuracy')       # the last stage
-    prepare.write_json(f'{args.out}/result.json', {**figures, **dataclasses.asdict(student.config)})
+    files.write_json(f'{args.out}/result.json', {**figures, **dataclasses.asdict(student.config)})
     for what, model in other_policies(student):
         run.note(f'the same, cached by {what}', model, steps=distilled + args.steps)
     if args.controls and args.steps:
@@ -1056,7 +1059,7 @@ def main(argv):
         if lines:
             table(lines)
             print()
-    prepare.write_json(f'{args.out}/convert.json', {
+    files.write_json(f'{args.out}/convert.json', {
         'args': dataclasses.asdict(args), 'config': dataclasses.asdict(student.config), 'distil': kind,
         'table': run.table, 'layers': layers, 'query': query})
     print(f'{args.out}/convert.json has these tables; {sampling(args.out, meta["data"])}')

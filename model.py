@@ -24,8 +24,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import fastweight
-from data import prepare, weights
-from data.flags import briefly, expected, fits, flag, known, refuse, typed
+from cli.flags import briefly, expected, fits, flag, known, refuse, typed
+from cli.weights import read_tensors, write_tensors
+from data import vocabulary
 from fastweight import (FEATURE_MAPS, FLOOR, GAPS, LOG_MIN, NORMALISERS, RULES, feature_map, for_heads,
                         without_autocast)
 
@@ -1413,7 +1414,7 @@ def save(path, model, meta, extra=None, own=None):
     for name, x in tensors.items():
         if not x.isfinite().all():
             raise ValueError(f'{name} is not finite any more, so nothing was saved; try a smaller --lr')
-    weights.write_tensors(path, tensors | others, meta)
+    write_tensors(path, tensors | others, meta)
 
 
 def config_of(source, meta):
@@ -1443,16 +1444,17 @@ def load(source, device='cpu', revision='main', **changes):
     extra = {}
     folder = None
     if os.path.isfile(source) or source.endswith('.safetensors'):
-        extra, meta = weights.read_tensors(source)
+        extra, meta = read_tensors(source)
         tensors = {}
         for name in [*extra]:
             if name.startswith('model.'):   # copied: a file's memory is not aligned, and then
                 tensors[name.removeprefix('model.')] = extra.pop(name).clone()  # products round otherwise
     else:
-        folder = weights.Folder(weights.folder_of(source, revision), source)
+        from hub import folders
+        folder = folders.Folder(folders.folder_of(source, revision), source)
         meta = {'config': {**dataclasses.asdict(Config()), **folder.config}, 'data': folder.data}
     saved = config_of(source, meta)
-    if prepare.are_joined(meta['data']):
+    if vocabulary.are_joined(meta['data']):
         meta['data'].pop('row', None)   # the rows were those of the pairs: the model reads any text
     config = swapped(saved, source, **changes)
     undrawn = Undrawn()

@@ -33,10 +33,13 @@ from dataclasses import dataclass
 
 import torch
 
-from data import chat, prepare
-from data.flags import briefly, flag, parse, plural, refuse
-from data.weights import read_tensors, refuse_target, weights_digest, write_tensors
+from cli import files
+from cli.errors import note, script
+from cli.flags import briefly, flag, parse, plural, refuse
+from cli.weights import read_tensors, refuse_target, weights_digest, write_tensors
+from data import vocabulary
 from fastweight import FLOOR, RULES
+from hub import chat
 from model import (GPT, Swap, chosen_texts, idle, load, map_state, pack, pick_device, pick_forms,
                    join, refuse_broken, sample, seen_by_k, spread, state_bytes, try_compiler, unpack)
 
@@ -118,14 +121,14 @@ def text_of(given):
     if given == '-':
         if sys.stdin is None:
             raise ValueError('-: standard input is closed; give a text, or @FILE')
-        return prepare.as_utf8(sys.stdin.buffer.read(), 'standard input')
+        return files.as_utf8(sys.stdin.buffer.read(), 'standard input')
     if given.startswith('@@'):
         return given[1:]
     if given.startswith('@'):
         path = os.path.expanduser(given[1:])
         if not os.path.exists(path):
             raise ValueError(f'{given[:60]}: no such file; - stands for standard input, @@ for a first @')
-        return prepare.as_utf8(prepare.read_file(path), path)
+        return files.as_utf8(files.read_file(path), path)
     return given
 
 
@@ -170,17 +173,17 @@ def begin(args, model, meta):
     text = text_of(args.prompt)
     for word in data.get('special', {}):
         if word in text and not args.special:
-            prepare.note(f'{word} in --prompt is read as letters; --special reads it as a token')
+            note(f'{word} in --prompt is read as letters; --special reads it as a token')
             break
     if args.load_state:
         last, state = read_state(args, model, meta)
-        prompt = prepare.continued(text, last[0].tolist(), data, args.special)      # the others go on alike
+        prompt = vocabulary.continued(text, last[0].tolist(), data, args.special)      # the others go on alike
         texts = [begun + prompt for begun in last.tolist()]
         prompt = texts[0]
     else:
         state = None
-        prompt = prepare.encode(text, data, args.special)
-        texts = [prepare.begun(prompt, data)] * args.samples
+        prompt = vocabulary.encode(text, data, args.special)
+        texts = [vocabulary.begun(prompt, data)] * args.samples
     return torch.tensor(texts, device=model.embed.weight.device), state, prompt
 
 
@@ -190,8 +193,8 @@ def classify(args, model, meta):
     for number, text in enumerate(texts, 1):
         if args.lines:
             print(f'--- {number} ---')
-        row = prepare.whole_text(text.strip(), meta['data'])            # as the texts of training were
-        show_classes(model, row or prepare.begun([], meta['data']), meta['data'])
+        row = vocabulary.whole_text(text.strip(), meta['data'])            # as the texts of training were
+        show_classes(model, row or vocabulary.begun([], meta['data']), meta['data'])
 
 
 @torch.inference_mode()
@@ -218,10 +221,10 @@ def show_classes(model, row, data):
 def translate(args, model, meta):
     """Print a translation of each line of --source, one per line."""
     texts = lines_of(args.source)
-    sources = torch.from_numpy(prepare.source_rows(texts, meta['data'])).long().to(model.embed.weight.device)
+    sources = torch.from_numpy(vocabulary.source_rows(texts, meta['data'])).long().to(model.embed.weight.device)
     for some in sources.split(AT_ONCE):
         for row in model.translate(some, args.beam, args.penalty).tolist():
-            print(prepare.decode(row, meta['data']).replace('\n', ' '), flush=True)
+            print(vocabulary.decode(row, meta['data']).replace('\n', ' '), flush=True)
 
 
 # ---- the page: what each memory is given while a text is read, for assets/memory.html to compute with ---
@@ -281,7 +284,7 @@ def write_page(args, model, meta, heard):
     run = run.replace('<', '\\u003c')           # no text ends the script in which it stands
     with open(PAGE, encoding='utf-8') as f:
         page = f.read().replace(EMPTY, f'>{run}</script>', 1).encode()
-    prepare.write_file(args.html, [page])
+    files.write_file(args.html, [page])
     say(f'{args.html}: {len(page) / 1e6:.1f} MB, open it in a browser')
 
 
@@ -304,10 +307,10 @@ def generate_compiled(model, token, state, temperature, top_k, top_p, generator)
 def added(before, tokens, data):
     """The text that tokens add to the text of those before. Some decoders drop the blank before the first
     word, so both are decoded together."""
-    seen = prepare.decode(before, data)
+    seen = vocabulary.decode(before, data)
     if seen.endswith('\ufffd'):                     # with part of a character before, the next may break, too
-        return prepare.decode(tokens, data)
-    return prepare.decode(before + tokens, data)[len(seen):]
+        return vocabulary.decode(tokens, data)
+    return vocabulary.decode(before + tokens, data)[len(seen):]
 
 
 def show_text(before, held, data):
@@ -376,13 +379,13 @@ def by_lines(args, model, meta):
     data = meta['data']
     prompts = []
     for line in lines_of(args.prompt):
-        prompts.append(prepare.begun(prepare.encode(line, data, args.special), data))
+        prompts.append(vocabulary.begun(vocabulary.encode(line, data, args.special), data))
     grows = 'all' in model.config.keeps()
     if not prompts:
         raise ValueError(f'--lines --prompt={args.prompt:.60}: there are no lines; give a file that has '
                          'some, as --prompt=@FILE')
     if grows:
-        prepare.note('one prompt after the other, as the caches of softmax grow apart')
+        note('one prompt after the other, as the caches of softmax grow apart')
     groups = []                                             # numbers of prompts that are read at once
     together = []
     for i, prompt in enumerate(prompts):
@@ -415,7 +418,7 @@ def spoken(args):
         line = sys.stdin.buffer.readline()
         if not line:
             return
-        yield prepare.as_utf8(line, 'standard input').strip()
+        yield files.as_utf8(line, 'standard input').strip()
 
 
 def converse(args, model, meta):
@@ -476,7 +479,7 @@ def answer_all(args, model, meta, heard):
         last, state, _, [answer] = write_texts(args, model, data, tokens[:, -1:], state, ids)
         pending = [] if last.item() in data['ends'] else last[0].tolist()
         heard += by_whom([], answer)
-        answer = prepare.decode(answer, data)
+        answer = vocabulary.decode(answer, data)
         messages.append({'role': 'assistant', 'content': answer})
         known = text + chat.marked(answer, data)
     if state:
@@ -529,7 +532,7 @@ def complete(args, model, meta):
         f'state of {state_bytes(state):,} bytes, {growth}')
 
 
-@prepare.script
+@script
 def main(argv):
     given, swap = parse(argv, __doc__, Args, Swap, first=OFTEN)
     args = Args(**given)
@@ -543,7 +546,7 @@ def main(argv):
     if c.overflow and c.overflow != meta['config']['overflow']:
         say(f'--overflow={c.overflow}: untrained, new weights; convert.py --recipe=hybrid trains some')
     for path in filter(None, (args.save_state, args.html)):
-        prepare.refuse_unwritable(path)                     # now, not after sampling
+        files.refuse_unwritable(path)                     # now, not after sampling
     if args.save_state:
         refuse_target(args.save_state, state=True)
     if args.compile:

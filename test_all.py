@@ -561,7 +561,7 @@ import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest.mock import DEFAULT, MagicMock, Mock
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 from safetensors.torch import load_file, save_file
@@ -572,10 +572,12 @@ import convert
 import model as model_py
 import sample
 import train
-from data import chat, prepare, tasks
-from data import flags as flags_py
-from data import weights as files
+from cli import errors, files
+from cli import flags as flags_py
+from cli import weights as weights_py
+from data import prepare, tasks, vocabulary
 from fastweight import FEATURE_MAPS, NORMALISERS, RULES
+from hub import chat, families, folders, texts
 from model import SOURCE_RULES, GPT, Config, Cross, FastWeights, load, pack, pick_forms, rope, save
 
 HERE = Path(__file__).resolve().parent
@@ -1570,7 +1572,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
     train: {
         '--ruel=delta': '--rule', '--rule=dleta': r'mean delta\?', '--steps=1.5': 'whole number',
         '--lr=nan': 'a number', '--dropout=1': r'at most 0\.99', '--carry=maybe': 'true or false',
-        '--seed=1 --seed=2': 'twice', '--steps': '--steps: expected one', '--': '--help', '--out=': '--out',
+        '--steps': '--steps: expected one', '--': '--help', '--out=': '--out',
         '--device=tpu9': '--device', '--n_embd=33': 'n_head',
         '--n_embd=12 --n_head=4 --pos=rope': 'even', '--layers=delta,nope': "'nope' is",
         '--layers=delta,sum --rule=sum': '--rule=sum --layers=delta,sum: give one of them',
@@ -1579,7 +1581,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--rule=decay --norm=attn': 'denominator of its own', '--rule=kda --phi=elu --norm=attn': 'negative',
         '--rule=sum --phi=identity --norm=attn': 'zero or negative', '--norm=sum': 'sum of the features',
         '--phi=elu --norm=none': 'diverges', '--rule=h2o --overflow=sum': '--overflow',
-        '--norm=nope': 'choose from attn, .* mean none', '--phi=nope': 'no such feature map; choose',
+        '--norm=nope': 'one of attn, .* mean none', '--phi=nope': 'no such feature map; choose',
         '--phi=elu:3': 'takes nothing', '--phi=dpfp:16': r'1\.\.15', '--phi=hedgehog:x': 'forms',
         '--n_embd=2 --n_head=2': 'the one channel of a head', '--phi=favor:many': 'a whole number above 0',
         '--phi=exp:nan': 'a number above 0',
@@ -1602,7 +1604,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         ENCODER + '--writes=2': 'causal=False: .* step by step', '--writes=2 --pos=rope': 'rope',
         '--writes=2 --phi=elu --norm=attn': 'one key'},
     sample: {
-        '--rule=tova --cache=0': 'at least 1', '--chat --sistem="be brief"': '--sistem=be brief: no such',
+        '--rule=tova --cache=0': 'at least 1', '--sistem=brief': 'no such',
         '--system=x': 'means nothing', '--model=x': r'mean --init\?', '--temp=1': r'mean --temperature\?',
         '--rule=sink --cache=4': '--sinks=4',
         '--rule=window --sinks=2': '--sinks=2: no layer of window uses it',
@@ -1673,11 +1675,11 @@ def test_what_cannot_be_is_refused_in_one_line(script, flags, places, tmp_path, 
 def test_memory_that_cannot_be_had_is_told_in_one_line(capsys):
     """2^50 entries: no machine has as many addresses. Another RuntimeError is a fault, and stays one."""
     for make in torch.empty, np.empty:
-        assert 'take fewer or shorter rows' in refused(capsys, prepare.script(make), 2 ** 50)
+        assert 'take fewer or shorter rows' in refused(capsys, errors.script(make), 2 ** 50)
     for text in 'CUDA out of memory', "DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes":
-        assert text in refused(capsys, prepare.script(Mock(side_effect=RuntimeError(text))))
+        assert text in refused(capsys, errors.script(Mock(side_effect=RuntimeError(text))))
     with pytest.raises(RuntimeError, match='shapes'):
-        prepare.script(Mock(side_effect=RuntimeError('shapes do not match')))([])
+        errors.script(Mock(side_effect=RuntimeError('shapes do not match')))([])
 
 def test_help_lists_every_flag_with_its_default_and_choices(capsys):
     """And no number of a flag is without bounds."""
@@ -1691,7 +1693,7 @@ def test_help_lists_every_flag_with_its_default_and_choices(capsys):
         often = script.OFTEN.split()
         assert listed[:len(often)] == often and len(listed) == len({*listed})
         for field in [f for c in classes for f in dataclasses.fields(c) if f.metadata.get('help')]:
-            entry = re.search(rf'^  --{field.name.rstrip("_")}\b.*(\n {{25}}.*)*', out, re.M)[0]
+            entry = re.search(rf'^  --{field.name.rstrip("_")}\b.*(\n {{20}}.*)*', out, re.M)[0]
             line = ' '.join(entry.split())
             assert field.metadata['help'] in line
             assert not field.default or str(field.default) in line
@@ -1744,7 +1746,7 @@ def alike(*both):
 
 def a_config_json(kind, a_model, characters, folder):
     in_hub_layout(folder, kind, **dict(rope_scaling=LLAMA31) if kind == 'llama' else {})
-    family, path = files.FAMILIES[kind], folder / 'config.json'
+    family, path = families.FAMILIES[kind], folder / 'config.json'
 
     def take(raw):
         path.write_text(json.dumps(raw))
@@ -1755,7 +1757,7 @@ def a_config_json(kind, a_model, characters, folder):
                 expected = 3 * expected ** 2
             assert getattr(config, field) == expected
         if kind == 'llama' and raw.get('rope_scaling'):
-            assert config.rope_scaling == [raw['rope_scaling'][key] for key in files.LLAMA3]
+            assert config.rope_scaling == [raw['rope_scaling'][key] for key in families.LLAMA3]
     return json.loads(path.read_text()), take
 
 def a_tokenizer_json(kind, a_model, characters, folder):
@@ -1770,9 +1772,9 @@ def a_tokenizer_json(kind, a_model, characters, folder):
         tokenizer.encode_special_tokens = True
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        tokens = prepare.encode('the quick', about)
-        assert tokens == tokenizer.encode('the quick', add_special_tokens=False).ids
-        prepare.decode(prepare.begun(tokens, about), about)
+        tokens = vocabulary.encode('the quick', about)
+        assert tokens == vocabulary.encode('the quick', add_special_tokens=False).ids
+        vocabulary.decode(vocabulary.begun(tokens, about), about)
     return json.loads(data['json']), take
 
 @pytest.mark.parametrize('what, kind', [
@@ -1842,7 +1844,7 @@ def test_what_a_tokenizer_cannot_read_is_told_in_one_line(tmp_path, capsys):
     path = put(tmp_path, 'a', 'w1 w2\nw3\n' * 30)
     err = refused(capsys, train.main, f'--init={tmp_path}', f'--data={path}:{path}')
     assert 'know no line end' in err
-    assert 'a' * 64 in prepare.subwords(prepare.learn_tokenizer(b'a' * 10 ** 6, 300)).get_vocab()
+    assert 'a' * 64 in vocabulary.subwords(vocabulary.learn_tokenizer(b'a' * 10 ** 6, 300)).get_vocab()
 
 def test_an_output_without_utf8_gets_what_it_can_show(a_model, monkeypatch):
     """A new model's bytes are seldom characters."""
@@ -1884,11 +1886,11 @@ def test_a_stage_that_is_broken_is_named(a_model, tmp_path, monkeypatch, capsys)
     assert convert.main(run) == 0
     resume, stages = ['--resume', f'--out={tmp_path}'], sorted(tmp_path.glob('stage-*'))
     assert len(stages) == 2
-    tensors, meta = files.read_tensors(stages[0])
-    files.write_tensors(stages[0], tensors, {**meta, 'args': {}})
+    tensors, meta = weights_py.read_tensors(stages[0])
+    weights_py.write_tensors(stages[0], tensors, {**meta, 'args': {}})
     assert str(stages[0]) in refused(capsys, convert.main, *resume)
     lacking = {name: x for name, x in tensors.items() if not name.endswith('qkv.weight')}
-    files.write_tensors(stages[0], lacking, meta)
+    weights_py.write_tensors(stages[0], lacking, meta)
     assert 'weights of another model' in refused(capsys, convert.main, *resume)
 
 def test_an_empty_flag_takes_back_what_a_model_or_a_recipe_has():
@@ -1909,7 +1911,7 @@ def test_a_tokenizer_that_makes_much_of_little_is_refused():
         for many in 9, 30:
             changed = {**raw, 'normalizer': dict(type='Sequence', normalizers=[step] * many)}
             with pytest.raises(ValueError, match='times as long') if many == 30 else contextlib.nullcontext():
-                prepare.subwords(json.dumps(changed))
+                vocabulary.subwords(json.dumps(changed))
 
 @pytest.mark.parametrize('run, stream, code, lost', [
     ('data/prepare.py nowhere', '2>&-', 2, []), ('data/prepare.py --help', '>&-', 0, []),
@@ -2013,28 +2015,28 @@ def test_which_file_is_the_model(tmp_path, capsys):
 
 def test_a_tokenizer_is_the_folders_own(tmp_path, monkeypatch, capsys):
     """Never GPT-2's by a count of tokens; tiktoken's where the words are GPT-2's, and nothing else is said."""
-    assert files.tokenizer_of(tmp_path, 50257)['tokenizer'] == 'ids'
+    assert texts.tokenizer_of(tmp_path, 50257)['tokenizer'] == 'ids'
     assert 'tokens are only numbers' in capsys.readouterr().err
     pytest.importorskip('tokenizers')
     words = {f'w{i}': i for i in range(50257)}
     raw = dict(model=dict(type='WordLevel', vocab=words, unk_token='w0'), added_tokens=[])
     path = tmp_path / 'tokenizer.json'
     path.write_text(json.dumps(raw))
-    assert files.tokenizer_of(tmp_path, 50257)['tokenizer'] == 'json'
+    assert texts.tokenizer_of(tmp_path, 50257)['tokenizer'] == 'json'
     with monkeypatch.context() as gpt2s:                        # whose words these are
-        gpt2s.setattr(prepare, 'short_hash', lambda data: '3a1f1c01')
+        gpt2s.setattr(files, 'short_hash', lambda data: '3a1f1c01')
         for change, kind in ({}, 'gpt2'), (dict(normalizer=dict(type='NFC')), 'json'), (
                 dict(pre_tokenizer=dict(type='ByteLevel', add_prefix_space=True, trim_offsets=True)), 'json'):
             path.write_text(json.dumps(raw | change))
-            assert files.tokenizer_of(tmp_path, 50257)['tokenizer'] == kind
+            assert texts.tokenizer_of(tmp_path, 50257)['tokenizer'] == kind
     path.unlink()
     data = subwords('gpt2')
     model = json.loads(data['json'])['model']                   # the two files before tokenizer.json
     (tmp_path / 'vocab.json').write_text(json.dumps(model['vocab']))
     (tmp_path / 'merges.txt').write_text('\ufeff#version: 0.2\r\n' + '\r\n'.join(map(' '.join, model['merges'])))
-    found = {**data, **files.tokenizer_of(tmp_path, data['vocab_size'])}
-    assert prepare.encode(STRANGE, found) == prepare.encode(STRANGE, data)
-    assert prepare.decode(prepare.encode(STRANGE, found), found) == STRANGE
+    found = {**data, **texts.tokenizer_of(tmp_path, data['vocab_size'])}
+    assert vocabulary.encode(STRANGE, found) == vocabulary.encode(STRANGE, data)
+    assert vocabulary.decode(vocabulary.encode(STRANGE, found), found) == STRANGE
 
 @pytest.mark.parametrize('kind', ['llama2', 'llama3', 'pieces'])
 def test_tokens_beyond_a_models_come_from_no_text(kind, tmp_path, capsys):
@@ -2047,16 +2049,16 @@ def test_tokens_beyond_a_models_come_from_no_text(kind, tmp_path, capsys):
     whole = dict(tokenizer='json', json=text, vocab_size=most)
     said = 'w9 w200 w280' if kind == 'pieces' else TEXT[:400] + '<pad>'
     for vocab in most + 9, most, most - 40:
-        found = dict(files.tokenizer_of(tmp_path, vocab), vocab_size=vocab)
-        ids = prepare.encode(said, found)
+        found = dict(texts.tokenizer_of(tmp_path, vocab), vocab_size=vocab)
+        ids = vocabulary.encode(said, found)
         assert f'json has {most + 1} tokens, the model {vocab:,}: no text' in capsys.readouterr().err
-        assert max(ids) < vocab and (vocab < most or ids == prepare.encode(said, whole))
-        assert kind == 'pieces' or prepare.decode(ids, found) == said
+        assert max(ids) < vocab and (vocab < most or ids == vocabulary.encode(said, whole))
+        assert kind == 'pieces' or vocabulary.decode(ids, found) == said
     put(tmp_path, 'tokenizer.json', word_pieces(['[UNK]'], '$A [SEP]', [('[SEP]', 291)]))
     with pytest.raises(ValueError, match=r'tokenizer.json: it puts token 291 around a text, the model has 291'):
-        files.tokenizer_of(tmp_path, 291)
+        texts.tokenizer_of(tmp_path, 291)
     data = dict(json=word_pieces(['[UNK]'], '$A [SEP]', [('[SEP]', 9)]), vocab_size=300)
-    assert prepare.ends(data) == ([], [9])
+    assert vocabulary.ends(data) == ([], [9])
 
 @pytest.mark.parametrize('kind', ['gpt2', 'llama2', 'llama3', 'metaspace', 'prefix'])
 def test_what_goes_on_has_the_tokens_of_the_whole_text(kind, tmp_path, capsys):
@@ -2066,12 +2068,12 @@ def test_what_goes_on_has_the_tokens_of_the_whole_text(kind, tmp_path, capsys):
         raw['pre_tokenizer']['add_prefix_space'] = True
     data = dict(tokenizer='json', json=json.dumps(raw), vocab_size=700)
     text, borders = TEXT[:99] + STRANGE.replace('\u2581', '') + "it's ..'s a\n\n b   d\te\n x", 0
-    whole = prepare.encode(text, data)
+    whole = vocabulary.encode(text, data)
     for i in range(1, len(whole)):
-        said = prepare.decode(whole[:i], data).removeprefix(' ')
+        said = vocabulary.decode(whole[:i], data).removeprefix(' ')
         if text.startswith(said):
             borders += 1
-            assert prepare.continued(text[len(said):], whole[i - 1:i], data) == whole[i:]
+            assert vocabulary.continued(text[len(said):], whole[i - 1:i], data) == whole[i:]
     assert borders > 60
     in_hub_layout(tmp_path, 'llama', vocab=700)
     put(tmp_path, 'tokenizer.json', data['json'])
@@ -2092,9 +2094,9 @@ def test_files_and_standard_input_are_bytes(tmp_path, a_model, monkeypatch, caps
     assert flags_py.from_home('~/a:~/b~,~') == f'{tmp_path}/a:{tmp_path}/b~,{tmp_path}'
     for data in b'\xff\xfea\0', b'\x1f\x8b\x08', b'\xe9':
         with pytest.raises(ValueError, match='x: not UTF-8 at byte .*; unpack it first or.* convert it'):
-            prepare.as_utf8(data, 'x')
+            files.as_utf8(data, 'x')
     *sides, meta = prepare.load(str(tmp_path / 'a@b'), tokenizer='char')
-    assert prepare.decode(np.concatenate(sides), meta).encode() == raw * 9
+    assert vocabulary.decode(np.concatenate(sides), meta).encode() == raw * 9
     (tmp_path / 'latin.txt').write_bytes('caf\u00e9'.encode('latin-1'))
     monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'caf\xe9')))
     init = f'--init={a_model("--rule=gated_delta")}'
@@ -2262,8 +2264,8 @@ def test_listops_answers_are_those_of_its_text(tmp_path, monkeypatch):
     assert [len(x) for x, _ in sides] == [900, 40]
     for row, target in np.concatenate(sides, axis=1).swapaxes(0, 1):
         n = (row != meta['pad']).sum()
-        text = prepare.decode(row, meta)
-        assert prepare.encode(text, meta) == row[:n].tolist() and 16 <= n <= 64
+        text = vocabulary.decode(row, meta)
+        assert vocabulary.encode(text, meta) == row[:n].tolist() and 16 <= n <= 64
         assert answered(text) == target[n - 1] and (np.delete(target, n - 1) == meta['ignore']).all()
     assert meta['row'] == 64 and rows_of('listops-64', tmp_path)[1] == meta                  # and sha256
 
@@ -2289,7 +2291,7 @@ def test_the_answer_to_a_row_of_facts_stands_somewhere_in_its_text(few_facts, tm
     form = r'the (\w+ of \w+) is(?: (\w+) \.| ?$)'
     for (x, y), text, last_only in zip(sides, texts, (False, True)):
         for row, target in zip(x, y):
-            said = prepare.decode(row, meta)
+            said = vocabulary.decode(row, meta)
             assert len(row) == 256 and said.endswith(' is') and re.sub(form + ' ?', '', said).strip() in text
             known, at = {}, []
             for found in re.finditer(form, said):
@@ -2423,7 +2425,7 @@ def test_the_last_target_of_a_labelled_text_is_its_label(name, expected, tokeniz
     for row, target in zip(*sides[1]):
         n = (row != meta['pad']).sum()
         assert (np.delete(target, n - 1) == meta['ignore']).all()
-        found.append((prepare.decode(row, meta), target[n - 1]))
+        found.append((vocabulary.decode(row, meta), target[n - 1]))
     assert sorted(found) == sorted(expected) and meta['row'] == 32
     assert meta['classes'] == (3 if 'tsv' in name else 2) and meta['pad'] == meta['vocab_size'] - 1
 
@@ -2435,7 +2437,7 @@ def test_pictures_are_rows_of_numbers_or_of_patches(published, tmp_path):
     assert (y[:, -1] == KINDS_OF_DIGITS[12:]).all() and (y[:, :-1] == 256).all()
     (_, (pixels, _)), cut = rows_of('mnist-patch7', tmp_path, **flags)
     assert (pixels[:, 49 * 6:49 * 7] == DIGITS[12:, 7:14, 14:21].reshape(5, 49)).all()
-    assert cut['patch'] == 49 and not prepare.same_tokens(meta, cut)
+    assert cut['patch'] == 49 and not vocabulary.same_tokens(meta, cut)
     for path in tmp_path.glob('files/train*'):          # the test side alone is shared
         path.unlink()
     x = np.zeros((3010, 28, 28), np.uint8)
@@ -2462,15 +2464,15 @@ def test_a_pair_is_a_source_and_what_a_decoder_reads_and_says(name, tokenizer, p
     T, longest = meta['row'] - S, [0, 0]
     for rows, pairs in zip(sides, parts, strict=True):
         for x, y, pair in zip(*rows, pairs, strict=True):
-            read, said = (prepare.encode(text, meta) for text in pair)
+            read, said = (vocabulary.encode(text, meta) for text in pair)
             rest = T - 1 - len(said)
             assert x.tolist() == read + [pad] * (S - len(read)) + [pad] + said + [pad] * rest
             assert y.tolist() == [ignore] * S + said + [pad] + [ignore] * rest
-            assert (prepare.decode(x[:S], meta), prepare.decode(x[S:], meta)) == pair
+            assert (vocabulary.decode(x[:S], meta), vocabulary.decode(x[S:], meta)) == pair
             longest = np.maximum(longest, [len(read), 1 + len(said)])
     assert [S, T] == (-(-longest // 8) * 8).tolist() and pad == meta['vocab_size'] - 1
     if tokenizer == 'bpe:300' and name == 'multi30k':
-        assert meta['json'] == prepare.learn_tokenizer('\n'.join(ENGLISH[:40] + GERMAN[:40]).encode(), 300)
+        assert meta['json'] == vocabulary.learn_tokenizer('\n'.join(ENGLISH[:40] + GERMAN[:40]).encode(), 300)
 
 def test_files_of_your_own_fit_the_rows_of_a_model_or_are_cut_off(published, tmp_path, capsys):
     mine = put(tmp_path, 'mine.tsv', '0\tno\n1\tyes\n' * 9 + '1\t' + 'x' * 9999)
@@ -2503,16 +2505,16 @@ def test_a_model_of_texts_reads_one_file_behind_the_other(kind, tmp_path):
     x, y = sides[0][:, 4]
     targets = y[y < meta['ignore']]
     assert len(targets) == 513 and x[511] == meta['pad'] == targets[-1]
-    end = prepare.encode('\n', like)[-1:]
+    end = vocabulary.encode('\n', like)[-1:]
     for i, (x, y) in zip([9, 19], sides[1].swapaxes(0, 1)):
         read, said = (' '.join([word] * (1 + i % 3)) for word in ('what', 'yes'))
-        inputs = prepare.ends(like)[0] + prepare.encode(f'{read}\n', like)
-        whole = prepare.ends(like)[0] + prepare.encode(f'{read}\n{said}', like)       # as one text
+        inputs = vocabulary.ends(like)[0] + vocabulary.encode(f'{read}\n', like)
+        whole = vocabulary.ends(like)[0] + vocabulary.encode(f'{read}\n{said}', like)       # as one text
         begin, targets = len(inputs) - 1, whole[len(inputs):] + end
         assert x.tolist() == whole + end * (1024 - len(whole))
         assert y[begin:begin + len(targets)].tolist() == targets
         assert (y < meta['ignore']).sum() == len(targets)
-        assert prepare.decode(x, meta) == prepare.decode(x, like)               # with its line ends
+        assert vocabulary.decode(x, meta) == vocabulary.decode(x, like)               # with its line ends
 
 def test_a_model_of_texts_that_learned_from_pairs_still_reads_texts(text, a_model, tmp_path):
     both = [put(tmp_path, name, 'yes\n' * 20) for name in 'ab']
@@ -2549,14 +2551,14 @@ def test_a_text_is_prepared_in_tokens_that_say_it_again_or_in_those_of_another(t
     root, new = str(tmp_path), put(tmp_path, 'new.txt', 'the quick lazy fox jumps\n' * 20)
     *sides, meta = prepare.load('stdlib', root, tokenizer)
     assert meta['name'] == folder and meta['tokenizer'] == tokenizer
-    assert [prepare.decode(side, meta).encode() for side in sides] == [train_side, val]
+    assert [vocabulary.decode(side, meta).encode() for side in sides] == [train_side, val]
     assert prepare.load('stdlib', root, like=meta)[2] == meta
     data, _, found = prepare.load(new, root, like=meta)
-    assert prepare.same_tokens(found, meta) and 'the quick lazy fox jumps\n' in prepare.decode(data, found)
+    assert vocabulary.same_tokens(found, meta) and 'the quick lazy fox jumps\n' in vocabulary.decode(data, found)
     if tokenizer == 'bpe:300':
-        assert meta['json'] == prepare.learn_tokenizer(train_side, 300) and meta['vocab_size'] == 300
+        assert meta['json'] == vocabulary.learn_tokenizer(train_side, 300) and meta['vocab_size'] == 300
         assert len(sides[0]) < len(train_side) / 1.5
-        other = dict(meta, json=prepare.learn_tokenizer(val, 300))      # another model's
+        other = dict(meta, json=vocabulary.learn_tokenizer(val, 300))      # another model's
         assert prepare.load('stdlib', root, like=other)[2]['name'].startswith('stdlib-bpe-300-')
         monkeypatch.setitem(prepare.DATASETS['stdlib'], 'make', lambda _: (train_side, b'\xff' + val))
         with pytest.raises(ValueError, match='utf-8'):
@@ -2616,7 +2618,7 @@ def word_pieces(words, single='$A', ends=()):
 def subwords(kind):
     """The meta of a model with such a tokenizer, and room for some tokens more."""
     text = tokenizer_json(kind)
-    vocab = prepare.subwords(text).get_vocab_size() + 9
+    vocab = vocabulary.subwords(text).get_vocab_size() + 9
     return dict(name=kind, tokenizer='json', json=text, vocab_size=vocab)
 
 KINDS = 'gpt2', 'llama2', 'llama3', 'metaspace', 'phrases'
@@ -2720,7 +2722,7 @@ def test_a_translator_learns_translates_and_is_converted(flags, turned_around, t
     model, meta = load(path)
     for source, text in zip(sources, say(lines)[0].splitlines(), strict=True):
         row = torch.tensor([[int(digit) for digit in source.split()]])
-        assert text == prepare.decode(model.translate(row)[0].tolist(), meta['data'])
+        assert text == vocabulary.decode(model.translate(row)[0].tolist(), meta['data'])
         assert say(f'--source={source}')[0] == text + '\n'
     assert len(say(lines, '--beam=3')[0].splitlines()) == 3
     if 'softmax' not in flags:
@@ -2740,7 +2742,7 @@ def test_a_failed_write_leaves_the_old_files_or_a_set_to_be_made_anew(a_model, t
     path, hub = Path(shutil.copy(a_model(), tmp_path)), tmp_path / 'hub'
     in_hub_layout(hub, 'llama')
     model, meta = load(hub)
-    export = partial(files.to_folder, hub, config=dataclasses.asdict(model.config))
+    export = partial(folders.to_folder, hub, config=dataclasses.asdict(model.config))
     export(model.state_dict(), data={**meta['data'], 'json': '{}'})
     before = {old: old.read_bytes() for old in tmp_path.rglob('*.*')}
     assert {old.name for old in before} == {path.name, 'config.json', 'model.safetensors', 'tokenizer.json'}
@@ -2766,8 +2768,8 @@ def test_a_failed_write_leaves_the_old_files_or_a_set_to_be_made_anew(a_model, t
 
 def test_what_a_killed_save_leaves_is_where_the_next_run_finds_it(a_model, tmp_path, monkeypatch):
     """safetensors writes a hidden file beside its own, under a name that nobody knows."""
-    saved = Mock(side_effect=files.save_file)
-    monkeypatch.setattr(files, 'save_file', saved)
+    saved = Mock(side_effect=weights_py.save_file)
+    monkeypatch.setattr(weights_py, 'save_file', saved)
     save(tmp_path / 'ckpt.safetensors', *load(a_model()))
     assert Path(saved.call_args.args[1]).parent.match('ckpt.safetensors.*.part')
     assert os.listdir(tmp_path) == ['ckpt.safetensors']
@@ -2787,7 +2789,7 @@ def test_broken_checkpoints_are_refused(a_model, tmp_path, capsys):
             load(bad)
     save_file({'x': torch.zeros(3)}, bad)
     assert 'not written by this project' in refused(capsys, sample.main, f'--init={bad}')
-    files.write_safetensors(bad, {}, {'meta': '[1]', 'digest': files.digest('[1]', {})})
+    weights_py.write_safetensors(bad, {}, {'meta': '[1]', 'digest': weights_py.digest('[1]', {})})
     assert 'says nothing that' in refused(capsys, sample.main, f'--init={bad}')
 
 def test_a_model_from_a_file_is_not_drawn_first(a_model):
@@ -2807,9 +2809,9 @@ def test_files_of_other_versions_load_or_are_refused_in_one_sentence(rule, part,
                                                                      capsys):
     """What is missing, unknown or gone cannot be built."""
     path = tmp_path / 'old.safetensors'
-    tensors, meta = files.read_tensors(a_model(f'--rule={rule}'))
+    tensors, meta = weights_py.read_tensors(a_model(f'--rule={rule}'))
     said = {name: value for name, value in (meta[part] | change).items() if value is not ...}
-    files.write_tensors(path, tensors, meta | {part: said})
+    weights_py.write_tensors(path, tensors, meta | {part: said})
     if not why:
         load(path)
         return
@@ -2820,7 +2822,7 @@ def test_files_of_other_versions_load_or_are_refused_in_one_sentence(rule, part,
 # ---- 10. Training ------------------------------------------------------------------------------------------
 
 def same(a, b):
-    a, b = files.read_tensors(a)[0], files.read_tensors(b)[0]
+    a, b = weights_py.read_tensors(a)[0], weights_py.read_tensors(b)[0]
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 @pytest.mark.parametrize('flags, steps', [
@@ -2843,7 +2845,7 @@ def test_resume_is_bitwise_identical(flags, steps, text, tmp_path, monkeypatch):
         again = tmp_path / str(k)
         assert train.main(['--resume', f'--out={again}']) == 0
         assert same(end, again / end.name), f'{flags}: resumed at step {k}'
-        assert files.read_tensors(end)[1]['best'] == files.read_tensors(again / end.name)[1]['best']
+        assert weights_py.read_tensors(end)[1]['best'] == weights_py.read_tensors(again / end.name)[1]['best']
         assert min(row['step'] for row in log(again) if 'step' in row) == k + 1    # went on, not anew
 
 def test_weights_decay_in_matrices_alone():
@@ -2872,10 +2874,10 @@ def test_what_load_returns_is_saved_whole_and_resumed_but_as_no_other_model(a_mo
     assert '--n_layer=3' in refused(capsys, train.main, *resume, '--n_layer=3')
     assert 'is not more' in refused(capsys, train.main, *resume)
     assert train.main([*resume, '--steps=6', '--lr=1e-3']) == 0
-    tensors, meta = files.read_tensors(path)
+    tensors, meta = weights_py.read_tensors(path)
     assert meta['step'] == 6 and meta['args']['lr'] == 1e-3
     del meta['args']
-    files.write_tensors(path, tensors, meta)
+    weights_py.write_tensors(path, tensors, meta)
     assert 'says nothing of data' in refused(capsys, train.main, *resume)
 
 def test_training_learns_and_logs(text, tmp_path, capsys, monkeypatch):
@@ -2942,7 +2944,7 @@ def test_bits_per_byte_count_every_token_but_the_first_once(tmp_path, capsys):
     trained(folder, tmp_path / 'out')
     shown = re.search(r'blocks of 16: ([\d.]+) bits per byte, perplexity ([\d.]+)', capsys.readouterr().out)
     nats = next(row['val_loss'] for row in log(tmp_path / 'out') if row.get('read') == 'blocks')
-    bits = nats / math.log(2) * len(val) / len(prepare.decode(val, meta).encode())
+    bits = nats / math.log(2) * len(val) / len(vocabulary.decode(val, meta).encode())
     assert [float(s) for s in shown.groups()] == pytest.approx([bits, math.exp(nats)], abs=1e-3)
     again = f'--init={tmp_path}/out/ckpt.safetensors', '--steps=0', '--device=cpu'
     assert shown[0] in written(capsys, *again, f'--out={tmp_path}/no', main=train.main)[0]       # only evaluates
@@ -2971,7 +2973,7 @@ def test_a_model_of_subwords_keeps_them(text, tmp_path, capsys):
     err = refused(capsys, train.main, *resume, '--steps=7', '--tokenizer=bpe:301')
     assert "--tokenizer=bpe:301: the run began with 'bpe:300'" in err
     said = written(capsys, f'--init={ckpt}', '--prompt=the quick', '--tokens=9')
-    assert f'{len(prepare.encode("the quick", data))} tokens read' in said[1]
+    assert f'{len(vocabulary.encode("the quick", data))} tokens read' in said[1]
 
 def test_a_package_that_is_missing_is_named_before_any_work(text, tmp_path, capsys, monkeypatch):
     for package in 'tokenizers', 'sacrebleu.metrics':
@@ -3094,7 +3096,7 @@ def test_two_processes_train_like_one(tmp_path, capfd, monkeypatch):
         return [(row['step'], row.get('loss', 0), row.get('val_loss', 0)) for row in rows if 'step' in row]
     assert figures('2') == [pytest.approx(row, abs=1e-6) for row in figures('1')]
     assert {step for step, loss, _ in figures('2') if loss} == {1, 2, 3, 4, 5, 6, 7}
-    (a, meta), (b, _) = (files.read_tensors(tmp_path / x / 'ckpt.safetensors') for x in '12')
+    (a, meta), (b, _) = (weights_py.read_tensors(tmp_path / x / 'ckpt.safetensors') for x in '12')
     assert meta['step'] == 7
     close(b, a, 1e-5)
 
@@ -3117,12 +3119,12 @@ def test_text_is_printed_as_it_comes_and_nothing_is_lost(kind, capsys):
     """After a prompt, at any cut; half characters wait; what never is one comes in the end."""
     meta = dict(tokenizer=kind, vocab_size=256) if kind in ('byte', 'ids') else subwords(kind)
     text = '5 6 77 8 9' if kind == 'ids' else STRANGE + STRANGE
-    tokens = prepare.encode(text, meta)
+    tokens = vocabulary.encode(text, meta)
     if kind in ('llama2', 'metaspace'):                         # which take one character for a blank
         text = text.replace('\u2581', ' ')
-    assert prepare.decode(tokens, meta) == text
+    assert vocabulary.decode(tokens, meta) == text
     for cut in range(0, len(tokens), 7):
-        said = prepare.decode(tokens[:cut], meta)
+        said = vocabulary.decode(tokens[:cut], meta)
         before, held = tokens[:cut][-sample.LOOK_BACK:], []
         for token in tokens[cut:]:
             before, held = sample.show_text(before, held + [token], meta)
@@ -3180,12 +3182,12 @@ def test_softmax_becomes_an_rnn_without_training(a_model, characters, tmp_path, 
         few = f'--tokens={tokens}', f'--save_state={state}', '--rule=tova', '--cache=9'
         said = written(capsys, *flags, *few)[1]
         assert 'whatever the length' in said and 'untrained' not in said
-        assert files.read_tensors(state)[0]['state.0.mixer.k'].shape == (1, 2, 9, 8)
+        assert weights_py.read_tensors(state)[0]['state.0.mixer.k'].shape == (1, 2, 9, 8)
     assert '--overflow=sum:favor: untrained' in written(capsys, *flags, '--rule=window', '--overflow=sum:favor')[1]
     assert 'made with' in refused(capsys, sample.main, *flags, f'--load_state={state}')
     how = f'--init={ckpt}', '--rule=window', '--cache=9', '--overflow=sum'
     tuned = trained(characters, tmp_path / 'tuned', *how, steps=1)
-    tensors, meta = files.read_tensors(tuned)
+    tensors, meta = weights_py.read_tensors(tuned)
     assert meta['config']['layers'] == 'window,delta'
     assert any('0.mixer.memory.overflow.phi.R' in name for name in tensors)
     assert len(written(capsys, f'--init={tuned}', '--tokens=9')[0]) > 9
@@ -3269,7 +3271,7 @@ def test_a_page_holds_what_each_memory_was_given(flags, a_model, characters, tmp
     model, meta = load(ckpt)
     assert len(run['tokens']) == 11 + 12 and 'run.html' in err
     assert run['written'] == [False] * 11 + [True] * 12
-    tokens = torch.tensor([prepare.encode('line 7: the' + said[:-1], meta['data'])])
+    tokens = torch.tensor([vocabulary.encode('line 7: the' + said[:-1], meta['data'])])
     with torch.no_grad():
         for layer, seen in zip(run['layers'], model.through(tokens), strict=True):
             x = layer['arrays']
@@ -3645,7 +3647,7 @@ def test_hub_weights_give_what_another_implementation_gives(kind, how, tmp_path)
     x, tokens, there = examples(kind)
     model, meta = load(tmp_path)
     models = [model]
-    write = partial(files.to_folder, tmp_path / 'again', model.state_dict(),
+    write = partial(folders.to_folder, tmp_path / 'again', model.state_dict(),
                     dataclasses.asdict(model.config), meta['data'])
     writable = kind != 'vit' and 'old' not in how               # the old BERT has no pooler
     if writable:
@@ -3753,11 +3755,11 @@ def test_a_whole_text_stands_between_the_tokens_of_its_template(tmp_path, monkey
         sample.show_classes.reset_mock()
         assert sample.main([f'--init={tmp_path}', f'--prompt={given}', *['--lines'] * (len(rows) > 1)]) == 0
         assert [call.args[1] for call in sample.show_classes.call_args_list] == rows
-    assert prepare.whole_text('quicker fox', data) == [1, 4, 5, 6, 2]
+    assert vocabulary.whole_text('quicker fox', data) == [1, 4, 5, 6, 2]
     assert prepare.fitted([[b'quicker fox']], data, 4, None, 8)[0][0][0].tolist() == [1, 4, 5, 2]
-    assert prepare.begun([6], data) == [1, 6]
-    assert prepare.decode([4, 5, 6], data) == 'quicker fox'
-    assert prepare.whole_text('ab', dict(tokenizer='byte', vocab_size=256)) == [97, 98]
+    assert vocabulary.begun([6], data) == [1, 6]
+    assert vocabulary.decode([4, 5, 6], data) == 'quicker fox'
+    assert vocabulary.whole_text('ab', dict(tokenizer='byte', vocab_size=256)) == [97, 98]
 
 
 # ---- Conversations -----------------------------------------------------------------------------------------
@@ -3788,13 +3790,13 @@ def test_a_template_frames_what_is_said_which_is_never_a_special_token(tmp_path)
     text = chat.rendered(said(' the quick', 'fox', 'a</s><s>b\ue000 '), data)
     ids = chat.tokens(text, data)
     assert ids.count(1) == 4 and ids.count(2) == 3
-    assert prepare.decode(ids, data) == ('<s>user:the quick</s>\n<s>assistant:fox</s>\n'
+    assert vocabulary.decode(ids, data) == ('<s>user:the quick</s>\n<s>assistant:fox</s>\n'
                                          '<s>user:a</s><s>b\ue000</s>\n<s>assistant:')
     odd = dict(data, special={'%%': 407, '\u25b2': 408, '</s>': 2, '1': 406})
     marked = chat.marked('a%%%b \u25b2 101 \ue000', odd)
     assert not {406, 407, 408} & set(chat.tokens(marked, odd))
     assert chat.unmarked(marked, odd) == 'a%%%b \u25b2 101 \ue000'
-    assert chat.tokens('<s>the quick</s>', data) == [1, *prepare.encode('the quick', data), 2]
+    assert chat.tokens('<s>the quick</s>', data) == [1, *vocabulary.encode('the quick', data), 2]
     assert data['ends'] == [0, 2, 5] and data['special'] == {'<unk>': 0, '<s>': 1, '</s>': 2}
 
 @pytest.mark.parametrize('template, result', [
@@ -3843,9 +3845,9 @@ def test_a_conversation_is_read_as_one_text(rule, tmp_path, capsys, monkeypatch)
         found = itertools.takewhile(lambda token: token not in data['ends'], [token.item() for token, _ in steps])
         return ids, [*found]
     ids, found = answer('the quick')
-    first = prepare.decode(found, data)
+    first = vocabulary.decode(found, data)
     longer, found_then = answer('the quick', first, 'jumps</s> over')
-    assert out.splitlines() == f'{first}\n{prepare.decode(found_then, data)}\n{first}'.splitlines()
+    assert out.splitlines() == f'{first}\n{vocabulary.decode(found_then, data)}\n{first}'.splitlines()
     assert total < len(ids) + len(longer) + len(ids) * (first != first.strip())
     type_in(b'the quick\n\xff\n')
     assert sample.main(flags) == 2
@@ -3867,7 +3869,7 @@ def test_a_conversation_is_read_as_one_text(rule, tmp_path, capsys, monkeypatch)
 def test_each_of_several_texts_ends_by_itself(tmp_path, monkeypatch, capsys):
     """And what ends it is not printed; without --special a special token's letters are read, and said so."""
     data = a_talker(tmp_path)
-    one, end = prepare.encode(' the', data)[0], data['ends'][0]
+    one, end = vocabulary.encode(' the', data)[0], data['ends'][0]
     steps = torch.tensor([[one, one], [end, one], [one, one], [one, end], [one, one]])
     monkeypatch.setattr(GPT, 'generate', lambda *_: ((step[:, None], None) for step in steps))
     args = sample.Args(tokens=9, samples=2)
@@ -3877,7 +3879,7 @@ def test_each_of_several_texts_ends_by_itself(tmp_path, monkeypatch, capsys):
     flags = f'--init={tmp_path}', '--tokens=0', '--prompt=a </s>'
     assert 'note: </s> in --prompt is read as letters' in written(capsys, *flags)[1]
     assert '</s>' not in written(capsys, *flags, '--special')[1]
-    assert prepare.begun(prepare.encode('<s>a', data, special=True), data) == [1, *prepare.encode('a', data)]
+    assert vocabulary.begun(vocabulary.encode('<s>a', data, special=True), data) == [1, *vocabulary.encode('a', data)]
     flags, state = flags[:2], f'{tmp_path}/x.st'            # nor is it where a text goes on
     written(capsys, *flags, '--prompt=the quick', f'--save_state={state}')
     said = written(capsys, *flags, '--prompt=</s><s>', '--special', f'--load_state={state}')[1]
@@ -3896,7 +3898,7 @@ def test_what_a_folder_says_goes_the_whole_way(tmp_path, capsys):
         put(tmp_path / 'a', name, '{}')
     data = load(tmp_path / 'a')[1]['data']
     said = written(capsys, *samples)[1]
-    assert f'{1 + len(prepare.encode("the quick", data))} tokens read' in said         # BOS, too
+    assert f'{1 + len(vocabulary.encode("the quick", data))} tokens read' in said         # BOS, too
     run = f'--data={mine}', '--steps=1', '--batch_size=2', '--device=cpu', '--threads=1'
     assert train.main([f'--init={tmp_path}/a', f'--out={tmp_path}/b', '--lr=0', *run]) == 0
     assert convert.main([f'--from={tmp_path}/b/ckpt.safetensors', f'--export={tmp_path}/c']) == 0
@@ -3906,14 +3908,14 @@ def test_what_a_folder_says_goes_the_whole_way(tmp_path, capsys):
     (model, meta), (again, _) = load(tmp_path / 'a'), load(tmp_path / 'c')
     close(dict(again.state_dict()), dict(model.state_dict()), 0)
     found = load(tmp_path / 'b' / 'ckpt.safetensors')[1]['data']
-    assert all(found.get(name) == data.get(name) for name in chat.TRAVELS) and meta['data'] | found == found
+    assert all(found.get(name) == data.get(name) for name in vocabulary.TRAVELS) and meta['data'] | found == found
     assert train.main([f'--init={tmp_path}/a', f'--out={tmp_path}/d', '--layers=tova,softmax', *run]) == 0
     swapped = tmp_path / 'd' / 'ckpt.safetensors'
     err = refused(capsys, convert.main, f'--from={swapped}', f'--export={tmp_path}/e')
     assert 'sample.py and model.load read others' in err and not (tmp_path / 'e').exists()
     converted(tmp_path / 'a', tmp_path / 'f', f'--data={mine}', '--recipe=t2r', '--controls=false')
     assert f'python sample.py --init={tmp_path}/f/ckpt.safetensors --chat\n' in capsys.readouterr().out
-    assert prepare.same_tokens(load(tmp_path / 'f' / 'ckpt.safetensors')[1]['data'], data)
+    assert vocabulary.same_tokens(load(tmp_path / 'f' / 'ckpt.safetensors')[1]['data'], data)
 
 @pytest.mark.parametrize('flags', [dict(rule=rule, cache=8) for rule in RULES] + [
     dict(rule='window', cache=4, overflow='sum:hedgehog'), dict(rule='softmax', causal=False, classes=3, patch=2)],
@@ -4183,7 +4185,7 @@ OF_WORDS = {        # a token, _ for a blank in front
 def test_bench_knows_words_from_pieces_of_words(kind, mark, monkeypatch):
     """Also where the tokenizer drops the first word's blank; bytes have no words."""
     meta = subwords(kind)
-    ids = prepare.subwords(meta['json'])
+    ids = vocabulary.subwords(meta['json'])
     for token, wanted in OF_WORDS.items():
         assert bench.kind_of_token(ids.token_to_id(token.replace('_', mark)), meta) == wanted
     for character, wanted in ('a', 'rest'), (' ', 'rest'), ('I', 'capital'), ('.', 'punctuation'):
@@ -4236,8 +4238,8 @@ def test_bench_looks_at_the_maps_of_an_encoder(a_model, tmp_path, in_process, ca
     assert f'--data={other}: 4 classes, but {path} knows 3' in refusal
     x, _, data, _ = bench.a_text(bench.Args(device='cpu'), path, load(path)[1], 32, 2, other)
     val = prepare.load(other, like=load(path)[1]['data'])[1].reshape(-1, 2, data['row'])[:, 0]
-    read = ''.join(prepare.decode(row[row != data['pad']].tolist(), data) for row in val)
-    assert prepare.decode(x[0].tolist(), data) == read[:32] and ' and ' in read[:32]
+    read = ''.join(vocabulary.decode(row[row != data['pad']].tolist(), data) for row in val)
+    assert vocabulary.decode(x[0].tolist(), data) == read[:32] and ' and ' in read[:32]
 
 def test_bench_bleu_is_that_of_what_sample_says_of_the_test_side(small_pairs, tmp_path, in_process, capsys):
     """By greedy and by beam search, of a model that was trained and of one that was converted."""
@@ -4422,16 +4424,18 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
 
 # ---- 14. The repository itself -----------------------------------------------------------------------------
 
-LAYER = dict(test_all=6, bench=5, sample=4, convert=4, train=3, model=2, kernels=1, fastweight=0)
-DATA = dict(weights=3, chat=2, prepare=1, tasks=0, flags=0)
+ROOMS = [               # a file imports only from rows above its own; papers do not import each other
+    'fastweight', 'kernels', 'cli.errors cli.files cli.flags', 'cli.weights', 'data.vocabulary data.tasks',
+    'data.prepare hub.families hub.texts', 'hub.chat hub.folders', 'model', 'train', 'convert', 'papers.harness',
+    'papers.schlag papers.kasai papers.mao papers.oren papers.zhang papers.beyond', 'bench sample', 'test_all']
+LAYER = {name: row for row, names in enumerate(ROOMS) for name in names.split()}
 BANNED = set('eval exec __import__ torch.load np.load os.system pickle marshal shelve dill'.split())
 
 @functools.cache
 def sources():
     """Name and syntax tree of every file."""
-    trees = {path.stem: ast.parse(path.read_text()) for path in [*HERE.glob('*.py'), *HERE.glob('data/*.py')]}
-    assert LAYER.keys() | DATA.keys() <= trees.keys()
-    return trees.items()
+    paths = [*HERE.glob('*.py'), *HERE.glob('*/*.py')]
+    return {'.'.join(path.relative_to(HERE).with_suffix('').parts): ast.parse(path.read_text()) for path in paths}
 
 def imported(node):
     """What a statement imports, as dotted names."""
@@ -4442,26 +4446,22 @@ def imported(node):
     return []
 
 def test_imports_only_point_down():
-    """Scripts never import each other, data/ none of ours; only one function of model.py imports kernels,
-    apart from bench.py, which measures them."""
+    """Only one function of model.py imports kernels, apart from those that measure them."""
     kernel_users = []
-    for name, tree in sources():
-        for other in [dotted for node in ast.walk(tree) for dotted in imported(node)]:
-            first, _, rest = other.partition('.')
-            if first == 'kernels':
+    for name in LAYER:
+        for other in [dotted for node in ast.walk(sources()[name]) for dotted in imported(node)]:
+            if other.partition('.')[0] == 'kernels':
                 kernel_users.append(name)
-            if name in DATA:
-                assert first not in LAYER, other
-                assert first != 'data' or DATA[rest.partition('.')[0]] < DATA[name], other
-            elif name in LAYER and first in LAYER:
-                assert LAYER[first] < LAYER[name], f'{name} imports {first}'
-    assert set(kernel_users) - {'test_all', 'bench', 'exercise'} == {'model'}
+            for below in LAYER.keys() & {other, other.rpartition('.')[0]}:
+                assert LAYER[below] < LAYER[name], f'{name} imports {below}'
+    assert sources().keys() - LAYER.keys() <= {'cli.__init__', 'data.__init__', 'hub.__init__', 'papers.__init__'}
+    assert set(kernel_users) - {'test_all', 'bench', 'papers.harness', 'papers.schlag'} == {'model'}
     assert kernel_users.count('model') == 1
     pick_forms = ast.parse(inspect.getsource(model_py.pick_forms))
     assert 'kernels' in [dotted for node in ast.walk(pick_forms) for dotted in imported(node)]
 
 def test_nothing_is_unpickled_or_evaluated():
-    for name, tree in sources():
+    for name, tree in sources().items():
         for node in ast.walk(tree):
             used = [ast.unparse(node.func)] if isinstance(node, ast.Call) else imported(node)
             assert not BANNED & {*used, *(u.split('.')[0] for u in used)}, f'{name}: {used}'
@@ -4649,7 +4649,7 @@ def test_downloads_end_whole_or_not_at_all(name, fault, times, hits, tmp_path, m
     left. Other rows are made of the same files, as long as they are those."""
     bodies = PUBLISHED[name]
     known = {base: hashlib.sha256(body).hexdigest() for base, body in bodies.items()}
-    monkeypatch.setattr(prepare.time, 'sleep', lambda s: None)
+    monkeypatch.setattr(files.time, 'sleep', lambda s: None)
     monkeypatch.setattr(prepare, 'TIMEOUT', .2 if fault in ('silent', 'stalls') else 10)
     with served({'/' + base: body for base, body in bodies.items()}, '', fault, times) as (address, asked):
         row = {**prepare.DATASETS[name], 'files': known, 'urls': [address]}

@@ -36,8 +36,10 @@ import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 from tqdm import tqdm
 
-from data import chat, prepare
-from data.flags import briefly, flag, known, parse, plural, refuse, typed
+from cli import files
+from cli.errors import script
+from cli.flags import briefly, flag, known, parse, plural, refuse, typed
+from data import prepare, vocabulary
 from fastweight import Favor
 from model import (GPT, OF_DATA, Config, cannot_train, fill, idle, load, map_state, pack, pick_device,
                    pick_forms, save, try_compiler, unpack, wide)
@@ -66,7 +68,7 @@ class Args:
     data: str = flag('stdlib', f'{", ".join(prepare.DATASETS)}, any text file, labelled lines (mine.tsv), or '
                                'sentences and their translations (a.en:a.de); default with --init: that of '
                                'the checkpoint', path=True)
-    tokenizer: str = flag('', f'for texts: {prepare.OF_TEXTS}; default: that of the data or the checkpoint')
+    tokenizer: str = flag('', f'for texts: {vocabulary.OF_TEXTS}; default: that of the data or the checkpoint')
     out: str = flag('out', 'folder for checkpoints and the log', path=True)
     resume: bool = flag(False, 'continue the run whose checkpoint is in --out, from its last evaluation on')
     init: str = flag('', 'start from the weights of a checkpoint or hub model; flags may adapt it', path=True)
@@ -321,7 +323,7 @@ def of_part(meta, tokens):
     """meta with the counts of these validation tokens alone. Tokens of another part are longer or shorter."""
     if 'row' in meta or meta['tokenizer'] in ('byte', 'ids') or len(tokens) == meta['val']['tokens']:
         return meta
-    text = prepare.decode(tokens, meta)
+    text = vocabulary.decode(tokens, meta)
     part = {'tokens': len(tokens), 'bytes': len(text.encode('utf-8', 'surrogateescape'))}
     return {**meta, 'val': {**meta['val'], **part}}
 
@@ -423,7 +425,7 @@ def pretrained(args, given, given_model):
     model, meta = load(args.init, **given_model)
     refuse(idle(given_model, model.config))
     data = dict(meta['data'])
-    if data['tokenizer'] in prepare.FIXED:                  # allow longer rows: facts-256 first, then facts
+    if data['tokenizer'] in vocabulary.FIXED:                  # allow longer rows: facts-256 first, then facts
         data.pop('row', None)
     args.data = given.get('data') or prepare.trained_on(meta) or args.data
     args.row = row or model.config.block_size
@@ -454,7 +456,7 @@ def texts_of(args, of_model):
     """-> training and validation tokens, their meta. of_model: what the model's file says of its data; None:
     there is no model yet. What it says of conversations stays."""
     train, val, meta = prepare.load(args.data, tokenizer=args.tokenizer, like=of_model)
-    meta.update({name: of_model[name] for name in chat.TRAVELS if name in (of_model or {})})
+    meta.update({name: of_model[name] for name in vocabulary.TRAVELS if name in (of_model or {})})
     if args.val_tokens:
         val = val[:args.val_tokens]
     return train, val, meta
@@ -586,7 +588,7 @@ def opening(model, data, args, run, log):
     config = model.config
     size = sum(p.numel() for p in model.parameters())
     threads = torch.get_num_threads()
-    about = {key: value for key, value in data.meta.items() if key not in ('json', *chat.TRAVELS)}
+    about = {key: value for key, value in data.meta.items() if key not in ('json', *vocabulary.TRAVELS)}
     what = 'tokens'
     train, val = len(data.train), len(data.val)
     if 'row' in data.meta:                          # their inputs and targets stand in the file
@@ -636,7 +638,7 @@ def report(model, data, args, log, **figures):
             tell(log, f'validation, carried: {score(meta, loss)}', read='carried', val_loss=loss)
             figures.update({'val_loss carried': loss, 'bits per byte carried': loss * bits_a_nat(meta)})
     if args.steps:
-        prepare.write_json(f'{args.out}/result.json', {
+        files.write_json(f'{args.out}/result.json', {
             **figures, 'commit': commit(), **dataclasses.asdict(args), **dataclasses.asdict(model.config)})
         show(model.eval(), data, args)
 
@@ -660,22 +662,22 @@ def show(model, data, args):
         x, _ = rows(data.val, [0], data.T, meta, data.device)
         source = x[:, :meta['source']]
         for tokens in source, model.translate(source):
-            say(f'> {prepare.decode(tokens[0].tolist(), meta)}')
+            say(f'> {vocabulary.decode(tokens[0].tolist(), meta)}')
     if 'row' not in meta:
-        beginning = prepare.encode(PROMPTS.get(args.data, ''), meta)
+        beginning = vocabulary.encode(PROMPTS.get(args.data, ''), meta)
         if 'files' in meta:                                 # pretrained: an empty text would tell nothing
             beginning = data.val[:16].tolist()
-        prompt = torch.tensor([prepare.begun(beginning, meta)], device=data.device)
+        prompt = torch.tensor([vocabulary.begun(beginning, meta)], device=data.device)
         draw = torch.Generator(data.device).manual_seed(0)
         many = max(0, min(SAMPLE, (model.max_len or SAMPLE + 1) - prompt.shape[1]))
         texts = model.generate(prompt, temperature=0.7, generator=draw)     # in fp32, as in sample.py
         written = [token.item() for token, _ in itertools.islice(texts, many)]
         written = itertools.takewhile(lambda token: token not in meta.get('ends', []), written)
-        say(f'--- a sample ---\n{prepare.decode([*beginning, *written], meta)}\n---')
+        say(f'--- a sample ---\n{vocabulary.decode([*beginning, *written], meta)}\n---')
     say(f'next: {sampling(args.out, meta)}')
 
 
-@prepare.script
+@script
 def main(argv):
     args, config, weights, header = settings(argv)
     rank, world, device, dtype = machine(args)

@@ -112,7 +112,8 @@ def multi30k(clone):
 
 HUB_MODEL = """
 import dataclasses, sys
-from data.weights import FAMILIES, to_folder
+from hub.families import FAMILIES
+from hub.folders import to_folder
 from model import GPT, Config
 folder, kind, tokens = sys.argv[1:]
 sizes = dict(n_layer=2, n_head=2, n_embd=16, n_inner=16, vocab_size=512, block_size=512)

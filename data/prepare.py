@@ -40,19 +40,14 @@ lines.
 """
 import argparse
 import contextlib
-import ctypes
 import functools
 import glob
-import hashlib
-import io
 import json
 import math
 import os
 import re
 import sys
 import sysconfig
-import tempfile
-import time
 import zipfile
 import zlib
 
@@ -60,17 +55,13 @@ import numpy as np
 
 if not __package__:                                             # run as a script: make `data` importable
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from data import tasks
+from cli import files
+from cli.errors import note, script
+from cli.flags import from_home
+from data import tasks, vocabulary
 
 HERE = os.path.dirname(os.path.abspath(__file__))               # the default folder of the data sets
 SIDES = ('train', 'val')                                        # every set has these two; some also have test
-FIXED = ('ids', 'words')                                        # a set in one of these has no other tokenizer
-TOKENIZERS = ('byte', 'char', 'gpt2')                           # and bpe:N, for N in LEARNED
-LEARNED = range(257, 65537)                                     # 256 bytes and the learned tokens
-LONG_WORD = r'(\S{1000})'                                       # longer words are split: they take hours
-OF_TEXTS = f'{", ".join(TOKENIZERS)} or bpe:N, N from {LEARNED[0]} to {LEARNED[-1]:,}'
-
-
 # ---- texts: each function returns the training bytes and the validation bytes ------------------------------
 
 def stdlib(_):
@@ -85,22 +76,22 @@ def stdlib(_):
         for path in [os.path.join(folder, n) for n in names if n.endswith('.py')]:
             if os.path.isfile(path) and not os.path.islink(path):
                 paths.append(os.path.relpath(path, root).replace(os.sep, '/'))
-    texts = [read_file(os.path.join(root, p)) for p in sorted(paths)]
+    texts = [files.read_file(os.path.join(root, p)) for p in sorted(paths)]
     [texts], [val] = tasks.every_tenth([texts])
     return b''.join(texts), b''.join(val)
 
 
 def shakespeare(path):
     """The first 90 % of the characters train, as in nanoGPT. All are ASCII, so characters are bytes."""
-    text = read_file(path)
+    text = files.read_file(path)
     cut = int(len(text) * .9)
     return text[:cut], text[cut:]
 
 
 def local_text(path):
     """The last 10 % validate. We cut at a line end or, if lines are very long, between two characters."""
-    text = read_file(path)
-    as_utf8(text, path)
+    text = files.read_file(path)
+    files.as_utf8(text, path)
     latest = int(len(text) * .9)
     cut = text.rfind(b'\n', int(len(text) * .8), latest) + 1 or latest
     while cut < len(text) and text[cut] & 0xC0 == 0x80:         # inside a UTF-8 character
@@ -188,262 +179,7 @@ def row_of(name, like=None):
 
 # ---- tokenizers --------------------------------------------------------------------------------------------
 
-def gpt2():
-    """GPT-2's tokenizer, downloaded once (1.5 MB). ValueError if it is neither cached nor can be fetched."""
-    try:
-        import tiktoken
-        return tiktoken.get_encoding('gpt2')
-    except (OSError, ValueError) as e:
-        raise ValueError(f"cannot get GPT-2's tokenizer ({type(e).__name__}: {str(e)[:60]}...); set "
-                         'TIKTOKEN_CACHE_DIR to a folder where tiktoken cached it before, or take another '
-                         'tokenizer') from None
-
-
-def package(remedy=''):
-    """The package `tokenizers`, needed only for subwords. ValueError if it is not installed."""
-    try:
-        import tokenizers
-        return tokenizers
-    except ImportError:
-        raise ValueError('these tokens need a package that is not here: pip install tokenizers'
-                         f'{remedy}') from None
-
-
-@contextlib.contextmanager
-def of_package(what):
-    """Turn what the package raises into a ValueError that begins with `what`. The package raises a plain
-    Exception, or panics in Rust. A panic is no Exception, and writes lines of its own to standard error."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as e:      # noqa: BLE001  it raises nothing narrower
-        raise ValueError(f'{what} ({e})') from None
-
-
-def growth(step):
-    """How many times as long a rewriting step of a tokenizer.json, with its nested steps, can make a text."""
-    if not isinstance(step, dict):
-        return 1
-    times = {'ByteLevel': 2}.get(step.get('type'), 1)
-    for text in step.get('content', ''), 'x' + step.get('prepend', ''):
-        times *= max(1, len(text))
-    for name in 'normalizers', 'decoders':
-        for part in step.get(name) or []:
-            times *= growth(part)
-    return times
-
-
-def without_surplus(raw, vocab):
-    """The content of a tokenizer.json without its tokens from id `vocab` on."""
-    model = {**raw['model']}
-    words = model['vocab']
-    if isinstance(words, list):                             # Unigram's: [word, score], by id
-        model['vocab'] = words[:vocab]
-    else:
-        model['vocab'] = {word: i for word, i in words.items() if i < vocab}
-    if 'merges' in model:
-        gone = words.keys() - model['vocab'].keys()
-        pairs = [pair.split(' ') if isinstance(pair, str) else pair for pair in model['merges']]
-        model['merges'] = [pair for pair in pairs if gone.isdisjoint([*pair, ''.join(pair)])]
-    added = [token for token in raw.get('added_tokens', []) if token['id'] < vocab]
-    return {**raw, 'model': model, 'added_tokens': added}
-
-
-@functools.lru_cache(4)
-def subwords(text, vocab=None, special=False):
-    """The tokenizer that the text of a tokenizer.json describes, of at most `vocab` tokens. special: it reads
-    "<s>" as a special token, not as three characters. ValueError if the text describes no tokenizer, or one
-    that can make a short text more than 1,000 times as long."""
-    from_str = package().Tokenizer.from_str
-    with of_package('no description of a tokenizer'):
-        raw = json.loads(text)
-        tokenizer = from_str(text)
-        times = max(growth(raw.get(name)) for name in ('normalizer', 'decoder'))
-        if vocab and max(tokenizer.get_vocab().values(), default=0) >= vocab:
-            tokenizer = from_str(json.dumps(without_surplus(raw, vocab)))
-    if times > 1000:
-        raise ValueError(f'this tokenizer makes a text up to {times:,} times as long, expected at most 1,000')
-    tokenizer.encode_special_tokens = not special
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def learn_tokenizer(data, size):
-    """Learn `size` tokens from UTF-8 data by byte pair encoding (Sennrich 2016, arXiv:1508.07909), or fewer
-    if no more pairs repeat -> the text of a tokenizer.json. Bytes and words are treated as in GPT-2."""
-    tokenizers = package('; --tokenizer=byte does without it')
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizer.pre_tokenizer.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(re.split(LONG_WORD, data.decode()), trainer)
-    return tokenizer.to_str()
-
-
-def units(meta):
-    """The text of each token id of a char, words or ids tokenizer."""
-    if meta['tokenizer'] == 'ids':
-        return [str(i) for i in range(meta['vocab_size'])]
-    return meta['chars']
-
-
-@functools.lru_cache(4)
-def ids_of(units):
-    """{text of a token: its id}. Kept, as a set may have thousands of tokens, and encode a text a line."""
-    return {unit: i for i, unit in enumerate(units)}
-
-
-def encode(text, meta, special=False):
-    """Text -> token ids, by the meta of a data set or a checkpoint. A text of ids is numbers separated by
-    spaces; a text of words is anything separated by spaces. special: read special tokens as such"""
-    kind = meta.get('tokenizer')
-    if kind == 'byte':
-        return list(text.encode('utf-8', 'surrogateescape'))    # keeps stray bytes from a terminal
-    if kind == 'gpt2':
-        return gpt2().encode(text, allowed_special='all' if special else set(), disallowed_special=())
-    if 'json' in meta:
-        text = text.encode('utf-8', 'replace').decode()         # stray bytes become question marks
-        with of_package('its tokenizer cannot read this text'):
-            tokenizer = subwords(meta['json'], meta['vocab_size'], special)
-            ids = tokenizer.encode(text, add_special_tokens=False).ids
-        if max(ids, default=0) >= meta['vocab_size']:
-            raise ValueError(f'its tokenizer makes token {max(ids)} of this text, beyond the vocabulary')
-        return ids
-    ids = ids_of(tuple(units(meta)))
-    if kind in FIXED:
-        text = text.split()
-    unknown = sorted({unit for unit in text if unit not in ids})
-    if unknown:
-        words = ' or '.join(repr(u[:20]) for u in unknown[:10])
-        raise ValueError(f'there is no token for {words}')
-    return [ids[unit] for unit in text]
-
-
-def ends(meta):
-    """The tokens that tokenizer.json puts before and after a text: [BOS] and [], or [CLS] and [SEP]."""
-    if 'json' not in meta:
-        return [], []
-    tokenizer = subwords(meta['json'], meta['vocab_size'])
-    with of_package('its tokenizer cannot frame a text'):
-        token = tokenizer.encode('', add_special_tokens=False)
-        token.truncate(0)                                       # some tokenizers make a space of no text
-        token.pad(1)                                            # padding is told by its attention mask
-        framed = tokenizer.post_process(token)
-    at = framed.attention_mask.index(0)
-    return framed.ids[:at], framed.ids[at + 1:]
-
-
-def whole_text(text, meta):
-    """Token ids of a text with the special tokens around it, as a classifier reads it."""
-    before, behind = ends(meta)
-    return before + encode(text, meta) + behind
-
-
-def begun(tokens, meta):
-    """The tokens of a prompt, made into the beginning of a text: with BOS, if tokenizer.json puts it there.
-    An empty prompt becomes a line end or, if the set has none, token 0."""
-    before, _ = ends(meta)
-    if tokens[:len(before)] != before:              # --special may have read it
-        tokens = before + tokens
-    if not tokens:
-        with contextlib.suppress(ValueError):
-            tokens = encode('\n', meta)[:1]
-    return tokens or [0]
-
-
-def source_rows(texts, meta):
-    """N source texts -> token ids (N, longest) for the encoder, filled up with pad. ValueError for a text
-    that is empty or has more than meta['source'] tokens."""
-    most = meta['source']
-    rows = []
-    for number, text in enumerate(texts, 1):
-        text = text.strip()
-        tokens = whole_text(text, meta)
-        if not text or len(tokens) > most:
-            raise ValueError(f'text {number} has {len(tokens)} tokens, expected 1 to {most}: {text[:30]!r}; '
-                             'leave it out, or cut it into sentences')
-        rows.append(tokens)
-    if not rows:
-        raise ValueError('there is no text to translate')
-    longest = max(map(len, rows))
-    return np.array([row + [meta['pad']] * (longest - len(row)) for row in rows])
-
-
-def are_joined(meta):
-    """Whether these are the tokens of pairs that were joined into texts: their padding is a line end."""
-    return 'pad' in meta and not {'classes', 'source'} & meta.keys()
-
-
-def decode(tokens, meta):
-    """Token ids -> text, without padding. Bytes that are not UTF-8 become replacement characters."""
-    pad = None if are_joined(meta) else meta.get('pad')
-    tokens = [int(t) for t in tokens if t != pad]
-    wrong = [t for t in tokens if t not in range(meta['vocab_size'])]
-    if wrong:
-        raise ValueError(f'token {wrong[0]} is outside the vocabulary of {meta["vocab_size"]}')
-    kind = meta.get('tokenizer')
-    if kind == 'byte':
-        return bytes(tokens).decode('utf-8', 'replace')
-    if kind == 'gpt2':
-        return gpt2().decode(tokens)
-    if 'json' in meta:
-        with of_package('its tokenizer cannot write these tokens'):
-            return subwords(meta['json'], meta['vocab_size']).decode(tokens, skip_special_tokens=False)
-    table = units(meta)
-    words = [table[t] for t in tokens]
-    return (' ' if kind in FIXED else '').join(words)
-
-
-def tokenize(data, meta):
-    """The token ids of UTF-8 data, as an array."""
-    if meta['tokenizer'] == 'byte':                             # no decoding: the stdlib need not be UTF-8
-        return np.frombuffer(data, np.uint8)
-    return np.array(encode(data.decode(), meta))
-
-
-def after(before, text, meta, special=False):
-    """The token ids of a text that follows the text `before`. None if a token begins in one and ends in the
-    other. special: as for `encode`"""
-    seen = encode(before, meta, special)
-    tokens = encode(before + text, meta, special)
-    if tokens[:len(seen)] == seen:
-        return tokens[len(seen):]
-    return None
-
-
-def continued(text, begun, meta, special=False):
-    """The token ids of a text that follows the tokens `begun`. Some tokenizers add a space before what they
-    read, and some read "'s" as one token only after a letter. So we read the text behind what stands there
-    or, if a token would span the border, behind what no token joins to it. special: as for `encode`"""
-    if meta['tokenizer'] not in FIXED:
-        for before in decode(begun, meta), '\n', 'a':
-            tokens = after(before, text, meta, special) if before else None
-            if tokens is not None:
-                return tokens
-    return encode(text, meta, special)
-
-
 # ---- files -------------------------------------------------------------------------------------------------
-
-read_file = tasks.read_file
-
-
-def as_utf8(data, name):
-    """Bytes -> text as it is, also CR and NUL. ValueError, with the name, if it is in another encoding."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError as e:
-        raise ValueError(f'{name}: not UTF-8 at byte {e.start:,}; unpack it first or, if it is in another '
-                         'encoding, convert it: iconv -f WINDOWS-1252 -t UTF-8 (or -f UTF-16)') from None
-
-
-def note(text):
-    """Say in one line what a user should know, but what is no error."""
-    print('note:', text, file=sys.stderr)
-
 
 @functools.cache
 def kept_in(here, name):
@@ -456,133 +192,6 @@ def kept_in(here, name):
     folder = os.path.join(cache, 'nanofwp', name)
     note(f'{here} is read-only: {folder} is used')
     return folder
-
-
-def refuse_irregular(path):
-    """ValueError if a file would replace a pipe, a device or a folder."""
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError(f'{path}: no regular file, so it is not replaced; give another name')
-
-
-@contextlib.contextmanager
-def writing(path):
-    """An OSError in here names this file: that of a write to an open file, as on a full disk, names none."""
-    try:
-        yield
-    except OSError as e:
-        if e.errno and not e.filename:
-            e.filename = path
-        raise
-
-
-@contextlib.contextmanager
-def atomic(path):
-    """`with atomic(path) as temp:` write the file temp, and it becomes path in one step. A reader finds
-    either the old file or the new one, even after a crash. A failure leaves only the old file. The new file
-    is synced to disk before it is renamed, and gets the old one's permissions."""
-    refuse_irregular(path)
-    temp = f'{path}.{os.getpid()}.part'
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    try:
-        open(temp, 'wb').close()                                # with the permissions of the umask
-        mode = os.stat(path if os.path.exists(path) else temp).st_mode
-        with writing(path):
-            yield temp
-            with open(temp, 'rb+') as f:
-                os.fsync(f.fileno())
-        os.chmod(temp, mode & 0o777)
-        os.replace(temp, path)
-    finally:
-        if os.path.exists(temp):
-            os.remove(temp)
-
-
-def refuse_unwritable(path):
-    """Make the folder of a file that `atomic` will write. ValueError if it could not."""
-    refuse_irregular(path)
-    folder = os.path.dirname(os.path.abspath(path))
-    try:
-        os.makedirs(folder, exist_ok=True)
-        name = os.path.basename(path)                           # with .part, as long as that of `atomic`
-        tempfile.NamedTemporaryFile(dir=folder, prefix=name, suffix='.part').close()
-    except OSError as e:
-        raise ValueError(f'{path} cannot be written: {e.strerror}') from None
-
-
-def write_blocks(path, blocks):
-    """Write blocks of bytes to a file -> its sha256."""
-    digest = hashlib.sha256()
-    with open(path, 'wb') as f:
-        for block in blocks:
-            f.write(block)
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def write_file(path, blocks):
-    """Write blocks of bytes to a file, through `atomic`: all of them, or none."""
-    with atomic(path) as temp:
-        write_blocks(temp, blocks)
-
-
-def write_json(path, content):
-    """Write an object as JSON, through `atomic`."""
-    write_file(path, [json.dumps(content, indent=1).encode()])
-
-
-def check_file(path, name, size=None, sha256=None):
-    """ValueError, which begins with `name`, if a file has not this size and sha256. None: not known"""
-    length = os.path.getsize(path)
-    if size and length != size:
-        raise ValueError(f'{name}: {length:,} bytes, not {size:,}')
-    if sha256:
-        digest = hashlib.sha256(np.memmap(path, mode='r')).hexdigest()      # mapped: files may be gigabytes
-        if digest != sha256:
-            raise ValueError(f'{name}: sha256 is {digest}, not {sha256}')
-
-
-TIMEOUT = 10, 30        # seconds that requests waits for a connection, and for the next bytes
-
-
-def download(links, path, size=None, sha256=None, headers=None, look=None):
-    """Download path from the first link that has the right file. ValueError if none has: each is missing, has
-    another size or sha256, or is refused by look(file, link). A broken connection is tried three times more,
-    from the start. A server that does not answer is not asked again. requests honours HTTPS_PROXY."""
-    import requests
-    problems = []
-    for link in links:
-        for attempt in range(4):
-            time.sleep(attempt / 2)
-            try:
-                with atomic(path) as temp:
-                    receive(link, temp, headers)
-                    check_file(temp, link, size, sha256)
-                    if look:
-                        look(temp, link)
-                return
-            except requests.RequestException as e:
-                problem = f'{link}: {type(e).__name__}: {str(e)[:100]}'
-                if isinstance(e, requests.Timeout):
-                    break
-            except ValueError as e:
-                problem = str(e)
-                break
-        problems.append(problem)
-    raise ValueError(f'{"; ".join(problems)}; try again, or put the file at {path} by hand (its sha256: '
-                     f'{sha256 or "not known"})')
-
-
-def receive(url, path, headers):
-    """Download url to a file. requests.RequestException if fewer bytes come than announced."""
-    import requests
-    from tqdm import tqdm
-    headers = {**(headers or {}), 'Accept-Encoding': 'identity'}        # uncompressed, or sizes do not match
-    with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as reply, open(path, 'wb') as f:
-        reply.raise_for_status()
-        total = int(reply.headers.get('Content-Length', 0))
-        with tqdm(total=total, unit='B', unit_scale=True, disable=None) as bar:
-            for block in reply.iter_content(1 << 14):
-                bar.update(f.write(block))
 
 
 def endpoint():
@@ -605,8 +214,8 @@ def fetch(name, root=None, file=None):
         path = file or os.path.join(folder, base)
         links = [f'{site}/{base}'.replace(HUB, endpoint()) for site in row['urls']]
         if not file and not os.path.exists(path):
-            download(links, path, sha256=sha256)
-        check_file(path, f'delete or replace {path}, which is not the file of {name}', sha256=sha256)
+            files.download(links, path, sha256=sha256)
+        files.check_file(path, f'delete or replace {path}, which is not the file of {name}', sha256=sha256)
         paths.append(path)
     return paths
 
@@ -630,18 +239,18 @@ def place(name, root=None, like=None):
     exact = ' '.join([table, *lengths]).strip()
     folder = usual_folder(name, row, kind)
     folder = os.path.join(root, folder) if root else kept_in(HERE, folder)
-    says_all = not like or row['tokenizer'] in FIXED            # then the name determines the tokens
+    says_all = not like or row['tokenizer'] in vocabulary.FIXED            # then the name determines the tokens
     if 'own' in row:
         says_all = not exact
     if says_all:
         return folder
     names = [folder, f'{folder}-{kind.replace(":", "-")}']
     if exact:
-        names.append(f'{names[1]}-{short_hash(exact.encode())}')
+        names.append(f'{names[1]}-{files.short_hash(exact.encode())}')
     for candidate in names:
         with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):       # missing or unusable
-            meta = json.loads(read_file(os.path.join(candidate, 'meta.json')))
-            if same_tokens(meta, {**meta, **like}):
+            meta = json.loads(files.read_file(os.path.join(candidate, 'meta.json')))
+            if vocabulary.same_tokens(meta, {**meta, **like}):
                 return candidate
     if kind == row['tokenizer'] and not table and not os.path.exists(folder):
         return folder
@@ -653,7 +262,7 @@ def usual_folder(name, row, tokenizer):
     their content."""
     if 'file' in row:
         paths = sorted(filter(os.path.isfile, glob.glob(f'{row["file"]}/*'))) or [row['file']]
-        return f'{row["base"]}-{short_hash(b"".join(map(read_file, paths)))}'
+        return f'{row["base"]}-{files.short_hash(b"".join(map(files.read_file, paths)))}'
     if 'own' not in row:
         return name.replace(':', '-')
     paths = files_of(name)
@@ -663,13 +272,8 @@ def usual_folder(name, row, tokenizer):
                              'path of a text file, two of parallel lines (a.en:a.de) or a prepared folder')
     stem = os.path.splitext(os.path.basename(paths[0]))[0]
     stem = re.sub('[^A-Za-z0-9_-]+', '_', stem)[:40]
-    content = b'\0'.join(read_file(path) for path in paths)
-    return f'{row["own"]}-{stem}-{short_hash(content + tokenizer.encode())}'
-
-
-def short_hash(data):
-    """Eight hexadecimal digits of a hash of data, for the name of a folder."""
-    return hashlib.sha256(data).hexdigest()[:8]
+    content = b'\0'.join(files.read_file(path) for path in paths)
+    return f'{row["own"]}-{stem}-{files.short_hash(content + tokenizer.encode())}'
 
 
 def prepare(name, root=None, tokenizer=None, file=None, like=None):
@@ -679,9 +283,9 @@ def prepare(name, root=None, tokenizer=None, file=None, like=None):
     row = row_of(name, like)
     wish = like or {'tokenizer': tokenizer or row['tokenizer']}
     kind = wish['tokenizer']
-    choices = OF_TEXTS
-    possible = kind in TOKENIZERS or 'json' in wish or kind in [f'bpe:{n}' for n in LEARNED]
-    if row['tokenizer'] in FIXED:
+    choices = vocabulary.OF_TEXTS
+    possible = kind in vocabulary.TOKENIZERS or 'json' in wish or kind in [f'bpe:{n}' for n in vocabulary.LEARNED]
+    if row['tokenizer'] in vocabulary.FIXED:
         choices = row['tokenizer']
         possible = kind == choices
     if not possible:
@@ -706,12 +310,12 @@ def prepare(name, root=None, tokenizer=None, file=None, like=None):
             sides = row['make'](*paths)
         if 'answers' in row:
             sides = ANSWERS[row['answers']](sides, row['length'], meta, wish)
-        if 'answers' in row or row['tokenizer'] in FIXED:
+        if 'answers' in row or row['tokenizer'] in vocabulary.FIXED:
             arrays = tasks.to_rows(sides, row, meta)
         else:
-            learn_tokens(sides, meta)
+            vocabulary.learn_tokens(sides, meta)
             meta.update({side: {'bytes': len(text)} for side, text in zip(SIDES, sides)})
-            arrays = [[tokenize(text, meta)] for text in sides]
+            arrays = [[vocabulary.tokenize(text, meta)] for text in sides]
         save_set(folder, meta, arrays)
     except (OSError, EOFError, ValueError, zlib.error, zipfile.BadZipFile) as e:        # disk full; a broken file
         raise ValueError(f'cannot prepare {name}: {e}') from None
@@ -754,18 +358,18 @@ def joined_pairs(sides, most, meta, _):
     """Like `pairs`, but for a model that reads both texts as one. A row is a source, a line end, its
     translation (or summary) and a line end. The targets are everything after the first line end. Sources that
     are too long are cut off; translations only where they are longer than half a row."""
-    before, _ = ends(meta)
-    end = encode('\n', meta)[-1:]
+    before, _ = vocabulary.ends(meta)
+    end = vocabulary.encode('\n', meta)[-1:]
     if not end:
         raise ValueError('the model\'s tokens know no line end to put between a text and its translation; '
                          'take a model of texts, or train one on pairs, without --init or --from')
     meta['pad'] = end[0]
     rows = []
     for sources, texts in sides:
-        answers = [continued(text.decode(), end, meta)[:most // 2] for text in texts]
+        answers = [vocabulary.continued(text.decode(), end, meta)[:most // 2] for text in texts]
         inputs = []
         for source, text in zip(sources, answers):
-            tokens = before + encode(source.decode(), meta)
+            tokens = before + vocabulary.encode(source.decode(), meta)
             inputs.append(tokens[:most - len(text) - 1] + end + text)
         rows.append((inputs, [text + end for text in answers]))
     meta['row'] = row_length([x for x, _ in rows], most, 8)
@@ -780,7 +384,7 @@ def fitted(sides, meta, most, given, step, more=0):
     model sets it. Otherwise the longest text fits in, with `more` tokens. Longer texts are cut off, but keep
     the special tokens behind them."""
     from tqdm import tqdm
-    before, behind = ends(meta)
+    before, behind = vocabulary.ends(meta)
     room = (given or most) - more
     by_side = []
     for texts in sides:
@@ -788,7 +392,7 @@ def fitted(sides, meta, most, given, step, more=0):
         cut = 0
         for number, text in enumerate(tqdm(texts, unit='texts', disable=None), 1):
             text = text.decode()
-            tokens = encode(text, meta)
+            tokens = vocabulary.encode(text, meta)
             if not (before or tokens or behind):
                 raise ValueError(f'text {number} has no tokens: {text[:30]!r}')
             kept = tokens[:room - len(before) - len(behind)]
@@ -806,28 +410,9 @@ def row_length(sides, most, step, more=0):
     return min(most, step * math.ceil(longest / step))
 
 
-def learn_tokens(sides, meta):
-    """Put the vocabulary of these texts (one per side) into meta: vocab_size and, if they are not there yet,
-    the characters or the subwords."""
-    if not all(sides):
-        raise ValueError('too short to be split into training and validation')
-    kind = meta['tokenizer']
-    if kind == 'byte':
-        meta['vocab_size'] = 256
-    if kind == 'gpt2':
-        meta['vocab_size'] = gpt2().n_vocab                     # may fail, so before files are replaced
-    if kind == 'char':
-        if 'chars' not in meta:
-            meta['chars'] = sorted({c for text in sides for c in text.decode()})
-        meta['vocab_size'] = len(meta['chars'])
-    if kind.startswith('bpe:') and 'json' not in meta:          # a model's vocab_size may be larger: keep it
-        meta['json'] = learn_tokenizer(sides[0], int(kind.removeprefix('bpe:')))
-        meta['vocab_size'] = subwords(meta['json']).get_vocab_size()
-
-
 def learn_with_pad(sides, meta, wish):
     """Like `learn_tokens` for lists of texts; also sets pad: a new token, or the model's."""
-    learn_tokens([b'\n'.join(texts) for texts in sides], meta)
+    vocabulary.learn_tokens([b'\n'.join(texts) for texts in sides], meta)
     meta['pad'] = wish.get('pad', meta['vocab_size'])
     if meta['pad'] == meta['vocab_size']:
         meta['vocab_size'] += 1
@@ -840,16 +425,16 @@ def save_set(folder, meta, sides):
     dtype = np.min_scalar_type(meta.get('ignore', meta['vocab_size'] - 1))
     meta['dtype'] = dtype.name
     path = os.path.join(folder, 'meta.json')
-    with contextlib.ExitStack() as files:
-        about = files.enter_context(atomic(path))               # entered first, so it is renamed last
+    with contextlib.ExitStack() as new:
+        about = new.enter_context(files.atomic(path))               # entered first, so it is renamed last
         for side, arrays in zip((*SIDES, 'test'), sides):
-            data = files.enter_context(atomic(os.path.join(folder, side + '.bin')))
+            data = new.enter_context(files.atomic(os.path.join(folder, side + '.bin')))
             entry = meta.setdefault(side, {})
-            entry['sha256'] = write_blocks(data, (a.astype(dtype, copy=False).ravel() for a in arrays))
+            entry['sha256'] = files.write_blocks(data, (a.astype(dtype, copy=False).ravel() for a in arrays))
             entry['tokens'] = os.path.getsize(data) // dtype.itemsize
         text = json.dumps(meta, indent=1).encode()
-        write_blocks(about, [text])
-        if os.path.exists(path) and read_file(path) != text:    # others may read the same set just now
+        files.write_blocks(about, [text])
+        if os.path.exists(path) and files.read_file(path) != text:    # others may read the same set just now
             os.remove(path)                                     # so nobody combines old and new files
 
 
@@ -864,7 +449,7 @@ def load(name, root=None, tokenizer=None, like=None):
     """
     if like and tokenizer and like['tokenizer'] != tokenizer:
         raise ValueError(f'--tokenizer={tokenizer}: the tokens are those of the model '
-                         f'({describe_tokens(like)}); leave it out')
+                         f'({vocabulary.describe_tokens(like)}); leave it out')
     if tokenizer:
         like = like or {'tokenizer': tokenizer}
     folder = place(name, root, like)
@@ -874,25 +459,25 @@ def load(name, root=None, tokenizer=None, like=None):
             raise ValueError(f'{path} is missing: {name} is no prepared data set; give a name or a text file')
         prepare(name, root, like=like)
     try:
-        meta = json.loads(read_file(path))
+        meta = json.loads(files.read_file(path))
         train, val = (mapped(folder, meta, side) for side in SIDES)
         if 'test' in meta:
             mapped(folder, meta, 'test')                        # checks that it is not broken, either
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
         remedy = 'prepare it anew' if folder == name else f'delete {folder} to have it made anew'
         raise ValueError(f'{path} or its .bin files are broken ({type(e).__name__}: {e}); {remedy}') from None
-    if like and not same_tokens(meta, {**meta, **like}):
+    if like and not vocabulary.same_tokens(meta, {**meta, **like}):
         remedy = 'make it anew with data/prepare.py, or give the text itself'
-        if meta['tokenizer'] in FIXED or like['tokenizer'] in FIXED:
+        if meta['tokenizer'] in vocabulary.FIXED or like['tokenizer'] in vocabulary.FIXED:
             remedy = 'these cannot be made anew: take other data'
         if 'row' in like and 'row' not in meta:
             remedy = 'this model was trained on rows, so give it labelled lines, or pairs'
         if 'pad' in meta and 'pad' not in like:
             remedy = 'its rows are padded: take an encoder, such as MiniLM, or train a new model on them'
-        raise ValueError(f'--data={name}: not in the tokens wanted ({describe_tokens(like)}), but in others '
-                         f'({describe_tokens(meta)}); {remedy}')
+        raise ValueError(f'--data={name}: not in the tokens wanted ({vocabulary.describe_tokens(like)}), but in others '
+                         f'({vocabulary.describe_tokens(meta)}); {remedy}')
     if 'json' in meta:
-        subwords(meta['json'])                                  # may fail, so before training
+        vocabulary.subwords(meta['json'])                                  # may fail, so before training
     return train, val, meta
 
 
@@ -909,7 +494,7 @@ def mapped(folder, meta, side):
     """A memory map of the tokens of one side. Checksum and token ranges are verified here."""
     path = os.path.join(folder, side + '.bin')
     dtype = np.dtype(meta['dtype'])
-    check_file(path, path, meta[side]['tokens'] * dtype.itemsize, meta[side]['sha256'])
+    files.check_file(path, path, meta[side]['tokens'] * dtype.itemsize, meta[side]['sha256'])
     inputs = data = np.memmap(path, dtype, 'r')
     vocab = meta['vocab_size']
     if 'row' in meta:
@@ -922,20 +507,6 @@ def mapped(folder, meta, side):
     if highest >= vocab:
         raise ValueError(f'{path}: holds token {highest}, the vocabulary ends at {vocab - 1}')
     return data
-
-
-TABLES = 'chars', 'json'
-TOKEN_KEYS = 'tokenizer', 'vocab_size', *TABLES, 'row', 'source', 'patch'
-
-
-def same_tokens(a, b):
-    """Whether two metas describe the same tokens and, for tasks, rows of the same length."""
-    return all(a.get(key) == b.get(key) for key in TOKEN_KEYS)
-
-
-def describe_tokens(meta):
-    """For messages: the tokens of a meta, in words."""
-    return ', '.join(f'{key} {meta[key]}' for key in TOKEN_KEYS if key in meta and key not in TABLES)
 
 
 def trained_on(meta):
@@ -967,54 +538,6 @@ def for_model(source, meta, name, row):
 
 # ---- how a command ends ------------------------------------------------------------------------------------
 
-def keep_memory():
-    """Tell glibc to keep freed memory, in pieces of up to 32 MB. Otherwise it returns megabytes to the system
-    and fetches them again, with a page fault every 4 KB. That costs up to a third of a layer's time."""
-    with contextlib.suppress(OSError, AttributeError, TypeError):       # other systems have no glibc
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-1, 2 ** 31 - 1)               # M_TRIM_THRESHOLD
-        libc.mallopt(-3, 2 ** 25)                   # M_MMAP_THRESHOLD
-
-
-def script(main):
-    """A script's main(argv) -> exit code: 0; 2 and one line on stderr for an error; 130, 141 if stopped."""
-    def run(argv=None):
-        keep_memory()
-        for name in 'stdout', 'stderr':
-            if getattr(sys, name) is None:                      # closed: the next file would get its number
-                setattr(sys, name, open(os.devnull, 'w'))       # noqa: SIM115
-            if isinstance(getattr(sys, name), io.TextIOWrapper):
-                getattr(sys, name).reconfigure(errors='replace')        # an output may be ASCII only
-        try:
-            try:
-                main(sys.argv[1:] if argv is None else argv)
-            finally:
-                print(end='', flush=True)                       # here, so that a closed pipe is caught
-            return 0
-        except KeyboardInterrupt:
-            print('\nstopped', file=sys.stderr)
-            return 130
-        except BrokenPipeError:                                 # the reader has gone, as with | head
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 141
-        except ModuleNotFoundError as e:
-            message = f'{e}: pip install -r requirements.txt brings it'
-        except (MemoryError, RuntimeError) as e:                # torch's allocators raise a RuntimeError
-            message = ('this takes more memory than there is; take fewer or shorter rows, or a smaller '
-                       f'model ({e})')
-            if isinstance(e, RuntimeError) and not re.search('(out of|allocate|not enough) memory', str(e)):
-                raise
-        except FileExistsError as e:
-            message = f'{e.filename}: {e.strerror}, where a folder is to be made; give another name'
-        except (ValueError, OSError) as e:
-            message = str(e)
-            if getattr(e, 'filename', None):
-                message = f'{e.filename}: {e.strerror}'
-        print('error:', *message.split(), file=sys.stderr)
-        return 2
-    return run
-
-
 @script
 def main(argv):
     def error(message):                                         # one line, as for every mistake
@@ -1025,9 +548,9 @@ def main(argv):
     parser.error = error
     about = ('a UTF-8 text file, two files of parallel lines (a.en:a.de), or one of '
              f'{"; ".join(sets)}; listops-2048: in rows of 2,048, mnist-patch7: in patches of 7 x 7')
-    parser.add_argument('name', type=os.path.expanduser, help=about)
-    parser.add_argument('--tokenizer', help=OF_TEXTS)
-    parser.add_argument('--file', type=os.path.expanduser, help='use this local copy, no download; several files: their folder')
+    parser.add_argument('name', type=from_home, help=about)
+    parser.add_argument('--tokenizer', help=vocabulary.OF_TEXTS)
+    parser.add_argument('--file', type=from_home, help='use this local copy, no download; several files: their folder')
     args = parser.parse_args(argv)
     if find_set(args.name) or not os.path.isdir(args.name):
         prepare(args.name, None, args.tokenizer, args.file)

@@ -408,12 +408,6 @@ def multi30k(*paths):
 
 
 # ---- files -------------------------------------------------------------------------------------------------
-def read_file(path):
-    """The bytes of a file."""
-    with open(path, 'rb') as f:
-        return f.read()
-
-
 def content(path):
     """The bytes of a file; a .gz is unpacked."""
     with gzip.open(path) if path.endswith('.gz') else open(path, 'rb') as f:

@@ -11,74 +11,13 @@ of its own, until the text around has been cut at its special tokens.
 """
 import datetime
 import json
-import os
 import re
 
-from data import prepare
+from data import vocabulary
+from hub.texts import TEMPLATE, TOKENS, added_tokens, as_object, named
 
 PRIVATE = 0xf0000       # from here on, characters mean nothing in any text
 MARKS = f'[{chr(PRIVATE)}-{chr(PRIVATE + 0xfffd)}]'
-TOKENS = 'tokenizer_config.json'
-TEMPLATE = 'chat_template.jinja'
-ENDS = 'generation_config.json'
-FILES = TOKENS, TEMPLATE, ENDS
-KEPT = 'tokenizer.json', 'vocab.json', 'merges.txt'     # with these, an export gives them back as they were
-TRAVELS = 'template', 'special', 'ends', 'files', 'labels'      # what a checkpoint keeps, beside its tokens
-
-
-def of_folder(folder, data, config_ends):
-    """What a folder says of conversations. data: the description of its tokens; config_ends: eos_token_id of
-    its config.json  ->  dict of template (text), special {text: id}, ends (ids), files {name: text}"""
-    files = {}
-    names = FILES + KEPT
-    if 'json' in data and os.path.exists(os.path.join(folder, KEPT[0])):
-        names = FILES                                           # data has the tokenizer already, as `json`
-    for name in names:
-        path = os.path.join(folder, name)
-        if os.path.exists(path):
-            files[name] = prepare.as_utf8(prepare.read_file(path), path)
-    special = {}
-    if data['tokenizer'] == 'gpt2':
-        special = {'<|endoftext|>': 50256}
-    for token in added_tokens(data):
-        if token.get('special'):                                # others are words, which texts may have
-            special[token['content']] = token['id']
-    special = {word: i for word, i in special.items() if word and i < data['vocab_size']}
-    about, generation = (as_object(files.get(name, '{}'), name) for name in (TOKENS, ENDS))
-    template = files.get(TEMPLATE) or about.get('chat_template') or ''
-    if isinstance(template, list):                              # several, by name
-        template = {one.get('name'): one.get('template') for one in template}.get('default', '')
-    ends = []
-    for some in config_ends, generation.get('eos_token_id'), special.get(named(about).get('eos_token')):
-        ends += some if isinstance(some, list) else [some]
-    ends = sorted({i for i in ends if type(i) is int and 0 <= i < data['vocab_size']})
-    return {'template': template, 'special': special, 'ends': ends, 'files': files}
-
-
-def added_tokens(data):
-    """The entries of tokenizer.json about tokens beside the learned ones."""
-    return json.loads(data.get('json', '{}')).get('added_tokens') or []
-
-
-def as_object(text, name):
-    """A JSON text -> a dict. ValueError, with the name of its file, if it is none"""
-    try:
-        return dict(json.loads(text))
-    except (ValueError, TypeError, RecursionError) as e:
-        raise ValueError(f'{name}: {e}; get it anew') from None
-
-
-def named(about):
-    """The special tokens that a tokenizer_config.json names: {'bos_token': '<s>', ...}"""
-    words = {}
-    for name, word in about.items():
-        if isinstance(word, dict):                              # with flags
-            word = word.get('content')
-        if name.endswith('_token') and isinstance(word, str):
-            words[name] = word
-    return words
-
-
 def marked(text, data):
     """The text with a private character in place of each word that would be read as a special token."""
     text = re.sub(MARKS, '\ufffd', text)
@@ -138,7 +77,7 @@ def tokens(text, data):
     """Token ids of a rendered text."""
     words = longest_first(data)
     if not words or not re.search(MARKS, text):     # then the template alone has special tokens
-        return prepare.encode(text, data, special=True)
+        return vocabulary.encode(text, data, special=True)
     about = {token['content']: token for token in added_tokens(data)}
     patterns = []
     for word in words:                                          # some take the blanks beside them
@@ -149,5 +88,5 @@ def tokens(text, data):
         if i % 2:
             ids.append(data['special'][part if part in words else part.strip()])
         else:
-            ids += prepare.encode(unmarked(part, data), data)
+            ids += vocabulary.encode(unmarked(part, data), data)
     return ids

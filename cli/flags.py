@@ -8,14 +8,16 @@
     args = Args(**given)
 
 What a file says is held against the same fields (`typed`). Every mistake is a ValueError that says what was
-given and what is expected; a script tells it in one line (`prepare.script`).
+given and what is expected; a script tells it in one line (`errors.script`).
 """
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import itertools
 import math
 import os
+import re
 from functools import partial
 
 
@@ -108,34 +110,85 @@ def typed(cls, raw, where):
 
 
 # ---- a command line ----------------------------------------------------------------------------------------
+ELSEWHERE = {           # flags of other tools, or of our other scripts: ours
+    '--model': '--init --from', '--init': '--from', '--from': '--init', '--text': '--prompt',
+    '--epochs': '--steps', '--learning_rate': '--lr', '--max_new_tokens': '--tokens',
+    '--row': '--block_size', '--block_size': '--row'}
+
+
+def hint(word, words):
+    """'; did you mean this?' with what the word begins, another tool's name for it, or the most similar word;
+    or nothing."""
+    begun = [name for name in words if word and name.startswith(word)]
+    elsewhere = [name for name in ELSEWHERE.get(word, '').split() if name in words]
+    for near in [*begun, *elsewhere, *difflib.get_close_matches(word, words, 1)]:
+        return f'; did you mean {near}?'
+    return ''
+
+
+def from_home(paths):
+    """A path, or several separated by : or , with the home folder in place of ~"""
+    return re.sub('(?<![^:,])~[^/:,]*', lambda home: os.path.expanduser(home[0]), paths)
+
+
 def value_of(field, text):
     """The text after a flag, converted to its type. An error, which argparse tells, says what is expected."""
+    choices = field.metadata['choices']
     if field.type is str and field.metadata['path']:
-        return ':'.join(map(os.path.expanduser, text.split(':')))
+        text = from_home(text)
     with contextlib.suppress(KeyError, ValueError):
         value = BOOLEANS[text.lower()] if field.type is bool else field.type(text)
-        if fits(field, value):
+        means_nothing = value == '' and field.default           # an empty --out would be the root folder
+        if fits(field, value) and not means_nothing:
             return value
-    raise argparse.ArgumentTypeError(f'{text}: {expected(field)}')
+    near = hint(text, choices) if choices else ''
+    raise argparse.ArgumentTypeError(f'{text!r}: {expected(field)}{near}')
+
+
+class Screen(argparse.RawDescriptionHelpFormatter):
+    """--help, in which each flag stands with its default as one types it: --steps=100"""
+    def __init__(self, prog):
+        super().__init__(prog, max_help_position=25, width=110)
+
+    def _format_action_invocation(self, action):
+        if action.dest == 'help':
+            return '-h, --help'
+        return f'{action.option_strings[0]}={action.metavar}'
 
 
 def parse(argv, doc, *classes, first=''):
     """Read --key=value, --key value, or --key for true -> per dataclass, a dict of the flags that were given.
-    ValueError if a flag is unknown or its value does not fit. --help exits; the flags in `first` come first."""
-    parser = argparse.ArgumentParser(description=doc, allow_abbrev=False, argument_default=argparse.SUPPRESS,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    fields = [field for c in classes for field in dataclasses.fields(c) if field.metadata.get('help')]
-    order = first.split()
-    for field in sorted(fields, key=lambda field: field.name.rstrip('_') not in order):
+    ValueError if a flag is unknown or its value does not fit. --help exits. Its first screen is what the script
+    does, its commands and the flags in `first`; then come the rest of its docstring and the other flags."""
+    what, commands, *rest = (doc or '\n\n').split('\n\n', 2)          # python -OO removes docstrings
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=f'{what}\n\n{commands}',
+                                     argument_default=argparse.SUPPRESS, allow_abbrev=False,
+                                     formatter_class=Screen, add_help=False)
+    often = parser.add_argument_group('often needed')
+    others = parser.add_argument_group('more', ''.join(rest))
+    flags = {}
+    for field in itertools.chain(*map(dataclasses.fields, classes)):
+        if field.metadata.get('help'):
+            flags[f'--{field.name.rstrip("_")}'] = field        # from_ is --from
+    order = [f'--{name}' for name in first.split()]
+    for name in sorted(flags, key=lambda name: order.index(name) if name in order else len(order)):
+        field = flags[name]
+        about = field.metadata['help']
+        if field.metadata['choices']:
+            about += f' [{", ".join(field.metadata["choices"])}]'
         alone = {'nargs': '?', 'const': True} if field.type is bool else {}
-        choices = field.metadata['choices']
-        about = field.metadata['help'] + (f' [{", ".join(choices)}]' if choices else '')
-        parser.add_argument(f'--{field.name.rstrip("_")}', dest=field.name, type=partial(value_of, field),
-                            metavar=field.default, help=about.replace('%', '%%'), **alone)
+        group = often if name in order else others
+        group.add_argument(name, dest=field.name, type=partial(value_of, field), help=about.replace('%', '%%'),
+                           metavar='' if field.default is None else str(field.default), **alone)
+
+    others.add_argument('-h', '--help', action='help', help='show all this')
 
     def error(why):
         raise ValueError(why.removeprefix('argument '))
     parser.error = error
-    given = vars(parser.parse_args(argv))
+    known_flags, unknown = parser.parse_known_args(argv)
+    for word in unknown:
+        raise ValueError(f'{word}: no such flag{hint(word.partition("=")[0], flags)}; --help lists them')
+    given = vars(known_flags)
     return [{field.name: given[field.name] for field in dataclasses.fields(c) if field.name in given}
             for c in classes]

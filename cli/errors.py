@@ -1,0 +1,78 @@
+"""How a command ends: whatever goes wrong is told in one line.
+
+    @script
+    def main(argv): ...             # raises ValueError or OSError for all that a user can cause
+
+    sys.exit(main())                # 0; 2 and a line on standard error; 130 after Ctrl-C
+"""
+import contextlib
+import ctypes
+import io
+import os
+import re
+import sys
+
+
+def note(text):
+    """Say in one line what a user should know, but what is no error."""
+    print('note:', text, file=sys.stderr)
+
+
+@contextlib.contextmanager
+def of_package(what):
+    """Turn what the package raises into a ValueError that begins with `what`. The package raises a plain
+    Exception, or panics in Rust. A panic is no Exception, and writes lines of its own to standard error."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as e:      # noqa: BLE001  it raises nothing narrower
+        raise ValueError(f'{what} ({e})') from None
+
+
+def keep_memory():
+    """Tell glibc to keep freed memory, in pieces of up to 32 MB. Otherwise it returns megabytes to the system
+    and fetches them again, with a page fault every 4 KB. That costs up to a third of a layer's time."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):       # other systems have no glibc
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-1, 2 ** 31 - 1)               # M_TRIM_THRESHOLD
+        libc.mallopt(-3, 2 ** 25)                   # M_MMAP_THRESHOLD
+
+
+def script(main):
+    """A script's main(argv) -> exit code: 0; 2 and one line on stderr for an error; 130, 141 if stopped."""
+    def run(argv=None):
+        keep_memory()
+        for name in 'stdout', 'stderr':
+            if getattr(sys, name) is None:                      # closed: the next file would get its number
+                setattr(sys, name, open(os.devnull, 'w'))       # noqa: SIM115
+            if isinstance(getattr(sys, name), io.TextIOWrapper):
+                getattr(sys, name).reconfigure(errors='replace')        # an output may be ASCII only
+        try:
+            try:
+                main(sys.argv[1:] if argv is None else argv)
+            finally:
+                print(end='', flush=True)                       # here, so that a closed pipe is caught
+            return 0
+        except KeyboardInterrupt:
+            print('\nstopped', file=sys.stderr)
+            return 130
+        except BrokenPipeError:                                 # the reader has gone, as with | head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
+        except ModuleNotFoundError as e:
+            message = f'{e}: pip install -r requirements.txt brings it'
+        except (MemoryError, RuntimeError) as e:                # torch's allocators raise a RuntimeError
+            message = ('this takes more memory than there is; take fewer or shorter rows, or a smaller '
+                       f'model ({e})')
+            if isinstance(e, RuntimeError) and not re.search('(out of|allocate|not enough) memory', str(e)):
+                raise
+        except FileExistsError as e:
+            message = f'{e.filename}: {e.strerror}, where a folder is to be made; give another name'
+        except (ValueError, OSError) as e:
+            message = str(e)
+            if getattr(e, 'filename', None):
+                message = f'{e.filename}: {e.strerror}'
+        print('error:', *message.split(), file=sys.stderr)
+        return 2
+    return run

@@ -1,0 +1,161 @@
+"""Files: read as they are, written whole or not at all, downloaded and checked.
+
+    with atomic('out/x.bin') as temp:       # write the file temp; at the end it becomes out/x.bin in one step
+        write_blocks(temp, [b'all', b'of it'])
+    write_json('out/result.json', {'loss': 1.5})
+"""
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import time
+
+import numpy as np
+
+
+def read_file(path):
+    """The bytes of a file."""
+    with open(path, 'rb') as f:
+        return f.read()
+
+
+def as_utf8(data, name):
+    """Bytes -> text as it is, also CR and NUL. ValueError, with the name, if it is in another encoding."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as e:
+        raise ValueError(f'{name}: not UTF-8 at byte {e.start:,}; unpack it first or, if it is in another '
+                         'encoding, convert it: iconv -f WINDOWS-1252 -t UTF-8 (or -f UTF-16)') from None
+
+
+def short_hash(data):
+    """Eight hexadecimal digits of a hash of data, for the name of a folder."""
+    return hashlib.sha256(data).hexdigest()[:8]
+
+
+def refuse_irregular(path):
+    """ValueError if a file would replace a pipe, a device or a folder."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f'{path}: no regular file, so it is not replaced; give another name')
+
+
+@contextlib.contextmanager
+def writing(path):
+    """An OSError in here names this file: that of a write to an open file, as on a full disk, names none."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno and not e.filename:
+            e.filename = path
+        raise
+
+
+@contextlib.contextmanager
+def atomic(path):
+    """`with atomic(path) as temp:` write the file temp, and it becomes path in one step. A reader finds
+    either the old file or the new one, even after a crash. A failure leaves only the old file. The new file
+    is synced to disk before it is renamed, and gets the old one's permissions."""
+    refuse_irregular(path)
+    temp = f'{path}.{os.getpid()}.part'
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    try:
+        open(temp, 'wb').close()                                # with the permissions of the umask
+        mode = os.stat(path if os.path.exists(path) else temp).st_mode
+        with writing(path):
+            yield temp
+            with open(temp, 'rb+') as f:
+                os.fsync(f.fileno())
+        os.chmod(temp, mode & 0o777)
+        os.replace(temp, path)
+    finally:
+        if os.path.exists(temp):
+            os.remove(temp)
+
+
+def refuse_unwritable(path):
+    """Make the folder of a file that `atomic` will write. ValueError if it could not."""
+    refuse_irregular(path)
+    folder = os.path.dirname(os.path.abspath(path))
+    try:
+        os.makedirs(folder, exist_ok=True)
+        name = os.path.basename(path)                           # with .part, as long as that of `atomic`
+        tempfile.NamedTemporaryFile(dir=folder, prefix=name, suffix='.part').close()
+    except OSError as e:
+        raise ValueError(f'{path} cannot be written: {e.strerror}') from None
+
+
+def write_blocks(path, blocks):
+    """Write blocks of bytes to a file -> its sha256."""
+    digest = hashlib.sha256()
+    with open(path, 'wb') as f:
+        for block in blocks:
+            f.write(block)
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_file(path, blocks):
+    """Write blocks of bytes to a file, through `atomic`: all of them, or none."""
+    with atomic(path) as temp:
+        write_blocks(temp, blocks)
+
+
+def write_json(path, content):
+    """Write an object as JSON, through `atomic`."""
+    write_file(path, [json.dumps(content, indent=1).encode()])
+
+
+def check_file(path, name, size=None, sha256=None):
+    """ValueError, which begins with `name`, if a file has not this size and sha256. None: not known"""
+    length = os.path.getsize(path)
+    if size and length != size:
+        raise ValueError(f'{name}: {length:,} bytes, not {size:,}')
+    if sha256:
+        digest = hashlib.sha256(np.memmap(path, mode='r')).hexdigest()      # mapped: files may be gigabytes
+        if digest != sha256:
+            raise ValueError(f'{name}: sha256 is {digest}, not {sha256}')
+
+
+TIMEOUT = 10, 30        # seconds that requests waits for a connection, and for the next bytes
+
+
+def download(links, path, size=None, sha256=None, headers=None, look=None):
+    """Download path from the first link that has the right file. ValueError if none has: each is missing, has
+    another size or sha256, or is refused by look(file, link). A broken connection is tried three times more,
+    from the start. A server that does not answer is not asked again. requests honours HTTPS_PROXY."""
+    import requests
+    problems = []
+    for link in links:
+        for attempt in range(4):
+            time.sleep(attempt / 2)
+            try:
+                with atomic(path) as temp:
+                    receive(link, temp, headers)
+                    check_file(temp, link, size, sha256)
+                    if look:
+                        look(temp, link)
+                return
+            except requests.RequestException as e:
+                problem = f'{link}: {type(e).__name__}: {str(e)[:100]}'
+                if isinstance(e, requests.Timeout):
+                    break
+            except ValueError as e:
+                problem = str(e)
+                break
+        problems.append(problem)
+    raise ValueError(f'{"; ".join(problems)}; try again, or put the file at {path} by hand (its sha256: '
+                     f'{sha256 or "not known"})')
+
+
+def receive(url, path, headers):
+    """Download url to a file. requests.RequestException if fewer bytes come than announced."""
+    import requests
+    from tqdm import tqdm
+    headers = {**(headers or {}), 'Accept-Encoding': 'identity'}        # uncompressed, or sizes do not match
+    with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as reply, open(path, 'wb') as f:
+        reply.raise_for_status()
+        total = int(reply.headers.get('Content-Length', 0))
+        with tqdm(total=total, unit='B', unit_scale=True, disable=None) as bar:
+            for block in reply.iter_content(1 << 14):
+                bar.update(f.write(block))

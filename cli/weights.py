@@ -1,0 +1,105 @@
+"""Files of our own weights: a checkpoint, a state, a stage of a conversion.
+
+    write_tensors('out/x.safetensors', tensors, meta)
+    tensors, meta = read_tensors('out/x.safetensors')
+
+A safetensors file is a JSON header, then raw numbers. Nothing is pickled, so a file cannot run code. Our header
+has two strings: meta, as JSON, and digest, a sha256 over meta and all tensors.
+"""
+import hashlib
+import json
+import os
+import tempfile
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from cli import files
+
+
+# Their header has two strings of ours: meta, as JSON, and digest, a sha256 over meta and all tensors.
+def write_safetensors(path, tensors, notes):
+    """Write a safetensors file, which replaces the old one in one step. notes: strings for its header"""
+    tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+    folder, name = os.path.split(os.path.abspath(path))
+    # safetensors first writes a hidden file beside the one it is given. In a folder of its own, whose name
+    # says what it is, that can be found if this process is killed meanwhile (train.log_of does).
+    with files.atomic(path) as temp, tempfile.TemporaryDirectory('.part', f'{name}.', folder) as own:
+        try:
+            save_file(tensors, f'{own}/new', notes)
+            os.replace(f'{own}/new', temp)
+        except SafetensorError as e:
+            raise OSError(f'{path}: cannot be written ({e})') from None
+
+
+def digest(meta, tensors):
+    """sha256 over the metadata (a string) and each tensor's name, type, shape and bytes."""
+    total = hashlib.sha256(meta.encode())
+    for name in sorted(tensors):
+        x = tensors[name].detach().cpu().contiguous()
+        total.update(f'{name} {x.dtype} {tuple(x.shape)}'.encode())
+        if x.numel():
+            total.update(x.flatten().view(torch.uint8).numpy())
+    return total.hexdigest()
+
+
+def weights_digest(model, meta):
+    """The digest of a loaded model: from its file or, for a folder, computed from its weights."""
+    return meta.get('digest') or digest('', model.state_dict())
+
+
+def is_state(path):
+    """Whether a file is a state of sample.py. Reads only its header."""
+    try:
+        with safe_open(path, 'pt') as f:
+            return 'made_with' in json.loads(f.metadata()['meta'])
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError):
+        return False
+
+
+def refuse_target(path, state=False):
+    """ValueError if a state would replace something else, or something else a state; or what is not regular.
+    """
+    files.refuse_irregular(path)
+    if os.path.exists(path) and is_state(path) != state:
+        raise ValueError(f'{path}: a state is never written over something else, nor something else over a '
+                         'state; take it away, or give another name')
+
+
+def write_tensors(path, tensors, meta):
+    """Write tensors and a JSON-able dict into a file, with a digest of both. OSError if it cannot be written,
+    ValueError as for `refuse_target`."""
+    refuse_target(path, 'made_with' in meta)
+    text = json.dumps(meta)
+    write_safetensors(path, tensors, {'meta': text, 'digest': digest(text, tensors)})
+
+
+def mapped_tensors(path, name):
+    """-> the tensors of a safetensors file, mapped: what is not used takes no memory; and the strings of its
+    header. ValueError if it is broken or not one. name: of the file, for messages"""
+    if not os.path.isfile(path):                            # a pipe would be waited for
+        raise ValueError(f'{name}: missing, or no regular file')
+    try:
+        with safe_open(path, 'pt') as f:
+            in_file = f.keys()
+            return {key: f.get_tensor(key) for key in in_file}, f.metadata() or {}
+    except (SafetensorError, OSError, RuntimeError) as e:
+        raise ValueError(f'{name}: not a whole safetensors file ({e})') from None
+
+
+def read_tensors(path):
+    """-> tensors, meta (with digest). ValueError if the file is missing, foreign, truncated or changed."""
+    if not os.path.exists(path):
+        raise ValueError(f'{path}: no such file; train.py and convert.py write ckpt.safetensors, sample.py '
+                         '--save_state writes a state')
+    tensors, header = mapped_tensors(path, path)
+    if not {'meta', 'digest'} <= header.keys():
+        raise ValueError(f'{path}: a safetensors file, but not written by this project; give the folder of a '
+                         'model of the hub')
+    if digest(header['meta'], tensors) != header['digest']:
+        raise ValueError(f'{path}: its contents do not match its digest: the file was damaged or changed')
+    try:
+        return tensors, {**json.loads(header['meta']), 'digest': header['digest']}
+    except (ValueError, TypeError, RecursionError) as e:
+        raise ValueError(f'{path}: its header says nothing that this project writes ({e})') from None

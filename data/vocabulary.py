@@ -1,0 +1,277 @@
+"""Text <-> token ids, by the description of a set's or a model's tokens.
+
+    encode('to be', {'tokenizer': 'byte', 'vocab_size': 256})           # [116, 111, 32, 98, 101]
+
+Tokenizers: byte; gpt2; char and words (separated by spaces) list their tokens in `chars`; bpe:N and json (of a
+hub model) keep a tokenizer.json in `json`; ids are numbers that stand for no text.
+"""
+import contextlib
+import functools
+import json
+import re
+
+import numpy as np
+
+from cli.errors import of_package
+
+FIXED = ('ids', 'words')                                        # a set in one of these has no other tokenizer
+TOKENIZERS = ('byte', 'char', 'gpt2')                           # and bpe:N, for N in LEARNED
+LEARNED = range(257, 65537)                                     # 256 bytes and the learned tokens
+LONG_WORD = r'(\S{1000})'                                       # longer words are split: they take hours
+OF_TEXTS = f'{", ".join(TOKENIZERS)} or bpe:N, N from {LEARNED[0]} to {LEARNED[-1]:,}'
+def gpt2():
+    """GPT-2's tokenizer, downloaded once (1.5 MB). ValueError if it is neither cached nor can be fetched."""
+    try:
+        import tiktoken
+        return tiktoken.get_encoding('gpt2')
+    except (OSError, ValueError) as e:
+        raise ValueError(f"cannot get GPT-2's tokenizer ({type(e).__name__}: {str(e)[:60]}...); set "
+                         'TIKTOKEN_CACHE_DIR to a folder where tiktoken cached it before, or take another '
+                         'tokenizer') from None
+
+
+def package(remedy=''):
+    """The package `tokenizers`, needed only for subwords. ValueError if it is not installed."""
+    try:
+        import tokenizers
+        return tokenizers
+    except ImportError:
+        raise ValueError('these tokens need a package that is not here: pip install tokenizers'
+                         f'{remedy}') from None
+
+
+def growth(step):
+    """How many times as long a rewriting step of a tokenizer.json, with its nested steps, can make a text."""
+    if not isinstance(step, dict):
+        return 1
+    times = {'ByteLevel': 2}.get(step.get('type'), 1)
+    for text in step.get('content', ''), 'x' + step.get('prepend', ''):
+        times *= max(1, len(text))
+    for name in 'normalizers', 'decoders':
+        for part in step.get(name) or []:
+            times *= growth(part)
+    return times
+
+
+def without_surplus(raw, vocab):
+    """The content of a tokenizer.json without its tokens from id `vocab` on."""
+    model = {**raw['model']}
+    words = model['vocab']
+    if isinstance(words, list):                             # Unigram's: [word, score], by id
+        model['vocab'] = words[:vocab]
+    else:
+        model['vocab'] = {word: i for word, i in words.items() if i < vocab}
+    if 'merges' in model:
+        gone = words.keys() - model['vocab'].keys()
+        pairs = [pair.split(' ') if isinstance(pair, str) else pair for pair in model['merges']]
+        model['merges'] = [pair for pair in pairs if gone.isdisjoint([*pair, ''.join(pair)])]
+    added = [token for token in raw.get('added_tokens', []) if token['id'] < vocab]
+    return {**raw, 'model': model, 'added_tokens': added}
+
+
+@functools.lru_cache(4)
+def subwords(text, vocab=None, special=False):
+    """The tokenizer that the text of a tokenizer.json describes, of at most `vocab` tokens. special: it reads
+    "<s>" as a special token, not as three characters. ValueError if the text describes no tokenizer, or one
+    that can make a short text more than 1,000 times as long."""
+    from_str = package().Tokenizer.from_str
+    with of_package('no description of a tokenizer'):
+        raw = json.loads(text)
+        tokenizer = from_str(text)
+        times = max(growth(raw.get(name)) for name in ('normalizer', 'decoder'))
+        if vocab and max(tokenizer.get_vocab().values(), default=0) >= vocab:
+            tokenizer = from_str(json.dumps(without_surplus(raw, vocab)))
+    if times > 1000:
+        raise ValueError(f'this tokenizer makes a text up to {times:,} times as long, expected at most 1,000')
+    tokenizer.encode_special_tokens = not special
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def learn_tokenizer(data, size):
+    """Learn `size` tokens from UTF-8 data by byte pair encoding (Sennrich 2016, arXiv:1508.07909), or fewer
+    if no more pairs repeat -> the text of a tokenizer.json. Bytes and words are treated as in GPT-2."""
+    tokenizers = package('; --tokenizer=byte does without it')
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizer.pre_tokenizer.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(re.split(LONG_WORD, data.decode()), trainer)
+    return tokenizer.to_str()
+
+
+def units(meta):
+    """The text of each token id of a char, words or ids tokenizer."""
+    if meta['tokenizer'] == 'ids':
+        return [str(i) for i in range(meta['vocab_size'])]
+    return meta['chars']
+
+
+@functools.lru_cache(4)
+def ids_of(units):
+    """{text of a token: its id}. Kept, as a set may have thousands of tokens, and encode a text a line."""
+    return {unit: i for i, unit in enumerate(units)}
+
+
+def encode(text, meta, special=False):
+    """Text -> token ids, by the meta of a data set or a checkpoint. A text of ids is numbers separated by
+    spaces; a text of words is anything separated by spaces. special: read special tokens as such"""
+    kind = meta.get('tokenizer')
+    if kind == 'byte':
+        return list(text.encode('utf-8', 'surrogateescape'))    # keeps stray bytes from a terminal
+    if kind == 'gpt2':
+        return gpt2().encode(text, allowed_special='all' if special else set(), disallowed_special=())
+    if 'json' in meta:
+        text = text.encode('utf-8', 'replace').decode()         # stray bytes become question marks
+        with of_package('its tokenizer cannot read this text'):
+            tokenizer = subwords(meta['json'], meta['vocab_size'], special)
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+        if max(ids, default=0) >= meta['vocab_size']:
+            raise ValueError(f'its tokenizer makes token {max(ids)} of this text, beyond the vocabulary')
+        return ids
+    ids = ids_of(tuple(units(meta)))
+    if kind in FIXED:
+        text = text.split()
+    unknown = sorted({unit for unit in text if unit not in ids})
+    if unknown:
+        words = ' or '.join(repr(u[:20]) for u in unknown[:10])
+        raise ValueError(f'there is no token for {words}')
+    return [ids[unit] for unit in text]
+
+
+def ends(meta):
+    """The tokens that tokenizer.json puts before and after a text: [BOS] and [], or [CLS] and [SEP]."""
+    if 'json' not in meta:
+        return [], []
+    tokenizer = subwords(meta['json'], meta['vocab_size'])
+    with of_package('its tokenizer cannot frame a text'):
+        token = tokenizer.encode('', add_special_tokens=False)
+        token.truncate(0)                                       # some tokenizers make a space of no text
+        token.pad(1)                                            # padding is told by its attention mask
+        framed = tokenizer.post_process(token)
+    at = framed.attention_mask.index(0)
+    return framed.ids[:at], framed.ids[at + 1:]
+
+
+def whole_text(text, meta):
+    """Token ids of a text with the special tokens around it, as a classifier reads it."""
+    before, behind = ends(meta)
+    return before + encode(text, meta) + behind
+
+
+def begun(tokens, meta):
+    """The tokens of a prompt, made into the beginning of a text: with BOS, if tokenizer.json puts it there.
+    An empty prompt becomes a line end or, if the set has none, token 0."""
+    before, _ = ends(meta)
+    if tokens[:len(before)] != before:              # --special may have read it
+        tokens = before + tokens
+    if not tokens:
+        with contextlib.suppress(ValueError):
+            tokens = encode('\n', meta)[:1]
+    return tokens or [0]
+
+
+def source_rows(texts, meta):
+    """N source texts -> token ids (N, longest) for the encoder, filled up with pad. ValueError for a text
+    that is empty or has more than meta['source'] tokens."""
+    most = meta['source']
+    rows = []
+    for number, text in enumerate(texts, 1):
+        text = text.strip()
+        tokens = whole_text(text, meta)
+        if not text or len(tokens) > most:
+            raise ValueError(f'text {number} has {len(tokens)} tokens, expected 1 to {most}: {text[:30]!r}; '
+                             'leave it out, or cut it into sentences')
+        rows.append(tokens)
+    if not rows:
+        raise ValueError('there is no text to translate')
+    longest = max(map(len, rows))
+    return np.array([row + [meta['pad']] * (longest - len(row)) for row in rows])
+
+
+def are_joined(meta):
+    """Whether these are the tokens of pairs that were joined into texts: their padding is a line end."""
+    return 'pad' in meta and not {'classes', 'source'} & meta.keys()
+
+
+def decode(tokens, meta):
+    """Token ids -> text, without padding. Bytes that are not UTF-8 become replacement characters."""
+    pad = None if are_joined(meta) else meta.get('pad')
+    tokens = [int(t) for t in tokens if t != pad]
+    wrong = [t for t in tokens if t not in range(meta['vocab_size'])]
+    if wrong:
+        raise ValueError(f'token {wrong[0]} is outside the vocabulary of {meta["vocab_size"]}')
+    kind = meta.get('tokenizer')
+    if kind == 'byte':
+        return bytes(tokens).decode('utf-8', 'replace')
+    if kind == 'gpt2':
+        return gpt2().decode(tokens)
+    if 'json' in meta:
+        with of_package('its tokenizer cannot write these tokens'):
+            return subwords(meta['json'], meta['vocab_size']).decode(tokens, skip_special_tokens=False)
+    table = units(meta)
+    words = [table[t] for t in tokens]
+    return (' ' if kind in FIXED else '').join(words)
+
+
+def tokenize(data, meta):
+    """The token ids of UTF-8 data, as an array."""
+    if meta['tokenizer'] == 'byte':                             # no decoding: the stdlib need not be UTF-8
+        return np.frombuffer(data, np.uint8)
+    return np.array(encode(data.decode(), meta))
+
+
+def after(before, text, meta, special=False):
+    """The token ids of a text that follows the text `before`. None if a token begins in one and ends in the
+    other. special: as for `encode`"""
+    seen = encode(before, meta, special)
+    tokens = encode(before + text, meta, special)
+    if tokens[:len(seen)] == seen:
+        return tokens[len(seen):]
+    return None
+
+
+def continued(text, begun, meta, special=False):
+    """The token ids of a text that follows the tokens `begun`. Some tokenizers add a space before what they
+    read, and some read "'s" as one token only after a letter. So we read the text behind what stands there
+    or, if a token would span the border, behind what no token joins to it. special: as for `encode`"""
+    if meta['tokenizer'] not in FIXED:
+        for before in decode(begun, meta), '\n', 'a':
+            tokens = after(before, text, meta, special) if before else None
+            if tokens is not None:
+                return tokens
+    return encode(text, meta, special)
+
+
+def learn_tokens(sides, meta):
+    """Put the vocabulary of these texts (one per side) into meta: vocab_size and, if they are not there yet,
+    the characters or the subwords."""
+    if not all(sides):
+        raise ValueError('too short to be split into training and validation')
+    kind = meta['tokenizer']
+    if kind == 'byte':
+        meta['vocab_size'] = 256
+    if kind == 'gpt2':
+        meta['vocab_size'] = gpt2().n_vocab                     # may fail, so before files are replaced
+    if kind == 'char':
+        if 'chars' not in meta:
+            meta['chars'] = sorted({c for text in sides for c in text.decode()})
+        meta['vocab_size'] = len(meta['chars'])
+    if kind.startswith('bpe:') and 'json' not in meta:          # a model's vocab_size may be larger: keep it
+        meta['json'] = learn_tokenizer(sides[0], int(kind.removeprefix('bpe:')))
+        meta['vocab_size'] = subwords(meta['json']).get_vocab_size()
+
+
+TRAVELS = 'template', 'special', 'ends', 'files', 'labels'      # what a checkpoint keeps, beside its tokens
+TABLES = 'chars', 'json'
+TOKEN_KEYS = 'tokenizer', 'vocab_size', *TABLES, 'row', 'source', 'patch'
+def same_tokens(a, b):
+    """Whether two metas describe the same tokens and, for tasks, rows of the same length."""
+    return all(a.get(key) == b.get(key) for key in TOKEN_KEYS)
+
+
+def describe_tokens(meta):
+    """For messages: the tokens of a meta, in words."""
+    return ', '.join(f'{key} {meta[key]}' for key in TOKEN_KEYS if key in meta and key not in TABLES)

@@ -1,0 +1,244 @@
+"""Folders of pretrained models in the hub's layout: downloaded, read, written.
+
+    folder = Folder(folder_of('gpt2', 'main'), 'gpt2')  # downloaded once, then kept by huggingface_hub
+    model = GPT(Config(**folder.config))
+    folder.tensors(model.state_dict())                  # -> tensors in our names and these shapes
+    to_folder('out/export', tensors, config, data)      # and back
+
+This file builds no nn.Module: model.py does that, from a config, a dict of the fields of model.Config. What a
+folder has and we do not use is said in a line that begins with note:, or refused.
+"""
+import collections
+import contextlib
+import os
+import re
+import tempfile
+
+import torch
+
+from cli import files
+from cli.errors import note
+from cli.flags import plural
+from cli.weights import mapped_tensors, write_safetensors
+from hub.families import (FAMILIES, QUANTISED, TYPES, family_of, kind_and_config, names, parts, published)
+from hub.texts import FILES, KEPT, OLDER, TOKENIZER, as_the_hub, of_folder, parsed, tokenizer_of
+
+# ---- folders in the hub's layout ---------------------------------------------------------------------------
+
+class Folder:
+    """A folder with config.json and *.safetensors. ValueError for files that are missing, broken or do not
+    fit together. source: its name in messages.
+
+    config: a dict of fields of Config. data: the description of the tokens, as in our checkpoints.
+    """
+    def __init__(self, path, source):
+        file = os.path.join(path, 'config.json')
+        self.kind, self.config = parsed(file, file, kind_and_config)
+        self.source = source
+        self.stored = {}                    # name by `uniform_name` -> its file, name there, tensor
+        self.used = set()                   # of these names
+        for file in files_of_weights(path):
+            tensors, _ = mapped_tensors(file, file)
+            for name, x in tensors.items():
+                uniform = uniform_name(name)
+                if uniform in self.stored:
+                    other, _, _ = self.stored[uniform]
+                    raise ValueError(f'{file}: {name} is also in {other}; keep that of the model alone')
+                self.stored[uniform] = file, name, x
+        self.data = {**data_of(path, self.kind, self.config), 'name': source}
+        named = self.config.pop('labels')
+        with as_the_hub(path):
+            self.data.update(of_folder(path, self.data, self.config.pop('ends')))
+        theirs = FAMILIES[self.kind].names
+        head = theirs.get('head.weight')
+        if self.config['tied'] and head in self.stored:         # the file is right, not config.json
+            embed, head = (self.tensor(theirs[ours], None, self.config['n_embd'])
+                           for ours in ('embed.weight', 'head.weight'))
+            self.config['tied'] = torch.equal(embed, head.to(embed.dtype))
+        if self.kind in ('bert', 'vit'):
+            self.config['pooler'] = self.config['pooler'] and 'pooler.dense.weight' in self.stored
+            if self.config['classes'] or 'classifier.weight' in self.stored:
+                self.config['classes'] = len(self.tensor('classifier.weight', None, self.config['n_embd']))
+            if self.config['classes'] == 1:
+                raise ValueError(f'{source}: classifier.weight has one row: it says a number, not which of '
+                                 'at least 2 classes')
+            classes = self.config['classes']
+            with as_the_hub(path):
+                labels = labels_of(named or {}, classes)
+            self.data['labels'] = [] if labels == labels_of({}, classes) else labels
+
+    def tensors(self, like):
+        """All tensors in our names, in fp32. like: the state_dict of a softmax model"""
+        ours = {}
+        for name, theirs in names(self.kind, self.config, like).items():
+            ours[name] = torch.empty(like[name].shape)
+            for part, view in parts(theirs, ours[name], self.config['n_embd']).items():
+                view.copy_(self.tensor(part, *view.shape))
+        if self.kind == 'bert':
+            ours['positions.weight'] += self.tensor(TYPES, None, self.config['n_embd'])[:1]
+        if self.kind == 'vit':                              # its pixels: x / 127.5 - 1; ours: x / 255
+            ours['embed.bias'] -= ours['embed.weight'].sum(1)
+            ours['embed.weight'] *= 2
+        unused = [name for uniform, (_, name, _) in self.stored.items() if uniform not in self.used]
+        if unused:
+            kinds = collections.Counter(re.sub(r'\d+', 'N', name) for name in unused)
+            names_of_kinds = ', '.join(f'{name} ({n})' for name, n in sorted(kinds.items()))
+            note(f'{self.source}: {plural(len(unused), "tensor")} not used: {names_of_kinds}')
+        return ours
+
+    def tensor(self, name, rows, *columns):
+        """One tensor of this shape. rows None: of any number of rows"""
+        if uniform_name(name) not in self.stored:
+            raise ValueError(f'{self.source}: tensor {name} is missing')
+        self.used.add(uniform_name(name))
+        _, stored, x = self.stored[uniform_name(name)]
+        if not x.is_floating_point() or x.element_size() == 1:
+            raise ValueError(f'{self.source}: {stored} is {x.dtype}: {QUANTISED}')
+        if x.dim() == 3:                    # a ViT's positions have a batch axis of 1
+            x = x.squeeze(0)
+        if x.dim() == 4:                    # its convolution reads one patch at a time
+            x = x.flatten(1)
+        if rows is None:
+            rows = max(1, len(torch.atleast_1d(x)))
+        shape = rows, *columns
+        if x.shape != shape:
+            raise ValueError(f'{self.source}: {stored} has shape {tuple(x.shape)}, expected {shape}')
+        if not x.isfinite().all():
+            raise ValueError(f'{self.source}: {stored} is not finite: the weights are broken')
+        return x
+
+
+def labels_of(named, classes):
+    """The names of the classes. named: the entry id2label of a config.json, which may leave some out"""
+    return [str(named.get(str(i), f'LABEL_{i}')) for i in range(classes)]
+
+
+def files_of_weights(folder):
+    """The paths of the files that hold a folder's model: model.safetensors; else those that the index names;
+    else the only one there is. Others are not read, which is said."""
+    there = [file for file in sorted(os.listdir(folder)) if file.endswith('.safetensors')]
+    index = os.path.join(folder, INDEX)
+    chosen = there
+    if WHOLE in there:
+        chosen = [WHOLE]
+    elif os.path.exists(index):
+        chosen = parsed(index, index, shards)
+    elif len(there) > 1:
+        raise ValueError(f'{folder}: {", ".join(there)}: which is the model? Keep one, or call it {WHOLE}')
+    if not chosen:
+        raise ValueError(f'{folder}: no {WHOLE}; pickled weights (.bin, .pt) are not read')
+    others = [file for file in there if file not in chosen]
+    if others:
+        note(f'{folder}: the model is {", ".join(chosen)}; not read: {", ".join(others)}')
+    return [os.path.join(folder, file) for file in chosen]
+
+
+def uniform_name(name):
+    """The uniform name of a tensor. Some files leave out the first word; torch.compile and DataParallel put
+    their own in front. Older ones, such as bert-base-uncased, call a LayerNorm's weight and bias gamma and
+    beta."""
+    name = re.sub(r'^((_orig_mod|module)\.)*((transformer|model|bert|vit)\.)?', '', name)
+    name = re.sub(r'LayerNorm\.gamma$', 'LayerNorm.weight', name)
+    return re.sub(r'LayerNorm\.beta$', 'LayerNorm.bias', name)
+
+
+def data_of(folder, kind, config):
+    """The description of a model's tokens. A ViT reads only pictures of its own size."""
+    data = {'vocab_size': config['vocab_size']}
+    if kind == 'vit':
+        path = os.path.join(folder, PIXELS)
+        if os.path.exists(path):
+            parsed(path, path, refuse_pixels)
+        return {**data, 'tokenizer': 'ids', 'row': config['block_size'], 'patch': config['patch']}
+    if 'pad' in config:
+        data['pad'] = config['pad']
+    return {**data, **tokenizer_of(folder, config['vocab_size'])}
+
+
+def refuse_pixels(raw):
+    """ValueError if a ViT's preprocessor_config.json does not scale pixels to -1 .. 1."""
+    half = [0.5] * 3
+    for key, value in {'do_normalize': True, 'image_mean': half, 'image_std': half}.items():
+        if raw.get(key, value) != value:
+            raise ValueError(f'{key} is {raw[key]}, expected {value}: a ViT of other pixels is not read')
+
+
+def to_folder(folder, tensors, config, data):
+    """Write tensors in our names as model.safetensors and config.json in the hub's layout, and beside them
+    what data has of the folder that the model came from: tokenizer, chat template, ends of text. ValueError
+    for other models than GPT-2, Llama and BERT with softmax in every layer. New files are made aside. The old
+    config.json is removed first and the new one moved in last, so that two models are never mixed."""
+    kind = family_of(config)
+    if kind is None:
+        raise ValueError('the hub has room for GPT-2, Llama and BERT with its pooler alone: softmax in every '
+                         'layer, no convolutions; sample.py and model.load read others')
+    raw = published(kind, config)
+    texts = dict(data.get('files', {}))
+    if 'json' in data and OLDER[0] not in texts:
+        texts[TOKENIZER] = data['json']
+    if data.get('ends'):
+        raw['eos_token_id'] = data['ends'] if len(data['ends']) > 1 else data['ends'][0]
+    if config['classes']:
+        labels = data.get('labels') or labels_of({}, config['classes'])
+        raw['id2label'] = dict(enumerate(labels))
+        raw['label2id'] = {name: i for i, name in enumerate(labels)}
+    theirs = {}
+    for name, as_theirs in names(kind, config, tensors).items():
+        theirs.update(parts(as_theirs, tensors[name], config['n_embd']))
+    if kind == 'bert':
+        raw['type_vocab_size'] = 2
+        theirs[TYPES] = torch.zeros(2, config['n_embd'])
+    os.makedirs(folder, exist_ok=True)
+    for name in WHOLE, 'config.json', *FILES, *KEPT:
+        files.refuse_irregular(os.path.join(folder, name))
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        write_safetensors(os.path.join(made, WHOLE), theirs, {'format': 'pt'})
+        for name in FILES + KEPT:
+            if name in texts:
+                files.write_file(os.path.join(made, name), [texts[name].encode()])
+        files.write_json(os.path.join(made, 'config.json'), raw)
+        for name in 'config.json', *FILES, *KEPT:     # of the old model
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(os.path.join(folder, name))
+        for name in sorted(os.listdir(made), key='config.json'.__eq__):         # that one last
+            os.replace(os.path.join(made, name), os.path.join(folder, name))
+
+
+# ---- the hub -----------------------------------------------------------------------------------------------
+
+HUB = {'gpt2': 'openai-community/gpt2', 'bert-base-uncased': 'google-bert/bert-base-uncased'}   # short names
+WHOLE = 'model.safetensors'
+INDEX = f'{WHOLE}.index.json'
+PIXELS = 'preprocessor_config.json'
+
+
+def folder_of(source, revision):
+    """The folder itself, or the one into which the hub's model was downloaded."""
+    if os.path.isdir(source):
+        if os.path.exists(os.path.join(source, 'config.json')):
+            return source
+        raise ValueError(f'{source}: no config.json in it, which the folder of a model of the hub has; if '
+                         'train.py or convert.py made it, give the file ckpt.safetensors')
+    if not re.fullmatch(r'[\w.-]+(/[\w.-]+)?', source):
+        raise ValueError(f'{source}: no such file or folder, nor a name on the hub, as OWNER/NAME')
+    return hub(source, revision)
+
+
+def hub(name, revision='main'):
+    """The folder of a model on the hub, OWNER/NAME or one of `HUB`; it is downloaded once. The variables of
+    huggingface_hub hold: HF_HOME, HF_TOKEN, HF_ENDPOINT."""
+    try:
+        import huggingface_hub                              # it comes with tokenizers
+    except ImportError:
+        raise ValueError(f'{name}: no such file or folder, and to ask the hub needs a package that is not '
+                         'here: pip install tokenizers') from None
+    wanted = ['config.json', '*.safetensors', INDEX, PIXELS, *FILES, *KEPT]
+    try:
+        return huggingface_hub.snapshot_download(HUB.get(name, name), revision=revision, allow_patterns=wanted)
+    except (huggingface_hub.errors.HfHubHTTPError, huggingface_hub.errors.LocalEntryNotFoundError, OSError) as e:
+        raise ValueError(f'{name}: {" ".join(str(e).split())[:200]}') from None
+
+
+def shards(raw):
+    """The files that are named in an index of weights."""
+    return sorted({os.path.basename(file) for file in raw['weight_map'].values()})
