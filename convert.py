@@ -61,7 +61,7 @@ from fastweight import RULES
 from model import (GPT, SOURCE_RULES, bias_of, bytes_after, cached_by, can_become_an_rnn, cannot_train, fill,
                    idle, kl, load, pick_device, save, subset)
 from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, SLOW, SMALL, TASK_ROWS, TOKENS, Rows, adamw, begin_step,
-                   bits_a_nat, blocks, commit, is_large, lies_in, log_of, logits_at_once, of_part,
+                   blocks, commit, is_large, lies_in, log_of, logits_at_once, of_part,
                    pack_optimiser, predict, products_in, rows, sampling, say, tell, tell_step,
                    unpack_optimiser)
 

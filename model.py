@@ -3,7 +3,7 @@
     model = GPT(Config(rule='delta', vocab_size=256))
     logits, state = model(tokens)               # (B, T) -> logits (B, T, vocab), state: what it keeps
     logits, state = model(more_tokens, state)   # continues where the first call stopped, with any T
-    save('x.safetensors', model, {'data': {'tokenizer': 'byte', 'vocab_size': 256}})
+    save('x.safetensors', model, {'data': Data('byte', 256)})
     model, meta = load('x.safetensors')         # meta: what was saved beside the weights
 
 The scripts import this file; it has no command of its own. fastweight.py defines what a layer computes. This
@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 import fastweight
 from cli.flags import briefly, expected, fits, flag, known, refuse, typed
 from cli.weights import read_tensors, write_tensors
-from data import vocabulary
+from data.kinds import Data
 from fastweight import (FEATURE_MAPS, FLOOR, GAPS, LOG_MIN, NORMALISERS, RULES, feature_map, for_heads,
                         without_autocast)
 
@@ -1407,7 +1407,8 @@ def save(path, model, meta, extra=None, own=None):
     """Write a model, metadata (data: its tokenizer, step, ...) and extra tensors into one file for `load`.
     own: the model's tensors by name, if not those of its state_dict (sharded, or only what learns). What
     `load` returned can be saved again: then the extra tensors are those in the metadata."""
-    meta = {**meta, 'config': dataclasses.asdict(model.config)}
+    data = meta['data']
+    meta = {**meta, 'config': dataclasses.asdict(model.config), 'data': data.as_dict()}
     others = meta.pop('tensors', {}) | (extra or {})
     meta.pop('digest', None)                        # of the file that was loaded
     tensors = {f'model.{name}': x for name, x in (own or model.state_dict()).items()}
@@ -1452,10 +1453,11 @@ def load(source, device='cpu', revision='main', **changes):
     else:
         from hub import folders
         folder = folders.Folder(folders.folder_of(source, revision), source)
-        meta = {'config': {**dataclasses.asdict(Config()), **folder.config}, 'data': folder.data}
+        meta = {'config': {**dataclasses.asdict(Config()), **folder.config}, 'data': folder.data.as_dict()}
     saved = config_of(source, meta)
-    if vocabulary.are_joined(meta['data']):
-        meta['data'].pop('row', None)   # the rows were those of the pairs: the model reads any text
+    data = meta['data'] = Data.of(meta['data'], source)
+    if data.joined:
+        data.row = 0                    # the rows were those of the pairs: the model reads any text
     config = swapped(saved, source, **changes)
     undrawn = Undrawn()
     anew = config.overflow != saved.overflow        # some weights are new, but always the same

@@ -183,7 +183,7 @@ def begin(args, model, meta):
     else:
         state = None
         prompt = vocabulary.encode(text, data, args.special)
-        texts = [vocabulary.begun(prompt, data)] * args.samples
+        texts = [vocabulary.with_bos(prompt, data)] * args.samples
     return torch.tensor(texts, device=model.embed.weight.device), state, prompt
 
 
@@ -194,7 +194,7 @@ def classify(args, model, meta):
         if args.lines:
             print(f'--- {number} ---')
         row = vocabulary.whole_text(text.strip(), meta['data'])            # as the texts of training were
-        show_classes(model, row or vocabulary.begun([], meta['data']), meta['data'])
+        show_classes(model, row or vocabulary.with_bos([], meta['data']), meta['data'])
 
 
 @torch.inference_mode()
@@ -379,7 +379,7 @@ def by_lines(args, model, meta):
     data = meta['data']
     prompts = []
     for line in lines_of(args.prompt):
-        prompts.append(vocabulary.begun(vocabulary.encode(line, data, args.special), data))
+        prompts.append(vocabulary.with_bos(vocabulary.encode(line, data, args.special), data))
     grows = 'all' in model.config.keeps()
     if not prompts:
         raise ValueError(f'--lines --prompt={args.prompt:.60}: there are no lines; give a file that has '

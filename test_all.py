@@ -576,6 +576,7 @@ from cli import errors, files
 from cli import flags as flags_py
 from cli import weights as weights_py
 from data import prepare, tasks, vocabulary
+from data.kinds import TRAVELS, Data
 from fastweight import FEATURE_MAPS, NORMALISERS, RULES
 from hub import chat, families, folders, texts
 from model import SOURCE_RULES, GPT, Config, Cross, FastWeights, load, pack, pick_forms, rope, save
@@ -1762,7 +1763,7 @@ def a_config_json(kind, a_model, characters, folder):
 
 def a_tokenizer_json(kind, a_model, characters, folder):
     data, path = subwords(kind), folder / 'tokenizer.json'
-    in_hub_layout(folder, 'llama', vocab=data['vocab_size'])
+    in_hub_layout(folder, 'llama', vocab=data.vocab_size)
     package = pytest.importorskip('tokenizers')
 
     def take(raw):
@@ -1773,9 +1774,9 @@ def a_tokenizer_json(kind, a_model, characters, folder):
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokens = vocabulary.encode('the quick', about)
-        assert tokens == vocabulary.encode('the quick', add_special_tokens=False).ids
-        vocabulary.decode(vocabulary.begun(tokens, about), about)
-    return json.loads(data['json']), take
+        assert tokens == tokenizer.encode('the quick', add_special_tokens=False).ids
+        vocabulary.decode(vocabulary.with_bos(tokens, about), about)
+    return json.loads(data.json), take
 
 @pytest.mark.parametrize('what, kind', [
     (a_config_json, 'gpt2'), (a_config_json, 'llama'), (a_config_json, 'bert'), (a_config_json, 'vit'),
@@ -1936,9 +1937,9 @@ def test_batches_and_processes_are_parts_of_one_larger_batch(kind, text, turned_
         return put(tmp_path, name, ''.join(f'{i % 3}\t{"word " * (1 + i % words)}\n' for i in range(90)))
     lines, both = lines_of('x.tsv', 7), f'{lines_of("a", 5)}:{lines_of("b", 9)}'
     name = {'texts': text, 'lines': lines, 'tasks': 'recall', 'pairs': turned_around}.get(kind, both)
-    like = dict(tokenizer='byte', vocab_size=256) if name not in (lines, 'recall', turned_around) else None
+    like = Data('byte', 256) if name not in (lines, 'recall', turned_around) else None
     train_side, val, meta = prepare.load(name, like=like)
-    T = meta.get('row', 16)
+    T = meta.row or 16
     data = train.Rows(train_side, val, meta, T, torch.device('cpu'), 8)
     config = Config(n_layer=2, n_head=2, n_embd=16, encoder=int(kind == 'pairs'))
     model = train.built(train.Args(), config, data, {}).double()
@@ -1947,7 +1948,8 @@ def test_batches_and_processes_are_parts_of_one_larger_batch(kind, text, turned_
         total = 0
         for rank in range(world):
             how = dict(batch_size=batch_size, accum=accum, rank=rank, world=world)
-            dataclasses.replace(data, **how).learn(model, [None] * accum, 3)
+            for loss in dataclasses.replace(data, **how).losses(model, [None] * accum, 3):
+                loss.backward()
             total = total + torch.cat([p.grad.flatten() for p in model.parameters()]) / world
             model.zero_grad()
         return total
@@ -2015,26 +2017,26 @@ def test_which_file_is_the_model(tmp_path, capsys):
 
 def test_a_tokenizer_is_the_folders_own(tmp_path, monkeypatch, capsys):
     """Never GPT-2's by a count of tokens; tiktoken's where the words are GPT-2's, and nothing else is said."""
-    assert texts.tokenizer_of(tmp_path, 50257)['tokenizer'] == 'ids'
+    assert texts.tokenizer_of(tmp_path, 50257).tokenizer == 'ids'
     assert 'tokens are only numbers' in capsys.readouterr().err
     pytest.importorskip('tokenizers')
     words = {f'w{i}': i for i in range(50257)}
     raw = dict(model=dict(type='WordLevel', vocab=words, unk_token='w0'), added_tokens=[])
     path = tmp_path / 'tokenizer.json'
     path.write_text(json.dumps(raw))
-    assert texts.tokenizer_of(tmp_path, 50257)['tokenizer'] == 'json'
+    assert texts.tokenizer_of(tmp_path, 50257).tokenizer == 'json'
     with monkeypatch.context() as gpt2s:                        # whose words these are
         gpt2s.setattr(files, 'short_hash', lambda data: '3a1f1c01')
         for change, kind in ({}, 'gpt2'), (dict(normalizer=dict(type='NFC')), 'json'), (
                 dict(pre_tokenizer=dict(type='ByteLevel', add_prefix_space=True, trim_offsets=True)), 'json'):
             path.write_text(json.dumps(raw | change))
-            assert texts.tokenizer_of(tmp_path, 50257)['tokenizer'] == kind
+            assert texts.tokenizer_of(tmp_path, 50257).tokenizer == kind
     path.unlink()
     data = subwords('gpt2')
-    model = json.loads(data['json'])['model']                   # the two files before tokenizer.json
+    model = json.loads(data.json)['model']                   # the two files before tokenizer.json
     (tmp_path / 'vocab.json').write_text(json.dumps(model['vocab']))
     (tmp_path / 'merges.txt').write_text('\ufeff#version: 0.2\r\n' + '\r\n'.join(map(' '.join, model['merges'])))
-    found = {**data, **texts.tokenizer_of(tmp_path, data['vocab_size'])}
+    found = texts.tokenizer_of(tmp_path, data.vocab_size)
     assert vocabulary.encode(STRANGE, found) == vocabulary.encode(STRANGE, data)
     assert vocabulary.decode(vocabulary.encode(STRANGE, found), found) == STRANGE
 
@@ -2046,10 +2048,10 @@ def test_tokens_beyond_a_models_come_from_no_text(kind, tmp_path, capsys):
     most = tokenizer.get_vocab_size()
     tokenizer.add_special_tokens(['<pad>'])
     tokenizer.save(str(tmp_path / 'tokenizer.json'))
-    whole = dict(tokenizer='json', json=text, vocab_size=most)
+    whole = Data('json', most, json=text)
     said = 'w9 w200 w280' if kind == 'pieces' else TEXT[:400] + '<pad>'
     for vocab in most + 9, most, most - 40:
-        found = dict(texts.tokenizer_of(tmp_path, vocab), vocab_size=vocab)
+        found = texts.tokenizer_of(tmp_path, vocab)
         ids = vocabulary.encode(said, found)
         assert f'json has {most + 1} tokens, the model {vocab:,}: no text' in capsys.readouterr().err
         assert max(ids) < vocab and (vocab < most or ids == vocabulary.encode(said, whole))
@@ -2057,8 +2059,8 @@ def test_tokens_beyond_a_models_come_from_no_text(kind, tmp_path, capsys):
     put(tmp_path, 'tokenizer.json', word_pieces(['[UNK]'], '$A [SEP]', [('[SEP]', 291)]))
     with pytest.raises(ValueError, match=r'tokenizer.json: it puts token 291 around a text, the model has 291'):
         texts.tokenizer_of(tmp_path, 291)
-    data = dict(json=word_pieces(['[UNK]'], '$A [SEP]', [('[SEP]', 9)]), vocab_size=300)
-    assert vocabulary.ends(data) == ([], [9])
+    data = Data('json', 300, json=word_pieces(['[UNK]'], '$A [SEP]', [('[SEP]', 9)]))
+    assert vocabulary.frame(data) == ([], [9])
 
 @pytest.mark.parametrize('kind', ['gpt2', 'llama2', 'llama3', 'metaspace', 'prefix'])
 def test_what_goes_on_has_the_tokens_of_the_whole_text(kind, tmp_path, capsys):
@@ -2066,7 +2068,7 @@ def test_what_goes_on_has_the_tokens_of_the_whole_text(kind, tmp_path, capsys):
     raw = json.loads(tokenizer_json('gpt2' if kind == 'prefix' else kind))
     if kind == 'prefix':
         raw['pre_tokenizer']['add_prefix_space'] = True
-    data = dict(tokenizer='json', json=json.dumps(raw), vocab_size=700)
+    data = Data('json', 700, json=json.dumps(raw))
     text, borders = TEXT[:99] + STRANGE.replace('\u2581', '') + "it's ..'s a\n\n b   d\te\n x", 0
     whole = vocabulary.encode(text, data)
     for i in range(1, len(whole)):
@@ -2076,7 +2078,7 @@ def test_what_goes_on_has_the_tokens_of_the_whole_text(kind, tmp_path, capsys):
             assert vocabulary.continued(text[len(said):], whole[i - 1:i], data) == whole[i:]
     assert borders > 60
     in_hub_layout(tmp_path, 'llama', vocab=700)
-    put(tmp_path, 'tokenizer.json', data['json'])
+    put(tmp_path, 'tokenizer.json', data.json)
     flags, state = (f'--init={tmp_path}', '--temperature=0', '--tokens=5'), f'{tmp_path}/state'
     written(capsys, *flags[:2], '--tokens=0', '--prompt=line 1:', f'--save_state={state}')
     on = written(capsys, *flags, f'--load_state={state}', '--prompt= the quick fox')[0]
@@ -2193,7 +2195,7 @@ def test_a_suite_that_is_terminated_ends_its_training(characters, tmp_path):
 def test_classes_may_be_more_than_tokens(tmp_path, capsys):
     many = put(tmp_path, 'x.tsv', ''.join(f'{i}\ttext {j}\n' for j in range(11) for i in range(301)))
     *sides, meta = prepare.load(many)
-    assert meta['classes'] == 301 and meta['ignore'] == 301 and meta['vocab_size'] == 257
+    assert meta.classes == 301 and meta.ignore == 301 and meta.vocab_size == 257
     init = f'--init={trained(many, tmp_path / "out", steps=1)}'
     one, two = (written(capsys, init, f'--prompt={prompt}') for prompt in ('text 1', ' text 1\n'))
     assert one == two                                           # lines of training have no ends
@@ -2210,7 +2212,7 @@ def test_evicted_values_of_1_are_read_as_1():
 def test_generated_tasks_are_what_the_papers_say():
     for name, keep, every in ('recall', False, True), ('recall-kept', True, True), ('recall-one', True, False):
         for training in False, True:
-            for row, target in zip(*tasks.SETS[name]['make'](50, np.random.default_rng(0), 40, training)):
+            for row, target in zip(*tasks.SETS[name].make(50, np.random.default_rng(0), 40, training)):
                 pairs = list(zip(row[1:-1:2], row[2::2]))
                 assert dict(pairs)[row[-1]] == target[-1]       # a dict keeps the last
                 assert keep == (len(set(pairs)) == len(dict(pairs)))
@@ -2232,7 +2234,7 @@ def test_targets_of_a_group_are_its_products(name, order):
     """By composing permutations. Each set of elements is closed, with an inverse."""
     elements = tasks.GROUPS[name]
     assert len(set(elements)) == order
-    make = tasks.SETS[f'group:{name}']['make']
+    make = tasks.SETS[f'group:{name}'].make
     for row, target in zip(*make(20, np.random.default_rng(0), order, True, 9)):
         so_far = range(len(elements[0]))
         for x, y in zip(row, target):
@@ -2243,9 +2245,9 @@ def rows_of(name, root, **how):
     """A set prepared anew: each side's inputs and targets, the third one's too, and its meta."""
     folder = prepare.prepare(name, str(root), **how)
     *sides, meta = prepare.load(folder)
-    if 'test' in meta:
+    if meta.test:
         sides.append(prepare.test_side(folder)[0])
-    return [side.reshape(-1, 2, meta['row']).swapaxes(0, 1) for side in sides], meta
+    return [side.reshape(-1, 2, meta.row).swapaxes(0, 1) for side in sides], meta
 
 def answered(text):
     """The value of a ListOps expression: lists without lists in them become their values, over and over."""
@@ -2259,15 +2261,15 @@ def answered(text):
 
 def test_listops_answers_are_those_of_its_text(tmp_path, monkeypatch):
     """Rows of another length are a set of their own; the same rows each time."""
-    monkeypatch.setitem(prepare.DATASETS, 'listops', {**prepare.DATASETS['listops'], 'rows': (900, 40)})
+    monkeypatch.setitem(prepare.DATASETS, 'listops', prepare.DATASETS['listops']._replace(rows=(900, 40)))
     sides, meta = rows_of('listops-64', tmp_path)
     assert [len(x) for x, _ in sides] == [900, 40]
     for row, target in np.concatenate(sides, axis=1).swapaxes(0, 1):
-        n = (row != meta['pad']).sum()
+        n = (row != meta.pad).sum()
         text = vocabulary.decode(row, meta)
         assert vocabulary.encode(text, meta) == row[:n].tolist() and 16 <= n <= 64
-        assert answered(text) == target[n - 1] and (np.delete(target, n - 1) == meta['ignore']).all()
-    assert meta['row'] == 64 and rows_of('listops-64', tmp_path)[1] == meta                  # and sha256
+        assert answered(text) == target[n - 1] and (np.delete(target, n - 1) == meta.ignore).all()
+    assert meta.row == 64 and rows_of('listops-64', tmp_path)[1] == meta                  # and sha256
 
 @pytest.fixture(scope='session')
 def few_words(tmp_path_factory):
@@ -2281,7 +2283,7 @@ def few_facts(few_words, tmp_path, monkeypatch):
     """The task facts with few rows, in a text of 81 words; the text"""
     monkeypatch.setattr(prepare, 'HERE', str(tmp_path / 'data'))
     for name in 'facts', 'facts-text':
-        monkeypatch.setitem(prepare.DATASETS, name, {**prepare.DATASETS[name], 'rows': (20, 200)})
+        monkeypatch.setitem(prepare.DATASETS, name, prepare.DATASETS[name]._replace(rows=(20, 200)))
     return few_words
 
 def test_the_answer_to_a_row_of_facts_stands_somewhere_in_its_text(few_facts, tmp_path):
@@ -2298,10 +2300,10 @@ def test_the_answer_to_a_row_of_facts_stands_somewhere_in_its_text(few_facts, tm
                 fact, answer = found.groups()
                 if fact in known:
                     at.append(len(said[:found.start()].split()) + 4)
-                    assert meta['chars'][target[at[-1]]] == known[fact] and answer in (None, known[fact])
+                    assert meta.chars[target[at[-1]]] == known[fact] and answer in (None, known[fact])
                 known.setdefault(fact, answer)
             assert len(known) == 2 and len(at) == (1 if last_only else 16) and at[-1] == 255
-            assert (np.delete(target, at) == meta['ignore']).all()
+            assert (np.delete(target, at) == meta.ignore).all()
     at = tasks.asked_fact(x)
     for row, i, answer in zip(x, at, y[:, -1]):
         assert (row[i:i + 5] == row[-5:]).all() and row[i + 5] == answer
@@ -2365,7 +2367,7 @@ def published(tmp_path, monkeypatch):
         flags = {} if name == 'mnist' else {'tokenizer': 'char'}
         if name not in prepare.DATASETS:
             return ':'.join(str(folder / part) for part in name.split(':')), flags
-        unknown = {**prepare.DATASETS[name], 'files': dict.fromkeys(files)}
+        unknown = prepare.DATASETS[name]._replace(files=dict.fromkeys(files))
         monkeypatch.setitem(prepare.DATASETS, name, unknown)
         return name, {**flags, 'file': str(folder if len(files) > 1 else folder / base)}
     return put
@@ -2423,11 +2425,11 @@ def test_the_last_target_of_a_labelled_text_is_its_label(name, expected, tokeniz
     sides, meta = rows_of(name, tmp_path, **{**flags, 'tokenizer': tokenizer})
     found = []
     for row, target in zip(*sides[1]):
-        n = (row != meta['pad']).sum()
-        assert (np.delete(target, n - 1) == meta['ignore']).all()
+        n = (row != meta.pad).sum()
+        assert (np.delete(target, n - 1) == meta.ignore).all()
         found.append((vocabulary.decode(row, meta), target[n - 1]))
-    assert sorted(found) == sorted(expected) and meta['row'] == 32
-    assert meta['classes'] == (3 if 'tsv' in name else 2) and meta['pad'] == meta['vocab_size'] - 1
+    assert sorted(found) == sorted(expected) and meta.row == 32
+    assert meta.classes == (3 if 'tsv' in name else 2) and meta.pad == meta.vocab_size - 1
 
 def test_pictures_are_rows_of_numbers_or_of_patches(published, tmp_path):
     """Of the published training side the last 3,000 validate, if there are as many."""
@@ -2437,7 +2439,7 @@ def test_pictures_are_rows_of_numbers_or_of_patches(published, tmp_path):
     assert (y[:, -1] == KINDS_OF_DIGITS[12:]).all() and (y[:, :-1] == 256).all()
     (_, (pixels, _)), cut = rows_of('mnist-patch7', tmp_path, **flags)
     assert (pixels[:, 49 * 6:49 * 7] == DIGITS[12:, 7:14, 14:21].reshape(5, 49)).all()
-    assert cut['patch'] == 49 and not vocabulary.same_tokens(meta, cut)
+    assert cut.patch == 49 and not meta.fits(cut)
     for path in tmp_path.glob('files/train*'):          # the test side alone is shared
         path.unlink()
     x = np.zeros((3010, 28, 28), np.uint8)
@@ -2460,8 +2462,8 @@ def test_a_pair_is_a_source_and_what_a_decoder_reads_and_says(name, tokenizer, p
         parts = [pair for i, pair in enumerate(lines) if i % 10 != 9], lines[9::10]
     path, flags = published(name)
     sides, meta = rows_of(path, tmp_path, **{**flags, 'tokenizer': tokenizer})
-    S, pad, ignore = meta['source'], meta['pad'], meta['ignore']
-    T, longest = meta['row'] - S, [0, 0]
+    S, pad, ignore = meta.source, meta.pad, meta.ignore
+    T, longest = meta.row - S, [0, 0]
     for rows, pairs in zip(sides, parts, strict=True):
         for x, y, pair in zip(*rows, pairs, strict=True):
             read, said = (vocabulary.encode(text, meta) for text in pair)
@@ -2470,50 +2472,50 @@ def test_a_pair_is_a_source_and_what_a_decoder_reads_and_says(name, tokenizer, p
             assert y.tolist() == [ignore] * S + said + [pad] + [ignore] * rest
             assert (vocabulary.decode(x[:S], meta), vocabulary.decode(x[S:], meta)) == pair
             longest = np.maximum(longest, [len(read), 1 + len(said)])
-    assert [S, T] == (-(-longest // 8) * 8).tolist() and pad == meta['vocab_size'] - 1
+    assert [S, T] == (-(-longest // 8) * 8).tolist() and pad == meta.vocab_size - 1
     if tokenizer == 'bpe:300' and name == 'multi30k':
-        assert meta['json'] == vocabulary.learn_tokenizer('\n'.join(ENGLISH[:40] + GERMAN[:40]).encode(), 300)
+        assert meta.json == vocabulary.learn_tokenizer('\n'.join(ENGLISH[:40] + GERMAN[:40]).encode(), 300)
 
 def test_files_of_your_own_fit_the_rows_of_a_model_or_are_cut_off(published, tmp_path, capsys):
     mine = put(tmp_path, 'mine.tsv', '0\tno\n1\tyes\n' * 9 + '1\t' + 'x' * 9999)
     *_, meta = prepare.load(mine, str(tmp_path))
-    assert meta['row'] == 1024 and meta['name'].startswith('lines-mine-')
+    assert meta.row == 1024 and meta.name.startswith('lines-mine-')
     assert '1 of 18 texts have more than 1024' in capsys.readouterr().out
     put(tmp_path, 'mine.tsv', '0\tno 1\n1\tno 2\n' * 10)
     for row in 1024, 32, 64, 1024:                              # of models of other rows
-        assert prepare.load(mine, str(tmp_path), like={**meta, 'row': row})[2]['row'] == row
+        assert prepare.load(mine, str(tmp_path), like=dataclasses.replace(meta, row=row))[2].row == row
     name, _ = published('a.en:a.de.gz')
-    like = dict(tokenizer='byte', vocab_size=257, pad=256, source=16, row=32)
+    like = Data('byte', 257, pad=256, source=16, row=32)
     *_, meta = prepare.load(name, like=like)
-    assert meta['source'] == 16 and meta['row'] == 32 and meta['name'].startswith('pairs-a-')
+    assert meta.source == 16 and meta.row == 32 and meta.name.startswith('pairs-a-')
     assert '36 of 47 texts have more than 15 tokens' in capsys.readouterr().out
     with pytest.raises(ValueError, match='no test side'):
         prepare.test_side(name, like=like)
     name, flags = published('polarity')                         # a set by name, its file at hand
-    assert prepare.load(f'{name}:{flags["file"]}')[2]['name'].startswith('polarity-')
+    assert prepare.load(f'{name}:{flags["file"]}')[2].name.startswith('polarity-')
 
 @pytest.mark.parametrize('kind', ['byte', 'llama2', 'llama3'])
 def test_a_model_of_texts_reads_one_file_behind_the_other(kind, tmp_path):
     """Line by line; only what it is to say counts. What is too long is cut off, not what stands behind it."""
-    like = dict(tokenizer='byte', vocab_size=256) if kind == 'byte' else subwords(kind)
+    like = Data('byte', 256) if kind == 'byte' else subwords(kind)
     for name, word in ('a', 'what'), ('b', 'yes'):
         lines = [' '.join([word] * (1 + i % 3)) for i in range(20)]
         lines[4] = ' '.join([word] * 900)
         (tmp_path / name).write_text('\n'.join(lines))
     sides, meta = rows_of(f'{tmp_path}/a:{tmp_path}/b', tmp_path, like=like)
-    assert 'source' not in meta and meta['vocab_size'] == like['vocab_size'] and meta['row'] == 1024
+    assert not meta.source and meta.vocab_size == like.vocab_size and meta.row == 1024
     x, y = sides[0][:, 4]
-    targets = y[y < meta['ignore']]
-    assert len(targets) == 513 and x[511] == meta['pad'] == targets[-1]
+    targets = y[y < meta.ignore]
+    assert len(targets) == 513 and x[511] == meta.pad == targets[-1]
     end = vocabulary.encode('\n', like)[-1:]
     for i, (x, y) in zip([9, 19], sides[1].swapaxes(0, 1)):
         read, said = (' '.join([word] * (1 + i % 3)) for word in ('what', 'yes'))
-        inputs = vocabulary.ends(like)[0] + vocabulary.encode(f'{read}\n', like)
-        whole = vocabulary.ends(like)[0] + vocabulary.encode(f'{read}\n{said}', like)       # as one text
+        inputs = vocabulary.frame(like)[0] + vocabulary.encode(f'{read}\n', like)
+        whole = vocabulary.frame(like)[0] + vocabulary.encode(f'{read}\n{said}', like)       # as one text
         begin, targets = len(inputs) - 1, whole[len(inputs):] + end
         assert x.tolist() == whole + end * (1024 - len(whole))
         assert y[begin:begin + len(targets)].tolist() == targets
-        assert (y < meta['ignore']).sum() == len(targets)
+        assert (y < meta.ignore).sum() == len(targets)
         assert vocabulary.decode(x, meta) == vocabulary.decode(x, like)               # with its line ends
 
 def test_a_model_of_texts_that_learned_from_pairs_still_reads_texts(text, a_model, tmp_path):
@@ -2521,7 +2523,7 @@ def test_a_model_of_texts_that_learned_from_pairs_still_reads_texts(text, a_mode
     start = [f'--out={tmp_path}/out', '--threads=1']
     assert train.main([*start, f'--init={a_model("--rule=softmax")}', f'--data={":".join(both)}', '--steps=1']) == 0
     model = f'{tmp_path}/out/ckpt.safetensors'
-    assert prepare.load(text, like=load(model)[1]['data'])[2]['name'] == prepare.load(text)[2]['name']
+    assert prepare.load(text, like=load(model)[1]['data'])[2].name == prepare.load(text)[2].name
     assert train.main([*start, '--resume', '--steps=2']) == 0
     assert train.main([f'--init={model}', f'--data={text}', f'--out={tmp_path}/next', '--steps=1']) == 0
 
@@ -2547,20 +2549,24 @@ def test_a_text_is_prepared_in_tokens_that_say_it_again_or_in_those_of_another(t
     if tokenizer == 'bpe:300':
         pytest.importorskip('tokenizers')
     train_side, val = TEXT[:6000].encode(), '\u00e9 quick brown line'.encode() * 40
-    monkeypatch.setitem(prepare.DATASETS['stdlib'], 'make', lambda _: (train_side, val))
+
+    def stdlib_is(sides):
+        entry = prepare.DATASETS['stdlib']._replace(make=lambda: sides)
+        monkeypatch.setitem(prepare.DATASETS, 'stdlib', entry)
+    stdlib_is((train_side, val))
     root, new = str(tmp_path), put(tmp_path, 'new.txt', 'the quick lazy fox jumps\n' * 20)
     *sides, meta = prepare.load('stdlib', root, tokenizer)
-    assert meta['name'] == folder and meta['tokenizer'] == tokenizer
+    assert meta.name == folder and meta.tokenizer == tokenizer
     assert [vocabulary.decode(side, meta).encode() for side in sides] == [train_side, val]
     assert prepare.load('stdlib', root, like=meta)[2] == meta
     data, _, found = prepare.load(new, root, like=meta)
-    assert vocabulary.same_tokens(found, meta) and 'the quick lazy fox jumps\n' in vocabulary.decode(data, found)
+    assert found.fits(meta) and 'the quick lazy fox jumps\n' in vocabulary.decode(data, found)
     if tokenizer == 'bpe:300':
-        assert meta['json'] == vocabulary.learn_tokenizer(train_side, 300) and meta['vocab_size'] == 300
+        assert meta.json == vocabulary.learn_tokenizer(train_side, 300) and meta.vocab_size == 300
         assert len(sides[0]) < len(train_side) / 1.5
-        other = dict(meta, json=vocabulary.learn_tokenizer(val, 300))      # another model's
-        assert prepare.load('stdlib', root, like=other)[2]['name'].startswith('stdlib-bpe-300-')
-        monkeypatch.setitem(prepare.DATASETS['stdlib'], 'make', lambda _: (train_side, b'\xff' + val))
+        other = dataclasses.replace(meta, json=vocabulary.learn_tokenizer(val, 300))       # another model's
+        assert prepare.load('stdlib', root, like=other)[2].name.startswith('stdlib-bpe-300-')
+        stdlib_is((train_side, b'\xff' + val))
         with pytest.raises(ValueError, match='utf-8'):
             prepare.load('stdlib', root, 'bpe:301')
 
@@ -2619,15 +2625,15 @@ def subwords(kind):
     """The meta of a model with such a tokenizer, and room for some tokens more."""
     text = tokenizer_json(kind)
     vocab = vocabulary.subwords(text).get_vocab_size() + 9
-    return dict(name=kind, tokenizer='json', json=text, vocab_size=vocab)
+    return Data('json', vocab, kind, json=text)
 
 KINDS = 'gpt2', 'llama2', 'llama3', 'metaspace', 'phrases'
 
 def test_a_target_beyond_the_vocabulary_of_a_generated_set_is_refused_before_it_is_written():
     side = [[3, 4]], [[18]]
     with pytest.raises(ValueError, match='target 18 is there, but vocab or classes end at 9'):
-        tasks.to_rows([side, side], {}, {'vocab_size': 10})
-    tasks.to_rows([side, side], {}, {'vocab_size': 19})
+        tasks.to_rows([side, side], prepare.DATASETS['recall'], Data('ids', 10))
+    tasks.to_rows([side, side], prepare.DATASETS['recall'], Data('ids', 19))
 
 def made(folder, x, y, ends, **more):
     """The path of a set of these rows, whose sides end at `ends`, with more in its meta.json."""
@@ -2734,7 +2740,7 @@ def test_a_translator_learns_translates_and_is_converted(flags, turned_around, t
         torch.set_num_threads(1)
         assert found['args']['threads'] in (1, 2) and found['table'][-1]['model'] == 'fine-tuned'
         assert 'rnn/ckpt.safetensors --source="..."\n' in capsys.readouterr().out
-    assert train.sampling('a b', {}) == "python sample.py --init='a b'/ckpt.safetensors"
+    assert train.sampling('a b', Data()) == "python sample.py --init='a b'/ckpt.safetensors"
 
 def test_a_failed_write_leaves_the_old_files_or_a_set_to_be_made_anew(a_model, text, tmp_path, monkeypatch):
     """Of a model in a folder nothing stays once another is there: here its tokenizer.json. The error names the
@@ -2743,14 +2749,14 @@ def test_a_failed_write_leaves_the_old_files_or_a_set_to_be_made_anew(a_model, t
     in_hub_layout(hub, 'llama')
     model, meta = load(hub)
     export = partial(folders.to_folder, hub, config=dataclasses.asdict(model.config))
-    export(model.state_dict(), data={**meta['data'], 'json': '{}'})
+    export(model.state_dict(), data=dataclasses.replace(meta['data'], json='{}'))
     before = {old: old.read_bytes() for old in tmp_path.rglob('*.*')}
     assert {old.name for old in before} == {path.name, 'config.json', 'model.safetensors', 'tokenizer.json'}
     weights, full = {name: x + 1 for name, x in model.state_dict().items()}, OSError(28, 'No space left')
     with monkeypatch.context() as faulty:
         faults = full, None, OSError(28, 'No space left')                       # config.json comes last
         faulty.setattr(os, 'fsync', Mock(side_effect=faults))
-        for name, write in ('ckpt.safetensors', partial(save, path, model, {})), (
+        for name, write in ('ckpt.safetensors', partial(save, path, model, {'data': Data()})), (
                 'config.json', partial(export, weights, data=meta['data'])):
             with pytest.raises(OSError, match=f'No space.*{name}'):
                 write()
@@ -2900,7 +2906,7 @@ def test_training_learns_and_logs(text, tmp_path, capsys, monkeypatch):
     assert json.loads((tmp_path / 'result.json').read_text())['minutes'] == pytest.approx(ms / 6e4)
     sampled = printed.partition('--- a sample ---\n')[2].rpartition('\n---\n')[0]
     assert 40 <= len(sampled.encode()) and len(sampled) <= 40   # what is no character takes more bytes
-    assert load(tmp_path / 'best.safetensors')[1]['data']['tokenizer'] == 'byte'
+    assert load(tmp_path / 'best.safetensors')[1]['data'].tokenizer == 'byte'
 
 @torch.no_grad()
 def costs(model, tokens):
@@ -2917,7 +2923,7 @@ def test_an_evaluation_has_few_tokens_and_logits_in_memory(monkeypatch):
         monkeypatch.setattr(module, 'predict', predict)
     for T, vocab, many in (128, 256, 32), (8192, 256, 4), (65536, 256, 1), (128, 150_000, 3):
         data = np.zeros(33 * T + 1, np.uint8)
-        rows = train.Rows(data, data, {'vocab_size': vocab}, T, torch.device('cpu'))
+        rows = train.Rows(data, data, Data('ids', vocab), T, torch.device('cpu'))
         rows.evaluate(torch.nn.Identity())
         assert seen[0] == (many, T) and sum(map(math.prod, seen)) == 33 * T, (T, vocab)
         seen.clear()
@@ -2953,7 +2959,7 @@ def test_bits_per_byte_count_every_token_but_the_first_once(tmp_path, capsys):
     assert shown[0] in written(capsys, *again, f'--out={tmp_path}/out', main=train.main)[0]
     assert {path.name: path.read_bytes() for path in (tmp_path / 'out').iterdir()} == before
     both = GPT(Config(rule='sink', cache=8, overflow='sum:favor', n_layer=1, n_head=1, n_embd=8, block_size=16,
-                      vocab_size=meta['vocab_size']))
+                      vocab_size=meta.vocab_size))
     save(tmp_path / 'both.safetensors', both, {'data': meta, 'args': {'data': folder}})
     flags = f'--init={tmp_path}/both.safetensors', *again[1:], '--rule=tova', f'--out={tmp_path}/no'
     assert 'validation, blocks of 16' in written(capsys, *flags, main=train.main)[0]    # though it cannot train so
@@ -2968,7 +2974,7 @@ def test_a_model_of_subwords_keeps_them(text, tmp_path, capsys):
     pytest.importorskip('tokenizers')
     ckpt, resume = trained(text, tmp_path, '--tokenizer=bpe:300'), ['--resume', f'--out={tmp_path}']
     data, said = load(ckpt)[1]['data'], log(tmp_path)[0]['data']
-    assert data['vocab_size'] == 300 and said['tokenizer'] == 'bpe:300' and 'json' not in said
+    assert data.vocab_size == 300 and said['tokenizer'] == 'bpe:300' and 'json' not in said
     assert train.main([*resume, '--steps=5']) == 0
     err = refused(capsys, train.main, *resume, '--steps=7', '--tokenizer=bpe:301')
     assert "--tokenizer=bpe:301: the run began with 'bpe:300'" in err
@@ -2995,7 +3001,7 @@ def test_a_task_is_judged_by_its_rows(monkeypatch):
     rows = train.Rows(None, val, data, 128, torch.device('cpu'))
     start, told = rows.judged()
     assert len(start) == train.TASK_ROWS and told == 'start of validation'
-    start, told = dataclasses.replace(rows, meta={}).judged()
+    start, told = dataclasses.replace(rows, meta=Data()).judged()
     assert start.tolist() == [0, 128, 256, 384, 512]
 
 def test_carry_hands_the_state_on(text, tmp_path):
@@ -3010,7 +3016,7 @@ def test_carry_hands_the_state_on(text, tmp_path):
 def test_rows_and_draws_are_functions_of_seed_and_step():
     """And of the index of a row, or of a process's rank."""
     def starts(seed, step):
-        return train.Rows(np.zeros(1000), None, {}, 16, torch.device('cpu'), 8, seed).starts(step)
+        return train.Rows(np.zeros(1000), None, Data(), 16, torch.device('cpu'), 8, seed).starts(step)
     a = starts(3, 7)
     assert len(set(a)) > 4 and a.max() < 1000 - 16 and (a == starts(3, 7)).all()
     assert (a != starts(3, 8)).any() and (a != starts(4, 7)).any()
@@ -3026,7 +3032,7 @@ def test_rows_and_draws_are_functions_of_seed_and_step():
 def test_rows_end_with_the_last_target_of_all():
     """Of a task, unless its inputs are patches; a text's last row has targets up to the text's end."""
     def rows(begin, **meta):
-        x, y = train.rows(data.reshape(-1), begin, 6, meta, torch.device('cpu'))
+        x, y = train.rows(data.reshape(-1), begin, 6, Data(**meta), torch.device('cpu'))
         return x.tolist(), y.tolist()
     data = np.arange(24, dtype=np.uint8).reshape(2, 2, 6)
     data[:, 1] = 99
@@ -3039,7 +3045,7 @@ def test_rows_end_with_the_last_target_of_all():
 @pytest.mark.parametrize('more', [dict(source=12), {}], ids=['apart', 'one text'])
 def test_pairs_of_like_length_come_together(more):
     """A batch's longer sides lie between those of two others, and the batches are in no order."""
-    T, pad, meta = 24, 99, {'row': 24, 'pad': 99, **more}
+    T, pad, meta = 24, 99, Data('ids', 100, row=24, pad=99, **more)
     pairs = np.random.default_rng(0).integers(pad, size=(500, 2, T))
     for row in pairs:
         for side in np.split(row[0], 2):
@@ -3060,7 +3066,7 @@ def test_a_step_that_is_not_finite_ends_the_run(a_model, tmp_path, capsys, monke
     before = path.read_bytes()
     monkeypatch.setattr(train, 'clip_grad_norm_', lambda *_: torch.tensor(math.nan))
     err = refused(capsys, train.main, '--resume', f'--out={tmp_path}', '--steps=50')
-    assert 'step 5: loss or gradient is not finite; try a smaller --lr' in err and path.read_bytes() == before
+    assert 'step 5: loss or gradient is not finite; try a smaller rate' in err and path.read_bytes() == before
 
 def as_one_of_two(rank, argv, port):
     os.environ.update(RANK=str(rank), WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
@@ -3117,7 +3123,7 @@ def test_sampling_repeats_streams_and_reports(a_model, capsys, monkeypatch):
 @pytest.mark.parametrize('kind', [*KINDS, 'byte', 'ids'])
 def test_text_is_printed_as_it_comes_and_nothing_is_lost(kind, capsys):
     """After a prompt, at any cut; half characters wait; what never is one comes in the end."""
-    meta = dict(tokenizer=kind, vocab_size=256) if kind in ('byte', 'ids') else subwords(kind)
+    meta = Data(kind, 256) if kind in ('byte', 'ids') else subwords(kind)
     text = '5 6 77 8 9' if kind == 'ids' else STRANGE + STRANGE
     tokens = vocabulary.encode(text, meta)
     if kind in ('llama2', 'metaspace'):                         # which take one character for a blank
@@ -3387,7 +3393,7 @@ def test_layers_that_stay_softmax(teacher, tmp_path):
     student = convert.swap(teacher, {'rule': 'retention'})[0].double()
     x, y = torch.randint(256, (2, 4, 16))
     y[:, ::3] = 256                                             # is ignored
-    meta = dict(row=16, ignore=256, vocab_size=256)
+    meta = Data('ids', 256, row=16, ignore=256)
     data = train.Rows(torch.cat([x, y], 1).flatten().numpy(), None, meta, 16, torch.device('cpu'))
     losses = []
     for i in range(4):
@@ -3583,7 +3589,7 @@ def test_folding_t2r_is_an_identity(phi, more, tmp_path):
     folded = convert.fold(model)
     m = model.blocks[0].mixer.memory.phi.feature_dim
     assert len(folded.blocks[0].mixer.qkv.weight) == 2 * m + more.get('n_kv_head', 2) * (m + 8)
-    data = dict(tokenizer='byte', vocab_size=256) | {name: more[name] for name in more if name in PADDED}
+    data = Data('byte', 256, **{name: more[name] for name in more if name in PADDED})
     save(tmp_path / 'folded.safetensors', folded, dict(data=data))
     for one in folded, load(tmp_path / 'folded.safetensors')[0]:
         near(one(tokens)[0], model(tokens)[0], 1e-12)
@@ -3670,7 +3676,7 @@ def test_hub_weights_give_what_another_implementation_gives(kind, how, tmp_path)
             near(model_in_parts(model, tokens, range(1, 11))[0], logits(x), 1e-5)
     assert model.config.pooler == (kind == 'bert' and writable)
     assert model.config.pad == (3 if kind == 'bert' else None)
-    assert meta['data']['vocab_size'] == dict(bert=300, vit=256).get(kind, 30)
+    assert meta['data'].vocab_size == dict(bert=300, vit=256).get(kind, 30)
     if not writable:
         return
     given, raw = (json.loads((path / 'config.json').read_text()) for path in (tmp_path, tmp_path / 'again'))
@@ -3679,7 +3685,7 @@ def test_hub_weights_give_what_another_implementation_gives(kind, how, tmp_path)
     if kind in EMBEDS:                                          # 10 positions are not 10.0, says transformers
         assert all(repr(raw[key]) == repr(value) for key, value in given.items() if key in raw)
     assert raw.get('num_key_value_heads') == (how.get('groups', 1) if kind == 'llama' else None)
-    assert meta_again['data'].get('pad') == model.config.pad
+    assert meta_again['data'].pad == model.config.pad
 
 DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; what it is now; what is said
     ('llama', 'rope_scaling', dict(rope_type='yarn'), 'rope of type yarn'),
@@ -3756,10 +3762,10 @@ def test_a_whole_text_stands_between_the_tokens_of_its_template(tmp_path, monkey
         assert sample.main([f'--init={tmp_path}', f'--prompt={given}', *['--lines'] * (len(rows) > 1)]) == 0
         assert [call.args[1] for call in sample.show_classes.call_args_list] == rows
     assert vocabulary.whole_text('quicker fox', data) == [1, 4, 5, 6, 2]
-    assert prepare.fitted([[b'quicker fox']], data, 4, None, 8)[0][0][0].tolist() == [1, 4, 5, 2]
-    assert vocabulary.begun([6], data) == [1, 6]
+    assert prepare.fitted([[b'quicker fox']], data, 4, 0, 8)[0][0][0].tolist() == [1, 4, 5, 2]
+    assert vocabulary.with_bos([6], data) == [1, 6]
     assert vocabulary.decode([4, 5, 6], data) == 'quicker fox'
-    assert vocabulary.whole_text('ab', dict(tokenizer='byte', vocab_size=256)) == [97, 98]
+    assert vocabulary.whole_text('ab', Data('byte', 256)) == [97, 98]
 
 
 # ---- Conversations -----------------------------------------------------------------------------------------
@@ -3774,8 +3780,8 @@ def a_talker(folder, template=FRAME, kind='llama3', **more):
     """A small Llama with a chat template; what is known of its tokens"""
     data = subwords(kind)
     torch.manual_seed(1)
-    in_hub_layout(folder, 'llama', vocab=data['vocab_size'], **more)
-    put(folder, 'tokenizer.json', data['json'])
+    in_hub_layout(folder, 'llama', vocab=data.vocab_size, **more)
+    put(folder, 'tokenizer.json', data.json)
     put(folder, 'tokenizer_config.json', json.dumps(dict(eos_token=dict(content='</s>'), bos_token='<s>')))
     put(folder, 'chat_template.jinja', template)
     put(folder, 'generation_config.json', ' {"eos_token_id": [0, 5]}\n')
@@ -3792,12 +3798,12 @@ def test_a_template_frames_what_is_said_which_is_never_a_special_token(tmp_path)
     assert ids.count(1) == 4 and ids.count(2) == 3
     assert vocabulary.decode(ids, data) == ('<s>user:the quick</s>\n<s>assistant:fox</s>\n'
                                          '<s>user:a</s><s>b\ue000</s>\n<s>assistant:')
-    odd = dict(data, special={'%%': 407, '\u25b2': 408, '</s>': 2, '1': 406})
+    odd = dataclasses.replace(data, special={'%%': 407, '\u25b2': 408, '</s>': 2, '1': 406})
     marked = chat.marked('a%%%b \u25b2 101 \ue000', odd)
     assert not {406, 407, 408} & set(chat.tokens(marked, odd))
     assert chat.unmarked(marked, odd) == 'a%%%b \u25b2 101 \ue000'
     assert chat.tokens('<s>the quick</s>', data) == [1, *vocabulary.encode('the quick', data), 2]
-    assert data['ends'] == [0, 2, 5] and data['special'] == {'<unk>': 0, '<s>': 1, '</s>': 2}
+    assert data.ends == [0, 2, 5] and data.special == {'<unk>': 0, '<s>': 1, '</s>': 2}
 
 @pytest.mark.parametrize('template, result', [
     ("{{ bos_token }}{{ messages[0] | tojson }}", '<s>{"role": "user", "content": "a\u00e9"}'),
@@ -3842,7 +3848,7 @@ def test_a_conversation_is_read_as_one_text(rule, tmp_path, capsys, monkeypatch)
     def answer(*messages):
         ids = chat.tokens(render(said(*messages), data), data)
         steps = itertools.islice(model.generate(torch.tensor([ids]), temperature=0), 6)
-        found = itertools.takewhile(lambda token: token not in data['ends'], [token.item() for token, _ in steps])
+        found = itertools.takewhile(lambda token: token not in data.ends, [token.item() for token, _ in steps])
         return ids, [*found]
     ids, found = answer('the quick')
     first = vocabulary.decode(found, data)
@@ -3869,7 +3875,7 @@ def test_a_conversation_is_read_as_one_text(rule, tmp_path, capsys, monkeypatch)
 def test_each_of_several_texts_ends_by_itself(tmp_path, monkeypatch, capsys):
     """And what ends it is not printed; without --special a special token's letters are read, and said so."""
     data = a_talker(tmp_path)
-    one, end = vocabulary.encode(' the', data)[0], data['ends'][0]
+    one, end = vocabulary.encode(' the', data)[0], data.ends[0]
     steps = torch.tensor([[one, one], [end, one], [one, one], [one, end], [one, one]])
     monkeypatch.setattr(GPT, 'generate', lambda *_: ((step[:, None], None) for step in steps))
     args = sample.Args(tokens=9, samples=2)
@@ -3879,7 +3885,7 @@ def test_each_of_several_texts_ends_by_itself(tmp_path, monkeypatch, capsys):
     flags = f'--init={tmp_path}', '--tokens=0', '--prompt=a </s>'
     assert 'note: </s> in --prompt is read as letters' in written(capsys, *flags)[1]
     assert '</s>' not in written(capsys, *flags, '--special')[1]
-    assert vocabulary.begun(vocabulary.encode('<s>a', data, special=True), data) == [1, *vocabulary.encode('a', data)]
+    assert vocabulary.with_bos(vocabulary.encode('<s>a', data, special=True), data) == [1, *vocabulary.encode('a', data)]
     flags, state = flags[:2], f'{tmp_path}/x.st'            # nor is it where a text goes on
     written(capsys, *flags, '--prompt=the quick', f'--save_state={state}')
     said = written(capsys, *flags, '--prompt=</s><s>', '--special', f'--load_state={state}')[1]
@@ -3908,14 +3914,14 @@ def test_what_a_folder_says_goes_the_whole_way(tmp_path, capsys):
     (model, meta), (again, _) = load(tmp_path / 'a'), load(tmp_path / 'c')
     close(dict(again.state_dict()), dict(model.state_dict()), 0)
     found = load(tmp_path / 'b' / 'ckpt.safetensors')[1]['data']
-    assert all(found.get(name) == data.get(name) for name in vocabulary.TRAVELS) and meta['data'] | found == found
+    assert all(getattr(found, name) == getattr(data, name) for name in TRAVELS) and found.fits(meta['data'])
     assert train.main([f'--init={tmp_path}/a', f'--out={tmp_path}/d', '--layers=tova,softmax', *run]) == 0
     swapped = tmp_path / 'd' / 'ckpt.safetensors'
     err = refused(capsys, convert.main, f'--from={swapped}', f'--export={tmp_path}/e')
     assert 'sample.py and model.load read others' in err and not (tmp_path / 'e').exists()
     converted(tmp_path / 'a', tmp_path / 'f', f'--data={mine}', '--recipe=t2r', '--controls=false')
     assert f'python sample.py --init={tmp_path}/f/ckpt.safetensors --chat\n' in capsys.readouterr().out
-    assert vocabulary.same_tokens(load(tmp_path / 'f' / 'ckpt.safetensors')[1]['data'], data)
+    assert load(tmp_path / 'f' / 'ckpt.safetensors')[1]['data'].fits(data)
 
 @pytest.mark.parametrize('flags', [dict(rule=rule, cache=8) for rule in RULES] + [
     dict(rule='window', cache=4, overflow='sum:hedgehog'), dict(rule='softmax', causal=False, classes=3, patch=2)],
@@ -4102,8 +4108,8 @@ def test_bench_writes_table_and_picture(suite, places, small_pairs, few_facts, t
     changed('grid', ways={name: w._replace(train=f'--conv=0 {model}') for name, w in grids.items()})
     flags, rows = SUITES[suite]
     if suite == 'answers':                              # the model of long rows is made from one of short
-        short = {'length': 512, 'rows': (20, 16)}
-        monkeypatch.setitem(prepare.DATASETS, 'facts', prepare.DATASETS['facts'] | short)
+        short = prepare.DATASETS['facts']._replace(length=512, rows=(20, 16))
+        monkeypatch.setitem(prepare.DATASETS, 'facts', short)
         for name in 'facts-256', 'facts':
             prepare.prepare(name, file=few_facts)
     if suite == 'translate':
@@ -4185,11 +4191,11 @@ OF_WORDS = {        # a token, _ for a blank in front
 def test_bench_knows_words_from_pieces_of_words(kind, mark, monkeypatch):
     """Also where the tokenizer drops the first word's blank; bytes have no words."""
     meta = subwords(kind)
-    ids = vocabulary.subwords(meta['json'])
+    ids = vocabulary.subwords(meta.json)
     for token, wanted in OF_WORDS.items():
         assert bench.kind_of_token(ids.token_to_id(token.replace('_', mark)), meta) == wanted
     for character, wanted in ('a', 'rest'), (' ', 'rest'), ('I', 'capital'), ('.', 'punctuation'):
-        assert bench.kind_of_token(ord(character), {'tokenizer': 'byte', 'vocab_size': 256}) == wanted
+        assert bench.kind_of_token(ord(character), Data('byte', 256)) == wanted
     for word, wanted in ('ing', '-ing'), ('walked', '-ed'):
         monkeypatch.setattr(prepare, 'decode', lambda tokens, _, word=word: word * len(tokens))
         assert bench.kind_of_token(0, meta) == wanted
@@ -4237,8 +4243,8 @@ def test_bench_looks_at_the_maps_of_an_encoder(a_model, tmp_path, in_process, ca
     refusal = refused(capsys, convert.main, f'--from={path}', f'--data={other}')
     assert f'--data={other}: 4 classes, but {path} knows 3' in refusal
     x, _, data, _ = bench.a_text(bench.Args(device='cpu'), path, load(path)[1], 32, 2, other)
-    val = prepare.load(other, like=load(path)[1]['data'])[1].reshape(-1, 2, data['row'])[:, 0]
-    read = ''.join(vocabulary.decode(row[row != data['pad']].tolist(), data) for row in val)
+    val = prepare.load(other, like=load(path)[1]['data'])[1].reshape(-1, 2, data.row)[:, 0]
+    read = ''.join(vocabulary.decode(row[row != data.pad].tolist(), data) for row in val)
     assert vocabulary.decode(x[0].tolist(), data) == read[:32] and ' and ' in read[:32]
 
 def test_bench_bleu_is_that_of_what_sample_says_of_the_test_side(small_pairs, tmp_path, in_process, capsys):
@@ -4409,7 +4415,7 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
     """Of a model of which it is known what it answers, read in segments, and of one with few rows."""
     folder = prepare.prepare('facts-256', file=few_facts)
     _, val, meta = prepare.load(folder)
-    vocab = meta['vocab_size']
+    vocab = meta.vocab_size
     model, few = FromTheEnd(128, vocab), Mock(side_effect=[FromTheEnd(128, vocab), FromTheEnd(192, vocab)])
     monkeypatch.setattr(bench, 'load', lambda *_: (model, {}))
     monkeypatch.setattr(bench, 'with_cache', few)
@@ -4650,14 +4656,14 @@ def test_downloads_end_whole_or_not_at_all(name, fault, times, hits, tmp_path, m
     bodies = PUBLISHED[name]
     known = {base: hashlib.sha256(body).hexdigest() for base, body in bodies.items()}
     monkeypatch.setattr(files.time, 'sleep', lambda s: None)
-    monkeypatch.setattr(prepare, 'TIMEOUT', .2 if fault in ('silent', 'stalls') else 10)
+    monkeypatch.setattr(files, 'TIMEOUT', .2 if fault in ('silent', 'stalls') else 10)
     with served({'/' + base: body for base, body in bodies.items()}, '', fault, times) as (address, asked):
-        row = {**prepare.DATASETS[name], 'files': known, 'urls': [address]}
-        monkeypatch.setitem(prepare.DATASETS, name, row)
+        entry = prepare.DATASETS[name]._replace(files=known, urls=[address])
+        monkeypatch.setitem(prepare.DATASETS, name, entry)
         if times < 99:
             prepare.load(name, str(tmp_path))
             assert {base: (tmp_path / name / base).read_bytes() for base in bodies} == bodies
-            assert prepare.load(f'{name}-16', str(tmp_path))[2]['row'] == 16
+            assert prepare.load(f'{name}-16', str(tmp_path))[2].row == 16
             assert len(asked) == hits + len(bodies) - 1
             (tmp_path / name / next(iter(bodies))).write_bytes(b'1 What ?')
             with pytest.raises(ValueError, match=f'which is not the file of {name}: sha256 is'):
@@ -4676,7 +4682,7 @@ def test_downloads_end_whole_or_not_at_all(name, fault, times, hits, tmp_path, m
 def test_soak_kill_9_leaves_a_checkpoint_that_loads(tmp_path):
     """A process that does nothing but save is killed 200 times, most of them in the middle of it."""
     path, models = str(tmp_path / 'ckpt.safetensors'), [GPT(Config(n_layer=2, n_embd=64)) for _ in range(2)]
-    about = dict(data=dict(name='none', tokenizer='byte', vocab_size=256))
+    about = dict(data=Data('byte', 256, 'none'))
     save(path, models[0], {**about, 'step': 0})
     middle, rng = 0, np.random.default_rng(0)
     for _ in range(200):

@@ -39,7 +39,9 @@ from tqdm import tqdm
 from cli import files
 from cli.errors import script
 from cli.flags import briefly, flag, known, parse, plural, refuse, typed
+from cli.machine import peak_memory, whole_memory
 from data import prepare, vocabulary
+from data.kinds import TRAVELS, Data
 from fastweight import Favor
 from model import (GPT, OF_DATA, Config, cannot_train, fill, idle, load, map_state, pack, pick_device,
                    pick_forms, save, try_compiler, unpack, wide)
@@ -87,7 +89,8 @@ class Args:
                            f'the hub: {PART:,}', low=0, high=10 ** 12)
     seed: int = flag(0, 'seed of the weights, the data order and dropout', low=0, high=2 ** 32 - 1)
     device: str = flag('auto', 'auto, cpu, cuda, cuda:1, mps')
-    threads: int = flag(None, 'CPU threads; if not given, as many as torch takes', low=1, high=1024)
+    threads: int = flag(None, 'CPU threads; default: the fastest, by trial; for a large model all', low=1,
+                        high=1024)
     dtype: str = flag('auto', 'in matrix products; auto: bfloat16 on a recent GPU; S is always fp32',
                       ['auto', 'float32', 'bfloat16'])
     impl: str = flag('auto', 'form of the recurrence; loop: the definition, fastweight.recurrent',
@@ -117,20 +120,7 @@ def machine(args):
         dtype = torch.bfloat16                              # these GPUs multiply it fast
     if args.compile:
         try_compiler(device)
-    if args.threads:
-        torch.set_num_threads(args.threads)
     return rank, world, device, dtype
-
-
-def memory(device):
-    """Peak memory in bytes, of the GPU or of the process; 0 on Windows, which does not report it."""
-    if device.type == 'cuda':
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == 'win32':
-        return 0
-    import resource
-    unit = 1 if sys.platform == 'darwin' else 1024
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def commit():
@@ -140,6 +130,32 @@ def commit():
     return git.stdout.strip()
 
 
+def set_threads(args, kept, model, data):
+    """Set the number of CPU threads: the given one, that of the resumed run (`kept`, as the last bits depend on
+    it), or the fastest by trial. A step of a small model is a thousand small parallel regions, each as slow as
+    its slowest thread: beside a busy program, 2 threads on 2 cores take three times as long as 1."""
+    most = torch.get_num_threads()
+    if args.threads or kept:
+        torch.set_num_threads(args.threads or kept)
+        return
+    if most == 1 or data.world > 1 or data.device.type != 'cpu' or is_large(model):
+        return
+    seconds = {n: [] for n in range(1, most + 1) if n == most or n.bit_count() == 1}
+    model.eval()                                            # no dropout, and no new random features
+    end = time.perf_counter() + 2
+    while len(seconds[most]) < 2 or time.perf_counter() < end and len(seconds[most]) < 6:
+        for n, times in seconds.items():                    # they take turns: others disturb them all alike
+            torch.set_num_threads(n)
+            began = time.perf_counter()
+            for loss in data.losses(model, [None], 0):
+                loss.backward()
+            times.append(time.perf_counter() - began)
+    model.train()
+    model.zero_grad(set_to_none=True)
+    medians = {n: statistics.median(times[1:]) for n, times in seconds.items()}     # the first creates threads
+    torch.set_num_threads(min(medians, key=medians.get))
+
+
 # ---- data --------------------------------------------------------------------------------------------------
 
 def rows(data, begin, T, meta, device):
@@ -147,12 +163,12 @@ def rows(data, begin, T, meta, device):
     task are cut behind the last target of the batch; pictures (patches) are read whole.
     data: the flat array of token ids, possibly memory-mapped; begin (B,): where the rows start in it."""
     at = np.add.outer(begin, np.arange(T))
-    ahead = at + (T if 'row' in meta else 1)                # in a task's row, the targets follow the inputs
+    ahead = at + (meta.row or 1)                            # in a row, the targets follow the inputs
     x = data.take(at, mode='clip').astype(np.int64)
     y = data.take(ahead, mode='clip').astype(np.int64)
-    y[y == meta.get('ignore', -1)] = -1
+    y[y == meta.ignore] = -1
     y[ahead >= len(data)] = -1                              # beyond the end of the text
-    if 'row' in meta and 'patch' not in meta:
+    if meta.kind not in ('text', 'picture'):
         end = np.flatnonzero((y >= 0).any(0)).max() + 1
         x = x[:, :end]
         y = y[:, :end]
@@ -168,7 +184,7 @@ def predict(model, x, y, state, meta, dtype=torch.float32):
     """Run the model on x, starting from `state` (None: empty) -> logits (N, vocab), at least in fp32, targets
     (N,), state. In a task, logits are computed only at targets, which are few. dtype: of matrix products"""
     with products_in(dtype, x.device):
-        if 'row' in meta:
+        if meta.kind != 'text':
             at = y >= 0
             logits, state = model(x, state, at)
             return wide(logits), y[at], state
@@ -181,8 +197,8 @@ def blocks(n, T, meta, count=None):
     each token but the first is a target once. The last row may have fewer targets. A task has its own rows.
     count: take at most this many rows, evenly spaced"""
     begin = np.arange(0, n - 1, T)
-    if 'row' in meta:
-        begin = np.arange(0, n - 2 * T + 1, 2 * T)          # inputs and targets
+    if meta.row:
+        begin = np.arange(0, n - meta.step + 1, meta.step)
     if count and count < len(begin):
         begin = begin[np.linspace(0, len(begin) - 1, count).astype(int)]
     return begin
@@ -195,7 +211,7 @@ class Rows:
     depends on the number of rows per step."""
     train: np.ndarray
     val: np.ndarray
-    meta: dict                      # meta.json of the data
+    meta: Data
     T: int
     device: torch.device
     batch_size: int = 1             # rows, over all processes
@@ -215,15 +231,15 @@ class Rows:
         count = self.accum * self.batch_size
         if self.carry:
             return (np.arange(count) * (n // count) + step * T) % (n - T)
-        pairs = 'pad' in self.meta and 'classes' not in self.meta      # rows are a source and its translation
+        pairs = self.meta.kind == 'pairs'
         pool = POOL if pairs else 1
         rng = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, 0, step // pool]))
-        if 'row' not in self.meta:
+        if self.meta.kind == 'text':
             return rng.integers(n - T, size=count)
-        begin = rng.integers(n // (2 * T), size=pool * count) * 2 * T
+        begin = rng.integers(n // self.meta.step, size=pool * count) * self.meta.step
         if pairs:                                           # similar lengths together: half the padding
-            real = self.train.take(np.add.outer(begin, np.arange(T))) != self.meta['pad']
-            source = self.meta.get('source', 0)             # without a source length, both sides are one text
+            real = self.train.take(np.add.outer(begin, np.arange(T))) != self.meta.pad
+            source = self.meta.source                       # without a source length, both sides are one text
             longer = np.maximum(real[:, :source].sum(1), real[:, source:].sum(1))
             by_length = begin[np.argsort(longer, kind='stable')].reshape(pool, count)
             begin = by_length[rng.permutation(pool)[step % pool]]
@@ -236,37 +252,33 @@ class Rows:
 
     def targets(self, begin):
         """The number of targets in the training rows that begin there."""
-        if 'row' not in self.meta:
+        if self.meta.kind == 'text':
             return len(begin) * self.T
         targets = self.train.take(np.add.outer(begin, np.arange(self.T, 2 * self.T)))
-        return np.count_nonzero(targets != self.meta['ignore'])
+        return np.count_nonzero(targets != self.meta.ignore)
 
-    def learn(self, model, states, step, teacher=None):
-        """Forward and backward of all batches of a step -> its loss (1,): cross entropy or, with a teacher,
-        KL(teacher || model) where there are targets. states: one initial state per batch, each None without
-        carry. With carry, each is replaced by its final state.
+    def losses(self, model, states, step, teacher=None):
+        """Yield the loss of each batch of a step: cross entropy or, with a teacher, KL(teacher || model) where
+        there are targets. states: one initial state per batch, each None without carry. With carry, each is
+        replaced by its final state.
 
         The loss of a step is the mean over the targets of all its batches and processes. Rows differ in their
         number of targets, so a mean of the batches' means would be another loss. The processes' losses and
         gradients are averaged later, so each divides by its share of the targets."""
         begin = self.starts(step)
         share = self.targets(begin) / self.world
-        total = torch.zeros(1, device=self.device)
         for i, state in enumerate(states):
             x, y = self.batch(begin, i)
             logits, targets, end = predict(model, x, y, state, self.meta, self.dtype)
             if teacher is None:
-                loss = F.cross_entropy(logits, targets, reduction='sum') / share
+                yield F.cross_entropy(logits, targets, reduction='sum') / share
             else:
                 with torch.no_grad():
                     wanted, _, _ = predict(teacher, x, y, None, self.meta, self.dtype)
                     wanted = wanted.log_softmax(-1)
-                loss = F.kl_div(logits.log_softmax(-1), wanted, reduction='sum', log_target=True) / share
-            loss.backward()
-            total += loss.detach()
+                yield F.kl_div(logits.log_softmax(-1), wanted, reduction='sum', log_target=True) / share
             if self.carry:                                  # gradients do not flow into earlier steps
                 states[i] = map_state(torch.Tensor.detach, end)
-        return total
 
     @torch.no_grad()
     def evaluate(self, model, begin=None, carried=False, label=''):
@@ -275,7 +287,7 @@ class Rows:
         carried: read row by row, each from the final state of the last. label: begins the progress bar"""
         if begin is None:
             begin = blocks(len(self.val), self.T, self.meta)
-        tokens = min(TOKENS, logits_at_once(self.device) // self.meta['vocab_size'])
+        tokens = min(TOKENS, logits_at_once(self.device) // self.meta.vocab_size)
         many = 1 if carried else max(1, min(32, tokens // self.T))              # rows at a time
         if self.world > 1:
             for b in model.buffers():                       # all use the first process's random features
@@ -301,7 +313,7 @@ class Rows:
     def judged(self):
         """-> where the rows begin that evaluations during training read, and what these rows are called"""
         begin = blocks(len(self.val), self.T, self.meta)
-        at_least = TASK_ROWS if 'row' in self.meta else 1
+        at_least = 1 if self.meta.kind == 'text' else TASK_ROWS
         count = max(at_least, np.count_nonzero(begin + self.T < PART))
         return begin[:count], 'validation' if count >= len(begin) else 'start of validation'
 
@@ -321,27 +333,22 @@ def logits_at_once(device):
 
 def of_part(meta, tokens):
     """meta with the counts of these validation tokens alone. Tokens of another part are longer or shorter."""
-    if 'row' in meta or meta['tokenizer'] in ('byte', 'ids') or len(tokens) == meta['val']['tokens']:
+    if meta.kind != 'text' or meta.tokenizer in ('byte', 'ids') or len(tokens) == meta.val['tokens']:
         return meta
     text = vocabulary.decode(tokens, meta)
     part = {'tokens': len(tokens), 'bytes': len(text.encode('utf-8', 'surrogateescape'))}
-    return {**meta, 'val': {**meta['val'], **part}}
-
-
-def bits_a_nat(meta, side='val'):
-    """The factor from nats per token to bits per byte of a side of a text, or of a part, see `of_part`."""
-    return meta[side]['tokens'] / meta[side]['bytes'] / math.log(2)
+    return dataclasses.replace(meta, val={**meta.val, **part})
 
 
 def score(meta, loss, right=0):
     """The text to print for a loss (nats per target) and an accuracy; for a text, also bits per byte."""
     perplexity = f'perplexity {math.exp(min(loss, 50)):.3f} a token'
     accuracy = f'accuracy {100 * right:.1f} %'
-    if 'source' in meta:
+    if meta.source:
         return f'{perplexity}, {accuracy}'
-    if 'row' in meta:
+    if meta.kind != 'text':
         return accuracy
-    return f'{loss * bits_a_nat(meta):.4f} bits per byte, {perplexity}'
+    return f'{loss * meta.bits_a_nat():.4f} bits per byte, {perplexity}'
 
 
 # ---- the optimiser -----------------------------------------------------------------------------------------
@@ -400,6 +407,27 @@ def begin_step(opt, step, steps, lr, seed, rank=0):
     torch.manual_seed(int(drawn))
 
 
+def training(model, opt, losses, first, steps, lr, clip, seed, rank=0, world=1):
+    """The training loop, from step `first` on. Yield after each step: the steps that are done, the loss (1,), the
+    norm of the gradient, the seconds it took. losses(step): yields the loss of each batch"""
+    for step in range(first, steps):
+        began = time.perf_counter()
+        begin_step(opt, step, steps, lr, seed, rank)
+        total = 0
+        for loss in losses(step):                           # forward
+            loss.backward()                                 # its gradients add up over the batches
+            total = total + loss.detach().view(1)
+        if world > 1:
+            average(model, total, world)
+        norm = clip_grad_norm_(model.parameters(), clip or math.inf)
+        if not (norm.isfinite() and total.isfinite()):
+            raise ValueError(f'step {step + 1}: loss or gradient is not finite; try a smaller rate than {lr:g}, '
+                             'or another --norm')
+        opt.step()
+        model.zero_grad(set_to_none=True)
+        yield step + 1, total, norm, time.perf_counter() - began
+
+
 # ---- what a run begins with --------------------------------------------------------------------------------
 
 def settings(argv):
@@ -424,12 +452,12 @@ def pretrained(args, given, given_model):
     row = given_model.pop('block_size', 0)
     model, meta = load(args.init, **given_model)
     refuse(idle(given_model, model.config))
-    data = dict(meta['data'])
-    if data['tokenizer'] in vocabulary.FIXED:                  # allow longer rows: facts-256 first, then facts
-        data.pop('row', None)
+    data = meta['data']
+    if data.tokenizer in vocabulary.FIXED:                  # allow longer rows: facts-256 first, then facts
+        data.row = 0
     args.data = given.get('data') or prepare.trained_on(meta) or args.data
     args.row = row or model.config.block_size
-    if 'files' in data:                                     # it comes from the hub
+    if data.pretrained:
         args.row = row or min(args.row, PRETRAINED_ROW)
         args.lr = given.get('lr', PRETRAINED_LR / model.config.n_embd)
         args.val_tokens = given.get('val_tokens', PART)
@@ -453,10 +481,11 @@ def resumed(out, given, given_model):
 
 
 def texts_of(args, of_model):
-    """-> training and validation tokens, their meta. of_model: what the model's file says of its data; None:
-    there is no model yet. What it says of conversations stays."""
+    """-> training and validation tokens, their Data. of_model: that of the model's file; None: there is no model
+    yet. What it says of conversations stays."""
     train, val, meta = prepare.load(args.data, tokenizer=args.tokenizer, like=of_model)
-    meta.update({name: of_model[name] for name in vocabulary.TRAVELS if name in (of_model or {})})
+    if of_model:
+        meta = dataclasses.replace(meta, **{name: getattr(of_model, name) for name in TRAVELS})
     if args.val_tokens:
         val = val[:args.val_tokens]
     return train, val, meta
@@ -466,29 +495,46 @@ def mistakes(args, config, data, model):
     """Pairs (is it wrong?, message) for `refuse`: flags, data and model that do not fit together."""
     meta = data.meta
     of = f'--data={args.data}'
-    yield not config.causal and 'classes' not in meta, (
+    yield not (config.causal or meta.classes), (
         f'--causal=false {of}: each step would see the token that it should say; an encoder needs data with '
         'classes, such as listops (pairs: --encoder=3)')
     if args.steps:                                              # without, nothing is trained
         yield from cannot_train(config)
     yield args.batch_size % data.world, (
         f'--batch_size={args.batch_size} does not divide among {data.world} processes')
-    least = data.T + 2
-    if 'row' in meta:
-        least = 2 * data.T                                      # inputs, then targets
+    least = data.T + 2 if meta.kind == 'text' else meta.step
     or_more = ', or more --val_tokens' if args.val_tokens else ''
     yield min(len(data.train), len(data.val)) < least, (
         f'{of} --block_size={data.T}: {len(data.train)} training and {len(data.val)} validation tokens, '
         f'expected at least {least} each; give a longer text, a smaller --block_size{or_more}')
+    needed, there = bytes_of(model, data), whole_memory(data.device)
+    yield args.steps and needed > there, (
+        f'--batch_size={args.batch_size}: weights, optimiser and a batch take about {needed / 1e9:.0f} GB, '
+        f'{data.device} has {there / 1e9:.0f}; take a smaller one (with --accum as many rows a step), or '
+        'shorter rows')
     yield args.steps and args.init and lies_in(args.init, args.out), (
         f'--out={args.out}: it holds the model of --init; take another folder')
-    yield args.carry and 'row' in meta, (
+    yield args.carry and meta.kind != 'text', (
         f'--carry: the rows of {args.data} have nothing to do with each other')
     yield args.carry and model.max_len, (
         '--carry: learned positions and cosformer end after a row; take other --pos, --phi')
     yield args.carry and any(isinstance(module, Favor) for module in model.modules()), (
         '--carry: random features are redrawn for every batch, and a state in the old ones means nothing; '
         'take another --phi, or map of --overflow')
+
+
+def bytes_of(model, data):
+    """About how much memory a step takes besides torch: a parameter with its gradient and two averages, and what
+    the backward needs of a batch. Caches and long rows take more."""
+    config = model.config
+    inner = config.n_inner or 4 * config.n_embd
+    if config.act == 'swiglu':                              # has two factors
+        inner *= 1.5
+    kept = 24 * config.n_layer * (config.n_embd + inner)    # a token: its layers
+    if not config.classes:                                  # a class is said once a row
+        kept += 12 * config.vocab_size                      # its logits
+    tokens = data.T // (config.patch or 1) * data.batch_size // data.world
+    return 16 * sum(p.numel() for p in model.parameters()) + kept * tokens
 
 
 def lies_in(path, folder):
@@ -501,7 +547,7 @@ def lies_in(path, folder):
 def built(args, config, data, weights):
     """The model for these data, with the given weights if there are any. ValueError if weights, data and
     flags do not fit together"""
-    of_data = {name: data.meta.get(name, absent) for name, absent in OF_DATA.items()}
+    of_data = {name: getattr(data.meta, name) for name in OF_DATA}
     longest = max(data.T, config.block_size) if weights else data.T     # keep all learned positions
     model = GPT(dataclasses.replace(config, block_size=longest, **of_data)).to(data.device)
     refuse(mistakes(args, config, data, model))
@@ -526,7 +572,7 @@ def restore(args, header, data, model, opt):
     """Restore the optimiser of a stopped run -> the states of --carry, one per batch."""
     tensors = header.pop('tensors')                         # as large as three models
     for side in prepare.SIDES:
-        if header['data'].get(side) != data.meta[side]:
+        if getattr(header['data'], side) != getattr(data.meta, side):
             raise ValueError(f'--resume --data={args.data}: {side}.bin is not what the run began with; bring '
                              f'it back, or begin anew with --init={args.out}/ckpt.safetensors')
     unpack_optimiser(model, opt, tensors)
@@ -572,15 +618,15 @@ def tell_step(log, data, steps, peak, step, loss, norm, ms, stage=''):
     norm = norm.item()
     lr = lr_at(step - 1, steps, peak)
     tok_s = 1e3 * data.T * data.batch_size * data.accum / ms
-    peak_memory = memory(data.device)
+    peak_bytes = peak_memory(data.device)
     cost = f'loss {loss:.3f}'
-    if not stage and 'row' not in data.meta:                # in the unit of the validation
-        cost = f'{loss * bits_a_nat(data.meta, "train"):.4f} bits per byte'
+    if not stage and data.meta.kind == 'text':              # in the unit of the validation
+        cost = f'{loss * data.meta.bits_a_nat("train"):.4f} bits per byte'
     speed = f'{tok_s / 1e3:.1f}k' if tok_s > 1e3 else f'{tok_s:.0f}'
     text = (f'{stage}step {step:5d}/{steps} | {cost} | lr {lr:.1e} | norm {norm:5.2f} | '
-            f'{ms:5.0f} ms | {speed} tok/s | {peak_memory / 1e6:.0f} MB | '
+            f'{ms:5.0f} ms | {speed} tok/s | {peak_bytes / 1e6:.0f} MB | '
             f'eta {(steps - step) * ms / 6e4:.1f} min')
-    tell(log, text, step=step, loss=loss, lr=lr, norm=norm, ms=ms, memory=peak_memory, tok_s=tok_s)
+    tell(log, text, step=step, loss=loss, lr=lr, norm=norm, ms=ms, memory=peak_bytes, tok_s=tok_s)
 
 
 def opening(model, data, args, run, log):
@@ -588,12 +634,12 @@ def opening(model, data, args, run, log):
     config = model.config
     size = sum(p.numel() for p in model.parameters())
     threads = torch.get_num_threads()
-    about = {key: value for key, value in data.meta.items() if key not in ('json', *vocabulary.TRAVELS)}
+    about = {key: value for key, value in data.meta.as_dict().items() if key not in ('json', *TRAVELS)}
     what = 'tokens'
     train, val = len(data.train), len(data.val)
-    if 'row' in data.meta:                          # their inputs and targets stand in the file
+    if data.meta.kind != 'text':
         what = 'rows'
-        train, val = (len(blocks(n, data.T, data.meta)) for n in (train, val))
+        train, val = train // data.meta.step, val // data.meta.step
     text = (f'{briefly(config.rules)} | {size / 1e6:.2f} M parameters | '
             f'{args.data}: {train:,} + {val:,} {what}, a vocabulary of {config.vocab_size} | '
             f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {plural(threads, "thread")}')
@@ -601,7 +647,7 @@ def opening(model, data, args, run, log):
         text += (f'\nrows of {data.T}, lr {args.lr:.2g}, saved every {plural(args.eval_every, "step")}; '
                  f'recurrence: {model.why}')
     tell(log, text, config=dataclasses.asdict(config), **run, data=about, commit=commit(),
-         device=str(data.device), params=size, threads=threads)
+         device=str(data.device), params=size)
 
 
 def keep_run(args, data, model, opt, states, run):
@@ -625,18 +671,18 @@ def report(model, data, args, log, **figures):
         return
     what = f'blocks of {data.T}'
     n = len(data.val)
-    if n < data.meta['val']['tokens']:
-        what += f', the first {n:,} of {data.meta["val"]["tokens"]:,} tokens'
+    if n < data.meta.val['tokens']:
+        what += f', the first {n:,} of {data.meta.val["tokens"]:,} tokens'
     meta = of_part(data.meta, data.val)
     tell(log, f'validation, {what}: {score(meta, loss, right)}', read='blocks', val_loss=loss, accuracy=right)
     figures.update({'val_loss': loss, 'accuracy': right, 'validation tokens': n})
-    if 'row' not in meta:
-        figures['bits per byte'] = loss * bits_a_nat(meta)
+    if meta.kind == 'text':
+        figures['bits per byte'] = loss * meta.bits_a_nat()
         if model.max_len is None and model.config.keeps() == {None}:
-            along = dataclasses.replace(data, T=min(4096, LOGITS // meta['vocab_size'] + 1), world=1)
+            along = dataclasses.replace(data, T=min(4096, LOGITS // meta.vocab_size + 1), world=1)
             loss, _ = along.evaluate(model, carried=True, label='validation, carried')
             tell(log, f'validation, carried: {score(meta, loss)}', read='carried', val_loss=loss)
-            figures.update({'val_loss carried': loss, 'bits per byte carried': loss * bits_a_nat(meta)})
+            figures.update({'val_loss carried': loss, 'bits per byte carried': loss * meta.bits_a_nat()})
     if args.steps:
         files.write_json(f'{args.out}/result.json', {
             **figures, 'commit': commit(), **dataclasses.asdict(args), **dataclasses.asdict(model.config)})
@@ -646,11 +692,11 @@ def report(model, data, args, log, **figures):
 def sampling(out, meta):
     """The command that runs the model in the folder `out`. meta: of its data"""
     command = f'python sample.py --init={shlex.quote(out)}/ckpt.safetensors'
-    if 'source' in meta:
+    if meta.source:
         command += ' --source="..."'
-    if 'classes' in meta:
+    if meta.classes:
         command += ' --prompt="..."'
-    if meta.get('template'):
+    if meta.template:
         command += ' --chat'
     return command
 
@@ -658,21 +704,21 @@ def sampling(out, meta):
 def show(model, data, args):
     """Print a sample: the translation of the first pair, or a continuation of a text."""
     meta = data.meta
-    if 'source' in meta:
+    if meta.source:
         x, _ = rows(data.val, [0], data.T, meta, data.device)
-        source = x[:, :meta['source']]
+        source = x[:, :meta.source]
         for tokens in source, model.translate(source):
             say(f'> {vocabulary.decode(tokens[0].tolist(), meta)}')
-    if 'row' not in meta:
+    if meta.kind == 'text':
         beginning = vocabulary.encode(PROMPTS.get(args.data, ''), meta)
-        if 'files' in meta:                                 # pretrained: an empty text would tell nothing
+        if meta.pretrained:                                 # an empty text would tell nothing
             beginning = data.val[:16].tolist()
-        prompt = torch.tensor([vocabulary.begun(beginning, meta)], device=data.device)
+        prompt = torch.tensor([vocabulary.with_bos(beginning, meta)], device=data.device)
         draw = torch.Generator(data.device).manual_seed(0)
         many = max(0, min(SAMPLE, (model.max_len or SAMPLE + 1) - prompt.shape[1]))
         texts = model.generate(prompt, temperature=0.7, generator=draw)     # in fp32, as in sample.py
         written = [token.item() for token, _ in itertools.islice(texts, many)]
-        written = itertools.takewhile(lambda token: token not in meta.get('ends', []), written)
+        written = itertools.takewhile(lambda token: token not in meta.ends, written)
         say(f'--- a sample ---\n{vocabulary.decode([*beginning, *written], meta)}\n---')
     say(f'next: {sampling(args.out, meta)}')
 
@@ -682,17 +728,18 @@ def main(argv):
     args, config, weights, header = settings(argv)
     rank, world, device, dtype = machine(args)
     train, val, meta = texts_of(args, header.get('data'))
-    data = Rows(train, val, meta, meta.get('row', args.row), device, args.batch_size, args.seed,
+    data = Rows(train, val, meta, meta.row or args.row, device, args.batch_size, args.seed,
                 args.accum, args.carry, rank, world, dtype)
     torch.manual_seed(args.seed)
     model = built(args, config, data, weights)
     del weights                                             # the model has a copy
     opt = adamw(model, args.lr, args.weight_decay, device)
-    states = [None] * args.accum                            # of --carry, one per batch; data.learn fills them
+    states = [None] * args.accum                            # of --carry, one per batch; data.losses fills them
     if args.resume:
         states = restore(args, header, data, model, opt)
+    set_threads(args, header.get('threads') if world == 1 else None, model, data)
     log = log_of(args, rank == 0 and args.steps > 0)
-    run = {'args': dataclasses.asdict(args), 'torch': torch.__version__}
+    run = {'args': dataclasses.asdict(args), 'torch': torch.__version__, 'threads': torch.get_num_threads()}
     opening(model, data, args, run, log)
     if args.steps == 0:
         report(model, data, args, log)
@@ -703,22 +750,12 @@ def main(argv):
     best = header.get('best', math.inf)
     times = []                                              # seconds of each step since the last line
     seconds = 0.0                                           # of all steps together
-    since = time.perf_counter()
     start, label = data.judged()
     part = of_part(meta, val[:start[-1] + data.T + 1])
-    for step in range(first, args.steps):
-        begin_step(opt, step, args.steps, args.lr, args.seed, rank)
-        loss = data.learn(forward, states, step)            # forward and backward of all batches
-        if world > 1:
-            average(model, loss, world)
-        norm = clip_grad_norm_(model.parameters(), args.clip or math.inf)
-        done = step + 1
-        if not (norm.isfinite() and loss.isfinite()):
-            raise ValueError(f'step {done}: loss or gradient is not finite; try a smaller --lr than '
-                             f'{args.lr:g}, or another --norm')
-        opt.step()
-        model.zero_grad(set_to_none=True)
-        times.append(time.perf_counter() - since)
+    losses = functools.partial(data.losses, forward, states)
+    for done, loss, norm, took in training(model, opt, losses, first, args.steps, args.lr, args.clip, args.seed,
+                                           rank, world):
+        times.append(took)
         evaluates = done % args.eval_every == 0 or done == args.steps
         logs = done % args.log_every == 0 or done in (first + 1, args.steps) or sum(times) > SLOW
         if logs or evaluates:
@@ -737,7 +774,6 @@ def main(argv):
                     save(f'{args.out}/best.safetensors', model, run)
                 keep_run(args, data, model, opt, states, run)
             best = min(best, judged)
-        since = time.perf_counter()
     say(f'\n{args.steps - first} steps in {seconds / 60:.1f} minutes')
     report(model, data, args, log, steps=args.steps, ms=ms, minutes=seconds / 60)
 

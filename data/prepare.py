@@ -14,20 +14,12 @@
 You need not run these commands first: train.py prepares a missing set itself (`load`). The format:
 
     {train,val}.bin   flat array of token ids: uint8, uint16 or uint32, no header; some sets have test.bin
-    meta.json         name, dtype, vocab_size and tokenizer. Per side (train, val, test): tokens, sha256 of
-                      the .bin and, for a text, bytes in UTF-8 (for bits per byte). Tokenizers: byte; gpt2;
-                      char and words (separated by spaces) list their tokens in `chars`; bpe:N and json (of a
-                      hub model) keep a tokenizer.json in `json`; ids are numbers that stand for no text
+    meta.json         the fields of kinds.Data that are not the default: tokens, rows and, per side (train, val,
+                      test), tokens, sha256 of the .bin and, of a text, bytes in UTF-8 (for bits per byte)
 
-A task (data/tasks.py: generated rows, pictures, labelled texts, pairs) also has row and ignore in its meta.
-Its file is rows of 2 * row tokens: the inputs, then the targets. target[t] is what to predict after reading
-inputs[..t], so nothing is shifted. A target equal to ignore (vocab_size, or classes if these are more) does
-not count in the loss. A task may also have
-
-    pad       the padding token, at the end of inputs that are shorter than `row`
-    classes   the number of classes of a row; the target at the last real position is 0..classes-1
-    source    an encoder reads the first `source` tokens; the others are the decoder's
-    patch     p: the tokens are numbers 0..255, and p neighbouring ones are one input, x / 255
+The file of a set with rows (data/tasks.py: generated rows, pictures, labelled texts, pairs) has 2 * row tokens
+for each: the inputs, then the targets. target[t] is what to predict after reading inputs[..t], so nothing is
+shifted. A target equal to ignore (vocab_size, or classes if these are more) does not count in the loss.
 
 Labelled texts are in bytes, or in the tokens of --tokenizer; pad is one more token. If a set has no published
 validation side, every tenth line validates. Texts are cut off after 1,024 tokens (trec-64: after 64).
@@ -38,7 +30,6 @@ then the translation. Both parts are filled up with pad, and cut off after 256 t
 The targets are the tokens of the translation, then one pad that marks the end. Rows keep the order of the
 lines.
 """
-import argparse
 import contextlib
 import functools
 import glob
@@ -50,6 +41,7 @@ import sys
 import sysconfig
 import zipfile
 import zlib
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -57,14 +49,15 @@ if not __package__:                                             # run as a scrip
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from cli import files
 from cli.errors import note, script
-from cli.flags import from_home
+from cli.flags import flag, from_home, parse, refuse
 from data import tasks, vocabulary
+from data.kinds import Data, Set
 
 HERE = os.path.dirname(os.path.abspath(__file__))               # the default folder of the data sets
 SIDES = ('train', 'val')                                        # every set has these two; some also have test
 # ---- texts: each function returns the training bytes and the validation bytes ------------------------------
 
-def stdlib(_):
+def stdlib():
     """The .py files of the running Python. Fixed rules make figures comparable: take all regular *.py files
     outside the folders in `skip`; sort their relative paths (with "/") by code point; file i validates if
     i % 10 == 9; join the raw bytes without a separator."""
@@ -102,32 +95,28 @@ def local_text(path):
 # ---- the sets ----------------------------------------------------------------------------------------------
 
 HUB = 'https://huggingface.co'                                  # the variable HF_ENDPOINT replaces it
-WIKI = {'tokenizer': 'gpt2',
-        'make': functools.partial(tasks.named, names=['wiki.train.raw', 'wiki.valid.raw'])}
-DATASETS = {    # files: name and sha256, or None if unknown; urls: folders to try, in this order
-    'stdlib': {'help': "the .py files of Python's standard library, 12 MB", 'tokenizer': 'byte',
-               'make': stdlib},
-    'shakespeare': {
-        'help': 'tiny shakespeare, 1.1 MB', 'tokenizer': 'char', 'make': shakespeare,
-        'files': {'input.txt': '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'},
-        'urls': ['https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare']},
-    'wikitext2': {
-        **WIKI, 'help': 'WikiText-2 raw, 11 MB, CC BY-SA', 'files': {
+WIKI = functools.partial(tasks.named, names=['wiki.train.raw', 'wiki.valid.raw'])
+DATASETS = {
+    'stdlib': Set("the .py files of Python's standard library, 12 MB", 'text', stdlib),
+    'shakespeare': Set(
+        'tiny shakespeare, 1.1 MB', 'text', shakespeare, 'char',
+        files={'input.txt': '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'},
+        urls=('https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare',)),
+    'wikitext2': Set(
+        'WikiText-2 raw, 11 MB, CC BY-SA', 'text', WIKI, 'gpt2', files={
             'wikitext-2-raw-v1.zip': 'ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11'},
-        'urls': ['https://wikitext.smerity.com', f'{HUB}/datasets/ggml-org/ci/resolve/main']},
-    'wikitext103': {
-        **WIKI, 'help': 'WikiText-103 raw, 540 MB, CC BY-SA', 'files': {
+        urls=('https://wikitext.smerity.com', f'{HUB}/datasets/ggml-org/ci/resolve/main')),
+    'wikitext103': Set(
+        'WikiText-103 raw, 540 MB, CC BY-SA', 'text', WIKI, 'gpt2', files={
             'wikitext-103-raw-v1.zip': '91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794'},
-        'urls': ['https://wikitext.smerity.com',
-                 f'{HUB}/datasets/mattdangerw/wikitext-103-raw/resolve/main']},
+        urls=('https://wikitext.smerity.com', f'{HUB}/datasets/mattdangerw/wikitext-103-raw/resolve/main')),
     **tasks.SETS,
 }
-OWN = {     # your own files; a folder's name begins with its kind, so kinds never collide
-    'text': {'help': 'a text of your own', 'tokenizer': 'byte', 'make': local_text},
-    'lines': {**tasks.SENTENCES, 'help': 'labelled lines of your own', 'make': tasks.lines},
-    'pairs': {**tasks.PAIRS, 'help': 'translations of your own', 'make': tasks.parallel},
-    'joined': {**tasks.SENTENCES, 'help': 'pairs of your own, for a model of texts', 'make': tasks.parallel,
-             'answers': 'joined'}}
+OWN_FILES = {       # a folder's name begins with its kind, so kinds never collide
+    'text': Set('a text of your own', 'text', local_text),
+    'lines': Set('labelled lines of your own', 'labels', tasks.lines, length=1024),
+    'pairs': Set('translations of your own', 'pairs', tasks.parallel, 'bpe:4096', length=256),
+    'joined': Set('pairs of your own, for a model of texts', 'joined', tasks.parallel, length=1024)}
 
 
 def find_set(name):
@@ -137,20 +126,21 @@ def find_set(name):
         return DATASETS[name]
     base, _, path = name.partition(':')
     if os.path.exists(path) and find_set(base):
-        return {**find_set(base), 'base': base, 'file': path}
+        return find_set(base)._replace(base=base, file=path)
     match = re.fullmatch(r'(.+)-(patch)?([1-9]\d{0,4})', name)
-    if not match:
+    if not match or match[1] not in DATASETS:
         return None
-    base, key, number = match.groups()
-    key = key or 'length'
+    base, patch, number = match.groups()
+    entry = DATASETS[base]._replace(base=base)
     n = int(number)
-    row = DATASETS.get(base, {})
-    if key not in row:
-        return None
-    if key == 'patch' and row['side'] % n:
-        raise ValueError(f'{name}: patches of {n} x {n} pixels do not divide pictures of {row["side"]} x '
-                         f'{row["side"]}; take a divisor of {row["side"]}')
-    return {**row, 'base': base, key: n}                        # base: the set whose folder has the files
+    if patch and entry.side:
+        if entry.side % n:
+            raise ValueError(f'{name}: patches of {n} x {n} pixels do not divide pictures of {entry.side} x '
+                             f'{entry.side}; take a divisor of {entry.side}')
+        return entry._replace(patch=n)
+    if entry.length and not patch:
+        return entry._replace(length=n)
+    return None
 
 
 def files_of(name):
@@ -164,22 +154,20 @@ def files_of(name):
     return name.split(':', 1)
 
 
-def row_of(name, like=None):
-    """The entry of a data set in DATASETS or, for your own files, in OWN. like: as for `place`"""
-    row = find_set(name)
-    if row:
-        return row
-    kind = 'lines' if name.lower().endswith('.tsv') else 'text'
+def entry_of(name, like=None):
+    """The entry of a data set in DATASETS or, for your own files, in OWN_FILES. like: as for `place`"""
+    entry = find_set(name)
+    if entry:
+        return entry
+    own = 'lines' if name.lower().endswith('.tsv') else 'text'
     if len(files_of(name)) == 2:
-        kind = 'pairs'
-        if like and 'vocab_size' in like and 'source' not in like:      # a model that knows no pairs
-            kind = 'joined'
-    return {'own': kind, **OWN[kind]}
+        own = 'pairs'
+        if like and like.vocab_size and not like.source:        # a model that knows no pairs
+            own = 'joined'
+    return OWN_FILES[own]._replace(own=own)
 
 
-# ---- tokenizers --------------------------------------------------------------------------------------------
-
-# ---- files -------------------------------------------------------------------------------------------------
+# ---- where a set lies, and what it is made from ------------------------------------------------------------
 
 @functools.cache
 def kept_in(here, name):
@@ -199,20 +187,19 @@ def endpoint():
     return (os.environ.get('HF_ENDPOINT') or HUB).rstrip('/')
 
 
-def fetch(name, root=None, file=None):
+def fetch(name, entry, root=None, file=None):
     """The paths of the files that a set is made from, or a folder in place of an archive. They are --file
     itself, or lie in it, or lie in the set's folder (also if put there by hand); else they are downloaded."""
-    row = find_set(name)
-    several = len(row['files']) > 1
+    several = len(entry.files) > 1
     if file and os.path.isdir(file):                            # `make` reports missing files
-        return [os.path.join(file, base) for base in row['files']] if several else [file]
-    folder = place(row.get('base', name), root)
+        return [os.path.join(file, base) for base in entry.files] if several else [file]
+    folder = place(entry.base or name, root)
     if file and several:
-        raise ValueError(f'--file={file} is no folder; {name} is made from {" and ".join(row["files"])}')
+        raise ValueError(f'--file={file} is no folder; {name} is made from {" and ".join(entry.files)}')
     paths = []
-    for base, sha256 in row['files'].items():
+    for base, sha256 in entry.files.items():
         path = file or os.path.join(folder, base)
-        links = [f'{site}/{base}'.replace(HUB, endpoint()) for site in row['urls']]
+        links = [f'{site}/{base}'.replace(HUB, endpoint()) for site in entry.urls]
         if not file and not os.path.exists(path):
             files.download(links, path, sha256=sha256)
         files.check_file(path, f'delete or replace {path}, which is not the file of {name}', sha256=sha256)
@@ -220,50 +207,57 @@ def fetch(name, root=None, file=None):
     return paths
 
 
-# ---- prepare -----------------------------------------------------------------------------------------------
-
 def place(name, root=None, like=None):
     """The folder of a data set. It depends on the set's name, or on the content of your own files. A path to
     a prepared folder is that folder.
 
-    like: a meta of the tokens and rows wanted, if they are not the set's own. If the usual folder does not
-    have these, we take one beside it, whose name also stands for them.
+    like: the tokens and rows wanted, a Data, if they are not the set's own. If the usual folder does not have
+    these, we take one beside it, whose name also stands for them.
     """
-    row = row_of(name, like)
-    if 'own' in row and os.path.isdir(name):
+    entry = entry_of(name, like)
+    if entry.own and os.path.isdir(name):
         return name
-    tokens = like or row
-    kind = tokens['tokenizer']
-    table = tokens.get('json') or ''.join(tokens.get('chars', []))
-    lengths = [str(tokens[key]) for key in ('row', 'source') if key in tokens]      # of a model's rows
+    wish = like or Data(entry.tokenizer)
+    usual = usual_folder(name, entry, wish.tokenizer)
+    usual = os.path.join(root, usual) if root else kept_in(HERE, usual)
+    table = wish.json or ''.join(wish.chars)
+    lengths = [str(n) for n in (wish.row, wish.source) if n]    # of a model's rows
     exact = ' '.join([table, *lengths]).strip()
-    folder = usual_folder(name, row, kind)
-    folder = os.path.join(root, folder) if root else kept_in(HERE, folder)
-    says_all = not like or row['tokenizer'] in vocabulary.FIXED            # then the name determines the tokens
-    if 'own' in row:
-        says_all = not exact
-    if says_all:
-        return folder
-    names = [folder, f'{folder}-{kind.replace(":", "-")}']
+    if entry.own and not exact:                                 # then its name stands for the tokenizer, too
+        return usual
+    if not entry.own and (like is None or entry.tokenizer in vocabulary.FIXED):
+        return usual
+    beside = f'{usual}-{wish.tokenizer.replace(":", "-")}'
+    folders = [usual, beside]
     if exact:
-        names.append(f'{names[1]}-{files.short_hash(exact.encode())}')
-    for candidate in names:
-        with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):       # missing or unusable
-            meta = json.loads(files.read_file(os.path.join(candidate, 'meta.json')))
-            if vocabulary.same_tokens(meta, {**meta, **like}):
-                return candidate
-    if kind == row['tokenizer'] and not table and not os.path.exists(folder):
-        return folder
-    return names[-1]
+        folders.append(f'{beside}-{files.short_hash(exact.encode())}')
+    for folder in folders:
+        if holds(folder, like):
+            return folder
+    if wish.tokenizer == entry.tokenizer and not table and not os.path.exists(usual):
+        return usual
+    return folders[-1]
 
 
-def usual_folder(name, row, tokenizer):
+def described(folder):
+    """What the meta.json of a prepared folder says. OSError or ValueError if it is missing or broken"""
+    path = os.path.join(folder, 'meta.json')
+    return Data.of(json.loads(files.read_file(path)), path)
+
+
+def holds(folder, like):
+    """Whether a set with the tokens and rows of `like` is prepared in a folder."""
+    with contextlib.suppress(OSError, ValueError):
+        return described(folder).fits(like)
+
+
+def usual_folder(name, entry, tokenizer):
     """The name of a data set's folder, if its tokens are the usual ones. That for your own files depends on
     their content."""
-    if 'file' in row:
-        paths = sorted(filter(os.path.isfile, glob.glob(f'{row["file"]}/*'))) or [row['file']]
-        return f'{row["base"]}-{files.short_hash(b"".join(map(files.read_file, paths)))}'
-    if 'own' not in row:
+    if entry.file:
+        paths = sorted(filter(os.path.isfile, glob.glob(f'{entry.file}/*'))) or [entry.file]
+        return f'{entry.base}-{files.short_hash(b"".join(map(files.read_file, paths)))}'
+    if not entry.own:
         return name.replace(':', '-')
     paths = files_of(name)
     for path in paths:
@@ -273,110 +267,129 @@ def usual_folder(name, row, tokenizer):
     stem = os.path.splitext(os.path.basename(paths[0]))[0]
     stem = re.sub('[^A-Za-z0-9_-]+', '_', stem)[:40]
     content = b'\0'.join(files.read_file(path) for path in paths)
-    return f'{row["own"]}-{stem}-{files.short_hash(content + tokenizer.encode())}'
+    return f'{entry.own}-{stem}-{files.short_hash(content + tokenizer.encode())}'
 
+
+# ---- prepare -----------------------------------------------------------------------------------------------
 
 def prepare(name, root=None, tokenizer=None, file=None, like=None):
     """Make a data set, even if it exists -> its folder. Either `tokenizer` names the tokens, and the set goes
-    to the usual folder, or `like` is a meta that describes them. meta.json is written last: without it, a set
-    is unfinished."""
-    row = row_of(name, like)
-    wish = like or {'tokenizer': tokenizer or row['tokenizer']}
-    kind = wish['tokenizer']
-    choices = vocabulary.OF_TEXTS
-    possible = kind in vocabulary.TOKENIZERS or 'json' in wish or kind in [f'bpe:{n}' for n in vocabulary.LEARNED]
-    if row['tokenizer'] in vocabulary.FIXED:
-        choices = row['tokenizer']
-        possible = kind == choices
-    if not possible:
-        raise ValueError(f'{name}: its tokens can be {choices}, not {kind}')
-    file = file or row.get('file')
-    if file and not {'files', 'text'} & set(row):
+    to the usual folder, or `like` describes them, a Data. meta.json is written last: without it, a set is
+    unfinished."""
+    entry = entry_of(name, like)
+    wish = like or Data(tokenizer or entry.tokenizer)
+    refuse(cannot_be_in(wish, entry, name))
+    file = file or entry.file
+    if file and not entry.files and entry.way != 'facts':
         raise ValueError(f'--file means nothing for {name}: it is not fetched')
-    folder = place(name, root, like if find_set(name) else wish)
-    print(f'preparing {folder} ({row["help"]}; tokenizer {kind})', flush=True)
+    folder = place(name, root, wish if entry.own else like)
+    print(f'preparing {folder} ({entry.help}; tokenizer {wish.tokenizer})', flush=True)
+    meta = Data(wish.tokenizer, wish.vocab_size, os.path.basename(folder), wish.chars, wish.json)
     try:
-        meta = {key: wish[key] for key in ('tokenizer', 'vocab_size', 'chars', 'json') if key in wish}
-        meta['name'] = os.path.basename(folder)
-        paths = files_of(name)
-        if 'files' in row:
-            paths = fetch(name, root, file)
-        if 'text' in row:
-            texts = local_text(file) if file else stdlib(None)
-            sides = tasks.generate_rows(row, meta, texts)
-        elif 'rows' in row:
-            sides = tasks.generate_rows(row, meta)
-        else:
-            sides = row['make'](*paths)
-        if 'answers' in row:
-            sides = ANSWERS[row['answers']](sides, row['length'], meta, wish)
-        if 'answers' in row or row['tokenizer'] in vocabulary.FIXED:
-            arrays = tasks.to_rows(sides, row, meta)
-        else:
-            vocabulary.learn_tokens(sides, meta)
-            meta.update({side: {'bytes': len(text)} for side, text in zip(SIDES, sides)})
-            arrays = [[vocabulary.tokenize(text, meta)] for text in sides]
-        save_set(folder, meta, arrays)
+        paths = [file] if file else []
+        if entry.files:
+            paths = fetch(name, entry, root, file)
+        elif entry.own:
+            paths = files_of(name)
+        save_set(folder, meta, WAYS[entry.way](entry, paths, meta, wish))
     except (OSError, EOFError, ValueError, zlib.error, zipfile.BadZipFile) as e:        # disk full; a broken file
         raise ValueError(f'cannot prepare {name}: {e}') from None
     return folder
 
 
-def labels(sides, most, meta, wish):
-    """Texts and their labels -> tokens and labels. They are shuffled, always in the same way, because files
-    may be sorted by class. Here and in `pairs` and `joined_pairs`, meta gets the entries about tokens and
-    rows."""
-    texts, classes = zip(*sides)
+def cannot_be_in(wish, entry, name):
+    """For `refuse`: a tokenizer that there is not, or not for this set."""
+    kind = wish.tokenizer
+    if entry.tokenizer in vocabulary.FIXED:
+        yield kind != entry.tokenizer, f'{name}: its tokens can be {entry.tokenizer}, not {kind}'
+    else:
+        learned = [f'bpe:{n}' for n in vocabulary.LEARNED]
+        yield not (wish.json or kind in vocabulary.TOKENIZERS or kind in learned), (
+            f'{name}: its tokens can be {vocabulary.OF_TEXTS}, not {kind}')
+
+
+# ---- the ways to make a set: (entry, paths, meta, wish) -> arrays of tokens per side -------------------------
+# wish: the tokens and rows of a model, if it is for one. meta gets all that the files will say of them.
+
+def texts_of(entry, paths, meta, wish):
+    """A text is one array of tokens."""
+    sides = entry.make(*paths)
+    vocabulary.learn_tokens(sides, meta)
+    meta.train, meta.val = ({'bytes': len(text)} for text in sides)
+    return [vocabulary.tokenize(text, meta) for text in sides]
+
+
+def generated(entry, paths, meta, wish):
+    """Rows that are drawn."""
+    return tasks.to_rows(tasks.generate_rows(entry, meta), entry, meta)
+
+
+def facts_in_text(entry, paths, meta, wish):
+    """Rows that are drawn from a text: that of --file or stdlib."""
+    texts = local_text(*paths) if paths else stdlib()
+    return tasks.to_rows(tasks.generate_rows(entry, meta, texts), entry, meta)
+
+
+def pictures(entry, paths, meta, wish):
+    """Pictures and their classes."""
+    return tasks.to_rows(entry.make(*paths), entry, meta)
+
+
+def labelled(entry, paths, meta, wish):
+    """Texts and their classes. They are shuffled, always in the same way, because files may be sorted by
+    class."""
+    texts, classes = zip(*entry.make(*paths))
     learn_with_pad(texts, meta, wish)
-    meta['classes'] = tasks.classes(classes)
+    meta.classes = tasks.classes(classes)
+    tokens, meta.row = fitted(texts, meta, entry.length, wish.row, 32)
     shuffled = []
-    tokens, meta['row'] = fitted(texts, meta, most, wish.get('row'), 32)
     for x, y in zip(tokens, classes):
         order = np.random.Generator(np.random.Philox(0)).permutation(len(x))
         shuffled.append(([x[i] for i in order], [y[i] for i in order]))
-    return shuffled
+    return tasks.to_rows(shuffled, entry, meta)
 
 
-def pairs(sides, most, meta, wish):
+def paired(entry, paths, meta, wish):
     """Sentences and their translations -> rows of tokens, targets, as this file's docstring says."""
+    sides = entry.make(*paths)
     sources, texts = zip(*sides)
     learn_with_pad([a + b for a, b in sides], meta, wish)
-    given = wish.get('source', 0)
-    source_tokens, source = fitted(sources, meta, most, given, 8)
-    text_tokens, length = fitted(texts, meta, most, wish.get('row', 0) - given, 8, more=1)
-    meta['source'] = source
-    meta['row'] = source + length
-    pad = np.full(source + 1, meta['pad'])
+    source_tokens, meta.source = fitted(sources, meta, entry.length, wish.source, 8)
+    text_tokens, length = fitted(texts, meta, entry.length, wish.row - wish.source, 8, more=1)
+    meta.row = meta.source + length
+    pad = np.full(meta.source + 1, meta.pad)
     rows = []
     for x, y in zip(source_tokens, text_tokens):
         inputs = [np.concatenate([a, pad[len(a):], b]) for a, b in zip(x, y)]
         rows.append((inputs, [np.append(b, pad[0]) for b in y]))
-    return rows
+    return tasks.to_rows(rows, entry, meta)
 
 
-def joined_pairs(sides, most, meta, _):
-    """Like `pairs`, but for a model that reads both texts as one. A row is a source, a line end, its
+def joined(entry, paths, meta, wish):
+    """Like `paired`, but for a model that reads both texts as one. A row is a source, a line end, its
     translation (or summary) and a line end. The targets are everything after the first line end. Sources that
     are too long are cut off; translations only where they are longer than half a row."""
-    before, _ = vocabulary.ends(meta)
+    before, _ = vocabulary.frame(meta)
     end = vocabulary.encode('\n', meta)[-1:]
     if not end:
         raise ValueError('the model\'s tokens know no line end to put between a text and its translation; '
                          'take a model of texts, or train one on pairs, without --init or --from')
-    meta['pad'] = end[0]
+    meta.pad = end[0]
+    most = entry.length
     rows = []
-    for sources, texts in sides:
+    for sources, texts in entry.make(*paths):
         answers = [vocabulary.continued(text.decode(), end, meta)[:most // 2] for text in texts]
         inputs = []
         for source, text in zip(sources, answers):
             tokens = before + vocabulary.encode(source.decode(), meta)
             inputs.append(tokens[:most - len(text) - 1] + end + text)
         rows.append((inputs, [text + end for text in answers]))
-    meta['row'] = row_length([x for x, _ in rows], most, 8)
-    return rows
+    meta.row = row_length([x for x, _ in rows], most, 8)
+    return tasks.to_rows(rows, entry, meta)
 
 
-ANSWERS = {'labels': labels, 'pairs': pairs, 'joined': joined_pairs}
+WAYS = {'text': texts_of, 'generated': generated, 'facts': facts_in_text, 'pictures': pictures,
+        'labels': labelled, 'pairs': paired, 'joined': joined}
 
 
 def fitted(sides, meta, most, given, step, more=0):
@@ -384,7 +397,7 @@ def fitted(sides, meta, most, given, step, more=0):
     model sets it. Otherwise the longest text fits in, with `more` tokens. Longer texts are cut off, but keep
     the special tokens behind them."""
     from tqdm import tqdm
-    before, behind = vocabulary.ends(meta)
+    before, behind = vocabulary.frame(meta)
     room = (given or most) - more
     by_side = []
     for texts in sides:
@@ -413,45 +426,45 @@ def row_length(sides, most, step, more=0):
 def learn_with_pad(sides, meta, wish):
     """Like `learn_tokens` for lists of texts; also sets pad: a new token, or the model's."""
     vocabulary.learn_tokens([b'\n'.join(texts) for texts in sides], meta)
-    meta['pad'] = wish.get('pad', meta['vocab_size'])
-    if meta['pad'] == meta['vocab_size']:
-        meta['vocab_size'] += 1
-        if 'chars' in meta:
-            meta['chars'] = [*meta['chars'], '<pad>']
+    meta.pad = meta.vocab_size if wish.pad is None else wish.pad
+    if meta.pad == meta.vocab_size:
+        meta.vocab_size += 1
+        if meta.chars:
+            meta.chars = [*meta.chars, '<pad>']
 
 
 def save_set(folder, meta, sides):
     """Write the token arrays of each side, and meta with dtype, counts and sha256: all files, or none."""
-    dtype = np.min_scalar_type(meta.get('ignore', meta['vocab_size'] - 1))
-    meta['dtype'] = dtype.name
+    dtype = np.min_scalar_type(meta.ignore if meta.row else meta.vocab_size - 1)
+    meta.dtype = dtype.name
     path = os.path.join(folder, 'meta.json')
     with contextlib.ExitStack() as new:
-        about = new.enter_context(files.atomic(path))               # entered first, so it is renamed last
+        about = new.enter_context(files.atomic(path))           # entered first, so it is renamed last
         for side, arrays in zip((*SIDES, 'test'), sides):
             data = new.enter_context(files.atomic(os.path.join(folder, side + '.bin')))
-            entry = meta.setdefault(side, {})
-            entry['sha256'] = files.write_blocks(data, (a.astype(dtype, copy=False).ravel() for a in arrays))
-            entry['tokens'] = os.path.getsize(data) // dtype.itemsize
-        text = json.dumps(meta, indent=1).encode()
+            digest = files.write_blocks(data, (a.astype(dtype, copy=False).ravel() for a in arrays))
+            counts = {'sha256': digest, 'tokens': os.path.getsize(data) // dtype.itemsize}
+            setattr(meta, side, {**(getattr(meta, side) or {}), **counts})
+        text = json.dumps(meta.as_dict(), indent=1).encode()
         files.write_blocks(about, [text])
-        if os.path.exists(path) and files.read_file(path) != text:    # others may read the same set just now
+        if os.path.exists(path) and files.read_file(path) != text:      # others may read the same set just now
             os.remove(path)                                     # so nobody combines old and new files
 
 
 # ---- load --------------------------------------------------------------------------------------------------
 
 def load(name, root=None, tokenizer=None, like=None):
-    """-> train, val, meta of a data set. name: a set, a local text file or a prepared folder.
+    """-> train, val, Data of a set. name: a set, a local text file or a prepared folder.
 
     train and val are read-only memory maps. A missing set is prepared, with `tokenizer` or, if `like` is
-    given, in the tokens of that meta (of a model or another set). ValueError if the set is broken or in other
+    given, in the tokens of that Data (of a model or another set). ValueError if the set is broken or in other
     tokens, or if `tokenizer` contradicts `like`. root: the folder of all sets; None: this file's folder
     """
-    if like and tokenizer and like['tokenizer'] != tokenizer:
-        raise ValueError(f'--tokenizer={tokenizer}: the tokens are those of the model '
-                         f'({vocabulary.describe_tokens(like)}); leave it out')
+    if like and tokenizer and like.tokenizer != tokenizer:
+        raise ValueError(f'--tokenizer={tokenizer}: the tokens are those of the model ({like.in_words()}); '
+                         'leave it out')
     if tokenizer:
-        like = like or {'tokenizer': tokenizer}
+        like = like or Data(tokenizer)
     folder = place(name, root, like)
     path = os.path.join(folder, 'meta.json')
     if not os.path.exists(path):
@@ -459,32 +472,35 @@ def load(name, root=None, tokenizer=None, like=None):
             raise ValueError(f'{path} is missing: {name} is no prepared data set; give a name or a text file')
         prepare(name, root, like=like)
     try:
-        meta = json.loads(files.read_file(path))
-        train, val = (mapped(folder, meta, side) for side in SIDES)
-        if 'test' in meta:
-            mapped(folder, meta, 'test')                        # checks that it is not broken, either
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        meta = described(folder)
+        sides = [mapped(folder, meta, side) for side in (*SIDES, 'test') if getattr(meta, side)]
+        train, val = sides[:2]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
         remedy = 'prepare it anew' if folder == name else f'delete {folder} to have it made anew'
         raise ValueError(f'{path} or its .bin files are broken ({type(e).__name__}: {e}); {remedy}') from None
-    if like and not vocabulary.same_tokens(meta, {**meta, **like}):
-        remedy = 'make it anew with data/prepare.py, or give the text itself'
-        if meta['tokenizer'] in vocabulary.FIXED or like['tokenizer'] in vocabulary.FIXED:
-            remedy = 'these cannot be made anew: take other data'
-        if 'row' in like and 'row' not in meta:
-            remedy = 'this model was trained on rows, so give it labelled lines, or pairs'
-        if 'pad' in meta and 'pad' not in like:
-            remedy = 'its rows are padded: take an encoder, such as MiniLM, or train a new model on them'
-        raise ValueError(f'--data={name}: not in the tokens wanted ({vocabulary.describe_tokens(like)}), but in others '
-                         f'({vocabulary.describe_tokens(meta)}); {remedy}')
-    if 'json' in meta:
-        vocabulary.subwords(meta['json'])                                  # may fail, so before training
+    if like and not meta.fits(like):
+        raise ValueError(f'--data={name}: not in the tokens wanted ({like.in_words()}), but in others '
+                         f'({meta.in_words()}); {remedy_for(meta, like)}')
+    if meta.json:
+        vocabulary.subwords(meta.json)                          # may fail, so before training
     return train, val, meta
 
 
+def remedy_for(meta, like):
+    """What to do about data in other tokens, or other rows, than those wanted."""
+    if meta.pad is not None and like.pad is None:
+        return 'its rows are padded: take an encoder, such as MiniLM, or train a new model on them'
+    if like.kind != 'text' and meta.kind == 'text':
+        return 'this model was trained on rows, so give it labelled lines, or pairs'
+    if {meta.tokenizer, like.tokenizer} & {*vocabulary.FIXED}:
+        return 'these cannot be made anew: take other data'
+    return 'make it anew with data/prepare.py, or give the text itself'
+
+
 def test_side(name, like=None):
-    """-> test, meta of a data set with a test side, for the final report. Prepared as in `load`."""
+    """-> test, Data of a set with a test side, for the final report. Prepared as in `load`."""
     _, _, meta = load(name, like=like)
-    if 'test' not in meta:
+    if meta.test is None:
         raise ValueError(f'--data={name}: there is no test side, only {" and ".join(SIDES)}; take another '
                          'set, such as multi30k, or report on the validation side')
     return mapped(place(name, None, like), meta, 'test'), meta
@@ -493,31 +509,31 @@ def test_side(name, like=None):
 def mapped(folder, meta, side):
     """A memory map of the tokens of one side. Checksum and token ranges are verified here."""
     path = os.path.join(folder, side + '.bin')
-    dtype = np.dtype(meta['dtype'])
-    files.check_file(path, path, meta[side]['tokens'] * dtype.itemsize, meta[side]['sha256'])
+    about = getattr(meta, side)
+    dtype = np.dtype(meta.dtype)
+    files.check_file(path, path, about['tokens'] * dtype.itemsize, about['sha256'])
     inputs = data = np.memmap(path, dtype, 'r')
-    vocab = meta['vocab_size']
-    if 'row' in meta:
-        inputs, targets = data.reshape(-1, 2, meta['row']).swapaxes(0, 1)
+    if meta.row:
+        inputs, targets = data.reshape(-1, 2, meta.row).swapaxes(0, 1)
         tasks.check_targets(targets, meta, path)
-        counts = (targets != meta['ignore']).sum(1)
-        if 'classes' in meta and (counts != 1).any():
+        counts = (targets != meta.ignore).sum(1)
+        if meta.classes and (counts != 1).any():
             raise ValueError(f'{path}: holds rows with more or fewer targets than one, their class')
     highest = inputs.max()
-    if highest >= vocab:
-        raise ValueError(f'{path}: holds token {highest}, the vocabulary ends at {vocab - 1}')
+    if highest >= meta.vocab_size:
+        raise ValueError(f'{path}: holds token {highest}, the vocabulary ends at {meta.vocab_size - 1}')
     return data
 
 
 def trained_on(meta):
-    """--data of the run that made a model; '' if its file does not say"""
+    """--data of the run that made a model, by the meta of its file; '' if that does not say"""
     name = (meta.get('args') or {}).get('data')
     return name if isinstance(name, str) else ''
 
 
 def for_model(source, meta, name, row):
-    """Load data in the tokens of a trained model -> train, val, meta of the data, name. They are for training
-    it further or measuring it.
+    """Load data in the tokens of a trained model -> train, val, Data, name. They are for training it further
+    or measuring it.
 
     source: the model's file or name, for messages; meta: its metadata. name: a text, a task or a folder; if
     empty, the model's training data. ValueError if a side of a text has no more than one row of `row` tokens,
@@ -527,41 +543,38 @@ def for_model(source, meta, name, row):
     if not name:
         raise ValueError(f'{source} does not say what it was trained on: give --data, such as a text file')
     train, val, data = load(name, like=meta['data'])
-    if data.get('row', 0) > row:
-        raise ValueError(f'--data={name}: its rows have {data["row"]} tokens, more than {row}; give '
-                         f'--row={data["row"]} if {source} knows as many, or shorter texts')
-    if 'row' not in data and min(len(train), len(val)) <= row + 1:
+    if data.row > row:
+        raise ValueError(f'--data={name}: its rows have {data.row} tokens, more than {row}; give '
+                         f'--row={data.row} if {source} knows as many, or shorter texts')
+    if data.kind == 'text' and min(len(train), len(val)) <= row + 1:
         raise ValueError(f'--data={name}: too short for rows of {row}; give a longer text, or shorter rows '
                          '(convert.py: --row; bench.py: --row or --lengths)')
     return train, val, data, name
 
 
-# ---- how a command ends ------------------------------------------------------------------------------------
+# ---- the command -------------------------------------------------------------------------------------------
+
+@dataclass
+class Args:
+    tokenizer: str = flag('', vocabulary.OF_TEXTS)
+    file: str = flag('', 'use this local copy, no download; several files: their folder', path=True)
+
 
 @script
 def main(argv):
-    def error(message):                                         # one line, as for every mistake
-        raise ValueError(message)
-
-    sets = [f'{name}: {row["help"]} ({row["tokenizer"]})' for name, row in DATASETS.items()]
-    parser = argparse.ArgumentParser(description='Make a data set for train.py.', allow_abbrev=False)
-    parser.error = error
-    about = ('a UTF-8 text file, two files of parallel lines (a.en:a.de), or one of '
-             f'{"; ".join(sets)}; listops-2048: in rows of 2,048, mnist-patch7: in patches of 7 x 7')
-    parser.add_argument('name', type=from_home, help=about)
-    parser.add_argument('--tokenizer', help=vocabulary.OF_TEXTS)
-    parser.add_argument('--file', type=from_home, help='use this local copy, no download; several files: their folder')
-    args = parser.parse_args(argv)
-    if find_set(args.name) or not os.path.isdir(args.name):
-        prepare(args.name, None, args.tokenizer, args.file)
-    train, val, meta = load(args.name, tokenizer=args.tokenizer)
-    unit = 'tokens'
-    n = 1
-    if 'row' in meta:
-        unit = f'rows of {meta["row"]:,} tokens'
-        n = 2 * meta['row']
-    print(f'{len(train) // n:,} training and {len(val) // n:,} validation {unit}, vocabulary '
-          f'{meta["vocab_size"]:,}')
+    name = argv[0] if argv and not argv[0].startswith('-') else ''
+    sets = '\n'.join(f'    {name:12} {entry.help} ({entry.tokenizer})' for name, entry in DATASETS.items())
+    [given] = parse(argv[1:] if name else argv, f'{__doc__}\n{sets}', Args)
+    if not name:
+        raise ValueError(f'give a text file, two of parallel lines (a.en:a.de), or one of {", ".join(DATASETS)}')
+    name = from_home(name)
+    args = Args(**given)
+    if find_set(name) or not os.path.isdir(name):
+        prepare(name, None, args.tokenizer, args.file)
+    train, val, meta = load(name, tokenizer=args.tokenizer)
+    unit = f'rows of {meta.row:,} tokens' if meta.row else 'tokens'
+    print(f'{len(train) // meta.step:,} training and {len(val) // meta.step:,} validation {unit}, vocabulary '
+          f'{meta.vocab_size:,}')
 
 
 if __name__ == '__main__':

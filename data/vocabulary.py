@@ -1,8 +1,8 @@
 """Text <-> token ids, by the description of a set's or a model's tokens.
 
-    encode('to be', {'tokenizer': 'byte', 'vocab_size': 256})           # [116, 111, 32, 98, 101]
+    encode('to be', Data('byte', 256))          # [116, 111, 32, 98, 101]
 
-Tokenizers: byte; gpt2; char and words (separated by spaces) list their tokens in `chars`; bpe:N and json (of a
+Tokenizers (kinds.Data): byte; gpt2; char and words (separated by spaces) list their tokens in `chars`; bpe:N and json (of a
 hub model) keep a tokenizer.json in `json`; ids are numbers that stand for no text.
 """
 import contextlib
@@ -19,6 +19,8 @@ TOKENIZERS = ('byte', 'char', 'gpt2')                           # and bpe:N, for
 LEARNED = range(257, 65537)                                     # 256 bytes and the learned tokens
 LONG_WORD = r'(\S{1000})'                                       # longer words are split: they take hours
 OF_TEXTS = f'{", ".join(TOKENIZERS)} or bpe:N, N from {LEARNED[0]} to {LEARNED[-1]:,}'
+
+
 def gpt2():
     """GPT-2's tokenizer, downloaded once (1.5 MB). ValueError if it is neither cached nor can be fetched."""
     try:
@@ -98,15 +100,16 @@ def learn_tokenizer(data, size):
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizer.pre_tokenizer.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(re.split(LONG_WORD, data.decode()), trainer)
+    parts = (part for text in pieces(data) for part in re.split(LONG_WORD, text))
+    tokenizer.train_from_iterator(parts, trainer)
     return tokenizer.to_str()
 
 
 def units(meta):
     """The text of each token id of a char, words or ids tokenizer."""
-    if meta['tokenizer'] == 'ids':
-        return [str(i) for i in range(meta['vocab_size'])]
-    return meta['chars']
+    if meta.tokenizer == 'ids':
+        return [str(i) for i in range(meta.vocab_size)]
+    return meta.chars
 
 
 @functools.lru_cache(4)
@@ -118,17 +121,17 @@ def ids_of(units):
 def encode(text, meta, special=False):
     """Text -> token ids, by the meta of a data set or a checkpoint. A text of ids is numbers separated by
     spaces; a text of words is anything separated by spaces. special: read special tokens as such"""
-    kind = meta.get('tokenizer')
+    kind = meta.tokenizer
     if kind == 'byte':
         return list(text.encode('utf-8', 'surrogateescape'))    # keeps stray bytes from a terminal
     if kind == 'gpt2':
         return gpt2().encode(text, allowed_special='all' if special else set(), disallowed_special=())
-    if 'json' in meta:
+    if meta.json:
         text = text.encode('utf-8', 'replace').decode()         # stray bytes become question marks
         with of_package('its tokenizer cannot read this text'):
-            tokenizer = subwords(meta['json'], meta['vocab_size'], special)
+            tokenizer = subwords(meta.json, meta.vocab_size, special)
             ids = tokenizer.encode(text, add_special_tokens=False).ids
-        if max(ids, default=0) >= meta['vocab_size']:
+        if max(ids, default=0) >= meta.vocab_size:
             raise ValueError(f'its tokenizer makes token {max(ids)} of this text, beyond the vocabulary')
         return ids
     ids = ids_of(tuple(units(meta)))
@@ -141,11 +144,11 @@ def encode(text, meta, special=False):
     return [ids[unit] for unit in text]
 
 
-def ends(meta):
+def frame(meta):
     """The tokens that tokenizer.json puts before and after a text: [BOS] and [], or [CLS] and [SEP]."""
-    if 'json' not in meta:
+    if not meta.json:
         return [], []
-    tokenizer = subwords(meta['json'], meta['vocab_size'])
+    tokenizer = subwords(meta.json, meta.vocab_size)
     with of_package('its tokenizer cannot frame a text'):
         token = tokenizer.encode('', add_special_tokens=False)
         token.truncate(0)                                       # some tokenizers make a space of no text
@@ -157,14 +160,14 @@ def ends(meta):
 
 def whole_text(text, meta):
     """Token ids of a text with the special tokens around it, as a classifier reads it."""
-    before, behind = ends(meta)
+    before, behind = frame(meta)
     return before + encode(text, meta) + behind
 
 
-def begun(tokens, meta):
+def with_bos(tokens, meta):
     """The tokens of a prompt, made into the beginning of a text: with BOS, if tokenizer.json puts it there.
     An empty prompt becomes a line end or, if the set has none, token 0."""
-    before, _ = ends(meta)
+    before, _ = frame(meta)
     if tokens[:len(before)] != before:              # --special may have read it
         tokens = before + tokens
     if not tokens:
@@ -175,8 +178,8 @@ def begun(tokens, meta):
 
 def source_rows(texts, meta):
     """N source texts -> token ids (N, longest) for the encoder, filled up with pad. ValueError for a text
-    that is empty or has more than meta['source'] tokens."""
-    most = meta['source']
+    that is empty or has more than meta.source tokens."""
+    most = meta.source
     rows = []
     for number, text in enumerate(texts, 1):
         text = text.strip()
@@ -188,39 +191,61 @@ def source_rows(texts, meta):
     if not rows:
         raise ValueError('there is no text to translate')
     longest = max(map(len, rows))
-    return np.array([row + [meta['pad']] * (longest - len(row)) for row in rows])
-
-
-def are_joined(meta):
-    """Whether these are the tokens of pairs that were joined into texts: their padding is a line end."""
-    return 'pad' in meta and not {'classes', 'source'} & meta.keys()
+    return np.array([row + [meta.pad] * (longest - len(row)) for row in rows])
 
 
 def decode(tokens, meta):
     """Token ids -> text, without padding. Bytes that are not UTF-8 become replacement characters."""
-    pad = None if are_joined(meta) else meta.get('pad')
+    pad = None if meta.joined else meta.pad
     tokens = [int(t) for t in tokens if t != pad]
-    wrong = [t for t in tokens if t not in range(meta['vocab_size'])]
+    wrong = [t for t in tokens if t not in range(meta.vocab_size)]
     if wrong:
-        raise ValueError(f'token {wrong[0]} is outside the vocabulary of {meta["vocab_size"]}')
-    kind = meta.get('tokenizer')
+        raise ValueError(f'token {wrong[0]} is outside the vocabulary of {meta.vocab_size}')
+    kind = meta.tokenizer
     if kind == 'byte':
         return bytes(tokens).decode('utf-8', 'replace')
     if kind == 'gpt2':
         return gpt2().decode(tokens)
-    if 'json' in meta:
+    if meta.json:
         with of_package('its tokenizer cannot write these tokens'):
-            return subwords(meta['json'], meta['vocab_size']).decode(tokens, skip_special_tokens=False)
+            return subwords(meta.json, meta.vocab_size).decode(tokens, skip_special_tokens=False)
     table = units(meta)
     words = [table[t] for t in tokens]
     return (' ' if kind in FIXED else '').join(words)
 
 
-def tokenize(data, meta):
-    """The token ids of UTF-8 data, as an array."""
-    if meta['tokenizer'] == 'byte':                             # no decoding: the stdlib need not be UTF-8
-        return np.frombuffer(data, np.uint8)
-    return np.array(encode(data.decode(), meta))
+# Most tokenizers split before a space between two letters, both ASCII or both of two bytes, as in Greek. Any may
+# join line ends and punctuation. A text without such spaces, as in Chinese, is read whole.
+BETWEEN = re.compile(rb'(?<=[A-Za-z]) (?=[A-Za-z])|(?<=[\xc3-\xdf].) (?=[\xc3-\xdf])', re.S)
+PHRASE = re.compile('[A-Za-z][ \u0120\u2581]')                   # a token that spans such a place
+
+
+def pieces(data, size=1 << 20):
+    """Cut UTF-8 data at BETWEEN into strings of about a megabyte, so that memory stays bounded."""
+    start = 0
+    while start < len(data):
+        cut = BETWEEN.search(data, start + size)
+        end = cut.start() if cut else len(data)
+        yield data[start:end].decode()
+        start = end
+
+
+def tokenize(data, meta, size=1 << 20):
+    """Yield arrays of token ids; joined, they are the tokens of data. Some tokenizers add a space before what
+    they read, so each piece is read together with the letter before it."""
+    if meta.tokenizer == 'byte':                                # no decoding: the stdlib need not be UTF-8
+        yield np.frombuffer(data, np.uint8)
+        return
+    from tqdm import tqdm
+    if meta.json and any(map(PHRASE.search, subwords(meta.json, meta.vocab_size).get_vocab())):
+        size = len(data)                                        # no place is safe to cut at
+    letter = ''
+    for text in tqdm(pieces(data, size), total=len(data) // size + 1, unit='MB', disable=None):
+        tokens = after(letter, text, meta)
+        if tokens is None:
+            raise ValueError(f'this tokenizer reads {letter!r} in another way before {text[:20]!r}')
+        yield np.array(tokens)
+        letter = text[-1]
 
 
 def after(before, text, meta, special=False):
@@ -233,15 +258,15 @@ def after(before, text, meta, special=False):
     return None
 
 
-def continued(text, begun, meta, special=False):
-    """The token ids of a text that follows the tokens `begun`. Some tokenizers add a space before what they
+def continued(text, tokens, meta, special=False):
+    """The token ids of a text that follows these tokens. Some tokenizers add a space before what they
     read, and some read "'s" as one token only after a letter. So we read the text behind what stands there
     or, if a token would span the border, behind what no token joins to it. special: as for `encode`"""
-    if meta['tokenizer'] not in FIXED:
-        for before in decode(begun, meta), '\n', 'a':
-            tokens = after(before, text, meta, special) if before else None
-            if tokens is not None:
-                return tokens
+    if meta.tokenizer not in FIXED:
+        for before in decode(tokens, meta), '\n', 'a':
+            found = after(before, text, meta, special) if before else None
+            if found is not None:
+                return found
     return encode(text, meta, special)
 
 
@@ -250,28 +275,15 @@ def learn_tokens(sides, meta):
     the characters or the subwords."""
     if not all(sides):
         raise ValueError('too short to be split into training and validation')
-    kind = meta['tokenizer']
+    kind = meta.tokenizer
     if kind == 'byte':
-        meta['vocab_size'] = 256
+        meta.vocab_size = 256
     if kind == 'gpt2':
-        meta['vocab_size'] = gpt2().n_vocab                     # may fail, so before files are replaced
+        meta.vocab_size = gpt2().n_vocab                     # may fail, so before files are replaced
     if kind == 'char':
-        if 'chars' not in meta:
-            meta['chars'] = sorted({c for text in sides for c in text.decode()})
-        meta['vocab_size'] = len(meta['chars'])
-    if kind.startswith('bpe:') and 'json' not in meta:          # a model's vocab_size may be larger: keep it
-        meta['json'] = learn_tokenizer(sides[0], int(kind.removeprefix('bpe:')))
-        meta['vocab_size'] = subwords(meta['json']).get_vocab_size()
-
-
-TRAVELS = 'template', 'special', 'ends', 'files', 'labels'      # what a checkpoint keeps, beside its tokens
-TABLES = 'chars', 'json'
-TOKEN_KEYS = 'tokenizer', 'vocab_size', *TABLES, 'row', 'source', 'patch'
-def same_tokens(a, b):
-    """Whether two metas describe the same tokens and, for tasks, rows of the same length."""
-    return all(a.get(key) == b.get(key) for key in TOKEN_KEYS)
-
-
-def describe_tokens(meta):
-    """For messages: the tokens of a meta, in words."""
-    return ', '.join(f'{key} {meta[key]}' for key in TOKEN_KEYS if key in meta and key not in TABLES)
+        if not meta.chars:
+            meta.chars = sorted({c for text in sides for piece in pieces(text) for c in piece})
+        meta.vocab_size = len(meta.chars)
+    if kind.startswith('bpe:') and not meta.json:          # a model's vocab_size may be larger: keep it
+        meta.json = learn_tokenizer(sides[0], int(kind.removeprefix('bpe:')))
+        meta.vocab_size = subwords(meta.json).get_vocab_size()

@@ -35,7 +35,7 @@ def unmarked(text, data):
 
 def longest_first(data):
     """The special tokens' texts; one may be part of another."""
-    return sorted(data.get('special', {}), key=len, reverse=True)
+    return sorted(data.special, key=len, reverse=True)
 
 
 def rendered(messages, data):
@@ -43,7 +43,7 @@ def rendered(messages, data):
     answer begins, as transformers would. ValueError if there is no template, or it is broken or refuses them."""
     import jinja2.ext
     import jinja2.sandbox
-    if not data.get('template'):
+    if not data.template:
         raise ValueError('--chat: this model brings no chat template; take one that was trained to chat, '
                          f'whose folder has {TEMPLATE}, or leave --chat out')
 
@@ -64,10 +64,10 @@ def rendered(messages, data):
         trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols', Generation])
     env.filters['tojson'] = tojson
     env.globals.update(raise_exception=raise_exception, strftime_now=datetime.datetime.now().strftime)
-    names = named(as_object(data.get('files', {}).get(TOKENS, '{}'), TOKENS))
+    names = named(as_object((data.files or {}).get(TOKENS, '{}'), TOKENS))
     messages = [{**message, 'content': marked(message['content'], data)} for message in messages]
     try:
-        template = env.from_string(data['template'])
+        template = env.from_string(data.template)
         return template.render(messages=messages, add_generation_prompt=True, tools=None, documents=None, **names)
     except Exception as e:      # noqa: BLE001  a template may raise anything
         raise ValueError(f'the chat template does not take these messages: {type(e).__name__}: {e}') from None
@@ -86,7 +86,7 @@ def tokens(text, data):
     ids = []
     for i, part in enumerate(re.split(f'({"|".join(patterns)})', text)):
         if i % 2:
-            ids.append(data['special'][part if part in words else part.strip()])
+            ids.append(data.special[part if part in words else part.strip()])
         else:
             ids += vocabulary.encode(unmarked(part, data), data)
     return ids

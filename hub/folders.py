@@ -20,8 +20,9 @@ from cli import files
 from cli.errors import note
 from cli.flags import plural
 from cli.weights import mapped_tensors, write_safetensors
+from data.kinds import Data
 from hub.families import (FAMILIES, QUANTISED, TYPES, family_of, kind_and_config, names, parts, published)
-from hub.texts import FILES, KEPT, OLDER, TOKENIZER, as_the_hub, of_folder, parsed, tokenizer_of
+from hub.texts import FILES, KEPT, OLDER, TOKENIZER, add_texts, as_the_hub, parsed, tokenizer_of
 
 # ---- folders in the hub's layout ---------------------------------------------------------------------------
 
@@ -45,10 +46,11 @@ class Folder:
                     other, _, _ = self.stored[uniform]
                     raise ValueError(f'{file}: {name} is also in {other}; keep that of the model alone')
                 self.stored[uniform] = file, name, x
-        self.data = {**data_of(path, self.kind, self.config), 'name': source}
+        self.data = data_of(path, self.kind, self.config)
+        self.data.name = source
         named = self.config.pop('labels')
         with as_the_hub(path):
-            self.data.update(of_folder(path, self.data, self.config.pop('ends')))
+            add_texts(path, self.data, self.config.pop('ends'))
         theirs = FAMILIES[self.kind].names
         head = theirs.get('head.weight')
         if self.config['tied'] and head in self.stored:         # the file is right, not config.json
@@ -65,7 +67,7 @@ class Folder:
             classes = self.config['classes']
             with as_the_hub(path):
                 labels = labels_of(named or {}, classes)
-            self.data['labels'] = [] if labels == labels_of({}, classes) else labels
+            self.data.labels = [] if labels == labels_of({}, classes) else labels
 
     def tensors(self, like):
         """All tensors in our names, in fp32. like: the state_dict of a softmax model"""
@@ -144,15 +146,15 @@ def uniform_name(name):
 
 def data_of(folder, kind, config):
     """The description of a model's tokens. A ViT reads only pictures of its own size."""
-    data = {'vocab_size': config['vocab_size']}
+    vocab = config['vocab_size']
     if kind == 'vit':
         path = os.path.join(folder, PIXELS)
         if os.path.exists(path):
             parsed(path, path, refuse_pixels)
-        return {**data, 'tokenizer': 'ids', 'row': config['block_size'], 'patch': config['patch']}
-    if 'pad' in config:
-        data['pad'] = config['pad']
-    return {**data, **tokenizer_of(folder, config['vocab_size'])}
+        return Data('ids', vocab, row=config['block_size'], patch=config['patch'])
+    data = tokenizer_of(folder, vocab)
+    data.pad = config.get('pad')
+    return data
 
 
 def refuse_pixels(raw):
@@ -173,13 +175,13 @@ def to_folder(folder, tensors, config, data):
         raise ValueError('the hub has room for GPT-2, Llama and BERT with its pooler alone: softmax in every '
                          'layer, no convolutions; sample.py and model.load read others')
     raw = published(kind, config)
-    texts = dict(data.get('files', {}))
-    if 'json' in data and OLDER[0] not in texts:
-        texts[TOKENIZER] = data['json']
-    if data.get('ends'):
-        raw['eos_token_id'] = data['ends'] if len(data['ends']) > 1 else data['ends'][0]
+    texts = dict(data.files or {})
+    if data.json and OLDER[0] not in texts:
+        texts[TOKENIZER] = data.json
+    if data.ends:
+        raw['eos_token_id'] = data.ends if len(data.ends) > 1 else data.ends[0]
     if config['classes']:
-        labels = data.get('labels') or labels_of({}, config['classes'])
+        labels = data.labels or labels_of({}, config['classes'])
         raw['id2label'] = dict(enumerate(labels))
         raw['label2id'] = {name: i for i, name in enumerate(labels)}
     theirs = {}

@@ -1,7 +1,7 @@
 """What a pretrained folder's text is: its tokenizer, its special tokens, the tokens that end a text.
 
-    data = tokenizer_of('FOLDER', 49152)                # the description of the tokens, see data/vocabulary.py
-    data.update(of_folder('FOLDER', data, 2))           # what a chat needs stays with it
+    data = tokenizer_of('FOLDER', 49152)                # a Data: its tokens
+    add_texts('FOLDER', data, 2)                        # and what a chat needs
 """
 import contextlib
 import json
@@ -11,6 +11,7 @@ from cli import files
 from cli.errors import note
 from cli.flags import plural
 from data import vocabulary
+from data.kinds import Data
 
 
 TOKENS = 'tokenizer_config.json'
@@ -50,24 +51,25 @@ def tokenizer_of(folder, vocab):
         text = parsed(words, path, lambda words: json.dumps(byte_level(words, pairs)))
     else:
         note(f'{path} is missing, and {" with ".join(OLDER)}, too: tokens are only numbers')
-        return {'tokenizer': 'ids'}
+        return Data('ids', vocab)
     with as_the_hub(path):
         if is_gpt2(json.loads(text)) and vocab == 50257:
-            return {'tokenizer': 'gpt2'}
+            return Data('gpt2', vocab)
     vocabulary.package()                                       # outside try: the file is not to blame
+    data = Data('json', vocab, json=text)
     try:
         ids = set(vocabulary.subwords(text).get_vocab().values())
         if len(ids) != vocab or max(ids) >= vocab:
             note(f'{path} has {plural(len(ids), "token")}, the model {vocab:,}: no text has those of '
                          'one of them alone')
-        before, behind = vocabulary.ends({'json': text, 'vocab_size': vocab})
+        before, behind = vocabulary.frame(data)
         highest = max(before + behind, default=0)
         if highest >= vocab:
             raise ValueError(f'it puts token {highest} around a text, the model has {vocab:,}')
     except (ValueError, RecursionError) as e:
         raise ValueError(f'{path}: {e}; replace it by the file of this model, or take it away: then tokens '
                          'are only numbers') from None
-    return {'tokenizer': 'json', 'json': text}
+    return data
 
 
 def is_gpt2(raw):
@@ -91,38 +93,38 @@ def byte_level(words, merges):
     return {'model': model, 'pre_tokenizer': in_bytes, 'decoder': in_bytes}
 
 
-def of_folder(folder, data, config_ends):
-    """What a folder says of conversations. data: the description of its tokens; config_ends: eos_token_id of
-    its config.json  ->  dict of template (text), special {text: id}, ends (ids), files {name: text}"""
-    kept = {}
+def add_texts(folder, data, config_ends):
+    """Add to data what a folder says of conversations: its template, special tokens, ends of text, and its
+    files. config_ends: eos_token_id of its config.json"""
+    data.files = {}
     names = FILES + KEPT
-    if 'json' in data and os.path.exists(os.path.join(folder, KEPT[0])):
+    if data.json and os.path.exists(os.path.join(folder, TOKENIZER)):
         names = FILES                                           # data has the tokenizer already, as `json`
     for name in names:
         path = os.path.join(folder, name)
         if os.path.exists(path):
-            kept[name] = files.as_utf8(files.read_file(path), path)
+            data.files[name] = files.as_utf8(files.read_file(path), path)
     special = {}
-    if data['tokenizer'] == 'gpt2':
+    if data.tokenizer == 'gpt2':
         special = {'<|endoftext|>': 50256}
     for token in added_tokens(data):
         if token.get('special'):                                # others are words, which texts may have
             special[token['content']] = token['id']
-    special = {word: i for word, i in special.items() if word and i < data['vocab_size']}
-    about, generation = (as_object(kept.get(name, '{}'), name) for name in (TOKENS, ENDS))
-    template = kept.get(TEMPLATE) or about.get('chat_template') or ''
+    data.special = {word: i for word, i in special.items() if word and i < data.vocab_size}
+    about, generation = (as_object(data.files.get(name, '{}'), name) for name in (TOKENS, ENDS))
+    template = data.files.get(TEMPLATE) or about.get('chat_template') or ''
     if isinstance(template, list):                              # several, by name
         template = {one.get('name'): one.get('template') for one in template}.get('default', '')
+    data.template = template
     ends = []
-    for some in config_ends, generation.get('eos_token_id'), special.get(named(about).get('eos_token')):
+    for some in config_ends, generation.get('eos_token_id'), data.special.get(named(about).get('eos_token')):
         ends += some if isinstance(some, list) else [some]
-    ends = sorted({i for i in ends if type(i) is int and 0 <= i < data['vocab_size']})
-    return {'template': template, 'special': special, 'ends': ends, 'files': kept}
+    data.ends = sorted({i for i in ends if type(i) is int and 0 <= i < data.vocab_size})
 
 
 def added_tokens(data):
     """The entries of tokenizer.json about tokens beside the learned ones."""
-    return json.loads(data.get('json', '{}')).get('added_tokens') or []
+    return json.loads(data.json or '{}').get('added_tokens') or []
 
 
 def as_object(text, name):

@@ -1,0 +1,132 @@
+"""What a data set consists of: one description, in meta.json and in the files of models.
+
+    data = Data(tokenizer='ids', vocab_size=40, row=128, ignore=40)
+    data.kind                           # 'task'
+    data.as_dict()                      # as meta.json has it: only what is not the default
+
+A set is one of KINDS. A text is a flat array of tokens, each the target of those before it. All others are rows:
+a task (targets anywhere), labels (a class for each row), pairs (a text and its translation), pictures (patches of
+numbers, and a class).
+"""
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+KINDS = 'text', 'task', 'labels', 'pairs', 'picture'
+TRAVELS = 'template', 'special', 'ends', 'files', 'labels'      # what a checkpoint keeps, beside its tokens
+TABLES = 'chars', 'json'
+OF_TOKENS = 'tokenizer', 'vocab_size', *TABLES, 'row', 'source', 'patch'
+
+
+@dataclass
+class Data:
+    """The tokens and rows of a set, or of what a model was trained on. Tokens are described as data/vocabulary.py
+    says. A row has inputs and targets; a target equal to `ignore` does not count."""
+    tokenizer: str = 'byte'
+    vocab_size: int = 0             # 0: not known yet
+    name: str = ''
+    chars: list = ()                # of char and words: the text of each token
+    json: str = ''                  # of bpe:N and json: the content of a tokenizer.json
+    dtype: str = ''                 # of the numbers in the .bin files
+    row: int = 0                    # tokens in a row; 0: a text, which has no rows of its own
+    ignore: int = -1
+    pad: int = None                 # the padding token, at the end of inputs that are shorter than `row`
+    classes: int = 0                # of a row; the target at the last real position is 0..classes-1
+    source: int = 0                 # an encoder reads the first so many tokens; the others are the decoder's
+    patch: int = 0                  # p: tokens are numbers 0..255, and p neighbouring ones are one input, x / 255
+    train: dict = None              # of a side: tokens, sha256 of its .bin and, of a text, bytes in UTF-8
+    val: dict = None
+    test: dict = None               # some sets have one
+    # what comes with a pretrained model, see hub/texts.py
+    template: str = ''              # its chat template
+    special: dict = field(default_factory=dict)     # special tokens: their ids
+    ends: list = field(default_factory=list)        # ids that end a text
+    files: dict = None              # of its folder, by name; None: it is no folder's
+    labels: list = field(default_factory=list)      # names of its classes
+
+    @classmethod
+    def of(cls, raw, where):
+        """The description in a file. ValueError, beginning with `where`, for one of another version."""
+        try:
+            return cls(**raw)
+        except TypeError as e:
+            raise ValueError(f'{where}: what it says of its data is not ours, maybe of another version ({e})'
+                             ) from None
+
+    def as_dict(self):
+        """What is not the default, for JSON."""
+        found = {}
+        for of in dataclasses.fields(self):
+            default = of.default if of.default_factory is dataclasses.MISSING else of.default_factory()
+            value = getattr(self, of.name)
+            if of.name in ('tokenizer', 'vocab_size') or value != default:
+                found[of.name] = value
+        return found
+
+    @property
+    def kind(self):
+        """Which of KINDS it is."""
+        if not self.row:
+            return 'text'
+        if self.patch:
+            return 'picture'
+        if self.classes:
+            return 'labels'
+        return 'task' if self.pad is None else 'pairs'
+
+    @property
+    def joined(self):
+        """Whether these are pairs that were joined into texts: then their padding is a line end."""
+        return self.pad is not None and not (self.classes or self.source)
+
+    @property
+    def pretrained(self):
+        """Whether it came with a model of the hub."""
+        return self.files is not None
+
+    @property
+    def step(self):
+        """How many numbers of a .bin file a row takes: inputs, then targets. A text has no rows: 1"""
+        return 2 * self.row or 1
+
+    def fits(self, like):
+        """Whether these are the tokens, and rows as long, as `like` has them. What it leaves open fits."""
+        absent = Data('')
+        for name in OF_TOKENS:
+            wanted = getattr(like, name)
+            if wanted != getattr(absent, name) and wanted != getattr(self, name):
+                return False
+        return True
+
+    def in_words(self):
+        """For messages: tokens and rows."""
+        absent = Data('')
+        names = [name for name in OF_TOKENS if name not in TABLES and getattr(self, name) != getattr(absent, name)]
+        return ', '.join(f'{name} {getattr(self, name)}' for name in names)
+
+    def bits_a_nat(self, side='val'):
+        """The factor from nats per token to bits per byte of a side of a text."""
+        about = getattr(self, side)
+        return about['tokens'] / about['bytes'] / math.log(2)
+
+
+class Set(NamedTuple):
+    """How a set is made: an entry of prepare.DATASETS."""
+    help: str
+    way: str                        # an entry of prepare.WAYS
+    make: Callable                  # see data/tasks.py and the texts in data/prepare.py
+    tokenizer: str = 'byte'         # if none is asked for
+    files: dict = {}                # by name: sha256, or None if unknown; in make's order     # noqa: RUF012
+    urls: tuple = ()                # folders to try, in this order
+    length: int = 0                 # of generated rows; of sentences, before they are cut off; of a pair's parts
+    rows: tuple = ()                # generated: how many train, how many validate
+    vocab: int = 0                  # above all tokens and targets
+    meta: dict = {}                 # entries of Data                                           # noqa: RUF012
+    side: int = 0                   # of a square picture, in pixels
+    patch: int = 0                  # p x p pixels are one input
+    # what a name adds: listops-2048, cola:FOLDER, a file of your own
+    base: str = ''                  # the set whose folder has the files
+    file: str = ''                  # read from there
+    own: str = ''                   # your own files, of this kind
