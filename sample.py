@@ -171,7 +171,7 @@ def begin(args, model, meta):
     """-> the tokens to read (B, T), the state before them, and the tokens that the first text begins with"""
     data = meta['data']
     text = text_of(args.prompt)
-    for word in data.get('special', {}):
+    for word in data.special:
         if word in text and not args.special:
             note(f'{word} in --prompt is read as letters; --special reads it as a token')
             break
@@ -341,7 +341,7 @@ def write_texts(args, model, data, first, begun, prompt=None):
     """Write what comes after the tokens `first` (B, 1) and the state `begun`. A text ends with a token that
     ends texts, which does not count. prompt: the tokens before, if the one text is to be printed as it comes
     -> the last tokens, their state, the times at which steps began and ended, and the tokens of each text"""
-    ends = data.get('ends', [])
+    ends = data.ends
     if args.save_state and args.samples > 1:                # in the state, no text stops before the others
         ends = []
     before = (prompt or [])[-LOOK_BACK:]                    # tokens that were printed, or given

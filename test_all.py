@@ -1815,13 +1815,12 @@ def test_what_is_written_takes_no_other_file_away(a_model, text, tmp_path, monke
     """A state no model, a model no state, and a model whose weights are lost not the good one from before."""
     path, mine = a_model('--rule=delta'), tmp_path / 'ckpt.safetensors'
     shutil.copy(path, mine)
-    os.mkfifo(tmp_path / 'fifo')
     (tmp_path / 'text').write_text('mine')
     before = {name: (tmp_path / name).read_bytes() for name in ('ckpt.safetensors', 'text')}
     never = 'a state is never written over something else'
-    for name, why in ('ckpt.safetensors', never), ('text', never), ('fifo', 'no regular'):
+    for name in 'ckpt.safetensors', 'text':
         state = f'--save_state={tmp_path}/{name}'
-        assert why in refused(capsys, sample.main, f'--init={path}', state, '--tokens=2')
+        assert never in refused(capsys, sample.main, f'--init={path}', state, '--tokens=2')
     for _ in range(2):                                          # over a state of its own it may
         written(capsys, f'--init={path}', '--tokens=2', f'--save_state={tmp_path}/out/best.safetensors')
     run = f'--data={text}', f'--out={tmp_path}/out', *TINY

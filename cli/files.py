@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 import time
 
 import numpy as np
@@ -34,55 +33,24 @@ def short_hash(data):
     return hashlib.sha256(data).hexdigest()[:8]
 
 
-def refuse_irregular(path):
-    """ValueError if a file would replace a pipe, a device or a folder."""
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError(f'{path}: no regular file, so it is not replaced; give another name')
-
-
-@contextlib.contextmanager
-def writing(path):
-    """An OSError in here names this file: that of a write to an open file, as on a full disk, names none."""
-    try:
-        yield
-    except OSError as e:
-        if e.errno and not e.filename:
-            e.filename = path
-        raise
-
-
 @contextlib.contextmanager
 def atomic(path):
     """`with atomic(path) as temp:` write the file temp, and it becomes path in one step. A reader finds
     either the old file or the new one, even after a crash. A failure leaves only the old file. The new file
     is synced to disk before it is renamed, and gets the old one's permissions."""
-    refuse_irregular(path)
     temp = f'{path}.{os.getpid()}.part'
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     try:
         open(temp, 'wb').close()                                # with the permissions of the umask
         mode = os.stat(path if os.path.exists(path) else temp).st_mode
-        with writing(path):
-            yield temp
-            with open(temp, 'rb+') as f:
-                os.fsync(f.fileno())
+        yield temp
+        with open(temp, 'rb+') as f:
+            os.fsync(f.fileno())
         os.chmod(temp, mode & 0o777)
         os.replace(temp, path)
     finally:
         if os.path.exists(temp):
             os.remove(temp)
-
-
-def refuse_unwritable(path):
-    """Make the folder of a file that `atomic` will write. ValueError if it could not."""
-    refuse_irregular(path)
-    folder = os.path.dirname(os.path.abspath(path))
-    try:
-        os.makedirs(folder, exist_ok=True)
-        name = os.path.basename(path)                           # with .part, as long as that of `atomic`
-        tempfile.NamedTemporaryFile(dir=folder, prefix=name, suffix='.part').close()
-    except OSError as e:
-        raise ValueError(f'{path} cannot be written: {e.strerror}') from None
 
 
 def write_blocks(path, blocks):

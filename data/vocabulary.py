@@ -2,12 +2,11 @@
 
     encode('to be', Data('byte', 256))          # [116, 111, 32, 98, 101]
 
-Tokenizers (kinds.Data): byte; gpt2; char and words (separated by spaces) list their tokens in `chars`; bpe:N and json (of a
+Tokenizers: byte; gpt2; char and words (separated by spaces) list their tokens in `chars`; bpe:N and json (of a
 hub model) keep a tokenizer.json in `json`; ids are numbers that stand for no text.
 """
 import contextlib
 import functools
-import json
 import re
 
 import numpy as np
@@ -42,49 +41,13 @@ def package(remedy=''):
                          f'{remedy}') from None
 
 
-def growth(step):
-    """How many times as long a rewriting step of a tokenizer.json, with its nested steps, can make a text."""
-    if not isinstance(step, dict):
-        return 1
-    times = {'ByteLevel': 2}.get(step.get('type'), 1)
-    for text in step.get('content', ''), 'x' + step.get('prepend', ''):
-        times *= max(1, len(text))
-    for name in 'normalizers', 'decoders':
-        for part in step.get(name) or []:
-            times *= growth(part)
-    return times
-
-
-def without_surplus(raw, vocab):
-    """The content of a tokenizer.json without its tokens from id `vocab` on."""
-    model = {**raw['model']}
-    words = model['vocab']
-    if isinstance(words, list):                             # Unigram's: [word, score], by id
-        model['vocab'] = words[:vocab]
-    else:
-        model['vocab'] = {word: i for word, i in words.items() if i < vocab}
-    if 'merges' in model:
-        gone = words.keys() - model['vocab'].keys()
-        pairs = [pair.split(' ') if isinstance(pair, str) else pair for pair in model['merges']]
-        model['merges'] = [pair for pair in pairs if gone.isdisjoint([*pair, ''.join(pair)])]
-    added = [token for token in raw.get('added_tokens', []) if token['id'] < vocab]
-    return {**raw, 'model': model, 'added_tokens': added}
-
-
 @functools.lru_cache(4)
-def subwords(text, vocab=None, special=False):
-    """The tokenizer that the text of a tokenizer.json describes, of at most `vocab` tokens. special: it reads
-    "<s>" as a special token, not as three characters. ValueError if the text describes no tokenizer, or one
-    that can make a short text more than 1,000 times as long."""
+def subwords(text, special=False):
+    """The tokenizer that the text of a tokenizer.json describes. special: it reads "<s>" as a special token, not
+    as three characters. ValueError if the text describes no tokenizer."""
     from_str = package().Tokenizer.from_str
     with of_package('no description of a tokenizer'):
-        raw = json.loads(text)
         tokenizer = from_str(text)
-        times = max(growth(raw.get(name)) for name in ('normalizer', 'decoder'))
-        if vocab and max(tokenizer.get_vocab().values(), default=0) >= vocab:
-            tokenizer = from_str(json.dumps(without_surplus(raw, vocab)))
-    if times > 1000:
-        raise ValueError(f'this tokenizer makes a text up to {times:,} times as long, expected at most 1,000')
     tokenizer.encode_special_tokens = not special
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -129,10 +92,11 @@ def encode(text, meta, special=False):
     if meta.json:
         text = text.encode('utf-8', 'replace').decode()         # stray bytes become question marks
         with of_package('its tokenizer cannot read this text'):
-            tokenizer = subwords(meta.json, meta.vocab_size, special)
+            tokenizer = subwords(meta.json, special)
             ids = tokenizer.encode(text, add_special_tokens=False).ids
         if max(ids, default=0) >= meta.vocab_size:
-            raise ValueError(f'its tokenizer makes token {max(ids)} of this text, beyond the vocabulary')
+            raise ValueError(f'its tokenizer makes token {max(ids)} of this text, beyond the vocabulary of '
+                             f'{meta.vocab_size}')
         return ids
     ids = ids_of(tuple(units(meta)))
     if kind in FIXED:
@@ -148,7 +112,7 @@ def frame(meta):
     """The tokens that tokenizer.json puts before and after a text: [BOS] and [], or [CLS] and [SEP]."""
     if not meta.json:
         return [], []
-    tokenizer = subwords(meta.json, meta.vocab_size)
+    tokenizer = subwords(meta.json)
     with of_package('its tokenizer cannot frame a text'):
         token = tokenizer.encode('', add_special_tokens=False)
         token.truncate(0)                                       # some tokenizers make a space of no text
@@ -208,7 +172,7 @@ def decode(tokens, meta):
         return gpt2().decode(tokens)
     if meta.json:
         with of_package('its tokenizer cannot write these tokens'):
-            return subwords(meta.json, meta.vocab_size).decode(tokens, skip_special_tokens=False)
+            return subwords(meta.json).decode(tokens, skip_special_tokens=False)
     table = units(meta)
     words = [table[t] for t in tokens]
     return (' ' if kind in FIXED else '').join(words)
@@ -237,7 +201,7 @@ def tokenize(data, meta, size=1 << 20):
         yield np.frombuffer(data, np.uint8)
         return
     from tqdm import tqdm
-    if meta.json and any(map(PHRASE.search, subwords(meta.json, meta.vocab_size).get_vocab())):
+    if meta.json and any(map(PHRASE.search, subwords(meta.json).get_vocab())):
         size = len(data)                                        # no place is safe to cut at
     letter = ''
     for text in tqdm(pieces(data, size), total=len(data) // size + 1, unit='MB', disable=None):

@@ -191,8 +191,6 @@ def to_folder(folder, tensors, config, data):
         raw['type_vocab_size'] = 2
         theirs[TYPES] = torch.zeros(2, config['n_embd'])
     os.makedirs(folder, exist_ok=True)
-    for name in WHOLE, 'config.json', *FILES, *KEPT:
-        files.refuse_irregular(os.path.join(folder, name))
     with tempfile.TemporaryDirectory(dir=folder) as made:
         write_safetensors(os.path.join(made, WHOLE), theirs, {'format': 'pt'})
         for name in FILES + KEPT:
