@@ -24,7 +24,6 @@ import math
 import os
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from tqdm import tqdm
 from cli import files
 from cli.errors import script
 from cli.flags import briefly, flag, known, parse, plural, refuse, typed
-from cli.machine import peak_memory, whole_memory
+from cli.machine import commit, peak_memory, whole_memory
 from data import prepare, vocabulary
 from data.kinds import TRAVELS, Data
 from fastweight import Favor
@@ -121,13 +120,6 @@ def machine(args):
     if args.compile:
         try_compiler(device)
     return rank, world, device, dtype
-
-
-def commit():
-    """-> the git commit of this code; '' if git cannot tell."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    git = subprocess.run('git rev-parse HEAD', shell=True, cwd=here, capture_output=True, text=True)
-    return git.stdout.strip()
 
 
 def set_threads(args, kept, model, data):
@@ -512,7 +504,7 @@ def mistakes(args, config, data, model):
         f'--batch_size={args.batch_size}: weights, optimiser and a batch take about {needed / 1e9:.0f} GB, '
         f'{data.device} has {there / 1e9:.0f}; take a smaller one (with --accum as many rows a step), or '
         'shorter rows')
-    yield args.steps and args.init and lies_in(args.init, args.out), (
+    yield args.steps and args.init and files.lies_in(args.init, args.out), (
         f'--out={args.out}: it holds the model of --init; take another folder')
     yield args.carry and meta.kind != 'text', (
         f'--carry: the rows of {args.data} have nothing to do with each other')
@@ -535,13 +527,6 @@ def bytes_of(model, data):
         kept += 12 * config.vocab_size                      # its logits
     tokens = data.T // (config.patch or 1) * data.batch_size // data.world
     return 16 * sum(p.numel() for p in model.parameters()) + kept * tokens
-
-
-def lies_in(path, folder):
-    """Whether `path` is a file directly in `folder`, or is `folder` itself."""
-    if os.path.isfile(path):
-        path = os.path.dirname(os.path.realpath(path))
-    return os.path.realpath(path) == os.path.realpath(folder)
 
 
 def built(args, config, data, weights):

@@ -28,6 +28,13 @@ def as_utf8(data, name):
                          'encoding, convert it: iconv -f WINDOWS-1252 -t UTF-8 (or -f UTF-16)') from None
 
 
+def lies_in(path, folder):
+    """Whether `path` is a file directly in `folder`, or is `folder` itself."""
+    if os.path.isfile(path):
+        path = os.path.dirname(os.path.realpath(path))
+    return os.path.realpath(path) == os.path.realpath(folder)
+
+
 def short_hash(data):
     """Eight hexadecimal digits of a hash of data, for the name of a folder."""
     return hashlib.sha256(data).hexdigest()[:8]

@@ -1,8 +1,16 @@
 """The machine: its memory, and how much of it a process has taken."""
 import os
+import subprocess
 import sys
 
 import torch
+
+
+def commit():
+    """-> the git commit of this code; '' if git cannot tell."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    git = subprocess.run('git rev-parse HEAD', shell=True, cwd=here, capture_output=True, text=True)
+    return git.stdout.strip()
 
 
 def peak_memory(device):
