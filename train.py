@@ -69,7 +69,8 @@ class Args:
     data: str = flag('stdlib', f'{", ".join(prepare.DATASETS)}, any text file, labelled lines (mine.tsv), or '
                                'sentences and their translations (a.en:a.de); default with --init: that of '
                                'the checkpoint', path=True)
-    tokenizer: str = flag('', f'for texts: {vocabulary.OF_TEXTS}; default: that of the data or the checkpoint')
+    tokenizer: str = flag('', f'for texts: {vocabulary.OF_TEXTS}; default: that of the data or the '
+                              'checkpoint')
     out: str = flag('out', 'folder for checkpoints and the log', path=True)
     resume: bool = flag(False, 'continue the run whose checkpoint is in --out, from its last evaluation on')
     init: str = flag('', 'start from the weights of a checkpoint or hub model; flags may adapt it', path=True)
@@ -123,9 +124,9 @@ def machine(args):
 
 
 def set_threads(args, kept, model, data):
-    """Set the number of CPU threads: the given one, that of the resumed run (`kept`, as the last bits depend on
-    it), or the fastest by trial. A step of a small model is a thousand small parallel regions, each as slow as
-    its slowest thread: beside a busy program, 2 threads on 2 cores take three times as long as 1."""
+    """Set the number of CPU threads: the given one, that of the resumed run (`kept`, as the last bits depend
+    on it), or the fastest by trial. A step of a small model is a thousand small parallel regions, each as
+    slow as its slowest thread: beside a busy program, 2 threads on 2 cores take three times as long as 1."""
     most = torch.get_num_threads()
     if args.threads or kept:
         torch.set_num_threads(args.threads or kept)
@@ -144,7 +145,7 @@ def set_threads(args, kept, model, data):
             times.append(time.perf_counter() - began)
     model.train()
     model.zero_grad(set_to_none=True)
-    medians = {n: statistics.median(times[1:]) for n, times in seconds.items()}     # the first creates threads
+    medians = {n: statistics.median(times[1:]) for n, times in seconds.items()}     # the first makes threads
     torch.set_num_threads(min(medians, key=medians.get))
 
 
@@ -250,9 +251,9 @@ class Rows:
         return np.count_nonzero(targets != self.meta.ignore)
 
     def losses(self, model, states, step, teacher=None):
-        """Yield the loss of each batch of a step: cross entropy or, with a teacher, KL(teacher || model) where
-        there are targets. states: one initial state per batch, each None without carry. With carry, each is
-        replaced by its final state.
+        """Yield the loss of each batch of a step: cross entropy or, with a teacher, KL(teacher || model)
+        where there are targets. states: one initial state per batch, each None without carry. With carry,
+        each is replaced by its final state.
 
         The loss of a step is the mean over the targets of all its batches and processes. Rows differ in their
         number of targets, so a mean of the batches' means would be another loss. The processes' losses and
@@ -288,7 +289,8 @@ class Rows:
         model.eval()
         state = None
         total = torch.zeros(3, dtype=torch.float64)         # nats, targets, right guesses
-        for i in tqdm(range(self.rank * many, len(begin), self.world * many), label, disable=None if label else True):
+        mine = range(self.rank * many, len(begin), self.world * many)
+        for i in tqdm(mine, label, disable=None if label else True):
             x, y = rows(self.val, begin[i:i + many], self.T, self.meta, self.device)
             logits, y, end = predict(model, x, y, state, self.meta, self.dtype)
             if carried:
@@ -400,8 +402,8 @@ def begin_step(opt, step, steps, lr, seed, rank=0):
 
 
 def training(model, opt, losses, first, steps, lr, clip, seed, rank=0, world=1):
-    """The training loop, from step `first` on. Yield after each step: the steps that are done, the loss (1,), the
-    norm of the gradient, the seconds it took. losses(step): yields the loss of each batch"""
+    """The training loop, from step `first` on. Yield after each step: the steps that are done, the loss (1,),
+    the norm of the gradient, the seconds it took. losses(step): yields the loss of each batch"""
     for step in range(first, steps):
         began = time.perf_counter()
         begin_step(opt, step, steps, lr, seed, rank)
@@ -413,8 +415,8 @@ def training(model, opt, losses, first, steps, lr, clip, seed, rank=0, world=1):
             average(model, total, world)
         norm = clip_grad_norm_(model.parameters(), clip or math.inf)
         if not (norm.isfinite() and total.isfinite()):
-            raise ValueError(f'step {step + 1}: loss or gradient is not finite; try a smaller rate than {lr:g}, '
-                             'or another --norm')
+            raise ValueError(f'step {step + 1}: loss or gradient is not finite; try a smaller rate than '
+                             f'{lr:g}, or another --norm')
         opt.step()
         model.zero_grad(set_to_none=True)
         yield step + 1, total, norm, time.perf_counter() - began
@@ -473,8 +475,8 @@ def resumed(out, given, given_model):
 
 
 def texts_of(args, of_model):
-    """-> training and validation tokens, their Data. of_model: that of the model's file; None: there is no model
-    yet. What it says of conversations stays."""
+    """-> training and validation tokens, their Data. of_model: that of the model's file; None: there is no
+    model yet. What it says of conversations stays."""
     train, val, meta = prepare.load(args.data, tokenizer=args.tokenizer, like=of_model)
     if of_model:
         meta = dataclasses.replace(meta, **{name: getattr(of_model, name) for name in TRAVELS})
@@ -516,8 +518,8 @@ def mistakes(args, config, data, model):
 
 
 def bytes_of(model, data):
-    """About how much memory a step takes besides torch: a parameter with its gradient and two averages, and what
-    the backward needs of a batch. Caches and long rows take more."""
+    """About how much memory a step takes besides torch: a parameter with its gradient and two averages, and
+    what the backward needs of a batch. Caches and long rows take more."""
     config = model.config
     inner = config.n_inner or 4 * config.n_embd
     if config.act == 'swiglu':                              # has two factors
@@ -719,7 +721,7 @@ def main(argv):
     model = built(args, config, data, weights)
     del weights                                             # the model has a copy
     opt = adamw(model, args.lr, args.weight_decay, device)
-    states = [None] * args.accum                            # of --carry, one per batch; data.losses fills them
+    states = [None] * args.accum                            # of --carry, one per batch
     if args.resume:
         states = restore(args, header, data, model, opt)
     set_threads(args, header.get('threads') if world == 1 else None, model, data)
@@ -738,8 +740,8 @@ def main(argv):
     start, label = data.judged()
     part = of_part(meta, val[:start[-1] + data.T + 1])
     losses = functools.partial(data.losses, forward, states)
-    for done, loss, norm, took in training(model, opt, losses, first, args.steps, args.lr, args.clip, args.seed,
-                                           rank, world):
+    steps = training(model, opt, losses, first, args.steps, args.lr, args.clip, args.seed, rank, world)
+    for done, loss, norm, took in steps:
         times.append(took)
         evaluates = done % args.eval_every == 0 or done == args.steps
         logs = done % args.log_every == 0 or done in (first + 1, args.steps) or sum(times) > SLOW

@@ -158,8 +158,9 @@ class Screen(argparse.RawDescriptionHelpFormatter):
 
 def parse(argv, doc, *classes, first=''):
     """Read --key=value, --key value, or --key for true -> per dataclass, a dict of the flags that were given.
-    ValueError if a flag is unknown or its value does not fit. --help exits. Its first screen is what the script
-    does, its commands and the flags in `first`; then come the rest of its docstring and the other flags."""
+    ValueError if a flag is unknown or its value does not fit. --help exits. Its first screen is what the
+    script does, its commands and the flags in `first`; then come the rest of its docstring and the other
+    flags."""
     what, commands, *rest = (doc or '\n\n').split('\n\n', 2)          # python -OO removes docstrings
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=f'{what}\n\n{commands}',
                                      argument_default=argparse.SUPPRESS, allow_abbrev=False,
@@ -178,8 +179,9 @@ def parse(argv, doc, *classes, first=''):
             about += f' [{", ".join(field.metadata["choices"])}]'
         alone = {'nargs': '?', 'const': True} if field.type is bool else {}
         group = often if name in order else others
-        group.add_argument(name, dest=field.name, type=partial(value_of, field), help=about.replace('%', '%%'),
-                           metavar='' if field.default is None else str(field.default), **alone)
+        default = '' if field.default is None else str(field.default)
+        group.add_argument(name, dest=field.name, type=partial(value_of, field), metavar=default,
+                           help=about.replace('%', '%%'), **alone)
 
     others.add_argument('-h', '--help', action='help', help='show all this')
 

@@ -4,9 +4,9 @@
     data.kind                           # 'task'
     data.as_dict()                      # as meta.json has it: only what is not the default
 
-A set is one of KINDS. A text is a flat array of tokens, each the target of those before it. All others are rows:
-a task (targets anywhere), labels (a class for each row), pairs (a text and its translation), pictures (patches of
-numbers, and a class).
+A set is one of KINDS. A text is a flat array of tokens, each the target of those before it. All others are
+rows: a task (targets anywhere), labels (a class for each row), pairs (a text and its translation), pictures
+(patches of numbers, and a class).
 """
 import dataclasses
 import math
@@ -22,8 +22,8 @@ OF_TOKENS = 'tokenizer', 'vocab_size', *TABLES, 'row', 'source', 'patch'
 
 @dataclass
 class Data:
-    """The tokens and rows of a set, or of what a model was trained on. Tokens are described as data/vocabulary.py
-    says. A row has inputs and targets; a target equal to `ignore` does not count."""
+    """The tokens and rows of a set, or of what a model was trained on. For tokenizers see data/vocabulary.py. A
+    row has inputs and targets; a target equal to `ignore` does not count."""
     tokenizer: str = 'byte'
     vocab_size: int = 0             # 0: not known yet
     name: str = ''
@@ -35,7 +35,7 @@ class Data:
     pad: int = None                 # the padding token, at the end of inputs that are shorter than `row`
     classes: int = 0                # of a row; the target at the last real position is 0..classes-1
     source: int = 0                 # an encoder reads the first so many tokens; the others are the decoder's
-    patch: int = 0                  # p: tokens are numbers 0..255, and p neighbouring ones are one input, x / 255
+    patch: int = 0                  # p: tokens are numbers 0..255, and p of them are one input, x / 255
     train: dict = None              # of a side: tokens, sha256 of its .bin and, of a text, bytes in UTF-8
     val: dict = None
     test: dict = None               # some sets have one
@@ -103,8 +103,12 @@ class Data:
     def in_words(self):
         """For messages: tokens and rows."""
         absent = Data('')
-        names = [name for name in OF_TOKENS if name not in TABLES and getattr(self, name) != getattr(absent, name)]
-        return ', '.join(f'{name} {getattr(self, name)}' for name in names)
+        said = []
+        for name in OF_TOKENS:
+            value = getattr(self, name)
+            if name not in TABLES and value != getattr(absent, name):
+                said.append(f'{name} {value}')
+        return ', '.join(said)
 
     def bits_a_nat(self, side='val'):
         """The factor from nats per token to bits per byte of a side of a text."""
@@ -120,7 +124,7 @@ class Set(NamedTuple):
     tokenizer: str = 'byte'         # if none is asked for
     files: dict = {}                # by name: sha256, or None if unknown; in make's order     # noqa: RUF012
     urls: tuple = ()                # folders to try, in this order
-    length: int = 0                 # of generated rows; of sentences, before they are cut off; of a pair's parts
+    length: int = 0                 # of generated rows; of sentences and of a pair's parts, at most
     rows: tuple = ()                # generated: how many train, how many validate
     vocab: int = 0                  # above all tokens and targets
     meta: dict = {}                 # entries of Data                                           # noqa: RUF012

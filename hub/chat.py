@@ -40,7 +40,8 @@ def longest_first(data):
 
 def rendered(messages, data):
     """The text that the chat template makes of messages, a list of {'role', 'content'}, up to where the next
-    answer begins, as transformers would. ValueError if there is no template, or it is broken or refuses them."""
+    answer begins, as transformers would. ValueError if there is no template, or it is broken or refuses
+    them."""
     import jinja2.ext
     import jinja2.sandbox
     if not data.template:
@@ -68,7 +69,8 @@ def rendered(messages, data):
     messages = [{**message, 'content': marked(message['content'], data)} for message in messages]
     try:
         template = env.from_string(data.template)
-        return template.render(messages=messages, add_generation_prompt=True, tools=None, documents=None, **names)
+        return template.render(messages=messages, add_generation_prompt=True, tools=None, documents=None,
+                               **names)
     except Exception as e:      # noqa: BLE001  a template may raise anything
         raise ValueError(f'the chat template does not take these messages: {type(e).__name__}: {e}') from None
 

@@ -229,13 +229,15 @@ def hub(name, revision='main'):
     huggingface_hub hold: HF_HOME, HF_TOKEN, HF_ENDPOINT."""
     try:
         import huggingface_hub                              # it comes with tokenizers
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError:
         raise ValueError(f'{name}: no such file or folder, and to ask the hub needs a package that is not '
                          'here: pip install tokenizers') from None
     wanted = ['config.json', '*.safetensors', INDEX, PIXELS, *FILES, *KEPT]
     try:
-        return huggingface_hub.snapshot_download(HUB.get(name, name), revision=revision, allow_patterns=wanted)
-    except (huggingface_hub.errors.HfHubHTTPError, huggingface_hub.errors.LocalEntryNotFoundError, OSError) as e:
+        return huggingface_hub.snapshot_download(HUB.get(name, name), revision=revision,
+                                                 allow_patterns=wanted)
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as e:
         raise ValueError(f'{name}: {" ".join(str(e).split())[:200]}') from None
 
 
