@@ -54,12 +54,13 @@ from tqdm import tqdm
 from cli import files
 from cli.errors import script
 from cli.flags import briefly, flag, parse, plural, refuse, typed
+from cli.machine import pick_device
 from cli.weights import is_state, read_tensors, weights_digest
 from data import prepare
 from hub.folders import to_folder
 from fastweight import RULES
 from model import (GPT, SOURCE_RULES, bias_of, bytes_after, cached_by, can_become_an_rnn, cannot_train, fill,
-                   idle, kl, load, pick_device, save, subset)
+                   idle, kl, load, save, subset)
 from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, SLOW, SMALL, TASK_ROWS, TOKENS, Rows, adamw, begin_step,
                    bits_a_nat, blocks, commit, is_large, lies_in, log_of, logits_at_once, of_part,
                    pack_optimiser, predict, products_in, rows, sampling, say, tell, tell_step,

@@ -25,7 +25,8 @@ from torch.overrides import TorchFunctionMode
 
 import fastweight
 from cli.flags import briefly, expected, fits, flag, known, refuse, typed
-from cli.weights import read_tensors, write_tensors
+from cli.machine import pick_device, try_compiler     # noqa: F401  train.py and bench.py find them here
+from cli.weights import map_state, pack, read_tensors, state_bytes, unpack, write_tensors   # noqa: F401  ditto
 from data import vocabulary
 from fastweight import (FEATURE_MAPS, FLOOR, GAPS, LOG_MIN, NORMALISERS, RULES, feature_map, for_heads,
                         without_autocast)
@@ -266,20 +267,6 @@ class Forms(NamedTuple):
 PLAIN = Forms()         # for a module on its own; GPT.use sets others
 
 
-def pick_device(name):
-    """'auto' or a name -> a torch.device that works. ValueError says why it does not."""
-    if name == 'auto':
-        name = 'cpu'
-        if torch.accelerator.is_available():
-            name = torch.accelerator.current_accelerator()
-    try:
-        x = torch.zeros(1, device=name)
-        x.tolist()                                  # --device=meta has no numbers
-    except (RuntimeError, AssertionError) as e:
-        raise ValueError(f'--device={name}: {str(e).splitlines()[0]}') from None
-    return x.device
-
-
 def pick_forms(impl='auto'):
     """'loop', 'chunk', 'fused' or 'auto' -> Forms. The choice is made here only, and besides bench.py and the
     tests only this function imports kernels.py. ValueError for 'fused' without that file. Other errors of the
@@ -300,15 +287,6 @@ def pick_forms(impl='auto'):
                 raise ValueError('--impl=fused: there is no kernels.py; --impl=chunk does without') from None
             why += ', as there is no kernels.py'
     return Forms(why=f'{why}; {definition}')
-
-
-def try_compiler(device):
-    """ValueError if torch.compile does not work here, because a C++ compiler is missing, say."""
-    try:
-        torch.compile(torch.neg)(torch.zeros(8, device=device))
-    except RuntimeError as e:
-        raise ValueError(f'--compile: {str(e).strip().splitlines()[0]}; install a compiler, such as g++, or '
-                         'leave it out') from None
 
 
 # ---- a layer's memory: gates from x, a map and a normaliser on q and k, then the recurrence ----------------
@@ -1352,44 +1330,6 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
         p = torch.zeros_like(p).scatter(-1, order, p_sorted.masked_fill(beyond, 0))
     r = torch.empty_like(p).exponential_(generator=generator).clamp(min=1e-30)       # some devices draw 0
     return (p / r).argmax(-1, keepdim=True)
-
-
-# ---- states as flat dicts of tensors -----------------------------------------------------------------------
-def map_state(f, state, shared=()):
-    """The state with f(tensor) in place of each tensor, except in the parts that are named in `shared`."""
-    layers = []
-    for layer in state['layers']:
-        layer = {**layer}
-        for part in layer.keys() - set(shared):
-            layer[part] = {name: f(x) for name, x in layer[part].items()}
-        layers.append(layer)
-    return {'t': f(state['t']), 'layers': layers}
-
-
-def pack(state, prefix='state'):
-    """A state, or None, as a flat dict of tensors: <prefix>.t and <prefix>.<layer>.<part>.<name>"""
-    if state is None:
-        return {}
-    flat = {f'{prefix}.t': state['t']}
-    for i, layer in enumerate(state['layers']):
-        for part, tensors in layer.items():
-            flat.update({f'{prefix}.{i}.{part}.{name}': x for name, x in tensors.items()})
-    return flat
-
-
-def unpack(tensors, device, prefix='state'):
-    """The inverse of `pack`. Other tensors are ignored; t stays on the CPU."""
-    layers = {}
-    for name, x in tensors.items():
-        if name.startswith(f'{prefix}.') and name != f'{prefix}.t':
-            _, i, part, key = name.split('.')
-            layers.setdefault(int(i), {}).setdefault(part, {})[key] = x.to(device)
-    return {'t': tensors[f'{prefix}.t'], 'layers': [layers[i] for i in range(len(layers))]}
-
-
-def state_bytes(state):
-    """The bytes of all tensors of a state; 0 for None."""
-    return sum(x.nbytes for x in pack(state).values())
 
 
 def bytes_after(model, T):

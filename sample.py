@@ -36,12 +36,14 @@ import torch
 from cli import files
 from cli.errors import note, script
 from cli.flags import briefly, flag, parse, plural, refuse
-from cli.weights import read_tensors, refuse_target, weights_digest, write_tensors
+from cli.machine import pick_device, try_compiler
+from cli.weights import (map_state, pack, read_tensors, refuse_target, state_bytes, unpack, weights_digest,
+                         write_tensors)
 from data import vocabulary
 from fastweight import FLOOR, RULES
 from hub import chat
-from model import (GPT, Swap, chosen_texts, idle, load, map_state, pack, pick_device, pick_forms,
-                   join, refuse_broken, sample, seen_by_k, spread, state_bytes, try_compiler, unpack)
+from model import (GPT, Swap, chosen_texts, idle, join, load, pick_forms, refuse_broken, sample, seen_by_k,
+                   spread)
 
 OFTEN = 'init prompt chat tokens temperature top_p rule cache dtype html'      # first in --help
 

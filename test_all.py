@@ -575,10 +575,11 @@ import train
 from cli import errors, files
 from cli import flags as flags_py
 from cli import weights as weights_py
+from cli.weights import pack, state_bytes
 from data import prepare, tasks, vocabulary
 from fastweight import FEATURE_MAPS, NORMALISERS, RULES
 from hub import chat, families, folders, texts
-from model import SOURCE_RULES, GPT, Config, Cross, FastWeights, load, pack, pick_forms, rope, save
+from model import SOURCE_RULES, GPT, Config, Cross, FastWeights, load, pick_forms, rope, save
 
 HERE = Path(__file__).resolve().parent
 PLAIN_STATE = [name for name in RULES if not RULES[name].keeps]
@@ -4425,7 +4426,7 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
 # ---- 14. The repository itself -----------------------------------------------------------------------------
 
 ROOMS = [               # a file imports only from rows above its own; papers do not import each other
-    'fastweight', 'kernels', 'cli.errors cli.files cli.flags', 'cli.weights', 'data.vocabulary data.tasks',
+    'fastweight', 'kernels', 'cli.errors cli.files cli.flags cli.machine', 'cli.weights', 'data.vocabulary data.tasks',
     'data.prepare hub.families hub.texts', 'hub.chat hub.folders', 'model', 'train', 'convert', 'papers.harness',
     'papers.schlag papers.kasai papers.mao papers.oren papers.zhang papers.beyond', 'bench sample', 'test_all']
 LAYER = {name: row for row, names in enumerate(ROOMS) for name in names.split()}
@@ -4705,7 +4706,7 @@ def test_soak_20000_tokens_in_constant_memory(rule, last):
     texts = itertools.islice(m.generate(torch.zeros(1, 1, dtype=torch.long)), 20_000)
     for i, (_, state) in enumerate(texts, 1):
         if i % 2_000 == 0:
-            sizes.add(model_py.state_bytes(state))
+            sizes.add(state_bytes(state))
             memory.append(int(Path('/proc/self/statm').read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE'))
             assert all(x.isfinite().all() for x in pack(state).values())
     assert len(sizes) == 1 and int(state['t']) == 20_000
