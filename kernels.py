@@ -971,35 +971,9 @@ def trusted(form, given, normalise):
     return VERDICTS[case]
 
 
-SHAPES = dict(q='BHTK', k='BHTK', v='BHTV', write='BHTV', erase='BHTK', log_f='BHTK', log_z='BHTV', S='BHVK')
-GATES = 'write', 'erase', 'log_f', 'log_z'
-
-
-def check_shapes(given, normalise):
-    """ValueError unless all shapes fit together and all tensors are floating point and on one device."""
-    q = given['q']
-    if q.dim() != 4 or 0 in q.shape:
-        raise ValueError(f'q: expected a tensor (B, H, T, K) that is not empty, not {tuple(q.shape)}')
-    sizes = dict(zip('BHTK', q.shape), V=given['v'].shape[-1])
-    for name, x in given.items():
-        if x is None:
-            continue
-        shape = [sizes[letter] for letter in SHAPES[name]]
-        if name == 'S':
-            shape[2] += normalise
-        if name in ('write', 'erase') and x.dim() == 3:                 # one number for all channels
-            shape.pop()
-        elif name in GATES and x.shape[-1:] == (1,):
-            shape[-1] = 1
-        if list(x.shape) != shape or x.device != q.device or not x.is_floating_point():
-            raise ValueError(f'{name}: expected floating point {shape} on {q.device}, not {x.dtype} '
-                             f'{list(x.shape)} on {x.device}')
-
-
 def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
-    """As fastweight.chunked, in the fastest form that works here. ValueError for shapes that do not fit."""
+    """As fastweight.chunked, in the fastest form that works here."""
     given = dict(q=q, k=k, v=v, write=write, erase=erase, log_f=log_f, log_z=log_z, S=S)
-    check_shapes(given, normalise)
     double = torch.float64 in (q.dtype, k.dtype, v.dtype)
     fastest = on_cpu
     if q.shape[2] == 1 and not torch.is_grad_enabled():

@@ -766,16 +766,6 @@ def test_rows_that_go_first_are_a_shorter_window_and_turned_keys_are_those_of_ro
 
 # kernels.py
 
-@pytest.mark.parametrize('name, shape', [
-    ('q', (2, 13, 6)), ('q', (2, 2, 0, 6)), ('k', (2, 2, 13, 5)), ('v', (2, 2, 12, 5)),
-    ('write', (2, 2, 13, 2)), ('erase', (2, 2, 12)), ('erase', (2, 2, 13, 5)),
-    ('log_f', (2, 2, 13, 5)), ('log_z', (2, 2, 13)), ('S', (2, 2, 6, 5))])
-def test_shapes_that_do_not_fit_are_named(name, shape):
-    given, _ = inputs(f=K, z=V, erase=True)
-    for wrong, why in (torch.ones(shape, dtype=f64), '.* not '), (given[name].long(), 'floating point'):
-        with pytest.raises(ValueError, match=f'^{name}: expected {why}'):
-            kernels.chunked(**{**given, name: wrong})
-
 @every_gate
 def test_a_long_text_in_segments_is_the_same(gates, monkeypatch):
     """Values and gradients, where the last segment alone keeps what the backward needs, the last one is
