@@ -1602,17 +1602,17 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--rule=window --overflow=sum:elu': 'hedgehog', '--rule=window --overflow=softmax': 'choose from',
         '--positions=compress': 'bounded cache', '--device=meta': '--device=meta',
         '--beam=2': '--beam means nothing', '--compile': 'softmax grow', '--source=a': 'knows no pairs',
-        '--init=TALKER --prompt=\u20ac': '\u20ac', '--prompt=@nofile': 'nofile: no such .* @@ for a first @',
+        '--init=TALKER --prompt=\u20ac': '\u20ac',
         '--tokens=0 --save_state=x.st': 'nothing is read yet',
         '--init=GATED_DELTA --rule=tova': 'no softmax layers, only 2 x gated_delta',
         '--rule=delta': 'python convert.py --from=.* --rule=delta',
         '--init=READER --prompt="1 2 3 4 1 2 3 4"': 'at most 7',
-        '--init=READER --tokens=9': '--tokens means nothing',
+        '--init=READER --tokens=9': '--tokens means nothing', '--lines': '--lines is for classifiers',
         '--init=TRANSLATOR --source="1 2\n\n3"': 'text 2 has 0',
         '--init=TRANSLATOR --source=@EMPTY': 'there is no text', '--init=TRANSLATOR --prompt=1': 'give --source',
         '--init=TRANSLATOR --source=1 --save_state=x': '--save_state means nothing',
-        '--html=x.txt': 'expected NAME.html', '--html=x.html --samples=2': 'shows one text',
-        '--html=x.html --tokens=3000': 'at most 2,048', '--html=TEXT/x.html --tokens=9': 'x.html cannot be written',
+        '--html=x.html --samples=2': 'shows one text',
+        '--html=TEXT/x.html --tokens=9': 'x.html cannot be written',
         '--save_state=TEXT/x.st': 'x.st cannot be written',
         f'--save_state={"x" * 250}': 'x cannot be written: .*too long'},
     convert: {
@@ -2079,8 +2079,8 @@ def test_files_and_standard_input_are_bytes(tmp_path, a_model, monkeypatch, caps
     (tmp_path / 'a@b').write_bytes(raw * 9)
     monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(raw)))
     monkeypatch.setenv('HOME', str(tmp_path))
-    assert sample.text_of('@~/a@b') == sample.text_of('-') * 9 == raw.decode() * 9
-    assert sample.text_of('@@me') == '@me'
+    assert files.text_of('@~/a@b') == files.text_of('-') * 9 == raw.decode() * 9
+    assert files.text_of('@@me') == '@me'
     assert flags_py.parse(['--prompt=--'], '', sample.Args)[0]['prompt'] == '--'
     assert flags_py.from_home('~/a:~/b~,~') == f'{tmp_path}/a:{tmp_path}/b~,{tmp_path}'
     for data in b'\xff\xfea\0', b'\x1f\x8b\x08', b'\xe9':
@@ -3851,7 +3851,6 @@ def test_a_conversation_is_read_as_one_text(rule, tmp_path, capsys, monkeypatch)
     assert not written(capsys, *flags[:2])[0]
     type_in(b'the quick\n/reset\nthe quick\nfox')
     assert 'no place for it' in refused(capsys, sample.main, *flags, '--system=Be brief.')
-    assert '@FILE' in refused(capsys, sample.main, *flags, '--system=-')
     put(tmp_path, 'chat_template.jinja', FRAME.replace("{% if m.role == 'system' %}{% continue %}{% endif %}", ''))
     roles.clear()
     written(capsys, *flags, '--system=Be brief.')
@@ -3946,33 +3945,32 @@ def test_a_long_prompt_says_how_far_it_is_read(a_model, capsys, monkeypatch):
     said = written(capsys, f'--init={a_model("--rule=delta")}', '--prompt=' + 'ab' * 2100, '--tokens=1')[1]
     assert said.count(' tokens read | eta ') == 2 and '4,096 of 4,199 tokens read' in said
 
-def test_each_line_is_a_prompt_and_of_many_texts_one_is_read_once(a_model, tmp_path, capsys, monkeypatch):
-    """Greedy, each is what it is alone. Those before a stop are shown."""
-    lines = 'line 1', 'a', 'the quick brown fox'
-    path = put(tmp_path, 'lines', '\n'.join(lines))
+def test_of_many_texts_the_prompt_is_read_once(a_model, capsys):
+    """Greedy, each is what it is alone."""
     for rule in 'delta', 'tova', 'softmax':
-        flags = f'--init={a_model(f"--rule={rule}")}', '--temperature=0', '--tokens=9'
-        alone = [written(capsys, *flags, f'--prompt={line}')[0] for line in lines]
-        out, err = written(capsys, *flags, f'--prompt=@{path}', '--lines')
-        assert out == ''.join(f'--- {i} ---\n{text}' for i, text in enumerate(alone, 1))
-        assert ('grow apart' in err) == (rule == 'softmax')
-        out, err = written(capsys, *flags, f'--prompt={lines[0]}', '--samples=3')
-        assert out == ''.join(f'--- {i} ---\n{alone[0]}' for i in (1, 2, 3))
+        flags = f'--init={a_model(f"--rule={rule}")}', '--temperature=0', '--tokens=9', '--prompt=line 1'
+        alone = written(capsys, *flags)[0]
+        out, err = written(capsys, *flags, '--samples=3')
+        assert out == ''.join(f'--- {i} ---\n{alone}' for i in (1, 2, 3))
         assert '6 tokens read' in err
-    monkeypatch.setattr(sample, 'AT_ONCE', 1)
-    write = sample.write_texts
 
-    def stopped(args, model, data, last, *more):
-        if last.item() == ord('x'):                             # of the third line
-            raise KeyboardInterrupt
-        return write(args, model, data, last, *more)
-    monkeypatch.setattr(sample, 'write_texts', stopped)
-    flags = f'--init={a_model("--rule=delta")}', '--temperature=0', '--tokens=9'
-    assert sample.main([*flags, f'--prompt=@{path}', '--lines']) == 130
-    assert re.findall('--- (.) ---', capsys.readouterr().out) == ['1', '2']
-    one = load(a_model('--rule=softmax'))[0]
-    with pytest.raises(ValueError, match='join texts of one length'):
-        model_py.join([one.read(torch.zeros(1, n, dtype=torch.long)) for n in (2, 3)])
+@pytest.mark.parametrize('rule', ['delta', 'tova', 'softmax'])
+def test_texts_of_unequal_length_are_joined_and_go_on_as_alone(rule, a_model):
+    model = load(a_model(f'--rule={rule}'))[0]
+    texts = [torch.randint(256, (1, n)) for n in (3, 9, 5)]
+    if rule == 'softmax':
+        with pytest.raises(ValueError, match='join texts of one length'):
+            model_py.join([model.read(text) for text in texts])
+        return
+    state = model_py.join([model.read(text[:, :-1]) for text in texts])
+    token = torch.cat([text[:, -1:] for text in texts])
+    for _ in range(9):
+        logits, state = model(token, state)
+        token = logits.argmax(-1)
+        texts = [torch.cat([text, some[None]], 1) for text, some in zip(texts, token)]
+    for text in texts:
+        alone = model(text[:, :-1])[0][:, -9:].argmax(-1)
+        assert torch.equal(alone, text[:, -9:])
 
 # ---- Real pretrained models: REAL names the folder in which smollm2 and minilm lie ---------------------------
 

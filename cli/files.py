@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
+import sys
 import tempfile
 import time
 
@@ -27,6 +28,24 @@ def as_utf8(data, name):
     except UnicodeDecodeError as e:
         raise ValueError(f'{name}: not UTF-8 at byte {e.start:,}; unpack it first or, if it is in another '
                          'encoding, convert it: iconv -f WINDOWS-1252 -t UTF-8 (or -f UTF-16)') from None
+
+
+def text_of(given):
+    """The text that a flag stands for: itself, @file, - for standard input; @@ for a first @."""
+    if given == '-':
+        return as_utf8(sys.stdin.buffer.read(), 'standard input')
+    if given.startswith('@@'):
+        return given[1:]
+    if given.startswith('@'):
+        path = os.path.expanduser(given[1:])
+        return as_utf8(read_file(path), path)
+    return given
+
+
+def lines_of(given):
+    """The lines of the text that a flag stands for, as in training: only ASCII line ends end a line."""
+    data = text_of(given).removeprefix('\ufeff').encode('utf-8', 'surrogateescape')
+    return [line.decode('utf-8', 'surrogateescape') for line in data.splitlines()]
 
 
 def short_hash(data):
