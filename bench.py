@@ -44,8 +44,11 @@ from cli.weights import weights_digest
 from data import prepare, vocabulary
 from fastweight import RULES, l2
 from hub import chat
-from model import (GPT, Cache, Config, FastWeights, bytes_after, cached_by, can_become_an_rnn, chosen_texts,
-                   kl, load, pick_device, pick_forms, sample, state_bytes)
+from cli.machine import pick_device
+from cli.weights import state_bytes
+from convert import bytes_after, cached_by, can_become_an_rnn
+from model import GPT, Cache, Config, FastWeights, chosen_texts, load, pick_forms, sample
+from watch import kl, through
 
 os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # silences torch.profiler; we ask it for memory
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -776,7 +779,7 @@ def monotone(args, suite):
     spiky = statistics.mean(column(layers, 'entropy of teacher'))
     x, _, _, _ = a_text(args, path, meta, length, 4, args.data)
     with torch.inference_mode():
-        grows = statistics.mean((seen.scores > -1).float().mean().item() for seen in model.through(x))
+        grows = statistics.mean((seen.scores > -1).float().mean().item() for seen in through(model, x))
     yield {'form': 'softmax', 'order kept': 1.0, 'entropy': spiky, 'KL to teacher': 0.0,
            'where Taylor grows': grows}
     for form in DRAWN:
@@ -791,7 +794,7 @@ def divergence(teacher, student, x):
     twins = student.mixers()
     divergences = []
     for row in x.split(1):
-        for seen in teacher.through(row):
+        for seen in through(teacher, row):
             a = seen.weights(seen.mixer)
             w = seen.weights(twins[seen.name])
             divergences.append(kl(a, w).item())
@@ -851,7 +854,7 @@ def keys(args, suite):
     args.remarks['rows'] = len(x)
     sizes = sorted({min(S, x.shape[1]) for S in args.lengths})
     cells = {}                                      # per line and S: (2, rows) for each layer
-    for seen in teacher.through(x):
+    for seen in through(teacher, x):
         for (form, line), S in itertools.product(only(args, suite.lines).items(), sizes):
             answers = read_back(seen.k[:, :, :S].float(), *line)
             found = answers.argmax(-1) == torch.arange(S, device=x.device)
@@ -961,7 +964,7 @@ def kept(args, suite):
     steps = {'all': []}
     for row in tqdm(x.split(1), 'kept', disable=None):
         gone = []                                               # per layer, when each token goes
-        for seen in model.through(row):
+        for seen in through(model, row):
             if seen.mixer.memory.rule.keeps:                    # all heads of TOVA agree
                 gone.append(seen.mixer.memory.evicted_at(seen.q, seen.k, seen.v)[0, 0])
         gone = torch.stack(gone)

@@ -36,7 +36,6 @@ with a matrix beside its cache is also run with other policies.
 import copy
 import dataclasses
 import glob
-import itertools
 import math
 import os
 import re
@@ -53,18 +52,18 @@ from tqdm import tqdm
 
 from cli import files
 from cli.errors import script
-from cli.flags import briefly, flag, parse, plural, refuse, typed
+from cli.flags import briefly, flag, parse, plural, refuse, subset, typed
 from cli.machine import pick_device
-from cli.weights import is_state, read_tensors, weights_digest
+from cli.weights import is_state, read_tensors, state_bytes, weights_digest
 from data import prepare
 from hub.folders import to_folder
 from fastweight import RULES
-from model import (GPT, SOURCE_RULES, bias_of, bytes_after, cached_by, can_become_an_rnn, cannot_train, fill,
-                   idle, kl, load, save, subset)
+from model import GPT, SOURCE_RULES, Config, Undrawn, bias_of, cannot_train, fill, idle, load, save
 from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, SLOW, SMALL, TASK_ROWS, TOKENS, Rows, adamw, begin_step,
                    bits_a_nat, blocks, commit, is_large, lies_in, log_of, logits_at_once, of_part,
                    pack_optimiser, predict, products_in, rows, sampling, say, tell, tell_step,
                    unpack_optimiser)
+from watch import compared, through
 
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
@@ -138,8 +137,8 @@ class Args:
     threads: int = flag(None, 'CPU threads; if not given, as many as torch takes', low=1, high=1024)
 
 
-Student = subset('layers', 'phi', 'norm', 'out_norm', 'beta_max', 'gate_rank', 'cache', 'sinks', 'overflow',
-                 rule=flag('sum', 'what replaces softmax', list(RULES)))
+Student = subset(Config, 'layers', 'phi', 'norm', 'out_norm', 'beta_max', 'gate_rank', 'cache', 'sinks',
+                 'overflow', rule=flag('sum', 'what replaces softmax', list(RULES)))
 HELP = '\n'.join([
     __doc__ or '',
     'Recipes. Their flags replace the defaults below. With another --rule, only their training flags do:',
@@ -224,7 +223,7 @@ def begin_as(teacher, student, x):
     """Initialise new parameters from the teacher's attention on the tokens x (B, T): slots as clusters of its
     keys, gates by how far back the heads look (`remember`) and, beside a cache, the weight of the keys that
     only the matrix has (`balance`). If T is too short for the cache to evict any, a layer stays as it is."""
-    for seen in teacher.through(x):
+    for seen in through(teacher, x):
         memory = student.get_submodule(seen.name).memory
         swapped = seen.mixer.memory.rule.keeps              # the teacher has softmax there
         matrix = memory.rule.matrix or memory.overflow is not None
@@ -246,7 +245,7 @@ def remember(seen, memory, in_matrix):
     the distance within which a share (i + 1/2) / n of the head's attention falls. Only attention to keys that
     are in the matrix counts, and beside a cache tau counts from the eviction of a key. W, which makes gates
     depend on the token, begins as 0.
-    seen: what GPT.through yields for the teacher; in_matrix: the result of `keys_in_matrix`"""
+    seen: what through yields for the teacher; in_matrix: the result of `keys_in_matrix`"""
     gates = (memory.overflow or memory).gates
     biases = [getattr(gates, name) for name in ('bias_f', 'bias_z') if hasattr(gates, name)]    # (H, 1, n)
     if not biases:
@@ -338,7 +337,7 @@ def mismatch(kind, seen, student):
                   eq. 4)
         mse       mean square error of the attention output, after the student's out_norm, divided by the
                   teacher's variance in these rows (LoLCATs, arXiv:2410.10254)
-    seen: a `Seen` of model.py, which GPT.through yields for the teacher"""
+    seen: a `Seen` of model.py, which through yields for the teacher"""
     twin = student.get_submodule(seen.name)
     real = slice(None)
     if seen.real is not None:
@@ -374,7 +373,7 @@ def distil(run, teacher, student, names, kind, steps, lr):
         for i in range(data.accum):
             x, _ = data.batch(begin, i)
             with torch.no_grad(), products_in(data.dtype, data.device):
-                for seen in teacher.through(x):
+                for seen in through(teacher, x):
                     if kind == 'hidden' and seen.crosses:   # its layer has been compared already
                         continue
                     many += 1
@@ -554,6 +553,15 @@ def recovered(gain, meta):
     return row
 
 
+def cached_by(model, rules, **changes):
+    """The same weights with other rules, which cache, and other flags of Config"""
+    config = dataclasses.replace(model.config, layers=','.join(rules), **changes)
+    with Undrawn():
+        other = GPT(config)
+    fill(other, model.state_dict(), 'other weights', assign=True)
+    return other.to(model.embed.weight.device).eval()       # buffers, too
+
+
 def caches(teacher, student):
     """The teacher with limited caches, to compare with -> names, models: the cache that stands beside the
     student's matrix alone, and caches of as many bytes as all that the student keeps."""
@@ -580,6 +588,16 @@ def other_policies(student):
     for policy in COMPARED[1:] if student.config.overflow else ():
         rules = [policy if RULES[rule].bounded else rule for rule in student.config.rules]
         yield policy, cached_by(student, rules)
+
+
+def bytes_after(model, T):
+    """The bytes of a model's state after T tokens; None for an encoder or a translator. A cache without a
+    limit grows by as much with every token."""
+    if not model.config.causal or model.config.source:
+        return None
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=model.embed.weight.device)
+    one, two = (state_bytes(model.read(tokens[:, :n])) for n in (1, 2))
+    return one + (T - 1) * (two - one)
 
 
 def table(lines):
@@ -768,56 +786,6 @@ def controls(run, teacher, config, distilled):
         row['of the tuned'] = share(row, tuned)
 
 
-# ---- measurements ------------------------------------------------------------------------------------------
-def order_kept(scores, w):
-    """How often the weights w order two keys as q.k does, as a share. One random pair of keys is drawn per
-    query but the first. Softmax keeps every order, and so should a map (Zhang 2024, sec. 3).
-    scores, w (B, H, T, T)"""
-    draw = torch.Generator().manual_seed(0)
-    queries = scores.shape[-1] - 1
-    t = torch.arange(1, queries + 1)
-    i = (torch.rand(queries, generator=draw) * (t + 1)).long()
-    j = (i + 1 + (torch.rand(queries, generator=draw) * t).long()) % (t + 1)        # different from i
-    by_scores = (scores[:, :, t, i] - scores[:, :, t, j]).sign()
-    by_weights = (w[:, :, t, i] - w[:, :, t, j]).sign()
-    return (by_scores == by_weights).float().mean().item()
-
-
-def entropy(w):
-    """Mean of -sum_s w log w over queries, in nats. 0: each query looks at one key."""
-    return -(w * w.clamp(min=1e-12).log()).sum(-1).mean().item()
-
-
-@torch.no_grad()
-def look(name, teacher, student, texts):
-    """Compare the attention of the swapped layers with the teacher's, on the teacher's inputs; texts: tensors
-    (1, T).
-    ->  a line per layer that has attention weights, means over the texts: divergence, entropies, share of
-        order kept;
-        one query: the last one of the last such layer's first head, with keys sorted by q.k / sqrt(d): these
-        scores, their softmax, and the student's weights under `name`. {} if there is no such layer"""
-    found = {}                                              # per layer, a row for each text
-    query = {}
-    for seen in itertools.chain.from_iterable(map(teacher.through, texts)):
-        twin = student.get_submodule(seen.name)
-        if twin.memory.rule.keeps or not twin.has_weights or seen.crosses or seen.q.shape[2] < 2:
-            continue
-        a = seen.weights(seen.mixer)
-        w = seen.weights(twin)
-        scores = seen.scores
-        found.setdefault(seen.layer, []).append({
-            'KL to teacher': kl(a, w).item(), 'entropy of teacher': entropy(a), 'entropy': entropy(w),
-            'order kept': order_kept(scores, w)})
-        ordered, order = scores[0, 0, -1].sort()
-        query = {'scores': ordered.tolist(), 'softmax': a[0, 0, -1, order].tolist(),
-                 name: w[0, 0, -1, order].tolist()}
-    lines = []
-    for layer, seen in found.items():
-        means = {key: sum(row[key] for row in seen) / len(seen) for key in seen[0]}
-        lines.append({'model': name, 'layer': layer, **means})
-    return lines, query
-
-
 # ---- layers that stay softmax ------------------------------------------------------------------------------
 def stay(how, teacher, student, data, begin):
     """Which of the teacher's softmax layers stay. how: costly:4, first:4, last:4 or spread:4. costly: those
@@ -908,6 +876,12 @@ def stopped(given, changes):
     return meta['args'], meta['changes']
 
 
+def can_become_an_rnn(rules):
+    """Whether there is softmax among these rules, and beside it only rules with a matrix."""
+    keeps = {RULES[rule].keeps for rule in rules}
+    return {'all'} <= keeps <= {'all', None}
+
+
 def cannot_teach(args, config):
     """For `refuse`: what is wrong with the flags or with a teacher of this config."""
     yield set(args.swap.split(',')) - set(PLACES), f'--swap={args.swap}: choose from {", ".join(PLACES)}'
@@ -985,18 +959,18 @@ def rows_of(args, meta, device):
 
 
 def trained(run, teacher, student, new, kind, distilled):
-    """Stages 1 and 2, a line of the table after each -> tables of attention weights, of one query (`look`)"""
+    """Stages 1 and 2, a line of the table after each -> tables of attention weights, of one query (`compared`)"""
     args = run.args
     some = run.begin[:max(1, LOOK // run.data.T)]
     texts = [rows(run.data.val, [begin], run.data.T, run.data.meta, run.data.device)[0] for begin in some]
     run.note('swapped', student)
-    layers, query = look('swapped', teacher, student, texts)
+    layers, query = compared('swapped', teacher, student, texts)
     done = []                                               # names of finished stages
     if distilled:
         distil(run, teacher, student, learners(student, new, args.learn), kind, distilled, args.distil_lr)
         done.append(f'distil ({kind})')
         run.note(f'distilled ({kind})', student, *done, steps=distilled)
-        again, seen = look('distilled', teacher, student, texts)
+        again, seen = compared('distilled', teacher, student, texts)
         layers += again
         query |= seen
     if args.steps:

@@ -44,6 +44,7 @@ from fastweight import FLOOR, RULES
 from hub import chat
 from model import (GPT, Swap, chosen_texts, idle, load, pick_forms, refuse_broken, sample, seen_by_k,
                    spread)
+from watch import through
 
 OFTEN = 'init prompt chat tokens temperature top_p rule cache dtype html'      # first in --help
 
@@ -224,7 +225,7 @@ def given_to_memories(model, tokens):
     v and the gates that it has, as `recurrent` takes them (1, H or G, n T, .), with n writes per token. A
     layer with a cache has `gone` (1, G, T) instead of v and gates, see Cache.evicted_at."""
     layers = []
-    for seen in model.through(tokens):
+    for seen in through(model, tokens):
         memory = seen.mixer.memory
         n = seen.mixer.n
         layer = {'n': n, 'q': seen.q, 'normalise': False, 'floor': None}

@@ -580,6 +580,7 @@ from data import prepare, tasks, vocabulary
 from fastweight import FEATURE_MAPS, NORMALISERS, RULES
 from hub import chat, families, folders, texts
 from model import SOURCE_RULES, GPT, Config, Cross, FastWeights, load, pick_forms, rope, save
+from watch import Seen, through
 
 HERE = Path(__file__).resolve().parent
 PLAIN_STATE = [name for name in RULES if not RULES[name].keeps]
@@ -1278,7 +1279,7 @@ def test_model_can_be_cut_and_leaks_nothing(flags, monkeypatch):
             close(comparable(s), comparable(m.read(tokens[:, :t])), 1e-9)
         close(comparable(m.read(tokens, segment=5)), comparable(state), 1e-9)
         if n:
-            near(m(tokens[1:2, n:], m.encode(tokens[1:2, :4]))[0], whole[1:2])
+            near(m(tokens[1:2, n:], m.read_source(tokens[1:2, :4]))[0], whole[1:2])
         monkeypatch.setattr(model_py, 'SEGMENT', 4)
         m.use(pick_forms('loop'))
         found, cut = m(tokens)
@@ -1320,7 +1321,7 @@ def test_through_tells_what_forward_computes(flags):
     tokens = torch.randint(1, 256, (2, 9))
     if 'pad' in flags:
         tokens[1, 6:] = 0
-    for seen in m.through(tokens):
+    for seen in through(m, tokens):
         block = m.get_submodule(seen.layer)
         u = block.convolve(0, block.norm1(seen.x), {}, seen.encoder_real)
         near(seen.u, u)
@@ -1370,11 +1371,9 @@ def test_overflow_lies_between_fast_weights_and_softmax(rule, phi, policy):
     assert (found - rows_alone).abs().max() > 1e-3
 
 @pytest.mark.parametrize('given, why', [
-    (dict(n_kv_head=3), 'n_kv_head=3'), (dict(pos='rope', key_dim=3), 'even'),
+    (dict(n_kv_head=3), 'n_kv_head=3'), (dict(encoder=1, source=5), 'source'),
     (dict(rope_scaling=[8]), 'rope_scaling'), (dict(rope_scaling=[0, 1, 4, 32]), 'rope_scaling'),
     (dict(rope_scaling=[8, 4, 4, 32]), 'rope_scaling'), (dict(rule='sink', overflow=':favor'), '--overflow=:favor'),
-    (dict(patch=7), 'classes'), (dict(patch=7, classes=3, pad=0), 'padding'),
-    (dict(cls=True, causal=False, classes=3, pad=0), 'padding'), (dict(encoder=1, source=5), 'source'),
     (dict(norm='zzz'), '--norm=zzz: one of attn, sum'), (dict(n_head=0), 'a whole number, at least 1')], ids=str)
 def test_what_no_flag_says_is_refused_in_python_too(given, why):
     with pytest.raises(ValueError, match=why):
@@ -1430,12 +1429,12 @@ def test_stage_1_passes_over_padding(kind):
         x[:, 17:] = 9
         if 'encoder' in more:
             x[:, 8] = 9                                         # with which a text begins: it counts
-            assert [*teacher.through(x)][-1].real.tolist() == 3 * [9 * [True]]
-        padded, cut = ([convert.mismatch(kind, seen, student) for seen in teacher.through(tokens)]
+            assert [*through(teacher, x)][-1].real.tolist() == 3 * [9 * [True]]
+        padded, cut = ([convert.mismatch(kind, seen, student) for seen in through(teacher, tokens)]
                        for tokens in (x, x[:, :17]))
         near(padded, cut, 1e-9)
         if kind != 'ce':                                        # whose least value is an entropy
-            itself = [convert.mismatch(kind, seen, teacher) for seen in teacher.through(x)]
+            itself = [convert.mismatch(kind, seen, teacher) for seen in through(teacher, x)]
             assert max(itself) < 1e-12
 
 def test_softmax_alone_is_swapped():
@@ -1621,7 +1620,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--from=LINK --out=FOLDER': 'it holds the teacher', '--rule=softmax': 'would change',
         '--recipe=hybrid --cache=16': 'never leave',
         '--rule=tova --cache=8 --overflow=sum:slots': 'train with --rule=sink',
-        '--rule=gla --gate_rank=99': 'at most --n_embd', '--keep=first:2': 'fewer than the 2 softmax',
+        '--keep=first:2': 'fewer than the 2 softmax',
         '--keep=some:1': 'costly, first', '--row=17': 'rows of 16',
         '--from=FOLDER': 'give the file', '--from=a/b/c': 'no such file',
         '--from=TRANSLATOR --swap=decoder': 'choose from self', '--export=': '--export=: give a folder',
@@ -2132,7 +2131,7 @@ def test_threads_share_a_model(rule, a_model):
         return [token.item() for token, _ in itertools.islice(model.generate(tokens, temperature=0), 40)]
 
     def look():
-        return [seen.o.sum().item() for _ in range(9) for seen in model.through(tokens)]
+        return [seen.o.sum().item() for _ in range(9) for seen in through(model, tokens)]
 
     def evaluate():
         return rows.evaluate(model, np.arange(0, 640, 16))
@@ -3264,7 +3263,7 @@ def test_a_page_holds_what_each_memory_was_given(flags, a_model, characters, tmp
     assert run['written'] == [False] * 11 + [True] * 12
     tokens = torch.tensor([vocabulary.encode('line 7: the' + said[:-1], meta['data'])])
     with torch.no_grad():
-        for layer, seen in zip(run['layers'], model.through(tokens), strict=True):
+        for layer, seen in zip(run['layers'], through(model, tokens), strict=True):
             x = layer['arrays']
             o, state = seen.mixer.memory(seen.u, seen.q, seen.k, seen.v)
             if 'gone' in layer:
@@ -3324,7 +3323,7 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, monkeyp
     models = [load(path, 'cpu')[0] for path in (tmp_path / 'ckpt.safetensors', teacher)]
     first = int(re.search(r"smaller than the teacher's from (\d+) tokens", said)[1])
     for n in first - 1, first:
-        smaller, larger = (model_py.bytes_after(model, n) for model in models)
+        smaller, larger = (convert.bytes_after(model, n) for model in models)
         assert (smaller < larger) == (n == first)
     lines = {row['model']: row for row in found['table']}
     names = [name for name in lines if 'cached' not in name]
@@ -3468,7 +3467,7 @@ def test_gates_begin_with_the_memory_of_their_heads(changes, memory, a_model, mo
     far[5:, :-5] = torch.eye(11)
     if 'sinks' in changes:                      # rows that stay are not what gates must remember
         far[:, 0] = 9
-    monkeypatch.setattr(model_py.Seen, 'weights', lambda *_: far.expand(2, 2, 16, 16))
+    monkeypatch.setattr(Seen, 'weights', lambda *_: far.expand(2, 2, 16, 16))
     student, new = convert.swap(teacher, changes)
     before = student.state_dict()[next(name for name in new if 'bias_f' in name)].clone()
     convert.begin_as(teacher, student, x)
@@ -3487,7 +3486,7 @@ def test_a_matrix_beside_rows_begins_with_the_weight_of_what_it_holds(rule, firs
     changes = dict(rule=rule, cache=4, sinks=1, overflow='sum:hedgehog')
     student = convert.swap(teacher, changes)[0].double()
     convert.begin_as(teacher, student, x)
-    for seen, block in zip(teacher.through(x), student.blocks):
+    for seen, block in zip(through(teacher, x), student.blocks):
         q, k, memory = seen.q, seen.k, block.mixer.memory
         features = memory.overflow.phi
         logs = []
@@ -4415,7 +4414,7 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
 
 ROOMS = [               # a file imports only from rows above its own; papers do not import each other
     'fastweight', 'kernels', 'cli.errors cli.files cli.flags cli.machine', 'cli.weights', 'data.vocabulary data.tasks',
-    'data.prepare hub.families hub.texts', 'hub.chat hub.folders', 'model', 'train', 'convert', 'papers.harness',
+    'data.prepare hub.families hub.texts', 'hub.chat hub.folders', 'model', 'watch', 'train', 'convert', 'papers.harness',
     'papers.schlag papers.kasai papers.mao papers.oren papers.zhang papers.beyond', 'bench sample', 'test_all']
 LAYER = {name: row for row, names in enumerate(ROOMS) for name in names.split()}
 BANNED = set('eval exec __import__ torch.load np.load os.system pickle marshal shelve dill'.split())
