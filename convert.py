@@ -54,7 +54,8 @@ from cli import files
 from cli.errors import script
 from cli.flags import briefly, flag, parse, plural, refuse, subset, typed
 from cli.machine import pick_device
-from cli.weights import is_state, read_tensors, state_bytes, weights_digest
+from cli.tables import table
+from cli.weights import is_state, read_tensors, weights_digest
 from data import prepare
 from hub.folders import to_folder
 from fastweight import RULES
@@ -63,7 +64,7 @@ from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, SLOW, SMALL, TASK_ROWS, TO
                    bits_a_nat, blocks, commit, is_large, lies_in, log_of, logits_at_once, of_part,
                    pack_optimiser, predict, products_in, rows, sampling, say, tell, tell_step,
                    unpack_optimiser)
-from watch import compared, through
+from watch import bytes_after, compared, has_weights, through
 
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
@@ -79,7 +80,8 @@ LARGE_RECIPES = RECIPES | {
     'pure': '--rule=gla-beta --gate_rank=16 --distil=mse --faster=20 --distil_steps=80 --steps=408 --lr=1e-4',
     'hybrid': '--rule=sink --cache=64 --overflow=sum:slots --distil=mse --faster=20'}
 LARGE = '--batch_size=1 --distil_steps=8 --steps=480 --eval_rows=16'        # defaults with all of these
-PLACES = 'self', 'cross', 'encoder'     # the attention layers of a translator; self: its decoder's
+ATTENTIONS = 'self', 'cross', 'encoder'     # the attention layers of a translator; self: its decoder's
+KEEP = 'costly', 'first', 'last', 'spread'              # which layers may stay softmax, see `stay`
 FIRST = 256                                             # tokens of the first range where it is judged
 COMPARED = 'sink', 'tova', 'h2o'                        # policies to compare with, see `caches`
 LONG = 1024                                             # most tokens per row without --row: T x T tensors
@@ -101,7 +103,7 @@ class Args:
     revision: str = flag('main', 'branch, tag or commit on the hub')
     data: str = flag('', 'text, task or pairs to train on; default: those of the teacher', path=True)
     out: str = flag('out/convert', 'folder for the checkpoint, tables and log', path=True)
-    swap: str = flag(','.join(PLACES), 'in a translator: which attention to swap')
+    swap: str = flag(','.join(ATTENTIONS), 'in a translator: which attention to swap')
     distil: str = flag('auto', 'stage 1, layer by layer: match attention weights (ce), outputs (mse) or '
                                'hidden states; auto: ce if the student has weights, else mse',
                        ['auto', 'ce', 'mse', 'hidden', 'none'])
@@ -150,7 +152,7 @@ HELP = '\n'.join([
 
 
 # ---- the swap ----------------------------------------------------------------------------------------------
-def swap(teacher, changes, places=PLACES):
+def swap(teacher, changes, places=ATTENTIONS):
     """Make a GPT with other rules, which shares the teacher's weights until they are trained -> the student,
     names of its new parameters. changes: flags of `Student`; places: of a translator, which to swap"""
     old = teacher.config
@@ -181,7 +183,7 @@ def rules_after(old, changes, places):
     rules stay. Softmax over a source also stays if --rule caches few tokens, since a source is read as a
     whole."""
     rule = changes.get('rule', old.rule)
-    if not old.encoder and set(places) != set(PLACES):
+    if not old.encoder and set(places) != set(ATTENTIONS):
         raise ValueError(f'--swap={",".join(places)}: the teacher has no encoder, so there is but one place')
     if 'self' not in places and rule not in SOURCE_RULES:
         raise ValueError(f'--swap={",".join(places)}: {rule} caches few tokens, a source is read whole; '
@@ -303,7 +305,7 @@ def what_to_match(wish, student, new):
     new parameters it is `none`."""
     if not new:
         return 'none'
-    comparable = all(mixer.has_weights for mixer in changed(student, new).values())
+    comparable = all(has_weights(mixer) for mixer in changed(student, new).values())
     if wish == 'ce' and not comparable:
         raise ValueError('--distil=ce compares attention weights, and this rule has none: take mse or hidden')
     if wish == 'auto':
@@ -363,7 +365,8 @@ def mismatch(kind, seen, student):
 
 def distil(run, teacher, student, names, kind, steps, lr):
     """Stage 1: train the parameters of these names on `mismatch` of this kind. Every layer gets the teacher's
-    input, so layers are independent, and backward holds the (T, T) matrices of only one at a time."""
+    input, so layers are independent, and backward holds the (T, T) matrices of only one at a time.
+    -> as `train_stage`"""
     data = run.data
 
     def loss(step):
@@ -389,8 +392,9 @@ def distil(run, teacher, student, names, kind, steps, lr):
     unshare(student, names)
     for name, p in student.named_parameters():
         p.requires_grad_(name in names)
-    run.train_stage(f'distil ({kind})', student, loss, steps, lr)
+    columns = run.train_stage(f'distil ({kind})', student, loss, steps, lr)
     student.requires_grad_(True)
+    return columns
 
 
 # ---- stage 2: the whole model ------------------------------------------------------------------------------
@@ -440,7 +444,8 @@ def merge_lora(adapted):
 def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()):
     """Stage 2 and the controls: train on the targets or, with a teacher, on its distribution at the same
     positions, KL(teacher || model). All weights learn. With lora > 0, only LoRA of that rank and the
-    parameters in `new` learn. after: steps of the stage before, so that other rows are drawn"""
+    parameters in `new` learn. after: steps of the stage before, so that other rows are drawn.
+    -> as `train_stage`"""
     def loss(step):
         return run.data.learn(model, [None] * run.data.accum, after + step, teacher)
 
@@ -448,11 +453,12 @@ def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()
     adapted = []
     if lora:
         adapted = adapt(model, lora, new)
-    run.train_stage(stage, model, loss, steps, lr, new)
+    columns = run.train_stage(stage, model, loss, steps, lr, new)
     if lora:
         merge_lora(adapted)
-        run.judged = None                                   # merged, sums round otherwise
+        columns = None                                      # merged, sums round otherwise
     model.requires_grad_(True)
+    return columns
 
 
 # ---- fold --------------------------------------------------------------------------------------------------
@@ -590,36 +596,6 @@ def other_policies(student):
         yield policy, cached_by(student, rules)
 
 
-def bytes_after(model, T):
-    """The bytes of a model's state after T tokens; None for an encoder or a translator. A cache without a
-    limit grows by as much with every token."""
-    if not model.config.causal or model.config.source:
-        return None
-    tokens = torch.zeros(1, 2, dtype=torch.long, device=model.embed.weight.device)
-    one, two = (state_bytes(model.read(tokens[:, :n])) for n in (1, 2))
-    return one + (T - 1) * (two - one)
-
-
-def table(lines):
-    """Print a list of dicts with the same keys as a table. None is shown as a dash."""
-    def as_text(x):
-        if x is None:
-            return '-'
-        if isinstance(x, str):
-            return x
-        if isinstance(x, int) or abs(x) >= 1e4:
-            return f'{x:,.0f}'
-        return f'{x:.4g}'
-    columns = []
-    for name in lines[0]:
-        cells = [name] + [as_text(line[name]) for line in lines]
-        width = max(map(len, cells))
-        side = '>' if columns else '<'
-        columns.append([f'{cell:{side}{width}}' for cell in cells])
-    for cells in zip(*columns):
-        print('  '.join(cells))
-
-
 # ---- a conversion: its stages, its table -------------------------------------------------------------------
 def share(row, base):
     """The share of a teacher that a model has recovered; row, base: their lines of the table. For a text it
@@ -659,41 +635,55 @@ class Conversion:
         self.about = about
         self.seconds = {}                                   # per stage, including those before --resume
         self.table = []
-        whole = data.val if 'row' in data.meta else data.val[:len(data.val) - (len(data.val) - 1) % data.T]
-        self.begin = blocks(len(whole), data.T, data.meta, args.eval_rows)
-        self.judged = None                                  # the columns of the model that was just saved
-        self.nats = None                                    # of the teacher, per token of the validation rows
-        self.part = None                                    # the meta of these rows alone
+        self.tokens = args.batch_size * data.T              # in a step
+        self.of_text = 'row' not in data.meta
+        n = len(data.val)
+        if self.of_text:
+            n -= (n - 1) % data.T                           # whole rows
+        self.begin = blocks(n, data.T, data.meta, args.eval_rows)
+        self.x, self.y = rows(data.val, self.begin, data.T, data.meta, data.device)
+        self.part = of_part(data.meta, self.x.flatten().tolist())       # the meta of these rows alone
+        self.teacher_nats = None                            # per token of these rows, see `judge_teacher`
         self.log = log_of(args)
         if not args.resume:
             forget(stages(args.out))                        # what a stopped conversion left
 
-    def columns_of(self, model, what):
-        """Evaluate a model on --eval_rows rows, each from an empty state -> columns of the table. The teacher
-        comes first. what: the model's name"""
-        meta = self.data.meta
-        what = f'{what}, validation'
-        if 'row' in meta:
-            loss, right = self.data.evaluate(model, self.begin, label=what)
-            row = {'perplexity': math.exp(min(loss, 80)), 'accuracy': right}
-            return {**row, 'recovered': share(row, self.table[0] if self.table else row)}
-        x, y = rows(self.data.val, self.begin, self.data.T, meta, self.data.device)
+    def nats_of(self, model, what):
+        """Evaluate a model on a text -> nats (rows, T). what: the model's name"""
         training = model.training
-        nats = nats_along(model.eval(), x, y, what, self.data.dtype)
+        nats = nats_along(model.eval(), self.x, self.y, f'{what}, validation', self.data.dtype)
         model.train(training)
-        if self.nats is None:                               # the teacher's
-            self.nats = nats
-            self.part = of_part(meta, x.flatten().tolist())
+        return nats
+
+    def columns_of_text(self, nats):
+        """The columns of the table for a model with these nats on --eval_rows rows (rows, T)."""
         mean = nats.mean().item()
         return {'perplexity': math.exp(min(mean, 80)), 'bits per byte': bits_a_nat(self.part) * mean,
-                **recovered(self.nats - nats, self.part)}
+                **recovered(self.teacher_nats - nats, self.part)}
 
-    def note(self, name, model, *done, steps=0):
-        """Add a line to the table and print it: how good a model is after these stages and steps."""
-        row = self.judged or self.columns_of(model, name)
-        self.judged = None
+    def columns_of(self, model, what):
+        """Evaluate a model on --eval_rows rows, each from an empty state -> columns of the table. what: the
+        model's name"""
+        if self.of_text:
+            return self.columns_of_text(self.nats_of(model, what))
+        loss, right = self.data.evaluate(model, self.begin, label=f'{what}, validation')
+        row = {'perplexity': math.exp(min(loss, 80)), 'accuracy': right}
+        return {**row, 'recovered': share(row, self.table[0] if self.table else row)}
+
+    def judge_teacher(self, teacher):
+        """The first line of the table. All others are compared with it."""
+        columns = None
+        if self.of_text:
+            self.teacher_nats = self.nats_of(teacher, 'teacher')
+            columns = self.columns_of_text(self.teacher_nats)
+        self.add_line('teacher', teacher, columns=columns)
+
+    def add_line(self, name, model, *done, steps=0, columns=None):
+        """Add a line to the table and print it: how good a model is after these stages and steps. columns:
+        those of `columns_of`, if they are known"""
+        row = columns or self.columns_of(model, name)
         seconds = sum(self.seconds[stage] for stage in done)
-        self.table.append({'model': name, **row, 'tokens': self.tokens_in(steps),
+        self.table.append({'model': name, **row, 'tokens': steps * self.tokens,
                            'minutes': round(seconds / 60, 2), 'state bytes': bytes_after(model, self.data.T)})
         if 'accuracy' in row:
             text = f'accuracy {row["accuracy"]:.1%}'
@@ -702,17 +692,15 @@ class Conversion:
                     f'({row["low"]:.1%} to {row["high"]:.1%}), {row["recovered a byte"]:.1%} a byte')
         say(f'{name}: {text}')
 
-    def tokens_in(self, steps):
-        """The number of tokens in so many steps."""
-        return steps * self.args.batch_size * self.data.T
-
     def train_stage(self, stage, model, loss, steps, lr, new=()):
         """Train one stage or control, from where a stopped conversion left it, on a CPU exactly. Parameters
-        in `new` get --faster times this lr. loss(step) runs forward and backward -> the loss (1,)"""
+        in `new` get --faster times this lr. loss(step) runs forward and backward -> the loss (1,)
+        ->  the columns of the trained model; None if there was nothing left to train"""
         args = self.args
         path = f'{args.out}/stage-{re.sub("[^a-z0-9]+", "-", stage)}.safetensors'
         opt = adamw(model, lr, 0.0, self.data.device, new, args.faster)
         model.train()
+        columns = None
         first = logged = 0
         if args.resume and os.path.exists(path):
             first = logged = self.restore_stage(stage, path, model, opt)
@@ -736,16 +724,18 @@ class Conversion:
                 tell_step(self.log, self.data, steps, lr, done, value, norm, ms, f'{stage} | ')
                 logged = done
                 if saves:
-                    self.save_stage(stage, path, model, opt, done)
+                    columns = self.save_stage(stage, path, model, opt, done)
                 last = time.perf_counter()
         model.eval()
+        return columns
 
     def save_stage(self, stage, path, model, opt, step):
-        """Write the checkpoint of a stage and a line of the log."""
+        """Write the checkpoint of a stage and a line of the log -> the columns of the model"""
         header = {**self.about, 'step': step, 'seconds': self.seconds[stage]}
         save(path, model, header, pack_optimiser(model, opt), learned(model))
-        self.judged = self.columns_of(model, stage)
-        tell(self.log, stage=stage, step=step, tokens=self.tokens_in(step), **self.judged)
+        columns = self.columns_of(model, stage)
+        tell(self.log, stage=stage, step=step, tokens=step * self.tokens, **columns)
+        return columns
 
     def restore_stage(self, stage, path, model, opt):
         """Restore model and optimiser of a stopped stage -> the steps already done."""
@@ -763,10 +753,10 @@ class Conversion:
 
 
 def controls(run, teacher, config, distilled):
-    """Run the controls, with as many steps as the student had in all and on the same rows. First we train the
-    teacher on the next token, at two learning rates; the larger one harms a converged teacher. The student is
-    compared with the better one, since an undertrained teacher is easy to match. Then we train a student from
-    scratch. distilled: the steps of stage 1"""
+    """Run the controls, on the same rows and with as many steps as the student had in all. First the teacher
+    learns the next token, at two rates; the larger one harms a converged teacher. The student is compared with
+    the better one, as an undertrained teacher is easy to match. Then a student learns from scratch.
+    distilled: the steps of stage 1"""
     steps = distilled + run.args.steps
     rates = LARGE_TEACHER_LRS if is_large(teacher) else TEACHER_LRS
     if run.args.lora:                                       # which bears more
@@ -774,14 +764,14 @@ def controls(run, teacher, config, distilled):
     for lr in rates:
         twin = copy.deepcopy(teacher)
         stage = f'control: teacher, {lr:g}'
-        finetune(run, stage, twin, steps, lr, lora=run.args.lora)
-        run.note(stage, twin, stage, steps=steps)
+        columns = finetune(run, stage, twin, steps, lr, lora=run.args.lora)
+        run.add_line(stage, twin, stage, steps=steps, columns=columns)
     tuned = max(run.table[-len(rates):], key=lambda row: row['recovered'] or 0)
     torch.manual_seed(run.args.seed)
     anew = GPT(config).to(run.data.device)
     stage = 'control: from scratch'
-    finetune(run, stage, anew, steps, LR)
-    run.note('control: student from scratch', anew, stage, steps=steps)
+    columns = finetune(run, stage, anew, steps, LR)
+    run.add_line('control: student from scratch', anew, stage, steps=steps, columns=columns)
     for row in run.table:
         row['of the tuned'] = share(row, tuned)
 
@@ -791,28 +781,27 @@ def stay(how, teacher, student, data, begin):
     """Which of the teacher's softmax layers stay. how: costly:4, first:4, last:4 or spread:4. costly: those
     whose swap alone costs most nats on the training rows that start at `begin`  ->  indices of layers"""
     kind, _, n = how.partition(':')
+    n = int(n)
     layers = [i for i, rule in enumerate(teacher.config.rules) if rule == 'softmax']
+    if kind == 'first':
+        return layers[:n]
+    if kind == 'last':
+        return layers[-n:]
+    if kind == 'spread':
+        return [layers[(2 * i + 1) * len(layers) // (2 * n)] for i in range(n)]
+    data = dataclasses.replace(data, val=data.train)
     cost = {}
-    if kind == 'costly':
-        data = dataclasses.replace(data, val=data.train)
-        for i in layers:
-            block = teacher.blocks[i]
-            own = block.mixer
-            block.mixer = student.blocks[i].mixer
-            cost[i], _ = data.evaluate(teacher, begin, label=f'layer {i}')
-            block.mixer = own
-    return KEEP[kind](layers, int(n), cost)
-
-
-KEEP = {
-    'costly': lambda layers, n, cost: sorted(layers, key=cost.get)[-n:],
-    'first': lambda layers, n, cost: layers[:n],
-    'last': lambda layers, n, cost: layers[-n:],
-    'spread': lambda layers, n, cost: [layers[(2 * i + 1) * len(layers) // (2 * n)] for i in range(n)]}
+    for i in layers:
+        block = teacher.blocks[i]
+        own = block.mixer
+        block.mixer = student.blocks[i].mixer
+        cost[i], _ = data.evaluate(teacher, begin, label=f'layer {i}')
+        block.mixer = own
+    return sorted(layers, key=cost.get)[-n:]
 
 
 # ---- the run -----------------------------------------------------------------------------------------------
-def settings(argv):
+def flags_of(argv):
     """The given flags, with --resume also those of the stopped conversion -> flags of Args, of the student"""
     given, changes = parse(argv, HELP, Args, Student, first=OFTEN)
     if 'export' in given:
@@ -884,7 +873,8 @@ def can_become_an_rnn(rules):
 
 def cannot_teach(args, config):
     """For `refuse`: what is wrong with the flags or with a teacher of this config."""
-    yield set(args.swap.split(',')) - set(PLACES), f'--swap={args.swap}: choose from {", ".join(PLACES)}'
+    yield set(args.swap.split(',')) - set(ATTENTIONS), (
+        f'--swap={args.swap}: choose from {", ".join(ATTENTIONS)}')
     yield not can_become_an_rnn(config.all_rules), (
         f'{args.from_}: its layers are {briefly(config.all_rules)}; a teacher has softmax layers, and no '
         'other cache: python train.py --rule=softmax makes one')
@@ -917,7 +907,7 @@ def tell_start(args, name, data, teacher, student, new):
     say(text)
 
 
-def begun(args, changes, teacher, data):
+def untrained_student(args, changes, teacher, data):
     """The student before training -> student, names of its new parameters. With --keep, `changes` get a rule
     for each layer."""
     many = math.ceil(BEGIN / data.T)
@@ -958,33 +948,34 @@ def rows_of(args, meta, device):
                 dtype=getattr(torch, args.dtype)), name
 
 
-def trained(run, teacher, student, new, kind, distilled):
-    """Stages 1 and 2, a line of the table after each -> tables of attention weights, of one query (`compared`)"""
+def both_stages(run, teacher, student, new, kind, distilled):
+    """Stages 1 and 2, a line of the table after each -> what `compared` says: lines, one query"""
     args = run.args
     some = run.begin[:max(1, LOOK // run.data.T)]
     texts = [rows(run.data.val, [begin], run.data.T, run.data.meta, run.data.device)[0] for begin in some]
-    run.note('swapped', student)
+    run.add_line('swapped', student)
     layers, query = compared('swapped', teacher, student, texts)
     done = []                                               # names of finished stages
     if distilled:
-        distil(run, teacher, student, learners(student, new, args.learn), kind, distilled, args.distil_lr)
+        names = learners(student, new, args.learn)
+        columns = distil(run, teacher, student, names, kind, distilled, args.distil_lr)
         done.append(f'distil ({kind})')
-        run.note(f'distilled ({kind})', student, *done, steps=distilled)
+        run.add_line(f'distilled ({kind})', student, *done, steps=distilled, columns=columns)
         again, seen = compared('distilled', teacher, student, texts)
         layers += again
         query |= seen
     if args.steps:
         guide = teacher if args.loss == 'kl' else None
         unshare(student, new if args.lora else dict(student.named_parameters()))
-        finetune(run, 'fine-tune', student, args.steps, args.lr, distilled, guide, args.lora, new)
+        columns = finetune(run, 'fine-tune', student, args.steps, args.lr, distilled, guide, args.lora, new)
         done.append('fine-tune')
-        run.note('fine-tuned', student, *done, steps=distilled + args.steps)
+        run.add_line('fine-tuned', student, *done, steps=distilled + args.steps, columns=columns)
     return layers, query
 
 
 @script
 def main(argv):
-    given, changes = settings(argv)
+    given, changes = flags_of(argv)
     args = Args(**given)
     device = pick_device(args.device)
     teacher, meta = load(args.from_, device, args.revision)
@@ -998,7 +989,7 @@ def main(argv):
     refuse(cannot_teach(args, teacher.config))
     data, name = rows_of(args, meta, device)
     torch.manual_seed(args.seed)
-    student, new = begun(args, changes, teacher, data)
+    student, new = untrained_student(args, changes, teacher, data)
     if args.fold:
         can_fold(student)
     kind = what_to_match(args.distil, student, new)
@@ -1012,10 +1003,10 @@ def main(argv):
     run = Conversion(args, data, about)
     tell_start(args, name, data, teacher, student, new)
     distilled = args.distil_steps if kind != 'none' else 0  # batches of stage 1
-    run.note('teacher', teacher)
+    run.judge_teacher(teacher)
     for cached, model in caches(teacher, student):
-        run.note(cached, model)
-    layers, query = trained(run, teacher, student, new, kind, distilled)
+        run.add_line(cached, model)
+    layers, query = both_stages(run, teacher, student, new, kind, distilled)
     plain = student.config
     if args.fold:
         student = fold(student)
@@ -1025,7 +1016,7 @@ def main(argv):
     figures['before'] = run.table[-2].get('accuracy')       # the last stage
     files.write_json(f'{args.out}/result.json', {**figures, **dataclasses.asdict(student.config)})
     for what, model in other_policies(student):
-        run.note(f'the same, cached by {what}', model, steps=distilled + args.steps)
+        run.add_line(f'the same, cached by {what}', model, steps=distilled + args.steps)
     if args.controls and args.steps:
         controls(run, teacher, plain, distilled)
 

@@ -801,12 +801,6 @@ class Mixer(nn.Module):
         o, state = self.memory(x, q, k, v, state, t, real)
         return self.merge(o), state
 
-    @property
-    def has_weights(self):
-        """Whether outputs are weighted averages of values, whose weights can be compared to softmax's."""
-        rule = self.memory.rule
-        return rule.matrix and self.memory.norm == 'attn' and not rule.erase
-
     def outputs(self, u, q, k, v, real=None):
         """The heads' outputs from a fresh start (B, H, T, head_dim), given the input u (B, T, n_embd) and its
         q, k, v (B, H, T, head_dim). real (B, T): which steps of u are not padding; None: all"""

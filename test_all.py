@@ -580,7 +580,7 @@ from data import prepare, tasks, vocabulary
 from fastweight import FEATURE_MAPS, NORMALISERS, RULES
 from hub import chat, families, folders, texts
 from model import SOURCE_RULES, GPT, Config, Cross, FastWeights, load, pick_forms, rope, save
-from watch import Seen, through
+from watch import Seen, bytes_after, through
 
 HERE = Path(__file__).resolve().parent
 PLAIN_STATE = [name for name in RULES if not RULES[name].keeps]
@@ -3323,7 +3323,7 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, monkeyp
     models = [load(path, 'cpu')[0] for path in (tmp_path / 'ckpt.safetensors', teacher)]
     first = int(re.search(r"smaller than the teacher's from (\d+) tokens", said)[1])
     for n in first - 1, first:
-        smaller, larger = (convert.bytes_after(model, n) for model in models)
+        smaller, larger = (bytes_after(model, n) for model in models)
         assert (smaller < larger) == (n == first)
     lines = {row['model']: row for row in found['table']}
     names = [name for name in lines if 'cached' not in name]
@@ -3438,7 +3438,7 @@ WINDOWED = dict(rule='sink', cache=9, overflow='sum:slots')
 def test_flags_beside_a_recipe_win_and_another_rule_keeps_its_way_of_training(given, way, changes, a_model,
                                                                                monkeypatch):
     teacher = load(a_model('--rule=softmax'))[0]
-    given, found = convert.by_recipe(*convert.settings(given.split()), teacher)
+    given, found = convert.by_recipe(*convert.flags_of(given.split()), teacher)
     args = convert.Args(**given)
     lr = (.03 if found.get('overflow') else .25) / 16
     expected = dict(distil='hidden', learn='mixer', faster=5, lr=lr, steps=1000, batch_size=4, row=16) | way
@@ -3558,6 +3558,7 @@ def test_a_model_does_not_diverge_from_itself(teacher, tmp_path):
     *sides, of_data = prepare.load(meta['args']['data'])
     data = train.Rows(*sides, of_data, 16, torch.device('cpu'), 4)
     run = convert.Conversion(convert.Args(from_=teacher, out=str(tmp_path), eval_rows=4), data, {})
+    run.judge_teacher(model)
     convert.finetune(run, 'itself', model, 2, 0.0, teacher=model)
     assert abs(log(tmp_path)[-2]['loss']) < 1e-6
 
@@ -4413,7 +4414,7 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
 # ---- 14. The repository itself -----------------------------------------------------------------------------
 
 ROOMS = [               # a file imports only from rows above its own; papers do not import each other
-    'fastweight', 'kernels', 'cli.errors cli.files cli.flags cli.machine', 'cli.weights', 'data.vocabulary data.tasks',
+    'fastweight', 'kernels', 'cli.errors cli.files cli.flags cli.machine cli.tables', 'cli.weights', 'data.vocabulary data.tasks',
     'data.prepare hub.families hub.texts', 'hub.chat hub.folders', 'model', 'watch', 'train', 'convert', 'papers.harness',
     'papers.schlag papers.kasai papers.mao papers.oren papers.zhang papers.beyond', 'bench sample', 'test_all']
 LAYER = {name: row for row, names in enumerate(ROOMS) for name in names.split()}

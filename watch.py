@@ -1,9 +1,9 @@
-"""Watch a model at work: what each attention layer gets and gives, and how its weights differ from another's.
+"""Watch a model at work: what each attention layer gets and gives, what it keeps, what its weights are like.
 
     for seen in through(model, tokens):         # a `Seen` per mixer (attention layer), in order
         print(seen.name, seen.q.shape, seen.o.shape)
 
-convert.py trains the layers of a student on what those of its teacher get and give. sample.py --html records it.
+convert.py trains a student's layers on what those of its teacher get and give. sample.py --html records it.
 """
 import itertools
 from typing import NamedTuple
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 import fastweight
+from cli.weights import state_bytes
 from model import Cross, Mixer
 
 
@@ -97,7 +98,23 @@ def watched(layer, block, x, real, encoder_real, source=None):
     return y
 
 
+def bytes_after(model, T):
+    """The bytes of a model's state after T tokens; None for an encoder or a translator. A cache without a
+    limit grows by as much with every token."""
+    if not model.config.causal or model.config.source:
+        return None
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=model.embed.weight.device)
+    one, two = (state_bytes(model.read(tokens[:, :n])) for n in (1, 2))
+    return one + (T - 1) * (two - one)
+
+
 # ---- how much alike attention weights are ------------------------------------------------------------------
+def has_weights(mixer):
+    """Whether outputs are weighted averages of values, whose weights can be compared to softmax's."""
+    memory = mixer.memory
+    return memory.rule.matrix and memory.norm == 'attn' and not memory.rule.erase
+
+
 def kl(a, w):
     """The divergence of attention weights w from a, both (B, H, T, T): sum_s a log(a / w), averaged over
     queries, in nats."""
@@ -135,7 +152,7 @@ def compared(name, teacher, student, texts):
     query = {}
     for seen in itertools.chain.from_iterable(through(teacher, text) for text in texts):
         twin = student.get_submodule(seen.name)
-        if twin.memory.rule.keeps or not twin.has_weights or seen.crosses or seen.q.shape[2] < 2:
+        if not has_weights(twin) or seen.crosses or seen.q.shape[2] < 2:
             continue
         a = seen.weights(seen.mixer)
         w = seen.weights(twin)
