@@ -45,7 +45,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
@@ -57,8 +56,9 @@ from cli.machine import pick_device
 from cli.tables import table
 from cli.weights import is_state, read_tensors, weights_digest
 from data import prepare
-from hub.folders import to_folder
 from fastweight import RULES
+from hub.folders import to_folder
+from lora import adapt, merge_lora
 from model import GPT, SOURCE_RULES, Config, Undrawn, bias_of, cannot_train, fill, idle, load, save
 from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, SLOW, SMALL, TASK_ROWS, TOKENS, Rows, adamw, begin_step,
                    bits_a_nat, blocks, commit, is_large, lies_in, log_of, logits_at_once, of_part,
@@ -398,49 +398,6 @@ def distil(run, teacher, student, names, kind, steps, lr):
 
 
 # ---- stage 2: the whole model ------------------------------------------------------------------------------
-class LoRA(nn.Module):
-    """What is added to W x: B A x * 16 / r. A (r, in) begins random, B (out, r) begins as zero. Hu 2021,
-    arXiv:2106.09685. W may stack several projections; sizes: the rows of each, which gets its own A and B"""
-    def __init__(self, W, rank, sizes):
-        super().__init__()
-        self.scale = 16 / rank
-        self.A = nn.ParameterList()
-        self.B = nn.ParameterList()
-        for size in sizes:
-            self.A.append(torch.randn(rank, W.shape[1], device=W.device) / W.shape[1] ** 0.5)
-            self.B.append(torch.zeros(size, rank, device=W.device))
-
-    def forward(self, x):
-        return self.scale * torch.cat([x @ A.mT @ B.mT for A, B in zip(self.A, self.B)], -1)
-
-    def merged(self):
-        """What is added to W"""
-        return self.scale * torch.cat([B @ A for A, B in zip(self.A, self.B)])
-
-
-def adapt(model, rank, new):
-    """Put LoRA on W_q, W_k, W_v and W_o of every mixer -> the linear layers that have it, each with the hook
-    that adds it. Of the other parameters, only those in `new` will learn."""
-    def added(linear, given, y):
-        return y + linear.lora(*given)
-    for name, p in model.named_parameters():
-        p.requires_grad_(name in new)
-    adapted = []
-    for mixer in model.mixers().values():
-        for linear, sizes in (mixer.qkv, mixer.sizes), (mixer.proj, [len(mixer.proj.weight)]):
-            linear.lora = LoRA(linear.weight, rank, sizes)
-            adapted.append((linear, linear.register_forward_hook(added)))
-    return adapted
-
-
-def merge_lora(adapted):
-    """Merge LoRA into the weights: W becomes W + B A * 16 / r, without changing the teacher's."""
-    for linear, hook in adapted:
-        hook.remove()
-        linear.weight.data = linear.weight.data + linear.lora.merged().data
-        del linear.lora
-
-
 def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()):
     """Stage 2 and the controls: train on the targets or, with a teacher, on its distribution at the same
     positions, KL(teacher || model). All weights learn. With lora > 0, only LoRA of that rank and the
