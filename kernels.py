@@ -81,7 +81,7 @@ if torch.cuda.is_available() or 'TRITON_INTERPRET' in os.environ:       # its im
 # forward is computed again.
 CHUNK = 32              # steps; `on_cpu` says where more or fewer are better
 NUMBERS = 2 ** 18       # numbers per tensor in a segment: 1 MB in fp32
-KEPT = 8                # segments that keep what the backward needs
+KEPT_SEGMENTS = 8       # segments that keep what the backward needs
 INSIDE = 15             # so many tensors each, see `forward_of`; None for what is absent
 NO_DECAY = None, None, None, None       # instead of `factors`, to compute nothing for absent decays
 
@@ -284,7 +284,7 @@ class Chunks(torch.autograd.Function):
         ctx.segments = [slice(i, i + length) for i in range(0, T, length)]
         if len(ctx.segments) == 1:
             steps = [if_given(torch.Tensor.contiguous, x) for x in steps]               # nothing is cut
-        insides = collections.deque(maxlen=KEPT if any(ctx.needs_input_grad) else 0)
+        insides = collections.deque(maxlen=KEPT_SEGMENTS if any(ctx.needs_input_grad) else 0)
         ctx.C = C
         o = None
         S = S.clone()                                   # a tensor of inference mode cannot be saved

@@ -185,7 +185,7 @@ class Config:
         """Whether any layer uses rope."""
         return any(map(self.uses_rope, self.rules))
 
-    def inputs(self):
+    def n_inputs(self):
         """The number of inputs for block_size tokens: one per token or patch, and cls."""
         return self.block_size // (self.patch or 1) + self.cls
 
@@ -934,7 +934,7 @@ class GPT(nn.Module):
         if c.patch:
             self.embed = nn.Linear(c.patch, c.n_embd)
         self.cls = nn.Embedding(1, c.n_embd) if c.cls else None
-        self.positions = nn.Embedding(c.inputs(), c.n_embd) if c.pos == 'learned' else None
+        self.positions = nn.Embedding(c.n_inputs(), c.n_embd) if c.pos == 'learned' else None
         self.dropout = nn.Dropout(c.dropout)
         cross = None
         self.encoder = nn.ModuleList()
@@ -993,7 +993,7 @@ class GPT(nn.Module):
             x = torch.cat([self.cls.weight.expand(len(x), 1, -1), x], 1)
         if self.positions is not None:              # beyond block_size, the last position is repeated
             at = t + torch.arange(x.shape[1], device=x.device)
-            x = x + self.positions(at.clamp(max=self.config.inputs() - 1))
+            x = x + self.positions(at.clamp(max=self.config.n_inputs() - 1))
         return self.dropout(x)
 
     def not_padding(self, tokens):

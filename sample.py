@@ -42,8 +42,7 @@ from cli.weights import (map_state, pack, read_tensors, refuse_target, state_byt
 from data import vocabulary
 from fastweight import FLOOR, RULES
 from hub import chat
-from model import (GPT, Swap, chosen_texts, idle, load, pick_forms, refuse_broken, sample, seen_by_k,
-                   spread)
+from model import GPT, Swap, chosen_texts, idle, load, pick_forms, refuse_broken, sample, seen_by_k, spread
 from watch import through
 
 OFTEN = 'init prompt chat tokens temperature top_p rule cache dtype html'      # first in --help
@@ -80,7 +79,6 @@ AT_ONCE = 64        # texts in a batch
 QUIET = 4           # seconds before it is said how far a prompt is read
 LOOK_BACK = 16      # at most this many tokens wait to be printed; this many before them help to decode
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'assets', 'memory.html')
-EMPTY = '>null</script>'                                    # where the page has no recording yet
 ON_A_PAGE = 2048    # tokens at most
 RECORDED = {'q': 'q', 'k': 'k', 'v': 'v', 'write': 'w', 'erase': 'e',      # ours: the page's name
             'log_f': 'log_f', 'log_z': 'log_z'}     # logs, as 16 bits cannot tell a decay near 1 from 1
@@ -276,7 +274,7 @@ def write_page(args, model, meta, heard):
     run = json.dumps({'about': about, 'tokens': texts, 'written': written, 'layers': layers})
     run = run.replace('<', '\\u003c')           # no text ends the script in which it stands
     with open(PAGE, encoding='utf-8') as f:
-        page = f.read().replace(EMPTY, f'>{run}</script>', 1).encode()
+        page = f.read().replace('>null</script>', f'>{run}</script>', 1).encode()     # its empty recording
     files.write_file(args.html, [page])
     aside(f'{args.html}: {len(page) / 1e6:.1f} MB, open it in a browser')
 

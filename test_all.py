@@ -773,7 +773,7 @@ def test_a_long_text_in_segments_is_the_same(gates, monkeypatch):
     """Values and gradients, where the last segment alone keeps what the backward needs, the last one is
     short, and S comes from an earlier call. Without gradients nothing is kept."""
     monkeypatch.setattr(kernels, 'NUMBERS', 1)                      # so that a segment has 64 steps
-    monkeypatch.setattr(kernels, 'KEPT', 1)
+    monkeypatch.setattr(kernels, 'KEPT_SEGMENTS', 1)
     forward = Mock(wraps=kernels.forward_of)
     monkeypatch.setattr(kernels, 'forward_of', forward)
     given, normalise = inputs(**gates, T=150)
