@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 import fastweight
 from cli.flags import briefly, expected, fits, flag, known, refuse, subset, typed
-from cli.machine import pick_device, try_compiler     # noqa: F401  train.py and bench.py find them here
+from cli.machine import pick_device, try_compiler     # noqa: F401  for train.py, which looks for them here
 from cli.weights import map_state, pack, read_tensors, state_bytes, unpack, write_tensors   # noqa: F401
 from data import vocabulary
 from fastweight import (FEATURE_MAPS, FLOOR, GAPS, LOG_MIN, NORMALISERS, RULES, feature_map, for_heads,
