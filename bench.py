@@ -44,8 +44,11 @@ from cli.weights import weights_digest
 from data import prepare, vocabulary
 from fastweight import RULES, l2
 from hub import chat
-from model import (GPT, Cache, Config, FastWeights, bytes_after, cached_by, can_become_an_rnn, chosen_texts,
-                   kl, load, pick_device, pick_forms, sample, state_bytes)
+from cli.machine import pick_device
+from cli.tables import table
+from cli.weights import state_bytes
+from convert import cached_by, can_become_an_rnn
+from model import GPT, Cache, Config, FastWeights, chosen_texts, load, pick_forms, sample
 
 os.environ.setdefault('KINETO_LOG_LEVEL', '99')     # silences torch.profiler; we ask it for memory
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -199,7 +202,7 @@ def report_suite(args, suite, rows):
             writer.writerows(rows)
         read = [row for row in rows if row.get('part') not in FOR_THE_PICTURE]
         for _, alike in itertools.groupby(read, list):                  # adjacent rows with equal columns
-            convert.table(list(alike))
+            table(list(alike))
         print(suite.note.format_map(vars(args)))
         print(f'paper: {suite.source}')
         draw(args, suite, rows)

@@ -41,29 +41,28 @@ import math
 import os
 import re
 import sys
-import time
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.utils import clip_grad_norm_
+from torch import nn
 from tqdm import tqdm
 
 from cli import files
 from cli.errors import script
-from cli.flags import briefly, flag, parse, plural, refuse, typed
-from cli.weights import is_state, read_tensors, weights_digest
+from cli.flags import briefly, flag, parse, plural, refuse, subset, typed
+from cli.machine import commit, pick_device
+from cli.tables import table
+from cli.weights import is_state, read_tensors, state_bytes, weights_digest
 from data import prepare
-from hub.folders import to_folder
+from data.kinds import Data
 from fastweight import RULES
-from model import (GPT, SOURCE_RULES, bias_of, bytes_after, cached_by, can_become_an_rnn, cannot_train, fill,
-                   idle, kl, load, pick_device, save, subset)
-from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, SLOW, SMALL, TASK_ROWS, TOKENS, Rows, adamw, begin_step,
-                   blocks, commit, is_large, lies_in, log_of, logits_at_once, of_part,
-                   pack_optimiser, predict, products_in, rows, sampling, say, tell, tell_step,
-                   unpack_optimiser)
+from hub.folders import to_folder
+from model import GPT, SOURCE_RULES, Config, Cross, Undrawn, bias_of, cannot_train, fill, idle, load, save
+from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, SLOW, SMALL, TASK_ROWS, TOKENS, Rows, adamw, blocks,
+                   is_large, log_of, logits_at_once, of_part, pack_optimiser, predict, products_in, rows,
+                   sampling, say, tell, tell_step, training, unpack_optimiser)
 
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
@@ -79,7 +78,8 @@ LARGE_RECIPES = RECIPES | {
     'pure': '--rule=gla-beta --gate_rank=16 --distil=mse --faster=20 --distil_steps=80 --steps=408 --lr=1e-4',
     'hybrid': '--rule=sink --cache=64 --overflow=sum:slots --distil=mse --faster=20'}
 LARGE = '--batch_size=1 --distil_steps=8 --steps=480 --eval_rows=16'        # defaults with all of these
-PLACES = 'self', 'cross', 'encoder'     # the attention layers of a translator; self: its decoder's
+ATTENTIONS = 'self', 'cross', 'encoder'     # the attention layers of a translator; self: its decoder's
+KEEP = 'costly', 'first', 'last', 'spread'              # which layers may stay softmax, see `stay`
 FIRST = 256                                             # tokens of the first range where it is judged
 COMPARED = 'sink', 'tova', 'h2o'                        # policies to compare with, see `caches`
 LONG = 1024                                             # most tokens per row without --row: T x T tensors
@@ -101,7 +101,7 @@ class Args:
     revision: str = flag('main', 'branch, tag or commit on the hub')
     data: str = flag('', 'text, task or pairs to train on; default: those of the teacher', path=True)
     out: str = flag('out/convert', 'folder for the checkpoint, tables and log', path=True)
-    swap: str = flag(','.join(PLACES), 'in a translator: which attention to swap')
+    swap: str = flag(','.join(ATTENTIONS), 'in a translator: which attention to swap')
     distil: str = flag('auto', 'stage 1, layer by layer: match attention weights (ce), outputs (mse) or '
                                'hidden states; auto: ce if the student has weights, else mse',
                        ['auto', 'ce', 'mse', 'hidden', 'none'])
@@ -137,8 +137,8 @@ class Args:
     threads: int = flag(None, 'CPU threads; if not given, as many as torch takes', low=1, high=1024)
 
 
-Student = subset('layers', 'phi', 'norm', 'out_norm', 'beta_max', 'gate_rank', 'cache', 'sinks', 'overflow',
-                 rule=flag('sum', 'what replaces softmax', list(RULES)))
+Student = subset(Config, 'layers', 'phi', 'norm', 'out_norm', 'beta_max', 'gate_rank', 'cache', 'sinks',
+                 'overflow', rule=flag('sum', 'what replaces softmax', list(RULES)))
 HELP = '\n'.join([
     __doc__ or '',
     'Recipes. Their flags replace the defaults below. With another --rule, only their training flags do:',
@@ -150,7 +150,7 @@ HELP = '\n'.join([
 
 
 # ---- the swap ----------------------------------------------------------------------------------------------
-def swap(teacher, changes, places=PLACES):
+def swap(teacher, changes, places=ATTENTIONS):
     """Make a GPT with other rules, which shares the teacher's weights until they are trained -> the student,
     names of its new parameters. changes: flags of `Student`; places: of a translator, which to swap"""
     old = teacher.config
@@ -181,7 +181,7 @@ def rules_after(old, changes, places):
     rules stay. Softmax over a source also stays if --rule caches few tokens, since a source is read as a
     whole."""
     rule = changes.get('rule', old.rule)
-    if not old.encoder and set(places) != set(PLACES):
+    if not old.encoder and set(places) != set(ATTENTIONS):
         raise ValueError(f'--swap={",".join(places)}: the teacher has no encoder, so there is but one place')
     if 'self' not in places and rule not in SOURCE_RULES:
         raise ValueError(f'--swap={",".join(places)}: {rule} caches few tokens, a source is read whole; '
@@ -245,7 +245,7 @@ def remember(seen, memory, in_matrix):
     the distance within which a share (i + 1/2) / n of the head's attention falls. Only attention to keys that
     are in the matrix counts, and beside a cache tau counts from the eviction of a key. W, which makes gates
     depend on the token, begins as 0.
-    seen: what GPT.through yields for the teacher; in_matrix: the result of `keys_in_matrix`"""
+    seen: what through yields for the teacher; in_matrix: the result of `keys_in_matrix`"""
     gates = (memory.overflow or memory).gates
     biases = [getattr(gates, name) for name in ('bias_f', 'bias_z') if hasattr(gates, name)]    # (H, 1, n)
     if not biases:
@@ -303,7 +303,7 @@ def what_to_match(wish, student, new):
     new parameters it is `none`."""
     if not new:
         return 'none'
-    comparable = all(mixer.has_weights for mixer in changed(student, new).values())
+    comparable = all(has_weights(mixer) for mixer in changed(student, new).values())
     if wish == 'ce' and not comparable:
         raise ValueError('--distil=ce compares attention weights, and this rule has none: take mse or hidden')
     if wish == 'auto':
@@ -337,7 +337,7 @@ def mismatch(kind, seen, student):
                   eq. 4)
         mse       mean square error of the attention output, after the student's out_norm, divided by the
                   teacher's variance in these rows (LoLCATs, arXiv:2410.10254)
-    seen: a `Seen` of model.py, which GPT.through yields for the teacher"""
+    seen: a `Seen` of model.py, which through yields for the teacher"""
     twin = student.get_submodule(seen.name)
     real = slice(None)
     if seen.real is not None:
@@ -363,34 +363,33 @@ def mismatch(kind, seen, student):
 
 def distil(run, teacher, student, names, kind, steps, lr):
     """Stage 1: train the parameters of these names on `mismatch` of this kind. Every layer gets the teacher's
-    input, so layers are independent, and backward holds the (T, T) matrices of only one at a time."""
+    input, so layers are independent, and backward holds the (T, T) matrices of only one at a time.
+    -> as `train_stage`"""
     data = run.data
 
-    def loss(step):
+    def losses(step):
         begin = data.starts(step)
-        total = torch.zeros(1, device=data.device)
-        many = 0
         for i in range(data.accum):
             x, _ = data.batch(begin, i)
             with torch.no_grad(), products_in(data.dtype, data.device):
                 for seen in teacher.through(x):
-                    if kind == 'hidden' and seen.crosses:   # its layer has been compared already
-                        continue
-                    many += 1
-                    if not any(p.requires_grad for p in student.get_submodule(seen.layer).parameters()):
+                    if seen.name not in compared_by:
                         continue
                     with torch.enable_grad():
                         far = mismatch(kind, seen, student)
                         if far.requires_grad:               # some kinds of loss do not use all parameters
-                            (far / data.accum).backward()
-                    total += far.detach()
-        return total / many
+                            yield far / data.accum
 
     unshare(student, names)
     for name, p in student.named_parameters():
         p.requires_grad_(name in names)
-    run.train_stage(f'distil ({kind})', student, loss, steps, lr)
+    mixers = {name for name, mixer in teacher.mixers().items()          # hidden compares a whole block at once
+              if kind != 'hidden' or not isinstance(mixer, Cross)}
+    compared_by = {name for name in mixers
+                   if any(p.requires_grad for p in student.get_submodule(name.rpartition('.')[0]).parameters())}
+    columns = run.train_stage(f'distil ({kind})', student, losses, steps, lr, parts=len(mixers))
     student.requires_grad_(True)
+    return columns
 
 
 # ---- stage 2: the whole model ------------------------------------------------------------------------------
@@ -440,19 +439,21 @@ def merge_lora(adapted):
 def finetune(run, stage, model, steps, lr, after=0, teacher=None, lora=0, new=()):
     """Stage 2 and the controls: train on the targets or, with a teacher, on its distribution at the same
     positions, KL(teacher || model). All weights learn. With lora > 0, only LoRA of that rank and the
-    parameters in `new` learn. after: steps of the stage before, so that other rows are drawn"""
-    def loss(step):
-        return run.data.learn(model, [None] * run.data.accum, after + step, teacher)
+    parameters in `new` learn. after: steps of the stage before, so that other rows are drawn.
+    -> as `train_stage`"""
+    def losses(step):
+        return run.data.losses(model, [None] * run.data.accum, after + step, teacher)
 
     torch.manual_seed(run.args.seed)                        # for LoRA's A
     adapted = []
     if lora:
         adapted = adapt(model, lora, new)
-    run.train_stage(stage, model, loss, steps, lr, new)
+    columns = run.train_stage(stage, model, losses, steps, lr, new)
     if lora:
         merge_lora(adapted)
-        run.judged = None                                   # merged, sums round otherwise
+        columns = None                                      # merged, sums round otherwise
     model.requires_grad_(True)
+    return columns
 
 
 # ---- fold --------------------------------------------------------------------------------------------------
@@ -521,7 +522,7 @@ def nats_along(model, x, y, what, dtype=torch.float32):
         if t == 0:
             state = None
         piece = slice(i, i + at_once), slice(t, t + segment)
-        logits, targets, state = predict(model, x[piece], y[piece], state, {}, dtype)
+        logits, targets, state = predict(model, x[piece], y[piece], state, Data(), dtype)
         nats[piece] = F.cross_entropy(logits, targets, reduction='none').view_as(nats[piece])
     return nats
 
@@ -546,11 +547,20 @@ def recovered(gain, meta):
     half = 1.96 * by_row.std() / len(by_row) ** 0.5 if len(by_row) > 1 else math.inf
     row = {'recovered': mean.exp().item(), 'low': (mean - half).exp().item(),
            'high': (mean + half).exp().item()}
-    row['recovered a byte'] = row['recovered'] ** (meta['val']['tokens'] / meta['val']['bytes'])
+    row['recovered a byte'] = row['recovered'] ** (meta.val['tokens'] / meta.val['bytes'])
     T = gain.shape[1]
     for start, end in ranges(T, FIRST) if T > FIRST else ():
         row[f'to {end:,}'] = gain[:, start:end].mean().exp().item()
     return row
+
+
+def cached_by(model, rules, **changes):
+    """The same weights with other rules, which cache, and other flags of Config"""
+    config = dataclasses.replace(model.config, layers=','.join(rules), **changes)
+    with Undrawn():
+        other = GPT(config)
+    fill(other, model.state_dict(), 'other weights', assign=True)
+    return other.to(model.embed.weight.device).eval()       # buffers, too
 
 
 def caches(teacher, student):
@@ -574,31 +584,21 @@ def caches(teacher, student):
             yield f'{size} cached by {policy}: as many bytes', model
 
 
+def bytes_after(model, T):
+    """The bytes of a model's state after T tokens; None for an encoder or a translator. A cache without a
+    limit grows by as much with every token."""
+    if not model.config.causal or model.config.source:
+        return None
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=model.embed.weight.device)
+    one, two = (state_bytes(model.read(tokens[:, :n])) for n in (1, 2))
+    return one + (T - 1) * (two - one)
+
+
 def other_policies(student):
     """A student with a matrix beside its cache, under the policies it cannot train with -> names, models"""
     for policy in COMPARED[1:] if student.config.overflow else ():
         rules = [policy if RULES[rule].bounded else rule for rule in student.config.rules]
         yield policy, cached_by(student, rules)
-
-
-def table(lines):
-    """Print a list of dicts with the same keys as a table. None is shown as a dash."""
-    def as_text(x):
-        if x is None:
-            return '-'
-        if isinstance(x, str):
-            return x
-        if isinstance(x, int) or abs(x) >= 1e4:
-            return f'{x:,.0f}'
-        return f'{x:.4g}'
-    columns = []
-    for name in lines[0]:
-        cells = [name] + [as_text(line[name]) for line in lines]
-        width = max(map(len, cells))
-        side = '>' if columns else '<'
-        columns.append([f'{cell:{side}{width}}' for cell in cells])
-    for cells in zip(*columns):
-        print('  '.join(cells))
 
 
 # ---- a conversion: its stages, its table -------------------------------------------------------------------
@@ -640,41 +640,55 @@ class Conversion:
         self.about = about
         self.seconds = {}                                   # per stage, including those before --resume
         self.table = []
-        whole = data.val if 'row' in data.meta else data.val[:len(data.val) - (len(data.val) - 1) % data.T]
-        self.begin = blocks(len(whole), data.T, data.meta, args.eval_rows)
-        self.judged = None                                  # the columns of the model that was just saved
-        self.nats = None                                    # of the teacher, per token of the validation rows
-        self.part = None                                    # the meta of these rows alone
+        self.tokens = args.batch_size * data.T              # in a step
+        self.of_text = data.meta.kind == 'text'
+        n = len(data.val)
+        if self.of_text:
+            n -= (n - 1) % data.T                           # whole rows
+        self.begin = blocks(n, data.T, data.meta, args.eval_rows)
+        self.x, self.y = rows(data.val, self.begin, data.T, data.meta, data.device)
+        self.part = of_part(data.meta, self.x.flatten().tolist())       # the meta of these rows alone
+        self.teacher_nats = None                            # per token of these rows, see `judge_teacher`
         self.log = log_of(args)
         if not args.resume:
             forget(stages(args.out))                        # what a stopped conversion left
 
-    def columns_of(self, model, what):
-        """Evaluate a model on --eval_rows rows, each from an empty state -> columns of the table. The teacher
-        comes first. what: the model's name"""
-        meta = self.data.meta
-        what = f'{what}, validation'
-        if 'row' in meta:
-            loss, right = self.data.evaluate(model, self.begin, label=what)
-            row = {'perplexity': math.exp(min(loss, 80)), 'accuracy': right}
-            return {**row, 'recovered': share(row, self.table[0] if self.table else row)}
-        x, y = rows(self.data.val, self.begin, self.data.T, meta, self.data.device)
+    def nats_of(self, model, what):
+        """Evaluate a model on a text -> nats (rows, T). what: the model's name"""
         training = model.training
-        nats = nats_along(model.eval(), x, y, what, self.data.dtype)
+        nats = nats_along(model.eval(), self.x, self.y, f'{what}, validation', self.data.dtype)
         model.train(training)
-        if self.nats is None:                               # the teacher's
-            self.nats = nats
-            self.part = of_part(meta, x.flatten().tolist())
-        mean = nats.mean().item()
-        return {'perplexity': math.exp(min(mean, 80)), 'bits per byte': bits_a_nat(self.part) * mean,
-                **recovered(self.nats - nats, self.part)}
+        return nats
 
-    def note(self, name, model, *done, steps=0):
-        """Add a line to the table and print it: how good a model is after these stages and steps."""
-        row = self.judged or self.columns_of(model, name)
-        self.judged = None
+    def columns_of_text(self, nats):
+        """The columns of the table for a model with these nats on --eval_rows rows (rows, T)."""
+        mean = nats.mean().item()
+        return {'perplexity': math.exp(min(mean, 80)), 'bits per byte': self.part.bits_a_nat() * mean,
+                **recovered(self.teacher_nats - nats, self.part)}
+
+    def columns_of(self, model, what):
+        """Evaluate a model on --eval_rows rows, each from an empty state -> columns of the table. what: the
+        model's name"""
+        if self.of_text:
+            return self.columns_of_text(self.nats_of(model, what))
+        loss, right = self.data.evaluate(model, self.begin, label=f'{what}, validation')
+        row = {'perplexity': math.exp(min(loss, 80)), 'accuracy': right}
+        return {**row, 'recovered': share(row, self.table[0] if self.table else row)}
+
+    def judge_teacher(self, teacher):
+        """The first line of the table. All others are compared with it."""
+        columns = None
+        if self.of_text:
+            self.teacher_nats = self.nats_of(teacher, 'teacher')
+            columns = self.columns_of_text(self.teacher_nats)
+        self.add_line('teacher', teacher, columns=columns)
+
+    def add_line(self, name, model, *done, steps=0, columns=None):
+        """Add a line to the table and print it: how good a model is after these stages and steps. columns:
+        those of `columns_of`, if they are known"""
+        row = columns or self.columns_of(model, name)
         seconds = sum(self.seconds[stage] for stage in done)
-        self.table.append({'model': name, **row, 'tokens': self.tokens_in(steps),
+        self.table.append({'model': name, **row, 'tokens': steps * self.tokens,
                            'minutes': round(seconds / 60, 2), 'state bytes': bytes_after(model, self.data.T)})
         if 'accuracy' in row:
             text = f'accuracy {row["accuracy"]:.1%}'
@@ -683,50 +697,40 @@ class Conversion:
                     f'({row["low"]:.1%} to {row["high"]:.1%}), {row["recovered a byte"]:.1%} a byte')
         say(f'{name}: {text}')
 
-    def tokens_in(self, steps):
-        """The number of tokens in so many steps."""
-        return steps * self.args.batch_size * self.data.T
-
-    def train_stage(self, stage, model, loss, steps, lr, new=()):
-        """Train one stage or control, from where a stopped conversion left it, on a CPU exactly. Parameters
-        in `new` get --faster times this lr. loss(step) runs forward and backward -> the loss (1,)"""
+    def train_stage(self, stage, model, losses, steps, lr, new=(), parts=1):
+        """Train one stage or control, from where a stopped conversion left it, on a CPU exactly. Parameters in
+        `new` get --faster times this lr. losses(step): as for `training`; the loss that is told is their sum
+        over `parts`  ->  the columns of the trained model; None if there was nothing left to train"""
         args = self.args
         path = f'{args.out}/stage-{re.sub("[^a-z0-9]+", "-", stage)}.safetensors'
         opt = adamw(model, lr, 0.0, self.data.device, new, args.faster)
         model.train()
-        first = logged = 0
+        columns = None
+        first = 0
         if args.resume and os.path.exists(path):
-            first = logged = self.restore_stage(stage, path, model, opt)
-        began = last = time.perf_counter()
-        before = self.seconds.get(stage, 0)
-        for step in range(first, steps):
-            begin_step(opt, step, steps, lr, args.seed)
-            value = loss(step)                              # forward and backward
-            norm = clip_grad_norm_(model.parameters(), 1.0)
-            done = step + 1
-            if not (norm.isfinite() and value.isfinite()):
-                raise ValueError(f'{stage}: loss or gradient is not finite at step {done}; try a smaller '
-                                 '--lr, or --distil_lr in stage 1')
-            opt.step()
-            model.zero_grad(set_to_none=True)
-            now = time.perf_counter()
-            self.seconds[stage] = before + now - began
+            first = self.restore_stage(stage, path, model, opt)
+        self.seconds.setdefault(stage, 0)
+        times = []                                          # of the steps since the last line
+        for done, loss, norm, took in training(model, opt, losses, first, steps, lr, 1.0, args.seed):
+            self.seconds[stage] += took
+            times.append(took)
             saves = done % args.eval_every == 0 or done == steps
-            if saves or now - last > SLOW:
-                ms = 1e3 * (now - last) / (done - logged)
-                tell_step(self.log, self.data, steps, lr, done, value, norm, ms, f'{stage} | ')
-                logged = done
-                if saves:
-                    self.save_stage(stage, path, model, opt, done)
-                last = time.perf_counter()
+            if saves or sum(times) > SLOW:
+                ms = 1e3 * sum(times) / len(times)
+                tell_step(self.log, self.data, steps, lr, done, loss / parts, norm, ms, f'{stage} | ')
+                times.clear()
+            if saves:
+                columns = self.save_stage(stage, path, model, opt, done)
         model.eval()
+        return columns
 
     def save_stage(self, stage, path, model, opt, step):
-        """Write the checkpoint of a stage and a line of the log."""
+        """Write the checkpoint of a stage and a line of the log -> the columns of the model"""
         header = {**self.about, 'step': step, 'seconds': self.seconds[stage]}
         save(path, model, header, pack_optimiser(model, opt), learned(model))
-        self.judged = self.columns_of(model, stage)
-        tell(self.log, stage=stage, step=step, tokens=self.tokens_in(step), **self.judged)
+        columns = self.columns_of(model, stage)
+        tell(self.log, stage=stage, step=step, tokens=step * self.tokens, **columns)
+        return columns
 
     def restore_stage(self, stage, path, model, opt):
         """Restore model and optimiser of a stopped stage -> the steps already done."""
@@ -744,10 +748,10 @@ class Conversion:
 
 
 def controls(run, teacher, config, distilled):
-    """Run the controls, with as many steps as the student had in all and on the same rows. First we train the
-    teacher on the next token, at two learning rates; the larger one harms a converged teacher. The student is
-    compared with the better one, since an undertrained teacher is easy to match. Then we train a student from
-    scratch. distilled: the steps of stage 1"""
+    """Run the controls, on the same rows and with as many steps as the student had in all. First the teacher
+    learns the next token, at two rates; the larger one harms a converged teacher. The student is compared with
+    the better one, as an undertrained teacher is easy to match. Then a student learns from scratch.
+    distilled: the steps of stage 1"""
     steps = distilled + run.args.steps
     rates = LARGE_TEACHER_LRS if is_large(teacher) else TEACHER_LRS
     if run.args.lora:                                       # which bears more
@@ -755,19 +759,31 @@ def controls(run, teacher, config, distilled):
     for lr in rates:
         twin = copy.deepcopy(teacher)
         stage = f'control: teacher, {lr:g}'
-        finetune(run, stage, twin, steps, lr, lora=run.args.lora)
-        run.note(stage, twin, stage, steps=steps)
+        columns = finetune(run, stage, twin, steps, lr, lora=run.args.lora)
+        run.add_line(stage, twin, stage, steps=steps, columns=columns)
     tuned = max(run.table[-len(rates):], key=lambda row: row['recovered'] or 0)
     torch.manual_seed(run.args.seed)
     anew = GPT(config).to(run.data.device)
     stage = 'control: from scratch'
-    finetune(run, stage, anew, steps, LR)
-    run.note('control: student from scratch', anew, stage, steps=steps)
+    columns = finetune(run, stage, anew, steps, LR)
+    run.add_line('control: student from scratch', anew, stage, steps=steps, columns=columns)
     for row in run.table:
         row['of the tuned'] = share(row, tuned)
 
 
-# ---- measurements ------------------------------------------------------------------------------------------
+# ---- how much alike attention weights are ------------------------------------------------------------------
+def has_weights(mixer):
+    """Whether outputs are weighted averages of values, whose weights can be compared to softmax's."""
+    memory = mixer.memory
+    return memory.rule.matrix and memory.norm == 'attn' and not memory.rule.erase
+
+
+def kl(a, w):
+    """The divergence of attention weights w from a, both (B, H, T, T): sum_s a log(a / w), averaged over
+    queries, in nats."""
+    return (a * (a.clamp(min=1e-12).log() - w.clamp(min=1e-12).log())).sum(-1).mean()
+
+
 def order_kept(scores, w):
     """How often the weights w order two keys as q.k does, as a share. One random pair of keys is drawn per
     query but the first. Softmax keeps every order, and so should a map (Zhang 2024, sec. 3).
@@ -788,7 +804,7 @@ def entropy(w):
 
 
 @torch.no_grad()
-def look(name, teacher, student, texts):
+def compared(name, teacher, student, texts):
     """Compare the attention of the swapped layers with the teacher's, on the teacher's inputs; texts: tensors
     (1, T).
     ->  a line per layer that has attention weights, means over the texts: divergence, entropies, share of
@@ -797,9 +813,9 @@ def look(name, teacher, student, texts):
         scores, their softmax, and the student's weights under `name`. {} if there is no such layer"""
     found = {}                                              # per layer, a row for each text
     query = {}
-    for seen in itertools.chain.from_iterable(map(teacher.through, texts)):
+    for seen in itertools.chain.from_iterable(teacher.through(text) for text in texts):
         twin = student.get_submodule(seen.name)
-        if twin.memory.rule.keeps or not twin.has_weights or seen.crosses or seen.q.shape[2] < 2:
+        if not has_weights(twin) or seen.crosses or seen.q.shape[2] < 2:
             continue
         a = seen.weights(seen.mixer)
         w = seen.weights(twin)
@@ -822,28 +838,27 @@ def stay(how, teacher, student, data, begin):
     """Which of the teacher's softmax layers stay. how: costly:4, first:4, last:4 or spread:4. costly: those
     whose swap alone costs most nats on the training rows that start at `begin`  ->  indices of layers"""
     kind, _, n = how.partition(':')
+    n = int(n)
     layers = [i for i, rule in enumerate(teacher.config.rules) if rule == 'softmax']
+    if kind == 'first':
+        return layers[:n]
+    if kind == 'last':
+        return layers[-n:]
+    if kind == 'spread':
+        return [layers[(2 * i + 1) * len(layers) // (2 * n)] for i in range(n)]
+    data = dataclasses.replace(data, val=data.train)
     cost = {}
-    if kind == 'costly':
-        data = dataclasses.replace(data, val=data.train)
-        for i in layers:
-            block = teacher.blocks[i]
-            own = block.mixer
-            block.mixer = student.blocks[i].mixer
-            cost[i], _ = data.evaluate(teacher, begin, label=f'layer {i}')
-            block.mixer = own
-    return KEEP[kind](layers, int(n), cost)
-
-
-KEEP = {
-    'costly': lambda layers, n, cost: sorted(layers, key=cost.get)[-n:],
-    'first': lambda layers, n, cost: layers[:n],
-    'last': lambda layers, n, cost: layers[-n:],
-    'spread': lambda layers, n, cost: [layers[(2 * i + 1) * len(layers) // (2 * n)] for i in range(n)]}
+    for i in layers:
+        block = teacher.blocks[i]
+        own = block.mixer
+        block.mixer = student.blocks[i].mixer
+        cost[i], _ = data.evaluate(teacher, begin, label=f'layer {i}')
+        block.mixer = own
+    return sorted(layers, key=cost.get)[-n:]
 
 
 # ---- the run -----------------------------------------------------------------------------------------------
-def settings(argv):
+def flags_of(argv):
     """The given flags, with --resume also those of the stopped conversion -> flags of Args, of the student"""
     given, changes = parse(argv, HELP, Args, Student, first=OFTEN)
     if 'export' in given:
@@ -883,7 +898,7 @@ def by_recipe(given, changes, teacher):
 def not_exporting(given, changes):
     """For `refuse`: flags that go beyond writing a folder."""
     yield not given['export'], '--export=: give a folder'
-    yield lies_in(given.get('from_', Args.from_), given['export']), (
+    yield files.lies_in(given.get('from_', Args.from_), given['export']), (
         f'--export={given["export"]}: it holds the model of --from; take another folder')
     for name in sorted(given.keys() | changes.keys()):
         yield name not in ('export', 'from_', 'revision', 'device', 'threads'), (
@@ -907,13 +922,20 @@ def stopped(given, changes):
     return meta['args'], meta['changes']
 
 
+def can_become_an_rnn(rules):
+    """Whether there is softmax among these rules, and beside it only rules with a matrix."""
+    keeps = {RULES[rule].keeps for rule in rules}
+    return {'all'} <= keeps <= {'all', None}
+
+
 def cannot_teach(args, config):
     """For `refuse`: what is wrong with the flags or with a teacher of this config."""
-    yield set(args.swap.split(',')) - set(PLACES), f'--swap={args.swap}: choose from {", ".join(PLACES)}'
+    yield set(args.swap.split(',')) - set(ATTENTIONS), (
+        f'--swap={args.swap}: choose from {", ".join(ATTENTIONS)}')
     yield not can_become_an_rnn(config.all_rules), (
         f'{args.from_}: its layers are {briefly(config.all_rules)}; a teacher has softmax layers, and no '
         'other cache: python train.py --rule=softmax makes one')
-    yield lies_in(args.from_, args.out), f'--out={args.out}: it holds the teacher; take another folder'
+    yield files.lies_in(args.from_, args.out), f'--out={args.out}: it holds the teacher; take another folder'
     kind, _, n = args.keep.partition(':')
     layers = config.rules.count('softmax')
     yield args.keep and not (kind in KEEP and n.isdecimal() and 0 < int(n) < layers), (
@@ -942,7 +964,7 @@ def tell_start(args, name, data, teacher, student, new):
     say(text)
 
 
-def begun(args, changes, teacher, data):
+def untrained_student(args, changes, teacher, data):
     """The student before training -> student, names of its new parameters. With --keep, `changes` get a rule
     for each layer."""
     many = math.ceil(BEGIN / data.T)
@@ -973,9 +995,9 @@ def begun(args, changes, teacher, data):
 def rows_of(args, meta, device):
     """-> the rows to train on and to judge by, and what the data is called"""
     *sides, of_data, name = prepare.for_model(args.from_, meta, args.data, args.row)
-    classes, found = (data.get('classes', 0) for data in (meta['data'], of_data))
-    if 0 < classes < found:
-        raise ValueError(f'--data={name}: {found} classes, but {args.from_} knows {classes}')
+    classes = meta['data'].classes
+    if 0 < classes < of_data.classes:
+        raise ValueError(f'--data={name}: {of_data.classes} classes, but {args.from_} knows {classes}')
     T = of_data.get('row', args.row)
     whole = args.batch_size * T * of_data['vocab_size'] <= logits_at_once(device)
     parts = 1 if whole else args.batch_size                 # all rows of a step at once, or one by one
@@ -983,33 +1005,34 @@ def rows_of(args, meta, device):
                 dtype=getattr(torch, args.dtype)), name
 
 
-def trained(run, teacher, student, new, kind, distilled):
-    """Stages 1 and 2, a line of the table after each -> tables of attention weights, of one query (`look`)"""
+def both_stages(run, teacher, student, new, kind, distilled):
+    """Stages 1 and 2, a line of the table after each -> what `compared` says: lines, one query"""
     args = run.args
     some = run.begin[:max(1, LOOK // run.data.T)]
     texts = [rows(run.data.val, [begin], run.data.T, run.data.meta, run.data.device)[0] for begin in some]
-    run.note('swapped', student)
-    layers, query = look('swapped', teacher, student, texts)
+    run.add_line('swapped', student)
+    layers, query = compared('swapped', teacher, student, texts)
     done = []                                               # names of finished stages
     if distilled:
-        distil(run, teacher, student, learners(student, new, args.learn), kind, distilled, args.distil_lr)
+        names = learners(student, new, args.learn)
+        columns = distil(run, teacher, student, names, kind, distilled, args.distil_lr)
         done.append(f'distil ({kind})')
-        run.note(f'distilled ({kind})', student, *done, steps=distilled)
-        again, seen = look('distilled', teacher, student, texts)
+        run.add_line(f'distilled ({kind})', student, *done, steps=distilled, columns=columns)
+        again, seen = compared('distilled', teacher, student, texts)
         layers += again
         query |= seen
     if args.steps:
         guide = teacher if args.loss == 'kl' else None
         unshare(student, new if args.lora else dict(student.named_parameters()))
-        finetune(run, 'fine-tune', student, args.steps, args.lr, distilled, guide, args.lora, new)
+        columns = finetune(run, 'fine-tune', student, args.steps, args.lr, distilled, guide, args.lora, new)
         done.append('fine-tune')
-        run.note('fine-tuned', student, *done, steps=distilled + args.steps)
+        run.add_line('fine-tuned', student, *done, steps=distilled + args.steps, columns=columns)
     return layers, query
 
 
 @script
 def main(argv):
-    given, changes = settings(argv)
+    given, changes = flags_of(argv)
     args = Args(**given)
     device = pick_device(args.device)
     teacher, meta = load(args.from_, device, args.revision)
@@ -1023,7 +1046,7 @@ def main(argv):
     refuse(cannot_teach(args, teacher.config))
     data, name = rows_of(args, meta, device)
     torch.manual_seed(args.seed)
-    student, new = begun(args, changes, teacher, data)
+    student, new = untrained_student(args, changes, teacher, data)
     if args.fold:
         can_fold(student)
     kind = what_to_match(args.distil, student, new)
@@ -1031,16 +1054,16 @@ def main(argv):
         torch.set_num_threads(args.threads)
     args.threads = torch.get_num_threads()                  # the last bits depend on it; --resume keeps it
 
-    made_from = {'teacher': weights_digest(teacher, meta), 'data': data.meta['train'].get('sha256')}
+    made_from = {'teacher': weights_digest(teacher, meta), 'data': data.meta.train['sha256']}
     about = {'args': dataclasses.asdict(args), 'changes': changes, 'made_from': made_from,
              'data': meta['data']}
     run = Conversion(args, data, about)
     tell_start(args, name, data, teacher, student, new)
     distilled = args.distil_steps if kind != 'none' else 0  # batches of stage 1
-    run.note('teacher', teacher)
+    run.judge_teacher(teacher)
     for cached, model in caches(teacher, student):
-        run.note(cached, model)
-    layers, query = trained(run, teacher, student, new, kind, distilled)
+        run.add_line(cached, model)
+    layers, query = both_stages(run, teacher, student, new, kind, distilled)
     plain = student.config
     if args.fold:
         student = fold(student)
@@ -1050,7 +1073,7 @@ def main(argv):
     figures['before'] = run.table[-2].get('accuracy')       # the last stage
     files.write_json(f'{args.out}/result.json', {**figures, **dataclasses.asdict(student.config)})
     for what, model in other_policies(student):
-        run.note(f'the same, cached by {what}', model, steps=distilled + args.steps)
+        run.add_line(f'the same, cached by {what}', model, steps=distilled + args.steps)
     if args.controls and args.steps:
         controls(run, teacher, plain, distilled)
 

@@ -81,7 +81,7 @@ if torch.cuda.is_available() or 'TRITON_INTERPRET' in os.environ:       # its im
 # forward is computed again.
 CHUNK = 32              # steps; `on_cpu` says where more or fewer are better
 NUMBERS = 2 ** 18       # numbers per tensor in a segment: 1 MB in fp32
-KEPT = 8                # segments that keep what the backward needs
+KEPT_SEGMENTS = 8       # segments that keep what the backward needs
 INSIDE = 15             # so many tensors each, see `forward_of`; None for what is absent
 NO_DECAY = None, None, None, None       # instead of `factors`, to compute nothing for absent decays
 
@@ -284,7 +284,7 @@ class Chunks(torch.autograd.Function):
         ctx.segments = [slice(i, i + length) for i in range(0, T, length)]
         if len(ctx.segments) == 1:
             steps = [if_given(torch.Tensor.contiguous, x) for x in steps]               # nothing is cut
-        insides = collections.deque(maxlen=KEPT if any(ctx.needs_input_grad) else 0)
+        insides = collections.deque(maxlen=KEPT_SEGMENTS if any(ctx.needs_input_grad) else 0)
         ctx.C = C
         o = None
         S = S.clone()                                   # a tensor of inference mode cannot be saved
@@ -971,35 +971,9 @@ def trusted(form, given, normalise):
     return VERDICTS[case]
 
 
-SHAPES = dict(q='BHTK', k='BHTK', v='BHTV', write='BHTV', erase='BHTK', log_f='BHTK', log_z='BHTV', S='BHVK')
-GATES = 'write', 'erase', 'log_f', 'log_z'
-
-
-def check_shapes(given, normalise):
-    """ValueError unless all shapes fit together and all tensors are floating point and on one device."""
-    q = given['q']
-    if q.dim() != 4 or 0 in q.shape:
-        raise ValueError(f'q: expected a tensor (B, H, T, K) that is not empty, not {tuple(q.shape)}')
-    sizes = dict(zip('BHTK', q.shape), V=given['v'].shape[-1])
-    for name, x in given.items():
-        if x is None:
-            continue
-        shape = [sizes[letter] for letter in SHAPES[name]]
-        if name == 'S':
-            shape[2] += normalise
-        if name in ('write', 'erase') and x.dim() == 3:                 # one number for all channels
-            shape.pop()
-        elif name in GATES and x.shape[-1:] == (1,):
-            shape[-1] = 1
-        if list(x.shape) != shape or x.device != q.device or not x.is_floating_point():
-            raise ValueError(f'{name}: expected floating point {shape} on {q.device}, not {x.dtype} '
-                             f'{list(x.shape)} on {x.device}')
-
-
 def chunked(q, k, v, write=None, erase=None, log_f=None, log_z=None, S=None, normalise=False, floor=FLOOR):
-    """As fastweight.chunked, in the fastest form that works here. ValueError for shapes that do not fit."""
+    """As fastweight.chunked, in the fastest form that works here."""
     given = dict(q=q, k=k, v=v, write=write, erase=erase, log_f=log_f, log_z=log_z, S=S)
-    check_shapes(given, normalise)
     double = torch.float64 in (q.dtype, k.dtype, v.dtype)
     fastest = on_cpu
     if q.shape[2] == 1 and not torch.is_grad_enabled():

@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import math
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,8 +23,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import fastweight
-from cli.flags import briefly, expected, fits, flag, known, refuse, typed
-from cli.weights import read_tensors, write_tensors
+from cli.flags import briefly, expected, fits, flag, known, refuse, subset, typed
+from cli.weights import map_state, read_tensors, write_tensors
 from data.kinds import Data
 from fastweight import (FEATURE_MAPS, FLOOR, GAPS, LOG_MIN, NORMALISERS, RULES, feature_map, for_heads,
                         without_autocast)
@@ -115,10 +114,10 @@ class Config:
             first = 'softmax' if pattern[0] in BOUNDED else pattern[0]      # a source is read whole
             self.source_rules = [self.encoder_rule or first, self.cross or first]
         self.all_rules = self.rules + self.source_rules
-        refuse(self.mistakes())
+        refuse(self.contradictions())
 
-    def mistakes(self):
-        """All that is impossible, for `refuse`."""
+    def contradictions(self):
+        """For `refuse`: what would fail far from its cause, be ignored, or be silently wrong."""
         for rule in self.all_rules:
             yield rule not in RULES, (
                 f'--layers={self.layers}: {rule!r} is no rule; choose from {", ".join(RULES)}')
@@ -132,8 +131,6 @@ class Config:
         yield self.turns() and head_dim % 2, (
             f'--n_embd={self.n_embd} --n_head={self.n_head}: rope turns pairs, so n_embd / n_head must be '
             'even; or --pos=none')
-        yield self.pos == 'rope' and self.key_dim % 2, (
-            f'--pos=rope with key_dim={self.key_dim}: rope turns pairs, so it must be even')
         yield self.n_head % (self.n_kv_head or 1), (
             f'n_kv_head={self.n_kv_head} does not divide --n_head={self.n_head}')
         scaling = self.rope_scaling
@@ -151,23 +148,15 @@ class Config:
         yield self.writes > 1 and self.pos == 'rope', (
             f'--writes={self.writes} with --pos=rope: a place has several keys; take another --pos')
         yield kept and not self.cache and not over, '--cache=0: give at least 1, or --overflow takes them all'
-        yield self.gate_rank > self.n_embd, f'--gate_rank={self.gate_rank}: at most --n_embd={self.n_embd}'
         yield kept & {*SINKS} and self.sinks >= max(1, self.cache), (
             f'--sinks={self.sinks}: at most {max(0, self.cache - 1)} with --cache={self.cache}, or no new '
             'token is kept')
-        yield over and not kept, (
-            f'--overflow={self.overflow} takes the tokens that a limited cache evicts, as --rule=sink; leave '
-            f'it out with {", ".join(dict.fromkeys(self.rules))}')
         yield self.overflow and over not in MATRIX, (
             f'--overflow={self.overflow}: choose from {", ".join(MATRIX)}')
         yield self.positions != 'true' and (not kept or over or self.pos not in ('auto', 'rope')), (
             f'--positions={self.positions} needs a bounded cache with rope, and without --overflow')
         yield self.source and not self.encoder, (
             '--encoder=0: in data of pairs an encoder reads the source; give --encoder=3, say')
-        yield self.patch and self.causal and not self.classes, (
-            f'patch={self.patch}: a picture has no next token to say; it needs data with classes')
-        yield (self.patch or self.cls) and self.pad is not None, (
-            f'patch={self.patch} cls={self.cls} pad={self.pad}: a picture has no padding')
         yield self.encoder and (not self.causal or self.classes), (
             f'--encoder={self.encoder} has a decoder, which writes a text: leave out --causal=false, and '
             'give data without classes')
@@ -195,7 +184,7 @@ class Config:
         """Whether any layer uses rope."""
         return any(map(self.uses_rope, self.rules))
 
-    def places(self):
+    def n_inputs(self):
         """The number of inputs for block_size tokens: one per token or patch, and cls."""
         return self.block_size // (self.patch or 1) + self.cls
 
@@ -209,23 +198,8 @@ def cannot_train(config):
         'model runs with any policy, as sample.py --rule=tova')
 
 
-def can_become_an_rnn(rules):
-    """Whether there is softmax among these rules, and beside it only rules with a matrix."""
-    keeps = {RULES[rule].keeps for rule in rules}
-    return {'all'} <= keeps <= {'all', None}
-
-
-def subset(*names, **own):
-    """A dataclass with some of Config's flags and some of its own, for scripts that change a model."""
-    fields = [(name, str, field) for name, field in own.items()]
-    for field in dataclasses.fields(Config):
-        if field.name in names:
-            fields.append((field.name, field.type, field))
-    return dataclasses.make_dataclass('Subset', fields)
-
-
 # A trained model can change these: softmax keeps its weights with any cache policy (--overflow adds some).
-Swap = subset('cache', 'sinks', 'overflow', 'positions',
+Swap = subset(Config, 'cache', 'sinks', 'overflow', 'positions',
               rule=flag('', 'what softmax layers become: h2o, tova, sink, window keep --cache tokens; a '
                         'matrix needs convert.py', list(RULES)))
 
@@ -257,27 +231,13 @@ def shifted_sum(x, w):
 class Forms(NamedTuple):
     """The functions that a model computes with; the defaults are plain torch, kernels.py has faster ones."""
     recurrence: Callable = fastweight.chunked
-    cache: Callable = fastweight.bounded
+    bounded: Callable = fastweight.bounded
     longer: Callable = fastweight.longer
     shift: Callable = shifted_sum
     why: str = 'chunk (plain torch and autograd)'       # one line to print: which forms are used, and why
 
 
 PLAIN = Forms()         # for a module on its own; GPT.use sets others
-
-
-def pick_device(name):
-    """'auto' or a name -> a torch.device that works. ValueError says why it does not."""
-    if name == 'auto':
-        name = 'cpu'
-        if torch.accelerator.is_available():
-            name = torch.accelerator.current_accelerator()
-    try:
-        x = torch.zeros(1, device=name)
-        x.tolist()                                  # --device=meta has no numbers
-    except (RuntimeError, AssertionError) as e:
-        raise ValueError(f'--device={name}: {str(e).splitlines()[0]}') from None
-    return x.device
 
 
 def pick_forms(impl='auto'):
@@ -300,15 +260,6 @@ def pick_forms(impl='auto'):
                 raise ValueError('--impl=fused: there is no kernels.py; --impl=chunk does without') from None
             why += ', as there is no kernels.py'
     return Forms(why=f'{why}; {definition}')
-
-
-def try_compiler(device):
-    """ValueError if torch.compile does not work here, because a C++ compiler is missing, say."""
-    try:
-        torch.compile(torch.neg)(torch.zeros(8, device=device))
-    except RuntimeError as e:
-        raise ValueError(f'--compile: {str(e).strip().splitlines()[0]}; install a compiler, such as g++, or '
-                         'leave it out') from None
 
 
 # ---- a layer's memory: gates from x, a map and a normaliser on q and k, then the recurrence ----------------
@@ -631,10 +582,9 @@ class FastWeights(nn.Module):
         return o.to(v.dtype), {'S': torch.cat([S, n[:, :, -1:]], 2)}
 
     def take(self, q, went, state):
-        """Write the tokens that the cache beside this matrix evicts (see fastweight.bounded), and read. Rules
-        that erase are read as they are. The others are read as a mean: o is divided by the mass, the output
-        if all values were 1. -> o (B, H, T, d), mass of the keys (B, H, T, 1), or per value channel; dict:
-        S, n"""
+        """Write the tokens that the cache beside this matrix evicts (see fastweight.bounded), and read. The
+        mass of the keys is what would be read if all values were 1.
+        -> o (B, H, T, d), mass of the keys (B, H, T, 1), or per value channel; dict: S, n, with slots M"""
         self.redraw(state)
         k = self.phi(wide(went['k']), 'k')
         v = went['v']
@@ -643,26 +593,38 @@ class FastWeights(nn.Module):
         gates = self.gates(x)
         gates['write'] = real * gates.get('write', 1)
         q, more = self.asked(q, went['k'], {'k': k, **gates}, state)
-        S = state.get('S')
-        n = state.get('n')
-        apart = self.rule.z or self.rule.write == 'channel'             # each value channel has its own mass
-        ones = torch.ones_like(v if apart else v[..., :1])
         if self.rule.erase:
-            o, S = self.recurrence(self.normaliser(q), self.normaliser(k), v, **gates, S=S)
-            masses = {'write': real, 'log_f': gates.get('log_f')}       # of the keys as they are
-            mass, n = self.recurrence(q, k, ones, **masses, S=n)
-            return wide(o), wide(mass), {'S': S, 'n': n}
+            o, mass, new = self.as_it_is(q, k, v, real, gates, state)
+        else:
+            o, mass, new = self.as_mean(q, k, v, gates, state)
+        return o, mass, {**new, **more}
+
+    def as_it_is(self, q, k, v, real, gates, state):
+        """For `take`, with a rule that erases: S is read as it is, and n, which nothing erases from, sums the
+        keys."""
+        o, S = self.recurrence(self.normaliser(q), self.normaliser(k), v, **gates, S=state.get('S'))
+        ones = torch.ones_like(v[..., :1])
+        mass, n = self.recurrence(q, k, ones, write=real, log_f=gates.get('log_f'), S=state.get('n'))
+        return wide(o), wide(mass), {'S': S, 'n': n}
+
+    def as_mean(self, q, k, v, gates, state):
+        """For `take`, with the other rules: a mean of the values, o divided by the mass. Ones are further
+        value channels, so that one recurrence computes both: n is the last rows of its state, the mass the
+        last channels of its output."""
+        ones = torch.ones_like(v[..., :1])
+        if self.rule.z or self.rule.write == 'channel':         # each value channel has its own mass
+            ones = torch.ones_like(v)
+            for name in ('write', 'log_z'):
+                if name in gates and gates[name].shape[-1] > 1:
+                    gates[name] = torch.cat([gates[name], gates[name]], -1)
+        S = state.get('S')
         if S is not None:
-            S = torch.cat([S, n], 2)
-        for name in ('write', 'log_z'):
-            if name in gates and gates[name].shape[-1] > 1:
-                gates[name] = torch.cat([gates[name], gates[name]], -1)
+            S = torch.cat([S, state['n']], 2)
         sizes = v.shape[-1], ones.shape[-1]
-        both, S = self.recurrence(self.normaliser(q), self.normaliser(k), torch.cat([v, ones], -1), **gates,
-                                  S=S)
-        o, mass = wide(both).split(sizes, -1)
+        o, S = self.recurrence(self.normaliser(q), self.normaliser(k), torch.cat([v, ones], -1), **gates, S=S)
+        total, mass = wide(o).split(sizes, -1)
         S, n = S.split(sizes, 2)
-        return o / mass.clamp(min=1e-30), mass, {'S': S, 'n': n, **more}
+        return total / mass.clamp(min=1e-30), mass, {'S': S, 'n': n}
 
 
 class Cache(nn.Module):
@@ -708,8 +670,8 @@ class Cache(nn.Module):
 
     def attend_and_evict(self, q, k, v, cached=None, t=0):
         """fastweight.bounded with the settings of this layer"""
-        return self.forms.cache(q, k, v, cached, t, self.rule.keeps, self.cache, self.sinks,
-                                self.overflow is not None, self.turn)
+        return self.forms.bounded(q, k, v, cached, t, self.rule.keeps, self.cache, self.sinks,
+                                  self.overflow is not None, self.turn)
 
     def evicted_at(self, q, k, v):
         """For each token of a text the step after which it is no longer cached, T if it stays to the end.
@@ -838,12 +800,6 @@ class Mixer(nn.Module):
         o, state = self.memory(x, q, k, v, state, t, real)
         return self.merge(o), state
 
-    @property
-    def has_weights(self):
-        """Whether outputs are weighted averages of values, whose weights can be compared to softmax's."""
-        rule = self.memory.rule
-        return rule.matrix and self.memory.norm == 'attn' and not rule.erase
-
     def outputs(self, u, q, k, v, real=None):
         """The heads' outputs from a fresh start (B, H, T, head_dim), given the input u (B, T, n_embd) and its
         q, k, v (B, H, T, head_dim). real (B, T): which steps of u are not padding; None: all"""
@@ -946,16 +902,19 @@ class Block(nn.Module):
         x, u = self.branch(self.norm1, x)
         u = self.convolve(0, u, state, real)
         y, state['mixer'] = self.mixer(u, state.get('mixer'), t, real)
-        x = x + y
+        return self.after_mixer(x + y, state, t, real), state
+
+    def after_mixer(self, x, state, t, real):
+        """x (B, T, n_embd), with what the mixer adds -> x, with what cross attention and MLP add"""
         if self.cross is not None:
             x, u = self.branch(self.norm3, x)
             x = x + self.cross(u, state['cross'], t)
         x, u = self.branch(self.norm2, x)
         u = self.convolve(1, u, state, real)
-        x = x + self.dropout(self.down(self.act(self.up(u))))
-        return x, state
+        return x + self.dropout(self.down(self.act(self.up(u))))
 
 
+# ---- watching it at work -----------------------------------------------------------------------------------
 class Seen(NamedTuple):
     """A mixer with its inputs and its block's output, as yielded by `GPT.through`."""
     name: str                       # name in the model: blocks.0.mixer
@@ -994,13 +953,32 @@ class Seen(NamedTuple):
         return mixer.outputs(self.u, self.q, self.k, eye, self.encoder_real)
 
 
+def watched(layer, block, x, real, encoder_real, source=None):
+    """Run the block of this name on x and yield a `Seen` for each of its mixers -> its output. The other
+    arguments: as in `Seen`"""
+    state = {}
+    if source is not None:
+        state['cross'] = block.cross.write(source, encoder_real)
+    mixer = block.mixer
+    padded = None if mixer.memory.causal else encoder_real
+    base, u = block.branch(block.norm1, x)
+    u = block.convolve(0, u, state, padded)
+    q, k, v = mixer.heads(u)
+    o, _ = mixer.memory(u, q, k, v, real=padded)
+    mixed = base + mixer.merge(o)
+    y = block.after_mixer(mixed, state, 0, padded)
+    yield Seen(f'{layer}.mixer', layer, mixer, x, u, q, k, v, o, real, encoder_real, source, y)
+    if block.cross is not None:
+        _, u = block.branch(block.norm3, mixed)
+        q, _, _ = block.cross.heads(u)
+        _, k, v = block.cross.heads(source)
+        o = block.cross.outputs(source, q, k, v, encoder_real)
+        yield Seen(f'{layer}.cross', layer, block.cross, x, source, q, k, v, o, real, encoder_real,
+                   source, y)
+    return y
+
+
 # ---- the model ---------------------------------------------------------------------------------------------
-def kl(a, w):
-    """The divergence of attention weights w from a, both (B, H, T, T): sum_s a log(a / w), averaged over
-    queries, in nats."""
-    return (a * (a.clamp(min=1e-12).log() - w.clamp(min=1e-12).log())).sum(-1).mean()
-
-
 class GPT(nn.Module):
     """Embedding, blocks, norm, output. It computes with the fastest forms available, until `use` sets others.
 
@@ -1019,7 +997,7 @@ class GPT(nn.Module):
         if c.patch:
             self.embed = nn.Linear(c.patch, c.n_embd)
         self.cls = nn.Embedding(1, c.n_embd) if c.cls else None
-        self.positions = nn.Embedding(c.places(), c.n_embd) if c.pos == 'learned' else None
+        self.positions = nn.Embedding(c.n_inputs(), c.n_embd) if c.pos == 'learned' else None
         self.dropout = nn.Dropout(c.dropout)
         cross = None
         self.encoder = nn.ModuleList()
@@ -1078,10 +1056,10 @@ class GPT(nn.Module):
             x = torch.cat([self.cls.weight.expand(len(x), 1, -1), x], 1)
         if self.positions is not None:              # beyond block_size, the last position is repeated
             at = t + torch.arange(x.shape[1], device=x.device)
-            x = x + self.positions(at.clamp(max=self.config.places() - 1))
+            x = x + self.positions(at.clamp(max=self.config.n_inputs() - 1))
         return self.dropout(x)
 
-    def real(self, tokens):
+    def not_padding(self, tokens):
         """tokens (B, T) -> which of them are not padding (B, T); None: all"""
         if self.config.pad is None:
             return None
@@ -1095,28 +1073,28 @@ class GPT(nn.Module):
             raise ValueError('an encoder reads a whole text at once: it cannot go on from a state')
         if self.encoder and state is None:          # the source stands first
             n = self.config.source
-            state = self.encode(tokens[:, :n])
+            state = self.read_source(tokens[:, :n])
             tokens = tokens[:, n:]
         if state is None:
             state = {'t': torch.zeros((), dtype=torch.long), 'layers': [{} for _ in self.blocks]}
-        t = state['t']
-        real = None if self.config.causal else self.real(tokens)
-        by_text = bool(t.dim())                     # the texts are of unequal length, see `join`
-        if by_text and tokens.shape[1] > 1:
-            raise ValueError('joined texts go on one token at a time')
-        x = self.embedded(tokens, t[:, None].to(tokens.device) if by_text else t)
+        t = first = state['t']
+        at = t - self.config.source                 # layers count the decoder's own tokens, as `sink` must
+        if t.dim():                                 # the texts are of unequal length, see `join`
+            if tokens.shape[1] > 1:
+                raise ValueError('joined texts go on one token at a time')
+            first = t[:, None].to(tokens.device)
+            at = at[:, None, None].to(tokens.device)        # (B, 1, 1) goes with (B, G, tokens)
+        x = self.embedded(tokens, first)
         if not x.shape[1]:                          # only a source, no decoder text yet
             return x, state
+        real = None if self.config.causal else self.not_padding(tokens)
         layers = []
-        at = t - self.config.source                 # layers count the decoder's own tokens, as `sink` must
-        if by_text:
-            at = at[:, None, None].to(x.device)     # (B, 1, 1) goes with (B, G, tokens)
         for block, layer in zip(self.blocks, state['layers']):
             x, layer = block(x, layer, at, real)
             layers.append(layer)
         return self.norm(x), {'t': t + x.shape[1], 'layers': layers}
 
-    def encode(self, tokens):
+    def read_source(self, tokens):
         """Read a source, tokens (B, T) with padding at the end, T <= config.source -> the state with which
         the decoder begins. The encoder reads it. Each decoder layer writes the encoder's output into
         its state."""
@@ -1133,7 +1111,7 @@ class GPT(nn.Module):
     def without_padding(self, tokens, begins=False):
         """Cut tokens (B, T) at the end of the longest text -> tokens, and which of them are not padding.
         begins: the first token is not padding either, as in a translation."""
-        real = self.real(tokens)
+        real = self.not_padding(tokens)
         real[:, 0] |= begins
         longest = real.sum(1).max()
         return tokens[:, :longest], real[:, :longest]
@@ -1141,7 +1119,7 @@ class GPT(nn.Module):
     def pooled(self, x, tokens):
         """x (B, T, n_embd) -> (B, n_embd): the first position or the mean of all but padding, then the pooler
         if there is one"""
-        real = self.real(tokens)
+        real = self.not_padding(tokens)
         if self.config.pool == 'first':
             x = x[:, 0]
         elif real is None:
@@ -1181,7 +1159,7 @@ class GPT(nn.Module):
     def through(self, tokens):
         """Run the model on tokens (B, T) from a fresh start and yield a `Seen` per mixer, in the order of
         computation, as soon as its block is computed. Only one block's tensors are in memory."""
-        real = None if self.config.patch else self.real(tokens)
+        real = self.not_padding(tokens)
         source = encoder_real = None
         if self.encoder:
             begin = self.config.source
@@ -1189,40 +1167,13 @@ class GPT(nn.Module):
             tokens, real = self.without_padding(tokens[:, begin:], begins=True)
             x = self.embedded(encoder_tokens)
             for i, block in enumerate(self.encoder):
-                x = yield from self.watch(f'encoder.{i}', block, x, encoder_real, encoder_real)
+                x = yield from watched(f'encoder.{i}', block, x, encoder_real, encoder_real)
             source = self.encoder_norm(x)
         elif not self.config.causal:
             encoder_real = real
         x = self.embedded(tokens, self.config.source)
         for i, block in enumerate(self.blocks):
-            x = yield from self.watch(f'blocks.{i}', block, x, real, encoder_real, source)
-
-    def watch(self, layer, block, x, real, encoder_real, source=None):
-        """Run the block of this name on x and yield a `Seen` for each of its mixers -> its output. The other
-        arguments: as in `Seen`"""
-        given = {}
-        results = {}
-        thread = threading.get_ident()
-
-        def keep(module, inputs, result):
-            if threading.get_ident() == thread:     # another thread may run this model, too
-                given[module] = inputs
-                results[module] = result
-        state = {}
-        if source is not None:
-            state['cross'] = block.cross.write(source, encoder_real)
-        with nn.modules.module.register_module_forward_hook(keep):
-            y, _ = block(x, state, 0, None if block.mixer.memory.causal else encoder_real)
-        u, q, k, v, *_ = given[block.mixer.memory]
-        o, _ = results[block.mixer.memory]
-        yield Seen(f'{layer}.mixer', layer, block.mixer, x, u, q, k, v, o, real, encoder_real, source, y)
-        if block.cross is not None:
-            q, _, _ = block.cross.heads(given[block.cross][0])
-            _, k, v = block.cross.heads(source)
-            o = block.cross.outputs(source, q, k, v, encoder_real)
-            yield Seen(f'{layer}.cross', layer, block.cross, x, source, q, k, v, o, real, encoder_real,
-                       source, y)
-        return y
+            x = yield from watched(f'blocks.{i}', block, x, real, encoder_real, source)
 
     @property
     def max_len(self):
@@ -1266,7 +1217,8 @@ class GPT(nn.Module):
         pad = self.config.pad
         B = len(tokens)
         first = beam * torch.arange(B, device=tokens.device)[:, None]       # first text of each source
-        state = chosen_texts(self.encode(tokens), torch.arange(B).repeat_interleave(beam), everything=True)
+        texts_of_sources = torch.arange(B).repeat_interleave(beam)
+        state = chosen_texts(self.read_source(tokens), texts_of_sources, everything=True)
         token = tokens.new_full((B * beam, 1), pad)
         texts = tokens.new_empty(B, beam, 0)
         scores = torch.full((B, beam), -math.inf, device=tokens.device)
@@ -1354,54 +1306,6 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     return (p / r).argmax(-1, keepdim=True)
 
 
-# ---- states as flat dicts of tensors -----------------------------------------------------------------------
-def map_state(f, state, shared=()):
-    """The state with f(tensor) in place of each tensor, except in the parts that are named in `shared`."""
-    layers = []
-    for layer in state['layers']:
-        layer = {**layer}
-        for part in layer.keys() - set(shared):
-            layer[part] = {name: f(x) for name, x in layer[part].items()}
-        layers.append(layer)
-    return {'t': f(state['t']), 'layers': layers}
-
-
-def pack(state, prefix='state'):
-    """A state, or None, as a flat dict of tensors: <prefix>.t and <prefix>.<layer>.<part>.<name>"""
-    if state is None:
-        return {}
-    flat = {f'{prefix}.t': state['t']}
-    for i, layer in enumerate(state['layers']):
-        for part, tensors in layer.items():
-            flat.update({f'{prefix}.{i}.{part}.{name}': x for name, x in tensors.items()})
-    return flat
-
-
-def unpack(tensors, device, prefix='state'):
-    """The inverse of `pack`. Other tensors are ignored; t stays on the CPU."""
-    layers = {}
-    for name, x in tensors.items():
-        if name.startswith(f'{prefix}.') and name != f'{prefix}.t':
-            _, i, part, key = name.split('.')
-            layers.setdefault(int(i), {}).setdefault(part, {})[key] = x.to(device)
-    return {'t': tensors[f'{prefix}.t'], 'layers': [layers[i] for i in range(len(layers))]}
-
-
-def state_bytes(state):
-    """The bytes of all tensors of a state; 0 for None."""
-    return sum(x.nbytes for x in pack(state).values())
-
-
-def bytes_after(model, T):
-    """The bytes of a model's state after T tokens; None for an encoder or a translator. A cache without a
-    limit grows by as much with every token."""
-    if not model.config.causal or model.config.source:
-        return None
-    tokens = torch.zeros(1, 2, dtype=torch.long, device=model.embed.weight.device)
-    one, two = (state_bytes(model.read(tokens[:, :n])) for n in (1, 2))
-    return one + (T - 1) * (two - one)
-
-
 # ---- models in files: ours, and those of the hub -----------------------------------------------------------
 def save(path, model, meta, extra=None, own=None):
     """Write a model, metadata (data: its tokenizer, step, ...) and extra tensors into one file for `load`.
@@ -1419,8 +1323,8 @@ def save(path, model, meta, extra=None, own=None):
 
 
 def config_of(source, meta):
-    """The Config in the meta of a checkpoint or folder. ValueError, with the source, if there is none, or if it is
-    of another version."""
+    """The Config in the meta of a checkpoint or folder. ValueError, with the source, if there is none, or if
+    it is of another version."""
     if not {'config', 'data'} <= meta.keys():
         raise ValueError(f'{source}: holds no model (a state saved by sample.py?)')
     return typed(Config, meta['config'], f'{source}: cannot be built here, maybe of another version')
@@ -1442,49 +1346,62 @@ def load(source, device='cpu', revision='main', **changes):
     meta: data (name, tokenizer, ...), step, config, and tensors, which `save` got as extra. changes: flags of
     Config. ValueError, with the source, if something is missing, damaged or of another kind."""
     source = str(source)
-    extra = {}
     folder = None
     if os.path.isfile(source) or source.endswith('.safetensors'):
-        extra, meta = read_tensors(source)
-        tensors = {}
-        for name in [*extra]:
-            if name.startswith('model.'):   # copied: a file's memory is not aligned, and then
-                tensors[name.removeprefix('model.')] = extra.pop(name).clone()  # products round otherwise
+        weights, meta = checkpoint(source)
     else:
         from hub import folders
         folder = folders.Folder(folders.folder_of(source, revision), source)
-        meta = {'config': {**dataclasses.asdict(Config()), **folder.config}, 'data': folder.data.as_dict()}
+        meta = {'config': {**dataclasses.asdict(Config()), **folder.config}, 'data': folder.data.as_dict(),
+                'step': 0, 'tensors': {}}
     saved = config_of(source, meta)
     data = meta['data'] = Data.of(meta['data'], source)
     if data.joined:
         data.row = 0                    # the rows were those of the pairs: the model reads any text
     config = swapped(saved, source, **changes)
-    undrawn = Undrawn()
-    anew = config.overflow != saved.overflow        # some weights are new, but always the same
-    if anew:
-        undrawn = torch.random.fork_rng(devices=[])
-    try:
-        with undrawn:
-            if anew:
-                torch.manual_seed(0)
-            model = GPT(config)
-    except ValueError as e:
-        raise ValueError(f'{source}: {e}') from None
+    model = unfilled(config, saved, source)
     if folder:
         with Undrawn():                 # all of the folder's, whatever the flags say
-            tensors = folder.tensors(GPT(saved).state_dict())
-    for name, x in tensors.items():
-        if x.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f'{source}: {name} is {x.dtype}, expected torch.float32')
+            weights = folder.tensors(GPT(saved).state_dict())
+    put_weights(model, weights, saved, source, changes)
+    return model.to(device).eval(), meta
+
+
+def checkpoint(path):
+    """A file of `save` -> the model's tensors by name; its meta, with all other tensors in `tensors`"""
+    tensors, meta = read_tensors(path)
+    weights = {}
+    for name in [*tensors]:
+        if name.startswith('model.'):   # copied: a file's memory is not aligned, and then products round
+            weights[name.removeprefix('model.')] = tensors.pop(name).clone()        # otherwise
+    return weights, {'step': 0, **meta, 'tensors': tensors}
+
+
+def unfilled(config, saved, source):
+    """A GPT of this Config for weights of the Config `saved`. What these do not have, another --overflow, is
+    drawn, always alike. ValueError, with the source, if there is no such GPT"""
+    try:
+        if config.overflow == saved.overflow:
+            with Undrawn():
+                return GPT(config)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return GPT(config)
+    except ValueError as e:
+        raise ValueError(f'{source}: {e}') from None
+
+
+def put_weights(model, weights, saved, source, changes):
+    """Fill a model with weights of the Config `saved`. ValueError, with the changes to it, if they are for
+    another model; only those of --overflow may be missing or too many."""
     why = f'{source}: holds the weights of another model'
     other = [f'--{name}={value}' for name, value in changes.items() if getattr(saved, name) != value]
     if other:
         why = f'{" ".join(other)}: not what the weights of {source} are for'
-    others = fill(model, tensors, why, strict=config == saved, assign=True)
+    others = fill(model, weights, why, strict=model.config == saved, assign=True)
     for name in others.missing_keys + others.unexpected_keys:
-        if '.overflow.' not in name and '.log_mass.' not in name:       # only these may be missing or extra
+        if '.overflow.' not in name and '.log_mass.' not in name:
             raise ValueError(f'{why}, see {name}')
-    return model.to(device).eval(), {'step': 0, **meta, 'tensors': extra}
 
 
 def fill(model, tensors, why, **how):
@@ -1495,15 +1412,6 @@ def fill(model, tensors, why, **how):
         raise ValueError(f'{why} ({" ".join(str(e).split())[:200]})') from None
 
 
-def cached_by(model, rules, **changes):
-    """The same weights with other rules, which cache, and other flags of Config"""
-    config = dataclasses.replace(model.config, layers=','.join(rules), **changes)
-    with Undrawn():
-        other = GPT(config)
-    fill(other, model.state_dict(), 'other weights', assign=True)
-    return other.to(model.embed.weight.device).eval()       # buffers, too
-
-
 def swapped(config, source, rule='', **changes):
     """A Config with other flags of `Swap`. A new rule replaces softmax and every rule with a cache.
     ValueError, with the source, if it has neither."""
@@ -1512,19 +1420,13 @@ def swapped(config, source, rule='', **changes):
     if rule:
         if config.keeps() == {None}:
             raise ValueError(f'--rule={rule}: {source} has no softmax layers, only {briefly(config.rules)}')
-        if RULES[rule].matrix:
-            raise ValueError(untrained(f'--rule={rule}', source))
         layers = [rule if RULES[name].keeps else name for name in config.rules]
         changes.update(rule=rule, layers=','.join(layers))
         if RULES[rule].keeps == 'all':
             changes = {'overflow': '', 'positions': 'true', **changes}
     new = dataclasses.replace(config, **changes)
     if any(RULES[then].matrix and RULES[was].keeps for then, was in zip(new.rules, config.rules)):
-        raise ValueError(untrained(f'--layers={new.layers}', source))
+        given = f'--rule={rule}' if rule else f'--layers={new.layers}'
+        raise ValueError(f'{given}: what softmax learned does not suit a matrix without training; '
+                         f'python convert.py --from={source} {given} --data=TEXT trains it')
     return new
-
-
-def untrained(flag, source):
-    """What to say of a flag that would put a matrix in the place of softmax."""
-    return (f'{flag}: what softmax learned does not suit a matrix without training; '
-            f'python convert.py --from={source} {flag} --data=TEXT trains it')

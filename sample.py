@@ -6,7 +6,7 @@
     python sample.py --load_state=out/read.safetensors --prompt="class "             ... and go on from there
     python sample.py --init=FOLDER --chat --rule=h2o --cache=256           a conversation in constant memory
     python sample.py --init=out/softmax/ckpt.safetensors --rule=tova --cache=64      an RNN without training
-    python sample.py --prompt=@FILE --lines                    each line is a prompt of its own
+    python sample.py --prompt=@FILE --lines                    of a classifier: the class of each line
     python sample.py --source="A man sleeps." --beam=4         a translation; @file: one of each line
 
 If the model is a classifier, the prompt (with --lines: each line) is classified: each class is printed with
@@ -36,12 +36,13 @@ import torch
 from cli import files
 from cli.errors import note, script
 from cli.flags import briefly, flag, parse, plural, refuse
-from cli.weights import read_tensors, refuse_target, weights_digest, write_tensors
+from cli.machine import pick_device, try_compiler
+from cli.weights import (map_state, pack, read_tensors, refuse_target, state_bytes, unpack, weights_digest,
+                         write_tensors)
 from data import vocabulary
 from fastweight import FLOOR, RULES
 from hub import chat
-from model import (GPT, Swap, chosen_texts, idle, load, map_state, pack, pick_device, pick_forms,
-                   join, refuse_broken, sample, seen_by_k, spread, state_bytes, try_compiler, unpack)
+from model import GPT, Swap, chosen_texts, idle, load, pick_forms, refuse_broken, sample, seen_by_k, spread
 
 OFTEN = 'init prompt chat tokens temperature top_p rule cache dtype html'      # first in --help
 
@@ -52,7 +53,7 @@ class Args:
     prompt: str = flag('', 'text, @file, - for standard input (@@ for a first @); empty: BOS, or a newline')
     chat: bool = flag(False, 'a conversation, in the chat template that the model brought')
     system: str = flag('', 'with --chat: a system prompt, or @file')
-    lines: bool = flag(False, 'each line of --prompt is a prompt of its own')
+    lines: bool = flag(False, 'of a classifier: each line of --prompt is a text of its own')
     special: bool = flag(False, 'read special tokens in --prompt, such as <|im_end|>, not their letters')
     tokens: int = flag(256, 'tokens to write; of each answer', low=0, high=10 ** 12)
     samples: int = flag(1, 'texts written at once', low=1, high=2 ** 16)
@@ -77,71 +78,57 @@ AT_ONCE = 64        # texts in a batch
 QUIET = 4           # seconds before it is said how far a prompt is read
 LOOK_BACK = 16      # at most this many tokens wait to be printed; this many before them help to decode
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'assets', 'memory.html')
-EMPTY = '>null</script>'                                    # where the page has no recording yet
 ON_A_PAGE = 2048    # tokens at most
 RECORDED = {'q': 'q', 'k': 'k', 'v': 'v', 'write': 'w', 'erase': 'e',      # ours: the page's name
             'log_f': 'log_f', 'log_z': 'log_z'}     # logs, as 16 bits cannot tell a decay near 1 from 1
 
 
-def say(text):
-    """Print to standard error."""
+def aside(text):
+    """Print to standard error, beside what is written."""
     print(text, file=sys.stderr)
 
 
-def check_flags(given, args, config):
-    """ValueError for a flag that would mean nothing, or one that is missing."""
+def task_of(args, config):
+    """What such a model does with these flags. ValueError if it cannot do that."""
     if args.source and not config.source:
         raise ValueError(f'--source: {args.init} knows no pairs; python train.py --data=multi30k --encoder=3 '
                          'makes a model that does')
     if config.source and not args.source:
         raise ValueError(f'{args.init} translates: give --source="..."')
-    if args.compile and 'all' in config.keeps():
-        raise ValueError('--compile: a compiled step needs fixed shapes, but the cache of softmax grows; '
-                         'take a limited cache, such as --rule=tova, or leave --compile out')
-    if args.html and not args.html.endswith('.html'):
-        raise ValueError(f'--html={args.html}: expected NAME.html')
-    if args.html and (args.samples > 1 or args.load_state):
-        raise ValueError('--html shows one text from its beginning: leave --samples and --load_state out')
-    of_steps = {'tokens', 'samples', 'temperature', 'top_k', 'top_p', 'seed', 'compile', 'save_state',
-                'load_state', 'html', 'chat', 'special'}
-    for holds, does, unused in [
-            (args.source, 'translates --source, and nothing else', of_steps | {'prompt', 'lines'}),
-            (config.classes or not config.causal, 'tells classes apart, and nothing else', of_steps),
-            (args.chat, 'chats', {'samples', 'save_state', 'load_state', 'special', 'lines'}),
-            (not args.chat, 'chats only with --chat', {'system'}),
-            (args.lines, 'reads lines', {'samples', 'save_state', 'load_state', 'html'}),
-            (not args.source, 'translates nothing without --source', {'beam', 'penalty'})]:
-        ignored = sorted(unused & given.keys())
-        if holds and ignored:
-            raise ValueError(f'--{ignored[0]} means nothing: {args.init} {does}; leave it out')
+    if config.source:
+        return 'translate'
+    if config.classes or not config.causal:             # without classes, the model raises ValueError
+        return 'classify'
+    if args.lines:
+        raise ValueError(f'--lines is for classifiers, and {args.init} writes a text: leave it out')
+    if args.chat:
+        return 'chat'
+    return 'complete'
 
 
-def text_of(given):
-    """The text that --prompt, --source or --system stands for."""
-    if given == '-':
-        if sys.stdin is None:
-            raise ValueError('-: standard input is closed; give a text, or @FILE')
-        return files.as_utf8(sys.stdin.buffer.read(), 'standard input')
-    if given.startswith('@@'):
-        return given[1:]
-    if given.startswith('@'):
-        path = os.path.expanduser(given[1:])
-        if not os.path.exists(path):
-            raise ValueError(f'{given[:60]}: no such file; - stands for standard input, @@ for a first @')
-        return files.as_utf8(files.read_file(path), path)
-    return given
+OF_WRITING = {'tokens', 'samples', 'temperature', 'top_k', 'top_p', 'seed', 'compile', 'save_state',
+             'load_state', 'html', 'chat', 'special'}
+IGNORED = {         # flags without effect, for each result of `task_of`
+    'translate': OF_WRITING | {'prompt', 'lines', 'system'},
+    'classify': OF_WRITING | {'system', 'beam', 'penalty'},
+    'chat': {'samples', 'save_state', 'load_state', 'special', 'beam', 'penalty'},
+    'complete': {'system', 'beam', 'penalty'}}
 
 
-def lines_of(given):
-    """The lines of the text that a flag stands for, as in training: only ASCII line ends end a line."""
-    data = text_of(given).removeprefix('\ufeff').encode('utf-8', 'surrogateescape')
-    return [line.decode('utf-8', 'surrogateescape') for line in data.splitlines()]
+def useless(task, given, args, config):
+    """For `refuse`: flags that would be ignored, or do not go together."""
+    for name in sorted(IGNORED[task] & given.keys()):
+        yield True, f'--{name} means nothing when {args.init} is to {task}: leave it out'
+    yield args.compile and 'all' in config.keeps(), (
+        '--compile: a compiled step needs fixed shapes, but the cache of softmax grows; take a limited '
+        'cache, such as --rule=tova, or leave --compile out')
+    yield args.html and (args.samples > 1 or args.load_state), (
+        '--html shows one text from its beginning: leave --samples and --load_state out')
 
 
 def read_state(args, model, meta):
     """A file of --save_state -> the last tokens of its texts (B, 1) and the state before them. ValueError if
-    another model made it (by its digest), or the same model with other flags, or if it has another number of
-    texts."""
+    another model made it (by its digest), or this one with other flags, or for another number of texts."""
     path = args.load_state
     tensors, about = read_tensors(path)
     dtype = about.get('dtype', args.dtype)
@@ -167,18 +154,18 @@ def keep_state(args, model, meta, last, state):
     write_tensors(args.save_state, {**tensors, 'last': last}, about)
 
 
-def begin(args, model, meta):
+def prompt_and_state(args, model, meta):
     """-> the tokens to read (B, T), the state before them, and the tokens that the first text begins with"""
     data = meta['data']
-    text = text_of(args.prompt)
+    text = files.text_of(args.prompt)
     for word in data.special:
         if word in text and not args.special:
             note(f'{word} in --prompt is read as letters; --special reads it as a token')
             break
     if args.load_state:
         last, state = read_state(args, model, meta)
-        prompt = vocabulary.continued(text, last[0].tolist(), data, args.special)      # the others go on alike
-        texts = [begun + prompt for begun in last.tolist()]
+        prompt = vocabulary.continued(text, last[0].tolist(), data, args.special)   # the others go on alike
+        texts = [before + prompt for before in last.tolist()]
         prompt = texts[0]
     else:
         state = None
@@ -189,7 +176,7 @@ def begin(args, model, meta):
 
 def classify(args, model, meta):
     """Print the classes of the prompt or, with --lines, of each of its lines."""
-    texts = lines_of(args.prompt) if args.lines else [text_of(args.prompt)]
+    texts = files.lines_of(args.prompt) if args.lines else [files.text_of(args.prompt)]
     for number, text in enumerate(texts, 1):
         if args.lines:
             print(f'--- {number} ---')
@@ -205,23 +192,24 @@ def show_classes(model, row, data):
     T = tokens.shape[1]
     if T > c.block_size:
         raise ValueError(f'--prompt: {T} tokens, but this model knows rows of at most {c.block_size}')
-    whole = data.get('row', T)
+    whole = data.row or T
     if c.pad is None and T != whole:                        # half a picture is none
         raise ValueError(f'--prompt: {plural(T, "token")}, but a row of this model has {whole}')
     logits, _ = model(tokens)
     logits = logits.reshape(-1, c.classes)[-1:]             # the last token's, if there is one for each
     refuse_broken(logits)
     p, order = logits[0].softmax(-1).sort(descending=True)
-    names = dict(enumerate(data.get('labels', [])))
+    names = data.labels
     for i, share in zip(order.tolist(), p.tolist()):
-        named = f' ({names[i]})' if i in names else ''
-        print(f'class {i}{named}: {share:.1%}', flush=True)
+        name = f' ({names[i]})' if i < len(names) else ''
+        print(f'class {i}{name}: {share:.1%}', flush=True)
 
 
-def translate(args, model, meta):
+def show_translations(args, model, meta):
     """Print a translation of each line of --source, one per line."""
-    texts = lines_of(args.source)
-    sources = torch.from_numpy(vocabulary.source_rows(texts, meta['data'])).long().to(model.embed.weight.device)
+    texts = files.lines_of(args.source)
+    sources = torch.from_numpy(vocabulary.source_rows(texts, meta['data'])).long()
+    sources = sources.to(model.embed.weight.device)
     for some in sources.split(AT_ONCE):
         for row in model.translate(some, args.beam, args.penalty).tolist():
             print(vocabulary.decode(row, meta['data']).replace('\n', ' '), flush=True)
@@ -266,7 +254,9 @@ def by_whom(read, written):
 
 def write_page(args, model, meta, heard):
     """Write a copy of assets/memory.html with this run inside. heard: pairs as of `by_whom`"""
-    tokens, written = map(list, zip(*heard))
+    if len(heard) > ON_A_PAGE:
+        aside(f'--html: a page shows {ON_A_PAGE:,} tokens, so the end is not on it')
+    tokens, written = map(list, zip(*heard[:ON_A_PAGE]))
     layers = []
     row = torch.tensor([tokens], device=model.embed.weight.device)
     for rule, given in zip(model.config.rules, given_to_memories(model, row)):
@@ -283,9 +273,9 @@ def write_page(args, model, meta, heard):
     run = json.dumps({'about': about, 'tokens': texts, 'written': written, 'layers': layers})
     run = run.replace('<', '\\u003c')           # no text ends the script in which it stands
     with open(PAGE, encoding='utf-8') as f:
-        page = f.read().replace(EMPTY, f'>{run}</script>', 1).encode()
+        page = f.read().replace('>null</script>', f'>{run}</script>', 1).encode()     # its empty recording
     files.write_file(args.html, [page])
-    say(f'{args.html}: {len(page) / 1e6:.1f} MB, open it in a browser')
+    aside(f'{args.html}: {len(page) / 1e6:.1f} MB, open it in a browser')
 
 
 @torch.inference_mode()
@@ -314,9 +304,9 @@ def added(before, tokens, data):
 
 
 def show_text(before, held, data):
-    """Print the held tokens once they end with a whole character, which may take four of them, as bytes.
-    Bytes that are still no character after LOOK_BACK tokens never will be; an untrained model writes such
-    things. -> the printed tokens that matter to the next ones; the tokens that wait for more"""
+    """Print the held tokens once they end with a whole character, which may take four of them, as bytes, or
+    after LOOK_BACK: an untrained model writes bytes that never become a character.
+    -> the printed tokens that matter to the next ones; the tokens that wait for more"""
     text = added(before, held, data)
     if text.endswith('\ufffd') and len(held) < LOOK_BACK:
         return before, held
@@ -333,13 +323,13 @@ def read_prompt(model, tokens, state=None):
         took = time.perf_counter() - began
         if n < T and took > QUIET:
             left = took * (T / n - 1) / 60
-            say(f'{n:,} of {T:,} tokens read | eta {left:.1f} min')
+            aside(f'{n:,} of {T:,} tokens read | eta {left:.1f} min')
     return model.read(tokens, state, tell=tell)
 
 
-def write_texts(args, model, data, first, begun, prompt=None):
-    """Write what comes after the tokens `first` (B, 1) and the state `begun`. A text ends with a token that
-    ends texts, which does not count. prompt: the tokens before, if the one text is to be printed as it comes
+def write_texts(args, model, data, first, state, prompt=None):
+    """Write what comes after the tokens `first` (B, 1) and the state before them. A text ends with a token
+    that ends texts, which does not count. prompt: the tokens before, if the one text is printed as it comes
     -> the last tokens, their state, the times at which steps began and ended, and the tokens of each text"""
     ends = data.ends
     if args.save_state and args.samples > 1:                # in the state, no text stops before the others
@@ -349,12 +339,12 @@ def write_texts(args, model, data, first, begun, prompt=None):
     texts = [[] for _ in first]
     ended = [False] * len(texts)
     last = first
-    state = begun
     generate = generate_compiled if args.compile else GPT.generate
     draw = torch.Generator(first.device).manual_seed(args.seed)
-    steps = generate(model, first, begun, args.temperature, args.top_k, args.top_p, draw)
+    steps = generate(model, first, state, args.temperature, args.top_k, args.top_p, draw)
     times = [time.perf_counter()]
-    for _, (last, state) in zip(range(args.tokens), steps):
+    for _ in range(args.tokens):
+        last, state = next(steps)
         for i, token in enumerate(last[:, 0].tolist()):         # which waits for a GPU
             ended[i] = ended[i] or token in ends
             if not ended[i]:
@@ -369,49 +359,10 @@ def write_texts(args, model, data, first, begun, prompt=None):
     return last, state, times, texts
 
 
-def show_numbered(i, prompt, text, data):
-    """Print one of several texts."""
-    print(f'--- {i + 1} ---\n{added(prompt[-LOOK_BACK:], text, data)}', flush=True)
-
-
-def by_lines(args, model, meta):
-    """Go on from each line of --prompt: AT_ONCE at a time, or one by one where caches grow."""
-    data = meta['data']
-    prompts = []
-    for line in lines_of(args.prompt):
-        prompts.append(vocabulary.with_bos(vocabulary.encode(line, data, args.special), data))
-    grows = 'all' in model.config.keeps()
-    if not prompts:
-        raise ValueError(f'--lines --prompt={args.prompt:.60}: there are no lines; give a file that has '
-                         'some, as --prompt=@FILE')
-    if grows:
-        note('one prompt after the other, as the caches of softmax grow apart')
-    groups = []                                             # numbers of prompts that are read at once
-    together = []
-    for i, prompt in enumerate(prompts):
-        if grows or len(prompt) == 1:                       # of one token, there is nothing to read before
-            groups.append([i])
-        else:
-            together.append(i)
-    groups += [together[i:i + AT_ONCE] for i in range(0, len(together), AT_ONCE)]
-    written = {}
-    shown = 0
-    for group in groups:
-        rows = [torch.tensor([prompts[i]], device=model.embed.weight.device) for i in group]
-        states = [model.read(row[:, :-1]) for row in rows]
-        state = join(states) if len(group) > 1 else states[0]
-        last = torch.cat([row[:, -1:] for row in rows])
-        *_, texts = write_texts(args, model, data, last, state)
-        written.update(zip(group, texts))
-        while shown in written:                             # in order, as soon as may be
-            show_numbered(shown, prompts[shown], written[shown], data)
-            shown += 1
-
-
 def spoken(args):
     """What a user says: --prompt, then or without it each line of standard input."""
     if args.prompt:
-        yield text_of(args.prompt)
+        yield files.text_of(args.prompt)
     while sys.stdin and (sys.stdin.isatty() or not args.prompt):
         if sys.stdin.isatty():
             print('> ', end='', file=sys.stderr, flush=True)
@@ -428,18 +379,14 @@ def converse(args, model, meta):
         answer_all(args, model, meta, heard)
     finally:
         if args.html and heard:
-            if len(heard) > ON_A_PAGE:
-                say(f'--html: a page shows {ON_A_PAGE:,} tokens, so the end of this chat is not on it')
-            write_page(args, model, meta, heard[:ON_A_PAGE])
+            write_page(args, model, meta, heard)
 
 
 def system_prompt(args, data):
     """The messages with which a chat begins: none, or --system. ValueError if the template leaves it out."""
     if not args.system:
         return []
-    if args.system == '-':
-        raise ValueError('--system=-: standard input is what the user says; give a text, or @FILE')
-    system = [{'role': 'system', 'content': text_of(args.system)}]
+    system = [{'role': 'system', 'content': files.text_of(args.system)}]
     asked = [{'role': 'user', 'content': 'Hello'}]
     if chat.rendered(system + asked, data) == chat.rendered(asked, data):
         raise ValueError(f'--system: the chat template of {args.init} has no place for it; leave it out')
@@ -455,21 +402,21 @@ def answer_all(args, model, meta, heard):
     messages = [*system]
     state = None
     pending = []                                            # a token that was written, but not read
-    known = ''                                              # the text of the state and these tokens
+    so_far = ''                                             # the text of the state and these tokens
     for said in spoken(args):
         if said == '/quit':
             break
         if said == '/reset':
-            messages, state, pending, known = [*system], None, [], ''
+            messages, state, pending, so_far = [*system], None, [], ''
             heard.clear()
         if said in ('', '/reset'):
             continue
         messages.append({'role': 'user', 'content': said})
         text = chat.rendered(messages, data)
-        if not text.startswith(known):
-            state, pending, known = None, [], ''
+        if not text.startswith(so_far):
+            state, pending, so_far = None, [], ''
             heard.clear()
-        new = chat.tokens(text[len(known):], data)
+        new = chat.tokens(text[len(so_far):], data)
         ids = pending + new
         if not ids:
             raise ValueError(f'{args.init}: its chat template makes nothing of these messages')
@@ -477,33 +424,30 @@ def answer_all(args, model, meta, heard):
         tokens = torch.tensor([ids], device=model.embed.weight.device)
         state = read_prompt(model, tokens[:, :-1], state)
         last, state, _, [answer] = write_texts(args, model, data, tokens[:, -1:], state, ids)
-        pending = [] if last.item() in data['ends'] else last[0].tolist()
+        pending = [] if last.item() in data.ends else last[0].tolist()
         heard += by_whom([], answer)
         answer = vocabulary.decode(answer, data)
         messages.append({'role': 'assistant', 'content': answer})
-        known = text + chat.marked(answer, data)
+        so_far = text + chat.marked(answer, data)
     if state:
-        say(f'{int(state["t"]):,} tokens read and written; state of {state_bytes(state):,} bytes')
+        aside(f'{int(state["t"]):,} tokens read and written; state of {state_bytes(state):,} bytes')
 
 
 def complete(args, model, meta):
     """Read the prompt, write what comes after it, keep the state, and say how long it took."""
     c = model.config
-    tokens, state, prompt = begin(args, model, meta)
+    tokens, state, prompt = prompt_and_state(args, model, meta)
     read = tokens.shape[1]
-    if args.html and read + args.tokens > ON_A_PAGE:
-        raise ValueError(f'--html: {plural(read, "token")} of prompt and {args.tokens:,} to write, but a '
-                         f'page shows at most {ON_A_PAGE:,}; give fewer')
     if args.save_state and state is None and read == 1 and not args.tokens:
         raise ValueError('--save_state --tokens=0: nothing is read yet, as the next step reads a last token; '
                          'give a longer --prompt, or more --tokens')
-    say(f'{briefly(c.rules)} from {args.init}; recurrence: {model.why}')
+    aside(f'{briefly(c.rules)} from {args.init}; recurrence: {model.why}')
     left = c.block_size - read - (int(state['t']) if state else 0)
     near = c.positions != 'true' or (c.keeps() == {'window'} and c.cache <= c.block_size)
     if args.tokens > left and model.positions is not None:
-        say(f'past {c.block_size:,} tokens, the last learned position is repeated')
+        aside(f'past {c.block_size:,} tokens, the last learned position is repeated')
     elif args.tokens > left and c.turns() and not near:
-        say(f'past {c.block_size:,} tokens, rope meets distances that it did not meet in training')
+        aside(f'past {c.block_size:,} tokens, rope meets distances that it did not meet in training')
     began = time.perf_counter()
     if args.load_state:
         state = read_prompt(model, tokens[:, :-1], state)
@@ -513,8 +457,8 @@ def complete(args, model, meta):
     alone = prompt if args.samples == 1 else None
     last, state, times, texts = write_texts(args, model, meta['data'], tokens[:, -1:], state, alone)
     if args.samples > 1 and args.tokens:
-        for i, text in enumerate(texts):
-            show_numbered(i, prompt, text, meta['data'])
+        for i, text in enumerate(texts, 1):
+            print(f'--- {i} ---\n{added(prompt[-LOOK_BACK:], text, meta["data"])}')
     if args.save_state:
         keep_state(args, model, meta, last, state)
     if args.html:
@@ -528,23 +472,27 @@ def complete(args, model, meta):
     else:
         read -= 1                                           # the last one waits for a step
     growth = 'growing' if 'all' in c.keeps() else 'whatever the length'
-    say(f'{plural(read, "token")} read in {times[0] - began:.2f} s, {len(ms):,} written{speed}; '
+    aside(f'{plural(read, "token")} read in {times[0] - began:.2f} s, {len(ms):,} written{speed}; '
         f'state of {state_bytes(state):,} bytes, {growth}')
+
+
+DO = {'translate': show_translations, 'classify': classify, 'chat': converse, 'complete': complete}
 
 
 @script
 def main(argv):
     given, swap = parse(argv, __doc__, Args, Swap, first=OFTEN)
     args = Args(**given)
-    device = pick_device(args.device)
     if args.threads:
         torch.set_num_threads(args.threads)
+    device = pick_device(args.device)
     model, meta = load(args.init, device, **swap)
     c = model.config
     refuse(idle(swap, c))
-    check_flags(given, args, c)
+    task = task_of(args, c)
+    refuse(useless(task, given, args, c))
     if c.overflow and c.overflow != meta['config']['overflow']:
-        say(f'--overflow={c.overflow}: untrained, new weights; convert.py --recipe=hybrid trains some')
+        aside(f'--overflow={c.overflow}: untrained, new weights; convert.py --recipe=hybrid trains some')
     for path in filter(None, (args.save_state, args.html)):
         files.refuse_unwritable(path)                     # now, not after sampling
     if args.save_state:
@@ -554,16 +502,7 @@ def main(argv):
     model.use(pick_forms(args.impl))
     if args.dtype == 'bfloat16':
         model.in_bfloat16()
-    if args.source:
-        translate(args, model, meta)
-    elif c.classes or not c.causal:                         # without classes, the model raises ValueError
-        classify(args, model, meta)
-    elif args.chat:
-        converse(args, model, meta)
-    elif args.lines:
-        by_lines(args, model, meta)
-    else:
-        complete(args, model, meta)
+    DO[task](args, model, meta)
 
 
 if __name__ == '__main__':

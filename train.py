@@ -38,12 +38,12 @@ from tqdm import tqdm
 from cli import files
 from cli.errors import script
 from cli.flags import briefly, flag, known, parse, plural, refuse, typed
-from cli.machine import commit, peak_memory, whole_memory
+from cli.machine import commit, peak_memory, pick_device, try_compiler, whole_memory
+from cli.weights import map_state, pack, unpack
 from data import prepare, vocabulary
 from data.kinds import TRAVELS, Data
 from fastweight import Favor
-from model import (GPT, OF_DATA, Config, cannot_train, fill, idle, load, map_state, pack, pick_device,
-                   pick_forms, save, try_compiler, unpack, wide)
+from model import GPT, OF_DATA, Config, cannot_train, fill, idle, load, pick_forms, save, wide
 
 WARMUP = 0.05       # share of the steps; after the warm-up, a cosine to 0
 PART = 65536        # evaluations during training read this many tokens of a validation text,

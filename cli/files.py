@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
+import sys
 import time
 
 import numpy as np
@@ -33,6 +34,24 @@ def lies_in(path, folder):
     if os.path.isfile(path):
         path = os.path.dirname(os.path.realpath(path))
     return os.path.realpath(path) == os.path.realpath(folder)
+
+
+def text_of(given):
+    """The text that a flag stands for: itself, @file, - for standard input; @@ for a first @."""
+    if given == '-':
+        return as_utf8(sys.stdin.buffer.read(), 'standard input')
+    if given.startswith('@@'):
+        return given[1:]
+    if given.startswith('@'):
+        path = os.path.expanduser(given[1:])
+        return as_utf8(read_file(path), path)
+    return given
+
+
+def lines_of(given):
+    """The lines of the text that a flag stands for, as in training: only ASCII line ends end a line."""
+    data = text_of(given).removeprefix('\ufeff').encode('utf-8', 'surrogateescape')
+    return [line.decode('utf-8', 'surrogateescape') for line in data.splitlines()]
 
 
 def short_hash(data):

@@ -34,6 +34,15 @@ def known(default, low=-math.inf, high=math.inf, of=()):
     return flag(default, '', None, low, high, of)
 
 
+def subset(cls, *names, **own):
+    """A dataclass with some flags of the dataclass cls and some of its own, by name."""
+    fields = [(name, str, field) for name, field in own.items()]
+    for field in dataclasses.fields(cls):
+        if field.name in names:
+            fields.append((field.name, field.type, field))
+    return dataclasses.make_dataclass('Subset', fields)
+
+
 def refuse(mistakes):
     """Raise ValueError for the first mistake. mistakes yields pairs: whether the mistake was made, and a
     sentence that explains it. A later test may assume that the earlier mistakes were not made."""

@@ -1,4 +1,4 @@
-"""The machine: its memory, and how much of it a process has taken."""
+"""What a command runs on: its device, its memory, and the commit of the code."""
 import os
 import subprocess
 import sys
@@ -31,3 +31,26 @@ def whole_memory(device):
     if device.type == 'cpu' and hasattr(os, 'sysconf'):
         return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
     return float('inf')
+
+
+def pick_device(name):
+    """'auto' or a name -> a torch.device that works. ValueError says why it does not."""
+    if name == 'auto':
+        name = 'cpu'
+        if torch.accelerator.is_available():
+            name = torch.accelerator.current_accelerator()
+    try:
+        x = torch.zeros(1, device=name)
+        x.tolist()                                  # --device=meta has no numbers
+    except (RuntimeError, AssertionError) as e:
+        raise ValueError(f'--device={name}: {str(e).splitlines()[0]}') from None
+    return x.device
+
+
+def try_compiler(device):
+    """ValueError if torch.compile does not work here, because a C++ compiler is missing, say."""
+    try:
+        torch.compile(torch.neg)(torch.zeros(8, device=device))
+    except RuntimeError as e:
+        raise ValueError(f'--compile: {str(e).strip().splitlines()[0]}; install a compiler, such as g++, or '
+                         'leave it out') from None

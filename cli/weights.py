@@ -2,6 +2,7 @@
 
     write_tensors('out/x.safetensors', tensors, meta)
     tensors, meta = read_tensors('out/x.safetensors')
+    state = unpack(tensors, 'cpu')              # the state of a model, which `pack` made such tensors of
 
 A safetensors file is a JSON header, then raw numbers. Nothing is pickled, so a file cannot run code. Our
 header has two strings: meta, as JSON, and digest, a sha256 over meta and all tensors.
@@ -90,3 +91,41 @@ def read_tensors(path):
     if digest(header['meta'], tensors) != header['digest']:
         raise ValueError(f'{path}: its contents do not match its digest: the file was damaged or changed')
     return tensors, {**json.loads(header['meta']), 'digest': header['digest']}
+
+
+# ---- states as flat dicts of tensors -----------------------------------------------------------------------
+def map_state(f, state, shared=()):
+    """The state with f(tensor) in place of each tensor, except in the parts that are named in `shared`."""
+    layers = []
+    for layer in state['layers']:
+        layer = {**layer}
+        for part in layer.keys() - set(shared):
+            layer[part] = {name: f(x) for name, x in layer[part].items()}
+        layers.append(layer)
+    return {'t': f(state['t']), 'layers': layers}
+
+
+def pack(state, prefix='state'):
+    """A state, or None, as a flat dict of tensors: <prefix>.t and <prefix>.<layer>.<part>.<name>"""
+    if state is None:
+        return {}
+    flat = {f'{prefix}.t': state['t']}
+    for i, layer in enumerate(state['layers']):
+        for part, tensors in layer.items():
+            flat.update({f'{prefix}.{i}.{part}.{name}': x for name, x in tensors.items()})
+    return flat
+
+
+def unpack(tensors, device, prefix='state'):
+    """The inverse of `pack`. Other tensors are ignored; t stays on the CPU."""
+    layers = {}
+    for name, x in tensors.items():
+        if name.startswith(f'{prefix}.') and name != f'{prefix}.t':
+            _, i, part, key = name.split('.')
+            layers.setdefault(int(i), {}).setdefault(part, {})[key] = x.to(device)
+    return {'t': tensors[f'{prefix}.t'], 'layers': [layers[i] for i in range(len(layers))]}
+
+
+def state_bytes(state):
+    """The bytes of all tensors of a state; 0 for None."""
+    return sum(x.nbytes for x in pack(state).values())
