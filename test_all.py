@@ -1639,7 +1639,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--eval_rows=1': 'at least 2'},
     bench: {
         'decode --only=sum': 'means nothing', '--seed=1 decode': 'comes first',
-        'batch --lengths=3,4': 'takes one', 'batch --lengths=8': '16 or more',
+        'batch --lengths=3,4': 'takes one', 'batch --lengths=8': 'at least 1',
         'batch --budget=1 --lengths=8192': '--budget', 'language --data=recall': 'a task',
         'recall --only=elu,elo': 'choose from softmax',
         'capasity': r'mean capacity\?; choose from decode', 'decode --lengths=4k': '--lengths',
@@ -4344,7 +4344,7 @@ def test_bench_tracking_looks_beyond_the_rows_of_training(monkeypatch):
                 'delta beta_max=2': 95}
     suite = dataclasses.replace(bench.SUITES['tracking'], ways={'parity': harness.Way('group:Z2')})
     monkeypatch.setattr(beyond, 'ways_of', lambda args, suite: suite.ways)
-    monkeypatch.setattr(harness, 'a_line', lambda args, suite, way, form, seed: {
+    monkeypatch.setattr(beyond, 'a_line', lambda args, suite, way, form, seed: {
         'beyond': accuracy.get(form, 0), 'right': [1], 'minutes': 0})
     verdicts = {row['form']: row['verdict'] for row in beyond.beyond_training(args, suite) if 'verdict' in row}
     assert [verdicts[form] for form in accuracy] == ['no', 'no', 'no', 'partly', 'partly', 'yes']

@@ -1,12 +1,12 @@
 """Beyond the five papers: what later ones ask of such models, and a comparison that none of them has.
 
-`mqar`: Arora 2023, Zoology (arXiv:2312.04927): several keys are asked for in one row; recall grows with the
-bytes of the state (figure 2, a picture). `tracking`: Grazzi 2024 (arXiv:2411.12537): a state whose transitions
-only decay cannot tell parity beyond the lengths of training; delta can if beta may reach 2, which turns a
-direction around. Siems 2025, DeltaProduct (arXiv:2502.10297): products of permutations of three (S3) need, in
-one layer, two such writes a token; those of five (A5) more. `real`: a converted model beside its teacher with
-a cache of as many bytes: by position in a text, by the teacher's own answers, and by facts that were told some
-time ago.
+- `mqar`: Arora 2023, Zoology (arXiv:2312.04927), figure 2, a picture: a row asks for several keys, and recall
+  grows with the bytes of the state.
+- `tracking`: Grazzi 2024 (arXiv:2411.12537): a state that only decays cannot tell parity in rows longer than
+  those of training; delta can if beta may reach 2. Siems 2025, DeltaProduct (arXiv:2502.10297): for products
+  of permutations of three (S3) one layer needs two such writes a token.
+- `real`: a converted model beside its teacher with caches of as many bytes, in a text by position, by the
+  teacher's own answers, and by facts that were told a while ago.
 """
 import itertools
 import statistics
@@ -22,8 +22,8 @@ from data import prepare, vocabulary
 from fastweight import RULES
 from hub import chat
 from model import bytes_after
-from papers.harness import (DELTA, Panel, Suite, Way, a_row, a_text, chosen, column, from_nothing,
-                            models_beside, of_seeds, only, softmax_model, ways_of)
+from papers.harness import (DELTA, Panel, Suite, Way, a_line, a_row, a_text, chosen, column, from_nothing,
+                            models_beside, only, softmax_model, ways_of)
 
 
 # ---- suites mqar, tracking ---------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ def over_widths(args, suite):
     cells = list(itertools.product(only(args, suite.lines), args.lengths))
     for form, width in tqdm(cells, suite.name, disable=None):
         wide = way._replace(train=f'{way.train} --n_embd={width}')
-        results = of_seeds(args, suite, wide, form)
+        results = [a_line(args, suite, wide, form, seed) for seed in args.seeds]
         yield {'width': width, **a_row(suite, form, results)}
 
 
@@ -62,7 +62,7 @@ def beyond_training(args, suite):
     for name, way in ways_of(args, suite).items():
         rows = []
         for form in tqdm(only(args, suite.lines), name, disable=None):
-            results = of_seeds(args, suite, way, form)
+            results = [a_line(args, suite, way, form, seed) for seed in args.seeds]
             rows.append(a_row(suite, form, results, name))
             for i, right in enumerate(zip(*column(results, 'right'))):
                 yield {'form': form, 'part': 'curve', 'length': i + 1, name: statistics.median(right)}
@@ -167,7 +167,7 @@ def accuracy_on_facts(args, path, meta, models):
 
 @torch.inference_mode()
 def beside_caches(args, suite):
-    """The teacher; for each model of --beside, caches of as many bytes, the model, and the model with other
+    """The teacher and, for each model of --beside, caches of as many bytes, the model, and the model with other
     policies: in a text and, if the teacher talks, by its answers and by facts."""
     path, teacher, meta = softmax_model(args)
     if not args.beside:

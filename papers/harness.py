@@ -366,11 +366,6 @@ def ways_of(args, suite):
     return to_run
 
 
-def of_seeds(args, suite, way, form):
-    """The runs of one line in one way, over all seeds."""
-    return [a_line(args, suite, way, form, seed) for seed in args.seeds]
-
-
 def over_seeds(results, key, *beside):
     """Columns of the table for the runs of a line: median and range of a figure, the minutes, and the medians
     of the keys `beside`, if the runs have them."""
@@ -396,7 +391,7 @@ def runs(args, suite):
     forms = dict.fromkeys(suite.always) | only(args, suite.lines)
     cells = list(itertools.product(ways_of(args, suite).items(), forms))
     for (name, way), form in tqdm(cells, suite.name, disable=None):
-        results = of_seeds(args, suite, way, form)
+        results = [a_line(args, suite, way, form, seed) for seed in args.seeds]
         yield a_row(suite, form, results, name)
 
 

@@ -2,13 +2,14 @@
 
 A transformer is an RNN whose state, the keys and values of all tokens, grows. To bound it a policy evicts a
 token at each step, without further training. TOVA evicts the token that the last query weighs least, on
-average over the heads of a layer; nothing is protected. Table 3 (`cache`) has the perplexity of LLaMA-2-7B on
-PG-19 by policy and size: with 1/8 of the cache TOVA is within 0.4 of the full one, windows and H2O need half
-of it. Questions about long texts (QASPER, SQuALITY) need 1/8 to 1/2 of it (`answers`). Section 5 and table 2
-say what is kept: mostly recent tokens, the first one always, possessive endings and punctuation for long
-(`kept`). In an appendix TOVA reads 70,000 tokens if gaps between positions are compressed (`far`). Table 1,
-throughput by the size of the cache: `batch` in bench.py.
+average over the heads of a layer; no token is protected.
+- Table 3 (`cache`): perplexity of LLaMA-2-7B on PG-19. With 1/8 of the cache TOVA is within 0.4 of the full
+  one; windows and H2O need half of it. Table 1 (`batch` in bench.py): larger batches, more throughput.
+- Questions about long texts (`answers`): QASPER needs 1/2 of the cache, SQuALITY 1/8 to 1/4.
+- Section 5 and table 2 (`kept`): most of what is kept is recent; the first token, possessives, punctuation stay.
+- An appendix (`far`): it reads 70,000 tokens if large gaps between positions are compressed.
 """
+import itertools
 import math
 import statistics
 import string
@@ -21,8 +22,8 @@ import convert
 import fastweight
 from data import prepare, vocabulary
 from model import cached_by, load, state_bytes
-from papers.harness import (Panel, Suite, Way, a_text, chosen, column, from_nothing, model_and_rows,
-                            models_beside, of_seeds, once, only, over, over_seeds, softmax_model, task_rows,
+from papers.harness import (Panel, Suite, Way, a_line, a_text, chosen, from_nothing, model_and_rows,
+                            models_beside, once, only, over, over_seeds, softmax_model, task_rows,
                             tokens_a_row, ways_of)
 
 SHARES = 64, 32, 16, 8, 4, 2, 1         # the cache is 1 / this of a row
@@ -36,6 +37,18 @@ def with_cache(model, policy, cache, sinks=4, **changes):
     return cached_by(model, rules, cache=cache, sinks=min(sinks, cache - 1), **changes)
 
 
+def nats_in_pieces(args, model, x, y, size, what):
+    """Nats (B, T) of the targets y where x is read in pieces of `size`, each from an empty state."""
+    pieces = zip(x.split(size, 1), y.split(size, 1))
+    return torch.cat([convert.nats_along(model, *piece, what, args.dtype) for piece in pieces], 1)
+
+
+def over_perplexity(nats, base, data, names):
+    """Perplexity over that of `base`, both from nats (rows, T), and its 95 % interval, as columns `names`"""
+    found = convert.recovered(nats - base, data)
+    return dict(zip(names, [found['recovered'], found['low'], found['high']]))
+
+
 def with_few_cached(args, suite):
     """Perplexity of a softmax model whose layers cache few tokens, without further training. `cut`: rows as
     short as the cache, each from an empty state."""
@@ -44,24 +57,24 @@ def with_few_cached(args, suite):
     args.remarks.update({'rows': len(x), 'tokens in a row': T})
     shares = chosen(args, (32, 16, 8, 4, 1), SHARES)
     sizes = args.lengths or sorted({T // n for n in shares if n <= T})
-    cells = [(size, line) for size in sizes for line in only(args, suite.lines).items()]
+    lines = only(args, suite.lines)
+    cells = [(T, 'softmax'), *itertools.product(sizes, lines)]
+    lines['softmax'] = 'softmax', 0
     first = {}                      # by size: nats of the first line; with all cached, of the model as it is
-    for size, (form, (rule, sinks)) in [(T, ('softmax', ('softmax', 0))), *cells]:
+    for size, form in cells:
+        rule, sinks = lines[form]
         model = with_cache(teacher, rule, size, sinks)
-        what = f'{form}, {size} cached'
         piece = size if rule == 'softmax' else T
-        pieces = zip(x[:, :-1].split(piece, 1), x[:, 1:].split(piece, 1))
-        nats = torch.cat([convert.nats_along(model, *some, what, args.dtype) for some in pieces], 1)
-        pair = convert.recovered(nats - first.setdefault(size, nats), data)
-        times = convert.recovered(nats - first[T], data)     # of the student's nats less the teacher's
+        nats = nats_in_pieces(args, model, x[:, :-1], x[:, 1:], piece, f'{form}, {size} cached')
+        first.setdefault(size, nats)
         row = {'form': form, 'cached': size, 'perplexity': nats.mean().exp().item(),
-               'of full': times['recovered'], 'low': times['low'], 'high': times['high'],
-               'of first': pair['recovered'], 'from': pair['low'], 'to': pair['high'],
-               'state bytes': state_bytes(model.read(x[:1, :size]))}
+               **over_perplexity(nats, first[T], data, ['of full', 'low', 'high']),
+               **over_perplexity(nats, first[size], data, ['of first', 'from', 'to'])}
+        row['state bytes'] = state_bytes(model.read(x[:1, :size]))
+        row['more than full, %'] = 100 * (row['of full'] - 1)
         theirs = suite.paper.get(form, {})
         of_theirs = {T // one_in: figure / theirs[1] for one_in, figure in theirs.items()}
-        more = 100 * (times['recovered'] - 1)
-        yield {**row, 'more than full, %': more, 'paper, of its full': of_theirs.get(size)}
+        yield {**row, 'paper, of its full': of_theirs.get(size)}
 
 
 def nats_by_position(form, nats, first):
@@ -89,8 +102,7 @@ def far_along_a_text(args, suite):
         models[form] = with_cache(teacher, policy, size, positions=positions)
     for source, model in models_beside(args, path, data):
         models[f'{",".join(dict.fromkeys(model.config.rules))}: {source}'] = model
-    pieces = zip(x.split(block, 1), y.split(block, 1))
-    in_rows = torch.cat([convert.nats_along(teacher, *piece, 'in rows', args.dtype) for piece in pieces], 1)
+    in_rows = nats_in_pieces(args, teacher, x, y, block, 'in rows')
     rows = list(nats_by_position('softmax, in rows', in_rows, block))
     base = {row['position']: row['perplexity'] for row in rows}
     for form, model in models.items():
@@ -100,7 +112,7 @@ def far_along_a_text(args, suite):
 
 
 # ---- suite kept --------------------------------------------------------------------------------------------
-FIRST_CHARACTERS = {               # kinds of tokens, by the first character
+FIRST_CHARACTERS = {    # kinds of tokens, by the first character
     'newline': '\n', 'punctuation': string.punctuation, 'capital': string.ascii_uppercase,
     'digit': string.digits}
 SPEECH = {              # kinds of whole words and of the possessive ending
@@ -227,15 +239,16 @@ def right_answers(args, suite):
     by_distance = []
     for name, way in ways_of(args, suite).items():
         T = prepare.load(name)[2]['row']
-        paths = column(of_seeds(args, suite, way, 'softmax'), 'path')
+        paths = [a_line(args, suite, way, 'softmax', seed)['path'] for seed in args.seeds]
         for form, one_in in cells:
             key = {'rule': form, 'one_in': one_in, 'task': name, 'count': chosen(args, 128, 256)}
             results = [once(args, suite, form, right_answers_of, **key, path=path) for path in paths]
             yield {'form': form, 'part': name, 'share': 1 / one_in,
                    **over_seeds(results, suite.figure, 'left')}
             if 'quarter 0' in results[0] and one_in in (1, ONE_IN):
-                by_distance += [{'form': form, 'part': f'{name}, distance', 'distance': T * (4 - i) // 4,
-                                 **over_seeds(results, f'quarter {i}')} for i in range(4)]
+                for i in range(4):
+                    by_distance.append({'form': form, 'part': f'{name}, distance',
+                                        'distance': T * (4 - i) // 4, **over_seeds(results, f'quarter {i}')})
     yield from by_distance
 
 

@@ -1,13 +1,14 @@
 """Schlag 2021, Linear Transformers Are Secretly Fast Weight Programmers (arXiv:2102.11174).
 
-Attention without softmax is a matrix of fast weights, to which each token adds v k^T. Such a matrix can hold
-no more associations than its keys have features (section 4.1: `keys`, on the keys of a trained model). Two
-remedies: more features, by DPFP (section 5), and the delta rule, which first takes away what the key found
-(section 4.2). Figure 2 (`capacity`) has S keys that all differ: ELU + 1 fails at S = 60, DPFP by its number
-of features. In figure 5 (`update`) values change, and only delta follows. Figures 3 and 4 are the learning
-curves of both. Tables 2 to 5 (`language`) have perplexities of WikiText-103: delta is between sum and
-softmax, needs no positions, and can carry its state over the whole text, where sum breaks down. Table 1 is
-translation: `translate` in kasai.py. Section 6.3 has words a second: `train` in bench.py.
+Attention without softmax is a matrix of fast weights, to which each token adds v k^T. It holds no more
+associations than keys have features. Remedies: more features (DPFP), and the delta rule, which first takes
+away what the key finds.
+- Figure 2 (`capacity`): keys that all differ; maps fail by their features, ELU + 1 at 60 keys. Section 4.1
+  (`keys`) says why, here on the keys of a trained model.
+- Figure 5 (`update`): values that change; only delta follows. Figures 3, 4: learning curves of both.
+- Tables 2 to 5 (`language`), WikiText-103: delta is between sum and softmax. It needs no positions, and can
+  carry its state over the whole text, where sum breaks down. Section 6.3: its speed (`train` in bench.py).
+- Table 1: translation (`translate` in kasai.py).
 """
 import itertools
 import math
@@ -105,8 +106,8 @@ def associate(_, S, rule, phi, norm, replace, seed, most, device):
 
 
 def associative(args, suite):
-    """Losses over the number of associations S, and learning curves for the smallest S. These are figure 3 and,
-    with `capacity --lengths=600`, figure 4."""
+    """Losses over the number of associations S, and learning curves for the smallest S: figure 3 and, with
+    `capacity --lengths=600`, figure 4."""
     broken = {}
     args.remarks[f'first S above a loss of {GOOD}, here and in the paper'] = broken
     for form, (rule, phi, norm) in only(args, suite.lines).items():
@@ -123,7 +124,12 @@ def associative(args, suite):
             ours[S] = row['ours']
             if ours[S] > OVERFULL and fills:
                 break
-        broken[form] = [next((S for S in losses if losses[S] > GOOD), None) for losses in (ours, theirs)]
+        broken[form] = [first_broken(ours), first_broken(theirs)]
+
+
+def first_broken(losses):
+    """The least S that is not held, or None"""
+    return min((S for S in losses if losses[S] > GOOD), default=None)
 
 
 def curve(form, results):
@@ -148,9 +154,9 @@ def read_back(k, rule, phi, norm):
 
 @torch.inference_mode()
 def keys_found(args, suite):
-    """A matrix cannot tell more keys apart than it has features. Each head of a
-    trained model writes the first S keys of a row, or all, and is asked for each. A key is found if its own
-    value is the largest in the answer. The error is 1/2 |v - answer|^2, so an answer of zeros has 0.5."""
+    """A matrix cannot tell more keys apart than it has features. Each head of a trained model writes the first
+    S keys of a row, or all, and is asked for each. A key is found if its own value is the largest in the
+    answer. The error is 1/2 |v - answer|^2, so an answer of zeros has 0.5."""
     teacher, x, _ = model_and_rows(args, 4, 16)
     args.remarks['rows'] = len(x)
     sizes = sorted({min(S, x.shape[1]) for S in args.lengths})
