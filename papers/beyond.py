@@ -122,11 +122,13 @@ def recovered_in_a_text(args, path, meta, models):
     """What each model recovers of the teacher's perplexity in rows of a text -> rows of the table, one for
     each model, and more by position"""
     x, y, data, _ = a_text(args, path, meta, max(args.lengths), chosen(args, 2, 16), args.data)
-    nats = {form: convert.nats_along(model, x, y, form, args.dtype) for form, model in models.items()}
     lines = []
     by_position = []
     for form, model in models.items():
-        gain = nats['softmax'] - nats[form]
+        nats = convert.nats_along(model, x, y, form, args.dtype)
+        if form == 'softmax':                   # the first
+            of_teacher = nats
+        gain = of_teacher - nats
         size = bytes_after(model, x.shape[1])
         lines.append({'form': form, **convert.recovered(gain, data), 'state bytes': size})
         for start, end in convert.ranges(x.shape[1], 64):
@@ -144,31 +146,35 @@ def nats_of_answers(args, data, models):
         talks.append((answered_by(models['softmax'], asked, data), asked.shape[1]))
     nats = {}
     for form, model in models.items():
-        logits = torch.cat([logits_of(model, x[:, :-1], args.dtype)[begin - 1:] for x, begin in talks])
-        answers = torch.cat([x[0, begin:] for x, begin in talks])
-        nats[form] = F.cross_entropy(logits, answers).item()
+        logits = []
+        answers = []
+        for x, begin in talks:
+            logits.append(logits_of(model, x[:, :-1], args.dtype)[begin - 1:])
+            answers.append(x[0, begin:])
+        nats[form] = F.cross_entropy(torch.cat(logits), torch.cat(answers)).item()
     return nats
 
 
 def accuracy_on_facts(args, path, meta, models):
     """How often each model knows a fact that was told --lengths tokens before, in % -> rows of the table"""
-    colours = [vocabulary.encode(f' {colour}', meta['data'])[0] for colour in COLOURS]
+    data = meta['data']
+    colours = [vocabulary.encode(f' {colour}', data)[0] for colour in COLOURS]
     questions = {}
     for T in args.lengths:
         texts, _, _, _ = a_text(args, path, meta, T, chosen(args, 8, 32), args.data)
-        questions[T] = list(facts_before(texts, meta['data'], args.device))
+        questions[T] = list(facts_before(texts, data, args.device))
     for (form, model), T in itertools.product(models.items(), args.lengths):
         right = []
         for x, answer in questions[T]:
-            said = logits_of(model, x, args.dtype)[-1, colours].argmax().item()
-            right.append(said == answer)
+            logits = logits_of(model, x, args.dtype)[-1, colours]
+            right.append(logits.argmax().item() == answer)
         yield {'form': form, 'part': 'facts', 'distance': T, 'accuracy': 100 * statistics.mean(right)}
 
 
 @torch.inference_mode()
 def beside_caches(args, suite):
-    """The teacher and, for each model of --beside, caches of as many bytes, the model, and the model with other
-    policies: in a text and, if the teacher talks, by its answers and by facts."""
+    """The teacher and, for each model of --beside, caches of as many bytes, the model, and the model with
+    other policies: in a text and, if the teacher talks, by its answers and by facts."""
     path, teacher, meta = softmax_model(args)
     if not args.beside:
         raise ValueError(f'--beside= is missing: the models that convert.py made of {path}')
@@ -225,8 +231,8 @@ SUITES = {suite.name: suite for suite in [
                'delta beta_max=2': {'parity': 'yes', 'S3': 'no'},
                'delta beta_max=2 writes=2': {'parity': 'yes', 'S3': 'yes'}}),
     Suite(
-        'real', 'a converted model beside caches of as many bytes', beside_caches, 'init data lengths dtype beside',
-        {'lengths': '256,1024'}, {'lengths': '256,512,1024,2048'},
+        'real', 'a converted model beside caches of as many bytes', beside_caches,
+        'init data lengths dtype beside', {'lengths': '256,1024'}, {'lengths': '256,512,1024,2048'},
         panels=(Panel('position', 'ours', 'recovered of the teacher, %', 'position'),
                 Panel('distance', 'accuracy', 'facts told so many tokens before', 'facts')),
         note='recovered: perplexity of softmax / of the line; low, high: a 95 % interval over rows; '

@@ -1,6 +1,6 @@
-"""What the papers' suites share. A suite says what to measure, on which lines, and what its paper found. Many
-are suites of commands: each of their lines is a run of train.py or convert.py (`runs`). Others study a trained
-softmax model on a text (`model_and_rows`). Results are printed as a table, and drawn beside the paper's.
+"""What the papers' suites share. A suite says what to measure, on which lines, and what its paper found. In
+many, each line is a run of train.py or convert.py (`runs`). Others study a trained softmax model on a text
+(`model_and_rows`). Results are printed as a table, and drawn beside the paper's.
 """
 import contextlib
 import csv
@@ -396,7 +396,7 @@ def runs(args, suite):
 
 
 def task_rows(val, data, many, device, count=None):
-    """The rows of a task, `many` at a time: x, y as train.rows has them. count: only the first so many rows"""
+    """Rows of a task, `many` at a time: x, y as train.rows has them. count: only the first so many rows"""
     begin = train.blocks(len(val), data['row'], data)[:count]
     for some in np.split(begin, range(many, len(begin), many)):
         yield train.rows(val, some, data['row'], data, device)
@@ -467,6 +467,7 @@ def models_beside(args, path, data):
     for source in filter(None, args.beside.split(',')):
         model, meta = load(source, args.device)
         if not vocabulary.same_tokens(meta['data'], data):
-            raise ValueError(f'--beside={source}: its tokens ({vocabulary.describe_tokens(meta["data"])}) are '
-                             f'not those of {path}; train both on the same data')
+            tokens = vocabulary.describe_tokens(meta['data'])
+            raise ValueError(f'--beside={source}: its tokens ({tokens}) are not those of {path}; train both '
+                             'on the same data')
         yield source, model

@@ -6,7 +6,7 @@ average over the heads of a layer; no token is protected.
 - Table 3 (`cache`): perplexity of LLaMA-2-7B on PG-19. With 1/8 of the cache TOVA is within 0.4 of the full
   one; windows and H2O need half of it. Table 1 (`batch` in bench.py): larger batches, more throughput.
 - Questions about long texts (`answers`): QASPER needs 1/2 of the cache, SQuALITY 1/8 to 1/4.
-- Section 5 and table 2 (`kept`): most of what is kept is recent; the first token, possessives, punctuation stay.
+- Section 5, table 2 (`kept`): most of what is kept is recent; the first token and punctuation stay.
 - An appendix (`far`): it reads 70,000 tokens if large gaps between positions are compressed.
 """
 import itertools
@@ -67,14 +67,16 @@ def with_few_cached(args, suite):
         piece = size if rule == 'softmax' else T
         nats = nats_in_pieces(args, model, x[:, :-1], x[:, 1:], piece, f'{form}, {size} cached')
         first.setdefault(size, nats)
-        row = {'form': form, 'cached': size, 'perplexity': nats.mean().exp().item(),
-               **over_perplexity(nats, first[T], data, ['of full', 'low', 'high']),
-               **over_perplexity(nats, first[size], data, ['of first', 'from', 'to'])}
+        row = {'form': form, 'cached': size, 'perplexity': nats.mean().exp().item()}
+        row |= over_perplexity(nats, first[T], data, ['of full', 'low', 'high'])
+        row |= over_perplexity(nats, first[size], data, ['of first', 'from', 'to'])
         row['state bytes'] = state_bytes(model.read(x[:1, :size]))
         row['more than full, %'] = 100 * (row['of full'] - 1)
-        theirs = suite.paper.get(form, {})
-        of_theirs = {T // one_in: figure / theirs[1] for one_in, figure in theirs.items()}
-        yield {**row, 'paper, of its full': of_theirs.get(size)}
+        row['paper, of its full'] = None
+        for one_in, figure in suite.paper.get(form, {}).items():
+            if T // one_in == size:
+                row['paper, of its full'] = figure / suite.paper[form][1]
+        yield row
 
 
 def nats_by_position(form, nats, first):
@@ -106,9 +108,11 @@ def far_along_a_text(args, suite):
     rows = list(nats_by_position('softmax, in rows', in_rows, block))
     base = {row['position']: row['perplexity'] for row in rows}
     for form, model in models.items():
-        rows += nats_by_position(form, convert.nats_along(model, x, y, form, args.dtype), block)
+        nats = convert.nats_along(model, x, y, form, args.dtype)
+        rows += nats_by_position(form, nats, block)
     for row in rows:
-        yield {**row, 'more than in rows': row['perplexity'] - base[row['position']]}
+        row['more than in rows'] = row['perplexity'] - base[row['position']]
+    return rows
 
 
 # ---- suite kept --------------------------------------------------------------------------------------------
@@ -133,7 +137,7 @@ def kind_of_token(token, data):
     """The kind of a token, by its first character. For tokens that may be words, we guess the part of speech
     from a list of common words and from the ending."""
     alone = vocabulary.decode([token], data)
-    text = vocabulary.decode([token, token], data)[len(alone):]     # some decoders drop the first word's space
+    text = vocabulary.decode([token, token], data)[len(alone):]    # some decoders drop the first word's space
     word = text.strip(' ')
     of_words = data['tokenizer'] not in ('byte', 'char')
     begins = word != text or not word[:1].islower()             # otherwise it continues a word
@@ -161,7 +165,8 @@ def what_is_kept(args, suite):
     model = with_cache(teacher, 'tova', size)
     came = torch.arange(T, device=args.device)
     full = came.clamp(min=2 * size)                             # steps at which the cache is long full
-    recent = first = 0
+    recent = 0
+    first = 0
     steps = {'all': []}
     for row in tqdm(x.split(1), 'kept', disable=None):
         gone = []                                               # per layer, when each token goes
@@ -169,7 +174,8 @@ def what_is_kept(args, suite):
             if seen.mixer.memory.rule.keeps:                    # all heads of TOVA agree
                 gone.append(seen.mixer.memory.evicted_at(seen.q, seen.k, seen.v)[0, 0])
         gone = torch.stack(gone)
-        recent += (gone.minimum(came + size).clamp(max=T) - full).clamp(min=0).sum().item()
+        until = gone.minimum(came + size).clamp(max=T)          # it is recent
+        recent += (until - full).clamp(min=0).sum().item()
         first += (gone[:, 0] - 2 * size).clamp(min=0).sum().item()
         stayed = (gone - came).float().mean(0)
         middle = slice(1, T - size)     # not the first token, nor those that came too late
@@ -243,12 +249,12 @@ def right_answers(args, suite):
         for form, one_in in cells:
             key = {'rule': form, 'one_in': one_in, 'task': name, 'count': chosen(args, 128, 256)}
             results = [once(args, suite, form, right_answers_of, **key, path=path) for path in paths]
-            yield {'form': form, 'part': name, 'share': 1 / one_in,
-                   **over_seeds(results, suite.figure, 'left')}
+            row = {'form': form, 'part': name, 'share': 1 / one_in}
+            yield row | over_seeds(results, suite.figure, 'left')
             if 'quarter 0' in results[0] and one_in in (1, ONE_IN):
                 for i in range(4):
-                    by_distance.append({'form': form, 'part': f'{name}, distance',
-                                        'distance': T * (4 - i) // 4, **over_seeds(results, f'quarter {i}')})
+                    row = {'form': form, 'part': f'{name}, distance', 'distance': T * (4 - i) // 4}
+                    by_distance.append(row | over_seeds(results, f'quarter {i}'))
     yield from by_distance
 
 
@@ -295,7 +301,8 @@ SUITES = {suite.name: suite for suite in [
              'tokens at the answer that are still cached when it is asked for',
         source='Oren 2024, models of 7B: with TOVA QASPER needs about 1/2 of the cache, SQuALITY 1/4 to 1/8'),
     Suite(
-        'kept', 'which tokens TOVA keeps cached, and for how long', what_is_kept, 'init data lengths row', one=True,
+        'kept', 'which tokens TOVA keeps cached, and for how long', what_is_kept,
+        'init data lengths row', one=True,
         panels=(Panel('share of text', 'steps kept', 'how long, by kind of token'),),
         source='Oren 2024, section 5: 73 to 76 % of what is cached is recent, the first token stays '
                'practically always; of 512 cached of 4,096 a token stays 481 steps, a possessive ending '

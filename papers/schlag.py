@@ -129,7 +129,8 @@ def associative(args, suite):
 
 def first_broken(losses):
     """The least S that is not held, or None"""
-    return min((S for S in losses if losses[S] > GOOD), default=None)
+    above = [S for S, loss in losses.items() if loss > GOOD]
+    return min(above, default=None)
 
 
 def curve(form, results):
@@ -142,21 +143,22 @@ def curve(form, results):
 # ---- suite keys: how many keys of a trained model a matrix tells apart. Section 4.1 ------------------------
 def read_back(k, rule, phi, norm):
     """Write keys k (B, H, S, d) with one-hot values and beta 1, then read with each -> (B, H, S, S)"""
-    v = torch.eye(k.shape[2], device=k.device).expand(*k.shape[:3], -1)
+    B, H, S, d = k.shape
+    v = torch.eye(S, device=k.device).expand(B, H, S, S)
     if rule == 'softmax':
         return F.scaled_dot_product_attention(k, k, v)
-    memory = FastWeights(rule, 1, k.shape[1], k.shape[3], phi, norm).to(k.device)   # its gates are not used
-    written = memory.normaliser(memory.phi(k, 'k'))
+    memory = FastWeights(rule, 1, H, d, phi, norm).to(k.device)         # its gates are not used
+    features = memory.normaliser(memory.phi(k, 'k'))
     erase = torch.ones_like(k[..., 0]) if memory.rule.erase else None
-    S = fastweight.write_all(written, v, erase=erase, normalise=memory.normalise)
-    return memory.read_all(k, {'S': S})
+    written = fastweight.write_all(features, v, erase=erase, normalise=memory.normalise)
+    return memory.read_all(k, {'S': written})
 
 
 @torch.inference_mode()
 def keys_found(args, suite):
-    """A matrix cannot tell more keys apart than it has features. Each head of a trained model writes the first
-    S keys of a row, or all, and is asked for each. A key is found if its own value is the largest in the
-    answer. The error is 1/2 |v - answer|^2, so an answer of zeros has 0.5."""
+    """A matrix cannot tell more keys apart than it has features. Each head of a trained model writes the
+    first S keys of a row, or all, and is asked for each. A key is found if its own value is the largest in
+    the answer. The error is 1/2 |v - answer|^2, so an answer of zeros has 0.5."""
     teacher, x, _ = model_and_rows(args, 4, 16)
     args.remarks['rows'] = len(x)
     sizes = sorted({min(S, x.shape[1]) for S in args.lengths})
@@ -171,8 +173,8 @@ def keys_found(args, suite):
     for (form, S), of_layers in cells.items():
         found, error = torch.stack(of_layers).mean(0)
         half = 1.96 * found.std().item() / len(x) ** 0.5
-        yield {'form': form, 'keys': S, 'found': found.mean().item(), 'to either side': half,
-               'error': error.mean().item()}
+        row = {'form': form, 'keys': S, 'found': found.mean().item(), 'to either side': half}
+        yield row | {'error': error.mean().item()}
 
 
 # ---- suite language ----------------------------------------------------------------------------------------

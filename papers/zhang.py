@@ -12,7 +12,6 @@ distilled) before all weights are trained. T2R-HH is T2R's map, distilled like t
 """
 import dataclasses
 import itertools
-import math
 import shlex
 import statistics
 
@@ -41,7 +40,9 @@ def weights_over_scores(args, suite):
     for phi in only(args, suite.lines):
         result = run_convert(args, suite, phi, path, f'{flags} --phi={phi}', args.steps, 0, args.seed)
         for stage in dict.fromkeys(column(result['layers'], 'model')):
-            form = phi if stage == 'swapped' else f'{phi}, {stage}'
+            form = f'{phi}, {stage}'
+            if stage == 'swapped':
+                form = phi
             layers = [layer for layer in result['layers'] if layer['model'] == stage]
             yield {'form': form, **{name: statistics.mean(column(layers, name)) for name in FIDELITY}}
             weights[form] = result['query'][stage]
@@ -49,9 +50,9 @@ def weights_over_scores(args, suite):
     spiky = statistics.mean(column(layers, 'entropy of teacher'))
     x, _, _, _ = a_text(args, path, meta, length, 4, args.data)
     with torch.inference_mode():
-        grows = statistics.mean((seen.scores > -1).float().mean().item() for seen in model.through(x))
+        grow = [(seen.scores > -1).float().mean().item() for seen in model.through(x)]
     yield {'form': 'softmax', 'order kept': 1.0, 'entropy': spiky, 'KL to teacher': 0.0,
-           'where Taylor grows': grows}
+           'where Taylor grows': statistics.mean(grow)}
     for form in DRAWN:
         for score, weight in zip(result['query']['scores'], weights.get(form, [])):
             yield {'form': form, 'part': 'query', 'q.k / sqrt(d)': score, 'weight': max(weight, 1e-7)}
@@ -75,11 +76,15 @@ def on_other_rows(args, suite):
     """Does a map that imitates softmax on short rows of one text do so on another, and on longer rows? Lines
     that would learn from labels that the teacher does not know are left out."""
     path, teacher, meta = softmax_model(args, tasks=True)
-    sentences = not is_text(meta['data'])
-    T = meta['data']['row'] if sentences else max(16, tokens_a_row(args, teacher.config) // 8)
-    row = teacher.config.block_size if sentences else T                 # sentences are not cut
-    most = teacher.max_len or math.inf
-    times = [n for n in chosen(args, (1, 4, 16), (1, 2, 4, 8, 16)) if n * T <= most]
+    if is_text(meta['data']):
+        T = max(16, tokens_a_row(args, teacher.config) // 8)
+        row = T
+    else:                                                               # sentences are not cut
+        T = meta['data']['row']
+        row = teacher.config.block_size
+    times = chosen(args, (1, 4, 16), (1, 2, 4, 8, 16))
+    if teacher.max_len:
+        times = [n for n in times if n * T <= teacher.max_len]
     longest = max(times) * T
     _, _, own, name = a_text(args, path, meta, longest, 1, '')
     _, _, other, other_name = a_text(args, path, meta, longest, 1, args.data or 'stdlib')
@@ -99,8 +104,8 @@ def on_other_rows(args, suite):
         count = chosen(args, 2, 8) * longest // (n * T)         # equally many tokens at all lengths
         x, _, _, _ = a_text(args, path, meta, n * T, count, names[text])
         for form, model in models.items():
-            yield {'form': form, 'part': text, 'tokens a row': n * T,
-                   'KL to teacher': divergence(teacher, model, x)}
+            row = {'form': form, 'part': text, 'tokens a row': n * T}
+            yield row | {'KL to teacher': divergence(teacher, model, x)}
 
 
 # ---- suites lra, glue, vit: classes ------------------------------------------------------------------------
@@ -144,8 +149,8 @@ def classifiers(args, suite):
 NO_CONV = '--n_layer=2 --n_embd=64 --lr=1e-3 --batch_size=32 --conv=0 --pos=learned'
 READER = '--causal=false --n_layer=2 --n_embd=64 --n_head=4 --batch_size=32 --lr=2e-3'
 CLASSIFIER = '--causal=false --conv=0'
-SMALL_CLASSIFIER = f'{CLASSIFIER} --n_layer=2 --n_embd=64 --n_head=4 --batch_size=32 --lr=1e-3'
-WORDED = f'{SMALL_CLASSIFIER} --tokenizer=bpe:4096 --dropout=0.3'         # from bytes it learns almost nothing
+SMALL_ONE = f'{CLASSIFIER} --n_layer=2 --n_embd=64 --n_head=4 --batch_size=32 --lr=1e-3'
+WORDED = f'{SMALL_ONE} --tokenizer=bpe:4096 --dropout=0.3'         # from bytes it learns almost nothing
 GOES_ON = {'how': '--batch_size=32 --lr=1e-3', 'convert': '--eval_rows=100000', 'more': 0.3}
 CLASSIFIERS = {
     'flags': 'init data seeds steps only dtype', 'quick': {'steps': 100, 'only': 'hedgehog,t2r-hh,t2r'},
@@ -167,10 +172,12 @@ SUITES = {suite.name: suite for suite in [
         'recall', 'accuracy by feature map, from scratch and converted', runs, 'seeds steps only',
         {'steps': 1000},
         lines={
-            **from_nothing({'softmax': '--rule=softmax', 'delta': DELTA, 'delta dpfp:2': f'{DELTA} --phi=dpfp:2',
-                            'taylor': '--rule=sum --phi=taylor'}),
+            **from_nothing({
+                'softmax': '--rule=softmax', 'delta': DELTA, 'delta dpfp:2': f'{DELTA} --phi=dpfp:2',
+                'taylor': '--rule=sum --phi=taylor'}),
             'hedgehog': Line('--rule=sum --phi=hedgehog', distils=3),
-            **from_nothing({phi: f'--rule=sum --phi={phi}' for phi in ('exp:2', 'exp:1', 'relu', 'elu', 'favor')}),
+            **from_nothing({
+                phi: f'--rule=sum --phi={phi}' for phi in ('exp:2', 'exp:1', 'relu', 'elu', 'favor')}),
             'cosformer': Line('--rule=sum --phi=cosformer:128')},
         ways={                  # a convolution or a first layer must bring keys to values
             'one layer': Way(
@@ -194,7 +201,8 @@ SUITES = {suite.name: suite for suite in [
              'pairs in the order of q.k; where Taylor grows: share of q.k / sqrt(d) above -1',
         source='Zhang 2024, figures 2, 3 and 7, which are pictures'),
     Suite(
-        'transfer', 'distilled maps on another text and on longer rows', on_other_rows, 'init data steps row only',
+        'transfer', 'distilled maps on another text and on longer rows', on_other_rows,
+        'init data steps row only',
         {'steps': 40, 'only': 'hedgehog,hedgehog other,hedgehog untrained,elu'}, {'steps': 300},
         {'hedgehog': ('--distil=ce', 'own'),                                # flags, and the text to distil on
          'hedgehog other': ('--distil=ce', 'other'), 'hedgehog untrained': ('--distil=none', 'own'),
@@ -221,11 +229,12 @@ SUITES = {suite.name: suite for suite in [
     Suite(
         'glue', 'sentence classifiers with softmax, converted to each feature map', classifiers,
         ways={'polarity': Way('polarity', WORDED, 1500, **GOES_ON),
-              'trec': Way('trec', SMALL_CLASSIFIER, 1500, **GOES_ON), 'cola': Way('cola', SMALL_CLASSIFIER, 1500, **GOES_ON)},
+              'trec': Way('trec', SMALL_ONE, 1500, **GOES_ON),
+              'cola': Way('cola', SMALL_ONE, 1500, **GOES_ON)},
         source='Zhang 2024, tables 1 and 8, BERT on CoLA by Matthews: 58.8; 1 + ELU 28.1, ReLU 39.5, '
                'Performer 24.7, cosFormer 39.9, exp:1 45.9, exp:2 50.0, Hedgehog 59.2; GLUE 99.3 %',
         **CLASSIFIERS),
     Suite(
         'vit', 'the same for pictures', classifiers,
-        ways={'mnist-patch7': Way('mnist-patch7', SMALL_CLASSIFIER, 1500, **GOES_ON)},
+        ways={'mnist-patch7': Way('mnist-patch7', SMALL_ONE, 1500, **GOES_ON)},
         source='Zhang 2024, table 9, ViT-B/16 on ImageNet: 80.3, Hedgehog 79.5, T2R-HH 77.0', **CLASSIFIERS)]}
