@@ -4123,6 +4123,33 @@ def test_bench_writes_table_and_picture(suite, places, small_pairs, few_facts, t
         control, = tmp_path.glob('glue/trained-on-*/log.jsonl')
         assert log(control.parent)[0]['args']['init'] == str(softmax)
 
+def test_bench_lists_all_suites_by_paper_and_runs_decode(tmp_path, capsys, in_process):
+    assert bench.main(['--heads=1', '--head_dim=8', '--lengths=8', f'--out={tmp_path}']) == 0
+    said = capsys.readouterr().out
+    assert re.findall(r'python bench\.py (\w+)', said) == [*bench.SUITES] and os.listdir(tmp_path)
+    assert said.index('Schlag 2021') < said.index('bench.py capacity') < said.index('Kasai 2021')
+
+@pytest.mark.parametrize('suite, way, form, made', [
+    ('recall', 'one layer', 'hedgehog', [('train.py', 60)]),
+    ('recall', 'from softmax', 'hedgehog', [('train.py', 60), ('convert.py', 2, 4)]),
+    ('recall', 'from softmax', 'elu', [('train.py', 60), ('convert.py', 0, 6)]),
+    ('grid', 'converted', 'softmax', [('train.py', 240)]),
+    ('glue', 'cola', 't2r-hh', [('train.py', 60), ('convert.py', 6, 12)]),
+    ('glue', 'cola', 'trained on', [('train.py', 60), ('train.py', 18)]),
+    ('answers', 'facts', 'softmax', [('train.py', 60), ('train.py', 60)])])
+def test_a_line_says_from_what_its_model_is_made(suite, way, form, made, monkeypatch):
+    """By train.py, or of the softmax model by convert.py, with so many steps of stage 1 and 2."""
+    runs = []
+
+    def a_run(args, suite, form, file, flags, seed):
+        found = re.findall('(?<=steps=)[0-9]+', flags)
+        runs.append((file, *map(int, found)))
+        return {'path': 'P', 'accuracy': 1}
+    monkeypatch.setattr(harness, 'a_run', a_run)
+    suite = bench.SUITES[suite]
+    harness.a_line(bench.Args(steps=60), suite, suite.ways[way], form, 0)
+    assert runs == made
+
 def test_a_model_that_talks_is_judged_beside_caches_of_as_many_bytes(tmp_path, few_words, monkeypatch):
     """By its rows of a text, its teacher's answers, and facts."""
     a_talker(tmp_path / 'folder', max_position_embeddings=64)
