@@ -76,14 +76,14 @@ def peak_bytes(run, device):
 
 
 # ---- what the suites train, decode and layer compute -------------------------------------------------------
-GATED = {               # the gates of a recurrence, besides q, k, v
+OWN_GATES = {           # the gates of a recurrence, besides q, k, v
     'delta': 'write', 'gated_delta': 'write log_f', 'kda': 'write log_f', 'decay': 'log_f log_z',
     'two-sided delta': 'write log_f log_z'}
 
 
 def random_inputs(kind, args, T):
-    """Random q, k, v (B, H, T, head_dim), and the gates of GATED by their names in `recurrent`. Features are
-    not negative. A decay has one number per channel; for gated_delta, one per head."""
+    """Random q, k, v (B, H, T, head_dim), and OWN_GATES by their names in `recurrent`. Features are not
+    negative. A decay has one number per channel; for gated_delta, one per head."""
     draw = torch.Generator(args.device).manual_seed(args.seed)
 
     def random(*channels):
@@ -91,7 +91,7 @@ def random_inputs(kind, args, T):
 
     q, k, v = (random(args.head_dim).to(args.dtype) for _ in range(3))
     x = {'q': q, 'k': l2(k), 'v': v}
-    for name in GATED.get(kind, '').split():
+    for name in OWN_GATES.get(kind, '').split():
         if name == 'write':
             x['write'] = random()
             x['erase'] = x['write']
