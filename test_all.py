@@ -4118,10 +4118,6 @@ def test_bench_writes_table_and_picture(suite, places, small_pairs, few_facts, t
         forms = itertools.product(('from scratch', 'converted'), ('softmax', 'sum t2r:4', 'delta rfa'))
         assert [(row['part'], row['form']) for row in found] == list(forms)
         assert [bool(row['recovered']) for row in found] == [False] * 4 + [True] * 2
-    if suite == 'glue':                                 # the control goes on from the softmax model
-        softmax, = tmp_path.glob('glue/softmax-*/ckpt.safetensors')
-        control, = tmp_path.glob('glue/trained-on-*/log.jsonl')
-        assert log(control.parent)[0]['args']['init'] == str(softmax)
 
 def test_bench_lists_all_suites_by_paper_and_runs_decode(tmp_path, capsys, in_process):
     assert bench.main(['--heads=1', '--head_dim=8', '--lengths=8', f'--out={tmp_path}']) == 0
@@ -4142,8 +4138,8 @@ def test_a_line_says_from_what_its_model_is_made(suite, way, form, made, monkeyp
     runs = []
 
     def a_run(args, suite, form, file, flags, seed):
-        found = re.findall('(?<=steps=)[0-9]+', flags)
-        runs.append((file, *map(int, found)))
+        assert not runs or re.search('--(init|from)=P ', flags)
+        runs.append((file, *map(int, re.findall('(?<=steps=)[0-9]+', flags))))
         return {'path': 'P', 'accuracy': 1}
     monkeypatch.setattr(harness, 'a_run', a_run)
     suite = bench.SUITES[suite]

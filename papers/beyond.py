@@ -122,13 +122,12 @@ def recovered_in_a_text(args, path, meta, models):
     """What each model recovers of the teacher's perplexity in rows of a text -> rows of the table, one for
     each model, and more by position"""
     x, y, data, _ = a_text(args, path, meta, max(args.lengths), chosen(args, 2, 16), args.data)
+    nats = {}
     lines = []
     by_position = []
     for form, model in models.items():
-        nats = convert.nats_along(model, x, y, form, args.dtype)
-        if form == 'softmax':                   # the first
-            of_teacher = nats
-        gain = of_teacher - nats
+        nats[form] = convert.nats_along(model, x, y, form, args.dtype)
+        gain = nats['softmax'] - nats[form]     # which is the first
         size = bytes_after(model, x.shape[1])
         lines.append({'form': form, **convert.recovered(gain, data), 'state bytes': size})
         for start, end in convert.ranges(x.shape[1], 64):
