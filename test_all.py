@@ -1639,7 +1639,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--eval_rows=1': 'at least 2'},
     bench: {
         'decode --only=sum': 'means nothing', '--seed=1 decode': 'comes first',
-        'batch --lengths=3,4': 'takes one', 'batch --lengths=8': 'at least 1',
+        'batch --lengths=3,4': 'takes one',
         'batch --budget=1 --lengths=8192': '--budget', 'language --data=recall': 'a task',
         'recall --only=elu,elo': 'choose from softmax',
         'capasity': r'mean capacity\?; choose from decode', 'decode --lengths=4k': '--lengths',
