@@ -581,7 +581,7 @@ from data.kinds import TRAVELS, Data
 from fastweight import FEATURE_MAPS, NORMALISERS, RULES
 from hub import chat, families, folders, texts
 from model import SOURCE_RULES, GPT, Config, Cross, FastWeights, load, pick_forms, rope, save
-from lora import adapt, merge_lora
+from papers import beyond, harness, kasai, oren, schlag, zhang
 
 HERE = Path(__file__).resolve().parent
 PLAIN_STATE = [name for name in RULES if not RULES[name].keeps]
@@ -1629,10 +1629,10 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--eval_rows=1': 'at least 2'},
     bench: {
         'decode --only=sum': 'means nothing', '--seed=1 decode': 'comes first',
-        'batch --lengths=3,4': 'takes one', 'batch --lengths=8': '16 or more',
+        'batch --lengths=3,4': 'takes one',
         'batch --budget=1 --lengths=8192': '--budget', 'language --data=recall': 'a task',
         'recall --only=elu,elo': 'choose from softmax',
-        'tran': 'choose from', 'decode --lengths=4k': '--lengths',
+        'capasity': r'mean capacity\?; choose from decode', 'decode --lengths=4k': '--lengths',
         'lra --data=nope': 'choose from listops',
         'cache --init=GATED_DELTA': 'softmax layers',
         'transfer --init=ROPE --steps=2 --data=TEXT': 'give another text',
@@ -3594,7 +3594,7 @@ def test_lora_begins_as_nothing_and_ends_in_the_weights(more):
     model, tokens = small(rule='sum', phi='hedgehog', conv=0, **more), torch.randint(255, (2, 9))
     before, weights = model(tokens)[0], set(model.state_dict())
     new = {name for name in weights if 'phi.' in name}
-    adapted = adapt(model, 3, new)
+    adapted = convert.adapt(model, 3, new)
     model.double()
     near(model(tokens)[0], before, 0)
     model(tokens)[0].square().sum().backward()
@@ -3608,7 +3608,7 @@ def test_lora_begins_as_nothing_and_ends_in_the_weights(more):
         p.data.normal_()
     after = model(tokens)[0].detach()
     assert (after - before).abs().max() > .1
-    merge_lora(adapted)
+    convert.merge_lora(adapted)
     near(model(tokens)[0], after, 1e-12)
     assert set(model.state_dict()) == weights
 
@@ -4021,7 +4021,7 @@ def test_real_models_go_back_to_transformers(tmp_path):
 
 # ---- 13. Benches -------------------------------------------------------------------------------------------
 
-SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),        # flags; at least so many rows
+TINY_SUITES = dict(train=('--heads=1 --head_dim=8 --lengths=40', 10),        # flags; at least so many rows
               decode=('--heads=1 --head_dim=8 --lengths=8,40', 20), batch=('--lengths=16 --budget=1', 6),
               cache=('--init=ROPE --lengths=4,8', 13), keys=('--init=ROPE --lengths=4,800', 34),
               answers=('--steps=1 --full --seeds=1 --data=facts --only=softmax,tova', 4 + 8),
@@ -4084,17 +4084,17 @@ def ran(folder, suite, *flags):
     path = Path(folder) / f'{suite}.csv'
     return list(csv.DictReader(path.open())) if path.exists() else []
 
-@pytest.mark.parametrize('suite', SUITES)
+@pytest.mark.parametrize('suite', TINY_SUITES)
 def test_bench_writes_table_and_picture(suite, places, small_pairs, few_facts, tmp_path, capsys, changed,
                                         monkeypatch, in_process):
     model = '--n_layer=1 --n_head=2 --n_embd=16'
-    way = bench.Way(places['THREES'], f'--causal=false {model}', how='--lr=1e-3', convert='--eval_rows=99',
+    way = harness.Way(places['THREES'], f'--causal=false {model}', how='--lr=1e-3', convert='--eval_rows=99',
                     more=.5)
     for name in 'lra', 'glue', 'vit':
         changed(name, ways={'threes': way})
     grids = bench.SUITES['grid'].ways
     changed('grid', ways={name: w._replace(train=f'--conv=0 {model}') for name, w in grids.items()})
-    flags, rows = SUITES[suite]
+    flags, rows = TINY_SUITES[suite]
     if suite == 'answers':                              # the model of long rows is made from one of short
         short = prepare.DATASETS['facts']._replace(length=512, rows=(20, 16))
         monkeypatch.setitem(prepare.DATASETS, 'facts', short)
@@ -4111,10 +4111,33 @@ def test_bench_writes_table_and_picture(suite, places, small_pairs, few_facts, t
         forms = itertools.product(('from scratch', 'converted'), ('softmax', 'sum t2r:4', 'delta rfa'))
         assert [(row['part'], row['form']) for row in found] == list(forms)
         assert [bool(row['recovered']) for row in found] == [False] * 4 + [True] * 2
-    if suite == 'glue':                                 # the control goes on from the softmax model
-        softmax, = tmp_path.glob('glue/softmax-*/ckpt.safetensors')
-        control, = tmp_path.glob('glue/trained-on-*/log.jsonl')
-        assert log(control.parent)[0]['args']['init'] == str(softmax)
+
+def test_bench_lists_all_suites_by_paper_and_runs_decode(tmp_path, capsys, in_process):
+    assert bench.main(['--heads=1', '--head_dim=8', '--lengths=8', f'--out={tmp_path}']) == 0
+    said = capsys.readouterr().out
+    assert re.findall(r'python bench\.py (\w+)', said) == [*bench.SUITES] and os.listdir(tmp_path)
+    assert said.index('Schlag 2021') < said.index('bench.py capacity') < said.index('Kasai 2021')
+
+@pytest.mark.parametrize('suite, way, form, made', [
+    ('recall', 'one layer', 'hedgehog', [('train.py', 60)]),
+    ('recall', 'from softmax', 'hedgehog', [('train.py', 60), ('convert.py', 2, 4)]),
+    ('recall', 'from softmax', 'elu', [('train.py', 60), ('convert.py', 0, 6)]),
+    ('grid', 'converted', 'softmax', [('train.py', 240)]),
+    ('glue', 'cola', 't2r-hh', [('train.py', 60), ('convert.py', 6, 12)]),
+    ('glue', 'cola', 'trained on', [('train.py', 60), ('train.py', 18)]),
+    ('answers', 'facts', 'softmax', [('train.py', 60), ('train.py', 60)])])
+def test_a_line_says_from_what_its_model_is_made(suite, way, form, made, monkeypatch):
+    """By train.py, or of the softmax model by convert.py, with so many steps of stage 1 and 2."""
+    runs = []
+
+    def a_run(args, suite, form, file, flags, seed):
+        assert not runs or re.search('--(init|from)=P ', flags)
+        runs.append((file, *map(int, re.findall('(?<=steps=)[0-9]+', flags))))
+        return {'path': 'P', 'accuracy': 1}
+    monkeypatch.setattr(harness, 'a_run', a_run)
+    suite = bench.SUITES[suite]
+    harness.a_line(bench.Args(steps=60), suite, suite.ways[way], form, 0)
+    assert runs == made
 
 def test_a_model_that_talks_is_judged_beside_caches_of_as_many_bytes(tmp_path, few_words, monkeypatch):
     """By its rows of a text, its teacher's answers, and facts."""
@@ -4122,7 +4145,7 @@ def test_a_model_that_talks_is_judged_beside_caches_of_as_many_bytes(tmp_path, f
     flags = f'--from={tmp_path}/folder', f'--data={few_words}', f'--out={tmp_path}/out'
     assert convert.main([*flags, *'--recipe=hybrid --cache=6 --row=32 --steps=2 --distil_steps=2 --controls=false '
                                   '--eval_rows=2 --overflow=sum:slots:4 --threads=1'.split()]) == 0
-    monkeypatch.setattr(bench, 'LONGEST', 9)
+    monkeypatch.setattr(beyond, 'LONGEST', 9)
     path = f'{tmp_path}/out/ckpt.safetensors'
     table = ran(tmp_path, 'real', f'--init={tmp_path}/folder', f'--data={few_words}', f'--beside={path}',
                 '--lengths=20,40')
@@ -4138,18 +4161,18 @@ def test_a_model_that_talks_is_judged_beside_caches_of_as_many_bytes(tmp_path, f
     assert {round(8 * float(row['accuracy']) / 100, 9) for row in facts} <= set(range(9))
 
 def test_bench_fine_tunes_a_pretrained_model_on_a_set_from_a_folder(monkeypatch, tmp_path):
-    monkeypatch.setattr(bench, 'runs', lambda args, suite: (suite, bench.ways_of(args, suite)))
+    monkeypatch.setattr(zhang, 'runs', lambda args, suite: (suite, harness.ways_of(args, suite)))
     monkeypatch.setattr(prepare, 'load', lambda name: (None, None, {'row': 8}))
     flags = dict(data='cola:there', init='M', dtype=torch.bfloat16)
     args = bench.Args(**flags, out=str(tmp_path))
-    suite, ways = bench.glue(args, bench.SUITES['glue'])
+    suite, ways = zhang.classifiers(args, bench.SUITES['glue'])
     assert suite.figure == 'matthews' and list(ways) == ['cola'] and ways['cola'].data == 'cola:there'
     assert '--init=M ' in ways['cola'].train
     assert all('--lr=5e-5 --dtype=bfloat16' in how for how in (ways['cola'].train, ways['cola'].how))
-    bench.draw(args, bench.SUITES['glue'], [dict(form='a', part='cola', ours=3, least=3, most=3)])
+    harness.draw(args, bench.SUITES['glue'], [dict(form='a', part='cola', ours=3, least=3, most=3)])
     assert sys.modules['matplotlib.pyplot'].gca().get_xlabel() == 'matthews, %'
     with pytest.raises(ValueError, match='choose from polarity, trec, cola'):
-        bench.glue(bench.Args(**{**flags, 'data': 'mnist'}), bench.SUITES['glue'])
+        zhang.classifiers(bench.Args(**{**flags, 'data': 'mnist'}), bench.SUITES['glue'])
 
 def test_bench_reads_far_with_few_rows_and_says_what_that_costs(a_model, text, tmp_path):
     """Each form is the model it names, as it is read from the first token on, and against rows of 16."""
@@ -4181,12 +4204,12 @@ def test_bench_knows_words_from_pieces_of_words(kind, mark, monkeypatch):
     meta = subwords(kind)
     ids = vocabulary.subwords(meta.json)
     for token, wanted in OF_WORDS.items():
-        assert bench.kind_of_token(ids.token_to_id(token.replace('_', mark)), meta) == wanted
+        assert oren.kind_of_token(ids.token_to_id(token.replace('_', mark)), meta) == wanted
     for character, wanted in ('a', 'rest'), (' ', 'rest'), ('I', 'capital'), ('.', 'punctuation'):
-        assert bench.kind_of_token(ord(character), Data('byte', 256)) == wanted
+        assert oren.kind_of_token(ord(character), Data('byte', 256)) == wanted
     for word, wanted in ('ing', '-ing'), ('walked', '-ed'):
-        monkeypatch.setattr(prepare, 'decode', lambda tokens, _, word=word: word * len(tokens))
-        assert bench.kind_of_token(0, meta) == wanted
+        monkeypatch.setattr(vocabulary, 'decode', lambda tokens, _, word=word: word * len(tokens))
+        assert oren.kind_of_token(0, meta) == wanted
 
 def test_bench_transfers_maps_to_another_text(a_model, text, tmp_path, in_process):
     """A map alone learns, by Hedgehog's recipe, on the text that its form names; divergences are those of
@@ -4210,7 +4233,7 @@ def test_bench_transfers_maps_to_another_text(a_model, text, tmp_path, in_proces
         tokens = torch.stack([val[i:i + 16] for i in begin])
         wanted = [layer['KL to teacher'] for layer in found['layers'][-2:]]         # of the last stage
         models = load(path)[0].eval(), load(Path(args['out']) / 'ckpt.safetensors')[0].eval()
-        assert bench.divergence(*models, tokens) == pytest.approx(sum(wanted) / len(wanted), rel=1e-5)
+        assert zhang.divergence(*models, tokens) == pytest.approx(sum(wanted) / len(wanted), rel=1e-5)
         assert min(wanted) > 0
     assert used == {text, other}
 
@@ -4230,7 +4253,7 @@ def test_bench_looks_at_the_maps_of_an_encoder(a_model, tmp_path, in_process, ca
     assert {row['form'] for row in rows} == {'hedgehog', 'elu'}
     refusal = refused(capsys, convert.main, f'--from={path}', f'--data={other}')
     assert f'--data={other}: 4 classes, but {path} knows 3' in refusal
-    x, _, data, _ = bench.a_text(bench.Args(device='cpu'), path, load(path)[1], 32, 2, other)
+    x, _, data, _ = harness.a_text(bench.Args(device='cpu'), path, load(path)[1], 32, 2, other)
     val = prepare.load(other, like=load(path)[1]['data'])[1].reshape(-1, 2, data.row)[:, 0]
     read = ''.join(vocabulary.decode(row[row != data.pad].tolist(), data) for row in val)
     assert vocabulary.decode(x[0].tolist(), data) == read[:32] and ' and ' in read[:32]
@@ -4255,8 +4278,8 @@ def test_bench_bleu_is_that_of_what_sample_says_of_the_test_side(small_pairs, tm
             assert float(row['ours']) == pytest.approx(score) and score > 5
 
 def test_bench_bleu_without_pairs_has_no_table(tmp_path, capsys, changed, monkeypatch):
-    monkeypatch.setattr(bench, 'bleu_metric', Mock())
-    changed('translate', ways={'none': bench.Way(str(tmp_path / 'none'))})
+    monkeypatch.setattr(kasai, 'bleu_metric', Mock())
+    changed('translate', ways={'none': harness.Way(str(tmp_path / 'none'))})
     assert ran(tmp_path, 'translate', '--only=elu') == []
     assert 'none is left out' in capsys.readouterr().err
 
@@ -4287,7 +4310,7 @@ def test_bench_runs_are_remembered(tmp_path, in_process):
     args, suite = bench.Args(out=str(tmp_path)), bench.SUITES['recall']
     small = '--n_layer=1 --n_head=1 --n_embd=8 --steps=1 --eval_every=1'
     flags = f'--data=recall-kept {small}'
-    run = partial(bench.a_run, args, suite, 'softmax', 'train.py')
+    run = partial(harness.a_run, args, suite, 'softmax', 'train.py')
     first = run(flags, 0)
     assert run(flags, 0) == first
     path, = tmp_path.glob('recall/*.json')
@@ -4312,7 +4335,7 @@ def test_bench_runs_are_remembered(tmp_path, in_process):
     ('sum', 'elu', 'attn'), ('sum', 'dpfp:1', 'sum'), ('gated', 'elu', 'attn'), ('delta', 'dpfp:2', 'sum')])
 def test_associations_are_read_from_the_recurrence(rule, phi, norm):
     """Against the definition, in which a query is a further step whose key is 0."""
-    model, keys = bench.Associative(5, rule, phi, norm, d=8).double().eval(), torch.randint(5, (2, 7))
+    model, keys = schlag.Associative(5, rule, phi, norm, d=8).double().eval(), torch.randint(5, (2, 7))
     layer, values = model.memory, torch.randint(5, (2, 7))
     v = F.one_hot(values, 5).double()
     x = torch.cat([model.embed[keys], v], -1)
@@ -4330,17 +4353,17 @@ def test_bench_tracking_looks_beyond_the_rows_of_training(monkeypatch):
         right[:, 100:] ^= 1
         return F.one_hot(right, 2).float(), None
     args = bench.Args(device='cpu', seeds=[0])
-    found = bench.products(args, {'data': 'group:Z2'}, knows, {})
+    found = beyond.products(args, {'data': 'group:Z2'}, knows, {})
     assert found['right'] == [100] * 100 + [0] * 156
     assert math.isclose(found['beyond'], 100 * 60 / 216, rel_tol=1e-6)
-    beyond = {'sum': 50, 'mamba2': 40, 'delta beta_max=1': 55, 'gated_delta': 56, 'softmax': 94,
-              'delta beta_max=2': 95}
-    suite = dataclasses.replace(bench.SUITES['tracking'], ways={'parity': bench.Way('group:Z2')})
-    monkeypatch.setattr(bench, 'ways_of', lambda args, suite: suite.ways)
-    monkeypatch.setattr(bench, 'a_line', lambda args, suite, way, form, seed: {
-        'beyond': beyond.get(form, 0), 'right': [1], 'minutes': 0})
-    verdicts = {row['form']: row['verdict'] for row in bench.tracking(args, suite) if 'verdict' in row}
-    assert [verdicts[form] for form in beyond] == ['no', 'no', 'no', 'partly', 'partly', 'yes']
+    accuracy = {'sum': 50, 'mamba2': 40, 'delta beta_max=1': 55, 'gated_delta': 56, 'softmax': 94,
+                'delta beta_max=2': 95}
+    suite = dataclasses.replace(bench.SUITES['tracking'], ways={'parity': harness.Way('group:Z2')})
+    monkeypatch.setattr(beyond, 'ways_of', lambda args, suite: suite.ways)
+    monkeypatch.setattr(beyond, 'a_line', lambda args, suite, way, form, seed: {
+        'beyond': accuracy.get(form, 0), 'right': [1], 'minutes': 0})
+    verdicts = {row['form']: row['verdict'] for row in beyond.beyond_training(args, suite) if 'verdict' in row}
+    assert [verdicts[form] for form in accuracy] == ['no', 'no', 'no', 'partly', 'partly', 'yes']
 
 def test_bench_a_carried_window_reads_on(text, tmp_path, in_process):
     row, = ran(tmp_path, 'language', f'--data={text}', '--steps=2', '--only=window carry')
@@ -4366,7 +4389,7 @@ def test_bench_cache_counts_every_token_and_with_room_for_all_is_softmax(a_model
     for (form, cached), row in found.items():
         if cached == '16':
             near(torch.tensor(float(row['perplexity'])), base.mean().exp(), 1e-5)
-    tova = costs(bench.with_cache(model, 'tova', 5), pieces)            # the first line
+    tova = costs(oren.with_cache(model, 'tova', 5), pieces)            # the first line
     for names, gain in (('of full', 'low', 'high'), cut - base), (('of first', 'from', 'to'), cut - tova):
         gain = gain.mean(1)
         half = 1.96 * gain.std() / len(gain) ** .5
@@ -4377,11 +4400,11 @@ def test_bench_reads_keys_back_by_the_equation():
     k = torch.randn(2, 3, 5, 8)
     features, values, ones = F.elu(k) + 1, torch.eye(5).expand(2, 3, 5, 5), torch.ones(2, 3, 5)
     weights = features @ features.mT
-    near(bench.read_back(k, 'sum', 'elu', 'attn'), weights / weights.sum(-1, keepdim=True), 1e-6)
-    near(bench.read_back(k, 'softmax', '', ''), (k @ k.mT / 8 ** .5).softmax(-1), 1e-6)
+    near(schlag.read_back(k, 'sum', 'elu', 'attn'), weights / weights.sum(-1, keepdim=True), 1e-6)
+    near(schlag.read_back(k, 'softmax', '', ''), (k @ k.mT / 8 ** .5).softmax(-1), 1e-6)
     features = features / features.sum(-1, keepdim=True)
     _, S = recurrent(features, features, values, ones, ones)
-    near(bench.read_back(k, 'delta', 'elu', 'sum'), features @ S.mT, 1e-6)
+    near(schlag.read_back(k, 'delta', 'elu', 'sum'), features @ S.mT, 1e-6)
 
 class FromTheEnd(torch.nn.Module):
     """Answers a row of facts where the fact is among the last `near` tokens, else it says token 0."""
@@ -4405,9 +4428,9 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
     _, val, meta = prepare.load(folder)
     vocab = meta.vocab_size
     model, few = FromTheEnd(128, vocab), Mock(side_effect=[FromTheEnd(128, vocab), FromTheEnd(192, vocab)])
-    monkeypatch.setattr(bench, 'load', lambda *_: (model, {}))
-    monkeypatch.setattr(bench, 'with_cache', few)
-    half, most = (bench.answered('', rule, 4, folder, 100, 'out', 'cpu') for rule in ('softmax', 'tova'))
+    monkeypatch.setattr(oren, 'load', lambda *_: (model, {}))
+    monkeypatch.setattr(oren, 'with_cache', few)
+    half, most = (oren.right_answers_of('', rule, 4, folder, 100, 'out', 'cpu') for rule in ('softmax', 'tova'))
     assert [half[f'quarter {i}'] for i in range(4)] == [0, 0, 100, 100] and 35 < half['accuracy'] < 65
     assert [most[f'quarter {i}'] for i in range(4)] == [0, 100, 100, 100]
     places = tasks.asked_fact(val.reshape(-1, 2, 256)[:100, 0])
@@ -4419,8 +4442,8 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
 # ---- 14. The repository itself -----------------------------------------------------------------------------
 
 ROOMS = [               # a file imports only from rows above its own; papers do not import each other
-    'fastweight', 'kernels', 'cli.errors cli.files cli.flags cli.machine cli.tables', 'cli.weights', 'data.vocabulary data.tasks',
-    'data.prepare hub.families hub.texts', 'hub.chat hub.folders', 'model', 'lora watch', 'train', 'convert', 'papers.harness',
+    'fastweight', 'kernels', 'cli.errors cli.files cli.flags cli.machine cli.tables data.kinds', 'cli.weights data.vocabulary data.tasks',
+    'data.prepare hub.families hub.texts', 'hub.chat hub.folders', 'model', 'train', 'convert', 'papers.harness',
     'papers.schlag papers.kasai papers.mao papers.oren papers.zhang papers.beyond', 'bench sample', 'test_all']
 LAYER = {name: row for row, names in enumerate(ROOMS) for name in names.split()}
 BANNED = set('eval exec __import__ torch.load np.load os.system pickle marshal shelve dill'.split())
@@ -4449,7 +4472,7 @@ def test_imports_only_point_down():
             for below in LAYER.keys() & {other, other.rpartition('.')[0]}:
                 assert LAYER[below] < LAYER[name], f'{name} imports {below}'
     assert sources().keys() - LAYER.keys() <= {'cli.__init__', 'data.__init__', 'hub.__init__', 'papers.__init__'}
-    assert set(kernel_users) - {'test_all', 'bench', 'papers.harness', 'papers.schlag'} == {'model'}
+    assert set(kernel_users) - {'test_all', 'bench'} == {'model'}
     assert kernel_users.count('model') == 1
     pick_forms = ast.parse(inspect.getsource(model_py.pick_forms))
     assert 'kernels' in [dotted for node in ast.walk(pick_forms) for dotted in imported(node)]
@@ -4491,7 +4514,7 @@ def test_readme_is_true_of_the_code():
         assert f'`{name}`' in (text if rule.matrix else caches), name
     for name in (*FEATURE_MAPS, *NORMALISERS):
         assert re.search(rf'`{name}[`:]', results), name
-    assert {*bench.SUITES} == {*SUITES}
+    assert {*bench.SUITES} == {*TINY_SUITES}
     docs = [text, results, train.__doc__, sample.__doc__, bench.__doc__, convert.__doc__]
     found = commands('\n'.join(docs))
     assert {script for script, *_ in found} == {'train', 'sample', 'bench', 'convert'}

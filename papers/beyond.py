@@ -1,0 +1,240 @@
+"""Beyond the five papers: what later ones ask of such models, and a comparison that none of them has.
+
+- `mqar`: Arora 2023, Zoology (arXiv:2312.04927), figure 2, a picture: a row asks for several keys, and recall
+  grows with the bytes of the state.
+- `tracking`: Grazzi 2024 (arXiv:2411.12537): a state that only decays cannot tell parity in rows longer than
+  those of training; delta can if beta may reach 2. Siems 2025, DeltaProduct (arXiv:2502.10297): for products
+  of permutations of three (S3) one layer needs two such writes a token.
+- `real`: a converted model beside its teacher with caches of as many bytes, in a text by position, by the
+  teacher's own answers, and by facts that were told a while ago.
+"""
+import itertools
+import statistics
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import convert
+import train
+from data import prepare, vocabulary
+from data.kinds import Data
+from fastweight import RULES
+from hub import chat
+from papers.harness import (DELTA, Panel, Suite, Way, a_line, a_row, a_text, chosen, column, from_nothing,
+                            models_beside, only, softmax_model, ways_of)
+
+
+# ---- suites mqar, tracking ---------------------------------------------------------------------------------
+def size_of_state(args, result, model, meta):
+    """The size of the state for one row, in bytes."""
+    return {'state bytes': convert.bytes_after(model, model.config.block_size)}
+
+
+def over_widths(args, suite):
+    """Train every rule in every width."""
+    [way] = ways_of(args, suite).values()
+    cells = list(itertools.product(only(args, suite.lines), args.lengths))
+    for form, width in tqdm(cells, suite.name, disable=None):
+        wide = way._replace(train=f'{way.train} --n_embd={width}')
+        results = [a_line(args, suite, wide, form, seed) for seed in args.seeds]
+        yield {'width': width, **a_row(suite, form, results)}
+
+
+def products(args, result, model, meta):
+    """Accuracy in % on 256 new rows, for products of 1, 2, ... elements, and its mean beyond the lengths of
+    training."""
+    task = prepare.find_set(result['data'])
+    rng = np.random.Generator(np.random.Philox(2))              # seeds 0 and 1 made the data set
+    x, y = task.make(256, rng, task.vocab, False, length=256)
+    x = torch.from_numpy(x).to(args.device)
+    with torch.inference_mode():
+        logits, _ = model(x)
+    right = logits.argmax(-1).cpu() == torch.from_numpy(y)
+    right = 100 * right.float().mean(0)
+    return {'right': right.tolist(), 'beyond': right[task.length:].mean().item()}
+
+
+def beyond_training(args, suite):
+    """Can a state that was trained on up to 40 steps track 256? Yes, if the median over seeds is 95 % or
+    more. No, if it is at most 5 points above the better of `sum` and `mamba2`. Otherwise partly."""
+    for name, way in ways_of(args, suite).items():
+        rows = []
+        for form in tqdm(only(args, suite.lines), name, disable=None):
+            results = [a_line(args, suite, way, form, seed) for seed in args.seeds]
+            rows.append(a_row(suite, form, results, name))
+            for i, right in enumerate(zip(*column(results, 'right'))):
+                yield {'form': form, 'part': 'curve', 'length': i + 1, name: statistics.median(right)}
+        diagonal = [row['ours'] for row in rows if row['form'] in ('sum', 'mamba2')]
+        for row in rows:
+            verdict = 'partly'
+            if row['ours'] >= 95:
+                verdict = 'yes'
+            elif diagonal and row['ours'] <= max(diagonal) + 5:
+                verdict = 'no'
+            yield {**row, 'verdict': verdict}
+
+
+# ---- suite real: a converted model beside caches of as many bytes ------------------------------------------
+TOPICS = 'the moon', 'rain', 'honey bees', 'a bicycle', 'bread', 'a lighthouse'
+REQUESTS = ('What is {}?', 'Write a poem about {}.', 'Tell me a long story about {}.',
+            'Explain {} to a child.', 'Write ten sentences about {}.')
+PEOPLE = 'Ada', 'Ben', 'Cora', 'Dan'
+COLOURS = 'red', 'blue', 'green', 'black', 'white', 'brown', 'pink', 'yellow'
+LONGEST = 512           # tokens of an answer
+
+
+def question(content, data, device, begun=''):
+    """A question by the chat template, and the beginning of an answer -> tokens (1, T)"""
+    text = chat.rendered([{'role': 'user', 'content': content}], data)
+    return torch.tensor([chat.tokens(text + begun, data)], device=device)
+
+
+def answered_by(model, x, data):
+    """x (1, T) and the model's greedy answer, up to its end or LONGEST tokens -> (1, T')"""
+    for n, (token, _) in enumerate(model.generate(x, temperature=0), 1):
+        x = torch.cat([x, token], 1)
+        if token.item() in data.ends or n == LONGEST:
+            return x
+
+
+def facts_before(texts, data, device):
+    """For each text, tokens (T,): four facts, the text, and a question for one fact -> tokens (1, T') up to
+    the answer, the index of the answer in COLOURS"""
+    draw = np.random.default_rng(0)
+    for text in texts.tolist():
+        colours = draw.permutation(COLOURS)[:len(PEOPLE)]
+        which = draw.integers(len(PEOPLE))
+        facts = ' '.join(f"{name}'s hat is {colour}." for name, colour in zip(PEOPLE, colours))
+        content = (f'{facts} Remember that. Here is a text:\n\n{vocabulary.decode(text, data)}\n\n'
+                   f"What is the colour of {PEOPLE[which]}'s hat?")
+        x = question(content, data, device, f"{PEOPLE[which]}'s hat is")
+        yield x, COLOURS.index(colours[which])
+
+
+def logits_of(model, x, dtype):
+    """x (1, T) -> logits (T, vocab)"""
+    return train.predict(model, x, x, None, Data(), dtype)[0]
+
+
+def recovered_in_a_text(args, path, meta, models):
+    """What each model recovers of the teacher's perplexity in rows of a text -> rows of the table, one for
+    each model, and more by position"""
+    x, y, data, _ = a_text(args, path, meta, max(args.lengths), chosen(args, 2, 16), args.data)
+    nats = {}
+    lines = []
+    by_position = []
+    for form, model in models.items():
+        nats[form] = convert.nats_along(model, x, y, form, args.dtype)
+        gain = nats['softmax'] - nats[form]     # which is the first
+        size = convert.bytes_after(model, x.shape[1])
+        lines.append({'form': form, **convert.recovered(gain, data), 'state bytes': size})
+        for start, end in convert.ranges(x.shape[1], 64):
+            share = gain[:, start:end].mean().exp().item()
+            by_position.append({'form': form, 'part': 'position', 'position': end, 'ours': 100 * share})
+    return lines, by_position
+
+
+def nats_of_answers(args, data, models):
+    """Each model's nats per token of the teacher's own greedy answers to questions -> by form"""
+    requests = [request.format(topic) for request in REQUESTS for topic in TOPICS]
+    talks = []                      # (tokens, where the answer begins)
+    for request in requests[::chosen(args, 6, 1)]:
+        asked = question(request, data, args.device)
+        talks.append((answered_by(models['softmax'], asked, data), asked.shape[1]))
+    nats = {}
+    for form, model in models.items():
+        logits = []
+        answers = []
+        for x, begin in talks:
+            logits.append(logits_of(model, x[:, :-1], args.dtype)[begin - 1:])
+            answers.append(x[0, begin:])
+        nats[form] = F.cross_entropy(torch.cat(logits), torch.cat(answers)).item()
+    return nats
+
+
+def accuracy_on_facts(args, path, meta, models):
+    """How often each model knows a fact that was told --lengths tokens before, in % -> rows of the table"""
+    data = meta['data']
+    colours = [vocabulary.encode(f' {colour}', data)[0] for colour in COLOURS]
+    questions = {}
+    for T in args.lengths:
+        texts, _, _, _ = a_text(args, path, meta, T, chosen(args, 8, 32), args.data)
+        questions[T] = list(facts_before(texts, data, args.device))
+    for (form, model), T in itertools.product(models.items(), args.lengths):
+        right = []
+        for x, answer in questions[T]:
+            logits = logits_of(model, x, args.dtype)[-1, colours]
+            right.append(logits.argmax().item() == answer)
+        yield {'form': form, 'part': 'facts', 'distance': T, 'accuracy': 100 * statistics.mean(right)}
+
+
+@torch.inference_mode()
+def beside_caches(args, suite):
+    """The teacher and, for each model of --beside, caches of as many bytes, the model, and the model with
+    other policies: in a text and, if the teacher talks, by its answers and by facts."""
+    path, teacher, meta = softmax_model(args)
+    if not args.beside:
+        raise ValueError(f'--beside= is missing: the models that convert.py made of {path}')
+    models = {'softmax': teacher}
+    for source, student in models_beside(args, path, meta['data']):
+        models |= dict(convert.caches(teacher, student))
+        models[source] = student
+        models |= {f'{source}, {policy}': model for policy, model in convert.other_policies(student)}
+    lines, by_position = recovered_in_a_text(args, path, meta, models)
+    facts = []
+    if meta['data'].template:
+        nats = nats_of_answers(args, meta['data'], models)
+        lines = [{**row, 'nats of answers': nats[row['form']]} for row in lines]
+        facts = list(accuracy_on_facts(args, path, meta, models))
+    return lines + by_position + facts
+
+
+# ---- the suites, and what papers found ---------------------------------------------------------------------
+TRACKER = '--n_embd=64 --n_head=16 --conv=0 --batch_size=64 --lr=3e-3'
+
+SUITES = {suite.name: suite for suite in [
+    Suite(
+        'mqar', 'multi-query recall by the bytes of the state', over_widths, 'lengths seeds steps only',
+        {'steps': 300, 'lengths': '32,64', 'only': 'softmax,sum,delta'},
+        {'steps': 1000, 'lengths': '16,32,64,128'},
+        lines=from_nothing({name: f'--rule={name} {"--cache=16" if rule.bounded else ""}'
+                            for name, rule in RULES.items()}),
+        ways={'': Way('mqar', '--n_layer=2 --n_head=2 --batch_size=32 --val_tokens=131072 --lr=1e-2')},
+        figure='accuracy', beside=('state bytes',), from_checkpoint=size_of_state,
+        panels=(Panel('state bytes', 'ours', 'MQAR, 8 pairs'),), note='accuracy in % of 512 new rows',
+        source='Arora 2023, figure 2, which is a picture'),
+    Suite(
+        'tracking', 'parity and products in groups, beyond the training lengths; --full: two layers, A5',
+        beyond_training, 'seeds steps only',
+        lines=from_nothing({
+            'softmax': '--rule=softmax', 'sum': '--rule=sum', 'mamba2': '--rule=mamba2',
+            'gated_delta': '--rule=gated_delta --beta_max=1', 'delta beta_max=1': DELTA,
+            'delta beta_max=2': '--rule=delta --beta_max=2',
+            'delta beta_max=1 writes=2': f'{DELTA} --writes=2',
+            'delta beta_max=2 writes=2': '--rule=delta --beta_max=2 --writes=2'}),
+        ways={'parity': Way('group:Z2', f'{TRACKER} --n_layer=2', 400),
+              'S3': Way('group:S3', f'{TRACKER} --n_layer=1', 800),
+              'S3, 2 layers': Way('group:S3', f'{TRACKER} --n_layer=2', 800, full=True),
+              'A5': Way('group:A5', f'{TRACKER} --n_layer=1', 800, full=True)},
+        figure='beyond', from_checkpoint=products,
+        panels=tuple(Panel('length', name, f'accuracy, %: {name}', 'curve')
+                     for name in ('parity', 'S3', 'S3, 2 layers', 'A5')),
+        note='accuracy in % of products of 41 to 256 elements; trained on 1 to 40',
+        source='Grazzi 2024, parity: beta up to 1 fails, up to 2 solves it; Siems 2025, S3 by one layer: '
+               'only by beta up to 2 and two writes; by two layers one can in theory',
+        paper={'mamba2': {'parity': 'no', 'S3': 'no'}, 'gated_delta': {'parity': 'no', 'S3': 'no'},
+               'delta beta_max=1': {'parity': 'no', 'S3': 'no'},
+               'delta beta_max=1 writes=2': {'parity': 'no', 'S3': 'no'},
+               'delta beta_max=2': {'parity': 'yes', 'S3': 'no'},
+               'delta beta_max=2 writes=2': {'parity': 'yes', 'S3': 'yes'}}),
+    Suite(
+        'real', 'a converted model beside caches of as many bytes', beside_caches,
+        'init data lengths dtype beside', {'lengths': '256,1024'}, {'lengths': '256,512,1024,2048'},
+        panels=(Panel('position', 'ours', 'recovered of the teacher, %', 'position'),
+                Panel('distance', 'accuracy', 'facts told so many tokens before', 'facts')),
+        note='recovered: perplexity of softmax / of the line; low, high: a 95 % interval over rows; '
+             "position: up to here; nats of answers: per token of the teacher's own answers to questions; "
+             'accuracy: in %, of which a guess knows 12.5',
+        source='no paper has such a table')]}
