@@ -1355,8 +1355,8 @@ def load(source, device='cpu', revision='main', **changes):
         meta = {'config': {**dataclasses.asdict(Config()), **folder.config}, 'data': folder.data.as_dict(),
                 'step': 0, 'tensors': {}}
     saved = config_of(source, meta)
-    data = meta['data'] = Data.of(meta['data'], source)
-    if data.joined:
+    data = meta['data'] = Data.from_dict(meta['data'], source)
+    if data.is_joined:
         data.row = 0                    # the rows were those of the pairs: the model reads any text
     config = swapped(saved, source, **changes)
     model = unfilled(config, saved, source)

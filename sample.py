@@ -416,7 +416,7 @@ def answer_all(args, model, meta, heard):
         if not text.startswith(so_far):
             state, pending, so_far = None, [], ''
             heard.clear()
-        new = chat.tokens(text[len(so_far):], data)
+        new = chat.token_ids(text[len(so_far):], data)
         ids = pending + new
         if not ids:
             raise ValueError(f'{args.init}: its chat template makes nothing of these messages')

@@ -88,7 +88,7 @@ LONGEST = 512           # tokens of an answer
 def question(content, data, device, begun=''):
     """A question by the chat template, and the beginning of an answer -> tokens (1, T)"""
     text = chat.rendered([{'role': 'user', 'content': content}], data)
-    return torch.tensor([chat.tokens(text + begun, data)], device=device)
+    return torch.tensor([chat.token_ids(text + begun, data)], device=device)
 
 
 def answered_by(model, x, data):

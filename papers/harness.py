@@ -351,7 +351,7 @@ def ways_of(args, suite):
             continue
         data = args.data or way.data or 'stdlib'
         try:
-            _, _, meta = prepare.load(data)
+            _, _, meta = prepare.load_set(data)
         except ValueError as e:
             if not way.data:
                 raise
@@ -402,7 +402,7 @@ def task_rows(val, data, many, device, count=None):
 def bits(args, result, model, T, many=None, carried=False):
     """Bits per byte of a model on rows of T tokens of a run's validation text. They are those that train.py
     evaluated, or `many` rows spaced over the whole text."""
-    _, val, meta = prepare.load(result['data'])
+    _, val, meta = prepare.load_set(result['data'])
     if many is None:
         val = val[:result['val_tokens']]
     begin = train.blocks(len(val), T, meta, many)
@@ -463,8 +463,8 @@ def models_beside(args, path, data):
     tokens of the model in `path`."""
     for source in filter(None, args.beside.split(',')):
         model, meta = load(source, args.device)
-        if not data.fits(meta['data']):
-            tokens = meta['data'].in_words()
+        if not data.has_tokens_of(meta['data']):
+            tokens = meta['data'].summary()
             raise ValueError(f'--beside={source}: its tokens ({tokens}) are not those of {path}; train both '
                              'on the same data')
         yield source, model

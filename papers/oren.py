@@ -211,7 +211,7 @@ def right_answers_of(_, rule, one_in, task, count, path, device):
     """Accuracy of a softmax model on the questions in the first `count` rows, with a cache of 1/one_in of the
     row length. For facts, also per quarter of the row in which the fact is stated, and the share of the
     answer's tokens that is still cached. All in %"""
-    _, val, data = prepare.load(task)
+    _, val, data = prepare.load_set(task)
     T = data.row
     model, _ = load(path, device)
     model = with_cache(model, rule, T // one_in)
@@ -245,7 +245,7 @@ def right_answers(args, suite):
     cells = [(form, one_in) for form, of_row in only(args, shares).items() for one_in in of_row]
     by_distance = []
     for name, way in ways_of(args, suite).items():
-        T = prepare.load(name)[2]['row']
+        T = prepare.load_set(name)[2].row
         paths = [a_line(args, suite, way, 'softmax', seed)['path'] for seed in args.seeds]
         for form, one_in in cells:
             key = {'rule': form, 'one_in': one_in, 'task': name, 'count': chosen(args, 128, 256)}

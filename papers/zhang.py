@@ -114,7 +114,7 @@ def of_classes(args, result, model, meta):
     """On the validation rows, in %: the share of the most frequent class, and Matthews' correlation of
     answers with labels. It is 0 for a model that always says one class. For more than two classes it is R_K,
     Gorodkin 2004."""
-    _, val, data = prepare.load(result['data'], like=meta['data'])
+    _, val, data = prepare.load_set(result['data'], like=meta['data'])
     predicted = []
     true = []
     for x, y in task_rows(val, data, 32, args.device):
