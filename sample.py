@@ -41,7 +41,6 @@ from cli.weights import (map_state, pack, read_tensors, refuse_target, state_byt
                          write_tensors)
 from data import vocabulary
 from fastweight import FLOOR, RULES
-from hub import chat
 from model import GPT, Swap, chosen_texts, idle, load, pick_forms, refuse_broken, sample, seen_by_k, spread
 
 OFTEN = 'init prompt chat tokens temperature top_p rule cache dtype html'      # first in --help
@@ -386,6 +385,7 @@ def system_prompt(args, data):
     """The messages with which a chat begins: none, or --system. ValueError if the template leaves it out."""
     if not args.system:
         return []
+    from hub import chat
     system = [{'role': 'system', 'content': files.text_of(args.system)}]
     asked = [{'role': 'user', 'content': 'Hello'}]
     if chat.rendered(system + asked, data) == chat.rendered(asked, data):
@@ -397,6 +397,7 @@ def answer_all(args, model, meta, heard):
     """Answer what is said, in the model's chat template. The state is handed from answer to answer. If a
     template changes what was said before, all is read again. heard: a list to which tokens are added, with
     `by_whom`"""
+    from hub import chat
     data = meta['data']
     system = system_prompt(args, data)
     messages = [*system]

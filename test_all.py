@@ -2799,7 +2799,7 @@ def test_a_model_from_a_file_is_not_drawn_first(a_model):
     ('softmax', 'config', dict(beta_max=1.0), ''), ('delta', 'config', dict(rule='full'), 'full'),
     ('tova', 'config', dict(overflow='sum:favour'), '--overflow'),
     ('delta', 'config', dict(newer=1), 'newer is unknown'),
-    ('delta', 'config', dict(out_norm=...), 'out_norm is missing')], ids=str)
+    ('delta', 'config', dict(out_norm=...), 'out_norm is unknown, or is missing')], ids=str)
 def test_files_of_other_versions_load_or_are_refused_in_one_sentence(rule, part, change, why, a_model, tmp_path,
                                                                      capsys):
     """What is missing, unknown or gone cannot be built."""

@@ -43,6 +43,8 @@ def script(main):
     """A script's main(argv) -> exit code: 0; 2 and one line on stderr for an error; 130, 141 if stopped."""
     def run(argv=None):
         keep_memory()
+        if sys.stdin is None:                                   # closed
+            sys.stdin = open(os.devnull)                        # noqa: SIM115
         for name in 'stdout', 'stderr':
             if getattr(sys, name) is None:                      # closed: the next file would get its number
                 setattr(sys, name, open(os.devnull, 'w'))       # noqa: SIM115
