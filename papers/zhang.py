@@ -95,7 +95,7 @@ def on_other_rows(args, suite):
     args.remarks.update({**names, 'tokens of a row that maps learned on': T})
     models = {}
     for form, (flags, text) in only(args, suite.lines).items():
-        if text == 'other' and other.get('classes', 0) > own.get('classes', 0):
+        if text == 'other' and other.classes > own.classes:
             continue                                                    # the teacher knows no such labels
         flags = (f'--recipe=hedgehog {flags} --row={row} --batch_size=32 --eval_rows=4 '
                  f'--data={shlex.quote(names[text])}')
