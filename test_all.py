@@ -829,12 +829,11 @@ def passing_of_channels(inside, out):
     return tl.cumsum(inside, 0, reverse=True) + tl.cumsum(out, 0) - out
 
 @gpu
-@pytest.mark.parametrize('gates', ['sum', 'attn, decays', 'both', 'delta, head', 'delta, heads',
-                                   'delta, both', 'write', 'gdn2', 'all', 'ones'])
+@pytest.mark.parametrize('gates', ['sum', 'attn, decays', 'both', 'delta, head', 'delta, heads', 'gdn2', 'all'])
 def test_triton_kernels_equal_recurrent(gates, monkeypatch):
-    """Values and gradients over three chunks and several blocks of value channels. All on the device of the
+    """Values and gradients over two chunks and several blocks of value channels. All on the device of the
     tensors: Triton takes the current one, which need not be that of --device=cuda:1."""
-    given, normalise = inputs(**GATES[gates], T=37, V=35)
+    given, normalise = inputs(**GATES[gates], T=21, V=35)
     given = {name: x[:1] for name, x in given.items()}
     fp32 = {name: x.float().to(DEVICE) for name, x in given.items()}
     device_of, names = MagicMock(), []
@@ -873,8 +872,7 @@ def store_rounded(p, x, row, col, ok, D: tl.constexpr):
 
 @gpu
 @pytest.mark.filterwarnings('ignore:.* encountered in matmul')       # above the diagonal: masked
-@pytest.mark.parametrize('gates', ['head', 'both', 'attn, decays', 'delta', 'delta, head', 'delta, heads',
-                                   'delta, both', 'all'])
+@pytest.mark.parametrize('gates', ['both', 'attn, decays', 'delta', 'delta, head', 'all'])
 def test_triton_gradients_of_strong_decays_in_bf16(gates, monkeypatch):
     """Log-decays all over [-5, 0], where what is written and read in the same step is nearly everything, and
     no gate sees it; both decays of a head are together twice as strong. In the interpreter the operands of
@@ -964,7 +962,7 @@ def resources(cases):
 
 KILOBYTES = {80: 163, 89: 99, 90: 227}      # of shared memory: of an A100, an RTX 4090 and an H100
 COMPILED = {        # rule: bytes of stack at most; the GPU, the width of the heads, gates
-    'delta': (48, 90, 64, {}), 'kda': (48, 90, 64, dict(f='K')), 'gated_delta': (48, 90, 64, dict(f=1)),
+    'kda': (48, 90, 64, dict(f='K')), 'gated_delta': (48, 90, 64, dict(f=1)),
     'both decays': (256, 90, 64, dict(f='K', z='V')), 'gdn2, 256': (2048, 90, 256, dict(f='K', w='V', e='K')),
     'delta, 256': (2048, 80, 256, {}), 'gdn2, 128': (512, 89, 128, dict(f='K', w='V', e='K'))}
 
@@ -1246,7 +1244,7 @@ TRANSLATORS = [
     dict(rule='sum', phi='cosformer:24'), dict(rule='softmax', cross='decay', n_kv_head=2, bias=True)]
 
 @pytest.mark.parametrize('flags', [
-    *(dict(rule=rule, cache=5, sinks=2) for rule in RULES), dict(layers='delta,softmax', pos='learned'),
+    *(dict(rule=rule, cache=5, sinks=2, n_layer=1) for rule in RULES), dict(layers='delta,softmax', pos='learned'),
     dict(rule='tova', cache=6, positions='compress'), dict(rule='window', cache=0, overflow='sum'),
     dict(rule='window', cache=4, overflow='kda'),
     dict(rule='sink', cache=4, sinks=1, overflow='decay:taylor'),
@@ -1811,13 +1809,6 @@ def test_what_is_written_takes_no_other_file_away(a_model, text, tmp_path, monke
     assert 'embed.weight is not finite' in err
     assert before == {name: (tmp_path / name).read_bytes() for name in before}
 
-def test_a_state_that_is_named_as_a_stage_is_none(teacher, tmp_path, capsys):
-    state = tmp_path / 'stage-one.safetensors'
-    written(capsys, f'--init={teacher}', '--tokens=1', f'--save_state={state}')
-    assert 'no conversion was stopped' in refused(capsys, convert.main, '--resume', f'--out={tmp_path}')
-    converted(teacher, tmp_path, '--controls=false')
-    assert state.exists()
-
 def test_what_a_tokenizer_cannot_read_is_told_in_one_line(tmp_path, capsys):
     """A BERT's, which has no line ends, on pairs. And a word of a million letters is learned."""
     in_hub_layout(tmp_path, 'bert')
@@ -1861,11 +1852,16 @@ def test_a_run_goes_on_with_the_text_it_began_with(a_model, characters, tmp_path
     assert train.main(list(resume)) == 0
 
 def test_a_stage_that_is_broken_is_named(a_model, tmp_path, monkeypatch, capsys):
-    """And what the file of a stage says is held against the flags there are."""
-    run = [f'--from={a_model("--rule=softmax")}', *SHORT, '--controls=false', f'--out={tmp_path}']
-    monkeypatch.setattr(convert, 'forget', lambda paths: None)
-    assert convert.main(run) == 0
-    resume, stages = ['--resume', f'--out={tmp_path}'], sorted(tmp_path.glob('stage-*'))
+    """And what the file of a stage says is held against the flags there are. A state with such a name is none."""
+    model, resume = a_model('--rule=softmax'), ['--resume', f'--out={tmp_path}']
+    state = tmp_path / 'stage-one.safetensors'
+    written(capsys, f'--init={model}', '--tokens=1', f'--save_state={state}')
+    assert 'no conversion was stopped' in refused(capsys, convert.main, *resume)
+    run = [f'--from={model}', *SHORT, '--controls=false', f'--out={tmp_path}']
+    with monkeypatch.context() as kept:
+        kept.setattr(convert, 'forget', lambda paths: None)
+        assert convert.main(run) == 0
+    stages = sorted({*tmp_path.glob('stage-*')} - {state})
     assert len(stages) == 2
     tensors, meta = weights_py.read_tensors(stages[0])
     weights_py.write_tensors(stages[0], tensors, {**meta, 'args': {}})
@@ -1873,6 +1869,8 @@ def test_a_stage_that_is_broken_is_named(a_model, tmp_path, monkeypatch, capsys)
     lacking = {name: x for name, x in tensors.items() if not name.endswith('qkv.weight')}
     weights_py.write_tensors(stages[0], lacking, meta)
     assert 'weights of another model' in refused(capsys, convert.main, *resume)
+    weights_py.write_tensors(stages[0], tensors, meta)
+    assert convert.main(resume) == 0 and [*tmp_path.glob('stage-*')] == [state]
 
 def test_an_empty_flag_takes_back_what_a_model_or_a_recipe_has():
     flags_py.refuse(model_py.idle({'rule': 'tova', 'overflow': '', 'cache': 9}, Config(rule='tova', cache=9)))
@@ -1894,16 +1892,15 @@ def test_a_tokenizer_that_makes_much_of_little_is_refused():
             with pytest.raises(ValueError, match='times as long') if many == 30 else contextlib.nullcontext():
                 vocabulary.subwords(json.dumps(changed))
 
-@pytest.mark.parametrize('run, stream, code, lost', [
-    ('data/prepare.py nowhere', '2>&-', 2, []), ('data/prepare.py --help', '>&-', 0, []),
-    ('data/prepare.py SET', '| true', 141, []), ('sample.py --help', '| true', 141, []),
-    ('sample.py --init=MODEL', '2>&1 | true', 141, [])])
-def test_closed_streams_end_in_silence(run, stream, code, lost, characters, a_model):
+@pytest.mark.parametrize('run, stream, code', [
+    ('data/prepare.py nowhere', '2>&-', 2), ('data/prepare.py --help', '>&-', 0),
+    ('data/prepare.py SET', '| true', 141), ('sample.py --init=MODEL', '2>&1 | true', 141)])
+def test_closed_streams_end_in_silence(run, stream, code, characters, a_model):
     """A pipe's reader has gone before anything is written."""
     run = f'{sys.executable} {run}'.replace('SET', characters).replace('MODEL', a_model('--rule=delta'))
     command = f'{{ sleep .3; {run}; }} {stream}; exit ${{PIPESTATUS[0]}}'
     done = subprocess.run(['bash', '-c', command], cwd=HERE, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr.splitlines()[-1:]) == (code, '', lost)
+    assert (done.returncode, done.stdout, done.stderr) == (code, '', '')
 
 
 # ---- What other people's bug reports were about ------------------------------------------------------------
@@ -2000,7 +1997,7 @@ def test_a_tokenizer_is_the_folders_own(tmp_path, monkeypatch, capsys):
     assert texts.tokenizer_of(tmp_path, 50257).tokenizer == 'ids'
     assert 'tokens are only numbers' in capsys.readouterr().err
     pytest.importorskip('tokenizers')
-    words = {f'w{i}': i for i in range(50257)}
+    words = {f'w{i}': i for i in range(9)}
     raw = dict(model=dict(type='WordLevel', vocab=words, unk_token='w0'), added_tokens=[])
     path = tmp_path / 'tokenizer.json'
     path.write_text(json.dumps(raw))
@@ -2180,12 +2177,6 @@ def test_classes_may_be_more_than_tokens(tmp_path, capsys):
     one, two = (written(capsys, init, f'--prompt={prompt}') for prompt in ('text 1', ' text 1\n'))
     assert one == two                                           # lines of training have no ends
 
-def test_evicted_values_of_1_are_read_as_1():
-    """Numerator and mass of the matrix beside a cache see the same keys."""
-    memory = FastWeights('sum', 16, 2, 8, 'hedgehog', 'l2')
-    q, k = torch.randn(2, 1, 2, 13, 8)
-    went = dict(k=k, v=torch.ones(1, 2, 13, 8), pos=torch.arange(13).expand(1, 2, 13))
-    near(memory.take(q, went, {})[0], torch.ones(1, 2, 13, 8), 1e-5)
 
 # ---- 9. Data -----------------------------------------------------------------------------------------------
 
@@ -2313,8 +2304,9 @@ COLA = {f'cola_public/raw/{name}.tsv': f'x\t{i % 2}\t\tof {i}\nx\t1\t*\tmore\n'.
 ENGLISH = ['a man ' * (i % 7) + f'and {i} hats' for i in range(52)]
 GERMAN = ['ein Mann ' * (i % 5) + f'und {i} H\u00fcte' for i in range(52)]
 SIDES = {'train': slice(40), 'val': slice(40, 47), 'test_2016_flickr': slice(47, 52)}
-WIKI = {f'wiki/wiki.{side}.raw': TEXT[:4000].encode() for side in ('train', 'valid', 'test')}
-PUBLISHED = {       # small files as those of each set are; of users' own, in the order of their names
+WIKI = {f'wiki.{side}.raw': TEXT[:4000].encode() for side in ('train', 'valid', 'test')}
+PUBLISHED = {       # small files as those of each set are; of users' own, in the order of their names. A zip has
+                    # its files in their folder or at the top
     'mnist': {'train-images-idx3-ubyte.gz': idx(DIGITS[:12]),
               'train-labels-idx1-ubyte.gz': idx(KINDS_OF_DIGITS[:12]),
               't10k-images-idx3-ubyte.gz': idx(DIGITS[12:]),
@@ -2351,14 +2343,6 @@ def published(tmp_path, monkeypatch):
         monkeypatch.setitem(prepare.DATASETS, name, unknown)
         return name, {**flags, 'file': str(folder if len(files) > 1 else folder / base)}
     return put
-
-def test_a_zip_has_its_files_in_their_folder_or_at_the_top(tmp_path):
-    found = []
-    for i, members in enumerate((COLA, {name.rpartition('/')[2]: body for name, body in COLA.items()})):
-        path = tmp_path / f'{i}.zip'
-        path.write_bytes(zipped(members))
-        found.append(tasks.cola(str(path)))
-    assert found[0] == found[1]
 
 CUT_OFF = 'end-of-stream|not a zip|Compressed file ended'
 IMAGES, LABELS = 't10k-images-idx3-ubyte.gz', 't10k-labels-idx1-ubyte.gz'
@@ -2652,7 +2636,7 @@ def threes(tmp_path_factory):
 
 @pytest.mark.parametrize('flags', ['--rule=sum', '--rule=softmax --pool=first', '--rule=gated_delta'])
 def test_an_encoder_learns_classes_says_them_and_is_converted(flags, threes, tmp_path, capsys):
-    learn = ('--causal=false --n_layer=1 --n_head=2 --n_embd=16 --steps=30 --lr=1e-2 --batch_size=32 '
+    learn = ('--causal=false --n_layer=1 --n_head=2 --n_embd=16 --steps=9 --lr=1e-2 --batch_size=32 '
              '--device=cpu --threads=1 ')
     assert train.main([f'--data={threes}', f'--out={tmp_path}', *(learn + flags).split()]) == 0
     path = tmp_path / 'ckpt.safetensors'
@@ -2806,7 +2790,7 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 @pytest.mark.parametrize('flags, steps', [
-    ('--rule=gated', [3]), ('--rule=tova --carry', [3]), ('--rule=tova --carry --dtype=bfloat16', [3]),
+    ('--rule=gated', [3]), ('--rule=tova --carry --dtype=bfloat16', [3]),
     *(pytest.param(f'--rule={rule}', [1, 2, 3, 4], marks=slow, id=f'soak-{rule}') for rule in VARIED)])
 def test_resume_is_bitwise_identical(flags, steps, text, tmp_path, monkeypatch):
     """Of 5 steps every checkpoint is kept; going on from it ends in the same bits. gated redraws features."""
@@ -4622,34 +4606,33 @@ def served(contents, fault, times):
 @pytest.mark.parametrize('fault, times, hits', [
     (None, 0, 1), ('cut', 1, 2), (503, 1, 2), ('cut', 99, 4), (404, 99, 4), ('backwards', 99, 1),
     (b'<html>sign in</html>', 99, 1), ('silent', 99, 1), ('stalls', 99, 4)])
-@pytest.mark.parametrize('name', ['polarity', 'trec'])
-def test_downloads_end_whole_or_not_at_all(name, fault, times, hits, tmp_path, monkeypatch):
-    """One file or several, from a server that cuts, lies, fails, sends web pages, stalls. Nothing wrong is
+def test_downloads_end_whole_or_not_at_all(fault, times, hits, tmp_path, monkeypatch):
+    """Two files, from a server that cuts, lies, fails, sends web pages, stalls. Nothing wrong is
     left. Other rows are made of the same files, as long as they are those."""
-    bodies = PUBLISHED[name]
+    bodies = PUBLISHED['trec']
     known = {base: hashlib.sha256(body).hexdigest() for base, body in bodies.items()}
     monkeypatch.setattr(files.time, 'sleep', lambda s: None)
     monkeypatch.setattr(files, 'TIMEOUT', .2 if fault in ('silent', 'stalls') else 10)
     with served({'/' + base: body for base, body in bodies.items()}, fault, times) as (address, asked):
-        entry = prepare.DATASETS[name]._replace(files=known, urls=[address])
-        monkeypatch.setitem(prepare.DATASETS, name, entry)
+        entry = prepare.DATASETS['trec']._replace(files=known, urls=[address])
+        monkeypatch.setitem(prepare.DATASETS, 'trec', entry)
         if times < 99:
-            prepare.load(name, str(tmp_path))
-            assert {base: (tmp_path / name / base).read_bytes() for base in bodies} == bodies
-            assert prepare.load(f'{name}-16', str(tmp_path))[2].row == 16
-            assert len(asked) == hits + len(bodies) - 1
-            (tmp_path / name / next(iter(bodies))).write_bytes(b'1 What ?')
-            with pytest.raises(ValueError, match=f'which is not the file of {name}: sha256 is'):
-                prepare.prepare(name, str(tmp_path))
+            prepare.load('trec', str(tmp_path))
+            assert {base: (tmp_path / 'trec' / base).read_bytes() for base in bodies} == bodies
+            assert prepare.load('trec-16', str(tmp_path))[2].row == 16
+            assert len(asked) == hits + 1
+            (tmp_path / 'trec' / next(iter(bodies))).write_bytes(b'1 What ?')
+            with pytest.raises(ValueError, match='which is not the file of trec: sha256 is'):
+                prepare.prepare('trec', str(tmp_path))
         else:
             with pytest.raises(ValueError, match='by hand') as e:
-                prepare.load(name, str(tmp_path))
-            place = tmp_path / name / next(iter(bodies))
+                prepare.load('trec', str(tmp_path))
+            place = tmp_path / 'trec' / next(iter(bodies))
             assert f'{address}/{place.name}: ' in str(e.value) and str(place) in str(e.value)
             assert '\n' not in str(e.value) and len(asked) == hits
             assert not list(tmp_path.rglob('*.*'))
     with pytest.raises(ValueError, match='by hand'):                # nobody answers
-        prepare.load(name, str(tmp_path / 'down'))
+        prepare.load('trec', str(tmp_path / 'down'))
 
 @slow
 def test_soak_kill_9_leaves_a_checkpoint_that_loads(tmp_path):
