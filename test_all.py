@@ -1258,16 +1258,16 @@ def test_model_can_be_cut_and_leaks_nothing(flags, monkeypatch):
     Without gradients a layer is cut by itself, but not one of an encoder."""
     m = small(**{'vocab_size': 20, **flags})
     n = m.config.source
-    tokens = torch.randint(19, (3, n + 15))
+    tokens = torch.randint(19, (3, n + 12))
     tokens[1, 4:n] = 19
     tokens[2, 6:n] = 19
     with torch.no_grad():
         whole, state = m(tokens)
-        assert whole.shape == (3, 15, 20)
+        assert whole.shape == (3, 12, 20)
         for nothing in tokens[0], tokens[:0], tokens[:, :0]:
             with pytest.raises(ValueError, match='at least one text'):
                 m(nothing)
-        for cuts in [7], [2, 3, 14], range(1, 15):
+        for cuts in [7], [2, 3, 11], range(1, 12):
             parts, s = model_in_parts(m, tokens, [n + cut for cut in cuts])
             near(parts, whole, 1e-9)
             close(comparable(s), comparable(state), 1e-9)
@@ -1279,7 +1279,7 @@ def test_model_can_be_cut_and_leaks_nothing(flags, monkeypatch):
             assert ((found - whole)[:, first:].abs().amax((1, 2)) > 1e-6).all()
         near(m(tokens[:1])[0], whole[:1], 1e-12)               # a row alone is a row in a batch
         kept = [m.read(tokens[:, :n + 6])]
-        for t in range(n + 6, n + 15):
+        for t in range(n + 6, n + 12):
             kept.append(m(tokens[:, t:t + 1], kept[-1])[1])
         for t, s in enumerate(kept, n + 6):                    # no later step has changed a state
             close(comparable(s), comparable(m.read(tokens[:, :t])), 1e-9)
@@ -2311,7 +2311,7 @@ PUBLISHED = {       # small files as those of each set are; of users' own, in th
               'train-labels-idx1-ubyte.gz': idx(KINDS_OF_DIGITS[:12]),
               't10k-images-idx3-ubyte.gz': idx(DIGITS[12:]),
               't10k-labels-idx1-ubyte.gz': idx(KINDS_OF_DIGITS[12:])},
-    'cola': {'cola_public_1.1.zip': zipped({**COLA, 'cola_public/tokenized/in_domain_train.tsv': 'wrong'})},
+    'cola': {'cola_public_1.1.zip': zipped({'cola_public/tokenized/in_domain_train.tsv': 'wrong', **COLA})},
     'polarity': {'rt-polarity.all': '0 no\n1 caf\u00e9\n'.encode('cp1252') * 10},
     'trec': {'TREC.train.all': b'0 Who ?\n1 What ?\n', 'TREC.test.all': '1 Which \u201c?\n'.encode('cp1252')},
     'multi30k': {f'{side}.{language}.gz': gzip.compress('\n'.join(lines[part]).encode() + b' \r\n')
