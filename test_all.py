@@ -2672,7 +2672,7 @@ def turned_around(tmp_path_factory):
                 source=6)
 
 @pytest.mark.parametrize('flags', ['--rule=softmax --n_layer=1', '--rule=delta --cross=sum --n_layer=1'])
-def test_a_translator_learns_translates_and_is_converted(flags, turned_around, tmp_path, monkeypatch, capsys):
+def test_a_translator_learns_translates_and_is_converted(flags, turned_around, tmp_path, capsys):
     """To write digits in reverse; what it says, good or bad, is what GPT.translate makes of each source.
     Conversion finds its own number of threads, as for who gives none."""
     learn = '--encoder=1 --n_head=2 --n_embd=32 --steps=80 --lr=1e-2 --batch_size=64 --device=cpu --threads=1 '
@@ -2764,18 +2764,16 @@ def test_a_model_from_a_file_is_not_drawn_first(a_model):
     close(dict(load(softmax, **how)[0].state_dict()), dict(load(softmax, **how)[0].state_dict()), 0)
     assert torch.equal(torch.get_rng_state(), before)           # what is new is always the same
 
-@pytest.mark.parametrize('rule, part, change, why', [
-    ('softmax', 'config', dict(beta_max=1.0), ''), ('delta', 'config', dict(rule='full'), 'full'),
-    ('tova', 'config', dict(overflow='sum:favour'), '--overflow'),
-    ('delta', 'config', dict(newer=1), 'newer is unknown'),
-    ('delta', 'config', dict(out_norm=...), 'out_norm is missing')], ids=str)
-def test_files_of_other_versions_load_or_are_refused_in_one_sentence(rule, part, change, why, a_model, tmp_path,
-                                                                     capsys):
+@pytest.mark.parametrize('rule, change, why', [
+    ('softmax', dict(beta_max=1.0), ''), ('delta', dict(rule='full'), 'full'),
+    ('tova', dict(overflow='sum:favour'), '--overflow'), ('delta', dict(newer=1), 'newer is unknown'),
+    ('delta', dict(out_norm=...), 'out_norm is missing')], ids=str)
+def test_files_of_other_versions_load_or_are_refused_in_one_sentence(rule, change, why, a_model, tmp_path, capsys):
     """What is missing, unknown or gone cannot be built."""
     path = tmp_path / 'old.safetensors'
     tensors, meta = weights_py.read_tensors(a_model(f'--rule={rule}'))
-    said = {name: value for name, value in (meta[part] | change).items() if value is not ...}
-    weights_py.write_tensors(path, tensors, meta | {part: said})
+    config = {name: value for name, value in (meta['config'] | change).items() if value is not ...}
+    weights_py.write_tensors(path, tensors, meta | {'config': config})
     if not why:
         load(path)
         return
