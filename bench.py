@@ -399,7 +399,7 @@ def ways_of(args, suite):
             continue
         data = args.data or way.data or 'stdlib'
         try:
-            _, _, meta = prepare.load(data)
+            _, _, meta = prepare.load_set(data)
         except ValueError as e:
             if not way.data:
                 raise
@@ -461,7 +461,7 @@ def of_classes(args, result, model, meta):
     """On the validation rows, in %: the share of the most frequent class, and Matthews' correlation of
     answers with labels. It is 0 for a model that always says one class. For more than two classes it is R_K,
     Gorodkin 2004."""
-    _, val, data = prepare.load(result['data'], like=meta['data'])
+    _, val, data = prepare.load_set(result['data'], like=meta['data'])
     predicted = []
     true = []
     for begin in batches(val, data, 32):
@@ -479,7 +479,7 @@ def of_classes(args, result, model, meta):
 def bits(args, result, model, T, many=None, carried=False):
     """Bits per byte of a model on rows of T tokens of a run's validation text. They are those that train.py
     evaluated, or `many` rows spaced over the whole text."""
-    _, val, meta = prepare.load(result['data'])
+    _, val, meta = prepare.load_set(result['data'])
     if many is None:
         val = val[:result['val_tokens']]
     begin = recipe.blocks(len(val), T, meta, many)
@@ -1000,7 +1000,7 @@ def answered(_, rule, one_in, task, count, path, device):
     """Accuracy of a softmax model on the questions in the first `count` rows, with a cache of 1/one_in of the
     row length. For facts, also per quarter of the row in which the fact is stated, and the share of the
     answer's tokens that is still cached. All in %"""
-    _, val, data = prepare.load(task)
+    _, val, data = prepare.load_set(task)
     T = data['row']
     model, _ = load(path, device)
     model = with_cache(model, rule, T // one_in)
@@ -1035,7 +1035,7 @@ def answers(args, suite):
     cells = [(form, one_in) for form, of_row in only(args, shares).items() for one_in in of_row]
     by_distance = []
     for name, way in ways_of(args, suite).items():
-        T = prepare.load(name)[2]['row']
+        T = prepare.load_set(name)[2]['row']
         paths = column(of_seeds(args, suite, way, 'softmax'), 'path')
         for form, one_in in cells:
             key = {'rule': form, 'one_in': one_in, 'task': name, 'count': chosen(args, 128, 256)}
@@ -1060,7 +1060,7 @@ LONGEST = 512           # tokens of an answer
 def question(content, data, device, begun=''):
     """A question by the chat template, and the beginning of an answer -> tokens (1, T)"""
     text = chat.rendered([{'role': 'user', 'content': content}], data)
-    return torch.tensor([chat.tokens(text + begun, data)], device=device)
+    return torch.tensor([chat.token_ids(text + begun, data)], device=device)
 
 
 def answered_by(model, x, data):

@@ -60,7 +60,7 @@ from hub.folders import to_folder
 from fastweight import RULES
 from model import (GPT, SOURCE_RULES, bias_of, bytes_after, cached_by, can_become_an_rnn, cannot_train, fill,
                    idle, kl, load, pick_device, save, subset)
-from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, SLOW, SMALL, TASK_ROWS, TOKENS, Rows, adamw, begin_step,
+from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, SLOW, SMALL, TASK_ROWS, TOKENS_AT_ONCE, Rows, adamw, begin_step,
                    blocks, commit, is_large, lies_in, log_of, logits_at_once, of_part,
                    pack_optimiser, predict, products_in, rows, sampling, say, tell, tell_step,
                    unpack_optimiser)
@@ -512,7 +512,7 @@ def nats_along(model, x, y, what, dtype=torch.float32):
     """Read rows x (B, T), each from an empty state -> nats (B, T) of the targets y (B, T). We read in pieces,
     so memory hardly grows with B and T. what: begins the progress bar; dtype: of the matrix products"""
     B, T = x.shape
-    tokens = min(TOKENS, logits_at_once(x.device) // model.config.vocab_size)
+    tokens = min(TOKENS_AT_ONCE, logits_at_once(x.device) // model.config.vocab_size)
     segment = max(1, min(T, 512, tokens))
     at_once = max(1, tokens // segment)
     pieces = [(i, t) for i in range(0, B, at_once) for t in range(0, T, segment)]

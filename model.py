@@ -1455,8 +1455,8 @@ def load(source, device='cpu', revision='main', **changes):
         folder = folders.Folder(folders.folder_of(source, revision), source)
         meta = {'config': {**dataclasses.asdict(Config()), **folder.config}, 'data': folder.data.as_dict()}
     saved = config_of(source, meta)
-    data = meta['data'] = Data.of(meta['data'], source)
-    if data.joined:
+    data = meta['data'] = Data.from_dict(meta['data'], source)
+    if data.is_joined:
         data.row = 0                    # the rows were those of the pairs: the model reads any text
     config = swapped(saved, source, **changes)
     undrawn = Undrawn()

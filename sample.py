@@ -469,7 +469,7 @@ def answer_all(args, model, meta, heard):
         if not text.startswith(known):
             state, pending, known = None, [], ''
             heard.clear()
-        new = chat.tokens(text[len(known):], data)
+        new = chat.token_ids(text[len(known):], data)
         ids = pending + new
         if not ids:
             raise ValueError(f'{args.init}: its chat template makes nothing of these messages')

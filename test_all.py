@@ -601,7 +601,7 @@ def offline(monkeypatch):
 @pytest.fixture(scope='session', autouse=True)
 def prepared_data(tmp_path_factory):
     """Sets are prepared in a folder of the test's, once; the samples that end a training are short."""
-    prepare.HERE = str(tmp_path_factory.mktemp('data'))
+    prepare.FOLDER = str(tmp_path_factory.mktemp('data'))
     train.SAMPLE = 5
 
 def close(found, exact, tol=1e-10):
@@ -1664,7 +1664,7 @@ def test_what_cannot_be_is_refused_in_one_line(script, flags, places, tmp_path, 
     argv = [filled(flag, places) for flag in argv + given]
     monkeypatch.chdir(tmp_path)
     if script is prepare:
-        monkeypatch.setattr(prepare, 'HERE', str(tmp_path))
+        monkeypatch.setattr(prepare, 'FOLDER', str(tmp_path))
     assert re.search(REFUSED[script][flags], refused(capsys, script.main, *argv))
     assert not list(tmp_path.rglob('*' if script is train else '*.*'))
 
@@ -1915,7 +1915,7 @@ def test_batches_and_processes_are_parts_of_one_larger_batch(kind, text, turned_
     lines, both = lines_of('x.tsv', 7), f'{lines_of("a", 5)}:{lines_of("b", 9)}'
     name = {'texts': text, 'lines': lines, 'tasks': 'recall', 'pairs': turned_around}.get(kind, both)
     like = Data('byte', 256) if name not in (lines, 'recall', turned_around) else None
-    train_side, val, meta = prepare.load(name, like=like)
+    train_side, val, meta = prepare.load_set(name, like=like)
     T = meta.row or 16
     data = train.Rows(train_side, val, meta, T, torch.device('cpu'), 8)
     config = Config(n_layer=2, n_head=2, n_embd=16, encoder=int(kind == 'pairs'))
@@ -2074,7 +2074,7 @@ def test_files_and_standard_input_are_bytes(tmp_path, a_model, monkeypatch, caps
     for data in b'\xff\xfea\0', b'\x1f\x8b\x08', b'\xe9':
         with pytest.raises(ValueError, match='x: not UTF-8 at byte .*; unpack it first or.* convert it'):
             files.as_utf8(data, 'x')
-    *sides, meta = prepare.load(str(tmp_path / 'a@b'), tokenizer='char')
+    *sides, meta = prepare.load_set(str(tmp_path / 'a@b'), tokenizer='char')
     assert vocabulary.decode(np.concatenate(sides), meta).encode() == raw * 9
     (tmp_path / 'latin.txt').write_bytes('caf\u00e9'.encode('latin-1'))
     monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'caf\xe9')))
@@ -2101,7 +2101,7 @@ def test_files_are_readable_by_whom_the_umask_says(text, tmp_path, monkeypatch):
         os.umask(before)
     here = tmp_path / 'checkout'
     here.mkdir()
-    monkeypatch.setattr(prepare, 'HERE', str(here))
+    monkeypatch.setattr(prepare, 'FOLDER', str(here))
     monkeypatch.setattr(os, 'access', lambda path, mode: False)
     assert prepare.main([text, '--tokenizer=char']) == 0
     assert not os.listdir(here) and list(tmp_path.glob('.cache/nanofwp/text-text-*/meta.json'))
@@ -2112,7 +2112,7 @@ def test_files_are_readable_by_whom_the_umask_says(text, tmp_path, monkeypatch):
 def test_threads_share_a_model(rule, a_model):
     """One generates, one reads layer by layer, one evaluates, each six times: as each alone."""
     model, meta = load(a_model(f'--rule={rule}'))
-    _, val, data = prepare.load(meta['args']['data'], like=meta['data'])
+    _, val, data = prepare.load_set(meta['args']['data'], like=meta['data'])
     rows = train.Rows(val, val, data, 16, torch.device('cpu'))
     tokens = torch.from_numpy(val[:24].astype(int))[None]
 
@@ -2171,7 +2171,7 @@ def test_a_suite_that_is_terminated_ends_its_training(characters, tmp_path):
 
 def test_classes_may_be_more_than_tokens(tmp_path, capsys):
     many = put(tmp_path, 'x.tsv', ''.join(f'{i}\ttext {j}\n' for j in range(11) for i in range(301)))
-    *sides, meta = prepare.load(many)
+    *sides, meta = prepare.load_set(many)
     assert meta.classes == 301 and meta.ignore == 301 and meta.vocab_size == 257
     init = f'--init={trained(many, tmp_path / "out", steps=1)}'
     one, two = (written(capsys, init, f'--prompt={prompt}') for prompt in ('text 1', ' text 1\n'))
@@ -2215,7 +2215,7 @@ def test_targets_of_a_group_are_its_products(name, order):
 def rows_of(name, root, **how):
     """A set prepared anew: each side's inputs and targets, the third one's too, and its meta."""
     folder = prepare.prepare(name, str(root), **how)
-    *sides, meta = prepare.load(folder)
+    *sides, meta = prepare.load_set(folder)
     if meta.test:
         sides.append(prepare.test_side(folder)[0])
     return [side.reshape(-1, 2, meta.row).swapaxes(0, 1) for side in sides], meta
@@ -2252,7 +2252,7 @@ def few_words(tmp_path_factory):
 @pytest.fixture
 def few_facts(few_words, tmp_path, monkeypatch):
     """The task facts with few rows, in a text of 81 words; the text"""
-    monkeypatch.setattr(prepare, 'HERE', str(tmp_path / 'data'))
+    monkeypatch.setattr(prepare, 'FOLDER', str(tmp_path / 'data'))
     for name in 'facts', 'facts-text':
         monkeypatch.setitem(prepare.DATASETS, name, prepare.DATASETS[name]._replace(rows=(20, 200)))
     return few_words
@@ -2325,7 +2325,7 @@ PUBLISHED = {       # small files as those of each set are; of users' own, in th
 def published(tmp_path, monkeypatch):
     """published(set, {file: content}): a name for prepare.py and its flags, to make the set in tmp_path / data
     from its files, of which some have other content (None: they are not there)."""
-    monkeypatch.setattr(prepare, 'HERE', str(tmp_path / 'data'))
+    monkeypatch.setattr(prepare, 'FOLDER', str(tmp_path / 'data'))
     folder = tmp_path / 'files'
 
     def put(name, spoiled=None):
@@ -2372,10 +2372,10 @@ def test_a_damaged_file_is_refused_in_a_line_and_what_was_there_stays(name, file
         name_, flags = published(name, spoiled)
         return name_, *(f'--{key}={value}' for key, value in flags.items())
     assert prepare.main(run({})) == 0
-    before = {path: path.read_bytes() for path in Path(prepare.HERE).rglob('*.*')}
+    before = {path: path.read_bytes() for path in Path(prepare.FOLDER).rglob('*.*')}
     assert re.search(words, refused(capsys, prepare.main, *run({file: content})))
     assert len(before) >= 3 and before == {path: path.read_bytes() for path in before}
-    assert set(Path(prepare.HERE).rglob('*.*')) == before.keys()
+    assert set(Path(prepare.FOLDER).rglob('*.*')) == before.keys()
 
 @pytest.mark.parametrize('name, tokenizer, expected', [
     ('trec', 'byte', [('Which \u201c?', 1)]),
@@ -2403,7 +2403,7 @@ def test_pictures_are_rows_of_numbers_or_of_patches(published, tmp_path):
     assert (y[:, -1] == KINDS_OF_DIGITS[12:]).all() and (y[:, :-1] == 256).all()
     (_, (pixels, _)), cut = rows_of('mnist-patch7', tmp_path, **flags)
     assert (pixels[:, 49 * 6:49 * 7] == DIGITS[12:, 7:14, 14:21].reshape(5, 49)).all()
-    assert cut.patch == 49 and not meta.fits(cut)
+    assert cut.patch == 49 and not meta.has_tokens_of(cut)
     for path in tmp_path.glob('files/train*'):          # the test side alone is shared
         path.unlink()
     x = np.zeros((3010, 28, 28), np.uint8)
@@ -2441,21 +2441,21 @@ def test_a_pair_is_a_source_and_what_a_decoder_reads_and_says(name, tokenizer, p
 
 def test_files_of_your_own_fit_the_rows_of_a_model_or_are_cut_off(published, tmp_path, capsys):
     mine = put(tmp_path, 'mine.tsv', '0\tno\n1\tyes\n' * 9 + '1\t' + 'x' * 9999)
-    *_, meta = prepare.load(mine, str(tmp_path))
+    *_, meta = prepare.load_set(mine, str(tmp_path))
     assert meta.row == 1024 and meta.name.startswith('lines-mine-')
     assert '1 of 18 texts have more than 1024' in capsys.readouterr().out
     put(tmp_path, 'mine.tsv', '0\tno 1\n1\tno 2\n' * 10)
     for row in 1024, 32, 64, 1024:                              # of models of other rows
-        assert prepare.load(mine, str(tmp_path), like=dataclasses.replace(meta, row=row))[2].row == row
+        assert prepare.load_set(mine, str(tmp_path), like=dataclasses.replace(meta, row=row))[2].row == row
     name, _ = published('a.en:a.de.gz')
     like = Data('byte', 257, pad=256, source=16, row=32)
-    *_, meta = prepare.load(name, like=like)
+    *_, meta = prepare.load_set(name, like=like)
     assert meta.source == 16 and meta.row == 32 and meta.name.startswith('pairs-a-')
     assert '36 of 47 texts have more than 15 tokens' in capsys.readouterr().out
     with pytest.raises(ValueError, match='no test side'):
         prepare.test_side(name, like=like)
     name, flags = published('polarity')                         # a set by name, its file at hand
-    assert prepare.load(f'{name}:{flags["file"]}')[2].name.startswith('polarity-')
+    assert prepare.load_set(f'{name}:{flags["file"]}')[2].name.startswith('polarity-')
 
 @pytest.mark.parametrize('kind', ['byte', 'llama2', 'llama3'])
 def test_a_model_of_texts_reads_one_file_behind_the_other(kind, tmp_path):
@@ -2486,7 +2486,7 @@ def test_a_model_of_texts_that_learned_from_pairs_still_reads_texts(text, a_mode
     start = [f'--out={tmp_path}/out', '--threads=1']
     assert train.main([*start, f'--init={a_model("--rule=softmax")}', f'--data={":".join(both)}', '--steps=1']) == 0
     model = f'{tmp_path}/out/ckpt.safetensors'
-    assert prepare.load(text, like=load(model)[1]['data'])[2].name == prepare.load(text)[2].name
+    assert prepare.load_set(text, like=load(model)[1]['data'])[2].name == prepare.load_set(text)[2].name
     assert train.main([*start, '--resume', '--steps=2']) == 0
     assert train.main([f'--init={model}', f'--data={text}', f'--out={tmp_path}/next', '--steps=1']) == 0
 
@@ -2518,20 +2518,20 @@ def test_a_text_is_prepared_in_tokens_that_say_it_again_or_in_those_of_another(t
         monkeypatch.setitem(prepare.DATASETS, 'stdlib', entry)
     stdlib_is((train_side, val))
     root, new = str(tmp_path), put(tmp_path, 'new.txt', 'the quick lazy fox jumps\n' * 20)
-    *sides, meta = prepare.load('stdlib', root, tokenizer)
+    *sides, meta = prepare.load_set('stdlib', root, tokenizer)
     assert meta.name == folder and meta.tokenizer == tokenizer
     assert [vocabulary.decode(side, meta).encode() for side in sides] == [train_side, val]
-    assert prepare.load('stdlib', root, like=meta)[2] == meta
-    data, _, found = prepare.load(new, root, like=meta)
-    assert found.fits(meta) and 'the quick lazy fox jumps\n' in vocabulary.decode(data, found)
+    assert prepare.load_set('stdlib', root, like=meta)[2] == meta
+    data, _, found = prepare.load_set(new, root, like=meta)
+    assert found.has_tokens_of(meta) and 'the quick lazy fox jumps\n' in vocabulary.decode(data, found)
     if tokenizer == 'bpe:300':
         assert meta.json == vocabulary.learn_tokenizer(train_side, 300) and meta.vocab_size == 300
         assert len(sides[0]) < len(train_side) / 1.5
         other = dataclasses.replace(meta, json=vocabulary.learn_tokenizer(val, 300))       # another model's
-        assert prepare.load('stdlib', root, like=other)[2].name.startswith('stdlib-bpe-300-')
+        assert prepare.load_set('stdlib', root, like=other)[2].name.startswith('stdlib-bpe-300-')
         stdlib_is((train_side, b'\xff' + val))
         with pytest.raises(ValueError, match='utf-8'):
-            prepare.load('stdlib', root, 'bpe:301')
+            prepare.load_set('stdlib', root, 'bpe:301')
 
 STRANGE = ("It's so.\n\n  Then he...\nwent\ton, 1234567 \u2581 or\u3000so a\u0300 b; <s> not </s> a <|end|> "
            'caf\u00e9 \u0431\u044b\u043b \u0431\u044b \u4f60\u597d\u4e16\u754c\U0001f600 end \u00a0 x  y '
@@ -2641,7 +2641,7 @@ def test_an_encoder_learns_classes_says_them_and_is_converted(flags, threes, tmp
     assert train.main([f'--data={threes}', f'--out={tmp_path}', *(learn + flags).split()]) == 0
     path = tmp_path / 'ckpt.safetensors'
     model = load(path)[0].eval()
-    _, val, _ = prepare.load(threes)
+    _, val, _ = prepare.load_set(threes)
     x, y = torch.from_numpy(val.astype(int)).view(-1, 2, 7).unbind(1)
     alone = torch.cat([model(row[row != 9][None])[0] for row in x])         # without padding
     near(model(x)[0], alone, 1e-5)
@@ -2728,7 +2728,7 @@ def test_a_failed_write_leaves_the_old_files_or_a_set_to_be_made_anew(a_model, t
         with pytest.raises(ValueError, match='No space'):
             prepare.prepare(text, str(tmp_path))
     assert sorted(os.listdir(folder)) == ['train.bin', 'val.bin']
-    prepare.load(text, str(tmp_path))
+    prepare.load_set(text, str(tmp_path))
 
 def test_what_a_killed_save_leaves_is_where_the_next_run_finds_it(a_model, tmp_path, monkeypatch):
     """safetensors writes a hidden file beside its own, under a name that nobody knows."""
@@ -2893,7 +2893,7 @@ def test_bits_per_byte_count_every_token_but_the_first_once(tmp_path, capsys):
     one, in the last lines two of four have three."""
     text = put(tmp_path, 'text.txt', 'a b\n' * 950 + '\u6f22 \u5b57\n' * 40)
     folder = prepare.prepare(text, tokenizer='char')
-    _, val, meta = prepare.load(folder)
+    _, val, meta = prepare.load_set(folder)
     x = torch.from_numpy(val.astype(np.int64))
     model = GPT(Config(n_layer=1, n_head=1, n_embd=8, block_size=16)).eval()
     data = train.Rows(None, val, meta, 16, torch.device('cpu'))
@@ -2950,7 +2950,7 @@ def test_a_package_that_is_missing_is_named_before_any_work(text, tmp_path, caps
 
 def test_a_task_is_judged_by_its_rows(monkeypatch):
     """On the way by more of them than a text, as each has one target."""
-    _, val, data = prepare.load('recall-kept')
+    _, val, data = prepare.load_set('recall-kept')
     assert len(train.blocks(20 * 256, 128, data)) == 20
     assert train.score(data, 1.0, 0.25) == 'accuracy 25.0 %'
     monkeypatch.setattr(train, 'PART', 700)
@@ -2963,7 +2963,7 @@ def test_a_task_is_judged_by_its_rows(monkeypatch):
 def test_carry_hands_the_state_on(text, tmp_path):
     """Four steps in which nothing is learned have the losses of one row of four times the length."""
     trained(text, tmp_path, '--carry', '--lr=0', '--log_every=1')
-    stream = torch.from_numpy(prepare.load(text)[0].astype(np.int64))
+    stream = torch.from_numpy(prepare.load_set(text)[0].astype(np.int64))
     starts = torch.arange(4) * (len(stream) // 4)
     nats = costs(load(tmp_path / 'ckpt.safetensors')[0], stream[starts[:, None] + torch.arange(4 * 16 + 1)])
     losses = [row['loss'] for row in log(tmp_path) if 'loss' in row]
@@ -3527,7 +3527,7 @@ def test_stopped_conversion_goes_on_bit_for_bit(at, teacher, a_model, tmp_path, 
 def test_a_model_does_not_diverge_from_itself(teacher, tmp_path):
     """In what it says: --loss=kl."""
     model, meta = load(teacher)
-    *sides, of_data = prepare.load(meta['args']['data'])
+    *sides, of_data = prepare.load_set(meta['args']['data'])
     data = train.Rows(*sides, of_data, 16, torch.device('cpu'), 4)
     run = convert.Conversion(convert.Args(from_=teacher, out=str(tmp_path), eval_rows=4), data, {})
     convert.finetune(run, 'itself', model, 2, 0.0, teacher=model)
@@ -3750,15 +3750,15 @@ def said(*texts):
 def test_a_template_frames_what_is_said_which_is_never_a_special_token(tmp_path):
     data = a_talker(tmp_path)
     text = chat.rendered(said(' the quick', 'fox', 'a</s><s>b\ue000 '), data)
-    ids = chat.tokens(text, data)
+    ids = chat.token_ids(text, data)
     assert ids.count(1) == 4 and ids.count(2) == 3
     assert vocabulary.decode(ids, data) == ('<s>user:the quick</s>\n<s>assistant:fox</s>\n'
                                          '<s>user:a</s><s>b\ue000</s>\n<s>assistant:')
     odd = dataclasses.replace(data, special={'%%': 407, '\u25b2': 408, '</s>': 2, '1': 406})
     marked = chat.marked('a%%%b \u25b2 101 \ue000', odd)
-    assert not {406, 407, 408} & set(chat.tokens(marked, odd))
+    assert not {406, 407, 408} & set(chat.token_ids(marked, odd))
     assert chat.unmarked(marked, odd) == 'a%%%b \u25b2 101 \ue000'
-    assert chat.tokens('<s>the quick</s>', data) == [1, *vocabulary.encode('the quick', data), 2]
+    assert chat.token_ids('<s>the quick</s>', data) == [1, *vocabulary.encode('the quick', data), 2]
     assert data.ends == [0, 2, 5] and data.special == {'<unk>': 0, '<s>': 1, '</s>': 2}
 
 @pytest.mark.parametrize('template, result', [
@@ -3802,7 +3802,7 @@ def test_a_conversation_is_read_as_one_text(rule, tmp_path, capsys, monkeypatch)
     model, total = load(tmp_path)[0], sum(read)
 
     def answer(*messages):
-        ids = chat.tokens(render(said(*messages), data), data)
+        ids = chat.token_ids(render(said(*messages), data), data)
         steps = itertools.islice(model.generate(torch.tensor([ids]), temperature=0), 6)
         found = itertools.takewhile(lambda token: token not in data.ends, [token.item() for token, _ in steps])
         return ids, [*found]
@@ -3870,14 +3870,14 @@ def test_what_a_folder_says_goes_the_whole_way(tmp_path, capsys):
     (model, meta), (again, _) = load(tmp_path / 'a'), load(tmp_path / 'c')
     close(dict(again.state_dict()), dict(model.state_dict()), 0)
     found = load(tmp_path / 'b' / 'ckpt.safetensors')[1]['data']
-    assert all(getattr(found, name) == getattr(data, name) for name in TRAVELS) and found.fits(meta['data'])
+    assert all(getattr(found, name) == getattr(data, name) for name in TRAVELS) and found.has_tokens_of(meta['data'])
     assert train.main([f'--init={tmp_path}/a', f'--out={tmp_path}/d', '--layers=tova,softmax', *run]) == 0
     swapped = tmp_path / 'd' / 'ckpt.safetensors'
     err = refused(capsys, convert.main, f'--from={swapped}', f'--export={tmp_path}/e')
     assert 'sample.py and model.load read others' in err and not (tmp_path / 'e').exists()
     converted(tmp_path / 'a', tmp_path / 'f', f'--data={mine}', '--recipe=t2r', '--controls=false')
     assert f'python sample.py --init={tmp_path}/f/ckpt.safetensors --chat\n' in capsys.readouterr().out
-    assert load(tmp_path / 'f' / 'ckpt.safetensors')[1]['data'].fits(data)
+    assert load(tmp_path / 'f' / 'ckpt.safetensors')[1]['data'].has_tokens_of(data)
 
 @pytest.mark.parametrize('flags', [dict(rule=rule, cache=8) for rule in RULES] + [
     dict(rule='window', cache=4, overflow='sum:hedgehog'), dict(rule='softmax', causal=False, classes=3, patch=2)],
@@ -3961,7 +3961,7 @@ def test_real_answers_are_those_of_transformers():
     model, meta = load(f'{REAL}/smollm2')
     for text in SAID:
         wanted = tokenizer.apply_chat_template(said(text), add_generation_prompt=True, return_dict=True)['input_ids']
-        assert chat.tokens(chat.rendered(said(text), meta['data']), meta['data']) == wanted
+        assert chat.token_ids(chat.rendered(said(text), meta['data']), meta['data']) == wanted
         row = torch.tensor([wanted])
         theirs_says = theirs.generate(row, do_sample=False, max_new_tokens=16)[0, len(wanted):].tolist()
         says = [token.item() for token, _ in itertools.islice(model.generate(row, temperature=0), len(theirs_says))]
@@ -4124,7 +4124,7 @@ def test_bench_reads_far_with_few_rows_and_says_what_that_costs(a_model, text, t
     path, delta = a_model('--rule=softmax', '--pos=rope', steps=40), a_model('--rule=delta')
     run = '--lengths=70', f'--init={path}', '--only=softmax,tova compressed,sink', f'--beside={delta}'
     rows = ran(tmp_path, 'far', *run)
-    tokens = torch.from_numpy(prepare.load(text)[1][:71].astype(int))[None]
+    tokens = torch.from_numpy(prepare.load_set(text)[1][:71].astype(int))[None]
     models = {'softmax': load(path)[0], f'delta: {delta}': load(delta)[0]}
     models['sink'] = load(path, rule='sink', cache=2, sinks=1)[0]
     models['tova compressed'] = load(path, rule='tova', cache=2, positions='compress')[0]
@@ -4173,7 +4173,7 @@ def test_bench_transfers_maps_to_another_text(a_model, text, tmp_path, in_proces
         args = found['args']
         assert [args[name] for name in ('learn', 'loss', 'faster')] == ['new', 'next', 1]
         used.add(args['data'])
-        val = torch.from_numpy(prepare.load(args['data'])[1].astype(int))
+        val = torch.from_numpy(prepare.load_set(args['data'])[1].astype(int))
         begin = train.blocks(len(val) - (len(val) - 1) % 16, 16, {}, 4)
         tokens = torch.stack([val[i:i + 16] for i in begin])
         wanted = [layer['KL to teacher'] for layer in found['layers'][-2:]]         # of the last stage
@@ -4199,7 +4199,7 @@ def test_bench_looks_at_the_maps_of_an_encoder(a_model, tmp_path, in_process, ca
     refusal = refused(capsys, convert.main, f'--from={path}', f'--data={other}')
     assert f'--data={other}: 4 classes, but {path} knows 3' in refusal
     x, _, data, _ = bench.a_text(bench.Args(device='cpu'), path, load(path)[1], 32, 2, other)
-    val = prepare.load(other, like=load(path)[1]['data'])[1].reshape(-1, 2, data.row)[:, 0]
+    val = prepare.load_set(other, like=load(path)[1]['data'])[1].reshape(-1, 2, data.row)[:, 0]
     read = ''.join(vocabulary.decode(row[row != data.pad].tolist(), data) for row in val)
     assert vocabulary.decode(x[0].tolist(), data) == read[:32] and ' and ' in read[:32]
 
@@ -4314,7 +4314,7 @@ def test_bench_a_carried_window_reads_on(text, tmp_path, in_process):
     row, = ran(tmp_path, 'language', f'--data={text}', '--steps=2', '--only=window carry')
     found = {cache: float(row[f'with {cache}']) for cache in (8, 128)}
     path, = (tmp_path / 'language').glob('window-*/ckpt.safetensors')
-    val = torch.from_numpy(prepare.load(text)[1].astype('int64'))[None, :2048]
+    val = torch.from_numpy(prepare.load_set(text)[1].astype('int64'))[None, :2048]
     for cache, carried in found.items():                        # all at once
         nats = costs(load(path, cache=cache)[0], val).mean().item()
         assert carried == pytest.approx(nats / math.log(2), rel=1e-4)
@@ -4324,7 +4324,7 @@ def test_bench_cache_counts_every_token_and_with_room_for_all_is_softmax(a_model
     ckpt = a_model('--rule=softmax')
     lines = bench.SUITES['cache'].lines
     rows = ran(tmp_path, 'cache', f'--init={ckpt}', '--lengths=5,16', f'--only={",".join(lines)}')
-    val = torch.from_numpy(prepare.load(text)[1].astype('int64'))
+    val = torch.from_numpy(prepare.load_set(text)[1].astype('int64'))
     pieces = torch.stack([val[i:i + 16] for i in torch.linspace(0, len(val) - 17, 16).long().tolist()])
     model = load(ckpt)[0]
     base = costs(model, pieces)
@@ -4370,7 +4370,7 @@ class FromTheEnd(torch.nn.Module):
 def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkeypatch):
     """Of a model of which it is known what it answers, read in segments, and of one with few rows."""
     folder = prepare.prepare('facts-256', file=few_facts)
-    _, val, meta = prepare.load(folder)
+    _, val, meta = prepare.load_set(folder)
     vocab = meta.vocab_size
     model, few = FromTheEnd(128, vocab), Mock(side_effect=[FromTheEnd(128, vocab), FromTheEnd(192, vocab)])
     monkeypatch.setattr(bench, 'load', lambda *_: (model, {}))
@@ -4615,22 +4615,22 @@ def test_downloads_end_whole_or_not_at_all(fault, times, hits, tmp_path, monkeyp
         entry = prepare.DATASETS['trec']._replace(files=known, urls=[address])
         monkeypatch.setitem(prepare.DATASETS, 'trec', entry)
         if times < 99:
-            prepare.load('trec', str(tmp_path))
+            prepare.load_set('trec', str(tmp_path))
             assert {base: (tmp_path / 'trec' / base).read_bytes() for base in bodies} == bodies
-            assert prepare.load('trec-16', str(tmp_path))[2].row == 16
+            assert prepare.load_set('trec-16', str(tmp_path))[2].row == 16
             assert len(asked) == hits + 1
             (tmp_path / 'trec' / next(iter(bodies))).write_bytes(b'1 What ?')
             with pytest.raises(ValueError, match='which is not the file of trec: sha256 is'):
                 prepare.prepare('trec', str(tmp_path))
         else:
             with pytest.raises(ValueError, match='by hand') as e:
-                prepare.load('trec', str(tmp_path))
+                prepare.load_set('trec', str(tmp_path))
             place = tmp_path / 'trec' / next(iter(bodies))
             assert f'{address}/{place.name}: ' in str(e.value) and str(place) in str(e.value)
             assert '\n' not in str(e.value) and len(asked) == hits
             assert not list(tmp_path.rglob('*.*'))
     with pytest.raises(ValueError, match='by hand'):                # nobody answers
-        prepare.load('trec', str(tmp_path / 'down'))
+        prepare.load_set('trec', str(tmp_path / 'down'))
 
 @slow
 def test_soak_kill_9_leaves_a_checkpoint_that_loads(tmp_path):

@@ -56,7 +56,7 @@ PRETRAINED_LR = .03         # divided by the width, of one from the hub: LR woul
 PRETRAINED_ROW = 512        # at most, without --block_size: it may know many more positions
 OFTEN = 'data rule phi init steps batch_size lr n_layer n_head n_embd block_size out resume'  # in --help
 LOGITS = 2 ** 26    # that many in memory at a time, 256 MB; on a GPU more, see `logits_at_once`
-TOKENS = 2 ** 15    # an evaluation reads at most so many at a time
+TOKENS_AT_ONCE = 2 ** 15    # an evaluation reads at most so many at a time
 POOL = 32           # pairs are drawn for this many steps at once, then sorted: similar lengths share a step
 SAMPLE = 400        # tokens in the sample at the end
 PROMPTS = {'stdlib': 'class '}                  # how the sample at the end begins, per data set
@@ -287,7 +287,7 @@ class Rows:
         carried: read row by row, each from the final state of the last. label: begins the progress bar"""
         if begin is None:
             begin = blocks(len(self.val), self.T, self.meta)
-        tokens = min(TOKENS, logits_at_once(self.device) // self.meta.vocab_size)
+        tokens = min(TOKENS_AT_ONCE, logits_at_once(self.device) // self.meta.vocab_size)
         many = 1 if carried else max(1, min(32, tokens // self.T))              # rows at a time
         if self.world > 1:
             for b in model.buffers():                       # all use the first process's random features
@@ -457,7 +457,7 @@ def pretrained(args, given, given_model):
         data.row = 0
     args.data = given.get('data') or prepare.trained_on(meta) or args.data
     args.row = row or model.config.block_size
-    if data.pretrained:
+    if data.from_hub:
         args.row = row or min(args.row, PRETRAINED_ROW)
         args.lr = given.get('lr', PRETRAINED_LR / model.config.n_embd)
         args.val_tokens = given.get('val_tokens', PART)
@@ -483,7 +483,7 @@ def resumed(out, given, given_model):
 def texts_of(args, of_model):
     """-> training and validation tokens, their Data. of_model: that of the model's file; None: there is no model
     yet. What it says of conversations stays."""
-    train, val, meta = prepare.load(args.data, tokenizer=args.tokenizer, like=of_model)
+    train, val, meta = prepare.load_set(args.data, tokenizer=args.tokenizer, like=of_model)
     if of_model:
         meta = dataclasses.replace(meta, **{name: getattr(of_model, name) for name in TRAVELS})
     if args.val_tokens:
@@ -491,7 +491,7 @@ def texts_of(args, of_model):
     return train, val, meta
 
 
-def mistakes(args, config, data, model):
+def cannot_go_together(args, config, data, model):
     """Pairs (is it wrong?, message) for `refuse`: flags, data and model that do not fit together."""
     meta = data.meta
     of = f'--data={args.data}'
@@ -550,7 +550,7 @@ def built(args, config, data, weights):
     of_data = {name: getattr(data.meta, name) for name in OF_DATA}
     longest = max(data.T, config.block_size) if weights else data.T     # keep all learned positions
     model = GPT(dataclasses.replace(config, block_size=longest, **of_data)).to(data.device)
-    refuse(mistakes(args, config, data, model))
+    refuse(cannot_go_together(args, config, data, model))
     forms = pick_forms(args.impl)
     if args.compile:                    # TorchDynamo cannot trace Triton, nor how its kernels are tried
         forms = forms._replace(recurrence=torch.compiler.disable(forms.recurrence))
@@ -711,7 +711,7 @@ def show(model, data, args):
             say(f'> {vocabulary.decode(tokens[0].tolist(), meta)}')
     if meta.kind == 'text':
         beginning = vocabulary.encode(PROMPTS.get(args.data, ''), meta)
-        if meta.pretrained:                                 # an empty text would tell nothing
+        if meta.from_hub:                                 # an empty text would tell nothing
             beginning = data.val[:16].tolist()
         prompt = torch.tensor([vocabulary.with_bos(beginning, meta)], device=data.device)
         draw = torch.Generator(data.device).manual_seed(0)

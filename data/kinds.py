@@ -47,7 +47,7 @@ class Data:
     labels: list = field(default_factory=list)      # names of its classes
 
     @classmethod
-    def of(cls, raw, where):
+    def from_dict(cls, raw, where):
         """The description in a file. ValueError, beginning with `where`, for one of another version."""
         try:
             return cls(**raw)
@@ -77,12 +77,12 @@ class Data:
         return 'task' if self.pad is None else 'pairs'
 
     @property
-    def joined(self):
+    def is_joined(self):
         """Whether these are pairs that were joined into texts: then their padding is a line end."""
         return self.pad is not None and not (self.classes or self.source)
 
     @property
-    def pretrained(self):
+    def from_hub(self):
         """Whether it came with a model of the hub."""
         return self.files is not None
 
@@ -91,7 +91,7 @@ class Data:
         """How many numbers of a .bin file a row takes: inputs, then targets. A text has no rows: 1"""
         return 2 * self.row or 1
 
-    def fits(self, like):
+    def has_tokens_of(self, like):
         """Whether these are the tokens, and rows as long, as `like` has them. What it leaves open fits."""
         absent = Data('')
         for name in OF_TOKENS:
@@ -100,7 +100,7 @@ class Data:
                 return False
         return True
 
-    def in_words(self):
+    def summary(self):
         """For messages: tokens and rows."""
         absent = Data('')
         names = [name for name in OF_TOKENS if name not in TABLES and getattr(self, name) != getattr(absent, name)]

@@ -11,7 +11,7 @@
     python data/prepare.py mine.tsv                      # your own lines: a label from 0, a tab, a text
     python data/prepare.py a.en:a.de                     # sentences, and their translations line by line
 
-You need not run these commands first: train.py prepares a missing set itself (`load`). The format:
+You need not run these commands first: train.py prepares a missing set itself (`load_set`). The format:
 
     {train,val}.bin   flat array of token ids: uint8, uint16 or uint32, no header; some sets have test.bin
     meta.json         the fields of kinds.Data that are not the default: tokens, rows and, per side (train, val,
@@ -94,7 +94,7 @@ def local_text(path):
 
 # ---- the sets ----------------------------------------------------------------------------------------------
 
-HUB = 'https://huggingface.co'                                  # the variable HF_ENDPOINT replaces it
+HF_SITE = 'https://huggingface.co'                                  # the variable HF_ENDPOINT replaces it
 WIKI = functools.partial(tasks.named, names=['wiki.train.raw', 'wiki.valid.raw'])
 DATASETS = {
     'stdlib': Set("the .py files of Python's standard library, 12 MB", 'text', stdlib),
@@ -105,11 +105,11 @@ DATASETS = {
     'wikitext2': Set(
         'WikiText-2 raw, 11 MB, CC BY-SA', 'text', WIKI, 'gpt2', files={
             'wikitext-2-raw-v1.zip': 'ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11'},
-        urls=('https://wikitext.smerity.com', f'{HUB}/datasets/ggml-org/ci/resolve/main')),
+        urls=('https://wikitext.smerity.com', f'{HF_SITE}/datasets/ggml-org/ci/resolve/main')),
     'wikitext103': Set(
         'WikiText-103 raw, 540 MB, CC BY-SA', 'text', WIKI, 'gpt2', files={
             'wikitext-103-raw-v1.zip': '91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794'},
-        urls=('https://wikitext.smerity.com', f'{HUB}/datasets/mattdangerw/wikitext-103-raw/resolve/main')),
+        urls=('https://wikitext.smerity.com', f'{HF_SITE}/datasets/mattdangerw/wikitext-103-raw/resolve/main')),
     **tasks.SETS,
 }
 OWN_FILES = {       # a folder's name begins with its kind, so kinds never collide
@@ -184,7 +184,7 @@ def kept_in(here, name):
 
 def endpoint():
     """The address of the hub, without a final slash."""
-    return (os.environ.get('HF_ENDPOINT') or HUB).rstrip('/')
+    return (os.environ.get('HF_ENDPOINT') or HF_SITE).rstrip('/')
 
 
 def fetch(name, entry, root=None, file=None):
@@ -199,7 +199,7 @@ def fetch(name, entry, root=None, file=None):
     paths = []
     for base, sha256 in entry.files.items():
         path = file or os.path.join(folder, base)
-        links = [f'{site}/{base}'.replace(HUB, endpoint()) for site in entry.urls]
+        links = [f'{site}/{base}'.replace(HF_SITE, endpoint()) for site in entry.urls]
         if not file and not os.path.exists(path):
             files.download(links, path, sha256=sha256)
         files.check_file(path, f'delete or replace {path}, which is not the file of {name}', sha256=sha256)
@@ -242,13 +242,13 @@ def place(name, root=None, like=None):
 def described(folder):
     """What the meta.json of a prepared folder says. OSError or ValueError if it is missing or broken"""
     path = os.path.join(folder, 'meta.json')
-    return Data.of(json.loads(files.read_file(path)), path)
+    return Data.from_dict(json.loads(files.read_file(path)), path)
 
 
 def holds(folder, like):
     """Whether a set with the tokens and rows of `like` is prepared in a folder."""
     with contextlib.suppress(OSError, ValueError):
-        return described(folder).fits(like)
+        return described(folder).has_tokens_of(like)
 
 
 def usual_folder(name, entry, tokenizer):
@@ -311,7 +311,7 @@ def cannot_be_in(wish, entry, name):
 # ---- the ways to make a set: (entry, paths, meta, wish) -> arrays of tokens per side -------------------------
 # wish: the tokens and rows of a model, if it is for one. meta gets all that the files will say of them.
 
-def texts_of(entry, paths, meta, wish):
+def plain_text(entry, paths, meta, wish):
     """A text is one array of tokens."""
     sides = entry.make(*paths)
     vocabulary.learn_tokens(sides, meta)
@@ -365,7 +365,7 @@ def paired(entry, paths, meta, wish):
     return tasks.to_rows(rows, entry, meta)
 
 
-def joined(entry, paths, meta, wish):
+def joined_rows(entry, paths, meta, wish):
     """Like `paired`, but for a model that reads both texts as one. A row is a source, a line end, its
     translation (or summary) and a line end. The targets are everything after the first line end. Sources that
     are too long are cut off; translations only where they are longer than half a row."""
@@ -388,8 +388,8 @@ def joined(entry, paths, meta, wish):
     return tasks.to_rows(rows, entry, meta)
 
 
-WAYS = {'text': texts_of, 'generated': generated, 'facts': facts_in_text, 'pictures': pictures,
-        'labels': labelled, 'pairs': paired, 'joined': joined}
+WAYS = {'text': plain_text, 'generated': generated, 'facts': facts_in_text, 'pictures': pictures,
+        'labels': labelled, 'pairs': paired, 'joined': joined_rows}
 
 
 def fitted(sides, meta, most, given, step, more=0):
@@ -453,7 +453,7 @@ def save_set(folder, meta, sides):
 
 # ---- load --------------------------------------------------------------------------------------------------
 
-def load(name, root=None, tokenizer=None, like=None):
+def load_set(name, root=None, tokenizer=None, like=None):
     """-> train, val, Data of a set. name: a set, a local text file or a prepared folder.
 
     train and val are read-only memory maps. A missing set is prepared, with `tokenizer` or, if `like` is
@@ -461,7 +461,7 @@ def load(name, root=None, tokenizer=None, like=None):
     tokens, or if `tokenizer` contradicts `like`. root: the folder of all sets; None: this file's folder
     """
     if like and tokenizer and like.tokenizer != tokenizer:
-        raise ValueError(f'--tokenizer={tokenizer}: the tokens are those of the model ({like.in_words()}); '
+        raise ValueError(f'--tokenizer={tokenizer}: the tokens are those of the model ({like.summary()}); '
                          'leave it out')
     if tokenizer:
         like = like or Data(tokenizer)
@@ -478,9 +478,9 @@ def load(name, root=None, tokenizer=None, like=None):
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
         remedy = 'prepare it anew' if folder == name else f'delete {folder} to have it made anew'
         raise ValueError(f'{path} or its .bin files are broken ({type(e).__name__}: {e}); {remedy}') from None
-    if like and not meta.fits(like):
-        raise ValueError(f'--data={name}: not in the tokens wanted ({like.in_words()}), but in others '
-                         f'({meta.in_words()}); {remedy_for(meta, like)}')
+    if like and not meta.has_tokens_of(like):
+        raise ValueError(f'--data={name}: not in the tokens wanted ({like.summary()}), but in others '
+                         f'({meta.summary()}); {remedy_for(meta, like)}')
     if meta.json:
         vocabulary.subwords(meta.json)                          # may fail, so before training
     return train, val, meta
@@ -498,8 +498,8 @@ def remedy_for(meta, like):
 
 
 def test_side(name, like=None):
-    """-> test, Data of a set with a test side, for the final report. Prepared as in `load`."""
-    _, _, meta = load(name, like=like)
+    """-> test, Data of a set with a test side, for the final report. Prepared as in `load_set`."""
+    _, _, meta = load_set(name, like=like)
     if meta.test is None:
         raise ValueError(f'--data={name}: there is no test side, only {" and ".join(SIDES)}; take another '
                          'set, such as multi30k, or report on the validation side')
@@ -542,7 +542,7 @@ def for_model(source, meta, name, row):
     name = name or trained_on(meta)
     if not name:
         raise ValueError(f'{source} does not say what it was trained on: give --data, such as a text file')
-    train, val, data = load(name, like=meta['data'])
+    train, val, data = load_set(name, like=meta['data'])
     if data.row > row:
         raise ValueError(f'--data={name}: its rows have {data.row} tokens, more than {row}; give '
                          f'--row={data.row} if {source} knows as many, or shorter texts')
@@ -571,7 +571,7 @@ def main(argv):
     args = Args(**given)
     if find_set(name) or not os.path.isdir(name):
         prepare(name, None, args.tokenizer, args.file)
-    train, val, meta = load(name, tokenizer=args.tokenizer)
+    train, val, meta = load_set(name, tokenizer=args.tokenizer)
     unit = f'rows of {meta.row:,} tokens' if meta.row else 'tokens'
     print(f'{len(train) // meta.step:,} training and {len(val) // meta.step:,} validation {unit}, vocabulary '
           f'{meta.vocab_size:,}')

@@ -196,7 +196,7 @@ def source_rows(texts, meta):
 
 def decode(tokens, meta):
     """Token ids -> text, without padding. Bytes that are not UTF-8 become replacement characters."""
-    pad = None if meta.joined else meta.pad
+    pad = None if meta.is_joined else meta.pad
     tokens = [int(t) for t in tokens if t != pad]
     wrong = [t for t in tokens if t not in range(meta.vocab_size)]
     if wrong:

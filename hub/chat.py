@@ -2,7 +2,7 @@
 
     data.update(of_folder('FOLDER', data, 2))           # they stay with the tokens' description
     text = rendered([{'role': 'user', 'content': 'Hi'}], data)          # what the template makes of it
-    ids = tokens(text, data)
+    ids = token_ids(text, data)
 
 A template is a program in Jinja that comes with the model. It runs in Jinja's sandbox.
 
@@ -14,7 +14,7 @@ import json
 import re
 
 from data import vocabulary
-from hub.texts import TEMPLATE, TOKENS, added_tokens, as_object, named
+from hub.texts import TEMPLATE, TOKENIZER_CONFIG, added_tokens, as_object, named_tokens
 
 PRIVATE = 0xf0000       # from here on, characters mean nothing in any text
 MARKS = f'[{chr(PRIVATE)}-{chr(PRIVATE + 0xfffd)}]'
@@ -64,7 +64,7 @@ def rendered(messages, data):
         trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols', Generation])
     env.filters['tojson'] = tojson
     env.globals.update(raise_exception=raise_exception, strftime_now=datetime.datetime.now().strftime)
-    names = named(as_object((data.files or {}).get(TOKENS, '{}'), TOKENS))
+    names = named_tokens(as_object((data.files or {}).get(TOKENIZER_CONFIG, '{}'), TOKENIZER_CONFIG))
     messages = [{**message, 'content': marked(message['content'], data)} for message in messages]
     try:
         template = env.from_string(data.template)
@@ -73,7 +73,7 @@ def rendered(messages, data):
         raise ValueError(f'the chat template does not take these messages: {type(e).__name__}: {e}') from None
 
 
-def tokens(text, data):
+def token_ids(text, data):
     """Token ids of a rendered text."""
     words = longest_first(data)
     if not words or not re.search(MARKS, text):     # then the template alone has special tokens

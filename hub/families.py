@@ -33,7 +33,7 @@ SIZES = {'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads', 'n_emb
          'n_inner': 'intermediate_size'}
 
 
-OF_TEXTS = {**SIZES, 'vocab_size': 'vocab_size', 'block_size': 'max_position_embeddings'}
+TEXT_SIZES = {**SIZES, 'vocab_size': 'vocab_size', 'block_size': 'max_position_embeddings'}
 NO = (False, None)
 QUANTISED = 'quantised weights are not read; take those in float32, float16 or bfloat16'
 FAMILIES = {
@@ -65,7 +65,7 @@ FAMILIES = {
                'blocks.{i}.down.weight': 'model.layers.{i}.mlp.down_proj.weight',
                'norm.weight': 'model.norm.weight',
                'head.weight': 'lm_head.weight'},
-        entries={**OF_TEXTS, 'n_kv_head': 'num_key_value_heads', 'eps': 'rms_norm_eps', 'theta': 'rope_theta',
+        entries={**TEXT_SIZES, 'n_kv_head': 'num_key_value_heads', 'eps': 'rms_norm_eps', 'theta': 'rope_theta',
                  'tied': 'tie_word_embeddings'},
         usual={'block_size': 2048, 'n_kv_head': 0, 'eps': 1e-6, 'theta': 1e4, 'tied': False},
         config={**DECODER, 'pos': 'rope', 'act': 'swiglu', 'bias': False, 'rms': True},
@@ -82,7 +82,7 @@ FAMILIES = {
                'blocks.{i}.down.{p}': 'bert.encoder.layer.{i}.output.dense.{p}',
                'pooler.{p}': 'bert.pooler.dense.{p}',
                'head.{p}': 'classifier.{p}'},
-        entries={**OF_TEXTS, 'pad': 'pad_token_id', 'eps': 'layer_norm_eps'},
+        entries={**TEXT_SIZES, 'pad': 'pad_token_id', 'eps': 'layer_norm_eps'},
         usual={'block_size': 512, 'pad': 0, 'eps': 1e-12},
         config={**ENCODER, 'post_norm': True, 'pooler': True, 'patch': 0, 'cls': False},
         known={'hidden_act': ('gelu',), 'position_embedding_type': ('absolute',), 'is_decoder': NO,

@@ -22,7 +22,7 @@ from cli.flags import plural
 from cli.weights import mapped_tensors, write_safetensors
 from data.kinds import Data
 from hub.families import (FAMILIES, QUANTISED, TYPES, family_of, kind_and_config, names, parts, published)
-from hub.texts import FILES, KEPT, OLDER, TOKENIZER, add_texts, as_the_hub, parsed, tokenizer_of
+from hub.texts import CHAT_FILES, TOKENIZER_FILES, OLDER, TOKENIZER, add_texts, as_the_hub, parsed, tokenizer_of
 
 # ---- folders in the hub's layout ---------------------------------------------------------------------------
 
@@ -191,15 +191,15 @@ def to_folder(folder, tensors, config, data):
         raw['type_vocab_size'] = 2
         theirs[TYPES] = torch.zeros(2, config['n_embd'])
     os.makedirs(folder, exist_ok=True)
-    for name in WHOLE, 'config.json', *FILES, *KEPT:
+    for name in WHOLE, 'config.json', *CHAT_FILES, *TOKENIZER_FILES:
         files.refuse_irregular(os.path.join(folder, name))
     with tempfile.TemporaryDirectory(dir=folder) as made:
         write_safetensors(os.path.join(made, WHOLE), theirs, {'format': 'pt'})
-        for name in FILES + KEPT:
+        for name in CHAT_FILES + TOKENIZER_FILES:
             if name in texts:
                 files.write_file(os.path.join(made, name), [texts[name].encode()])
         files.write_json(os.path.join(made, 'config.json'), raw)
-        for name in 'config.json', *FILES, *KEPT:     # of the old model
+        for name in 'config.json', *CHAT_FILES, *TOKENIZER_FILES:     # of the old model
             with contextlib.suppress(FileNotFoundError):
                 os.remove(os.path.join(folder, name))
         for name in sorted(os.listdir(made), key='config.json'.__eq__):         # that one last
@@ -208,7 +208,7 @@ def to_folder(folder, tensors, config, data):
 
 # ---- the hub -----------------------------------------------------------------------------------------------
 
-HUB = {'gpt2': 'openai-community/gpt2', 'bert-base-uncased': 'google-bert/bert-base-uncased'}   # short names
+SHORT_NAMES = {'gpt2': 'openai-community/gpt2', 'bert-base-uncased': 'google-bert/bert-base-uncased'}   # short names
 WHOLE = 'model.safetensors'
 INDEX = f'{WHOLE}.index.json'
 PIXELS = 'preprocessor_config.json'
@@ -227,16 +227,16 @@ def folder_of(source, revision):
 
 
 def hub(name, revision='main'):
-    """The folder of a model on the hub, OWNER/NAME or one of `HUB`; it is downloaded once. The variables of
+    """The folder of a model on the hub, OWNER/NAME or one of `SHORT_NAMES`; it is downloaded once. The variables of
     huggingface_hub hold: HF_HOME, HF_TOKEN, HF_ENDPOINT."""
     try:
         import huggingface_hub                              # it comes with tokenizers
     except ImportError:
         raise ValueError(f'{name}: no such file or folder, and to ask the hub needs a package that is not '
                          'here: pip install tokenizers') from None
-    wanted = ['config.json', '*.safetensors', INDEX, PIXELS, *FILES, *KEPT]
+    wanted = ['config.json', '*.safetensors', INDEX, PIXELS, *CHAT_FILES, *TOKENIZER_FILES]
     try:
-        return huggingface_hub.snapshot_download(HUB.get(name, name), revision=revision, allow_patterns=wanted)
+        return huggingface_hub.snapshot_download(SHORT_NAMES.get(name, name), revision=revision, allow_patterns=wanted)
     except (huggingface_hub.errors.HfHubHTTPError, huggingface_hub.errors.LocalEntryNotFoundError, OSError) as e:
         raise ValueError(f'{name}: {" ".join(str(e).split())[:200]}') from None
 

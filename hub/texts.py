@@ -14,12 +14,12 @@ from data import vocabulary
 from data.kinds import Data
 
 
-TOKENS = 'tokenizer_config.json'
+TOKENIZER_CONFIG = 'tokenizer_config.json'
 TEMPLATE = 'chat_template.jinja'
-ENDS = 'generation_config.json'
-FILES = TOKENS, TEMPLATE, ENDS
-KEPT = 'tokenizer.json', 'vocab.json', 'merges.txt'     # with these, an export gives them back as they were
-TOKENIZER, *OLDER = KEPT            # the older two stood together for the first
+GENERATION_CONFIG = 'generation_config.json'
+CHAT_FILES = TOKENIZER_CONFIG, TEMPLATE, GENERATION_CONFIG
+TOKENIZER_FILES = 'tokenizer.json', 'vocab.json', 'merges.txt'     # with these, an export gives them back as they were
+TOKENIZER, *OLDER = TOKENIZER_FILES            # the older two stood together for the first
 def parsed(path, name, use):
     """Read a JSON file -> use(its content). ValueError if it is broken, or has content that `use` cannot
     read. name: of the file, for messages"""
@@ -97,9 +97,9 @@ def add_texts(folder, data, config_ends):
     """Add to data what a folder says of conversations: its template, special tokens, ends of text, and its
     files. config_ends: eos_token_id of its config.json"""
     data.files = {}
-    names = FILES + KEPT
+    names = CHAT_FILES + TOKENIZER_FILES
     if data.json and os.path.exists(os.path.join(folder, TOKENIZER)):
-        names = FILES                                           # data has the tokenizer already, as `json`
+        names = CHAT_FILES                                           # data has the tokenizer already, as `json`
     for name in names:
         path = os.path.join(folder, name)
         if os.path.exists(path):
@@ -111,13 +111,13 @@ def add_texts(folder, data, config_ends):
         if token.get('special'):                                # others are words, which texts may have
             special[token['content']] = token['id']
     data.special = {word: i for word, i in special.items() if word and i < data.vocab_size}
-    about, generation = (as_object(data.files.get(name, '{}'), name) for name in (TOKENS, ENDS))
+    about, generation = (as_object(data.files.get(name, '{}'), name) for name in (TOKENIZER_CONFIG, GENERATION_CONFIG))
     template = data.files.get(TEMPLATE) or about.get('chat_template') or ''
     if isinstance(template, list):                              # several, by name
         template = {one.get('name'): one.get('template') for one in template}.get('default', '')
     data.template = template
     ends = []
-    for some in config_ends, generation.get('eos_token_id'), data.special.get(named(about).get('eos_token')):
+    for some in config_ends, generation.get('eos_token_id'), data.special.get(named_tokens(about).get('eos_token')):
         ends += some if isinstance(some, list) else [some]
     data.ends = sorted({i for i in ends if type(i) is int and 0 <= i < data.vocab_size})
 
@@ -135,7 +135,7 @@ def as_object(text, name):
         raise ValueError(f'{name}: {e}; get it anew') from None
 
 
-def named(about):
+def named_tokens(about):
     """The special tokens that a tokenizer_config.json names: {'bos_token': '<s>', ...}"""
     words = {}
     for name, word in about.items():
