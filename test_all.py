@@ -771,25 +771,21 @@ def test_rows_that_go_first_are_a_shorter_window_and_turned_keys_are_those_of_ro
 @every_gate
 def test_a_long_text_in_segments_is_the_same(gates, monkeypatch):
     """Values and gradients, where the last segment alone keeps what the backward needs, the last one is
-    short, and S comes from an earlier call. Without gradients nothing is kept."""
+    short, and S comes from an earlier call. Through a checkpoint bit for bit. The backward keeps tensors nowhere
+    else than autograd does, or a checkpoint would save nothing."""
     monkeypatch.setattr(kernels, 'NUMBERS', 1)                      # so that a segment has 64 steps
     monkeypatch.setattr(kernels, 'KEPT_SEGMENTS', 1)
     forward = Mock(wraps=kernels.forward_of)
     monkeypatch.setattr(kernels, 'forward_of', forward)
     given, normalise = inputs(**gates, T=150)
-    near(with_gradients(kernels.chunked, given, normalise), with_gradients(chunked, given, normalise), 1e-9)
+    found = with_gradients(kernels.chunked, given, normalise)
+    near(found, with_gradients(chunked, given, normalise), 1e-9)
     shapes = [call.args[1].shape for call in forward.call_args_list]
     assert [shape[1] * shape[2] for shape in shapes] == [64, 64, 32, 64, 64]
 
-@every_gate
-def test_gradients_through_a_checkpoint_are_the_same(gates, monkeypatch):
-    """Bit for bit. The backward keeps tensors nowhere else than autograd does, or a checkpoint would save nothing."""
-    monkeypatch.setattr(kernels, 'NUMBERS', 1)
-    given, normalise = inputs(**gates, T=150)
-
     def again(**given):
         return checkpoint(kernels.chunked, use_reentrant=False, **given)
-    near(with_gradients(again, given, normalise), with_gradients(kernels.chunked, given, normalise), 0)
+    near(with_gradients(again, given, normalise), found, 0)
     _, S = kernels.chunked(**{name: x.requires_grad_() for name, x in given.items()}, normalise=normalise)
     node, _ = S.grad_fn.next_functions[0]
     assert vars(node).keys() == {'segments', 'C'}
@@ -825,12 +821,11 @@ def passing_of_channels(inside, out):
     return tl.cumsum(inside, 0, reverse=True) + tl.cumsum(out, 0) - out
 
 @gpu
-@pytest.mark.parametrize('gates', ['sum', 'attn, decays', 'both', 'delta, head', 'delta, heads',
-                                   'delta, both', 'write', 'gdn2', 'all', 'ones'])
+@pytest.mark.parametrize('gates', ['sum', 'attn, decays', 'both', 'delta, head', 'delta, heads', 'gdn2', 'all'])
 def test_triton_kernels_equal_recurrent(gates, monkeypatch):
-    """Values and gradients over three chunks and several blocks of value channels. All on the device of the
+    """Values and gradients over two chunks and several blocks of value channels. All on the device of the
     tensors: Triton takes the current one, which need not be that of --device=cuda:1."""
-    given, normalise = inputs(**GATES[gates], T=37, V=35)
+    given, normalise = inputs(**GATES[gates], T=21, V=35)
     given = {name: x[:1] for name, x in given.items()}
     fp32 = {name: x.float().to(DEVICE) for name, x in given.items()}
     device_of, names = MagicMock(), []
@@ -869,8 +864,7 @@ def store_rounded(p, x, row, col, ok, D: tl.constexpr):
 
 @gpu
 @pytest.mark.filterwarnings('ignore:.* encountered in matmul')       # above the diagonal: masked
-@pytest.mark.parametrize('gates', ['head', 'both', 'attn, decays', 'delta', 'delta, head', 'delta, heads',
-                                   'delta, both', 'all'])
+@pytest.mark.parametrize('gates', ['both', 'attn, decays', 'delta', 'delta, head', 'all'])
 def test_triton_gradients_of_strong_decays_in_bf16(gates, monkeypatch):
     """Log-decays all over [-5, 0], where what is written and read in the same step is nearly everything, and
     no gate sees it; both decays of a head are together twice as strong. In the interpreter the operands of
@@ -960,7 +954,7 @@ def resources(cases):
 
 KILOBYTES = {80: 163, 89: 99, 90: 227}      # of shared memory: of an A100, an RTX 4090 and an H100
 COMPILED = {        # rule: bytes of stack at most; the GPU, the width of the heads, gates
-    'delta': (48, 90, 64, {}), 'kda': (48, 90, 64, dict(f='K')), 'gated_delta': (48, 90, 64, dict(f=1)),
+    'kda': (48, 90, 64, dict(f='K')), 'gated_delta': (48, 90, 64, dict(f=1)),
     'both decays': (256, 90, 64, dict(f='K', z='V')), 'gdn2, 256': (2048, 90, 256, dict(f='K', w='V', e='K')),
     'delta, 256': (2048, 80, 256, {}), 'gdn2, 128': (512, 89, 128, dict(f='K', w='V', e='K'))}
 
@@ -1153,14 +1147,17 @@ def test_random_features_are_redrawn_in_training_only_where_batches_may_share_a_
     assert torch.equal(layer(x, q, k, v)[0], layer(x, q, k, v)[0])
 
 def combinations():
-    """One case for every rule, map and normaliser that goes together, thinned to each pair once."""
+    """Each normaliser with each rule and each map that it goes with, once. A layer knows which rule it has where
+    it normalises, and where the map is slots; so no other map needs every rule."""
     seen = set()
     for rule, phi, norm in itertools.product(PLAIN_STATE, FEATURE_MAPS, NORMALISERS):
         try:
             FastWeights(rule, 8, 2, 4, phi, norm)
         except ValueError:
             continue
-        pairs = {(rule, phi), (rule, norm), (phi, norm)}
+        pairs = {(rule, norm), (phi, norm)}
+        if phi == 'slots':
+            pairs.add((rule, phi))
         if pairs - seen:
             seen |= pairs
             yield rule, phi, norm
@@ -1239,7 +1236,7 @@ TRANSLATORS = [
     dict(rule='sum', phi='cosformer:24'), dict(rule='softmax', cross='decay', n_kv_head=2, bias=True)]
 
 @pytest.mark.parametrize('flags', [
-    *(dict(rule=rule, cache=5, sinks=2) for rule in RULES), dict(layers='delta,softmax', pos='learned'),
+    *(dict(rule=rule, cache=5, sinks=2, n_layer=1) for rule in RULES), dict(layers='delta,softmax', pos='learned'),
     dict(rule='tova', cache=6, positions='compress'), dict(rule='window', cache=0, overflow='sum'),
     dict(rule='window', cache=4, overflow='kda'),
     dict(rule='sink', cache=4, sinks=1, overflow='decay:taylor'),
@@ -1253,16 +1250,16 @@ def test_model_can_be_cut_and_leaks_nothing(flags, monkeypatch):
     Without gradients a layer is cut by itself, but not one of an encoder."""
     m = small(**{'vocab_size': 20, **flags})
     n = m.config.source
-    tokens = torch.randint(19, (3, n + 15))
+    tokens = torch.randint(19, (3, n + 12))
     tokens[1, 4:n] = 19
     tokens[2, 6:n] = 19
     with torch.no_grad():
         whole, state = m(tokens)
-        assert whole.shape == (3, 15, 20)
+        assert whole.shape == (3, 12, 20)
         for nothing in tokens[0], tokens[:0], tokens[:, :0]:
             with pytest.raises(ValueError, match='at least one text'):
                 m(nothing)
-        for cuts in [7], [2, 3, 14], range(1, 15):
+        for cuts in [7], [2, 3, 11], range(1, 12):
             parts, s = model_in_parts(m, tokens, [n + cut for cut in cuts])
             near(parts, whole, 1e-9)
             close(comparable(s), comparable(state), 1e-9)
@@ -1274,7 +1271,7 @@ def test_model_can_be_cut_and_leaks_nothing(flags, monkeypatch):
             assert ((found - whole)[:, first:].abs().amax((1, 2)) > 1e-6).all()
         near(m(tokens[:1])[0], whole[:1], 1e-12)               # a row alone is a row in a batch
         kept = [m.read(tokens[:, :n + 6])]
-        for t in range(n + 6, n + 15):
+        for t in range(n + 6, n + 12):
             kept.append(m(tokens[:, t:t + 1], kept[-1])[1])
         for t, s in enumerate(kept, n + 6):                    # no later step has changed a state
             close(comparable(s), comparable(m.read(tokens[:, :t])), 1e-9)
@@ -1344,10 +1341,8 @@ def test_convolution_equals_torch_conv1d(impl):
     near(found, exact)
     near(model_py.relu_squared(x), x.clamp(min=0) ** 2)
 
-OVERFLOWS = itertools.product(PLAIN_STATE, ['favor', 'taylor', 'hedgehog'])
-
-@pytest.mark.parametrize('rule, phi, policy', [
-    (*overflow, policy) for overflow, policy in zip(OVERFLOWS, itertools.cycle(['window', 'sink']))])
+@pytest.mark.parametrize('rule, phi, policy', [*zip(
+    PLAIN_STATE, itertools.cycle(['favor', 'taylor', 'hedgehog']), itertools.cycle(['window', 'sink']))])
 def test_overflow_lies_between_fast_weights_and_softmax(rule, phi, policy):
     """An empty cache leaves the fast-weight rule, one without end softmax."""
     x, (q, k, v) = torch.randn(2, 9, 8, dtype=f64), torch.randn(3, 2, 2, 9, 4, dtype=f64)
@@ -1705,37 +1700,21 @@ def size(x):
         x = list(x.values())
     return min(40, 1 + sum(map(size, x))) if isinstance(x, list) else 1
 
-def harms(x):
-    """What comes in its place, ... for nothing: for a tensor, another shape, type or numbers."""
-    if torch.is_tensor(x):
-        longer, huge = torch.cat([torch.atleast_2d(x)] * 2, -2), torch.full_like(x, 2 ** 60)
-        return [x[None], longer, x.half(), x.double(), x.long() - 9, x / 0, huge, ...]
-    return WRONG
-
 def mutated(nested, draw):
-    """A copy with one entry, at any depth, harmed or gone, or a tensor of another name."""
+    """A copy with one entry, at any depth, harmed or gone."""
     names = sorted(nested) if isinstance(nested, dict) else range(len(nested))
     name, = draw.choices(names, [size(nested[name]) for name in names])
-    was, key = nested[name], name
-    if isinstance(was, (dict, list)) and was and (name in ('tensors', 'about') or draw.random() < .8):
+    was = nested[name]
+    if isinstance(was, (dict, list)) and was and draw.random() < .8:
         now = mutated(was, draw)
     else:
-        now = draw.choice(harms(was))
-    if torch.is_tensor(was) and draw.random() < .2:
-        key, now = 's.'.join(name.rsplit('.', 1)), was
+        now = draw.choice(WRONG)
     kept = {other: nested[other] for other in names if other != name}
     if now is not ...:
-        kept[key] = now
+        kept[name] = now
     return kept if isinstance(nested, dict) else [kept[i] for i in sorted(kept)]
 
-def alike(*both):
-    """Also where both have NaN, and are tensors."""
-    def shown(x):
-        return f'{x.dtype} {x.shape} {x.numpy().tobytes().hex()}'
-    one, other = (json.dumps(nested, sort_keys=True, default=shown) for nested in both)
-    return one == other
-
-def a_config_json(kind, a_model, characters, folder):
+def a_config_json(kind, folder):
     in_hub_layout(folder, kind, **dict(rope_scaling=LLAMA31) if kind == 'llama' else {})
     family, path = families.FAMILIES[kind], folder / 'config.json'
 
@@ -1751,7 +1730,7 @@ def a_config_json(kind, a_model, characters, folder):
             assert config.rope_scaling == [raw['rope_scaling'][key] for key in families.LLAMA3]
     return json.loads(path.read_text()), take
 
-def a_tokenizer_json(kind, a_model, characters, folder):
+def a_tokenizer_json(kind, folder):
     data, path = subwords(kind), folder / 'tokenizer.json'
     in_hub_layout(folder, 'llama', vocab=data.vocab_size)
     package = pytest.importorskip('tokenizers')
@@ -1771,11 +1750,10 @@ def a_tokenizer_json(kind, a_model, characters, folder):
 @pytest.mark.parametrize('what, kind', [
     (a_config_json, 'gpt2'), (a_config_json, 'llama'), (a_config_json, 'bert'), (a_config_json, 'vit'),
     (a_tokenizer_json, 'llama2'), (a_tokenizer_json, 'llama3')])
-def test_mutations_are_taken_as_they_say_or_refused(what, kind, a_model, characters, tmp_path, monkeypatch):
+def test_mutations_are_taken_as_they_say_or_refused(what, kind, tmp_path):
     """What a file says, with one entry harmed: no other error comes than those that a script tells in a line.
     pytest -s shows how many of 200 were taken."""
-    monkeypatch.setattr(os, 'fsync', lambda f: None)
-    whole, take = what(kind, a_model, characters, tmp_path)
+    whole, take = what(kind, tmp_path)
     take(whole)
     draw, taken = random.Random(0), 0
     for _ in range(200):
@@ -1820,13 +1798,6 @@ def test_what_is_written_takes_no_other_file_away(a_model, text, tmp_path, monke
     assert 'embed.weight is not finite' in err
     assert before == {name: (tmp_path / name).read_bytes() for name in before}
 
-def test_a_state_that_is_named_as_a_stage_is_none(teacher, tmp_path, capsys):
-    state = tmp_path / 'stage-one.safetensors'
-    written(capsys, f'--init={teacher}', '--tokens=1', f'--save_state={state}')
-    assert 'no conversion was stopped' in refused(capsys, convert.main, '--resume', f'--out={tmp_path}')
-    converted(teacher, tmp_path, '--controls=false')
-    assert state.exists()
-
 def test_what_a_tokenizer_cannot_read_is_told_in_one_line(tmp_path, capsys):
     """A BERT's, which has no line ends, on pairs. And a word of a million letters is learned."""
     in_hub_layout(tmp_path, 'bert')
@@ -1870,11 +1841,16 @@ def test_a_run_goes_on_with_the_text_it_began_with(a_model, characters, tmp_path
     assert train.main(list(resume)) == 0
 
 def test_a_stage_that_is_broken_is_named(a_model, tmp_path, monkeypatch, capsys):
-    """And what the file of a stage says is held against the flags there are."""
-    run = [f'--from={a_model("--rule=softmax")}', *SHORT, '--controls=false', f'--out={tmp_path}']
-    monkeypatch.setattr(convert, 'forget', lambda paths: None)
-    assert convert.main(run) == 0
-    resume, stages = ['--resume', f'--out={tmp_path}'], sorted(tmp_path.glob('stage-*'))
+    """And what the file of a stage says is held against the flags there are. A state with such a name is none."""
+    model, resume = a_model('--rule=softmax'), ['--resume', f'--out={tmp_path}']
+    state = tmp_path / 'stage-one.safetensors'
+    written(capsys, f'--init={model}', '--tokens=1', f'--save_state={state}')
+    assert 'no conversion was stopped' in refused(capsys, convert.main, *resume)
+    run = [f'--from={model}', *SHORT, '--controls=false', f'--out={tmp_path}']
+    with monkeypatch.context() as kept:
+        kept.setattr(convert, 'forget', lambda paths: None)
+        assert convert.main(run) == 0
+    stages = sorted({*tmp_path.glob('stage-*')} - {state})
     assert len(stages) == 2
     tensors, meta = weights_py.read_tensors(stages[0])
     weights_py.write_tensors(stages[0], tensors, {**meta, 'args': {}})
@@ -1882,6 +1858,8 @@ def test_a_stage_that_is_broken_is_named(a_model, tmp_path, monkeypatch, capsys)
     lacking = {name: x for name, x in tensors.items() if not name.endswith('qkv.weight')}
     weights_py.write_tensors(stages[0], lacking, meta)
     assert 'weights of another model' in refused(capsys, convert.main, *resume)
+    weights_py.write_tensors(stages[0], tensors, meta)
+    assert convert.main(resume) == 0 and [*tmp_path.glob('stage-*')] == [state]
 
 def test_an_empty_flag_takes_back_what_a_model_or_a_recipe_has():
     flags_py.refuse(model_py.idle({'rule': 'tova', 'overflow': '', 'cache': 9}, Config(rule='tova', cache=9)))
@@ -1903,16 +1881,15 @@ def test_a_tokenizer_that_makes_much_of_little_is_refused():
             with pytest.raises(ValueError, match='times as long') if many == 30 else contextlib.nullcontext():
                 vocabulary.subwords(json.dumps(changed))
 
-@pytest.mark.parametrize('run, stream, code, lost', [
-    ('data/prepare.py nowhere', '2>&-', 2, []), ('data/prepare.py --help', '>&-', 0, []),
-    ('data/prepare.py SET', '| true', 141, []), ('sample.py --help', '| true', 141, []),
-    ('sample.py --init=MODEL', '2>&1 | true', 141, [])])
-def test_closed_streams_end_in_silence(run, stream, code, lost, characters, a_model):
+@pytest.mark.parametrize('run, stream, code', [
+    ('data/prepare.py nowhere', '2>&-', 2), ('data/prepare.py --help', '>&-', 0),
+    ('data/prepare.py SET', '| true', 141), ('sample.py --init=MODEL', '2>&1 | true', 141)])
+def test_closed_streams_end_in_silence(run, stream, code, characters, a_model):
     """A pipe's reader has gone before anything is written."""
     run = f'{sys.executable} {run}'.replace('SET', characters).replace('MODEL', a_model('--rule=delta'))
     command = f'{{ sleep .3; {run}; }} {stream}; exit ${{PIPESTATUS[0]}}'
     done = subprocess.run(['bash', '-c', command], cwd=HERE, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr.splitlines()[-1:]) == (code, '', lost)
+    assert (done.returncode, done.stdout, done.stderr) == (code, '', '')
 
 
 # ---- What other people's bug reports were about ------------------------------------------------------------
@@ -2009,7 +1986,7 @@ def test_a_tokenizer_is_the_folders_own(tmp_path, monkeypatch, capsys):
     assert texts.tokenizer_of(tmp_path, 50257).tokenizer == 'ids'
     assert 'tokens are only numbers' in capsys.readouterr().err
     pytest.importorskip('tokenizers')
-    words = {f'w{i}': i for i in range(50257)}
+    words = {f'w{i}': i for i in range(9)}
     raw = dict(model=dict(type='WordLevel', vocab=words, unk_token='w0'), added_tokens=[])
     path = tmp_path / 'tokenizer.json'
     path.write_text(json.dumps(raw))
@@ -2126,10 +2103,10 @@ def test_threads_share_a_model(rule, a_model):
     model, meta = load(a_model(f'--rule={rule}'))
     _, val, data = prepare.load_set(meta['args']['data'], like=meta['data'])
     rows = train.Rows(val, val, data, 16, torch.device('cpu'))
-    tokens = torch.from_numpy(val[:40].astype(int))[None]
+    tokens = torch.from_numpy(val[:24].astype(int))[None]
 
     def generate():
-        return [token.item() for token, _ in itertools.islice(model.generate(tokens, temperature=0), 40)]
+        return [token.item() for token, _ in itertools.islice(model.generate(tokens, temperature=0), 24)]
 
     def look():
         return [seen.o.sum().item() for _ in range(9) for seen in model.through(tokens)]
@@ -2189,12 +2166,6 @@ def test_classes_may_be_more_than_tokens(tmp_path, capsys):
     one, two = (written(capsys, init, f'--prompt={prompt}') for prompt in ('text 1', ' text 1\n'))
     assert one == two                                           # lines of training have no ends
 
-def test_evicted_values_of_1_are_read_as_1():
-    """Numerator and mass of the matrix beside a cache see the same keys."""
-    memory = FastWeights('sum', 16, 2, 8, 'hedgehog', 'l2')
-    q, k = torch.randn(2, 1, 2, 13, 8)
-    went = dict(k=k, v=torch.ones(1, 2, 13, 8), pos=torch.arange(13).expand(1, 2, 13))
-    near(memory.take(q, went, {})[0], torch.ones(1, 2, 13, 8), 1e-5)
 
 # ---- 9. Data -----------------------------------------------------------------------------------------------
 
@@ -2322,13 +2293,14 @@ COLA = {f'cola_public/raw/{name}.tsv': f'x\t{i % 2}\t\tof {i}\nx\t1\t*\tmore\n'.
 ENGLISH = ['a man ' * (i % 7) + f'and {i} hats' for i in range(52)]
 GERMAN = ['ein Mann ' * (i % 5) + f'und {i} H\u00fcte' for i in range(52)]
 SIDES = {'train': slice(40), 'val': slice(40, 47), 'test_2016_flickr': slice(47, 52)}
-WIKI = {f'wiki/wiki.{side}.raw': TEXT[:4000].encode() for side in ('train', 'valid', 'test')}
-PUBLISHED = {       # small files as those of each set are; of users' own, in the order of their names
+WIKI = {f'wiki.{side}.raw': TEXT[:4000].encode() for side in ('train', 'valid', 'test')}
+PUBLISHED = {       # small files as those of each set are; of users' own, in the order of their names. A zip has
+                    # its files in their folder or at the top
     'mnist': {'train-images-idx3-ubyte.gz': idx(DIGITS[:12]),
               'train-labels-idx1-ubyte.gz': idx(KINDS_OF_DIGITS[:12]),
               't10k-images-idx3-ubyte.gz': idx(DIGITS[12:]),
               't10k-labels-idx1-ubyte.gz': idx(KINDS_OF_DIGITS[12:])},
-    'cola': {'cola_public_1.1.zip': zipped({**COLA, 'cola_public/tokenized/in_domain_train.tsv': 'wrong'})},
+    'cola': {'cola_public_1.1.zip': zipped({'cola_public/tokenized/in_domain_train.tsv': 'wrong', **COLA})},
     'polarity': {'rt-polarity.all': '0 no\n1 caf\u00e9\n'.encode('cp1252') * 10},
     'trec': {'TREC.train.all': b'0 Who ?\n1 What ?\n', 'TREC.test.all': '1 Which \u201c?\n'.encode('cp1252')},
     'multi30k': {f'{side}.{language}.gz': gzip.compress('\n'.join(lines[part]).encode() + b' \r\n')
@@ -2360,14 +2332,6 @@ def published(tmp_path, monkeypatch):
         monkeypatch.setitem(prepare.DATASETS, name, unknown)
         return name, {**flags, 'file': str(folder if len(files) > 1 else folder / base)}
     return put
-
-def test_a_zip_has_its_files_in_their_folder_or_at_the_top(tmp_path):
-    found = []
-    for i, members in enumerate((COLA, {name.rpartition('/')[2]: body for name, body in COLA.items()})):
-        path = tmp_path / f'{i}.zip'
-        path.write_bytes(zipped(members))
-        found.append(tasks.cola(str(path)))
-    assert found[0] == found[1]
 
 CUT_OFF = 'end-of-stream|not a zip|Compressed file ended'
 IMAGES, LABELS = 't10k-images-idx3-ubyte.gz', 't10k-labels-idx1-ubyte.gz'
@@ -2402,12 +2366,12 @@ def test_a_damaged_file_is_refused_in_a_line_and_what_was_there_stays(name, file
     assert len(before) >= 3 and before == {path: path.read_bytes() for path in before}
     assert set(Path(prepare.FOLDER).rglob('*.*')) == before.keys()
 
-@pytest.mark.parametrize('name, expected', [
-    ('trec', [('Which \u201c?', 1)]),
-    ('cola', [('of 1', 1), ('more', 1), ('of 2', 0), ('more', 1)]), ('polarity', 2 * [('caf\u00e9', 1)]),
-    ('mine.tsv', [(f'caf\u00e9 {i}', i % 3) for i in range(9, 40, 10)])])
-@pytest.mark.parametrize('tokenizer', ['byte', 'char', 'bpe:300'])
-def test_the_last_target_of_a_labelled_text_is_its_label(name, expected, tokenizer, published, tmp_path):
+@pytest.mark.parametrize('name, tokenizer, expected', [
+    ('trec', 'byte', [('Which \u201c?', 1)]),
+    ('cola', 'byte', [('of 1', 1), ('more', 1), ('of 2', 0), ('more', 1)]),
+    ('polarity', 'char', 2 * [('caf\u00e9', 1)]),
+    ('mine.tsv', 'bpe:300', [(f'caf\u00e9 {i}', i % 3) for i in range(9, 40, 10)])])
+def test_the_last_target_of_a_labelled_text_is_its_label(name, tokenizer, expected, published, tmp_path):
     if tokenizer == 'bpe:300':
         pytest.importorskip('tokenizers')
     name, flags = published(name)
@@ -2438,8 +2402,7 @@ def test_pictures_are_rows_of_numbers_or_of_patches(published, tmp_path):
     (old, (pixels, y)), _ = rows_of('mnist', tmp_path, **flags)
     assert len(old[0]) == 10 and (pixels == 1).all() and (y[:, -1] == 1).all()
 
-@pytest.mark.parametrize('name', ['multi30k', 'a.en:a.de.gz'])
-@pytest.mark.parametrize('tokenizer', ['byte', 'bpe:300'])
+@pytest.mark.parametrize('name, tokenizer', [('multi30k', 'bpe:300'), ('a.en:a.de.gz', 'byte')])
 def test_a_pair_is_a_source_and_what_a_decoder_reads_and_says(name, tokenizer, published, tmp_path):
     """On all sides, line by line; no part is 8 tokens longer than it must be. Of files of your own every
     tenth line validates."""
@@ -2462,7 +2425,7 @@ def test_a_pair_is_a_source_and_what_a_decoder_reads_and_says(name, tokenizer, p
             assert (vocabulary.decode(x[:S], meta), vocabulary.decode(x[S:], meta)) == pair
             longest = np.maximum(longest, [len(read), 1 + len(said)])
     assert [S, T] == (-(-longest // 8) * 8).tolist() and pad == meta.vocab_size - 1
-    if tokenizer == 'bpe:300' and name == 'multi30k':
+    if tokenizer == 'bpe:300':
         assert meta.json == vocabulary.learn_tokenizer('\n'.join(ENGLISH[:40] + GERMAN[:40]).encode(), 300)
 
 def test_files_of_your_own_fit_the_rows_of_a_model_or_are_cut_off(published, tmp_path, capsys):
@@ -2618,12 +2581,6 @@ def subwords(kind):
 
 KINDS = 'gpt2', 'llama2', 'llama3', 'metaspace', 'phrases'
 
-def test_a_target_beyond_the_vocabulary_of_a_generated_set_is_refused_before_it_is_written():
-    side = [[3, 4]], [[18]]
-    with pytest.raises(ValueError, match='target 18 is there, but vocab or classes end at 9'):
-        tasks.to_rows([side, side], prepare.DATASETS['recall'], Data('ids', 10))
-    tasks.to_rows([side, side], prepare.DATASETS['recall'], Data('ids', 19))
-
 def made(folder, x, y, ends, **more):
     """The path of a set of these rows, whose sides end at `ends`, with more in its meta.json."""
     dtype = 'uint8' if more['vocab_size'] < 256 else 'uint16'
@@ -2640,6 +2597,7 @@ def made(folder, x, y, ends, **more):
     (dict(classes=5), None, 'val.bin.*target 7|train.bin.*target 7'),         # a class that is none
     (dict(classes=8), lambda data: data[:-2] + b'\x2c\x01', 'more or fewer targets than one'),
     ({}, lambda data: b'\x2c\x01' + data[2:], 'holds token 300, the vocabulary ends at 299'),
+    (dict(ignore=301), lambda data: data[:-2] + b'\x2c\x01', 'target 300 is there, .* end at 299'),
     ({}, lambda data: data[:-5], 'val.bin: 187 bytes, not 192')])
 def test_what_a_prepared_set_says_and_holds_is_checked_before_a_model_is_built(more, spoil, words, tmp_path,
                                                                                capsys):
@@ -2667,7 +2625,7 @@ def threes(tmp_path_factory):
 
 @pytest.mark.parametrize('flags', ['--rule=sum', '--rule=softmax --pool=first', '--rule=gated_delta'])
 def test_an_encoder_learns_classes_says_them_and_is_converted(flags, threes, tmp_path, capsys):
-    learn = ('--causal=false --n_layer=1 --n_head=2 --n_embd=16 --steps=30 --lr=1e-2 --batch_size=32 '
+    learn = ('--causal=false --n_layer=1 --n_head=2 --n_embd=16 --steps=9 --lr=1e-2 --batch_size=32 '
              '--device=cpu --threads=1 ')
     assert train.main([f'--data={threes}', f'--out={tmp_path}', *(learn + flags).split()]) == 0
     path = tmp_path / 'ckpt.safetensors'
@@ -2702,8 +2660,8 @@ def turned_around(tmp_path_factory):
     return made(tmp_path_factory.mktemp('turned'), x, y, [1800, 2000], vocab_size=11, ignore=11, pad=10,
                 source=6)
 
-@pytest.mark.parametrize('flags', ['--rule=softmax --n_layer=1', '--rule=delta --cross=sum --n_layer=2'])
-def test_a_translator_learns_translates_and_is_converted(flags, turned_around, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize('flags', ['--rule=softmax --n_layer=1', '--rule=delta --cross=sum --n_layer=1'])
+def test_a_translator_learns_translates_and_is_converted(flags, turned_around, tmp_path, capsys):
     """To write digits in reverse; what it says, good or bad, is what GPT.translate makes of each source.
     Conversion finds its own number of threads, as for who gives none."""
     learn = '--encoder=1 --n_head=2 --n_embd=32 --steps=80 --lr=1e-2 --batch_size=64 --device=cpu --threads=1 '
@@ -2795,18 +2753,16 @@ def test_a_model_from_a_file_is_not_drawn_first(a_model):
     close(dict(load(softmax, **how)[0].state_dict()), dict(load(softmax, **how)[0].state_dict()), 0)
     assert torch.equal(torch.get_rng_state(), before)           # what is new is always the same
 
-@pytest.mark.parametrize('rule, part, change, why', [
-    ('softmax', 'config', dict(beta_max=1.0), ''), ('delta', 'config', dict(rule='full'), 'full'),
-    ('tova', 'config', dict(overflow='sum:favour'), '--overflow'),
-    ('delta', 'config', dict(newer=1), 'newer is unknown'),
-    ('delta', 'config', dict(out_norm=...), 'out_norm is unknown, or is missing')], ids=str)
-def test_files_of_other_versions_load_or_are_refused_in_one_sentence(rule, part, change, why, a_model, tmp_path,
-                                                                     capsys):
+@pytest.mark.parametrize('rule, change, why', [
+    ('softmax', dict(beta_max=1.0), ''), ('delta', dict(rule='full'), 'full'),
+    ('tova', dict(overflow='sum:favour'), '--overflow'), ('delta', dict(newer=1), 'newer is unknown'),
+    ('delta', dict(out_norm=...), 'out_norm is unknown, or is missing')], ids=str)
+def test_files_of_other_versions_load_or_are_refused_in_one_sentence(rule, change, why, a_model, tmp_path, capsys):
     """What is missing, unknown or gone cannot be built."""
     path = tmp_path / 'old.safetensors'
     tensors, meta = weights_py.read_tensors(a_model(f'--rule={rule}'))
-    said = {name: value for name, value in (meta[part] | change).items() if value is not ...}
-    weights_py.write_tensors(path, tensors, meta | {part: said})
+    config = {name: value for name, value in (meta['config'] | change).items() if value is not ...}
+    weights_py.write_tensors(path, tensors, meta | {'config': config})
     if not why:
         load(path)
         return
@@ -2821,7 +2777,7 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 @pytest.mark.parametrize('flags, steps', [
-    ('--rule=gated', [3]), ('--rule=tova --carry', [3]), ('--rule=tova --carry --dtype=bfloat16', [3]),
+    ('--rule=gated', [3]), ('--rule=tova --carry --dtype=bfloat16', [3]),
     *(pytest.param(f'--rule={rule}', [1, 2, 3, 4], marks=slow, id=f'soak-{rule}') for rule in VARIED)])
 def test_resume_is_bitwise_identical(flags, steps, text, tmp_path, monkeypatch):
     """Of 5 steps every checkpoint is kept; going on from it ends in the same bits. gated redraws features."""
@@ -2857,7 +2813,7 @@ def test_a_compiled_model_leaves_the_recurrence_alone(text, tmp_path, monkeypatc
     monkeypatch.setattr(train, 'pick_forms', lambda impl: model_py.PLAIN._replace(recurrence=recurrence))
     monkeypatch.setattr(torch, 'compile', lambda model: plain(model, backend='eager'))
     for flags in [], ['--compile']:
-        trained(text, tmp_path / str(flags), *flags, steps=2)
+        trained(text, tmp_path / str(flags), '--n_layer=1', *flags, steps=2)
     assert len(seen) > 4 and not any(seen)
     losses = [[row['loss'] for row in log(tmp_path / str(flags)) if 'loss' in row] for flags in ([], ['--compile'])]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -4623,9 +4579,9 @@ def in_hub_layout(folder, kind, prefix=True, old=False, shards=1, dtype=torch.fl
     return lambda x: of(model.base_model, x).last_hidden_state, lambda x: of(model, x).logits
 
 @contextlib.contextmanager
-def served(contents, at='', fault=None, times=99):
-    """A server of contents by path -> its address, and the list of paths it was asked for. Those that end in
-    `at` meet a fault so many times: a status, 'silent', 'stalls', 'cut', 'backwards', or another content."""
+def served(contents, fault, times):
+    """A server of contents by path -> its address, and the list of paths it was asked for. The first `times` of
+    them meet a fault: a status, 'silent', 'stalls', 'cut', 'backwards', or another content."""
     asked, over = [], threading.Event()
 
     class Server(http.server.BaseHTTPRequestHandler):
@@ -4633,7 +4589,7 @@ def served(contents, at='', fault=None, times=99):
 
         def do_GET(self):
             asked.append(self.path)
-            bad = fault if self.path.endswith(at) and len(asked) <= times else None
+            bad = fault if len(asked) <= times else None
             content = sent = contents.get(self.path)
             if bad == 'silent':
                 return over.wait()
@@ -4648,9 +4604,8 @@ def served(contents, at='', fault=None, times=99):
             self.end_headers()
             if bad == 'stalls':
                 over.wait()
-            elif self.command == 'GET':
+            else:
                 self.wfile.write(sent[:5] if bad == 'cut' else sent)
-        do_HEAD = do_GET
     with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Server) as server:
         threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
         yield f'http://127.0.0.1:{server.server_port}', asked
@@ -4660,34 +4615,33 @@ def served(contents, at='', fault=None, times=99):
 @pytest.mark.parametrize('fault, times, hits', [
     (None, 0, 1), ('cut', 1, 2), (503, 1, 2), ('cut', 99, 4), (404, 99, 4), ('backwards', 99, 1),
     (b'<html>sign in</html>', 99, 1), ('silent', 99, 1), ('stalls', 99, 4)])
-@pytest.mark.parametrize('name', ['polarity', 'trec'])
-def test_downloads_end_whole_or_not_at_all(name, fault, times, hits, tmp_path, monkeypatch):
-    """One file or several, from a server that cuts, lies, fails, sends web pages, stalls. Nothing wrong is
+def test_downloads_end_whole_or_not_at_all(fault, times, hits, tmp_path, monkeypatch):
+    """Two files, from a server that cuts, lies, fails, sends web pages, stalls. Nothing wrong is
     left. Other rows are made of the same files, as long as they are those."""
-    bodies = PUBLISHED[name]
+    bodies = PUBLISHED['trec']
     known = {base: hashlib.sha256(body).hexdigest() for base, body in bodies.items()}
     monkeypatch.setattr(files.time, 'sleep', lambda s: None)
     monkeypatch.setattr(files, 'TIMEOUT', .2 if fault in ('silent', 'stalls') else 10)
-    with served({'/' + base: body for base, body in bodies.items()}, '', fault, times) as (address, asked):
-        entry = prepare.DATASETS[name]._replace(files=known, urls=[address])
-        monkeypatch.setitem(prepare.DATASETS, name, entry)
+    with served({'/' + base: body for base, body in bodies.items()}, fault, times) as (address, asked):
+        entry = prepare.DATASETS['trec']._replace(files=known, urls=[address])
+        monkeypatch.setitem(prepare.DATASETS, 'trec', entry)
         if times < 99:
-            prepare.load_set(name, str(tmp_path))
-            assert {base: (tmp_path / name / base).read_bytes() for base in bodies} == bodies
-            assert prepare.load_set(f'{name}-16', str(tmp_path))[2].row == 16
-            assert len(asked) == hits + len(bodies) - 1
-            (tmp_path / name / next(iter(bodies))).write_bytes(b'1 What ?')
-            with pytest.raises(ValueError, match=f'which is not the file of {name}: sha256 is'):
-                prepare.prepare(name, str(tmp_path))
+            prepare.load_set('trec', str(tmp_path))
+            assert {base: (tmp_path / 'trec' / base).read_bytes() for base in bodies} == bodies
+            assert prepare.load_set('trec-16', str(tmp_path))[2].row == 16
+            assert len(asked) == hits + 1
+            (tmp_path / 'trec' / next(iter(bodies))).write_bytes(b'1 What ?')
+            with pytest.raises(ValueError, match='which is not the file of trec: sha256 is'):
+                prepare.prepare('trec', str(tmp_path))
         else:
             with pytest.raises(ValueError, match='by hand') as e:
-                prepare.load_set(name, str(tmp_path))
-            place = tmp_path / name / next(iter(bodies))
+                prepare.load_set('trec', str(tmp_path))
+            place = tmp_path / 'trec' / next(iter(bodies))
             assert f'{address}/{place.name}: ' in str(e.value) and str(place) in str(e.value)
             assert '\n' not in str(e.value) and len(asked) == hits
             assert not list(tmp_path.rglob('*.*'))
     with pytest.raises(ValueError, match='by hand'):                # nobody answers
-        prepare.load_set(name, str(tmp_path / 'down'))
+        prepare.load_set('trec', str(tmp_path / 'down'))
 
 @slow
 def test_soak_kill_9_leaves_a_checkpoint_that_loads(tmp_path):
