@@ -495,7 +495,7 @@ def main(argv):
     if c.overflow and c.overflow != meta['config']['overflow']:
         aside(f'--overflow={c.overflow}: untrained, new weights; convert.py --recipe=hybrid trains some')
     for path in filter(None, (args.save_state, args.html)):
-        files.refuse_unwritable(path)                     # now, not after sampling
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)     # fails now, not after sampling
     if args.save_state:
         refuse_target(args.save_state, state=True)
     if args.compile:

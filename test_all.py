@@ -1607,9 +1607,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--init=TRANSLATOR --source=@EMPTY': 'there is no text', '--init=TRANSLATOR --prompt=1': 'give --source',
         '--init=TRANSLATOR --source=1 --save_state=x': '--save_state means nothing',
         '--html=x.html --samples=2': 'shows one text',
-        '--html=TEXT/x.html --tokens=9': 'x.html cannot be written',
-        '--save_state=TEXT/x.st': 'x.st cannot be written',
-        f'--save_state={"x" * 250}': 'x cannot be written: .*too long'},
+        '--save_state=TEXT/x.st': 'File exists, where a folder'},
     convert: {
         '--from=GATED_DELTA': 'has softmax layers', '--rule=delta --distil=ce': 'none: take mse',
         '--data=SCRAP': '--row', '--phi=t2r --fold': '--fold', '--from=WINDOW': 'no other cache',
@@ -1642,7 +1640,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         'facts-127 --file=WORDS': '127 tokens: facts needs 128 or more$',
         'facts-128 --file=FEW_WORDS': '4 different words',
         'group:Q8': "no .*'group'.* group:Z2, group:S3, group:A5", 'group:S3-99999': 'at most 1,342',
-        'WORDS --tokeniser=byte': 'unrecognized'}}
+        'WORDS --tokeniser=byte': 'mean --tokenizer'}}
 
 @pytest.mark.parametrize('script, flags', [(script, flags) for script in REFUSED
                                            for flags in REFUSED[script]],
@@ -1873,14 +1871,6 @@ def test_a_picture_is_classified_whole(tmp_path, capsys):
     err = refused(capsys, sample.main, run[0], run[1][:201])
     assert '96 tokens, but a row of this model has 192' in err
 
-def test_a_tokenizer_that_makes_much_of_little_is_refused():
-    raw = json.loads(tokenizer_json('llama2'))
-    for step in dict(type='Replace', pattern=dict(String='a'), content='aa'), dict(type='ByteLevel'):
-        for many in 9, 30:
-            changed = {**raw, 'normalizer': dict(type='Sequence', normalizers=[step] * many)}
-            with pytest.raises(ValueError, match='times as long') if many == 30 else contextlib.nullcontext():
-                vocabulary.subwords(json.dumps(changed))
-
 @pytest.mark.parametrize('run, stream, code', [
     ('data/prepare.py nowhere', '2>&-', 2), ('data/prepare.py --help', '>&-', 0),
     ('data/prepare.py SET', '| true', 141), ('sample.py --init=MODEL', '2>&1 | true', 141)])
@@ -2016,12 +2006,14 @@ def test_tokens_beyond_a_models_come_from_no_text(kind, tmp_path, capsys):
     tokenizer.save(str(tmp_path / 'tokenizer.json'))
     whole = Data('json', most, json=text)
     said = 'w9 w200 w280' if kind == 'pieces' else TEXT[:400] + '<pad>'
-    for vocab in most + 9, most, most - 40:
+    for vocab in most + 9, most:
         found = texts.tokenizer_of(tmp_path, vocab)
         ids = vocabulary.encode(said, found)
-        assert f'json has {most + 1} tokens, the model {vocab:,}: no text' in capsys.readouterr().err
-        assert max(ids) < vocab and (vocab < most or ids == vocabulary.encode(said, whole))
+        assert f'json has {most + 1} tokens, the model {vocab:,}: a text' in capsys.readouterr().err
+        assert ids == vocabulary.encode(said, whole)
         assert kind == 'pieces' or vocabulary.decode(ids, found) == said
+    with pytest.raises(ValueError, match='beyond the vocabulary'):
+        vocabulary.encode(said, texts.tokenizer_of(tmp_path, most - 40))
     put(tmp_path, 'tokenizer.json', word_pieces(['[UNK]'], '$A [SEP]', [('[SEP]', 291)]))
     with pytest.raises(ValueError, match=r'tokenizer.json: it puts token 291 around a text, the model has 291'):
         texts.tokenizer_of(tmp_path, 291)
@@ -2703,9 +2695,8 @@ def test_a_failed_write_leaves_the_old_files_or_a_set_to_be_made_anew(a_model, t
     with monkeypatch.context() as faulty:
         faults = full, None, OSError(28, 'No space left')                       # config.json comes last
         faulty.setattr(os, 'fsync', Mock(side_effect=faults))
-        for name, write in ('ckpt.safetensors', partial(save, path, model, {'data': Data()})), (
-                'config.json', partial(export, weights, data=meta['data'])):
-            with pytest.raises(OSError, match=f'No space.*{name}'):
+        for write in partial(save, path, model, {'data': Data()}), partial(export, weights, data=meta['data']):
+            with pytest.raises(OSError, match='No space'):
                 write()
     assert {old: old.read_bytes() for old in tmp_path.rglob('*.*')} == before
     export(weights, data=meta['data'])
@@ -2718,14 +2709,6 @@ def test_a_failed_write_leaves_the_old_files_or_a_set_to_be_made_anew(a_model, t
             prepare.prepare(text, str(tmp_path))
     assert sorted(os.listdir(folder)) == ['train.bin', 'val.bin']
     prepare.load_set(text, str(tmp_path))
-
-def test_what_a_killed_save_leaves_is_where_the_next_run_finds_it(a_model, tmp_path, monkeypatch):
-    """safetensors writes a hidden file beside its own, under a name that nobody knows."""
-    saved = Mock(side_effect=weights_py.save_file)
-    monkeypatch.setattr(weights_py, 'save_file', saved)
-    save(tmp_path / 'ckpt.safetensors', *load(a_model()))
-    assert Path(saved.call_args.args[1]).parent.match('ckpt.safetensors.*.part')
-    assert os.listdir(tmp_path) == ['ckpt.safetensors']
 
 def test_broken_checkpoints_are_refused(a_model, tmp_path, capsys):
     """Missing, cut, foreign, changed by one bit anywhere: never a wrong model, never another exception."""
@@ -2742,8 +2725,6 @@ def test_broken_checkpoints_are_refused(a_model, tmp_path, capsys):
             load(bad)
     save_file({'x': torch.zeros(3)}, bad)
     assert 'not written by this project' in refused(capsys, sample.main, f'--init={bad}')
-    weights_py.write_safetensors(bad, {}, {'meta': '[1]', 'digest': weights_py.digest('[1]', {})})
-    assert 'says nothing that' in refused(capsys, sample.main, f'--init={bad}')
 
 def test_a_model_from_a_file_is_not_drawn_first(a_model):
     path, softmax = a_model('--rule=retention'), a_model('--rule=softmax')
@@ -3320,7 +3301,7 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, monkeyp
 def test_what_is_recovered_is_told_by_position_with_an_interval():
     gain = torch.linspace(-.1, 0, 3)[:, None].repeat(1, 600).double()
     gain[:, 256:512] -= 1
-    row = convert.recovered(gain, {'val': {'tokens': 1, 'bytes': 4}})
+    row = convert.recovered(gain, Data(val={'tokens': 1, 'bytes': 4}))
     means = gain.mean(1).numpy()
     half = 1.96 * np.std(means, ddof=1) / 3 ** .5
     assert row['high'] == pytest.approx(math.exp(means.mean() + half))

@@ -60,8 +60,8 @@ def tokenizer_of(folder, vocab):
     try:
         ids = set(vocabulary.subwords(text).get_vocab().values())
         if len(ids) != vocab or max(ids) >= vocab:
-            note(f'{path} has {plural(len(ids), "token")}, the model {vocab:,}: no text has those of '
-                         'one of them alone')
+            note(f'{path} has {plural(len(ids), "token")}, the model {vocab:,}: a text with one that the model '
+                 'lacks is refused')
         before, behind = vocabulary.frame(data)
         highest = max(before + behind, default=0)
         if highest >= vocab:
