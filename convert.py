@@ -999,7 +999,7 @@ def rows_of(args, meta, device):
     if 0 < classes < of_data.classes:
         raise ValueError(f'--data={name}: {of_data.classes} classes, but {args.from_} knows {classes}')
     T = of_data.row or args.row
-    whole = args.batch_size * T * of_data['vocab_size'] <= logits_at_once(device)
+    whole = args.batch_size * T * of_data.vocab_size <= logits_at_once(device)
     parts = 1 if whole else args.batch_size                 # all rows of a step at once, or one by one
     return Rows(*sides, of_data, T, device, args.batch_size // parts, args.seed, parts,
                 dtype=getattr(torch, args.dtype)), name

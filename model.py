@@ -1311,7 +1311,7 @@ def save(path, model, meta, extra=None, own=None):
     """Write a model, metadata (data: its tokenizer, step, ...) and extra tensors into one file for `load`.
     own: the model's tensors by name, if not those of its state_dict (sharded, or only what learns). What
     `load` returned can be saved again: then the extra tensors are those in the metadata."""
-    data = meta['data']
+    data = meta.get('data', Data())
     meta = {**meta, 'config': dataclasses.asdict(model.config), 'data': data.as_dict()}
     others = meta.pop('tensors', {}) | (extra or {})
     meta.pop('digest', None)                        # of the file that was loaded
