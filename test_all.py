@@ -2810,7 +2810,7 @@ def test_what_load_returns_is_saved_whole_and_resumed_but_as_no_other_model(a_mo
     assert meta['step'] == 6 and meta['args']['lr'] == 1e-3
     del meta['args']
     weights_py.write_tensors(path, tensors, meta)
-    assert 'says nothing of data' in refused(capsys, train.main, *resume)
+    assert 'holds no training run' in refused(capsys, train.main, *resume)
 
 def test_training_learns_and_logs(text, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train, 'SAMPLE', 40)
@@ -4099,7 +4099,7 @@ def test_a_model_that_talks_is_judged_beside_caches_of_as_many_bytes(tmp_path, f
 
 def test_bench_fine_tunes_a_pretrained_model_on_a_set_from_a_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(zhang, 'runs', lambda args, suite: (suite, harness.ways_of(args, suite)))
-    monkeypatch.setattr(prepare, 'load', lambda name: (None, None, {'row': 8}))
+    monkeypatch.setattr(prepare, 'load_set', lambda name: (None, None, Data(row=8)))
     flags = dict(data='cola:there', init='M', dtype=torch.bfloat16)
     args = bench.Args(**flags, out=str(tmp_path))
     suite, ways = zhang.classifiers(args, bench.SUITES['glue'])
@@ -4166,7 +4166,7 @@ def test_bench_transfers_maps_to_another_text(a_model, text, tmp_path, in_proces
         assert [args[name] for name in ('learn', 'loss', 'faster')] == ['new', 'next', 1]
         used.add(args['data'])
         val = torch.from_numpy(prepare.load_set(args['data'])[1].astype(int))
-        begin = train.blocks(len(val) - (len(val) - 1) % 16, 16, {}, 4)
+        begin = train.blocks(len(val) - (len(val) - 1) % 16, 16, Data(), 4)
         tokens = torch.stack([val[i:i + 16] for i in begin])
         wanted = [layer['KL to teacher'] for layer in found['layers'][-2:]]         # of the last stage
         models = load(path)[0].eval(), load(Path(args['out']) / 'ckpt.safetensors')[0].eval()
@@ -4226,7 +4226,7 @@ def test_bench_leaves_out_what_fails_and_compares_with_attention_alone(capsys):
         raise RuntimeError('no memory')
     args = bench.Args(device=torch.device('cpu'))
     args.lengths = [2]
-    suite = Mock(lines={'attention': fails, 'sum': lambda args, T: time.perf_counter})
+    suite = Mock(lines={'attention': fails, 'sum': lambda args, T: partial(time.sleep, .01)})
     row, = bench.over_lengths(args, suite)
     assert row['form'] == 'sum' and math.isnan(row['of attention'])
     assert 'attention is left out from T = 2 on: RuntimeError: no memory' in capsys.readouterr().err
