@@ -462,7 +462,7 @@ def resumed(out, given, given_model):
     """`settings` for --resume: the flags are those of the run, but for a few that may change."""
     path = f'{out}/ckpt.safetensors'
     model, meta = load(path)
-    if 'best' not in meta:
+    if not {'best', 'args'} <= meta.keys():
         raise ValueError(f'{path}: holds no training run, only a model')
     args = typed(Args, meta['args'], path)
     began = {**dataclasses.asdict(model.config), **dataclasses.asdict(args), 'block_size': args.row}
