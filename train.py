@@ -576,7 +576,7 @@ def log_of(args, writes=True):
     """Make the run's folder and open its log, which locks it. ValueError if another run is at work there.
     writes: whether this process writes anything at all"""
     if not writes:
-        return open(os.devnull, 'w')                        # noqa: SIM115
+        return open(os.devnull, 'w')
     os.makedirs(args.out, exist_ok=True)
     log = open(f'{args.out}/log.jsonl', 'a')                # noqa: SIM115
     with contextlib.suppress(ImportError):                  # on Windows nothing locks

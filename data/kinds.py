@@ -4,7 +4,7 @@
     data.kind                           # 'task'
     data.as_dict()                      # as meta.json has it: only what is not the default
 
-A set is one of KINDS. A text is a flat array of tokens, each the target of those before it. All others are
+A set is of one kind. A text is a flat array of tokens, each the target of those before it. All others are
 rows: a task (targets anywhere), labels (a class for each row), pairs (a text and its translation), pictures
 (patches of numbers, and a class).
 """
@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-KINDS = 'text', 'task', 'labels', 'pairs', 'picture'
 TRAVELS = 'template', 'special', 'ends', 'files', 'labels'      # what a checkpoint keeps, beside its tokens
 TABLES = 'chars', 'json'
 OF_TOKENS = 'tokenizer', 'vocab_size', *TABLES, 'row', 'source', 'patch'
@@ -67,7 +66,7 @@ class Data:
 
     @property
     def kind(self):
-        """Which of KINDS it is."""
+        """text, task, labels, pairs or picture"""
         if not self.row:
             return 'text'
         if self.patch:

@@ -162,12 +162,12 @@ def report_suite(args, suite, rows):
         print(f'{name}: {value}')
 
 
-def draw(args, suite, rows):
+def draw(args, suite, measured):
     """Draw the suite's picture, if there is something to plot: its panels or, for commands, one per way."""
     panels = suite.panels
     if not panels:
         panels = [Panel('ours', 'form', way, way) for way in suite.ways]
-    shown = [(panel, panel.shown(rows)) for panel in panels if panel.shown(rows)]
+    shown = [(panel, panel.shown(measured)) for panel in panels if panel.shown(measured)]
     n = len(shown)
     if n == 0:
         return
