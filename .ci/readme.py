@@ -7,20 +7,18 @@
 
 A command is a line of a code block, or a text in backquotes, that begins with pip, python, torchrun or
 pytest. Commands run as README has them, with two exceptions. CUT has flags that make them short. MADE makes
-stand-ins for a reader's own files and for downloads. Only packages are really downloaded. Hub models come
-from a server in this process; HF_ENDPOINT has its address for the commands that name one. The two commands
-that install and then run something (&&) come first. The exit code is 1 if any does not end as expected.
+stand-ins for a reader's own files and for downloads. Only packages are really downloaded. Hub models lie in a
+cache as huggingface_hub keeps it, which the commands that name one find. The two commands that install and
+then run something (&&) come first. The exit code is 1 if any does not end as expected.
 """
 import functools
 import gzip
-import http.server
 import json
 import os
 import random
 import re
 import subprocess
 import sys
-import threading
 import time
 import zipfile
 
@@ -34,7 +32,6 @@ CUT = {
     r'=listops': '--data=listops-64',                                   # rows of 64 are generated faster
     r'train\.py --resume': '--steps=5',
     r'convert\.py (?!.*--export)': '--steps=2 --distil_steps=2 --eval_rows=2',
-    r'convert\.py --from=gpt2': '--revision=tiny',
 }
 
 
@@ -112,6 +109,7 @@ def multi30k(clone):
 
 HUB_MODEL = """
 import dataclasses, sys
+from data.kinds import Data
 from hub.families import FAMILIES
 from hub.folders import to_folder
 from model import GPT, Config
@@ -119,7 +117,7 @@ folder, kind, tokens = sys.argv[1:]
 sizes = dict(n_layer=2, n_head=2, n_embd=16, n_inner=16, vocab_size=512, block_size=512)
 model = GPT(Config(rule='softmax', **sizes, **FAMILIES[kind].config))
 template = '{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}assistant:'
-data = {'json': tokens, 'files': {'chat_template.jinja': template}}
+data = Data('json', 512, json=tokens, files={'chat_template.jinja': template})
 to_folder(folder, model.state_dict(), dataclasses.asdict(model.config), data)
 """
 
@@ -130,19 +128,26 @@ def hub_model(clone, kind, folder):
     subprocess.run([sys.executable, '-c', HUB_MODEL, folder, kind, tokens], cwd=clone, check=True)
 
 
+def in_cache(clone, kind, name):
+    """A model OWNER/NAME, where huggingface_hub keeps what it has downloaded."""
+    folder = f'made/hub/models--{name.replace("/", "--")}'
+    hub_model(clone, kind, f'{folder}/snapshots/made')
+    write(f'{clone}/{folder}/refs/main', b'made')
+
+
 def gpt2(clone):
-    """A GPT-2 at an invented revision, since the files of the real one have known checksums."""
-    hub_model(clone, 'gpt2', 'made/hub/openai-community/gpt2/resolve/tiny')
+    """A GPT-2."""
+    in_cache(clone, 'gpt2', 'openai-community/gpt2')
 
 
 def bert(clone):
     """A pretrained BERT, without a classifier head."""
-    hub_model(clone, 'bert', 'made/hub/google-bert/bert-base-uncased/resolve/main')
+    in_cache(clone, 'bert', 'google-bert/bert-base-uncased')
 
 
 def smollm2(clone):
     """A Llama by its name on the hub."""
-    hub_model(clone, 'llama', 'made/hub/HuggingFaceTB/SmolLM2-135M-Instruct/resolve/main')
+    in_cache(clone, 'llama', 'HuggingFaceTB/SmolLM2-135M-Instruct')
 
 
 def llama(clone):
@@ -179,17 +184,6 @@ def cut(command):
     return typed
 
 
-def serve(folder):
-    """Serve a folder over HTTP -> the address."""
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_):
-            pass
-    handler = functools.partial(Quiet, directory=folder)
-    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return f'http://127.0.0.1:{server.server_port}'
-
-
 def ended(command, clone, env, log):
     """Run a command -> exit code, seconds"""
     began = time.perf_counter()
@@ -212,7 +206,6 @@ def main(folder):
     here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     clone = f'{folder}/clone'
     subprocess.run(['git', 'clone', '-q', here, clone], check=True)
-    site = serve(f'{clone}/made/hub')
     with open(f'{clone}/README.md') as f:
         text = f.read()
     with open(f'{clone}/assets/RESULTS.md') as f:
@@ -232,8 +225,7 @@ def main(folder):
         if makers:
             print(f'    made up: {", ".join(maker.__name__ for maker in makers)}')
         if set(makers) & {gpt2, bert, smollm2}:
-            env['HF_ENDPOINT'] = site
-            print('    against the local server')
+            env.update(HF_HUB_CACHE=f'{clone}/made/hub', HF_HUB_OFFLINE='1')
         print(f'    cut: {typed}' if typed != command else '    as it stands', flush=True)
         log = f'{folder}/{number:02}'
         code, seconds = ended(typed, clone, env, log)
