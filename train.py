@@ -401,27 +401,6 @@ def begin_step(opt, step, steps, lr, seed, rank=0):
     torch.manual_seed(int(drawn))
 
 
-def training(model, opt, losses, first, steps, lr, clip, seed, rank=0, world=1):
-    """The training loop, from step `first` on. Yield after each step: the steps that are done, the loss (1,),
-    the norm of the gradient, the seconds it took. losses(step): yields the loss of each batch"""
-    for step in range(first, steps):
-        began = time.perf_counter()
-        begin_step(opt, step, steps, lr, seed, rank)
-        total = 0
-        for loss in losses(step):                           # forward
-            loss.backward()                                 # its gradients add up over the batches
-            total = total + loss.detach().view(1)
-        if world > 1:
-            average(model, total, world)
-        norm = clip_grad_norm_(model.parameters(), clip or math.inf)
-        if not (norm.isfinite() and total.isfinite()):
-            raise ValueError(f'step {step + 1}: loss or gradient is not finite; try a smaller rate than '
-                             f'{lr:g}, or another --norm')
-        opt.step()
-        model.zero_grad(set_to_none=True)
-        yield step + 1, total, norm, time.perf_counter() - began
-
-
 # ---- what a run begins with --------------------------------------------------------------------------------
 
 def settings(argv):
@@ -710,6 +689,29 @@ def show(model, data, args):
         written = itertools.takewhile(lambda token: token not in meta.ends, written)
         say(f'--- a sample ---\n{vocabulary.decode([*beginning, *written], meta)}\n---')
     say(f'next: {sampling(args.out, meta)}')
+
+
+# ---- the loop ----------------------------------------------------------------------------------------------
+
+def training(model, opt, losses, first, steps, lr, clip, seed, rank=0, world=1):
+    """The training loop, from step `first` on. Yield after each step: the steps that are done, the loss (1,),
+    the norm of the gradient, the seconds it took. losses(step): yields the loss of each batch"""
+    for step in range(first, steps):
+        began = time.perf_counter()
+        begin_step(opt, step, steps, lr, seed, rank)
+        total = torch.zeros(1, device=next(model.parameters()).device)
+        for loss in losses(step):                           # forward
+            loss.backward()                                 # the gradients of batches add up
+            total += loss.detach()
+        if world > 1:
+            average(model, total, world)
+        norm = clip_grad_norm_(model.parameters(), clip or math.inf)
+        if not (norm.isfinite() and total.isfinite()):
+            raise ValueError(f'step {step + 1}: loss or gradient is not finite; try a smaller rate than '
+                             f'{lr:g}, or another --norm')
+        opt.step()
+        model.zero_grad(set_to_none=True)
+        yield step + 1, total, norm, time.perf_counter() - began
 
 
 @script
