@@ -60,9 +60,9 @@ from data.kinds import Data
 from fastweight import RULES
 from hub.folders import to_folder
 from model import GPT, SOURCE_RULES, Config, Cross, Undrawn, bias_of, cannot_train, fill, idle, load, save
-from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, SLOW, SMALL, TASK_ROWS, TOKENS_AT_ONCE, Rows, adamw, blocks,
-                   is_large, log_of, logits_at_once, of_part, pack_optimiser, predict, products_in, rows,
-                   sampling, say, tell, tell_step, training, unpack_optimiser)
+from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, SLOW, SMALL, TASK_ROWS, TOKENS_AT_ONCE, Rows, adamw,
+                   blocks, is_large, log_of, logits_at_once, of_part, pack_optimiser, predict, products_in,
+                   rows, sampling, say, tell, tell_step, training, unpack_optimiser)
 
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
@@ -383,10 +383,13 @@ def distil(run, teacher, student, names, kind, steps, lr):
     unshare(student, names)
     for name, p in student.named_parameters():
         p.requires_grad_(name in names)
-    mixers = {name for name, mixer in teacher.mixers().items()          # hidden compares a whole block at once
-              if kind != 'hidden' or not isinstance(mixer, Cross)}
-    compared_by = {name for name in mixers
-                   if any(p.requires_grad for p in student.get_submodule(name.rpartition('.')[0]).parameters())}
+    mixers = [name for name, mixer in teacher.mixers().items()          # hidden compares a block at once
+              if kind != 'hidden' or not isinstance(mixer, Cross)]
+    compared_by = set()                                     # those in whose layer something learns
+    for mixer in mixers:
+        layer = f'{mixer.rpartition(".")[0]}.'
+        if any(name.startswith(layer) for name in names):
+            compared_by.add(mixer)
     columns = run.train_stage(f'distil ({kind})', student, losses, steps, lr, parts=len(mixers))
     student.requires_grad_(True)
     return columns
@@ -655,9 +658,9 @@ class Conversion:
 
     def nats_of(self, model, what):
         """Evaluate a model on a text -> nats (rows, T). what: the model's name"""
-        training = model.training
+        was_training = model.training
         nats = nats_along(model.eval(), self.x, self.y, f'{what}, validation', self.data.dtype)
-        model.train(training)
+        model.train(was_training)
         return nats
 
     def columns_of_text(self, nats):
@@ -698,9 +701,9 @@ class Conversion:
         say(f'{name}: {text}')
 
     def train_stage(self, stage, model, losses, steps, lr, new=(), parts=1):
-        """Train one stage or control, from where a stopped conversion left it, on a CPU exactly. Parameters in
-        `new` get --faster times this lr. losses(step): as for `training`; the loss that is told is their sum
-        over `parts`  ->  the columns of the trained model; None if there was nothing left to train"""
+        """Train one stage or control, from where a stopped conversion left it, on a CPU exactly. Parameters
+        in `new` get --faster times this lr. losses(step): as for `training`; the loss that is told is their
+        sum over `parts`  ->  the columns of the trained model; None if nothing was left to train"""
         args = self.args
         path = f'{args.out}/stage-{re.sub("[^a-z0-9]+", "-", stage)}.safetensors'
         opt = adamw(model, lr, 0.0, self.data.device, new, args.faster)
@@ -749,8 +752,8 @@ class Conversion:
 
 def controls(run, teacher, config, distilled):
     """Run the controls, on the same rows and with as many steps as the student had in all. First the teacher
-    learns the next token, at two rates; the larger one harms a converged teacher. The student is compared with
-    the better one, as an undertrained teacher is easy to match. Then a student learns from scratch.
+    learns the next token, at two rates; the larger one harms a converged teacher. The student is compared
+    with the better one, as an undertrained teacher is easy to match. Then a student learns from scratch.
     distilled: the steps of stage 1"""
     steps = distilled + run.args.steps
     rates = LARGE_TEACHER_LRS if is_large(teacher) else TEACHER_LRS

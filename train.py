@@ -285,7 +285,7 @@ class Rows:
         if self.world > 1:
             for b in model.buffers():                       # all use the first process's random features
                 dist.broadcast(b, 0)
-        training = model.training
+        was_training = model.training
         model.eval()
         state = None
         total = torch.zeros(3, dtype=torch.float64)         # nats, targets, right guesses
@@ -300,7 +300,7 @@ class Rows:
             total += torch.tensor([loss.item(), (y >= 0).sum().item(), right.item()])
         if self.world > 1:
             dist.all_reduce(total)
-        model.train(training)
+        model.train(was_training)
         loss, count, right = total.tolist()
         return loss / count, right / count
 
@@ -385,7 +385,7 @@ def lr_at(step, steps, peak):
 
 
 def average(model, loss, world):
-    """Average the gradients and the loss (1,) over the processes, in place (see Rows.learn)."""
+    """Average the gradients and the loss (1,) over the processes, in place (see Rows.losses)."""
     parts = [loss, *(p.grad for p in model.parameters() if p.grad is not None)]
     flat = parameters_to_vector(parts)                      # one message for all of them
     dist.all_reduce(flat)

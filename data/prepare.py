@@ -110,7 +110,8 @@ DATASETS = {
     'wikitext103': Set(
         'WikiText-103 raw, 540 MB, CC BY-SA', 'text', WIKI, 'gpt2', files={
             'wikitext-103-raw-v1.zip': '91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794'},
-        urls=('https://wikitext.smerity.com', f'{HF_SITE}/datasets/mattdangerw/wikitext-103-raw/resolve/main')),
+        urls=('https://wikitext.smerity.com',
+              f'{HF_SITE}/datasets/mattdangerw/wikitext-103-raw/resolve/main')),
     **tasks.SETS,
 }
 OWN_FILES = {       # a folder's name begins with its kind, so kinds never collide

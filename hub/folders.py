@@ -22,7 +22,8 @@ from cli.flags import plural
 from cli.weights import mapped_tensors, write_safetensors
 from data.kinds import Data
 from hub.families import (FAMILIES, QUANTISED, TYPES, family_of, kind_and_config, names, parts, published)
-from hub.texts import CHAT_FILES, TOKENIZER_FILES, OLDER, TOKENIZER, add_texts, as_the_hub, parsed, tokenizer_of
+from hub.texts import (CHAT_FILES, OLDER, TOKENIZER, TOKENIZER_FILES, add_texts, as_the_hub, parsed,
+                       tokenizer_of)
 
 # ---- folders in the hub's layout ---------------------------------------------------------------------------
 
@@ -206,7 +207,9 @@ def to_folder(folder, tensors, config, data):
 
 # ---- the hub -----------------------------------------------------------------------------------------------
 
-SHORT_NAMES = {'gpt2': 'openai-community/gpt2', 'bert-base-uncased': 'google-bert/bert-base-uncased'}   # short names
+GPT2S = 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl'
+SHORT_NAMES = {**{name: f'openai-community/{name}' for name in GPT2S},
+               'bert-base-uncased': 'google-bert/bert-base-uncased'}
 WHOLE = 'model.safetensors'
 INDEX = f'{WHOLE}.index.json'
 PIXELS = 'preprocessor_config.json'
@@ -225,8 +228,8 @@ def folder_of(source, revision):
 
 
 def hub(name, revision='main'):
-    """The folder of a model on the hub, OWNER/NAME or one of `SHORT_NAMES`; it is downloaded once. The variables of
-    huggingface_hub hold: HF_HOME, HF_TOKEN, HF_ENDPOINT."""
+    """The folder of a model on the hub, OWNER/NAME or one of `SHORT_NAMES`; it is downloaded once. The
+    variables of huggingface_hub hold: HF_HOME, HF_TOKEN, HF_ENDPOINT."""
     try:
         import huggingface_hub                              # it comes with tokenizers
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError

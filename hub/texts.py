@@ -18,7 +18,7 @@ TOKENIZER_CONFIG = 'tokenizer_config.json'
 TEMPLATE = 'chat_template.jinja'
 GENERATION_CONFIG = 'generation_config.json'
 CHAT_FILES = TOKENIZER_CONFIG, TEMPLATE, GENERATION_CONFIG
-TOKENIZER_FILES = 'tokenizer.json', 'vocab.json', 'merges.txt'     # with these, an export gives them back as they were
+TOKENIZER_FILES = 'tokenizer.json', 'vocab.json', 'merges.txt'     # an export gives them back as they were
 TOKENIZER, *OLDER = TOKENIZER_FILES            # the older two stood together for the first
 def parsed(path, name, use):
     """Read a JSON file -> use(its content). ValueError if it is broken, or has content that `use` cannot
@@ -60,8 +60,8 @@ def tokenizer_of(folder, vocab):
     try:
         ids = set(vocabulary.subwords(text).get_vocab().values())
         if len(ids) != vocab or max(ids) >= vocab:
-            note(f'{path} has {plural(len(ids), "token")}, the model {vocab:,}: a text with one that the model '
-                 'lacks is refused')
+            note(f'{path} has {plural(len(ids), "token")}, the model {vocab:,}: a text with one that the '
+                 'model lacks is refused')
         before, behind = vocabulary.frame(data)
         highest = max(before + behind, default=0)
         if highest >= vocab:
@@ -99,7 +99,7 @@ def add_texts(folder, data, config_ends):
     data.files = {}
     names = CHAT_FILES + TOKENIZER_FILES
     if data.json and os.path.exists(os.path.join(folder, TOKENIZER)):
-        names = CHAT_FILES                                           # data has the tokenizer already, as `json`
+        names = CHAT_FILES                                      # data has the tokenizer already, as `json`
     for name in names:
         path = os.path.join(folder, name)
         if os.path.exists(path):
@@ -111,13 +111,15 @@ def add_texts(folder, data, config_ends):
         if token.get('special'):                                # others are words, which texts may have
             special[token['content']] = token['id']
     data.special = {word: i for word, i in special.items() if word and i < data.vocab_size}
-    about, generation = (as_object(data.files.get(name, '{}'), name) for name in (TOKENIZER_CONFIG, GENERATION_CONFIG))
+    about = as_object(data.files.get(TOKENIZER_CONFIG, '{}'), TOKENIZER_CONFIG)
+    generation = as_object(data.files.get(GENERATION_CONFIG, '{}'), GENERATION_CONFIG)
     template = data.files.get(TEMPLATE) or about.get('chat_template') or ''
     if isinstance(template, list):                              # several, by name
         template = {one.get('name'): one.get('template') for one in template}.get('default', '')
     data.template = template
     ends = []
-    for some in config_ends, generation.get('eos_token_id'), data.special.get(named_tokens(about).get('eos_token')):
+    named = data.special.get(named_tokens(about).get('eos_token'))
+    for some in config_ends, generation.get('eos_token_id'), named:
         ends += some if isinstance(some, list) else [some]
     data.ends = sorted({i for i in ends if type(i) is int and 0 <= i < data.vocab_size})
 
