@@ -47,13 +47,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from tqdm import tqdm
 
 from cli import files
 from cli.errors import script
 from cli.flags import briefly, flag, parse, plural, refuse, subset, typed
 from cli.machine import commit, pick_device
-from cli.tables import table
+from cli.terminal import progress, table
 from cli.weights import is_state, read_tensors, state_bytes, weights_digest
 from data import prepare
 from data.kinds import Data
@@ -521,7 +520,7 @@ def nats_along(model, x, y, what, dtype=torch.float32):
     at_once = max(1, tokens // segment)
     pieces = [(i, t) for i in range(0, B, at_once) for t in range(0, T, segment)]
     nats = torch.empty(B, T)
-    for i, t in tqdm(pieces, what, disable=None if what else True):
+    for i, t in progress(pieces, what):
         if t == 0:
             state = None
         piece = slice(i, i + at_once), slice(t, t + segment)

@@ -1309,7 +1309,7 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
 # ---- models in files: ours, and those of the hub -----------------------------------------------------------
 def save(path, model, meta, extra=None, own=None):
     """Write a model, metadata (data: its tokenizer, step, ...) and extra tensors into one file for `load`.
-    own: the model's tensors by name, if not those of its state_dict (sharded, or only what learns). What
+    own: the model's tensors by name, if not those of its state_dict (only what learns). What
     `load` returned can be saved again: then the extra tensors are those in the metadata."""
     data = meta.get('data', Data())
     meta = {**meta, 'config': dataclasses.asdict(model.config), 'data': data.as_dict()}

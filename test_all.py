@@ -4379,7 +4379,7 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
 # ---- 14. The repository itself -----------------------------------------------------------------------------
 
 ROOMS = [               # a file imports only from rows above its own; papers do not import each other
-    'fastweight', 'kernels', 'cli.errors cli.files cli.flags cli.machine cli.tables data.kinds', 'cli.weights data.vocabulary data.tasks',
+    'fastweight', 'kernels', 'cli.errors cli.files cli.flags cli.machine cli.terminal data.kinds', 'cli.weights data.vocabulary data.tasks',
     'data.prepare hub.families hub.texts', 'hub.chat hub.folders', 'model', 'train', 'convert', 'papers.harness',
     'papers.schlag papers.kasai papers.mao papers.oren papers.zhang papers.beyond', 'bench sample', 'test_all']
 LAYER = {name: row for row, names in enumerate(ROOMS) for name in names.split()}

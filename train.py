@@ -33,12 +33,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
-from tqdm import tqdm
 
 from cli import files
 from cli.errors import script
 from cli.flags import briefly, flag, known, parse, plural, refuse, typed
 from cli.machine import commit, peak_memory, pick_device, try_compiler, whole_memory
+from cli.terminal import progress
 from cli.weights import map_state, pack, unpack
 from data import prepare, vocabulary
 from data.kinds import TRAVELS, Data
@@ -290,7 +290,7 @@ class Rows:
         state = None
         total = torch.zeros(3, dtype=torch.float64)         # nats, targets, right guesses
         mine = range(self.rank * many, len(begin), self.world * many)
-        for i in tqdm(mine, label, disable=None if label else True):
+        for i in progress(mine, label):
             x, y = rows(self.val, begin[i:i + many], self.T, self.meta, self.device)
             logits, y, end = predict(model, x, y, state, self.meta, self.dtype)
             if carried:

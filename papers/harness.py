@@ -26,7 +26,7 @@ from tqdm import tqdm
 import convert
 import train
 from cli import files
-from cli.tables import table
+from cli.terminal import table
 from cli.weights import weights_digest
 from data import prepare
 from data.kinds import Data

@@ -1,4 +1,13 @@
-"""Figures for a terminal."""
+"""What is shown on a terminal: tables, and how far something is."""
+
+
+def progress(items, what):
+    """The items, with a bar if there is a terminal and tqdm is installed. what: begins the bar; '': none"""
+    try:
+        from tqdm import tqdm
+    except ImportError:                                         # README's first command does without
+        return items
+    return tqdm(items, what, disable=None if what else True)
 
 
 def table(lines):
