@@ -1,9 +1,8 @@
 """Run measurements on this machine. Without a suite: list them all, then run `decode`. A suite prints a table
 and writes out/bench/SUITE.csv and, if there is something to plot, SUITE.png. Most suites take a few minutes;
---full takes hours. The suites of a paper, beside its figures, are in papers/.
+--full takes hours. The suites of a paper, beside its figures, are in papers/, those of time and memory here.
 
-Here are those that measure time (`timed`) and memory (`peak_bytes`). Finished runs are kept in --out, so a
-stopped suite continues where it was.
+Finished runs are kept in --out, so a stopped suite continues where it was.
 """
 import dataclasses
 import itertools

@@ -2,8 +2,8 @@
 
     python convert.py --from=FOLDER --data=my.txt --recipe=hybrid --dtype=bfloat16 --controls=false
                                             a real model, your text: SmolLM2-135M in 24 minutes, two cores
-    python convert.py                       --recipe=pure: one matrix per head. Converts out/ckpt.safetensors,
-                                            of train.py --rule=softmax --n_head=4
+    python convert.py                       one matrix per head (--recipe=pure), from out/ckpt.safetensors,
+                                            a model of train.py --rule=softmax --n_head=4
     python convert.py --recipe=hybrid       64 cached tokens, a matrix of slots for all others
     python convert.py --recipe=hedgehog     Zhang 2024; also t2r: Kasai 2021; decay: Mao 2022
     python convert.py --from=gpt2 --data=wikitext2          GPT-2 or Llama weights from the hub
@@ -61,7 +61,7 @@ from hub.folders import to_folder
 from model import GPT, SOURCE_RULES, Config, Cross, Undrawn, bias_of, cannot_train, fill, idle, load, save
 from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, SLOW, SMALL, TASK_ROWS, TOKENS_AT_ONCE, Rows, adamw,
                    blocks, is_large, log_of, logits_at_once, of_part, pack_optimiser, predict, products_in,
-                   rows, sampling, say, tell, tell_step, training, unpack_optimiser)
+                   rows, next_command, say, tell, tell_step, training, unpack_optimiser)
 
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
@@ -136,7 +136,7 @@ class Args:
     threads: int = flag(None, 'CPU threads; if not given, as many as torch takes', low=1, high=1024)
 
 
-Student = subset(Config, 'layers', 'phi', 'norm', 'out_norm', 'beta_max', 'gate_rank', 'cache', 'sinks',
+StudentFlags = subset(Config, 'layers', 'phi', 'norm', 'out_norm', 'beta_max', 'gate_rank', 'cache', 'sinks',
                  'overflow', rule=flag('sum', 'what replaces softmax', list(RULES)))
 HELP = '\n'.join([
     __doc__ or '',
@@ -151,7 +151,7 @@ HELP = '\n'.join([
 # ---- the swap ----------------------------------------------------------------------------------------------
 def swap(teacher, changes, places=ATTENTIONS):
     """Make a GPT with other rules, which shares the teacher's weights until they are trained -> the student,
-    names of its new parameters. changes: flags of `Student`; places: of a translator, which to swap"""
+    names of its new parameters. changes: flags of `StudentFlags`; places: of a translator, which to swap"""
     old = teacher.config
     pos = 'rope' if old.turns() else old.pos                # W_q and W_k were learned with rope: keep it
     student = GPT(dataclasses.replace(old, pos=pos, **rules_after(old, changes, places)))
@@ -862,7 +862,7 @@ def stay(how, teacher, student, data, begin):
 # ---- the run -----------------------------------------------------------------------------------------------
 def flags_of(argv):
     """The given flags, with --resume also those of the stopped conversion -> flags of Args, of the student"""
-    given, changes = parse(argv, HELP, Args, Student, first=OFTEN)
+    given, changes = parse(argv, HELP, Args, StudentFlags, first=OFTEN)
     if 'export' in given:
         refuse(not_exporting(given, changes))
     if given.get('resume'):
@@ -877,13 +877,13 @@ def by_recipe(given, changes, teacher):
     way = {}
     recipes = RECIPES
     if large:
-        way, _ = parse(LARGE.split(), HELP, Args, Student)
+        way, _ = parse(LARGE.split(), HELP, Args, StudentFlags)
         recipes = LARGE_RECIPES
-    own, kind = parse(recipes[given.get('recipe', Args.recipe)].split(), HELP, Args, Student)
+    own, kind = parse(recipes[given.get('recipe', Args.recipe)].split(), HELP, Args, StudentFlags)
     rule = changes.get('rule', kind['rule'])
     alike = rule == kind['rule'] or {rule, kind['rule']} == {'window', 'sink'}
     if 'layers' in changes or not alike:                    # another rule: drop the recipe's map, norm, cache
-        kind = {'rule': Student.rule}
+        kind = {'rule': StudentFlags.rule}
     changes = {**kind, **changes}
     near = large or changes.get('overflow')                 # what begins near its teacher may not leave it
     lr = (PRETRAINED_LR if near else SWAP_LR) / teacher.config.n_embd
@@ -1087,7 +1087,7 @@ def main(argv):
     files.write_json(f'{args.out}/convert.json', {
         'args': dataclasses.asdict(args), 'config': dataclasses.asdict(student.config), 'distil': kind,
         'table': run.table, 'layers': layers, 'query': query})
-    print(f'{args.out}/convert.json has these tables; {sampling(args.out, meta["data"])}')
+    print(f'{args.out}/convert.json has these tables; {next_command(args.out, meta["data"])}')
     forget(stages(args.out))
 
 

@@ -199,7 +199,7 @@ def cannot_train(config):
 
 
 # A trained model can change these: softmax keeps its weights with any cache policy (--overflow adds some).
-Swap = subset(Config, 'cache', 'sinks', 'overflow', 'positions',
+CacheFlags = subset(Config, 'cache', 'sinks', 'overflow', 'positions',
               rule=flag('', 'what softmax layers become: h2o, tova, sink, window keep --cache tokens; a '
                         'matrix needs convert.py', list(RULES)))
 
@@ -241,9 +241,9 @@ PLAIN = Forms()         # for a module on its own; GPT.use sets others
 
 
 def pick_forms(impl='auto'):
-    """'loop', 'chunk', 'fused' or 'auto' -> Forms. The choice is made here only, and besides bench.py and the
-    tests only this function imports kernels.py. ValueError for 'fused' without that file. Other errors of the
-    import are raised as they are."""
+    """'loop', 'chunk', 'fused' or 'auto' -> Forms: those of fastweight.py or of kernels.py, which then picks
+    Triton or not. Besides bench.py and the tests only this function imports kernels.py. ValueError for
+    'fused' without that file. Other errors of the import are raised as they are."""
     definition = '--impl=loop runs fastweight.recurrent, the definition'
     why = PLAIN.why
     if impl == 'loop':
@@ -1358,7 +1358,7 @@ def load(source, device='cpu', revision='main', **changes):
     data = meta['data'] = Data.from_dict(meta['data'], source)
     if data.is_joined:
         data.row = 0                    # the rows were those of the pairs: the model reads any text
-    config = swapped(saved, source, **changes)
+    config = with_cache_flags(saved, source, **changes)
     model = unfilled(config, saved, source)
     if folder:
         with Undrawn():                 # all of the folder's, whatever the flags say
@@ -1412,8 +1412,8 @@ def fill(model, tensors, why, **how):
         raise ValueError(f'{why} ({" ".join(str(e).split())[:200]})') from None
 
 
-def swapped(config, source, rule='', **changes):
-    """A Config with other flags of `Swap`. A new rule replaces softmax and every rule with a cache.
+def with_cache_flags(config, source, rule='', **changes):
+    """A Config with other flags of `CacheFlags`. A new rule replaces softmax and every rule with a cache.
     ValueError, with the source, if it has neither."""
     if rule and rule not in RULES:
         raise ValueError(f'--rule={rule}: choose from {", ".join(RULES)}')

@@ -41,7 +41,7 @@ from cli.weights import (map_state, pack, read_tensors, refuse_target, state_byt
                          write_tensors)
 from data import vocabulary
 from fastweight import FLOOR, RULES
-from model import GPT, Swap, chosen_texts, idle, load, pick_forms, refuse_broken, sample, seen_by_k, spread
+from model import GPT, CacheFlags, chosen_texts, idle, load, pick_forms, refuse_broken, sample, seen_by_k, spread
 
 OFTEN = 'init prompt chat tokens temperature top_p rule cache dtype html'      # first in --help
 
@@ -482,7 +482,7 @@ DO = {'translate': show_translations, 'classify': classify, 'chat': converse, 'c
 
 @script
 def main(argv):
-    given, swap = parse(argv, __doc__, Args, Swap, first=OFTEN)
+    given, swap = parse(argv, __doc__, Args, CacheFlags, first=OFTEN)
     args = Args(**given)
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -2679,7 +2679,7 @@ def test_a_translator_learns_translates_and_is_converted(flags, turned_around, t
         torch.set_num_threads(1)
         assert found['args']['threads'] in (1, 2) and found['table'][-1]['model'] == 'fine-tuned'
         assert 'rnn/ckpt.safetensors --source="..."\n' in capsys.readouterr().out
-    assert train.sampling('a b', Data()) == "python sample.py --init='a b'/ckpt.safetensors"
+    assert train.next_command('a b', Data()) == "python sample.py --init='a b'/ckpt.safetensors"
 
 def test_a_failed_write_leaves_the_old_files_or_a_set_to_be_made_anew(a_model, text, tmp_path, monkeypatch):
     """Of a model in a folder nothing stays once another is there: here its tokenizer.json. The error names the
@@ -4455,8 +4455,8 @@ def test_readme_is_true_of_the_code():
     docs = [text, results, train.__doc__, sample.__doc__, bench.__doc__, convert.__doc__]
     found = commands('\n'.join(docs))
     assert {script for script, *_ in found} == {'train', 'sample', 'bench', 'convert'}
-    classes = dict(train=(train.Args, Config), sample=(sample.Args, model_py.Swap), bench=(bench.Args,),
-                   convert=(convert.Args, convert.Student))
+    classes = dict(train=(train.Args, Config), sample=(sample.Args, model_py.CacheFlags), bench=(bench.Args,),
+                   convert=(convert.Args, convert.StudentFlags))
     for script, suite, flags in found:
         flags = shlex.split(flags)
         if suite:

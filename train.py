@@ -455,7 +455,7 @@ def resumed(out, given, given_model):
     return args, model.config, model.state_dict(), meta
 
 
-def texts_of(args, of_model):
+def data_of_run(args, of_model):
     """-> training and validation tokens, their Data. of_model: that of the model's file; None: there is no
     model yet. What it says of conversations stays."""
     train, val, meta = prepare.load_set(args.data, tokenizer=args.tokenizer, like=of_model)
@@ -657,7 +657,7 @@ def report(model, data, args, log, **figures):
         show(model.eval(), data, args)
 
 
-def sampling(out, meta):
+def next_command(out, meta):
     """The command that runs the model in the folder `out`. meta: of its data"""
     command = f'python sample.py --init={shlex.quote(out)}/ckpt.safetensors'
     if meta.source:
@@ -688,7 +688,7 @@ def show(model, data, args):
         written = [token.item() for token, _ in itertools.islice(texts, many)]
         written = itertools.takewhile(lambda token: token not in meta.ends, written)
         say(f'--- a sample ---\n{vocabulary.decode([*beginning, *written], meta)}\n---')
-    say(f'next: {sampling(args.out, meta)}')
+    say(f'next: {next_command(args.out, meta)}')
 
 
 # ---- the loop ----------------------------------------------------------------------------------------------
@@ -718,7 +718,7 @@ def training(model, opt, losses, first, steps, lr, clip, seed, rank=0, world=1):
 def main(argv):
     args, config, weights, header = settings(argv)
     rank, world, device, dtype = machine(args)
-    train, val, meta = texts_of(args, header.get('data'))
+    train, val, meta = data_of_run(args, header.get('data'))
     data = Rows(train, val, meta, meta.row or args.row, device, args.batch_size, args.seed,
                 args.accum, args.carry, rank, world, dtype)
     torch.manual_seed(args.seed)

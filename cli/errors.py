@@ -1,4 +1,4 @@
-"""How a command ends: whatever goes wrong is told in one line.
+"""How a command ends: what a user can cause is told in one line.
 
     @script
     def main(argv): ...             # raises ValueError or OSError for all that a user can cause

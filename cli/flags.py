@@ -163,7 +163,7 @@ def parse(argv, doc, *classes, first=''):
     ValueError if a flag is unknown or its value does not fit. --help exits. Its first screen is what the
     script does, its commands and the flags in `first`; then come the rest of its docstring and the other
     flags."""
-    what, commands, *rest = (doc or '\n\n').split('\n\n', 2)          # python -OO removes docstrings
+    what, commands, *rest = [*(doc or '').split('\n\n', 2), '', '']    # python -OO removes docstrings
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=f'{what}\n\n{commands}',
                                      argument_default=argparse.SUPPRESS, allow_abbrev=False,
                                      formatter_class=Screen, add_help=False)

@@ -1,4 +1,4 @@
-"""Files of our own weights: a checkpoint, a state, a stage of a conversion.
+"""Files of weights and states. Our own (a checkpoint, a state, a stage of a conversion) have a digest.
 
     write_tensors('out/x.safetensors', tensors, meta)
     tensors, meta = read_tensors('out/x.safetensors')

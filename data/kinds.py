@@ -116,7 +116,7 @@ class Data:
 
 
 class Set(NamedTuple):
-    """How a set is made: an entry of prepare.DATASETS."""
+    """How a set is made: an entry of tasks.SETS, of prepare.DATASETS or, for your own files, OWN_FILES."""
     help: str
     way: str                        # an entry of prepare.WAYS
     make: Callable                  # see data/tasks.py and the texts in data/prepare.py

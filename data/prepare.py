@@ -14,8 +14,8 @@
 You need not run these commands first: train.py prepares a missing set itself (`load_set`). The format:
 
     {train,val}.bin   flat array of token ids: uint8, uint16 or uint32, no header; some sets have test.bin
-    meta.json         the fields of kinds.Data that are not the default: tokens, rows and, per side (train,
-                      val, test), tokens, sha256 of the .bin and, of a text, bytes in UTF-8
+    meta.json         tokenizer, vocab_size, and the fields of kinds.Data that are not the default, among them
+                      per side (train, val, test) tokens, sha256 of the .bin and, of a text, bytes in UTF-8
 
 The file of a set with rows (data/tasks.py: generated rows, pictures, labelled texts, pairs) has 2 * row
 tokens for each: the inputs, then the targets. target[t] is what to predict after reading inputs[..t], so
@@ -114,7 +114,7 @@ DATASETS = {
               f'{HF_SITE}/datasets/mattdangerw/wikitext-103-raw/resolve/main')),
     **tasks.SETS,
 }
-OWN_FILES = {       # a folder's name begins with its kind, so kinds never collide
+OWN_FILES = {       # a folder's name begins with this name, so they never collide
     'text': Set('a text of your own', 'text', local_text),
     'lines': Set('labelled lines of your own', 'labels', tasks.lines, length=1024),
     'pairs': Set('translations of your own', 'pairs', tasks.parallel, 'bpe:4096', length=256),
@@ -566,7 +566,9 @@ class Args:
 def main(argv):
     name = argv[0] if argv and not argv[0].startswith('-') else ''
     sets = '\n'.join(f'    {name:12} {entry.help} ({entry.tokenizer})' for name, entry in DATASETS.items())
-    [given] = parse(argv[1:] if name else argv, f'{__doc__}\n{sets}', Args)
+    what, commands, rest = (__doc__ or '\n\n\n\n').split('\n\n', 2)
+    doc = f'{what}\n\n{commands}\nSets, and their tokens:\n{sets}\n\n{rest}'
+    [given] = parse(argv[1:] if name else argv, doc, Args, first='tokenizer file')
     if not name:
         raise ValueError('give a text file, two of parallel lines (a.en:a.de), or one of '
                          f'{", ".join(DATASETS)}')

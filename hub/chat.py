@@ -1,6 +1,5 @@
-"""Conversations: a model's chat template, its special tokens, the tokens that end a text.
+"""Conversations: messages, framed by a model's chat template, as tokens.
 
-    data.update(of_folder('FOLDER', data, 2))           # they stay with the tokens' description
     text = rendered([{'role': 'user', 'content': 'Hi'}], data)          # what the template makes of it
     ids = token_ids(text, data)
 
@@ -18,6 +17,8 @@ from hub.texts import TEMPLATE, TOKENIZER_CONFIG, added_tokens, as_object, named
 
 PRIVATE = 0xf0000       # from here on, characters mean nothing in any text
 MARKS = f'[{chr(PRIVATE)}-{chr(PRIVATE + 0xfffd)}]'
+
+
 def marked(text, data):
     """The text with a private character in place of each word that would be read as a special token."""
     text = re.sub(MARKS, '\ufffd', text)

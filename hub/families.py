@@ -1,6 +1,6 @@
 """GPT-2, Llama, BERT, ViT: how the hub stores each, as a table that is used in both directions.
 
-    kind, config = kind_and_config(json.load(open('FOLDER/config.json')))       # fields of model.Config
+    kind, config = kind_and_config(json.load(open('FOLDER/config.json')))       # of Config; ends, labels
     published(kind, config)                                             # and back
 
 BERT and ViT are encoders. We read their classifier head, if the folder has one (ForSequenceClassification or
@@ -115,6 +115,8 @@ ALLOWED = {    # by the default of an entry: allowed types, bound below, in word
 
 TYPES = 'bert.embeddings.token_type_embeddings.weight'          # added to all positions of a text
 LLAMA3 = 'factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'   # for rope
+
+
 def names(kind, config, ours):
     """{our name: theirs} of one model of a family. ours: the names of its tensors"""
     layers = config['n_layer']

@@ -224,10 +224,10 @@ def folder_of(source, revision):
                          'train.py or convert.py made it, give the file ckpt.safetensors')
     if not re.fullmatch(r'[\w.-]+(/[\w.-]+)?', source):
         raise ValueError(f'{source}: no such file or folder, nor a name on the hub, as OWNER/NAME')
-    return hub(source, revision)
+    return downloaded(source, revision)
 
 
-def hub(name, revision='main'):
+def downloaded(name, revision='main'):
     """The folder of a model on the hub, OWNER/NAME or one of `SHORT_NAMES`; it is downloaded once. The
     variables of huggingface_hub hold: HF_HOME, HF_TOKEN, HF_ENDPOINT."""
     try:

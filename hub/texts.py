@@ -20,6 +20,8 @@ GENERATION_CONFIG = 'generation_config.json'
 CHAT_FILES = TOKENIZER_CONFIG, TEMPLATE, GENERATION_CONFIG
 TOKENIZER_FILES = 'tokenizer.json', 'vocab.json', 'merges.txt'     # an export gives them back as they were
 TOKENIZER, *OLDER = TOKENIZER_FILES            # the older two stood together for the first
+
+
 def parsed(path, name, use):
     """Read a JSON file -> use(its content). ValueError if it is broken, or has content that `use` cannot
     read. name: of the file, for messages"""
@@ -29,6 +31,8 @@ def parsed(path, name, use):
 
 
 @contextlib.contextmanager
+
+
 def as_the_hub(name):
     """ValueError, which begins with the name of a file or folder, if what it says cannot be used."""
     try:

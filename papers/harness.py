@@ -32,7 +32,7 @@ from data import prepare
 from data.kinds import Data
 from model import load
 
-HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 IN_PERCENT = 'accuracy', 'before', 'recovered'
 DELTA = '--rule=delta --beta_max=1'             # as in the papers; train.py's default is 2
 
@@ -235,7 +235,7 @@ def draw_ranges(axes, rows):
 def code():
     """A digest of the code files as they are now. Do not edit them while a suite runs, or old and new results
     mix."""
-    paths = sorted(glob.glob(f'{HERE}/*.py') + glob.glob(f'{HERE}/*/*.py'))
+    paths = sorted(glob.glob(f'{ROOT}/*.py') + glob.glob(f'{ROOT}/*/*.py'))
     return files.short_hash(b''.join(map(files.read_file, paths)))
 
 
@@ -262,7 +262,7 @@ def run_command(out, file, flags, seed, reads, device):
     ValueError with its last line."""
     typed = f'{flags} --device={device} --seed={seed} --out={shlex.quote(out)}'
     print(f'python {file} {typed}', file=sys.stderr, flush=True)
-    words = [sys.executable, os.path.join(HERE, file), *shlex.split(typed)]
+    words = [sys.executable, os.path.join(ROOT, file), *shlex.split(typed)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         error = done.stderr.strip() or 'stopped'

@@ -137,12 +137,12 @@ def classifiers(args, suite):
     in_type = f'--dtype={str(args.dtype).removeprefix("torch.")}'
     ways = {}
     for name, way in suite.ways.items():
-        train = way.train
+        begins = way.train
         how = way.how
         if args.init:
-            train = f'{CLASSIFIER} --init={shlex.quote(args.init)} --batch_size=16 --lr=5e-5'
+            begins = f'{CLASSIFIER} --init={shlex.quote(args.init)} --batch_size=16 --lr=5e-5'
             how = '--batch_size=32 --lr=5e-5'
-        ways[name] = way._replace(train=f'{train} {in_type}', how=f'{how} {in_type}')
+        ways[name] = way._replace(train=f'{begins} {in_type}', how=f'{how} {in_type}')
     return runs(args, dataclasses.replace(suite, ways=ways))
 
 
