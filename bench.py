@@ -21,10 +21,10 @@ import torch.nn.functional as F
 
 import fastweight
 import kernels
-from cli.errors import script
-from cli.flags import flag, hint, parse
-from cli.machine import pick_device
-from cli.weights import state_bytes
+from common.errors import script
+from common.flags import flag, hint, parse
+from common.machine import pick_device
+from common.weights import state_bytes
 from fastweight import RULES, l2
 from model import GPT, Cache, Config, FastWeights, chosen_texts, pick_forms, sample
 from papers import beyond, kasai, mao, oren, schlag, zhang

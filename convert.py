@@ -48,12 +48,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cli import files
-from cli.errors import script
-from cli.flags import briefly, flag, parse, plural, refuse, subset, typed
-from cli.machine import commit, pick_device
-from cli.terminal import progress, table
-from cli.weights import is_state, read_tensors, state_bytes, weights_digest
+from common import files
+from common.errors import script
+from common.flags import briefly, flag, parse, plural, refuse, subset, typed
+from common.machine import commit, pick_device
+from common.terminal import progress, table
+from common.weights import is_state, read_tensors, state_bytes, weights_digest
 from data import prepare
 from data.kinds import Data
 from fastweight import RULES

@@ -23,8 +23,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import fastweight
-from cli.flags import briefly, expected, fits, flag, known, refuse, subset, typed
-from cli.weights import map_state, read_tensors, write_tensors
+from common.flags import briefly, expected, fits, flag, known, refuse, subset, typed
+from common.weights import map_state, read_tensors, write_tensors
 from data.kinds import Data
 from fastweight import (FEATURE_MAPS, FLOOR, GAPS, LOG_MIN, NORMALISERS, RULES, feature_map, for_heads,
                         without_autocast)

@@ -33,15 +33,16 @@ from dataclasses import dataclass
 
 import torch
 
-from cli import files
-from cli.errors import note, script
-from cli.flags import briefly, flag, parse, plural, refuse
-from cli.machine import pick_device, try_compiler
-from cli.weights import (map_state, pack, read_tensors, refuse_target, state_bytes, unpack, weights_digest,
+from common import files
+from common.errors import note, script
+from common.flags import briefly, flag, parse, plural, refuse
+from common.machine import pick_device, try_compiler
+from common.weights import (map_state, pack, read_tensors, refuse_target, state_bytes, unpack, weights_digest,
                          write_tensors)
 from data import vocabulary
 from fastweight import FLOOR, RULES
-from model import GPT, CacheFlags, chosen_texts, idle, load, pick_forms, refuse_broken, sample, seen_by_k, spread
+from model import (GPT, CacheFlags, chosen_texts, idle, load, pick_forms, refuse_broken, sample, seen_by_k,
+                   spread)
 
 OFTEN = 'init prompt chat tokens temperature top_p rule cache dtype html'      # first in --help
 

@@ -572,10 +572,10 @@ import convert
 import model as model_py
 import sample
 import train
-from cli import errors, files
-from cli import flags as flags_py
-from cli import weights as weights_py
-from cli.weights import pack, state_bytes
+from common import errors, files
+from common import flags as flags_py
+from common import weights as weights_py
+from common.weights import pack, state_bytes
 from data import prepare, tasks, vocabulary
 from data.kinds import TRAVELS, Data
 from fastweight import FEATURE_MAPS, NORMALISERS, RULES
@@ -4379,7 +4379,7 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
 # ---- 14. The repository itself -----------------------------------------------------------------------------
 
 ROOMS = [               # a file imports only from rows above its own; papers do not import each other
-    'fastweight', 'kernels', 'cli.errors cli.files cli.flags cli.machine cli.terminal data.kinds', 'cli.weights data.vocabulary data.tasks',
+    'fastweight', 'kernels', 'common.errors common.files common.flags common.machine common.terminal data.kinds', 'common.weights data.vocabulary data.tasks',
     'data.prepare hub.families hub.texts', 'hub.chat hub.folders', 'model', 'train', 'convert', 'papers.harness',
     'papers.schlag papers.kasai papers.mao papers.oren papers.zhang papers.beyond', 'bench sample', 'test_all']
 LAYER = {name: row for row, names in enumerate(ROOMS) for name in names.split()}
@@ -4408,7 +4408,7 @@ def test_imports_only_point_down():
                 kernel_users.append(name)
             for below in LAYER.keys() & {other, other.rpartition('.')[0]}:
                 assert LAYER[below] < row, f'{name} imports {below}'
-    assert sources().keys() - LAYER.keys() <= {'cli.__init__', 'data.__init__', 'hub.__init__', 'papers.__init__'}
+    assert sources().keys() - LAYER.keys() <= {'common.__init__', 'data.__init__', 'hub.__init__', 'papers.__init__'}
     assert set(kernel_users) - {'test_all', 'bench'} == {'model'}
     assert kernel_users.count('model') == 1
     pick_forms = ast.parse(inspect.getsource(model_py.pick_forms))

@@ -34,12 +34,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
-from cli import files
-from cli.errors import script
-from cli.flags import briefly, flag, known, parse, plural, refuse, typed
-from cli.machine import commit, peak_memory, pick_device, try_compiler, whole_memory
-from cli.terminal import progress
-from cli.weights import map_state, pack, unpack
+from common import files
+from common.errors import script
+from common.flags import briefly, flag, known, parse, plural, refuse, typed
+from common.machine import commit, peak_memory, pick_device, try_compiler, whole_memory
+from common.terminal import progress
+from common.weights import map_state, pack, unpack
 from data import prepare, vocabulary
 from data.kinds import TRAVELS, Data
 from fastweight import Favor

@@ -48,9 +48,9 @@ import numpy as np
 
 if not __package__:                                             # run as a script: make `data` importable
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from cli import files
-from cli.errors import note, script
-from cli.flags import flag, from_home, parse, refuse
+from common import files
+from common.errors import note, script
+from common.flags import flag, from_home, parse, refuse
 from data import tasks, vocabulary
 from data.kinds import Data, Set
 

@@ -11,7 +11,7 @@ import re
 
 import numpy as np
 
-from cli.errors import of_package
+from common.errors import of_package
 
 FIXED = ('ids', 'words')                                        # a set in one of these has no other tokenizer
 TOKENIZERS = ('byte', 'char', 'gpt2')                           # and bpe:N, for N in LEARNED

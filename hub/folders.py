@@ -16,10 +16,10 @@ import tempfile
 
 import torch
 
-from cli import files
-from cli.errors import note
-from cli.flags import plural
-from cli.weights import mapped_tensors, write_safetensors
+from common import files
+from common.errors import note
+from common.flags import plural
+from common.weights import mapped_tensors, write_safetensors
 from data.kinds import Data
 from hub.families import (FAMILIES, QUANTISED, TYPES, family_of, kind_and_config, names, parts, published)
 from hub.texts import (CHAT_FILES, OLDER, TOKENIZER, TOKENIZER_FILES, add_texts, as_the_hub, parsed,

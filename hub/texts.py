@@ -7,9 +7,9 @@ import contextlib
 import json
 import os
 
-from cli import files
-from cli.errors import note
-from cli.flags import plural
+from common import files
+from common.errors import note
+from common.flags import plural
 from data import vocabulary
 from data.kinds import Data
 

@@ -25,9 +25,9 @@ from tqdm import tqdm
 
 import convert
 import train
-from cli import files
-from cli.terminal import table
-from cli.weights import weights_digest
+from common import files
+from common.terminal import table
+from common.weights import weights_digest
 from data import prepare
 from data.kinds import Data
 from model import load

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 import convert
 import fastweight
-from cli.weights import state_bytes
+from common.weights import state_bytes
 from data import prepare, tasks, vocabulary
 from model import load
 from papers.harness import (Panel, Suite, Way, a_line, a_text, chosen, from_nothing, model_and_rows,

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from cli import files
+from common import files
 
 
 def write_safetensors(path, tensors, notes):
