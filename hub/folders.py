@@ -35,40 +35,39 @@ class Folder:
     """
     def __init__(self, path, source):
         file = os.path.join(path, 'config.json')
-        self.kind, self.config = parsed(file, file, kind_and_config)
         self.source = source
-        self.stored = {}                    # name by `uniform_name` -> its file, name there, tensor
-        self.used = set()                   # of these names
-        for file in files_of_weights(path):
-            tensors, _ = mapped_tensors(file, file)
-            for name, x in tensors.items():
-                uniform = uniform_name(name)
-                if uniform in self.stored:
-                    other, _, _ = self.stored[uniform]
-                    raise ValueError(f'{file}: {name} is also in {other}; keep that of the model alone')
-                self.stored[uniform] = file, name, x
+        self.kind, self.config = parsed(file, file, kind_and_config)
+        self.stored = stored_in(path)
+        self.used = set()                   # of its names
+        ends = self.config.pop('ends')
+        named = self.config.pop('labels') or {}
+        self.config.update(self.by_the_tensors())
         self.data = data_of(path, self.kind, self.config)
         self.data.name = source
-        named = self.config.pop('labels')
         with as_the_hub(path):
-            add_texts(path, self.data, self.config.pop('ends'))
+            add_texts(path, self.data, ends)
+            labels = labels_of(named, self.config['classes'])
+            if labels != labels_of({}, self.config['classes']):
+                self.data.labels = labels
+
+    def by_the_tensors(self):
+        """The fields of Config that the tensors decide: they are right, not config.json."""
+        width = self.config['n_embd']
         theirs = FAMILIES[self.kind].names
-        head = theirs.get('head.weight')
-        if self.config['tied'] and head in self.stored:         # the file is right, not config.json
-            embed, head = (self.tensor(theirs[ours], None, self.config['n_embd'])
-                           for ours in ('embed.weight', 'head.weight'))
-            self.config['tied'] = torch.equal(embed, head.to(embed.dtype))
-        if self.kind in ('bert', 'vit'):
-            self.config['pooler'] = self.config['pooler'] and 'pooler.dense.weight' in self.stored
-            if self.config['classes'] or 'classifier.weight' in self.stored:
-                self.config['classes'] = len(self.tensor('classifier.weight', None, self.config['n_embd']))
-            if self.config['classes'] == 1:
-                raise ValueError(f'{source}: classifier.weight has one row: it says a number, not which of '
-                                 'at least 2 classes')
-            classes = self.config['classes']
-            with as_the_hub(path):
-                labels = labels_of(named or {}, classes)
-            self.data.labels = [] if labels == labels_of({}, classes) else labels
+        found = {}
+        if self.config['tied'] and theirs.get('head.weight') in self.stored:
+            embed = self.tensor(theirs['embed.weight'], None, width)
+            head = self.tensor(theirs['head.weight'], None, width)
+            found['tied'] = torch.equal(embed, head.to(embed.dtype))
+        if self.kind not in ('bert', 'vit'):
+            return found
+        found['pooler'] = self.config['pooler'] and 'pooler.dense.weight' in self.stored
+        if self.config['classes'] or 'classifier.weight' in self.stored:
+            found['classes'] = len(self.tensor('classifier.weight', None, width))
+            if found['classes'] == 1:
+                raise ValueError(f'{self.source}: classifier.weight has one row: it says a number, not which '
+                                 'of at least 2 classes')
+        return found
 
     def tensors(self, like):
         """All tensors in our names, in fp32. like: the state_dict of a softmax model"""
@@ -109,6 +108,20 @@ class Folder:
         if not x.isfinite().all():
             raise ValueError(f'{self.source}: {stored} is not finite: the weights are broken')
         return x
+
+
+def stored_in(folder):
+    """The tensors in a folder's files -> {name by `uniform_name`: its file, name there, tensor}"""
+    stored = {}
+    for file in files_of_weights(folder):
+        tensors, _ = mapped_tensors(file, file)
+        for name, x in tensors.items():
+            uniform = uniform_name(name)
+            if uniform in stored:
+                other, _, _ = stored[uniform]
+                raise ValueError(f'{file}: {name} is also in {other}; keep that of the model alone')
+            stored[uniform] = file, name, x
+    return stored
 
 
 def labels_of(named, classes):
