@@ -3247,6 +3247,40 @@ def converted(teacher, out, *flags):
     assert convert.main([f'--from={teacher}', f'--out={out}', *short, *flags]) == 0
     return json.loads((Path(out) / 'convert.json').read_text())
 
+def tells_its_steps(said, stage, steps):
+    return all(f'{stage} | step {i:5d}/{steps} | loss' in said for i in range(1, steps + 1))
+
+def the_table_adds_up(table):
+    """Shares are perplexities over others'; every model but the caches had as many tokens as it should."""
+    tuned = min(row['perplexity'] for row in table[-3:-1])
+    for row in table:
+        assert row['recovered'] == pytest.approx(table[0]['perplexity'] / row['perplexity'])
+        assert row['of the tuned'] == pytest.approx(tuned / row['perplexity'])
+        assert row['low'] <= row['recovered'] <= row['high']
+    *student, first, second, anew = [row['tokens'] for row in table if 'cached' not in row['model']]
+    assert student[-1] == first == second == anew and student == sorted(student)
+
+def caches_beside(table, config):
+    """The caches of as many bytes as what was swapped -> how many there are"""
+    lines = {row['model']: row for row in table}
+    assert lines['teacher']['state bytes'] == 2 * (2 * 16 + 2 * 3) * 4 * 16 + 8      # and conv
+    swapped = sum(rule != 'softmax' for rule in config.rules)
+    caches = [row for name, row in lines.items() if name.endswith('as many bytes')]
+    for row in caches:
+        assert 0 <= lines['swapped']['state bytes'] - row['state bytes'] < swapped * 2 * (2 * 4 * 8 + 12)
+    return len(caches)
+
+def stage_1_came_nearer(found):
+    """In each layer the divergence of attention fell; the query that is shown has weights, by ascending scores."""
+    first, last = ([row['KL to teacher'] for row in found['layers'] if row['model'] == stage]
+                   for stage in ('swapped', 'distilled'))
+    assert first and all(0 < b < .95 * a for a, b in zip(first, last, strict=True))
+    query = found['query']
+    assert query['scores'] == sorted(query['scores']) and len(query['scores']) == 16
+    for name in 'softmax', 'swapped', 'distilled':
+        assert sum(query[name]) == pytest.approx(1, abs=1e-4)
+    near(torch.tensor(query['softmax']), torch.tensor(query['scores']).softmax(0), 1e-5)
+
 @pytest.mark.parametrize('flags', [
     '--recipe=pure', '--recipe=hybrid --cache=6', '--recipe=hybrid --overflow=', '--recipe=t2r',
     '--recipe=decay', '--rule=delta --out_norm=false', '--layers=softmax,gla --distil=auto',
@@ -3256,47 +3290,29 @@ def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, monkeyp
     monkeypatch.setattr(convert, 'SLOW', 0)
     found = converted(teacher, tmp_path, *flags.split())
     said = capsys.readouterr().out
-    done = [('fine-tune', 3)]
+    assert tells_its_steps(said, 'fine-tune', 3)
     if 'pure' in flags:
-        done += [('distil (hidden)', 4), ('control: from scratch', 7)]
+        assert tells_its_steps(said, 'distil (hidden)', 4) and tells_its_steps(said, 'control: from scratch', 7)
         assert sum('tok_s' in row for row in log(tmp_path)) == 4 + 3 + 3 * 7
-    for stage, steps in done:
-        assert all(f'{stage} | step {i:5d}/{steps} | loss' in said for i in range(1, steps + 1))
     models = [load(path, 'cpu')[0] for path in (tmp_path / 'ckpt.safetensors', teacher)]
     first = int(re.search(r"smaller than the teacher's from (\d+) tokens", said)[1])
     for n in first - 1, first:
         smaller, larger = (convert.bytes_after(model, n) for model in models)
         assert (smaller < larger) == (n == first)
-    lines = {row['model']: row for row in found['table']}
-    names = [name for name in lines if 'cached' not in name]
-    assert names[:2] == ['teacher', 'swapped'] and names[-4] == 'fine-tuned' and names[-1].endswith('scratch')
+    names = [row['model'] for row in found['table'] if 'cached' not in row['model']]
     rates = ('0.01', '0.001') if 'lora' in flags else ('0.001', '0.0001')      # LoRA bears ten times as much
-    assert names[-3:-1] == [f'control: teacher, {lr}' for lr in rates]
+    controls = [f'control: teacher, {lr}' for lr in rates] + ['control: student from scratch']
+    assert names[:2] == ['teacher', 'swapped'] and names[-4:] == ['fine-tuned', *controls]
+    the_table_adds_up(found['table'])
     result = json.loads((tmp_path / 'result.json').read_text())
-    assert result['recovered'] == lines['fine-tuned']['recovered'] and result['steps'] == 3
-    tuned = min(row['perplexity'] for row in found['table'][-3:-1])
-    for row in found['table']:
-        assert row['recovered'] == pytest.approx(found['table'][0]['perplexity'] / row['perplexity'])
-        assert row['of the tuned'] == pytest.approx(tuned / row['perplexity'])
-        assert row['low'] <= row['recovered'] <= row['high']
-    *student, first, second, anew = [lines[name]['tokens'] for name in names]
-    assert student[-1] == first == second == anew and student == sorted(student)
-    assert lines['teacher']['state bytes'] == 2 * (2 * 16 + 2 * 3) * 4 * 16 + 8      # and conv
-    a_token = sum(rule != 'softmax' for rule in model_py.Config(**found['config']).rules) * 2 * (2 * 4 * 8 + 12)
-    for name, row in lines.items():
-        if name.endswith('as many bytes'):
-            assert 0 <= lines['swapped']['state bytes'] - row['state bytes'] < a_token
-    assert sum(name.endswith('as many bytes') for name in lines) == 3 - flags.endswith('--overflow=')
-    assert ('the same, cached by tova' in lines) == flags.startswith('--recipe=hybrid --cache')
+    assert result['steps'] == 3
+    assert [result['recovered']] == [row['recovered'] for row in found['table'] if row['model'] == 'fine-tuned']
+    many = caches_beside(found['table'], model_py.Config(**found['config']))
+    assert many == (2 if flags.endswith('--overflow=') else 3)
+    again = [row['model'] for row in found['table'] if row['model'].startswith('the same')]
+    assert bool(again) == flags.startswith('--recipe=hybrid --cache')
     if found['distil'] == 'ce':
-        first, last = ([row['KL to teacher'] for row in found['layers'] if row['model'] == stage]
-                       for stage in ('swapped', 'distilled'))
-        assert first and all(0 < b < .95 * a for a, b in zip(first, last, strict=True))
-        query = found['query']
-        assert query['scores'] == sorted(query['scores']) and len(query['scores']) == 16
-        for name in 'softmax', 'swapped', 'distilled':
-            assert sum(query[name]) == pytest.approx(1, abs=1e-4)
-        near(torch.tensor(query['softmax']), torch.tensor(query['scores']).softmax(0), 1e-5)
+        stage_1_came_nearer(found)
 
 def test_what_is_recovered_is_told_by_position_with_an_interval():
     gain = torch.linspace(-.1, 0, 3)[:, None].repeat(1, 600).double()
