@@ -59,9 +59,9 @@ from data.kinds import Data
 from fastweight import RULES
 from hub.folders import to_folder
 from model import GPT, SOURCE_RULES, Config, Cross, Undrawn, bias_of, cannot_train, fill, idle, load, save
-from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, SLOW, SMALL, TASK_ROWS, TOKENS_AT_ONCE, Rows, adamw,
+from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, SLOW, SMALL, TASK_ROWS, Rows, adamw,
                    blocks, is_large, log_of, logits_at_once, of_part, pack_optimiser, predict, products_in,
-                   rows, next_command, say, tell, tell_step, training, unpack_optimiser)
+                   rows, next_command, say, tell, tell_step, tokens_at_once, training, unpack_optimiser)
 
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
@@ -389,7 +389,8 @@ def distil(run, teacher, student, names, kind, steps, lr):
         layer = f'{mixer.rpartition(".")[0]}.'
         if any(name.startswith(layer) for name in names):
             compared_by.add(mixer)
-    columns = run.train_stage(f'distil ({kind})', student, losses, steps, lr, parts=len(mixers))
+    columns = run.train_stage(f'distil ({kind})', student, losses, steps, lr,
+                              parts=len(compared_by))
     student.requires_grad_(True)
     return columns
 
@@ -515,7 +516,7 @@ def nats_along(model, x, y, what, dtype=torch.float32):
     """Read rows x (B, T), each from an empty state -> nats (B, T) of the targets y (B, T). We read in pieces,
     so memory hardly grows with B and T. what: begins the progress bar; dtype: of the matrix products"""
     B, T = x.shape
-    tokens = min(TOKENS_AT_ONCE, logits_at_once(x.device) // model.config.vocab_size)
+    tokens = tokens_at_once(model.config.vocab_size, x.device)
     segment = max(1, min(T, 512, tokens))
     at_once = max(1, tokens // segment)
     pieces = [(i, t) for i in range(0, B, at_once) for t in range(0, T, segment)]

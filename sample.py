@@ -400,6 +400,7 @@ def answer_all(args, model, meta, heard):
     `by_whom`"""
     from hub import chat
     data = meta['data']
+    chat.refuse_silent(data)                                # before one has typed anything
     system = system_prompt(args, data)
     messages = [*system]
     state = None
@@ -496,6 +497,8 @@ def main(argv):
     if c.overflow and c.overflow != meta['config']['overflow']:
         aside(f'--overflow={c.overflow}: untrained, new weights; convert.py --recipe=hybrid trains some')
     for path in filter(None, (args.save_state, args.html)):
+        if os.path.isdir(path):
+            raise ValueError(f'{path}: a folder; give the name of a file')
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)     # fails now, not after sampling
     if args.save_state:
         refuse_target(args.save_state, state=True)

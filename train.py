@@ -37,7 +37,8 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from common import files
 from common.errors import script
 from common.flags import briefly, flag, known, parse, plural, refuse, typed
-from common.machine import commit, peak_memory, pick_device, try_compiler, whole_memory
+from common.machine import (commit, peak_memory, pick_device, take_fastest_threads, try_compiler,
+                            whole_memory)
 from common.terminal import progress
 from common.weights import map_state, pack, unpack
 from data import prepare, vocabulary
@@ -125,28 +126,18 @@ def machine(args):
 
 def set_threads(args, kept, model, data):
     """Set the number of CPU threads: the given one, that of the resumed run (`kept`, as the last bits depend
-    on it), or the fastest by trial. A step of a small model is a thousand small parallel regions, each as
-    slow as its slowest thread: beside a busy program, 2 threads on 2 cores take three times as long as 1."""
-    most = torch.get_num_threads()
+    on it), or the fastest by trial. A large model, a GPU and torchrun take as many as torch does."""
+    def rehearse():
+        for loss in data.losses(model, [None], 0):
+            loss.backward()
+
     if args.threads or kept:
         torch.set_num_threads(args.threads or kept)
-        return
-    if most == 1 or data.world > 1 or data.device.type != 'cpu' or is_large(model):
-        return
-    seconds = {n: [] for n in range(1, most + 1) if n == most or n.bit_count() == 1}
-    model.eval()                                            # no dropout, and no new random features
-    end = time.perf_counter() + 2
-    while len(seconds[most]) < 2 or time.perf_counter() < end and len(seconds[most]) < 6:
-        for n, times in seconds.items():                    # they take turns: others disturb them all alike
-            torch.set_num_threads(n)
-            began = time.perf_counter()
-            for loss in data.losses(model, [None], 0):
-                loss.backward()
-            times.append(time.perf_counter() - began)
-    model.train()
-    model.zero_grad(set_to_none=True)
-    medians = {n: statistics.median(times[1:]) for n, times in seconds.items()}     # the first makes threads
-    torch.set_num_threads(min(medians, key=medians.get))
+    elif data.world == 1 and data.device.type == 'cpu' and not is_large(model):
+        model.eval()                                        # no dropout, and no new random features
+        take_fastest_threads(rehearse)
+        model.train()
+        model.zero_grad(set_to_none=True)
 
 
 # ---- data --------------------------------------------------------------------------------------------------
@@ -280,7 +271,7 @@ class Rows:
         carried: read row by row, each from the final state of the last. label: begins the progress bar"""
         if begin is None:
             begin = blocks(len(self.val), self.T, self.meta)
-        tokens = min(TOKENS_AT_ONCE, logits_at_once(self.device) // self.meta.vocab_size)
+        tokens = tokens_at_once(self.meta.vocab_size, self.device)
         many = 1 if carried else max(1, min(32, tokens // self.T))              # rows at a time
         if self.world > 1:
             for b in model.buffers():                       # all use the first process's random features
@@ -312,9 +303,14 @@ class Rows:
         return begin[:count], 'validation' if count >= len(begin) else 'start of validation'
 
 
+def size_of(model):
+    """The number of its parameters."""
+    return sum(p.numel() for p in model.parameters())
+
+
 def is_large(model):
     """Whether it has so many parameters that other recipes suit it."""
-    return sum(p.numel() for p in model.parameters()) >= SMALL
+    return size_of(model) >= SMALL
 
 
 def logits_at_once(device):
@@ -323,6 +319,11 @@ def logits_at_once(device):
     if device.type == 'cuda':
         return min(8 * LOGITS, torch.cuda.mem_get_info(device)[0] // 32)
     return LOGITS
+
+
+def tokens_at_once(vocab, device):
+    """How many tokens an evaluation reads at a time: as many as have room for their logits."""
+    return min(TOKENS_AT_ONCE, logits_at_once(device) // vocab)
 
 
 def of_part(meta, tokens):
@@ -457,7 +458,7 @@ def resumed(out, given, given_model):
 
 def data_of_run(args, of_model):
     """-> training and validation tokens, their Data. of_model: that of the model's file; None: there is no
-    model yet. What it says of conversations stays."""
+    model yet. What it says of conversations and names of classes stays."""
     train, val, meta = prepare.load_set(args.data, tokenizer=args.tokenizer, like=of_model)
     if of_model:
         meta = dataclasses.replace(meta, **{name: getattr(of_model, name) for name in TRAVELS})
@@ -491,6 +492,8 @@ def cannot_go_together(args, config, data, model):
         f'--out={args.out}: it holds the model of --init; take another folder')
     yield args.carry and meta.kind != 'text', (
         f'--carry: the rows of {args.data} have nothing to do with each other')
+    yield args.carry and len(data.train) // (args.accum * args.batch_size) <= data.T, (
+        f'--carry {of}: its stretch of the text is shorter than a row; take fewer rows, or a longer text')
     yield args.carry and model.max_len, (
         '--carry: learned positions and cosformer end after a row; take other --pos, --phi')
     yield args.carry and any(isinstance(module, Favor) for module in model.modules()), (
@@ -509,7 +512,7 @@ def bytes_of(model, data):
     if not config.classes:                                  # a class is said once a row
         kept += 12 * config.vocab_size                      # its logits
     tokens = data.T // (config.patch or 1) * data.batch_size // data.world
-    return 16 * sum(p.numel() for p in model.parameters()) + kept * tokens
+    return 16 * size_of(model) + kept * tokens
 
 
 def built(args, config, data, weights):
@@ -600,7 +603,7 @@ def tell_step(log, data, steps, peak, step, loss, norm, ms, stage=''):
 def opening(model, data, args, run, log):
     """Print what is trained, and begin the log with it."""
     config = model.config
-    size = sum(p.numel() for p in model.parameters())
+    size = size_of(model)
     threads = torch.get_num_threads()
     about = {key: value for key, value in data.meta.as_dict().items() if key not in ('json', *TRAVELS)}
     what = 'tokens'
@@ -759,12 +762,13 @@ def main(argv):
             judged, right = data.evaluate(model, start)
             tell(log, f'step {done:5d} | {label}: {score(part, judged, right)}', step=done, val_loss=judged,
                  accuracy=right)
+            improved = judged < best
+            best = min(best, judged)
             if rank == 0:
-                run.update(step=done, data=meta, best=min(best, judged))
-                if judged < best:
+                run.update(step=done, data=meta, best=best)
+                if improved:
                     save(f'{args.out}/best.safetensors', model, run)
                 keep_run(args, data, model, opt, states, run)
-            best = min(best, judged)
     say(f'\n{args.steps - first} steps in {seconds / 60:.1f} minutes')
     report(model, data, args, log, steps=args.steps, ms=ms, minutes=seconds / 60)
 

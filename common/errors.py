@@ -74,7 +74,7 @@ def script(main):
         except (ValueError, OSError) as e:
             message = str(e)
             if getattr(e, 'filename', None):
-                message = f'{e.filename}: {e.strerror}'
+                message = f'{e.filename2 or e.filename}: {e.strerror}'
         print('error:', *message.split(), file=sys.stderr)
         return 2
     return run

@@ -103,10 +103,11 @@ def write_json(path, content):
 def check_file(path, name, size=None, sha256=None):
     """ValueError, which begins with `name`, if a file has not this size and sha256. None: not known"""
     length = os.path.getsize(path)
-    if size and length != size:
+    if size is not None and length != size:
         raise ValueError(f'{name}: {length:,} bytes, not {size:,}')
     if sha256:
-        digest = hashlib.sha256(np.memmap(path, mode='r')).hexdigest()      # mapped: files may be gigabytes
+        data = np.memmap(path, mode='r') if length else b''     # mapped: files may be gigabytes
+        digest = hashlib.sha256(data).hexdigest()
         if digest != sha256:
             raise ValueError(f'{name}: sha256 is {digest}, not {sha256}')
 
@@ -114,10 +115,10 @@ def check_file(path, name, size=None, sha256=None):
 TIMEOUT = 10, 30        # seconds that requests waits for a connection, and for the next bytes
 
 
-def download(links, path, size=None, sha256=None, headers=None, look=None):
-    """Download path from the first link that has the right file. ValueError if none has: each is missing, has
-    another size or sha256, or is refused by look(file, link). A broken connection is tried three times more,
-    from the start. A server that does not answer is not asked again. requests honours HTTPS_PROXY."""
+def download(links, path, sha256=None):
+    """Download path from the first link that has the right file. ValueError if none has: each is missing, or
+    has another sha256. A broken connection is tried three times more, from the start. A server that does not
+    answer is not asked again. requests honours HTTPS_PROXY."""
     import requests
     problems = []
     for link in links:
@@ -125,10 +126,8 @@ def download(links, path, size=None, sha256=None, headers=None, look=None):
             time.sleep(attempt / 2)
             try:
                 with atomic(path) as temp:
-                    receive(link, temp, headers)
-                    check_file(temp, link, size, sha256)
-                    if look:
-                        look(temp, link)
+                    receive(link, temp)
+                    check_file(temp, link, sha256=sha256)
                 return
             except requests.RequestException as e:
                 problem = f'{link}: {type(e).__name__}: {str(e)[:100]}'
@@ -142,11 +141,11 @@ def download(links, path, size=None, sha256=None, headers=None, look=None):
                      f'{sha256 or "not known"})')
 
 
-def receive(url, path, headers):
+def receive(url, path):
     """Download url to a file. requests.RequestException if fewer bytes come than announced."""
     import requests
     from tqdm import tqdm
-    headers = {**(headers or {}), 'Accept-Encoding': 'identity'}        # uncompressed, or sizes do not match
+    headers = {'Accept-Encoding': 'identity'}                   # uncompressed, or sizes do not match
     with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as reply, open(path, 'wb') as f:
         reply.raise_for_status()
         total = int(reply.headers.get('Content-Length', 0))

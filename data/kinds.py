@@ -47,12 +47,16 @@ class Data:
 
     @classmethod
     def from_dict(cls, raw, where):
-        """The description in a file. ValueError, beginning with `where`, for one of another version."""
-        try:
-            return cls(**raw)
-        except TypeError as e:
-            raise ValueError(f'{where}: what it says of its data is not ours, maybe of another version ({e})'
-                             ) from None
+        """The description in a file. ValueError, beginning with `where`, if it is not ours, or of another
+        version."""
+        kinds = {of.name: of.type for of in dataclasses.fields(cls)}
+        for name, value in raw.items():
+            if type(value) is not kinds.get(name):
+                raise ValueError(f'{where}: {name} is {value!r:.60}: not ours, or of another version')
+        data = cls(**raw)
+        if data.chars and len(data.chars) != data.vocab_size:
+            raise ValueError(f'{where}: vocab_size {data.vocab_size} is not the number of chars')
+        return data
 
     def as_dict(self):
         """What is not the default, for JSON."""
@@ -90,24 +94,19 @@ class Data:
         """How many numbers of a .bin file a row takes: inputs, then targets. A text has no rows: 1"""
         return 2 * self.row or 1
 
-    def has_tokens_of(self, like):
-        """Whether these are the tokens, and rows as long, as `like` has them. What it leaves open fits."""
+    def of_tokens(self):
+        """{field: value} of what is known of tokens and the length of rows."""
         absent = Data('')
-        for name in OF_TOKENS:
-            wanted = getattr(like, name)
-            if wanted != getattr(absent, name) and wanted != getattr(self, name):
-                return False
-        return True
+        known = {name: getattr(self, name) for name in OF_TOKENS}
+        return {name: value for name, value in known.items() if value != getattr(absent, name)}
+
+    def has_tokens_of(self, like):
+        """Whether tokens and rows are what `like` says of them. It need not say all."""
+        return all(getattr(self, name) == value for name, value in like.of_tokens().items())
 
     def summary(self):
         """For messages: tokens and rows."""
-        absent = Data('')
-        said = []
-        for name in OF_TOKENS:
-            value = getattr(self, name)
-            if name not in TABLES and value != getattr(absent, name):
-                said.append(f'{name} {value}')
-        return ', '.join(said)
+        return ', '.join(f'{name} {value}' for name, value in self.of_tokens().items() if name not in TABLES)
 
     def bits_a_nat(self, side='val'):
         """The factor from nats per token to bits per byte of a side of a text."""

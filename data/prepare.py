@@ -83,7 +83,7 @@ def shakespeare(path):
 
 
 def local_text(path):
-    """The last 10 % validate. We cut at a line end or, if lines are very long, between two characters."""
+    """The last 10 to 20 % validate. We cut at a line end or, if lines are long, between two characters."""
     text = files.read_file(path)
     files.as_utf8(text, path)
     latest = int(len(text) * .9)
@@ -173,8 +173,8 @@ def entry_of(name, like=None):
 
 @functools.cache
 def kept_in(here, name):
-    """The folder of a data set, or of a model from the hub: in data/ (here) or, where that is read-only and
-    has no such folder, in the user's cache."""
+    """The folder of a data set: in data/ (here) or, where that is read-only and has no such folder, in the
+    user's cache."""
     folder = os.path.join(here, name)
     if os.path.exists(folder) or os.access(here, os.W_OK) or not os.path.exists(here):
         return folder
@@ -204,7 +204,8 @@ def fetch(name, entry, root=None, file=None):
         links = [f'{site}/{base}'.replace(HF_SITE, endpoint()) for site in entry.urls]
         if not file and not os.path.exists(path):
             files.download(links, path, sha256=sha256)
-        files.check_file(path, f'delete or replace {path}, which is not the file of {name}', sha256=sha256)
+        remedy = '--file=' if file else 'delete or replace '
+        files.check_file(path, f'{remedy}{path}, which is not the file of {name}', sha256=sha256)
         paths.append(path)
     return paths
 
@@ -249,8 +250,10 @@ def described(folder):
 
 def holds(folder, like):
     """Whether a set with the tokens and rows of `like` is prepared in a folder."""
-    with contextlib.suppress(OSError, ValueError):
+    try:
         return described(folder).has_tokens_of(like)
+    except (OSError, ValueError):
+        return False
 
 
 def usual_folder(name, entry, tokenizer):
@@ -305,8 +308,9 @@ def cannot_be_in(wish, entry, name):
     if entry.tokenizer in vocabulary.FIXED:
         yield kind != entry.tokenizer, f'{name}: its tokens can be {entry.tokenizer}, not {kind}'
     else:
-        learned = [f'bpe:{n}' for n in vocabulary.LEARNED]
-        yield not (wish.json or kind in vocabulary.TOKENIZERS or kind in learned), (
+        size = re.fullmatch(r'bpe:(\d+)', kind)
+        learned = size and int(size[1]) in vocabulary.LEARNED
+        yield not (wish.json or kind in vocabulary.TOKENIZERS or learned), (
             f'{name}: its tokens can be {vocabulary.OF_TEXTS}, not {kind}')
 
 
@@ -460,7 +464,7 @@ def load_set(name, root=None, tokenizer=None, like=None):
 
     train and val are read-only memory maps. A missing set is prepared, with `tokenizer` or, if `like` is
     given, in the tokens of that Data (of a model or another set). ValueError if the set is broken or in other
-    tokens, or if `tokenizer` contradicts `like`. root: the folder of all sets; None: this file's folder
+    tokens, or if `tokenizer` contradicts `like`. root: the folder of all sets; None: data/ or the user's cache
     """
     if like and tokenizer and like.tokenizer != tokenizer:
         raise ValueError(f'--tokenizer={tokenizer}: the tokens are those of the model ({like.summary()}); '
@@ -475,8 +479,9 @@ def load_set(name, root=None, tokenizer=None, like=None):
         prepare(name, root, like=like)
     try:
         meta = described(folder)
-        sides = [mapped(folder, meta, side) for side in (*SIDES, 'test') if getattr(meta, side)]
-        train, val = sides[:2]
+        train, val = (mapped(folder, meta, side) for side in SIDES)
+        if meta.test:
+            mapped(folder, meta, 'test')                        # checks that it is not broken, either
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
         remedy = 'prepare it anew' if folder == name else f'delete {folder} to have it made anew'
         raise ValueError(f'{path} or its .bin files are broken ({type(e).__name__}: {e}); {remedy}') from None

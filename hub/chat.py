@@ -39,15 +39,20 @@ def longest_first(data):
     return sorted(data.special, key=len, reverse=True)
 
 
+def refuse_silent(data):
+    """ValueError if a model has no chat template."""
+    if not data.template:
+        raise ValueError('--chat: this model brings no chat template; take one that was trained to chat, '
+                         f'whose folder has {TEMPLATE}, or leave --chat out')
+
+
 def rendered(messages, data):
     """The text that the chat template makes of messages, a list of {'role', 'content'}, up to where the next
     answer begins, as transformers would. ValueError if there is no template, or it is broken or refuses
     them."""
     import jinja2.ext
     import jinja2.sandbox
-    if not data.template:
-        raise ValueError('--chat: this model brings no chat template; take one that was trained to chat, '
-                         f'whose folder has {TEMPLATE}, or leave --chat out')
+    refuse_silent(data)
 
     def raise_exception(why):
         raise jinja2.TemplateError(why)

@@ -253,7 +253,7 @@ def downloaded(name, revision='main'):
     try:
         return huggingface_hub.snapshot_download(SHORT_NAMES.get(name, name), revision=revision,
                                                  allow_patterns=wanted)
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as e:
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as e:
         raise ValueError(f'{name}: {" ".join(str(e).split())[:200]}') from None
 
 

@@ -167,7 +167,8 @@ def draw(args, suite, measured):
     panels = suite.panels
     if not panels:
         panels = [Panel('ours', 'form', way, way) for way in suite.ways]
-    shown = [(panel, panel.shown(measured)) for panel in panels if panel.shown(measured)]
+    shown = [(panel, panel.shown(measured)) for panel in panels]
+    shown = [(panel, rows) for panel, rows in shown if rows]
     n = len(shown)
     if n == 0:
         return
@@ -246,7 +247,7 @@ def once(args, suite, form, run, **key):
     digest = files.short_hash(json.dumps(key).encode())
     out = os.path.join(args.out, suite.name, re.sub('[^a-z0-9]+', '-', f'{form}-{digest}'))
     mark = {'code': code(), **key}
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # it is missing, or made again if broken
+    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):       # missing or broken: made again
         kept = json.loads(files.read_file(f'{out}.json'))
         if kept.pop('key', None) == mark:
             return kept

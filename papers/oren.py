@@ -245,10 +245,10 @@ def right_answers(args, suite):
     cells = [(form, one_in) for form, of_row in only(args, shares).items() for one_in in of_row]
     by_distance = []
     for name, way in ways_of(args, suite).items():
-        T = prepare.load_set(name)[2].row
+        T = prepare.load_set(way.data)[2].row
         paths = [a_line(args, suite, way, 'softmax', seed)['path'] for seed in args.seeds]
         for form, one_in in cells:
-            key = {'rule': form, 'one_in': one_in, 'task': name, 'count': chosen(args, 128, 256)}
+            key = {'rule': form, 'one_in': one_in, 'task': way.data, 'count': chosen(args, 128, 256)}
             results = [once(args, suite, form, right_answers_of, **key, path=path) for path in paths]
             row = {'form': form, 'part': name, 'share': 1 / one_in}
             yield row | over_seeds(results, suite.figure, 'left')
