@@ -464,7 +464,7 @@ def load_set(name, root=None, tokenizer=None, like=None):
 
     train and val are read-only memory maps. A missing set is prepared, with `tokenizer` or, if `like` is
     given, in the tokens of that Data (of a model or another set). ValueError if the set is broken or in other
-    tokens, or if `tokenizer` contradicts `like`. root: the folder of all sets; None: data/ or the user's cache
+    tokens, or if `tokenizer` contradicts `like`. root: the folder of all sets; None: data/ or a cache
     """
     if like and tokenizer and like.tokenizer != tokenizer:
         raise ValueError(f'--tokenizer={tokenizer}: the tokens are those of the model ({like.summary()}); '

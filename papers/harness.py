@@ -247,7 +247,7 @@ def once(args, suite, form, run, **key):
     digest = files.short_hash(json.dumps(key).encode())
     out = os.path.join(args.out, suite.name, re.sub('[^a-z0-9]+', '-', f'{form}-{digest}'))
     mark = {'code': code(), **key}
-    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):       # missing or broken: made again
+    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):       # missing, broken
         kept = json.loads(files.read_file(f'{out}.json'))
         if kept.pop('key', None) == mark:
             return kept
