@@ -1573,7 +1573,8 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--phi=exp:nan': 'a number above 0',
         '--resume': 'no such file', '--out=TEXT': 'File exists',
         '--carry --pos=learned': 'learned positions', '--carry --phi=favor --rule=sum': 'redrawn',
-        '--carry --data=recall': 'nothing to do with each other', '--block_size=100000': 'longer text',
+        '--carry --data=recall': 'nothing to do with each other', '--carry --batch_size=999': 'than a row',
+        '--block_size=100000': 'longer text',
         '--data=stdlib --val_tokens=9': 'more --val_tokens',
         '--init=SOFTMAX --out=FOLDER': 'it holds the model',
         '--init=SOFTMAX --layers=sum,softmax': 'convert.py --from=.* --layers=sum,softmax',
@@ -1607,7 +1608,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--init=TRANSLATOR --source=@EMPTY': 'there is no text', '--init=TRANSLATOR --prompt=1': 'give --source',
         '--init=TRANSLATOR --source=1 --save_state=x': '--save_state means nothing',
         '--html=x.html --samples=2': 'shows one text',
-        '--save_state=TEXT/x.st': 'File exists, where a folder'},
+        '--save_state=TEXT/x.st': 'File exists, where a folder', '--html=FOLDER': 'a folder; give the name'},
     convert: {
         '--from=GATED_DELTA': 'has softmax layers', '--rule=delta --distil=ce': 'none: take mse',
         '--data=SCRAP': '--row', '--phi=t2r --fold': '--fold', '--from=WINDOW': 'no other cache',
@@ -2586,6 +2587,7 @@ def made(folder, x, y, ends, **more):
     return str(folder)
 
 @pytest.mark.parametrize('more, spoil, words', [
+    (dict(labels=3), None, 'labels is 3: not ours'), (dict(chars=['a']), None, '300 is not the number of chars'),
     (dict(classes=5), None, 'val.bin.*target 7|train.bin.*target 7'),         # a class that is none
     (dict(classes=8), lambda data: data[:-2] + b'\x2c\x01', 'more or fewer targets than one'),
     ({}, lambda data: b'\x2c\x01' + data[2:], 'holds token 300, the vocabulary ends at 299'),

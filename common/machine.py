@@ -59,9 +59,9 @@ def try_compiler(device):
 
 
 def take_fastest_threads(run):
-    """Set the number of threads, of 1, 2, 4, ... and as many as torch takes, with which run() is fastest. A step
-    of a small model is a thousand small parallel regions, each as slow as its slowest thread: beside a busy
-    program, 2 threads on 2 cores take three times as long as 1."""
+    """Set the number of threads, of 1, 2, 4, ... and as many as torch takes, with which run() is fastest. A
+    step of a small model is a thousand small parallel regions, each as slow as its slowest thread: beside a
+    busy program, 2 threads on 2 cores take three times as long as 1."""
     most = torch.get_num_threads()
     seconds = {n: [] for n in range(1, most + 1) if n == most or n.bit_count() == 1}
     if most == 1:
