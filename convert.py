@@ -36,7 +36,6 @@ with a matrix beside its cache is also run with other policies.
 import copy
 import dataclasses
 import glob
-import itertools
 import math
 import os
 import re
@@ -53,6 +52,7 @@ from common.errors import script
 from common.flags import briefly, flag, parse, plural, refuse, subset, typed
 from common.machine import commit, pick_device
 from common.terminal import progress, table
+from common.watch import compared, has_weights, through
 from common.weights import is_state, read_tensors, state_bytes, weights_digest
 from data import prepare
 from data.kinds import Data
@@ -222,7 +222,7 @@ def begin_as(teacher, student, x):
     """Initialise new parameters from the teacher's attention on the tokens x (B, T): slots as clusters of its
     keys, gates by how far back the heads look (`remember`) and, beside a cache, the weight of the keys that
     only the matrix has (`balance`). If T is too short for the cache to evict any, a layer stays as it is."""
-    for seen in teacher.through(x):
+    for seen in through(teacher, x):
         memory = student.get_submodule(seen.name).memory
         swapped = seen.mixer.memory.rule.keeps              # the teacher has softmax there
         matrix = memory.rule.matrix or memory.overflow is not None
@@ -244,7 +244,7 @@ def remember(seen, memory, in_matrix):
     the distance within which a share (i + 1/2) / n of the head's attention falls. Only attention to keys that
     are in the matrix counts, and beside a cache tau counts from the eviction of a key. W, which makes gates
     depend on the token, begins as 0.
-    seen: what through yields for the teacher; in_matrix: the result of `keys_in_matrix`"""
+    seen: what `through` yields for the teacher; in_matrix: the result of `keys_in_matrix`"""
     gates = (memory.overflow or memory).gates
     biases = [getattr(gates, name) for name in ('bias_f', 'bias_z') if hasattr(gates, name)]    # (H, 1, n)
     if not biases:
@@ -336,7 +336,7 @@ def mismatch(kind, seen, student):
                   eq. 4)
         mse       mean square error of the attention output, after the student's out_norm, divided by the
                   teacher's variance in these rows (LoLCATs, arXiv:2410.10254)
-    seen: a `Seen` of model.py, which through yields for the teacher"""
+    seen: a `Seen`, which `through` yields for the teacher"""
     twin = student.get_submodule(seen.name)
     real = slice(None)
     if seen.real is not None:
@@ -371,7 +371,7 @@ def distil(run, teacher, student, names, kind, steps, lr):
         for i in range(data.accum):
             x, _ = data.batch(begin, i)
             with torch.no_grad(), products_in(data.dtype, data.device):
-                for seen in teacher.through(x):
+                for seen in through(teacher, x):
                     if seen.name not in compared_by:
                         continue
                     with torch.enable_grad():
@@ -772,68 +772,6 @@ def controls(run, teacher, config, distilled):
     run.add_line('control: student from scratch', anew, stage, steps=steps, columns=columns)
     for row in run.table:
         row['of the tuned'] = share(row, tuned)
-
-
-# ---- how much alike attention weights are ------------------------------------------------------------------
-def has_weights(mixer):
-    """Whether outputs are weighted averages of values, whose weights can be compared to softmax's."""
-    memory = mixer.memory
-    return memory.rule.matrix and memory.norm == 'attn' and not memory.rule.erase
-
-
-def kl(a, w):
-    """The divergence of attention weights w from a, both (B, H, T, T): sum_s a log(a / w), averaged over
-    queries, in nats."""
-    return (a * (a.clamp(min=1e-12).log() - w.clamp(min=1e-12).log())).sum(-1).mean()
-
-
-def order_kept(scores, w):
-    """How often the weights w order two keys as q.k does, as a share. One random pair of keys is drawn per
-    query but the first. Softmax keeps every order, and so should a map (Zhang 2024, sec. 3).
-    scores, w (B, H, T, T)"""
-    draw = torch.Generator().manual_seed(0)
-    queries = scores.shape[-1] - 1
-    t = torch.arange(1, queries + 1)
-    i = (torch.rand(queries, generator=draw) * (t + 1)).long()
-    j = (i + 1 + (torch.rand(queries, generator=draw) * t).long()) % (t + 1)        # different from i
-    by_scores = (scores[:, :, t, i] - scores[:, :, t, j]).sign()
-    by_weights = (w[:, :, t, i] - w[:, :, t, j]).sign()
-    return (by_scores == by_weights).float().mean().item()
-
-
-def entropy(w):
-    """Mean of -sum_s w log w over queries, in nats. 0: each query looks at one key."""
-    return -(w * w.clamp(min=1e-12).log()).sum(-1).mean().item()
-
-
-@torch.no_grad()
-def compared(name, teacher, student, texts):
-    """Compare the attention of the swapped layers with the teacher's, on the teacher's inputs; texts: tensors
-    (1, T).
-    ->  a line per layer that has attention weights, means over the texts: divergence, entropies, share of
-        order kept;
-        one query: the last one of the last such layer's first head, with keys sorted by q.k / sqrt(d): these
-        scores, their softmax, and the student's weights under `name`. {} if there is no such layer"""
-    found = {}                                              # per layer, a row for each text
-    query = {}
-    for seen in itertools.chain.from_iterable(teacher.through(text) for text in texts):
-        twin = student.get_submodule(seen.name)
-        if not has_weights(twin) or seen.crosses or seen.q.shape[2] < 2:
-            continue
-        a = seen.weights(seen.mixer)
-        w = seen.weights(twin)
-        scores = seen.scores
-        found.setdefault(seen.layer, []).append({
-            'KL to teacher': kl(a, w).item(), 'entropy of teacher': entropy(a), 'entropy': entropy(w),
-            'order kept': order_kept(scores, w)})
-        ordered, order = scores[0, 0, -1].sort()
-        query = {'scores': ordered.tolist(), 'softmax': a[0, 0, -1, order].tolist(),
-                 name: w[0, 0, -1, order].tolist()}
-    lines = []
-    for layer, seen in found.items():
-        means = {key: sum(row[key] for row in seen) / len(seen) for key in seen[0]}
-        lines.append({'model': name, 'layer': layer, **means})
-    return lines, query
 
 
 # ---- layers that stay softmax ------------------------------------------------------------------------------

@@ -914,70 +914,6 @@ class Block(nn.Module):
         return x + self.dropout(self.down(self.act(self.up(u))))
 
 
-# ---- watching it at work -----------------------------------------------------------------------------------
-class Seen(NamedTuple):
-    """A mixer with its inputs and its block's output, as yielded by `GPT.through`."""
-    name: str                       # name in the model: blocks.0.mixer
-    layer: str                      # name of its block: blocks.0
-    mixer: Mixer
-    x: torch.Tensor                 # the block's input (B, T, n_embd)
-    u: torch.Tensor                 # input for keys, values and gates
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    o: torch.Tensor                 # the heads' outputs, before `merge`
-    real: torch.Tensor | None       # which steps of x are not padding (B, T); None: all
-    encoder_real: torch.Tensor | None   # likewise for the encoder's text
-    source: torch.Tensor | None     # in a decoder: the output of the encoder
-    y: torch.Tensor                 # output of the block
-
-    @property
-    def crosses(self):
-        """Whether it is cross attention."""
-        return isinstance(self.mixer, Cross)
-
-    @property
-    def scores(self):
-        """q.k / sqrt(d) of all steps and keys, (B, H, T, T of the keys)"""
-        return fastweight.cached_scores(self.q, self.k).flatten(1, 2)
-
-    def outputs(self, mixer):
-        """The heads' outputs of another mixer for these inputs (B, H, T, head_dim)"""
-        return mixer.outputs(self.u, self.q, self.k, self.v, self.encoder_real)
-
-    def weights(self, mixer):
-        """The weight of each value in each output of this or another mixer, (B, H, T, T of the values).
-        Outputs are linear in v, so we take v = I. Not for a decay per value channel, nor a limited cache."""
-        T = self.k.shape[2]
-        eye = torch.eye(T, dtype=self.q.dtype, device=self.q.device).expand(*self.k.shape[:3], T)
-        return mixer.outputs(self.u, self.q, self.k, eye, self.encoder_real)
-
-
-def watched(layer, block, x, real, encoder_real, source=None):
-    """Run the block of this name on x and yield a `Seen` for each of its mixers -> its output. The other
-    arguments: as in `Seen`"""
-    state = {}
-    if source is not None:
-        state['cross'] = block.cross.write(source, encoder_real)
-    mixer = block.mixer
-    padded = None if mixer.memory.causal else encoder_real
-    base, u = block.branch(block.norm1, x)
-    u = block.convolve(0, u, state, padded)
-    q, k, v = mixer.heads(u)
-    o, _ = mixer.memory(u, q, k, v, real=padded)
-    mixed = base + mixer.merge(o)
-    y = block.after_mixer(mixed, state, 0, padded)
-    yield Seen(f'{layer}.mixer', layer, mixer, x, u, q, k, v, o, real, encoder_real, source, y)
-    if block.cross is not None:
-        _, u = block.branch(block.norm3, mixed)
-        q, _, _ = block.cross.heads(u)
-        _, k, v = block.cross.heads(source)
-        o = block.cross.outputs(source, q, k, v, encoder_real)
-        yield Seen(f'{layer}.cross', layer, block.cross, x, source, q, k, v, o, real, encoder_real,
-                   source, y)
-    return y
-
-
 # ---- the model ---------------------------------------------------------------------------------------------
 class GPT(nn.Module):
     """Embedding, blocks, norm, output. It computes with the fastest forms available, until `use` sets others.
@@ -1155,25 +1091,6 @@ class GPT(nn.Module):
     def mixers(self):
         """All mixers by name: encoder.0.mixer, blocks.0.mixer, blocks.0.cross, ..."""
         return {name: module for name, module in self.named_modules() if isinstance(module, Mixer)}
-
-    def through(self, tokens):
-        """Run the model on tokens (B, T) from a fresh start and yield a `Seen` per mixer, in the order of
-        computation, as soon as its block is computed. Only one block's tensors are in memory."""
-        real = self.not_padding(tokens)
-        source = encoder_real = None
-        if self.encoder:
-            begin = self.config.source
-            encoder_tokens, encoder_real = self.without_padding(tokens[:, :begin])
-            tokens, real = self.without_padding(tokens[:, begin:], begins=True)
-            x = self.embedded(encoder_tokens)
-            for i, block in enumerate(self.encoder):
-                x = yield from watched(f'encoder.{i}', block, x, encoder_real, encoder_real)
-            source = self.encoder_norm(x)
-        elif not self.config.causal:
-            encoder_real = real
-        x = self.embedded(tokens, self.config.source)
-        for i, block in enumerate(self.blocks):
-            x = yield from watched(f'blocks.{i}', block, x, real, encoder_real, source)
 
     @property
     def max_len(self):

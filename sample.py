@@ -37,6 +37,7 @@ from common import files
 from common.errors import note, script
 from common.flags import briefly, flag, parse, plural, refuse
 from common.machine import pick_device, try_compiler
+from common.watch import through
 from common.weights import (map_state, pack, read_tensors, refuse_target, state_bytes, unpack, weights_digest,
                          write_tensors)
 from data import vocabulary
@@ -222,7 +223,7 @@ def given_to_memories(model, tokens):
     v and the gates that it has, as `recurrent` takes them (1, H or G, n T, .), with n writes per token. A
     layer with a cache has `gone` (1, G, T) instead of v and gates, see Cache.evicted_at."""
     layers = []
-    for seen in model.through(tokens):
+    for seen in through(model, tokens):
         memory = seen.mixer.memory
         n = seen.mixer.n
         layer = {'n': n, 'q': seen.q, 'normalise': False, 'floor': None}

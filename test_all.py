@@ -572,9 +572,10 @@ import convert
 import model as model_py
 import sample
 import train
-from common import errors, files
+from common import errors, files, watch
 from common import flags as flags_py
 from common import weights as weights_py
+from common.watch import through
 from common.weights import pack, state_bytes
 from data import prepare, tasks, vocabulary
 from data.kinds import TRAVELS, Data
@@ -1319,7 +1320,7 @@ def test_through_tells_what_forward_computes(flags):
     tokens = torch.randint(1, 256, (2, 9))
     if 'pad' in flags:
         tokens[1, 6:] = 0
-    for seen in m.through(tokens):
+    for seen in through(m, tokens):
         block = m.get_submodule(seen.layer)
         u = block.convolve(0, block.norm1(seen.x), {}, seen.encoder_real)
         near(seen.u, u)
@@ -1425,12 +1426,12 @@ def test_stage_1_passes_over_padding(kind):
         x[:, 17:] = 9
         if 'encoder' in more:
             x[:, 8] = 9                                         # with which a text begins: it counts
-            assert [*teacher.through(x)][-1].real.tolist() == 3 * [9 * [True]]
-        padded, cut = ([convert.mismatch(kind, seen, student) for seen in teacher.through(tokens)]
+            assert [*through(teacher, x)][-1].real.tolist() == 3 * [9 * [True]]
+        padded, cut = ([convert.mismatch(kind, seen, student) for seen in through(teacher, tokens)]
                        for tokens in (x, x[:, :17]))
         near(padded, cut, 1e-9)
         if kind != 'ce':                                        # whose least value is an entropy
-            itself = [convert.mismatch(kind, seen, teacher) for seen in teacher.through(x)]
+            itself = [convert.mismatch(kind, seen, teacher) for seen in through(teacher, x)]
             assert max(itself) < 1e-12
 
 def test_softmax_alone_is_swapped():
@@ -2102,7 +2103,7 @@ def test_threads_share_a_model(rule, a_model):
         return [token.item() for token, _ in itertools.islice(model.generate(tokens, temperature=0), 24)]
 
     def look():
-        return [seen.o.sum().item() for _ in range(9) for seen in model.through(tokens)]
+        return [seen.o.sum().item() for _ in range(9) for seen in through(model, tokens)]
 
     def evaluate():
         return rows.evaluate(model, np.arange(0, 640, 16))
@@ -3207,7 +3208,7 @@ def test_a_page_holds_what_each_memory_was_given(flags, a_model, characters, tmp
     assert run['written'] == [False] * 11 + [True] * 12
     tokens = torch.tensor([vocabulary.encode('line 7: the' + said[:-1], meta['data'])])
     with torch.no_grad():
-        for layer, seen in zip(run['layers'], model.through(tokens), strict=True):
+        for layer, seen in zip(run['layers'], through(model, tokens), strict=True):
             x = layer['arrays']
             o, state = seen.mixer.memory(seen.u, seen.q, seen.k, seen.v)
             if 'gone' in layer:
@@ -3427,7 +3428,7 @@ def test_gates_begin_with_the_memory_of_their_heads(changes, memory, a_model, mo
     far[5:, :-5] = torch.eye(11)
     if 'sinks' in changes:                      # rows that stay are not what gates must remember
         far[:, 0] = 9
-    monkeypatch.setattr(model_py.Seen, 'weights', lambda *_: far.expand(2, 2, 16, 16))
+    monkeypatch.setattr(watch.Seen, 'weights', lambda *_: far.expand(2, 2, 16, 16))
     student, new = convert.swap(teacher, changes)
     before = student.state_dict()[next(name for name in new if 'bias_f' in name)].clone()
     convert.begin_as(teacher, student, x)
@@ -3446,7 +3447,7 @@ def test_a_matrix_beside_rows_begins_with_the_weight_of_what_it_holds(rule, firs
     changes = dict(rule=rule, cache=4, sinks=1, overflow='sum:hedgehog')
     student = convert.swap(teacher, changes)[0].double()
     convert.begin_as(teacher, student, x)
-    for seen, block in zip(teacher.through(x), student.blocks):
+    for seen, block in zip(through(teacher, x), student.blocks):
         q, k, memory = seen.q, seen.k, block.mixer.memory
         features = memory.overflow.phi
         logs = []
@@ -4398,7 +4399,7 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
 
 ROOMS = [               # a file imports only from rows above its own; papers do not import each other
     'fastweight', 'kernels', 'common.errors common.files common.flags common.machine common.terminal data.kinds', 'common.weights data.vocabulary data.tasks',
-    'data.prepare hub.families hub.texts', 'hub.chat hub.folders', 'model', 'train', 'convert', 'papers.harness',
+    'data.prepare hub.families hub.texts', 'hub.chat hub.folders', 'model', 'common.watch', 'train', 'convert', 'papers.harness',
     'papers.schlag papers.kasai papers.mao papers.oren papers.zhang papers.beyond', 'bench sample', 'test_all']
 LAYER = {name: row for row, names in enumerate(ROOMS) for name in names.split()}
 BANNED = set('eval exec __import__ torch.load np.load os.system pickle marshal shelve dill'.split())

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 import convert
 import fastweight
+from common.watch import through
 from common.weights import state_bytes
 from data import prepare, tasks, vocabulary
 from model import load
@@ -171,7 +172,7 @@ def what_is_kept(args, suite):
     steps = {'all': []}
     for row in tqdm(x.split(1), 'kept', disable=None):
         gone = []                                               # per layer, when each token goes
-        for seen in model.through(row):
+        for seen in through(model, row):
             if seen.mixer.memory.rule.keeps:                    # all heads of TOVA agree
                 gone.append(seen.mixer.memory.evicted_at(seen.q, seen.k, seen.v)[0, 0])
         gone = torch.stack(gone)

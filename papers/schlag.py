@@ -20,6 +20,7 @@ from torch import nn
 
 import convert
 import fastweight
+from common.watch import through
 from model import FastWeights, pick_forms
 from papers.harness import (DELTA, Panel, Suite, Way, bits, column, from_nothing, model_and_rows, once,
                             only, over, over_seeds, runs)
@@ -164,7 +165,7 @@ def keys_found(args, suite):
     args.remarks['rows'] = len(x)
     sizes = sorted({min(S, x.shape[1]) for S in args.lengths})
     cells = {}                                      # per line and S: (2, rows) for each layer
-    for seen in teacher.through(x):
+    for seen in through(teacher, x):
         for (form, line), S in itertools.product(only(args, suite.lines).items(), sizes):
             answers = read_back(seen.k[:, :, :S].float(), *line)
             found = answers.argmax(-1) == torch.arange(S, device=x.device)

@@ -18,8 +18,8 @@ import statistics
 import torch
 import torch.nn.functional as F
 
-import convert
 import train
+from common.watch import kl, through
 from data import prepare
 from model import load
 from papers.harness import (DELTA, Line, Panel, Suite, Way, a_text, chosen, column, conversions, from_nothing,
@@ -51,7 +51,7 @@ def weights_over_scores(args, suite):
     spiky = statistics.mean(column(layers, 'entropy of teacher'))
     x, _, _, _ = a_text(args, path, meta, length, 4, args.data)
     with torch.inference_mode():
-        grow = [(seen.scores > -1).float().mean().item() for seen in model.through(x)]
+        grow = [(seen.scores > -1).float().mean().item() for seen in through(model, x)]
     yield {'form': 'softmax', 'order kept': 1.0, 'entropy': spiky, 'KL to teacher': 0.0,
            'where Taylor grows': statistics.mean(grow)}
     for form in DRAWN:
@@ -66,10 +66,10 @@ def divergence(teacher, student, x):
     twins = student.mixers()
     divergences = []
     for row in x.split(1):
-        for seen in teacher.through(row):
+        for seen in through(teacher, row):
             a = seen.weights(seen.mixer)
             w = seen.weights(twins[seen.name])
-            divergences.append(convert.kl(a, w).item())
+            divergences.append(kl(a, w).item())
     return statistics.mean(divergences)
 
 
