@@ -23,7 +23,7 @@ import fastweight
 import kernels
 from common.errors import script
 from common.flags import flag, hint, parse
-from common.machine import pick_device
+from common.machine import pick_device, pick_dtype
 from common.weights import state_bytes
 from fastweight import RULES, l2
 from model import GPT, Cache, Config, FastWeights, chosen_texts, pick_forms, sample
@@ -341,7 +341,7 @@ class Args:
     heads: int = flag(0, f'{of("heads")}: heads; default: 12, for train 4', low=0, high=1024)
     head_dim: int = flag(64, f'{of("head_dim")}: features of q, k and v', low=1, high=2 ** 17)
     batch: int = flag(1, f'{of("batch")}: rows per batch', low=1, high=2 ** 20)
-    dtype: str = flag('auto', f'{of("dtype")}: number type; auto: bfloat16 on a GPU',
+    dtype: str = flag('auto', f'{of("dtype")}: number type; auto: bfloat16 on a recent GPU',
                       ['auto', 'float32', 'bfloat16'])
     init: str = flag('', f'{of("init")}: a softmax model, as train.py --rule=softmax makes; '
                      'default: out/ckpt.safetensors; glue and vit train one', path=True)
@@ -402,9 +402,7 @@ def main(argv):
     if args.threads:
         torch.set_num_threads(args.threads)
         os.environ['OMP_NUM_THREADS'] = str(args.threads)       # of the trainings that it starts
-    dtype = torch.bfloat16 if device.type == 'cuda' else torch.float32
-    if args.dtype != 'auto':
-        dtype = getattr(torch, args.dtype)
+    dtype = pick_dtype(args.dtype, device)
     own = {'seeds': chosen(args, 1, 3), **chosen(args, suite.quick, suite.full)}
     missing = {name: own[name] for name in own if not getattr(args, name)}
     args = dataclasses.replace(args, **missing, device=device, dtype=dtype)

@@ -37,7 +37,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from common import files
 from common.errors import script
 from common.flags import briefly, flag, known, parse, plural, refuse, typed
-from common.machine import (commit, peak_memory, pick_device, take_fastest_threads, try_compiler,
+from common.machine import (commit, peak_memory, pick_device, pick_dtype, take_fastest_threads, try_compiler,
                             whole_memory)
 from common.terminal import progress
 from common.weights import map_state, pack, unpack
@@ -101,27 +101,20 @@ class Args:
 
 
 # ---- the machine -------------------------------------------------------------------------------------------
-
 def machine(args):
     """-> rank, world, device, dtype. torchrun starts several processes; without it there is one."""
     rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     device = pick_device(args.device)
-    cuda = device.type == 'cuda'
-    if cuda and world > 1:
+    if device.type == 'cuda' and world > 1:
         device = torch.device(f'cuda:{os.environ.get("LOCAL_RANK", "0")}')
         torch.cuda.set_device(device)
     if world > 1:
         dist.init_process_group()                           # gloo for CPU tensors, nccl for GPU tensors
     if rank > 0:                                            # only the first process prints
         sys.stdout = open(os.devnull, 'w')                  # noqa: SIM115
-    dtype = torch.float32
-    if args.dtype != 'auto':
-        dtype = getattr(torch, args.dtype)
-    elif cuda and torch.cuda.get_device_capability(device)[0] >= 8:
-        dtype = torch.bfloat16                              # these GPUs multiply it fast
     if args.compile:
         try_compiler(device)
-    return rank, world, device, dtype
+    return rank, world, device, pick_dtype(args.dtype, device)
 
 
 def set_threads(args, kept, model, data):
@@ -141,7 +134,6 @@ def set_threads(args, kept, model, data):
 
 
 # ---- data --------------------------------------------------------------------------------------------------
-
 def rows(data, begin, T, meta, device):
     """-> x, y (B, T): inputs, and the target of each: the next token, or -1 where no target counts. Rows of a
     task are cut behind the last target of the batch; pictures (patches) are read whole.
@@ -347,7 +339,6 @@ def score(meta, loss, right=0):
 
 
 # ---- the optimiser -----------------------------------------------------------------------------------------
-
 def adamw(model, lr, weight_decay, device, fast=(), times=1.0):
     """AdamW over all parameters that require gradients, with `times` the rate for those named in `fast`.
     Weight decay is for parameters with two axes: not gains, gate biases (H, 1, K), feature maps (H, m, d)."""
@@ -403,7 +394,6 @@ def begin_step(opt, step, steps, lr, seed, rank=0):
 
 
 # ---- what a run begins with --------------------------------------------------------------------------------
-
 def settings(argv):
     """-> args, config, weights, metadata. The last two come from the model of --init or the checkpoint of
     --resume; without one they are {}, {}."""
@@ -553,7 +543,6 @@ def restore(args, header, data, model, opt):
 
 
 # ---- what a run says and leaves ----------------------------------------------------------------------------
-
 def log_of(args, writes=True):
     """Make the run's folder and open its log, which locks it. ValueError if another run is at work there.
     writes: whether this process writes anything at all"""
@@ -695,7 +684,6 @@ def show(model, data, args):
 
 
 # ---- the loop ----------------------------------------------------------------------------------------------
-
 def training(model, opt, losses, first, steps, lr, clip, seed, rank=0, world=1):
     """The training loop, from step `first` on. Yield after each step: the steps that are done, the loss (1,),
     the norm of the gradient, the seconds it took. losses(step): yields the loss of each batch"""

@@ -49,6 +49,15 @@ def pick_device(name):
     return x.device
 
 
+def pick_dtype(name, device):
+    """'auto' or a name -> the type of matrix products. auto: bfloat16 on GPUs that multiply it fast"""
+    if name != 'auto':
+        return getattr(torch, name)
+    if device.type == 'cuda' and torch.cuda.get_device_capability(device)[0] >= 8:
+        return torch.bfloat16
+    return torch.float32
+
+
 def try_compiler(device):
     """ValueError if torch.compile does not work here, because a C++ compiler is missing, say."""
     try:
