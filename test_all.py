@@ -4394,6 +4394,13 @@ def test_bench_answers_are_told_apart_by_the_place_of_the_fact(few_facts, monkey
     assert 'left' not in half and abs(most['left'] - 100 * left) < 1e-4
     assert few.call_args[0] == (model, 'tova', 64)
 
+def test_bench_answers_asks_about_the_text_that_is_named(few_facts, tmp_path, monkeypatch):
+    asked = Mock(return_value={'accuracy': 50., 'minutes': 0})
+    monkeypatch.setattr(oren, 'once', asked)
+    monkeypatch.setattr(oren, 'a_line', lambda *_: {'path': ''})
+    ran(tmp_path, 'answers', f'--data=facts-256:{few_facts}', '--only=softmax,tova', '--seeds=1')
+    assert [call.kwargs['task'] for call in asked.call_args_list] == 4 * [f'facts-256:{few_facts}']
+
 
 # ---- 14. The repository itself -----------------------------------------------------------------------------
 

@@ -278,6 +278,7 @@ SUITES = {suite.name: suite for suite in [
                'sink 1': over(SHARES, 10.20, 8.97, 8.22, 7.76, 7.50, 7.33, 7.16),
                'tova-sink': over(SHARES, 9.63, 8.33, 7.72, 7.41, 7.25, 7.17, 7.16),
                'tova-sink 1': over(SHARES, 9.53, 8.31, 7.71, 7.41, 7.25, 7.17, 7.16),
+               # as printed: the figures of Window+1 in each cell, perhaps a copy error
                'h2o-layer': over(SHARES, 10.20, 8.97, 8.22, 7.76, 7.50, 7.33, 7.16),
                'window': over(SHARES, 4812.27, 4025.01, 3275.58, 2184.62, 1001.29, 240.17, 7.16),
                'sink': over(SHARES, 10.28, 8.98, 8.19, 7.73, 7.46, 7.30, 7.16),
