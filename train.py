@@ -18,11 +18,13 @@ cosine is stretched over them.
 import contextlib
 import dataclasses
 import functools
+import glob
 import itertools
 import json
 import math
 import os
 import shlex
+import shutil
 import statistics
 import sys
 import time
@@ -544,18 +546,21 @@ def restore(args, header, data, model, opt):
 
 # ---- what a run says and leaves ----------------------------------------------------------------------------
 def log_of(args, writes=True):
-    """Make the run's folder and open its log, which locks it. ValueError if another run is at work there.
-    writes: whether this process writes anything at all"""
+    """Make the run's folder and open its log, which locks it; remove what a killed save left there.
+    ValueError if another run is at work there. writes: whether this process writes anything at all"""
     if not writes:
         return open(os.devnull, 'w')
     os.makedirs(args.out, exist_ok=True)
     log = open(f'{args.out}/log.jsonl', 'a')                # noqa: SIM115
-    with contextlib.suppress(ImportError):                  # on Windows nothing locks
+    with contextlib.suppress(ImportError, OSError):         # Windows; a file system without locks
         import fcntl
         try:
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f'--out={args.out}: another run is at work there; take another folder') from None
+        for name in 'ckpt', 'best', 'stage-*':
+            for part in glob.glob(f'{glob.escape(args.out)}/{name}.safetensors.*.part'):
+                shutil.rmtree(part)
     if not args.resume:
         log.truncate(0)
     return log

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import sys
+import tempfile
 import time
 
 import numpy as np
@@ -64,9 +65,12 @@ def atomic(path):
     """`with atomic(path) as temp:` write the file temp, and it becomes path in one step. A reader finds
     either the old file or the new one, even after a crash. A failure leaves only the old file. The new file
     is synced to disk before it is renamed, and gets the old one's permissions."""
-    temp = f'{path}.{os.getpid()}.part'
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    try:
+    folder, name = os.path.split(path)
+    os.makedirs(folder or '.', exist_ok=True)
+    # The new file lies in a folder of its own, as safetensors writes a hidden file beside it first. A killed
+    # process leaves the folder, whose name says what it is (train.log_of removes it).
+    with tempfile.TemporaryDirectory('.part', f'{name}.', folder or '.') as own:
+        temp = os.path.join(own, 'new')
         open(temp, 'wb').close()                                # with the permissions of the umask
         mode = os.stat(path if os.path.exists(path) else temp).st_mode
         yield temp
@@ -74,9 +78,6 @@ def atomic(path):
             os.fsync(f.fileno())
         os.chmod(temp, mode & 0o777)
         os.replace(temp, path)
-    finally:
-        if os.path.exists(temp):
-            os.remove(temp)
 
 
 def write_blocks(path, blocks):
