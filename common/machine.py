@@ -1,4 +1,4 @@
-"""What a command runs on: its device, its memory, and the commit of the code."""
+"""What a command runs on: its device, memory, type of products and threads, and the commit of the code."""
 import os
 import statistics
 import subprocess

@@ -14,10 +14,10 @@ import statistics
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 import convert
 import train
+from common.terminal import progress
 from data import prepare, vocabulary
 from data.kinds import Data
 from fastweight import RULES
@@ -36,7 +36,7 @@ def over_widths(args, suite):
     """Train every rule in every width."""
     [way] = ways_of(args, suite).values()
     cells = list(itertools.product(only(args, suite.lines), args.lengths))
-    for form, width in tqdm(cells, suite.name, disable=None):
+    for form, width in progress(cells, suite.name):
         wide = way._replace(train=f'{way.train} --n_embd={width}')
         results = [a_line(args, suite, wide, form, seed) for seed in args.seeds]
         yield {'width': width, **a_row(suite, form, results)}
@@ -61,7 +61,7 @@ def beyond_training(args, suite):
     more. No, if it is at most 5 points above the better of `sum` and `mamba2`. Otherwise partly."""
     for name, way in ways_of(args, suite).items():
         rows = []
-        for form in tqdm(only(args, suite.lines), name, disable=None):
+        for form in progress(only(args, suite.lines), name):
             results = [a_line(args, suite, way, form, seed) for seed in args.seeds]
             rows.append(a_row(suite, form, results, name))
             for i, right in enumerate(zip(*column(results, 'right'))):

@@ -21,12 +21,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 import convert
 import train
 from common import files
-from common.terminal import table
+from common.terminal import progress, table
 from common.weights import weights_digest
 from data import prepare
 from data.kinds import Data
@@ -388,7 +387,7 @@ def runs(args, suite):
     """The table of a suite of commands: each line in each way, with one run per seed."""
     forms = dict.fromkeys(suite.always) | only(args, suite.lines)
     cells = list(itertools.product(ways_of(args, suite).items(), forms))
-    for (name, way), form in tqdm(cells, suite.name, disable=None):
+    for (name, way), form in progress(cells, suite.name):
         results = [a_line(args, suite, way, form, seed) for seed in args.seeds]
         yield a_row(suite, form, results, name)
 

@@ -16,10 +16,10 @@ import string
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 import convert
 import fastweight
+from common.terminal import progress
 from common.watch import through
 from common.weights import state_bytes
 from data import prepare, tasks, vocabulary
@@ -170,7 +170,7 @@ def what_is_kept(args, suite):
     recent = 0
     first = 0
     steps = {'all': []}
-    for row in tqdm(x.split(1), 'kept', disable=None):
+    for row in progress(x.split(1), 'kept'):
         gone = []                                               # per layer, when each token goes
         for seen in through(model, row):
             if seen.mixer.memory.rule.keeps:                    # all heads of TOVA agree
