@@ -280,8 +280,12 @@ def speeds(half, theta, scaling, device):
 def rope(x, pos, theta=1e4, scaling=()):
     """Rotate the pairs (x_i, x_{i+d/2}) by the angle pos theta^(-2i/d). Su 2021, arXiv:2104.09864. What q
     finds at k then depends only on the distance of their positions.
-    x (B, H, T, d), d even   pos (.., T)   theta, scaling: as in `speeds`  ->  like x"""
-    angle = pos[..., None] * speeds(x.shape[-1] // 2, theta, scaling, x.device)
+    x (B, H, T, d), d even   pos (.., T)   theta, scaling: as in `speeds`  ->  like x
+
+    Whole turns are taken off in fp64: in fp32, the angle at position 10^7 is wrong by up to one radian."""
+    exact = torch.float32 if x.device.type == 'mps' else torch.float64      # which has no fp64
+    angle = pos[..., None].to(exact) * speeds(x.shape[-1] // 2, theta, scaling, x.device).to(exact)
+    angle = angle.remainder(2 * math.pi).float()
     cos = angle.cos().to(x.dtype)
     sin = angle.sin().to(x.dtype)
     a, b = x.chunk(2, -1)
@@ -783,7 +787,7 @@ class Mixer(nn.Module):
         q = by_head(q, self.key_dim)
         k = by_head(k, self.n * self.key_dim)
         if self.rope:
-            steps = t + torch.arange(x.shape[1], device=x.device, dtype=torch.float32)
+            steps = t + torch.arange(x.shape[1], device=x.device)
             q = self.turn(q, steps)
             k = self.turn(k, steps)
         return q, k, by_head(v, self.n * self.head_dim)
