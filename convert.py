@@ -647,10 +647,10 @@ class Conversion:
         self.of_text = data.meta.kind == 'text'
         n = len(data.val)
         if self.of_text:
-            n -= (n - 1) % data.T                           # whole rows
+            n -= (n - (data.meta.bos is None)) % data.T     # whole rows
         self.begin = blocks(n, data.T, data.meta, args.eval_rows)
         self.x, self.y = rows(data.val, self.begin, data.T, data.meta, data.device)
-        self.part = of_part(data.meta, self.x.flatten().tolist())       # the meta of these rows alone
+        self.part = of_part(data.meta, self.y[self.y >= 0].tolist())    # the meta of these rows alone
         self.teacher_nats = None                            # per token of these rows, see `judge_teacher`
         self.log = log_of(args)
         if not args.resume:
@@ -891,7 +891,7 @@ def tell_start(args, name, data, teacher, student, new):
     is smaller than the cache of the teacher. name: of the data"""
     counts = {name: p.numel() for name, p in student.named_parameters()}
     added = sum(counts[name] for name in new)
-    text = (f'{args.from_} -> {briefly(student.config.all_rules)}; {name}, rows of {data.T}; '
+    text = (f'{args.from_} -> {briefly(student.config.all_rules)}; {name}, {data.about_rows()}; '
             f'{plural(args.threads, "thread")}; of {sum(counts.values()):,} parameters {added:,} are new')
     size = bytes_after(student, 1)
     if size:

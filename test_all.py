@@ -756,6 +756,17 @@ def test_a_text_that_is_nan_leaves_the_others_of_its_batch_alone(policy):
     whole, *_ = fastweight.bounded(q, k, v, None, 0, policy, 5, 2)
     near([o[1], o2[1]], [whole[1], whole[1]])
 
+@pytest.mark.parametrize('t', [5, 10 ** 6, 10 ** 8])
+def test_rope_depends_on_the_distance_alone_at_any_position(t):
+    """And turns by t w_i, as by hand in fp64."""
+    q, k = torch.randn(2, 1, 1, 1, 8)
+    turned = [rope(x, t + torch.tensor([n])) for x, n in ((q, 7), (k, 3))]
+    near((turned[0] * turned[1]).sum(), (rope(q, torch.tensor([4])) * rope(k, torch.tensor([0]))).sum(), 1e-5)
+    w = [np.float64(np.float32(10 ** -i)) for i in range(4)]
+    pairs = q.flatten().view(2, 4).double()
+    wanted = [complex(*pairs[:, i]) * np.exp(1j * (t + 7) * w[i]) for i in range(4)]
+    near(turned[0].flatten(), torch.tensor([z.real for z in wanted] + [z.imag for z in wanted]).float(), 1e-5)
+
 def test_rows_that_go_first_are_a_shorter_window_and_turned_keys_are_those_of_rope():
     q, k, v = torch.randn(3, 1, 2, 11, 4, dtype=f64)
     first = fastweight.bounded(q, k, v, None, 0, 'window', 4, 0, True)
@@ -1980,30 +1991,58 @@ def test_which_file_is_the_model(tmp_path, capsys):
     save_file(weights, a / 'zz.safetensors')
     is_from(two)
 
-def test_a_tokenizer_is_the_folders_own(tmp_path, monkeypatch, capsys):
-    """Never GPT-2's by a count of tokens; tiktoken's where the words are GPT-2's, and nothing else is said."""
-    assert texts.tokenizer_of(tmp_path, 50257).tokenizer == 'ids'
-    assert 'tokens are only numbers' in capsys.readouterr().err
-    pytest.importorskip('tokenizers')
-    words = {f'w{i}': i for i in range(9)}
-    raw = dict(model=dict(type='WordLevel', vocab=words, unk_token='w0'), added_tokens=[])
-    path = tmp_path / 'tokenizer.json'
-    path.write_text(json.dumps(raw))
-    assert texts.tokenizer_of(tmp_path, 50257).tokenizer == 'json'
-    with monkeypatch.context() as gpt2s:                        # whose words these are
-        gpt2s.setattr(files, 'short_hash', lambda data: '3a1f1c01')
-        for change, kind in ({}, 'gpt2'), (dict(normalizer=dict(type='NFC')), 'json'), (
-                dict(pre_tokenizer=dict(type='ByteLevel', add_prefix_space=True, trim_offsets=True)), 'json'):
-            path.write_text(json.dumps(raw | change))
-            assert texts.tokenizer_of(tmp_path, 50257).tokenizer == kind
-    path.unlink()
-    data = subwords('gpt2')
-    model = json.loads(data.json)['model']                   # the two files before tokenizer.json
-    (tmp_path / 'vocab.json').write_text(json.dumps(model['vocab']))
-    (tmp_path / 'merges.txt').write_text('\ufeff#version: 0.2\r\n' + '\r\n'.join(map(' '.join, model['merges'])))
-    found = texts.tokenizer_of(tmp_path, data.vocab_size)
-    assert vocabulary.encode(STRANGE, found) == vocabulary.encode(STRANGE, data)
-    assert vocabulary.decode(vocabulary.encode(STRANGE, found), found) == STRANGE
+def folder_of_texts(folder, case):
+    """Files that say together what a folder's text is, in one of the ways that there are."""
+    raw = json.loads(tokenizer_json('gpt2'))
+    del raw['truncation']
+    words, about, named = raw['model']['vocab'], dict(tokenizer_class='TokenizersBackend'), {}
+    marks = {f'<|{word}|>': len(words) + i for i, word in enumerate(('end', 'turn'))}
+    listed = {str(i): dict(content=word, special=i % 2 == 0, lstrip=True) for word, i in marks.items()}
+    kind = 'llama'
+    if case in ('GPT2Tokenizer', 'Qwen2Tokenizer'):
+        put(folder, 'vocab.json', json.dumps(words))
+        put(folder, 'merges.txt', '#version: 0.2\n' + '\n'.join(map(' '.join, raw['model']['merges'])))
+        put(folder, 'added_tokens.json', json.dumps(marks))
+        about, named = dict(tokenizer_class=case, add_bos_token=True, bos_token='<s>'), dict(eos_token='<|end|>')
+    elif case == 'bert':
+        pieces = '[UNK] [CLS] [SEP] [PAD] [MASK] the The ##se quick Quick e\u0301'.split()
+        raw = json.loads(word_pieces(pieces, '[CLS] $A [SEP]', [('[CLS]', 1), ('[SEP]', 2)]))
+        raw['normalizer'] = dict(type='BertNormalizer', clean_text=True, handle_chinese_chars=True,
+                                 strip_accents=None, lowercase=True)
+        kind, about = 'bert', dict(tokenizer_class='BertTokenizer', do_lower_case=False)
+        about.update({f'{word[1:-1].lower()}_token': word for word in pieces[:5]})
+    elif case == 'no bos':
+        about.update(add_bos_token=False, bos_token='<s>', eos_token='</s>')
+    elif case == 'listed':
+        about.update(added_tokens_decoder=listed, eos_token='<|end|>')
+    elif case == 'named':               # a word of the tokenizer, and one that it lacks
+        raw['added_tokens'] = raw['added_tokens'][:2]
+        named = dict(eos_token=dict(content='</s>', rstrip=True, lstrip=False, normalized=False, single_word=False),
+                     bos_token='quick', additional_special_tokens=['<|turn|>'])
+    if case not in texts.SPLITS:
+        put(folder, 'tokenizer.json', json.dumps(raw))
+    put(folder, 'config.json', json.dumps(dict(model_type=kind)))
+    put(folder, 'tokenizer_config.json', json.dumps(about))
+    if named:
+        put(folder, 'special_tokens_map.json', json.dumps(named))
+
+@pytest.mark.parametrize('case', [*texts.SPLITS, 'bert', 'no bos', 'listed', 'named', 'plain'])
+def test_the_files_of_a_folder_say_together_what_its_text_is(case, tmp_path):
+    """As transformers reads them: special tokens, and what stands around a text."""
+    hf = pytest.importorskip('transformers')
+    folder_of_texts(tmp_path, case)
+    theirs = hf.AutoTokenizer.from_pretrained(tmp_path)
+    data = texts.tokenizer_of(tmp_path, 700)
+    texts.add_texts(tmp_path, data, None)
+    text = f'The quick fox <|end|>  <|turn|> {STRANGE} </s> e\u0301 99'
+    ids = vocabulary.encode(text, data, special=True)
+    assert ids == theirs(text, add_special_tokens=False)['input_ids']
+    before, behind = vocabulary.frame(data)
+    assert before + ids + behind == theirs(text)['input_ids']
+    assert data.bos == (before[0] if before else None)
+    assert set(theirs.all_special_ids) <= {*data.special.values()} and (data.ends == [theirs.eos_token_id] or case in
+                                                                    ('bert', 'plain'))
+    assert (data.json == data.files.get('tokenizer.json', data.json)) or case != 'plain'
 
 @pytest.mark.parametrize('kind', ['llama2', 'llama3', 'pieces'])
 def test_tokens_beyond_a_models_come_from_no_text(kind, tmp_path, capsys):
@@ -3653,7 +3692,7 @@ DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; 
     ('llama', 'model.layers.1.mlp.up_proj.weight', None, 'model.layers.1.mlp.up_proj.weight is missing'),
     ('gpt2', 'transformer.h.0.mlp.c_fc.weight', (12, 16), 'shape (12, 16), expected (16, 12)'),
     ('bert', 'classifier.weight', (1, 16), 'one row'), ('llama', 'config.json', b'[]', 'not as the hub has it'),
-    ('llama', 'tokenizer.json', b'{}', "not as the hub has it (KeyError: 'model')"),
+    ('llama', 'tokenizer.json', b'{}', 'no description of a tokenizer'),
     ('llama', 'tokenizer_config.json', b'{"chat_template": ["x"]}', 'not as the hub has it (AttributeError'),
     ('llama', 'tokenizer.json', b'{"model": {"vocab": {}}}', 'no description of a tokenizer'),
     ('vit', 'preprocessor_config.json', b'{"image_mean": [0.485]}', 'image_mean is [0.485]'),
@@ -3693,10 +3732,12 @@ def test_an_encoder_of_the_hub_learns_the_classes_of_a_task(tmp_path, capsys):
     assert f'next: python sample.py --init={path} --prompt="..."' in again[0]
     in_hub_layout(tmp_path / 'four', 'bert', classes=4, id2label={'1': 'rain', '3': 'snow'})
     assert train.main([f'--init={tmp_path / "four"}', f'--data={data}', '--lr=0', *run]) == 0
-    for model in 'four', 'out/ckpt.safetensors':            # names of classes stay
+    for model, named in ('four', True), ('out/ckpt.safetensors', False):    # not those of another task
         said = written(capsys, f'--init={tmp_path}/{model}', '--prompt=7 8')[0]
-        assert all(name in said for name in ('class 0 (LABEL_0):', '(rain):', 'class 2', '(snow):'))
-    assert convert.main([f'--from={path}', f'--export={tmp_path / "e"}']) == 0
+        assert all((name in said) == named for name in ('LABEL_0', 'rain', 'snow')) and 'class 2' in said
+    again = [f'--init={tmp_path}/out/ckpt.safetensors', f'--out={tmp_path}/again', '--steps=1', '--device=cpu']
+    assert train.main(again) == 0 and 'not called' not in capsys.readouterr().out
+    assert convert.main([f'--from={tmp_path}/four', f'--export={tmp_path / "e"}']) == 0
     raw = json.loads((tmp_path / 'e' / 'config.json').read_text())
     assert list(raw['id2label'].values()) == list(raw['label2id']) == ['LABEL_0', 'rain', 'LABEL_2', 'snow']
     for model, name, why in ('three', data, 'head.weight'), ('bert', 'recall', 'the tokens'):
@@ -3757,6 +3798,69 @@ def test_a_template_frames_what_is_said_which_is_never_a_special_token(tmp_path)
     assert chat.unmarked(marked, odd) == 'a%%%b \u25b2 101 \ue000'
     assert chat.token_ids('<s>the quick</s>', data) == [1, *vocabulary.encode('the quick', data), 2]
     assert data.ends == [0, 2, 5] and data.special == {'<unk>': 0, '<s>': 1, '</s>': 2}
+
+def test_a_text_is_learned_as_its_model_reads_texts(tmp_path, capsys, monkeypatch):
+    """Special tokens are tokens, BOS begins each row and the first token after it is a target; letters that
+    became <unk> are counted, but not where a text says <unk>."""
+    data = a_talker(tmp_path)
+    monkeypatch.setattr(prepare, 'FOLDER', str(tmp_path / 'data'))
+    mine = put(tmp_path, 'mine.txt', ''.join(f'<s>user:line {i}</s>\n' for i in range(99)))
+    train_side, val, meta = prepare.load_set(mine, like=data)
+    assert [*train_side, *val] == vocabulary.encode(Path(mine).read_text(), data, special=True)
+    assert meta.marks and meta.bos == data.bos == 1 and '198 of its tokens are special ones' in capsys.readouterr().err
+    model, T = load(tmp_path)[0], 16
+    rows_of_text = [val[i:i + T].tolist() for i in range(0, len(val), T)]
+    nats = [F.cross_entropy(model(torch.tensor([[1, *row[:-1]]]))[0][0], torch.tensor(row), reduction='none')
+            for row in rows_of_text]
+    data_rows = train.Rows(train_side, val, meta, T, torch.device('cpu'))
+    assert data_rows.evaluate(model)[0] == pytest.approx(torch.cat(nats).mean().item(), abs=1e-5)
+    x, y = data_rows.batch(data_rows.starts(3), 0)
+    assert (x[:, 0] == 1).all() and torch.equal(x[:, 1:], y[:, :-1]) and 'begins with <s>' in data_rows.about_rows()
+    run = f'--init={tmp_path}', f'--data={mine}', '--steps=1', '--device=cpu', f'--out={tmp_path}/o'
+    assert train.main([*run, '--block_size=16', '--carry', '--batch_size=1']) == 0
+    assert load(tmp_path / 'o' / 'ckpt.safetensors')[1]['data'].bos is None     # rows that go on do not begin
+    pieces = json.loads(word_pieces(['[UNK]', 'b', 'c']))
+    pieces['added_tokens'] = [dict(id=0, content='[UNK]', special=True, **dict.fromkeys(
+        ('single_word', 'lstrip', 'rstrip', 'normalized'), False))]
+    pieces = Data('json', 293, json=json.dumps(pieces), marks=True)
+    lost = put(tmp_path, 'lost.txt', 'b c x [UNK] w1 y b\n' * 50)
+    meta = prepare.load_set(lost, like=pieces)[2]
+    assert meta.train['unknown'] + meta.val['unknown'] == 100
+    assert '100 of its tokens stand for letters' in capsys.readouterr().err
+
+def test_chats_are_learned_in_the_models_template(tmp_path, capsys, monkeypatch):
+    """The answers and what ends them are the targets, as by hand; a user's special tokens stay letters."""
+    hf = pytest.importorskip('transformers')
+    data = a_talker(tmp_path, max_position_embeddings=64)
+    monkeypatch.setattr(prepare, 'FOLDER', str(tmp_path / 'data'))
+    chats = [said(f'the {i}', 'quick', 'and</s>', 'jumps over') for i in range(20)]
+    lines = [json.dumps(dict(messages=messages)) for messages in chats]
+    mine = put(tmp_path, 'mine.jsonl', '\n'.join(lines))
+    train_side, val, meta = prepare.load_set(mine, like=data)
+    assert '18 of 18 conversations have answers' in capsys.readouterr().out and len(val) == 2 * 2 * meta.row
+    ids, targets = val.reshape(-1, 2, meta.row)[0]
+    frames = [f'<s>user:{chats[9][0]["content"]}</s>', '\n<s>assistant:', 'quick</s>', '\n<s>user:and', '', '</s>',
+              '\n<s>assistant:', 'jumps over</s>', '\n']
+    frames = [vocabulary.encode(part, data, special=True) for part in frames]
+    frames[4] = vocabulary.encode('</s>', data)                 # a user's words
+    whole = [*itertools.chain(*frames)]
+    assert ids[:len(whole)].tolist() == whole
+    wanted = [token if i in (2, 7) else meta.ignore for i, part in enumerate(frames) for token in part][1:]
+    assert targets[:len(wanted)].tolist() == wanted and set(targets[len(wanted):]) == {meta.ignore}
+    plain = said('the quick', 'fox')
+    put(tmp_path, 'tokenizer_config.json', '{"bos_token": "<s>", "eos_token": "</s>"}')
+    tokenizer = hf.AutoTokenizer.from_pretrained(tmp_path)
+    assert chat.answered(plain, data, -1)[0] == tokenizer.apply_chat_template(plain, return_dict=True)['input_ids']
+    out = tmp_path / 'o'
+    assert train.main([f'--init={tmp_path}', f'--data={mine}', '--steps=1', '--device=cpu', f'--out={out}']) == 0
+    model, meta = load(out / 'ckpt.safetensors')                # and it reads any text, as before
+    assert meta['data'].kind == 'text' and meta['data'].template == data.template
+    converted(tmp_path, tmp_path / 'c', f'--data={mine}', '--recipe=t2r', '--controls=false')
+    for name, text, flags, why in (
+            ('mine.jsonl', lines[0], [], 'that has such a template: --init=FOLDER'),
+            ('x.jsonl', lines[0] + '\n{"text": "no"}', [f'--init={tmp_path}'], 'line 2: .* is not a conversation'),
+            ('y.jsonl', '{"messages": [{"role": "user", "content": ["a"]}]}', [f'--init={tmp_path}'], 'line 1: ')):
+        assert re.search(why, refused(capsys, train.main, f'--data={put(tmp_path, name, text)}', *flags))
 
 @pytest.mark.parametrize('template, result', [
     ("{{ bos_token }}{{ messages[0] | tojson }}", '<s>{"role": "user", "content": "a\u00e9"}'),
@@ -3851,7 +3955,8 @@ def test_what_a_folder_says_goes_the_whole_way(tmp_path, capsys):
     in_hub_layout(tmp_path / 'a', 'llama')                      # without a tokenizer tokens are only numbers
     for main, argv in (convert.main, converts), (sample.main, samples):
         assert re.search("no token for 'quick'|not ids", refused(capsys, main, *argv))
-    a_talker(tmp_path / 'a', groups=2)
+    a_talker(tmp_path / 'a', groups=2, bos_token_id=1, pad_token_id=7)
+    put(tmp_path / 'a', 'added_tokens.json', '{}')
     for name in 'vocab.json', 'merges.txt':                     # beside tokenizer.json, as many have them
         put(tmp_path / 'a', name, '{}')
     data = load(tmp_path / 'a')[1]['data']
@@ -3863,6 +3968,9 @@ def test_what_a_folder_says_goes_the_whole_way(tmp_path, capsys):
     for file in (tmp_path / 'a').iterdir():
         if file.suffix in ('.jinja', '.json') and file.name not in ('config.json', 'vocab.json'):
             assert (tmp_path / 'c' / file.name).read_bytes() == file.read_bytes()
+    before, after = (json.loads((tmp_path / name / 'config.json').read_text()) for name in 'ac')
+    assert before == {**before, **{key: after[key] for key in before if key not in folders.OF_WEIGHTS}}
+    assert after['bos_token_id'] == 1 and after['pad_token_id'] == 7
     (model, meta), (again, _) = load(tmp_path / 'a'), load(tmp_path / 'c')
     close(dict(again.state_dict()), dict(model.state_dict()), 0)
     found = load(tmp_path / 'b' / 'ckpt.safetensors')[1]['data']

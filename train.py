@@ -138,12 +138,16 @@ def set_threads(args, kept, model, data):
 # ---- data --------------------------------------------------------------------------------------------------
 def rows(data, begin, T, meta, device):
     """-> x, y (B, T): inputs, and the target of each: the next token, or -1 where no target counts. Rows of a
-    task are cut behind the last target of the batch; pictures (patches) are read whole.
+    task are cut behind the last target of the batch; pictures (patches) are read whole. Where BOS begins a
+    row of a text, the token at `begin` is its first target, else its first input.
     data: the flat array of token ids, possibly memory-mapped; begin (B,): where the rows start in it."""
-    at = np.add.outer(begin, np.arange(T))
+    opens = meta.kind == 'text' and meta.bos is not None
+    at = np.add.outer(begin, np.arange(T)) - opens
     ahead = at + (meta.row or 1)                            # in a row, the targets follow the inputs
     x = data.take(at, mode='clip').astype(np.int64)
     y = data.take(ahead, mode='clip').astype(np.int64)
+    if opens:
+        x[:, 0] = meta.bos
     y[y == meta.ignore] = -1
     y[ahead >= len(data)] = -1                              # beyond the end of the text
     if meta.kind not in ('text', 'picture'):
@@ -172,9 +176,9 @@ def predict(model, x, y, state, meta, dtype=torch.float32):
 
 def blocks(n, T, meta, count=None):
     """Where the rows of the evaluation `blocks` begin. A text of n tokens is cut into rows of T, so that
-    each token but the first is a target once. The last row may have fewer targets. A task has its own rows.
-    count: take at most this many rows, evenly spaced"""
-    begin = np.arange(0, n - 1, T)
+    each token but the first (with BOS, each) is a target once. The last row may have fewer targets. A task
+    has its own rows. count: take at most this many rows, evenly spaced"""
+    begin = np.arange(0, n - (meta.bos is None), T)
     if meta.row:
         begin = np.arange(0, n - meta.step + 1, meta.step)
     if count and count < len(begin):
@@ -272,12 +276,13 @@ class Rows:
                 dist.broadcast(b, 0)
         was_training = model.training
         model.eval()
+        meta = dataclasses.replace(self.meta, bos=None) if carried else self.meta       # rows that go on
         state = None
         total = torch.zeros(3, dtype=torch.float64)         # nats, targets, right guesses
         mine = range(self.rank * many, len(begin), self.world * many)
         for i in progress(mine, label):
-            x, y = rows(self.val, begin[i:i + many], self.T, self.meta, self.device)
-            logits, y, end = predict(model, x, y, state, self.meta, self.dtype)
+            x, y = rows(self.val, begin[i:i + many], self.T, meta, self.device)
+            logits, y, end = predict(model, x, y, state, meta, self.dtype)
             if carried:
                 state = end
             loss = F.cross_entropy(logits, y, reduction='sum', ignore_index=-1)
@@ -288,6 +293,11 @@ class Rows:
         model.train(was_training)
         loss, count, right = total.tolist()
         return loss / count, right / count
+
+    def about_rows(self):
+        """For messages: how long a row is, and the token that begins each."""
+        bos = '' if self.meta.bos is None else vocabulary.decode([self.meta.bos], self.meta)
+        return f'rows of {self.T}' + f', each of which begins with {bos}' * bool(bos)
 
     def judged(self):
         """-> where the rows begin that evaluations during training read, and what these rows are called"""
@@ -333,7 +343,7 @@ def score(meta, loss, right=0):
     """The text to print for a loss (nats per target) and an accuracy; for a text, also bits per byte."""
     perplexity = f'perplexity {math.exp(min(loss, 50)):.3f} a token'
     accuracy = f'accuracy {100 * right:.1f} %'
-    if meta.source:
+    if meta.kind == 'pairs':
         return f'{perplexity}, {accuracy}'
     if meta.kind != 'text':
         return accuracy
@@ -421,7 +431,11 @@ def pretrained(args, given, given_model):
     data = meta['data']
     if data.tokenizer in vocabulary.FIXED:                  # allow longer rows: facts-256 first, then facts
         data.row = 0
-    args.data = given.get('data') or prepare.trained_on(meta) or args.data
+    own = prepare.trained_on(meta)
+    args.data = given.get('data') or own or args.data
+    if data.labels and args.data != own:                    # a new task: the same number may mean others
+        say(f'--data={args.data}: its classes are not called {", ".join(data.labels[:4])}, as in {args.init}')
+        data.labels = []
     args.row = row or model.config.block_size
     if data.from_hub:
         args.row = row or min(args.row, PRETRAINED_ROW)
@@ -454,6 +468,8 @@ def data_of_run(args, of_model):
     train, val, meta = prepare.load_set(args.data, tokenizer=args.tokenizer, like=of_model)
     if of_model:
         meta = dataclasses.replace(meta, **{name: getattr(of_model, name) for name in TRAVELS})
+    if args.carry:
+        meta.bos = None                                     # rows go on, so none begins
     if args.val_tokens:
         val = val[:args.val_tokens]
     return train, val, meta
@@ -609,7 +625,7 @@ def opening(model, data, args, run, log):
             f'{args.data}: {train:,} + {val:,} {what}, a vocabulary of {config.vocab_size} | '
             f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {plural(threads, "thread")}')
     if args.steps:
-        text += (f'\nrows of {data.T}, lr {args.lr:.2g}, saved every {plural(args.eval_every, "step")}; '
+        text += (f'\n{data.about_rows()}, lr {args.lr:.2g}, saved every {plural(args.eval_every, "step")}; '
                  f'recurrence: {model.why}')
     tell(log, text, config=dataclasses.asdict(config), **run, data=about, commit=commit(),
          device=str(data.device), params=size)

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-TRAVELS = 'template', 'special', 'ends', 'files', 'labels'      # what a checkpoint keeps, beside its tokens
+TRAVELS = 'template', 'special', 'ends', 'files', 'labels', 'bos'       # what a model keeps beside its tokens
 TABLES = 'chars', 'json'
-OF_TOKENS = 'tokenizer', 'vocab_size', *TABLES, 'row', 'source', 'patch'
+OF_TOKENS = 'tokenizer', 'vocab_size', *TABLES, 'marks', 'row', 'source', 'patch'
 
 
 @dataclass
@@ -28,6 +28,8 @@ class Data:
     name: str = ''
     chars: list = ()                # of char and words: the text of each token
     json: str = ''                  # of bpe:N and json: the content of a tokenizer.json
+    marks: bool = False             # "<s>" in a text is the special token, not three characters
+    bos: int = None                 # this token begins each row of a text
     dtype: str = ''                 # of the numbers in the .bin files
     row: int = 0                    # tokens in a row; 0: a text, which has no rows of its own
     ignore: int = -1
@@ -81,7 +83,8 @@ class Data:
 
     @property
     def is_joined(self):
-        """Whether these are pairs that were joined into texts: then their padding is a line end."""
+        """Whether these are texts with targets here and there: joined pairs, chats. Their padding is a token
+        like others."""
         return self.pad is not None and not (self.classes or self.source)
 
     @property

@@ -10,6 +10,7 @@
     python data/prepare.py mnist-patch7                  # squares of 7 x 7 pixels
     python data/prepare.py mine.tsv                      # your own lines: a label from 0, a tab, a text
     python data/prepare.py a.en:a.de                     # sentences, and their translations line by line
+    python train.py --init=MODEL --data=chats.jsonl      # conversations, see tasks.conversations
 
 You need not run these commands first: train.py prepares a missing set itself (`load_set`). The format:
 
@@ -31,6 +32,7 @@ then the translation. Both parts are filled up with pad, and cut off after 256 t
 The targets are the tokens of the translation, then one pad that marks the end. Rows keep the order of the
 lines.
 """
+import collections
 import contextlib
 import functools
 import glob
@@ -118,7 +120,8 @@ OWN_FILES = {       # a folder's name begins with this name, so they never colli
     'text': Set('a text of your own', 'text', local_text),
     'lines': Set('labelled lines of your own', 'labels', tasks.lines, length=1024),
     'pairs': Set('translations of your own', 'pairs', tasks.parallel, 'bpe:4096', length=256),
-    'joined': Set('pairs of your own, for a model of texts', 'joined', tasks.parallel, length=1024)}
+    'joined': Set('pairs of your own, for a model of texts', 'joined', tasks.parallel, length=1024),
+    'chats': Set('conversations of your own', 'chats', tasks.conversations, length=1024)}
 
 
 def find_set(name):
@@ -161,7 +164,7 @@ def entry_of(name, like=None):
     entry = find_set(name)
     if entry:
         return entry
-    own = 'lines' if name.lower().endswith('.tsv') else 'text'
+    own = {'.tsv': 'lines', '.jsonl': 'chats'}.get(os.path.splitext(name)[1].lower(), 'text')
     if len(files_of(name)) == 2:
         own = 'pairs'
         if like and like.vocab_size and not like.source:        # a model that knows no pairs
@@ -225,7 +228,9 @@ def place(name, root=None, like=None):
     usual = os.path.join(root, usual) if root else kept_in(FOLDER, usual)
     table = wish.json or ''.join(wish.chars)
     lengths = [str(n) for n in (wish.row, wish.source) if n]    # of a model's rows
-    exact = ' '.join([table, *lengths]).strip()
+    marks = ['marks'] * wish.marks                              # its special tokens are read as such
+    frames = [wish.template] * (entry.own == 'chats')
+    exact = ' '.join([table, *lengths, *marks, *frames]).strip()
     if entry.own and not exact:                                 # then its name stands for the tokenizer, too
         return usual
     if not entry.own and (like is None or entry.tokenizer in vocabulary.FIXED):
@@ -289,7 +294,7 @@ def prepare(name, root=None, tokenizer=None, file=None, like=None):
         raise ValueError(f'--file means nothing for {name}: it is not fetched')
     folder = place(name, root, wish if entry.own else like)
     print(f'preparing {folder} ({entry.help}; tokenizer {wish.tokenizer})', flush=True)
-    meta = Data(wish.tokenizer, wish.vocab_size, os.path.basename(folder), wish.chars, wish.json)
+    meta = Data(wish.tokenizer, wish.vocab_size, os.path.basename(folder), wish.chars, wish.json, wish.marks)
     try:
         paths = [file] if file else []
         if entry.files:
@@ -305,6 +310,9 @@ def prepare(name, root=None, tokenizer=None, file=None, like=None):
 def cannot_be_in(wish, entry, name):
     """For `refuse`: a tokenizer that there is not, or not for this set."""
     kind = wish.tokenizer
+    yield entry.own == 'chats' and not wish.template, (
+        f'{name}: conversations are written in a model\'s chat template; give the model, one that has such a '
+        'template: --init=FOLDER (convert.py: --from)')
     if entry.tokenizer in vocabulary.FIXED:
         yield kind != entry.tokenizer, f'{name}: its tokens can be {entry.tokenizer}, not {kind}'
     else:
@@ -321,8 +329,8 @@ def plain_text(entry, paths, meta, wish):
     """A text is one array of tokens."""
     sides = entry.make(*paths)
     vocabulary.learn_tokens(sides, meta)
-    meta.train, meta.val = ({'bytes': len(text)} for text in sides)
-    return [vocabulary.tokenize(text, meta) for text in sides]
+    meta.train, meta.val = (collections.Counter(bytes=len(text)) for text in sides)
+    return [vocabulary.tokenize(text, meta, about) for text, about in zip(sides, (meta.train, meta.val))]
 
 
 def generated(entry, paths, meta, wish):
@@ -384,18 +392,40 @@ def joined_rows(entry, paths, meta, wish):
     most = entry.length
     rows = []
     for sources, texts in entry.make(*paths):
-        answers = [vocabulary.continued(text.decode(), end, meta)[:most // 2] for text in texts]
+        answers = [vocabulary.continued(text.decode(), end, meta, meta.marks)[:most // 2] for text in texts]
         inputs = []
         for source, text in zip(sources, answers):
-            tokens = before + vocabulary.encode(source.decode(), meta)
+            tokens = before + vocabulary.encode(source.decode(), meta, meta.marks)
             inputs.append(tokens[:most - len(text) - 1] + end + text)
         rows.append((inputs, [text + end for text in answers]))
     meta.row = row_length([x for x, _ in rows], most, 8)
     return tasks.to_rows(rows, entry, meta)
 
 
+def chats(entry, paths, meta, wish):
+    """Conversations in the model's own template, a row each. The targets are the answers, and what ends them.
+    Those that are too long are cut off."""
+    from hub import chat
+    none = meta.vocab_size
+    meta.pad = min(wish.ends, default=0)
+    most = wish.row or entry.length
+    sides = []
+    for conversations in entry.make(*paths):
+        rows = [chat.answered(messages, wish, none) for messages in conversations]
+        cut = [(x[:most], y[:most]) for x, y in rows]
+        kept = [(x, y) for x, y in cut if any(target != none for target in y)]
+        sides.append(tuple(map(list, zip(*kept))) or ([], []))
+        tokens = sum(len(x) for x, _ in kept)
+        targets = sum(target != none for _, y in kept for target in y)
+        print(f'{len(kept):,} of {len(rows):,} conversations have answers in their first {most:,} tokens; of '
+              f'their {tokens:,} tokens {targets:,} are targets; {sum(len(x) > most for x, _ in rows):,} are '
+              'cut off')
+    meta.row = row_length([x for x, _ in sides], most, 8)
+    return tasks.to_rows(sides, entry, meta)
+
+
 WAYS = {'text': plain_text, 'generated': generated, 'facts': facts_in_text, 'pictures': pictures,
-        'labels': labelled, 'pairs': paired, 'joined': joined_rows}
+        'labels': labelled, 'pairs': paired, 'joined': joined_rows, 'chats': chats}
 
 
 def fitted(sides, meta, most, given, step, more=0):
@@ -409,9 +439,11 @@ def fitted(sides, meta, most, given, step, more=0):
     for texts in sides:
         rows = []
         cut = 0
+        counts = collections.Counter()
         for number, text in enumerate(tqdm(texts, unit='texts', disable=None), 1):
             text = text.decode()
-            tokens = vocabulary.encode(text, meta)
+            tokens = vocabulary.encode(text, meta, meta.marks)
+            vocabulary.count(text, tokens, meta, counts)
             if not (before or tokens or behind):
                 raise ValueError(f'text {number} has no tokens: {text[:30]!r}')
             kept = tokens[:room - len(before) - len(behind)]
@@ -419,6 +451,8 @@ def fitted(sides, meta, most, given, step, more=0):
             rows.append(np.array(before + kept + behind, np.uint32))
         if cut:
             print(f'{cut:,} of {len(texts):,} texts have more than {room} tokens: the rest is cut off')
+        for remark in vocabulary.remarks(counts):
+            print(f'{len(texts):,} texts: {remark}')
         by_side.append(rows)
     return by_side, given or row_length(by_side, most, step, more)
 
@@ -490,6 +524,11 @@ def load_set(name, root=None, tokenizer=None, like=None):
                          f'({meta.summary()}); {remedy_for(meta, like)}')
     if meta.json:
         vocabulary.subwords(meta.json)                          # may fail, so before training
+    if like:
+        meta.bos = like.bos
+    counts = {key: sum(getattr(meta, side).get(key, 0) for side in SIDES) for key in ('special', 'unknown')}
+    for remark in vocabulary.remarks(counts):
+        note(f'--data={name}: {remark}')
     return train, val, meta
 
 

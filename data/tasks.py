@@ -18,6 +18,7 @@ import collections
 import functools
 import gzip
 import itertools
+import json
 import math
 import os
 import re
@@ -407,6 +408,25 @@ def multi30k(*paths):
     arXiv:1605.00459). Each side has an English file, then a German one. 1,014 pairs validate. The 1,000 of
     test_2016_flickr are the test side."""
     return list(map(aligned, paths[::2], paths[1::2]))
+
+
+def conversations(path):
+    """Conversations of your own, one a line, {"messages": [{"role": "user", "content": "Hi"}, ..]} -> a list
+    of lists of messages. Every tenth line validates."""
+    expected = '{"messages": [{"role": .., "content": ..}, ..]}'
+    found = []
+    for number, line in enumerate(content(path).splitlines(), 1):
+        try:
+            messages = json.loads(line)['messages']
+            fits = messages and all(type(m['role']) is type(m['content']) is str for m in messages)
+        except (ValueError, TypeError, LookupError, RecursionError):
+            fits = False
+        if not fits:
+            raise ValueError(f'{path}, line {number}: {line[:30]!r} is not a conversation, {expected}; to '
+                             'read it as plain text, call the file .txt')
+        found.append(messages)
+    [train], [val] = every_tenth([found])
+    return train, val
 
 
 # ---- files -------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ a hub model) keep a tokenizer.json in `json`; ids are numbers that stand for no 
 """
 import contextlib
 import functools
+import json
 import re
 
 import numpy as np
@@ -41,13 +42,18 @@ def package(remedy=''):
                          f'{remedy}') from None
 
 
-@functools.lru_cache(4)
-def subwords(text, special=False):
-    """The tokenizer that the text of a tokenizer.json describes. special: it reads "<s>" as a special token,
-    not as three characters. ValueError if the text describes no tokenizer."""
+def read_tokenizer(text):
+    """The tokenizer that the text of a tokenizer.json describes. ValueError if it describes none"""
     from_str = package().Tokenizer.from_str
     with of_package('no description of a tokenizer'):
-        tokenizer = from_str(text)
+        return from_str(text)
+
+
+@functools.lru_cache(4)
+def subwords(text, special=False):
+    """The same, kept, to read whole texts. special: it reads "<s>" as a special token, not as three
+    characters"""
+    tokenizer = read_tokenizer(text)
     tokenizer.encode_special_tokens = not special
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -194,9 +200,10 @@ def pieces(data, size=1 << 20):
         start = end
 
 
-def tokenize(data, meta, size=1 << 20):
-    """Yield arrays of token ids; joined, they are the tokens of data. Some tokenizers add a space before what
-    they read, so each piece is read together with the letter before it."""
+def tokenize(data, meta, counts, size=1 << 20):
+    """Yield arrays of token ids; joined, they are the tokens of data, a text of training. counts: as for
+    `count`. Some tokenizers add a space before what they read, so each piece is read together with the letter
+    before it."""
     if meta.tokenizer == 'byte':                                # no decoding: the stdlib need not be UTF-8
         yield np.frombuffer(data, np.uint8)
         return
@@ -205,9 +212,10 @@ def tokenize(data, meta, size=1 << 20):
         size = len(data)                                        # no place is safe to cut at
     letter = ''
     for text in tqdm(pieces(data, size), total=len(data) // size + 1, unit='MB', disable=None):
-        tokens = after(letter, text, meta)
+        tokens = after(letter, text, meta, meta.marks)
         if tokens is None:
             raise ValueError(f'this tokenizer reads {letter!r} in another way before {text[:20]!r}')
+        count(text, tokens, meta, counts)
         yield np.array(tokens)
         letter = text[-1]
 
@@ -232,6 +240,39 @@ def continued(text, tokens, meta, special=False):
             if found is not None:
                 return found
     return encode(text, meta, special)
+
+
+@functools.lru_cache(4)
+def odd_tokens(text):
+    """Of a tokenizer.json: what it puts where it knows no token for a letter, as a text may say it, and its
+    id, or None; the ids of the other special tokens."""
+    tokenizer = subwords(text)
+    model = json.loads(text)['model']
+    word = model.get('unk_token')
+    if model.get('unk_id') is not None:
+        word, _ = model['vocab'][model['unk_id']]
+    unknown = tokenizer.token_to_id(word) if word else None
+    special = [i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special]
+    return word if unknown in special else None, unknown, [i for i in special if i != unknown]
+
+
+def count(text, tokens, meta, counts):
+    """Add to counts, a Counter, what one should know of the tokens of a text: how many are special, and how
+    many stand for letters that the tokenizer does not know."""
+    if meta.json:
+        word, unknown, special = odd_tokens(meta.json)
+        said = text.count(word) if word and meta.marks else 0
+        counts['special'] += int(np.isin(tokens, special).sum()) + said
+        counts['unknown'] += tokens.count(unknown) - said
+
+
+def remarks(counts):
+    """What to say of these counts."""
+    if counts['special']:
+        yield f'{counts["special"]:,} of its tokens are special ones, which are read as such'
+    if counts['unknown']:
+        yield (f'{counts["unknown"]:,} of its tokens stand for letters that this tokenizer does not know: '
+               'these are lost, and no figure counts them')
 
 
 def learn_tokens(sides, meta):

@@ -10,10 +10,11 @@ of its own, until the text around has been cut at its special tokens.
 """
 import datetime
 import json
+import os
 import re
 
 from data import vocabulary
-from hub.texts import TEMPLATE, TOKENIZER_CONFIG, added_tokens, as_object, named_tokens
+from hub.texts import TEMPLATE, added_tokens, named
 
 PRIVATE = 0xf0000       # from here on, characters mean nothing in any text
 MARKS = f'[{chr(PRIVATE)}-{chr(PRIVATE + 0xfffd)}]'
@@ -46,10 +47,10 @@ def refuse_silent(data):
                          f'whose folder has {TEMPLATE}, or leave --chat out')
 
 
-def rendered(messages, data):
-    """The text that the chat template makes of messages, a list of {'role', 'content'}, up to where the next
-    answer begins, as transformers would. ValueError if there is no template, or it is broken or refuses
-    them."""
+def rendered(messages, data, ask=True):
+    """The text that the chat template makes of messages, a list of {'role', 'content'}, as transformers
+    would. ask: up to where the next answer begins. ValueError if there is no template, or it is broken or
+    refuses them."""
     import jinja2.ext
     import jinja2.sandbox
     refuse_silent(data)
@@ -71,11 +72,11 @@ def rendered(messages, data):
         trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols', Generation])
     env.filters['tojson'] = tojson
     env.globals.update(raise_exception=raise_exception, strftime_now=datetime.datetime.now().strftime)
-    names = named_tokens(as_object((data.files or {}).get(TOKENIZER_CONFIG, '{}'), TOKENIZER_CONFIG))
+    names = {name: flags['content'] for name, flags in named(data.files or {}).items()}
     messages = [{**message, 'content': marked(message['content'], data)} for message in messages]
     try:
         template = env.from_string(data.template)
-        return template.render(messages=messages, add_generation_prompt=True, tools=None, documents=None,
+        return template.render(messages=messages, add_generation_prompt=ask, tools=None, documents=None,
                                **names)
     except Exception as e:      # noqa: BLE001  a template may raise anything
         raise ValueError(f'the chat template does not take these messages: {type(e).__name__}: {e}') from None
@@ -86,10 +87,10 @@ def token_ids(text, data):
     words = longest_first(data)
     if not words or not re.search(MARKS, text):     # then the template alone has special tokens
         return vocabulary.encode(text, data, special=True)
-    about = {token['content']: token for token in added_tokens(data)}
+    about = {token.content: token for token in added_tokens(data).values()}
     patterns = []
     for word in words:                                          # some take the blanks beside them
-        before, behind = (r'\s*' * bool(about.get(word, {}).get(side)) for side in ('lstrip', 'rstrip'))
+        before, behind = (r'\s*' * getattr(about.get(word), side, False) for side in ('lstrip', 'rstrip'))
         patterns.append(before + re.escape(word) + behind)
     ids = []
     for i, part in enumerate(re.split(f'({"|".join(patterns)})', text)):
@@ -98,3 +99,24 @@ def token_ids(text, data):
         else:
             ids += vocabulary.encode(unmarked(part, data), data)
     return ids
+
+
+def answered(messages, data, none):
+    """A conversation to learn from -> its token ids, and the target of each: the next token where that
+    belongs to an answer or is the first that ends it, else `none`."""
+    text = rendered(messages, data, ask=False)
+    ids = token_ids(text, data)
+    targets = [none] * len(ids)
+    for i, message in enumerate(messages):
+        if message['role'] == 'assistant':
+            upto = rendered(messages[:i + 1], data, ask=False)
+            if not text.startswith(upto):
+                raise ValueError('the chat template changes an answer once another one follows; give '
+                                 'conversations with one answer')
+            before = token_ids(rendered(messages[:i], data), data)
+            begin = max(1, len(os.path.commonprefix([ids, before])))
+            for t in range(begin, len(os.path.commonprefix([ids, token_ids(upto, data)]))):
+                targets[t - 1] = ids[t]
+                if ids[t] in data.ends:
+                    break
+    return ids, targets

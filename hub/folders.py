@@ -22,8 +22,12 @@ from common.flags import plural
 from common.weights import mapped_tensors, write_safetensors
 from data.kinds import Data
 from hub.families import (FAMILIES, QUANTISED, TYPES, family_of, kind_and_config, names, parts, published)
-from hub.texts import (CHAT_FILES, OLDER, TOKENIZER, TOKENIZER_FILES, add_texts, as_the_hub, parsed,
-                       tokenizer_of)
+from hub.texts import TEXT_FILES, TOKENIZER, WORDS, add_texts, as_object, as_the_hub, parsed, tokenizer_of
+
+CONFIG = 'config.json'
+# What an export does not take over of config.json: the type of the numbers, and what `published` writes under
+# another name
+OF_WEIGHTS = 'dtype', 'torch_dtype', 'rope_parameters', 'rope_scaling', 'id2label', 'label2id', 'num_labels'
 
 # ---- folders in the hub's layout ---------------------------------------------------------------------------
 
@@ -34,7 +38,7 @@ class Folder:
     config: a dict of fields of Config. data: the description of the tokens, as in our checkpoints.
     """
     def __init__(self, path, source):
-        file = os.path.join(path, 'config.json')
+        file = os.path.join(path, CONFIG)
         self.source = source
         self.kind, self.config = parsed(file, file, kind_and_config)
         self.stored = stored_in(path)
@@ -46,6 +50,7 @@ class Folder:
         self.data.name = source
         with as_the_hub(path):
             add_texts(path, self.data, ends)
+            self.data.files[CONFIG] = files.read_file(file).decode()
             labels = labels_of(named, self.config['classes'])
             if labels != labels_of({}, self.config['classes']):
                 self.data.labels = labels
@@ -181,19 +186,21 @@ def refuse_pixels(raw):
 
 def to_folder(folder, tensors, config, data):
     """Write tensors in our names as model.safetensors and config.json in the hub's layout, and beside them
-    what data has of the folder that the model came from: tokenizer, chat template, ends of text. ValueError
-    for other models than GPT-2, Llama and BERT with softmax in every layer. New files are made aside. The old
-    config.json is removed first and the new one moved in last, so that two models are never mixed."""
+    what data has of the folder that the model came from: its texts, its other entries of config.json.
+    ValueError for other models than GPT-2, Llama and BERT with softmax in every layer. New files are made
+    aside. The old config.json is removed first and the new one moved in last, so that two models are never
+    mixed."""
     kind = family_of(config)
     if kind is None:
         raise ValueError('the hub has room for GPT-2, Llama and BERT with its pooler alone: softmax in every '
                          'layer, no convolutions; sample.py and model.load read others')
-    raw = published(kind, config)
     texts = dict(data.files or {})
-    if data.json and OLDER[0] not in texts:
+    if data.json and not {TOKENIZER, WORDS} & texts.keys():
         texts[TOKENIZER] = data.json
+    raw = {key: x for key, x in as_object(texts, CONFIG).items() if key not in OF_WEIGHTS}
+    raw.update(published(kind, config))
     if data.ends:
-        raw['eos_token_id'] = data.ends if len(data.ends) > 1 else data.ends[0]
+        raw.setdefault('eos_token_id', data.ends if len(data.ends) > 1 else data.ends[0])
     if config['classes']:
         labels = data.labels or labels_of({}, config['classes'])
         raw['id2label'] = dict(enumerate(labels))
@@ -207,14 +214,14 @@ def to_folder(folder, tensors, config, data):
     os.makedirs(folder, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as made:
         write_safetensors(os.path.join(made, WHOLE), theirs, {'format': 'pt'})
-        for name in CHAT_FILES + TOKENIZER_FILES:
+        for name in TEXT_FILES:
             if name in texts:
                 files.write_file(os.path.join(made, name), [texts[name].encode()])
-        files.write_json(os.path.join(made, 'config.json'), raw)
-        for name in 'config.json', *CHAT_FILES, *TOKENIZER_FILES:     # of the old model
+        files.write_json(os.path.join(made, CONFIG), raw)
+        for name in CONFIG, *TEXT_FILES:                        # of the old model
             with contextlib.suppress(FileNotFoundError):
                 os.remove(os.path.join(folder, name))
-        for name in sorted(os.listdir(made), key='config.json'.__eq__):         # that one last
+        for name in sorted(os.listdir(made), key=CONFIG.__eq__):         # that one last
             os.replace(os.path.join(made, name), os.path.join(folder, name))
 
 
@@ -231,7 +238,7 @@ PIXELS = 'preprocessor_config.json'
 def folder_of(source, revision):
     """The folder itself, or the one into which the hub's model was downloaded."""
     if os.path.isdir(source):
-        if os.path.exists(os.path.join(source, 'config.json')):
+        if os.path.exists(os.path.join(source, CONFIG)):
             return source
         raise ValueError(f'{source}: no config.json in it, which the folder of a model of the hub has; if '
                          'train.py or convert.py made it, give the file ckpt.safetensors')
@@ -249,7 +256,7 @@ def downloaded(name, revision='main'):
     except ImportError:
         raise ValueError(f'{name}: no such file or folder, and to ask the hub needs a package that is not '
                          'here: pip install tokenizers') from None
-    wanted = ['config.json', '*.safetensors', INDEX, PIXELS, *CHAT_FILES, *TOKENIZER_FILES]
+    wanted = [CONFIG, '*.safetensors', INDEX, PIXELS, *TEXT_FILES]
     try:
         return huggingface_hub.snapshot_download(SHORT_NAMES.get(name, name), revision=revision,
                                                  allow_patterns=wanted)

@@ -1,25 +1,39 @@
 """What a pretrained folder's text is: its tokenizer, its special tokens, the tokens that end a text.
 
-    data = tokenizer_of('FOLDER', 49152)                # a Data: its tokens
+    data = tokens_of('FOLDER', 49152)                   # a Data
     add_texts('FOLDER', data, 2)                        # and what a chat needs
+
+Several files have a say, and older folders lack some of them. We read what transformers reads:
+tokenizer.json, or vocab.json with merges.txt; further tokens in tokenizer_config.json or added_tokens.json;
+the names of special tokens in tokenizer_config.json or special_tokens_map.json.
 """
 import contextlib
 import json
 import os
 
 from common import files
-from common.errors import note
+from common.errors import note, of_package
 from common.flags import plural
 from data import vocabulary
 from data.kinds import Data
 
-
+TOKENIZER = 'tokenizer.json'
+OLDER = WORDS, MERGES = 'vocab.json', 'merges.txt'              # they stood together for it
 TOKENIZER_CONFIG = 'tokenizer_config.json'
+ADDED = 'added_tokens.json'
+NAMED = 'special_tokens_map.json'
 TEMPLATE = 'chat_template.jinja'
 GENERATION_CONFIG = 'generation_config.json'
-CHAT_FILES = TOKENIZER_CONFIG, TEMPLATE, GENERATION_CONFIG
-TOKENIZER_FILES = 'tokenizer.json', 'vocab.json', 'merges.txt'     # an export gives them back as they were
-TOKENIZER, *OLDER = TOKENIZER_FILES            # the older two stood together for the first
+TEXT_FILES = TOKENIZER, *OLDER, TOKENIZER_CONFIG, ADDED, NAMED, TEMPLATE, GENERATION_CONFIG
+LISTS = 'additional_special_tokens', 'extra_special_tokens'     # of special tokens without a name
+OF_BERT = {'do_lower_case': 'lowercase', 'strip_accents': 'strip_accents',
+           'tokenize_chinese_chars': 'handle_chinese_chars'}    # entries of tokenizer_config.json
+# How a text is split before pairs are merged, by the tokenizer_class of folders with the older files. None is
+# GPT-2's way, which the package calls ByteLevel. Qwen2's pattern: arXiv:2407.10671 has the same tokenizer as
+# Qwen (arXiv:2309.16609, Sec. 2.2), whose digits are single.
+SPLITS = {'GPT2Tokenizer': None, 'Qwen2Tokenizer': (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+")}
 
 
 def parsed(path, name, use):
@@ -31,8 +45,6 @@ def parsed(path, name, use):
 
 
 @contextlib.contextmanager
-
-
 def as_the_hub(name):
     """ValueError, which begins with the name of a file or folder, if what it says cannot be used."""
     try:
@@ -43,110 +55,172 @@ def as_the_hub(name):
         raise ValueError(f'{name}: not as the hub has it ({type(e).__name__}: {e})') from None
 
 
+def read_texts(folder):
+    """{name: content} of those of TEXT_FILES that a folder has. The older two are left out beside
+    tokenizer.json."""
+    found = {}
+    for name in TEXT_FILES:
+        path = os.path.join(folder, name)
+        if os.path.exists(path) and not (name in OLDER and TOKENIZER in found):
+            found[name] = files.as_utf8(files.read_file(path), path)
+    return found
+
+
+# ---- the tokenizer -----------------------------------------------------------------------------------------
+
 def tokenizer_of(folder, vocab):
     """The description of the tokens of a model with `vocab` tokens, from the folder's own files. If there are
     none, tokens are only numbers. ValueError for a tokenizer that does not work, or not with this model."""
-    path, words, merges = (os.path.join(folder, name) for name in (TOKENIZER, *OLDER))
-    if os.path.exists(path):
-        text = files.as_utf8(files.read_file(path), path)
-    elif os.path.exists(words) and os.path.exists(merges):
-        pairs = files.as_utf8(files.read_file(merges), merges)
-        path = f'{words} with {OLDER[1]}'
-        text = parsed(words, path, lambda words: json.dumps(byte_level(words, pairs)))
-    else:
+    texts = read_texts(folder)
+    path = os.path.join(folder, TOKENIZER)
+    if TOKENIZER not in texts and not texts.keys() >= {*OLDER}:
         note(f'{path} is missing, and {" with ".join(OLDER)}, too: tokens are only numbers')
         return Data('ids', vocab)
-    with as_the_hub(path):
-        if is_gpt2(json.loads(text)) and vocab == 50257:
-            return Data('gpt2', vocab)
-    vocabulary.package()                                       # outside try: the file is not to blame
-    data = Data('json', vocab, json=text)
+    if TOKENIZER not in texts:
+        path = f'{os.path.join(folder, WORDS)} with {MERGES}'
+    vocabulary.package()                                        # outside try: the file is not to blame
     try:
-        ids = set(vocabulary.subwords(text).get_vocab().values())
-        if len(ids) != vocab or max(ids) >= vocab:
-            note(f'{path} has {plural(len(ids), "token")}, the model {vocab:,}: a text with one that the '
-                 'model lacks is refused')
-        before, behind = vocabulary.frame(data)
-        highest = max(before + behind, default=0)
-        if highest >= vocab:
-            raise ValueError(f'it puts token {highest} around a text, the model has {vocab:,}')
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f'{path}: {e}; replace it by the file of this model, or take it away: then tokens '
-                         'are only numbers') from None
+        with as_the_hub(path):
+            data = Data('json', vocab, json=whole_tokenizer(texts), marks=True)
+            ids = set(vocabulary.subwords(data.json).get_vocab().values())
+            before, behind = vocabulary.frame(data)
+            highest = max(before + behind, default=0)
+            if highest >= vocab:
+                raise ValueError(f'it puts token {highest} around a text, the model has {vocab:,}')
+    except ValueError as e:
+        raise ValueError(f'{e}; replace it by the file of this model, or take it away: then tokens are only '
+                         'numbers') from None
+    if len(ids) != vocab or max(ids) >= vocab:
+        note(f'{path} has {plural(len(ids), "token")}, the model {vocab:,}: a text with one that the model '
+             'lacks is refused')
+    if len(before) == 1:
+        [data.bos] = before
     return data
 
 
-def is_gpt2(raw):
-    """Whether the content of a tokenizer.json is GPT-2's. Then tiktoken reads the same tokens, and needs no
-    other package."""
-    ids = dict(raw['model']['vocab'])
-    tokens = sorted(ids, key=ids.get)[:50256]
-    same = files.short_hash('\n'.join(tokens).encode()) == '3a1f1c01'
-    more = len(ids) > 50257 or len(raw.get('added_tokens', [])) > 1         # the one is <|endoftext|>
-    spaced = (raw.get('pre_tokenizer') or {}).get('add_prefix_space')
-    return same and not (more or spaced or raw.get('normalizer'))
+def whole_tokenizer(texts):
+    """The content of a tokenizer.json that says all that these files say; that of the file itself if they say
+    no more."""
+    about = as_object(texts, TOKENIZER_CONFIG)
+    content = texts.get(TOKENIZER) or byte_level(texts, about).to_str()
+    tokenizer = vocabulary.read_tokenizer(content)
+    before = tokenizer.to_str()
+    package = vocabulary.package()
+    further, ids = further_tokens(texts, about)
+    ids.update({token['content']: token['id'] for token in json.loads(content).get('added_tokens') or []})
+    is_bert = isinstance(tokenizer.model, package.models.WordPiece)
+    with of_package('its tokens do not fit together'):
+        tokenizer.add_tokens(further)
+        for word, i in ids.items():
+            if tokenizer.token_to_id(word) != i:                # behind the others, wherever a file wants it
+                raise ValueError(f'{word} is to be token {i}, but would be {tokenizer.token_to_id(word)}')
+        if is_bert and OF_BERT.keys() & about.keys():
+            how = {ours: about[theirs] for theirs, ours in OF_BERT.items() if theirs in about}
+            tokenizer.normalizer = package.normalizers.BertNormalizer(**how)
+        if TOKENIZER not in texts:                              # which knows it
+            around(tokenizer, about, named(texts))
+    after = tokenizer.to_str()
+    return content if after == before else after
 
 
-def byte_level(words, merges):
-    """The content of a tokenizer.json from the two files that stood for it before: GPT-2's way to merge pairs
-    of bytes. words: {token: id}; merges: a text with a pair of tokens in each line, the first first"""
-    lines = merges.removeprefix('\ufeff').split('\n')
-    pairs = [line.split() for line in lines if line.strip() and not line.startswith('#version')]
-    model = {'type': 'BPE', 'vocab': words, 'merges': pairs}
-    in_bytes = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True}
-    return {'model': model, 'pre_tokenizer': in_bytes, 'decoder': in_bytes}
+def byte_level(texts, about):
+    """A tokenizer from the two files that stood for it before: pairs of bytes are merged, the first line of
+    merges.txt first. about: tokenizer_config.json"""
+    kind = (about.get('tokenizer_class') or 'GPT2Tokenizer').removesuffix('Fast')
+    if kind not in SPLITS:
+        raise ValueError(f'how {kind} splits a text is not known here; let transformers write {TOKENIZER}: '
+                         'AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)')
+    package = vocabulary.package()
+    lines = texts[MERGES].removeprefix('\ufeff').split('\n')
+    pairs = [tuple(line.split()) for line in lines if line.strip() and not line.startswith('#version')]
+    with of_package('no description of a tokenizer'):
+        tokenizer = package.Tokenizer(package.models.BPE(json.loads(texts[WORDS]), pairs))
+    bytes_of = package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=SPLITS[kind] is None)
+    tokenizer.pre_tokenizer = bytes_of
+    tokenizer.decoder = package.decoders.ByteLevel()
+    if SPLITS[kind]:
+        split = package.pre_tokenizers.Split(package.Regex(SPLITS[kind]), 'isolated')
+        tokenizer.pre_tokenizer = package.pre_tokenizers.Sequence([split, bytes_of])
+        tokenizer.normalizer = package.normalizers.NFC()
+    return tokenizer
 
+
+def further_tokens(texts, about):
+    """The tokens that files beside tokenizer.json list, or name as special -> a list of
+    tokenizers.AddedToken, in the order in which they are added; the ids that the files say, by text"""
+    unnamed = [word for name in LISTS for word in as_object(texts, NAMED).get(name) or about.get(name) or []]
+    special = {flags['content']: flags for flags in [*named(texts).values(), *map(flags_of, unnamed)]}
+    listed = about.get('added_tokens_decoder')
+    if listed is None:
+        listed = {i: {'content': word, 'special': word in special, 'normalized': word not in special}
+                  for word, i in as_object(texts, ADDED).items()}
+    ids = {entry['content']: int(i) for i, entry in listed.items()}
+    entries = [listed[i] for i in sorted(listed, key=int)]
+    entries += [flags for word, flags in special.items() if word not in ids]
+    return [vocabulary.package().AddedToken(**entry) for entry in entries], ids
+
+
+def around(tokenizer, about, special):
+    """Put BOS before a text, and EOS behind it, or neither, as tokenizer_config.json says."""
+    before, behind = ([special[name]['content']] if about.get(f'add_{name}') else []
+                      for name in ('bos_token', 'eos_token'))
+    tokenizer.post_processor = vocabulary.package().processors.TemplateProcessing(
+        single=[*before, '$A', *behind],
+        special_tokens=[(word, tokenizer.token_to_id(word)) for word in before + behind])
+
+
+# ---- what a chat needs -------------------------------------------------------------------------------------
 
 def add_texts(folder, data, config_ends):
     """Add to data what a folder says of conversations: its template, special tokens, ends of text, and its
     files. config_ends: eos_token_id of its config.json"""
-    data.files = {}
-    names = CHAT_FILES + TOKENIZER_FILES
-    if data.json and os.path.exists(os.path.join(folder, TOKENIZER)):
-        names = CHAT_FILES                                      # data has the tokenizer already, as `json`
-    for name in names:
-        path = os.path.join(folder, name)
-        if os.path.exists(path):
-            data.files[name] = files.as_utf8(files.read_file(path), path)
-    special = {}
-    if data.tokenizer == 'gpt2':
-        special = {'<|endoftext|>': 50256}
-    for token in added_tokens(data):
-        if token.get('special'):                                # others are words, which texts may have
-            special[token['content']] = token['id']
-    data.special = {word: i for word, i in special.items() if word and i < data.vocab_size}
-    about = as_object(data.files.get(TOKENIZER_CONFIG, '{}'), TOKENIZER_CONFIG)
-    generation = as_object(data.files.get(GENERATION_CONFIG, '{}'), GENERATION_CONFIG)
-    template = data.files.get(TEMPLATE) or about.get('chat_template') or ''
+    texts = read_texts(folder)
+    data.files = {name: text for name, text in texts.items() if text != data.json}      # that is kept anyway
+    data.special = {token.content: i for i, token in added_tokens(data).items()
+                    if token.special and i < data.vocab_size}   # others are words, which texts may have
+    about = as_object(texts, TOKENIZER_CONFIG)
+    template = texts.get(TEMPLATE) or about.get('chat_template') or ''
     if isinstance(template, list):                              # several, by name
         template = {one.get('name'): one.get('template') for one in template}.get('default', '')
     data.template = template
     ends = []
-    named = data.special.get(named_tokens(about).get('eos_token'))
-    for some in config_ends, generation.get('eos_token_id'), named:
+    eos = named(texts).get('eos_token', {}).get('content')
+    for some in config_ends, as_object(texts, GENERATION_CONFIG).get('eos_token_id'), data.special.get(eos):
         ends += some if isinstance(some, list) else [some]
     data.ends = sorted({i for i in ends if type(i) is int and 0 <= i < data.vocab_size})
 
 
 def added_tokens(data):
-    """The entries of tokenizer.json about tokens beside the learned ones."""
-    return json.loads(data.json or '{}').get('added_tokens') or []
+    """{id: tokenizers.AddedToken} of the tokens beside the learned ones."""
+    if not data.json:
+        return {}
+    return vocabulary.subwords(data.json).get_added_tokens_decoder()
 
 
-def as_object(text, name):
-    """A JSON text -> a dict. ValueError, with the name of its file, if it is none"""
+def as_object(texts, name):
+    """What a file says, a dict; {} if there is none. texts: as of `read_texts`. ValueError, with the name of
+    the file, for other JSON"""
     try:
-        return dict(json.loads(text))
+        return dict(json.loads(texts.get(name, '{}')))
     except (ValueError, TypeError, RecursionError) as e:
         raise ValueError(f'{name}: {e}; get it anew') from None
 
 
-def named_tokens(about):
-    """The special tokens that a tokenizer_config.json names: {'bos_token': '<s>', ...}"""
-    words = {}
-    for name, word in about.items():
-        if isinstance(word, dict):                              # with flags
-            word = word.get('content')
-        if name.endswith('_token') and isinstance(word, str):
-            words[name] = word
-    return words
+def flags_of(word):
+    """A special token, a text or a dict with flags, as tokenizers.AddedToken takes it."""
+    flags = {**word} if isinstance(word, dict) else {'content': word, 'normalized': False}
+    flags.pop('__type', None)
+    return {**flags, 'special': True}
+
+
+def named(texts):
+    """The special tokens that have a name: {'bos_token': its `flags_of`, ...}. tokenizer_config.json has
+    them, and special_tokens_map.json, which is right if the former lists no tokens. A tokenizer of the older
+    two files has names of its own."""
+    about = as_object(texts, TOKENIZER_CONFIG)
+    others = as_object(texts, NAMED)
+    both = {**others, **about} if 'added_tokens_decoder' in about else {**about, **others}
+    if TOKENIZER not in texts and WORDS in texts:
+        both = dict.fromkeys(('unk_token', 'bos_token', 'eos_token'), '<|endoftext|>') | both
+    return {name: flags_of(word) for name, word in both.items()
+            if name.endswith('_token') and type(word) in (str, dict)}

@@ -408,7 +408,7 @@ def bits(args, result, model, T, many=None, carried=False):
     begin = train.blocks(len(val), T, meta, many)
     loss, _ = train.Rows(None, val, meta, T, args.device).evaluate(model, begin, carried)
     x, y = train.rows(val, begin, T, meta, args.device)
-    return train.of_part(meta, x[y >= 0].tolist()).bits_a_nat() * loss
+    return train.of_part(meta, y[y >= 0].tolist()).bits_a_nat() * loss
 
 
 # ---- a trained softmax model, for the suites that need one -------------------------------------------------
@@ -435,7 +435,7 @@ def a_text(args, path, meta, T, count, name):
     elif data.kind != 'text':
         raise ValueError(f'--data={name}: a task; this suite wants a text')
     begin = torch.linspace(0, len(val) - T - 1, count).long().tolist()
-    x, y = train.rows(val, begin, T, Data(), args.device)
+    x, y = train.rows(val, begin, T, Data(bos=meta['data'].bos), args.device)
     return x, y, data, name
 
 
