@@ -59,9 +59,9 @@ from data.kinds import Data
 from fastweight import RULES
 from hub.folders import to_folder
 from model import GPT, SOURCE_RULES, Config, Cross, Undrawn, bias_of, cannot_train, fill, idle, load, save
-from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, SLOW, SMALL, TASK_ROWS, Rows, adamw,
-                   blocks, is_large, log_of, logits_at_once, of_part, pack_optimiser, predict, products_in,
-                   rows, next_command, say, tell, tell_step, tokens_at_once, training, unpack_optimiser)
+from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, SLOW, SMALL, TASK_ROWS, Rows, adamw, blocks, cut_log,
+                   is_large, log_of, logits_at_once, next_command, of_part, pack_optimiser, predict,
+                   products_in, rows, say, tell, tell_step, tokens_at_once, training, unpack_optimiser)
 
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
@@ -712,27 +712,25 @@ class Conversion:
         first = 0
         if args.resume and os.path.exists(path):
             first = self.restore_stage(stage, path, model, opt)
+        if args.resume:
+            cut_log(self.log, first, stage)
         self.seconds.setdefault(stage, 0)
         times = []                                          # of the steps since the last line
-        for done, loss, norm, took in training(model, opt, losses, first, steps, lr, 1.0, args.seed):
+        for done, loss, norm, took, stops in training(model, opt, losses, first, steps, lr, 1.0, args.seed):
             self.seconds[stage] += took
             times.append(took)
             saves = done % args.eval_every == 0 or done == steps
             if saves or sum(times) > SLOW:
                 ms = 1e3 * sum(times) / len(times)
-                tell_step(self.log, self.data, steps, lr, done, loss / parts, norm, ms, f'{stage} | ')
+                tell_step(self.log, self.data, steps, lr, done, loss / parts, norm, ms, stage=stage)
                 times.clear()
+            if saves or stops:
+                header = {**self.about, 'step': done, 'seconds': self.seconds[stage]}
+                save(path, model, header, pack_optimiser(model, opt), learned(model))
             if saves:
-                columns = self.save_stage(stage, path, model, opt, done)
+                columns = self.columns_of(model, stage)
+                tell(self.log, stage=stage, step=done, tokens=done * self.tokens, **columns)
         model.eval()
-        return columns
-
-    def save_stage(self, stage, path, model, opt, step):
-        """Write the checkpoint of a stage and a line of the log -> the columns of the model"""
-        header = {**self.about, 'step': step, 'seconds': self.seconds[stage]}
-        save(path, model, header, pack_optimiser(model, opt), learned(model))
-        columns = self.columns_of(model, stage)
-        tell(self.log, stage=stage, step=step, tokens=step * self.tokens, **columns)
         return columns
 
     def restore_stage(self, stage, path, model, opt):

@@ -2829,6 +2829,28 @@ def test_resume_is_bitwise_identical(flags, steps, text, tmp_path, monkeypatch):
         assert weights_py.read_tensors(end)[1]['best'] == weights_py.read_tensors(again / end.name)[1]['best']
         assert min(row['step'] for row in log(again) if 'step' in row) == k + 1    # went on, not anew
 
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM], ids=str)
+def test_a_run_that_is_asked_to_stop_saves_its_step_and_tells_each_once(number, text, tmp_path, monkeypatch, capsys):
+    """It goes on bit for bit. What the log has beyond the checkpoint, as after kill -9, goes."""
+    flags = '--rule=tova', '--carry', '--log_every=1'
+    trained(text, tmp_path / 'whole', *flags, steps=5)
+    batch = train.Rows.batch
+
+    def ask(self, begin, i):
+        os.kill(os.getpid(), number)
+        return batch(self, begin, i)
+    with monkeypatch.context() as m:
+        m.setattr(train.Rows, 'batch', ask)
+        with pytest.raises(AssertionError):
+            trained(text, tmp_path / 'cut', *flags, steps=5)
+    assert 'stopped after step 1, which is saved: --resume goes on' in capsys.readouterr().err
+    with open(tmp_path / 'cut' / 'log.jsonl', 'a') as f:
+        f.write('{"step": 2, "loss": 7.0}\n{"step": 1, "lo')
+    assert train.main(['--resume', f'--out={tmp_path / "cut"}']) == 0
+    assert same(*tmp_path.glob('*/ckpt.safetensors'))
+    told = [[(row['step'], row['loss']) for row in log(tmp_path / name) if 'loss' in row] for name in ('cut', 'whole')]
+    assert told[0] == told[1] and len(told[0]) == 5
+
 def test_weights_decay_in_matrices_alone():
     model = GPT(Config(rule='gated', n_layer=1, n_head=2, n_embd=16, block_size=16))
     for group in train.adamw(model, 1e-2, .1, torch.device('cpu')).param_groups:
@@ -3538,19 +3560,21 @@ def test_stopped_conversion_goes_on_bit_for_bit(at, teacher, a_model, tmp_path, 
     def found(name):
         told = json.loads((tmp_path / name / 'convert.json').read_text())
         rows = [{**row, 'minutes': 0} for row in told['table'] + told['layers']]
-        saves = [(row['stage'], row['step']) for row in log(tmp_path / name) if 'stage' in row]
-        return rows, saves
+        steps = [(row['stage'], row['step'], 'tokens' in row) for row in log(tmp_path / name) if 'stage' in row]
+        return rows, steps
     calls = iter(range(at))
 
     def stop(*args):
         if next(calls, None) is None:
-            raise KeyboardInterrupt
+            if at < 9:
+                raise KeyboardInterrupt                         # at once
+            os.kill(os.getpid(), signal.SIGINT)                 # after the step
         return batch(*args)
     assert convert.main([*flags, f'--out={tmp_path / "whole"}']) == 0
     with monkeypatch.context() as m:
         m.setattr(train.Rows, 'batch', stop)
         assert convert.main([*flags, cut]) == 130
-    assert len(convert.stages(tmp_path / 'cut')) == 1 + (at == 9)
+    assert len(convert.stages(tmp_path / 'cut')) == 1 + 2 * (at == 9)
     assert 'began' in refused(capsys, convert.main, '--resume', '--steps=5', cut)
     shutil.copy(a_model('--rule=softmax', '--pos=rope'), mine)
     assert 'the teacher is not' in refused(capsys, convert.main, '--resume', cut)

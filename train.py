@@ -9,7 +9,7 @@
     torchrun --nproc_per_node=2 train.py --rule=delta         the same steps by two processes
 
 Each evaluation writes out/ckpt.safetensors (weights, optimiser, step) and, if the validation loss is the
-lowest so far, out/best.safetensors. out/log.jsonl has the losses, out/result.json the final figures. All
+lowest so far, out/best.safetensors. So does Ctrl-C, after the step that it meets. out/log.jsonl has the losses, out/result.json the final figures. All
 random numbers depend only on the seed, the step and the process. So a resumed run ends in the same bits if
 the number of threads stays the same (--threads=N pins it). Several processes, or batches (--accum), compute
 parts of one larger batch; only dropout and redrawn features differ. If you resume with more --steps, the
@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 from common import files
-from common.errors import script
+from common.errors import Stop, script
 from common.flags import briefly, flag, known, parse, plural, refuse, typed
 from common.machine import (commit, peak_memory, pick_device, pick_dtype, take_fastest_threads, try_compiler,
                             whole_memory)
@@ -75,7 +75,7 @@ class Args:
     tokenizer: str = flag('', f'for texts: {vocabulary.OF_TEXTS}; default: that of the data or the '
                               'checkpoint')
     out: str = flag('out', 'folder for checkpoints and the log', path=True)
-    resume: bool = flag(False, 'continue the run whose checkpoint is in --out, from its last evaluation on')
+    resume: bool = flag(False, 'continue the run whose checkpoint is in --out, from its last save on')
     init: str = flag('', 'start from the weights of a checkpoint or hub model; flags may adapt it', path=True)
     steps: int = flag(6400, 'optimiser steps; 0: only evaluate, and save nothing', low=0, high=10 ** 9)
     batch_size: int = flag(4, 'rows per batch, over all processes', low=1, high=2 ** 20)
@@ -582,6 +582,20 @@ def log_of(args, writes=True):
     return log
 
 
+def cut_log(log, step, stage=None):
+    """Drop from log.jsonl what was told of steps behind `step` in a stage: a run that was killed goes on from
+    there. A line that was only begun goes, too."""
+    kept = []
+    for line in files.read_file(log.name).splitlines():
+        with contextlib.suppress(ValueError):
+            told = json.loads(line)
+            if told.get('step', 0) <= step or told.get('stage') != stage:
+                kept.append(line.decode() + '\n')
+    log.truncate(0)
+    log.writelines(kept)
+    log.flush()
+
+
 def tell(log, text='', **figures):
     """Print a text, if there is one, and write its figures as one line of log.jsonl."""
     if text:
@@ -592,9 +606,9 @@ def tell(log, text='', **figures):
     print(json.dumps(figures), file=log, flush=True)
 
 
-def tell_step(log, data, steps, peak, step, loss, norm, ms, stage=''):
+def tell_step(log, data, steps, peak, step, loss, norm, ms, **stage):
     """Print and log a step: its loss (1,), its gradient's norm, and its time in ms. steps: of the whole run;
-    peak: the peak learning rate; stage: begins the line"""
+    peak: the peak learning rate; stage=: that of a conversion, begins the line"""
     loss = loss.item()
     norm = norm.item()
     lr = lr_at(step - 1, steps, peak)
@@ -604,10 +618,11 @@ def tell_step(log, data, steps, peak, step, loss, norm, ms, stage=''):
     if not stage and data.meta.kind == 'text':              # in the unit of the validation
         cost = f'{loss * data.meta.bits_a_nat("train"):.4f} bits per byte'
     speed = f'{tok_s / 1e3:.1f}k' if tok_s > 1e3 else f'{tok_s:.0f}'
-    text = (f'{stage}step {step:5d}/{steps} | {cost} | lr {lr:.1e} | norm {norm:5.2f} | '
+    begins = ''.join(f'{name} | ' for name in stage.values())
+    text = (f'{begins}step {step:5d}/{steps} | {cost} | lr {lr:.1e} | norm {norm:5.2f} | '
             f'{ms:5.0f} ms | {speed} tok/s | {peak_bytes / 1e6:.0f} MB | '
             f'eta {(steps - step) * ms / 6e4:.1f} min')
-    tell(log, text, step=step, loss=loss, lr=lr, norm=norm, ms=ms, memory=peak_bytes, tok_s=tok_s)
+    tell(log, text, step=step, loss=loss, lr=lr, norm=norm, ms=ms, memory=peak_bytes, tok_s=tok_s, **stage)
 
 
 def opening(model, data, args, run, log):
@@ -707,23 +722,28 @@ def show(model, data, args):
 # ---- the loop ----------------------------------------------------------------------------------------------
 def training(model, opt, losses, first, steps, lr, clip, seed, rank=0, world=1):
     """The training loop, from step `first` on. Yield after each step: the steps that are done, the loss (1,),
-    the norm of the gradient, the seconds it took. losses(step): yields the loss of each batch"""
-    for step in range(first, steps):
-        began = time.perf_counter()
-        begin_step(opt, step, steps, lr, seed, rank)
-        total = torch.zeros(1, device=next(model.parameters()).device)
-        for loss in losses(step):                           # forward
-            loss.backward()                                 # the gradients of batches add up
-            total += loss.detach()
-        if world > 1:
-            average(model, total, world)
-        norm = clip_grad_norm_(model.parameters(), clip or math.inf)
-        if not (norm.isfinite() and total.isfinite()):
-            raise ValueError(f'step {step + 1}: loss or gradient is not finite; try a smaller rate than '
-                             f'{lr:g}, or another --norm')
-        opt.step()
-        model.zero_grad(set_to_none=True)
-        yield step + 1, total, norm, time.perf_counter() - began
+    the norm of the gradient, the seconds it took, and whether it is the last, as Ctrl-C or SIGTERM asked to
+    stop: then the caller saves, and KeyboardInterrupt follows. losses(step): yields the loss of each batch"""
+    with Stop() if world == 1 else contextlib.nullcontext() as stop:        # several: at different steps
+        for step in range(first, steps):
+            began = time.perf_counter()
+            begin_step(opt, step, steps, lr, seed, rank)
+            total = torch.zeros(1, device=next(model.parameters()).device)
+            for loss in losses(step):                           # forward
+                loss.backward()                                 # the gradients of batches add up
+                total += loss.detach()
+            if world > 1:
+                average(model, total, world)
+            norm = clip_grad_norm_(model.parameters(), clip or math.inf)
+            if not (norm.isfinite() and total.isfinite()):
+                raise ValueError(f'step {step + 1}: loss or gradient is not finite; try a smaller rate than '
+                                 f'{lr:g}, or another --norm')
+            opt.step()
+            model.zero_grad(set_to_none=True)
+            stops = bool(stop and stop.asked)
+            yield step + 1, total, norm, time.perf_counter() - began, stops
+            if stops and step + 1 < steps:
+                raise KeyboardInterrupt(f'after step {step + 1}, which is saved: --resume goes on')
 
 
 @script
@@ -742,6 +762,8 @@ def main(argv):
         states = restore(args, header, data, model, opt)
     set_threads(args, header.get('threads') if world == 1 else None, model, data)
     log = log_of(args, rank == 0 and args.steps > 0)
+    if args.resume and rank == 0:
+        cut_log(log, header['step'])
     run = {'args': dataclasses.asdict(args), 'torch': torch.__version__, 'threads': torch.get_num_threads()}
     opening(model, data, args, run, log)
     if args.steps == 0:
@@ -757,7 +779,7 @@ def main(argv):
     part = of_part(meta, val[:start[-1] + data.T + 1])
     losses = functools.partial(data.losses, forward, states)
     steps = training(model, opt, losses, first, args.steps, args.lr, args.clip, args.seed, rank, world)
-    for done, loss, norm, took in steps:
+    for done, loss, norm, took, stops in steps:
         times.append(took)
         evaluates = done % args.eval_every == 0 or done == args.steps
         logs = done % args.log_every == 0 or done in (first + 1, args.steps) or sum(times) > SLOW
@@ -773,11 +795,11 @@ def main(argv):
                  accuracy=right)
             improved = judged < best
             best = min(best, judged)
-            if rank == 0:
-                run.update(step=done, data=meta, best=best)
-                if improved:
-                    save(f'{args.out}/best.safetensors', model, run)
-                keep_run(args, data, model, opt, states, run)
+        if (evaluates or stops) and rank == 0:
+            run.update(step=done, data=meta, best=best)
+            if evaluates and improved:
+                save(f'{args.out}/best.safetensors', model, run)
+            keep_run(args, data, model, opt, states, run)
     say(f'\n{args.steps - first} steps in {seconds / 60:.1f} minutes')
     report(model, data, args, log, steps=args.steps, ms=ms, minutes=seconds / 60)
 

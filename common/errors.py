@@ -10,7 +10,9 @@ import ctypes
 import io
 import os
 import re
+import signal
 import sys
+import threading
 
 
 def note(text):
@@ -39,6 +41,27 @@ def keep_memory():
         libc.mallopt(-3, 2 ** 25)                   # M_MMAP_THRESHOLD
 
 
+class Stop:
+    """Inside `with Stop() as stop`, a first Ctrl-C or SIGTERM only sets stop.asked, so that what is under way
+    can be saved. A second one ends the command at once, as outside. Other threads than the first see none."""
+    def __enter__(self):
+        self.asked = False
+        self.before = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in signal.SIGINT, signal.SIGTERM:
+                self.before[number] = signal.signal(number, self.ask)
+        return self
+
+    def ask(self, number, frame):
+        self.asked = True
+        print('\nstopping after this step, which is saved; again: at once', file=sys.stderr)
+        self.__exit__()
+
+    def __exit__(self, *failure):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
 def script(main):
     """A script's main(argv) -> exit code: 0; 2 and one line on stderr for an error; 130, 141 if stopped."""
     def run(argv=None):
@@ -56,8 +79,8 @@ def script(main):
             finally:
                 print(end='', flush=True)                       # here, so that a closed pipe is caught
             return 0
-        except KeyboardInterrupt:
-            print('\nstopped', file=sys.stderr)
+        except KeyboardInterrupt as e:
+            print('\nstopped', *e.args, file=sys.stderr)
             return 130
         except BrokenPipeError:                                 # the reader has gone, as with | head
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
