@@ -26,12 +26,12 @@ A model of train.py's default size takes six minutes on one core, controls inclu
 
 What is recovered is the teacher's perplexity over the student's (of a task: the student's accuracy over the
 teacher's). A recipe is a list of flags (RECIPES). Flags that you give override it. Writes ckpt.safetensors,
-log.jsonl, result.json (the student's figures) and convert.json into --out. convert.json has the tables, and
-the attention weights of one query. Columns: `low`, `high`, a 95 % interval over rows; `to 512`, what is
-recovered among the tokens up to there in a row; `recovered a byte`, the same per byte of text; `of the
-tuned`, against the better of the two teachers trained on; `order kept`, how often weights rank two keys as
-q.k does. Caches without a matrix stand beside: of the same tokens, and of as many bytes. A trained student
-with a matrix beside its cache is also run with other policies.
+log.jsonl, result.json (the student's figures) and convert.json into --out. convert.json has the tables, also
+by layer and per byte, and the attention weights of one query. Columns: `low`, `high`, a 95 % interval over
+rows; `to 512`, what is recovered among the tokens up to there in a row; `of the tuned`, against the better of
+the two teachers trained on; `order kept`, how often weights rank two keys as q.k does. Caches without a
+matrix stand beside: of the same tokens, and of as many bytes. A trained student with a matrix beside its
+cache is also run with other policies.
 """
 import copy
 import dataclasses
@@ -89,6 +89,7 @@ LORA_FASTER = 10                                        # its small matrices bea
 TEACHER_LRS = 1e-3, 1e-4                                # learning rates of the teacher that trains on
 LARGE_TEACHER_LRS = 1e-4, 3e-5                          # of a large one, which 1e-3 would destroy
 OFTEN = 'from recipe data steps distil_steps lora row dtype controls out export resume'    # first in --help
+IN_FILE = 'bits per byte', 'recovered a byte'           # columns that only convert.json shows
 RIDGE = 1e-2                                            # share of the mean square, see `balance`
 
 
@@ -566,9 +567,9 @@ def cached_by(model, rules, **changes):
     return other.to(model.embed.weight.device).eval()       # buffers, too
 
 
-def caches(teacher, student):
-    """The teacher with limited caches, to compare with -> names, models: the cache that stands beside the
-    student's matrix alone, and caches of as many bytes as all that the student keeps."""
+def caches(teacher, student, T):
+    """The teacher with limited caches, to compare with in rows of T -> names, models: the cache that stands
+    beside the student's matrix alone, and caches of as many bytes as all that the student keeps."""
     c = student.config
     if not c.causal or c.source:
         return
@@ -578,13 +579,14 @@ def caches(teacher, student):
     heads = c.n_kv_head or c.n_head
     a_token = heads * (2 * 4 * c.n_embd // c.n_head + 12)   # key, value, position, sum of weights
     size = max((bytes for bytes, swapped in zip(kept, new) if swapped), default=0) // a_token
+    whole = ', nearly the whole row' if size > 0.9 * T else ''          # then they say little
     if c.overflow and c.cache:
         yield f'{c.cache} cached, no matrix', cached_by(teacher, c.rules, cache=c.cache, sinks=c.sinks)
     for policy in COMPARED if size > 0 else ():
         rules = [policy if swapped else rule for rule, swapped in zip(c.rules, new)]
         if (size, rules) != (c.cache, c.rules):
             model = cached_by(teacher, rules, cache=size, sinks=min(4, size - 1))
-            yield f'{size} cached by {policy}: as many bytes', model
+            yield f'{size} cached by {policy}: as many bytes{whole}', model
 
 
 def bytes_after(model, T):
@@ -697,7 +699,7 @@ class Conversion:
             text = f'accuracy {row["accuracy"]:.1%}'
         else:
             text = (f'perplexity {row["perplexity"]:.4g}, recovered {row["recovered"]:.1%} a token '
-                    f'({row["low"]:.1%} to {row["high"]:.1%}), {row["recovered a byte"]:.1%} a byte')
+                    f'({row["low"]:.1%} to {row["high"]:.1%})')
         say(f'{name}: {text}')
 
     def train_stage(self, stage, model, losses, steps, lr, new=(), parts=1):
@@ -969,6 +971,15 @@ def both_stages(run, teacher, student, new, kind, distilled):
     return layers, query
 
 
+def means_over_layers(lines):
+    """The lines of `compared` -> one per stage, with the mean of each column over the layers"""
+    found = {}
+    for line in lines:
+        found.setdefault(line['model'], []).append(line)
+    return [{'model': name, **{key: sum(line[key] for line in some) / len(some) for key in some[0]
+                               if key not in ('model', 'layer')}} for name, some in found.items()]
+
+
 @script
 def main(argv):
     given, changes = flags_of(argv)
@@ -1000,7 +1011,7 @@ def main(argv):
     tell_start(args, name, data, teacher, student, new)
     distilled = args.distil_steps if kind != 'none' else 0  # batches of stage 1
     run.judge_teacher(teacher)
-    for cached, model in caches(teacher, student):
+    for cached, model in caches(teacher, student, data.T):
         run.add_line(cached, model)
     layers, query = both_stages(run, teacher, student, new, kind, distilled)
     plain = student.config
@@ -1017,10 +1028,11 @@ def main(argv):
         controls(run, teacher, plain, distilled)
 
     print()
-    for lines in run.table, layers:
-        if lines:
-            table(lines)
-            print()
+    table([{name: x for name, x in line.items() if name not in IN_FILE} for line in run.table])
+    print()
+    if layers:
+        table(means_over_layers(layers))
+        print()
     files.write_json(f'{args.out}/convert.json', {
         'args': dataclasses.asdict(args), 'config': dataclasses.asdict(student.config), 'distil': kind,
         'table': run.table, 'layers': layers, 'query': query})

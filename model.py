@@ -1188,7 +1188,8 @@ def join(states):
         for part, tensors in same[0].items():
             lengths = {other[part]['k'].shape[2] for other in same if 'k' in tensors}
             if len(lengths) > 1:
-                raise ValueError('softmax caches all tokens of a text: join texts of one length')
+                raise ValueError('softmax caches all tokens of a text: join texts of one length, or load the '
+                                 'model with rule=window and a cache longer than the texts')
             layer[part] = {name: torch.cat([other[part][name] for other in same]) for name in tensors}
         layers.append(layer)
     return {'t': torch.stack([state['t'] for state in states]), 'layers': layers}

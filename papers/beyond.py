@@ -179,7 +179,7 @@ def beside_caches(args, suite):
         raise ValueError(f'--beside= is missing: the models that convert.py made of {path}')
     models = {'softmax': teacher}
     for source, student in models_beside(args, path, meta['data']):
-        models |= dict(convert.caches(teacher, student))
+        models |= dict(convert.caches(teacher, student, max(args.lengths)))
         models[source] = student
         models |= {f'{source}, {policy}': model for policy, model in convert.other_policies(student)}
     lines, by_position = recovered_in_a_text(args, path, meta, models)
