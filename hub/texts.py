@@ -26,6 +26,8 @@ TEMPLATE = 'chat_template.jinja'
 GENERATION_CONFIG = 'generation_config.json'
 TEXT_FILES = TOKENIZER, *OLDER, TOKENIZER_CONFIG, ADDED, NAMED, TEMPLATE, GENERATION_CONFIG
 LISTS = 'additional_special_tokens', 'extra_special_tokens'     # of special tokens without a name
+BY_THEM = (f'transformers writes {TOKENIZER} from other files: '
+           'AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)')
 OF_BERT = {'do_lower_case': 'lowercase', 'strip_accents': 'strip_accents',
            'tokenize_chinese_chars': 'handle_chinese_chars'}    # entries of tokenizer_config.json
 # How a text is split before pairs are merged, by the tokenizer_class of folders with the older files. None is
@@ -74,7 +76,7 @@ def tokenizer_of(folder, vocab):
     texts = read_texts(folder)
     path = os.path.join(folder, TOKENIZER)
     if TOKENIZER not in texts and not texts.keys() >= {*OLDER}:
-        note(f'{path} is missing, and {" with ".join(OLDER)}, too: tokens are only numbers')
+        note(f'{path} is missing, and {" with ".join(OLDER)}, too: tokens are only numbers. {BY_THEM}')
         return Data('ids', vocab)
     if TOKENIZER not in texts:
         path = f'{os.path.join(folder, WORDS)} with {MERGES}'
@@ -128,8 +130,7 @@ def byte_level(texts, about):
     merges.txt first. about: tokenizer_config.json"""
     kind = (about.get('tokenizer_class') or 'GPT2Tokenizer').removesuffix('Fast')
     if kind not in SPLITS:
-        raise ValueError(f'how {kind} splits a text is not known here; let transformers write {TOKENIZER}: '
-                         'AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)')
+        raise ValueError(f'how {kind} splits a text is not known here. {BY_THEM}')
     package = vocabulary.package()
     lines = texts[MERGES].removeprefix('\ufeff').split('\n')
     pairs = [tuple(line.split()) for line in lines if line.strip() and not line.startswith('#version')]
