@@ -2277,9 +2277,9 @@ def test_the_answer_to_a_row_of_facts_stands_somewhere_in_its_text(few_facts, tm
 def idx(x):
     return gzip.compress(bytes([0, 0, 8, x.ndim]) + np.array(x.shape, '>i4').tobytes() + x.tobytes())
 
-def zipped(members):
+def zipped(members, how=zipfile.ZIP_STORED):
     packed = io.BytesIO()
-    with zipfile.ZipFile(packed, 'w') as z:
+    with zipfile.ZipFile(packed, 'w', how) as z:
         for name, body in members.items():
             z.writestr(name, body)
     return packed.getvalue()
@@ -2346,6 +2346,8 @@ COLA_ZIP, WIKI_ZIP = 'cola_public_1.1.zip', 'wikitext-2-raw-v1.zip'
     ('mnist', IMAGES, idx(DIGITS)[:999], CUT_OFF),
     ('mnist', 'train-images-idx3-ubyte.gz', None, 'too few rows: one of the sides has none'),
     ('cola', COLA_ZIP, zipped(COLA)[:99], CUT_OFF),
+    ('cola', COLA_ZIP, zipped(COLA, zipfile.ZIP_LZMA).replace(b']\0\0\x80\0\0', b']\0\0\x80\0\1'), 'Corrupt input'),
+    ('cola', COLA_ZIP, zipped(COLA).replace(b'PK\1\2\x14\3\x14\0\0', b'PK\1\2\x14\3\x14\0\1'), 'is encrypted'),
     ('trec', 'TREC.test.all', b'1 \x81 ?', 'TREC.test.all, line 1: .* in cp1252'),
     ('wikitext2', WIKI_ZIP, zipped({key: body for key, body in WIKI.items() if 'valid' not in key}),
      'has no wiki.valid.raw'),

@@ -40,8 +40,6 @@ import os
 import re
 import sys
 import sysconfig
-import zipfile
-import zlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -297,7 +295,7 @@ def prepare(name, root=None, tokenizer=None, file=None, like=None):
         elif entry.own:
             paths = files_of(name)
         save_set(folder, meta, WAYS[entry.way](entry, paths, meta, wish))
-    except (OSError, EOFError, ValueError, zlib.error, zipfile.BadZipFile) as e:        # or a full disk
+    except (OSError, ValueError) as e:                          # also a full disk
         raise ValueError(f'cannot prepare {name}: {e}') from None
     return folder
 
