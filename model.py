@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 import fastweight
 from common.flags import briefly, expected, fits, flag, known, refuse, subset, typed
 from common.weights import map_state, read_tensors, write_tensors
+from data import vocabulary
 from data.kinds import Data
 from fastweight import (FEATURE_MAPS, FLOOR, GAPS, LOG_MIN, NORMALISERS, RULES, feature_map, for_heads,
                         without_autocast)
@@ -1228,7 +1229,7 @@ def save(path, model, meta, extra=None, own=None):
     """Write a model, metadata (data: its tokenizer, step, ...) and extra tensors into one file for `load`.
     own: the model's tensors by name, if not those of its state_dict (only what learns). What
     `load` returned can be saved again: then the extra tensors are those in the metadata."""
-    data = meta.get('data', Data())
+    data = meta.get('data') or Data('ids', model.config.vocab_size)
     meta = {**meta, 'config': dataclasses.asdict(model.config), 'data': data.as_dict()}
     others = meta.pop('tensors', {}) | (extra or {})
     meta.pop('digest', None)                        # of the file that was loaded
@@ -1273,6 +1274,11 @@ def load(source, device='cpu', revision='main', **changes):
                 'step': 0, 'tensors': {}}
     saved = config_of(source, meta)
     data = meta['data'] = Data.from_dict(meta['data'], source)
+    if data.vocab_size != saved.vocab_size:
+        raise ValueError(f'{source}: the model has {saved.vocab_size} tokens, their description '
+                         f'{data.vocab_size}: damaged')
+    if data.json:
+        vocabulary.refuse_tokenizer(data.json, source)
     if data.is_joined:
         data.row = 0                    # the rows were those of the pairs: the model reads any text
     config = with_cache_flags(saved, source, **changes)

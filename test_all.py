@@ -1629,7 +1629,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         'recall --only=elu,elo': 'choose from softmax',
         'capasity': r'mean capacity\?; choose from decode', 'decode --lengths=4k': '--lengths',
         'lra --data=nope': 'choose from listops',
-        'cache --init=GATED_DELTA': 'softmax layers',
+        'cache --init=GATED_DELTA': 'softmax layers', 'monotone --init=TRANSLATOR': 'this suite wants a text',
         'transfer --init=ROPE --steps=2 --data=TEXT': 'give another text',
         'far --lengths=70 --init=ROPE --beside=TALKER': 'are not those of',
         'real --init=ROPE': '--beside= is missing',
@@ -2749,13 +2749,16 @@ def test_a_model_from_a_file_is_not_drawn_first(a_model):
 @pytest.mark.parametrize('rule, change, why', [
     ('softmax', dict(beta_max=1.0), ''), ('delta', dict(rule='full'), 'full'),
     ('tova', dict(overflow='sum:favour'), '--overflow'), ('delta', dict(newer=1), 'newer is unknown'),
-    ('delta', dict(out_norm=...), 'out_norm is unknown, or is missing')], ids=str)
+    ('delta', dict(out_norm=...), 'out_norm is unknown, or is missing'), ('delta', dict(data={}), '0 tokens of byte'),
+    ('delta', dict(data=dict(tokenizer='json', vocab_size=256, json='{}')), 'no description of a tokenizer'),
+    ('delta', dict(data=dict(tokenizer='byte', vocab_size=257)), 'the model has 256 tokens')], ids=str)
 def test_files_of_other_versions_load_or_are_refused_in_one_sentence(rule, change, why, a_model, tmp_path, capsys):
     """What is missing, unknown or gone cannot be built."""
     path = tmp_path / 'old.safetensors'
     tensors, meta = weights_py.read_tensors(a_model(f'--rule={rule}'))
-    config = {name: value for name, value in (meta['config'] | change).items() if value is not ...}
-    weights_py.write_tensors(path, tensors, meta | {'config': config})
+    data = change.get('data', meta['data'])
+    config = {name: x for name, x in (meta['config'] | change).items() if x is not ... and name != 'data'}
+    weights_py.write_tensors(path, tensors, meta | {'config': config, 'data': data})
     if not why:
         load(path)
         return
@@ -3652,10 +3655,12 @@ DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; 
     ('gpt2', 'n_layer', 0, 'n_layer is 0, expected a whole number of at least 1'),
     ('bert', 'architectures', ['BertForTokenClassification'], 'TokenC'),
     ('vit', 'image_size', 9, 'does not divide'),
-    ('llama', 'model.layers.1.mlp.up_proj.weight', None, 'model.layers.1.mlp.up_proj.weight is missing'),
+    ('llama', 'model.layers.1.mlp.up_proj.weight', None, 'mlp.up_proj.weight is missing in model.safetensors'),
     ('gpt2', 'transformer.h.0.mlp.c_fc.weight', (12, 16), 'shape (12, 16), expected (16, 12)'),
     ('bert', 'classifier.weight', (1, 16), 'one row'), ('llama', 'config.json', b'[]', 'not as the hub has it'),
     ('llama', 'tokenizer.json', b'{}', "not as the hub has it (KeyError: 'model')"),
+    ('llama', 'tokenizer.json', (b'{"model": {"type": "WordLevel", "vocab": {}, "unk_token": "a"}, "decoder": '
+     b'{"type": "Strip", "content": " ", "start": 0, "stop": 1}}'), 'tokenizer.json: its decoder strips'),
     ('llama', 'tokenizer_config.json', b'{"chat_template": ["x"]}', 'not as the hub has it (AttributeError'),
     ('llama', 'tokenizer.json', b'{"model": {"vocab": {}}}', 'no description of a tokenizer'),
     ('vit', 'preprocessor_config.json', b'{"image_mean": [0.485]}', 'image_mean is [0.485]'),

@@ -487,7 +487,7 @@ def load_set(name, root=None, tokenizer=None, like=None):
         raise ValueError(f'--data={name}: not in the tokens wanted ({like.summary()}), but in others '
                          f'({meta.summary()}); {remedy_for(meta, like)}')
     if meta.json:
-        vocabulary.subwords(meta.json)                          # may fail, so before training
+        vocabulary.refuse_tokenizer(meta.json, path)
     return train, val, meta
 
 

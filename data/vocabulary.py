@@ -7,6 +7,7 @@ a hub model) keep a tokenizer.json in `json`; ids are numbers that stand for no 
 """
 import contextlib
 import functools
+import json
 import re
 
 import numpy as np
@@ -48,10 +49,22 @@ def subwords(text, special=False):
     from_str = package().Tokenizer.from_str
     with of_package('no description of a tokenizer'):
         tokenizer = from_str(text)
+    decoder = json.dumps(json.loads(text).get('decoder'))
+    if re.search('"stop": [1-9]', decoder):                     # it panics, in many lines
+        raise ValueError('its decoder strips the ends of texts; the package tokenizers cannot, of short ones')
     tokenizer.encode_special_tokens = not special
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def refuse_tokenizer(text, where):
+    """ValueError, beginning with `where`, if the text of a tokenizer.json cannot be used."""
+    package()                                                   # outside try: the file is not to blame
+    try:
+        subwords(text)
+    except ValueError as e:
+        raise ValueError(f'{where}: {e}') from None
 
 
 def learn_tokenizer(data, size):

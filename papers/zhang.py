@@ -37,6 +37,7 @@ def weights_over_scores(args, suite):
     path, model, meta = softmax_model(args, tasks=True)
     length = min(tokens_a_row(args, model.config), 256)
     flags = f'--recipe=hedgehog --row={length} --eval_rows=4 --data={shlex.quote(args.data)}'
+    x, _, _, _ = a_text(args, path, meta, length, 4, args.data)         # refuses other data at once
     weights = {}
     for phi in only(args, suite.lines):
         result = run_convert(args, suite, phi, path, f'{flags} --phi={phi}', args.steps, 0, args.seed)
@@ -49,7 +50,6 @@ def weights_over_scores(args, suite):
             weights[form] = result['query'][stage]
     weights['softmax'] = result['query']['softmax']
     spiky = statistics.mean(column(layers, 'entropy of teacher'))
-    x, _, _, _ = a_text(args, path, meta, length, 4, args.data)
     with torch.inference_mode():
         grow = [(seen.scores > -1).float().mean().item() for seen in through(model, x)]
     yield {'form': 'softmax', 'order kept': 1.0, 'entropy': spiky, 'KL to teacher': 0.0,
