@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 import fastweight
 from common.flags import briefly, expected, fits, flag, known, refuse, subset, typed
-from common.weights import map_state, read_tensors, write_tensors
+from common.weights import map_state, read_meta, read_tensors, write_tensors
 from data import vocabulary
 from data.kinds import Data
 from fastweight import (FEATURE_MAPS, FLOOR, GAPS, LOG_MIN, NORMALISERS, RULES, feature_map, for_heads,
@@ -1258,21 +1258,27 @@ class Undrawn(TorchFunctionMode):
         return f(*args, **kwargs)
 
 
-def load(source, device='cpu', revision='main', **changes):
+def load(source, device='cpu', revision='main', check=None, **changes):
     """Load a checkpoint, a folder in the hub's layout, or a model on the hub, by name -> model, meta. The
     model is in eval mode, and several threads may use it.
     meta: data (name, tokenizer, ...), step, config, and tensors, which `save` got as extra. changes: flags of
-    Config. ValueError, with the source, if something is missing, damaged or of another kind."""
+    Config. check: a function that gets the Config and meta before the weights are read, which takes seconds.
+    ValueError, with the source, if something is missing, damaged or of another kind."""
     source = str(source)
     folder = None
     if os.path.isfile(source) or source.endswith('.safetensors'):
-        weights, meta = checkpoint(source)
+        meta = read_meta(source)
     else:
         from hub import folders
         folder = folders.Folder(folders.folder_of(source, revision), source)
         meta = {'config': {**dataclasses.asdict(Config()), **folder.config}, 'data': folder.data.as_dict(),
                 'step': 0, 'tensors': {}}
     saved = config_of(source, meta)
+    config = with_cache_flags(saved, source, **changes)
+    if check is not None:
+        check(config, meta)
+    if folder is None:
+        weights, meta = checkpoint(source)
     data = meta['data'] = Data.from_dict(meta['data'], source)
     if data.vocab_size != saved.vocab_size:
         raise ValueError(f'{source}: the model has {saved.vocab_size} tokens, their description '
@@ -1281,7 +1287,6 @@ def load(source, device='cpu', revision='main', **changes):
         vocabulary.refuse_tokenizer(data.json, source)
     if data.is_joined:
         data.row = 0                    # the rows were those of the pairs: the model reads any text
-    config = with_cache_flags(saved, source, **changes)
     model = unfilled(config, saved, source)
     if folder:
         with Undrawn():                 # all of the folder's, whatever the flags say
