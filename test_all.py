@@ -2152,6 +2152,10 @@ def test_a_large_teacher_is_looked_at_only_for_new_parameters(a_model, tmp_path,
         how = '--keep=first:1', '--steps=0', '--distil_steps=0', '--eval_rows=2', f'--out={tmp_path}'
         assert convert.main([*run, *how]) == 0 and begin.call_count == begins
         assert ('new parameters begin' in capsys.readouterr().out) == (begins > 0)
+    flags = f'--init={a_model("--rule=softmax")}', '--steps=1', f'--out={tmp_path}/tuned', '--device=cpu'
+    assert '\n1 row of 16 a step, about 0.00' in written(capsys, *flags, main=train.main)[0]   # and fine-tuned by one
+    monkeypatch.setattr(train, 'whole_memory', lambda device: 10 ** 6)
+    assert 'take a smaller one' in refused(capsys, train.main, *flags, '--batch_size=64')
 
 @pytest.mark.skipif(os.name == 'nt', reason='no signals')
 def test_a_suite_that_is_terminated_ends_its_training(characters, tmp_path):
@@ -3714,6 +3718,7 @@ def test_an_encoder_of_the_hub_learns_the_classes_of_a_task(tmp_path, capsys):
     assert convert.main([f'--from={path}', f'--export={tmp_path / "e"}']) == 0
     raw = json.loads((tmp_path / 'e' / 'config.json').read_text())
     assert list(raw['id2label'].values()) == list(raw['label2id']) == ['LABEL_0', 'rain', 'LABEL_2', 'snow']
+    assert 'give --data' in refused(capsys, train.main, f'--init={tmp_path / "bert"}', *run)
     for model, name, why in ('three', data, 'head.weight'), ('bert', 'recall', 'the tokens'):
         assert why in refused(capsys, train.main, f'--init={tmp_path / model}', f'--data={name}', *run)
     assert 'without classes' in refused(capsys, sample.main, f'--init={tmp_path / "bert"}', '--prompt=7 8')

@@ -78,7 +78,8 @@ class Args:
     resume: bool = flag(False, 'continue the run whose checkpoint is in --out, from its last evaluation on')
     init: str = flag('', 'start from the weights of a checkpoint or hub model; flags may adapt it', path=True)
     steps: int = flag(6400, 'optimiser steps; 0: only evaluate, and save nothing', low=0, high=10 ** 9)
-    batch_size: int = flag(4, 'rows per batch, over all processes', low=1, high=2 ** 20)
+    batch_size: int = flag(4, 'rows per batch, over all processes; default of a large model: one for each',
+                           low=1, high=2 ** 20)
     accum: int = flag(1, 'batches per step, for more rows than fit into memory', low=1, high=2 ** 12)
     lr: float = flag(LR, f'peak learning rate; default of a model from the hub: {PRETRAINED_LR:g} / width',
                      low=0, high=100)
@@ -416,13 +417,18 @@ def settings(argv):
 def pretrained(args, given, given_model):
     """`settings` for --init"""
     row = given_model.pop('block_size', 0)
-    model, meta = load(args.init, **given_model)
-    refuse(idle(given_model, model.config))
+
+    def check(config, meta):
+        refuse(idle(given_model, config))
+        args.data = given.get('data') or prepare.trained_on(meta, args.init)
+
+    model, meta = load(args.init, check=check, **given_model)
     data = meta['data']
     if data.tokenizer in vocabulary.FIXED:                  # allow longer rows: facts-256 first, then facts
         data.row = 0
-    args.data = given.get('data') or prepare.trained_on(meta) or args.data
     args.row = row or model.config.block_size
+    if is_large(model):                                     # one row for each process
+        args.batch_size = given.get('batch_size', int(os.environ.get('WORLD_SIZE', 1)))
     if data.from_hub:
         args.row = row or min(args.row, PRETRAINED_ROW)
         args.lr = given.get('lr', PRETRAINED_LR / model.config.n_embd)
@@ -609,8 +615,9 @@ def opening(model, data, args, run, log):
             f'{args.data}: {train:,} + {val:,} {what}, a vocabulary of {config.vocab_size} | '
             f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {plural(threads, "thread")}')
     if args.steps:
-        text += (f'\nrows of {data.T}, lr {args.lr:.2g}, saved every {plural(args.eval_every, "step")}; '
-                 f'recurrence: {model.why}')
+        rows_a_step = plural(args.batch_size * args.accum, 'row')
+        text += (f'\n{rows_a_step} of {data.T} a step, about {bytes_of(model, data) / 1e9:.2g} GB besides torch; '
+                 f'lr {args.lr:.2g}; saved every {plural(args.eval_every, "step")}; recurrence: {model.why}')
     tell(log, text, config=dataclasses.asdict(config), **run, data=about, commit=commit(),
          device=str(data.device), params=size)
 

@@ -530,10 +530,13 @@ def mapped(folder, meta, side):
     return data
 
 
-def trained_on(meta):
-    """--data of the run that made a model, by the meta of its file; '' if that does not say"""
+def trained_on(meta, source):
+    """--data of the run that made a model, by the meta of its file. ValueError, with the source (its file or
+    name), if that does not say"""
     name = (meta.get('args') or {}).get('data')
-    return name if isinstance(name, str) else ''
+    if not (name and isinstance(name, str)):
+        raise ValueError(f'{source} does not say what it was trained on: give --data, such as a text file')
+    return name
 
 
 def for_model(source, meta, name, row):
@@ -544,9 +547,7 @@ def for_model(source, meta, name, row):
     empty, the model's training data. ValueError if a side of a text has no more than one row of `row` tokens,
     or if the rows of a task are longer than `row`.
     """
-    name = name or trained_on(meta)
-    if not name:
-        raise ValueError(f'{source} does not say what it was trained on: give --data, such as a text file')
+    name = name or trained_on(meta, source)
     train, val, data = load_set(name, like=meta['data'])
     if data.row > row:
         raise ValueError(f'--data={name}: its rows have {data.row} tokens, more than {row}; give '
