@@ -61,7 +61,7 @@ from hub.folders import to_folder
 from model import GPT, SOURCE_RULES, Config, Cross, Undrawn, bias_of, cannot_train, fill, idle, load, save
 from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, SLOW, SMALL, TASK_ROWS, Rows, adamw,
                    blocks, is_large, log_of, logits_at_once, of_part, pack_optimiser, predict, products_in,
-                   rows, next_command, say, tell, tell_step, tokens_at_once, training, unpack_optimiser)
+                   rows, next_command, say, score, tell, tell_step, tokens_at_once, training, unpack_optimiser)
 
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
@@ -675,7 +675,7 @@ class Conversion:
         if self.of_text:
             return self.columns_of_text(self.nats_of(model, what))
         loss, right = self.data.evaluate(model, self.begin, label=f'{what}, validation')
-        row = {'perplexity': math.exp(min(loss, 80)), 'accuracy': right}
+        row = {'perplexity': math.exp(min(loss, 80)), **right}
         return {**row, 'recovered': share(row, self.table[0] if self.table else row)}
 
     def judge_teacher(self, teacher):
@@ -694,7 +694,7 @@ class Conversion:
         self.table.append({'model': name, **row, 'tokens': steps * self.tokens,
                            'minutes': round(seconds / 60, 2), 'state bytes': bytes_after(model, self.data.T)})
         if 'accuracy' in row:
-            text = f'accuracy {row["accuracy"]:.1%}'
+            text = score(self.data.meta, math.log(row['perplexity']), row)
         else:
             text = (f'perplexity {row["perplexity"]:.4g}, recovered {row["recovered"]:.1%} a token '
                     f'({row["low"]:.1%} to {row["high"]:.1%}), {row["recovered a byte"]:.1%} a byte')

@@ -2652,6 +2652,9 @@ def test_an_encoder_learns_classes_says_them_and_is_converted(flags, threes, tmp
     near(model(x)[0], alone, 1e-5)
     right = alone.argmax(1) == y.min(1).values                              # other targets are 10
     assert log(tmp_path)[-1]['accuracy'] == pytest.approx(right.float().mean().item())
+    found, truth = log(tmp_path)[-1], y.min(1).values
+    expected = np.nan_to_num(np.corrcoef(alone.argmax(1), truth)[0, 1])     # of two classes this is Matthews'
+    assert (found['matthews'], found['majority']) == pytest.approx((expected, .53))
     p = model(torch.tensor([[1, 2, 3, 4]]))[0].softmax(-1)[0]
     likelier = p.argmax().item()
     said = [f'class {i}: {p[i]:.1%}' for i in (likelier, 1 - likelier)]
@@ -2945,11 +2948,20 @@ def test_a_package_that_is_missing_is_named_before_any_work(text, tmp_path, caps
     assert '--tokenizer=byte does without it' in refused(capsys, train.main, *pairs)
     assert not os.listdir(tmp_path)
 
+def test_answers_are_correlated_with_labels_of_any_number_of_classes():
+    said, true = torch.randint(3, (2, 99))
+    said[:50] = true[:50]
+    both = F.one_hot(torch.stack([said, true]), 3).double()
+    expected = F.cosine_similarity(*(both - both.mean(1, keepdim=True)).flatten(1), 0).item()
+    counts = torch.bincount(3 * said + true, minlength=9).view(3, 3)
+    assert train.agreement(counts)['matthews'] == pytest.approx(expected) and expected > .3
+    assert train.agreement(counts * torch.tensor([[1], [0], [0]]))['matthews'] == 0     # always the same class
+
 def test_a_task_is_judged_by_its_rows(monkeypatch):
     """On the way by more of them than a text, as each has one target."""
     _, val, data = prepare.load_set('recall-kept')
     assert len(train.blocks(20 * 256, 128, data)) == 20
-    assert train.score(data, 1.0, 0.25) == 'accuracy 25.0 %'
+    assert train.score(data, 1.0, {'accuracy': .25}) == 'accuracy 25.0%'
     monkeypatch.setattr(train, 'PART', 700)
     rows = train.Rows(None, val, data, 128, torch.device('cpu'))
     start, told = rows.judged()

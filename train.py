@@ -261,8 +261,8 @@ class Rows:
 
     @torch.no_grad()
     def evaluate(self, model, begin=None, carried=False, label=''):
-        """-> nats per target, accuracy (0 to 1) on the validation rows that start at `begin`; None: all rows
-        of the evaluation `blocks`. Each row starts from an empty state, and the processes share the rows.
+        """-> nats per target, and figures of right answers: `accuracy` (0 to 1) and those of `agreement`, on
+        the validation rows that start at `begin`; None: all rows of the evaluation `blocks`. Each row starts from an empty state, and the processes share the rows.
         carried: read row by row, each from the final state of the last. label: begins the progress bar"""
         if begin is None:
             begin = blocks(len(self.val), self.T, self.meta)
@@ -274,7 +274,8 @@ class Rows:
         was_training = model.training
         model.eval()
         state = None
-        total = torch.zeros(3, dtype=torch.float64)         # nats, targets, right guesses
+        classes = self.meta.classes and model.config.classes
+        total = torch.zeros(3 + classes ** 2, dtype=torch.float64)      # nats, targets, right guesses, and how
         mine = range(self.rank * many, len(begin), self.world * many)
         for i in progress(mine, label):
             x, y = rows(self.val, begin[i:i + many], self.T, self.meta, self.device)
@@ -282,13 +283,19 @@ class Rows:
             if carried:
                 state = end
             loss = F.cross_entropy(logits, y, reduction='sum', ignore_index=-1)
-            right = (logits.argmax(-1) == y).sum()
-            total += torch.tensor([loss.item(), (y >= 0).sum().item(), right.item()])
+            said = logits.argmax(-1)                        # often a class was said of rows of a class
+            right = (said == y).sum()
+            total[:3] += torch.tensor([loss.item(), (y >= 0).sum().item(), right.item()])
+            if classes:
+                total[3:] += torch.bincount((classes * said + y).cpu(), minlength=classes ** 2)
         if self.world > 1:
             dist.all_reduce(total)
         model.train(was_training)
-        loss, count, right = total.tolist()
-        return loss / count, right / count
+        loss, count, right = total[:3].tolist()
+        figures = {'accuracy': right / count}
+        if classes:
+            figures.update(agreement(total[3:].view(classes, classes)))
+        return loss / count, figures
 
     def judged(self):
         """-> where the rows begin that evaluations during training read, and what these rows are called"""
@@ -296,6 +303,16 @@ class Rows:
         at_least = 1 if self.meta.kind == 'text' else TASK_ROWS
         count = max(at_least, np.count_nonzero(begin + self.T < PART))
         return begin[:count], 'validation' if count >= len(begin) else 'start of validation'
+
+
+def agreement(counts):
+    """The share of the commonest class, and Matthews' correlation of answers with labels: 0 for a model that
+    always says one class. For more than two classes it is R_K, Gorodkin 2004. counts (n, n): how often class i
+    was said of a row of class j"""
+    said, true, n = counts.sum(1), counts.sum(0), counts.sum()
+    together = n * counts.trace() - said @ true
+    apart = (n * n - said @ said) * (n * n - true @ true)
+    return {'matthews': (together / apart.clamp(min=1).sqrt()).item(), 'majority': (true.max() / n).item()}
 
 
 def size_of(model):
@@ -330,10 +347,14 @@ def of_part(meta, tokens):
     return dataclasses.replace(meta, val={**meta.val, **part})
 
 
-def score(meta, loss, right=0):
-    """The text to print for a loss (nats per target) and an accuracy; for a text, also bits per byte."""
+def score(meta, loss, figures):
+    """The text to print for a loss (nats per target) and the figures of `Rows.evaluate`; for a text, also bits
+    per byte."""
     perplexity = f'perplexity {math.exp(min(loss, 50)):.3f} a token'
-    accuracy = f'accuracy {100 * right:.1f} %'
+    accuracy = f'accuracy {figures["accuracy"]:.1%}'
+    if 'matthews' in figures:
+        accuracy += (f' (always the commonest class: {figures["majority"]:.1%}), '
+                     f'Matthews {figures["matthews"]:.3f}')
     if meta.source:
         return f'{perplexity}, {accuracy}'
     if meta.kind != 'text':
@@ -646,14 +667,14 @@ def report(model, data, args, log, **figures):
     if n < data.meta.val['tokens']:
         what += f', the first {n:,} of {data.meta.val["tokens"]:,} tokens'
     meta = of_part(data.meta, data.val)
-    tell(log, f'validation, {what}: {score(meta, loss, right)}', read='blocks', val_loss=loss, accuracy=right)
-    figures.update({'val_loss': loss, 'accuracy': right, 'validation tokens': n})
+    tell(log, f'validation, {what}: {score(meta, loss, right)}', read='blocks', val_loss=loss, **right)
+    figures.update({'val_loss': loss, **right, 'validation tokens': n})
     if meta.kind == 'text':
         figures['bits per byte'] = loss * meta.bits_a_nat()
         if model.max_len is None and model.config.keeps() == {None}:
             along = dataclasses.replace(data, T=min(4096, LOGITS // meta.vocab_size + 1), world=1)
-            loss, _ = along.evaluate(model, carried=True, label='validation, carried')
-            tell(log, f'validation, carried: {score(meta, loss)}', read='carried', val_loss=loss)
+            loss, right = along.evaluate(model, carried=True, label='validation, carried')
+            tell(log, f'validation, carried: {score(meta, loss, right)}', read='carried', val_loss=loss)
             figures.update({'val_loss carried': loss, 'bits per byte carried': loss * meta.bits_a_nat()})
     if args.steps:
         files.write_json(f'{args.out}/result.json', {
@@ -761,7 +782,7 @@ def main(argv):
         if evaluates:
             judged, right = data.evaluate(model, start)
             tell(log, f'step {done:5d} | {label}: {score(part, judged, right)}', step=done, val_loss=judged,
-                 accuracy=right)
+                 **right)
             improved = judged < best
             best = min(best, judged)
             if rank == 0:
