@@ -316,9 +316,9 @@ def features(spec, *x):
 
 def test_dpfp_by_hand():
     """x = (1, -2): r = relu(1, -2, -1, 2) = (1, 0, 0, 2), times its next (0, 0, 2, 1), the one after, ..."""
-    assert features('dpfp', 1, -2) == [0, 0, 0, 2]
-    assert features('dpfp:3', 1, -2) == [0, 0, 0, 2] + [0, 0, 0, 0] + [2, 0, 0, 0]
-    assert features('dpfp:2', 1, 2, 3) == [2, 6, 0, 0, 0, 0] + [3, 0, 0, 0, 0, 0]
+    assert features('dpfp', 1, -2) == [2, 0, 0, 0]
+    assert features('dpfp:3', 1, -2) == [2, 0, 0, 0] + [0, 0, 0, 0] + [0, 0, 0, 2]
+    assert features('dpfp:2', 1, 2, 3) == [0, 2, 6, 0, 0, 0] + [0, 0, 3, 0, 0, 0]
 
 def test_maps_of_exponentials_by_hand():
     """At x = (0, ln 2) e^x is (1, 2), and e^-x is (1, 1/2)."""
