@@ -32,22 +32,33 @@ from fastweight import (FEATURE_MAPS, FLOOR, GAPS, LOG_MIN, NORMALISERS, RULES, 
 
 # ---- what a model is ---------------------------------------------------------------------------------------
 OF_DATA = {'vocab_size': 256, 'classes': 0, 'pad': None, 'source': 0, 'patch': 0}     # fields set by the data
-MATRIX = [name for name, rule in RULES.items() if rule.matrix]
-ERASING = [name for name, rule in RULES.items() if rule.erase]
-GATED = [name for name, rule in RULES.items() if rule.f not in (None, 'fixed') or rule.write]
-BOUNDED = [name for name, rule in RULES.items() if rule.bounded]
-SINKS = [name for name in BOUNDED if 'sink' in name]                    # these keep the first tokens
-SOURCE_RULES = [name for name in RULES if name not in BOUNDED]          # these see a whole text
+
+
+class RulesThat:
+    """The names of those rules of which `has` is true, whenever one asks: you may enter more into RULES."""
+    def __init__(self, has):
+        self.has = has
+
+    def __iter__(self):
+        return (name for name, rule in RULES.items() if self.has(rule))
+
+
+MATRIX = RulesThat(lambda rule: rule.matrix)
+ERASING = RulesThat(lambda rule: rule.erase)
+GATED = RulesThat(lambda rule: rule.f not in (None, 'fixed') or rule.write)
+BOUNDED = RulesThat(lambda rule: rule.bounded)
+SINKS = RulesThat(lambda rule: rule.bounded and 'sink' in rule.keeps)   # these keep the first tokens
+SOURCE_RULES = RulesThat(lambda rule: not rule.bounded)                 # these see a whole text
 
 
 @dataclass
 class Config:
     """Everything that defines a model. ValueError, with the names of the flags, for what is impossible."""
-    rule: str = flag('delta', 'update rule of every layer', list(RULES))
+    rule: str = flag('delta', 'update rule of every layer', RULES)
     layers: str = flag('', 'one rule per layer instead, repeated over the depth: delta,delta,softmax')
     phi: str = flag('', f'feature map, if not the rule\'s; with option: dpfp:3 [{", ".join(FEATURE_MAPS)}]',
                     of=MATRIX)
-    norm: str = flag('', 'normaliser, if not the rule\'s', list(NORMALISERS), of=MATRIX)
+    norm: str = flag('', 'normaliser, if not the rule\'s', NORMALISERS, of=MATRIX)
     beta_max: float = flag(2.0, 'delta rules: beta lies in (0, beta_max); 1 in Schlag 2021', low=0, high=2,
                            of=ERASING)
     writes: int = flag(1, 'delta rules: writes per token (DeltaProduct)', low=1, high=16, of=ERASING)
@@ -202,7 +213,7 @@ def cannot_train(config):
 # A trained model can change these: softmax keeps its weights with any cache policy (--overflow adds some).
 CacheFlags = subset(Config, 'cache', 'sinks', 'overflow', 'positions',
               rule=flag('', 'what softmax layers become: h2o, tova, sink, window keep --cache tokens; a '
-                        'matrix needs convert.py', list(RULES)))
+                        'matrix needs convert.py', RULES))
 
 
 def idle(given, config):

@@ -338,6 +338,8 @@ def test_taylor_is_the_second_order_series_of_softmax():
 
 # ---- 5. The other kind of state: a cache ------------------------------------------------------------------
 
+BY_HAND = 'window sink h2o h2o-layer tova tova-sink tova-head random'.split()
+
 def by_the_book(policy, q, k, v, cache, sinks):
     """Oren 2024, algorithm 1, and its like, in lists. q (H, T, d), k, v (G, T, d): of H / G heads each -> o,
     what each of these groups keeps"""
@@ -346,6 +348,9 @@ def by_the_book(policy, q, k, v, cache, sinks):
 
     def worth(i, h, t, a):
         """Of token i to group h, behind step t, whose attention is a; total: of all steps so far."""
+        if policy not in BY_HAND:               # one of your own: its line is its book
+            pos = torch.arange(T).expand(1, G, T)
+            return POLICIES[policy](a[None], total[None], pos, t, cache, sinks)[0, h, i]
         if 'sink' in policy and i < sinks:
             return math.inf
         if 'h2o' in policy and i > t - cache // 2:
@@ -1375,6 +1380,19 @@ def test_overflow_lies_between_fast_weights_and_softmax(rule, phi, policy):
 def test_what_no_flag_says_is_refused_in_python_too(given, why):
     with pytest.raises(ValueError, match=why):
         GPT(Config(**dict(n_layer=1, n_embd=16, n_head=4) | given))
+
+def test_a_rule_a_map_and_a_policy_of_your_own_may_come_at_any_time(a_model, monkeypatch):
+    monkeypatch.setitem(POLICIES, 'odd', lambda a, total, pos, t, cache, sinks: pos % 2 + pos / 1e3)
+    monkeypatch.setitem(FEATURE_MAPS, 'cube', partial(fastweight.FeatureMap, f=lambda x: x.relu() ** 3))
+    monkeypatch.setitem(RULES, 'mine', fastweight.Rule('sum by cubes', 'cube', 'attn'))
+    monkeypatch.setitem(RULES, 'oddly', fastweight.Rule('keeps odd places', keeps='odd'))
+    assert load(a_model('--rule=softmax'), rule='oddly', cache=4)[0].config.rules == 2 * ['oddly']
+    GPT(Config(rule='softmax', layers='mine,oddly', cache=4, beta_max=2.0)).read(torch.zeros(1, 9, dtype=int))
+    for wrong in dict(rule='yours'), dict(layers='yours'), dict(encoder=1, cross='yours'):
+        with pytest.raises(ValueError, match='gdn2, softmax, .*mine'):
+            Config(**wrong)
+    for bounded in fastweight.bounded, kernels.bounded:
+        test_policies_agree_with_the_book_token_for_token('odd', bounded)
 
 @pytest.mark.parametrize('gates, why', [
     (dict(f='channel', write='1-f'), 'needs f=head'),
