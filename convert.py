@@ -60,8 +60,8 @@ from fastweight import RULES
 from hub.folders import to_folder
 from model import GPT, SOURCE_RULES, Config, Cross, Undrawn, bias_of, cannot_train, fill, idle, load, save
 from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, SLOW, SMALL, TASK_ROWS, Rows, adamw,
-                   blocks, is_large, log_of, logits_at_once, of_part, pack_optimiser, predict, products_in,
-                   rows, next_command, say, score, tell, tell_step, tokens_at_once, training, unpack_optimiser)
+                   blocks, is_large, log_of, logits_at_once, next_command, of_part, pack_optimiser, predict,
+                   products_in, rows, say, score, tell, tell_step, tokens_at_once, training, unpack_optimiser)
 
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
@@ -137,7 +137,7 @@ class Args:
 
 
 StudentFlags = subset(Config, 'layers', 'phi', 'norm', 'out_norm', 'beta_max', 'gate_rank', 'cache', 'sinks',
-                 'overflow', rule=flag('sum', 'what replaces softmax', list(RULES)))
+                 'overflow', rule=flag('sum', 'what replaces softmax', RULES))
 HELP = '\n'.join([
     __doc__ or '',
     'Recipes. Their flags replace the defaults below. With another --rule, only their training flags do:',

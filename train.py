@@ -261,8 +261,9 @@ class Rows:
 
     @torch.no_grad()
     def evaluate(self, model, begin=None, carried=False, label=''):
-        """-> nats per target, and figures of right answers: `accuracy` (0 to 1) and those of `agreement`, on
-        the validation rows that start at `begin`; None: all rows of the evaluation `blocks`. Each row starts from an empty state, and the processes share the rows.
+        """-> nats per target, and figures of right answers: `accuracy` (0 to 1) and, of classes, those of
+        `agreement`, on the validation rows that start at `begin`; None: all rows of the evaluation `blocks`.
+        Each row starts from an empty state, and the processes share the rows.
         carried: read row by row, each from the final state of the last. label: begins the progress bar"""
         if begin is None:
             begin = blocks(len(self.val), self.T, self.meta)
@@ -275,7 +276,8 @@ class Rows:
         model.eval()
         state = None
         classes = self.meta.classes and model.config.classes
-        total = torch.zeros(3 + classes ** 2, dtype=torch.float64)      # nats, targets, right guesses, and how
+        total = torch.zeros(3, dtype=torch.float64)         # nats, targets, right guesses
+        counts = torch.zeros(classes, classes, dtype=torch.float64)
         mine = range(self.rank * many, len(begin), self.world * many)
         for i in progress(mine, label):
             x, y = rows(self.val, begin[i:i + many], self.T, self.meta, self.device)
@@ -283,18 +285,20 @@ class Rows:
             if carried:
                 state = end
             loss = F.cross_entropy(logits, y, reduction='sum', ignore_index=-1)
-            said = logits.argmax(-1)                        # often a class was said of rows of a class
+            said = logits.argmax(-1)
             right = (said == y).sum()
-            total[:3] += torch.tensor([loss.item(), (y >= 0).sum().item(), right.item()])
+            total += torch.tensor([loss.item(), (y >= 0).sum().item(), right.item()])
             if classes:
-                total[3:] += torch.bincount((classes * said + y).cpu(), minlength=classes ** 2)
+                pairs = (classes * said + y).cpu()
+                counts += torch.bincount(pairs, minlength=classes ** 2).view_as(counts)
         if self.world > 1:
             dist.all_reduce(total)
+            dist.all_reduce(counts)
         model.train(was_training)
-        loss, count, right = total[:3].tolist()
+        loss, count, right = total.tolist()
         figures = {'accuracy': right / count}
         if classes:
-            figures.update(agreement(total[3:].view(classes, classes)))
+            figures.update(agreement(counts))
         return loss / count, figures
 
     def judged(self):
@@ -306,9 +310,9 @@ class Rows:
 
 
 def agreement(counts):
-    """The share of the commonest class, and Matthews' correlation of answers with labels: 0 for a model that
-    always says one class. For more than two classes it is R_K, Gorodkin 2004. counts (n, n): how often class i
-    was said of a row of class j"""
+    """Matthews' correlation of answers with labels, and the share of the commonest class. The first is 0 for
+    a model that always says one class, and R_K for more than two classes, Gorodkin 2004. counts (n, n): how
+    often class i was said of a row of class j"""
     said, true, n = counts.sum(1), counts.sum(0), counts.sum()
     together = n * counts.trace() - said @ true
     apart = (n * n - said @ said) * (n * n - true @ true)
@@ -348,8 +352,8 @@ def of_part(meta, tokens):
 
 
 def score(meta, loss, figures):
-    """The text to print for a loss (nats per target) and the figures of `Rows.evaluate`; for a text, also bits
-    per byte."""
+    """The text to print for a loss (nats per target) and the figures of `Rows.evaluate`; for a text, also
+    bits per byte."""
     perplexity = f'perplexity {math.exp(min(loss, 50)):.3f} a token'
     accuracy = f'accuracy {figures["accuracy"]:.1%}'
     if 'matthews' in figures:
@@ -636,8 +640,8 @@ def opening(model, data, args, run, log):
             f'{args.data}: {train:,} + {val:,} {what}, a vocabulary of {config.vocab_size} | '
             f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {plural(threads, "thread")}')
     if args.steps:
-        rows_a_step = plural(args.batch_size * args.accum, 'row')
-        text += (f'\n{rows_a_step} of {data.T} a step, about {bytes_of(model, data) / 1e9:.2g} GB besides torch; '
+        a_step = plural(args.batch_size * args.accum, 'row')
+        text += (f'\n{a_step} of {data.T} a step, about {bytes_of(model, data) / 1e9:.2g} GB besides torch; '
                  f'lr {args.lr:.2g}; saved every {plural(args.eval_every, "step")}; recurrence: {model.why}')
     tell(log, text, config=dataclasses.asdict(config), **run, data=about, commit=commit(),
          device=str(data.device), params=size)
