@@ -61,7 +61,7 @@ from hub.folders import to_folder
 from model import GPT, SOURCE_RULES, Config, Cross, Undrawn, bias_of, cannot_train, fill, idle, load, save
 from train import (LR, PRETRAINED_LR, PRETRAINED_ROW, SLOW, SMALL, TASK_ROWS, Rows, adamw, blocks, cut_log,
                    is_large, log_of, logits_at_once, next_command, of_part, pack_optimiser, predict,
-                   products_in, rows, say, tell, tell_step, tokens_at_once, training, unpack_optimiser)
+                   products_in, rows, say, score, tell, tell_step, tokens_at_once, training, unpack_optimiser)
 
 
 # Flags per recipe; `Args` explains them. The papers' recipes use their order of stages and losses, and their
@@ -138,7 +138,7 @@ class Args:
 
 
 StudentFlags = subset(Config, 'layers', 'phi', 'norm', 'out_norm', 'beta_max', 'gate_rank', 'cache', 'sinks',
-                 'overflow', rule=flag('sum', 'what replaces softmax', list(RULES)))
+                 'overflow', rule=flag('sum', 'what replaces softmax', RULES))
 HELP = '\n'.join([
     __doc__ or '',
     'Recipes. Their flags replace the defaults below. With another --rule, only their training flags do:',
@@ -677,7 +677,7 @@ class Conversion:
         if self.of_text:
             return self.columns_of_text(self.nats_of(model, what))
         loss, right = self.data.evaluate(model, self.begin, label=f'{what}, validation')
-        row = {'perplexity': math.exp(min(loss, 80)), 'accuracy': right}
+        row = {'perplexity': math.exp(min(loss, 80)), **right}
         return {**row, 'recovered': share(row, self.table[0] if self.table else row)}
 
     def judge_teacher(self, teacher):
@@ -696,7 +696,7 @@ class Conversion:
         self.table.append({'model': name, **row, 'tokens': steps * self.tokens,
                            'minutes': round(seconds / 60, 2), 'state bytes': bytes_after(model, self.data.T)})
         if 'accuracy' in row:
-            text = f'accuracy {row["accuracy"]:.1%}'
+            text = score(self.data.meta, math.log(row['perplexity']), row)
         else:
             text = (f'perplexity {row["perplexity"]:.4g}, recovered {row["recovered"]:.1%} a token '
                     f'({row["low"]:.1%} to {row["high"]:.1%})')

@@ -553,10 +553,11 @@ class Exp(FeatureMap):
         return (self.s * x).exp()
 
 class DPFP(FeatureMap):
-    """r_i r_{i+j}, r = relu([x; -x]), i cyclic, j = 1..nu. nu = 1 unless given. Schlag 2021 sec. 5.4.
+    """r_i r_{i-j}, r = relu([x; -x]), i cyclic, j = 1..nu. nu = 1 unless given. Schlag 2021, listing 1;
+    equation 37 has these products in another order.
 
-    >>> DPFP(1, 2)(torch.tensor([1., -2.]))         # r = (1, 0, 0, 2), times its neighbours (0, 0, 2, 1)
-    tensor([0., 0., 0., 2.])
+    >>> DPFP(1, 2)(torch.tensor([1., -2.]))         # r = (1, 0, 0, 2), times its neighbours (2, 1, 0, 0)
+    tensor([2., 0., 0., 0.])
     """
     floor = 1e-2
 
@@ -568,7 +569,7 @@ class DPFP(FeatureMap):
 
     def forward(self, x, side='q', t=0):
         r = torch.cat([x, -x], -1).relu()
-        return torch.cat([r * r.roll(-j, -1) for j in range(1, self.nu + 1)], -1)
+        return torch.cat([r * r.roll(j, -1) for j in range(1, self.nu + 1)], -1)
 
 class Taylor(FeatureMap):
     """[1, x / d^(1/4), x_i x_j / sqrt(d) (i < j), x_i^2 / sqrt(2d)]. phi(q).phi(k) = 1 + s + s^2/2 >= 1/2,

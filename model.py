@@ -24,29 +24,41 @@ from torch.overrides import TorchFunctionMode
 
 import fastweight
 from common.flags import briefly, expected, fits, flag, known, refuse, subset, typed
-from common.weights import map_state, read_tensors, write_tensors
+from common.weights import map_state, read_meta, read_tensors, write_tensors
+from data import vocabulary
 from data.kinds import Data
 from fastweight import (FEATURE_MAPS, FLOOR, GAPS, LOG_MIN, NORMALISERS, RULES, feature_map, for_heads,
                         without_autocast)
 
 # ---- what a model is ---------------------------------------------------------------------------------------
 OF_DATA = {'vocab_size': 256, 'classes': 0, 'pad': None, 'source': 0, 'patch': 0}     # fields set by the data
-MATRIX = [name for name, rule in RULES.items() if rule.matrix]
-ERASING = [name for name, rule in RULES.items() if rule.erase]
-GATED = [name for name, rule in RULES.items() if rule.f not in (None, 'fixed') or rule.write]
-BOUNDED = [name for name, rule in RULES.items() if rule.bounded]
-SINKS = [name for name in BOUNDED if 'sink' in name]                    # these keep the first tokens
-SOURCE_RULES = [name for name in RULES if name not in BOUNDED]          # these see a whole text
+
+
+class RulesThat:
+    """The names of those rules of which `has` is true, whenever one asks: you may enter more into RULES."""
+    def __init__(self, has):
+        self.has = has
+
+    def __iter__(self):
+        return (name for name, rule in RULES.items() if self.has(rule))
+
+
+MATRIX = RulesThat(lambda rule: rule.matrix)
+ERASING = RulesThat(lambda rule: rule.erase)
+GATED = RulesThat(lambda rule: rule.f not in (None, 'fixed') or rule.write)
+BOUNDED = RulesThat(lambda rule: rule.bounded)
+SINKS = RulesThat(lambda rule: rule.bounded and 'sink' in rule.keeps)   # these keep the first tokens
+SOURCE_RULES = RulesThat(lambda rule: not rule.bounded)                 # these see a whole text
 
 
 @dataclass
 class Config:
     """Everything that defines a model. ValueError, with the names of the flags, for what is impossible."""
-    rule: str = flag('delta', 'update rule of every layer', list(RULES))
+    rule: str = flag('delta', 'update rule of every layer', RULES)
     layers: str = flag('', 'one rule per layer instead, repeated over the depth: delta,delta,softmax')
     phi: str = flag('', f'feature map, if not the rule\'s; with option: dpfp:3 [{", ".join(FEATURE_MAPS)}]',
                     of=MATRIX)
-    norm: str = flag('', 'normaliser, if not the rule\'s', list(NORMALISERS), of=MATRIX)
+    norm: str = flag('', 'normaliser, if not the rule\'s', NORMALISERS, of=MATRIX)
     beta_max: float = flag(2.0, 'delta rules: beta lies in (0, beta_max); 1 in Schlag 2021', low=0, high=2,
                            of=ERASING)
     writes: int = flag(1, 'delta rules: writes per token (DeltaProduct)', low=1, high=16, of=ERASING)
@@ -201,7 +213,7 @@ def cannot_train(config):
 # A trained model can change these: softmax keeps its weights with any cache policy (--overflow adds some).
 CacheFlags = subset(Config, 'cache', 'sinks', 'overflow', 'positions',
               rule=flag('', 'what softmax layers become: h2o, tova, sink, window keep --cache tokens; a '
-                        'matrix needs convert.py', list(RULES)))
+                        'matrix needs convert.py', RULES))
 
 
 def idle(given, config):
@@ -1233,7 +1245,7 @@ def save(path, model, meta, extra=None, own=None):
     """Write a model, metadata (data: its tokenizer, step, ...) and extra tensors into one file for `load`.
     own: the model's tensors by name, if not those of its state_dict (only what learns). What
     `load` returned can be saved again: then the extra tensors are those in the metadata."""
-    data = meta.get('data', Data())
+    data = meta.get('data') or Data('ids', model.config.vocab_size)
     meta = {**meta, 'config': dataclasses.asdict(model.config), 'data': data.as_dict()}
     others = meta.pop('tensors', {}) | (extra or {})
     meta.pop('digest', None)                        # of the file that was loaded
@@ -1262,25 +1274,35 @@ class Undrawn(TorchFunctionMode):
         return f(*args, **kwargs)
 
 
-def load(source, device='cpu', revision='main', **changes):
+def load(source, device='cpu', revision='main', check=None, **changes):
     """Load a checkpoint, a folder in the hub's layout, or a model on the hub, by name -> model, meta. The
     model is in eval mode, and several threads may use it.
     meta: data (name, tokenizer, ...), step, config, and tensors, which `save` got as extra. changes: flags of
-    Config. ValueError, with the source, if something is missing, damaged or of another kind."""
+    Config. check: a function that gets the Config and meta before the weights are read, which takes seconds.
+    ValueError, with the source, if something is missing, damaged or of another kind."""
     source = str(source)
     folder = None
     if os.path.isfile(source) or source.endswith('.safetensors'):
-        weights, meta = checkpoint(source)
+        meta = read_meta(source)
     else:
         from hub import folders
         folder = folders.Folder(folders.folder_of(source, revision), source)
         meta = {'config': {**dataclasses.asdict(Config()), **folder.config}, 'data': folder.data.as_dict(),
                 'step': 0, 'tensors': {}}
     saved = config_of(source, meta)
+    config = with_cache_flags(saved, source, **changes)
+    if check is not None:
+        check(config, meta)
+    if folder is None:
+        weights, meta = checkpoint(source)
     data = meta['data'] = Data.from_dict(meta['data'], source)
+    if data.vocab_size != saved.vocab_size:
+        raise ValueError(f'{source}: the model has {saved.vocab_size} tokens, their description '
+                         f'{data.vocab_size}: damaged')
+    if data.json:
+        vocabulary.refuse_tokenizer(data.json, source)
     if data.is_joined:
         data.row = 0                    # the rows were those of the pairs: the model reads any text
-    config = with_cache_flags(saved, source, **changes)
     model = unfilled(config, saved, source)
     if folder:
         with Undrawn():                 # all of the folder's, whatever the flags say

@@ -38,8 +38,8 @@ from common.errors import note, script
 from common.flags import briefly, flag, parse, plural, refuse
 from common.machine import pick_device, try_compiler
 from common.watch import through
-from common.weights import (map_state, pack, read_tensors, refuse_target, state_bytes, unpack, weights_digest,
-                         write_tensors)
+from common.weights import (map_state, pack, read_meta, read_tensors, refuse_target, state_bytes, unpack,
+                         weights_digest, write_tensors)
 from data import vocabulary
 from fastweight import FLOOR, RULES
 from model import (GPT, CacheFlags, chosen_texts, idle, load, pick_forms, refuse_broken, sample, seen_by_k,
@@ -483,6 +483,23 @@ def complete(args, model, meta):
 DO = {'translate': show_translations, 'classify': classify, 'chat': converse, 'complete': complete}
 
 
+def refuse_early(args, given, swap, config, _):
+    """What can be refused before the weights are read; of @file and --load_state, that there is none."""
+    refuse(idle(swap, config))
+    refuse(useless(task_of(args, config), given, args, config))
+    for text in args.prompt, args.system, args.source:
+        if text.startswith('@'):
+            files.text_of(text)
+    if args.load_state:
+        read_meta(args.load_state)
+    for path in filter(None, (args.save_state, args.html)):
+        if os.path.isdir(path):
+            raise ValueError(f'{path}: a folder; give the name of a file')
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)     # fails now, not after sampling
+    if args.save_state:
+        refuse_target(args.save_state, state=True)
+
+
 @script
 def main(argv):
     given, swap = parse(argv, __doc__, Args, CacheFlags, first=OFTEN)
@@ -490,25 +507,16 @@ def main(argv):
     if args.threads:
         torch.set_num_threads(args.threads)
     device = pick_device(args.device)
-    model, meta = load(args.init, device, **swap)
+    model, meta = load(args.init, device, check=functools.partial(refuse_early, args, given, swap), **swap)
     c = model.config
-    refuse(idle(swap, c))
-    task = task_of(args, c)
-    refuse(useless(task, given, args, c))
     if c.overflow and c.overflow != meta['config']['overflow']:
         aside(f'--overflow={c.overflow}: untrained, new weights; convert.py --recipe=hybrid trains some')
-    for path in filter(None, (args.save_state, args.html)):
-        if os.path.isdir(path):
-            raise ValueError(f'{path}: a folder; give the name of a file')
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)     # fails now, not after sampling
-    if args.save_state:
-        refuse_target(args.save_state, state=True)
     if args.compile:
         try_compiler(device)
     model.use(pick_forms(args.impl))
     if args.dtype == 'bfloat16':
         model.in_bfloat16()
-    DO[task](args, model, meta)
+    DO[task_of(args, c)](args, model, meta)
 
 
 if __name__ == '__main__':

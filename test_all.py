@@ -316,9 +316,9 @@ def features(spec, *x):
 
 def test_dpfp_by_hand():
     """x = (1, -2): r = relu(1, -2, -1, 2) = (1, 0, 0, 2), times its next (0, 0, 2, 1), the one after, ..."""
-    assert features('dpfp', 1, -2) == [0, 0, 0, 2]
-    assert features('dpfp:3', 1, -2) == [0, 0, 0, 2] + [0, 0, 0, 0] + [2, 0, 0, 0]
-    assert features('dpfp:2', 1, 2, 3) == [2, 6, 0, 0, 0, 0] + [3, 0, 0, 0, 0, 0]
+    assert features('dpfp', 1, -2) == [2, 0, 0, 0]
+    assert features('dpfp:3', 1, -2) == [2, 0, 0, 0] + [0, 0, 0, 0] + [0, 0, 0, 2]
+    assert features('dpfp:2', 1, 2, 3) == [0, 2, 6, 0, 0, 0] + [0, 0, 3, 0, 0, 0]
 
 def test_maps_of_exponentials_by_hand():
     """At x = (0, ln 2) e^x is (1, 2), and e^-x is (1, 1/2)."""
@@ -338,6 +338,8 @@ def test_taylor_is_the_second_order_series_of_softmax():
 
 # ---- 5. The other kind of state: a cache ------------------------------------------------------------------
 
+BY_HAND = 'window sink h2o h2o-layer tova tova-sink tova-head random'.split()
+
 def by_the_book(policy, q, k, v, cache, sinks):
     """Oren 2024, algorithm 1, and its like, in lists. q (H, T, d), k, v (G, T, d): of H / G heads each -> o,
     what each of these groups keeps"""
@@ -346,6 +348,9 @@ def by_the_book(policy, q, k, v, cache, sinks):
 
     def worth(i, h, t, a):
         """Of token i to group h, behind step t, whose attention is a; total: of all steps so far."""
+        if policy not in BY_HAND:               # one of your own: its line is its book
+            pos = torch.arange(T).expand(1, G, T)
+            return POLICIES[policy](a[None], total[None], pos, t, cache, sinks)[0, h, i]
         if 'sink' in policy and i < sinks:
             return math.inf
         if 'h2o' in policy and i > t - cache // 2:
@@ -1387,6 +1392,19 @@ def test_what_no_flag_says_is_refused_in_python_too(given, why):
     with pytest.raises(ValueError, match=why):
         GPT(Config(**dict(n_layer=1, n_embd=16, n_head=4) | given))
 
+def test_a_rule_a_map_and_a_policy_of_your_own_may_come_at_any_time(a_model, monkeypatch):
+    monkeypatch.setitem(POLICIES, 'odd', lambda a, total, pos, t, cache, sinks: pos % 2 + pos / 1e3)
+    monkeypatch.setitem(FEATURE_MAPS, 'cube', partial(fastweight.FeatureMap, f=lambda x: x.relu() ** 3))
+    monkeypatch.setitem(RULES, 'mine', fastweight.Rule('sum by cubes', 'cube', 'attn'))
+    monkeypatch.setitem(RULES, 'oddly', fastweight.Rule('keeps odd places', keeps='odd'))
+    assert load(a_model('--rule=softmax'), rule='oddly', cache=4)[0].config.rules == 2 * ['oddly']
+    GPT(Config(rule='softmax', layers='mine,oddly', cache=4, beta_max=2.0)).read(torch.zeros(1, 9, dtype=int))
+    for wrong in dict(rule='yours'), dict(layers='yours'), dict(encoder=1, cross='yours'):
+        with pytest.raises(ValueError, match='gdn2, softmax, .*mine'):
+            Config(**wrong)
+    for bounded in fastweight.bounded, kernels.bounded:
+        test_policies_agree_with_the_book_token_for_token('odd', bounded)
+
 @pytest.mark.parametrize('gates, why', [
     (dict(f='channel', write='1-f'), 'needs f=head'),
     (dict(phi='elu', norm='attn', write='channel'), 'denominator of its own')])
@@ -1640,7 +1658,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         'recall --only=elu,elo': 'choose from softmax',
         'capasity': r'mean capacity\?; choose from decode', 'decode --lengths=4k': '--lengths',
         'lra --data=nope': 'choose from listops',
-        'cache --init=GATED_DELTA': 'softmax layers',
+        'cache --init=GATED_DELTA': 'softmax layers', 'monotone --init=TRANSLATOR': 'this suite wants a text',
         'transfer --init=ROPE --steps=2 --data=TEXT': 'give another text',
         'far --lengths=70 --init=ROPE --beside=TALKER': 'are not those of',
         'real --init=ROPE': '--beside= is missing',
@@ -1668,6 +1686,14 @@ def test_what_cannot_be_is_refused_in_one_line(script, flags, places, tmp_path, 
         monkeypatch.setattr(prepare, 'FOLDER', str(tmp_path))
     assert re.search(REFUSED[script][flags], refused(capsys, script.main, *argv))
     assert not list(tmp_path.rglob('*' if script is train else '*.*'))
+
+@pytest.mark.parametrize('flags', ['--prompt=@none', '--prompt=@LATIN', '--chat --system=@none', '--cache=64',
+                                   '--load_state=none', '--init=TRANSLATOR --source=@none', '--rule=delta'])
+def test_flags_are_refused_before_the_weights_are_read(flags, places, tmp_path, monkeypatch, capsys):
+    (tmp_path / 'latin').write_bytes(b'caf\xe9')
+    monkeypatch.setattr(model_py, 'put_weights', Mock(side_effect=AssertionError))
+    argv = [filled(flag, places | {'LATIN': str(tmp_path / 'latin')}) for flag in flags.split()]
+    refused(capsys, sample.main, f'--init={places["SOFTMAX"]}', *argv)
 
 def test_memory_that_cannot_be_had_is_told_in_one_line(capsys):
     """2^50 entries: no machine has as many addresses. Another RuntimeError is a fault, and stays one."""
@@ -2183,6 +2209,10 @@ def test_a_large_teacher_is_looked_at_only_for_new_parameters(a_model, tmp_path,
         how = '--keep=first:1', '--steps=0', '--distil_steps=0', '--eval_rows=2', f'--out={tmp_path}'
         assert convert.main([*run, *how]) == 0 and begin.call_count == begins
         assert ('new parameters begin' in capsys.readouterr().out) == (begins > 0)
+    flags = f'--init={a_model("--rule=softmax")}', '--steps=1', f'--out={tmp_path}/tuned', '--device=cpu'
+    assert '\n1 row of 16 a step, about 0.00' in written(capsys, *flags, main=train.main)[0]   # and fine-tuned by one
+    monkeypatch.setattr(train, 'whole_memory', lambda device: 10 ** 6)
+    assert 'take a smaller one' in refused(capsys, train.main, *flags, '--batch_size=64')
 
 @pytest.mark.skipif(os.name == 'nt', reason='no signals')
 def test_a_suite_that_is_terminated_ends_its_training(characters, tmp_path):
@@ -2316,9 +2346,9 @@ def test_the_answer_to_a_row_of_facts_stands_somewhere_in_its_text(few_facts, tm
 def idx(x):
     return gzip.compress(bytes([0, 0, 8, x.ndim]) + np.array(x.shape, '>i4').tobytes() + x.tobytes())
 
-def zipped(members):
+def zipped(members, how=zipfile.ZIP_STORED):
     packed = io.BytesIO()
-    with zipfile.ZipFile(packed, 'w') as z:
+    with zipfile.ZipFile(packed, 'w', how) as z:
         for name, body in members.items():
             z.writestr(name, body)
     return packed.getvalue()
@@ -2385,6 +2415,8 @@ COLA_ZIP, WIKI_ZIP = 'cola_public_1.1.zip', 'wikitext-2-raw-v1.zip'
     ('mnist', IMAGES, idx(DIGITS)[:999], CUT_OFF),
     ('mnist', 'train-images-idx3-ubyte.gz', None, 'too few rows: one of the sides has none'),
     ('cola', COLA_ZIP, zipped(COLA)[:99], CUT_OFF),
+    ('cola', COLA_ZIP, zipped(COLA, zipfile.ZIP_LZMA).replace(b']\0\0\x80\0\0', b']\0\0\x80\0\1'), 'Corrupt input'),
+    ('cola', COLA_ZIP, zipped(COLA).replace(b'PK\1\2\x14\3\x14\0\0', b'PK\1\2\x14\3\x14\0\1'), 'is encrypted'),
     ('trec', 'TREC.test.all', b'1 \x81 ?', 'TREC.test.all, line 1: .* in cp1252'),
     ('wikitext2', WIKI_ZIP, zipped({key: body for key, body in WIKI.items() if 'valid' not in key}),
      'has no wiki.valid.raw'),
@@ -2677,6 +2709,9 @@ def test_an_encoder_learns_classes_says_them_and_is_converted(flags, threes, tmp
     near(model(x)[0], alone, 1e-5)
     right = alone.argmax(1) == y.min(1).values                              # other targets are 10
     assert log(tmp_path)[-1]['accuracy'] == pytest.approx(right.float().mean().item())
+    found, truth = log(tmp_path)[-1], y.min(1).values
+    expected = np.nan_to_num(np.corrcoef(alone.argmax(1), truth)[0, 1])     # of two classes this is Matthews'
+    assert (found['matthews'], found['majority']) == pytest.approx((expected, .53))
     p = model(torch.tensor([[1, 2, 3, 4]]))[0].softmax(-1)[0]
     likelier = p.argmax().item()
     said = [f'class {i}: {p[i]:.1%}' for i in (likelier, 1 - likelier)]
@@ -2786,13 +2821,16 @@ def test_a_model_from_a_file_is_not_drawn_first(a_model):
 @pytest.mark.parametrize('rule, change, why', [
     ('softmax', dict(beta_max=1.0), ''), ('delta', dict(rule='full'), 'full'),
     ('tova', dict(overflow='sum:favour'), '--overflow'), ('delta', dict(newer=1), 'newer is unknown'),
-    ('delta', dict(out_norm=...), 'out_norm is unknown, or is missing')], ids=str)
+    ('delta', dict(out_norm=...), 'out_norm is unknown, or is missing'), ('delta', dict(data={}), '0 tokens of byte'),
+    ('delta', dict(data=dict(tokenizer='json', vocab_size=256, json='{}')), 'no description of a tokenizer'),
+    ('delta', dict(data=dict(tokenizer='byte', vocab_size=257)), 'the model has 256 tokens')], ids=str)
 def test_files_of_other_versions_load_or_are_refused_in_one_sentence(rule, change, why, a_model, tmp_path, capsys):
     """What is missing, unknown or gone cannot be built."""
     path = tmp_path / 'old.safetensors'
     tensors, meta = weights_py.read_tensors(a_model(f'--rule={rule}'))
-    config = {name: value for name, value in (meta['config'] | change).items() if value is not ...}
-    weights_py.write_tensors(path, tensors, meta | {'config': config})
+    data = change.get('data', meta['data'])
+    config = {name: x for name, x in (meta['config'] | change).items() if x is not ... and name != 'data'}
+    weights_py.write_tensors(path, tensors, meta | {'config': config, 'data': data})
     if not why:
         load(path)
         return
@@ -2989,11 +3027,20 @@ def test_a_package_that_is_missing_is_named_before_any_work(text, tmp_path, caps
     assert '--tokenizer=byte does without it' in refused(capsys, train.main, *pairs)
     assert not os.listdir(tmp_path)
 
+def test_answers_are_correlated_with_labels_of_any_number_of_classes():
+    said, true = torch.randint(3, (2, 99))
+    said[:50] = true[:50]
+    both = F.one_hot(torch.stack([said, true]), 3).double()
+    expected = F.cosine_similarity(*(both - both.mean(1, keepdim=True)).flatten(1), 0).item()
+    counts = torch.bincount(3 * said + true, minlength=9).view(3, 3)
+    assert train.agreement(counts)['matthews'] == pytest.approx(expected) and expected > .3
+    assert train.agreement(counts * torch.tensor([[1], [0], [0]]))['matthews'] == 0     # always the same class
+
 def test_a_task_is_judged_by_its_rows(monkeypatch):
     """On the way by more of them than a text, as each has one target."""
     _, val, data = prepare.load_set('recall-kept')
     assert len(train.blocks(20 * 256, 128, data)) == 20
-    assert train.score(data, 1.0, 0.25) == 'accuracy 25.0 %'
+    assert train.score(data, 1.0, {'accuracy': .25}) == 'accuracy 25.0%'
     monkeypatch.setattr(train, 'PART', 700)
     rows = train.Rows(None, val, data, 128, torch.device('cpu'))
     start, told = rows.judged()
@@ -3713,10 +3760,12 @@ DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; 
     ('gpt2', 'n_layer', 0, 'n_layer is 0, expected a whole number of at least 1'),
     ('bert', 'architectures', ['BertForTokenClassification'], 'TokenC'),
     ('vit', 'image_size', 9, 'does not divide'),
-    ('llama', 'model.layers.1.mlp.up_proj.weight', None, 'model.layers.1.mlp.up_proj.weight is missing'),
+    ('llama', 'model.layers.1.mlp.up_proj.weight', None, 'mlp.up_proj.weight is missing in model.safetensors'),
     ('gpt2', 'transformer.h.0.mlp.c_fc.weight', (12, 16), 'shape (12, 16), expected (16, 12)'),
     ('bert', 'classifier.weight', (1, 16), 'one row'), ('llama', 'config.json', b'[]', 'not as the hub has it'),
     ('llama', 'tokenizer.json', b'{}', 'no description of a tokenizer'),
+    ('llama', 'tokenizer.json', (b'{"model": {"type": "WordLevel", "vocab": {}, "unk_token": "a"}, "decoder": '
+     b'{"type": "Strip", "content": " ", "start": 0, "stop": 1}}'), 'tokenizer.json: its decoder strips'),
     ('llama', 'tokenizer_config.json', b'{"chat_template": ["x"]}', 'not as the hub has it (AttributeError'),
     ('llama', 'tokenizer.json', b'{"model": {"vocab": {}}}', 'no description of a tokenizer'),
     ('vit', 'preprocessor_config.json', b'{"image_mean": [0.485]}', 'image_mean is [0.485]'),
@@ -3764,6 +3813,7 @@ def test_an_encoder_of_the_hub_learns_the_classes_of_a_task(tmp_path, capsys):
     assert convert.main([f'--from={tmp_path}/four', f'--export={tmp_path / "e"}']) == 0
     raw = json.loads((tmp_path / 'e' / 'config.json').read_text())
     assert list(raw['id2label'].values()) == list(raw['label2id']) == ['LABEL_0', 'rain', 'LABEL_2', 'snow']
+    assert 'give --data' in refused(capsys, train.main, f'--init={tmp_path / "bert"}', *run)
     for model, name, why in ('three', data, 'head.weight'), ('bert', 'recall', 'the tokens'):
         assert why in refused(capsys, train.main, f'--init={tmp_path / model}', f'--data={name}', *run)
     assert 'without classes' in refused(capsys, sample.main, f'--init={tmp_path / "bert"}', '--prompt=7 8')

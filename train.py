@@ -9,11 +9,11 @@
     torchrun --nproc_per_node=2 train.py --rule=delta         the same steps by two processes
 
 Each evaluation writes out/ckpt.safetensors (weights, optimiser, step) and, if the validation loss is the
-lowest so far, out/best.safetensors. So does Ctrl-C, after the step that it meets. out/log.jsonl has the losses, out/result.json the final figures. All
-random numbers depend only on the seed, the step and the process. So a resumed run ends in the same bits if
-the number of threads stays the same (--threads=N pins it). Several processes, or batches (--accum), compute
-parts of one larger batch; only dropout and redrawn features differ. If you resume with more --steps, the
-cosine is stretched over them.
+lowest so far, out/best.safetensors. Ctrl-C ends and saves the step that it meets. out/log.jsonl has the
+losses, out/result.json the final figures. All random numbers depend only on the seed, the step and the
+process. So a resumed run ends in the same bits if the number of threads stays the same (--threads=N pins it).
+Several processes, or batches (--accum), compute parts of one larger batch; only dropout and redrawn features
+differ. If you resume with more --steps, the cosine is stretched over them.
 """
 import contextlib
 import dataclasses
@@ -78,7 +78,8 @@ class Args:
     resume: bool = flag(False, 'continue the run whose checkpoint is in --out, from its last save on')
     init: str = flag('', 'start from the weights of a checkpoint or hub model; flags may adapt it', path=True)
     steps: int = flag(6400, 'optimiser steps; 0: only evaluate, and save nothing', low=0, high=10 ** 9)
-    batch_size: int = flag(4, 'rows per batch, over all processes', low=1, high=2 ** 20)
+    batch_size: int = flag(4, 'rows per batch, over all processes; default of a large model: one for each',
+                           low=1, high=2 ** 20)
     accum: int = flag(1, 'batches per step, for more rows than fit into memory', low=1, high=2 ** 12)
     lr: float = flag(LR, f'peak learning rate; default of a model from the hub: {PRETRAINED_LR:g} / width',
                      low=0, high=100)
@@ -264,8 +265,9 @@ class Rows:
 
     @torch.no_grad()
     def evaluate(self, model, begin=None, carried=False, label=''):
-        """-> nats per target, accuracy (0 to 1) on the validation rows that start at `begin`; None: all rows
-        of the evaluation `blocks`. Each row starts from an empty state, and the processes share the rows.
+        """-> nats per target, and figures of right answers: `accuracy` (0 to 1) and, of classes, those of
+        `agreement`, on the validation rows that start at `begin`; None: all rows of the evaluation `blocks`.
+        Each row starts from an empty state, and the processes share the rows.
         carried: read row by row, each from the final state of the last. label: begins the progress bar"""
         if begin is None:
             begin = blocks(len(self.val), self.T, self.meta)
@@ -278,7 +280,9 @@ class Rows:
         model.eval()
         meta = dataclasses.replace(self.meta, bos=None) if carried else self.meta       # rows that go on
         state = None
+        classes = self.meta.classes and model.config.classes
         total = torch.zeros(3, dtype=torch.float64)         # nats, targets, right guesses
+        counts = torch.zeros(classes, classes, dtype=torch.float64)
         mine = range(self.rank * many, len(begin), self.world * many)
         for i in progress(mine, label):
             x, y = rows(self.val, begin[i:i + many], self.T, meta, self.device)
@@ -286,18 +290,27 @@ class Rows:
             if carried:
                 state = end
             loss = F.cross_entropy(logits, y, reduction='sum', ignore_index=-1)
-            right = (logits.argmax(-1) == y).sum()
+            said = logits.argmax(-1)
+            right = (said == y).sum()
             total += torch.tensor([loss.item(), (y >= 0).sum().item(), right.item()])
+            if classes:
+                pairs = (classes * said + y).cpu()
+                counts += torch.bincount(pairs, minlength=classes ** 2).view_as(counts)
         if self.world > 1:
             dist.all_reduce(total)
+            dist.all_reduce(counts)
         model.train(was_training)
         loss, count, right = total.tolist()
-        return loss / count, right / count
+        figures = {'accuracy': right / count}
+        if classes:
+            figures.update(agreement(counts))
+        return loss / count, figures
 
     def about_rows(self):
-        """For messages: how long a row is, and the token that begins each."""
+        """For messages: how many rows a step has, how long they are, the token that begins each."""
         bos = '' if self.meta.bos is None else vocabulary.decode([self.meta.bos], self.meta)
-        return f'rows of {self.T}' + f', each of which begins with {bos}' * bool(bos)
+        many = plural(self.batch_size * self.accum, 'row')
+        return f'{many} of {self.T} a step' + f', each of which begins with {bos}' * bool(bos)
 
     def judged(self):
         """-> where the rows begin that evaluations during training read, and what these rows are called"""
@@ -305,6 +318,16 @@ class Rows:
         at_least = 1 if self.meta.kind == 'text' else TASK_ROWS
         count = max(at_least, np.count_nonzero(begin + self.T < PART))
         return begin[:count], 'validation' if count >= len(begin) else 'start of validation'
+
+
+def agreement(counts):
+    """Matthews' correlation of answers with labels, and the share of the commonest class. The first is 0 for
+    a model that always says one class, and R_K for more than two classes, Gorodkin 2004. counts (n, n): how
+    often class i was said of a row of class j"""
+    said, true, n = counts.sum(1), counts.sum(0), counts.sum()
+    together = n * counts.trace() - said @ true
+    apart = (n * n - said @ said) * (n * n - true @ true)
+    return {'matthews': (together / apart.clamp(min=1).sqrt()).item(), 'majority': (true.max() / n).item()}
 
 
 def size_of(model):
@@ -339,10 +362,14 @@ def of_part(meta, tokens):
     return dataclasses.replace(meta, val={**meta.val, **part})
 
 
-def score(meta, loss, right=0):
-    """The text to print for a loss (nats per target) and an accuracy; for a text, also bits per byte."""
+def score(meta, loss, figures):
+    """The text to print for a loss (nats per target) and the figures of `Rows.evaluate`; for a text, also
+    bits per byte."""
     perplexity = f'perplexity {math.exp(min(loss, 50)):.3f} a token'
-    accuracy = f'accuracy {100 * right:.1f} %'
+    accuracy = f'accuracy {figures["accuracy"]:.1%}'
+    if 'matthews' in figures:
+        accuracy += (f' (always the commonest class: {figures["majority"]:.1%}), '
+                     f'Matthews {figures["matthews"]:.3f}')
     if meta.kind == 'pairs':
         return f'{perplexity}, {accuracy}'
     if meta.kind != 'text':
@@ -426,17 +453,22 @@ def settings(argv):
 def pretrained(args, given, given_model):
     """`settings` for --init"""
     row = given_model.pop('block_size', 0)
-    model, meta = load(args.init, **given_model)
-    refuse(idle(given_model, model.config))
+
+    def check(config, meta):
+        refuse(idle(given_model, config))
+        args.data = given.get('data') or prepare.trained_on(meta, args.init)
+
+    model, meta = load(args.init, check=check, **given_model)
     data = meta['data']
     if data.tokenizer in vocabulary.FIXED:                  # allow longer rows: facts-256 first, then facts
         data.row = 0
-    own = prepare.trained_on(meta)
-    args.data = given.get('data') or own or args.data
+    own = (meta.get('args') or {}).get('data')
     if data.labels and args.data != own:                    # a new task: the same number may mean others
         say(f'--data={args.data}: its classes are not called {", ".join(data.labels[:4])}, as in {args.init}')
         data.labels = []
     args.row = row or model.config.block_size
+    if is_large(model):                                     # one row for each process
+        args.batch_size = given.get('batch_size', int(os.environ.get('WORLD_SIZE', 1)))
     if data.from_hub:
         args.row = row or min(args.row, PRETRAINED_ROW)
         args.lr = given.get('lr', PRETRAINED_LR / model.config.n_embd)
@@ -640,8 +672,8 @@ def opening(model, data, args, run, log):
             f'{args.data}: {train:,} + {val:,} {what}, a vocabulary of {config.vocab_size} | '
             f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {plural(threads, "thread")}')
     if args.steps:
-        text += (f'\n{data.about_rows()}, lr {args.lr:.2g}, saved every {plural(args.eval_every, "step")}; '
-                 f'recurrence: {model.why}')
+        text += (f'\n{data.about_rows()}, about {bytes_of(model, data) / 1e9:.2g} GB besides torch; '
+                 f'lr {args.lr:.2g}; saved every {plural(args.eval_every, "step")}; recurrence: {model.why}')
     tell(log, text, config=dataclasses.asdict(config), **run, data=about, commit=commit(),
          device=str(data.device), params=size)
 
@@ -670,14 +702,14 @@ def report(model, data, args, log, **figures):
     if n < data.meta.val['tokens']:
         what += f', the first {n:,} of {data.meta.val["tokens"]:,} tokens'
     meta = of_part(data.meta, data.val)
-    tell(log, f'validation, {what}: {score(meta, loss, right)}', read='blocks', val_loss=loss, accuracy=right)
-    figures.update({'val_loss': loss, 'accuracy': right, 'validation tokens': n})
+    tell(log, f'validation, {what}: {score(meta, loss, right)}', read='blocks', val_loss=loss, **right)
+    figures.update({'val_loss': loss, **right, 'validation tokens': n})
     if meta.kind == 'text':
         figures['bits per byte'] = loss * meta.bits_a_nat()
         if model.max_len is None and model.config.keeps() == {None}:
             along = dataclasses.replace(data, T=min(4096, LOGITS // meta.vocab_size + 1), world=1)
-            loss, _ = along.evaluate(model, carried=True, label='validation, carried')
-            tell(log, f'validation, carried: {score(meta, loss)}', read='carried', val_loss=loss)
+            loss, right = along.evaluate(model, carried=True, label='validation, carried')
+            tell(log, f'validation, carried: {score(meta, loss, right)}', read='carried', val_loss=loss)
             figures.update({'val_loss carried': loss, 'bits per byte carried': loss * meta.bits_a_nat()})
     if args.steps:
         files.write_json(f'{args.out}/result.json', {
@@ -792,7 +824,7 @@ def main(argv):
         if evaluates:
             judged, right = data.evaluate(model, start)
             tell(log, f'step {done:5d} | {label}: {score(part, judged, right)}', step=done, val_loss=judged,
-                 accuracy=right)
+                 **right)
             improved = judged < best
             best = min(best, judged)
         if (evaluates or stops) and rank == 0:

@@ -22,14 +22,15 @@ def note(text):
 
 @contextlib.contextmanager
 def of_package(what):
-    """Turn what the package raises into a ValueError that begins with `what`. The package raises a plain
-    Exception, or panics in Rust. A panic is no Exception, and writes lines of its own to standard error."""
+    """Turn whatever a package raises into a ValueError that begins with `what`. Of a broken archive, zipfile
+    and gzip raise six kinds of errors. tokenizers raises a plain Exception, or panics in Rust: a panic is no
+    Exception, and writes lines of its own to standard error."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as e:      # noqa: BLE001  it raises nothing narrower
-        raise ValueError(f'{what} ({e})') from None
+        raise ValueError(f'{what} ({str(e) or type(e).__name__})') from None
 
 
 def keep_memory():

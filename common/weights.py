@@ -47,9 +47,8 @@ def weights_digest(model, meta):
 def is_state(path):
     """Whether a file is a state of sample.py. Reads only its header."""
     try:
-        with safe_open(path, 'pt') as f:
-            return 'made_with' in json.loads(f.metadata()['meta'])
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError):
+        return 'made_with' in read_meta(path)
+    except ValueError:
         return False
 
 
@@ -79,8 +78,9 @@ def mapped_tensors(path, name):
         raise ValueError(f'{name}: not a whole safetensors file ({e})') from None
 
 
-def read_tensors(path):
-    """-> tensors, meta (with digest). ValueError if the file is missing, foreign, truncated or changed."""
+def opened(path):
+    """-> the tensors of a file of ours, mapped, and its header. ValueError if it is missing, foreign or
+    truncated"""
     if not os.path.exists(path):
         raise ValueError(f'{path}: no such file; train.py and convert.py write ckpt.safetensors, sample.py '
                          '--save_state writes a state')
@@ -88,6 +88,21 @@ def read_tensors(path):
     if not {'meta', 'digest'} <= header.keys():
         raise ValueError(f'{path}: a safetensors file, but not written by this project; give the folder of a '
                          'model of the hub')
+    return tensors, header
+
+
+def read_meta(path):
+    """The meta of a file of ours, at once: nothing else is read, nor compared with the digest."""
+    _, header = opened(path)
+    try:
+        return dict(json.loads(header['meta']))
+    except (ValueError, TypeError, RecursionError) as e:
+        raise ValueError(f'{path}: damaged ({e})') from None
+
+
+def read_tensors(path):
+    """-> tensors, meta (with digest). ValueError as for `opened`, or if the file was changed"""
+    tensors, header = opened(path)
     if digest(header['meta'], tensors) != header['digest']:
         raise ValueError(f'{path}: its contents do not match its digest: the file was damaged or changed')
     return tensors, {**json.loads(header['meta']), 'digest': header['digest']}

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 TRAVELS = 'template', 'special', 'ends', 'files', 'labels', 'bos'       # what a model keeps beside its tokens
 TABLES = 'chars', 'json'
+FEWEST = {'byte': 256, 'gpt2': 50257, 'ids': 1}     # tokens, of those that have no table
 OF_TOKENS = 'tokenizer', 'vocab_size', *TABLES, 'marks', 'row', 'source', 'patch'
 
 
@@ -51,6 +52,8 @@ class Data:
     def from_dict(cls, raw, where):
         """The description in a file. ValueError, beginning with `where`, if it is not ours, or of another
         version."""
+        if type(raw) is not dict:
+            raise ValueError(f'{where}: {raw!r:.60}: not ours, or of another version')
         kinds = {of.name: of.type for of in dataclasses.fields(cls)}
         for name, value in raw.items():
             if type(value) is not kinds.get(name):
@@ -58,6 +61,9 @@ class Data:
         data = cls(**raw)
         if data.chars and len(data.chars) != data.vocab_size:
             raise ValueError(f'{where}: vocab_size {data.vocab_size} is not the number of chars')
+        least = FEWEST.get(data.tokenizer, 1)
+        if data.vocab_size < least or not (data.tokenizer in FEWEST or data.chars or data.json):
+            raise ValueError(f'{where}: {data.vocab_size} tokens of {data.tokenizer}: not ours, or damaged')
         return data
 
     def as_dict(self):

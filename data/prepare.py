@@ -42,8 +42,6 @@ import os
 import re
 import sys
 import sysconfig
-import zipfile
-import zlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -302,7 +300,7 @@ def prepare(name, root=None, tokenizer=None, file=None, like=None):
         elif entry.own:
             paths = files_of(name)
         save_set(folder, meta, WAYS[entry.way](entry, paths, meta, wish))
-    except (OSError, EOFError, ValueError, zlib.error, zipfile.BadZipFile) as e:        # or a full disk
+    except (OSError, ValueError) as e:                          # also a full disk
         raise ValueError(f'cannot prepare {name}: {e}') from None
     return folder
 
@@ -523,7 +521,7 @@ def load_set(name, root=None, tokenizer=None, like=None):
         raise ValueError(f'--data={name}: not in the tokens wanted ({like.summary()}), but in others '
                          f'({meta.summary()}); {remedy_for(meta, like)}')
     if meta.json:
-        vocabulary.subwords(meta.json)                          # may fail, so before training
+        vocabulary.refuse_tokenizer(meta.json, path)
     if like:
         meta.bos = like.bos
     counts = {key: sum(getattr(meta, side).get(key, 0) for side in SIDES) for key in ('special', 'unknown')}
@@ -571,10 +569,13 @@ def mapped(folder, meta, side):
     return data
 
 
-def trained_on(meta):
-    """--data of the run that made a model, by the meta of its file; '' if that does not say"""
+def trained_on(meta, source):
+    """--data of the run that made a model, by the meta of its file. ValueError, with the source (its file or
+    name), if that does not say"""
     name = (meta.get('args') or {}).get('data')
-    return name if isinstance(name, str) else ''
+    if not (name and isinstance(name, str)):
+        raise ValueError(f'{source} does not say what it was trained on: give --data, such as a text file')
+    return name
 
 
 def for_model(source, meta, name, row):
@@ -585,9 +586,7 @@ def for_model(source, meta, name, row):
     empty, the model's training data. ValueError if a side of a text has no more than one row of `row` tokens,
     or if the rows of a task are longer than `row`.
     """
-    name = name or trained_on(meta)
-    if not name:
-        raise ValueError(f'{source} does not say what it was trained on: give --data, such as a text file')
+    name = name or trained_on(meta, source)
     train, val, data = load_set(name, like=meta['data'])
     if data.row > row:
         raise ValueError(f'--data={name}: its rows have {data.row} tokens, more than {row}; give '

@@ -27,6 +27,8 @@ import zipfile
 
 import numpy as np
 
+from common import files
+from common.errors import of_package
 from data.kinds import Set
 
 # ---- recall ------------------------------------------------------------------------------------------------
@@ -432,7 +434,9 @@ def conversations(path):
 # ---- files -------------------------------------------------------------------------------------------------
 def content(path):
     """The bytes of a file; a .gz is unpacked."""
-    with gzip.open(path) if path.endswith('.gz') else open(path, 'rb') as f:
+    if not path.endswith('.gz'):
+        return files.read_file(path)
+    with of_package(f'{path}: cannot be unpacked'), gzip.open(path) as f:
         return f.read()
 
 
@@ -442,11 +446,11 @@ def named(path, names, folder=''):
     if os.path.isdir(path):
         return [content(os.path.join(path, name)) for name in names]
     contents = []
-    with zipfile.ZipFile(path) as packed:
+    with of_package(f'{path}: cannot be unpacked'), zipfile.ZipFile(path) as packed:
         for name in names:
             members = [m for m in packed.namelist() if m == name or m.endswith(f'{folder}/{name}')]
             if not members:
-                raise ValueError(f'{path} has no {name}')
+                raise ValueError(f'it has no {name}')
             contents.append(packed.read(members[0]))
     return contents
 

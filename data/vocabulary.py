@@ -46,7 +46,11 @@ def read_tokenizer(text):
     """The tokenizer that the text of a tokenizer.json describes. ValueError if it describes none"""
     from_str = package().Tokenizer.from_str
     with of_package('no description of a tokenizer'):
-        return from_str(text)
+        tokenizer = from_str(text)
+    decoder = json.dumps(json.loads(text).get('decoder'))
+    if re.search('"stop": [1-9]', decoder):                     # it panics, in many lines
+        raise ValueError('its decoder strips the ends of texts; the package tokenizers cannot, of short ones')
+    return tokenizer
 
 
 @functools.lru_cache(4)
@@ -58,6 +62,15 @@ def subwords(text, special=False):
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def refuse_tokenizer(text, where):
+    """ValueError, beginning with `where`, if the text of a tokenizer.json cannot be used."""
+    package()                                                   # outside try: the file is not to blame
+    try:
+        subwords(text)
+    except ValueError as e:
+        raise ValueError(f'{where}: {e}') from None
 
 
 def learn_tokenizer(data, size):

@@ -96,7 +96,8 @@ class Folder:
     def tensor(self, name, rows, *columns):
         """One tensor of this shape. rows None: of any number of rows"""
         if uniform_name(name) not in self.stored:
-            raise ValueError(f'{self.source}: tensor {name} is missing')
+            there = sorted({os.path.basename(file) for file, _, _ in self.stored.values()})
+            raise ValueError(f'{self.source}: tensor {name} is missing in {", ".join(there)}')
         self.used.add(uniform_name(name))
         _, stored, x = self.stored[uniform_name(name)]
         if not x.is_floating_point() or x.element_size() == 1:

@@ -32,7 +32,7 @@ from data.kinds import Data
 from model import load
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-IN_PERCENT = 'accuracy', 'before', 'recovered'
+IN_PERCENT = 'accuracy', 'before', 'recovered', 'matthews', 'majority'
 DELTA = '--rule=delta --beta_max=1'             # as in the papers; train.py's default is 2
 
 

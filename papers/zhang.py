@@ -16,14 +16,11 @@ import shlex
 import statistics
 
 import torch
-import torch.nn.functional as F
 
-import train
 from common.watch import kl, through
-from data import prepare
 from model import load
 from papers.harness import (DELTA, Line, Panel, Suite, Way, a_text, chosen, column, conversions, from_nothing,
-                            only, run_convert, runs, softmax_model, task_rows, tokens_a_row)
+                            only, run_convert, runs, softmax_model, tokens_a_row)
 
 
 # ---- suites monotone, transfer: maps that imitate the attention of a trained model -------------------------
@@ -37,6 +34,7 @@ def weights_over_scores(args, suite):
     path, model, meta = softmax_model(args, tasks=True)
     length = min(tokens_a_row(args, model.config), 256)
     flags = f'--recipe=hedgehog --row={length} --eval_rows=4 --data={shlex.quote(args.data)}'
+    x, _, _, _ = a_text(args, path, meta, length, 4, args.data)         # refuses other data at once
     weights = {}
     for phi in only(args, suite.lines):
         result = run_convert(args, suite, phi, path, f'{flags} --phi={phi}', args.steps, 0, args.seed)
@@ -49,7 +47,6 @@ def weights_over_scores(args, suite):
             weights[form] = result['query'][stage]
     weights['softmax'] = result['query']['softmax']
     spiky = statistics.mean(column(layers, 'entropy of teacher'))
-    x, _, _, _ = a_text(args, path, meta, length, 4, args.data)
     with torch.inference_mode():
         grow = [(seen.scores > -1).float().mean().item() for seen in through(model, x)]
     yield {'form': 'softmax', 'order kept': 1.0, 'entropy': spiky, 'KL to teacher': 0.0,
@@ -110,24 +107,6 @@ def on_other_rows(args, suite):
 
 
 # ---- suites lra, glue, vit: classes ------------------------------------------------------------------------
-def of_classes(args, result, model, meta):
-    """On the validation rows, in %: the share of the most frequent class, and Matthews' correlation of
-    answers with labels. It is 0 for a model that always says one class. For more than two classes it is R_K,
-    Gorodkin 2004."""
-    _, val, data = prepare.load_set(result['data'], like=meta['data'])
-    predicted = []
-    true = []
-    for x, y in task_rows(val, data, 32, args.device):
-        with torch.inference_mode():
-            logits, y, _ = train.predict(model, x, y, None, data)
-        predicted += logits.argmax(-1).tolist()
-        true += y.tolist()
-    both = F.one_hot(torch.tensor([predicted, true]), model.config.classes).double()  # (2, N, classes)
-    shares = both.mean(1, keepdim=True)
-    matthews = F.cosine_similarity(*(both - shares).flatten(1), 0)
-    return {'majority': 100 * shares[1].max().item(), 'matthews': 100 * matthews.item()}
-
-
 def classifiers(args, suite):
     """Like `runs`, in --dtype. --init: fine-tune this pretrained model instead, at a rate for such models.
     CoLA alone is judged by Matthews' correlation, as in GLUE."""
@@ -162,7 +141,7 @@ CLASSIFIERS = {
         **conversions({phi: f'--recipe=t2r --phi={phi}'
                        for phi in ('taylor', 'exp:2', 'exp:1', 'favor', 'relu', 'elu')}),
         'cosformer': Line('--recipe=t2r --phi=cosformer:1024', 'converted')},
-    'always': ('softmax', 'trained on'), 'figure': 'accuracy', 'from_checkpoint': of_classes,
+    'always': ('softmax', 'trained on'), 'figure': 'accuracy',
     'beside': ('recovered', 'matthews', 'majority'),
     'note': 'in %, of the validation rows; trained on: the control, softmax with as many steps more; '
             'recovered: of the accuracy of the teacher of the same seed; matthews: correlation of answers '
@@ -223,7 +202,7 @@ SUITES = {suite.name: suite for suite in [
             't2r': '--rule=sum --phi=t2r', 'favor': '--rule=sum --phi=favor',
             'gated_delta': '--rule=gated_delta --beta_max=1'}),
         ways={'listops': Way('listops', READER, 1500), 'mnist': Way('mnist', READER, 2000)},
-        figure='accuracy', beside=('majority',), from_checkpoint=of_classes,
+        figure='accuracy', beside=('majority',),
         note='in % of the validation rows; majority: of whoever always says the commonest class',
         source='Zhang 2024, table 6: longer rows, images of CIFAR-10',
         paper={'softmax': {'listops': 36.37}, 'hedgehog': {'listops': 37.15}}),
