@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 import fastweight
 from common.flags import briefly, expected, fits, flag, known, refuse, subset, typed
-from common.weights import map_state, read_meta, read_tensors, write_tensors
+from common.weights import map_state, one_tensor, read_meta, read_tensors, write_tensors
 from data import vocabulary
 from data.kinds import Data
 from fastweight import (FEATURE_MAPS, FLOOR, GAPS, LOG_MIN, NORMALISERS, RULES, feature_map, for_heads,
@@ -1317,7 +1317,8 @@ def checkpoint(path):
     weights = {}
     for name in [*tensors]:
         if name.startswith('model.'):   # copied: a file's memory is not aligned, and then products round
-            weights[name.removeprefix('model.')] = tensors.pop(name).clone()        # otherwise
+            del tensors[name]                                                       # otherwise
+            weights[name.removeprefix('model.')] = one_tensor(path, name).clone()
     return weights, {'step': 0, **meta, 'tensors': tensors}
 
 

@@ -78,6 +78,12 @@ def mapped_tensors(path, name):
         raise ValueError(f'{name}: not a whole safetensors file ({e})') from None
 
 
+def one_tensor(path, name):
+    """A tensor of a safetensors file, mapped alone: what was read of it leaves memory with it."""
+    with safe_open(path, 'pt') as f:
+        return f.get_tensor(name)
+
+
 def opened(path):
     """-> the tensors of a file of ours, mapped, and its header. ValueError if it is missing, foreign or
     truncated"""
@@ -105,6 +111,7 @@ def read_tensors(path):
     tensors, header = opened(path)
     if digest(header['meta'], tensors) != header['digest']:
         raise ValueError(f'{path}: its contents do not match its digest: the file was damaged or changed')
+    tensors, _ = opened(path)                               # anew: the digest has read all of the others
     return tensors, {**json.loads(header['meta']), 'digest': header['digest']}
 
 

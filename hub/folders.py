@@ -19,7 +19,7 @@ import torch
 from common import files
 from common.errors import note
 from common.flags import plural
-from common.weights import mapped_tensors, write_safetensors
+from common.weights import mapped_tensors, one_tensor, write_safetensors
 from data.kinds import Data
 from hub.families import (FAMILIES, QUANTISED, TYPES, family_of, kind_and_config, names, parts, published)
 from hub.texts import TEXT_FILES, TOKENIZER, WORDS, add_texts, as_object, as_the_hub, parsed, tokenizer_of
@@ -86,7 +86,7 @@ class Folder:
         if self.kind == 'vit':                              # its pixels: x / 127.5 - 1; ours: x / 255
             ours['embed.bias'] -= ours['embed.weight'].sum(1)
             ours['embed.weight'] *= 2
-        unused = [name for uniform, (_, name, _) in self.stored.items() if uniform not in self.used]
+        unused = [name for uniform, (_, name) in self.stored.items() if uniform not in self.used]
         if unused:
             kinds = collections.Counter(re.sub(r'\d+', 'N', name) for name in unused)
             names_of_kinds = ', '.join(f'{name} ({n})' for name, n in sorted(kinds.items()))
@@ -96,10 +96,11 @@ class Folder:
     def tensor(self, name, rows, *columns):
         """One tensor of this shape. rows None: of any number of rows"""
         if uniform_name(name) not in self.stored:
-            there = sorted({os.path.basename(file) for file, _, _ in self.stored.values()})
+            there = sorted({os.path.basename(file) for file, _ in self.stored.values()})
             raise ValueError(f'{self.source}: tensor {name} is missing in {", ".join(there)}')
         self.used.add(uniform_name(name))
-        _, stored, x = self.stored[uniform_name(name)]
+        file, stored = self.stored[uniform_name(name)]
+        x = one_tensor(file, stored)
         if not x.is_floating_point() or x.element_size() == 1:
             raise ValueError(f'{self.source}: {stored} is {x.dtype}: {QUANTISED}')
         if x.dim() == 3:                    # a ViT's positions have a batch axis of 1
@@ -117,16 +118,16 @@ class Folder:
 
 
 def stored_in(folder):
-    """The tensors in a folder's files -> {name by `uniform_name`: its file, name there, tensor}"""
+    """The tensors in a folder's files -> {name by `uniform_name`: its file, its name there}"""
     stored = {}
     for file in files_of_weights(folder):
         tensors, _ = mapped_tensors(file, file)
-        for name, x in tensors.items():
+        for name in tensors:
             uniform = uniform_name(name)
             if uniform in stored:
-                other, _, _ = stored[uniform]
+                other, _ = stored[uniform]
                 raise ValueError(f'{file}: {name} is also in {other}; keep that of the model alone')
-            stored[uniform] = file, name, x
+            stored[uniform] = file, name
     return stored
 
 
