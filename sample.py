@@ -81,7 +81,8 @@ LOOK_BACK = 16      # at most this many tokens wait to be printed; this many bef
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'assets', 'memory.html')
 ON_A_PAGE = 2048    # tokens at most
 RECORDED = {'q': 'q', 'k': 'k', 'v': 'v', 'write': 'w', 'erase': 'e',      # ours: the page's name
-            'log_f': 'log_f', 'log_z': 'log_z'}     # logs, as 16 bits cannot tell a decay near 1 from 1
+            'log_f': 'log_f', 'log_z': 'log_z',     # logs, as 16 bits cannot tell a decay near 1 from 1
+            'log_q': 'log_q', 'log_k': 'log_k', 'share': 'share'}
 
 
 def aside(text):
@@ -221,7 +222,8 @@ def show_translations(args, model, meta):
 def given_to_memories(model, tokens):
     """What the memory of each layer is given while a text is read, tokens (1, T) -> one dict per layer: q, k,
     v and the gates that it has, as `recurrent` takes them (1, H or G, n T, .), with n writes per token. A
-    layer with a cache has `gone` (1, G, T) instead of v and gates, see Cache.evicted_at."""
+    layer with a cache has `gone` (1, G, T) instead of v and gates, see Cache.evicted_at; with a matrix beside
+    it `matrix`, such a dict again."""
     layers = []
     for seen in through(model, tokens):
         memory = seen.mixer.memory
@@ -229,6 +231,8 @@ def given_to_memories(model, tokens):
         layer = {'n': n, 'q': seen.q, 'normalise': False, 'floor': None}
         if memory.rule.keeps:
             layer.update(k=seen.k, gone=memory.evicted_at(seen.q, seen.k, seen.v))
+            if memory.overflow is not None:
+                layer['matrix'] = given_to_overflow(memory, seen)
         else:
             layer |= memory.writes(seen.u, seen.k, seen.v)
             q, _ = memory.asked(seen.q, seen.k, layer, {})
@@ -240,6 +244,33 @@ def given_to_memories(model, tokens):
                 layer['erase'] = erase.where(before > FLOOR, 0)     # at first S is empty; 16 bits end early
         layers.append(layer)
     return layers
+
+
+def given_to_overflow(memory, seen):
+    """What the matrix beside a cache is given: at each step the token that the cache evicts, if there is one.
+    `share` (1, H, T, 1) of what is read comes from the cache, the rest from the matrix."""
+    matrix = memory.overflow
+    _, log_cache, went, _ = memory.attend_and_evict(seen.q, seen.k, seen.v)
+    _, mass, _ = matrix.take(seen.q, went, {})
+    share = memory.share(seen.u, log_cache, mass).mean(-1, keepdim=True)
+    q, k, _, gates, _ = matrix.taken(seen.q, went, {})
+    return {'n': 1, 'q': matrix.normaliser(q), 'k': matrix.normaliser(k), 'v': went['v'], **gates,
+            'share': share, 'normalise': not matrix.rule.erase, 'floor': 1e-30}
+
+
+def on_page(given):
+    """What a memory was given, as JSON for assets/memory.html."""
+    found = {name: given[name] for name in ('n', 'normalise', 'floor')}
+    found['heads'] = given['q'].shape[1]
+    for name in 'q', 'k':
+        if (given[name] >= 0).all():                        # features may be e^40 or e^-40, not so in 16 bits
+            given[f'log_{name}'] = given.pop(name).log()
+    found['arrays'] = {name: as_base64(given[ours]) for ours, name in RECORDED.items() if ours in given}
+    if 'gone' in given:
+        found['gone'] = given['gone'][0].tolist()
+    if 'matrix' in given:
+        found['matrix'] = on_page(given['matrix'])
+    return found
 
 
 def as_base64(x):
@@ -261,12 +292,8 @@ def write_page(args, model, meta, heard):
     layers = []
     row = torch.tensor([tokens], device=model.embed.weight.device)
     for rule, given in zip(model.config.rules, given_to_memories(model, row)):
-        arrays = {name: as_base64(given[ours]) for ours, name in RECORDED.items() if ours in given}
-        layer = {'rule': rule, 'what': RULES[rule].about, 'heads': given['q'].shape[1], 'arrays': arrays}
-        layer.update({name: given[name] for name in ('n', 'normalise', 'floor')})
-        if 'gone' in given:
-            layer['gone'] = given['gone'][0].tolist()
-        layers.append(layer)
+        about = {'rule': rule, 'what': RULES[rule].about, 'overflow': model.config.overflow}
+        layers.append(about | on_page(given))
     texts = [added(tokens[max(0, i - LOOK_BACK):i], [token], meta['data']) for i, token in enumerate(tokens)]
     about = args.init
     if model.config.keeps() - {None, 'all'}:

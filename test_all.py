@@ -3158,6 +3158,14 @@ def test_draws_are_those_of_multinomial(monkeypatch):
 
 BROWSER = next(filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None)
 
+def in_browser(page, code, tmp_path):
+    """What a page says, as JSON in its body, after this code, too, has run in it."""
+    page = Path(page).read_text().replace('</body>', f'<script>{code}</script></body>')
+    path = put(tmp_path, 'page.html', page)
+    run = [BROWSER, '--headless', '--no-sandbox', '--disable-gpu', '--dump-dom', f'file://{path}']
+    said = subprocess.run(run, capture_output=True, text=True, timeout=60).stdout
+    return json.loads(re.search(r'\[\[.*\]\]', said, re.S)[0])
+
 @pytest.mark.skipif(not BROWSER, reason='no browser here: chromium or google-chrome')
 def test_the_page_computes_the_equation(tmp_path):
     """With each gate absent, a number, or one per channel: S, what is read, and its weights."""
@@ -3181,11 +3189,7 @@ def test_the_page_computes_the_equation(tmp_path):
         return [S, o, weights(row, row.length - 1, row.at(-1).q)];
     }});
     document.body.textContent = JSON.stringify(found);'''
-    page = Path(sample.PAGE).read_text().replace('</body>', f'<script>{code}</script></body>')
-    path = put(tmp_path, 'page.html', page)
-    run = [BROWSER, '--headless', '--no-sandbox', '--disable-gpu', '--dump-dom', f'file://{path}']
-    said = subprocess.run(run, capture_output=True, text=True, timeout=60).stdout
-    found = json.loads(re.search(r'\[\[.*\]\]', said, re.S)[0])
+    found = in_browser(sample.PAGE, code, tmp_path)
     for mine, theirs in zip(found, expected, strict=True):
         for x, y in zip(mine, theirs, strict=True):
             near(torch.tensor(x, dtype=torch.double), y, 1e-9)
@@ -3195,10 +3199,12 @@ def run_in(path):
     page = Path(path).read_text()
     run = json.loads(re.search(r'<script id="recording" type="application/json">(.*)</script>', page)[1])
     for layer in run['layers']:
-        for name, x in layer['arrays'].items():
+        for name, x in [*layer['arrays'].items()]:
             flat = np.frombuffer(base64.b64decode(x['data']), np.float16).astype(np.float32)
             steps = layer['n'] * len(run['tokens'])
             layer['arrays'][name] = torch.from_numpy(flat).view(1, -1, steps, x['d'])      # heads may share keys
+            if name in ('log_q', 'log_k'):
+                layer['arrays'][name[-1]] = layer['arrays'][name].exp()
     return run
 
 @pytest.mark.parametrize('flags', [
@@ -3232,6 +3238,38 @@ def test_a_page_holds_what_each_memory_was_given(flags, a_model, characters, tmp
             if 'norm=attn' in flags and 'delta' in flags:        # divided behind the recurrence
                 found = found / (x['q'] * x['k'].cumsum(2)).sum(-1, keepdim=True)
             near(found[:, :, layer['n'] - 1::layer['n']], o, 1e-2)
+
+@pytest.mark.parametrize('overflow', ['sum:slots', 'gla-beta:hedgehog', 'delta:taylor'])
+def test_a_page_shows_what_a_hybrid_reads_from_cache_and_matrix(overflow, tmp_path):
+    """Each token is in one of them; weights times values are what the layer reads. A browser finds the same,
+    hides the matrix of a layer that has none, and opens with the last token in sight."""
+    model, T = small(layers='softmax,sink', cache=6, sinks=1, overflow=overflow, n_kv_head=1), 40
+    tokens = torch.full((1, T), 10).index_fill(1, torch.arange(0, T, 2), 97)
+    [_, given], [_, seen] = sample.given_to_memories(model, tokens), through(model, tokens)
+    matrix, gone, step = given['matrix'], given['gone'], torch.arange(T)[:, None]
+    names = {'k', 'write', 'erase', 'log_f'} & matrix.keys()
+    spilled = weights(matrix['q'], **{name: matrix[name].expand(-1, 2, -1, -1) for name in names})
+    if overflow != 'delta:taylor':
+        spilled = spilled / spilled.sum(-1, keepdim=True).clamp(min=1e-30)
+    spilled = F.pad(spilled, (0, 1)).gather(-1, gone[:, :, None].expand(-1, 2, T, -1))      # by the token written
+    left = (torch.arange(T) > step) | (gone <= step)
+    cached = seen.scores.masked_fill(left, -math.inf).softmax(-1)
+    A = matrix['share'] * cached + (1 - matrix['share']) * spilled
+    near(A @ seen.v, seen.o, 1e-5)
+    if overflow != 'delta:taylor':
+        near(A.sum(-1), torch.ones(1, 2, T, dtype=A.dtype), 1e-5)
+    sample.write_page(sample.Args(html=f'{tmp_path}/run.html'), model, {'data': Data('byte', 256)},
+                      sample.by_whom(tokens[0].tolist(), []))
+    if BROWSER:
+        said = in_browser(tmp_path / 'run.html', '''
+            const first = [getComputedStyle($('matrix')).display, $('tokens').scrollTop > 0];
+            $('layer').value = 1;
+            const row = t => { go(t); return attention(run.layers[1]); };
+            const rows = () => run.tokens.map((_, t) => [...row(t), ...Array(run.tokens.length - 1 - t).fill(0)]);
+            const found = [0, 1].map(head => { $('head').value = head; selectHead(); return rows(); });
+            document.body.textContent = JSON.stringify([first, found]);''', tmp_path)
+        assert said[0] == ['none', True]
+        near(torch.tensor(said[1]), A[0].float(), 1e-2)
 
 def test_a_page_takes_any_text_as_text(a_model, tmp_path, monkeypatch, capsys):
     """As subwords would have it; bytes are letters of their own."""
