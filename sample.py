@@ -54,7 +54,8 @@ class Args:
     prompt: str = flag('', 'text, @file, - for standard input (@@ for a first @); empty: BOS, or a newline')
     chat: bool = flag(False, 'a conversation, in the chat template that the model brought')
     system: str = flag('', 'with --chat: a system prompt, or @file')
-    lines: bool = flag(False, 'of a classifier: each line of --prompt is a text of its own')
+    lines: bool = flag(False, 'of a classifier: each line of --prompt is a text. For each, print its likeliest '
+                              'class, probability and text, with tabs between; empty lines are left out')
     special: bool = flag(False, 'read special tokens in --prompt, such as <|im_end|>, not their letters')
     tokens: int = flag(256, 'tokens to write; of each answer', low=0, high=10 ** 12)
     samples: int = flag(1, 'texts written at once', low=1, high=2 ** 16)
@@ -99,7 +100,10 @@ def task_of(args, config):
         raise ValueError(f'{args.init} translates: give --source="..."')
     if config.source:
         return 'translate'
-    if config.classes or not config.causal:             # without classes, the model raises ValueError
+    if not (config.causal or config.classes):
+        raise ValueError(f'{args.init}: an encoder without classes has no output layer: python train.py '
+                         f'--init={args.init} --data=DATA adds one for the classes of DATA')
+    if config.classes:
         return 'classify'
     if args.lines:
         raise ValueError(f'--lines is for classifiers, and {args.init} writes a text: leave it out')
@@ -126,6 +130,8 @@ def useless(task, given, args, config):
         'cache, such as --rule=tova, or leave --compile out')
     yield args.html and (args.samples > 1 or args.load_state), (
         '--html shows one text from its beginning: leave --samples and --load_state out')
+    yield args.html and config.positions != 'true', (
+        f'--html knows true positions, not --positions={config.positions}: leave one of them out')
 
 
 def read_state(args, model, meta):
@@ -156,10 +162,18 @@ def keep_state(args, model, meta, last, state):
     write_tensors(args.save_state, {**tensors, 'last': last}, about)
 
 
+def refuse_letters(text, init, data):
+    """ValueError for a text of letters if the folder of the model had no tokenizer."""
+    if data.from_hub and data.tokenizer == 'ids' and not all(word.isdigit() for word in text.split()):
+        raise ValueError(f'{init} brings no tokenizer (tokenizer.json), so it reads only numbers of tokens, '
+                         'such as --prompt="7 8"')
+
+
 def prompt_and_state(args, model, meta):
     """-> the tokens to read (B, T), the state before them, and the tokens that the first text begins with"""
     data = meta['data']
     text = files.text_of(args.prompt)
+    refuse_letters(text, args.init, data)
     for word in data.special:
         if word in text and not args.special:
             note(f'{word} in --prompt is read as letters; --special reads it as a token')
@@ -177,18 +191,29 @@ def prompt_and_state(args, model, meta):
 
 
 def classify(args, model, meta):
-    """Print the classes of the prompt or, with --lines, of each of its lines."""
+    """Print the classes of the prompt or, with --lines, the likeliest class of each of its lines."""
+    data = meta['data']
     texts = files.lines_of(args.prompt) if args.lines else [files.text_of(args.prompt)]
-    for number, text in enumerate(texts, 1):
+    texts = [text.strip() for text in texts if text.strip()]               # as the texts of training were
+    if not texts:
+        raise ValueError('--prompt: there is no text to classify')
+    names = dict(enumerate(data.labels))
+    for text in texts:
+        refuse_letters(text, args.init, data)
+        row = vocabulary.whole_text(text, data) or vocabulary.with_bos([], data)
+        classes = classes_of(model, row, data)
         if args.lines:
-            print(f'--- {number} ---')
-        row = vocabulary.whole_text(text.strip(), meta['data'])            # as the texts of training were
-        show_classes(model, row or vocabulary.with_bos([], meta['data']), meta['data'])
+            i, share = classes[0]
+            print(f'{names.get(i, i)}\t{share:.3f}\t{text}', flush=True)
+            continue
+        for i, share in classes:
+            name = f' ({names[i]})' if i in names else ''
+            print(f'class {i}{name}: {share:.1%}', flush=True)
 
 
 @torch.inference_mode()
-def show_classes(model, row, data):
-    """Print how likely each class of a text is, a list of tokens, the likeliest first."""
+def classes_of(model, row, data):
+    """A text, a list of tokens -> pairs of a class and its probability, the likeliest first."""
     c = model.config
     tokens = torch.tensor([row], device=model.embed.weight.device)
     T = tokens.shape[1]
@@ -201,10 +226,7 @@ def show_classes(model, row, data):
     logits = logits.reshape(-1, c.classes)[-1:]             # the last token's, if there is one for each
     refuse_broken(logits)
     p, order = logits[0].softmax(-1).sort(descending=True)
-    names = data.labels
-    for i, share in zip(order.tolist(), p.tolist()):
-        name = f' ({names[i]})' if i < len(names) else ''
-        print(f'class {i}{name}: {share:.1%}', flush=True)
+    return list(zip(order.tolist(), p.tolist()))
 
 
 def show_translations(args, model, meta):

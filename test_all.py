@@ -1608,7 +1608,8 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--init=TRANSLATOR --source="1 2\n\n3"': 'text 2 has 0',
         '--init=TRANSLATOR --source=@EMPTY': 'there is no text', '--init=TRANSLATOR --prompt=1': 'give --source',
         '--init=TRANSLATOR --source=1 --save_state=x': '--save_state means nothing',
-        '--html=x.html --samples=2': 'shows one text',
+        '--html=x.html --samples=2': 'shows one text', '--init=READER': 'no text to classify',
+        '--html=x.html --rule=tova --cache=8 --positions=compress': 'true positions',
         '--save_state=TEXT/x.st': 'File exists, where a folder', '--html=FOLDER': 'a folder; give the name'},
     convert: {
         '--from=GATED_DELTA': 'has softmax layers', '--rule=delta --distil=ce': 'none: take mse',
@@ -3739,19 +3740,24 @@ def test_an_encoder_of_the_hub_learns_the_classes_of_a_task(tmp_path, capsys):
     assert list(raw['id2label'].values()) == list(raw['label2id']) == ['LABEL_0', 'rain', 'LABEL_2', 'snow']
     for model, name, why in ('three', data, 'head.weight'), ('bert', 'recall', 'the tokens'):
         assert why in refused(capsys, train.main, f'--init={tmp_path / model}', f'--data={name}', *run)
-    assert 'without classes' in refused(capsys, sample.main, f'--init={tmp_path / "bert"}', '--prompt=7 8')
+    flags = f'--init={tmp_path / "bert"}', '--prompt=7 8', '--temperature=0'
+    assert 'without classes' in refused(capsys, sample.main, *flags)
 
-def test_a_whole_text_stands_between_the_tokens_of_its_template(tmp_path, monkeypatch):
+def test_a_whole_text_stands_between_the_tokens_of_its_template(tmp_path, monkeypatch, capsys):
     """[CLS] and [SEP] of a WordPiece tokenizer.json, also where the text is cut off."""
     words = '[UNK] [CLS] [SEP] [PAD] quick ##er fox'.split()
     in_hub_layout(tmp_path, 'bert')
     put(tmp_path, 'tokenizer.json', word_pieces(words, '[CLS] $A [SEP]', [('[CLS]', 1), ('[SEP]', 2)]))
     data = load(tmp_path)[1]['data']
-    monkeypatch.setattr(sample, 'show_classes', Mock())
-    for given, rows in ('quicker fox', [[1, 4, 5, 6, 2]]), ('quick\n fox\n', [[1, 4, 2], [1, 6, 2]]):
-        sample.show_classes.reset_mock()
-        assert sample.main([f'--init={tmp_path}', f'--prompt={given}', *['--lines'] * (len(rows) > 1)]) == 0
-        assert [call.args[1] for call in sample.show_classes.call_args_list] == rows
+    data.labels = ['sun', 'rain']
+    monkeypatch.setattr(sample, 'classes_of', Mock(return_value=[(1, .7081), (0, .2919)]))
+    for given, rows, out in (
+            ('quicker fox', [[1, 4, 5, 6, 2]], 'class 1 (rain): 70.8%\nclass 0 (sun): 29.2%\n'),
+            ('quick\n\n fox\n', [[1, 4, 2], [1, 6, 2]], 'rain\t0.708\tquick\nrain\t0.708\tfox\n')):
+        sample.classes_of.reset_mock()
+        sample.classify(sample.Args(prompt=given, lines=len(rows) > 1), None, {'data': data})
+        assert [call.args[1] for call in sample.classes_of.call_args_list] == rows
+        assert capsys.readouterr().out == out
     assert vocabulary.whole_text('quicker fox', data) == [1, 4, 5, 6, 2]
     assert prepare.fitted([[b'quicker fox']], data, 4, 0, 8)[0][0][0].tolist() == [1, 4, 5, 2]
     assert vocabulary.with_bos([6], data) == [1, 6]
@@ -3888,7 +3894,7 @@ def test_what_a_folder_says_goes_the_whole_way(tmp_path, capsys):
     samples = f'--init={tmp_path}/a', '--prompt=the quick', '--tokens=1'
     in_hub_layout(tmp_path / 'a', 'llama')                      # without a tokenizer tokens are only numbers
     for main, argv in (convert.main, converts), (sample.main, samples):
-        assert re.search("no token for 'quick'|not ids", refused(capsys, main, *argv))
+        assert re.search('brings no tokenizer|not ids', refused(capsys, main, *argv))
     a_talker(tmp_path / 'a', groups=2)
     for name in 'vocab.json', 'merges.txt':                     # beside tokenizer.json, as many have them
         put(tmp_path / 'a', name, '{}')
