@@ -9,10 +9,9 @@
     python sample.py --prompt=@FILE --lines                    of a classifier: the class of each line
     python sample.py --source="A man sleeps." --beam=4         a translation; @file: one of each line
 
-If the model is a classifier, the prompt (with --lines: each line) is classified: each class is printed with
-its probability. In a chat (--chat) the model's own template frames what is said: --prompt, and each line of
-standard input if that is a terminal or there is no --prompt; /reset begins anew, /quit ends. A text also ends
-where the model ends it.
+If the model is a classifier, the prompt is classified: each class is printed with its probability. In a chat
+(--chat) the model's own template frames what is said: --prompt, and each line of standard input if that is a
+terminal or there is no --prompt. /help says what else can be typed. A text also ends where the model ends it.
 
 What is written goes to standard output without the prompt: several texts below headings, translations one a
 line. Messages go to standard error.
@@ -393,17 +392,21 @@ def write_texts(args, model, data, first, state, prompt=None):
     draw = torch.Generator(first.device).manual_seed(args.seed)
     steps = generate(model, first, state, args.temperature, args.top_k, args.top_p, draw)
     times = [time.perf_counter()]
-    for _ in range(args.tokens):
-        last, state = next(steps)
-        for i, token in enumerate(last[:, 0].tolist()):         # which waits for a GPU
-            ended[i] = ended[i] or token in ends
-            if not ended[i]:
-                texts[i].append(token)
-        times.append(time.perf_counter())
-        if all(ended):
-            break
-        if prompt is not None:
-            before, held = show_text(before, held + [token], data)
+    try:
+        for _ in range(args.tokens):
+            last, state = next(steps)
+            for i, token in enumerate(last[:, 0].tolist()):     # which waits for a GPU
+                ended[i] = ended[i] or token in ends
+                if not ended[i]:
+                    texts[i].append(token)
+            times.append(time.perf_counter())
+            if all(ended):
+                break
+            if prompt is not None:
+                before, held = show_text(before, held + [token], data)
+    except KeyboardInterrupt:
+        if not (args.chat and sys.stdin.isatty()):          # then someone may go on with the chat
+            raise
     if prompt is not None:
         print(added(before, held, data), flush=True)
     return last, state, times, texts
@@ -416,20 +419,67 @@ def spoken(args):
     while sys.stdin and (sys.stdin.isatty() or not args.prompt):
         if sys.stdin.isatty():
             print('> ', end='', file=sys.stderr, flush=True)
-        line = sys.stdin.buffer.readline()
+        try:
+            line = sys.stdin.buffer.readline()
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            line = b''
         if not line:
+            if sys.stdin.isatty():
+                aside('')                                   # what comes next begins a line
             return
         yield files.as_utf8(line, 'standard input').strip()
 
 
+HELP = '/reset begins anew; /quit or Ctrl-D ends the chat; Ctrl-C ends an answer or, where you type, the chat'
+
+
+@dataclass
+class Chat:
+    """What a conversation keeps."""
+    messages: list
+    heard: list = dataclasses.field(default_factory=list)   # its tokens, with `by_whom`
+    state: dict = None                                      # after the first of these tokens
+    text: str = ''                                          # what all of them say
+    steps: int = 0                                          # of all answers, and the seconds they took
+    seconds: float = 0
+
+    def forget(self):
+        """Read all anew, from the messages."""
+        self.heard, self.state, self.text = [], None, ''
+
+    @property
+    def read(self):
+        """How many tokens the state has."""
+        return int(self.state['t']) if self.state else 0
+
+
 def converse(args, model, meta):
-    """A conversation, and its page, however it ends."""
-    heard = []
+    """A conversation and, however it ends, its page and what it took."""
+    from hub import chat
+    chat.refuse_silent(meta['data'])                        # before one has typed anything
+    refuse_letters('Hello', args.init, meta['data'])
+    system = system_prompt(args, meta['data'])
+    talk = Chat([*system])
     try:
-        answer_all(args, model, meta, heard)
+        for said in spoken(args):
+            if said == '/quit':
+                break
+            if said == '/help':
+                aside(HELP)
+            elif said == '/reset':
+                talk.messages = [*system]
+                talk.forget()
+            elif said:
+                answer(args, model, meta['data'], talk, said)
     finally:
-        if args.html and heard:
-            write_page(args, model, meta, heard)
+        if args.html and talk.heard:
+            write_page(args, model, meta, talk.heard)
+        if talk.state:
+            speed = f', {talk.steps / talk.seconds:,.1f} tokens/s in answers' if talk.steps else ''
+            aside(f'{plural(talk.read, "token")} read and written{speed}; '
+                  f'state of {state_bytes(talk.state):,} bytes')
 
 
 def system_prompt(args, data):
@@ -444,46 +494,54 @@ def system_prompt(args, data):
     return system
 
 
-def answer_all(args, model, meta, heard):
+def answer(args, model, data, talk, said):
     """Answer what is said, in the model's chat template. The state is handed from answer to answer. If a
-    template changes what was said before, all is read again. heard: a list to which tokens are added, with
-    `by_whom`"""
+    template changes what was said before, all is read again. At a terminal, Ctrl-C ends the answer, which
+    stays in the conversation as far as it is written."""
     from hub import chat
-    data = meta['data']
-    chat.refuse_silent(data)                                # before one has typed anything
-    system = system_prompt(args, data)
-    messages = [*system]
-    state = None
-    pending = []                                            # a token that was written, but not read
-    so_far = ''                                             # the text of the state and these tokens
-    for said in spoken(args):
-        if said == '/quit':
-            break
-        if said == '/reset':
-            messages, state, pending, so_far = [*system], None, [], ''
-            heard.clear()
-        if said in ('', '/reset'):
-            continue
-        messages.append({'role': 'user', 'content': said})
-        text = chat.rendered(messages, data)
-        if not text.startswith(so_far):
-            state, pending, so_far = None, [], ''
-            heard.clear()
-        new = chat.token_ids(text[len(so_far):], data)
-        ids = pending + new
-        if not ids:
-            raise ValueError(f'{args.init}: its chat template makes nothing of these messages')
-        heard += by_whom(new, [])
-        tokens = torch.tensor([ids], device=model.embed.weight.device)
-        state = read_prompt(model, tokens[:, :-1], state)
-        last, state, _, [answer] = write_texts(args, model, data, tokens[:, -1:], state, ids)
-        pending = [] if last.item() in data.ends else last[0].tolist()
-        heard += by_whom([], answer)
-        answer = vocabulary.decode(answer, data)
-        messages.append({'role': 'assistant', 'content': answer})
-        so_far = text + chat.marked(answer, data)
-    if state:
-        aside(f'{int(state["t"]):,} tokens read and written; state of {state_bytes(state):,} bytes')
+    talk.messages.append({'role': 'user', 'content': said})
+    text = chat.rendered(talk.messages, data)
+    before = len(talk.heard)
+    if not text.startswith(talk.text):
+        talk.forget()
+    talk.heard += by_whom(chat.token_ids(text[len(talk.text):], data), [])
+    ids = [token for token, _ in talk.heard[talk.read:]]
+    if not ids:
+        raise ValueError(f'{args.init}: its chat template makes nothing of these messages')
+    tell_if_past(model.config, before, len(talk.heard))
+    tokens = torch.tensor([ids], device=model.embed.weight.device)
+    last, written = tokens[:, -1:], []
+    try:
+        talk.state = read_prompt(model, tokens[:, :-1], talk.state)
+        last, talk.state, times, [written] = write_texts(args, model, data, last, talk.state, ids)
+        talk.steps += len(times) - 1
+        talk.seconds += times[-1] - times[0]
+    except KeyboardInterrupt:                               # while it read
+        if not sys.stdin.isatty():
+            raise
+    if len(written) == args.tokens:
+        aside(f'(cut off; --tokens={args.tokens} is the most that an answer may have)')
+    elif last.item() not in data.ends:
+        aside('(cut off)')
+    tell_if_past(model.config, len(talk.heard), len(talk.heard) + len(written))
+    talk.heard += by_whom([], written)
+    written = vocabulary.decode(written, data)
+    talk.messages.append({'role': 'assistant', 'content': written})
+    talk.text = text + chat.marked(written, data)
+
+
+def tell_if_past(c, before, now):
+    """Say what happens beyond the positions that a model knows, once a text of `before` tokens has `now`.
+    c: its Config"""
+    if not before <= c.block_size < now:
+        return
+    near = c.positions != 'true' or (c.keeps() == {'window'} and c.cache <= c.block_size)
+    if c.pos == 'learned':
+        aside(f'past {c.block_size:,} tokens, the last learned position is repeated')
+    elif c.turns() and not near:
+        bounded = not c.keeps() & {'all', None} and not c.overflow
+        hint = '; --positions=compress shortens them' if bounded else ''
+        aside(f'past {c.block_size:,} tokens, rope meets distances that it did not meet in training{hint}')
 
 
 def complete(args, model, meta):
@@ -495,12 +553,7 @@ def complete(args, model, meta):
         raise ValueError('--save_state --tokens=0: nothing is read yet, as the next step reads a last token; '
                          'give a longer --prompt, or more --tokens')
     aside(f'{briefly(c.rules)} from {args.init}; recurrence: {model.why}')
-    left = c.block_size - read - (int(state['t']) if state else 0)
-    near = c.positions != 'true' or (c.keeps() == {'window'} and c.cache <= c.block_size)
-    if args.tokens > left and model.positions is not None:
-        aside(f'past {c.block_size:,} tokens, the last learned position is repeated')
-    elif args.tokens > left and c.turns() and not near:
-        aside(f'past {c.block_size:,} tokens, rope meets distances that it did not meet in training')
+    tell_if_past(c, 0, read + args.tokens + (int(state['t']) if state else 0))
     began = time.perf_counter()
     if args.load_state:
         state = read_prompt(model, tokens[:, :-1], state)

@@ -2127,6 +2127,7 @@ def test_what_matters_is_said(text, a_model, tmp_path, monkeypatch, capsys):
     assert 'past 16 tokens, rope meets' in written(capsys, f'--init={ckpt}', '--tokens=20')[1]
     bounded = '--rule=tova', '--cache=8', '--positions=compress'
     assert 'rope meets' not in written(capsys, f'--init={ckpt}', '--tokens=20', *bounded)[1]
+    assert 'training; --positions=compress' in written(capsys, f'--init={ckpt}', '--tokens=20', *bounded[:2])[1]
     assert 'rope' not in written(capsys, f'--init={ckpt}', '--tokens=15')[1]
     monkeypatch.setenv('CXX', str(tmp_path / 'none'))
     with monkeypatch.context() as broken:
@@ -3867,6 +3868,34 @@ def test_a_conversation_is_read_as_one_text(rule, tmp_path, capsys, monkeypatch)
     roles.clear()
     written(capsys, *flags, '--system=Be brief.')
     assert roles[2:] == [['system', 'user']] * 2 + [['system', 'user', 'assistant', 'user']]
+
+@pytest.mark.parametrize('where, name, calls', [
+    (GPT, 'hidden', 1), (GPT, 'hidden', 4), (sample, 'show_text', 3)])
+def test_ctrl_c_ends_an_answer_and_then_the_chat(where, name, calls, tmp_path, capsys, monkeypatch):
+    """While it reads or writes, at a terminal. The next answer is that to all so far, with what there was."""
+    a_talker(tmp_path)
+    pages, count, plain = [], itertools.count(1), getattr(where, name)
+    typed = [b'the quick\n', b'/help\n', b'jumps over\n', KeyboardInterrupt]
+    terminal = Mock(isatty=lambda: True, **{'buffer.readline.side_effect': typed})
+    monkeypatch.setattr(sys, 'stdin', terminal)
+    monkeypatch.setattr(sample, 'write_page', lambda *given: pages.append(given[-1]))
+
+    def stopped(*given, **how):
+        result = plain(*given, **how)
+        if next(count) == calls:
+            raise KeyboardInterrupt
+        return result
+    monkeypatch.setattr(where, name, stopped)
+    _, err = written(capsys, f'--init={tmp_path}', '--chat', '--tokens=6', '--temperature=0', '--html=a.html')
+    [heard], model = pages, load(tmp_path)[0]
+    parts = [[token for token, _ in group] for _, group in itertools.groupby(heard, key=lambda pair: pair[1])]
+    tokens = torch.tensor([[token for token, _ in heard[:-len(parts[-1])]]])
+    steps = itertools.islice(model.generate(tokens, temperature=0), 6)
+    assert [token.item() for token, _ in steps] == parts[-1] and len(parts) == (2 if calls == 1 else 4)
+    for said in ('> past 16 tokens, rope meets', f'\n(cut off)\n> {sample.HELP}\n',
+                 '\n> (cut off; --tokens=6 is the most that an answer may have)\n> \n'):
+        assert err.count(said) == 1, (said, err)
+    assert re.search(rf'\n{len(heard) - 1} tokens read and written, .* tokens/s in answers; state of', err)
 
 def test_each_of_several_texts_ends_by_itself(tmp_path, monkeypatch, capsys):
     """And what ends it is not printed; without --special a special token's letters are read, and said so."""
