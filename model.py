@@ -597,18 +597,24 @@ class FastWeights(nn.Module):
         o = o / seen_by_q.clamp(min=FLOOR)
         return o.to(v.dtype), {'S': torch.cat([S, n[:, :, -1:]], 2)}
 
+    def taken(self, q, went, state):
+        """What `take` computes with, one evicted token per step: features of q, features of its key, whether
+        there is one (1 or 0), gates; the features' part of the new state"""
+        k = self.phi(wide(went['k']), 'k')
+        x = wide(went['v']).transpose(1, 2).flatten(2)          # the channels of all heads, like an input
+        real = (went['pos'] >= 0).to(x.dtype)[..., None]
+        gates = self.gates(x)
+        gates['write'] = real * gates.get('write', 1)
+        q, more = self.asked(q, went['k'], {'k': k, **gates}, state)
+        return q, k, real, gates, more
+
     def take(self, q, went, state):
         """Write the tokens that the cache beside this matrix evicts (see fastweight.bounded), and read. The
         mass of the keys is what would be read if all values were 1.
         -> o (B, H, T, d), mass of the keys (B, H, T, 1), or per value channel; dict: S, n, with slots M"""
         self.redraw(state)
-        k = self.phi(wide(went['k']), 'k')
         v = went['v']
-        x = wide(v).transpose(1, 2).flatten(2)                  # the channels of all heads, like an input
-        real = (went['pos'] >= 0).to(x.dtype)[..., None]
-        gates = self.gates(x)
-        gates['write'] = real * gates.get('write', 1)
-        q, more = self.asked(q, went['k'], {'k': k, **gates}, state)
+        q, k, real, gates, more = self.taken(q, went, state)
         if self.rule.erase:
             o, mass, new = self.as_it_is(q, k, v, real, gates, state)
         else:
@@ -712,10 +718,15 @@ class Cache(nn.Module):
             if self.overflow is None:
                 return o, new
             o_matrix, mass, matrix = self.overflow.take(q, went, state)
-            log_matrix = mass.clamp(min=1e-30).log() + self.log_mass(x).mT[..., None]
-            share = (log_cache - log_matrix).sigmoid()
+            share = self.share(x, log_cache, mass)
             o = torch.lerp(o_matrix, o.to(o_matrix.dtype), share)
             return o.to(v.dtype), {**new, **matrix}
+
+    def share(self, x, log_cache, mass):
+        """How much of the output comes from the cache, (B, H, T, 1), or per value channel; the rest comes
+        from the matrix. log_cache: log of the cache's denominator   mass: the matrix's, see `take`"""
+        log_matrix = mass.clamp(min=1e-30).log() + self.log_mass(x).mT[..., None]
+        return (log_cache - log_matrix).sigmoid()
 
     def write_all(self, x, k, v, real=None):
         """Keep the keys and values of a source -> dict: k, v, and real, if some of it is padding"""

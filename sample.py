@@ -9,10 +9,9 @@
     python sample.py --prompt=@FILE --lines                    of a classifier: the class of each line
     python sample.py --source="A man sleeps." --beam=4         a translation; @file: one of each line
 
-If the model is a classifier, the prompt (with --lines: each line) is classified: each class is printed with
-its probability. In a chat (--chat) the model's own template frames what is said: --prompt, and each line of
-standard input if that is a terminal or there is no --prompt; /reset begins anew, /quit ends. A text also ends
-where the model ends it.
+If the model is a classifier, the prompt is classified: each class is printed with its probability. In a chat
+(--chat) the model's own template frames what is said: --prompt, and each line of standard input if that is a
+terminal or there is no --prompt. /help says what else can be typed. A text also ends where the model ends it.
 
 What is written goes to standard output without the prompt: several texts below headings, translations one a
 line. Messages go to standard error.
@@ -54,7 +53,8 @@ class Args:
     prompt: str = flag('', 'text, @file, - for standard input (@@ for a first @); empty: BOS, or a newline')
     chat: bool = flag(False, 'a conversation, in the chat template that the model brought')
     system: str = flag('', 'with --chat: a system prompt, or @file')
-    lines: bool = flag(False, 'of a classifier: each line of --prompt is a text of its own')
+    lines: bool = flag(False, 'of a classifier: each line of --prompt is a text. For each, print its likeliest '
+                              'class, probability and text, with tabs between; empty lines are left out')
     special: bool = flag(False, 'read special tokens in --prompt, such as <|im_end|>, not their letters')
     tokens: int = flag(256, 'tokens to write; of each answer', low=0, high=10 ** 12)
     samples: int = flag(1, 'texts written at once', low=1, high=2 ** 16)
@@ -81,7 +81,8 @@ LOOK_BACK = 16      # at most this many tokens wait to be printed; this many bef
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'assets', 'memory.html')
 ON_A_PAGE = 2048    # tokens at most
 RECORDED = {'q': 'q', 'k': 'k', 'v': 'v', 'write': 'w', 'erase': 'e',      # ours: the page's name
-            'log_f': 'log_f', 'log_z': 'log_z'}     # logs, as 16 bits cannot tell a decay near 1 from 1
+            'log_f': 'log_f', 'log_z': 'log_z',     # logs, as 16 bits cannot tell a decay near 1 from 1
+            'log_q': 'log_q', 'log_k': 'log_k', 'share': 'share'}
 
 
 def aside(text):
@@ -98,7 +99,10 @@ def task_of(args, config):
         raise ValueError(f'{args.init} translates: give --source="..."')
     if config.source:
         return 'translate'
-    if config.classes or not config.causal:             # without classes, the model raises ValueError
+    if not (config.causal or config.classes):
+        raise ValueError(f'{args.init}: an encoder without classes has no output layer: python train.py '
+                         f'--init={args.init} --data=DATA adds one for the classes of DATA')
+    if config.classes:
         return 'classify'
     if args.lines:
         raise ValueError(f'--lines is for classifiers, and {args.init} writes a text: leave it out')
@@ -125,6 +129,8 @@ def useless(task, given, args, config):
         'cache, such as --rule=tova, or leave --compile out')
     yield args.html and (args.samples > 1 or args.load_state), (
         '--html shows one text from its beginning: leave --samples and --load_state out')
+    yield args.html and config.positions != 'true', (
+        f'--html knows true positions, not --positions={config.positions}: leave one of them out')
 
 
 def read_state(args, model, meta):
@@ -155,10 +161,18 @@ def keep_state(args, model, meta, last, state):
     write_tensors(args.save_state, {**tensors, 'last': last}, about)
 
 
+def refuse_letters(text, init, data):
+    """ValueError for a text of letters if the folder of the model had no tokenizer."""
+    if data.from_hub and data.tokenizer == 'ids' and not all(word.isdigit() for word in text.split()):
+        raise ValueError(f'{init} brings no tokenizer (tokenizer.json), so it reads only numbers of tokens, '
+                         'such as --prompt="7 8"')
+
+
 def prompt_and_state(args, model, meta):
     """-> the tokens to read (B, T), the state before them, and the tokens that the first text begins with"""
     data = meta['data']
     text = files.text_of(args.prompt)
+    refuse_letters(text, args.init, data)
     for word in data.special:
         if word in text and not args.special:
             note(f'{word} in --prompt is read as letters; --special reads it as a token')
@@ -176,18 +190,29 @@ def prompt_and_state(args, model, meta):
 
 
 def classify(args, model, meta):
-    """Print the classes of the prompt or, with --lines, of each of its lines."""
+    """Print the classes of the prompt or, with --lines, the likeliest class of each of its lines."""
+    data = meta['data']
     texts = files.lines_of(args.prompt) if args.lines else [files.text_of(args.prompt)]
-    for number, text in enumerate(texts, 1):
+    texts = [text.strip() for text in texts if text.strip()]               # as the texts of training were
+    if not texts:
+        raise ValueError('--prompt: there is no text to classify')
+    names = dict(enumerate(data.labels))
+    for text in texts:
+        refuse_letters(text, args.init, data)
+        row = vocabulary.whole_text(text, data) or vocabulary.with_bos([], data)
+        classes = classes_of(model, row, data)
         if args.lines:
-            print(f'--- {number} ---')
-        row = vocabulary.whole_text(text.strip(), meta['data'])            # as the texts of training were
-        show_classes(model, row or vocabulary.with_bos([], meta['data']), meta['data'])
+            i, share = classes[0]
+            print(f'{names.get(i, i)}\t{share:.3f}\t{text}', flush=True)
+            continue
+        for i, share in classes:
+            name = f' ({names[i]})' if i in names else ''
+            print(f'class {i}{name}: {share:.1%}', flush=True)
 
 
 @torch.inference_mode()
-def show_classes(model, row, data):
-    """Print how likely each class of a text is, a list of tokens, the likeliest first."""
+def classes_of(model, row, data):
+    """A text, a list of tokens -> pairs of a class and its probability, the likeliest first."""
     c = model.config
     tokens = torch.tensor([row], device=model.embed.weight.device)
     T = tokens.shape[1]
@@ -200,10 +225,7 @@ def show_classes(model, row, data):
     logits = logits.reshape(-1, c.classes)[-1:]             # the last token's, if there is one for each
     refuse_broken(logits)
     p, order = logits[0].softmax(-1).sort(descending=True)
-    names = data.labels
-    for i, share in zip(order.tolist(), p.tolist()):
-        name = f' ({names[i]})' if i < len(names) else ''
-        print(f'class {i}{name}: {share:.1%}', flush=True)
+    return list(zip(order.tolist(), p.tolist()))
 
 
 def show_translations(args, model, meta):
@@ -221,7 +243,8 @@ def show_translations(args, model, meta):
 def given_to_memories(model, tokens):
     """What the memory of each layer is given while a text is read, tokens (1, T) -> one dict per layer: q, k,
     v and the gates that it has, as `recurrent` takes them (1, H or G, n T, .), with n writes per token. A
-    layer with a cache has `gone` (1, G, T) instead of v and gates, see Cache.evicted_at."""
+    layer with a cache has `gone` (1, G, T) instead of v and gates, see Cache.evicted_at; with a matrix beside
+    it `matrix`, such a dict again."""
     layers = []
     for seen in through(model, tokens):
         memory = seen.mixer.memory
@@ -229,6 +252,8 @@ def given_to_memories(model, tokens):
         layer = {'n': n, 'q': seen.q, 'normalise': False, 'floor': None}
         if memory.rule.keeps:
             layer.update(k=seen.k, gone=memory.evicted_at(seen.q, seen.k, seen.v))
+            if memory.overflow is not None:
+                layer['matrix'] = given_to_overflow(memory, seen)
         else:
             layer |= memory.writes(seen.u, seen.k, seen.v)
             q, _ = memory.asked(seen.q, seen.k, layer, {})
@@ -240,6 +265,33 @@ def given_to_memories(model, tokens):
                 layer['erase'] = erase.where(before > FLOOR, 0)     # at first S is empty; 16 bits end early
         layers.append(layer)
     return layers
+
+
+def given_to_overflow(memory, seen):
+    """What the matrix beside a cache is given: at each step the token that the cache evicts, if there is one.
+    `share` (1, H, T, 1) of what is read comes from the cache, the rest from the matrix."""
+    matrix = memory.overflow
+    _, log_cache, went, _ = memory.attend_and_evict(seen.q, seen.k, seen.v)
+    _, mass, _ = matrix.take(seen.q, went, {})
+    share = memory.share(seen.u, log_cache, mass).mean(-1, keepdim=True)
+    q, k, _, gates, _ = matrix.taken(seen.q, went, {})
+    return {'n': 1, 'q': matrix.normaliser(q), 'k': matrix.normaliser(k), 'v': went['v'], **gates,
+            'share': share, 'normalise': not matrix.rule.erase, 'floor': 1e-30}
+
+
+def on_page(given):
+    """What a memory was given, as JSON for assets/memory.html."""
+    found = {name: given[name] for name in ('n', 'normalise', 'floor')}
+    found['heads'] = given['q'].shape[1]
+    for name in 'q', 'k':
+        if (given[name] >= 0).all():                        # features may be e^40 or e^-40, not so in 16 bits
+            given[f'log_{name}'] = given.pop(name).log()
+    found['arrays'] = {name: as_base64(given[ours]) for ours, name in RECORDED.items() if ours in given}
+    if 'gone' in given:
+        found['gone'] = given['gone'][0].tolist()
+    if 'matrix' in given:
+        found['matrix'] = on_page(given['matrix'])
+    return found
 
 
 def as_base64(x):
@@ -261,12 +313,8 @@ def write_page(args, model, meta, heard):
     layers = []
     row = torch.tensor([tokens], device=model.embed.weight.device)
     for rule, given in zip(model.config.rules, given_to_memories(model, row)):
-        arrays = {name: as_base64(given[ours]) for ours, name in RECORDED.items() if ours in given}
-        layer = {'rule': rule, 'what': RULES[rule].about, 'heads': given['q'].shape[1], 'arrays': arrays}
-        layer.update({name: given[name] for name in ('n', 'normalise', 'floor')})
-        if 'gone' in given:
-            layer['gone'] = given['gone'][0].tolist()
-        layers.append(layer)
+        about = {'rule': rule, 'what': RULES[rule].about, 'overflow': model.config.overflow}
+        layers.append(about | on_page(given))
     texts = [added(tokens[max(0, i - LOOK_BACK):i], [token], meta['data']) for i, token in enumerate(tokens)]
     about = args.init
     if model.config.keeps() - {None, 'all'}:
@@ -344,17 +392,21 @@ def write_texts(args, model, data, first, state, prompt=None):
     draw = torch.Generator(first.device).manual_seed(args.seed)
     steps = generate(model, first, state, args.temperature, args.top_k, args.top_p, draw)
     times = [time.perf_counter()]
-    for _ in range(args.tokens):
-        last, state = next(steps)
-        for i, token in enumerate(last[:, 0].tolist()):         # which waits for a GPU
-            ended[i] = ended[i] or token in ends
-            if not ended[i]:
-                texts[i].append(token)
-        times.append(time.perf_counter())
-        if all(ended):
-            break
-        if prompt is not None:
-            before, held = show_text(before, held + [token], data)
+    try:
+        for _ in range(args.tokens):
+            last, state = next(steps)
+            for i, token in enumerate(last[:, 0].tolist()):     # which waits for a GPU
+                ended[i] = ended[i] or token in ends
+                if not ended[i]:
+                    texts[i].append(token)
+            times.append(time.perf_counter())
+            if all(ended):
+                break
+            if prompt is not None:
+                before, held = show_text(before, held + [token], data)
+    except KeyboardInterrupt:
+        if not (args.chat and sys.stdin.isatty()):          # then someone may go on with the chat
+            raise
     if prompt is not None:
         print(added(before, held, data), flush=True)
     return last, state, times, texts
@@ -367,20 +419,67 @@ def spoken(args):
     while sys.stdin and (sys.stdin.isatty() or not args.prompt):
         if sys.stdin.isatty():
             print('> ', end='', file=sys.stderr, flush=True)
-        line = sys.stdin.buffer.readline()
+        try:
+            line = sys.stdin.buffer.readline()
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            line = b''
         if not line:
+            if sys.stdin.isatty():
+                aside('')                                   # what comes next begins a line
             return
         yield files.as_utf8(line, 'standard input').strip()
 
 
+HELP = '/reset begins anew; /quit or Ctrl-D ends the chat; Ctrl-C ends an answer or, where you type, the chat'
+
+
+@dataclass
+class Chat:
+    """What a conversation keeps."""
+    messages: list
+    heard: list = dataclasses.field(default_factory=list)   # its tokens, with `by_whom`
+    state: dict = None                                      # after the first of these tokens
+    text: str = ''                                          # what all of them say
+    steps: int = 0                                          # of all answers, and the seconds they took
+    seconds: float = 0
+
+    def forget(self):
+        """Read all anew, from the messages."""
+        self.heard, self.state, self.text = [], None, ''
+
+    @property
+    def read(self):
+        """How many tokens the state has."""
+        return int(self.state['t']) if self.state else 0
+
+
 def converse(args, model, meta):
-    """A conversation, and its page, however it ends."""
-    heard = []
+    """A conversation and, however it ends, its page and what it took."""
+    from hub import chat
+    chat.refuse_silent(meta['data'])                        # before one has typed anything
+    refuse_letters('Hello', args.init, meta['data'])
+    system = system_prompt(args, meta['data'])
+    talk = Chat([*system])
     try:
-        answer_all(args, model, meta, heard)
+        for said in spoken(args):
+            if said == '/quit':
+                break
+            if said == '/help':
+                aside(HELP)
+            elif said == '/reset':
+                talk.messages = [*system]
+                talk.forget()
+            elif said:
+                answer(args, model, meta['data'], talk, said)
     finally:
-        if args.html and heard:
-            write_page(args, model, meta, heard)
+        if args.html and talk.heard:
+            write_page(args, model, meta, talk.heard)
+        if talk.state:
+            speed = f', {talk.steps / talk.seconds:,.1f} tokens/s in answers' if talk.steps else ''
+            aside(f'{plural(talk.read, "token")} read and written{speed}; '
+                  f'state of {state_bytes(talk.state):,} bytes')
 
 
 def system_prompt(args, data):
@@ -395,46 +494,54 @@ def system_prompt(args, data):
     return system
 
 
-def answer_all(args, model, meta, heard):
+def answer(args, model, data, talk, said):
     """Answer what is said, in the model's chat template. The state is handed from answer to answer. If a
-    template changes what was said before, all is read again. heard: a list to which tokens are added, with
-    `by_whom`"""
+    template changes what was said before, all is read again. At a terminal, Ctrl-C ends the answer, which
+    stays in the conversation as far as it is written."""
     from hub import chat
-    data = meta['data']
-    chat.refuse_silent(data)                                # before one has typed anything
-    system = system_prompt(args, data)
-    messages = [*system]
-    state = None
-    pending = []                                            # a token that was written, but not read
-    so_far = ''                                             # the text of the state and these tokens
-    for said in spoken(args):
-        if said == '/quit':
-            break
-        if said == '/reset':
-            messages, state, pending, so_far = [*system], None, [], ''
-            heard.clear()
-        if said in ('', '/reset'):
-            continue
-        messages.append({'role': 'user', 'content': said})
-        text = chat.rendered(messages, data)
-        if not text.startswith(so_far):
-            state, pending, so_far = None, [], ''
-            heard.clear()
-        new = chat.token_ids(text[len(so_far):], data)
-        ids = pending + new
-        if not ids:
-            raise ValueError(f'{args.init}: its chat template makes nothing of these messages')
-        heard += by_whom(new, [])
-        tokens = torch.tensor([ids], device=model.embed.weight.device)
-        state = read_prompt(model, tokens[:, :-1], state)
-        last, state, _, [answer] = write_texts(args, model, data, tokens[:, -1:], state, ids)
-        pending = [] if last.item() in data.ends else last[0].tolist()
-        heard += by_whom([], answer)
-        answer = vocabulary.decode(answer, data)
-        messages.append({'role': 'assistant', 'content': answer})
-        so_far = text + chat.marked(answer, data)
-    if state:
-        aside(f'{int(state["t"]):,} tokens read and written; state of {state_bytes(state):,} bytes')
+    talk.messages.append({'role': 'user', 'content': said})
+    text = chat.rendered(talk.messages, data)
+    before = len(talk.heard)
+    if not text.startswith(talk.text):
+        talk.forget()
+    talk.heard += by_whom(chat.token_ids(text[len(talk.text):], data), [])
+    ids = [token for token, _ in talk.heard[talk.read:]]
+    if not ids:
+        raise ValueError(f'{args.init}: its chat template makes nothing of these messages')
+    tell_if_past(model.config, before, len(talk.heard))
+    tokens = torch.tensor([ids], device=model.embed.weight.device)
+    last, written = tokens[:, -1:], []
+    try:
+        talk.state = read_prompt(model, tokens[:, :-1], talk.state)
+        last, talk.state, times, [written] = write_texts(args, model, data, last, talk.state, ids)
+        talk.steps += len(times) - 1
+        talk.seconds += times[-1] - times[0]
+    except KeyboardInterrupt:                               # while it read
+        if not sys.stdin.isatty():
+            raise
+    if len(written) == args.tokens:
+        aside(f'(cut off; --tokens={args.tokens} is the most that an answer may have)')
+    elif last.item() not in data.ends:
+        aside('(cut off)')
+    tell_if_past(model.config, len(talk.heard), len(talk.heard) + len(written))
+    talk.heard += by_whom([], written)
+    written = vocabulary.decode(written, data)
+    talk.messages.append({'role': 'assistant', 'content': written})
+    talk.text = text + chat.marked(written, data)
+
+
+def tell_if_past(c, before, now):
+    """Say what happens beyond the positions that a model knows, once a text of `before` tokens has `now`.
+    c: its Config"""
+    if not before <= c.block_size < now:
+        return
+    near = c.positions != 'true' or (c.keeps() == {'window'} and c.cache <= c.block_size)
+    if c.pos == 'learned':
+        aside(f'past {c.block_size:,} tokens, the last learned position is repeated')
+    elif c.turns() and not near:
+        bounded = not c.keeps() & {'all', None} and not c.overflow
+        hint = '; --positions=compress shortens them' if bounded else ''
+        aside(f'past {c.block_size:,} tokens, rope meets distances that it did not meet in training{hint}')
 
 
 def complete(args, model, meta):
@@ -446,12 +553,7 @@ def complete(args, model, meta):
         raise ValueError('--save_state --tokens=0: nothing is read yet, as the next step reads a last token; '
                          'give a longer --prompt, or more --tokens')
     aside(f'{briefly(c.rules)} from {args.init}; recurrence: {model.why}')
-    left = c.block_size - read - (int(state['t']) if state else 0)
-    near = c.positions != 'true' or (c.keeps() == {'window'} and c.cache <= c.block_size)
-    if args.tokens > left and model.positions is not None:
-        aside(f'past {c.block_size:,} tokens, the last learned position is repeated')
-    elif args.tokens > left and c.turns() and not near:
-        aside(f'past {c.block_size:,} tokens, rope meets distances that it did not meet in training')
+    tell_if_past(c, 0, read + args.tokens + (int(state['t']) if state else 0))
     began = time.perf_counter()
     if args.load_state:
         state = read_prompt(model, tokens[:, :-1], state)

@@ -1637,7 +1637,8 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--init=TRANSLATOR --source="1 2\n\n3"': 'text 2 has 0',
         '--init=TRANSLATOR --source=@EMPTY': 'there is no text', '--init=TRANSLATOR --prompt=1': 'give --source',
         '--init=TRANSLATOR --source=1 --save_state=x': '--save_state means nothing',
-        '--html=x.html --samples=2': 'shows one text',
+        '--html=x.html --samples=2': 'shows one text', '--init=READER': 'no text to classify',
+        '--html=x.html --rule=tova --cache=8 --positions=compress': 'true positions',
         '--save_state=TEXT/x.st': 'File exists, where a folder', '--html=FOLDER': 'a folder; give the name'},
     convert: {
         '--from=GATED_DELTA': 'has softmax layers', '--rule=delta --distil=ce': 'none: take mse',
@@ -2191,6 +2192,7 @@ def test_what_matters_is_said(text, a_model, tmp_path, monkeypatch, capsys):
     assert 'past 16 tokens, rope meets' in written(capsys, f'--init={ckpt}', '--tokens=20')[1]
     bounded = '--rule=tova', '--cache=8', '--positions=compress'
     assert 'rope meets' not in written(capsys, f'--init={ckpt}', '--tokens=20', *bounded)[1]
+    assert 'training; --positions=compress' in written(capsys, f'--init={ckpt}', '--tokens=20', *bounded[:2])[1]
     assert 'rope' not in written(capsys, f'--init={ckpt}', '--tokens=15')[1]
     monkeypatch.setenv('CXX', str(tmp_path / 'none'))
     with monkeypatch.context() as broken:
@@ -3266,6 +3268,14 @@ def test_draws_are_those_of_multinomial(monkeypatch):
 
 BROWSER = next(filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None)
 
+def in_browser(page, code, tmp_path):
+    """What a page says, as JSON in its body, after this code, too, has run in it."""
+    page = Path(page).read_text().replace('</body>', f'<script>{code}</script></body>')
+    path = put(tmp_path, 'page.html', page)
+    run = [BROWSER, '--headless', '--no-sandbox', '--disable-gpu', '--dump-dom', f'file://{path}']
+    said = subprocess.run(run, capture_output=True, text=True, timeout=60).stdout
+    return json.loads(re.search(r'\[\[.*\]\]', said, re.S)[0])
+
 @pytest.mark.skipif(not BROWSER, reason='no browser here: chromium or google-chrome')
 def test_the_page_computes_the_equation(tmp_path):
     """With each gate absent, a number, or one per channel: S, what is read, and its weights."""
@@ -3289,11 +3299,7 @@ def test_the_page_computes_the_equation(tmp_path):
         return [S, o, weights(row, row.length - 1, row.at(-1).q)];
     }});
     document.body.textContent = JSON.stringify(found);'''
-    page = Path(sample.PAGE).read_text().replace('</body>', f'<script>{code}</script></body>')
-    path = put(tmp_path, 'page.html', page)
-    run = [BROWSER, '--headless', '--no-sandbox', '--disable-gpu', '--dump-dom', f'file://{path}']
-    said = subprocess.run(run, capture_output=True, text=True, timeout=60).stdout
-    found = json.loads(re.search(r'\[\[.*\]\]', said, re.S)[0])
+    found = in_browser(sample.PAGE, code, tmp_path)
     for mine, theirs in zip(found, expected, strict=True):
         for x, y in zip(mine, theirs, strict=True):
             near(torch.tensor(x, dtype=torch.double), y, 1e-9)
@@ -3303,10 +3309,12 @@ def run_in(path):
     page = Path(path).read_text()
     run = json.loads(re.search(r'<script id="recording" type="application/json">(.*)</script>', page)[1])
     for layer in run['layers']:
-        for name, x in layer['arrays'].items():
+        for name, x in [*layer['arrays'].items()]:
             flat = np.frombuffer(base64.b64decode(x['data']), np.float16).astype(np.float32)
             steps = layer['n'] * len(run['tokens'])
             layer['arrays'][name] = torch.from_numpy(flat).view(1, -1, steps, x['d'])      # heads may share keys
+            if name in ('log_q', 'log_k'):
+                layer['arrays'][name[-1]] = layer['arrays'][name].exp()
     return run
 
 @pytest.mark.parametrize('flags', [
@@ -3340,6 +3348,38 @@ def test_a_page_holds_what_each_memory_was_given(flags, a_model, characters, tmp
             if 'norm=attn' in flags and 'delta' in flags:        # divided behind the recurrence
                 found = found / (x['q'] * x['k'].cumsum(2)).sum(-1, keepdim=True)
             near(found[:, :, layer['n'] - 1::layer['n']], o, 1e-2)
+
+@pytest.mark.parametrize('overflow', ['sum:slots', 'gla-beta:hedgehog', 'delta:taylor'])
+def test_a_page_shows_what_a_hybrid_reads_from_cache_and_matrix(overflow, tmp_path):
+    """Each token is in one of them; weights times values are what the layer reads. A browser finds the same,
+    hides the matrix of a layer that has none, and opens with the last token in sight."""
+    model, T = small(layers='softmax,sink', cache=6, sinks=1, overflow=overflow, n_kv_head=1), 40
+    tokens = torch.full((1, T), 10).index_fill(1, torch.arange(0, T, 2), 97)
+    [_, given], [_, seen] = sample.given_to_memories(model, tokens), through(model, tokens)
+    matrix, gone, step = given['matrix'], given['gone'], torch.arange(T)[:, None]
+    names = {'k', 'write', 'erase', 'log_f'} & matrix.keys()
+    spilled = weights(matrix['q'], **{name: matrix[name].expand(-1, 2, -1, -1) for name in names})
+    if overflow != 'delta:taylor':
+        spilled = spilled / spilled.sum(-1, keepdim=True).clamp(min=1e-30)
+    spilled = F.pad(spilled, (0, 1)).gather(-1, gone[:, :, None].expand(-1, 2, T, -1))      # by the token written
+    left = (torch.arange(T) > step) | (gone <= step)
+    cached = seen.scores.masked_fill(left, -math.inf).softmax(-1)
+    A = matrix['share'] * cached + (1 - matrix['share']) * spilled
+    near(A @ seen.v, seen.o, 1e-5)
+    if overflow != 'delta:taylor':
+        near(A.sum(-1), torch.ones(1, 2, T, dtype=A.dtype), 1e-5)
+    sample.write_page(sample.Args(html=f'{tmp_path}/run.html'), model, {'data': Data('byte', 256)},
+                      sample.by_whom(tokens[0].tolist(), []))
+    if BROWSER:
+        said = in_browser(tmp_path / 'run.html', '''
+            const first = [getComputedStyle($('matrix')).display, $('tokens').scrollTop > 0];
+            $('layer').value = 1;
+            const row = t => { go(t); return attention(run.layers[1]); };
+            const rows = () => run.tokens.map((_, t) => [...row(t), ...Array(run.tokens.length - 1 - t).fill(0)]);
+            const found = [0, 1].map(head => { $('head').value = head; selectHead(); return rows(); });
+            document.body.textContent = JSON.stringify([first, found]);''', tmp_path)
+        assert said[0] == ['none', True]
+        near(torch.tensor(said[1]), A[0].float(), 1e-2)
 
 def test_a_page_takes_any_text_as_text(a_model, tmp_path, monkeypatch, capsys):
     """As subwords would have it; bytes are letters of their own."""
@@ -3816,19 +3856,24 @@ def test_an_encoder_of_the_hub_learns_the_classes_of_a_task(tmp_path, capsys):
     assert 'give --data' in refused(capsys, train.main, f'--init={tmp_path / "bert"}', *run)
     for model, name, why in ('three', data, 'head.weight'), ('bert', 'recall', 'the tokens'):
         assert why in refused(capsys, train.main, f'--init={tmp_path / model}', f'--data={name}', *run)
-    assert 'without classes' in refused(capsys, sample.main, f'--init={tmp_path / "bert"}', '--prompt=7 8')
+    flags = f'--init={tmp_path / "bert"}', '--prompt=7 8', '--temperature=0'
+    assert 'without classes' in refused(capsys, sample.main, *flags)
 
-def test_a_whole_text_stands_between_the_tokens_of_its_template(tmp_path, monkeypatch):
+def test_a_whole_text_stands_between_the_tokens_of_its_template(tmp_path, monkeypatch, capsys):
     """[CLS] and [SEP] of a WordPiece tokenizer.json, also where the text is cut off."""
     words = '[UNK] [CLS] [SEP] [PAD] quick ##er fox'.split()
     in_hub_layout(tmp_path, 'bert')
     put(tmp_path, 'tokenizer.json', word_pieces(words, '[CLS] $A [SEP]', [('[CLS]', 1), ('[SEP]', 2)]))
     data = load(tmp_path)[1]['data']
-    monkeypatch.setattr(sample, 'show_classes', Mock())
-    for given, rows in ('quicker fox', [[1, 4, 5, 6, 2]]), ('quick\n fox\n', [[1, 4, 2], [1, 6, 2]]):
-        sample.show_classes.reset_mock()
-        assert sample.main([f'--init={tmp_path}', f'--prompt={given}', *['--lines'] * (len(rows) > 1)]) == 0
-        assert [call.args[1] for call in sample.show_classes.call_args_list] == rows
+    data.labels = ['sun', 'rain']
+    monkeypatch.setattr(sample, 'classes_of', Mock(return_value=[(1, .7081), (0, .2919)]))
+    for given, rows, out in (
+            ('quicker fox', [[1, 4, 5, 6, 2]], 'class 1 (rain): 70.8%\nclass 0 (sun): 29.2%\n'),
+            ('quick\n\n fox\n', [[1, 4, 2], [1, 6, 2]], 'rain\t0.708\tquick\nrain\t0.708\tfox\n')):
+        sample.classes_of.reset_mock()
+        sample.classify(sample.Args(prompt=given, lines=len(rows) > 1), None, {'data': data})
+        assert [call.args[1] for call in sample.classes_of.call_args_list] == rows
+        assert capsys.readouterr().out == out
     assert vocabulary.whole_text('quicker fox', data) == [1, 4, 5, 6, 2]
     assert prepare.fitted([[b'quicker fox']], data, 4, 0, 8)[0][0][0].tolist() == [1, 4, 5, 2]
     assert vocabulary.with_bos([6], data) == [1, 6]
@@ -4002,6 +4047,34 @@ def test_a_conversation_is_read_as_one_text(rule, tmp_path, capsys, monkeypatch)
     written(capsys, *flags, '--system=Be brief.')
     assert roles[2:] == [['system', 'user']] * 2 + [['system', 'user', 'assistant', 'user']]
 
+@pytest.mark.parametrize('where, name, calls', [
+    (GPT, 'hidden', 1), (GPT, 'hidden', 4), (sample, 'show_text', 3)])
+def test_ctrl_c_ends_an_answer_and_then_the_chat(where, name, calls, tmp_path, capsys, monkeypatch):
+    """While it reads or writes, at a terminal. The next answer is that to all so far, with what there was."""
+    a_talker(tmp_path)
+    pages, count, plain = [], itertools.count(1), getattr(where, name)
+    typed = [b'the quick\n', b'/help\n', b'jumps over\n', KeyboardInterrupt]
+    terminal = Mock(isatty=lambda: True, **{'buffer.readline.side_effect': typed})
+    monkeypatch.setattr(sys, 'stdin', terminal)
+    monkeypatch.setattr(sample, 'write_page', lambda *given: pages.append(given[-1]))
+
+    def stopped(*given, **how):
+        result = plain(*given, **how)
+        if next(count) == calls:
+            raise KeyboardInterrupt
+        return result
+    monkeypatch.setattr(where, name, stopped)
+    _, err = written(capsys, f'--init={tmp_path}', '--chat', '--tokens=6', '--temperature=0', '--html=a.html')
+    [heard], model = pages, load(tmp_path)[0]
+    parts = [[token for token, _ in group] for _, group in itertools.groupby(heard, key=lambda pair: pair[1])]
+    tokens = torch.tensor([[token for token, _ in heard[:-len(parts[-1])]]])
+    steps = itertools.islice(model.generate(tokens, temperature=0), 6)
+    assert [token.item() for token, _ in steps] == parts[-1] and len(parts) == (2 if calls == 1 else 4)
+    for said in ('> past 16 tokens, rope meets', f'\n(cut off)\n> {sample.HELP}\n',
+                 '\n> (cut off; --tokens=6 is the most that an answer may have)\n> \n'):
+        assert err.count(said) == 1, (said, err)
+    assert re.search(rf'\n{len(heard) - 1} tokens read and written, .* tokens/s in answers; state of', err)
+
 def test_each_of_several_texts_ends_by_itself(tmp_path, monkeypatch, capsys):
     """And what ends it is not printed; without --special a special token's letters are read, and said so."""
     data = a_talker(tmp_path)
@@ -4028,7 +4101,7 @@ def test_what_a_folder_says_goes_the_whole_way(tmp_path, capsys):
     samples = f'--init={tmp_path}/a', '--prompt=the quick', '--tokens=1'
     in_hub_layout(tmp_path / 'a', 'llama')                      # without a tokenizer tokens are only numbers
     for main, argv in (convert.main, converts), (sample.main, samples):
-        assert re.search("no token for 'quick'|not ids", refused(capsys, main, *argv))
+        assert re.search('brings no tokenizer|not ids', refused(capsys, main, *argv))
     a_talker(tmp_path / 'a', groups=2, bos_token_id=1, pad_token_id=7)
     put(tmp_path / 'a', 'added_tokens.json', '{}')
     for name in 'vocab.json', 'merges.txt':                     # beside tokenizer.json, as many have them
