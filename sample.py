@@ -53,8 +53,8 @@ class Args:
     prompt: str = flag('', 'text, @file, - for standard input (@@ for a first @); empty: BOS, or a newline')
     chat: bool = flag(False, 'a conversation, in the chat template that the model brought')
     system: str = flag('', 'with --chat: a system prompt, or @file')
-    lines: bool = flag(False, 'of a classifier: each line of --prompt is a text. For each, print its likeliest '
-                              'class, probability and text, with tabs between; empty lines are left out')
+    lines: bool = flag(False, 'of a classifier: each line of --prompt is a text. For each, print its class, '
+                              'probability and text, with tabs between; empty lines are left out')
     special: bool = flag(False, 'read special tokens in --prompt, such as <|im_end|>, not their letters')
     tokens: int = flag(256, 'tokens to write; of each answer', low=0, high=10 ** 12)
     samples: int = flag(1, 'texts written at once', low=1, high=2 ** 16)
@@ -168,6 +168,13 @@ def refuse_letters(text, init, data):
                          'such as --prompt="7 8"')
 
 
+def tell_lost(tokens, data):
+    """Say how many of the tokens of what a user wrote stand for letters that the tokenizer does not know."""
+    lost = vocabulary.lost(tokens, data)
+    if lost:
+        note(f'{lost:,} of {plural(len(tokens), "token")} stand for letters that the tokenizer does not know')
+
+
 def prompt_and_state(args, model, meta):
     """-> the tokens to read (B, T), the state before them, and the tokens that the first text begins with"""
     data = meta['data']
@@ -186,6 +193,7 @@ def prompt_and_state(args, model, meta):
         state = None
         prompt = vocabulary.encode(text, data, args.special)
         texts = [vocabulary.with_bos(prompt, data)] * args.samples
+    tell_lost(texts[0], data)
     return torch.tensor(texts, device=model.embed.weight.device), state, prompt
 
 
@@ -200,6 +208,7 @@ def classify(args, model, meta):
     for text in texts:
         refuse_letters(text, args.init, data)
         row = vocabulary.whole_text(text, data) or vocabulary.with_bos([], data)
+        tell_lost(row, data)
         classes = classes_of(model, row, data)
         if args.lines:
             i, share = classes[0]
@@ -504,7 +513,9 @@ def answer(args, model, data, talk, said):
     before = len(talk.heard)
     if not text.startswith(talk.text):
         talk.forget()
-    talk.heard += by_whom(chat.token_ids(text[len(talk.text):], data), [])
+    new = chat.token_ids(text[len(talk.text):], data)
+    tell_lost(new, data)
+    talk.heard += by_whom(new, [])
     ids = [token for token, _ in talk.heard[talk.read:]]
     if not ids:
         raise ValueError(f'{args.init}: its chat template makes nothing of these messages')

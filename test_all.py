@@ -3874,6 +3874,8 @@ def test_a_whole_text_stands_between_the_tokens_of_its_template(tmp_path, monkey
         sample.classify(sample.Args(prompt=given, lines=len(rows) > 1), None, {'data': data})
         assert [call.args[1] for call in sample.classes_of.call_args_list] == rows
         assert capsys.readouterr().out == out
+    assert sample.main([f'--init={tmp_path}', '--prompt=fox x fox y']) == 0
+    assert 'note: 2 of 6 tokens stand for letters' in capsys.readouterr().err
     assert vocabulary.whole_text('quicker fox', data) == [1, 4, 5, 6, 2]
     assert prepare.fitted([[b'quicker fox']], data, 4, 0, 8)[0][0][0].tolist() == [1, 4, 5, 2]
     assert vocabulary.with_bos([6], data) == [1, 6]

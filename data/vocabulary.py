@@ -269,14 +269,22 @@ def odd_tokens(text):
     return word if unknown in special else None, unknown, [i for i in special if i != unknown]
 
 
+def lost(tokens, meta):
+    """How many of these tokens stand for letters that the tokenizer does not know."""
+    if not meta.json:
+        return 0
+    _, unknown, _ = odd_tokens(meta.json)
+    return tokens.count(unknown)
+
+
 def count(text, tokens, meta, counts):
     """Add to counts, a Counter, what one should know of the tokens of a text: how many are special, and how
     many stand for letters that the tokenizer does not know."""
     if meta.json:
-        word, unknown, special = odd_tokens(meta.json)
+        word, _, special = odd_tokens(meta.json)
         said = text.count(word) if word and meta.marks else 0
         counts['special'] += int(np.isin(tokens, special).sum()) + said
-        counts['unknown'] += tokens.count(unknown) - said
+        counts['unknown'] += lost(tokens, meta) - said
 
 
 def remarks(counts):
