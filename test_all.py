@@ -1604,7 +1604,7 @@ REFUSED = {     # script: flags: what is said of them, as a regular expression; 
         '--init=LEARNED --block_size=17': 'rows of 17 .* learned 16 positions; take a smaller --block_size',
         '--tokenizer=bpe:65537': '257 to 65,536',
         ENCODER + '--rule=tova': 'step by step', ENCODER + '--rule=delta --norm=attn': 'keys so far',
-        '--causal=false --data=recall': 'classes', '--encoder=1 --data=recall': 'such as multi30k',
+        '--causal=false --data=recall': 'lines 0<TAB>text', '--encoder=1 --data=recall': 'such as multi30k',
         '--data=PAIRS': '--encoder=0: in data of pairs',
         '--data=PAIRS --encoder=1 --causal=false': '--causal=false',
         ENCODER + '--writes=2': 'causal=False: .* step by step', '--writes=2 --pos=rope': 'rope',
@@ -2005,6 +2005,11 @@ def test_which_file_is_the_model(tmp_path, capsys):
     weights = {f'_orig_mod.module.{name}': x for name, x in load_file(whole).items()}
     save_file(weights, a / 'zz.safetensors')
     is_from(two)
+    (a / 'zz.safetensors').unlink()
+    for name, why in ('zz.bin', 'save_pretrained'), ('zz.gguf', 'GGUF is not read'):    # of other programs
+        put(a, name, 'GGUF' * 9)
+        for source in a, a / name:
+            assert why in refused(capsys, sample.main, f'--init={source}', '--prompt=7 8')
 
 def test_a_tokenizer_is_the_folders_own(tmp_path, monkeypatch, capsys):
     """Never GPT-2's by a count of tokens; tiktoken's where the words are GPT-2's, and nothing else is said."""
@@ -3706,7 +3711,7 @@ DAMAGED = [     # kind; an entry of config.json, a tensor (by shape) or a file; 
     ('llama', 'tokenizer_config.json', b'{"chat_template": ["x"]}', 'not as the hub has it (AttributeError'),
     ('llama', 'tokenizer.json', b'{"model": {"vocab": {}}}', 'no description of a tokenizer'),
     ('vit', 'preprocessor_config.json', b'{"image_mean": [0.485]}', 'image_mean is [0.485]'),
-    ('gpt2', 'model.safetensors', None, 'pickled')]
+    ('gpt2', 'model.safetensors', None, 'no model.safetensors')]
 
 @pytest.mark.parametrize('kind, what, value, why', DAMAGED, ids=[f'{row[0]} {row[3]}' for row in DAMAGED])
 def test_models_of_the_hub_that_are_damaged_or_others_are_refused(kind, what, value, why, tmp_path, capsys):
@@ -3751,7 +3756,7 @@ def test_an_encoder_of_the_hub_learns_the_classes_of_a_task(tmp_path, capsys):
     assert 'give --data' in refused(capsys, train.main, f'--init={tmp_path / "bert"}', *run)
     for model, name, why in ('three', data, 'head.weight'), ('bert', 'recall', 'the tokens'):
         assert why in refused(capsys, train.main, f'--init={tmp_path / model}', f'--data={name}', *run)
-    assert 'without classes' in refused(capsys, sample.main, f'--init={tmp_path / "bert"}', '--prompt=7 8')
+    assert 'of lines 0<TAB>text' in refused(capsys, sample.main, f'--init={tmp_path / "bert"}', '--prompt=7 8')
 
 def test_a_whole_text_stands_between_the_tokens_of_its_template(tmp_path, monkeypatch):
     """[CLS] and [SEP] of a WordPiece tokenizer.json, also where the text is cut off."""
