@@ -2650,6 +2650,16 @@ def test_what_a_prepared_set_says_and_holds_is_checked_before_a_model_is_built(m
     err = refused(capsys, train.main, f'--data={folder}', f'--out={out}', *TINY, '--steps=1')
     assert re.search(words, err) and 'prepare it anew' in err and not out.exists()
 
+def test_numbers_that_are_a_models_tokens_are_made_them_by_a_word(a_model, tmp_path, capsys):
+    rows = np.tile(np.arange(8), (12, 1))
+    folder = made(tmp_path, rows, rows, [6, 12], vocab_size=256, ignore=256)
+    run = f'--init={a_model("--rule=softmax")}', f'--data={folder}', f'--out={tmp_path}/out', *TINY, '--steps=1'
+    word = '"tokenizer": "byte"'
+    assert f'write {word} into its meta.json' in refused(capsys, train.main, *run)
+    meta = tmp_path / 'meta.json'
+    put(tmp_path, 'meta.json', meta.read_text().replace('"tokenizer": "ids"', word))
+    assert train.main([*run]) == 0
+
 @pytest.fixture(scope='session')
 def threes(tmp_path_factory):
     """The path of a task: is there a 3 among up to 7 numbers? Half of the rows are shorter, padded with 9."""

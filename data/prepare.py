@@ -497,6 +497,8 @@ def remedy_for(meta, like):
         return 'its rows are padded: take an encoder, such as MiniLM, or train a new model on them'
     if like.kind != 'text' and meta.kind == 'text':
         return 'this model was trained on rows, so give it labelled lines, or pairs'
+    if meta.tokenizer == 'ids' and meta.vocab_size == like.vocab_size and not (like.json or like.chars):
+        return f'if its numbers are these tokens, write "tokenizer": "{like.tokenizer}" into its meta.json'
     if {meta.tokenizer, like.tokenizer} & {*vocabulary.FIXED}:
         return 'these cannot be made anew: take other data'
     return 'make it anew with data/prepare.py, or give the text itself'
