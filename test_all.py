@@ -2097,6 +2097,8 @@ def test_files_and_standard_input_are_bytes(tmp_path, a_model, monkeypatch, caps
             files.as_utf8(data, 'x')
     *sides, meta = prepare.load_set(str(tmp_path / 'a@b'), tokenizer='char')
     assert vocabulary.decode(np.concatenate(sides), meta).encode() == raw * 9
+    out, err = capsys.readouterr()
+    assert 'a@b: 9 lines end in CR LF' in err and 'has 0.0 MB' in out
     (tmp_path / 'latin.txt').write_bytes('caf\u00e9'.encode('latin-1'))
     monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'caf\xe9')))
     init = f'--init={a_model("--rule=gated_delta")}'

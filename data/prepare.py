@@ -84,6 +84,9 @@ def local_text(path):
     """The last 10 to 20 % validate. We cut at a line end or, if lines are long, between two characters."""
     text = files.read_file(path)
     files.as_utf8(text, path)
+    crlf = text.count(b'\r\n')
+    if crlf:
+        note(f'{path}: {crlf:,} lines end in CR LF, and CR is learned, too; dos2unix {path} takes it away')
     latest = int(len(text) * .9)
     cut = text.rfind(b'\n', int(len(text) * .8), latest) + 1 or latest
     while cut < len(text) and text[cut] & 0xC0 == 0x80:         # inside a UTF-8 character
@@ -297,6 +300,8 @@ def prepare(name, root=None, tokenizer=None, file=None, like=None):
         save_set(folder, meta, WAYS[entry.way](entry, paths, meta, wish))
     except (OSError, ValueError) as e:                          # also a full disk
         raise ValueError(f'cannot prepare {name}: {e}') from None
+    size = sum(os.path.getsize(path) for path in glob.glob(f'{glob.escape(folder)}/*.bin'))
+    print(f'{folder} has {size / 1e6:.1f} MB', flush=True)
     return folder
 
 
