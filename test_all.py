@@ -2687,9 +2687,8 @@ def test_an_encoder_learns_classes_says_them_and_is_converted(flags, threes, tmp
     near(model(x)[0], alone, 1e-5)
     right = alone.argmax(1) == y.min(1).values                              # other targets are 10
     assert log(tmp_path)[-1]['accuracy'] == pytest.approx(right.float().mean().item())
-    found, truth = log(tmp_path)[-1], y.min(1).values
-    expected = np.nan_to_num(np.corrcoef(alone.argmax(1), truth)[0, 1])     # of two classes this is Matthews'
-    assert (found['matthews'], found['majority']) == pytest.approx((expected, .53))
+    expected = np.nan_to_num(np.corrcoef(alone.argmax(1), y.min(1).values)[0, 1])       # of two, it is Matthews'
+    assert (log(tmp_path)[-1]['matthews'], log(tmp_path)[-1]['majority']) == pytest.approx((expected, .53))
     p = model(torch.tensor([[1, 2, 3, 4]]))[0].softmax(-1)[0]
     likelier = p.argmax().item()
     said = [f'class {i}: {p[i]:.1%}' for i in (likelier, 1 - likelier)]
@@ -2800,8 +2799,7 @@ def test_a_model_from_a_file_is_not_drawn_first(a_model):
     ('softmax', dict(beta_max=1.0), ''), ('delta', dict(rule='full'), 'full'),
     ('tova', dict(overflow='sum:favour'), '--overflow'), ('delta', dict(newer=1), 'newer is unknown'),
     ('delta', dict(out_norm=...), 'out_norm is unknown, or is missing'), ('delta', dict(data={}), '0 tokens of byte'),
-    ('delta', dict(data=dict(tokenizer='json', vocab_size=256, json='{}')), 'no description of a tokenizer'),
-    ('delta', dict(data=dict(tokenizer='byte', vocab_size=257)), 'the model has 256 tokens')], ids=str)
+    ('delta', dict(data=dict(tokenizer='json', vocab_size=256, json='{}')), 'no description of a tok')], ids=str)
 def test_files_of_other_versions_load_or_are_refused_in_one_sentence(rule, change, why, a_model, tmp_path, capsys):
     """What is missing, unknown or gone cannot be built."""
     path = tmp_path / 'old.safetensors'

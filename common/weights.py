@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from common import files
+from common.errors import of_package
 
 
 def write_safetensors(path, tensors, notes):
@@ -104,10 +105,8 @@ def opened(path):
 def read_meta(path):
     """The meta of a file of ours, at once: nothing else is read, nor compared with the digest."""
     _, header = opened(path)
-    try:
+    with of_package(f'{path}: damaged'):
         return dict(json.loads(header['meta']))
-    except (ValueError, TypeError, RecursionError) as e:
-        raise ValueError(f'{path}: damaged ({e})') from None
 
 
 def read_tensors(path):

@@ -47,7 +47,7 @@ import numpy as np
 if not __package__:                                             # run as a script: make `data` importable
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from common import files
-from common.errors import note, script
+from common.errors import note, of_package, script
 from common.flags import flag, from_home, parse, refuse
 from data import tasks, vocabulary
 from data.kinds import Data, Set
@@ -492,7 +492,8 @@ def load_set(name, root=None, tokenizer=None, like=None):
         raise ValueError(f'--data={name}: not in the tokens wanted ({like.summary()}), but in others '
                          f'({meta.summary()}); {remedy_for(meta, like)}')
     if meta.json:
-        vocabulary.refuse_tokenizer(meta.json, path)
+        with of_package(f'{path}: no tokens'):
+            vocabulary.subwords(meta.json)
     return train, val, meta
 
 
