@@ -23,6 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import fastweight
+from common.errors import of_package
 from common.flags import briefly, expected, fits, flag, known, refuse, subset, typed
 from common.weights import map_state, one_tensor, read_meta, read_tensors, write_tensors
 from data import vocabulary
@@ -1307,11 +1308,9 @@ def load(source, device='cpu', revision='main', check=None, **changes):
     if folder is None:
         weights, meta = checkpoint(source)
     data = meta['data'] = Data.from_dict(meta['data'], source)
-    if data.vocab_size != saved.vocab_size:
-        raise ValueError(f'{source}: the model has {saved.vocab_size} tokens, their description '
-                         f'{data.vocab_size}: damaged')
     if data.json:
-        vocabulary.refuse_tokenizer(data.json, source)
+        with of_package(f'{source}: no tokens'):
+            vocabulary.subwords(data.json)
     if data.is_joined:
         data.row = 0                    # the rows were those of the pairs: the model reads any text
     model = unfilled(config, saved, source)

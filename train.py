@@ -512,8 +512,8 @@ def cannot_go_together(args, config, data, model):
     meta = data.meta
     of = f'--data={args.data}'
     yield not (config.causal or meta.classes), (
-        f'--causal=false {of}: each step would see the token that it should say; an encoder needs data with '
-        'classes, such as listops (pairs: --encoder=3)')
+        f'--causal=false {of}: each step would see the token that it should say; an encoder needs '
+        'classes: lines 0<TAB>text in a .tsv (not .csv), or a set such as listops (pairs: --encoder=3)')
     if args.steps:                                              # without, nothing is trained
         yield from cannot_train(config)
     yield args.batch_size % data.world, (

@@ -102,8 +102,6 @@ def fits(field, value):
 def typed(cls, raw, where):
     """Make a dataclass from a dict that was read from a file of ours. ValueError, beginning with `where`, if
     it is of a version with other fields, or if its values do not fit."""
-    if type(raw) is not dict:
-        raise ValueError(f'{where}: {raw!r:.60} is not ours')
     others = raw.keys() ^ {field.name for field in dataclasses.fields(cls)}
     if others:
         raise ValueError(f'{where}: {", ".join(sorted(others))} is unknown, or is missing')

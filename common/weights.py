@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from common import files
+from common.errors import of_package
 
 
 def write_safetensors(path, tensors, notes):
@@ -67,6 +68,16 @@ def write_tensors(path, tensors, meta):
     write_safetensors(path, tensors, {'meta': text, 'digest': digest(text, tensors)})
 
 
+def of_other_files(names):
+    """What to do about weights in the formats of other programs, if the names are of such; else nothing"""
+    ends = {os.path.splitext(name)[1] for name in names}
+    if '.gguf' in ends:
+        return '; GGUF is not read: get the folder that it was made from, with model.safetensors'
+    if ends & {'.bin', '.pt', '.pth'}:
+        return '; pickled weights may run code, so none are read: save_pretrained of transformers makes others'
+    return ''
+
+
 def mapped_tensors(path, name):
     """-> the tensors of a safetensors file, mapped: what is not used takes no memory; and the strings of its
     header. ValueError if it is broken or not one. name: of the file, for messages"""
@@ -75,7 +86,7 @@ def mapped_tensors(path, name):
             in_file = f.keys()
             return {key: f.get_tensor(key) for key in in_file}, f.metadata() or {}
     except (SafetensorError, OSError, RuntimeError) as e:
-        raise ValueError(f'{name}: not a whole safetensors file ({e})') from None
+        raise ValueError(f'{name}: not a whole safetensors file ({e}){of_other_files([path])}') from None
 
 
 def one_tensor(path, name):
@@ -100,10 +111,8 @@ def opened(path):
 def read_meta(path):
     """The meta of a file of ours, at once: nothing else is read, nor compared with the digest."""
     _, header = opened(path)
-    try:
+    with of_package(f'{path}: damaged'):
         return dict(json.loads(header['meta']))
-    except (ValueError, TypeError, RecursionError) as e:
-        raise ValueError(f'{path}: damaged ({e})') from None
 
 
 def read_tensors(path):

@@ -49,7 +49,7 @@ import numpy as np
 if not __package__:                                             # run as a script: make `data` importable
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from common import files
-from common.errors import note, script
+from common.errors import note, of_package, script
 from common.flags import flag, from_home, parse, refuse
 from data import tasks, vocabulary
 from data.kinds import Data, Set
@@ -86,6 +86,9 @@ def local_text(path):
     """The last 10 to 20 % validate. We cut at a line end or, if lines are long, between two characters."""
     text = files.read_file(path)
     files.as_utf8(text, path)
+    crlf = text.count(b'\r\n')
+    if crlf:
+        note(f'{path}: {crlf:,} lines end in CR LF, and CR is learned, too; dos2unix {path} takes it away')
     latest = int(len(text) * .9)
     cut = text.rfind(b'\n', int(len(text) * .8), latest) + 1 or latest
     while cut < len(text) and text[cut] & 0xC0 == 0x80:         # inside a UTF-8 character
@@ -302,6 +305,8 @@ def prepare(name, root=None, tokenizer=None, file=None, like=None):
         save_set(folder, meta, WAYS[entry.way](entry, paths, meta, wish))
     except (OSError, ValueError) as e:                          # also a full disk
         raise ValueError(f'cannot prepare {name}: {e}') from None
+    size = sum(os.path.getsize(path) for path in glob.glob(f'{glob.escape(folder)}/*.bin'))
+    print(f'{folder} has {size / 1e6:.1f} MB', flush=True)
     return folder
 
 
@@ -521,7 +526,8 @@ def load_set(name, root=None, tokenizer=None, like=None):
         raise ValueError(f'--data={name}: not in the tokens wanted ({like.summary()}), but in others '
                          f'({meta.summary()}); {remedy_for(meta, like)}')
     if meta.json:
-        vocabulary.refuse_tokenizer(meta.json, path)
+        with of_package(f'{path}: no tokens'):
+            vocabulary.subwords(meta.json)
     if like:
         meta.bos = like.bos
     counts = {key: sum(getattr(meta, side).get(key, 0) for side in SIDES) for key in ('special', 'unknown')}
@@ -536,6 +542,8 @@ def remedy_for(meta, like):
         return 'its rows are padded: take an encoder, such as MiniLM, or train a new model on them'
     if like.kind != 'text' and meta.kind == 'text':
         return 'this model was trained on rows, so give it labelled lines, or pairs'
+    if meta.tokenizer == 'ids' and meta.vocab_size == like.vocab_size and not (like.json or like.chars):
+        return f'if its numbers are these tokens, write "tokenizer": "{like.tokenizer}" into its meta.json'
     if {meta.tokenizer, like.tokenizer} & {*vocabulary.FIXED}:
         return 'these cannot be made anew: take other data'
     return 'make it anew with data/prepare.py, or give the text itself'

@@ -64,15 +64,6 @@ def subwords(text, special=False):
     return tokenizer
 
 
-def refuse_tokenizer(text, where):
-    """ValueError, beginning with `where`, if the text of a tokenizer.json cannot be used."""
-    package()                                                   # outside try: the file is not to blame
-    try:
-        subwords(text)
-    except ValueError as e:
-        raise ValueError(f'{where}: {e}') from None
-
-
 def learn_tokenizer(data, size):
     """Learn `size` tokens from UTF-8 data by byte pair encoding (Sennrich 2016, arXiv:1508.07909), or fewer
     if no more pairs repeat -> the text of a tokenizer.json. Bytes and words are treated as in GPT-2."""

@@ -19,7 +19,7 @@ import torch
 from common import files
 from common.errors import note
 from common.flags import plural
-from common.weights import mapped_tensors, one_tensor, write_safetensors
+from common.weights import mapped_tensors, of_other_files, one_tensor, write_safetensors
 from data.kinds import Data
 from hub.families import (FAMILIES, QUANTISED, TYPES, family_of, kind_and_config, names, parts, published)
 from hub.texts import TEXT_FILES, TOKENIZER, WORDS, add_texts, as_object, as_the_hub, parsed, tokenizer_of
@@ -149,7 +149,7 @@ def files_of_weights(folder):
     elif len(there) > 1:
         raise ValueError(f'{folder}: {", ".join(there)}: which is the model? Keep one, or call it {WHOLE}')
     if not chosen:
-        raise ValueError(f'{folder}: no {WHOLE}; pickled weights (.bin, .pt) are not read')
+        raise ValueError(f'{folder}: no {WHOLE}{of_other_files(os.listdir(folder))}')
     others = [file for file in there if file not in chosen]
     if others:
         note(f'{folder}: the model is {", ".join(chosen)}; not read: {", ".join(others)}')
@@ -243,7 +243,8 @@ def folder_of(source, revision):
         if os.path.exists(os.path.join(source, CONFIG)):
             return source
         raise ValueError(f'{source}: no config.json in it, which the folder of a model of the hub has; if '
-                         'train.py or convert.py made it, give the file ckpt.safetensors')
+                         'train.py or convert.py made it, give the file ckpt.safetensors'
+                         f'{of_other_files(os.listdir(source))}')
     if not re.fullmatch(r'[\w.-]+(/[\w.-]+)?', source):
         raise ValueError(f'{source}: no such file or folder, nor a name on the hub, as OWNER/NAME')
     return downloaded(source, revision)
