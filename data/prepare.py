@@ -32,7 +32,6 @@ then the translation. Both parts are filled up with pad, and cut off after 256 t
 The targets are the tokens of the translation, then one pad that marks the end. Rows keep the order of the
 lines.
 """
-import collections
 import contextlib
 import functools
 import glob
@@ -332,8 +331,8 @@ def plain_text(entry, paths, meta, wish):
     """A text is one array of tokens."""
     sides = entry.make(*paths)
     vocabulary.learn_tokens(sides, meta)
-    meta.train, meta.val = (collections.Counter(bytes=len(text)) for text in sides)
-    return [vocabulary.tokenize(text, meta, about) for text, about in zip(sides, (meta.train, meta.val))]
+    meta.train, meta.val = ({'bytes': len(text)} for text in sides)
+    return [vocabulary.tokenize(text, meta) for text in sides]
 
 
 def generated(entry, paths, meta, wish):
@@ -442,11 +441,9 @@ def fitted(sides, meta, most, given, step, more=0):
     for texts in sides:
         rows = []
         cut = 0
-        counts = collections.Counter()
         for number, text in enumerate(tqdm(texts, unit='texts', disable=None), 1):
             text = text.decode()
             tokens = vocabulary.encode(text, meta, meta.marks)
-            vocabulary.count(text, tokens, meta, counts)
             if not (before or tokens or behind):
                 raise ValueError(f'text {number} has no tokens: {text[:30]!r}')
             kept = tokens[:room - len(before) - len(behind)]
@@ -454,8 +451,6 @@ def fitted(sides, meta, most, given, step, more=0):
             rows.append(np.array(before + kept + behind, np.uint32))
         if cut:
             print(f'{cut:,} of {len(texts):,} texts have more than {room} tokens: the rest is cut off')
-        for remark in vocabulary.remarks(counts):
-            print(f'{len(texts):,} texts: {remark}')
         by_side.append(rows)
     return by_side, given or row_length(by_side, most, step, more)
 
@@ -530,10 +525,23 @@ def load_set(name, root=None, tokenizer=None, like=None):
             vocabulary.subwords(meta.json)
     if like:
         meta.bos = like.bos
-    counts = {key: sum(getattr(meta, side).get(key, 0) for side in SIDES) for key in ('special', 'unknown')}
-    for remark in vocabulary.remarks(counts):
-        note(f'--data={name}: {remark}')
+    if meta.json:
+        tell_special(name, np.concatenate([train, val]), meta)
     return train, val, meta
+
+
+def tell_special(name, tokens, meta):
+    """Say what one should know of special tokens before one trusts the figures."""
+    if meta.row:
+        tokens = tokens.reshape(-1, 2, meta.row)[:, 0]          # without targets
+    lost = vocabulary.lost(tokens, meta)
+    if lost:
+        note(f'--data={name}: {lost:,} of {tokens.size:,} tokens stand for letters that the tokenizer does not '
+             'know. These are lost, and no figure counts them')
+    _, special = vocabulary.special_ids(meta.json)
+    found = np.isin(tokens, special).sum()
+    if meta.marks and meta.kind == 'text' and found:
+        note(f'--data={name}: {found:,} of its tokens are special ones, such as <s>, which are read as such')
 
 
 def remedy_for(meta, like):

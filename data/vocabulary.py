@@ -204,10 +204,9 @@ def pieces(data, size=1 << 20):
         start = end
 
 
-def tokenize(data, meta, counts, size=1 << 20):
-    """Yield arrays of token ids; joined, they are the tokens of data, a text of training. counts: as for
-    `count`. Some tokenizers add a space before what they read, so each piece is read together with the letter
-    before it."""
+def tokenize(data, meta, size=1 << 20):
+    """Yield arrays of token ids; joined, they are the tokens of data. Some tokenizers add a space before what
+    they read, so each piece is read together with the letter before it."""
     if meta.tokenizer == 'byte':                                # no decoding: the stdlib need not be UTF-8
         yield np.frombuffer(data, np.uint8)
         return
@@ -219,7 +218,6 @@ def tokenize(data, meta, counts, size=1 << 20):
         tokens = after(letter, text, meta, meta.marks)
         if tokens is None:
             raise ValueError(f'this tokenizer reads {letter!r} in another way before {text[:20]!r}')
-        count(text, tokens, meta, counts)
         yield np.array(tokens)
         letter = text[-1]
 
@@ -247,44 +245,25 @@ def continued(text, tokens, meta, special=False):
 
 
 @functools.lru_cache(4)
-def odd_tokens(text):
-    """Of a tokenizer.json: what it puts where it knows no token for a letter, as a text may say it, and its
-    id, or None; the ids of the other special tokens."""
+def special_ids(text):
+    """Of a tokenizer.json: the id that stands for letters without a token, or None (a byte always has one);
+    all special ids."""
+    raw = json.loads(text)
     tokenizer = subwords(text)
-    model = json.loads(text)['model']
-    word = model.get('unk_token')
-    if model.get('unk_id') is not None:
-        word, _ = model['vocab'][model['unk_id']]
-    unknown = tokenizer.token_to_id(word) if word else None
-    special = [i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special]
-    return word if unknown in special else None, unknown, [i for i in special if i != unknown]
+    unknown = raw['model'].get('unk_id')
+    if raw['model'].get('unk_token'):
+        unknown = tokenizer.token_to_id(raw['model']['unk_token'])
+    if 'ByteLevel' in json.dumps(raw.get('pre_tokenizer')):
+        unknown = None
+    return unknown, [i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special]
 
 
 def lost(tokens, meta):
     """How many of these tokens stand for letters that the tokenizer does not know."""
     if not meta.json:
         return 0
-    _, unknown, _ = odd_tokens(meta.json)
-    return tokens.count(unknown)
-
-
-def count(text, tokens, meta, counts):
-    """Add to counts, a Counter, what one should know of the tokens of a text: how many are special, and how
-    many stand for letters that the tokenizer does not know."""
-    if meta.json:
-        word, _, special = odd_tokens(meta.json)
-        said = text.count(word) if word and meta.marks else 0
-        counts['special'] += int(np.isin(tokens, special).sum()) + said
-        counts['unknown'] += lost(tokens, meta) - said
-
-
-def remarks(counts):
-    """What to say of these counts."""
-    if counts['special']:
-        yield f'{counts["special"]:,} of its tokens are special ones, which are read as such'
-    if counts['unknown']:
-        yield (f'{counts["unknown"]:,} of its tokens stand for letters that this tokenizer does not know: '
-               'these are lost, and no figure counts them')
+    unknown, _ = special_ids(meta.json)
+    return np.count_nonzero(np.asarray(tokens) == unknown)
 
 
 def learn_tokens(sides, meta):
