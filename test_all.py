@@ -8,6 +8,7 @@ Part one is what must be true of the definitions: section 1 is on the README's p
 exercises, and part two with all else. Models of the hub, a server and soaks are last.
 """
 import doctest
+import gc
 import math
 import os
 from functools import partial
@@ -24,6 +25,7 @@ import kernels
 from fastweight import LOG_MIN, POLICIES, chunked, feature_map, l2, recurrent
 
 torch.set_num_threads(1)
+gc.set_threshold(100_000)           # torch is a million objects: to look through them costs a sixth of the time
 f64 = torch.float64
 
 @pytest.fixture(autouse=True)
@@ -794,7 +796,7 @@ def passing_of_channels(inside, out):
     return tl.cumsum(inside, 0, reverse=True) + tl.cumsum(out, 0) - out
 
 @gpu
-@pytest.mark.parametrize('gates', ['sum', 'attn, decays', 'both', 'delta, head', 'delta, heads', 'all'])
+@pytest.mark.parametrize('gates', ['sum', 'attn, decays', 'both', 'delta, heads', 'all'])
 def test_triton_kernels_equal_recurrent(gates, monkeypatch):
     """Values and gradients over two chunks and several blocks of value channels. All on the device of the
     tensors: Triton takes the current one, which need not be that of --device=cuda:1."""
@@ -989,10 +991,11 @@ def test_what_no_triton_kernel_takes_is_said_once(monkeypatch, capsys):
         for again in range(2):
             assert not kernels.trusted(kernels.on_gpu, wide, False)
         assert capsys.readouterr().err.count(f'{features} features') == 1
-    with monkeypatch.context() as m:
-        m.setattr(kernels, 'tiles', Mock(side_effect=torch.OutOfMemoryError('CUDA out of memory')))
+    tiles = Mock(side_effect=torch.OutOfMemoryError('CUDA out of memory'))
+    monkeypatch.setattr(kernels, 'tiles', tiles)
+    for again in range(2):
         assert not kernels.trusted(kernels.on_gpu, given, normalise)
-    assert kernels.trusted(kernels.on_gpu, given, normalise)
+    assert tiles.call_count == 2
     assert capsys.readouterr().err == ''
 
 
@@ -1705,18 +1708,18 @@ def a_tokenizer_json(kind, folder):
     (a_tokenizer_json, 'llama2'), (a_tokenizer_json, 'llama3')])
 def test_mutations_are_taken_as_they_say_or_refused(what, kind, tmp_path):
     """What a file says, with one entry harmed: no other error comes than those that a script tells in a line.
-    pytest -s shows how many of 100 were taken."""
+    pytest -s shows how many of 60 were taken."""
     whole, take = what(kind, tmp_path)
     take(whole)
     draw, taken = random.Random(0), 0
-    for _ in range(100):
+    for _ in range(60):
         try:
             take(mutated(whole, draw))
             taken += 1
         except (ValueError, OSError) as e:
             assert str(e)
-    print(f'{what.__name__[2:]} {kind}: {taken} taken as they say, {100 - taken} refused')
-    assert taken < 50
+    print(f'{what.__name__[2:]} {kind}: {taken} taken as they say, {60 - taken} refused')
+    assert taken < 30
 
 def test_a_state_belongs_to_weights_not_to_a_path(tmp_path, capsys):
     """Of a folder: read from another place, but not after its weights have changed."""
@@ -2733,7 +2736,7 @@ def test_a_compiled_model_leaves_the_recurrence_alone(text, tmp_path, monkeypatc
     monkeypatch.setattr(train, 'pick_forms', lambda impl: model_py.PLAIN._replace(recurrence=recurrence))
     monkeypatch.setattr(torch, 'compile', lambda model: plain(model, backend='eager'))
     for flags in [], ['--compile']:
-        trained(text, tmp_path / str(flags), '--n_layer=1', *flags, steps=1)
+        trained(text, tmp_path / str(flags), '--n_layer=1', '--conv=0', *flags, steps=1)
     assert len(seen) > 4 and not any(seen)
     losses = [[row['loss'] for row in log(tmp_path / str(flags)) if 'loss' in row] for flags in ([], ['--compile'])]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -3011,7 +3014,7 @@ def test_a_compiled_step_writes_the_same_greedy_tokens(backend, a_model, capsys,
     does not ask for which of a CPU's instructions (ATEN_CPU_CAPABILITY) a step was compiled."""
     monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path))
     plain = torch.compile
-    flags = f'--init={a_model("--n_layer=1")}', '--tokens=9', '--temperature=0', '--prompt=the '
+    flags = f'--init={a_model("--n_layer=1", "--conv=0")}', '--tokens=9', '--temperature=0', '--prompt=the '
     text, _ = written(capsys, *flags)
     compiled = Mock(side_effect=lambda model, mode='default': plain(model, backend=backend))
     monkeypatch.setattr(torch, 'compile', compiled)
@@ -3223,7 +3226,7 @@ def stage_1_came_nearer(found):
 @pytest.mark.parametrize('flags', [
     '--recipe=pure', '--recipe=hybrid --cache=6', '--recipe=hybrid --overflow=', '--recipe=t2r',
     '--recipe=decay', '--rule=delta --out_norm=false', '--layers=softmax,gla --distil=auto',
-    '--recipe=hedgehog --lora=2 --distil_steps=30'])
+    '--recipe=hedgehog --lora=2 --distil_steps=15'])
 def test_conversion_recovers_and_says_how_much(flags, teacher, tmp_path, monkeypatch, capsys):
     """Also by how much stage 1 lowers the divergence of attention. It is never silent for long."""
     monkeypatch.setattr(convert, 'SLOW', 0)
@@ -4020,6 +4023,7 @@ def test_a_model_that_talks_is_judged_beside_caches_of_as_many_bytes(tmp_path, f
     assert convert.main([*flags, *'--recipe=hybrid --cache=6 --row=32 --steps=2 --distil_steps=2 --controls=false '
                                   '--eval_rows=2 --overflow=sum:slots:4 --threads=1'.split()]) == 0
     monkeypatch.setattr(beyond, 'LONGEST', 9)
+    monkeypatch.setattr(beyond, 'PEOPLE', beyond.PEOPLE[:2])
     path = f'{tmp_path}/out/ckpt.safetensors'
     table = ran(tmp_path, 'real', f'--init={tmp_path}/folder', f'--data={few_words}', f'--beside={path}',
                 '--lengths=20')
