@@ -8,7 +8,6 @@ Part one is what must be true of the definitions: section 1 is on the README's p
 exercises, and part two with all else. Models of the hub, a server and soaks are last.
 """
 import doctest
-import gc
 import math
 import os
 from functools import partial
@@ -25,7 +24,6 @@ import kernels
 from fastweight import LOG_MIN, POLICIES, chunked, feature_map, l2, recurrent
 
 torch.set_num_threads(1)
-gc.set_threshold(100_000)           # torch is a million objects: to look through them costs a sixth of the time
 f64 = torch.float64
 
 @pytest.fixture(autouse=True)
