@@ -292,6 +292,16 @@ def test_an_encoder_reads_from_both_sides(gates):
         near(fastweight.write_all(**written, normalise=normalise, form=form), exact[1])
 
 
+def test_an_encoder_of_a_sum_is_attention_and_of_one_decay_looks_both_ways_alike():
+    q, k, v = torch.rand(3, 1, 2, 9, 4, dtype=f64)
+    A = q @ k.mT
+    near(fastweight.encoded(q, k, v, normalise=True)[0], A / A.sum(-1, keepdim=True) @ v)
+    log_f = torch.tensor([-0.1, -0.5], dtype=f64).view(1, 2, 1, 1).expand(1, 2, 9, 1)
+    t = torch.arange(9)
+    A = A * ((t[:, None] - t).abs() * log_f[:, :, :1]).exp()
+    near(fastweight.encoded(q, k, v, log_f=log_f)[0], A @ v)
+
+
 # ---- 4. Feature maps, by hand ------------------------------------------------------------------------------
 
 def features(spec, *x):
@@ -895,6 +905,26 @@ def test_triton_sums_in_fp16_stay_finite(monkeypatch):
     assert q.dtype == k.dtype == v.dtype == torch.bfloat16
     monkeypatch.setattr(kernels.triton.knobs.runtime, 'interpret', False)
     assert kernels.tiles(q, v, None, None, None, None)['DT'] == kernels.tl.bfloat16
+
+@gpu
+@pytest.mark.parametrize('gates', ['delta', 'all', 'attn, decays'])
+def test_triton_kernels_are_handed_bf16_as_it_is(gates, monkeypatch):
+    """They load it as fp32. For a mean, `normalise`, v has one more channel, and o is fp32 till it is divided."""
+    given, normalise = inputs(**GATES[gates], dtype=torch.bfloat16)
+    apply = Mock(side_effect=lambda *given: (given[2], given[-2]))
+    monkeypatch.setattr(kernels.Tiles, 'apply', apply)
+    kernels.on_gpu(**given, normalise=normalise)
+    *handed, S, mean = apply.call_args.args
+    assert mean == normalise
+    for name, x in zip(['q', 'k', 'v', 'write', 'erase', 'log_f', 'log_z'], handed):
+        if x is None:
+            continue
+        assert x.dtype == torch.bfloat16
+        if name == 'v' and normalise:
+            assert x.shape[-1] == V + 1
+        else:
+            assert name.startswith('log') or x.data_ptr() == given[name].data_ptr()
+    assert S.dtype == torch.float32
 
 def resources(cases):
     """What the compiler makes of each kernel, in bf16: for each case, a GPU, a width of the heads and gates, rows
@@ -2777,6 +2807,14 @@ def test_broken_checkpoints_are_refused(a_model, tmp_path, capsys):
     save_file({'x': torch.zeros(3)}, bad)
     assert 'not written by this project' in refused(capsys, sample.main, f'--init={bad}')
 
+def test_a_model_from_a_file_is_not_drawn_first(a_model):
+    path, softmax = a_model('--rule=retention'), a_model('--rule=softmax')
+    before = torch.get_rng_state()
+    load(path)
+    how = dict(rule='window', cache=4, overflow='delta:taylor')
+    close(dict(load(softmax, **how)[0].state_dict()), dict(load(softmax, **how)[0].state_dict()), 0)
+    assert torch.equal(torch.get_rng_state(), before)           # what is new is always the same
+
 @pytest.mark.parametrize('rule, change, why', [
     ('softmax', dict(beta_max=1.0), ''), ('delta', dict(rule='full'), 'full'),
     ('tova', dict(overflow='sum:favour'), '--overflow'), ('delta', dict(newer=1), 'newer is unknown'),
@@ -4313,6 +4351,20 @@ def test_a_model_that_talks_is_judged_beside_caches_of_as_many_bytes(tmp_path, f
     facts = [row for row in table if row['part'] == 'facts']
     assert [row['distance'] for row in facts] == ['20'] * len(lines)
     assert {round(8 * float(row['accuracy']) / 100, 9) for row in facts} <= set(range(9))
+
+def test_bench_fine_tunes_a_pretrained_model_on_a_set_from_a_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(zhang, 'runs', lambda args, suite: (suite, harness.ways_of(args, suite)))
+    monkeypatch.setattr(prepare, 'load_set', lambda name: (None, None, Data(row=8)))
+    flags = dict(data='cola:there', init='M', dtype=torch.bfloat16)
+    args = bench.Args(**flags, out=str(tmp_path))
+    suite, ways = zhang.classifiers(args, bench.SUITES['glue'])
+    assert suite.figure == 'matthews' and list(ways) == ['cola'] and ways['cola'].data == 'cola:there'
+    assert '--init=M ' in ways['cola'].train
+    assert all('--lr=5e-5 --dtype=bfloat16' in how for how in (ways['cola'].train, ways['cola'].how))
+    harness.draw(args, bench.SUITES['glue'], [dict(form='a', part='cola', ours=3, least=3, most=3)])
+    assert sys.modules['matplotlib.pyplot'].gca().get_xlabel() == 'matthews, %'
+    with pytest.raises(ValueError, match='choose from polarity, trec, cola'):
+        zhang.classifiers(bench.Args(**{**flags, 'data': 'mnist'}), bench.SUITES['glue'])
 
 def test_bench_reads_far_with_few_rows_and_says_what_that_costs(a_model, text, tmp_path):
     """Each form is the model it names, as it is read from the first token on, and against rows of 16."""
