@@ -3858,6 +3858,7 @@ def test_a_whole_text_stands_between_the_tokens_of_its_template(tmp_path, monkey
     in_hub_layout(tmp_path, 'bert')
     put(tmp_path, 'tokenizer.json', word_pieces(words, '[CLS] $A [SEP]', [('[CLS]', 1), ('[SEP]', 2)]))
     data = load(tmp_path)[1]['data']
+    assert data.bos is None                                     # rows of a text are no whole texts
     data.labels = ['sun', 'rain']
     monkeypatch.setattr(sample, 'classes_of', Mock(return_value=[(1, .7081), (0, .2919)]))
     for given, rows, out in (

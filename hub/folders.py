@@ -175,6 +175,8 @@ def data_of(folder, kind, config):
         return Data('ids', vocab, row=config['block_size'], patch=config['patch'])
     data = tokenizer_of(folder, vocab)
     data.pad = config.get('pad')
+    if not config['causal']:
+        data.bos = None                                         # it reads whole texts, and no row of one
     return data
 
 
