@@ -653,40 +653,27 @@ class Conversion:
         self.begin = blocks(n, data.T, data.meta, args.eval_rows)
         self.x, self.y = rows(data.val, self.begin, data.T, data.meta, data.device)
         self.part = of_part(data.meta, self.y[self.y >= 0].tolist())    # the meta of these rows alone
-        self.teacher_nats = None                            # per token of these rows, see `judge_teacher`
+        self.teacher_nats = None                            # per token of these rows
         self.log = log_of(args)
         if not args.resume:
             forget(stages(args.out))                        # what a stopped conversion left
 
-    def nats_of(self, model, what):
-        """Evaluate a model on a text -> nats (rows, T). what: the model's name"""
+    def columns_of(self, model, what):
+        """Evaluate a model on --eval_rows rows, each from an empty state -> columns of the table. The first
+        model is the teacher: the others are compared with it. what: the model's name"""
+        label = f'{what}, validation'
+        if not self.of_text:
+            loss, right = self.data.evaluate(model, self.begin, label=label)
+            row = {'perplexity': math.exp(min(loss, 80)), **right}
+            return {**row, 'recovered': share(row, self.table[0] if self.table else row)}
         was_training = model.training
-        nats = nats_along(model.eval(), self.x, self.y, f'{what}, validation', self.data.dtype)
+        nats = nats_along(model.eval(), self.x, self.y, label, self.data.dtype)
         model.train(was_training)
-        return nats
-
-    def columns_of_text(self, nats):
-        """The columns of the table for a model with these nats on --eval_rows rows (rows, T)."""
+        if self.teacher_nats is None:
+            self.teacher_nats = nats
         mean = nats.mean().item()
         return {'perplexity': math.exp(min(mean, 80)), 'bits per byte': self.part.bits_a_nat() * mean,
                 **recovered(self.teacher_nats - nats, self.part)}
-
-    def columns_of(self, model, what):
-        """Evaluate a model on --eval_rows rows, each from an empty state -> columns of the table. what: the
-        model's name"""
-        if self.of_text:
-            return self.columns_of_text(self.nats_of(model, what))
-        loss, right = self.data.evaluate(model, self.begin, label=f'{what}, validation')
-        row = {'perplexity': math.exp(min(loss, 80)), **right}
-        return {**row, 'recovered': share(row, self.table[0] if self.table else row)}
-
-    def judge_teacher(self, teacher):
-        """The first line of the table. All others are compared with it."""
-        columns = None
-        if self.of_text:
-            self.teacher_nats = self.nats_of(teacher, 'teacher')
-            columns = self.columns_of_text(self.teacher_nats)
-        self.add_line('teacher', teacher, columns=columns)
 
     def add_line(self, name, model, *done, steps=0, columns=None):
         """Add a line to the table and print it: how good a model is after these stages and steps. columns:
@@ -1010,7 +997,7 @@ def main(argv):
     run = Conversion(args, data, about)
     tell_start(args, name, data, teacher, student, new)
     distilled = args.distil_steps if kind != 'none' else 0  # batches of stage 1
-    run.judge_teacher(teacher)
+    run.add_line('teacher', teacher)
     for cached, model in caches(teacher, student, data.T):
         run.add_line(cached, model)
     layers, query = both_stages(run, teacher, student, new, kind, distilled)

@@ -3669,7 +3669,7 @@ def test_a_model_does_not_diverge_from_itself(teacher, tmp_path):
     *sides, of_data = prepare.load_set(meta['args']['data'])
     data = train.Rows(*sides, of_data, 16, torch.device('cpu'), 4)
     run = convert.Conversion(convert.Args(from_=teacher, out=str(tmp_path), eval_rows=4), data, {})
-    run.judge_teacher(model)
+    run.add_line('teacher', model)
     convert.finetune(run, 'itself', model, 2, 0.0, teacher=model)
     assert abs(log(tmp_path)[-2]['loss']) < 1e-6
 
