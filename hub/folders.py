@@ -40,7 +40,7 @@ class Folder:
     def __init__(self, path, source):
         file = os.path.join(path, CONFIG)
         self.source = source
-        self.kind, self.config = parsed(file, file, kind_and_config)
+        self.kind, self.config = parsed(file, kind_and_config)
         self.stored = stored_in(path)
         self.used = set()                   # of its names
         ends = self.config.pop('ends')
@@ -145,7 +145,7 @@ def files_of_weights(folder):
     if WHOLE in there:
         chosen = [WHOLE]
     elif os.path.exists(index):
-        chosen = parsed(index, index, shards)
+        chosen = parsed(index, shards)
     elif len(there) > 1:
         raise ValueError(f'{folder}: {", ".join(there)}: which is the model? Keep one, or call it {WHOLE}')
     if not chosen:
@@ -158,8 +158,7 @@ def files_of_weights(folder):
 
 def uniform_name(name):
     """The uniform name of a tensor. Some files leave out the first word; torch.compile and DataParallel put
-    their own in front. Older ones, such as bert-base-uncased, call a LayerNorm's weight and bias gamma and
-    beta."""
+    their own in front. Older ones, as bert-base-uncased, call a LayerNorm's weight gamma, its bias beta."""
     name = re.sub(r'^((_orig_mod|module)\.)*((transformer|model|bert|vit)\.)?', '', name)
     name = re.sub(r'LayerNorm\.gamma$', 'LayerNorm.weight', name)
     return re.sub(r'LayerNorm\.beta$', 'LayerNorm.bias', name)
@@ -171,7 +170,7 @@ def data_of(folder, kind, config):
     if kind == 'vit':
         path = os.path.join(folder, PIXELS)
         if os.path.exists(path):
-            parsed(path, path, refuse_pixels)
+            parsed(path, refuse_pixels)
         return Data('ids', vocab, row=config['block_size'], patch=config['patch'])
     data = tokenizer_of(folder, vocab)
     data.pad = config.get('pad')
@@ -257,7 +256,6 @@ def downloaded(name, revision='main'):
     variables of huggingface_hub hold: HF_HOME, HF_TOKEN, HF_ENDPOINT."""
     try:
         import huggingface_hub                              # it comes with tokenizers
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError:
         raise ValueError(f'{name}: no such file or folder, and to ask the hub needs a package that is not '
                          'here: pip install tokenizers') from None
@@ -265,7 +263,7 @@ def downloaded(name, revision='main'):
     try:
         return huggingface_hub.snapshot_download(SHORT_NAMES.get(name, name), revision=revision,
                                                  allow_patterns=wanted)
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as e:
+    except (OSError, ValueError) as e:
         raise ValueError(f'{name}: {" ".join(str(e).split())[:200]}') from None
 
 

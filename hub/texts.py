@@ -38,11 +38,10 @@ SPLITS = {'GPT2Tokenizer': None, 'Qwen2Tokenizer': (
     r"\s+(?!\S)|\s+")}
 
 
-def parsed(path, name, use):
-    """Read a JSON file -> use(its content). ValueError if it is broken, or has content that `use` cannot
-    read. name: of the file, for messages"""
+def parsed(path, use):
+    """Read a JSON file -> use(its content). ValueError, with its path, if `use` cannot read what it says."""
     content = files.read_file(path)
-    with as_the_hub(name):
+    with as_the_hub(path):
         return use(json.loads(content))
 
 
@@ -58,8 +57,7 @@ def as_the_hub(name):
 
 
 def read_texts(folder):
-    """{name: content} of those of TEXT_FILES that a folder has. The older two are left out beside
-    tokenizer.json."""
+    """{name: content} of those of TEXT_FILES that a folder has; beside tokenizer.json without OLDER."""
     found = {}
     for name in TEXT_FILES:
         path = os.path.join(folder, name)
@@ -101,8 +99,7 @@ def tokenizer_of(folder, vocab):
 
 
 def whole_tokenizer(texts):
-    """The content of a tokenizer.json that says all that these files say; that of the file itself if they say
-    no more."""
+    """The content of a tokenizer.json that says all that these files say; itself, if they say no more."""
     about = as_object(texts, TOKENIZER_CONFIG)
     content = texts.get(TOKENIZER) or byte_level(texts, about).to_str()
     tokenizer = vocabulary.read_tokenizer(content)
@@ -110,14 +107,13 @@ def whole_tokenizer(texts):
     package = vocabulary.package()
     further, ids = further_tokens(texts, about)
     ids.update({token['content']: token['id'] for token in json.loads(content).get('added_tokens') or []})
-    is_bert = isinstance(tokenizer.model, package.models.WordPiece)
+    how = {ours: about[theirs] for theirs, ours in OF_BERT.items() if theirs in about}
     with of_package('its tokens do not fit together'):
         tokenizer.add_tokens(further)
         for word, i in ids.items():
             if tokenizer.token_to_id(word) != i:                # behind the others, wherever a file wants it
                 raise ValueError(f'{word} is to be token {i}, but would be {tokenizer.token_to_id(word)}')
-        if is_bert and OF_BERT.keys() & about.keys():
-            how = {ours: about[theirs] for theirs, ours in OF_BERT.items() if theirs in about}
+        if how and isinstance(tokenizer.model, package.models.WordPiece):
             tokenizer.normalizer = package.normalizers.BertNormalizer(**how)
         if TOKENIZER not in texts:                              # which knows it
             around(tokenizer, about, named(texts))
@@ -199,12 +195,9 @@ def added_tokens(data):
 
 
 def as_object(texts, name):
-    """What a file says, a dict; {} if there is none. texts: as of `read_texts`. ValueError, with the name of
-    the file, for other JSON"""
-    try:
+    """What a file says, a dict; {} if there is none. texts: as of `read_texts`. ValueError for other JSON"""
+    with as_the_hub(name):
         return dict(json.loads(texts.get(name, '{}')))
-    except (ValueError, TypeError, RecursionError) as e:
-        raise ValueError(f'{name}: {e}; get it anew') from None
 
 
 def flags_of(word):
