@@ -173,14 +173,8 @@ def kind_and_config(raw):
     for field, key in family.entries.items():
         config[field] = entry(raw, key, family.usual.get(field))
     if 'patch' in family.entries:                   # a picture model: ours counts numbers, 3 per pixel
-        side = config['block_size']
-        if side % config['patch']:
-            raise ValueError(f'patch_size {config["patch"]} does not divide image_size {side}')
-        config['block_size'] = 3 * side ** 2
+        config['block_size'] = 3 * config['block_size'] ** 2
         config['patch'] = 3 * config['patch'] ** 2
-    heads = config['n_head']
-    if raw.get('head_dim') not in (None, config['n_embd'] / heads):
-        raise ValueError(f'head_dim is not the width {config["n_embd"]} / {heads} heads')
     return kind, config
 
 
