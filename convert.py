@@ -737,12 +737,10 @@ class Conversion:
         return meta['step']
 
 
-def controls(run, teacher, config, distilled):
+def controls(run, teacher, config, steps):
     """Run the controls, on the same rows and with as many steps as the student had in all. First the teacher
     learns the next token, at two rates; the larger one harms a converged teacher. The student is compared
-    with the better one, as an undertrained teacher is easy to match. Then a student learns from scratch.
-    distilled: the steps of stage 1"""
-    steps = distilled + run.args.steps
+    with the better one, as an undertrained teacher is easy to match. Then a student learns from scratch."""
     rates = LARGE_TEACHER_LRS if is_large(teacher) else TEACHER_LRS
     if run.args.lora:                                       # which bears more
         rates = [LORA_FASTER * lr for lr in rates]
@@ -1012,7 +1010,7 @@ def main(argv):
     for what, model in other_policies(student):
         run.add_line(f'the same, cached by {what}', model, steps=distilled + args.steps)
     if args.controls and args.steps:
-        controls(run, teacher, plain, distilled)
+        controls(run, teacher, plain, distilled + args.steps)
 
     print()
     table([{name: x for name, x in line.items() if name not in IN_FILE} for line in run.table])

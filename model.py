@@ -1268,14 +1268,6 @@ def save(path, model, meta, extra=None, own=None):
     write_tensors(path, tensors | others, meta)
 
 
-def config_of(source, meta):
-    """The Config in the meta of a checkpoint or folder. ValueError, with the source, if there is none, or if
-    it is of another version."""
-    if not {'config', 'data'} <= meta.keys():
-        raise ValueError(f'{source}: holds no model (a state saved by sample.py?)')
-    return typed(Config, meta['config'], f'{source}: cannot be built here, maybe of another version')
-
-
 class Undrawn(TorchFunctionMode):
     """Inside this context torch.nn.init does nothing. A file will overwrite the parameters anyway, and memory
     that is never written costs nothing."""
@@ -1301,7 +1293,9 @@ def load(source, device='cpu', revision='main', check=None, **changes):
         folder = folders.Folder(folders.folder_of(source, revision), source)
         meta = {'config': {**dataclasses.asdict(Config()), **folder.config}, 'data': folder.data.as_dict(),
                 'step': 0, 'tensors': {}}
-    saved = config_of(source, meta)
+    if not {'config', 'data'} <= meta.keys():
+        raise ValueError(f'{source}: holds no model (a state saved by sample.py?)')
+    saved = typed(Config, meta['config'], f'{source}: cannot be built here, maybe of another version')
     config = with_cache_flags(saved, source, **changes)
     if check is not None:
         check(config, meta)

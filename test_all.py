@@ -1409,7 +1409,7 @@ def test_a_decoder_keeps_its_own_first_tokens(rule):
     assert (state['layers'][0]['mixer']['pos'].sort().values[:, :, :2] == torch.arange(2)).all()
     near(model_in_parts(model, tokens, range(8, 19))[0], whole, 1e-9)
 
-@pytest.mark.parametrize('rule', SOURCE_RULES)
+@pytest.mark.parametrize('rule', [*SOURCE_RULES])
 def test_cross_attention_is_all_of_the_source_and_then_a_query(rule):
     """Fast weights by the definition, step by step; softmax by explicit weights."""
     c = Config(**PAIRS | dict(rule=rule, norm='' if rule == 'softmax' else 'l2'))

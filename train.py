@@ -666,11 +666,8 @@ def opening(model, data, args, run, log):
     size = size_of(model)
     threads = torch.get_num_threads()
     about = {key: value for key, value in data.meta.as_dict().items() if key not in ('json', *TRAVELS)}
-    what = 'tokens'
-    train, val = len(data.train), len(data.val)
-    if data.meta.kind != 'text':
-        what = 'rows'
-        train, val = train // data.meta.step, val // data.meta.step
+    what = 'tokens' if data.meta.kind == 'text' else 'rows'
+    train, val = (len(side) // data.meta.step for side in (data.train, data.val))
     text = (f'{briefly(config.rules)} | {size / 1e6:.2f} M parameters | '
             f'{args.data}: {train:,} + {val:,} {what}, a vocabulary of {config.vocab_size} | '
             f'{data.world} x {data.device}, {str(data.dtype)[6:]}, {plural(threads, "thread")}')

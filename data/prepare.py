@@ -187,11 +187,6 @@ def kept_in(here, name):
     return folder
 
 
-def endpoint():
-    """The address of the hub, without a final slash."""
-    return (os.environ.get('HF_ENDPOINT') or HF_SITE).rstrip('/')
-
-
 def fetch(name, entry, root=None, file=None):
     """The paths of the files that a set is made from, or a folder in place of an archive. They are --file
     itself, or lie in it, or lie in the set's folder (also if put there by hand); else they are downloaded."""
@@ -201,10 +196,11 @@ def fetch(name, entry, root=None, file=None):
     folder = place(entry.base or name, root)
     if file and several:
         raise ValueError(f'--file={file} is no folder; {name} is made from {" and ".join(entry.files)}')
+    hub = (os.environ.get('HF_ENDPOINT') or HF_SITE).rstrip('/')
     paths = []
     for base, sha256 in entry.files.items():
         path = file or os.path.join(folder, base)
-        links = [f'{site}/{base}'.replace(HF_SITE, endpoint()) for site in entry.urls]
+        links = [f'{site}/{base}'.replace(HF_SITE, hub) for site in entry.urls]
         if not file and not os.path.exists(path):
             files.download(links, path, sha256=sha256)
         remedy = '--file=' if file else 'delete or replace '
@@ -336,13 +332,10 @@ def plain_text(entry, paths, meta, wish):
 
 
 def generated(entry, paths, meta, wish):
-    """Rows that are drawn."""
-    return tasks.to_rows(tasks.generate_rows(entry, meta), entry, meta)
-
-
-def facts_in_text(entry, paths, meta, wish):
-    """Rows that are drawn from a text: that of --file or stdlib."""
-    texts = local_text(*paths) if paths else stdlib()
+    """Rows that are drawn; facts are put into a text, that of --file or stdlib."""
+    texts = ()
+    if entry.way == 'facts':
+        texts = local_text(*paths) if paths else stdlib()
     return tasks.to_rows(tasks.generate_rows(entry, meta, texts), entry, meta)
 
 
@@ -426,7 +419,7 @@ def chats(entry, paths, meta, wish):
     return tasks.to_rows(sides, entry, meta)
 
 
-WAYS = {'text': plain_text, 'generated': generated, 'facts': facts_in_text, 'pictures': pictures,
+WAYS = {'text': plain_text, 'generated': generated, 'facts': generated, 'pictures': pictures,
         'labels': labelled, 'pairs': paired, 'joined': joined_rows, 'chats': chats}
 
 
