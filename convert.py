@@ -920,7 +920,8 @@ def untrained_student(args, changes, teacher, data):
 
 def rows_of(args, meta, device):
     """-> the rows to train on and to judge by, and what the data is called"""
-    *sides, of_data, name = prepare.for_model(args.from_, meta, args.data, args.row)
+    like = dataclasses.replace(meta['data'], most=args.row)
+    *sides, of_data, name = prepare.for_model(args.from_, {**meta, 'data': like}, args.data, args.row)
     classes = meta['data'].classes
     if 0 < classes < of_data.classes:
         raise ValueError(f'--data={name}: {of_data.classes} classes, but {args.from_} knows {classes}')

@@ -546,11 +546,12 @@ def tell_if_past(c, before, now):
     c: its Config"""
     if not before <= c.block_size < now:
         return
-    near = c.positions != 'true' or (c.keeps() == {'window'} and c.cache <= c.block_size)
+    window = c.keeps() == {'window'}
+    near = (c.positions != 'true' or window) and c.cache <= c.block_size and not c.overflow
     if c.pos == 'learned':
         aside(f'past {c.block_size:,} tokens, the last learned position is repeated')
     elif c.turns() and not near:
-        bounded = not c.keeps() & {'all', None} and not c.overflow
+        bounded = not (c.keeps() & {'all', None} or c.overflow or window or c.positions != 'true')
         hint = '; --positions=compress shortens them' if bounded else ''
         aside(f'past {c.block_size:,} tokens, rope meets distances that it did not meet in training{hint}')
 

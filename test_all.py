@@ -2016,7 +2016,8 @@ def folder_of_texts(folder, case):
         put(folder, 'vocab.json', json.dumps(words))
         put(folder, 'merges.txt', '#version: 0.2\n' + '\n'.join(map(' '.join, raw['model']['merges'])))
         put(folder, 'added_tokens.json', json.dumps(marks))
-        about, named = dict(tokenizer_class=case, add_bos_token=True, bos_token='<s>'), dict(eos_token='<|end|>')
+        about = dict(tokenizer_class=case, add_bos_token=True, bos_token='<s>', add_prefix_space=True)
+        named = dict(eos_token='<|end|>')
     elif case == 'bert':
         pieces = '[UNK] [CLS] [SEP] [PAD] [MASK] the The ##se quick Quick e\u0301'.split()
         raw = json.loads(word_pieces(pieces, '[CLS] $A [SEP]', [('[CLS]', 1), ('[SEP]', 2)]))
@@ -2026,8 +2027,12 @@ def folder_of_texts(folder, case):
         about.update({f'{word[1:-1].lower()}_token': word for word in pieces[:5]})
     elif case == 'no bos':
         about.update(add_bos_token=False, bos_token='<s>', eos_token='</s>')
-    elif case == 'listed':
-        about.update(added_tokens_decoder=listed, eos_token='<|end|>')
+    elif case == 'listed':              # the named one not as special; and a list of names
+        about.update(added_tokens_decoder=listed, eos_token='<|turn|>', extra_special_tokens=dict(image='<|end|>'))
+    elif case == 'flags':               # of tokenizer.json hold, where others only name a token
+        raw['added_tokens'] += [dict(id=i, content=word, special=True, lstrip=True, rstrip=True, single_word=False,
+                                     normalized=False) for word, i in marks.items()]
+        about.update(eos_token='<|end|>', extra_special_tokens=['<|turn|>'])
     elif case == 'named':               # a word of the tokenizer, and one that it lacks
         raw['added_tokens'] = raw['added_tokens'][:2]
         named = dict(eos_token=dict(content='</s>', rstrip=True, lstrip=False, normalized=False, single_word=False),
@@ -2039,7 +2044,7 @@ def folder_of_texts(folder, case):
     if named:
         put(folder, 'special_tokens_map.json', json.dumps(named))
 
-@pytest.mark.parametrize('case', [*texts.SPLITS, 'bert', 'no bos', 'listed', 'named', 'plain'])
+@pytest.mark.parametrize('case', [*texts.SPLITS, 'bert', 'no bos', 'listed', 'flags', 'named', 'plain'])
 def test_the_files_of_a_folder_say_together_what_its_text_is(case, tmp_path):
     """As transformers reads them: special tokens, and what stands around a text."""
     hf = pytest.importorskip('transformers')
@@ -3913,6 +3918,13 @@ def test_a_template_frames_what_is_said_which_is_never_a_special_token(tmp_path)
     assert chat.unmarked(marked, odd) == 'a%%%b \u25b2 101 \ue000'
     assert chat.token_ids('<s>the quick</s>', data) == [1, *vocabulary.encode('the quick', data), 2]
     assert data.ends == [0, 2, 5] and data.special == {'<unk>': 0, '<s>': 1, '</s>': 2}
+    raw = json.loads(tokenizer_json('metaspace'))               # which knows where a text begins
+    raw['pre_tokenizer']['prepend_scheme'] = 'first'
+    first = dataclasses.replace(data, json=json.dumps(raw), vocab_size=700)
+    plain, letters = (chat.token_ids(chat.rendered(said('the quick', 'fox', f'a {word}'), first), first)
+                      for word in ('b', '<s>'))
+    same = os.path.commonprefix([plain, letters])
+    assert vocabulary.decode(same, first).startswith('<s>user:the quick</s>\n<s>assistant:fox</s>\n<s>user:a')
 
 def test_a_text_is_learned_as_its_model_reads_texts(tmp_path, capsys, monkeypatch):
     """Special tokens are tokens, BOS begins each row and the first token after it is a target; letters that
@@ -3947,6 +3959,7 @@ def test_chats_are_learned_in_the_models_template(tmp_path, capsys, monkeypatch)
     lines = [json.dumps(dict(messages=messages)) for messages in chats]
     mine = put(tmp_path, 'mine.jsonl', '\n'.join(lines))
     train_side, val, meta = prepare.load_set(mine, like=data)
+    wide = meta.row
     assert '18 of 18 conversations have answers' in capsys.readouterr().out and len(val) == 2 * 2 * meta.row
     ids, targets = val.reshape(-1, 2, meta.row)[0]
     frames = [f'<s>user:{chats[9][0]["content"]}</s>', '\n<s>assistant:', 'quick</s>', '\n<s>user:and', '', '</s>',
@@ -3966,8 +3979,12 @@ def test_chats_are_learned_in_the_models_template(tmp_path, capsys, monkeypatch)
     model, meta = load(out / 'ckpt.safetensors')                # and it reads any text, as before
     assert meta['data'].kind == 'text' and meta['data'].template == data.template
     converted(tmp_path, tmp_path / 'c', f'--data={mine}', '--recipe=t2r', '--controls=false')
+    short, _, cut = prepare.load_set(mine, like=dataclasses.replace(data, most=24))     # as --block_size=24
+    assert cut.row == 24 and (short.reshape(-1, 2, 24)[:, 0] == train_side.reshape(-1, 2, wide)[:, 0, :24]).all()
     for name, text, flags, why in (
             ('mine.jsonl', lines[0], [], 'that has such a template: --init=FOLDER'),
+            ('z.jsonl', '\n\n'.join(lines[:9]), [f'--init={tmp_path}'], '9 conversations: give at least 10'),
+            ('r.jsonl', '\n'.join(lines).replace('assistant', 'bot'), [f'--init={tmp_path}'], 'no answers to learn'),
             ('x.jsonl', lines[0] + '\n{"text": "no"}', [f'--init={tmp_path}'], 'line 2: .* is not a conversation'),
             ('y.jsonl', '{"messages": [{"role": "user", "content": ["a"]}]}', [f'--init={tmp_path}'], 'line 1: ')):
         assert re.search(why, refused(capsys, train.main, f'--data={put(tmp_path, name, text)}', *flags))

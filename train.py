@@ -9,11 +9,11 @@
     torchrun --nproc_per_node=2 train.py --rule=delta         the same steps by two processes
 
 Each evaluation writes out/ckpt.safetensors (weights, optimiser, step) and, if the validation loss is the
-lowest so far, out/best.safetensors. Ctrl-C ends and saves the step that it meets. out/log.jsonl has the
-losses, out/result.json the final figures. All random numbers depend only on the seed, the step and the
-process. So a resumed run ends in the same bits if the number of threads stays the same (--threads=N pins it).
-Several processes, or batches (--accum), compute parts of one larger batch; only dropout and redrawn features
-differ. If you resume with more --steps, the cosine is stretched over them.
+lowest so far, out/best.safetensors. Ctrl-C ends and saves the step that it meets, unless there are several
+processes. out/log.jsonl has the losses, out/result.json the final figures. All random numbers depend only on
+the seed, the step and the process. So a resumed run ends in the same bits if the number of threads stays the
+same (--threads=N pins it). Several processes, or batches (--accum), compute parts of one larger batch; only
+dropout and redrawn features differ. If you resume with more --steps, the cosine is stretched over them.
 """
 import contextlib
 import dataclasses
@@ -308,7 +308,8 @@ class Rows:
 
     def about_rows(self):
         """For messages: how many rows a step has, how long they are, the token that begins each."""
-        bos = '' if self.meta.bos is None else vocabulary.decode([self.meta.bos], self.meta)
+        opens = self.meta.kind == 'text' and self.meta.bos is not None
+        bos = vocabulary.decode([self.meta.bos], self.meta) if opens else ''
         many = plural(self.batch_size * self.accum, 'row')
         return f'{many} of {self.T} a step' + f', each of which begins with {bos}' * bool(bos)
 
@@ -466,6 +467,7 @@ def pretrained(args, given, given_model):
     if data.labels and args.data != own:                    # a new task: the same number may mean others
         say(f'--data={args.data}: its classes are not called {", ".join(data.labels[:4])}, as in {args.init}')
         data.labels = []
+    data.most = row or (model.config.block_size if model.positions is not None else 0)
     args.row = row or model.config.block_size
     if is_large(model):                                     # one row for each process
         args.batch_size = given.get('batch_size', int(os.environ.get('WORLD_SIZE', 1)))

@@ -74,7 +74,7 @@ def of_other_files(names):
     if '.gguf' in ends:
         return '; GGUF is not read: get the folder that it was made from, with model.safetensors'
     if ends & {'.bin', '.pt', '.pth'}:
-        return '; pickled weights may run code, so none are read: save_pretrained of transformers makes others'
+        return '; pickled weights may run code, so none are read: transformers\' save_pretrained makes others'
     return ''
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-TRAVELS = 'template', 'special', 'ends', 'files', 'labels', 'bos'       # what a model keeps beside its tokens
+TRAVELS = 'template', 'special', 'ends', 'files', 'labels', 'bos', 'most'      # a model keeps them, too
 TABLES = 'chars', 'json'
 FEWEST = {'byte': 256, 'gpt2': 50257, 'ids': 1}     # tokens, of those that have no table
 OF_TOKENS = 'tokenizer', 'vocab_size', *TABLES, 'marks', 'row', 'source', 'patch'
@@ -31,6 +31,7 @@ class Data:
     json: str = ''                  # of bpe:N and json: the content of a tokenizer.json
     marks: bool = False             # "<s>" in a text is the special token, not three characters
     bos: int = None                 # this token begins each row of a text
+    most: int = 0                   # tokens of a row that a model takes; 0: any number
     dtype: str = ''                 # of the numbers in the .bin files
     row: int = 0                    # tokens in a row; 0: a text, which has no rows of its own
     ignore: int = -1

@@ -163,13 +163,20 @@ def entry_of(name, like=None):
     """The entry of a data set in DATASETS or, for your own files, in OWN_FILES. like: as for `place`"""
     entry = find_set(name)
     if entry:
-        return entry
+        return shortened(entry, like)
     own = {'.tsv': 'lines', '.jsonl': 'chats'}.get(os.path.splitext(name)[1].lower(), 'text')
     if len(files_of(name)) == 2:
         own = 'pairs'
         if like and like.vocab_size and not like.source:        # a model that knows no pairs
             own = 'joined'
-    return OWN_FILES[own]._replace(own=own)
+    return shortened(OWN_FILES[own]._replace(own=own), like)
+
+
+def shortened(entry, like):
+    """The entry, for rows that the model of `like` takes."""
+    if like and like.most and not like.row and entry.way in ('labels', 'chats'):
+        return entry._replace(length=min(entry.length, like.most))
+    return entry
 
 
 # ---- where a set lies, and what it is made from ------------------------------------------------------------
@@ -223,9 +230,10 @@ def place(name, root=None, like=None):
     usual = usual_folder(name, entry, wish.tokenizer)
     usual = os.path.join(root, usual) if root else kept_in(FOLDER, usual)
     table = wish.json or ''.join(wish.chars)
-    lengths = [str(n) for n in (wish.row, wish.source) if n]    # of a model's rows
+    most = entry.length if wish.most else 0
+    lengths = [str(n) for n in (wish.row, wish.source, most) if n]      # of a model's rows
     marks = ['marks'] * wish.marks                              # its special tokens are read as such
-    frames = [wish.template] * (entry.own == 'chats')
+    frames = [f'{wish.template} {wish.special} {wish.ends} {wish.files}'] * (entry.own == 'chats')
     exact = ' '.join([table, *lengths, *marks, *frames]).strip()
     if entry.own and not exact:                                 # then its name stands for the tokenizer, too
         return usual
@@ -415,6 +423,8 @@ def chats(entry, paths, meta, wish):
         print(f'{len(kept):,} of {len(rows):,} conversations have answers in their first {most:,} tokens; of '
               f'their {tokens:,} tokens {targets:,} are targets; {sum(len(x) > most for x, _ in rows):,} are '
               'cut off')
+    if not all(x for x, _ in sides):
+        raise ValueError('no answers to learn from: the role of who gives them is "assistant"')
     meta.row = row_length([x for x, _ in sides], most, 8)
     return tasks.to_rows(sides, entry, meta)
 
@@ -527,10 +537,11 @@ def tell_special(name, tokens, meta):
     """Say what one should know of special tokens before one trusts the figures."""
     if meta.row:
         tokens = tokens.reshape(-1, 2, meta.row)[:, 0]          # without targets
+        tokens = tokens[tokens != meta.pad]
     lost = vocabulary.lost(tokens, meta)
     if lost:
-        note(f'--data={name}: {lost:,} of {tokens.size:,} tokens stand for letters that the tokenizer does not '
-             'know. These are lost, and no figure counts them')
+        note(f'--data={name}: {lost:,} of {tokens.size:,} tokens stand for letters that the tokenizer does '
+             'not know. These are lost, and no figure counts them')
     _, special = vocabulary.special_ids(meta.json)
     found = np.isin(tokens, special).sum()
     if meta.marks and meta.kind == 'text' and found:

@@ -417,7 +417,9 @@ def conversations(path):
     of lists of messages. Every tenth line validates."""
     expected = '{"messages": [{"role": .., "content": ..}, ..]}'
     found = []
-    for number, line in enumerate(content(path).splitlines(), 1):
+    for number, line in enumerate(content(path).removeprefix(b'\xef\xbb\xbf').splitlines(), 1):
+        if not line.strip():
+            continue
         try:
             messages = json.loads(line)['messages']
             fits = messages and all(type(m['role']) is type(m['content']) is str for m in messages)
@@ -427,6 +429,8 @@ def conversations(path):
             raise ValueError(f'{path}, line {number}: {line[:30]!r} is not a conversation, {expected}; to '
                              'read it as plain text, call the file .txt')
         found.append(messages)
+    if len(found) < 10:
+        raise ValueError(f'{len(found)} conversations: give at least 10, as every tenth validates')
     [train], [val] = every_tenth([found])
     return train, val
 

@@ -104,10 +104,7 @@ def encode(text, meta, special=False):
         with of_package('its tokenizer cannot read this text'):
             tokenizer = subwords(meta.json, special)
             ids = tokenizer.encode(text, add_special_tokens=False).ids
-        if max(ids, default=0) >= meta.vocab_size:
-            raise ValueError(f'its tokenizer makes token {max(ids)} of this text, beyond the vocabulary of '
-                             f'{meta.vocab_size}')
-        return ids
+        return in_vocabulary(ids, meta)
     ids = ids_of(tuple(units(meta)))
     if kind in FIXED:
         text = text.split()
@@ -116,6 +113,14 @@ def encode(text, meta, special=False):
         words = ' or '.join(repr(u[:20]) for u in unknown[:10])
         raise ValueError(f'there is no token for {words}')
     return [ids[unit] for unit in text]
+
+
+def in_vocabulary(ids, meta):
+    """The ids. ValueError if the model has no such token"""
+    if max(ids, default=0) >= meta.vocab_size:
+        raise ValueError(f'its tokenizer makes token {max(ids)} of this text, beyond the vocabulary of '
+                         f'{meta.vocab_size}')
+    return ids
 
 
 def frame(meta):
@@ -253,7 +258,7 @@ def special_ids(text):
     unknown = raw['model'].get('unk_id')
     if raw['model'].get('unk_token'):
         unknown = tokenizer.token_to_id(raw['model']['unk_token'])
-    if 'ByteLevel' in json.dumps(raw.get('pre_tokenizer')):
+    if tokenizer.get_vocab().keys() >= {*package().pre_tokenizers.ByteLevel.alphabet()}:
         unknown = None
     return unknown, [i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special]
 

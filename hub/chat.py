@@ -9,15 +9,17 @@ What a user says never becomes a special token: each word of it that would be on
 of its own, until the text around has been cut at its special tokens.
 """
 import datetime
+import functools
 import json
 import os
 import re
 
 from data import vocabulary
-from hub.texts import TEMPLATE, added_tokens, named
+from hub.texts import TEMPLATE, named
 
 PRIVATE = 0xf0000       # from here on, characters mean nothing in any text
 MARKS = f'[{chr(PRIVATE)}-{chr(PRIVATE + 0xfffd)}]'
+OTHER = PRIVATE + 0x8000    # see with_other_marks
 
 
 def marked(text, data):
@@ -82,23 +84,34 @@ def rendered(messages, data, ask=True):
         raise ValueError(f'the chat template does not take these messages: {type(e).__name__}: {e}') from None
 
 
+@functools.lru_cache(4)
+def with_other_marks(text, words):
+    """The tokenizer of this tokenizer.json, but its special tokens `words` are called by characters from
+    OTHER on, so their letters are letters -> the tokenizer, {its id: the true one} of the tokens that are not
+    learned"""
+    raw = json.loads(text)
+    others = {word: chr(OTHER + i) for i, word in enumerate(words)}
+    for token in raw['added_tokens']:
+        token['content'] = others.get(token['content'], token['content'])
+    tokenizer = vocabulary.subwords(json.dumps(raw), special=True)
+    called = {other: word for word, other in others.items()}
+    true = vocabulary.subwords(text).token_to_id
+    return tokenizer, {i: true(called.get(token.content, token.content))
+                       for i, token in tokenizer.get_added_tokens_decoder().items()}
+
+
 def token_ids(text, data):
     """Token ids of a rendered text."""
-    words = longest_first(data)
+    words = tuple(longest_first(data))
     if not words or not re.search(MARKS, text):     # then the template alone has special tokens
         return vocabulary.encode(text, data, special=True)
-    about = {token.content: token for token in added_tokens(data).values()}
-    patterns = []
-    for word in words:                                          # some take the blanks beside them
-        before, behind = (r'\s*' * getattr(about.get(word), side, False) for side in ('lstrip', 'rstrip'))
-        patterns.append(before + re.escape(word) + behind)
-    ids = []
-    for i, part in enumerate(re.split(f'({"|".join(patterns)})', text)):
-        if i % 2:
-            ids.append(data.special[part if part in words else part.strip()])
-        else:
-            ids += vocabulary.encode(unmarked(part, data), data)
-    return ids
+    if not data.json:
+        return vocabulary.encode(unmarked(text, data), data)
+    tokenizer, true = with_other_marks(data.json, words)
+    for i, word in enumerate(words):
+        text = text.replace(word, chr(OTHER + i))
+    ids = tokenizer.encode(unmarked(text, data), add_special_tokens=False).ids
+    return vocabulary.in_vocabulary([true.get(i, i) for i in ids], data)
 
 
 def answered(messages, data, none):

@@ -5,7 +5,9 @@
 
 Several files have a say, and older folders lack some of them. We read what transformers reads:
 tokenizer.json, or vocab.json with merges.txt; further tokens in tokenizer_config.json or added_tokens.json;
-the names of special tokens in tokenizer_config.json or special_tokens_map.json.
+the names of special tokens in tokenizer_config.json or special_tokens_map.json. Some classes of transformers
+5 read a tokenizer.json in their own way: LlamaTokenizer spaces, Qwen2Tokenizer accents, BertTokenizer capital
+letters unless do_lower_case says so. We read what the file says.
 """
 import contextlib
 import json
@@ -105,15 +107,17 @@ def whole_tokenizer(texts):
     tokenizer = vocabulary.read_tokenizer(content)
     before = tokenizer.to_str()
     package = vocabulary.package()
-    further, ids = further_tokens(texts, about)
-    ids.update({token['content']: token['id'] for token in json.loads(content).get('added_tokens') or []})
+    there = {token['content']: token for token in json.loads(content).get('added_tokens') or []}
+    further, ids = further_tokens(texts, about, there)
+    ids.update({word: token['id'] for word, token in there.items()})
     how = {ours: about[theirs] for theirs, ours in OF_BERT.items() if theirs in about}
     with of_package('its tokens do not fit together'):
         tokenizer.add_tokens(further)
         for word, i in ids.items():
             if tokenizer.token_to_id(word) != i:                # behind the others, wherever a file wants it
                 raise ValueError(f'{word} is to be token {i}, but would be {tokenizer.token_to_id(word)}')
-        if how and isinstance(tokenizer.model, package.models.WordPiece):
+        is_bert = 'Bert' in (about.get('tokenizer_class') or 'Bert')
+        if how and is_bert and isinstance(tokenizer.model, package.models.WordPiece):
             tokenizer.normalizer = package.normalizers.BertNormalizer(**how)
         if TOKENIZER not in texts:                              # which knows it
             around(tokenizer, about, named(texts))
@@ -132,7 +136,8 @@ def byte_level(texts, about):
     pairs = [tuple(line.split()) for line in lines if line.strip() and not line.startswith('#version')]
     with of_package('no description of a tokenizer'):
         tokenizer = package.Tokenizer(package.models.BPE(json.loads(texts[WORDS]), pairs))
-    bytes_of = package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=SPLITS[kind] is None)
+    spaced = bool(about.get('add_prefix_space'))
+    bytes_of = package.pre_tokenizers.ByteLevel(add_prefix_space=spaced, use_regex=SPLITS[kind] is None)
     tokenizer.pre_tokenizer = bytes_of
     tokenizer.decoder = package.decoders.ByteLevel()
     if SPLITS[kind]:
@@ -142,19 +147,33 @@ def byte_level(texts, about):
     return tokenizer
 
 
-def further_tokens(texts, about):
+def further_tokens(texts, about, there):
     """The tokens that files beside tokenizer.json list, or name as special -> a list of
-    tokenizers.AddedToken, in the order in which they are added; the ids that the files say, by text"""
-    unnamed = [word for name in LISTS for word in as_object(texts, NAMED).get(name) or about.get(name) or []]
-    special = {flags['content']: flags for flags in [*named(texts).values(), *map(flags_of, unnamed)]}
+    tokenizers.AddedToken, in the order in which they are added; the ids that the files say, by text. there:
+    the entries of tokenizer.json by text, whose flags hold"""
+    map_of = as_object(texts, NAMED)
+    unnamed = [word for name in LISTS for word in listed_in(about, name) or listed_in(map_of, name)]
+    special = {}
+    for flags in [*named(texts).values(), *map(flags_of, unnamed)]:
+        word = flags['content']
+        special[word] = {**there.get(word, flags), 'special': True}
+        special[word].pop('id', None)
     listed = about.get('added_tokens_decoder')
     if listed is None:
-        listed = {i: {'content': word, 'special': word in special, 'normalized': word not in special}
+        listed = {i: {'content': word, 'normalized': word not in special}
                   for word, i in as_object(texts, ADDED).items()}
     ids = {entry['content']: int(i) for i, entry in listed.items()}
     entries = [listed[i] for i in sorted(listed, key=int)]
+    for entry in entries:
+        entry['special'] = entry.get('special', False) or entry['content'] in special
     entries += [flags for word, flags in special.items() if word not in ids]
     return [vocabulary.package().AddedToken(**entry) for entry in entries], ids
+
+
+def listed_in(about, name):
+    """The special tokens of one of LISTS, which may stand by name."""
+    some = about.get(name) or []
+    return list(some.values()) if isinstance(some, dict) else some
 
 
 def around(tokenizer, about, special):
@@ -215,6 +234,8 @@ def named(texts):
     others = as_object(texts, NAMED)
     both = {**others, **about} if 'added_tokens_decoder' in about else {**about, **others}
     if TOKENIZER not in texts and WORDS in texts:
-        both = dict.fromkeys(('unk_token', 'bos_token', 'eos_token'), '<|endoftext|>') | both
+        own = ('unk_token', 'eos_token', 'pad_token') if 'Qwen2' in str(about.get('tokenizer_class')) else (
+            'unk_token', 'eos_token', 'bos_token')
+        both = dict.fromkeys(own, '<|endoftext|>') | both
     return {name: flags_of(word) for name, word in both.items()
             if name.endswith('_token') and type(word) in (str, dict)}
