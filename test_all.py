@@ -2828,6 +2828,8 @@ def test_a_model_from_a_file_is_not_drawn_first(a_model):
     ('delta', dict(data=dict(tokenizer='json', vocab_size=256, json='{}')), 'no description of a tok')], ids=str)
 def test_files_of_other_versions_load_or_are_refused_in_one_sentence(rule, change, why, a_model, tmp_path, capsys):
     """What is missing, unknown or gone cannot be built."""
+    if 'tok' in why:
+        pytest.importorskip('tokenizers')
     path = tmp_path / 'old.safetensors'
     tensors, meta = weights_py.read_tensors(a_model(f'--rule={rule}'))
     data = change.get('data', meta['data'])
@@ -2881,13 +2883,15 @@ def test_a_run_that_is_asked_to_stop_saves_its_step_and_tells_each_once(number, 
         return batch(self, begin, i)
     with monkeypatch.context() as m:
         m.setattr(train.Rows, 'batch', ask)
-        with pytest.raises(AssertionError):
-            trained(text, tmp_path / 'cut', *flags, steps=5)
+        for name, steps in ('last', 1), ('cut', 5):             # in the last step, too: a conversion has more stages
+            with pytest.raises(AssertionError):
+                trained(text, tmp_path / name, *flags, steps=steps)
     assert 'stopped after step 1, which is saved: --resume goes on' in capsys.readouterr().err
     with open(tmp_path / 'cut' / 'log.jsonl', 'a') as f:
         f.write('{"step": 2, "loss": 7.0}\n{"step": 1, "lo')
     assert train.main(['--resume', f'--out={tmp_path / "cut"}']) == 0
-    assert same(*tmp_path.glob('*/ckpt.safetensors'))
+    assert weights_py.read_meta(tmp_path / 'last' / 'ckpt.safetensors')['step'] == 1
+    assert same(*(tmp_path / name / 'ckpt.safetensors' for name in ('cut', 'whole')))
     told = [[(row['step'], row['loss']) for row in log(tmp_path / name) if 'loss' in row] for name in ('cut', 'whole')]
     assert told[0] == told[1] and len(told[0]) == 5
 

@@ -69,9 +69,9 @@ say = functools.partial(print, flush=True)
 
 @dataclass
 class Args:
-    data: str = flag('stdlib', f'{", ".join(prepare.DATASETS)}, any text file, labelled lines (mine.tsv), or '
-                               'sentences and their translations (a.en:a.de); default with --init: that of '
-                               'the checkpoint', path=True)
+    data: str = flag('stdlib', f'{", ".join(prepare.DATASETS)}, any text file, labelled lines (mine.tsv), '
+                               'conversations (mine.jsonl), sentences and translations (a.en:a.de); '
+                               'default with --init: that of the checkpoint', path=True)
     tokenizer: str = flag('', f'for texts: {vocabulary.OF_TEXTS}; default: that of the data or the '
                               'checkpoint')
     out: str = flag('out', 'folder for checkpoints and the log', path=True)
@@ -756,8 +756,9 @@ def show(model, data, args):
 # ---- the loop ----------------------------------------------------------------------------------------------
 def training(model, opt, losses, first, steps, lr, clip, seed, rank=0, world=1):
     """The training loop, from step `first` on. Yield after each step: the steps that are done, the loss (1,),
-    the norm of the gradient, the seconds it took, and whether it is the last, as Ctrl-C or SIGTERM asked to
-    stop: then the caller saves, and KeyboardInterrupt follows. losses(step): yields the loss of each batch"""
+    the norm of the gradient, the seconds it took, and whether Ctrl-C or SIGTERM asked to stop. If so, the
+    caller saves what it has, and the next turn raises KeyboardInterrupt.
+    losses(step): yields the loss of each batch"""
     with Stop() if world == 1 else contextlib.nullcontext() as stop:        # several: at different steps
         for step in range(first, steps):
             began = time.perf_counter()
@@ -776,7 +777,7 @@ def training(model, opt, losses, first, steps, lr, clip, seed, rank=0, world=1):
             model.zero_grad(set_to_none=True)
             stops = bool(stop and stop.asked)
             yield step + 1, total, norm, time.perf_counter() - began, stops
-            if stops and step + 1 < steps:
+            if stops or (stop and stop.asked and step + 1 == steps):        # the last is saved in any case
                 raise KeyboardInterrupt(f'after step {step + 1}, which is saved: --resume goes on')
 
 

@@ -175,7 +175,7 @@ def entry_of(name, like=None):
 def shortened(entry, like):
     """The entry, for rows that the model of `like` takes."""
     if like and like.most and not like.row and entry.way in ('labels', 'chats'):
-        return entry._replace(length=min(entry.length, like.most))
+        return entry._replace(length=like.most)
     return entry
 
 
@@ -414,15 +414,21 @@ def chats(entry, paths, meta, wish):
     most = wish.row or entry.length
     sides = []
     for conversations in entry.make(*paths):
-        rows = [chat.answered(messages, wish, none) for messages in conversations]
+        rows = []
+        for messages in conversations:
+            try:
+                rows.append(chat.answered(messages, wish, none))
+            except ValueError as e:
+                begins = messages[0]['content'][:40]
+                raise ValueError(f'{e}; in the conversation that begins {begins!r}') from None
         cut = [(x[:most], y[:most]) for x, y in rows]
         kept = [(x, y) for x, y in cut if any(target != none for target in y)]
         sides.append(tuple(map(list, zip(*kept))) or ([], []))
         tokens = sum(len(x) for x, _ in kept)
         targets = sum(target != none for _, y in kept for target in y)
-        print(f'{len(kept):,} of {len(rows):,} conversations have answers in their first {most:,} tokens; of '
-              f'their {tokens:,} tokens {targets:,} are targets; {sum(len(x) > most for x, _ in rows):,} are '
-              'cut off')
+        longer = sum(len(x) > most for x, _ in rows)
+        print(f'{len(kept):,} of {len(rows):,} conversations have answers in their first {most:,} tokens; '
+              f'{longer:,} are longer. Of {tokens:,} tokens {targets:,} are targets')
     if not all(x for x, _ in sides):
         raise ValueError('no answers to learn from: the role of who gives them is "assistant"')
     meta.row = row_length([x for x, _ in sides], most, 8)

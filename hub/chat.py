@@ -19,7 +19,7 @@ from hub.texts import TEMPLATE, named
 
 PRIVATE = 0xf0000       # from here on, characters mean nothing in any text
 MARKS = f'[{chr(PRIVATE)}-{chr(PRIVATE + 0xfffd)}]'
-OTHER = PRIVATE + 0x8000    # see with_other_marks
+OTHER = PRIVATE + 0x8000    # those below stand for what a user wrote, these for special tokens
 
 
 def marked(text, data):
@@ -86,9 +86,9 @@ def rendered(messages, data, ask=True):
 
 @functools.lru_cache(4)
 def with_other_marks(text, words):
-    """The tokenizer of this tokenizer.json, but its special tokens `words` are called by characters from
-    OTHER on, so their letters are letters -> the tokenizer, {its id: the true one} of the tokens that are not
-    learned"""
+    """A copy of the tokenizer of this tokenizer.json in which a private character, from OTHER on, stands for
+    each special token in `words`. Then "<s>" is three letters, and chr(OTHER) is the token -> the copy, and
+    {id in the copy: true id} of all added tokens"""
     raw = json.loads(text)
     others = {word: chr(OTHER + i) for i, word in enumerate(words)}
     for token in raw['added_tokens']:

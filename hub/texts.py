@@ -5,9 +5,9 @@
 
 Several files have a say, and older folders lack some of them. We read what transformers reads:
 tokenizer.json, or vocab.json with merges.txt; further tokens in tokenizer_config.json or added_tokens.json;
-the names of special tokens in tokenizer_config.json or special_tokens_map.json. Some classes of transformers
-5 read a tokenizer.json in their own way: LlamaTokenizer spaces, Qwen2Tokenizer accents, BertTokenizer capital
-letters unless do_lower_case says so. We read what the file says.
+the names of special tokens in tokenizer_config.json or special_tokens_map.json. One difference: some classes
+of transformers 5 (LlamaTokenizer, Qwen2Tokenizer, BertTokenizer without do_lower_case) replace the way in
+which tokenizer.json treats spaces, accents or capital letters; here it holds.
 """
 import contextlib
 import json
@@ -72,7 +72,8 @@ def read_texts(folder):
 
 def tokenizer_of(folder, vocab):
     """The description of the tokens of a model with `vocab` tokens, from the folder's own files. If there are
-    none, tokens are only numbers. ValueError for a tokenizer that does not work, or not with this model."""
+    none, tokens are only numbers. If the tokenizer puts a token before each text, it is `bos`. ValueError for
+    a tokenizer that does not work, or not with this model."""
     texts = read_texts(folder)
     path = os.path.join(folder, TOKENIZER)
     if TOKENIZER not in texts and not texts.keys() >= {*OLDER}:
@@ -95,7 +96,7 @@ def tokenizer_of(folder, vocab):
     if len(ids) != vocab or max(ids) >= vocab:
         note(f'{path} has {plural(len(ids), "token")}, the model {vocab:,}: a text with one that the model '
              'lacks is refused')
-    if len(before) == 1:
+    if len(before) == 1:                                        # rows have no room for several
         [data.bos] = before
     return data
 
@@ -114,12 +115,12 @@ def whole_tokenizer(texts):
     with of_package('its tokens do not fit together'):
         tokenizer.add_tokens(further)
         for word, i in ids.items():
-            if tokenizer.token_to_id(word) != i:                # behind the others, wherever a file wants it
+            if tokenizer.token_to_id(word) != i:                # the package numbers them without gaps
                 raise ValueError(f'{word} is to be token {i}, but would be {tokenizer.token_to_id(word)}')
         is_bert = 'Bert' in (about.get('tokenizer_class') or 'Bert')
         if how and is_bert and isinstance(tokenizer.model, package.models.WordPiece):
             tokenizer.normalizer = package.normalizers.BertNormalizer(**how)
-        if TOKENIZER not in texts:                              # which knows it
+        if TOKENIZER not in texts:                              # else that says what stands around a text
             around(tokenizer, about, named(texts))
     after = tokenizer.to_str()
     return content if after == before else after
@@ -149,8 +150,8 @@ def byte_level(texts, about):
 
 def further_tokens(texts, about, there):
     """The tokens that files beside tokenizer.json list, or name as special -> a list of
-    tokenizers.AddedToken, in the order in which they are added; the ids that the files say, by text. there:
-    the entries of tokenizer.json by text, whose flags hold"""
+    tokenizers.AddedToken, in the order in which they are added; the ids that the files give, {text: id}.
+    there: {text: entry} of tokenizer.json; a token that is only named keeps the flags it has there"""
     map_of = as_object(texts, NAMED)
     unnamed = [word for name in LISTS for word in listed_in(about, name) or listed_in(map_of, name)]
     special = {}
@@ -227,9 +228,9 @@ def flags_of(word):
 
 
 def named(texts):
-    """The special tokens that have a name: {'bos_token': its `flags_of`, ...}. tokenizer_config.json has
-    them, and special_tokens_map.json, which is right if the former lists no tokens. A tokenizer of the older
-    two files has names of its own."""
+    """The special tokens that have a name: {'bos_token': its `flags_of`, ...}, from tokenizer_config.json and
+    special_tokens_map.json. Of two that differ, the former's holds if it also lists tokens, else the
+    latter's. With the older two files, a token without a name has that of transformers' class."""
     about = as_object(texts, TOKENIZER_CONFIG)
     others = as_object(texts, NAMED)
     both = {**others, **about} if 'added_tokens_decoder' in about else {**about, **others}
