@@ -30,8 +30,8 @@ log.jsonl, result.json (the student's figures) and convert.json into --out. conv
 by layer and per byte, and the attention weights of one query. Columns: `low`, `high`, a 95 % interval over
 rows; `to 512`, what is recovered among the tokens up to there in a row; `of the tuned`, against the better of
 the two teachers trained on; `order kept`, how often weights rank two keys as q.k does. Caches without a
-matrix stand beside: of the same tokens, and of as many bytes. A trained student with a matrix beside its
-cache is also run with other policies.
+matrix stand beside: of the same tokens, and of as many bytes. A student with a limited cache is also run
+under the policies that it was not trained with.
 """
 import copy
 import dataclasses
@@ -600,10 +600,12 @@ def bytes_after(model, T):
 
 
 def other_policies(student):
-    """A student with a matrix beside its cache, under the policies it cannot train with -> names, models"""
-    for policy in COMPARED[1:] if student.config.overflow else ():
-        rules = [policy if RULES[rule].bounded else rule for rule in student.config.rules]
-        yield policy, cached_by(student, rules)
+    """A student with limited caches, under the policies that it was not trained with -> names, models"""
+    rules = student.config.rules
+    for policy in COMPARED:
+        others = [policy if RULES[rule].bounded else rule for rule in rules]
+        if others != rules:
+            yield policy, cached_by(student, others)
 
 
 # ---- a conversion: its stages, its table -------------------------------------------------------------------
